@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+)
+
+// check refuses what only values together make wrong. Values that are zero were
+// refused before or not given; they are passed over.
+func (d *decoder) check(p *Policy) {
+	seen, v6only := map[place]string{}, map[string]bool{}
+	for _, s := range p.Services {
+		path := join("services", s.Name)
+		d.checkPlaces(path, s, seen, v6only)
+		d.checkMemberPorts(path, s)
+		if s.Standby != nil {
+			d.checkSlot(path+".when_empty.standby", *s.Standby, s.Slots)
+		}
+		d.checkMembers(path, s)
+	}
+}
+
+// place is what only one listener of a host can have.
+type place struct {
+	netns    string
+	protocol Protocol
+	address  netip.AddrPort
+}
+
+// checkPlaces holds the listeners of a service against one another and those of
+// the services before it.
+func (d *decoder) checkPlaces(path string, s Service, seen map[place]string, v6only map[string]bool) {
+	netns := s.Netns
+	if netns == "" && d.given(path+".netns") {
+		netns = path // unknown: nobody else's
+	}
+	for i, l := range s.Listeners {
+		if l.Protocol == "" || !l.Address.IsValid() {
+			continue
+		}
+		sub := fmt.Sprintf("%s.listeners[%d]", path, i)
+		here := place{netns, l.Protocol, l.Address}
+		v6only[sub] = l.V6Only
+		if first, ok := seen[here]; ok {
+			d.refuseAt(sub, fmt.Sprintf("%s is already %s, line %d", l, first, d.at[first].line), "")
+			continue
+		}
+		seen[here] = sub
+		if l.V6Only && l.Address.Addr() != netip.IPv6Unspecified() {
+			d.refuseAt(sub+".v6only", fmt.Sprintf("does not go with the address %s", l.Address), "only [::] can serve IPv4 too")
+		}
+		other := here
+		switch l.Address.Addr() {
+		case netip.IPv4Unspecified():
+			other.address = netip.AddrPortFrom(netip.IPv6Unspecified(), l.Address.Port())
+		case netip.IPv6Unspecified():
+			other.address = netip.AddrPortFrom(netip.IPv4Unspecified(), l.Address.Port())
+		default:
+			continue
+		}
+		if first, ok := seen[other]; ok && !l.V6Only && !v6only[first] {
+			d.refuseAt(sub, fmt.Sprintf("%s does not go with %s (%s, line %d)", l.Address, other.address, first, d.at[first].line),
+				fmt.Sprintf("use only [::]:%d, which serves IPv4 too, or set its v6only", l.Address.Port()))
+		}
+	}
+}
+
+// checkMemberPorts sees to it that a member's socket tells by protocol and port
+// which listener it stands for.
+func (d *decoder) checkMemberPorts(path string, s Service) {
+	for i, l := range s.Listeners {
+		sub := fmt.Sprintf("%s.listeners[%d]", path, i)
+		if l.MemberPorts != (PortRange{}) && s.Steering == Reuseport {
+			d.refuseAt(sub+".member_ports", "needs steering: lookup", "with reuseport, members listen on the listener's own port")
+		}
+		if s.Steering != Lookup || !l.Address.IsValid() {
+			continue
+		}
+		for j, other := range s.Listeners[:i] {
+			if l.Protocol != other.Protocol || !other.Address.IsValid() || l.MemberPorts == (PortRange{}) && other.MemberPorts == (PortRange{}) {
+				continue
+			}
+			a, b := memberPorts(l), memberPorts(other)
+			if a.First > b.Last || b.First > a.Last {
+				continue
+			}
+			at := sub + ".member_ports"
+			if l.MemberPorts == (PortRange{}) {
+				at = sub + ".address"
+			}
+			d.refuseAt(at, fmt.Sprintf("members' %s port %s overlaps %s of listeners[%d]", l.Protocol, a, b, j), "")
+		}
+	}
+}
+
+// memberPorts gives the ports on which members listen.
+func memberPorts(l Listener) PortRange {
+	if l.MemberPorts == (PortRange{}) {
+		return PortRange{l.Address.Port(), l.Address.Port()}
+	}
+	return l.MemberPorts
+}
+
+func (d *decoder) checkMembers(path string, s Service) {
+	fixed := map[int]int{}
+	for i, m := range s.Members {
+		sub := fmt.Sprintf("%s.members[%d]", path, i)
+		switch m.Slot.Kind {
+		case SlotInstance:
+			if unit := sub + ".match.systemd_unit"; !strings.Contains(m.Match.SystemdUnit, "@") && (m.Match.SystemdUnit != "" || !d.given(unit)) {
+				d.refuseAt(sub+".slot", "instance needs a match.systemd_unit with @", "as in nfacctd@*.service")
+			}
+		case SlotGroup:
+			re := m.Match.CommandLine
+			if re == nil && !d.given(sub+".match.command_line") || re != nil && re.NumSubexp() == 0 {
+				d.refuseAt(sub+".slot", "group needs a match.command_line with a group", `as in 'nfacctd -f \S+-(\d+)\.conf'`)
+			}
+		case SlotNumber:
+			d.checkSlot(sub+".slot", m.Slot.Number, s.Slots)
+			if first, ok := fixed[m.Slot.Number]; ok {
+				d.refuseAt(sub+".slot", fmt.Sprintf("slot %d is already that of members[%d]", m.Slot.Number, first), "one slot takes one member")
+				continue
+			}
+			fixed[m.Slot.Number] = i
+		}
+	}
+}
+
+func (d *decoder) checkSlot(path string, slot, slots int) {
+	if slots > 0 && slot >= slots {
+		d.refuseAt(path, fmt.Sprintf("must be 0 to %d, is %d", slots-1, slot), fmt.Sprintf("the service has %d slots, counted from 0", slots))
+	}
+}

@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"fmt"
+	"reflect"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode"
+
+	"go.yaml.in/yaml/v4"
+)
+
+var (
+	serviceName = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,31}$`)
+	decimal     = regexp.MustCompile(`^-?(0|[1-9][0-9]*)$`)
+)
+
+type position struct{ line, column int }
+
+func positionOf(n *yaml.Node) position { return position{n.Line, n.Column} }
+
+// decoder turns nodes into values and collects errors. What it refuses it leaves
+// zero, so that later checks can pass it over and no fault is reported twice.
+type decoder struct {
+	file string
+	at   map[string]position // where the value of each path that was given is
+	errs Errors
+}
+
+func (d *decoder) refuse(path string, at position, message, hint string) {
+	d.errs = append(d.errs, &Error{d.file, at.line, at.column, path, message, hint})
+}
+
+// refuseAt is refuse at the position of a path that was given.
+func (d *decoder) refuseAt(path, message, hint string) { d.refuse(path, d.at[path], message, hint) }
+
+func (d *decoder) given(path string) bool {
+	_, ok := d.at[path]
+	return ok
+}
+
+// decode fills the struct that out points to from a mapping.
+func (d *decoder) decode(path string, n *yaml.Node, out any) {
+	d.value(path, n, n, reflect.ValueOf(out).Elem(), "")
+}
+
+// value decodes n into v. What is missing in n is reported at key.
+func (d *decoder) value(path string, key, n *yaml.Node, v reflect.Value, tag reflect.StructTag) {
+	d.at[path] = positionOf(n)
+	if !d.plain(path, n) {
+		return
+	}
+	if name, ok := tag.Lookup("form"); ok {
+		if x := formOf(name).decode(d, path, n, tag); x != nil {
+			v.Set(reflect.ValueOf(x).Convert(v.Type()))
+		}
+		return
+	}
+	switch v.Kind() {
+	case reflect.Struct:
+		d.object(path, key, n, v, tag)
+	case reflect.Slice:
+		if tag.Get("keyed") != "" {
+			d.keyed(path, n, v)
+		} else {
+			d.list(path, n, v, tag)
+		}
+	case reflect.Int:
+		if i, ok := d.integer(path, n, tag); ok {
+			v.SetInt(int64(i))
+		}
+	case reflect.Bool:
+		if n.Kind != yaml.ScalarNode || n.ShortTag() != "!!bool" {
+			d.refuse(path, positionOf(n), "must be true or false, is "+describe(n), "")
+			return
+		}
+		v.SetBool(strings.EqualFold(n.Value, "true"))
+	case reflect.String:
+		if s, ok := d.text(path, n); ok {
+			if values := strings.Split(tag.Get("enum"), ","); slices.Contains(values, s) {
+				v.SetString(s)
+			} else {
+				d.refuse(path, positionOf(n), fmt.Sprintf("must be %s, is %s", strings.Join(values, " or "), describe(n)), didYouMean(s, values))
+			}
+		}
+	}
+}
+
+// object decodes a mapping with known keys.
+func (d *decoder) object(path string, key, n *yaml.Node, v reflect.Value, tag reflect.StructTag) {
+	fields := fieldsOf(v.Type())
+	for _, f := range fields {
+		if value, ok := f.Tag.Lookup("default"); ok {
+			setDefault(v.FieldByIndex(f.Index), value)
+		}
+	}
+	complete := d.mapping(path, n, func(name string, k, value *yaml.Node) {
+		sub := join(path, name)
+		i := slices.IndexFunc(fields, func(f reflect.StructField) bool { return f.Tag.Get("yaml") == name })
+		if i < 0 {
+			known := make([]string, len(fields))
+			for i, f := range fields {
+				known[i] = f.Tag.Get("yaml")
+			}
+			hint := didYouMean(name, known)
+			if hint == "" {
+				hint = "known keys: " + strings.Join(known, ", ")
+			}
+			d.refuse(sub, positionOf(k), "unknown key", hint)
+			return
+		}
+		field := v.FieldByIndex(fields[i].Index)
+		field.SetZero()
+		d.value(sub, k, value, field, fields[i].Tag)
+	})
+	if least, _, _ := limits(tag); complete && len(n.Content) < least {
+		d.refuse(path, positionOf(n), "must have at least one key", "")
+	}
+	for _, f := range fields {
+		if sub := join(path, f.Tag.Get("yaml")); complete && f.Tag.Get("required") != "" && !d.given(sub) {
+			d.refuse(sub, positionOf(key), "is missing", "")
+		}
+	}
+}
+
+// keyed decodes a mapping of names to structs into a slice of structs.
+func (d *decoder) keyed(path string, n *yaml.Node, v reflect.Value) {
+	d.mapping(path, n, func(name string, k, value *yaml.Node) {
+		sub := join(path, name)
+		if !serviceName.MatchString(name) {
+			d.refuse(sub, positionOf(k), "is not a valid name", "use 1 to 32 of a-z, 0-9, _ and -, the first of them a letter or a digit")
+		}
+		item := reflect.New(v.Type().Elem()).Elem()
+		item.FieldByName("Name").SetString(name)
+		d.value(sub, k, value, item, "")
+		v.Set(reflect.Append(v, item))
+	})
+}
+
+// mapping calls each for every key but the second of its name. It reports whether n is a mapping.
+func (d *decoder) mapping(path string, n *yaml.Node, each func(name string, key, value *yaml.Node)) bool {
+	if n.Kind != yaml.MappingNode {
+		d.refuse(path, positionOf(n), "must be a mapping, is "+describe(n), "")
+		return false
+	}
+	lines := map[string]int{}
+	for i := 0; i+1 < len(n.Content); i += 2 {
+		key, value := n.Content[i], n.Content[i+1]
+		if !d.plain(path, key) {
+			continue
+		}
+		if key.Kind != yaml.ScalarNode {
+			d.refuse(path, positionOf(key), "a key must be a string, is "+describe(key), "")
+			continue
+		}
+		if key.ShortTag() == "!!merge" {
+			d.refuse(path, positionOf(key), "merge keys are not supported", "")
+			continue
+		}
+		if line, ok := lines[key.Value]; ok {
+			d.refuse(join(path, key.Value), positionOf(key), fmt.Sprintf("is given twice, first in line %d", line), "")
+			continue
+		}
+		lines[key.Value] = key.Line
+		each(key.Value, key, value)
+	}
+	return true
+}
+
+func (d *decoder) list(path string, n *yaml.Node, v reflect.Value, tag reflect.StructTag) {
+	if n.Kind != yaml.SequenceNode {
+		d.refuse(path, positionOf(n), "must be a list, is "+describe(n), "")
+		return
+	}
+	items := n.Content
+	if lo, hi, ok := limits(tag); ok && (len(items) < lo || len(items) > hi) {
+		d.refuse(path, positionOf(n), fmt.Sprintf("must have %d to %d items, has %d", lo, hi, len(items)), "")
+		items = items[:min(len(items), hi)] // pairs of items are compared later
+	}
+	v.Set(reflect.MakeSlice(v.Type(), len(items), len(items)))
+	for i, item := range items {
+		d.value(fmt.Sprintf("%s[%d]", path, i), item, item, v.Index(i), "")
+	}
+}
+
+// integer decodes a number within the limits of the tag.
+func (d *decoder) integer(path string, n *yaml.Node, tag reflect.StructTag) (int, bool) {
+	if n.Kind != yaml.ScalarNode || n.ShortTag() == "!!str" || !decimal.MatchString(n.Value) {
+		d.refuse(path, positionOf(n), "must be a decimal whole number, is "+describe(n), unquote(n))
+		return 0, false
+	}
+	lo, hi, _ := limits(tag)
+	i, err := strconv.Atoi(n.Value)
+	if err != nil || i < lo || i > hi {
+		d.refuse(path, positionOf(n), fmt.Sprintf("must be %d to %d, is %s", lo, hi, describe(n)), "")
+		return 0, false
+	}
+	return i, true
+}
+
+// text decodes a string that is neither empty nor holds control characters.
+func (d *decoder) text(path string, n *yaml.Node) (string, bool) {
+	if n.Kind != yaml.ScalarNode {
+		d.refuse(path, positionOf(n), "must be a string, is "+describe(n), "")
+		return "", false
+	}
+	switch tag := n.ShortTag(); {
+	case tag == "!!null" || n.Value == "":
+		d.refuse(path, positionOf(n), "must not be empty", "")
+	case tag != "!!str" && tag != "!!timestamp": // YAML 1.2 has no timestamps
+		d.refuse(path, positionOf(n), "must be a string, is "+describe(n), fmt.Sprintf("write %q, with the quotes", n.Value))
+	case strings.ContainsFunc(n.Value, unicode.IsControl):
+		d.refuse(path, positionOf(n), "must not hold control characters, is "+describe(n), "")
+	default:
+		return n.Value, true
+	}
+	return "", false
+}
+
+// plain refuses the parts of YAML that let one place of a file change another.
+func (d *decoder) plain(path string, n *yaml.Node) bool {
+	switch {
+	case n.Kind == yaml.AliasNode:
+		d.refuse(path, positionOf(n), "aliases are not supported", "write the value out")
+	case n.Anchor != "":
+		d.refuse(path, positionOf(n), "anchors are not supported", "")
+	case n.Style&yaml.TaggedStyle != 0:
+		d.refuse(path, positionOf(n), "tags are not supported", "")
+	default:
+		return true
+	}
+	return false
+}
+
+// describe names a value in a message, shortened.
+func describe(n *yaml.Node) string {
+	switch {
+	case n.Kind == yaml.MappingNode:
+		return "a mapping"
+	case n.Kind == yaml.SequenceNode:
+		return "a list"
+	case n.ShortTag() == "!!null":
+		return "empty"
+	}
+	value := []rune(n.Value)
+	if len(value) > 64 {
+		value = append(value[:61], []rune("...")...)
+	}
+	if n.ShortTag() == "!!str" {
+		return strconv.Quote(string(value))
+	}
+	return string(value)
+}
+
+// unquote is the hint for a number that quotes made a string.
+func unquote(n *yaml.Node) string {
+	if n.ShortTag() == "!!str" && decimal.MatchString(n.Value) {
+		return "write " + describe(&yaml.Node{Kind: yaml.ScalarNode, Tag: "!!int", Value: n.Value}) + ", without the quotes"
+	}
+	return ""
+}
+
+func didYouMean(word string, known []string) string {
+	if nearest := Nearest(word, known); nearest != "" {
+		return fmt.Sprintf("did you mean %s?", nearest)
+	}
+	return ""
+}
+
+// join appends a key to a path. Keys that no policy has are quoted, so that a dot
+// in them is not taken for a level.
+func join(path, key string) string {
+	if !serviceName.MatchString(key) {
+		if runes := []rune(key); len(runes) > 64 {
+			key = string(runes[:61]) + "..."
+		}
+		key = strconv.Quote(key)
+	}
+	if path == "" {
+		return key
+	}
+	return path + "." + key
+}
+
+// fieldsOf lists the fields of a struct that have a key in the file.
+func fieldsOf(t reflect.Type) []reflect.StructField {
+	return slices.DeleteFunc(reflect.VisibleFields(t), func(f reflect.StructField) bool { return f.Tag.Get("yaml") == "-" })
+}
+
+func limits(tag reflect.StructTag) (lo, hi int, ok bool) {
+	lo, errLo := strconv.Atoi(tag.Get("min"))
+	hi, errHi := strconv.Atoi(tag.Get("max"))
+	return lo, hi, errLo == nil && errHi == nil
+}
+
+func setDefault(v reflect.Value, value string) {
+	if v.Kind() == reflect.Int {
+		i, err := strconv.ParseInt(value, 10, 64)
+		if err != nil {
+			panic(err) // a wrong tag, which every test would meet
+		}
+		v.SetInt(i)
+		return
+	}
+	if v.Kind() == reflect.Bool {
+		v.SetBool(value == "true")
+		return
+	}
+	v.SetString(value)
+}

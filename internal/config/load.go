@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+	"unicode/utf8"
+
+	"go.yaml.in/yaml/v4"
+	"go.yaml.in/yaml/v4/plugin/loaderlimits"
+)
+
+const (
+	maxSize  = 1 << 20 // bytes of a policy file
+	maxDepth = 32      // nesting; the deepest valid policy has 6 levels
+)
+
+// Load reads and validates the policy file at path. A file that cannot be read
+// gives an error that wraps [*os.PathError]; one that is wrong gives [Errors].
+func Load(path string) (*Policy, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("read policy file: %w", err)
+	}
+	defer f.Close()
+	data, err := io.ReadAll(io.LimitReader(f, maxSize+1))
+	if err != nil {
+		return nil, fmt.Errorf("read policy file: %w", err)
+	}
+	return Parse(data, path)
+}
+
+// Parse validates a policy file of at most 1 MiB. The path stands in the
+// messages, and paths in the policy are relative to its directory. The error, if
+// any, is of type [Errors] and has all that is wrong, not only the first.
+func Parse(data []byte, path string) (*Policy, error) {
+	d := &decoder{file: path, at: map[string]position{}}
+	root := d.document(data)
+	var p Policy
+	if root != nil {
+		d.decode("", root, &p)
+		d.check(&p)
+	}
+	if len(d.errs) > 0 {
+		slices.SortStableFunc(d.errs, func(a, b *Error) int {
+			if a.Line != b.Line {
+				return a.Line - b.Line
+			}
+			return a.Column - b.Column
+		})
+		return nil, d.errs
+	}
+	slices.SortFunc(p.Services, func(a, b Service) int { return strings.Compare(a.Name, b.Name) })
+	return &p, nil
+}
+
+// document returns the root of the only document, or nil after an error.
+func (d *decoder) document(data []byte) *yaml.Node {
+	if len(data) > maxSize {
+		d.refuse("", position{1, 1}, fmt.Sprintf("is larger than %d bytes", maxSize), "")
+		return nil
+	}
+	depth := yaml.WithPlugin(loaderlimits.New(loaderlimits.DepthValue(maxDepth)))
+	loader, err := yaml.NewLoader(bytes.NewReader(data), depth)
+	if err != nil {
+		d.refuse("", position{1, 1}, err.Error(), "")
+		return nil
+	}
+	var first, second yaml.Node
+	if err := loader.Load(&first); err != nil && err != io.EOF {
+		d.syntax(data, err)
+		return nil
+	}
+	if len(first.Content) == 0 || first.Content[0].ShortTag() == "!!null" {
+		d.refuse("", position{}, "is empty", "")
+		return nil
+	}
+	switch err := loader.Load(&second); err {
+	case io.EOF:
+		return first.Content[0]
+	case nil:
+		d.refuse("", position{second.Line, second.Column}, "a second document begins here", "a policy file is one document")
+	default:
+		d.syntax(data, err)
+	}
+	return nil
+}
+
+// syntax reports an error of the YAML library.
+func (d *decoder) syntax(data []byte, err error) {
+	at, message, hint := position{1, 1}, err.Error(), ""
+	if le, ok := errors.AsType[*yaml.LoadError](err); ok {
+		message = le.Message
+		if le.ContextMsg != "" {
+			message = le.ContextMsg + ": " + message
+		}
+		if i := le.Mark.Index; i < len(data) && data[i] == '\t' {
+			hint = "indent with spaces, not with tabs"
+		}
+		if at = (position{le.Mark.Line, le.Mark.Column}); at.line == 0 {
+			// Errors of the character encoding come with a byte offset only.
+			before := data[:min(le.Mark.Index, len(data))]
+			at.line = 1 + bytes.Count(before, []byte("\n"))
+			at.column = 1 + utf8.RuneCount(before[bytes.LastIndexByte(before, '\n')+1:])
+		}
+	}
+	d.refuse("", position{max(at.line, 1), max(at.column, 1)}, message, hint)
+}

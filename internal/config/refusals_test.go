@@ -1,0 +1,485 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+// refusals has every reason to refuse a policy, with the exact message.
+var refusals = []struct{ name, doc, want string }{
+	{"empty file", "", `
+p.yaml: is empty`},
+	{"comments only", "# nothing\n", `
+p.yaml: is empty`},
+	{"null document", "---\n", `
+p.yaml: is empty`},
+	{"not a mapping", "- services\n", `
+p.yaml:1:1: must be a mapping, is a list`},
+	{"syntax", "services: {a: [\n", `
+p.yaml:2:1: while parsing a flow node: did not find expected node content`},
+	{"tab", "services:\n\tt: {}\n", `
+p.yaml:2:1: while scanning for the next token: found character that cannot start any token
+  hint: indent with spaces, not with tabs`},
+	{"not UTF-8", "services:\n  t: \xff\n", `
+p.yaml:2:6: invalid leading UTF-8 octet (value: 255)`},
+	{"control character", "services: {}\n# \x01\n", `
+p.yaml:2:3: control characters are not allowed (value: 1)`},
+	{"several documents", `services: {}
+---
+services: {}
+`, `
+p.yaml:2:1: a second document begins here
+  hint: a policy file is one document`},
+	{"broken second document", `services: {}
+---
+a: [
+`, `
+p.yaml:4:1: while parsing a flow node: did not find expected node content`},
+	{"depth", "services: [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", `
+p.yaml:1:43: while increasing flow level: exceeded max depth of 32`},
+	{"alias", `services: {}
+metrics: &m {listen: '127.0.0.1:1'}
+x: *m
+`, `
+p.yaml:2:10: metrics: anchors are not supported
+p.yaml:3:1: x: unknown key
+  hint: known keys: services, metrics`},
+	{"alias in use", minimal + `    user: &u a
+    netns: *u
+`, `
+p.yaml:5:11: services.t.user: anchors are not supported
+p.yaml:6:12: services.t.netns: aliases are not supported
+  hint: write the value out`},
+	{"alias as key", `services: {}
+? &k metrics
+: {listen: '127.0.0.1:1'}
+`, `
+p.yaml:2:3: anchors are not supported`},
+	{"tag", minimal + "    user: !!str 5\n", `
+p.yaml:5:11: services.t.user: tags are not supported`},
+	{"merge key", minimal + "    <<: {slots: 3}\n", `
+p.yaml:5:5: services.t: merge keys are not supported`},
+	{"key that is a list", minimal + "    [a]: b\n", `
+p.yaml:5:5: services.t: a key must be a string, is a list`},
+	{"unknown key", minimal + "    sterring: lookup\n", `
+p.yaml:5:5: services.t.sterring: unknown key
+  hint: did you mean steering?`},
+	{"unknown top-level key", `services: {}
+tune: []
+`, `
+p.yaml:2:1: tune: unknown key
+  hint: known keys: services, metrics`},
+	{"unknown key, long", `services: {}
+kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk: 1
+`, `
+p.yaml:2:1: "kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk...": unknown key
+  hint: known keys: services, metrics`},
+	{"duplicate key", minimal + "    slots: 5\n", `
+p.yaml:5:5: services.t.slots: is given twice, first in line 3`},
+	{"duplicate service", `services:
+  t: {}
+  t: {}
+`, `
+p.yaml:2:3: services.t.slots: is missing
+p.yaml:2:3: services.t.listeners: is missing
+p.yaml:3:3: services.t: is given twice, first in line 2`},
+	{"missing keys", `services:
+  t:
+    listeners:
+      - {}
+`, `
+p.yaml:2:3: services.t.slots: is missing
+p.yaml:4:9: services.t.listeners[0].protocol: is missing
+p.yaml:4:9: services.t.listeners[0].address: is missing`},
+	{"missing services", "metrics: {listen: '127.0.0.1:1'}\n", `
+p.yaml:1:1: services: is missing`},
+	{"missing listen", `services: {}
+metrics: {}
+`, `
+p.yaml:2:1: metrics.listen: is missing`},
+	{"service name", `services:
+  Tele.metry: {slots: 0, listeners: [{protocol: tcp, address: '[::]:1'}]}
+`, `
+p.yaml:2:3: services."Tele.metry": is not a valid name
+  hint: use 1 to 32 of a-z, 0-9, _ and -, the first of them a letter or a digit
+p.yaml:2:23: services."Tele.metry".slots: must be 1 to 1024, is 0`},
+	{"service empty", `services:
+  t:
+`, `
+p.yaml:2:5: services.t: must be a mapping, is empty`},
+	{"services a list", "services: [t]\n", `
+p.yaml:1:11: services: must be a mapping, is a list`},
+	{"listeners a mapping", "services: {t: {slots: 1, listeners: {protocol: tcp}}}\n", `
+p.yaml:1:37: services.t.listeners: must be a list, is a mapping`},
+	{"string for number", "services: {t: {slots: '4', listeners: [{protocol: tcp, address: '[::]:1'}]}}\n", `
+p.yaml:1:23: services.t.slots: must be a decimal whole number, is "4"
+  hint: write 4, without the quotes`},
+	{"octal", "services: {t: {slots: 010, listeners: [{protocol: tcp, address: '[::]:1'}]}}\n", `
+p.yaml:1:23: services.t.slots: must be a decimal whole number, is 010`},
+	{"float", minimal + "    backlog: 1.5\n", `
+p.yaml:5:14: services.t.backlog: must be a decimal whole number, is 1.5`},
+	{"null for number", minimal + "    backlog:\n", `
+p.yaml:5:13: services.t.backlog: must be a decimal whole number, is empty`},
+	{"number for string", minimal + "    netns: 5\n", `
+p.yaml:5:12: services.t.netns: must be a string, is 5
+  hint: write "5", with the quotes`},
+	{"boolean for string", minimal + "    device_map: true\n", `
+p.yaml:5:17: services.t.device_map: must be a string, is true
+  hint: write "true", with the quotes`},
+	{"mapping for string", minimal + "    cgroup: {}\n", `
+p.yaml:5:13: services.t.cgroup: must be a string, is a mapping`},
+	{"empty string", minimal + "    device_map: ''\n", `
+p.yaml:5:17: services.t.device_map: must not be empty`},
+	{"control character in string", minimal + `    device_map: "a\0"
+`, `
+p.yaml:5:17: services.t.device_map: must not hold control characters, is "a\x00"`},
+	{"slots", `services:
+  telemetry:
+    slots: 5000
+    listeners: [{protocol: tcp, address: '[::]:1'}]
+`, `
+p.yaml:3:12: services.telemetry.slots: must be 1 to 1024, is 5000`},
+	{"slots zero", "services: {t: {slots: 0, listeners: [{protocol: tcp, address: '[::]:1'}]}}\n", `
+p.yaml:1:23: services.t.slots: must be 1 to 1024, is 0`},
+	{"slots huge", "services: {t: {slots: 99999999999999999999, listeners: [{protocol: tcp, address: '[::]:1'}]}}\n", `
+p.yaml:1:23: services.t.slots: must be 1 to 1024, is 99999999999999999999`},
+	{"backlog", minimal + "    backlog: -1\n", `
+p.yaml:5:14: services.t.backlog: must be 0 to 2147483647, is -1`},
+	{"track_devices", minimal + "    track_devices: 1048577\n", `
+p.yaml:5:20: services.t.track_devices: must be 0 to 1048576, is 1048577`},
+	{"track_devices on", minimal + "    track_devices: on\n", `
+p.yaml:5:20: services.t.track_devices: must be a decimal whole number, is "on"`},
+	{"no listeners", "services: {t: {slots: 1, listeners: []}}\n", `
+p.yaml:1:37: services.t.listeners: must have 1 to 16 items, has 0`},
+	{"17 listeners", "services: {t: {slots: 1, listeners: [{protocol: tcp, address: '[::]:1'}, {protocol: tcp, address: '[::]:2'}, {protocol: tcp, address: '[::]:3'}, {protocol: tcp, address: '[::]:4'}, {protocol: tcp, address: '[::]:5'}, {protocol: tcp, address: '[::]:6'}, {protocol: tcp, address: '[::]:7'}, {protocol: tcp, address: '[::]:8'}, {protocol: tcp, address: '[::]:9'}, {protocol: tcp, address: '[::]:10'}, {protocol: tcp, address: '[::]:11'}, {protocol: tcp, address: '[::]:12'}, {protocol: tcp, address: '[::]:13'}, {protocol: tcp, address: '[::]:14'}, {protocol: tcp, address: '[::]:15'}, {protocol: tcp, address: '[::]:16'}, {protocol: tcp, address: '[::]:17'}]}}\n", `
+p.yaml:1:37: services.t.listeners: must have 1 to 16 items, has 17`},
+	{"protocol", "services: {t: {slots: 1, listeners: [{protocol: TCP, address: '[::]:1'}]}}\n", `
+p.yaml:1:49: services.t.listeners[0].protocol: must be tcp or udp, is "TCP"
+  hint: did you mean tcp?`},
+	{"steering", minimal + "    steering: reusport\n", `
+p.yaml:5:15: services.t.steering: must be reuseport or lookup, is "reusport"
+  hint: did you mean reuseport?`},
+	{"user", minimal + "    user: 'a:b'\n", `
+p.yaml:5:11: services.t.user: is not a user's name or number: "a:b"`},
+	{"uid", minimal + "    user: 4294967295\n", `
+p.yaml:5:11: services.t.user: must be a name or a number of 0 to 4294967294, is 4294967295`},
+	{"netns name", minimal + "    netns: telemetry\n", `
+p.yaml:5:12: services.t.netns: must be an absolute path, is "telemetry"
+  hint: a namespace made by ip netns is /run/netns/telemetry`},
+	{"cgroup with the mount", minimal + "    cgroup: /sys/fs/cgroup/telemetry.slice\n", `
+p.yaml:5:13: services.t.cgroup: must be relative to the cgroup v2 mount, is "/sys/fs/cgroup/telemetry.slice"
+  hint: write /telemetry.slice`},
+	{"cgroup upwards", minimal + "    cgroup: a/../../b\n", `
+p.yaml:5:13: services.t.cgroup: must not hold .., is "a/../../b"`},
+	{"when_empty", minimal + "    when_empty: standby\n", `
+p.yaml:5:17: services.t.when_empty: must be reject or {standby: N}, is "standby"`},
+	{"when_empty list", minimal + "    when_empty: []\n", `
+p.yaml:5:17: services.t.when_empty: must be reject or {standby: N}, is a list`},
+	{"when_empty without standby", minimal + "    when_empty: {}\n", `
+p.yaml:5:17: services.t.when_empty.standby: is missing`},
+	{"when_empty key", minimal + "    when_empty: {stanby: 1}\n", `
+p.yaml:5:17: services.t.when_empty.standby: is missing
+p.yaml:5:18: services.t.when_empty.stanby: unknown key
+  hint: did you mean standby?`},
+	{"address name", `services:
+  t:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: 'localhost:1790'}
+`, `
+p.yaml:5:34: services.t.listeners[0].address: must be a literal IP:port, is "localhost:1790"
+  hint: write 192.0.2.1:1790 or [2001:db8::1]:1790`},
+	{"address without host", `services:
+  t:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: ':1790'}
+`, `
+p.yaml:5:34: services.t.listeners[0].address: must be a literal IP:port, is ":1790"
+  hint: write [::]:1790 for all addresses`},
+	{"address without port", `services:
+  t:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: '10.0.0.1'}
+`, `
+p.yaml:5:34: services.t.listeners[0].address: must be a literal IP:port, is "10.0.0.1"
+  hint: write 192.0.2.1:1790 or [2001:db8::1]:1790`},
+	{"address port zero", `services:
+  t:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: '10.0.0.1:0'}
+`, `
+p.yaml:5:34: services.t.listeners[0].address: must have a port of 1 to 65535, is "10.0.0.1:0"`},
+	{"address port too large", `services:
+  t:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: '10.0.0.1:65536'}
+`, `
+p.yaml:5:34: services.t.listeners[0].address: must have a port of 1 to 65535, is "10.0.0.1:65536"`},
+	{"address zone", `services:
+  t:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: '[fe80::1%eth0]:1790'}
+`, `
+p.yaml:5:34: services.t.listeners[0].address: must not be a link-local address, is "[fe80::1%eth0]:1790"
+  hint: use [::]:1790`},
+	{"address link-local", `services:
+  t:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: '[fe80::1]:1790'}
+`, `
+p.yaml:5:34: services.t.listeners[0].address: must not be a link-local address, is "[fe80::1]:1790"
+  hint: use [::]:1790`},
+	{"address mapped", `services:
+  t:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: '[::ffff:10.0.0.1]:1790'}
+`, `
+p.yaml:5:34: services.t.listeners[0].address: must not be an IPv4-mapped address, is "[::ffff:10.0.0.1]:1790"
+  hint: write 10.0.0.1:1790`},
+	{"address multicast", `services:
+  t:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: '239.0.0.1:4739'}
+`, `
+p.yaml:5:34: services.t.listeners[0].address: must not be a multicast address, is "239.0.0.1:4739"`},
+	{"metrics address", `services: {}
+metrics: {listen: ':9732'}
+`, `
+p.yaml:2:19: metrics.listen: must be a literal IP:port, is ":9732"
+  hint: write [::]:9732 for all addresses`},
+	{"duplicate listener", `services:
+  t:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: '[::]:1790'}
+      - {protocol: tcp, address: '[::]:1790'}
+`, `
+p.yaml:6:9: services.t.listeners[1]: tcp [::]:1790 is already services.t.listeners[0], line 5`},
+	{"duplicate listener in another notation", `services:
+  t:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: '[fd00::1]:1790'}
+      - {protocol: tcp, address: '[fd00:0::1]:1790'}
+`, `
+p.yaml:6:9: services.t.listeners[1]: tcp [fd00::1]:1790 is already services.t.listeners[0], line 5`},
+	{"mixed any", `services:
+  t:
+    slots: 1
+    listeners:
+      - {protocol: tcp, address: '[::]:1790'}
+      - {protocol: tcp, address: '0.0.0.0:1790'}
+`, `
+p.yaml:6:9: services.t.listeners[1]: 0.0.0.0:1790 does not go with [::]:1790 (services.t.listeners[0], line 5)
+  hint: use only [::]:1790, which serves IPv4 too, or set its v6only`},
+	{"v6only of one address", `services:
+  t: {slots: 1, listeners: [{protocol: tcp, address: '[fd00::1]:1', v6only: true}]}
+`, `
+p.yaml:2:77: services.t.listeners[0].v6only: does not go with the address [fd00::1]:1
+  hint: only [::] can serve IPv4 too`},
+	{"v6only is no word", `services:
+  t: {slots: 1, listeners: [{protocol: tcp, address: '[::]:1', v6only: yes}]}
+`, `
+p.yaml:2:72: services.t.listeners[0].v6only: must be true or false, is "yes"`},
+	{"listener of another service", `services:
+  b: {slots: 1, listeners: [{protocol: tcp, address: '[::]:1'}]}
+  a: {slots: 1, listeners: [{protocol: tcp, address: '[::]:1'}]}
+`, `
+p.yaml:3:29: services.a.listeners[0]: tcp [::]:1 is already services.b.listeners[0], line 2`},
+	{"listener of another service, same netns", `services:
+  b: {slots: 1, netns: /n, listeners: [{protocol: tcp, address: '[::]:1'}]}
+  a: {slots: 1, netns: /n/, listeners: [{protocol: tcp, address: '[::]:1'}]}
+`, `
+p.yaml:3:41: services.a.listeners[0]: tcp [::]:1 is already services.b.listeners[0], line 2`},
+	{"mixed any across services", `services:
+  b: {slots: 1, listeners: [{protocol: tcp, address: '0.0.0.0:1'}]}
+  a: {slots: 1, listeners: [{protocol: tcp, address: '[::]:1'}]}
+`, `
+p.yaml:3:29: services.a.listeners[0]: [::]:1 does not go with 0.0.0.0:1 (services.b.listeners[0], line 2)
+  hint: use only [::]:1, which serves IPv4 too, or set its v6only`},
+	{"standby", minimal + "    when_empty: {standby: 4}\n", `
+p.yaml:5:27: services.t.when_empty.standby: must be 0 to 3, is 4
+  hint: the service has 4 slots, counted from 0`},
+	{"standby over the limit", minimal + "    when_empty: {standby: 1024}\n", `
+p.yaml:5:27: services.t.when_empty.standby: must be 0 to 1023, is 1024`},
+	{"member_ports with reuseport", "services: {t: {slots: 1, listeners: [{protocol: tcp, address: '[::]:1', member_ports: 5}]}}\n", `
+p.yaml:1:87: services.t.listeners[0].member_ports: needs steering: lookup
+  hint: with reuseport, members listen on the listener's own port`},
+	{"member_ports reversed", `services:
+  t:
+    slots: 1
+    steering: lookup
+    listeners:
+      - {protocol: tcp, address: '[::]:1', member_ports: 9-5}
+`, `
+p.yaml:6:58: services.t.listeners[0].member_ports: must be a port or a range of ports, is "9-5"
+  hint: write 20000 or "20000-20003"`},
+	{"member_ports zero", `services:
+  t:
+    slots: 1
+    steering: lookup
+    listeners:
+      - {protocol: tcp, address: '[::]:1', member_ports: 0}
+`, `
+p.yaml:6:58: services.t.listeners[0].member_ports: must be a port or a range of ports, is 0
+  hint: write 20000 or "20000-20003"`},
+	{"member_ports too large", `services:
+  t:
+    slots: 1
+    steering: lookup
+    listeners:
+      - {protocol: tcp, address: '[::]:1', member_ports: 65535-65536}
+`, `
+p.yaml:6:58: services.t.listeners[0].member_ports: must be a port or a range of ports, is "65535-65536"
+  hint: write 20000 or "20000-20003"`},
+	{"member_ports word", `services:
+  t:
+    slots: 1
+    steering: lookup
+    listeners:
+      - {protocol: tcp, address: '[::]:1', member_ports: all}
+`, `
+p.yaml:6:58: services.t.listeners[0].member_ports: must be a port or a range of ports, is "all"
+  hint: write 20000 or "20000-20003"`},
+	{"member_ports list", `services:
+  t:
+    slots: 1
+    steering: lookup
+    listeners:
+      - {protocol: tcp, address: '[::]:1', member_ports: [1]}
+`, `
+p.yaml:6:58: services.t.listeners[0].member_ports: must be a port or a range of ports, is a list
+  hint: write 20000 or "20000-20003"`},
+	{"member_ports overlap", `services:
+  t:
+    slots: 1
+    steering: lookup
+    listeners:
+      - {protocol: tcp, address: '[::]:1', member_ports: 20000-20003}
+      - {protocol: tcp, address: '[::]:2', member_ports: 20003}
+`, `
+p.yaml:7:58: services.t.listeners[1].member_ports: members' tcp port 20003 overlaps 20000-20003 of listeners[0]`},
+	{"member_ports overlap of an own port", `services:
+  t:
+    slots: 1
+    steering: lookup
+    listeners:
+      - {protocol: tcp, address: '[::]:1', member_ports: 2}
+      - {protocol: tcp, address: '[::]:2'}
+`, `
+p.yaml:7:34: services.t.listeners[1].address: members' tcp port 2 overlaps 2 of listeners[0]`},
+	{"members: no match", minimal + `    members:
+      - {slot: free}
+`, `
+p.yaml:6:9: services.t.members[0].match: is missing`},
+	{"members: empty match", minimal + `    members:
+      - {match: {}, slot: free}
+`, `
+p.yaml:6:17: services.t.members[0].match: must have at least one key`},
+	{"members: no slot", minimal + `    members:
+      - {match: {user: a}}
+`, `
+p.yaml:6:9: services.t.members[0].slot: is missing`},
+	{"members: unknown key", minimal + `    members:
+      - {match: {exe: /x}, slot: free}
+`, `
+p.yaml:6:18: services.t.members[0].match.exe: unknown key
+  hint: known keys: systemd_unit, cgroup, executable, command_line, user`},
+	{"members: slot word", minimal + `    members:
+      - {match: {user: a}, slot: fre}
+`, `
+p.yaml:6:34: services.t.members[0].slot: must be instance, group, environment, free or a number, is "fre"
+  hint: did you mean free?`},
+	{"members: slot in quotes", minimal + `    members:
+      - {match: {user: a}, slot: '1'}
+`, `
+p.yaml:6:34: services.t.members[0].slot: must be instance, group, environment, free or a number, is "1"
+  hint: write 1, without the quotes`},
+	{"members: slot out of range", minimal + `    members:
+      - {match: {user: a}, slot: 4}
+`, `
+p.yaml:6:34: services.t.members[0].slot: must be 0 to 3, is 4
+  hint: the service has 4 slots, counted from 0`},
+	{"members: slot negative", minimal + `    members:
+      - {match: {user: a}, slot: -1}
+`, `
+p.yaml:6:34: services.t.members[0].slot: must be 0 to 1023, is -1`},
+	{"members: same slot", minimal + `    members:
+      - {match: {user: a}, slot: 1}
+      - {match: {user: b}, slot: 1}
+`, `
+p.yaml:7:34: services.t.members[1].slot: slot 1 is already that of members[0]
+  hint: one slot takes one member`},
+	{"members: instance without unit", minimal + `    members:
+      - {match: {user: a}, slot: instance}
+`, `
+p.yaml:6:34: services.t.members[0].slot: instance needs a match.systemd_unit with @
+  hint: as in nfacctd@*.service`},
+	{"members: instance without @", minimal + `    members:
+      - {match: {systemd_unit: nfacctd.service}, slot: instance}
+`, `
+p.yaml:6:56: services.t.members[0].slot: instance needs a match.systemd_unit with @
+  hint: as in nfacctd@*.service`},
+	{"members: group without command_line", minimal + `    members:
+      - {match: {user: a}, slot: group}
+`, `
+p.yaml:6:34: services.t.members[0].slot: group needs a match.command_line with a group
+  hint: as in 'nfacctd -f \S+-(\d+)\.conf'`},
+	{"members: group without group", minimal + `    members:
+      - {match: {command_line: 'a(?:b)'}, slot: group}
+`, `
+p.yaml:6:49: services.t.members[0].slot: group needs a match.command_line with a group
+  hint: as in 'nfacctd -f \S+-(\d+)\.conf'`},
+	{"members: bad glob", minimal + `    members:
+      - {match: {systemd_unit: 'a[@'}, slot: instance}
+`, `
+p.yaml:6:32: services.t.members[0].match.systemd_unit: is not a valid glob: "a[@"
+  hint: *, ?, [a-z] and \ have a meaning; [ needs a ]`},
+	{"members: bad cgroup glob", minimal + `    members:
+      - {match: {cgroup: '[]a'}, slot: free}
+`, `
+p.yaml:6:26: services.t.members[0].match.cgroup: is not a valid glob: "/[]a"
+  hint: *, ?, [a-z] and \ have a meaning; [ needs a ]`},
+	{"members: relative executable", minimal + `    members:
+      - {match: {executable: nfacctd}, slot: free}
+`, `
+p.yaml:6:30: services.t.members[0].match.executable: must start with /, is "nfacctd"
+  hint: the glob is held against the absolute path`},
+	{"members: bad executable glob", minimal + `    members:
+      - {match: {executable: '/a['}, slot: free}
+`, `
+p.yaml:6:30: services.t.members[0].match.executable: is not a valid glob: "/a["
+  hint: *, ?, [a-z] and \ have a meaning; [ needs a ]`},
+	{"members: bad pattern", minimal + `    members:
+      - {match: {command_line: '(a'}, slot: group}
+`, "p.yaml:6:32: services.t.members[0].match.command_line: is not an RE2 pattern: missing closing ): `(a`"},
+	{"all errors, in order", `metrics: {port: 1}
+services:
+  t:
+    slots: 5000
+    listeners:
+      - {protocol: tpc, address: '[::]:99999'}
+      - {protocol: udp, address: '[::]:1', member_ports: 7}
+    when_empty: {standby: 2000}
+    members:
+      - {match: {user: a}, slot: 1023}
+      - {match: {user: a}, slot: instance}
+`, `
+p.yaml:1:1: metrics.listen: is missing
+p.yaml:1:11: metrics.port: unknown key
+  hint: known keys: listen
+p.yaml:4:12: services.t.slots: must be 1 to 1024, is 5000
+p.yaml:6:20: services.t.listeners[0].protocol: must be tcp or udp, is "tpc"
+  hint: did you mean tcp?
+p.yaml:6:34: services.t.listeners[0].address: must have a port of 1 to 65535, is "[::]:99999"
+p.yaml:7:58: services.t.listeners[1].member_ports: needs steering: lookup
+  hint: with reuseport, members listen on the listener's own port
+p.yaml:8:27: services.t.when_empty.standby: must be 0 to 1023, is 2000
+p.yaml:11:34: services.t.members[1].slot: instance needs a match.systemd_unit with @
+  hint: as in nfacctd@*.service`},
+}
