@@ -1,0 +1,237 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * From a source address to a slot: the part that both steering modes share,
+ * so that a device has the same slot in either. Cost: one hash of six words,
+ * four array lookups (all inlined by the JIT) and, where they are in use, one
+ * LPM trie lookup (device map) and one LRU hash lookup (devices seen).
+ */
+#ifndef SOCKEYE_STEER_BPF_H
+#define SOCKEYE_STEER_BPF_H
+
+#include <linux/bpf.h>
+#include <linux/in.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "steer.h"
+
+#define AF_UNSPEC 0
+#define AF_INET 2
+#define AF_INET6 10
+
+STEER_EXPORT(struct, steer_table);
+STEER_EXPORT(struct, steer_prefix);
+STEER_EXPORT(struct, steer_device_id);
+
+/* The size of the devices map is set when it is created; 0 turns it off. */
+const volatile bool track_devices = true;
+/* bpf_ktime_get_coarse_ns came with 5.11 (d05512618056). */
+const volatile bool coarse_clock = true;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__array(values, struct {
+		__uint(type, BPF_MAP_TYPE_ARRAY);
+		__uint(max_entries, 1);
+		__type(key, __u32);
+		__type(value, struct steer_table);
+	});
+} tables SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__array(values, struct {
+		__uint(type, BPF_MAP_TYPE_LPM_TRIE);
+		__uint(max_entries, 1);
+		__uint(map_flags, BPF_F_NO_PREALLOC);
+		__type(key, struct steer_prefix);
+		__type(value, struct steer_device_id);
+	});
+} device_maps SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, STEER_MAX_SLOTS);
+	__type(key, __u32);
+	__type(value, struct steer_slot);
+} slots SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, STEER_MAX_SLOTS + 1);
+	__type(key, __u32);
+	__type(value, struct steer_counters);
+} counters SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 1);
+	__type(key, struct steer_address);
+	__type(value, struct steer_seen);
+} devices SEC(".maps");
+
+/* A decision on its way: where from, which table, which slot. */
+struct steer {
+	struct steer_address address;
+	__u32 home;  /* the slot that the table names */
+	__u32 slot;  /* the slot in use: home, or the standby slot */
+	__u32 refused; /* enum steer_reason, if slot is STEER_NO_SLOT */
+	bool connection;
+};
+
+#define STEER_ROL(x, n) (((x) << (n)) | ((x) >> (32 - (n))))
+
+/*
+ * Bob Jenkins' lookup3 over six words, as jhash2() of the kernel
+ * (include/linux/jhash.h) computes it with initval 0.
+ */
+static __always_inline __u32 steer_hash(const struct steer_address *address,
+					__u64 nonce)
+{
+	__u32 a, b, c;
+
+	a = b = c = 0xdeadbeef + (6 << 2);
+	a += address->word[0];
+	b += address->word[1];
+	c += address->word[2];
+	a -= c; a ^= STEER_ROL(c, 4); c += b;
+	b -= a; b ^= STEER_ROL(a, 6); a += c;
+	c -= b; c ^= STEER_ROL(b, 8); b += a;
+	a -= c; a ^= STEER_ROL(c, 16); c += b;
+	b -= a; b ^= STEER_ROL(a, 19); a += c;
+	c -= b; c ^= STEER_ROL(b, 4); b += a;
+	a += address->word[3];
+	b += (__u32)nonce;
+	c += (__u32)(nonce >> 32);
+	c ^= b; c -= STEER_ROL(b, 14);
+	a ^= c; a -= STEER_ROL(c, 11);
+	b ^= a; b -= STEER_ROL(a, 25);
+	c ^= b; c -= STEER_ROL(b, 16);
+	a ^= c; a -= STEER_ROL(c, 4);
+	b ^= a; b -= STEER_ROL(a, 14);
+	c ^= b; c -= STEER_ROL(b, 24);
+	return c;
+}
+
+static __always_inline bool steer_ready(__u32 slot)
+{
+	struct steer_slot *state = bpf_map_lookup_elem(&slots, &slot);
+
+	return state && state->ready;
+}
+
+/* Finds the slot of s->address, or says in s->refused why there is none. */
+static __always_inline void steer_decide(struct steer *s)
+{
+	struct steer_prefix prefix = { .prefixlen = 128, .address = s->address };
+	struct steer_device_id *id;
+	struct steer_table *table;
+	void *inner;
+	__u32 zero = 0, hash;
+
+	s->home = STEER_NO_SLOT;
+	s->slot = STEER_NO_SLOT;
+	s->refused = STEER_REASON_TABLE;
+	inner = bpf_map_lookup_elem(&tables, &zero);
+	if (!inner)
+		return;
+	table = bpf_map_lookup_elem(inner, &zero);
+	if (!table)
+		return;
+	inner = bpf_map_lookup_elem(&device_maps, &zero);
+	id = inner ? bpf_map_lookup_elem(inner, &prefix) : NULL;
+	if (id && id->device != STEER_NO_DEVICE)
+		hash = id->hash;
+	else
+		hash = steer_hash(&s->address, table->nonce);
+	s->home = table->bucket[hash & (STEER_BUCKETS - 1)];
+	if (steer_ready(s->home)) {
+		s->slot = s->home;
+		return;
+	}
+	s->refused = STEER_REASON_EMPTY;
+	if (table->standby != STEER_NO_SLOT && steer_ready(table->standby))
+		s->slot = table->standby;
+}
+
+static __always_inline __u64 steer_now(void)
+{
+	if (coarse_clock)
+		return bpf_ktime_get_coarse_ns();
+	return bpf_ktime_get_ns();
+}
+
+static __always_inline void steer_note_device(const struct steer *s)
+{
+	struct steer_seen fresh = {}, *seen;
+
+	seen = bpf_map_lookup_elem(&devices, &s->address);
+	if (!seen) {
+		fresh.slot = s->slot;
+		bpf_map_update_elem(&devices, &s->address, &fresh, BPF_NOEXIST);
+		seen = bpf_map_lookup_elem(&devices, &s->address);
+		if (!seen)
+			return;
+	}
+	if (s->slot == STEER_NO_SLOT)
+		__sync_fetch_and_add(&seen->refused, 1);
+	else if (s->connection)
+		__sync_fetch_and_add(&seen->connections, 1);
+	else
+		__sync_fetch_and_add(&seen->datagrams, 1);
+	seen->slot = s->slot;
+	seen->last_seen = steer_now();
+}
+
+/* Counts the outcome. A refusal has s->slot == STEER_NO_SLOT. */
+static __always_inline void steer_account(const struct steer *s)
+{
+	bool served = s->slot != STEER_NO_SLOT;
+	__u32 index = served ? s->slot : s->home;
+	struct steer_counters *count, *home;
+
+	if (index >= STEER_MAX_SLOTS)
+		index = STEER_MAX_SLOTS;
+	count = bpf_map_lookup_elem(&counters, &index);
+	if (!count)
+		return;
+	if (served) {
+		if (s->connection)
+			count->connections++;
+		else
+			count->datagrams++;
+		if (s->slot != s->home) {
+			home = bpf_map_lookup_elem(&counters, &s->home);
+			if (home)
+				home->diverted++;
+		}
+	} else if (s->refused < STEER_REASONS) {
+		if (s->connection)
+			count->refused_connections[s->refused]++;
+		else
+			count->refused_datagrams[s->refused]++;
+	}
+	if (track_devices && s->refused != STEER_REASON_ADDRESS)
+		steer_note_device(s);
+}
+
+static __always_inline void steer_refuse(struct steer *s, __u32 reason)
+{
+	s->slot = STEER_NO_SLOT;
+	s->refused = reason;
+}
+
+static __always_inline void steer_mapped(struct steer_address *address,
+					 __u32 ipv4)
+{
+	address->word[0] = 0;
+	address->word[1] = 0;
+	address->word[2] = bpf_htonl(0xffff);
+	address->word[3] = ipv4;
+}
+
+#endif

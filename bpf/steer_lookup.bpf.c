@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Which socket of the network namespace gets this SYN or datagram, if it is
+ * for a listener of this service: the one in the slot of its source address,
+ * whatever port, address or user that socket has. Attached to the namespace;
+ * the kernel runs it for every lookup that no connected socket answers, so
+ * packets for other ports leave after one pass over the listeners. What is
+ * for the service and finds no ready member is dropped, never passed on.
+ */
+#include "steer.bpf.h"
+
+char _license[] SEC("license") = "Dual BSD/GPL";
+
+const volatile struct steer_listener listeners[STEER_MAX_LISTENERS] = {};
+const volatile __u32 listener_count = 0;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_SOCKMAP);
+	__uint(max_entries, STEER_MAX_LISTENERS * STEER_MAX_SLOTS);
+	__type(key, __u32);
+	__type(value, __u64);
+} sockets SEC(".maps");
+
+static __always_inline bool same(const volatile struct steer_address *a,
+				 const struct steer_address *b)
+{
+	return a->word[0] == b->word[0] && a->word[1] == b->word[1] &&
+	       a->word[2] == b->word[2] && a->word[3] == b->word[3];
+}
+
+static __always_inline bool any(const volatile struct steer_address *a)
+{
+	return !(a->word[0] | a->word[1] | a->word[2] | a->word[3]);
+}
+
+/* The most specific listener wins, as in the kernel's own lookup. */
+static __always_inline __u32 find_listener(struct bpf_sk_lookup *ctx,
+					   const struct steer_address *local)
+{
+	__u32 i, found = STEER_MAX_LISTENERS;
+
+	for (i = 0; i < STEER_MAX_LISTENERS; i++) {
+		const volatile struct steer_listener *l = &listeners[i];
+
+		if (i >= listener_count)
+			break;
+		if (l->port != ctx->local_port || l->protocol != ctx->protocol)
+			continue;
+		if (l->family && l->family != ctx->family)
+			continue;
+		if (same(&l->address, local))
+			return i;
+		if (any(&l->address))
+			found = i;
+	}
+	return found;
+}
+
+SEC("sk_lookup")
+int steer_lookup(struct bpf_sk_lookup *ctx)
+{
+	struct steer s = { .home = STEER_NO_SLOT, .slot = STEER_NO_SLOT };
+	struct steer_address local;
+	struct bpf_sock *sk;
+	__u32 row, index;
+
+	if (ctx->family == AF_INET) {
+		steer_mapped(&s.address, ctx->remote_ip4);
+		steer_mapped(&local, ctx->local_ip4);
+	} else {
+		s.address.word[0] = ctx->remote_ip6[0];
+		s.address.word[1] = ctx->remote_ip6[1];
+		s.address.word[2] = ctx->remote_ip6[2];
+		s.address.word[3] = ctx->remote_ip6[3];
+		local.word[0] = ctx->local_ip6[0];
+		local.word[1] = ctx->local_ip6[1];
+		local.word[2] = ctx->local_ip6[2];
+		local.word[3] = ctx->local_ip6[3];
+	}
+	row = find_listener(ctx, &local);
+	if (row >= STEER_MAX_LISTENERS)
+		return SK_PASS;
+
+	s.connection = ctx->protocol == IPPROTO_TCP;
+	steer_decide(&s);
+	if (s.slot != STEER_NO_SLOT) {
+		index = row * STEER_MAX_SLOTS + s.slot;
+		sk = bpf_map_lookup_elem(&sockets, &index);
+		if (!sk) {
+			steer_refuse(&s, STEER_REASON_SOCKET);
+		} else {
+			if (bpf_sk_assign(ctx, sk, BPF_SK_LOOKUP_F_NO_REUSEPORT))
+				steer_refuse(&s, STEER_REASON_SOCKET);
+			bpf_sk_release(sk);
+		}
+	}
+	steer_account(&s);
+	return s.slot == STEER_NO_SLOT ? SK_DROP : SK_PASS;
+}

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Tells the agent which process binds or listens on a service's ports, and
+ * closes a slot the moment one of its registered sockets is released, for all
+ * listeners alike and with or without an agent. Attached to the cgroup in
+ * which members live; runs at bind, listen and close, never for a packet.
+ */
+#include <linux/bpf.h>
+#include <linux/in.h>
+#include <bpf/bpf_helpers.h>
+
+#include "steer.h"
+
+char _license[] SEC("license") = "Dual BSD/GPL";
+
+STEER_EXPORT(enum, steer_limit);
+STEER_EXPORT(enum, steer_reason);
+STEER_EXPORT(enum, steer_event_kind);
+STEER_EXPORT(struct, steer_event);
+
+const volatile struct steer_ports ports[STEER_MAX_LISTENERS] = {};
+const volatile __u32 port_count = 0;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, STEER_MAX_SLOTS);
+	__type(key, __u32);
+	__type(value, struct steer_slot);
+} slots SEC(".maps");
+
+/* Cookie of a registered socket -> its slot. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, STEER_MAX_LISTENERS * STEER_MAX_SLOTS);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u64);
+	__type(value, __u32);
+} cookies SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 256 * 1024);
+} events SEC(".maps");
+
+/* Events that found the ring full; the agent scans when this grows. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64);
+} lost_events SEC(".maps");
+
+static __always_inline void emit(__u32 kind, __u64 cookie, __u32 pid)
+{
+	struct steer_event *event;
+	__u32 zero = 0;
+	__u64 *lost;
+
+	event = bpf_ringbuf_reserve(&events, sizeof(*event), 0);
+	if (!event) {
+		lost = bpf_map_lookup_elem(&lost_events, &zero);
+		if (lost)
+			__sync_fetch_and_add(lost, 1);
+		return;
+	}
+	event->cookie = cookie;
+	event->kind = kind;
+	event->pid = pid;
+	bpf_ringbuf_submit(event, 0);
+}
+
+static __always_inline bool ours(__u32 protocol, __u32 port)
+{
+	__u32 i;
+
+	for (i = 0; i < STEER_MAX_LISTENERS; i++) {
+		if (i >= port_count)
+			break;
+		if (ports[i].protocol == protocol && port >= ports[i].first &&
+		    port <= ports[i].last)
+			return true;
+	}
+	return false;
+}
+
+static __always_inline int bound(struct bpf_sock *sk)
+{
+	if (ours(sk->protocol, sk->src_port))
+		emit(STEER_EVENT_BIND, bpf_get_socket_cookie(sk),
+		     bpf_get_current_pid_tgid() >> 32);
+	return 1;
+}
+
+SEC("cgroup/post_bind4")
+int steer_bind4(struct bpf_sock *sk)
+{
+	return bound(sk);
+}
+
+SEC("cgroup/post_bind6")
+int steer_bind6(struct bpf_sock *sk)
+{
+	return bound(sk);
+}
+
+SEC("sockops")
+int steer_listen(struct bpf_sock_ops *ctx)
+{
+	if (ctx->op == BPF_SOCK_OPS_TCP_LISTEN_CB &&
+	    ours(IPPROTO_TCP, ctx->local_port))
+		emit(STEER_EVENT_LISTEN, bpf_get_socket_cookie(ctx), 0);
+	return 1;
+}
+
+SEC("cgroup/sock_release")
+int steer_release(struct bpf_sock *sk)
+{
+	__u64 cookie = bpf_get_socket_cookie(sk);
+	struct steer_slot *state;
+	__u32 *slot;
+
+	slot = bpf_map_lookup_elem(&cookies, &cookie);
+	if (!slot)
+		return 1;
+	state = bpf_map_lookup_elem(&slots, slot);
+	if (state)
+		state->ready = 0;
+	bpf_map_delete_elem(&cookies, &cookie);
+	emit(STEER_EVENT_RELEASE, cookie, 0);
+	return 1;
+}

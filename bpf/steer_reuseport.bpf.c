@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Which member of a SO_REUSEPORT group gets this SYN or datagram: the one in
+ * the slot of its source address. Attached to the group of one listener; the
+ * kernel runs it for every SYN and for every UDP datagram, never for segments
+ * of an established connection. Without a ready member the verdict is SK_DROP
+ * (RST, or ICMP port unreachable): SK_PASS without a selection would hand the
+ * packet to the kernel's own hash.
+ *
+ * steer_migrate is the same for kernels from 5.14 on. It is also asked when a
+ * listener closes with connections in its queue (d4f2c86b2b7e), and lets them
+ * move only to another socket of their own slot, whatever tcp_migrate_req is.
+ */
+#include "steer.bpf.h"
+
+#include <linux/if_ether.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+
+char _license[] SEC("license") = "Dual BSD/GPL";
+
+/* The row of this program's listener in sockets. */
+const volatile __u32 listener = 0;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_REUSEPORT_SOCKARRAY);
+	__uint(max_entries, STEER_MAX_LISTENERS * STEER_MAX_SLOTS);
+	__type(key, __u32);
+	__type(value, __u64);
+} sockets SEC(".maps");
+
+static __always_inline bool read_source(struct sk_reuseport_md *ctx,
+					struct steer_address *address)
+{
+	__u32 ipv4;
+
+	switch (ctx->eth_protocol) {
+	case bpf_htons(ETH_P_IP):
+		if (bpf_skb_load_bytes_relative(ctx,
+						offsetof(struct iphdr, saddr),
+						&ipv4, sizeof(ipv4),
+						BPF_HDR_START_NET))
+			return false;
+		steer_mapped(address, ipv4);
+		return true;
+	case bpf_htons(ETH_P_IPV6):
+		return !bpf_skb_load_bytes_relative(
+			ctx, offsetof(struct ipv6hdr, saddr), address,
+			sizeof(*address), BPF_HDR_START_NET);
+	}
+	return false;
+}
+
+static __always_inline void select(struct sk_reuseport_md *ctx,
+				   struct steer *s)
+{
+	__u32 index;
+
+	steer_decide(s);
+	if (s->slot == STEER_NO_SLOT)
+		return;
+	index = listener * STEER_MAX_SLOTS + s->slot;
+	if (bpf_sk_select_reuseport(ctx, &sockets, &index, 0))
+		steer_refuse(s, STEER_REASON_SOCKET);
+}
+
+static __always_inline int steer(struct sk_reuseport_md *ctx)
+{
+	struct steer s = { .home = STEER_NO_SLOT, .slot = STEER_NO_SLOT };
+
+	s.connection = ctx->ip_protocol == IPPROTO_TCP;
+	if (read_source(ctx, &s.address))
+		select(ctx, &s);
+	else
+		steer_refuse(&s, STEER_REASON_ADDRESS);
+	steer_account(&s);
+	return s.slot == STEER_NO_SLOT ? SK_DROP : SK_PASS;
+}
+
+SEC("sk_reuseport")
+int steer_reuseport(struct sk_reuseport_md *ctx)
+{
+	return steer(ctx);
+}
+
+SEC("sk_reuseport/migrate")
+int steer_migrate(struct sk_reuseport_md *ctx)
+{
+	struct steer s = { .home = STEER_NO_SLOT, .slot = STEER_NO_SLOT };
+	struct bpf_sock *sk = ctx->migrating_sk;
+
+	if (!sk)
+		return steer(ctx);
+
+	/* No packet here: the device is the connection's other end. */
+	if (sk->family == AF_INET) {
+		steer_mapped(&s.address, sk->dst_ip4);
+	} else {
+		s.address.word[0] = sk->dst_ip6[0];
+		s.address.word[1] = sk->dst_ip6[1];
+		s.address.word[2] = sk->dst_ip6[2];
+		s.address.word[3] = sk->dst_ip6[3];
+	}
+	select(ctx, &s);
+	return s.slot == STEER_NO_SLOT ? SK_DROP : SK_PASS;
+}

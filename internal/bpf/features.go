@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
+	"github.com/cilium/ebpf/features"
+	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
+)
+
+// Feature is something that steering asks of the kernel.
+type Feature struct {
+	Name  string
+	Since string // kernel version that brought it
+	// Needed tells what does not work without it.
+	Needed string
+	// Optional: without it Sockeye works, as Needed says.
+	Optional bool
+	Probe    func() error
+}
+
+// Features lists what steering asks of the kernel. A probe's error wraps
+// ebpf.ErrNotSupported if the kernel lacks the feature; any other error says
+// that the probe could not tell.
+var Features = []Feature{
+	{"sk_reuseport programs", "4.19", "steering: reuseport", false, func() error {
+		return probeProgram(ebpf.SkReuseport, ebpf.AttachNone)
+	}},
+	{"sk_reuseport migration", "5.14", "without it a connection that waits in a closing listener's queue is reset", true, func() error {
+		return probeMigration()
+	}},
+	{"sk_lookup programs", "5.9", "steering: lookup", false, func() error {
+		return probeProgram(ebpf.SkLookup, ebpf.AttachSkLookup)
+	}},
+	{"cgroup bind hooks", "4.17", "noticing members", false, func() error {
+		return probeProgram(ebpf.CGroupSock, ebpf.AttachCGroupInet4PostBind)
+	}},
+	{"cgroup release hook", "5.9", "closing a slot when a socket closes", false, func() error {
+		return probeProgram(ebpf.CGroupSock, ebpf.AttachCgroupInetSockRelease)
+	}},
+	{"sockops programs", "4.13", "noticing members", false, func() error {
+		return probeProgram(ebpf.SockOps, ebpf.AttachCGroupSockOps)
+	}},
+	{"BPF ring buffer", "5.8", "noticing members", false, func() error {
+		return features.HaveMapType(ebpf.RingBuf)
+	}},
+	{"BPF links", "5.7", "steering without an agent", false, func() error {
+		return probeLinks()
+	}},
+	{"coarse clock in BPF", "5.11", "without it devices cost some nanoseconds more", true, func() error {
+		return features.HaveProgramHelper(ebpf.SkReuseport, asm.FnKtimeGetCoarseNs)
+	}},
+	{"pidfd_getfd", "5.6", "taking members' sockets", false, func() error {
+		_, err := unix.PidfdGetfd(-1, -1, 0)
+		if errors.Is(err, unix.ENOSYS) {
+			return fmt.Errorf("pidfd_getfd: %w", ebpf.ErrNotSupported)
+		}
+		return nil
+	}},
+}
+
+// probeProgram loads a program that lets everything pass.
+func probeProgram(kind ebpf.ProgramType, attach ebpf.AttachType) error {
+	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
+		Type: kind, AttachType: attach, License: "Dual BSD/GPL",
+		Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 1), asm.Return()},
+	})
+	if err == nil {
+		return p.Close()
+	}
+	if errors.Is(err, unix.EINVAL) {
+		return fmt.Errorf("%w: %w", ebpf.ErrNotSupported, err)
+	}
+	return err
+}
+
+// probeMigration reads migrating_sk, which the verifier of older kernels
+// refuses.
+func probeMigration() error {
+	const migratingSk = 48 // offset in struct sk_reuseport_md
+	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
+		Type: ebpf.SkReuseport, AttachType: ebpf.AttachSkReuseportSelectOrMigrate, License: "Dual BSD/GPL",
+		Instructions: asm.Instructions{
+			asm.LoadMem(asm.R2, asm.R1, migratingSk, asm.DWord),
+			asm.Mov.Imm(asm.R0, 1), asm.Return(),
+		},
+	})
+	if err == nil {
+		return p.Close()
+	}
+	if errors.Is(err, unix.EACCES) || errors.Is(err, unix.EINVAL) {
+		return fmt.Errorf("%w: %w", ebpf.ErrNotSupported, err)
+	}
+	return err
+}
+
+// probeLinks asks for a link of nothing: a kernel that knows links says that
+// the descriptor is bad.
+func probeLinks() error {
+	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
+		Type: ebpf.CGroupSock, AttachType: ebpf.AttachCGroupInet4PostBind, License: "Dual BSD/GPL",
+		Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 1), asm.Return()},
+	})
+	if err != nil {
+		return err
+	}
+	defer p.Close()
+	l, err := link.AttachRawLink(link.RawLinkOptions{Target: ^(-1 << 30), Program: p, Attach: ebpf.AttachCGroupInet4PostBind})
+	if err == nil {
+		return l.Close()
+	}
+	if errors.Is(err, unix.EBADF) {
+		return nil
+	}
+	return fmt.Errorf("%w: %w", ebpf.ErrNotSupported, err)
+}
+
+// Foreign is a program of somebody else that may decide about the same
+// packets or sockets.
+type Foreign struct {
+	ID   uint32
+	Name string
+	Kind string
+}
+
+// ForeignPrograms lists the sk_reuseport programs of the host, and the
+// sk_lookup programs of a network namespace, that are not Sockeye's. It needs
+// CAP_SYS_ADMIN.
+func ForeignPrograms(netns int) ([]Foreign, error) {
+	var foreign []Foreign
+	attached, err := link.QueryPrograms(link.QueryOptions{Target: netns, Attach: ebpf.AttachSkLookup})
+	if err != nil {
+		return nil, fmt.Errorf("list sk_lookup programs: %w", err)
+	}
+	here := make(map[ebpf.ProgramID]bool)
+	for _, p := range attached.Programs {
+		here[p.ID] = true
+	}
+	for id := ebpf.ProgramID(0); ; {
+		id, err = ebpf.ProgramGetNextID(id)
+		if errors.Is(err, unix.ENOENT) {
+			return foreign, nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("list programs: %w", err)
+		}
+		p, err := ebpf.NewProgramFromID(id)
+		if errors.Is(err, unix.ENOENT) {
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("open program %d: %w", id, err)
+		}
+		info, err := p.Info()
+		p.Close()
+		if err != nil {
+			return nil, fmt.Errorf("read program %d: %w", id, err)
+		}
+		own := info.Name == "steer_reuseport" || info.Name == "steer_migrate" || info.Name == "steer_lookup"
+		if !own && (info.Type == ebpf.SkReuseport || info.Type == ebpf.SkLookup && here[id]) {
+			foreign = append(foreign, Foreign{uint32(id), info.Name, info.Type.String()})
+		}
+	}
+}

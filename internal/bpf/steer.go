@@ -1,0 +1,862 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"iter"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"structs"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
+	"github.com/cilium/ebpf/btf"
+	"github.com/cilium/ebpf/features"
+	"github.com/cilium/ebpf/link"
+	"github.com/cilium/ebpf/ringbuf"
+	"golang.org/x/sys/unix"
+)
+
+// Listener is one place where a service listens, as the programs see it.
+type Listener struct {
+	Protocol uint8 // unix.IPPROTO_TCP or unix.IPPROTO_UDP
+	Address  netip.AddrPort
+	V6Only   bool // an address [::] leaves IPv4 to others
+}
+
+// Ports is a range of ports on which members bind, both ends included.
+type Ports struct {
+	_           structs.HostLayout
+	First, Last uint16
+	Protocol    uint8
+	_           [3]byte
+}
+
+// SteerConfig says what the data path of one service consists of.
+type SteerConfig struct {
+	// Dir is the service's folder in the bpffs.
+	Dir string
+	// Lookup chooses sk_lookup instead of sk_reuseport.
+	Lookup bool
+	// Listeners by row. A zero Listener leaves its row unused.
+	Listeners [MaxListeners]Listener
+	// Ports are watched for members, at most MaxListeners ranges.
+	Ports []Ports
+	// Devices is the size of the table of devices seen; 0 turns it off.
+	Devices int
+	// Netns is the network namespace to which sk_lookup is attached.
+	Netns *os.File
+	// Cgroup is the folder of the cgroup in which members live.
+	Cgroup string
+}
+
+// Steer is the data path of one service: its pinned maps, programs and links.
+// It goes on without this process.
+type Steer struct {
+	dir    string
+	lookup bool
+
+	tables, deviceMaps, slots, counters *ebpf.Map
+	devices, sockets, cookies           *ebpf.Map
+	events, lost, listeners             *ebpf.Map
+
+	// Programs that select sockets: one a row, or one for all with sk_lookup.
+	programs map[int]*ebpf.Program
+	links    []link.Link
+	tableFor *ebpf.MapSpec
+	trieFor  *ebpf.MapSpec
+}
+
+// Names of pins besides the maps, which have their own names.
+const (
+	pinLookupLink  = "link_lookup"
+	pinReleaseLink = "link_release"
+	pinListeners   = "listeners"
+	pinTable       = "table"
+	pinDeviceMap   = "device_map"
+	pinDevices     = "devices"
+)
+
+func programPin(lookup bool, row int) string {
+	if lookup {
+		return "prog_lookup"
+	}
+	return fmt.Sprintf("prog_reuseport_%d", row)
+}
+
+// OpenSteer makes the data path of a service, or adopts what is pinned in
+// c.Dir: maps keep their contents, programs and links are replaced only if
+// they differ, each in one step. It attaches sk_lookup to the network
+// namespace and the member hooks to the cgroup. A reuseport program reaches
+// its group by Attach.
+//
+// A map that was pinned by another version gives an *IncompatibleError.
+func OpenSteer(c SteerConfig) (_ *Steer, err error) {
+	s := &Steer{dir: c.Dir, lookup: c.Lookup, programs: make(map[int]*ebpf.Program)}
+	defer func() {
+		if err != nil {
+			s.Close()
+		}
+	}()
+	if err := os.MkdirAll(c.Dir, 0o700); err != nil {
+		return nil, fmt.Errorf("create pin directory: %w", err)
+	}
+
+	load := loadSteerReuseport
+	if c.Lookup {
+		load = loadSteerLookup
+	}
+	steering, err := load()
+	if err != nil {
+		return nil, err
+	}
+	members, err := loadSteerMembers()
+	if err != nil {
+		return nil, err
+	}
+	staleDevices, err := s.openMaps(c, steering, members)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.openPrograms(c, steering); err != nil {
+		return nil, err
+	}
+	if err := s.openHooks(c, members); err != nil {
+		return nil, err
+	}
+	if staleDevices {
+		if err := replacePin(s.devices.Pin, filepath.Join(c.Dir, pinDevices)); err != nil {
+			return nil, fmt.Errorf("pin map %s: %w", pinDevices, err)
+		}
+	}
+	return s, nil
+}
+
+// openMaps creates or adopts the maps. A devices map of another size is made
+// anew, and pinned once the programs use it.
+func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) (staleDevices bool, err error) {
+	steering.Maps[pinDevices].MaxEntries = uint32(max(c.Devices, 1))
+	s.tableFor = steering.Maps["tables"].InnerMap
+	s.trieFor = steering.Maps["device_maps"].InnerMap
+	var listener *btf.Struct
+	lookup := steering
+	if !c.Lookup {
+		if lookup, err = loadSteerLookup(); err != nil {
+			return false, err
+		}
+	}
+	if err := lookup.Types.TypeByName("steer_listener", &listener); err != nil {
+		return false, err
+	}
+	for _, m := range []struct {
+		spec *ebpf.MapSpec
+		to   **ebpf.Map
+	}{
+		{steering.Maps["tables"], &s.tables},
+		{steering.Maps["device_maps"], &s.deviceMaps},
+		{steering.Maps["slots"], &s.slots},
+		{steering.Maps["counters"], &s.counters},
+		{steering.Maps[pinDevices], &s.devices},
+		{steering.Maps["sockets"], &s.sockets},
+		{members.Maps["cookies"], &s.cookies},
+		{members.Maps["events"], &s.events},
+		{members.Maps["lost_events"], &s.lost},
+		{&ebpf.MapSpec{
+			Name: pinListeners, Type: ebpf.Array, KeySize: 4,
+			ValueSize: listener.Size, MaxEntries: uint32(MaxListeners),
+			Key: &btf.Int{Name: "unsigned int", Size: 4}, Value: listener,
+		}, &s.listeners},
+	} {
+		path := filepath.Join(c.Dir, m.spec.Name)
+		pinned, err := ebpf.LoadPinnedMap(path, nil)
+		switch {
+		case errors.Is(err, os.ErrNotExist):
+			if pinned, err = ebpf.NewMap(m.spec); err != nil {
+				return false, fmt.Errorf("create map %s: %w", m.spec.Name, err)
+			}
+			if err := pinned.Pin(path); err != nil {
+				pinned.Close()
+				return false, fmt.Errorf("pin map %s: %w", m.spec.Name, err)
+			}
+		case err != nil:
+			return false, &IncompatibleError{Path: path, Err: err}
+		default:
+			if err := m.spec.Compatible(pinned); err != nil {
+				if m.spec.Name != pinDevices || pinned.Type() != m.spec.Type {
+					pinned.Close()
+					return false, &IncompatibleError{Path: path, Err: err}
+				}
+				pinned.Close()
+				staleDevices = true
+				if pinned, err = ebpf.NewMap(m.spec); err != nil {
+					return false, fmt.Errorf("create map %s: %w", m.spec.Name, err)
+				}
+			}
+		}
+		*m.to = pinned
+	}
+	return staleDevices, s.recordListeners(c)
+}
+
+// recordListeners writes which row is whose, for the next agent and bpftool.
+func (s *Steer) recordListeners(c SteerConfig) error {
+	for row, l := range c.Listeners {
+		if err := s.listeners.Put(uint32(row), listenerValue(l)); err != nil {
+			return fmt.Errorf("write row %d of map %s: %w", row, pinListeners, err)
+		}
+	}
+	return nil
+}
+
+// listenerOf is struct steer_listener.
+type listenerOf struct {
+	_        structs.HostLayout
+	Address  [16]byte
+	Port     uint16
+	Protocol uint8
+	Family   uint8
+}
+
+func listenerValue(l Listener) listenerOf {
+	if !l.Address.IsValid() {
+		return listenerOf{}
+	}
+	v := listenerOf{Port: l.Address.Port(), Protocol: l.Protocol}
+	addr := l.Address.Addr()
+	switch {
+	case !addr.IsUnspecified():
+		v.Address = addr.As16()
+	case addr.Is4():
+		v.Family = unix.AF_INET
+	case l.V6Only:
+		v.Family = unix.AF_INET6
+	}
+	return v
+}
+
+// ReadListeners returns the listeners of the rows of a pinned service. It
+// fails with os.ErrNotExist if nothing is pinned in dir.
+func ReadListeners(dir string) ([MaxListeners]Listener, error) {
+	var listeners [MaxListeners]Listener
+	path := filepath.Join(dir, pinListeners)
+	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
+	if err != nil {
+		return listeners, fmt.Errorf("open pinned map %s: %w", path, err)
+	}
+	defer m.Close()
+	for row := range listeners {
+		var v listenerOf
+		if err := m.Lookup(uint32(row), &v); err != nil {
+			return listeners, &IncompatibleError{Path: path, Err: err}
+		}
+		if v.Port == 0 {
+			continue
+		}
+		addr := netip.AddrFrom16(v.Address).Unmap()
+		if v.Family == unix.AF_INET {
+			addr = netip.IPv4Unspecified()
+		}
+		listeners[row] = Listener{
+			Protocol: v.Protocol,
+			Address:  netip.AddrPortFrom(addr, v.Port),
+			V6Only:   v.Family == unix.AF_INET6,
+		}
+	}
+	return listeners, nil
+}
+
+func (s *Steer) replacements() map[string]*ebpf.Map {
+	return map[string]*ebpf.Map{
+		"tables": s.tables, "device_maps": s.deviceMaps, "slots": s.slots,
+		"counters": s.counters, pinDevices: s.devices, "sockets": s.sockets,
+	}
+}
+
+func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
+	coarse := true
+	switch err := features.HaveProgramHelper(ebpf.SkReuseport, asm.FnKtimeGetCoarseNs); {
+	case errors.Is(err, ebpf.ErrNotSupported):
+		coarse = false
+	case err != nil:
+		return fmt.Errorf("probe bpf_ktime_get_coarse_ns: %w", err)
+	}
+	if err := spec.Variables["coarse_clock"].Set(coarse); err != nil {
+		return err
+	}
+	if err := spec.Variables["track_devices"].Set(c.Devices > 0); err != nil {
+		return err
+	}
+	if !c.Lookup {
+		return s.openReuseport(c, spec)
+	}
+
+	var listeners [MaxListeners]listenerOf
+	for row, l := range c.Listeners {
+		listeners[row] = listenerValue(l)
+	}
+	if err := spec.Variables["listeners"].Set(listeners); err != nil {
+		return err
+	}
+	if err := spec.Variables["listener_count"].Set(uint32(MaxListeners)); err != nil {
+		return err
+	}
+	p, err := s.openProgram(spec, []string{"steer_lookup"}, 0)
+	if err != nil {
+		return err
+	}
+	return s.ensureLink(pinLookupLink, p, c.Netns, func() (link.Link, error) {
+		return link.AttachNetNs(int(c.Netns.Fd()), p)
+	})
+}
+
+func (s *Steer) openReuseport(c SteerConfig, spec *ebpf.CollectionSpec) error {
+	for row, l := range c.Listeners {
+		if !l.Address.IsValid() {
+			continue
+		}
+		spec := spec.Copy()
+		if err := spec.Variables["listener"].Set(uint32(row)); err != nil {
+			return err
+		}
+		if _, err := s.openProgram(spec, []string{"steer_migrate", "steer_reuseport"}, row); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// openProgram loads the first of the named programs that the kernel takes and
+// pins it, unless its equal is pinned already.
+func (s *Steer) openProgram(spec *ebpf.CollectionSpec, names []string, row int) (*ebpf.Program, error) {
+	var failed error
+	for _, name := range names {
+		one := spec.Copy()
+		for other := range one.Programs {
+			if other != name {
+				delete(one.Programs, other)
+			}
+		}
+		fresh, err := loadProgram(one, name, s.replacements())
+		if err != nil {
+			failed = errors.Join(failed, err)
+			continue
+		}
+		path := filepath.Join(s.dir, programPin(s.lookup, row))
+		pinned, err := ebpf.LoadPinnedProgram(path, nil)
+		if err != nil && !errors.Is(err, os.ErrNotExist) {
+			fresh.Close()
+			return nil, &IncompatibleError{Path: path, Err: err}
+		}
+		if err == nil && sameProgram(pinned, fresh) {
+			fresh.Close()
+			s.programs[row] = pinned
+			return pinned, nil
+		}
+		if err == nil {
+			pinned.Close()
+		}
+		s.programs[row] = fresh
+		if err := replacePin(fresh.Pin, path); err != nil {
+			return nil, fmt.Errorf("pin program %s: %w", name, err)
+		}
+		return fresh, nil
+	}
+	return nil, failed
+}
+
+func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.Map) (*ebpf.Program, error) {
+	used := make(map[string]*ebpf.Map)
+	for name, m := range maps {
+		if spec.Maps[name] != nil {
+			used[name] = m
+		}
+	}
+	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: used})
+	if err != nil {
+		return nil, fmt.Errorf("load program %s: %w", name, err)
+	}
+	defer collection.Close()
+	return collection.DetachProgram(name), nil
+}
+
+// sameProgram compares instructions, maps and the contents of constants.
+func sameProgram(a, b *ebpf.Program) bool {
+	ia, errA := a.Info()
+	ib, errB := b.Info()
+	if errA != nil || errB != nil || ia.Tag != ib.Tag || ia.Type != ib.Type {
+		return false
+	}
+	ma, okA := ia.MapIDs()
+	mb, okB := ib.MapIDs()
+	if !okA || !okB || len(ma) != len(mb) {
+		return false
+	}
+	for i := range ma {
+		if ma[i] != mb[i] && !sameConstants(ma[i], mb[i]) {
+			return false
+		}
+	}
+	return true
+}
+
+func sameConstants(a, b ebpf.MapID) bool {
+	read := func(id ebpf.MapID) ([]byte, bool) {
+		m, err := ebpf.NewMapFromID(id)
+		if err != nil {
+			return nil, false
+		}
+		defer m.Close()
+		info, err := m.Info()
+		if err != nil || !info.Frozen() || m.Type() != ebpf.Array {
+			return nil, false
+		}
+		value, err := m.LookupBytes(uint32(0))
+		return value, err == nil
+	}
+	va, okA := read(a)
+	vb, okB := read(b)
+	return okA && okB && bytes.Equal(va, vb)
+}
+
+// replacePin pins beside path and renames over it, so that there is no
+// instant without a pin.
+func replacePin(pin func(string) error, path string) error {
+	beside := path + "_new"
+	if err := removePin(beside); err != nil {
+		return err
+	}
+	if err := pin(beside); err != nil {
+		return err
+	}
+	return os.Rename(beside, path)
+}
+
+func removePin(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("remove pin: %w", err)
+	}
+	return nil
+}
+
+// ensureLink adopts the pinned link if it is attached to the file target, a
+// cgroup or a network namespace, with p in the place of its program. Otherwise
+// it attaches p, and pins that link instead.
+func (s *Steer) ensureLink(name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) error {
+	path := filepath.Join(s.dir, name)
+	pinned, err := link.LoadPinnedLink(path, nil)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return &IncompatibleError{Path: path, Err: err}
+	}
+	if err == nil {
+		s.links = append(s.links, pinned)
+		same, err := attachedTo(pinned, target)
+		if err != nil {
+			return &IncompatibleError{Path: path, Err: err}
+		}
+		if same {
+			if err := pinned.Update(p); err != nil {
+				return fmt.Errorf("update %s: %w", name, err)
+			}
+			return nil
+		}
+	}
+	fresh, err := attach()
+	if err != nil {
+		return fmt.Errorf("attach %s: %w", name, err)
+	}
+	s.links = append(s.links, fresh)
+	if err := replacePin(fresh.Pin, path); err != nil {
+		return fmt.Errorf("pin %s: %w", name, err)
+	}
+	return nil
+}
+
+func attachedTo(l link.Link, target *os.File) (bool, error) {
+	var stat unix.Stat_t
+	if err := unix.Fstat(int(target.Fd()), &stat); err != nil {
+		return false, err
+	}
+	info, err := l.Info()
+	if err != nil {
+		return false, err
+	}
+	if netns := info.NetNs(); netns != nil {
+		return uint64(netns.NetnsInode) == stat.Ino, nil
+	}
+	if cgroup := info.Cgroup(); cgroup != nil {
+		return cgroup.CgroupId == stat.Ino, nil
+	}
+	return false, fmt.Errorf("link of type %v", info.Type)
+}
+
+// openHooks attaches what watches members. Only the release hook is pinned:
+// it closes slots with or without an agent, the others have no use then.
+func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
+	var ports [MaxListeners]Ports
+	if copy(ports[:], c.Ports) < len(c.Ports) {
+		return fmt.Errorf("watch %d port ranges, at most %d", len(c.Ports), MaxListeners)
+	}
+	if err := spec.Variables["ports"].Set(ports); err != nil {
+		return err
+	}
+	if err := spec.Variables["port_count"].Set(uint32(len(c.Ports))); err != nil {
+		return err
+	}
+	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{
+		MapReplacements: map[string]*ebpf.Map{
+			"slots": s.slots, "cookies": s.cookies, "events": s.events, "lost_events": s.lost,
+		},
+	})
+	if err != nil {
+		return fmt.Errorf("load member hooks: %w", err)
+	}
+	defer collection.Close()
+	attach := func(name string, at ebpf.AttachType) (link.Link, error) {
+		return link.AttachCgroup(link.CgroupOptions{
+			Path: c.Cgroup, Attach: at, Program: collection.Programs[name],
+		})
+	}
+	for name, at := range map[string]ebpf.AttachType{
+		"steer_bind4":  ebpf.AttachCGroupInet4PostBind,
+		"steer_bind6":  ebpf.AttachCGroupInet6PostBind,
+		"steer_listen": ebpf.AttachCGroupSockOps,
+	} {
+		l, err := attach(name, at)
+		if err != nil {
+			return fmt.Errorf("attach %s to cgroup %s: %w", name, c.Cgroup, err)
+		}
+		s.links = append(s.links, l)
+	}
+	cgroup, err := os.Open(c.Cgroup)
+	if err != nil {
+		return fmt.Errorf("open cgroup: %w", err)
+	}
+	defer cgroup.Close()
+	return s.ensureLink(pinReleaseLink, collection.Programs["steer_release"], cgroup, func() (link.Link, error) {
+		return attach("steer_release", ebpf.AttachCgroupInetSockRelease)
+	})
+}
+
+// Close releases this process' hold. Pinned maps, programs and links stay.
+func (s *Steer) Close() error {
+	var errs []error
+	for _, l := range s.links {
+		errs = append(errs, l.Close())
+	}
+	for _, p := range s.programs {
+		errs = append(errs, p.Close())
+	}
+	for _, m := range []*ebpf.Map{
+		s.tables, s.deviceMaps, s.slots, s.counters, s.devices,
+		s.sockets, s.cookies, s.events, s.lost, s.listeners,
+	} {
+		if m != nil {
+			errs = append(errs, m.Close())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Remove ends steering for a service: its links are detached, its pins gone.
+// Sockets that carry a reuseport program keep it until their group ends.
+func Remove(dir string) error {
+	for _, name := range []string{pinLookupLink, pinReleaseLink} {
+		l, err := link.LoadPinnedLink(filepath.Join(dir, name), nil)
+		if err != nil {
+			continue
+		}
+		err = l.Unpin()
+		l.Close()
+		if err != nil {
+			return fmt.Errorf("unpin %s: %w", name, err)
+		}
+	}
+	return os.RemoveAll(dir)
+}
+
+// Attach makes the program of a row decide for the SO_REUSEPORT group of a
+// socket. It fails with EINVAL if the socket is not in a group.
+func (s *Steer) Attach(row, fd int) error {
+	p := s.programs[row]
+	if p == nil {
+		return fmt.Errorf("attach to listener %d: no such listener", row)
+	}
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ATTACH_REUSEPORT_EBPF, p.FD()); err != nil {
+		return fmt.Errorf("attach %s to socket: %w", programPin(s.lookup, row), err)
+	}
+	return nil
+}
+
+// Detach gives the SO_REUSEPORT group of a socket back to the kernel's hash.
+func Detach(fd int) error {
+	err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_REUSEPORT_BPF, 0)
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("detach program from socket: %w", err)
+	}
+	return nil
+}
+
+// SetTable replaces the bucket table in one step: every packet sees the old
+// one or the new one.
+func (s *Steer) SetTable(t *Table) error {
+	inner, err := ebpf.NewMap(named(s.tableFor, pinTable))
+	if err != nil {
+		return fmt.Errorf("create bucket table: %w", err)
+	}
+	defer inner.Close()
+	if err := inner.Put(uint32(0), t); err != nil {
+		return fmt.Errorf("write bucket table: %w", err)
+	}
+	if err := s.tables.Put(uint32(0), inner); err != nil {
+		return fmt.Errorf("install bucket table: %w", err)
+	}
+	if err := replacePin(inner.Pin, filepath.Join(s.dir, pinTable)); err != nil {
+		return fmt.Errorf("pin bucket table: %w", err)
+	}
+	return nil
+}
+
+// ReadTable returns the bucket table of a pinned service. It fails with
+// os.ErrNotExist if there is none.
+func ReadTable(dir string) (*Table, error) {
+	path := filepath.Join(dir, pinTable)
+	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
+	if err != nil {
+		return nil, fmt.Errorf("open pinned map %s: %w", path, err)
+	}
+	defer m.Close()
+	t := new(Table)
+	if err := m.Lookup(uint32(0), t); err != nil {
+		return nil, &IncompatibleError{Path: path, Err: err}
+	}
+	return t, nil
+}
+
+// SetDevices replaces the device map in one step. size bounds the number of
+// prefixes; 0 means no device map.
+func (s *Steer) SetDevices(size int, prefixes iter.Seq2[Prefix, DeviceID]) error {
+	if size == 0 {
+		err := s.deviceMaps.Delete(uint32(0))
+		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return fmt.Errorf("remove device map: %w", err)
+		}
+		return removePin(filepath.Join(s.dir, pinDeviceMap))
+	}
+	spec := named(s.trieFor, pinDeviceMap)
+	spec.MaxEntries = uint32(size)
+	trie, err := ebpf.NewMap(spec)
+	if err != nil {
+		return fmt.Errorf("create device map of %d prefixes: %w", size, err)
+	}
+	defer trie.Close()
+	for prefix, id := range prefixes {
+		if err := trie.Put(&prefix, &id); err != nil {
+			return fmt.Errorf("write device map: %w", err)
+		}
+	}
+	if err := s.deviceMaps.Put(uint32(0), trie); err != nil {
+		return fmt.Errorf("install device map: %w", err)
+	}
+	if err := replacePin(trie.Pin, filepath.Join(s.dir, pinDeviceMap)); err != nil {
+		return fmt.Errorf("pin device map: %w", err)
+	}
+	return nil
+}
+
+// ReadDeviceHash looks an address up in the device map of a pinned service.
+// Without a device map, or outside it, found is false.
+func ReadDeviceHash(dir string, address Address) (hash uint32, found bool, err error) {
+	path := filepath.Join(dir, pinDeviceMap)
+	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
+	if errors.Is(err, os.ErrNotExist) {
+		return 0, false, nil
+	}
+	if err != nil {
+		return 0, false, fmt.Errorf("open pinned map %s: %w", path, err)
+	}
+	defer m.Close()
+	var id DeviceID
+	err = m.Lookup(&Prefix{Prefixlen: 128, Address: address}, &id)
+	if errors.Is(err, ebpf.ErrKeyNotExist) {
+		return 0, false, nil
+	}
+	return id.Hash, err == nil && id.Device != NoDevice, err
+}
+
+func named(spec *ebpf.MapSpec, name string) *ebpf.MapSpec {
+	spec = spec.Copy()
+	spec.Name = name
+	return spec
+}
+
+func index(row, slot int) uint32 { return uint32(row*MaxSlots + slot) }
+
+// Insert registers a socket for a listener and a slot. The slot is not served
+// before SetSlot says that it is ready. EBUSY: the socket is registered
+// elsewhere; EINVAL: it is not bound, does not listen, or was bound before
+// SO_REUSEPORT was set.
+func (s *Steer) Insert(row, slot, fd int, cookie uint64) error {
+	if err := s.cookies.Put(cookie, uint32(slot)); err != nil {
+		return fmt.Errorf("note socket %#x: %w", cookie, err)
+	}
+	if err := s.sockets.Put(index(row, slot), uint64(fd)); err != nil {
+		s.cookies.Delete(cookie)
+		return err
+	}
+	return nil
+}
+
+// Cookie returns SO_COOKIE of the socket registered for a listener and a
+// slot, or 0.
+func (s *Steer) Cookie(row, slot int) (uint64, error) {
+	var cookie uint64
+	err := s.sockets.Lookup(index(row, slot), &cookie)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return 0, fmt.Errorf("look up socket of listener %d, slot %d: %w", row, slot, err)
+	}
+	return cookie, nil
+}
+
+// Delete unregisters the socket of a listener and a slot, if there is one.
+func (s *Steer) Delete(row, slot int) error {
+	cookie, err := s.Cookie(row, slot)
+	if err != nil || cookie == 0 {
+		return err
+	}
+	err = s.sockets.Delete(index(row, slot))
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) && !errors.Is(err, unix.EINVAL) {
+		return fmt.Errorf("unregister socket of listener %d, slot %d: %w", row, slot, err)
+	}
+	if err := s.cookies.Delete(cookie); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return fmt.Errorf("forget socket %#x: %w", cookie, err)
+	}
+	return nil
+}
+
+// SetSlot says who is in a slot, and whether it is served.
+func (s *Steer) SetSlot(slot int, value Slot) error {
+	if err := s.slots.Put(uint32(slot), &value); err != nil {
+		return fmt.Errorf("write slot %d: %w", slot, err)
+	}
+	return nil
+}
+
+// Slot returns who is in a slot.
+func (s *Steer) Slot(slot int) (Slot, error) {
+	var value Slot
+	if err := s.slots.Lookup(uint32(slot), &value); err != nil {
+		return value, fmt.Errorf("read slot %d: %w", slot, err)
+	}
+	return value, nil
+}
+
+// Counters returns the sums over all CPUs, by slot; the last entry counts
+// what belongs to no slot.
+func (s *Steer) Counters(slots int) ([]Counters, error) {
+	sums := make([]Counters, slots+1)
+	for i := range sums {
+		key := uint32(i)
+		if i == slots {
+			key = uint32(MaxSlots)
+		}
+		var perCPU []Counters
+		if err := s.counters.Lookup(key, &perCPU); err != nil {
+			return nil, fmt.Errorf("read counters of slot %d: %w", i, err)
+		}
+		for _, c := range perCPU {
+			sums[i].Connections += c.Connections
+			sums[i].Datagrams += c.Datagrams
+			sums[i].Diverted += c.Diverted
+			for r := range Reasons {
+				sums[i].RefusedConnections[r] += c.RefusedConnections[r]
+				sums[i].RefusedDatagrams[r] += c.RefusedDatagrams[r]
+			}
+		}
+	}
+	return sums, nil
+}
+
+// Devices walks the table of devices seen. Entries that the kernel evicts
+// meanwhile may be missing.
+func (s *Steer) Devices() iter.Seq2[Address, Seen] {
+	return func(yield func(Address, Seen) bool) {
+		var (
+			address Address
+			seen    Seen
+		)
+		entries := s.devices.Iterate()
+		for entries.Next(&address, &seen) {
+			if !yield(address, seen) {
+				return
+			}
+		}
+	}
+}
+
+// RunStats are the kernel's figures of the steering programs of a service.
+type RunStats struct {
+	Runs        uint64
+	Nanoseconds uint64
+}
+
+// RunStats sums over the service's programs. The kernel counts only while
+// kernel.bpf_stats_enabled is set.
+func (s *Steer) RunStats() (RunStats, error) {
+	var sum RunStats
+	for row, p := range s.programs {
+		stats, err := p.Stats()
+		if err != nil {
+			return sum, fmt.Errorf("read statistics of %s: %w", programPin(s.lookup, row), err)
+		}
+		sum.Runs += stats.RunCount
+		sum.Nanoseconds += uint64(stats.Runtime)
+	}
+	return sum, nil
+}
+
+// Events reads what the member hooks report.
+type Events struct {
+	reader *ringbuf.Reader
+}
+
+// Events opens the ring. There is one reader at a time.
+func (s *Steer) Events() (*Events, error) {
+	reader, err := ringbuf.NewReader(s.events)
+	if err != nil {
+		return nil, fmt.Errorf("open event ring: %w", err)
+	}
+	return &Events{reader}, nil
+}
+
+// Next waits for an event. It fails with os.ErrClosed after Close.
+func (e *Events) Next() (Event, error) {
+	record, err := e.reader.Read()
+	if err != nil {
+		return Event{}, err
+	}
+	if len(record.RawSample) < 16 {
+		return Event{}, fmt.Errorf("read event: %d bytes, want 16", len(record.RawSample))
+	}
+	return Event{
+		Cookie: binary.LittleEndian.Uint64(record.RawSample),
+		Kind:   binary.LittleEndian.Uint32(record.RawSample[8:]),
+		Pid:    binary.LittleEndian.Uint32(record.RawSample[12:]),
+	}, nil
+}
+
+// Close ends Next.
+func (e *Events) Close() error { return e.reader.Close() }
+
+// LostEvents counts the events that found the ring full since it was made.
+func (s *Steer) LostEvents() (uint64, error) {
+	var lost uint64
+	if err := s.lost.Lookup(uint32(0), &lost); err != nil {
+		return 0, fmt.Errorf("read lost events: %w", err)
+	}
+	return lost, nil
+}
