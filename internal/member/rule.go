@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package member
+
+import (
+	"errors"
+	"fmt"
+	"os/user"
+	"path"
+	"strconv"
+	"strings"
+
+	"sockeye/internal/config"
+)
+
+// AnySlot is the slot of a member that takes the first one that is free.
+const AnySlot = -1
+
+// Rule is a rule of the policy, its user resolved.
+type Rule struct {
+	config.Member
+	uid *uint32
+}
+
+// Rules resolves the users that rules name. An unknown user is an error.
+func Rules(members []config.Member) ([]Rule, error) {
+	rules := make([]Rule, len(members))
+	for i, m := range members {
+		rules[i].Member = m
+		if m.Match.User == "" {
+			continue
+		}
+		uid, err := LookupUser(m.Match.User)
+		if err != nil {
+			return nil, fmt.Errorf("members[%d]: %w", i, err)
+		}
+		rules[i].uid = &uid
+	}
+	return rules, nil
+}
+
+// LookupUser returns the id of a user given by name or number.
+func LookupUser(name string) (uint32, error) {
+	if uid, err := strconv.ParseUint(name, 10, 32); err == nil {
+		return uint32(uid), nil
+	}
+	u, err := user.Lookup(name)
+	if err != nil {
+		return 0, fmt.Errorf("look up user %s: %w", name, err)
+	}
+	uid, err := strconv.ParseUint(u.Uid, 10, 32)
+	if err != nil {
+		return 0, fmt.Errorf("look up user %s: %w", name, err)
+	}
+	return uint32(uid), nil
+}
+
+// Below tells whether a process lives in the cgroup or in one below it.
+func (p *Process) Below(cgroup string) bool {
+	return cgroup == "/" || p.Cgroup == cgroup || strings.HasPrefix(p.Cgroup, cgroup+"/")
+}
+
+// Matches tells whether the rule makes the process a member.
+func (r *Rule) Matches(p *Process) bool {
+	m := r.Match
+	unit, _ := p.Unit()
+	return glob(m.SystemdUnit, unit) && glob(m.Cgroup, p.Cgroup) && glob(m.Executable, p.Exe) &&
+		(m.CommandLine == nil || m.CommandLine.MatchString(p.Command())) &&
+		(r.uid == nil || *r.uid == p.UID)
+}
+
+func glob(pattern, name string) bool {
+	if pattern == "" {
+		return true
+	}
+	ok, err := path.Match(pattern, name)
+	return ok && err == nil
+}
+
+// Slot returns the slot that the rule gives a process that it matches, below
+// slots, or AnySlot.
+func (r *Rule) Slot(p *Process, slots int) (int, error) {
+	var text, source string
+	switch r.SlotRule().Kind {
+	case config.SlotFree:
+		return AnySlot, nil
+	case config.SlotNumber:
+		return r.SlotRule().Number, nil
+	case config.SlotInstance:
+		unit, instance := p.Unit()
+		text, source = instance, "instance of unit "+unit
+	case config.SlotGroup:
+		groups := r.Match.CommandLine.FindStringSubmatch(p.Command())
+		if len(groups) < 2 {
+			return 0, errors.New("the command line has no slot number")
+		}
+		text, source = groups[1], "slot number of the command line"
+	case config.SlotEnvironment:
+		if text = p.SlotVariable(); text == "" {
+			return 0, errors.New("the environment has no SOCKEYE_SLOT")
+		}
+		source = "SOCKEYE_SLOT"
+	}
+	slot, err := strconv.Atoi(text)
+	if err != nil {
+		return 0, fmt.Errorf("%s is %q, want a number", source, text)
+	}
+	if slot < 0 || slot >= slots {
+		return 0, fmt.Errorf("%s is %d, want 0 to %d", source, slot, slots-1)
+	}
+	return slot, nil
+}
+
+// SlotRule says where the slot comes from.
+func (r *Rule) SlotRule() config.SlotRule { return r.Member.Slot }

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package member
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Handle is a process that cannot be mistaken for a later one with its id.
+type Handle struct {
+	file *os.File // polled by the runtime
+	fd   int
+	pid  int
+}
+
+// Open returns a handle of a process, by pidfd_open(2).
+func Open(pid int) (*Handle, error) {
+	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if err != nil {
+		if errors.Is(err, unix.ESRCH) {
+			err = fs.ErrNotExist
+		}
+		return nil, fmt.Errorf("open process %d: %w", pid, err)
+	}
+	return &Handle{file: os.NewFile(uintptr(fd), "pidfd:"+strconv.Itoa(pid)), fd: fd, pid: pid}, nil
+}
+
+// Wait returns when the process has ended, or with an error after Close.
+func (h *Handle) Wait() error {
+	conn, err := h.file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	return conn.Read(func(fd uintptr) bool { return ended(int(fd)) })
+}
+
+// Ended tells whether the process has ended.
+func (h *Handle) Ended() bool { return ended(h.fd) }
+
+func ended(pidfd int) bool {
+	fds := []unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}
+	n, err := unix.Poll(fds, 0)
+	return err == nil && n == 1
+}
+
+// Kill ends the process.
+func (h *Handle) Kill() error {
+	return unix.PidfdSendSignal(h.fd, unix.SIGKILL, nil, 0)
+}
+
+// Close releases the handle and ends Wait.
+func (h *Handle) Close() error { return h.file.Close() }
+
+// Socket is a copy of a descriptor of another process' TCP or UDP socket. It
+// keeps the socket open: close it as soon as possible.
+type Socket struct {
+	// Never an os.File: that would change the file status flags, which the
+	// copy shares with the member's own descriptor.
+	fd        int
+	Cookie    uint64
+	Protocol  int // unix.IPPROTO_TCP, _UDP, or _MPTCP
+	Local     netip.AddrPort
+	V6Only    bool
+	ReusePort bool
+	Listening bool // always true of UDP
+	Connected bool
+}
+
+// FD is the descriptor, valid until Close.
+func (s *Socket) FD() int { return s.fd }
+
+// Close closes the copy.
+func (s *Socket) Close() error { return unix.Close(s.fd) }
+
+var protocols = map[int]string{
+	unix.IPPROTO_TCP: "tcp", unix.IPPROTO_UDP: "udp", unix.IPPROTO_MPTCP: "mptcp",
+}
+
+func (s *Socket) String() string {
+	return protocols[s.Protocol] + " " + s.Local.String()
+}
+
+// Sockets returns the bound TCP and UDP sockets of a process that want says
+// yes to. The caller closes them. It needs CAP_SYS_PTRACE over the process;
+// without it the error is fs.ErrPermission.
+func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
+	dir := fmt.Sprintf("/proc/%d/fd", h.pid)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, fmt.Errorf("list descriptors: %w", gone(h.pid, err))
+	}
+	var sockets []*Socket
+	seen := make(map[uint64]bool)
+	for _, e := range entries {
+		if target, err := os.Readlink(dir + "/" + e.Name()); err != nil || !strings.HasPrefix(target, "socket:") {
+			continue
+		}
+		number, err := strconv.Atoi(e.Name())
+		if err != nil {
+			continue
+		}
+		fd, err := unix.PidfdGetfd(h.fd, number, 0)
+		switch {
+		case errors.Is(err, unix.EBADF):
+			continue // closed meanwhile
+		case err != nil:
+			CloseAll(sockets)
+			if errors.Is(err, unix.ESRCH) {
+				err = fs.ErrNotExist
+			}
+			return nil, fmt.Errorf("take descriptor %d of process %d: %w", number, h.pid, err)
+		}
+		s, ok := Inspect(fd)
+		if !ok || seen[s.Cookie] || !want(s) {
+			if s != nil {
+				s.Close()
+			}
+			continue
+		}
+		seen[s.Cookie] = true
+		sockets = append(sockets, s)
+	}
+	return sockets, nil
+}
+
+// CloseAll closes sockets.
+func CloseAll(sockets []*Socket) {
+	for _, s := range sockets {
+		s.Close()
+	}
+}
+
+// Inspect takes over a descriptor. It says no, and closes it, unless it is a
+// bound TCP or UDP socket.
+func Inspect(fd int) (*Socket, bool) {
+	s := &Socket{fd: fd}
+	if s.inspect() {
+		return s, true
+	}
+	unix.Close(fd)
+	return nil, false
+}
+
+func (s *Socket) inspect() bool {
+	fd := s.fd
+	option := func(name int) int {
+		value, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, name)
+		if err != nil {
+			return -1
+		}
+		return value
+	}
+	family := option(unix.SO_DOMAIN)
+	if family != unix.AF_INET && family != unix.AF_INET6 {
+		return false
+	}
+	switch option(unix.SO_PROTOCOL) {
+	case unix.IPPROTO_TCP:
+		s.Protocol = unix.IPPROTO_TCP
+		s.Listening = option(unix.SO_ACCEPTCONN) == 1
+	case unix.IPPROTO_MPTCP:
+		s.Protocol = unix.IPPROTO_MPTCP
+		s.Listening = option(unix.SO_ACCEPTCONN) == 1
+	case unix.IPPROTO_UDP:
+		s.Protocol = unix.IPPROTO_UDP
+		s.Listening = true
+	default:
+		return false
+	}
+	s.ReusePort = option(unix.SO_REUSEPORT) == 1
+	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
+	if err != nil {
+		return false
+	}
+	s.Cookie = cookie
+	local, err := unix.Getsockname(fd)
+	if err != nil {
+		return false
+	}
+	switch a := local.(type) {
+	case *unix.SockaddrInet4:
+		s.Local = netip.AddrPortFrom(netip.AddrFrom4(a.Addr), uint16(a.Port))
+	case *unix.SockaddrInet6:
+		s.Local = netip.AddrPortFrom(netip.AddrFrom16(a.Addr), uint16(a.Port))
+		only, err := unix.GetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY)
+		s.V6Only = err == nil && only == 1
+	}
+	if _, err := unix.Getpeername(fd); err == nil {
+		s.Connected = true
+	}
+	return s.Local.Port() != 0
+}
+
+// Listen raises the backlog of a listening TCP socket. The kernel cuts it to
+// net.core.somaxconn of the socket's network namespace.
+func (s *Socket) Listen(backlog int) error {
+	if err := unix.Listen(s.FD(), backlog); err != nil {
+		return fmt.Errorf("set backlog of %s: %w", s, err)
+	}
+	return nil
+}
