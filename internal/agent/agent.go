@@ -1,0 +1,469 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package agent is the one long-lived process of Sockeye. It keeps the host
+// as the policy says, and answers those who ask. Packets do not need it.
+package agent
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/cilium/ebpf/rlimit"
+	"github.com/coreos/go-systemd/v22/daemon"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+)
+
+// Options are the agent's flags.
+type Options struct {
+	Policy   string // file
+	StateDir string // kept over reboots
+	RunDir   string // holds the socket
+	Pins     string // directory in a bpffs
+	Group    string // group that may use the socket besides root, or ""
+	Version  string
+	Log      *slog.Logger
+}
+
+// SocketPath is where the agent of a run directory listens.
+func SocketPath(runDir string) string { return filepath.Join(runDir, "agent.sock") }
+
+// Agent is a running agent.
+type Agent struct {
+	options Options
+	log     *slog.Logger
+	host    *host
+	started time.Time
+	starts  int
+
+	mu       sync.Mutex // held while the policy changes
+	policy   *config.Policy
+	text     []byte
+	services map[string]*service
+	metrics  *metricsServer
+}
+
+// Run is an agent's life: it returns when ctx ends. Steering goes on.
+func Run(ctx context.Context, o Options) (err error) {
+	if missing, err := missingCapabilities(); err != nil {
+		return err
+	} else if len(missing) > 0 {
+		return &Error{Err: fmt.Errorf("start agent: missing %s", strings.Join(missing, ", ")),
+			Hint: "run as root, or give these capabilities to the service", Code: CodeNotPermitted}
+	}
+	policy, text, err := readPolicy(o.Policy)
+	if err != nil {
+		return err
+	}
+	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
+	if err := rlimit.RemoveMemlock(); err != nil {
+		return fmt.Errorf("raise RLIMIT_MEMLOCK: %w", err)
+	}
+	cgroups, err := CgroupMount()
+	if err != nil {
+		return err
+	}
+	root, err := bpf.OpenRoot(o.Pins)
+	if err != nil {
+		return err
+	}
+	defer root.Close()
+	for _, dir := range []string{o.StateDir, o.RunDir} {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			return fmt.Errorf("create directory: %w", err)
+		}
+	}
+	if err := os.Chmod(o.StateDir, 0o700); err != nil {
+		return fmt.Errorf("set mode of state directory: %w", err)
+	}
+	a := &Agent{
+		options: o, log: o.Log, started: time.Now(),
+		host:     &host{root: root, stateDir: o.StateDir, cgroups: cgroups},
+		policy:   &config.Policy{},
+		services: make(map[string]*service),
+	}
+	defer a.close()
+	if err := a.countStart(); err != nil {
+		return err
+	}
+	server, err := a.listen()
+	if err != nil {
+		return err
+	}
+	defer server.close()
+	if err := a.start(policy, text); err != nil {
+		return err
+	}
+	var extra []uintptr
+	if slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Netns != "" }) {
+		extra = append(extra, unix.CAP_SYS_ADMIN) // setns
+	}
+	if err := dropCapabilities(extra...); err != nil {
+		return err
+	}
+	reload := make(chan os.Signal, 1)
+	signal.Notify(reload, unix.SIGHUP)
+	defer signal.Stop(reload)
+	failed := server.serve()
+	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
+		a.log.Warn("service manager not notified", "error", err)
+	}
+	a.log.Info("agent started", "version", o.Version, "policy", o.Policy, "services", len(a.services))
+	for {
+		select {
+		case <-ctx.Done():
+			a.log.Info("agent stops, steering goes on")
+			return nil
+		case err := <-failed:
+			return err
+		case <-reload:
+			if _, err := a.Apply(Candidate{}); err != nil {
+				a.log.Error("policy not applied", "error", err)
+			}
+		}
+	}
+}
+
+func readPolicy(path string) (*config.Policy, []byte, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, nil, withHint(fmt.Errorf("read policy: %w", err), "name the policy file with --policy")
+	}
+	policy, err := config.Parse(text, path)
+	return policy, text, err
+}
+
+// CgroupMount finds where cgroup v2 is mounted.
+func CgroupMount() (string, error) {
+	f, err := os.Open("/proc/self/mountinfo")
+	if err != nil {
+		return "", fmt.Errorf("find cgroup v2: %w", err)
+	}
+	defer f.Close()
+	lines := bufio.NewScanner(f)
+	for lines.Scan() {
+		// ... root mountpoint options ... - type source options (proc(5))
+		fields := strings.Fields(lines.Text())
+		if i := slices.Index(fields, "-"); i > 5 && i+1 < len(fields) && fields[i+1] == "cgroup2" {
+			return fields[4], nil
+		}
+	}
+	if err := lines.Err(); err != nil {
+		return "", fmt.Errorf("find cgroup v2: %w", err)
+	}
+	return "", &Error{Err: errors.New("find cgroup v2: it is not mounted"),
+		Hint: "mount -t cgroup2 none /sys/fs/cgroup/unified", Code: CodeUnsupported}
+}
+
+// countStart keeps the number of the agent's starts, for metrics.
+func (a *Agent) countStart() error {
+	path := filepath.Join(a.options.StateDir, ".agent.json")
+	var record struct {
+		Starts int `json:"starts"`
+	}
+	if data, err := os.ReadFile(path); err == nil {
+		// A damaged count starts again: it is no reason not to run.
+		_ = json.Unmarshal(data, &record)
+	}
+	record.Starts++
+	a.starts = record.Starts
+	data, err := json.Marshal(record)
+	if err != nil {
+		return err
+	}
+	return writeFile(path, append(data, '\n'))
+}
+
+// start makes the policy true for the first time in this agent's life. What
+// an earlier agent left of services that are not in the policy is removed.
+func (a *Agent) start(policy *config.Policy, text []byte) error {
+	pinned, err := a.host.root.Services()
+	if err != nil {
+		return err
+	}
+	for _, name := range pinned {
+		if !slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Name == name }) {
+			if err := a.removeLeftover(name); err != nil {
+				return err
+			}
+		}
+	}
+	for _, c := range policy.Services {
+		if err := a.open(c); err != nil {
+			return err
+		}
+	}
+	if a.metrics, err = a.serveMetrics(policy.Metrics.Listen); err != nil {
+		return err
+	}
+	a.policy = policy
+	return a.remember(text)
+}
+
+func (a *Agent) open(c config.Service) error {
+	s, err := openService(a.host, a.log, c)
+	if err != nil {
+		return &Error{Err: fmt.Errorf("service %s: %w", c.Name, err), Hint: Hint(err), Code: Code(err)}
+	}
+	a.services[c.Name] = s
+	return nil
+}
+
+// removeLeftover ends a service that only its pins remember.
+func (a *Agent) removeLeftover(name string) error {
+	keepers, err := findKeepers(a.host.root.Dir, name)
+	if err != nil {
+		return err
+	}
+	for _, k := range keepers {
+		for _, socket := range k.sockets {
+			if err := bpf.Detach(socket.FD()); err != nil {
+				a.log.Warn("program not detached", "service", name, "error", err)
+			}
+		}
+		k.handle.Kill()
+		k.close()
+	}
+	a.log.Info("service removed, it is not in the policy", "service", name)
+	return bpf.Remove(a.host.root.Service(name))
+}
+
+func (a *Agent) close() {
+	for _, s := range a.services {
+		s.close()
+	}
+	if a.metrics != nil {
+		a.metrics.close()
+	}
+}
+
+const (
+	appliedFile  = ".applied.yaml"
+	previousFile = ".previous.yaml"
+)
+
+// remember keeps the policy in force, and the one before if it differs.
+func (a *Agent) remember(text []byte) error {
+	applied := filepath.Join(a.options.StateDir, appliedFile)
+	last, err := os.ReadFile(applied)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("read applied policy: %w", err)
+	}
+	a.text = text
+	if err == nil && string(last) == string(text) {
+		return nil
+	}
+	if err == nil {
+		if err := writeFile(filepath.Join(a.options.StateDir, previousFile), last); err != nil {
+			return err
+		}
+	}
+	return writeFile(applied, text)
+}
+
+// candidate finds the policy that a request is about.
+func (a *Agent) candidate(c Candidate) (*config.Policy, []byte, error) {
+	switch {
+	case c.Previous:
+		path := filepath.Join(a.options.StateDir, previousFile)
+		text, err := os.ReadFile(path)
+		if errors.Is(err, os.ErrNotExist) {
+			return nil, nil, Usage(errors.New("there is no previous policy"), "apply keeps the policy that it replaces")
+		}
+		if err != nil {
+			return nil, nil, fmt.Errorf("read previous policy: %w", err)
+		}
+		// Its relative paths are relative to where it was.
+		policy, err := config.Parse(text, a.options.Policy)
+		return policy, text, err
+	case c.Text != "":
+		policy, err := config.Parse([]byte(c.Text), c.Path)
+		return policy, []byte(c.Text), err
+	}
+	return readPolicy(a.options.Policy)
+}
+
+// step is a change of one service; target is nil for one that is added or
+// removed.
+type step struct {
+	name   string
+	config *config.Service
+	target *target
+}
+
+func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
+	changes := []Change{}
+	var steps []step
+	for name := range a.services {
+		if !slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Name == name }) {
+			steps = append(steps, step{name: name})
+			changes = append(changes, Change{name, "remove", "service", "the kernel's hash decides from then on"})
+		}
+	}
+	for _, c := range policy.Services {
+		s := a.services[c.Name]
+		if s == nil {
+			steps = append(steps, step{name: c.Name, config: &c})
+			changes = append(changes, Change{c.Name, "add", "service", ""})
+			continue
+		}
+		t, err := s.prepare(c)
+		if err != nil {
+			return nil, nil, &Error{Err: fmt.Errorf("service %s: %w", c.Name, err), Hint: Hint(err), Code: Code(err)}
+		}
+		if diff := s.plan(t); len(diff) > 0 {
+			steps = append(steps, step{name: c.Name, config: &c, target: t})
+			changes = append(changes, diff...)
+		}
+	}
+	if a.policy.Metrics != policy.Metrics {
+		changes = append(changes, Change{Action: "change",
+			What: fmt.Sprintf("metrics: %s -> %s", orNone(a.policy.Metrics.Listen), orNone(policy.Metrics.Listen))})
+	}
+	return steps, changes, nil
+}
+
+func orNone(s string) string {
+	if s == "" {
+		return "none"
+	}
+	return s
+}
+
+// Plan says what Apply would change.
+func (a *Agent) Plan(c Candidate) (*Plan, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	policy, _, err := a.candidate(c)
+	if err != nil {
+		return nil, err
+	}
+	_, changes, err := a.prepare(policy)
+	if err != nil {
+		return nil, err
+	}
+	return &Plan{Policy: a.options.Policy, Changes: changes}, nil
+}
+
+// Apply makes a policy true. A service whose step fails stays as it was.
+func (a *Agent) Apply(c Candidate) (*Plan, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	policy, text, err := a.candidate(c)
+	if err != nil {
+		return nil, err
+	}
+	steps, changes, err := a.prepare(policy)
+	if err != nil {
+		return nil, err
+	}
+	metrics := a.metrics
+	if a.policy.Metrics != policy.Metrics {
+		if metrics, err = a.serveMetrics(policy.Metrics.Listen); err != nil {
+			return nil, err
+		}
+	}
+	for _, step := range steps {
+		if err := a.take(step); err != nil {
+			if metrics != a.metrics {
+				metrics.close()
+			}
+			return nil, &Error{Err: fmt.Errorf("service %s: %w", step.name, err), Hint: Hint(err), Code: Code(err)}
+		}
+	}
+	if metrics != a.metrics {
+		a.metrics.close()
+		a.metrics = metrics
+	}
+	a.policy = policy
+	for _, change := range changes {
+		a.log.Info("policy applied", "service", change.Service, "action", change.Action, "what", change.What, "effect", change.Effect)
+	}
+	return &Plan{Policy: a.options.Policy, Changes: changes}, a.remember(text)
+}
+
+func (a *Agent) take(step step) error {
+	switch s := a.services[step.name]; {
+	case step.config == nil:
+		delete(a.services, step.name)
+		return s.retire()
+	case s == nil:
+		return a.open(*step.config)
+	default:
+		return s.apply(step.target)
+	}
+}
+
+// service finds a service by name; where there is only one the name may be
+// left out.
+func (a *Agent) service(name string) (*service, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if name == "" && len(a.services) == 1 {
+		for _, s := range a.services {
+			return s, nil
+		}
+	}
+	if s := a.services[name]; s != nil {
+		return s, nil
+	}
+	known := make([]string, 0, len(a.services))
+	for name := range a.services {
+		known = append(known, name)
+	}
+	slices.Sort(known)
+	hint := "the policy has " + strings.Join(known, ", ")
+	if near := config.Nearest(name, known); near != "" {
+		hint = "did you mean " + near + "?"
+	}
+	if name == "" {
+		return nil, Usage(errors.New("which service?"), "name one with --service; "+hint)
+	}
+	return nil, Usage(fmt.Errorf("there is no service %q", name), hint)
+}
+
+// selected returns the named service, or all, by name.
+func (a *Agent) selected(name string) ([]*service, error) {
+	if name != "" {
+		s, err := a.service(name)
+		return []*service{s}, err
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var all []*service
+	for _, c := range a.policy.Services {
+		if s := a.services[c.Name]; s != nil {
+			all = append(all, s)
+		}
+	}
+	return all, nil
+}
+
+// Status is the agent and its services.
+func (a *Agent) Status() (*Status, error) {
+	services, err := a.selected("")
+	if err != nil {
+		return nil, err
+	}
+	status := &Status{
+		Version: a.options.Version, PID: os.Getpid(), Started: a.started, Starts: a.starts,
+		Policy: a.options.Policy, Services: []ServiceStatus{},
+	}
+	for _, s := range services {
+		status.Services = append(status.Services, s.status())
+	}
+	return status, nil
+}

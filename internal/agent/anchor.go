@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/exec"
+	"runtime"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/member"
+)
+
+// An anchor is a socket in the SO_REUSEPORT group of a listener that the
+// program never selects. It keeps the group, and with it the program, alive
+// while no member is: the next member finds it in place, and nothing is ever
+// given out by the kernel's hash. The agent holds the anchors, and so does a
+// keeper, a process that does nothing else and survives the agent.
+
+// openAnchor makes the anchor of a listener and attaches the program before a
+// packet can reach it. All sockets of a group belong to one user.
+func openAnchor(l bpf.Listener, uid uint32, netns *os.File, attach func(fd int) error) (int, error) {
+	// With a program a socket is the first of its group or is refused
+	// (inet_csk_bind_conflict). Then there are others, and their program
+	// decides already.
+	fd, err := tryAnchor(l, uid, netns, attach, true)
+	if errors.Is(err, unix.EADDRINUSE) {
+		return tryAnchor(l, uid, netns, attach, false)
+	}
+	return fd, err
+}
+
+func tryAnchor(l bpf.Listener, uid uint32, netns *os.File, attach func(fd int) error, attachFirst bool) (fd int, err error) {
+	domain, kind := unix.AF_INET6, unix.SOCK_DGRAM
+	if l.Address.Addr().Is4() {
+		domain = unix.AF_INET
+	}
+	if l.Protocol == unix.IPPROTO_TCP {
+		kind = unix.SOCK_STREAM
+	}
+	err = inNetns(netns, func() error {
+		fd, err = unix.Socket(domain, kind|unix.SOCK_CLOEXEC, int(l.Protocol))
+		return err
+	})
+	if err != nil {
+		return -1, fmt.Errorf("create socket: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			unix.Close(fd)
+			fd = -1
+		}
+	}()
+	// sockfs_setattr (net/socket.c) carries the owner over to sk_uid.
+	if err := unix.Fchown(fd, int(uid), -1); err != nil {
+		return fd, fmt.Errorf("give socket to user %d: %w", uid, err)
+	}
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1); err != nil {
+		return fd, fmt.Errorf("set SO_REUSEPORT: %w", err)
+	}
+	if domain == unix.AF_INET6 {
+		only := 0
+		if l.V6Only {
+			only = 1
+		}
+		if err := unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, only); err != nil {
+			return fd, fmt.Errorf("set IPV6_V6ONLY: %w", err)
+		}
+	}
+	if attachFirst {
+		if err := attach(fd); err != nil {
+			return fd, err
+		}
+	}
+	if err := bind(fd, l.Address); err != nil {
+		return fd, err
+	}
+	if l.Protocol == unix.IPPROTO_TCP {
+		if err := unix.Listen(fd, 1); err != nil {
+			return fd, fmt.Errorf("listen: %w", err)
+		}
+	}
+	if attachFirst {
+		return fd, nil
+	}
+	return fd, attach(fd)
+}
+
+func bind(fd int, address netip.AddrPort) error {
+	var sa unix.Sockaddr
+	if address.Addr().Is4() {
+		sa = &unix.SockaddrInet4{Port: int(address.Port()), Addr: address.Addr().As4()}
+	} else {
+		sa = &unix.SockaddrInet6{Port: int(address.Port()), Addr: address.Addr().As16()}
+	}
+	if err := unix.Bind(fd, sa); err != nil {
+		return fmt.Errorf("bind to %s: %w", address, err)
+	}
+	return nil
+}
+
+// inNetns runs f on a thread in the network namespace; nil is that of the
+// caller.
+func inNetns(netns *os.File, f func() error) error {
+	if netns == nil {
+		return f()
+	}
+	result := make(chan error)
+	go func() {
+		// Never unlocked: the thread ends with the goroutine.
+		runtime.LockOSThread()
+		if err := unix.Setns(int(netns.Fd()), unix.CLONE_NEWNET); err != nil {
+			result <- fmt.Errorf("enter network namespace %s: %w", netns.Name(), err)
+			return
+		}
+		result <- f()
+	}()
+	return <-result
+}
+
+// KeeperCommand is the hidden command that a keeper runs. Its arguments tell
+// the next agent whose sockets it holds.
+const KeeperCommand = "hold"
+
+// keeper is a running keeper, started by this agent or an earlier one.
+type keeper struct {
+	handle  *member.Handle
+	pid     int
+	sockets []*member.Socket
+}
+
+func keeperArgs(pins, service string) []string {
+	return []string{KeeperCommand, "--pins", pins, "--service", service}
+}
+
+// startKeeper starts a keeper that inherits the sockets.
+func startKeeper(log *slog.Logger, pins, service string, fds []int) (*keeper, error) {
+	cmd := exec.Command("/proc/self/exe", keeperArgs(pins, service)...)
+	cmd.Args[0] = "sockeye"
+	cmd.Dir = "/"
+	cmd.Env = []string{"GOMAXPROCS=1"}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	for _, fd := range fds {
+		copied, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+		if err != nil {
+			return nil, fmt.Errorf("copy anchor: %w", err)
+		}
+		f := os.NewFile(uintptr(copied), "anchor")
+		defer f.Close()
+		cmd.ExtraFiles = append(cmd.ExtraFiles, f)
+	}
+	if err := cmd.Start(); err != nil {
+		return nil, fmt.Errorf("start keeper: %w", err)
+	}
+	pid := cmd.Process.Pid
+	handle, err := member.Open(pid)
+	if err != nil {
+		cmd.Process.Kill()
+		cmd.Wait()
+		return nil, fmt.Errorf("start keeper: %w", err)
+	}
+	go func() {
+		if err := cmd.Wait(); err != nil {
+			log.Debug("keeper ended", "pid", pid, "error", err)
+		}
+	}()
+	return &keeper{handle: handle, pid: pid}, nil
+}
+
+// findKeepers returns the keepers of a service that run, with copies of their
+// sockets. An empty service means all.
+func findKeepers(pins, service string) ([]*keeper, error) {
+	processes, err := member.All()
+	if err != nil {
+		return nil, err
+	}
+	want := strings.Join(keeperArgs(pins, service), " ")
+	var keepers []*keeper
+	for _, p := range processes {
+		if p.UID != uint32(os.Geteuid()) || len(p.Args) == 0 {
+			continue
+		}
+		args := strings.Join(p.Args[1:], " ")
+		if args != want && (service != "" || !strings.HasPrefix(args, want)) {
+			continue
+		}
+		handle, err := member.Open(p.PID)
+		if err != nil {
+			continue
+		}
+		sockets, err := handle.Sockets(func(*member.Socket) bool { return true })
+		if err != nil {
+			handle.Close()
+			continue
+		}
+		keepers = append(keepers, &keeper{handle, p.PID, sockets})
+	}
+	return keepers, nil
+}
+
+func (k *keeper) close() {
+	member.CloseAll(k.sockets)
+	k.handle.Close()
+}
+
+// Hold is the keeper's whole life: it gives up all rights and waits to be
+// ended. The sockets that it inherited need nothing done.
+func Hold() error {
+	if err := dropAll(); err != nil {
+		return err
+	}
+	for {
+		unix.Pause()
+	}
+}

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"net/netip"
+	"time"
+)
+
+// The API is HTTP with JSON on the agent's Unix socket. The names of fields
+// are stable: fields are added, never renamed or removed.
+
+// Status is the answer to GET /v1/status.
+type Status struct {
+	Version  string          `json:"version"`
+	PID      int             `json:"pid"`
+	Started  time.Time       `json:"started"`
+	Starts   int             `json:"starts"` // of the agent, since its state directory was made
+	Policy   string          `json:"policy"`
+	Services []ServiceStatus `json:"services"`
+}
+
+// ServiceStatus is one service of a Status.
+type ServiceStatus struct {
+	Name      string           `json:"name"`
+	Steering  string           `json:"steering"`
+	WhenEmpty string           `json:"when_empty"` // "reject" or "standby N"
+	Listeners []string         `json:"listeners"`
+	Slots     int              `json:"slots"`
+	Ready     int              `json:"ready"`
+	Nonce     string           `json:"nonce"` // hexadecimal, with 0x
+	Held      bool             `json:"held"`  // the ports are held when no member lives
+	Keeper    int              `json:"keeper,omitempty"`
+	DeviceMap *DeviceMapStatus `json:"device_map,omitempty"`
+	Problem   string           `json:"problem,omitempty"`
+	Hint      string           `json:"hint,omitempty"`
+	Waiting   []WaitingStatus  `json:"waiting"`
+}
+
+// DeviceMapStatus is the device map in force.
+type DeviceMapStatus struct {
+	Path     string `json:"path"`
+	Prefixes int    `json:"prefixes"`
+	Devices  int    `json:"devices"`
+}
+
+// WaitingStatus is a process that would be a member, and what it lacks.
+type WaitingStatus struct {
+	Slot    *int   `json:"slot"` // null: the first free one
+	PID     int    `json:"pid"`
+	Command string `json:"command"`
+	Source  string `json:"source"`
+	Problem string `json:"problem"`
+	Hint    string `json:"hint,omitempty"`
+}
+
+// SlotStatus is one entry of the answer to GET /v1/slots.
+type SlotStatus struct {
+	Service string         `json:"service"`
+	Slot    int            `json:"slot"`
+	Ready   bool           `json:"ready"`
+	PID     int            `json:"pid,omitempty"`
+	Command string         `json:"command,omitempty"`
+	Source  string         `json:"source,omitempty"`
+	Since   *time.Time     `json:"since,omitempty"` // start of the process
+	Sockets []SocketStatus `json:"sockets"`
+	Counts
+}
+
+// SocketStatus is a registered socket.
+type SocketStatus struct {
+	Listener string `json:"listener"`
+	Local    string `json:"local"`
+	Cookie   uint64 `json:"cookie"`
+}
+
+// Counts are totals since the pins were made.
+type Counts struct {
+	Connections uint64            `json:"connections"` // SYNs steered here
+	Datagrams   uint64            `json:"datagrams"`
+	Diverted    uint64            `json:"diverted"` // meant for here, sent to the standby slot
+	Refused     map[string]uint64 `json:"refused"`  // SYNs and datagrams, by reason
+}
+
+// DeviceStatus is one entry of the answer to GET /v1/devices.
+type DeviceStatus struct {
+	Service     string     `json:"service"`
+	Address     netip.Addr `json:"address"`
+	Device      string     `json:"device,omitempty"` // its name in the device map
+	Slot        int        `json:"slot"`             // by the table in force
+	Served      *int       `json:"served_by"`        // the slot of the last packet; null: refused
+	Datagrams   uint64     `json:"datagrams"`
+	Connections uint64     `json:"connections"`
+	Refused     uint64     `json:"refused"`
+	LastSeen    time.Time  `json:"last_seen"`
+}
+
+// WhereStatus is one entry of the answer to GET /v1/where.
+type WhereStatus struct {
+	Service string     `json:"service"`
+	Address netip.Addr `json:"address"`
+	Device  string     `json:"device,omitempty"`
+	Bucket  int        `json:"bucket"`
+	Slot    int        `json:"slot"`
+	Ready   *bool      `json:"ready,omitempty"` // not known offline
+}
+
+// Membership is the body of POST /v1/register, /v1/unregister and /v1/run.
+type Membership struct {
+	Service string `json:"service"`
+	Slot    *int   `json:"slot"`
+	PID     int    `json:"pid,omitempty"`
+}
+
+// Plan is the answer to POST /v1/plan and /v1/apply: what changes.
+type Plan struct {
+	Policy  string   `json:"policy"`
+	Changes []Change `json:"changes"`
+}
+
+// Change is a step of a plan.
+type Change struct {
+	Service string `json:"service,omitempty"`
+	Action  string `json:"action"` // add, remove, change
+	What    string `json:"what"`
+	Effect  string `json:"effect,omitempty"` // on what runs
+}
+
+// Candidate is the body of POST /v1/plan and /v1/apply. Without a text the
+// agent reads its policy file.
+type Candidate struct {
+	Text     string `json:"text,omitempty"`
+	Path     string `json:"path,omitempty"`
+	Previous bool   `json:"previous,omitempty"` // the policy before the last apply
+}
+
+// Failure is the body of every answer that is not a success.
+type Failure struct {
+	Error string `json:"error"`
+	Hint  string `json:"hint,omitempty"`
+	Code  int    `json:"code"`
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"fmt"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Capabilities that the agent keeps, and what for.
+var kept = []struct {
+	Number uintptr
+	Name   string
+	Why    string
+}{
+	{unix.CAP_BPF, "CAP_BPF", "load programs, make maps"},
+	{unix.CAP_NET_ADMIN, "CAP_NET_ADMIN", "attach programs to sockets, cgroups and network namespaces"},
+	{unix.CAP_PERFMON, "CAP_PERFMON", "let the verifier follow pointers in programs"},
+	{unix.CAP_SYS_PTRACE, "CAP_SYS_PTRACE", "take members' sockets by pidfd_getfd"},
+	{unix.CAP_DAC_READ_SEARCH, "CAP_DAC_READ_SEARCH", "read /proc/PID/fd of members"},
+	{unix.CAP_CHOWN, "CAP_CHOWN", "give anchors to the members' user"},
+	{unix.CAP_NET_BIND_SERVICE, "CAP_NET_BIND_SERVICE", "hold ports below 1024"},
+	{unix.CAP_KILL, "CAP_KILL", "end keepers"},
+	{unix.CAP_SETPCAP, "CAP_SETPCAP", "keepers give up all capabilities"},
+}
+
+// dropCapabilities gives up, for all threads and all programs started from
+// here on, every capability but those kept and extra.
+func dropCapabilities(extra ...uintptr) error {
+	var mask uint64
+	for _, c := range kept {
+		mask |= 1 << c.Number
+	}
+	for _, c := range extra {
+		mask |= 1 << c
+	}
+	return limitCapabilities(mask)
+}
+
+func dropAll() error { return limitCapabilities(0) }
+
+func limitCapabilities(mask uint64) error {
+	for c := uintptr(0); c <= unix.CAP_LAST_CAP; c++ {
+		if mask&(1<<c) != 0 {
+			continue
+		}
+		_, _, errno := syscall.AllThreadsSyscall(unix.SYS_PRCTL, unix.PR_CAPBSET_DROP, c, 0)
+		if errno != 0 && errno != unix.EINVAL && errno != unix.EPERM {
+			return fmt.Errorf("drop capability %d: %w", c, errno)
+		}
+	}
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var has [2]unix.CapUserData
+	if err := unix.Capget(&header, &has[0]); err != nil {
+		return fmt.Errorf("read capabilities: %w", err)
+	}
+	for i := range has {
+		part := uint32(mask >> (32 * i))
+		has[i].Permitted &= part
+		has[i].Effective = has[i].Permitted
+		has[i].Inheritable &= part
+	}
+	_, _, errno := syscall.AllThreadsSyscall(unix.SYS_CAPSET,
+		uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&has[0])), 0)
+	if errno != 0 {
+		return fmt.Errorf("limit capabilities: %w", errno)
+	}
+	_, _, errno = syscall.AllThreadsSyscall6(unix.SYS_PRCTL, unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0, 0)
+	if errno != 0 {
+		return fmt.Errorf("set no_new_privs: %w", errno)
+	}
+	return nil
+}
+
+// missingCapabilities names the capabilities that the agent needs and lacks.
+func missingCapabilities() ([]string, error) {
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var has [2]unix.CapUserData
+	if err := unix.Capget(&header, &has[0]); err != nil {
+		return nil, fmt.Errorf("read capabilities: %w", err)
+	}
+	var missing []string
+	for _, c := range kept {
+		if has[c.Number/32].Effective&(1<<(c.Number%32)) == 0 {
+			missing = append(missing, c.Name)
+		}
+	}
+	return missing, nil
+}

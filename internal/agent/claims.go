@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"slices"
+
+	"sockeye/internal/member"
+)
+
+// claim makes a process a member by command. With now, its sockets must be
+// there already; without, it is registered when they are.
+func (s *service) claim(pid int, slot *int, source string, now bool) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p, err := member.Read(pid)
+	if err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			err = Usage(fmt.Errorf("there is no process %d", pid), "")
+		}
+		return 0, err
+	}
+	self := process{p.PID, p.StartTime}
+	for _, seat := range s.seats {
+		if (process{seat.process.PID, seat.process.StartTime}) == self {
+			if slot == nil || *slot == seat.slot {
+				return seat.slot, nil
+			}
+			return 0, conflict(fmt.Errorf("process %d is in slot %d already", pid, seat.slot),
+				fmt.Sprintf("sockeye unregister --service %s --slot %d first", s.config.Name, seat.slot))
+		}
+	}
+	want, err := s.reserve(self, slot)
+	if err != nil {
+		return 0, err
+	}
+	before := s.state
+	s.state.Released = slices.DeleteFunc(slices.Clone(s.state.Released), func(r process) bool { return r == self })
+	s.state.Claims = append(s.liveClaims(self), claim{self, want, source})
+	if now {
+		if err := s.register(p, source, want); err != nil {
+			s.state = before
+			return 0, fmt.Errorf("register process %d in slot %d: %w", pid, want, err)
+		}
+		s.forget(pid)
+	} else {
+		s.consider(p)
+	}
+	return want, s.state.save(s.statePath())
+}
+
+// reserve finds a slot for a process that has none yet.
+func (s *service) reserve(self process, slot *int) (int, error) {
+	if slot == nil {
+		return s.findSlot(member.AnySlot)
+	}
+	if *slot < 0 || *slot >= s.config.Slots {
+		return 0, Usage(fmt.Errorf("slot %d is out of range", *slot),
+			fmt.Sprintf("service %s has slots 0 to %d", s.config.Name, s.config.Slots-1))
+	}
+	for _, c := range s.liveClaims(self) {
+		if c.Slot == *slot {
+			return 0, conflict(fmt.Errorf("slot %d is claimed by process %d", c.Slot, c.PID),
+				"end that process, or give this one another slot")
+		}
+	}
+	return s.findSlot(*slot)
+}
+
+// liveClaims are the claims of processes that still run, without except.
+func (s *service) liveClaims(except process) []claim {
+	return slices.DeleteFunc(slices.Clone(s.state.Claims), func(c claim) bool {
+		p, err := member.Read(c.PID)
+		return c.process == except || err != nil || p.StartTime != c.StartTime
+	})
+}
+
+// unregister empties a slot and keeps its process out until it is registered
+// by command or started again.
+func (s *service) unregister(slot int) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if slot < 0 || slot >= s.config.Slots {
+		return Usage(fmt.Errorf("slot %d is out of range", slot),
+			fmt.Sprintf("service %s has slots 0 to %d", s.config.Name, s.config.Slots-1))
+	}
+	seat := s.seats[slot]
+	if seat == nil {
+		return conflict(fmt.Errorf("slot %d is empty", slot), "sockeye slots shows who is where")
+	}
+	self := process{seat.process.PID, seat.process.StartTime}
+	s.state.Claims = s.liveClaims(self)
+	s.state.Released = append(slices.DeleteFunc(slices.Clone(s.state.Released), func(r process) bool {
+		p, err := member.Read(r.PID)
+		return err != nil || p.StartTime != r.StartTime
+	}), self)
+	if err := s.state.save(s.statePath()); err != nil {
+		return err
+	}
+	s.clear(slot, "unregistered")
+	return nil
+}

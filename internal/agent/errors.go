@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"io/fs"
+	"slices"
+	"strings"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+)
+
+// Exit codes of every command, and the code field of every error in JSON.
+const (
+	CodeFailed       = 1
+	CodeUsage        = 2
+	CodeUnsupported  = 3 // the kernel cannot
+	CodeNotPermitted = 4
+	CodeConflict     = 5
+)
+
+// Error is an error with what a person needs besides: a hint and a code.
+type Error struct {
+	Err  error
+	Hint string
+	Code int
+}
+
+func (e *Error) Error() string { return e.Err.Error() }
+func (e *Error) Unwrap() error { return e.Err }
+
+func withHint(err error, hint string) error {
+	return &Error{Err: err, Hint: hint, Code: Code(err)}
+}
+
+// Usage makes an error of the caller's mistake.
+func Usage(err error, hint string) error {
+	return &Error{Err: err, Hint: hint, Code: CodeUsage}
+}
+
+func conflict(err error, hint string) error {
+	return &Error{Err: err, Hint: hint, Code: CodeConflict}
+}
+
+// joined makes one error of one line of several.
+func joined(errs ...error) error {
+	errs = slices.DeleteFunc(errs, func(err error) bool { return err == nil })
+	switch len(errs) {
+	case 0:
+		return nil
+	case 1:
+		return errs[0]
+	}
+	return &list{errs}
+}
+
+type list struct{ errs []error }
+
+func (l *list) Error() string {
+	texts := make([]string, len(l.errs))
+	for i, err := range l.errs {
+		texts[i] = err.Error()
+	}
+	return strings.Join(texts, "; ")
+}
+
+func (l *list) Unwrap() []error { return l.errs }
+
+// Code finds the exit code of an error by its kind.
+func Code(err error) int {
+	var (
+		own          *Error
+		policy       *config.Error
+		incompatible *bpf.IncompatibleError
+	)
+	switch {
+	case err == nil:
+		return 0
+	case errors.As(err, &own):
+		return own.Code
+	case errors.As(err, &policy):
+		return CodeUsage
+	case errors.As(err, &incompatible), errors.Is(err, bpf.ErrLocked):
+		return CodeConflict
+	case errors.Is(err, ebpf.ErrNotSupported):
+		return CodeUnsupported
+	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EPERM):
+		return CodeNotPermitted
+	}
+	return CodeFailed
+}
+
+// Hint finds what to advise about an error, or "".
+func Hint(err error) string {
+	var (
+		own          *Error
+		incompatible *bpf.IncompatibleError
+	)
+	switch {
+	case errors.As(err, &own) && own.Hint != "":
+		return own.Hint
+	case errors.As(err, &incompatible):
+		return "sockeye reset removes the pins of another version; steering stops until the agent starts again"
+	case errors.Is(err, bpf.ErrLocked):
+		return "one agent works with a pin directory; see sockeye status, or give this one its own --bpffs"
+	case errors.Is(err, ebpf.ErrNotSupported):
+		return "sockeye doctor shows what this kernel can do"
+	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EPERM):
+		return "run as root, or with the capabilities that sockeye doctor names"
+	}
+	return ""
+}

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/member"
+)
+
+// hold keeps the groups of all listeners alive, with the program of now, by
+// anchors and a keeper. Until the members' user is known it cannot: a socket
+// of another user would keep them from binding.
+func (s *service) hold() error {
+	s.problem = nil
+	if s.lookup() {
+		return s.letGo()
+	}
+	if s.state.UID == nil {
+		return nil
+	}
+	changed := s.keeper == nil
+	for row, fd := range s.anchors {
+		if s.rows[row] == (bpf.Listener{}) || ownerOf(fd) != *s.state.UID {
+			unix.Close(fd)
+			delete(s.anchors, row)
+			changed = true
+		}
+	}
+	var errs []error
+	for row, l := range s.source {
+		attach := func(fd int) error { return s.path.Attach(row, fd) }
+		if fd, ok := s.anchors[row]; ok {
+			errs = append(errs, attach(fd))
+			continue
+		}
+		fd, err := openAnchor(s.rows[row], *s.state.UID, s.enter(), attach)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("hold %s for user %d: %w", l, *s.state.UID, err))
+			continue
+		}
+		s.anchors[row] = fd
+		changed = true
+	}
+	if changed {
+		errs = append(errs, s.replaceKeeper())
+	}
+	if s.problem = joined(errs...); errors.Is(s.problem, unix.EADDRINUSE) {
+		s.problem = conflict(s.problem, "a socket of another user, or without SO_REUSEPORT, has the port; set user to the members' user")
+	}
+	return nil
+}
+
+func ownerOf(fd int) uint32 {
+	var stat unix.Stat_t
+	if err := unix.Fstat(fd, &stat); err != nil {
+		return ^uint32(0)
+	}
+	return stat.Uid
+}
+
+// replaceKeeper starts a keeper of the anchors of now, then ends the old one.
+func (s *service) replaceKeeper() error {
+	old := s.keeper
+	s.keeper = nil
+	if len(s.anchors) > 0 {
+		fresh, err := startKeeper(s.log, s.host.root.Dir, s.config.Name, slices.Collect(maps.Values(s.anchors)))
+		if err != nil {
+			s.keeper = old
+			return err
+		}
+		s.keeper = fresh
+		go s.watchKeeper(fresh, time.Now())
+	}
+	if old != nil {
+		old.handle.Kill()
+		old.close()
+	}
+	return nil
+}
+
+// watchKeeper replaces a keeper that somebody ended, unless that happens at
+// once again.
+func (s *service) watchKeeper(k *keeper, started time.Time) {
+	if k.handle.Wait() != nil {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.keeper != k {
+		return
+	}
+	s.log.Warn("keeper ended", "pid", k.pid)
+	k.close()
+	s.keeper = nil
+	if time.Since(started) < time.Second {
+		s.problem = errors.New("its keeper ends at once; if the agent ends too, the ports are not held")
+		return
+	}
+	if err := s.replaceKeeper(); err != nil {
+		s.problem = err
+	}
+}
+
+// adoptKeeper takes the anchors over from an earlier agent's keeper.
+func (s *service) adoptKeeper() error {
+	keepers, err := findKeepers(s.host.root.Dir, s.config.Name)
+	if err != nil {
+		return err
+	}
+	for _, k := range keepers {
+		if s.keeper != nil || s.lookup() {
+			k.handle.Kill()
+			k.close()
+			continue
+		}
+		for row, l := range s.source {
+			i := slices.IndexFunc(k.sockets, func(socket *member.Socket) bool {
+				return socket.Protocol == int(s.rows[row].Protocol) && socket.Local == l.Address &&
+					socket.V6Only == l.V6Only && socket.Listening
+			})
+			if i < 0 {
+				continue
+			}
+			fd, err := unix.FcntlInt(uintptr(k.sockets[i].FD()), unix.F_DUPFD_CLOEXEC, 0)
+			if err != nil {
+				k.close()
+				return fmt.Errorf("copy anchor: %w", err)
+			}
+			s.anchors[row] = fd
+		}
+		member.CloseAll(k.sockets)
+		k.sockets = nil
+		s.keeper = k
+		go s.watchKeeper(k, time.Now())
+		s.log.Info("keeper adopted", "pid", k.pid, "sockets", len(s.anchors))
+	}
+	return nil
+}
+
+// letGo ends the keeper and closes the anchors.
+func (s *service) letGo() error {
+	for row, fd := range s.anchors {
+		unix.Close(fd)
+		delete(s.anchors, row)
+	}
+	return s.replaceKeeper()
+}
+
+// retire gives the service's ports back to the kernel and removes its pins.
+func (s *service) retire() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	errs := []error{s.detach()}
+	for slot := range s.seats {
+		s.clear(slot, "service removed")
+	}
+	errs = append(errs, s.letGo(), bpf.Remove(s.host.root.Service(s.config.Name)))
+	s.release()
+	return joined(errs...)
+}
+
+// detach takes the programs off the groups, by whatever socket is at hand.
+func (s *service) detach() error {
+	if s.lookup() {
+		return nil
+	}
+	var errs []error
+	done := make(map[int]bool)
+	for row, fd := range s.anchors {
+		errs = append(errs, bpf.Detach(fd))
+		done[row] = true
+	}
+	for _, seat := range s.seats {
+		if len(done) == len(s.source) {
+			break
+		}
+		sockets, err := seat.handle.Sockets(s.wants)
+		if err != nil {
+			continue
+		}
+		for _, socket := range sockets {
+			for row, info := range seat.sockets {
+				if info.cookie == socket.Cookie && !done[row] {
+					errs = append(errs, bpf.Detach(socket.FD()))
+					done[row] = true
+				}
+			}
+		}
+		member.CloseAll(sockets)
+	}
+	return joined(errs...)
+}
+
+// Reset removes everything that agents left under a pin directory: pins,
+// programs on groups, keepers. Members' sockets go back to the kernel's hash.
+func Reset(pins string) error {
+	return bpf.RemoveRoot(pins, func() error {
+		keepers, err := findKeepers(pins, "")
+		if err != nil {
+			return err
+		}
+		var errs []error
+		for _, k := range keepers {
+			for _, socket := range k.sockets {
+				errs = append(errs, bpf.Detach(socket.FD()))
+			}
+			errs = append(errs, k.handle.Kill())
+			k.close()
+		}
+		return joined(errs...)
+	})
+}

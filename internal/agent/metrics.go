@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"fmt"
+	"net"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"sockeye/internal/bpf"
+)
+
+// Counters are totals since the pins were made: an agent's restart does not
+// reset them.
+var (
+	descReady = prometheus.NewDesc("sockeye_slot_ready",
+		"1 while the slot has a member that listens on all listeners.", []string{"service", "slot"}, nil)
+	descConnections = prometheus.NewDesc("sockeye_connections_total",
+		"TCP connection requests steered to the slot.", []string{"service", "slot"}, nil)
+	descDatagrams = prometheus.NewDesc("sockeye_datagrams_total",
+		"UDP datagrams steered to the slot.", []string{"service", "slot"}, nil)
+	descDiverted = prometheus.NewDesc("sockeye_diverted_total",
+		"Connection requests and datagrams meant for the slot that the standby slot got.", []string{"service", "slot"}, nil)
+	descRefused = prometheus.NewDesc("sockeye_refused_total",
+		"Connection requests (tcp) and datagrams (udp) refused, by the slot that they were meant for; without one the slot is empty.",
+		[]string{"service", "slot", "protocol", "reason"}, nil)
+	descRegistrations = prometheus.NewDesc("sockeye_registrations_total",
+		"Members registered since the agent started.", []string{"service"}, nil)
+	descWaiting = prometheus.NewDesc("sockeye_members_waiting",
+		"Processes that would be members and lack something.", []string{"service"}, nil)
+	descHeld = prometheus.NewDesc("sockeye_service_held",
+		"1 while the service's ports stay steered even if all members end.", []string{"service"}, nil)
+	descRuns = prometheus.NewDesc("sockeye_program_runs_total",
+		"Runs of the steering programs; counted while kernel.bpf_stats_enabled is 1.", []string{"service"}, nil)
+	descRunSeconds = prometheus.NewDesc("sockeye_program_run_seconds_total",
+		"Time spent in the steering programs; counted while kernel.bpf_stats_enabled is 1.", []string{"service"}, nil)
+	descStarts = prometheus.NewDesc("sockeye_agent_starts_total",
+		"Starts of the agent since its state directory was made.", nil, nil)
+	descBuild = prometheus.NewDesc("sockeye_build_info",
+		"1, with the agent's version.", []string{"version"}, nil)
+)
+
+// Describe leaves the descriptions to Collect, as services come and go.
+func (a *Agent) Describe(chan<- *prometheus.Desc) {}
+
+// Collect gives the metrics of the agent and its services. A service that
+// fails gives none, the others theirs.
+func (a *Agent) Collect(out chan<- prometheus.Metric) {
+	out <- prometheus.MustNewConstMetric(descBuild, prometheus.GaugeValue, 1, a.options.Version)
+	out <- prometheus.MustNewConstMetric(descStarts, prometheus.CounterValue, float64(a.starts))
+	services, err := a.selected("")
+	if err != nil {
+		a.log.Error("metrics failed", "error", err)
+		return
+	}
+	for _, s := range services {
+		if err := s.collect(out); err != nil {
+			a.log.Error("metrics failed", "service", s.config.Name, "error", err)
+		}
+	}
+}
+
+func (s *service) collect(out chan<- prometheus.Metric) error {
+	status := s.status()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	counters, err := s.path.Counters(s.config.Slots)
+	if err != nil {
+		return err
+	}
+	stats, err := s.path.RunStats()
+	if err != nil {
+		return err
+	}
+	name := s.config.Name
+	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, append([]string{name}, labels...)...)
+	}
+	counter := func(desc *prometheus.Desc, value float64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(desc, prometheus.CounterValue, value, append([]string{name}, labels...)...)
+	}
+	counter(descRegistrations, float64(s.registrations))
+	gauge(descWaiting, float64(len(status.Waiting)))
+	gauge(descHeld, number(status.Held))
+	counter(descRuns, float64(stats.Runs))
+	counter(descRunSeconds, time.Duration(stats.Nanoseconds).Seconds())
+	for i, c := range counters {
+		slot := strconv.Itoa(i)
+		if i == s.config.Slots {
+			slot = ""
+		} else {
+			gauge(descReady, number(s.seats[i] != nil), slot)
+			counter(descConnections, float64(c.Connections), slot)
+			counter(descDatagrams, float64(c.Datagrams), slot)
+			counter(descDiverted, float64(c.Diverted), slot)
+		}
+		for reason, text := range bpf.Reasons {
+			if slot != "" && !bpf.ReasonOfSlot(reason) {
+				continue
+			}
+			counter(descRefused, float64(c.RefusedConnections[reason]), slot, "tcp", text)
+			counter(descRefused, float64(c.RefusedDatagrams[reason]), slot, "udp", text)
+		}
+	}
+	return nil
+}
+
+func number(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+type metricsServer struct {
+	http *http.Server
+}
+
+// serveMetrics opens the endpoint; "" means none.
+func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
+	if address == "" {
+		return &metricsServer{}, nil
+	}
+	listener, err := net.Listen("tcp", address)
+	if err != nil {
+		return nil, withHint(fmt.Errorf("serve metrics: %w", err), "set metrics.listen to a free address")
+	}
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(a, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+	m := &metricsServer{&http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second}}
+	go m.http.Serve(listener)
+	a.log.Info("metrics served", "address", listener.Addr().String())
+	return m, nil
+}
+
+func (m *metricsServer) close() {
+	if m.http != nil {
+		m.http.Close()
+	}
+}

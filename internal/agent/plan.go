@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"reflect"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/member"
+	"sockeye/internal/steer"
+)
+
+// target is what a service is to become: a policy with all that it names
+// found and read, so that applying it can hardly fail.
+type target struct {
+	config  config.Service
+	rules   []member.Rule
+	mapping *steer.Mapping
+}
+
+// prepare reads what the new policy of a service names. It changes nothing.
+func (s *service) prepare(c config.Service) (*target, error) {
+	t := &target{config: c}
+	var err error
+	if t.rules, err = member.Rules(c.Members); err != nil {
+		return nil, err
+	}
+	if c.User != "" {
+		if _, err := member.LookupUser(c.User); err != nil {
+			return nil, err
+		}
+	}
+	t.mapping, err = newMapping(c, s.state.Nonce)
+	return t, err
+}
+
+// plan says what applying the target changes, in the order of the policy's
+// keys.
+func (s *service) plan(t *target) []Change {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var changes []Change
+	add := func(what, effect string) {
+		changes = append(changes, Change{Service: s.config.Name, Action: "change", What: what, Effect: effect})
+	}
+	from, to := s.config, t.config
+	if from.Steering != to.Steering {
+		add(fmt.Sprintf("steering: %s -> %s", from.Steering, to.Steering),
+			"everything is refused until the members are registered again, at once")
+	}
+	if from.Slots != to.Slots {
+		effect := s.moves(t)
+		if lost := s.seatsFrom(to.Slots); lost > 0 {
+			effect += fmt.Sprintf("; %d members lose their slot", lost)
+		}
+		add(fmt.Sprintf("slots: %d -> %d", from.Slots, to.Slots), effect)
+	}
+	if a, b := whenEmpty(from), whenEmpty(to); a != b {
+		add(fmt.Sprintf("when_empty: %s -> %s", a, b), "")
+	}
+	for _, l := range to.Listeners {
+		if !slices.Contains(from.Listeners, l) {
+			changes = append(changes, Change{s.config.Name, "add", "listener " + l.String(),
+				"slots are not ready until their members listen on it"})
+		}
+	}
+	for _, l := range from.Listeners {
+		if !slices.Contains(to.Listeners, l) {
+			changes = append(changes, Change{s.config.Name, "remove", "listener " + l.String(),
+				"the kernel's hash decides there from then on"})
+		}
+	}
+	if !sameDevices(s.mapping.Devices, t.mapping.Devices) {
+		effect := ""
+		if from.Slots == to.Slots {
+			effect = s.moves(t)
+		}
+		add(fmt.Sprintf("device_map: %d prefixes of %d devices -> %d prefixes of %d devices",
+			s.mapping.Devices.Len(), len(s.mapping.Devices.Devices()),
+			t.mapping.Devices.Len(), len(t.mapping.Devices.Devices())), effect)
+	}
+	if from.Backlog != to.Backlog {
+		add(fmt.Sprintf("backlog: %d -> %d", from.Backlog, to.Backlog), "")
+	}
+	for _, field := range []struct{ name, from, to, effect string }{
+		{"user", from.User, to.User, "the ports are held for that user"},
+		{"netns", from.Netns, to.Netns, "members in the old namespace lose their slot"},
+		{"cgroup", from.Cgroup, to.Cgroup, "members elsewhere lose their slot"},
+	} {
+		if field.from != field.to {
+			add(fmt.Sprintf("%s: %s -> %s", field.name, cmp.Or(field.from, "unset"), cmp.Or(field.to, "unset")), field.effect)
+		}
+	}
+	if from.TrackDevices != to.TrackDevices {
+		add(fmt.Sprintf("track_devices: %d -> %d", from.TrackDevices, to.TrackDevices), "the devices seen so far are forgotten")
+	}
+	if !reflect.DeepEqual(from.Members, to.Members) {
+		add("members", "members that no rule names any more lose their slot")
+	}
+	return changes
+}
+
+func whenEmpty(c config.Service) string {
+	if c.Standby == nil {
+		return "reject"
+	}
+	return fmt.Sprintf("standby %d", *c.Standby)
+}
+
+func (s *service) seatsFrom(slots int) (n int) {
+	for slot := range s.seats {
+		if slot >= slots {
+			n++
+		}
+	}
+	return n
+}
+
+// moves counts the devices seen whose slot the target changes.
+func (s *service) moves(t *target) string {
+	if s.config.TrackDevices == 0 {
+		return "devices are not tracked, so it is not known how many move"
+	}
+	moved, total := 0, 0
+	for address := range s.path.Devices() {
+		addr := steer.Addr(address)
+		before, _ := s.mapping.Slot(addr)
+		after, _ := t.mapping.Slot(addr)
+		total++
+		if before != after {
+			moved++
+		}
+	}
+	return fmt.Sprintf("%d of %d devices seen move", moved, total)
+}
+
+func sameDevices(a, b *steer.DeviceMap) bool {
+	if a.Len() != b.Len() || !slices.Equal(a.Devices(), b.Devices()) {
+		return false
+	}
+	return maps.Equal(maps.Collect(a.All()), maps.Collect(b.All()))
+}
+
+// apply makes the service what the target says. If that fails it goes back to
+// what it was.
+func (s *service) apply(t *target) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	before := &target{s.config, s.rules, s.mapping}
+	err := s.become(t)
+	if err == nil {
+		return nil
+	}
+	if back := s.become(before); back != nil {
+		return joined(err, fmt.Errorf("go back to the policy before: %w", back))
+	}
+	return err
+}
+
+func (s *service) become(t *target) error {
+	if s.config.Netns != t.config.Netns || s.config.Steering != t.config.Steering {
+		return s.begin(t)
+	}
+	for slot := range s.seats {
+		if slot >= t.config.Slots {
+			s.clear(slot, "slot removed")
+		}
+	}
+	old := s.rows
+	s.config, s.rules, s.mapping = t.config, t.rules, t.mapping
+	s.assignRows(old)
+	if err := s.dropRows(old); err != nil {
+		return err
+	}
+	if err := s.setUser(); err != nil {
+		return err
+	}
+	if err := s.open(); err != nil {
+		return err
+	}
+	for slot, seat := range s.seats {
+		_, want, err := s.memberBy(seat.process)
+		switch {
+		case err != nil:
+			s.clear(slot, err.Error())
+		case want != member.AnySlot && want != slot:
+			s.clear(slot, "another slot by the policy")
+		case !s.complete(seat):
+			s.clear(slot, "another listener by the policy")
+		default:
+			s.raiseBacklog(seat)
+		}
+	}
+	if err := s.scan(); err != nil {
+		return err
+	}
+	return s.hold()
+}
+
+// begin starts over, for changes that no pinned map outlives.
+func (s *service) begin(t *target) error {
+	if s.path != nil {
+		if err := s.detach(); err != nil {
+			return err
+		}
+		for slot := range s.seats {
+			s.clear(slot, "service restarted")
+		}
+	}
+	for pid := range s.waiting {
+		s.forget(pid)
+	}
+	if err := s.letGo(); err != nil {
+		return err
+	}
+	if err := bpf.Remove(s.host.root.Service(s.config.Name)); err != nil {
+		return err
+	}
+	if s.path != nil {
+		s.events.Close()
+		s.path.Close()
+		s.events, s.path = nil, nil
+	}
+	s.config, s.rules, s.mapping = t.config, t.rules, t.mapping
+	if err := s.setUser(); err != nil {
+		return err
+	}
+	if s.netns != nil {
+		s.netns.Close()
+		s.netns = nil
+	}
+	if err := s.openNetns(); err != nil {
+		return err
+	}
+	s.assignRows([bpf.MaxListeners]bpf.Listener{})
+	if err := s.open(); err != nil {
+		return err
+	}
+	return s.adopt()
+}
+
+// setUser takes over the user that the policy names. What was learned from a
+// member stays where it names none.
+func (s *service) setUser() error {
+	if s.config.User != "" {
+		uid, err := member.LookupUser(s.config.User)
+		if err != nil {
+			return err
+		}
+		s.state.UID = &uid
+	}
+	return s.state.save(s.statePath())
+}
+
+// dropRows gives the ports of listeners that are gone back to the kernel.
+func (s *service) dropRows(old [bpf.MaxListeners]bpf.Listener) error {
+	var errs []error
+	for row, l := range old {
+		if l == (bpf.Listener{}) || l == s.rows[row] {
+			continue
+		}
+		if fd, ok := s.anchors[row]; ok {
+			errs = append(errs, bpf.Detach(fd))
+			unix.Close(fd)
+			delete(s.anchors, row)
+		}
+		for slot, seat := range s.seats {
+			errs = append(errs, s.path.Delete(row, slot))
+			delete(seat.sockets, row)
+		}
+	}
+	return joined(errs...)
+}
+
+func (s *service) raiseBacklog(seat *seat) {
+	sockets, err := seat.handle.Sockets(s.wants)
+	if err != nil {
+		return
+	}
+	defer member.CloseAll(sockets)
+	for _, socket := range sockets {
+		if socket.Protocol == unix.IPPROTO_TCP && socket.Listening {
+			if err := socket.Listen(s.backlog()); err != nil {
+				s.log.Warn("backlog not set", "slot", seat.slot, "pid", seat.process.PID, "error", err)
+			}
+		}
+	}
+}

@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/user"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// maxBody bounds a request: a policy file has at most 1 MiB, and its text
+// grows when it is written as JSON.
+const maxBody = 8 << 20
+
+type server struct {
+	listener net.Listener
+	http     *http.Server
+}
+
+type peerKey struct{}
+
+// listen opens the agent's socket. A socket that is left from an agent that
+// was killed is replaced: the lock on the pins says that there is no other.
+func (a *Agent) listen() (*server, error) {
+	path := SocketPath(a.options.RunDir)
+	gid := -1
+	if a.options.Group != "" {
+		group, err := user.LookupGroup(a.options.Group)
+		if err != nil {
+			return nil, Usage(fmt.Errorf("look up group %s: %w", a.options.Group, err), "create the group, or leave --group out")
+		}
+		if gid, err = strconv.Atoi(group.Gid); err != nil {
+			return nil, fmt.Errorf("look up group %s: %w", a.options.Group, err)
+		}
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, fmt.Errorf("replace socket: %w", err)
+	}
+	old := unix.Umask(0o177)
+	listener, err := net.Listen("unix", path)
+	unix.Umask(old)
+	if err != nil {
+		return nil, fmt.Errorf("listen on %s: %w", path, err)
+	}
+	if gid >= 0 {
+		err = os.Chown(path, -1, gid)
+		if err == nil {
+			err = os.Chmod(path, 0o660)
+		}
+		if err != nil {
+			listener.Close()
+			return nil, fmt.Errorf("give socket to group %s: %w", a.options.Group, err)
+		}
+	}
+	return &server{listener: listener, http: &http.Server{
+		Handler:           a.handler(),
+		ReadHeaderTimeout: 5 * time.Second,
+		ReadTimeout:       30 * time.Second,
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+			return context.WithValue(ctx, peerKey{}, peerOf(c))
+		},
+	}}, nil
+}
+
+func (s *server) serve() <-chan error {
+	failed := make(chan error, 1)
+	go func() {
+		if err := s.http.Serve(s.listener); !errors.Is(err, http.ErrServerClosed) {
+			failed <- fmt.Errorf("serve API: %w", err)
+		}
+	}()
+	return failed
+}
+
+func (s *server) close() {
+	s.http.Close()
+	s.listener.Close()
+}
+
+func peerOf(c net.Conn) *unix.Ucred {
+	conn, err := c.(*net.UnixConn).SyscallConn()
+	if err != nil {
+		return nil
+	}
+	var cred *unix.Ucred
+	err = conn.Control(func(fd uintptr) {
+		cred, _ = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	})
+	if err != nil {
+		return nil
+	}
+	return cred
+}
+
+func (a *Agent) handler() http.Handler {
+	mux := http.NewServeMux()
+	show := func(path string, answer func(*http.Request) (any, error)) {
+		mux.HandleFunc("GET "+path, func(w http.ResponseWriter, r *http.Request) {
+			reply(w, r, answer)
+		})
+	}
+	change := func(path string, answer func(*http.Request) (any, error)) {
+		mux.HandleFunc("POST "+path, func(w http.ResponseWriter, r *http.Request) {
+			r.Body = http.MaxBytesReader(w, r.Body, maxBody)
+			reply(w, r, answer)
+		})
+	}
+	show("/v1/status", func(*http.Request) (any, error) { return a.Status() })
+	show("/v1/slots", func(r *http.Request) (any, error) {
+		return collect(a, r, (*service).slots)
+	})
+	show("/v1/devices", func(r *http.Request) (any, error) {
+		return collect(a, r, func(s *service) ([]DeviceStatus, error) { return s.devices(), nil })
+	})
+	show("/v1/where", func(r *http.Request) (any, error) {
+		addresses, err := ParseAddresses(r.URL.Query()["address"])
+		if err != nil {
+			return nil, err
+		}
+		return collect(a, r, func(s *service) ([]WhereStatus, error) { return s.where(addresses), nil })
+	})
+	change("/v1/register", func(r *http.Request) (any, error) {
+		m, s, err := a.membership(r, true)
+		if err != nil {
+			return nil, err
+		}
+		if m.PID <= 0 {
+			return nil, Usage(fmt.Errorf("process id %d", m.PID), "name the process with --pid")
+		}
+		slot, err := s.claim(m.PID, m.Slot, "register", true)
+		return Membership{s.config.Name, &slot, m.PID}, err
+	})
+	change("/v1/unregister", func(r *http.Request) (any, error) {
+		m, s, err := a.membership(r, true)
+		if err != nil {
+			return nil, err
+		}
+		if m.Slot == nil {
+			return nil, Usage(errors.New("which slot?"), "name one with --slot")
+		}
+		return m, s.unregister(*m.Slot)
+	})
+	change("/v1/run", func(r *http.Request) (any, error) {
+		m, s, err := a.membership(r, false)
+		if err != nil {
+			return nil, err
+		}
+		// A caller makes itself a member, nobody else.
+		pid := int(peer(r).Pid)
+		slot, err := s.claim(pid, m.Slot, "run", false)
+		return Membership{s.config.Name, &slot, pid}, err
+	})
+	mux.HandleFunc("POST /v1/plan", func(w http.ResponseWriter, r *http.Request) {
+		r.Body = http.MaxBytesReader(w, r.Body, maxBody)
+		reply(w, r, func(r *http.Request) (any, error) {
+			var c Candidate
+			if err := decode(r, &c); err != nil {
+				return nil, err
+			}
+			return a.Plan(c)
+		})
+	})
+	change("/v1/apply", func(r *http.Request) (any, error) {
+		if err := mustBeRoot(r); err != nil {
+			return nil, err
+		}
+		var c Candidate
+		if err := decode(r, &c); err != nil {
+			return nil, err
+		}
+		return a.Apply(c)
+	})
+	return mux
+}
+
+func peer(r *http.Request) *unix.Ucred {
+	cred, _ := r.Context().Value(peerKey{}).(*unix.Ucred)
+	return cred
+}
+
+func mustBeRoot(r *http.Request) error {
+	if cred := peer(r); cred == nil || cred.Uid != 0 {
+		return &Error{Err: errors.New("only root may change what the agent does"), Hint: "sudo", Code: CodeNotPermitted}
+	}
+	return nil
+}
+
+func (a *Agent) membership(r *http.Request, root bool) (m Membership, s *service, err error) {
+	if peer(r) == nil {
+		return m, nil, &Error{Err: errors.New("the caller is not known"), Code: CodeNotPermitted}
+	}
+	if root {
+		if err := mustBeRoot(r); err != nil {
+			return m, nil, err
+		}
+	}
+	if err := decode(r, &m); err != nil {
+		return m, nil, err
+	}
+	s, err = a.service(m.Service)
+	return m, s, err
+}
+
+func decode(r *http.Request, into any) error {
+	d := json.NewDecoder(r.Body)
+	d.DisallowUnknownFields()
+	if err := d.Decode(into); err != nil && !errors.Is(err, io.EOF) {
+		return Usage(fmt.Errorf("read request: %w", err), "")
+	}
+	return nil
+}
+
+// ParseAddresses reads IP addresses.
+func ParseAddresses(texts []string) ([]netip.Addr, error) {
+	addresses := make([]netip.Addr, len(texts))
+	for i, text := range texts {
+		addr, err := netip.ParseAddr(text)
+		if err != nil {
+			return nil, Usage(fmt.Errorf("%q is not an IP address", text), "as in 192.0.2.1 or 2001:db8::1")
+		}
+		addresses[i] = addr
+	}
+	return addresses, nil
+}
+
+// collect asks the services that a request names, or all.
+func collect[T any](a *Agent, r *http.Request, ask func(*service) ([]T, error)) ([]T, error) {
+	services, err := a.selected(r.URL.Query().Get("service"))
+	if err != nil {
+		return nil, err
+	}
+	all := []T{}
+	for _, s := range services {
+		part, err := ask(s)
+		if err != nil {
+			return nil, fmt.Errorf("service %s: %w", s.config.Name, err)
+		}
+		all = append(all, part...)
+	}
+	return all, nil
+}
+
+var httpStatus = map[int]int{
+	CodeFailed:       http.StatusInternalServerError,
+	CodeUsage:        http.StatusBadRequest,
+	CodeUnsupported:  http.StatusNotImplemented,
+	CodeNotPermitted: http.StatusForbidden,
+	CodeConflict:     http.StatusConflict,
+}
+
+func reply(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (any, error)) {
+	body, err := answer(r)
+	w.Header().Set("Content-Type", "application/json")
+	if err != nil {
+		w.WriteHeader(httpStatus[Code(err)])
+		body = Failure{Error: err.Error(), Hint: Hint(err), Code: Code(err)}
+	}
+	// The caller may be gone; nothing is to be done about that.
+	_ = json.NewEncoder(w).Encode(body)
+}

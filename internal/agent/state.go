@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+)
+
+// state is what a service keeps over restarts and reboots, in a file of the
+// state directory. All else is in the pins or found on the host.
+type state struct {
+	// Nonce keys the hash, so that a reboot moves no device.
+	Nonce uint64 `json:"nonce,string"`
+	// UID owns the members' sockets, once it is known.
+	UID *uint32 `json:"uid,omitempty"`
+	// BootID tells whether what follows is about processes of now.
+	BootID string `json:"boot_id"`
+	// Members are processes that rules named, as they were then.
+	Members []seen `json:"members,omitempty"`
+	// Claims are processes that were made members by run or register.
+	Claims []claim `json:"claims,omitempty"`
+	// Released are processes that unregister took out of their slot.
+	Released []process `json:"released,omitempty"`
+}
+
+// process names a process for as long as the host is up.
+type process struct {
+	PID       int    `json:"pid"`
+	StartTime uint64 `json:"start_time"`
+}
+
+// seen is what a process was when it was first seen. Some programs write over
+// their arguments and their environment.
+type seen struct {
+	process
+	Args         []string `json:"args"`
+	SlotVariable string   `json:"slot_variable,omitempty"`
+}
+
+type claim struct {
+	process
+	Slot   int    `json:"slot"`
+	Source string `json:"source"` // run or register
+}
+
+func bootID() string {
+	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(id))
+}
+
+// loadState reads the state of a service. known says whether there was one.
+func loadState(path string) (s state, known bool, err error) {
+	data, err := os.ReadFile(path)
+	if errors.Is(err, os.ErrNotExist) {
+		s.BootID = bootID()
+		return s, false, nil
+	}
+	if err != nil {
+		return s, false, fmt.Errorf("read state: %w", err)
+	}
+	if err := json.Unmarshal(data, &s); err != nil {
+		return s, false, withHint(fmt.Errorf("read state %s: %w", path, err),
+			"remove the file: the nonce is also pinned, and members are found again")
+	}
+	if id := bootID(); s.BootID != id {
+		s.BootID, s.Members, s.Claims, s.Released = id, nil, nil, nil
+	}
+	return s, true, nil
+}
+
+func (s *state) save(path string) error {
+	data, err := json.MarshalIndent(s, "", "  ")
+	if err != nil {
+		return fmt.Errorf("save state: %w", err)
+	}
+	return writeFile(path, append(data, '\n'))
+}
+
+// writeFile replaces a file in one step, so that a crash leaves the old
+// contents or the new.
+func writeFile(path string, data []byte) (err error) {
+	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*")
+	if err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	defer func() {
+		f.Close()
+		if err != nil {
+			os.Remove(f.Name())
+		}
+	}()
+	if _, err := f.Write(data); err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	if err := f.Sync(); err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	if err := os.Rename(f.Name(), path); err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	return nil
+}
+
+func newNonce() uint64 {
+	var b [8]byte
+	rand.Read(b[:])
+	return binary.LittleEndian.Uint64(b[:])
+}
+
+// startedAt converts a start time, in USER_HZ, which is 100 everywhere.
+func startedAt(startTime uint64, boot time.Time) time.Time {
+	return boot.Add(time.Duration(startTime) * 10 * time.Millisecond)
+}

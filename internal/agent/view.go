@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/member"
+	"sockeye/internal/steer"
+)
+
+func (s *service) status() ServiceStatus {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	status := ServiceStatus{
+		Name: s.config.Name, Steering: string(s.config.Steering), WhenEmpty: "reject",
+		Slots: s.config.Slots, Ready: len(s.seats), Nonce: fmt.Sprintf("%#x", s.state.Nonce),
+		Held:    s.lookup() || (s.problem == nil && len(s.anchors) == len(s.source) && s.keeper != nil),
+		Waiting: []WaitingStatus{},
+	}
+	if s.config.Standby != nil {
+		status.WhenEmpty = fmt.Sprintf("standby %d", *s.config.Standby)
+	}
+	if s.keeper != nil {
+		status.Keeper = s.keeper.pid
+	}
+	for _, l := range s.config.Listeners {
+		status.Listeners = append(status.Listeners, l.String())
+	}
+	if s.mapping.Devices != nil {
+		status.DeviceMap = &DeviceMapStatus{
+			Path: s.config.DeviceMap, Prefixes: s.mapping.Devices.Len(), Devices: len(s.mapping.Devices.Devices()),
+		}
+	}
+	switch {
+	case s.problem != nil:
+		status.Problem, status.Hint = s.problem.Error(), Hint(s.problem)
+	case !status.Held:
+		status.Problem = "the members' user is not known before the first member; until then the ports are not held"
+		status.Hint = "set user of the service"
+	}
+	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waiting) int {
+		return cmp.Compare(a.process.PID, b.process.PID)
+	}) {
+		status.Waiting = append(status.Waiting, WaitingStatus{
+			Slot: slotOrNil(w.slot), PID: w.process.PID, Command: w.process.Command(),
+			Source: w.source, Problem: w.problem.Error(), Hint: Hint(w.problem),
+		})
+	}
+	return status
+}
+
+func slotOrNil(slot int) *int {
+	if slot == member.AnySlot || slot == bpf.NoSlot {
+		return nil
+	}
+	return &slot
+}
+
+func (s *service) slots() ([]SlotStatus, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	counters, err := s.path.Counters(s.config.Slots)
+	if err != nil {
+		return nil, err
+	}
+	list := make([]SlotStatus, s.config.Slots)
+	for slot := range list {
+		status := SlotStatus{Service: s.config.Name, Slot: slot, Counts: counts(counters[slot]), Sockets: []SocketStatus{}}
+		if seat := s.seats[slot]; seat != nil {
+			since := startedAt(seat.process.StartTime, bootTime())
+			status.Ready, status.PID, status.Source = true, seat.process.PID, seat.source
+			status.Command, status.Since = seat.process.Command(), &since
+			for _, row := range slices.Sorted(maps.Keys(seat.sockets)) {
+				socket := seat.sockets[row]
+				status.Sockets = append(status.Sockets, SocketStatus{s.source[row].String(), socket.local, socket.cookie})
+			}
+		}
+		list[slot] = status
+	}
+	return list, nil
+}
+
+func counts(c bpf.Counters) Counts {
+	out := Counts{Connections: c.Connections, Datagrams: c.Datagrams, Diverted: c.Diverted, Refused: make(map[string]uint64)}
+	for reason, name := range bpf.Reasons {
+		out.Refused[name] = c.RefusedConnections[reason] + c.RefusedDatagrams[reason]
+	}
+	return out
+}
+
+func bootTime() time.Time {
+	return time.Now().Add(-since(unix.CLOCK_BOOTTIME))
+}
+
+func since(clock int32) time.Duration {
+	var now unix.Timespec
+	if err := unix.ClockGettime(clock, &now); err != nil {
+		return 0
+	}
+	return time.Duration(now.Nano())
+}
+
+func (s *service) devices() []DeviceStatus {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	list := []DeviceStatus{}
+	if s.config.TrackDevices == 0 {
+		return list
+	}
+	monotonic := time.Now().Add(-since(unix.CLOCK_MONOTONIC))
+	for address, seen := range s.path.Devices() {
+		addr := steer.Addr(address)
+		slot, name := s.mapping.Slot(addr)
+		list = append(list, DeviceStatus{
+			Service: s.config.Name, Address: addr, Device: name, Slot: slot, Served: slotOrNil(int(seen.Slot)),
+			Datagrams: seen.Datagrams, Connections: seen.Connections, Refused: seen.Refused,
+			LastSeen: monotonic.Add(time.Duration(seen.LastSeen)),
+		})
+	}
+	slices.SortFunc(list, func(a, b DeviceStatus) int { return a.Address.Compare(b.Address) })
+	return list
+}
+
+func (s *service) where(addresses []netip.Addr) []WhereStatus {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	list := Where(s.config.Name, s.mapping, addresses)
+	for i := range list {
+		ready := s.seats[list[i].Slot] != nil
+		list[i].Ready = &ready
+	}
+	return list
+}
+
+// Where says which slots addresses have by a mapping.
+func Where(service string, mapping *steer.Mapping, addresses []netip.Addr) []WhereStatus {
+	list := make([]WhereStatus, len(addresses))
+	for i, addr := range addresses {
+		list[i] = WhereStatus{Service: service, Address: addr.Unmap().WithZone("")}
+		list[i].Slot, list[i].Device = mapping.Slot(addr)
+		list[i].Bucket = mapping.Bucket(addr)
+	}
+	return list
+}
