@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+	"sockeye/internal/member"
+	"sockeye/internal/steer"
+)
+
+// checked is the answer of check -o json.
+type checked struct {
+	File     string        `json:"file"`
+	Valid    bool          `json:"valid"`
+	Services int           `json:"services"`
+	Errors   []checkedFlaw `json:"errors"`
+}
+
+type checkedFlaw struct {
+	Line    int    `json:"line"`
+	Column  int    `json:"column"`
+	Path    string `json:"path"`
+	Message string `json:"message"`
+	Hint    string `json:"hint,omitempty"`
+}
+
+func (c *command) checkCommand() *cobra.Command {
+	var schema bool
+	cmd := &cobra.Command{
+		Use:   "check FILE",
+		Short: "Check a policy file, and the files that it names",
+		Long: `Check reads a policy file as the agent would, says all that is wrong with it,
+and changes nothing. It needs no rights and no agent.`,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if schema {
+				return cobra.NoArgs(cmd, args)
+			}
+			return cobra.ExactArgs(1)(cmd, args)
+		},
+		RunE: func(_ *cobra.Command, args []string) error {
+			if schema {
+				text, err := config.Schema()
+				if err == nil {
+					_, err = c.Out.Write(text)
+				}
+				return err
+			}
+			return c.check(args[0])
+		},
+	}
+	cmd.Flags().BoolVar(&schema, "schema", false, "print the JSON Schema of the policy file, for editors")
+	return cmd
+}
+
+func (c *command) check(file string) error {
+	policy, err := config.Load(file)
+	if err == nil {
+		err = checkNamed(policy)
+	}
+	result := checked{File: file, Valid: err == nil, Errors: []checkedFlaw{}}
+	var flaws config.Errors
+	if errors.As(err, &flaws) {
+		for _, f := range flaws {
+			result.Errors = append(result.Errors, checkedFlaw{f.Line, f.Column, f.Path, f.Message, f.Hint})
+		}
+	}
+	switch {
+	case err != nil && c.output == "json" && flaws != nil:
+		if err := c.json(result); err != nil {
+			return err
+		}
+		return &silent{err}
+	case err != nil:
+		return err
+	}
+	result.Services = len(policy.Services)
+	return c.show(result, func(w io.Writer) { fmt.Fprintf(w, "%s is valid, %d services\n", file, len(policy.Services)) })
+}
+
+// checkNamed reads what the policy names.
+func checkNamed(policy *config.Policy) error {
+	for _, s := range policy.Services {
+		if s.DeviceMap != "" {
+			if _, err := steer.LoadDeviceMap(s.DeviceMap); err != nil {
+				return agent.Usage(fmt.Errorf("service %s: device map: %w", s.Name, err), "")
+			}
+		}
+		if _, err := member.Rules(s.Members); err != nil {
+			return agent.Usage(fmt.Errorf("service %s: %w", s.Name, err), "")
+		}
+		if s.User != "" {
+			if _, err := member.LookupUser(s.User); err != nil {
+				return agent.Usage(fmt.Errorf("service %s: user: %w", s.Name, err), "")
+			}
+		}
+	}
+	return nil
+}

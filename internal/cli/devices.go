@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+)
+
+func (c *command) devicesCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "devices",
+		Short: "Show the devices seen, and where they go",
+		Long: `Devices lists the source addresses that were seen, with the slot that each has
+and what it sent. The kernel keeps the latest of them, as many as the policy's
+track_devices says.`,
+	}
+	query := serviceFlag(cmd)
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		var devices []agent.DeviceStatus
+		if err := c.client().Get(cmd.Context(), "/v1/devices", query(), &devices); err != nil {
+			return err
+		}
+		return c.show(devices, func(w io.Writer) {
+			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tSLOT\tSERVED BY\tCONNECTIONS\tDATAGRAMS\tREFUSED\tLAST SEEN")
+			for _, d := range devices {
+				served := "-"
+				if d.Served != nil {
+					served = fmt.Sprint(*d.Served)
+				}
+				fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\t%d\t%d\t%d\t%s ago\n", d.Service, d.Address, orDash(d.Device), d.Slot,
+					served, d.Connections, d.Datagrams, d.Refused, max(0, c.Now().Sub(d.LastSeen)).Round(time.Second))
+			}
+		})
+	}
+	return cmd
+}

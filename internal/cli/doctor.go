@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+)
+
+func (c *command) doctorCommand() *cobra.Command {
+	var file, pins string
+	cmd := &cobra.Command{
+		Use:   "doctor",
+		Short: "Look for what keeps Sockeye from working on this host",
+		Long: `Doctor looks at the kernel, the rights of the caller, the mounts, and at the
+sockets on the ports of the policy's services. It changes nothing and needs no
+agent; with one it also shows which members are not ready, and why. The exit
+code is that of the worst finding.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			var policy *config.Policy
+			var broken []agent.Finding
+			loaded, err := config.Load(file)
+			switch {
+			case err == nil:
+				policy = loaded
+			case errors.Is(err, os.ErrNotExist) && !cmd.Flags().Changed("policy"):
+				broken = append(broken, agent.Finding{Area: "policy", Check: file, Result: agent.ResultNote, Detail: "there is none", Hint: "name one with --policy"})
+			default:
+				return err
+			}
+			findings := append(broken, agent.Examine(policy, pins)...)
+			findings = append(findings, c.askAgent(cmd)...)
+			if err := c.show(findings, func(w io.Writer) { diagnosis(w, findings) }); err != nil {
+				return err
+			}
+			worst := 0
+			for _, f := range findings {
+				if f.Result == agent.ResultFailure {
+					worst = max(worst, f.Code)
+				}
+			}
+			if worst > 0 {
+				return &silent{&agent.Error{Err: errors.New("the host is not ready"), Code: worst}}
+			}
+			return nil
+		},
+	}
+	cmd.Flags().StringVar(&file, "policy", defaultPolicy, "policy file")
+	cmd.Flags().StringVar(&pins, "pins", defaultPins, "directory of the pins, in a bpffs")
+	return cmd
+}
+
+// askAgent adds what a running agent knows of its members.
+func (c *command) askAgent(cmd *cobra.Command) []agent.Finding {
+	var status agent.Status
+	err := c.client().Get(cmd.Context(), "/v1/status", nil, &status)
+	if err != nil {
+		return []agent.Finding{{Area: "agent", Check: "running", Result: agent.ResultNote, Detail: err.Error(), Hint: agent.Hint(err)}}
+	}
+	findings := []agent.Finding{{Area: "agent", Check: "running", Result: agent.ResultOK, Detail: fmt.Sprintf("pid %d", status.PID)}}
+	for _, s := range status.Services {
+		if s.Problem != "" {
+			findings = append(findings, agent.Finding{Area: "service " + s.Name, Check: "ports held", Result: agent.ResultWarning, Detail: s.Problem, Hint: s.Hint})
+		}
+		for _, w := range s.Waiting {
+			findings = append(findings, agent.Finding{Area: "service " + s.Name, Check: fmt.Sprintf("process %d", w.PID),
+				Result: agent.ResultWarning, Detail: w.Problem, Hint: w.Hint})
+		}
+	}
+	return findings
+}
+
+func diagnosis(w io.Writer, findings []agent.Finding) {
+	fmt.Fprintln(w, "RESULT\tAREA\tCHECK\tDETAIL")
+	for _, f := range findings {
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", f.Result, f.Area, f.Check, orDash(f.Detail))
+		if f.Hint != "" && f.Result != agent.ResultOK {
+			fmt.Fprintf(w, "\t\t\thint: %s\n", f.Hint)
+		}
+	}
+}

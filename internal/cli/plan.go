@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+)
+
+func (c *command) planCommand() *cobra.Command {
+	var previous bool
+	cmd := &cobra.Command{
+		Use:   "plan [FILE]",
+		Short: "Show what apply would change",
+		Long: `Plan compares a policy file, the agent's own by default, with what runs, and
+tells what would change and what that does to devices and members.`,
+		Args: cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			candidate := agent.Candidate{Previous: previous}
+			if len(args) == 1 {
+				text, err := os.ReadFile(args[0])
+				if err != nil {
+					return agent.Usage(fmt.Errorf("read policy: %w", err), "")
+				}
+				if candidate.Path, err = filepath.Abs(args[0]); err != nil {
+					return err
+				}
+				candidate.Text = string(text)
+			}
+			var plan agent.Plan
+			if err := c.client().Post(cmd.Context(), "/v1/plan", candidate, &plan); err != nil {
+				return err
+			}
+			return c.show(plan, func(w io.Writer) { changes(w, plan.Changes, "nothing would change") })
+		},
+	}
+	cmd.Flags().BoolVar(&previous, "previous", false, "compare the policy before the last apply")
+	return cmd
+}
+
+func changes(w io.Writer, list []agent.Change, none string) {
+	if len(list) == 0 {
+		fmt.Fprintln(w, none)
+		return
+	}
+	fmt.Fprintln(w, "SERVICE\tACTION\tWHAT\tEFFECT")
+	for _, change := range list {
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", orDash(change.Service), change.Action, change.What, orDash(change.Effect))
+	}
+}

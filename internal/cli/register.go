@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+)
+
+func (c *command) registerCommand() *cobra.Command {
+	var m agent.Membership
+	var slot int
+	cmd := &cobra.Command{
+		Use:   "register --pid PID [--service S] [--slot N]",
+		Short: "Make a running process a member of a service",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if cmd.Flags().Changed("slot") {
+				m.Slot = &slot
+			}
+			var got agent.Membership
+			if err := c.client().Post(cmd.Context(), "/v1/register", m, &got); err != nil {
+				return err
+			}
+			return c.show(got, func(w io.Writer) {
+				fmt.Fprintf(w, "process %d registered in slot %d of %s\n", got.PID, *got.Slot, got.Service)
+			})
+		},
+	}
+	cmd.Flags().StringVar(&m.Service, "service", "", "service; may be left out where there is only one")
+	cmd.Flags().IntVar(&slot, "slot", 0, "slot; the first free one by default")
+	cmd.Flags().IntVar(&m.PID, "pid", 0, "process id")
+	return cmd
+}

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+)
+
+func (c *command) resetCommand() *cobra.Command {
+	var pins string
+	cmd := &cobra.Command{
+		Use:   "reset",
+		Short: "Stop steering: remove all pins, programs and keepers",
+		Long: `Reset undoes what agents did to the host, of whatever version they were: it
+takes the programs off the members' ports, which the kernel's own hash then
+serves, and removes the pins. No agent may run. The state directory, with the
+nonce, stays.`,
+		RunE: func(*cobra.Command, []string) error {
+			if err := agent.Reset(pins); err != nil {
+				return err
+			}
+			return c.show(struct {
+				Removed string `json:"removed"`
+			}{pins}, func(w io.Writer) { fmt.Fprintln(w, "removed", pins) })
+		},
+	}
+	cmd.Flags().StringVar(&pins, "pins", defaultPins, "directory of the pins, in a bpffs")
+	return cmd
+}

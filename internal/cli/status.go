@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+)
+
+func (c *command) statusCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "status",
+		Short: "Show the agent, its services, and what is wrong",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			var s agent.Status
+			if err := c.client().Get(cmd.Context(), "/v1/status", nil, &s); err != nil {
+				return err
+			}
+			return c.show(s, func(w io.Writer) { c.status(w, &s) })
+		},
+	}
+}
+
+func (c *command) status(w io.Writer, s *agent.Status) {
+	fmt.Fprintf(w, "agent %s, pid %d, up %s, policy %s\n\n", s.Version, s.PID,
+		c.Now().Sub(s.Started).Round(time.Second), s.Policy)
+	fmt.Fprintln(w, "SERVICE\tSTEERING\tREADY\tWHEN EMPTY\tHELD\tLISTENERS")
+	for _, v := range s.Services {
+		fmt.Fprintf(w, "%s\t%s\t%d of %d\t%s\t%s\t%s\n", v.Name, v.Steering, v.Ready, v.Slots,
+			v.WhenEmpty, yesNo(v.Held), strings.Join(v.Listeners, ", "))
+	}
+	for _, v := range s.Services {
+		if v.DeviceMap != nil {
+			fmt.Fprintf(w, "\n%s: device map %s, %d prefixes of %d devices\n", v.Name, v.DeviceMap.Path,
+				v.DeviceMap.Prefixes, v.DeviceMap.Devices)
+		}
+		if v.Problem != "" {
+			fmt.Fprintf(w, "\n%s: %s\n", v.Name, v.Problem)
+			hint(w, v.Hint)
+		}
+		for _, m := range v.Waiting {
+			fmt.Fprintf(w, "\n%s: process %d (%s) is not ready: %s\n", v.Name, m.PID, shorten(m.Command, 50), m.Problem)
+			hint(w, m.Hint)
+		}
+	}
+}
+
+func hint(w io.Writer, text string) {
+	if text != "" {
+		fmt.Fprintln(w, "hint:", text)
+	}
+}
+
+func yesNo(b bool) string {
+	if b {
+		return "yes"
+	}
+	return "no"
+}

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+)
+
+func (c *command) unregisterCommand() *cobra.Command {
+	var m agent.Membership
+	var slot int
+	cmd := &cobra.Command{
+		Use:   "unregister --slot N [--service S]",
+		Short: "Take a member out of its slot",
+		Long: `The slot is empty afterwards, and its devices are refused or sent to the
+standby slot. Connections that the member has go on. It stays out until it is
+registered by command, or started again.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if cmd.Flags().Changed("slot") {
+				m.Slot = &slot
+			}
+			var got agent.Membership
+			if err := c.client().Post(cmd.Context(), "/v1/unregister", m, &got); err != nil {
+				return err
+			}
+			return c.show(got, func(w io.Writer) { fmt.Fprintf(w, "slot %d is empty\n", slot) })
+		},
+	}
+	cmd.Flags().StringVar(&m.Service, "service", "", "service; may be left out where there is only one")
+	cmd.Flags().IntVar(&slot, "slot", 0, "slot")
+	return cmd
+}

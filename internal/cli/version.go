@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"io"
+	"runtime"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+)
+
+// Version is set by the build.
+var Version = "devel"
+
+func (c *command) versionCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "version",
+		Short: "Show the version",
+		RunE: func(*cobra.Command, []string) error {
+			v := struct {
+				Version string `json:"version"`
+				Go      string `json:"go"`
+				Arch    string `json:"arch"`
+				Schema  uint32 `json:"pin_schema"`
+				Kernel  string `json:"kernel"`
+			}{Version, runtime.Version(), runtime.GOARCH, bpf.Schema, kernelRelease()}
+			return c.show(v, func(w io.Writer) {
+				fmt.Fprintf(w, "sockeye %s, %s %s, pin schema %d, Linux %s\n", v.Version, v.Go, v.Arch, v.Schema, v.Kernel)
+			})
+		},
+	}
+}
+
+func kernelRelease() string {
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return "unknown"
+	}
+	return unix.ByteSliceToString(u.Release[:])
+}

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/steer"
+)
+
+func (c *command) whereCommand() *cobra.Command {
+	var (
+		slots                      int
+		nonce, plan, devices, pins string
+		offline                    bool
+	)
+	cmd := &cobra.Command{
+		Use:   "where ADDRESS...",
+		Short: "Show the slot that an address has, or would have",
+		Long: `Where asks the agent which slot addresses have by the table in force. With
+--offline it reads the pinned table itself, without an agent. With --plan it
+tells what they would have under another policy file, and with --slots and
+--nonce under any table, on any machine.`,
+		Example: `  sockeye where 192.0.2.1 2001:db8::1
+  sockeye where --plan new-policy.yaml 192.0.2.1
+  sockeye where --slots 8 --nonce 0x5eed 192.0.2.1`,
+		Args: cobra.MinimumNArgs(1),
+	}
+	query := serviceFlag(cmd)
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		addresses, err := agent.ParseAddresses(args)
+		if err != nil {
+			return err
+		}
+		service := query().Get("service")
+		changed := cmd.Flags().Changed
+		var list []agent.WhereStatus
+		switch {
+		case changed("slots") != changed("nonce"):
+			return agent.Usage(fmt.Errorf("--slots and --nonce go together"), "sockeye status -o json shows a service's nonce")
+		case changed("slots"):
+			list, err = whereTable(addresses, slots, nonce, devices)
+		case plan != "":
+			list, err = c.wherePlan(cmd, addresses, service, plan)
+		case offline:
+			list, err = whereOffline(addresses, service, pins)
+		default:
+			q := query()
+			q["address"] = args
+			err = c.client().Get(cmd.Context(), "/v1/where", q, &list)
+		}
+		if err != nil {
+			return err
+		}
+		return c.show(list, func(w io.Writer) {
+			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tBUCKET\tSLOT\tREADY")
+			for _, l := range list {
+				ready := "-"
+				if l.Ready != nil {
+					ready = yesNo(*l.Ready)
+				}
+				fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%d\t%s\n", orDash(l.Service), l.Address, orDash(l.Device), l.Bucket, l.Slot, ready)
+			}
+		})
+	}
+	cmd.Flags().IntVar(&slots, "slots", 0, "number of slots of a table that is not in force")
+	cmd.Flags().StringVar(&nonce, "nonce", "", "nonce of a table that is not in force")
+	cmd.Flags().StringVar(&devices, "device-map", "", "device map file, with --slots")
+	cmd.Flags().StringVar(&plan, "plan", "", "policy file that is not in force")
+	cmd.Flags().BoolVar(&offline, "offline", false, "read the pins instead of asking the agent")
+	cmd.Flags().StringVar(&pins, "pins", defaultPins, "directory of the pins, with --offline")
+	return cmd
+}
+
+func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]agent.WhereStatus, error) {
+	seed, err := strconv.ParseUint(nonce, 0, 64)
+	if err != nil {
+		return nil, agent.Usage(fmt.Errorf("--nonce is %q", nonce), "a number of 64 bits, as in 0x5eed")
+	}
+	if slots < 1 || slots > bpf.MaxSlots {
+		return nil, agent.Usage(fmt.Errorf("--slots is %d", slots), fmt.Sprintf("1 to %d", bpf.MaxSlots))
+	}
+	var devices *steer.DeviceMap
+	if file != "" {
+		if devices, err = steer.LoadDeviceMap(file); err != nil {
+			return nil, err
+		}
+	}
+	mapping, err := steer.NewMapping(slots, bpf.NoSlot, seed, devices)
+	if err != nil {
+		return nil, err
+	}
+	return agent.Where("", mapping, addresses), nil
+}
+
+// wherePlan uses the nonces of the running services, which a new policy does
+// not change.
+func (c *command) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service, file string) ([]agent.WhereStatus, error) {
+	policy, err := config.Load(file)
+	if err != nil {
+		return nil, err
+	}
+	var status agent.Status
+	if err := c.client().Get(cmd.Context(), "/v1/status", nil, &status); err != nil {
+		return nil, err
+	}
+	nonces := make(map[string]string)
+	for _, s := range status.Services {
+		nonces[s.Name] = s.Nonce
+	}
+	list := []agent.WhereStatus{}
+	for _, s := range policy.Services {
+		if service != "" && s.Name != service {
+			continue
+		}
+		nonce, ok := nonces[s.Name]
+		if !ok {
+			return nil, agent.Usage(fmt.Errorf("service %s does not run, so its nonce is not known", s.Name), "use --slots and --nonce")
+		}
+		part, err := whereTable(addresses, s.Slots, nonce, s.DeviceMap)
+		if err != nil {
+			return nil, err
+		}
+		for i := range part {
+			part[i].Service = s.Name
+		}
+		list = append(list, part...)
+	}
+	if service != "" && len(list) == 0 {
+		return nil, agent.Usage(fmt.Errorf("%s has no service %q", file, service), "")
+	}
+	return list, nil
+}
+
+func whereOffline(addresses []netip.Addr, service, pins string) ([]agent.WhereStatus, error) {
+	pattern := service
+	if pattern == "" {
+		pattern = "*"
+	}
+	dirs, err := filepath.Glob(filepath.Join(pins, bpf.ServicePrefix+pattern))
+	if err != nil || len(dirs) == 0 {
+		if _, err := os.ReadDir(pins); err != nil && !os.IsNotExist(err) {
+			return nil, fmt.Errorf("read pins: %w", err)
+		}
+		return nil, agent.Usage(fmt.Errorf("nothing is pinned in %s for this service", pins), "name the directory with --pins")
+	}
+	list := []agent.WhereStatus{}
+	for _, dir := range dirs {
+		table, err := bpf.ReadTable(dir)
+		if err != nil {
+			return nil, err
+		}
+		for _, addr := range addresses {
+			address := steer.Address(addr)
+			hash, found, err := bpf.ReadDeviceHash(dir, address)
+			if err != nil {
+				return nil, err
+			}
+			if !found {
+				hash = steer.Hash(address, table.Nonce)
+			}
+			bucket := int(hash % uint32(bpf.Buckets))
+			list = append(list, agent.WhereStatus{
+				Service: filepath.Base(dir)[len(bpf.ServicePrefix):], Address: addr.Unmap().WithZone(""),
+				Bucket: bucket, Slot: int(table.Bucket[bucket]),
+			})
+		}
+	}
+	return list, nil
+}
