@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package testenv gives tests a host of their own: a network and a mount
+// namespace, a bpffs and a cgroup. Nothing that they do is seen outside, and
+// nothing stays.
+package testenv
+
+import (
+	"bufio"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+const marker = "SOCKEYE_TEST_NAMESPACE"
+
+// Main runs the tests of a package in namespaces of their own, with lo up.
+// Call it from TestMain, as root.
+func Main(m *testing.M) {
+	if os.Getenv(marker) != "" {
+		if err := enter(); err != nil {
+			fmt.Fprintln(os.Stderr, "testenv:", err)
+			os.Exit(1)
+		}
+		os.Exit(m.Run())
+	}
+	os.Exit(isolate())
+}
+
+// isolate runs this program again, in new namespaces and a new cgroup.
+func isolate() int {
+	cgroup, err := newCgroup()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "testenv:", err)
+		return 1
+	}
+	defer removeCgroup(cgroup)
+	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
+	cmd.Args[0] = os.Args[0]
+	cmd.Env = append(os.Environ(), marker+"="+cgroup)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags: unix.CLONE_NEWNET | unix.CLONE_NEWNS,
+		Pdeathsig:  unix.SIGKILL,
+	}
+	// The child gets an interrupt from the terminal too, and ends by itself.
+	signal.Ignore(unix.SIGINT, unix.SIGQUIT)
+	err = cmd.Run()
+	if cmd.ProcessState == nil {
+		fmt.Fprintln(os.Stderr, "testenv:", err)
+		return 1
+	}
+	if code := cmd.ProcessState.ExitCode(); code >= 0 {
+		return code
+	}
+	fmt.Fprintln(os.Stderr, "testenv:", cmd.ProcessState)
+	return 1
+}
+
+func enter() error {
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return fmt.Errorf("make mounts private: %w", err)
+	}
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		return fmt.Errorf("find lo: %w", err)
+	}
+	if err := netlink.LinkSetUp(lo); err != nil {
+		return fmt.Errorf("set lo up: %w", err)
+	}
+	// Moved here, not by the parent, so that all threads are in it.
+	if err := os.WriteFile(filepath.Join(Cgroup(), "cgroup.procs"), []byte("0"), 0); err != nil {
+		return fmt.Errorf("enter cgroup: %w", err)
+	}
+	return nil
+}
+
+// Cgroup is the folder of the tests' own cgroup.
+func Cgroup() string { return os.Getenv(marker) }
+
+// CgroupPath is the tests' own cgroup as /proc/PID/cgroup names it.
+func CgroupPath() string { return "/" + filepath.Base(Cgroup()) }
+
+func newCgroup() (string, error) {
+	f, err := os.Open("/proc/self/mountinfo")
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	lines := bufio.NewScanner(f)
+	for lines.Scan() {
+		fields := strings.Fields(lines.Text())
+		if i := slices.Index(fields, "-"); i > 5 && fields[i+1] == "cgroup2" {
+			dir := filepath.Join(fields[4], fmt.Sprintf("sockeye-test-%d", os.Getpid()))
+			return dir, os.Mkdir(dir, 0o755)
+		}
+	}
+	return "", fmt.Errorf("cgroup v2 is not mounted")
+}
+
+// removeCgroup ends what the tests left running, keepers too.
+func removeCgroup(dir string) {
+	for range 100 {
+		if os.Remove(dir) == nil {
+			return
+		}
+		procs, err := os.ReadFile(filepath.Join(dir, "cgroup.procs"))
+		if err != nil {
+			return
+		}
+		for _, pid := range strings.Fields(string(procs)) {
+			var n int
+			if _, err := fmt.Sscan(pid, &n); err == nil {
+				unix.Kill(n, unix.SIGKILL)
+			}
+		}
+		unix.Nanosleep(&unix.Timespec{Nsec: 10e6}, nil)
+	}
+}
+
+// BPFFS mounts a bpffs for a test and returns where.
+func BPFFS(t testing.TB) string {
+	t.Helper()
+	dir := t.TempDir()
+	if err := unix.Mount("bpffs", dir, "bpf", 0, "mode=0700"); err != nil {
+		t.Fatalf("mount bpffs: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Errorf("unmount bpffs: %v", err)
+		}
+	})
+	return dir
+}
