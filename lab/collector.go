@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// CollectorConfig says how an nfacctd runs. Collectors with the same ports share them by SO_REUSEPORT, which nfacctd
+// sets by itself; they must then have the same user.
+type CollectorConfig struct {
+	Slot      int            // the collector's number in the lab; a second start with the same number replaces the first
+	BMP       netip.AddrPort // default [::]:1790
+	IPFIX     netip.AddrPort // default [::]:4739
+	User      string         // name or number; default: root
+	MaxPeers  int            // BMP sessions it takes, 2.2 MB of memory each from the start on; default 100 (nfacctd's own is 4)
+	Refresh   time.Duration  // how often it writes its records, in whole seconds; default 1 s
+	Namespace *Namespace     // default: the namespace "collector"
+	Env       []string       // added to the environment
+	Wrap      []string       // put before nfacctd's command; a command that ends in exec, such as sockeye run --slot 0 --
+	Extra     []string       // lines of configuration to add
+}
+
+// Collector is a running nfacctd.
+type Collector struct {
+	*Process
+	Slot       int
+	BMP, IPFIX netip.AddrPort
+	// ConfigPath ends in nfacctd-SLOT.conf, RecordsPath in nfacctd-SLOT.json: one JSON object a line, appended.
+	ConfigPath, RecordsPath string
+}
+
+// StartCollector starts Debian's nfacctd, unmodified, which correlates the flows that it receives by IPFIX with the routes
+// that it receives by BMP. It takes 5 s until it has bound its IPFIX socket (see WaitCollectors): nfacctd sleeps after the start
+// of its BMP thread. It overwrites its command line, which then reads "nfacctd: Core Process [nfacctd-SLOT]".
+func (l *Lab) StartCollector(c CollectorConfig) (*Collector, error) {
+	nfacctd, err := nfacctdPath()
+	if err != nil {
+		return nil, err
+	}
+	if !c.BMP.IsValid() {
+		c.BMP = netip.AddrPortFrom(netip.IPv6Unspecified(), 1790)
+	}
+	if !c.IPFIX.IsValid() {
+		c.IPFIX = netip.AddrPortFrom(netip.IPv6Unspecified(), 4739)
+	}
+	if c.MaxPeers == 0 {
+		c.MaxPeers = 100
+	}
+	if c.Namespace == nil {
+		if c.Namespace, err = l.Namespace("collector"); err != nil {
+			return nil, err
+		}
+	}
+	name := fmt.Sprintf("nfacctd-%d", c.Slot)
+	dir := filepath.Join(l.dir, name)
+	out := &Collector{
+		Slot: c.Slot, BMP: c.BMP, IPFIX: c.IPFIX,
+		ConfigPath: filepath.Join(dir, name+".conf"), RecordsPath: filepath.Join(dir, name+".json"),
+	}
+	conf := []string{
+		"daemonize: false",
+		"core_proc_name: " + name,
+		fmt.Sprintf("nfacctd_port: %d", c.IPFIX.Port()),
+		fmt.Sprintf("bmp_daemon_port: %d", c.BMP.Port()),
+		"bmp_daemon: true",
+		fmt.Sprintf("bmp_daemon_max_peers: %d", c.MaxPeers),
+		"nfacctd_as: bmp",
+		"nfacctd_net: bmp",
+		"aggregate: peer_src_ip, src_host, dst_host, dst_net, dst_as, std_comm, as_path",
+		"plugins: print",
+		"print_output: json",
+		"print_output_file: " + out.RecordsPath,
+		"print_output_file_append: true",
+		fmt.Sprintf("print_refresh_time: %d", max(1, int(c.Refresh/time.Second))),
+	}
+	// Without an address nfacctd binds [::], for IPv4 too.
+	if a := c.IPFIX.Addr(); a != netip.IPv6Unspecified() {
+		conf = append(conf, fmt.Sprintf("nfacctd_ip: %v", a))
+	}
+	if a := c.BMP.Addr(); a != netip.IPv6Unspecified() {
+		conf = append(conf, fmt.Sprintf("bmp_daemon_ip: %v", a))
+	}
+	if _, err := l.writeConfig(dir, name+".conf", c.User, append(conf, c.Extra...)...); err != nil {
+		return nil, fmt.Errorf("start collector %d: %w", c.Slot, err)
+	}
+	out.Process = c.Namespace.Command(context.Background(), append(slices.Clone(c.Wrap), nfacctd, "-f", out.ConfigPath)...)
+	out.Name, out.User = name, c.User
+	out.Cmd.Env = append(os.Environ(), c.Env...)
+	if err := out.Start(); err != nil {
+		return nil, err
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.collectors[c.Slot] = out
+	return out, nil
+}
+
+// Collectors returns the collectors by slot, each as last started.
+func (l *Lab) Collectors() []*Collector {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.SortedFunc(maps.Values(l.collectors), func(a, b *Collector) int { return a.Slot - b.Slot })
+}
+
+// Bound reports whether the collector's main process holds its BMP listener, and its IPFIX socket.
+func (c *Collector) Bound() (bmp, ipfix bool, err error) {
+	if err := c.Err(); err != nil {
+		return false, false, err
+	}
+	own := socketInodes(c.Pid())
+	err = c.ns.Do(func() error {
+		tcp, err := sockets(netlink.SocketDiagTCP)
+		if err != nil {
+			return err
+		}
+		udp, err := sockets(netlink.SocketDiagUDP)
+		for _, s := range tcp {
+			bmp = bmp || s.State == tcpListen && s.ID.SourcePort == c.BMP.Port() && own[s.INode]
+		}
+		for _, s := range udp {
+			ipfix = ipfix || s.ID.SourcePort == c.IPFIX.Port() && own[s.INode]
+		}
+		return err
+	})
+	return bmp, ipfix, err
+}
+
+// WaitListeners waits until all collectors have bound their BMP listeners: from then on routers can connect, and the
+// kernel's hash chooses among all collectors.
+func (l *Lab) WaitListeners(ctx context.Context) error {
+	return l.waitBound(ctx, "BMP listeners", func(bmp, _ bool) bool { return bmp })
+}
+
+// WaitCollectors waits until all collectors have bound both of their sockets.
+func (l *Lab) WaitCollectors(ctx context.Context) error {
+	return l.waitBound(ctx, "collectors", func(bmp, ipfix bool) bool { return bmp && ipfix })
+}
+
+func (l *Lab) waitBound(ctx context.Context, what string, enough func(bmp, ipfix bool) bool) error {
+	return l.WaitFor(ctx, what, func() (bool, error) {
+		for _, c := range l.Collectors() {
+			if bmp, ipfix, err := c.Bound(); err != nil || !enough(bmp, ipfix) {
+				return false, err
+			}
+		}
+		return true, nil
+	})
+}
+
+// Record is one flow record as nfacctd writes it.
+type Record struct {
+	Peer    netip.Addr `json:"peer_ip_src"` // the router that exported it
+	Src     netip.Addr `json:"ip_src"`
+	Dst     netip.Addr `json:"ip_dst"`
+	DstNet  string     `json:"net_dst"`
+	DstAS   uint32     `json:"as_dst"`
+	Comms   string     `json:"comms"`   // "65002:100_65003:100"; empty without the router's routes
+	ASPath  string     `json:"as_path"` // "65002_65003"; empty without the router's routes
+	Packets uint64     `json:"packets"`
+	Bytes   uint64     `json:"bytes"`
+}
+
+// Correlated reports whether the record carries what only BMP could tell.
+func (r Record) Correlated() bool { return r.Comms != "" || r.ASPath != "" }
+
+// Records returns the records written since an offset in the records file (0: all) and the offset for the next call. Lines
+// that are not whole, because their writer was killed, are left out.
+func (c *Collector) Records(from int64) ([]Record, int64, error) {
+	f, err := os.Open(c.RecordsPath)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, from, nil
+	}
+	if err != nil {
+		return nil, from, fmt.Errorf("read records of %s: %w", c.Name, err)
+	}
+	defer f.Close()
+	b, err := io.ReadAll(io.NewSectionReader(f, from, 1<<40))
+	if err != nil {
+		return nil, from, fmt.Errorf("read records of %s: %w", c.Name, err)
+	}
+	b = b[:bytes.LastIndexByte(b, '\n')+1] // it may be writing
+	var records []Record
+	for line := range bytes.Lines(b) {
+		var r Record
+		if json.Unmarshal(line, &r) != nil {
+			continue
+		}
+		r.Peer = r.Peer.Unmap()
+		records = append(records, r)
+	}
+	return records, from + int64(len(b)), nil
+}
+
+const (
+	tcpEstablished = 1
+	tcpListen      = 10
+)
+
+func sockets(dump func(family uint8) ([]*netlink.Socket, error)) ([]*netlink.Socket, error) {
+	var all []*netlink.Socket
+	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
+		s, err := dump(family)
+		if err != nil {
+			return nil, fmt.Errorf("list sockets: %w", err)
+		}
+		all = append(all, s...)
+	}
+	return all, nil
+}
+
+// socketInodes returns the sockets of a process; none if it is gone.
+func socketInodes(pid int) map[uint32]bool {
+	inodes := map[uint32]bool{}
+	fds, _ := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid))
+	for _, fd := range fds {
+		target, _ := os.Readlink(fd)
+		if s, ok := strings.CutPrefix(target, "socket:["); ok {
+			if n, err := strconv.ParseUint(strings.TrimSuffix(s, "]"), 10, 32); err == nil {
+				inodes[uint32(n)] = true
+			}
+		}
+	}
+	return inodes
+}
+
+// Sessions returns which collector (slot) has the BMP session of each remote address. A connection that waits to be
+// accepted is not a session yet, one whose collector has died none any more. Should one address have several, the highest slot is given.
+func (l *Lab) Sessions() (map[netip.Addr]int, error) {
+	found := map[netip.Addr]int{}
+	for _, c := range l.Collectors() {
+		// Not what it forked: plugins inherit the sessions that were there before them, and keep them open for a second after
+		// a crash without reading them.
+		own := socketInodes(c.Pid())
+		err := c.ns.Do(func() error {
+			all, err := sockets(netlink.SocketDiagTCP)
+			for _, s := range all {
+				if s.State == tcpEstablished && s.ID.SourcePort == c.BMP.Port() && own[s.INode] {
+					a, _ := netip.AddrFromSlice(s.ID.Destination)
+					found[a.Unmap()] = c.Slot
+				}
+			}
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return found, nil
+}
+
+// WaitSessions waits until each started router has a BMP session with a collector.
+func (l *Lab) WaitSessions(ctx context.Context) error {
+	missing := ""
+	err := l.WaitFor(ctx, "BMP sessions", func() (bool, error) {
+		sessions, err := l.Sessions()
+		if err != nil {
+			return false, err
+		}
+		missing = ""
+		for _, r := range l.routers {
+			if r.BGP == nil {
+				continue
+			}
+			if err := r.BGP.Err(); err != nil {
+				return false, err
+			}
+			if _, ok := sessions[r.BMP]; !ok {
+				missing += " " + r.BMP.String()
+			}
+		}
+		return missing == "", nil
+	})
+	if err != nil && missing != "" {
+		err = fmt.Errorf("%w; without a session:%s", err, missing)
+	}
+	return err
+}

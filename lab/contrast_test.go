@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"net/netip"
+	"testing"
+	"time"
+)
+
+// Six routers and four collectors that share their ports by the kernel's own hash: what Sockeye is measured against. Which
+// collector gets what is chance, so that the test asserts what must hold whatever the hash says: just those records carry
+// communities and AS paths that reach the collector with their router's BMP session.
+func TestKernelHash(t *testing.T) {
+	l, ctx := newLab(t, Options{Routers: 6})
+	for i := range 4 {
+		_, err := l.StartCollector(CollectorConfig{Slot: i})
+		must(t, err)
+	}
+	must(t, l.WaitListeners(ctx))
+	for i := range 6 {
+		to := CollectorIPv4
+		if i >= 4 {
+			to = CollectorIPv6
+		}
+		_, err := l.StartRouter(RouterConfig{Router: i, Collector: netip.AddrPortFrom(to, 1790)})
+		must(t, err)
+	}
+	_, err := l.StartTraffic(TrafficConfig{})
+	must(t, err)
+	must(t, l.WaitCollectors(ctx))
+	for i := range 6 {
+		for k := range 2 {
+			_, err := l.StartExporter(ExporterConfig{Router: i, Instance: k})
+			must(t, err)
+		}
+	}
+	must(t, l.WaitSessions(ctx))
+	must(t, l.WaitBGP(ctx))
+	must(t, l.WaitRecords(ctx))
+	var o Outcome
+	err = l.WaitFor(ctx, "records that are correlated just where they reach the BMP session", func() (ok bool, err error) {
+		o, err = l.Measure(ctx, 3*time.Second)
+		ok = err == nil
+		for _, r := range o.Routers {
+			ok = ok && r.TCPSlot >= 0 && r.UDPSlot >= 0 && r.Records > 0 && r.Correlated == r.WithBMP
+		}
+		return ok, err
+	})
+	for _, r := range o.Routers {
+		t.Logf("%+v", r)
+	}
+	t.Logf("correlated share %.2f", o.CorrelatedShare)
+	must(t, err)
+}

@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package lab builds a network on one Linux host and starts real parts in it: routers (FRR's bgpd with its BMP
+// module), IPFIX exporters (pmacctd with nfprobe), small flows between the routers, and collectors (nfacctd).
+// The demo, the end-to-end tests and the benchmarks run in it.
+//
+// The network: one bridge in a namespace of its own; a collector namespace; any number of router namespaces. Each
+// of them has one veth, "eth0", to the bridge.
+//
+//	router i    10.77.0.(1+i)/24   fd77::(1+i)/64    own prefixes 10.78.i.0/24 and fd78:0:i::/64
+//	  for BGP   10.76.0.(1+i)/24   fd76::(1+i)/64
+//	collector   10.77.0.254/24     fd77::fe/64
+//
+// BGP has addresses of its own because nfacctd also takes the routes that another router's BMP session reports for a BGP
+// peer with the exporter's address ("reflector" in its source, bmp_lookup.c), and even prefers them to the exporter's own
+// session if that one came later.
+//
+// Nothing outlives the lab, however it ends. Namespaces have no name and live by descriptors and processes alone.
+// All processes are in a cgroup of the lab; a watchdog, a shell that waits for the end of the process that holds the
+// lab, kills what is left there and removes the cgroup and the work files. The host's own interfaces, addresses,
+// rules, sysctls and cgroups are not touched. A lab needs root.
+package lab
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+)
+
+// MaxRouters is the largest number of routers in one lab: their addresses end below the collector's.
+const MaxRouters = 200
+
+// Options says what New builds. The zero value is a lab with a collector and no router.
+type Options struct {
+	Routers int          // number of router namespaces, 0 to MaxRouters
+	Dir     string       // where the work directory is made; default: os.TempDir(). Other users must be able to reach it
+	Keep    bool         // leave the work directory (configuration, logs, records) behind
+	Log     *slog.Logger // default: no log
+}
+
+// Lab is a running network. Namespaces, processes and collectors are for any goroutine; routers, and what starts, awaits and
+// measures them, for one at a time.
+type Lab struct {
+	dir    string
+	keep   bool
+	log    *slog.Logger
+	cgroup string // absolute path
+	mount  string // where the cgroup v2 hierarchy is mounted
+
+	namespaces map[string]*Namespace
+	routers    []*Router
+	ports      atomic.Int32 // of the bridge
+	watchdog   *watchdog
+	starts     chan func() // run on the thread from which all children are started
+	stopping   chan struct{}
+	background sync.WaitGroup // goroutines of the lab that end when stopping is closed
+
+	mu         sync.Mutex
+	processes  []*Process
+	collectors map[int]*Collector
+	closers    []func() error
+	closed     bool
+	closeErr   error
+}
+
+// New builds a lab. Whatever it made is gone again when it returns an error. It also removes the empty cgroups of
+// labs whose process no longer exists.
+func New(ctx context.Context, o Options) (_ *Lab, err error) {
+	if o.Routers < 0 || o.Routers > MaxRouters {
+		return nil, fmt.Errorf("make lab: %d routers, not 0 to %d", o.Routers, MaxRouters)
+	}
+	if os.Geteuid() != 0 {
+		return nil, errors.New("make lab: needs root")
+	}
+	l := &Lab{
+		keep: o.Keep, log: o.Log,
+		namespaces: map[string]*Namespace{}, collectors: map[int]*Collector{},
+		starts: make(chan func()), stopping: make(chan struct{}),
+	}
+	if l.log == nil {
+		l.log = slog.New(slog.DiscardHandler)
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(fmt.Errorf("make lab: %w", err), l.Close())
+		}
+	}()
+
+	if l.dir, err = os.MkdirTemp(o.Dir, "sockeye-lab-"); err != nil {
+		return nil, err
+	}
+	if err = os.Chmod(l.dir, 0o755); err != nil { // programs of other users read their configuration below it
+		return nil, err
+	}
+	if l.mount, err = cgroup2Mount(); err != nil {
+		return nil, err
+	}
+	removeStaleCgroups(l.mount)
+	if l.cgroup, err = makeCgroup(l.mount); err != nil {
+		return nil, err
+	}
+	if l.watchdog, err = startWatchdog(l.cgroup, l.dir, l.keep); err != nil {
+		return nil, err
+	}
+	// The parent whose death PDEATHSIG reports is a thread, not a process: one thread, which lives as long as the lab,
+	// starts all children.
+	l.background.Add(1)
+	onThread(func() bool {
+		defer l.background.Done()
+		for {
+			select {
+			case f := <-l.starts:
+				f()
+			case <-l.stopping:
+				return false
+			}
+		}
+	})
+	if err = l.buildNetwork(ctx, o.Routers); err != nil {
+		return nil, err
+	}
+	l.log.Info("lab is up", "routers", o.Routers, "dir", l.dir, "cgroup", l.cgroup)
+	return l, nil
+}
+
+// Close ends all processes of the lab and removes its namespaces, cgroup and work files. Further calls return what the
+// first one returned.
+func (l *Lab) Close() error {
+	l.mu.Lock()
+	if l.closed {
+		l.mu.Unlock()
+		return l.closeErr
+	}
+	l.closed = true
+	processes, closers := l.processes, l.closers
+	l.mu.Unlock()
+
+	var errs []error
+	for _, f := range slices.Backward(closers) {
+		errs = append(errs, f())
+	}
+	if l.cgroup != "" {
+		errs = append(errs, killCgroup(l.cgroup))
+	}
+	for _, p := range processes {
+		<-p.done
+	}
+	close(l.stopping)
+	l.background.Wait()
+	for _, n := range l.namespaces {
+		errs = append(errs, n.close())
+	}
+	if l.cgroup != "" {
+		errs = append(errs, removeCgroup(l.cgroup))
+	}
+	if l.dir != "" && !l.keep {
+		errs = append(errs, os.RemoveAll(l.dir))
+	}
+	if l.watchdog != nil {
+		errs = append(errs, l.watchdog.stop())
+	}
+	if err := errors.Join(errs...); err != nil {
+		l.closeErr = fmt.Errorf("close lab: %w", err)
+	}
+	return l.closeErr
+}
+
+// Dir is the work directory: configuration, logs and records of all parts.
+func (l *Lab) Dir() string { return l.dir }
+
+// Cgroup is the absolute path of the lab's cgroup. Processes are in groups directly below it.
+func (l *Lab) Cgroup() string { return l.cgroup }
+
+// CgroupPath is the path of the lab's cgroup below the mount of the cgroup v2 hierarchy, without a leading slash.
+func (l *Lab) CgroupPath() string { return filepath.Base(l.cgroup) }
+
+// AtClose has f called when Close begins, before any process is killed; the last one given is called first.
+func (l *Lab) AtClose(f func() error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.closers = append(l.closers, f)
+}
+
+// WaitFor polls cond every 50 ms until it is true or fails or ctx ends. The error names what was waited for, and wraps
+// the error of cond or of ctx.
+func (l *Lab) WaitFor(ctx context.Context, what string, cond func() (bool, error)) error {
+	start := time.Now()
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		switch ok, err := cond(); {
+		case err != nil:
+			return fmt.Errorf("wait for %s: %w", what, err)
+		case ok:
+			l.log.Info("came up", "what", what, "after", time.Since(start).Round(time.Millisecond))
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("wait for %s: %w after %v", what, context.Cause(ctx), time.Since(start).Round(time.Millisecond))
+		case <-l.stopping:
+			return fmt.Errorf("wait for %s: lab is closed", what)
+		case <-tick.C:
+		}
+	}
+}
+
+// watchdog is a shell that outlives a killed lab and clears up behind it.
+type watchdog struct {
+	cmd  *exec.Cmd
+	pipe *os.File // closed when this process ends, in whatever way
+}
+
+const watchdogScript = `
+cat >/dev/null
+i=0
+while [ $i -lt 100 ] && [ -d "$1" ]; do
+	find "$1" -name cgroup.procs -exec cat {} + | xargs -r kill -9
+	find "$1" -depth -type d -exec rmdir {} +
+	i=$((i + 1))
+	[ ! -d "$1" ] || sleep 0.05
+done
+[ -n "$3" ] || rm -rf "$2"
+`
+
+func startWatchdog(cgroup, dir string, keep bool) (*watchdog, error) {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return nil, fmt.Errorf("make pipe: %w", err)
+	}
+	defer r.Close()
+	kept := ""
+	if keep {
+		kept = "keep"
+	}
+	cmd := exec.Command("/bin/sh", "-c", watchdogScript, "sockeye-lab-watchdog", cgroup, dir, kept)
+	cmd.Stdin = r
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true} // a signal to our process group must not reach it
+	if err := cmd.Start(); err != nil {
+		w.Close()
+		return nil, fmt.Errorf("start watchdog: %w", err)
+	}
+	return &watchdog{cmd: cmd, pipe: w}, nil
+}
+
+func (w *watchdog) stop() error {
+	w.pipe.Close()
+	if err := w.cmd.Wait(); err != nil {
+		return fmt.Errorf("watchdog: %w", err)
+	}
+	return nil
+}
+
+// onThread starts f on a thread that runs nothing else, and that ends with f unless f returns true. It is never the main
+// thread: that one cannot end, and /proc/self shows its namespaces.
+func onThread(f func() (reusable bool)) {
+	go func() {
+		runtime.LockOSThread()
+		if unix.Gettid() != unix.Getpid() {
+			if f() {
+				runtime.UnlockOSThread()
+			}
+			return
+		}
+		defer runtime.UnlockOSThread()
+		done := make(chan struct{})
+		go func() { // cannot be on the main thread, which waits here
+			defer close(done)
+			runtime.LockOSThread()
+			if f() {
+				runtime.UnlockOSThread()
+			}
+		}()
+		<-done
+	}()
+}
+
+// inNamespace runs f on a thread of its own in the network namespace ns (the caller's if ns is negative).
+func inNamespace(ns netns.NsHandle, f func() error) error {
+	result := make(chan error, 1)
+	onThread(func() bool {
+		home, err := netns.Get()
+		if err != nil {
+			result <- err
+			return true
+		}
+		defer home.Close()
+		if ns >= 0 {
+			err = netns.Set(ns)
+		}
+		if err == nil {
+			err = f()
+		}
+		reusable := netns.Set(home) == nil
+		result <- err
+		return reusable
+	})
+	return <-result
+}

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+)
+
+// Addresses of the collector namespace.
+var (
+	CollectorIPv4 = netip.MustParseAddr("10.77.0.254")
+	CollectorIPv6 = netip.MustParseAddr("fd77::fe")
+)
+
+// Namespace is a network namespace of a lab. It has no name in the file system.
+type Namespace struct {
+	lab  *Lab
+	name string
+	fd   netns.NsHandle
+	nl   *netlink.Handle
+}
+
+// Name is the name by which Lab.Namespace finds it.
+func (n *Namespace) Name() string { return n.name }
+
+// Path names the namespace in /proc, for programs that take a namespace by its path. It is valid as long as this process
+// and the lab live.
+func (n *Namespace) Path() string { return fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), int(n.fd)) }
+
+// Netlink is a handle that works in the namespace. The lab closes it.
+func (n *Namespace) Netlink() *netlink.Handle { return n.nl }
+
+// Do runs f on a thread inside the namespace. Sockets made by f stay in the namespace. f must neither start goroutines that
+// are to be inside, nor processes: use Command for these. Several calls run side by side.
+func (n *Namespace) Do(f func() error) error { return inNamespace(n.fd, f) }
+
+// Namespace returns the namespace of that name ("switch", "collector", "router-0" ...), or a new one with nothing but
+// loopback, which is up.
+func (l *Lab) Namespace(name string) (*Namespace, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if n := l.namespaces[name]; n != nil {
+		return n, nil
+	}
+	if l.closed {
+		return nil, fmt.Errorf("make namespace %s: lab is closed", name)
+	}
+	n := &Namespace{lab: l, name: name, fd: netns.None()}
+	err := inNamespace(netns.None(), func() (err error) {
+		if n.fd, err = netns.New(); err != nil { // the thread is in it now; inNamespace brings it back
+			return err
+		}
+		// No duplicate address detection: addresses can be used, and links answer, at once.
+		for _, s := range []string{"all", "default"} {
+			if err := sysctl("ipv6/conf/"+s+"/accept_dad", "0"); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err == nil {
+		n.nl, err = netlink.NewHandleAt(n.fd)
+	}
+	if err == nil {
+		err = n.up("lo")
+	}
+	if err != nil {
+		return nil, fmt.Errorf("make namespace %s: %w", name, errors.Join(err, n.close()))
+	}
+	l.namespaces[name] = n
+	return n, nil
+}
+
+func (n *Namespace) close() error {
+	if n.nl != nil {
+		n.nl.Close()
+	}
+	if !n.fd.IsOpen() {
+		return nil
+	}
+	return n.fd.Close()
+}
+
+// sysctl writes a value of the calling thread's network namespace.
+func sysctl(name, value string) error {
+	if err := os.WriteFile(filepath.Join("/proc/sys/net", name), []byte(value), 0); err != nil {
+		return fmt.Errorf("set sysctl net/%s: %w", name, err)
+	}
+	return nil
+}
+
+// Sysctl sets a network sysctl of the namespace. The name is relative to net, with dots or slashes: ipv4.tcp_migrate_req.
+func (n *Namespace) Sysctl(name, value string) error {
+	return n.Do(func() error { return sysctl(strings.ReplaceAll(name, ".", "/"), value) })
+}
+
+// AddAddress gives a link of the namespace an address. It can be used at once, without duplicate address detection.
+func (n *Namespace) AddAddress(link string, address netip.Prefix) error {
+	dev, err := n.nl.LinkByName(link)
+	if err == nil {
+		a := &netlink.Addr{IPNet: ipNet(address)}
+		if address.Addr().Is6() {
+			a.Flags = unix.IFA_F_NODAD
+		}
+		err = n.nl.AddrAdd(dev, a)
+	}
+	if err != nil {
+		return fmt.Errorf("add address %v to %s in %s: %w", address, link, n.name, err)
+	}
+	return nil
+}
+
+// AddRoute adds a route through a gateway, or replaces it.
+func (n *Namespace) AddRoute(to netip.Prefix, gateway netip.Addr) error {
+	if err := n.nl.RouteReplace(&netlink.Route{Dst: ipNet(to.Masked()), Gw: gateway.AsSlice()}); err != nil {
+		return fmt.Errorf("add route to %v by %v in %s: %w", to, gateway, n.name, err)
+	}
+	return nil
+}
+
+// PreferSource has what goes to a neighbour on eth0's link, and is not bound to an address, come from the address source. It
+// also serves programs that cannot choose theirs, such as bgpd for BMP.
+func (n *Namespace) PreferSource(to, source netip.Addr) error {
+	dev, err := n.nl.LinkByName("eth0")
+	if err == nil {
+		err = n.nl.RouteReplace(&netlink.Route{
+			Dst: ipNet(netip.PrefixFrom(to, to.BitLen())), LinkIndex: dev.Attrs().Index, Src: source.AsSlice(), Scope: unix.RT_SCOPE_LINK,
+		})
+	}
+	if err != nil {
+		return fmt.Errorf("prefer source %v to %v in %s: %w", source, to, n.name, err)
+	}
+	return nil
+}
+
+// Own makes every address of a prefix an address of this namespace, without listing them: each can be bound, and
+// answers. The other namespaces need a route to it (AddRoute).
+func (n *Namespace) Own(prefix netip.Prefix) error {
+	lo, err := n.nl.LinkByName("lo")
+	if err == nil {
+		err = n.nl.RouteReplace(&netlink.Route{
+			Dst: ipNet(prefix.Masked()), LinkIndex: lo.Attrs().Index, Table: unix.RT_TABLE_LOCAL,
+			Type: unix.RTN_LOCAL, Scope: unix.RT_SCOPE_HOST,
+		})
+	}
+	if err == nil && prefix.Addr().Is6() {
+		err = n.Sysctl("ipv6.ip_nonlocal_bind", "1") // for IPv4 the route is enough
+	}
+	if err != nil {
+		return fmt.Errorf("own %v in %s: %w", prefix, n.name, err)
+	}
+	return nil
+}
+
+func (n *Namespace) up(link string) error {
+	dev, err := n.nl.LinkByName(link)
+	if err == nil {
+		err = n.nl.LinkSetUp(dev)
+	}
+	if err != nil {
+		return fmt.Errorf("set %s in %s up: %w", link, n.name, err)
+	}
+	return nil
+}
+
+func ipNet(p netip.Prefix) *net.IPNet {
+	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
+}
+
+const bridge = "br0"
+
+func (l *Lab) buildNetwork(ctx context.Context, routers int) error {
+	sw, err := l.Namespace("switch")
+	if err != nil {
+		return err
+	}
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = bridge
+	if err := sw.nl.LinkAdd(&netlink.Bridge{LinkAttrs: attrs}); err != nil {
+		return fmt.Errorf("make bridge: %w", err)
+	}
+	if err := sw.up(bridge); err != nil {
+		return err
+	}
+	if _, err := l.Attach("collector", netip.PrefixFrom(CollectorIPv4, 24), netip.PrefixFrom(CollectorIPv6, 64)); err != nil {
+		return err
+	}
+	for i := range routers {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		r := newRouter(l, i)
+		if r.Namespace, err = l.Attach(r.Name, netip.PrefixFrom(r.IPv4, 24), netip.PrefixFrom(r.IPv6, 64),
+			netip.PrefixFrom(r.BGP4, 24), netip.PrefixFrom(r.BGP6, 64)); err != nil {
+			return err
+		}
+		if err := errors.Join(r.Namespace.Own(r.Prefix4), r.Namespace.Own(r.Prefix6)); err != nil {
+			return err
+		}
+		l.routers = append(l.routers, r)
+	}
+	return nil
+}
+
+// Attach makes a new namespace with a link "eth0" to the lab's bridge, and gives it addresses. In 10.77.0.0/24 the
+// addresses .201 to .253 are free, in fd77::/64 all from fd77::100 on.
+func (l *Lab) Attach(name string, addresses ...netip.Prefix) (*Namespace, error) {
+	sw, err := l.Namespace("switch")
+	if err != nil {
+		return nil, err
+	}
+	n, err := l.Namespace(name)
+	if err != nil {
+		return nil, err
+	}
+	br, err := sw.nl.LinkByName(bridge)
+	if err != nil {
+		return nil, fmt.Errorf("attach %s: find bridge: %w", name, err)
+	}
+	// Made by the handle of the switch, with the peer put into its namespace by the kernel: no link is ever in the host's.
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = fmt.Sprintf("port%d", l.ports.Add(1))
+	attrs.MasterIndex = br.Attrs().Index
+	veth := &netlink.Veth{LinkAttrs: attrs, PeerName: "eth0", PeerNamespace: netlink.NsFd(int(n.fd))}
+	if err := sw.nl.LinkAdd(veth); err != nil {
+		return nil, fmt.Errorf("attach %s: make veth: %w", name, err)
+	}
+	if err := errors.Join(sw.up(attrs.Name), n.up("eth0")); err != nil {
+		return nil, fmt.Errorf("attach %s: %w", name, err)
+	}
+	for _, a := range addresses {
+		if err := n.AddAddress("eth0", a); err != nil {
+			return nil, fmt.Errorf("attach %s: %w", name, err)
+		}
+	}
+	return n, nil
+}

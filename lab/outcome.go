@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"net/netip"
+	"os"
+	"slices"
+	"time"
+)
+
+// RouterOutcome is where one router's two streams went.
+type RouterOutcome struct {
+	Address    netip.Addr `json:"address"`    // of its BMP session
+	TCPSlot    int        `json:"tcp_slot"`   // the collector with its BMP session; -1: none
+	UDPSlot    int        `json:"udp_slot"`   // the collector with most of its flow records; -1: none
+	UDPSlots   []int      `json:"udp_slots"`  // all collectors with any of its flow records
+	Records    int        `json:"records"`    // its flow records, of all its exporters
+	WithBMP    int        `json:"with_bmp"`   // those among them that its TCPSlot wrote
+	Correlated int        `json:"correlated"` // those among them with communities or an AS path from BMP
+}
+
+// Together reports whether both streams, whole, reached one collector.
+func (r RouterOutcome) Together() bool {
+	return r.TCPSlot >= 0 && r.TCPSlot == r.UDPSlot && len(r.UDPSlots) == 1
+}
+
+// Outcome is what Measure saw.
+type Outcome struct {
+	Routers         []RouterOutcome `json:"routers"`          // those with bgpd, in order
+	CorrelatedShare float64         `json:"correlated_share"` // of all their flow records, 0 to 1; 0 without records
+}
+
+// Measure counts the flow records that the collectors write during a time (at least 1 s), and looks up the BMP sessions at
+// its end. Everything should be up before: see WaitBGP and WaitSessions. The collectors' first records after that may still
+// lack what BMP tells; WaitRecords lets them pass.
+func (l *Lab) Measure(ctx context.Context, during time.Duration) (Outcome, error) {
+	m, err := l.NewMeter()
+	if err != nil {
+		return Outcome{}, err
+	}
+	select {
+	case <-time.After(during):
+	case <-ctx.Done():
+		return Outcome{}, fmt.Errorf("measure: %w", context.Cause(ctx))
+	}
+	return m.Read()
+}
+
+// Meter counts flow records from its making on. It is not for several goroutines.
+type Meter struct {
+	lab     *Lab
+	offsets map[int]int64
+	count   map[netip.Addr]map[int][2]int // by router and slot: all records, correlated records
+}
+
+// NewMeter starts counting.
+func (l *Lab) NewMeter() (*Meter, error) {
+	m := &Meter{lab: l, offsets: map[int]int64{}, count: map[netip.Addr]map[int][2]int{}}
+	for _, c := range l.Collectors() {
+		switch fi, err := os.Stat(c.RecordsPath); {
+		case err == nil:
+			m.offsets[c.Slot] = fi.Size()
+		case !errors.Is(err, fs.ErrNotExist):
+			return nil, fmt.Errorf("start to count records of %s: %w", c.Name, err)
+		}
+	}
+	return m, nil
+}
+
+// Read returns the outcome since NewMeter; the sessions are those of now.
+func (m *Meter) Read() (Outcome, error) {
+	for _, c := range m.lab.Collectors() {
+		records, next, err := c.Records(m.offsets[c.Slot])
+		if err != nil {
+			return Outcome{}, err
+		}
+		m.offsets[c.Slot] = next
+		for _, r := range records {
+			if m.count[r.Peer] == nil {
+				m.count[r.Peer] = map[int][2]int{}
+			}
+			n := m.count[r.Peer][c.Slot]
+			n[0]++
+			if r.Correlated() {
+				n[1]++
+			}
+			m.count[r.Peer][c.Slot] = n
+		}
+	}
+	sessions, err := m.lab.Sessions()
+	if err != nil {
+		return Outcome{}, err
+	}
+	var o Outcome
+	all, correlated := 0, 0
+	for _, r := range m.lab.routers {
+		if r.BGP == nil {
+			continue
+		}
+		out := RouterOutcome{Address: r.BMP, TCPSlot: -1, UDPSlot: -1, UDPSlots: []int{}}
+		if slot, ok := sessions[r.BMP]; ok {
+			out.TCPSlot = slot
+		}
+		slots := map[int]int{}
+		for _, export := range r.Exports {
+			for slot, n := range m.count[export] {
+				slots[slot] += n[0]
+				out.Correlated += n[1]
+			}
+		}
+		out.UDPSlots = slices.AppendSeq(out.UDPSlots, maps.Keys(slots))
+		slices.Sort(out.UDPSlots)
+		for _, slot := range out.UDPSlots {
+			out.Records += slots[slot]
+			if out.UDPSlot < 0 || slots[slot] > slots[out.UDPSlot] {
+				out.UDPSlot = slot
+			}
+		}
+		out.WithBMP = slots[out.TCPSlot]
+		all, correlated = all+out.Records, correlated+out.Correlated
+		o.Routers = append(o.Routers, out)
+	}
+	if all > 0 {
+		o.CorrelatedShare = float64(correlated) / float64(all)
+	}
+	return o, nil
+}
+
+// WaitRecords waits until the collectors have written flow records of each router with bgpd and an exporter, from now on.
+func (l *Lab) WaitRecords(ctx context.Context) error {
+	m, err := l.NewMeter()
+	if err != nil {
+		return fmt.Errorf("wait for flow records: %w", err)
+	}
+	return l.WaitFor(ctx, "flow records", func() (bool, error) {
+		o, err := m.Read()
+		if err != nil {
+			return false, err
+		}
+		for _, r := range l.routers {
+			for _, e := range r.Exporters {
+				if err := e.Err(); err != nil {
+					return false, err
+				}
+			}
+			if len(r.Exporters) > 0 && slices.ContainsFunc(o.Routers, func(x RouterOutcome) bool { return x.Address == r.BMP && x.Records == 0 }) {
+				return false, nil
+			}
+		}
+		return true, nil
+	})
+}

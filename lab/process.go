@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"os/user"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/vishvananda/netns"
+)
+
+// Process is a program in a namespace and a cgroup of the lab. It dies with the lab. Set its fields before Start.
+type Process struct {
+	// Cmd is the command. Its Env, Dir, ExtraFiles, Stdin and, instead of the log file, Stdout and Stderr may be set.
+	// Start fills in SysProcAttr, keeping AmbientCaps.
+	Cmd *exec.Cmd
+	// Name names the cgroup below the lab's and the log file. Default: the program's base name and a number.
+	Name string
+	// User is a user's name or number; empty: root. The process gets the user's groups.
+	User string
+
+	lab     *Lab
+	ns      *Namespace
+	logPath string
+	started bool
+	done    chan struct{}
+	err     error // valid when done is closed
+}
+
+// Command prepares a program to be started in the namespace. The end of ctx kills its main process.
+func (n *Namespace) Command(ctx context.Context, argv ...string) *Process {
+	return &Process{Cmd: exec.CommandContext(ctx, argv[0], argv[1:]...), lab: n.lab, ns: n, done: make(chan struct{})}
+}
+
+// Start starts the program and does not wait for it. Its output is appended to LogPath.
+func (p *Process) Start() (err error) {
+	l := p.lab
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("start %s in %s: %w", filepath.Base(p.Cmd.Path), p.ns.name, err)
+		}
+	}()
+	if p.Name == "" {
+		l.mu.Lock()
+		p.Name = fmt.Sprintf("%s-p%d", filepath.Base(p.Cmd.Path), len(l.processes))
+		l.mu.Unlock()
+	}
+	p.logPath = filepath.Join(l.dir, p.Name+".log")
+	if p.Cmd.Stdout == nil || p.Cmd.Stderr == nil {
+		f, err := os.OpenFile(p.logPath, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+		if err != nil {
+			return err
+		}
+		defer f.Close()
+		if p.Cmd.Stdout == nil {
+			p.Cmd.Stdout = f
+		}
+		if p.Cmd.Stderr == nil {
+			p.Cmd.Stderr = f
+		}
+	}
+	if err := os.Mkdir(p.CgroupDir(), 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+		return fmt.Errorf("make cgroup: %w", err)
+	}
+	cg, err := os.Open(p.CgroupDir())
+	if err != nil {
+		return fmt.Errorf("open cgroup: %w", err)
+	}
+	defer cg.Close()
+	attr := &syscall.SysProcAttr{
+		Setpgid: true, Pdeathsig: syscall.SIGKILL,
+		UseCgroupFD: true, CgroupFD: int(cg.Fd()), // from its first instruction on: no fork can escape
+	}
+	if p.Cmd.SysProcAttr != nil {
+		attr.AmbientCaps = p.Cmd.SysProcAttr.AmbientCaps
+	}
+	if p.User != "" {
+		if attr.Credential, err = credential(p.User); err != nil {
+			return err
+		}
+	}
+	p.Cmd.SysProcAttr = attr
+
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		return errors.New("lab is closed")
+	}
+	result := make(chan error)
+	l.starts <- func() {
+		// The thread stays in the last namespace: each start sets its own.
+		err := netns.Set(p.ns.fd)
+		if err == nil {
+			err = p.Cmd.Start()
+		}
+		result <- err
+	}
+	if err := <-result; err != nil {
+		return err
+	}
+	p.started = true
+	l.processes = append(l.processes, p)
+	go func() {
+		p.err = p.Cmd.Wait()
+		close(p.done)
+	}()
+	return nil
+}
+
+// Pid is the process's id. It must have been started.
+func (p *Process) Pid() int { return p.Cmd.Process.Pid }
+
+// LogPath is the file with the program's output.
+func (p *Process) LogPath() string { return p.logPath }
+
+// CgroupDir is the process's cgroup; what it forks is there too.
+func (p *Process) CgroupDir() string { return filepath.Join(p.lab.cgroup, p.Name) }
+
+// PIDs returns the process and all its living descendants, whoever their parent is by now.
+func (p *Process) PIDs() ([]int, error) { return cgroupPIDs(p.CgroupDir()) }
+
+// Done is closed when the main process has ended.
+func (p *Process) Done() <-chan struct{} { return p.done }
+
+// Running reports whether the main process was started and has not ended.
+func (p *Process) Running() bool {
+	select {
+	case <-p.done:
+		return false
+	default:
+		return p.started
+	}
+}
+
+// Err is nil while the process runs; then it says how the process ended, with the end of its log.
+func (p *Process) Err() error {
+	if !p.started {
+		return fmt.Errorf("%s was not started", p.Name)
+	}
+	select {
+	case <-p.done:
+		return fmt.Errorf("%s ended: %s; its log ends with:\n%s", p.Name, p.Cmd.ProcessState, p.LogTail(15))
+	default:
+		return nil
+	}
+}
+
+// Wait waits for the end of the main process and returns its exit error.
+func (p *Process) Wait() error {
+	<-p.done
+	return p.err
+}
+
+// Signal sends a signal to the main process alone.
+func (p *Process) Signal(s os.Signal) error { return p.Cmd.Process.Signal(s) }
+
+// Kill kills the main process with SIGKILL and waits for its end. What it forked is left alone, as after a crash.
+func (p *Process) Kill() error {
+	if err := p.Signal(syscall.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("kill %s: %w", p.Name, err)
+	}
+	<-p.done
+	return nil
+}
+
+// Stop sends SIGTERM to the main process, and after the grace period SIGKILL to it and all that it forked.
+func (p *Process) Stop(grace time.Duration) error {
+	if err := p.Signal(syscall.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("stop %s: %w", p.Name, err)
+	}
+	select {
+	case <-p.done:
+	case <-time.After(grace):
+	}
+	err := killCgroup(p.CgroupDir())
+	<-p.done
+	return err
+}
+
+// LogTail returns the last lines of the log.
+func (p *Process) LogTail(lines int) string {
+	b, err := os.ReadFile(p.logPath)
+	if err != nil {
+		return err.Error()
+	}
+	all := bytes.Split(bytes.TrimSpace(b), []byte("\n"))
+	return string(bytes.Join(all[max(0, len(all)-lines):], []byte("\n")))
+}
+
+func credential(name string) (*syscall.Credential, error) {
+	u, err := user.Lookup(name)
+	if err != nil {
+		if u, err = user.LookupId(name); err != nil {
+			if n, perr := strconv.ParseUint(name, 10, 32); perr == nil { // a number need not be in passwd
+				return &syscall.Credential{Uid: uint32(n), Gid: uint32(n)}, nil
+			}
+			return nil, fmt.Errorf("find user %s: %w", name, err)
+		}
+	}
+	ids, err := u.GroupIds()
+	if err != nil {
+		return nil, fmt.Errorf("find groups of user %s: %w", name, err)
+	}
+	c := &syscall.Credential{}
+	for i, s := range append([]string{u.Uid, u.Gid}, ids...) {
+		n, err := strconv.ParseUint(s, 10, 32)
+		if err != nil {
+			return nil, fmt.Errorf("find user %s: id %q: %w", name, s, err)
+		}
+		switch i {
+		case 0:
+			c.Uid = uint32(n)
+		case 1:
+			c.Gid = uint32(n)
+		default:
+			c.Groups = append(c.Groups, uint32(n))
+		}
+	}
+	return c, nil
+}
+
+// program finds an executable that a Debian package brings.
+func program(name, pkg string, dirs ...string) (string, error) {
+	if path, err := exec.LookPath(name); err == nil {
+		return path, nil
+	}
+	for _, d := range append(dirs, "/usr/sbin") {
+		path := filepath.Join(d, name)
+		if fi, err := os.Stat(path); err == nil && fi.Mode()&0o111 != 0 {
+			return path, nil
+		}
+	}
+	return "", fmt.Errorf("find %s: not installed (Debian package %s: apt-get install %s)", name, pkg, pkg)
+}
+
+// CheckPrograms reports which of the programs that routers, exporters and collectors need is missing, and which Debian
+// package has it.
+func CheckPrograms() error {
+	var errs []error
+	for _, f := range []func() (string, error){bgpdPath, pmacctdPath, nfacctdPath} {
+		_, err := f()
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
+}
+
+func bgpdPath() (string, error) {
+	path, err := program("bgpd", "frr", "/usr/lib/frr")
+	if err != nil {
+		return "", err
+	}
+	if m, _ := filepath.Glob("/usr/lib/*/frr/modules/bgpd_bmp.so"); len(m) == 0 {
+		return "", errors.New("find bgpd_bmp.so: not installed (Debian package frr: apt-get install frr)")
+	}
+	return path, nil
+}
+func pmacctdPath() (string, error) { return program("pmacctd", "pmacct") }
+func nfacctdPath() (string, error) { return program("nfacctd", "pmacct") }
+
+// writeConfig writes a file that the user can read, into a directory that it owns.
+func (l *Lab) writeConfig(dir, name, userName string, lines ...string) (string, error) {
+	path := filepath.Join(dir, name)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return "", err
+	}
+	if userName != "" {
+		c, err := credential(userName)
+		if err != nil {
+			return "", err
+		}
+		if err := os.Chown(dir, int(c.Uid), int(c.Gid)); err != nil {
+			return "", err
+		}
+	}
+	return path, os.WriteFile(path, []byte(strings.Join(lines, "\n")+"\n"), 0o644)
+}

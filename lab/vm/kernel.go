@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"debug/elf"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// A kernel is an unpacked Debian kernel.
+type kernel struct {
+	release string // as in uname -r
+	image   string // the bzImage
+	modules string // the folder with modules
+}
+
+func (k *kernel) short() string { return strings.TrimSuffix(k.release, "-cloud-amd64") }
+
+// suitesOf names the Debian suites that carry a kernel. A suite that has left
+// the mirror does no harm as long as another one has the kernel.
+func suitesOf(name string) []string {
+	switch name {
+	case "5.10":
+		return []string{"bullseye", "bullseye-security"}
+	case "6.1":
+		return []string{"bookworm", "bookworm-security"}
+	case "6.12":
+		return []string{"bookworm-backports", "bookworm-security"}
+	}
+	return []string{"trixie-backports"}
+}
+
+// findKernel returns a kernel from the cache, which it fills when needed; only
+// then, or when told to update, does it need the network.
+func findKernel(ctx context.Context, cache, name string, update bool) (*kernel, error) {
+	if err := os.MkdirAll(cache, 0o755); err != nil {
+		return nil, fmt.Errorf("make the cache: %w", err)
+	}
+	lock, err := os.OpenFile(filepath.Join(cache, name+".lock"), os.O_CREATE|os.O_RDWR, 0o644)
+	if err != nil {
+		return nil, fmt.Errorf("lock the cache: %w", err)
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		return nil, fmt.Errorf("lock the cache: %w", err)
+	}
+	dir := filepath.Join(cache, name)
+	if k, err := unpacked(dir); err == nil && !update {
+		return k, nil
+	}
+	tmp, err := os.MkdirTemp(cache, "tmp-"+name+"-")
+	if err != nil {
+		return nil, fmt.Errorf("make a work folder: %w", err)
+	}
+	defer os.RemoveAll(tmp)
+	debs, err := download(ctx, tmp, name)
+	if err != nil {
+		return nil, err
+	}
+	root := filepath.Join(tmp, "root")
+	for _, deb := range debs {
+		if _, err := output(command(ctx, "dpkg-deb", "-x", deb, root)); err != nil {
+			return nil, fmt.Errorf("unpack %s: %w", filepath.Base(deb), err)
+		}
+	}
+	if _, err := unpacked(root); err != nil {
+		return nil, err
+	}
+	if err := os.RemoveAll(dir); err != nil {
+		return nil, fmt.Errorf("replace the cached kernel: %w", err)
+	}
+	if err := os.Rename(root, dir); err != nil {
+		return nil, fmt.Errorf("replace the cached kernel: %w", err)
+	}
+	return unpacked(dir)
+}
+
+// unpacked finds the kernel in a folder into which its packages were unpacked.
+func unpacked(dir string) (*kernel, error) {
+	for _, lib := range []string{"lib", "usr/lib"} {
+		found, _ := filepath.Glob(filepath.Join(dir, lib, "modules", "*"))
+		for _, mods := range found {
+			release := filepath.Base(mods)
+			for _, image := range []string{filepath.Join(dir, "boot", "vmlinuz-"+release), filepath.Join(mods, "vmlinuz")} {
+				if _, err := os.Stat(image); err == nil {
+					return &kernel{release: release, image: image, modules: mods}, nil
+				}
+			}
+		}
+	}
+	return nil, fmt.Errorf("no kernel in %s", dir)
+}
+
+// download fetches the packages of the latest kernel of that name. apt checks
+// their signatures and hashes; it works on folders of its own below dir, and
+// with the machine's settings (proxies, say) otherwise.
+func download(ctx context.Context, dir, name string) ([]string, error) {
+	uris, err := output(command(ctx, "apt-get", "--print-uris", "update"))
+	if err != nil {
+		return nil, fmt.Errorf("find the Debian mirror: %w", err)
+	}
+	sources := sourcesList(string(uris), suitesOf(name))
+	if sources == "" {
+		return nil, errors.New("find the Debian mirror: apt has no Debian source with a release's name")
+	}
+	// Suites of a release past its end keep a signature, but not a date.
+	conf := strings.ReplaceAll(`
+		#clear APT::Update::Pre-Invoke;
+		#clear APT::Update::Post-Invoke;
+		#clear APT::Update::Post-Invoke-Success;
+		APT::Architecture "amd64";
+		APT::Architectures "amd64";
+		APT::Sandbox::User "root";
+		Acquire::Check-Valid-Until "false";
+		Acquire::Retries "3";
+		Dir::Etc::SourceList "DIR/sources.list";
+		Dir::Etc::SourceParts "/dev/null";
+		Dir::State "DIR/state";
+		Dir::State::Status "DIR/status";
+		Dir::Cache "DIR/cache";
+		`, "DIR", dir)
+	for path, text := range map[string]string{"apt.conf": conf, "sources.list": sources, "status": ""} {
+		if err := os.WriteFile(filepath.Join(dir, path), []byte(text), 0o644); err != nil {
+			return nil, fmt.Errorf("write apt's settings: %w", err)
+		}
+	}
+	for _, sub := range []string{"state/lists/partial", "cache/archives/partial"} {
+		if err := os.MkdirAll(filepath.Join(dir, sub), 0o755); err != nil {
+			return nil, fmt.Errorf("make apt's folders: %w", err)
+		}
+	}
+	apt := func(tool string, args ...string) ([]byte, error) {
+		c := command(ctx, tool, append([]string{"-q", "-c", filepath.Join(dir, "apt.conf")}, args...)...)
+		c.Dir = dir
+		c.Env = append(os.Environ(), "LC_ALL=C")
+		return output(c)
+	}
+	fmt.Printf("vm: downloading kernel %s\n", name)
+	_, updateErr := apt("apt-get", "update") // may have failed for one suite only
+	names, err := apt("apt-cache", "pkgnames", "linux-image-")
+	if err != nil {
+		return nil, fmt.Errorf("list kernels: %w", err)
+	}
+	image := latest(strings.Fields(string(names)), name)
+	if image == "" {
+		return nil, errors.Join(fmt.Errorf("no package of kernel %s in %s", name, strings.Join(suitesOf(name), ", ")), updateErr)
+	}
+	// Newer packages are empty, and depend on one with the image and one with the modules.
+	record, err := apt("apt-cache", "show", "--no-all-versions", image)
+	if err != nil {
+		return nil, fmt.Errorf("read the record of %s: %w", image, err)
+	}
+	want := append([]string{"download", image}, regexp.MustCompile(`\blinux-(?:binary|modules)-\d[^ ,|]*`).FindAllString(string(record), -1)...)
+	if _, err := apt("apt-get", want...); err != nil {
+		return nil, fmt.Errorf("download %s: %w", image, err)
+	}
+	return filepath.Glob(filepath.Join(dir, "*.deb"))
+}
+
+var debianURI = regexp.MustCompile(`(?m)^'([^']+)/dists/(?:bullseye|bookworm|trixie|forky|sid|(?:old)*stable|testing|unstable)(-security)?/InRelease'`)
+
+// sourcesList makes apt sources for suites out of the mirrors in the output of
+// "apt-get --print-uris update". Other archives with Debian's release names
+// do no harm: they have no signature by Debian.
+func sourcesList(uris string, suites []string) string {
+	var mirrors, security []string
+	for _, m := range debianURI.FindAllStringSubmatch(uris, -1) {
+		if m[2] == "" {
+			mirrors = append(mirrors, m[1])
+		} else {
+			security = append(security, m[1])
+		}
+	}
+	if len(security) == 0 {
+		for _, m := range mirrors {
+			security = append(security, m+"-security")
+		}
+	}
+	var b strings.Builder
+	for _, suite := range suites {
+		from := mirrors
+		if strings.HasSuffix(suite, "-security") {
+			from = security
+		}
+		for _, uri := range slices.Compact(slices.Sorted(slices.Values(from))) {
+			fmt.Fprintf(&b, "deb [arch=amd64 lang=none target=Packages signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] %s %s main\n", uri, suite)
+		}
+	}
+	return b.String()
+}
+
+// latest picks the highest version of the kernel images of that name.
+func latest(packages []string, name string) string {
+	version := `\d+\.\d+\.`
+	if name != "newest" {
+		version = regexp.QuoteMeta(name + ".")
+	}
+	want := regexp.MustCompile(`^linux-image-(` + version + `\d.*)-cloud-amd64$`)
+	best, bestNumbers := "", []int(nil)
+	for _, p := range packages {
+		if m := want.FindStringSubmatch(p); m != nil {
+			var numbers []int
+			for _, s := range regexp.MustCompile(`\d+`).FindAllString(m[1], -1) {
+				n, _ := strconv.Atoi(s)
+				numbers = append(numbers, n)
+			}
+			if slices.Compare(numbers, bestNumbers) > 0 {
+				best, bestNumbers = p, numbers
+			}
+		}
+	}
+	return best
+}
+
+// A module is a kernel module, unpacked, ready to be loaded.
+type module struct {
+	name string
+	data []byte
+}
+
+// load returns the modules and, before each, those that it depends on. Names
+// that the kernel does not have as modules are left out. The dependencies come
+// from the modules: Debian's packages have no modules.dep.
+func (k *kernel) load(ctx context.Context, names []string) ([]module, error) {
+	paths := map[string]string{}
+	err := filepath.WalkDir(k.modules, func(path string, _ os.DirEntry, err error) error {
+		if base, _, ok := strings.Cut(filepath.Base(path), ".ko"); ok {
+			paths[strings.ReplaceAll(base, "-", "_")] = path
+		}
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list kernel modules: %w", err)
+	}
+	var mods []module
+	seen := map[string]bool{}
+	var add func(name string) error
+	add = func(name string) error {
+		name = strings.ReplaceAll(name, "-", "_")
+		path, ok := paths[name]
+		if !ok || seen[name] {
+			return nil
+		}
+		seen[name] = true
+		data, depends, err := readModule(ctx, path)
+		if err != nil {
+			return fmt.Errorf("read kernel module %s: %w", name, err)
+		}
+		for _, d := range depends {
+			if err := add(d); err != nil {
+				return err
+			}
+		}
+		mods = append(mods, module{name, data})
+		return nil
+	}
+	for _, name := range names {
+		if err := add(name); err != nil {
+			return nil, err
+		}
+	}
+	return mods, nil
+}
+
+func readModule(ctx context.Context, path string) (data []byte, depends []string, err error) {
+	switch filepath.Ext(path) {
+	case ".xz":
+		data, err = output(command(ctx, "xz", "-dc", path))
+	case ".zst":
+		data, err = output(command(ctx, "zstd", "-dcq", path))
+	default:
+		data, err = os.ReadFile(path)
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	f, err := elf.NewFile(bytes.NewReader(data))
+	if err != nil {
+		return nil, nil, err
+	}
+	section := f.Section(".modinfo")
+	if section == nil {
+		return nil, nil, errors.New("no .modinfo section")
+	}
+	info, err := section.Data()
+	if err != nil {
+		return nil, nil, err
+	}
+	for field := range strings.SplitSeq(string(info), "\x00") {
+		if list, ok := strings.CutPrefix(field, "depends="); ok && list != "" {
+			depends = strings.Split(list, ",")
+		}
+	}
+	return data, depends, nil
+}

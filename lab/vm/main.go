@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command vm runs Go tests on other Linux kernels.
+//
+//	go run ./lab/vm [-kernels 5.10,newest] [-run REGEXP] [-cache DIR] [-timeout 5m] PACKAGE...
+//
+// It takes Debian's cloud kernels (amd64) from the Debian mirror that this
+// machine's apt uses, unpacks them into a cache without installing anything,
+// and boots each under qemu's software emulation, with the packages' static
+// test binaries and their testdata in an initramfs. Tests are built with the
+// tag "vm" and run as root, one package after the other, in the package's
+// folder below /src.
+//
+// The host needs Go, apt, dpkg, debian-archive-keyring, xz-utils and
+// qemu-system-x86.
+//
+// It exits with 0 when every test passed or was skipped for a reason that lies
+// in the kernel; with 1 when a test failed, was skipped for another reason or
+// never ended, when none ran, or when the machine crashed or hung; with 2 when
+// the command line is wrong.
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// modules are loaded, where the kernel has them as modules, with what they depend on.
+const modules = "veth,tun,dummy,ifb,bridge,vrf,sch_ingress,cls_bpf,sch_fq,sch_htb,sch_tbf,sch_netem," +
+	"tcp_bbr,tcp_dctcp,tcp_diag,udp_diag"
+
+type options struct {
+	kernels  []string
+	modules  []string
+	packages []string
+	run      string
+	cache    string
+	timeout  time.Duration
+	update   bool
+}
+
+var kernelName = regexp.MustCompile(`^(newest|\d+\.\d+)$`)
+
+func main() {
+	if os.Getpid() == 1 {
+		guest()
+	}
+	// The kernel kills children with the thread that started them (see command),
+	// so all of them are started from the thread that lives longest.
+	runtime.LockOSThread()
+	o, err := parse(os.Args[1:])
+	if errors.Is(err, flag.ErrHelp) {
+		return
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "vm:", err)
+		os.Exit(2)
+	}
+	if err := run(interruptible(), o); err != nil {
+		fmt.Fprintln(os.Stderr, "vm:", err)
+		os.Exit(1)
+	}
+}
+
+func parse(args []string) (*options, error) {
+	o := &options{}
+	fs := flag.NewFlagSet("vm", flag.ContinueOnError)
+	fs.SetOutput(io.Discard)
+	fs.Usage = func() {
+		fmt.Fprintln(os.Stderr, "usage: vm [FLAG]... PACKAGE...")
+		fs.SetOutput(os.Stderr)
+		fs.PrintDefaults()
+	}
+	kernels := fs.String("kernels", "5.10,newest", "kernel `versions`, each MAJOR.MINOR or newest")
+	mods := fs.String("modules", modules, "`names` of kernel modules to load")
+	fs.StringVar(&o.run, "run", "", "run only the tests that match `REGEXP`")
+	fs.StringVar(&o.cache, "cache", "", "`folder` for unpacked kernels (default $XDG_CACHE_HOME/sockeye/vm)")
+	fs.DurationVar(&o.timeout, "timeout", 5*time.Minute, "time that a package's tests may take")
+	fs.BoolVar(&o.update, "update", false, "look for newer kernels than those in the cache")
+	if err := fs.Parse(args); err != nil {
+		return nil, err
+	}
+	o.kernels, o.modules, o.packages = strings.Split(*kernels, ","), strings.Split(*mods, ","), fs.Args()
+	for _, k := range o.kernels {
+		if !kernelName.MatchString(k) {
+			return nil, fmt.Errorf("kernel %q is neither MAJOR.MINOR nor \"newest\"", k)
+		}
+	}
+	if _, err := regexp.Compile(o.run); err != nil {
+		return nil, fmt.Errorf("-run: %w", err)
+	}
+	if o.timeout < time.Second {
+		return nil, fmt.Errorf("-timeout %v is shorter than a second", o.timeout)
+	}
+	if len(o.packages) == 0 {
+		return nil, errors.New("no package given")
+	}
+	if o.cache == "" {
+		dir, err := os.UserCacheDir()
+		if err != nil {
+			return nil, fmt.Errorf("find the cache folder: %w", err)
+		}
+		o.cache = filepath.Join(dir, "sockeye", "vm")
+	}
+	var err error
+	o.cache, err = filepath.Abs(o.cache)
+	return o, err
+}
+
+func run(ctx context.Context, o *options) error {
+	tmp, err := os.MkdirTemp("", "sockeye-vm-")
+	if err != nil {
+		return fmt.Errorf("make a work folder: %w", err)
+	}
+	defer os.RemoveAll(tmp)
+
+	suites, err := build(ctx, tmp, o)
+	if err != nil {
+		return err
+	}
+	failed := false
+	var reports []*report
+	for _, name := range o.kernels {
+		k, err := findKernel(ctx, o.cache, name, o.update)
+		if err != nil {
+			return fmt.Errorf("get kernel %s: %w", name, err)
+		}
+		r, err := boot(ctx, tmp, k, suites, o)
+		if err != nil {
+			return fmt.Errorf("run kernel %s: %w", k.release, err)
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		reports = append(reports, r)
+		failed = failed || r.failed()
+	}
+	fmt.Println()
+	for _, r := range reports {
+		r.print(os.Stdout)
+	}
+	if failed {
+		return errors.New("tests failed")
+	}
+	return nil
+}
+
+// A suite is one package's test binary; the guest reads it from its initramfs.
+type suite struct {
+	Package string   // import path
+	Dir     string   // working directory in the guest
+	Args    []string // the binary and its arguments
+
+	hostDir, hostBinary string
+}
+
+// build compiles the test binaries, and this program as the guest's /init.
+func build(ctx context.Context, tmp string, o *options) ([]suite, error) {
+	static := func(args ...string) *exec.Cmd {
+		c := command(ctx, "go", args...)
+		c.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH=amd64")
+		return c
+	}
+	const stripped = "-ldflags=-s -w"
+	if _, err := output(static("build", stripped, "-o", filepath.Join(tmp, "init"), "sockeye/lab/vm")); err != nil {
+		return nil, fmt.Errorf("build the guest's init: %w", err)
+	}
+	list, err := output(static(append([]string{"list", "-tags=vm", "-json=Dir,ImportPath,Module,TestGoFiles,XTestGoFiles"}, o.packages...)...))
+	if err != nil {
+		return nil, fmt.Errorf("list packages: %w", err)
+	}
+	var suites []suite
+	for dec := json.NewDecoder(bytes.NewReader(list)); ; {
+		var p struct {
+			Dir, ImportPath           string
+			Module                    struct{ Dir string }
+			TestGoFiles, XTestGoFiles []string
+		}
+		if err := dec.Decode(&p); err == io.EOF {
+			break
+		} else if err != nil {
+			return nil, fmt.Errorf("list packages: %w", err)
+		}
+		if len(p.TestGoFiles)+len(p.XTestGoFiles) == 0 {
+			continue
+		}
+		rel, err := filepath.Rel(p.Module.Dir, p.Dir)
+		if err != nil {
+			return nil, fmt.Errorf("list packages: %w", err)
+		}
+		bin := fmt.Sprintf("%d.test", len(suites))
+		s := suite{
+			Package: p.ImportPath, Dir: filepath.Join("/src", rel), hostDir: p.Dir, hostBinary: filepath.Join(tmp, bin),
+			Args: []string{"/tests/" + bin, "-test.v=test2json", "-test.timeout=" + o.timeout.String(), "-test.run=" + o.run, "-test.paniconexit0"},
+		}
+		if _, err := output(static("test", "-c", "-vet=off", "-tags=vm", stripped, "-o", s.hostBinary, p.ImportPath)); err != nil {
+			return nil, fmt.Errorf("build the tests of %s: %w", p.ImportPath, err)
+		}
+		suites = append(suites, s)
+	}
+	if len(suites) == 0 {
+		return nil, fmt.Errorf("no tests in %s", strings.Join(o.packages, " "))
+	}
+	return suites, nil
+}
+
+// command prepares a program that dies with this one, however this one ends.
+func command(ctx context.Context, name string, args ...string) *exec.Cmd {
+	c := exec.CommandContext(ctx, name, args...)
+	c.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	c.WaitDelay = 2 * time.Second
+	return c
+}
+
+// output runs a command and returns what it prints; an error carries what it complains of.
+func output(c *exec.Cmd) ([]byte, error) {
+	var stderr bytes.Buffer
+	c.Stderr = &stderr
+	out, err := c.Output()
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w\n%s", strings.Join(c.Args, " "), err, bytes.TrimSpace(stderr.Bytes()))
+	}
+	return out, nil
+}
+
+var errInterrupted = errors.New("interrupted")
+
+// interruptible returns a context that ends with a signal, or with the "go run"
+// that started this program: SIGTERM and SIGKILL end that one alone.
+func interruptible() context.Context {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+	go func() {
+		<-signals
+		cancel(errInterrupted)
+	}()
+	parent := os.Getppid()
+	if exe, _ := os.Readlink(fmt.Sprintf("/proc/%d/exe", parent)); filepath.Base(exe) != "go" {
+		return ctx
+	}
+	if fd, err := unix.PidfdOpen(parent, 0); err == nil {
+		go func() {
+			var err error = unix.EINTR
+			for err == unix.EINTR {
+				_, err = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, -1)
+			}
+			cancel(errInterrupted)
+		}()
+	}
+	return ctx
+}
