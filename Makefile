@@ -1,13 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
 
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
 export CGO_ENABLED := 0
+# Where the demo and the benchmarks write their figures.
+export OUT ?= $(CURDIR)/out
+
+VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
+GOBUILD := go build -trimpath -ldflags "-X sockeye/internal/cli.Version=$(VERSION)"
+PREFIX ?= /usr/local
 
 CLANG := clang-19
-MULTIARCH := $(shell uname -m)-linux-gnu
-
 export BPF2GO_CC := $(CLANG)
 export BPF2GO_STRIP := llvm-strip-19
-export BPF2GO_CFLAGS := -O2 -g -Wall -Werror -mcpu=v3 -I../../bpf/include -isystem /usr/include/$(MULTIARCH)
+export BPF2GO_CFLAGS := -O2 -g -Wall -Werror -mcpu=v3 -I../../bpf/include -isystem /usr/include/$(shell uname -m)-linux-gnu
 
+GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+GO_LICENSES := github.com/google/go-licenses@v1.6.0
+LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
+
+# Debian packages, by what needs them.
+DEMO_PACKAGES := frr pmacct
+TEST_PACKAGES := $(DEMO_PACKAGES)
+VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
+BENCH_PACKAGES := $(DEMO_PACKAGES) haproxy
+BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
+
+# Kernels that "make check" boots; "make test-vm" boots all.
+CHECK_KERNELS := 5.10,newest
+VM_KERNELS := 5.10,6.1,6.12,newest
+VM_TESTS := ./internal/bpf ./internal/member ./internal/steer ./lab/vm/selftest
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: build
+build: ## Build the static binary bin/sockeye
+	$(GOBUILD) -o bin/sockeye ./cmd/sockeye
+
+.PHONY: demo
+demo: ## Six routers, four nfacctd, with and without Sockeye (KEEP=1 leaves it up)
+	@tools/setup $(DEMO_PACKAGES)
+	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
+	@go build -o bin/demo ./lab/demo
+	@unshare --mount --propagation private bin/demo -sockeye $(CURDIR)/bin/sockeye -out "$(OUT)" $(if $(KEEP),-keep)
+
+.PHONY: test
+test: ## Run all tests that this host can run
+	@tools/setup $(TEST_PACKAGES)
+	@tools/gotest ./...
+
+.PHONY: test-vm
+test-vm: ## Run the kernel tests on other kernels, under qemu
+	@tools/setup $(VM_PACKAGES)
+	go run ./lab/vm -kernels $(VM_KERNELS) $(VM_TESTS)
+
+.PHONY: fuzz
+fuzz: ## Fuzz each parser for a while (FUZZTIME=30s)
+	@tools/fuzz $(or $(FUZZTIME),30s)
+
+.PHONY: bench
+bench: ## Measure against plain SO_REUSEPORT, HAProxy and a replicator
+	@tools/setup $(BENCH_PACKAGES)
+	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
+	@go build -o bin/bench ./bench
+	@unshare --mount --propagation private bin/bench steer -sockeye $(CURDIR)/bin/sockeye
+
+.PHONY: generate
 generate: ## Compile the BPF programs and generate their Go
+	@tools/setup $(BPF_PACKAGES)
 	go generate ./internal/bpf
+
+.PHONY: verify-generated
+verify-generated: ## Prove that what is generated is what is committed, byte by byte
+	@tools/setup $(BPF_PACKAGES)
+	@tools/verify-generated
+
+.PHONY: lint
+lint: ## Check formatting, vet, and lint
+	@test -z "$$(gofmt -l $$(git ls-files '*.go'))" || { gofmt -l $$(git ls-files '*.go'); exit 1; }
+	go vet ./...
+	go run $(GOLANGCI_LINT) run ./...
+
+.PHONY: licences
+licences: ## Check that every dependency's licence fits
+	go run $(GO_LICENSES) check ./... --allowed_licenses=$(LICENCES) --ignore sockeye 2>&1 | { grep -v "non-Go code\|\.s$$" || true; }
+
+.PHONY: check
+check: verify-generated lint licences test ## What CI runs
+	@tools/setup $(VM_PACKAGES)
+	go run ./lab/vm -kernels $(CHECK_KERNELS) $(VM_TESTS)
+
+.PHONY: docs
+docs: build ## Write man pages and completions to out/
+	@mkdir -p "$(OUT)/man" "$(OUT)/completion"
+	go run ./tools/man "$(OUT)/man"
+	@for shell in bash zsh fish; do bin/sockeye completion $$shell > "$(OUT)/completion/sockeye.$$shell"; done
+
+.PHONY: install
+install: docs ## Install binary, man pages, completions and unit (PREFIX, DESTDIR)
+	install -D -m 755 bin/sockeye $(DESTDIR)$(PREFIX)/bin/sockeye
+	install -d $(DESTDIR)$(PREFIX)/share/man/man1
+	install -m 644 "$(OUT)"/man/*.1 $(DESTDIR)$(PREFIX)/share/man/man1
+	install -D -m 644 "$(OUT)/completion/sockeye.bash" $(DESTDIR)$(PREFIX)/share/bash-completion/completions/sockeye
+	install -D -m 644 "$(OUT)/completion/sockeye.zsh" $(DESTDIR)$(PREFIX)/share/zsh/site-functions/_sockeye
+	install -D -m 644 "$(OUT)/completion/sockeye.fish" $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/sockeye.fish
+	install -d $(DESTDIR)/etc/systemd/system
+	sed 's|@PREFIX@|$(PREFIX)|' dist/sockeye.service > $(DESTDIR)/etc/systemd/system/sockeye.service
+
+.PHONY: hooks
+hooks: ## Use the git hooks in tools/hooks
+	git config core.hooksPath tools/hooks
+
+.PHONY: clean
+clean: ## Remove what was built
+	rm -rf bin out

@@ -1,0 +1,510 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command demo shows what Sockeye is for, with real parts: six routers (FRR)
+// send BMP over TCP and IPFIX over UDP to four unmodified collectors
+// (nfacctd), first by the kernel's own hash, then with Sockeye. Run it by
+// "make demo", which gives it a mount namespace of its own.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"maps"
+	"net/netip"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/lab"
+)
+
+const (
+	routers    = 6
+	collectors = 4
+	lineCards  = 4 // exporters of one router, each with a socket of its own
+	measure    = 4 * time.Second
+	bmpPort    = 1790
+	ipfixPort  = 4739
+)
+
+const policy = `services:
+  telemetry:
+    slots: 4
+    user: root
+    cgroup: %s
+    listeners:
+      - {protocol: tcp, address: "[::]:1790"}
+      - {protocol: udp, address: "[::]:4739"}
+    members:
+      - {match: {command_line: 'nfacctd-(\d+)(\.conf|\])'}, slot: group}
+`
+
+func main() {
+	binary := flag.String("sockeye", "", "the program sockeye")
+	out := flag.String("out", "", "directory for demo.json; none by default")
+	keep := flag.Bool("keep", false, "leave everything up until Ctrl-C")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
+	defer stop()
+	if err := run(ctx, *binary, *out, *keep); err != nil {
+		fmt.Fprintln(os.Stderr, "demo:", err)
+		os.Exit(1)
+	}
+}
+
+// demo is a running demonstration.
+type demo struct {
+	*lab.Lab
+	binary, runDir string
+	result         result
+	slots          string // as last shown
+}
+
+// result is what demo.json holds.
+type result struct {
+	Routers []router `json:"routers"`
+	Share   share    `json:"correlated_share"`
+}
+
+type router struct {
+	Address netip.Addr `json:"address"`
+	TCPSlot int        `json:"tcp_slot"`
+	UDPSlot int        `json:"udp_slot"`
+}
+
+type share struct {
+	Sockeye    float64 `json:"sockeye"`
+	KernelHash float64 `json:"kernel_hash"`
+}
+
+func run(ctx context.Context, binary, out string, keep bool) (err error) {
+	if err := lab.CheckPrograms(); err != nil {
+		return err
+	}
+	bounded, cancel := context.WithTimeoutCause(ctx, 110*time.Second, errors.New("the demo took more than 110 s"))
+	defer cancel()
+	l, err := lab.New(bounded, lab.Options{Routers: routers})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, l.Close()) }()
+	d := &demo{Lab: l, binary: binary, runDir: filepath.Join(l.Dir(), "run")}
+	// The agent mounts it, in the mount namespace that "make demo" made.
+	bpffs := filepath.Join(l.Dir(), "bpf")
+	l.AtClose(func() error {
+		if err := unix.Unmount(bpffs, unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
+			return fmt.Errorf("unmount %s: %w", bpffs, err)
+		}
+		return nil
+	})
+
+	say("Six routers (FRR: BGP, BMP over TCP; pmacctd: IPFIX over UDP, four line cards each)")
+	say("and four unmodified nfacctd that all listen on tcp [::]:%d and udp [::]:%d.", bmpPort, ipfixPort)
+	say("\n== 1. Without Sockeye: the kernel's hash of addresses and ports decides")
+	if err := d.startAll(bounded); err != nil {
+		return err
+	}
+	// Each new socket of a line card is a new throw of the dice.
+	before, err := d.outcome(bounded, 3)
+	if err != nil {
+		return err
+	}
+	d.result.Share.KernelHash = before.CorrelatedShare
+
+	say("\n== 2. With Sockeye: the router decides")
+	if err := d.startSockeye(bounded); err != nil {
+		return err
+	}
+	after, err := d.outcome(bounded, 1)
+	if err != nil {
+		return err
+	}
+	d.result.Share.Sockeye = after.CorrelatedShare
+	for _, r := range after.Routers {
+		d.result.Routers = append(d.result.Routers, router{r.Address, r.TCPSlot, r.UDPSlot})
+	}
+	for _, command := range [][]string{{"slots"}, {"devices"}} {
+		if err := d.show(bounded, command...); err != nil {
+			return err
+		}
+	}
+
+	say("\n== 3. kill -9 of one nfacctd: its routers wait for it, nobody else notices")
+	if err := d.crash(bounded, after); err != nil {
+		return err
+	}
+	say("\nFlow records that carry BGP communities: %s without Sockeye, %s with it.",
+		percent(before.CorrelatedShare), percent(after.CorrelatedShare))
+	if out != "" {
+		if err := d.write(out); err != nil {
+			return err
+		}
+	}
+	if keep {
+		return d.wait(ctx)
+	}
+	return nil
+}
+
+func say(format string, args ...any) { fmt.Printf(format+"\n", args...) }
+
+func percent(share float64) string { return fmt.Sprintf("%.0f %%", 100*share) }
+
+// startAll starts everything but Sockeye.
+func (d *demo) startAll(ctx context.Context) error {
+	for slot := range collectors {
+		if _, err := d.StartCollector(lab.CollectorConfig{Slot: slot}); err != nil {
+			return err
+		}
+	}
+	if err := d.WaitListeners(ctx); err != nil {
+		return err
+	}
+	for i := range routers {
+		// Two of the six speak IPv6.
+		collector := lab.CollectorIPv4
+		if i%3 == 2 {
+			collector = lab.CollectorIPv6
+		}
+		if _, err := d.StartRouter(lab.RouterConfig{Router: i, Collector: netip.AddrPortFrom(collector, bmpPort)}); err != nil {
+			return err
+		}
+	}
+	if _, err := d.StartTraffic(lab.TrafficConfig{}); err != nil {
+		return err
+	}
+	if err := d.WaitCollectors(ctx); err != nil {
+		return err
+	}
+	return d.startExporters()
+}
+
+func (d *demo) startExporters() error {
+	for i := range routers {
+		for card := range lineCards {
+			if _, err := d.StartExporter(lab.ExporterConfig{Router: i, Instance: card}); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (d *demo) restartExporters() error {
+	var stops []func() error
+	for _, r := range d.Routers() {
+		for _, exporter := range r.Exporters {
+			stops = append(stops, func() error { return exporter.Stop(time.Second) })
+		}
+		r.Exporters = nil
+	}
+	if err := together(stops); err != nil {
+		return err
+	}
+	return d.startExporters()
+}
+
+// together calls all functions at once.
+func together(calls []func() error) error {
+	results := make(chan error)
+	for _, call := range calls {
+		go func() { results <- call() }()
+	}
+	var errs []error
+	for range calls {
+		errs = append(errs, <-results)
+	}
+	return errors.Join(errs...)
+}
+
+// startSockeye ends the collectors, starts the agent, and the same collectors
+// again.
+func (d *demo) startSockeye(ctx context.Context) error {
+	var stops []func() error
+	for _, c := range d.Collectors() {
+		stops = append(stops, func() error { return c.Stop(time.Second) })
+	}
+	if err := together(stops); err != nil {
+		return err
+	}
+	text := fmt.Sprintf(policy, "/"+d.CgroupPath())
+	file := filepath.Join(d.Dir(), "policy.yaml")
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		return err
+	}
+	say("\n%s", text)
+	n, err := d.Namespace("collector")
+	if err != nil {
+		return err
+	}
+	p := n.Command(context.WithoutCancel(ctx), d.binary, "agent", "--policy", file, "--run-dir", d.runDir,
+		"--state-dir", filepath.Join(d.Dir(), "state"), "--pins", filepath.Join(d.Dir(), "bpf", "sockeye"))
+	p.Name = "agent"
+	if err := p.Start(); err != nil {
+		return err
+	}
+	var status agent.Status
+	err = d.WaitFor(ctx, "the agent", func() (bool, error) {
+		err := agent.NewClient(agent.SocketPath(d.runDir)).Get(ctx, "/v1/status", nil, &status)
+		if errors.Is(err, agent.ErrNoAgent) {
+			return false, p.Err()
+		}
+		return err == nil, err
+	})
+	if err != nil {
+		return err
+	}
+	for slot := range collectors {
+		if _, err := d.StartCollector(lab.CollectorConfig{Slot: slot}); err != nil {
+			return err
+		}
+	}
+	return d.waitReady(ctx, collectors)
+}
+
+// waitReady shows the slots as they become ready.
+func (d *demo) waitReady(ctx context.Context, want int) error {
+	return d.WaitFor(ctx, "ready slots", func() (bool, error) {
+		var slots []agent.SlotStatus
+		if err := agent.NewClient(agent.SocketPath(d.runDir)).Get(ctx, "/v1/slots", nil, &slots); err != nil {
+			return false, err
+		}
+		ready := 0
+		line := "slots:"
+		for _, s := range slots {
+			if s.Ready {
+				ready++
+				line += fmt.Sprintf("  %d pid %d", s.Slot, s.PID)
+			} else {
+				line += fmt.Sprintf("  %d -", s.Slot)
+			}
+		}
+		if line != d.slots {
+			say("%s", line)
+			d.slots = line
+		}
+		return ready == want, nil
+	})
+}
+
+// outcome waits until all is up, then measures, with a live table. Before
+// each further round the line cards start anew.
+func (d *demo) outcome(ctx context.Context, rounds int) (lab.Outcome, error) {
+	for _, wait := range []func(context.Context) error{d.WaitSessions, d.WaitBGP, d.WaitRecords, d.settle} {
+		if err := wait(ctx); err != nil {
+			return lab.Outcome{}, err
+		}
+	}
+	m, err := d.NewMeter()
+	if err != nil {
+		return lab.Outcome{}, err
+	}
+	table := newLive()
+	for round := 1; ; round++ {
+		o, err := d.watch(ctx, m, table, round == rounds)
+		for _, c := range d.Collectors() {
+			err = errors.Join(err, c.Err())
+		}
+		if err != nil || round == rounds {
+			return o, err
+		}
+		if err := d.restartExporters(); err != nil {
+			return o, err
+		}
+		if err := d.WaitRecords(ctx); err != nil {
+			return o, err
+		}
+	}
+}
+
+// watch shows what the meter counts, for a while.
+func (d *demo) watch(ctx context.Context, m *lab.Meter, table *live, last bool) (lab.Outcome, error) {
+	end := time.Now().Add(measure)
+	for {
+		o, err := m.Read()
+		if err != nil {
+			return o, err
+		}
+		done := !time.Now().Before(end)
+		if err := table.draw(last && done, func(w io.Writer) { outcomeTable(w, o) }); err != nil || done {
+			return o, err
+		}
+		select {
+		case <-time.After(500 * time.Millisecond):
+		case <-ctx.Done():
+			return o, context.Cause(ctx)
+		}
+	}
+}
+
+// settle waits until just those records are correlated that reach the BMP
+// session of their router. A collector's first ones can be older than the
+// routes.
+func (d *demo) settle(ctx context.Context) error {
+	return d.WaitFor(ctx, "routes in all collectors", func() (bool, error) {
+		o, err := d.Measure(ctx, time.Second)
+		return err == nil && !slices.ContainsFunc(o.Routers, func(r lab.RouterOutcome) bool {
+			return r.Records == 0 || r.Correlated != r.WithBMP
+		}), err
+	})
+}
+
+func outcomeTable(w io.Writer, o lab.Outcome) {
+	fmt.Fprintln(w, "ROUTER\tBMP (TCP) IN\tIPFIX (UDP) IN\tFLOW RECORDS\tWITH COMMUNITIES")
+	for _, r := range o.Routers {
+		share := "-"
+		if r.Records > 0 {
+			share = percent(float64(r.Correlated) / float64(r.Records))
+		}
+		fmt.Fprintf(w, "%s\tnfacctd-%d\t%s\t%d\t%s\n", r.Address, r.TCPSlot, names(r.UDPSlots), r.Records, share)
+	}
+	fmt.Fprintf(w, "all\t\t\t\t%s\n", percent(o.CorrelatedShare))
+}
+
+func names(slots []int) string {
+	texts := make([]string, len(slots))
+	for i, slot := range slots {
+		texts[i] = fmt.Sprintf("nfacctd-%d", slot)
+	}
+	return strings.Join(texts, ", ")
+}
+
+// crash kills the collector with the most routers and starts it again.
+func (d *demo) crash(ctx context.Context, o lab.Outcome) error {
+	load := make([]int, collectors)
+	for _, r := range o.Routers {
+		load[r.TCPSlot]++
+	}
+	victim := slices.Index(load, slices.Max(load))
+	before, err := d.connections(ctx, victim)
+	if err != nil {
+		return err
+	}
+	if err := d.Collectors()[victim].Kill(); err != nil {
+		return err
+	}
+	say("nfacctd-%d killed, with %d routers", victim, load[victim])
+	if err := d.waitReady(ctx, collectors-1); err != nil {
+		return err
+	}
+	if _, err := d.StartCollector(lab.CollectorConfig{Slot: victim}); err != nil {
+		return err
+	}
+	if err := d.waitReady(ctx, collectors); err != nil {
+		return err
+	}
+	if err := d.WaitSessions(ctx); err != nil {
+		return err
+	}
+	back, err := d.outcome(ctx, 1)
+	if err != nil {
+		return err
+	}
+	for i, r := range back.Routers {
+		if r.TCPSlot != o.Routers[i].TCPSlot || !r.Together() {
+			return fmt.Errorf("router %s moved from nfacctd-%d to nfacctd-%d", r.Address, o.Routers[i].TCPSlot, r.TCPSlot)
+		}
+	}
+	after, err := d.connections(ctx, victim)
+	if err != nil {
+		return err
+	}
+	if !maps.Equal(before, after) {
+		return fmt.Errorf("routers of the other collectors connected again: %v, before %v", after, before)
+	}
+	say("its %d routers came back to it; the %d others kept their connections", load[victim], routers-load[victim])
+	return nil
+}
+
+// connections counts how often each router connected, but for those of one
+// slot.
+func (d *demo) connections(ctx context.Context, but int) (map[netip.Addr]uint64, error) {
+	var devices []agent.DeviceStatus
+	if err := agent.NewClient(agent.SocketPath(d.runDir)).Get(ctx, "/v1/devices", nil, &devices); err != nil {
+		return nil, err
+	}
+	count := make(map[netip.Addr]uint64)
+	for _, device := range devices {
+		if device.Slot != but {
+			count[device.Address] = device.Connections
+		}
+	}
+	return count, nil
+}
+
+// show runs a command of Sockeye as a user would.
+func (d *demo) show(ctx context.Context, args ...string) error {
+	say("\n$ sockeye %s", strings.Join(args, " "))
+	cmd := exec.CommandContext(ctx, d.binary, append([]string{"--run-dir", d.runDir}, args...)...)
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	return cmd.Run()
+}
+
+func (d *demo) write(dir string) error {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	data, err := json.MarshalIndent(d.result, "", "  ")
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(dir, "demo.json"), append(data, '\n'), 0o644)
+}
+
+// wait leaves all up until Ctrl-C.
+func (d *demo) wait(ctx context.Context) error {
+	n, err := d.Namespace("collector")
+	if err != nil {
+		return err
+	}
+	say("\nAll is up until Ctrl-C. In another terminal, for example:")
+	say("  %s --run-dir %s slots", d.binary, d.runDir)
+	say("  %s --run-dir %s devices", d.binary, d.runDir)
+	say("  kill -9 %d        # nfacctd-1", d.Collectors()[1].Pid())
+	say("  nsenter --net=%s ss -tunap", n.Path())
+	say("Files and logs: %s", d.Dir())
+	<-ctx.Done()
+	return nil
+}
+
+// live redraws a table in place on a terminal, and prints only its last state
+// elsewhere.
+type live struct {
+	terminal bool
+	lines    int
+}
+
+func newLive() *live {
+	_, err := unix.IoctlGetTermios(int(os.Stdout.Fd()), unix.TCGETS)
+	return &live{terminal: err == nil}
+}
+
+func (l *live) draw(last bool, table func(io.Writer)) error {
+	if !l.terminal && !last {
+		return nil
+	}
+	var b strings.Builder
+	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
+	table(w)
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	if l.lines > 0 {
+		fmt.Printf("\x1b[%dA\x1b[J", l.lines)
+	}
+	fmt.Print(b.String())
+	l.lines = strings.Count(b.String(), "\n")
+	return nil
+}
