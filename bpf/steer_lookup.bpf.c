@@ -68,14 +68,14 @@ int steer_lookup(struct bpf_sk_lookup *ctx)
 		steer_mapped(&s.address, ctx->remote_ip4);
 		steer_mapped(&local, ctx->local_ip4);
 	} else {
-		s.address.word[0] = ctx->remote_ip6[0];
-		s.address.word[1] = ctx->remote_ip6[1];
-		s.address.word[2] = ctx->remote_ip6[2];
-		s.address.word[3] = ctx->remote_ip6[3];
-		local.word[0] = ctx->local_ip6[0];
-		local.word[1] = ctx->local_ip6[1];
-		local.word[2] = ctx->local_ip6[2];
-		local.word[3] = ctx->local_ip6[3];
+		s.address.word[0] = steer_field(ctx->remote_ip6[0]);
+		s.address.word[1] = steer_field(ctx->remote_ip6[1]);
+		s.address.word[2] = steer_field(ctx->remote_ip6[2]);
+		s.address.word[3] = steer_field(ctx->remote_ip6[3]);
+		local.word[0] = steer_field(ctx->local_ip6[0]);
+		local.word[1] = steer_field(ctx->local_ip6[1]);
+		local.word[2] = steer_field(ctx->local_ip6[2]);
+		local.word[3] = steer_field(ctx->local_ip6[3]);
 	}
 	row = find_listener(ctx, &local);
 	if (row >= STEER_MAX_LISTENERS)
@@ -89,7 +89,9 @@ int steer_lookup(struct bpf_sk_lookup *ctx)
 		if (!sk) {
 			steer_refuse(&s, STEER_REASON_SOCKET);
 		} else {
-			if (bpf_sk_assign(ctx, sk, BPF_SK_LOOKUP_F_NO_REUSEPORT))
+			/* A SYN for a listener that was shut down hears nothing. */
+			if ((s.connection && sk->state != BPF_TCP_LISTEN) ||
+			    bpf_sk_assign(ctx, sk, BPF_SK_LOOKUP_F_NO_REUSEPORT))
 				steer_refuse(&s, STEER_REASON_SOCKET);
 			bpf_sk_release(sk);
 		}

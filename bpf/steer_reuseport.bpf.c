@@ -9,7 +9,8 @@
  *
  * steer_migrate is the same for kernels from 5.14 on. It is also asked when a
  * listener closes with connections in its queue (d4f2c86b2b7e), and lets them
- * move only to another socket of their own slot, whatever tcp_migrate_req is.
+ * move only where a new connection of their device would go, whatever
+ * tcp_migrate_req is.
  */
 #include "steer.bpf.h"
 
@@ -96,10 +97,10 @@ int steer_migrate(struct sk_reuseport_md *ctx)
 	if (sk->family == AF_INET) {
 		steer_mapped(&s.address, sk->dst_ip4);
 	} else {
-		s.address.word[0] = sk->dst_ip6[0];
-		s.address.word[1] = sk->dst_ip6[1];
-		s.address.word[2] = sk->dst_ip6[2];
-		s.address.word[3] = sk->dst_ip6[3];
+		s.address.word[0] = steer_field(sk->dst_ip6[0]);
+		s.address.word[1] = steer_field(sk->dst_ip6[1]);
+		s.address.word[2] = steer_field(sk->dst_ip6[2]);
+		s.address.word[3] = steer_field(sk->dst_ip6[3]);
 	}
 	select(ctx, &s);
 	return s.slot == STEER_NO_SLOT ? SK_DROP : SK_PASS;

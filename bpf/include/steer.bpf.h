@@ -3,7 +3,7 @@
  * From a source address to a slot: the part that both steering modes share,
  * so that a device has the same slot in either. Cost: one hash of six words,
  * four array lookups (all inlined by the JIT) and, where they are in use, one
- * LPM trie lookup (device map) and one LRU hash lookup (devices seen).
+ * LPM trie lookup (device map) and one more array lookup (devices seen).
  */
 #ifndef SOCKEYE_STEER_BPF_H
 #define SOCKEYE_STEER_BPF_H
@@ -25,8 +25,6 @@ STEER_EXPORT(struct, steer_device_id);
 
 /* The size of the devices map is set when it is created; 0 turns it off. */
 const volatile bool track_devices = true;
-/* bpf_ktime_get_coarse_ns came with 5.11 (d05512618056). */
-const volatile bool coarse_clock = true;
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
@@ -73,6 +71,13 @@ struct {
 	__type(key, struct steer_address);
 	__type(value, struct steer_seen);
 } devices SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, STEER_PENDING);
+	__type(key, __u32);
+	__type(value, struct steer_pending);
+} pending SEC(".maps");
 
 /* A decision on its way: where from, which table, which slot. */
 struct steer {
@@ -124,14 +129,31 @@ static __always_inline bool steer_ready(__u32 slot)
 	return state && state->ready;
 }
 
+/* Finds the hash of the device to which the device map gives an address. */
+static __always_inline bool steer_named(const struct steer_address *address,
+					__u32 *hash)
+{
+	struct steer_prefix prefix = { .prefixlen = 128, .address = *address };
+	struct steer_device_id *id;
+	__u32 zero = 0;
+	void *trie;
+
+	trie = bpf_map_lookup_elem(&device_maps, &zero);
+	if (!trie)
+		return false;
+	id = bpf_map_lookup_elem(trie, &prefix);
+	if (!id || id->device == STEER_NO_DEVICE)
+		return false;
+	*hash = id->hash;
+	return true;
+}
+
 /* Finds the slot of s->address, or says in s->refused why there is none. */
 static __always_inline void steer_decide(struct steer *s)
 {
-	struct steer_prefix prefix = { .prefixlen = 128, .address = s->address };
-	struct steer_device_id *id;
 	struct steer_table *table;
+	__u32 zero = 0, hash = 0;
 	void *inner;
-	__u32 zero = 0, hash;
 
 	s->home = STEER_NO_SLOT;
 	s->slot = STEER_NO_SLOT;
@@ -142,11 +164,7 @@ static __always_inline void steer_decide(struct steer *s)
 	table = bpf_map_lookup_elem(inner, &zero);
 	if (!table)
 		return;
-	inner = bpf_map_lookup_elem(&device_maps, &zero);
-	id = inner ? bpf_map_lookup_elem(inner, &prefix) : NULL;
-	if (id && id->device != STEER_NO_DEVICE)
-		hash = id->hash;
-	else
+	if (!table->named || !steer_named(&s->address, &hash))
 		hash = steer_hash(&s->address, table->nonce);
 	s->home = table->bucket[hash & (STEER_BUCKETS - 1)];
 	if (steer_ready(s->home)) {
@@ -158,33 +176,75 @@ static __always_inline void steer_decide(struct steer *s)
 		s->slot = table->standby;
 }
 
-static __always_inline __u64 steer_now(void)
+static __always_inline struct steer_seen *
+steer_device(const struct steer_address *address)
 {
-	if (coarse_clock)
-		return bpf_ktime_get_coarse_ns();
-	return bpf_ktime_get_ns();
+	struct steer_seen *seen = bpf_map_lookup_elem(&devices, address);
+	struct steer_seen fresh = {};
+
+	if (seen)
+		return seen;
+	bpf_map_update_elem(&devices, address, &fresh, BPF_NOEXIST);
+	return bpf_map_lookup_elem(&devices, address);
 }
 
-static __always_inline void steer_note_device(const struct steer *s)
+static __always_inline void steer_note_other(const struct steer *s)
 {
-	struct steer_seen fresh = {}, *seen;
+	struct steer_seen *seen = steer_device(&s->address);
 
-	seen = bpf_map_lookup_elem(&devices, &s->address);
-	if (!seen) {
-		fresh.slot = s->slot;
-		bpf_map_update_elem(&devices, &s->address, &fresh, BPF_NOEXIST);
-		seen = bpf_map_lookup_elem(&devices, &s->address);
-		if (!seen)
-			return;
-	}
+	if (!seen)
+		return;
 	if (s->slot == STEER_NO_SLOT)
 		__sync_fetch_and_add(&seen->refused, 1);
-	else if (s->connection)
-		__sync_fetch_and_add(&seen->connections, 1);
 	else
-		__sync_fetch_and_add(&seen->datagrams, 1);
+		__sync_fetch_and_add(&seen->connections, 1);
 	seen->slot = s->slot;
-	seen->last_seen = steer_now();
+	seen->last_seen = bpf_ktime_get_ns();
+}
+
+/*
+ * Adds a datagram to its device. The LRU map costs as much as all the rest, so
+ * that it is asked once in 64 jiffies (a quarter of a second, where there are
+ * 250 in one) for each device and CPU; between, a datagram is counted in the
+ * CPU's own table. User space adds both.
+ */
+static __always_inline void steer_note_datagram(const struct steer *s)
+{
+	__u32 tick = bpf_jiffies64() >> 6, index, before = 0;
+	struct steer_pending *p;
+	struct steer_seen *seen;
+	bool same;
+
+	index = (s->address.word[3] ^ s->address.word[1]) * 0x9e3779b1 >> 24;
+	index &= STEER_PENDING - 1;
+	p = bpf_map_lookup_elem(&pending, &index);
+	if (!p)
+		return;
+	same = p->address.word[3] == s->address.word[3] &&
+	       p->address.word[2] == s->address.word[2] &&
+	       p->address.word[1] == s->address.word[1] &&
+	       p->address.word[0] == s->address.word[0];
+	if (same && p->tick == tick && p->slot == s->slot) {
+		p->datagrams++;
+		return;
+	}
+	if (same) {
+		before = p->datagrams;
+	} else if (p->datagrams) {
+		seen = steer_device(&p->address);
+		if (seen)
+			__sync_fetch_and_add(&seen->datagrams, p->datagrams);
+	}
+	p->datagrams = 0;
+	p->address = s->address;
+	p->slot = s->slot;
+	p->tick = tick;
+	seen = steer_device(&s->address);
+	if (!seen)
+		return;
+	__sync_fetch_and_add(&seen->datagrams, before + 1);
+	seen->slot = s->slot;
+	seen->last_seen = bpf_ktime_get_ns();
 }
 
 /* Counts the outcome. A refusal has s->slot == STEER_NO_SLOT. */
@@ -215,8 +275,12 @@ static __always_inline void steer_account(const struct steer *s)
 		else
 			count->refused_datagrams[s->refused]++;
 	}
-	if (track_devices && s->refused != STEER_REASON_ADDRESS)
-		steer_note_device(s);
+	if (!track_devices || s->refused == STEER_REASON_ADDRESS)
+		return;
+	if (served && !s->connection)
+		steer_note_datagram(s);
+	else
+		steer_note_other(s);
 }
 
 static __always_inline void steer_refuse(struct steer *s, __u32 reason)
@@ -225,13 +289,23 @@ static __always_inline void steer_refuse(struct steer *s, __u32 reason)
 	s->refused = reason;
 }
 
+/*
+ * A field of a context or a socket. clang would merge the loads of two
+ * branches into one at a computed offset, which the verifier refuses.
+ */
+static __always_inline __u32 steer_field(__u32 value)
+{
+	barrier_var(value);
+	return value;
+}
+
 static __always_inline void steer_mapped(struct steer_address *address,
 					 __u32 ipv4)
 {
 	address->word[0] = 0;
 	address->word[1] = 0;
 	address->word[2] = bpf_htonl(0xffff);
-	address->word[3] = ipv4;
+	address->word[3] = steer_field(ipv4);
 }
 
 #endif

@@ -13,6 +13,7 @@ enum steer_limit {
 	STEER_MAX_SLOTS = 1024,
 	STEER_MAX_LISTENERS = 16,
 	STEER_BUCKETS = 16384,
+	STEER_PENDING = 256, /* entries a CPU */
 	STEER_NO_SLOT = 0xffff,
 	STEER_NO_DEVICE = 0x7fffffff,
 	/* Bumped when a pinned map or a type below changes its meaning. */
@@ -38,7 +39,7 @@ struct steer_table {
 	__u64 nonce;
 	__u16 slots;
 	__u16 standby; /* STEER_NO_SLOT: an empty slot refuses */
-	__u32 padding;
+	__u32 named;   /* 1: there is a device map */
 	__u16 bucket[STEER_BUCKETS];
 };
 
@@ -81,8 +82,20 @@ struct steer_seen {
 	__u64 datagrams;
 	__u64 connections;
 	__u64 refused;
-	__u64 last_seen; /* CLOCK_MONOTONIC, nanoseconds */
+	__u64 last_seen; /* CLOCK_MONOTONIC, nanoseconds; to 64 jiffies */
 	__u32 slot;
+	__u32 padding;
+};
+
+/*
+ * Datagrams that a CPU has counted and not yet added to the devices map. One
+ * entry stands for the addresses that share it, one at a time.
+ */
+struct steer_pending {
+	struct steer_address address;
+	__u32 datagrams;
+	__u32 slot;
+	__u32 tick; /* of the last addition; see steer_note_datagram */
 	__u32 padding;
 };
 
@@ -123,10 +136,12 @@ _Static_assert(sizeof(struct steer_prefix) == 20, "prefix");
 _Static_assert(sizeof(struct steer_slot) == 16, "slot");
 _Static_assert(sizeof(struct steer_counters) == 88, "counters");
 _Static_assert(sizeof(struct steer_seen) == 40, "seen");
+_Static_assert(sizeof(struct steer_pending) == 32, "pending");
 _Static_assert(sizeof(struct steer_listener) == 20, "listener");
 _Static_assert(sizeof(struct steer_ports) == 8, "ports");
 _Static_assert(sizeof(struct steer_event) == 16, "event");
 _Static_assert(sizeof(struct steer_table) == 16 + 2 * STEER_BUCKETS, "table");
 _Static_assert((STEER_BUCKETS & (STEER_BUCKETS - 1)) == 0, "buckets");
+_Static_assert((STEER_PENDING & (STEER_PENDING - 1)) == 0, "pending");
 
 #endif

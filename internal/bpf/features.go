@@ -52,9 +52,6 @@ var Features = []Feature{
 	{"BPF links", "5.7", "steering without an agent", false, func() error {
 		return probeLinks()
 	}},
-	{"coarse clock in BPF", "5.11", "without it devices cost some nanoseconds more", true, func() error {
-		return features.HaveProgramHelper(ebpf.SkReuseport, asm.FnKtimeGetCoarseNs)
-	}},
 	{"pidfd_getfd", "5.6", "taking members' sockets", false, func() error {
 		_, err := unix.PidfdGetfd(-1, -1, 0)
 		if errors.Is(err, unix.ENOSYS) {
@@ -117,7 +114,10 @@ func probeLinks() error {
 	if errors.Is(err, unix.EBADF) {
 		return nil
 	}
-	return fmt.Errorf("%w: %w", ebpf.ErrNotSupported, err)
+	if errors.Is(err, unix.EINVAL) {
+		return fmt.Errorf("%w: %w", ebpf.ErrNotSupported, err)
+	}
+	return err
 }
 
 // Foreign is a program of somebody else that may decide about the same

@@ -38,9 +38,9 @@ var ErrLocked = errors.New("another agent holds the pin directory")
 const pinSchema = "schema"
 
 // OpenRoot takes the pin directory for this process: it mounts a bpffs at the
-// parent if there is none, creates dir with mode 0700, locks it, and checks
-// the schema version pinned in it. It fails with ErrLocked, or with an
-// *IncompatibleError for a directory of another version.
+// parent, if that is an empty folder or none, creates dir with mode 0700, locks
+// it, and checks the schema version pinned in it. It fails with ErrLocked, or
+// with an *IncompatibleError for a directory of another version.
 func OpenRoot(dir string) (_ *Root, err error) {
 	if err := ensureBPFFS(filepath.Dir(dir)); err != nil {
 		return nil, err
@@ -104,6 +104,11 @@ func ensureBPFFS(dir string) error {
 	}
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return fmt.Errorf("create mount point of bpffs: %w", err)
+	}
+	if entries, err := os.ReadDir(dir); err != nil {
+		return fmt.Errorf("mount bpffs at %s: %w", dir, err)
+	} else if len(entries) > 0 {
+		return fmt.Errorf("mount bpffs at %s: the folder is not empty", dir)
 	}
 	if err := unix.Mount("bpffs", dir, "bpf", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "mode=0700"); err != nil {
 		return fmt.Errorf("mount bpffs at %s: %w", dir, err)

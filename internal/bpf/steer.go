@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"iter"
 	"net/netip"
 	"os"
@@ -14,9 +15,7 @@ import (
 	"structs"
 
 	"github.com/cilium/ebpf"
-	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/btf"
-	"github.com/cilium/ebpf/features"
 	"github.com/cilium/ebpf/link"
 	"github.com/cilium/ebpf/ringbuf"
 	"golang.org/x/sys/unix"
@@ -62,7 +61,7 @@ type Steer struct {
 	lookup bool
 
 	tables, deviceMaps, slots, counters *ebpf.Map
-	devices, sockets, cookies           *ebpf.Map
+	devices, pending, sockets, cookies  *ebpf.Map
 	events, lost, listeners             *ebpf.Map
 
 	// Programs that select sockets: one a row, or one for all with sk_lookup.
@@ -123,6 +122,12 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := s.checkPins(c); err != nil {
+		return nil, err
+	}
+	if err := s.recordListeners(c); err != nil {
+		return nil, err
+	}
 	if err := s.openPrograms(c, steering); err != nil {
 		return nil, err
 	}
@@ -162,6 +167,7 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 		{steering.Maps["slots"], &s.slots},
 		{steering.Maps["counters"], &s.counters},
 		{steering.Maps[pinDevices], &s.devices},
+		{steering.Maps["pending"], &s.pending},
 		{steering.Maps["sockets"], &s.sockets},
 		{members.Maps["cookies"], &s.cookies},
 		{members.Maps["events"], &s.events},
@@ -200,7 +206,40 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 		}
 		*m.to = pinned
 	}
-	return staleDevices, s.recordListeners(c)
+	return staleDevices, nil
+}
+
+// checkPins looks at the pinned programs and links before any is replaced, so
+// that what cannot be adopted leaves the service as it is.
+func (s *Steer) checkPins(c SteerConfig) error {
+	check := func(name string, load func(path string) (io.Closer, error)) error {
+		path := filepath.Join(s.dir, name)
+		pinned, err := load(path)
+		if errors.Is(err, os.ErrNotExist) {
+			return nil
+		}
+		if err != nil {
+			return &IncompatibleError{Path: path, Err: err}
+		}
+		return pinned.Close()
+	}
+	for row := range c.Listeners {
+		err := check(programPin(s.lookup, row), func(path string) (io.Closer, error) {
+			return ebpf.LoadPinnedProgram(path, nil)
+		})
+		if err != nil {
+			return err
+		}
+	}
+	for _, name := range []string{pinLookupLink, pinReleaseLink} {
+		err := check(name, func(path string) (io.Closer, error) {
+			return link.LoadPinnedLink(path, nil)
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // recordListeners writes which row is whose, for the next agent and bpftool.
@@ -273,21 +312,11 @@ func ReadListeners(dir string) ([MaxListeners]Listener, error) {
 func (s *Steer) replacements() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
 		"tables": s.tables, "device_maps": s.deviceMaps, "slots": s.slots,
-		"counters": s.counters, pinDevices: s.devices, "sockets": s.sockets,
+		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, "sockets": s.sockets,
 	}
 }
 
 func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
-	coarse := true
-	switch err := features.HaveProgramHelper(ebpf.SkReuseport, asm.FnKtimeGetCoarseNs); {
-	case errors.Is(err, ebpf.ErrNotSupported):
-		coarse = false
-	case err != nil:
-		return fmt.Errorf("probe bpf_ktime_get_coarse_ns: %w", err)
-	}
-	if err := spec.Variables["coarse_clock"].Set(coarse); err != nil {
-		return err
-	}
 	if err := spec.Variables["track_devices"].Set(c.Devices > 0); err != nil {
 		return err
 	}
@@ -296,16 +325,20 @@ func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	}
 
 	var listeners [MaxListeners]listenerOf
+	count := 0
 	for row, l := range c.Listeners {
 		listeners[row] = listenerValue(l)
+		if l.Address.IsValid() {
+			count = row + 1
+		}
 	}
 	if err := spec.Variables["listeners"].Set(listeners); err != nil {
 		return err
 	}
-	if err := spec.Variables["listener_count"].Set(uint32(MaxListeners)); err != nil {
+	if err := spec.Variables["listener_count"].Set(uint32(count)); err != nil {
 		return err
 	}
-	p, err := s.openProgram(spec, []string{"steer_lookup"}, 0)
+	p, err := s.openProgram(spec, "steer_lookup", 0)
 	if err != nil {
 		return err
 	}
@@ -315,58 +348,64 @@ func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
 }
 
 func (s *Steer) openReuseport(c SteerConfig, spec *ebpf.CollectionSpec) error {
+	name := "steer_migrate"
+	switch err := probeMigration(); {
+	case errors.Is(err, ebpf.ErrNotSupported):
+		name = "steer_reuseport"
+	case err != nil:
+		return fmt.Errorf("probe sk_reuseport migration: %w", err)
+	}
 	for row, l := range c.Listeners {
 		if !l.Address.IsValid() {
+			// A row that is given up. Its group keeps the program.
+			if err := removePin(filepath.Join(s.dir, programPin(s.lookup, row))); err != nil {
+				return err
+			}
 			continue
 		}
 		spec := spec.Copy()
 		if err := spec.Variables["listener"].Set(uint32(row)); err != nil {
 			return err
 		}
-		if _, err := s.openProgram(spec, []string{"steer_migrate", "steer_reuseport"}, row); err != nil {
+		if _, err := s.openProgram(spec, name, row); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// openProgram loads the first of the named programs that the kernel takes and
-// pins it, unless its equal is pinned already.
-func (s *Steer) openProgram(spec *ebpf.CollectionSpec, names []string, row int) (*ebpf.Program, error) {
-	var failed error
-	for _, name := range names {
-		one := spec.Copy()
-		for other := range one.Programs {
-			if other != name {
-				delete(one.Programs, other)
-			}
+// openProgram loads the named program and pins it, unless its equal is pinned
+// already.
+func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (*ebpf.Program, error) {
+	spec = spec.Copy()
+	for other := range spec.Programs {
+		if other != name {
+			delete(spec.Programs, other)
 		}
-		fresh, err := loadProgram(one, name, s.replacements())
-		if err != nil {
-			failed = errors.Join(failed, err)
-			continue
-		}
-		path := filepath.Join(s.dir, programPin(s.lookup, row))
-		pinned, err := ebpf.LoadPinnedProgram(path, nil)
-		if err != nil && !errors.Is(err, os.ErrNotExist) {
-			fresh.Close()
-			return nil, &IncompatibleError{Path: path, Err: err}
-		}
-		if err == nil && sameProgram(pinned, fresh) {
-			fresh.Close()
-			s.programs[row] = pinned
-			return pinned, nil
-		}
-		if err == nil {
-			pinned.Close()
-		}
-		s.programs[row] = fresh
-		if err := replacePin(fresh.Pin, path); err != nil {
-			return nil, fmt.Errorf("pin program %s: %w", name, err)
-		}
-		return fresh, nil
 	}
-	return nil, failed
+	fresh, err := loadProgram(spec, name, s.replacements())
+	if err != nil {
+		return nil, err
+	}
+	path := filepath.Join(s.dir, programPin(s.lookup, row))
+	pinned, err := ebpf.LoadPinnedProgram(path, nil)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		fresh.Close()
+		return nil, &IncompatibleError{Path: path, Err: err}
+	}
+	if err == nil && sameProgram(pinned, fresh) {
+		fresh.Close()
+		s.programs[row] = pinned
+		return pinned, nil
+	}
+	if err == nil {
+		pinned.Close()
+	}
+	s.programs[row] = fresh
+	if err := replacePin(fresh.Pin, path); err != nil {
+		return nil, fmt.Errorf("pin program %s: %w", name, err)
+	}
+	return fresh, nil
 }
 
 func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.Map) (*ebpf.Program, error) {
@@ -552,7 +591,7 @@ func (s *Steer) Close() error {
 		errs = append(errs, p.Close())
 	}
 	for _, m := range []*ebpf.Map{
-		s.tables, s.deviceMaps, s.slots, s.counters, s.devices,
+		s.tables, s.deviceMaps, s.slots, s.counters, s.devices, s.pending,
 		s.sockets, s.cookies, s.events, s.lost, s.listeners,
 	} {
 		if m != nil {
@@ -560,6 +599,16 @@ func (s *Steer) Close() error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// Retire ends a data path whose pins are gone already: its links are detached.
+// Sockets that carry a reuseport program keep it until their group ends.
+func (s *Steer) Retire() error {
+	var errs []error
+	for _, l := range s.links {
+		errs = append(errs, l.Detach())
+	}
+	return errors.Join(append(errs, s.Close())...)
 }
 
 // Remove ends steering for a service: its links are detached, its pins gone.
@@ -570,10 +619,12 @@ func Remove(dir string) error {
 		if err != nil {
 			continue
 		}
-		err = l.Unpin()
+		// Detached by itself: a link that is only unpinned lives on until its
+		// last holder is gone, and a little longer before Linux 5.15.
+		err = errors.Join(l.Detach(), l.Unpin())
 		l.Close()
 		if err != nil {
-			return fmt.Errorf("unpin %s: %w", name, err)
+			return fmt.Errorf("remove %s: %w", name, err)
 		}
 	}
 	return os.RemoveAll(dir)
@@ -696,17 +747,34 @@ func named(spec *ebpf.MapSpec, name string) *ebpf.MapSpec {
 
 func index(row, slot int) uint32 { return uint32(row*MaxSlots + slot) }
 
-// Insert registers a socket for a listener and a slot. The slot is not served
-// before SetSlot says that it is ready. EBUSY: the socket is registered
-// elsewhere; EINVAL: it is not bound, does not listen, or was bound before
-// SO_REUSEPORT was set.
+// Insert registers a socket for a listener and a slot, in place of the one that
+// is there. The slot is not served before SetSlot says that it is ready. EBUSY:
+// the socket is registered already, here or elsewhere; EINVAL: it is not bound,
+// does not listen, or was bound before SO_REUSEPORT was set.
 func (s *Steer) Insert(row, slot, fd int, cookie uint64) error {
+	old, err := s.Cookie(row, slot)
+	if err != nil {
+		return err
+	}
+	// A socket that the map refuses may serve another slot.
+	var slotBefore uint32
+	registered := s.cookies.Lookup(cookie, &slotBefore) == nil
 	if err := s.cookies.Put(cookie, uint32(slot)); err != nil {
 		return fmt.Errorf("note socket %#x: %w", cookie, err)
 	}
 	if err := s.sockets.Put(index(row, slot), uint64(fd)); err != nil {
-		s.cookies.Delete(cookie)
+		if registered {
+			s.cookies.Put(cookie, slotBefore)
+		} else {
+			s.cookies.Delete(cookie)
+		}
 		return err
+	}
+	if old == 0 || old == cookie {
+		return nil
+	}
+	if err := s.cookies.Delete(old); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return fmt.Errorf("forget socket %#x: %w", old, err)
 	}
 	return nil
 }
@@ -785,17 +853,34 @@ func (s *Steer) Counters(slots int) ([]Counters, error) {
 // meanwhile may be missing.
 func (s *Steer) Devices() iter.Seq2[Address, Seen] {
 	return func(yield func(Address, Seen) bool) {
+		pending := s.pendingDatagrams()
 		var (
 			address Address
 			seen    Seen
 		)
 		entries := s.devices.Iterate()
 		for entries.Next(&address, &seen) {
+			seen.Datagrams += pending[address]
 			if !yield(address, seen) {
 				return
 			}
 		}
 	}
+}
+
+// pendingDatagrams are those that CPUs have not added to the table yet.
+func (s *Steer) pendingDatagrams() map[Address]uint64 {
+	sum := make(map[Address]uint64)
+	for i := range pendingSize {
+		var perCPU []Pending
+		if err := s.pending.Lookup(uint32(i), &perCPU); err != nil {
+			continue
+		}
+		for _, p := range perCPU {
+			sum[p.Address] += uint64(p.Datagrams)
+		}
+	}
+	return sum
 }
 
 // RunStats are the kernel's figures of the steering programs of a service.

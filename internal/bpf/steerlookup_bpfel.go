@@ -19,11 +19,11 @@ const (
 	steerLookupMapCounters            = "counters"
 	steerLookupMapDeviceMaps          = "device_maps"
 	steerLookupMapDevices             = "devices"
+	steerLookupMapPending             = "pending"
 	steerLookupMapSlots               = "slots"
 	steerLookupMapSockets             = "sockets"
 	steerLookupMapTables              = "tables"
 	steerLookupProgSteerLookup        = "steer_lookup"
-	steerLookupVarCoarseClock         = "coarse_clock"
 	steerLookupVarListenerCount       = "listener_count"
 	steerLookupVarListeners           = "listeners"
 	steerLookupVarTrackDevices        = "track_devices"
@@ -84,6 +84,7 @@ type steerLookupMapSpecs struct {
 	Counters   *ebpf.MapSpec `ebpf:"counters"`
 	DeviceMaps *ebpf.MapSpec `ebpf:"device_maps"`
 	Devices    *ebpf.MapSpec `ebpf:"devices"`
+	Pending    *ebpf.MapSpec `ebpf:"pending"`
 	Slots      *ebpf.MapSpec `ebpf:"slots"`
 	Sockets    *ebpf.MapSpec `ebpf:"sockets"`
 	Tables     *ebpf.MapSpec `ebpf:"tables"`
@@ -93,7 +94,6 @@ type steerLookupMapSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerLookupVariableSpecs struct {
-	CoarseClock         *ebpf.VariableSpec `ebpf:"coarse_clock"`
 	ListenerCount       *ebpf.VariableSpec `ebpf:"listener_count"`
 	Listeners           *ebpf.VariableSpec `ebpf:"listeners"`
 	TrackDevices        *ebpf.VariableSpec `ebpf:"track_devices"`
@@ -125,6 +125,7 @@ type steerLookupMaps struct {
 	Counters   *ebpf.Map `ebpf:"counters"`
 	DeviceMaps *ebpf.Map `ebpf:"device_maps"`
 	Devices    *ebpf.Map `ebpf:"devices"`
+	Pending    *ebpf.Map `ebpf:"pending"`
 	Slots      *ebpf.Map `ebpf:"slots"`
 	Sockets    *ebpf.Map `ebpf:"sockets"`
 	Tables     *ebpf.Map `ebpf:"tables"`
@@ -135,6 +136,7 @@ func (m *steerLookupMaps) Close() error {
 		m.Counters,
 		m.DeviceMaps,
 		m.Devices,
+		m.Pending,
 		m.Slots,
 		m.Sockets,
 		m.Tables,
@@ -145,7 +147,6 @@ func (m *steerLookupMaps) Close() error {
 //
 // It can be passed to loadSteerLookupObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerLookupVariables struct {
-	CoarseClock         *ebpf.Variable `ebpf:"coarse_clock"`
 	ListenerCount       *ebpf.Variable `ebpf:"listener_count"`
 	Listeners           *ebpf.Variable `ebpf:"listeners"`
 	TrackDevices        *ebpf.Variable `ebpf:"track_devices"`

@@ -34,6 +34,7 @@ const (
 	steerMembersSteerLimitSTEER_MAX_SLOTS     steerMembersSteerLimit = 1024
 	steerMembersSteerLimitSTEER_MAX_LISTENERS steerMembersSteerLimit = 16
 	steerMembersSteerLimitSTEER_BUCKETS       steerMembersSteerLimit = 16384
+	steerMembersSteerLimitSTEER_PENDING       steerMembersSteerLimit = 256
 	steerMembersSteerLimitSTEER_NO_SLOT       steerMembersSteerLimit = 65535
 	steerMembersSteerLimitSTEER_NO_DEVICE     steerMembersSteerLimit = 2147483647
 	steerMembersSteerLimitSTEER_SCHEMA        steerMembersSteerLimit = 1

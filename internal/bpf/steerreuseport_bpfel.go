@@ -33,6 +33,15 @@ type steerReuseportSteerDeviceId struct {
 	Device uint32
 }
 
+type steerReuseportSteerPending struct {
+	_         structs.HostLayout
+	Address   steerReuseportSteerAddress
+	Datagrams uint32
+	Slot      uint32
+	Tick      uint32
+	Padding   uint32
+}
+
 type steerReuseportSteerPrefix struct {
 	_         structs.HostLayout
 	Prefixlen uint32
@@ -61,7 +70,7 @@ type steerReuseportSteerTable struct {
 	Nonce   uint64
 	Slots   uint16
 	Standby uint16
-	Padding uint32
+	Named   uint32
 	Bucket  [16384]uint16
 }
 
@@ -72,12 +81,12 @@ const (
 	steerReuseportMapCounters            = "counters"
 	steerReuseportMapDeviceMaps          = "device_maps"
 	steerReuseportMapDevices             = "devices"
+	steerReuseportMapPending             = "pending"
 	steerReuseportMapSlots               = "slots"
 	steerReuseportMapSockets             = "sockets"
 	steerReuseportMapTables              = "tables"
 	steerReuseportProgSteerMigrate       = "steer_migrate"
 	steerReuseportProgSteerReuseport     = "steer_reuseport"
-	steerReuseportVarCoarseClock         = "coarse_clock"
 	steerReuseportVarListener            = "listener"
 	steerReuseportVarTrackDevices        = "track_devices"
 	steerReuseportVarUnusedSteerDeviceId = "unused_steer_device_id"
@@ -138,6 +147,7 @@ type steerReuseportMapSpecs struct {
 	Counters   *ebpf.MapSpec `ebpf:"counters"`
 	DeviceMaps *ebpf.MapSpec `ebpf:"device_maps"`
 	Devices    *ebpf.MapSpec `ebpf:"devices"`
+	Pending    *ebpf.MapSpec `ebpf:"pending"`
 	Slots      *ebpf.MapSpec `ebpf:"slots"`
 	Sockets    *ebpf.MapSpec `ebpf:"sockets"`
 	Tables     *ebpf.MapSpec `ebpf:"tables"`
@@ -147,7 +157,6 @@ type steerReuseportMapSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerReuseportVariableSpecs struct {
-	CoarseClock         *ebpf.VariableSpec `ebpf:"coarse_clock"`
 	Listener            *ebpf.VariableSpec `ebpf:"listener"`
 	TrackDevices        *ebpf.VariableSpec `ebpf:"track_devices"`
 	UnusedSteerDeviceId *ebpf.VariableSpec `ebpf:"unused_steer_device_id"`
@@ -178,6 +187,7 @@ type steerReuseportMaps struct {
 	Counters   *ebpf.Map `ebpf:"counters"`
 	DeviceMaps *ebpf.Map `ebpf:"device_maps"`
 	Devices    *ebpf.Map `ebpf:"devices"`
+	Pending    *ebpf.Map `ebpf:"pending"`
 	Slots      *ebpf.Map `ebpf:"slots"`
 	Sockets    *ebpf.Map `ebpf:"sockets"`
 	Tables     *ebpf.Map `ebpf:"tables"`
@@ -188,6 +198,7 @@ func (m *steerReuseportMaps) Close() error {
 		m.Counters,
 		m.DeviceMaps,
 		m.Devices,
+		m.Pending,
 		m.Slots,
 		m.Sockets,
 		m.Tables,
@@ -198,7 +209,6 @@ func (m *steerReuseportMaps) Close() error {
 //
 // It can be passed to loadSteerReuseportObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerReuseportVariables struct {
-	CoarseClock         *ebpf.Variable `ebpf:"coarse_clock"`
 	Listener            *ebpf.Variable `ebpf:"listener"`
 	TrackDevices        *ebpf.Variable `ebpf:"track_devices"`
 	UnusedSteerDeviceId *ebpf.Variable `ebpf:"unused_steer_device_id"`

@@ -10,6 +10,7 @@ const (
 	MaxSlots     = int(steerMembersSteerLimitSTEER_MAX_SLOTS)
 	MaxListeners = int(steerMembersSteerLimitSTEER_MAX_LISTENERS)
 	Buckets      = int(steerMembersSteerLimitSTEER_BUCKETS)
+	pendingSize  = int(steerMembersSteerLimitSTEER_PENDING)
 	NoSlot       = int(steerMembersSteerLimitSTEER_NO_SLOT)
 	NoDevice     = uint32(steerMembersSteerLimitSTEER_NO_DEVICE)
 	Schema       = uint32(steerMembersSteerLimitSTEER_SCHEMA)
@@ -47,5 +48,6 @@ type (
 	Slot     = steerReuseportSteerSlot
 	Counters = steerReuseportSteerCounters
 	Seen     = steerReuseportSteerSeen
+	Pending  = steerReuseportSteerPending
 	Event    = steerMembersSteerEvent
 )

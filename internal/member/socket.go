@@ -68,7 +68,7 @@ type Socket struct {
 	Cookie    uint64
 	Protocol  int // unix.IPPROTO_TCP, _UDP, or _MPTCP
 	Local     netip.AddrPort
-	V6Only    bool
+	V6Only    bool // an address [::] leaves IPv4 to others
 	ReusePort bool
 	Listening bool // always true of UDP
 	Connected bool
@@ -92,31 +92,55 @@ func (s *Socket) String() string {
 // yes to. The caller closes them. It needs CAP_SYS_PTRACE over the process;
 // without it the error is fs.ErrPermission.
 func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
+	var sockets []*Socket
+	seen := make(map[uint64]bool)
+	// A descriptor that is gone when its turn comes may have moved to another
+	// number, as programs do that hand sockets over from library to library.
+	const looks = 4
+	for range looks {
+		more, moved, err := h.look(seen, want)
+		sockets = append(sockets, more...)
+		if err != nil {
+			CloseAll(sockets)
+			return nil, err
+		}
+		if !moved {
+			break
+		}
+	}
+	return sockets, nil
+}
+
+// look goes through the descriptors once, leaving out the sockets seen.
+func (h *Handle) look(seen map[uint64]bool, want func(*Socket) bool) (sockets []*Socket, moved bool, err error) {
 	dir := fmt.Sprintf("/proc/%d/fd", h.pid)
 	entries, err := os.ReadDir(dir)
 	if err != nil {
-		return nil, fmt.Errorf("list descriptors: %w", gone(h.pid, err))
+		return nil, false, fmt.Errorf("list descriptors: %w", gone(h.pid, err))
 	}
-	var sockets []*Socket
-	seen := make(map[uint64]bool)
 	for _, e := range entries {
-		if target, err := os.Readlink(dir + "/" + e.Name()); err != nil || !strings.HasPrefix(target, "socket:") {
+		target, err := os.Readlink(dir + "/" + e.Name())
+		if errors.Is(err, fs.ErrPermission) {
+			return sockets, false, fmt.Errorf("read descriptor %s of process %d: %w", e.Name(), h.pid, err)
+		}
+		if err != nil {
+			moved = true
 			continue
 		}
 		number, err := strconv.Atoi(e.Name())
-		if err != nil {
+		if err != nil || !strings.HasPrefix(target, "socket:") {
 			continue
 		}
 		fd, err := unix.PidfdGetfd(h.fd, number, 0)
 		switch {
 		case errors.Is(err, unix.EBADF):
-			continue // closed meanwhile
+			moved = true
+			continue
 		case err != nil:
-			CloseAll(sockets)
 			if errors.Is(err, unix.ESRCH) {
 				err = fs.ErrNotExist
 			}
-			return nil, fmt.Errorf("take descriptor %d of process %d: %w", number, h.pid, err)
+			return sockets, false, fmt.Errorf("take descriptor %d of process %d: %w", number, h.pid, err)
 		}
 		s, ok := Inspect(fd)
 		if !ok || seen[s.Cookie] || !want(s) {
@@ -128,7 +152,7 @@ func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 		seen[s.Cookie] = true
 		sockets = append(sockets, s)
 	}
-	return sockets, nil
+	return sockets, moved, nil
 }
 
 // CloseAll closes sockets.
@@ -191,7 +215,8 @@ func (s *Socket) inspect() bool {
 	case *unix.SockaddrInet6:
 		s.Local = netip.AddrPortFrom(netip.AddrFrom16(a.Addr), uint16(a.Port))
 		only, err := unix.GetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY)
-		s.V6Only = err == nil && only == 1
+		// The kernel sets it for any other IPv6 address, too.
+		s.V6Only = err == nil && only == 1 && a.Addr == [16]byte{}
 	}
 	if _, err := unix.Getpeername(fd); err == nil {
 		s.Connected = true

@@ -24,7 +24,7 @@ func NewMapping(slots, standby int, nonce uint64, devices *DeviceMap) (*Mapping,
 	if slots < 1 || slots > bpf.MaxSlots {
 		return nil, fmt.Errorf("make bucket table: %d slots, want 1 to %d", slots, bpf.MaxSlots)
 	}
-	return &Mapping{
+	m := &Mapping{
 		Table: bpf.Table{
 			Nonce:   nonce,
 			Slots:   uint16(slots),
@@ -32,7 +32,11 @@ func NewMapping(slots, standby int, nonce uint64, devices *DeviceMap) (*Mapping,
 			Bucket:  buckets(slots),
 		},
 		Devices: devices,
-	}, nil
+	}
+	if devices.Len() > 0 {
+		m.Table.Named = 1
+	}
+	return m, nil
 }
 
 // buckets spreads the buckets evenly: every slot has as many as any other, or

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !vm
+
+package bpf_test
+
+// How much the tests do.
+const (
+	twinAddresses = 1_000_000
+	datagrams     = 2000
+	connections   = 400
+	flips         = 500 // in each mode
+)

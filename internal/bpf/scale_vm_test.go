@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build vm
+
+package bpf_test
+
+// How much the tests do under software emulation.
+const (
+	twinAddresses = 20_000
+	datagrams     = 300
+	connections   = 60
+	flips         = 100
+)

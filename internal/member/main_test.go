@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package member
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"runtime"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/testenv"
+)
+
+// childVariable makes the test binary a child: it does what the variable
+// names, says so in a line of JSON, and ends with its standard input.
+const childVariable = "SOCKEYE_TEST_CHILD"
+
+// children are what children do; what they return they print.
+var children = map[string]func() (any, error){
+	"sleep": func() (any, error) { return nil, nil },
+	"rename": func() (any, error) {
+		return nil, os.WriteFile("/proc/self/comm", []byte(os.Getenv("NAME")), 0)
+	},
+	"sockets": openSockets,
+}
+
+func TestMain(m *testing.M) {
+	if name := os.Getenv(childVariable); name != "" {
+		if err := runChild(children[name]); err != nil {
+			fmt.Fprintln(os.Stderr, "child:", err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	testenv.Main(m)
+}
+
+func runChild(f func() (any, error)) error {
+	result, err := f()
+	if err != nil {
+		return err
+	}
+	if err := json.NewEncoder(os.Stdout).Encode(result); err != nil {
+		return err
+	}
+	_, err = io.Copy(io.Discard, os.Stdin)
+	return err
+}
+
+// child is a running child.
+type child struct {
+	*exec.Cmd
+	stop io.Closer
+}
+
+func (c *child) pid() int { return c.Process.Pid }
+
+// start starts a child, with changes, and decodes what it prints.
+func start(t testing.TB, does string, result any, change func(cmd *exec.Cmd)) *child {
+	t.Helper()
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), childVariable+"="+does)
+	cmd.Stderr = os.Stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if change != nil {
+		change(cmd)
+	}
+	in, err := cmd.StdinPipe()
+	check(t, err)
+	out, err := cmd.StdoutPipe()
+	check(t, err)
+	check(t, cmd.Start())
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+	})
+	line, err := bufio.NewReader(out).ReadBytes('\n')
+	if err != nil {
+		t.Fatalf("the child ends: %v", err)
+	}
+	if result != nil {
+		check(t, json.Unmarshal(line, result))
+	}
+	return &child{cmd, in}
+}
+
+func check(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// within fails unless f returns soon.
+func within(t testing.TB, what string, f func() error) error {
+	t.Helper()
+	done := make(chan error, 1)
+	go func() { done <- f() }()
+	select {
+	case err := <-done:
+		return err
+	case <-time.After(10 * time.Second):
+		t.Fatalf("%s: does not end", what)
+		return nil
+	}
+}
+
+// withoutRights runs f on a thread without capabilities.
+func withoutRights(t testing.TB, f func()) {
+	t.Helper()
+	done := make(chan error)
+	go func() {
+		// Never unlocked: the thread ends with the goroutine.
+		runtime.LockOSThread()
+		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+		var none [2]unix.CapUserData
+		err := unix.Capset(&header, &none[0])
+		if err == nil {
+			f()
+		}
+		done <- err
+	}()
+	check(t, <-done)
+}

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package member
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/testenv"
+)
+
+func TestReadSelf(t *testing.T) {
+	p, err := Read(os.Getpid())
+	check(t, err)
+	exe, err := os.Readlink("/proc/self/exe")
+	check(t, err)
+	var netns unix.Stat_t
+	check(t, unix.Stat("/proc/self/ns/net", &netns))
+	if p.PID != os.Getpid() || p.Parent != os.Getppid() || p.UID != uint32(os.Geteuid()) || p.Exe != exe ||
+		!slices.Equal(p.Args, os.Args) || p.Cgroup != testenv.CgroupPath() || p.Netns != netns.Ino {
+		t.Errorf("read %+v", p)
+	}
+	if again, err := Read(os.Getpid()); err != nil || again.StartTime != p.StartTime || p.StartTime == 0 {
+		t.Errorf("started at %d and %d, %v", p.StartTime, again.StartTime, err)
+	}
+}
+
+// TestReadOddNames reads processes whose names try to look like fields.
+func TestReadOddNames(t *testing.T) {
+	for _, name := range []string{"plain", "a b", "(a)", ") S 1 2 (", ") Z 1 1 1 1 1", "a\nb", ")\n(", "\\", "\xff"} {
+		args := []string{"prog " + name, "", "two words", "a\nline", "--x=(" + name + ")", "\xff"}
+		c := start(t, "rename", nil, func(cmd *exec.Cmd) {
+			cmd.Args = args
+			cmd.Env = append(cmd.Env, "NAME="+name)
+		})
+		comm, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(c.pid()), "comm"))
+		check(t, err)
+		if want := name[:min(len(name), 15)] + "\n"; string(comm) != want {
+			t.Errorf("the name is %q, want %q", comm, want)
+		}
+		p, err := Read(c.pid())
+		if err != nil {
+			t.Errorf("%q: %v", name, err)
+			continue
+		}
+		if p.Parent != os.Getpid() || !slices.Equal(p.Args, args) || p.Command() != strings.Join(args, " ") {
+			t.Errorf("%q: read %+v", name, p)
+		}
+		self, err := Read(os.Getpid())
+		check(t, err)
+		if p.StartTime < self.StartTime {
+			t.Errorf("%q: started at %d, before its parent at %d", name, p.StartTime, self.StartTime)
+		}
+	}
+}
+
+// TestReadOther reads a process of another user, cgroup and network namespace.
+func TestReadOther(t *testing.T) {
+	group := filepath.Join(testenv.Cgroup(), "nfacctd@3.service")
+	check(t, os.Mkdir(group, 0o755))
+	dir, err := os.Open(group)
+	check(t, err)
+	defer dir.Close()
+	c := start(t, "sleep", nil, func(cmd *exec.Cmd) {
+		cmd.SysProcAttr.Cloneflags = unix.CLONE_NEWNET
+		cmd.SysProcAttr.Credential = &syscall.Credential{Uid: 1234, Gid: 1234}
+	})
+	defer os.Remove(group)
+	defer c.Wait()
+	defer c.Process.Kill()
+	check(t, os.WriteFile(filepath.Join(group, "cgroup.procs"), []byte(strconv.Itoa(c.pid())), 0))
+	p, err := Read(c.pid())
+	check(t, err)
+	self, err := Read(os.Getpid())
+	check(t, err)
+	if unit, instance := p.Unit(); unit != "nfacctd@3.service" || instance != "3" || p.Cgroup != testenv.CgroupPath()+"/nfacctd@3.service" {
+		t.Errorf("cgroup %s, unit %s, instance %s", p.Cgroup, unit, instance)
+	}
+	if p.UID != 1234 || p.Netns == self.Netns || p.Netns == 0 || p.Exe != self.Exe {
+		t.Errorf("read %+v", p)
+	}
+}
+
+func TestReadNothing(t *testing.T) {
+	c := start(t, "sleep", nil, nil)
+	check(t, c.stop.Close())
+	h, err := Open(c.pid())
+	check(t, err)
+	defer h.Close()
+	check(t, within(t, "a child", h.Wait))
+	if p, err := Read(c.pid()); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a zombie: %+v, %v", p, err)
+	}
+	check(t, c.Wait())
+	for _, pid := range []int{c.pid(), 1 << 30, 0, -1} {
+		if p, err := Read(pid); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("process %d: %+v, %v", pid, p, err)
+		}
+		if _, err := Open(max(pid, 1<<22+1)); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("open: %v", err)
+		}
+	}
+}
+
+func TestAll(t *testing.T) {
+	first, second := start(t, "sleep", nil, nil), start(t, "sleep", nil, nil)
+	zombie := start(t, "sleep", nil, nil)
+	check(t, zombie.Process.Kill())
+	h, err := Open(zombie.pid())
+	check(t, err)
+	defer h.Close()
+	check(t, within(t, "a killed child", h.Wait))
+	all, err := All()
+	check(t, err)
+	at := func(pid int) int { return slices.IndexFunc(all, func(p *Process) bool { return p.PID == pid }) }
+	if self := at(os.Getpid()); self < 0 || at(first.pid()) < self || at(second.pid()) < at(first.pid()) {
+		t.Errorf("%d, its children %d and %d are at %d, %d and %d", os.Getpid(), first.pid(), second.pid(), self, at(first.pid()), at(second.pid()))
+	}
+	if at(zombie.pid()) >= 0 {
+		t.Error("a zombie is there")
+	}
+	for _, p := range all {
+		if len(p.Args) == 0 {
+			t.Errorf("%+v", p)
+		}
+	}
+}
+
+func TestUnit(t *testing.T) {
+	for _, test := range []struct{ cgroup, unit, instance string }{
+		{"/", "", ""},
+		{"", "", ""},
+		{"/docker/0123", "", ""},
+		{"/init.scope", "init.scope", ""},
+		{"/system.slice", "", ""},
+		{"/system.slice/nfacctd.service", "nfacctd.service", ""},
+		{"/system.slice/nfacctd@3.service", "nfacctd@3.service", "3"},
+		{"/system.slice/system-nfacctd.slice/nfacctd@3.service", "nfacctd@3.service", "3"},
+		{"/system.slice/nfacctd@3.service/plugins", "nfacctd@3.service", "3"},
+		{"/system.slice/a@b@c.service", "a@b@c.service", "b@c"},
+		{"/system.slice/a@.service", "a@.service", ""},
+		{`/system.slice/a@x\x2dy.service`, `a@x\x2dy.service`, `x\x2dy`},
+		{"/system.slice/a@1.2.service", "a@1.2.service", "1.2"},
+		{"/user.slice/user-1000.slice/session-2.scope", "session-2.scope", ""},
+		{"/user.slice/user-1000.slice/user@1000.service/app.slice/app-x.service", "app-x.service", ""},
+		{"/user.slice/user-1000.slice/user@1000.service/app.slice/x@7.service", "x@7.service", "7"},
+		{"/system.slice/docker.service/a.slice", "docker.service", ""},
+	} {
+		p := &Process{Cgroup: test.cgroup}
+		if unit, instance := p.Unit(); unit != test.unit || instance != test.instance {
+			t.Errorf("%s: unit %q, instance %q, want %q, %q", test.cgroup, unit, instance, test.unit, test.instance)
+		}
+	}
+}
+
+func TestBelow(t *testing.T) {
+	for _, test := range []struct {
+		process, cgroup string
+		want            bool
+	}{
+		{"/", "/", true}, {"/a", "/", true}, {"/a", "/a", true}, {"/a/b", "/a", true},
+		{"/ab", "/a", false}, {"/a", "/a/b", false}, {"/", "/a", false}, {"/b/a", "/a", false},
+	} {
+		if got := (&Process{Cgroup: test.process}).Below(test.cgroup); got != test.want {
+			t.Errorf("%s below %s: %v", test.process, test.cgroup, got)
+		}
+	}
+}
+
+func TestSlotVariable(t *testing.T) {
+	for want, env := range map[string][]string{
+		"":      {"XSOCKEYE_SLOT=5", "SOCKEYE_SLOTS=6"},
+		"3":     {"A=\nSOCKEYE_SLOT=9", "SOCKEYE_SLOT=3"},
+		"1=2 3": {"SOCKEYE_SLOT=1=2 3"},
+	} {
+		c := start(t, "sleep", nil, func(cmd *exec.Cmd) { cmd.Env = append(cmd.Env, env...) })
+		p, err := Read(c.pid())
+		check(t, err)
+		if got := p.SlotVariable(); got != want {
+			t.Errorf("%q: %q, want %q", env, got, want)
+		}
+		check(t, c.Process.Kill())
+		c.Wait()
+		if got := p.SlotVariable(); got != want {
+			t.Errorf("%q, after its end: %q, want %q", env, got, want)
+		}
+	}
+}
+
+// TestRemember keeps what a process has written over since.
+func TestRemember(t *testing.T) {
+	first := Remembered(12, 34, []string{"nfacctd", "-f", "x-3.conf"}, "3")
+	p := &Process{PID: 12, StartTime: 34, Args: []string{"nfacctd: Core Process [default]"}}
+	p.Remember(first)
+	if p.Command() != "nfacctd -f x-3.conf" || p.SlotVariable() != "3" {
+		t.Errorf("%q, slot %q", p.Command(), p.SlotVariable())
+	}
+	self, err := Read(os.Getpid())
+	check(t, err)
+	self.Remember(Remembered(os.Getpid(), self.StartTime, self.Args, ""))
+	t.Setenv("SOCKEYE_SLOT", "4")
+	if got := self.SlotVariable(); got != "" {
+		t.Errorf("slot %q, want none", got)
+	}
+}
