@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command bench measures Sockeye against what people use without it. Each
+// benchmark prints both sides from one run, and writes the figures as JSON and
+// SVG into the directory $OUT (default: the current one).
+//
+//	go run ./bench steer [-quick]
+package main
+
+import (
+	"errors"
+	"fmt"
+	"os"
+)
+
+func main() {
+	if len(os.Args) < 2 {
+		usage()
+	}
+	var err error
+	switch args := os.Args[2:]; os.Args[1] {
+	case "steer":
+		err = supervise(args)
+	case insideRole:
+		err = inside(args)
+	case "receiver":
+		err = receiver(args)
+	case "generator":
+		err = generator()
+	default:
+		usage()
+	}
+	var code exitCode
+	switch {
+	case errors.As(err, &code):
+		os.Exit(int(code))
+	case err != nil:
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(1)
+	}
+}
+
+func usage() {
+	fmt.Fprintln(os.Stderr, "usage: bench steer [-help] [flags]")
+	os.Exit(2)
+}

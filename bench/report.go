@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+type armTitle struct{ name, title string }
+
+type report struct {
+	Options options   `json:"options"`
+	Kernel  string    `json:"kernel"`
+	CPUs    int       `json:"cpus"`
+	Started time.Time `json:"started"`
+	Took    string    `json:"took"`
+
+	arms                            []armTitle
+	placement, rate, plain, nfacctd *part
+	programs                        map[string]programTime
+}
+
+func kernelRelease() string {
+	var u unix.Utsname
+	_ = unix.Uname(&u)
+	return unix.ByteSliceToString(u.Release[:])
+}
+
+// A spread is what the rounds gave.
+type spread struct {
+	Median float64 `json:"median"`
+	Min    float64 `json:"min"`
+	Max    float64 `json:"max"`
+}
+
+func spreadOf(v []float64) spread {
+	if len(v) == 0 {
+		return spread{math.NaN(), math.NaN(), math.NaN()}
+	}
+	v = slices.Sorted(slices.Values(v))
+	n := len(v)
+	return spread{(v[(n-1)/2] + v[n/2]) / 2, v[0], v[n-1]}
+}
+
+// by gives a figure of an arm, round by round.
+func (p *part) by(arm string, figure func(m, plain *measurement) float64) (out []float64) {
+	for i := range p.runs {
+		m := &p.runs[i]
+		if m.Arm != arm {
+			continue
+		}
+		for j := range p.runs {
+			if plain := &p.runs[j]; plain.Arm == "plain" && plain.Round == m.Round {
+				out = append(out, figure(m, plain))
+			}
+		}
+	}
+	return out
+}
+
+// ratio is of two arms within each round.
+func (p *part) ratio(arm, to string, figure func(m, plain *measurement) float64) spread {
+	a, b := p.by(arm, figure), p.by(to, figure)
+	var out []float64
+	for i := range min(len(a), len(b)) {
+		out = append(out, a[i]/b[i])
+	}
+	return spreadOf(out)
+}
+
+func receivedRate(m, _ *measurement) float64 { return float64(m.Datagrams) / m.Sent.Elapsed.Seconds() }
+
+func membersCPU(m, _ *measurement) float64 { return m.Members.Seconds() / m.million() }
+
+// balancingCPU is that of processes between routers and members, and what the
+// kernel does more, or less, to deliver a packet than in the plain arm. On
+// loopback it does that on the sender's back, BPF programs included: so it is
+// the difference between what the same sending took in the two arms.
+func balancingCPU(m, plain *measurement) float64 {
+	return m.Balance.Seconds()/m.million() + deliveryCPU(m, plain)
+}
+
+func deliveryCPU(m, plain *measurement) float64 {
+	return perSent(m) - perSent(plain)
+}
+
+func perSent(m *measurement) float64 {
+	return m.Generator.Seconds() / (float64(m.Sent.Records+m.Sent.Updates) / 1e6)
+}
+
+func collectorsCPU(m, plain *measurement) float64 {
+	return membersCPU(m, plain) + balancingCPU(m, plain)
+}
+
+func (s spread) format(verb string) string {
+	if math.IsNaN(s.Median) {
+		return "-"
+	}
+	return fmt.Sprintf(verb+" ["+verb+" .. "+verb+"]", s.Median, s.Min, s.Max)
+}
+
+func (r *report) print(to io.Writer) {
+	w := tabwriter.NewWriter(to, 0, 0, 2, ' ', 0)
+	p := func(format string, args ...any) { fmt.Fprintf(w, format, args...) }
+	p("\n%d routers, four members, %d rounds of all arms in turn; medians [min .. max], ratios within each round.\n", r.Options.Routers, r.Options.Rounds)
+	p("Linux %s, %d CPUs for routers, balancing and members together.\n", r.Kernel, r.CPUs)
+
+	p("\nDatagrams per second into four sockets, one flow record each, as fast as one sender goes\n")
+	p("\treceived\tof plain\tof the sent lost\trouters with both streams in one member\n")
+	for _, a := range r.arms {
+		if len(r.rate.by(a.name, receivedRate)) == 0 {
+			continue
+		}
+		p("%s\t%s\t%s\t%.2f %%\t%.0f %%\n", a.title, spreadOf(r.rate.by(a.name, receivedRate)).format("%.0f"),
+			r.rate.ratio(a.name, "plain", receivedRate).format("%.3f"), 100*r.rate.lost[a.name], 100*r.placement.together[a.name])
+	}
+	for _, c := range []struct {
+		title string
+		part  *part
+		rates rates
+	}{
+		{"four nfacctd", r.nfacctd, r.Options.Nfacctd},
+		{"four receivers that only read", r.plain, r.Options.Plain},
+	} {
+		p("\nCPU seconds per million records, %s: %.0f datagrams of %d flow records and %.0f BMP route updates a second\n", c.title, c.rates.Datagrams, r.Options.Records, c.rates.Updates)
+		p("\tmembers\tbalancing\ttogether\tof plain\tof the proxy\tlost")
+		if c.part == r.nfacctd {
+			p("\tflow records with BMP's routes")
+		}
+		p("\n")
+		for _, a := range r.arms {
+			p("%s\t%.3f\t%.3f\t%s\t%s\t%s\t%.2f %%", a.title,
+				spreadOf(c.part.by(a.name, membersCPU)).Median, spreadOf(c.part.by(a.name, balancingCPU)).Median,
+				spreadOf(c.part.by(a.name, collectorsCPU)).format("%.3f"),
+				c.part.ratio(a.name, "plain", collectorsCPU).format("%.2f"), c.part.ratio(a.name, "proxy", collectorsCPU).format("%.2f"), 100*c.part.lost[a.name])
+			if c.part == r.nfacctd {
+				p("\t%.0f %%", 100*c.part.routed[a.name])
+			}
+			p("\n")
+		}
+	}
+	p("\nBalancing is the CPU of the processes between routers and members, and what delivery took the kernel beyond the plain arm\n")
+	p("(on the sender's back, where BPF programs run too; it can be less). CPU is by cgroup, softirq on a process's back included.\n")
+	if len(r.programs) > 0 {
+		p("\nNanoseconds a run of the BPF program, by the kernel's statistics, whose own cost the empty program shows\n")
+		p("\tdatagram\tSYN\n")
+		for _, a := range []arm{emptyArm{}, &sockeyeArm{steering: "reuseport"}, &sockeyeArm{steering: "lookup"}, &sockeyeArm{steering: "reuseport", deviceMap: furtherDevices}} {
+			if t, ok := r.programs[a.name()]; ok {
+				p("%s\t%.0f\t%.0f\n", a.title(), t.Datagram, t.SYN)
+			}
+		}
+	}
+	p("\nTook %s. Of the CPU time meanwhile, %.0f %% went to others than the measured: more than a few make the figures uncertain.\n", r.Took, 100*r.others())
+	w.Flush()
+}
+
+// others is the share of the machine's work, while measuring, that was not the
+// measured processes'.
+func (r *report) others() float64 {
+	var all, ours time.Duration
+	for _, p := range []*part{r.rate, r.plain, r.nfacctd} {
+		for _, m := range p.runs {
+			all += m.Machine
+			ours += m.Members + m.Balance + m.Generator
+		}
+	}
+	return max(0, 1-ours.Seconds()/all.Seconds())
+}
+
+// number is nil, JSON's null, for what was not measured.
+func number(v float64) *float64 {
+	if math.IsNaN(v) || math.IsInf(v, 0) {
+		return nil
+	}
+	v = math.Round(v*1e4) / 1e4
+	return &v
+}
+
+func (r *report) json() ([]byte, error) {
+	figures := func(p *part) map[string]any {
+		out := map[string]any{}
+		for _, a := range r.arms {
+			if len(p.by(a.name, receivedRate)) == 0 {
+				continue
+			}
+			m := map[string]any{"lost": number(p.lost[a.name])}
+			add := func(key string, s spread) {
+				if !math.IsNaN(s.Median) {
+					m[key] = s
+				}
+			}
+			if p == r.rate {
+				add("received_per_second", spreadOf(p.by(a.name, receivedRate)))
+				add("received_of_plain", p.ratio(a.name, "plain", receivedRate))
+			} else {
+				for key, f := range map[string]func(m, plain *measurement) float64{
+					"members": membersCPU, "balancing": balancingCPU, "delivery": deliveryCPU, "together": collectorsCPU,
+				} {
+					add(key+"_cpu_s_per_million", spreadOf(p.by(a.name, f)))
+				}
+				add("of_plain", p.ratio(a.name, "plain", collectorsCPU))
+				add("of_proxy", p.ratio(a.name, "proxy", collectorsCPU))
+				add("of_proxy_buffered", p.ratio(a.name, "proxy-buffered", collectorsCPU))
+			}
+			if p == r.nfacctd {
+				m["share_with_routes"] = number(p.routed[a.name])
+			}
+			out[a.name] = m
+		}
+		return map[string]any{"arms": out, "runs": p.runs}
+	}
+	ns := map[string]*float64{}
+	for _, name := range []string{"reuseport", "lookup", "reuseport_device_map"} {
+		ns[name] = nil
+		if t, ok := r.programs[name]; ok {
+			ns[name] = number(math.Round(t.Datagram*10) / 10)
+		}
+	}
+	against := func(to string) map[string]*float64 {
+		return map[string]*float64{
+			"nfacctd": number(r.nfacctd.ratio("reuseport", to, collectorsCPU).Median),
+			"plain":   number(r.plain.ratio("reuseport", to, collectorsCPU).Median),
+		}
+	}
+	return json.MarshalIndent(map[string]any{
+		"ns_per_datagram": ns,
+		"rate_vs_plain": map[string]*float64{
+			"reuseport": number(r.rate.ratio("reuseport", "plain", receivedRate).Median),
+			"lookup":    number(r.rate.ratio("lookup", "plain", receivedRate).Median),
+		},
+		"cpu_vs_proxy": against("proxy"),
+		"cpu_vs_plain": against("plain"),
+		"detail": map[string]any{
+			"run": r, "share_of_cpu_of_others": number(r.others()), "programs_ns": r.programs, "both_streams_in_one_member": r.placement.together,
+			"rate": figures(r.rate), "cpu_nfacctd": figures(r.nfacctd), "cpu_plain": figures(r.plain),
+		},
+	}, "", "  ")
+}
+
+func (r *report) write(dir string) error {
+	r.print(os.Stdout)
+	b, err := r.json()
+	if err != nil {
+		return fmt.Errorf("write figures: %w", err)
+	}
+	for name, content := range map[string][]byte{"bench-steer.json": append(b, '\n'), "bench-steer.svg": r.svg()} {
+		if err := os.WriteFile(filepath.Join(dir, name), content, 0o644); err != nil {
+			return fmt.Errorf("write figures: %w", err)
+		}
+	}
+	return nil
+}
+
+// svg draws the CPU comparison: a panel for each kind of members, a bar for each
+// arm, members and balancing stacked.
+func (r *report) svg() []byte {
+	const width, left, right, row, bar = 800, 230, 190, 30, 18
+	var b strings.Builder
+	height := 62 + 2*(44+row*len(r.arms)) + 10
+	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %[1]d %[2]d" width="%[1]d" height="%[2]d" font-family="system-ui, sans-serif" font-size="13" role="img">
+<title>CPU seconds per million records, members and balancing</title>
+<style>
+text { fill: #1f2328 } .quiet { fill: #59636e } .members { fill: #4f86c6 } .balancing { fill: #d9822b }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .quiet { fill: #9198a1 } }
+</style>
+<text x="10" y="22" font-size="15" font-weight="600">CPU seconds per million records</text>
+<rect class="members" x="10" y="35" width="12" height="12"/><text x="27" y="46">members</text>
+<rect class="balancing" x="110" y="35" width="12" height="12"/><text x="127" y="46">balancing: processes, and delivery by the kernel</text>
+`, width, height)
+	y := 62
+	for _, panel := range []struct {
+		title string
+		part  *part
+	}{{"four nfacctd", r.nfacctd}, {"four receivers that only read", r.plain}} {
+		fmt.Fprintf(&b, "<text x=\"10\" y=\"%d\" font-weight=\"600\">%s</text>\n", y+20, panel.title)
+		y += 30
+		largest := 0.0
+		for _, a := range r.arms {
+			largest = max(largest, spreadOf(panel.part.by(a.name, collectorsCPU)).Median)
+		}
+		scale := float64(width-left-right) / largest
+		for _, a := range r.arms {
+			total := spreadOf(panel.part.by(a.name, collectorsCPU)).Median
+			members := min(total, spreadOf(panel.part.by(a.name, membersCPU)).Median)
+			label := fmt.Sprintf("%.3f", total)
+			if of := panel.part.ratio(a.name, "proxy", collectorsCPU).Median; !math.IsNaN(of) && a.name != "proxy" {
+				label += fmt.Sprintf("  (%.2f of the proxy)", of)
+			}
+			fmt.Fprintf(&b, `<text x="%d" y="%d" text-anchor="end">%s</text><rect class="members" x="%d" y="%d" width="%.1f" height="%d"/><rect class="balancing" x="%.1f" y="%d" width="%.1f" height="%d"/><text class="quiet" x="%.1f" y="%d">%s</text>
+`, left-10, y+bar-4, a.title, left, y, members*scale, bar, left+members*scale, y, (total-members)*scale, bar, left+total*scale+8, y+bar-4, label)
+			y += row
+		}
+		y += 14
+	}
+	b.WriteString("</svg>\n")
+	return []byte(b.String())
+}
