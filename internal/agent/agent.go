@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -64,8 +65,17 @@ func Run(ctx context.Context, o Options) (err error) {
 		return &Error{Err: fmt.Errorf("start agent: missing %s", strings.Join(missing, ", ")),
 			Hint: "run as root, or give these capabilities to the service", Code: CodeNotPermitted}
 	}
+	// What is told to others, a keeper or a person, holds in any directory.
+	for _, path := range []*string{&o.Policy, &o.StateDir, &o.RunDir, &o.Pins} {
+		if *path, err = filepath.Abs(*path); err != nil {
+			return err
+		}
+	}
 	policy, text, err := readPolicy(o.Policy)
 	if err != nil {
+		return err
+	}
+	if err := checkMountPoint(filepath.Dir(o.Pins)); err != nil {
 		return err
 	}
 	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
@@ -140,10 +150,22 @@ func Run(ctx context.Context, o Options) (err error) {
 func readPolicy(path string) (*config.Policy, []byte, error) {
 	text, err := os.ReadFile(path)
 	if err != nil {
-		return nil, nil, withHint(fmt.Errorf("read policy: %w", err), "name the policy file with --policy")
+		return nil, nil, Unreadable(fmt.Errorf("read policy file: %w", err), "name the policy file with --policy of the agent")
 	}
 	policy, err := config.Parse(text, path)
 	return policy, text, err
+}
+
+// checkMountPoint refuses to hide files under a bpffs.
+func checkMountPoint(dir string) error {
+	if isBPFFS(dir) {
+		return nil
+	}
+	if entries, err := os.ReadDir(dir); err == nil && len(entries) > 0 {
+		return Usage(fmt.Errorf("%s is not in a bpffs and not empty, so none can be mounted there", dir),
+			"give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye")
+	}
+	return nil
 }
 
 // CgroupMount finds where cgroup v2 is mounted.
@@ -216,7 +238,7 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 func (a *Agent) open(c config.Service) error {
 	s, err := openService(a.host, a.log, c)
 	if err != nil {
-		return &Error{Err: fmt.Errorf("service %s: %w", c.Name, err), Hint: Hint(err), Code: Code(err)}
+		return ofService(c.Name, err)
 	}
 	a.services[c.Name] = s
 	return nil
@@ -234,8 +256,9 @@ func (a *Agent) removeLeftover(name string) error {
 				a.log.Warn("program not detached", "service", name, "error", err)
 			}
 		}
-		k.handle.Kill()
-		k.close()
+		if err := k.end(); err != nil {
+			return err
+		}
 	}
 	a.log.Info("service removed, it is not in the policy", "service", name)
 	return bpf.Remove(a.host.root.Service(name))
@@ -289,7 +312,7 @@ func (a *Agent) candidate(c Candidate) (*config.Policy, []byte, error) {
 		// Its relative paths are relative to where it was.
 		policy, err := config.Parse(text, a.options.Policy)
 		return policy, text, err
-	case c.Text != "":
+	case c.Text != "" || c.Path != "":
 		policy, err := config.Parse([]byte(c.Text), c.Path)
 		return policy, []byte(c.Text), err
 	}
@@ -307,7 +330,7 @@ type step struct {
 func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
 	changes := []Change{}
 	var steps []step
-	for name := range a.services {
+	for _, name := range slices.Sorted(maps.Keys(a.services)) {
 		if !slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Name == name }) {
 			steps = append(steps, step{name: name})
 			changes = append(changes, Change{name, "remove", "service", "the kernel's hash decides from then on"})
@@ -315,14 +338,18 @@ func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
 	}
 	for _, c := range policy.Services {
 		s := a.services[c.Name]
-		if s == nil {
-			steps = append(steps, step{name: c.Name, config: &c})
-			changes = append(changes, Change{c.Name, "add", "service", ""})
-			continue
+		fresh := s == nil
+		if fresh {
+			s = &service{host: a.host}
 		}
 		t, err := s.prepare(c)
 		if err != nil {
-			return nil, nil, &Error{Err: fmt.Errorf("service %s: %w", c.Name, err), Hint: Hint(err), Code: Code(err)}
+			return nil, nil, ofService(c.Name, err)
+		}
+		if fresh {
+			steps = append(steps, step{name: c.Name, config: &c})
+			changes = append(changes, Change{c.Name, "add", "service", ""})
+			continue
 		}
 		if diff := s.plan(t); len(diff) > 0 {
 			steps = append(steps, step{name: c.Name, config: &c, target: t})
@@ -358,7 +385,7 @@ func (a *Agent) Plan(c Candidate) (*Plan, error) {
 	return &Plan{Policy: a.options.Policy, Changes: changes}, nil
 }
 
-// Apply makes a policy true. A service whose step fails stays as it was.
+// Apply makes a policy true. If a step fails, those before it are taken back.
 func (a *Agent) Apply(c Candidate) (*Plan, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -376,13 +403,22 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 			return nil, err
 		}
 	}
+	var undo []func() error
 	for _, step := range steps {
-		if err := a.take(step); err != nil {
-			if metrics != a.metrics {
-				metrics.close()
-			}
-			return nil, &Error{Err: fmt.Errorf("service %s: %w", step.name, err), Hint: Hint(err), Code: Code(err)}
+		back, err := a.take(step)
+		if err == nil {
+			undo = append(undo, back)
+			continue
 		}
+		if metrics != a.metrics {
+			metrics.close()
+		}
+		for _, back := range slices.Backward(undo) {
+			if failed := back(); failed != nil {
+				err = joined(err, fmt.Errorf("go back to the policy before: %w", failed))
+			}
+		}
+		return nil, err
 	}
 	if metrics != a.metrics {
 		a.metrics.close()
@@ -395,16 +431,38 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 	return &Plan{Policy: a.options.Policy, Changes: changes}, a.remember(text)
 }
 
-func (a *Agent) take(step step) error {
+// take carries a step out, and returns what takes it back. A step that fails
+// leaves its service as it was.
+func (a *Agent) take(step step) (back func() error, err error) {
 	switch s := a.services[step.name]; {
 	case step.config == nil:
+		before := s.config
+		back = func() error { return a.open(before) }
 		delete(a.services, step.name)
-		return s.retire()
+		if err := s.retire(); err != nil {
+			return nil, ofService(step.name, joined(err, back()))
+		}
 	case s == nil:
-		return a.open(*step.config)
+		back = func() error {
+			s := a.services[step.name]
+			delete(a.services, step.name)
+			return s.retire()
+		}
+		if err := a.open(*step.config); err != nil {
+			return nil, err
+		}
 	default:
-		return s.apply(step.target)
+		before := &target{s.config, s.rules, s.mapping}
+		back = func() error { return s.apply(before) }
+		if err := s.apply(step.target); err != nil {
+			return nil, ofService(step.name, err)
+		}
 	}
+	return back, nil
+}
+
+func ofService(name string, err error) error {
+	return &Error{Err: fmt.Errorf("service %s: %w", name, err), Hint: Hint(err), Code: Code(err)}
 }
 
 // service finds a service by name; where there is only one the name may be

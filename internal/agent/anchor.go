@@ -206,6 +206,15 @@ func findKeepers(pins, service string) ([]*keeper, error) {
 	return keepers, nil
 }
 
+// end kills a keeper; when it returns, the keeper's sockets are closed.
+func (k *keeper) end() error {
+	defer k.close()
+	if err := k.handle.Kill(); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("end keeper %d: %w", k.pid, err)
+	}
+	return k.handle.Wait()
+}
+
 func (k *keeper) close() {
 	member.CloseAll(k.sockets)
 	k.handle.Close()
@@ -218,6 +227,6 @@ func Hold() error {
 		return err
 	}
 	for {
-		unix.Pause()
+		_ = unix.Pause() // always EINTR
 	}
 }

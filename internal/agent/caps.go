@@ -77,16 +77,29 @@ func limitCapabilities(mask uint64) error {
 
 // missingCapabilities names the capabilities that the agent needs and lacks.
 func missingCapabilities() ([]string, error) {
-	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-	var has [2]unix.CapUserData
-	if err := unix.Capget(&header, &has[0]); err != nil {
-		return nil, fmt.Errorf("read capabilities: %w", err)
+	effective, err := effectiveCapabilities()
+	if err != nil {
+		return nil, err
 	}
 	var missing []string
 	for _, c := range kept {
-		if has[c.Number/32].Effective&(1<<(c.Number%32)) == 0 {
+		if effective&(1<<c.Number) == 0 {
 			missing = append(missing, c.Name)
 		}
 	}
 	return missing, nil
+}
+
+func effectiveCapabilities() (uint64, error) {
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var has [2]unix.CapUserData
+	if err := unix.Capget(&header, &has[0]); err != nil {
+		return 0, fmt.Errorf("read capabilities: %w", err)
+	}
+	return uint64(has[1].Effective)<<32 | uint64(has[0].Effective), nil
+}
+
+func hasCapability(c uintptr) bool {
+	effective, err := effectiveCapabilities()
+	return err == nil && effective&(1<<c) != 0
 }

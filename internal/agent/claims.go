@@ -18,10 +18,7 @@ func (s *service) claim(pid int, slot *int, source string, now bool) (int, error
 	defer s.mu.Unlock()
 	p, err := member.Read(pid)
 	if err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			err = Usage(fmt.Errorf("there is no process %d", pid), "")
-		}
-		return 0, err
+		return 0, absent(pid, err)
 	}
 	self := process{p.PID, p.StartTime}
 	for _, seat := range s.seats {
@@ -43,6 +40,12 @@ func (s *service) claim(pid int, slot *int, source string, now bool) (int, error
 	if now {
 		if err := s.register(p, source, want); err != nil {
 			s.state = before
+			if errors.Is(err, fs.ErrNotExist) {
+				return 0, absent(pid, err)
+			}
+			if Hint(err) == "" {
+				err = withHint(err, "register it once it listens, or start it with sockeye run, which waits for that")
+			}
 			return 0, fmt.Errorf("register process %d in slot %d: %w", pid, want, err)
 		}
 		s.forget(pid)
@@ -50,6 +53,14 @@ func (s *service) claim(pid int, slot *int, source string, now bool) (int, error
 		s.consider(p)
 	}
 	return want, s.state.save(s.statePath())
+}
+
+// absent says that a process has ended, if that is what the error means.
+func absent(pid int, err error) error {
+	if errors.Is(err, fs.ErrNotExist) {
+		return Usage(fmt.Errorf("there is no process %d", pid), "it may have ended; name another with --pid")
+	}
+	return err
 }
 
 // reserve finds a slot for a process that has none yet.

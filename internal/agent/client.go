@@ -62,6 +62,10 @@ func (c *Client) Post(ctx context.Context, path string, body, into any) error {
 
 func (c *Client) do(r *http.Request, into any) error {
 	response, err := c.http.Do(r)
+	var wrapped *url.Error
+	if errors.As(err, &wrapped) {
+		err = wrapped.Err // without the URL, which nobody asked for
+	}
 	switch {
 	case errors.Is(err, os.ErrNotExist), errors.Is(err, unix.ECONNREFUSED):
 		return withHint(fmt.Errorf("%w on %s", ErrNoAgent, c.path),
@@ -69,10 +73,6 @@ func (c *Client) do(r *http.Request, into any) error {
 	case errors.Is(err, os.ErrPermission):
 		return &Error{Err: fmt.Errorf("connect to agent: %w", err), Hint: "run as root, or as a member of the agent's --group", Code: CodeNotPermitted}
 	case err != nil:
-		var wrapped *url.Error
-		if errors.As(err, &wrapped) {
-			err = wrapped.Err
-		}
 		return fmt.Errorf("ask agent: %w", err)
 	}
 	defer response.Body.Close()

@@ -102,9 +102,7 @@ func (d *doctor) mounts(pins string) {
 	} else {
 		d.add("mounts", "cgroup v2", ResultOK, mount, "")
 	}
-	var fs unix.Statfs_t
-	dir := filepath.Dir(pins)
-	if err := unix.Statfs(dir, &fs); err == nil && fs.Type == unix.BPF_FS_MAGIC {
+	if dir := filepath.Dir(pins); isBPFFS(dir) {
 		d.add("mounts", "bpffs", ResultOK, dir, "")
 	} else {
 		d.add("mounts", "bpffs", ResultNote, dir+" is no bpffs, the agent mounts one", "")
@@ -234,12 +232,15 @@ func (s *service) holders() ([]holder, error) {
 // onPort tells whether a socket is on a listener's port or where its members
 // should be.
 func (s *service) onPort(socket *member.Socket) bool {
+	if socket.Connected {
+		return false
+	}
 	if s.wants(socket) {
 		return true
 	}
 	return slices.ContainsFunc(s.config.Listeners, func(l config.Listener) bool {
 		return (socket.Protocol == unix.IPPROTO_UDP) == (l.Protocol == config.UDP) &&
-			socket.Local.Port() == l.Address.Port() && !socket.Connected
+			socket.Local.Port() == l.Address.Port()
 	})
 }
 
@@ -257,7 +258,7 @@ func (d *doctor) listener(area string, c config.Service, l config.Listener, all 
 	uids := make(map[uint32]bool)
 	wildcards := make(map[netip.Addr]bool)
 	for _, h := range here {
-		who := fmt.Sprintf("%s of process %d (%s)", h.socket, h.process.PID, strings.Join(h.process.Args[:1], ""))
+		who := fmt.Sprintf("%s of process %d (%s)", h.socket, h.process.PID, h.process.Args[0])
 		if h.socket.Protocol == unix.IPPROTO_MPTCP {
 			d.add(area, check, ResultWarning, who+" is MPTCP, which the kernel does not steer",
 				"programs in Go: GODEBUG=multipathtcp=0")
@@ -277,7 +278,7 @@ func (d *doctor) listener(area string, c config.Service, l config.Listener, all 
 			d.add(area, check, ResultWarning, who+" is another group than the listener's",
 				"make the listener's address what the members bind; a more specific address takes its packets past the service")
 		}
-		if l.Protocol == config.TCP && h.socket.Listening && h.backlog < 128 && h.process.Args[0] != "sockeye" {
+		if l.Protocol == config.TCP && h.socket.Listening && h.backlog < 128 && filepath.Base(h.process.Args[0]) != "sockeye" {
 			d.add(area, check, ResultNote, fmt.Sprintf("%s has a backlog of %d", who, h.backlog),
 				"the agent raises it when the member is registered")
 		}
@@ -296,6 +297,6 @@ func (d *doctor) listener(area string, c config.Service, l config.Listener, all 
 			"bind all members to [::], which serves IPv4 too")
 	}
 	if len(d.findings) == before {
-		d.add(area, check, ResultOK, fmt.Sprintf("%d sockets", len(here)), "")
+		d.add(area, check, ResultOK, counted(len(here), "socket", "sockets"), "")
 	}
 }

@@ -4,6 +4,7 @@ package agent
 
 import (
 	"errors"
+	"fmt"
 	"io/fs"
 	"slices"
 	"strings"
@@ -13,6 +14,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/steer"
 )
 
 // Exit codes of every command, and the code field of every error in JSON.
@@ -47,6 +49,29 @@ func conflict(err error, hint string) error {
 	return &Error{Err: err, Hint: hint, Code: CodeConflict}
 }
 
+// Unreadable makes an error about a file that the caller named.
+func Unreadable(err error, hint string) error {
+	if errors.Is(err, fs.ErrPermission) {
+		return err
+	}
+	return Usage(err, hint)
+}
+
+// maxFlaws bounds what a person is told of one policy file.
+const maxFlaws = 20
+
+// Message is what an error says to a person. Of a policy file with many
+// errors it has the first, and how many more there are.
+func Message(err error) string {
+	text := err.Error()
+	var flaws config.Errors
+	if errors.As(err, &flaws) && len(flaws) > maxFlaws {
+		short := fmt.Sprintf("%v\nand %d more", flaws[:maxFlaws], len(flaws)-maxFlaws)
+		text = strings.Replace(text, flaws.Error(), short, 1)
+	}
+	return text
+}
+
 // joined makes one error of one line of several.
 func joined(errs ...error) error {
 	errs = slices.DeleteFunc(errs, func(err error) bool { return err == nil })
@@ -76,6 +101,7 @@ func Code(err error) int {
 	var (
 		own          *Error
 		policy       *config.Error
+		devices      *steer.DeviceMapError
 		incompatible *bpf.IncompatibleError
 	)
 	switch {
@@ -83,9 +109,9 @@ func Code(err error) int {
 		return 0
 	case errors.As(err, &own):
 		return own.Code
-	case errors.As(err, &policy):
+	case errors.As(err, &policy), errors.As(err, &devices):
 		return CodeUsage
-	case errors.As(err, &incompatible), errors.Is(err, bpf.ErrLocked):
+	case errors.As(err, &incompatible), errors.Is(err, bpf.ErrLocked), errors.Is(err, unix.EADDRINUSE):
 		return CodeConflict
 	case errors.Is(err, ebpf.ErrNotSupported):
 		return CodeUnsupported
@@ -107,7 +133,7 @@ func Hint(err error) string {
 	case errors.As(err, &incompatible):
 		return "sockeye reset removes the pins of another version; steering stops until the agent starts again"
 	case errors.Is(err, bpf.ErrLocked):
-		return "one agent works with a pin directory; see sockeye status, or give this one its own --bpffs"
+		return "one agent works with a pin directory; see sockeye status, or give this one its own --pins"
 	case errors.Is(err, ebpf.ErrNotSupported):
 		return "sockeye doctor shows what this kernel can do"
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EPERM):

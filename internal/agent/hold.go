@@ -6,7 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"os"
+	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -80,14 +83,13 @@ func (s *service) replaceKeeper() error {
 		go s.watchKeeper(fresh, time.Now())
 	}
 	if old != nil {
-		old.handle.Kill()
-		old.close()
+		return old.end()
 	}
 	return nil
 }
 
-// watchKeeper replaces a keeper that somebody ended, unless that happens at
-// once again.
+// watchKeeper replaces a keeper that somebody ended; after a second, if it
+// did not live longer than that.
 func (s *service) watchKeeper(k *keeper, started time.Time) {
 	if k.handle.Wait() != nil {
 		return
@@ -101,11 +103,20 @@ func (s *service) watchKeeper(k *keeper, started time.Time) {
 	k.close()
 	s.keeper = nil
 	if time.Since(started) < time.Second {
-		s.problem = errors.New("its keeper ends at once; if the agent ends too, the ports are not held")
+		s.problem = errors.New("its keeper ends at once; while there is none and the agent ends too, the ports are not held")
+		time.AfterFunc(time.Second, s.restoreKeeper)
 		return
 	}
 	if err := s.replaceKeeper(); err != nil {
 		s.problem = err
+	}
+}
+
+func (s *service) restoreKeeper() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.keeper == nil && len(s.anchors) > 0 {
+		s.problem = s.replaceKeeper()
 	}
 }
 
@@ -117,8 +128,9 @@ func (s *service) adoptKeeper() error {
 	}
 	for _, k := range keepers {
 		if s.keeper != nil || s.lookup() {
-			k.handle.Kill()
-			k.close()
+			if err := k.end(); err != nil {
+				return err
+			}
 			continue
 		}
 		for row, l := range s.source {
@@ -167,16 +179,30 @@ func (s *service) retire() error {
 	return joined(errs...)
 }
 
-// detach takes the programs off the groups, by whatever socket is at hand.
+// detach takes the programs off the groups.
 func (s *service) detach() error {
+	var errs []error
+	for _, fd := range s.groups() {
+		errs = append(errs, bpf.Detach(fd))
+		unix.Close(fd)
+	}
+	return joined(errs...)
+}
+
+// groups returns a descriptor of each SO_REUSEPORT group that has a program,
+// by whatever socket is at hand. The caller closes them.
+func (s *service) groups() (fds []int) {
 	if s.lookup() {
 		return nil
 	}
-	var errs []error
 	done := make(map[int]bool)
+	add := func(row, fd int) {
+		if copied, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0); err == nil {
+			fds, done[row] = append(fds, copied), true
+		}
+	}
 	for row, fd := range s.anchors {
-		errs = append(errs, bpf.Detach(fd))
-		done[row] = true
+		add(row, fd)
 	}
 	for _, seat := range s.seats {
 		if len(done) == len(s.source) {
@@ -189,20 +215,26 @@ func (s *service) detach() error {
 		for _, socket := range sockets {
 			for row, info := range seat.sockets {
 				if info.cookie == socket.Cookie && !done[row] {
-					errs = append(errs, bpf.Detach(socket.FD()))
-					done[row] = true
+					add(row, socket.FD())
 				}
 			}
 		}
 		member.CloseAll(sockets)
 	}
-	return joined(errs...)
+	return fds
 }
 
 // Reset removes everything that agents left under a pin directory: pins,
 // programs on groups, keepers. Members' sockets go back to the kernel's hash.
-func Reset(pins string) error {
-	return bpf.RemoveRoot(pins, func() error {
+// It tells whether there was anything, and touches no other directory.
+func Reset(pins string) (removed bool, err error) {
+	if pins, err = filepath.Abs(pins); err != nil {
+		return false, err
+	}
+	if removed, err = isPinDirectory(pins); err != nil || !removed {
+		return false, err
+	}
+	err = bpf.RemoveRoot(pins, func() error {
 		keepers, err := findKeepers(pins, "")
 		if err != nil {
 			return err
@@ -212,9 +244,36 @@ func Reset(pins string) error {
 			for _, socket := range k.sockets {
 				errs = append(errs, bpf.Detach(socket.FD()))
 			}
-			errs = append(errs, k.handle.Kill())
-			k.close()
+			errs = append(errs, k.end())
 		}
 		return joined(errs...)
 	})
+	if errors.Is(err, bpf.ErrLocked) {
+		err = conflict(err, "stop the agent first")
+	}
+	return err == nil, err
+}
+
+// isPinDirectory tells whether there is a directory that is an agent's: what
+// is removed with all its contents must not be anybody else's.
+func isPinDirectory(pins string) (bool, error) {
+	entries, err := os.ReadDir(pins)
+	if errors.Is(err, os.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("read pin directory: %w", err)
+	}
+	foreign := func(e os.DirEntry) bool {
+		return e.Name() != "schema" && !strings.HasPrefix(e.Name(), bpf.ServicePrefix)
+	}
+	if !isBPFFS(pins) || slices.ContainsFunc(entries, foreign) {
+		return false, Usage(fmt.Errorf("%s is not a directory of an agent's pins", pins), "name the agent's directory with --pins")
+	}
+	return true, nil
+}
+
+func isBPFFS(dir string) bool {
+	var fs unix.Statfs_t
+	return unix.Statfs(dir, &fs) == nil && fs.Type == unix.BPF_FS_MAGIC
 }

@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -28,7 +29,7 @@ var (
 	descDiverted = prometheus.NewDesc("sockeye_diverted_total",
 		"Connection requests and datagrams meant for the slot that the standby slot got.", []string{"service", "slot"}, nil)
 	descRefused = prometheus.NewDesc("sockeye_refused_total",
-		"Connection requests (tcp) and datagrams (udp) refused, by the slot that they were meant for; without one the slot is empty.",
+		"Connection requests (tcp) and datagrams (udp) refused, by the slot that they were meant for, which has no name where none was found.",
 		[]string{"service", "slot", "protocol", "reason"}, nil)
 	descRegistrations = prometheus.NewDesc("sockeye_registrations_total",
 		"Members registered since the agent started.", []string{"service"}, nil)
@@ -101,7 +102,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 			counter(descDiverted, float64(c.Diverted), slot)
 		}
 		for reason, text := range bpf.Reasons {
-			if slot != "" && !bpf.ReasonOfSlot(reason) {
+			if (slot != "") != bpf.ReasonOfSlot(reason) {
 				continue
 			}
 			counter(descRefused, float64(c.RefusedConnections[reason]), slot, "tcp", text)
@@ -136,7 +137,11 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	m := &metricsServer{&http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second}}
-	go m.http.Serve(listener)
+	go func() {
+		if err := m.http.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+			a.log.Error("metrics failed", "error", err)
+		}
+	}()
 	a.log.Info("metrics served", "address", listener.Addr().String())
 	return m, nil
 }

@@ -4,8 +4,11 @@ package agent
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"maps"
+	"os"
+	"path/filepath"
 	"reflect"
 	"slices"
 
@@ -25,16 +28,32 @@ type target struct {
 	mapping *steer.Mapping
 }
 
+const userHint = "create it, or correct user"
+
 // prepare reads what the new policy of a service names. It changes nothing.
 func (s *service) prepare(c config.Service) (*target, error) {
 	t := &target{config: c}
 	var err error
 	if t.rules, err = member.Rules(c.Members); err != nil {
-		return nil, err
+		return nil, Usage(err, userHint)
 	}
 	if c.User != "" {
 		if _, err := member.LookupUser(c.User); err != nil {
+			return nil, Usage(err, userHint)
+		}
+	}
+	if _, err := os.Stat(filepath.Join(s.host.cgroups, c.Cgroup)); err != nil {
+		return nil, Unreadable(fmt.Errorf("find cgroup: %w", err), "create it, or correct cgroup")
+	}
+	if c.Netns != "" {
+		probe := &service{config: c}
+		if err := probe.openNetns(); err != nil {
 			return nil, err
+		}
+		probe.netns.Close()
+		if c.Steering == config.Reuseport && !hasCapability(unix.CAP_SYS_ADMIN) {
+			return nil, &Error{Err: errors.New("the agent has given up the right to enter network namespaces"),
+				Hint: "restart the agent; it keeps that right if a service names a netns then", Code: CodeNotPermitted}
 		}
 	}
 	t.mapping, err = newMapping(c, s.state.Nonce)
@@ -58,7 +77,7 @@ func (s *service) plan(t *target) []Change {
 	if from.Slots != to.Slots {
 		effect := s.moves(t)
 		if lost := s.seatsFrom(to.Slots); lost > 0 {
-			effect += fmt.Sprintf("; %d members lose their slot", lost)
+			effect += "; " + counted(lost, "member loses its slot", "members lose their slots")
 		}
 		add(fmt.Sprintf("slots: %d -> %d", from.Slots, to.Slots), effect)
 	}
@@ -82,9 +101,7 @@ func (s *service) plan(t *target) []Change {
 		if from.Slots == to.Slots {
 			effect = s.moves(t)
 		}
-		add(fmt.Sprintf("device_map: %d prefixes of %d devices -> %d prefixes of %d devices",
-			s.mapping.Devices.Len(), len(s.mapping.Devices.Devices()),
-			t.mapping.Devices.Len(), len(t.mapping.Devices.Devices())), effect)
+		add(fmt.Sprintf("device_map: %s -> %s", extent(s.mapping.Devices), extent(t.mapping.Devices)), effect)
 	}
 	if from.Backlog != to.Backlog {
 		add(fmt.Sprintf("backlog: %d -> %d", from.Backlog, to.Backlog), "")
@@ -139,6 +156,20 @@ func (s *service) moves(t *target) string {
 		}
 	}
 	return fmt.Sprintf("%d of %d devices seen move", moved, total)
+}
+
+func extent(m *steer.DeviceMap) string {
+	if m == nil {
+		return "none"
+	}
+	return fmt.Sprintf("%s of %s", counted(m.Len(), "prefix", "prefixes"), counted(len(m.Devices()), "device", "devices"))
+}
+
+func counted(n int, one, many string) string {
+	if n == 1 {
+		return "1 " + one
+	}
+	return fmt.Sprintf("%d %s", n, many)
 }
 
 func sameDevices(a, b *steer.DeviceMap) bool {
@@ -204,30 +235,37 @@ func (s *service) become(t *target) error {
 	return s.hold()
 }
 
-// begin starts over, for changes that no pinned map outlives.
+// begin starts over, for changes that no pinned map outlives. The old data
+// path, with all slots closed, refuses everything until the new one decides.
 func (s *service) begin(t *target) error {
-	if s.path != nil {
-		if err := s.detach(); err != nil {
-			return err
-		}
-		for slot := range s.seats {
-			s.clear(slot, "service restarted")
-		}
-	}
 	for pid := range s.waiting {
 		s.forget(pid)
 	}
-	if err := s.letGo(); err != nil {
-		return err
+	if s.path == nil {
+		if err := bpf.Remove(s.host.root.Service(s.config.Name)); err != nil {
+			return err
+		}
+		return s.restart(t, nil)
 	}
-	if err := bpf.Remove(s.host.root.Service(s.config.Name)); err != nil {
-		return err
+	old, groups := s.path, s.groups()
+	for slot := range s.seats {
+		s.clear(slot, "service restarted")
 	}
-	if s.path != nil {
-		s.events.Close()
-		s.path.Close()
-		s.events, s.path = nil, nil
+	s.events.Close()
+	s.events, s.path = nil, nil
+	err := os.RemoveAll(s.host.root.Service(s.config.Name))
+	if err == nil {
+		err = s.restart(t, groups)
 	}
+	for _, fd := range groups {
+		unix.Close(fd)
+	}
+	return joined(err, old.Retire())
+}
+
+// restart opens the new data path, takes the programs off the groups of the
+// old one, and finds the members.
+func (s *service) restart(t *target, groups []int) error {
 	s.config, s.rules, s.mapping = t.config, t.rules, t.mapping
 	if err := s.setUser(); err != nil {
 		return err
@@ -243,6 +281,13 @@ func (s *service) begin(t *target) error {
 	if err := s.open(); err != nil {
 		return err
 	}
+	var errs []error
+	for _, fd := range groups {
+		errs = append(errs, bpf.Detach(fd))
+	}
+	if err := joined(append(errs, s.letGo())...); err != nil {
+		return err
+	}
 	return s.adopt()
 }
 
@@ -252,7 +297,7 @@ func (s *service) setUser() error {
 	if s.config.User != "" {
 		uid, err := member.LookupUser(s.config.User)
 		if err != nil {
-			return err
+			return Usage(err, userHint)
 		}
 		s.state.UID = &uid
 	}

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/netip"
@@ -31,7 +32,7 @@ type server struct {
 type peerKey struct{}
 
 // listen opens the agent's socket. A socket that is left from an agent that
-// was killed is replaced: the lock on the pins says that there is no other.
+// was killed is replaced.
 func (a *Agent) listen() (*server, error) {
 	path := SocketPath(a.options.RunDir)
 	gid := -1
@@ -43,6 +44,10 @@ func (a *Agent) listen() (*server, error) {
 		if gid, err = strconv.Atoi(group.Gid); err != nil {
 			return nil, fmt.Errorf("look up group %s: %w", a.options.Group, err)
 		}
+	}
+	if other, err := net.DialTimeout("unix", path, time.Second); err == nil {
+		other.Close()
+		return nil, conflict(fmt.Errorf("listen on %s: another agent does", path), "give this one its own --run-dir")
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, fmt.Errorf("replace socket: %w", err)
@@ -67,6 +72,7 @@ func (a *Agent) listen() (*server, error) {
 		Handler:           a.handler(),
 		ReadHeaderTimeout: 5 * time.Second,
 		ReadTimeout:       30 * time.Second,
+		ErrorLog:          slog.NewLogLogger(a.log.Handler(), slog.LevelWarn),
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
 			return context.WithValue(ctx, peerKey{}, peerOf(c))
 		},
@@ -135,8 +141,8 @@ func (a *Agent) handler() http.Handler {
 		if err != nil {
 			return nil, err
 		}
-		if m.PID <= 0 {
-			return nil, Usage(fmt.Errorf("process id %d", m.PID), "name the process with --pid")
+		if m.PID == 0 {
+			return nil, Usage(errors.New("which process?"), "name one with --pid")
 		}
 		slot, err := s.claim(m.PID, m.Slot, "register", true)
 		return Membership{s.config.Name, &slot, m.PID}, err
@@ -149,7 +155,7 @@ func (a *Agent) handler() http.Handler {
 		if m.Slot == nil {
 			return nil, Usage(errors.New("which slot?"), "name one with --slot")
 		}
-		return m, s.unregister(*m.Slot)
+		return Membership{Service: s.config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
 	})
 	change("/v1/run", func(r *http.Request) (any, error) {
 		m, s, err := a.membership(r, false)
@@ -161,15 +167,18 @@ func (a *Agent) handler() http.Handler {
 		slot, err := s.claim(pid, m.Slot, "run", false)
 		return Membership{s.config.Name, &slot, pid}, err
 	})
-	mux.HandleFunc("POST /v1/plan", func(w http.ResponseWriter, r *http.Request) {
-		r.Body = http.MaxBytesReader(w, r.Body, maxBody)
-		reply(w, r, func(r *http.Request) (any, error) {
-			var c Candidate
-			if err := decode(r, &c); err != nil {
+	change("/v1/plan", func(r *http.Request) (any, error) {
+		var c Candidate
+		if err := decode(r, &c); err != nil {
+			return nil, err
+		}
+		// A policy names files, and errors quote them.
+		if c.Text != "" || c.Path != "" {
+			if err := mustBeRoot(r); err != nil {
 				return nil, err
 			}
-			return a.Plan(c)
-		})
+		}
+		return a.Plan(c)
 	})
 	change("/v1/apply", func(r *http.Request) (any, error) {
 		if err := mustBeRoot(r); err != nil {
@@ -181,6 +190,11 @@ func (a *Agent) handler() http.Handler {
 		}
 		return a.Apply(c)
 	})
+	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
+		reply(w, r, func(r *http.Request) (any, error) {
+			return nil, Usage(fmt.Errorf("the agent has no %s %s", r.Method, r.URL.Path), "is it of another version? see sockeye version and status")
+		})
+	})
 	return mux
 }
 
@@ -191,7 +205,7 @@ func peer(r *http.Request) *unix.Ucred {
 
 func mustBeRoot(r *http.Request) error {
 	if cred := peer(r); cred == nil || cred.Uid != 0 {
-		return &Error{Err: errors.New("only root may change what the agent does"), Hint: "sudo", Code: CodeNotPermitted}
+		return &Error{Err: errors.New("only root may change what the agent does, or have it read a file"), Hint: "run it with sudo", Code: CodeNotPermitted}
 	}
 	return nil
 }
@@ -212,11 +226,18 @@ func (a *Agent) membership(r *http.Request, root bool) (m Membership, s *service
 	return m, s, err
 }
 
+const requestHint = "send one JSON object of at most 8 MiB"
+
 func decode(r *http.Request, into any) error {
 	d := json.NewDecoder(r.Body)
 	d.DisallowUnknownFields()
-	if err := d.Decode(into); err != nil && !errors.Is(err, io.EOF) {
-		return Usage(fmt.Errorf("read request: %w", err), "")
+	if err := d.Decode(into); errors.Is(err, io.EOF) {
+		return nil // no body: all by default
+	} else if err != nil {
+		return Usage(fmt.Errorf("read request: %w", err), requestHint)
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return Usage(errors.New("read request: something follows the JSON object"), requestHint)
 	}
 	return nil
 }
@@ -264,7 +285,7 @@ func reply(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (a
 	w.Header().Set("Content-Type", "application/json")
 	if err != nil {
 		w.WriteHeader(httpStatus[Code(err)])
-		body = Failure{Error: err.Error(), Hint: Hint(err), Code: Code(err)}
+		body = Failure{Error: Message(err), Hint: Hint(err), Code: Code(err)}
 	}
 	// The caller may be gone; nothing is to be done about that.
 	_ = json.NewEncoder(w).Encode(body)

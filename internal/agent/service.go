@@ -100,7 +100,7 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 		}
 	}()
 	if s.rules, err = member.Rules(c.Members); err != nil {
-		return nil, err
+		return nil, Usage(err, userHint)
 	}
 	known := false
 	if s.state, known, err = loadState(s.statePath()); err != nil {
@@ -156,14 +156,19 @@ func (s *service) enter() *os.File {
 
 func (s *service) openNetns() error {
 	name := cmp.Or(s.config.Netns, "/proc/thread-self/ns/net")
-	netns, err := os.Open(name)
+	// A FIFO that is named by mistake must not be waited for.
+	netns, err := os.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
-		return fmt.Errorf("open network namespace: %w", err)
+		return Unreadable(fmt.Errorf("open network namespace: %w", err), "create it, or correct netns")
 	}
 	var stat unix.Stat_t
 	if err := unix.Fstat(int(netns.Fd()), &stat); err != nil {
 		netns.Close()
 		return fmt.Errorf("open network namespace %s: %w", name, err)
+	}
+	if kind, err := unix.IoctlRetInt(int(netns.Fd()), unix.NS_GET_NSTYPE); err != nil || kind != unix.CLONE_NEWNET {
+		netns.Close()
+		return Usage(fmt.Errorf("open network namespace: %s is none", name), "correct netns, as in /run/netns/NAME")
 	}
 	s.netns, s.inode = netns, stat.Ino
 	return nil
@@ -174,7 +179,7 @@ func newMapping(c config.Service, nonce uint64) (*steer.Mapping, error) {
 	if c.DeviceMap != "" {
 		var err error
 		if devices, err = steer.LoadDeviceMap(c.DeviceMap); err != nil {
-			return nil, err
+			return nil, Unreadable(err, "")
 		}
 	}
 	standby := bpf.NoSlot
@@ -300,6 +305,9 @@ func (s *service) adoptSlot(slot int) error {
 			seat := &seat{slot: slot, process: p, handle: handle, sockets: make(map[int]socketInfo)}
 			if seat.source, _, err = s.memberBy(p); err == nil && s.complete(seat) {
 				s.seat(seat)
+				if s.state.UID == nil {
+					s.state.UID = &p.UID
+				}
 				s.log.Info("member adopted", "slot", slot, "pid", p.PID)
 				return nil
 			}
@@ -539,7 +547,7 @@ func (s *service) wait(p *member.Process, source string, slot int, problem error
 		if w.problem.Error() != problem.Error() {
 			s.log.Info("member not ready", "slot", slot, "pid", p.PID, "problem", problem)
 		}
-		w.problem, w.slot, w.source = problem, slot, source
+		w.process, w.problem, w.slot, w.source = p, problem, slot, source
 		return
 	}
 	s.forget(p.PID)
@@ -571,7 +579,7 @@ func (s *service) forget(pid int) {
 
 // errInherited means that a process holds sockets of another member, as the
 // plugins do that nfacctd forks.
-var errInherited = errors.New("its sockets are another member's")
+var errInherited = conflict(errors.New("its sockets are another member's"), "name the process that opened them")
 
 // register takes a process' sockets and opens its slot.
 func (s *service) register(p *member.Process, source string, slot int) error {
@@ -617,7 +625,7 @@ func (s *service) wants(socket *member.Socket) bool {
 	for _, l := range s.source {
 		first, last := memberPorts(l)
 		tcp := socket.Protocol == unix.IPPROTO_TCP || socket.Protocol == unix.IPPROTO_MPTCP
-		if tcp == (l.Protocol == config.TCP) && !socket.Connected &&
+		if tcp == (l.Protocol == config.TCP) && (!tcp || !socket.Connected) &&
 			socket.Local.Port() >= first && socket.Local.Port() <= last {
 			return true
 		}
@@ -666,6 +674,9 @@ func (s *service) unfit(l config.Listener, socket *member.Socket) error {
 	case socket.Protocol == unix.IPPROTO_MPTCP:
 		return conflict(fmt.Errorf("its socket %s is MPTCP, which the kernel does not steer", socket),
 			"programs in Go: GODEBUG=multipathtcp=0, or ListenConfig.SetMultipathTCP(false)")
+	case socket.Connected:
+		return conflict(fmt.Errorf("its socket %s is connected to one peer, and gets nothing from others", socket),
+			"make the program receive on a socket that is not connected")
 	case !socket.Listening:
 		return fmt.Errorf("its socket %s does not listen yet", socket)
 	case s.lookup():
@@ -693,7 +704,7 @@ func (s *service) findSlot(slot int) (int, error) {
 		return slot, nil
 	}
 	reserved := make(map[int]bool)
-	for _, c := range s.state.Claims {
+	for _, c := range s.liveClaims(process{}) {
 		reserved[c.Slot] = true
 	}
 	for slot := range s.config.Slots {
@@ -709,7 +720,7 @@ func (s *service) findSlot(slot int) (int, error) {
 func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err error) {
 	defer func() {
 		if err != nil {
-			s.clearSlot(seat.slot)
+			err = joined(err, s.clearSlot(seat.slot))
 		}
 	}()
 	if err := s.clearSlot(seat.slot); err != nil {
@@ -723,7 +734,7 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 			}
 		}
 		if err := s.path.Insert(row, seat.slot, socket.FD(), socket.Cookie); err != nil {
-			return s.explainInsert(seat, socket, err)
+			return explainInsert(socket, err)
 		}
 		seat.sockets[row] = socketInfo{socket.Cookie, socket.String()}
 	}
@@ -776,8 +787,8 @@ func (s *service) backlog() int {
 	return 1<<31 - 1
 }
 
-func (s *service) explainInsert(seat *seat, socket *member.Socket, err error) error {
-	where := fmt.Errorf("register %s of pid %d in slot %d: %w", socket, seat.process.PID, seat.slot, err)
+func explainInsert(socket *member.Socket, err error) error {
+	where := fmt.Errorf("its socket %s is refused: %w", socket, err)
 	switch {
 	case errors.Is(err, unix.EBUSY):
 		return conflict(where, "another service, or another program's SOCKMAP, holds this socket")
@@ -850,6 +861,7 @@ func (s *service) release() {
 	for _, fd := range s.anchors {
 		unix.Close(fd)
 	}
+	clear(s.anchors)
 	if s.keeper != nil {
 		s.keeper.close()
 	}

@@ -76,7 +76,8 @@ func (s *service) slots() ([]SlotStatus, error) {
 	for slot := range list {
 		status := SlotStatus{Service: s.config.Name, Slot: slot, Counts: counts(counters[slot]), Sockets: []SocketStatus{}}
 		if seat := s.seats[slot]; seat != nil {
-			since := startedAt(seat.process.StartTime, bootTime())
+			// The boot's time is a difference of two clocks, read one after the other.
+			since := startedAt(seat.process.StartTime, bootTime()).Round(time.Second)
 			status.Ready, status.PID, status.Source = true, seat.process.PID, seat.source
 			status.Command, status.Since = seat.process.Command(), &since
 			for _, row := range slices.Sorted(maps.Keys(seat.sockets)) {

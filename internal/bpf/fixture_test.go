@@ -252,13 +252,6 @@ func (k *socket) cookie() uint64 {
 	return cookie
 }
 
-func (k *socket) local() netip.AddrPort {
-	k.t.Helper()
-	sa, err := unix.Getsockname(k.fd)
-	check(k.t, err)
-	return addrPort(sa)
-}
-
 // receive gives the source of what waits first: of a datagram, which carries
 // the address from which it was meant to come, or of a connection.
 func (k *socket) receive() (from netip.Addr, ok bool) {

@@ -36,7 +36,7 @@ func runMember(listeners string) {
 	}
 	fmt.Println("ready")
 	for {
-		unix.Pause()
+		_ = unix.Pause()
 	}
 }
 
@@ -389,7 +389,7 @@ func TestMigration(t *testing.T) {
 					} else {
 						const path = "/proc/sys/net/ipv4/tcp_migrate_req"
 						check(t, os.WriteFile(path, []byte(sysctl), 0))
-						defer os.WriteFile(path, []byte("0"), 0)
+						defer func() { check(t, os.WriteFile(path, []byte("0"), 0)) }()
 					}
 					s := serve(t, config(t, false, pair...), slots, test.standby, nil)
 					s.seat(allSlots(slots)...)

@@ -223,7 +223,7 @@ func TestIncompatiblePins(t *testing.T) {
 			t.Run(name, func(t *testing.T) {
 				path := filepath.Join(c.Dir, name)
 				check(t, os.Rename(path, path+"_kept"))
-				defer os.Rename(path+"_kept", path)
+				defer func() { check(t, os.Rename(path+"_kept", path)) }()
 				other, err := ebpf.NewMap(&ebpf.MapSpec{Type: ebpf.Hash, KeySize: 4, ValueSize: 5, MaxEntries: 7})
 				check(t, err)
 				defer other.Close()

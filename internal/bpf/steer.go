@@ -764,11 +764,9 @@ func (s *Steer) Insert(row, slot, fd int, cookie uint64) error {
 	}
 	if err := s.sockets.Put(index(row, slot), uint64(fd)); err != nil {
 		if registered {
-			s.cookies.Put(cookie, slotBefore)
-		} else {
-			s.cookies.Delete(cookie)
+			return errors.Join(err, s.cookies.Put(cookie, slotBefore))
 		}
-		return err
+		return errors.Join(err, s.cookies.Delete(cookie))
 	}
 	if old == 0 || old == cookie {
 		return nil

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 
 	"github.com/spf13/cobra"
 
@@ -40,9 +41,9 @@ func (c *command) checkCommand() *cobra.Command {
 and changes nothing. It needs no rights and no agent.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if schema {
-				return cobra.NoArgs(cmd, args)
+				return arguments(0, 0, "")(cmd, args)
 			}
-			return cobra.ExactArgs(1)(cmd, args)
+			return arguments(1, 1, "FILE")(cmd, args)
 		},
 		RunE: func(_ *cobra.Command, args []string) error {
 			if schema {
@@ -60,7 +61,7 @@ and changes nothing. It needs no rights and no agent.`,
 }
 
 func (c *command) check(file string) error {
-	policy, err := config.Load(file)
+	policy, err := loadPolicy(file)
 	if err == nil {
 		err = checkNamed(policy)
 	}
@@ -81,7 +82,18 @@ func (c *command) check(file string) error {
 		return err
 	}
 	result.Services = len(policy.Services)
-	return c.show(result, func(w io.Writer) { fmt.Fprintf(w, "%s is valid, %d services\n", file, len(policy.Services)) })
+	return c.show(result, func(w io.Writer) {
+		fmt.Fprintf(w, "%s is valid, %s\n", file, count(len(policy.Services), "service", "services"))
+	})
+}
+
+// loadPolicy reads a policy file that the caller named.
+func loadPolicy(file string) (*config.Policy, error) {
+	policy, err := config.Load(file)
+	if _, ok := errors.AsType[*os.PathError](err); ok {
+		err = agent.Unreadable(err, "name a policy file")
+	}
+	return policy, err
 }
 
 // checkNamed reads what the policy names.
@@ -89,15 +101,15 @@ func checkNamed(policy *config.Policy) error {
 	for _, s := range policy.Services {
 		if s.DeviceMap != "" {
 			if _, err := steer.LoadDeviceMap(s.DeviceMap); err != nil {
-				return agent.Usage(fmt.Errorf("service %s: device map: %w", s.Name, err), "")
+				return agent.Unreadable(fmt.Errorf("service %s: %w", s.Name, err), "")
 			}
 		}
 		if _, err := member.Rules(s.Members); err != nil {
-			return agent.Usage(fmt.Errorf("service %s: %w", s.Name, err), "")
+			return agent.Usage(fmt.Errorf("service %s: %w", s.Name, err), "create it, or correct user")
 		}
 		if s.User != "" {
 			if _, err := member.LookupUser(s.User); err != nil {
-				return agent.Usage(fmt.Errorf("service %s: user: %w", s.Name, err), "")
+				return agent.Usage(fmt.Errorf("service %s: %w", s.Name, err), "create it, or correct user")
 			}
 		}
 	}

@@ -27,6 +27,10 @@ track_devices says.`,
 			return err
 		}
 		return c.show(devices, func(w io.Writer) {
+			if len(devices) == 0 {
+				fmt.Fprintln(w, "no devices seen yet; a service with track_devices off lists none")
+				return
+			}
 			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tSLOT\tSERVED BY\tCONNECTIONS\tDATAGRAMS\tREFUSED\tLAST SEEN")
 			for _, d := range devices {
 				served := "-"

@@ -26,14 +26,18 @@ code is that of the worst finding.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var policy *config.Policy
 			var broken []agent.Finding
+			var flaws config.Errors
 			loaded, err := config.Load(file)
 			switch {
 			case err == nil:
 				policy = loaded
 			case errors.Is(err, os.ErrNotExist) && !cmd.Flags().Changed("policy"):
 				broken = append(broken, agent.Finding{Area: "policy", Check: file, Result: agent.ResultNote, Detail: "there is none", Hint: "name one with --policy"})
+			case errors.As(err, &flaws):
+				broken = append(broken, agent.Finding{Area: "policy", Check: file, Result: agent.ResultFailure, Code: agent.CodeUsage,
+					Detail: count(len(flaws), "error", "errors") + "; its services are not looked at", Hint: "sockeye check " + file})
 			default:
-				return err
+				return agent.Unreadable(err, "name a policy file with --policy")
 			}
 			findings := append(broken, agent.Examine(policy, pins)...)
 			findings = append(findings, c.askAgent(cmd)...)

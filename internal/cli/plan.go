@@ -3,6 +3,7 @@
 package cli
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -20,13 +21,16 @@ func (c *command) planCommand() *cobra.Command {
 		Short: "Show what apply would change",
 		Long: `Plan compares a policy file, the agent's own by default, with what runs, and
 tells what would change and what that does to devices and members.`,
-		Args: cobra.MaximumNArgs(1),
+		Args: arguments(0, 1, ""),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			candidate := agent.Candidate{Previous: previous}
+			if previous && len(args) > 0 {
+				return agent.Usage(errors.New("--previous and FILE do not go together"), "usage: "+cmd.UseLine())
+			}
 			if len(args) == 1 {
 				text, err := os.ReadFile(args[0])
 				if err != nil {
-					return agent.Usage(fmt.Errorf("read policy: %w", err), "")
+					return agent.Unreadable(fmt.Errorf("read policy file: %w", err), "name a policy file")
 				}
 				if candidate.Path, err = filepath.Abs(args[0]); err != nil {
 					return err

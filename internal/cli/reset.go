@@ -11,6 +11,11 @@ import (
 	"sockeye/internal/agent"
 )
 
+// removal is the answer of reset -o json.
+type removal struct {
+	Removed string `json:"removed"`
+}
+
 func (c *command) resetCommand() *cobra.Command {
 	var pins string
 	cmd := &cobra.Command{
@@ -21,12 +26,20 @@ takes the programs off the members' ports, which the kernel's own hash then
 serves, and removes the pins. No agent may run. The state directory, with the
 nonce, stays.`,
 		RunE: func(*cobra.Command, []string) error {
-			if err := agent.Reset(pins); err != nil {
+			removed, err := agent.Reset(pins)
+			if err != nil {
 				return err
 			}
-			return c.show(struct {
-				Removed string `json:"removed"`
-			}{pins}, func(w io.Writer) { fmt.Fprintln(w, "removed", pins) })
+			if !removed {
+				pins = ""
+			}
+			return c.show(removal{pins}, func(w io.Writer) {
+				if removed {
+					fmt.Fprintln(w, "removed", pins)
+				} else {
+					fmt.Fprintln(w, "there was nothing to remove")
+				}
+			})
 		},
 	}
 	cmd.Flags().StringVar(&pins, "pins", defaultPins, "directory of the pins, in a bpffs")

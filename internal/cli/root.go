@@ -11,14 +11,16 @@ import (
 	"io"
 	"os"
 	"os/signal"
-	"strings"
+	"slices"
 	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/config"
 )
 
 // Environment is what commands touch of the world.
@@ -46,6 +48,7 @@ func Main(args []string, env Environment) int {
 func Run(ctx context.Context, args []string, env Environment) int {
 	c := &command{Environment: env}
 	root := c.root()
+	c.output = wantedOutput(args)
 	root.SetArgs(args)
 	err := root.ExecuteContext(ctx)
 	if err == nil {
@@ -58,10 +61,30 @@ func Run(ctx context.Context, args []string, env Environment) int {
 	return agent.Code(err)
 }
 
+// wantedOutput is the output that errors have which come before the flags are
+// read.
+func wantedOutput(args []string) string {
+	for i, arg := range args {
+		switch {
+		case arg == "--":
+			return "table"
+		case slices.Contains([]string{"-ojson", "-o=json", "--output=json"}, arg),
+			i > 0 && arg == "json" && slices.Contains([]string{"-o", "--output"}, args[i-1]):
+			return "json"
+		}
+	}
+	return "table"
+}
+
 // silent is an error that the command has told itself.
 type silent struct{ error }
 
 func (s *silent) Unwrap() error { return s.error }
+
+// Root is the command line as a tree, for those who describe it.
+func Root(env Environment) *cobra.Command {
+	return (&command{Environment: env}).root()
+}
 
 // command is one invocation.
 type command struct {
@@ -89,9 +112,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		Args:          noCommand,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			return cmd.Help()
-		},
+		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 		PersistentPreRunE: func(*cobra.Command, []string) error {
 			if c.output != "table" && c.output != "json" {
 				return agent.Usage(fmt.Errorf("--output is %q", c.output), "table or json")
@@ -104,9 +125,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	root.SetIn(c.In)
 	root.PersistentFlags().StringVar(&c.runDir, "run-dir", defaultRunDir, "directory of the agent's socket")
 	root.PersistentFlags().StringVarP(&c.output, "output", "o", "table", "table or json")
-	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
-		return agent.Usage(err, cmd.CommandPath()+" --help")
-	})
+	root.SetFlagErrorFunc(badFlag)
 	root.AddCommand(
 		c.agentCommand(), c.holdCommand(), c.resetCommand(),
 		c.runCommand(), c.registerCommand(), c.unregisterCommand(),
@@ -114,10 +133,68 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 		c.checkCommand(), c.planCommand(), c.applyCommand(),
 		c.doctorCommand(), c.versionCommand(),
 	)
+	root.SetHelpCommand(&cobra.Command{
+		Use:   "help [COMMAND]",
+		Short: "Show what a command does and its flags",
+		Args:  cobra.ArbitraryArgs,
+		RunE: func(_ *cobra.Command, args []string) error {
+			sub, rest, err := root.Find(args)
+			if err != nil || len(rest) > 0 {
+				return noCommand(root, args)
+			}
+			sub.InitDefaultHelpFlag()
+			return sub.Help()
+		},
+	})
+	root.InitDefaultHelpCmd()
+	root.InitDefaultCompletionCmd()
 	for _, sub := range root.Commands() {
+		for _, shell := range sub.Commands() {
+			shell.Args = usage(nil)
+		}
+		if sub.HasSubCommands() {
+			sub.Args = noCommand
+			sub.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
+			continue
+		}
 		sub.Args = usage(sub.Args)
 	}
 	return root
+}
+
+// badFlag says what is wrong with a flag, without the words of the parser.
+func badFlag(cmd *cobra.Command, err error) error {
+	hint := cmd.CommandPath() + " --help lists the flags"
+	if unknown, ok := errors.AsType[*pflag.NotExistError](err); ok {
+		var known []string
+		cmd.Flags().VisitAll(func(f *pflag.Flag) { known = append(known, f.Name) })
+		name := unknown.GetSpecifiedName()
+		if near := config.Nearest(name, known); near != "" && len(name) > 1 {
+			hint = "did you mean --" + near + "?"
+		}
+	}
+	if value, ok := errors.AsType[*pflag.InvalidValueError](err); ok {
+		f := value.GetFlag()
+		err = fmt.Errorf("--%s is %q", f.Name, value.GetValue())
+		if f.Value.Type() == "int" {
+			hint = "a whole number"
+		}
+	}
+	return agent.Usage(err, hint)
+}
+
+// arguments bounds the number of a command's arguments, which are called
+// name; most is -1 for no bound.
+func arguments(least, most int, name string) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		switch {
+		case len(args) < least:
+			return agent.Usage(fmt.Errorf("%s is missing", name), "usage: "+cmd.UseLine())
+		case most >= 0 && len(args) > most:
+			return agent.Usage(fmt.Errorf("there is one argument too many: %q", args[most]), "usage: "+cmd.UseLine())
+		}
+		return nil
+	}
 }
 
 // noCommand refuses words that are not commands, with the nearest one.
@@ -125,9 +202,15 @@ func noCommand(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return nil
 	}
-	hint := "sockeye --help lists the commands"
-	if near := cmd.SuggestionsFor(args[0]); len(near) > 0 {
-		hint = "did you mean " + strings.Join(near, " or ") + "?"
+	hint := cmd.CommandPath() + " --help lists the commands"
+	var known []string
+	for _, sub := range cmd.Commands() {
+		if sub.IsAvailableCommand() {
+			known = append(known, sub.Name())
+		}
+	}
+	if near := config.Nearest(args[0], known); near != "" {
+		hint = fmt.Sprintf("did you mean %s %s?", cmd.CommandPath(), near)
 	}
 	return agent.Usage(fmt.Errorf("there is no command %q", args[0]), hint)
 }
@@ -135,7 +218,7 @@ func noCommand(cmd *cobra.Command, args []string) error {
 // usage gives errors of arguments their exit code.
 func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 	if check == nil {
-		check = cobra.NoArgs
+		check = arguments(0, 0, "")
 	}
 	return func(cmd *cobra.Command, args []string) error {
 		err := check(cmd, args)
@@ -143,17 +226,18 @@ func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 		if err == nil || errors.As(err, &own) {
 			return err
 		}
-		return agent.Usage(err, cmd.UseLine())
+		return agent.Usage(err, "usage: "+cmd.UseLine())
 	}
 }
 
 // report tells a person, or with -o json a program, what went wrong.
 func (c *command) report(err error) {
 	if c.output == "json" {
-		c.json(agent.Failure{Error: err.Error(), Hint: agent.Hint(err), Code: agent.Code(err)})
+		// With no output there is nobody to tell.
+		_ = c.json(agent.Failure{Error: agent.Message(err), Hint: agent.Hint(err), Code: agent.Code(err)})
 		return
 	}
-	fmt.Fprintf(c.Err, "sockeye: %v\n", err)
+	fmt.Fprintf(c.Err, "sockeye: %s\n", agent.Message(err))
 	if hint := agent.Hint(err); hint != "" {
 		fmt.Fprintf(c.Err, "hint: %s\n", hint)
 	}
@@ -176,6 +260,14 @@ func (c *command) show(v any, rows func(w io.Writer)) error {
 	w := tabwriter.NewWriter(c.Out, 0, 0, 2, ' ', 0)
 	rows(w)
 	return w.Flush()
+}
+
+// count is a number of things, as in 1 service and 2 services.
+func count(n int, one, many string) string {
+	if n == 1 {
+		return "1 " + one
+	}
+	return fmt.Sprintf("%d %s", n, many)
 }
 
 func orDash(s string) string {

@@ -25,11 +25,19 @@ registered when it listens on all of the service's listeners. The program has
 no rights that it would not have otherwise; SOCKEYE_SERVICE and SOCKEYE_SLOT in
 its environment say where it is.`,
 		Example: "  sockeye run --service telemetry --slot 2 -- nfacctd -f /etc/pmacct/nfacctd-2.conf",
-		Args:    cobra.MinimumNArgs(1),
+		Args:    arguments(1, -1, "PROGRAM"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			path, err := exec.LookPath(args[0])
 			if err != nil {
-				return agent.Usage(fmt.Errorf("find program: %w", err), "")
+				var lookup *exec.Error
+				if errors.As(err, &lookup) {
+					err = lookup.Err
+				}
+				var file *os.PathError
+				if errors.As(err, &file) {
+					err = file.Err
+				}
+				return agent.Usage(fmt.Errorf("find program %s: %w", args[0], err), "name it as in the shell, or with its path")
 			}
 			m := agent.Membership{Service: service}
 			if cmd.Flags().Changed("slot") {

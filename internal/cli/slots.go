@@ -36,6 +36,10 @@ func (c *command) slotsCommand() *cobra.Command {
 			return err
 		}
 		return c.show(slots, func(w io.Writer) {
+			if len(slots) == 0 {
+				fmt.Fprintln(w, "there are no services")
+				return
+			}
 			fmt.Fprintln(w, "SERVICE\tSLOT\tREADY\tPID\tCONNECTIONS\tDATAGRAMS\tREFUSED\tDIVERTED\tCOMMAND")
 			for _, s := range slots {
 				var refused uint64

@@ -33,12 +33,12 @@ func (c *command) status(w io.Writer, s *agent.Status) {
 	fmt.Fprintln(w, "SERVICE\tSTEERING\tREADY\tWHEN EMPTY\tHELD\tLISTENERS")
 	for _, v := range s.Services {
 		fmt.Fprintf(w, "%s\t%s\t%d of %d\t%s\t%s\t%s\n", v.Name, v.Steering, v.Ready, v.Slots,
-			v.WhenEmpty, yesNo(v.Held), strings.Join(v.Listeners, ", "))
+			v.WhenEmpty, yesNo(v.Held), some(v.Listeners, 4))
 	}
 	for _, v := range s.Services {
 		if v.DeviceMap != nil {
-			fmt.Fprintf(w, "\n%s: device map %s, %d prefixes of %d devices\n", v.Name, v.DeviceMap.Path,
-				v.DeviceMap.Prefixes, v.DeviceMap.Devices)
+			fmt.Fprintf(w, "\n%s: device map %s, %s of %s\n", v.Name, v.DeviceMap.Path,
+				count(v.DeviceMap.Prefixes, "prefix", "prefixes"), count(v.DeviceMap.Devices, "device", "devices"))
 		}
 		if v.Problem != "" {
 			fmt.Fprintf(w, "\n%s: %s\n", v.Name, v.Problem)
@@ -49,6 +49,14 @@ func (c *command) status(w io.Writer, s *agent.Status) {
 			hint(w, m.Hint)
 		}
 	}
+}
+
+// some lists the first of many things, and says how many more there are.
+func some(list []string, most int) string {
+	if len(list) <= most {
+		return strings.Join(list, ", ")
+	}
+	return fmt.Sprintf("%s and %d more", strings.Join(list[:most-1], ", "), len(list)-most+1)
 }
 
 func hint(w io.Writer, text string) {

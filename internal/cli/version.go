@@ -16,18 +16,21 @@ import (
 // Version is set by the build.
 var Version = "devel"
 
+// version is the answer of version -o json.
+type version struct {
+	Version string `json:"version"`
+	Go      string `json:"go"`
+	Arch    string `json:"arch"`
+	Schema  uint32 `json:"pin_schema"`
+	Kernel  string `json:"kernel"`
+}
+
 func (c *command) versionCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "version",
 		Short: "Show the version",
 		RunE: func(*cobra.Command, []string) error {
-			v := struct {
-				Version string `json:"version"`
-				Go      string `json:"go"`
-				Arch    string `json:"arch"`
-				Schema  uint32 `json:"pin_schema"`
-				Kernel  string `json:"kernel"`
-			}{Version, runtime.Version(), runtime.GOARCH, bpf.Schema, kernelRelease()}
+			v := version{Version, runtime.Version(), runtime.GOARCH, bpf.Schema, kernelRelease()}
 			return c.show(v, func(w io.Writer) {
 				fmt.Fprintf(w, "sockeye %s, %s %s, pin schema %d, Linux %s\n", v.Version, v.Go, v.Arch, v.Schema, v.Kernel)
 			})

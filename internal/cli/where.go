@@ -3,6 +3,7 @@
 package cli
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"net/netip"
@@ -14,7 +15,6 @@ import (
 
 	"sockeye/internal/agent"
 	"sockeye/internal/bpf"
-	"sockeye/internal/config"
 	"sockeye/internal/steer"
 )
 
@@ -34,7 +34,7 @@ tells what they would have under another policy file, and with --slots and
 		Example: `  sockeye where 192.0.2.1 2001:db8::1
   sockeye where --plan new-policy.yaml 192.0.2.1
   sockeye where --slots 8 --nonce 0x5eed 192.0.2.1`,
-		Args: cobra.MinimumNArgs(1),
+		Args: arguments(1, -1, "ADDRESS"),
 	}
 	query := serviceFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -46,6 +46,12 @@ tells what they would have under another policy file, and with --slots and
 		changed := cmd.Flags().Changed
 		var list []agent.WhereStatus
 		switch {
+		case changed("slots") && (plan != "" || offline) || plan != "" && offline:
+			return agent.Usage(errors.New("--slots, --plan and --offline do not go together"), "each names another table")
+		case changed("device-map") && !changed("slots"):
+			return agent.Usage(errors.New("--device-map goes with --slots"), "without --slots the service's own device map counts")
+		case changed("slots") && service != "":
+			return agent.Usage(errors.New("--slots and --service do not go together"), "a table given by --slots belongs to no service")
 		case changed("slots") != changed("nonce"):
 			return agent.Usage(fmt.Errorf("--slots and --nonce go together"), "sockeye status -o json shows a service's nonce")
 		case changed("slots"):
@@ -93,7 +99,7 @@ func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]agent.
 	var devices *steer.DeviceMap
 	if file != "" {
 		if devices, err = steer.LoadDeviceMap(file); err != nil {
-			return nil, err
+			return nil, agent.Unreadable(err, "")
 		}
 	}
 	mapping, err := steer.NewMapping(slots, bpf.NoSlot, seed, devices)
@@ -106,7 +112,7 @@ func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]agent.
 // wherePlan uses the nonces of the running services, which a new policy does
 // not change.
 func (c *command) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service, file string) ([]agent.WhereStatus, error) {
-	policy, err := config.Load(file)
+	policy, err := loadPolicy(file)
 	if err != nil {
 		return nil, err
 	}
@@ -125,7 +131,7 @@ func (c *command) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service,
 		}
 		nonce, ok := nonces[s.Name]
 		if !ok {
-			return nil, agent.Usage(fmt.Errorf("service %s does not run, so its nonce is not known", s.Name), "use --slots and --nonce")
+			return nil, agent.Usage(fmt.Errorf("service %s does not run, so its nonce is not known", s.Name), "use --slots and --nonce, or --service for one that runs")
 		}
 		part, err := whereTable(addresses, s.Slots, nonce, s.DeviceMap)
 		if err != nil {
@@ -137,7 +143,7 @@ func (c *command) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service,
 		list = append(list, part...)
 	}
 	if service != "" && len(list) == 0 {
-		return nil, agent.Usage(fmt.Errorf("%s has no service %q", file, service), "")
+		return nil, agent.Usage(fmt.Errorf("%s has no service %q", file, service), "name one of its services, or leave --service out")
 	}
 	return list, nil
 }
@@ -152,7 +158,11 @@ func whereOffline(addresses []netip.Addr, service, pins string) ([]agent.WhereSt
 		if _, err := os.ReadDir(pins); err != nil && !os.IsNotExist(err) {
 			return nil, fmt.Errorf("read pins: %w", err)
 		}
-		return nil, agent.Usage(fmt.Errorf("nothing is pinned in %s for this service", pins), "name the directory with --pins")
+		what := "a service"
+		if service != "" {
+			what = "service " + service
+		}
+		return nil, agent.Usage(fmt.Errorf("%s has no pins of %s", pins, what), "name the agent's directory with --pins")
 	}
 	list := []agent.WhereStatus{}
 	for _, dir := range dirs {

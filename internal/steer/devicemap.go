@@ -19,6 +19,8 @@ import (
 	"strings"
 	"unicode"
 	"unicode/utf8"
+
+	"golang.org/x/sys/unix"
 )
 
 // Limits of a device map.
@@ -103,11 +105,15 @@ func (e *DeviceMapErrors) Unwrap() []error {
 
 // LoadDeviceMap reads the device map at path; see [ParseDeviceMap].
 func LoadDeviceMap(path string) (*DeviceMap, error) {
-	f, err := os.Open(path)
+	// A pipe must not block the reader, whoever it is.
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, fmt.Errorf("read device map: %w", err)
 	}
 	defer f.Close()
+	if info, err := f.Stat(); err != nil || !info.Mode().IsRegular() {
+		return nil, fmt.Errorf("read device map: %w", &os.PathError{Op: "read", Path: path, Err: errors.New("not a regular file")})
+	}
 	return ParseDeviceMap(f, path)
 }
 

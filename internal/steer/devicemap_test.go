@@ -16,6 +16,8 @@ import (
 	"strings"
 	"testing"
 	"testing/iotest"
+
+	"golang.org/x/sys/unix"
 )
 
 func parseMap(t testing.TB, text string) *DeviceMap {
@@ -336,6 +338,20 @@ func BenchmarkDeviceMapLookup(b *testing.B) {
 	for i := 0; b.Loop(); i++ {
 		if _, ok := m.Lookup(addrs[i%len(addrs)]); !ok {
 			b.Fatal("not found: ", addrs[i%len(addrs)])
+		}
+	}
+}
+
+func TestDeviceMapMustBeAFile(t *testing.T) {
+	dir := t.TempDir()
+	fifo := filepath.Join(dir, "fifo")
+	if err := unix.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{fifo, dir} {
+		_, err := LoadDeviceMap(path)
+		if want := "read device map: read " + path + ": not a regular file"; err == nil || err.Error() != want {
+			t.Errorf("got %v, want %s", err, want)
 		}
 	}
 }

@@ -54,7 +54,15 @@ func isolate() int {
 	}
 	// The child gets an interrupt from the terminal too, and ends by itself.
 	signal.Ignore(unix.SIGINT, unix.SIGQUIT)
-	err = cmd.Run()
+	terminated := make(chan os.Signal, 1)
+	signal.Notify(terminated, unix.SIGTERM, unix.SIGHUP)
+	if err = cmd.Start(); err == nil {
+		go func() {
+			<-terminated
+			cmd.Process.Kill()
+		}()
+		err = cmd.Wait()
+	}
 	if cmd.ProcessState == nil {
 		fmt.Fprintln(os.Stderr, "testenv:", err)
 		return 1
@@ -100,11 +108,28 @@ func newCgroup() (string, error) {
 	for lines.Scan() {
 		fields := strings.Fields(lines.Text())
 		if i := slices.Index(fields, "-"); i > 5 && fields[i+1] == "cgroup2" {
-			dir := filepath.Join(fields[4], fmt.Sprintf("sockeye-test-%d", os.Getpid()))
+			removeStale(fields[4])
+			dir := filepath.Join(fields[4], fmt.Sprintf("%s%d", cgroupPrefix, os.Getpid()))
 			return dir, os.Mkdir(dir, 0o755)
 		}
 	}
 	return "", fmt.Errorf("cgroup v2 is not mounted")
+}
+
+const cgroupPrefix = "sockeye-test-"
+
+// removeStale removes what tests that were killed left behind.
+func removeStale(mount string) {
+	left, err := filepath.Glob(filepath.Join(mount, cgroupPrefix+"*"))
+	if err != nil {
+		return
+	}
+	for _, dir := range left {
+		owner := strings.TrimPrefix(filepath.Base(dir), cgroupPrefix)
+		if _, err := os.Stat("/proc/" + owner); os.IsNotExist(err) {
+			removeCgroup(dir)
+		}
+	}
 }
 
 // removeCgroup ends what the tests left running, keepers too.

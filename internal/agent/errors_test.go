@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"strings"
+	"testing"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/steer"
+)
+
+func TestCodeAndHint(t *testing.T) {
+	_, badMap := steer.ParseDeviceMap(strings.NewReader("nonsense"), "devices.csv")
+	_, badPolicy := config.Parse([]byte("[]"), "policy.yaml")
+	const (
+		asRoot  = "run as root, or with the capabilities that sockeye doctor names"
+		doctor  = "sockeye doctor shows what this kernel can do"
+		reset   = "sockeye reset removes the pins of another version; steering stops until the agent starts again"
+		oneEach = "one agent works with a pin directory; see sockeye status, or give this one its own --pins"
+	)
+	wrap := func(err error) error { return fmt.Errorf("service a: %w", joined(errors.New("first"), err)) }
+	for _, c := range []struct {
+		name string
+		err  error
+		code int
+		hint string
+	}{
+		{"none", nil, 0, ""},
+		{"any", errors.New("x"), 1, ""},
+		{"usage", Usage(errors.New("x"), "y"), 2, "y"},
+		{"policy", badPolicy, 2, ""},
+		{"device map", badMap, 2, ""},
+		{"wrapped device map", wrap(badMap), 2, ""},
+		{"not supported", wrap(ebpf.ErrNotSupported), 3, doctor},
+		{"EPERM", wrap(unix.EPERM), 4, asRoot},
+		{"EACCES", wrap(unix.EACCES), 4, asRoot},
+		{"permission", wrap(fs.ErrPermission), 4, asRoot},
+		{"conflict", wrap(conflict(errors.New("x"), "y")), 5, "y"},
+		{"locked", wrap(bpf.ErrLocked), 5, oneEach},
+		{"pins", wrap(&bpf.IncompatibleError{Path: "p", Err: unix.EPERM}), 5, reset},
+		{"address", wrap(unix.EADDRINUSE), 5, ""},
+		{"hint kept", withHint(bpf.ErrLocked, "y"), 5, "y"},
+		{"an own error without a hint", Usage(unix.EPERM, ""), 2, asRoot},
+		{"unreadable", Unreadable(fs.ErrNotExist, "y"), 2, "y"},
+		{"unreadable for rights", Unreadable(fs.ErrPermission, "y"), 4, asRoot},
+		{"inherited", errInherited, 5, "name the process that opened them"},
+	} {
+		if code, hint := Code(c.err), Hint(c.err); code != c.code || hint != c.hint {
+			t.Errorf("%s: code %d, hint %q; want %d, %q", c.name, code, hint, c.code, c.hint)
+		}
+		if code := Code(c.err); code != 0 && httpStatus[code] == 0 {
+			t.Errorf("%s: code %d has no HTTP status", c.name, code)
+		}
+	}
+}
+
+func TestJoined(t *testing.T) {
+	a, b := errors.New("a"), errors.New("b")
+	if err := joined(); err != nil {
+		t.Error(err)
+	}
+	if err := joined(nil, nil); err != nil {
+		t.Error(err)
+	}
+	if err := joined(nil, a); !errors.Is(err, a) || errors.Is(err, b) {
+		t.Error(err)
+	}
+	err := joined(a, nil, b)
+	if err.Error() != "a; b" || !errors.Is(err, a) || !errors.Is(err, b) {
+		t.Error(err)
+	}
+}
+
+func TestMessage(t *testing.T) {
+	var flaws config.Errors
+	for n := range 25 {
+		flaws = append(flaws, &config.Error{File: "p", Line: n + 1, Column: 1, Message: "is wrong"})
+	}
+	for n, last := range map[int]string{1: "p:1:1: is wrong", 20: "p:20:1: is wrong", 21: "and 1 more", 25: "and 5 more"} {
+		lines := strings.Split(Message(fmt.Errorf("apply: %w", flaws[:n])), "\n")
+		if got := strings.TrimPrefix(lines[len(lines)-1], "apply: "); got != last || !strings.HasPrefix(lines[0], "apply: p:1:1: ") {
+			t.Errorf("%d errors: the last line is %q, want %q", n, got, last)
+		}
+	}
+	if got := Message(errors.New("x")); got != "x" {
+		t.Error(got)
+	}
+}

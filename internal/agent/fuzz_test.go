@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"encoding/json"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/config"
+)
+
+// Whatever comes, the agent answers with JSON and a code of its own, and does
+// nothing.
+func FuzzAPI(f *testing.F) {
+	for _, path := range []string{"/v1/status", "/v1/slots?service=a", "/v1/devices", "/v1/where?address=192.0.2.1&address=x",
+		"/v1/register", "/v1/unregister", "/v1/run", "/v1/plan", "/v1/apply", "/v2/x", "/"} {
+		for _, body := range []string{"", "{}", "[", "null", `{"service": "a", "slot": 1, "pid": 1}`, `{"text": "services: {}", "path": "/p"}`,
+			`{"previous": true}`, `{"text": "services: {a: {slots: 1, listeners: [{protocol: tcp, address: \"[::]:1\"}]"}`, `{"slot": 1e99}`, `{} {}`, `{"PID": -1}`} {
+			f.Add("GET", path, body)
+			f.Add("POST", path, body)
+		}
+	}
+	dir := f.TempDir()
+	f.Fuzz(func(t *testing.T, method, path, body string) {
+		target, err := url.ParseRequestURI(path)
+		if err != nil || target.Host != "" || !strings.HasPrefix(path, "/") || strings.ContainsAny(method, " \r\n") || method == "CONNECT" {
+			return
+		}
+		// A policy with services would be applied: this agent keeps none.
+		if strings.Contains(body, "services") && strings.Contains(path, "apply") {
+			if _, err := config.Parse([]byte(body), "p"); err == nil {
+				return
+			}
+		}
+		a := &Agent{
+			options: Options{StateDir: dir, Policy: filepath.Join(dir, "none.yaml")},
+			log:     slog.New(slog.DiscardHandler), host: &host{stateDir: dir, cgroups: dir + "/none"},
+			policy: &config.Policy{}, services: map[string]*service{}, metrics: &metricsServer{},
+		}
+		ctx := context.WithValue(context.Background(), peerKey{}, &unix.Ucred{Uid: 0, Pid: 1})
+		r, err := http.NewRequestWithContext(ctx, method, "http://agent/", strings.NewReader(body))
+		if err != nil {
+			return
+		}
+		r.URL = target
+		w := httptest.NewRecorder()
+		a.handler().ServeHTTP(w, r)
+		if w.Code >= 300 && w.Code < 400 {
+			return // the path has .. or //
+		}
+		if w.Code != http.StatusOK {
+			var failure Failure
+			if err := json.Unmarshal(w.Body.Bytes(), &failure); err != nil || failure.Error == "" || httpStatus[failure.Code] != w.Code {
+				t.Errorf("%s %s %q: %d %s", method, path, body, w.Code, w.Body)
+			}
+		} else if !json.Valid(w.Body.Bytes()) {
+			t.Errorf("%s %s %q: %s", method, path, body, w.Body)
+		}
+		if len(a.services) != 0 || len(a.policy.Services) != 0 {
+			t.Errorf("%s %s %q: the agent has services now", method, path, body)
+		}
+	})
+}
+
+// An address that is read is one that can be looked up, and is read again from
+// what it prints.
+func FuzzParseAddresses(f *testing.F) {
+	for _, text := range []string{"192.0.2.1", "::", "::ffff:192.0.2.1", "fe80::1%eth0", "2001:db8::1", "", " 1.2.3.4", "1.2.3.4/8", "01.2.3.4", "1.2.3", "[::1]", "router"} {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		addresses, err := ParseAddresses([]string{text})
+		if err != nil {
+			if Code(err) != CodeUsage || Hint(err) == "" || strings.Contains(err.Error(), "\n") {
+				t.Errorf("%q: %d, %q, hint %q", text, Code(err), err, Hint(err))
+			}
+			return
+		}
+		if len(addresses) != 1 || !addresses[0].IsValid() {
+			t.Fatalf("%q: %v", text, addresses)
+		}
+		again, err := ParseAddresses([]string{addresses[0].String()})
+		if err != nil || again[0] != addresses[0] {
+			t.Errorf("%q: %v, then %v %v", text, addresses, again, err)
+		}
+	})
+}

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"log/slog"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/testenv"
+)
+
+// TestMain also plays the keeper, which an agent starts as itself.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == KeeperCommand {
+		if Hold() != nil {
+			os.Exit(1)
+		}
+	}
+	testenv.Main(m)
+}
+
+// newAgent makes an agent in this process, without its socket, that keeps its
+// capabilities.
+func newAgent(t testing.TB, dir, pins string) *Agent {
+	t.Helper()
+	root, err := bpf.OpenRoot(pins)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := &Agent{
+		options: Options{StateDir: dir, RunDir: dir, Policy: filepath.Join(dir, "policy.yaml"), Version: "1.2.3"},
+		log:     slog.New(slog.DiscardHandler), starts: 7,
+		host:     &host{root: root, stateDir: dir, cgroups: filepath.Dir(testenv.Cgroup())},
+		policy:   &config.Policy{},
+		services: make(map[string]*service),
+	}
+	return a
+}
+
+// stop ends an agent as a crash would: the data path goes on.
+func (a *Agent) stop() {
+	a.close()
+	a.host.root.Close()
+}
+
+// retire takes the telemetry service off the host.
+func retire(t testing.TB, a *Agent) {
+	t.Helper()
+	if err := a.services["telemetry"].retire(); err != nil {
+		t.Error(err)
+	}
+}
+
+// begin starts an agent with the policy of the text.
+func (a *Agent) begin(t testing.TB, text string) {
+	t.Helper()
+	policy, err := config.Parse([]byte(text), a.options.Policy)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := a.start(policy, []byte(text)); err != nil {
+		t.Fatal(err)
+	}
+}

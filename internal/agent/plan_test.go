@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"sockeye/internal/config"
+	"sockeye/internal/testenv"
+)
+
+const onePolicy = `services:
+  telemetry:
+    slots: 4
+    listeners:
+      - {protocol: tcp, address: "[::]:1790"}
+      - {protocol: udp, address: "[::]:4739"}
+    user: root
+    cgroup: CGROUP
+`
+
+func policyText(text string, replace ...string) string {
+	return strings.NewReplacer(append(replace, "CGROUP", testenv.CgroupPath())...).Replace(text)
+}
+
+// The texts of plans, key by key.
+func TestPlanTexts(t *testing.T) {
+	dir := t.TempDir()
+	a := newAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
+	defer a.stop()
+	a.begin(t, policyText(onePolicy))
+	defer retire(t, a)
+	if err := os.WriteFile(filepath.Join(dir, "devices.csv"), []byte("192.0.2.0/24,edge\n198.51.100.1,edge\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name    string
+		replace []string
+		want    []string
+	}{
+		{"nothing", nil, nil},
+		{"slots", []string{"slots: 4", "slots: 5"}, []string{"telemetry change slots: 4 -> 5 (0 of 0 devices seen move)"}},
+		{"standby", []string{"slots: 4", "slots: 4\n    when_empty: {standby: 2}"}, []string{"telemetry change when_empty: reject -> standby 2 ()"}},
+		{"steering", []string{"slots: 4", "slots: 4\n    steering: lookup"}, []string{"telemetry change steering: reuseport -> lookup (everything is refused until the members are registered again, at once)"}},
+		{"listeners", []string{"4739", "2055"}, []string{
+			"telemetry add listener udp [::]:2055 (slots are not ready until their members listen on it)",
+			"telemetry remove listener udp [::]:4739 (the kernel's hash decides there from then on)"}},
+		{"device map", []string{"slots: 4", "slots: 4\n    device_map: devices.csv"}, []string{"telemetry change device_map: none -> 2 prefixes of 1 device (0 of 0 devices seen move)"}},
+		{"tracking", []string{"slots: 4", "slots: 4\n    track_devices: off"}, []string{"telemetry change track_devices: 65536 -> 0 (the devices seen so far are forgotten)"}},
+		{"backlog", []string{"slots: 4", "slots: 4\n    backlog: 64"}, []string{"telemetry change backlog: 0 -> 64 ()"}},
+		{"user", []string{"user: root", "user: nobody"}, []string{"telemetry change user: root -> nobody (the ports are held for that user)"}},
+		{"cgroup", []string{"CGROUP", "/"}, []string{"telemetry change cgroup: " + testenv.CgroupPath() + " -> / (members elsewhere lose their slot)"}},
+		{"members", []string{"slots: 4", "slots: 4\n    members: [{match: {user: root, command_line: collector}, slot: free}]"}, []string{"telemetry change members (members that no rule names any more lose their slot)"}},
+		{"rename", []string{"telemetry:", "collectors:"}, []string{"telemetry remove service (the kernel's hash decides from then on)", "collectors add service ()"}},
+		{"metrics", []string{"services:", "metrics: {listen: \"127.0.0.1:9732\"}\nservices:"}, []string{" change metrics: none -> 127.0.0.1:9732 ()"}},
+		{"two", []string{"slots: 4", "slots: 3\n    backlog: 9"}, []string{"telemetry change slots: 4 -> 3 (0 of 0 devices seen move)", "telemetry change backlog: 0 -> 9 ()"}},
+	} {
+		plan, err := a.Plan(Candidate{Text: policyText(onePolicy, c.replace...), Path: a.options.Policy})
+		if err != nil {
+			t.Errorf("%s: %v", c.name, err)
+			continue
+		}
+		var got []string
+		for _, change := range plan.Changes {
+			got = append(got, change.Service+" "+change.Action+" "+change.What+" ("+change.Effect+")")
+		}
+		if !slices.Equal(got, c.want) {
+			t.Errorf("%s:\ngot  %q\nwant %q", c.name, got, c.want)
+		}
+	}
+}
+
+// A policy that is applied and taken back leaves the policy before as the
+// previous one, and the other way round.
+func TestPreviousPolicy(t *testing.T) {
+	dir := t.TempDir()
+	a := newAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
+	defer a.stop()
+	a.begin(t, policyText(onePolicy))
+	defer retire(t, a)
+	if _, err := a.Apply(Candidate{Previous: true}); Code(err) != CodeUsage {
+		t.Errorf("without a previous policy: %v", err)
+	}
+	next := policyText(onePolicy, "slots: 4", "slots: 2")
+	for _, want := range []int{2, 4, 2} {
+		c := Candidate{Previous: true}
+		if want == 2 && a.policy.Services[0].Slots == 4 && !exists(filepath.Join(dir, previousFile)) {
+			c = Candidate{Text: next, Path: a.options.Policy}
+		}
+		if _, err := a.Apply(c); err != nil {
+			t.Fatal(err)
+		}
+		status, err := a.Status()
+		if err != nil || status.Services[0].Slots != want {
+			t.Errorf("want %d slots in %+v, %v", want, status, err)
+		}
+	}
+	if _, err := a.Apply(Candidate{}); Code(err) != CodeUsage || !strings.Contains(err.Error(), "no such file") {
+		t.Errorf("without a policy file: %v", err)
+	}
+	if a.policy.Services[0].Slots != 2 {
+		t.Errorf("the policy is %+v", a.policy)
+	}
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
+}
+
+func TestSelected(t *testing.T) {
+	a := &Agent{services: map[string]*service{}, policy: &config.Policy{}}
+	if _, err := a.service(""); err == nil || err.Error() != "which service?" {
+		t.Error(err)
+	}
+	one := &service{config: config.Service{Name: "one"}}
+	a.services["one"] = one
+	if s, err := a.service(""); err != nil || s != one {
+		t.Error(err)
+	}
+	if _, err := a.service("onee"); Code(err) != CodeUsage || Hint(err) != "did you mean one?" {
+		t.Error(err, Hint(err))
+	}
+}

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+)
+
+func TestStateRoundTrip(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "telemetry.json")
+	fresh, known, err := loadState(path)
+	if err != nil || known || fresh.BootID != bootID() || bootID() == "" {
+		t.Fatalf("no file: %+v %v %v", fresh, known, err)
+	}
+	uid := uint32(0)
+	s := state{
+		Nonce: 1<<64 - 1, UID: &uid, BootID: bootID(),
+		Members:  []seen{{process{1, 2}, []string{"a", "b c"}, "3"}},
+		Claims:   []claim{{process{4, 5}, 6, "run"}},
+		Released: []process{{7, 8}},
+	}
+	if err := s.save(path); err != nil {
+		t.Fatal(err)
+	}
+	back, known, err := loadState(path)
+	if err != nil || !known || !reflect.DeepEqual(back, s) {
+		t.Errorf("got %+v %v %v, want %+v", back, known, err, s)
+	}
+
+	// Process ids of another boot mean nothing; the nonce and the user stay.
+	s.BootID = "another"
+	if err := s.save(path); err != nil {
+		t.Fatal(err)
+	}
+	want := state{Nonce: s.Nonce, UID: &uid, BootID: bootID()}
+	if back, _, err := loadState(path); err != nil || !reflect.DeepEqual(back, want) {
+		t.Errorf("after a reboot: got %+v %v, want %+v", back, err, want)
+	}
+}
+
+func TestDamagedState(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "telemetry.json")
+	for text, message := range map[string]string{
+		"":                          "unexpected end of JSON input",
+		"{":                         "unexpected end of JSON input",
+		`{"nonce": 7}`:              "json: invalid use of ,string struct tag, trying to unmarshal unquoted value into uint64",
+		`{"nonce": "7", "uid": -1}`: "json: cannot unmarshal number -1 into Go struct field state.uid of type uint32",
+		"\x00\x00\x00\x00":          "invalid character '\\x00' looking for beginning of value",
+	} {
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		_, _, err := loadState(path)
+		if err == nil || err.Error() != "read state "+path+": "+message {
+			t.Errorf("%q: %v", text, err)
+			continue
+		}
+		if Code(err) != CodeFailed || Hint(err) != "remove the file: the nonce is also pinned, and members are found again" {
+			t.Errorf("%q: code %d, hint %q", text, Code(err), Hint(err))
+		}
+	}
+}
+
+// Whoever reads the file while it is replaced, however often, gets one of the
+// contents as a whole.
+func TestWriteFileIsAtomic(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "f")
+	contents := []string{strings.Repeat("a", 1<<16), strings.Repeat("b", 1<<15)}
+	if err := writeFile(path, []byte(contents[0])); err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error)
+	go func() {
+		for n := range 100 {
+			if err := writeFile(path, []byte(contents[n%2])); err != nil {
+				done <- err
+				return
+			}
+		}
+		done <- nil
+	}()
+	for {
+		got, err := os.ReadFile(path)
+		if err != nil || string(got) != contents[0] && string(got) != contents[1] {
+			t.Fatalf("%d bytes, %v", len(got), err)
+		}
+		select {
+		case err := <-done:
+			if err != nil {
+				t.Fatal(err)
+			}
+			if entries, _ := os.ReadDir(dir); len(entries) != 1 {
+				t.Errorf("left over: %v", entries)
+			}
+			if info, _ := os.Stat(path); info.Mode().Perm() != 0o600 {
+				t.Errorf("mode %v", info.Mode())
+			}
+			return
+		default:
+		}
+	}
+}
+
+// A write that fails leaves the old file and nothing else.
+func TestWriteFileFails(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "d")
+	if err := os.MkdirAll(filepath.Join(path, "full"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	err := writeFile(path, []byte("x"))
+	if err == nil || !strings.HasPrefix(err.Error(), "write "+path+": ") {
+		t.Errorf("over a directory: %v", err)
+	}
+	if entries, _ := os.ReadDir(dir); len(entries) != 1 {
+		t.Errorf("left over: %v", entries)
+	}
+	if err := writeFile(filepath.Join(dir, "none", "f"), nil); err == nil {
+		t.Error("a file in no directory was written")
+	}
+}
+
+func TestStartedAt(t *testing.T) {
+	boot := time.Unix(1000, 0)
+	if got, want := startedAt(250, boot), time.Unix(1002, 5e8); !got.Equal(want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+	s := uint64(0)
+	now := time.Now()
+	if got := bootTime(); got.After(now) || got.Before(now.AddDate(-10, 0, 0)) {
+		t.Errorf("boot at %v, start time %d", got, s)
+	}
+}

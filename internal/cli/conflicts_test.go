@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+)
+
+func TestNoAgent(t *testing.T) {
+	h := newHost(t, twoServices)
+	for _, args := range [][]string{{"status"}, {"slots"}, {"devices"}, {"where", "192.0.2.1"}, {"plan"}, {"apply"},
+		{"register", "--pid", "1"}, {"unregister", "--slot", "1"}, {"run", "--", "true"}} {
+		h.refused(1, "no agent answers on DIR/run/agent.sock",
+			"start it with sockeye agent, or name its directory with --run-dir; steering goes on without it", nil, args...)
+	}
+}
+
+// A second agent neither gets the pins nor the socket of the first.
+func TestSecondAgent(t *testing.T) {
+	h, _ := running(t)
+	before := h.standing()
+	second := func(run, pins string) result {
+		return h.child(nil, "sockeye", "agent", "-o", "json", "--run-dir", run, "--state-dir", h.dir+"/state2", "--pins", pins, "--policy", h.policy)
+	}
+	h.isFailure(second(h.dir+"/run2", h.pins), 5, "lock PINS: another agent holds the pin directory",
+		"one agent works with a pin directory; see sockeye status, or give this one its own --pins")
+	h.isFailure(second(h.run, h.pins+"2"), 5, "listen on DIR/run/agent.sock: another agent does", "give this one its own --run-dir")
+	h.unchanged(before)
+	if r := h.sockeye("reset", "--pins", h.pins+"2"); r.code != 0 || h.plain(r.out) != "removed PINS2\n" {
+		t.Errorf("reset: %+v", r)
+	}
+	if r := h.sockeye("reset", "--pins", h.pins+"2"); r.code != 0 || r.out != "there was nothing to remove\n" {
+		t.Errorf("reset again: %+v", r)
+	}
+}
+
+// An agent that cannot start says why in one line.
+func TestAgentRefusals(t *testing.T) {
+	h := newHost(t, twoServices)
+	h.write("devices.csv", "")
+	start := func(change func(*exec.Cmd), role string, args ...string) result {
+		return h.child(change, role, append(append(args, h.agentArgs()...), "-o", "json")...)
+	}
+	missing := "start agent: missing CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH, CAP_CHOWN, CAP_NET_BIND_SERVICE, CAP_KILL, CAP_SETPCAP"
+	right := "run as root, or give these capabilities to the service"
+	h.isFailure(start(asNobody, "sockeye"), 4, missing, right)
+	h.isFailure(start(nil, "limited", fmt.Sprint(unix.CAP_BPF)), 4, "start agent: missing CAP_BPF", right)
+
+	r := h.child(nil, "sockeye", append(h.agentArgs(), "--group", "nosuch", "-o", "json")...)
+	h.isFailure(r, 2, "look up group nosuch: group: unknown group nosuch", "create the group, or leave --group out")
+
+	r = h.child(nil, "sockeye", "agent", "--pins", h.dir+"/pins", "--run-dir", h.run, "--state-dir", h.state, "--policy", h.policy, "-o", "json")
+	h.isFailure(r, 2, "DIR is not in a bpffs and not empty, so none can be mounted there", "give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye")
+
+	r = h.child(nil, "sockeye", "agent", "--pins", h.pins, "--run-dir", h.run, "--state-dir", h.state, "--policy", h.dir+"/none.yaml", "-o", "json")
+	h.isFailure(r, 2, "read policy file: open DIR/none.yaml: no such file or directory", "name the policy file with --policy of the agent")
+
+	if err := os.WriteFile(filepath.Join(h.state, "spare.json"), []byte(`{"nonce": 7`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	h.isFailure(start(nil, "sockeye"), 1, "service spare: read state DIR/state/spare.json: unexpected end of JSON input",
+		"remove the file: the nonce is also pinned, and members are found again")
+	os.Remove(filepath.Join(h.state, "spare.json"))
+
+	busy, err := net.Listen("tcp", "127.0.0.1:9732")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer busy.Close()
+	h.write("policy.yaml", twoServices+"metrics: {listen: \"127.0.0.1:9732\"}\n")
+	h.isFailure(start(nil, "sockeye"), 5, "serve metrics: listen tcp 127.0.0.1:9732: bind: address already in use", "set metrics.listen to a free address")
+	if r := h.sockeye("reset", "--pins", h.pins); r.code != 0 {
+		t.Errorf("reset: %+v", r)
+	}
+}
+
+// Pins of another version are refused, and the hint's command repairs it.
+func TestOtherSchema(t *testing.T) {
+	h := newHost(t, twoServices)
+	h.write("devices.csv", "")
+	if err := os.Mkdir(h.pins, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	pin(t, filepath.Join(h.pins, "schema"), 99)
+	for range 2 {
+		r := h.child(nil, "sockeye", append(h.agentArgs(), "-o", "json")...)
+		h.isFailure(r, 5, "adopt pin PINS/schema: schema version 99, this sockeye reads 1",
+			"sockeye reset removes the pins of another version; steering stops until the agent starts again")
+	}
+	if r := h.sockeye("reset", "--pins", h.pins); r.code != 0 || h.plain(r.out) != "removed PINS\n" {
+		t.Fatalf("reset: %+v", r)
+	}
+	h.start()
+}
+
+// pin makes a map with one number in it.
+func pin(t *testing.T, path string, value uint32) {
+	t.Helper()
+	m, err := ebpf.NewMap(&ebpf.MapSpec{Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: 1,
+		Contents: []ebpf.MapKV{{Key: uint32(0), Value: value}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Pin(path); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Somebody else's pins and files survive a reset that names them.
+func TestResetOfOthers(t *testing.T) {
+	h := newHost(t, twoServices)
+	other := filepath.Dir(h.pins)
+	pin(t, filepath.Join(other, "cilium_state"), 1)
+	h.refused(2, h.plain(other)+" is not a directory of an agent's pins", "name the agent's directory with --pins", nil, "reset", "--pins", other)
+	if _, err := os.Stat(filepath.Join(other, "cilium_state")); err != nil {
+		t.Error(err)
+	}
+}
+
+// Only root changes anything; the agent's group looks.
+func TestNotPermitted(t *testing.T) {
+	h, _ := running(t)
+	before := h.standing()
+	nobody := func(args ...string) result {
+		return h.child(asNobody, "sockeye", append(args, "--run-dir", h.run, "-o", "json")...)
+	}
+	h.isFailure(nobody("status"), 4, "connect to agent: dial unix DIR/run/agent.sock: connect: permission denied",
+		"run as root, or as a member of the agent's --group")
+	h.unchanged(before)
+	h.kill()
+	h.start("--group", "nogroup")
+	before = h.standing()
+	if r := nobody("status"); r.code != 0 {
+		t.Errorf("the group's status: %+v", r)
+	}
+	if r := nobody("plan"); r.code != 0 {
+		t.Errorf("the group's plan: %+v", r)
+	}
+	for _, args := range [][]string{
+		{"apply"}, {"apply", "--previous"}, {"plan", h.policy},
+		{"register", "--service", "spare", "--pid", "1"}, {"unregister", "--service", "telemetry", "--slot", "0"},
+	} {
+		h.isFailure(nobody(args...), 4, "only root may change what the agent does, or have it read a file", "run it with sudo")
+	}
+	h.unchanged(before)
+	h.isFailure(nobody("reset", "--pins", h.pins), 4, "read pin directory: open PINS: permission denied",
+		"run as root, or with the capabilities that sockeye doctor names")
+	h.isFailure(nobody("where", "--offline", "--pins", h.pins, "192.0.2.1"), 4, "read pins: open PINS: permission denied",
+		"run as root, or with the capabilities that sockeye doctor names")
+	h.unchanged(before)
+}
+
+// A policy file with many errors shows the first, and how many more.
+func TestManyErrors(t *testing.T) {
+	h, _ := running(t)
+	before := h.standing()
+	var text strings.Builder
+	text.WriteString("services:\n  telemetry:\n    slots: 4\n    listeners: [{protocol: tcp, address: \"[::]:1790\"}]\n")
+	for n := range 50 {
+		fmt.Fprintf(&text, "    key%d: 1\n", n)
+	}
+	file := h.write("many.yaml", text.String())
+	h.write("policy.yaml", text.String())
+	for _, args := range [][]string{{"check", file}, {"plan", file}, {"apply"}} {
+		r := h.sockeye(args...)
+		if r.code != 2 || strings.Count(r.err, "unknown key") != 20 || !strings.HasSuffix(r.err, "\nand 30 more\n") ||
+			!strings.HasPrefix(h.plain(r.err), "sockeye: DIR/"+filepath.Base(map[bool]string{true: h.policy, false: file}[args[0] == "apply"])+":5:5: services.telemetry.key0: unknown key\n") {
+			t.Errorf("sockeye %q: %+v", args, r)
+		}
+		h.unchanged(before)
+	}
+	var all checked
+	r := h.sockeye("check", file, "-o", "json")
+	if err := json.Unmarshal([]byte(r.out), &all); err != nil || r.code != 2 || all.Valid || len(all.Errors) != 50 {
+		t.Errorf("%v, %+v", err, r)
+	}
+}
+
+// A policy whose last step fails leaves all services as they were.
+func TestApplyFailsMidway(t *testing.T) {
+	h, _ := running(t)
+	before := h.standing()
+	next := strings.Replace(twoServices, "slots: 4", "slots: 6\n    backlog: 64\n    when_empty: {standby: 1}", 1)
+	next = strings.Replace(next, "spare:", "zebra:", 1)
+	h.write("policy.yaml", next)
+	pin(t, filepath.Join(h.pins, "steer_zebra", "slots"), 1)
+	h.refused(5, "service zebra: adopt pin PINS/steer_zebra/slots: ValueSize: 4 changed to 16, MaxEntries: 1 changed to 1024: map spec is incompatible with existing map",
+		"sockeye reset removes the pins of another version; steering stops until the agent starts again", nil, "apply")
+	h.unchanged(before)
+	if plan := must[agent.Plan](h, "plan"); len(plan.Changes) != 5 {
+		t.Errorf("the plan is %+v", plan)
+	}
+	h.write("policy.yaml", twoServices)
+	if r := h.sockeye("plan"); r.out != "nothing would change\n" {
+		t.Errorf("the plan of what runs: %+v", r)
+	}
+}
+
+// Garbage on the agent's socket gets an answer that says so.
+func TestGarbage(t *testing.T) {
+	h, _ := running(t)
+	before := h.standing()
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", agent.SocketPath(h.run))
+		}}}
+	const hint = "send one JSON object of at most 8 MiB"
+	const version = "is it of another version? see sockeye version and status"
+	for _, c := range []struct {
+		method, path, body string
+		status             int
+		message, hint      string
+	}{
+		{"POST", "/v1/register", "{", 400, "read request: unexpected EOF", hint},
+		{"POST", "/v1/register", "nonsense", 400, "read request: invalid character 'o' in literal null (expecting 'u')", hint},
+		{"POST", "/v1/register", `{"pid": "12"}`, 400, "read request: json: cannot unmarshal string into Go struct field Membership.pid of type int", hint},
+		{"POST", "/v1/register", `{"pid": 12, "force": true}`, 400, `read request: json: unknown field "force"`, hint},
+		{"POST", "/v1/register", `{"service": "spare", "pid": 12} {}`, 400, "read request: something follows the JSON object", hint},
+		{"POST", "/v1/register", `[]`, 400, "read request: json: cannot unmarshal array into Go value of type agent.Membership", hint},
+		{"POST", "/v1/register", `{"service": "spare", "pid": 99999999999999999999}`, 400, "read request: json: cannot unmarshal number 99999999999999999999 into Go struct field Membership.pid of type int", hint},
+		{"POST", "/v1/unregister", `{"service": "telemetry", "slot": -1}`, 400, "slot -1 is out of range", "service telemetry has slots 0 to 3"},
+		{"POST", "/v1/unregister", "", 400, "which service?", "name one with --service; the policy has spare, telemetry"},
+		{"POST", "/v1/apply", `{"text": "services: ["}`, 400, "", ""},
+		{"POST", "/v1/apply", `{"text": "` + strings.Repeat("x", 9<<20) + `"}`, 400, "read request: http: request body too large", hint},
+		{"POST", "/v1/plan", `{"path": "/etc/shadow"}`, 400, "/etc/shadow: is empty", ""},
+		{"GET", "/v1/apply", "", 400, "the agent has no GET /v1/apply", version},
+		{"DELETE", "/v1/status", "", 400, "the agent has no DELETE /v1/status", version},
+		{"GET", "/v2/status", "", 400, "the agent has no GET /v2/status", version},
+		{"GET", "/", "", 400, "the agent has no GET /", version},
+		{"GET", "/v1/where?address=x&address=", "", 400, `"x" is not an IP address`, "as in 192.0.2.1 or 2001:db8::1"},
+		{"GET", "/v1/slots?service=%00", "", 400, `there is no service "\x00"`, "the policy has spare, telemetry"},
+	} {
+		r, err := http.NewRequest(c.method, "http://agent"+c.path, strings.NewReader(c.body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		answer, err := client.Do(r)
+		if err != nil {
+			t.Errorf("%s %s: %v", c.method, c.path, err)
+			continue
+		}
+		text, _ := io.ReadAll(answer.Body)
+		answer.Body.Close()
+		var f agent.Failure
+		if err := json.Unmarshal(text, &f); err != nil || answer.StatusCode != c.status || f.Code != 2 ||
+			c.message != "" && (f.Error != c.message || f.Hint != c.hint) {
+			t.Errorf("%s %s %.60s: %v, %d %s", c.method, c.path, c.body, err, answer.StatusCode, text)
+		}
+		h.unchanged(before)
+	}
+	for _, raw := range []string{"\x00\x01\x02\r\n\r\n", "GET\r\n\r\n", "POST /v1/apply HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{}", strings.Repeat("A", 2<<20)} {
+		conn, err := net.Dial("unix", agent.SocketPath(h.run))
+		if err != nil {
+			t.Fatal(err)
+		}
+		// The agent may hang up before all is written.
+		_, _ = io.Copy(conn, bytes.NewReader([]byte(raw)))
+		conn.Close()
+		h.unchanged(before)
+	}
+}

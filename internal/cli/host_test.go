@@ -1,0 +1,505 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/testenv"
+)
+
+// TestMain plays the parts that tests start as processes of their own: an
+// agent gives up capabilities for good, and a member is taken by its id.
+func TestMain(m *testing.M) {
+	var role string
+	if len(os.Args) > 1 {
+		role = os.Args[1]
+	}
+	switch role {
+	case "sockeye":
+		os.Exit(Main(os.Args[2:], Host()))
+	case agent.KeeperCommand:
+		os.Exit(Main(os.Args[1:], Host()))
+	case "member":
+		becomeMember(os.Args[2:])
+	case "limited":
+		becomeLimited(os.Args[2:])
+	case "without-cgroups":
+		becomeCgroupless(os.Args[2:])
+	}
+	testenv.Main(m)
+}
+
+// becomeMember opens sockets given as "tcp [::]:1790 flag flag", says so, and
+// answers everybody with its process id.
+func becomeMember(specs []string) {
+	for _, spec := range specs {
+		if err := openAs(spec); err != nil {
+			fmt.Println(spec, err)
+			os.Exit(1)
+		}
+	}
+	fmt.Println("ready")
+	for {
+		_ = unix.Pause()
+	}
+}
+
+func openAs(spec string) error {
+	fields := strings.Fields(spec)
+	address, flags := netip.MustParseAddrPort(fields[1]), fields[2:]
+	has := func(flag string) bool { return slices.Contains(flags, flag) }
+	domain, kind, protocol := unix.AF_INET6, unix.SOCK_STREAM, unix.IPPROTO_TCP
+	if address.Addr().Is4() {
+		domain = unix.AF_INET
+	}
+	if fields[0] == "udp" {
+		kind, protocol = unix.SOCK_DGRAM, unix.IPPROTO_UDP
+	}
+	if has("mptcp") {
+		protocol = unix.IPPROTO_MPTCP
+	}
+	fd, err := unix.Socket(domain, kind, protocol)
+	if err != nil {
+		return err
+	}
+	share := func() error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1) }
+	if !has("alone") && !has("late") {
+		err = share()
+	}
+	if has("v6only") {
+		err = errors.Join(err, unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 1))
+	}
+	var local, peer unix.Sockaddr = &unix.SockaddrInet6{Port: int(address.Port()), Addr: address.Addr().As16()}, &unix.SockaddrInet6{Port: 9, Addr: netip.IPv6Loopback().As16()}
+	if domain == unix.AF_INET {
+		local, peer = &unix.SockaddrInet4{Port: int(address.Port()), Addr: address.Addr().As4()}, &unix.SockaddrInet4{Port: 9, Addr: [4]byte{127, 0, 0, 1}}
+	}
+	err = errors.Join(err, unix.Bind(fd, local))
+	if has("late") {
+		err = errors.Join(err, share())
+	}
+	if has("connected") {
+		err = errors.Join(err, unix.Connect(fd, peer))
+	}
+	if err != nil {
+		return err
+	}
+	pid := []byte(strconv.Itoa(os.Getpid()))
+	if kind == unix.SOCK_DGRAM {
+		go func() {
+			buffer := make([]byte, 64)
+			for {
+				if _, from, err := unix.Recvfrom(fd, buffer, 0); err == nil && from != nil {
+					_ = unix.Sendto(fd, pid, 0, from)
+				}
+			}
+		}()
+		return nil
+	}
+	if has("deaf") {
+		return nil
+	}
+	if err := unix.Listen(fd, 1); err != nil {
+		return err
+	}
+	go func() {
+		for {
+			if conn, _, err := unix.Accept(fd); err == nil {
+				_, _ = unix.Write(conn, pid)
+				// The client closes first: TIME_WAIT on the member's port
+				// would keep later tests from it.
+				go func() {
+					_, _ = unix.Read(conn, make([]byte, 1))
+					unix.Close(conn)
+				}()
+			}
+		}
+	}()
+	return nil
+}
+
+// becomeLimited runs a command without one capability: args[0] is its number.
+func becomeLimited(args []string) {
+	runtime.LockOSThread()
+	number, err := strconv.Atoi(args[0])
+	if err == nil {
+		err = unix.Prctl(unix.PR_CAPBSET_DROP, uintptr(number), 0, 0, 0)
+	}
+	if err == nil {
+		err = unix.Exec("/proc/self/exe", append([]string{"sockeye", "sockeye"}, args[1:]...), os.Environ())
+	}
+	fmt.Println(err)
+	os.Exit(1)
+}
+
+// becomeCgroupless runs a command where no cgroup v2 is mounted.
+func becomeCgroupless(args []string) {
+	mount, err := agent.CgroupMount()
+	for err == nil {
+		if err = unix.Unmount(mount, unix.MNT_DETACH); err == nil {
+			mount, err = agent.CgroupMount()
+		}
+	}
+	os.Exit(Main(args, Host()))
+}
+
+// host is a place with directories for an agent, and at most one agent.
+type host struct {
+	t                          testing.TB
+	dir, run, state, pins, log string
+	policy                     string
+	agent                      *exec.Cmd
+}
+
+// newHost makes a host with a policy file. DIR in the policy is its folder,
+// CGROUP the tests' cgroup.
+func newHost(t testing.TB, policy string) *host {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "sockeye")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	h := &host{t: t, dir: dir, run: dir + "/run", state: dir + "/state", log: dir + "/log",
+		pins: testenv.BPFFS(t) + "/sockeye", policy: dir + "/policy.yaml"}
+	h.write("policy.yaml", policy)
+	return h
+}
+
+func (h *host) write(name, text string) string {
+	h.t.Helper()
+	path := filepath.Join(h.dir, name)
+	text = strings.NewReplacer("DIR", h.dir, "CGROUP", testenv.CgroupPath()).Replace(text)
+	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+		h.t.Fatal(err)
+	}
+	return path
+}
+
+func (h *host) agentArgs() []string {
+	return []string{"agent", "--run-dir", h.run, "--state-dir", h.state, "--pins", h.pins, "--policy", h.policy}
+}
+
+// start runs an agent until the test ends or kill.
+func (h *host) start(extra ...string) {
+	h.t.Helper()
+	log, err := os.OpenFile(h.log, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	defer log.Close()
+	first := h.agent == nil
+	h.agent = process("sockeye", append(h.agentArgs(), extra...)...)
+	h.agent.Stdout, h.agent.Stderr = log, log
+	if err := h.agent.Start(); err != nil {
+		h.t.Fatal(err)
+	}
+	if first {
+		h.t.Cleanup(func() {
+			if h.t.Failed() {
+				text, _ := os.ReadFile(h.log)
+				h.t.Logf("the agent's log:\n%s", text)
+			}
+			h.kill()
+			if r := h.sockeye("reset", "--pins", h.pins); r.code != 0 {
+				h.t.Errorf("reset: %+v", r)
+			}
+		})
+	}
+	h.eventually("the agent answers", func() bool { return h.sockeye("status").code == 0 })
+}
+
+func (h *host) kill() {
+	h.agent.Process.Kill()
+	h.agent.Wait()
+}
+
+func (h *host) eventually(what string, ok func() bool) {
+	h.t.Helper()
+	for deadline := time.Now().Add(10 * time.Second); !ok(); {
+		if time.Now().After(deadline) {
+			text, _ := os.ReadFile(h.log)
+			h.t.Fatalf("not within 10 s: %s\n%s", what, text)
+		}
+		_ = unix.Nanosleep(&unix.Timespec{Nsec: 5e6}, nil)
+	}
+}
+
+// process prepares this program in another role.
+func process(role string, args ...string) *exec.Cmd {
+	cmd := exec.Command("/proc/self/exe", append([]string{role}, args...)...)
+	cmd.Args[0] = "sockeye"
+	if role == "member" {
+		cmd.Args[0] = "collector"
+	}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
+	return cmd
+}
+
+// member starts a process with sockets, and returns its id and what ends it.
+// The change may be nil.
+func (h *host) member(change func(*exec.Cmd), specs ...string) (pid int, end func()) {
+	h.t.Helper()
+	cmd := process("member", specs...)
+	if change != nil {
+		change(cmd)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		h.t.Fatal(err)
+	}
+	end = func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+	}
+	h.t.Cleanup(end)
+	line, _ := bufio.NewReader(out).ReadString('\n')
+	if line != "ready\n" {
+		h.t.Fatalf("member %q: %s", specs, line)
+	}
+	return cmd.Process.Pid, end
+}
+
+type result struct {
+	code     int
+	out, err string
+}
+
+// sockeye runs a command in this process.
+func (h *host) sockeye(args ...string) result {
+	var out, err bytes.Buffer
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	code := Run(ctx, append([]string{"--run-dir", h.run}, args...), Environment{
+		Out: &out, Err: &err, In: strings.NewReader(""), Now: time.Now,
+		Exec: func(string, []string, []string) error { return unix.ENOEXEC },
+	})
+	return result{code, out.String(), err.String()}
+}
+
+// child runs a command in a process of its own.
+func (h *host) child(change func(*exec.Cmd), role string, args ...string) result {
+	h.t.Helper()
+	cmd := process(role, args...)
+	if change != nil {
+		change(cmd)
+	}
+	var out, errs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errs
+	var exit *exec.ExitError
+	if err := cmd.Run(); err != nil && !errors.As(err, &exit) {
+		h.t.Fatal(err)
+	}
+	return result{cmd.ProcessState.ExitCode(), out.String(), errs.String()}
+}
+
+func asNobody(cmd *exec.Cmd) {
+	cmd.SysProcAttr.Credential = &syscall.Credential{Uid: 65534, Gid: 65534}
+}
+
+// must runs a command that works, and reads its JSON.
+func must[T any](h *host, args ...string) T {
+	h.t.Helper()
+	var v T
+	r := h.sockeye(append(args, "-o", "json")...)
+	if r.code != 0 || r.err != "" {
+		h.t.Fatalf("sockeye %q: %+v", args, r)
+	}
+	if err := json.Unmarshal([]byte(r.out), &v); err != nil {
+		h.t.Fatalf("sockeye %q: %v in %s", args, err, r.out)
+	}
+	return v
+}
+
+// plain replaces what differs from run to run.
+func (h *host) plain(text string, pids ...int) string {
+	pairs := []string{h.dir, "DIR", h.pins, "PINS", testenv.CgroupPath(), "CGROUP"}
+	for _, pid := range pids {
+		pairs = append(pairs, strconv.Itoa(pid), "PID")
+	}
+	return strings.NewReplacer(pairs...).Replace(text)
+}
+
+// refused runs a command that must fail in one way, with a table and with
+// JSON.
+func (h *host) refused(code int, message, hint string, pids []int, args ...string) {
+	h.t.Helper()
+	r := h.sockeye(args...)
+	want := "sockeye: " + message + "\n"
+	if hint != "" {
+		want += "hint: " + hint + "\n"
+	}
+	if got := h.plain(r.err, pids...); r.code != code || got != want || r.out != "" {
+		h.t.Errorf("sockeye %q:\ngot  %d %s%s\nwant %d %s", args, r.code, got, r.out, code, want)
+	}
+	// Before the other flags: after -- they would be the program's.
+	r = h.sockeye(append([]string{"-o", "json"}, args...)...)
+	h.isFailure(r, code, message, hint, pids...)
+}
+
+func (h *host) isFailure(r result, code int, message, hint string, pids ...int) {
+	h.t.Helper()
+	var f agent.Failure
+	d := json.NewDecoder(strings.NewReader(h.plain(r.out, pids...)))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&f); err != nil {
+		h.t.Errorf("%v in %q", err, r.out)
+	}
+	if want := (agent.Failure{Error: message, Hint: hint, Code: code}); f != want || r.code != code || r.err != "" {
+		h.t.Errorf("got  %d %+v %s\nwant %d %+v", r.code, f, r.err, code, want)
+	}
+}
+
+// standing is all that bad input must leave as it is: what the agent says of
+// its services, and where packets really go.
+type standing struct {
+	Status   []agent.ServiceStatus
+	Slots    []agent.SlotStatus
+	Steering map[string]string
+}
+
+func (h *host) standing() string {
+	h.t.Helper()
+	s := standing{Steering: make(map[string]string)}
+	s.Status = must[agent.Status](h, "status").Services
+	s.Slots = must[[]agent.SlotStatus](h, "slots")
+	for i := range s.Slots {
+		s.Slots[i].Counts = agent.Counts{} // they count this very look
+		s.Slots[i].Since = nil             // rounded, from two clocks
+	}
+	for n := 1; n <= 6; n++ {
+		for _, network := range []string{"tcp", "udp"} {
+			address := fmt.Sprintf("127.0.0.%d", n)
+			s.Steering[network+" "+address] = ask(network, address)
+		}
+	}
+	text, err := json.MarshalIndent(s, "", " ")
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return string(text)
+}
+
+// unchanged fails the test if bad input changed something.
+func (h *host) unchanged(before string) {
+	h.t.Helper()
+	after := h.standing()
+	if after == before {
+		return
+	}
+	was, is := strings.Split(before, "\n"), strings.Split(after, "\n")
+	for _, line := range was {
+		if !slices.Contains(is, line) {
+			h.t.Errorf("changed: was %s", line)
+		}
+	}
+	for _, line := range is {
+		if !slices.Contains(was, line) {
+			h.t.Errorf("changed: is %s", line)
+		}
+	}
+	h.t.Error("the running services changed")
+}
+
+// ask sends from an address to the telemetry service, and returns who answers.
+func ask(network, address string) string {
+	port, local := "1790", net.Addr(&net.TCPAddr{IP: net.ParseIP(address)})
+	if network == "udp" {
+		port, local = "4739", &net.UDPAddr{IP: net.ParseIP(address)}
+	}
+	d := net.Dialer{LocalAddr: local, Timeout: 5 * time.Second}
+	d.SetMultipathTCP(false)
+	conn, err := d.Dial(network, net.JoinHostPort("127.0.0.1", port))
+	if err != nil {
+		return reason(err)
+	}
+	defer conn.Close()
+	if err := conn.SetDeadline(time.Now().Add(2 * time.Second)); err != nil {
+		return err.Error()
+	}
+	if network == "udp" {
+		if _, err := conn.Write([]byte("?")); err != nil {
+			return reason(err)
+		}
+	}
+	answer := make([]byte, 64)
+	n, err := conn.Read(answer)
+	if err != nil && !errors.Is(err, io.EOF) {
+		return reason(err)
+	}
+	return string(answer[:n])
+}
+
+func reason(err error) string {
+	var errno syscall.Errno
+	if errors.As(err, &errno) {
+		return errno.Error()
+	}
+	return err.Error()
+}
+
+const twoServices = `services:
+  telemetry:
+    slots: 4
+    listeners:
+      - {protocol: tcp, address: "[::]:1790"}
+      - {protocol: udp, address: "[::]:4739"}
+    user: root
+    cgroup: CGROUP
+    device_map: devices.csv
+  spare:
+    slots: 2
+    listeners:
+      - {protocol: tcp, address: "[::]:1791"}
+      - {protocol: udp, address: "[::]:4740"}
+    cgroup: CGROUP
+`
+
+// running starts an agent with two services: telemetry has members in slots 0
+// to 2 of 4, spare has none. It returns the members' ids.
+func running(t testing.TB, extra ...string) (*host, []int) {
+	t.Helper()
+	h := newHost(t, twoServices)
+	h.write("devices.csv", "127.0.0.1,edge\n127.0.0.2,edge\n")
+	h.start(extra...)
+	var pids []int
+	for slot := range 3 {
+		pid, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
+		must[agent.Membership](h, "register", "--service", "telemetry", "--slot", strconv.Itoa(slot), "--pid", strconv.Itoa(pid))
+		pids = append(pids, pid)
+	}
+	return h, pids
+}
+
+func testCgroup() string { return testenv.Cgroup() }

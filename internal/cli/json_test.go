@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"os"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"sockeye/internal/agent"
+)
+
+// answers are the types that commands print with -o json.
+var answers = []struct {
+	command string
+	value   any
+}{
+	{"status", agent.Status{}},
+	{"slots", []agent.SlotStatus{}},
+	{"devices", []agent.DeviceStatus{}},
+	{"where", []agent.WhereStatus{}},
+	{"check", checked{}},
+	{"plan, apply", agent.Plan{}},
+	{"register, unregister", agent.Membership{}},
+	{"doctor", []agent.Finding{}},
+	{"version", version{}},
+	{"reset", removal{}},
+	{"errors", agent.Failure{}},
+}
+
+// fieldsOf lists the fields of a type as it is in JSON, as "path type".
+func fieldsOf(path string, t reflect.Type, optional bool) []string {
+	suffix := ""
+	if optional {
+		suffix = ", optional"
+	}
+	switch {
+	case t == reflect.TypeFor[time.Time]():
+		return []string{path + " time" + suffix}
+	case t == reflect.TypeFor[netip.Addr]():
+		return []string{path + " address" + suffix}
+	}
+	switch t.Kind() {
+	case reflect.Pointer:
+		if !optional {
+			suffix = " or null"
+		}
+		fields := fieldsOf(path, t.Elem(), false)
+		for i := range fields {
+			fields[i] += suffix
+		}
+		return fields
+	case reflect.Slice:
+		if t.Elem().Kind() == reflect.Struct {
+			return fieldsOf(path+"[]", t.Elem(), false)
+		}
+		return []string{path + "[] string" + suffix}
+	case reflect.Map:
+		return []string{path + ".* number" + suffix}
+	case reflect.Struct:
+		var fields []string
+		for _, f := range reflect.VisibleFields(t) {
+			name, options, _ := strings.Cut(f.Tag.Get("json"), ",")
+			if f.Anonymous || len(f.Index) > 1 && !t.FieldByIndex(f.Index[:1]).Anonymous {
+				continue
+			}
+			sub := strings.TrimPrefix(path+"."+name, ".")
+			fields = append(fields, fieldsOf(sub, f.Type, strings.Contains(options, "omitempty"))...)
+		}
+		return fields
+	case reflect.Bool:
+		return []string{path + " true or false" + suffix}
+	case reflect.String:
+		return []string{path + " string" + suffix}
+	}
+	return []string{path + " number" + suffix}
+}
+
+// The names of fields are an interface: once there, they stay.
+func TestJSONFields(t *testing.T) {
+	var all bytes.Buffer
+	for _, a := range answers {
+		fmt.Fprintln(&all, a.command)
+		for _, field := range fieldsOf("", reflect.TypeOf(a.value), false) {
+			fmt.Fprintln(&all, "\t"+field)
+		}
+	}
+	const file = "testdata/json-fields.golden"
+	if os.Getenv("UPDATE") != "" {
+		if err := os.WriteFile(file, all.Bytes(), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := all.String(); got != string(want) {
+		t.Errorf("the fields of the answers changed; if fields were only added, run with UPDATE=1 and document them in docs/json.md.\ngot\n%s\nwant\n%s", got, want)
+	}
+}
+
+// docs/json.md has each field with its type, and no others.
+func TestJSONDocumented(t *testing.T) {
+	text, err := os.ReadFile("../../docs/json.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	documented := make(map[string][]string)
+	section := ""
+	for line := range strings.Lines(string(text)) {
+		if title, ok := strings.CutPrefix(line, "## "); ok {
+			section = strings.TrimSpace(title)
+		}
+		cells := strings.Split(line, "|")
+		if len(cells) == 5 && strings.HasPrefix(cells[1], " `") {
+			documented[section] = append(documented[section], strings.Trim(cells[1], " `")+" "+strings.TrimSpace(cells[2]))
+			if strings.TrimSpace(cells[3]) == "" {
+				t.Errorf("%s: %s has no meaning", section, cells[1])
+			}
+		}
+	}
+	for _, a := range answers {
+		if got, want := documented[a.command], fieldsOf("", reflect.TypeOf(a.value), false); !slices.Equal(got, want) {
+			t.Errorf("%s: documented are\n%s\nwant\n%s", a.command, strings.Join(got, "\n"), strings.Join(want, "\n"))
+		}
+		delete(documented, a.command)
+	}
+	for section := range documented {
+		t.Errorf("%s is documented and no command has it", section)
+	}
+}
+
+// What commands really print has these fields and no others.
+func TestJSONAnswers(t *testing.T) {
+	h, _ := running(t)
+	ask("tcp", "127.0.0.3")
+	for _, a := range answers {
+		var args [][]string
+		switch a.command {
+		case "status", "slots", "devices", "version":
+			args = [][]string{{a.command}}
+		case "where":
+			args = [][]string{{"where", "127.0.0.1", "::1"}, {"where", "--offline", "--pins", h.pins, "127.0.0.1"}, {"where", "--slots", "3", "--nonce", "7", "127.0.0.1"}}
+		case "plan, apply":
+			args = [][]string{{"plan"}, {"apply"}}
+		case "register, unregister":
+			args = [][]string{{"unregister", "--service", "telemetry", "--slot", "0"}}
+		case "check":
+			args = [][]string{{"check", h.policy}}
+		case "doctor":
+			args = [][]string{{"doctor", "--policy", h.policy, "--pins", h.pins}}
+		case "reset":
+			args = [][]string{{"reset", "--pins", h.pins + "2"}}
+		}
+		for _, arg := range args {
+			r := h.sockeye(append(arg, "-o", "json")...)
+			d := json.NewDecoder(strings.NewReader(r.out))
+			d.DisallowUnknownFields()
+			v := reflect.New(reflect.TypeOf(a.value))
+			if err := d.Decode(v.Interface()); err != nil || r.code != 0 || r.err != "" {
+				t.Errorf("%q: %v, %+v", arg, err, r)
+			}
+			if d.More() {
+				t.Errorf("%q: more than one value in %s", arg, r.out)
+			}
+			if strings.Contains(r.out, ": null") && a.command != "slots" && a.command != "devices" {
+				t.Errorf("%q: a null in %s", arg, r.out)
+			}
+		}
+	}
+}
