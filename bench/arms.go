@@ -129,7 +129,7 @@ tee_transparent[a]: true
 		{"haproxy", "-db", "-f", f.path("haproxy.cfg")},
 		{"nfacctd", "-f", f.path("tee.conf")},
 	} {
-		proc, err := f.b.sandbox.start(f.group(balanceGroup), argv[0], argv...)
+		proc, err := f.b.start(f.group(balanceGroup), argv[0], argv...)
 		if err != nil {
 			return err
 		}
@@ -212,7 +212,7 @@ func (s *sockeyeArm) start(_ context.Context, f *fleet) error {
 		return err
 	}
 	var err error
-	s.agent, err = f.b.sandbox.start(f.group(balanceGroup), "sockeye agent", s.binary, "agent",
+	s.agent, err = f.b.start(f.group(balanceGroup), "sockeye agent", s.binary, "agent",
 		"--policy", f.path("policy.yaml"), "--state-dir", f.path("state"), "--run-dir", f.path("run"), "--pins", f.pins())
 	return err
 }
@@ -253,7 +253,6 @@ type fleet struct {
 	net     space
 	dir     string
 	members []*process
-	before  []received
 }
 
 func (f *fleet) path(name string) string  { return filepath.Join(f.dir, name) }
@@ -287,7 +286,7 @@ func (b *bench) launch(ctx context.Context, a arm, kind string) (*fleet, error) 
 			}
 			argv = []string{"nfacctd", "-f", f.path(name + ".conf")}
 		}
-		p, err := b.sandbox.start(f.group(membersGroup), name, argv...)
+		p, err := b.start(f.group(membersGroup), name, argv...)
 		if err != nil {
 			return f, err
 		}

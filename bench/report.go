@@ -162,7 +162,9 @@ func (r *report) print(to io.Writer) {
 		}
 	}
 	p("\nTook %s. Of the CPU time meanwhile, %.0f %% went to others than the measured: more than a few make the figures uncertain.\n", r.Took, 100*r.others())
-	w.Flush()
+	if err := w.Flush(); err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+	}
 }
 
 // others is the share of the machine's work, while measuring, that was not the

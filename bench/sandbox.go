@@ -435,7 +435,7 @@ func drops() (n uint64) {
 func await(ctx context.Context, what string, procs []*process, done func() bool) error {
 	for end := time.Now().Add(20 * time.Second); !done(); {
 		if i := slices.IndexFunc(procs, (*process).ended); i >= 0 {
-			return fmt.Errorf("wait for %s: %s has ended (%v)\n%s", what, procs[i].name, procs[i].err, procs[i].lastWords())
+			return fmt.Errorf("wait for %s: %s has ended (%v)\n%s", what, procs[i].name, fmt.Sprint(procs[i].err), procs[i].lastWords())
 		}
 		if time.Now().After(end) {
 			return fmt.Errorf("wait for %s: not within 20 s", what)

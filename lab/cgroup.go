@@ -117,7 +117,12 @@ func removeCgroup(dir string) error {
 	})
 	var errs []error
 	for _, d := range slices.Backward(dirs) {
-		if err := unix.Rmdir(d); err != nil && !errors.Is(err, unix.ENOENT) {
+		err := unix.Rmdir(d)
+		// Processes leave cgroup.procs a moment before they leave the group.
+		for deadline := time.Now().Add(time.Second); errors.Is(err, unix.EBUSY) && time.Now().Before(deadline); err = unix.Rmdir(d) {
+			time.Sleep(5 * time.Millisecond)
+		}
+		if err != nil && !errors.Is(err, unix.ENOENT) {
 			errs = append(errs, fmt.Errorf("remove cgroup %s: %w", d, err))
 		}
 	}

@@ -252,7 +252,9 @@ func (l *Lab) Sessions() (map[netip.Addr]int, error) {
 		err := c.ns.Do(func() error {
 			all, err := sockets(netlink.SocketDiagTCP)
 			for _, s := range all {
-				if s.State == tcpEstablished && s.ID.SourcePort == c.BMP.Port() && own[s.INode] {
+				// Whatever its port: sk_lookup brings sessions to a collector that listens on another one. It has no
+				// connections besides.
+				if s.State == tcpEstablished && own[s.INode] {
 					a, _ := netip.AddrFromSlice(s.ID.Destination)
 					found[a.Unmap()] = c.Slot
 				}

@@ -39,7 +39,9 @@ const (
 	EventRelease = steerMembersSteerEventKindSTEER_EVENT_RELEASE
 )
 
-// The types that the programs and user space share.
+// The types that the programs and user space share; see bpf/include/steer.h.
+//
+//revive:disable:exported
 type (
 	Address  = steerReuseportSteerAddress
 	Table    = steerReuseportSteerTable
@@ -51,3 +53,5 @@ type (
 	Pending  = steerReuseportSteerPending
 	Event    = steerMembersSteerEvent
 )
+
+//revive:enable:exported

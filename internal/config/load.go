@@ -73,7 +73,7 @@ func (d *decoder) document(data []byte) *yaml.Node {
 		return nil
 	}
 	var first, second yaml.Node
-	if err := loader.Load(&first); err != nil && err != io.EOF {
+	if err := loader.Load(&first); err != nil && !errors.Is(err, io.EOF) {
 		d.syntax(data, err)
 		return nil
 	}
@@ -81,10 +81,10 @@ func (d *decoder) document(data []byte) *yaml.Node {
 		d.refuse("", position{}, "is empty", "")
 		return nil
 	}
-	switch err := loader.Load(&second); err {
-	case io.EOF:
+	switch err := loader.Load(&second); {
+	case errors.Is(err, io.EOF):
 		return first.Content[0]
-	case nil:
+	case err == nil:
 		d.refuse("", position{second.Line, second.Column}, "a second document begins here", "a policy file is one document")
 	default:
 		d.syntax(data, err)

@@ -56,13 +56,16 @@ type Service struct {
 type Steering string
 
 const (
-	Reuseport Steering = "reuseport" // by SO_REUSEPORT, the default
-	Lookup    Steering = "lookup"    // by sk_lookup
+	// Reuseport steers by SO_REUSEPORT; it is the default.
+	Reuseport Steering = "reuseport"
+	// Lookup steers by sk_lookup.
+	Lookup Steering = "lookup"
 )
 
 // Protocol is a transport protocol.
 type Protocol string
 
+// The protocols of listeners.
 const (
 	TCP Protocol = "tcp"
 	UDP Protocol = "udp"
@@ -120,6 +123,7 @@ type SlotRule struct {
 // SlotKind is where a member's slot number comes from.
 type SlotKind string
 
+// The kinds of SlotRule.
 const (
 	SlotInstance    SlotKind = "instance"    // the instance of the systemd unit
 	SlotGroup       SlotKind = "group"       // the first group of Match.CommandLine

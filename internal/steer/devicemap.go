@@ -262,9 +262,9 @@ func (p *deviceMapParser) parse(r io.Reader) (*DeviceMap, error) {
 			p.refuse(0, problem{fmt.Sprintf("is larger than %d bytes", p.maxSize), ""})
 			break
 		}
-		if err == bufio.ErrBufferFull {
+		if errors.Is(err, bufio.ErrBufferFull) {
 			p.refuse(n, problem{fmt.Sprintf("line is longer than %d bytes", maxDeviceMapLine), ""})
-			for err == bufio.ErrBufferFull {
+			for errors.Is(err, bufio.ErrBufferFull) {
 				_, err = lines.ReadSlice('\n')
 			}
 			line = nil

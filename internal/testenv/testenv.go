@@ -16,6 +16,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -148,7 +149,7 @@ func removeCgroup(dir string) {
 				unix.Kill(n, unix.SIGKILL)
 			}
 		}
-		unix.Nanosleep(&unix.Timespec{Nsec: 10e6}, nil)
+		time.Sleep(10 * time.Millisecond)
 	}
 }
 

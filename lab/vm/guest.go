@@ -166,12 +166,12 @@ func (s suite) run(output io.Writer) string {
 	for {
 		if p, err := syscall.Wait4(-1, &status, 0, nil); p == pid {
 			break
-		} else if err != syscall.EINTR {
+		} else if !errors.Is(err, syscall.EINTR) {
 			must(err, "wait for the tests of ", s.Package)
 		}
 	}
 	_ = syscall.Kill(-1, syscall.SIGKILL)
-	for err = nil; err != syscall.ECHILD; {
+	for err = nil; !errors.Is(err, syscall.ECHILD); {
 		_, err = syscall.Wait4(-1, nil, 0, nil)
 	}
 	select {

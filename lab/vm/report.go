@@ -139,7 +139,7 @@ func (r *report) count() (passed, skipped, failed int, lines []string) {
 		case t.action == "skip":
 			skipped++
 			lines = append(lines, fmt.Sprintf("skipped %s: %s", name, t.reason()))
-		case t.action == "fail" && !(t.parent && r.childFailed(name)):
+		case t.action == "fail" && (!t.parent || !r.childFailed(name)):
 			failed++
 			lines = append(lines, "failed  "+name)
 		case t.action == "pass" && !t.parent:
