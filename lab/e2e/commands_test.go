@@ -1,0 +1,389 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+	"sockeye/lab"
+)
+
+// Members by command: run, register, unregister, and all that is refused, which must leave those who sit untouched.
+func TestMembersByCommand(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHost(t, mode)
+		h.setPolicy(3)
+		h.startAgent()
+		home := h.homes(3)
+		all := addresses(60)
+		run := func(slot int, flags ...string) *member {
+			return h.startReceiver(fmt.Sprintf("run-%d", slot), h.spec(slot),
+				append([]string{os.Getenv(binaryEnv), "run", "--run-dir", h.dir, "--service", "telemetry"}, append(flags, "--")...)...)
+		}
+		run(2, "--slot", "2")
+		h.ready(2)
+		run(0) // the first that is free
+		h.ready(0, 2)
+		environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", h.members[0].Pid()))
+		h.must(err)
+		if e := strings.Split(string(environ), "\x00"); !slices.Contains(e, "SOCKEYE_SLOT=0") || !slices.Contains(e, "SOCKEYE_SERVICE=telemetry") {
+			t.Errorf("environment: %q", e)
+		}
+		h.lands("two members by run", all, home.but(1))
+
+		// The seat is taken: by run, by register, and by a rule.
+		h.refuse(5, []string{"slot 2 is ", "hint:"}, "run", "--slot", "2", "--", "true")
+		first := h.members[2]
+		rival := h.spec(2)
+		if mode == config.Lookup { // it finds no free port otherwise
+			rival.Sockets = h.spec(12).Sockets
+		}
+		other := h.startReceiver("other", rival) // no rule names it
+		h.open(2)
+		h.refuse(5, []string{"slot 2 is ", strconv.Itoa(first.Pid()), "hint:"}, "register", "--slot", "2", "--pid", strconv.Itoa(other.Pid()))
+		h.must(other.Kill())
+		h.startReceiver("receiver-2", rival)
+		h.open(2)
+		h.must(h.members[2].Kill())
+		h.members[2] = first
+		h.ready(0, 2)
+		h.lands("after others wanted the slot", all, home.but(1))
+
+		for _, slot := range []string{"3", "-1", "70000"} {
+			h.refuse(2, []string{"slot " + slot + " is out of range", "hint:"}, "register", "--slot", slot, "--pid", strconv.Itoa(os.Getpid()))
+			h.refuse(2, []string{"slot " + slot + " is out of range", "hint:"}, "run", "--slot", slot, "--", "true")
+			h.refuse(2, []string{"slot " + slot + " is out of range", "hint:"}, "unregister", "--slot", slot)
+		}
+		h.refuse(2, []string{"there is no process 4000000"}, "register", "--slot", "1", "--pid", "4000000")
+		h.refuse(2, []string{`there is no service "telemetri"`, "telemetry"}, "register", "--service", "telemetri", "--slot", "1", "--pid", "1")
+		h.refuse(5, []string{"slot 1 is empty", "hint:"}, "unregister", "--slot", "1")
+
+		// In another network namespace, by command and by a rule.
+		p := h.startReceiverIn(h.devices, "receiver-1", h.spec(1))
+		h.open(1)
+		h.refuse(5, []string{"another network namespace", "hint:", "netns"}, "register", "--slot", "1", "--pid", strconv.Itoa(p.Pid()))
+		h.eventually("a process that waits", func() error {
+			for _, w := range h.service().Waiting {
+				if w.PID == p.Pid() && strings.Contains(w.Problem, "another network namespace") {
+					return nil
+				}
+			}
+			return fmt.Errorf("waiting: %+v", h.service().Waiting)
+		})
+		h.must(p.Kill())
+
+		one := h.startReceiver("one", h.spec(1))
+		h.open(1)
+		h.lands("before register", all, home.but(1))
+		var m agent.Membership
+		h.show(&m, "register", "--slot", "1", "--pid", strconv.Itoa(one.Pid()))
+		if m.PID != one.Pid() || m.Slot == nil || *m.Slot != 1 || m.Service != "telemetry" {
+			t.Errorf("register: %+v", m)
+		}
+		h.ready(0, 1, 2)
+		h.lands("after register", all, home)
+		h.killAgent()
+		h.startAgent()
+		h.ready(0, 1, 2)
+		h.lands("after a new agent", all, home)
+
+		// Out, and not in again by itself, nor with another agent.
+		h.show(&m, "unregister", "--slot", "1")
+		h.ready(0, 2)
+		h.lands("after unregister", all, home.but(1))
+		h.killAgent()
+		h.startAgent()
+		h.ready(0, 2)
+		h.lands("after unregister and a new agent", all, home.but(1))
+		h.show(&m, "register", "--slot", "1", "--pid", strconv.Itoa(one.Pid()))
+		h.lands("registered again", all, home)
+		h.kill(0, 1, 2)
+		h.nothingMisplaced(home, 200)
+	})
+}
+
+var metricNames = []string{
+	"sockeye_agent_starts_total", "sockeye_build_info", "sockeye_connections_total", "sockeye_datagrams_total",
+	"sockeye_diverted_total", "sockeye_members_waiting", "sockeye_program_run_seconds_total", "sockeye_program_runs_total",
+	"sockeye_refused_total", "sockeye_registrations_total", "sockeye_service_held", "sockeye_slot_ready",
+}
+
+// What is shown is what is.
+func TestShown(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHost(t, mode)
+		h.setPolicy(4)
+		text, err := os.ReadFile(h.policyPath())
+		h.must(err)
+		h.must(os.WriteFile(h.policyPath(), append(text, "metrics: {listen: \"127.0.0.1:9732\"}\n"...), 0o644))
+		h.startAgent()
+		h.start(0, 1, 2, 3)
+		h.ready(0, 1, 2, 3)
+		home := h.homes(4)
+		all := addresses(100)
+		const rounds = 3
+		for range rounds {
+			h.lands("four members", all, home)
+		}
+		h.kill(1)
+		h.lands("three members", all, home.but(1))
+		h.ready(0, 2, 3)
+		share := map[int]uint64{}
+		for _, a := range all {
+			share[home(a)]++
+		}
+
+		var status agent.Status
+		h.show(&status, "status")
+		if s := status.Services[0]; status.PID != h.agent.Pid() || s.Ready != 3 || s.Slots != 4 || !s.Held ||
+			s.Steering != string(mode) || s.Problem != "" || len(s.Waiting) > 0 || s.WhenEmpty != "reject" ||
+			!slices.Equal(s.Listeners, []string{"tcp [::]:1790", "udp [::]:4739"}) {
+			t.Errorf("status: %+v", status)
+		}
+		var slots []agent.SlotStatus
+		h.show(&slots, "slots")
+		metrics := h.scrape("127.0.0.1:9732")
+		metric := func(name string, labels ...any) uint64 {
+			full := "sockeye_" + name + fmt.Sprintf(labels[0].(string), labels[1:]...)
+			value, ok := metrics[full]
+			if !ok {
+				t.Errorf("there is no %s", full)
+			}
+			return uint64(value)
+		}
+		for i, s := range slots {
+			sent, lost := (rounds+1)*share[i], uint64(0)
+			if i == 1 {
+				sent, lost = rounds*share[i], 2*share[i]
+			}
+			if s.Slot != i || s.Connections != sent || s.Datagrams != sent || s.Refused["empty_slot"] != lost || s.Diverted != 0 ||
+				s.Ready != (i != 1) || i != 1 && (s.PID != h.members[i].Pid() || len(s.Sockets) != 2 || s.Sockets[0].Cookie == 0) {
+				t.Errorf("slot %d: %+v; want %d sent by each protocol, %d refused", i, s, sent, lost)
+			}
+			label := `{service="telemetry",slot="%d"}`
+			ready := metric("slot_ready", label, i) == 1
+			if metric("connections_total", label, i) != sent || metric("datagrams_total", label, i) != sent || ready != s.Ready {
+				t.Errorf("metrics of slot %d are not %+v", i, s)
+			}
+			for _, protocol := range []string{"tcp", "udp"} {
+				if n := metric("refused_total", `{protocol="%s",reason="empty_slot",service="telemetry",slot="%d"}`, protocol, i); n != lost/2 {
+					t.Errorf("metrics: slot %d refused %d of %s, want %d", i, n, protocol, lost/2)
+				}
+			}
+		}
+		if metric("registrations_total", `{service="telemetry"}`) != 4 || metric("service_held", `{service="telemetry"}`) != 1 ||
+			metric("agent_starts_total", "") != 1 || metric("members_waiting", `{service="telemetry"}`) != 0 {
+			t.Errorf("metrics: %v", metrics)
+		}
+		var names []string
+		for full := range metrics {
+			if name, _, _ := strings.Cut(full, "{"); strings.HasPrefix(name, "sockeye_") {
+				names = append(names, name)
+			}
+		}
+		slices.Sort(names)
+		if names = slices.Compact(names); !slices.Equal(names, metricNames) {
+			t.Errorf("metrics are\n%q, want\n%q", names, metricNames)
+		}
+
+		var devices []agent.DeviceStatus
+		h.show(&devices, "devices")
+		if len(devices) != len(all) {
+			t.Errorf("%d devices", len(devices))
+		}
+		for _, d := range devices {
+			want := agent.DeviceStatus{Connections: rounds + 1, Datagrams: rounds + 1}
+			if home(d.Address) == 1 {
+				want = agent.DeviceStatus{Connections: rounds, Datagrams: rounds, Refused: 2}
+			}
+			served := d.Served != nil && *d.Served == home(d.Address)
+			if d.Connections != want.Connections || d.Datagrams != want.Datagrams || d.Refused != want.Refused ||
+				d.Slot != home(d.Address) || served == (home(d.Address) == 1) {
+				t.Errorf("device %+v, want %+v", d, want)
+			}
+		}
+		var where []agent.WhereStatus
+		h.show(&where, "where", all[0].String(), "::ffff:"+all[0].String(), all[1].String())
+		for i, a := range []netip.Addr{all[0], all[0], all[1]} {
+			if w := where[i]; w.Address != a || w.Slot != home(a) || w.Ready == nil || *w.Ready != (home(a) != 1) {
+				t.Errorf("where: %+v", w)
+			}
+		}
+		// For people, the same.
+		for command, word := range map[string]string{"status": "3 of 4", "slots": strconv.Itoa(h.members[0].Pid()), "devices": all[1].String()} {
+			if out, errs, code := h.cli(command); code != 0 || !strings.Contains(out, word) {
+				t.Errorf("sockeye %s: exit code %d, without %q: %s%s", command, code, word, out, errs)
+			}
+		}
+	})
+}
+
+// scrape reads metrics in the collectors' namespace.
+func (h *host) scrape(address string) map[string]float64 {
+	h.Helper()
+	values := map[string]float64{}
+	h.must(h.collectors.Do(func() error {
+		c, err := net.Dial("tcp", address)
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		if _, err := fmt.Fprintf(c, "GET /metrics HTTP/1.0\r\n\r\n"); err != nil {
+			return err
+		}
+		response, err := http.ReadResponse(bufio.NewReader(c), nil)
+		if err != nil {
+			return err
+		}
+		body, err := io.ReadAll(response.Body)
+		if err != nil || response.StatusCode != http.StatusOK {
+			return fmt.Errorf("%s: %w", response.Status, err)
+		}
+		for line := range strings.Lines(string(body)) {
+			name, value, ok := strings.Cut(strings.TrimSpace(line), " ")
+			if !ok || strings.HasPrefix(line, "#") {
+				continue
+			}
+			if i := strings.LastIndexByte(line, ' '); i > len(name) { // labels with blanks
+				name, value = line[:i], strings.TrimSpace(line[i:])
+			}
+			if values[name], err = strconv.ParseFloat(value, 64); err != nil {
+				return err
+			}
+		}
+		return nil
+	}))
+	return values
+}
+
+// Reset ends steering and leaves nothing; not while an agent runs.
+func TestReset(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := up(t, mode, 4)
+		home, nonce := h.homes(4), h.service().Nonce
+		all := addresses(200)
+		h.refuse(5, []string{"hint:"}, "reset", "--pins", h.pins)
+		h.lands("after a reset that was refused", all, home)
+
+		h.must(h.agent.Signal(unix.SIGTERM))
+		if err := h.agent.Wait(); err != nil {
+			t.Errorf("the agent ends with %v", err)
+		}
+		h.lands("the agent has stopped", all, home)
+		out, errs, code := h.cli("reset", "--pins", h.pins)
+		if code != 0 {
+			t.Fatalf("reset: exit code %d: %s%s", code, out, errs)
+		}
+		if left, err := os.ReadDir(h.pins); !os.IsNotExist(err) {
+			t.Errorf("pins are left: %v, %v", left, err)
+		}
+		if pids, err := h.agent.PIDs(); err != nil || len(pids) > 0 {
+			t.Errorf("processes are left: %v, %v", pids, err)
+		}
+		apart := 0
+		for a, l := range h.sweep(all) {
+			if (mode == config.Lookup) != (l == landing{refused, refused}) {
+				t.Errorf("after reset: %v: %v", a, l)
+			}
+			if l.tcp != l.udp {
+				apart++
+			}
+		}
+		if mode == config.Reuseport && apart < len(all)/2 {
+			t.Errorf("after reset all but %d of %d devices are together", apart, len(all))
+		}
+		h.startAgent()
+		h.ready(0, 1, 2, 3)
+		if now := h.service().Nonce; now != nonce {
+			t.Errorf("nonce %s, before reset %s", now, nonce)
+		}
+		h.lands("a new agent", all, home)
+	})
+}
+
+// When a host is gone, nothing of it is left: no process, no cgroup, no namespace, no pin, no program.
+func TestNothingLeft(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		var pids []int
+		var programs []ebpf.ProgramID
+		var namespace, cgroup, pins string
+		t.Run("host", func(t *testing.T) {
+			h := up(t, mode, 4)
+			h.lands("at the start", addresses(20), h.homes(4))
+			h.killAgent()
+			h.startAgent()
+			for _, p := range append([]*lab.Process{h.agent}, h.members[0].Process, h.members[3].Process) {
+				more, err := p.PIDs()
+				h.must(err)
+				pids = append(pids, more...)
+			}
+			if want := map[config.Steering]int{config.Reuseport: 4, config.Lookup: 3}[mode]; len(pids) != want {
+				t.Errorf("processes %v, want %d", pids, want)
+			}
+			found, err := filepath.Glob(filepath.Join(h.pins, "steer_telemetry", "prog_*"))
+			h.must(err)
+			for _, path := range found {
+				p, err := ebpf.LoadPinnedProgram(path, nil)
+				h.must(err)
+				info, err := p.Info()
+				h.must(err)
+				id, _ := info.ID()
+				programs = append(programs, id)
+				p.Close()
+			}
+			if len(programs) == 0 {
+				t.Error("no program is pinned")
+			}
+			namespace, err = os.Readlink(h.collectors.Path())
+			h.must(err)
+			cgroup, pins = h.lab.Cgroup(), h.pins
+		})
+		host := &host{T: t}
+		host.eventually("everything to go", func() error {
+			for _, pid := range pids {
+				if err := unix.Kill(pid, 0); !errors.Is(err, unix.ESRCH) {
+					b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+					if !strings.Contains(string(b), ") Z ") {
+						return fmt.Errorf("process %s", b)
+					}
+				}
+			}
+			for _, id := range programs {
+				if p, err := ebpf.NewProgramFromID(id); err == nil {
+					p.Close()
+					return fmt.Errorf("program %d", id)
+				}
+			}
+			for _, path := range []string{cgroup, pins} {
+				if _, err := os.Stat(path); !os.IsNotExist(err) {
+					return fmt.Errorf("%s: %v", path, err)
+				}
+			}
+			holders, _ := filepath.Glob("/proc/[0-9]*/task/*/ns/net")
+			own, _ := filepath.Glob("/proc/self/fd/*")
+			for _, path := range append(holders, own...) {
+				if to, err := os.Readlink(path); err == nil && to == namespace {
+					return fmt.Errorf("%s is %s", path, to)
+				}
+			}
+			return nil
+		})
+	})
+}

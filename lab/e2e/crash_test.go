@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/config"
+)
+
+// killAgent ends the agent as kill -9 does. The keeper lives.
+func (h *host) killAgent() {
+	h.Helper()
+	h.must(h.agent.Kill())
+}
+
+// killKeeper ends the keeper, with no agent there to replace it.
+func (h *host) killKeeper(pid int) {
+	h.Helper()
+	if h.mode == config.Lookup {
+		return // has none
+	}
+	fd, err := unix.PidfdOpen(pid, 0)
+	h.must(err)
+	defer unix.Close(fd)
+	h.must(unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0))
+	if !readable(fd) {
+		h.Fatal("the keeper does not end")
+	}
+}
+
+// The agent is killed. Steering goes on; members that die are refused, and so are those that come back, until there is an
+// agent again, which takes over everything.
+func TestAgentKilled(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := up(t, mode, 4)
+		home := h.homes(4)
+		all := addresses(100)
+		open := h.connectAll(all)
+		before := h.service()
+
+		traffic := h.startTraffic(all)
+		h.more(traffic, 100)
+		h.killAgent()
+		h.more(traffic, 300)
+		for a, landed := range traffic.end() {
+			for l, n := range landed {
+				if l != (landing{home(a), home(a)}) {
+					t.Errorf("the agent is killed: %v: %v, %d times; home is %d", a, l, n, home(a))
+				}
+			}
+		}
+		for a, alive := range open.alive() {
+			if !alive {
+				t.Errorf("connection of %v is broken", a)
+			}
+		}
+		h.kill(1)
+		h.lands("no agent, a member dead", all, home.but(1))
+		h.start(1)
+		h.open(1)
+		h.lands("no agent, a member restarted", all, home.but(1))
+		h.kill(0, 1, 2, 3)
+		h.lands("no agent, all members dead", all, nowhere)
+		h.start(rand.Perm(4)...)
+		h.open(0, 1, 2, 3)
+		h.lands("no agent, all members restarted", all, nowhere)
+
+		h.startAgent()
+		h.ready(0, 1, 2, 3)
+		h.lands("a new agent", all, home)
+		after := h.service()
+		if after.Nonce != before.Nonce || after.Keeper != before.Keeper || !after.Held {
+			t.Errorf("the new agent did not take over: before %+v, after %+v", before, after)
+		}
+		if s, err := h.askStatus(); err != nil || s.Starts != 2 {
+			t.Errorf("%d starts, %v", s.Starts, err)
+		}
+
+		// Members are adopted, not registered again: their cookies stay, and so do their connections.
+		open = h.connectAll(all)
+		slots := h.slots()
+		traffic = h.startTraffic(all)
+		h.more(traffic, 50)
+		h.killAgent()
+		h.startAgent()
+		h.ready(0, 1, 2, 3)
+		h.more(traffic, 100)
+		for a, landed := range traffic.end() {
+			for l, n := range landed {
+				if l != (landing{home(a), home(a)}) {
+					t.Errorf("the agent is replaced: %v: %v, %d times; home is %d", a, l, n, home(a))
+				}
+			}
+		}
+		for i, s := range h.slots() {
+			for k, socket := range s.Sockets {
+				if socket.Cookie != slots[i].Sockets[k].Cookie {
+					t.Errorf("slot %d: %+v, before %+v", i, s.Sockets, slots[i].Sockets)
+				}
+			}
+		}
+		for a, alive := range open.alive() {
+			if !alive {
+				t.Errorf("connection of %v is broken", a)
+			}
+		}
+		h.nothingMisplaced(home, 100)
+	})
+}
+
+// Agent and keeper are killed. While one member lives, its group keeps the program.
+func TestAgentAndKeeperKilled(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := up(t, mode, 4)
+		home := h.homes(4)
+		all := addresses(100)
+		before := h.service()
+		h.killAgent()
+		h.killKeeper(before.Keeper)
+		h.lands("no agent, no keeper", all, home)
+		for _, slot := range rand.Perm(4)[:3] {
+			h.kill(slot)
+			h.start(slot)
+			h.open(slot)
+		}
+		h.nothingMisplaced(home, 200)
+		h.startAgent()
+		h.ready(0, 1, 2, 3)
+		h.lands("a new agent", all, home)
+		after := h.service()
+		if after.Nonce != before.Nonce || !after.Held || mode == config.Reuseport && (after.Keeper == 0 || after.Keeper == before.Keeper) {
+			t.Errorf("before %+v, after %+v", before, after)
+		}
+		// The new keeper holds the group.
+		h.killAgent()
+		h.kill(0, 1, 2, 3)
+		h.start(0, 1, 2, 3)
+		h.open(0, 1, 2, 3)
+		h.lands("no agent, all members restarted", all, nowhere)
+		h.startAgent()
+		h.ready(0, 1, 2, 3)
+		h.nothingMisplaced(home, 400)
+
+		// A keeper that somebody ends is replaced.
+		if mode == config.Reuseport {
+			keeper := h.service().Keeper
+			h.killKeeper(keeper)
+			h.eventually("another keeper", func() error {
+				if s := h.service(); s.Keeper == 0 || s.Keeper == keeper || !s.Held {
+					return fmt.Errorf("%+v", s)
+				}
+				return nil
+			})
+		}
+	})
+}
+
+// The limit: agent, keeper and all members die. With reuseport the group is gone, and with it the program: members that
+// start then share the ports by the kernel's hash, until there is an agent again. The link of lookup outlives them all.
+func TestAllKilled(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := up(t, mode, 4)
+		home := h.homes(4)
+		all := addresses(200)
+		keeper := h.service().Keeper
+		h.killAgent()
+		h.killKeeper(keeper)
+		h.kill(0, 1, 2, 3)
+		h.lands("all are dead", all, nowhere)
+		h.start(0, 1, 2, 3)
+		h.open(0, 1, 2, 3)
+		found := h.sweep(all)
+		apart := 0
+		for _, l := range found {
+			if l.tcp != l.udp {
+				apart++
+			}
+			if mode == config.Lookup && l != (landing{refused, refused}) {
+				t.Errorf("without an agent: %v", l)
+			}
+		}
+		if mode == config.Reuseport && apart < len(all)/2 {
+			t.Errorf("the kernel's hash keeps all but %d of %d devices together: is the limit gone?", apart, len(all))
+		}
+		h.startAgent()
+		h.ready(0, 1, 2, 3)
+		h.forget()
+		h.lands("a new agent", all, home)
+		h.nothingMisplaced(home, 400)
+	})
+}
+
+// The agent dies at any instant while members start.
+func TestAgentKilledDuringRegistration(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := up(t, mode, 4)
+		home := h.homes(4)
+		all := addresses(40)
+		h.killAgent()
+		for range 10 {
+			h.kill(0, 1, 2, 3)
+			h.launchAgent()
+			h.start(rand.Perm(4)...)
+			instant := time.NewTimer(time.Duration(rand.IntN(120)) * time.Millisecond)
+			<-instant.C
+			h.killAgent()
+			for a, l := range h.sweep(all) {
+				if l.tcp != l.udp && (l.tcp >= 0 || l.udp >= 0) || l.tcp >= 0 && l.tcp != home(a) {
+					t.Errorf("%v: %v, home is %d", a, l, home(a))
+				}
+			}
+		}
+		h.startAgent()
+		h.ready(0, 1, 2, 3)
+		h.lands("at the end", all, home)
+		h.nothingMisplaced(home, 2*len(all))
+		if s := h.service(); !s.Held || len(s.Waiting) > 0 {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+// Without a user in the policy nothing can hold the ports before the first member; the agent says so, and learns from it.
+func TestUserUnknown(t *testing.T) {
+	t.Parallel()
+	h := newHost(t, config.Reuseport)
+	h.setPolicy(2, "track_devices: off")
+	text, err := os.ReadFile(h.policyPath())
+	h.must(err)
+	h.must(os.WriteFile(h.policyPath(), []byte(strings.Replace(string(text), "    user: root\n", "", 1)), 0o644))
+	h.startAgent()
+	if s := h.service(); s.Held || s.Keeper != 0 || !strings.Contains(s.Problem, "user") || !strings.Contains(s.Hint, "user") {
+		t.Errorf("before the first member: %+v", s)
+	}
+	home := h.homes(2)
+	all := addresses(40)
+	h.start(0)
+	h.ready(0)
+	if s := h.service(); !s.Held || s.Keeper == 0 || s.Problem != "" {
+		t.Errorf("after the first member: %+v", s)
+	}
+	h.start(1)
+	h.ready(0, 1)
+	h.lands("two members", all, home)
+	h.killAgent()
+	h.kill(0, 1)
+	h.start(0, 1)
+	h.open(0, 1)
+	h.lands("no agent, all members restarted", all, nowhere)
+	h.startAgent()
+	h.ready(0, 1)
+	h.lands("a new agent", all, home)
+	if s := h.service(); !s.Held {
+		t.Errorf("with a new agent: %+v", s)
+	}
+	if out, _, code := h.cli("devices"); code != 0 || strings.Contains(out, all[0].String()) {
+		t.Errorf("devices, which are not tracked: exit code %d: %s", code, out)
+	}
+	h.nothingMisplaced(home, 160)
+}
+
+// A member that dies and leaves a child with its sockets is out all the same.
+func TestInheritedSockets(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := up(t, mode, 2)
+		home := h.homes(2)
+		all := addresses(40)
+		fmt.Fprintln(h.members[0].stdin, "fork")
+		h.eventually("a child", func() error {
+			if pids, err := h.members[0].PIDs(); err != nil || len(pids) < 2 {
+				return fmt.Errorf("processes %v, %v", pids, err)
+			}
+			return nil
+		})
+		h.kill(0)
+		h.ready(1)
+		h.lands("its child has the sockets", all, home.but(0))
+		if mode == config.Reuseport { // with lookup the child is on the member's own ports
+			h.start(0)
+			h.ready(0, 1)
+			h.lands("it is back", all, home)
+		}
+		h.nothingMisplaced(home, 20)
+	})
+}
+
+// With net.ipv4.tcp_migrate_req the kernel moves connections that wait in the queue of a listener that closes to another
+// one of its group. It must not be one of another slot.
+func TestMigrateReq(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHost(t, mode)
+		h.must(h.collectors.Sysctl("ipv4.tcp_migrate_req", "1"))
+		h.setPolicy(4)
+		h.startAgent()
+		h.start(0, 1, 2, 3)
+		h.ready(0, 1, 2, 3)
+		home := h.homes(4)
+		all := addresses(100)
+		for slot := range 4 {
+			mine := slices.DeleteFunc(slices.Clone(all), func(a netip.Addr) bool { return home(a) != slot })
+			h.hang(slot)
+			queued, failed := h.rush(mine, nil)
+			if len(failed) > 0 {
+				t.Errorf("slot %d hangs: %v", slot, failed)
+			}
+			h.kill(slot)
+			for a, fd := range queued {
+				if slot := said(fd); slot != broken {
+					t.Errorf("connection of %v, which waited for slot %d: %v", a, home(a), landing{tcp: slot})
+				}
+			}
+			h.start(slot)
+			h.ready(0, 1, 2, 3)
+		}
+		traffic := h.startTrafficThatWaits(all, 300*time.Millisecond)
+		for range 8 {
+			slot := rand.IntN(4)
+			h.kill(slot)
+			h.start(slot)
+			h.more(traffic, 30)
+		}
+		traffic.end()
+		h.nothingMisplaced(home, 200)
+	})
+}

@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"net/netip"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/lab"
+)
+
+// answerTime is more than a member needs to answer.
+const answerTime = 3 * time.Second
+
+// Where something went, if it is not a slot.
+const (
+	refused = -1 // RST, or port unreachable
+	silent  = -2 // nothing came back
+	broken  = -3 // a connection that was made and reset
+)
+
+// landing is where a device's two streams went.
+type landing struct{ tcp, udp int }
+
+func (l landing) String() string {
+	name := func(slot int) string {
+		return map[int]string{refused: "refused", silent: "silent", broken: "broken"}[slot]
+	}
+	text := func(slot int) string {
+		if s := name(slot); s != "" {
+			return s
+		}
+		return strconv.Itoa(slot)
+	}
+	return "tcp " + text(l.tcp) + " udp " + text(l.udp)
+}
+
+func target(from netip.Addr, port uint16) netip.AddrPort {
+	if from.Is4() {
+		return netip.AddrPortFrom(lab.CollectorIPv4, port)
+	}
+	return netip.AddrPortFrom(lab.CollectorIPv6, port)
+}
+
+// answer reads the slot that a receiver says, within wait.
+func answer(c net.Conn, err error, wait time.Duration) int {
+	line := make([]byte, 16)
+	n := 0
+	if err == nil {
+		_ = c.SetReadDeadline(time.Now().Add(wait))
+		n, err = c.Read(line)
+	}
+	switch {
+	case errors.Is(err, unix.ECONNREFUSED):
+		return refused
+	case errors.Is(err, unix.ECONNRESET), errors.Is(err, io.EOF):
+		return broken
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return silent
+	case err != nil:
+		panic(fmt.Sprintf("probe: %v", err))
+	}
+	slot, err := strconv.Atoi(strings.TrimSpace(string(line[:n])))
+	if err != nil {
+		panic(fmt.Sprintf("probe: answer %q", line[:n]))
+	}
+	return slot
+}
+
+// connect opens a connection from an address; the caller is in its namespace.
+func connect(from netip.Addr, port uint16, wait time.Duration) (net.Conn, int) {
+	d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(from, 0)), Timeout: 3 * time.Second} // a SYN may be sent again
+	c, err := d.Dial("tcp", target(from, port).String())
+	return c, answer(c, err, wait)
+}
+
+func probeTCP(from netip.Addr, port uint16, wait time.Duration) int {
+	c, slot := connect(from, port, wait)
+	if c != nil {
+		_ = c.(*net.TCPConn).SetLinger(0)
+		c.Close()
+	}
+	return slot
+}
+
+// probeUDP takes an answer from any port: a member with a port of its own answers from there.
+func probeUDP(from netip.Addr, port uint16, wait time.Duration) int {
+	level, option := unix.IPPROTO_IP, unix.IP_RECVERR
+	if from.Is6() {
+		level, option = unix.IPPROTO_IPV6, unix.IPV6_RECVERR
+	}
+	c := net.ListenConfig{Control: func(_, _ string, raw syscall.RawConn) error {
+		var set error
+		err := raw.Control(func(fd uintptr) { set = unix.SetsockoptInt(int(fd), level, option, 1) })
+		return errors.Join(err, set)
+	}}
+	p, err := c.ListenPacket(context.Background(), "udp", netip.AddrPortFrom(from, 0).String())
+	if err != nil {
+		panic(fmt.Sprintf("probe: %v", err))
+	}
+	defer p.Close()
+	_, err = p.WriteTo([]byte("?"), net.UDPAddrFromAddrPort(target(from, port)))
+	return answer(p.(*net.UDPConn), err, wait)
+}
+
+func probe(from netip.Addr, wait time.Duration) landing {
+	return landing{probeTCP(from, bmpPort, wait), probeUDP(from, ipfixPort, wait)}
+}
+
+// fromDevices runs f for each address, some at a time, in the devices' namespace.
+func (h *host) fromDevices(all []netip.Addr, f func(netip.Addr)) {
+	const workers = 4
+	var wait sync.WaitGroup
+	for w := range workers {
+		wait.Go(func() {
+			err := h.devices.Do(func() error {
+				for i := w; i < len(all); i += workers {
+					f(all[i])
+				}
+				return nil
+			})
+			if err != nil {
+				h.Error(err)
+			}
+		})
+	}
+	wait.Wait()
+}
+
+// sweep sends from each address by both protocols.
+func (h *host) sweep(all []netip.Addr) map[netip.Addr]landing {
+	var mu sync.Mutex
+	found := map[netip.Addr]landing{}
+	h.fromDevices(all, func(a netip.Addr) {
+		l := probe(a, answerTime)
+		mu.Lock()
+		defer mu.Unlock()
+		found[a] = l
+	})
+	return found
+}
+
+// lands has each address send by both protocols, and fails the test if anything goes where it should not.
+func (h *host) lands(when string, all []netip.Addr, where home) {
+	h.Helper()
+	wrong := 0
+	for a, l := range h.sweep(all) {
+		if want := where(a); l != (landing{want, want}) {
+			if wrong++; wrong <= 5 {
+				h.Errorf("%s: %v: %v, want both %v", when, a, l, landing{want, want})
+			}
+		}
+	}
+	if wrong > 0 {
+		h.Fatalf("%s: %d of %d devices are not where they belong", when, wrong, len(all))
+	}
+}
+
+// but is where devices go while some slots are empty.
+func (home home) but(empty ...int) home {
+	return func(a netip.Addr) int {
+		slot := home(a)
+		for _, e := range empty {
+			if slot == e {
+				return refused
+			}
+		}
+		return slot
+	}
+}
+
+func nowhere(netip.Addr) int { return refused }
+
+// sessions are connections that stay open.
+type sessions map[netip.Addr]net.Conn
+
+func (h *host) connectAll(all []netip.Addr) sessions {
+	h.Helper()
+	var mu sync.Mutex
+	s := sessions{}
+	h.fromDevices(all, func(a netip.Addr) {
+		c, slot := connect(a, bmpPort, answerTime)
+		if slot < 0 {
+			h.Errorf("connection of %v: %v", a, landing{tcp: slot})
+			return
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		s[a] = c
+	})
+	h.Cleanup(func() {
+		for _, c := range s {
+			c.Close()
+		}
+	})
+	return s
+}
+
+// alive says which connections still carry data both ways.
+func (s sessions) alive() map[netip.Addr]bool {
+	alive := map[netip.Addr]bool{}
+	for a, c := range s {
+		_ = c.SetDeadline(time.Now().Add(3 * time.Second))
+		b := []byte{'?'}
+		_, err := c.Write(b)
+		if err == nil {
+			_, err = io.ReadFull(c, b)
+		}
+		alive[a] = err == nil
+	}
+	return alive
+}
+
+// traffic is what devices send without a pause, each next thing after the answer to the last.
+type traffic struct {
+	mu      sync.Mutex
+	landed  map[netip.Addr]map[landing]int
+	stop    chan struct{}
+	stopped sync.WaitGroup
+}
+
+func (h *host) startTraffic(all []netip.Addr) *traffic {
+	return h.startTrafficThatWaits(all, answerTime)
+}
+
+// startTrafficThatWaits waits so long for each answer. Members that are killed take what they were sent with them.
+func (h *host) startTrafficThatWaits(all []netip.Addr, wait time.Duration) *traffic {
+	t := &traffic{landed: map[netip.Addr]map[landing]int{}, stop: make(chan struct{})}
+	t.stopped.Go(func() {
+		for {
+			h.fromDevices(all, func(a netip.Addr) {
+				select {
+				case <-t.stop:
+					return
+				default:
+				}
+				l := probe(a, wait)
+				t.mu.Lock()
+				defer t.mu.Unlock()
+				if t.landed[a] == nil {
+					t.landed[a] = map[landing]int{}
+				}
+				t.landed[a][l]++
+			})
+			select {
+			case <-t.stop:
+				return
+			default:
+			}
+		}
+	})
+	return t
+}
+
+func (t *traffic) count() (n int) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, landed := range t.landed {
+		for _, k := range landed {
+			n += k
+		}
+	}
+	return n
+}
+
+// more waits until so much more was sent.
+func (h *host) more(t *traffic, n int) {
+	h.Helper()
+	from := t.count()
+	h.eventually("traffic", func() error {
+		if sent := t.count() - from; sent < n {
+			return fmt.Errorf("sent %d of %d", sent, n)
+		}
+		return nil
+	})
+}
+
+func (t *traffic) end() map[netip.Addr]map[landing]int {
+	close(t.stop)
+	t.stopped.Wait()
+	return maps.Clone(t.landed)
+}
+
+// flood sends datagrams and waits for no answer.
+func (h *host) flood(all []netip.Addr, n int) {
+	h.Helper()
+	h.must(h.devices.Do(func() error {
+		var open []*net.UDPConn
+		for _, a := range all {
+			c, err := net.DialUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(a, 0)), net.UDPAddrFromAddrPort(target(a, ipfixPort)))
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			open = append(open, c)
+		}
+		for i := range n {
+			if _, err := open[i%len(open)].Write([]byte("?")); err != nil {
+				return err
+			}
+		}
+		return nil
+	}))
+}
+
+// rush opens connections from all addresses at once and returns, when none is on its way any more, what they are, or
+// refused, silent or broken.
+func (h *host) rush(all []netip.Addr, greeting []byte) (open map[netip.Addr]int, failed map[netip.Addr]int) {
+	h.Helper()
+	open, failed = map[netip.Addr]int{}, map[netip.Addr]int{}
+	h.must(h.devices.Do(func() error {
+		for _, a := range all {
+			domain, to := unix.AF_INET, target(a, bmpPort)
+			var from, at unix.Sockaddr
+			if a.Is4() {
+				from, at = &unix.SockaddrInet4{Addr: a.As4()}, &unix.SockaddrInet4{Addr: to.Addr().As4(), Port: bmpPort}
+			} else {
+				domain = unix.AF_INET6
+				from, at = &unix.SockaddrInet6{Addr: a.As16()}, &unix.SockaddrInet6{Addr: to.Addr().As16(), Port: bmpPort}
+			}
+			fd, err := unix.Socket(domain, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+			if err != nil {
+				return err
+			}
+			open[a] = fd
+			if err := unix.Bind(fd, from); err != nil {
+				return err
+			}
+			if err := unix.Connect(fd, at); err != nil && !errors.Is(err, unix.EINPROGRESS) {
+				return err
+			}
+		}
+		return nil
+	}))
+	deadline := time.Now().Add(patience)
+	for a, fd := range open {
+		if !poll(fd, unix.POLLOUT, deadline) {
+			failed[a] = silent
+			continue
+		}
+		code, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ERROR)
+		h.must(err)
+		if unix.Errno(code) == unix.ECONNREFUSED {
+			failed[a] = refused
+		} else if _, err := unix.Write(fd, greeting); code != 0 || err != nil {
+			failed[a] = broken
+		}
+	}
+	h.Cleanup(func() {
+		for _, fd := range open {
+			unix.Close(fd)
+		}
+	})
+	return open, failed
+}
+
+func poll(fd int, events int16, deadline time.Time) bool {
+	for {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: events}}, int(max(0, time.Until(deadline).Milliseconds())))
+		if !errors.Is(err, unix.EINTR) {
+			return n == 1 && err == nil
+		}
+	}
+}
+
+// readable waits until something can be read, or a connection or a process has ended.
+func readable(fd int) bool { return poll(fd, unix.POLLIN, time.Now().Add(patience)) }
+
+// said is the slot that a receiver says on a connection made by rush.
+func said(fd int) int {
+	if !readable(fd) {
+		return silent
+	}
+	line := make([]byte, 16)
+	n, _ := unix.Read(fd, line)
+	slot, err := strconv.Atoi(strings.TrimSpace(string(line[:max(0, n)])))
+	if err != nil {
+		return broken
+	}
+	return slot
+}

@@ -1,0 +1,504 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+	"sockeye/internal/steer"
+	"sockeye/internal/testenv"
+	"sockeye/lab"
+)
+
+const (
+	bmpPort   = 1790
+	ipfixPort = 4739
+	patience  = 30 * time.Second // for what should take milliseconds, on a busy machine
+)
+
+var wildcard = netip.IPv6Unspecified()
+
+// inBothModes runs a test for each way of steering.
+func inBothModes(t *testing.T, f func(t *testing.T, mode config.Steering)) {
+	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
+		t.Run(string(mode), func(t *testing.T) {
+			t.Parallel()
+			f(t, mode)
+		})
+	}
+}
+
+// host is a collector host, with an agent, and the devices that send to it.
+//
+// With lookup each member has ports and a user of its own, so that nothing but Sockeye brings a packet to it.
+type host struct {
+	*testing.T
+	lab        *lab.Lab
+	collectors *lab.Namespace
+	devices    *lab.Namespace
+	mode       config.Steering
+	dir        string // policy, state, socket
+	pins       string
+	agent      *lab.Process
+	members    map[int]*member
+
+	mu  sync.Mutex
+	got map[arrival]int
+}
+
+// arrival is something that came to a member.
+type arrival struct {
+	slot     int
+	protocol string
+	from     netip.Addr
+}
+
+// member is a running receiver.
+type member struct {
+	*lab.Process
+	slot  int
+	stdin io.Writer
+	open  chan struct{} // closed when all its sockets are open
+}
+
+func newHost(t *testing.T, mode config.Steering) *host {
+	t.Helper()
+	return newHostWith(t, mode, 0)
+}
+
+func newHostWith(t *testing.T, mode config.Steering, routers int) *host {
+	t.Helper()
+	log := slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn}))
+	l, err := lab.New(t.Context(), lab.Options{Routers: routers, Log: log})
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := &host{T: t, lab: l, mode: mode, pins: filepath.Join(testenv.BPFFS(t), "sockeye"), dir: l.Dir(),
+		members: map[int]*member{}, got: map[arrival]int{}}
+	t.Cleanup(func() {
+		if t.Failed() && h.agent != nil {
+			t.Logf("the agent's log ends with:\n%s", h.agent.LogTail(40))
+			if h.agent.Running() {
+				for _, f := range []string{"comm", "wchan", "syscall", "stack", "status"} {
+					all, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/%s", h.agent.Pid(), f))
+					for _, path := range all {
+						b, err := os.ReadFile(path)
+						t.Logf("DEBUG %s: %s %v", path, b, err)
+					}
+				}
+				pids, _ := h.agent.PIDs()
+				t.Logf("DEBUG pids %v", pids)
+				for _, pid := range pids {
+					b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+					s, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stack", pid))
+					t.Logf("DEBUG %d %q %s", pid, b, s)
+				}
+				_ = h.agent.Signal(unix.SIGQUIT)
+				<-h.agent.Done()
+				t.Logf("it was doing this:\n%s", h.agent.LogTail(200))
+			}
+		}
+		cgroup := l.Cgroup()
+		h.must(l.Close())
+		if _, err := os.Stat(cgroup); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("the lab's cgroup is left: %v", err)
+		}
+	})
+	if h.collectors, err = l.Namespace("collector"); err != nil {
+		t.Fatal(err)
+	}
+	if h.devices, err = l.Attach("devices", netip.MustParsePrefix("10.77.0.201/24"), netip.MustParsePrefix("fd77::201/64")); err != nil {
+		t.Fatal(err)
+	}
+	for prefix, gateway := range map[string]string{"10.80.0.0/16": "10.77.0.201", "fd80::/64": "fd77::201"} {
+		h.must(h.devices.Own(netip.MustParsePrefix(prefix)))
+		h.must(h.collectors.AddRoute(netip.MustParsePrefix(prefix), netip.MustParseAddr(gateway)))
+	}
+	// Every refusal is to be heard of.
+	for name, value := range map[string]string{
+		"ipv4.icmp_ratelimit": "0", "ipv4.icmp_msgs_per_sec": "1000000", "ipv4.icmp_msgs_burst": "100000", "ipv6.icmp.ratelimit": "0",
+	} {
+		h.must(h.collectors.Sysctl(name, value))
+	}
+	return h
+}
+
+// address of the i-th device: IPv4 if i is even, IPv6 if it is odd.
+func address(i int) netip.Addr {
+	if i%2 == 0 {
+		return netip.AddrFrom4([4]byte{10, 80, byte(i >> 9), byte(i >> 1)})
+	}
+	return netip.MustParseAddr(fmt.Sprintf("fd80::1:%x", i))
+}
+
+func addresses(n int) []netip.Addr {
+	all := make([]netip.Addr, n)
+	for i := range all {
+		all[i] = address(i)
+	}
+	return all
+}
+
+func (h *host) must(err error) {
+	h.Helper()
+	if err != nil {
+		h.Fatal(err)
+	}
+}
+
+// eventually waits until f finds nothing wrong.
+func (h *host) eventually(what string, f func() error) {
+	h.Helper()
+	ctx, cancel := context.WithTimeout(h.Context(), patience)
+	defer cancel()
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		err := f()
+		if err == nil {
+			return
+		}
+		select {
+		case <-ctx.Done():
+			h.Fatalf("gave up waiting for %s: %v", what, err)
+		case <-tick.C:
+		}
+	}
+}
+
+// policyPath is the agent's policy file.
+func (h *host) policyPath() string { return filepath.Join(h.dir, "policy.yaml") }
+
+// setPolicy writes the policy file: service telemetry, where lines replace and add keys.
+func (h *host) setPolicy(slots int, lines ...string) {
+	h.Helper()
+	keys := []string{
+		fmt.Sprintf("slots: %d", slots),
+		fmt.Sprintf("steering: %s", h.mode),
+		fmt.Sprintf("cgroup: /%s", h.lab.CgroupPath()),
+		`members: [{match: {command_line: '^receiver-(\d+)$'}, slot: group}, {match: {command_line: 'nfacctd -f \S+-(\d+)\.conf'}, slot: group}]`,
+	}
+	if h.mode == config.Reuseport {
+		keys = append(keys, `listeners: [{protocol: tcp, address: "[::]:1790"}, {protocol: udp, address: "[::]:4739"}]`, "user: root")
+	} else {
+		keys = append(keys, `listeners: [{protocol: tcp, address: "[::]:1790", member_ports: 20000-20099}, {protocol: udp, address: "[::]:4739", member_ports: 21000-21099}]`)
+	}
+	for _, line := range lines {
+		key, _, _ := strings.Cut(line, ":")
+		keys = slices.DeleteFunc(keys, func(k string) bool { return strings.HasPrefix(k, key+":") })
+	}
+	text := "services:\n  telemetry:\n    " + strings.Join(append(keys, lines...), "\n    ") + "\n"
+	h.must(os.WriteFile(h.policyPath(), []byte(text), 0o644))
+}
+
+// startAgent starts the agent and waits until it answers.
+func (h *host) startAgent() {
+	h.Helper()
+	h.launchAgent()
+	h.eventually("the agent", func() error {
+		if err := h.agent.Err(); err != nil {
+			h.Fatal(err)
+		}
+		_, err := h.askStatus()
+		return err
+	})
+}
+
+func (h *host) launchAgent() {
+	h.Helper()
+	h.agent = h.collectors.Command(h.Context(), os.Getenv(binaryEnv), "agent", "--log-level", "debug",
+		"--policy", h.policyPath(), "--state-dir", filepath.Join(h.dir, "state"), "--run-dir", h.dir, "--pins", h.pins)
+	h.agent.Name = "agent"
+	h.must(h.agent.Start())
+}
+
+func (h *host) get(path string, into any) error {
+	ctx, cancel := context.WithTimeout(h.Context(), patience)
+	defer cancel()
+	return agent.NewClient(agent.SocketPath(h.dir)).Get(ctx, path, nil, into)
+}
+
+func (h *host) askStatus() (s agent.Status, err error) { return s, h.get("/v1/status", &s) }
+
+// service is the status of telemetry.
+func (h *host) service() agent.ServiceStatus {
+	h.Helper()
+	s, err := h.askStatus()
+	h.must(err)
+	if len(s.Services) != 1 {
+		h.Fatalf("%d services", len(s.Services))
+	}
+	return s.Services[0]
+}
+
+func (h *host) slots() []agent.SlotStatus {
+	h.Helper()
+	var s []agent.SlotStatus
+	h.must(h.get("/v1/slots", &s))
+	return s
+}
+
+// cli runs sockeye, and returns what it said.
+func (h *host) cli(args ...string) (stdout, stderr string, code int) {
+	h.Helper()
+	cmd := exec.CommandContext(h.Context(), os.Getenv(binaryEnv), append([]string{"--run-dir", h.dir}, args...)...)
+	var out, errs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errs
+	if err := cmd.Run(); cmd.ProcessState == nil {
+		h.Fatal(err)
+	}
+	return out.String(), errs.String(), cmd.ProcessState.ExitCode()
+}
+
+// show runs sockeye, which must succeed, with -o json.
+func (h *host) show(into any, args ...string) {
+	h.Helper()
+	out, errs, code := h.cli(append(args, "-o", "json")...)
+	if code != 0 {
+		h.Fatalf("sockeye %v: exit code %d: %s%s", args, code, out, errs)
+	}
+	if err := json.Unmarshal([]byte(out), into); err != nil {
+		h.Fatalf("sockeye %v: %v: %s", args, err, out)
+	}
+}
+
+// refuse runs sockeye, which must fail with this code and with a line and a hint that hold these words.
+func (h *host) refuse(code int, words []string, args ...string) {
+	h.Helper()
+	_, errs, got := h.cli(args...)
+	if got != code {
+		h.Errorf("sockeye %v: exit code %d, want %d: %s", args, got, code, errs)
+	}
+	for _, word := range words {
+		if !strings.Contains(errs, word) {
+			h.Errorf("sockeye %v lacks %q: %s", args, word, errs)
+		}
+	}
+}
+
+// spec is the receiver that is a member of the service in this mode.
+func (h *host) spec(slot int) receiver {
+	tcp, udp := uint16(bmpPort), uint16(ipfixPort)
+	if h.mode == config.Lookup {
+		tcp, udp = 20000+uint16(slot), 21000+uint16(slot)
+	}
+	return receiver{slot, []socket{
+		{"tcp", netip.AddrPortFrom(wildcard, tcp), false, h.mode == config.Lookup},
+		{"udp", netip.AddrPortFrom(wildcard, udp), false, h.mode == config.Lookup},
+	}}
+}
+
+func (h *host) user(slot int) string {
+	if h.mode == config.Lookup && slot%4 > 0 {
+		return fmt.Sprint(7000 + slot)
+	}
+	return "root"
+}
+
+// start starts receivers, and does not wait for them.
+func (h *host) start(slots ...int) {
+	h.Helper()
+	for _, slot := range slots {
+		h.startReceiver(fmt.Sprintf("receiver-%d", slot), h.spec(slot))
+	}
+}
+
+// startReceiver starts a receiver with this name as its command line, after the words of wrap.
+func (h *host) startReceiver(name string, r receiver, wrap ...string) *member {
+	h.Helper()
+	return h.startReceiverIn(h.collectors, name, r, wrap...)
+}
+
+func (h *host) startReceiverIn(namespace *lab.Namespace, name string, r receiver, wrap ...string) *member {
+	h.Helper()
+	spec, err := json.Marshal(r)
+	h.must(err)
+	// Its own path is shut to other users.
+	p := namespace.Command(h.Context(), "/proc/self/exe")
+	p.Cmd.Args[0] = name
+	p.Name, p.User = name, h.user(r.Slot)
+	if len(wrap) > 0 {
+		exe, err := os.Executable()
+		h.must(err)
+		p.Cmd, p.User = exec.CommandContext(h.Context(), wrap[0], append(wrap[1:], exe)...), "root"
+	}
+	p.Cmd.Env = append(os.Environ(), receiverEnv+"="+string(spec), "GOMAXPROCS=1")
+	out, in, err := os.Pipe()
+	h.must(err)
+	p.Cmd.Stdout = in
+	stdin, err := p.Cmd.StdinPipe()
+	h.must(err)
+	h.must(p.Start())
+	in.Close()
+	m := &member{p, r.Slot, stdin, make(chan struct{})}
+	go func() {
+		defer out.Close()
+		for lines := bufio.NewScanner(out); lines.Scan(); {
+			protocol, from, ok := strings.Cut(lines.Text(), " ")
+			if !ok {
+				close(m.open)
+				continue
+			}
+			h.mu.Lock()
+			h.got[arrival{r.Slot, protocol, netip.MustParseAddr(from)}]++
+			h.mu.Unlock()
+		}
+	}()
+	h.members[r.Slot] = m
+	return m
+}
+
+// open waits until members have opened their sockets, registered or not.
+func (h *host) open(slots ...int) {
+	h.Helper()
+	for _, slot := range slots {
+		m := h.members[slot]
+		select {
+		case <-m.open:
+		case <-m.Done():
+			h.Fatal(m.Err())
+		}
+	}
+}
+
+// kill ends members as kill -9 does, all at once.
+func (h *host) kill(slots ...int) {
+	h.Helper()
+	for _, slot := range slots {
+		h.must(h.members[slot].Signal(unix.SIGKILL))
+	}
+	for _, slot := range slots {
+		<-h.members[slot].Done()
+	}
+}
+
+// hang stops a member, and waits until all its threads have stopped.
+func (h *host) hang(slot int) {
+	h.Helper()
+	h.must(h.members[slot].Signal(unix.SIGSTOP))
+	h.eventually("a member to stop", func() error {
+		threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", h.members[slot].Pid()))
+		h.must(err)
+		for _, path := range threads {
+			if b, err := os.ReadFile(path); err != nil || !strings.Contains(string(b), ") T ") {
+				return fmt.Errorf("%s", b)
+			}
+		}
+		return nil
+	})
+}
+
+// ready waits until each of the slots is that of its member, and all others are empty.
+func (h *host) ready(slots ...int) {
+	h.Helper()
+	h.eventually(fmt.Sprintf("slots %v", slots), func() error {
+		for _, s := range h.slots() {
+			want := 0
+			if slices.Contains(slots, s.Slot) {
+				m := h.members[s.Slot]
+				if err := m.Err(); err != nil {
+					h.Fatal(err)
+				}
+				want = m.Pid()
+			}
+			if s.PID != want || s.Ready != (want != 0) {
+				return fmt.Errorf("slot %d: process %d, ready %v, want process %d; waiting: %+v", s.Slot, s.PID, s.Ready, want, h.service().Waiting)
+			}
+		}
+		return nil
+	})
+}
+
+// mapping is where addresses belong, by the nonce of the service.
+func (h *host) mapping(slots int, devices *steer.DeviceMap) *steer.Mapping {
+	h.Helper()
+	var nonce uint64
+	_, err := fmt.Sscanf(h.service().Nonce, "0x%x", &nonce)
+	h.must(err)
+	m, err := steer.NewMapping(slots, 0, nonce, devices)
+	h.must(err)
+	return m
+}
+
+// home is the slot of an address.
+type home func(netip.Addr) int
+
+func (h *host) homes(slots int) home {
+	h.Helper()
+	m := h.mapping(slots, nil)
+	return func(a netip.Addr) int { slot, _ := m.Slot(a); return slot }
+}
+
+// forget starts a new count of what arrives.
+func (h *host) forget() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	clear(h.got)
+}
+
+// arrivals returns what came to members so far, and how much of it to one that is not its home.
+func (h *host) arrivals(home home) (all int, misplaced []arrival) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for a, n := range h.got {
+		all += n
+		if home(a.from) != a.slot {
+			misplaced = append(misplaced, a)
+		}
+	}
+	return all, misplaced
+}
+
+// nothingMisplaced ends a test in which something came to a member that is not its home, or less than enough came.
+func (h *host) nothingMisplaced(home home, enough int) {
+	h.Helper()
+	h.eventually("arrivals", func() error { // members' words are read a moment later
+		all, misplaced := h.arrivals(home)
+		if len(misplaced) > 0 {
+			h.Fatalf("of %d arrivals %d misplaced, such as %v", all, len(misplaced), misplaced[:min(10, len(misplaced))])
+		}
+		if all < enough {
+			return fmt.Errorf("%d, want %d or more", all, enough)
+		}
+		return nil
+	})
+}
+
+// up is a host with a policy, an agent and members in all slots.
+func up(t *testing.T, mode config.Steering, slots int, policy ...string) *host {
+	t.Helper()
+	h := newHost(t, mode)
+	h.setPolicy(slots, policy...)
+	h.startAgent()
+	h.start(upTo(slots)...)
+	h.ready(upTo(slots)...)
+	return h
+}
+
+func upTo(n int) []int {
+	all := make([]int, n)
+	for i := range all {
+		all[i] = i
+	}
+	return all
+}

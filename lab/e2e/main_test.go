@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package e2e_test holds the end-to-end tests: the built binary, a lab, and in
+// it an agent, members and devices, judged by what reaches whom. Members are
+// nfacctd where a test is about real collectors, and elsewhere receivers:
+// processes that log each thing they get and answer with their slot.
+package e2e_test
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"syscall"
+	"testing"
+
+	_ "sockeye/internal/cli" // the tests' cache and downloads depend on what the binary is made of
+	"sockeye/internal/testenv"
+)
+
+const binaryEnv = "SOCKEYE_E2E_BINARY"
+
+// Exactly one of these names what this process is.
+func TestMain(m *testing.M) {
+	if os.Getenv(receiverEnv) != "" {
+		fmt.Fprintln(os.Stderr, receive(os.Getenv(receiverEnv)))
+		os.Exit(1)
+	}
+	if testenv.Cgroup() == "" {
+		if err := build(); err != nil {
+			fmt.Fprintln(os.Stderr, "build sockeye:", err)
+			os.Exit(1)
+		}
+	}
+	testenv.Main(m)
+}
+
+// build makes the binary, in a directory that goes when this process does.
+func build() error {
+	dir, err := os.MkdirTemp("", "sockeye-e2e-")
+	if err != nil {
+		return err
+	}
+	remover := exec.Command("sh", "-c", `cat; rm -rf "$1"`, "sockeye-e2e", dir)
+	remover.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	var pipe io.WriteCloser
+	if pipe, err = remover.StdinPipe(); err == nil {
+		err = remover.Start()
+	}
+	if err != nil {
+		return err
+	}
+	keepOpen = pipe
+	if err := os.Chmod(dir, 0o755); err != nil {
+		return err
+	}
+	binary := filepath.Join(dir, "sockeye")
+	cmd := exec.Command("go", "build", "-o", binary, "sockeye/cmd/sockeye")
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("%w\n%s", err, out)
+	}
+	return os.Setenv(binaryEnv, binary)
+}
+
+var keepOpen io.Closer // never closed: the end of this process does it

@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+
+	"sockeye/internal/config"
+	"sockeye/lab"
+)
+
+// network is a host whose members are four nfacctd and whose devices are six routers, three with BMP and IPFIX over IPv4
+// and three over IPv6.
+type network struct {
+	*host
+	home home
+}
+
+func newNetwork(t *testing.T, mode config.Steering) *network {
+	t.Helper()
+	h := newHostWith(t, mode, 6)
+	h.setPolicy(4)
+	h.startAgent()
+	n := &network{h, h.homes(4)}
+	for slot := range 4 {
+		n.startCollector(slot, 10)
+	}
+	for i := range 6 {
+		to := lab.CollectorIPv4
+		if i%2 == 1 {
+			to = lab.CollectorIPv6
+		}
+		_, err := h.lab.StartRouter(lab.RouterConfig{Router: i, Collector: netip.AddrPortFrom(to, bmpPort)})
+		h.must(err)
+	}
+	_, err := h.lab.StartTraffic(lab.TrafficConfig{})
+	h.must(err)
+	n.collect(0, 1, 2, 3)
+	for i := range 6 {
+		for k := range 2 { // two sockets
+			_, err := h.lab.StartExporter(lab.ExporterConfig{Router: i, Instance: k})
+			h.must(err)
+		}
+	}
+	return n
+}
+
+func (n *network) startCollector(slot, peers int) {
+	n.Helper()
+	c := lab.CollectorConfig{Slot: slot, MaxPeers: peers, User: n.user(slot)}
+	sockets := n.spec(slot).Sockets
+	c.BMP, c.IPFIX = sockets[0].Address, sockets[1].Address
+	p, err := n.lab.StartCollector(c)
+	n.must(err)
+	n.members[slot] = &member{Process: p.Process, slot: slot}
+}
+
+// collect waits until collectors are in their slots, and all routers with a slot that is ready have their session there.
+func (n *network) collect(slots ...int) {
+	n.Helper()
+	n.ready(slots...)
+	n.eventually("the sessions of the routers", func() error {
+		sessions, err := n.lab.Sessions()
+		n.must(err)
+		for _, r := range n.lab.Routers() {
+			slot, ok := sessions[r.BMP]
+			want := slices.Contains(slots, n.home(r.BMP))
+			if ok != want || ok && slot != n.home(r.BMP) {
+				return fmt.Errorf("session of %v: slot %d, %v; home is %d", r.BMP, slot, ok, n.home(r.BMP))
+			}
+		}
+		return nil
+	})
+}
+
+// together measures, when all is up, whether both streams of each router reach its collector.
+func (n *network) together() {
+	n.Helper()
+	ctx, cancel := context.WithTimeout(n.Context(), 2*patience)
+	defer cancel()
+	n.must(n.lab.WaitBGP(ctx))
+	n.must(n.lab.WaitRecords(ctx))
+	n.must(n.lab.WaitRecords(ctx)) // the first after a start may lack what BMP tells
+	m, err := n.lab.NewMeter()
+	n.must(err)
+	n.must(n.lab.WaitRecords(ctx))
+	o, err := m.Read()
+	n.must(err)
+	for _, r := range o.Routers {
+		if !r.Together() || r.TCPSlot != n.home(r.Address) || r.Correlated != r.Records {
+			n.Errorf("%+v; home is %d", r, n.home(r.Address))
+		}
+	}
+	if o.CorrelatedShare != 1 || len(o.Routers) != 6 {
+		n.Errorf("of the flow records of %d routers %.3f carry what BMP tells", len(o.Routers), o.CorrelatedShare)
+	}
+}
+
+// established is the connection of each router, as the kernel knows it.
+func (n *network) established() map[netip.Addr]uint32 {
+	n.Helper()
+	found := map[netip.Addr]uint32{}
+	n.must(n.collectors.Do(func() error {
+		for _, family := range []uint8{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+			all, err := netlink.SocketDiagTCP(family)
+			if err != nil {
+				return err
+			}
+			for _, s := range all {
+				if a, ok := netip.AddrFromSlice(s.ID.Destination); ok && s.State == 1 && s.INode != 0 {
+					found[a.Unmap()] = s.INode
+				}
+			}
+		}
+		return nil
+	}))
+	return found
+}
+
+// crashes kills each collector in turn, then all, then the agent. nfacctd writes over its arguments, by which the agents
+// know it.
+func (n *network) crashes() {
+	n.Helper()
+	for slot := range 4 {
+		before := n.established()
+		n.kill(slot)
+		// At once: nfacctd's plugin still holds the BMP listener.
+		n.refuses("it is dead", slot)
+		n.startCollector(slot, 10)
+		n.away(slot)
+		n.collect(0, 1, 2, 3)
+		after := n.established()
+		for _, r := range n.lab.Routers() {
+			if home := n.home(r.BMP); home != slot && (before[r.BMP] != after[r.BMP] || before[r.BMP] == 0) {
+				n.Errorf("collector %d was killed: router %v of slot %d has another connection", slot, r.BMP, home)
+			}
+		}
+	}
+	n.kill(0, 1, 2, 3)
+	n.refuses("all are dead", 0, 1, 2, 3)
+	for _, slot := range rand.Perm(4) {
+		n.startCollector(slot, 10)
+	}
+	n.away(0, 1, 2, 3)
+	n.collect(0, 1, 2, 3)
+	before := n.established()
+	n.killAgent()
+	n.startAgent()
+	n.collect(0, 1, 2, 3)
+	if after := n.established(); !maps.Equal(before, after) {
+		n.Errorf("the agent was killed: connections %v, before %v", after, before)
+	}
+}
+
+// refuses sees to it that both protocols are refused to the routers of these slots.
+func (n *network) refuses(when string, slots ...int) {
+	n.Helper()
+	for _, r := range n.lab.Routers() {
+		if slices.Contains(slots, n.home(r.BMP)) {
+			if l := n.knock(r); l != (landing{refused, refused}) {
+				n.Errorf("collector %d, %s: router %v: %v", n.home(r.BMP), when, r.BMP, l)
+			}
+		}
+	}
+}
+
+// knock sends from a router's address. nfacctd never answers.
+func (n *network) knock(r *lab.Router) (l landing) {
+	n.must(r.Namespace.Do(func() error {
+		l = probe(r.BMP, 200*time.Millisecond)
+		return nil
+	}))
+	return l
+}
+
+// away watches starting collectors: until they are ready nothing gets in, with one socket open or two, and the routers'
+// sessions are nowhere else.
+func (n *network) away(slots ...int) {
+	n.Helper()
+	var left []int
+	readiness := func() {
+		left = nil
+		for _, s := range n.slots() {
+			if slices.Contains(slots, s.Slot) && !s.Ready {
+				left = append(left, s.Slot)
+			}
+		}
+	}
+	n.eventually("collectors", func() error {
+		landed := map[*lab.Router]landing{}
+		for _, r := range n.lab.Routers() {
+			if slices.Contains(left, n.home(r.BMP)) {
+				landed[r] = n.knock(r)
+			}
+		}
+		sessions, err := n.lab.Sessions()
+		n.must(err)
+		readiness() // those that are not ready now were not ready then
+		for r, l := range landed {
+			if home := n.home(r.BMP); slices.Contains(left, home) && l != (landing{refused, refused}) {
+				n.Fatalf("collector %d starts: router %v: %v", home, r.BMP, l)
+			}
+		}
+		for a, slot := range sessions {
+			if slot != n.home(a) {
+				n.Fatalf("router %v of slot %d has a session with %d", a, n.home(a), slot)
+			}
+		}
+		if len(left) > 0 {
+			return fmt.Errorf("%v are not ready", left)
+		}
+		return nil
+	})
+}

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+
+	"golang.org/x/sys/unix"
+)
+
+// receiverEnv has the test binary be a receiver. Sockeye run keeps what begins with SOCKEYE_ from its program.
+const receiverEnv = "E2E_RECEIVER"
+
+// receiver says what a receiver is.
+type receiver struct {
+	Slot    int // which it answers with
+	Sockets []socket
+}
+
+// socket is one that a receiver opens, in order.
+type socket struct {
+	Protocol string // tcp or udp
+	Address  netip.AddrPort
+	V6Only   bool
+	Plain    bool // without SO_REUSEPORT
+}
+
+// receive returns only for an error. It writes a line "up" when its sockets are open, and "PROTOCOL ADDRESS" for each
+// connection and datagram, and answers these with its slot; on connections it repeats what comes then. Commands come on stdin: "close tcp" and "close udp" close
+// sockets, "fork" leaves a child that holds them all.
+func receive(spec string) error {
+	var r receiver
+	if err := json.Unmarshal([]byte(spec), &r); err != nil {
+		return err
+	}
+	answer := fmt.Appendf(nil, "%d\n", r.Slot)
+	note := func(protocol string, from net.Addr) {
+		a, _ := netip.ParseAddrPort(from.String())
+		fmt.Fprintf(os.Stdout, "%s %v\n", protocol, a.Addr().Unmap())
+	}
+	open := map[string][]interface {
+		io.Closer
+		File() (*os.File, error)
+	}{}
+	for _, s := range r.Sockets {
+		fd, err := s.open()
+		if err != nil {
+			return fmt.Errorf("open %s %v: %w", s.Protocol, s.Address, err)
+		}
+		f := os.NewFile(uintptr(fd), s.Protocol)
+		if s.Protocol == "udp" {
+			c, err := net.FilePacketConn(f)
+			if err != nil {
+				return err
+			}
+			open["udp"] = append(open["udp"], c.(*net.UDPConn))
+			go func() {
+				b := make([]byte, 2048)
+				for _, from, err := c.ReadFrom(b); err == nil; _, from, err = c.ReadFrom(b) {
+					note("udp", from)
+					_, _ = c.WriteTo(answer, from) // the device may be gone
+				}
+			}()
+		} else {
+			l, err := net.FileListener(f)
+			if err != nil {
+				return err
+			}
+			open["tcp"] = append(open["tcp"], l.(*net.TCPListener))
+			go func() {
+				for c, err := l.Accept(); err == nil; c, err = l.Accept() {
+					go func() {
+						defer c.Close()
+						note("tcp", c.RemoteAddr())
+						if _, err := c.Write(answer); err == nil {
+							_, _ = io.Copy(c, c)
+						}
+					}()
+				}
+			}()
+		}
+		f.Close()
+	}
+	fmt.Println("up")
+	in := bufio.NewScanner(os.Stdin)
+	for in.Scan() {
+		var closing string
+		if _, err := fmt.Sscanf(in.Text(), "close %s", &closing); err == nil {
+			for _, s := range open[closing] {
+				s.Close()
+			}
+			continue
+		}
+		child := exec.Command("sleep", "1000")
+		for _, s := range append(open["tcp"], open["udp"]...) {
+			f, err := s.File()
+			if err != nil {
+				return err
+			}
+			defer f.Close() // with the child there, the copy does no harm
+			child.ExtraFiles = append(child.ExtraFiles, f)
+		}
+		if err := child.Start(); err != nil {
+			return err
+		}
+	}
+	return in.Err()
+}
+
+// open binds a socket. It listens with a backlog of 1, as nfacctd does.
+func (s socket) open() (fd int, err error) {
+	kind, domain := unix.SOCK_STREAM, unix.AF_INET6
+	if s.Protocol == "udp" {
+		kind = unix.SOCK_DGRAM
+	}
+	var to unix.Sockaddr = &unix.SockaddrInet6{Port: int(s.Address.Port()), Addr: s.Address.Addr().As16()}
+	if s.Address.Addr().Is4() {
+		domain, to = unix.AF_INET, &unix.SockaddrInet4{Port: int(s.Address.Port()), Addr: s.Address.Addr().As4()}
+	}
+	fd, err = unix.Socket(domain, kind|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	for option, wanted := range map[[2]int]bool{
+		{unix.SOL_SOCKET, unix.SO_REUSEPORT}:  !s.Plain,
+		{unix.IPPROTO_IPV6, unix.IPV6_V6ONLY}: s.V6Only,
+	} {
+		if err == nil && wanted {
+			err = unix.SetsockoptInt(fd, option[0], option[1], 1)
+		}
+	}
+	if err == nil {
+		err = unix.Bind(fd, to)
+	}
+	if err == nil && kind == unix.SOCK_STREAM {
+		err = unix.Listen(fd, 1)
+	}
+	return fd, err
+}

@@ -1,0 +1,334 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"debug/elf"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+)
+
+// The check itself must be able to fail: without an agent the kernel's hash gives each device's two streams to any member.
+func TestKernelHashMisplaces(t *testing.T) {
+	t.Parallel()
+	h := newHost(t, config.Reuseport)
+	h.start(0, 1, 2, 3)
+	apart, all := 0, addresses(200)
+	h.eventually("the members", func() error {
+		apart = 0
+		seen := map[int]bool{}
+		for a, l := range h.sweep(all) {
+			if l.tcp < 0 || l.udp < 0 {
+				return fmt.Errorf("%v: %v", a, l)
+			}
+			seen[l.tcp], seen[l.udp] = true, true
+			if l.tcp != l.udp {
+				apart++
+			}
+		}
+		if len(seen) < 4 {
+			return fmt.Errorf("%d members", len(seen))
+		}
+		return nil
+	})
+	if apart < 100 {
+		t.Errorf("the kernel's hash keeps all but %d of 200 devices together", apart)
+	}
+}
+
+// All streams of one origin reach one member: six routers, four nfacctd, and flow records that carry what BMP tells.
+func TestRequirement1DeviceScoped(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		newNetwork(t, mode).together()
+	})
+}
+
+// A member's death or restart moves no device, and both protocols fail alike.
+func TestRequirement2Stable(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := up(t, mode, 4)
+		home := h.homes(4)
+		all := addresses(200)
+		h.lands("at the start", all, home)
+		for slot := range 4 {
+			h.kill(slot)
+			h.lands("at once, without a member", all, home.but(slot))
+			h.start(slot)
+			h.ready(0, 1, 2, 3)
+			h.lands("with the member back", all, home)
+		}
+		h.nothingMisplaced(home, 200*2*8)
+	})
+}
+
+// No member's failure touches another: not its connections, not what it gets; a member that hangs is like one that lives.
+func TestRequirement3FaultIsolation(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := up(t, mode, 4)
+		home := h.homes(4)
+		all := addresses(100)
+		open := h.connectAll(all)
+		h.hang(1)
+		for a, l := range h.sweep(others(all, home, 1)) {
+			if l != (landing{home(a), home(a)}) {
+				t.Errorf("a member hangs: %v: %v", a, l)
+			}
+		}
+		h.must(h.members[1].Signal(unix.SIGCONT))
+		dead := map[int]bool{}
+		for _, slot := range rand.Perm(4)[:3] {
+			h.kill(slot)
+			dead[slot] = true
+			for a, alive := range open.alive() {
+				if alive == dead[home(a)] {
+					t.Errorf("slots %v are dead: connection of %v, slot %d, alive: %v", dead, a, home(a), alive)
+				}
+			}
+		}
+		h.nothingMisplaced(home, 100)
+	})
+}
+
+func others(all []netip.Addr, home home, slot int) []netip.Addr {
+	var found []netip.Addr
+	for _, a := range all {
+		if home(a) != slot {
+			found = append(found, a)
+		}
+	}
+	return found
+}
+
+// The distribution's nfacctd, as it is, through crashes of each and of all.
+func TestRequirement4ExistingTools(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		n := newNetwork(t, mode)
+		n.crashes()
+		n.together()
+	})
+}
+
+// Members start, stop and crash in any order, under traffic.
+func TestRequirement5RestartStability(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHost(t, mode)
+		h.setPolicy(4)
+		h.startAgent()
+		home := h.homes(4)
+		all := addresses(64)
+		traffic := h.startTrafficThatWaits(all, 300*time.Millisecond) // before the first member
+		h.more(traffic, 100)
+		for range 3 {
+			for _, slot := range rand.Perm(4) {
+				h.start(slot)
+				h.more(traffic, 20)
+			}
+			h.ready(0, 1, 2, 3)
+			for range 4 {
+				slot := rand.IntN(4)
+				h.kill(slot)
+				h.more(traffic, 20)
+				h.start(slot)
+			}
+			h.ready(0, 1, 2, 3)
+			h.kill(rand.Perm(4)...)
+			h.lands("all are dead", all[:8], nowhere)
+			h.more(traffic, 50)
+		}
+		for a, landed := range traffic.end() {
+			for l, n := range landed {
+				if l.tcp >= 0 && l.tcp != home(a) || l.udp >= 0 && l.udp != home(a) {
+					t.Errorf("%v: %v, %d times; home is %d", a, l, n, home(a))
+				}
+			}
+		}
+		h.nothingMisplaced(home, 100)
+		h.start(rand.Perm(4)...)
+		h.ready(0, 1, 2, 3)
+		h.lands("at the end", all, home)
+	})
+}
+
+// TCP and UDP, IPv4 and IPv6, one socket for both families or one each: a device has one slot. And a member that closes
+// one of its sockets is out for both protocols.
+func TestRequirement6TCPAndUDPAlike(t *testing.T) {
+	families := map[string][]socket{
+		"ipv4": {{Address: netip.AddrPortFrom(netip.IPv4Unspecified(), 0)}},
+		"ipv6": {{Address: netip.AddrPortFrom(wildcard, 0), V6Only: true}},
+		"dual": {{Address: netip.AddrPortFrom(wildcard, 0)}},
+	}
+	families["both"] = append(families["ipv4"], families["ipv6"]...)
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		all := addresses(100)
+		for name, sockets := range families {
+			t.Run(name, func(t *testing.T) {
+				var listeners []string
+				var opened []socket
+				for i, s := range sockets {
+					for protocol, port := range map[string]uint16{"tcp": bmpPort, "udp": ipfixPort} {
+						s.Protocol, s.Address = protocol, netip.AddrPortFrom(s.Address.Addr(), port)
+						listener := fmt.Sprintf("{protocol: %s, address: %q", protocol, s.Address)
+						if s.V6Only {
+							listener += ", v6only: true"
+						}
+						if mode == config.Lookup {
+							first := 20000 + port + uint16(i)*100
+							listener += fmt.Sprintf(", member_ports: %d-%d", first, first+9)
+							s.Address = netip.AddrPortFrom(s.Address.Addr(), first)
+						}
+						listeners, opened = append(listeners, listener+"}"), append(opened, s)
+					}
+				}
+				h := newHost(t, mode)
+				h.setPolicy(3, "listeners: ["+strings.Join(listeners, ", ")+"]")
+				h.startAgent()
+				for slot := range 3 {
+					r := receiver{Slot: slot}
+					for _, s := range opened {
+						if mode == config.Lookup {
+							s.Address = netip.AddrPortFrom(s.Address.Addr(), s.Address.Port()+uint16(slot))
+						}
+						r.Sockets = append(r.Sockets, s)
+					}
+					h.startReceiver(fmt.Sprintf("receiver-%d", slot), r)
+				}
+				h.ready(0, 1, 2)
+				home := h.homes(3)
+				served := home
+				switch name {
+				case "ipv4":
+					served = func(a netip.Addr) int {
+						if a.Is6() {
+							return refused
+						}
+						return home(a)
+					}
+				case "ipv6":
+					served = func(a netip.Addr) int {
+						if a.Is4() {
+							return refused
+						}
+						return home(a)
+					}
+				}
+				h.lands("with three members", all, served)
+				for slot, protocol := range []string{"tcp", "udp"} {
+					fmt.Fprintln(h.members[slot].stdin, "close", protocol)
+					h.eventually("the slot to close", func() error {
+						if s := h.slots()[slot]; s.Ready {
+							return fmt.Errorf("slot %d is ready", s.Slot)
+						}
+						return nil
+					})
+					h.lands("without "+protocol, all, served.but(upTo(slot+1)...))
+				}
+				h.nothingMisplaced(home, 100)
+			})
+		}
+	})
+}
+
+// One binary, that needs nothing of the host but its kernel. Other kernels run the network tests in lab/vm.
+func TestRequirement7StableInterfaces(t *testing.T) {
+	t.Parallel()
+	binary, err := elf.Open(os.Getenv(binaryEnv))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer binary.Close()
+	for _, p := range binary.Progs {
+		if p.Type == elf.PT_INTERP || p.Type == elf.PT_DYNAMIC {
+			t.Errorf("it is linked dynamically: %v", p.Type)
+		}
+	}
+	h := newHost(t, config.Reuseport)
+	h.setPolicy(2)
+	out, errs, code := h.cli("doctor", "--policy", h.policyPath(), "--pins", h.pins, "-o", "json")
+	if code != 0 {
+		t.Errorf("sockeye doctor: exit code %d: %s%s", code, out, errs)
+	}
+}
+
+// No per-device configuration: addresses that nobody named get a slot each, all slots get their share, and where says it.
+func TestRequirement8NoPerDeviceConfiguration(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := up(t, mode, 4)
+		all := addresses(1000)
+		found := h.sweep(all)
+		args, share := []string{"where"}, map[int]int{}
+		for _, a := range all {
+			args = append(args, a.String())
+		}
+		var where, offline []agent.WhereStatus
+		h.show(&where, args...)
+		h.show(&offline, append(args, "--offline", "--pins", h.pins)...)
+		if len(where) != len(all) || len(offline) != len(all) {
+			t.Fatalf("sockeye where knows %d and %d of %d", len(where), len(offline), len(all))
+		}
+		for i, w := range where {
+			if found[w.Address] != (landing{w.Slot, w.Slot}) || offline[i].Slot != w.Slot || w.Address != all[i] {
+				t.Errorf("%v: %v, sockeye where says %d, and offline %d", w.Address, found[w.Address], w.Slot, offline[i].Slot)
+			}
+			share[w.Slot]++
+		}
+		for slot := range 4 {
+			if share[slot] < 190 || share[slot] > 310 { // 250 ± 4.4 standard deviations
+				t.Errorf("slot %d has %d of 1000 devices", slot, share[slot])
+			}
+		}
+	})
+}
+
+// No CPU for balancing: nothing of Sockeye runs per packet in user space. What the programs cost is for bench/ to say.
+func TestRequirement9NoUserSpacePerPacket(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := up(t, mode, 4)
+		h.lands("at the start", addresses(40), h.homes(4))
+		const datagrams = 100_000
+		received := func() (n uint64) {
+			for _, s := range h.slots() {
+				n += s.Datagrams
+			}
+			return n
+		}
+		before := received()
+		cpu := h.cpuTicks()
+		h.flood(addresses(40), datagrams)
+		spent := h.cpuTicks() - cpu // before asking again, which is work
+		if n := received() - before; n != datagrams {
+			t.Errorf("%d of %d datagrams steered", n, datagrams)
+		}
+		// 1 tick is 10 ms; a microsecond for each datagram would be 10.
+		if spent > 5 {
+			t.Errorf("agent and keeper spent %d ticks of 10 ms on %d datagrams", spent, datagrams)
+		}
+	})
+}
+
+// cpuTicks is the CPU time of agent and keeper so far.
+func (h *host) cpuTicks() (sum int) {
+	h.Helper()
+	pids, err := h.agent.PIDs()
+	h.must(err)
+	for _, pid := range pids {
+		b, err := os.ReadFile(filepath.Join("/proc", fmt.Sprint(pid), "stat"))
+		h.must(err)
+		fields := strings.Fields(string(b[strings.LastIndexByte(string(b), ')'):]))
+		var user, system int
+		_, err = fmt.Sscan(fields[12]+" "+fields[13], &user, &system)
+		h.must(err)
+		sum += user + system
+	}
+	return sum
+}
