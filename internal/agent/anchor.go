@@ -107,23 +107,30 @@ func bind(fd int, address netip.AddrPort) error {
 	return nil
 }
 
-// inNetns runs f on a thread in the network namespace; nil is that of the
+// inNetns runs f with the thread in the network namespace; nil is that of the
 // caller.
 func inNetns(netns *os.File, f func() error) error {
 	if netns == nil {
 		return f()
 	}
-	result := make(chan error)
-	go func() {
-		// Never unlocked: the thread ends with the goroutine.
-		runtime.LockOSThread()
-		if err := unix.Setns(int(netns.Fd()), unix.CLONE_NEWNET); err != nil {
-			result <- fmt.Errorf("enter network namespace %s: %w", netns.Name(), err)
-			return
-		}
-		result <- f()
-	}()
-	return <-result
+	runtime.LockOSThread()
+	home, err := os.Open("/proc/thread-self/ns/net")
+	if err != nil {
+		runtime.UnlockOSThread()
+		return fmt.Errorf("remember network namespace: %w", err)
+	}
+	defer home.Close()
+	if err := unix.Setns(int(netns.Fd()), unix.CLONE_NEWNET); err != nil {
+		runtime.UnlockOSThread()
+		return fmt.Errorf("enter network namespace %s: %w", netns.Name(), err)
+	}
+	err = f()
+	// A thread that cannot come back stays locked, and ends with its goroutine.
+	if back := unix.Setns(int(home.Fd()), unix.CLONE_NEWNET); back != nil {
+		return joined(err, fmt.Errorf("leave network namespace %s: %w", netns.Name(), back))
+	}
+	runtime.UnlockOSThread()
+	return err
 }
 
 // KeeperCommand is the hidden command that a keeper runs. Its arguments tell

@@ -13,6 +13,7 @@ import (
 	"strings"
 
 	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/rlimit"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -56,6 +57,9 @@ func (d *doctor) fail(area, check string, code int, detail, hint string) {
 // nothing.
 func Examine(policy *config.Policy, pins string) []Finding {
 	d := &doctor{}
+	// Probes load programs, which kernels before 5.11 charge to RLIMIT_MEMLOCK.
+	// Where it cannot be raised, they say so.
+	_ = rlimit.RemoveMemlock()
 	d.capabilities()
 	d.kernel()
 	d.mounts(pins)

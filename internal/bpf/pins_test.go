@@ -10,7 +10,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"testing"
 
@@ -187,16 +186,13 @@ func TestLookupMovesToAnotherNamespace(t *testing.T) {
 	c := config(t, true, pair...)
 	open(t, c)
 	before := pinned(t, c.Dir)
-	done := make(chan error)
-	go func() {
-		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
+	check(t, onThread(func() error {
 		err := unix.Unshare(unix.CLONE_NEWNET)
 		if err == nil {
 			c.Netns, err = os.Open("/proc/thread-self/ns/net")
 		}
-		done <- err
-	}()
-	check(t, <-done)
+		return err
+	}))
 	defer c.Netns.Close()
 	open(t, c)
 	if got := changed(before, pinned(t, c.Dir)); !slices.Equal(got, []string{"link_lookup"}) {

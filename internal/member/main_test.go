@@ -113,20 +113,32 @@ func within(t testing.TB, what string, f func() error) error {
 	}
 }
 
+// onThread runs f on a thread that ends with it: not on the process' first one,
+// which never ends and stands for the process in /proc.
+func onThread(f func() error) error {
+	done := make(chan error)
+	go func() {
+		runtime.LockOSThread()
+		if unix.Gettid() == unix.Getpid() {
+			defer runtime.UnlockOSThread()
+			done <- onThread(f)
+			return
+		}
+		done <- f()
+	}()
+	return <-done
+}
+
 // withoutRights runs f on a thread without capabilities.
 func withoutRights(t testing.TB, f func()) {
 	t.Helper()
-	done := make(chan error)
-	go func() {
-		// Never unlocked: the thread ends with the goroutine.
-		runtime.LockOSThread()
+	check(t, onThread(func() error {
 		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 		var none [2]unix.CapUserData
 		err := unix.Capset(&header, &none[0])
 		if err == nil {
 			f()
 		}
-		done <- err
-	}()
-	check(t, <-done)
+		return err
+	}))
 }
