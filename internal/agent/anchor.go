@@ -169,12 +169,21 @@ func startKeeper(log *slog.Logger, pins, service string, fds []int) (*keeper, er
 	}
 	pid := cmd.Process.Pid
 	handle, err := member.Open(pid)
+	var child *member.Handle
+	if err == nil {
+		child, err = member.Open(pid)
+	}
 	if err != nil {
 		cmd.Process.Kill()
 		cmd.Wait()
 		return nil, fmt.Errorf("start keeper: %w", err)
 	}
 	go func() {
+		defer child.Close()
+		// Not by waitid(2) alone, in which a thread would stay; see Events.Next.
+		if child.Wait() != nil {
+			return
+		}
 		if err := cmd.Wait(); err != nil {
 			log.Debug("keeper ended", "pid", pid, "error", err)
 		}

@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"structs"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/btf"
@@ -918,7 +919,15 @@ func (s *Steer) Events() (*Events, error) {
 
 // Next waits for an event. It fails with os.ErrClosed after Close.
 func (e *Events) Next() (Event, error) {
-	record, err := e.reader.Read()
+	var record ringbuf.Record
+	err := os.ErrDeadlineExceeded
+	for errors.Is(err, os.ErrDeadlineExceeded) {
+		// Go 1.26 (seen with 1.26.8) at times misses a thread that enters a
+		// system call just when it stops the world, for AllThreadsSyscall or
+		// the garbage collector, and waits for the call to end.
+		e.reader.SetDeadline(time.Now().Add(time.Second))
+		record, err = e.reader.Read()
+	}
 	if err != nil {
 		return Event{}, err
 	}

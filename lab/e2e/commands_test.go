@@ -373,7 +373,7 @@ func TestNothingLeft(t *testing.T) {
 			}
 			for _, path := range []string{cgroup, pins} {
 				if _, err := os.Stat(path); !os.IsNotExist(err) {
-					return fmt.Errorf("%s: %v", path, err)
+					return fmt.Errorf("%s is still there", path)
 				}
 			}
 			holders, _ := filepath.Glob("/proc/[0-9]*/task/*/ns/net")

@@ -277,10 +277,11 @@ func TestInheritedSockets(t *testing.T) {
 		all := addresses(40)
 		fmt.Fprintln(h.members[0].stdin, "fork")
 		h.eventually("a child", func() error {
-			if pids, err := h.members[0].PIDs(); err != nil || len(pids) < 2 {
-				return fmt.Errorf("processes %v, %v", pids, err)
+			pids, err := h.members[0].PIDs()
+			if err == nil && len(pids) < 2 {
+				err = fmt.Errorf("only the processes %v", pids)
 			}
-			return nil
+			return err
 		})
 		h.kill(0)
 		h.ready(1)

@@ -99,20 +99,6 @@ func newHostWith(t *testing.T, mode config.Steering, routers int) *host {
 		if t.Failed() && h.agent != nil {
 			t.Logf("the agent's log ends with:\n%s", h.agent.LogTail(40))
 			if h.agent.Running() {
-				for _, f := range []string{"comm", "wchan", "syscall", "stack", "status"} {
-					all, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/%s", h.agent.Pid(), f))
-					for _, path := range all {
-						b, err := os.ReadFile(path)
-						t.Logf("DEBUG %s: %s %v", path, b, err)
-					}
-				}
-				pids, _ := h.agent.PIDs()
-				t.Logf("DEBUG pids %v", pids)
-				for _, pid := range pids {
-					b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
-					s, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stack", pid))
-					t.Logf("DEBUG %d %q %s", pid, b, s)
-				}
 				_ = h.agent.Signal(unix.SIGQUIT)
 				<-h.agent.Done()
 				t.Logf("it was doing this:\n%s", h.agent.LogTail(200))
@@ -226,7 +212,7 @@ func (h *host) startAgent() {
 
 func (h *host) launchAgent() {
 	h.Helper()
-	h.agent = h.collectors.Command(h.Context(), os.Getenv(binaryEnv), "agent", "--log-level", "debug",
+	h.agent = h.collectors.Command(context.Background(), os.Getenv(binaryEnv), "agent", "--log-level", "debug",
 		"--policy", h.policyPath(), "--state-dir", filepath.Join(h.dir, "state"), "--run-dir", h.dir, "--pins", h.pins)
 	h.agent.Name = "agent"
 	h.must(h.agent.Start())
