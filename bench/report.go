@@ -10,11 +10,12 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"text/tabwriter"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/lab/plot"
 )
 
 type armTitle struct{ name, title string }
@@ -265,46 +266,27 @@ func (r *report) write(dir string) error {
 }
 
 // svg draws the CPU comparison: a panel for each kind of members, a bar for each
-// arm, members and balancing stacked.
+// arm.
 func (r *report) svg() []byte {
-	const width, left, right, row, bar = 800, 230, 190, 30, 18
-	var b strings.Builder
-	height := 62 + 2*(44+row*len(r.arms)) + 10
-	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %[1]d %[2]d" width="%[1]d" height="%[2]d" font-family="system-ui, sans-serif" font-size="13" role="img">
-<title>CPU seconds per million records, members and balancing</title>
-<style>
-text { fill: #1f2328 } .quiet { fill: #59636e } .members { fill: #4f86c6 } .balancing { fill: #d9822b }
-@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .quiet { fill: #9198a1 } }
-</style>
-<text x="10" y="22" font-size="15" font-weight="600">CPU seconds per million records</text>
-<rect class="members" x="10" y="35" width="12" height="12"/><text x="27" y="46">members</text>
-<rect class="balancing" x="110" y="35" width="12" height="12"/><text x="127" y="46">balancing: processes, and delivery by the kernel</text>
-`, width, height)
-	y := 62
+	chart := plot.Chart{
+		Title:  "CPU seconds per million records",
+		Legend: []string{"members", "balancing: processes, and delivery by the kernel"},
+	}
 	for _, panel := range []struct {
 		title string
 		part  *part
 	}{{"four nfacctd", r.nfacctd}, {"four receivers that only read", r.plain}} {
-		fmt.Fprintf(&b, "<text x=\"10\" y=\"%d\" font-weight=\"600\">%s</text>\n", y+20, panel.title)
-		y += 30
-		largest := 0.0
-		for _, a := range r.arms {
-			largest = max(largest, spreadOf(panel.part.by(a.name, collectorsCPU)).Median)
-		}
-		scale := float64(width-left-right) / largest
+		p := plot.Panel{Title: panel.title}
 		for _, a := range r.arms {
 			total := spreadOf(panel.part.by(a.name, collectorsCPU)).Median
 			members := min(total, spreadOf(panel.part.by(a.name, membersCPU)).Median)
-			label := fmt.Sprintf("%.3f", total)
+			note := fmt.Sprintf("%.3f", total)
 			if of := panel.part.ratio(a.name, "proxy", collectorsCPU).Median; !math.IsNaN(of) && a.name != "proxy" {
-				label += fmt.Sprintf("  (%.2f of the proxy)", of)
+				note += fmt.Sprintf(" (%.2f of the proxy)", of)
 			}
-			fmt.Fprintf(&b, `<text x="%d" y="%d" text-anchor="end">%s</text><rect class="members" x="%d" y="%d" width="%.1f" height="%d"/><rect class="balancing" x="%.1f" y="%d" width="%.1f" height="%d"/><text class="quiet" x="%.1f" y="%d">%s</text>
-`, left-10, y+bar-4, a.title, left, y, members*scale, bar, left+members*scale, y, (total-members)*scale, bar, left+total*scale+8, y+bar-4, label)
-			y += row
+			p.Bars = append(p.Bars, plot.Bar{Label: a.title, Note: note, Parts: []float64{members, total - members}})
 		}
-		y += 14
+		chart.Panels = append(chart.Panels, p)
 	}
-	b.WriteString("</svg>\n")
-	return []byte(b.String())
+	return chart.SVG()
 }

@@ -28,6 +28,7 @@ import (
 
 	"sockeye/internal/agent"
 	"sockeye/lab"
+	"sockeye/lab/plot"
 )
 
 const (
@@ -53,7 +54,7 @@ const policy = `services:
 
 func main() {
 	binary := flag.String("sockeye", "", "the program sockeye")
-	out := flag.String("out", "", "directory for demo.json; none by default")
+	out := flag.String("out", "", "directory for demo.json and demo.svg; none by default")
 	keep := flag.Bool("keep", false, "leave everything up until Ctrl-C")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
@@ -460,7 +461,17 @@ func (d *demo) write(dir string) error {
 	if err != nil {
 		return err
 	}
-	return os.WriteFile(filepath.Join(dir, "demo.json"), append(data, '\n'), 0o644)
+	if err := os.WriteFile(filepath.Join(dir, "demo.json"), append(data, '\n'), 0o644); err != nil {
+		return err
+	}
+	chart := plot.Chart{
+		Title: "Flow records that carry BGP communities",
+		Panels: []plot.Panel{{Title: "six routers, four nfacctd", Most: 1, Bars: []plot.Bar{
+			{Label: "the kernel's hash", Note: percent(d.result.Share.KernelHash), Parts: []float64{d.result.Share.KernelHash}},
+			{Label: "Sockeye", Note: percent(d.result.Share.Sockeye), Parts: []float64{d.result.Share.Sockeye}},
+		}}},
+	}
+	return os.WriteFile(filepath.Join(dir, "demo.svg"), chart.SVG(), 0o644)
 }
 
 // wait leaves all up until Ctrl-C.

@@ -98,10 +98,12 @@ func newHostWith(t *testing.T, mode config.Steering, routers int) *host {
 	t.Cleanup(func() {
 		if t.Failed() && h.agent != nil {
 			t.Logf("the agent's log ends with:\n%s", h.agent.LogTail(40))
-			if h.agent.Running() {
+			ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+			defer cancel()
+			if err := h.ask(ctx, "/v1/status", &agent.Status{}); err != nil && h.agent.Running() {
 				_ = h.agent.Signal(unix.SIGQUIT)
 				<-h.agent.Done()
-				t.Logf("it was doing this:\n%s", h.agent.LogTail(200))
+				t.Logf("the agent does not answer (%v):\n%s", err, h.agent.LogTail(300))
 			}
 		}
 		cgroup := l.Cgroup()
@@ -218,10 +220,14 @@ func (h *host) launchAgent() {
 	h.must(h.agent.Start())
 }
 
+func (h *host) ask(ctx context.Context, path string, into any) error {
+	return agent.NewClient(agent.SocketPath(h.dir)).Get(ctx, path, nil, into)
+}
+
 func (h *host) get(path string, into any) error {
 	ctx, cancel := context.WithTimeout(h.Context(), patience)
 	defer cancel()
-	return agent.NewClient(agent.SocketPath(h.dir)).Get(ctx, path, nil, into)
+	return h.ask(ctx, path, into)
 }
 
 func (h *host) askStatus() (s agent.Status, err error) { return s, h.get("/v1/status", &s) }

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plot
+
+import (
+	"encoding/xml"
+	"errors"
+	"io"
+	"strings"
+	"testing"
+)
+
+func TestChart(t *testing.T) {
+	svg := string(Chart{
+		Title: "a < b", Legend: []string{"one", "two"},
+		Panels: []Panel{{Title: "p", Bars: []Bar{{"x & y", "3", []float64{1, 2}}, {"z", "6", []float64{6, 0}}}}},
+	}.SVG())
+	for d := xml.NewDecoder(strings.NewReader(svg)); ; {
+		if _, err := d.Token(); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			t.Fatal(err)
+		}
+	}
+	// The longest bar fills the space for bars, the others are in proportion.
+	for _, want := range []string{"a &lt; b", "x &amp; y", `class="part0" x="230.0" y="92" width="63.3"`, `class="part1" x="293.3" y="92" width="126.7"`,
+		`class="part0" x="230.0" y="122" width="380.0"`} {
+		if !strings.Contains(svg, want) {
+			t.Errorf("%s is not in\n%s", want, svg)
+		}
+	}
+}
