@@ -228,7 +228,7 @@ func (s sessions) alive() map[netip.Addr]bool {
 type traffic struct {
 	mu      sync.Mutex
 	landed  map[netip.Addr]map[landing]int
-	stop    chan struct{}
+	stop    func()
 	stopped sync.WaitGroup
 }
 
@@ -238,14 +238,14 @@ func (h *host) startTraffic(all []netip.Addr) *traffic {
 
 // startTrafficThatWaits waits so long for each answer. Members that are killed take what they were sent with them.
 func (h *host) startTrafficThatWaits(all []netip.Addr, wait time.Duration) *traffic {
-	t := &traffic{landed: map[netip.Addr]map[landing]int{}, stop: make(chan struct{})}
+	ctx, stop := context.WithCancel(h.Context())
+	t := &traffic{landed: map[netip.Addr]map[landing]int{}, stop: stop}
+	h.Cleanup(func() { t.end() })
 	t.stopped.Go(func() {
-		for {
+		for ctx.Err() == nil {
 			h.fromDevices(all, func(a netip.Addr) {
-				select {
-				case <-t.stop:
+				if ctx.Err() != nil {
 					return
-				default:
 				}
 				l := probe(a, wait)
 				t.mu.Lock()
@@ -255,11 +255,6 @@ func (h *host) startTrafficThatWaits(all []netip.Addr, wait time.Duration) *traf
 				}
 				t.landed[a][l]++
 			})
-			select {
-			case <-t.stop:
-				return
-			default:
-			}
 		}
 	})
 	return t
@@ -289,7 +284,7 @@ func (h *host) more(t *traffic, n int) {
 }
 
 func (t *traffic) end() map[netip.Addr]map[landing]int {
-	close(t.stop)
+	t.stop()
 	t.stopped.Wait()
 	return maps.Clone(t.landed)
 }

@@ -377,6 +377,7 @@ func (h *host) open(slots ...int) {
 func (h *host) kill(slots ...int) {
 	h.Helper()
 	for _, slot := range slots {
+		h.must(h.members[slot].Err())
 		h.must(h.members[slot].Signal(unix.SIGKILL))
 	}
 	for _, slot := range slots {

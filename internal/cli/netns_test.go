@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"os/exec"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+)
+
+// A service lives in the network namespace that the policy names: its members
+// are found there, its ports held there, and the agent stays in its own.
+func TestServiceInAnotherNamespace(t *testing.T) {
+	for _, steering := range []string{"reuseport", "lookup"} {
+		t.Run(steering, func(t *testing.T) {
+			h := newHost(t, "services: {}\n")
+			sockets := []string{"tcp [::]:1790", "udp [::]:4739"}
+			pid, end := h.member(func(cmd *exec.Cmd) { cmd.SysProcAttr.Cloneflags = unix.CLONE_NEWNET }, sockets...)
+			stranger, _ := h.member(nil, sockets...) // in the agent's own
+			netns := fmt.Sprintf("steering: %s\n    netns: /proc/%d/ns/net\n    members: [{match: {command_line: ^collector}, slot: free}]", steering, pid)
+			h.write("policy.yaml", strings.Replace(oneService, "user: root", "user: root\n    "+netns, 1))
+			h.start()
+			slots := must[[]agent.SlotStatus](h, "slots")
+			if !slots[0].Ready || slots[0].PID != pid || slots[1].Ready {
+				t.Errorf("slots: %+v, want process %d in slot 0 alone", slots, pid)
+			}
+			status := must[agent.Status](h, "status").Services[0]
+			if !status.Held || len(status.Waiting) != 1 || status.Waiting[0].PID != stranger ||
+				status.Waiting[0].Problem != "it is in another network namespace than the service" {
+				t.Errorf("status: %+v, want the ports held and process %d waiting", status, stranger)
+			}
+			// Here nobody steers: the stranger is reached past the service.
+			if got := ask("tcp", "127.0.0.1"); got != fmt.Sprint(stranger) {
+				t.Errorf("in the agent's namespace %s answers, want %d", got, stranger)
+			}
+			end()
+			h.eventually("the slot is empty", func() bool { return !must[[]agent.SlotStatus](h, "slots")[0].Ready })
+		})
+	}
+}
+
+const oneService = `services:
+  telemetry:
+    slots: 2
+    listeners:
+      - {protocol: tcp, address: "[::]:1790"}
+      - {protocol: udp, address: "[::]:4739"}
+    user: root
+    cgroup: CGROUP
+`
