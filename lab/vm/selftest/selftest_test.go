@@ -154,5 +154,5 @@ func TestOutput(t *testing.T) {
 	if err := os.WriteFile("/dev/kmsg", []byte("<0>sockeye: a message of the kernel in the midst\n"), 0); err != nil {
 		t.Fatal(err)
 	}
-	t.Logf("%s", strings.Repeat("0123456789abcdef", 1<<12))
+	t.Logf("%s", strings.Repeat("0123456789abcdef", 1<<6))
 }
