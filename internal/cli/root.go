@@ -277,10 +277,13 @@ func orDash(s string) string {
 	return s
 }
 
-// shorten cuts a command line to what fits a table.
+// shorten cuts a command line to what fits a table: in the middle, as what
+// tells members apart is at its end.
 func shorten(s string, width int) string {
-	if r := []rune(s); len(r) > width {
-		return string(r[:width-1]) + "…"
+	r := []rune(s)
+	if len(r) <= width {
+		return s
 	}
-	return s
+	head := width / 3
+	return string(r[:head]) + "…" + string(r[len(r)-(width-head-1):])
 }

@@ -5,12 +5,14 @@ package e2e_test
 import (
 	"bufio"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/netip"
 	"os"
 	"os/exec"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -134,6 +136,12 @@ func (s socket) open() (fd int, err error) {
 		}
 	}
 	if err == nil {
+		err = unix.Bind(fd, to)
+	}
+	// Without SO_REUSEPORT it has to wait until its predecessor's socket is gone, of which the agent holds a copy for the
+	// moment of its registration.
+	for deadline := time.Now().Add(2 * time.Second); s.Plain && errors.Is(err, unix.EADDRINUSE) && time.Now().Before(deadline); {
+		time.Sleep(10 * time.Millisecond)
 		err = unix.Bind(fd, to)
 	}
 	if err == nil && kind == unix.SOCK_STREAM {
