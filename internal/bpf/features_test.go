@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/testenv"
 )
 
 // TestFeatures compares each probe with the kernel's version.
@@ -38,7 +39,7 @@ func TestProbesTellLackOfRights(t *testing.T) {
 	for _, f := range bpf.Features {
 		known[f.Name] = f.Probe()
 	}
-	withoutRights(t, func() {
+	testenv.WithoutRights(t, func() {
 		for _, f := range bpf.Features {
 			if known[f.Name] != nil {
 				continue

@@ -11,7 +11,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -487,34 +486,4 @@ func target(l bpf.Listener, v6 bool) netip.AddrPort {
 
 func returns(value int32) asm.Instructions {
 	return asm.Instructions{asm.Mov.Imm(asm.R0, value), asm.Return()}
-}
-
-// onThread runs f on a thread that ends with it: not on the process' first one,
-// which never ends and stands for the process in /proc.
-func onThread(f func() error) error {
-	done := make(chan error)
-	go func() {
-		runtime.LockOSThread()
-		if unix.Gettid() == unix.Getpid() {
-			defer runtime.UnlockOSThread()
-			done <- onThread(f)
-			return
-		}
-		done <- f()
-	}()
-	return <-done
-}
-
-// withoutRights runs f on a thread without capabilities.
-func withoutRights(t testing.TB, f func()) {
-	t.Helper()
-	check(t, onThread(func() error {
-		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-		var none [2]unix.CapUserData
-		err := unix.Capset(&header, &none[0])
-		if err == nil {
-			f()
-		}
-		return err
-	}))
 }

@@ -186,7 +186,7 @@ func TestLookupMovesToAnotherNamespace(t *testing.T) {
 	c := config(t, true, pair...)
 	open(t, c)
 	before := pinned(t, c.Dir)
-	check(t, onThread(func() error {
+	check(t, testenv.OnThread(func() error {
 		err := unix.Unshare(unix.CLONE_NEWNET)
 		if err == nil {
 			c.Netns, err = os.Open("/proc/thread-self/ns/net")

@@ -9,12 +9,9 @@ import (
 	"io"
 	"os"
 	"os/exec"
-	"runtime"
 	"syscall"
 	"testing"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/testenv"
 )
@@ -111,34 +108,4 @@ func within(t testing.TB, what string, f func() error) error {
 		t.Fatalf("%s: does not end", what)
 		return nil
 	}
-}
-
-// onThread runs f on a thread that ends with it: not on the process' first one,
-// which never ends and stands for the process in /proc.
-func onThread(f func() error) error {
-	done := make(chan error)
-	go func() {
-		runtime.LockOSThread()
-		if unix.Gettid() == unix.Getpid() {
-			defer runtime.UnlockOSThread()
-			done <- onThread(f)
-			return
-		}
-		done <- f()
-	}()
-	return <-done
-}
-
-// withoutRights runs f on a thread without capabilities.
-func withoutRights(t testing.TB, f func()) {
-	t.Helper()
-	check(t, onThread(func() error {
-		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-		var none [2]unix.CapUserData
-		err := unix.Capset(&header, &none[0])
-		if err == nil {
-			f()
-		}
-		return err
-	}))
 }

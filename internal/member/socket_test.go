@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"slices"
+	"sockeye/internal/testenv"
 	"strings"
 	"testing"
 
@@ -265,7 +266,7 @@ func TestSocketsWithoutRights(t *testing.T) {
 	check(t, err)
 	defer h.Close()
 	had := descriptors(t)
-	withoutRights(t, func() {
+	testenv.WithoutRights(t, func() {
 		if sockets, err := h.Sockets(all); !errors.Is(err, fs.ErrPermission) {
 			t.Errorf("%v, %v, want %v", sockets, err, fs.ErrPermission)
 		}

@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -166,4 +167,37 @@ func BPFFS(t testing.TB) string {
 		}
 	})
 	return dir
+}
+
+// OnThread runs f on a thread that ends with it: not on the process' first one,
+// which never ends and stands for the process in /proc.
+func OnThread(f func() error) error {
+	done := make(chan error)
+	go func() {
+		runtime.LockOSThread()
+		if unix.Gettid() == unix.Getpid() {
+			defer runtime.UnlockOSThread()
+			done <- OnThread(f)
+			return
+		}
+		done <- f()
+	}()
+	return <-done
+}
+
+// WithoutRights runs f on a thread without capabilities.
+func WithoutRights(t testing.TB, f func()) {
+	t.Helper()
+	err := OnThread(func() error {
+		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+		var none [2]unix.CapUserData
+		err := unix.Capset(&header, &none[0])
+		if err == nil {
+			f()
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
 }

@@ -1,0 +1,509 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/member"
+)
+
+// scan looks at all processes.
+func (s *service) scan() error {
+	processes, err := member.All()
+	if err != nil {
+		return err
+	}
+	for _, p := range processes {
+		s.consider(s.recognize(p))
+	}
+	return nil
+}
+
+// watch handles what the hooks report until the ring is closed.
+func (s *service) watch(events *bpf.Events) {
+	for {
+		event, err := events.Next()
+		if errors.Is(err, os.ErrClosed) {
+			return
+		}
+		if err != nil {
+			s.log.Error("event ring failed", "error", err)
+			return
+		}
+		s.mu.Lock()
+		if s.events == events {
+			s.handle(event)
+		}
+		s.mu.Unlock()
+	}
+}
+
+func (s *service) handle(event bpf.Event) {
+	if lost, err := s.path.LostEvents(); err == nil && lost != s.lost {
+		s.log.Warn("events lost, scanning", "lost", lost-s.lost)
+		s.lost = lost
+		if err := s.scan(); err != nil {
+			s.log.Error("scan failed", "error", err)
+		}
+	}
+	switch bpf.EventKind(event.Kind) {
+	case bpf.EventBind:
+		if len(s.bound) > 4*bpf.MaxSlots {
+			clear(s.bound)
+		}
+		s.bound[event.Cookie] = int(event.Pid)
+		s.considerPID(int(event.Pid))
+	case bpf.EventListen:
+		pid, ok := s.bound[event.Cookie]
+		delete(s.bound, event.Cookie)
+		if ok {
+			s.considerPID(pid)
+		} else if err := s.scan(); err != nil {
+			s.log.Error("scan failed", "error", err)
+		}
+	case bpf.EventRelease:
+		for slot, seat := range s.seats {
+			for _, socket := range seat.sockets {
+				if socket.cookie == event.Cookie {
+					s.clear(slot, "socket closed")
+					s.considerPID(seat.process.PID)
+					return
+				}
+			}
+		}
+	}
+}
+
+func (s *service) considerPID(pid int) {
+	p, err := s.read(pid)
+	if err != nil {
+		return // ended meanwhile
+	}
+	s.consider(p)
+}
+
+// read returns a process with the arguments that it had when it was first
+// seen.
+func (s *service) read(pid int) (*member.Process, error) {
+	p, err := member.Read(pid)
+	if err != nil {
+		return nil, err
+	}
+	return s.recognize(p), nil
+}
+
+func (s *service) recognize(p *member.Process) *member.Process {
+	if first := s.known[process{p.PID, p.StartTime}]; first != nil {
+		p.Remember(first)
+	}
+	return p
+}
+
+// saveMembers keeps what was seen of members for the next agent, and forgets
+// processes that are gone.
+func (s *service) saveMembers() {
+	s.state.Members = nil
+	for self, p := range s.known {
+		if now, err := member.Read(self.PID); err != nil || now.StartTime != self.StartTime {
+			delete(s.known, self)
+			continue
+		}
+		s.state.Members = append(s.state.Members, seen{self, p.Args, p.SlotVariable()})
+	}
+	if err := s.state.save(s.statePath()); err != nil {
+		s.log.Error("state not saved", "error", err)
+	}
+}
+
+// errNotMember means that no rule and no command makes a process a member.
+var errNotMember = errors.New("not a member")
+
+// memberBy tells what makes a process a member, and of which slot.
+func (s *service) memberBy(p *member.Process) (source string, slot int, err error) {
+	self := process{p.PID, p.StartTime}
+	if slices.Contains(s.state.Released, self) {
+		return "", 0, errNotMember
+	}
+	for _, c := range s.state.Claims {
+		if c.process == self {
+			return c.Source, c.Slot, nil
+		}
+	}
+	if !p.Below(s.config.Cgroup) {
+		return "", 0, errNotMember
+	}
+	for i := range s.rules {
+		if s.rules[i].Matches(p) {
+			s.known[self] = p
+			slot, err := s.rules[i].Slot(p, s.config.Slots)
+			return fmt.Sprintf("members[%d]", i), slot, err
+		}
+	}
+	return "", 0, errNotMember
+}
+
+// consider makes a process a member if it is one and all its sockets are
+// there; otherwise it says what is missing.
+func (s *service) consider(p *member.Process) {
+	source, slot, err := s.memberBy(p)
+	if errors.Is(err, errNotMember) {
+		s.forget(p.PID)
+		return
+	}
+	for _, seat := range s.seats {
+		if seat.process.PID == p.PID && seat.process.StartTime == p.StartTime {
+			return
+		}
+	}
+	if err == nil {
+		err = s.register(p, source, slot)
+	}
+	if err == nil || errors.Is(err, errInherited) || errors.Is(err, fs.ErrNotExist) || s.related(p) {
+		s.forget(p.PID)
+		return
+	}
+	s.wait(p, source, slot, err)
+}
+
+// related tells whether a process is the parent or a child, however far, of a
+// member: a shell that started it, or a plugin that it forked.
+func (s *service) related(p *member.Process) bool {
+	for _, seat := range s.seats {
+		if descends(p, seat.process) || descends(seat.process, p) {
+			return true
+		}
+	}
+	return false
+}
+
+func descends(p, from *member.Process) bool {
+	const generations = 32
+	for range generations {
+		if p.Parent == from.PID {
+			return true
+		}
+		if p.Parent <= 1 {
+			return false
+		}
+		parent, err := member.Read(p.Parent)
+		if err != nil {
+			return false
+		}
+		p = parent
+	}
+	return false
+}
+
+// wait notes a process that is not a member yet, until it ends.
+func (s *service) wait(p *member.Process, source string, slot int, problem error) {
+	w := s.waiting[p.PID]
+	if w != nil && w.process.StartTime == p.StartTime {
+		if w.problem.Error() != problem.Error() {
+			s.log.Info("member not ready", "slot", slot, "pid", p.PID, "problem", problem)
+		}
+		w.process, w.problem, w.slot, w.source = p, problem, slot, source
+		return
+	}
+	s.forget(p.PID)
+	handle, err := member.Open(p.PID)
+	if err != nil {
+		return
+	}
+	s.log.Info("member not ready", "slot", slot, "pid", p.PID, "problem", problem)
+	w = &waiting{process: p, handle: handle, source: source, slot: slot, problem: problem}
+	s.waiting[p.PID] = w
+	go func() {
+		if handle.Wait() != nil {
+			return
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.waiting[p.PID] == w {
+			s.forget(p.PID)
+		}
+	}()
+}
+
+func (s *service) forget(pid int) {
+	if w := s.waiting[pid]; w != nil {
+		w.handle.Close()
+		delete(s.waiting, pid)
+	}
+}
+
+// errInherited means that a process holds sockets of another member, as the
+// plugins do that nfacctd forks.
+var errInherited = conflict(errors.New("its sockets are another member's"), "name the process that opened them")
+
+// register takes a process' sockets and opens its slot.
+func (s *service) register(p *member.Process, source string, slot int) error {
+	if slot >= s.config.Slots {
+		return Usage(fmt.Errorf("slot %d is out of range, the service has %d", slot, s.config.Slots),
+			fmt.Sprintf("slots are numbered 0 to %d", s.config.Slots-1))
+	}
+	if p.Netns != s.inode {
+		return conflict(errors.New("it is in another network namespace than the service"),
+			"set netns of the service to the members' namespace")
+	}
+	handle, err := member.Open(p.PID)
+	if err != nil {
+		return err
+	}
+	sockets, err := handle.Sockets(s.wants)
+	if err != nil {
+		handle.Close()
+		return err
+	}
+	defer member.CloseAll(sockets)
+	// Between Read and Open the number could have changed hands.
+	if now, err := member.Read(p.PID); err != nil || now.StartTime != p.StartTime {
+		handle.Close()
+		return fs.ErrNotExist
+	}
+	chosen, err := s.choose(p, sockets)
+	if err == nil {
+		slot, err = s.findSlot(slot)
+	}
+	if err == nil {
+		err = s.openSlot(&seat{slot: slot, process: p, handle: handle, source: source}, chosen)
+	}
+	if err != nil {
+		handle.Close()
+		return err
+	}
+	return nil
+}
+
+// wants tells whether a socket could serve one of the listeners.
+func (s *service) wants(socket *member.Socket) bool {
+	for _, l := range s.source {
+		first, last := memberPorts(l)
+		tcp := socket.Protocol == unix.IPPROTO_TCP || socket.Protocol == unix.IPPROTO_MPTCP
+		if tcp == (l.Protocol == config.TCP) && (!tcp || !socket.Connected) &&
+			socket.Local.Port() >= first && socket.Local.Port() <= last {
+			return true
+		}
+	}
+	return false
+}
+
+// choose finds the socket for each row, or says what is in the way.
+func (s *service) choose(p *member.Process, sockets []*member.Socket) (map[int]*member.Socket, error) {
+	chosen := make(map[int]*member.Socket)
+	for _, row := range slices.Sorted(maps.Keys(s.source)) {
+		l := s.source[row]
+		var problem error
+		for _, socket := range sockets {
+			if (socket.Protocol == unix.IPPROTO_UDP) != (l.Protocol == config.UDP) {
+				continue
+			}
+			if first, last := memberPorts(l); socket.Local.Port() < first || socket.Local.Port() > last {
+				continue
+			}
+			owner, owned := s.owners[socket.Cookie]
+			if owned && owner != (process{p.PID, p.StartTime}) {
+				return nil, errInherited
+			}
+			if err := s.unfit(l, socket); err != nil {
+				problem = cmp.Or(problem, err)
+				continue
+			}
+			chosen[row] = socket
+			break
+		}
+		if chosen[row] != nil {
+			continue
+		}
+		if problem == nil {
+			problem = fmt.Errorf("it has not opened %s yet", l)
+		}
+		return nil, problem
+	}
+	return chosen, nil
+}
+
+// unfit says why a socket cannot serve a listener.
+func (s *service) unfit(l config.Listener, socket *member.Socket) error {
+	switch {
+	case socket.Protocol == unix.IPPROTO_MPTCP:
+		return conflict(fmt.Errorf("its socket %s is MPTCP, which the kernel does not steer", socket),
+			"programs in Go: GODEBUG=multipathtcp=0, or ListenConfig.SetMultipathTCP(false)")
+	case socket.Connected:
+		return conflict(fmt.Errorf("its socket %s is connected to one peer, and gets nothing from others", socket),
+			"make the program receive on a socket that is not connected")
+	case !socket.Listening:
+		return fmt.Errorf("its socket %s does not listen yet", socket)
+	case s.lookup():
+		return nil
+	case socket.Local.Addr() != l.Address.Addr():
+		return conflict(fmt.Errorf("its socket %s is not bound to the listener's address %s", socket, l.Address.Addr()),
+			"make the listener's address what the member binds, or use steering: lookup")
+	case socket.Local.Addr().Is6() && socket.V6Only != l.V6Only:
+		return conflict(fmt.Errorf("its socket %s has IPV6_V6ONLY %v, the listener %v", socket, socket.V6Only, l.V6Only),
+			"set v6only of the listener to what the member does")
+	case !socket.ReusePort:
+		return conflict(fmt.Errorf("its socket %s lacks SO_REUSEPORT", socket),
+			"make the program set SO_REUSEPORT before bind, or use steering: lookup")
+	}
+	return nil
+}
+
+// findSlot checks that a slot is free, or finds the first that is.
+func (s *service) findSlot(slot int) (int, error) {
+	if slot != member.AnySlot {
+		if seat := s.seats[slot]; seat != nil {
+			return 0, conflict(fmt.Errorf("slot %d is taken by process %d", slot, seat.process.PID),
+				"end that process, or give this one another slot")
+		}
+		return slot, nil
+	}
+	reserved := make(map[int]bool)
+	for _, c := range s.liveClaims(process{}) {
+		reserved[c.Slot] = true
+	}
+	for slot := range s.config.Slots {
+		if s.seats[slot] == nil && !reserved[slot] {
+			return slot, nil
+		}
+	}
+	return 0, conflict(fmt.Errorf("all %d slots are taken", s.config.Slots), "raise slots in the policy")
+}
+
+// openSlot registers a member's sockets and, when all are in, opens its slot
+// for all listeners at once.
+func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err error) {
+	defer func() {
+		if err != nil {
+			err = joined(err, s.clearSlot(seat.slot))
+		}
+	}()
+	if err := s.clearSlot(seat.slot); err != nil {
+		return err
+	}
+	seat.sockets = make(map[int]socketInfo)
+	for row, socket := range sockets {
+		if socket.Protocol == unix.IPPROTO_TCP {
+			if err := socket.Listen(s.backlog()); err != nil {
+				return err
+			}
+		}
+		if err := s.path.Insert(row, seat.slot, socket.FD(), socket.Cookie); err != nil {
+			return explainInsert(socket, err)
+		}
+		seat.sockets[row] = socketInfo{socket.Cookie, socket.String()}
+	}
+	value := bpf.Slot{Ready: 1, Pid: uint32(seat.process.PID), StartTime: seat.process.StartTime}
+	if err := s.path.SetSlot(seat.slot, value); err != nil {
+		return err
+	}
+	// A socket that was closed before the slot opened had nothing to close.
+	for row := range sockets {
+		cookie, err := s.path.Cookie(row, seat.slot)
+		if err != nil {
+			return err
+		}
+		if cookie != seat.sockets[row].cookie {
+			return fmt.Errorf("its socket %s was closed", seat.sockets[row].local)
+		}
+	}
+	if !s.lookup() {
+		for row, socket := range sockets {
+			if err := s.path.Attach(row, socket.FD()); err != nil {
+				return err
+			}
+		}
+	}
+	s.registrations++
+	s.seat(seat)
+	s.saveMembers()
+	for pid, w := range s.waiting {
+		if s.related(w.process) {
+			s.forget(pid)
+		}
+	}
+	s.log.Info("member registered", "slot", seat.slot, "pid", seat.process.PID, "source", seat.source)
+	if s.state.UID == nil && !s.lookup() {
+		uid := seat.process.UID
+		s.state.UID = &uid
+		s.saveMembers()
+		if err := s.hold(); err != nil {
+			s.log.Error("ports not held", "error", err)
+		}
+	}
+	return nil
+}
+
+func (s *service) backlog() int {
+	if s.config.Backlog > 0 {
+		return s.config.Backlog
+	}
+	// The kernel cuts it to its own limit.
+	return 1<<31 - 1
+}
+
+func explainInsert(socket *member.Socket, err error) error {
+	where := fmt.Errorf("its socket %s is refused: %w", socket, err)
+	switch {
+	case errors.Is(err, unix.EBUSY):
+		return conflict(where, "another service, or another program's SOCKMAP, holds this socket")
+	case errors.Is(err, unix.EINVAL):
+		return conflict(where, "it was bound before it set SO_REUSEPORT; the program must set it first")
+	}
+	return where
+}
+
+// clear empties a slot in every view.
+func (s *service) clear(slot int, reason string) {
+	if err := s.clearSlot(slot); err != nil {
+		s.log.Error("slot not cleared", "slot", slot, "error", err)
+	}
+	seat := s.seats[slot]
+	if seat == nil {
+		return
+	}
+	delete(s.seats, slot)
+	seat.handle.Close()
+	s.log.Info("slot cleared", "slot", slot, "pid", seat.process.PID, "reason", reason)
+	s.dropOwners()
+	// Somebody may have waited for the slot.
+	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waiting) int {
+		return cmp.Compare(a.process.StartTime, b.process.StartTime)
+	}) {
+		s.considerPID(w.process.PID)
+	}
+}
+
+// dropOwners bounds what is remembered of sockets of members that are gone.
+func (s *service) dropOwners() {
+	if len(s.owners) <= 8*bpf.MaxSlots {
+		return
+	}
+	live := make(map[uint64]process)
+	for _, seat := range s.seats {
+		for _, socket := range seat.sockets {
+			live[socket.cookie] = process{seat.process.PID, seat.process.StartTime}
+		}
+	}
+	s.owners = live
+}
+
+// clearSlot closes a slot in the data path: first for all listeners at once,
+// then its sockets are taken out.
+func (s *service) clearSlot(slot int) error {
+	errs := []error{s.path.SetSlot(slot, bpf.Slot{})}
+	for row := range bpf.MaxListeners {
+		errs = append(errs, s.path.Delete(row, slot))
+	}
+	return joined(errs...)
+}

@@ -1,0 +1,453 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/btf"
+	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
+)
+
+// OpenSteer makes the data path of a service, or adopts what is pinned in
+// c.Dir: maps keep their contents, programs and links are replaced only if
+// they differ, each in one step. It attaches sk_lookup to the network
+// namespace and the member hooks to the cgroup. A reuseport program reaches
+// its group by Attach.
+//
+// A map that was pinned by another version gives an *IncompatibleError.
+func OpenSteer(c SteerConfig) (_ *Steer, err error) {
+	s := &Steer{dir: c.Dir, lookup: c.Lookup, programs: make(map[int]*ebpf.Program)}
+	defer func() {
+		if err != nil {
+			s.Close()
+		}
+	}()
+	if err := os.MkdirAll(c.Dir, 0o700); err != nil {
+		return nil, fmt.Errorf("create pin directory: %w", err)
+	}
+
+	load := loadSteerReuseport
+	if c.Lookup {
+		load = loadSteerLookup
+	}
+	steering, err := load()
+	if err != nil {
+		return nil, err
+	}
+	members, err := loadSteerMembers()
+	if err != nil {
+		return nil, err
+	}
+	staleDevices, err := s.openMaps(c, steering, members)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.checkPins(c); err != nil {
+		return nil, err
+	}
+	if err := s.recordListeners(c); err != nil {
+		return nil, err
+	}
+	if err := s.openPrograms(c, steering); err != nil {
+		return nil, err
+	}
+	if err := s.openHooks(c, members); err != nil {
+		return nil, err
+	}
+	if staleDevices {
+		if err := replacePin(s.devices.Pin, filepath.Join(c.Dir, pinDevices)); err != nil {
+			return nil, fmt.Errorf("pin map %s: %w", pinDevices, err)
+		}
+	}
+	return s, nil
+}
+
+// openMaps creates or adopts the maps. A devices map of another size is made
+// anew, and pinned once the programs use it.
+func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) (staleDevices bool, err error) {
+	steering.Maps[pinDevices].MaxEntries = uint32(max(c.Devices, 1))
+	s.tableFor = steering.Maps["tables"].InnerMap
+	s.trieFor = steering.Maps["device_maps"].InnerMap
+	var listener *btf.Struct
+	lookup := steering
+	if !c.Lookup {
+		if lookup, err = loadSteerLookup(); err != nil {
+			return false, err
+		}
+	}
+	if err := lookup.Types.TypeByName("steer_listener", &listener); err != nil {
+		return false, err
+	}
+	for _, m := range []struct {
+		spec *ebpf.MapSpec
+		to   **ebpf.Map
+	}{
+		{steering.Maps["tables"], &s.tables},
+		{steering.Maps["device_maps"], &s.deviceMaps},
+		{steering.Maps["slots"], &s.slots},
+		{steering.Maps["counters"], &s.counters},
+		{steering.Maps[pinDevices], &s.devices},
+		{steering.Maps["pending"], &s.pending},
+		{steering.Maps["sockets"], &s.sockets},
+		{members.Maps["cookies"], &s.cookies},
+		{members.Maps["events"], &s.events},
+		{members.Maps["lost_events"], &s.lost},
+		{&ebpf.MapSpec{
+			Name: pinListeners, Type: ebpf.Array, KeySize: 4,
+			ValueSize: listener.Size, MaxEntries: uint32(MaxListeners),
+			Key: &btf.Int{Name: "unsigned int", Size: 4}, Value: listener,
+		}, &s.listeners},
+	} {
+		path := filepath.Join(c.Dir, m.spec.Name)
+		pinned, err := ebpf.LoadPinnedMap(path, nil)
+		switch {
+		case errors.Is(err, os.ErrNotExist):
+			if pinned, err = ebpf.NewMap(m.spec); err != nil {
+				return false, fmt.Errorf("create map %s: %w", m.spec.Name, err)
+			}
+			if err := pinned.Pin(path); err != nil {
+				pinned.Close()
+				return false, fmt.Errorf("pin map %s: %w", m.spec.Name, err)
+			}
+		case err != nil:
+			return false, &IncompatibleError{Path: path, Err: err}
+		default:
+			if err := m.spec.Compatible(pinned); err != nil {
+				if m.spec.Name != pinDevices || pinned.Type() != m.spec.Type {
+					pinned.Close()
+					return false, &IncompatibleError{Path: path, Err: err}
+				}
+				pinned.Close()
+				staleDevices = true
+				if pinned, err = ebpf.NewMap(m.spec); err != nil {
+					return false, fmt.Errorf("create map %s: %w", m.spec.Name, err)
+				}
+			}
+		}
+		*m.to = pinned
+	}
+	return staleDevices, nil
+}
+
+// checkPins looks at the pinned programs and links before any is replaced, so
+// that what cannot be adopted leaves the service as it is.
+func (s *Steer) checkPins(c SteerConfig) error {
+	check := func(name string, load func(path string) (io.Closer, error)) error {
+		path := filepath.Join(s.dir, name)
+		pinned, err := load(path)
+		if errors.Is(err, os.ErrNotExist) {
+			return nil
+		}
+		if err != nil {
+			return &IncompatibleError{Path: path, Err: err}
+		}
+		return pinned.Close()
+	}
+	for row := range c.Listeners {
+		err := check(programPin(s.lookup, row), func(path string) (io.Closer, error) {
+			return ebpf.LoadPinnedProgram(path, nil)
+		})
+		if err != nil {
+			return err
+		}
+	}
+	for _, name := range []string{pinLookupLink, pinReleaseLink} {
+		err := check(name, func(path string) (io.Closer, error) {
+			return link.LoadPinnedLink(path, nil)
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// recordListeners writes which row is whose, for the next agent and bpftool.
+func (s *Steer) recordListeners(c SteerConfig) error {
+	for row, l := range c.Listeners {
+		if err := s.listeners.Put(uint32(row), listenerValue(l)); err != nil {
+			return fmt.Errorf("write row %d of map %s: %w", row, pinListeners, err)
+		}
+	}
+	return nil
+}
+
+func (s *Steer) replacements() map[string]*ebpf.Map {
+	return map[string]*ebpf.Map{
+		"tables": s.tables, "device_maps": s.deviceMaps, "slots": s.slots,
+		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, "sockets": s.sockets,
+	}
+}
+
+func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
+	if err := spec.Variables["track_devices"].Set(c.Devices > 0); err != nil {
+		return err
+	}
+	if !c.Lookup {
+		return s.openReuseport(c, spec)
+	}
+
+	var listeners [MaxListeners]listenerOf
+	count := 0
+	for row, l := range c.Listeners {
+		listeners[row] = listenerValue(l)
+		if l.Address.IsValid() {
+			count = row + 1
+		}
+	}
+	if err := spec.Variables["listeners"].Set(listeners); err != nil {
+		return err
+	}
+	if err := spec.Variables["listener_count"].Set(uint32(count)); err != nil {
+		return err
+	}
+	p, err := s.openProgram(spec, "steer_lookup", 0)
+	if err != nil {
+		return err
+	}
+	return s.ensureLink(pinLookupLink, p, c.Netns, func() (link.Link, error) {
+		return link.AttachNetNs(int(c.Netns.Fd()), p)
+	})
+}
+
+func (s *Steer) openReuseport(c SteerConfig, spec *ebpf.CollectionSpec) error {
+	name := "steer_migrate"
+	switch err := probeMigration(); {
+	case errors.Is(err, ebpf.ErrNotSupported):
+		name = "steer_reuseport"
+	case err != nil:
+		return fmt.Errorf("probe sk_reuseport migration: %w", err)
+	}
+	for row, l := range c.Listeners {
+		if !l.Address.IsValid() {
+			// A row that is given up. Its group keeps the program.
+			if err := removePin(filepath.Join(s.dir, programPin(s.lookup, row))); err != nil {
+				return err
+			}
+			continue
+		}
+		spec := spec.Copy()
+		if err := spec.Variables["listener"].Set(uint32(row)); err != nil {
+			return err
+		}
+		if _, err := s.openProgram(spec, name, row); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// openProgram loads the named program and pins it, unless its equal is pinned
+// already.
+func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (*ebpf.Program, error) {
+	spec = spec.Copy()
+	for other := range spec.Programs {
+		if other != name {
+			delete(spec.Programs, other)
+		}
+	}
+	fresh, err := loadProgram(spec, name, s.replacements())
+	if err != nil {
+		return nil, err
+	}
+	path := filepath.Join(s.dir, programPin(s.lookup, row))
+	pinned, err := ebpf.LoadPinnedProgram(path, nil)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		fresh.Close()
+		return nil, &IncompatibleError{Path: path, Err: err}
+	}
+	if err == nil && sameProgram(pinned, fresh) {
+		fresh.Close()
+		s.programs[row] = pinned
+		return pinned, nil
+	}
+	if err == nil {
+		pinned.Close()
+	}
+	s.programs[row] = fresh
+	if err := replacePin(fresh.Pin, path); err != nil {
+		return nil, fmt.Errorf("pin program %s: %w", name, err)
+	}
+	return fresh, nil
+}
+
+func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.Map) (*ebpf.Program, error) {
+	used := make(map[string]*ebpf.Map)
+	for name, m := range maps {
+		if spec.Maps[name] != nil {
+			used[name] = m
+		}
+	}
+	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: used})
+	if err != nil {
+		return nil, fmt.Errorf("load program %s: %w", name, err)
+	}
+	defer collection.Close()
+	return collection.DetachProgram(name), nil
+}
+
+// sameProgram compares instructions, maps and the contents of constants.
+func sameProgram(a, b *ebpf.Program) bool {
+	ia, errA := a.Info()
+	ib, errB := b.Info()
+	if errA != nil || errB != nil || ia.Tag != ib.Tag || ia.Type != ib.Type {
+		return false
+	}
+	ma, okA := ia.MapIDs()
+	mb, okB := ib.MapIDs()
+	if !okA || !okB || len(ma) != len(mb) {
+		return false
+	}
+	for i := range ma {
+		if ma[i] != mb[i] && !sameConstants(ma[i], mb[i]) {
+			return false
+		}
+	}
+	return true
+}
+
+func sameConstants(a, b ebpf.MapID) bool {
+	read := func(id ebpf.MapID) ([]byte, bool) {
+		m, err := ebpf.NewMapFromID(id)
+		if err != nil {
+			return nil, false
+		}
+		defer m.Close()
+		info, err := m.Info()
+		if err != nil || !info.Frozen() || m.Type() != ebpf.Array {
+			return nil, false
+		}
+		value, err := m.LookupBytes(uint32(0))
+		return value, err == nil
+	}
+	va, okA := read(a)
+	vb, okB := read(b)
+	return okA && okB && bytes.Equal(va, vb)
+}
+
+// replacePin pins beside path and renames over it, so that there is no
+// instant without a pin.
+func replacePin(pin func(string) error, path string) error {
+	beside := path + "_new"
+	if err := removePin(beside); err != nil {
+		return err
+	}
+	if err := pin(beside); err != nil {
+		return err
+	}
+	return os.Rename(beside, path)
+}
+
+func removePin(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("remove pin: %w", err)
+	}
+	return nil
+}
+
+// ensureLink adopts the pinned link if it is attached to the file target, a
+// cgroup or a network namespace, with p in the place of its program. Otherwise
+// it attaches p, and pins that link instead.
+func (s *Steer) ensureLink(name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) error {
+	path := filepath.Join(s.dir, name)
+	pinned, err := link.LoadPinnedLink(path, nil)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return &IncompatibleError{Path: path, Err: err}
+	}
+	if err == nil {
+		s.links = append(s.links, pinned)
+		same, err := attachedTo(pinned, target)
+		if err != nil {
+			return &IncompatibleError{Path: path, Err: err}
+		}
+		if same {
+			if err := pinned.Update(p); err != nil {
+				return fmt.Errorf("update %s: %w", name, err)
+			}
+			return nil
+		}
+	}
+	fresh, err := attach()
+	if err != nil {
+		return fmt.Errorf("attach %s: %w", name, err)
+	}
+	s.links = append(s.links, fresh)
+	if err := replacePin(fresh.Pin, path); err != nil {
+		return fmt.Errorf("pin %s: %w", name, err)
+	}
+	return nil
+}
+
+func attachedTo(l link.Link, target *os.File) (bool, error) {
+	var stat unix.Stat_t
+	if err := unix.Fstat(int(target.Fd()), &stat); err != nil {
+		return false, err
+	}
+	info, err := l.Info()
+	if err != nil {
+		return false, err
+	}
+	if netns := info.NetNs(); netns != nil {
+		return uint64(netns.NetnsInode) == stat.Ino, nil
+	}
+	if cgroup := info.Cgroup(); cgroup != nil {
+		return cgroup.CgroupId == stat.Ino, nil
+	}
+	return false, fmt.Errorf("link of type %v", info.Type)
+}
+
+// openHooks attaches what watches members. Only the release hook is pinned:
+// it closes slots with or without an agent, the others have no use then.
+func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
+	var ports [MaxListeners]Ports
+	if copy(ports[:], c.Ports) < len(c.Ports) {
+		return fmt.Errorf("watch %d port ranges, at most %d", len(c.Ports), MaxListeners)
+	}
+	if err := spec.Variables["ports"].Set(ports); err != nil {
+		return err
+	}
+	if err := spec.Variables["port_count"].Set(uint32(len(c.Ports))); err != nil {
+		return err
+	}
+	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{
+		MapReplacements: map[string]*ebpf.Map{
+			"slots": s.slots, "cookies": s.cookies, "events": s.events, "lost_events": s.lost,
+		},
+	})
+	if err != nil {
+		return fmt.Errorf("load member hooks: %w", err)
+	}
+	defer collection.Close()
+	attach := func(name string, at ebpf.AttachType) (link.Link, error) {
+		return link.AttachCgroup(link.CgroupOptions{
+			Path: c.Cgroup, Attach: at, Program: collection.Programs[name],
+		})
+	}
+	for name, at := range map[string]ebpf.AttachType{
+		"steer_bind4":  ebpf.AttachCGroupInet4PostBind,
+		"steer_bind6":  ebpf.AttachCGroupInet6PostBind,
+		"steer_listen": ebpf.AttachCGroupSockOps,
+	} {
+		l, err := attach(name, at)
+		if err != nil {
+			return fmt.Errorf("attach %s to cgroup %s: %w", name, c.Cgroup, err)
+		}
+		s.links = append(s.links, l)
+	}
+	cgroup, err := os.Open(c.Cgroup)
+	if err != nil {
+		return fmt.Errorf("open cgroup: %w", err)
+	}
+	defer cgroup.Close()
+	return s.ensureLink(pinReleaseLink, collection.Programs["steer_release"], cgroup, func() (link.Link, error) {
+		return attach("steer_release", ebpf.AttachCgroupInetSockRelease)
+	})
+}
