@@ -91,7 +91,36 @@ func tryAnchor(l bpf.Listener, uid uint32, netns *os.File, attach func(fd int) e
 	if attachFirst {
 		return fd, nil
 	}
-	return fd, attach(fd)
+	if err := attach(fd); err != nil {
+		return fd, err
+	}
+	return fd, drain(fd)
+}
+
+// drain refuses what came to an anchor before the program was attached. That
+// can only be where the others of its group had none.
+func drain(fd int) error {
+	if err := unix.SetNonblock(fd, true); err != nil {
+		return fmt.Errorf("drain anchor: %w", err)
+	}
+	const most = 1 << 16
+	for range most {
+		conn, _, err := unix.Accept4(fd, unix.SOCK_CLOEXEC)
+		if err == nil {
+			// Reset, so that the device tries again.
+			err = unix.SetsockoptLinger(conn, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+			unix.Close(conn)
+		} else if errors.Is(err, unix.EOPNOTSUPP) {
+			_, _, err = unix.Recvfrom(fd, nil, 0)
+		}
+		if errors.Is(err, unix.EAGAIN) {
+			return nil
+		}
+		if err != nil && !errors.Is(err, unix.ECONNABORTED) {
+			return fmt.Errorf("drain anchor: %w", err)
+		}
+	}
+	return nil
 }
 
 func bind(fd int, address netip.AddrPort) error {
@@ -146,6 +175,11 @@ type keeper struct {
 
 func keeperArgs(pins, service string) []string {
 	return []string{KeeperCommand, "--pins", pins, "--service", service}
+}
+
+// isKeeper tells a keeper from members: it holds sockets on their ports too.
+func isKeeper(p *member.Process) bool {
+	return len(p.Args) > 1 && p.Args[0] == "sockeye" && p.Args[1] == KeeperCommand
 }
 
 // startKeeper starts a keeper that inherits the sockets.

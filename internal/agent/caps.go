@@ -24,7 +24,6 @@ var kept = []struct {
 	{unix.CAP_CHOWN, "CAP_CHOWN", "give anchors to the members' user"},
 	{unix.CAP_NET_BIND_SERVICE, "CAP_NET_BIND_SERVICE", "hold ports below 1024"},
 	{unix.CAP_KILL, "CAP_KILL", "end keepers"},
-	{unix.CAP_SETPCAP, "CAP_SETPCAP", "keepers give up all capabilities"},
 }
 
 // dropCapabilities gives up, for all threads and all programs started from
@@ -42,16 +41,10 @@ func dropCapabilities(extra ...uintptr) error {
 
 func dropAll() error { return limitCapabilities(0) }
 
+// limitCapabilities leaves the bounding set alone: with no_new_privs set, no
+// program started from here gains a capability, root's included
+// (cap_bprm_creds_from_file in security/commoncap.c).
 func limitCapabilities(mask uint64) error {
-	for c := uintptr(0); c <= unix.CAP_LAST_CAP; c++ {
-		if mask&(1<<c) != 0 {
-			continue
-		}
-		_, _, errno := syscall.AllThreadsSyscall(unix.SYS_PRCTL, unix.PR_CAPBSET_DROP, c, 0)
-		if errno != 0 && errno != unix.EINVAL && errno != unix.EPERM {
-			return fmt.Errorf("drop capability %d: %w", c, errno)
-		}
-	}
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var has [2]unix.CapUserData
 	if err := unix.Capget(&header, &has[0]); err != nil {

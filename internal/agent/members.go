@@ -10,6 +10,7 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -64,6 +65,7 @@ func (s *service) handle(event bpf.Event) {
 		}
 		s.bound[event.Cookie] = int(event.Pid)
 		s.considerPID(int(event.Pid))
+		s.lookAgain(int(event.Pid))
 	case bpf.EventListen:
 		pid, ok := s.bound[event.Cookie]
 		delete(s.bound, event.Cookie)
@@ -83,6 +85,33 @@ func (s *service) handle(event bpf.Event) {
 			}
 		}
 	}
+}
+
+// lookAgain considers a process once more, a second after it bound a socket,
+// unless it is a member by then: nfacctd takes the name by which a rule may
+// know it only after its last bind, and before Linux 5.16 the hook runs before
+// the socket has its port.
+func (s *service) lookAgain(pid int) {
+	if s.seated(pid) {
+		return
+	}
+	events := s.events
+	time.AfterFunc(time.Second, func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.events == events && !s.seated(pid) {
+			s.considerPID(pid)
+		}
+	})
+}
+
+func (s *service) seated(pid int) bool {
+	for _, seat := range s.seats {
+		if seat.process.PID == pid {
+			return true
+		}
+	}
+	return false
 }
 
 func (s *service) considerPID(pid int) {
@@ -132,7 +161,7 @@ var errNotMember = errors.New("not a member")
 // memberBy tells what makes a process a member, and of which slot.
 func (s *service) memberBy(p *member.Process) (source string, slot int, err error) {
 	self := process{p.PID, p.StartTime}
-	if slices.Contains(s.state.Released, self) {
+	if p.PID == os.Getpid() || isKeeper(p) || slices.Contains(s.state.Released, self) {
 		return "", 0, errNotMember
 	}
 	for _, c := range s.state.Claims {

@@ -295,8 +295,11 @@ func (s *service) adopt() error {
 // the slot otherwise.
 func (s *service) adoptSlot(slot int) error {
 	value, err := s.path.Slot(slot)
-	if err != nil || value == (bpf.Slot{}) {
+	if err != nil {
 		return err
+	}
+	if value == (bpf.Slot{}) {
+		return s.clearHalfOpen(slot)
 	}
 	p, err := s.read(int(value.Pid))
 	if err == nil && p.StartTime == value.StartTime && value.Ready == 1 && slot < s.config.Slots {
@@ -318,6 +321,21 @@ func (s *service) adoptSlot(slot int) error {
 		s.log.Warn("member not adopted", "slot", slot, "pid", value.Pid, "error", err)
 	}
 	return s.clearSlot(slot)
+}
+
+// clearHalfOpen takes out what an agent registered that ended before it opened
+// the slot.
+func (s *service) clearHalfOpen(slot int) error {
+	for row := range s.source {
+		cookie, err := s.path.Cookie(row, slot)
+		if err != nil {
+			return err
+		}
+		if cookie != 0 {
+			return s.clearSlot(slot)
+		}
+	}
+	return nil
 }
 
 // complete fills in the sockets of a seat from the pins, and tells whether

@@ -43,6 +43,10 @@ func TestMain(m *testing.M) {
 		os.Exit(Main(os.Args[1:], Host()))
 	case "member":
 		becomeMember(os.Args[2:])
+	case "renamed":
+		becomeRenamed(os.Args[2:])
+	case "paused":
+		pause()
 	case "limited":
 		becomeLimited(os.Args[2:])
 	case "without-cgroups":
@@ -60,10 +64,27 @@ func becomeMember(specs []string) {
 			os.Exit(1)
 		}
 	}
+	pause()
+}
+
+func pause() {
 	fmt.Println("ready")
 	for {
 		_ = unix.Pause()
 	}
+}
+
+// becomeRenamed opens sockets and takes another command line some time later,
+// as nfacctd does.
+func becomeRenamed(specs []string) {
+	for _, spec := range specs {
+		if err := openAs(spec); err != nil {
+			fmt.Println(spec, err)
+			os.Exit(1)
+		}
+	}
+	time.Sleep(200 * time.Millisecond)
+	fmt.Println(unix.Exec("/proc/self/exe", []string{"late name", "paused"}, os.Environ()))
 }
 
 func openAs(spec string) error {
@@ -268,7 +289,12 @@ func process(role string, args ...string) *exec.Cmd {
 // The change may be nil.
 func (h *host) member(change func(*exec.Cmd), specs ...string) (pid int, end func()) {
 	h.t.Helper()
-	cmd := process("member", specs...)
+	return h.as("member", change, specs...)
+}
+
+func (h *host) as(role string, change func(*exec.Cmd), specs ...string) (pid int, end func()) {
+	h.t.Helper()
+	cmd := process(role, specs...)
 	if change != nil {
 		change(cmd)
 	}

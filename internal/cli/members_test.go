@@ -53,3 +53,27 @@ const oneService = `services:
     user: root
     cgroup: CGROUP
 `
+
+// The agent's own processes hold sockets on the members' ports; a rule that
+// names them all the same makes no member of them.
+func TestRuleForEverybody(t *testing.T) {
+	h := newHost(t, oneService+"    members: [{match: {user: root}, slot: free}]\n")
+	h.start()
+	pid, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
+	ready := func() bool { return must[[]agent.SlotStatus](h, "slots")[0].PID == pid }
+	h.eventually("the member is registered", ready)
+	h.kill()
+	h.start() // and finds a keeper
+	if slots := must[[]agent.SlotStatus](h, "slots"); !ready() || slots[1].Ready {
+		t.Errorf("slots: %+v, want process %d in slot 0 alone", slots, pid)
+	}
+}
+
+// A process that takes its name after it has opened its sockets is found by
+// that name, although nothing tells when it does.
+func TestNamedLate(t *testing.T) {
+	h := newHost(t, oneService+"    members: [{match: {command_line: ^late}, slot: 1}]\n")
+	h.start()
+	pid, _ := h.as("renamed", nil, "tcp [::]:1790", "udp [::]:4739")
+	h.eventually("the member is registered", func() bool { return must[[]agent.SlotStatus](h, "slots")[1].PID == pid })
+}
