@@ -174,15 +174,17 @@ func (s *service) retire() error {
 	for slot := range s.seats {
 		s.clear(slot, "service removed")
 	}
-	errs = append(errs, s.letGo(), bpf.Remove(s.host.root.Service(s.config.Name)))
+	errs = append(errs, bpf.Remove(s.host.root.Service(s.config.Name)))
 	s.release()
 	return joined(errs...)
 }
 
-// detach takes the programs off the groups.
+// detach takes the programs off the groups, the keeper's sockets first: without
+// a program they would get a share of what is meant for members.
 func (s *service) detach() error {
-	var errs []error
-	for _, fd := range s.groups() {
+	groups := s.groups()
+	errs := []error{s.letGo()}
+	for _, fd := range groups {
 		errs = append(errs, bpf.Detach(fd))
 		unix.Close(fd)
 	}

@@ -304,22 +304,30 @@ func (s *service) setUser() error {
 	return s.state.save(s.statePath())
 }
 
-// dropRows gives the ports of listeners that are gone back to the kernel.
+// dropRows gives the ports of listeners that are gone back to the kernel, and
+// takes the keeper's sockets off them first.
 func (s *service) dropRows(old [bpf.MaxListeners]bpf.Listener) error {
 	var errs []error
+	var dropped []int
 	for row, l := range old {
 		if l == (bpf.Listener{}) || l == s.rows[row] {
 			continue
 		}
 		if fd, ok := s.anchors[row]; ok {
-			errs = append(errs, bpf.Detach(fd))
-			unix.Close(fd)
+			dropped = append(dropped, fd)
 			delete(s.anchors, row)
 		}
 		for slot, seat := range s.seats {
 			errs = append(errs, s.path.Delete(row, slot))
 			delete(seat.sockets, row)
 		}
+	}
+	if len(dropped) > 0 {
+		errs = append(errs, s.replaceKeeper())
+	}
+	for _, fd := range dropped {
+		errs = append(errs, bpf.Detach(fd))
+		unix.Close(fd)
 	}
 	return joined(errs...)
 }

@@ -460,9 +460,16 @@ func (h *host) unchanged(before string) {
 
 // ask sends from an address to the telemetry service, and returns who answers.
 func ask(network, address string) string {
-	port, local := "1790", net.Addr(&net.TCPAddr{IP: net.ParseIP(address)})
 	if network == "udp" {
-		port, local = "4739", &net.UDPAddr{IP: net.ParseIP(address)}
+		return dial(network, address, "4739")
+	}
+	return dial(network, address, "1790")
+}
+
+func dial(network, address, port string) string {
+	local := net.Addr(&net.TCPAddr{IP: net.ParseIP(address)})
+	if network == "udp" {
+		local = &net.UDPAddr{IP: net.ParseIP(address)}
 	}
 	d := net.Dialer{LocalAddr: local, Timeout: 5 * time.Second}
 	d.SetMultipathTCP(false)

@@ -77,3 +77,27 @@ func TestNamedLate(t *testing.T) {
 	pid, _ := h.as("renamed", nil, "tcp [::]:1790", "udp [::]:4739")
 	h.eventually("the member is registered", func() bool { return must[[]agent.SlotStatus](h, "slots")[1].PID == pid })
 }
+
+// The port of a listener that is taken out of the policy is the members' own
+// again: nothing of Sockeye's keeps a share of what comes there.
+func TestListenerRemoved(t *testing.T) {
+	third := "      - {protocol: tcp, address: \"[::]:1799\"}\n"
+	without := oneService + "    members: [{match: {command_line: ^collector}, slot: 0}]\n"
+	h := newHost(t, strings.Replace(without, "    user: root\n", third+"    user: root\n", 1))
+	h.start()
+	pid, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739", "tcp [::]:1799")
+	ready := func() bool { return must[[]agent.SlotStatus](h, "slots")[0].PID == pid }
+	h.eventually("the member is registered", ready)
+	h.write("policy.yaml", without)
+	if r := h.sockeye("apply"); r.code != 0 {
+		t.Fatalf("apply: %+v", r)
+	}
+	if !ready() || !must[agent.Status](h, "status").Services[0].Held {
+		t.Error("the member is out, or the other ports are not held")
+	}
+	for i := range 32 {
+		if got := dial("tcp", fmt.Sprintf("127.0.0.%d", i+1), "1799"); got != fmt.Sprint(pid) {
+			t.Errorf("connection %d: %s answers, want %d", i, got, pid)
+		}
+	}
+}
