@@ -25,9 +25,12 @@ func (s *service) scan() error {
 	if err != nil {
 		return err
 	}
+	alive := make(map[process]bool)
 	for _, p := range processes {
+		alive[process{p.PID, p.StartTime}] = true
 		s.consider(s.recognize(p))
 	}
+	maps.DeleteFunc(s.known, func(self process, _ *member.Process) bool { return !alive[self] })
 	return nil
 }
 
