@@ -106,35 +106,47 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 			Key: &btf.Int{Name: "unsigned int", Size: 4}, Value: listener,
 		}, &s.listeners},
 	} {
-		path := filepath.Join(c.Dir, m.spec.Name)
-		pinned, err := ebpf.LoadPinnedMap(path, nil)
-		switch {
-		case errors.Is(err, os.ErrNotExist):
+		pinned, err := openMap(c.Dir, m.spec)
+		var incompatible *IncompatibleError
+		if errors.As(err, &incompatible) && m.spec.Name == pinDevices && incompatible.kind == m.spec.Type {
+			staleDevices = true
 			if pinned, err = ebpf.NewMap(m.spec); err != nil {
 				return false, fmt.Errorf("create map %s: %w", m.spec.Name, err)
 			}
-			if err := pinned.Pin(path); err != nil {
-				pinned.Close()
-				return false, fmt.Errorf("pin map %s: %w", m.spec.Name, err)
-			}
-		case err != nil:
-			return false, &IncompatibleError{Path: path, Err: err}
-		default:
-			if err := m.spec.Compatible(pinned); err != nil {
-				if m.spec.Name != pinDevices || pinned.Type() != m.spec.Type {
-					pinned.Close()
-					return false, &IncompatibleError{Path: path, Err: err}
-				}
-				pinned.Close()
-				staleDevices = true
-				if pinned, err = ebpf.NewMap(m.spec); err != nil {
-					return false, fmt.Errorf("create map %s: %w", m.spec.Name, err)
-				}
-			}
+		}
+		if err != nil {
+			return false, err
 		}
 		*m.to = pinned
 	}
 	return staleDevices, nil
+}
+
+// openMap adopts the map that is pinned under its name in dir, or makes and
+// pins it.
+func openMap(dir string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
+	path := filepath.Join(dir, spec.Name)
+	pinned, err := ebpf.LoadPinnedMap(path, nil)
+	if errors.Is(err, os.ErrNotExist) {
+		fresh, err := ebpf.NewMap(spec)
+		if err != nil {
+			return nil, fmt.Errorf("create map %s: %w", spec.Name, err)
+		}
+		if err := fresh.Pin(path); err != nil {
+			fresh.Close()
+			return nil, fmt.Errorf("pin map %s: %w", spec.Name, err)
+		}
+		return fresh, nil
+	}
+	if err != nil {
+		return nil, &IncompatibleError{Path: path, Err: err}
+	}
+	if err := spec.Compatible(pinned); err != nil {
+		kind := pinned.Type()
+		pinned.Close()
+		return nil, &IncompatibleError{Path: path, Err: err, kind: kind}
+	}
+	return pinned, nil
 }
 
 // checkPins looks at the pinned programs and links before any is replaced, so
@@ -213,7 +225,7 @@ func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	if err != nil {
 		return err
 	}
-	return s.ensureLink(pinLookupLink, p, c.Netns, func() (link.Link, error) {
+	return s.keepLink(pinLookupLink, p, c.Netns, func() (link.Link, error) {
 		return link.AttachNetNs(int(c.Netns.Fd()), p)
 	})
 }
@@ -353,37 +365,49 @@ func removePin(path string) error {
 	return nil
 }
 
-// ensureLink adopts the pinned link if it is attached to the file target, a
-// cgroup or a network namespace, with p in the place of its program. Otherwise
-// it attaches p, and pins that link instead.
-func (s *Steer) ensureLink(name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) error {
-	path := filepath.Join(s.dir, name)
+// ensureLink adopts the link that is pinned under a name in dir, if it is
+// attached to the file target, a cgroup or a network namespace, with p in the
+// place of its program. Otherwise it attaches p, and pins that link instead.
+func ensureLink(dir, name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) (link.Link, error) {
+	path := filepath.Join(dir, name)
 	pinned, err := link.LoadPinnedLink(path, nil)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
-		return &IncompatibleError{Path: path, Err: err}
+		return nil, &IncompatibleError{Path: path, Err: err}
 	}
 	if err == nil {
-		s.links = append(s.links, pinned)
 		same, err := attachedTo(pinned, target)
 		if err != nil {
-			return &IncompatibleError{Path: path, Err: err}
+			pinned.Close()
+			return nil, &IncompatibleError{Path: path, Err: err}
 		}
 		if same {
 			if err := pinned.Update(p); err != nil {
-				return fmt.Errorf("update %s: %w", name, err)
+				pinned.Close()
+				return nil, fmt.Errorf("update %s: %w", name, err)
 			}
-			return nil
+			return pinned, nil
 		}
+		// What it is attached to is given up once the new one is pinned.
+		defer pinned.Close()
 	}
 	fresh, err := attach()
 	if err != nil {
-		return fmt.Errorf("attach %s: %w", name, err)
+		return nil, fmt.Errorf("attach %s: %w", name, err)
 	}
-	s.links = append(s.links, fresh)
 	if err := replacePin(fresh.Pin, path); err != nil {
-		return fmt.Errorf("pin %s: %w", name, err)
+		fresh.Close()
+		return nil, fmt.Errorf("pin %s: %w", name, err)
 	}
-	return nil
+	return fresh, nil
+}
+
+// keepLink is ensureLink for a link of the service.
+func (s *Steer) keepLink(name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) error {
+	l, err := ensureLink(s.dir, name, p, target, attach)
+	if err == nil {
+		s.links = append(s.links, l)
+	}
+	return err
 }
 
 func attachedTo(l link.Link, target *os.File) (bool, error) {
@@ -447,7 +471,7 @@ func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
 		return fmt.Errorf("open cgroup: %w", err)
 	}
 	defer cgroup.Close()
-	return s.ensureLink(pinReleaseLink, collection.Programs["steer_release"], cgroup, func() (link.Link, error) {
+	return s.keepLink(pinReleaseLink, collection.Programs["steer_release"], cgroup, func() (link.Link, error) {
 		return attach("steer_release", ebpf.AttachCgroupInetSockRelease)
 	})
 }

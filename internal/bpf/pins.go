@@ -18,6 +18,7 @@ import (
 type IncompatibleError struct {
 	Path string
 	Err  error
+	kind ebpf.MapType // of the pin, if it is a map
 }
 
 func (e *IncompatibleError) Error() string {

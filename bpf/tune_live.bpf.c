@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Gives rules to connections that were open before. The agent takes such a
+ * socket's descriptor and calls setsockopt(2) with a level of Sockeye's own;
+ * this program, attached to the socket's cgroup for that time only, does what
+ * is asked on the socket itself and keeps the call from the kernel. All other
+ * calls pass, at the cost of one comparison.
+ *
+ * The second program only decides: it answers which rule a connection would
+ * have, by the code and the maps that decide for real ones.
+ */
+#include "tune.bpf.h"
+
+#include <linux/pkt_cls.h>
+
+#define TCP_SAVE_SYN 27
+#ifndef TCP_BPF_SOCK_OPS_CB_FLAGS
+#define TCP_BPF_SOCK_OPS_CB_FLAGS 1008
+#endif
+
+const volatile __u64 nonce = 0;
+
+TUNE_EXPORT(enum, tune_live_name);
+TUNE_EXPORT(struct, tune_live_request);
+
+static __always_inline long tune_callbacks(struct bpf_sock *sk, __u32 set,
+					   __u32 clear)
+{
+	__u32 flags = 0;
+	long err;
+
+	err = bpf_getsockopt(sk, SOL_TCP, TCP_BPF_SOCK_OPS_CB_FLAGS, &flags,
+			     sizeof(flags));
+	if (err)
+		return err;
+	flags = (flags | set) & ~clear;
+	return bpf_setsockopt(sk, SOL_TCP, TCP_BPF_SOCK_OPS_CB_FLAGS, &flags,
+			      sizeof(flags));
+}
+
+static __always_inline bool tune_sock_tuple(struct bpf_sock *sk,
+					    struct tune_request_key *t)
+{
+	if (sk->family == AF_INET) {
+		tune_mapped(&t->remote, tune_field(sk->dst_ip4));
+		tune_mapped(&t->local, tune_field(sk->src_ip4));
+	} else if (sk->family == AF_INET6) {
+		t->remote.word[0] = tune_field(sk->dst_ip6[0]);
+		t->remote.word[1] = tune_field(sk->dst_ip6[1]);
+		t->remote.word[2] = tune_field(sk->dst_ip6[2]);
+		t->remote.word[3] = tune_field(sk->dst_ip6[3]);
+		t->local.word[0] = tune_field(sk->src_ip6[0]);
+		t->local.word[1] = tune_field(sk->src_ip6[1]);
+		t->local.word[2] = tune_field(sk->src_ip6[2]);
+		t->local.word[3] = tune_field(sk->src_ip6[3]);
+	} else {
+		return false;
+	}
+	t->remote_port = bpf_ntohs(sk->dst_port);
+	t->local_port = sk->src_port;
+	return true;
+}
+
+static __noinline int tune_adopt(struct bpf_sock *sk, __u32 role)
+{
+	struct tune_connection fresh = {
+		.role = role,
+		.flags = TUNE_CONNECTION_ESTABLISHED | TUNE_CONNECTION_ADOPTED,
+	}, *c;
+	__u32 want = 0, id, done = 0, family = sk->family;
+	struct tune_question q = { .role = role };
+	struct tune_option *o;
+	struct tune_rule *rule;
+	struct tune_stats *s;
+	long err;
+	int i;
+
+	if (!tune_sock_tuple(sk, &q.tuple))
+		return 0;
+	id = tune_find(&q);
+	rule = id ? bpf_map_lookup_elem(&rules, &id) : NULL;
+	if (!rule)
+		return 0;
+	fresh.rule = id;
+	fresh.counted = bpf_jiffies64();
+	if (rule->control && tune_draw(&q.tuple, rule->seed) < rule->control)
+		fresh.arm = TUNE_ARM_CONTROL;
+	else if ((rule->flags & TUNE_FLAG_REACT) &&
+		 tune_draw(&q.tuple, ~rule->seed) <= rule->react_sample)
+		fresh.flags |= TUNE_CONNECTION_SAMPLED;
+	c = bpf_sk_storage_get(&connections, sk, &fresh, BPF_SK_STORAGE_GET_F_CREATE);
+	if (!c)
+		return 0;
+	*c = fresh;
+	if (rule->flags & (TUNE_FLAG_LIVE | TUNE_FLAG_CLOSE))
+		want |= BPF_SOCK_OPS_STATE_CB_FLAG | BPF_SOCK_OPS_RTO_CB_FLAG;
+	if (rule->flags & TUNE_FLAG_LIVE)
+		want |= BPF_SOCK_OPS_RTT_CB_FLAG;
+	if (c->flags & TUNE_CONNECTION_SAMPLED)
+		want |= BPF_SOCK_OPS_RTO_CB_FLAG | BPF_SOCK_OPS_RETRANS_CB_FLAG;
+	if (want)
+		tune_callbacks(sk, want, 0);
+	s = tune_counts(id, fresh.arm);
+	if (s) {
+		__sync_fetch_and_add(&s->connections, 1);
+		__sync_fetch_and_add(&s->established, 1);
+		__sync_fetch_and_add(&s->adopted, 1);
+	}
+	if (fresh.arm == TUNE_ARM_CONTROL)
+		return 0;
+	for (i = 0; i < TUNE_OPTIONS; i++) {
+		if (i >= rule->options)
+			break;
+		o = &rule->option[i];
+		if (!(o->phases & TUNE_PHASE_LIVE) ||
+		    !tune_for_family(o->phases, family))
+			continue;
+		if (o->level == TUNE_LEVEL_CONGESTION)
+			err = bpf_setsockopt(sk, SOL_TCP, TCP_CONGESTION,
+					     rule->congestion[o->value & 1],
+					     sizeof(rule->congestion[0]));
+		else
+			err = bpf_setsockopt(sk, o->level, o->name, &o->value,
+					     sizeof(o->value));
+		if (err)
+			tune_failed(id, o->id, err);
+		else
+			done++;
+	}
+	if (s)
+		__sync_fetch_and_add(&s->options, done);
+	return 0;
+}
+
+static __always_inline void tune_forget(struct bpf_sock *sk)
+{
+	struct tune_connection *c;
+
+	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
+	if (!c)
+		return;
+	tune_callbacks(sk, 0,
+		       BPF_SOCK_OPS_STATE_CB_FLAG | BPF_SOCK_OPS_RTO_CB_FLAG |
+		       BPF_SOCK_OPS_RTT_CB_FLAG | BPF_SOCK_OPS_RETRANS_CB_FLAG);
+	bpf_sk_storage_delete(&connections, sk);
+}
+
+static __always_inline void tune_listener(struct bpf_sock *sk)
+{
+	const struct tune_active *state = tune_state();
+	int one = 1;
+
+	if (!state)
+		return;
+	if (state->used & TUNE_USE_TAG)
+		bpf_setsockopt(sk, SOL_TCP, TCP_SAVE_SYN, &one, sizeof(one));
+	if (state->used & TUNE_USE_WRITE)
+		tune_callbacks(sk, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG, 0);
+}
+
+SEC("cgroup/setsockopt")
+int tune_live(struct bpf_sockopt *ctx)
+{
+	struct tune_live_request *request = ctx->optval, r;
+	struct bpf_sock *sk = ctx->sk;
+	__u32 level, name;
+
+	if (ctx->level != TUNE_LIVE_LEVEL)
+		return 1;
+	if (!sk || (void *)(request + 1) > ctx->optval_end)
+		return 1;
+	r = *request;
+	if (r.nonce != nonce)
+		return 1;
+	level = r.level;
+	name = r.name;
+	switch (ctx->optname) {
+	case TUNE_LIVE_ADOPT:
+		tune_adopt(sk, r.role & 1);
+		break;
+	case TUNE_LIVE_SET:
+		if (bpf_setsockopt(sk, level, name, &r.value, sizeof(r.value)))
+			return 0;
+		break;
+	case TUNE_LIVE_FORGET:
+		tune_forget(sk);
+		break;
+	case TUNE_LIVE_LISTEN:
+		tune_listener(sk);
+		break;
+	default:
+		return 1;
+	}
+	/* The kernel is not to see the call. */
+	ctx->optlen = -1;
+	return 1;
+}
+
+SEC("tc")
+int tune_decide(struct __sk_buff *skb)
+{
+	struct tune_question q;
+
+	/* 14 bytes of an Ethernet header, which test runs ask for. */
+	if (bpf_skb_load_bytes(skb, 14, &q, sizeof(q)))
+		return 0;
+	return tune_find(&q);
+}
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";

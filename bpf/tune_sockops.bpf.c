@@ -1,0 +1,947 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Decides with which TCP parameters a connection of a cgroup runs. The kernel
+ * calls it at points of a connection's life; the first of them finds the rule
+ * and remembers it with the socket, so that all that follows fits together,
+ * whatever happens to the policy in between. Cost: see tune.bpf.h, once a
+ * connection; then a lookup of the socket's storage at each call that a rule
+ * has switched on. A connection without a rule pays for the search alone.
+ */
+#include "tune.bpf.h"
+
+#define TCP_SYN_SENT 2
+#define TCP_CLOSE 7
+#define TCP_SAVE_SYN 27
+#define TCPHDR_SYN 0x02
+#define TCPHDR_ACK 0x10
+#define TCPOPT_EXP 254
+
+/* Ticks of the kernel in a second. */
+const volatile __u32 hz = 250;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, TUNE_REQUESTS);
+	__type(key, struct tune_request_key);
+	__type(value, struct tune_request);
+} requests SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, TUNE_LEARNED);
+	__type(key, struct tune_learned_key);
+	__type(value, struct tune_learned);
+} learned SEC(".maps");
+
+TUNE_EXPORT(struct, tune_question);
+TUNE_EXPORT(enum, tune_limit);
+TUNE_EXPORT(enum, tune_use);
+TUNE_EXPORT(enum, tune_role);
+TUNE_EXPORT(enum, tune_phase);
+TUNE_EXPORT(enum, tune_flag);
+TUNE_EXPORT(enum, tune_level);
+TUNE_EXPORT(enum, tune_arm);
+TUNE_EXPORT(enum, tune_connection_flag);
+
+struct tune_option_header {
+	__u8 kind;
+	__u8 length;
+	__u8 exid[2];
+	__u8 byte[TUNE_TAG];
+};
+
+/* The kernel's view of the context, for what the context does not show. */
+struct request_sock_ops {
+	int family;
+} __attribute__((preserve_access_index));
+struct request_sock {
+	const struct request_sock_ops *rsk_ops;
+} __attribute__((preserve_access_index));
+struct sock;
+struct bpf_sock_ops_kern {
+	struct sock *sk;
+} __attribute__((preserve_access_index));
+
+void *bpf_cast_to_kern_ctx(void *obj) __ksym __weak;
+void *bpf_rdonly_cast(const void *obj, __u32 btf_id) __ksym __weak;
+
+/*
+ * A request of an IPv4 client at an IPv6 listener has the listener's family
+ * and no IPv6 address: what stands there is whatever the memory held before
+ * (inet_reqsk_alloc and tcp_v4_init_req, Linux 6.18). Only the kind of the
+ * request tells.
+ */
+static __always_inline bool tune_request_ipv4(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock_ops_kern *kern;
+	struct request_sock *req;
+
+	if (!bpf_cast_to_kern_ctx || !bpf_rdonly_cast) {
+		/* Before 6.2 the addresses must do. */
+		__u32 high = tune_field(ctx->remote_ip6[0]);
+
+		return !high && !tune_field(ctx->remote_ip6[1]);
+	}
+	kern = bpf_cast_to_kern_ctx(ctx);
+	req = bpf_rdonly_cast(kern->sk, bpf_core_type_id_kernel(struct request_sock));
+	return req->rsk_ops->family == AF_INET;
+}
+
+/* Fills in addresses and ports; false if there are none. */
+static __always_inline bool tune_tuple(struct bpf_sock_ops *ctx,
+				       struct tune_request_key *t)
+{
+	if (ctx->family == AF_INET ||
+	    (ctx->family == AF_INET6 && !ctx->is_fullsock &&
+	     tune_request_ipv4(ctx))) {
+		tune_mapped(&t->remote, tune_field(ctx->remote_ip4));
+		tune_mapped(&t->local, tune_field(ctx->local_ip4));
+	} else if (ctx->family == AF_INET6) {
+		t->remote.word[0] = tune_field(ctx->remote_ip6[0]);
+		t->remote.word[1] = tune_field(ctx->remote_ip6[1]);
+		t->remote.word[2] = tune_field(ctx->remote_ip6[2]);
+		t->remote.word[3] = tune_field(ctx->remote_ip6[3]);
+		t->local.word[0] = tune_field(ctx->local_ip6[0]);
+		t->local.word[1] = tune_field(ctx->local_ip6[1]);
+		t->local.word[2] = tune_field(ctx->local_ip6[2]);
+		t->local.word[3] = tune_field(ctx->local_ip6[3]);
+	} else {
+		return false;
+	}
+	t->remote_port = bpf_ntohl(ctx->remote_port);
+	t->local_port = ctx->local_port;
+	return true;
+}
+
+static __always_inline struct tune_connection *
+tune_connection(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock *sk = ctx->sk;
+
+	return sk ? bpf_sk_storage_get(&connections, sk, NULL, 0) : NULL;
+}
+
+static __always_inline struct tune_rule *tune_rule(__u32 id)
+{
+	return bpf_map_lookup_elem(&rules, &id);
+}
+
+static __always_inline bool tune_control(const struct tune_rule *rule,
+					 const struct tune_request_key *t)
+{
+	return rule->control && tune_draw(t, rule->seed) < rule->control;
+}
+
+static __always_inline void tune_flags(struct bpf_sock_ops *ctx, __u32 set,
+				       __u32 clear)
+{
+	__u32 now = ctx->bpf_sock_ops_cb_flags, then = (now | set) & ~clear;
+
+	if (then != now)
+		bpf_sock_ops_cb_flags_set(ctx, then);
+}
+
+static __always_inline __u32 tune_jiffies(__u32 us)
+{
+	return ((__u64)us * hz + 999999) / 1000000;
+}
+
+/*
+ * Sets the options of a rule that belong to a phase, and returns how many it
+ * has set. Global, as others below: the verifier looks at it once, not at
+ * every call.
+ */
+__noinline int tune_apply(struct bpf_sock_ops *ctx, __u32 id, __u32 phase)
+{
+	struct tune_rule *rule = tune_rule(id);
+	__u32 family, value, done = 0;
+	struct tune_option *o;
+	long err;
+	int i;
+
+	if (!rule)
+		return 0;
+	family = ctx->family;
+	for (i = 0; i < TUNE_OPTIONS; i++) {
+		if (i >= rule->options)
+			break;
+		o = &rule->option[i];
+		if (!(o->phases & phase) || !tune_for_family(o->phases, family))
+			continue;
+		if (o->level == TUNE_LEVEL_TXHASH) {
+			value = o->value;
+			ctx->sk_txhash = value ? value : bpf_get_prandom_u32() | 1;
+			err = 0;
+		} else if (o->level == TUNE_LEVEL_CONGESTION) {
+			err = bpf_setsockopt(ctx, SOL_TCP, TCP_CONGESTION,
+					     rule->congestion[o->value & 1],
+					     sizeof(rule->congestion[0]));
+		} else {
+			err = bpf_setsockopt(ctx, o->level, o->name, &o->value,
+					     sizeof(o->value));
+		}
+		if (err)
+			tune_failed(id, o->id, err);
+		else
+			done++;
+	}
+	return done;
+}
+
+static __always_inline void tune_learned_key(const struct tune_rule *rule,
+					     const struct tune_address *remote,
+					     struct tune_learned_key *key)
+{
+	__u32 bits = tune_ipv4(remote) ? rule->learn_bits4 : rule->learn_bits6;
+	int i;
+
+	key->learn = rule->learn;
+	key->bits = bits;
+#pragma unroll
+	for (i = 0; i < 4; i++) {
+		__u32 have = bits > 32 * i ? bits - 32 * i : 0;
+		__u32 mask = have >= 32 ? ~0U : have ? ~0U << (32 - have) : 0;
+
+		key->prefix.word[i] = remote->word[i] & bpf_htonl(mask);
+	}
+}
+
+/*
+ * Chooses the initial window of a connection: the one its prefix has settled
+ * on, or for a share of connections the candidate of which least is known.
+ */
+static __always_inline void tune_choose(struct bpf_sock_ops *ctx,
+					const struct tune_rule *rule,
+					const struct tune_request_key *t,
+					struct tune_connection *c)
+{
+	struct tune_learned fresh = {}, *l;
+	struct tune_learned_key key;
+	__u32 index, least = ~0U, i;
+	__s32 window;
+	long err;
+
+	tune_learned_key(rule, &t->remote, &key);
+	l = bpf_map_lookup_elem(&learned, &key);
+	if (!l) {
+		fresh.last = fresh.halved = bpf_ktime_get_boot_ns();
+		bpf_map_update_elem(&learned, &key, &fresh, BPF_NOEXIST);
+		l = bpf_map_lookup_elem(&learned, &key);
+		if (!l)
+			return;
+	}
+	index = l->chosen;
+	if (bpf_get_prandom_u32() < (l->settled ? rule->probe : rule->explore)) {
+		for (i = 0; i < TUNE_CANDIDATES; i++) {
+			if (i >= rule->candidates)
+				break;
+			if (l->candidate[i].connections < least) {
+				least = l->candidate[i].connections;
+				index = i;
+			}
+		}
+	}
+	if (index >= TUNE_CANDIDATES)
+		return;
+	window = rule->candidate[index];
+	if (!window)
+		return;
+	err = bpf_setsockopt(ctx, SOL_TCP, TCP_BPF_IW, &window, sizeof(window));
+	if (err)
+		return;
+	c->candidate = index;
+	c->flags |= TUNE_CONNECTION_LEARNING;
+}
+
+/*
+ * The time that a candidate's first flight takes, made longer by its losses:
+ * a quarter of lossy connections counts as twice the time.
+ */
+static __always_inline __u64 tune_score(const struct tune_evidence *e)
+{
+	if (!e->connections)
+		return 0;
+	return (e->time + e->time * 4 * e->lossy / e->connections) /
+	       e->connections;
+}
+
+/* Notes how the first flight went, and settles when enough is known. */
+__noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u64 us)
+{
+	struct tune_connection *c = tune_connection(ctx);
+	struct tune_request_key t = {};
+	struct tune_rule *rule;
+	struct tune_learned_key key;
+	struct tune_evidence *e;
+	__u32 best = 0, i, known = 0, index;
+	__u64 score, lowest = 0, now;
+	struct tune_learned *l;
+
+	rule = c ? tune_rule(c->rule) : NULL;
+	if (!rule || !tune_tuple(ctx, &t))
+		return 0;
+	c->flags &= ~TUNE_CONNECTION_LEARNING;
+	tune_learned_key(rule, &t.remote, &key);
+	l = bpf_map_lookup_elem(&learned, &key);
+	index = c->candidate;
+	barrier_var(index);
+	if (!l || index >= TUNE_CANDIDATES)
+		return 0;
+	now = bpf_ktime_get_boot_ns();
+	l->last = now;
+	if (now - l->halved > rule->forget) {
+		l->halved = now;
+		for (i = 0; i < TUNE_CANDIDATES; i++) {
+			e = &l->candidate[i];
+			e->connections >>= 1;
+			e->lossy >>= 1;
+			e->time >>= 1;
+		}
+	}
+	e = &l->candidate[index];
+	__sync_fetch_and_add(&e->connections, 1);
+	if (lossy)
+		__sync_fetch_and_add(&e->lossy, 1);
+	__sync_fetch_and_add(&e->time, us > 60000000 ? 60000000 : us);
+	for (i = 0; i < TUNE_CANDIDATES; i++) {
+		if (i >= rule->candidates)
+			break;
+		e = &l->candidate[i];
+		if (e->connections < rule->evidence)
+			continue;
+		known++;
+		score = tune_score(e);
+		/* A larger window must be worth it: by a sixteenth. */
+		if (known == 1 || score < lowest - lowest / 16) {
+			lowest = score;
+			best = i;
+		}
+	}
+	if (known == rule->candidates) {
+		l->chosen = best;
+		l->settled = 1;
+	}
+	return 0;
+}
+
+/* Adds what is new of a connection to its rule's sums. */
+__noinline int tune_count(struct bpf_sock_ops *ctx, bool last)
+{
+	struct tune_connection *c = tune_connection(ctx);
+	__u64 bytes, n, x, n0, x0;
+	__u32 segments, retransmits, rtt, interval;
+	struct tune_stats *s;
+
+	if (!c)
+		return 0;
+	s = tune_counts(c->rule, c->arm);
+	if (!s)
+		return 0;
+	segments = ctx->data_segs_out;
+	retransmits = ctx->total_retrans;
+	bytes = ctx->bytes_acked;
+	n0 = c->segments < TUNE_SEGMENTS_MAX ? c->segments : TUNE_SEGMENTS_MAX;
+	n = segments < TUNE_SEGMENTS_MAX ? segments : TUNE_SEGMENTS_MAX;
+	x0 = c->retransmits < TUNE_SEGMENTS_MAX ? c->retransmits : TUNE_SEGMENTS_MAX;
+	x = retransmits < TUNE_SEGMENTS_MAX ? retransmits : TUNE_SEGMENTS_MAX;
+	__sync_fetch_and_add(&s->bytes, bytes - c->bytes);
+	__sync_fetch_and_add(&s->segments, (__u32)(segments - c->segments));
+	__sync_fetch_and_add(&s->retransmits, (__u32)(retransmits - c->retransmits));
+	__sync_fetch_and_add(&s->segments2, n * n - n0 * n0);
+	__sync_fetch_and_add(&s->retransmits2, x * x - x0 * x0);
+	__sync_fetch_and_add(&s->segments_retransmits, n * x - n0 * x0);
+	c->segments = segments;
+	c->retransmits = retransmits;
+	c->bytes = bytes;
+	c->counted = bpf_jiffies64();
+	if (last)
+		__sync_fetch_and_add(&s->closed, 1);
+	if (!(c->flags & TUNE_CONNECTION_ESTABLISHED))
+		return 0;
+	rtt = ctx->srtt_us >> 3;
+	if (rtt)
+		tune_histogram(s->rtt, rtt);
+	interval = ctx->rate_interval_us;
+	if (interval)
+		tune_histogram(s->rate, (__u64)ctx->rate_delivered *
+						ctx->mss_cache * 1000 / interval);
+	return 0;
+}
+
+/* The callbacks that a rule needs from an open connection. */
+static __always_inline __u32 tune_wanted(const struct tune_rule *rule,
+					 const struct tune_connection *c)
+{
+	__u32 want = 0;
+
+	if (rule->flags & (TUNE_FLAG_LIVE | TUNE_FLAG_CLOSE))
+		want |= BPF_SOCK_OPS_STATE_CB_FLAG | BPF_SOCK_OPS_RTO_CB_FLAG;
+	if ((rule->flags & TUNE_FLAG_LIVE) ||
+	    (c->flags & TUNE_CONNECTION_LEARNING))
+		want |= BPF_SOCK_OPS_RTT_CB_FLAG;
+	if (c->flags & TUNE_CONNECTION_SAMPLED)
+		want |= BPF_SOCK_OPS_RTO_CB_FLAG | BPF_SOCK_OPS_RETRANS_CB_FLAG;
+	if (c->flags & TUNE_CONNECTION_TAGGING)
+		want |= BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG;
+	return want;
+}
+
+/* Gives a connection its rule, and remembers it with the socket. */
+static __always_inline struct tune_connection *
+tune_begin(struct bpf_sock_ops *ctx, const struct tune_request_key *t,
+	   __u32 id, struct tune_rule *rule, __u32 role)
+{
+	struct tune_connection fresh = {
+		.rule = id,
+		.role = role,
+		.arm = tune_control(rule, t) ? TUNE_ARM_CONTROL : TUNE_ARM_TREATED,
+		.counted = bpf_jiffies64(),
+	}, *c;
+	struct bpf_sock *sk = ctx->sk;
+	struct tune_stats *s;
+
+	if (!sk)
+		return NULL;
+	if (fresh.arm == TUNE_ARM_TREATED) {
+		if ((rule->flags & TUNE_FLAG_REACT) &&
+		    tune_draw(t, ~rule->seed) <= rule->react_sample)
+			fresh.flags |= TUNE_CONNECTION_SAMPLED;
+		if (rule->tag.length)
+			fresh.flags |= TUNE_CONNECTION_TAGGING;
+	}
+	c = bpf_sk_storage_get(&connections, sk, &fresh, BPF_SK_STORAGE_GET_F_CREATE);
+	if (!c)
+		return NULL;
+	/* A rule that takes over from another begins anew. */
+	*c = fresh;
+	s = tune_counts(id, fresh.arm);
+	if (s)
+		__sync_fetch_and_add(&s->connections, 1);
+	return c;
+}
+
+static __always_inline void tune_done(__u32 rule, __u32 arm, __u32 options)
+{
+	struct tune_stats *s;
+
+	if (!options)
+		return;
+	s = tune_counts(rule, arm);
+	if (s)
+		__sync_fetch_and_add(&s->options, options);
+}
+
+static __always_inline void tune_connect(struct bpf_sock_ops *ctx)
+{
+	struct tune_question q = { .role = TUNE_CONNECT };
+	struct tune_connection *c;
+	struct tune_rule *rule;
+	__u32 id;
+
+	if (!tune_tuple(ctx, &q.tuple))
+		return;
+	id = tune_find(&q);
+	if (!id)
+		return;
+	rule = tune_rule(id);
+	if (!rule)
+		return;
+	c = tune_begin(ctx, &q.tuple, id, rule, TUNE_CONNECT);
+	if (!c)
+		return;
+	c->started = bpf_ktime_get_ns();
+	tune_flags(ctx, tune_wanted(rule, c), 0);
+	if (c->arm == TUNE_ARM_TREATED)
+		tune_done(id, c->arm, tune_apply(ctx, id, TUNE_PHASE_CONNECT));
+}
+
+/* Reads the peer's tag from its SYN or from the packet at hand. */
+static __always_inline bool tune_read_tag(struct bpf_sock_ops *ctx,
+					  struct tune_tag *tag, __u64 from)
+{
+	struct tune_option_header h = {
+		.kind = TCPOPT_EXP,
+		.length = 4,
+		.exid = { TUNE_TAG_EXID >> 8, TUNE_TAG_EXID & 0xff },
+	};
+	int i;
+
+	if (bpf_load_hdr_opt(ctx, &h, sizeof(h), from) < 0)
+		return false;
+	if (h.length <= 4 || h.length > sizeof(h))
+		return false;
+	tag->length = h.length - 4;
+#pragma unroll
+	for (i = 0; i < TUNE_TAG; i++)
+		tag->byte[i] = i < tag->length ? h.byte[i] : 0;
+	return true;
+}
+
+static __always_inline void tune_established(struct bpf_sock_ops *ctx,
+					     const struct tune_request_key *t,
+					     struct tune_connection *c,
+					     struct tune_rule *rule, __u32 phase)
+{
+	struct tune_stats *s = tune_counts(c->rule, c->arm);
+
+	c->flags |= TUNE_CONNECTION_ESTABLISHED;
+	if (s) {
+		__sync_fetch_and_add(&s->established, 1);
+		if (c->started)
+			tune_histogram(s->connect,
+				       (bpf_ktime_get_ns() - c->started) / 1000);
+	}
+	if (c->arm == TUNE_ARM_TREATED) {
+		tune_done(c->rule, c->arm, tune_apply(ctx, c->rule, phase));
+		if (rule->flags & TUNE_FLAG_LEARN)
+			tune_choose(ctx, rule, t, c);
+	}
+	tune_flags(ctx, tune_wanted(rule, c), 0);
+}
+
+/*
+ * What the peer's tag decides. A rule that it leads to takes over from the
+ * one that was found without it; what that one has set stays set.
+ */
+static __always_inline __u32 tune_tagged(struct bpf_sock_ops *ctx,
+					 struct tune_question *q, __u64 from)
+{
+	struct tune_stats *s;
+	__u32 id;
+
+	if (!tune_read_tag(ctx, &q->tag, from))
+		return 0;
+	id = tune_find(q);
+	s = id ? tune_counts(id, TUNE_ARM_TREATED) : NULL;
+	if (s)
+		__sync_fetch_and_add(&s->tags, 1);
+	return id;
+}
+
+static __always_inline void tune_active_established(struct bpf_sock_ops *ctx)
+{
+	const struct tune_active *state = tune_state();
+	struct tune_question q = { .role = TUNE_CONNECT };
+	struct tune_connection *c;
+	struct tune_rule *rule;
+	__u64 started = 0;
+	__u32 id = 0;
+
+	if (!state)
+		return;
+	c = tune_connection(ctx);
+	if (!tune_tuple(ctx, &q.tuple))
+		return;
+	if (c)
+		started = c->started;
+	if (state->used & TUNE_USE_TAG)
+		id = tune_tagged(ctx, &q, 0);
+	if (id && !(c && c->rule == id)) {
+		rule = tune_rule(id);
+		if (!rule)
+			return;
+		c = tune_begin(ctx, &q.tuple, id, rule, TUNE_CONNECT);
+		if (!c)
+			return;
+		c->started = started;
+		tune_established(ctx, &q.tuple, c, rule,
+				 TUNE_PHASE_ACTIVE | TUNE_PHASE_LIVE);
+		return;
+	}
+	if (!c)
+		return;
+	rule = tune_rule(c->rule);
+	if (rule)
+		tune_established(ctx, &q.tuple, c, rule, TUNE_PHASE_ACTIVE);
+}
+
+static __always_inline void tune_passive_established(struct bpf_sock_ops *ctx)
+{
+	const struct tune_active *state = tune_state();
+	struct tune_question q = { .role = TUNE_ACCEPT };
+	struct tune_request *request = NULL;
+	struct tune_connection *c;
+	struct tune_rule *rule;
+	__u64 started = 0;
+	__u32 id = 0;
+
+	if (!state || !tune_tuple(ctx, &q.tuple))
+		return;
+	if (state->used & TUNE_USE_TAG) {
+		id = tune_tagged(ctx, &q, BPF_LOAD_HDR_OPT_TCP_SYN);
+		if (!q.tag.length)
+			id = tune_tagged(ctx, &q, 0);
+		if (!q.tag.length)
+			tune_flags(ctx, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG, 0);
+	}
+	if (state->used & (TUNE_USE_SYNACK_RTO | TUNE_USE_RWND | TUNE_USE_ECN)) {
+		request = bpf_map_lookup_elem(&requests, &q.tuple);
+		if (request) {
+			started = request->started;
+			if (!id)
+				id = request->rule;
+			bpf_map_delete_elem(&requests, &q.tuple);
+		}
+	}
+	if (!id && !q.tag.length)
+		id = tune_find(&q);
+	rule = id ? tune_rule(id) : NULL;
+	if (!rule || !rule->tag.length)
+		/* What the listener's flags gave. */
+		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
+	if (!rule)
+		return;
+	c = tune_begin(ctx, &q.tuple, id, rule, TUNE_ACCEPT);
+	if (!c)
+		return;
+	c->started = started;
+	tune_established(ctx, &q.tuple, c, rule, TUNE_PHASE_PASSIVE);
+}
+
+/* The rule of a handshake that has no socket yet. */
+static __always_inline struct tune_rule *
+tune_request_rule(struct bpf_sock_ops *ctx, struct tune_question *q, __u32 *id)
+{
+	struct tune_request fresh = {}, *known;
+	__u64 now = bpf_ktime_get_ns();
+
+	if (!tune_tuple(ctx, &q->tuple))
+		return NULL;
+	known = bpf_map_lookup_elem(&requests, &q->tuple);
+	/* Longer than any handshake lasts: another connection's. */
+	if (known && now - known->started < 130000000000ULL) {
+		*id = known->rule;
+		return tune_rule(known->rule);
+	}
+	*id = tune_find(q);
+	if (!*id)
+		return NULL;
+	fresh.rule = *id;
+	fresh.started = now;
+	bpf_map_update_elem(&requests, &q->tuple, &fresh, BPF_ANY);
+	return tune_rule(*id);
+}
+
+static __always_inline __u32 tune_answer(const struct tune_rule *rule, __u32 op,
+					 bool request)
+{
+	switch (op) {
+	case BPF_SOCK_OPS_TIMEOUT_INIT:
+		return tune_jiffies(request ? rule->synack_rto : rule->syn_rto);
+	case BPF_SOCK_OPS_RWND_INIT:
+		return rule->rwnd;
+	case BPF_SOCK_OPS_NEEDS_ECN:
+		return rule->ecn;
+	case BPF_SOCK_OPS_BASE_RTT:
+		return rule->base_rtt;
+	}
+	return 0;
+}
+
+static __always_inline __u32 tune_use_of(__u32 op, bool request)
+{
+	switch (op) {
+	case BPF_SOCK_OPS_TIMEOUT_INIT:
+		return request ? TUNE_USE_SYNACK_RTO : TUNE_USE_SYN_RTO;
+	case BPF_SOCK_OPS_RWND_INIT:
+		return TUNE_USE_RWND;
+	case BPF_SOCK_OPS_NEEDS_ECN:
+		return TUNE_USE_ECN;
+	case BPF_SOCK_OPS_BASE_RTT:
+		return TUNE_USE_BASE_RTT;
+	}
+	return 0;
+}
+
+/*
+ * Answers a question of the kernel. Without an answer of its own it leaves
+ * what another program may have replied.
+ */
+static __always_inline void tune_reply(struct bpf_sock_ops *ctx)
+{
+	const struct tune_active *state = tune_state();
+	struct tune_question q = { .role = TUNE_ACCEPT };
+	bool request = !ctx->is_fullsock;
+	__u32 op = ctx->op, answer, id;
+	struct tune_connection *c;
+	struct tune_rule *rule;
+
+	if (!state || !(state->used & tune_use_of(op, request)))
+		return;
+	if (request) {
+		rule = tune_request_rule(ctx, &q, &id);
+		if (!rule || tune_control(rule, &q.tuple))
+			return;
+	} else {
+		c = tune_connection(ctx);
+		if (!c || c->arm != TUNE_ARM_TREATED)
+			return;
+		rule = tune_rule(c->rule);
+		if (!rule)
+			return;
+	}
+	answer = tune_answer(rule, op, request);
+	if (answer)
+		ctx->reply = answer;
+}
+
+static __always_inline void tune_state_changed(struct bpf_sock_ops *ctx)
+{
+	struct tune_connection *c;
+	struct tune_rule *rule;
+
+	if (ctx->args[1] != TCP_CLOSE)
+		return;
+	c = tune_connection(ctx);
+	if (!c)
+		return;
+	if (c->flags & TUNE_CONNECTION_LEARNING) {
+		rule = tune_rule(c->rule);
+		/* Too short to be timed; a loss is still worth knowing. */
+		if (rule && ctx->data_segs_out > rule->candidate[0] &&
+		    ctx->total_retrans && c->sent)
+			tune_learn(ctx, true,
+				   (bpf_ktime_get_ns() - c->sent) / 1000);
+	}
+	tune_count(ctx, true);
+}
+
+static __always_inline void tune_rtt(struct bpf_sock_ops *ctx)
+{
+	struct tune_connection *c = tune_connection(ctx);
+	struct tune_rule *rule;
+	__u64 bytes, now;
+	__u32 sample;
+
+	if (!c)
+		return;
+	if (c->flags & TUNE_CONNECTION_LEARNING) {
+		rule = tune_rule(c->rule);
+		bytes = ctx->bytes_acked;
+		if (!rule || bytes <= 1)
+			return;
+		now = bpf_ktime_get_ns();
+		if (!c->sent) {
+			/* The sample is of the first data. */
+			sample = ctx->args[0];
+			if (!sample)
+				sample = ctx->srtt_us >> 3;
+			c->sent = now - (__u64)sample * 1000;
+		}
+		if (bytes >= rule->first_bytes) {
+			tune_learn(ctx, ctx->total_retrans > 0,
+				   (now - c->sent) / 1000);
+			if (!(rule->flags & TUNE_FLAG_LIVE))
+				tune_flags(ctx, 0, BPF_SOCK_OPS_RTT_CB_FLAG);
+		}
+	}
+	if ((__u32)bpf_jiffies64() - c->counted >= hz)
+		tune_count(ctx, false);
+}
+
+static __always_inline void tune_react(struct bpf_sock_ops *ctx,
+				       struct tune_connection *c)
+{
+	struct tune_rule *rule;
+	struct tune_stats *s;
+	__u32 segments;
+	bool bad;
+
+	if ((c->flags & (TUNE_CONNECTION_SAMPLED | TUNE_CONNECTION_REACTED)) !=
+	    TUNE_CONNECTION_SAMPLED)
+		return;
+	rule = tune_rule(c->rule);
+	if (!rule)
+		return;
+	segments = ctx->data_segs_out;
+	bad = rule->react_rtos && c->rtos >= rule->react_rtos;
+	if (rule->react_retransmits && segments >= TUNE_REACT_SEGMENTS)
+		bad |= (__u64)ctx->total_retrans * 10000 >
+		       (__u64)rule->react_retransmits * segments;
+	if (!bad)
+		return;
+	c->flags |= TUNE_CONNECTION_REACTED;
+	tune_done(c->rule, c->arm, tune_apply(ctx, c->rule, TUNE_PHASE_REACT));
+	s = tune_counts(c->rule, c->arm);
+	if (s)
+		__sync_fetch_and_add(&s->reactions, 1);
+}
+
+static __always_inline void tune_rto(struct bpf_sock_ops *ctx)
+{
+	struct tune_connection *c = tune_connection(ctx);
+	struct tune_stats *s;
+
+	if (!c)
+		return;
+	c->rtos++;
+	s = tune_counts(c->rule, c->arm);
+	if (s)
+		__sync_fetch_and_add(&s->rtos, 1);
+	/* Something on the way may have dropped the SYN for its tag. */
+	if (ctx->state == TCP_SYN_SENT)
+		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
+	tune_react(ctx, c);
+}
+
+static __always_inline void tune_retransmit(struct bpf_sock_ops *ctx)
+{
+	struct tune_connection *c = tune_connection(ctx);
+
+	if (c)
+		tune_react(ctx, c);
+}
+
+/* New listeners keep the SYN, and write tags into their SYN-ACKs. */
+static __always_inline void tune_listen(struct bpf_sock_ops *ctx)
+{
+	const struct tune_active *state = tune_state();
+	int one = 1;
+
+	if (!state)
+		return;
+	if (state->used & TUNE_USE_TAG)
+		bpf_setsockopt(ctx, SOL_TCP, TCP_SAVE_SYN, &one, sizeof(one));
+	if (state->used & TUNE_USE_WRITE)
+		tune_flags(ctx, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG, 0);
+}
+
+/* The tag that belongs into a packet of this connection, or NULL. */
+static __always_inline const struct tune_tag *
+tune_packet_tag(struct bpf_sock_ops *ctx)
+{
+	__u32 flags = ctx->skb_tcp_flags;
+	struct tune_question q = { .role = TUNE_ACCEPT };
+	struct tune_request *known;
+	struct tune_connection *c;
+	struct tune_rule *rule;
+	__u32 id;
+
+	if (!ctx->is_fullsock) {
+		if (!tune_tuple(ctx, &q.tuple))
+			return NULL;
+		known = bpf_map_lookup_elem(&requests, &q.tuple);
+		id = known ? known->rule : tune_find(&q);
+		rule = id ? tune_rule(id) : NULL;
+		if (!rule || tune_control(rule, &q.tuple))
+			return NULL;
+		return rule->tag.length ? &rule->tag : NULL;
+	}
+	c = tune_connection(ctx);
+	if (!c || !(c->flags & TUNE_CONNECTION_TAGGING))
+		return NULL;
+	rule = tune_rule(c->rule);
+	if (!rule)
+		return NULL;
+	if (!(flags & TCPHDR_SYN) && ctx->bytes_acked > 1) {
+		c->flags &= ~TUNE_CONNECTION_TAGGING;
+		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
+		return NULL;
+	}
+	return &rule->tag;
+}
+
+static __always_inline void tune_reserve(struct bpf_sock_ops *ctx)
+{
+	const struct tune_tag *tag = tune_packet_tag(ctx);
+	__u32 length;
+
+	if (!tag)
+		return;
+	length = tag->length;
+	if (length <= TUNE_TAG)
+		bpf_reserve_hdr_opt(ctx, 4 + length, 0);
+}
+
+static __always_inline void tune_write(struct bpf_sock_ops *ctx)
+{
+	const struct tune_tag *tag = tune_packet_tag(ctx);
+	struct tune_option_header h = {
+		.kind = TCPOPT_EXP,
+		.exid = { TUNE_TAG_EXID >> 8, TUNE_TAG_EXID & 0xff },
+	};
+	__u32 length;
+
+	if (!tag)
+		return;
+	length = tag->length;
+	if (!length || length > TUNE_TAG)
+		return;
+	h.length = 4 + length;
+	__builtin_memcpy(h.byte, tag->byte, TUNE_TAG);
+	bpf_store_hdr_opt(ctx, &h, sizeof(h), 0);
+}
+
+/* The peer's first data may bring the tag that its SYN did not. */
+static __always_inline void tune_parse(struct bpf_sock_ops *ctx)
+{
+	struct tune_question q = { .role = TUNE_ACCEPT };
+	struct tune_connection *c;
+	struct tune_rule *rule;
+	__u32 id;
+
+	if (!ctx->is_fullsock || !tune_tuple(ctx, &q.tuple))
+		return;
+	id = tune_tagged(ctx, &q, 0);
+	if (!q.tag.length)
+		return;
+	tune_flags(ctx, 0, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG);
+	c = tune_connection(ctx);
+	if (!id || (c && c->rule == id))
+		return;
+	rule = tune_rule(id);
+	if (!rule)
+		return;
+	c = tune_begin(ctx, &q.tuple, id, rule, TUNE_ACCEPT);
+	if (c)
+		tune_established(ctx, &q.tuple, c, rule, TUNE_PHASE_PASSIVE);
+}
+
+SEC("sockops")
+int tune_sockops(struct bpf_sock_ops *ctx)
+{
+	switch (ctx->op) {
+	case BPF_SOCK_OPS_TIMEOUT_INIT:
+	case BPF_SOCK_OPS_RWND_INIT:
+	case BPF_SOCK_OPS_NEEDS_ECN:
+	case BPF_SOCK_OPS_BASE_RTT:
+		tune_reply(ctx);
+		break;
+	case BPF_SOCK_OPS_TCP_CONNECT_CB:
+		tune_connect(ctx);
+		break;
+	case BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB:
+		tune_active_established(ctx);
+		break;
+	case BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB:
+		tune_passive_established(ctx);
+		break;
+	case BPF_SOCK_OPS_STATE_CB:
+		tune_state_changed(ctx);
+		break;
+	case BPF_SOCK_OPS_RTT_CB:
+		tune_rtt(ctx);
+		break;
+	case BPF_SOCK_OPS_RTO_CB:
+		tune_rto(ctx);
+		break;
+	case BPF_SOCK_OPS_RETRANS_CB:
+		tune_retransmit(ctx);
+		break;
+	case BPF_SOCK_OPS_TCP_LISTEN_CB:
+		tune_listen(ctx);
+		break;
+	case BPF_SOCK_OPS_HDR_OPT_LEN_CB:
+		tune_reserve(ctx);
+		break;
+	case BPF_SOCK_OPS_WRITE_HDR_OPT_CB:
+		tune_write(ctx);
+		break;
+	case BPF_SOCK_OPS_PARSE_HDR_OPT_CB:
+		tune_parse(ctx);
+		break;
+	}
+	return 1;
+}
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";

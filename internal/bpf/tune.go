@@ -1,0 +1,619 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+	"unsafe"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
+)
+
+// TuneConfig says what the tuning of one cgroup consists of.
+type TuneConfig struct {
+	// Dir is the cgroup's folder in the bpffs.
+	Dir string
+	// Cgroup is the folder of the cgroup whose sockets are tuned.
+	Cgroup string
+}
+
+// TuneRules is a list of rules, compiled: what Install makes the program use.
+type TuneRules struct {
+	// Ruleset.Rule holds indexes into Rules, which start at 1.
+	Ruleset     TuneRuleset
+	Remotes     []TunePrefixEntry
+	Locals      []TunePrefixEntry
+	RemotePorts []TunePortEntry
+	LocalPorts  []TunePortEntry
+	Tags        []TuneTagEntry
+	// Rules have neither Seed nor Retired: Install fills them in.
+	Rules []TuneRule
+}
+
+// TunePrefixEntry gives the terms that allow the addresses of a prefix and of
+// no longer one.
+type TunePrefixEntry struct {
+	Prefix TunePrefix
+	Set    TuneSet
+}
+
+// TunePortEntry is the same for ports.
+type TunePortEntry struct {
+	Port TunePort
+	Set  TuneSet
+}
+
+// TuneTagEntry gives the terms that ask for a peer's tag.
+type TuneTagEntry struct {
+	Tag TuneTag
+	Set TuneSet
+}
+
+// Tune is the tuning of one cgroup: pinned maps and a pinned link. It goes on
+// without this process.
+type Tune struct {
+	dir    string
+	cgroup string
+	maps   map[string]*ebpf.Map
+	inner  map[string]*ebpf.MapSpec
+	link   link.Link
+}
+
+const pinTuneLink = "link_sockops"
+
+// Maps that have two banks.
+var tuneBanks = []string{"remotes", "locals", "remote_ports", "local_ports", "peer_tags", "rulesets"}
+
+// Hz is the number of the kernel's ticks in a second. The coarse clocks move
+// once a tick (hrtimer_get_res in kernel/time/hrtimer.c, Linux 6.18), so that
+// no kernel configuration needs to be found.
+func Hz() (uint32, error) {
+	var resolution unix.Timespec
+	if err := unix.ClockGetres(unix.CLOCK_MONOTONIC_COARSE, &resolution); err != nil {
+		return 0, fmt.Errorf("read resolution of coarse clock: %w", err)
+	}
+	ns := resolution.Nano()
+	if ns <= 0 {
+		return 0, errors.New("read resolution of coarse clock: it is 0")
+	}
+	return uint32((int64(time.Second) + ns/2) / ns), nil
+}
+
+// OpenTune makes the tuning of a cgroup, or adopts what is pinned in c.Dir:
+// maps keep their contents, and the program is replaced in one step. New
+// connections get no rule until Install.
+//
+// A map that was pinned by another version gives an *IncompatibleError.
+func OpenTune(c TuneConfig) (_ *Tune, err error) {
+	t := &Tune{dir: c.Dir, cgroup: c.Cgroup, maps: make(map[string]*ebpf.Map), inner: make(map[string]*ebpf.MapSpec)}
+	defer func() {
+		if err != nil {
+			t.Close()
+		}
+	}()
+	cgroup, err := os.Open(c.Cgroup)
+	if err != nil {
+		return nil, fmt.Errorf("open cgroup: %w", err)
+	}
+	defer cgroup.Close()
+	if err := os.MkdirAll(c.Dir, 0o700); err != nil {
+		return nil, fmt.Errorf("create pin directory: %w", err)
+	}
+	spec, err := loadTuneSockops()
+	if err != nil {
+		return nil, err
+	}
+	for name, m := range spec.Maps {
+		if m.Type == ebpf.ArrayOfMaps {
+			t.inner[name] = m.InnerMap
+		}
+		if isVariables(name) {
+			continue
+		}
+		if t.maps[name], err = openMap(c.Dir, m); err != nil {
+			return nil, err
+		}
+	}
+	hz, err := Hz()
+	if err != nil {
+		return nil, err
+	}
+	if err := spec.Variables["hz"].Set(hz); err != nil {
+		return nil, err
+	}
+	p, err := loadProgram(spec, "tune_sockops", t.maps)
+	if err != nil {
+		return nil, err
+	}
+	defer p.Close()
+	t.link, err = ensureLink(c.Dir, pinTuneLink, p, cgroup, func() (link.Link, error) {
+		return link.AttachCgroup(link.CgroupOptions{Path: c.Cgroup, Attach: ebpf.AttachCGroupSockOps, Program: p})
+	})
+	return t, err
+}
+
+// isVariables tells the maps that hold a program's variables from others.
+func isVariables(name string) bool { return name[0] == '.' }
+
+// Close releases this process' hold. Pinned maps and the link stay.
+func (t *Tune) Close() error {
+	var errs []error
+	if t.link != nil {
+		errs = append(errs, t.link.Close())
+	}
+	for _, m := range t.maps {
+		if m != nil {
+			errs = append(errs, m.Close())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// RemoveTune ends the tuning whose pins are in dir. Open connections keep what
+// was set on them.
+func RemoveTune(dir string) error {
+	path := filepath.Join(dir, pinTuneLink)
+	l, err := link.LoadPinnedLink(path, nil)
+	if err == nil {
+		err = errors.Join(l.Detach(), l.Unpin())
+		l.Close()
+		if err != nil {
+			return fmt.Errorf("remove %s: %w", pinTuneLink, err)
+		}
+	}
+	return os.RemoveAll(dir)
+}
+
+// Attached tells whether the link still holds its cgroup: the kernel lets go
+// of it when the cgroup is removed.
+func (t *Tune) Attached() bool {
+	info, err := t.link.Info()
+	if err != nil {
+		return false
+	}
+	cgroup := info.Cgroup()
+	return cgroup != nil && cgroup.CgroupId != 0
+}
+
+// Install makes rules take effect, in one step: a connection is decided by
+// the rules before or by these. Connections that have a rule keep it. A rule
+// whose content was there before keeps its number, and so its counts.
+func (t *Tune) Install(r *TuneRules) error {
+	ids, err := t.installRules(r.Rules)
+	if err != nil {
+		return err
+	}
+	ruleset := r.Ruleset
+	for term := range ruleset.Terms {
+		index := ruleset.Rule[term]
+		if index == 0 || int(index) > len(ids) {
+			return fmt.Errorf("install rules: term %d of rule %d", term, index)
+		}
+		ruleset.Rule[term] = ids[index-1]
+	}
+	var state TuneActive
+	if err := t.maps["active"].Lookup(uint32(0), &state); err != nil {
+		return fmt.Errorf("read active bank: %w", err)
+	}
+	bank := 1 - state.Bank&1
+	if err := t.build(bank, r, &ruleset); err != nil {
+		return err
+	}
+	state.Used |= ruleset.Uses
+	if err := t.maps["active"].Put(uint32(0), state); err != nil {
+		return fmt.Errorf("write active bank: %w", err)
+	}
+	state.Bank = bank
+	if err := t.maps["active"].Put(uint32(0), state); err != nil {
+		return fmt.Errorf("write active bank: %w", err)
+	}
+	// A write to a map of maps waits until no program runs that may have seen
+	// what was there before (maybe_wait_bpf_programs, kernel/bpf/syscall.c): the
+	// other bank may be built anew from here on.
+	if err := t.putRuleset(bank, &ruleset); err != nil {
+		return err
+	}
+	return t.retireRules(ids)
+}
+
+// build fills a bank that is not in force.
+func (t *Tune) build(bank uint32, r *TuneRules, ruleset *TuneRuleset) error {
+	for _, prefixes := range []struct {
+		name    string
+		entries []TunePrefixEntry
+	}{{"remotes", r.Remotes}, {"locals", r.Locals}} {
+		err := t.putInner(prefixes.name, bank, len(prefixes.entries), func(m *ebpf.Map) error {
+			return putAll(m, prefixes.entries, func(e *TunePrefixEntry) (any, any) { return &e.Prefix, &e.Set })
+		})
+		if err != nil {
+			return err
+		}
+	}
+	for _, ports := range []struct {
+		name    string
+		entries []TunePortEntry
+	}{{"remote_ports", r.RemotePorts}, {"local_ports", r.LocalPorts}} {
+		err := t.putInner(ports.name, bank, len(ports.entries), func(m *ebpf.Map) error {
+			return putAll(m, ports.entries, func(e *TunePortEntry) (any, any) { return &e.Port, &e.Set })
+		})
+		if err != nil {
+			return err
+		}
+	}
+	err := t.putInner("peer_tags", bank, len(r.Tags), func(m *ebpf.Map) error {
+		return putAll(m, r.Tags, func(e *TuneTagEntry) (any, any) { return &e.Tag, &e.Set })
+	})
+	if err != nil {
+		return err
+	}
+	return t.putRuleset(bank, ruleset)
+}
+
+func putAll[E any](m *ebpf.Map, entries []E, of func(*E) (key, value any)) error {
+	for i := range entries {
+		key, value := of(&entries[i])
+		if err := m.Put(key, value); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (t *Tune) putRuleset(bank uint32, ruleset *TuneRuleset) error {
+	return t.putInner("rulesets", bank, 1, func(m *ebpf.Map) error { return m.Put(uint32(0), ruleset) })
+}
+
+// putInner makes a map, has it filled, and puts it into a bank.
+func (t *Tune) putInner(name string, bank uint32, entries int, fill func(*ebpf.Map) error) error {
+	spec := t.inner[name].Copy()
+	spec.Name = name[:min(len(name), 12)] + "_in"
+	spec.MaxEntries = uint32(max(entries, 1))
+	m, err := ebpf.NewMap(spec)
+	if err != nil {
+		return fmt.Errorf("create map %s: %w", name, err)
+	}
+	defer m.Close()
+	if err := fill(m); err != nil {
+		return fmt.Errorf("fill map %s: %w", name, err)
+	}
+	if err := t.maps[name].Put(bank, uint32(m.FD())); err != nil {
+		return fmt.Errorf("install map %s: %w", name, err)
+	}
+	return nil
+}
+
+// Rules are all rules that are remembered, by number: those in force, and
+// those that connections still have.
+func (t *Tune) Rules() (map[uint32]*TuneRule, error) {
+	rules := make(map[uint32]*TuneRule)
+	var (
+		id   uint32
+		rule TuneRule
+	)
+	entries := t.maps["rules"].Iterate()
+	for entries.Next(&id, &rule) {
+		copied := rule
+		rules[id] = &copied
+	}
+	if err := entries.Err(); err != nil {
+		return nil, fmt.Errorf("read rules: %w", err)
+	}
+	return rules, nil
+}
+
+// installRules finds or makes the numbers of rules.
+func (t *Tune) installRules(wanted []TuneRule) ([]uint32, error) {
+	known, err := t.Rules()
+	if err != nil {
+		return nil, err
+	}
+	last := uint32(0)
+	for id := range known {
+		last = max(last, id)
+	}
+	ids := make([]uint32, len(wanted))
+	for i, rule := range wanted {
+		for _, id := range slices.Sorted(maps.Keys(known)) {
+			if !slices.Contains(ids[:i], id) && sameRule(known[id], &rule) {
+				ids[i] = id
+			}
+		}
+		if ids[i] != 0 {
+			if old := known[ids[i]]; old.Retired != 0 {
+				old.Retired = 0
+				if err := t.maps["rules"].Put(ids[i], old); err != nil {
+					return nil, fmt.Errorf("write rule: %w", err)
+				}
+			}
+			continue
+		}
+		last++
+		ids[i] = last
+		rule.Seed = randomSeed()
+		// Counts first: a rule is counted from its first connection on.
+		for arm := range TuneArms {
+			if err := t.maps["stats"].Put(TuneStatsKey{Rule: last, Arm: uint32(arm)}, &TuneStats{}); err != nil {
+				return nil, fmt.Errorf("make counts of rule: %w", err)
+			}
+		}
+		if err := t.maps["rules"].Put(last, &rule); err != nil {
+			return nil, fmt.Errorf("write rule: %w", err)
+		}
+	}
+	return ids, nil
+}
+
+func randomSeed() uint32 {
+	var b [4]byte
+	rand.Read(b[:])
+	return binary.LittleEndian.Uint32(b[:])
+}
+
+// sameRule compares what rules do.
+func sameRule(a, b *TuneRule) bool {
+	x, y := *a, *b
+	x.Seed, x.Retired, y.Seed, y.Retired = 0, 0, 0, 0
+	return x == y
+}
+
+// A handshake that began with a rule that is dropped still gets all of it: a
+// SYN is repeated for less than this (tcp_syn_retries of 6).
+const handshakes = 150 * time.Second
+
+// maxRetired bounds the rules kept for connections that still have them.
+const maxRetired = 1024
+
+// retireRules marks the rules that are not in force, and forgets those that no
+// connection can have any more.
+func (t *Tune) retireRules(inForce []uint32) error {
+	rules, err := t.Rules()
+	if err != nil {
+		return err
+	}
+	now := bootTime()
+	var retired []uint32
+	for _, id := range slices.Sorted(maps.Keys(rules)) {
+		rule := rules[id]
+		switch {
+		case slices.Contains(inForce, id):
+		case rule.Retired == 0:
+			rule.Retired = uint64(now)
+			if err := t.maps["rules"].Put(id, rule); err != nil {
+				return fmt.Errorf("write rule: %w", err)
+			}
+			retired = append(retired, id)
+		default:
+			retired = append(retired, id)
+		}
+	}
+	for i, id := range retired {
+		used, err := t.used(id, rules[id])
+		if err != nil {
+			return err
+		}
+		age := now - time.Duration(rules[id].Retired)
+		if used && len(retired)-i <= maxRetired || age < handshakes && len(retired)-i <= maxRetired {
+			continue
+		}
+		if err := t.forgetRule(id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// used tells whether a connection may still have the rule.
+func (t *Tune) used(id uint32, rule *TuneRule) (bool, error) {
+	if rule.Flags&(TuneFlagLive|TuneFlagClose) == 0 {
+		return false, nil
+	}
+	for arm := range TuneArms {
+		s, err := t.Stats(id, arm)
+		if err != nil {
+			return false, err
+		}
+		if s.Connections > s.Closed {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+func (t *Tune) forgetRule(id uint32) error {
+	errs := []error{t.maps["rules"].Delete(id)}
+	for arm := range TuneArms {
+		errs = append(errs, t.maps["stats"].Delete(TuneStatsKey{Rule: id, Arm: uint32(arm)}))
+	}
+	failures, err := t.Failures()
+	errs = append(errs, err)
+	for f := range failures {
+		if f.Rule == id {
+			errs = append(errs, t.maps["failures"].Delete(f))
+		}
+	}
+	for i, err := range errs {
+		if errors.Is(err, ebpf.ErrKeyNotExist) {
+			errs[i] = nil
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("forget rule %d: %w", id, err)
+	}
+	return nil
+}
+
+// bootTime is CLOCK_BOOTTIME, as bpf_ktime_get_boot_ns reads it.
+func bootTime() time.Duration {
+	var now unix.Timespec
+	// It cannot fail for a clock that every kernel has.
+	_ = unix.ClockGettime(unix.CLOCK_BOOTTIME, &now)
+	return time.Duration(now.Nano())
+}
+
+// Stats are the counts of a rule's arm, 0 to TuneArms-1. A rule that is not
+// known has none.
+func (t *Tune) Stats(rule uint32, arm int) (*TuneStats, error) {
+	var s TuneStats
+	err := t.maps["stats"].Lookup(TuneStatsKey{Rule: rule, Arm: uint32(arm)}, &s)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return nil, fmt.Errorf("read counts of rule %d: %w", rule, err)
+	}
+	return &s, nil
+}
+
+// Failures counts the options that could not be set, by rule, option and errno.
+func (t *Tune) Failures() (map[TuneFailure]uint64, error) {
+	failures := make(map[TuneFailure]uint64)
+	var (
+		key   TuneFailure
+		count uint64
+	)
+	entries := t.maps["failures"].Iterate()
+	for entries.Next(&key, &count) {
+		failures[key] = count
+	}
+	if err := entries.Err(); err != nil {
+		return nil, fmt.Errorf("read failures: %w", err)
+	}
+	return failures, nil
+}
+
+// Learned is what is known of prefixes.
+func (t *Tune) Learned() (map[TuneLearnedKey]TuneLearned, error) {
+	learned := make(map[TuneLearnedKey]TuneLearned)
+	var (
+		key   TuneLearnedKey
+		value TuneLearned
+	)
+	entries := t.maps["learned"].Iterate()
+	for entries.Next(&key, &value) {
+		learned[key] = value
+	}
+	if err := entries.Err(); err != nil {
+		return nil, fmt.Errorf("read what is learned: %w", err)
+	}
+	return learned, nil
+}
+
+// Connection is what is known of the connection of a socket; nil if no rule
+// has matched it.
+func (t *Tune) Connection(fd int) (*TuneConnection, error) {
+	var c TuneConnection
+	err := t.maps["connections"].Lookup(int32(fd), &c)
+	if errors.Is(err, ebpf.ErrKeyNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read rule of socket: %w", err)
+	}
+	return &c, nil
+}
+
+// Live gives rules to sockets that are open already. It is attached to the
+// cgroup until it is closed.
+type Live struct {
+	link   link.Link
+	decide *ebpf.Program
+	nonce  uint64
+}
+
+// Live attaches the hook. Without a hook, Decide alone needs no cgroup.
+func (t *Tune) Live() (_ *Live, err error) {
+	l := &Live{}
+	defer func() {
+		if err != nil {
+			l.Close()
+		}
+	}()
+	var b [8]byte
+	rand.Read(b[:])
+	l.nonce = binary.LittleEndian.Uint64(b[:])
+	hook, err := t.loadLive("tune_live", l.nonce)
+	if err != nil {
+		return nil, err
+	}
+	defer hook.Close()
+	l.link, err = link.AttachCgroup(link.CgroupOptions{Path: t.cgroup, Attach: ebpf.AttachCGroupSetsockopt, Program: hook})
+	if err != nil {
+		return nil, fmt.Errorf("attach tune_live to cgroup %s: %w", t.cgroup, err)
+	}
+	return l, nil
+}
+
+func (t *Tune) loadLive(name string, nonce uint64) (*ebpf.Program, error) {
+	spec, err := loadTuneLive()
+	if err != nil {
+		return nil, err
+	}
+	if err := spec.Variables["nonce"].Set(nonce); err != nil {
+		return nil, err
+	}
+	for other := range spec.Programs {
+		if other != name {
+			delete(spec.Programs, other)
+		}
+	}
+	return loadProgram(spec, name, t.maps)
+}
+
+// Close detaches the hook.
+func (l *Live) Close() error {
+	if l.link == nil {
+		return nil
+	}
+	return l.link.Close()
+}
+
+// Adopt gives the connection of a socket the rule that it would have had, and
+// what of the rule can be set on an open connection. Tune.Connection tells
+// which it was.
+func (l *Live) Adopt(fd int, role uint32) error {
+	return l.call(fd, TuneLiveAdopt, TuneLiveRequest{Role: role})
+}
+
+// Set sets an option as bpf_setsockopt does.
+func (l *Live) Set(fd int, level, name uint32, value int32) error {
+	return l.call(fd, TuneLiveSet, TuneLiveRequest{Level: level, Name: name, Value: value})
+}
+
+// Forget takes the rule off a connection. What was set stays set.
+func (l *Live) Forget(fd int) error { return l.call(fd, TuneLiveForget, TuneLiveRequest{}) }
+
+// Listen prepares a listener for tags.
+func (l *Live) Listen(fd int) error { return l.call(fd, TuneLiveListen, TuneLiveRequest{}) }
+
+func (l *Live) call(fd int, name uint32, r TuneLiveRequest) error {
+	r.Nonce = l.nonce
+	value := unsafe.String((*byte)(unsafe.Pointer(&r)), unsafe.Sizeof(r))
+	// A socket outside of the hook's cgroup gives ENOPROTOOPT.
+	return os.NewSyscallError("setsockopt", unix.SetsockoptString(fd, TuneLiveLevel, int(name), value))
+}
+
+// Decide asks the rules in force which rule a connection would have, by the
+// program's own code. 0 is none.
+func (t *Tune) Decide(questions ...TuneQuestion) ([]uint32, error) {
+	p, err := t.loadLive("tune_decide", 0)
+	if err != nil {
+		return nil, err
+	}
+	defer p.Close()
+	answers := make([]uint32, len(questions))
+	for i := range questions {
+		packet := make([]byte, 14, 14+unsafe.Sizeof(questions[i]))
+		packet = append(packet, unsafe.Slice((*byte)(unsafe.Pointer(&questions[i])), unsafe.Sizeof(questions[i]))...)
+		if answers[i], _, err = p.Test(packet); err != nil {
+			return nil, fmt.Errorf("ask tune_decide: %w", err)
+		}
+	}
+	return answers, nil
+}
