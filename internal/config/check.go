@@ -21,6 +21,7 @@ func (d *decoder) check(p *Policy) {
 		}
 		d.checkMembers(path, s)
 	}
+	d.checkTune(p)
 }
 
 // place is what only one listener of a host can have.

@@ -127,7 +127,7 @@ func TestAccept(t *testing.T) {
 }
 
 func TestRefuse(t *testing.T) {
-	for _, test := range refusals {
+	for _, test := range slices.Concat(refusals, tuneRefusals) {
 		t.Run(test.name, func(t *testing.T) {
 			p, err := Parse([]byte(test.doc), "p.yaml")
 			if err == nil {
@@ -141,7 +141,7 @@ func TestRefuse(t *testing.T) {
 }
 
 func TestErrorsAs(t *testing.T) {
-	_, err := Parse([]byte("services: {}\nmetrics: {listen: x}\ntune: []\n"), "p.yaml")
+	_, err := Parse([]byte("services: {}\nmetrics: {listen: x}\ntrace: []\n"), "p.yaml")
 	err = fmt.Errorf("check: %w", err)
 	if all, ok := errors.AsType[Errors](err); !ok || len(all) != 2 {
 		t.Errorf("want two Errors in %v", err)
@@ -191,6 +191,9 @@ func TestHostile(t *testing.T) {
 		{"services: {t: {slots: 1, steering: lookup, listeners: [", "{protocol: tcp, address: '[::]:1', member_ports: 1-9},", "]}}", 1 + 15 + 15*16/2},
 		{"services: {t: {slots: 1, members: [", "{slot: 0},", "]}}", 0},
 		{"services: {", "a: {},", "}", 0},
+		{"tune: [", "{},", "]", 1 + 2*256},
+		{"tune: [" + strings.Repeat("{name: a, cgroup: a, tag: x},", 255) + "{name: b, cgroup: b, tag: x, match: {port: [", "0,", "]}}]", 0},
+		{"tune: [{name: b, cgroup: b, tag: x, match: {remote: [", "10.1.1.1,", "]}}]", 0},
 		{"services: {t: {", strings.Repeat("k", 100) + ": 1,", "}}", 0},
 		{"a: &a [1]\nb: [", "*a,", "]", 0},
 		{"services: ", "[", "", 1},
@@ -199,7 +202,7 @@ func TestHostile(t *testing.T) {
 		{"", "--- ", "", 1},
 		{"", "'", "", 1},
 	} {
-		doc := test.head + strings.Repeat(test.repeat, (maxSize-100)/len(test.repeat)) + test.tail
+		doc := test.head + strings.Repeat(test.repeat, (maxSize-100-len(test.head))/len(test.repeat)) + test.tail
 		_, err := Parse([]byte(doc), "p.yaml")
 		if all, _ := errors.AsType[Errors](err); len(all) == 0 || test.errors > 0 && len(all) != test.errors {
 			t.Errorf("%.40s...: %d errors, want %d; the first: %v", doc, len(all), test.errors, all[:min(len(all), 3)])
@@ -293,8 +296,8 @@ func TestSchemaAgreesWithParse(t *testing.T) {
 	}
 	for doc, want := range map[string]string{
 		"services: []":                                             "services: type",
-		"metrics: {listen: '127.0.0.1:1'}":                         "required services",
-		"services: {}\ntune: []":                                   "additional tune",
+		"metrics: {listen: '127.0.0.1:1'}":                         "anyOf",
+		"services: {}\ntrace: []":                                  "additional trace",
 		"services: {T: {slots: 1, listeners: []}}":                 "services: name T",
 		"services: {t: {slots: 1, listeners: []}}":                 "services: t: listeners: items",
 		"services: {t: {slots: '1'}}":                              "services: t: required listeners",
@@ -319,6 +322,9 @@ func TestSchemaAgreesWithParse(t *testing.T) {
 
 // violation returns the first violation of the keywords that Schema uses, or "".
 func violation(s map[string]any, v any) string {
+	if all, ok := s["anyOf"].([]any); ok && !slices.ContainsFunc(all, func(one any) bool { return violation(one.(map[string]any), v) == "" }) {
+		return "anyOf"
+	}
 	if all, ok := s["oneOf"].([]any); ok {
 		matches := 0
 		for _, one := range all {
@@ -354,6 +360,10 @@ func violation(s map[string]any, v any) string {
 		if okLo && float64(v) < lo || okHi && float64(v) > hi {
 			return "range"
 		}
+	case bool:
+		if kind != nil && kind != "boolean" {
+			return "type"
+		}
 	case []any:
 		if kind != nil && kind != "array" {
 			return "type"
@@ -363,8 +373,9 @@ func violation(s map[string]any, v any) string {
 		if len(v) < int(least) || ok && len(v) > int(most) {
 			return "items"
 		}
+		items, _ := s["items"].(map[string]any)
 		for _, item := range v {
-			if err := violation(s["items"].(map[string]any), item); err != "" {
+			if err := violation(items, item); err != "" {
 				return err
 			}
 		}
@@ -406,7 +417,8 @@ func violation(s map[string]any, v any) string {
 func FuzzParse(f *testing.F) {
 	f.Add([]byte(full))
 	f.Add([]byte(minimal))
-	for _, test := range refusals {
+	f.Add([]byte(strings.Replace(fullTune, "      remote_file: sub/prefixes.txt\n", "", 1)))
+	for _, test := range slices.Concat(refusals, tuneRefusals) {
 		f.Add([]byte(test.doc))
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
@@ -430,6 +442,27 @@ func FuzzParse(f *testing.F) {
 		for _, s := range p.Services {
 			if s.Slots == 0 || s.Cgroup[0] != '/' {
 				t.Errorf("invalid service: %+v", s)
+			}
+		}
+		for _, r := range p.Tune {
+			if r.Name == "" || r.Cgroup == "" || r.Observe == "" || r.Set == nil && r.Tag == nil && r.React == nil || r.Match.String() == "" {
+				t.Errorf("invalid rule: %+v", r)
+			}
+			settings := r.Set
+			if r.React != nil {
+				if r.React.Retransmits == 0 && r.React.RTOs < 0 || r.React.Sample < 1 || len(r.React.Set) == 0 {
+					t.Errorf("invalid reaction: %+v", r.React)
+				}
+				settings = slices.Concat(settings, r.React.Set)
+			}
+			for _, s := range settings {
+				o, ok := FindTuneOption(s.Option)
+				if !ok || s.Explore == nil && (s.Value < o.Min || s.Value > o.Max) || (s.Text == "") == (o.Kind == KindText) {
+					t.Errorf("invalid setting: %+v", s)
+				}
+				if e := s.Explore; e != nil && (len(e.Candidates) < 2 || e.Probe > e.Share || e.Bytes == 0 || e.Evidence == 0 || e.Forget == 0) {
+					t.Errorf("invalid exploration: %+v", e)
+				}
 			}
 		}
 	})

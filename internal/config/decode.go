@@ -19,6 +19,8 @@ var (
 	decimal     = regexp.MustCompile(`^-?(0|[1-9][0-9]*)$`)
 )
 
+const nameHint = "use 1 to 32 of a-z, 0-9, _ and -, the first of them a letter or a digit"
+
 type position struct{ line, column int }
 
 func positionOf(n *yaml.Node) position { return position{n.Line, n.Column} }
@@ -29,10 +31,17 @@ type decoder struct {
 	file string
 	at   map[string]position // where the value of each path that was given is
 	errs Errors
+	bad  map[string]bool // paths at or below which something was refused
+	// files has the prefixes of the files that were read, nil for those refused.
+	files map[string][]PrefixTerm
 }
 
 func (d *decoder) refuse(path string, at position, message, hint string) {
 	d.errs = append(d.errs, &Error{d.file, at.line, at.column, path, message, hint})
+	for path != "" && !d.bad[path] {
+		d.bad[path] = true
+		path = path[:max(strings.LastIndexAny(path, ".["), 0)]
+	}
 }
 
 // refuseAt is refuse at the position of a path that was given.
@@ -61,6 +70,9 @@ func (d *decoder) value(path string, key, n *yaml.Node, v reflect.Value, tag ref
 		return
 	}
 	switch v.Kind() {
+	case reflect.Pointer:
+		v.Set(reflect.New(v.Type().Elem()))
+		d.value(path, key, n, v.Elem(), tag)
 	case reflect.Struct:
 		d.object(path, key, n, v, tag)
 	case reflect.Slice:
@@ -74,11 +86,8 @@ func (d *decoder) value(path string, key, n *yaml.Node, v reflect.Value, tag ref
 			v.SetInt(int64(i))
 		}
 	case reflect.Bool:
-		if n.Kind != yaml.ScalarNode || n.ShortTag() != "!!bool" {
-			d.refuse(path, positionOf(n), "must be true or false, is "+describe(n), "")
-			return
-		}
-		v.SetBool(strings.EqualFold(n.Value, "true"))
+		b, _ := d.boolean(path, n)
+		v.SetBool(b)
 	case reflect.String:
 		if s, ok := d.text(path, n); ok {
 			if values := strings.Split(tag.Get("enum"), ","); slices.Contains(values, s) {
@@ -95,7 +104,7 @@ func (d *decoder) object(path string, key, n *yaml.Node, v reflect.Value, tag re
 	fields := fieldsOf(v.Type())
 	for _, f := range fields {
 		if value, ok := f.Tag.Lookup("default"); ok {
-			setDefault(v.FieldByIndex(f.Index), value)
+			d.setDefault(join(path, f.Tag.Get("yaml")), v.FieldByIndex(f.Index), value, f.Tag)
 		}
 	}
 	complete := d.mapping(path, n, func(name string, k, value *yaml.Node) {
@@ -132,7 +141,7 @@ func (d *decoder) keyed(path string, n *yaml.Node, v reflect.Value) {
 	d.mapping(path, n, func(name string, k, value *yaml.Node) {
 		sub := join(path, name)
 		if !serviceName.MatchString(name) {
-			d.refuse(sub, positionOf(k), "is not a valid name", "use 1 to 32 of a-z, 0-9, _ and -, the first of them a letter or a digit")
+			d.refuse(sub, positionOf(k), "is not a valid name", nameHint)
 		}
 		item := reflect.New(v.Type().Elem()).Elem()
 		item.FieldByName("Name").SetString(name)
@@ -202,6 +211,14 @@ func (d *decoder) integer(path string, n *yaml.Node, tag reflect.StructTag) (int
 	return i, true
 }
 
+func (d *decoder) boolean(path string, n *yaml.Node) (value, ok bool) {
+	if n.Kind != yaml.ScalarNode || n.ShortTag() != "!!bool" {
+		d.refuse(path, positionOf(n), "must be true or false, is "+describe(n), "")
+		return false, false
+	}
+	return strings.EqualFold(n.Value, "true"), true
+}
+
 // text decodes a string that is neither empty nor holds control characters.
 func (d *decoder) text(path string, n *yaml.Node) (string, bool) {
 	if n.Kind != yaml.ScalarNode {
@@ -229,7 +246,11 @@ func (d *decoder) plain(path string, n *yaml.Node) bool {
 	case n.Anchor != "":
 		d.refuse(path, positionOf(n), "anchors are not supported", "")
 	case n.Style&yaml.TaggedStyle != 0:
-		d.refuse(path, positionOf(n), "tags are not supported", "")
+		hint := ""
+		if n.Kind == yaml.ScalarNode && n.Value == "" {
+			hint = fmt.Sprintf("write %q, with the quotes", n.Tag)
+		}
+		d.refuse(path, positionOf(n), "tags are not supported", hint)
 	default:
 		return true
 	}
@@ -297,18 +318,28 @@ func limits(tag reflect.StructTag) (lo, hi int, ok bool) {
 	return lo, hi, errLo == nil && errHi == nil
 }
 
-func setDefault(v reflect.Value, value string) {
-	if v.Kind() == reflect.Int {
+// setDefault sets v, the value of path, to the default in its tag.
+func (d *decoder) setDefault(path string, v reflect.Value, value string, tag reflect.StructTag) {
+	if name, ok := tag.Lookup("form"); ok {
+		n := &yaml.Node{Kind: yaml.ScalarNode, Tag: "!!str", Value: value}
+		if decimal.MatchString(value) {
+			n.Tag = "!!int"
+		}
+		if x := formOf(name).decode(d, path, n, tag); x != nil { // every policy would meet a wrong tag
+			v.Set(reflect.ValueOf(x).Convert(v.Type()))
+		}
+		return
+	}
+	switch v.Kind() {
+	case reflect.Int:
 		i, err := strconv.ParseInt(value, 10, 64)
 		if err != nil {
 			panic(err) // a wrong tag, which every test would meet
 		}
 		v.SetInt(i)
-		return
-	}
-	if v.Kind() == reflect.Bool {
+	case reflect.Bool:
 		v.SetBool(value == "true")
-		return
+	default:
+		v.SetString(value)
 	}
-	v.SetString(value)
 }

@@ -101,7 +101,7 @@ func formOf(name string) form {
 			return re, "", ""
 		})}
 	}
-	panic("config: unknown form " + name)
+	return tuneFormOf(name)
 }
 
 // textForm makes a decoder of a function that parses a string and returns its

@@ -37,14 +37,18 @@ func Load(path string) (*Policy, error) {
 }
 
 // Parse validates a policy file of at most 1 MiB. The path stands in the
-// messages, and paths in the policy are relative to its directory. The error, if
-// any, is of type [Errors] and has all that is wrong, not only the first.
+// messages, and paths in the policy are relative to its directory; the files of
+// match.remote_file are read. The error, if any, is of type [Errors] and has all
+// that is wrong, not only the first.
 func Parse(data []byte, path string) (*Policy, error) {
-	d := &decoder{file: path, at: map[string]position{}}
+	d := &decoder{file: path, at: map[string]position{}, bad: map[string]bool{}, files: map[string][]PrefixTerm{}}
 	root := d.document(data)
 	var p Policy
 	if root != nil {
 		d.decode("", root, &p)
+		if root.Kind == yaml.MappingNode && !d.given("services") && !d.given("tune") {
+			d.refuse("", positionOf(root), "must have services or tune", "services: {} is a policy that does nothing")
+		}
 		d.check(&p)
 	}
 	if len(d.errs) > 0 {
@@ -100,8 +104,11 @@ func (d *decoder) syntax(data []byte, err error) {
 		if le.ContextMsg != "" {
 			message = le.ContextMsg + ": " + message
 		}
-		if i := le.Mark.Index; i < len(data) && data[i] == '\t' {
+		switch i := le.Mark.Index; {
+		case i < len(data) && data[i] == '\t':
 			hint = "indent with spaces, not with tabs"
+		case i < len(data) && data[i] == '>' || le.ContextMsg == "while scanning a block scalar":
+			hint = "put a value that begins with > in quotes"
 		}
 		if at = (position{le.Mark.Line, le.Mark.Column}); at.line == 0 {
 			// Errors of the character encoding come with a byte offset only.

@@ -4,9 +4,10 @@
 // a list of errors with line and column out.
 //
 // The structs carry all that the decoder and the JSON Schema need, in tags:
-// yaml (the key), doc, required, default, min and max (of a number, or the
-// length of a list or mapping), enum, keyed (a mapping decoded into a slice sorted by
-// Name) and form (a value with a notation of its own, see forms.go).
+// yaml (the key), doc, required, default (as the file would give it), min and max
+// (of a number, or the length of a list or mapping), enum, keyed (a mapping decoded
+// into a slice sorted by Name) and form (a value with a notation of its own, see
+// forms.go and tuneforms.go).
 package config
 
 import (
@@ -15,11 +16,14 @@ import (
 	"regexp"
 )
 
-// Policy is a whole policy file, with the defaults filled in.
+// Policy is a whole policy file, with the defaults filled in. It has services, or
+// tune, or both.
 type Policy struct {
 	// Services are sorted by name.
-	Services []Service `yaml:"services" required:"true" keyed:"true" doc:"Services by name."`
-	Metrics  Metrics   `yaml:"metrics" doc:"The metrics endpoint. There is none unless it is given."`
+	Services []Service `yaml:"services" keyed:"true" doc:"Services by name."`
+	// Tune is in the order of the file.
+	Tune    []TuneRule `yaml:"tune" min:"0" max:"256" doc:"TCP parameters of connections, by rules. Of the rules of one cgroup the first that matches decides."`
+	Metrics Metrics    `yaml:"metrics" doc:"The metrics endpoint. There is none unless it is given."`
 }
 
 // Metrics is the HTTP endpoint for metrics.

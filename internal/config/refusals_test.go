@@ -40,7 +40,7 @@ x: *m
 `, `
 p.yaml:2:10: metrics: anchors are not supported
 p.yaml:3:1: x: unknown key
-  hint: known keys: services, metrics`},
+  hint: known keys: services, tune, metrics`},
 	{"alias in use", minimal + `    user: &u a
     netns: *u
 `, `
@@ -62,15 +62,15 @@ p.yaml:5:5: services.t: a key must be a string, is a list`},
 p.yaml:5:5: services.t.sterring: unknown key
   hint: did you mean steering?`},
 	{"unknown top-level key", `services: {}
-tune: []
+trace: []
 `, `
-p.yaml:2:1: tune: unknown key
-  hint: known keys: services, metrics`},
+p.yaml:2:1: trace: unknown key
+  hint: known keys: services, tune, metrics`},
 	{"unknown key, long", `services: {}
 kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk: 1
 `, `
 p.yaml:2:1: "kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk...": unknown key
-  hint: known keys: services, metrics`},
+  hint: known keys: services, tune, metrics`},
 	{"duplicate key", minimal + "    slots: 5\n", `
 p.yaml:5:5: services.t.slots: is given twice, first in line 3`},
 	{"duplicate service", `services:
@@ -88,8 +88,9 @@ p.yaml:3:3: services.t: is given twice, first in line 2`},
 p.yaml:2:3: services.t.slots: is missing
 p.yaml:4:9: services.t.listeners[0].protocol: is missing
 p.yaml:4:9: services.t.listeners[0].address: is missing`},
-	{"missing services", "metrics: {listen: '127.0.0.1:1'}\n", `
-p.yaml:1:1: services: is missing`},
+	{"neither services nor tune", "metrics: {listen: '127.0.0.1:1'}\n", `
+p.yaml:1:1: must have services or tune
+  hint: services: {} is a policy that does nothing`},
 	{"missing listen", `services: {}
 metrics: {}
 `, `

@@ -31,6 +31,7 @@ type schema struct {
 	// AdditionalProperties is false or a schema.
 	AdditionalProperties any      `json:"additionalProperties,omitempty"`
 	OneOf                []schema `json:"oneOf,omitempty"`
+	AnyOf                []schema `json:"anyOf,omitempty"`
 }
 
 // Schema returns the JSON Schema (2020-12) of the policy file, for editors. It
@@ -40,6 +41,7 @@ func Schema() ([]byte, error) {
 	s := schemaOf(reflect.TypeFor[Policy](), `doc:"Policy file of Sockeye."`)
 	s.Schema = "https://json-schema.org/draft/2020-12/schema"
 	s.Title = "Sockeye policy"
+	s.AnyOf = []schema{{Required: []string{"services"}}, {Required: []string{"tune"}}}
 	data, err := json.MarshalIndent(s, "", "  ")
 	return append(data, '\n'), err
 }
@@ -51,6 +53,8 @@ func schemaOf(t reflect.Type, tag reflect.StructTag) schema {
 	switch name, hasForm := tag.Lookup("form"); {
 	case hasForm:
 		s = formOf(name).schema
+	case t.Kind() == reflect.Pointer:
+		return schemaOf(t.Elem(), tag)
 	case t.Kind() == reflect.Struct:
 		s = schema{Type: "object", Properties: map[string]schema{}, AdditionalProperties: false, MinProperties: lo}
 		for _, f := range fieldsOf(t) {

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import "net/netip"
+
+// TuneRule is one rule of tune: to which connections it applies, and what it
+// sets on them. Of the rules of one cgroup the first that matches decides.
+type TuneRule struct {
+	Name string `yaml:"name" required:"true" form:"name" doc:"The rule's name, unique in the policy."`
+	// Cgroup is a clean path below the cgroup v2 mount, starting with "/", or
+	// the name of a systemd unit: one that ends with .slice, .service or .scope
+	// and has no slash.
+	Cgroup string    `yaml:"cgroup" required:"true" form:"tune_cgroup" doc:"The cgroup whose connections the rule is for: a path below the cgroup v2 mount, / for all, or the name of a systemd unit that ends with .slice, .service or .scope."`
+	Match  TuneMatch `yaml:"match" doc:"What a connection must be; all that is given must hold. All connections of the cgroup by default."`
+	// Set is in the order of TuneOptions.
+	Set   []Setting `yaml:"set" form:"settings" doc:"The options to set, and their values."`
+	React *React    `yaml:"react" form:"react" doc:"Changes connections that do badly."`
+	Trial *Trial    `yaml:"trial" doc:"Leaves a random share of the connections alone, for comparison."`
+	// Tag is written into the SYN and the first data, 1 to 16 bytes; nil for none.
+	Tag []byte `yaml:"tag" form:"tag" doc:"The tag that this host writes into the SYN and the first data: 1 to 16 printable ASCII characters, or 0x and 1 to 16 bytes in hexadecimal."`
+	// Observe says how long connections are counted.
+	Observe Observe `yaml:"observe" enum:"live,close,off" default:"live" doc:"What is counted of a connection. live: while it is open. close: once, when it closes. off: only that it was there."`
+	// Optional: what the kernel lacks is skipped, not refused.
+	Optional bool `yaml:"optional" default:"false" doc:"Skip what the kernel lacks, instead of refusing the rule."`
+}
+
+// Observe says how much the program counts of a rule's connections.
+type Observe string
+
+// The values of Observe. Live is the default.
+const (
+	ObserveLive  Observe = "live"  // while they are open, a callback for each RTT sample
+	ObserveClose Observe = "close" // once, when they close
+	ObserveOff   Observe = "off"   // only that they were there
+)
+
+// Role is a connection's side.
+type Role string
+
+// The roles.
+const (
+	RoleConnect Role = "connect"
+	RoleAccept  Role = "accept"
+)
+
+// TuneMatch is what a connection must be; all that is given must hold. Nil,
+// "" and zero match everything.
+type TuneMatch struct {
+	// Remote and Local are sets of prefixes: the longest that holds the address
+	// decides whether the address is in the set. Remote ends with the prefixes of
+	// RemoteFile.
+	Remote []PrefixTerm `yaml:"remote" form:"prefixes" doc:"Prefixes of the remote address. Those with ! are taken out; the longest that holds the address decides."`
+	// RemoteFile is an absolute path, or "" for none.
+	RemoteFile string       `yaml:"remote_file" form:"file" doc:"File of more prefixes for remote, one a line, with # comments; relative to the policy file."`
+	Local      []PrefixTerm `yaml:"local" form:"prefixes" doc:"Prefixes of the local address, as in remote."`
+	// Ports are the service's: the remote port of a connection made by
+	// connect(2), the local port of one made by accept(2).
+	Ports       []PortRange `yaml:"port" form:"port_list" doc:"The port that was connected to: the remote port with role connect, the local port with role accept."`
+	RemotePorts []PortRange `yaml:"remote_port" form:"port_list" doc:"The remote port."`
+	LocalPorts  []PortRange `yaml:"local_port" form:"port_list" doc:"The local port."`
+	Role        Role        `yaml:"role" enum:"connect,accept" doc:"The side of the connection that this host is; both by default."`
+	SamePrefix  *SamePrefix `yaml:"same_prefix" form:"same_prefix" doc:"How many leading bits the local and the remote address share, at least: N for both families (no IPv4 connection where it is above 32), or {ipv4: N, ipv6: N}, in which a family left out does not match."`
+	// Service names one of the policy's services: the connections that its TCP
+	// listeners accept.
+	Service string `yaml:"service" form:"service" doc:"A service of this policy: the connections that its TCP listeners accept."`
+	// Tag is what the peer sent, 1 to 16 bytes.
+	Tag []byte `yaml:"tag" form:"tag" doc:"The tag that the peer sent, written as the tag of a rule."`
+}
+
+// PrefixTerm is a prefix, masked, of a set, or one that is taken out of it.
+type PrefixTerm struct {
+	Prefix netip.Prefix
+	Not    bool
+}
+
+// SamePrefix says how many leading bits both addresses must share; -1: no
+// connection of that family matches.
+type SamePrefix struct {
+	IPv4 int `yaml:"ipv4" min:"0" max:"32" doc:"Leading bits of IPv4 addresses."`
+	IPv6 int `yaml:"ipv6" min:"0" max:"128" doc:"Leading bits of IPv6 addresses."`
+}
+
+// Setting is an option of a rule and its value, in the unit of its TuneOption.
+type Setting struct {
+	Option  string
+	Value   int64
+	Text    string   // of options of kind text
+	Explore *Explore // with initial_cwnd only: no Value then
+}
+
+// Explore has an initial window learned for each prefix of remote addresses.
+type Explore struct {
+	Candidates []int // ascending, 2 to 8
+	IPv4, IPv6 int   // bits of the prefixes
+	// Share of a prefix' connections that try a value before it has settled,
+	// Probe after; of 1.
+	Share, Probe float64
+	Bytes        int64 // of the first flight, which is timed
+	Evidence     int   // connections that a value needs to be judged
+	Forget       int64 // half-life of evidence, microseconds
+}
+
+// React changes connections that do badly.
+type React struct {
+	// Retransmits is the share of segments, of 1, above which it reacts; 0: no condition.
+	Retransmits float64 `yaml:"retransmits" form:"above_percentage" doc:"React when more of the data segments are retransmitted: > 0.1% to > 50%."`
+	// RTOs is the number above which it reacts; -1: no condition.
+	RTOs int `yaml:"rtos" form:"above_number" min:"0" max:"100" doc:"React after more retransmission timeouts: > 0 to > 100."`
+	// Sample: one of so many connections is watched; 1: all.
+	Sample int       `yaml:"sample" form:"sample" min:"1" max:"1000000" default:"1/1" doc:"The share of connections that are watched, 1/1 to 1/1000000."`
+	Set    []Setting `yaml:"set" required:"true" form:"reactions" doc:"The options to set then, and their values."`
+}
+
+// Trial leaves a random share of a rule's connections alone, for comparison.
+type Trial struct {
+	// Control is the share, of 1, that is left alone.
+	Control float64 `yaml:"control" required:"true" form:"percentage" min:"0.1%" max:"90%" doc:"The share of connections that is left alone, 0.1% to 90%."`
+}
+
+// TuneKind is the notation of an option's value.
+type TuneKind string
+
+// The kinds of values, and the unit of Setting.Value.
+const (
+	KindSize     TuneKind = "size"     // bytes: 150KB, 1.5MB; KB is 1000, KiB 1024
+	KindDuration TuneKind = "duration" // microseconds: 10ms
+	KindRate     TuneKind = "rate"     // bytes a second, written in bits: 2Gbit/s
+	KindNumber   TuneKind = "number"
+	KindSwitch   TuneKind = "switch" // 0 or 1: true, false
+	KindText     TuneKind = "text"
+)
+
+// TuneOption is something that a rule can set.
+type TuneOption struct {
+	Name     string
+	Kind     TuneKind
+	Min, Max int64 // in the unit of the kind
+	// React: can also be set by a reaction.
+	React bool
+	// Handshake: only has an effect before the connection is established.
+	Handshake bool
+	Doc       string
+}
+
+const (
+	minute    = 60 * 1000 * 1000            // microseconds
+	maxBuffer = 1<<30 - 1                   // bytes; the kernel doubles it into an int
+	maxPacing = 34 * 1000 * 1000 * 1000 / 8 // bytes a second; bpf_setsockopt takes 32 bits, and all ones is no bound
+)
+
+// TuneOptions lists what a rule can set, in the order in which it is set.
+var TuneOptions = []TuneOption{
+	{"syn_rto", KindDuration, 1000, 2 * minute, false, true, "First retransmission timeout of a SYN that connect(2) sends; in whole jiffies of the kernel."},
+	{"synack_rto", KindDuration, 1000, 2 * minute, false, true, "First retransmission timeout of a SYN-ACK; in whole jiffies of the kernel."},
+	{"initial_rwnd", KindNumber, 1, 1 << 15, false, true, "Initial receive window, in MSS; bounded by the receive buffer."},
+	{"ecn", KindSwitch, 0, 1, false, true, "Ask for ECN, or answer to it, whatever net.ipv4.tcp_ecn says; false leaves it to the sysctl."},
+	{"base_rtt", KindDuration, 1, 10 * 1000 * 1000, false, false, "Base RTT for congestion controls that ask for it (nv)."},
+	{"sndbuf", KindSize, 2048, maxBuffer, true, false, "SO_SNDBUF: the kernel doubles it, up to twice net.core.wmem_max, and stops autotuning."},
+	{"rcvbuf", KindSize, 1024, maxBuffer, true, false, "SO_RCVBUF: the kernel doubles it, up to twice net.core.rmem_max, and stops autotuning."},
+	{"rcvlowat", KindSize, 1, maxBuffer, true, false, "SO_RCVLOWAT: bytes that make a socket readable."},
+	{"pacing_rate", KindRate, 1000, maxPacing, true, false, "SO_MAX_PACING_RATE: upper bound of the sending rate."},
+	{"priority", KindNumber, 0, 6, true, false, "SO_PRIORITY: band or class of the queueing discipline."},
+	{"mark", KindNumber, 0, 1<<32 - 1, true, false, "SO_MARK: firewall mark of packets sent; the route of an open connection stays."},
+	{"keepalive", KindSwitch, 0, 1, true, false, "SO_KEEPALIVE."},
+	{"reuse_address", KindSwitch, 0, 1, false, false, "SO_REUSEADDR."},
+	{"bind_ifindex", KindNumber, 0, 1<<31 - 1, false, false, "SO_BINDTOIFINDEX: the interface, by its index in the process' network namespace; 0: any."},
+	{"txrehash", KindSwitch, 0, 1, true, false, "SO_TXREHASH: choose another path (hash, flow label) after timeouts."},
+	{"congestion", KindText, 0, 0, true, false, "TCP_CONGESTION: the congestion control, by name."},
+	{"initial_cwnd", KindNumber, 1, 1 << 15, false, false, "Initial congestion window, in segments; or {explore: ...} to learn it."},
+	{"cwnd_clamp", KindNumber, 1, 1<<31 - 1, true, false, "Upper bound of the congestion window and of ssthresh, in segments."},
+	{"delack_max", KindDuration, 8000, 200 * 1000, true, false, "Longest delay of an acknowledgement; at least two jiffies of the kernel."},
+	{"rto_min", KindDuration, 8000, 200 * 1000, true, false, "Smallest retransmission timeout; at least two jiffies of the kernel."},
+	{"rto_max", KindDuration, 1000 * 1000, 2 * minute, true, false, "TCP_RTO_MAX_MS: largest retransmission timeout."},
+	{"notsent_lowat", KindSize, 1, 1<<31 - 1, true, false, "TCP_NOTSENT_LOWAT: unsent bytes below which a socket is writable."},
+	{"window_clamp", KindSize, 1, 1<<31 - 1, true, false, "TCP_WINDOW_CLAMP: upper bound of the window that is advertised."},
+	{"user_timeout", KindDuration, 1000, 24 * 60 * minute, true, false, "TCP_USER_TIMEOUT: how long sent data may stay unacknowledged."},
+	{"keepalive_idle", KindDuration, 1000 * 1000, 32767 * 1000 * 1000, true, false, "TCP_KEEPIDLE, in whole seconds."},
+	{"keepalive_interval", KindDuration, 1000 * 1000, 32767 * 1000 * 1000, true, false, "TCP_KEEPINTVL, in whole seconds."},
+	{"keepalive_probes", KindNumber, 1, 127, true, false, "TCP_KEEPCNT."},
+	{"syn_retries", KindNumber, 1, 127, false, true, "TCP_SYNCNT: retransmissions of a SYN before connect(2) fails."},
+	{"nodelay", KindSwitch, 0, 1, true, false, "TCP_NODELAY."},
+	{"mss", KindNumber, 88, 32767, false, true, "TCP_MAXSEG: largest segment, in bytes; only before the SYN is sent."},
+	{"thin_linear_timeouts", KindSwitch, 0, 1, true, false, "TCP_THIN_LINEAR_TIMEOUTS: no exponential backoff on thin streams."},
+	{"tos", KindNumber, 0, 255, true, false, "IP_TOS, on IPv4 sockets."},
+	{"traffic_class", KindNumber, 0, 255, true, false, "IPV6_TCLASS, on IPv6 sockets."},
+	{"auto_flow_label", KindSwitch, 0, 1, false, false, "IPV6_AUTOFLOWLABEL, on IPv6 sockets: label flows by their hash."},
+	{"flow_label", KindNumber, 0, 1<<20 - 1, true, false, "IPv6 flow label; 0 draws a new one. It is the socket's hash, which also chooses among paths and queues, and IPv4 has that too."},
+}
+
+// FindTuneOption finds an option by its name.
+func FindTuneOption(name string) (TuneOption, bool) {
+	for _, o := range TuneOptions {
+		if o.Name == name {
+			return o, true
+		}
+	}
+	return TuneOption{}, false
+}
