@@ -1,0 +1,522 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Direction is one of the two ways through a link.
+type Direction int
+
+// The directions, by the order of the namespaces in Connect.
+const (
+	AToB Direction = iota
+	BToA
+)
+
+// LinkOptions describes a link; each direction has all of it for itself.
+type LinkOptions struct {
+	Name  string        // of the interface on both sides; default: link0
+	MTU   int           // 68 to 65535 bytes, for IPv6 at least 1280; default 1500
+	Delay time.Duration // one way. Packets never overtake each other, even if it becomes shorter
+	Rate  int64         // bits/s, counted in bytes of IP packets; 0: no limit
+	// Limit is how many bytes of packets may wait for the rate, with the one that is being sent: what would exceed it is
+	// dropped. An idle link takes any packet. Without a rate nothing waits, and what is under way is not limited.
+	// Default: 50 ms of the rate, at least 64 KiB.
+	Limit int
+	Loss  float64 // share of the packets that is lost at random, 0 to 1
+	Seed  uint64  // of the losses: with the same seed and loss it is always the same packets, counted from the first
+	// Offload lets TCP packets of up to 64 KB through in one piece: fewer packets, more throughput. Loss, limit and counts
+	// are then of such packets. Without it no packet exceeds the MTU.
+	Offload bool
+	// Drop is asked about each IP packet before anything else can happen to it; true drops it. Both directions call it, each
+	// from a goroutine of its own. It must neither keep nor change the packet, whose transport checksum is not filled in.
+	// It must not wait, nor call Set or Close.
+	Drop func(d Direction, packet []byte) bool
+}
+
+// DirectionCounts is what happened to the packets of one direction. What is under way is Sent less what all others count; a
+// delivered packet is counted a moment after its receiver has it.
+type DirectionCounts struct {
+	Sent       uint64 // packets that entered
+	Delivered  uint64 // packets
+	Bytes      uint64 // of the delivered IP packets
+	Lost       uint64 // packets lost at random
+	Overflowed uint64 // packets dropped by Limit
+	Dropped    uint64 // packets dropped by Drop
+	Refused    uint64 // packets that the interface at the end did not take, because it is down
+}
+
+// LinkCounts is what a link did since it was made.
+type LinkCounts struct{ AToB, BToA DirectionCounts }
+
+// Link is a link between two namespaces that has a delay, a rate, a queue and losses of its own making; it needs neither
+// netem nor any other queueing discipline of the kernel. This process moves the packets between two TUN interfaces. Its
+// methods are for any goroutine.
+//
+// A packet is never early. It is late by what the process needs to wake up: some 0.1 ms, more if it gets no CPU. Should the
+// process fall far behind, the sending interface drops packets, and counts them itself as tx_dropped.
+type Link struct {
+	start   time.Time // of the link's clock
+	options atomic.Pointer[LinkOptions]
+	ways    [2]*way
+	files   []*os.File
+	moving  sync.WaitGroup
+
+	mu     sync.Mutex
+	failed []error // of the goroutines
+	close  func() error
+}
+
+// Connect makes a link between two namespaces of the lab, gives its ends addresses, and has them up. Nothing but what the
+// namespaces send is on it: the interfaces have no link-local address. The lab closes it.
+func (l *Lab) Connect(a, b *Namespace, o LinkOptions, addrA, addrB []netip.Prefix) (_ *Link, err error) {
+	if o.Name == "" {
+		o.Name = "link0"
+	}
+	if o.MTU == 0 {
+		o.MTU = 1500
+	}
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("connect %s and %s: %w", a.name, b.name, err)
+		}
+	}()
+	if err := o.check(); err != nil {
+		return nil, err
+	}
+	l.mu.Lock() // keeps the namespaces open
+	defer l.mu.Unlock()
+	if l.closed {
+		return nil, errors.New("lab is closed")
+	}
+	k := &Link{start: time.Now()}
+	k.options.Store(&o)
+	k.close = sync.OnceValue(k.end)
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, k.Close())
+		}
+	}()
+	var ends [2]*os.File
+	for i, n := range []*Namespace{a, b} {
+		if ends[i], err = n.openTUN(o); err != nil {
+			return nil, err
+		}
+		k.files = append(k.files, ends[i])
+		if err := n.setTUN(o, [][]netip.Prefix{addrA, addrB}[i]); err != nil {
+			return nil, err
+		}
+	}
+	for i := range k.ways {
+		if k.ways[i], err = newWay(k, Direction(i), ends[i], ends[1-i]); err != nil {
+			return nil, err
+		}
+		k.files = append(k.files, k.ways[i].timer)
+	}
+	for _, w := range k.ways {
+		k.move(w.read)
+		k.move(w.deliver)
+	}
+	l.closers = append(l.closers, k.Close)
+	return k, nil
+}
+
+func (o *LinkOptions) check() error {
+	switch {
+	case o.MTU < 68 || o.MTU > 65535:
+		return fmt.Errorf("MTU %d, not 68 to 65535", o.MTU)
+	case o.Delay < 0:
+		return fmt.Errorf("delay %v is negative", o.Delay)
+	case o.Rate < 0:
+		return fmt.Errorf("rate %d is negative", o.Rate)
+	case o.Limit < 0:
+		return fmt.Errorf("limit %d is negative", o.Limit)
+	case !(o.Loss >= 0 && o.Loss <= 1): // NaN is neither
+		return fmt.Errorf("loss %v, not 0 to 1", o.Loss)
+	}
+	return nil
+}
+
+func (o *LinkOptions) limit() int {
+	if o.Limit > 0 {
+		return o.Limit
+	}
+	return max(64<<10, int(o.Rate/8/20))
+}
+
+const (
+	vnetHeader = 10 // bytes of struct virtio_net_hdr before each packet
+	// tunQueue is how many packets may wait in a TUN interface. Its own 500 are less than one window of a fast sender, and what
+	// exceeds them is dropped.
+	tunQueue = 10000
+)
+
+// openTUN makes the interface. It exists as long as the file is open.
+func (n *Namespace) openTUN(o LinkOptions) (*os.File, error) {
+	fd := -1
+	err := n.Do(func() (err error) {
+		if fd, err = unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_NONBLOCK|unix.O_CLOEXEC, 0); err != nil {
+			return err
+		}
+		request, err := unix.NewIfreq(o.Name)
+		if err != nil {
+			return err
+		}
+		request.SetUint16(unix.IFF_TUN | unix.IFF_NO_PI | unix.IFF_VNET_HDR)
+		if err := unix.IoctlIfreq(fd, unix.TUNSETIFF, request); err != nil {
+			return err
+		}
+		// A checksum that is not computed here and not checked there is passed on as that in the header.
+		offload := unix.TUN_F_CSUM
+		if o.Offload {
+			offload |= unix.TUN_F_TSO4 | unix.TUN_F_TSO6 | unix.TUN_F_TSO_ECN
+		}
+		if err := unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, offload); err != nil {
+			return fmt.Errorf("set offload: %w", err)
+		}
+		// A link-local address would bring router solicitations.
+		return sysctl("ipv6/conf/"+o.Name+"/addr_gen_mode", "1")
+	})
+	if err != nil {
+		if fd >= 0 {
+			_ = unix.Close(fd)
+		}
+		return nil, fmt.Errorf("make tun %s in %s: %w", o.Name, n.name, err)
+	}
+	return os.NewFile(uintptr(fd), o.Name), nil
+}
+
+func (n *Namespace) setTUN(o LinkOptions, addresses []netip.Prefix) error {
+	dev, err := n.nl.LinkByName(o.Name)
+	if err == nil {
+		err = n.nl.LinkSetMTU(dev, o.MTU)
+	}
+	if err == nil {
+		err = n.nl.LinkSetTxQLen(dev, tunQueue)
+	}
+	if err != nil {
+		return fmt.Errorf("set up %s in %s: %w", o.Name, n.name, err)
+	}
+	if err := n.up(o.Name); err != nil {
+		return err
+	}
+	for _, a := range addresses {
+		if err := n.AddAddress(o.Name, a); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Options returns the options as they are now, with defaults filled in but for Limit.
+func (k *Link) Options() LinkOptions { return *k.options.Load() }
+
+// Set changes Delay, Rate, Limit, Loss and Drop, for instance in what Options returned. Packets that wait for the rate go
+// on with the new one; the one that is being sent starts again. Packets that were sent keep their delay. The other options
+// cannot change.
+func (k *Link) Set(o LinkOptions) error {
+	if err := o.check(); err != nil {
+		return fmt.Errorf("set link: %w", err)
+	}
+	for _, w := range k.ways {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+	}
+	old := k.options.Load()
+	if o.Name != old.Name || o.MTU != old.MTU || o.Seed != old.Seed || o.Offload != old.Offload {
+		return errors.New("set link: name, MTU, seed and offload cannot change")
+	}
+	now := k.now()
+	for _, w := range k.ways {
+		w.advance(now)
+		if o.Rate != old.Rate {
+			w.free = max(w.free, now)
+		}
+	}
+	k.options.Store(&o)
+	for _, w := range k.ways {
+		w.arm(now)
+	}
+	return nil
+}
+
+// Counts returns what happened so far. It works on a closed link, too.
+func (k *Link) Counts() LinkCounts {
+	return LinkCounts{AToB: k.ways[AToB].count(), BToA: k.ways[BToA].count()}
+}
+
+// Close ends the link at once and removes its interfaces; packets under way are lost. The error says what ended the link
+// before. Further calls return what the first one returned.
+func (k *Link) Close() error { return k.close() }
+
+func (k *Link) end() error {
+	errs := []error{}
+	for _, f := range k.files {
+		errs = append(errs, f.Close())
+	}
+	k.moving.Wait()
+	if err := errors.Join(append(errs, k.failed...)...); err != nil {
+		return fmt.Errorf("close link: %w", err)
+	}
+	return nil
+}
+
+func (k *Link) now() time.Duration { return time.Since(k.start) }
+
+func (k *Link) move(f func() error) {
+	k.moving.Go(func() {
+		if err := f(); !errors.Is(err, os.ErrClosed) {
+			k.mu.Lock()
+			defer k.mu.Unlock()
+			k.failed = append(k.failed, err)
+		}
+	})
+}
+
+// chunk is memory for packets, many in one, so that small ones take little and none is allocated by itself.
+type chunk [1 << 20]byte
+
+type packet struct {
+	data  []byte // with the header
+	chunk *chunk // where data is
+	at    time.Duration
+}
+
+func (p *packet) size() int { return len(p.data) - vnetHeader }
+
+// way is one direction. One goroutine reads the packets and queues them, another one delivers them.
+type way struct {
+	link      *Link
+	direction Direction
+	from, to  *os.File
+	largest   int // packet, in bytes, with the header
+	random    *rand.Rand
+	timer     *os.File // a timerfd: Go's own timers are late by up to 1 ms in an idle process
+	timerConn syscall.RawConn
+	setTimer  func(fd uintptr)
+
+	mu     sync.Mutex
+	counts DirectionCounts
+	// The queue: from head on are packets under way, whose at is when they are due; from rated on those that wait for the
+	// rate, whose at is when they came. The numbers run on; modulo its length they are places in packets.
+	packets           []packet // its length is a power of two
+	head, rated, tail uint64
+	waiting           int           // bytes of the packets from rated on
+	free              time.Duration // when the packet before rated had been sent
+	idle              bool          // deliver waits for the timer, which is not set
+	wait              unix.ItimerSpec
+	draining          *chunk   // in which the last delivered packet was
+	spare             []*chunk // without packets
+}
+
+func newWay(k *Link, d Direction, from, to *os.File) (*way, error) {
+	o := k.options.Load()
+	w := &way{
+		link: k, direction: d, from: from, to: to,
+		largest: vnetHeader + o.MTU, random: rand.New(rand.NewPCG(o.Seed, uint64(d))),
+		packets: make([]packet, 1024),
+	}
+	if o.Offload {
+		w.largest = vnetHeader + 65536
+	}
+	fd, err := unix.TimerfdCreate(unix.CLOCK_MONOTONIC, unix.TFD_NONBLOCK|unix.TFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("make timer: %w", err)
+	}
+	w.timer = os.NewFile(uintptr(fd), "timer")
+	if w.timerConn, err = w.timer.SyscallConn(); err != nil {
+		return nil, errors.Join(fmt.Errorf("make timer: %w", err), w.timer.Close())
+	}
+	w.setTimer = func(fd uintptr) { _ = unix.TimerfdSettime(int(fd), 0, &w.wait, nil) } // fails for wrong arguments alone
+	return w, nil
+}
+
+func (w *way) count() DirectionCounts {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.counts
+}
+
+// read queues what the sending namespace sends.
+func (w *way) read() error {
+	c, used := w.chunk(), 0
+	for {
+		// A chunk that is left has a packet in the queue: only with that one is it handed back.
+		if len(c)-used < w.largest {
+			c, used = w.chunk(), 0
+		}
+		n, err := w.from.Read(c[used : used+w.largest])
+		if err != nil {
+			return fmt.Errorf("read packet: %w", err)
+		}
+		if w.offer(packet{data: c[used : used+n], chunk: c, at: w.link.now()}) {
+			used += n
+		}
+	}
+}
+
+func (w *way) chunk() *chunk {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if n := len(w.spare); n > 0 {
+		c := w.spare[n-1]
+		w.spare = w.spare[:n-1]
+		return c
+	}
+	return new(chunk)
+}
+
+// offer queues a packet, unless it is lost.
+func (w *way) offer(p packet) (queued bool) {
+	o := w.link.options.Load()
+	dropped := o.Drop != nil && o.Drop(w.direction, p.data[vnetHeader:])
+	lost := w.random.Float64() < o.Loss // drawn for each packet, so that they do not depend on Drop
+
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	o = w.link.options.Load()
+	w.counts.Sent++
+	w.advance(p.at)
+	switch {
+	case dropped:
+		w.counts.Dropped++
+		return false
+	case lost:
+		w.counts.Lost++
+		return false
+	case w.rated != w.tail && w.waiting+p.size() > o.limit():
+		w.counts.Overflowed++
+		return false
+	}
+	if w.tail-w.head == uint64(len(w.packets)) {
+		larger := make([]packet, 2*len(w.packets))
+		for i := w.head; i != w.tail; i++ {
+			larger[i%uint64(len(larger))] = *w.packet(i)
+		}
+		w.packets = larger
+	}
+	*w.packet(w.tail) = p
+	w.tail++
+	w.waiting += p.size()
+	w.advance(p.at)
+	if w.idle {
+		w.arm(p.at)
+	}
+	return true
+}
+
+func (w *way) packet(i uint64) *packet { return &w.packets[i&uint64(len(w.packets)-1)] }
+
+// advance puts on their way the packets that are sent by now. The caller holds mu, as for all below.
+func (w *way) advance(now time.Duration) {
+	for ; w.rated != w.tail; w.rated++ {
+		sent, due := w.times()
+		if sent > now {
+			return
+		}
+		p := w.packet(w.rated)
+		w.waiting -= p.size()
+		w.free, p.at = sent, due
+	}
+}
+
+// times returns when the first packet that waits for the rate will have been sent, and when it will be due.
+func (w *way) times() (sent, due time.Duration) {
+	o, p := w.link.options.Load(), w.packet(w.rated)
+	sent = max(w.free, p.at)
+	if o.Rate > 0 {
+		bits := int64(p.size()) * 8
+		sent += time.Duration((bits*int64(time.Second)-1)/o.Rate + 1) // rounded up
+	}
+	return sent, sent + o.Delay
+}
+
+// arm sets the timer for the first packet, if there is one.
+func (w *way) arm(now time.Duration) {
+	var due time.Duration
+	switch {
+	case w.head != w.rated:
+		due = w.packet(w.head).at
+	case w.rated != w.tail:
+		_, due = w.times()
+	default:
+		w.idle = true
+		return
+	}
+	w.idle = false
+	w.wait.Value = unix.NsecToTimespec(int64(max(1, due-now))) // 0 would stop it
+	_ = w.timerConn.Control(w.setTimer)                        // fails if it is closed, which deliver sees
+}
+
+// deliver hands packets that are due to the receiving namespace.
+func (w *way) deliver() error {
+	var batch [64]packet
+	var expirations [8]byte
+	for {
+		n := w.take(batch[:])
+		if n == 0 {
+			if _, err := w.timer.Read(expirations[:]); err != nil {
+				return fmt.Errorf("wait for timer: %w", err)
+			}
+			continue
+		}
+		var delivered DirectionCounts
+		for _, p := range batch[:n] {
+			switch _, err := w.to.Write(p.data); {
+			case errors.Is(err, os.ErrClosed):
+				return err
+			case err != nil:
+				delivered.Refused++
+			default:
+				delivered.Delivered++
+				delivered.Bytes += uint64(p.size())
+			}
+		}
+		w.release(batch[:n], delivered)
+	}
+}
+
+// take moves the packets that are due to batch. If there is none, the timer says when to look again.
+func (w *way) take(batch []packet) (n int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	now := w.link.now()
+	w.advance(now)
+	for ; n < len(batch) && w.head != w.rated && w.packet(w.head).at <= now; n++ {
+		batch[n] = *w.packet(w.head)
+		w.head++
+	}
+	if n == 0 {
+		w.arm(now)
+	}
+	return n
+}
+
+// release hands back the memory of packets.
+func (w *way) release(batch []packet, delivered DirectionCounts) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.counts.Delivered += delivered.Delivered
+	w.counts.Bytes += delivered.Bytes
+	w.counts.Refused += delivered.Refused
+	for _, p := range batch {
+		if w.draining != p.chunk {
+			if w.draining != nil {
+				w.spare = append(w.spare, w.draining)
+			}
+			w.draining = p.chunk
+		}
+	}
+}
