@@ -67,7 +67,8 @@ static __noinline int tune_adopt(struct bpf_sock *sk, __u32 role)
 		.role = role,
 		.flags = TUNE_CONNECTION_ESTABLISHED | TUNE_CONNECTION_ADOPTED,
 	}, *c;
-	__u32 want = 0, id, done = 0, family = sk->family;
+	__u32 want = 0, id, done = 0;
+	__u16 other = tune_not_for(sk->family);
 	struct tune_question q = { .role = role };
 	struct tune_option *o;
 	struct tune_rule *rule;
@@ -77,7 +78,7 @@ static __noinline int tune_adopt(struct bpf_sock *sk, __u32 role)
 
 	if (!tune_sock_tuple(sk, &q.tuple))
 		return 0;
-	id = tune_find(&q);
+	id = TUNE_RULE(tune_find(&q));
 	rule = id ? bpf_map_lookup_elem(&rules, &id) : NULL;
 	if (!rule)
 		return 0;
@@ -112,8 +113,7 @@ static __noinline int tune_adopt(struct bpf_sock *sk, __u32 role)
 		if (i >= rule->options)
 			break;
 		o = &rule->option[i];
-		if (!(o->phases & TUNE_PHASE_LIVE) ||
-		    !tune_for_family(o->phases, family))
+		if (!(o->phases & TUNE_PHASE_LIVE) || (o->phases & other))
 			continue;
 		if (o->level == TUNE_LEVEL_CONGESTION)
 			err = bpf_setsockopt(sk, SOL_TCP, TCP_CONGESTION,
@@ -204,7 +204,7 @@ int tune_decide(struct __sk_buff *skb)
 	/* 14 bytes of an Ethernet header, which test runs ask for. */
 	if (bpf_skb_load_bytes(skb, 14, &q, sizeof(q)))
 		return 0;
-	return tune_find(&q);
+	return TUNE_RULE(tune_find(&q));
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

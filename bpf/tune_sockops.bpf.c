@@ -154,19 +154,20 @@ static __always_inline __u32 tune_jiffies(__u32 us)
 __noinline int tune_apply(struct bpf_sock_ops *ctx, __u32 id, __u32 phase)
 {
 	struct tune_rule *rule = tune_rule(id);
-	__u32 family, value, done = 0;
+	__u32 value, done = 0;
+	__u16 other;
 	struct tune_option *o;
 	long err;
 	int i;
 
 	if (!rule)
 		return 0;
-	family = ctx->family;
+	other = tune_not_for(ctx->family);
 	for (i = 0; i < TUNE_OPTIONS; i++) {
 		if (i >= rule->options)
 			break;
 		o = &rule->option[i];
-		if (!(o->phases & phase) || !tune_for_family(o->phases, family))
+		if (!(o->phases & phase) || (o->phases & other))
 			continue;
 		if (o->level == TUNE_LEVEL_TXHASH) {
 			value = o->value;
@@ -210,25 +211,28 @@ static __always_inline void tune_learned_key(const struct tune_rule *rule,
  * Chooses the initial window of a connection: the one its prefix has settled
  * on, or for a share of connections the candidate of which least is known.
  */
-static __always_inline void tune_choose(struct bpf_sock_ops *ctx,
-					const struct tune_rule *rule,
-					const struct tune_request_key *t,
-					struct tune_connection *c)
+__noinline int tune_choose(struct bpf_sock_ops *ctx)
 {
+	struct tune_connection *c = tune_connection(ctx);
 	struct tune_learned fresh = {}, *l;
+	struct tune_request_key t = {};
 	struct tune_learned_key key;
+	struct tune_rule *rule;
 	__u32 index, least = ~0U, i;
 	__s32 window;
 	long err;
 
-	tune_learned_key(rule, &t->remote, &key);
+	rule = c ? tune_rule(c->rule) : NULL;
+	if (!rule || !tune_tuple(ctx, &t))
+		return 0;
+	tune_learned_key(rule, &t.remote, &key);
 	l = bpf_map_lookup_elem(&learned, &key);
 	if (!l) {
 		fresh.last = fresh.halved = bpf_ktime_get_boot_ns();
 		bpf_map_update_elem(&learned, &key, &fresh, BPF_NOEXIST);
 		l = bpf_map_lookup_elem(&learned, &key);
 		if (!l)
-			return;
+			return 0;
 	}
 	index = l->chosen;
 	if (bpf_get_prandom_u32() < (l->settled ? rule->probe : rule->explore)) {
@@ -241,16 +245,19 @@ static __always_inline void tune_choose(struct bpf_sock_ops *ctx,
 			}
 		}
 	}
+	/* As all such: clang checks one copy, the verifier wants this one. */
+	barrier_var(index);
 	if (index >= TUNE_CANDIDATES)
-		return;
+		return 0;
 	window = rule->candidate[index];
 	if (!window)
-		return;
+		return 0;
 	err = bpf_setsockopt(ctx, SOL_TCP, TCP_BPF_IW, &window, sizeof(window));
 	if (err)
-		return;
+		return 0;
 	c->candidate = index;
 	c->flags |= TUNE_CONNECTION_LEARNING;
+	return 0;
 }
 
 /*
@@ -273,8 +280,9 @@ __noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u64 us)
 	struct tune_rule *rule;
 	struct tune_learned_key key;
 	struct tune_evidence *e;
-	__u32 best = 0, i, known = 0, index;
-	__u64 score, lowest = 0, now;
+	__u32 best = 0, i, index;
+	__u64 score, lowest = ~0ULL, now;
+	bool settled = true;
 	struct tune_learned *l;
 
 	rule = c ? tune_rule(c->rule) : NULL;
@@ -307,17 +315,15 @@ __noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u64 us)
 		if (i >= rule->candidates)
 			break;
 		e = &l->candidate[i];
-		if (e->connections < rule->evidence)
-			continue;
-		known++;
+		settled &= e->connections >= rule->evidence;
 		score = tune_score(e);
 		/* A larger window must be worth it: by a sixteenth. */
-		if (known == 1 || score < lowest - lowest / 16) {
+		if (score < lowest - lowest / 16) {
 			lowest = score;
 			best = i;
 		}
 	}
-	if (known == rule->candidates) {
+	if (settled) {
 		l->chosen = best;
 		l->settled = 1;
 	}
@@ -431,30 +437,6 @@ static __always_inline void tune_done(__u32 rule, __u32 arm, __u32 options)
 		__sync_fetch_and_add(&s->options, options);
 }
 
-static __always_inline void tune_connect(struct bpf_sock_ops *ctx)
-{
-	struct tune_question q = { .role = TUNE_CONNECT };
-	struct tune_connection *c;
-	struct tune_rule *rule;
-	__u32 id;
-
-	if (!tune_tuple(ctx, &q.tuple))
-		return;
-	id = tune_find(&q);
-	if (!id)
-		return;
-	rule = tune_rule(id);
-	if (!rule)
-		return;
-	c = tune_begin(ctx, &q.tuple, id, rule, TUNE_CONNECT);
-	if (!c)
-		return;
-	c->started = bpf_ktime_get_ns();
-	tune_flags(ctx, tune_wanted(rule, c), 0);
-	if (c->arm == TUNE_ARM_TREATED)
-		tune_done(id, c->arm, tune_apply(ctx, id, TUNE_PHASE_CONNECT));
-}
-
 /* Reads the peer's tag from its SYN or from the packet at hand. */
 static __always_inline bool tune_read_tag(struct bpf_sock_ops *ctx,
 					  struct tune_tag *tag, __u64 from)
@@ -477,13 +459,65 @@ static __always_inline bool tune_read_tag(struct bpf_sock_ops *ctx,
 	return true;
 }
 
-static __always_inline void tune_established(struct bpf_sock_ops *ctx,
-					     const struct tune_request_key *t,
-					     struct tune_connection *c,
-					     struct tune_rule *rule, __u32 phase)
-{
-	struct tune_stats *s = tune_counts(c->rule, c->arm);
+enum tune_tag_from {
+	TUNE_NO_TAG,
+	TUNE_TAG_HERE, /* in the packet at hand */
+	TUNE_TAG_SYN, /* in the SYN that was kept */
+};
 
+/* Finds the rule of a connection or a handshake; see tune_find. */
+__noinline __u32 tune_lookup(struct bpf_sock_ops *ctx, __u32 role, __u32 from)
+{
+	struct tune_question q = { .role = role };
+	struct tune_stats *s;
+	__u32 found, read = 0;
+
+	if (from != TUNE_NO_TAG) {
+		if (!tune_read_tag(ctx, &q.tag, from == TUNE_TAG_SYN ?
+				   BPF_LOAD_HDR_OPT_TCP_SYN : 0))
+			return 0;
+		read = TUNE_TAG_READ;
+	}
+	if (!tune_tuple(ctx, &q.tuple))
+		return read;
+	found = tune_find(&q);
+	s = found & TUNE_BY_TAG ?
+		    tune_counts(TUNE_RULE(found), TUNE_ARM_TREATED) : NULL;
+	if (s)
+		__sync_fetch_and_add(&s->tags, 1);
+	return found | read;
+}
+
+static __always_inline void tune_connect(struct bpf_sock_ops *ctx)
+{
+	__u32 id = TUNE_RULE(tune_lookup(ctx, TUNE_CONNECT, TUNE_NO_TAG));
+	struct tune_request_key t = {};
+	struct tune_connection *c;
+	struct tune_rule *rule;
+
+	rule = id ? tune_rule(id) : NULL;
+	if (!rule || !tune_tuple(ctx, &t))
+		return;
+	c = tune_begin(ctx, &t, id, rule, TUNE_CONNECT);
+	if (!c)
+		return;
+	c->started = bpf_ktime_get_ns();
+	tune_flags(ctx, tune_wanted(rule, c), 0);
+	if (c->arm == TUNE_ARM_TREATED)
+		tune_done(id, c->arm, tune_apply(ctx, id, TUNE_PHASE_CONNECT));
+}
+
+/* Sets what belongs to an established connection. */
+__noinline int tune_established(struct bpf_sock_ops *ctx, __u32 phase)
+{
+	struct tune_connection *c = tune_connection(ctx);
+	struct tune_rule *rule;
+	struct tune_stats *s;
+
+	rule = c ? tune_rule(c->rule) : NULL;
+	if (!rule)
+		return 0;
+	s = tune_counts(c->rule, c->arm);
 	c->flags |= TUNE_CONNECTION_ESTABLISHED;
 	if (s) {
 		__sync_fetch_and_add(&s->established, 1);
@@ -494,132 +528,105 @@ static __always_inline void tune_established(struct bpf_sock_ops *ctx,
 	if (c->arm == TUNE_ARM_TREATED) {
 		tune_done(c->rule, c->arm, tune_apply(ctx, c->rule, phase));
 		if (rule->flags & TUNE_FLAG_LEARN)
-			tune_choose(ctx, rule, t, c);
+			tune_choose(ctx);
 	}
 	tune_flags(ctx, tune_wanted(rule, c), 0);
+	return 0;
 }
 
 /*
- * What the peer's tag decides. A rule that it leads to takes over from the
- * one that was found without it; what that one has set stays set.
+ * A rule that the peer's tag leads to takes over from the one that was found
+ * without it; what that one has set stays set.
  */
-static __always_inline __u32 tune_tagged(struct bpf_sock_ops *ctx,
-					 struct tune_question *q, __u64 from)
-{
-	struct tune_stats *s;
-	__u32 id;
-
-	if (!tune_read_tag(ctx, &q->tag, from))
-		return 0;
-	id = tune_find(q);
-	s = id ? tune_counts(id, TUNE_ARM_TREATED) : NULL;
-	if (s)
-		__sync_fetch_and_add(&s->tags, 1);
-	return id;
-}
-
 static __always_inline void tune_active_established(struct bpf_sock_ops *ctx)
 {
 	const struct tune_active *state = tune_state();
-	struct tune_question q = { .role = TUNE_CONNECT };
-	struct tune_connection *c;
+	struct tune_connection *c = tune_connection(ctx);
+	struct tune_request_key t = {};
 	struct tune_rule *rule;
 	__u64 started = 0;
-	__u32 id = 0;
+	__u32 found = 0;
 
-	if (!state)
-		return;
-	c = tune_connection(ctx);
-	if (!tune_tuple(ctx, &q.tuple))
-		return;
-	if (c)
-		started = c->started;
-	if (state->used & TUNE_USE_TAG)
-		id = tune_tagged(ctx, &q, 0);
-	if (id && !(c && c->rule == id)) {
-		rule = tune_rule(id);
-		if (!rule)
+	if (state && (state->used & TUNE_USE_TAG))
+		found = tune_lookup(ctx, TUNE_CONNECT, TUNE_TAG_HERE);
+	if (found & TUNE_BY_TAG) {
+		rule = tune_rule(TUNE_RULE(found));
+		if (!rule || !tune_tuple(ctx, &t))
 			return;
-		c = tune_begin(ctx, &q.tuple, id, rule, TUNE_CONNECT);
+		if (c)
+			started = c->started;
+		c = tune_begin(ctx, &t, TUNE_RULE(found), rule, TUNE_CONNECT);
 		if (!c)
 			return;
 		c->started = started;
-		tune_established(ctx, &q.tuple, c, rule,
-				 TUNE_PHASE_ACTIVE | TUNE_PHASE_LIVE);
-		return;
+		tune_established(ctx, TUNE_PHASE_ACTIVE | TUNE_PHASE_LIVE);
+	} else if (c) {
+		tune_established(ctx, TUNE_PHASE_ACTIVE);
 	}
-	if (!c)
-		return;
-	rule = tune_rule(c->rule);
-	if (rule)
-		tune_established(ctx, &q.tuple, c, rule, TUNE_PHASE_ACTIVE);
 }
 
 static __always_inline void tune_passive_established(struct bpf_sock_ops *ctx)
 {
 	const struct tune_active *state = tune_state();
-	struct tune_question q = { .role = TUNE_ACCEPT };
-	struct tune_request *request = NULL;
+	struct tune_request *request;
+	struct tune_request_key t = {};
 	struct tune_connection *c;
 	struct tune_rule *rule;
 	__u64 started = 0;
-	__u32 id = 0;
+	__u32 found = 0;
 
-	if (!state || !tune_tuple(ctx, &q.tuple))
+	if (!state || !tune_tuple(ctx, &t))
 		return;
 	if (state->used & TUNE_USE_TAG) {
-		id = tune_tagged(ctx, &q, BPF_LOAD_HDR_OPT_TCP_SYN);
-		if (!q.tag.length)
-			id = tune_tagged(ctx, &q, 0);
-		if (!q.tag.length)
+		found = tune_lookup(ctx, TUNE_ACCEPT, TUNE_TAG_SYN);
+		if (!(found & TUNE_TAG_READ))
+			found = tune_lookup(ctx, TUNE_ACCEPT, TUNE_TAG_HERE);
+		if (!(found & TUNE_TAG_READ))
 			tune_flags(ctx, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG, 0);
 	}
 	if (state->used & (TUNE_USE_SYNACK_RTO | TUNE_USE_RWND | TUNE_USE_ECN)) {
-		request = bpf_map_lookup_elem(&requests, &q.tuple);
+		request = bpf_map_lookup_elem(&requests, &t);
 		if (request) {
 			started = request->started;
-			if (!id)
-				id = request->rule;
-			bpf_map_delete_elem(&requests, &q.tuple);
+			if (!(found & TUNE_BY_TAG))
+				found = request->rule | TUNE_TAG_READ;
+			bpf_map_delete_elem(&requests, &t);
 		}
 	}
-	if (!id && !q.tag.length)
-		id = tune_find(&q);
-	rule = id ? tune_rule(id) : NULL;
+	if (!found)
+		found = tune_lookup(ctx, TUNE_ACCEPT, TUNE_NO_TAG);
+	rule = TUNE_RULE(found) ? tune_rule(TUNE_RULE(found)) : NULL;
 	if (!rule || !rule->tag.length)
 		/* What the listener's flags gave. */
 		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
 	if (!rule)
 		return;
-	c = tune_begin(ctx, &q.tuple, id, rule, TUNE_ACCEPT);
+	c = tune_begin(ctx, &t, TUNE_RULE(found), rule, TUNE_ACCEPT);
 	if (!c)
 		return;
 	c->started = started;
-	tune_established(ctx, &q.tuple, c, rule, TUNE_PHASE_PASSIVE);
+	tune_established(ctx, TUNE_PHASE_PASSIVE);
 }
 
 /* The rule of a handshake that has no socket yet. */
 static __always_inline struct tune_rule *
-tune_request_rule(struct bpf_sock_ops *ctx, struct tune_question *q, __u32 *id)
+tune_request_rule(struct bpf_sock_ops *ctx, struct tune_request_key *t)
 {
 	struct tune_request fresh = {}, *known;
 	__u64 now = bpf_ktime_get_ns();
 
-	if (!tune_tuple(ctx, &q->tuple))
+	if (!tune_tuple(ctx, t))
 		return NULL;
-	known = bpf_map_lookup_elem(&requests, &q->tuple);
+	known = bpf_map_lookup_elem(&requests, t);
 	/* Longer than any handshake lasts: another connection's. */
-	if (known && now - known->started < 130000000000ULL) {
-		*id = known->rule;
+	if (known && now - known->started < 130000000000ULL)
 		return tune_rule(known->rule);
-	}
-	*id = tune_find(q);
-	if (!*id)
+	fresh.rule = TUNE_RULE(tune_lookup(ctx, TUNE_ACCEPT, TUNE_NO_TAG));
+	if (!fresh.rule)
 		return NULL;
-	fresh.rule = *id;
 	fresh.started = now;
-	bpf_map_update_elem(&requests, &q->tuple, &fresh, BPF_ANY);
-	return tune_rule(*id);
+	bpf_map_update_elem(&requests, t, &fresh, BPF_ANY);
+	return tune_rule(fresh.rule);
 }
 
 static __always_inline __u32 tune_answer(const struct tune_rule *rule, __u32 op,
@@ -660,17 +667,17 @@ static __always_inline __u32 tune_use_of(__u32 op, bool request)
 static __always_inline void tune_reply(struct bpf_sock_ops *ctx)
 {
 	const struct tune_active *state = tune_state();
-	struct tune_question q = { .role = TUNE_ACCEPT };
+	struct tune_request_key t = {};
 	bool request = !ctx->is_fullsock;
-	__u32 op = ctx->op, answer, id;
+	__u32 op = ctx->op, answer;
 	struct tune_connection *c;
 	struct tune_rule *rule;
 
 	if (!state || !(state->used & tune_use_of(op, request)))
 		return;
 	if (request) {
-		rule = tune_request_rule(ctx, &q, &id);
-		if (!rule || tune_control(rule, &q.tuple))
+		rule = tune_request_rule(ctx, &t);
+		if (!rule || tune_control(rule, &t))
 			return;
 	} else {
 		c = tune_connection(ctx);
@@ -811,19 +818,20 @@ static __always_inline const struct tune_tag *
 tune_packet_tag(struct bpf_sock_ops *ctx)
 {
 	__u32 flags = ctx->skb_tcp_flags;
-	struct tune_question q = { .role = TUNE_ACCEPT };
+	struct tune_request_key t = {};
 	struct tune_request *known;
 	struct tune_connection *c;
 	struct tune_rule *rule;
 	__u32 id;
 
 	if (!ctx->is_fullsock) {
-		if (!tune_tuple(ctx, &q.tuple))
+		if (!tune_tuple(ctx, &t))
 			return NULL;
-		known = bpf_map_lookup_elem(&requests, &q.tuple);
-		id = known ? known->rule : tune_find(&q);
+		known = bpf_map_lookup_elem(&requests, &t);
+		id = known ? known->rule :
+			     TUNE_RULE(tune_lookup(ctx, TUNE_ACCEPT, TUNE_NO_TAG));
 		rule = id ? tune_rule(id) : NULL;
-		if (!rule || tune_control(rule, &q.tuple))
+		if (!rule || tune_control(rule, &t))
 			return NULL;
 		return rule->tag.length ? &rule->tag : NULL;
 	}
@@ -875,26 +883,27 @@ static __always_inline void tune_write(struct bpf_sock_ops *ctx)
 /* The peer's first data may bring the tag that its SYN did not. */
 static __always_inline void tune_parse(struct bpf_sock_ops *ctx)
 {
-	struct tune_question q = { .role = TUNE_ACCEPT };
+	struct tune_request_key t = {};
 	struct tune_connection *c;
 	struct tune_rule *rule;
-	__u32 id;
+	__u32 found, id;
 
-	if (!ctx->is_fullsock || !tune_tuple(ctx, &q.tuple))
+	if (!ctx->is_fullsock)
 		return;
-	id = tune_tagged(ctx, &q, 0);
-	if (!q.tag.length)
+	found = tune_lookup(ctx, TUNE_ACCEPT, TUNE_TAG_HERE);
+	if (!(found & TUNE_TAG_READ))
 		return;
 	tune_flags(ctx, 0, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG);
+	id = TUNE_RULE(found);
 	c = tune_connection(ctx);
-	if (!id || (c && c->rule == id))
+	if (!(found & TUNE_BY_TAG) || (c && c->rule == id))
 		return;
 	rule = tune_rule(id);
-	if (!rule)
+	if (!rule || !tune_tuple(ctx, &t))
 		return;
-	c = tune_begin(ctx, &q.tuple, id, rule, TUNE_ACCEPT);
+	c = tune_begin(ctx, &t, id, rule, TUNE_ACCEPT);
 	if (c)
-		tune_established(ctx, &q.tuple, c, rule, TUNE_PHASE_PASSIVE);
+		tune_established(ctx, TUNE_PHASE_PASSIVE);
 }
 
 SEC("sockops")

@@ -242,6 +242,11 @@ static __always_inline bool tune_narrow(struct tune_set *set,
 	return any;
 }
 
+/* What goes with the number of a rule that was found. */
+#define TUNE_BY_TAG (1U << 31) /* the rule asks for the peer's tag */
+#define TUNE_TAG_READ (1U << 30) /* the peer has sent one */
+#define TUNE_RULE(found) ((found) & (TUNE_TAG_READ - 1))
+
 /*
  * Finds the first rule that matches, 0 if there is none. A rule that asks for
  * a tag is passed over while q has none.
@@ -252,8 +257,8 @@ static __noinline __u32 tune_find(const struct tune_question *q)
 	const struct tune_ruleset *r;
 	__u32 bank = 0, bits, term;
 	struct tune_set set;
+	__u64 w, untagged;
 	void *inner;
-	__u64 w;
 	int i;
 
 	if (!q)
@@ -305,6 +310,7 @@ static __noinline __u32 tune_find(const struct tune_question *q)
 		w = set.word[i] & (r->untagged.word[i] | (tag ? tag->word[i] : 0));
 		if (!w)
 			continue;
+		untagged = w & -w & r->untagged.word[i];
 		term = i * 64;
 		if (!(__u32)w) {
 			term += 32;
@@ -315,7 +321,7 @@ static __noinline __u32 tune_find(const struct tune_question *q)
 		barrier_var(term);
 		if (term >= TUNE_TERMS)
 			return 0;
-		return r->rule[term];
+		return r->rule[term] | (untagged ? 0 : TUNE_BY_TAG);
 	}
 	return 0;
 }
@@ -353,11 +359,10 @@ static __always_inline void tune_histogram(__u64 *buckets, __u64 value)
 		__sync_fetch_and_add(&buckets[i], 1);
 }
 
-static __always_inline bool tune_for_family(__u16 phases, __u32 family)
+/* The phase bits of options that are for another family. */
+static __always_inline __u16 tune_not_for(__u32 family)
 {
-	if ((phases & TUNE_PHASE_IPV4) && family != AF_INET)
-		return false;
-	return !(phases & TUNE_PHASE_IPV6) || family == AF_INET6;
+	return family == AF_INET ? TUNE_PHASE_IPV6 : TUNE_PHASE_IPV4;
 }
 
 #endif

@@ -79,15 +79,26 @@ const ServicePrefix = "steer_"
 // Service is the pin directory of a service.
 func (r *Root) Service(name string) string { return filepath.Join(r.Dir, ServicePrefix+name) }
 
+// TunePins begins the name of the pin directory of a cgroup's tuning.
+const TunePins = "tune_"
+
+// Tuning is the pin directory of a cgroup's tuning.
+func (r *Root) Tuning(name string) string { return filepath.Join(r.Dir, TunePins+name) }
+
 // Services lists the services that have pins, in no particular order.
-func (r *Root) Services() ([]string, error) {
-	entries, err := os.ReadDir(r.Dir)
+func (r *Root) Services() ([]string, error) { return pinned(r.Dir, ServicePrefix) }
+
+// Tunings lists the tunings that have pins, in no particular order.
+func (r *Root) Tunings() ([]string, error) { return pinned(r.Dir, TunePins) }
+
+func pinned(dir, prefix string) ([]string, error) {
+	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return nil, fmt.Errorf("read pin directory: %w", err)
 	}
 	var names []string
 	for _, e := range entries {
-		if name, ok := strings.CutPrefix(e.Name(), ServicePrefix); ok && e.IsDir() {
+		if name, ok := strings.CutPrefix(e.Name(), prefix); ok && e.IsDir() {
 			names = append(names, name)
 		}
 	}
@@ -165,13 +176,15 @@ func RemoveRoot(dir string, before func() error) error {
 	if err := before(); err != nil {
 		return err
 	}
-	services, err := filepath.Glob(filepath.Join(dir, ServicePrefix+"*"))
-	if err != nil {
-		return err
-	}
-	for _, service := range services {
-		if err := Remove(service); err != nil {
+	for prefix, remove := range map[string]func(string) error{ServicePrefix: Remove, TunePins: RemoveTune} {
+		names, err := pinned(dir, prefix)
+		if err != nil {
 			return err
+		}
+		for _, name := range names {
+			if err := remove(filepath.Join(dir, prefix+name)); err != nil {
+				return err
+			}
 		}
 	}
 	return os.RemoveAll(dir)

@@ -513,3 +513,16 @@ func (s *Steer) LostEvents() (uint64, error) {
 	}
 	return lost, nil
 }
+
+// ProgramIDs are the numbers of the programs that links attach.
+func (s *Steer) ProgramIDs() ([]uint32, error) {
+	var ids []uint32
+	for _, l := range s.links {
+		info, err := l.Info()
+		if err != nil {
+			return nil, fmt.Errorf("read link: %w", err)
+		}
+		ids = append(ids, uint32(info.Program))
+	}
+	return ids, nil
+}

@@ -3,6 +3,7 @@
 package bpf
 
 import (
+	"bytes"
 	"crypto/rand"
 	"encoding/binary"
 	"errors"
@@ -174,15 +175,16 @@ func RemoveTune(dir string) error {
 	return os.RemoveAll(dir)
 }
 
-// Attached tells whether the link still holds its cgroup: the kernel lets go
-// of it when the cgroup is removed.
+// Attached tells whether the cgroup that stands where it did is the one that is
+// tuned: it may have been removed, and made anew.
 func (t *Tune) Attached() bool {
-	info, err := t.link.Info()
+	cgroup, err := os.Open(t.cgroup)
 	if err != nil {
 		return false
 	}
-	cgroup := info.Cgroup()
-	return cgroup != nil && cgroup.CgroupId != 0
+	defer cgroup.Close()
+	same, err := attachedTo(t.link, cgroup)
+	return err == nil && same
 }
 
 // Install makes rules take effect, in one step: a connection is decided by
@@ -522,12 +524,12 @@ func (t *Tune) Connection(fd int) (*TuneConnection, error) {
 // Live gives rules to sockets that are open already. It is attached to the
 // cgroup until it is closed.
 type Live struct {
-	link   link.Link
-	decide *ebpf.Program
-	nonce  uint64
+	link  link.Link
+	nonce uint64
 }
 
-// Live attaches the hook. Without a hook, Decide alone needs no cgroup.
+// Live attaches the hook. On a kernel that lacks what it needs, as before 5.15,
+// the error wraps ebpf.ErrNotSupported.
 func (t *Tune) Live() (_ *Live, err error) {
 	l := &Live{}
 	defer func() {
@@ -539,6 +541,10 @@ func (t *Tune) Live() (_ *Live, err error) {
 	rand.Read(b[:])
 	l.nonce = binary.LittleEndian.Uint64(b[:])
 	hook, err := t.loadLive("tune_live", l.nonce)
+	if errors.Is(err, unix.EINVAL) {
+		// Such programs may not call bpf_setsockopt.
+		return nil, fmt.Errorf("%w: %w", ebpf.ErrNotSupported, err)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -616,4 +622,73 @@ func (t *Tune) Decide(questions ...TuneQuestion) ([]uint32, error) {
 		}
 	}
 	return answers, nil
+}
+
+// Scope is a record that goes with the pins: what the tuning is of. It is of
+// the caller's making, at most 4096 bytes.
+type Scope []byte
+
+const (
+	pinScope = "scope"
+	maxScope = 4096
+)
+
+// SetScope keeps the record.
+func (t *Tune) SetScope(s Scope) error {
+	if len(s) > maxScope {
+		return fmt.Errorf("keep scope: %d bytes, at most %d", len(s), maxScope)
+	}
+	m, err := openMap(t.dir, &ebpf.MapSpec{Name: pinScope, Type: ebpf.Array, KeySize: 4, ValueSize: maxScope, MaxEntries: 1})
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	if err := m.Put(uint32(0), append(bytes.Clone(s), make([]byte, maxScope-len(s))...)); err != nil {
+		return fmt.Errorf("keep scope: %w", err)
+	}
+	return nil
+}
+
+// ReadScope reads the record of the pins in dir. It fails with os.ErrNotExist
+// if there is none.
+func ReadScope(dir string) (Scope, error) {
+	path := filepath.Join(dir, pinScope)
+	m, err := ebpf.LoadPinnedMap(path, nil)
+	if err != nil {
+		return nil, fmt.Errorf("open pinned map %s: %w", path, err)
+	}
+	defer m.Close()
+	value, err := m.LookupBytes(uint32(0))
+	if err != nil {
+		return nil, fmt.Errorf("read scope: %w", err)
+	}
+	return bytes.TrimRight(value, "\x00"), nil
+}
+
+// ProgramID is the number of the program that is attached.
+func (t *Tune) ProgramID() (uint32, error) {
+	info, err := t.link.Info()
+	if err != nil {
+		return 0, fmt.Errorf("read link: %w", err)
+	}
+	return uint32(info.Program), nil
+}
+
+// SockOps lists the sock_ops programs that are attached to a cgroup itself, by
+// number, in the order in which they run. It needs CAP_NET_ADMIN.
+func SockOps(cgroup string) ([]uint32, error) {
+	dir, err := os.Open(cgroup)
+	if err != nil {
+		return nil, fmt.Errorf("open cgroup: %w", err)
+	}
+	defer dir.Close()
+	attached, err := link.QueryPrograms(link.QueryOptions{Target: int(dir.Fd()), Attach: ebpf.AttachCGroupSockOps})
+	if err != nil {
+		return nil, fmt.Errorf("list sock_ops programs of cgroup %s: %w", cgroup, err)
+	}
+	ids := make([]uint32, len(attached.Programs))
+	for i, p := range attached.Programs {
+		ids[i] = uint32(p.ID)
+	}
+	return ids, nil
 }
