@@ -1,0 +1,516 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune
+
+import (
+	"cmp"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Sample is what is known of one arm of a trial: sums over its connections, see
+// struct tune_stats in bpf/include/tune.h. RTT and Connect are microseconds,
+// Rate kilobytes a second.
+type Sample struct {
+	Connections, Established, Closed             uint64
+	Bytes, Segments, Retransmits, RTOs           uint64
+	Segments2, Retransmits2, SegmentsRetransmits uint64
+	RTT, Connect, Rate                           Histogram
+}
+
+// Options of Compare. The same samples with the same options give the same
+// comparison.
+type Options struct {
+	Seed uint64 // of the bootstrap
+}
+
+// Verdict says whether a difference is real.
+type Verdict string
+
+// The verdicts: treated connections have less or more, the data shows neither,
+// or there is too little data to show anything.
+const (
+	Lower        Verdict = "lower"
+	Higher       Verdict = "higher"
+	NoDifference Verdict = "no difference shown"
+	NotEnough    Verdict = "not enough data"
+)
+
+// Row compares one figure of both arms. Difference is of treated against
+// control, in percent of control; Low to High is its 95 % interval. Nil is what
+// is not known: a figure that nothing was counted of, a difference from 0, an
+// interval's upper end where there is none, and the interval without enough data.
+type Row struct {
+	Name       string   `json:"name"`
+	Unit       string   `json:"unit"`
+	Treated    *float64 `json:"treated"`
+	Control    *float64 `json:"control"`
+	Difference *float64 `json:"difference_percent"`
+	Low        *float64 `json:"low_percent"`
+	High       *float64 `json:"high_percent"`
+	Verdict    Verdict  `json:"verdict"`
+	// More is about how many connections, of both arms together, are needed
+	// before NotEnough becomes another verdict; 0 where that cannot be told.
+	More uint64 `json:"more_connections,omitempty"`
+}
+
+// Comparison is the result of a trial. Each interval stands for itself. The
+// verdicts stand together: by Holm's method over the rows that have enough data,
+// the chance that any "lower" or "higher" is false stays at 5 %. So an interval
+// may leave out 0 and the verdict still be "no difference shown".
+type Comparison struct {
+	Treated uint64 `json:"treated_connections"`
+	Control uint64 `json:"control_connections"`
+	Rows    []Row  `json:"rows"`
+}
+
+const (
+	level     = 0.05 // of error
+	rows      = 8    // of a comparison
+	resamples = 2000
+
+	// minDraws is the least number of connections in an arm: of fewer, neither a
+	// median nor a variance is worth much.
+	minDraws = 30
+
+	// minBeyond is how many draws must be expected above a quantile. Where that
+	// is less than 6, an arm has none there, and so no idea of the quantile, more
+	// often (e^-6) than one of several verdicts may err.
+	minBeyond = 6
+)
+
+// figure is a row before its verdict.
+type figure struct {
+	treated, control float64 // NaN: not known
+	low, high        float64 // interval of treated/control
+	p                float64 // two-sided, of no difference
+	// lack is the factor by which both arms must grow for a verdict; up to 1:
+	// enough, +Inf: there is nothing to tell it from.
+	lack float64
+}
+
+// figures are the rows, and their words in a summary.
+var figures = [rows]struct {
+	name, unit           string
+	label                string
+	sentence, less, more string
+	compare              func(t, c *Sample, o Options) figure
+}{
+	{"connect_median", "us", "median connect time", "have a median connect time %s", "lower", "higher", quantiles(connectTimes, 0.5)},
+	{"connect_p99", "us", "99 % connect time", "have a 99 %% connect time %s", "lower", "higher", quantiles(connectTimes, 0.99)},
+	{"rtt_median", "us", "median RTT", "have a median RTT %s", "lower", "higher", quantiles(roundTrips, 0.5)},
+	{"rtt_p99", "us", "99 % RTT", "have a 99 %% RTT %s", "lower", "higher", quantiles(roundTrips, 0.99)},
+	{"rate_median", "kB/s", "median delivery rate", "have a median delivery rate %s", "lower", "higher", quantiles(deliveryRates, 0.5)},
+	{"retransmits", "per million segments", "retransmits", "lose %s segments", "fewer", "more", retransmits},
+	{"rtos", "per 1000 connections", "RTOs", "have %s RTOs", "fewer", "more", timeouts},
+	{"bytes", "bytes per connection", "bytes", "carry %s bytes", "fewer", "more", volume},
+}
+
+// Compare tells which differences between the arms of a trial are real. How each
+// row is judged stands with quantiles, retransmits, timeouts and volume.
+func Compare(treated, control Sample, o Options) Comparison {
+	result := Comparison{Treated: treated.Connections, Control: control.Connections}
+	nt, nc := float64(max(treated.Connections, 1)), float64(max(control.Connections, 1))
+	few := minDraws / min(nt, nc)
+	var judged [rows]figure
+	var enough []int
+	for i := range figures {
+		f := figures[i].compare(&treated, &control, o)
+		if few > 1 && (math.IsInf(f.lack, 1) || f.lack < few) {
+			f.lack = few
+		}
+		row := Row{
+			Name: figures[i].name, Unit: figures[i].unit, Verdict: NoDifference,
+			Treated: known(f.treated), Control: known(f.control), Difference: known(percent(f.treated / f.control)),
+		}
+		switch {
+		case f.lack <= 1:
+			row.Low, row.High = known(percent(f.low)), known(percent(f.high))
+			enough = append(enough, i)
+		case math.IsInf(f.lack, 1):
+			row.Verdict = NotEnough
+		default:
+			row.Verdict, row.More = NotEnough, uint64(math.Ceil((f.lack-1)*(nt+nc)))
+		}
+		result.Rows = append(result.Rows, row)
+		judged[i] = f
+	}
+	slices.SortStableFunc(enough, func(a, b int) int { return cmp.Compare(judged[a].p, judged[b].p) })
+	for done, i := range enough {
+		if judged[i].p > level/float64(len(enough)-done) {
+			break
+		}
+		result.Rows[i].Verdict = Higher
+		if judged[i].treated < judged[i].control {
+			result.Rows[i].Verdict = Lower
+		}
+	}
+	return result
+}
+
+func percent(ratio float64) float64 { return 100 * (ratio - 1) }
+
+// known is nil for what JSON has no number for.
+func known(v float64) *float64 {
+	if math.IsNaN(v) || math.IsInf(v, 0) {
+		return nil
+	}
+	return &v
+}
+
+func lacking(need, have float64) float64 {
+	if have == 0 {
+		return math.Inf(1)
+	}
+	return need / have
+}
+
+// equals gives the number of connections of one size that would be worth as much
+// as those of the sample: their number where all sent as many segments, about 1
+// where one sent nearly all (Kish's effective sample size). Connections of more
+// than TUNE_SEGMENTS_MAX segments weigh less than they should.
+func (s *Sample) equals() float64 {
+	if s.Segments2 == 0 {
+		return 0
+	}
+	n := float64(s.Segments)
+	return min(n*n/float64(s.Segments2), float64(s.Connections))
+}
+
+func connectTimes(s *Sample) (*Histogram, float64) {
+	return &s.Connect, float64(min(s.Connect.Count(), s.Connections))
+}
+
+func roundTrips(s *Sample) (*Histogram, float64)    { return &s.RTT, s.draws(&s.RTT) }
+func deliveryRates(s *Sample) (*Histogram, float64) { return &s.Rate, s.draws(&s.Rate) }
+
+// draws gives the number of independent draws that a histogram with several
+// values of one connection is worth. These are alike, so it is at most the number
+// of connections; and a connection that sent more has more of them, so where
+// sizes are known it is at most equals.
+func (s *Sample) draws(h *Histogram) float64 {
+	n := float64(min(h.Count(), s.Connections))
+	if s.Segments2 > 0 {
+		n = min(n, s.equals())
+	}
+	return n
+}
+
+// quantiles compares the quantile q of histograms by a bootstrap that assumes no
+// distribution: each arm is drawn anew from its own histogram, as many times as it
+// is worth. Where the q-th of n such draws falls in the histogram is distributed
+// as Beta(q(n+1), (1-q)(n+1)), so one number stands for the whole resample. The
+// interval is that of the ratios' percentiles.
+//
+// Where in its bucket a value lies is not known, so each resample also draws that,
+// the more freely the larger the bucket's share: an interval does not get narrower
+// than the histogram is fine, however many the connections.
+func quantiles(pick func(*Sample) (*Histogram, float64), q float64) func(t, c *Sample, o Options) figure {
+	need := max(minDraws, math.Round(minBeyond/(1-q)))
+	return func(t, c *Sample, o Options) figure {
+		th, nt := pick(t)
+		ch, nc := pick(c)
+		tn, cn := th.Count(), ch.Count()
+		f := figure{treated: math.NaN(), control: math.NaN(), lack: lacking(need, min(nt, nc))}
+		if tn > 0 {
+			f.treated = th.Quantile(q)
+		}
+		if cn > 0 {
+			f.control = ch.Quantile(q)
+		}
+		if f.lack > 1 {
+			return f
+		}
+		r := rand.New(rand.NewPCG(o.Seed, 0))
+		ratios := make([]float64, resamples)
+		var below, above int
+		for i := range ratios {
+			_, tv := quantile(th, drawBeta(r, q*(nt+1), (1-q)*(nt+1)), tn, 1-r.Float64())
+			_, cv := quantile(ch, drawBeta(r, q*(nc+1), (1-q)*(nc+1)), cn, 1-r.Float64())
+			ratios[i] = tv / cv
+			if tv <= cv {
+				below++
+			}
+			if tv >= cv {
+				above++
+			}
+		}
+		slices.Sort(ratios)
+		const tail = resamples * level / 2
+		f.low, f.high = ratios[int(tail)], ratios[resamples-1-int(tail)]
+		f.p = min(1, 2*float64(min(below, above)+1)/(resamples+1))
+		return f
+	}
+}
+
+// retransmits compares the ratio of retransmits to segments, with connections as
+// clusters. The delta method gives the variance of a ratio of sums; divided by
+// the variance that retransmits independent of each other would have, it says how
+// many of them come together, and so how many independent losses the arm has.
+// These are compared as Poisson counts, see compareCounts, which holds for few and
+// for none. An arm counts as clustered at least as much as both together, as few
+// losses say little about that themselves.
+func retransmits(t, c *Sample, _ Options) figure {
+	ratio := func(s *Sample) (x, y, variance float64) {
+		x, y = float64(s.Retransmits), float64(s.Segments)
+		r := x / y
+		variance = float64(s.Retransmits2) - 2*r*float64(s.SegmentsRetransmits) + r*r*float64(s.Segments2)
+		n := s.equals()
+		return x, y, max(variance, 0) * n / (n - 1)
+	}
+	f := figure{
+		treated: 1e6 * float64(t.Retransmits) / float64(t.Segments),
+		control: 1e6 * float64(c.Retransmits) / float64(c.Segments),
+		lack:    lacking(minDraws, min(t.equals(), c.equals())),
+	}
+	if f.lack > 1 {
+		return f
+	}
+	xt, yt, vt := ratio(t)
+	xc, yc, vc := ratio(c)
+	both := max(1, (vt+vc)/max(xt+xc, 1))
+	f.compareCounts(count{xt, yt, max(both, vt/max(xt, 1))}, count{xc, yc, max(both, vc/max(xc, 1))})
+	return f
+}
+
+// timeouts compares RTOs per connection. They come in runs on some connections,
+// and only their sum is known: so as many are taken to come together as possibly
+// can, in the arm where that is more. Each RTO is also a retransmit, so a
+// connection has no more of them, which bounds them in three ways: by all on one
+// connection, by the sum of squares of retransmits, and by the most retransmits
+// that one of n connections can have with that sum (Samuelson's inequality). Where
+// most retransmits are no RTOs, it takes many connections to show a difference.
+func timeouts(t, c *Sample, _ Options) figure {
+	together := 1.0
+	for _, s := range []*Sample{t, c} {
+		if s.RTOs == 0 {
+			continue
+		}
+		n, events, squares := float64(s.Connections), float64(s.RTOs), float64(s.Retransmits2)
+		mean := float64(s.Retransmits) / n
+		most := mean + math.Sqrt(max(squares/n-mean*mean, 0)*(n-1))
+		if s.RTOs > s.Retransmits { // so retransmits say nothing of RTOs
+			most, squares = events, events*events
+		}
+		together = max(together, min(events, squares/events, most))
+	}
+	nt, nc := float64(t.Connections), float64(c.Connections)
+	xt, xc := float64(t.RTOs), float64(c.RTOs)
+	f := figure{treated: 1000 * xt / nt, control: 1000 * xc / nc, lack: lacking(minDraws, min(nt, nc))}
+	switch {
+	case f.lack > 1:
+	case xt+xc+float64(t.Segments)+float64(c.Segments) == 0:
+		f.lack = math.Inf(1)
+	default:
+		f.compareCounts(count{xt, nt, together}, count{xc, nc, together})
+	}
+	return f
+}
+
+// volume compares bytes per connection. There is no sum of their squares: their
+// coefficient of variation is taken to be that of segments, made larger by 1 for
+// segments that are not full. The logarithm of the ratio counts as normal.
+func volume(t, c *Sample, _ Options) figure {
+	f := figure{
+		treated: float64(t.Bytes) / float64(t.Connections),
+		control: float64(c.Bytes) / float64(c.Connections),
+		lack:    lacking(minDraws, min(t.equals(), c.equals())),
+	}
+	if t.Bytes == 0 || c.Bytes == 0 {
+		f.lack = math.Inf(1)
+	}
+	if f.lack > 1 {
+		return f
+	}
+	var variance float64
+	for _, s := range []*Sample{t, c} {
+		n := float64(s.Connections)
+		variance += (2*(n/s.equals()-1) + 1) / n
+	}
+	log, deviation := math.Log(f.treated/f.control), math.Sqrt(variance)
+	half := deviation * math.Sqrt2 * math.Erfinv(1-level)
+	f.low, f.high = math.Exp(log-half), math.Exp(log+half)
+	f.p = math.Erfc(math.Abs(log) / deviation / math.Sqrt2)
+	return f
+}
+
+// count is a number of events of which some come together: events/together are
+// independent. Exposure is what they are a rate of.
+type count struct{ events, exposure, together float64 }
+
+// compareCounts sets the interval, p and lack of two rates. Of the independent
+// events of both arms, those of treated are binomial, so the interval is Clopper
+// and Pearson's, which is exact and rather too wide than too narrow. There is
+// enough data where all events in one arm would be a difference after Holm.
+func (f *figure) compareCounts(t, c count) {
+	kt, kc := t.events/t.together, c.events/c.together
+	et, ec := t.exposure/t.together, c.exposure/c.together
+	share := et / (et + ec)
+	need := math.Log(level/(2*rows)) / math.Log(min(share, 1-share))
+	f.lack = need / (max(t.events+c.events, 1) / max(t.together, c.together))
+	f.low, f.high = 0, math.Inf(1)
+	atMost, atLeast := 1.0, 1.0
+	if kt > 0 {
+		b := betaQuantile(level/2, kt, kc+1)
+		f.low = b / (1 - b) * ec / et
+		atLeast = betaCDF(share, kt, kc+1)
+	}
+	if kc > 0 {
+		b := betaQuantile(level/2, kc, kt+1)
+		f.high = (1 - b) / b * ec / et
+		atMost = betaCDF(1-share, kc, kt+1)
+	}
+	f.p = min(1, 2*min(atMost, atLeast))
+}
+
+// betaQuantile is the inverse of betaCDF, by bisection.
+func betaQuantile(p, a, b float64) float64 {
+	low, high := 0.0, 1.0
+	for range 80 {
+		if x := (low + high) / 2; betaCDF(x, a, b) < p {
+			low = x
+		} else {
+			high = x
+		}
+	}
+	return (low + high) / 2
+}
+
+// betaCDF is the distribution function of Beta(a, b), the regularized incomplete
+// beta function, by its continued fraction: https://dlmf.nist.gov/8.17.E22.
+func betaCDF(x, a, b float64) float64 {
+	if x <= 0 || x >= 1 {
+		return min(max(x, 0), 1)
+	}
+	mirrored := x > (a+1)/(a+b+2) // where it converges slowly
+	if mirrored {
+		x, a, b = 1-x, b, a
+	}
+	la, _ := math.Lgamma(a)
+	lb, _ := math.Lgamma(b)
+	lab, _ := math.Lgamma(a + b)
+	const tiny, steps = 1e-300, 100000
+	nonzero := func(v float64) float64 {
+		if math.Abs(v) < tiny {
+			return tiny
+		}
+		return v
+	}
+	up, down := 1.0, 1/nonzero(1-(a+b)*x/(a+1))
+	fraction := down
+	for m := 1.0; m < steps; m++ {
+		var change float64
+		for _, term := range [2]float64{
+			m * (b - m) * x / ((a + 2*m - 1) * (a + 2*m)),
+			-(a + m) * (a + b + m) * x / ((a + 2*m) * (a + 2*m + 1)),
+		} {
+			down, up = 1/nonzero(1+term*down), nonzero(1+term/up)
+			change = down * up
+			fraction *= change
+		}
+		if math.Abs(change-1) < 1e-14 {
+			break
+		}
+	}
+	value := math.Exp(a*math.Log(x)+b*math.Log1p(-x)+lab-la-lb) / a * fraction
+	if mirrored {
+		return 1 - value
+	}
+	return value
+}
+
+func drawBeta(r *rand.Rand, a, b float64) float64 {
+	x, y := drawGamma(r, a), drawGamma(r, b)
+	return x / (x + y)
+}
+
+// drawGamma draws from Gamma(shape, 1), shape 1 or more (Marsaglia and Tsang, A
+// simple method for generating gamma variables, 2000).
+func drawGamma(r *rand.Rand, shape float64) float64 {
+	d := shape - 1.0/3
+	for {
+		x := r.NormFloat64()
+		v := 1 + x/math.Sqrt(9*d)
+		if v <= 0 {
+			continue
+		}
+		v = v * v * v
+		if math.Log(1-r.Float64()) < x*x/2+d-d*v+d*math.Log(v) {
+			return d * v
+		}
+	}
+}
+
+// Summary says in one sentence which differences are real, which were not shown,
+// and of what there is not enough data.
+func (c Comparison) Summary() string {
+	var found, none, missing []string
+	var more uint64
+	for _, row := range c.Rows {
+		for _, f := range figures {
+			if f.name != row.Name {
+				continue
+			}
+			switch row.Verdict {
+			case Lower:
+				found = append(found, row.words(f.sentence, f.less))
+			case Higher:
+				found = append(found, row.words(f.sentence, f.more))
+			case NoDifference:
+				none = append(none, f.label)
+			case NotEnough:
+				missing = append(missing, f.label)
+				more = max(more, row.More)
+			}
+		}
+	}
+	var parts []string
+	if len(found) > 0 {
+		parts = append(parts, "treated connections "+strings.Join(found, ", "))
+	}
+	if len(none) > 0 {
+		parts = append(parts, strings.Join(none, ", ")+": "+string(NoDifference))
+	}
+	if len(missing) > 0 {
+		text := strings.Join(missing, ", ") + ": " + string(NotEnough)
+		if more > 0 {
+			text += fmt.Sprintf(" (about %d more connections needed)", more)
+		}
+		parts = append(parts, text)
+	}
+	return strings.Join(parts, "; ")
+}
+
+// words gives a real difference, such as "lose 91 % fewer segments (95 % interval
+// 84 % to 95 %)".
+func (r Row) words(sentence, direction string) string {
+	if r.Difference != nil {
+		direction = size(*r.Difference) + " % " + direction
+	}
+	text := fmt.Sprintf(sentence, direction)
+	low, high := r.Low, r.High
+	if r.Verdict == Lower {
+		low, high = high, low
+	}
+	switch {
+	case low != nil && high != nil:
+		text += fmt.Sprintf(" (95 %% interval %s %% to %s %%)", size(*low), size(*high))
+	case low != nil:
+		text += fmt.Sprintf(" (95 %% interval %s %% and more)", size(*low))
+	}
+	return text
+}
+
+// size gives a percentage without its sign, with a decimal where it matters.
+func size(percent float64) string {
+	p := math.Abs(percent)
+	decimals := 0
+	if p < 10 || p > 99 && p < 100 {
+		decimals = 1
+	}
+	return strings.TrimSuffix(strconv.FormatFloat(p, 'f', decimals, 64), ".0")
+}
