@@ -54,6 +54,8 @@ type Agent struct {
 	policy   *config.Policy
 	text     []byte
 	services map[string]*service
+	tuners   map[string]*tuner // by cgroup
+	watch    *cgroupWatch      // nil while nothing is tuned
 	metrics  *metricsServer
 }
 
@@ -104,6 +106,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		host:     &host{root: root, stateDir: o.StateDir, cgroups: cgroups},
 		policy:   &config.Policy{},
 		services: make(map[string]*service),
+		tuners:   make(map[string]*tuner),
 	}
 	defer a.close()
 	if err := a.countStart(); err != nil {
@@ -228,6 +231,11 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 			return err
 		}
 	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if err := a.startTune(policy); err != nil {
+		return err
+	}
 	if a.metrics, err = a.serveMetrics(policy.Metrics.Listen); err != nil {
 		return err
 	}
@@ -265,8 +273,17 @@ func (a *Agent) removeLeftover(name string) error {
 }
 
 func (a *Agent) close() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.watch != nil {
+		a.watch.close()
+		a.watch = nil
+	}
 	for _, s := range a.services {
 		s.close()
+	}
+	for _, t := range a.tuners {
+		t.close()
 	}
 	if a.metrics != nil {
 		a.metrics.close()
@@ -319,12 +336,13 @@ func (a *Agent) candidate(c Candidate) (*config.Policy, []byte, error) {
 	return readPolicy(a.options.Policy)
 }
 
-// step is a change of one service; target is nil for one that is added or
-// removed.
+// step is a change of one service, where target is nil for one that is added
+// or removed, or of one cgroup's tuning.
 type step struct {
 	name   string
 	config *config.Service
 	target *target
+	tune   *tuneChange
 }
 
 func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
@@ -333,7 +351,7 @@ func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
 	for _, name := range slices.Sorted(maps.Keys(a.services)) {
 		if !slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Name == name }) {
 			steps = append(steps, step{name: name})
-			changes = append(changes, Change{name, "remove", "service", "the kernel's hash decides from then on"})
+			changes = append(changes, Change{Service: name, Action: "remove", What: "service", Effect: "the kernel's hash decides from then on"})
 		}
 	}
 	for _, c := range policy.Services {
@@ -348,7 +366,7 @@ func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
 		}
 		if fresh {
 			steps = append(steps, step{name: c.Name, config: &c})
-			changes = append(changes, Change{c.Name, "add", "service", ""})
+			changes = append(changes, Change{Service: c.Name, Action: "add", What: "service"})
 			continue
 		}
 		if diff := s.plan(t); len(diff) > 0 {
@@ -356,6 +374,14 @@ func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
 			changes = append(changes, diff...)
 		}
 	}
+	tunings, tuned, err := a.prepareTune(policy)
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, c := range tunings {
+		steps = append(steps, step{tune: &c})
+	}
+	changes = append(changes, tuned...)
 	if a.policy.Metrics != policy.Metrics {
 		changes = append(changes, Change{Action: "change",
 			What: fmt.Sprintf("metrics: %s -> %s", orNone(a.policy.Metrics.Listen), orNone(policy.Metrics.Listen))})
@@ -426,14 +452,24 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 	}
 	a.policy = policy
 	for _, change := range changes {
-		a.log.Info("policy applied", "service", change.Service, "action", change.Action, "what", change.What, "effect", change.Effect)
+		a.log.Info("policy applied", "service", change.Service, "cgroup", change.Cgroup, "action", change.Action, "what", change.What, "effect", change.Effect)
 	}
-	return &Plan{Policy: a.options.Policy, Changes: changes}, a.remember(text)
+	plan := &Plan{Policy: a.options.Policy, Changes: changes}
+	if err := a.remember(text); err != nil {
+		return nil, err
+	}
+	if c.Live {
+		plan.Live, err = a.applyLive()
+	}
+	return plan, err
 }
 
 // take carries a step out, and returns what takes it back. A step that fails
 // leaves its service as it was.
 func (a *Agent) take(step step) (back func() error, err error) {
+	if step.tune != nil {
+		return a.takeTune(*step.tune)
+	}
 	switch s := a.services[step.name]; {
 	case step.config == nil:
 		before := s.config

@@ -114,14 +114,16 @@ type Membership struct {
 
 // Plan is the answer to POST /v1/plan and /v1/apply: what changes.
 type Plan struct {
-	Policy  string   `json:"policy"`
-	Changes []Change `json:"changes"`
+	Policy  string    `json:"policy"`
+	Changes []Change  `json:"changes"`
+	Live    *TuneLive `json:"live,omitempty"` // of an apply that asked for it
 }
 
 // Change is a step of a plan.
 type Change struct {
 	Service string `json:"service,omitempty"`
-	Action  string `json:"action"` // add, remove, change
+	Cgroup  string `json:"cgroup,omitempty"` // whose tuning changes
+	Action  string `json:"action"`           // add, remove, change
 	What    string `json:"what"`
 	Effect  string `json:"effect,omitempty"` // on what runs
 }
@@ -132,6 +134,7 @@ type Candidate struct {
 	Text     string `json:"text,omitempty"`
 	Path     string `json:"path,omitempty"`
 	Previous bool   `json:"previous,omitempty"` // the policy before the last apply
+	Live     bool   `json:"live,omitempty"`     // also tune connections that are open; with apply only
 }
 
 // Failure is the body of every answer that is not a success.

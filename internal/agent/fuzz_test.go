@@ -22,9 +22,10 @@ import (
 // nothing.
 func FuzzAPI(f *testing.F) {
 	for _, path := range []string{"/v1/status", "/v1/slots?service=a", "/v1/devices", "/v1/where?address=192.0.2.1&address=x",
-		"/v1/register", "/v1/unregister", "/v1/run", "/v1/plan", "/v1/apply", "/v2/x", "/"} {
+		"/v1/tune", "/v1/tune?cgroup=x", "/v1/tune/explain?local=192.0.2.1:1&remote=192.0.2.2&role=accept&tag=0x5e", "/v1/tune/socket?pid=1&fd=0",
+		"/v1/tune/socket?local=192.0.2.1:1&remote=x", "/v1/tune/trial?rule=a", "/v1/tune/learned", "/v1/tune/revert", "/v1/register", "/v1/unregister", "/v1/run", "/v1/plan", "/v1/apply", "/v2/x", "/"} {
 		for _, body := range []string{"", "{}", "[", "null", `{"service": "a", "slot": 1, "pid": 1}`, `{"text": "services: {}", "path": "/p"}`,
-			`{"previous": true}`, `{"text": "services: {a: {slots: 1, listeners: [{protocol: tcp, address: \"[::]:1\"}]"}`, `{"slot": 1e99}`, `{} {}`, `{"PID": -1}`} {
+			`{"previous": true}`, `{"text": "services: {a: {slots: 1, listeners: [{protocol: tcp, address: \"[::]:1\"}]"}`, `{"slot": 1e99}`, `{"rules": ["a"]}`, `{"text": "tune: [{name: a, cgroup: b, set: {mss: 1}}]", "live": true}`, `{} {}`, `{"PID": -1}`} {
 			f.Add("GET", path, body)
 			f.Add("POST", path, body)
 		}
@@ -35,9 +36,10 @@ func FuzzAPI(f *testing.F) {
 		if err != nil || target.Host != "" || !strings.HasPrefix(path, "/") || strings.ContainsAny(method, " \r\n") || method == "CONNECT" {
 			return
 		}
-		// A policy with services would be applied: this agent keeps none.
-		if strings.Contains(body, "services") && strings.Contains(path, "apply") {
-			if _, err := config.Parse([]byte(body), "p"); err == nil {
+		// A policy would be applied: this agent has no kernel to do it with.
+		var c Candidate
+		if json.Unmarshal([]byte(body), &c) == nil {
+			if _, err := config.Parse([]byte(c.Text), "p"); err == nil {
 				return
 			}
 		}

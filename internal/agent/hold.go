@@ -236,6 +236,7 @@ func Reset(pins string) (removed bool, err error) {
 	if removed, err = isPinDirectory(pins); err != nil || !removed {
 		return false, err
 	}
+	var scopes []tuneScope
 	err = bpf.RemoveRoot(pins, func() error {
 		keepers, err := findKeepers(pins, "")
 		if err != nil {
@@ -248,8 +249,12 @@ func Reset(pins string) (removed bool, err error) {
 			}
 			errs = append(errs, k.end())
 		}
+		scopes = tuneScopes(pins)
 		return joined(errs...)
 	})
+	if err == nil {
+		err = removeCreated(scopes)
+	}
 	if errors.Is(err, bpf.ErrLocked) {
 		err = conflict(err, "stop the agent first")
 	}
@@ -267,7 +272,7 @@ func isPinDirectory(pins string) (bool, error) {
 		return false, fmt.Errorf("read pin directory: %w", err)
 	}
 	foreign := func(e os.DirEntry) bool {
-		return e.Name() != "schema" && !strings.HasPrefix(e.Name(), bpf.ServicePrefix)
+		return e.Name() != "schema" && !strings.HasPrefix(e.Name(), bpf.ServicePrefix) && !strings.HasPrefix(e.Name(), bpf.TunePins)
 	}
 	if !isBPFFS(pins) || slices.ContainsFunc(entries, foreign) {
 		return false, Usage(fmt.Errorf("%s is not a directory of an agent's pins", pins), "name the agent's directory with --pins")

@@ -65,6 +65,16 @@ func (a *Agent) Collect(out chan<- prometheus.Metric) {
 			a.log.Error("metrics failed", "service", s.config.Name, "error", err)
 		}
 	}
+	tuners, err := a.tunersOf("")
+	if err != nil {
+		a.log.Error("metrics failed", "error", err)
+		return
+	}
+	for _, t := range tuners {
+		if err := t.collect(out); err != nil {
+			a.log.Error("metrics failed", "cgroup", t.name, "error", err)
+		}
+	}
 }
 
 func (s *service) collect(out chan<- prometheus.Metric) error {

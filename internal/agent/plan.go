@@ -86,14 +86,12 @@ func (s *service) plan(t *target) []Change {
 	}
 	for _, l := range to.Listeners {
 		if !slices.Contains(from.Listeners, l) {
-			changes = append(changes, Change{s.config.Name, "add", "listener " + l.String(),
-				"slots are not ready until their members listen on it"})
+			changes = append(changes, Change{Service: s.config.Name, Action: "add", What: "listener " + l.String(), Effect: "slots are not ready until their members listen on it"})
 		}
 	}
 	for _, l := range from.Listeners {
 		if !slices.Contains(to.Listeners, l) {
-			changes = append(changes, Change{s.config.Name, "remove", "listener " + l.String(),
-				"the kernel's hash decides there from then on"})
+			changes = append(changes, Change{Service: s.config.Name, Action: "remove", What: "listener " + l.String(), Effect: "the kernel's hash decides there from then on"})
 		}
 	}
 	if !sameDevices(s.mapping.Devices, t.mapping.Devices) {

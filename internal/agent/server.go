@@ -136,6 +136,34 @@ func (a *Agent) handler() http.Handler {
 		}
 		return collect(a, r, func(s *service) ([]WhereStatus, error) { return s.where(addresses), nil })
 	})
+	show("/v1/tune", func(r *http.Request) (any, error) { return a.TuneStatus(r.URL.Query().Get("cgroup")) })
+	show("/v1/tune/options", func(*http.Request) (any, error) { return a.TuneOptions() })
+	show("/v1/tune/explain", func(r *http.Request) (any, error) {
+		questions, err := tuneQuestion(r)
+		if err != nil {
+			return nil, err
+		}
+		return a.TuneExplain(r.URL.Query().Get("cgroup"), questions)
+	})
+	show("/v1/tune/socket", func(r *http.Request) (any, error) {
+		// What a process has open is nobody's business but root's.
+		if err := mustBeRoot(r); err != nil {
+			return nil, err
+		}
+		return a.TuneSocket(r)
+	})
+	show("/v1/tune/trial", func(r *http.Request) (any, error) { return a.TuneTrial(r.URL.Query().Get("rule")) })
+	show("/v1/tune/learned", func(r *http.Request) (any, error) { return a.TuneLearned(r.URL.Query().Get("rule")) })
+	change("/v1/tune/revert", func(r *http.Request) (any, error) {
+		if err := mustBeRoot(r); err != nil {
+			return nil, err
+		}
+		var which TuneRevert
+		if err := decode(r, &which); err != nil {
+			return nil, err
+		}
+		return a.TuneRevert(which)
+	})
 	change("/v1/register", func(r *http.Request) (any, error) {
 		m, s, err := a.membership(r, true)
 		if err != nil {

@@ -27,6 +27,9 @@ type host struct {
 	root     *bpf.Root
 	stateDir string
 	cgroups  string // mount point of cgroup v2
+
+	probing sync.Mutex
+	probed  map[string]error // what tune can set; nil before it was tried
 }
 
 // service keeps one service of the policy in step with the host: its data

@@ -11,21 +11,30 @@ import (
 )
 
 func (c *command) applyCommand() *cobra.Command {
-	var previous bool
+	var candidate agent.Candidate
 	cmd := &cobra.Command{
 		Use:   "apply",
 		Short: "Make the agent's policy file true",
 		Long: `Apply reads the agent's policy file again and changes what differs; sockeye plan
 shows it first. An error in the file changes nothing. Apply --previous goes
-back to the policy before the last apply; the file is left as it is.`,
+back to the policy before the last apply; the file is left as it is.
+
+Rules of tune are for new connections. With --live the open ones get them too,
+as far as an open connection can be changed; sockeye tune revert takes it back.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var plan agent.Plan
-			if err := c.client().Post(cmd.Context(), "/v1/apply", agent.Candidate{Previous: previous}, &plan); err != nil {
+			if err := c.client().Post(cmd.Context(), "/v1/apply", candidate, &plan); err != nil {
 				return err
 			}
-			return c.show(plan, func(w io.Writer) { changes(w, plan.Changes, "nothing changed") })
+			return c.show(plan, func(w io.Writer) {
+				changes(w, plan.Changes, "nothing changed")
+				if plan.Live != nil {
+					adopted(w, plan.Live)
+				}
+			})
 		},
 	}
-	cmd.Flags().BoolVar(&previous, "previous", false, "go back to the policy before the last apply")
+	cmd.Flags().BoolVar(&candidate.Previous, "previous", false, "go back to the policy before the last apply")
+	cmd.Flags().BoolVar(&candidate.Live, "live", false, "tune connections that are open, too")
 	return cmd
 }

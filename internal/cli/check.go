@@ -18,10 +18,11 @@ import (
 
 // checked is the answer of check -o json.
 type checked struct {
-	File     string        `json:"file"`
-	Valid    bool          `json:"valid"`
-	Services int           `json:"services"`
-	Errors   []checkedFlaw `json:"errors"`
+	File      string        `json:"file"`
+	Valid     bool          `json:"valid"`
+	Services  int           `json:"services"`
+	TuneRules int           `json:"tune_rules"`
+	Errors    []checkedFlaw `json:"errors"`
 }
 
 type checkedFlaw struct {
@@ -81,10 +82,23 @@ func (c *command) check(file string) error {
 	case err != nil:
 		return err
 	}
-	result.Services = len(policy.Services)
+	result.Services, result.TuneRules = len(policy.Services), len(policy.Tune)
 	return c.show(result, func(w io.Writer) {
-		fmt.Fprintf(w, "%s is valid, %s\n", file, count(len(policy.Services), "service", "services"))
+		fmt.Fprintf(w, "%s is valid, %s\n", file, contents(policy))
 	})
+}
+
+// contents counts what a policy has, as in 1 service, 3 tune rules.
+func contents(policy *config.Policy) string {
+	services := count(len(policy.Services), "service", "services")
+	rules := count(len(policy.Tune), "tune rule", "tune rules")
+	switch {
+	case len(policy.Tune) == 0:
+		return services
+	case len(policy.Services) == 0:
+		return rules
+	}
+	return services + ", " + rules
 }
 
 // loadPolicy reads a policy file that the caller named.

@@ -21,8 +21,8 @@ func (c *command) doctorCommand() *cobra.Command {
 		Short: "Look for what keeps Sockeye from working on this host",
 		Long: `Doctor looks at the kernel, the rights of the caller, the mounts, and at the
 sockets on the ports of the policy's services. It changes nothing and needs no
-agent; with one it also shows which members are not ready, and why. The exit
-code is that of the worst finding.`,
+agent; with one it also shows which members are not ready, and which rules of
+tune lack something, and why. The exit code is that of the worst finding.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var policy *config.Policy
 			var broken []agent.Finding
@@ -61,7 +61,7 @@ code is that of the worst finding.`,
 	return cmd
 }
 
-// askAgent adds what a running agent knows of its members.
+// askAgent adds what a running agent knows of its members and rules.
 func (c *command) askAgent(cmd *cobra.Command) []agent.Finding {
 	var status agent.Status
 	err := c.client().Get(cmd.Context(), "/v1/status", nil, &status)
@@ -76,6 +76,44 @@ func (c *command) askAgent(cmd *cobra.Command) []agent.Finding {
 		for _, w := range s.Waiting {
 			findings = append(findings, agent.Finding{Area: "service " + s.Name, Check: fmt.Sprintf("process %d", w.PID),
 				Result: agent.ResultWarning, Detail: w.Problem, Hint: w.Hint})
+		}
+	}
+	return append(findings, c.askTune(cmd)...)
+}
+
+// askTune adds what a running agent knows of the cgroups that it tunes.
+func (c *command) askTune(cmd *cobra.Command) []agent.Finding {
+	var list []agent.TuneStatus
+	if err := c.client().Get(cmd.Context(), "/v1/tune", nil, &list); err != nil {
+		return []agent.Finding{{Area: "tune", Check: "rules", Result: agent.ResultWarning, Detail: "not known: " + err.Error(), Hint: agent.Hint(err)}}
+	}
+	var findings []agent.Finding
+	for _, s := range list {
+		add := func(check, result, detail, hint string) {
+			findings = append(findings, agent.Finding{Area: "tune " + s.Cgroup, Check: check, Result: result, Detail: detail, Hint: hint})
+		}
+		switch {
+		case s.Problem != "":
+			add("attached", agent.ResultWarning, s.Problem, s.Hint)
+		case !s.Attached:
+			add("attached", agent.ResultWarning, "no", "")
+		default:
+			add("attached", agent.ResultOK, count(len(s.Rules), "rule", "rules"), "")
+		}
+		for _, f := range s.Foreign {
+			result := agent.ResultNote
+			if f.Order == "after" {
+				result = agent.ResultWarning
+			}
+			add("foreign programs", result, foreign(f), "")
+		}
+		for _, r := range s.Rules {
+			for _, f := range r.Failures {
+				add("rule "+r.Name, agent.ResultWarning, failed(f), "")
+			}
+			for _, k := range r.Skipped {
+				add("rule "+r.Name, agent.ResultNote, skipped(k), "")
+			}
 		}
 	}
 	return findings

@@ -27,6 +27,7 @@ import (
 
 	"sockeye/internal/agent"
 	"sockeye/internal/testenv"
+	"sockeye/internal/tune"
 )
 
 // TestMain plays the parts that tests start as processes of their own: an
@@ -39,7 +40,7 @@ func TestMain(m *testing.M) {
 	switch role {
 	case "sockeye":
 		os.Exit(Main(os.Args[2:], Host()))
-	case agent.KeeperCommand:
+	case agent.KeeperCommand, tune.ProbeCommand:
 		os.Exit(Main(os.Args[1:], Host()))
 	case "member":
 		becomeMember(os.Args[2:])

@@ -28,6 +28,12 @@ var answers = []struct {
 	{"where", []agent.WhereStatus{}},
 	{"check", checked{}},
 	{"plan, apply", agent.Plan{}},
+	{"tune", []agent.TuneStatus{}},
+	{"tune explain", []agent.TuneExplanation{}},
+	{"tune explain --socket", agent.TuneSocket{}},
+	{"tune trial", agent.TuneTrial{}},
+	{"tune learned", []agent.TuneLearned{}},
+	{"tune revert", agent.TuneLive{}},
 	{"register, unregister", agent.Membership{}},
 	{"doctor", []agent.Finding{}},
 	{"version", version{}},
@@ -157,6 +163,8 @@ func TestJSONAnswers(t *testing.T) {
 			args = [][]string{{"check", h.policy}}
 		case "doctor":
 			args = [][]string{{"doctor", "--policy", h.policy, "--pins", h.pins}}
+		case "tune", "tune learned":
+			args = [][]string{strings.Fields(a.command)}
 		case "reset":
 			args = [][]string{{"reset", "--pins", h.pins + "2"}}
 		}

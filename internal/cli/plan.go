@@ -20,7 +20,7 @@ func (c *command) planCommand() *cobra.Command {
 		Use:   "plan [FILE]",
 		Short: "Show what apply would change",
 		Long: `Plan compares a policy file, the agent's own by default, with what runs, and
-tells what would change and what that does to devices and members.`,
+tells what would change and what that does to devices, members and connections.`,
 		Args: arguments(0, 1, ""),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			candidate := agent.Candidate{Previous: previous}
@@ -55,6 +55,10 @@ func changes(w io.Writer, list []agent.Change, none string) {
 	}
 	fmt.Fprintln(w, "SERVICE\tACTION\tWHAT\tEFFECT")
 	for _, change := range list {
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", orDash(change.Service), change.Action, change.What, orDash(change.Effect))
+		of := change.Service
+		if change.Cgroup != "" {
+			of = "tune " + change.Cgroup
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", orDash(of), change.Action, change.What, orDash(change.Effect))
 	}
 }

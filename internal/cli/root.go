@@ -105,7 +105,8 @@ func (c *command) root() *cobra.Command {
 		Use:   "sockeye",
 		Short: "Make every network device's traffic return to the same process",
 		Long: `Sockeye steers all streams of a network device, TCP and UDP, to one process of
-several that serve the same ports. The kernel does it, for unmodified programs.
+several that serve the same ports, and gives TCP connections the parameters
+that a policy names. The kernel does it, for unmodified programs.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 4 not permitted, 5 in conflict with what is there.`,
@@ -127,10 +128,11 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	root.PersistentFlags().StringVarP(&c.output, "output", "o", "table", "table or json")
 	root.SetFlagErrorFunc(badFlag)
 	root.AddCommand(
-		c.agentCommand(), c.holdCommand(), c.resetCommand(),
+		c.agentCommand(), c.holdCommand(), c.probeCommand(), c.resetCommand(),
 		c.runCommand(), c.registerCommand(), c.unregisterCommand(),
 		c.statusCommand(), c.slotsCommand(), c.devicesCommand(), c.whereCommand(),
 		c.checkCommand(), c.planCommand(), c.applyCommand(),
+		c.tuneCommand(),
 		c.doctorCommand(), c.versionCommand(),
 	)
 	root.SetHelpCommand(&cobra.Command{
@@ -140,7 +142,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 		RunE: func(_ *cobra.Command, args []string) error {
 			sub, rest, err := root.Find(args)
 			if err != nil || len(rest) > 0 {
-				return noCommand(root, args)
+				return noCommand(sub, rest)
 			}
 			sub.InitDefaultHelpFlag()
 			return sub.Help()
@@ -149,17 +151,31 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	root.InitDefaultHelpCmd()
 	root.InitDefaultCompletionCmd()
 	for _, sub := range root.Commands() {
-		for _, shell := range sub.Commands() {
-			shell.Args = usage(nil)
+		if sub.Name() == "completion" {
+			for _, shell := range sub.Commands() {
+				shell.Args = nil // in our words
+			}
 		}
-		if sub.HasSubCommands() {
-			sub.Args = noCommand
-			sub.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
-			continue
-		}
-		sub.Args = usage(sub.Args)
+		finish(sub)
 	}
 	return root
+}
+
+// finish gives a command, and those below it, what all have in common. One
+// with commands below it takes no arguments; it shows its help, unless it does
+// something itself.
+func finish(cmd *cobra.Command) {
+	if !cmd.HasSubCommands() {
+		cmd.Args = usage(cmd.Args)
+		return
+	}
+	cmd.Args = noCommand
+	if !cmd.Runnable() {
+		cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
+	}
+	for _, sub := range cmd.Commands() {
+		finish(sub)
+	}
 }
 
 // badFlag says what is wrong with a flag, without the words of the parser.
@@ -263,7 +279,7 @@ func (c *command) show(v any, rows func(w io.Writer)) error {
 }
 
 // count is a number of things, as in 1 service and 2 services.
-func count(n int, one, many string) string {
+func count[N int | uint64](n N, one, many string) string {
 	if n == 1 {
 		return "1 " + one
 	}

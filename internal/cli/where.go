@@ -69,6 +69,10 @@ tells what they would have under another policy file, and with --slots and
 			return err
 		}
 		return c.show(list, func(w io.Writer) {
+			if len(list) == 0 {
+				fmt.Fprintln(w, "there are no services")
+				return
+			}
 			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tBUCKET\tSLOT\tREADY")
 			for _, l := range list {
 				ready := "-"

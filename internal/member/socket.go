@@ -65,6 +65,7 @@ type Socket struct {
 	// Never an os.File: that would change the file status flags, which the
 	// copy shares with the member's own descriptor.
 	fd        int
+	Number    int // of the descriptor in the process that it was taken from
 	Cookie    uint64
 	Protocol  int // unix.IPPROTO_TCP, _UDP, or _MPTCP
 	Local     netip.AddrPort
@@ -131,28 +132,57 @@ func (h *Handle) look(seen map[uint64]bool, want func(*Socket) bool) (sockets []
 		if err != nil || !strings.HasPrefix(target, "socket:") {
 			continue
 		}
-		fd, err := unix.PidfdGetfd(h.fd, number, 0)
+		fd, err := h.getfd(number)
 		switch {
 		case errors.Is(err, unix.EBADF):
 			moved = true
 			continue
 		case err != nil:
-			if errors.Is(err, unix.ESRCH) {
-				err = fs.ErrNotExist
-			}
-			return sockets, false, fmt.Errorf("take descriptor %d of process %d: %w", number, h.pid, err)
+			return sockets, false, err
 		}
 		s, ok := Inspect(fd)
-		if !ok || seen[s.Cookie] || !want(s) {
-			if s != nil {
-				s.Close()
-			}
+		if !ok {
+			continue
+		}
+		s.Number = number
+		if seen[s.Cookie] || !want(s) {
+			s.Close()
 			continue
 		}
 		seen[s.Cookie] = true
 		sockets = append(sockets, s)
 	}
 	return sockets, moved, nil
+}
+
+// Take returns the socket behind one descriptor of a process. The caller closes
+// it. Where there is none, or no bound TCP or UDP socket, it fails with
+// fs.ErrNotExist. It needs the same rights as Sockets.
+func (h *Handle) Take(number int) (*Socket, error) {
+	fd, err := h.getfd(number)
+	if errors.Is(err, unix.EBADF) {
+		return nil, fmt.Errorf("take descriptor %d of process %d: %w", number, h.pid, fs.ErrNotExist)
+	}
+	if err != nil {
+		return nil, err
+	}
+	s, ok := Inspect(fd)
+	if !ok {
+		return nil, fmt.Errorf("take descriptor %d of process %d: no bound TCP or UDP socket: %w", number, h.pid, fs.ErrNotExist)
+	}
+	s.Number = number
+	return s, nil
+}
+
+func (h *Handle) getfd(number int) (int, error) {
+	fd, err := unix.PidfdGetfd(h.fd, number, 0)
+	if err == nil {
+		return fd, nil
+	}
+	if errors.Is(err, unix.ESRCH) {
+		err = fs.ErrNotExist
+	}
+	return -1, fmt.Errorf("take descriptor %d of process %d: %w", number, h.pid, err)
 }
 
 // CloseAll closes sockets.

@@ -192,7 +192,10 @@ func TestSockets(t *testing.T) {
 		if flags, err := unix.FcntlInt(uintptr(got.FD()), unix.F_GETFD, 0); err != nil || flags&unix.FD_CLOEXEC == 0 {
 			t.Errorf("%s: a child of this process inherits the copy: %v", name, err)
 		}
-		w.fd, w.Cookie = got.fd, got.Cookie
+		w.fd, w.Number, w.Cookie = got.fd, there[name].FD, got.Cookie
+		if name == "udp" { // which has two
+			w.Number = got.Number
+		}
 		if got != w {
 			t.Errorf("%s: %+v, want %+v", name, got, w)
 		}
@@ -234,6 +237,39 @@ func TestSockets(t *testing.T) {
 			t.Skipf("kernel: no MPTCP: %s", reason)
 		}
 	})
+}
+
+func TestTake(t *testing.T) {
+	var there map[string]opened
+	c := start(t, "sockets", &there, nil)
+	h, err := Open(c.pid())
+	check(t, err)
+	defer h.Close()
+	had := descriptors(t)
+	s, err := h.Take(there["tcp"].FD)
+	check(t, err)
+	if s.Cookie != there["tcp"].Cookie || s.Number != there["tcp"].FD || s.String() != "tcp [::1]:1790" {
+		t.Errorf("descriptor %d is %+v, want the socket %#x", there["tcp"].FD, s, there["tcp"].Cookie)
+	}
+	check(t, s.Close())
+	for name, number := range map[string]int{"none": 999, "a pipe": 0, "a UNIX socket": there["unix"].FD, "unbound": there["tcp unbound"].FD} {
+		if _, err := h.Take(number); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%s: %v, want %v", name, err, fs.ErrNotExist)
+		}
+	}
+	testenv.WithoutRights(t, func() {
+		if _, err := h.Take(there["tcp"].FD); !errors.Is(err, fs.ErrPermission) {
+			t.Errorf("without rights: %v, want %v", err, fs.ErrPermission)
+		}
+	})
+	if got := descriptors(t); got != had {
+		t.Errorf("%d open files, had %d", got, had)
+	}
+	check(t, h.Kill())
+	c.Wait()
+	if _, err := h.Take(there["tcp"].FD); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("of a process that has ended: %v, want %v", err, fs.ErrNotExist)
+	}
 }
 
 // testBacklog raises the backlog of a listener: TCP_INFO tells of it.

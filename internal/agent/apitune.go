@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"time"
+
+	"sockeye/internal/tune"
+)
+
+// TuneStatus is one cgroup of the answer to GET /v1/tune.
+type TuneStatus struct {
+	Cgroup   string           `json:"cgroup"` // as in the policy
+	Path     string           `json:"path"`   // below the cgroup v2 mount; "" while there is none
+	Attached bool             `json:"attached"`
+	Created  bool             `json:"created"` // by the agent, which removes it again
+	Problem  string           `json:"problem,omitempty"`
+	Hint     string           `json:"hint,omitempty"`
+	Foreign  []TuneForeign    `json:"foreign"`
+	Rules    []TuneRuleStatus `json:"rules"`
+}
+
+// TuneForeign is a sock_ops program of somebody else that runs for the same
+// connections.
+type TuneForeign struct {
+	ID     uint32 `json:"id"`
+	Cgroup string `json:"cgroup"`
+	// Order is "after" for a program that may override what the rules set, and
+	// "before" for one that the rules override.
+	Order  string `json:"order"`
+	Effect string `json:"effect"`
+}
+
+// TuneRuleStatus is a rule and what it has done. Counts are since the rule has
+// this content; control is the trial's arm that is left alone.
+type TuneRuleStatus struct {
+	Name        string        `json:"name"`
+	Match       string        `json:"match"`
+	Set         []string      `json:"set"`
+	React       string        `json:"react,omitempty"`
+	Trial       string        `json:"trial,omitempty"`
+	Skipped     []TuneSkipped `json:"skipped"`
+	Connections uint64        `json:"connections"`
+	Control     uint64        `json:"control"` // of the connections
+	Adopted     uint64        `json:"adopted"` // of the connections, by apply --live
+	Established uint64        `json:"established"`
+	Closed      uint64        `json:"closed"`
+	OptionsSet  uint64        `json:"options_set"`
+	Failures    []TuneFailure `json:"failures"`
+	Bytes       uint64        `json:"bytes"`    // acknowledged
+	Segments    uint64        `json:"segments"` // sent with data
+	Retransmits uint64        `json:"retransmits"`
+	RTOs        uint64        `json:"rtos"`
+	Reactions   uint64        `json:"reactions"`
+	Tags        uint64        `json:"tags"`                 // peers whose tag led to the rule
+	Older       int           `json:"older,omitempty"`      // versions of the rule that connections may still have
+	Observe     string        `json:"observe"`              // live, close, off
+	RTT         *TuneSpread   `json:"rtt_us,omitempty"`     // smoothed, microseconds
+	Connect     *TuneSpread   `json:"connect_us,omitempty"` // from SYN to established, microseconds
+}
+
+// TuneSpread are quantiles.
+type TuneSpread struct {
+	P50 float64 `json:"p50"`
+	P90 float64 `json:"p90"`
+	P99 float64 `json:"p99"`
+}
+
+// TuneSkipped is an option that the kernel cannot set.
+type TuneSkipped struct {
+	Option string `json:"option"`
+	Needs  string `json:"needs"`
+}
+
+// TuneFailure counts an option that could not be set.
+type TuneFailure struct {
+	Option string `json:"option"`
+	Error  string `json:"error"` // name of the errno
+	Count  uint64 `json:"count"`
+}
+
+// TuneExplanation is one cgroup of the answer to GET /v1/tune/explain.
+type TuneExplanation struct {
+	Cgroup string      `json:"cgroup"`
+	Role   string      `json:"role"`
+	Rule   string      `json:"rule"` // "" for none
+	Steps  []tune.Step `json:"steps"`
+	Set    []string    `json:"set"`
+}
+
+// TuneSocket is the answer to GET /v1/tune/socket: a live connection.
+type TuneSocket struct {
+	PID       int          `json:"pid"`
+	FD        int          `json:"fd"`
+	Command   string       `json:"command"`
+	Local     string       `json:"local"`
+	Remote    string       `json:"remote"`
+	Role      string       `json:"role"`
+	Cgroup    string       `json:"cgroup"`
+	Rule      string       `json:"rule"`    // "" for none
+	Current   bool         `json:"current"` // the rule is still in force
+	Arm       string       `json:"arm,omitempty"`
+	Adopted   bool         `json:"adopted"`
+	Reacted   bool         `json:"reacted"`
+	Candidate *int         `json:"candidate,omitempty"` // initial window that was tried
+	Values    []tune.Value `json:"values"`
+	Steps     []tune.Step  `json:"steps"` // what the rules of now say
+}
+
+// TuneTrial is the answer to GET /v1/tune/trial.
+type TuneTrial struct {
+	Cgroup     string          `json:"cgroup"`
+	Rule       string          `json:"rule"`
+	Share      float64         `json:"share"` // of the connections that are left alone
+	Comparison tune.Comparison `json:"comparison"`
+	Summary    string          `json:"summary"`
+}
+
+// TuneLearned is one prefix of the answer to GET /v1/tune/learned.
+type TuneLearned struct {
+	Cgroup     string          `json:"cgroup"`
+	Rule       string          `json:"rule"`
+	Prefix     string          `json:"prefix"`
+	Settled    bool            `json:"settled"`
+	Window     int             `json:"window"` // in use, segments
+	Candidates []TuneCandidate `json:"candidates"`
+	Last       time.Time       `json:"last"` // evidence
+}
+
+// TuneCandidate is an initial window, and what is known of it.
+type TuneCandidate struct {
+	Window      int     `json:"window"`
+	Connections uint32  `json:"connections"` // as far as they are not forgotten
+	Lossy       uint32  `json:"lossy"`       // of them, that lost a segment of the first flight
+	Time        float64 `json:"time_ms"`     // mean, until the first bytes were acknowledged
+}
+
+// TuneLive is the answer to POST /v1/tune/revert, and part of the answer to an
+// apply that asks for it: what happened to connections that were open.
+type TuneLive struct {
+	Rules    map[string]int     `json:"rules"`    // connections that got a rule
+	Options  int                `json:"options"`  // set, or set back
+	Already  int                `json:"already"`  // connections that had their rule
+	NoRule   int                `json:"no_rule"`  // connections that no rule matches
+	Reverted int                `json:"reverted"` // connections that lost what they had got
+	Gone     int                `json:"gone"`     // connections that have closed since
+	Failures []tune.LiveFailure `json:"failures"` // options that the kernel refused
+	Left     []tune.Left        `json:"left"`     // options that were not taken back
+	Problems []string           `json:"problems"` // processes and sockets that could not be read
+}
+
+// TuneRevert is the body of POST /v1/tune/revert: which rules; none are all.
+type TuneRevert struct {
+	Rules []string `json:"rules,omitempty"`
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// cgroupWatch tells when cgroups come and go.
+type cgroupWatch struct {
+	inotify *os.File
+	fd      int
+}
+
+const cgroupEvents = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO | unix.IN_ONLYDIR
+
+// newCgroupWatch calls changed after every change in the folders that are
+// added, from one goroutine, until it is closed.
+func newCgroupWatch(changed func()) (*cgroupWatch, error) {
+	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("watch cgroups: %w", err)
+	}
+	w := &cgroupWatch{os.NewFile(uintptr(fd), "inotify"), fd}
+	go func() {
+		events := make([]byte, 64<<10)
+		for {
+			// Which change it was is found by looking.
+			if _, err := w.inotify.Read(events); err != nil {
+				return
+			}
+			changed()
+		}
+	}()
+	return w, nil
+}
+
+// add watches a folder; again is once. A folder that is gone is no error.
+func (w *cgroupWatch) add(dir string) error {
+	_, err := unix.InotifyAddWatch(w.fd, dir, cgroupEvents)
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("watch cgroup %s: %w", dir, err)
+	}
+	return nil
+}
+
+func (w *cgroupWatch) close() { w.inotify.Close() }
+
+// watchCgroups watches where the cgroups that are tuned may come and go: the
+// folders on the way to a path, and all where a unit may be anywhere.
+func (a *Agent) watchCgroups() {
+	if len(a.tuners) == 0 {
+		return
+	}
+	if a.watch == nil {
+		w, err := newCgroupWatch(a.renewTuners)
+		if err != nil {
+			a.log.Warn("cgroups not watched: a unit that is started again is not tuned", "error", err)
+			return
+		}
+		a.watch = w
+	}
+	for name := range a.tuners {
+		if err := a.watchCgroup(name); err != nil {
+			a.log.Warn("cgroup not watched", "cgroup", name, "error", err)
+		}
+	}
+}
+
+func (a *Agent) watchCgroup(name string) error {
+	mount := a.host.cgroups
+	if isUnit(name) {
+		return filepath.WalkDir(mount, func(path string, d fs.DirEntry, err error) error {
+			switch {
+			case errors.Is(err, fs.ErrNotExist):
+				return nil
+			case err != nil:
+				return err
+			case d.IsDir():
+				return a.watch.add(path)
+			}
+			return nil
+		})
+	}
+	dir := mount
+	if err := a.watch.add(dir); err != nil {
+		return err
+	}
+	for part := range strings.SplitSeq(strings.Trim(filepath.Dir(name), "/"), "/") {
+		dir = filepath.Join(dir, part)
+		if err := a.watch.add(dir); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// renewTuners looks whether cgroups that are tuned were made anew.
+func (a *Agent) renewTuners() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.watch == nil {
+		return
+	}
+	for _, t := range a.tuners {
+		t.renew()
+	}
+	a.watchCgroups()
+}

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"sockeye/internal/testenv"
+)
+
+const tunePolicy = `tune:
+  - name: bmp
+    cgroup: CGROUP/telemetry
+    match: {port: 1790}
+    set: {sndbuf: 150KB, syn_rto: 10ms}
+  - name: rest
+    cgroup: CGROUP/telemetry
+    set: {congestion: reno}
+`
+
+// The texts of plans that change rules.
+func TestPlanTune(t *testing.T) {
+	dir := t.TempDir()
+	a := newAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
+	defer a.stop()
+	a.begin(t, policyText(tunePolicy))
+	cgroup := filepath.Join(testenv.Cgroup(), "telemetry")
+	if _, err := os.Stat(cgroup); err != nil {
+		t.Errorf("the cgroup that the policy names: %v", err)
+	}
+	name := testenv.CgroupPath() + "/telemetry"
+	const later = " (new connections get a later rule or the kernel's defaults, open ones keep what they have)"
+	for _, c := range []struct {
+		name    string
+		replace []string
+		want    []string
+	}{
+		{"nothing", nil, nil},
+		{"value", []string{"150KB", "200KB"}, []string{"change rule bmp: sndbuf: 150KB -> 200KB (for new connections)"}},
+		{"another option", []string{"sndbuf: 150KB, ", ""}, []string{"change rule bmp: sndbuf: 150KB -> unset (for new connections)"}},
+		{"match", []string{"1790", "1791"}, []string{"change rule bmp: match: port 1790 -> port 1791 (for new connections)"}},
+		{"prefixes that the text does not show", []string{"port: 1790", `port: [1790, 1], remote: [192.0.2.0/24]`},
+			[]string{"change rule bmp: match: port 1790 -> remote 192.0.2.0/24; port 1790, 1 more (for new connections)"}},
+		{"trial", []string{"    set: {congestion", "    trial: {control: 5%}\n    set: {congestion"}, []string{"change rule rest: trial: none -> control 5% (for new connections)"}},
+		{"tag", []string{"    set: {congestion", "    tag: rack\n    set: {congestion"}, []string{`change rule rest: tag: none -> "rack" (for new connections)`}},
+		{"rename", []string{"name: bmp", "name: bgp"}, []string{"remove rule bmp" + later, "add rule bgp: syn_rto 10ms, sndbuf 150KB (for new connections: port 1790)"}},
+		{"elsewhere", []string{"/telemetry\n    set", "/other\n    set"}, []string{
+			"add cgroup (it is created, and removed when the policy names it no more)",
+			"add rule rest: congestion reno (for new connections: all)",
+			"remove rule rest" + later}},
+	} {
+		plan, err := a.Plan(Candidate{Text: policyText(tunePolicy, c.replace...), Path: a.options.Policy})
+		if err != nil {
+			t.Errorf("%s: %v", c.name, err)
+			continue
+		}
+		var got []string
+		for _, change := range plan.Changes {
+			if change.Service != "" || change.Cgroup != name && change.Cgroup != testenv.CgroupPath()+"/other" {
+				t.Errorf("%s: of %q and %q", c.name, change.Service, change.Cgroup)
+			}
+			got = append(got, change.Action+" "+change.What+" ("+change.Effect+")")
+		}
+		slices.Sort(got)
+		slices.Sort(c.want)
+		if !slices.Equal(got, c.want) {
+			t.Errorf("%s:\ngot  %q\nwant %q", c.name, got, c.want)
+		}
+	}
+
+	swapped := "tune:\n" + strings.Join(append(strings.SplitAfter(tunePolicy, "\n")[5:8], strings.SplitAfter(tunePolicy, "\n")[1:5]...), "")
+	// A rule for all before the other would take all.
+	swapped = strings.Replace(swapped, "set: {congestion", "match: {role: accept}\n    set: {congestion", 1)
+	plan, err := a.Plan(Candidate{Text: policyText(swapped), Path: a.options.Policy})
+	if err != nil || len(plan.Changes) != 2 || plan.Changes[1].What != "order: bmp, rest -> rest, bmp" {
+		t.Errorf("order: %+v, %v", plan, err)
+	}
+
+	for text, code := range map[string]int{
+		policyText(tunePolicy, "reno", "westwood"):                 CodeUnsupported,
+		policyText(tunePolicy, "/telemetry\n    set", "\n    set"): CodeConflict,
+	} {
+		if _, err := a.Plan(Candidate{Text: text, Path: a.options.Policy}); Code(err) != code || Hint(err) == "" {
+			t.Errorf("%s: code %d: %v, hint %q", text, Code(err), err, Hint(err))
+		}
+	}
+	if _, err := a.Apply(Candidate{Text: policyText("tune: []\nmetrics: {listen: \"127.0.0.1:0\"}\n"), Path: a.options.Policy}); err == nil {
+		t.Error("a policy of nothing was applied")
+	}
+	if _, err := a.Apply(Candidate{Text: policyText(strings.Replace(tunePolicy, "reno", "westwood}\n    optional: true # {", 1)), Path: a.options.Policy}); err != nil {
+		t.Fatal(err)
+	}
+	status, err := a.TuneStatus("")
+	if err != nil || len(status) != 1 || !status[0].Attached || !status[0].Created {
+		t.Fatalf("%+v, %v", status, err)
+	}
+	if s := status[0].Rules[1].Skipped; len(s) != 1 || s[0] != (TuneSkipped{"congestion", "the module tcp_westwood, loaded"}) {
+		t.Errorf("skipped: %+v", s)
+	}
+	for _, tuner := range a.tuners {
+		if err := tuner.retire(); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, err := os.Stat(cgroup); !os.IsNotExist(err) {
+		t.Errorf("the cgroup after the policy: %v", err)
+	}
+}
+
+func TestSlicePath(t *testing.T) {
+	for name, want := range map[string]string{
+		"-.slice": "/", "a.slice": "/a.slice", "a-b.slice": "/a.slice/a-b.slice", "a-b-c.slice": "/a.slice/a-b.slice/a-b-c.slice",
+	} {
+		if got := slicePath(name); got != want {
+			t.Errorf("%s: %s, want %s", name, got, want)
+		}
+	}
+}

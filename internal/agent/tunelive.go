@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/tune"
+)
+
+// TuneSocket shows a connection that is open: what its rule asked for, and
+// what it has.
+func (a *Agent) TuneSocket(r *http.Request) (*TuneSocket, error) {
+	tuners, err := a.tunersOf(r.URL.Query().Get("cgroup"))
+	if err != nil {
+		return nil, err
+	}
+	t, socket, err := takeSocket(tuners, r)
+	if err != nil {
+		return nil, err
+	}
+	defer socket.Close()
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.show(socket)
+}
+
+const socketHint = "name an open TCP connection of a process in a cgroup that is tuned, as ss -tnp shows them"
+
+// takeSocket takes the socket that a request names.
+func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *tune.Socket, error) {
+	q := r.URL.Query()
+	if q.Get("pid") != "" || q.Get("fd") != "" {
+		pid, errPID := strconv.Atoi(q.Get("pid"))
+		fd, errFD := strconv.Atoi(q.Get("fd"))
+		if errPID != nil || errFD != nil || pid <= 0 || fd < 0 {
+			return nil, nil, Usage(fmt.Errorf("%q is no socket", q.Get("pid")+":"+q.Get("fd")), "as in 812:7, process and descriptor")
+		}
+		path, err := cgroupOf(pid)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, nil, Usage(fmt.Errorf("there is no process %d", pid), socketHint)
+		}
+		if err != nil {
+			return nil, nil, err
+		}
+		i := slices.IndexFunc(tuners, func(t *tuner) bool { return t.holds(path) })
+		if i < 0 {
+			return nil, nil, Usage(fmt.Errorf("process %d is in cgroup %s, which is not tuned", pid, path), socketHint)
+		}
+		socket, err := tune.TakeSocket(pid, fd)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, nil, Usage(err, socketHint)
+		}
+		return tuners[i], socket, err
+	}
+	local, err := parseEnd("local", q.Get("local"))
+	if err != nil {
+		return nil, nil, err
+	}
+	remote, err := parseEnd("remote", q.Get("remote"))
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, t := range tuners {
+		if t.path() == "" {
+			continue
+		}
+		socket, err := tune.FindSocket(t.path(), local, remote)
+		if err == nil {
+			return t, socket, nil
+		}
+		if !errors.Is(err, fs.ErrNotExist) {
+			return nil, nil, err
+		}
+	}
+	return nil, nil, Usage(fmt.Errorf("no process of a cgroup that is tuned has the connection %s -> %s", local, remote), socketHint)
+}
+
+// path is the folder of the cgroup, "" while there is none.
+func (t *tuner) path() string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.tune == nil {
+		return ""
+	}
+	return t.scope.Path
+}
+
+// holds tells whether a cgroup, by its path below the mount, is the tuned one
+// or below it.
+func (t *tuner) holds(cgroup string) bool {
+	path := t.path()
+	below, err := filepath.Rel(path, filepath.Join(t.host.cgroups, cgroup))
+	return path != "" && err == nil && below != ".." && !strings.HasPrefix(below, "../")
+}
+
+// cgroupOf is the cgroup v2 path of a process.
+func cgroupOf(pid int) (string, error) {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
+	if err != nil {
+		return "", fmt.Errorf("read cgroup of process: %w", err)
+	}
+	for line := range strings.Lines(string(data)) {
+		if path, ok := strings.CutPrefix(line, "0::"); ok {
+			return strings.TrimSuffix(strings.TrimSpace(path), " (deleted)"), nil
+		}
+	}
+	return "", fmt.Errorf("read cgroup of process %d: it is in no cgroup v2: %w", pid, fs.ErrNotExist)
+}
+
+func (t *tuner) show(s *tune.Socket) (*TuneSocket, error) {
+	view := &TuneSocket{
+		PID: s.PID, FD: s.Number, Command: s.Command, Local: s.Local.String(), Remote: s.Remote.String(),
+		Role: string(s.Role), Cgroup: t.name, Values: []tune.Value{}, Steps: []tune.Step{},
+	}
+	if s.Listening || !s.Remote.IsValid() {
+		return nil, Usage(fmt.Errorf("%v is no connection", s), socketHint)
+	}
+	if t.tune == nil {
+		return nil, conflict(fmt.Errorf("cgroup %s is not tuned now", t.name), "see sockeye tune")
+	}
+	c, err := t.tune.Connection(s.FD)
+	if err != nil {
+		return nil, err
+	}
+	view.Steps = tune.Explain(t.rules, t.services, tune.Question{Local: s.Local, Remote: s.Remote, Role: s.Role})
+	if c == nil {
+		return view, nil
+	}
+	_, _, all, err := t.numbers()
+	if err != nil {
+		return nil, err
+	}
+	view.Role = string(config.RoleConnect)
+	if uint32(c.Role) == bpf.TuneAccept {
+		view.Role = string(config.RoleAccept)
+	}
+	view.Adopted = c.Flags&bpf.TuneConnectionAdopted != 0
+	view.Reacted = c.Flags&bpf.TuneConnectionReacted != 0
+	view.Arm = tuneArms[min(int(c.Arm), len(tuneArms)-1)]
+	rule := all[c.Rule]
+	if rule == nil {
+		return view, nil
+	}
+	view.Rule, view.Current = tune.Text(rule.Name[:]), rule.Retired == 0
+	i := slices.IndexFunc(t.rules, func(r config.TuneRule) bool { return r.Name == view.Rule })
+	if i < 0 || !view.Current {
+		return view, nil
+	}
+	if e := exploreOf(t.rules[i]); e != nil && int(c.Candidate) < len(e.Candidates) {
+		view.Candidate = &e.Candidates[c.Candidate]
+	}
+	view.Values, err = tune.Effective(s, t.rules[i], c)
+	return view, err
+}
+
+// liveState is what revert needs, kept over the agent's restarts. A reboot
+// ends all connections.
+type liveState struct {
+	BootID string     `json:"boot_id"`
+	Saved  tune.Saved `json:"saved"`
+}
+
+func (t *tuner) livePath() string {
+	return filepath.Join(t.host.stateDir, "."+filepath.Base(t.host.tuningDir(t.name))+".live.json")
+}
+
+func (t *tuner) loadLive() (tune.Saved, error) {
+	data, err := os.ReadFile(t.livePath())
+	if errors.Is(err, fs.ErrNotExist) {
+		return make(tune.Saved), nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read values before: %w", err)
+	}
+	var kept liveState
+	if err := json.Unmarshal(data, &kept); err != nil {
+		return nil, withHint(fmt.Errorf("read values before, %s: %w", t.livePath(), err), "remove the file; what was applied live stays then")
+	}
+	if kept.BootID != bootID() || kept.Saved == nil {
+		return make(tune.Saved), nil
+	}
+	return kept.Saved, nil
+}
+
+func (t *tuner) saveLive(saved tune.Saved) error {
+	if len(saved) == 0 {
+		if err := os.Remove(t.livePath()); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove values before: %w", err)
+		}
+		return nil
+	}
+	data, err := json.Marshal(liveState{bootID(), saved})
+	if err != nil {
+		return err
+	}
+	return writeFile(t.livePath(), append(data, '\n'))
+}
+
+func newTuneLive() *TuneLive {
+	return &TuneLive{Rules: make(map[string]int), Failures: []tune.LiveFailure{}, Left: []tune.Left{}, Problems: []string{}}
+}
+
+// applyLive gives the rules to the connections that are open.
+func (a *Agent) applyLive() (*TuneLive, error) {
+	all := newTuneLive()
+	for _, t := range a.tuners {
+		if err := t.applyLive(all); err != nil {
+			return nil, ofCgroup(t.name, err)
+		}
+	}
+	return all, nil
+}
+
+func (t *tuner) applyLive(all *TuneLive) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.tune == nil {
+		return nil
+	}
+	saved, err := t.loadLive()
+	if err != nil {
+		return err
+	}
+	report, err := tune.Apply(t.tune, t.scope.Path, nil)
+	saved.Merge(report.Saved)
+	if err := joined(err, t.saveLive(saved)); err != nil {
+		return err
+	}
+	for rule, n := range report.ByRule {
+		all.Rules[rule] += n
+	}
+	all.Options += report.Options
+	all.Already += report.AlreadyTuned
+	all.NoRule += report.NoRule
+	all.Failures = append(all.Failures, report.Failures...)
+	all.Problems = append(all.Problems, report.Problems...)
+	return nil
+}
+
+// TuneRevert takes back what apply --live did.
+func (a *Agent) TuneRevert(which TuneRevert) (*TuneLive, error) {
+	for _, name := range which.Rules {
+		if _, _, err := a.ruleOf(name); err != nil {
+			return nil, err
+		}
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	all := newTuneLive()
+	for _, t := range a.tuners {
+		if err := t.revertLive(which.Rules, all); err != nil {
+			return nil, ofCgroup(t.name, err)
+		}
+	}
+	return all, nil
+}
+
+func (t *tuner) revertLive(rules []string, all *TuneLive) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	saved, err := t.loadLive()
+	if err != nil || t.tune == nil || len(saved) == 0 {
+		return err
+	}
+	wanted, others := make(tune.Saved), make(tune.Saved)
+	for cookie, c := range saved {
+		if len(rules) == 0 || slices.Contains(rules, c.Rule) {
+			wanted[cookie] = c
+		} else {
+			others[cookie] = c
+		}
+	}
+	reverted, err := tune.Revert(t.tune, t.scope.Path, wanted)
+	if err != nil {
+		return err
+	}
+	all.Reverted += reverted.Connections
+	all.Options += reverted.Options
+	all.Gone += reverted.Gone
+	all.Left = append(all.Left, reverted.Left...)
+	all.Problems = append(all.Problems, reverted.Problems...)
+	others.Merge(reverted.Remaining)
+	return t.saveLive(others)
+}
+
+// TuneOptions tells what the running kernel cannot set, and what it would
+// need.
+func (a *Agent) TuneOptions() ([]TuneSkipped, error) {
+	probed, err := a.host.probeTune()
+	if err != nil {
+		return nil, err
+	}
+	list := []TuneSkipped{}
+	for _, o := range tune.AllOptions() {
+		if err := probed[o.Name]; err != nil {
+			list = append(list, TuneSkipped{o.Name, "Linux " + o.Since + " or later"})
+		}
+	}
+	return list, nil
+}

@@ -1,0 +1,512 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"net/http"
+	"net/netip"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/tune"
+)
+
+// tunersOf returns the tuning of the named cgroup, or all by name.
+func (a *Agent) tunersOf(cgroup string) ([]*tuner, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var all []*tuner
+	for _, name := range slices.Sorted(maps.Keys(a.tuners)) {
+		if cgroup == "" || cgroup == name || "/"+cgroup == name {
+			all = append(all, a.tuners[name])
+		}
+	}
+	if cgroup != "" && len(all) == 0 {
+		return nil, Usage(fmt.Errorf("the policy tunes no cgroup %q", cgroup), a.tunedHint())
+	}
+	return all, nil
+}
+
+func (a *Agent) tunedHint() string {
+	if len(a.tuners) == 0 {
+		return "it has no tune rules"
+	}
+	return "it tunes " + strings.Join(slices.Sorted(maps.Keys(a.tuners)), ", ")
+}
+
+// ruleOf finds the rule with a name, which is one of a kind in a policy.
+func (a *Agent) ruleOf(name string) (*tuner, config.TuneRule, error) {
+	tuners, err := a.tunersOf("")
+	if err != nil {
+		return nil, config.TuneRule{}, err
+	}
+	var known []string
+	for _, t := range tuners {
+		t.mu.Lock()
+		rules := t.rules
+		t.mu.Unlock()
+		for _, rule := range rules {
+			if rule.Name == name {
+				return t, rule, nil
+			}
+			known = append(known, rule.Name)
+		}
+	}
+	hint := "the policy has no tune rules"
+	if near := config.Nearest(name, known); near != "" {
+		hint = "did you mean " + near + "?"
+	} else if len(known) > 0 {
+		hint = "the policy has " + strings.Join(known, ", ")
+	}
+	return nil, config.TuneRule{}, Usage(fmt.Errorf("there is no rule %q", name), hint)
+}
+
+// numbers maps the names of rules to those in force, and counts their older
+// versions.
+func (t *tuner) numbers() (current map[string]uint32, older map[string]int, all map[uint32]*bpf.TuneRule, err error) {
+	current, older = make(map[string]uint32), make(map[string]int)
+	if t.tune == nil {
+		return current, older, nil, nil
+	}
+	all, err = t.tune.Rules()
+	for id, rule := range all {
+		if name := tune.Text(rule.Name[:]); rule.Retired == 0 {
+			current[name] = id
+		} else {
+			older[name]++
+		}
+	}
+	return current, older, all, err
+}
+
+// TuneStatus is all cgroups that are tuned, or the one named.
+func (a *Agent) TuneStatus(cgroup string) ([]TuneStatus, error) {
+	tuners, err := a.tunersOf(cgroup)
+	if err != nil {
+		return nil, err
+	}
+	own, err := a.ownPrograms()
+	if err != nil {
+		return nil, err
+	}
+	list := []TuneStatus{}
+	for _, t := range tuners {
+		status, err := t.status(own)
+		if err != nil {
+			return nil, ofCgroup(t.name, err)
+		}
+		list = append(list, status)
+	}
+	return list, nil
+}
+
+func (t *tuner) status(own []uint32) (TuneStatus, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	s := TuneStatus{Cgroup: t.name, Attached: t.tune != nil && t.tune.Attached(), Created: len(t.scope.Created) > 0,
+		Foreign: []TuneForeign{}, Rules: []TuneRuleStatus{}}
+	if t.problem != nil {
+		s.Problem, s.Hint = Message(t.problem), Hint(t.problem)
+	}
+	if t.tune != nil {
+		s.Path = "/" + strings.TrimPrefix(strings.TrimPrefix(t.scope.Path, t.host.cgroups), "/")
+		var err error
+		if s.Foreign, err = t.foreign(own); err != nil {
+			return s, err
+		}
+	}
+	ids, older, _, err := t.numbers()
+	if err != nil {
+		return s, err
+	}
+	failures := map[bpf.TuneFailure]uint64{}
+	if t.tune != nil {
+		if failures, err = t.tune.Failures(); err != nil {
+			return s, err
+		}
+	}
+	for _, rule := range t.rules {
+		r, err := t.ruleStatus(rule, ids[rule.Name], failures)
+		if err != nil {
+			return s, err
+		}
+		r.Older = older[rule.Name]
+		s.Rules = append(s.Rules, r)
+	}
+	return s, nil
+}
+
+func settingTexts(settings []config.Setting) []string {
+	texts := make([]string, len(settings))
+	for i, s := range settings {
+		texts[i] = s.String()
+	}
+	return texts
+}
+
+func (t *tuner) ruleStatus(rule config.TuneRule, id uint32, failures map[bpf.TuneFailure]uint64) (TuneRuleStatus, error) {
+	r := TuneRuleStatus{
+		Name: rule.Name, Match: rule.Match.String(), Set: settingTexts(rule.Set), Observe: string(rule.Observe),
+		React: textOf(rule.React), Trial: textOf(rule.Trial),
+		Skipped: slices.Concat([]TuneSkipped{}, t.skipped[rule.Name]), Failures: failuresOf(id, failures),
+	}
+	if rule.Tag != nil {
+		r.Set = append(r.Set, "tag "+config.FormatTag(rule.Tag))
+	}
+	if id == 0 {
+		return r, nil
+	}
+	for arm := range bpf.TuneArms {
+		s, err := t.tune.Stats(id, arm)
+		if err != nil {
+			return r, err
+		}
+		r.Connections += s.Connections
+		r.Adopted += s.Adopted
+		r.Established += s.Established
+		r.Closed += s.Closed
+		r.OptionsSet += s.Options
+		r.Bytes += s.Bytes
+		r.Segments += s.Segments
+		r.Retransmits += s.Retransmits
+		r.RTOs += s.Rtos
+		r.Reactions += s.Reactions
+		r.Tags += s.Tags
+		if arm == bpf.TuneArmControl {
+			r.Control = s.Connections
+			continue
+		}
+		r.RTT, r.Connect = spreadOf(s.Rtt), spreadOf(s.Connect)
+	}
+	return r, nil
+}
+
+func spreadOf(h tune.Histogram) *TuneSpread {
+	if h.Count() == 0 {
+		return nil
+	}
+	return &TuneSpread{h.Quantile(0.5), h.Quantile(0.9), h.Quantile(0.99)}
+}
+
+func failuresOf(id uint32, all map[bpf.TuneFailure]uint64) []TuneFailure {
+	list := []TuneFailure{}
+	options := tune.AllOptions()
+	for f, count := range all {
+		if f.Rule == id && int(f.Option) < len(options) {
+			list = append(list, TuneFailure{options[f.Option].Name, cmp.Or(unix.ErrnoName(unix.Errno(f.Error)), strconv.Itoa(int(f.Error))), count})
+		}
+	}
+	slices.SortFunc(list, func(a, b TuneFailure) int {
+		return cmp.Or(strings.Compare(a.Option, b.Option), strings.Compare(a.Error, b.Error))
+	})
+	return list
+}
+
+// ownPrograms are the sock_ops programs that are Sockeye's.
+func (a *Agent) ownPrograms() ([]uint32, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var own []uint32
+	for _, s := range a.services {
+		s.mu.Lock()
+		ids, err := s.path.ProgramIDs()
+		s.mu.Unlock()
+		if err != nil {
+			return nil, err
+		}
+		own = append(own, ids...)
+	}
+	for _, t := range a.tuners {
+		t.mu.Lock()
+		if t.tune != nil && t.tune.Attached() {
+			if id, err := t.tune.ProgramID(); err == nil {
+				own = append(own, id)
+			}
+		}
+		t.mu.Unlock()
+	}
+	return own, nil
+}
+
+// maxBelow bounds how many cgroups below one are looked at.
+const maxBelow = 4096
+
+// foreign lists the programs of others that run for the same connections. The
+// kernel runs those of a socket's own cgroup first, then those of the groups
+// above, and in one group in the order of their coming (compute_effective_progs
+// in kernel/bpf/cgroup.c, Linux 6.18): the last one has the last word.
+func (t *tuner) foreign(own []uint32) ([]TuneForeign, error) {
+	list := []TuneForeign{}
+	mine, err := t.tune.ProgramID()
+	if err != nil {
+		return list, nil // the cgroup is gone
+	}
+	add := func(dir, order string, ids []uint32) {
+		for _, id := range ids {
+			if slices.Contains(own, id) {
+				continue
+			}
+			effect := "a rule overrides what it sets"
+			if order == "after" {
+				effect = "may override " + strings.Join(t.exposed(), ", ")
+			}
+			name := "/" + strings.TrimPrefix(strings.TrimPrefix(dir, t.host.cgroups), "/")
+			list = append(list, TuneForeign{id, name, order, effect})
+		}
+	}
+	for dir := t.scope.Path; ; dir = filepath.Dir(dir) {
+		ids, err := bpf.SockOps(dir)
+		if err != nil {
+			return nil, err
+		}
+		if at := slices.Index(ids, mine); dir == t.scope.Path && at >= 0 {
+			add(dir, "before", ids[:at])
+			ids = ids[at+1:]
+		}
+		add(dir, "after", ids)
+		if dir == t.host.cgroups || len(dir) <= len(t.host.cgroups) {
+			break
+		}
+	}
+	seen := 0
+	err = filepath.WalkDir(t.scope.Path, func(path string, d fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) || err == nil && (!d.IsDir() || path == t.scope.Path) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if seen++; seen > maxBelow {
+			return filepath.SkipAll
+		}
+		ids, err := bpf.SockOps(path)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		add(path, "before", ids)
+		return err
+	})
+	return list, err
+}
+
+// exposed names what the rules set, once each.
+func (t *tuner) exposed() []string {
+	var names []string
+	for _, o := range config.TuneOptions {
+		if slices.ContainsFunc(t.rules, func(r config.TuneRule) bool {
+			return slices.ContainsFunc(r.Set, func(s config.Setting) bool { return s.Option == o.Name })
+		}) {
+			names = append(names, o.Name)
+		}
+	}
+	return names
+}
+
+// tuneQuestion reads the connection that a request asks about.
+func tuneQuestion(r *http.Request) (questions []tune.Question, err error) {
+	q := r.URL.Query()
+	var base tune.Question
+	if base.Local, err = parseEnd("local", q.Get("local")); err != nil {
+		return nil, err
+	}
+	if base.Remote, err = parseEnd("remote", q.Get("remote")); err != nil {
+		return nil, err
+	}
+	if base.Local.Addr().Is4() != base.Remote.Addr().Is4() {
+		return nil, Usage(fmt.Errorf("%s and %s are of different families", base.Local.Addr(), base.Remote.Addr()), "give two IPv4 or two IPv6 addresses")
+	}
+	if text := q.Get("tag"); text != "" {
+		if base.Tag, err = config.ParseTag(text); err != nil {
+			return nil, Usage(err, "1 to 16 printable characters, or 0x and hexadecimal digits")
+		}
+	}
+	for _, role := range []config.Role{config.RoleConnect, config.RoleAccept} {
+		switch wanted := q.Get("role"); wanted {
+		case "", string(role):
+			base.Role = role
+			questions = append(questions, base)
+		case string(config.RoleConnect), string(config.RoleAccept):
+		default:
+			return nil, Usage(fmt.Errorf("the role is %q", wanted), "connect or accept")
+		}
+	}
+	return questions, nil
+}
+
+// parseEnd reads an end of a connection: IP:port, or an IP alone.
+func parseEnd(what, text string) (netip.AddrPort, error) {
+	if a, err := netip.ParseAddrPort(text); err == nil {
+		return netip.AddrPortFrom(a.Addr().Unmap().WithZone(""), a.Port()), nil
+	}
+	a, err := netip.ParseAddr(text)
+	if err != nil {
+		return netip.AddrPort{}, Usage(fmt.Errorf("the %s end %q is no address", what, text), "as in 192.0.2.1:1790, [2001:db8::1]:1790 or 192.0.2.1")
+	}
+	return netip.AddrPortFrom(a.Unmap().WithZone(""), 0), nil
+}
+
+// TuneExplain says which rule a connection would have in each cgroup, and why.
+func (a *Agent) TuneExplain(cgroup string, questions []tune.Question) ([]TuneExplanation, error) {
+	tuners, err := a.tunersOf(cgroup)
+	if err != nil {
+		return nil, err
+	}
+	if len(tuners) == 0 {
+		return nil, Usage(errors.New("nothing is tuned"), "the policy has no tune rules")
+	}
+	list := []TuneExplanation{}
+	for _, t := range tuners {
+		t.mu.Lock()
+		for _, q := range questions {
+			e := TuneExplanation{Cgroup: t.name, Role: string(q.Role), Set: []string{}, Steps: tune.Explain(t.rules, t.services, q)}
+			if rule := matched(e.Steps, t.rules); rule != nil {
+				e.Rule, e.Set = rule.Name, settingTexts(rule.Set)
+			}
+			list = append(list, e)
+		}
+		t.mu.Unlock()
+	}
+	return list, nil
+}
+
+func matched(steps []tune.Step, rules []config.TuneRule) *config.TuneRule {
+	for _, step := range steps {
+		if step.Matches {
+			i := slices.IndexFunc(rules, func(r config.TuneRule) bool { return r.Name == step.Rule })
+			return &rules[i]
+		}
+	}
+	return nil
+}
+
+// TuneTrial compares the arms of a rule's trial.
+func (a *Agent) TuneTrial(name string) (*TuneTrial, error) {
+	t, rule, err := a.ruleOf(name)
+	if err != nil {
+		return nil, err
+	}
+	if rule.Trial == nil {
+		return nil, Usage(fmt.Errorf("rule %s has no trial", name), "give it trial: {control: 10%}")
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	ids, _, _, err := t.numbers()
+	if err != nil {
+		return nil, err
+	}
+	var arms [bpf.TuneArms]tune.Sample
+	if id := ids[name]; id != 0 {
+		for arm := range arms {
+			s, err := t.tune.Stats(id, arm)
+			if err != nil {
+				return nil, err
+			}
+			arms[arm] = sampleOf(s)
+		}
+	}
+	c := tune.Compare(arms[bpf.TuneArmTreated], arms[bpf.TuneArmControl], tune.Options{})
+	return &TuneTrial{Cgroup: t.name, Rule: name, Share: rule.Trial.Control, Comparison: c, Summary: c.Summary()}, nil
+}
+
+func sampleOf(s *bpf.TuneStats) tune.Sample {
+	return tune.Sample{
+		Connections: s.Connections, Established: s.Established, Closed: s.Closed,
+		Bytes: s.Bytes, Segments: s.Segments, Retransmits: s.Retransmits, RTOs: s.Rtos,
+		Segments2: s.Segments2, Retransmits2: s.Retransmits2, SegmentsRetransmits: s.SegmentsRetransmits,
+		RTT: s.Rtt, Connect: s.Connect, Rate: s.Rate,
+	}
+}
+
+// TuneLearned is what is known of prefixes, of one rule or of all.
+func (a *Agent) TuneLearned(name string) ([]TuneLearned, error) {
+	if name != "" {
+		_, rule, err := a.ruleOf(name)
+		if err != nil {
+			return nil, err
+		}
+		if exploreOf(rule) == nil {
+			return nil, Usage(fmt.Errorf("rule %s learns nothing", name), "give it set: {initial_cwnd: {explore: [10, 16, 24, 40, 64]}}")
+		}
+	}
+	tuners, err := a.tunersOf("")
+	if err != nil {
+		return nil, err
+	}
+	list := []TuneLearned{}
+	for _, t := range tuners {
+		part, err := t.learned(name)
+		if err != nil {
+			return nil, ofCgroup(t.name, err)
+		}
+		list = append(list, part...)
+	}
+	return list, nil
+}
+
+func exploreOf(rule config.TuneRule) *config.Explore {
+	for _, s := range rule.Set {
+		if s.Explore != nil {
+			return s.Explore
+		}
+	}
+	return nil
+}
+
+func (t *tuner) learned(name string) ([]TuneLearned, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.tune == nil {
+		return nil, nil
+	}
+	known, err := t.tune.Learned()
+	if err != nil {
+		return nil, err
+	}
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &now); err != nil {
+		return nil, fmt.Errorf("read clock: %w", err)
+	}
+	var list []TuneLearned
+	for _, rule := range t.rules {
+		e := exploreOf(rule)
+		if e == nil || name != "" && name != rule.Name {
+			continue
+		}
+		for key, l := range known {
+			if key.Learn != tune.LearnKey(rule.Name) {
+				continue
+			}
+			entry := TuneLearned{
+				Cgroup: t.name, Rule: rule.Name, Prefix: tune.LearnedPrefix(key).String(), Settled: l.Settled != 0,
+				Last: time.Now().Add(time.Duration(int64(l.Last) - now.Nano())),
+			}
+			for i, window := range e.Candidates {
+				c := TuneCandidate{Window: window, Connections: l.Candidate[i].Connections, Lossy: l.Candidate[i].Lossy}
+				if c.Connections > 0 {
+					c.Time = float64(l.Candidate[i].Time) / float64(c.Connections) / 1000
+				}
+				entry.Candidates = append(entry.Candidates, c)
+				if uint32(i) == l.Chosen {
+					entry.Window = window
+				}
+			}
+			list = append(list, entry)
+		}
+	}
+	slices.SortFunc(list, func(a, b TuneLearned) int {
+		return cmp.Or(strings.Compare(a.Rule, b.Rule), strings.Compare(a.Prefix, b.Prefix))
+	})
+	return list, nil
+}

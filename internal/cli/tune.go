@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bytes"
+	"fmt"
+	"io"
+	"net/url"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+)
+
+func (c *command) tuneCommand() *cobra.Command {
+	var cgroup string
+	cmd := &cobra.Command{
+		Use:   "tune",
+		Short: "Show the rules for TCP parameters, and what they did",
+		Long: `Tune shows the policy's rules for TCP parameters, cgroup by cgroup and in their
+order: the first that matches a connection decides. Counts are since the rule
+has its present content. OPEN, RETRANSMITS, RTOS and RTT, the median, are of
+what the rule observes.
+
+Below each table stand the options that could not be set, with the error of the
+kernel, and those that are skipped because the kernel lacks them.`,
+		Example: `  sockeye tune
+  sockeye tune --cgroup telemetry.slice
+  sockeye tune explain 10.0.0.1:1790 192.0.2.1 --role accept`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			var list []agent.TuneStatus
+			if err := c.client().Get(cmd.Context(), "/v1/tune", given("cgroup", cgroup), &list); err != nil {
+				return err
+			}
+			return c.show(list, func(w io.Writer) {
+				if len(list) == 0 {
+					fmt.Fprintln(w, "there are no tune rules")
+				}
+				for i, s := range list {
+					if i > 0 {
+						fmt.Fprintln(w)
+					}
+					tuning(w, &s)
+				}
+			})
+		},
+	}
+	cmd.Flags().StringVar(&cgroup, "cgroup", "", "only this cgroup, named as in the policy")
+	cmd.AddCommand(c.tuneExplainCommand(), c.tuneTrialCommand(), c.tuneLearnedCommand(), c.tuneRevertCommand())
+	return cmd
+}
+
+// given makes a query of pairs of keys and values, without those that are "".
+func given(pairs ...string) url.Values {
+	q := url.Values{}
+	for i := 0; i < len(pairs); i += 2 {
+		if pairs[i+1] != "" {
+			q.Set(pairs[i], pairs[i+1])
+		}
+	}
+	return q
+}
+
+// ruleNames completes names of rules that are not there yet, up to most of them;
+// -1 is no bound.
+func (c *command) ruleNames(most int) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, args []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
+		var list []agent.TuneStatus
+		if err := c.client().Get(cmd.Context(), "/v1/tune", nil, &list); err != nil {
+			return nil, cobra.ShellCompDirectiveError
+		}
+		taken := make(map[string]bool)
+		for _, name := range args {
+			taken[name] = true
+		}
+		var names []cobra.Completion
+		for _, s := range list {
+			for _, r := range s.Rules {
+				if !taken[r.Name] && (most < 0 || len(args) < most) {
+					names = append(names, cobra.CompletionWithDesc(r.Name, s.Cgroup))
+				}
+			}
+		}
+		return names, cobra.ShellCompDirectiveNoFileComp
+	}
+}
+
+// tuning shows a cgroup and its rules.
+func tuning(w io.Writer, s *agent.TuneStatus) {
+	fmt.Fprint(w, s.Cgroup)
+	if s.Path != "" && s.Path != s.Cgroup {
+		fmt.Fprintf(w, " (%s)", s.Path)
+	}
+	if s.Attached {
+		fmt.Fprint(w, ": attached")
+	} else {
+		fmt.Fprint(w, ": not attached")
+	}
+	if s.Created {
+		fmt.Fprint(w, ", made by the agent")
+	}
+	if s.Problem != "" {
+		fmt.Fprint(w, ": ", s.Problem)
+	}
+	fmt.Fprintln(w)
+	hint(w, s.Hint)
+	for _, f := range s.Foreign {
+		fmt.Fprintln(w, foreign(f))
+	}
+	rows := []string{"RULE\tMATCH\tCONNECTIONS\tOPEN\tOPTIONS SET\tFAILED\tRETRANSMITS\tRTOS\tRTT"}
+	notes := [][]string{nil}
+	var below []string
+	for _, r := range s.Rules {
+		rows = append(rows, ruleRow(&r))
+		notes = append(notes, ruleNotes(&r))
+		for _, f := range r.Failures {
+			below = append(below, "rule "+r.Name+": "+failed(f))
+		}
+		for _, k := range r.Skipped {
+			below = append(below, "rule "+r.Name+": "+skipped(k))
+		}
+	}
+	fmt.Fprintln(w)
+	annotated(w, rows, notes)
+	for i, line := range below {
+		if i == 0 {
+			fmt.Fprintln(w)
+		}
+		fmt.Fprintln(w, line)
+	}
+}
+
+func foreign(f agent.TuneForeign) string {
+	return fmt.Sprintf("program %d of somebody else, in %s, runs %s the rules: %s", f.ID, f.Cgroup, f.Order, f.Effect)
+}
+
+func failed(f agent.TuneFailure) string {
+	return fmt.Sprintf("%s failed %s: %s", f.Option, count(f.Count, "time", "times"), f.Error)
+}
+
+func skipped(s agent.TuneSkipped) string {
+	return fmt.Sprintf("%s is skipped: it needs %s", s.Option, s.Needs)
+}
+
+func ruleRow(r *agent.TuneRuleStatus) string {
+	var failures uint64
+	for _, f := range r.Failures {
+		failures += f.Count
+	}
+	open, retransmits, rtos, rtt := "-", "-", "-", "-"
+	if r.Observe != string(config.ObserveOff) {
+		// A connection that never was established closes too.
+		open = fmt.Sprint(r.Established - min(r.Closed, r.Established))
+		retransmits = fmt.Sprint(r.Retransmits)
+		if r.Retransmits > 0 && r.Segments > 0 {
+			retransmits += " (" + percentage(float64(r.Retransmits)/float64(r.Segments)) + ")"
+		}
+		rtos = fmt.Sprint(r.RTOs)
+	}
+	if r.RTT != nil {
+		rtt = microseconds(r.RTT.P50)
+	}
+	return fmt.Sprintf("%s\t%s\t%d\t%s\t%d\t%d\t%s\t%s\t%s", r.Name, shorten(r.Match, matchWidth), r.Connections, open,
+		r.OptionsSet, failures, retransmits, rtos, rtt)
+}
+
+const matchWidth = 50
+
+// ruleNotes are the lines below a rule: what the table has no room for.
+func ruleNotes(r *agent.TuneRuleStatus) []string {
+	var notes []string
+	if len(r.Match) > matchWidth {
+		notes = append(notes, "match "+r.Match)
+	}
+	if len(r.Set) > 0 {
+		notes = append(notes, "set "+strings.Join(r.Set, ", "))
+	}
+	if r.React != "" {
+		notes = append(notes, fmt.Sprintf("react %s; %s", r.React, count(r.Reactions, "reaction", "reactions")))
+	}
+	if r.Trial != "" {
+		notes = append(notes, fmt.Sprintf("trial %s; %s left alone", r.Trial, count(r.Control, "connection", "connections")))
+	}
+	if r.Observe != string(config.ObserveLive) {
+		notes = append(notes, "observe "+r.Observe)
+	}
+	if r.Adopted > 0 {
+		notes = append(notes, count(r.Adopted, "connection was", "connections were")+" open before")
+	}
+	if r.Tags > 0 {
+		notes = append(notes, count(r.Tags, "connection", "connections")+" by the peer's tag")
+	}
+	if r.Older > 0 {
+		notes = append(notes, count(r.Older, "older version", "older versions")+" may still be on open connections")
+	}
+	return notes
+}
+
+// annotated writes a table with notes below each row, indented.
+func annotated(w io.Writer, rows []string, notes [][]string) {
+	var text bytes.Buffer
+	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
+	for _, row := range rows {
+		fmt.Fprintln(table, row)
+	}
+	// A buffer takes all that is written.
+	_ = table.Flush()
+	for i := range rows {
+		line, _ := text.ReadString('\n')
+		fmt.Fprint(w, line)
+		for _, note := range notes[i] {
+			fmt.Fprintln(w, "  "+note)
+		}
+	}
+}
+
+// digits writes a measured value, of which three digits count.
+func digits(v float64) string {
+	decimals := 0
+	switch {
+	case v < 9.995:
+		decimals = 2
+	case v < 99.95:
+		decimals = 1
+	}
+	text := strconv.FormatFloat(v, 'f', decimals, 64)
+	if decimals > 0 {
+		text = strings.TrimRight(strings.TrimRight(text, "0"), ".")
+	}
+	return text
+}
+
+// inUnits writes a measured value in the largest of units, each 1000 times the
+// one before, of which it has at least one.
+func inUnits(v float64, units ...string) string {
+	for len(units) > 1 && v >= 999.5 {
+		v /= 1000
+		units = units[1:]
+	}
+	return digits(v) + " " + units[0]
+}
+
+func microseconds(v float64) string { return inUnits(v, "us", "ms", "s") }
+
+// percentage writes a share of 1.
+func percentage(share float64) string {
+	if share > 0 && share < 0.00005 {
+		return "< 0.01 %"
+	}
+	return digits(100*share) + " %"
+}

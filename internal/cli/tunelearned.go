@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+)
+
+func (c *command) tuneLearnedCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "learned [RULE]",
+		Short: "Show the initial windows that rules learned, prefix by prefix",
+		Long: `Learned shows, for each prefix of remote addresses that a rule with explore has
+seen, the initial window in use and the evidence for it: of each candidate how
+many connections tried it, how many of them lost a segment of the first flight,
+and the mean time until its bytes were acknowledged. Evidence is forgotten in
+time, so these counts also fall.`,
+		Example: `  sockeye tune learned
+  sockeye tune learned same-datacentre`,
+		Args:              arguments(0, 1, ""),
+		ValidArgsFunction: c.ruleNames(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			rule := ""
+			if len(args) == 1 {
+				var err error
+				if rule, err = ruleName(args[0]); err != nil {
+					return err
+				}
+			}
+			var list []agent.TuneLearned
+			if err := c.client().Get(cmd.Context(), "/v1/tune/learned", given("rule", rule), &list); err != nil {
+				return err
+			}
+			return c.show(list, func(w io.Writer) { c.learned(w, list) })
+		},
+	}
+}
+
+func (c *command) learned(w io.Writer, list []agent.TuneLearned) {
+	if len(list) == 0 {
+		fmt.Fprintln(w, "nothing learned yet; only rules with explore learn")
+		return
+	}
+	fmt.Fprintln(w, "CGROUP\tRULE\tPREFIX\tWINDOW\tSETTLED\tLAST\tEVIDENCE")
+	for _, l := range list {
+		fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\t%s ago\t", l.Cgroup, l.Rule, l.Prefix, l.Window, yesNo(l.Settled),
+			max(0, c.Now().Sub(l.Last)).Round(time.Second))
+		for i, e := range l.Candidates {
+			if i > 0 {
+				fmt.Fprint(w, "\t\t\t\t\t\t")
+			}
+			fmt.Fprintln(w, evidence(e))
+		}
+		if len(l.Candidates) == 0 {
+			fmt.Fprintln(w, "-")
+		}
+	}
+}
+
+// evidence is what is known of an initial window.
+func evidence(c agent.TuneCandidate) string {
+	if c.Connections == 0 {
+		return fmt.Sprintf("%d: not tried", c.Window)
+	}
+	return fmt.Sprintf("%d: %d conn, %s lossy, %s", c.Window, c.Connections,
+		percentage(float64(c.Lossy)/float64(c.Connections)), microseconds(1000*c.Time))
+}

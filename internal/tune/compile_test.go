@@ -1,0 +1,639 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune_test
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"unsafe"
+
+	"github.com/cilium/ebpf"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/testenv"
+	"sockeye/internal/tune"
+)
+
+// draws is where a maker's choices come from: random, or a fuzzer's bytes.
+type draws interface{ IntN(n int) int }
+
+// bytesDrawn is a fuzzer's input; it draws 0 when it has come to its end.
+type bytesDrawn struct{ rest []byte }
+
+func (b *bytesDrawn) IntN(n int) int {
+	var word [4]byte
+	b.rest = b.rest[copy(word[:], b.rest):]
+	return int(binary.LittleEndian.Uint32(word[:]) % uint32(n))
+}
+
+// maker makes rules and questions out of few addresses, ports and tags, so that
+// prefixes nest and questions hit what rules ask for, or just miss it.
+type maker struct {
+	draws
+	prefixes []netip.Prefix
+	ports    []int
+	services []config.Service
+}
+
+var (
+	someAddresses = parseAll(netip.MustParseAddr, "10.0.0.0", "10.1.128.7", "10.1.128.128", "192.0.2.255", "0.0.0.0", "255.255.255.255",
+		"::", "::1", "2001:db8::", "2001:db8:0:8000::1", "2001:db8:ffff:ffff:ffff:ffff:ffff:ffff", "fe80::1",
+		"::fffe:ffff:ffff", "::1:0:0:0", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff")
+	someTags = [][]byte{[]byte("a"), []byte("b"), []byte("aa"), []byte("a\x00"), []byte("0123456789abcdef"), []byte("0123456789abcdeg")}
+)
+
+func parseAll[T any](parse func(string) T, texts ...string) []T {
+	all := make([]T, len(texts))
+	for i, text := range texts {
+		all[i] = parse(text)
+	}
+	return all
+}
+
+func (m *maker) chance(percent int) bool { return m.IntN(100) < percent }
+
+func pick[T any](m *maker, from []T) T { return from[m.IntN(len(from))] }
+
+func (m *maker) address() netip.Addr { return pick(m, someAddresses) }
+
+func (m *maker) prefix() netip.Prefix {
+	a := m.address()
+	length := pick(m, []int{0, 1, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 44, 64, 80, 95, 97, 126, 127, 128})
+	p := netip.PrefixFrom(a, min(length, a.BitLen())).Masked()
+	m.prefixes = append(m.prefixes, p)
+	return p
+}
+
+func (m *maker) set(most int) []config.PrefixTerm {
+	var set []config.PrefixTerm
+	for range 1 + m.IntN(most) {
+		set = append(set, config.PrefixTerm{Prefix: m.prefix(), Not: m.chance(30)})
+	}
+	return set
+}
+
+func (m *maker) port() int {
+	port := pick(m, []int{0, 1, 2, 80, 127, 128, 1790, 32767, 32768, 65534, 65535})
+	m.ports = append(m.ports, port)
+	return port
+}
+
+func (m *maker) ranges() []config.PortRange {
+	var ranges []config.PortRange
+	for range 1 + m.IntN(4) {
+		a, b := m.port(), m.port()
+		if m.chance(50) {
+			b = a
+		}
+		ranges = append(ranges, config.PortRange{First: uint16(min(a, b)), Last: uint16(max(a, b))})
+	}
+	return ranges
+}
+
+func (m *maker) makeServices() {
+	for i := range 4 {
+		s := config.Service{Name: fmt.Sprintf("s%d", i)}
+		for range 1 + m.IntN(4) {
+			a := m.address()
+			if m.chance(50) {
+				a = pick(m, []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()})
+			}
+			s.Listeners = append(s.Listeners, config.Listener{
+				Protocol: pick(m, []config.Protocol{config.TCP, config.UDP}), Address: netip.AddrPortFrom(a, uint16(m.port())),
+				V6Only: a == netip.IPv6Unspecified() && m.chance(50)})
+			m.prefixes = append(m.prefixes, netip.PrefixFrom(a, a.BitLen()))
+		}
+		m.services = append(m.services, s)
+	}
+}
+
+func (m *maker) rule(i int) config.TuneRule {
+	r := config.TuneRule{Name: fmt.Sprintf("r%d", i)}
+	if m.chance(30) {
+		r.Match.Role = pick(m, []config.Role{config.RoleAccept, config.RoleConnect})
+	}
+	if m.chance(20) && len(m.services) > 0 {
+		r.Match.Service, r.Match.Role = pick(m, m.services).Name, ""
+	} else {
+		if m.chance(25) {
+			r.Match.Ports = m.ranges()
+		}
+		if m.chance(20) {
+			r.Match.LocalPorts = m.ranges()
+		}
+		if m.chance(20) {
+			r.Match.Local = m.set(8)
+		}
+	}
+	if m.chance(20) {
+		r.Match.RemotePorts = m.ranges()
+	}
+	if m.chance(45) {
+		r.Match.Remote = m.set(12)
+	}
+	if m.chance(25) {
+		r.Match.SamePrefix = &config.SamePrefix{IPv4: m.IntN(33), IPv6: m.IntN(129)}
+		if m.chance(30) {
+			*pick(m, []*int{&r.Match.SamePrefix.IPv4, &r.Match.SamePrefix.IPv6}) = -1
+		}
+	}
+	if m.chance(20) {
+		r.Match.Tag = pick(m, someTags)
+	}
+	return r
+}
+
+func (m *maker) rules(n int) []config.TuneRule {
+	rules := make([]config.TuneRule, n)
+	for i := range rules {
+		rules[i] = m.rule(i)
+	}
+	return rules
+}
+
+// near is an address at an end of a prefix of a rule, or next to one.
+func (m *maker) near() netip.Addr {
+	if len(m.prefixes) == 0 || m.chance(10) {
+		return m.address()
+	}
+	p := pick(m, m.prefixes)
+	first, last := p.Addr(), lastOf(p)
+	a := pick(m, []netip.Addr{first, last, first.Prev(), last.Next(), first.Next()})
+	if !a.IsValid() || a.Is4In6() {
+		return first
+	}
+	return a
+}
+
+func lastOf(p netip.Prefix) netip.Addr {
+	b := p.Addr().AsSlice()
+	for i := p.Bits(); i < 8*len(b); i++ {
+		b[i/8] |= 1 << (7 - i%8)
+	}
+	a, _ := netip.AddrFromSlice(b)
+	return a
+}
+
+// sharing is an address of which the first bits are another's, and often no
+// more.
+func (m *maker) sharing(a netip.Addr) netip.Addr {
+	b := a.AsSlice()
+	from := m.IntN(8*len(b) + 1)
+	for i := from; i < 8*len(b); i++ {
+		if i == from || m.chance(50) {
+			b[i/8] ^= 1 << (7 - i%8)
+		}
+	}
+	other, _ := netip.AddrFromSlice(b)
+	if other.Is4In6() {
+		return a
+	}
+	return other
+}
+
+func (m *maker) question() tune.Question {
+	remote := m.near()
+	local := m.near()
+	if local.Is4() != remote.Is4() || m.chance(40) {
+		local = m.sharing(remote)
+	}
+	port := func() uint16 {
+		if len(m.ports) == 0 || m.chance(10) {
+			return uint16(m.IntN(1 << 16))
+		}
+		return uint16(pick(m, m.ports) + m.IntN(3) - 1)
+	}
+	q := tune.Question{Local: netip.AddrPortFrom(local, port()), Remote: netip.AddrPortFrom(remote, port()),
+		Role: pick(m, []config.Role{config.RoleAccept, config.RoleConnect})}
+	if m.chance(40) {
+		q.Tag = pick(m, someTags)
+	}
+	return q
+}
+
+// installed compiles and installs rules.
+func (k *tuning) installed(rules []config.TuneRule, services []config.Service) {
+	k.t.Helper()
+	compiled, err := tune.Compile(rules, services, nil)
+	if err != nil {
+		k.t.Fatal(err)
+	}
+	if err := k.Install(compiled); err != nil {
+		k.t.Fatal(err)
+	}
+	k.rules = rules
+}
+
+// agree compares the program's answers with those of Explain, and returns how
+// many questions each rule got, by name; "" is none.
+func (k *tuning) agree(services []config.Service, questions []tune.Question) map[string]int {
+	k.t.Helper()
+	asked := make([]bpf.TuneQuestion, len(questions))
+	for i, q := range questions {
+		asked[i] = q.BPF()
+	}
+	answers, err := k.Decide(asked...)
+	if err != nil {
+		k.t.Fatal(err)
+	}
+	rules, err := k.Rules()
+	if err != nil {
+		k.t.Fatal(err)
+	}
+	hits := make(map[string]int)
+	for i, q := range questions {
+		got, want := "", ""
+		if answers[i] != 0 {
+			got = tune.Text(rules[answers[i]].Name[:])
+		}
+		steps := tune.Explain(k.rules, services, q)
+		if n := len(steps); n > 0 && steps[n-1].Matches {
+			want = steps[n-1].Rule
+		}
+		hits[want]++
+		if got != want {
+			k.t.Fatalf("%v from %v, %s, tag %q: the program says %q, the twin %q: %+v", q.Local, q.Remote, q.Role, q.Tag, got, want, steps)
+		}
+	}
+	return hits
+}
+
+// TestTwin asks the program and its twin about random connections under random
+// rules.
+func TestTwin(t *testing.T) {
+	k := newTuning(t, "")
+	const rulesets, questions = 60, 250
+	hits, none, late := 0, 0, 0
+	for seed := range uint64(rulesets) {
+		m := &maker{draws: rand.New(rand.NewPCG(seed, 1))}
+		m.makeServices()
+		k.installed(m.rules(m.IntN(61)), m.services)
+		asked := make([]tune.Question, questions)
+		for i := range asked {
+			asked[i] = m.question()
+		}
+		t.Log("seed", seed)
+		for rule, n := range k.agree(m.services, asked) {
+			if rule == "" {
+				none += n
+				continue
+			}
+			hits += n
+			if rule != k.rules[0].Name {
+				late += n
+			}
+		}
+	}
+	t.Logf("%d questions got a rule, %d of them not the first, %d got none", hits, late, none)
+	if total := rulesets * questions; hits < total/4 || none < total/50 || late < total/4 {
+		t.Errorf("the rules ask for too much or too little to compare anything")
+	}
+}
+
+// TestTwinFewDimensions has rulesets that use one dimension each: the program
+// passes over those that no rule asks about.
+func TestTwinFewDimensions(t *testing.T) {
+	k := newTuning(t, "")
+	keep := []func(to, from *config.TuneMatch){
+		func(to, from *config.TuneMatch) { to.Remote = from.Remote },
+		func(to, from *config.TuneMatch) { to.Local = from.Local },
+		func(to, from *config.TuneMatch) { to.Ports = from.Ports },
+		func(to, from *config.TuneMatch) { to.RemotePorts = from.RemotePorts },
+		func(to, from *config.TuneMatch) { to.LocalPorts = from.LocalPorts },
+		func(to, from *config.TuneMatch) { to.Role = from.Role },
+		func(to, from *config.TuneMatch) { to.SamePrefix = from.SamePrefix },
+		func(to, from *config.TuneMatch) { to.Service = from.Service },
+		func(to, from *config.TuneMatch) { to.Tag = from.Tag },
+	}
+	for d, only := range keep {
+		m := &maker{draws: rand.New(rand.NewPCG(uint64(d), 2))}
+		m.makeServices()
+		var rules []config.TuneRule
+		for len(rules) < 8 {
+			full, one := m.rule(len(rules)), config.TuneMatch{}
+			only(&one, &full.Match)
+			if full.Match = one; fmt.Sprint(one) == "all" {
+				continue
+			}
+			rules = append(rules, full)
+		}
+		k.installed(rules, m.services)
+		asked := make([]tune.Question, 200)
+		for i := range asked {
+			asked[i] = m.question()
+		}
+		t.Log("dimension", d)
+		if hits := k.agree(m.services, asked); len(hits) < 2 {
+			t.Errorf("all questions got the same answer: %v", hits)
+		}
+	}
+}
+
+// prefixesOf makes many prefixes, of which shorter ones hold longer ones, both
+// families in turn.
+func prefixesOf(r *rand.Rand, n int) []config.PrefixTerm {
+	set := make([]config.PrefixTerm, n)
+	for i := range set {
+		b := [16]byte{0x20, 0x01, 0x0d, 0xb8}
+		binary.BigEndian.PutUint64(b[4:], r.Uint64())
+		p := netip.PrefixFrom(netip.AddrFrom16(b), 33+r.IntN(96))
+		if i%2 == 0 {
+			binary.BigEndian.PutUint32(b[:], r.Uint32()&0x0fffffff|10<<24)
+			p = netip.PrefixFrom(netip.AddrFrom4([4]byte(b[:])), 9+r.IntN(24))
+		}
+		set[i] = config.PrefixTerm{Prefix: p.Masked(), Not: r.IntN(3) == 0}
+	}
+	return set
+}
+
+// TestManyPrefixes has 10,000 prefixes in two rules.
+func TestManyPrefixes(t *testing.T) {
+	k := newTuning(t, "")
+	r := rand.New(rand.NewPCG(1, 3))
+	m := &maker{draws: r}
+	a, b := prefixesOf(r, 7000), prefixesOf(r, 3000)
+	k.installed([]config.TuneRule{
+		{Name: "a", Match: config.TuneMatch{Remote: a}},
+		{Name: "b", Match: config.TuneMatch{Remote: b}},
+		{Name: "c", Match: config.TuneMatch{Role: config.RoleAccept}},
+	}, nil)
+	for _, p := range slices.Concat(a, b) {
+		m.prefixes = append(m.prefixes, p.Prefix)
+	}
+	asked := make([]tune.Question, 3000)
+	for i := range asked {
+		asked[i] = m.question()
+	}
+	hits := k.agree(nil, asked)
+	t.Log(hits)
+	for _, rule := range []string{"a", "b", "c", ""} {
+		if hits[rule] < 50 {
+			t.Errorf("rule %q got %d of %d questions", rule, hits[rule], len(asked))
+		}
+	}
+}
+
+// TestMostTerms fills a ruleset up: every rule with a port and both roles is two
+// terms.
+func TestMostTerms(t *testing.T) {
+	k := newTuning(t, "")
+	var rules []config.TuneRule
+	var asked []tune.Question
+	for i := range bpf.TuneTerms / 2 {
+		port := uint16(1000 + i)
+		rules = append(rules, config.TuneRule{Name: fmt.Sprintf("r%d", i), Match: config.TuneMatch{Ports: []config.PortRange{{First: port, Last: port}}}})
+		for _, role := range []config.Role{config.RoleAccept, config.RoleConnect} {
+			asked = append(asked, tune.Question{Local: netip.MustParseAddrPort("10.0.0.1:1"), Remote: netip.MustParseAddrPort("10.0.0.2:1"), Role: role})
+			end := &asked[len(asked)-1].Local
+			if role == config.RoleConnect {
+				end = &asked[len(asked)-1].Remote
+			}
+			*end = netip.AddrPortFrom(end.Addr(), port)
+		}
+	}
+	k.installed(rules, nil)
+	if hits := k.agree(nil, asked); len(hits) != len(rules) || hits[""] > 0 {
+		t.Errorf("%d rules of %d got connections, %d connections got none", len(hits), len(rules), hits[""])
+	}
+	rules = append(rules, config.TuneRule{Name: "more"})
+	if _, err := tune.Compile(rules, nil, nil); err == nil || !strings.Contains(err.Error(), "513 terms, at most 512") {
+		t.Errorf("513 terms: got %v", err)
+	}
+}
+
+// TestMostOptions has a rule that sets all there is, twice.
+func TestMostOptions(t *testing.T) {
+	rule := config.TuneRule{Name: "all", React: &config.React{Retransmits: 0.01, RTOs: -1, Sample: 1}}
+	for _, o := range config.TuneOptions {
+		s := config.Setting{Option: o.Name, Value: o.Min}
+		rule.Set = append(rule.Set, s)
+		if o.React {
+			rule.React.Set = append(rule.React.Set, s)
+		}
+	}
+	_, err := tune.Compile([]config.TuneRule{rule}, nil, nil)
+	if err == nil || !strings.Contains(err.Error(), "compile rule all: it sets") {
+		t.Errorf("got %v", err)
+	}
+	none := func(config.TuneRule, string) bool { return true }
+	if _, err := tune.Compile([]config.TuneRule{rule}, nil, none); err != nil {
+		t.Errorf("on a kernel that takes no option: got %v", err)
+	}
+}
+
+// TestNoRules expects no answer of an empty ruleset, and of a bank that was
+// never filled.
+func TestNoRules(t *testing.T) {
+	k := newTuning(t, "")
+	q := tune.Question{Local: netip.MustParseAddrPort("10.0.0.1:1"), Remote: netip.MustParseAddrPort("10.0.0.2:1"), Role: config.RoleAccept}
+	k.agree(nil, []tune.Question{q})
+	k.installed([]config.TuneRule{{Name: "r"}}, nil)
+	if hits := k.agree(nil, []tune.Question{q}); hits["r"] != 1 {
+		t.Errorf("one rule for all: got %v", hits)
+	}
+	k.installed(nil, nil)
+	k.agree(nil, []tune.Question{q})
+}
+
+// wild makes rules that the policy file would refuse, too.
+func (m *maker) wild(i int) config.TuneRule {
+	r := m.rule(i)
+	if m.chance(20) {
+		r.Match.Ports = append(r.Match.Ports, config.PortRange{First: uint16(m.IntN(1 << 16)), Last: uint16(m.IntN(1 << 16))})
+	}
+	if m.chance(10) {
+		r.Match.Remote, r.Match.Local, r.Match.LocalPorts = []config.PrefixTerm{}, []config.PrefixTerm{{}}, []config.PortRange{}
+	}
+	if m.chance(10) {
+		r.Match.SamePrefix = &config.SamePrefix{IPv4: m.IntN(400) - 200, IPv6: m.IntN(400) - 200}
+	}
+	if m.chance(10) {
+		r.Match.Service = "none"
+	}
+	if m.chance(20) {
+		r.Tag, r.Match.Tag = make([]byte, m.IntN(300)), make([]byte, m.IntN(300))
+	}
+	settings := func() (set []config.Setting) {
+		for range m.IntN(60) {
+			s := config.Setting{Option: pick(m, config.TuneOptions).Name, Value: int64(m.IntN(1<<31)) << m.IntN(32), Text: r.Name}
+			if m.chance(5) {
+				s.Option = "unknown"
+			}
+			if m.chance(10) {
+				s.Explore = &config.Explore{Candidates: make([]int, m.IntN(20)), IPv4: m.IntN(40), IPv6: m.IntN(140), Share: float64(m.IntN(5)) / 2, Probe: -1}
+			}
+			set = append(set, s)
+		}
+		return set
+	}
+	if m.chance(30) {
+		r.Set = settings()
+	}
+	if m.chance(20) {
+		r.React = &config.React{Retransmits: float64(m.IntN(100)) / 50, RTOs: m.IntN(200) - 2, Sample: m.IntN(3) - 1, Set: settings()}
+		r.Trial = &config.Trial{Control: float64(m.IntN(4)) / 2}
+	}
+	return r
+}
+
+func FuzzCompile(f *testing.F) {
+	r := rand.New(rand.NewPCG(1, 4))
+	for n := range 20 {
+		seed := make([]byte, 40*n*n)
+		for i := range seed {
+			seed[i] = byte(r.Uint32())
+		}
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, input []byte) {
+		m := &maker{draws: &bytesDrawn{input}}
+		m.makeServices()
+		var rules []config.TuneRule
+		prefixes, ranges := 0, 0
+		for i := range m.IntN(80) {
+			rule := m.wild(i)
+			rules = append(rules, rule)
+			prefixes += len(rule.Match.Remote) + len(rule.Match.Local)
+			ranges += len(rule.Match.Ports) + len(rule.Match.RemotePorts) + len(rule.Match.LocalPorts)
+		}
+		for _, s := range m.services {
+			prefixes += len(s.Listeners)
+			ranges += len(s.Listeners)
+		}
+		c, err := tune.Compile(rules, m.services, nil)
+		if err != nil {
+			return
+		}
+		if len(c.Rules) != len(rules) || c.Ruleset.Terms > uint32(bpf.TuneTerms) || len(c.Tags) > len(rules) {
+			t.Errorf("%d rules gave %d, %d terms and %d tags", len(rules), len(c.Rules), c.Ruleset.Terms, len(c.Tags))
+		}
+		for _, index := range c.Ruleset.Rule[:c.Ruleset.Terms] {
+			if index < 1 || int(index) > len(rules) {
+				t.Errorf("a term of rule %d", index)
+			}
+		}
+		// One entry for each prefix and one for each family.
+		for _, entries := range [][]bpf.TunePrefixEntry{c.Remotes, c.Locals} {
+			if len(entries) > prefixes+2 {
+				t.Errorf("%d prefixes gave %d entries", prefixes, len(entries))
+			}
+		}
+		for _, entries := range [][]bpf.TunePortEntry{c.RemotePorts, c.LocalPorts} {
+			// A range has two ends, and what is between two of them is at most 30
+			// prefixes.
+			if len(entries) > 30*(2*2*ranges+1) {
+				t.Errorf("%d ranges gave %d entries", ranges, len(entries))
+			}
+			next := 0
+			for _, e := range entries {
+				if int(e.Port.Port[0])<<8|int(e.Port.Port[1]) != next {
+					t.Fatalf("port entries %v: want one for port %d", e.Port, next)
+				}
+				next += 1 << (16 - e.Port.Prefixlen)
+			}
+			if entries != nil && next != 1<<16 {
+				t.Errorf("port entries end at %d", next)
+			}
+		}
+		tune.Explain(rules, m.services, m.question())
+	})
+}
+
+// BenchmarkDecide gives the time that the program takes to find a rule: the
+// kernel repeats it for one connection after the other (BPF_PROG_TEST_RUN). The
+// time must not grow with the number of rules, and with that of prefixes only as
+// an LPM trie becomes deeper.
+func BenchmarkDecide(b *testing.B) {
+	r := rand.New(rand.NewPCG(1, 5))
+	remotes := func(n int) []config.PrefixTerm {
+		set := prefixesOf(r, n)
+		for i := range set {
+			set[i].Not = false
+		}
+		return set
+	}
+	for _, test := range []struct {
+		rules, prefixes int // of each rule
+	}{{0, 0}, {1, 1}, {10, 1}, {250, 1}, {10, 100}, {10, 1000}, {10, 10000}} {
+		b.Run(fmt.Sprintf("rules=%d/prefixes=%d", test.rules, test.rules*test.prefixes), func(b *testing.B) {
+			dir := filepath.Join(testenv.BPFFS(b), "tune_test")
+			t, err := bpf.OpenTune(bpf.TuneConfig{Dir: dir, Cgroup: testenv.Cgroup()})
+			if err != nil {
+				b.Fatal(err)
+			}
+			b.Cleanup(func() {
+				if err := bpf.RemoveTune(dir); err != nil {
+					b.Error(err)
+				}
+				t.Close()
+			})
+			k := &tuning{Tune: t, t: b}
+			var rules []config.TuneRule
+			m := &maker{draws: r}
+			for i := range test.rules {
+				set := remotes(test.prefixes)
+				for _, p := range set {
+					m.prefixes = append(m.prefixes, p.Prefix)
+				}
+				rules = append(rules, config.TuneRule{Name: fmt.Sprintf("r%d", i), Match: config.TuneMatch{
+					Remote: set, Ports: []config.PortRange{{First: 1024, Last: 65535}}}})
+			}
+			k.installed(rules, nil)
+			program := decider(b, dir)
+			const questions = 64
+			packets := make([][]byte, questions)
+			for i := range packets {
+				q := m.question()
+				q.Local, q.Remote = netip.AddrPortFrom(q.Local.Addr(), 2000), netip.AddrPortFrom(q.Remote.Addr(), 2000)
+				asked := q.BPF()
+				packets[i] = append(make([]byte, 14), unsafe.Slice((*byte)(unsafe.Pointer(&asked)), unsafe.Sizeof(asked))...)
+			}
+			total := 0.0
+			for b.Loop() {
+				for _, packet := range packets {
+					_, each, err := program.Benchmark(packet, 2000, nil)
+					if err != nil {
+						b.Fatal(err)
+					}
+					total += float64(each.Nanoseconds())
+				}
+			}
+			b.ReportMetric(total/float64(b.N*questions), "ns/decision")
+			b.ReportMetric(0, "ns/op")
+		})
+	}
+}
+
+// decider loads the program that only decides onto the maps pinned in dir.
+func decider(t testing.TB, dir string) *ebpf.Program {
+	t.Helper()
+	spec, err := ebpf.LoadCollectionSpec("../bpf/tunelive_bpfel.o")
+	if err != nil {
+		t.Fatal(err)
+	}
+	replaced := make(map[string]*ebpf.Map)
+	for name := range spec.Maps {
+		if name[0] == '.' {
+			continue
+		}
+		if replaced[name], err = ebpf.LoadPinnedMap(filepath.Join(dir, name), nil); err != nil {
+			t.Fatal(err)
+		}
+		defer replaced[name].Close()
+	}
+	var loaded struct {
+		Decide *ebpf.Program `ebpf:"tune_decide"`
+	}
+	if err := spec.LoadAndAssign(&loaded, &ebpf.CollectionOptions{MapReplacements: replaced}); err != nil {
+		t.Fatalf("%+v", err)
+	}
+	t.Cleanup(func() { loaded.Decide.Close() })
+	return loaded.Decide
+}

@@ -1,0 +1,530 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+)
+
+// Value is a setting of a rule on one connection: what was asked for beside
+// what the kernel reports.
+type Value struct {
+	Option    string `json:"option"`
+	Requested string `json:"requested"`
+	// Effective is "" if nothing shows it.
+	Effective string `json:"effective"`
+	// Source is what the kernel was asked: an option of getsockopt(2) or a field
+	// of TCP_INFO; "not readable" if nothing shows the value, "" if the option is
+	// not for this connection.
+	Source string `json:"source"`
+	// Note names what the kernel makes of the value, and why it is not set.
+	Note string `json:"note,omitempty"`
+	// Differs says that the connection does not run with what was asked for. The
+	// kernel's units alone are no difference, its bounds are.
+	Differs bool `json:"differs"`
+}
+
+// Reading is what a socket reports of an option.
+type Reading struct {
+	// Number is in the unit of the option's kind. Of a pacing rate, -1 is no
+	// bound. Of a buffer it is the kernel's size, twice what was asked for.
+	Number int64  `json:"number,omitempty"`
+	Text   string `json:"text,omitempty"` // of options of kind text
+	// Locked: the buffer has a size of somebody's choice; the kernel does not tune
+	// it.
+	Locked bool `json:"locked,omitempty"`
+}
+
+const notReadable = "not readable"
+
+// readable has the options that getsockopt(2) reports. The minimum of RTOs and
+// the delay of acknowledgements are there since 6.15, under numbers of their own.
+var readable = map[string]struct {
+	name   string
+	number int
+}{
+	"sndbuf":               {"SO_SNDBUF", unix.SO_SNDBUF},
+	"rcvbuf":               {"SO_RCVBUF", unix.SO_RCVBUF},
+	"rcvlowat":             {"SO_RCVLOWAT", unix.SO_RCVLOWAT},
+	"pacing_rate":          {"SO_MAX_PACING_RATE", unix.SO_MAX_PACING_RATE},
+	"priority":             {"SO_PRIORITY", unix.SO_PRIORITY},
+	"mark":                 {"SO_MARK", unix.SO_MARK},
+	"keepalive":            {"SO_KEEPALIVE", unix.SO_KEEPALIVE},
+	"reuse_address":        {"SO_REUSEADDR", unix.SO_REUSEADDR},
+	"bind_ifindex":         {"SO_BINDTOIFINDEX", unix.SO_BINDTOIFINDEX},
+	"txrehash":             {"SO_TXREHASH", unix.SO_TXREHASH},
+	"congestion":           {"TCP_CONGESTION", unix.TCP_CONGESTION},
+	"delack_max":           {"TCP_DELACK_MAX_US", unix.TCP_DELACK_MAX_US},
+	"rto_min":              {"TCP_RTO_MIN_US", unix.TCP_RTO_MIN_US},
+	"rto_max":              {"TCP_RTO_MAX_MS", unix.TCP_RTO_MAX_MS},
+	"notsent_lowat":        {"TCP_NOTSENT_LOWAT", unix.TCP_NOTSENT_LOWAT},
+	"window_clamp":         {"TCP_WINDOW_CLAMP", unix.TCP_WINDOW_CLAMP},
+	"user_timeout":         {"TCP_USER_TIMEOUT", unix.TCP_USER_TIMEOUT},
+	"keepalive_idle":       {"TCP_KEEPIDLE", unix.TCP_KEEPIDLE},
+	"keepalive_interval":   {"TCP_KEEPINTVL", unix.TCP_KEEPINTVL},
+	"keepalive_probes":     {"TCP_KEEPCNT", unix.TCP_KEEPCNT},
+	"syn_retries":          {"TCP_SYNCNT", unix.TCP_SYNCNT},
+	"nodelay":              {"TCP_NODELAY", unix.TCP_NODELAY},
+	"thin_linear_timeouts": {"TCP_THIN_LINEAR_TIMEOUTS", unix.TCP_THIN_LINEAR_TIMEOUTS},
+	"tos":                  {"IP_TOS", unix.IP_TOS},
+	"traffic_class":        {"IPV6_TCLASS", unix.IPV6_TCLASS},
+	"auto_flow_label":      {"IPV6_AUTOFLOWLABEL", unix.IPV6_AUTOFLOWLABEL},
+}
+
+// read asks a socket for an option. It says no if the kernel cannot tell.
+func (o Option) read(fd int) (r Reading, ok bool, err error) {
+	source, ok := readable[o.Name]
+	if !ok {
+		return r, false, nil
+	}
+	switch o.Name {
+	case "congestion":
+		r.Text, err = unix.GetsockoptString(fd, unix.SOL_TCP, source.number)
+	case "pacing_rate":
+		var rate uint64
+		rate, err = unix.GetsockoptUint64(fd, int(o.Level), source.number)
+		r.Number = int64(rate)
+	default:
+		var value int
+		value, err = unix.GetsockoptInt(fd, int(o.Level), source.number)
+		if o.Name == "mark" {
+			value = int(uint32(value))
+		}
+		r.Number = int64(value) * o.Unit
+	}
+	if errors.Is(err, unix.ENOPROTOOPT) || errors.Is(err, unix.EOPNOTSUPP) {
+		return r, false, nil
+	}
+	if err != nil {
+		return r, false, fmt.Errorf("read %s: %w", source.name, err)
+	}
+	if lock := o.lock(); lock != 0 {
+		locks, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK)
+		// Before 5.14 it is not known.
+		r.Locked = err == nil && locks&lock != 0
+	}
+	return r, true, nil
+}
+
+// lock is the bit of SO_BUF_LOCK that keeps the kernel from tuning a buffer.
+func (o Option) lock() int {
+	switch o.Name {
+	case "sndbuf":
+		return unix.SOCK_SNDBUF_LOCK
+	case "rcvbuf":
+		return unix.SOCK_RCVBUF_LOCK
+	}
+	return 0
+}
+
+// format writes what was read.
+func (o Option) format(r Reading) string {
+	switch {
+	case o.Kind == config.KindText:
+		return r.Text
+	case o.Name == "pacing_rate" && r.Number < 0:
+		return "no bound"
+	}
+	return config.FormatValue(o.TuneOption, r.Number)
+}
+
+// isFor tells whether the option exists on sockets of a family.
+func (o Option) isFor(family int) bool {
+	if family == unix.AF_INET {
+		return o.Phases&bpf.TunePhaseIPv6 == 0
+	}
+	return o.Phases&bpf.TunePhaseIPv4 == 0
+}
+
+// Effective compares what a rule asks of a connection with what the kernel
+// reports. c is what Tune.Connection knows of it, nil if no rule has matched it.
+func Effective(s *Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]Value, error) {
+	if s.MPTCP || s.Listening {
+		return nil, fmt.Errorf("read values of %s: it is no TCP connection", s)
+	}
+	hz, err := bpf.Hz()
+	if err != nil {
+		return nil, err
+	}
+	l := &look{s: s, c: c, hz: int64(hz), settings: rule.Set}
+	if l.info, err = unix.GetsockoptTCPInfo(s.FD, unix.SOL_TCP, unix.TCP_INFO); err != nil {
+		return nil, fmt.Errorf("read TCP_INFO of %s: %w", s, err)
+	}
+	if c != nil && c.Flags&bpf.TuneConnectionReacted != 0 && rule.React != nil {
+		l.reacted = rule.React.Set
+		l.settings = slices.Clone(l.settings)
+		for _, r := range l.reacted {
+			at := slices.IndexFunc(l.settings, func(s config.Setting) bool { return s.Option == r.Option })
+			if at < 0 {
+				l.settings = append(l.settings, r)
+			} else {
+				l.settings[at] = r
+			}
+		}
+	}
+	values := make([]Value, 0, len(l.settings))
+	for _, setting := range l.settings {
+		o, ok := FindOption(setting.Option)
+		if !ok {
+			continue
+		}
+		v, err := l.value(o, setting)
+		if err != nil {
+			return nil, fmt.Errorf("read values of %s: %w", s, err)
+		}
+		values = append(values, v)
+	}
+	return values, nil
+}
+
+// look is one look at a connection.
+type look struct {
+	s        *Socket
+	c        *bpf.TuneConnection
+	info     *unix.TCPInfo
+	hz       int64
+	settings []config.Setting
+	reacted  []config.Setting
+}
+
+func (l *look) value(o Option, s config.Setting) (Value, error) {
+	v := Value{Option: o.Name, Requested: l.requested(o, s)}
+	if v.Note = l.notFor(o); v.Note != "" {
+		return v, nil
+	}
+	r, ok, err := o.read(l.s.FD)
+	if err != nil {
+		return v, err
+	}
+	var notes []string
+	if ok {
+		v.Source, v.Effective = readable[o.Name].name, o.format(r)
+		v.Differs, notes, err = l.compare(o, s, r)
+		if err != nil {
+			return v, err
+		}
+	} else {
+		notes = l.shown(&v, o, s)
+	}
+	unset := l.unset(o, s)
+	switch {
+	case unset != "":
+		notes = []string{unset}
+	case v.Differs && len(notes) == 0:
+		notes = []string{"set by the application or by another program, or refused by the kernel"}
+	case slices.ContainsFunc(l.reacted, func(r config.Setting) bool { return r.Option == o.Name }):
+		notes = append(notes, "the rule's reaction")
+	}
+	v.Note = strings.Join(notes, "; ")
+	return v, nil
+}
+
+// requested writes a setting's value.
+func (l *look) requested(o Option, s config.Setting) string {
+	switch {
+	case s.Explore != nil:
+		candidates := make([]string, len(s.Explore.Candidates))
+		for i, n := range s.Explore.Candidates {
+			candidates[i] = strconv.Itoa(n)
+		}
+		all := "one of " + strings.Join(candidates, ", ")
+		if l.unset(o, s) == "" && int(l.c.Candidate) < len(candidates) {
+			return candidates[l.c.Candidate] + ", " + all
+		}
+		return all
+	case o.Kind == config.KindText:
+		return s.Text
+	}
+	return config.FormatValue(o.TuneOption, s.Value)
+}
+
+// role is the connection's side: what the program knows, else what was found.
+func (l *look) role() config.Role {
+	switch {
+	case l.c == nil:
+		return l.s.Role
+	case uint32(l.c.Role) == bpf.TuneAccept:
+		return config.RoleAccept
+	}
+	return config.RoleConnect
+}
+
+// notFor says why an option is not for this connection, "" if it is.
+func (l *look) notFor(o Option) string {
+	switch {
+	case !o.isFor(l.s.Family) && l.s.Family == unix.AF_INET6:
+		return "only on IPv4 sockets; an IPv6 socket with an IPv4 peer is none"
+	case !o.isFor(l.s.Family):
+		return "only on IPv6 sockets"
+	case l.role() == config.RoleConnect && o.Name == "synack_rto":
+		return "only on connections that are accepted"
+	case l.role() == config.RoleAccept && (o.Name == "syn_rto" || o.Phases == bpf.TunePhaseConnect):
+		return "only on connections that this host makes"
+	}
+	return ""
+}
+
+// unset says why the rule has not set an option, "" if it has.
+func (l *look) unset(o Option, s config.Setting) string {
+	switch {
+	case l.c == nil:
+		return "not set: the connection does not have the rule"
+	case int(l.c.Arm) == bpf.TuneArmControl:
+		return "left alone: control arm of the trial"
+	case l.c.Flags&bpf.TuneConnectionAdopted != 0 && o.Phases&bpf.TunePhaseLive == 0 &&
+		!slices.Contains(l.reacted, s):
+		return "not set: the connection was open before it had the rule"
+	}
+	return ""
+}
+
+// compare tells whether what was read is not what was asked for, and what the
+// kernel has made of it. A difference without a note is of somebody else's making.
+func (l *look) compare(o Option, s config.Setting, r Reading) (differs bool, notes []string, err error) {
+	switch o.Name {
+	case "congestion":
+		return r.Text != s.Text, nil, nil
+	case "sndbuf", "rcvbuf":
+		return l.compareBuffer(o, s.Value, r)
+	case "rcvlowat":
+		if r.Number < s.Value {
+			notes, err = l.lowWater(r.Number)
+		}
+		return r.Number != s.Value, notes, err
+	case "window_clamp":
+		// SOCK_MIN_RCVBUF / 2 is 1152 with the structures of 64-bit kernels.
+		if r.Number != s.Value {
+			notes = []string{"the kernel computes it anew from the receive buffer, and makes it at least half of the smallest one"}
+		}
+		return r.Number != s.Value, notes, nil
+	case "priority":
+		if r.Number != s.Value && l.s.Family == unix.AF_INET &&
+			slices.ContainsFunc(l.settings, func(s config.Setting) bool { return s.Option == "tos" }) {
+			notes = []string{"IP_TOS, set after it, sets the priority too"}
+		}
+		return r.Number != s.Value, notes, nil
+	}
+	want, note := l.rounded(o, s.Value, r.Number)
+	if want != s.Value {
+		notes = append(notes, note)
+	}
+	if want != r.Number {
+		return true, nil, nil
+	}
+	if o.Name == "delack_max" {
+		minimum, _ := FindOption("rto_min")
+		// tcp_delack_max (net/ipv4/tcp_output.c, Linux 6.18).
+		rto, ok, err := minimum.read(l.s.FD)
+		if err == nil && ok && rto.Number <= r.Number {
+			notes = append(notes, "acknowledgements wait for less than the smallest RTO, "+minimum.format(rto))
+		}
+	}
+	return false, notes, nil
+}
+
+// rounded is a value in the kernel's units, and what those are.
+func (l *look) rounded(o Option, value, got int64) (rounded int64, note string) {
+	switch o.Name {
+	case "tos", "traffic_class":
+		const ecn = 3
+		return value&^ecn | got&ecn, "the two lowest bits are the kernel's, for ECN"
+	case "syn_rto", "synack_rto", "delack_max", "rto_min":
+		return l.jiffies(value) * 1000000 / l.hz, l.jiffiesNote()
+	case "rto_max":
+		return (l.jiffies(value/o.Unit*o.Unit)*1000 + l.hz - 1) / l.hz * o.Unit, l.jiffiesNote()
+	case "user_timeout":
+		value, note = value/o.Unit*o.Unit, "in whole milliseconds"
+	case "keepalive_idle", "keepalive_interval":
+		value, note = value/o.Unit*o.Unit, "in whole seconds"
+	}
+	return value, note
+}
+
+// jiffies gives microseconds in the kernel's ticks, rounded up.
+func (l *look) jiffies(us int64) int64 { return (us*l.hz + 999999) / 1000000 }
+
+func (l *look) jiffiesNote() string {
+	return "rounded up to jiffies of " + duration(1000000/l.hz)
+}
+
+func duration(us int64) string {
+	return config.FormatValue(config.TuneOption{Kind: config.KindDuration}, us)
+}
+
+func bytesText(n int64) string {
+	return config.FormatValue(config.TuneOption{Kind: config.KindSize}, n)
+}
+
+// compareBuffer compares a buffer's size, which the kernel has doubled.
+func (l *look) compareBuffer(o Option, want int64, r Reading) (differs bool, notes []string, err error) {
+	most := "net.core.wmem_max"
+	if o.Name == "rcvbuf" {
+		most = "net.core.rmem_max"
+	}
+	limit := sysctlNumbers(most)
+	switch {
+	case !r.Locked:
+		differs, notes = true, []string{"the kernel tunes it: it is not set any more, or never was"}
+	case r.Number == 2*want:
+		notes = []string{"the kernel doubles it"}
+	case len(limit) == 1 && limit[0] < want && r.Number == 2*limit[0]:
+		differs, notes = true, []string{"cut to " + most + ", " + bytesText(limit[0]), "the kernel doubles it"}
+	case r.Number > 2*want && r.Number <= smallestBuffer:
+		differs, notes = true, []string{"raised to the kernel's smallest buffer"}
+	default:
+		differs = true
+	}
+	if o.Name != "rcvbuf" || !r.Locked {
+		return differs, notes, nil
+	}
+	clamp, _ := FindOption("window_clamp")
+	window, ok, err := clamp.read(l.s.FD)
+	if err != nil {
+		return differs, notes, err
+	}
+	switch scaled := int64(math.MaxUint16) << l.windowScale(); {
+	case scaled < r.Number/2 && l.role() == config.RoleAccept:
+		notes = append(notes, fmt.Sprintf("the window is at most %s: its scale was fixed at the SYN, by the listener's receive buffer", bytesText(scaled)))
+	case scaled < r.Number/2:
+		notes = append(notes, fmt.Sprintf("the window is at most %s: its scale was fixed at the SYN", bytesText(scaled)))
+	case ok && window.Number < r.Number/2:
+		notes = append(notes, fmt.Sprintf("the window is at most %s for now: TCP_WINDOW_CLAMP", bytesText(window.Number)))
+	}
+	return differs, notes, nil
+}
+
+// smallestBuffer bounds SOCK_MIN_SNDBUF and SOCK_MIN_RCVBUF (include/net/sock.h,
+// Linux 6.18): 4608 and 2304 with the structures of 64-bit kernels.
+const smallestBuffer = 8192
+
+// windowScale is by how many bits the window that this host advertises is
+// shifted. golang.org/x/sys leaves the field out, which follows the options.
+func (l *look) windowScale() uint {
+	scales := *(*uint8)(unsafe.Add(unsafe.Pointer(&l.info.Options), 1))
+	if l.info.Options&tcpiOptWscale == 0 {
+		return 0
+	}
+	return uint(scales >> 4)
+}
+
+// Bits of tcpi_options: include/uapi/linux/tcp.h, Linux 6.18.
+const (
+	tcpiOptWscale = 4
+	tcpiOptECN    = 8
+)
+
+// lowWater says why SO_RCVLOWAT is less than what was asked for.
+func (l *look) lowWater(got int64) ([]string, error) {
+	buffer, _ := FindOption("rcvbuf")
+	r, ok, err := buffer.read(l.s.FD)
+	if err != nil {
+		return nil, err
+	}
+	if ok && r.Locked && got == r.Number/2 {
+		return []string{"cut to half of the receive buffer"}, nil
+	}
+	if most := sysctlNumbers("net.ipv4.tcp_rmem"); len(most) == 3 && got == most[2]/2 {
+		return []string{"cut to half of the largest receive buffer, the third number of net.ipv4.tcp_rmem"}, nil
+	}
+	return nil, nil
+}
+
+// shown fills in what TCP_INFO shows of an option that cannot be read.
+func (l *look) shown(v *Value, o Option, s config.Setting) (notes []string) {
+	v.Source = notReadable
+	show := func(field string, n int64) {
+		v.Source, v.Effective = "TCP_INFO "+field, o.format(Reading{Number: n})
+	}
+	info := l.info
+	switch o.Name {
+	case "syn_rto", "synack_rto":
+		if want, note := l.rounded(o, s.Value, 0); want != s.Value {
+			notes = append(notes, note+": "+duration(want))
+		}
+		notes = append(notes, "only during the handshake")
+	case "initial_rwnd":
+		if info.Rcv_wnd > 0 && info.Advmss > 0 {
+			show("rcv_wnd", int64(info.Rcv_wnd/info.Advmss))
+		}
+		notes = append(notes, "only at the start; the window moves on with what is received")
+	case "ecn":
+		agreed := info.Options & tcpiOptECN
+		show("options", int64(agreed))
+		switch {
+		case s.Value == 0:
+			notes = append(notes, "left to net.ipv4.tcp_ecn")
+		case agreed == 0:
+			v.Differs = true
+			notes = append(notes, "the peer does not agree")
+		}
+	case "base_rtt":
+		notes = append(notes, "only the congestion control nv asks for it")
+	case "initial_cwnd":
+		show("snd_cwnd", int64(info.Snd_cwnd))
+		if info.Data_segs_out > 0 {
+			notes = append(notes, "only at the start; the congestion control has moved it since")
+		} else if s.Explore == nil {
+			v.Differs = int64(info.Snd_cwnd) != s.Value
+		}
+	case "cwnd_clamp":
+		show("snd_cwnd", int64(info.Snd_cwnd))
+		v.Differs = int64(info.Snd_cwnd) > s.Value
+		threshold := "none"
+		if info.Snd_ssthresh < infiniteThreshold {
+			threshold = strconv.Itoa(int(info.Snd_ssthresh))
+		}
+		notes = append(notes, "the window is shown, its bound cannot be read; snd_ssthresh "+threshold)
+		if v.Differs {
+			notes = append(notes, "it comes down with the next acknowledgements")
+		}
+	case "rto_min":
+		show("rto", int64(info.Rto))
+		v.Differs = int64(info.Rto) < s.Value
+		notes = append(notes, "the timeout is shown, its minimum cannot be read before Linux 6.15")
+	case "delack_max":
+		show("ato", int64(info.Ato))
+		notes = append(notes, "the present delay is shown, its maximum cannot be read before Linux 6.15")
+	case "mss":
+		show("advmss", int64(info.Advmss))
+		v.Differs = int64(info.Advmss) != s.Value
+		if int64(info.Advmss) < s.Value {
+			notes = append(notes, "bounded by the MTU of the route")
+		}
+		notes = append(notes, fmt.Sprintf("segments carry %d bytes", info.Snd_mss))
+	}
+	return notes
+}
+
+// infiniteThreshold is TCP_INFINITE_SSTHRESH (include/net/tcp.h, Linux 6.18).
+const infiniteThreshold = 0x7fffffff
+
+// sysctlNumbers reads a sysctl in this process' network namespace. It is nil if
+// that does not have it, as namespaces but the first have no net.core.wmem_max in
+// older kernels.
+func sysctlNumbers(name string) []int64 {
+	text, err := os.ReadFile("/proc/sys/" + strings.ReplaceAll(name, ".", "/"))
+	if err != nil {
+		return nil
+	}
+	var numbers []int64
+	for field := range strings.FieldsSeq(string(text)) {
+		n, err := strconv.ParseInt(field, 10, 64)
+		if err != nil {
+			return nil
+		}
+		numbers = append(numbers, n)
+	}
+	return numbers
+}

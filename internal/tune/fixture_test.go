@@ -1,0 +1,587 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune_test
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/testenv"
+	"sockeye/internal/tune"
+)
+
+// tuning is the tuning of the tests' own cgroup.
+type tuning struct {
+	*bpf.Tune
+	t     testing.TB
+	rules []config.TuneRule
+}
+
+// newTuning opens it with the rules of a policy, or of none with "".
+func newTuning(t testing.TB, policy string) *tuning {
+	t.Helper()
+	dir := filepath.Join(testenv.BPFFS(t), "tune_test")
+	b, err := bpf.OpenTune(bpf.TuneConfig{Dir: dir, Cgroup: testenv.Cgroup()})
+	if err != nil {
+		t.Fatalf("%+v", err)
+	}
+	t.Cleanup(func() {
+		if err := bpf.RemoveTune(dir); err != nil {
+			t.Error(err)
+		}
+		if err := b.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	k := &tuning{Tune: b, t: t}
+	if policy != "" {
+		k.install(policy)
+	}
+	return k
+}
+
+// install makes the rules of a policy take effect; CGROUP stands for the
+// tests' cgroup.
+func (k *tuning) install(policy string) {
+	k.t.Helper()
+	p := parse(k.t, policy)
+	rules, err := tune.Compile(p.Tune, p.Services, nil)
+	if err != nil {
+		k.t.Fatal(err)
+	}
+	if err := k.Install(rules); err != nil {
+		k.t.Fatal(err)
+	}
+	k.rules = p.Tune
+}
+
+func parse(t testing.TB, policy string) *config.Policy {
+	t.Helper()
+	p, err := config.Parse([]byte(strings.ReplaceAll(policy, "CGROUP", testenv.CgroupPath())), "policy.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// oneRule is a policy with a rule r for all connections, which sets.
+func oneRule(set string) string {
+	return "tune: [{name: r, cgroup: CGROUP, set: {" + set + "}}]\n"
+}
+
+// id finds the number of a rule in force by its name.
+func (k *tuning) id(name string) uint32 {
+	k.t.Helper()
+	rules, err := k.Rules()
+	if err != nil {
+		k.t.Fatal(err)
+	}
+	for id, r := range rules {
+		if tune.Text(r.Name[:]) == name && r.Retired == 0 {
+			return id
+		}
+	}
+	k.t.Fatalf("no rule %s", name)
+	return 0
+}
+
+// stats adds up both arms of a rule.
+func (k *tuning) stats(name string, arm int) *bpf.TuneStats {
+	k.t.Helper()
+	s, err := k.Stats(k.id(name), arm)
+	if err != nil {
+		k.t.Fatal(err)
+	}
+	return s
+}
+
+// pair is a connection over loopback: the side that connected and the side
+// that accepted.
+type pair struct{ connected, accepted *net.TCPConn }
+
+var families = map[string]string{"ipv4": "127.0.0.1:0", "ipv6": "[::1]:0"}
+
+// listen makes a listener that is no MPTCP socket.
+func listen(t testing.TB, address string) *net.TCPListener {
+	t.Helper()
+	var c net.ListenConfig
+	c.SetMultipathTCP(false)
+	l, err := c.Listen(t.Context(), "tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	return l.(*net.TCPListener)
+}
+
+// connect makes a connection to a listener.
+func connect(t testing.TB, l *net.TCPListener) pair {
+	t.Helper()
+	return connectTo(t, l, l.Addr().String())
+}
+
+func connectTo(t testing.TB, l *net.TCPListener, address string) pair {
+	t.Helper()
+	var d net.Dialer
+	d.SetMultipathTCP(false)
+	c, err := d.DialContext(t.Context(), "tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	a, err := l.AcceptTCP()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { a.Close() })
+	return pair{c.(*net.TCPConn), a}
+}
+
+// control runs f with a connection's descriptor.
+func control(t testing.TB, c *net.TCPConn, f func(fd int)) {
+	t.Helper()
+	raw, err := c.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := raw.Control(func(fd uintptr) { f(int(fd)) }); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// option reads an option that is a number.
+func option(t testing.TB, c *net.TCPConn, level, name int) (value int) {
+	t.Helper()
+	control(t, c, func(fd int) {
+		var err error
+		if value, err = unix.GetsockoptInt(fd, level, name); err != nil {
+			t.Fatal(os.NewSyscallError("getsockopt", err))
+		}
+	})
+	return value
+}
+
+// ruleOf is the name of the rule that a connection has, "" for none.
+func (k *tuning) ruleOf(c *net.TCPConn) (name string) {
+	k.t.Helper()
+	control(k.t, c, func(fd int) {
+		connection, err := k.Connection(fd)
+		if err != nil {
+			k.t.Fatal(err)
+		}
+		if connection == nil {
+			return
+		}
+		rules, err := k.Rules()
+		if err != nil {
+			k.t.Fatal(err)
+		}
+		if rule := rules[connection.Rule]; rule != nil {
+			name = tune.Text(rule.Name[:])
+		}
+	})
+	return name
+}
+
+// network is what the tests of one family use.
+type network struct {
+	name   string
+	domain int
+	addr   netip.Addr
+	mss    int // of lo as newNetworks sets it
+}
+
+// newNetworks gives lo an MTU of 1500 until the test ends.
+func newNetworks(t testing.TB) []network {
+	t.Helper()
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := netlink.LinkSetMTU(lo, 1500); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := netlink.LinkSetMTU(lo, lo.Attrs().MTU); err != nil {
+			t.Error(err)
+		}
+	})
+	return []network{
+		{"ipv4", unix.AF_INET, netip.MustParseAddr("127.0.0.1"), 1460},
+		{"ipv6", unix.AF_INET6, netip.IPv6Loopback(), 1440},
+	}
+}
+
+// sysctl sets one until the test ends.
+func sysctl(t testing.TB, name, value string) {
+	t.Helper()
+	path := "/proc/sys/" + name
+	before, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte(value), 0); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.WriteFile(path, before, 0); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// installRules makes rules of the tests' cgroup take effect. Unlike a policy's,
+// their values may be such as the kernel refuses.
+func (k *tuning) installRules(rules ...config.TuneRule) {
+	k.t.Helper()
+	for i := range rules {
+		rules[i].Cgroup = testenv.CgroupPath()
+	}
+	compiled, err := tune.Compile(rules, nil, nil)
+	if err != nil {
+		k.t.Fatal(err)
+	}
+	if err := k.Install(compiled); err != nil {
+		k.t.Fatal(err)
+	}
+	k.rules = rules
+}
+
+// failed is how often options of the rules in force could not be set, by
+// rule/option/errno.
+func (k *tuning) failed() map[string]uint64 {
+	k.t.Helper()
+	failures, err := k.Failures()
+	if err != nil {
+		k.t.Fatal(err)
+	}
+	rules, err := k.Rules()
+	if err != nil {
+		k.t.Fatal(err)
+	}
+	named := make(map[string]uint64)
+	for f, count := range failures {
+		if rule := rules[f.Rule]; rule != nil && rule.Retired == 0 {
+			errno := unix.ErrnoName(unix.Errno(f.Error))
+			if errno == "" {
+				errno = fmt.Sprint(f.Error)
+			}
+			named[tune.Text(rule.Name[:])+"/"+config.TuneOptions[f.Option].Name+"/"+errno] = count
+		}
+	}
+	return named
+}
+
+// sockets are the two ends of a connection. Unlike those of net, nothing is set
+// on them.
+type sockets struct{ connected, accepted int }
+
+func sockaddr(a netip.AddrPort) unix.Sockaddr {
+	if a.Addr().Is4() {
+		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
+	}
+	return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
+}
+
+// newSocket makes a TCP socket that does not wait forever, closed when the test
+// ends.
+func newSocket(t testing.TB, domain int) int {
+	t.Helper()
+	fd, err := unix.Socket(domain, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
+	if err != nil {
+		t.Fatal(os.NewSyscallError("socket", err))
+	}
+	t.Cleanup(func() { unix.Close(fd) })
+	for _, name := range []int{unix.SO_SNDTIMEO, unix.SO_RCVTIMEO} {
+		if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, name, &unix.Timeval{Sec: 20}); err != nil {
+			t.Fatal(os.NewSyscallError("setsockopt", err))
+		}
+	}
+	return fd
+}
+
+// listenSocket makes a listener at an address, and returns its port too.
+func listenSocket(t testing.TB, domain int, addr netip.Addr) (fd int, at netip.AddrPort) {
+	t.Helper()
+	fd = newSocket(t, domain)
+	if err := unix.Bind(fd, sockaddr(netip.AddrPortFrom(addr, 0))); err != nil {
+		t.Fatal(os.NewSyscallError("bind", err))
+	}
+	if err := unix.Listen(fd, 128); err != nil {
+		t.Fatal(os.NewSyscallError("listen", err))
+	}
+	return fd, netip.AddrPortFrom(addr, uint16(portOf(t, fd)))
+}
+
+func portOf(t testing.TB, fd int) int {
+	t.Helper()
+	sa, err := unix.Getsockname(fd)
+	if err != nil {
+		t.Fatal(os.NewSyscallError("getsockname", err))
+	}
+	switch sa := sa.(type) {
+	case *unix.SockaddrInet4:
+		return sa.Port
+	case *unix.SockaddrInet6:
+		return sa.Port
+	}
+	t.Fatalf("socket of family %T", sa)
+	return 0
+}
+
+// connectSockets connects to a listener.
+func connectSockets(t testing.TB, listener int, at netip.AddrPort) sockets {
+	t.Helper()
+	domain := unix.AF_INET6
+	if at.Addr().Is4() {
+		domain = unix.AF_INET
+	}
+	fd := newSocket(t, domain)
+	if _, err := retry(func() (int, error) { return 0, unix.Connect(fd, sockaddr(at)) }); err != nil {
+		t.Fatal(os.NewSyscallError("connect", err))
+	}
+	return sockets{fd, acceptSocket(t, listener)}
+}
+
+// connectDeaf starts a connection that hears nothing of what the other side says.
+func connectDeaf(t testing.TB, at netip.AddrPort) int {
+	t.Helper()
+	domain := unix.AF_INET6
+	if at.Addr().Is4() {
+		domain = unix.AF_INET
+	}
+	fd := newSocket(t, domain)
+	attachFilter(t, fd, unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K})
+	if err := unix.SetNonblock(fd, true); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Connect(fd, sockaddr(at)); !errors.Is(err, unix.EINPROGRESS) {
+		t.Fatal(os.NewSyscallError("connect", err))
+	}
+	return fd
+}
+
+func attachFilter(t testing.TB, fd int, filter ...unix.SockFilter) {
+	t.Helper()
+	program := unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]}
+	if err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &program); err != nil {
+		t.Fatal(os.NewSyscallError("setsockopt", err))
+	}
+}
+
+func acceptSocket(t testing.TB, listener int) int {
+	t.Helper()
+	fd, err := retry(func() (int, error) {
+		fd, _, err := unix.Accept4(listener, unix.SOCK_CLOEXEC)
+		return fd, err
+	})
+	if err != nil {
+		t.Fatal(os.NewSyscallError("accept", err))
+	}
+	t.Cleanup(func() { unix.Close(fd) })
+	return fd
+}
+
+// retry calls again what a signal has interrupted, as calls with a timeout are.
+func retry(call func() (int, error)) (int, error) {
+	for {
+		n, err := call()
+		if !errors.Is(err, unix.EINTR) {
+			return n, err
+		}
+	}
+}
+
+// send writes all of b.
+func send(fd int, b []byte) error {
+	for len(b) > 0 {
+		n, err := retry(func() (int, error) { return unix.Write(fd, b) })
+		if err != nil {
+			return os.NewSyscallError("write", err)
+		}
+		b = b[n:]
+	}
+	return nil
+}
+
+// receive fills b.
+func receive(fd int, b []byte) error {
+	for got := 0; got < len(b); {
+		n, err := retry(func() (int, error) { return unix.Read(fd, b[got:]) })
+		if err != nil || n == 0 {
+			return fmt.Errorf("read %d of %d bytes: %w", got, len(b), err)
+		}
+		got += n
+	}
+	return nil
+}
+
+// transfer sends bytes from one socket to another, and checks that they arrive.
+func transfer(t testing.TB, from, to int, bytes int) {
+	t.Helper()
+	sent, got := make([]byte, bytes), make([]byte, bytes)
+	for i := range sent {
+		sent[i] = byte(i % 251)
+	}
+	failed := make(chan error, 1)
+	go func() { failed <- send(from, sent) }()
+	if err := receive(to, got); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-failed; err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Equal(sent, got) {
+		t.Fatalf("%d bytes arrived, and not as they were sent", bytes)
+	}
+}
+
+func sockopt(t testing.TB, fd, level, name int) int {
+	t.Helper()
+	value, err := unix.GetsockoptInt(fd, level, name)
+	if err != nil {
+		t.Fatal(os.NewSyscallError("getsockopt", err))
+	}
+	return value
+}
+
+func tcpInfo(t testing.TB, fd int) *unix.TCPInfo {
+	t.Helper()
+	info, err := unix.GetsockoptTCPInfo(fd, unix.SOL_TCP, unix.TCP_INFO)
+	if err != nil {
+		t.Fatal(os.NewSyscallError("getsockopt", err))
+	}
+	return info
+}
+
+// wire shows the TCP segments that leave through lo.
+type wire struct {
+	t  testing.TB
+	fd int
+}
+
+// segment is one of them.
+type segment struct {
+	at             time.Time
+	source, target netip.AddrPort
+	class          uint8  // IPv4 type of service, IPv6 traffic class
+	label          uint32 // IPv6 flow label
+	seq, ack       uint32
+	flags          uint8
+	window         uint16
+	mss            int // of a SYN
+	data           int // bytes
+}
+
+const (
+	flagSYN = 1 << 1
+	flagACK = 1 << 4
+	flagECE = 1 << 6
+	flagCWR = 1 << 7
+)
+
+// watchWire shows segments from now on. With a hash, only those of flows whose
+// hash in the kernel it is.
+func watchWire(t testing.TB, hash uint32) *wire {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(os.NewSyscallError("socket", err))
+	}
+	t.Cleanup(func() { unix.Close(fd) })
+	if hash != 0 {
+		const rxhash = 1<<32 - 0x1000 + 32 // SKF_AD_OFF + SKF_AD_RXHASH
+		attachFilter(t, fd,
+			unix.SockFilter{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: rxhash},
+			unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: hash, Jf: 1},
+			unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: 1 << 17},
+			unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K})
+	}
+	lo, err := net.InterfaceByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, err := range []error{
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_TIMESTAMPNS, 1),
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 32<<20),
+		unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 20}),
+		unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: 3 << 8, Ifindex: lo.Index}), // ETH_P_ALL
+	} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	return &wire{t, fd}
+}
+
+// next waits for the next segment that is wanted.
+func (w *wire) next(wanted func(s *segment) bool) *segment {
+	w.t.Helper()
+	packet, control := make([]byte, 1<<16+64), make([]byte, 128)
+	for {
+		n, c, _, from, err := unix.Recvmsg(w.fd, packet, control, 0)
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if err != nil {
+			w.t.Fatalf("no such segment: %v", err)
+		}
+		if from.(*unix.SockaddrLinklayer).Pkttype != unix.PACKET_OUTGOING {
+			continue
+		}
+		s := parseSegment(packet[14:n])
+		if s == nil || !wanted(s) {
+			continue
+		}
+		messages, err := unix.ParseSocketControlMessage(control[:c])
+		if err != nil || len(messages) != 1 {
+			w.t.Fatalf("packet without a time: %v", err)
+		}
+		seconds := binary.NativeEndian.Uint64(messages[0].Data)
+		s.at = time.Unix(int64(seconds), int64(binary.NativeEndian.Uint64(messages[0].Data[8:])))
+		return s
+	}
+}
+
+// parseSegment reads an IP packet; nil if it has no TCP header.
+func parseSegment(b []byte) *segment {
+	s := &segment{}
+	var source, target []byte
+	switch {
+	case len(b) >= 40 && b[0] == 0x45 && b[9] == unix.IPPROTO_TCP:
+		s.class, source, target = b[1], b[12:16], b[16:20]
+		b = b[20:binary.BigEndian.Uint16(b[2:])]
+	case len(b) >= 60 && b[0]>>4 == 6 && b[6] == unix.IPPROTO_TCP:
+		first := binary.BigEndian.Uint32(b)
+		s.class, s.label, source, target = uint8(first>>20), first&0xfffff, b[8:24], b[24:40]
+		b = b[40 : 40+int(binary.BigEndian.Uint16(b[4:]))]
+	default:
+		return nil
+	}
+	from, _ := netip.AddrFromSlice(source)
+	to, _ := netip.AddrFromSlice(target)
+	s.source = netip.AddrPortFrom(from, binary.BigEndian.Uint16(b))
+	s.target = netip.AddrPortFrom(to, binary.BigEndian.Uint16(b[2:]))
+	s.seq, s.ack = binary.BigEndian.Uint32(b[4:]), binary.BigEndian.Uint32(b[8:])
+	s.flags, s.window = b[13], binary.BigEndian.Uint16(b[14:])
+	header := int(b[12]>>4) * 4
+	s.data = len(b) - header
+	if s.flags&flagSYN != 0 && header >= 24 && b[20] == 2 {
+		s.mss = int(binary.BigEndian.Uint16(b[22:]))
+	}
+	return s
+}

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune
+
+import (
+	"net/netip"
+
+	"sockeye/internal/bpf"
+)
+
+// LearnedPrefix is the prefix that something is known of.
+func LearnedPrefix(key bpf.TuneLearnedKey) netip.Prefix {
+	addr, length := Unmapped(key.Prefix), int(key.Bits)
+	if addr.Is4() {
+		length -= 96
+	}
+	return netip.PrefixFrom(addr, length)
+}

@@ -1,0 +1,591 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+)
+
+// Report is what Apply did.
+type Report struct {
+	// Adopted counts the connections that got a rule, ByRule splits it by the
+	// rule's name, and Control are those of them that the rule's trial leaves
+	// alone.
+	Adopted int            `json:"adopted"`
+	ByRule  map[string]int `json:"by_rule"`
+	Control int            `json:"control"`
+	// AlreadyTuned have the rule that they would get, or one that asks for the
+	// peer's tag, which is not known any more.
+	AlreadyTuned int `json:"already_tuned"`
+	NoRule       int `json:"no_rule"`
+	// NotAsked would get a rule that the caller did not want.
+	NotAsked int `json:"not_asked"`
+	// Options are the settings made, the Failures left out.
+	Options int `json:"options"`
+	// Failures are what the kernel refused meanwhile, new connections of the same
+	// rules included.
+	Failures []LiveFailure `json:"failures"`
+	// Problems are sockets and processes that could not be dealt with, and why.
+	Problems []string `json:"problems"`
+	// Saved is what Revert needs.
+	Saved Saved `json:"-"`
+}
+
+// LiveFailure counts connections on which an option could not be set.
+type LiveFailure struct {
+	Rule   string `json:"rule"`
+	Option string `json:"option"`
+	Error  string `json:"error"`
+	Count  uint64 `json:"count"`
+}
+
+// Saved is what connections had before Apply, by the sockets' cookies, which
+// are valid until the host is booted again.
+type Saved map[uint64]SavedConnection
+
+// SavedConnection is what one connection had.
+type SavedConnection struct {
+	Rule   string         `json:"rule"`
+	Local  netip.AddrPort `json:"local"`
+	Remote netip.AddrPort `json:"remote"`
+	// Values are those that Apply changed, in the order of config.TuneOptions.
+	Values []SavedValue `json:"values"`
+}
+
+// SavedValue is an option before and after; both are nil where it cannot be
+// read.
+type SavedValue struct {
+	Option string   `json:"option"`
+	Before *Reading `json:"before,omitempty"`
+	After  *Reading `json:"after,omitempty"`
+}
+
+// Merge adds what a later Apply has saved, so that Revert goes back to what was
+// there before the first.
+func (s Saved) Merge(later Saved) {
+	for cookie, c := range later {
+		earlier, ok := s[cookie]
+		if !ok {
+			s[cookie] = c
+			continue
+		}
+		c.Values = slices.Clone(c.Values)
+		for _, before := range earlier.Values {
+			i := slices.IndexFunc(c.Values, func(v SavedValue) bool { return v.Option == before.Option })
+			switch {
+			case i < 0:
+				c.Values = append(c.Values, before)
+			case sameReading(before.After, c.Values[i].Before):
+				c.Values[i].Before = before.Before
+			}
+		}
+		slices.SortStableFunc(c.Values, func(a, b SavedValue) int {
+			return cmp.Compare(optionIndex(a.Option), optionIndex(b.Option))
+		})
+		s[cookie] = c
+	}
+}
+
+func sameReading(a, b *Reading) bool {
+	return a == nil && b == nil || a != nil && b != nil && *a == *b
+}
+
+func optionIndex(name string) int {
+	return slices.IndexFunc(config.TuneOptions, func(o config.TuneOption) bool { return o.Name == name })
+}
+
+// openLive attaches the hook. It fails with ebpf.ErrNotSupported if the kernel's
+// hook may not do what it has to.
+func openLive(t *bpf.Tune) (*bpf.Live, error) {
+	live, err := t.Live()
+	if err == nil {
+		return live, nil
+	}
+	if lacksHelper(err) {
+		err = fmt.Errorf("%w: bpf_setsockopt for open connections, which Linux 5.15 brought: %w", ebpf.ErrNotSupported, err)
+	}
+	return nil, err
+}
+
+// lacksHelper tells whether the verifier refused a function of the kernel.
+func lacksHelper(err error) bool {
+	var refused *ebpf.VerifierError
+	return errors.As(err, &refused) && slices.ContainsFunc(refused.Log, func(line string) bool {
+		return strings.Contains(line, "unknown func") || strings.Contains(line, "cannot use helper")
+	})
+}
+
+// adoption is one Apply.
+type adoption struct {
+	tune  *bpf.Tune
+	live  *bpf.Live
+	only  func(rule string) bool
+	rules map[uint32]*bpf.TuneRule
+	plans map[uint64]plan
+	made  Report
+}
+
+// plan is what a connection is to get.
+type plan struct {
+	rule uint32 // 0: none
+	role uint32
+}
+
+// Apply gives the open connections of the processes in a cgroup, given by its
+// folder, and below the rules that they would have had, of those whose name only
+// says yes to; nil says it to all. What a rule does at the start of a connection
+// alone is left out, and so are connections that nobody has accepted yet.
+// Listeners are prepared for tags.
+//
+// The caller keeps Report.Saved, of a Report that comes with an error, too. The
+// error wraps ebpf.ErrNotSupported if the kernel cannot do it.
+func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool) (Report, error) {
+	a := &adoption{tune: t, only: only, plans: make(map[uint64]plan),
+		made: Report{ByRule: make(map[string]int), Failures: []LiveFailure{}, Problems: []string{}, Saved: make(Saved)}}
+	var err error
+	if a.rules, err = t.Rules(); err != nil {
+		return a.made, err
+	}
+	failed, err := t.Failures()
+	if err != nil {
+		return a.made, err
+	}
+	if err := a.decide(cgroup); err != nil {
+		return a.made, err
+	}
+	if a.live, err = openLive(t); err != nil {
+		return a.made, err
+	}
+	problems, err := walk(cgroup, a.visit)
+	for _, p := range problems {
+		a.made.Problems = append(a.made.Problems, p.Error())
+	}
+	err = errors.Join(err, a.live.Close(), a.countFailures(failed))
+	return a.made, err
+}
+
+// decide asks the program which rules the connections would have.
+func (a *adoption) decide(cgroup string) error {
+	heard := make(listeners)
+	type candidate struct {
+		socket *Socket
+		has    *bpf.TuneConnection
+	}
+	var candidates []candidate
+	_, err := walk(cgroup, func(s *Socket) error {
+		heard.add(s)
+		if s.MPTCP || !s.connected() {
+			return nil
+		}
+		has, err := a.tune.Connection(s.FD)
+		candidates = append(candidates, candidate{s, has})
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	questions := make([]bpf.TuneQuestion, len(candidates))
+	for i, c := range candidates {
+		s := c.socket
+		questions[i] = Question{Local: s.Local, Remote: s.Remote, Role: heard.role(s)}.BPF()
+		if c.has != nil {
+			questions[i].Role = uint32(c.has.Role)
+		}
+	}
+	answers, err := a.tune.Decide(questions...)
+	if err != nil {
+		return err
+	}
+	for i, c := range candidates {
+		a.plans[c.socket.Cookie] = plan{rule: answers[i], role: questions[i].Role}
+	}
+	return nil
+}
+
+func (a *adoption) visit(s *Socket) error {
+	switch {
+	case s.MPTCP && s.Listening:
+		// What it accepts without MPTCP is TCP like any other.
+		return nil
+	case s.MPTCP:
+		a.problem(s, errors.New("it is an MPTCP socket, whose connections cannot be tuned"))
+		return nil
+	case s.Listening:
+		if err := a.live.Listen(s.FD); err != nil {
+			a.problem(s, err)
+		}
+		return nil
+	}
+	plan, ok := a.plans[s.Cookie]
+	if !ok || !s.connected() {
+		// It is closing, or was opened since: then it has its rule.
+		return nil
+	}
+	rule := a.rules[plan.rule]
+	if rule == nil {
+		a.made.NoRule++
+		return nil
+	}
+	if a.only != nil && !a.only(Text(rule.Name[:])) {
+		a.made.NotAsked++
+		return nil
+	}
+	has, err := a.tune.Connection(s.FD)
+	if err != nil {
+		return err
+	}
+	if has != nil && has.Rule == plan.rule {
+		a.made.AlreadyTuned++
+		return nil
+	}
+	return a.adopt(s, plan.role, has)
+}
+
+func (a *adoption) adopt(s *Socket, role uint32, had *bpf.TuneConnection) error {
+	before, err := readings(s)
+	if err != nil {
+		a.problem(s, err)
+		return nil
+	}
+	if err := a.live.Adopt(s.FD, role); err != nil {
+		a.problem(s, err)
+		return nil
+	}
+	has, err := a.tune.Connection(s.FD)
+	if err != nil {
+		return err
+	}
+	switch {
+	case has == nil:
+		// The rules were replaced in between.
+		a.made.NoRule++
+		return nil
+	case had != nil && had.Rule == has.Rule:
+		a.made.AlreadyTuned++
+		return nil
+	}
+	rule := a.rules[has.Rule]
+	if rule == nil {
+		if a.rules, err = a.tune.Rules(); err != nil {
+			return err
+		}
+		if rule = a.rules[has.Rule]; rule == nil {
+			return fmt.Errorf("adopt %s: its rule %d is not known", s, has.Rule)
+		}
+	}
+	name := Text(rule.Name[:])
+	saved := SavedConnection{Rule: name, Local: s.Local, Remote: s.Remote, Values: []SavedValue{}}
+	a.made.Adopted++
+	a.made.ByRule[name]++
+	if int(has.Arm) == bpf.TuneArmControl {
+		a.made.Control++
+		a.made.Saved[s.Cookie] = saved
+		return nil
+	}
+	set := liveOptions(rule, s.Family)
+	a.made.Options += len(set)
+	after, err := readings(s)
+	if err != nil {
+		a.problem(s, err)
+	}
+	for _, o := range AllOptions() {
+		// IP_TOS sets the priority, too.
+		if !set[o.Name] && (o.Name != "priority" || !set["tos"]) {
+			continue
+		}
+		v := SavedValue{Option: o.Name, Before: before[o.Name], After: after[o.Name]}
+		_, unreadable := defaults[o.Name]
+		if v.Before == nil && unreadable || v.Before != nil && !sameReading(v.Before, v.After) {
+			saved.Values = append(saved.Values, v)
+		}
+	}
+	a.made.Saved[s.Cookie] = saved
+	return nil
+}
+
+func (a *adoption) problem(s *Socket, err error) {
+	a.made.Problems = append(a.made.Problems, problem(s, err))
+}
+
+// problem says why a socket could not be dealt with.
+func problem(s *Socket, err error) string {
+	if errors.Is(err, unix.ENOPROTOOPT) {
+		err = errors.New("it was opened in another cgroup, whose it stays")
+	}
+	return fmt.Sprintf("%s: %v", s, err)
+}
+
+// liveOptions are the options that a rule sets on open connections.
+func liveOptions(rule *bpf.TuneRule, family int) map[string]bool {
+	names := make(map[string]bool)
+	all := AllOptions()
+	for _, o := range rule.Option[:rule.Options] {
+		if o.Phases&bpf.TunePhaseLive != 0 && int(o.Id) < len(all) && all[o.Id].isFor(family) {
+			names[all[o.Id].Name] = true
+		}
+	}
+	return names
+}
+
+// readings are the values of all options that can be set on open connections,
+// as far as they can be read.
+func readings(s *Socket) (map[string]*Reading, error) {
+	values := make(map[string]*Reading)
+	for _, o := range AllOptions() {
+		if o.Phases&bpf.TunePhaseLive == 0 || !o.isFor(s.Family) {
+			continue
+		}
+		r, ok, err := o.read(s.FD)
+		if err != nil {
+			return values, err
+		}
+		if ok {
+			values[o.Name] = &r
+		}
+	}
+	return values, nil
+}
+
+// countFailures adds what the kernel refused since.
+func (a *adoption) countFailures(before map[bpf.TuneFailure]uint64) error {
+	now, err := a.tune.Failures()
+	if err != nil {
+		return err
+	}
+	for f, count := range now {
+		rule := a.rules[f.Rule]
+		if count <= before[f] || rule == nil || a.made.ByRule[Text(rule.Name[:])] == 0 {
+			continue
+		}
+		count -= before[f]
+		failure := LiveFailure{Rule: Text(rule.Name[:]), Error: unix.Errno(f.Error).Error(), Count: count}
+		if int(f.Option) < len(config.TuneOptions) {
+			failure.Option = config.TuneOptions[f.Option].Name
+		}
+		a.made.Failures = append(a.made.Failures, failure)
+		a.made.Options -= min(int(count), a.made.Options)
+	}
+	slices.SortFunc(a.made.Failures, func(a, b LiveFailure) int {
+		return cmp.Or(cmp.Compare(a.Rule, b.Rule), cmp.Compare(a.Option, b.Option), cmp.Compare(a.Error, b.Error))
+	})
+	return nil
+}
+
+// Reverted is what Revert did.
+type Reverted struct {
+	// Connections lost their rule, and had Options set back.
+	Connections int `json:"connections"`
+	Options     int `json:"options"`
+	// Gone are closed, or not among the sockets of the cgroup any more.
+	Gone int `json:"gone"`
+	// Left is what was not taken back, or not wholly, and why.
+	Left     []Left   `json:"left"`
+	Problems []string `json:"problems"`
+	// Remaining are connections that were not found while there were problems:
+	// they may be among what could not be read.
+	Remaining Saved `json:"-"`
+}
+
+// Left counts connections on which an option was not taken back.
+type Left struct {
+	Rule        string `json:"rule"`
+	Option      string `json:"option"`
+	Reason      string `json:"reason"`
+	Connections int    `json:"connections"`
+}
+
+// Why options are left.
+const (
+	leftChanged = "changed since, by the application or by another program"
+	leftPacing  = "the rate is not bounded any more; pacing goes on, which the kernel never ends"
+	leftBBR     = "pacing goes on, which bbr began and the kernel never ends"
+	leftClamp   = "the bound is gone; slow start begins anew, as its threshold cannot be set alone"
+	leftDefault = "set to 200ms, the kernel's default, as this kernel does not tell what it was"
+)
+
+// defaults are the kernel's, of options that no kernel or older ones cannot
+// read: snd_cwnd_clamp, which takes no larger value by BPF and starts at ^0;
+// TCP_DELACK_MAX and TCP_RTO_MIN (include/net/tcp.h, Linux 6.18).
+var defaults = map[string]struct {
+	value  int32
+	reason string
+}{
+	"cwnd_clamp": {math.MaxInt32, leftClamp},
+	"delack_max": {200 * 1000, leftDefault},
+	"rto_min":    {200 * 1000, leftDefault},
+}
+
+// reversion is one Revert.
+type reversion struct {
+	live  *bpf.Live
+	saved Saved
+	left  map[Left]int
+	made  Reverted
+}
+
+// Revert takes back what Apply did to the connections in saved: values that are
+// still as Apply set them become what they were, autotuned buffers are tuned
+// again, and no rule counts the connections any more. Connections that had a
+// rule from their start are not touched.
+func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
+	r := &reversion{saved: maps.Clone(saved), left: make(map[Left]int),
+		made: Reverted{Left: []Left{}, Problems: []string{}, Remaining: make(Saved)}}
+	live, err := openLive(t)
+	if err != nil {
+		return r.made, err
+	}
+	r.live = live
+	problems, err := walk(cgroup, r.visit)
+	for _, p := range problems {
+		r.made.Problems = append(r.made.Problems, p.Error())
+	}
+	if err != nil || len(problems) > 0 {
+		r.made.Remaining = r.saved
+	} else {
+		r.made.Gone += len(r.saved)
+	}
+	for left, n := range r.left {
+		left.Connections = n
+		r.made.Left = append(r.made.Left, left)
+	}
+	slices.SortFunc(r.made.Left, func(a, b Left) int {
+		return cmp.Or(cmp.Compare(a.Rule, b.Rule), cmp.Compare(optionIndex(a.Option), optionIndex(b.Option)), cmp.Compare(a.Reason, b.Reason))
+	})
+	return r.made, errors.Join(err, live.Close())
+}
+
+func (r *reversion) visit(s *Socket) error {
+	saved, ok := r.saved[s.Cookie]
+	if !ok {
+		return nil
+	}
+	delete(r.saved, s.Cookie)
+	if !s.connected() {
+		r.made.Gone++
+		return nil
+	}
+	// Looked at before anything is set: one may change another.
+	values := slices.DeleteFunc(slices.Clone(saved.Values), func(v SavedValue) bool {
+		return !r.unchanged(s, saved.Rule, v)
+	})
+	// IP_TOS sets the priority, too.
+	slices.SortStableFunc(values, func(a, b SavedValue) int {
+		return cmp.Compare(optionOrder(a.Option), optionOrder(b.Option))
+	})
+	for _, v := range values {
+		if err := r.restore(s, saved.Rule, v); err != nil {
+			r.leave(saved.Rule, v.Option, err.Error())
+			continue
+		}
+		r.made.Options++
+	}
+	if err := r.live.Forget(s.FD); err != nil {
+		r.made.Problems = append(r.made.Problems, problem(s, err))
+		return nil
+	}
+	r.made.Connections++
+	return nil
+}
+
+// optionOrder is the order in which options are set back.
+func optionOrder(name string) int {
+	if name == "priority" {
+		return len(config.TuneOptions)
+	}
+	return optionIndex(name)
+}
+
+func (r *reversion) leave(rule, option, reason string) {
+	r.left[Left{Rule: rule, Option: option, Reason: reason}]++
+}
+
+// unchanged tells whether an option is still as Apply left it.
+func (r *reversion) unchanged(s *Socket, rule string, v SavedValue) bool {
+	o, ok := FindOption(v.Option)
+	if !ok {
+		return false
+	}
+	if v.After == nil {
+		return true
+	}
+	now, ok, err := o.read(s.FD)
+	switch {
+	case err != nil:
+		r.leave(rule, v.Option, err.Error())
+		return false
+	case !ok || now != *v.After:
+		r.leave(rule, v.Option, leftChanged)
+		return false
+	}
+	return true
+}
+
+// restore sets an option back.
+func (r *reversion) restore(s *Socket, rule string, v SavedValue) error {
+	o, _ := FindOption(v.Option)
+	if v.Before == nil {
+		back := defaults[o.Name]
+		if err := r.live.Set(s.FD, o.Level, o.Number, back.value); err != nil {
+			return err
+		}
+		r.leave(rule, o.Name, back.reason)
+		return nil
+	}
+	if err := o.set(s.FD, *v.Before); err != nil {
+		return os.NewSyscallError("setsockopt", err)
+	}
+	switch {
+	case o.Name == "pacing_rate" && v.Before.Number < 0:
+		r.leave(rule, o.Name, leftPacing)
+	case o.Name == "congestion" && v.After != nil && v.After.Text == "bbr":
+		r.leave(rule, o.Name, leftBBR)
+	}
+	return nil
+}
+
+// set gives an option the value that was read.
+func (o Option) set(fd int, r Reading) error {
+	number := readable[o.Name].number
+	switch o.Name {
+	case "congestion":
+		return unix.SetsockoptString(fd, unix.SOL_TCP, number, r.Text)
+	case "pacing_rate":
+		return unix.SetsockoptUint64(fd, int(o.Level), number, uint64(r.Number))
+	case "sndbuf":
+		return setBuffer(fd, unix.SO_SNDBUFFORCE, o.lock(), r)
+	case "rcvbuf":
+		return setBuffer(fd, unix.SO_RCVBUFFORCE, o.lock(), r)
+	}
+	return unix.SetsockoptInt(fd, int(o.Level), number, int(r.Number/o.Unit))
+}
+
+// setBuffer gives a buffer its size, whatever the sysctls say, and lets the
+// kernel tune it again if it did.
+func setBuffer(fd, name, lock int, r Reading) error {
+	// The kernel doubles it.
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, name, int(r.Number+1)/2); err != nil {
+		return err
+	}
+	if r.Locked {
+		return nil
+	}
+	locks, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK)
+	if err != nil {
+		return err
+	}
+	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK, locks&^lock)
+}

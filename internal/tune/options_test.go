@@ -1,0 +1,716 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune_test
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/tune"
+)
+
+// Not in golang.org/x/sys/unix: include/uapi/linux/tcp.h and
+// include/uapi/asm-generic/socket.h of Linux 6.18.
+const (
+	tcpRTOMaxMs    = 44
+	tcpRTOMinUs    = 45
+	tcpDelackMaxUs = 46
+	soTxRehash     = 74
+	tcpiOptECN     = 8
+)
+
+// optionTest sees to it that an option takes effect.
+type optionTest func(t *testing.T, k *tuning, o config.TuneOption)
+
+var optionTests = map[string]optionTest{
+	"syn_rto":              testSynRTO,
+	"synack_rto":           testSynackRTO,
+	"initial_rwnd":         testInitialRwnd,
+	"ecn":                  testECN,
+	"base_rtt":             testBaseRTT,
+	"sndbuf":               number(150*1000, unix.SOL_SOCKET, unix.SO_SNDBUF, buffer(unix.SO_SNDBUF)),
+	"rcvbuf":               number(150*1000, unix.SOL_SOCKET, unix.SO_RCVBUF, buffer(unix.SO_RCVBUF)),
+	"rcvlowat":             number(1000, unix.SOL_SOCKET, unix.SO_RCVLOWAT, lowat),
+	"pacing_rate":          number(250*1000*1000, unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, nil),
+	"priority":             number(3, unix.SOL_SOCKET, unix.SO_PRIORITY, nil),
+	"mark":                 number(0x5eed, unix.SOL_SOCKET, unix.SO_MARK, nil),
+	"keepalive":            number(1, unix.SOL_SOCKET, unix.SO_KEEPALIVE, nil),
+	"reuse_address":        number(1, unix.SOL_SOCKET, unix.SO_REUSEADDR, nil),
+	"bind_ifindex":         testBindIfindex,
+	"txrehash":             number(1, unix.SOL_SOCKET, soTxRehash, nil),
+	"congestion":           testCongestion,
+	"initial_cwnd":         testInitialCwnd,
+	"cwnd_clamp":           testCwndClamp,
+	"delack_max":           testDelackMax,
+	"rto_min":              testRTOMin,
+	"rto_max":              number(30*1000*1000, unix.SOL_TCP, tcpRTOMaxMs, in(time.Millisecond)),
+	"notsent_lowat":        number(1<<17, unix.SOL_TCP, unix.TCP_NOTSENT_LOWAT, nil),
+	"window_clamp":         testWindowClamp,
+	"user_timeout":         number(30*1000*1000, unix.SOL_TCP, unix.TCP_USER_TIMEOUT, in(time.Millisecond)),
+	"keepalive_idle":       number(300*1000*1000, unix.SOL_TCP, unix.TCP_KEEPIDLE, in(time.Second)),
+	"keepalive_interval":   number(45*1000*1000, unix.SOL_TCP, unix.TCP_KEEPINTVL, in(time.Second)),
+	"keepalive_probes":     number(5, unix.SOL_TCP, unix.TCP_KEEPCNT, nil),
+	"syn_retries":          testSynRetries,
+	"nodelay":              number(1, unix.SOL_TCP, unix.TCP_NODELAY, nil),
+	"mss":                  testMSS,
+	"thin_linear_timeouts": number(1, unix.SOL_TCP, unix.TCP_THIN_LINEAR_TIMEOUTS, nil),
+	"tos":                  testTOS,
+	"traffic_class":        testTrafficClass,
+	"auto_flow_label":      testAutoFlowLabel,
+	"flow_label":           testFlowLabel,
+}
+
+func TestOptions(t *testing.T) {
+	k := newTuning(t, "")
+	for _, o := range config.TuneOptions {
+		t.Run(o.Name, func(t *testing.T) {
+			k := &tuning{Tune: k.Tune, t: t}
+			test := optionTests[o.Name]
+			if test == nil {
+				t.Fatal("option without a test")
+			}
+			test(t, k, o)
+			if failed := k.failed(); len(failed) > 0 {
+				t.Errorf("failures: %v", failed)
+			}
+		})
+	}
+	for name := range optionTests {
+		if _, ok := config.FindTuneOption(name); !ok {
+			t.Errorf("test of %s, which is no option", name)
+		}
+	}
+}
+
+// hz is the number of the kernel's ticks in a second.
+func hz(t testing.TB) int64 {
+	t.Helper()
+	hz, err := bpf.Hz()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return int64(hz)
+}
+
+// rounded is a time in microseconds, rounded up to whole jiffies.
+func rounded(t testing.TB, us int64) int64 {
+	t.Helper()
+	jiffy := 1000 * 1000 / hz(t)
+	return (us + jiffy - 1) / jiffy * jiffy
+}
+
+// values are the least, a middle and the largest of an option.
+func values(o config.TuneOption, middle int64) []int64 {
+	switch o.Kind {
+	case config.KindSwitch:
+		return []int64{0, 1}
+	default:
+		return []int64{o.Min, middle, o.Max}
+	}
+}
+
+// each makes connections with each value of an option, in both families, and
+// has both ends looked at. The value comes from a rule for the port.
+func each(t *testing.T, k *tuning, o config.TuneOption, values []int64, look func(t *testing.T, n network, value int64, s sockets), more ...config.Setting) {
+	networks := newNetworks(t)
+	type listener struct {
+		fd int
+		at netip.AddrPort
+	}
+	listeners := make(map[int64][]listener)
+	var rules []config.TuneRule
+	for _, v := range values {
+		rule := config.TuneRule{Name: fmt.Sprintf("v%d", v), Set: []config.Setting{{Option: o.Name, Value: v}}}
+		rule.Set = append(rule.Set, more...)
+		for _, n := range networks {
+			fd, at := listenSocket(t, n.domain, n.addr)
+			listeners[v] = append(listeners[v], listener{fd, at})
+			rule.Match.Ports = append(rule.Match.Ports, config.PortRange{First: at.Port(), Last: at.Port()})
+		}
+		rules = append(rules, rule)
+	}
+	k.installRules(rules...)
+	for _, v := range values {
+		for i, n := range networks {
+			t.Run(fmt.Sprintf("%d/%s", v, n.name), func(t *testing.T) {
+				s := connectSockets(t, listeners[v][i].fd, listeners[v][i].at)
+				look(t, n, v, s)
+				transfer(t, s.connected, s.accepted, 5000)
+				transfer(t, s.accepted, s.connected, 5000)
+			})
+		}
+	}
+}
+
+// number tests an option that both ends can read back, after want has changed
+// it as the kernel does.
+func number(middle int64, level, name int, want func(t testing.TB, v int64) int64) optionTest {
+	return func(t *testing.T, k *tuning, o config.TuneOption) {
+		each(t, k, o, values(o, middle), func(t *testing.T, _ network, value int64, s sockets) {
+			if want != nil {
+				value = want(t, value)
+			}
+			for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
+				// Numbers above 2^31 come back negative from 32 bits.
+				if got := int64(uint32(sockopt(t, fd, level, name))); got != value {
+					t.Errorf("%s socket has %d, want %d", end, got, value)
+				}
+			}
+		})
+	}
+}
+
+func in(unit time.Duration) func(testing.TB, int64) int64 {
+	return func(_ testing.TB, us int64) int64 { return us / unit.Microseconds() }
+}
+
+// buffer doubles, between the kernel's least and twice its wmem_max or rmem_max.
+func buffer(name int) func(testing.TB, int64) int64 {
+	bound := func(t testing.TB, ask int) int64 {
+		t.Helper()
+		fd := newSocket(t, unix.AF_INET)
+		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, name, ask); err != nil {
+			t.Fatal(os.NewSyscallError("setsockopt", err))
+		}
+		return int64(sockopt(t, fd, unix.SOL_SOCKET, name))
+	}
+	return func(t testing.TB, v int64) int64 {
+		t.Helper()
+		least, most := bound(t, 0), bound(t, 1<<30-1)
+		return min(max(2*v, least), most)
+	}
+}
+
+// lowat is at most half of the largest receive buffer (tcp_set_rcvlowat).
+func lowat(t testing.TB, v int64) int64 {
+	t.Helper()
+	b, err := os.ReadFile("/proc/sys/net/ipv4/tcp_rmem")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var least, normal, most int64
+	if _, err := fmt.Sscan(string(b), &least, &normal, &most); err != nil {
+		t.Fatal(err)
+	}
+	return min(v, most/2)
+}
+
+// retransmission measures the time between the first two segments of a kind.
+func (w *wire) retransmission(wanted func(s *segment) bool) time.Duration {
+	w.t.Helper()
+	first := w.next(wanted)
+	return w.next(wanted).at.Sub(first.at)
+}
+
+// soon tells whether a timer of so many microseconds may have taken so long.
+// The kernel's own first timeout of a handshake is 1 s.
+func soon(t testing.TB, got time.Duration, us int64) {
+	t.Helper()
+	jiffy := time.Second / time.Duration(hz(t))
+	least := time.Duration(rounded(t, us))*time.Microsecond - jiffy
+	if got < least || got > 900*time.Millisecond {
+		t.Errorf("sent again after %v, want %v to 900ms", got, least)
+	}
+}
+
+func testSynRTO(t *testing.T, k *tuning, o config.TuneOption) {
+	networks := newNetworks(t)
+	for _, v := range values(o, 30*1000*1000) {
+		k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: o.Name, Value: v}}})
+		for _, n := range networks {
+			_, at := listenSocket(t, n.domain, n.addr)
+			w := watchWire(t, 0)
+			fd := connectDeaf(t, at)
+			if v == o.Min {
+				soon(t, w.retransmission(func(s *segment) bool { return s.target == at && s.flags == flagSYN }), v)
+			} else if got := int64(tcpInfo(t, fd).Rto); got != rounded(t, v) {
+				t.Errorf("%s: timeout of the SYN is %d us, want %d", n.name, got, rounded(t, v))
+			}
+		}
+	}
+}
+
+func testSynackRTO(t *testing.T, k *tuning, o config.TuneOption) {
+	networks := newNetworks(t)
+	for _, v := range values(o, 30*1000*1000) {
+		k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: o.Name, Value: v}}})
+		for _, n := range networks {
+			_, at := listenSocket(t, n.domain, n.addr)
+			k.synackRTO(t, n, at, v)
+		}
+	}
+}
+
+// synackRTO has a handshake wait for its last segment. A time that is not
+// shorter than the kernel's own is read, not waited for.
+func (k *tuning) synackRTO(t testing.TB, n network, at netip.AddrPort, want int64) {
+	t.Helper()
+	w := watchWire(t, 0)
+	source := netip.AddrPortFrom(n.addr, uint16(portOf(t, connectDeaf(t, at))))
+	synack := func(s *segment) bool { return s.target == source && s.flags&flagSYN != 0 }
+	if want < 500*1000 {
+		soon(t, w.retransmission(synack), want)
+		return
+	}
+	most := time.Duration(rounded(t, want)) * time.Microsecond
+	if left := requestTimer(t, source); left > most || left < most-20*time.Second {
+		t.Errorf("%s: the SYN-ACK is sent again in %v, want %v", n.name, left, most)
+	}
+}
+
+// requestTimer is the time until a handshake's SYN-ACK is sent again.
+func requestTimer(t testing.TB, source netip.AddrPort) time.Duration {
+	t.Helper()
+	for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
+		found, err := netlink.SocketDiagTCP(family)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range found {
+			if addr, _ := netip.AddrFromSlice(s.ID.Destination); addr.Unmap() == source.Addr() && s.ID.DestinationPort == source.Port() {
+				return time.Duration(s.Expires) * time.Millisecond
+			}
+		}
+	}
+	t.Fatalf("no handshake with %s", source)
+	return 0
+}
+
+// testInitialRwnd reads the windows of the SYN and the SYN-ACK.
+func testInitialRwnd(t *testing.T, k *tuning, o config.TuneOption) {
+	w := watchWire(t, 0)
+	each(t, k, o, values(o, 10), func(t *testing.T, n network, value int64, s sockets) {
+		w := w.on(t)
+		for _, end := range []struct {
+			name string
+			fd   int
+			mss  int64
+		}{{"SYN", s.connected, int64(n.mss)}, {"SYN-ACK", s.accepted, int64(n.mss - timestamps)}} {
+			got := int64(w.syn(end.fd).window)
+			switch {
+			case value == o.Max:
+				// The receive buffer bounds it, and the 16 bits of the field.
+				if got < 40*end.mss || got > 65535 {
+					t.Errorf("window of the %s is %d, want what the buffer allows", end.name, got)
+				}
+			case got != value*end.mss:
+				t.Errorf("window of the %s is %d, want %d * %d", end.name, got, value, end.mss)
+			}
+		}
+	})
+}
+
+func testECN(t *testing.T, k *tuning, o config.TuneOption) {
+	// Without a rule, there is none.
+	sysctl(t, "net/ipv4/tcp_ecn", "0")
+	each(t, k, o, values(o, 1), func(t *testing.T, _ network, value int64, s sockets) {
+		for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
+			if got := tcpInfo(t, fd).Options & tcpiOptECN / tcpiOptECN; int64(got) != value {
+				t.Errorf("%s socket has ECN %d, want %d", end, got, value)
+			}
+		}
+	})
+}
+
+// TestECNOfOneSide has the peer do what the sysctl says.
+func TestECNOfOneSide(t *testing.T) {
+	sysctl(t, "net/ipv4/tcp_ecn", "0")
+	k := newTuning(t, "")
+	on := []config.Setting{{Option: "ecn", Value: 1}}
+	for _, test := range []struct {
+		name         string
+		rules        []config.TuneRule
+		asks, agrees bool
+	}{
+		{"connect", []config.TuneRule{{Name: "r", Match: config.TuneMatch{Role: config.RoleConnect}, Set: on}}, true, false},
+		{"accept", []config.TuneRule{{Name: "r", Match: config.TuneMatch{Role: config.RoleAccept}, Set: on}}, false, false},
+		{"both", []config.TuneRule{{Name: "r", Set: on}}, true, true},
+	} {
+		k.installRules(test.rules...)
+		for _, n := range newNetworks(t) {
+			fd, at := listenSocket(t, n.domain, n.addr)
+			w := watchWire(t, 0)
+			s := connectSockets(t, fd, at)
+			if asks := w.syn(s.connected).flags&flagECE != 0; asks != test.asks {
+				t.Errorf("%s, rule for %s: the SYN asks for ECN: %v", n.name, test.name, asks)
+			}
+			if agrees := w.syn(s.accepted).flags&flagECE != 0; agrees != test.agrees {
+				t.Errorf("%s, rule for %s: the SYN-ACK agrees to ECN: %v", n.name, test.name, agrees)
+			}
+		}
+	}
+}
+
+// testBaseRTT can only see that the rule has it: the one congestion control
+// that asks shows nothing of the answer.
+func testBaseRTT(t *testing.T, k *tuning, o config.TuneOption) {
+	for _, v := range values(o, 20*1000) {
+		k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: o.Name, Value: v}}})
+		rules, err := k.Rules()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := int64(rules[k.id("r")].BaseRtt); got != v {
+			t.Errorf("the program would answer %d us, want %d", got, v)
+		}
+	}
+	if !slices.Contains(availableCongestion(t), "nv") {
+		t.Skip("kernel: no tcp_nv")
+	}
+	each(t, k, o, values(o, 20*1000), func(t *testing.T, _ network, _ int64, s sockets) {
+		if name := congestionOf(t, s.connected); name != "nv" {
+			t.Errorf("congestion control is %s", name)
+		}
+	}, config.Setting{Option: "congestion", Text: "nv"})
+}
+
+func availableCongestion(t testing.TB) []string {
+	t.Helper()
+	b, err := os.ReadFile("/proc/sys/net/ipv4/tcp_available_congestion_control")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.Fields(string(b))
+}
+
+func congestionOf(t testing.TB, fd int) string {
+	t.Helper()
+	name, err := unix.GetsockoptString(fd, unix.SOL_TCP, unix.TCP_CONGESTION)
+	if err != nil {
+		t.Fatal(os.NewSyscallError("getsockopt", err))
+	}
+	return name
+}
+
+func testBindIfindex(t *testing.T, k *tuning, o config.TuneOption) {
+	networks := newNetworks(t)
+	for _, v := range []int64{0, 1} { // 1 is lo
+		k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: o.Name, Value: v}}})
+		for _, n := range networks {
+			fd, at := listenSocket(t, n.domain, n.addr)
+			s := connectSockets(t, fd, at)
+			if got := sockopt(t, s.connected, unix.SOL_SOCKET, unix.SO_BINDTOIFINDEX); int64(got) != v {
+				t.Errorf("%s: interface is %d, want %d", n.name, got, v)
+			}
+			transfer(t, s.connected, s.accepted, 20000)
+		}
+	}
+	// No route leads through an interface that is not there.
+	k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: o.Name, Value: o.Max}}})
+	for _, n := range networks {
+		_, at := listenSocket(t, n.domain, n.addr)
+		if err := unix.Connect(newSocket(t, n.domain), sockaddr(at)); !errors.Is(err, unix.EHOSTUNREACH) {
+			t.Errorf("%s: connect through interface %d: %v, want EHOSTUNREACH", n.name, o.Max, err)
+		}
+	}
+}
+
+func testCongestion(t *testing.T, k *tuning, o config.TuneOption) {
+	networks := newNetworks(t)
+	available := availableCongestion(t)
+	if len(available) < 2 {
+		t.Skipf("kernel: it has no congestion control but %s", available[0])
+	}
+	for _, name := range available {
+		k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: o.Name, Text: name}}})
+		for _, n := range networks {
+			fd, at := listenSocket(t, n.domain, n.addr)
+			s := connectSockets(t, fd, at)
+			for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
+				if got := congestionOf(t, fd); got != name {
+					t.Errorf("%s: %s socket has %s, want %s", n.name, end, got, name)
+				}
+			}
+			transfer(t, s.connected, s.accepted, 200000)
+		}
+	}
+}
+
+func testInitialCwnd(t *testing.T, k *tuning, o config.TuneOption) {
+	each(t, k, o, values(o, 40), func(t *testing.T, _ network, value int64, s sockets) {
+		for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
+			if got := int64(tcpInfo(t, fd).Snd_cwnd); got != value {
+				t.Errorf("%s socket has a window of %d, want %d", end, got, value)
+			}
+		}
+	})
+}
+
+// testCwndClamp sends enough for a window to grow above the middle value.
+func testCwndClamp(t *testing.T, k *tuning, o config.TuneOption) {
+	for _, congestion := range availableCongestion(t) {
+		t.Run(congestion, func(t *testing.T) {
+			each(t, k, o, values(o, 20), func(t *testing.T, _ network, value int64, s sockets) {
+				bytes := 4 << 20
+				if value == o.Min {
+					bytes = 5000 // each segment waits for a delayed acknowledgement
+				}
+				for _, ends := range [][2]int{{s.connected, s.accepted}, {s.accepted, s.connected}} {
+					before := tcpInfo(t, ends[0])
+					// bbr does without it.
+					if got := int64(before.Snd_ssthresh); got != value && congestion != "bbr" {
+						t.Errorf("ssthresh is %d, want %d", got, value)
+					}
+					if got := int64(before.Snd_cwnd); got > value {
+						t.Errorf("window is %d before anything is sent, want at most %d", got, value)
+					}
+					largest := make(chan int64)
+					go func() { largest <- largestWindow(t, ends[0], bytes) }()
+					if err := receive(ends[1], make([]byte, bytes)); err != nil {
+						t.Error(err)
+					}
+					if got := <-largest; got > value || value == o.Max && got <= 20 {
+						t.Errorf("window grew to %d, want at most %d", got, value)
+					}
+				}
+			}, config.Setting{Option: "congestion", Text: congestion})
+		})
+	}
+}
+
+// largestWindow sends bytes and looks at the congestion window meanwhile.
+func largestWindow(t testing.TB, fd, bytes int) (largest int64) {
+	for rest := bytes; rest > 0; rest -= min(rest, 1000) {
+		if err := send(fd, make([]byte, min(rest, 1000))); err != nil {
+			t.Error(err)
+			return largest
+		}
+		info, err := unix.GetsockoptTCPInfo(fd, unix.SOL_TCP, unix.TCP_INFO)
+		if err != nil {
+			t.Error(os.NewSyscallError("getsockopt", err))
+			return largest
+		}
+		largest = max(largest, int64(info.Snd_cwnd))
+	}
+	return largest
+}
+
+// testDelackMax reads it back where the kernel has a getsockopt for it, and
+// compares how long acknowledgements of one byte take.
+func testDelackMax(t *testing.T, k *tuning, o config.TuneOption) {
+	delays := make(map[string]map[int64]time.Duration)
+	w := watchWire(t, 0)
+	each(t, k, o, []int64{2 * 1000 * 1000 / hz(t), 100 * 1000, o.Max}, func(t *testing.T, n network, value int64, s sockets) {
+		readBack(t, s, tcpDelackMaxUs, value)
+		if delays[n.name] == nil {
+			delays[n.name] = make(map[int64]time.Duration)
+		}
+		for _, ends := range [][2]int{{s.connected, s.accepted}, {s.accepted, s.connected}} {
+			delay := acknowledgement(t, w.on(t), ends[0], ends[1])
+			delays[n.name][value] = max(delay, delays[n.name][value])
+		}
+	})
+	t.Log(delays)
+	for name, d := range delays {
+		if short, long := d[2*1000*1000/hz(t)], d[o.Max]; short >= long {
+			t.Errorf("%s: acknowledgements take %v, and %v with the largest delay", name, short, long)
+		}
+	}
+}
+
+// readBack reads a time in microseconds that only newer kernels show.
+func readBack(t testing.TB, s sockets, name int, want int64) {
+	t.Helper()
+	for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
+		got, err := unix.GetsockoptInt(fd, unix.SOL_TCP, name)
+		if errors.Is(err, unix.ENOPROTOOPT) {
+			return // before 6.15
+		}
+		if err != nil {
+			t.Fatal(os.NewSyscallError("getsockopt", err))
+		}
+		if int64(got) != want {
+			t.Errorf("%s socket has %d us, want %d", end, got, want)
+		}
+	}
+}
+
+// acknowledgement is the shortest of some delays with which a byte is
+// acknowledged, after the first segments, which are acknowledged at once.
+func acknowledgement(t testing.TB, w *wire, from, to int) time.Duration {
+	t.Helper()
+	source, target := portOf(t, from), portOf(t, to)
+	shortest := time.Hour
+	for i := range 40 {
+		transfer(t, from, to, 1)
+		data := w.next(func(s *segment) bool { return int(s.source.Port()) == source && s.data == 1 })
+		ack := w.next(func(s *segment) bool { return int(s.source.Port()) == target && s.ack == data.seq+1 })
+		if i >= 30 {
+			shortest = min(shortest, ack.at.Sub(data.at))
+		}
+	}
+	return shortest
+}
+
+// testRTOMin looks at the timeout once there are samples of the RTT, which is
+// short.
+func testRTOMin(t *testing.T, k *tuning, o config.TuneOption) {
+	least := 2 * 1000 * 1000 / hz(t)
+	each(t, k, o, []int64{least, 100 * 1000, o.Max}, func(t *testing.T, _ network, value int64, s sockets) {
+		readBack(t, s, tcpRTOMinUs, value)
+		for range 20 {
+			transfer(t, s.connected, s.accepted, 1)
+			transfer(t, s.accepted, s.connected, 1)
+		}
+		for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
+			info := tcpInfo(t, fd)
+			if got, most := int64(info.Rto), rounded(t, value+int64(info.Rtt)+1); got < value || got > most {
+				t.Errorf("timeout of the %s socket is %d us, want %d to %d", end, got, value, most)
+			}
+		}
+	})
+}
+
+func testWindowClamp(t *testing.T, k *tuning, o config.TuneOption) {
+	each(t, k, o, values(o, 20000), func(t *testing.T, _ network, value int64, s sockets) {
+		for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
+			t.Log(end, sockopt(t, fd, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP), tcpInfo(t, fd).Rcv_wnd, tcpInfo(t, fd).Snd_wnd, tcpInfo(t, fd).Rcv_ssthresh)
+		}
+	})
+}
+
+// testSynRetries has the SYN sent again at once.
+func testSynRetries(t *testing.T, k *tuning, o config.TuneOption) {
+	networks := newNetworks(t)
+	for _, v := range values(o, 3) {
+		k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: "syn_rto", Value: 1000}, {Option: o.Name, Value: v}}})
+		for _, n := range networks {
+			_, at := listenSocket(t, n.domain, n.addr)
+			w := watchWire(t, 0)
+			fd := connectDeaf(t, at)
+			if got := sockopt(t, fd, unix.SOL_TCP, unix.TCP_SYNCNT); int64(got) != v {
+				t.Errorf("%s: retries are %d, want %d", n.name, got, v)
+			}
+			if v == o.Max {
+				continue
+			}
+			for range v + 1 {
+				w.syn(fd)
+			}
+			events := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
+			if _, err := unix.Poll(events, 20000); err != nil {
+				t.Fatal(os.NewSyscallError("poll", err))
+			}
+			if got := unix.Errno(sockopt(t, fd, unix.SOL_SOCKET, unix.SO_ERROR)); got != unix.ETIMEDOUT {
+				t.Errorf("%s: connect ended with %v, want ETIMEDOUT", n.name, got)
+			}
+		}
+	}
+}
+
+// timestamps are the bytes that they take of a segment.
+const timestamps = 12
+
+// testMSS sees it in the SYN and in what both sides send: the peer obeys it.
+func testMSS(t *testing.T, k *tuning, o config.TuneOption) {
+	w := watchWire(t, 0)
+	each(t, k, o, values(o, 1000), func(t *testing.T, n network, value int64, s sockets) {
+		want := min(value, int64(n.mss))
+		if got := w.on(t).syn(s.connected).mss; int64(got) != want {
+			t.Errorf("the SYN has an MSS of %d, want %d", got, want)
+		}
+		for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
+			if got := int64(tcpInfo(t, fd).Snd_mss); got != want-timestamps {
+				t.Errorf("%s socket sends segments of %d, want %d", end, got, want-timestamps)
+			}
+		}
+	})
+}
+
+// on has another test fail.
+func (w *wire) on(t testing.TB) *wire { return &wire{t, w.fd} }
+
+// syn is the next SYN or SYN-ACK of a socket.
+func (w *wire) syn(fd int) *segment {
+	w.t.Helper()
+	port := portOf(w.t, fd)
+	return w.next(func(s *segment) bool { return int(s.source.Port()) == port && s.flags&flagSYN != 0 })
+}
+
+// data is the next segment with data of a socket.
+func (w *wire) data(fd int) *segment {
+	w.t.Helper()
+	port := portOf(w.t, fd)
+	return w.next(func(s *segment) bool { return int(s.source.Port()) == port && s.data > 0 })
+}
+
+// sent has both ends send, and looks at what they sent.
+func (w *wire) sent(s sockets, look func(end string, s *segment)) {
+	w.t.Helper()
+	transfer(w.t, s.connected, s.accepted, 100)
+	look("connected", w.data(s.connected))
+	transfer(w.t, s.accepted, s.connected, 100)
+	look("accepted", w.data(s.accepted))
+}
+
+// The bits of ECN in the octet are TCP's own.
+const dscp = 0xfc
+
+func testTOS(t *testing.T, k *tuning, o config.TuneOption) {
+	w := watchWire(t, 0)
+	each(t, k, o, values(o, 0x2e<<2), func(t *testing.T, n network, value int64, s sockets) {
+		want := value & dscp
+		if n.domain == unix.AF_INET6 {
+			want = 0
+		}
+		w.on(t).sent(s, func(end string, s *segment) {
+			if int64(s.class) != want {
+				t.Errorf("%s socket sends %#x, want %#x", end, s.class, want)
+			}
+		})
+	})
+}
+
+func testTrafficClass(t *testing.T, k *tuning, o config.TuneOption) {
+	w := watchWire(t, 0)
+	each(t, k, o, values(o, 0x2e<<2), func(t *testing.T, n network, value int64, s sockets) {
+		want := value & dscp
+		if n.domain == unix.AF_INET {
+			want = 0
+		}
+		w.on(t).sent(s, func(end string, s *segment) {
+			if int64(s.class) != want {
+				t.Errorf("%s socket sends %#x, want %#x", end, s.class, want)
+			}
+		})
+	})
+}
+
+func testAutoFlowLabel(t *testing.T, k *tuning, o config.TuneOption) {
+	w := watchWire(t, 0)
+	each(t, k, o, values(o, 1), func(t *testing.T, n network, value int64, s sockets) {
+		w.on(t).sent(s, func(end string, s *segment) {
+			if labelled := s.label != 0; labelled != (value == 1 && n.domain == unix.AF_INET6) {
+				t.Errorf("%s socket sends label %#x", end, s.label)
+			}
+		})
+	})
+}
+
+// testFlowLabel reads labels of IPv6, and hashes of IPv4.
+func testFlowLabel(t *testing.T, k *tuning, o config.TuneOption) {
+	w := watchWire(t, 0)
+	each(t, k, o, values(o, 0x5eed), func(t *testing.T, n network, value int64, s sockets) {
+		if n.domain == unix.AF_INET {
+			return
+		}
+		w.on(t).sent(s, func(end string, s *segment) {
+			if value == 0 && s.label == 0 || value != 0 && int64(s.label) != value {
+				t.Errorf("%s socket sends label %#x, want %#x", end, s.label, value)
+			}
+		})
+	})
+}
+
+var _ = tune.Text

@@ -1,0 +1,529 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune_test
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/config"
+	"sockeye/internal/testenv"
+	"sockeye/internal/tune"
+)
+
+// serverVariable makes the test binary a server: it listens on an address,
+// drains what it accepts, and ends with its standard input.
+const serverVariable = "SOCKEYE_TEST_SERVER"
+
+// TestServer is the server's own process; there is nothing to test in it.
+func TestServer(t *testing.T) {
+	address := os.Getenv(serverVariable)
+	if address == "" {
+		return
+	}
+	l := listen(t, address)
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go io.Copy(io.Discard, c)
+		}
+	}()
+	if err := json.NewEncoder(os.Stdout).Encode(l.Addr().String()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.Copy(io.Discard, os.Stdin); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// server is a process that serves.
+type server struct {
+	*exec.Cmd
+	address string
+	stop    io.Closer
+}
+
+// startServer starts one in a cgroup, and in a network namespace of its own if
+// flags say so.
+func startServer(t testing.TB, cgroup, address string, flags uintptr) *server {
+	t.Helper()
+	cmd := exec.Command("/proc/self/exe", "-test.run=^TestServer$")
+	cmd.Env = append(os.Environ(), serverVariable+"="+address, "SOCKEYE_TEST_NAMESPACE="+cgroup)
+	cmd.Stderr = os.Stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Cloneflags: flags}
+	in, err := cmd.StdinPipe()
+	check(t, err)
+	out, err := cmd.StdoutPipe()
+	check(t, err)
+	check(t, cmd.Start())
+	s := &server{Cmd: cmd, stop: in}
+	t.Cleanup(s.kill)
+	line, err := bufio.NewReader(out).ReadBytes('\n')
+	if err != nil {
+		t.Fatalf("the server ends: %v", err)
+	}
+	check(t, json.Unmarshal(line, &s.address))
+	return s
+}
+
+func (s *server) kill() {
+	s.Process.Kill()
+	s.Wait()
+}
+
+// subgroup makes a cgroup below that of the tests.
+func subgroup(t testing.TB, name string) string {
+	t.Helper()
+	dir := filepath.Join(testenv.Cgroup(), name)
+	check(t, os.Mkdir(dir, 0o755))
+	t.Cleanup(func() {
+		within(t, "removing cgroup "+name, func() bool { return os.Remove(dir) == nil })
+	})
+	return dir
+}
+
+func check(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// within fails unless f says yes soon.
+func within(t testing.TB, what string, f func() bool) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	deadline := time.After(20 * time.Second)
+	for !f() {
+		select {
+		case <-tick.C:
+		case <-deadline:
+			t.Errorf("%s: does not come about", what)
+			return
+		}
+	}
+}
+
+func descriptors(t testing.TB) int {
+	t.Helper()
+	entries, err := os.ReadDir("/proc/self/fd")
+	check(t, err)
+	return len(entries)
+}
+
+func cookie(t testing.TB, fd int) uint64 {
+	t.Helper()
+	c, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
+	check(t, err)
+	return c
+}
+
+func cookieOf(t testing.TB, c syscall.Conn) (value uint64) {
+	t.Helper()
+	raw, err := c.SyscallConn()
+	check(t, err)
+	check(t, raw.Control(func(fd uintptr) { value = cookie(t, int(fd)) }))
+	return value
+}
+
+// visited are the sockets of the tests' cgroup, by cookie.
+func visited(t testing.TB) map[uint64]tune.Socket {
+	t.Helper()
+	all := make(map[uint64]tune.Socket)
+	problems, err := tune.Sockets(testenv.Cgroup(), func(s *tune.Socket) error {
+		if got := cookie(t, s.FD); got != s.Cookie {
+			t.Errorf("the descriptor of %v is of socket %#x, want %#x", s, got, s.Cookie)
+		}
+		if _, ok := all[s.Cookie]; ok {
+			t.Errorf("%v is visited twice", s)
+		}
+		all[s.Cookie] = *s
+		return nil
+	})
+	if err != nil || len(problems) > 0 {
+		t.Fatalf("%v, problems %v", err, problems)
+	}
+	return all
+}
+
+func addrPort(a net.Addr) netip.AddrPort {
+	got := netip.MustParseAddrPort(a.String())
+	return netip.AddrPortFrom(got.Addr().Unmap(), got.Port())
+}
+
+func TestSockets(t *testing.T) {
+	had := descriptors(t)
+	self := os.Getpid()
+	type want struct {
+		family int
+		role   config.Role
+	}
+	wanted := make(map[uint64]want)
+	listening := make(map[uint64]netip.AddrPort)
+	ends := make(map[uint64]*net.TCPConn)
+	for _, c := range []struct {
+		listener, to string
+		family       int // of the accepted end
+	}{
+		{"127.0.0.1:0", "127.0.0.1", unix.AF_INET},
+		{"[::1]:0", "[::1]", unix.AF_INET6},
+		{"[::]:0", "127.0.0.1", unix.AF_INET6},
+	} {
+		l := listen(t, c.listener)
+		_, port, _ := net.SplitHostPort(l.Addr().String())
+		p := connectTo(t, l, c.to+":"+port)
+		listening[cookieOf(t, l)] = addrPort(l.Addr())
+		family := unix.AF_INET
+		if strings.HasPrefix(c.to, "[") {
+			family = unix.AF_INET6
+		}
+		for _, e := range []struct {
+			c *net.TCPConn
+			want
+		}{{p.connected, want{family, config.RoleConnect}}, {p.accepted, want{c.family, config.RoleAccept}}} {
+			id := cookieOf(t, e.c)
+			wanted[id], ends[id] = e.want, e.c
+		}
+	}
+	child := startServer(t, subgroup(t, "child"), "127.0.0.1:0", 0)
+	c, err := net.Dial("tcp", child.address)
+	check(t, err)
+	defer c.Close()
+
+	// One that has an own number for a socket that this process has, too.
+	shared := exec.Command("/proc/self/exe", "-test.run=^TestServer$")
+	shared.Env = append(os.Environ(), serverVariable+"=127.0.0.1:0")
+	for _, end := range ends {
+		f, err := end.File()
+		check(t, err)
+		defer f.Close()
+		shared.ExtraFiles = append(shared.ExtraFiles, f)
+	}
+	in, err := shared.StdinPipe()
+	check(t, err)
+	out, err := shared.StdoutPipe()
+	check(t, err)
+	check(t, shared.Start())
+	defer shared.Wait()
+	defer shared.Process.Kill()
+	if _, err := bufio.NewReader(out).ReadBytes('\n'); err != nil {
+		t.Fatal(err)
+	}
+	defer in.Close()
+
+	unused, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	check(t, err)
+	defer unix.Close(unused)
+	udp, err := net.ListenPacket("udp", "127.0.0.1:0")
+	check(t, err)
+	defer udp.Close()
+
+	open := descriptors(t)
+	// The server accepts when it comes to it.
+	var accepted *tune.Socket
+	within(t, "the child accepts", func() bool {
+		for _, s := range visited(t) {
+			if s.PID == child.Process.Pid && !s.Listening {
+				accepted = &s
+			}
+		}
+		return accepted != nil
+	})
+	if got := descriptors(t); got != open || open <= had {
+		t.Errorf("%d open files, had %d", got, open)
+	}
+	if accepted.Role != config.RoleAccept || accepted.Local.String() != child.address || accepted.Remote != addrPort(c.LocalAddr()) ||
+		!strings.Contains(accepted.Command, "-test.run=^TestServer$") {
+		t.Errorf("the child's connection is %+v", accepted)
+	}
+	all := visited(t)
+	if _, ok := all[cookie(t, unused)]; ok {
+		t.Error("a socket that was never bound is visited")
+	}
+	for id, w := range wanted {
+		s, ok := all[id]
+		if !ok {
+			t.Errorf("%v is not visited", ends[id].LocalAddr())
+			continue
+		}
+		if s.Family != w.family || s.Role != w.role || s.Listening || s.MPTCP || s.State != unix.BPF_TCP_ESTABLISHED ||
+			s.Local != addrPort(ends[id].LocalAddr()) || s.Remote != addrPort(ends[id].RemoteAddr()) {
+			t.Errorf("%v -> %v is %+v, want %+v", ends[id].LocalAddr(), ends[id].RemoteAddr(), s, w)
+		}
+		if s.PID != self && s.PID != shared.Process.Pid {
+			t.Errorf("%v is of pid %d", &s, s.PID)
+		}
+		taken, err := tune.TakeSocket(s.PID, s.Number)
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		if taken.Cookie != id || taken.FD == s.Number {
+			t.Errorf("descriptor %d of pid %d is %v, want %v", s.Number, s.PID, taken, &s)
+		}
+		check(t, taken.Close())
+	}
+	for id, local := range listening {
+		if s := all[id]; !s.Listening || s.Role != "" || s.Remote.IsValid() || s.Local != local {
+			t.Errorf("the listener %v is %+v", local, s)
+		}
+	}
+	for _, s := range all {
+		if name := (&s).String(); !strings.HasPrefix(name, s.Local.String()) || !strings.HasSuffix(name, fmt.Sprintf("(descriptor %d of pid %d)", s.Number, s.PID)) {
+			t.Errorf("%+v is called %s", s, name)
+		}
+	}
+	t.Run("MPTCP", func(t *testing.T) { testMPTCP(t) })
+}
+
+func testMPTCP(t *testing.T) {
+	var config net.ListenConfig
+	config.SetMultipathTCP(true)
+	l, err := config.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	check(t, err)
+	defer l.Close()
+	if protocol := protocolOf(t, l.(*net.TCPListener)); protocol != unix.IPPROTO_MPTCP {
+		t.Skipf("kernel: no MPTCP: protocol %d", protocol)
+	}
+	var d net.Dialer
+	d.SetMultipathTCP(true)
+	c, err := d.DialContext(t.Context(), "tcp", l.Addr().String())
+	check(t, err)
+	defer c.Close()
+	a, err := l.Accept()
+	check(t, err)
+	defer a.Close()
+	all := visited(t)
+	for name, end := range map[string]syscall.Conn{"listener": l.(*net.TCPListener), "connected": c.(*net.TCPConn), "accepted": a.(*net.TCPConn)} {
+		s, ok := all[cookieOf(t, end)]
+		if !ok || !s.MPTCP || s.Listening != (name == "listener") {
+			t.Errorf("%s: visited %v, %+v", name, ok, s)
+		}
+	}
+}
+
+func protocolOf(t testing.TB, c syscall.Conn) (protocol int) {
+	t.Helper()
+	raw, err := c.SyscallConn()
+	check(t, err)
+	check(t, raw.Control(func(fd uintptr) { protocol, err = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PROTOCOL) }))
+	check(t, err)
+	return protocol
+}
+
+// TestRoleByListener makes connections whose local port is that of a listener
+// which cannot have accepted them.
+func TestRoleByListener(t *testing.T) {
+	other := listen(t, "127.0.0.1:0")
+	for _, c := range []struct {
+		name     string
+		listener string // with a port
+		netns    uintptr
+		role     config.Role
+	}{
+		{"another address", "127.0.0.2:%d", 0, config.RoleConnect},
+		{"another family", "[::]:%d", 0, config.RoleConnect},
+		{"another network namespace", "127.0.0.1:%d", unix.CLONE_NEWNET, config.RoleConnect},
+		{"all addresses", "[::]:%d", 0, config.RoleAccept},
+		{"all IPv4 addresses", "0.0.0.0:%d", 0, config.RoleAccept},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			fd := newSocket(t, unix.AF_INET)
+			check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
+			check(t, unix.Bind(fd, sockaddr(netip.MustParseAddrPort("127.0.0.1:0"))))
+			port := portOf(t, fd)
+			check(t, unix.Connect(fd, sockaddr(addrPort(other.Addr()))))
+			a, err := other.AcceptTCP()
+			check(t, err)
+			defer a.Close()
+			at := netip.MustParseAddrPort(fmt.Sprintf(c.listener, port))
+			if c.netns != 0 {
+				startServer(t, testenv.Cgroup(), at.String(), c.netns)
+			} else {
+				domain := unix.AF_INET
+				if at.Addr().Is6() {
+					domain = unix.AF_INET6
+				}
+				l := newSocket(t, domain)
+				check(t, unix.SetsockoptInt(l, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
+				if c.name == "another family" {
+					check(t, unix.SetsockoptInt(l, unix.SOL_IPV6, unix.IPV6_V6ONLY, 1))
+				}
+				check(t, unix.Bind(l, sockaddr(at)))
+				check(t, unix.Listen(l, 1))
+			}
+			if s := visited(t)[cookie(t, fd)]; s.Role != c.role {
+				t.Errorf("role %q, want %q", s.Role, c.role)
+			}
+		})
+	}
+}
+
+func TestSocketsEndsWithAnError(t *testing.T) {
+	l := listen(t, "127.0.0.1:0")
+	connect(t, l)
+	had, stop, visits := descriptors(t), errors.New("stop"), 0
+	_, err := tune.Sockets(testenv.Cgroup(), func(*tune.Socket) error {
+		visits++
+		return stop
+	})
+	if !errors.Is(err, stop) || visits != 1 {
+		t.Errorf("%v after %d visits, want %v after 1", err, visits, stop)
+	}
+	if _, err := tune.Sockets(filepath.Join(testenv.Cgroup(), "none"), nil); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("of a cgroup that is not there: %v, want %v", err, fs.ErrNotExist)
+	}
+	if got := descriptors(t); got != had {
+		t.Errorf("%d open files, had %d", got, had)
+	}
+}
+
+func TestFindSocket(t *testing.T) {
+	l := listen(t, "[::]:0")
+	_, port, _ := net.SplitHostPort(l.Addr().String())
+	p := connectTo(t, l, "127.0.0.1:"+port)
+	had := descriptors(t)
+	for end, c := range map[config.Role]*net.TCPConn{config.RoleConnect: p.connected, config.RoleAccept: p.accepted} {
+		local, remote := addrPort(c.LocalAddr()), addrPort(c.RemoteAddr())
+		mapped := netip.AddrPortFrom(netip.AddrFrom16(local.Addr().As16()), local.Port())
+		for _, local := range []netip.AddrPort{local, mapped} {
+			s, err := tune.FindSocket(testenv.Cgroup(), local, remote)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if s.Cookie != cookieOf(t, c) || cookie(t, s.FD) != s.Cookie || s.Role != end {
+				t.Errorf("%v -> %v is %+v", local, remote, s)
+			}
+			check(t, s.Close())
+		}
+	}
+	local := addrPort(l.Addr())
+	if s, err := tune.FindSocket(testenv.Cgroup(), local, netip.AddrPort{}); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a listener is the connection %v, %v", s, err)
+	}
+	nobody := netip.MustParseAddrPort("192.0.2.1:80")
+	if s, err := tune.FindSocket(testenv.Cgroup(), local, nobody); !errors.Is(err, fs.ErrNotExist) || strings.Contains(err.Error(), "\n") {
+		t.Errorf("%v, %v, want %v in one line", s, err, fs.ErrNotExist)
+	}
+	if got := descriptors(t); got != had {
+		t.Errorf("%d open files, had %d", got, had)
+	}
+}
+
+func TestTakeSocketRefuses(t *testing.T) {
+	udp, err := net.ListenPacket("udp", "127.0.0.1:0")
+	check(t, err)
+	defer udp.Close()
+	raw, err := udp.(*net.UDPConn).SyscallConn()
+	check(t, err)
+	had := descriptors(t)
+	check(t, raw.Control(func(fd uintptr) {
+		if s, err := tune.TakeSocket(os.Getpid(), int(fd)); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("a UDP socket is %v, %v", s, err)
+		}
+	}))
+	if s, err := tune.TakeSocket(os.Getpid(), 9999); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("no descriptor is %v, %v", s, err)
+	}
+	if s, err := tune.TakeSocket(1<<22, 0); err == nil {
+		t.Errorf("no process has %v", s)
+	}
+	if got := descriptors(t); got != had {
+		t.Errorf("%d open files, had %d", got, had)
+	}
+}
+
+// TestSocketsWithoutRights still visits what it may.
+func TestSocketsWithoutRights(t *testing.T) {
+	l := listen(t, "127.0.0.1:0")
+	child := startServer(t, testenv.Cgroup(), "127.0.0.1:0", 0)
+	had, mine := descriptors(t), cookieOf(t, l)
+	testenv.WithoutRights(t, func() {
+		found := false
+		problems, err := tune.Sockets(testenv.Cgroup(), func(s *tune.Socket) error {
+			found = found || s.Cookie == mine
+			return nil
+		})
+		if err != nil || !found {
+			t.Errorf("%v, the own listener is visited: %v", err, found)
+		}
+		if len(problems) != 1 || !errors.Is(problems[0], fs.ErrPermission) || !strings.Contains(problems[0].Error(), fmt.Sprintf("pid %d", child.Process.Pid)) {
+			t.Errorf("problems %v, want one of pid %d", problems, child.Process.Pid)
+		}
+		_, err = tune.FindSocket(testenv.Cgroup(), addrPort(l.Addr()), addrPort(l.Addr()))
+		if !errors.Is(err, fs.ErrPermission) || !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("a connection that may be the child's: %v", err)
+		}
+	})
+	if got := descriptors(t); got != had {
+		t.Errorf("%d open files, had %d", got, had)
+	}
+}
+
+// TestSocketsOfProcessesThatEnd visits sockets while their processes are killed.
+func TestSocketsOfProcessesThatEnd(t *testing.T) {
+	had := descriptors(t)
+	for range 5 {
+		func() {
+			killed := make(chan struct{})
+			var servers []*server
+			for range 3 {
+				s := startServer(t, testenv.Cgroup(), "127.0.0.1:0", 0)
+				for range 20 {
+					c, err := net.Dial("tcp", s.address)
+					check(t, err)
+					defer c.Close()
+				}
+				servers = append(servers, s)
+			}
+			first := true
+			for ended := false; !ended; {
+				select {
+				case <-killed:
+					ended = true
+				default:
+				}
+				problems, err := tune.Sockets(testenv.Cgroup(), func(s *tune.Socket) error {
+					if first && s.PID == servers[0].Process.Pid {
+						first = false
+						go func() {
+							defer close(killed)
+							for _, s := range servers {
+								s.kill()
+							}
+						}()
+					}
+					return nil
+				})
+				if err != nil || len(problems) > 0 {
+					t.Fatalf("%v, problems %v", err, problems)
+				}
+			}
+			for _, s := range servers {
+				s.stop.Close()
+			}
+		}()
+	}
+	if got := descriptors(t); got != had {
+		t.Errorf("%d open files, had %d", got, had)
+	}
+}

@@ -1,0 +1,794 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune_test
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"unsafe"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
+	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/testenv"
+	"sockeye/internal/tune"
+)
+
+// TCP options; RFC 6994 for the last.
+const (
+	kindSACKPermitted = 4
+	kindTimestamps    = 8
+	kindExperimental  = 254
+)
+
+// loopbacks are the addresses of the two families.
+var loopbacks = []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), netip.IPv6Loopback()}
+
+func domainOf(a netip.Addr) int {
+	if a.Is4() {
+		return unix.AF_INET
+	}
+	return unix.AF_INET6
+}
+
+// optioned is a segment with its TCP options.
+type optioned struct {
+	source, target uint16
+	flags          uint8
+	data           int // bytes
+	options        []byte
+}
+
+// option finds the first option of a kind, whole; nil if there is none.
+func (s *optioned) option(kind byte) []byte {
+	for rest := s.options; len(rest) > 0 && rest[0] != 0; {
+		length := 1
+		if rest[0] != 1 {
+			length = int(rest[1])
+		}
+		if rest[0] == kind {
+			return rest[:length]
+		}
+		rest = rest[length:]
+	}
+	return nil
+}
+
+// tag is the tag that a segment carries, nil for none.
+func (s *optioned) tag() []byte {
+	o := s.option(kindExperimental)
+	if len(o) < 4 || binary.BigEndian.Uint16(o[2:]) != uint16(bpf.TuneTagExID) {
+		return nil
+	}
+	return o[4:]
+}
+
+// seen are the segments of connections to a port that have left through lo since
+// it was last asked. What a socket has received has left.
+func (w *wire) seen(port uint16) []*optioned {
+	w.t.Helper()
+	var all []*optioned
+	packet := make([]byte, 1<<16+64)
+	for {
+		n, from, err := unix.Recvfrom(w.fd, packet, unix.MSG_DONTWAIT)
+		if errors.Is(err, unix.EAGAIN) {
+			return all
+		}
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if err != nil {
+			w.t.Fatal(os.NewSyscallError("recvfrom", err))
+		}
+		// Each packet is seen again when it arrives.
+		if from.(*unix.SockaddrLinklayer).Pkttype != unix.PACKET_OUTGOING {
+			continue
+		}
+		if s := parseOptions(packet[14:n]); s != nil && (s.source == port || s.target == port) {
+			all = append(all, s)
+		}
+	}
+}
+
+func parseOptions(ip []byte) *optioned {
+	header, protocol := 40, ip[6]
+	if ip[0]>>4 == 4 {
+		header, protocol = int(ip[0]&15)*4, ip[9]
+	}
+	if protocol != unix.IPPROTO_TCP {
+		return nil
+	}
+	tcp := ip[header:]
+	length := int(tcp[12]>>4) * 4
+	return &optioned{
+		source: binary.BigEndian.Uint16(tcp), target: binary.BigEndian.Uint16(tcp[2:]), flags: tcp[13],
+		data: len(tcp) - length, options: bytes.Clone(tcp[20:length]),
+	}
+}
+
+// tagsOf are the tags of the segments that are wanted, as text; "" is none.
+func tagsOf(segments []*optioned, wanted func(s *optioned) bool) []string {
+	var tags []string
+	for _, s := range segments {
+		if wanted(s) {
+			tags = append(tags, string(s.tag()))
+		}
+	}
+	return tags
+}
+
+func isSYN(s *optioned) bool    { return s.flags&(flagSYN|flagACK) == flagSYN }
+func isSYNACK(s *optioned) bool { return s.flags&(flagSYN|flagACK) == flagSYN|flagACK }
+func isAny(*optioned) bool      { return true }
+
+// dataTo wants segments with data to a port, dataFrom those from it.
+func dataTo(port uint16) func(*optioned) bool {
+	return func(s *optioned) bool { return s.data > 0 && s.target == port }
+}
+
+func dataFrom(port uint16) func(*optioned) bool {
+	return func(s *optioned) bool { return s.data > 0 && s.source == port }
+}
+
+// expectTags checks the tags of the segments that are wanted.
+func expectTags(t testing.TB, what string, segments []*optioned, wanted func(*optioned) bool, want ...string) {
+	t.Helper()
+	if got := tagsOf(segments, wanted); !slices.Equal(got, want) {
+		t.Errorf("%s: tags %q, want %q", what, got, want)
+	}
+}
+
+// ruleAt is the name of the rule of a socket, "" for none.
+func (k *tuning) ruleAt(fd int) string {
+	k.t.Helper()
+	connection, err := k.Connection(fd)
+	if err != nil {
+		k.t.Fatal(err)
+	}
+	if connection == nil {
+		return ""
+	}
+	rules, err := k.Rules()
+	if err != nil {
+		k.t.Fatal(err)
+	}
+	rule := rules[connection.Rule]
+	if rule == nil {
+		k.t.Fatalf("rule %d is not known", connection.Rule)
+	}
+	return tune.Text(rule.Name[:])
+}
+
+// expectRule checks the rule of a socket and the priority that it sets.
+func (k *tuning) expectRule(what string, fd int, rule string, priority int) {
+	k.t.Helper()
+	if got := k.ruleAt(fd); got != rule {
+		k.t.Errorf("%s: rule %q, want %q", what, got, rule)
+	}
+	if got := sockopt(k.t, fd, unix.SOL_SOCKET, unix.SO_PRIORITY); got != priority {
+		k.t.Errorf("%s: priority %d, want %d", what, got, priority)
+	}
+}
+
+// exchange sends bytes there and back, so that those sent first are
+// acknowledged.
+func exchange(t testing.TB, s sockets, bytes int) {
+	t.Helper()
+	transfer(t, s.connected, s.accepted, bytes)
+	transfer(t, s.accepted, s.connected, bytes)
+}
+
+// clientTags is a policy in which connections to a port carry a tag, and those
+// accepted have one rule with this tag and another without. Priorities tell
+// them apart.
+func clientTags(tag string, port uint16) string {
+	return fmt.Sprintf(`tune:
+  - {name: client, cgroup: CGROUP, match: {role: connect, port: %d}, tag: %q, set: {syn_rto: 20ms, priority: 1}}
+  - {name: tagged, cgroup: CGROUP, match: {role: accept, tag: %[2]q}, set: {priority: 5}}
+  - {name: other, cgroup: CGROUP, match: {role: accept}, set: {priority: 4}}
+`, port, tag)
+}
+
+const longTag = "0123456789abcdef"
+
+func TestTagInSYN(t *testing.T) {
+	k := newTuning(t, "")
+	// Without it the first listener would not keep its SYNs.
+	k.install(clientTags("x", 1))
+	for _, addr := range loopbacks {
+		domain := domainOf(addr)
+		listener, at := listenSocket(t, domain, addr)
+		for length := 1; length <= len(longTag); length++ {
+			tag := longTag[:length]
+			k.install(clientTags(tag, at.Port()))
+			before := k.stats("tagged", 0).Tags
+			w := watchWire(t, 0)
+			s := connectSockets(t, listener, at)
+			handshake := w.seen(at.Port())
+			expectTags(t, "SYN", handshake, isSYN, tag)
+			expectTags(t, "SYN-ACK", handshake, isSYNACK, "")
+			for _, p := range handshake {
+				if isSYN(p) && (p.option(kindTimestamps) == nil || p.option(kindSACKPermitted) == nil) {
+					t.Errorf("the SYN has lost its timestamps or SACK: % x", p.options)
+				}
+			}
+			k.expectRule("connected, tag "+tag, s.connected, "client", 1)
+			k.expectRule("accepted, tag "+tag, s.accepted, "tagged", 5)
+			if tags := k.stats("tagged", 0).Tags - before; tags != 1 {
+				t.Errorf("read the tags of %d peers, want 1", tags)
+			}
+			exchange(t, s, 100)
+			sent := w.seen(at.Port())
+			expectTags(t, "first data", sent, dataTo(at.Port()), tag)
+			expectTags(t, "answer", sent, dataFrom(at.Port()), "")
+			exchange(t, s, 100)
+			for _, p := range w.seen(at.Port()) {
+				if p.tag() != nil {
+					t.Errorf("after data was acknowledged: %+v still carries tag %q", p, p.tag())
+				}
+			}
+		}
+	}
+	if failed := k.failed(); len(failed) > 0 {
+		t.Error(failed)
+	}
+}
+
+// TestTagBytes looks at the option itself.
+func TestTagBytes(t *testing.T) {
+	k := newTuning(t, "")
+	listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
+	k.install(strings.ReplaceAll(clientTags("TAG", at.Port()), `"TAG"`, "0x00ff10"))
+	w := watchWire(t, 0)
+	s := connectSockets(t, listener, at)
+	for _, p := range w.seen(at.Port()) {
+		if !isSYN(p) {
+			continue
+		}
+		if want := []byte{254, 7, 0x53, 0x4b, 0x00, 0xff, 0x10, 1}; !bytes.HasSuffix(p.options, want) {
+			t.Errorf("the SYN's options are % x, want them to end with % x", p.options, want)
+		}
+	}
+	k.expectRule("accepted", s.accepted, "tagged", 5)
+}
+
+// TestTagOfOthers has peers that send no tag, and another.
+func TestTagOfOthers(t *testing.T) {
+	k := newTuning(t, "")
+	k.install(clientTags("x", 1))
+	for _, addr := range loopbacks {
+		domain := domainOf(addr)
+		_, first := listenSocket(t, domain, addr)
+		listener, at := listenSocket(t, domain, addr)
+		k.install(clientTags("rack-12", first.Port()))
+		s := connectSockets(t, listener, at)
+		k.expectRule("connected without a tag", s.connected, "", 0)
+		k.expectRule("accepted without a tag", s.accepted, "other", 4)
+		for _, tag := range []string{"rack-1", "rack-123", "Rack-12"} {
+			k.install(fmt.Sprintf(`tune:
+  - {name: client, cgroup: CGROUP, match: {role: connect}, tag: %q}
+  - {name: tagged, cgroup: CGROUP, match: {role: accept, tag: rack-12}, set: {priority: 5}}
+  - {name: other, cgroup: CGROUP, match: {role: accept}, set: {priority: 4}}
+`, tag))
+			s := connectSockets(t, listener, at)
+			k.expectRule("accepted with tag "+tag, s.accepted, "other", 4)
+			exchange(t, s, 10)
+			k.expectRule("after data with tag "+tag, s.accepted, "other", 4)
+		}
+		// A rule without a tag that comes before takes the connection.
+		k.install(`tune:
+  - {name: client, cgroup: CGROUP, match: {role: connect}, tag: x}
+  - {name: first, cgroup: CGROUP, match: {role: accept, remote: ["127.0.0.1", "::1"]}, set: {priority: 3}}
+  - {name: tagged, cgroup: CGROUP, match: {role: accept, tag: x}, set: {priority: 5}}
+`)
+		k.expectRule("rule without a tag before", connectSockets(t, listener, at).accepted, "first", 3)
+	}
+}
+
+const serverTags = `tune:
+  - {name: tagged, cgroup: CGROUP, match: {role: connect, tag: srv}, set: {priority: 5}}
+  - {name: client, cgroup: CGROUP, match: {role: connect}, set: {priority: 1, sndbuf: 100KB}}
+  - {name: server, cgroup: CGROUP, match: {role: accept}, tag: srv, set: {priority: 4, synack_rto: 20ms}}
+`
+
+// TestTagInSYNACK has the server write the tag.
+func TestTagInSYNACK(t *testing.T) {
+	k := newTuning(t, serverTags)
+	w := watchWire(t, 0)
+	for _, test := range []struct{ listen, connect string }{
+		{"127.0.0.1", "127.0.0.1"}, {"::1", "::1"}, {"::", "127.0.0.1"}, {"::", "::1"},
+	} {
+		t.Log(test)
+		addr := netip.MustParseAddr(test.connect)
+		listener, at := listenSocket(t, domainOf(netip.MustParseAddr(test.listen)), netip.MustParseAddr(test.listen))
+		s := connectSockets(t, listener, netip.AddrPortFrom(addr, at.Port()))
+		handshake := w.seen(at.Port())
+		expectTags(t, "SYN", handshake, isSYN, "")
+		expectTags(t, "SYN-ACK", handshake, isSYNACK, "srv")
+		k.expectRule("connected", s.connected, "tagged", 5)
+		k.expectRule("accepted", s.accepted, "server", 4)
+		// What the rule before it has set stays.
+		if got := sockopt(t, s.connected, unix.SOL_SOCKET, unix.SO_SNDBUF); got != 200000 {
+			t.Errorf("send buffer of %d bytes, want 200000", got)
+		}
+		// A byte alone is data too.
+		transfer(t, s.accepted, s.connected, 1)
+		transfer(t, s.connected, s.accepted, 1)
+		sent := w.seen(at.Port())
+		expectTags(t, "first data", sent, dataFrom(at.Port()), "srv")
+		expectTags(t, "answer", sent, dataTo(at.Port()), "")
+		transfer(t, s.accepted, s.connected, 1)
+		expectTags(t, "later data", w.seen(at.Port()), dataFrom(at.Port()), "")
+	}
+	if c := k.stats("client", 0); c.Connections != 4 || c.Closed != 4 || c.Established != 0 {
+		t.Errorf("rule that tags took connections from: %d connections, %d established, %d closed, want 4, 0, 4", c.Connections, c.Established, c.Closed)
+	}
+	if c := k.stats("tagged", 0); c.Connections != 4 || c.Established != 4 || c.Closed != 0 || c.Tags != 4 {
+		t.Errorf("rule of tags: %d connections, %d established, %d closed, %d tags, want 4, 4, 0, 4", c.Connections, c.Established, c.Closed, c.Tags)
+	}
+}
+
+// TestTagBothWays has a server that answers tags with tags, and keeps quiet
+// towards peers without.
+func TestTagBothWays(t *testing.T) {
+	k := newTuning(t, "")
+	policy := `tune:
+  - {name: answered, cgroup: CGROUP, match: {role: connect, tag: srv}, set: {priority: 5}}
+  - {name: client, cgroup: CGROUP, match: {role: connect, port: PORT}, tag: cli, set: {priority: 1}}
+  - {name: answering, cgroup: CGROUP, match: {role: accept, tag: cli}, tag: srv, set: {priority: 6}}
+  - {name: other, cgroup: CGROUP, match: {role: accept}, set: {priority: 4}}
+`
+	k.install(strings.ReplaceAll(policy, "PORT", "1"))
+	w := watchWire(t, 0)
+	for _, addr := range loopbacks {
+		domain := domainOf(addr)
+		listener, at := listenSocket(t, domain, addr)
+		quiet, atQuiet := listenSocket(t, domain, addr)
+		k.install(strings.ReplaceAll(policy, "PORT", fmt.Sprint(at.Port())))
+		s := connectSockets(t, listener, at)
+		handshake := w.seen(at.Port())
+		expectTags(t, "SYN", handshake, isSYN, "cli")
+		expectTags(t, "SYN-ACK", handshake, isSYNACK, "srv")
+		k.expectRule("connected", s.connected, "answered", 5)
+		k.expectRule("accepted", s.accepted, "answering", 6)
+		exchange(t, s, 100)
+		sent := w.seen(at.Port())
+		// The rule that took over writes no tag.
+		expectTags(t, "data of the client", sent, dataTo(at.Port()), "")
+		expectTags(t, "data of the server", sent, dataFrom(at.Port()), "srv")
+
+		s = connectSockets(t, quiet, atQuiet)
+		exchange(t, s, 100)
+		for _, p := range w.seen(atQuiet.Port()) {
+			if p.tag() != nil {
+				t.Errorf("to a peer without a tag: %+v carries %q", p, p.tag())
+			}
+		}
+		k.expectRule("connected to a port without tags", s.connected, "", 0)
+		k.expectRule("accepted at a port without tags", s.accepted, "other", 4)
+	}
+}
+
+// TestTagOfTrial expects tags of treated connections alone.
+func TestTagOfTrial(t *testing.T) {
+	k := newTuning(t, `tune:
+  - {name: client, cgroup: CGROUP, match: {role: connect}, tag: cli, trial: {control: 50%}}
+  - {name: server, cgroup: CGROUP, match: {role: accept}, tag: srv, trial: {control: 50%}}
+`)
+	listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
+	w := watchWire(t, 0)
+	arms := make(map[uint8]int)
+	want := func(fd int, tag string) string {
+		c, err := k.Connection(fd)
+		if err != nil || c == nil {
+			t.Fatalf("got %v, %v", c, err)
+		}
+		arms[c.Arm]++
+		if c.Arm != 0 {
+			return ""
+		}
+		return tag
+	}
+	for range 30 {
+		s := connectSockets(t, listener, at)
+		client, server := want(s.connected, "cli"), want(s.accepted, "srv")
+		exchange(t, s, 10)
+		sent := w.seen(at.Port())
+		expectTags(t, "SYN", sent, isSYN, client)
+		expectTags(t, "SYN-ACK", sent, isSYNACK, server)
+		expectTags(t, "data of the client", sent, dataTo(at.Port()), client)
+		expectTags(t, "data of the server", sent, dataFrom(at.Port()), server)
+	}
+	if len(arms) != 2 {
+		t.Errorf("arms %v, want connections in both", arms)
+	}
+}
+
+// inCgroup runs f with this process in another cgroup: sockets belong to that in
+// which they were made.
+func inCgroup(t testing.TB, dir string, f func()) {
+	t.Helper()
+	move := func(dir string) {
+		if err := os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte("0"), 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	move(dir)
+	defer move(testenv.Cgroup())
+	f()
+}
+
+// TestTagUnaware has a peer that no program is attached to, in either role.
+func TestTagUnaware(t *testing.T) {
+	tuned := filepath.Join(testenv.Cgroup(), "tagging")
+	if err := os.Mkdir(tuned, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.Remove(tuned); err != nil {
+			t.Error(err)
+		}
+	})
+	dir := filepath.Join(testenv.BPFFS(t), "tune_test")
+	b, err := bpf.OpenTune(bpf.TuneConfig{Dir: dir, Cgroup: tuned})
+	if err != nil {
+		t.Fatalf("%+v", err)
+	}
+	t.Cleanup(func() {
+		if err := errors.Join(bpf.RemoveTune(dir), b.Close()); err != nil {
+			t.Error(err)
+		}
+	})
+	k := &tuning{Tune: b, t: t}
+	k.install(`tune:
+  - {name: tagged, cgroup: CGROUP, match: {tag: x}, set: {priority: 5}}
+  - {name: all, cgroup: CGROUP, tag: "` + longTag + `", set: {priority: 4}}
+`)
+	w := watchWire(t, 0)
+	const much = 5 << 20
+	for _, addr := range loopbacks {
+		domain := domainOf(addr)
+		for _, tunedRole := range []string{"connect", "accept"} {
+			t.Log(addr, tunedRole)
+			var listener int
+			var at netip.AddrPort
+			s := sockets{connected: -1}
+			make := func(f func(), role string) {
+				if role == tunedRole {
+					inCgroup(t, tuned, f)
+				} else {
+					f()
+				}
+			}
+			make(func() { listener, at = listenSocket(t, domain, addr) }, "accept")
+			make(func() { s = connectSockets(t, listener, at) }, "connect")
+			handshake := w.seen(at.Port())
+			if tunedRole == "connect" {
+				expectTags(t, "SYN", handshake, isSYN, longTag)
+				expectTags(t, "SYN-ACK", handshake, isSYNACK, "")
+				k.expectRule("tuned", s.connected, "all", 4)
+				k.expectRule("not tuned", s.accepted, "", 0)
+			} else {
+				expectTags(t, "SYN", handshake, isSYN, "")
+				expectTags(t, "SYN-ACK", handshake, isSYNACK, longTag)
+				k.expectRule("tuned", s.accepted, "all", 4)
+				k.expectRule("not tuned", s.connected, "", 0)
+			}
+			exchange(t, s, much)
+			// All of the first flight carries it; then no more.
+			sent := w.seen(at.Port())
+			tagged, wanted := s.connected, dataTo(at.Port())
+			if tunedRole == "accept" {
+				tagged, wanted = s.accepted, dataFrom(at.Port())
+			}
+			tags := tagsOf(sent, wanted)
+			if tags[0] != longTag || tags[len(tags)-1] != "" {
+				t.Errorf("first and last of %d segments with data: tags %q and %q", len(tags), tags[0], tags[len(tags)-1])
+			}
+			if info := tcpInfo(t, tagged); info.Total_retrans != 0 || info.Options&3 != 3 { // timestamps and SACK
+				t.Errorf("%d retransmissions, options %#x", info.Total_retrans, info.Options)
+			}
+		}
+	}
+}
+
+// filterPath has IPv4 segments that carry a tag, and whose flags are flags under
+// mask, meet a middlebox on lo. They have timestamps, and SYNs also the other
+// options that Linux sends: the tag is what stands after them. On scrub the
+// middlebox takes a tag of 16 bytes out of segments without data; else it drops
+// the segment.
+func filterPath(t testing.TB, mask, flags uint8, scrub bool) {
+	t.Helper()
+	const (
+		tcp  = 14 + 20
+		most = tcp + 20 + 12 // offset of what follows the timestamps
+		syn  = most + 8      // ... and MSS and window scale
+		pass = -1            // TCX_NEXT
+		drop = 2             // TCX_DROP
+	)
+	load := func(offset asm.Instruction, to int32) asm.Instructions {
+		return asm.Instructions{
+			asm.Mov.Reg(asm.R1, asm.R6),
+			offset,
+			asm.Mov.Reg(asm.R3, asm.RFP),
+			asm.Add.Imm(asm.R3, to),
+			asm.Mov.Imm(asm.R4, 1),
+			asm.FnSkbLoadBytes.Call(),
+			asm.JNE.Imm(asm.R0, 0, "pass"),
+		}
+	}
+	insns := slices.Concat(
+		asm.Instructions{asm.Mov.Reg(asm.R6, asm.R1)},
+		load(asm.Mov.Imm(asm.R2, tcp+13), -8),
+		asm.Instructions{
+			asm.LoadMem(asm.R7, asm.RFP, -8, asm.Byte),
+			asm.Mov.Imm(asm.R8, most),
+			asm.Mov.Reg(asm.R1, asm.R7),
+			asm.And.Imm(asm.R1, flagSYN),
+			asm.JEq.Imm(asm.R1, 0, "option"),
+			asm.Mov.Imm(asm.R8, syn),
+			asm.Mov.Reg(asm.R1, asm.R6).WithSymbol("option"),
+		},
+		load(asm.Mov.Reg(asm.R2, asm.R8), -16),
+		asm.Instructions{
+			asm.LoadMem(asm.R1, asm.RFP, -16, asm.Byte),
+			asm.JNE.Imm(asm.R1, kindExperimental, "pass"),
+			asm.And.Imm(asm.R7, int32(mask)),
+			asm.JNE.Imm(asm.R7, int32(flags), "pass"),
+		},
+	)
+	if scrub {
+		const nops = 0x01010101
+		insns = append(insns,
+			asm.LoadMem(asm.R1, asm.R6, 0, asm.Word), // len
+			asm.JNE.Imm(asm.R1, most+20, "pass"),
+			asm.StoreImm(asm.RFP, -40, nops, asm.Word), asm.StoreImm(asm.RFP, -36, nops, asm.Word), asm.StoreImm(asm.RFP, -32, nops, asm.Word),
+			asm.StoreImm(asm.RFP, -28, nops, asm.Word), asm.StoreImm(asm.RFP, -24, nops, asm.Word),
+			asm.Mov.Reg(asm.R1, asm.R6),
+			asm.Mov.Imm(asm.R2, most),
+			asm.Mov.Reg(asm.R3, asm.RFP),
+			asm.Add.Imm(asm.R3, -40),
+			asm.Mov.Imm(asm.R4, 20),
+			asm.Mov.Imm(asm.R5, 0), // lo's checksums are not looked at
+			asm.FnSkbStoreBytes.Call(),
+		)
+	} else {
+		insns = append(insns, asm.Mov.Imm(asm.R0, drop), asm.Return())
+	}
+	insns = append(insns, asm.Mov.Imm(asm.R0, pass).WithSymbol("pass"), asm.Return())
+	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{Name: "path", Type: ebpf.SchedCLS, Instructions: insns, License: "GPL"})
+	if err != nil {
+		t.Fatalf("%+v", err)
+	}
+	defer p.Close()
+	lo, err := net.InterfaceByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := link.AttachTCX(link.TCXOptions{Interface: lo.Index, Program: p, Attach: ebpf.AttachTCXIngress})
+	if errors.Is(err, ebpf.ErrNotSupported) {
+		t.Skip("kernel: no tcx")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+}
+
+// TestTagSYNDropped has a path that drops SYNs with a tag: the next one goes
+// without, and the tag comes with what follows.
+func TestTagSYNDropped(t *testing.T) {
+	for _, observe := range []string{"live", "off"} {
+		t.Run("observe "+observe, func(t *testing.T) {
+			k := newTuning(t, "")
+			k.install(clientTags("x", 1))
+			listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
+			k.install(strings.ReplaceAll(clientTags(longTag, at.Port()), "name: client,", "name: client, observe: "+observe+","))
+			filterPath(t, flagSYN|flagACK, flagSYN, false)
+			w := watchWire(t, 0)
+			s := connectSockets(t, listener, at)
+			expectTags(t, "SYNs", w.seen(at.Port()), isSYN, longTag, "")
+			k.expectRule("accepted", s.accepted, "tagged", 5)
+			exchange(t, s, 100)
+			expectTags(t, "first data", w.seen(at.Port()), dataTo(at.Port()), longTag)
+			exchange(t, s, 1<<20)
+		})
+	}
+}
+
+// TestTagInFirstData has a path that drops SYNs with a tag and takes it out of
+// the first acknowledgement: the first data brings it.
+func TestTagInFirstData(t *testing.T) {
+	k := newTuning(t, "")
+	k.install(clientTags("x", 1))
+	listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
+	k.install(clientTags(longTag, at.Port()))
+	filterPath(t, flagSYN|flagACK, flagSYN, false)
+	filterPath(t, flagSYN|flagACK, flagACK, true)
+	s := connectSockets(t, listener, at)
+	k.expectRule("accepted", s.accepted, "other", 4)
+	transfer(t, s.connected, s.accepted, 100)
+	k.expectRule("after the first data", s.accepted, "tagged", 5)
+	exchange(t, s, 1<<20)
+	if tagged, other := k.stats("tagged", 0), k.stats("other", 0); tagged.Connections != 1 || tagged.Tags != 1 || other.Connections != 1 || other.Closed != 1 {
+		t.Errorf("tagged: %d connections, %d tags, want 1, 1; other: %d connections, %d closed, want 1, 1", tagged.Connections, tagged.Tags, other.Connections, other.Closed)
+	}
+}
+
+// TestTagDropped has a path on which nothing with a tag comes through:
+// connections work all the same, whoever speaks first.
+func TestTagDropped(t *testing.T) {
+	for name, policy := range map[string]string{
+		"client": strings.ReplaceAll(clientTags(longTag, 0), ", port: 0", ""),
+		"server": strings.ReplaceAll(serverTags, "srv", longTag),
+		"both":   "tune: [{name: all, cgroup: CGROUP, tag: " + longTag + ", set: {syn_rto: 20ms, synack_rto: 20ms}}]",
+	} {
+		for _, first := range []string{"client", "server"} {
+			t.Run(name+" tags, "+first+" first", func(t *testing.T) {
+				newTuning(t, policy)
+				filterPath(t, 0, 0, false)
+				listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
+				s := sockets{connected: newSocket(t, unix.AF_INET)}
+				if err := unix.Connect(s.connected, sockaddr(at)); err != nil {
+					t.Fatal(os.NewSyscallError("connect", err))
+				}
+				if first == "client" {
+					if _, err := unix.Write(s.connected, []byte{1}); err != nil {
+						t.Fatal(os.NewSyscallError("write", err))
+					}
+				}
+				s.accepted = acceptSocket(t, listener)
+				if first == "client" {
+					if n, err := unix.Read(s.accepted, make([]byte, 2)); n != 1 || err != nil {
+						t.Fatalf("read %d bytes: %v", n, err)
+					}
+				}
+				transfer(t, s.accepted, s.connected, 1<<20)
+				transfer(t, s.connected, s.accepted, 1<<20)
+			})
+		}
+	}
+}
+
+// TestTagSYNACKDropped has a path that drops SYN-ACKs with a tag: the next one
+// goes without, and the first data brings it to the client.
+func TestTagSYNACKDropped(t *testing.T) {
+	k := newTuning(t, strings.ReplaceAll(serverTags, "srv", longTag))
+	listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
+	filterPath(t, flagSYN|flagACK, flagSYN|flagACK, false)
+	w := watchWire(t, 0)
+	s := connectSockets(t, listener, at)
+	expectTags(t, "SYN-ACKs", w.seen(at.Port()), isSYNACK, longTag, "")
+	k.expectRule("connected", s.connected, "client", 1)
+	k.expectRule("accepted", s.accepted, "server", 4)
+	exchange(t, s, 100)
+	expectTags(t, "first data", w.seen(at.Port()), dataFrom(at.Port()), longTag)
+	k.expectRule("after the first data", s.connected, "tagged", 5)
+	exchange(t, s, 1<<20)
+}
+
+// TestTagOfOldListener has a listener that was there before the rules.
+func TestTagOfOldListener(t *testing.T) {
+	for _, addr := range loopbacks {
+		t.Run(addr.String(), func(t *testing.T) {
+			k := newTuning(t, "")
+			listener, at := listenSocket(t, domainOf(addr), addr)
+			k.install(fmt.Sprintf(`tune:
+	  - {name: client, cgroup: CGROUP, match: {role: connect}, tag: %s}
+	  - {name: tagged, cgroup: CGROUP, match: {role: accept, tag: %[1]s}, tag: yes, set: {priority: 5}}
+	  - {name: other, cgroup: CGROUP, match: {role: accept}, tag: no, set: {priority: 4}}
+	`, longTag))
+			w := watchWire(t, 0)
+			s := connectSockets(t, listener, at)
+			expectTags(t, "SYN-ACK of the old listener", w.seen(at.Port()), isSYNACK, "")
+			// The client's first acknowledgement carries its tag too.
+			k.expectRule("accepted by the old listener", s.accepted, "tagged", 5)
+			if saved := savedSYN(t, s.accepted); len(saved) > 0 {
+				t.Errorf("a SYN was kept: % x", saved)
+			}
+
+			live, err := k.Live()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := live.Listen(listener); err != nil {
+				t.Fatal(err)
+			}
+			if err := live.Close(); err != nil {
+				t.Fatal(err)
+			}
+			s = connectSockets(t, listener, at)
+			expectTags(t, "SYN-ACK of the prepared listener", w.seen(at.Port()), isSYNACK, "yes")
+			k.expectRule("accepted by the prepared listener", s.accepted, "tagged", 5)
+			if saved := savedSYN(t, s.accepted); !bytes.Contains(saved, []byte(longTag)) {
+				t.Errorf("the SYN that was kept has no tag: % x", saved)
+			}
+			exchange(t, s, 100)
+			expectTags(t, "first data", w.seen(at.Port()), dataFrom(at.Port()), "yes")
+
+			if addr.Is4() {
+				// Now the SYN itself is read.
+				filterPath(t, flagSYN|flagACK, flagACK, true)
+				k.expectRule("accepted without a tag in the acknowledgement", connectSockets(t, listener, at).accepted, "tagged", 5)
+			}
+		})
+	}
+}
+
+// savedSYN is what is kept of the SYN of an accepted connection.
+func savedSYN(t testing.TB, fd int) []byte {
+	t.Helper()
+	saved := make([]byte, 512)
+	length := uint32(len(saved))
+	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.SOL_TCP, unix.TCP_SAVED_SYN,
+		uintptr(unsafe.Pointer(&saved[0])), uintptr(unsafe.Pointer(&length)), 0)
+	if errno != 0 {
+		t.Fatal(os.NewSyscallError("getsockopt", errno))
+	}
+	return saved[:length]
+}
+
+// TestTagWithCookies has no request that could keep the SYN.
+func TestTagWithCookies(t *testing.T) {
+	sysctl(t, "net/ipv4/tcp_syncookies", "2")
+	k := newTuning(t, `tune:
+  - {name: answered, cgroup: CGROUP, match: {role: connect, tag: srv}, set: {priority: 5}}
+  - {name: client, cgroup: CGROUP, match: {role: connect}, tag: cli, set: {priority: 1}}
+  - {name: tagged, cgroup: CGROUP, match: {role: accept, tag: cli}, tag: srv, set: {priority: 6}}
+  - {name: other, cgroup: CGROUP, match: {role: accept}, set: {priority: 4, initial_rwnd: 20}}
+`)
+	w := watchWire(t, 0)
+	for _, addr := range loopbacks {
+		listener, at := listenSocket(t, domainOf(addr), addr)
+		before := netstat(t, "SyncookiesRecv")
+		s := connectSockets(t, listener, at)
+		if got := netstat(t, "SyncookiesRecv") - before; got != 1 {
+			t.Fatalf("%d connections by cookies, want 1", got)
+		}
+		handshake := w.seen(at.Port())
+		expectTags(t, "SYN", handshake, isSYN, "cli")
+		expectTags(t, "SYN-ACK", handshake, isSYNACK, "srv")
+		k.expectRule("connected", s.connected, "answered", 5)
+		k.expectRule("accepted", s.accepted, "tagged", 6)
+		exchange(t, s, 1<<20)
+	}
+}
+
+// netstat reads a counter of TcpExt.
+func netstat(t testing.TB, name string) int {
+	t.Helper()
+	text, err := os.ReadFile("/proc/self/net/netstat")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for line := range strings.Lines(string(text)) {
+		values, ok := strings.CutPrefix(line, "TcpExt: ")
+		if !ok {
+			continue
+		}
+		if names == nil {
+			names = strings.Fields(values)
+			continue
+		}
+		var n int
+		if _, err := fmt.Sscan(strings.Fields(values)[slices.Index(names, name)], &n); err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	t.Fatalf("no counter %s", name)
+	return 0
+}
