@@ -61,6 +61,45 @@ static __always_inline bool tune_sock_tuple(struct bpf_sock *sk,
 	return true;
 }
 
+/* Tells whether a rule is in force and asks for the peer's tag. */
+static __noinline bool tune_asks_tag(__u32 id)
+{
+	const struct tune_ruleset *r;
+	__u32 bank = 0;
+	int i;
+
+	r = tune_current(&bank);
+	if (!r)
+		return false;
+	for (i = 0; i < TUNE_TERMS; i++) {
+		if (i >= r->terms)
+			break;
+		if (r->rule[i] == id)
+			return !(r->untagged.word[i / 64] >> (i % 64) & 1);
+	}
+	return false;
+}
+
+/* Ends what the rule of a connection does; to the rule it is closed. */
+static __always_inline void tune_leave(struct bpf_sock *sk,
+				       const struct tune_connection *c)
+{
+	__u32 id = c->rule, clear;
+	struct tune_rule *rule = bpf_map_lookup_elem(&rules, &id);
+	struct tune_stats *s;
+
+	clear = BPF_SOCK_OPS_STATE_CB_FLAG | BPF_SOCK_OPS_RTO_CB_FLAG |
+		BPF_SOCK_OPS_RTT_CB_FLAG | BPF_SOCK_OPS_RETRANS_CB_FLAG;
+	if (c->flags & TUNE_CONNECTION_TAGGING)
+		clear |= BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG;
+	tune_callbacks(sk, 0, clear);
+	if (!rule || !(rule->flags & (TUNE_FLAG_LIVE | TUNE_FLAG_CLOSE)))
+		return;
+	s = tune_counts(id, c->arm);
+	if (s)
+		__sync_fetch_and_add(&s->closed, 1);
+}
+
 static __noinline int tune_adopt(struct bpf_sock *sk, __u32 role)
 {
 	struct tune_connection fresh = {
@@ -82,6 +121,13 @@ static __noinline int tune_adopt(struct bpf_sock *sk, __u32 role)
 	rule = id ? bpf_map_lookup_elem(&rules, &id) : NULL;
 	if (!rule)
 		return 0;
+	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
+	if (c) {
+		/* The tag that led to its rule is not known any more. */
+		if (c->rule == id || tune_asks_tag(c->rule))
+			return 0;
+		tune_leave(sk, c);
+	}
 	fresh.rule = id;
 	fresh.counted = bpf_jiffies64();
 	if (rule->control && tune_draw(&q.tuple, rule->seed) < rule->control)
@@ -139,9 +185,7 @@ static __always_inline void tune_forget(struct bpf_sock *sk)
 	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
 	if (!c)
 		return;
-	tune_callbacks(sk, 0,
-		       BPF_SOCK_OPS_STATE_CB_FLAG | BPF_SOCK_OPS_RTO_CB_FLAG |
-		       BPF_SOCK_OPS_RTT_CB_FLAG | BPF_SOCK_OPS_RETRANS_CB_FLAG);
+	tune_leave(sk, c);
 	bpf_sk_storage_delete(&connections, sk);
 }
 

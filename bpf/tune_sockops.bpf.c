@@ -58,8 +58,10 @@ struct request_sock {
 	const struct request_sock_ops *rsk_ops;
 } __attribute__((preserve_access_index));
 struct sock;
+struct sk_buff;
 struct bpf_sock_ops_kern {
 	struct sock *sk;
+	struct sk_buff *syn_skb;
 } __attribute__((preserve_access_index));
 
 void *bpf_cast_to_kern_ctx(void *obj) __ksym __weak;
@@ -185,6 +187,11 @@ __noinline int tune_apply(struct bpf_sock_ops *ctx, __u32 id, __u32 phase)
 			tune_failed(id, o->id, err);
 		else
 			done++;
+		/* Else it would take effect with the first acknowledgement. */
+		if (o->level == SOL_TCP && o->name == TCP_BPF_SNDCWND_CLAMP &&
+		    !err && ctx->snd_cwnd > o->value)
+			bpf_setsockopt(ctx, SOL_TCP, TCP_BPF_IW, &o->value,
+				       sizeof(o->value));
 	}
 	return done;
 }
@@ -388,7 +395,7 @@ static __always_inline __u32 tune_wanted(const struct tune_rule *rule,
 	if (c->flags & TUNE_CONNECTION_SAMPLED)
 		want |= BPF_SOCK_OPS_RTO_CB_FLAG | BPF_SOCK_OPS_RETRANS_CB_FLAG;
 	if (c->flags & TUNE_CONNECTION_TAGGING)
-		want |= BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG;
+		want |= BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG | BPF_SOCK_OPS_RTO_CB_FLAG;
 	return want;
 }
 
@@ -419,6 +426,13 @@ tune_begin(struct bpf_sock_ops *ctx, const struct tune_request_key *t,
 	if (!c)
 		return NULL;
 	/* A rule that takes over from another begins anew. */
+	if (c->rule != id) {
+		s = tune_counts(c->rule, c->arm);
+		if (s)
+			__sync_fetch_and_add(&s->closed, 1);
+		if (c->flags & TUNE_CONNECTION_TAGGING)
+			tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
+	}
 	*c = fresh;
 	s = tune_counts(id, fresh.arm);
 	if (s)
@@ -481,7 +495,7 @@ __noinline __u32 tune_lookup(struct bpf_sock_ops *ctx, __u32 role, __u32 from)
 	if (!tune_tuple(ctx, &q.tuple))
 		return read;
 	found = tune_find(&q);
-	s = found & TUNE_BY_TAG ?
+	s = (found & TUNE_BY_TAG) && ctx->is_fullsock ?
 		    tune_counts(TUNE_RULE(found), TUNE_ARM_TREATED) : NULL;
 	if (s)
 		__sync_fetch_and_add(&s->tags, 1);
@@ -561,6 +575,8 @@ static __always_inline void tune_active_established(struct bpf_sock_ops *ctx)
 		c->started = started;
 		tune_established(ctx, TUNE_PHASE_ACTIVE | TUNE_PHASE_LIVE);
 	} else if (c) {
+		if (state && (state->used & TUNE_USE_TAG) && !(found & TUNE_TAG_READ))
+			tune_flags(ctx, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG, 0);
 		tune_established(ctx, TUNE_PHASE_ACTIVE);
 	}
 }
@@ -596,12 +612,10 @@ static __always_inline void tune_passive_established(struct bpf_sock_ops *ctx)
 	if (!found)
 		found = tune_lookup(ctx, TUNE_ACCEPT, TUNE_NO_TAG);
 	rule = TUNE_RULE(found) ? tune_rule(TUNE_RULE(found)) : NULL;
-	if (!rule || !rule->tag.length)
+	c = rule ? tune_begin(ctx, &t, TUNE_RULE(found), rule, TUNE_ACCEPT) : NULL;
+	if (!c || !(c->flags & TUNE_CONNECTION_TAGGING))
 		/* What the listener's flags gave. */
 		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
-	if (!rule)
-		return;
-	c = tune_begin(ctx, &t, TUNE_RULE(found), rule, TUNE_ACCEPT);
 	if (!c)
 		return;
 	c->started = started;
@@ -774,9 +788,20 @@ static __always_inline void tune_react(struct bpf_sock_ops *ctx,
 		__sync_fetch_and_add(&s->reactions, 1);
 }
 
+/* The tag has come through, or cannot. */
+static __always_inline void tune_untag(struct bpf_sock_ops *ctx,
+				       struct tune_connection *c,
+				       const struct tune_rule *rule)
+{
+	c->flags &= ~TUNE_CONNECTION_TAGGING;
+	tune_flags(ctx, 0, (BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG |
+			    BPF_SOCK_OPS_RTO_CB_FLAG) & ~tune_wanted(rule, c));
+}
+
 static __always_inline void tune_rto(struct bpf_sock_ops *ctx)
 {
 	struct tune_connection *c = tune_connection(ctx);
+	struct tune_rule *rule;
 	struct tune_stats *s;
 
 	if (!c)
@@ -785,9 +810,14 @@ static __always_inline void tune_rto(struct bpf_sock_ops *ctx)
 	s = tune_counts(c->rule, c->arm);
 	if (s)
 		__sync_fetch_and_add(&s->rtos, 1);
-	/* Something on the way may have dropped the SYN for its tag. */
-	if (ctx->state == TCP_SYN_SENT)
+	/* Something on the way may have dropped the segment for its tag. */
+	if (ctx->state == TCP_SYN_SENT) {
 		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
+	} else if (c->flags & TUNE_CONNECTION_TAGGING) {
+		rule = tune_rule(c->rule);
+		if (rule)
+			tune_untag(ctx, c, rule);
+	}
 	tune_react(ctx, c);
 }
 
@@ -813,38 +843,75 @@ static __always_inline void tune_listen(struct bpf_sock_ops *ctx)
 		tune_flags(ctx, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG, 0);
 }
 
-/* The tag that belongs into a packet of this connection, or NULL. */
+/*
+ * The tag that belongs into the SYN-ACK of a handshake, or NULL. The SYN is at
+ * hand for the first SYN-ACK alone; another one is sent because something on
+ * the way may have dropped the first for its tag. Before 6.2 that is not seen.
+ */
+static __always_inline const struct tune_tag *
+tune_synack_tag(struct bpf_sock_ops *ctx)
+{
+	const struct tune_active *state = tune_state();
+	struct tune_request_key t = {};
+	struct tune_request *known;
+	struct tune_rule *rule;
+	__u32 found = 0;
+
+	if (bpf_cast_to_kern_ctx) {
+		struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
+
+		if (!kern->syn_skb)
+			return NULL;
+	}
+	if (!state || !tune_tuple(ctx, &t))
+		return NULL;
+	if (state->used & TUNE_USE_TAG)
+		found = tune_lookup(ctx, TUNE_ACCEPT, TUNE_TAG_SYN);
+	if (!(found & TUNE_BY_TAG)) {
+		known = bpf_map_lookup_elem(&requests, &t);
+		found = known ? known->rule :
+				tune_lookup(ctx, TUNE_ACCEPT, TUNE_NO_TAG);
+	}
+	rule = TUNE_RULE(found) ? tune_rule(TUNE_RULE(found)) : NULL;
+	if (!rule || tune_control(rule, &t))
+		return NULL;
+	return rule->tag.length ? &rule->tag : NULL;
+}
+
+/*
+ * The tag that belongs into a segment, or NULL. After the handshake it goes
+ * with what is sent until data is acknowledged, and of segments without data
+ * with the first acknowledgement alone: a path that drops it lets the next
+ * one through.
+ */
 static __always_inline const struct tune_tag *
 tune_packet_tag(struct bpf_sock_ops *ctx)
 {
 	__u32 flags = ctx->skb_tcp_flags;
-	struct tune_request_key t = {};
-	struct tune_request *known;
 	struct tune_connection *c;
 	struct tune_rule *rule;
-	__u32 id;
 
-	if (!ctx->is_fullsock) {
-		if (!tune_tuple(ctx, &t))
-			return NULL;
-		known = bpf_map_lookup_elem(&requests, &t);
-		id = known ? known->rule :
-			     TUNE_RULE(tune_lookup(ctx, TUNE_ACCEPT, TUNE_NO_TAG));
-		rule = id ? tune_rule(id) : NULL;
-		if (!rule || tune_control(rule, &t))
-			return NULL;
-		return rule->tag.length ? &rule->tag : NULL;
-	}
+	if (!ctx->is_fullsock)
+		return tune_synack_tag(ctx);
 	c = tune_connection(ctx);
 	if (!c || !(c->flags & TUNE_CONNECTION_TAGGING))
 		return NULL;
 	rule = tune_rule(c->rule);
 	if (!rule)
 		return NULL;
-	if (!(flags & TCPHDR_SYN) && ctx->bytes_acked > 1) {
-		c->flags &= ~TUNE_CONNECTION_TAGGING;
-		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
+	if (flags & TCPHDR_SYN)
+		return &rule->tag;
+	/* The side that connected has its SYN counted. */
+	if (ctx->bytes_acked > (c->role == TUNE_CONNECT)) {
+		tune_untag(ctx, c, rule);
 		return NULL;
+	}
+	/* When space is reserved the header is not there yet. */
+	if (flags && !ctx->skb_len) {
+		if (c->role != TUNE_CONNECT ||
+		    (c->flags & TUNE_CONNECTION_CONFIRMED))
+			return NULL;
+		c->flags |= TUNE_CONNECTION_CONFIRMED;
 	}
 	return &rule->tag;
 }
@@ -883,27 +950,31 @@ static __always_inline void tune_write(struct bpf_sock_ops *ctx)
 /* The peer's first data may bring the tag that its SYN did not. */
 static __always_inline void tune_parse(struct bpf_sock_ops *ctx)
 {
-	struct tune_request_key t = {};
 	struct tune_connection *c;
+	struct tune_request_key t = {};
 	struct tune_rule *rule;
-	__u32 found, id;
+	__u32 found, id, role;
 
 	if (!ctx->is_fullsock)
 		return;
-	found = tune_lookup(ctx, TUNE_ACCEPT, TUNE_TAG_HERE);
+	c = tune_connection(ctx);
+	/* Those that connect wait for it only with a rule. */
+	role = c ? c->role : TUNE_ACCEPT;
+	found = tune_lookup(ctx, role, TUNE_TAG_HERE);
 	if (!(found & TUNE_TAG_READ))
 		return;
 	tune_flags(ctx, 0, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG);
 	id = TUNE_RULE(found);
-	c = tune_connection(ctx);
 	if (!(found & TUNE_BY_TAG) || (c && c->rule == id))
 		return;
 	rule = tune_rule(id);
 	if (!rule || !tune_tuple(ctx, &t))
 		return;
-	c = tune_begin(ctx, &t, id, rule, TUNE_ACCEPT);
+	c = tune_begin(ctx, &t, id, rule, role);
 	if (c)
-		tune_established(ctx, TUNE_PHASE_PASSIVE);
+		tune_established(ctx, role == TUNE_CONNECT ?
+				      TUNE_PHASE_ACTIVE | TUNE_PHASE_LIVE :
+				      TUNE_PHASE_PASSIVE);
 }
 
 SEC("sockops")

@@ -186,6 +186,7 @@ enum tune_connection_flag {
 	TUNE_CONNECTION_TAGGING = 1 << 4, /* the first data still has to go */
 	TUNE_CONNECTION_WAITING = 1 << 5, /* for the tag in the peer's first data */
 	TUNE_CONNECTION_ADOPTED = 1 << 6, /* was open before the rule */
+	TUNE_CONNECTION_CONFIRMED = 1 << 7, /* an acknowledgement carried the tag */
 };
 
 /* A handshake, until it is done. */

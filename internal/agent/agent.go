@@ -134,11 +134,11 @@ func Run(ctx context.Context, o Options) (err error) {
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
 		a.log.Warn("service manager not notified", "error", err)
 	}
-	a.log.Info("agent started", "version", o.Version, "policy", o.Policy, "services", len(a.services))
+	a.log.Info("agent started", "version", o.Version, "policy", o.Policy, "services", len(a.services), "tuned", len(a.tuners))
 	for {
 		select {
 		case <-ctx.Done():
-			a.log.Info("agent stops, steering goes on")
+			a.log.Info("agent stops, what it has set up goes on")
 			return nil
 		case err := <-failed:
 			return err
@@ -554,10 +554,17 @@ func (a *Agent) Status() (*Status, error) {
 	}
 	status := &Status{
 		Version: a.options.Version, PID: os.Getpid(), Started: a.started, Starts: a.starts,
-		Policy: a.options.Policy, Services: []ServiceStatus{},
+		Policy: a.options.Policy, Services: []ServiceStatus{}, Tune: []TunedCgroup{},
 	}
 	for _, s := range services {
 		status.Services = append(status.Services, s.status())
+	}
+	tuners, err := a.tunersOf("")
+	if err != nil {
+		return nil, err
+	}
+	for _, t := range tuners {
+		status.Tune = append(status.Tune, t.summary())
 	}
 	return status, nil
 }

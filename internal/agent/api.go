@@ -18,6 +18,16 @@ type Status struct {
 	Starts   int             `json:"starts"` // of the agent, since its state directory was made
 	Policy   string          `json:"policy"`
 	Services []ServiceStatus `json:"services"`
+	Tune     []TunedCgroup   `json:"tune"`
+}
+
+// TunedCgroup is one cgroup of a Status that is tuned.
+type TunedCgroup struct {
+	Cgroup   string `json:"cgroup"`
+	Attached bool   `json:"attached"`
+	Rules    int    `json:"rules"`
+	Problem  string `json:"problem,omitempty"`
+	Hint     string `json:"hint,omitempty"`
 }
 
 // ServiceStatus is one service of a Status.

@@ -119,17 +119,85 @@ func TestMetrics(t *testing.T) {
 	}
 }
 
-// Every metric of the golden file is in the documentation, and no other.
+// The same for tuning, where counts go on over a restart of the agent too.
+func TestTuneMetrics(t *testing.T) {
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	policy := policyText(tunePolicy, "/telemetry\n", "\n", "    set: {congestion", "    trial: {control: 50%}\n    set: {congestion",
+		"tune:", "metrics: {listen: \"127.0.0.1:9733\"}\ntune:")
+	a := newAgent(t, dir, pins)
+	a.begin(t, policy)
+	address := "127.0.0.1:9733"
+	text := ""
+	for range 2 { // the first connections are of the scrape itself
+		text = scrape(t, address)
+	}
+	mine := regexp.MustCompile(`(?m)^(# (HELP|TYPE) )?sockeye_tune_.*\n`)
+	text = strings.Join(mine.FindAllString(text, -1), "")
+	problems, err := promlint.New(strings.NewReader(text)).Lint()
+	if err != nil || len(problems) > 0 {
+		t.Errorf("promlint: %v %v", problems, err)
+	}
+	got := regexp.MustCompile(`(?m)^(sockeye_.*) \S+$`).ReplaceAllString(text, "$1 N")
+	got = strings.ReplaceAll(got, testenv.CgroupPath(), "CGROUP")
+	const file = "testdata/metrics-tune.golden"
+	if os.Getenv("UPDATE") != "" {
+		if err := os.WriteFile(file, []byte(got), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got != string(want) {
+		t.Errorf("the metrics changed; run with UPDATE=1 if they should, and mend docs/metrics.md.\ngot\n%s\nwant\n%s", got, want)
+	}
+
+	connections := func(text string) (n int) {
+		for _, m := range regexp.MustCompile(`sockeye_tune_connections_total\{.*rule="rest"\} (\d+)\n`).FindAllStringSubmatch(text, -1) {
+			one, err := strconv.Atoi(m[1])
+			if err != nil {
+				t.Error(err)
+			}
+			n += one
+		}
+		return n
+	}
+	before := connections(text)
+	if before < 2 {
+		t.Errorf("%d connections", before)
+	}
+	a.stop()
+	b := newAgent(t, dir, pins)
+	defer b.stop()
+	b.begin(t, policy)
+	if after := connections(scrape(t, address)); after <= before {
+		t.Errorf("%d connections after a restart, %d before", after, before)
+	}
+	for _, tuner := range b.tuners {
+		if err := tuner.retire(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// Every metric of the golden files is in the documentation, and no other.
 func TestMetricsDocumented(t *testing.T) {
 	golden, err := os.ReadFile("testdata/metrics.golden")
 	if err != nil {
 		t.Fatal(err)
 	}
+	tuning, err := os.ReadFile("testdata/metrics-tune.golden")
+	if err != nil {
+		t.Fatal(err)
+	}
+	golden = append(golden, tuning...)
 	docs, err := os.ReadFile("../../docs/metrics.md")
 	if err != nil {
 		t.Fatal(err)
 	}
-	names := make(map[string]bool)
+	// The golden file has none, as nothing fails there.
+	names := map[string]bool{"sockeye_tune_options_failed_total": true}
 	for _, m := range regexp.MustCompile(`(?m)^# TYPE (\S+)`).FindAllStringSubmatch(string(golden), -1) {
 		names[m[1]] = true
 		if !strings.Contains(string(docs), "| `"+m[1]+"` |") {

@@ -14,6 +14,9 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/rlimit"
+
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/tune"
@@ -309,4 +312,44 @@ func (a *Agent) TuneOptions() ([]TuneSkipped, error) {
 		}
 	}
 	return list, nil
+}
+
+// ProbeOptions is TuneOptions without an agent. It needs an agent's rights, and
+// leaves nothing behind.
+func ProbeOptions() (_ []TuneSkipped, err error) {
+	const bpffs = "/sys/fs/bpf"
+	if missing, err := missingCapabilities(); err != nil {
+		return nil, err
+	} else if len(missing) > 0 {
+		return nil, &Error{Err: fmt.Errorf("try options: missing %s", strings.Join(missing, ", ")), Hint: "run as root", Code: CodeNotPermitted}
+	}
+	if !isBPFFS(bpffs) {
+		return nil, &Error{Err: fmt.Errorf("try options: %s is no bpffs", bpffs), Hint: "mount -t bpf bpf " + bpffs, Code: CodeFailed}
+	}
+	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
+	if err := rlimit.RemoveMemlock(); err != nil {
+		return nil, fmt.Errorf("raise RLIMIT_MEMLOCK: %w", err)
+	}
+	cgroups, err := CgroupMount()
+	if err != nil {
+		return nil, err
+	}
+	dir, err := os.MkdirTemp(bpffs, "sockeye_check_")
+	if err != nil {
+		return nil, fmt.Errorf("try options: %w", err)
+	}
+	defer func() { err = joined(err, os.RemoveAll(dir)) }()
+	a := &Agent{host: &host{root: &bpf.Root{Dir: dir}, cgroups: cgroups}}
+	return a.TuneOptions()
+}
+
+// CheckTune holds rules against what TuneOptions or ProbeOptions says that the
+// kernel cannot set, and against its congestion controls. It fails for what a
+// rule without optional needs, and returns what others skip, by rule.
+func CheckTune(rules []config.TuneRule, lacks []TuneSkipped) (map[string][]TuneSkipped, error) {
+	h := &host{probed: make(map[string]error)}
+	for _, l := range lacks {
+		h.probed[l.Option] = ebpf.ErrNotSupported
+	}
+	return h.lacking(rules)
 }

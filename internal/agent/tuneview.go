@@ -148,22 +148,34 @@ func (t *tuner) status(own []uint32) (TuneStatus, error) {
 	return s, nil
 }
 
-func settingTexts(settings []config.Setting) []string {
-	texts := make([]string, len(settings))
-	for i, s := range settings {
-		texts[i] = s.String()
+// summary is what status shows.
+func (t *tuner) summary() TunedCgroup {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	s := TunedCgroup{Cgroup: t.name, Attached: t.tune != nil && t.tune.Attached(), Rules: len(t.rules)}
+	if t.problem != nil {
+		s.Problem, s.Hint = Message(t.problem), Hint(t.problem)
+	}
+	return s
+}
+
+// ruleTexts says what a rule sets.
+func ruleTexts(rule config.TuneRule) []string {
+	texts := make([]string, 0, len(rule.Set)+1)
+	for _, s := range rule.Set {
+		texts = append(texts, s.String())
+	}
+	if rule.Tag != nil {
+		texts = append(texts, "tag "+config.FormatTag(rule.Tag))
 	}
 	return texts
 }
 
 func (t *tuner) ruleStatus(rule config.TuneRule, id uint32, failures map[bpf.TuneFailure]uint64) (TuneRuleStatus, error) {
 	r := TuneRuleStatus{
-		Name: rule.Name, Match: rule.Match.String(), Set: settingTexts(rule.Set), Observe: string(rule.Observe),
+		Name: rule.Name, Match: rule.Match.String(), Set: ruleTexts(rule), Observe: string(rule.Observe),
 		React: textOf(rule.React), Trial: textOf(rule.Trial),
 		Skipped: slices.Concat([]TuneSkipped{}, t.skipped[rule.Name]), Failures: failuresOf(id, failures),
-	}
-	if rule.Tag != nil {
-		r.Set = append(r.Set, "tag "+config.FormatTag(rule.Tag))
 	}
 	if id == 0 {
 		return r, nil
@@ -372,7 +384,7 @@ func (a *Agent) TuneExplain(cgroup string, questions []tune.Question) ([]TuneExp
 		for _, q := range questions {
 			e := TuneExplanation{Cgroup: t.name, Role: string(q.Role), Set: []string{}, Steps: tune.Explain(t.rules, t.services, q)}
 			if rule := matched(e.Steps, t.rules); rule != nil {
-				e.Rule, e.Set = rule.Name, settingTexts(rule.Set)
+				e.Rule, e.Set = rule.Name, ruleTexts(*rule)
 			}
 			list = append(list, e)
 		}

@@ -39,14 +39,15 @@ func (c *command) checkCommand() *cobra.Command {
 		Use:   "check FILE",
 		Short: "Check a policy file, and the files that it names",
 		Long: `Check reads a policy file as the agent would, says all that is wrong with it,
-and changes nothing. It needs no rights and no agent.`,
+and changes nothing. It needs no rights and no agent; with one of them it also
+tries whether this kernel can set what tune rules ask for.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if schema {
 				return arguments(0, 0, "")(cmd, args)
 			}
 			return arguments(1, 1, "FILE")(cmd, args)
 		},
-		RunE: func(_ *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
 			if schema {
 				text, err := config.Schema()
 				if err == nil {
@@ -54,17 +55,25 @@ and changes nothing. It needs no rights and no agent.`,
 				}
 				return err
 			}
-			return c.check(args[0])
+			return c.check(cmd, args[0])
 		},
 	}
 	cmd.Flags().BoolVar(&schema, "schema", false, "print the JSON Schema of the policy file, for editors")
 	return cmd
 }
 
-func (c *command) check(file string) error {
+func (c *command) check(cmd *cobra.Command, file string) error {
 	policy, err := loadPolicy(file)
 	if err == nil {
 		err = checkNamed(policy)
+	}
+	untried := ""
+	var skipped map[string][]agent.TuneSkipped
+	if err == nil && len(policy.Tune) > 0 {
+		var lacks []agent.TuneSkipped
+		if lacks, untried, err = c.kernelLacks(cmd); err == nil && untried == "" {
+			skipped, err = agent.CheckTune(policy.Tune, lacks)
+		}
 	}
 	result := checked{File: file, Valid: err == nil, Errors: []checkedFlaw{}}
 	var flaws config.Errors
@@ -85,7 +94,28 @@ func (c *command) check(file string) error {
 	result.Services, result.TuneRules = len(policy.Services), len(policy.Tune)
 	return c.show(result, func(w io.Writer) {
 		fmt.Fprintf(w, "%s is valid, %s\n", file, contents(policy))
+		for _, rule := range policy.Tune {
+			for _, s := range skipped[rule.Name] {
+				fmt.Fprintf(w, "rule %s skips %s, which needs %s\n", rule.Name, s.Option, s.Needs)
+			}
+		}
+		if untried != "" {
+			fmt.Fprintln(w, "its options were not tried on this kernel:", untried)
+		}
 	})
+}
+
+// kernelLacks asks the agent which options the kernel lacks, or without an
+// agent tries them itself. Who can do neither is told so in untried.
+func (c *command) kernelLacks(cmd *cobra.Command) (lacks []agent.TuneSkipped, untried string, err error) {
+	err = c.client().Get(cmd.Context(), "/v1/tune/options", nil, &lacks)
+	if err == nil {
+		return lacks, "", nil
+	}
+	if lacks, err = agent.ProbeOptions(); err != nil {
+		return nil, err.Error(), nil
+	}
+	return lacks, "", nil
 }
 
 // contents counts what a policy has, as in 1 service, 3 tune rules.

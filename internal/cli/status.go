@@ -16,7 +16,7 @@ import (
 func (c *command) statusCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "status",
-		Short: "Show the agent, its services, and what is wrong",
+		Short: "Show the agent, its services and tuned cgroups, and what is wrong",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var s agent.Status
 			if err := c.client().Get(cmd.Context(), "/v1/status", nil, &s); err != nil {
@@ -30,7 +30,9 @@ func (c *command) statusCommand() *cobra.Command {
 func (c *command) status(w io.Writer, s *agent.Status) {
 	fmt.Fprintf(w, "agent %s, pid %d, up %s, policy %s\n\n", s.Version, s.PID,
 		c.Now().Sub(s.Started).Round(time.Second), s.Policy)
-	fmt.Fprintln(w, "SERVICE\tSTEERING\tREADY\tWHEN EMPTY\tHELD\tLISTENERS")
+	if len(s.Services) > 0 {
+		fmt.Fprintln(w, "SERVICE\tSTEERING\tREADY\tWHEN EMPTY\tHELD\tLISTENERS")
+	}
 	for _, v := range s.Services {
 		fmt.Fprintf(w, "%s\t%s\t%d of %d\t%s\t%s\t%s\n", v.Name, v.Steering, v.Ready, v.Slots,
 			v.WhenEmpty, yesNo(v.Held), some(v.Listeners, 4))
@@ -47,6 +49,21 @@ func (c *command) status(w io.Writer, s *agent.Status) {
 		for _, m := range v.Waiting {
 			fmt.Fprintf(w, "\n%s: process %d (%s) is not ready: %s\n", v.Name, m.PID, shorten(m.Command, 50), m.Problem)
 			hint(w, m.Hint)
+		}
+	}
+	for i, t := range s.Tune {
+		if i == 0 && len(s.Services) > 0 {
+			fmt.Fprintln(w)
+		}
+		if i == 0 {
+			fmt.Fprintln(w, "TUNED CGROUP\tRULES\tATTACHED")
+		}
+		fmt.Fprintf(w, "%s\t%d\t%s\n", t.Cgroup, t.Rules, yesNo(t.Attached))
+	}
+	for _, t := range s.Tune {
+		if t.Problem != "" {
+			fmt.Fprintf(w, "\n%s: %s\n", t.Cgroup, t.Problem)
+			hint(w, t.Hint)
 		}
 	}
 }

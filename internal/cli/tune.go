@@ -155,7 +155,7 @@ func ruleRow(r *agent.TuneRuleStatus) string {
 	open, retransmits, rtos, rtt := "-", "-", "-", "-"
 	if r.Observe != string(config.ObserveOff) {
 		// A connection that never was established closes too.
-		open = fmt.Sprint(r.Established - min(r.Closed, r.Established))
+		open = fmt.Sprint(r.Connections - min(r.Closed, r.Connections))
 		retransmits = fmt.Sprint(r.Retransmits)
 		if r.Retransmits > 0 && r.Segments > 0 {
 			retransmits += " (" + percentage(float64(r.Retransmits)/float64(r.Segments)) + ")"

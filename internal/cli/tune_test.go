@@ -134,14 +134,14 @@ program 812 of somebody else, in /, runs after the rules: may override sndbuf, c
 program 7 of somebody else, in /main.slice/telemetry.slice/a, runs before the rules: a rule overrides what it sets
 
 RULE             MATCH                                               CONNECTIONS  OPEN  OPTIONS SET  FAILED  RETRANSMITS    RTOS  RTT
-same-datacentre  same_prefix 44; port 1790                           1234         17    2230         13      31 (< 0.01 %)  3     312 us
+same-datacentre  same_prefix 44; port 1790                           1234         51    2230         13      31 (< 0.01 %)  3     312 us
   set sndbuf 150KB, cwnd_clamp 100
   react rtos > 2, sample 1/100: congestion reno; 1 reaction
   trial control 10%; 119 connections left alone
   2 connections were open before
   4 connections by the peer's tag
   1 older version may still be on open connections
-bulk             remote 2001:db8:…re; port 20000-20003; role accept  40           0     0            0       2 (20 %)       1     1.23 s
+bulk             remote 2001:db8:…re; port 20000-20003; role accept  40           9     0            0       2 (20 %)       1     1.23 s
   match remote 2001:db8:1234:5678:9abc:def0:1234:5678/128, 9999 more; port 20000-20003; role accept
   set initial_cwnd explore 10, 40 by remote/24, share 10%, probe 2%, bytes 64KB, evidence 8, forget 1h
   observe close
@@ -349,8 +349,8 @@ func TestTuneRevert(t *testing.T) {
 	l.Problems = []string{"process 812: permission denied"}
 	asks(f, l, "POST /v1/tune/revert {}", `
 12 open connections taken back, 34 options; 5 closed since
-rule bulk: pacing_rate is left on 2 connections: pacing goes on
-rule rpc: nodelay is left on 1 connection: changed since
+rule bulk: pacing_rate on 2 connections: pacing goes on
+rule rpc: nodelay on 1 connection: changed since
 problem: process 812: permission denied
 `, "tune", "revert")
 }
@@ -393,12 +393,17 @@ const tuneOnly = "tune:\n  - {name: bulk, cgroup: /lab, set: {sndbuf: 150KB}}\n"
 
 func TestCheckTune(t *testing.T) {
 	f := newFake(t)
+	f.answers["GET /v1/tune/options"] = []agent.TuneSkipped{}
 	f.shows("DIR/tune.yaml is valid, 1 tune rule\n", nil, "check", f.write("tune.yaml", tuneOnly))
 	both := f.write("both.yaml", oneService+tuneOnly+"  - {name: rest, cgroup: /other, set: {nodelay: true}}\n")
 	f.shows("DIR/both.yaml is valid, 1 service, 2 tune rules\n", nil, "check", both)
 	if got, want := must[checked](f.host, "check", both), (checked{File: both, Valid: true, Services: 1, TuneRules: 2, Errors: []checkedFlaw{}}); !reflect.DeepEqual(got, want) {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
+	f.answers["GET /v1/tune/options"] = []agent.TuneSkipped{{Option: "sndbuf", Needs: "Linux 4.13 or later"}}
+	f.refused(3, "rule bulk: this kernel cannot set sndbuf: it needs Linux 4.13 or later", "leave it out, or give the rule optional: true to have it skipped", nil, "check", both)
+	skips := f.write("skips.yaml", strings.Replace(tuneOnly, "set:", "optional: true, set:", 1))
+	f.shows("DIR/skips.yaml is valid, 1 tune rule\nrule bulk skips sndbuf, which needs Linux 4.13 or later\n", nil, "check", skips)
 	f.answers["GET /v1/status"] = agent.Status{}
 	f.shows("there are no services\n", nil, "where", "192.0.2.1", "--plan", f.dir+"/tune.yaml")
 }

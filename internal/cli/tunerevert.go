@@ -48,7 +48,7 @@ func reverted(w io.Writer, l *agent.TuneLive) {
 	}
 	fmt.Fprintln(w)
 	for _, k := range l.Left {
-		fmt.Fprintf(w, "rule %s: %s is left on %s: %s\n", k.Rule, k.Option, count(k.Connections, "connection", "connections"), k.Reason)
+		fmt.Fprintf(w, "rule %s: %s on %s: %s\n", k.Rule, k.Option, count(k.Connections, "connection", "connections"), k.Reason)
 	}
 	problems(w, l)
 }
