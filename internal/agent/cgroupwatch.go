@@ -54,7 +54,8 @@ func (w *cgroupWatch) add(dir string) error {
 func (w *cgroupWatch) close() { w.inotify.Close() }
 
 // watchCgroups watches where the cgroups that are tuned may come and go: the
-// folders on the way to a path, and all where a unit may be anywhere.
+// folders on the way to a path, and all where a unit may be anywhere. Then it
+// looks whether they did.
 func (a *Agent) watchCgroups() {
 	if len(a.tuners) == 0 {
 		return
@@ -71,6 +72,14 @@ func (a *Agent) watchCgroups() {
 		if err := a.watchCgroup(name); err != nil {
 			a.log.Warn("cgroup not watched", "cgroup", name, "error", err)
 		}
+	}
+	// What came before the watch is heard of in no other way.
+	var all []tuneChange
+	for name := range a.tuners {
+		all = append(all, tuneChange{name: name})
+	}
+	for _, t := range a.tuners {
+		t.renew(all)
 	}
 }
 
@@ -106,11 +115,7 @@ func (a *Agent) watchCgroup(name string) error {
 func (a *Agent) renewTuners() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.watch == nil {
-		return
+	if a.watch != nil {
+		a.watchCgroups()
 	}
-	for _, t := range a.tuners {
-		t.renew()
-	}
-	a.watchCgroups()
 }

@@ -75,13 +75,19 @@ func openTuner(h *host, log *slog.Logger, c tuneChange) (*tuner, error) {
 	t := &tuner{host: h, log: log.With("cgroup", c.name), name: c.name}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if data, err := bpf.ReadScope(h.tuningDir(c.name)); err == nil {
+	dir := h.tuningDir(c.name)
+	_, err := os.Stat(dir)
+	fresh := errors.Is(err, fs.ErrNotExist)
+	if data, err := bpf.ReadScope(dir); err == nil {
 		// A damaged record is made anew.
 		_ = json.Unmarshal(data, &t.scope)
 	}
 	t.rules, t.services = c.rules, c.services
 	if err := t.open(); err != nil {
 		t.release()
+		if fresh {
+			err = joined(err, bpf.RemoveTune(dir), removeCreated([]tuneScope{t.scope}))
+		}
 		return nil, err
 	}
 	return t, nil
@@ -95,7 +101,8 @@ func (t *tuner) open() error {
 	if errors.Is(err, fs.ErrNotExist) && !isUnit(t.name) {
 		path = filepath.Join(t.host.cgroups, t.name)
 		created, err := makeCgroup(t.host.cgroups, path)
-		t.scope.Created = append(t.scope.Created, created...)
+		// Some may have been made before, and removed by others.
+		t.scope.Created = slices.Compact(slices.Sorted(slices.Values(append(t.scope.Created, created...))))
 		if err != nil {
 			return err
 		}
@@ -151,18 +158,16 @@ func compileTune(rules []config.TuneRule, services []config.Service, skipped map
 }
 
 // renew attaches again if the cgroup was made anew, as when a unit starts.
-func (t *tuner) renew() {
+// Others are the cgroups that the policy names.
+func (t *tuner) renew(others []tuneChange) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	path, err := t.host.findCgroup(t.name)
 	if t.tune != nil && t.tune.Attached() && err == nil && path == t.scope.Path {
 		return
 	}
-	if t.tune != nil {
-		t.tune.Close()
-		t.tune = nil
-	}
-	if err := t.open(); err != nil {
+	t.release()
+	if err := t.reopen(others); err != nil {
 		t.problem = err
 		t.log.Warn("cgroup not tuned", "error", err)
 		return
@@ -170,6 +175,16 @@ func (t *tuner) renew() {
 	if t.tune != nil {
 		t.log.Info("cgroup tuned", "path", t.scope.Path)
 	}
+}
+
+func (t *tuner) reopen(others []tuneChange) error {
+	for _, other := range others {
+		// A unit may start anywhere.
+		if err := t.host.checkNested([]tuneChange{{name: t.name}, other}); err != nil {
+			return err
+		}
+	}
+	return t.open()
 }
 
 func (t *tuner) release() {
@@ -220,10 +235,10 @@ func removeCreated(scopes []tuneScope) error {
 	for _, s := range scopes {
 		for _, dir := range slices.Backward(s.Created) {
 			err := unix.Rmdir(dir)
-			if errors.Is(err, unix.EBUSY) || errors.Is(err, unix.ENOTEMPTY) || errors.Is(err, unix.ENOENT) {
+			if errors.Is(err, unix.EBUSY) || errors.Is(err, unix.ENOTEMPTY) {
 				break
 			}
-			if err != nil {
+			if err != nil && !errors.Is(err, unix.ENOENT) {
 				errs = append(errs, fmt.Errorf("remove cgroup %s: %w", dir, err))
 			}
 		}
@@ -576,13 +591,27 @@ func (h *host) probeTune() (map[string]error, error) {
 	h.probing.Lock()
 	defer h.probing.Unlock()
 	if h.probed == nil {
-		probed, err := tune.Probe(h.cgroups, h.root.Dir)
+		probed, err := h.probeOptions()
 		if err != nil {
 			return nil, fmt.Errorf("probe options: %w", err)
 		}
 		h.probed = probed
 	}
 	return h.probed, nil
+}
+
+// probeOptions probes in a cgroup at the top. There, unlike below its own, the
+// agent can make one only before it has given up its rights.
+func (h *host) probeOptions() (map[string]error, error) {
+	probed, err := tune.Probe(h.cgroups, h.root.Dir)
+	if !errors.Is(err, fs.ErrPermission) {
+		return probed, err
+	}
+	own, failed := cgroupOf(os.Getpid())
+	if failed != nil {
+		return nil, joined(err, failed)
+	}
+	return tune.Probe(filepath.Join(h.cgroups, own), h.root.Dir)
 }
 
 // takeTune carries a change out, and returns what takes it back.

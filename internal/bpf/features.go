@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Feature is something that steering asks of the kernel.
+// Feature is something that steering or tuning asks of the kernel.
 type Feature struct {
 	Name  string
 	Since string // kernel version that brought it
@@ -24,7 +24,7 @@ type Feature struct {
 	Probe    func() error
 }
 
-// Features lists what steering asks of the kernel. A probe's error wraps
+// Features lists what steering and tuning ask of the kernel. A probe's error wraps
 // ebpf.ErrNotSupported if the kernel lacks the feature; any other error says
 // that the probe could not tell.
 var Features = []Feature{
@@ -43,8 +43,17 @@ var Features = []Feature{
 	{"cgroup release hook", "5.9", "closing a slot when a socket closes", false, func() error {
 		return probeProgram(ebpf.CGroupSock, ebpf.AttachCgroupInetSockRelease)
 	}},
-	{"sockops programs", "4.13", "noticing members", false, func() error {
+	{"sockops programs", "4.13", "noticing members, tune", false, func() error {
 		return probeProgram(ebpf.SockOps, ebpf.AttachCGroupSockOps)
+	}},
+	{"socket storage for sockops", "5.4", "tune", false, func() error {
+		return features.HaveProgramHelper(ebpf.SockOps, asm.FnSkStorageGet)
+	}},
+	{"TCP header options for sockops", "5.10", "tags of tune", false, func() error {
+		return features.HaveProgramHelper(ebpf.SockOps, asm.FnStoreHdrOpt)
+	}},
+	{"setsockopt for cgroup/setsockopt", "5.15", "without it apply --live is not possible", true, func() error {
+		return probeLive()
 	}},
 	{"BPF ring buffer", "5.8", "noticing members", false, func() error {
 		return features.HaveMapType(ebpf.RingBuf)
@@ -91,6 +100,25 @@ func probeMigration() error {
 		return p.Close()
 	}
 	if errors.Is(err, unix.EACCES) || errors.Is(err, unix.EINVAL) {
+		return fmt.Errorf("%w: %w", ebpf.ErrNotSupported, err)
+	}
+	return err
+}
+
+// probeLive calls bpf_setsockopt without its arguments: a kernel that knows it
+// for such programs refuses them, one that does not refuses the call.
+func probeLive() error {
+	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
+		Type: ebpf.CGroupSockopt, AttachType: ebpf.AttachCGroupSetsockopt, License: "Dual BSD/GPL",
+		Instructions: asm.Instructions{asm.FnSetsockopt.Call(), asm.Mov.Imm(asm.R0, 1), asm.Return()},
+	})
+	if err == nil {
+		return p.Close()
+	}
+	if errors.Is(err, unix.EACCES) {
+		return nil
+	}
+	if errors.Is(err, unix.EINVAL) {
 		return fmt.Errorf("%w: %w", ebpf.ErrNotSupported, err)
 	}
 	return err

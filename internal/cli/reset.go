@@ -20,11 +20,12 @@ func (c *command) resetCommand() *cobra.Command {
 	var pins string
 	cmd := &cobra.Command{
 		Use:   "reset",
-		Short: "Stop steering: remove all pins, programs and keepers",
+		Short: "Stop steering and tuning: remove all pins, programs and keepers",
 		Long: `Reset undoes what agents did to the host, of whatever version they were: it
 takes the programs off the members' ports, which the kernel's own hash then
-serves, and removes the pins. No agent may run. The state directory, with the
-nonce, stays.`,
+serves, ends tuning, and removes the pins and the cgroups that were made for
+it. Open connections keep what was set on them. No agent may run. The state
+directory, with the nonce, stays.`,
 		RunE: func(*cobra.Command, []string) error {
 			removed, err := agent.Reset(pins)
 			if err != nil {

@@ -217,7 +217,7 @@ func ruleOf(rule config.TuneRule, skip Skips) bpf.TuneRule {
 		case !ok || skip != nil && skip(rule, s.Option):
 		case s.Explore != nil:
 			explore(&r, rule.Name, s.Explore)
-		case o.Level == 0:
+		case o.Phases == 0:
 			answer(&r, o, s)
 		default:
 			addOption(&r, o, s, o.Phases, 0)

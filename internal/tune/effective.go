@@ -399,7 +399,8 @@ func (l *look) compareBuffer(o Option, want int64, r Reading) (differs bool, not
 		notes = append(notes, fmt.Sprintf("the window is at most %s: its scale was fixed at the SYN, by the listener's receive buffer", bytesText(scaled)))
 	case scaled < r.Number/2:
 		notes = append(notes, fmt.Sprintf("the window is at most %s: its scale was fixed at the SYN", bytesText(scaled)))
-	case ok && window.Number < r.Number/2:
+	case ok && window.Number < r.Number/4:
+		// Half of the buffer would be what was asked for.
 		notes = append(notes, fmt.Sprintf("the window is at most %s for now: TCP_WINDOW_CLAMP", bytesText(window.Number)))
 	}
 	return differs, notes, nil
@@ -421,9 +422,13 @@ func (l *look) windowScale() uint {
 
 // Bits of tcpi_options: include/uapi/linux/tcp.h, Linux 6.18.
 const (
-	tcpiOptWscale = 4
-	tcpiOptECN    = 8
+	tcpiOptTimestamps = 1
+	tcpiOptWscale     = 4
+	tcpiOptECN        = 8
 )
+
+// timestamps is TCPOLEN_TSTAMP_ALIGNED (include/net/tcp.h, Linux 6.18).
+const timestamps = 12
 
 // lowWater says why SO_RCVLOWAT is less than what was asked for.
 func (l *look) lowWater(got int64) ([]string, error) {
@@ -498,8 +503,12 @@ func (l *look) shown(v *Value, o Option, s config.Setting) (notes []string) {
 		notes = append(notes, "the present delay is shown, its maximum cannot be read before Linux 6.15")
 	case "mss":
 		show("advmss", int64(info.Advmss))
-		v.Differs = int64(info.Advmss) != s.Value
-		if int64(info.Advmss) < s.Value {
+		got := int64(info.Advmss)
+		if info.Options&tcpiOptTimestamps != 0 {
+			got += timestamps
+			notes = append(notes, fmt.Sprintf("timestamps take %d bytes of it", timestamps))
+		}
+		if v.Differs = got != s.Value; got < s.Value {
 			notes = append(notes, "bounded by the MTU of the route")
 		}
 		notes = append(notes, fmt.Sprintf("segments carry %d bytes", info.Snd_mss))

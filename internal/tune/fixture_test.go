@@ -3,6 +3,7 @@
 package tune_test
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -245,11 +246,12 @@ func sysctl(t testing.TB, name, value string) {
 }
 
 // installRules makes rules of the tests' cgroup take effect. Unlike a policy's,
-// their values may be such as the kernel refuses.
+// their values may be such as the kernel refuses, and come in any order.
 func (k *tuning) installRules(rules ...config.TuneRule) {
 	k.t.Helper()
 	for i := range rules {
 		rules[i].Cgroup = testenv.CgroupPath()
+		slices.SortFunc(rules[i].Set, func(a, b config.Setting) int { return cmp.Compare(optionID(k.t, a), optionID(k.t, b)) })
 	}
 	compiled, err := tune.Compile(rules, nil, nil)
 	if err != nil {
@@ -259,6 +261,15 @@ func (k *tuning) installRules(rules ...config.TuneRule) {
 		k.t.Fatal(err)
 	}
 	k.rules = rules
+}
+
+func optionID(t testing.TB, s config.Setting) int {
+	t.Helper()
+	o, ok := tune.FindOption(s.Option)
+	if !ok {
+		t.Fatalf("no option %s", s.Option)
+	}
+	return o.ID
 }
 
 // failed is how often options of the rules in force could not be set, by

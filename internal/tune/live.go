@@ -66,8 +66,7 @@ type SavedConnection struct {
 	Values []SavedValue `json:"values"`
 }
 
-// SavedValue is an option before and after; both are nil where it cannot be
-// read.
+// SavedValue is an option before and after; nil is what is not known.
 type SavedValue struct {
 	Option string   `json:"option"`
 	Before *Reading `json:"before,omitempty"`
@@ -89,7 +88,7 @@ func (s Saved) Merge(later Saved) {
 			switch {
 			case i < 0:
 				c.Values = append(c.Values, before)
-			case sameReading(before.After, c.Values[i].Before):
+			case before.After == nil, sameReading(before.After, c.Values[i].Before):
 				c.Values[i].Before = before.Before
 			}
 		}
@@ -303,15 +302,19 @@ func (a *adoption) adopt(s *Socket, role uint32, had *bpf.TuneConnection) error 
 		a.problem(s, err)
 	}
 	for _, o := range AllOptions() {
-		// IP_TOS sets the priority, too.
-		if !set[o.Name] && (o.Name != "priority" || !set["tos"]) {
-			continue
-		}
 		v := SavedValue{Option: o.Name, Before: before[o.Name], After: after[o.Name]}
 		_, unreadable := defaults[o.Name]
-		if v.Before == nil && unreadable || v.Before != nil && !sameReading(v.Before, v.After) {
-			saved.Values = append(saved.Values, v)
+		switch {
+		case o.Name == "window_clamp" && !set[o.Name] && set["rcvbuf"]:
+			// The kernel computes it anew from the buffer, when it comes to it.
+			v.After = nil
+		case !set[o.Name] && (o.Name != "priority" || !set["tos"]):
+			// IP_TOS sets the priority, too.
+			continue
+		case v.Before == nil && !unreadable, v.Before != nil && sameReading(v.Before, v.After):
+			continue
 		}
+		saved.Values = append(saved.Values, v)
 	}
 	a.made.Saved[s.Cookie] = saved
 	return nil
@@ -411,8 +414,8 @@ type Left struct {
 // Why options are left.
 const (
 	leftChanged = "changed since, by the application or by another program"
-	leftPacing  = "the rate is not bounded any more; pacing goes on, which the kernel never ends"
-	leftBBR     = "pacing goes on, which bbr began and the kernel never ends"
+	leftPacing  = "the rate is not bounded any more; pacing goes on, which the kernel does not end"
+	leftBBR     = "pacing goes on, which bbr began and the kernel does not end"
 	leftClamp   = "the bound is gone; slow start begins anew, as its threshold cannot be set alone"
 	leftDefault = "set to 200ms, the kernel's default, as this kernel does not tell what it was"
 )
@@ -479,9 +482,14 @@ func (r *reversion) visit(s *Socket) error {
 		return nil
 	}
 	// Looked at before anything is set: one may change another.
-	values := slices.DeleteFunc(slices.Clone(saved.Values), func(v SavedValue) bool {
-		return !r.unchanged(s, saved.Rule, v)
-	})
+	var values []SavedValue
+	buffer := false
+	for _, v := range saved.Values {
+		if r.unchanged(s, saved.Rule, v, buffer) {
+			values = append(values, v)
+			buffer = buffer || v.Option == "rcvbuf"
+		}
+	}
 	// IP_TOS sets the priority, too.
 	slices.SortStableFunc(values, func(a, b SavedValue) int {
 		return cmp.Compare(optionOrder(a.Option), optionOrder(b.Option))
@@ -492,6 +500,9 @@ func (r *reversion) visit(s *Socket) error {
 			continue
 		}
 		r.made.Options++
+	}
+	if err := r.leavePacing(s, saved.Rule, values); err != nil {
+		r.made.Problems = append(r.made.Problems, problem(s, err))
 	}
 	if err := r.live.Forget(s.FD); err != nil {
 		r.made.Problems = append(r.made.Problems, problem(s, err))
@@ -513,25 +524,27 @@ func (r *reversion) leave(rule, option, reason string) {
 	r.left[Left{Rule: rule, Option: option, Reason: reason}]++
 }
 
-// unchanged tells whether an option is still as Apply left it.
-func (r *reversion) unchanged(s *Socket, rule string, v SavedValue) bool {
+// unchanged tells whether an option is still as Apply left it. The bound of the
+// window, which the kernel computes from the receive buffer, goes with the
+// buffer: it would stay at what the smaller buffer has made of it.
+func (r *reversion) unchanged(s *Socket, rule string, v SavedValue, buffer bool) bool {
 	o, ok := FindOption(v.Option)
 	if !ok {
 		return false
 	}
-	if v.After == nil {
+	if v.Before == nil {
 		return true
 	}
 	now, ok, err := o.read(s.FD)
 	switch {
 	case err != nil:
 		r.leave(rule, v.Option, err.Error())
-		return false
-	case !ok || now != *v.After:
+	case ok && (v.After != nil && now == *v.After || o.Name == "window_clamp" && buffer && now.Number < v.Before.Number):
+		return true
+	case v.After != nil:
 		r.leave(rule, v.Option, leftChanged)
-		return false
 	}
-	return true
+	return false
 }
 
 // restore sets an option back.
@@ -545,14 +558,24 @@ func (r *reversion) restore(s *Socket, rule string, v SavedValue) error {
 		r.leave(rule, o.Name, back.reason)
 		return nil
 	}
-	if err := o.set(s.FD, *v.Before); err != nil {
-		return os.NewSyscallError("setsockopt", err)
+	return os.NewSyscallError("setsockopt", o.set(s.FD, *v.Before))
+}
+
+// leavePacing tells if a connection paces what it sends, as it did not before:
+// once begun, for a bound of the rate or by bbr, the kernel never ends it.
+func (r *reversion) leavePacing(s *Socket, rule string, restored []SavedValue) error {
+	congestion, _ := FindOption("congestion")
+	now, _, err := congestion.read(s.FD)
+	if err != nil || now.Text == "bbr" {
+		return err
 	}
-	switch {
-	case o.Name == "pacing_rate" && v.Before.Number < 0:
-		r.leave(rule, o.Name, leftPacing)
-	case o.Name == "congestion" && v.After != nil && v.After.Text == "bbr":
-		r.leave(rule, o.Name, leftBBR)
+	for _, v := range restored {
+		switch {
+		case v.Option == "pacing_rate" && v.Before != nil && v.Before.Number < 0:
+			r.leave(rule, v.Option, leftPacing)
+		case v.Option == "congestion" && v.After != nil && v.After.Text == "bbr":
+			r.leave(rule, v.Option, leftBBR)
+		}
 	}
 	return nil
 }

@@ -19,9 +19,9 @@ type Option struct {
 	// ID stands for the option in counts of failures.
 	ID int
 	// Level and Number are those of setsockopt(2), or of bpf_setsockopt alone.
-	// A Level of 0: the program answers a question of the kernel instead.
+	// Both are 0 where the program answers a question of the kernel instead.
 	Level, Number uint32
-	// Phases say when it is set; see enum tune_phase.
+	// Phases say when it is set; see enum tune_phase. 0: never, it is an answer.
 	Phases uint16
 	// Unit divides the policy's value into the kernel's.
 	Unit int64

@@ -5,6 +5,7 @@ package tune_test
 import (
 	"errors"
 	"fmt"
+	"math/bits"
 	"net/netip"
 	"os"
 	"slices"
@@ -17,7 +18,6 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
-	"sockeye/internal/tune"
 )
 
 // Not in golang.org/x/sys/unix: include/uapi/linux/tcp.h and
@@ -41,7 +41,7 @@ var optionTests = map[string]optionTest{
 	"base_rtt":             testBaseRTT,
 	"sndbuf":               number(150*1000, unix.SOL_SOCKET, unix.SO_SNDBUF, buffer(unix.SO_SNDBUF)),
 	"rcvbuf":               number(150*1000, unix.SOL_SOCKET, unix.SO_RCVBUF, buffer(unix.SO_RCVBUF)),
-	"rcvlowat":             number(1000, unix.SOL_SOCKET, unix.SO_RCVLOWAT, lowat),
+	"rcvlowat":             testRcvlowat,
 	"pacing_rate":          number(250*1000*1000, unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, nil),
 	"priority":             number(3, unix.SOL_SOCKET, unix.SO_PRIORITY, nil),
 	"mark":                 number(0x5eed, unix.SOL_SOCKET, unix.SO_MARK, nil),
@@ -146,6 +146,9 @@ func each(t *testing.T, k *tuning, o config.TuneOption, values []int64, look fun
 			t.Run(fmt.Sprintf("%d/%s", v, n.name), func(t *testing.T) {
 				s := connectSockets(t, listeners[v][i].fd, listeners[v][i].at)
 				look(t, n, v, s)
+				if o.Name == "rcvlowat" {
+					return // which keeps readers waiting
+				}
 				transfer(t, s.connected, s.accepted, 5000)
 				transfer(t, s.accepted, s.connected, 5000)
 			})
@@ -192,9 +195,10 @@ func buffer(name int) func(testing.TB, int64) int64 {
 	}
 }
 
-// lowat is at most half of the largest receive buffer (tcp_set_rcvlowat).
-func lowat(t testing.TB, v int64) int64 {
-	t.Helper()
+// testRcvlowat also looks when a socket gets readable. The kernel bounds the
+// value by half of the largest receive buffer (tcp_set_rcvlowat), but not where
+// the socket belongs to no file yet, as one that nobody has accepted.
+func testRcvlowat(t *testing.T, k *tuning, o config.TuneOption) {
 	b, err := os.ReadFile("/proc/sys/net/ipv4/tcp_rmem")
 	if err != nil {
 		t.Fatal(err)
@@ -203,7 +207,37 @@ func lowat(t testing.TB, v int64) int64 {
 	if _, err := fmt.Sscan(string(b), &least, &normal, &most); err != nil {
 		t.Fatal(err)
 	}
-	return min(v, most/2)
+	const middle = 1000
+	each(t, k, o, values(o, middle), func(t *testing.T, _ network, value int64, s sockets) {
+		if got := sockopt(t, s.connected, unix.SOL_SOCKET, unix.SO_RCVLOWAT); int64(got) != min(value, most/2) {
+			t.Errorf("connected socket has %d, want %d", got, min(value, most/2))
+		}
+		if got := sockopt(t, s.accepted, unix.SOL_SOCKET, unix.SO_RCVLOWAT); int64(got) != value {
+			t.Errorf("accepted socket has %d, want %d", got, value)
+		}
+		for _, ends := range [][2]int{{s.connected, s.accepted}, {s.accepted, s.connected}} {
+			sent := int64(0)
+			for _, n := range []int64{1, middle - 2, 1} {
+				if err := send(ends[0], make([]byte, n)); err != nil {
+					t.Fatal(err)
+				}
+				sent += n
+				if got := readable(t, ends[1]); got != (sent >= value) {
+					t.Errorf("with %d bytes, readable: %v", sent, got)
+				}
+			}
+		}
+	})
+}
+
+func readable(t testing.TB, fd int) bool {
+	t.Helper()
+	events := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+	n, err := retry(func() (int, error) { return unix.Poll(events, 0) })
+	if err != nil {
+		t.Fatal(os.NewSyscallError("poll", err))
+	}
+	return n > 0
 }
 
 // retransmission measures the time between the first two segments of a kind.
@@ -309,6 +343,17 @@ func testInitialRwnd(t *testing.T, k *tuning, o config.TuneOption) {
 			}
 		}
 	})
+	// One that needs a larger buffer, and more than the 16 bits.
+	each(t, k, o, []int64{1000}, func(t *testing.T, n network, value int64, s sockets) {
+		for name, end := range map[string]struct {
+			fd  int
+			mss int64
+		}{"connected": {s.connected, int64(n.mss)}, "accepted": {s.accepted, int64(n.mss - timestamps)}} {
+			if got := int64(tcpInfo(t, end.fd).Rcv_wnd); got != value*end.mss {
+				t.Errorf("window of the %s socket is %d, want %d * %d", name, got, value, end.mss)
+			}
+		}
+	}, config.Setting{Option: "rcvbuf", Value: 2 * 1000 * 1000})
 }
 
 func testECN(t *testing.T, k *tuning, o config.TuneOption) {
@@ -497,24 +542,25 @@ func largestWindow(t testing.TB, fd, bytes int) (largest int64) {
 }
 
 // testDelackMax reads it back where the kernel has a getsockopt for it, and
-// compares how long acknowledgements of one byte take.
+// compares how long acknowledgements take. The kernel begins with 40 ms.
 func testDelackMax(t *testing.T, k *tuning, o config.TuneOption) {
-	delays := make(map[string]map[int64]time.Duration)
+	least := 2 * 1000 * 1000 / hz(t)
+	delays := make(map[string]map[int64][]time.Duration)
 	w := watchWire(t, 0)
-	each(t, k, o, []int64{2 * 1000 * 1000 / hz(t), 100 * 1000, o.Max}, func(t *testing.T, n network, value int64, s sockets) {
+	each(t, k, o, []int64{least, 100 * 1000, o.Max}, func(t *testing.T, n network, value int64, s sockets) {
 		readBack(t, s, tcpDelackMaxUs, value)
 		if delays[n.name] == nil {
-			delays[n.name] = make(map[int64]time.Duration)
+			delays[n.name] = make(map[int64][]time.Duration)
 		}
-		for _, ends := range [][2]int{{s.connected, s.accepted}, {s.accepted, s.connected}} {
-			delay := acknowledgement(t, w.on(t), ends[0], ends[1])
-			delays[n.name][value] = max(delay, delays[n.name][value])
+		delays[n.name][value] = []time.Duration{
+			w.on(t).acknowledgement(s.connected, s.accepted), w.on(t).acknowledgement(s.accepted, s.connected),
 		}
 	})
-	t.Log(delays)
 	for name, d := range delays {
-		if short, long := d[2*1000*1000/hz(t)], d[o.Max]; short >= long {
-			t.Errorf("%s: acknowledgements take %v, and %v with the largest delay", name, short, long)
+		for i, short := range d[least] {
+			if long := d[o.Max][i]; short >= long || long < 30*time.Millisecond {
+				t.Errorf("%s: acknowledgements take %v, and %v with the largest delay", name, short, long)
+			}
 		}
 	}
 }
@@ -536,46 +582,71 @@ func readBack(t testing.TB, s sockets, name int, want int64) {
 	}
 }
 
-// acknowledgement is the shortest of some delays with which a byte is
-// acknowledged, after the first segments, which are acknowledged at once.
-func acknowledgement(t testing.TB, w *wire, from, to int) time.Duration {
-	t.Helper()
-	source, target := portOf(t, from), portOf(t, to)
+// acknowledgement is the shortest of some delays with which a byte that is not
+// read is acknowledged, after the first segments, for which there is none.
+func (w *wire) acknowledgement(from, to int) time.Duration {
+	w.t.Helper()
+	port := portOf(w.t, to)
 	shortest := time.Hour
-	for i := range 40 {
-		transfer(t, from, to, 1)
-		data := w.next(func(s *segment) bool { return int(s.source.Port()) == source && s.data == 1 })
-		ack := w.next(func(s *segment) bool { return int(s.source.Port()) == target && s.ack == data.seq+1 })
-		if i >= 30 {
+	for i := range 24 {
+		if err := send(from, []byte{1}); err != nil {
+			w.t.Fatal(err)
+		}
+		data := w.data(from)
+		ack := w.next(func(s *segment) bool { return int(s.source.Port()) == port && s.ack == data.seq+1 })
+		if i >= 20 {
 			shortest = min(shortest, ack.at.Sub(data.at))
+		}
+		if err := receive(to, make([]byte, 1)); err != nil {
+			w.t.Fatal(err)
 		}
 	}
 	return shortest
 }
 
 // testRTOMin looks at the timeout once there are samples of the RTT, which is
-// short.
+// short: what it is above the least is for their variance.
 func testRTOMin(t *testing.T, k *tuning, o config.TuneOption) {
+	const middle = 100 * 1000
 	least := 2 * 1000 * 1000 / hz(t)
-	each(t, k, o, []int64{least, 100 * 1000, o.Max}, func(t *testing.T, _ network, value int64, s sockets) {
+	below := map[int64]int64{least: middle, middle: o.Max, o.Max: 1000 * 1000}
+	each(t, k, o, []int64{least, middle, o.Max}, func(t *testing.T, _ network, value int64, s sockets) {
 		readBack(t, s, tcpRTOMinUs, value)
 		for range 20 {
 			transfer(t, s.connected, s.accepted, 1)
 			transfer(t, s.accepted, s.connected, 1)
 		}
 		for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
-			info := tcpInfo(t, fd)
-			if got, most := int64(info.Rto), rounded(t, value+int64(info.Rtt)+1); got < value || got > most {
-				t.Errorf("timeout of the %s socket is %d us, want %d to %d", end, got, value, most)
+			if got := int64(tcpInfo(t, fd).Rto); got < value || got >= below[value] {
+				t.Errorf("timeout of the %s socket is %d us, want %d and less than %d", end, got, value, below[value])
 			}
 		}
 	})
 }
 
+// testWindowClamp looks before there is data: the kernel sets another clamp when
+// it sees how large the peer's segments are (tcp_measure_rcv_mss, from 6.11 on),
+// and when it enlarges the receive buffer.
 func testWindowClamp(t *testing.T, k *tuning, o config.TuneOption) {
-	each(t, k, o, values(o, 20000), func(t *testing.T, _ network, value int64, s sockets) {
+	bounded := newSocket(t, unix.AF_INET)
+	if err := unix.SetsockoptInt(bounded, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP, 1); err != nil {
+		t.Fatal(os.NewSyscallError("setsockopt", err))
+	}
+	least := int64(sockopt(t, bounded, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP))
+	const middle = 20000
+	each(t, k, o, values(o, middle), func(t *testing.T, _ network, value int64, s sockets) {
 		for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
-			t.Log(end, sockopt(t, fd, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP), tcpInfo(t, fd).Rcv_wnd, tcpInfo(t, fd).Snd_wnd, tcpInfo(t, fd).Rcv_ssthresh)
+			got := int64(sockopt(t, fd, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP))
+			switch want := max(value, least); {
+			case value == o.Max && (got <= middle || got >= value):
+				t.Errorf("%s socket has %d, want what the buffer allows", end, got)
+			case value != o.Max && got != want:
+				t.Errorf("%s socket has %d, want %d", end, got, want)
+			}
+		}
+		// What the SYN-ACK has offered was before the clamp of the accepted socket.
+		if got := int64(tcpInfo(t, s.accepted).Snd_wnd); got > max(value, least) || value == o.Max && got <= middle {
+			t.Errorf("the peer may send %d bytes, want at most %d", got, max(value, least))
 		}
 	})
 }
@@ -698,19 +769,31 @@ func testAutoFlowLabel(t *testing.T, k *tuning, o config.TuneOption) {
 	})
 }
 
-// testFlowLabel reads labels of IPv6, and hashes of IPv4.
+// testFlowLabel reads labels of IPv6. On IPv4 it is the hash of the packets in
+// the kernel alone, of which a packet filter sees one that it knows beforehand.
 func testFlowLabel(t *testing.T, k *tuning, o config.TuneOption) {
+	const middle = 0xabcde
+	// The label is the middle of the hash, in network order.
+	hashed := watchWire(t, bits.RotateLeft32(bits.ReverseBytes32(middle), -16))
 	w := watchWire(t, 0)
-	each(t, k, o, values(o, 0x5eed), func(t *testing.T, n network, value int64, s sockets) {
+	drawn := make(map[uint32]bool)
+	each(t, k, o, values(o, middle), func(t *testing.T, n network, value int64, s sockets) {
 		if n.domain == unix.AF_INET {
+			if value == middle {
+				hashed.on(t).sent(s, func(string, *segment) {})
+			}
 			return
 		}
 		w.on(t).sent(s, func(end string, s *segment) {
-			if value == 0 && s.label == 0 || value != 0 && int64(s.label) != value {
+			switch {
+			case value == 0:
+				drawn[s.label] = true
+			case int64(s.label) != value:
 				t.Errorf("%s socket sends label %#x, want %#x", end, s.label, value)
 			}
 		})
 	})
+	if len(drawn) != 2 || drawn[0] {
+		t.Errorf("labels of two sockets are %v, want two random ones", drawn)
+	}
 }
-
-var _ = tune.Text

@@ -43,7 +43,10 @@ func TestServer(t *testing.T) {
 			if err != nil {
 				return
 			}
-			go io.Copy(io.Discard, c)
+			go func() {
+				// It ends when the other side does.
+				_, _ = io.Copy(io.Discard, c)
+			}()
 		}
 	}()
 	if err := json.NewEncoder(os.Stdout).Encode(l.Addr().String()); err != nil {
@@ -337,45 +340,61 @@ func TestRoleByListener(t *testing.T) {
 	for _, c := range []struct {
 		name     string
 		listener string // with a port
+		v6only   bool
 		netns    uintptr
 		role     config.Role
 	}{
-		{"another address", "127.0.0.2:%d", 0, config.RoleConnect},
-		{"another family", "[::]:%d", 0, config.RoleConnect},
-		{"another network namespace", "127.0.0.1:%d", unix.CLONE_NEWNET, config.RoleConnect},
-		{"all addresses", "[::]:%d", 0, config.RoleAccept},
-		{"all IPv4 addresses", "0.0.0.0:%d", 0, config.RoleAccept},
+		{"another address", "127.0.0.2:%d", false, 0, config.RoleConnect},
+		{"another family", "[::]:%d", true, 0, config.RoleConnect},
+		{"another network namespace", "127.0.0.1:%d", false, unix.CLONE_NEWNET, config.RoleConnect},
+		{"all addresses", "[::]:%d", false, 0, config.RoleAccept},
+		{"all IPv4 addresses", "0.0.0.0:%d", false, 0, config.RoleAccept},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			fd := newSocket(t, unix.AF_INET)
-			check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
-			check(t, unix.Bind(fd, sockaddr(netip.MustParseAddrPort("127.0.0.1:0"))))
-			port := portOf(t, fd)
+			var fd int
+			// Another socket may have the port.
+			within(t, "binding", func() bool {
+				fd = newSocket(t, unix.AF_INET)
+				check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
+				check(t, unix.Bind(fd, sockaddr(netip.MustParseAddrPort("127.0.0.1:0"))))
+				at := fmt.Sprintf(c.listener, portOf(t, fd))
+				if c.netns != 0 {
+					startServer(t, testenv.Cgroup(), at, c.netns)
+					return true
+				}
+				return listenToo(t, netip.MustParseAddrPort(at), c.v6only)
+			})
 			check(t, unix.Connect(fd, sockaddr(addrPort(other.Addr()))))
 			a, err := other.AcceptTCP()
 			check(t, err)
 			defer a.Close()
-			at := netip.MustParseAddrPort(fmt.Sprintf(c.listener, port))
-			if c.netns != 0 {
-				startServer(t, testenv.Cgroup(), at.String(), c.netns)
-			} else {
-				domain := unix.AF_INET
-				if at.Addr().Is6() {
-					domain = unix.AF_INET6
-				}
-				l := newSocket(t, domain)
-				check(t, unix.SetsockoptInt(l, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
-				if c.name == "another family" {
-					check(t, unix.SetsockoptInt(l, unix.SOL_IPV6, unix.IPV6_V6ONLY, 1))
-				}
-				check(t, unix.Bind(l, sockaddr(at)))
-				check(t, unix.Listen(l, 1))
-			}
 			if s := visited(t)[cookie(t, fd)]; s.Role != c.role {
 				t.Errorf("role %q, want %q", s.Role, c.role)
 			}
 		})
 	}
+}
+
+// listenToo listens on a port that another socket of this test is bound to. It
+// says no if the address is somebody else's.
+func listenToo(t testing.TB, at netip.AddrPort, v6only bool) bool {
+	t.Helper()
+	domain := unix.AF_INET
+	if at.Addr().Is6() {
+		domain = unix.AF_INET6
+	}
+	l := newSocket(t, domain)
+	check(t, unix.SetsockoptInt(l, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1))
+	if v6only {
+		check(t, unix.SetsockoptInt(l, unix.SOL_IPV6, unix.IPV6_V6ONLY, 1))
+	}
+	if err := unix.Bind(l, sockaddr(at)); errors.Is(err, unix.EADDRINUSE) {
+		return false
+	} else if err != nil {
+		t.Fatal(os.NewSyscallError("bind", err))
+	}
+	check(t, unix.Listen(l, 1))
+	return true
 }
 
 func TestSocketsEndsWithAnError(t *testing.T) {
