@@ -670,7 +670,7 @@ func testSynRetries(t *testing.T, k *tuning, o config.TuneOption) {
 				w.syn(fd)
 			}
 			events := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
-			if _, err := unix.Poll(events, 20000); err != nil {
+			if _, err := retry(func() (int, error) { return unix.Poll(events, 20000) }); err != nil {
 				t.Fatal(os.NewSyscallError("poll", err))
 			}
 			if got := unix.Errno(sockopt(t, fd, unix.SOL_SOCKET, unix.SO_ERROR)); got != unix.ETIMEDOUT {
