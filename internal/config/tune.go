@@ -145,7 +145,7 @@ type TuneOption struct {
 
 const (
 	minute    = 60 * 1000 * 1000            // microseconds
-	maxBuffer = 1<<30 - 1                   // bytes; the kernel doubles it into an int
+	maxBuffer = 1000 * 1000 * 1000          // bytes; the kernel doubles it into an int
 	maxPacing = 34 * 1000 * 1000 * 1000 / 8 // bytes a second; bpf_setsockopt takes 32 bits, and all ones is no bound
 )
 
@@ -153,14 +153,13 @@ const (
 var TuneOptions = []TuneOption{
 	{"syn_rto", KindDuration, 1000, 2 * minute, false, true, "First retransmission timeout of a SYN that connect(2) sends; in whole jiffies of the kernel."},
 	{"synack_rto", KindDuration, 1000, 2 * minute, false, true, "First retransmission timeout of a SYN-ACK; in whole jiffies of the kernel."},
-	{"initial_rwnd", KindNumber, 1, 1 << 15, false, true, "Initial receive window, in MSS; bounded by the receive buffer."},
+	{"initial_rwnd", KindNumber, 1, 1 << 15, false, true, "Initial receive window, in MSS; on connect bounded by the receive buffer."},
 	{"ecn", KindSwitch, 0, 1, false, true, "Ask for ECN, or answer to it, whatever net.ipv4.tcp_ecn says; false leaves it to the sysctl."},
 	{"base_rtt", KindDuration, 1, 10 * 1000 * 1000, false, false, "Base RTT for congestion controls that ask for it (nv)."},
 	{"sndbuf", KindSize, 2048, maxBuffer, true, false, "SO_SNDBUF: the kernel doubles it, up to twice net.core.wmem_max, and stops autotuning."},
 	{"rcvbuf", KindSize, 1024, maxBuffer, true, false, "SO_RCVBUF: the kernel doubles it, up to twice net.core.rmem_max, and stops autotuning."},
-	{"rcvlowat", KindSize, 1, maxBuffer, true, false, "SO_RCVLOWAT: bytes that make a socket readable."},
+	{"rcvlowat", KindSize, 1, maxBuffer, true, false, "SO_RCVLOWAT: bytes that make a socket readable; on connect at most half of the largest net.ipv4.tcp_rmem."},
 	{"pacing_rate", KindRate, 1000, maxPacing, true, false, "SO_MAX_PACING_RATE: upper bound of the sending rate."},
-	{"priority", KindNumber, 0, 6, true, false, "SO_PRIORITY: band or class of the queueing discipline."},
 	{"mark", KindNumber, 0, 1<<32 - 1, true, false, "SO_MARK: firewall mark of packets sent; the route of an open connection stays."},
 	{"keepalive", KindSwitch, 0, 1, true, false, "SO_KEEPALIVE."},
 	{"reuse_address", KindSwitch, 0, 1, false, false, "SO_REUSEADDR."},
@@ -173,7 +172,7 @@ var TuneOptions = []TuneOption{
 	{"rto_min", KindDuration, 8000, 200 * 1000, true, false, "Smallest retransmission timeout; at least two jiffies of the kernel."},
 	{"rto_max", KindDuration, 1000 * 1000, 2 * minute, true, false, "TCP_RTO_MAX_MS: largest retransmission timeout."},
 	{"notsent_lowat", KindSize, 1, 1<<31 - 1, true, false, "TCP_NOTSENT_LOWAT: unsent bytes below which a socket is writable."},
-	{"window_clamp", KindSize, 1, 1<<31 - 1, true, false, "TCP_WINDOW_CLAMP: upper bound of the window that is advertised."},
+	{"window_clamp", KindSize, 1, 1<<31 - 1, true, false, "TCP_WINDOW_CLAMP: upper bound of the window that is advertised at first; the kernel computes it anew as data comes."},
 	{"user_timeout", KindDuration, 1000, 24 * 60 * minute, true, false, "TCP_USER_TIMEOUT: how long sent data may stay unacknowledged."},
 	{"keepalive_idle", KindDuration, 1000 * 1000, 32767 * 1000 * 1000, true, false, "TCP_KEEPIDLE, in whole seconds."},
 	{"keepalive_interval", KindDuration, 1000 * 1000, 32767 * 1000 * 1000, true, false, "TCP_KEEPINTVL, in whole seconds."},
@@ -184,6 +183,8 @@ var TuneOptions = []TuneOption{
 	{"thin_linear_timeouts", KindSwitch, 0, 1, true, false, "TCP_THIN_LINEAR_TIMEOUTS: no exponential backoff on thin streams."},
 	{"tos", KindNumber, 0, 255, true, false, "IP_TOS, on IPv4 sockets."},
 	{"traffic_class", KindNumber, 0, 255, true, false, "IPV6_TCLASS, on IPv6 sockets."},
+	// After tos, which sets the priority too.
+	{"priority", KindNumber, 0, 6, true, false, "SO_PRIORITY: band or class of the queueing discipline; without it tos sets it on IPv4."},
 	{"auto_flow_label", KindSwitch, 0, 1, false, false, "IPV6_AUTOFLOWLABEL, on IPv6 sockets: label flows by their hash."},
 	{"flow_label", KindNumber, 0, 1<<20 - 1, true, false, "IPv6 flow label; 0 draws a new one. It is the socket's hash, which also chooses among paths and queues, and IPv4 has that too."},
 }

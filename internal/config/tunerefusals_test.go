@@ -353,7 +353,7 @@ p.yaml:4:11: tune[0].set.sndbuff: unknown option
 	{"tune: option far off", tuned + `    set: {x: 1}
 `, `
 p.yaml:4:11: tune[0].set.x: unknown option
-  hint: known options: syn_rto, synack_rto, initial_rwnd, ecn, base_rtt, sndbuf, rcvbuf, rcvlowat, pacing_rate, priority, mark, keepalive, reuse_address, bind_ifindex, txrehash, congestion, initial_cwnd, cwnd_clamp, delack_max, rto_min, rto_max, notsent_lowat, window_clamp, user_timeout, keepalive_idle, keepalive_interval, keepalive_probes, syn_retries, nodelay, mss, thin_linear_timeouts, tos, traffic_class, auto_flow_label, flow_label`},
+  hint: known options: syn_rto, synack_rto, initial_rwnd, ecn, base_rtt, sndbuf, rcvbuf, rcvlowat, pacing_rate, mark, keepalive, reuse_address, bind_ifindex, txrehash, congestion, initial_cwnd, cwnd_clamp, delack_max, rto_min, rto_max, notsent_lowat, window_clamp, user_timeout, keepalive_idle, keepalive_interval, keepalive_probes, syn_retries, nodelay, mss, thin_linear_timeouts, tos, traffic_class, priority, auto_flow_label, flow_label`},
 	{"tune: option twice", tuned + `    set: {nodelay: true, nodelay: false}
 `, `
 p.yaml:4:26: tune[0].set.nodelay: is given twice, first in line 4`},
@@ -394,9 +394,9 @@ p.yaml:4:65: tune[0].set.notsent_lowat: must be a size such as 150KB, is ".5KB"
 p.yaml:4:19: tune[0].set.sndbuf: must be whole bytes, is "4.0001KB"`},
 	{"tune: size bounds", tuned + `    set: {sndbuf: 2047, rcvbuf: 1GiB, rcvlowat: 0B, notsent_lowat: 999999999999999999GB}
 `, `
-p.yaml:4:19: tune[0].set.sndbuf: must be 2KiB to 1073741823B, is 2047
-p.yaml:4:33: tune[0].set.rcvbuf: must be 1KiB to 1073741823B, is "1GiB"
-p.yaml:4:49: tune[0].set.rcvlowat: must be 1B to 1073741823B, is "0B"
+p.yaml:4:19: tune[0].set.sndbuf: must be 2KiB to 1GB, is 2047
+p.yaml:4:33: tune[0].set.rcvbuf: must be 1KiB to 1GB, is "1GiB"
+p.yaml:4:49: tune[0].set.rcvlowat: must be 1B to 1GB, is "0B"
 p.yaml:4:68: tune[0].set.notsent_lowat: must be 1B to 2147483647B, is "999999999999999999GB"`},
 	{"tune: duration without unit", tuned + `    set: {syn_rto: 10, synack_rto: '10', user_timeout: 0.5}
 `, `
@@ -595,11 +595,11 @@ p.yaml:4:31: tune[0].react.set: must have at least one option`},
 	{"tune: react set", tuned + `    react: {rtos: '> 2', set: {syn_rto: 1s, snd: 5, initial_cwnd: 5}}
 `, `
 p.yaml:4:32: tune[0].react.set.syn_rto: cannot be set by a reaction
-  hint: a reaction can set sndbuf, rcvbuf, rcvlowat, pacing_rate, priority, mark, keepalive, txrehash, congestion, cwnd_clamp, delack_max, rto_min, rto_max, notsent_lowat, window_clamp, user_timeout, keepalive_idle, keepalive_interval, keepalive_probes, nodelay, thin_linear_timeouts, tos, traffic_class, flow_label
+  hint: a reaction can set sndbuf, rcvbuf, rcvlowat, pacing_rate, mark, keepalive, txrehash, congestion, cwnd_clamp, delack_max, rto_min, rto_max, notsent_lowat, window_clamp, user_timeout, keepalive_idle, keepalive_interval, keepalive_probes, nodelay, thin_linear_timeouts, tos, traffic_class, priority, flow_label
 p.yaml:4:45: tune[0].react.set.snd: unknown option
-  hint: known options: sndbuf, rcvbuf, rcvlowat, pacing_rate, priority, mark, keepalive, txrehash, congestion, cwnd_clamp, delack_max, rto_min, rto_max, notsent_lowat, window_clamp, user_timeout, keepalive_idle, keepalive_interval, keepalive_probes, nodelay, thin_linear_timeouts, tos, traffic_class, flow_label
+  hint: known options: sndbuf, rcvbuf, rcvlowat, pacing_rate, mark, keepalive, txrehash, congestion, cwnd_clamp, delack_max, rto_min, rto_max, notsent_lowat, window_clamp, user_timeout, keepalive_idle, keepalive_interval, keepalive_probes, nodelay, thin_linear_timeouts, tos, traffic_class, priority, flow_label
 p.yaml:4:53: tune[0].react.set.initial_cwnd: cannot be set by a reaction
-  hint: a reaction can set sndbuf, rcvbuf, rcvlowat, pacing_rate, priority, mark, keepalive, txrehash, congestion, cwnd_clamp, delack_max, rto_min, rto_max, notsent_lowat, window_clamp, user_timeout, keepalive_idle, keepalive_interval, keepalive_probes, nodelay, thin_linear_timeouts, tos, traffic_class, flow_label`},
+  hint: a reaction can set sndbuf, rcvbuf, rcvlowat, pacing_rate, mark, keepalive, txrehash, congestion, cwnd_clamp, delack_max, rto_min, rto_max, notsent_lowat, window_clamp, user_timeout, keepalive_idle, keepalive_interval, keepalive_probes, nodelay, thin_linear_timeouts, tos, traffic_class, priority, flow_label`},
 	{"tune: react retransmits", tuned + `    react: {retransmits: 2%, set: {congestion: reno}}
 `, `
 p.yaml:4:26: tune[0].react.retransmits: must be a condition such as "> 2%", is "2%"

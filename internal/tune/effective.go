@@ -309,12 +309,6 @@ func (l *look) compare(o Option, s config.Setting, r Reading) (differs bool, not
 			notes = []string{"the kernel computes it anew from the receive buffer, and makes it at least half of the smallest one"}
 		}
 		return r.Number != s.Value, notes, nil
-	case "priority":
-		if r.Number != s.Value && l.s.Family == unix.AF_INET &&
-			slices.ContainsFunc(l.settings, func(s config.Setting) bool { return s.Option == "tos" }) {
-			notes = []string{"IP_TOS, set after it, sets the priority too"}
-		}
-		return r.Number != s.Value, notes, nil
 	}
 	want, note := l.rounded(o, s.Value, r.Number)
 	if want != s.Value {

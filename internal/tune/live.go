@@ -217,8 +217,8 @@ func (a *adoption) decide(cgroup string) error {
 
 func (a *adoption) visit(s *Socket) error {
 	switch {
-	case s.MPTCP && s.Listening:
-		// What it accepts without MPTCP is TCP like any other.
+	case s.MPTCP && !s.Remote.IsValid():
+		// What a listener accepts without MPTCP is TCP like any other.
 		return nil
 	case s.MPTCP:
 		a.problem(s, errors.New("it is an MPTCP socket, whose connections cannot be tuned"))

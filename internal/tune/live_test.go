@@ -298,10 +298,13 @@ func TestApplyAfterAChange(t *testing.T) {
 	}
 }
 
-// TestApplyOrder has a rule that is put before another take its connections.
+// TestApplyOrder has a rule that is put before another take its connections,
+// by the role that they are known to have, though their listener is gone.
 func TestApplyOrder(t *testing.T) {
 	k := newTuning(t, oneRule("user_timeout: 1s"))
-	p := connect(t, listen(t, "127.0.0.1:0"))
+	l := listen(t, "127.0.0.1:0")
+	p := connect(t, l)
+	check(t, l.Close())
 	k.install("tune: [{name: first, cgroup: CGROUP, match: {role: accept}, set: {user_timeout: 2s}}, {name: r, cgroup: CGROUP, set: {user_timeout: 1s}}]\n")
 	r := k.apply(nil)
 	if r.Adopted != 1 || r.AlreadyTuned != 1 || k.ruleOf(p.accepted) != "first" || k.ruleOf(p.connected) != "r" {
@@ -560,7 +563,8 @@ func TestRevertTunesAgain(t *testing.T) {
 	k := newTuning(t, oneRule("sndbuf: 20KB, rcvbuf: 20KB"))
 	snd := func() int { return option(t, p.connected, unix.SOL_SOCKET, unix.SO_SNDBUF) }
 	rcv := func() int { return option(t, p.accepted, unix.SOL_SOCKET, unix.SO_RCVBUF) }
-	wasSnd, wasRcv := snd(), rcv()
+	window := func() int { return option(t, p.accepted, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP) }
+	wasSnd, wasRcv, wasWindow := snd(), rcv(), window()
 	r := k.apply(nil)
 	f := startFlow(t, p)
 	defer f.end()
@@ -569,9 +573,37 @@ func TestRevertTunesAgain(t *testing.T) {
 	if snd() != 40000 || rcv() != 40000 {
 		t.Errorf("buffers of %d and %d bytes, want 40000", snd(), rcv())
 	}
+	// The kernel has computed the bound of the window from the small buffer.
+	if window() >= wasWindow {
+		t.Errorf("the window is bounded by %d bytes, was by %d", window(), wasWindow)
+	}
 	k.revert(r.Saved)
+	if window() < wasWindow {
+		t.Errorf("after Revert the window is bounded by %d bytes, was by %d", window(), wasWindow)
+	}
 	within(t, fmt.Sprintf("the receive buffer grows from %d", wasRcv), func() bool { return rcv() > wasRcv })
 	within(t, fmt.Sprintf("the send buffer grows from %d", wasSnd), func() bool { return snd() > wasSnd })
+}
+
+// TestRevertLargeBuffers goes back to sizes that SO_SNDBUF and SO_RCVBUF cannot
+// give.
+func TestRevertLargeBuffers(t *testing.T) {
+	sysctl(t, "net/ipv4/tcp_rmem", "4096 30000000 40000000")
+	sysctl(t, "net/ipv4/tcp_wmem", "4096 30000000 40000000")
+	p := connect(t, listen(t, "127.0.0.1:0"))
+	before := readings(t, p.connected)
+	if before["rcvbuf"] != "30000000" || before["sndbuf"] != "30000000" {
+		t.Fatalf("buffers of %s and %s bytes", before["sndbuf"], before["rcvbuf"])
+	}
+	k := newTuning(t, oneRule("sndbuf: 20KB, rcvbuf: 20KB"))
+	r := k.apply(nil)
+	if d := differences(before, readings(t, p.connected)); len(d) != 3 {
+		t.Errorf("after Apply: %v, want both buffers and their locks", d)
+	}
+	k.revert(r.Saved)
+	if d := differences(before, readings(t, p.connected)); len(d) > 0 {
+		t.Errorf("before and after Revert: %v", d)
+	}
 }
 
 // TestRevertLeavesChanges leaves what the application has set since.
@@ -628,6 +660,7 @@ func TestMerge(t *testing.T) {
 		1: {Rule: "old", Values: []tune.SavedValue{
 			{Option: "sndbuf", Before: number(1), After: number(2)},
 			{Option: "cwnd_clamp"},
+			{Option: "window_clamp", Before: number(9)},
 			{Option: "user_timeout", Before: number(10), After: number(20)},
 			{Option: "nodelay", Before: number(0), After: number(1)},
 		}},
@@ -637,6 +670,7 @@ func TestMerge(t *testing.T) {
 		1: {Rule: "new", Values: []tune.SavedValue{
 			{Option: "sndbuf", Before: number(2), After: number(3)},
 			{Option: "cwnd_clamp"},
+			{Option: "window_clamp", Before: number(8)},                     // the kernel's
 			{Option: "user_timeout", Before: number(15), After: number(30)}, // the application's
 			{Option: "tos", Before: number(0), After: number(4)},
 		}},
@@ -645,7 +679,7 @@ func TestMerge(t *testing.T) {
 	got, err := json.Marshal(saved)
 	check(t, err)
 	want := `{"1":{"rule":"new","local":"","remote":"","values":[` +
-		`{"option":"sndbuf","before":{"number":1},"after":{"number":3}},{"option":"cwnd_clamp"},` +
+		`{"option":"sndbuf","before":{"number":1},"after":{"number":3}},{"option":"cwnd_clamp"},{"option":"window_clamp","before":{"number":9}},` +
 		`{"option":"user_timeout","before":{"number":15},"after":{"number":30}},` +
 		`{"option":"nodelay","before":{},"after":{"number":1}},` +
 		`{"option":"tos","before":{},"after":{"number":4}}]},` +

@@ -352,7 +352,7 @@ func TestTagBothWays(t *testing.T) {
 `
 	k.install(strings.ReplaceAll(policy, "PORT", "1"))
 	w := watchWire(t, 0)
-	for _, addr := range loopbacks {
+	for i, addr := range loopbacks {
 		domain := domainOf(addr)
 		listener, at := listenSocket(t, domain, addr)
 		quiet, atQuiet := listenSocket(t, domain, addr)
@@ -365,6 +365,9 @@ func TestTagBothWays(t *testing.T) {
 		k.expectRule("accepted", s.accepted, "answering", 6)
 		exchange(t, s, 100)
 		sent := w.seen(at.Port())
+		if tags := k.stats("answering", 0).Tags; tags != uint64(i+1) {
+			t.Errorf("read the tags of %d peers, want %d", tags, i+1)
+		}
 		// The rule that took over writes no tag.
 		expectTags(t, "data of the client", sent, dataTo(at.Port()), "")
 		expectTags(t, "data of the server", sent, dataFrom(at.Port()), "srv")
@@ -504,12 +507,18 @@ func TestTagUnaware(t *testing.T) {
 	}
 }
 
+// tagOption is the length of the option with a tag of 16 bytes.
+const tagOption = 4 + len(longTag)
+
+// noOptions takes the place of such an option.
+var noOptions = bytes.Repeat([]byte{1}, tagOption)
+
 // filterPath has IPv4 segments that carry a tag, and whose flags are flags under
 // mask, meet a middlebox on lo. They have timestamps, and SYNs also the other
-// options that Linux sends: the tag is what stands after them. On scrub the
-// middlebox takes a tag of 16 bytes out of segments without data; else it drops
-// the segment.
-func filterPath(t testing.TB, mask, flags uint8, scrub bool) {
+// options that Linux sends: the tag is what stands after them. The middlebox
+// drops the segment, or puts other options in the place of a tag of 16 bytes if
+// there is no data.
+func filterPath(t testing.TB, mask, flags uint8, options []byte) {
 	t.Helper()
 	const (
 		tcp  = 14 + 20
@@ -517,6 +526,8 @@ func filterPath(t testing.TB, mask, flags uint8, scrub bool) {
 		syn  = most + 8      // ... and MSS and window scale
 		pass = -1            // TCX_NEXT
 		drop = 2             // TCX_DROP
+
+		length = int32(tagOption)
 	)
 	load := func(offset asm.Instruction, to int32) asm.Instructions {
 		return asm.Instructions{
@@ -549,18 +560,22 @@ func filterPath(t testing.TB, mask, flags uint8, scrub bool) {
 			asm.JNE.Imm(asm.R7, int32(flags), "pass"),
 		},
 	)
-	if scrub {
-		const nops = 0x01010101
+	if options != nil {
 		insns = append(insns,
 			asm.LoadMem(asm.R1, asm.R6, 0, asm.Word), // len
-			asm.JNE.Imm(asm.R1, most+20, "pass"),
-			asm.StoreImm(asm.RFP, -40, nops, asm.Word), asm.StoreImm(asm.RFP, -36, nops, asm.Word), asm.StoreImm(asm.RFP, -32, nops, asm.Word),
-			asm.StoreImm(asm.RFP, -28, nops, asm.Word), asm.StoreImm(asm.RFP, -24, nops, asm.Word),
+			asm.Add.Imm(asm.R8, length),
+			asm.JNE.Reg(asm.R1, asm.R8, "pass"),
+		)
+		for i := range int16(length) {
+			insns = append(insns, asm.StoreImm(asm.RFP, i-40, int64(options[i]), asm.Byte))
+		}
+		insns = append(insns,
 			asm.Mov.Reg(asm.R1, asm.R6),
-			asm.Mov.Imm(asm.R2, most),
+			asm.Mov.Reg(asm.R2, asm.R8),
+			asm.Sub.Imm(asm.R2, length),
 			asm.Mov.Reg(asm.R3, asm.RFP),
 			asm.Add.Imm(asm.R3, -40),
-			asm.Mov.Imm(asm.R4, 20),
+			asm.Mov.Imm(asm.R4, length),
 			asm.Mov.Imm(asm.R5, 0), // lo's checksums are not looked at
 			asm.FnSkbStoreBytes.Call(),
 		)
@@ -596,7 +611,7 @@ func TestTagSYNDropped(t *testing.T) {
 			k.install(clientTags("x", 1))
 			listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
 			k.install(strings.ReplaceAll(clientTags(longTag, at.Port()), "name: client,", "name: client, observe: "+observe+","))
-			filterPath(t, flagSYN|flagACK, flagSYN, false)
+			filterPath(t, flagSYN|flagACK, flagSYN, nil)
 			w := watchWire(t, 0)
 			s := connectSockets(t, listener, at)
 			expectTags(t, "SYNs", w.seen(at.Port()), isSYN, longTag, "")
@@ -615,8 +630,8 @@ func TestTagInFirstData(t *testing.T) {
 	k.install(clientTags("x", 1))
 	listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
 	k.install(clientTags(longTag, at.Port()))
-	filterPath(t, flagSYN|flagACK, flagSYN, false)
-	filterPath(t, flagSYN|flagACK, flagACK, true)
+	filterPath(t, flagSYN|flagACK, flagSYN, nil)
+	filterPath(t, flagSYN|flagACK, flagACK, noOptions)
 	s := connectSockets(t, listener, at)
 	k.expectRule("accepted", s.accepted, "other", 4)
 	transfer(t, s.connected, s.accepted, 100)
@@ -624,6 +639,38 @@ func TestTagInFirstData(t *testing.T) {
 	exchange(t, s, 1<<20)
 	if tagged, other := k.stats("tagged", 0), k.stats("other", 0); tagged.Connections != 1 || tagged.Tags != 1 || other.Connections != 1 || other.Closed != 1 {
 		t.Errorf("tagged: %d connections, %d tags, want 1, 1; other: %d connections, %d closed, want 1, 1", tagged.Connections, tagged.Tags, other.Connections, other.Closed)
+	}
+}
+
+// TestTagMalformed has SYNs with options that are almost a tag: the connection has
+// none until its data brings it. From SYNs with lengths that do not add up Linux
+// 6.18 makes no connection.
+func TestTagMalformed(t *testing.T) {
+	for name, options := range map[string]string{
+		"short":            "\xfe\x02",
+		"half a magic":     "\xfe\x03\x53",
+		"empty":            "\xfe\x04\x53\x4b",
+		"other magic":      "\xfe\x14\x53\x4c" + longTag,
+		"swapped magic":    "\xfe\x14\x4b\x53" + longTag,
+		"other experiment": "\xfd\x14\x53\x4b" + longTag,
+		"after the end":    "\x00\xfe\x14\x53\x4b" + longTag,
+	} {
+		t.Run(name, func(t *testing.T) {
+			k := newTuning(t, "")
+			k.install(clientTags("x", 1))
+			listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
+			k.install(clientTags(longTag, at.Port()))
+			filterPath(t, flagSYN|flagACK, flagSYN, append([]byte(options), noOptions...)[:tagOption])
+			filterPath(t, flagSYN|flagACK, flagACK, noOptions)
+			s := connectSockets(t, listener, at)
+			if saved := savedSYN(t, s.accepted); !bytes.Contains(saved, []byte(options[:2])) {
+				t.Errorf("the SYN came as % x", saved)
+			}
+			k.expectRule("accepted", s.accepted, "other", 4)
+			exchange(t, s, 100)
+			k.expectRule("after the first data", s.accepted, "tagged", 5)
+			exchange(t, s, 1<<20)
+		})
 	}
 }
 
@@ -638,11 +685,15 @@ func TestTagDropped(t *testing.T) {
 		for _, first := range []string{"client", "server"} {
 			t.Run(name+" tags, "+first+" first", func(t *testing.T) {
 				newTuning(t, policy)
-				filterPath(t, 0, 0, false)
+				filterPath(t, 0, 0, nil)
+				w := watchWire(t, 0)
 				listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
 				s := sockets{connected: newSocket(t, unix.AF_INET)}
 				if _, err := retry(func() (int, error) { return 0, unix.Connect(s.connected, sockaddr(at)) }); err != nil {
 					t.Fatal(os.NewSyscallError("connect", err))
+				}
+				if !slices.Contains(tagsOf(w.seen(at.Port()), isAny), longTag) {
+					t.Error("nothing carried a tag")
 				}
 				if first == "client" {
 					if err := send(s.connected, []byte{1}); err != nil {
@@ -667,7 +718,7 @@ func TestTagDropped(t *testing.T) {
 func TestTagSYNACKDropped(t *testing.T) {
 	k := newTuning(t, strings.ReplaceAll(serverTags, "srv", longTag))
 	listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
-	filterPath(t, flagSYN|flagACK, flagSYN|flagACK, false)
+	filterPath(t, flagSYN|flagACK, flagSYN|flagACK, nil)
 	w := watchWire(t, 0)
 	s := connectSockets(t, listener, at)
 	expectTags(t, "SYN-ACKs", w.seen(at.Port()), isSYNACK, longTag, "")
@@ -720,7 +771,7 @@ func TestTagOfOldListener(t *testing.T) {
 
 			if addr.Is4() {
 				// Now the SYN itself is read.
-				filterPath(t, flagSYN|flagACK, flagACK, true)
+				filterPath(t, flagSYN|flagACK, flagACK, noOptions)
 				k.expectRule("accepted without a tag in the acknowledgement", connectSockets(t, listener, at).accepted, "tagged", 5)
 			}
 		})
