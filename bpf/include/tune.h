@@ -15,7 +15,7 @@
 enum tune_limit {
 	TUNE_WORDS = 8,
 	TUNE_TERMS = 512, /* of a ruleset */
-	TUNE_OPTIONS = 48, /* of a rule */
+	TUNE_OPTIONS = 64, /* of a rule, its reaction included */
 	TUNE_CANDIDATES = 8, /* initial windows that a rule explores */
 	TUNE_BUCKETS = 128, /* of a histogram */
 	TUNE_TAG = 16, /* bytes of a tag */
@@ -184,9 +184,8 @@ enum tune_connection_flag {
 	TUNE_CONNECTION_SAMPLED = 1 << 2, /* may react */
 	TUNE_CONNECTION_REACTED = 1 << 3,
 	TUNE_CONNECTION_TAGGING = 1 << 4, /* the first data still has to go */
-	TUNE_CONNECTION_WAITING = 1 << 5, /* for the tag in the peer's first data */
-	TUNE_CONNECTION_ADOPTED = 1 << 6, /* was open before the rule */
-	TUNE_CONNECTION_CONFIRMED = 1 << 7, /* an acknowledgement carried the tag */
+	TUNE_CONNECTION_ADOPTED = 1 << 5, /* was open before the rule */
+	TUNE_CONNECTION_CONFIRMED = 1 << 6, /* an acknowledgement carried the tag */
 };
 
 /* A handshake, until it is done. */

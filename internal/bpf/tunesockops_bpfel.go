@@ -56,9 +56,8 @@ const (
 	tuneSockopsTuneConnectionFlagTUNE_CONNECTION_SAMPLED     tuneSockopsTuneConnectionFlag = 4
 	tuneSockopsTuneConnectionFlagTUNE_CONNECTION_REACTED     tuneSockopsTuneConnectionFlag = 8
 	tuneSockopsTuneConnectionFlagTUNE_CONNECTION_TAGGING     tuneSockopsTuneConnectionFlag = 16
-	tuneSockopsTuneConnectionFlagTUNE_CONNECTION_WAITING     tuneSockopsTuneConnectionFlag = 32
-	tuneSockopsTuneConnectionFlagTUNE_CONNECTION_ADOPTED     tuneSockopsTuneConnectionFlag = 64
-	tuneSockopsTuneConnectionFlagTUNE_CONNECTION_CONFIRMED   tuneSockopsTuneConnectionFlag = 128
+	tuneSockopsTuneConnectionFlagTUNE_CONNECTION_ADOPTED     tuneSockopsTuneConnectionFlag = 32
+	tuneSockopsTuneConnectionFlagTUNE_CONNECTION_CONFIRMED   tuneSockopsTuneConnectionFlag = 64
 )
 
 type tuneSockopsTuneEvidence struct {
@@ -112,7 +111,7 @@ type tuneSockopsTuneLimit uint32
 const (
 	tuneSockopsTuneLimitTUNE_WORDS          tuneSockopsTuneLimit = 8
 	tuneSockopsTuneLimitTUNE_TERMS          tuneSockopsTuneLimit = 512
-	tuneSockopsTuneLimitTUNE_OPTIONS        tuneSockopsTuneLimit = 48
+	tuneSockopsTuneLimitTUNE_OPTIONS        tuneSockopsTuneLimit = 64
 	tuneSockopsTuneLimitTUNE_CANDIDATES     tuneSockopsTuneLimit = 8
 	tuneSockopsTuneLimitTUNE_BUCKETS        tuneSockopsTuneLimit = 128
 	tuneSockopsTuneLimitTUNE_TAG            tuneSockopsTuneLimit = 16
@@ -213,7 +212,7 @@ type tuneSockopsTuneRule struct {
 	Tag              tuneSockopsTuneTag
 	Name             [36]int8
 	Congestion       [2][16]int8
-	Option           [48]tuneSockopsTuneOption
+	Option           [64]tuneSockopsTuneOption
 }
 
 type tuneSockopsTuneRuleset struct {

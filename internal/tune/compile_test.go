@@ -408,7 +408,8 @@ func TestMostTerms(t *testing.T) {
 	}
 }
 
-// TestMostOptions has a rule that sets all there is, twice.
+// TestMostOptions has a rule that sets all there is, and again in its reaction,
+// which fits; and one that sets more than the policy allows.
 func TestMostOptions(t *testing.T) {
 	rule := config.TuneRule{Name: "all", React: &config.React{Retransmits: 0.01, RTOs: -1, Sample: 1}}
 	for _, o := range config.TuneOptions {
@@ -418,6 +419,10 @@ func TestMostOptions(t *testing.T) {
 			rule.React.Set = append(rule.React.Set, s)
 		}
 	}
+	if _, err := tune.Compile([]config.TuneRule{rule}, nil, nil); err != nil {
+		t.Errorf("all options: got %v", err)
+	}
+	rule.React.Set = append(rule.React.Set, rule.Set...)
 	_, err := tune.Compile([]config.TuneRule{rule}, nil, nil)
 	if err == nil || !strings.Contains(err.Error(), "compile rule all: it sets") {
 		t.Errorf("got %v", err)

@@ -490,10 +490,7 @@ func (r *reversion) visit(s *Socket) error {
 			buffer = buffer || v.Option == "rcvbuf"
 		}
 	}
-	// IP_TOS sets the priority, too.
-	slices.SortStableFunc(values, func(a, b SavedValue) int {
-		return cmp.Compare(optionOrder(a.Option), optionOrder(b.Option))
-	})
+	// In the order of setting them: IP_TOS sets the priority, which comes after.
 	for _, v := range values {
 		if err := r.restore(s, saved.Rule, v); err != nil {
 			r.leave(saved.Rule, v.Option, err.Error())
@@ -510,14 +507,6 @@ func (r *reversion) visit(s *Socket) error {
 	}
 	r.made.Connections++
 	return nil
-}
-
-// optionOrder is the order in which options are set back.
-func optionOrder(name string) int {
-	if name == "priority" {
-		return len(config.TuneOptions)
-	}
-	return optionIndex(name)
 }
 
 func (r *reversion) leave(rule, option, reason string) {
