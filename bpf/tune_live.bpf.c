@@ -109,6 +109,7 @@ static __noinline int tune_adopt(struct bpf_sock *sk, __u32 role)
 	__u32 want = 0, id, done = 0;
 	__u16 other = tune_not_for(sk->family);
 	struct tune_question q = { .role = role };
+	struct bpf_tcp_sock *tp;
 	struct tune_option *o;
 	struct tune_rule *rule;
 	struct tune_stats *s;
@@ -130,6 +131,13 @@ static __noinline int tune_adopt(struct bpf_sock *sk, __u32 role)
 	}
 	fresh.rule = id;
 	fresh.counted = bpf_jiffies64();
+	/* What came before is not the rule's. */
+	tp = bpf_tcp_sock(sk);
+	if (tp) {
+		fresh.segments = tp->data_segs_out;
+		fresh.retransmits = tp->total_retrans;
+		fresh.bytes = tp->bytes_acked;
+	}
 	if (rule->control && tune_draw(&q.tuple, rule->seed) < rule->control)
 		fresh.arm = TUNE_ARM_CONTROL;
 	else if ((rule->flags & TUNE_FLAG_REACT) &&

@@ -287,7 +287,11 @@ func (t *tuner) revertLive(rules []string, all *TuneLive) error {
 	}
 	reverted, err := tune.Revert(t.tune, t.scope.Path, wanted)
 	if err != nil {
-		return err
+		if len(reverted.Remaining) == 0 && reverted.Connections == 0 {
+			return err // it did not begin
+		}
+		others.Merge(reverted.Remaining)
+		return joined(err, t.saveLive(others))
 	}
 	all.Reverted += reverted.Connections
 	all.Options += reverted.Options

@@ -134,8 +134,16 @@ func removeStale(mount string) {
 	}
 }
 
-// removeCgroup ends what the tests left running, keepers too.
+// removeCgroup ends what the tests left running, keepers too, and removes the
+// groups that they made.
 func removeCgroup(dir string) {
+	below, err := filepath.Glob(filepath.Join(dir, "*/cgroup.procs"))
+	if err != nil {
+		return
+	}
+	for _, procs := range below {
+		removeCgroup(filepath.Dir(procs))
+	}
 	for range 100 {
 		if os.Remove(dir) == nil {
 			return
