@@ -69,6 +69,13 @@ bench: ## Measure against plain SO_REUSEPORT, HAProxy and a replicator
 	@go build -o bin/bench ./bench
 	@unshare --mount --propagation private bin/bench steer -sockeye $(CURDIR)/bin/sockeye
 
+.PHONY: bench-tune
+bench-tune: ## Measure tune against the kernel's defaults, in the lab (QUICK=1: a minute)
+	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
+	@go build -o bin/bench ./bench
+	@mkdir -p "$(OUT)"
+	@unshare --mount --propagation private bin/bench tune -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
+
 .PHONY: generate
 generate: ## Compile the BPF programs and generate their Go
 	@tools/setup $(BPF_PACKAGES)

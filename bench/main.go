@@ -5,6 +5,7 @@
 // SVG into the directory $OUT (default: the current one).
 //
 //	go run ./bench steer [-quick]
+//	go run ./bench tune [-quick]
 package main
 
 import (
@@ -21,8 +22,20 @@ func main() {
 	switch args := os.Args[2:]; os.Args[1] {
 	case "steer":
 		err = supervise(args)
+	case tuneCommand:
+		err = supervise(os.Args[1:])
 	case insideRole:
-		err = inside(args)
+		if len(args) > 0 && args[0] == tuneCommand {
+			err = insideTune(args[1:])
+		} else {
+			err = inside(args)
+		}
+	case serverRole:
+		err = tuneServer(args)
+	case clientRole:
+		err = tuneClient()
+	case costRole:
+		err = tuneCost()
 	case "receiver":
 		err = receiver(args)
 	case "generator":
@@ -41,6 +54,6 @@ func main() {
 }
 
 func usage() {
-	fmt.Fprintln(os.Stderr, "usage: bench steer [-help] [flags]")
+	fmt.Fprintln(os.Stderr, "usage: bench steer|tune [-help] [flags]")
 	os.Exit(2)
 }

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"time"
+
+	"sockeye/lab"
+)
+
+const (
+	tuneCommand = "tune"
+	baseline    = "baseline"
+	tuned       = "tuned"
+)
+
+type tuneOptions struct {
+	Quick     bool    `json:"quick"`
+	Rounds    int     `json:"rounds"`
+	Seconds   float64 `json:"seconds_per_run"`
+	Rate      int64   `json:"bottleneck_bits_per_second"`
+	Queue     int     `json:"bottleneck_packets"`
+	Buffers   int     `json:"tuned_buffer_bytes"`
+	Clamp     int     `json:"tuned_cwnd_clamp"`
+	Transfers int     `json:"transfers"` // of each size at each RTT, for each arm
+	Batches   int     `json:"cost_batches"`
+	Only      string  `json:"only,omitempty"`
+	Binary    string  `json:"-"`
+}
+
+type tuneBench struct {
+	tuneOptions
+	lab *lab.Lab
+}
+
+func insideTune(args []string) (err error) {
+	var o tuneOptions
+	fs := flag.NewFlagSet(tuneCommand, flag.ContinueOnError)
+	fs.BoolVar(&o.Quick, "quick", false, "a minute instead of six: fewer and shorter rounds, less certain figures")
+	fs.IntVar(&o.Rounds, "rounds", 0, "rounds of both arms (default 5, quick 1)")
+	fs.Float64Var(&o.Seconds, "seconds", 0, "measured in a run of incast (default 4, quick 2)")
+	fs.Int64Var(&o.Rate, "rate", 300e6, "bits a second of the incast bottleneck")
+	fs.IntVar(&o.Queue, "queue", 300, "full packets that its queue holds")
+	fs.IntVar(&o.Buffers, "buffers", 150_000, "sndbuf and rcvbuf of the tuned incast arm, in bytes")
+	fs.IntVar(&o.Clamp, "clamp", 16, "cwnd_clamp of the tuned incast arm")
+	fs.StringVar(&o.Only, "only", "", "parts to run, by comma: "+strings.Join(tuneParts, ", "))
+	fs.StringVar(&o.Binary, "sockeye", "", "the binary to measure (default: build ./cmd/sockeye)")
+	if err := fs.Parse(args); err != nil { // which says so itself
+		if errors.Is(err, flag.ErrHelp) {
+			return nil
+		}
+		return exitCode(2)
+	}
+	for part := range strings.SplitSeq(o.Only, ",") {
+		if fs.NArg() > 0 || o.Only != "" && !slices.Contains(tuneParts, part) {
+			fs.Usage()
+			return exitCode(2)
+		}
+	}
+	o.Transfers, o.Batches = 7, 200
+	rounds, seconds := 5, 4.0
+	if o.Quick {
+		o.Transfers, o.Batches = 3, 40
+		rounds, seconds = 1, 2
+	}
+	if o.Rounds == 0 {
+		o.Rounds = rounds
+	}
+	if o.Seconds == 0 {
+		o.Seconds = seconds
+	}
+	s, ctx, cleanup, err := openSandbox()
+	if err != nil {
+		return err
+	}
+	defer cleanup()
+	l, err := lab.New(ctx, lab.Options{Dir: s.dir})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, l.Close()) }()
+	t := &tuneBench{tuneOptions: o, lab: l}
+	err = t.run(ctx)
+	if ctx.Err() != nil { // then everything fails, somehow
+		return context.Cause(ctx)
+	}
+	return err
+}
+
+var tuneParts = []string{"incast", "iw", "syn_rto", "learning", "cost"}
+
+// wants says whether a part is to run.
+func (t *tuneBench) wants(part string) bool {
+	return t.Only == "" || slices.Contains(strings.Split(t.Only, ","), part)
+}
+
+// group makes a cgroup below the lab's, for a rule to name, and returns its name.
+func (t *tuneBench) group(name string) (string, error) {
+	err := os.Mkdir(filepath.Join(t.lab.Cgroup(), name), 0o755)
+	if err != nil && !errors.Is(err, os.ErrExist) {
+		return "", fmt.Errorf("make cgroup: %w", err)
+	}
+	return name, nil
+}
+
+func (t *tuneBench) run(ctx context.Context) error {
+	started := time.Now()
+	r := &tuneReport{Options: t.tuneOptions, Kernel: kernelRelease(), CPUs: runtime.NumCPU(), Started: started.UTC().Truncate(time.Second)}
+	var err error
+	if t.Binary == "" {
+		if t.Binary, err = buildSockeye(ctx, t.lab.Dir()); err != nil {
+			return err
+		}
+	}
+	if err := t.startAgent(ctx); err != nil {
+		return err
+	}
+	for _, part := range []struct {
+		name string
+		run  func() error
+	}{
+		{"incast", func() (err error) { r.incast, err = t.incast(ctx); return err }},
+		{"iw", func() (err error) { r.iw, err = t.initialWindows(ctx); return err }},
+		{"syn_rto", func() (err error) { r.handshake, err = t.handshakes(ctx); return err }},
+		{"learning", func() (err error) { r.learned, err = t.learning(ctx); return err }},
+		{"cost", func() (err error) { r.cost, err = t.cost(ctx); return err }},
+	} {
+		if !t.wants(part.name) {
+			continue
+		}
+		if err := part.run(); err != nil {
+			return fmt.Errorf("%s: %w", part.name, err)
+		}
+	}
+	if r.rules, err = t.rules(ctx); err != nil {
+		return err
+	}
+	r.Took = time.Since(started).Round(time.Second).String()
+	return r.write(os.Getenv("OUT"))
+}
+
+func buildSockeye(ctx context.Context, dir string) (string, error) {
+	binary := filepath.Join(dir, "sockeye")
+	build := exec.CommandContext(ctx, "go", "build", "-o", binary, "./cmd/sockeye")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("build sockeye: %w (run this in the repository, or give -sockeye)\n%s", err, out)
+	}
+	return binary, nil
+}
