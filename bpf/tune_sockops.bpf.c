@@ -196,6 +196,17 @@ __noinline int tune_apply(struct bpf_sock_ops *ctx, __u32 id, __u32 phase)
 	return done;
 }
 
+static __always_inline void tune_done(__u32 rule, __u32 arm, __u32 options)
+{
+	struct tune_stats *s;
+
+	if (!options)
+		return;
+	s = tune_counts(rule, arm);
+	if (s)
+		__sync_fetch_and_add(&s->options, options);
+}
+
 static __always_inline void tune_learned_key(const struct tune_rule *rule,
 					     const struct tune_address *remote,
 					     struct tune_learned_key *key)
@@ -260,8 +271,11 @@ __noinline int tune_choose(struct bpf_sock_ops *ctx)
 	if (!window)
 		return 0;
 	err = bpf_setsockopt(ctx, SOL_TCP, TCP_BPF_IW, &window, sizeof(window));
-	if (err)
+	if (err) {
+		tune_failed(c->rule, rule->learn_option, err);
 		return 0;
+	}
+	tune_done(c->rule, c->arm, 1);
 	c->candidate = index;
 	c->flags |= TUNE_CONNECTION_LEARNING;
 	return 0;
@@ -438,17 +452,6 @@ tune_begin(struct bpf_sock_ops *ctx, const struct tune_request_key *t,
 	if (s)
 		__sync_fetch_and_add(&s->connections, 1);
 	return c;
-}
-
-static __always_inline void tune_done(__u32 rule, __u32 arm, __u32 options)
-{
-	struct tune_stats *s;
-
-	if (!options)
-		return;
-	s = tune_counts(rule, arm);
-	if (s)
-		__sync_fetch_and_add(&s->options, options);
 }
 
 /* Reads the peer's tag from its SYN or from the packet at hand. */

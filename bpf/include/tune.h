@@ -155,7 +155,7 @@ struct tune_rule {
 	__u32 evidence; /* connections that a candidate needs to be judged */
 	__u8 learn_bits4;
 	__u8 learn_bits6; /* of the mapped address, both */
-	__u8 padding[1];
+	__u8 learn_option; /* its number, for failures */
 	struct tune_tag tag; /* written; length 0: none */
 	char name[TUNE_NAME];
 	char congestion[2][16]; /* [0] at the start, [1] the reaction's */

@@ -208,7 +208,7 @@ type tuneSockopsTuneRule struct {
 	Evidence         uint32
 	LearnBits4       uint8
 	LearnBits6       uint8
-	Padding          [1]uint8
+	LearnOption      uint8
 	Tag              tuneSockopsTuneTag
 	Name             [36]int8
 	Congestion       [2][16]int8

@@ -216,7 +216,7 @@ func ruleOf(rule config.TuneRule, skip Skips) bpf.TuneRule {
 		switch {
 		case !ok || skip != nil && skip(rule, s.Option):
 		case s.Explore != nil:
-			explore(&r, rule.Name, s.Explore)
+			explore(&r, rule.Name, o, s.Explore)
 		case o.Phases == 0:
 			answer(&r, o, s)
 		default:
@@ -270,9 +270,10 @@ func answer(r *bpf.TuneRule, o Option, s config.Setting) {
 	}
 }
 
-func explore(r *bpf.TuneRule, name string, e *config.Explore) {
+func explore(r *bpf.TuneRule, name string, o Option, e *config.Explore) {
 	r.Flags |= bpf.TuneFlagLearn
 	r.Learn = LearnKey(name)
+	r.LearnOption = uint8(o.ID)
 	r.Candidates = uint32(copy32(r.Candidate[:], e.Candidates))
 	r.Explore, r.Probe = share(e.Share), share(e.Probe)
 	r.FirstBytes = uint32(e.Bytes)

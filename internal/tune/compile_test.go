@@ -260,13 +260,12 @@ func (k *tuning) agree(services []config.Service, questions []tune.Question) map
 // rules.
 func TestTwin(t *testing.T) {
 	k := newTuning(t, "")
-	const rulesets, questions = 60, 250
 	hits, none, late := 0, 0, 0
-	for seed := range uint64(rulesets) {
+	for seed := range uint64(twinRulesets) {
 		m := &maker{draws: rand.New(rand.NewPCG(seed, 1))}
 		m.makeServices()
 		k.installed(m.rules(m.IntN(61)), m.services)
-		asked := make([]tune.Question, questions)
+		asked := make([]tune.Question, twinQuestions)
 		for i := range asked {
 			asked[i] = m.question()
 		}
@@ -283,7 +282,7 @@ func TestTwin(t *testing.T) {
 		}
 	}
 	t.Logf("%d questions got a rule, %d of them not the first, %d got none", hits, late, none)
-	if total := rulesets * questions; hits < total/4 || none < total/50 || late < total/4 {
+	if total := twinRulesets * twinQuestions; hits < total/4 || none < total/50 || late < total/4 {
 		t.Errorf("the rules ask for too much or too little to compare anything")
 	}
 }
@@ -316,7 +315,7 @@ func TestTwinFewDimensions(t *testing.T) {
 			rules = append(rules, full)
 		}
 		k.installed(rules, m.services)
-		asked := make([]tune.Question, 200)
+		asked := make([]tune.Question, twinQuestions)
 		for i := range asked {
 			asked[i] = m.question()
 		}
@@ -344,12 +343,12 @@ func prefixesOf(r *rand.Rand, n int) []config.PrefixTerm {
 	return set
 }
 
-// TestManyPrefixes has 10,000 prefixes in two rules.
+// TestManyPrefixes has manyPrefixes prefixes in two rules.
 func TestManyPrefixes(t *testing.T) {
 	k := newTuning(t, "")
 	r := rand.New(rand.NewPCG(1, 3))
 	m := &maker{draws: r}
-	a, b := prefixesOf(r, 7000), prefixesOf(r, 3000)
+	a, b := prefixesOf(r, manyPrefixes*7/10), prefixesOf(r, manyPrefixes*3/10)
 	k.installed([]config.TuneRule{
 		{Name: "a", Match: config.TuneMatch{Remote: a}},
 		{Name: "b", Match: config.TuneMatch{Remote: b}},
@@ -358,14 +357,14 @@ func TestManyPrefixes(t *testing.T) {
 	for _, p := range slices.Concat(a, b) {
 		m.prefixes = append(m.prefixes, p.Prefix)
 	}
-	asked := make([]tune.Question, 3000)
+	asked := make([]tune.Question, manyQuestions)
 	for i := range asked {
 		asked[i] = m.question()
 	}
 	hits := k.agree(nil, asked)
 	t.Log(hits)
 	for _, rule := range []string{"a", "b", "c", ""} {
-		if hits[rule] < 50 {
+		if hits[rule] < manyQuestions/60 {
 			t.Errorf("rule %q got %d of %d questions", rule, hits[rule], len(asked))
 		}
 	}

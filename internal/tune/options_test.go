@@ -497,7 +497,7 @@ func testCwndClamp(t *testing.T, k *tuning, o config.TuneOption) {
 	for _, congestion := range availableCongestion(t) {
 		t.Run(congestion, func(t *testing.T) {
 			each(t, k, o, values(o, 20), func(t *testing.T, _ network, value int64, s sockets) {
-				bytes := 4 << 20
+				bytes := clampedBytes
 				if value == o.Min {
 					bytes = 5000 // each segment waits for a delayed acknowledgement
 				}

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !vm
+
+package tune_test
+
+// How much the tests do.
+const (
+	twinRulesets  = 60
+	twinQuestions = 250
+	manyPrefixes  = 10_000
+	manyQuestions = 3000
+	clampedBytes  = 4 << 20
+)
