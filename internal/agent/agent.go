@@ -124,6 +124,9 @@ func Run(ctx context.Context, o Options) (err error) {
 	if slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Netns != "" }) {
 		extra = append(extra, unix.CAP_SYS_ADMIN) // setns
 	}
+	if slices.ContainsFunc(policy.Tune, func(r config.TuneRule) bool { return isTop(r.Cgroup) }) {
+		extra = append(extra, unix.CAP_DAC_OVERRIDE) // the cgroup root is 0555
+	}
 	if err := dropCapabilities(extra...); err != nil {
 		return err
 	}

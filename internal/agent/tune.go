@@ -144,6 +144,9 @@ func (t *tuner) install(rules []config.TuneRule, services []config.Service) erro
 		}
 	}
 	t.rules, t.services, t.skipped = rules, services, skipped
+	if t.tune != nil {
+		t.problem = nil
+	}
 	return nil
 }
 
@@ -168,8 +171,10 @@ func (t *tuner) renew(others []tuneChange) {
 	}
 	t.release()
 	if err := t.reopen(others); err != nil {
+		if t.problem == nil || t.problem.Error() != err.Error() {
+			t.log.Warn("cgroup not tuned", "error", err)
+		}
 		t.problem = err
-		t.log.Warn("cgroup not tuned", "error", err)
 		return
 	}
 	if t.tune != nil {
@@ -265,6 +270,37 @@ func makeCgroup(mount, path string) (created []string, err error) {
 		created = append(created, dir)
 	}
 	return created, nil
+}
+
+// isTop tells whether a cgroup is right below the root, where only those may
+// make one who may write everywhere.
+func isTop(name string) bool { return filepath.Dir(name) == "/" && name != "/" }
+
+// mayCreate fails if the cgroup of a policy is to be made and this process has
+// no right to.
+func (h *host) mayCreate(name string) error {
+	if isUnit(name) {
+		return nil
+	}
+	dir := filepath.Join(h.cgroups, name)
+	for {
+		_, err := os.Stat(dir)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, fs.ErrNotExist) || dir == h.cgroups {
+			return err
+		}
+		dir = filepath.Dir(dir)
+	}
+	if dir == filepath.Join(h.cgroups, name) {
+		return nil
+	}
+	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
+		return &Error{Err: fmt.Errorf("create cgroup %s: %w", name, err),
+			Hint: "create it, or restart the agent: it keeps that right if the policy names such a cgroup then", Code: CodeNotPermitted}
+	}
+	return nil
 }
 
 func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
@@ -366,6 +402,9 @@ func (a *Agent) prepareTune(policy *config.Policy) ([]tuneChange, []Change, erro
 		}
 		t := a.tuners[c.name]
 		if t == nil {
+			if err := a.host.mayCreate(c.name); err != nil {
+				return nil, nil, ofCgroup(c.name, err)
+			}
 			steps = append(steps, c)
 			changes = append(changes, a.host.newTuning(c)...)
 			for _, rule := range c.rules {
@@ -666,9 +705,6 @@ func (a *Agent) startTune(policy *config.Policy) error {
 		return err
 	}
 	wanted := tunings(policy)
-	if err := a.host.checkNested(wanted); err != nil {
-		return err
-	}
 	for _, name := range pinned {
 		dir := a.host.root.Tuning(name)
 		if slices.ContainsFunc(wanted, func(c tuneChange) bool { return a.host.tuningDir(c.name) == dir }) {
@@ -685,9 +721,18 @@ func (a *Agent) startTune(policy *config.Policy) error {
 		a.log.Info("tuning removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
 	}
 	for _, c := range wanted {
-		if err := a.openTuner(c); err != nil {
-			return err
+		err := a.host.checkNested(wanted)
+		if err == nil {
+			err = a.openTuner(c)
 		}
+		if err == nil {
+			continue
+		}
+		// What a policy that was good cannot do on this host today, such as after a
+		// reboot with another kernel, is no reason not to do the rest.
+		a.log.Warn("cgroup not tuned", "cgroup", c.name, "error", err)
+		a.tuners[c.name] = &tuner{host: a.host, log: a.log.With("cgroup", c.name), name: c.name,
+			rules: c.rules, services: c.services, problem: err}
 	}
 	a.watchCgroups()
 	return nil

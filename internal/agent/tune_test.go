@@ -120,3 +120,36 @@ func TestSlicePath(t *testing.T) {
 		}
 	}
 }
+
+// A policy that this host cannot tune by is no reason not to start: it is shown.
+func TestStartWithoutTune(t *testing.T) {
+	for problem, policy := range map[string]string{
+		"congestion": policyText(tunePolicy, "reno", "westwood"),
+		"override":   policyText(tunePolicy, "/telemetry\n    set", "\n    set"),
+	} {
+		a := newAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+		a.begin(t, policy)
+		status, err := a.TuneStatus("")
+		if err != nil || len(status) == 0 {
+			t.Fatalf("%+v, %v", status, err)
+		}
+		for _, s := range status {
+			if !strings.Contains(s.Problem, problem) || s.Hint == "" {
+				t.Errorf("%s: %+v", problem, s)
+			}
+		}
+		// A better one heals it.
+		if _, err := a.Apply(Candidate{Text: policyText(tunePolicy), Path: a.options.Policy}); err != nil {
+			t.Error(err)
+		}
+		if status, err = a.TuneStatus(""); err != nil || len(status) != 1 || !status[0].Attached || status[0].Problem != "" {
+			t.Errorf("%s, then: %+v, %v", problem, status, err)
+		}
+		for _, tuner := range a.tuners {
+			if err := tuner.retire(); err != nil {
+				t.Error(err)
+			}
+		}
+		a.stop()
+	}
+}

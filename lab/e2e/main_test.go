@@ -27,6 +27,10 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, receive(os.Getenv(receiverEnv)))
 		os.Exit(1)
 	}
+	if os.Getenv(peerEnv) != "" {
+		fmt.Fprintln(os.Stderr, bePeer())
+		os.Exit(1)
+	}
 	if testenv.Cgroup() == "" {
 		if err := build(); err != nil {
 			fmt.Fprintln(os.Stderr, "build sockeye:", err)
