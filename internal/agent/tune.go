@@ -393,6 +393,12 @@ func (a *Agent) prepareTune(policy *config.Policy) ([]tuneChange, []Change, erro
 		}
 	}
 	for _, c := range wanted {
+		t := a.tuners[c.name]
+		if t == nil {
+			if err := a.host.mayCreate(c.name); err != nil {
+				return nil, nil, ofCgroup(c.name, err)
+			}
+		}
 		skipped, err := a.host.lacking(c.rules)
 		if err != nil {
 			return nil, nil, ofCgroup(c.name, err)
@@ -400,11 +406,7 @@ func (a *Agent) prepareTune(policy *config.Policy) ([]tuneChange, []Change, erro
 		if _, err := compileTune(c.rules, c.services, skipped); err != nil {
 			return nil, nil, ofCgroup(c.name, err)
 		}
-		t := a.tuners[c.name]
 		if t == nil {
-			if err := a.host.mayCreate(c.name); err != nil {
-				return nil, nil, ofCgroup(c.name, err)
-			}
 			steps = append(steps, c)
 			changes = append(changes, a.host.newTuning(c)...)
 			for _, rule := range c.rules {
@@ -650,7 +652,11 @@ func (h *host) probeOptions() (map[string]error, error) {
 	if failed != nil {
 		return nil, joined(err, failed)
 	}
-	return tune.Probe(filepath.Join(h.cgroups, own), h.root.Dir)
+	probed, err = tune.Probe(filepath.Join(h.cgroups, own), h.root.Dir)
+	if errors.Is(err, fs.ErrPermission) {
+		err = withHint(err, "restart the agent, which tries options before it gives up its rights")
+	}
+	return probed, err
 }
 
 // takeTune carries a change out, and returns what takes it back.
@@ -719,6 +725,10 @@ func (a *Agent) startTune(policy *config.Policy) error {
 			return err
 		}
 		a.log.Info("tuning removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
+	}
+	if len(wanted) > 0 {
+		// Now, while there is every right to. An error comes again where it matters.
+		_, _ = a.host.probeTune()
 	}
 	for _, c := range wanted {
 		err := a.host.checkNested(wanted)
