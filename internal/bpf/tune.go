@@ -72,9 +72,6 @@ type Tune struct {
 
 const pinTuneLink = "link_sockops"
 
-// Maps that have two banks.
-var tuneBanks = []string{"remotes", "locals", "remote_ports", "local_ports", "peer_tags", "rulesets"}
-
 // Hz is the number of the kernel's ticks in a second. The coarse clocks move
 // once a tick (hrtimer_get_res in kernel/time/hrtimer.c, Linux 6.18), so that
 // no kernel configuration needs to be found.

@@ -60,8 +60,6 @@ type (
 const (
 	TuneTerms      = int(tuneSockopsTuneLimitTUNE_TERMS)
 	TuneOptionsMax = int(tuneSockopsTuneLimitTUNE_OPTIONS)
-	TuneBuckets    = int(tuneSockopsTuneLimitTUNE_BUCKETS)
-	TuneTagMax     = int(tuneSockopsTuneLimitTUNE_TAG)
 	TuneTagExID    = int(tuneSockopsTuneLimitTUNE_TAG_EXID)
 	TuneLiveLevel  = int(tuneSockopsTuneLimitTUNE_LIVE_LEVEL)
 	TuneArms       = int(tuneSockopsTuneArmTUNE_ARMS)
@@ -132,7 +130,6 @@ type (
 	TuneLearned     = tuneSockopsTuneLearned
 	TuneLearnedKey  = tuneSockopsTuneLearnedKey
 	TuneActive      = tuneSockopsTuneActive
-	TuneTuple       = tuneSockopsTuneRequestKey
 	TuneQuestion    = tuneSockopsTuneQuestion
 	TuneLiveRequest = tuneLiveTuneLiveRequest
 )
