@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+)
+
+func (h *host) tuningDir(cgroup string) string {
+	// Names in a bpffs have no dots.
+	readable := strings.Trim(strings.Map(func(r rune) rune {
+		if r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '-' {
+			return r
+		}
+		return '_'
+	}, cgroup), "_")
+	sum := sha256.Sum256([]byte(cgroup))
+	return h.root.Tuning(readable[:min(len(readable), 40)] + "_" + hex.EncodeToString(sum[:4]))
+}
+
+// tuneScopes reads the records of all tunings that are pinned.
+func tuneScopes(pins string) []tuneScope {
+	dirs, err := filepath.Glob(filepath.Join(pins, bpf.TunePins+"*"))
+	if err != nil {
+		return nil
+	}
+	var scopes []tuneScope
+	for _, dir := range dirs {
+		var s tuneScope
+		if data, err := bpf.ReadScope(dir); err == nil && json.Unmarshal(data, &s) == nil {
+			scopes = append(scopes, s)
+		}
+	}
+	return scopes
+}
+
+// removeCreated removes the cgroups that were made for tuning, unless somebody
+// uses them.
+func removeCreated(scopes []tuneScope) error {
+	var errs []error
+	for _, s := range scopes {
+		for _, dir := range slices.Backward(s.Created) {
+			err := unix.Rmdir(dir)
+			if errors.Is(err, unix.EBUSY) || errors.Is(err, unix.ENOTEMPTY) {
+				break
+			}
+			if err != nil && !errors.Is(err, unix.ENOENT) {
+				errs = append(errs, fmt.Errorf("remove cgroup %s: %w", dir, err))
+			}
+		}
+	}
+	return joined(errs...)
+}
+
+// makeCgroup makes a cgroup and those above it, and returns what it made.
+func makeCgroup(mount, path string) (created []string, err error) {
+	below, err := filepath.Rel(mount, path)
+	if err != nil {
+		return nil, err
+	}
+	dir := mount
+	for part := range strings.SplitSeq(below, "/") {
+		dir = filepath.Join(dir, part)
+		err := os.Mkdir(dir, 0o755)
+		if errors.Is(err, fs.ErrExist) {
+			continue
+		}
+		if err != nil {
+			return created, fmt.Errorf("create cgroup: %w", err)
+		}
+		created = append(created, dir)
+	}
+	return created, nil
+}
+
+// isTop tells whether a cgroup is right below the root, where only those may
+// make one who may write everywhere.
+func isTop(name string) bool { return filepath.Dir(name) == "/" && name != "/" }
+
+// mayCreate fails if the cgroup of a policy is to be made and this process has
+// no right to.
+func (h *host) mayCreate(name string) error {
+	if isUnit(name) {
+		return nil
+	}
+	dir := filepath.Join(h.cgroups, name)
+	for {
+		_, err := os.Stat(dir)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, fs.ErrNotExist) || dir == h.cgroups {
+			return err
+		}
+		dir = filepath.Dir(dir)
+	}
+	if dir == filepath.Join(h.cgroups, name) {
+		return nil
+	}
+	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
+		return &Error{Err: fmt.Errorf("create cgroup %s: %w", name, err),
+			Hint: "create it, or restart the agent: it keeps that right if the policy names such a cgroup then", Code: CodeNotPermitted}
+	}
+	return nil
+}
+
+func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
+
+// findCgroup finds the folder of a cgroup of the policy: a path, or the name
+// of a systemd unit. It fails with fs.ErrNotExist if there is none.
+func (h *host) findCgroup(name string) (string, error) {
+	if !isUnit(name) {
+		path := filepath.Join(h.cgroups, name)
+		_, err := os.Stat(path)
+		return path, err
+	}
+	if strings.HasSuffix(name, ".slice") {
+		path := filepath.Join(h.cgroups, slicePath(name))
+		if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
+			return path, err
+		}
+	}
+	var found []string
+	err := filepath.WalkDir(h.cgroups, func(path string, d fs.DirEntry, err error) error {
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			return nil // gone meanwhile
+		case err != nil:
+			return err
+		case d.IsDir() && d.Name() == name:
+			found = append(found, path)
+			return filepath.SkipDir
+		}
+		return nil
+	})
+	switch {
+	case err != nil:
+		return "", fmt.Errorf("find unit %s: %w", name, err)
+	case len(found) == 0:
+		return "", fmt.Errorf("find unit %s: %w", name, fs.ErrNotExist)
+	case len(found) > 1:
+		return "", conflict(fmt.Errorf("find unit %s: there are %d: %s", name, len(found), strings.Join(found, ", ")), "name one by its path")
+	}
+	return found[0], nil
+}
+
+// slicePath is where systemd puts a slice: a-b.slice is in a.slice
+// (systemd.slice(5)).
+func slicePath(name string) string {
+	if name == "-.slice" {
+		return "/"
+	}
+	var path strings.Builder
+	base := strings.TrimSuffix(name, ".slice")
+	for i, r := range base {
+		if r == '-' {
+			path.WriteString("/" + base[:i] + ".slice")
+		}
+	}
+	return path.String() + "/" + name
+}
+
+// checkNested refuses cgroups of which one holds another: the programs of both
+// would run, and the outer one's would have the last word.
+func (h *host) checkNested(all []tuneChange) error {
+	paths := make(map[string]string)
+	for _, c := range all {
+		path, err := h.findCgroup(c.name)
+		if errors.Is(err, fs.ErrNotExist) {
+			path = filepath.Join(h.cgroups, c.name)
+		} else if err != nil {
+			return ofCgroup(c.name, err)
+		}
+		paths[c.name] = path
+	}
+	for _, outer := range all {
+		for _, inner := range all {
+			if outer.name == inner.name {
+				continue
+			}
+			if below, err := filepath.Rel(paths[outer.name], paths[inner.name]); err == nil && below != ".." && !strings.HasPrefix(below, "../") {
+				return conflict(fmt.Errorf("tune: cgroup %s is in cgroup %s, whose rules would override its own", inner.name, outer.name),
+					"write all rules for one of them, or for cgroups beside each other")
+			}
+		}
+	}
+	return nil
+}
