@@ -23,6 +23,7 @@ const volatile __u64 nonce = 0;
 TUNE_EXPORT(enum, tune_live_name);
 TUNE_EXPORT(struct, tune_live_request);
 
+/* Fails before Linux 6.12, which brought the option. */
 static __always_inline long tune_callbacks(struct bpf_sock *sk, __u32 set,
 					   __u32 clear)
 {
@@ -93,7 +94,8 @@ static __always_inline void tune_leave(struct bpf_sock *sk,
 	if (c->flags & TUNE_CONNECTION_TAGGING)
 		clear |= BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG;
 	tune_callbacks(sk, 0, clear);
-	if (!rule || !(rule->flags & (TUNE_FLAG_LIVE | TUNE_FLAG_CLOSE)))
+	if (!rule || !(rule->flags & (TUNE_FLAG_LIVE | TUNE_FLAG_CLOSE)) ||
+	    (c->flags & TUNE_CONNECTION_UNSEEN))
 		return;
 	s = tune_counts(id, c->arm);
 	if (s)
@@ -153,13 +155,16 @@ static __noinline int tune_adopt(struct bpf_sock *sk, __u32 role)
 		want |= BPF_SOCK_OPS_RTT_CB_FLAG;
 	if (c->flags & TUNE_CONNECTION_SAMPLED)
 		want |= BPF_SOCK_OPS_RTO_CB_FLAG | BPF_SOCK_OPS_RETRANS_CB_FLAG;
-	if (want)
-		tune_callbacks(sk, want, 0);
+	if (want && tune_callbacks(sk, want, 0))
+		c->flags |= TUNE_CONNECTION_UNSEEN;
 	s = tune_counts(id, fresh.arm);
 	if (s) {
 		__sync_fetch_and_add(&s->connections, 1);
 		__sync_fetch_and_add(&s->established, 1);
 		__sync_fetch_and_add(&s->adopted, 1);
+		/* Else the rule would be kept for it forever. */
+		if (c->flags & TUNE_CONNECTION_UNSEEN)
+			__sync_fetch_and_add(&s->closed, 1);
 	}
 	if (fresh.arm == TUNE_ARM_CONTROL)
 		return 0;
@@ -197,17 +202,18 @@ static __always_inline void tune_forget(struct bpf_sock *sk)
 	bpf_sk_storage_delete(&connections, sk);
 }
 
-static __always_inline void tune_listener(struct bpf_sock *sk)
+static __always_inline long tune_listener(struct bpf_sock *sk)
 {
 	const struct tune_active *state = tune_state();
 	int one = 1;
 
 	if (!state)
-		return;
+		return 0;
 	if (state->used & TUNE_USE_TAG)
 		bpf_setsockopt(sk, SOL_TCP, TCP_SAVE_SYN, &one, sizeof(one));
 	if (state->used & TUNE_USE_WRITE)
-		tune_callbacks(sk, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG, 0);
+		return tune_callbacks(sk, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG, 0);
+	return 0;
 }
 
 SEC("cgroup/setsockopt")
@@ -238,7 +244,8 @@ int tune_live(struct bpf_sockopt *ctx)
 		tune_forget(sk);
 		break;
 	case TUNE_LIVE_LISTEN:
-		tune_listener(sk);
+		if (tune_listener(sk))
+			return 0;
 		break;
 	default:
 		return 1;

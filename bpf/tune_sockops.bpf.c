@@ -15,6 +15,7 @@
 #define TCPHDR_SYN 0x02
 #define TCPHDR_ACK 0x10
 #define TCPOPT_EXP 254
+#define ENOENT 2
 
 /* Ticks of the kernel in a second. */
 const volatile __u32 hz = 250;
@@ -79,10 +80,11 @@ static __always_inline bool tune_request_ipv4(struct bpf_sock_ops *ctx)
 	struct request_sock *req;
 
 	if (!bpf_cast_to_kern_ctx || !bpf_rdonly_cast) {
-		/* Before 6.2 the addresses must do. */
+		/* Before 6.2 the addresses must do. Nobody's is 0.0.0.0. */
 		__u32 high = tune_field(ctx->remote_ip6[0]);
 
-		return !high && !tune_field(ctx->remote_ip6[1]);
+		return tune_field(ctx->remote_ip4) && !high &&
+		       !tune_field(ctx->remote_ip6[1]);
 	}
 	kern = bpf_cast_to_kern_ctx(ctx);
 	req = bpf_rdonly_cast(kern->sk, bpf_core_type_id_kernel(struct request_sock));
@@ -849,7 +851,8 @@ static __always_inline void tune_listen(struct bpf_sock_ops *ctx)
 /*
  * The tag that belongs into the SYN-ACK of a handshake, or NULL. The SYN is at
  * hand for the first SYN-ACK alone; another one is sent because something on
- * the way may have dropped the first for its tag. Before 6.2 that is not seen.
+ * the way may have dropped the first for its tag. Before 6.2 the SYN's MAC
+ * header tells, which TCP_SAVE_SYN of 1 does not keep.
  */
 static __always_inline const struct tune_tag *
 tune_synack_tag(struct bpf_sock_ops *ctx)
@@ -864,6 +867,12 @@ tune_synack_tag(struct bpf_sock_ops *ctx)
 		struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
 
 		if (!kern->syn_skb)
+			return NULL;
+	} else {
+		__u32 start;
+
+		if (bpf_getsockopt(ctx, SOL_TCP, TCP_BPF_SYN_MAC, &start,
+				   sizeof(start)) == -ENOENT)
 			return NULL;
 	}
 	if (!state || !tune_tuple(ctx, &t))

@@ -186,6 +186,7 @@ enum tune_connection_flag {
 	TUNE_CONNECTION_TAGGING = 1 << 4, /* the first data still has to go */
 	TUNE_CONNECTION_ADOPTED = 1 << 5, /* was open before the rule */
 	TUNE_CONNECTION_CONFIRMED = 1 << 6, /* an acknowledgement carried the tag */
+	TUNE_CONNECTION_UNSEEN = 1 << 7, /* adopted, and the kernel will not call */
 };
 
 /* A handshake, until it is done. */

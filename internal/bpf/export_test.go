@@ -21,6 +21,9 @@ func (s *Steer) Maps() []*ebpf.Map {
 // Links are the links of both kinds, pinned and not.
 func (s *Steer) Links() []link.Link { return s.links }
 
+// LacksHelper is what tells an older kernel from a broken program.
+var LacksHelper = lacksHelper
+
 // LoadSteering gives the programs that select sockets.
 var (
 	LoadSteerReuseport = loadSteerReuseport

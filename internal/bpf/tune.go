@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 	"unsafe"
 
@@ -525,8 +526,8 @@ type Live struct {
 	nonce uint64
 }
 
-// Live attaches the hook. On a kernel that lacks what it needs, as before 5.15,
-// the error wraps ebpf.ErrNotSupported.
+// Live attaches the hook. If the kernel does not let it set options, the error
+// wraps ebpf.ErrNotSupported.
 func (t *Tune) Live() (_ *Live, err error) {
 	l := &Live{}
 	defer func() {
@@ -538,9 +539,8 @@ func (t *Tune) Live() (_ *Live, err error) {
 	rand.Read(b[:])
 	l.nonce = binary.LittleEndian.Uint64(b[:])
 	hook, err := t.loadLive("tune_live", l.nonce)
-	if errors.Is(err, unix.EINVAL) {
-		// Such programs may not call bpf_setsockopt.
-		return nil, fmt.Errorf("%w: %w", ebpf.ErrNotSupported, err)
+	if lacksHelper(err) {
+		return nil, fmt.Errorf("set options of open connections: %w before Linux 5.15: %w", ebpf.ErrNotSupported, err)
 	}
 	if err != nil {
 		return nil, err
@@ -551,6 +551,14 @@ func (t *Tune) Live() (_ *Live, err error) {
 		return nil, fmt.Errorf("attach tune_live to cgroup %s: %w", t.cgroup, err)
 	}
 	return l, nil
+}
+
+// lacksHelper tells whether the verifier refused a function of the kernel.
+func lacksHelper(err error) bool {
+	var refused *ebpf.VerifierError
+	return errors.As(err, &refused) && slices.ContainsFunc(refused.Log, func(line string) bool {
+		return strings.Contains(line, "unknown func") || strings.Contains(line, "cannot use helper")
+	})
 }
 
 func (t *Tune) loadLive(name string, nonce uint64) (*ebpf.Program, error) {
@@ -592,8 +600,16 @@ func (l *Live) Set(fd int, level, name uint32, value int32) error {
 // Forget takes the rule off a connection. What was set stays set.
 func (l *Live) Forget(fd int) error { return l.call(fd, TuneLiveForget, TuneLiveRequest{}) }
 
-// Listen prepares a listener for tags.
-func (l *Live) Listen(fd int) error { return l.call(fd, TuneLiveListen, TuneLiveRequest{}) }
+// Listen prepares a listener for tags. Its error wraps ebpf.ErrNotSupported if
+// the kernel lets it read tags only.
+func (l *Live) Listen(fd int) error {
+	err := l.call(fd, TuneLiveListen, TuneLiveRequest{})
+	if errors.Is(err, unix.EPERM) {
+		// The hook's answer when callbacks cannot be switched on.
+		return fmt.Errorf("write tags into SYN-ACKs of an open listener: %w before Linux 6.12: %w", ebpf.ErrNotSupported, err)
+	}
+	return err
+}
 
 func (l *Live) call(fd int, name uint32, r TuneLiveRequest) error {
 	r.Nonce = l.nonce

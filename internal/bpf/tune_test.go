@@ -4,11 +4,13 @@ package bpf_test
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
 
 	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/testenv"
@@ -111,5 +113,22 @@ func TestTuneCgroupAgain(t *testing.T) {
 	}
 	if err := bpf.RemoveTune(dir); err != nil {
 		t.Fatal(err)
+	}
+}
+
+func TestLacksHelper(t *testing.T) {
+	for _, c := range []struct {
+		err  error
+		want bool
+	}{
+		{&ebpf.VerifierError{Cause: unix.EINVAL, Log: []string{"0: (85) call 49", "unknown func bpf_setsockopt#49"}}, true},
+		{fmt.Errorf("load: %w", &ebpf.VerifierError{Cause: unix.EINVAL, Log: []string{"program of this type cannot use helper bpf_setsockopt#49"}}), true},
+		{&ebpf.VerifierError{Cause: unix.EACCES, Log: []string{"R1 invalid mem access 'scalar'"}}, false},
+		{unix.EPERM, false},
+		{errors.New("unknown func"), false},
+	} {
+		if got := bpf.LacksHelper(c.err); got != c.want {
+			t.Errorf("%v: %v, want %v", c.err, got, c.want)
+		}
 	}
 }

@@ -58,6 +58,7 @@ const (
 	tuneSockopsTuneConnectionFlagTUNE_CONNECTION_TAGGING     tuneSockopsTuneConnectionFlag = 16
 	tuneSockopsTuneConnectionFlagTUNE_CONNECTION_ADOPTED     tuneSockopsTuneConnectionFlag = 32
 	tuneSockopsTuneConnectionFlagTUNE_CONNECTION_CONFIRMED   tuneSockopsTuneConnectionFlag = 64
+	tuneSockopsTuneConnectionFlagTUNE_CONNECTION_UNSEEN      tuneSockopsTuneConnectionFlag = 128
 )
 
 type tuneSockopsTuneEvidence struct {

@@ -107,6 +107,7 @@ const (
 
 	TuneConnectionReacted = uint8(tuneSockopsTuneConnectionFlagTUNE_CONNECTION_REACTED)
 	TuneConnectionAdopted = uint8(tuneSockopsTuneConnectionFlagTUNE_CONNECTION_ADOPTED)
+	TuneConnectionUnseen  = uint8(tuneSockopsTuneConnectionFlagTUNE_CONNECTION_UNSEEN)
 
 	TuneLiveAdopt  = uint32(tuneLiveTuneLiveNameTUNE_LIVE_ADOPT)
 	TuneLiveSet    = uint32(tuneLiveTuneLiveNameTUNE_LIVE_SET)

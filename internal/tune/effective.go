@@ -43,7 +43,7 @@ type Reading struct {
 	Number int64  `json:"number,omitempty"`
 	Text   string `json:"text,omitempty"` // of options of kind text
 	// Locked: the buffer has a size of somebody's choice; the kernel does not tune
-	// it.
+	// it. So do all as far as is known before Linux 5.14.
 	Locked bool `json:"locked,omitempty"`
 }
 
@@ -112,8 +112,7 @@ func (o Option) read(fd int) (r Reading, ok bool, err error) {
 	}
 	if lock := o.lock(); lock != 0 {
 		locks, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK)
-		// Before 5.14 it is not known.
-		r.Locked = err == nil && locks&lock != 0
+		r.Locked = err != nil || locks&lock != 0
 	}
 	return r, true, nil
 }
@@ -295,7 +294,10 @@ func (l *look) unset(o Option, s config.Setting) string {
 func (l *look) compare(o Option, s config.Setting, r Reading) (differs bool, notes []string, err error) {
 	switch o.Name {
 	case "congestion":
-		return r.Text != s.Text, nil, nil
+		if r.Text == s.Text+"-reno" {
+			notes = []string{"without ECN it is reno: set ecn, on both sides"}
+		}
+		return r.Text != s.Text, notes, nil
 	case "sndbuf", "rcvbuf":
 		return l.compareBuffer(o, s.Value, r)
 	case "rcvlowat":
@@ -332,8 +334,7 @@ func (l *look) compare(o Option, s config.Setting, r Reading) (differs bool, not
 func (l *look) rounded(o Option, value, got int64) (rounded int64, note string) {
 	switch o.Name {
 	case "tos", "traffic_class":
-		const ecn = 3
-		return value&^ecn | got&ecn, "the two lowest bits are the kernel's, for ECN"
+		return value&^ecnBits | got&ecnBits, "the two lowest bits are the kernel's, for ECN"
 	case "syn_rto", "synack_rto", "delack_max", "rto_min":
 		return l.jiffies(value) * 1000000 / l.hz, l.jiffiesNote()
 	case "rto_max":

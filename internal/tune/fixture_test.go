@@ -13,8 +13,10 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -30,6 +32,8 @@ type tuning struct {
 	*bpf.Tune
 	t     testing.TB
 	rules []config.TuneRule
+	// unseen: Apply has said that it cannot have connections counted.
+	unseen bool
 }
 
 // newTuning opens it with the rules of a policy, or of none with "".
@@ -295,6 +299,93 @@ func (k *tuning) failed() map[string]uint64 {
 		}
 	}
 	return named
+}
+
+// lacking skips a test for what the kernel says that it lacks. A kernel of the
+// version that brought it, or a later one, has it: what says otherwise is wrong.
+func lacking(t testing.TB, since string, reason error) {
+	t.Helper()
+	if !olderThan(t, since) {
+		t.Fatalf("%+v, on a kernel that is not older than %s", reason, since)
+	}
+	t.Skipf("kernel: %v", reason)
+}
+
+// olderThan compares the kernel's version, given as 6.12.
+func olderThan(t testing.TB, version string) bool {
+	t.Helper()
+	var u unix.Utsname
+	check(t, unix.Uname(&u))
+	var running, wanted [2]int
+	for text, to := range map[string]*[2]int{unix.ByteSliceToString(u.Release[:]): &running, version: &wanted} {
+		if _, err := fmt.Sscanf(text, "%d.%d", &to[0], &to[1]); err != nil {
+			t.Fatalf("kernel version %q: %v", text, err)
+		}
+	}
+	return slices.Compare(running[:], wanted[:]) < 0
+}
+
+// probed is what Probe says, asked once: it is the same all the time.
+var probed struct {
+	once    sync.Once
+	options map[string]error
+	err     error
+}
+
+// lacks is why the kernel cannot set an option, nil if it can.
+func lacks(t testing.TB, option string) error {
+	t.Helper()
+	probed.once.Do(func() { probed.options, probed.err = tune.Probe(probeFolders(t)) })
+	check(t, probed.err)
+	return probed.options[option]
+}
+
+// needs skips a test if the kernel cannot set an option.
+func needs(t testing.TB, option string) {
+	t.Helper()
+	if err := lacks(t, option); err != nil {
+		o, _ := tune.FindOption(option)
+		lacking(t, o.Since, err)
+	}
+}
+
+// has keeps of the settings of a rule, as the policy has them, those that the
+// kernel can set, and of others says that they are left out.
+func has(t testing.TB, set string) string {
+	t.Helper()
+	var kept []string
+	for setting := range strings.SplitSeq(set, ",") {
+		name, _, _ := strings.Cut(strings.TrimSpace(setting), ":")
+		if err := lacks(t, name); err != nil {
+			t.Logf("kernel: %v", err)
+			continue
+		}
+		kept = append(kept, setting)
+	}
+	return strings.Join(kept, ",")
+}
+
+// tells tells whether getsockopt(2) knows an option of TCP sockets.
+func tells(t testing.TB, level, name int) bool {
+	t.Helper()
+	_, err := unix.GetsockoptInt(newSocket(t, unix.AF_INET), level, name)
+	if err != nil && !errors.Is(err, unix.ENOPROTOOPT) {
+		t.Fatal(os.NewSyscallError("getsockopt", err))
+	}
+	return err == nil
+}
+
+// tellsWindow tells whether TCP_INFO has the window that a socket offers.
+func tellsWindow(t testing.TB) bool {
+	t.Helper()
+	var info unix.TCPInfo
+	length := uint32(unsafe.Sizeof(info))
+	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(newSocket(t, unix.AF_INET)), unix.SOL_TCP, unix.TCP_INFO,
+		uintptr(unsafe.Pointer(&info)), uintptr(unsafe.Pointer(&length)), 0)
+	if errno != 0 {
+		t.Fatal(os.NewSyscallError("getsockopt", errno))
+	}
+	return uintptr(length) > unsafe.Offsetof(info.Rcv_wnd)
 }
 
 // sockets are the two ends of a connection. Unlike those of net, nothing is set

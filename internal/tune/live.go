@@ -11,9 +11,7 @@ import (
 	"net/netip"
 	"os"
 	"slices"
-	"strings"
 
-	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -39,7 +37,8 @@ type Report struct {
 	// Failures are what the kernel refused meanwhile, new connections of the same
 	// rules included.
 	Failures []LiveFailure `json:"failures"`
-	// Problems are sockets and processes that could not be dealt with, and why.
+	// Problems are sockets and processes that could not be dealt with, wholly or
+	// at all, and why.
 	Problems []string `json:"problems"`
 	// Saved is what Revert needs.
 	Saved Saved `json:"-"`
@@ -107,27 +106,6 @@ func optionIndex(name string) int {
 	return slices.IndexFunc(config.TuneOptions, func(o config.TuneOption) bool { return o.Name == name })
 }
 
-// openLive attaches the hook. It fails with ebpf.ErrNotSupported if the kernel's
-// hook may not do what it has to.
-func openLive(t *bpf.Tune) (*bpf.Live, error) {
-	live, err := t.Live()
-	if err == nil {
-		return live, nil
-	}
-	if lacksHelper(err) {
-		err = fmt.Errorf("%w: bpf_setsockopt for open connections, which Linux 5.15 brought: %w", ebpf.ErrNotSupported, err)
-	}
-	return nil, err
-}
-
-// lacksHelper tells whether the verifier refused a function of the kernel.
-func lacksHelper(err error) bool {
-	var refused *ebpf.VerifierError
-	return errors.As(err, &refused) && slices.ContainsFunc(refused.Log, func(line string) bool {
-		return strings.Contains(line, "unknown func") || strings.Contains(line, "cannot use helper")
-	})
-}
-
 // adoption is one Apply.
 type adoption struct {
 	tune  *bpf.Tune
@@ -135,7 +113,9 @@ type adoption struct {
 	only  func(rule string) bool
 	rules map[uint32]*bpf.TuneRule
 	plans map[uint64]plan
-	made  Report
+	// unseen are connections of which the kernel will not tell the program.
+	unseen int
+	made   Report
 }
 
 // plan is what a connection is to get.
@@ -166,12 +146,15 @@ func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool) (Report, err
 	if err := a.decide(cgroup); err != nil {
 		return a.made, err
 	}
-	if a.live, err = openLive(t); err != nil {
+	if a.live, err = t.Live(); err != nil {
 		return a.made, err
 	}
 	problems, err := walk(cgroup, a.visit)
 	for _, p := range problems {
 		a.made.Problems = append(a.made.Problems, p.Error())
+	}
+	if a.unseen > 0 {
+		a.made.Problems = append(a.made.Problems, fmt.Sprintf("%d connections have their rule, but are not counted and never react: not supported before Linux 6.12", a.unseen))
 	}
 	err = errors.Join(err, a.live.Close(), a.countFailures(failed))
 	return a.made, err
@@ -290,6 +273,9 @@ func (a *adoption) adopt(s *Socket, role uint32, had *bpf.TuneConnection) error 
 	saved := SavedConnection{Rule: name, Local: s.Local, Remote: s.Remote, Values: []SavedValue{}}
 	a.made.Adopted++
 	a.made.ByRule[name]++
+	if has.Flags&bpf.TuneConnectionUnseen != 0 {
+		a.unseen++
+	}
 	if int(has.Arm) == bpf.TuneArmControl {
 		a.made.Control++
 		a.made.Saved[s.Cookie] = saved
@@ -447,7 +433,7 @@ type reversion struct {
 func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 	r := &reversion{saved: maps.Clone(saved), left: make(map[Left]int),
 		made: Reverted{Left: []Left{}, Problems: []string{}, Remaining: make(Saved)}}
-	live, err := openLive(t)
+	live, err := t.Live()
 	if err != nil {
 		return r.made, err
 	}

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -95,8 +96,12 @@ func expectProbed(t testing.TB, mount, pins string) {
 		if err != nil && !errors.Is(err, ebpf.ErrNotSupported) {
 			t.Errorf("%s: %v", o.Name, err)
 		}
-		if err != nil {
-			t.Logf("%s: %v", o.Name, err)
+		if err == nil {
+			continue
+		}
+		t.Logf("%s: %v", o.Name, err)
+		if known, _ := tune.FindOption(o.Name); !olderThan(t, known.Since) {
+			t.Errorf("%s is not supported, on a kernel that is not older than %s", o.Name, known.Since)
 		}
 	}
 	if len(probed) != len(config.TuneOptions) {
@@ -107,7 +112,8 @@ func expectProbed(t testing.TB, mount, pins string) {
 	}
 }
 
-// TestProbe compares the answers with what setting each option says.
+// TestProbe compares the answers with what setting each option says, which has
+// a rule and ports of its own.
 func TestProbe(t *testing.T) {
 	mount, pins := probeFolders(t)
 	expectProbed(t, mount, pins)
@@ -117,18 +123,39 @@ func TestProbe(t *testing.T) {
 	}
 	k := newTuning(t, "")
 	networks := newNetworks(t)
+	listeners, taken := make(map[netip.AddrPort]int), make(map[uint16]bool)
+	var rules []config.TuneRule
 	for _, o := range config.TuneOptions {
 		setting := config.Setting{Option: o.Name, Value: o.Max, Text: "reno"}
 		if o.Name == "bind_ifindex" {
 			setting.Value = 0
 		}
-		k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{setting}})
+		rule := config.TuneRule{Name: o.Name, Set: []config.Setting{setting}}
 		for _, n := range networks {
 			fd, at := listenSocket(t, n.domain, n.addr)
-			connectSockets(t, fd, at)
+			for taken[at.Port()] {
+				fd, at = listenSocket(t, n.domain, n.addr)
+			}
+			listeners[at], taken[at.Port()] = fd, true
+			rule.Match.Ports = append(rule.Match.Ports, config.PortRange{First: at.Port(), Last: at.Port()})
 		}
-		if failed := k.failed(); len(failed) > 0 != (probed[o.Name] != nil) {
-			t.Errorf("%s: probed %v, but when set %v", o.Name, probed[o.Name], failed)
+		rules = append(rules, rule)
+	}
+	k.installRules(rules...)
+	for at, fd := range listeners {
+		connectSockets(t, fd, at)
+	}
+	refused := make(map[string]bool)
+	for failure := range k.failed() {
+		rule, _, _ := strings.Cut(failure, "/")
+		refused[rule] = true
+	}
+	for _, o := range config.TuneOptions {
+		if k.stats(o.Name, 0).Established != 4 {
+			t.Errorf("%s: the rule has %d ends of connections, want 4", o.Name, k.stats(o.Name, 0).Established)
+		}
+		if refused[o.Name] != (probed[o.Name] != nil) {
+			t.Errorf("%s: probed %v, but refused when set: %v", o.Name, probed[o.Name], refused[o.Name])
 		}
 	}
 }

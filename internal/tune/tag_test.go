@@ -7,7 +7,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -18,7 +17,7 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
-	"github.com/cilium/ebpf/link"
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -210,7 +209,7 @@ func TestTagInSYN(t *testing.T) {
 	for _, addr := range loopbacks {
 		domain := domainOf(addr)
 		listener, at := listenSocket(t, domain, addr)
-		for length := 1; length <= len(longTag); length++ {
+		for length := 1; length <= len(longTag); length += tagStep {
 			tag := longTag[:length]
 			k.install(clientTags(tag, at.Port()))
 			before := k.stats("tagged", 0).Tags
@@ -524,8 +523,8 @@ func filterPath(t testing.TB, mask, flags uint8, options []byte) {
 		tcp  = 14 + 20
 		most = tcp + 20 + 12 // offset of what follows the timestamps
 		syn  = most + 8      // ... and MSS and window scale
-		pass = -1            // TCX_NEXT
-		drop = 2             // TCX_DROP
+		pass = -1            // TC_ACT_UNSPEC
+		drop = 2             // TC_ACT_SHOT
 
 		length = int32(tagOption)
 	)
@@ -588,18 +587,25 @@ func filterPath(t testing.TB, mask, flags uint8, options []byte) {
 		t.Fatalf("%+v", err)
 	}
 	defer p.Close()
-	lo, err := net.InterfaceByName("lo")
-	if err != nil {
+	lo, err := netlink.LinkByName("lo")
+	check(t, err)
+	qdisc := &netlink.Clsact{QdiscAttrs: netlink.QdiscAttrs{
+		LinkIndex: lo.Attrs().Index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_CLSACT,
+	}}
+	if err := netlink.QdiscAdd(qdisc); err == nil {
+		// And its filters with it.
+		t.Cleanup(func() { check(t, netlink.QdiscDel(qdisc)) })
+	} else if !errors.Is(err, unix.EEXIST) {
 		t.Fatal(err)
 	}
-	l, err := link.AttachTCX(link.TCXOptions{Interface: lo.Index, Program: p, Attach: ebpf.AttachTCXIngress})
-	if errors.Is(err, ebpf.ErrNotSupported) {
-		t.Skip("kernel: no tcx")
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { l.Close() })
+	before, err := netlink.FilterList(lo, netlink.HANDLE_MIN_INGRESS)
+	check(t, err)
+	check(t, netlink.FilterAdd(&netlink.BpfFilter{
+		FilterAttrs: netlink.FilterAttrs{
+			LinkIndex: lo.Attrs().Index, Parent: netlink.HANDLE_MIN_INGRESS, Protocol: unix.ETH_P_ALL, Priority: uint16(1 + len(before)),
+		},
+		Fd: p.FD(), Name: "path", DirectAction: true,
+	}))
 }
 
 // TestTagSYNDropped has a path that drops SYNs with a tag: the next one goes
@@ -646,6 +652,8 @@ func TestTagInFirstData(t *testing.T) {
 // none until its data brings it. From SYNs with lengths that do not add up Linux
 // 6.18 makes no connection.
 func TestTagMalformed(t *testing.T) {
+	k := newTuning(t, "")
+	k.install(clientTags("x", 1))
 	for name, options := range map[string]string{
 		"short":            "\xfe\x02",
 		"half a magic":     "\xfe\x03\x53",
@@ -656,8 +664,7 @@ func TestTagMalformed(t *testing.T) {
 		"after the end":    "\x00\xfe\x14\x53\x4b" + longTag,
 	} {
 		t.Run(name, func(t *testing.T) {
-			k := newTuning(t, "")
-			k.install(clientTags("x", 1))
+			k := &tuning{Tune: k.Tune, t: t}
 			listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
 			k.install(clientTags(longTag, at.Port()))
 			filterPath(t, flagSYN|flagACK, flagSYN, append([]byte(options), noOptions...)[:tagOption])
@@ -751,15 +758,16 @@ func TestTagOfOldListener(t *testing.T) {
 			}
 
 			live, err := k.Live()
-			if err != nil {
-				t.Fatal(err)
+			checkLive(t, err)
+			prepared := live.Listen(listener)
+			check(t, live.Close())
+			if errors.Is(prepared, ebpf.ErrNotSupported) {
+				if !strings.HasPrefix(prepared.Error(), "write tags into SYN-ACKs of an open listener: not supported before Linux 6.12: ") {
+					t.Errorf("it says %q", prepared)
+				}
+				lacking(t, "6.12", prepared)
 			}
-			if err := live.Listen(listener); err != nil {
-				t.Fatal(err)
-			}
-			if err := live.Close(); err != nil {
-				t.Fatal(err)
-			}
+			check(t, prepared)
 			s = connectSockets(t, listener, at)
 			expectTags(t, "SYN-ACK of the prepared listener", w.seen(at.Port()), isSYNACK, "yes")
 			k.expectRule("accepted by the prepared listener", s.accepted, "tagged", 5)

@@ -30,12 +30,13 @@ func boot(ctx context.Context, tmp string, k *kernel, suites []suite, o *options
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	// A thread for each processor would be faster, but now and then loses a
-	// breakpoint that the kernel sets to change its own code, and crashes.
+	// breakpoint that the kernel sets to change its own code, and crashes. Grace
+	// periods of RCU, for which each write to a map of maps waits, are hurried.
 	qemu := command(ctx, "qemu-system-x86_64",
 		"-accel", "tcg,thread=single", "-cpu", "max", "-smp", "2", "-m", "1024",
 		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none",
 		"-kernel", k.image, "-initrd", initramfs,
-		"-append", "console=ttyS0 panic=-1 oops=panic mitigations=off",
+		"-append", "console=ttyS0 panic=-1 oops=panic mitigations=off rcupdate.rcu_expedited=1",
 		"-serial", "file:"+console, "-serial", "stdio")
 	results, err := qemu.StdoutPipe()
 	if err != nil {
