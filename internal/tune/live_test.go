@@ -607,6 +607,7 @@ func info(t testing.TB, c *net.TCPConn) (i *unix.TCPInfo) {
 // TestRevertTunesAgain has the kernel tune the buffers as it did before, while
 // data flows.
 func TestRevertTunesAgain(t *testing.T) {
+	newNetworks(t) // segments that fit into small buffers
 	p := connect(t, listen(t, "127.0.0.1:0"))
 	k := newTuning(t, oneRule("sndbuf: 20KB, rcvbuf: 20KB"))
 	snd := func() int { return option(t, p.connected, unix.SOL_SOCKET, unix.SO_SNDBUF) }
@@ -645,7 +646,10 @@ func TestRevertLargeBuffers(t *testing.T) {
 	}
 	k := newTuning(t, oneRule("sndbuf: 20KB, rcvbuf: 20KB"))
 	r := k.apply(nil)
-	if d := differences(before, readings(t, p.connected)); len(d) != 3 {
+	d := differences(before, readings(t, p.connected))
+	// Newer kernels compute the bound of the window at once.
+	d = slices.DeleteFunc(d, func(name string) bool { return strings.HasPrefix(name, "window_clamp ") })
+	if len(d) != 3 {
 		t.Errorf("after Apply: %v, want both buffers and their locks", d)
 	}
 	k.revert(r.Saved)
@@ -740,7 +744,7 @@ func TestMerge(t *testing.T) {
 // TestApplyWhileProcessesEnd is not disturbed by processes that are killed.
 func TestApplyWhileProcessesEnd(t *testing.T) {
 	k := newTuning(t, oneRule("user_timeout: 5s"))
-	for range 3 {
+	for range min(3, killings) {
 		had := descriptors(t)
 		s := startServer(t, testenv.Cgroup(), "127.0.0.1:0", 0)
 		var clients []net.Conn

@@ -684,14 +684,15 @@ func TestTagMalformed(t *testing.T) {
 // TestTagDropped has a path on which nothing with a tag comes through:
 // connections work all the same, whoever speaks first.
 func TestTagDropped(t *testing.T) {
+	k := newTuning(t, "")
 	for name, policy := range map[string]string{
 		"client": strings.ReplaceAll(clientTags(longTag, 0), ", port: 0", ""),
 		"server": strings.ReplaceAll(serverTags, "srv", longTag),
 		"both":   "tune: [{name: all, cgroup: CGROUP, tag: " + longTag + ", set: {syn_rto: 20ms, synack_rto: 20ms}}]",
 	} {
+		k.install(policy)
 		for _, first := range []string{"client", "server"} {
 			t.Run(name+" tags, "+first+" first", func(t *testing.T) {
-				newTuning(t, policy)
 				filterPath(t, 0, 0, nil)
 				w := watchWire(t, 0)
 				listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
