@@ -28,10 +28,11 @@ VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 BENCH_PACKAGES := $(DEMO_PACKAGES) haproxy
 BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 
-# Kernels that "make check" boots; "make test-vm" boots all.
+# What "make check" runs in VMs; "make test-vm" runs all.
 CHECK_KERNELS := 5.10,newest
 VM_KERNELS := 5.10,6.1,6.12,newest
-VM_TESTS := ./internal/bpf ./internal/member ./internal/steer ./lab/vm/selftest
+CHECK_VM_TESTS := ./internal/bpf ./internal/member ./internal/steer ./lab/vm/selftest
+VM_TESTS := $(CHECK_VM_TESTS) ./internal/tune
 
 .PHONY: help
 help: ## List the targets
@@ -99,7 +100,7 @@ licences: ## Check that every dependency's licence fits
 .PHONY: check
 check: verify-generated lint licences test ## What CI runs
 	@tools/setup $(VM_PACKAGES)
-	go run ./lab/vm -kernels $(CHECK_KERNELS) $(VM_TESTS)
+	go run ./lab/vm -kernels $(CHECK_KERNELS) $(CHECK_VM_TESTS)
 
 .PHONY: docs
 docs: build ## Write man pages and completions to out/
