@@ -102,33 +102,62 @@ static __always_inline void tune_leave(struct bpf_sock *sk,
 		__sync_fetch_and_add(&s->closed, 1);
 }
 
-static __noinline int tune_adopt(struct bpf_sock *sk, __u32 role)
+/*
+ * Sets an option of a rule, and says how many that makes. Global: the verifier
+ * looks at it once, not for each option.
+ */
+__noinline int tune_set(struct bpf_sockopt *ctx, __u32 id, __u32 index)
+{
+	struct tune_rule *rule = bpf_map_lookup_elem(&rules, &id);
+	struct bpf_sock *sk = ctx->sk;
+	struct tune_option *o;
+	long err;
+
+	if (!rule || !sk || index >= TUNE_OPTIONS)
+		return 0;
+	o = &rule->option[index];
+	if (!(o->phases & TUNE_PHASE_LIVE) ||
+	    (o->phases & tune_not_for(sk->family)))
+		return 0;
+	if (o->level == TUNE_LEVEL_CONGESTION)
+		err = bpf_setsockopt(sk, SOL_TCP, TCP_CONGESTION,
+				     rule->congestion[o->value & 1],
+				     sizeof(rule->congestion[0]));
+	else
+		err = bpf_setsockopt(sk, o->level, o->name, &o->value,
+				     sizeof(o->value));
+	if (err) {
+		tune_failed(id, o->id, err);
+		return 0;
+	}
+	return 1;
+}
+
+static __always_inline void tune_adopt(struct bpf_sockopt *ctx,
+				       struct bpf_sock *sk, __u32 role)
 {
 	struct tune_connection fresh = {
 		.role = role,
 		.flags = TUNE_CONNECTION_ESTABLISHED | TUNE_CONNECTION_ADOPTED,
 	}, *c;
 	__u32 want = 0, id, done = 0;
-	__u16 other = tune_not_for(sk->family);
 	struct tune_question q = { .role = role };
 	struct bpf_tcp_sock *tp;
-	struct tune_option *o;
 	struct tune_rule *rule;
 	struct tune_stats *s;
-	long err;
 	int i;
 
 	if (!tune_sock_tuple(sk, &q.tuple))
-		return 0;
+		return;
 	id = TUNE_RULE(tune_find(&q));
 	rule = id ? bpf_map_lookup_elem(&rules, &id) : NULL;
 	if (!rule)
-		return 0;
+		return;
 	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
 	if (c) {
 		/* The tag that led to its rule is not known any more. */
 		if (c->rule == id || tune_asks_tag(c->rule))
-			return 0;
+			return;
 		tune_leave(sk, c);
 	}
 	fresh.rule = id;
@@ -147,7 +176,7 @@ static __noinline int tune_adopt(struct bpf_sock *sk, __u32 role)
 		fresh.flags |= TUNE_CONNECTION_SAMPLED;
 	c = bpf_sk_storage_get(&connections, sk, &fresh, BPF_SK_STORAGE_GET_F_CREATE);
 	if (!c)
-		return 0;
+		return;
 	*c = fresh;
 	if (rule->flags & (TUNE_FLAG_LIVE | TUNE_FLAG_CLOSE))
 		want |= BPF_SOCK_OPS_STATE_CB_FLAG | BPF_SOCK_OPS_RTO_CB_FLAG;
@@ -167,28 +196,14 @@ static __noinline int tune_adopt(struct bpf_sock *sk, __u32 role)
 			__sync_fetch_and_add(&s->closed, 1);
 	}
 	if (fresh.arm == TUNE_ARM_CONTROL)
-		return 0;
+		return;
 	for (i = 0; i < TUNE_OPTIONS; i++) {
 		if (i >= rule->options)
 			break;
-		o = &rule->option[i];
-		if (!(o->phases & TUNE_PHASE_LIVE) || (o->phases & other))
-			continue;
-		if (o->level == TUNE_LEVEL_CONGESTION)
-			err = bpf_setsockopt(sk, SOL_TCP, TCP_CONGESTION,
-					     rule->congestion[o->value & 1],
-					     sizeof(rule->congestion[0]));
-		else
-			err = bpf_setsockopt(sk, o->level, o->name, &o->value,
-					     sizeof(o->value));
-		if (err)
-			tune_failed(id, o->id, err);
-		else
-			done++;
+		done += tune_set(ctx, id, i);
 	}
 	if (s)
 		__sync_fetch_and_add(&s->options, done);
-	return 0;
 }
 
 static __always_inline void tune_forget(struct bpf_sock *sk)
@@ -234,7 +249,7 @@ int tune_live(struct bpf_sockopt *ctx)
 	name = r.name;
 	switch (ctx->optname) {
 	case TUNE_LIVE_ADOPT:
-		tune_adopt(sk, r.role & 1);
+		tune_adopt(ctx, sk, r.role & 1);
 		break;
 	case TUNE_LIVE_SET:
 		if (bpf_setsockopt(sk, level, name, &r.value, sizeof(r.value)))
