@@ -32,7 +32,7 @@ BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 CHECK_KERNELS := 5.10,newest
 VM_KERNELS := 5.10,6.1,6.12,newest
 CHECK_VM_TESTS := ./internal/bpf ./internal/member ./internal/steer ./lab/vm/selftest
-VM_TESTS := $(CHECK_VM_TESTS) ./internal/tune
+VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/sockets ./internal/tune
 
 .PHONY: help
 help: ## List the targets

@@ -20,8 +20,8 @@
 
 const volatile __u64 nonce = 0;
 
-TUNE_EXPORT(enum, tune_live_name);
-TUNE_EXPORT(struct, tune_live_request);
+MATCH_EXPORT(enum, tune_live_name);
+MATCH_EXPORT(struct, tune_live_request);
 
 /* Fails before Linux 6.12, which brought the option. */
 static __always_inline long tune_callbacks(struct bpf_sock *sk, __u32 set,
@@ -39,40 +39,17 @@ static __always_inline long tune_callbacks(struct bpf_sock *sk, __u32 set,
 			      sizeof(flags));
 }
 
-static __always_inline bool tune_sock_tuple(struct bpf_sock *sk,
-					    struct tune_request_key *t)
-{
-	if (sk->family == AF_INET) {
-		tune_mapped(&t->remote, tune_field(sk->dst_ip4));
-		tune_mapped(&t->local, tune_field(sk->src_ip4));
-	} else if (sk->family == AF_INET6) {
-		t->remote.word[0] = tune_field(sk->dst_ip6[0]);
-		t->remote.word[1] = tune_field(sk->dst_ip6[1]);
-		t->remote.word[2] = tune_field(sk->dst_ip6[2]);
-		t->remote.word[3] = tune_field(sk->dst_ip6[3]);
-		t->local.word[0] = tune_field(sk->src_ip6[0]);
-		t->local.word[1] = tune_field(sk->src_ip6[1]);
-		t->local.word[2] = tune_field(sk->src_ip6[2]);
-		t->local.word[3] = tune_field(sk->src_ip6[3]);
-	} else {
-		return false;
-	}
-	t->remote_port = bpf_ntohs(sk->dst_port);
-	t->local_port = sk->src_port;
-	return true;
-}
-
 /* Tells whether a rule is in force and asks for the peer's tag. */
 static __noinline bool tune_asks_tag(__u32 id)
 {
-	const struct tune_ruleset *r;
+	const struct match_ruleset *r;
 	__u32 bank = 0;
 	int i;
 
-	r = tune_current(&bank);
+	r = match_current(&bank);
 	if (!r)
 		return false;
-	for (i = 0; i < TUNE_TERMS; i++) {
+	for (i = 0; i < MATCH_TERMS; i++) {
 		if (i >= r->terms)
 			break;
 		if (r->rule[i] == id)
@@ -141,15 +118,15 @@ static __always_inline void tune_adopt(struct bpf_sockopt *ctx,
 		.flags = TUNE_CONNECTION_ESTABLISHED | TUNE_CONNECTION_ADOPTED,
 	}, *c;
 	__u32 want = 0, id, done = 0;
-	struct tune_question q = { .role = role };
+	struct match_question q = { .role = role };
 	struct bpf_tcp_sock *tp;
 	struct tune_rule *rule;
 	struct tune_stats *s;
 	int i;
 
-	if (!tune_sock_tuple(sk, &q.tuple))
+	if (!match_sock_tuple(sk, &q.tuple))
 		return;
-	id = TUNE_RULE(tune_find(&q));
+	id = MATCH_RULE(match_find(&q));
 	rule = id ? bpf_map_lookup_elem(&rules, &id) : NULL;
 	if (!rule)
 		return;
@@ -169,10 +146,10 @@ static __always_inline void tune_adopt(struct bpf_sockopt *ctx,
 		fresh.retransmits = tp->total_retrans;
 		fresh.bytes = tp->bytes_acked;
 	}
-	if (rule->control && tune_draw(&q.tuple, rule->seed) < rule->control)
+	if (rule->control && match_draw(&q.tuple, rule->seed) < rule->control)
 		fresh.arm = TUNE_ARM_CONTROL;
 	else if ((rule->flags & TUNE_FLAG_REACT) &&
-		 tune_draw(&q.tuple, ~rule->seed) <= rule->react_sample)
+		 match_draw(&q.tuple, ~rule->seed) <= rule->react_sample)
 		fresh.flags |= TUNE_CONNECTION_SAMPLED;
 	c = bpf_sk_storage_get(&connections, sk, &fresh, BPF_SK_STORAGE_GET_F_CREATE);
 	if (!c)
@@ -219,12 +196,12 @@ static __always_inline void tune_forget(struct bpf_sock *sk)
 
 static __always_inline long tune_listener(struct bpf_sock *sk)
 {
-	const struct tune_active *state = tune_state();
+	const struct match_active *state = match_state();
 	int one = 1;
 
 	if (!state)
 		return 0;
-	if (state->used & TUNE_USE_TAG)
+	if (state->used & MATCH_USE_TAG)
 		bpf_setsockopt(sk, SOL_TCP, TCP_SAVE_SYN, &one, sizeof(one));
 	if (state->used & TUNE_USE_WRITE)
 		return tune_callbacks(sk, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG, 0);
@@ -273,12 +250,12 @@ int tune_live(struct bpf_sockopt *ctx)
 SEC("tc")
 int tune_decide(struct __sk_buff *skb)
 {
-	struct tune_question q;
+	struct match_question q;
 
 	/* 14 bytes of an Ethernet header, which test runs ask for. */
 	if (bpf_skb_load_bytes(skb, 14, &q, sizeof(q)))
 		return 0;
-	return TUNE_RULE(tune_find(&q));
+	return MATCH_RULE(match_find(&q));
 }
 
 char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -3,7 +3,7 @@
  * Decides with which TCP parameters a connection of a cgroup runs. The kernel
  * calls it at points of a connection's life; the first of them finds the rule
  * and remembers it with the socket, so that all that follows fits together,
- * whatever happens to the policy in between. Cost: see tune.bpf.h, once a
+ * whatever happens to the policy in between. Cost: see match.bpf.h, once a
  * connection; then a lookup of the socket's storage at each call that a rule
  * has switched on. A connection without a rule pays for the search alone.
  */
@@ -23,7 +23,7 @@ const volatile __u32 hz = 250;
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, TUNE_REQUESTS);
-	__type(key, struct tune_request_key);
+	__type(key, struct match_tuple);
 	__type(value, struct tune_request);
 } requests SEC(".maps");
 
@@ -34,88 +34,20 @@ struct {
 	__type(value, struct tune_learned);
 } learned SEC(".maps");
 
-TUNE_EXPORT(struct, tune_question);
-TUNE_EXPORT(enum, tune_limit);
-TUNE_EXPORT(enum, tune_use);
-TUNE_EXPORT(enum, tune_role);
-TUNE_EXPORT(enum, tune_phase);
-TUNE_EXPORT(enum, tune_flag);
-TUNE_EXPORT(enum, tune_level);
-TUNE_EXPORT(enum, tune_arm);
-TUNE_EXPORT(enum, tune_connection_flag);
+MATCH_EXPORT(enum, tune_limit);
+MATCH_EXPORT(enum, tune_use);
+MATCH_EXPORT(enum, tune_phase);
+MATCH_EXPORT(enum, tune_flag);
+MATCH_EXPORT(enum, tune_level);
+MATCH_EXPORT(enum, tune_arm);
+MATCH_EXPORT(enum, tune_connection_flag);
 
 struct tune_option_header {
 	__u8 kind;
 	__u8 length;
 	__u8 exid[2];
-	__u8 byte[TUNE_TAG];
+	__u8 byte[MATCH_TAG];
 };
-
-/* The kernel's view of the context, for what the context does not show. */
-struct request_sock_ops {
-	int family;
-} __attribute__((preserve_access_index));
-struct request_sock {
-	const struct request_sock_ops *rsk_ops;
-} __attribute__((preserve_access_index));
-struct sock;
-struct sk_buff;
-struct bpf_sock_ops_kern {
-	struct sock *sk;
-	struct sk_buff *syn_skb;
-} __attribute__((preserve_access_index));
-
-void *bpf_cast_to_kern_ctx(void *obj) __ksym __weak;
-void *bpf_rdonly_cast(const void *obj, __u32 btf_id) __ksym __weak;
-
-/*
- * A request of an IPv4 client at an IPv6 listener has the listener's family
- * and no IPv6 address: what stands there is whatever the memory held before
- * (inet_reqsk_alloc and tcp_v4_init_req, Linux 6.18). Only the kind of the
- * request tells.
- */
-static __always_inline bool tune_request_ipv4(struct bpf_sock_ops *ctx)
-{
-	struct bpf_sock_ops_kern *kern;
-	struct request_sock *req;
-
-	if (!bpf_cast_to_kern_ctx || !bpf_rdonly_cast) {
-		/* Before 6.2 the addresses must do. Nobody's is 0.0.0.0. */
-		__u32 high = tune_field(ctx->remote_ip6[0]);
-
-		return tune_field(ctx->remote_ip4) && !high &&
-		       !tune_field(ctx->remote_ip6[1]);
-	}
-	kern = bpf_cast_to_kern_ctx(ctx);
-	req = bpf_rdonly_cast(kern->sk, bpf_core_type_id_kernel(struct request_sock));
-	return req->rsk_ops->family == AF_INET;
-}
-
-/* Fills in addresses and ports; false if there are none. */
-static __always_inline bool tune_tuple(struct bpf_sock_ops *ctx,
-				       struct tune_request_key *t)
-{
-	if (ctx->family == AF_INET ||
-	    (ctx->family == AF_INET6 && !ctx->is_fullsock &&
-	     tune_request_ipv4(ctx))) {
-		tune_mapped(&t->remote, tune_field(ctx->remote_ip4));
-		tune_mapped(&t->local, tune_field(ctx->local_ip4));
-	} else if (ctx->family == AF_INET6) {
-		t->remote.word[0] = tune_field(ctx->remote_ip6[0]);
-		t->remote.word[1] = tune_field(ctx->remote_ip6[1]);
-		t->remote.word[2] = tune_field(ctx->remote_ip6[2]);
-		t->remote.word[3] = tune_field(ctx->remote_ip6[3]);
-		t->local.word[0] = tune_field(ctx->local_ip6[0]);
-		t->local.word[1] = tune_field(ctx->local_ip6[1]);
-		t->local.word[2] = tune_field(ctx->local_ip6[2]);
-		t->local.word[3] = tune_field(ctx->local_ip6[3]);
-	} else {
-		return false;
-	}
-	t->remote_port = bpf_ntohl(ctx->remote_port);
-	t->local_port = ctx->local_port;
-	return true;
-}
 
 static __always_inline struct tune_connection *
 tune_connection(struct bpf_sock_ops *ctx)
@@ -131,9 +63,9 @@ static __always_inline struct tune_rule *tune_rule(__u32 id)
 }
 
 static __always_inline bool tune_control(const struct tune_rule *rule,
-					 const struct tune_request_key *t)
+					 const struct match_tuple *t)
 {
-	return rule->control && tune_draw(t, rule->seed) < rule->control;
+	return rule->control && match_draw(t, rule->seed) < rule->control;
 }
 
 static __always_inline void tune_flags(struct bpf_sock_ops *ctx, __u32 set,
@@ -210,10 +142,10 @@ static __always_inline void tune_done(__u32 rule, __u32 arm, __u32 options)
 }
 
 static __always_inline void tune_learned_key(const struct tune_rule *rule,
-					     const struct tune_address *remote,
+					     const struct match_address *remote,
 					     struct tune_learned_key *key)
 {
-	__u32 bits = tune_ipv4(remote) ? rule->learn_bits4 : rule->learn_bits6;
+	__u32 bits = match_ipv4(remote) ? rule->learn_bits4 : rule->learn_bits6;
 	int i;
 
 	key->learn = rule->learn;
@@ -235,7 +167,7 @@ __noinline int tune_choose(struct bpf_sock_ops *ctx)
 {
 	struct tune_connection *c = tune_connection(ctx);
 	struct tune_learned fresh = {}, *l;
-	struct tune_request_key t = {};
+	struct match_tuple t = {};
 	struct tune_learned_key key;
 	struct tune_rule *rule;
 	__u32 index, least = ~0U, i;
@@ -243,7 +175,7 @@ __noinline int tune_choose(struct bpf_sock_ops *ctx)
 	long err;
 
 	rule = c ? tune_rule(c->rule) : NULL;
-	if (!rule || !tune_tuple(ctx, &t))
+	if (!rule || !match_sock_ops_tuple(ctx, &t))
 		return 0;
 	tune_learned_key(rule, &t.remote, &key);
 	l = bpf_map_lookup_elem(&learned, &key);
@@ -299,7 +231,7 @@ static __always_inline __u64 tune_score(const struct tune_evidence *e)
 __noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u64 us)
 {
 	struct tune_connection *c = tune_connection(ctx);
-	struct tune_request_key t = {};
+	struct match_tuple t = {};
 	struct tune_rule *rule;
 	struct tune_learned_key key;
 	struct tune_evidence *e;
@@ -309,7 +241,7 @@ __noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u64 us)
 	struct tune_learned *l;
 
 	rule = c ? tune_rule(c->rule) : NULL;
-	if (!rule || !tune_tuple(ctx, &t))
+	if (!rule || !match_sock_ops_tuple(ctx, &t))
 		return 0;
 	c->flags &= ~TUNE_CONNECTION_LEARNING;
 	tune_learned_key(rule, &t.remote, &key);
@@ -417,7 +349,7 @@ static __always_inline __u32 tune_wanted(const struct tune_rule *rule,
 
 /* Gives a connection its rule, and remembers it with the socket. */
 static __always_inline struct tune_connection *
-tune_begin(struct bpf_sock_ops *ctx, const struct tune_request_key *t,
+tune_begin(struct bpf_sock_ops *ctx, const struct match_tuple *t,
 	   __u32 id, struct tune_rule *rule, __u32 role)
 {
 	struct tune_connection fresh = {
@@ -433,7 +365,7 @@ tune_begin(struct bpf_sock_ops *ctx, const struct tune_request_key *t,
 		return NULL;
 	if (fresh.arm == TUNE_ARM_TREATED) {
 		if ((rule->flags & TUNE_FLAG_REACT) &&
-		    tune_draw(t, ~rule->seed) <= rule->react_sample)
+		    match_draw(t, ~rule->seed) <= rule->react_sample)
 			fresh.flags |= TUNE_CONNECTION_SAMPLED;
 		if (rule->tag.length)
 			fresh.flags |= TUNE_CONNECTION_TAGGING;
@@ -458,7 +390,7 @@ tune_begin(struct bpf_sock_ops *ctx, const struct tune_request_key *t,
 
 /* Reads the peer's tag from its SYN or from the packet at hand. */
 static __always_inline bool tune_read_tag(struct bpf_sock_ops *ctx,
-					  struct tune_tag *tag, __u64 from)
+					  struct match_tag *tag, __u64 from)
 {
 	struct tune_option_header h = {
 		.kind = TCPOPT_EXP,
@@ -473,7 +405,7 @@ static __always_inline bool tune_read_tag(struct bpf_sock_ops *ctx,
 		return false;
 	tag->length = h.length - 4;
 #pragma unroll
-	for (i = 0; i < TUNE_TAG; i++)
+	for (i = 0; i < MATCH_TAG; i++)
 		tag->byte[i] = i < tag->length ? h.byte[i] : 0;
 	return true;
 }
@@ -484,10 +416,10 @@ enum tune_tag_from {
 	TUNE_TAG_SYN, /* in the SYN that was kept */
 };
 
-/* Finds the rule of a connection or a handshake; see tune_find. */
+/* Finds the rule of a connection or a handshake; see match_find. */
 __noinline __u32 tune_lookup(struct bpf_sock_ops *ctx, __u32 role, __u32 from)
 {
-	struct tune_question q = { .role = role };
+	struct match_question q = { .role = role };
 	struct tune_stats *s;
 	__u32 found, read = 0;
 
@@ -495,13 +427,13 @@ __noinline __u32 tune_lookup(struct bpf_sock_ops *ctx, __u32 role, __u32 from)
 		if (!tune_read_tag(ctx, &q.tag, from == TUNE_TAG_SYN ?
 				   BPF_LOAD_HDR_OPT_TCP_SYN : 0))
 			return 0;
-		read = TUNE_TAG_READ;
+		read = MATCH_TAG_READ;
 	}
-	if (!tune_tuple(ctx, &q.tuple))
+	if (!match_sock_ops_tuple(ctx, &q.tuple))
 		return read;
-	found = tune_find(&q);
-	s = (found & TUNE_BY_TAG) && ctx->is_fullsock ?
-		    tune_counts(TUNE_RULE(found), TUNE_ARM_TREATED) : NULL;
+	found = match_find(&q);
+	s = (found & MATCH_BY_TAG) && ctx->is_fullsock ?
+		    tune_counts(MATCH_RULE(found), TUNE_ARM_TREATED) : NULL;
 	if (s)
 		__sync_fetch_and_add(&s->tags, 1);
 	return found | read;
@@ -509,15 +441,15 @@ __noinline __u32 tune_lookup(struct bpf_sock_ops *ctx, __u32 role, __u32 from)
 
 static __always_inline void tune_connect(struct bpf_sock_ops *ctx)
 {
-	__u32 id = TUNE_RULE(tune_lookup(ctx, TUNE_CONNECT, TUNE_NO_TAG));
-	struct tune_request_key t = {};
+	__u32 id = MATCH_RULE(tune_lookup(ctx, MATCH_CONNECT, TUNE_NO_TAG));
+	struct match_tuple t = {};
 	struct tune_connection *c;
 	struct tune_rule *rule;
 
 	rule = id ? tune_rule(id) : NULL;
-	if (!rule || !tune_tuple(ctx, &t))
+	if (!rule || !match_sock_ops_tuple(ctx, &t))
 		return;
-	c = tune_begin(ctx, &t, id, rule, TUNE_CONNECT);
+	c = tune_begin(ctx, &t, id, rule, MATCH_CONNECT);
 	if (!c)
 		return;
 	c->started = bpf_ktime_get_ns();
@@ -559,28 +491,28 @@ __noinline int tune_established(struct bpf_sock_ops *ctx, __u32 phase)
  */
 static __always_inline void tune_active_established(struct bpf_sock_ops *ctx)
 {
-	const struct tune_active *state = tune_state();
+	const struct match_active *state = match_state();
 	struct tune_connection *c = tune_connection(ctx);
-	struct tune_request_key t = {};
+	struct match_tuple t = {};
 	struct tune_rule *rule;
 	__u64 started = 0;
 	__u32 found = 0;
 
-	if (state && (state->used & TUNE_USE_TAG))
-		found = tune_lookup(ctx, TUNE_CONNECT, TUNE_TAG_HERE);
-	if (found & TUNE_BY_TAG) {
-		rule = tune_rule(TUNE_RULE(found));
-		if (!rule || !tune_tuple(ctx, &t))
+	if (state && (state->used & MATCH_USE_TAG))
+		found = tune_lookup(ctx, MATCH_CONNECT, TUNE_TAG_HERE);
+	if (found & MATCH_BY_TAG) {
+		rule = tune_rule(MATCH_RULE(found));
+		if (!rule || !match_sock_ops_tuple(ctx, &t))
 			return;
 		if (c)
 			started = c->started;
-		c = tune_begin(ctx, &t, TUNE_RULE(found), rule, TUNE_CONNECT);
+		c = tune_begin(ctx, &t, MATCH_RULE(found), rule, MATCH_CONNECT);
 		if (!c)
 			return;
 		c->started = started;
 		tune_established(ctx, TUNE_PHASE_ACTIVE | TUNE_PHASE_LIVE);
 	} else if (c) {
-		if (state && (state->used & TUNE_USE_TAG) && !(found & TUNE_TAG_READ))
+		if (state && (state->used & MATCH_USE_TAG) && !(found & MATCH_TAG_READ))
 			tune_flags(ctx, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG, 0);
 		tune_established(ctx, TUNE_PHASE_ACTIVE);
 	}
@@ -588,36 +520,36 @@ static __always_inline void tune_active_established(struct bpf_sock_ops *ctx)
 
 static __always_inline void tune_passive_established(struct bpf_sock_ops *ctx)
 {
-	const struct tune_active *state = tune_state();
+	const struct match_active *state = match_state();
 	struct tune_request *request;
-	struct tune_request_key t = {};
+	struct match_tuple t = {};
 	struct tune_connection *c;
 	struct tune_rule *rule;
 	__u64 started = 0;
 	__u32 found = 0;
 
-	if (!state || !tune_tuple(ctx, &t))
+	if (!state || !match_sock_ops_tuple(ctx, &t))
 		return;
-	if (state->used & TUNE_USE_TAG) {
-		found = tune_lookup(ctx, TUNE_ACCEPT, TUNE_TAG_SYN);
-		if (!(found & TUNE_TAG_READ))
-			found = tune_lookup(ctx, TUNE_ACCEPT, TUNE_TAG_HERE);
-		if (!(found & TUNE_TAG_READ))
+	if (state->used & MATCH_USE_TAG) {
+		found = tune_lookup(ctx, MATCH_ACCEPT, TUNE_TAG_SYN);
+		if (!(found & MATCH_TAG_READ))
+			found = tune_lookup(ctx, MATCH_ACCEPT, TUNE_TAG_HERE);
+		if (!(found & MATCH_TAG_READ))
 			tune_flags(ctx, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG, 0);
 	}
 	if (state->used & (TUNE_USE_SYNACK_RTO | TUNE_USE_RWND | TUNE_USE_ECN)) {
 		request = bpf_map_lookup_elem(&requests, &t);
 		if (request) {
 			started = request->started;
-			if (!(found & TUNE_BY_TAG))
-				found = request->rule | TUNE_TAG_READ;
+			if (!(found & MATCH_BY_TAG))
+				found = request->rule | MATCH_TAG_READ;
 			bpf_map_delete_elem(&requests, &t);
 		}
 	}
 	if (!found)
-		found = tune_lookup(ctx, TUNE_ACCEPT, TUNE_NO_TAG);
-	rule = TUNE_RULE(found) ? tune_rule(TUNE_RULE(found)) : NULL;
-	c = rule ? tune_begin(ctx, &t, TUNE_RULE(found), rule, TUNE_ACCEPT) : NULL;
+		found = tune_lookup(ctx, MATCH_ACCEPT, TUNE_NO_TAG);
+	rule = MATCH_RULE(found) ? tune_rule(MATCH_RULE(found)) : NULL;
+	c = rule ? tune_begin(ctx, &t, MATCH_RULE(found), rule, MATCH_ACCEPT) : NULL;
 	if (!c || !(c->flags & TUNE_CONNECTION_TAGGING))
 		/* What the listener's flags gave. */
 		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
@@ -629,18 +561,18 @@ static __always_inline void tune_passive_established(struct bpf_sock_ops *ctx)
 
 /* The rule of a handshake that has no socket yet. */
 static __always_inline struct tune_rule *
-tune_request_rule(struct bpf_sock_ops *ctx, struct tune_request_key *t)
+tune_request_rule(struct bpf_sock_ops *ctx, struct match_tuple *t)
 {
 	struct tune_request fresh = {}, *known;
 	__u64 now = bpf_ktime_get_ns();
 
-	if (!tune_tuple(ctx, t))
+	if (!match_sock_ops_tuple(ctx, t))
 		return NULL;
 	known = bpf_map_lookup_elem(&requests, t);
 	/* Longer than any handshake lasts: another connection's. */
 	if (known && now - known->started < 130000000000ULL)
 		return tune_rule(known->rule);
-	fresh.rule = TUNE_RULE(tune_lookup(ctx, TUNE_ACCEPT, TUNE_NO_TAG));
+	fresh.rule = MATCH_RULE(tune_lookup(ctx, MATCH_ACCEPT, TUNE_NO_TAG));
 	if (!fresh.rule)
 		return NULL;
 	fresh.started = now;
@@ -685,8 +617,8 @@ static __always_inline __u32 tune_use_of(__u32 op, bool request)
  */
 static __always_inline void tune_reply(struct bpf_sock_ops *ctx)
 {
-	const struct tune_active *state = tune_state();
-	struct tune_request_key t = {};
+	const struct match_active *state = match_state();
+	struct match_tuple t = {};
 	bool request = !ctx->is_fullsock;
 	__u32 op = ctx->op, answer;
 	struct tune_connection *c;
@@ -837,12 +769,12 @@ static __always_inline void tune_retransmit(struct bpf_sock_ops *ctx)
 /* New listeners keep the SYN, and write tags into their SYN-ACKs. */
 static __always_inline void tune_listen(struct bpf_sock_ops *ctx)
 {
-	const struct tune_active *state = tune_state();
+	const struct match_active *state = match_state();
 	int one = 1;
 
 	if (!state)
 		return;
-	if (state->used & TUNE_USE_TAG)
+	if (state->used & MATCH_USE_TAG)
 		bpf_setsockopt(ctx, SOL_TCP, TCP_SAVE_SYN, &one, sizeof(one));
 	if (state->used & TUNE_USE_WRITE)
 		tune_flags(ctx, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG, 0);
@@ -854,11 +786,11 @@ static __always_inline void tune_listen(struct bpf_sock_ops *ctx)
  * the way may have dropped the first for its tag. Before 6.2 the SYN's MAC
  * header tells, which TCP_SAVE_SYN of 1 does not keep.
  */
-static __always_inline const struct tune_tag *
+static __always_inline const struct match_tag *
 tune_synack_tag(struct bpf_sock_ops *ctx)
 {
-	const struct tune_active *state = tune_state();
-	struct tune_request_key t = {};
+	const struct match_active *state = match_state();
+	struct match_tuple t = {};
 	struct tune_request *known;
 	struct tune_rule *rule;
 	__u32 found = 0;
@@ -875,16 +807,16 @@ tune_synack_tag(struct bpf_sock_ops *ctx)
 				   sizeof(start)) == -ENOENT)
 			return NULL;
 	}
-	if (!state || !tune_tuple(ctx, &t))
+	if (!state || !match_sock_ops_tuple(ctx, &t))
 		return NULL;
-	if (state->used & TUNE_USE_TAG)
-		found = tune_lookup(ctx, TUNE_ACCEPT, TUNE_TAG_SYN);
-	if (!(found & TUNE_BY_TAG)) {
+	if (state->used & MATCH_USE_TAG)
+		found = tune_lookup(ctx, MATCH_ACCEPT, TUNE_TAG_SYN);
+	if (!(found & MATCH_BY_TAG)) {
 		known = bpf_map_lookup_elem(&requests, &t);
 		found = known ? known->rule :
-				tune_lookup(ctx, TUNE_ACCEPT, TUNE_NO_TAG);
+				tune_lookup(ctx, MATCH_ACCEPT, TUNE_NO_TAG);
 	}
-	rule = TUNE_RULE(found) ? tune_rule(TUNE_RULE(found)) : NULL;
+	rule = MATCH_RULE(found) ? tune_rule(MATCH_RULE(found)) : NULL;
 	if (!rule || tune_control(rule, &t))
 		return NULL;
 	return rule->tag.length ? &rule->tag : NULL;
@@ -896,7 +828,7 @@ tune_synack_tag(struct bpf_sock_ops *ctx)
  * with the first acknowledgement alone: a path that drops it lets the next
  * one through.
  */
-static __always_inline const struct tune_tag *
+static __always_inline const struct match_tag *
 tune_packet_tag(struct bpf_sock_ops *ctx)
 {
 	__u32 flags = ctx->skb_tcp_flags;
@@ -914,13 +846,13 @@ tune_packet_tag(struct bpf_sock_ops *ctx)
 	if (flags & TCPHDR_SYN)
 		return &rule->tag;
 	/* The side that connected has its SYN counted. */
-	if (ctx->bytes_acked > (c->role == TUNE_CONNECT)) {
+	if (ctx->bytes_acked > (c->role == MATCH_CONNECT)) {
 		tune_untag(ctx, c, rule);
 		return NULL;
 	}
 	/* When space is reserved the header is not there yet. */
 	if (flags && !ctx->skb_len) {
-		if (c->role != TUNE_CONNECT ||
+		if (c->role != MATCH_CONNECT ||
 		    (c->flags & TUNE_CONNECTION_CONFIRMED))
 			return NULL;
 		c->flags |= TUNE_CONNECTION_CONFIRMED;
@@ -930,19 +862,19 @@ tune_packet_tag(struct bpf_sock_ops *ctx)
 
 static __always_inline void tune_reserve(struct bpf_sock_ops *ctx)
 {
-	const struct tune_tag *tag = tune_packet_tag(ctx);
+	const struct match_tag *tag = tune_packet_tag(ctx);
 	__u32 length;
 
 	if (!tag)
 		return;
 	length = tag->length;
-	if (length <= TUNE_TAG)
+	if (length <= MATCH_TAG)
 		bpf_reserve_hdr_opt(ctx, 4 + length, 0);
 }
 
 static __always_inline void tune_write(struct bpf_sock_ops *ctx)
 {
-	const struct tune_tag *tag = tune_packet_tag(ctx);
+	const struct match_tag *tag = tune_packet_tag(ctx);
 	struct tune_option_header h = {
 		.kind = TCPOPT_EXP,
 		.exid = { TUNE_TAG_EXID >> 8, TUNE_TAG_EXID & 0xff },
@@ -952,10 +884,10 @@ static __always_inline void tune_write(struct bpf_sock_ops *ctx)
 	if (!tag)
 		return;
 	length = tag->length;
-	if (!length || length > TUNE_TAG)
+	if (!length || length > MATCH_TAG)
 		return;
 	h.length = 4 + length;
-	__builtin_memcpy(h.byte, tag->byte, TUNE_TAG);
+	__builtin_memcpy(h.byte, tag->byte, MATCH_TAG);
 	bpf_store_hdr_opt(ctx, &h, sizeof(h), 0);
 }
 
@@ -963,7 +895,7 @@ static __always_inline void tune_write(struct bpf_sock_ops *ctx)
 static __always_inline void tune_parse(struct bpf_sock_ops *ctx)
 {
 	struct tune_connection *c;
-	struct tune_request_key t = {};
+	struct match_tuple t = {};
 	struct tune_rule *rule;
 	__u32 found, id, role;
 
@@ -971,20 +903,20 @@ static __always_inline void tune_parse(struct bpf_sock_ops *ctx)
 		return;
 	c = tune_connection(ctx);
 	/* Those that connect wait for it only with a rule. */
-	role = c ? c->role : TUNE_ACCEPT;
+	role = c ? c->role : MATCH_ACCEPT;
 	found = tune_lookup(ctx, role, TUNE_TAG_HERE);
-	if (!(found & TUNE_TAG_READ))
+	if (!(found & MATCH_TAG_READ))
 		return;
 	tune_flags(ctx, 0, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG);
-	id = TUNE_RULE(found);
-	if (!(found & TUNE_BY_TAG) || (c && c->rule == id))
+	id = MATCH_RULE(found);
+	if (!(found & MATCH_BY_TAG) || (c && c->rule == id))
 		return;
 	rule = tune_rule(id);
-	if (!rule || !tune_tuple(ctx, &t))
+	if (!rule || !match_sock_ops_tuple(ctx, &t))
 		return;
 	c = tune_begin(ctx, &t, id, rule, role);
 	if (c)
-		tune_established(ctx, role == TUNE_CONNECT ?
+		tune_established(ctx, role == MATCH_CONNECT ?
 				      TUNE_PHASE_ACTIVE | TUNE_PHASE_LIVE :
 				      TUNE_PHASE_PASSIVE);
 }

@@ -1,24 +1,16 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/*
- * What the tune program and user space share.
- *
- * A rule of the policy becomes one or more terms: conjunctions of what a
- * connection must be. A set is a bitmap of terms, in the policy's order: each
- * dimension (remote prefix, port, role ...) gives the set of the terms that
- * it allows, and the first term in all of them names the rule.
- */
+/* What the tune programs and user space share. */
 #ifndef SOCKEYE_TUNE_H
 #define SOCKEYE_TUNE_H
 
 #include <linux/types.h>
 
+#include "match.h"
+
 enum tune_limit {
-	TUNE_WORDS = 8,
-	TUNE_TERMS = 512, /* of a ruleset */
 	TUNE_OPTIONS = 64, /* of a rule, its reaction included */
 	TUNE_CANDIDATES = 8, /* initial windows that a rule explores */
 	TUNE_BUCKETS = 128, /* of a histogram */
-	TUNE_TAG = 16, /* bytes of a tag */
 	TUNE_TAG_EXID = 0x534b, /* RFC 6994 experiment identifier of the tag */
 	TUNE_REQUESTS = 8192, /* handshakes remembered */
 	TUNE_LEARNED = 4096, /* prefixes remembered */
@@ -29,20 +21,8 @@ enum tune_limit {
 	TUNE_LIVE_LEVEL = 0x50cb, /* level of the live hook's own setsockopt */
 };
 
-enum tune_role {
-	TUNE_CONNECT,
-	TUNE_ACCEPT,
-	TUNE_ROLES,
-};
-
-/* Which dimensions a ruleset has terms in, and which calls it answers. */
+/* Goes on where enum match_use ends: which calls a ruleset answers. */
 enum tune_use {
-	TUNE_USE_REMOTE = 1 << 0,
-	TUNE_USE_LOCAL = 1 << 1,
-	TUNE_USE_REMOTE_PORT = 1 << 2,
-	TUNE_USE_LOCAL_PORT = 1 << 3,
-	TUNE_USE_SAME = 1 << 4,
-	TUNE_USE_TAG = 1 << 5, /* a rule matches on the peer's tag */
 	TUNE_USE_WRITE = 1 << 6, /* an accepting rule writes a tag */
 	TUNE_USE_SYN_RTO = 1 << 7,
 	TUNE_USE_SYNACK_RTO = 1 << 8,
@@ -79,44 +59,6 @@ enum tune_arm {
 	TUNE_ARM_TREATED,
 	TUNE_ARM_CONTROL, /* of a trial: counted, left alone */
 	TUNE_ARMS,
-};
-
-/* IPv6 address; an IPv4 address is mapped, ::ffff:a.b.c.d. Network order. */
-struct tune_address {
-	__u32 word[4];
-};
-
-struct tune_set {
-	__u64 word[TUNE_WORDS];
-};
-
-/* LPM trie key; prefixlen counts from the top of the mapped address. */
-struct tune_prefix {
-	__u32 prefixlen;
-	struct tune_address address;
-};
-
-/* LPM trie key; the port is in network order, so that ranges are prefixes. */
-struct tune_port {
-	__u32 prefixlen;
-	__u8 port[2];
-	__u8 padding[2];
-};
-
-struct tune_tag {
-	__u8 length;
-	__u8 byte[TUNE_TAG];
-};
-
-/* Replaced whole, never written in place. */
-struct tune_ruleset {
-	__u32 uses; /* enum tune_use */
-	__u32 terms;
-	struct tune_set role[TUNE_ROLES];
-	struct tune_set same4[33]; /* by the bits that both addresses share */
-	struct tune_set same6[129];
-	struct tune_set untagged; /* terms that ask for no tag */
-	__u32 rule[TUNE_TERMS]; /* the rule of a term */
 };
 
 struct tune_option {
@@ -156,7 +98,7 @@ struct tune_rule {
 	__u8 learn_bits4;
 	__u8 learn_bits6; /* of the mapped address, both */
 	__u8 learn_option; /* its number, for failures */
-	struct tune_tag tag; /* written; length 0: none */
+	struct match_tag tag; /* written; length 0: none */
 	char name[TUNE_NAME];
 	char congestion[2][16]; /* [0] at the start, [1] the reaction's */
 	struct tune_option option[TUNE_OPTIONS];
@@ -189,24 +131,11 @@ enum tune_connection_flag {
 	TUNE_CONNECTION_UNSEEN = 1 << 7, /* adopted, and the kernel will not call */
 };
 
-/* A handshake, until it is done. */
-struct tune_request_key {
-	struct tune_address local;
-	struct tune_address remote;
-	__u16 local_port; /* host order, both */
-	__u16 remote_port;
-};
-
+/* A handshake, until it is done; its key is a match_tuple. */
 struct tune_request {
 	__u64 started; /* CLOCK_MONOTONIC, nanoseconds */
 	__u32 rule;
 	__u32 padding;
-};
-
-/* Which of the two banks of maps is in force. */
-struct tune_active {
-	__u32 bank;
-	__u32 used; /* enum tune_use, of all rulesets since the pins were made */
 };
 
 struct tune_stats_key {
@@ -246,7 +175,7 @@ struct tune_failure {
 
 struct tune_learned_key {
 	__u32 learn;
-	struct tune_address prefix;
+	struct match_address prefix;
 	__u32 bits; /* of the mapped address */
 };
 
@@ -280,28 +209,12 @@ struct tune_live_request {
 	__s32 value;
 };
 
-/* A connection that might be, for the program that only decides. */
-struct tune_question {
-	struct tune_request_key tuple;
-	__u32 role;
-	struct tune_tag tag; /* length 0: none, or not known */
-	__u8 padding[3];
-};
-
-#define TUNE_EXPORT(kind, name) \
-	const kind name *unused_##name __attribute__((unused))
-
-_Static_assert(TUNE_TERMS == TUNE_WORDS * 64, "set");
-_Static_assert(sizeof(struct tune_prefix) == 20, "prefix");
-_Static_assert(sizeof(struct tune_tag) == 17, "tag");
 _Static_assert(sizeof(struct tune_option) == 16, "option");
 _Static_assert(sizeof(struct tune_connection) == 48, "connection");
-_Static_assert(sizeof(struct tune_request_key) == 36, "request key");
 _Static_assert(sizeof(struct tune_learned_key) == 24, "learned key");
 _Static_assert(sizeof(struct tune_evidence) == 16, "evidence");
 _Static_assert(sizeof(struct tune_failure) == 8, "failure");
 _Static_assert(sizeof(struct tune_live_request) == 24, "live request");
-_Static_assert(sizeof(struct tune_question) == 60, "question");
 _Static_assert(sizeof(struct tune_rule) % 8 == 0, "rule");
 
 #endif

@@ -5,6 +5,7 @@ package agent
 import (
 	"time"
 
+	"sockeye/internal/match"
 	"sockeye/internal/tune"
 )
 
@@ -81,11 +82,11 @@ type TuneFailure struct {
 
 // TuneExplanation is one cgroup of the answer to GET /v1/tune/explain.
 type TuneExplanation struct {
-	Cgroup string      `json:"cgroup"`
-	Role   string      `json:"role"`
-	Rule   string      `json:"rule"` // "" for none
-	Steps  []tune.Step `json:"steps"`
-	Set    []string    `json:"set"`
+	Cgroup string       `json:"cgroup"`
+	Role   string       `json:"role"`
+	Rule   string       `json:"rule"` // "" for none
+	Steps  []match.Step `json:"steps"`
+	Set    []string     `json:"set"`
 }
 
 // TuneSocket is the answer to GET /v1/tune/socket: a live connection.
@@ -104,7 +105,7 @@ type TuneSocket struct {
 	Reacted   bool         `json:"reacted"`
 	Candidate *int         `json:"candidate,omitempty"` // initial window that was tried
 	Values    []tune.Value `json:"values"`
-	Steps     []tune.Step  `json:"steps"` // what the rules of now say
+	Steps     []match.Step `json:"steps"` // what the rules of now say
 }
 
 // TuneTrial is the answer to GET /v1/tune/trial.

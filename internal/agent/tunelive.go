@@ -19,6 +19,8 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/match"
+	"sockeye/internal/sockets"
 	"sockeye/internal/tune"
 )
 
@@ -42,7 +44,7 @@ func (a *Agent) TuneSocket(r *http.Request) (*TuneSocket, error) {
 const socketHint = "name an open TCP connection of a process in a cgroup that is tuned, as ss -tnp shows them"
 
 // takeSocket takes the socket that a request names.
-func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *tune.Socket, error) {
+func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *sockets.Socket, error) {
 	q := r.URL.Query()
 	if q.Get("pid") != "" || q.Get("fd") != "" {
 		pid, errPID := strconv.Atoi(q.Get("pid"))
@@ -61,7 +63,7 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *tune.Socket, error) 
 		if i < 0 {
 			return nil, nil, Usage(fmt.Errorf("process %d is in cgroup %s, which is not tuned", pid, path), socketHint)
 		}
-		socket, err := tune.TakeSocket(pid, fd)
+		socket, err := sockets.Take(pid, fd)
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil, nil, Usage(err, socketHint)
 		}
@@ -79,7 +81,7 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *tune.Socket, error) 
 		if t.path() == "" {
 			continue
 		}
-		socket, err := tune.FindSocket(t.path(), local, remote)
+		socket, err := sockets.Find(t.path(), local, remote)
 		if err == nil {
 			return t, socket, nil
 		}
@@ -122,10 +124,10 @@ func cgroupOf(pid int) (string, error) {
 	return "", fmt.Errorf("read cgroup of process %d: it is in no cgroup v2: %w", pid, fs.ErrNotExist)
 }
 
-func (t *tuner) show(s *tune.Socket) (*TuneSocket, error) {
+func (t *tuner) show(s *sockets.Socket) (*TuneSocket, error) {
 	view := &TuneSocket{
 		PID: s.PID, FD: s.Number, Command: s.Command, Local: s.Local.String(), Remote: s.Remote.String(),
-		Role: string(s.Role), Cgroup: t.name, Values: []tune.Value{}, Steps: []tune.Step{},
+		Role: string(s.Role), Cgroup: t.name, Values: []tune.Value{}, Steps: []match.Step{},
 	}
 	if s.Listening || !s.Remote.IsValid() {
 		return nil, Usage(fmt.Errorf("%v is no connection", s), socketHint)
@@ -137,7 +139,7 @@ func (t *tuner) show(s *tune.Socket) (*TuneSocket, error) {
 	if err != nil {
 		return nil, err
 	}
-	view.Steps = tune.Explain(t.rules, t.services, tune.Question{Local: s.Local, Remote: s.Remote, Role: s.Role})
+	view.Steps = tune.Explain(t.rules, t.services, match.Question{Local: s.Local, Remote: s.Remote, Role: s.Role})
 	if c == nil {
 		return view, nil
 	}
@@ -146,7 +148,7 @@ func (t *tuner) show(s *tune.Socket) (*TuneSocket, error) {
 		return nil, err
 	}
 	view.Role = string(config.RoleConnect)
-	if uint32(c.Role) == bpf.TuneAccept {
+	if uint32(c.Role) == bpf.MatchAccept {
 		view.Role = string(config.RoleAccept)
 	}
 	view.Adopted = c.Flags&bpf.TuneConnectionAdopted != 0
@@ -156,7 +158,7 @@ func (t *tuner) show(s *tune.Socket) (*TuneSocket, error) {
 	if rule == nil {
 		return view, nil
 	}
-	view.Rule, view.Current = tune.Text(rule.Name[:]), rule.Retired == 0
+	view.Rule, view.Current = bpf.Text(rule.Name[:]), rule.Retired == 0
 	i := slices.IndexFunc(t.rules, func(r config.TuneRule) bool { return r.Name == view.Rule })
 	if i < 0 || !view.Current {
 		return view, nil

@@ -20,6 +20,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/match"
 	"sockeye/internal/tune"
 )
 
@@ -82,7 +83,7 @@ func (t *tuner) numbers() (current map[string]uint32, older map[string]int, all 
 	}
 	all, err = t.tune.Rules()
 	for id, rule := range all {
-		if name := tune.Text(rule.Name[:]); rule.Retired == 0 {
+		if name := bpf.Text(rule.Name[:]); rule.Retired == 0 {
 			current[name] = id
 		} else {
 			older[name]++
@@ -327,9 +328,9 @@ func (t *tuner) exposed() []string {
 }
 
 // tuneQuestion reads the connection that a request asks about.
-func tuneQuestion(r *http.Request) (questions []tune.Question, err error) {
+func tuneQuestion(r *http.Request) (questions []match.Question, err error) {
 	q := r.URL.Query()
-	var base tune.Question
+	var base match.Question
 	if base.Local, err = parseEnd("local", q.Get("local")); err != nil {
 		return nil, err
 	}
@@ -370,7 +371,7 @@ func parseEnd(what, text string) (netip.AddrPort, error) {
 }
 
 // TuneExplain says which rule a connection would have in each cgroup, and why.
-func (a *Agent) TuneExplain(cgroup string, questions []tune.Question) ([]TuneExplanation, error) {
+func (a *Agent) TuneExplain(cgroup string, questions []match.Question) ([]TuneExplanation, error) {
 	tuners, err := a.tunersOf(cgroup)
 	if err != nil {
 		return nil, err
@@ -393,7 +394,7 @@ func (a *Agent) TuneExplain(cgroup string, questions []tune.Question) ([]TuneExp
 	return list, nil
 }
 
-func matched(steps []tune.Step, rules []config.TuneRule) *config.TuneRule {
+func matched(steps []match.Step, rules []config.TuneRule) *config.TuneRule {
 	for _, step := range steps {
 		if step.Matches {
 			i := slices.IndexFunc(rules, func(r config.TuneRule) bool { return r.Name == step.Rule })

@@ -31,34 +31,9 @@ type TuneConfig struct {
 
 // TuneRules is a list of rules, compiled: what Install makes the program use.
 type TuneRules struct {
-	// Ruleset.Rule holds indexes into Rules, which start at 1.
-	Ruleset     TuneRuleset
-	Remotes     []TunePrefixEntry
-	Locals      []TunePrefixEntry
-	RemotePorts []TunePortEntry
-	LocalPorts  []TunePortEntry
-	Tags        []TuneTagEntry
+	MatchRules
 	// Rules have neither Seed nor Retired: Install fills them in.
 	Rules []TuneRule
-}
-
-// TunePrefixEntry gives the terms that allow the addresses of a prefix and of
-// no longer one.
-type TunePrefixEntry struct {
-	Prefix TunePrefix
-	Set    TuneSet
-}
-
-// TunePortEntry is the same for ports.
-type TunePortEntry struct {
-	Port TunePort
-	Set  TuneSet
-}
-
-// TuneTagEntry gives the terms that ask for a peer's tag.
-type TuneTagEntry struct {
-	Tag TuneTag
-	Set TuneSet
 }
 
 // Tune is the tuning of one cgroup: pinned maps and a pinned link. It goes on
@@ -66,9 +41,8 @@ type TuneTagEntry struct {
 type Tune struct {
 	dir    string
 	cgroup string
-	maps   map[string]*ebpf.Map
-	inner  map[string]*ebpf.MapSpec
-	link   link.Link
+	banks
+	link link.Link
 }
 
 const pinTuneLink = "link_sockops"
@@ -94,7 +68,7 @@ func Hz() (uint32, error) {
 //
 // A map that was pinned by another version gives an *IncompatibleError.
 func OpenTune(c TuneConfig) (_ *Tune, err error) {
-	t := &Tune{dir: c.Dir, cgroup: c.Cgroup, maps: make(map[string]*ebpf.Map), inner: make(map[string]*ebpf.MapSpec)}
+	t := &Tune{dir: c.Dir, cgroup: c.Cgroup, banks: banks{maps: make(map[string]*ebpf.Map), inner: make(map[string]*ebpf.MapSpec)}}
 	defer func() {
 		if err != nil {
 			t.Close()
@@ -193,103 +167,10 @@ func (t *Tune) Install(r *TuneRules) error {
 	if err != nil {
 		return err
 	}
-	ruleset := r.Ruleset
-	for term := range ruleset.Terms {
-		index := ruleset.Rule[term]
-		if index == 0 || int(index) > len(ids) {
-			return fmt.Errorf("install rules: term %d of rule %d", term, index)
-		}
-		ruleset.Rule[term] = ids[index-1]
-	}
-	var state TuneActive
-	if err := t.maps["active"].Lookup(uint32(0), &state); err != nil {
-		return fmt.Errorf("read active bank: %w", err)
-	}
-	bank := 1 - state.Bank&1
-	if err := t.build(bank, r, &ruleset); err != nil {
-		return err
-	}
-	state.Used |= ruleset.Uses
-	if err := t.maps["active"].Put(uint32(0), state); err != nil {
-		return fmt.Errorf("write active bank: %w", err)
-	}
-	state.Bank = bank
-	if err := t.maps["active"].Put(uint32(0), state); err != nil {
-		return fmt.Errorf("write active bank: %w", err)
-	}
-	// A write to a map of maps waits until no program runs that may have seen
-	// what was there before (maybe_wait_bpf_programs, kernel/bpf/syscall.c): the
-	// other bank may be built anew from here on.
-	if err := t.putRuleset(bank, &ruleset); err != nil {
+	if err := t.install(&r.MatchRules, ids); err != nil {
 		return err
 	}
 	return t.retireRules(ids)
-}
-
-// build fills a bank that is not in force.
-func (t *Tune) build(bank uint32, r *TuneRules, ruleset *TuneRuleset) error {
-	for _, prefixes := range []struct {
-		name    string
-		entries []TunePrefixEntry
-	}{{"remotes", r.Remotes}, {"locals", r.Locals}} {
-		err := t.putInner(prefixes.name, bank, len(prefixes.entries), func(m *ebpf.Map) error {
-			return putAll(m, prefixes.entries, func(e *TunePrefixEntry) (any, any) { return &e.Prefix, &e.Set })
-		})
-		if err != nil {
-			return err
-		}
-	}
-	for _, ports := range []struct {
-		name    string
-		entries []TunePortEntry
-	}{{"remote_ports", r.RemotePorts}, {"local_ports", r.LocalPorts}} {
-		err := t.putInner(ports.name, bank, len(ports.entries), func(m *ebpf.Map) error {
-			return putAll(m, ports.entries, func(e *TunePortEntry) (any, any) { return &e.Port, &e.Set })
-		})
-		if err != nil {
-			return err
-		}
-	}
-	err := t.putInner("peer_tags", bank, len(r.Tags), func(m *ebpf.Map) error {
-		return putAll(m, r.Tags, func(e *TuneTagEntry) (any, any) { return &e.Tag, &e.Set })
-	})
-	if err != nil {
-		return err
-	}
-	return t.putRuleset(bank, ruleset)
-}
-
-func putAll[E any](m *ebpf.Map, entries []E, of func(*E) (key, value any)) error {
-	for i := range entries {
-		key, value := of(&entries[i])
-		if err := m.Put(key, value); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func (t *Tune) putRuleset(bank uint32, ruleset *TuneRuleset) error {
-	return t.putInner("rulesets", bank, 1, func(m *ebpf.Map) error { return m.Put(uint32(0), ruleset) })
-}
-
-// putInner makes a map, has it filled, and puts it into a bank.
-func (t *Tune) putInner(name string, bank uint32, entries int, fill func(*ebpf.Map) error) error {
-	spec := t.inner[name].Copy()
-	spec.Name = name[:min(len(name), 12)] + "_in"
-	spec.MaxEntries = uint32(max(entries, 1))
-	m, err := ebpf.NewMap(spec)
-	if err != nil {
-		return fmt.Errorf("create map %s: %w", name, err)
-	}
-	defer m.Close()
-	if err := fill(m); err != nil {
-		return fmt.Errorf("fill map %s: %w", name, err)
-	}
-	if err := t.maps[name].Put(bank, uint32(m.FD())); err != nil {
-		return fmt.Errorf("install map %s: %w", name, err)
-	}
-	return nil
 }
 
 // Rules are all rules that are remembered, by number: those in force, and
@@ -620,7 +501,7 @@ func (l *Live) call(fd int, name uint32, r TuneLiveRequest) error {
 
 // Decide asks the rules in force which rule a connection would have, by the
 // program's own code. 0 is none.
-func (t *Tune) Decide(questions ...TuneQuestion) ([]uint32, error) {
+func (t *Tune) Decide(questions ...MatchQuestion) ([]uint32, error) {
 	p, err := t.loadLive("tune_decide", 0)
 	if err != nil {
 		return nil, err

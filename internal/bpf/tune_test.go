@@ -47,7 +47,7 @@ func TestTuneOpens(t *testing.T) {
 	if err := first.Install(rules); err != nil {
 		t.Fatal(err)
 	}
-	before, err := first.Decide(bpf.TuneQuestion{})
+	before, err := first.Decide(bpf.MatchQuestion{})
 	if err != nil || before[0] == 0 {
 		t.Fatalf("rule %v, %v", before, err)
 	}
@@ -57,7 +57,7 @@ func TestTuneOpens(t *testing.T) {
 
 	adopted := open()
 	defer adopted.Close()
-	after, err := adopted.Decide(bpf.TuneQuestion{})
+	after, err := adopted.Decide(bpf.MatchQuestion{})
 	if err != nil || after[0] != before[0] {
 		t.Errorf("rule %v before, %v after, %v", before, after, err)
 	}

@@ -49,14 +49,18 @@ const (
 	tuneLiveProgTuneDecide           = "tune_decide"
 	tuneLiveProgTuneLive             = "tune_live"
 	tuneLiveVarNonce                 = "nonce"
-	tuneLiveVarUnusedTuneAddress     = "unused_tune_address"
+	tuneLiveVarUnusedMatchAddress    = "unused_match_address"
+	tuneLiveVarUnusedMatchLimit      = "unused_match_limit"
+	tuneLiveVarUnusedMatchPort       = "unused_match_port"
+	tuneLiveVarUnusedMatchPrefix     = "unused_match_prefix"
+	tuneLiveVarUnusedMatchQuestion   = "unused_match_question"
+	tuneLiveVarUnusedMatchRole       = "unused_match_role"
+	tuneLiveVarUnusedMatchRuleset    = "unused_match_ruleset"
+	tuneLiveVarUnusedMatchSet        = "unused_match_set"
+	tuneLiveVarUnusedMatchTag        = "unused_match_tag"
+	tuneLiveVarUnusedMatchUse        = "unused_match_use"
 	tuneLiveVarUnusedTuneLiveName    = "unused_tune_live_name"
 	tuneLiveVarUnusedTuneLiveRequest = "unused_tune_live_request"
-	tuneLiveVarUnusedTunePort        = "unused_tune_port"
-	tuneLiveVarUnusedTunePrefix      = "unused_tune_prefix"
-	tuneLiveVarUnusedTuneRuleset     = "unused_tune_ruleset"
-	tuneLiveVarUnusedTuneSet         = "unused_tune_set"
-	tuneLiveVarUnusedTuneTag         = "unused_tune_tag"
 )
 
 // loadTuneLive returns the embedded CollectionSpec for tuneLive.
@@ -127,14 +131,18 @@ type tuneLiveMapSpecs struct {
 // It can be passed ebpf.CollectionSpec.Assign.
 type tuneLiveVariableSpecs struct {
 	Nonce                 *ebpf.VariableSpec `ebpf:"nonce"`
-	UnusedTuneAddress     *ebpf.VariableSpec `ebpf:"unused_tune_address"`
+	UnusedMatchAddress    *ebpf.VariableSpec `ebpf:"unused_match_address"`
+	UnusedMatchLimit      *ebpf.VariableSpec `ebpf:"unused_match_limit"`
+	UnusedMatchPort       *ebpf.VariableSpec `ebpf:"unused_match_port"`
+	UnusedMatchPrefix     *ebpf.VariableSpec `ebpf:"unused_match_prefix"`
+	UnusedMatchQuestion   *ebpf.VariableSpec `ebpf:"unused_match_question"`
+	UnusedMatchRole       *ebpf.VariableSpec `ebpf:"unused_match_role"`
+	UnusedMatchRuleset    *ebpf.VariableSpec `ebpf:"unused_match_ruleset"`
+	UnusedMatchSet        *ebpf.VariableSpec `ebpf:"unused_match_set"`
+	UnusedMatchTag        *ebpf.VariableSpec `ebpf:"unused_match_tag"`
+	UnusedMatchUse        *ebpf.VariableSpec `ebpf:"unused_match_use"`
 	UnusedTuneLiveName    *ebpf.VariableSpec `ebpf:"unused_tune_live_name"`
 	UnusedTuneLiveRequest *ebpf.VariableSpec `ebpf:"unused_tune_live_request"`
-	UnusedTunePort        *ebpf.VariableSpec `ebpf:"unused_tune_port"`
-	UnusedTunePrefix      *ebpf.VariableSpec `ebpf:"unused_tune_prefix"`
-	UnusedTuneRuleset     *ebpf.VariableSpec `ebpf:"unused_tune_ruleset"`
-	UnusedTuneSet         *ebpf.VariableSpec `ebpf:"unused_tune_set"`
-	UnusedTuneTag         *ebpf.VariableSpec `ebpf:"unused_tune_tag"`
 }
 
 // tuneLiveObjects contains all objects after they have been loaded into the kernel.
@@ -191,14 +199,18 @@ func (m *tuneLiveMaps) Close() error {
 // It can be passed to loadTuneLiveObjects or ebpf.CollectionSpec.LoadAndAssign.
 type tuneLiveVariables struct {
 	Nonce                 *ebpf.Variable `ebpf:"nonce"`
-	UnusedTuneAddress     *ebpf.Variable `ebpf:"unused_tune_address"`
+	UnusedMatchAddress    *ebpf.Variable `ebpf:"unused_match_address"`
+	UnusedMatchLimit      *ebpf.Variable `ebpf:"unused_match_limit"`
+	UnusedMatchPort       *ebpf.Variable `ebpf:"unused_match_port"`
+	UnusedMatchPrefix     *ebpf.Variable `ebpf:"unused_match_prefix"`
+	UnusedMatchQuestion   *ebpf.Variable `ebpf:"unused_match_question"`
+	UnusedMatchRole       *ebpf.Variable `ebpf:"unused_match_role"`
+	UnusedMatchRuleset    *ebpf.Variable `ebpf:"unused_match_ruleset"`
+	UnusedMatchSet        *ebpf.Variable `ebpf:"unused_match_set"`
+	UnusedMatchTag        *ebpf.Variable `ebpf:"unused_match_tag"`
+	UnusedMatchUse        *ebpf.Variable `ebpf:"unused_match_use"`
 	UnusedTuneLiveName    *ebpf.Variable `ebpf:"unused_tune_live_name"`
 	UnusedTuneLiveRequest *ebpf.Variable `ebpf:"unused_tune_live_request"`
-	UnusedTunePort        *ebpf.Variable `ebpf:"unused_tune_port"`
-	UnusedTunePrefix      *ebpf.Variable `ebpf:"unused_tune_prefix"`
-	UnusedTuneRuleset     *ebpf.Variable `ebpf:"unused_tune_ruleset"`
-	UnusedTuneSet         *ebpf.Variable `ebpf:"unused_tune_set"`
-	UnusedTuneTag         *ebpf.Variable `ebpf:"unused_tune_tag"`
 }
 
 // tuneLivePrograms contains all programs after they have been loaded into the kernel.

@@ -13,16 +13,94 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-type tuneSockopsTuneActive struct {
+type tuneSockopsMatchActive struct {
 	_    structs.HostLayout
 	Bank uint32
 	Used uint32
 }
 
-type tuneSockopsTuneAddress struct {
+type tuneSockopsMatchAddress struct {
 	_    structs.HostLayout
 	Word [4]uint32
 }
+
+type tuneSockopsMatchLimit uint32
+
+const (
+	tuneSockopsMatchLimitMATCH_WORDS tuneSockopsMatchLimit = 8
+	tuneSockopsMatchLimitMATCH_TERMS tuneSockopsMatchLimit = 512
+	tuneSockopsMatchLimitMATCH_TAG   tuneSockopsMatchLimit = 16
+)
+
+type tuneSockopsMatchPort struct {
+	_         structs.HostLayout
+	Prefixlen uint32
+	Port      [2]uint8
+	Padding   [2]uint8
+}
+
+type tuneSockopsMatchPrefix struct {
+	_         structs.HostLayout
+	Prefixlen uint32
+	Address   tuneSockopsMatchAddress
+}
+
+type tuneSockopsMatchQuestion struct {
+	_       structs.HostLayout
+	Tuple   tuneSockopsMatchTuple
+	Role    uint32
+	Tag     tuneSockopsMatchTag
+	Padding [3]uint8
+}
+
+type tuneSockopsMatchRole uint32
+
+const (
+	tuneSockopsMatchRoleMATCH_CONNECT tuneSockopsMatchRole = 0
+	tuneSockopsMatchRoleMATCH_ACCEPT  tuneSockopsMatchRole = 1
+	tuneSockopsMatchRoleMATCH_ROLES   tuneSockopsMatchRole = 2
+)
+
+type tuneSockopsMatchRuleset struct {
+	_        structs.HostLayout
+	Uses     uint32
+	Terms    uint32
+	Role     [2]tuneSockopsMatchSet
+	Same4    [33]tuneSockopsMatchSet
+	Same6    [129]tuneSockopsMatchSet
+	Untagged tuneSockopsMatchSet
+	Rule     [512]uint32
+}
+
+type tuneSockopsMatchSet struct {
+	_    structs.HostLayout
+	Word [8]uint64
+}
+
+type tuneSockopsMatchTag struct {
+	_      structs.HostLayout
+	Length uint8
+	Byte   [16]uint8
+}
+
+type tuneSockopsMatchTuple struct {
+	_          structs.HostLayout
+	Local      tuneSockopsMatchAddress
+	Remote     tuneSockopsMatchAddress
+	LocalPort  uint16
+	RemotePort uint16
+}
+
+type tuneSockopsMatchUse uint32
+
+const (
+	tuneSockopsMatchUseMATCH_USE_REMOTE      tuneSockopsMatchUse = 1
+	tuneSockopsMatchUseMATCH_USE_LOCAL       tuneSockopsMatchUse = 2
+	tuneSockopsMatchUseMATCH_USE_REMOTE_PORT tuneSockopsMatchUse = 4
+	tuneSockopsMatchUseMATCH_USE_LOCAL_PORT  tuneSockopsMatchUse = 8
+	tuneSockopsMatchUseMATCH_USE_SAME        tuneSockopsMatchUse = 16
+	tuneSockopsMatchUseMATCH_USE_TAG         tuneSockopsMatchUse = 32
+)
 
 type tuneSockopsTuneArm uint32
 
@@ -96,7 +174,7 @@ type tuneSockopsTuneLearned struct {
 type tuneSockopsTuneLearnedKey struct {
 	_      structs.HostLayout
 	Learn  uint32
-	Prefix tuneSockopsTuneAddress
+	Prefix tuneSockopsMatchAddress
 	Bits   uint32
 }
 
@@ -110,12 +188,9 @@ const (
 type tuneSockopsTuneLimit uint32
 
 const (
-	tuneSockopsTuneLimitTUNE_WORDS          tuneSockopsTuneLimit = 8
-	tuneSockopsTuneLimitTUNE_TERMS          tuneSockopsTuneLimit = 512
 	tuneSockopsTuneLimitTUNE_OPTIONS        tuneSockopsTuneLimit = 64
 	tuneSockopsTuneLimitTUNE_CANDIDATES     tuneSockopsTuneLimit = 8
 	tuneSockopsTuneLimitTUNE_BUCKETS        tuneSockopsTuneLimit = 128
-	tuneSockopsTuneLimitTUNE_TAG            tuneSockopsTuneLimit = 16
 	tuneSockopsTuneLimitTUNE_TAG_EXID       tuneSockopsTuneLimit = 21323
 	tuneSockopsTuneLimitTUNE_REQUESTS       tuneSockopsTuneLimit = 8192
 	tuneSockopsTuneLimitTUNE_LEARNED        tuneSockopsTuneLimit = 4096
@@ -147,43 +222,6 @@ const (
 	tuneSockopsTunePhaseTUNE_PHASE_IPV6    tuneSockopsTunePhase = 64
 )
 
-type tuneSockopsTunePort struct {
-	_         structs.HostLayout
-	Prefixlen uint32
-	Port      [2]uint8
-	Padding   [2]uint8
-}
-
-type tuneSockopsTunePrefix struct {
-	_         structs.HostLayout
-	Prefixlen uint32
-	Address   tuneSockopsTuneAddress
-}
-
-type tuneSockopsTuneQuestion struct {
-	_       structs.HostLayout
-	Tuple   tuneSockopsTuneRequestKey
-	Role    uint32
-	Tag     tuneSockopsTuneTag
-	Padding [3]uint8
-}
-
-type tuneSockopsTuneRequestKey struct {
-	_          structs.HostLayout
-	Local      tuneSockopsTuneAddress
-	Remote     tuneSockopsTuneAddress
-	LocalPort  uint16
-	RemotePort uint16
-}
-
-type tuneSockopsTuneRole uint32
-
-const (
-	tuneSockopsTuneRoleTUNE_CONNECT tuneSockopsTuneRole = 0
-	tuneSockopsTuneRoleTUNE_ACCEPT  tuneSockopsTuneRole = 1
-	tuneSockopsTuneRoleTUNE_ROLES   tuneSockopsTuneRole = 2
-)
-
 type tuneSockopsTuneRule struct {
 	_                structs.HostLayout
 	Retired          uint64
@@ -210,26 +248,10 @@ type tuneSockopsTuneRule struct {
 	LearnBits4       uint8
 	LearnBits6       uint8
 	LearnOption      uint8
-	Tag              tuneSockopsTuneTag
+	Tag              tuneSockopsMatchTag
 	Name             [36]int8
 	Congestion       [2][16]int8
 	Option           [64]tuneSockopsTuneOption
-}
-
-type tuneSockopsTuneRuleset struct {
-	_        structs.HostLayout
-	Uses     uint32
-	Terms    uint32
-	Role     [2]tuneSockopsTuneSet
-	Same4    [33]tuneSockopsTuneSet
-	Same6    [129]tuneSockopsTuneSet
-	Untagged tuneSockopsTuneSet
-	Rule     [512]uint32
-}
-
-type tuneSockopsTuneSet struct {
-	_    structs.HostLayout
-	Word [8]uint64
 }
 
 type tuneSockopsTuneStats struct {
@@ -259,27 +281,15 @@ type tuneSockopsTuneStatsKey struct {
 	Arm  uint32
 }
 
-type tuneSockopsTuneTag struct {
-	_      structs.HostLayout
-	Length uint8
-	Byte   [16]uint8
-}
-
 type tuneSockopsTuneUse uint32
 
 const (
-	tuneSockopsTuneUseTUNE_USE_REMOTE      tuneSockopsTuneUse = 1
-	tuneSockopsTuneUseTUNE_USE_LOCAL       tuneSockopsTuneUse = 2
-	tuneSockopsTuneUseTUNE_USE_REMOTE_PORT tuneSockopsTuneUse = 4
-	tuneSockopsTuneUseTUNE_USE_LOCAL_PORT  tuneSockopsTuneUse = 8
-	tuneSockopsTuneUseTUNE_USE_SAME        tuneSockopsTuneUse = 16
-	tuneSockopsTuneUseTUNE_USE_TAG         tuneSockopsTuneUse = 32
-	tuneSockopsTuneUseTUNE_USE_WRITE       tuneSockopsTuneUse = 64
-	tuneSockopsTuneUseTUNE_USE_SYN_RTO     tuneSockopsTuneUse = 128
-	tuneSockopsTuneUseTUNE_USE_SYNACK_RTO  tuneSockopsTuneUse = 256
-	tuneSockopsTuneUseTUNE_USE_RWND        tuneSockopsTuneUse = 512
-	tuneSockopsTuneUseTUNE_USE_ECN         tuneSockopsTuneUse = 1024
-	tuneSockopsTuneUseTUNE_USE_BASE_RTT    tuneSockopsTuneUse = 2048
+	tuneSockopsTuneUseTUNE_USE_WRITE      tuneSockopsTuneUse = 64
+	tuneSockopsTuneUseTUNE_USE_SYN_RTO    tuneSockopsTuneUse = 128
+	tuneSockopsTuneUseTUNE_USE_SYNACK_RTO tuneSockopsTuneUse = 256
+	tuneSockopsTuneUseTUNE_USE_RWND       tuneSockopsTuneUse = 512
+	tuneSockopsTuneUseTUNE_USE_ECN        tuneSockopsTuneUse = 1024
+	tuneSockopsTuneUseTUNE_USE_BASE_RTT   tuneSockopsTuneUse = 2048
 )
 
 // Names of all BPF objects in the ELF.
@@ -301,20 +311,22 @@ const (
 	tuneSockopsMapStats                    = "stats"
 	tuneSockopsProgTuneSockops             = "tune_sockops"
 	tuneSockopsVarHz                       = "hz"
-	tuneSockopsVarUnusedTuneAddress        = "unused_tune_address"
+	tuneSockopsVarUnusedMatchAddress       = "unused_match_address"
+	tuneSockopsVarUnusedMatchLimit         = "unused_match_limit"
+	tuneSockopsVarUnusedMatchPort          = "unused_match_port"
+	tuneSockopsVarUnusedMatchPrefix        = "unused_match_prefix"
+	tuneSockopsVarUnusedMatchQuestion      = "unused_match_question"
+	tuneSockopsVarUnusedMatchRole          = "unused_match_role"
+	tuneSockopsVarUnusedMatchRuleset       = "unused_match_ruleset"
+	tuneSockopsVarUnusedMatchSet           = "unused_match_set"
+	tuneSockopsVarUnusedMatchTag           = "unused_match_tag"
+	tuneSockopsVarUnusedMatchUse           = "unused_match_use"
 	tuneSockopsVarUnusedTuneArm            = "unused_tune_arm"
 	tuneSockopsVarUnusedTuneConnectionFlag = "unused_tune_connection_flag"
 	tuneSockopsVarUnusedTuneFlag           = "unused_tune_flag"
 	tuneSockopsVarUnusedTuneLevel          = "unused_tune_level"
 	tuneSockopsVarUnusedTuneLimit          = "unused_tune_limit"
 	tuneSockopsVarUnusedTunePhase          = "unused_tune_phase"
-	tuneSockopsVarUnusedTunePort           = "unused_tune_port"
-	tuneSockopsVarUnusedTunePrefix         = "unused_tune_prefix"
-	tuneSockopsVarUnusedTuneQuestion       = "unused_tune_question"
-	tuneSockopsVarUnusedTuneRole           = "unused_tune_role"
-	tuneSockopsVarUnusedTuneRuleset        = "unused_tune_ruleset"
-	tuneSockopsVarUnusedTuneSet            = "unused_tune_set"
-	tuneSockopsVarUnusedTuneTag            = "unused_tune_tag"
 	tuneSockopsVarUnusedTuneUse            = "unused_tune_use"
 )
 
@@ -387,20 +399,22 @@ type tuneSockopsMapSpecs struct {
 // It can be passed ebpf.CollectionSpec.Assign.
 type tuneSockopsVariableSpecs struct {
 	Hz                       *ebpf.VariableSpec `ebpf:"hz"`
-	UnusedTuneAddress        *ebpf.VariableSpec `ebpf:"unused_tune_address"`
+	UnusedMatchAddress       *ebpf.VariableSpec `ebpf:"unused_match_address"`
+	UnusedMatchLimit         *ebpf.VariableSpec `ebpf:"unused_match_limit"`
+	UnusedMatchPort          *ebpf.VariableSpec `ebpf:"unused_match_port"`
+	UnusedMatchPrefix        *ebpf.VariableSpec `ebpf:"unused_match_prefix"`
+	UnusedMatchQuestion      *ebpf.VariableSpec `ebpf:"unused_match_question"`
+	UnusedMatchRole          *ebpf.VariableSpec `ebpf:"unused_match_role"`
+	UnusedMatchRuleset       *ebpf.VariableSpec `ebpf:"unused_match_ruleset"`
+	UnusedMatchSet           *ebpf.VariableSpec `ebpf:"unused_match_set"`
+	UnusedMatchTag           *ebpf.VariableSpec `ebpf:"unused_match_tag"`
+	UnusedMatchUse           *ebpf.VariableSpec `ebpf:"unused_match_use"`
 	UnusedTuneArm            *ebpf.VariableSpec `ebpf:"unused_tune_arm"`
 	UnusedTuneConnectionFlag *ebpf.VariableSpec `ebpf:"unused_tune_connection_flag"`
 	UnusedTuneFlag           *ebpf.VariableSpec `ebpf:"unused_tune_flag"`
 	UnusedTuneLevel          *ebpf.VariableSpec `ebpf:"unused_tune_level"`
 	UnusedTuneLimit          *ebpf.VariableSpec `ebpf:"unused_tune_limit"`
 	UnusedTunePhase          *ebpf.VariableSpec `ebpf:"unused_tune_phase"`
-	UnusedTunePort           *ebpf.VariableSpec `ebpf:"unused_tune_port"`
-	UnusedTunePrefix         *ebpf.VariableSpec `ebpf:"unused_tune_prefix"`
-	UnusedTuneQuestion       *ebpf.VariableSpec `ebpf:"unused_tune_question"`
-	UnusedTuneRole           *ebpf.VariableSpec `ebpf:"unused_tune_role"`
-	UnusedTuneRuleset        *ebpf.VariableSpec `ebpf:"unused_tune_ruleset"`
-	UnusedTuneSet            *ebpf.VariableSpec `ebpf:"unused_tune_set"`
-	UnusedTuneTag            *ebpf.VariableSpec `ebpf:"unused_tune_tag"`
 	UnusedTuneUse            *ebpf.VariableSpec `ebpf:"unused_tune_use"`
 }
 
@@ -462,20 +476,22 @@ func (m *tuneSockopsMaps) Close() error {
 // It can be passed to loadTuneSockopsObjects or ebpf.CollectionSpec.LoadAndAssign.
 type tuneSockopsVariables struct {
 	Hz                       *ebpf.Variable `ebpf:"hz"`
-	UnusedTuneAddress        *ebpf.Variable `ebpf:"unused_tune_address"`
+	UnusedMatchAddress       *ebpf.Variable `ebpf:"unused_match_address"`
+	UnusedMatchLimit         *ebpf.Variable `ebpf:"unused_match_limit"`
+	UnusedMatchPort          *ebpf.Variable `ebpf:"unused_match_port"`
+	UnusedMatchPrefix        *ebpf.Variable `ebpf:"unused_match_prefix"`
+	UnusedMatchQuestion      *ebpf.Variable `ebpf:"unused_match_question"`
+	UnusedMatchRole          *ebpf.Variable `ebpf:"unused_match_role"`
+	UnusedMatchRuleset       *ebpf.Variable `ebpf:"unused_match_ruleset"`
+	UnusedMatchSet           *ebpf.Variable `ebpf:"unused_match_set"`
+	UnusedMatchTag           *ebpf.Variable `ebpf:"unused_match_tag"`
+	UnusedMatchUse           *ebpf.Variable `ebpf:"unused_match_use"`
 	UnusedTuneArm            *ebpf.Variable `ebpf:"unused_tune_arm"`
 	UnusedTuneConnectionFlag *ebpf.Variable `ebpf:"unused_tune_connection_flag"`
 	UnusedTuneFlag           *ebpf.Variable `ebpf:"unused_tune_flag"`
 	UnusedTuneLevel          *ebpf.Variable `ebpf:"unused_tune_level"`
 	UnusedTuneLimit          *ebpf.Variable `ebpf:"unused_tune_limit"`
 	UnusedTunePhase          *ebpf.Variable `ebpf:"unused_tune_phase"`
-	UnusedTunePort           *ebpf.Variable `ebpf:"unused_tune_port"`
-	UnusedTunePrefix         *ebpf.Variable `ebpf:"unused_tune_prefix"`
-	UnusedTuneQuestion       *ebpf.Variable `ebpf:"unused_tune_question"`
-	UnusedTuneRole           *ebpf.Variable `ebpf:"unused_tune_role"`
-	UnusedTuneRuleset        *ebpf.Variable `ebpf:"unused_tune_ruleset"`
-	UnusedTuneSet            *ebpf.Variable `ebpf:"unused_tune_set"`
-	UnusedTuneTag            *ebpf.Variable `ebpf:"unused_tune_tag"`
 	UnusedTuneUse            *ebpf.Variable `ebpf:"unused_tune_use"`
 }
 

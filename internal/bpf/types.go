@@ -58,7 +58,6 @@ type (
 
 // Limits of the tune programs; see bpf/include/tune.h.
 const (
-	TuneTerms      = int(tuneSockopsTuneLimitTUNE_TERMS)
 	TuneOptionsMax = int(tuneSockopsTuneLimitTUNE_OPTIONS)
 	TuneTagExID    = int(tuneSockopsTuneLimitTUNE_TAG_EXID)
 	TuneLiveLevel  = int(tuneSockopsTuneLimitTUNE_LIVE_LEVEL)
@@ -70,21 +69,12 @@ const (
 //
 //revive:disable:exported
 const (
-	TuneUseRemote     = uint32(tuneSockopsTuneUseTUNE_USE_REMOTE)
-	TuneUseLocal      = uint32(tuneSockopsTuneUseTUNE_USE_LOCAL)
-	TuneUseRemotePort = uint32(tuneSockopsTuneUseTUNE_USE_REMOTE_PORT)
-	TuneUseLocalPort  = uint32(tuneSockopsTuneUseTUNE_USE_LOCAL_PORT)
-	TuneUseSame       = uint32(tuneSockopsTuneUseTUNE_USE_SAME)
-	TuneUseTag        = uint32(tuneSockopsTuneUseTUNE_USE_TAG)
-	TuneUseWrite      = uint32(tuneSockopsTuneUseTUNE_USE_WRITE)
-	TuneUseSynRTO     = uint32(tuneSockopsTuneUseTUNE_USE_SYN_RTO)
-	TuneUseSynackRTO  = uint32(tuneSockopsTuneUseTUNE_USE_SYNACK_RTO)
-	TuneUseRwnd       = uint32(tuneSockopsTuneUseTUNE_USE_RWND)
-	TuneUseECN        = uint32(tuneSockopsTuneUseTUNE_USE_ECN)
-	TuneUseBaseRTT    = uint32(tuneSockopsTuneUseTUNE_USE_BASE_RTT)
-
-	TuneConnect = uint32(tuneSockopsTuneRoleTUNE_CONNECT)
-	TuneAccept  = uint32(tuneSockopsTuneRoleTUNE_ACCEPT)
+	TuneUseWrite     = uint32(tuneSockopsTuneUseTUNE_USE_WRITE)
+	TuneUseSynRTO    = uint32(tuneSockopsTuneUseTUNE_USE_SYN_RTO)
+	TuneUseSynackRTO = uint32(tuneSockopsTuneUseTUNE_USE_SYNACK_RTO)
+	TuneUseRwnd      = uint32(tuneSockopsTuneUseTUNE_USE_RWND)
+	TuneUseECN       = uint32(tuneSockopsTuneUseTUNE_USE_ECN)
+	TuneUseBaseRTT   = uint32(tuneSockopsTuneUseTUNE_USE_BASE_RTT)
 
 	TunePhaseConnect = uint16(tuneSockopsTunePhaseTUNE_PHASE_CONNECT)
 	TunePhaseActive  = uint16(tuneSockopsTunePhaseTUNE_PHASE_ACTIVE)
@@ -116,12 +106,6 @@ const (
 )
 
 type (
-	TuneAddress     = tuneSockopsTuneAddress
-	TunePrefix      = tuneSockopsTunePrefix
-	TunePort        = tuneSockopsTunePort
-	TuneTag         = tuneSockopsTuneTag
-	TuneSet         = tuneSockopsTuneSet
-	TuneRuleset     = tuneSockopsTuneRuleset
 	TuneRule        = tuneSockopsTuneRule
 	TuneOption      = tuneSockopsTuneOption
 	TuneConnection  = tuneSockopsTuneConnection
@@ -130,8 +114,6 @@ type (
 	TuneFailure     = tuneSockopsTuneFailure
 	TuneLearned     = tuneSockopsTuneLearned
 	TuneLearnedKey  = tuneSockopsTuneLearnedKey
-	TuneActive      = tuneSockopsTuneActive
-	TuneQuestion    = tuneSockopsTuneQuestion
 	TuneLiveRequest = tuneLiveTuneLiveRequest
 )
 

@@ -17,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/match"
 	"sockeye/internal/tune"
 )
 
@@ -178,9 +179,9 @@ func TestTune(t *testing.T) {
 
 func TestTuneExplain(t *testing.T) {
 	f := newFake(t)
-	miss := tune.Step{Rule: "same-datacentre", Why: "addresses share 21 bits, not 44"}
-	hit := tune.Step{Rule: "bulk", Matches: true, Why: "remote 10.1.2.3 is in 10.0.0.0/8"}
-	asks(f, []agent.TuneExplanation{{Cgroup: "/lab", Role: "accept", Rule: "bulk", Steps: []tune.Step{miss, hit}, Set: []string{"sndbuf 150KB", "cwnd_clamp 100"}}},
+	miss := match.Step{Rule: "same-datacentre", Why: "addresses share 21 bits, not 44"}
+	hit := match.Step{Rule: "bulk", Matches: true, Why: "remote 10.1.2.3 is in 10.0.0.0/8"}
+	asks(f, []agent.TuneExplanation{{Cgroup: "/lab", Role: "accept", Rule: "bulk", Steps: []match.Step{miss, hit}, Set: []string{"sndbuf 150KB", "cwnd_clamp 100"}}},
 		"GET /v1/tune/explain cgroup=/lab local=10.0.0.1:1790 remote=10.1.2.3:40000 role=accept tag=rack 12", `
 /lab, accept
 
@@ -192,11 +193,11 @@ rule bulk: sndbuf 150KB, cwnd_clamp 100
 `, "tune", "explain", "10.0.0.1:1790", "10.1.2.3:40000", "--role", "accept", "--tag", "rack 12", "--cgroup", "/lab")
 
 	// A role that makes no difference is not told twice, and IPv4-mapped addresses are IPv4.
-	both := func(cgroup, rule string, s ...tune.Step) []agent.TuneExplanation {
+	both := func(cgroup, rule string, s ...match.Step) []agent.TuneExplanation {
 		return []agent.TuneExplanation{{Cgroup: cgroup, Role: "connect", Rule: rule, Steps: s, Set: []string{}}, {Cgroup: cgroup, Role: "accept", Rule: rule, Steps: s, Set: []string{}}}
 	}
 	differs := both("/c", "", miss)
-	differs[1].Steps = []tune.Step{{Rule: "same-datacentre", Why: "it accepts, the rule is for connect"}}
+	differs[1].Steps = []match.Step{{Rule: "same-datacentre", Why: "it accepts, the rule is for connect"}}
 	asks(f, slices.Concat(both("/a", "bulk", hit), both("/b", "", miss), differs),
 		"GET /v1/tune/explain local=10.0.0.1:0 remote=10.1.2.3:0 tag=0x5eed", `
 /a, connect or accept
@@ -247,7 +248,7 @@ func TestTuneExplainSocket(t *testing.T) {
 			{Option: "initial_rwnd", Requested: "40", Note: "only at the start of a connection"},
 			{Option: "nodelay", Requested: "true", Effective: "true", Source: "TCP_NODELAY"},
 		},
-		Steps: []tune.Step{{Rule: "bulk", Matches: true, Why: "all match"}},
+		Steps: []match.Step{{Rule: "bulk", Matches: true, Why: "all match"}},
 	}
 	asks(f, s, "GET /v1/tune/socket fd=7 pid=812", `
 10.0.0.1:1790 to 192.0.2.1:40000, accept: descriptor 7 of process 812 (nfacctd -f /etc/pmacct/nfacctd-2.conf)
@@ -262,7 +263,7 @@ nodelay  true  true  TCP_NODELAY  -
 
 	// Of a rule that is gone it also shows what the rules say now.
 	s.Current, s.Adopted, s.Reacted, s.Arm, s.Candidate, s.Values = false, true, true, "control", nil, []tune.Value{}
-	s.Steps = []tune.Step{{Rule: "rest", Why: "port 1790 is not 80"}}
+	s.Steps = []match.Step{{Rule: "rest", Why: "port 1790 is not 80"}}
 	asks(f, s, "GET /v1/tune/socket local=10.0.0.1:1790 remote=192.0.2.1:40000", `
 10.0.0.1:1790 to 192.0.2.1:40000, accept: descriptor 7 of process 812 (nfacctd -f /etc/pmacct/nfacctd-2.conf)
 cgroup /lab, rule bulk, which is no longer in force, left alone by its trial, open before it, has reacted
@@ -271,7 +272,7 @@ by the rules in force:
 RULE  MATCHES  WHY
 rest  no  port 1790 is not 80
 `, "tune", "explain", "--socket", "10.0.0.1:1790,192.0.2.1:40000")
-	s = agent.TuneSocket{PID: 1, FD: 0, Command: "x", Local: "[::1]:1", Remote: "[::1]:2", Role: "connect", Cgroup: "", Values: []tune.Value{}, Steps: []tune.Step{}}
+	s = agent.TuneSocket{PID: 1, FD: 0, Command: "x", Local: "[::1]:1", Remote: "[::1]:2", Role: "connect", Cgroup: "", Values: []tune.Value{}, Steps: []match.Step{}}
 	asks(f, s, "GET /v1/tune/socket local=[::1]:1 remote=[::1]:2", `
 [::1]:1 to [::1]:2, connect: descriptor 0 of process 1 (x)
 cgroup -, no rule

@@ -16,7 +16,7 @@ import (
 
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/tune"
+	"sockeye/internal/match"
 )
 
 func (c *command) tuneExplainCommand() *cobra.Command {
@@ -162,7 +162,7 @@ func sameAnswer(a, b agent.TuneExplanation) bool {
 	return a.Cgroup == b.Cgroup && a.Rule == b.Rule && slices.Equal(a.Steps, b.Steps)
 }
 
-func steps(w io.Writer, list []tune.Step) {
+func steps(w io.Writer, list []match.Step) {
 	fmt.Fprintln(w, "RULE\tMATCHES\tWHY")
 	for _, s := range list {
 		fmt.Fprintf(w, "%s\t%s\t%s\n", s.Rule, yesNo(s.Matches), orDash(s.Why))

@@ -102,13 +102,13 @@ func (r PortRange) String() string {
 
 // Member is a rule that makes processes members and says what slot each takes.
 type Member struct {
-	Match Match    `yaml:"match" required:"true" min:"1" doc:"What a process must be. All keys that are given must hold, and one must be given."`
-	Slot  SlotRule `yaml:"slot" required:"true" form:"slot" doc:"The slot: instance is the number after @ in the unit's name, group the first group of command_line, environment the variable SOCKEYE_SLOT, free the first free slot; or a fixed number."`
+	Match MemberMatch `yaml:"match" required:"true" min:"1" doc:"What a process must be. All keys that are given must hold, and one must be given."`
+	Slot  SlotRule    `yaml:"slot" required:"true" form:"slot" doc:"The slot: instance is the number after @ in the unit's name, group the first group of command_line, environment the variable SOCKEYE_SLOT, free the first free slot; or a fixed number."`
 }
 
-// Match is what a process must be; "" and nil match everything. The globs are
-// those of [path.Match], in which * does not match a slash.
-type Match struct {
+// MemberMatch is what a process must be; "" and nil match everything. The globs
+// are those of [path.Match], in which * does not match a slash.
+type MemberMatch struct {
 	SystemdUnit string `yaml:"systemd_unit" form:"glob" doc:"Glob on the name of the systemd unit."`
 	// Cgroup starts with "/", as the paths in /proc/PID/cgroup do.
 	Cgroup      string         `yaml:"cgroup" form:"cgroup_glob" doc:"Glob on the cgroup v2 path; * does not match a slash."`
@@ -130,7 +130,7 @@ type SlotKind string
 // The kinds of SlotRule.
 const (
 	SlotInstance    SlotKind = "instance"    // the instance of the systemd unit
-	SlotGroup       SlotKind = "group"       // the first group of Match.CommandLine
+	SlotGroup       SlotKind = "group"       // the first group of MemberMatch.CommandLine
 	SlotEnvironment SlotKind = "environment" // the variable SOCKEYE_SLOT
 	SlotFree        SlotKind = "free"        // the first free slot
 	SlotNumber      SlotKind = "number"      // SlotRule.Number

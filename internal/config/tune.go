@@ -2,8 +2,6 @@
 
 package config
 
-import "net/netip"
-
 // TuneRule is one rule of tune: to which connections it applies, and what it
 // sets on them. Of the rules of one cgroup the first that matches decides.
 type TuneRule struct {
@@ -11,8 +9,8 @@ type TuneRule struct {
 	// Cgroup is a clean path below the cgroup v2 mount, starting with "/", or
 	// the name of a systemd unit: one that ends with .slice, .service or .scope
 	// and has no slash.
-	Cgroup string    `yaml:"cgroup" required:"true" form:"tune_cgroup" doc:"The cgroup whose connections the rule is for: a path below the cgroup v2 mount, / for all, or the name of a systemd unit that ends with .slice, .service or .scope."`
-	Match  TuneMatch `yaml:"match" doc:"What a connection must be; all that is given must hold. All connections of the cgroup by default."`
+	Cgroup string `yaml:"cgroup" required:"true" form:"tune_cgroup" doc:"The cgroup whose connections the rule is for: a path below the cgroup v2 mount, / for all, or the name of a systemd unit that ends with .slice, .service or .scope."`
+	Match  Match  `yaml:"match" doc:"What a connection must be; all that is given must hold. All connections of the cgroup by default."`
 	// Set is in the order of TuneOptions.
 	Set   []Setting `yaml:"set" form:"settings" doc:"The options to set, and their values."`
 	React *React    `yaml:"react" form:"react" doc:"Changes connections that do badly."`
@@ -34,52 +32,6 @@ const (
 	ObserveClose Observe = "close" // once, when they close
 	ObserveOff   Observe = "off"   // only that they were there
 )
-
-// Role is a connection's side.
-type Role string
-
-// The roles.
-const (
-	RoleConnect Role = "connect"
-	RoleAccept  Role = "accept"
-)
-
-// TuneMatch is what a connection must be; all that is given must hold. Nil,
-// "" and zero match everything.
-type TuneMatch struct {
-	// Remote and Local are sets of prefixes: the longest that holds the address
-	// decides whether the address is in the set. Remote ends with the prefixes of
-	// RemoteFile.
-	Remote []PrefixTerm `yaml:"remote" form:"prefixes" doc:"Prefixes of the remote address. Those with ! are taken out; the longest that holds the address decides."`
-	// RemoteFile is an absolute path, or "" for none.
-	RemoteFile string       `yaml:"remote_file" form:"file" doc:"File of more prefixes for remote, one a line, with # comments; relative to the policy file."`
-	Local      []PrefixTerm `yaml:"local" form:"prefixes" doc:"Prefixes of the local address, as in remote."`
-	// Ports are the service's: the remote port of a connection made by
-	// connect(2), the local port of one made by accept(2).
-	Ports       []PortRange `yaml:"port" form:"port_list" doc:"The port that was connected to: the remote port with role connect, the local port with role accept."`
-	RemotePorts []PortRange `yaml:"remote_port" form:"port_list" doc:"The remote port."`
-	LocalPorts  []PortRange `yaml:"local_port" form:"port_list" doc:"The local port."`
-	Role        Role        `yaml:"role" enum:"connect,accept" doc:"The side of the connection that this host is; both by default."`
-	SamePrefix  *SamePrefix `yaml:"same_prefix" form:"same_prefix" doc:"How many leading bits the local and the remote address share, at least: N for both families (no IPv4 connection where it is above 32), or {ipv4: N, ipv6: N}, in which a family left out does not match."`
-	// Service names one of the policy's services: the connections that its TCP
-	// listeners accept.
-	Service string `yaml:"service" form:"service" doc:"A service of this policy: the connections that its TCP listeners accept."`
-	// Tag is what the peer sent, 1 to 16 bytes.
-	Tag []byte `yaml:"tag" form:"tag" doc:"The tag that the peer sent, written as the tag of a rule."`
-}
-
-// PrefixTerm is a prefix, masked, of a set, or one that is taken out of it.
-type PrefixTerm struct {
-	Prefix netip.Prefix
-	Not    bool
-}
-
-// SamePrefix says how many leading bits both addresses must share; -1: no
-// connection of that family matches.
-type SamePrefix struct {
-	IPv4 int `yaml:"ipv4" min:"0" max:"32" doc:"Leading bits of IPv4 addresses."`
-	IPv6 int `yaml:"ipv6" min:"0" max:"128" doc:"Leading bits of IPv6 addresses."`
-}
 
 // Setting is an option of a rule and its value, in the unit of its TuneOption.
 type Setting struct {

@@ -83,7 +83,7 @@ func TestParseTune(t *testing.T) {
 	want := []TuneRule{{
 		Name:   "same-datacentre",
 		Cgroup: "telemetry.slice",
-		Match: TuneMatch{
+		Match: Match{
 			Remote: []PrefixTerm{
 				term("10.0.0.0/8"), term("!10.1.0.0/16"), term("2001:db8::/32"), term("192.0.2.1/32"),
 				term("198.51.100.0/24"), term("!198.51.100.7/32"), term("::1/128"), term("2001:db8:1::/48"),
@@ -116,7 +116,7 @@ func TestParseTune(t *testing.T) {
 	}, {
 		Name:   "learn",
 		Cgroup: "/a/b",
-		Match:  TuneMatch{Role: RoleAccept, Service: "telemetry", SamePrefix: &SamePrefix{-1, 48}},
+		Match:  Match{Role: RoleAccept, Service: "telemetry", SamePrefix: &SamePrefix{-1, 48}},
 		Set: []Setting{
 			{Option: "synack_rto", Value: 10000},
 			{Option: "initial_cwnd", Explore: &Explore{[]int{10, 16, 24, 40, 64}, 20, 48, 0.125, 0, 32768, 2, 7 * 24 * 3600 * 1000000}},

@@ -40,7 +40,7 @@ func (d *decoder) checkTune(p *Policy) {
 
 // checkPrefixes adds the prefixes of the file to those of the rule, and counts all
 // in total, over the rules. It reports whether the rule has all its prefixes.
-func (d *decoder) checkPrefixes(path string, m *TuneMatch, total *int) bool {
+func (d *decoder) checkPrefixes(path string, m *Match, total *int) bool {
 	remote, file := path+".remote", path+".remote_file"
 	var terms []PrefixTerm
 	if m.RemoteFile != "" {
@@ -68,7 +68,7 @@ func (d *decoder) checkPrefixes(path string, m *TuneMatch, total *int) bool {
 }
 
 // mergeFile appends the terms of the file, which rules that name it may share.
-func (d *decoder) mergeFile(path string, m *TuneMatch, terms []PrefixTerm) {
+func (d *decoder) mergeFile(path string, m *Match, terms []PrefixTerm) {
 	if len(m.Remote) == 0 {
 		m.Remote = terms
 		return
@@ -92,7 +92,7 @@ func (d *decoder) checkSet(path string, terms []PrefixTerm) {
 	}
 }
 
-func (d *decoder) checkMatch(path string, m TuneMatch, services []Service) {
+func (d *decoder) checkMatch(path string, m Match, services []Service) {
 	if m.Service == "" {
 		return
 	}
@@ -205,7 +205,7 @@ func (d *decoder) checkReach(path string, before []TuneRule, sound []bool, r *Tu
 		switch {
 		case first.Match.equal(&r.Match):
 			hint = "both match the same: make them one"
-		case first.Match.equal(&TuneMatch{}):
+		case first.Match.equal(&Match{}):
 			hint = "put it first"
 		default:
 			continue
@@ -220,7 +220,7 @@ func (d *decoder) checkReach(path string, before []TuneRule, sound []bool, r *Tu
 }
 
 // equal compares what is cheap to compare first.
-func (m *TuneMatch) equal(o *TuneMatch) bool {
+func (m *Match) equal(o *Match) bool {
 	same := m.SamePrefix == o.SamePrefix || m.SamePrefix != nil && o.SamePrefix != nil && *m.SamePrefix == *o.SamePrefix
 	return same && m.Role == o.Role && m.Service == o.Service && bytes.Equal(m.Tag, o.Tag) &&
 		slices.Equal(m.Ports, o.Ports) && slices.Equal(m.RemotePorts, o.RemotePorts) && slices.Equal(m.LocalPorts, o.LocalPorts) &&

@@ -28,30 +28,30 @@ func nfacctd() *Process {
 func TestMatches(t *testing.T) {
 	re := regexp.MustCompile
 	for name, test := range map[string]struct {
-		match config.Match
+		match config.MemberMatch
 		want  bool
 	}{
-		"nothing":                 {config.Match{}, true},
-		"unit":                    {config.Match{SystemdUnit: "nfacctd@*.service"}, true},
-		"unit, another":           {config.Match{SystemdUnit: "nfacctd@4.service"}, false},
-		"unit, part of it":        {config.Match{SystemdUnit: "nfacctd"}, false},
-		"cgroup":                  {config.Match{Cgroup: "/telemetry.slice/*"}, true},
-		"cgroup, * and /":         {config.Match{Cgroup: "/*"}, false},
-		"cgroup, above":           {config.Match{Cgroup: "/telemetry.slice"}, false},
-		"executable":              {config.Match{Executable: "/usr/sbin/nfacctd"}, true},
-		"executable, glob":        {config.Match{Executable: "/usr/*/nfacct?"}, true},
-		"executable, another":     {config.Match{Executable: "/usr/sbin/sfacctd"}, false},
-		"command line":            {config.Match{CommandLine: re(`nfacctd -f \S+-(\d+)\.conf`)}, true},
-		"command line, part":      {config.Match{CommandLine: re(`telemetry`)}, true},
-		"command line, anchored":  {config.Match{CommandLine: re(`^-f`)}, false},
-		"user by number":          {config.Match{User: "0"}, true},
-		"user by name":            {config.Match{User: "root"}, true},
-		"another user":            {config.Match{User: "nobody"}, false},
-		"all":                     {config.Match{SystemdUnit: "*", Cgroup: "/*/*", Executable: "/*/*/*", CommandLine: re(""), User: "root"}, true},
-		"all but the user":        {config.Match{SystemdUnit: "*", Cgroup: "/*/*", Executable: "/*/*/*", CommandLine: re(""), User: "1"}, false},
-		"all but the executable":  {config.Match{SystemdUnit: "*", Executable: "/bin/*", User: "root"}, false},
-		"a glob that is no glob":  {config.Match{SystemdUnit: "["}, false},
-		"command line, all of it": {config.Match{CommandLine: re(`^nfacctd -f /etc/pmacct/telemetry-3\.conf$`)}, true},
+		"nothing":                 {config.MemberMatch{}, true},
+		"unit":                    {config.MemberMatch{SystemdUnit: "nfacctd@*.service"}, true},
+		"unit, another":           {config.MemberMatch{SystemdUnit: "nfacctd@4.service"}, false},
+		"unit, part of it":        {config.MemberMatch{SystemdUnit: "nfacctd"}, false},
+		"cgroup":                  {config.MemberMatch{Cgroup: "/telemetry.slice/*"}, true},
+		"cgroup, * and /":         {config.MemberMatch{Cgroup: "/*"}, false},
+		"cgroup, above":           {config.MemberMatch{Cgroup: "/telemetry.slice"}, false},
+		"executable":              {config.MemberMatch{Executable: "/usr/sbin/nfacctd"}, true},
+		"executable, glob":        {config.MemberMatch{Executable: "/usr/*/nfacct?"}, true},
+		"executable, another":     {config.MemberMatch{Executable: "/usr/sbin/sfacctd"}, false},
+		"command line":            {config.MemberMatch{CommandLine: re(`nfacctd -f \S+-(\d+)\.conf`)}, true},
+		"command line, part":      {config.MemberMatch{CommandLine: re(`telemetry`)}, true},
+		"command line, anchored":  {config.MemberMatch{CommandLine: re(`^-f`)}, false},
+		"user by number":          {config.MemberMatch{User: "0"}, true},
+		"user by name":            {config.MemberMatch{User: "root"}, true},
+		"another user":            {config.MemberMatch{User: "nobody"}, false},
+		"all":                     {config.MemberMatch{SystemdUnit: "*", Cgroup: "/*/*", Executable: "/*/*/*", CommandLine: re(""), User: "root"}, true},
+		"all but the user":        {config.MemberMatch{SystemdUnit: "*", Cgroup: "/*/*", Executable: "/*/*/*", CommandLine: re(""), User: "1"}, false},
+		"all but the executable":  {config.MemberMatch{SystemdUnit: "*", Executable: "/bin/*", User: "root"}, false},
+		"a glob that is no glob":  {config.MemberMatch{SystemdUnit: "["}, false},
+		"command line, all of it": {config.MemberMatch{CommandLine: re(`^nfacctd -f /etc/pmacct/telemetry-3\.conf$`)}, true},
 	} {
 		r := rule(t, config.Member{Match: test.match})
 		if got := r.Matches(nfacctd()); got != test.want {
@@ -60,7 +60,7 @@ func TestMatches(t *testing.T) {
 	}
 	// A process of no unit, whose executable cannot be read.
 	bare := &Process{Cgroup: "/"}
-	for _, m := range []config.Match{{SystemdUnit: "?*"}, {Executable: "/*"}} {
+	for _, m := range []config.MemberMatch{{SystemdUnit: "?*"}, {Executable: "/*"}} {
 		r := rule(t, config.Member{Match: m})
 		if r.Matches(bare) {
 			t.Errorf("%+v matches a process without it", m)
@@ -69,7 +69,7 @@ func TestMatches(t *testing.T) {
 }
 
 func TestUnknownUser(t *testing.T) {
-	_, err := Rules([]config.Member{{}, {Match: config.Match{User: "no-such-user"}}})
+	_, err := Rules([]config.Member{{}, {Match: config.MemberMatch{User: "no-such-user"}}})
 	if err == nil || !strings.Contains(err.Error(), "members[1]") || !strings.Contains(err.Error(), "no-such-user") {
 		t.Errorf("%v, want an error that names the rule and the user", err)
 	}
@@ -84,7 +84,7 @@ func TestUnknownUser(t *testing.T) {
 }
 
 func TestSlot(t *testing.T) {
-	command := config.Match{CommandLine: regexp.MustCompile(`-f [a-z/]+-(-?\w*)\.conf`)}
+	command := config.MemberMatch{CommandLine: regexp.MustCompile(`-f [a-z/]+-(-?\w*)\.conf`)}
 	for name, test := range map[string]struct {
 		member config.Member
 		change func(p *Process)
@@ -129,7 +129,7 @@ func TestRuleOfAChild(t *testing.T) {
 	check(t, err)
 	exe, err := os.Readlink("/proc/self/exe")
 	check(t, err)
-	r := rule(t, config.Member{Match: config.Match{
+	r := rule(t, config.Member{Match: config.MemberMatch{
 		Executable: exe, User: "root", Cgroup: "/sockeye-test-*", CommandLine: regexp.MustCompile(`^/proc/self/exe$`),
 	}})
 	if !r.Matches(p) {

@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/sockets"
 )
 
 // Value is a setting of a rule on one connection: what was asked for beside
@@ -149,7 +150,7 @@ func (o Option) isFor(family int) bool {
 
 // Effective compares what a rule asks of a connection with what the kernel
 // reports. c is what Tune.Connection knows of it, nil if no rule has matched it.
-func Effective(s *Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]Value, error) {
+func Effective(s *sockets.Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]Value, error) {
 	if s.MPTCP || s.Listening {
 		return nil, fmt.Errorf("read values of %s: it is no TCP connection", s)
 	}
@@ -190,7 +191,7 @@ func Effective(s *Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]Value,
 
 // look is one look at a connection.
 type look struct {
-	s        *Socket
+	s        *sockets.Socket
 	c        *bpf.TuneConnection
 	info     *unix.TCPInfo
 	hz       int64
@@ -254,7 +255,7 @@ func (l *look) role() config.Role {
 	switch {
 	case l.c == nil:
 		return l.s.Role
-	case uint32(l.c.Role) == bpf.TuneAccept:
+	case uint32(l.c.Role) == bpf.MatchAccept:
 		return config.RoleAccept
 	}
 	return config.RoleConnect

@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/sockets"
 	"sockeye/internal/tune"
 )
 
@@ -25,7 +26,7 @@ func (k *tuning) effective(c *net.TCPConn, f func(*bpf.TuneConnection)) map[stri
 	k.t.Helper()
 	values := make(map[string]tune.Value)
 	control(k.t, c, func(fd int) {
-		s, err := tune.TakeSocket(os.Getpid(), fd)
+		s, err := sockets.Take(os.Getpid(), fd)
 		check(k.t, err)
 		defer s.Close()
 		has, err := k.Connection(s.FD)
@@ -374,7 +375,7 @@ func TestEffectiveRefuses(t *testing.T) {
 	raw, err := l.SyscallConn()
 	check(t, err)
 	check(t, raw.Control(func(fd uintptr) {
-		s, err := tune.TakeSocket(os.Getpid(), int(fd))
+		s, err := sockets.Take(os.Getpid(), int(fd))
 		check(t, err)
 		defer s.Close()
 		if v, err := tune.Effective(s, config.TuneRule{}, nil); err == nil {

@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 	"unsafe"
@@ -23,6 +24,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/sockets"
 	"sockeye/internal/testenv"
 	"sockeye/internal/tune"
 )
@@ -96,7 +98,7 @@ func (k *tuning) id(name string) uint32 {
 		k.t.Fatal(err)
 	}
 	for id, r := range rules {
-		if tune.Text(r.Name[:]) == name && r.Retired == 0 {
+		if bpf.Text(r.Name[:]) == name && r.Retired == 0 {
 			return id
 		}
 	}
@@ -196,7 +198,7 @@ func (k *tuning) ruleOf(c *net.TCPConn) (name string) {
 			k.t.Fatal(err)
 		}
 		if rule := rules[connection.Rule]; rule != nil {
-			name = tune.Text(rule.Name[:])
+			name = bpf.Text(rule.Name[:])
 		}
 	})
 	return name
@@ -295,7 +297,7 @@ func (k *tuning) failed() map[string]uint64 {
 			if errno == "" {
 				errno = fmt.Sprint(f.Error)
 			}
-			named[tune.Text(rule.Name[:])+"/"+config.TuneOptions[f.Option].Name+"/"+errno] = count
+			named[bpf.Text(rule.Name[:])+"/"+config.TuneOptions[f.Option].Name+"/"+errno] = count
 		}
 	}
 	return named
@@ -388,9 +390,9 @@ func tellsWindow(t testing.TB) bool {
 	return uintptr(length) > unsafe.Offsetof(info.Rcv_wnd)
 }
 
-// sockets are the two ends of a connection. Unlike those of net, nothing is set
+// ends are the sockets of a connection. Unlike those of net, nothing is set
 // on them.
-type sockets struct{ connected, accepted int }
+type ends struct{ connected, accepted int }
 
 func sockaddr(a netip.AddrPort) unix.Sockaddr {
 	if a.Addr().Is4() {
@@ -446,7 +448,7 @@ func portOf(t testing.TB, fd int) int {
 }
 
 // connectSockets connects to a listener.
-func connectSockets(t testing.TB, listener int, at netip.AddrPort) sockets {
+func connectSockets(t testing.TB, listener int, at netip.AddrPort) ends {
 	t.Helper()
 	domain := unix.AF_INET6
 	if at.Addr().Is4() {
@@ -456,7 +458,7 @@ func connectSockets(t testing.TB, listener int, at netip.AddrPort) sockets {
 	if _, err := retry(func() (int, error) { return 0, unix.Connect(fd, sockaddr(at)) }); err != nil {
 		t.Fatal(os.NewSyscallError("connect", err))
 	}
-	return sockets{fd, acceptSocket(t, listener)}
+	return ends{fd, acceptSocket(t, listener)}
 }
 
 // connectDeaf starts a connection that hears nothing of what the other side says.
@@ -686,4 +688,67 @@ func parseSegment(b []byte) *segment {
 		s.mss = int(binary.BigEndian.Uint16(b[22:]))
 	}
 	return s
+}
+
+// subgroup makes a cgroup below that of the tests.
+func subgroup(t testing.TB, name string) string {
+	t.Helper()
+	dir := filepath.Join(testenv.Cgroup(), name)
+	check(t, os.Mkdir(dir, 0o755))
+	t.Cleanup(func() {
+		within(t, "removing cgroup "+name, func() bool { return os.Remove(dir) == nil })
+	})
+	return dir
+}
+
+func check(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// within fails unless f says yes soon.
+func within(t testing.TB, what string, f func() bool) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	deadline := time.After(20 * time.Second)
+	for !f() {
+		select {
+		case <-tick.C:
+		case <-deadline:
+			t.Errorf("%s: does not come about", what)
+			return
+		}
+	}
+}
+
+func descriptors(t testing.TB) int {
+	t.Helper()
+	entries, err := os.ReadDir("/proc/self/fd")
+	check(t, err)
+	return len(entries)
+}
+
+func protocolOf(t testing.TB, c syscall.Conn) (protocol int) {
+	t.Helper()
+	raw, err := c.SyscallConn()
+	check(t, err)
+	check(t, raw.Control(func(fd uintptr) { protocol, err = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PROTOCOL) }))
+	check(t, err)
+	return protocol
+}
+
+// openSockets counts the TCP sockets of the tests' cgroup.
+func openSockets(t testing.TB) (n int) {
+	t.Helper()
+	problems, err := sockets.WalkOnce(testenv.Cgroup(), func(*sockets.Socket) error {
+		n++
+		return nil
+	})
+	if err != nil || len(problems) > 0 {
+		t.Fatalf("%v, problems %v", err, problems)
+	}
+	return n
 }

@@ -100,14 +100,14 @@ func TestDualStack(t *testing.T) {
 			{Option: "mark", Value: mark}, {Option: "tos", Value: 0x20}, {Option: "traffic_class", Value: 0x40},
 		}
 	}
-	accept := func(prefix string) config.TuneMatch {
-		return config.TuneMatch{Role: config.RoleAccept, Remote: []config.PrefixTerm{{Prefix: netip.MustParsePrefix(prefix)}}}
+	accept := func(prefix string) config.Match {
+		return config.Match{Role: config.RoleAccept, Remote: []config.PrefixTerm{{Prefix: netip.MustParsePrefix(prefix)}}}
 	}
 	k.installRules(
 		config.TuneRule{Name: "ipv4", Match: accept("127.0.0.0/8"), Set: set(4, 4, 40*1000*1000, 1)},
 		config.TuneRule{Name: "ipv6", Match: accept("::/0"), Set: set(6, 6, 60*1000*1000, 0)},
 		// Clients ask for ECN.
-		config.TuneRule{Name: "clients", Match: config.TuneMatch{Role: config.RoleConnect}, Set: []config.Setting{{Option: "ecn", Value: 1}}},
+		config.TuneRule{Name: "clients", Match: config.Match{Role: config.RoleConnect}, Set: []config.Setting{{Option: "ecn", Value: 1}}},
 	)
 	for _, test := range []struct {
 		listener netip.Addr
@@ -172,7 +172,7 @@ func TestMappedClient(t *testing.T) {
 	ipv4 := newNetworks(t)[0]
 	set := []config.Setting{{Option: "syn_rto", Value: 30 * 1000 * 1000}, {Option: "initial_rwnd", Value: 4}, {Option: "mark", Value: 4}}
 	k.installRules(
-		config.TuneRule{Name: "ipv4", Match: config.TuneMatch{Role: config.RoleConnect, Remote: []config.PrefixTerm{{Prefix: netip.MustParsePrefix("127.0.0.0/8")}}}, Set: set},
+		config.TuneRule{Name: "ipv4", Match: config.Match{Role: config.RoleConnect, Remote: []config.PrefixTerm{{Prefix: netip.MustParsePrefix("127.0.0.0/8")}}}, Set: set},
 	)
 	fd, at := listenSocket(t, unix.AF_INET, ipv4.addr)
 	mapped := netip.AddrPortFrom(netip.AddrFrom16(at.Addr().As16()), at.Port())
@@ -212,7 +212,7 @@ func TestWithoutRule(t *testing.T) {
 		k := newTuning(t, "")
 		k.installRules(config.TuneRule{
 			Name:  "r",
-			Match: config.TuneMatch{Ports: []config.PortRange{{First: 1, Last: 1}}},
+			Match: config.Match{Ports: []config.PortRange{{First: 1, Last: 1}}},
 			Set: []config.Setting{
 				{Option: "syn_rto", Value: 1000}, {Option: "initial_rwnd", Value: 1}, {Option: "ecn", Value: 1}, {Option: "sndbuf", Value: 9000},
 				{Option: "rcvbuf", Value: 9000}, {Option: "mark", Value: 1}, {Option: "nodelay", Value: 1}, {Option: "initial_cwnd", Value: 3},

@@ -10,7 +10,7 @@ import (
 
 // LearnedPrefix is the prefix that something is known of.
 func LearnedPrefix(key bpf.TuneLearnedKey) netip.Prefix {
-	addr, length := Unmapped(key.Prefix), int(key.Bits)
+	addr, length := bpf.UnmappedAddress(key.Prefix), int(key.Bits)
 	if addr.Is4() {
 		length -= 96
 	}

@@ -16,6 +16,8 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/match"
+	"sockeye/internal/sockets"
 )
 
 // Report is what Apply did.
@@ -149,7 +151,7 @@ func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool) (Report, err
 	if a.live, err = t.Live(); err != nil {
 		return a.made, err
 	}
-	problems, err := walk(cgroup, a.visit)
+	problems, err := sockets.WalkOnce(cgroup, a.visit)
 	for _, p := range problems {
 		a.made.Problems = append(a.made.Problems, p.Error())
 	}
@@ -162,15 +164,15 @@ func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool) (Report, err
 
 // decide asks the program which rules the connections would have.
 func (a *adoption) decide(cgroup string) error {
-	heard := make(listeners)
+	heard := make(sockets.Listeners)
 	type candidate struct {
-		socket *Socket
+		socket *sockets.Socket
 		has    *bpf.TuneConnection
 	}
 	var candidates []candidate
-	_, err := walk(cgroup, func(s *Socket) error {
-		heard.add(s)
-		if s.MPTCP || !s.connected() {
+	_, err := sockets.WalkOnce(cgroup, func(s *sockets.Socket) error {
+		heard.Add(s)
+		if s.MPTCP || !s.Connected() {
 			return nil
 		}
 		has, err := a.tune.Connection(s.FD)
@@ -180,10 +182,10 @@ func (a *adoption) decide(cgroup string) error {
 	if err != nil {
 		return err
 	}
-	questions := make([]bpf.TuneQuestion, len(candidates))
+	questions := make([]bpf.MatchQuestion, len(candidates))
 	for i, c := range candidates {
 		s := c.socket
-		questions[i] = Question{Local: s.Local, Remote: s.Remote, Role: heard.role(s)}.BPF()
+		questions[i] = match.Question{Local: s.Local, Remote: s.Remote, Role: heard.Role(s)}.BPF()
 		if c.has != nil {
 			questions[i].Role = uint32(c.has.Role)
 		}
@@ -198,7 +200,7 @@ func (a *adoption) decide(cgroup string) error {
 	return nil
 }
 
-func (a *adoption) visit(s *Socket) error {
+func (a *adoption) visit(s *sockets.Socket) error {
 	switch {
 	case s.MPTCP && !s.Remote.IsValid():
 		// What a listener accepts without MPTCP is TCP like any other.
@@ -213,7 +215,7 @@ func (a *adoption) visit(s *Socket) error {
 		return nil
 	}
 	plan, ok := a.plans[s.Cookie]
-	if !ok || !s.connected() {
+	if !ok || !s.Connected() {
 		// It is closing, or was opened since: then it has its rule.
 		return nil
 	}
@@ -222,7 +224,7 @@ func (a *adoption) visit(s *Socket) error {
 		a.made.NoRule++
 		return nil
 	}
-	if a.only != nil && !a.only(Text(rule.Name[:])) {
+	if a.only != nil && !a.only(bpf.Text(rule.Name[:])) {
 		a.made.NotAsked++
 		return nil
 	}
@@ -237,7 +239,7 @@ func (a *adoption) visit(s *Socket) error {
 	return a.adopt(s, plan.role, has)
 }
 
-func (a *adoption) adopt(s *Socket, role uint32, had *bpf.TuneConnection) error {
+func (a *adoption) adopt(s *sockets.Socket, role uint32, had *bpf.TuneConnection) error {
 	before, err := readings(s)
 	if err != nil {
 		a.problem(s, err)
@@ -269,7 +271,7 @@ func (a *adoption) adopt(s *Socket, role uint32, had *bpf.TuneConnection) error 
 			return fmt.Errorf("adopt %s: its rule %d is not known", s, has.Rule)
 		}
 	}
-	name := Text(rule.Name[:])
+	name := bpf.Text(rule.Name[:])
 	saved := SavedConnection{Rule: name, Local: s.Local, Remote: s.Remote, Values: []SavedValue{}}
 	a.made.Adopted++
 	a.made.ByRule[name]++
@@ -306,12 +308,12 @@ func (a *adoption) adopt(s *Socket, role uint32, had *bpf.TuneConnection) error 
 	return nil
 }
 
-func (a *adoption) problem(s *Socket, err error) {
+func (a *adoption) problem(s *sockets.Socket, err error) {
 	a.made.Problems = append(a.made.Problems, problem(s, err))
 }
 
 // problem says why a socket could not be dealt with.
-func problem(s *Socket, err error) string {
+func problem(s *sockets.Socket, err error) string {
 	if errors.Is(err, unix.ENOPROTOOPT) {
 		err = errors.New("it was opened in another cgroup, whose it stays")
 	}
@@ -332,7 +334,7 @@ func liveOptions(rule *bpf.TuneRule, family int) map[string]bool {
 
 // readings are the values of all options that can be set on open connections,
 // as far as they can be read.
-func readings(s *Socket) (map[string]*Reading, error) {
+func readings(s *sockets.Socket) (map[string]*Reading, error) {
 	values := make(map[string]*Reading)
 	for _, o := range AllOptions() {
 		if o.Phases&bpf.TunePhaseLive == 0 || !o.isFor(s.Family) {
@@ -357,11 +359,11 @@ func (a *adoption) countFailures(before map[bpf.TuneFailure]uint64) error {
 	}
 	for f, count := range now {
 		rule := a.rules[f.Rule]
-		if count <= before[f] || rule == nil || a.made.ByRule[Text(rule.Name[:])] == 0 {
+		if count <= before[f] || rule == nil || a.made.ByRule[bpf.Text(rule.Name[:])] == 0 {
 			continue
 		}
 		count -= before[f]
-		failure := LiveFailure{Rule: Text(rule.Name[:]), Error: unix.Errno(f.Error).Error(), Count: count}
+		failure := LiveFailure{Rule: bpf.Text(rule.Name[:]), Error: unix.Errno(f.Error).Error(), Count: count}
 		if int(f.Option) < len(config.TuneOptions) {
 			failure.Option = config.TuneOptions[f.Option].Name
 		}
@@ -438,7 +440,7 @@ func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 		return r.made, err
 	}
 	r.live = live
-	problems, err := walk(cgroup, r.visit)
+	problems, err := sockets.WalkOnce(cgroup, r.visit)
 	for _, p := range problems {
 		r.made.Problems = append(r.made.Problems, p.Error())
 	}
@@ -457,13 +459,13 @@ func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 	return r.made, errors.Join(err, live.Close())
 }
 
-func (r *reversion) visit(s *Socket) error {
+func (r *reversion) visit(s *sockets.Socket) error {
 	saved, ok := r.saved[s.Cookie]
 	if !ok {
 		return nil
 	}
 	delete(r.saved, s.Cookie)
-	if !s.connected() {
+	if !s.Connected() {
 		r.made.Gone++
 		return nil
 	}
@@ -502,7 +504,7 @@ func (r *reversion) leave(rule, option, reason string) {
 // unchanged tells whether an option is still as Apply left it. The bound of the
 // window, which the kernel computes from the receive buffer, goes with the
 // buffer: it would stay at what the smaller buffer has made of it.
-func (r *reversion) unchanged(s *Socket, rule string, v SavedValue, buffer bool) bool {
+func (r *reversion) unchanged(s *sockets.Socket, rule string, v SavedValue, buffer bool) bool {
 	o, ok := FindOption(v.Option)
 	if !ok {
 		return false
@@ -523,7 +525,7 @@ func (r *reversion) unchanged(s *Socket, rule string, v SavedValue, buffer bool)
 }
 
 // restore sets an option back.
-func (r *reversion) restore(s *Socket, rule string, v SavedValue) error {
+func (r *reversion) restore(s *sockets.Socket, rule string, v SavedValue) error {
 	o, _ := FindOption(v.Option)
 	if v.Before == nil {
 		back := defaults[o.Name]
@@ -538,7 +540,7 @@ func (r *reversion) restore(s *Socket, rule string, v SavedValue) error {
 
 // leavePacing tells if a connection paces what it sends, as it did not before:
 // once begun, for a bound of the rate or by bbr, the kernel never ends it.
-func (r *reversion) leavePacing(s *Socket, rule string, restored []SavedValue) error {
+func (r *reversion) leavePacing(s *sockets.Socket, rule string, restored []SavedValue) error {
 	congestion, _ := FindOption("congestion")
 	now, _, err := congestion.read(s.FD)
 	if err != nil || now.Text == "bbr" {

@@ -231,12 +231,12 @@ func TestApply(t *testing.T) {
 			pairs = append(pairs, connect(t, l))
 		}
 	}
-	child := startServer(t, subgroup(t, "served"), "127.0.0.1:0", 0)
-	toChild, err := net.Dial("tcp", child.address)
+	child := testenv.StartServer(t, subgroup(t, "served"), "127.0.0.1:0", 0)
+	toChild, err := net.Dial("tcp", child.Address)
 	check(t, err)
 	defer toChild.Close()
 	within(t, "the child accepts", func() bool {
-		return len(visited(t)) == len(families)+2*len(pairs)+3
+		return openSockets(t) == len(families)+2*len(pairs)+3
 	})
 	f := startFlow(t, pairs...)
 	defer f.end()
@@ -437,11 +437,11 @@ func TestApplyCountsFailures(t *testing.T) {
 // TestApplyToOthers names what cannot be tuned, and why.
 func TestApplyToOthers(t *testing.T) {
 	here, there := subgroup(t, "here"), subgroup(t, "there")
-	child := startServer(t, there, "127.0.0.1:0", 0)
-	c, err := net.Dial("tcp", child.address)
+	child := testenv.StartServer(t, there, "127.0.0.1:0", 0)
+	c, err := net.Dial("tcp", child.Address)
 	check(t, err)
 	defer c.Close()
-	within(t, "the child accepts", func() bool { return len(visited(t)) == 3 })
+	within(t, "the child accepts", func() bool { return openSockets(t) == 3 })
 	check(t, os.WriteFile(filepath.Join(here, "cgroup.procs"), []byte(strconv.Itoa(child.Process.Pid)), 0))
 
 	dir := filepath.Join(testenv.BPFFS(t), "tune_here")
@@ -744,12 +744,12 @@ func TestMerge(t *testing.T) {
 // TestApplyWhileProcessesEnd is not disturbed by processes that are killed.
 func TestApplyWhileProcessesEnd(t *testing.T) {
 	k := newTuning(t, oneRule("user_timeout: 5s"))
-	for range min(3, killings) {
+	for range killings {
 		had := descriptors(t)
-		s := startServer(t, testenv.Cgroup(), "127.0.0.1:0", 0)
+		s := testenv.StartServer(t, testenv.Cgroup(), "127.0.0.1:0", 0)
 		var clients []net.Conn
 		for range 50 {
-			c, err := net.Dial("tcp", s.address)
+			c, err := net.Dial("tcp", s.Address)
 			check(t, err)
 			clients = append(clients, c)
 		}
@@ -757,7 +757,7 @@ func TestApplyWhileProcessesEnd(t *testing.T) {
 		killed := make(chan struct{})
 		go func() {
 			defer close(killed)
-			s.kill()
+			s.Kill()
 		}()
 		for ended := false; !ended; {
 			select {
@@ -774,7 +774,7 @@ func TestApplyWhileProcessesEnd(t *testing.T) {
 		for _, c := range clients {
 			c.Close()
 		}
-		s.stop.Close()
+		s.Stop.Close()
 		if got := descriptors(t); got != had {
 			t.Errorf("%d open files, had %d", got, had)
 		}

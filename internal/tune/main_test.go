@@ -20,3 +20,6 @@ func TestMain(m *testing.M) {
 	}
 	testenv.Main(m)
 }
+
+// TestServer is the process of servers that tests start.
+func TestServer(t *testing.T) { testenv.Serve(t) }

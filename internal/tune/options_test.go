@@ -123,7 +123,7 @@ func values(o config.TuneOption, middle int64) []int64 {
 
 // each makes connections with each value of an option, in both families, and
 // has both ends looked at. The value comes from a rule for the port.
-func each(t *testing.T, k *tuning, o config.TuneOption, values []int64, look func(t *testing.T, n network, value int64, s sockets), more ...config.Setting) {
+func each(t *testing.T, k *tuning, o config.TuneOption, values []int64, look func(t *testing.T, n network, value int64, s ends), more ...config.Setting) {
 	networks := newNetworks(t)
 	type listener struct {
 		fd int
@@ -161,7 +161,7 @@ func each(t *testing.T, k *tuning, o config.TuneOption, values []int64, look fun
 // it as the kernel does.
 func number(middle int64, level, name int, want func(t testing.TB, v int64) int64) optionTest {
 	return func(t *testing.T, k *tuning, o config.TuneOption) {
-		each(t, k, o, values(o, middle), func(t *testing.T, _ network, value int64, s sockets) {
+		each(t, k, o, values(o, middle), func(t *testing.T, _ network, value int64, s ends) {
 			if want != nil {
 				value = want(t, value)
 			}
@@ -209,7 +209,7 @@ func testRcvlowat(t *testing.T, k *tuning, o config.TuneOption) {
 		t.Fatal(err)
 	}
 	const middle = 1000
-	each(t, k, o, values(o, middle), func(t *testing.T, _ network, value int64, s sockets) {
+	each(t, k, o, values(o, middle), func(t *testing.T, _ network, value int64, s ends) {
 		bounded := min(value, most/2)
 		if olderThan(t, "6.1") {
 			bounded = value // by BPF it could be anything
@@ -329,7 +329,7 @@ func requestTimer(t testing.TB, source netip.AddrPort) time.Duration {
 // testInitialRwnd reads the windows of the SYN and the SYN-ACK.
 func testInitialRwnd(t *testing.T, k *tuning, o config.TuneOption) {
 	w := watchWire(t, 0)
-	each(t, k, o, values(o, 10), func(t *testing.T, n network, value int64, s sockets) {
+	each(t, k, o, values(o, 10), func(t *testing.T, n network, value int64, s ends) {
 		w := w.on(t)
 		for _, end := range []struct {
 			name string
@@ -351,7 +351,7 @@ func testInitialRwnd(t *testing.T, k *tuning, o config.TuneOption) {
 	// One that needs a larger buffer, and more than the 16 bits.
 	const large = 2 * 1000 * 1000
 	segments := min(1000, buffer(unix.SO_RCVBUF)(t, large)/2/1500)
-	each(t, k, o, []int64{segments}, func(t *testing.T, n network, value int64, s sockets) {
+	each(t, k, o, []int64{segments}, func(t *testing.T, n network, value int64, s ends) {
 		if !tellsWindow(t) {
 			t.Skip("kernel: TCP_INFO does not tell the window")
 		}
@@ -369,7 +369,7 @@ func testInitialRwnd(t *testing.T, k *tuning, o config.TuneOption) {
 func testECN(t *testing.T, k *tuning, o config.TuneOption) {
 	// Without a rule, there is none.
 	sysctl(t, "net/ipv4/tcp_ecn", "0")
-	each(t, k, o, values(o, 1), func(t *testing.T, _ network, value int64, s sockets) {
+	each(t, k, o, values(o, 1), func(t *testing.T, _ network, value int64, s ends) {
 		for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
 			if got := tcpInfo(t, fd).Options & tcpiOptECN / tcpiOptECN; int64(got) != value {
 				t.Errorf("%s socket has ECN %d, want %d", end, got, value)
@@ -388,8 +388,8 @@ func TestECNOfOneSide(t *testing.T) {
 		rules        []config.TuneRule
 		asks, agrees bool
 	}{
-		{"connect", []config.TuneRule{{Name: "r", Match: config.TuneMatch{Role: config.RoleConnect}, Set: on}}, true, false},
-		{"accept", []config.TuneRule{{Name: "r", Match: config.TuneMatch{Role: config.RoleAccept}, Set: on}}, false, false},
+		{"connect", []config.TuneRule{{Name: "r", Match: config.Match{Role: config.RoleConnect}, Set: on}}, true, false},
+		{"accept", []config.TuneRule{{Name: "r", Match: config.Match{Role: config.RoleAccept}, Set: on}}, false, false},
 		{"both", []config.TuneRule{{Name: "r", Set: on}}, true, true},
 	} {
 		k.installRules(test.rules...)
@@ -423,7 +423,7 @@ func testBaseRTT(t *testing.T, k *tuning, o config.TuneOption) {
 	if !slices.Contains(availableCongestion(t), "nv") {
 		t.Skip("kernel: no tcp_nv")
 	}
-	each(t, k, o, values(o, 20*1000), func(t *testing.T, _ network, _ int64, s sockets) {
+	each(t, k, o, values(o, 20*1000), func(t *testing.T, _ network, _ int64, s ends) {
 		if name := congestionOf(t, s.connected); name != "nv" {
 			t.Errorf("congestion control is %s", name)
 		}
@@ -498,7 +498,7 @@ func testCongestion(t *testing.T, k *tuning, o config.TuneOption) {
 }
 
 func testInitialCwnd(t *testing.T, k *tuning, o config.TuneOption) {
-	each(t, k, o, values(o, 40), func(t *testing.T, _ network, value int64, s sockets) {
+	each(t, k, o, values(o, 40), func(t *testing.T, _ network, value int64, s ends) {
 		for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
 			if got := int64(tcpInfo(t, fd).Snd_cwnd); got != value {
 				t.Errorf("%s socket has a window of %d, want %d", end, got, value)
@@ -511,7 +511,7 @@ func testInitialCwnd(t *testing.T, k *tuning, o config.TuneOption) {
 func testCwndClamp(t *testing.T, k *tuning, o config.TuneOption) {
 	for _, congestion := range availableCongestion(t) {
 		t.Run(congestion, func(t *testing.T) {
-			each(t, k, o, values(o, 20), func(t *testing.T, _ network, value int64, s sockets) {
+			each(t, k, o, values(o, 20), func(t *testing.T, _ network, value int64, s ends) {
 				bytes := clampedBytes
 				if value == o.Min {
 					bytes = 5000 // each segment waits for a delayed acknowledgement
@@ -562,7 +562,7 @@ func testDelackMax(t *testing.T, k *tuning, o config.TuneOption) {
 	least := 2 * 1000 * 1000 / hz(t)
 	delays := make(map[string]map[int64][]time.Duration)
 	w := watchWire(t, 0)
-	each(t, k, o, []int64{least, 100 * 1000, o.Max}, func(t *testing.T, n network, value int64, s sockets) {
+	each(t, k, o, []int64{least, 100 * 1000, o.Max}, func(t *testing.T, n network, value int64, s ends) {
 		readBack(t, s, tcpDelackMaxUs, value)
 		if delays[n.name] == nil {
 			delays[n.name] = make(map[int64][]time.Duration)
@@ -581,7 +581,7 @@ func testDelackMax(t *testing.T, k *tuning, o config.TuneOption) {
 }
 
 // readBack reads a time in microseconds that only newer kernels show.
-func readBack(t testing.TB, s sockets, name int, want int64) {
+func readBack(t testing.TB, s ends, name int, want int64) {
 	t.Helper()
 	for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
 		got, err := unix.GetsockoptInt(fd, unix.SOL_TCP, name)
@@ -625,7 +625,7 @@ func testRTOMin(t *testing.T, k *tuning, o config.TuneOption) {
 	const middle = 100 * 1000
 	least := 2 * 1000 * 1000 / hz(t)
 	below := map[int64]int64{least: middle, middle: o.Max, o.Max: 1000 * 1000}
-	each(t, k, o, []int64{least, middle, o.Max}, func(t *testing.T, _ network, value int64, s sockets) {
+	each(t, k, o, []int64{least, middle, o.Max}, func(t *testing.T, _ network, value int64, s ends) {
 		readBack(t, s, tcpRTOMinUs, value)
 		for range 20 {
 			transfer(t, s.connected, s.accepted, 1)
@@ -649,7 +649,7 @@ func testWindowClamp(t *testing.T, k *tuning, o config.TuneOption) {
 	}
 	least := int64(sockopt(t, bounded, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP))
 	const middle = 20000
-	each(t, k, o, values(o, middle), func(t *testing.T, _ network, value int64, s sockets) {
+	each(t, k, o, values(o, middle), func(t *testing.T, _ network, value int64, s ends) {
 		for end, fd := range map[string]int{"connected": s.connected, "accepted": s.accepted} {
 			got := int64(sockopt(t, fd, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP))
 			switch want := max(value, least); {
@@ -701,7 +701,7 @@ const timestamps = 12
 // testMSS sees it in the SYN and in what both sides send: the peer obeys it.
 func testMSS(t *testing.T, k *tuning, o config.TuneOption) {
 	w := watchWire(t, 0)
-	each(t, k, o, values(o, 1000), func(t *testing.T, n network, value int64, s sockets) {
+	each(t, k, o, values(o, 1000), func(t *testing.T, n network, value int64, s ends) {
 		want := min(value, int64(n.mss))
 		if got := w.on(t).syn(s.connected).mss; int64(got) != want {
 			t.Errorf("the SYN has an MSS of %d, want %d", got, want)
@@ -732,7 +732,7 @@ func (w *wire) data(fd int) *segment {
 }
 
 // sent has both ends send, and looks at what they sent.
-func (w *wire) sent(s sockets, look func(end string, s *segment)) {
+func (w *wire) sent(s ends, look func(end string, s *segment)) {
 	w.t.Helper()
 	transfer(w.t, s.connected, s.accepted, 100)
 	look("connected", w.data(s.connected))
@@ -745,7 +745,7 @@ const dscp = 0xfc
 
 func testTOS(t *testing.T, k *tuning, o config.TuneOption) {
 	w := watchWire(t, 0)
-	each(t, k, o, values(o, 0x2e<<2), func(t *testing.T, n network, value int64, s sockets) {
+	each(t, k, o, values(o, 0x2e<<2), func(t *testing.T, n network, value int64, s ends) {
 		want := value & dscp
 		if n.domain == unix.AF_INET6 {
 			want = 0
@@ -760,7 +760,7 @@ func testTOS(t *testing.T, k *tuning, o config.TuneOption) {
 
 func testTrafficClass(t *testing.T, k *tuning, o config.TuneOption) {
 	w := watchWire(t, 0)
-	each(t, k, o, values(o, 0x2e<<2), func(t *testing.T, n network, value int64, s sockets) {
+	each(t, k, o, values(o, 0x2e<<2), func(t *testing.T, n network, value int64, s ends) {
 		want := value & dscp
 		if n.domain == unix.AF_INET {
 			want = 0
@@ -775,7 +775,7 @@ func testTrafficClass(t *testing.T, k *tuning, o config.TuneOption) {
 
 func testAutoFlowLabel(t *testing.T, k *tuning, o config.TuneOption) {
 	w := watchWire(t, 0)
-	each(t, k, o, values(o, 1), func(t *testing.T, n network, value int64, s sockets) {
+	each(t, k, o, values(o, 1), func(t *testing.T, n network, value int64, s ends) {
 		w.on(t).sent(s, func(end string, s *segment) {
 			if labelled := s.label != 0; labelled != (value == 1 && n.domain == unix.AF_INET6) {
 				t.Errorf("%s socket sends label %#x", end, s.label)
@@ -792,7 +792,7 @@ func testFlowLabel(t *testing.T, k *tuning, o config.TuneOption) {
 	hashed := watchWire(t, bits.RotateLeft32(bits.ReverseBytes32(middle), -16))
 	w := watchWire(t, 0)
 	drawn := make(map[uint32]bool)
-	each(t, k, o, values(o, middle), func(t *testing.T, n network, value int64, s sockets) {
+	each(t, k, o, values(o, middle), func(t *testing.T, n network, value int64, s ends) {
 		if n.domain == unix.AF_INET {
 			if value == middle {
 				hashed.on(t).sent(s, func(string, *segment) {})

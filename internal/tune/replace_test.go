@@ -51,7 +51,7 @@ func (g generation) rules(t testing.TB) *bpf.TuneRules {
 			set = append([]config.Setting{{Option: "ecn", Value: 1}}, set...)
 		}
 		rules = append(rules, config.TuneRule{
-			Name: g.name + "-" + string(role), Cgroup: testenv.CgroupPath(), Match: config.TuneMatch{Role: role}, Set: set,
+			Name: g.name + "-" + string(role), Cgroup: testenv.CgroupPath(), Match: config.Match{Role: role}, Set: set,
 		})
 	}
 	compiled, err := tune.Compile(rules, nil, nil)
@@ -271,7 +271,7 @@ func TestReplaceRules(t *testing.T) {
 				t.Fatal(err)
 			}
 			for id, rule := range rules {
-				if tune.Text(rule.Name[:]) == g.name+"-"+string(role) {
+				if bpf.Text(rule.Name[:]) == g.name+"-"+string(role) {
 					s, err := k.Stats(id, 0)
 					if err != nil {
 						t.Fatal(err)

@@ -6,13 +6,9 @@ package tune_test
 
 // How much the tests do.
 const (
-	twinRulesets  = 60
-	twinQuestions = 250
-	manyPrefixes  = 10_000
-	manyQuestions = 3000
-	clampedBytes  = 4 << 20
-	clampedWrite  = 1000
-	flows         = 3 // of each family, through which data flows while rules change
-	tagStep       = 1 // between lengths of tags, 1 to 16
-	killings      = 5 // of processes whose sockets are visited
+	clampedBytes = 4 << 20
+	clampedWrite = 1000
+	flows        = 3 // of each family, through which data flows while rules change
+	tagStep      = 1 // between lengths of tags, 1 to 16
+	killings     = 3 // of processes that are tuned meanwhile
 )

@@ -6,13 +6,9 @@ package tune_test
 
 // How much the tests do under software emulation.
 const (
-	twinRulesets  = 24
-	twinQuestions = 60
-	manyPrefixes  = 1000
-	manyQuestions = 600
-	clampedBytes  = 512 << 10
-	clampedWrite  = 32 << 10 // less leaves a window unused
-	flows         = 1        // of each family, through which data flows while rules change
-	tagStep       = 5        // between lengths of tags, 1 to 16
-	killings      = 1        // of processes whose sockets are visited
+	clampedBytes = 512 << 10
+	clampedWrite = 32 << 10 // less leaves a window unused
+	flows        = 1        // of each family, through which data flows while rules change
+	tagStep      = 5        // between lengths of tags, 1 to 16
+	killings     = 1        // of processes that are tuned meanwhile
 )

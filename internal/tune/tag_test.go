@@ -22,7 +22,6 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/testenv"
-	"sockeye/internal/tune"
 )
 
 // TCP options; RFC 6994 for the last.
@@ -167,7 +166,7 @@ func (k *tuning) ruleAt(fd int) string {
 	if rule == nil {
 		k.t.Fatalf("rule %d is not known", connection.Rule)
 	}
-	return tune.Text(rule.Name[:])
+	return bpf.Text(rule.Name[:])
 }
 
 // expectRule checks the rule of a socket and the priority that it sets.
@@ -183,7 +182,7 @@ func (k *tuning) expectRule(what string, fd int, rule string, priority int) {
 
 // exchange sends bytes there and back, so that those sent first are
 // acknowledged.
-func exchange(t testing.TB, s sockets, bytes int) {
+func exchange(t testing.TB, s ends, bytes int) {
 	t.Helper()
 	transfer(t, s.connected, s.accepted, bytes)
 	transfer(t, s.accepted, s.connected, bytes)
@@ -466,7 +465,7 @@ func TestTagUnaware(t *testing.T) {
 			t.Log(addr, tunedRole)
 			var listener int
 			var at netip.AddrPort
-			s := sockets{connected: -1}
+			s := ends{connected: -1}
 			make := func(f func(), role string) {
 				if role == tunedRole {
 					inCgroup(t, tuned, f)
@@ -696,7 +695,7 @@ func TestTagDropped(t *testing.T) {
 				filterPath(t, 0, 0, nil)
 				w := watchWire(t, 0)
 				listener, at := listenSocket(t, unix.AF_INET, loopbacks[0])
-				s := sockets{connected: newSocket(t, unix.AF_INET)}
+				s := ends{connected: newSocket(t, unix.AF_INET)}
 				if _, err := retry(func() (int, error) { return 0, unix.Connect(s.connected, sockaddr(at)) }); err != nil {
 					t.Fatal(os.NewSyscallError("connect", err))
 				}

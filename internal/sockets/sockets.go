@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package tune
+// Package sockets finds the TCP sockets of running processes, and takes copies of
+// their descriptors.
+package sockets
 
 import (
 	"errors"
@@ -54,43 +56,43 @@ func (s *Socket) String() string {
 	return fmt.Sprintf("%s (descriptor %d of pid %d)", name, s.Number, s.PID)
 }
 
-// Close closes the copy. Only what FindSocket and TakeSocket return needs it.
+// Close closes the copy. Only what Find and Take return needs it.
 func (s *Socket) Close() error { return unix.Close(s.FD) }
 
-// connected tells whether the socket is a connection that can still send.
-func (s *Socket) connected() bool {
+// Connected tells whether the socket is a connection that can still send.
+func (s *Socket) Connected() bool {
 	return s.State == unix.BPF_TCP_ESTABLISHED || s.State == unix.BPF_TCP_CLOSE_WAIT
 }
 
-// Sockets visits the TCP sockets of all processes in a cgroup, given by its
+// Walk visits the TCP sockets of all processes in a cgroup, given by its
 // folder, and below. A socket that several processes share is visited once. Its
 // descriptor is closed after the visit. Connections that nobody has accepted
 // yet have none, and are not visited.
 //
 // Processes that end meanwhile are passed over; those whose sockets may not be
 // taken are problems. An error of visit ends it, and is returned.
-func Sockets(cgroup string, visit func(*Socket) error) (problems []error, err error) {
-	heard := make(listeners)
-	_, err = walk(cgroup, func(s *Socket) error {
-		heard.add(s)
+func Walk(cgroup string, visit func(*Socket) error) (problems []error, err error) {
+	heard := make(Listeners)
+	_, err = WalkOnce(cgroup, func(s *Socket) error {
+		heard.Add(s)
 		return nil
 	})
 	if err != nil {
 		return nil, err
 	}
-	return walk(cgroup, func(s *Socket) error {
-		s.Role = heard.role(s)
+	return WalkOnce(cgroup, func(s *Socket) error {
+		s.Role = heard.Role(s)
 		return visit(s)
 	})
 }
 
-// FindSocket finds a connection by its addresses. The caller closes it. It fails
+// Find finds a connection by its addresses. The caller closes it. It fails
 // with fs.ErrNotExist if there is none.
-func FindSocket(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
+func Find(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
 	local, remote = plain(local), plain(remote)
 	found := errors.New("found")
 	var socket *Socket
-	problems, err := Sockets(cgroup, func(s *Socket) error {
+	problems, err := Walk(cgroup, func(s *Socket) error {
 		if s.Listening || s.Local != local || s.Remote != remote {
 			return nil
 		}
@@ -115,10 +117,10 @@ func FindSocket(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
 	return nil, err
 }
 
-// TakeSocket takes a TCP socket by its descriptor in a process. The caller
+// Take takes a TCP socket by its descriptor in a process. The caller
 // closes it. Its role is judged by the listeners of that process alone. It
 // fails with fs.ErrNotExist if there is no such socket.
-func TakeSocket(pid, number int) (*Socket, error) {
+func Take(pid, number int) (*Socket, error) {
 	h, err := member.Open(pid)
 	if err != nil {
 		return nil, err
@@ -134,17 +136,18 @@ func TakeSocket(pid, number int) (*Socket, error) {
 	}
 	s := describe(m, pid)
 	s.Command = command(pid)
-	heard := make(listeners)
-	if err := walkProcess(pid, make(map[uint64]bool), heard.add); err != nil {
+	heard := make(Listeners)
+	if err := walkProcess(pid, make(map[uint64]bool), heard.Add); err != nil {
 		s.Close()
 		return nil, fmt.Errorf("take sockets of pid %d: %w", pid, err)
 	}
-	s.Role = heard.role(s)
+	s.Role = heard.Role(s)
 	return s, nil
 }
 
-// walk visits the sockets once; their Role is not known yet.
-func walk(cgroup string, visit func(*Socket) error) (problems []error, err error) {
+// WalkOnce is Walk at half the cost, without Role: where a listener is seen after
+// its connections, this is not known yet. See Listeners.
+func WalkOnce(cgroup string, visit func(*Socket) error) (problems []error, err error) {
 	pids, err := processes(cgroup)
 	if err != nil {
 		return nil, err
@@ -261,23 +264,25 @@ func processes(cgroup string) ([]int, error) {
 	return pids, nil
 }
 
-// listeners are the listening sockets seen, by namespace and port.
-type listeners map[listenerKey][]*Socket
+// Listeners are the listening sockets seen, by namespace and port.
+type Listeners map[listenerKey][]*Socket
 
 type listenerKey struct {
 	netns uint64
 	port  uint16
 }
 
-func (l listeners) add(s *Socket) {
+// Add notes a socket, if it is a listener.
+func (l Listeners) Add(s *Socket) {
 	if s.Listening {
 		key := listenerKey{s.netns, s.Local.Port()}
 		l[key] = append(l[key], s)
 	}
 }
 
-// role tells which side of its connection a socket is.
-func (l listeners) role(s *Socket) config.Role {
+// Role tells which side of its connection a socket is, by the listeners noted so
+// far; "" of a listener.
+func (l Listeners) Role(s *Socket) config.Role {
 	if s.Listening {
 		return ""
 	}

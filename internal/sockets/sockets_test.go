@@ -1,158 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package tune_test
+package sockets_test
 
 import (
-	"bufio"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"net"
 	"net/netip"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/sockets"
 	"sockeye/internal/testenv"
-	"sockeye/internal/tune"
 )
 
-// serverVariable makes the test binary a server: it listens on an address,
-// drains what it accepts, and ends with its standard input.
-const serverVariable = "SOCKEYE_TEST_SERVER"
-
-// TestServer is the server's own process; there is nothing to test in it.
-func TestServer(t *testing.T) {
-	address := os.Getenv(serverVariable)
-	if address == "" {
-		return
-	}
-	l := listen(t, address)
-	go func() {
-		for {
-			c, err := l.Accept()
-			if err != nil {
-				return
-			}
-			go func() {
-				// It ends when the other side does.
-				_, _ = io.Copy(io.Discard, c)
-			}()
-		}
-	}()
-	if err := json.NewEncoder(os.Stdout).Encode(l.Addr().String()); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := io.Copy(io.Discard, os.Stdin); err != nil {
-		t.Fatal(err)
-	}
-}
-
-// server is a process that serves.
-type server struct {
-	*exec.Cmd
-	address string
-	stop    io.Closer
-}
-
-// startServer starts one in a cgroup, and in a network namespace of its own if
-// flags say so.
-func startServer(t testing.TB, cgroup, address string, flags uintptr) *server {
-	t.Helper()
-	cmd := exec.Command("/proc/self/exe", "-test.run=^TestServer$")
-	cmd.Env = append(os.Environ(), serverVariable+"="+address, "SOCKEYE_TEST_NAMESPACE="+cgroup)
-	cmd.Stderr = os.Stderr
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Cloneflags: flags}
-	in, err := cmd.StdinPipe()
-	check(t, err)
-	out, err := cmd.StdoutPipe()
-	check(t, err)
-	check(t, cmd.Start())
-	s := &server{Cmd: cmd, stop: in}
-	t.Cleanup(s.kill)
-	line, err := bufio.NewReader(out).ReadBytes('\n')
-	if err != nil {
-		t.Fatalf("the server ends: %v", err)
-	}
-	check(t, json.Unmarshal(line, &s.address))
-	return s
-}
-
-func (s *server) kill() {
-	s.Process.Kill()
-	s.Wait()
-}
-
-// subgroup makes a cgroup below that of the tests.
-func subgroup(t testing.TB, name string) string {
-	t.Helper()
-	dir := filepath.Join(testenv.Cgroup(), name)
-	check(t, os.Mkdir(dir, 0o755))
-	t.Cleanup(func() {
-		within(t, "removing cgroup "+name, func() bool { return os.Remove(dir) == nil })
-	})
-	return dir
-}
-
-func check(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
-// within fails unless f says yes soon.
-func within(t testing.TB, what string, f func() bool) {
-	t.Helper()
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	deadline := time.After(20 * time.Second)
-	for !f() {
-		select {
-		case <-tick.C:
-		case <-deadline:
-			t.Errorf("%s: does not come about", what)
-			return
-		}
-	}
-}
-
-func descriptors(t testing.TB) int {
-	t.Helper()
-	entries, err := os.ReadDir("/proc/self/fd")
-	check(t, err)
-	return len(entries)
-}
-
-func cookie(t testing.TB, fd int) uint64 {
-	t.Helper()
-	c, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
-	check(t, err)
-	return c
-}
-
-func cookieOf(t testing.TB, c syscall.Conn) (value uint64) {
-	t.Helper()
-	raw, err := c.SyscallConn()
-	check(t, err)
-	check(t, raw.Control(func(fd uintptr) { value = cookie(t, int(fd)) }))
-	return value
-}
-
 // visited are the sockets of the tests' cgroup, by cookie.
-func visited(t testing.TB) map[uint64]tune.Socket {
+func visited(t testing.TB) map[uint64]sockets.Socket {
 	t.Helper()
-	all := make(map[uint64]tune.Socket)
-	problems, err := tune.Sockets(testenv.Cgroup(), func(s *tune.Socket) error {
+	all := make(map[uint64]sockets.Socket)
+	problems, err := sockets.Walk(testenv.Cgroup(), func(s *sockets.Socket) error {
 		if got := cookie(t, s.FD); got != s.Cookie {
 			t.Errorf("the descriptor of %v is of socket %#x, want %#x", s, got, s.Cookie)
 		}
@@ -168,12 +41,7 @@ func visited(t testing.TB) map[uint64]tune.Socket {
 	return all
 }
 
-func addrPort(a net.Addr) netip.AddrPort {
-	got := netip.MustParseAddrPort(a.String())
-	return netip.AddrPortFrom(got.Addr().Unmap(), got.Port())
-}
-
-func TestSockets(t *testing.T) {
+func TestWalk(t *testing.T) {
 	had := descriptors(t)
 	self := os.Getpid()
 	type want struct {
@@ -207,31 +75,20 @@ func TestSockets(t *testing.T) {
 			wanted[id], ends[id] = e.want, e.c
 		}
 	}
-	child := startServer(t, subgroup(t, "child"), "127.0.0.1:0", 0)
-	c, err := net.Dial("tcp", child.address)
+	child := testenv.StartServer(t, subgroup(t, "child"), "127.0.0.1:0", 0)
+	c, err := net.Dial("tcp", child.Address)
 	check(t, err)
 	defer c.Close()
 
 	// One that has an own number for a socket that this process has, too.
-	shared := exec.Command("/proc/self/exe", "-test.run=^TestServer$")
-	shared.Env = append(os.Environ(), serverVariable+"=127.0.0.1:0")
+	var files []*os.File
 	for _, end := range ends {
 		f, err := end.File()
 		check(t, err)
 		defer f.Close()
-		shared.ExtraFiles = append(shared.ExtraFiles, f)
+		files = append(files, f)
 	}
-	in, err := shared.StdinPipe()
-	check(t, err)
-	out, err := shared.StdoutPipe()
-	check(t, err)
-	check(t, shared.Start())
-	defer shared.Wait()
-	defer shared.Process.Kill()
-	if _, err := bufio.NewReader(out).ReadBytes('\n'); err != nil {
-		t.Fatal(err)
-	}
-	defer in.Close()
+	shared := testenv.StartServer(t, testenv.Cgroup(), "127.0.0.1:0", 0, files...)
 
 	unused, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	check(t, err)
@@ -242,7 +99,7 @@ func TestSockets(t *testing.T) {
 
 	open := descriptors(t)
 	// The server accepts when it comes to it.
-	var accepted *tune.Socket
+	var accepted *sockets.Socket
 	within(t, "the child accepts", func() bool {
 		for _, s := range visited(t) {
 			if s.PID == child.Process.Pid && !s.Listening {
@@ -254,7 +111,7 @@ func TestSockets(t *testing.T) {
 	if got := descriptors(t); got != open || open <= had {
 		t.Errorf("%d open files, had %d", got, open)
 	}
-	if accepted.Role != config.RoleAccept || accepted.Local.String() != child.address || accepted.Remote != addrPort(c.LocalAddr()) ||
+	if accepted.Role != config.RoleAccept || accepted.Local.String() != child.Address || accepted.Remote != addrPort(c.LocalAddr()) ||
 		!strings.Contains(accepted.Command, "-test.run=^TestServer$") {
 		t.Errorf("the child's connection is %+v", accepted)
 	}
@@ -275,7 +132,7 @@ func TestSockets(t *testing.T) {
 		if s.PID != self && s.PID != shared.Process.Pid {
 			t.Errorf("%v is of pid %d", &s, s.PID)
 		}
-		taken, err := tune.TakeSocket(s.PID, s.Number)
+		taken, err := sockets.Take(s.PID, s.Number)
 		if err != nil {
 			t.Error(err)
 			continue
@@ -324,15 +181,6 @@ func testMPTCP(t *testing.T) {
 	}
 }
 
-func protocolOf(t testing.TB, c syscall.Conn) (protocol int) {
-	t.Helper()
-	raw, err := c.SyscallConn()
-	check(t, err)
-	check(t, raw.Control(func(fd uintptr) { protocol, err = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PROTOCOL) }))
-	check(t, err)
-	return protocol
-}
-
 // TestRoleByListener makes connections whose local port is that of a listener
 // which cannot have accepted them.
 func TestRoleByListener(t *testing.T) {
@@ -362,7 +210,7 @@ func TestRoleByListener(t *testing.T) {
 				check(t, unix.Bind(fd, sockaddr(netip.MustParseAddrPort("127.0.0.1:0"))))
 				at := fmt.Sprintf(c.listener, portOf(t, fd))
 				if c.netns != 0 {
-					startServer(t, testenv.Cgroup(), at, c.netns)
+					testenv.StartServer(t, testenv.Cgroup(), at, c.netns)
 					return true
 				}
 				return listenToo(t, netip.MustParseAddrPort(at), c.v6only)
@@ -400,18 +248,18 @@ func listenToo(t testing.TB, at netip.AddrPort, v6only bool) bool {
 	return true
 }
 
-func TestSocketsEndsWithAnError(t *testing.T) {
+func TestWalkEndsWithAnError(t *testing.T) {
 	l := listen(t, "127.0.0.1:0")
 	connect(t, l)
 	had, stop, visits := descriptors(t), errors.New("stop"), 0
-	_, err := tune.Sockets(testenv.Cgroup(), func(*tune.Socket) error {
+	_, err := sockets.Walk(testenv.Cgroup(), func(*sockets.Socket) error {
 		visits++
 		return stop
 	})
 	if !errors.Is(err, stop) || visits != 1 {
 		t.Errorf("%v after %d visits, want %v after 1", err, visits, stop)
 	}
-	if _, err := tune.Sockets(filepath.Join(testenv.Cgroup(), "none"), nil); !errors.Is(err, fs.ErrNotExist) {
+	if _, err := sockets.Walk(filepath.Join(testenv.Cgroup(), "none"), nil); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("of a cgroup that is not there: %v, want %v", err, fs.ErrNotExist)
 	}
 	if got := descriptors(t); got != had {
@@ -419,7 +267,7 @@ func TestSocketsEndsWithAnError(t *testing.T) {
 	}
 }
 
-func TestFindSocket(t *testing.T) {
+func TestFind(t *testing.T) {
 	l := listen(t, "[::]:0")
 	_, port, _ := net.SplitHostPort(l.Addr().String())
 	p := connectTo(t, l, "127.0.0.1:"+port)
@@ -428,7 +276,7 @@ func TestFindSocket(t *testing.T) {
 		local, remote := addrPort(c.LocalAddr()), addrPort(c.RemoteAddr())
 		mapped := netip.AddrPortFrom(netip.AddrFrom16(local.Addr().As16()), local.Port())
 		for _, local := range []netip.AddrPort{local, mapped} {
-			s, err := tune.FindSocket(testenv.Cgroup(), local, remote)
+			s, err := sockets.Find(testenv.Cgroup(), local, remote)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -439,11 +287,11 @@ func TestFindSocket(t *testing.T) {
 		}
 	}
 	local := addrPort(l.Addr())
-	if s, err := tune.FindSocket(testenv.Cgroup(), local, netip.AddrPort{}); !errors.Is(err, fs.ErrNotExist) {
+	if s, err := sockets.Find(testenv.Cgroup(), local, netip.AddrPort{}); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("a listener is the connection %v, %v", s, err)
 	}
 	nobody := netip.MustParseAddrPort("192.0.2.1:80")
-	if s, err := tune.FindSocket(testenv.Cgroup(), local, nobody); !errors.Is(err, fs.ErrNotExist) || strings.Contains(err.Error(), "\n") {
+	if s, err := sockets.Find(testenv.Cgroup(), local, nobody); !errors.Is(err, fs.ErrNotExist) || strings.Contains(err.Error(), "\n") {
 		t.Errorf("%v, %v, want %v in one line", s, err, fs.ErrNotExist)
 	}
 	if got := descriptors(t); got != had {
@@ -451,7 +299,7 @@ func TestFindSocket(t *testing.T) {
 	}
 }
 
-func TestTakeSocketRefuses(t *testing.T) {
+func TestTakeRefuses(t *testing.T) {
 	udp, err := net.ListenPacket("udp", "127.0.0.1:0")
 	check(t, err)
 	defer udp.Close()
@@ -459,14 +307,14 @@ func TestTakeSocketRefuses(t *testing.T) {
 	check(t, err)
 	had := descriptors(t)
 	check(t, raw.Control(func(fd uintptr) {
-		if s, err := tune.TakeSocket(os.Getpid(), int(fd)); !errors.Is(err, fs.ErrNotExist) {
+		if s, err := sockets.Take(os.Getpid(), int(fd)); !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("a UDP socket is %v, %v", s, err)
 		}
 	}))
-	if s, err := tune.TakeSocket(os.Getpid(), 9999); !errors.Is(err, fs.ErrNotExist) {
+	if s, err := sockets.Take(os.Getpid(), 9999); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("no descriptor is %v, %v", s, err)
 	}
-	if s, err := tune.TakeSocket(1<<22, 0); err == nil {
+	if s, err := sockets.Take(1<<22, 0); err == nil {
 		t.Errorf("no process has %v", s)
 	}
 	if got := descriptors(t); got != had {
@@ -474,14 +322,14 @@ func TestTakeSocketRefuses(t *testing.T) {
 	}
 }
 
-// TestSocketsWithoutRights still visits what it may.
-func TestSocketsWithoutRights(t *testing.T) {
+// TestWalkWithoutRights still visits what it may.
+func TestWalkWithoutRights(t *testing.T) {
 	l := listen(t, "127.0.0.1:0")
-	child := startServer(t, testenv.Cgroup(), "127.0.0.1:0", 0)
+	child := testenv.StartServer(t, testenv.Cgroup(), "127.0.0.1:0", 0)
 	had, mine := descriptors(t), cookieOf(t, l)
 	testenv.WithoutRights(t, func() {
 		found := false
-		problems, err := tune.Sockets(testenv.Cgroup(), func(s *tune.Socket) error {
+		problems, err := sockets.Walk(testenv.Cgroup(), func(s *sockets.Socket) error {
 			found = found || s.Cookie == mine
 			return nil
 		})
@@ -491,7 +339,7 @@ func TestSocketsWithoutRights(t *testing.T) {
 		if len(problems) != 1 || !errors.Is(problems[0], fs.ErrPermission) || !strings.Contains(problems[0].Error(), fmt.Sprintf("pid %d", child.Process.Pid)) {
 			t.Errorf("problems %v, want one of pid %d", problems, child.Process.Pid)
 		}
-		_, err = tune.FindSocket(testenv.Cgroup(), addrPort(l.Addr()), addrPort(l.Addr()))
+		_, err = sockets.Find(testenv.Cgroup(), addrPort(l.Addr()), addrPort(l.Addr()))
 		if !errors.Is(err, fs.ErrPermission) || !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("a connection that may be the child's: %v", err)
 		}
@@ -501,17 +349,17 @@ func TestSocketsWithoutRights(t *testing.T) {
 	}
 }
 
-// TestSocketsOfProcessesThatEnd visits sockets while their processes are killed.
-func TestSocketsOfProcessesThatEnd(t *testing.T) {
+// TestWalkOfProcessesThatEnd visits sockets while their processes are killed.
+func TestWalkOfProcessesThatEnd(t *testing.T) {
 	had := descriptors(t)
 	for range killings {
 		func() {
 			killed := make(chan struct{})
-			var servers []*server
+			var servers []*testenv.Server
 			for range 3 {
-				s := startServer(t, testenv.Cgroup(), "127.0.0.1:0", 0)
+				s := testenv.StartServer(t, testenv.Cgroup(), "127.0.0.1:0", 0)
 				for range 20 {
-					c, err := net.Dial("tcp", s.address)
+					c, err := net.Dial("tcp", s.Address)
 					check(t, err)
 					defer c.Close()
 				}
@@ -524,13 +372,13 @@ func TestSocketsOfProcessesThatEnd(t *testing.T) {
 					ended = true
 				default:
 				}
-				problems, err := tune.Sockets(testenv.Cgroup(), func(s *tune.Socket) error {
+				problems, err := sockets.Walk(testenv.Cgroup(), func(s *sockets.Socket) error {
 					if first && s.PID == servers[0].Process.Pid {
 						first = false
 						go func() {
 							defer close(killed)
 							for _, s := range servers {
-								s.kill()
+								s.Kill()
 							}
 						}()
 					}
@@ -541,7 +389,7 @@ func TestSocketsOfProcessesThatEnd(t *testing.T) {
 				}
 			}
 			for _, s := range servers {
-				s.stop.Close()
+				s.Stop.Close()
 			}
 		}()
 	}

@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package match says which rules of a policy apply to which connections: it
+// compiles what they match on for the programs, and explains what these decide.
+package match
+
+import (
+	"cmp"
+	"fmt"
+	"math/bits"
+	"net/netip"
+	"slices"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+)
+
+// term is a conjunction of what a connection must be. A rule is one or more of
+// them: it matches if one does.
+type term struct {
+	rule        int // index into the rules
+	remote      []config.PrefixTerm
+	local       []config.PrefixTerm
+	remotePorts []config.PortRange // none: all
+	localPorts  []config.PortRange
+	roles       [2]bool
+	same        *config.SamePrefix
+	tag         []byte
+}
+
+// terms splits a rule; index is its own. Services are those of the policy.
+func terms(index int, m config.Match, services []config.Service) []term {
+	base := term{rule: index, remote: m.Remote, local: m.Local, same: m.SamePrefix, tag: m.Tag,
+		remotePorts: m.RemotePorts, localPorts: m.LocalPorts}
+	base.roles[bpf.MatchConnect] = m.Role != config.RoleAccept
+	base.roles[bpf.MatchAccept] = m.Role != config.RoleConnect
+	var split []term
+	switch {
+	case m.Service != "":
+		for _, s := range services {
+			if s.Name != m.Service {
+				continue
+			}
+			for _, l := range s.Listeners {
+				if l.Protocol == config.TCP {
+					split = append(split, base.at(l))
+				}
+			}
+		}
+	case len(m.Ports) > 0:
+		for role := range base.roles {
+			if !base.roles[role] {
+				continue
+			}
+			t := base
+			t.roles = [2]bool{}
+			t.roles[role] = true
+			ports := &t.remotePorts
+			if role == int(bpf.MatchAccept) {
+				ports = &t.localPorts
+			}
+			if *ports = common(*ports, m.Ports); len(*ports) > 0 {
+				split = append(split, t)
+			}
+		}
+	default:
+		split = append(split, base)
+	}
+	return split
+}
+
+// at narrows a term to what a listener accepts.
+func (t term) at(l config.Listener) term {
+	t.roles = [2]bool{}
+	t.roles[bpf.MatchAccept] = true
+	t.localPorts = []config.PortRange{{First: l.Address.Port(), Last: l.Address.Port()}}
+	addr := l.Address.Addr()
+	switch {
+	case !addr.IsUnspecified():
+		t.local = []config.PrefixTerm{{Prefix: netip.PrefixFrom(addr, addr.BitLen())}}
+	case addr.Is4() || l.V6Only:
+		t.local = []config.PrefixTerm{{Prefix: netip.PrefixFrom(addr, 0)}}
+	}
+	return t
+}
+
+// common is what two lists of ranges share; an empty a is all ports.
+func common(a, b []config.PortRange) []config.PortRange {
+	if len(a) == 0 {
+		return b
+	}
+	var shared []config.PortRange
+	for _, x := range a {
+		for _, y := range b {
+			if r := (config.PortRange{First: max(x.First, y.First), Last: min(x.Last, y.Last)}); r.First <= r.Last {
+				shared = append(shared, r)
+			}
+		}
+	}
+	return shared
+}
+
+// Compile makes what the programs read of the rules of one cgroup, of which
+// matches are what they match on, in their order. Services are those of the
+// policy. It fails if they have more than bpf.MatchTerms terms.
+func Compile(matches []config.Match, services []config.Service) (*bpf.MatchRules, error) {
+	compiled := &bpf.MatchRules{}
+	set := &compiled.Ruleset
+	var all []term
+	for i, m := range matches {
+		all = append(all, terms(i, m, services)...)
+	}
+	if len(all) > bpf.MatchTerms {
+		return nil, fmt.Errorf("compile rules: they have %d terms, at most %d; a list of ports counts twice, a service once a listener", len(all), bpf.MatchTerms)
+	}
+	set.Terms = uint32(len(all))
+	tags := make(map[bpf.MatchTag]int)
+	for i, t := range all {
+		set.Rule[i] = uint32(t.rule + 1)
+		for role, is := range t.roles {
+			if is {
+				mark(&set.Role[role], i)
+			}
+		}
+		for shared := range set.Same4 {
+			if t.same == nil || t.same.IPv4 >= 0 && shared >= t.same.IPv4 {
+				mark(&set.Same4[shared], i)
+			}
+		}
+		for shared := range set.Same6 {
+			if t.same == nil || t.same.IPv6 >= 0 && shared >= t.same.IPv6 {
+				mark(&set.Same6[shared], i)
+			}
+		}
+		if t.tag == nil {
+			mark(&set.Untagged, i)
+		} else {
+			key := TagOf(t.tag)
+			at, ok := tags[key]
+			if !ok {
+				at = len(compiled.Tags)
+				tags[key] = at
+				compiled.Tags = append(compiled.Tags, bpf.MatchTagEntry{Tag: key})
+			}
+			mark(&compiled.Tags[at].Set, i)
+		}
+		set.Uses |= usesOf(t)
+	}
+	compiled.Remotes = prefixEntries(all, func(t *term) []config.PrefixTerm { return t.remote })
+	compiled.Locals = prefixEntries(all, func(t *term) []config.PrefixTerm { return t.local })
+	compiled.RemotePorts = portEntries(all, func(t *term) []config.PortRange { return t.remotePorts })
+	compiled.LocalPorts = portEntries(all, func(t *term) []config.PortRange { return t.localPorts })
+	return compiled, nil
+}
+
+func mark(s *bpf.MatchSet, i int)   { s.Word[i/64] |= 1 << (i % 64) }
+func unmark(s *bpf.MatchSet, i int) { s.Word[i/64] &^= 1 << (i % 64) }
+
+func usesOf(t term) uint32 {
+	var uses uint32
+	for _, u := range []struct {
+		use  bool
+		flag uint32
+	}{
+		{t.remote != nil, bpf.MatchUseRemote},
+		{t.local != nil, bpf.MatchUseLocal},
+		{len(t.remotePorts) > 0, bpf.MatchUseRemotePort},
+		{len(t.localPorts) > 0, bpf.MatchUseLocalPort},
+		{t.same != nil, bpf.MatchUseSame},
+		{t.tag != nil, bpf.MatchUseTag},
+	} {
+		if u.use {
+			uses |= u.flag
+		}
+	}
+	return uses
+}
+
+// TagOf is a tag as the programs have it. Of one that is longer than 16 bytes it
+// is the beginning.
+func TagOf(tag []byte) bpf.MatchTag {
+	var t bpf.MatchTag
+	t.Length = uint8(copy(t.Byte[:], tag))
+	return t
+}
+
+// prefixEntries lists, for every prefix of any term, the terms that allow an
+// address of it. For each family there is one of length 0, so that a lookup
+// always finds an entry. In a term, the longest prefix decides.
+func prefixEntries(all []term, of func(*term) []config.PrefixTerm) []bpf.MatchPrefixEntry {
+	type use struct {
+		term int
+		not  bool
+	}
+	uses := map[netip.Prefix][]use{
+		netip.PrefixFrom(netip.IPv4Unspecified(), 0): nil,
+		netip.PrefixFrom(netip.IPv6Unspecified(), 0): nil,
+	}
+	var free bpf.MatchSet // terms that take any address
+	used := false
+	for i := range all {
+		prefixes := of(&all[i])
+		if prefixes == nil {
+			mark(&free, i)
+			continue
+		}
+		used = true
+		for _, p := range prefixes {
+			uses[p.Prefix] = append(uses[p.Prefix], use{i, p.Not})
+		}
+	}
+	if !used {
+		return nil
+	}
+	ordered := make([]netip.Prefix, 0, len(uses))
+	for p := range uses {
+		ordered = append(ordered, p)
+	}
+	// A prefix comes before those that it holds.
+	slices.SortFunc(ordered, func(a, b netip.Prefix) int {
+		return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
+	})
+	type open struct {
+		prefix netip.Prefix
+		set    bpf.MatchSet
+	}
+	var stack []open
+	entries := make([]bpf.MatchPrefixEntry, 0, len(ordered))
+	for _, p := range ordered {
+		for len(stack) > 0 && !stack[len(stack)-1].prefix.Overlaps(p) {
+			stack = stack[:len(stack)-1]
+		}
+		set := free
+		if len(stack) > 0 {
+			set = stack[len(stack)-1].set
+		}
+		for _, u := range uses[p] {
+			if u.not {
+				unmark(&set, u.term)
+			} else {
+				mark(&set, u.term)
+			}
+		}
+		stack = append(stack, open{p, set})
+		length := p.Bits()
+		if p.Addr().Is4() {
+			length += 96
+		}
+		entries = append(entries, bpf.MatchPrefixEntry{
+			Prefix: bpf.MatchPrefix{Prefixlen: uint32(length), Address: bpf.MappedAddress(p.Addr())}, Set: set,
+		})
+	}
+	return entries
+}
+
+// portEntries lists prefixes of port numbers that cover all ports, with the
+// terms that allow them.
+func portEntries(all []term, of func(*term) []config.PortRange) []bpf.MatchPortEntry {
+	type change struct{ at, term, by int }
+	var changes []change
+	var set bpf.MatchSet
+	for i := range all {
+		ranges := of(&all[i])
+		if len(ranges) == 0 {
+			mark(&set, i)
+		}
+		for _, r := range ranges {
+			changes = append(changes, change{int(r.First), i, 1}, change{int(r.Last) + 1, i, -1})
+		}
+	}
+	if changes == nil {
+		return nil
+	}
+	slices.SortFunc(changes, func(a, b change) int { return cmp.Compare(a.at, b.at) })
+	var entries []bpf.MatchPortEntry
+	holding := make([]int, len(all)) // ranges of a term that hold the port at hand
+	for first, next := 0, 0; first < 1<<16; {
+		for ; next < len(changes) && changes[next].at == first; next++ {
+			c := changes[next]
+			if holding[c.term] += c.by; holding[c.term] > 0 {
+				mark(&set, c.term)
+			} else {
+				unmark(&set, c.term)
+			}
+		}
+		end := 1 << 16
+		if next < len(changes) {
+			end = changes[next].at
+		}
+		entries = appendPorts(entries, first, end, set)
+		first = end
+	}
+	return entries
+}
+
+// appendPorts appends the prefixes that cover the ports from first to before
+// end.
+func appendPorts(entries []bpf.MatchPortEntry, first, end int, set bpf.MatchSet) []bpf.MatchPortEntry {
+	for first < end {
+		size := 1 << 16
+		if first > 0 {
+			size = 1 << bits.TrailingZeros(uint(first))
+		}
+		for first+size > end {
+			size /= 2
+		}
+		entry := bpf.MatchPortEntry{Set: set}
+		entry.Port.Prefixlen = uint32(16 - bits.TrailingZeros(uint(size)))
+		entry.Port.Port = [2]uint8{uint8(first >> 8), uint8(first)}
+		entries = append(entries, entry)
+		first += size
+	}
+	return entries
+}

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build vm
+
+package match_test
+
+// How much the tests do under software emulation.
+const (
+	twinRulesets  = 24
+	twinQuestions = 60
+	manyPrefixes  = 1000
+	manyQuestions = 600
+)
