@@ -22,6 +22,7 @@ func (d *decoder) check(p *Policy) {
 		d.checkMembers(path, s)
 	}
 	d.checkTune(p)
+	d.checkTrace(p)
 }
 
 // place is what only one listener of a host can have.

@@ -127,7 +127,7 @@ func TestAccept(t *testing.T) {
 }
 
 func TestRefuse(t *testing.T) {
-	for _, test := range slices.Concat(refusals, tuneRefusals) {
+	for _, test := range slices.Concat(refusals, tuneRefusals, traceRefusals) {
 		t.Run(test.name, func(t *testing.T) {
 			p, err := Parse([]byte(test.doc), "p.yaml")
 			if err == nil {
@@ -141,7 +141,7 @@ func TestRefuse(t *testing.T) {
 }
 
 func TestErrorsAs(t *testing.T) {
-	_, err := Parse([]byte("services: {}\nmetrics: {listen: x}\ntrace: []\n"), "p.yaml")
+	_, err := Parse([]byte("services: {}\nmetrics: {listen: x}\ncolour: []\n"), "p.yaml")
 	err = fmt.Errorf("check: %w", err)
 	if all, ok := errors.AsType[Errors](err); !ok || len(all) != 2 {
 		t.Errorf("want two Errors in %v", err)
@@ -194,6 +194,9 @@ func TestHostile(t *testing.T) {
 		{"tune: [", "{},", "]", 1 + 2*256},
 		{"tune: [" + strings.Repeat("{name: a, cgroup: a, tag: x},", 255) + "{name: b, cgroup: b, tag: x, match: {port: [", "0,", "]}}]", 0},
 		{"tune: [{name: b, cgroup: b, tag: x, match: {remote: [", "10.1.1.1,", "]}}]", 0},
+		{"trace: [", "{},", "]", 1 + 64},
+		{"trace: [{cgroup: a, group_by: [", "port,", "], stages: [stack]}]", 0},
+		{"trace: [{cgroup: a, stages: [", "send,", "]}]", 0},
 		{"services: {t: {", strings.Repeat("k", 100) + ": 1,", "}}", 0},
 		{"a: &a [1]\nb: [", "*a,", "]", 0},
 		{"services: ", "[", "", 1},
@@ -297,7 +300,7 @@ func TestSchemaAgreesWithParse(t *testing.T) {
 	for doc, want := range map[string]string{
 		"services: []":                                             "services: type",
 		"metrics: {listen: '127.0.0.1:1'}":                         "anyOf",
-		"services: {}\ntrace: []":                                  "additional trace",
+		"services: {}\ncolour: []":                                 "additional colour",
 		"services: {T: {slots: 1, listeners: []}}":                 "services: name T",
 		"services: {t: {slots: 1, listeners: []}}":                 "services: t: listeners: items",
 		"services: {t: {slots: '1'}}":                              "services: t: required listeners",
@@ -418,7 +421,8 @@ func FuzzParse(f *testing.F) {
 	f.Add([]byte(full))
 	f.Add([]byte(minimal))
 	f.Add([]byte(strings.Replace(fullTune, "      remote_file: sub/prefixes.txt\n", "", 1)))
-	for _, test := range slices.Concat(refusals, tuneRefusals) {
+	f.Add([]byte(strings.Replace(fullTrace, "      remote_file: sub/prefixes.txt\n", "", 1)))
+	for _, test := range slices.Concat(refusals, tuneRefusals, traceRefusals) {
 		f.Add([]byte(test.doc))
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
@@ -462,6 +466,19 @@ func FuzzParse(f *testing.F) {
 				}
 				if e := s.Explore; e != nil && (len(e.Candidates) < 2 || e.Probe > e.Share || e.Bytes == 0 || e.Evidence == 0 || e.Forget == 0) {
 					t.Errorf("invalid exploration: %+v", e)
+				}
+			}
+		}
+		for i, r := range p.Trace {
+			if r.Name == "" || r.Cgroup == "" || r.Connections < 1 || (r.Messages.OneIn > 0) == (r.Messages.PerSecond > 0) || r.Groups < 1 || len(r.Stages) == 0 || len(r.Protocols) == 0 || r.Match.Tag != nil || r.Match.String() == "" {
+				t.Errorf("invalid rule: %+v", r)
+			}
+			if slices.ContainsFunc(p.Trace[:i], func(other TraceRule) bool { return other.Name == r.Name }) {
+				t.Errorf("two rules are called %s", r.Name)
+			}
+			for j, g := range r.GroupBy {
+				if (g.Kind == GroupRemote) != (g.IPv4 > 0 && g.IPv6 > 0) || slices.ContainsFunc(r.GroupBy[:j], func(other TraceGroupBy) bool { return other.Kind == g.Kind }) {
+					t.Errorf("invalid groups: %+v", r.GroupBy)
 				}
 			}
 		}

@@ -100,6 +100,8 @@ func formOf(name string) form {
 			}
 			return re, "", ""
 		})}
+	case "trace_sampling", "trace_group_by", "trace_stages", "trace_protocols":
+		return traceFormOf(name)
 	}
 	return tuneFormOf(name)
 }
