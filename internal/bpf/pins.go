@@ -85,6 +85,12 @@ const TunePins = "tune_"
 // Tuning is the pin directory of a cgroup's tuning.
 func (r *Root) Tuning(name string) string { return filepath.Join(r.Dir, TunePins+name) }
 
+// TracePins begins the name of the pin directory of a cgroup's tracing.
+const TracePins = "trace_"
+
+// Tracing is the pin directory of a cgroup's tracing.
+func (r *Root) Tracing(name string) string { return filepath.Join(r.Dir, TracePins+name) }
+
 // Services lists the services that have pins, in no particular order.
 func (r *Root) Services() ([]string, error) { return pinned(r.Dir, ServicePrefix) }
 
@@ -104,6 +110,9 @@ func pinned(dir, prefix string) ([]string, error) {
 	}
 	return names, nil
 }
+
+// Tracings lists the tracings that have pins, in no particular order.
+func (r *Root) Tracings() ([]string, error) { return pinned(r.Dir, TracePins) }
 
 // Close gives the directory up. What is pinned stays.
 func (r *Root) Close() error { return r.lock.Close() }
@@ -176,7 +185,7 @@ func RemoveRoot(dir string, before func() error) error {
 	if err := before(); err != nil {
 		return err
 	}
-	for prefix, remove := range map[string]func(string) error{ServicePrefix: Remove, TunePins: RemoveTune} {
+	for prefix, remove := range map[string]func(string) error{ServicePrefix: Remove, TunePins: RemoveTune, TracePins: RemoveTrace} {
 		names, err := pinned(dir, prefix)
 		if err != nil {
 			return err

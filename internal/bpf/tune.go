@@ -3,7 +3,6 @@
 package bpf
 
 import (
-	"bytes"
 	"crypto/rand"
 	"encoding/binary"
 	"errors"
@@ -516,47 +515,6 @@ func (t *Tune) Decide(questions ...MatchQuestion) ([]uint32, error) {
 		}
 	}
 	return answers, nil
-}
-
-// Scope is a record that goes with the pins: what the tuning is of. It is of
-// the caller's making, at most 4096 bytes.
-type Scope []byte
-
-const (
-	pinScope = "scope"
-	maxScope = 4096
-)
-
-// SetScope keeps the record.
-func (t *Tune) SetScope(s Scope) error {
-	if len(s) > maxScope {
-		return fmt.Errorf("keep scope: %d bytes, at most %d", len(s), maxScope)
-	}
-	m, err := openMap(t.dir, &ebpf.MapSpec{Name: pinScope, Type: ebpf.Array, KeySize: 4, ValueSize: maxScope, MaxEntries: 1})
-	if err != nil {
-		return err
-	}
-	defer m.Close()
-	if err := m.Put(uint32(0), append(bytes.Clone(s), make([]byte, maxScope-len(s))...)); err != nil {
-		return fmt.Errorf("keep scope: %w", err)
-	}
-	return nil
-}
-
-// ReadScope reads the record of the pins in dir. It fails with os.ErrNotExist
-// if there is none.
-func ReadScope(dir string) (Scope, error) {
-	path := filepath.Join(dir, pinScope)
-	m, err := ebpf.LoadPinnedMap(path, nil)
-	if err != nil {
-		return nil, fmt.Errorf("open pinned map %s: %w", path, err)
-	}
-	defer m.Close()
-	value, err := m.LookupBytes(uint32(0))
-	if err != nil {
-		return nil, fmt.Errorf("read scope: %w", err)
-	}
-	return bytes.TrimRight(value, "\x00"), nil
 }
 
 // ProgramID is the number of the program that is attached.

@@ -1,0 +1,304 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * What the trace programs share: from a connection to its rule and its group,
+ * and where times are added up. Cost of a time: finding its bucket, and one
+ * atomic addition to memory of this CPU.
+ */
+#ifndef SOCKEYE_TRACE_BPF_H
+#define SOCKEYE_TRACE_BPF_H
+
+#include "match.bpf.h"
+#include "trace.h"
+#include "tune.h"
+
+#define IPPROTO_TCP 6
+#define IPPROTO_UDP 17
+#define SOL_SOCKET 1
+#define SK_BPF_CB_FLAGS 1009
+#define SK_BPF_CB_TX_TIMESTAMPING 1
+
+/* False on kernels without BPF timestamping: connections are only chosen. */
+const volatile bool timestamps = true;
+
+TRACE_EXPORT(enum, trace_limit);
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, TRACE_RULES);
+	__type(key, __u32);
+	__type(value, struct trace_rule);
+} rules SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 1);
+	__type(key, struct trace_group);
+	__type(value, __u32);
+} groups SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, TRACE_SERVICES);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct trace_listener);
+	__type(value, __u32);
+} services SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, int);
+	__type(value, struct trace_connection);
+} connections SEC(".maps");
+
+/* The tuning's, where the cgroup is tuned. */
+struct {
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, int);
+	__type(value, struct tune_connection);
+} tuned SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct trace_state);
+} state SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct trace_counts);
+} counts SEC(".maps");
+
+struct kernfs_node {
+	__u64 id;
+} __attribute__((preserve_access_index));
+struct cgroup {
+	struct kernfs_node *kn;
+} __attribute__((preserve_access_index));
+struct sock_cgroup_data {
+	struct cgroup *cgroup;
+} __attribute__((preserve_access_index));
+struct sock {
+	__u32 sk_pacing_status;
+	unsigned long sk_pacing_rate;
+	struct sock_cgroup_data sk_cgrp_data;
+} __attribute__((preserve_access_index));
+struct minmax_sample {
+	__u32 t;
+	__u32 v;
+} __attribute__((preserve_access_index));
+struct minmax {
+	struct minmax_sample s[3];
+} __attribute__((preserve_access_index));
+struct tcp_sock {
+	__u32 write_seq;
+	__u32 snd_una;
+	__u32 snd_nxt;
+	__u32 snd_wnd;
+	__u32 snd_cwnd;
+	__u32 packets_out;
+	__u32 sacked_out;
+	__u32 lost_out;
+	__u32 retrans_out;
+	__u32 total_retrans;
+	__u32 srtt_us;
+	__u32 mss_cache;
+	__u32 chrono_start;
+	__u32 chrono_stat[3];
+	__u8 chrono_type : 2;
+	__u8 nonagle : 4;
+	struct minmax rtt_min;
+} __attribute__((preserve_access_index));
+#define trace_cast(pointer, type) \
+	((type *)bpf_rdonly_cast(pointer, bpf_core_type_id_kernel(type)))
+
+static __always_inline struct trace_state *trace_state(void)
+{
+	__u32 zero = 0;
+
+	return bpf_map_lookup_elem(&state, &zero);
+}
+
+static __always_inline struct trace_counts *trace_counts(void)
+{
+	__u32 zero = 0;
+
+	return bpf_map_lookup_elem(&counts, &zero);
+}
+
+/* A rule by its number, from 1. */
+static __always_inline struct trace_rule *trace_rule(__u32 id)
+{
+	__u32 index = id - 1;
+
+	return bpf_map_lookup_elem(&rules, &index);
+}
+
+static __always_inline __u32 trace_bucket(__u64 v)
+{
+	__u32 high = v >> 32, e, i;
+
+	if (v < 256)
+		return v >> 4;
+	e = high ? 63 - match_clz(high) : 31 - match_clz((__u32)v);
+	i = 16 + (e - 8) * 16 + ((v >> (e - 4)) & 15);
+	return i < TRACE_BUCKETS ? i : TRACE_BUCKETS - 1;
+}
+
+/*
+ * Process and interrupt may be at the same histogram of a CPU: hence atomic.
+ */
+__noinline int trace_add(struct trace_histogram *h, __u64 ns)
+{
+	__u64 max;
+	__u32 i;
+
+	if (!h)
+		return 0;
+	i = trace_bucket(ns);
+	barrier_var(i);
+	if (i >= TRACE_BUCKETS)
+		return 0;
+	__sync_fetch_and_add(&h->bucket[i], 1);
+	__sync_fetch_and_add(&h->sum, ns);
+	max = h->max;
+	if (ns > max && __sync_val_compare_and_swap(&h->max, max, ns) != max &&
+	    ns > h->max)
+		h->max = ns;
+	return 0;
+}
+
+/* From one time to another; not if either is not known. */
+static __always_inline void trace_leg(struct trace_histogram *h, __u64 from,
+				      __u64 to)
+{
+	if (from && to)
+		trace_add(h, to > from ? to - from : 0);
+}
+
+/* Whether one of a share is chosen; skip is how many are not, before. */
+static __always_inline bool trace_turn(const struct trace_rule *rule,
+				       __u32 *skip, __u64 *next, __u64 now)
+{
+	if (rule->interval) {
+		if (now < *next)
+			return false;
+		*next = now + rule->interval;
+		return true;
+	}
+	if (*skip) {
+		(*skip)--;
+		return false;
+	}
+	/* Gaps of 1 to 2n - 1: a period of the application's does not matter. */
+	if (rule->messages > 1)
+		*skip = bpf_get_prandom_u32() % (2 * rule->messages - 1);
+	return true;
+}
+
+static __always_inline __u32 trace_service(const struct match_tuple *t,
+					   __u8 protocol)
+{
+	struct trace_listener key = { .address = t->local,
+				      .port = t->local_port,
+				      .protocol = protocol };
+	__u32 *id = bpf_map_lookup_elem(&services, &key);
+
+	if (!id) {
+		__builtin_memset(&key.address, 0, sizeof(key.address));
+		id = bpf_map_lookup_elem(&services, &key);
+	}
+	return id ? *id : 0;
+}
+
+/*
+ * The index of a group, which is made if there is room, else that of "other".
+ * Cgroup is an id; t is of a connection or of one datagram.
+ */
+static __always_inline __u32 trace_group(__u32 id, struct trace_rule *rule,
+					 const struct match_tuple *t,
+					 __u32 role, __u8 protocol,
+					 __u64 cgroup,
+					 const struct tune_connection *tune)
+{
+	struct trace_group key = { .rule = id, .protocol = protocol };
+	__u32 *found, n, index, bits;
+	int i;
+
+	if (rule->group_by & TRACE_BY_REMOTE) {
+		key.ipv4 = match_ipv4(&t->remote);
+		bits = key.ipv4 ? rule->bits4 : rule->bits6;
+#pragma unroll
+		for (i = 0; i < 4; i++) {
+			__u32 have = bits > 32 * i ? bits - 32 * i : 0;
+			__u32 mask = have >= 32 ? ~0U : have ? ~0U << (32 - have) : 0;
+
+			key.remote.word[i] = t->remote.word[i] & bpf_htonl(mask);
+		}
+	}
+	if (rule->group_by & TRACE_BY_PORT)
+		key.port = role == MATCH_CONNECT ? t->remote_port : t->local_port;
+	if (rule->group_by & TRACE_BY_SERVICE)
+		key.service = trace_service(t, protocol);
+	if (rule->group_by & TRACE_BY_CGROUP)
+		key.cgroup = cgroup;
+	if (tune && (rule->group_by & TRACE_BY_RULE))
+		key.tune_rule = tune->rule;
+	if (tune && (rule->group_by & TRACE_BY_ARM))
+		key.arm = tune->arm + 1;
+	found = bpf_map_lookup_elem(&groups, &key);
+	if (found)
+		return *found;
+	if (rule->used >= rule->groups)
+		return rule->first;
+	n = __sync_fetch_and_add(&rule->used, 1);
+	if (n >= rule->groups)
+		return rule->first;
+	index = rule->first + 1 + n;
+	if (bpf_map_update_elem(&groups, &key, &index, BPF_NOEXIST)) {
+		found = bpf_map_lookup_elem(&groups, &key);
+		return found ? *found : rule->first;
+	}
+	return index;
+}
+
+/* Chooses a connection that is established, or does not. */
+static __always_inline void trace_established(struct bpf_sock_ops *ctx,
+					      __u32 role)
+{
+	struct match_question q = { .role = role };
+	int on = SK_BPF_CB_TX_TIMESTAMPING;
+	struct trace_connection *c;
+	struct trace_rule *rule;
+	struct bpf_sock *sk;
+	__u32 id;
+
+	if (!match_sock_ops_tuple(ctx, &q.tuple))
+		return;
+	id = MATCH_RULE(match_find(&q));
+	rule = id ? trace_rule(id) : NULL;
+	if (!rule || !(rule->flags & TRACE_RULE_TCP))
+		return;
+	if (rule->connections > 1 && bpf_get_prandom_u32() % rule->connections)
+		return;
+	sk = ctx->sk;
+	if (!sk)
+		return;
+	c = bpf_sk_storage_get(&connections, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+	if (!c)
+		return;
+	c->rule = id;
+	c->role = role;
+	c->write_seq = ctx->snd_nxt;
+	if (!timestamps || !(rule->flags & TRACE_RULE_TX))
+		return;
+	bpf_setsockopt(ctx, SOL_SOCKET, SK_BPF_CB_FLAGS, &on, sizeof(on));
+	bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags |
+					       BPF_SOCK_OPS_STATE_CB_FLAG);
+}
+
+#endif

@@ -1,0 +1,515 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Tells user space of every packet of one TCP connection: when it reaches a
+ * queueing discipline and a driver, when TCP sends it again, and what the
+ * connection receives. Decides nothing. Attached only while somebody asks.
+ * Cost for others: two reads for each packet to a queueing discipline and to
+ * a driver, and one comparison for each that TCP or the host receives. For the
+ * connection: one event for each of these, most of it to copy the headers.
+ *
+ * Raw tracepoints, so that neither fentry nor a cgroup is needed.
+ */
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_core_read.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "packets.h"
+
+#define AF_INET6 10
+#define IPPROTO_HOPOPTS 0
+#define IPPROTO_TCP 6
+#define IPPROTO_ROUTING 43
+#define IPPROTO_DSTOPTS 60
+#define TCP_ESTABLISHED 1
+#define TCP_TIME_WAIT 6
+#define TCP_NEW_SYN_RECV 12
+#define TCPHDR_SYN 0x02
+#define IP_OFFSET 0x1fff
+
+/* Extension headers of IPv6 that are followed. */
+#define EXTENSIONS 4
+
+char _license[] SEC("license") = "Dual BSD/GPL";
+
+PACKETS_EXPORT(enum, packets_limit);
+PACKETS_EXPORT(enum, packets_kind);
+PACKETS_EXPORT(enum, packets_flag);
+PACKETS_EXPORT(struct, packets_event);
+PACKETS_EXPORT(struct, packets_packet);
+
+struct net {
+	int ifindex; /* the type alone is of use */
+} __attribute__((preserve_access_index));
+
+typedef struct {
+	struct net *net;
+} __attribute__((preserve_access_index)) possible_net_t;
+
+struct in6_addr {
+	__u64 word[2];
+};
+
+typedef struct {
+	long long counter;
+} __attribute__((preserve_access_index)) atomic64_t;
+
+struct sock_common {
+	__be32 skc_daddr;
+	__be32 skc_rcv_saddr;
+	__be16 skc_dport;
+	__u16 skc_num;
+	unsigned short skc_family;
+	volatile unsigned char skc_state;
+	possible_net_t skc_net;
+	struct in6_addr skc_v6_daddr;
+	struct in6_addr skc_v6_rcv_saddr;
+	atomic64_t skc_cookie;
+} __attribute__((preserve_access_index));
+
+struct sock {
+	struct sock_common __sk_common;
+} __attribute__((preserve_access_index));
+
+struct inet_connection_sock {
+	__u8 icsk_ca_state : 5;
+} __attribute__((preserve_access_index));
+
+struct tcp_options_received {
+	__u16 snd_wscale : 4;
+	__u16 rcv_wscale : 4;
+} __attribute__((preserve_access_index));
+
+struct tcp_sock {
+	__u32 snd_una;
+	struct tcp_options_received rx_opt;
+} __attribute__((preserve_access_index));
+
+struct net_device {
+	char name[PACKETS_NAME];
+	int ifindex;
+	possible_net_t nd_net;
+} __attribute__((preserve_access_index));
+
+struct skb_shared_info {
+	unsigned short gso_size;
+	unsigned short gso_segs;
+} __attribute__((preserve_access_index));
+
+struct sk_buff {
+	struct net_device *dev;
+	struct sock *sk;
+	char cb[48];
+	unsigned int len;
+	unsigned int data_len;
+	int skb_iif;
+	__u16 inner_network_header;
+	__u16 network_header;
+	unsigned int end;
+	unsigned char *head;
+	unsigned char *data;
+} __attribute__((preserve_access_index));
+
+struct tcp_skb_cb {
+	__u32 seq;
+	__u32 end_seq;
+} __attribute__((preserve_access_index));
+
+/* SO_COOKIE of the connection. */
+const volatile __u64 cookie = 0;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 1024 * 1024);
+} events SEC(".maps");
+
+/* Events that found the ring full. */
+__u64 lost = 0;
+
+/* What the window fields of the connection's packets are shifted by. */
+struct {
+	__u8 out;
+	__u8 in;
+} scale;
+
+/* The peer's packets, as the host receives them. */
+struct {
+	struct net *net;
+	__u64 local6[2];
+	__u64 remote6[2];
+	__be32 local4;
+	__be32 remote4;
+	__be16 local_port;
+	__be16 remote_port;
+	__u32 wanted; /* TCP does not tell of them in this state */
+} early;
+
+struct packets_place {
+	__u32 tcp; /* offset of the TCP header from the network header */
+	__u32 total; /* length of the IP packet; 0: it does not say */
+	bool ipv4;
+};
+
+/* Finds the TCP header behind a network header, if it is the next protocol. */
+static __always_inline bool packets_tcp(const void *network,
+					struct packets_place *place)
+{
+	__u8 header[40], extension[2];
+	__u8 next;
+	int i;
+
+	if (bpf_probe_read_kernel(header, 20, network))
+		return false;
+	if (header[0] >> 4 == 4) {
+		if (header[9] != IPPROTO_TCP ||
+		    ((header[6] << 8 | header[7]) & IP_OFFSET))
+			return false;
+		place->tcp = (header[0] & 15) * 4;
+		place->total = header[2] << 8 | header[3];
+		place->ipv4 = true;
+		return place->tcp >= 20;
+	}
+	if (header[0] >> 4 != 6)
+		return false;
+	next = header[6];
+	place->tcp = 40;
+	place->total = header[4] << 8 | header[5];
+	if (place->total)
+		place->total += 40;
+#pragma unroll
+	for (i = 0; i < EXTENSIONS; i++) {
+		if (next != IPPROTO_HOPOPTS && next != IPPROTO_ROUTING &&
+		    next != IPPROTO_DSTOPTS)
+			break;
+		if (bpf_probe_read_kernel(extension, sizeof(extension),
+					  network + place->tcp))
+			return false;
+		next = extension[0];
+		place->tcp += (extension[1] + 1) * 8;
+	}
+	return next == IPPROTO_TCP;
+}
+
+static __always_inline bool packets_ours(const struct sock *sk)
+{
+	return sk && BPF_CORE_READ(sk, __sk_common.skc_cookie.counter) == cookie;
+}
+
+/* Others have no struct tcp_sock. */
+static __always_inline bool packets_full(__u8 state)
+{
+	return state != TCP_TIME_WAIT && state != TCP_NEW_SYN_RECV;
+}
+
+/*
+ * The tracepoint of what TCP receives is on the path of an established
+ * connection alone. In other states packets are told by their addresses, when
+ * the host receives them.
+ */
+static __always_inline void packets_listen(const struct sock *sk, __u8 state)
+{
+	if (state == TCP_ESTABLISHED) {
+		early.wanted = 0;
+		return;
+	}
+	if (early.wanted || !packets_full(state))
+		return;
+	early.net = BPF_CORE_READ(sk, __sk_common.skc_net.net);
+	early.local4 = BPF_CORE_READ(sk, __sk_common.skc_rcv_saddr);
+	early.remote4 = BPF_CORE_READ(sk, __sk_common.skc_daddr);
+	early.local_port = bpf_htons(BPF_CORE_READ(sk, __sk_common.skc_num));
+	early.remote_port = BPF_CORE_READ(sk, __sk_common.skc_dport);
+	if (bpf_core_field_exists(sk->__sk_common.skc_v6_daddr) &&
+	    BPF_CORE_READ(sk, __sk_common.skc_family) == AF_INET6) {
+		BPF_CORE_READ_INTO(&early.local6, sk, __sk_common.skc_v6_rcv_saddr);
+		BPF_CORE_READ_INTO(&early.remote6, sk, __sk_common.skc_v6_daddr);
+	}
+	early.wanted = 1;
+}
+
+static __always_inline void packets_scale(const struct sock *sk, __u8 state)
+{
+	const struct tcp_sock *tp = (const void *)sk;
+
+	if (!packets_full(state))
+		return;
+	scale.out = BPF_CORE_READ_BITFIELD_PROBED(tp, rx_opt.rcv_wscale);
+	scale.in = BPF_CORE_READ_BITFIELD_PROBED(tp, rx_opt.snd_wscale);
+}
+
+static __always_inline void packets_device(struct packets_event *e,
+					   const struct net_device *dev)
+{
+	if (!dev)
+		return;
+	e->ifindex = BPF_CORE_READ(dev, ifindex);
+	BPF_CORE_READ_STR_INTO(&e->name, dev, name);
+}
+
+/* An event without bytes. */
+static __always_inline struct packets_event *
+packets_event(__u32 kind, const void *skb, __u8 state)
+{
+	struct packets_event *e;
+
+	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
+	if (!e) {
+		__sync_fetch_and_add(&lost, 1);
+		return NULL;
+	}
+	__builtin_memset(e, 0, sizeof(*e));
+	e->time = bpf_ktime_get_ns();
+	e->skb = (__u64)skb;
+	e->kind = kind;
+	e->state = state;
+	return e;
+}
+
+static __always_inline struct packets_packet *
+packets_packet(__u32 kind, const void *skb, __u8 state)
+{
+	struct packets_packet *p;
+
+	p = bpf_ringbuf_reserve(&events, sizeof(*p), 0);
+	if (!p) {
+		__sync_fetch_and_add(&lost, 1);
+		return NULL;
+	}
+	__builtin_memset(&p->event, 0, sizeof(p->event));
+	p->event.time = bpf_ktime_get_ns();
+	p->event.skb = (__u64)skb;
+	p->event.kind = kind;
+	p->event.state = state;
+	return p;
+}
+
+/*
+ * Fills in what the headers of a packet tell. network is the offset of the
+ * network header; the returned one is that of the IP packet described.
+ */
+static __always_inline __u32 packets_describe(struct packets_event *e,
+					      const struct sk_buff *skb,
+					      __u32 network, __u8 shift)
+{
+	void *head = BPF_CORE_READ(skb, head);
+	__u32 data = (void *)BPF_CORE_READ(skb, data) - head, headers;
+	struct skb_shared_info *shared;
+	struct packets_place place = {};
+	__u8 tcp[20];
+
+	shared = head + BPF_CORE_READ(skb, end);
+	e->gso_size = BPF_CORE_READ(shared, gso_size);
+	e->gso_segments = BPF_CORE_READ(shared, gso_segs);
+	if (packets_tcp(head + network, &place)) {
+		e->flags |= PACKETS_TCP;
+	} else {
+		headers = BPF_CORE_READ(skb, inner_network_header);
+		if (headers && packets_tcp(head + headers, &place)) {
+			e->flags |= PACKETS_TCP | PACKETS_INNER;
+			network = headers;
+		}
+	}
+	e->size = BPF_CORE_READ(skb, len) + data - network;
+	if (!(e->flags & PACKETS_TCP))
+		return network;
+	if (place.total && place.total < e->size)
+		e->size = place.total;
+	if (bpf_probe_read_kernel(tcp, sizeof(tcp), head + network + place.tcp)) {
+		e->flags &= ~PACKETS_TCP;
+		return network;
+	}
+	e->seq = bpf_ntohl(*(__be32 *)&tcp[4]);
+	e->ack = bpf_ntohl(*(__be32 *)&tcp[8]);
+	e->tcp = tcp[13];
+	e->window = bpf_ntohs(*(__be16 *)&tcp[14]);
+	if (!(e->tcp & TCPHDR_SYN))
+		e->window <<= shift & 15;
+	headers = place.tcp + (tcp[12] >> 4) * 4;
+	if (e->size > headers)
+		e->length = e->size - headers;
+	return network;
+}
+
+/* Copies what is in the linear part. */
+static __always_inline void packets_copy(struct packets_packet *p,
+					 const struct sk_buff *skb,
+					 __u32 network)
+{
+	void *head = BPF_CORE_READ(skb, head);
+	__u32 data = (void *)BPF_CORE_READ(skb, data) - head, n;
+
+	n = data + BPF_CORE_READ(skb, len) - BPF_CORE_READ(skb, data_len) - network;
+	if (n > p->event.size)
+		n = p->event.size;
+	/* The verifier is to see the bound. */
+	barrier_var(n);
+	if (n > PACKETS_BYTES)
+		n = PACKETS_BYTES;
+	if (!bpf_probe_read_kernel(p->bytes, n, head + network))
+		p->event.captured = n;
+}
+
+SEC("raw_tracepoint/net_dev_queue")
+int packets_queue(struct bpf_raw_tracepoint_args *ctx)
+{
+	const struct sk_buff *skb = (const void *)ctx->args[0];
+	const struct sock *sk = BPF_CORE_READ(skb, sk);
+	struct packets_packet *p;
+	__u32 network;
+	__u8 state;
+
+	if (!packets_ours(sk))
+		return 0;
+	state = BPF_CORE_READ(sk, __sk_common.skc_state);
+	packets_listen(sk, state);
+	packets_scale(sk, state);
+	p = packets_packet(PACKETS_QUEUE, skb, state);
+	if (!p)
+		return 0;
+	packets_device(&p->event, BPF_CORE_READ(skb, dev));
+	network = packets_describe(&p->event, skb,
+				   BPF_CORE_READ(skb, network_header), scale.out);
+	packets_copy(p, skb, network);
+	bpf_ringbuf_submit(p, 0);
+	return 0;
+}
+
+SEC("raw_tracepoint/net_dev_start_xmit")
+int packets_driver(struct bpf_raw_tracepoint_args *ctx)
+{
+	const struct sk_buff *skb = (const void *)ctx->args[0];
+	const struct sock *sk = BPF_CORE_READ(skb, sk);
+	struct packets_event *e;
+
+	if (!packets_ours(sk))
+		return 0;
+	e = packets_event(PACKETS_DRIVER, skb,
+			  BPF_CORE_READ(sk, __sk_common.skc_state));
+	if (!e)
+		return 0;
+	packets_device(e, (const void *)ctx->args[1]);
+	packets_describe(e, skb, BPF_CORE_READ(skb, network_header), scale.out);
+	bpf_ringbuf_submit(e, 0);
+	return 0;
+}
+
+SEC("raw_tracepoint/tcp_retransmit_skb")
+int packets_resend(struct bpf_raw_tracepoint_args *ctx)
+{
+	const struct sock *sk = (const void *)ctx->args[0];
+	const struct sk_buff *skb = (const void *)ctx->args[1];
+	const struct inet_connection_sock *icsk = (const void *)sk;
+	const struct tcp_skb_cb *cb;
+	struct packets_event *e;
+
+	if (!packets_ours(sk))
+		return 0;
+	e = packets_event(PACKETS_RETRANSMIT, skb,
+			  BPF_CORE_READ(sk, __sk_common.skc_state));
+	if (!e)
+		return 0;
+	cb = (const void *)skb + bpf_core_field_offset(struct sk_buff, cb);
+	e->seq = BPF_CORE_READ(cb, seq);
+	e->length = BPF_CORE_READ(cb, end_seq) - e->seq;
+	e->flags = PACKETS_TCP;
+	e->congestion = BPF_CORE_READ_BITFIELD_PROBED(icsk, icsk_ca_state);
+	bpf_ringbuf_submit(e, 0);
+	return 0;
+}
+
+SEC("raw_tracepoint/tcp_probe")
+int packets_receive(struct bpf_raw_tracepoint_args *ctx)
+{
+	const struct sock *sk = (const void *)ctx->args[0];
+	const struct sk_buff *skb = (const void *)ctx->args[1];
+	struct packets_packet *p;
+	__u32 network;
+	__u8 state;
+
+	if (!packets_ours(sk))
+		return 0;
+	state = BPF_CORE_READ(sk, __sk_common.skc_state);
+	packets_scale(sk, state);
+	p = packets_packet(PACKETS_RECEIVE, skb, state);
+	if (!p)
+		return 0;
+	p->event.ifindex = BPF_CORE_READ(skb, skb_iif);
+	network = packets_describe(&p->event, skb,
+				   BPF_CORE_READ(skb, network_header), scale.in);
+	packets_copy(p, skb, network);
+	bpf_ringbuf_submit(p, 0);
+	return 0;
+}
+
+/* Tells whether a packet that the host receives is for the connection. */
+static __always_inline bool packets_expected(const struct sk_buff *skb)
+{
+	const struct net_device *dev = BPF_CORE_READ(skb, dev);
+	const void *network = BPF_CORE_READ(skb, data);
+	struct packets_place place = {};
+	__u64 address[4];
+	__be32 address4[2];
+	__be16 port[2];
+	__u32 linear;
+
+	if (!dev || BPF_CORE_READ(dev, nd_net.net) != early.net ||
+	    !packets_tcp(network, &place))
+		return false;
+	linear = BPF_CORE_READ(skb, len) - BPF_CORE_READ(skb, data_len);
+	if (linear < place.tcp + 20)
+		return false;
+	if (bpf_probe_read_kernel(port, sizeof(port), network + place.tcp) ||
+	    port[0] != early.remote_port || port[1] != early.local_port)
+		return false;
+	if (place.ipv4)
+		return !bpf_probe_read_kernel(address4, sizeof(address4), network + 12) &&
+		       address4[0] == early.remote4 && address4[1] == early.local4;
+	return !bpf_probe_read_kernel(address, sizeof(address), network + 8) &&
+	       address[0] == early.remote6[0] && address[1] == early.remote6[1] &&
+	       address[2] == early.local6[0] && address[3] == early.local6[1];
+}
+
+SEC("raw_tracepoint/netif_receive_skb")
+int packets_early(struct bpf_raw_tracepoint_args *ctx)
+{
+	const struct sk_buff *skb = (const void *)ctx->args[0];
+	struct packets_packet *p;
+	__u32 network;
+
+	if (!early.wanted || !packets_expected(skb))
+		return 0;
+	p = packets_packet(PACKETS_RECEIVE, skb, 0);
+	if (!p)
+		return 0;
+	p->event.flags = PACKETS_EARLY;
+	packets_device(&p->event, BPF_CORE_READ(skb, dev));
+	network = BPF_CORE_READ(skb, data) - BPF_CORE_READ(skb, head);
+	network = packets_describe(&p->event, skb, network, scale.in);
+	packets_copy(p, skb, network);
+	bpf_ringbuf_submit(p, 0);
+	return 0;
+}
+
+SEC("raw_tracepoint/inet_sock_set_state")
+int packets_state(struct bpf_raw_tracepoint_args *ctx)
+{
+	const struct sock *sk = (const void *)ctx->args[0];
+	const struct tcp_sock *tp = (const void *)sk;
+	__u8 before = ctx->args[1], state = ctx->args[2];
+	struct packets_event *e;
+
+	if (!packets_ours(sk))
+		return 0;
+	packets_listen(sk, state);
+	e = packets_event(PACKETS_STATE, NULL, state);
+	if (!e)
+		return 0;
+	if (packets_full(before)) {
+		packets_scale(sk, before);
+		e->flags = PACKETS_TCP;
+		e->ack = BPF_CORE_READ(tp, snd_una);
+	}
+	bpf_ringbuf_submit(e, 0);
+	return 0;
+}

@@ -1,0 +1,626 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Measures where messages of chosen connections of a cgroup spend their time
+ * on their way out. The kernel calls it for a chosen connection at the end of
+ * each sendmsg(2); only for messages that it then chooses, it is called again
+ * as they reach the queueing discipline and the driver, and as they are
+ * acknowledged. Cost: a lookup of the socket's storage for each call; at the
+ * acknowledgement, the additions of trace.bpf.h. Other connections of the
+ * cgroup pay for one search when they are established.
+ *
+ * Needs BPF timestamping (Linux 6.15, merged by net-next commit 8cd8ed0bd8e7).
+ */
+#include "trace.bpf.h"
+
+#define TCP_CLOSE 7
+#define BPF_SOCK_OPS_TSTAMP_SCHED_CB 16
+#define BPF_SOCK_OPS_TSTAMP_SND_SW_CB 17
+#define BPF_SOCK_OPS_TSTAMP_SND_HW_CB 18
+#define BPF_SOCK_OPS_TSTAMP_ACK_CB 19
+#define BPF_SOCK_OPS_TSTAMP_SENDMSG_CB 20
+#define SKBTX_HW_TSTAMP (1 << 0)
+#define SKBTX_SW_TSTAMP (1 << 1)
+#define SKBTX_SCHED_TSTAMP (1 << 6)
+#define TSTAMP_ACK_SK 1
+#define TCP_NAGLE_OFF 1
+#define TCP_NAGLE_CORK 2
+#define TCP_CHRONO_RWND_LIMITED 2
+#define TCP_CHRONO_SNDBUF_LIMITED 3
+
+TRACE_EXPORT(struct, trace_rule);
+TRACE_EXPORT(struct, trace_group);
+TRACE_EXPORT(struct, trace_listener);
+TRACE_EXPORT(struct, trace_connection);
+TRACE_EXPORT(struct, trace_stats);
+TRACE_EXPORT(struct, trace_sample);
+TRACE_EXPORT(struct, trace_minute);
+TRACE_EXPORT(struct, trace_state);
+TRACE_EXPORT(struct, trace_counts);
+TRACE_EXPORT(enum, trace_stage);
+TRACE_EXPORT(enum, trace_outcome);
+TRACE_EXPORT(enum, trace_rule_flag);
+TRACE_EXPORT(enum, trace_group_by);
+TRACE_EXPORT(enum, trace_message_flag);
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct trace_stats);
+} stats SEC(".maps");
+
+/* The lock is held only to write a message that belongs among the slowest. */
+struct trace_slowest {
+	struct bpf_spin_lock lock;
+	__u32 padding;
+	struct trace_minute minute[TRACE_MINUTES];
+};
+TRACE_EXPORT(struct, trace_slowest);
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct trace_slowest);
+} slowest SEC(".maps");
+
+/* Empty unless somebody reads samples. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__array(values, struct {
+		__uint(type, BPF_MAP_TYPE_RINGBUF);
+		__uint(max_entries, 1 << 16);
+	});
+} rings SEC(".maps");
+
+struct tcp_skb_cb {
+	__u32 seq;
+	__u8 txstamp_ack : 2;
+} __attribute__((preserve_access_index));
+struct sk_buff {
+	unsigned char *head;
+	__u32 end;
+	__u32 len;
+	char cb[48];
+} __attribute__((preserve_access_index));
+struct skb_shared_hwtstamps {
+	__s64 hwtstamp;
+} __attribute__((preserve_access_index));
+struct skb_shared_info {
+	__u8 tx_flags;
+	struct skb_shared_hwtstamps hwtstamps;
+	__u32 tskey;
+} __attribute__((preserve_access_index));
+struct bpf_sock_ops_kern___skb {
+	struct sock *sk;
+	struct sk_buff *skb;
+} __attribute__((preserve_access_index));
+
+int bpf_sock_ops_enable_tx_tstamp(struct bpf_sock_ops_kern *skops,
+				  __u64 flags) __ksym;
+
+static __always_inline struct trace_connection *
+trace_connection(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock *sk = ctx->sk;
+
+	return sk ? bpf_sk_storage_get(&connections, sk, NULL, 0) : NULL;
+}
+
+/* The group of a connection, found when it is first asked for: tune has
+ * decided by then. */
+__noinline int trace_grouped(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct bpf_sock *sk = ctx->sk;
+	struct trace_connection *c;
+	struct match_tuple t = {};
+	struct trace_rule *rule;
+	__u64 cgroup = 0;
+
+	if (!sk)
+		return 0;
+	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
+	if (!c)
+		return 0;
+	rule = trace_rule(c->rule);
+	if (!rule || !match_sock_ops_tuple(ctx, &t))
+		return 0;
+	if (rule->group_by & TRACE_BY_CGROUP)
+		cgroup = trace_cast(kern->sk, struct sock)->sk_cgrp_data.cgroup->kn->id;
+	c->group = trace_group(c->rule, rule, &t, c->role, IPPROTO_TCP, cgroup,
+			       bpf_sk_storage_get(&tuned, sk, NULL, 0));
+	c->grouped = 1;
+	return 0;
+}
+
+static __always_inline struct trace_stats *trace_stats(__u32 group)
+{
+	return bpf_map_lookup_elem(&stats, &group);
+}
+
+static __always_inline struct trace_message *
+trace_message(struct trace_connection *c, __u32 i)
+{
+	i &= TRACE_IN_FLIGHT - 1;
+	barrier_var(i);
+	if (i >= TRACE_IN_FLIGHT)
+		return NULL;
+	return &c->message[i];
+}
+
+/* How long the connection was limited in this way until now, in jiffies
+ * (tcp_get_info_chrono_stats in net/ipv4/tcp.c, Linux 6.18). */
+static __always_inline __u32 trace_limited(const struct tcp_sock *tp,
+					   __u32 chrono)
+{
+	__u32 sum = tp->chrono_stat[chrono - 1];
+
+	if (BPF_CORE_READ_BITFIELD(tp, chrono_type) == chrono)
+		sum += (__u32)bpf_jiffies64() - tp->chrono_start;
+	return sum;
+}
+
+/* Keeps a message if it is one of the slowest of its group and minute. */
+__noinline int trace_keep(struct trace_sample *s)
+{
+	__u32 i, at = 0, slot, group;
+	struct trace_slowest *slow;
+	__u64 minute, least = ~0ULL;
+	struct trace_minute *m;
+
+	if (!s)
+		return 0;
+	group = s->group;
+	slow = bpf_map_lookup_elem(&slowest, &group);
+	if (!slow)
+		return 0;
+	minute = s->ended / 60000000000ULL;
+	slot = minute % TRACE_MINUTES;
+	barrier_var(slot);
+	if (slot >= TRACE_MINUTES)
+		return 0;
+	m = &slow->minute[slot];
+	/* Without the lock: most are not among them. */
+	if (m->minute == minute && m->count >= TRACE_SLOWEST && m->least >= s->total)
+		return 0;
+	bpf_spin_lock(&slow->lock);
+	if (m->minute != minute) {
+		m->minute = minute;
+		m->count = 0;
+	}
+	at = m->count;
+	if (at >= TRACE_SLOWEST) {
+		at = 0;
+		for (i = 1; i < TRACE_SLOWEST; i++)
+			if (m->sample[i].total < m->sample[at & (TRACE_SLOWEST - 1)].total)
+				at = i;
+	} else {
+		m->count++;
+	}
+	at &= TRACE_SLOWEST - 1;
+	barrier_var(at);
+	if (at < TRACE_SLOWEST && (m->count < TRACE_SLOWEST || m->sample[at].total < s->total))
+		m->sample[at] = *s;
+	for (i = 0; i < TRACE_SLOWEST; i++)
+		if (m->sample[i].total < least)
+			least = m->sample[i].total;
+	m->least = least;
+	bpf_spin_unlock(&slow->lock);
+	return 0;
+}
+
+/* Tells user space of a message, as far as it wants to know. */
+__noinline int trace_tell(struct bpf_sock_ops *ctx,
+				 struct trace_message *m, __u64 now,
+				 __u32 outcome)
+{
+	struct trace_connection *c = trace_connection(ctx);
+	struct trace_state *st = trace_state();
+	struct trace_counts *counts;
+	struct trace_sample s = {};
+	__u32 zero = 0;
+	void *ring;
+
+	if (!c || !m || !st || !match_sock_ops_tuple(ctx, &s.tuple))
+		return 0;
+	s.ended = now;
+	s.total = now - (m->started ? m->started : m->sent);
+	s.cookie = bpf_get_socket_cookie(ctx);
+	s.group = c->group;
+	s.rule = c->rule;
+	s.outcome = outcome;
+	s.role = c->role;
+	s.message = *m;
+	if (outcome != TRACE_OVERWRITTEN && outcome != TRACE_MISSED)
+		trace_keep(&s);
+	if (!st->samples)
+		return 0;
+	ring = bpf_map_lookup_elem(&rings, &zero);
+	if (ring && bpf_ringbuf_output(ring, &s, sizeof(s), 0)) {
+		counts = trace_counts();
+		if (counts)
+			__sync_fetch_and_add(&counts->lost, 1);
+	}
+	return 0;
+}
+
+static __always_inline void trace_end(struct bpf_sock_ops *ctx,
+				      struct trace_connection *c,
+				      struct trace_message *m, __u64 now,
+				      __u32 outcome)
+{
+	struct trace_stats *s = trace_stats(c->group);
+
+	if (s && outcome < TRACE_OUTCOMES)
+		__sync_fetch_and_add(&s->outcome[outcome], 1);
+	trace_tell(ctx, m, now, outcome);
+}
+
+/* The key of the skb that a call is about. */
+static __always_inline struct skb_shared_info *trace_shared(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct sk_buff *skb = kern->skb;
+
+	return trace_cast(skb->head + skb->end, struct skb_shared_info);
+}
+
+/*
+ * At the end of each sendmsg of a chosen connection: the socket is locked, and
+ * the last byte of the message is in the last skb that waits to be sent.
+ */
+__noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct trace_connection *c = trace_connection(ctx);
+	struct skb_shared_info *shared;
+	struct trace_message *m;
+	struct trace_stats *s;
+	struct trace_rule *rule;
+	struct tcp_skb_cb *cb;
+	struct tcp_sock *tp;
+	struct sk_buff *skb;
+	__u32 seq, length, key, left;
+	__u64 now, started;
+	__u8 nonagle;
+	bool turn;
+
+	rule = c ? trace_rule(c->rule) : NULL;
+	if (!rule)
+		return 0;
+	now = bpf_ktime_get_ns();
+	started = c->started;
+	c->started = 0;
+	tp = trace_cast(kern->sk, struct tcp_sock);
+	seq = tp->write_seq;
+	length = seq - c->write_seq;
+	c->write_seq = seq;
+	turn = trace_turn(rule, &c->skip, &c->next, now);
+	if (!turn && c->head == c->tail)
+		return 0;
+	skb = kern->skb;
+	cb = trace_cast(skb->cb, struct tcp_skb_cb);
+	shared = trace_shared(ctx);
+	key = cb->seq + skb->len - 1;
+	if (c->head != c->tail) {
+		/* Did the message before lose its key, with its byte in this skb? */
+		m = trace_message(c, c->head - 1);
+		if (m && (__s32)(m->key - cb->seq) >= 0 && !m->queued &&
+		    (turn || shared->tskey != m->key)) {
+			c->head--;
+			trace_end(ctx, c, m, now, TRACE_OVERWRITTEN);
+		}
+	}
+	if (!turn)
+		return 0;
+	if (!c->grouped)
+		trace_grouped(ctx);
+	s = trace_stats(c->group);
+	if (!s)
+		return 0;
+	__sync_fetch_and_add(&s->chosen, 1);
+	if (c->head - c->tail >= TRACE_IN_FLIGHT) {
+		__sync_fetch_and_add(&s->outcome[TRACE_FULL], 1);
+		return 0;
+	}
+	/* The key is the application's too: it would miss its own message. */
+	if (shared->tskey != key &&
+	    ((shared->tx_flags & (SKBTX_HW_TSTAMP | SKBTX_SW_TSTAMP | SKBTX_SCHED_TSTAMP)) ||
+	     (BPF_CORE_READ_BITFIELD(cb, txstamp_ack) & TSTAMP_ACK_SK))) {
+		__sync_fetch_and_add(&s->outcome[TRACE_APPLICATION], 1);
+		return 0;
+	}
+	m = trace_message(c, c->head);
+	if (!m)
+		return 0;
+	if (bpf_sock_ops_enable_tx_tstamp(bpf_cast_to_kern_ctx(ctx), 0)) {
+		__sync_fetch_and_add(&s->outcome[TRACE_REFUSED], 1);
+		return 0;
+	}
+	m->key = key;
+	m->length = length;
+	m->started = started;
+	m->sent = now;
+	m->queued = 0;
+	m->again = 0;
+	m->driver = 0;
+	m->hardware = 0;
+	m->cwnd = tp->snd_cwnd;
+	left = tp->sacked_out + tp->lost_out;
+	m->in_flight = tp->packets_out - left + tp->retrans_out;
+	m->outstanding = tp->snd_nxt - tp->snd_una;
+	m->unsent = seq - tp->snd_nxt;
+	m->window = tp->snd_wnd;
+	m->mss = tp->mss_cache;
+	m->srtt = tp->srtt_us >> 3;
+	m->min_rtt = tp->rtt_min.s[0].v;
+	m->retransmits = tp->total_retrans;
+	m->window_limited = trace_limited(tp, TCP_CHRONO_RWND_LIMITED);
+	m->buffer_limited = trace_limited(tp, TCP_CHRONO_SNDBUF_LIMITED);
+	m->pacing = trace_cast(kern->sk, struct sock)->sk_pacing_rate;
+	m->repeats = 0;
+	m->flags = 0;
+	if (trace_cast(kern->sk, struct sock)->sk_pacing_status)
+		m->flags |= TRACE_MESSAGE_PACED;
+	nonagle = BPF_CORE_READ_BITFIELD(tp, nonagle);
+	if (!(nonagle & TCP_NAGLE_OFF))
+		m->flags |= TRACE_MESSAGE_NAGLE;
+	if (nonagle & TCP_NAGLE_CORK)
+		m->flags |= TRACE_MESSAGE_CORK;
+	c->head++;
+	return 0;
+}
+
+/*
+ * The message of a key that is under way. First it is looked for where it is
+ * expected.
+ */
+static __always_inline bool trace_under_way(struct trace_connection *c,
+					    __u32 key, __u32 expected,
+					    __u32 *found)
+{
+	struct trace_message *m;
+	__u32 i, n = expected;
+
+	m = trace_message(c, n);
+	if (m && (__s32)(n - c->tail) >= 0 && (__s32)(c->head - n) > 0 && m->key == key) {
+		*found = n;
+		return true;
+	}
+	n = c->tail;
+	for (i = 0; i < TRACE_IN_FLIGHT; i++, n++) {
+		if (n == c->head)
+			return false;
+		m = trace_message(c, n);
+		if (m && m->key == key) {
+			*found = n;
+			return true;
+		}
+	}
+	return false;
+}
+
+static __always_inline void trace_limits(const struct tcp_sock *tp,
+					 struct trace_message *m)
+{
+	m->window_limited = trace_limited(tp, TCP_CHRONO_RWND_LIMITED) - m->window_limited;
+	m->buffer_limited = trace_limited(tp, TCP_CHRONO_SNDBUF_LIMITED) - m->buffer_limited;
+}
+
+/*
+ * Packets go out in the order of keys: a message that was passed over has lost
+ * its key to this one, as their packets were joined (tcp_grow_skb and
+ * tcp_skb_collapse_tstamp, Linux 6.18).
+ */
+__noinline int trace_queued(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct trace_connection *c = trace_connection(ctx);
+	struct trace_message *m;
+	__u32 i, n, found = 0;
+	struct tcp_sock *tp;
+	__u64 now;
+
+	if (!c || !trace_under_way(c, trace_shared(ctx)->tskey, c->queue, &found))
+		return 0;
+	now = bpf_ktime_get_ns();
+	tp = trace_cast(kern->sk, struct tcp_sock);
+	m = trace_message(c, found);
+	if (!m)
+		return 0;
+	if (m->queued) {
+		m->repeats++;
+		if (!m->driver)
+			m->again = now;
+		return 0;
+	}
+	n = c->queue;
+	for (i = 0; i < TRACE_IN_FLIGHT; i++, n++) {
+		if ((__s32)(found - n) < 0)
+			break;
+		m = trace_message(c, n);
+		if (m && !m->queued && (__s32)(n - c->tail) >= 0) {
+			trace_limits(tp, m);
+			m->queued = now;
+		}
+	}
+	c->queue = found + 1;
+	return 0;
+}
+
+__noinline int trace_driver(struct bpf_sock_ops *ctx)
+{
+	struct trace_connection *c = trace_connection(ctx);
+	struct trace_message *m;
+	__u32 i, n, found = 0;
+	__u64 now;
+
+	if (!c || !trace_under_way(c, trace_shared(ctx)->tskey, c->driver, &found))
+		return 0;
+	now = bpf_ktime_get_ns();
+	n = c->driver;
+	if ((__s32)(found - n) < 0)
+		n = found;
+	for (i = 0; i < TRACE_IN_FLIGHT; i++, n++) {
+		if ((__s32)(found - n) < 0)
+			break;
+		m = trace_message(c, n);
+		if (m && m->queued && !m->driver && (__s32)(n - c->tail) >= 0)
+			m->driver = now;
+	}
+	if ((__s32)(found + 1 - c->driver) > 0)
+		c->driver = found + 1;
+	return 0;
+}
+
+/*
+ * The NIC's clock may be the host's, if something keeps it so (phc2sys(8)).
+ * Else the time of the NIC's report bounds the stage from above.
+ */
+__noinline int trace_hardware(struct bpf_sock_ops *ctx)
+{
+	struct trace_connection *c = trace_connection(ctx);
+	struct trace_state *st = trace_state();
+	struct skb_shared_info *shared;
+	struct trace_message *m;
+	__u64 now, stamp;
+	__u32 found = 0;
+
+	if (!c || !st)
+		return 0;
+	shared = trace_shared(ctx);
+	if (!trace_under_way(c, shared->tskey, c->tail, &found))
+		return 0;
+	m = trace_message(c, found);
+	if (!m || !m->driver || m->hardware)
+		return 0;
+	now = bpf_ktime_get_ns();
+	stamp = shared->hwtstamps.hwtstamp - st->clock;
+	if (stamp >= m->driver && stamp <= now)
+		now = stamp;
+	m->hardware = now - m->driver + 1;
+	return 0;
+}
+
+static __always_inline void trace_measure(struct trace_stats *s,
+					  const struct trace_message *m,
+					  __u64 now)
+{
+	/* What the host dropped waited in the queue that it left. */
+	__u64 queued = m->again ? m->again : m->queued;
+
+	trace_leg(&s->stage[TRACE_SEND], m->started, m->sent);
+	trace_leg(&s->stage[TRACE_STACK], m->sent, m->queued);
+	trace_leg(&s->stage[TRACE_QDISC], queued, m->driver);
+	if (m->hardware)
+		trace_add(&s->stage[TRACE_NIC], m->hardware - 1);
+	trace_leg(&s->stage[TRACE_NETWORK], m->driver, now);
+	trace_leg(&s->stage[TRACE_TOTAL], m->started ? m->started : m->sent, now);
+	__sync_fetch_and_add(&s->bytes, m->length);
+	if (!m->queued)
+		__sync_fetch_and_add(&s->unqueued, 1);
+	if (!m->driver)
+		__sync_fetch_and_add(&s->undriven, 1);
+}
+
+/* Acknowledgements come in the order of keys. */
+__noinline int trace_acked(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct trace_connection *c = trace_connection(ctx);
+	__u32 key, i, outcome, retransmits;
+	struct trace_message *m;
+	struct trace_stats *s;
+	__u64 now;
+
+	if (!c || c->head == c->tail)
+		return 0;
+	s = trace_stats(c->group);
+	if (!s)
+		return 0;
+	key = trace_shared(ctx)->tskey;
+	now = bpf_ktime_get_ns();
+	retransmits = trace_cast(kern->sk, struct tcp_sock)->total_retrans;
+	for (i = 0; i < TRACE_IN_FLIGHT; i++) {
+		if (c->head == c->tail)
+			return 0;
+		m = trace_message(c, c->tail);
+		if (!m || (__s32)(m->key - key) > 0)
+			return 0;
+		m->retransmits = retransmits - m->retransmits;
+		outcome = m->repeats ? TRACE_RETRANSMITTED : TRACE_ACKED;
+		if (m->key != key)
+			outcome = m->queued ? TRACE_COALESCED : TRACE_MISSED;
+		if (outcome != TRACE_MISSED)
+			trace_measure(s, m, now);
+		trace_end(ctx, c, m, now, outcome);
+		c->tail++;
+	}
+	return 0;
+}
+
+__noinline int trace_closed(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct trace_connection *c = trace_connection(ctx);
+	struct trace_message *m;
+	struct tcp_sock *tp;
+	__u32 i;
+	__u64 now;
+
+	if (!c || c->head == c->tail)
+		return 0;
+	now = bpf_ktime_get_ns();
+	tp = trace_cast(kern->sk, struct tcp_sock);
+	for (i = 0; i < TRACE_IN_FLIGHT; i++) {
+		if (c->head == c->tail)
+			return 0;
+		m = trace_message(c, c->tail);
+		if (!m)
+			return 0;
+		m->retransmits = tp->total_retrans - m->retransmits;
+		trace_end(ctx, c, m, now, (__s32)(m->key - tp->snd_una) < 0 ?
+						  TRACE_MISSED :
+						  TRACE_UNACKNOWLEDGED);
+		c->tail++;
+	}
+	return 0;
+}
+
+SEC("sockops")
+int trace_sockops(struct bpf_sock_ops *ctx)
+{
+	switch (ctx->op) {
+	case BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB:
+		trace_established(ctx, MATCH_CONNECT);
+		break;
+	case BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB:
+		trace_established(ctx, MATCH_ACCEPT);
+		break;
+	case BPF_SOCK_OPS_TSTAMP_SENDMSG_CB:
+		trace_sendmsg(ctx);
+		break;
+	case BPF_SOCK_OPS_TSTAMP_SCHED_CB:
+		trace_queued(ctx);
+		break;
+	case BPF_SOCK_OPS_TSTAMP_SND_SW_CB:
+		trace_driver(ctx);
+		break;
+	case BPF_SOCK_OPS_TSTAMP_SND_HW_CB:
+		trace_hardware(ctx);
+		break;
+	case BPF_SOCK_OPS_TSTAMP_ACK_CB:
+		trace_acked(ctx);
+		break;
+	case BPF_SOCK_OPS_STATE_CB:
+		if (ctx->args[1] == TCP_CLOSE)
+			trace_closed(ctx);
+		break;
+	}
+	return 1;
+}
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -1,0 +1,567 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package trace
+
+import (
+	"fmt"
+	"math"
+	"strconv"
+	"strings"
+	"time"
+
+	"sockeye/internal/config"
+)
+
+// Cause is what made a message take its time.
+type Cause string
+
+// The causes.
+const (
+	CauseCwnd           Cause = "congestion window"
+	CauseWindow         Cause = "receive window" // the peer's
+	CausePacing         Cause = "pacing"
+	CauseSendBuffer     Cause = "send buffer"
+	CauseNagle          Cause = "Nagle's algorithm"
+	CauseCork           Cause = "cork"
+	CauseLocalQueue     Cause = "local queue" // queueing discipline, driver or NIC of this host
+	CauseLocalDrop      Cause = "local drop"  // there
+	CauseLoss           Cause = "loss"        // lost and retransmitted: its own segments, or others that it waited for
+	CauseLate           Cause = "late acknowledgement"
+	CauseDistance       Cause = "distance"
+	CauseUnacknowledged Cause = "unacknowledged"
+	CauseNothing        Cause = "nothing unusual"
+	CauseUnknown        Cause = "unknown"
+)
+
+// Explanation tells why a message took its time.
+type Explanation struct {
+	// Stage is the one that took most, the distance aside: of network counts what
+	// is above the connection's least RTT. If no stage then is a quarter of the
+	// whole, it is the one that took most. Total: it was not stamped where the
+	// time went. NIC, a part of network, stands for it if it has half of that.
+	Stage config.Stage `json:"stage"`
+	Cause Cause        `json:"cause"`
+	// Text is one sentence, without its full stop.
+	Text string `json:"text"`
+	// Details are more of the kind: all stages, the connection as it was, what
+	// else took long, and what supports or contradicts the cause.
+	Details []string `json:"details"`
+}
+
+const (
+	// slight is a time that needs no cause on a host that does other things too.
+	slight = time.Millisecond
+
+	// coarse is the longest tick of a kernel. What is counted in ticks is no
+	// evidence up to here, as a moment may count as one.
+	coarse = 10 * time.Millisecond
+
+	// ackDelay is what peers wait at most before they acknowledge a lone segment:
+	// 500 ms by RFC 9293, 3.8.6.3.
+	ackDelay = 500 * time.Millisecond
+)
+
+// Explain tells why a message took its time, from its stages and its connection
+// as it was when it was sent. What held it up later shows in its retransmissions
+// and in the time that the kernel counted limits, or not at all.
+func Explain(s *Sample) Explanation {
+	switch s.Outcome {
+	case Unacknowledged:
+		return s.explainGivenUp()
+	case Overwritten, Coalesced, Missed, Full, Application, Refused:
+		return Explanation{Stage: Total, Cause: CauseUnknown, Text: "it was not measured: " + unmeasured[s.Outcome], Details: s.state()}
+	}
+	legs := s.legs()
+	worst, most := 0, 0
+	for i, l := range legs {
+		if l.beyond() > legs[worst].beyond() {
+			worst = i
+		}
+		if l.took > legs[most].took {
+			most = i
+		}
+	}
+	total := s.total()
+	if legs[worst].beyond() < total/4 {
+		worst = most
+	}
+	l := legs[worst]
+	found := l.why(s, l.took)
+	e := Explanation{
+		Stage: l.stage, Cause: found.cause,
+		Text:    fmt.Sprintf("%s of %s %s: %s", FormatDuration(l.took), FormatDuration(total), l.place, found.text),
+		Details: append(s.state(), found.details...),
+	}
+	if found.nic {
+		e.Stage = config.StageNIC
+	}
+	for i, other := range legs {
+		if i != worst && other.took > slight && other.beyond() >= total/4 {
+			e.Details = append(e.Details, fmt.Sprintf("besides, %s %s: %s", FormatDuration(other.took), other.place, other.why(s, other.took).text))
+		}
+	}
+	return e
+}
+
+var unmeasured = map[Outcome]string{
+	Overwritten: "a later message took its key before it was sent",
+	Coalesced:   "it was joined to a later message on the way",
+	Missed:      "it was acknowledged, and the kernel gave no stamp",
+	Full:        "too many messages of the connection were under way",
+	Application: "the application's own timestamps had its key",
+	Refused:     "the kernel did not take the request",
+}
+
+// finding is why a leg took its time.
+type finding struct {
+	cause   Cause
+	text    string
+	details []string
+	nic     bool // it was in the NIC
+}
+
+// leg is a part of a message's way.
+type leg struct {
+	stage config.Stage
+	name  string // in a list
+	place string // in a sentence
+	took  time.Duration
+	away  time.Duration // of it, what distance alone takes
+	why   func(s *Sample, took time.Duration) finding
+}
+
+func (l leg) beyond() time.Duration { return l.took - l.away }
+
+// legs are the known parts of the way, and the part where stamps are missing. It
+// is never empty.
+func (s *Sample) legs() []leg {
+	var legs []leg
+	rest := s.Stages[Total]
+	add := func(l leg, took time.Duration) {
+		l.took = max(took, 0)
+		l.away = min(max(l.away, 0), l.took)
+		rest -= l.took
+		legs = append(legs, l)
+	}
+	send, sent := s.Stages[config.StageSend]
+	stack, queued := s.Stages[config.StageStack]
+	qdisc, driven := s.Stages[config.StageQdisc]
+	network, acked := s.Stages[config.StageNetwork]
+	if sent {
+		add(leg{stage: config.StageSend, name: "send", place: "in sendmsg", why: (*Sample).whySend}, send)
+	}
+	if queued {
+		add(leg{stage: config.StageStack, name: "stack", place: "before it was sent", why: (*Sample).whyStack}, stack)
+	}
+	if driven {
+		// Without the driver's stamp, any retransmission looks like a drop.
+		if s.Requeued > 0 {
+			add(leg{stage: config.StageQdisc, name: "dropped and sent again", place: "until the host sent it again", why: (*Sample).whyRequeued}, s.Requeued)
+		}
+		add(leg{stage: config.StageQdisc, name: "qdisc", place: "in the queueing discipline", why: (*Sample).whyQdisc}, qdisc)
+	}
+	if acked {
+		add(leg{stage: config.StageNetwork, name: "network", place: "from the driver to the acknowledgement", away: s.MinRTT, why: (*Sample).whyNetwork}, network)
+	}
+	missing := leg{stage: Total, name: "not stamped", place: "until the acknowledgement", away: s.MinRTT, why: (*Sample).whyNetwork}
+	switch {
+	case acked:
+		missing.place, missing.away, missing.why = "before the driver had it", 0, (*Sample).whyStack
+	case queued:
+		missing.place = "from the queueing discipline to the acknowledgement"
+	}
+	if rest > 0 && !(queued && driven && acked) || len(legs) == 0 {
+		add(missing, rest)
+	}
+	return legs
+}
+
+// total is the whole way, or as much of it as is known.
+func (s *Sample) total() time.Duration {
+	if total, ok := s.Stages[Total]; ok {
+		return max(total, 0)
+	}
+	var total time.Duration
+	for _, l := range s.legs() {
+		total += l.took
+	}
+	return total
+}
+
+// explainGivenUp is Explain of a message without an acknowledgement.
+func (s *Sample) explainGivenUp() Explanation {
+	e := Explanation{Cause: CauseUnacknowledged, Details: s.state()}
+	total := s.total()
+	_, queued := s.Stages[config.StageStack]
+	_, driven := s.Stages[config.StageQdisc]
+	e.Text = fmt.Sprintf("given up after %s: the connection ended before the peer acknowledged it, ", FormatDuration(total))
+	switch {
+	case driven:
+		e.Stage = config.StageNetwork
+		e.Text += "after the driver had it"
+	case queued:
+		e.Stage = Total
+		e.Text += "after it was sent; the driver gave no stamp"
+	default:
+		e.Stage = config.StageStack
+		e.Text += "and it had not been sent"
+		if held := s.whyStack(total - s.Stages[config.StageSend]); held.cause != CauseUnknown && held.cause != CauseNothing {
+			e.Text += ": " + held.text
+			e.Details = append(e.Details, held.details...)
+		}
+	}
+	if s.Repeats > 0 {
+		e.Text += "; its last segment had been sent again " + times(uint64(s.Repeats))
+	} else if s.Retransmits > 0 {
+		e.Text += "; segments of the connection had been sent again " + times(uint64(s.Retransmits))
+	}
+	return e
+}
+
+// room is how much the congestion window and the peer's window let out at once,
+// in bytes. What is not known has no end.
+func (s *Sample) room() (cwnd, window uint64) {
+	if s.MSS == 0 || s.Cwnd == 0 {
+		return math.MaxUint64, math.MaxUint64
+	}
+	return uint64(s.Cwnd-min(s.InFlight, s.Cwnd)) * uint64(s.MSS), uint64(s.Window - min(s.Outstanding, s.Window))
+}
+
+// others is how often segments other than its last were sent again.
+func (s *Sample) others() uint64 {
+	return uint64(s.Retransmits - min(uint32(s.Repeats), s.Retransmits))
+}
+
+// rounds is how many round trips the congestion window needs for what it has no
+// room for.
+func (s *Sample) rounds() float64 {
+	cwnd, _ := s.room()
+	if uint64(s.Unsent) <= cwnd {
+		return 0
+	}
+	return math.Ceil(float64(uint64(s.Unsent)-cwnd) / (float64(s.Cwnd) * float64(s.MSS)))
+}
+
+// paced is how long pacing takes for so many bytes; 0: the kernel does not pace.
+func (s *Sample) paced(bytes uint64) time.Duration {
+	if s.PacingRate == 0 {
+		return 0
+	}
+	return duration(float64(bytes) / float64(s.PacingRate) * 1e9)
+}
+
+// whySend: the time is in sendmsg(2), which waits for nothing but memory, the
+// buffer's or the host's, and the socket's lock.
+func (s *Sample) whySend(took time.Duration) finding {
+	const (
+		copyRate = 8 // nanoseconds a byte, of a slow copy
+		least    = 4096
+	)
+	held := uint64(s.Outstanding) + uint64(s.Unsent)
+	switch {
+	case took < slight || took < time.Duration(s.Length)*copyRate:
+		return finding{cause: CauseNothing, text: fmt.Sprintf("copying %s", formatBytes(uint64(s.Length)))}
+	case held < least:
+		return finding{cause: CauseUnknown, text: fmt.Sprintf("with %s in the send buffer it was hardly full: the host was short of memory or of processors, or another thread held the socket", formatBytes(held))}
+	}
+	f := finding{cause: CauseSendBuffer, text: fmt.Sprintf("the application was blocked, most likely by a full send buffer: at the end it held %s, %s of them not sent yet", formatBytes(held), formatBytes(uint64(s.Unsent)))}
+	cwnd, window := s.room()
+	switch unsent := uint64(s.Unsent); {
+	case window < unsent && window < cwnd:
+		f.details = append(f.details, "what kept the buffer full: "+s.windowText())
+	case cwnd < unsent:
+		f.details = append(f.details, "what kept the buffer full: "+s.cwndText())
+	case unsent == 0 || s.Outstanding > s.Unsent:
+		f.details = append(f.details, "both windows had room, so a larger send buffer would have let more out")
+	}
+	return f
+}
+
+// whyStack: the last byte has not reached the queueing discipline. The kernel asks
+// in this order (tcp_write_xmit): pacing, congestion window, the peer's window,
+// Nagle and cork, bytes in the queues below (TCP small queues).
+func (s *Sample) whyStack(took time.Duration) finding {
+	var details []string
+	unsent := uint64(s.Unsent)
+	cwnd, window := s.room()
+	rounds := s.rounds()
+	byCwnd, byPacing := duration(rounds*float64(s.SRTT)), s.paced(unsent)
+	counted := s.WindowLimited > coarse || s.WindowLimited > 0 && window < unsent
+	if counted && s.WindowLimited >= took/2 {
+		// Counted only while the congestion window has room.
+		text := s.windowText()
+		if window >= unsent {
+			text = "the peer's window closed meanwhile"
+		}
+		return finding{cause: CauseWindow, text: fmt.Sprintf("%s; it held the connection for %s", text, FormatDuration(s.WindowLimited)), details: s.windowDetails()}
+	}
+	windowShort := window < unsent
+	if windowShort && took >= 5*coarse && s.WindowLimited < took/10 {
+		windowShort = false
+		details = append(details, fmt.Sprintf("the peer's window had room for %s only, but held the connection for %s of the time", formatBytes(window), FormatDuration(s.WindowLimited)))
+	}
+	if n := s.others(); n > 0 {
+		expected := byPacing
+		if cwnd < unsent {
+			expected = max(expected, byCwnd)
+		}
+		if took > 2*expected+s.SRTT && !(windowShort && window < cwnd) {
+			if expected > 0 {
+				details = append(details, fmt.Sprintf("without loss it would have taken about %s to send", FormatDuration(expected)))
+			}
+			return finding{cause: CauseLoss, text: "it waited while lost segments of the connection were sent again (" + times(n) + " until its acknowledgement)", details: details}
+		}
+		details = append(details, "segments of the connection were sent again "+times(n)+", which makes the congestion window smaller")
+	}
+	switch pacing := byPacing >= took/2 && byPacing > 0; {
+	case windowShort && window < cwnd:
+		return finding{cause: CauseWindow, text: s.windowText(), details: append(s.windowDetails(), details...)}
+	case pacing && (cwnd >= unsent || byPacing > byCwnd):
+		return finding{cause: CausePacing, text: s.pacingText(unsent, byPacing), details: details}
+	case cwnd < unsent:
+		if s.SRTT > 0 {
+			details = append(details, fmt.Sprintf("that takes about %.0f round %s of %s", rounds, plural(uint64(rounds), "trip", "trips"), FormatDuration(s.SRTT)))
+			if took > 4*byCwnd {
+				details = append(details, "it took longer: what was on the way was acknowledged late")
+			}
+		}
+		return finding{cause: CauseCwnd, text: s.cwndText(), details: details}
+	}
+	if f, ok := s.whyHeld(took); ok {
+		f.details = append(f.details, details...)
+		return f
+	}
+	if n := s.others(); n > 0 {
+		return finding{cause: CauseLoss, text: "segments of the connection were sent again " + times(n) + " meanwhile"}
+	}
+	if took < slight {
+		return finding{cause: CauseNothing, text: "both windows had room, and the host took no longer than it may", details: details}
+	}
+	return finding{cause: CauseUnknown, text: "both windows had room for it, and nothing was lost", details: append(details,
+		"what the kernel does not tell: the next hop's address was being resolved (ARP, neighbour discovery), packet filters queued it, or processors were busy")}
+}
+
+// whyHeld: the windows had room.
+func (s *Sample) whyHeld(took time.Duration) (finding, bool) {
+	partial := s.MSS > 0 && s.Unsent%s.MSS != 0
+	size := formatBytes(uint64(s.Unsent))
+	if s.Cork && partial {
+		return finding{cause: CauseCork, text: fmt.Sprintf("the application asked to wait for more (TCP_CORK or MSG_MORE), and the last segment of the %s to be sent was not full", size)}, true
+	}
+	if qdisc := s.Stages[config.StageQdisc]; qdisc >= slight && s.MSS > 0 {
+		// Two segments below at least: each of the others waits for room there.
+		if turns := max(1, float64(s.Unsent)/(2*float64(s.MSS))); 2*turns*float64(qdisc) >= float64(took) {
+			return finding{cause: CauseLocalQueue, text: fmt.Sprintf("the kernel lets no more of a connection into a queueing discipline that is behind, as %s in it show", FormatDuration(qdisc))}, true
+		}
+	}
+	if s.BufferLimited > coarse && s.BufferLimited >= took/2 {
+		return finding{cause: CauseSendBuffer, text: fmt.Sprintf("the send buffer was too small to keep the connection busy, for %s", FormatDuration(s.BufferLimited))}, true
+	}
+	if s.Nagle && partial && s.InFlight > 0 && s.others() == 0 && s.WindowLimited <= coarse && took <= 2*s.SRTT+ackDelay {
+		f := finding{cause: CauseNagle, text: fmt.Sprintf("its last segment was not full (%s, a full one has %s), and waited for the acknowledgement of what was on the way", formatBytes(uint64(s.Unsent%s.MSS)), formatBytes(uint64(s.MSS)))}
+		f.details = append(f.details, "TCP_NODELAY sends such segments at once")
+		if s.SRTT > 0 && took > 2*s.SRTT {
+			f.details = append(f.details, fmt.Sprintf("a round trip takes %s: the peer delayed its acknowledgement", FormatDuration(s.SRTT)))
+		}
+		return f, true
+	}
+	return finding{}, false
+}
+
+func (s *Sample) cwndText() string {
+	cwnd, _ := s.room()
+	return fmt.Sprintf("the congestion window, %d %s of %s with %d in flight, had %s", s.Cwnd, plural(uint64(s.Cwnd), "packet", "packets"), formatBytes(uint64(s.MSS)), s.InFlight, s.roomText(cwnd))
+}
+
+func (s *Sample) windowText() string {
+	if s.Window == 0 {
+		return fmt.Sprintf("the peer's window was closed, with %s to be sent", formatBytes(uint64(s.Unsent)))
+	}
+	_, window := s.room()
+	return fmt.Sprintf("the peer's window, %s with %s on the way, had %s", formatBytes(uint64(s.Window)), formatBytes(uint64(s.Outstanding)), s.roomText(window))
+}
+
+func (s *Sample) roomText(room uint64) string {
+	unsent := formatBytes(uint64(s.Unsent))
+	if room == 0 {
+		return fmt.Sprintf("no room for the %s to be sent", unsent)
+	}
+	return fmt.Sprintf("room for %s of the %s to be sent", formatBytes(room), unsent)
+}
+
+func (s *Sample) windowDetails() []string {
+	return []string{"the receiving application reads too slowly, or its receive buffer is small for this path"}
+}
+
+func (s *Sample) pacingText(bytes uint64, takes time.Duration) string {
+	return fmt.Sprintf("pacing at %s takes %s for %s", formatRate(s.PacingRate), FormatDuration(takes), formatBytes(bytes))
+}
+
+// whyRequeued: the segment went to the queueing discipline again before a driver
+// had it.
+func (s *Sample) whyRequeued(time.Duration) finding {
+	return finding{cause: CauseLocalDrop, text: "this host dropped it before a driver had it, and TCP sent it again", details: []string{
+		"most likely the queueing discipline was full: see the drops of tc -s qdisc"}}
+}
+
+// whyQdisc: with fq, the queueing discipline is also what paces.
+func (s *Sample) whyQdisc(took time.Duration) finding {
+	if took < slight {
+		return finding{cause: CauseNothing, text: "a device that is not idle takes so long"}
+	}
+	bytes := uint64(s.Unsent) + min(uint64(s.Outstanding), 2*uint64(s.MSS))
+	if takes := s.paced(bytes); takes >= took/2 && takes > 0 {
+		return finding{cause: CausePacing, text: s.pacingText(bytes, takes), details: []string{
+			"the queueing discipline fq holds segments for it; of another, it is a queue"}}
+	}
+	return finding{cause: CauseLocalQueue, text: "it queued on this host: a rate limit, or a device that others kept busy or that was stopped"}
+}
+
+// whyNetwork: acknowledgements are cumulative, and of the last byte. So anything
+// lost before it holds them up, even if the peer has this message.
+func (s *Sample) whyNetwork(took time.Duration) finding {
+	usual := took <= s.MinRTT+s.MinRTT/2+slight/10
+	switch n := s.others(); {
+	case usual && s.MinRTT > 0:
+		f := finding{cause: CauseDistance, text: fmt.Sprintf("the connection's least round trip is %s", FormatDuration(s.MinRTT))}
+		if s.Repeats > 0 {
+			f.details = append(f.details, "its last segment was sent again "+times(uint64(s.Repeats))+", without need")
+		}
+		return f
+	case s.Repeats > 0 || s.Outcome == Retransmitted:
+		text := "its last segment was lost, or its acknowledgement, and sent again"
+		if s.Repeats > 0 {
+			text += " " + times(uint64(s.Repeats))
+		}
+		return finding{cause: CauseLoss, text: text + s.leastText()}
+	case n > 0:
+		return finding{cause: CauseLoss, text: "segments before its last were lost and sent again, " + times(n) + ", and the acknowledgement waits for all" + s.leastText()}
+	}
+	if nic := s.Stages[config.StageNIC]; nic >= slight && nic >= (took-min(max(s.MinRTT, 0), took))/2 {
+		return finding{cause: CauseLocalQueue, nic: true, text: fmt.Sprintf("%s of them until the NIC's stamp, in the queues of driver and NIC", FormatDuration(nic))}
+	}
+	if s.MinRTT <= 0 && s.SRTT <= 0 {
+		return finding{cause: CauseUnknown, text: "the connection's round trip is not known, and nothing was sent again"}
+	}
+	if s.MinRTT <= 0 {
+		if took <= s.SRTT+s.SRTT/2 {
+			return finding{cause: CauseNothing, text: fmt.Sprintf("round trips of the connection took %s", FormatDuration(s.SRTT))}
+		}
+		return finding{cause: CauseLate, text: fmt.Sprintf("round trips of the connection took %s, and nothing was sent again: a queue on the way, or a peer that acknowledges late", FormatDuration(s.SRTT)), details: s.lateDetails(took)}
+	}
+	if took < slight {
+		return finding{cause: CauseNothing, text: fmt.Sprintf("the least round trip is %s, and hosts that are not idle add so much", FormatDuration(s.MinRTT))}
+	}
+	return finding{cause: CauseLate, text: fmt.Sprintf("%s the least round trip, %s, and nothing was sent again: a queue on the way, or a peer that acknowledges late",
+		factor(float64(took)/float64(s.MinRTT)), FormatDuration(s.MinRTT)), details: s.lateDetails(took)}
+}
+
+// leastText compares with the least round trip, where it is known.
+func (s *Sample) leastText() string {
+	if s.MinRTT <= 0 {
+		return ""
+	}
+	return "; the least round trip is " + FormatDuration(s.MinRTT)
+}
+
+// lateDetails tell a queue from a peer, as far as that is possible.
+func (s *Sample) lateDetails(took time.Duration) []string {
+	const leastDelay = 20 * time.Millisecond // of acknowledgements
+	var details []string
+	extra := took - s.MinRTT
+	if s.MinRTT > 0 && s.SRTT > 2*s.MinRTT {
+		details = append(details, fmt.Sprintf("it is so for messages before too: the smoothed RTT is %s", FormatDuration(s.SRTT)))
+	}
+	if s.InFlight == 0 && s.Unsent <= s.MSS && extra >= leastDelay && extra <= ackDelay {
+		details = append(details, "it went out as a lone segment, which many hosts acknowledge 40 ms to 200 ms late if they have nothing to answer")
+	}
+	if ahead := uint64(s.Outstanding) + uint64(s.Unsent) - min(uint64(s.Length), uint64(s.Unsent)); ahead > 0 {
+		details = append(details, fmt.Sprintf("%s of the connection itself were on the way or waiting before it", formatBytes(ahead)))
+	}
+	return details
+}
+
+// state tells all stages, and the connection as it was.
+func (s *Sample) state() []string {
+	var parts []string
+	for _, l := range s.legs() {
+		parts = append(parts, l.name+" "+FormatDuration(l.took))
+		if nic, ok := s.Stages[config.StageNIC]; ok && l.stage == config.StageNetwork {
+			parts[len(parts)-1] += " (until the NIC's stamp " + FormatDuration(nic) + ")"
+		}
+	}
+	details := []string{strings.Join(parts, ", ")}
+	if s.MSS == 0 || s.Cwnd == 0 {
+		return details
+	}
+	text := fmt.Sprintf("when it was sent: congestion window %d, in flight %d, to be sent %s, peer's window %s with %s on the way",
+		s.Cwnd, s.InFlight, formatBytes(uint64(s.Unsent)), formatBytes(uint64(s.Window)), formatBytes(uint64(s.Outstanding)))
+	if s.SRTT > 0 {
+		text += ", RTT " + FormatDuration(s.SRTT)
+	}
+	if s.MinRTT > 0 {
+		text += ", at least " + FormatDuration(s.MinRTT)
+	}
+	if s.PacingRate > 0 {
+		text += ", paced at " + formatRate(s.PacingRate)
+	}
+	return append(details, text)
+}
+
+// FormatDuration writes a duration with three digits and a unit: 12.3 us, 1.5 s.
+func FormatDuration(d time.Duration) string {
+	if d < 0 {
+		return "-" + FormatDuration(max(-d, 0))
+	}
+	return scaled(float64(d), "ns", "us", "ms", "s")
+}
+
+func formatBytes(n uint64) string { return scaled(float64(n), "B", "KB", "MB", "GB") }
+
+// formatRate writes bytes a second as bits.
+func formatRate(bytes uint64) string {
+	return scaled(8*float64(bytes), "bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
+}
+
+// scaled writes three digits with the unit of which there are up to 999. Each unit
+// is 1000 times the one before.
+func scaled(v float64, units ...string) string {
+	i := 0
+	for ; i < len(units)-1 && v >= 999.5; i++ {
+		v /= 1000
+	}
+	decimals := 0
+	switch {
+	case i == 0 || v >= 99.95:
+	case v >= 9.995:
+		decimals = 1
+	default:
+		decimals = 2
+	}
+	text := strconv.FormatFloat(v, 'f', decimals, 64)
+	if decimals > 0 {
+		text = strings.TrimRight(strings.TrimRight(text, "0"), ".")
+	}
+	return text + " " + units[i]
+}
+
+func factor(v float64) string {
+	if v < 9.95 {
+		return strconv.FormatFloat(v, 'f', 1, 64) + " times"
+	}
+	return strconv.FormatFloat(v, 'f', 0, 64) + " times"
+}
+
+func times(n uint64) string {
+	if n == 1 {
+		return "once"
+	}
+	return strconv.FormatUint(n, 10) + " times"
+}
+
+func plural(n uint64, one, many string) string {
+	if n == 1 {
+		return one
+	}
+	return many
+}

@@ -1,0 +1,875 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package packets
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"iter"
+	"slices"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+)
+
+// Clock is what CLOCK_REALTIME is ahead of CLOCK_MONOTONIC.
+type Clock time.Duration
+
+// ReadClock reads both clocks. It is exact to some hundred nanoseconds.
+func ReadClock() (Clock, error) {
+	var (
+		before, after, real unix.Timespec
+		best                Clock
+		narrowest           = int64(-1)
+	)
+	for range 8 {
+		err := errors.Join(unix.ClockGettime(unix.CLOCK_MONOTONIC, &before), unix.ClockGettime(unix.CLOCK_REALTIME, &real),
+			unix.ClockGettime(unix.CLOCK_MONOTONIC, &after))
+		if err != nil {
+			return 0, fmt.Errorf("read clocks: %w", err)
+		}
+		if width := after.Nano() - before.Nano(); narrowest < 0 || width < narrowest {
+			narrowest, best = width, Clock(real.Nano()-before.Nano()-width/2)
+		}
+	}
+	return best, nil
+}
+
+// Time is the real time at which CLOCK_MONOTONIC was at that many nanoseconds;
+// the zero time for 0.
+func (c Clock) Time(monotonic int64) time.Time {
+	if monotonic == 0 {
+		return time.Time{}
+	}
+	return time.Unix(0, monotonic+int64(c)).UTC()
+}
+
+// Limits of the assembler.
+const (
+	// DefaultWindow is how many packets are remembered at most.
+	DefaultWindow = 16384
+	// maxPointers bounds what is remembered of where a packet's segments were.
+	maxPointers = 1024
+	// maxCluster bounds how many packets that overlap are told apart. TCP makes
+	// few.
+	maxCluster = 256
+)
+
+// Times within which events belong together, nanoseconds.
+const (
+	// nextHop is from a driver to the queueing discipline of the device below.
+	nextHop = int64(50 * time.Millisecond)
+	// sameCall is from the queueing discipline to TCP's word that it was a
+	// retransmission.
+	sameCall = int64(time.Millisecond)
+	// settle is how long further hops of a packet that nobody acknowledges may take.
+	settle = int64(10 * time.Millisecond)
+	// giveUp is how long a driver is waited for, or a word that something has
+	// arrived twice, at most.
+	giveUp = int64(time.Second)
+)
+
+// Assembler makes packets of events. It remembers those of which more may become
+// known, and emits all in the order of their times.
+type Assembler struct {
+	clock  Clock
+	window int
+	emit   func(*Packet) error
+
+	mine, peer sequence
+	order      []*packet // not emitted yet; from Number emitted+1 on
+	emitted    int
+	flight     []*packet // sent, with bytes from una on or not accounted for; by start, then number
+	widest     int64     // sequence numbers of a packet
+	resent     []*packet // those of order that overlap others
+	byPointer  map[uint64]*packet
+	lastSent   *packet
+	heardAt    bpf.PacketHeader // the last packet received
+	unaSet     bool
+	una        int64 // the first byte that is not acknowledged
+	sentSet    bool
+	sent       int64 // after the last byte seen
+	rtt        int64 // smoothed, nanoseconds; 0: not known
+	leastRTT   int64
+	now        int64 // of the last event
+	names      map[uint32]string
+	summary    Summary
+}
+
+// packet is one that is remembered.
+type packet struct {
+	Packet
+	at                                int64 // as Time
+	span                              span  // with SYN and FIN
+	left                              spans // not accounted for
+	lost                              spans
+	credited, needless                int64 // sequence numbers
+	firstAcked, acked, doneAt, driver int64
+	hops                              []hop
+	pointers                          []uint64
+	last                              bpf.PacketHeader // the last event of a driver
+	options                           options
+	gso                               uint16
+	root                              *packet // the first of its first byte, for retransmissions
+	flying                            bool    // it is in Assembler.flight
+	resent                            bool    // it is in Assembler.resent
+	emitted                           bool
+	split                             bool
+	device                            bool // somebody below the driver splits it
+}
+
+type hop struct {
+	Hop
+	queued, driver int64
+	bytes          int64 // sequence numbers that the driver got
+	wire           int   // segments that this makes
+}
+
+// Summary counts what an assembler has seen.
+type Summary struct {
+	From            time.Time    `json:"from,omitzero"` // the first event
+	To              time.Time    `json:"to,omitzero"`   // the last one
+	Sent            int          `json:"sent"`          // packets
+	Received        int          `json:"received"`
+	SentBytes       int64        `json:"sent_bytes"` // of payload, retransmissions included
+	ReceivedBytes   int64        `json:"received_bytes"`
+	Segments        int          `json:"segments"` // that packets sent were split into, as far as drivers got them
+	Retransmissions int          `json:"retransmissions"`
+	Fates           map[Fate]int `json:"fates"` // of packets sent, but for those without one
+	// Strays are parts of packets whose beginning was not seen. Unreadable are
+	// packets without a TCP header that could be found: encrypted ones.
+	Strays     int `json:"strays,omitempty"`
+	Unreadable int `json:"unreadable,omitempty"`
+	// Unfinished are packets that had to be forgotten before they were accounted
+	// for; their fate is as far as it was known.
+	Unfinished int    `json:"unfinished,omitempty"`
+	Events     uint64 `json:"events"`
+	State      string `json:"state,omitempty"` // of the connection, the last one seen
+
+	// Capture fills in these.
+	LostEvents uint64   `json:"lost_events"`       // that found no room
+	Missing    []string `json:"missing,omitempty"` // tracepoints that the kernel does not have
+	Stopped    Reason   `json:"stopped,omitempty"`
+}
+
+// NewAssembler makes an assembler that remembers at most window packets; 0 means
+// DefaultWindow. An error of emit ends Add or Close, and is returned.
+func NewAssembler(clock Clock, window int, emit func(*Packet) error) *Assembler {
+	if window <= 0 {
+		window = DefaultWindow
+	}
+	return &Assembler{
+		clock: clock, window: window, emit: emit,
+		byPointer: make(map[uint64]*packet), names: make(map[uint32]string),
+		summary: Summary{Fates: make(map[Fate]int)},
+	}
+}
+
+// Add takes an event. Events are expected in the order in which they happened;
+// whatever else comes gives packets that say less.
+func (a *Assembler) Add(e *bpf.PacketEvent) error {
+	h := &e.PacketHeader
+	a.summary.Events++
+	at := int64(h.Time)
+	if a.summary.From.IsZero() {
+		a.summary.From = a.clock.Time(at)
+	}
+	a.now = max(a.now, at)
+	a.summary.To = a.clock.Time(a.now)
+	if h.Ifindex != 0 && h.Name[0] != 0 {
+		a.names[h.Ifindex] = name(h)
+	}
+	switch h.Kind {
+	case bpf.PacketQueue:
+		a.queue(e)
+	case bpf.PacketDriver:
+		a.drive(h)
+	case bpf.PacketRetransmit:
+		a.retransmit(h)
+	case bpf.PacketReceive:
+		a.receive(e)
+	case bpf.PacketState:
+		a.summary.State = stateName(h.State)
+		if h.Flags&bpf.PacketTCP != 0 && a.mine.set {
+			a.acknowledge(at, nil, a.mine.at(h.Ack), options{}, nil)
+		}
+	}
+	return a.flush(false)
+}
+
+// Close emits what is left, and returns what was seen.
+func (a *Assembler) Close() (*Summary, error) {
+	err := a.flush(true)
+	return &a.summary, err
+}
+
+func name(h *bpf.PacketHeader) string {
+	b := make([]byte, 0, len(h.Name))
+	for _, c := range h.Name {
+		if c == 0 {
+			break
+		}
+		b = append(b, byte(c))
+	}
+	return string(b)
+}
+
+func (a *Assembler) interfaceName(index uint32) string {
+	if name := a.names[index]; name != "" || index == 0 {
+		return name
+	}
+	return "if" + strconv.Itoa(int(index))
+}
+
+func stateName(state uint8) string {
+	names := [...]string{
+		"", "ESTABLISHED", "SYN_SENT", "SYN_RECV", "FIN_WAIT1", "FIN_WAIT2", "TIME_WAIT", "CLOSE", "CLOSE_WAIT", "LAST_ACK", "LISTEN", "CLOSING",
+	}
+	if int(state) < len(names) {
+		return names[state]
+	}
+	return strconv.Itoa(int(state))
+}
+
+// add makes a packet of an event with bytes.
+func (a *Assembler) add(e *bpf.PacketEvent) *packet {
+	p := &packet{Packet: Packet{
+		Number:    a.emitted + len(a.order) + 1,
+		Time:      a.clock.Time(int64(e.Time)),
+		Interface: a.interfaceName(e.Ifindex),
+		Index:     int(e.Ifindex),
+		RawSeq:    e.Seq,
+		RawAck:    e.Ack,
+		Length:    int(e.Length),
+		Size:      int(e.Size),
+		Flags:     Flags(e.Tcp),
+		Window:    int(e.Window),
+		Header:    slices.Clone(e.Bytes),
+	}, at: int64(e.Time), options: parseOptions(e.Bytes)}
+	a.order = append(a.order, p)
+	return p
+}
+
+// queue takes the event of a packet that reaches a queueing discipline.
+func (a *Assembler) queue(e *bpf.PacketEvent) {
+	h := &e.PacketHeader
+	at := int64(h.Time)
+	if p := a.byPointer[h.Skb]; p != nil && p.continues(h) {
+		hop := p.hop(h.Ifindex, a)
+		if hop.queued == 0 {
+			hop.queued = at
+		}
+		return
+	}
+	if h.Flags&bpf.PacketTCP == 0 {
+		a.summary.Unreadable++
+		return
+	}
+	p := a.add(e)
+	p.Sent = &Sent{}
+	p.Seq = a.mine.sure(h.Seq)
+	if p.Flags&FlagACK != 0 {
+		p.Ack = a.peer.sure(h.Ack)
+	}
+	p.gso = h.GsoSize
+	p.split = h.GsoSize > 0 && h.GsoSegments > 1
+	p.span = span{p.Seq, p.Seq + int64(h.Length) + p.control()}
+	p.hop(h.Ifindex, a).queued = at
+	a.point(p, h.Skb)
+	a.lastSent = p
+	a.summary.Sent++
+	a.summary.SentBytes += int64(p.Length)
+	if p.span.length() == 0 {
+		return
+	}
+	p.left = spans{p.span}
+	a.widest = max(a.widest, p.span.length())
+	if a.sentSet && p.span.start < a.sent {
+		a.repeat(p)
+	}
+	a.sentSet, a.sent = true, max(a.sent, p.span.end)
+	if a.unaSet {
+		// What is acknowledged already.
+		p.left = p.left.without(span{least, a.una})
+		p.needless = p.span.length() - p.left.length()
+		if len(p.left) == 0 {
+			p.doneAt = p.at
+			return
+		}
+	}
+	i, _ := slices.BinarySearchFunc(a.flight, p, byStart)
+	a.flight = slices.Insert(a.flight, i, p)
+	p.flying = true
+}
+
+func byStart(p, q *packet) int {
+	return cmp.Or(cmp.Compare(p.span.start, q.span.start), cmp.Compare(p.Number, q.Number))
+}
+
+// control is how many sequence numbers a packet's flags take.
+func (p *packet) control() (n int64) {
+	if p.Flags&FlagSYN != 0 {
+		n++
+	}
+	if p.Flags&FlagFIN != 0 {
+		n++
+	}
+	return n
+}
+
+// continues tells whether an event of a queueing discipline is about what the
+// last driver got: an interface on top of another.
+func (p *packet) continues(h *bpf.PacketHeader) bool {
+	last := &p.last
+	return last.Time != 0 && last.Skb == h.Skb && last.Ifindex != h.Ifindex && int64(h.Time-last.Time) <= nextHop &&
+		(h.Flags&bpf.PacketTCP == 0 || last.Flags&bpf.PacketTCP == 0 || last.Seq == h.Seq && last.Length == h.Length)
+}
+
+func (p *packet) hop(index uint32, a *Assembler) *hop {
+	for i := range p.hops {
+		if p.hops[i].Index == int(index) {
+			return &p.hops[i]
+		}
+	}
+	p.hops = append(p.hops, hop{Hop: Hop{Index: int(index), Interface: a.interfaceName(index)}})
+	return &p.hops[len(p.hops)-1]
+}
+
+func (a *Assembler) point(p *packet, pointer uint64) {
+	if a.byPointer[pointer] == p || len(p.pointers) == maxPointers {
+		return
+	}
+	a.byPointer[pointer] = p
+	p.pointers = append(p.pointers, pointer)
+}
+
+// repeat notes that a packet sends again what was sent before.
+func (a *Assembler) repeat(p *packet) {
+	p.Sent.Retransmission = &Retransmission{Ordinal: 1}
+	a.summary.Retransmissions++
+	var before *packet
+	for q := range a.overlapping(p.span) {
+		a.overlapped(q)
+		if q.Sent.Again == 0 {
+			q.Sent.Again = p.Number
+		}
+		if q.span.start <= p.span.start && p.span.start < q.span.end && (before == nil || q.Number > before.Number) {
+			before = q
+		}
+	}
+	a.overlapped(p)
+	if before == nil {
+		return
+	}
+	p.root = cmp.Or(before.root, before)
+	r := p.Sent.Retransmission
+	r.Of = p.root.Number
+	r.After = time.Duration(p.at - cmp.Or(before.driver, before.at))
+	if b := before.Sent.Retransmission; b != nil {
+		r.Ordinal = b.Ordinal + 1
+	}
+}
+
+func (a *Assembler) overlapped(p *packet) {
+	if !p.resent {
+		p.resent = true
+		a.resent = append(a.resent, p)
+	}
+}
+
+// overlapping are the packets remembered that have sent some of a span.
+func (a *Assembler) overlapping(s span) iter.Seq[*packet] {
+	return func(yield func(*packet) bool) {
+		for p := range a.underWay(s) {
+			if !yield(p) {
+				return
+			}
+		}
+		for _, p := range a.resent {
+			if !p.flying && p.span.and(s).length() > 0 && !yield(p) {
+				return
+			}
+		}
+	}
+}
+
+// underWay are those of overlapping that are not below a.una, in order.
+func (a *Assembler) underWay(s span) iter.Seq[*packet] {
+	return func(yield func(*packet) bool) {
+		first, _ := slices.BinarySearchFunc(a.flight, s.start, func(p *packet, start int64) int {
+			return cmp.Compare(p.span.start+a.widest, start)
+		})
+		for _, p := range a.flight[first:] {
+			if p.span.start >= s.end {
+				return
+			}
+			if p.span.and(s).length() > 0 && !yield(p) {
+				return
+			}
+		}
+	}
+}
+
+// drive takes the event of a driver that gets a packet or a part of it.
+func (a *Assembler) drive(h *bpf.PacketHeader) {
+	at := int64(h.Time)
+	known := h.Flags&bpf.PacketTCP != 0
+	var s span
+	if known && a.mine.set {
+		start := a.mine.at(h.Seq)
+		s = span{start, start + int64(h.Length) + (&packet{Packet: Packet{Flags: Flags(h.Tcp)}}).control()}
+	}
+	p := a.byPointer[h.Skb]
+	if p == nil || known && !p.contains(s) {
+		p = a.holder(h, s)
+	}
+	if p == nil {
+		a.summary.Strays++
+		return
+	}
+	hop := p.hop(h.Ifindex, a)
+	hop.driver = at
+	hop.bytes += s.length()
+	hop.Segments++
+	hop.wire += max(1, int(h.GsoSegments))
+	p.device = p.device || h.GsoSegments > 1
+	p.driver = at
+	p.last = *h
+	a.point(p, h.Skb)
+}
+
+func (p *packet) contains(s span) bool { return p.span.start <= s.start && s.end <= p.span.end }
+
+// holder finds the packet of which a segment is a part: the first that waits for
+// the driver, else the last.
+func (a *Assembler) holder(h *bpf.PacketHeader, s span) (found *packet) {
+	waits := false
+	for p := range a.overlapping(s) {
+		if !p.contains(s) {
+			continue
+		}
+		i := slices.IndexFunc(p.hops, func(o hop) bool { return o.Index == int(h.Ifindex) })
+		room := i >= 0 && p.hops[i].bytes+s.length() <= p.span.length()
+		switch {
+		case found == nil, room && !waits, room == waits && (p.Number < found.Number) == waits:
+			found, waits = p, room
+		}
+	}
+	return found
+}
+
+// retransmit takes TCP's word that what it has just sent was sent before.
+func (a *Assembler) retransmit(h *bpf.PacketHeader) {
+	p := a.lastSent
+	if p == nil || p.emitted || int64(h.Time)-p.at > sameCall {
+		return
+	}
+	if at := a.mine.at(h.Seq); at < p.span.start || at >= p.span.end {
+		return
+	}
+	if p.Sent.Retransmission == nil {
+		// It was sent before anything was seen.
+		p.Sent.Retransmission = &Retransmission{Ordinal: 1}
+		a.summary.Retransmissions++
+	}
+	p.Sent.Retransmission.Cause = cause(h.Congestion)
+}
+
+// cause reads enum tcp_ca_state of linux/tcp.h.
+func cause(state uint8) Cause {
+	switch state {
+	case 4: // TCP_CA_Loss
+		return CauseTimeout
+	case 3: // TCP_CA_Recovery
+		return CauseFast
+	}
+	return CauseProbe
+}
+
+// receive takes the event of a packet that the connection receives.
+func (a *Assembler) receive(e *bpf.PacketEvent) {
+	h, last := &e.PacketHeader, &a.heardAt
+	if h.Flags&bpf.PacketTCP == 0 {
+		a.summary.Unreadable++
+		return
+	}
+	early := h.Flags&bpf.PacketEarly != 0
+	if early && h.Skb == last.Skb && h.Ifindex != last.Ifindex && int64(h.Time-last.Time) <= nextHop &&
+		h.Seq == last.Seq && h.Ack == last.Ack && h.Length == last.Length && h.Tcp == last.Tcp {
+		return // the same on a device above
+	}
+	p := a.add(e)
+	r := &Received{Early: early}
+	p.Received = r
+	p.Seq = a.peer.at(h.Seq)
+	a.summary.Received++
+	a.summary.ReceivedBytes += int64(p.Length)
+	if p.Flags&FlagACK != 0 {
+		p.Ack = a.mine.at(h.Ack)
+		blocks := a.selective(p)
+		r.Duplicate = a.unaSet && p.Ack == a.una && p.Length == 0 && p.control() == 0 && h.Window == last.Window && len(a.flight) > 0
+		a.acknowledge(p.at, p, p.Ack, p.options, blocks)
+	}
+	a.heardAt = *h
+}
+
+// selective reads the blocks of a selective acknowledgement, and takes the peer's
+// word of what came twice (RFC 2883).
+func (a *Assembler) selective(p *packet) (blocks []span) {
+	for _, b := range p.options.sack[:p.options.blocks] {
+		s := span{a.mine.at(b[0]), a.mine.at(b[1])}
+		if s.length() > 0 {
+			blocks = append(blocks, s)
+		}
+	}
+	if len(blocks) > 0 && (blocks[0].end <= p.Ack || len(blocks) > 1 && blocks[1].start <= blocks[0].start && blocks[0].end <= blocks[1].end) {
+		p.Received.Twice = &Block{blocks[0].start, blocks[0].end}
+		for _, q := range a.resent {
+			if q.span.and(blocks[0]).length() > 0 {
+				q.twice(blocks[0])
+			}
+		}
+		blocks = blocks[1:]
+	}
+	for _, s := range blocks {
+		p.Received.Selective = append(p.Received.Selective, Block{s.start, s.end})
+	}
+	return blocks
+}
+
+// twice takes back that some of a packet was lost.
+func (p *packet) twice(s span) {
+	p.Sent.Twice = true
+	before := p.lost.length()
+	p.lost = p.lost.without(s)
+	p.credited += before - p.lost.length()
+}
+
+// acknowledge takes an acknowledgement of all before ack, and of blocks. by is
+// nil if the packet that brought it was not seen.
+func (a *Assembler) acknowledge(at int64, by *packet, ack int64, o options, blocks []span) {
+	w := &word{at: at, by: by, options: o, edge: least}
+	before := int64(least)
+	if a.unaSet {
+		before = a.una
+		w.edge = before
+	}
+	if ack > before {
+		a.account(w, span{before, ack})
+		a.unaSet, a.una = true, ack
+	}
+	w.edge, w.selective = least, true
+	for _, s := range blocks {
+		a.account(w, s.and(span{a.una, most}))
+	}
+	a.land()
+	if by != nil {
+		by.Received.Packets = ranges(w.packets)
+	}
+}
+
+// land takes out of a.flight what is below a.una.
+func (a *Assembler) land() {
+	n, _ := slices.BinarySearchFunc(a.flight, a.una, func(p *packet, una int64) int { return cmp.Compare(p.span.start, una) })
+	kept := a.flight[:0:0]
+	for _, p := range a.flight[:n] {
+		if len(p.left) > 0 {
+			kept = append(kept, p)
+		} else {
+			p.flying = false
+		}
+	}
+	copy(a.flight[n-len(kept):n], kept)
+	clear(a.flight[:n-len(kept)])
+	a.flight = a.flight[n-len(kept):]
+}
+
+// word is an acknowledgement, and what it was found to be of.
+type word struct {
+	at        int64
+	by        *packet
+	options   options
+	edge      int64 // where the peer's timestamp tells which packet it answers
+	selective bool
+	packets   []int // those that are acknowledged to the end
+}
+
+// account finds out which packets brought what is acknowledged.
+func (a *Assembler) account(w *word, s span) {
+	if s.length() <= 0 {
+		return
+	}
+	var cluster []*packet
+	end := int64(0)
+	for p := range a.underWay(s) {
+		if !p.left.overlap(s) {
+			continue
+		}
+		if len(cluster) > 0 && p.span.start >= end {
+			a.settleCluster(w, s, cluster)
+			cluster = cluster[:0]
+		}
+		if len(cluster) == 0 {
+			end = p.span.end
+		}
+		cluster = append(cluster, p)
+		end = max(end, p.span.end)
+	}
+	a.settleCluster(w, s, cluster)
+}
+
+// settleCluster accounts for packets of which each overlaps another.
+func (a *Assembler) settleCluster(w *word, s span, cluster []*packet) {
+	if len(cluster) == 0 {
+		return
+	}
+	if p := cluster[0]; len(cluster) == 1 && !p.resent && p.driver != 0 && w.at > p.driver {
+		a.measure(w.at - p.driver)
+	}
+	if len(cluster) == 1 || len(cluster) > maxCluster {
+		for _, p := range cluster {
+			for _, one := range p.left {
+				p.credit(w, one.and(s))
+			}
+		}
+		return
+	}
+	var cuts []int64
+	for _, p := range cluster {
+		for _, one := range p.left {
+			if one = one.and(s); one.length() > 0 {
+				cuts = append(cuts, one.start, one.end)
+			}
+		}
+	}
+	slices.Sort(cuts)
+	cuts = slices.Compact(cuts)
+	byNumber := slices.Clone(cluster)
+	slices.SortFunc(byNumber, func(p, q *packet) int { return cmp.Compare(p.Number, q.Number) })
+	for i := range cuts[:len(cuts)-1] {
+		piece := span{cuts[i], cuts[i+1]}
+		var first, winner *packet
+		for _, p := range byNumber {
+			if !p.left.covers(piece) {
+				continue
+			}
+			if first == nil {
+				first = p
+			}
+			if a.plausible(w, p, piece) {
+				winner = p
+			}
+		}
+		winner = cmp.Or(winner, first)
+		if winner == nil {
+			continue
+		}
+		for _, p := range byNumber {
+			switch {
+			case !p.left.covers(piece):
+			case p == winner:
+				p.credit(w, piece)
+			case p.Number < winner.Number:
+				p.lost = append(p.lost, piece)
+				p.take(w, piece)
+			default:
+				p.needless += piece.length()
+				p.take(w, piece)
+			}
+		}
+	}
+}
+
+// plausible tells whether an acknowledgement can be the answer to a packet of
+// which an earlier one has sent the same: it comes no sooner than half of the
+// least round trip later, and it does not repeat the timestamp of the earlier
+// one (RFC 3522).
+func (a *Assembler) plausible(w *word, p *packet, s span) bool {
+	if p.driver == 0 || w.at-p.driver < a.leastRTT/2 {
+		return false
+	}
+	tells := s.start == w.edge && w.options.timestamps && p.options.timestamps
+	return !tells || int32(w.options.reply-p.options.value) >= 0
+}
+
+func (a *Assembler) measure(rtt int64) {
+	if a.rtt == 0 {
+		a.rtt, a.leastRTT = rtt, rtt
+		return
+	}
+	a.rtt += (rtt - a.rtt) / 8
+	a.leastRTT = min(a.leastRTT, rtt)
+}
+
+// credit says that a part of the packet has arrived.
+func (p *packet) credit(w *word, s span) {
+	if s.length() <= 0 {
+		return
+	}
+	p.credited += s.length()
+	p.Sent.AckedBytes += p.payload(s)
+	p.Sent.Sacked = p.Sent.Sacked || w.selective
+	if p.firstAcked == 0 {
+		p.firstAcked = w.at
+	}
+	p.acked = w.at
+	p.Sent.AckedBy = 0
+	if w.by != nil {
+		p.Sent.AckedBy = w.by.Number
+		w.by.Received.Acked += p.payload(s)
+	}
+	p.take(w, s)
+	if len(p.left) == 0 {
+		w.packets = append(w.packets, p.Number)
+	}
+}
+
+// take says that a part of the packet is accounted for.
+func (p *packet) take(w *word, s span) {
+	p.left = p.left.without(s)
+	if len(p.left) == 0 {
+		p.doneAt = w.at
+	}
+}
+
+// payload is how many bytes of a span are neither SYN nor FIN.
+func (p *packet) payload(s span) int {
+	data := span{p.span.end - int64(p.Length), p.span.end}
+	if p.Flags&FlagFIN != 0 {
+		data.start--
+		data.end--
+	}
+	return int(s.and(data).length())
+}
+
+// ranges makes ranges of numbers.
+func ranges(numbers []int) (all []Range) {
+	slices.Sort(numbers)
+	for _, n := range numbers {
+		if last := len(all) - 1; last >= 0 && all[last].Last == n-1 {
+			all[last].Last = n
+		} else {
+			all = append(all, Range{n, n})
+		}
+	}
+	return all
+}
+
+// flush emits packets until one of which more may become known.
+func (a *Assembler) flush(all bool) error {
+	for len(a.order) > 0 {
+		p := a.order[0]
+		finished := a.finished(p)
+		if !finished && !all && len(a.order) <= a.window {
+			return nil
+		}
+		if !finished && !all {
+			a.summary.Unfinished++
+		}
+		a.order[0] = nil
+		a.order = a.order[1:]
+		a.emitted++
+		p.emitted = true
+		if p.Sent != nil {
+			a.conclude(p)
+		}
+		if err := a.emit(&p.Packet); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// finished tells whether all is known of a packet.
+func (a *Assembler) finished(p *packet) bool {
+	age := a.now - p.at
+	switch {
+	case p.Sent == nil:
+		return true
+	case p.span.length() == 0:
+		return p.driver != 0 && age >= settle || age >= giveUp
+	case len(p.left) > 0:
+		return false
+	case p.resent:
+		// A word that it arrived twice comes a round trip later.
+		wait := giveUp
+		if a.rtt > 0 {
+			wait = min(max(2*a.rtt, settle), giveUp)
+		}
+		return a.now-p.doneAt >= wait
+	}
+	return true
+}
+
+// conclude fills in what became of a packet, and forgets it.
+func (a *Assembler) conclude(p *packet) {
+	s := p.Sent
+	s.Driver, s.FirstAcked, s.Acked = a.clock.Time(p.driver), a.clock.Time(p.firstAcked), a.clock.Time(p.acked)
+	if p.driver != 0 {
+		s.Qdisc = time.Duration(p.driver - p.at)
+		if p.acked != 0 {
+			s.Network = time.Duration(p.acked - p.driver)
+		}
+	}
+	for _, one := range p.lost {
+		s.LostBytes += p.payload(one)
+	}
+	wire := 0
+	for _, h := range p.hops {
+		h.Queued, h.Driver = a.clock.Time(h.queued), a.clock.Time(h.driver)
+		s.Hops = append(s.Hops, h.Hop)
+		if h.wire > 0 {
+			wire = h.wire
+		}
+	}
+	a.summary.Segments += wire
+	if p.split {
+		s.Split = &Split{Segments: wire, Size: int(p.gso), By: ByHost}
+		if p.device {
+			s.Split.By = ByDevice
+		}
+	}
+	if s.Fate = a.fate(p); s.Fate != "" {
+		a.summary.Fates[s.Fate]++
+	}
+	for _, pointer := range p.pointers {
+		if a.byPointer[pointer] == p {
+			delete(a.byPointer, pointer)
+		}
+	}
+	if p.flying {
+		i, _ := slices.BinarySearchFunc(a.flight, p, byStart)
+		a.flight = slices.Delete(a.flight, i, i+1)
+	}
+	if p.resent {
+		i := slices.Index(a.resent, p)
+		a.resent = slices.Delete(a.resent, i, i+1)
+	}
+}
+
+func (a *Assembler) fate(p *packet) Fate {
+	lost := p.lost.length()
+	switch {
+	case len(p.left) > 0 || p.span.length() == 0:
+		if p.driver == 0 && a.now-p.at >= giveUp {
+			return Dropped
+		}
+		if p.span.length() > 0 {
+			return Unacknowledged
+		}
+		return ""
+	case p.credited == 0 && p.driver == 0:
+		return Dropped
+	case lost > 0 && p.credited == 0:
+		return Lost
+	case lost > 0:
+		return PartlyLost
+	case p.credited == 0:
+		return Needless
+	}
+	return Acknowledged
+}

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package packets
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"sockeye/internal/bpf"
+)
+
+// Source is where events come from: a *bpf.Packets.
+type Source interface {
+	Read(deadline time.Time, e *bpf.PacketEvent) error
+	Stop() error
+	Lost() (uint64, error)
+	Missing() []string
+}
+
+// Options bound a capture.
+type Options struct {
+	Deadline time.Time // when it ends
+	Events   uint64    // after so many it ends, too; 0: no bound
+	Window   int       // packets that are remembered; 0: DefaultWindow
+}
+
+// Reason is why a capture ended.
+type Reason string
+
+// The reasons.
+const (
+	StoppedDeadline    Reason = "deadline"
+	StoppedEvents      Reason = "events" // Options.Events
+	StoppedClosed      Reason = "closed" // the connection
+	StoppedInterrupted Reason = "interrupted"
+)
+
+const tcpClose = 7 // TCP_CLOSE of linux/tcp_states.h
+
+// Capture reads the packets of a connection until one of the bounds, the
+// connection's end, or that of ctx, which is no error. Packets are emitted as
+// soon as all is known of them and of those before; in the end all are. The
+// source is stopped then, and is for the caller to close.
+func Capture(ctx context.Context, s Source, o Options, emit func(*Packet) error) (_ *Summary, err error) {
+	clock, err := ReadClock()
+	if err != nil {
+		return nil, err
+	}
+	interrupted := make(chan error, 1)
+	cancel := context.AfterFunc(ctx, func() { interrupted <- s.Stop() })
+	defer func() {
+		if !cancel() {
+			err = errors.Join(err, <-interrupted)
+		}
+		err = errors.Join(err, s.Stop())
+	}()
+
+	a := NewAssembler(clock, o.Window, emit)
+	stopped := Reason("")
+	var e bpf.PacketEvent
+	for o.Events == 0 || a.summary.Events < o.Events {
+		err := s.Read(o.Deadline, &e)
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read packets: %w", err)
+		}
+		if err := a.Add(&e); err != nil {
+			return nil, err
+		}
+		if e.Kind == bpf.PacketState && e.State == tcpClose {
+			stopped = StoppedClosed
+			if err := s.Stop(); err != nil {
+				return nil, err
+			}
+		}
+	}
+	summary, err := a.Close()
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case stopped != "":
+	case o.Events != 0 && summary.Events >= o.Events:
+		stopped = StoppedEvents
+	case ctx.Err() != nil:
+		stopped = StoppedInterrupted
+	default:
+		stopped = StoppedDeadline
+	}
+	summary.Stopped, summary.Missing = stopped, s.Missing()
+	if summary.LostEvents, err = s.Lost(); err != nil {
+		return nil, err
+	}
+	return summary, nil
+}

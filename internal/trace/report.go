@@ -1,0 +1,990 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package trace
+
+import (
+	"bytes"
+	"cmp"
+	"crypto/sha256"
+	"embed"
+	"encoding/base64"
+	"fmt"
+	"html/template"
+	"io"
+	"maps"
+	"math"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+	"unicode"
+
+	"sockeye/internal/config"
+)
+
+// Report is what WriteReport writes.
+type Report struct {
+	Host    string
+	Version string // of Sockeye
+	// Periods are slices of the time reported, oldest first; those of an agent are
+	// 10 s long. Times are shown in the location of the first. What a slice says is
+	// under way or waiting is so at its end.
+	Periods []Period
+	Slow    []Sample // in any order
+	Notes   []string // what the reader should know, a sentence each
+}
+
+// Bounds of a page. What is beyond is summed up or left out, and the page says so.
+const (
+	reportRows  = 64      // of the overview
+	reportCards = 16      // groups with plots of their own
+	reportPlots = 3 << 20 // bytes of plots, after which no other group gets its own
+	reportSlow  = 40      // slowest messages
+	reportAlike = 6       // of them, of one group
+	reportLabel = 120     // characters of a name from outside
+	reportNotes = 50
+)
+
+//go:embed report
+var reportFiles embed.FS
+
+// WriteReport writes a page that shows all of a report and needs no other file:
+// HTML, with plots that need no script. The same report gives the same page.
+func WriteReport(w io.Writer, r Report) error {
+	files := map[string]string{}
+	for _, name := range []string{"report.html", "report.css", "report.js"} {
+		data, err := reportFiles.ReadFile("report/" + name)
+		if err != nil {
+			return fmt.Errorf("read the report's %s: %w", name, err)
+		}
+		files[name] = string(data)
+	}
+	page, err := template.New("report").Funcs(plotFunctions).Parse(files["report.html"])
+	if err != nil {
+		return fmt.Errorf("parse the report's template: %w", err)
+	}
+	view := newReportPage(r)
+	view.Style, view.Script = template.CSS(files["report.css"]), template.JS(files["report.js"])
+	view.Policy = fmt.Sprintf("default-src 'none'; style-src '%s'; script-src '%s'; base-uri 'none'; form-action 'none'",
+		hashSource(files["report.css"]), hashSource(files["report.js"]))
+	var out bytes.Buffer
+	if err := page.Execute(&out, view); err != nil {
+		return fmt.Errorf("fill the report's template: %w", err)
+	}
+	if _, err := out.WriteTo(w); err != nil {
+		return fmt.Errorf("write the report: %w", err)
+	}
+	return nil
+}
+
+// hashSource names a script or a style for a content security policy.
+func hashSource(text string) string {
+	sum := sha256.Sum256([]byte(text))
+	return "sha256-" + base64.StdEncoding.EncodeToString(sum[:])
+}
+
+// reportPage is what the template shows. Strings are ready to be read.
+type reportPage struct {
+	Style          template.CSS
+	Script         template.JS
+	Policy         string
+	Host, Version  string
+	From, To, Span string
+	Slices         string
+	Empty          string // why there is nothing to show
+	Notes          []string
+	Figures        []reportFigure
+	Peaks          []reportPeak
+	Ledgers        []ledger
+	Rows           []overviewRow
+	Sends, Reads   bool // there are columns for them
+	RowsLeft       string
+	Cards          []groupCard
+	CardsLeft      string
+	Slow           []slowMessage
+	SlowLeft       string
+	Readers        []readerRow
+	Stages         []stageMeaning
+}
+
+type reportFigure struct{ Name, Value, Note string }
+
+type reportPeak struct{ ID, Label, Text string }
+
+type stageMeaning struct {
+	Stage         config.Stage
+	Name, Meaning string
+}
+
+// ledger shows that what was chosen is what became of it.
+type ledger struct {
+	Title, What string
+	In          []entry
+	Out         []endings
+	Sum         string
+	None        string // outcomes that none had
+	Off         bool   // something is not accounted for
+}
+
+// endings are those of a kind, with their sum. Without a name, they are no kind.
+type endings struct {
+	Name, Count, Share string
+	Entries            []entry
+}
+
+type entry struct {
+	Name, Meaning string
+	Count, Share  string
+	Kind          string // stamped, lost, open, off
+	Width         string // of the bar, of 100
+}
+
+// overviewRow is a group in the overview.
+type overviewRow struct {
+	ID        string // of its card; "": none
+	Label     string
+	Messages  string
+	Share     string
+	Whole     string // the stage that the figures are of, where it is not total
+	P50       figure
+	P99       figure
+	Max       figure
+	Course    *spark
+	Typical   []part
+	Slow      []part
+	Received  string
+	ReaderP99 figure
+	// Many, Read and Sum are to sort by.
+	Many, Read, Sum uint64
+}
+
+// figure is a time, with its number for sorting. Few is set where there are too
+// few values for the quantile to mean much.
+type figure struct {
+	Text string
+	Sort int64
+	Few  string
+}
+
+// groupCard is a group with all its stages.
+type groupCard struct {
+	ID, Label string
+	Facts     []string
+	Notes     []string
+	Stages    []stageRow
+	Bars      []*bars
+	CDF       *distribution
+	Heats     []*heat
+	Whole     config.Stage // shown first
+	Peak      string
+	Ends      []entry // what became of the messages
+}
+
+type stageRow struct {
+	Stage                    config.Stage
+	Name, Meaning            string
+	Count                    string
+	P50, P90, P99, P999, Max figure
+	Inside                   bool // part of network
+}
+
+type slowMessage struct {
+	Rank                 int
+	Total, When          string
+	Label, Local, Remote string
+	Role, Length         string
+	Ended                string // what became of it, where it is not just acknowledged
+	Cause, Text          string
+	Details              []string
+	X                    []tick
+	Parts                []part
+}
+
+type readerRow struct {
+	ID, Label       string
+	Waiting, Oldest string
+	Behind          bool
+	// To sort by.
+	WaitingSort, OldestSort, DroppedSort int64
+	Course                               *spark
+	Stack, Reader                        figure
+	ReaderP50                            figure
+	Dropped                              string
+}
+
+const timeLayout = "2006-01-02 15:04:05"
+
+func newReportPage(r Report) *reportPage {
+	page := &reportPage{Host: plainText(r.Host), Version: plainText(r.Version)}
+	for _, note := range r.Notes[:min(len(r.Notes), reportNotes)] {
+		page.Notes = append(page.Notes, plainText(note))
+	}
+	if left := len(r.Notes) - len(page.Notes); left > 0 {
+		page.Notes = append(page.Notes, fmt.Sprintf("%d more notes are left out.", left))
+	}
+	axis := newTimeAxis(r.Periods)
+	location := time.UTC
+	if len(r.Periods) > 0 {
+		location = r.Periods[0].From.Location()
+		axis.from, axis.to = axis.from.In(location), axis.to.In(location)
+		page.From, page.To = axis.from.Format(timeLayout), axis.to.Format(timeLayout+" MST")
+		if axis.from.Format(time.DateOnly) == axis.to.Format(time.DateOnly) {
+			page.To = axis.to.Format("15:04:05 MST")
+		}
+		page.Span = spanText(axis.to.Sub(axis.from))
+		if measured := measured(r.Periods); axis.to.Sub(axis.from)-measured > axis.slice {
+			page.Span += ", of which " + spanText(measured) + " was measured"
+		}
+		page.Slices = countOf(len(r.Periods), "slice", "slices") + " of time"
+	} else if len(r.Slow) > 0 {
+		location = r.Slow[0].Ended.Location()
+	}
+	all := newSeries(r.Periods)
+	page.fillSlow(r.Slow, location)
+	var chosen uint64
+	for _, s := range all {
+		chosen += s.messages()
+	}
+	switch {
+	case chosen > 0:
+	case len(r.Periods) == 0 && len(r.Slow) == 0:
+		page.Empty = "Nothing was measured in this time: there is no slice of it. Is a trace rule in the policy, and has the agent run?"
+	case len(r.Periods) > 0:
+		page.Empty = fmt.Sprintf("No message was chosen between %s and %s. Either the traced connections were silent, or no connection matches a trace rule.", page.From, page.To)
+	}
+	if chosen == 0 {
+		return page
+	}
+	page.fillGroups(all, axis)
+	page.fillLedgers(all)
+	page.fillReaders(all, axis)
+	for _, stage := range Stages {
+		if slices.ContainsFunc(all, func(s *series) bool { return s.has(stage) }) {
+			page.Stages = append(page.Stages, stageMeaning{stage, stageName(stage), stageMeanings[stage]})
+		}
+	}
+	return page
+}
+
+// series is a group over time, or several together.
+type series struct {
+	sum
+	label   string
+	several bool
+	slices  []slice
+}
+
+// slice is what one period has of a series.
+type slice struct {
+	period *Period
+	result *Result
+}
+
+// newSeries sorts the groups, those with most messages first.
+func newSeries(periods []Period) []*series {
+	ordered := make([]*Period, len(periods))
+	for i := range periods {
+		ordered[i] = &periods[i]
+	}
+	slices.SortStableFunc(ordered, func(a, b *Period) int { return a.From.Compare(b.From) })
+	byGroup := map[Group]*series{}
+	for _, p := range ordered {
+		for i := range p.Results {
+			result := &p.Results[i]
+			s := byGroup[result.Group]
+			if s == nil {
+				s = &series{sum: sum{Result: Result{Group: result.Group}}, label: labelText(result.Group.Label())}
+				byGroup[result.Group] = s
+			}
+			s.append(slice{p, result})
+		}
+	}
+	all := slices.Collect(maps.Values(byGroup))
+	slices.SortFunc(all, func(a, b *series) int {
+		return cmp.Or(cmp.Compare(b.messages(), a.messages()), cmp.Compare(a.label, b.label),
+			cmp.Compare(fmt.Sprint(a.Group), fmt.Sprint(b.Group)))
+	})
+	return all
+}
+
+func (s *series) append(part slice) {
+	s.slices = append(s.slices, part)
+	s.add(part.result, part.period.To)
+}
+
+// together makes one series of several.
+func together(all []*series) *series {
+	joined := &series{several: true, label: countOf(len(all), "further group", "further groups") + ", together"}
+	for _, s := range all {
+		for _, part := range s.slices {
+			joined.append(part)
+		}
+	}
+	return joined
+}
+
+func (s *series) messages() uint64 { return s.Chosen + s.RXChosen }
+
+func (s *series) has(stage config.Stage) bool { h := s.Stages[stage]; return h != nil && h.Count > 0 }
+
+// whole is the stage that stands for a series: the whole way where it is known,
+// else what there is most of.
+func (s *series) whole() config.Stage {
+	for _, stage := range []config.Stage{Total, config.StageNetwork, config.StageStack, config.StageQdisc, config.StageSend, config.StageReader, config.StageRXStack} {
+		if s.has(stage) {
+			return stage
+		}
+	}
+	return Total
+}
+
+// columns sums up a stage by the columns of a time axis; nil: no values.
+func (s *series) columns(stage config.Stage, axis timeAxis) []*Histogram {
+	columns := make([]*Histogram, axis.columns)
+	for _, part := range s.slices {
+		h := part.result.Stages[stage]
+		if h == nil || h.Count == 0 {
+			continue
+		}
+		c := axis.middle(*part.period)
+		if columns[c] == nil {
+			columns[c] = &Histogram{}
+		}
+		columns[c].Add(h)
+	}
+	return columns
+}
+
+// course gives a figure of each column; NaN where there is none.
+func course(columns []*Histogram, of func(*Histogram) float64) []float64 {
+	values := make([]float64, len(columns))
+	for c, h := range columns {
+		values[c] = math.NaN()
+		if h != nil {
+			values[c] = of(h)
+		}
+	}
+	return values
+}
+
+func (page *reportPage) fillGroups(all []*series, axis timeAxis) {
+	var chosen, received uint64
+	for _, s := range all {
+		chosen += s.Chosen
+		received += s.RXChosen
+	}
+	page.Sends, page.Reads = chosen > 0, received > 0
+	page.fillFigures(all)
+
+	shown, size := 0, 0
+	for i, s := range all {
+		if i == reportCards || size > reportPlots || s.messages() == 0 {
+			break
+		}
+		page.addCard(s, axis, &size)
+		shown++
+	}
+	rows := all
+	if len(rows) > reportRows {
+		rows = rows[:reportRows]
+	}
+	for i, s := range rows {
+		id := ""
+		if i < shown {
+			id = page.Cards[i].ID
+		}
+		page.Rows = append(page.Rows, newOverviewRow(s, id, axis, chosen+received))
+	}
+	if rest := all[len(rows):]; len(rest) > 0 {
+		page.Rows = append(page.Rows, newOverviewRow(together(rest), "", axis, chosen+received))
+		page.RowsLeft = fmt.Sprintf("The table has the %d groups with most messages; the last row is the other %s together.", len(rows), countText(uint64(len(rest))))
+	}
+	if rest := all[shown:]; len(rest) > 0 {
+		others := together(rest)
+		if others.messages() > 0 {
+			page.addCard(others, axis, &size)
+		}
+		page.CardsLeft = fmt.Sprintf("Plots are of the %s with most messages, and of the other %s together: %s of %s messages.",
+			countOf(shown, "group", "groups"), countText(uint64(len(rest))), countText(others.messages()), countText(chosen+received))
+	}
+}
+
+// fillFigures has what is true of all groups together.
+func (page *reportPage) fillFigures(all []*series) {
+	whole := together(all)
+	if n := whole.Chosen; n > 0 {
+		stamped := whole.Outcomes[Acked] + whole.Outcomes[Retransmitted]
+		ended := sumOf(whole.Outcomes)
+		page.Figures = append(page.Figures,
+			reportFigure{"Messages sent", countText(n), "in " + countOf(len(all), "group", "groups")},
+			reportFigure{"Stamped", cmp.Or(shareText(stamped, ended), "none"), countText(ended-stamped) + " lost, by kind below"})
+	}
+	if h := whole.Stages[Total]; h != nil && h.Count > 0 {
+		page.Figures = append(page.Figures,
+			reportFigure{"Typical", durationText(h.Quantile(0.5)), "p50 of the whole way"},
+			reportFigure{"Slow", durationText(h.Quantile(0.99)), "p99; the slowest " + durationText(time.Duration(h.Max))})
+	}
+	if n := whole.RXChosen; n > 0 {
+		page.Figures = append(page.Figures, reportFigure{"Received", countText(n), countText(whole.RXOutcomes[Dropped]) + " found no room in the socket"})
+		if h := whole.Stages[config.StageReader]; h != nil && h.Count > 0 {
+			page.Figures = append(page.Figures, reportFigure{"Waiting for the reader", durationText(h.Quantile(0.99)), "p99; the longest " + durationText(time.Duration(h.Max))})
+		}
+	}
+}
+
+func newFigure(h *Histogram, q float64) figure {
+	if h == nil || h.Count == 0 {
+		return figure{Text: "–", Sort: -1}
+	}
+	v := h.Quantile(q)
+	f := figure{Text: durationText(v), Sort: int64(v)}
+	if need := 1 / (1 - q); q < 1 && float64(h.Count) < need-0.5 {
+		f.Few = fmt.Sprintf("of %s only", countOf(int(h.Count), "value", "values"))
+	}
+	return f
+}
+
+func newMaxFigure(h *Histogram) figure {
+	if h == nil || h.Count == 0 {
+		return figure{Text: "–", Sort: -1}
+	}
+	return figure{Text: durationText(time.Duration(h.Max)), Sort: int64(h.Max)}
+}
+
+// Legs of the way out and in. The NIC's time is part of the network's.
+var (
+	legsOut = []config.Stage{config.StageSend, config.StageStack, config.StageQdisc, config.StageNetwork}
+	legsIn  = []config.Stage{config.StageRXStack, config.StageReader}
+)
+
+func newOverviewRow(s *series, id string, axis timeAxis, of uint64) overviewRow {
+	whole := s.whole()
+	h := s.Stages[whole]
+	row := overviewRow{
+		ID: id, Label: s.label, Many: s.Chosen, Messages: countOrNone(s.Chosen), Share: shareText(s.messages(), of),
+		P50: newFigure(h, 0.5), P99: newFigure(h, 0.99), Max: newMaxFigure(h),
+		Sum: s.messages(), Read: s.RXChosen, Received: countOrNone(s.RXChosen), ReaderP99: newFigure(s.Stages[config.StageReader], 0.99),
+	}
+	if whole != Total {
+		row.Whole = stageName(whole)
+	}
+	values := course(s.columns(whole, axis), func(h *Histogram) float64 { return float64(h.Quantile(0.99)) })
+	row.Course = newSpark(values, "p99 over time, at most "+durationText(time.Duration(slices.Max(append(known(values), 0)))))
+	legs := legsOut
+	if s.Chosen == 0 {
+		legs = legsIn
+	}
+	row.Typical, row.Slow = composition(s.Stages, legs, 0.5), composition(s.Stages, legs, 0.99)
+	return row
+}
+
+func known(values []float64) []float64 {
+	return slices.DeleteFunc(slices.Clone(values), math.IsNaN)
+}
+
+// composition is the stages' shares of the sum of their quantiles, of 160.
+func composition(stages map[config.Stage]*Histogram, legs []config.Stage, q float64) []part {
+	const width = 160
+	sum := 0.0
+	for _, leg := range legs {
+		if h := stages[leg]; h != nil {
+			sum += float64(h.Quantile(q))
+		}
+	}
+	var parts []part
+	at := 0.0
+	for _, leg := range legs {
+		h := stages[leg]
+		if h == nil || sum == 0 {
+			continue
+		}
+		v := h.Quantile(q)
+		length := float64(v) / sum * width
+		parts = append(parts, part{Stage: leg, At: at, Length: length, Title: stageName(leg) + " " + durationText(v)})
+		at += length
+	}
+	return parts
+}
+
+func (page *reportPage) addCard(s *series, axis timeAxis, size *int) {
+	card := groupCard{ID: fmt.Sprintf("g%d", len(page.Cards)+1), Label: s.label, Whole: s.whole()}
+	if s.Chosen > 0 {
+		card.Facts = append(card.Facts, countText(s.Chosen)+" messages sent", bytesText(s.Bytes)+" acknowledged")
+		if n := s.Outcomes[Retransmitted]; n > 0 {
+			card.Facts = append(card.Facts, countText(n)+" retransmitted")
+		}
+	}
+	if s.RXChosen > 0 {
+		card.Facts = append(card.Facts, countText(s.RXChosen)+" received")
+	}
+	for _, lack := range []struct {
+		n    uint64
+		text string
+	}{
+		{s.Unqueued, "of the messages were sent before they could be marked: their time in stack and qdisc is not known."},
+		{s.Undriven, "of the messages got no stamp from a driver: their time in qdisc, nic and network is not known."},
+		{s.RXUnstamped, "of the arrivals were not stamped by the host: their time in rx_stack is not known."},
+	} {
+		if lack.n > 0 {
+			card.Notes = append(card.Notes, countText(lack.n)+" "+lack.text)
+		}
+	}
+	for _, outcome := range slices.Concat(Outcomes, RXOutcomes) {
+		if n := s.Outcomes[outcome] + s.RXOutcomes[outcome]; n > 0 {
+			card.Ends = append(card.Ends, entry{Name: outcomeNames[outcome], Meaning: outcomeMeanings[outcome], Count: countText(n)})
+		}
+	}
+	columns := map[config.Stage][]*Histogram{}
+	for _, stage := range Stages {
+		h := s.Stages[stage]
+		if !s.has(stage) {
+			continue
+		}
+		columns[stage] = s.columns(stage, axis)
+		card.Stages = append(card.Stages, stageRow{
+			Stage: stage, Name: stageName(stage), Meaning: stageMeanings[stage], Count: countText(h.Count),
+			P50: newFigure(h, 0.5), P90: newFigure(h, 0.9), P99: newFigure(h, 0.99), P999: newFigure(h, 0.999), Max: newMaxFigure(h),
+			Inside: stage == config.StageNIC,
+		})
+	}
+	quantiles := []quantile{{"typical (p50)", 0.5}, {"slow (p99)", 0.99}}
+	for _, side := range []struct {
+		title string
+		legs  []config.Stage
+		whole config.Stage
+	}{{"Sent", legsOut, Total}, {"Received", legsIn, ""}} {
+		if chart := newBars(side.title, s.Stages, side.legs, side.whole, quantiles...); chart != nil {
+			card.Bars = append(card.Bars, chart)
+		}
+	}
+	peak := findPeak(columns, card.Whole)
+	if peak != nil {
+		card.Peak = peak.text(axis, card.Whole)
+		page.Peaks = append(page.Peaks, reportPeak{card.ID, card.Label, card.Peak})
+	}
+	card.CDF = newDistribution("Distribution of the stages of "+s.label, s.Stages)
+	for _, row := range card.Stages {
+		d := newHeat(row.Stage, axis, columns[row.Stage], peak)
+		if d == nil {
+			continue
+		}
+		d.Title = fmt.Sprintf("%s over time, of %s: p50 %s, p99 %s, max %s", row.Name, s.label, row.P50.Text, row.P99.Text, row.Max.Text)
+		card.Heats = append(card.Heats, d)
+		*size += len(d.Cells)
+		for _, l := range d.Levels {
+			*size += len(l.Path)
+		}
+	}
+	page.Cards = append(page.Cards, card)
+}
+
+// peak is a time in which a stage was slower than it is otherwise.
+type peak struct {
+	first, last int // columns
+	worst       time.Duration
+	usual       time.Duration // median of the columns' 99th percentiles
+	// cause is the stage whose 99th percentile rose most; "": none.
+	cause           config.Stage
+	within, outside time.Duration
+}
+
+// findPeak looks for columns whose 99th percentile is at least 3 times the usual
+// one, and for what is beside the worst of them and at least half as far above.
+// It is nil where there are fewer than minPeakColumns, or where these are too many
+// to be out of the usual.
+func findPeak(columns map[config.Stage][]*Histogram, whole config.Stage) *peak {
+	const minColumns, minValues, factor = 8, 50, 3
+	of := columns[whole]
+	p99 := make([]time.Duration, len(of))
+	var ordered []time.Duration
+	worst := 0
+	for c, h := range of {
+		if h == nil || h.Count < minValues {
+			continue
+		}
+		p99[c] = h.Quantile(0.99)
+		ordered = append(ordered, p99[c])
+		if p99[c] > p99[worst] {
+			worst = c
+		}
+	}
+	if len(ordered) < minColumns {
+		return nil
+	}
+	slices.Sort(ordered)
+	found := &peak{first: worst, last: worst, worst: p99[worst], usual: ordered[len(ordered)/2]}
+	if found.worst < factor*found.usual {
+		return nil
+	}
+	above := found.usual * factor / 2
+	for found.first > 0 && p99[found.first-1] > above {
+		found.first--
+	}
+	for found.last+1 < len(p99) && p99[found.last+1] > above {
+		found.last++
+	}
+	for _, stage := range Stages {
+		if stage == whole || stage == config.StageNIC || slices.Contains(legsIn, stage) != slices.Contains(legsIn, whole) {
+			continue
+		}
+		var within, outside Histogram
+		for c, h := range columns[stage] {
+			switch {
+			case h == nil:
+			case c >= found.first && c <= found.last:
+				within.Add(h)
+			default:
+				outside.Add(h)
+			}
+		}
+		in, out := within.Quantile(0.99), outside.Quantile(0.99)
+		if in-out > found.within-found.outside {
+			found.cause, found.within, found.outside = stage, in, out
+		}
+	}
+	return found
+}
+
+func (p *peak) text(axis timeAxis, whole config.Stage) string {
+	layout := "15:04:05"
+	text := fmt.Sprintf("From %s to %s, p99 of %s was up to %s; usually it is %s.", axis.start(p.first).Format(layout),
+		axis.start(p.last+1).Format(layout), stageName(whole), durationText(p.worst), durationText(p.usual))
+	if p.cause != "" {
+		text += fmt.Sprintf(" Of its stages, %s rose most: p99 %s, otherwise %s.", stageName(p.cause), durationText(p.within), durationText(p.outside))
+	}
+	return text
+}
+
+// balance is of one series what was under way before its first slice and after
+// its last, and what the slices between do not account for.
+type balance struct {
+	start, end     uint64
+	missing, extra uint64 // chosen with no end, and the other way round
+}
+
+// balance checks each slice: what was under way, and what was chosen, ended or is
+// under way. A group that a slice does not have stayed as it was.
+func (s *series) balance(of func(*Result) (chosen, ended, open uint64)) balance {
+	var b balance
+	for i, part := range s.slices {
+		chosen, ended, open := of(part.result)
+		before, after := b.end+chosen, ended+open
+		switch {
+		case i == 0 && after > before:
+			b.start = after - before
+		case after > before:
+			b.extra += after - before
+		default:
+			b.missing += before - after
+		}
+		b.end = open
+	}
+	return b
+}
+
+func sumOf(outcomes map[Outcome]uint64) uint64 {
+	var all uint64
+	for _, n := range outcomes {
+		all += n
+	}
+	return all
+}
+
+func (page *reportPage) fillLedgers(all []*series) {
+	whole := together(all)
+	sides := []struct {
+		title, what string
+		chosen      uint64
+		outcomes    map[Outcome]uint64
+		order       []Outcome
+		stamped     []Outcome
+		open        string
+		of          func(*Result) (chosen, ended, open uint64)
+	}{
+		{"Messages sent", "messages", whole.Chosen, whole.Outcomes, Outcomes, []Outcome{Acked, Retransmitted}, "under way",
+			func(r *Result) (uint64, uint64, uint64) { return r.Chosen, sumOf(r.Outcomes), r.InFlight }},
+		{"Received", "segments and datagrams", whole.RXChosen, whole.RXOutcomes, RXOutcomes, []Outcome{Read}, "waiting",
+			func(r *Result) (uint64, uint64, uint64) { return r.RXChosen, sumOf(r.RXOutcomes), r.RXWaiting }},
+	}
+	for _, side := range sides {
+		if side.chosen == 0 {
+			continue
+		}
+		var b balance
+		for _, s := range all {
+			one := s.balance(side.of)
+			b.start += one.start
+			b.end += one.end
+			b.missing += one.missing
+			b.extra += one.extra
+		}
+		count := side.chosen + b.start + b.extra
+		l := ledger{Title: side.title, What: side.what, Sum: countText(count), Off: b.missing+b.extra > 0}
+		add := func(to *[]entry, name, meaning, kind string, n uint64) {
+			*to = append(*to, entry{Name: name, Meaning: meaning, Kind: kind, Count: countText(n), Share: shareText(n, count), Width: coordinate(100 * float64(n) / float64(count))})
+		}
+		add(&l.In, "chosen", "in this time", "chosen", side.chosen)
+		if b.start > 0 {
+			add(&l.In, side.open+" before", "chosen before this time", "open", b.start)
+		}
+		if b.extra > 0 {
+			add(&l.In, "not accounted for", "ended, but chosen in a time that no slice covers", "off", b.extra)
+		}
+		var none []string
+		var stamped, lost endings
+		var sums [2]uint64
+		for _, outcome := range side.order {
+			n := side.outcomes[outcome]
+			switch {
+			case n == 0:
+				none = append(none, outcomeNames[outcome])
+			case slices.Contains(side.stamped, outcome):
+				add(&stamped.Entries, outcomeNames[outcome], outcomeMeanings[outcome], "stamped", n)
+				sums[0] += n
+			default:
+				add(&lost.Entries, outcomeNames[outcome], outcomeMeanings[outcome], "lost", n)
+				sums[1] += n
+			}
+		}
+		stamped.Name, stamped.Count, stamped.Share = "stamped", countText(sums[0]), shareText(sums[0], count)
+		lost.Name, lost.Count, lost.Share = "lost", countText(sums[1]), shareText(sums[1], count)
+		var open endings
+		add(&open.Entries, side.open, "at the end of this time", "open", b.end)
+		if b.missing > 0 {
+			add(&open.Entries, "not accounted for", "chosen, and ended in a time that no slice covers", "off", b.missing)
+		}
+		l.Out = []endings{stamped, lost, open}
+		l.None = strings.Join(none, ", ")
+		page.Ledgers = append(page.Ledgers, l)
+	}
+}
+
+func (page *reportPage) fillReaders(all []*series, axis timeAxis) {
+	for i, s := range all {
+		if s.RXChosen == 0 || len(page.Readers) == reportRows {
+			continue
+		}
+		row := readerRow{Label: s.label, Stack: newFigure(s.Stages[config.StageRXStack], 0.99),
+			ReaderP50: newFigure(s.Stages[config.StageReader], 0.5), Reader: newFigure(s.Stages[config.StageReader], 0.99), Dropped: countText(s.RXOutcomes[Dropped])}
+		if i < len(page.Rows) && page.Rows[i].Label == s.label {
+			row.ID = page.Rows[i].ID
+		}
+		last := s.slices[len(s.slices)-1].result
+		row.Waiting, row.Oldest, row.Behind = countText(last.RXWaiting), durationText(last.RXOldest), last.RXWaiting > 0
+		row.WaitingSort, row.OldestSort, row.DroppedSort = int64(last.RXWaiting), int64(last.RXOldest), int64(s.RXOutcomes[Dropped])
+		oldest := slices.Repeat([]float64{math.NaN()}, axis.columns)
+		var most time.Duration
+		for _, part := range s.slices {
+			c := axis.middle(*part.period)
+			if v := float64(part.result.RXOldest); math.IsNaN(oldest[c]) || v > oldest[c] {
+				oldest[c] = v
+			}
+			most = max(most, part.result.RXOldest)
+		}
+		row.Course = newSpark(oldest, "the oldest that waited, over time, at most "+durationText(most))
+		page.Readers = append(page.Readers, row)
+	}
+}
+
+func (page *reportPage) fillSlow(samples []Sample, location *time.Location) {
+	ordered := make([]*Sample, len(samples))
+	for i := range samples {
+		ordered[i] = &samples[i]
+	}
+	slices.SortStableFunc(ordered, func(a, b *Sample) int {
+		return cmp.Or(cmp.Compare(b.Stages[Total], a.Stages[Total]), a.Ended.Compare(b.Ended), cmp.Compare(a.Cookie, b.Cookie), cmp.Compare(a.Key, b.Key))
+	})
+	alike := map[Group]int{}
+	for _, s := range ordered {
+		if len(page.Slow) == reportSlow {
+			break
+		}
+		if alike[s.Group]++; alike[s.Group] > reportAlike {
+			continue
+		}
+		page.Slow = append(page.Slow, newSlowMessage(s, len(page.Slow)+1, location))
+	}
+	if len(page.Slow) < len(samples) {
+		page.SlowLeft = fmt.Sprintf("%d of %s that were kept, at most %d of a group.", len(page.Slow), countText(uint64(len(samples))), reportAlike)
+	}
+}
+
+func newSlowMessage(s *Sample, rank int, location *time.Location) slowMessage {
+	explanation := Explain(s)
+	m := slowMessage{
+		Rank: rank, Total: durationText(s.Stages[Total]), When: s.Ended.In(location).Format("15:04:05.000"),
+		Label: labelText(s.Group.Label()), Local: s.Local.String(), Remote: s.Remote.String(), Role: plainText(string(s.Role)),
+		Length: bytesText(uint64(s.Length)), Cause: plainText(string(explanation.Cause)), Text: sentence(explanation.Text),
+	}
+	if s.Outcome != Acked && string(s.Outcome) != string(explanation.Cause) {
+		m.Ended = cmp.Or(outcomeNames[s.Outcome], plainText(string(s.Outcome)))
+	}
+	stages := s.state()[0] // which the bar tells
+	for _, detail := range explanation.Details {
+		if detail != stages {
+			m.Details = append(m.Details, sentence(detail))
+		}
+	}
+	m.Parts, m.X = wayOf(s)
+	return m
+}
+
+// wayWidth is the length of a message's bar.
+const wayWidth = 640
+
+// wayOf lays the legs of a message one after the other, on an axis of its own.
+// The NIC's time is part of the network's and lies inside it.
+func wayOf(s *Sample) ([]part, []tick) {
+	legs := s.legs()
+	var sum time.Duration
+	for _, l := range legs {
+		sum += l.took
+	}
+	whole := max(s.Stages[Total], sum)
+	if whole <= 0 {
+		return nil, nil
+	}
+	scale := float64(wayWidth) / float64(whole)
+	var parts []part
+	at := 0.0
+	for _, l := range legs {
+		p := part{Stage: l.stage, At: at, Length: float64(l.took) * scale, Title: l.name + ": " + durationText(l.took)}
+		if l.stage == Total {
+			p.Stage = ""
+			if s.Outcome == Unacknowledged {
+				p.Title = "not acknowledged: " + durationText(l.took)
+			}
+		}
+		parts = append(parts, p)
+		if nic, ok := s.Stages[config.StageNIC]; ok && l.stage == config.StageNetwork {
+			parts = append(parts, part{Stage: config.StageNIC, At: at, Length: float64(min(max(nic, 0), l.took)) * scale, Inside: true,
+				Title: "nic, in network: " + durationText(nic)})
+		}
+		at += p.Length
+	}
+	return parts, evenTicks(whole, wayWidth, 8)
+}
+
+var microseconds = regexp.MustCompile(`([0-9]) us\b`)
+
+// sentence makes one, with the page's units, of a text for terminals.
+func sentence(text string) string {
+	text = microseconds.ReplaceAllString(plainText(text), "$1\u00a0µs")
+	if text != "" {
+		text = strings.ToUpper(text[:1]) + text[1:] + "."
+	}
+	return text
+}
+
+// plainText makes text from outside fit to be shown: no control characters, none
+// that change the direction of others.
+func plainText(s string) string {
+	return strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return unicode.ReplacementChar
+	}, strings.ToValidUTF8(s, string(unicode.ReplacementChar)))
+}
+
+// labelText is plainText with the middle left out where it is long.
+func labelText(s string) string {
+	runes := []rune(plainText(s))
+	if len(runes) > reportLabel {
+		half := reportLabel / 2
+		runes = slices.Concat(runes[:half], []rune("…"), runes[len(runes)-half+1:])
+	}
+	return string(runes)
+}
+
+// labelWord is a word of a group's label: key=value, or a value that needs no key.
+type labelWord struct{ Key, Value string }
+
+func labelWords(label string) []labelWord {
+	var words []labelWord
+	for text := range strings.SplitSeq(label, " ") {
+		if key, value, ok := strings.Cut(text, "="); ok {
+			words = append(words, labelWord{key + "=", value})
+		} else {
+			words = append(words, labelWord{"", text})
+		}
+	}
+	return words
+}
+
+func countOrNone(n uint64) string {
+	if n == 0 {
+		return "–"
+	}
+	return countText(n)
+}
+
+func countOf(n int, one, several string) string {
+	if n == 1 {
+		return "1 " + one
+	}
+	return countText(uint64(n)) + " " + several
+}
+
+// measured is how long the periods are together.
+func measured(periods []Period) time.Duration {
+	var sum time.Duration
+	for _, p := range periods {
+		sum += p.To.Sub(p.From)
+	}
+	return sum
+}
+
+// spanText is a length of time in the largest units that it has, two at most.
+func spanText(d time.Duration) string {
+	if d < time.Second {
+		return durationText(d)
+	}
+	var parts []string
+	for _, u := range []struct {
+		unit time.Duration
+		name string
+	}{{24 * time.Hour, "d"}, {time.Hour, "h"}, {time.Minute, "min"}, {time.Second, "s"}} {
+		if n := d / u.unit; n > 0 && len(parts) < 2 {
+			parts = append(parts, fmt.Sprintf("%d\u00a0%s", n, u.name))
+		}
+		d %= u.unit
+	}
+	return strings.Join(parts, " ")
+}
+
+// stageName is a stage as it is written everywhere else.
+func stageName(s config.Stage) string { return string(s) }
+
+var stageMeanings = map[config.Stage]string{
+	config.StageSend:    "in sendmsg(2) itself",
+	config.StageStack:   "from sendmsg to the queueing discipline: window, pacing, buffer",
+	config.StageQdisc:   "in the queueing discipline, until the driver has it",
+	config.StageNIC:     "from the driver to the hardware's stamp; part of network",
+	config.StageNetwork: "from the driver to the peer's acknowledgement",
+	Total:               "the whole way, to the peer's acknowledgement",
+	config.StageRXStack: "received: from reaching the host to reaching the socket",
+	config.StageReader:  "received: in the socket, until the application takes it",
+}
+
+var outcomeNames = map[Outcome]string{
+	Acked: "acknowledged", Retransmitted: "retransmitted", Overwritten: "overwritten", Coalesced: "coalesced", Missed: "missed",
+	Unacknowledged: "unacknowledged", Full: "too many", Application: "the application's", Refused: "refused",
+	Read: "read", Dropped: "dropped", Unread: "unread", RXFull: "too many",
+}
+
+var outcomeMeanings = map[Outcome]string{
+	Acked:          "stamped, and acknowledged by the peer",
+	Retransmitted:  "stamped, and acknowledged after the last segment was sent again",
+	Overwritten:    "a later message took its key before it was sent",
+	Coalesced:      "joined to a later message after it was sent",
+	Missed:         "acknowledged, and the kernel gave no stamp",
+	Unacknowledged: "the connection ended first",
+	Full:           "too many of its connection were under way",
+	Application:    "left to the application's own timestamps",
+	Refused:        "the kernel did not take the request",
+	Read:           "reached its reader, or its socket where no more was asked",
+	Dropped:        "no room in the socket",
+	Unread:         "the connection ended first",
+	RXFull:         "too many were waiting",
+}

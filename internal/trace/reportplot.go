@@ -1,0 +1,715 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package trace
+
+import (
+	"fmt"
+	"html/template"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"sockeye/internal/config"
+)
+
+// Sizes of the plots, in the units of their viewBox. All have the same frame.
+const (
+	plotWidth, plotHeight = 600, 300
+	plotLeft, plotRight   = 66, 12
+	plotTop, plotBottom   = 14, 30
+	plotInnerWidth        = plotWidth - plotLeft - plotRight
+	plotInnerHeight       = plotHeight - plotTop - plotBottom
+)
+
+const (
+	heatColumns = 120 // at most
+	heatRows    = 44  // at most, and one more
+	heatLevels  = 8   // of colour
+
+	// Below so many values in a slice its 99th percentile is not drawn.
+	minP99 = 20
+)
+
+// tick is a place on an axis. Faint ones have no text.
+type tick struct {
+	At   float64
+	Text string
+}
+
+// place gives where a time lies on the log axis: the index of its bucket and how
+// far into it, so that what was counted in buckets is drawn as it was counted.
+func place(ns uint64) float64 {
+	i := Bucket(ns)
+	lo, hi := Bounds(i)
+	return float64(i) + min(float64(ns-lo)/float64(hi-lo), 1)
+}
+
+// logAxis is an axis of time, from one place to another, see place.
+type logAxis struct {
+	first, last float64
+	length      float64
+}
+
+// newLogAxis makes an axis that has all buckets from first to last, and at least
+// three octaves.
+func newLogAxis(first, last int, length float64) logAxis {
+	const octaves = 3 * 16
+	lo, hi := first, last+1
+	if lack := octaves - (hi - lo); lack > 0 {
+		lo = max(lo-lack/2, 0)
+		hi = lo + octaves
+	}
+	return logAxis{first: float64(lo), last: float64(min(hi, len(Histogram{}.Buckets))), length: length}
+}
+
+func (a logAxis) at(place float64) float64 {
+	return (min(max(place, a.first), a.last) - a.first) / (a.last - a.first) * a.length
+}
+
+// ticks are at 1, 2 and 5 of each power of ten, with text as far as there is
+// room for it.
+func (a logAxis) ticks(room float64) []tick {
+	var ticks []tick
+	all, written := []uint64{1, 2, 5}, []uint64{1}
+	octave := a.length / (a.last - a.first) * 16
+	switch {
+	case octave > room:
+		written = all
+	case octave*3.3 < room/3:
+		all = written
+	}
+	skip := max(1, int(math.Ceil(room/(octave*3.32))))
+	for power, exponent := uint64(1), 0; exponent < 12; power, exponent = power*10, exponent+1 {
+		for _, m := range all {
+			where := place(m * power)
+			if where < a.first || where > a.last {
+				continue
+			}
+			t := tick{At: a.at(where)}
+			if slices.Contains(written, m) && exponent%skip == 0 {
+				t.Text = roundText(time.Duration(m * power))
+			}
+			ticks = append(ticks, t)
+		}
+	}
+	return ticks
+}
+
+// buckets gives the first and the last bucket that is not empty.
+func buckets(h *Histogram) (first, last int, ok bool) {
+	first = -1
+	for i, n := range h.Buckets {
+		if n == 0 {
+			continue
+		}
+		if first < 0 {
+			first = i
+		}
+		last = i
+	}
+	return first, last, first >= 0
+}
+
+// curve is a stage's distribution.
+type curve struct {
+	Stage config.Stage
+	Name  string
+	// Even has the shares on an even scale, Tail on one on which each step is a
+	// tenth of what the last left.
+	Even, Tail string
+	// Data are the buckets, "index count,...", and Count their sum.
+	Data  string
+	Count uint64
+}
+
+// distribution is the plot of the stages' cumulative distributions.
+type distribution struct {
+	Title       string
+	X           []tick
+	Even, Tail  []tick
+	First, Last float64 // of the axis of time, see place
+	Curves      []curve
+}
+
+func newDistribution(title string, stages map[config.Stage]*Histogram) *distribution {
+	lo, hi := math.MaxInt, -1
+	var most uint64
+	for _, h := range stages {
+		if first, last, ok := buckets(h); ok {
+			lo, hi = min(lo, first), max(hi, last)
+			most = max(most, h.Count)
+		}
+	}
+	if hi < 0 {
+		return nil
+	}
+	axis := newLogAxis(lo, hi, plotInnerWidth)
+	nines := min(max(math.Ceil(math.Log10(float64(most))-0.3), 2), 6)
+	d := &distribution{Title: title, First: axis.first, Last: axis.last, X: axis.ticks(46)}
+	for share := 0; share <= 100; share += 25 {
+		d.Even = append(d.Even, tick{evenHeight(float64(share) / 100), strconv.Itoa(share) + " %"})
+	}
+	d.Tail = append(d.Tail, tick{tailHeight(0, nines), "0 %"}, tick{tailHeight(0.5, nines), "50 %"})
+	for n := 1; n <= int(nines); n++ {
+		share := 1 - math.Pow10(-n)
+		d.Tail = append(d.Tail, tick{tailHeight(share, nines), strconv.FormatFloat(100*share, 'f', max(n-2, 0), 64) + " %"})
+	}
+	for _, stage := range Stages {
+		h := stages[stage]
+		if h == nil || h.Count == 0 {
+			continue
+		}
+		d.Curves = append(d.Curves, newCurve(stage, h, axis, nines))
+	}
+	return d
+}
+
+func evenHeight(share float64) float64 { return (1 - share) * plotInnerHeight }
+
+func tailHeight(share, nines float64) float64 {
+	return (1 - min(-math.Log10(max(1-share, 1e-9)), nines)/nines) * plotInnerHeight
+}
+
+func newCurve(stage config.Stage, h *Histogram, axis logAxis, nines float64) curve {
+	var even, tail, data strings.Builder
+	command := "M"
+	for _, p := range h.CDF() {
+		x := coordinate(axis.at(place(uint64(p.Time))))
+		fmt.Fprintf(&even, "%s%s %s", command, x, coordinate(evenHeight(p.Share)))
+		// The last value's share is 100 %, which this scale does not have.
+		fmt.Fprintf(&tail, "%s%s %s", command, x, coordinate(tailHeight(min(p.Share, 1-1/float64(2*h.Count)), nines)))
+		command = "L"
+	}
+	fmt.Fprintf(&even, "H%s", coordinate(axis.length))
+	separator := ""
+	for i, n := range h.Buckets {
+		if n > 0 {
+			fmt.Fprintf(&data, "%s%d %d", separator, i, n)
+			separator = ","
+		}
+	}
+	return curve{Stage: stage, Name: stageName(stage), Even: even.String(), Tail: tail.String(), Data: data.String(), Count: h.Count}
+}
+
+// coordinate is a number for a path, as short as it is exact enough.
+func coordinate(v float64) string {
+	return strconv.FormatFloat(math.Round(v*10)/10, 'f', -1, 64)
+}
+
+// timeAxis cuts the time of a report into columns of the same width.
+type timeAxis struct {
+	from, to time.Time
+	slice    time.Duration // length of the periods, most of them
+	width    time.Duration
+	columns  int
+	covered  []bool // something was measured then
+}
+
+// newTimeAxis makes the columns as wide as a slice, or as several, so that they
+// are at most heatColumns.
+func newTimeAxis(periods []Period) timeAxis {
+	if len(periods) == 0 {
+		return timeAxis{}
+	}
+	axis := timeAxis{from: periods[0].From, to: periods[0].To}
+	lengths := make([]time.Duration, len(periods))
+	for i, p := range periods {
+		if p.From.Before(axis.from) {
+			axis.from = p.From
+		}
+		if p.To.After(axis.to) {
+			axis.to = p.To
+		}
+		lengths[i] = p.To.Sub(p.From)
+	}
+	slices.Sort(lengths)
+	slice := max(lengths[len(lengths)/2], time.Millisecond)
+	span := axis.to.Sub(axis.from)
+	for _, several := range []time.Duration{1, 2, 3, 6, 12, 18, 30, 60, 90, 180, 360} {
+		axis.width = several * slice
+		if axis.columns = int(math.Round(float64(span) / float64(axis.width))); axis.columns <= heatColumns {
+			break
+		}
+	}
+	if axis.columns > heatColumns {
+		axis.columns, axis.width = heatColumns, (span+heatColumns-1)/heatColumns
+	}
+	axis.slice, axis.columns = slice, max(axis.columns, 1)
+	axis.covered = make([]bool, axis.columns)
+	for _, p := range periods {
+		for c := axis.column(p.From.Add(slice / 2)); c <= axis.column(p.To.Add(-slice/2)); c++ {
+			axis.covered[c] = true
+		}
+		axis.covered[axis.middle(p)] = true
+	}
+	return axis
+}
+
+func (a timeAxis) column(t time.Time) int {
+	return min(max(int(t.Sub(a.from)/a.width), 0), a.columns-1)
+}
+
+// middle is the column to which a slice's results belong.
+func (a timeAxis) middle(p Period) int { return a.column(p.From.Add(p.To.Sub(p.From) / 2)) }
+
+// start gives when column c begins; that of the column after the last is the end.
+func (a timeAxis) start(c int) time.Time {
+	if c >= a.columns {
+		return a.to
+	}
+	return a.from.Add(time.Duration(c) * a.width)
+}
+
+// ticks are at whole seconds, minutes or hours of the clock.
+func (a timeAxis) ticks(length float64) []tick {
+	span := a.width * time.Duration(a.columns)
+	step := 7 * 24 * time.Hour
+	for _, s := range []time.Duration{time.Second, 2 * time.Second, 5 * time.Second, 10 * time.Second, 30 * time.Second,
+		time.Minute, 2 * time.Minute, 5 * time.Minute, 10 * time.Minute, 15 * time.Minute, 30 * time.Minute,
+		time.Hour, 2 * time.Hour, 6 * time.Hour, 12 * time.Hour, 24 * time.Hour} {
+		if span/s <= 8 {
+			step = s
+			break
+		}
+	}
+	layout := "15:04"
+	switch {
+	case span > 48*time.Hour:
+		layout = "Jan 2 15:04"
+	case step < time.Minute:
+		layout = "15:04:05"
+	}
+	_, offset := a.from.Zone()
+	shift := time.Duration(offset) * time.Second
+	at := a.from.Add(shift).Truncate(step).Add(-shift)
+	var ticks []tick
+	for ; !at.After(a.from.Add(span)); at = at.Add(step) {
+		if at.Before(a.from) {
+			continue
+		}
+		ticks = append(ticks, tick{float64(at.Sub(a.from)) / float64(span) * length, at.Format(layout)})
+	}
+	return ticks
+}
+
+// level is the cells of one colour, as strokes along the rows.
+type level struct {
+	Number int // from 1
+	Path   string
+	From   string // the least count
+}
+
+// heat is a stage's distribution over time: a cell is a slice of time and of
+// latency.
+type heat struct {
+	Stage          config.Stage
+	Name           string
+	Title          string
+	Columns, Rows  int
+	ScaleX, ScaleY float64 // of a cell
+	X, Y           []tick
+	Levels         []level
+	Most           string // the highest count of a cell
+	Gaps           string // columns of which nothing is known
+	Median, P99    string
+	Peak           *span
+	// For the reading of values: First and Each tell the buckets of the rows, from
+	// below; Start and Step the columns' times, in milliseconds of the local time;
+	// Cells has for each column "first row,count,count...:p50:p99:max", nanoseconds.
+	First, Each int
+	Start, Step int64
+	Cells       string
+}
+
+// span is a part of the time axis.
+type span struct{ At, Length float64 }
+
+// newHeat draws the histograms of the columns of a time axis; those that are nil
+// have no values. It is nil where there is no course over time to show.
+func newHeat(stage config.Stage, axis timeAxis, columns []*Histogram, peak *peak) *heat {
+	lo, hi := math.MaxInt, -1
+	for _, h := range columns {
+		if h == nil {
+			continue
+		}
+		if first, last, ok := buckets(h); ok {
+			lo, hi = min(lo, first), max(hi, last)
+		}
+	}
+	if hi < 0 || axis.columns < 2 {
+		return nil
+	}
+	y := newLogAxis(lo, hi, plotInnerHeight)
+	each := max(int(math.Ceil((y.last-y.first)/heatRows)), 1)
+	first := int(y.first) / each * each
+	rows := (int(y.last) - first + each - 1) / each
+	y.first, y.last = float64(first), float64(first+rows*each)
+
+	cells := make([][]uint64, axis.columns)
+	var most uint64
+	for c, h := range columns {
+		cells[c] = make([]uint64, rows)
+		if h == nil {
+			continue
+		}
+		for i := first; i < min(first+rows*each, len(h.Buckets)); i++ {
+			cells[c][(i-first)/each] += h.Buckets[i]
+		}
+		most = max(most, slices.Max(cells[c]))
+	}
+
+	d := &heat{
+		Stage: stage, Name: stageName(stage), Columns: axis.columns, Rows: rows,
+		ScaleX: float64(plotInnerWidth) / float64(axis.columns), ScaleY: float64(plotInnerHeight) / float64(rows),
+		X: axis.ticks(plotInnerWidth), Most: countText(most), First: first, Each: each,
+		Step: axis.width.Milliseconds(),
+	}
+	_, offset := axis.from.Zone()
+	d.Start = axis.from.UnixMilli() + int64(offset)*1000
+	for _, t := range y.ticks(20) {
+		d.Y = append(d.Y, tick{plotInnerHeight - t.At, t.Text})
+	}
+	d.Levels = newLevels(cells, most)
+	d.Gaps = gaps(axis.covered)
+	d.Median = quantileLine(axis, y, columns, 0.5, 1)
+	d.P99 = quantileLine(axis, y, columns, 0.99, minP99)
+	d.Cells = cellData(cells, columns)
+	if peak != nil {
+		wide := float64(plotInnerWidth) / float64(axis.columns)
+		d.Peak = &span{float64(peak.first) * wide, float64(peak.last+1-peak.first) * wide}
+	}
+	return d
+}
+
+// newLevels sorts the cells by the logarithm of their count, and joins those of
+// a row.
+func newLevels(cells [][]uint64, most uint64) []level {
+	var paths [heatLevels]strings.Builder
+	var at [heatLevels]struct{ column, row int } // where the path's pen is; row 0: nowhere
+	of := func(count uint64) int {
+		if most < 2 {
+			return heatLevels - 1
+		}
+		return int(math.Log(float64(count)) / math.Log(float64(most)) * (heatLevels - 0.001))
+	}
+	rows := len(cells[0])
+	for row := range rows {
+		y := rows - row // cells are from below; +1 so that 0 is nowhere
+		for c := 0; c < len(cells); {
+			count := cells[c][row]
+			if count == 0 {
+				c++
+				continue
+			}
+			l, end := of(count), c+1
+			for end < len(cells) && cells[end][row] > 0 && of(cells[end][row]) == l {
+				end++
+			}
+			if at[l].row == y {
+				fmt.Fprintf(&paths[l], "m%d 0h%d", c-at[l].column, end-c)
+			} else {
+				fmt.Fprintf(&paths[l], "M%d %d.5h%d", c, y-1, end-c)
+			}
+			at[l].column, at[l].row = end, y
+			c = end
+		}
+	}
+	var levels []level
+	for l := range paths {
+		from := uint64(math.Ceil(math.Pow(float64(max(most, 1)), float64(l)/(heatLevels-0.001)) - 1e-9))
+		levels = append(levels, level{Number: l + 1, Path: paths[l].String(), From: countText(from)})
+	}
+	return levels
+}
+
+// gaps draws the columns that are not covered, in a box of height 1.
+func gaps(covered []bool) string {
+	var b strings.Builder
+	for c := 0; c < len(covered); {
+		end := c
+		for end < len(covered) && !covered[end] {
+			end++
+		}
+		if end > c {
+			fmt.Fprintf(&b, "M%d 0h%dv1h-%dz", c, end-c, end-c)
+		}
+		c = end + 1
+	}
+	return b.String()
+}
+
+// quantileLine draws a quantile of each column that has at least so many values.
+func quantileLine(axis timeAxis, y logAxis, columns []*Histogram, q float64, least uint64) string {
+	wide := float64(plotInnerWidth) / float64(axis.columns)
+	var b strings.Builder
+	pen := false
+	for c, h := range columns {
+		if h == nil || h.Count < least {
+			pen = false
+			continue
+		}
+		height := plotInnerHeight - y.at(place(uint64(h.Quantile(q))))
+		from, to := float64(c)*wide, float64(c+1)*wide
+		if pen {
+			fmt.Fprintf(&b, "V%sH%s", coordinate(height), coordinate(to))
+		} else {
+			fmt.Fprintf(&b, "M%s %sH%s", coordinate(from), coordinate(height), coordinate(to))
+		}
+		pen = true
+	}
+	return b.String()
+}
+
+func cellData(cells [][]uint64, columns []*Histogram) string {
+	var b strings.Builder
+	for c, counts := range cells {
+		if c > 0 {
+			b.WriteByte(';')
+		}
+		h := columns[c]
+		if h == nil || h.Count == 0 {
+			continue
+		}
+		first, last := 0, len(counts)
+		for counts[first] == 0 {
+			first++
+		}
+		for counts[last-1] == 0 {
+			last--
+		}
+		fmt.Fprintf(&b, "%d", first)
+		for _, n := range counts[first:last] {
+			b.WriteByte(',')
+			if n > 0 {
+				fmt.Fprintf(&b, "%d", n)
+			}
+		}
+		fmt.Fprintf(&b, ":%d:%d:%d", h.Quantile(0.5), h.Quantile(0.99), h.Max)
+	}
+	return b.String()
+}
+
+// spark is a figure's course over time, in a box of 120 x 24.
+type spark struct {
+	Path, Title string
+}
+
+func newSpark(values []float64, title string) *spark {
+	const width, height = 120, 24
+	most, known := 0.0, 0
+	for _, v := range values {
+		if !math.IsNaN(v) {
+			most, known = max(most, v), known+1
+		}
+	}
+	if most == 0 || known < 2 {
+		return nil
+	}
+	var b strings.Builder
+	pen := false
+	for i, v := range values {
+		if math.IsNaN(v) {
+			pen = false
+			continue
+		}
+		command := "L"
+		if !pen {
+			command = "M"
+		}
+		x := float64(i) / float64(len(values)-1) * width
+		fmt.Fprintf(&b, "%s%s %s", command, coordinate(x), coordinate(1+(1-v/most)*(height-2)))
+		if !pen && (i+1 == len(values) || math.IsNaN(values[i+1])) {
+			b.WriteString("h0.1")
+		}
+		pen = true
+	}
+	return &spark{Path: b.String(), Title: title}
+}
+
+// part is a piece of a bar, in units of the bar's box.
+type part struct {
+	Stage  config.Stage // "" of what no stage tells
+	At     float64
+	Length float64
+	Title  string
+	Inside bool // of the part before
+}
+
+// bar is one row of a bar chart.
+type bar struct {
+	Name  string
+	Parts []part
+	Mark  float64 // where the whole ends; 0: not known
+	After float64 // where the text is
+	Text  string
+}
+
+// bars is a chart of where the time goes, on one scale from 0.
+type bars struct {
+	Title string
+	X     []tick
+	Rows  []bar
+}
+
+const barsWidth = 455
+
+// newBars stacks a quantile of each stage. The NIC's time is part of the
+// network's and lies inside it.
+func newBars(title string, stages map[config.Stage]*Histogram, order []config.Stage, whole config.Stage, quantiles ...quantile) *bars {
+	most := 0.0
+	type sum struct{ parts, whole float64 }
+	sums := make([]sum, len(quantiles))
+	any := false
+	for i, q := range quantiles {
+		for _, stage := range order {
+			if h := stages[stage]; h != nil && h.Count > 0 {
+				any = true
+				sums[i].parts += float64(h.Quantile(q.share))
+			}
+		}
+		if h := stages[whole]; h != nil && h.Count > 0 {
+			sums[i].whole = float64(h.Quantile(q.share))
+		}
+		most = max(most, sums[i].parts, sums[i].whole)
+	}
+	if !any || most == 0 {
+		return nil
+	}
+	scale := barsWidth / most
+	chart := &bars{Title: title, X: evenTicks(time.Duration(most), barsWidth, 6)}
+	for i, q := range quantiles {
+		row := bar{Name: q.name, After: max(sums[i].parts, sums[i].whole)*scale + 8, Mark: sums[i].whole * scale, Text: stageName(whole) + " " + durationText(time.Duration(sums[i].whole))}
+		at := 0.0
+		for _, stage := range order {
+			h := stages[stage]
+			if h == nil || h.Count == 0 {
+				continue
+			}
+			v := h.Quantile(q.share)
+			length := float64(v) * scale
+			row.Parts = append(row.Parts, part{Stage: stage, At: at, Length: length, Title: stageName(stage) + ": " + durationText(v)})
+			if nic := stages[config.StageNIC]; stage == config.StageNetwork && nic != nil && nic.Count > 0 {
+				inside := nic.Quantile(q.share)
+				row.Parts = append(row.Parts, part{Stage: config.StageNIC, At: at, Length: min(float64(inside)*scale, length), Inside: true,
+					Title: stageName(config.StageNIC) + ", in network: " + durationText(inside)})
+			}
+			at += length
+		}
+		chart.Rows = append(chart.Rows, row)
+	}
+	return chart
+}
+
+// quantile is one with its name.
+type quantile struct {
+	name  string
+	share float64
+}
+
+// evenTicks are at most n and 0, at round values.
+func evenTicks(most time.Duration, length float64, n int) []tick {
+	step := time.Duration(1)
+	for factors, i := []time.Duration{2, 5, 10}, 0; most/step > time.Duration(n); i++ {
+		step = factors[i%3] * time.Duration(math.Pow10(i/3))
+	}
+	var ticks []tick
+	for v := time.Duration(0); v <= most; v += step {
+		ticks = append(ticks, tick{float64(v) / float64(most) * length, roundText(v)})
+	}
+	return ticks
+}
+
+// durationText gives three digits and a unit.
+func durationText(d time.Duration) string {
+	v, unit := float64(d), "ns"
+	switch {
+	case d == 0:
+		return "0"
+	case d >= 999500*time.Microsecond:
+		v, unit = v/1e9, "s"
+	case d >= 999500:
+		v, unit = v/1e6, "ms"
+	case d >= 1000:
+		v, unit = v/1e3, "µs"
+	}
+	return digits(v) + "\u00a0" + unit
+}
+
+// digits rounds to three of them.
+func digits(v float64) string {
+	decimals := 0
+	switch {
+	case v >= 99.95:
+	case v >= 9.995:
+		decimals = 1
+	default:
+		decimals = 2
+	}
+	return strconv.FormatFloat(v, 'f', decimals, 64)
+}
+
+// roundText is durationText without zeros that say nothing.
+func roundText(d time.Duration) string {
+	number, unit, _ := strings.Cut(durationText(d), "\u00a0")
+	if strings.Contains(number, ".") {
+		number = strings.TrimRight(strings.TrimRight(number, "0"), ".")
+	}
+	if unit == "" {
+		return number
+	}
+	return number + "\u00a0" + unit
+}
+
+// countText separates thousands.
+func countText(n uint64) string {
+	text := strconv.FormatUint(n, 10)
+	for i := len(text) - 3; i > 0; i -= 3 {
+		text = text[:i] + "," + text[i:]
+	}
+	return text
+}
+
+func bytesText(n uint64) string {
+	v, unit := float64(n), "B"
+	for _, larger := range []string{"KB", "MB", "GB", "TB", "PB"} {
+		if v < 999.5 {
+			break
+		}
+		v, unit = v/1000, larger
+	}
+	return digits(v) + "\u00a0" + unit
+}
+
+// shareText never rounds what is not all to 100 %, nor what is not nothing to 0.
+func shareText(n, of uint64) string {
+	switch {
+	case of == 0:
+		return ""
+	case n == 0:
+		return "0\u00a0%"
+	case n == of:
+		return "100\u00a0%"
+	}
+	percent := 100 * float64(n) / float64(of)
+	switch {
+	case percent < 0.01:
+		return "<\u00a00.01\u00a0%"
+	case percent > 99.99:
+		return ">\u00a099.99\u00a0%"
+	case percent < 1 || percent > 99:
+		return strconv.FormatFloat(percent, 'f', 2, 64) + "\u00a0%"
+	}
+	return strconv.FormatFloat(percent, 'f', 1, 64) + "\u00a0%"
+}
+
+var plotFunctions = template.FuncMap{
+	"coordinate": coordinate,
+	"words":      labelWords,
+	"frame": func() map[string]int {
+		return map[string]int{"Width": plotWidth, "Height": plotHeight, "Left": plotLeft, "Top": plotTop,
+			"Right": plotLeft + plotInnerWidth, "Bottom": plotTop + plotInnerHeight,
+			"InnerWidth": plotInnerWidth, "InnerHeight": plotInnerHeight}
+	},
+}
