@@ -54,8 +54,10 @@ type Agent struct {
 	policy   *config.Policy
 	text     []byte
 	services map[string]*service
-	tuners   map[string]*tuner // by cgroup
-	watch    *cgroupWatch      // nil while nothing is tuned
+	tuners   map[string]*tuner  // by cgroup
+	tracers  map[string]*tracer // likewise
+	history  *traceHistory      // nil while nothing is traced
+	watch    *cgroupWatch       // nil while nothing is tuned or traced
 	metrics  *metricsServer
 }
 
@@ -107,6 +109,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		policy:   &config.Policy{},
 		services: make(map[string]*service),
 		tuners:   make(map[string]*tuner),
+		tracers:  make(map[string]*tracer),
 	}
 	defer a.close()
 	if err := a.countStart(); err != nil {
@@ -124,7 +127,8 @@ func Run(ctx context.Context, o Options) (err error) {
 	if slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Netns != "" }) {
 		extra = append(extra, unix.CAP_SYS_ADMIN) // setns
 	}
-	if slices.ContainsFunc(policy.Tune, func(r config.TuneRule) bool { return isTop(r.Cgroup) }) {
+	if slices.ContainsFunc(policy.Tune, func(r config.TuneRule) bool { return isTop(r.Cgroup) }) ||
+		slices.ContainsFunc(policy.Trace, func(r config.TraceRule) bool { return isTop(r.Cgroup) }) {
 		extra = append(extra, unix.CAP_DAC_OVERRIDE) // the cgroup root is 0555
 	}
 	if err := dropCapabilities(extra...); err != nil {
@@ -137,7 +141,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
 		a.log.Warn("service manager not notified", "error", err)
 	}
-	a.log.Info("agent started", "version", o.Version, "policy", o.Policy, "services", len(a.services), "tuned", len(a.tuners))
+	a.log.Info("agent started", "version", o.Version, "policy", o.Policy, "services", len(a.services), "tuned", len(a.tuners), "traced", len(a.tracers))
 	for {
 		select {
 		case <-ctx.Done():
@@ -239,6 +243,9 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 	if err := a.startTune(policy); err != nil {
 		return err
 	}
+	if err := a.startTrace(policy); err != nil {
+		return err
+	}
 	if a.metrics, err = a.serveMetrics(policy.Metrics.Listen); err != nil {
 		return err
 	}
@@ -286,6 +293,13 @@ func (a *Agent) close() {
 		s.close()
 	}
 	for _, t := range a.tuners {
+		t.close()
+	}
+	if a.history != nil {
+		a.history.close()
+		a.history = nil
+	}
+	for _, t := range a.tracers {
 		t.close()
 	}
 	if a.metrics != nil {
@@ -340,12 +354,13 @@ func (a *Agent) candidate(c Candidate) (*config.Policy, []byte, error) {
 }
 
 // step is a change of one service, where target is nil for one that is added
-// or removed, or of one cgroup's tuning.
+// or removed, or of one cgroup's tuning or tracing.
 type step struct {
 	name   string
 	config *config.Service
 	target *target
 	tune   *tuneChange
+	trace  *traceChange
 }
 
 func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
@@ -385,6 +400,14 @@ func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
 		steps = append(steps, step{tune: &c})
 	}
 	changes = append(changes, tuned...)
+	tracings, traced, err := a.prepareTrace(policy)
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, c := range tracings {
+		steps = append(steps, step{trace: &c})
+	}
+	changes = append(changes, traced...)
 	if a.policy.Metrics != policy.Metrics {
 		changes = append(changes, Change{Action: "change",
 			What: fmt.Sprintf("metrics: %s -> %s", orNone(a.policy.Metrics.Listen), orNone(policy.Metrics.Listen))})
@@ -473,6 +496,9 @@ func (a *Agent) take(step step) (back func() error, err error) {
 	if step.tune != nil {
 		return a.takeTune(*step.tune)
 	}
+	if step.trace != nil {
+		return a.takeTrace(*step.trace)
+	}
 	switch s := a.services[step.name]; {
 	case step.config == nil:
 		before := s.config
@@ -557,7 +583,7 @@ func (a *Agent) Status() (*Status, error) {
 	}
 	status := &Status{
 		Version: a.options.Version, PID: os.Getpid(), Started: a.started, Starts: a.starts,
-		Policy: a.options.Policy, Services: []ServiceStatus{}, Tune: []TunedCgroup{},
+		Policy: a.options.Policy, Services: []ServiceStatus{}, Tune: []TunedCgroup{}, Trace: []TracedCgroup{},
 	}
 	for _, s := range services {
 		status.Services = append(status.Services, s.status())
@@ -568,6 +594,17 @@ func (a *Agent) Status() (*Status, error) {
 	}
 	for _, t := range tuners {
 		status.Tune = append(status.Tune, t.summary())
+	}
+	tracers, err := a.tracersOf("")
+	if err != nil {
+		return nil, err
+	}
+	for _, t := range tracers {
+		traced, err := t.status()
+		if err != nil {
+			return nil, ofTraced(t.name, err)
+		}
+		status.Trace = append(status.Trace, traced)
 	}
 	return status, nil
 }

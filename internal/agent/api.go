@@ -19,6 +19,7 @@ type Status struct {
 	Policy   string          `json:"policy"`
 	Services []ServiceStatus `json:"services"`
 	Tune     []TunedCgroup   `json:"tune"`
+	Trace    []TracedCgroup  `json:"trace"`
 }
 
 // TunedCgroup is one cgroup of a Status that is tuned.

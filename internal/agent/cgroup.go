@@ -19,8 +19,12 @@ import (
 	"sockeye/internal/bpf"
 )
 
-func (h *host) tuningDir(cgroup string) string {
-	// Names in a bpffs have no dots.
+func (h *host) tuningDir(cgroup string) string { return h.root.Tuning(pinName(cgroup)) }
+
+func (h *host) tracingDir(cgroup string) string { return h.root.Tracing(pinName(cgroup)) }
+
+// pinName is a cgroup's name as a folder's. Names in a bpffs have no dots.
+func pinName(cgroup string) string {
 	readable := strings.Trim(strings.Map(func(r rune) rune {
 		if r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '-' {
 			return r
@@ -28,28 +32,60 @@ func (h *host) tuningDir(cgroup string) string {
 		return '_'
 	}, cgroup), "_")
 	sum := sha256.Sum256([]byte(cgroup))
-	return h.root.Tuning(readable[:min(len(readable), 40)] + "_" + hex.EncodeToString(sum[:4]))
+	return readable[:min(len(readable), 40)] + "_" + hex.EncodeToString(sum[:4])
 }
 
-// tuneScopes reads the records of all tunings that are pinned.
-func tuneScopes(pins string) []tuneScope {
-	dirs, err := filepath.Glob(filepath.Join(pins, bpf.TunePins+"*"))
-	if err != nil {
-		return nil
-	}
-	var scopes []tuneScope
-	for _, dir := range dirs {
-		var s tuneScope
-		if data, err := bpf.ReadScope(dir); err == nil && json.Unmarshal(data, &s) == nil {
-			scopes = append(scopes, s)
+// cgroupScope is kept with the pins: what to undo, whoever does it.
+type cgroupScope struct {
+	Cgroup string `json:"cgroup"` // as in the policy
+	Path   string `json:"path"`   // absolute
+	// Created are the folders that were made for it, outermost first.
+	Created []string `json:"created,omitempty"`
+}
+
+// cgroupScopes reads the records of all that is pinned of cgroups.
+func cgroupScopes(pins string) []cgroupScope {
+	var scopes []cgroupScope
+	for _, prefix := range []string{bpf.TunePins, bpf.TracePins} {
+		dirs, err := filepath.Glob(filepath.Join(pins, prefix+"*"))
+		if err != nil {
+			return nil
+		}
+		for _, dir := range dirs {
+			var s cgroupScope
+			if data, err := bpf.ReadScope(dir); err == nil && json.Unmarshal(data, &s) == nil {
+				scopes = append(scopes, s)
+			}
 		}
 	}
 	return scopes
 }
 
-// removeCreated removes the cgroups that were made for tuning, unless somebody
-// uses them.
-func removeCreated(scopes []tuneScope) error {
+// open finds the cgroup of a policy, or makes it. A unit that is not there is
+// fs.ErrNotExist.
+func (s *cgroupScope) open(h *host, name string) error {
+	path, err := h.findCgroup(name)
+	if errors.Is(err, fs.ErrNotExist) && !isUnit(name) {
+		path = filepath.Join(h.cgroups, name)
+		var created []string
+		created, err = makeCgroup(h.cgroups, path)
+		// Some may have been made before, and removed by others.
+		s.Created = slices.Compact(slices.Sorted(slices.Values(append(s.Created, created...))))
+	}
+	if err != nil {
+		return err
+	}
+	s.Cgroup, s.Path = name, path
+	return nil
+}
+
+// below is the path below the cgroup v2 mount.
+func (s *cgroupScope) below(h *host) string {
+	return "/" + strings.TrimPrefix(strings.TrimPrefix(s.Path, h.cgroups), "/")
+}
+
+// removeCreated removes the cgroups that were made, unless somebody uses them.
+func removeCreated(scopes []cgroupScope) error {
 	var errs []error
 	for _, s := range scopes {
 		for _, dir := range slices.Backward(s.Created) {

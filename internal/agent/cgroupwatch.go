@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -53,22 +55,22 @@ func (w *cgroupWatch) add(dir string) error {
 
 func (w *cgroupWatch) close() { w.inotify.Close() }
 
-// watchCgroups watches where the cgroups that are tuned may come and go: the
+// watchCgroups watches where the cgroups of the policy may come and go: the
 // folders on the way to a path, and all where a unit may be anywhere. Then it
 // looks whether they did.
 func (a *Agent) watchCgroups() {
-	if len(a.tuners) == 0 {
+	if len(a.tuners) == 0 && len(a.tracers) == 0 {
 		return
 	}
 	if a.watch == nil {
-		w, err := newCgroupWatch(a.renewTuners)
+		w, err := newCgroupWatch(a.renewCgroups)
 		if err != nil {
-			a.log.Warn("cgroups not watched: a unit that is started again is not tuned", "error", err)
+			a.log.Warn("cgroups not watched: a unit that is started again is neither tuned nor traced", "error", err)
 			return
 		}
 		a.watch = w
 	}
-	for name := range a.tuners {
+	for _, name := range slices.Concat(slices.Collect(maps.Keys(a.tuners)), slices.Collect(maps.Keys(a.tracers))) {
 		if err := a.watchCgroup(name); err != nil {
 			a.log.Warn("cgroup not watched", "cgroup", name, "error", err)
 		}
@@ -80,6 +82,10 @@ func (a *Agent) watchCgroups() {
 	}
 	for _, t := range a.tuners {
 		t.renew(all)
+	}
+	// After those that tune, as groups may ask for their rules.
+	for _, t := range a.tracers {
+		t.renew()
 	}
 }
 
@@ -111,8 +117,8 @@ func (a *Agent) watchCgroup(name string) error {
 	return nil
 }
 
-// renewTuners looks whether cgroups that are tuned were made anew.
-func (a *Agent) renewTuners() {
+// renewCgroups looks whether cgroups of the policy were made anew.
+func (a *Agent) renewCgroups() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.watch != nil {

@@ -3,11 +3,13 @@
 package agent
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/url"
@@ -60,32 +62,88 @@ func (c *Client) Post(ctx context.Context, path string, body, into any) error {
 	return c.do(r, into)
 }
 
+// Stream asks for something that goes on, until the agent or ctx ends it. The
+// caller closes it.
+func (c *Client) Stream(ctx context.Context, path string, query url.Values) (*Stream, error) {
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://agent"+path+"?"+query.Encode(), nil)
+	if err != nil {
+		return nil, err
+	}
+	endless := *c.http
+	endless.Timeout = 0
+	response, err := c.send(&endless, r)
+	if err != nil {
+		return nil, err
+	}
+	return &Stream{body: response.Body, buffer: bufio.NewReaderSize(response.Body, 64<<10)}, nil
+}
+
+// Stream is an answer of many JSON values, a line each.
+type Stream struct {
+	body   io.ReadCloser
+	buffer *bufio.Reader
+}
+
+// Next waits for the next value. Its error is io.EOF where the agent has ended
+// the answer as a whole, and wraps that of the context where this has ended.
+func (s *Stream) Next(into any) error {
+	line, err := s.buffer.ReadBytes('\n')
+	switch {
+	case err == io.EOF && len(line) == 0:
+		return io.EOF
+	case err == io.EOF:
+		err = io.ErrUnexpectedEOF
+	case err == nil:
+		err = json.Unmarshal(line, into)
+	}
+	if err != nil {
+		return fmt.Errorf("read agent's answer: %w", err)
+	}
+	return nil
+}
+
+// Waiting tells whether some of the next value is here already.
+func (s *Stream) Waiting() bool { return s.buffer.Buffered() > 0 }
+
+// Close ends the answer.
+func (s *Stream) Close() error { return s.body.Close() }
+
 func (c *Client) do(r *http.Request, into any) error {
-	response, err := c.http.Do(r)
+	response, err := c.send(c.http, r)
+	if err != nil {
+		return err
+	}
+	defer response.Body.Close()
+	if err := json.NewDecoder(response.Body).Decode(into); err != nil {
+		return fmt.Errorf("read agent's answer: %w", err)
+	}
+	return nil
+}
+
+// send gives the answer to a request that the agent grants. The caller closes its
+// body.
+func (c *Client) send(by *http.Client, r *http.Request) (*http.Response, error) {
+	response, err := by.Do(r)
 	var wrapped *url.Error
 	if errors.As(err, &wrapped) {
 		err = wrapped.Err // without the URL, which nobody asked for
 	}
 	switch {
 	case errors.Is(err, os.ErrNotExist), errors.Is(err, unix.ECONNREFUSED):
-		return withHint(fmt.Errorf("%w on %s", ErrNoAgent, c.path),
+		return nil, withHint(fmt.Errorf("%w on %s", ErrNoAgent, c.path),
 			"start it with sockeye agent, or name its directory with --run-dir; steering goes on without it")
 	case errors.Is(err, os.ErrPermission):
-		return &Error{Err: fmt.Errorf("connect to agent: %w", err), Hint: "run as root, or as a member of the agent's --group", Code: CodeNotPermitted}
+		return nil, &Error{Err: fmt.Errorf("connect to agent: %w", err), Hint: "run as root, or as a member of the agent's --group", Code: CodeNotPermitted}
 	case err != nil:
-		return fmt.Errorf("ask agent: %w", err)
+		return nil, fmt.Errorf("ask agent: %w", err)
+	}
+	if response.StatusCode == http.StatusOK {
+		return response, nil
 	}
 	defer response.Body.Close()
-	d := json.NewDecoder(response.Body)
-	if response.StatusCode != http.StatusOK {
-		var f Failure
-		if err := d.Decode(&f); err != nil || f.Code == 0 {
-			return fmt.Errorf("ask agent: unexpected answer %s", response.Status)
-		}
-		return &Error{Err: errors.New(f.Error), Hint: f.Hint, Code: f.Code}
+	var f Failure
+	if err := json.NewDecoder(response.Body).Decode(&f); err != nil || f.Code == 0 {
+		return nil, fmt.Errorf("ask agent: unexpected answer %s", response.Status)
 	}
-	if err := d.Decode(into); err != nil {
-		return fmt.Errorf("read agent's answer: %w", err)
-	}
-	return nil
+	return nil, &Error{Err: errors.New(f.Error), Hint: f.Hint, Code: f.Code}
 }

@@ -236,7 +236,7 @@ func Reset(pins string) (removed bool, err error) {
 	if removed, err = isPinDirectory(pins); err != nil || !removed {
 		return false, err
 	}
-	var scopes []tuneScope
+	var scopes []cgroupScope
 	err = bpf.RemoveRoot(pins, func() error {
 		keepers, err := findKeepers(pins, "")
 		if err != nil {
@@ -249,7 +249,7 @@ func Reset(pins string) (removed bool, err error) {
 			}
 			errs = append(errs, k.end())
 		}
-		scopes = tuneScopes(pins)
+		scopes = cgroupScopes(pins)
 		return joined(errs...)
 	})
 	if err == nil {
@@ -272,7 +272,8 @@ func isPinDirectory(pins string) (bool, error) {
 		return false, fmt.Errorf("read pin directory: %w", err)
 	}
 	foreign := func(e os.DirEntry) bool {
-		return e.Name() != "schema" && !strings.HasPrefix(e.Name(), bpf.ServicePrefix) && !strings.HasPrefix(e.Name(), bpf.TunePins)
+		return e.Name() != "schema" && !slices.ContainsFunc([]string{bpf.ServicePrefix, bpf.TunePins, bpf.TracePins},
+			func(prefix string) bool { return strings.HasPrefix(e.Name(), prefix) })
 	}
 	if !isBPFFS(pins) || slices.ContainsFunc(entries, foreign) {
 		return false, Usage(fmt.Errorf("%s is not a directory of an agent's pins", pins), "name the agent's directory with --pins")

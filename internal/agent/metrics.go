@@ -75,6 +75,16 @@ func (a *Agent) Collect(out chan<- prometheus.Metric) {
 			a.log.Error("metrics failed", "cgroup", t.name, "error", err)
 		}
 	}
+	tracers, err := a.tracersOf("")
+	if err != nil {
+		a.log.Error("metrics failed", "error", err)
+		return
+	}
+	for _, t := range tracers {
+		if err := t.collect(out); err != nil {
+			a.log.Error("metrics failed", "cgroup", t.name, "error", err)
+		}
+	}
 }
 
 func (s *service) collect(out chan<- prometheus.Metric) error {

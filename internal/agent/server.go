@@ -164,6 +164,8 @@ func (a *Agent) handler() http.Handler {
 		}
 		return a.TuneRevert(which)
 	})
+	a.traceRoutes(show)
+	a.traceStreams(mux)
 	change("/v1/register", func(r *http.Request) (any, error) {
 		m, s, err := a.membership(r, true)
 		if err != nil {

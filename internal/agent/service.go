@@ -30,6 +30,9 @@ type host struct {
 
 	probing sync.Mutex
 	probed  map[string]error // what tune can set; nil before it was tried
+	// Whether fentry programs are allowed, once it was tried.
+	sendProbed bool
+	sendError  error
 }
 
 // service keeps one service of the policy in step with the host: its data

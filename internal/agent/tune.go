@@ -10,7 +10,6 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
-	"path/filepath"
 	"slices"
 	"sync"
 
@@ -30,17 +29,9 @@ type tuner struct {
 	rules    []config.TuneRule
 	services []config.Service
 	skipped  map[string][]TuneSkipped // by rule
-	scope    tuneScope
+	scope    cgroupScope
 	tune     *bpf.Tune // nil while there is no such cgroup
 	problem  error
-}
-
-// tuneScope is kept with the pins: what to undo, whoever does it.
-type tuneScope struct {
-	Cgroup string `json:"cgroup"` // as in the policy
-	Path   string `json:"path"`   // absolute
-	// Created are the folders that were made for it, outermost first.
-	Created []string `json:"created,omitempty"`
 }
 
 // tuneChange is what a new policy makes of one cgroup's tuning. Rules is nil
@@ -66,7 +57,7 @@ func openTuner(h *host, log *slog.Logger, c tuneChange) (*tuner, error) {
 	if err := t.open(); err != nil {
 		t.release()
 		if fresh {
-			err = joined(err, bpf.RemoveTune(dir), removeCreated([]tuneScope{t.scope}))
+			err = joined(err, bpf.RemoveTune(dir), removeCreated([]cgroupScope{t.scope}))
 		}
 		return nil, err
 	}
@@ -77,23 +68,15 @@ func openTuner(h *host, log *slog.Logger, c tuneChange) (*tuner, error) {
 // there is waited for.
 func (t *tuner) open() error {
 	t.problem = nil
-	path, err := t.host.findCgroup(t.name)
-	if errors.Is(err, fs.ErrNotExist) && !isUnit(t.name) {
-		path = filepath.Join(t.host.cgroups, t.name)
-		created, err := makeCgroup(t.host.cgroups, path)
-		// Some may have been made before, and removed by others.
-		t.scope.Created = slices.Compact(slices.Sorted(slices.Values(append(t.scope.Created, created...))))
-		if err != nil {
-			return err
-		}
-	} else if errors.Is(err, fs.ErrNotExist) {
+	err := t.scope.open(t.host, t.name)
+	if errors.Is(err, fs.ErrNotExist) && isUnit(t.name) {
 		t.problem = withHint(fmt.Errorf("there is no unit %s", t.name), "its connections are tuned from the moment it starts")
 		return nil
-	} else if err != nil {
+	}
+	if err != nil {
 		return err
 	}
-	t.scope.Cgroup, t.scope.Path = t.name, path
-	opened, err := bpf.OpenTune(bpf.TuneConfig{Dir: t.host.tuningDir(t.name), Cgroup: path})
+	opened, err := bpf.OpenTune(bpf.TuneConfig{Dir: t.host.tuningDir(t.name), Cgroup: t.scope.Path})
 	if err != nil {
 		return err
 	}
@@ -102,7 +85,7 @@ func (t *tuner) open() error {
 	if err != nil {
 		return err
 	}
-	if err := opened.SetScope(record); err != nil {
+	if err := bpf.SetScope(t.host.tuningDir(t.name), record); err != nil {
 		return err
 	}
 	return t.install(t.rules, t.services)
@@ -194,7 +177,7 @@ func (t *tuner) retire() error {
 	if err := bpf.RemoveTune(t.host.tuningDir(t.name)); err != nil {
 		return err
 	}
-	return removeCreated([]tuneScope{t.scope})
+	return removeCreated([]cgroupScope{t.scope})
 }
 
 // takeTune carries a change out, and returns what takes it back.
@@ -254,12 +237,12 @@ func (a *Agent) startTune(policy *config.Policy) error {
 		if slices.ContainsFunc(wanted, func(c tuneChange) bool { return a.host.tuningDir(c.name) == dir }) {
 			continue
 		}
-		var scope tuneScope
+		var scope cgroupScope
 		if data, err := bpf.ReadScope(dir); err == nil {
 			// Without its record there is nothing more to remove.
 			_ = json.Unmarshal(data, &scope)
 		}
-		if err := joined(bpf.RemoveTune(dir), removeCreated([]tuneScope{scope})); err != nil {
+		if err := joined(bpf.RemoveTune(dir), removeCreated([]cgroupScope{scope})); err != nil {
 			return err
 		}
 		a.log.Info("tuning removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))

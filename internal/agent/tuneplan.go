@@ -69,7 +69,7 @@ func (a *Agent) prepareTune(policy *config.Policy) ([]tuneChange, []Change, erro
 		}
 		if t == nil {
 			steps = append(steps, c)
-			changes = append(changes, a.host.newTuning(c)...)
+			changes = append(changes, a.host.newCgroup(c.name, "tuned")...)
 			for _, rule := range c.rules {
 				changes = append(changes, addedRule(c.name, rule))
 			}
@@ -96,16 +96,17 @@ func servicesMatter(rules []config.TuneRule) bool {
 	return slices.ContainsFunc(rules, func(r config.TuneRule) bool { return r.Match.Service != "" })
 }
 
-// newTuning says what beginning with a cgroup does to it.
-func (h *host) newTuning(c tuneChange) []Change {
-	_, err := h.findCgroup(c.name)
+// newCgroup says what beginning with a cgroup does to it. Done is what it will
+// be.
+func (h *host) newCgroup(name, done string) []Change {
+	_, err := h.findCgroup(name)
 	switch {
 	case !errors.Is(err, fs.ErrNotExist):
 		return nil
-	case isUnit(c.name):
-		return []Change{{Cgroup: c.name, Action: "add", What: "unit", Effect: "there is none now: it is tuned from the moment it starts"}}
+	case isUnit(name):
+		return []Change{{Cgroup: name, Action: "add", What: "unit", Effect: "there is none now: it is " + done + " from the moment it starts"}}
 	}
-	return []Change{{Cgroup: c.name, Action: "add", What: "cgroup", Effect: "it is created, and removed when the policy names it no more"}}
+	return []Change{{Cgroup: name, Action: "add", What: "cgroup", Effect: "it is created, and removed when the policy names it no more"}}
 }
 
 func addedRule(cgroup string, rule config.TuneRule) Change {

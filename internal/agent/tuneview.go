@@ -122,7 +122,7 @@ func (t *tuner) status(own []uint32) (TuneStatus, error) {
 		s.Problem, s.Hint = Message(t.problem), Hint(t.problem)
 	}
 	if t.tune != nil {
-		s.Path = "/" + strings.TrimPrefix(strings.TrimPrefix(t.scope.Path, t.host.cgroups), "/")
+		s.Path = t.scope.below(t.host)
 		var err error
 		if s.Foreign, err = t.foreign(own); err != nil {
 			return s, err
@@ -245,6 +245,15 @@ func (a *Agent) ownPrograms() ([]uint32, error) {
 		t.mu.Lock()
 		if t.tune != nil && t.tune.Attached() {
 			if id, err := t.tune.ProgramID(); err == nil {
+				own = append(own, id)
+			}
+		}
+		t.mu.Unlock()
+	}
+	for _, t := range a.tracers {
+		t.mu.Lock()
+		if t.trace != nil && t.trace.Attached() {
+			if id, err := t.trace.ProgramID(); err == nil {
 				own = append(own, id)
 			}
 		}

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"maps"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
+
+	"sockeye/internal/trace"
+)
+
+// Counters are since the cgroup's trace rules have their content: a change of
+// one lets all begin at 0. What a rule does not group by has an empty label.
+var (
+	traceLabels       = []string{"cgroup", "rule", "protocol", "remote", "port", "service", "group_cgroup", "tune_rule", "arm"}
+	descTraceAttached = prometheus.NewDesc("sockeye_trace_attached", "1 while the cgroup is traced.", []string{"cgroup"}, nil)
+	descTraceChosen   = prometheus.NewDesc("sockeye_trace_chosen_total",
+		"Messages sent that were chosen to be traced.", traceLabels, nil)
+	descTraceMessages = prometheus.NewDesc("sockeye_trace_messages_total",
+		"What became of the chosen messages; the rest is in flight.", append(slices.Clone(traceLabels), "outcome"), nil)
+	descTraceInFlight = prometheus.NewDesc("sockeye_trace_in_flight",
+		"Chosen messages that are under way.", traceLabels, nil)
+	descTraceBytes = prometheus.NewDesc("sockeye_trace_acked_bytes_total",
+		"Bytes of the traced messages that were acknowledged.", traceLabels, nil)
+	descTraceReceived = prometheus.NewDesc("sockeye_trace_received_total",
+		"What became of chosen segments and datagrams that were received; the rest waits for its reader.", append(slices.Clone(traceLabels), "outcome"), nil)
+	descTraceWaiting = prometheus.NewDesc("sockeye_trace_reader_waiting",
+		"Chosen segments and datagrams that lie in a socket.", traceLabels, nil)
+	descTraceOldest = prometheus.NewDesc("sockeye_trace_reader_oldest_seconds",
+		"How long the oldest of them has lain there: how far the reader is behind.", traceLabels, nil)
+	descTraceStage = prometheus.NewDesc("sockeye_trace_stage_seconds",
+		"Time that traced messages spent in a stage.", append(slices.Clone(traceLabels), "stage"), nil)
+)
+
+// traceBounds are those of the classic histograms, in nanoseconds: powers of
+// two, which are bounds of the programs' own buckets too, from 1 us to 69 s.
+var traceBounds = func() (bounds []uint64) {
+	for b := uint64(1 << 10); b <= 1<<36; b *= 2 {
+		bounds = append(bounds, b)
+	}
+	return bounds
+}()
+
+// traceSchema is that of the native histograms: 8 buckets for each power of two.
+const traceSchema = 3
+
+// stageMetric is one histogram, classic and native at once.
+type stageMetric struct {
+	labels    []string
+	histogram *trace.Histogram
+}
+
+func (m stageMetric) Desc() *prometheus.Desc { return descTraceStage }
+
+func (m stageMetric) Write(out *dto.Metric) error {
+	h := m.histogram
+	out.Label = prometheus.MakeLabelPairs(descTraceStage, m.labels)
+	sum := time.Duration(h.Sum).Seconds()
+	native := &dto.Histogram{SampleCount: &h.Count, SampleSum: &sum}
+	for i, n := range h.Cumulative(traceBounds...) {
+		bound := time.Duration(traceBounds[i]).Seconds()
+		native.Bucket = append(native.Bucket, &dto.Bucket{UpperBound: &bound, CumulativeCount: &n})
+	}
+	positive, zero := h.Native(traceSchema)
+	schema, threshold := int32(traceSchema), trace.NativeZero
+	native.Schema, native.ZeroThreshold, native.ZeroCount = &schema, &threshold, &zero
+	next, last := 0, int64(0)
+	for _, index := range slices.Sorted(maps.Keys(positive)) {
+		if len(native.PositiveSpan) == 0 || index != next {
+			offset := int32(index - next)
+			native.PositiveSpan = append(native.PositiveSpan, &dto.BucketSpan{Offset: &offset, Length: new(uint32)})
+		}
+		*native.PositiveSpan[len(native.PositiveSpan)-1].Length++
+		native.PositiveDelta = append(native.PositiveDelta, positive[index]-last)
+		next, last = index+1, positive[index]
+	}
+	out.Histogram = native
+	return nil
+}
+
+func (t *tracer) collect(out chan<- prometheus.Metric) error {
+	t.mu.Lock()
+	attached := t.trace != nil && t.trace.Attached()
+	t.mu.Unlock()
+	out <- prometheus.MustNewConstMetric(descTraceAttached, prometheus.GaugeValue, number(attached), t.name)
+	reading, err := t.read()
+	if err != nil {
+		return err
+	}
+	for _, r := range reading.period.Results {
+		labels := t.labels(r.Group)
+		counter := func(desc *prometheus.Desc, v uint64, more ...string) {
+			out <- prometheus.MustNewConstMetric(desc, prometheus.CounterValue, float64(v), slices.Concat(labels, more)...)
+		}
+		gauge := func(desc *prometheus.Desc, v float64) {
+			out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, v, labels...)
+		}
+		counter(descTraceChosen, r.Chosen)
+		counter(descTraceBytes, r.Bytes)
+		gauge(descTraceInFlight, float64(r.InFlight))
+		for outcome, n := range r.Outcomes {
+			counter(descTraceMessages, n, string(outcome))
+		}
+		if r.RXChosen > 0 {
+			gauge(descTraceWaiting, float64(r.RXWaiting))
+			gauge(descTraceOldest, r.RXOldest.Seconds())
+		}
+		for outcome, n := range r.RXOutcomes {
+			counter(descTraceReceived, n, string(outcome))
+		}
+		for stage, h := range r.Stages {
+			out <- stageMetric{slices.Concat(labels, []string{string(stage)}), h}
+		}
+	}
+	return nil
+}
+
+func (t *tracer) labels(g trace.Group) []string {
+	remote, port := "", ""
+	switch {
+	case g.Other:
+		remote = "other"
+	case g.Remote.IsValid():
+		remote = g.Remote.String()
+	}
+	if g.Port != 0 {
+		port = strconv.Itoa(int(g.Port))
+	}
+	return []string{t.name, g.Rule, cmp.Or(string(g.Protocol), "any"), remote, port, g.Service, g.Cgroup, g.TuneRule, g.Arm}
+}

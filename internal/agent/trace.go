@@ -1,0 +1,522 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/cilium/ebpf"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/trace"
+)
+
+// tracer keeps the tracing of one cgroup in step with the policy. Messages
+// never wait for it.
+type tracer struct {
+	host *host
+	log  *slog.Logger
+	name string // of the cgroup in the policy
+	// tuning finds what tunes the same cgroup, nil if nothing does.
+	tuning func(cgroup string) *tuner
+
+	mu       sync.Mutex
+	rules    []config.TraceRule
+	services []config.Service
+	compiled *bpf.TraceRules
+	skipped  map[string][]TraceSkipped // by rule
+	scope    traceScope
+	tuned    string     // folder of the pins of the cgroup's tuning, "" for none
+	tuner    *tuner     // with them
+	trace    *bpf.Trace // nil while there is no such cgroup
+	sampling bool       // somebody reads samples
+	problem  error
+}
+
+// traceScope is kept with the pins. They are adopted by those who want the same
+// rules.
+type traceScope struct {
+	cgroupScope
+	Rules string    `json:"rules"` // hash
+	Since time.Time `json:"since"`
+}
+
+// traceChange is what a new policy makes of one cgroup's tracing. Rules is nil
+// where there is none any more.
+type traceChange struct {
+	name     string
+	rules    []config.TraceRule
+	services []config.Service
+}
+
+// tracings splits the rules of a policy by cgroup.
+func tracings(policy *config.Policy) []traceChange {
+	var all []traceChange
+	for _, rule := range policy.Trace {
+		i := slices.IndexFunc(all, func(c traceChange) bool { return c.name == rule.Cgroup })
+		if i < 0 {
+			i = len(all)
+			all = append(all, traceChange{name: rule.Cgroup, services: policy.Services})
+		}
+		all[i].rules = append(all[i].rules, rule)
+	}
+	return all
+}
+
+// hash stands for all that the programs are given.
+func (c traceChange) hash() (string, error) {
+	text, err := json.Marshal(struct {
+		Version   int
+		Rules     []config.TraceRule
+		Listeners map[string][]config.Listener
+	}{1, c.rules, listenersOf(c.services)})
+	if err != nil {
+		return "", err
+	}
+	sum := sha256.Sum256(text)
+	return hex.EncodeToString(sum[:]), nil
+}
+
+func (a *Agent) newTracer(c traceChange) *tracer {
+	return &tracer{host: a.host, log: a.log.With("cgroup", c.name), name: c.name, rules: c.rules, services: c.services,
+		tuning: func(cgroup string) *tuner { return a.tuners[cgroup] }}
+}
+
+func (a *Agent) openTracer(c traceChange) error {
+	t := a.newTracer(c)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	dir := a.host.tracingDir(c.name)
+	if data, err := bpf.ReadScope(dir); err == nil {
+		// A damaged record is made anew.
+		_ = json.Unmarshal(data, &t.scope)
+	}
+	if err := t.open(); err != nil {
+		t.release()
+		return ofTraced(c.name, joined(err, bpf.RemoveTrace(dir), removeCreated([]cgroupScope{t.scope.cgroupScope})))
+	}
+	a.tracers[c.name] = t
+	return nil
+}
+
+// open attaches to the cgroup. Pins of the same rules go on, with their counts.
+// A unit that is not there is waited for.
+func (t *tracer) open() error {
+	t.problem = nil
+	var err error
+	if t.skipped, err = t.host.lackingStages(t.rules); err != nil {
+		return err
+	}
+	if t.compiled, err = compileTrace(t.rules, t.services, t.skipped); err != nil {
+		return err
+	}
+	err = t.scope.open(t.host, t.name)
+	if errors.Is(err, fs.ErrNotExist) && isUnit(t.name) {
+		t.problem = withHint(fmt.Errorf("there is no unit %s", t.name), "its messages are traced from the moment it starts")
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	hash, err := traceChange{t.name, t.rules, t.services}.hash()
+	if err != nil {
+		return err
+	}
+	t.tuned, t.tuner = t.wantedTuning()
+	c := bpf.TraceConfig{Dir: t.host.tracingDir(t.name), Cgroup: t.scope.Path, Rules: t.compiled,
+		Adopt: t.scope.Rules == hash, Tuning: t.tuned, Send: t.measures(config.StageSend)}
+	opened, err := bpf.OpenTrace(c)
+	var incompatible *bpf.IncompatibleError
+	if errors.As(err, &incompatible) && c.Adopt {
+		// Of another version: its counts are not worth a tracing that fails.
+		c.Adopt = false
+		opened, err = bpf.OpenTrace(c)
+	}
+	if err != nil {
+		return err
+	}
+	t.trace = opened
+	if !c.Adopt {
+		t.scope.Rules, t.scope.Since = hash, time.Now()
+	}
+	record, err := json.Marshal(t.scope)
+	if err != nil {
+		return err
+	}
+	if err := bpf.SetScope(c.Dir, record); err != nil {
+		return err
+	}
+	t.adopt()
+	return nil
+}
+
+// adopt has the rules decide on connections that are open already.
+func (t *tracer) adopt() {
+	adopted, err := trace.Adopt(t.trace, t.scope.Path)
+	switch {
+	case errors.Is(err, ebpf.ErrNotSupported):
+		t.log.Info("connections that were open before are not traced", "reason", err)
+	case err != nil:
+		t.log.Warn("connections that were open before are not traced", "error", err)
+	default:
+		for _, p := range adopted.Problems {
+			t.log.Debug("connection not looked at", "problem", p)
+		}
+		t.log.Info("cgroup traced", "path", t.scope.Path, "open_connections", adopted.Chosen)
+	}
+}
+
+func compileTrace(rules []config.TraceRule, services []config.Service, skipped map[string][]TraceSkipped) (*bpf.TraceRules, error) {
+	able := slices.Clone(rules)
+	for i, rule := range able {
+		able[i].Stages = measured(rule, skipped[rule.Name])
+	}
+	compiled, err := trace.Compile(able, services)
+	if err != nil {
+		return nil, Usage(err, "join rules that trace the same")
+	}
+	return compiled, nil
+}
+
+// measured are the stages of a rule that the kernel has.
+func measured(rule config.TraceRule, skipped []TraceSkipped) []config.Stage {
+	return slices.DeleteFunc(slices.Clone(rule.Stages), func(s config.Stage) bool {
+		return slices.ContainsFunc(skipped, func(skip TraceSkipped) bool { return skip.Stage == string(s) })
+	})
+}
+
+// measures tells whether any rule has the stage measured.
+func (t *tracer) measures(stage config.Stage) bool {
+	return slices.ContainsFunc(t.rules, func(r config.TraceRule) bool {
+		return slices.Contains(measured(r, t.skipped[r.Name]), stage)
+	})
+}
+
+// wantedTuning is the folder with the pins of the cgroup's tuning, if a rule
+// groups by it and there is one.
+func (t *tracer) wantedTuning() (string, *tuner) {
+	asks := slices.ContainsFunc(t.rules, func(r config.TraceRule) bool {
+		return slices.ContainsFunc(r.GroupBy, func(by config.TraceGroupBy) bool {
+			return by.Kind == config.GroupRule || by.Kind == config.GroupArm
+		})
+	})
+	tuner := t.tuning(t.name)
+	if !asks || tuner == nil || tuner.path() == "" {
+		return "", nil
+	}
+	return t.host.tuningDir(t.name), tuner
+}
+
+// lackingStages says which stages of each rule the kernel cannot measure.
+func (h *host) lackingStages(rules []config.TraceRule) (map[string][]TraceSkipped, error) {
+	skipped := make(map[string][]TraceSkipped)
+	for _, rule := range rules {
+		for _, stage := range rule.Stages {
+			needs, err := h.lacksStage(rule, stage)
+			if err != nil {
+				return nil, err
+			}
+			if needs != "" {
+				skipped[rule.Name] = append(skipped[rule.Name], TraceSkipped{string(stage), needs})
+			}
+		}
+	}
+	return skipped, nil
+}
+
+// lacksStage says what the kernel would need for a stage of TCP, "" if nothing.
+func (h *host) lacksStage(rule config.TraceRule, stage config.Stage) (string, error) {
+	if !slices.Contains(rule.Protocols, config.TCP) {
+		return "", nil
+	}
+	switch stage {
+	case config.StageRXStack, config.StageReader:
+		return "", nil
+	case config.StageStack, config.StageQdisc:
+		if slices.Contains(rule.Protocols, config.UDP) {
+			return "", nil
+		}
+	case config.StageSend:
+		err := h.probeSend()
+		if errors.Is(err, ebpf.ErrNotSupported) || errors.Is(err, fs.ErrPermission) {
+			return "fentry programs, which this kernel does not allow", nil
+		}
+		if err != nil {
+			return "", fmt.Errorf("probe fentry: %w", err)
+		}
+	}
+	err := bpf.HaveTimestamps()
+	if errors.Is(err, ebpf.ErrNotSupported) {
+		return "BPF timestamping, Linux 6.15 or later", nil
+	}
+	return "", err
+}
+
+// probeSend tries, once, whether the kernel allows what the stage send needs.
+func (h *host) probeSend() error {
+	h.probing.Lock()
+	defer h.probing.Unlock()
+	if !h.sendProbed {
+		h.sendError = bpf.HaveSend()
+		h.sendProbed = true
+	}
+	return h.sendError
+}
+
+// renew attaches again if the cgroup was made anew, or what tunes it.
+func (t *tracer) renew() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	path, err := t.host.findCgroup(t.name)
+	wanted, _ := t.wantedTuning()
+	if t.trace != nil && t.trace.Attached() && err == nil && path == t.scope.Path && t.tuned == wanted {
+		return
+	}
+	t.release()
+	if err := t.open(); err != nil {
+		if t.problem == nil || t.problem.Error() != err.Error() {
+			t.log.Warn("cgroup not traced", "error", err)
+		}
+		t.problem = err
+	}
+}
+
+func (t *tracer) release() {
+	if t.trace != nil {
+		t.trace.Close()
+		t.trace = nil
+	}
+}
+
+func (t *tracer) close() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.release()
+}
+
+// end removes the programs, and has the kernel forget that connections were
+// chosen.
+func (t *tracer) end() error {
+	if t.trace != nil {
+		if err := trace.Release(t.trace, t.scope.Path); err != nil {
+			t.log.Info("connections keep the flag of those that were traced", "reason", err)
+		}
+	}
+	t.release()
+	return bpf.RemoveTrace(t.host.tracingDir(t.name))
+}
+
+// retire ends the tracing.
+func (t *tracer) retire() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return joined(t.end(), removeCreated([]cgroupScope{t.scope.cgroupScope}))
+}
+
+// change makes other rules take effect: counts begin anew. Those before come
+// back if that fails, with counts of their own.
+func (t *tracer) change(c traceChange) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	before := traceChange{t.name, t.rules, t.services}
+	if err := t.end(); err != nil {
+		return err
+	}
+	t.rules, t.services = c.rules, c.services
+	err := t.open()
+	if err != nil {
+		t.release()
+		t.rules, t.services = before.rules, before.services
+		return joined(err, t.open())
+	}
+	return nil
+}
+
+// takeTrace carries a change out, and returns what takes it back.
+func (a *Agent) takeTrace(c traceChange) (back func() error, err error) {
+	switch t := a.tracers[c.name]; {
+	case c.rules == nil:
+		before := traceChange{c.name, t.rules, t.services}
+		back = func() error { return a.openTracer(before) }
+		delete(a.tracers, c.name)
+		if err := t.retire(); err != nil {
+			return nil, ofTraced(c.name, joined(err, back()))
+		}
+	case t == nil:
+		back = func() error {
+			t := a.tracers[c.name]
+			delete(a.tracers, c.name)
+			return t.retire()
+		}
+		if err := a.openTracer(c); err != nil {
+			return nil, err
+		}
+	default:
+		before := traceChange{c.name, t.rules, t.services}
+		back = func() error { return t.change(before) }
+		if err := t.change(c); err != nil {
+			return nil, ofTraced(c.name, err)
+		}
+	}
+	a.watchCgroups()
+	return back, a.recordTrace()
+}
+
+// prepareTrace says what a policy changes in the tracing of cgroups, and checks
+// that it can be done.
+func (a *Agent) prepareTrace(policy *config.Policy) ([]traceChange, []Change, error) {
+	var (
+		steps   []traceChange
+		changes []Change
+	)
+	wanted := tracings(policy)
+	for name, t := range a.tracers {
+		if !slices.ContainsFunc(wanted, func(c traceChange) bool { return c.name == name }) {
+			steps = append(steps, traceChange{name: name})
+			for _, rule := range t.rules {
+				changes = append(changes, Change{Cgroup: name, Action: "remove", What: "trace " + rule.Name, Effect: "its counts are gone"})
+			}
+		}
+	}
+	for _, c := range wanted {
+		t := a.tracers[c.name]
+		if t == nil {
+			if err := a.host.mayCreate(c.name); err != nil {
+				return nil, nil, ofTraced(c.name, err)
+			}
+		}
+		skipped, err := a.host.lackingStages(c.rules)
+		if err != nil {
+			return nil, nil, ofTraced(c.name, err)
+		}
+		if _, err := compileTrace(c.rules, c.services, skipped); err != nil {
+			return nil, nil, ofTraced(c.name, err)
+		}
+		if err := nothingLeft(c.rules, skipped); err != nil {
+			return nil, nil, err
+		}
+		if t == nil {
+			steps = append(steps, c)
+			changes = append(changes, a.host.newCgroup(c.name, "traced")...)
+			for _, rule := range c.rules {
+				changes = append(changes, addedTrace(c.name, rule, skipped[rule.Name]))
+			}
+			continue
+		}
+		before, err := traceChange{c.name, t.rules, t.services}.hash()
+		if err != nil {
+			return nil, nil, err
+		}
+		after, err := c.hash()
+		if err != nil {
+			return nil, nil, err
+		}
+		if before != after {
+			steps = append(steps, c)
+			changes = append(changes, changedTrace(c, t.rules, skipped)...)
+		}
+	}
+	return steps, changes, nil
+}
+
+// nothingLeft refuses a rule of which the kernel can measure nothing.
+func nothingLeft(rules []config.TraceRule, skipped map[string][]TraceSkipped) error {
+	for _, rule := range rules {
+		if len(measured(rule, skipped[rule.Name])) == 0 {
+			return &Error{Err: fmt.Errorf("trace rule %s: this kernel can measure none of its stages: %s needs %s", rule.Name,
+				skipped[rule.Name][0].Stage, skipped[rule.Name][0].Needs),
+				Hint: "stages rx_stack and reader, and sockeye trace packets, need no such kernel", Code: CodeUnsupported}
+		}
+	}
+	return nil
+}
+
+func addedTrace(cgroup string, rule config.TraceRule, skipped []TraceSkipped) Change {
+	c := Change{Cgroup: cgroup, Action: "add", Effect: "of " + rule.Match.String(),
+		What: fmt.Sprintf("trace %s: %s of connections, %s of their messages", rule.Name, oneIn(rule.Connections), rule.Messages)}
+	for _, s := range skipped {
+		c.Effect += fmt.Sprintf("; without %s, which needs %s", s.Stage, s.Needs)
+	}
+	return c
+}
+
+func oneIn(n int) string { return fmt.Sprintf("1/%d", n) }
+
+// changedTrace compares rules by name. A change of one is a new beginning for
+// all of the cgroup.
+func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][]TraceSkipped) []Change {
+	var changes []Change
+	text := func(r config.TraceRule) string {
+		encoded, _ := json.Marshal(r) // plain values
+		return string(encoded)
+	}
+	for _, old := range before {
+		if !slices.ContainsFunc(c.rules, func(r config.TraceRule) bool { return r.Name == old.Name }) {
+			changes = append(changes, Change{Cgroup: c.name, Action: "remove", What: "trace " + old.Name, Effect: "its counts are gone"})
+		}
+	}
+	for _, rule := range c.rules {
+		i := slices.IndexFunc(before, func(r config.TraceRule) bool { return r.Name == rule.Name })
+		switch {
+		case i < 0:
+			changes = append(changes, addedTrace(c.name, rule, skipped[rule.Name]))
+		case text(before[i]) != text(rule):
+			changes = append(changes, Change{Cgroup: c.name, Action: "change", What: "trace " + rule.Name, Effect: "counts begin anew"})
+		}
+	}
+	if len(changes) == 0 {
+		changes = append(changes, Change{Cgroup: c.name, Action: "change", What: "trace: order, or listeners of services", Effect: "counts begin anew"})
+	}
+	return changes
+}
+
+// startTrace makes the policy's tracing true for the first time in this agent's
+// life, and removes what an earlier one left of other cgroups.
+func (a *Agent) startTrace(policy *config.Policy) error {
+	pinned, err := a.host.root.Tracings()
+	if err != nil {
+		return err
+	}
+	wanted := tracings(policy)
+	for _, name := range pinned {
+		dir := a.host.root.Tracing(name)
+		if slices.ContainsFunc(wanted, func(c traceChange) bool { return a.host.tracingDir(c.name) == dir }) {
+			continue
+		}
+		var scope traceScope
+		if data, err := bpf.ReadScope(dir); err == nil {
+			// Without its record there is nothing more to remove.
+			_ = json.Unmarshal(data, &scope)
+		}
+		if err := joined(bpf.RemoveTrace(dir), removeCreated([]cgroupScope{scope.cgroupScope})); err != nil {
+			return err
+		}
+		a.log.Info("tracing removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
+	}
+	for _, c := range wanted {
+		if err := a.openTracer(c); err != nil {
+			// What cannot be traced today is no reason not to do the rest.
+			a.log.Warn("cgroup not traced", "cgroup", c.name, "error", err)
+			t := a.newTracer(c)
+			t.problem = err
+			a.tracers[c.name] = t
+		}
+	}
+	a.watchCgroups()
+	return a.recordTrace()
+}
+
+func ofTraced(name string, err error) error {
+	return &Error{Err: fmt.Errorf("trace %s: %w", name, err), Hint: Hint(err), Code: Code(err)}
+}

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"bytes"
+	"compress/flate"
+	"encoding/json"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+
+	"sockeye/internal/trace"
+)
+
+const (
+	traceSlice  = 10 * time.Second
+	traceSlices = 360 // an hour
+)
+
+// traceHistory keeps what was measured in the last hour, in slices. It begins
+// anew with the agent; the counts since the beginning do not.
+type traceHistory struct {
+	mu     sync.Mutex
+	last   map[*tracer]traceReading // at the end of the last slice
+	slices []packedPeriod
+	stop   chan struct{}
+	done   chan struct{}
+}
+
+// traceReading are the counts of a tracer, since its rules are in force.
+type traceReading struct {
+	since  time.Time
+	period trace.Period
+}
+
+// packedPeriod is a period, compressed: histograms are mostly zeros.
+type packedPeriod struct {
+	from, to time.Time
+	data     []byte
+}
+
+func pack(p trace.Period) (packedPeriod, error) {
+	var b bytes.Buffer
+	w, err := flate.NewWriter(&b, flate.BestSpeed)
+	if err == nil {
+		err = json.NewEncoder(w).Encode(p)
+	}
+	if err == nil {
+		err = w.Close()
+	}
+	if err != nil {
+		return packedPeriod{}, fmt.Errorf("keep history: %w", err)
+	}
+	return packedPeriod{p.From, p.To, bytes.Clone(b.Bytes())}, nil
+}
+
+func (p packedPeriod) unpack() (trace.Period, error) {
+	var period trace.Period
+	r := flate.NewReader(bytes.NewReader(p.data))
+	defer r.Close()
+	data, err := io.ReadAll(r)
+	if err == nil {
+		err = json.Unmarshal(data, &period)
+	}
+	if err != nil {
+		return period, fmt.Errorf("read history: %w", err)
+	}
+	return period, nil
+}
+
+// recordTrace begins the history, or ends it where nothing is traced.
+func (a *Agent) recordTrace() error {
+	switch {
+	case len(a.tracers) > 0 && a.history == nil:
+		h := &traceHistory{last: make(map[*tracer]traceReading), stop: make(chan struct{}), done: make(chan struct{})}
+		a.history = h
+		if _, err := a.sliceNow(h); err != nil {
+			return err
+		}
+		go a.keepHistory(h)
+	case len(a.tracers) == 0 && a.history != nil:
+		a.history.close()
+		a.history = nil
+	}
+	return nil
+}
+
+func (a *Agent) keepHistory(h *traceHistory) {
+	defer close(h.done)
+	ticker := time.NewTicker(traceSlice)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-h.stop:
+			return
+		case <-ticker.C:
+		}
+		a.mu.Lock()
+		_, err := a.sliceNow(h)
+		a.mu.Unlock()
+		if err != nil {
+			a.log.Warn("history of trace not kept", "error", err)
+		}
+	}
+}
+
+// close ends the keeping. The caller may hold the agent's lock, which the
+// keeper may wait for: it is not waited for.
+func (h *traceHistory) close() { close(h.stop) }
+
+// sliceNow ends a slice, and begins the next.
+func (a *Agent) sliceNow(h *traceHistory) (trace.Period, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	slice, last, err := a.sinceLast(h)
+	if err != nil {
+		return slice, err
+	}
+	first := len(h.last) == 0
+	h.last = last
+	if first {
+		return slice, nil
+	}
+	packed, err := pack(slice)
+	if err != nil {
+		return slice, err
+	}
+	if len(h.slices) == traceSlices {
+		h.slices = h.slices[1:]
+	}
+	h.slices = append(h.slices, packed)
+	return slice, nil
+}
+
+// sinceLast is what was measured since the last slice ended.
+func (a *Agent) sinceLast(h *traceHistory) (trace.Period, map[*tracer]traceReading, error) {
+	now := time.Now()
+	slice := trace.Period{From: now, To: now, Results: []trace.Result{}}
+	last := make(map[*tracer]traceReading)
+	for _, t := range a.tracers {
+		reading, err := t.read()
+		if err != nil {
+			return slice, nil, err
+		}
+		last[t] = reading
+		before, ok := h.last[t]
+		if !ok || before.since != reading.since {
+			// Counts that began before this agent did are not of the slice.
+			before = traceReading{period: trace.Period{From: reading.since, To: reading.since}}
+			if !ok {
+				before = reading
+			}
+		}
+		part := trace.Diff(before.period, reading.period)
+		if before.period.To.Before(slice.From) {
+			slice.From = before.period.To
+		}
+		slice.Results = append(slice.Results, part.Results...)
+	}
+	return slice, last, nil
+}
+
+// read reads the counts. Without a cgroup there are none.
+func (t *tracer) read() (traceReading, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	now := time.Now()
+	r := traceReading{t.scope.Since, trace.Period{From: t.scope.Since, To: now, Results: []trace.Result{}}}
+	if t.trace == nil {
+		return r, nil
+	}
+	results, err := t.names().Results(t.trace, t.compiled.Rules)
+	if err != nil {
+		return r, ofTraced(t.name, err)
+	}
+	r.period.Results = results
+	return r, nil
+}
+
+// window gives the slices of a time, the one that has not ended included.
+// Partial: they do not go back that far.
+func (a *Agent) window(from, to time.Time) (periods []trace.Period, partial bool, err error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	h := a.history
+	if h == nil {
+		return nil, false, nil
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	current, _, err := a.sinceLast(h)
+	if err != nil {
+		return nil, false, err
+	}
+	oldest := current.From
+	if len(h.slices) > 0 {
+		oldest = h.slices[0].from
+	}
+	for _, s := range h.slices {
+		if s.to.After(from) && s.from.Before(to) {
+			p, err := s.unpack()
+			if err != nil {
+				return nil, false, err
+			}
+			periods = append(periods, p)
+		}
+	}
+	if current.To.After(from) && current.From.Before(to) {
+		periods = append(periods, current)
+	}
+	return periods, from.Before(oldest.Add(-traceSlice)), nil
+}

@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/trace"
+)
+
+// tracersOf returns the tracing of the named cgroup, or all by name.
+func (a *Agent) tracersOf(cgroup string) ([]*tracer, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var all []*tracer
+	for _, name := range slices.Sorted(maps.Keys(a.tracers)) {
+		if cgroup == "" || cgroup == name || "/"+cgroup == name {
+			all = append(all, a.tracers[name])
+		}
+	}
+	if cgroup != "" && len(all) == 0 {
+		hint := "it has no trace rules"
+		if len(a.tracers) > 0 {
+			hint = "it traces " + strings.Join(slices.Sorted(maps.Keys(a.tracers)), ", ")
+		}
+		return nil, Usage(fmt.Errorf("the policy traces no cgroup %q", cgroup), hint)
+	}
+	return all, nil
+}
+
+// names tell what the numbers of the tracer's programs stand for.
+func (t *tracer) names() trace.Names {
+	tuned := make(map[uint32]string)
+	if t.tuner != nil {
+		tuned = t.tuner.ruleNames()
+	}
+	return trace.Names{
+		Rules: t.rules, Services: t.services,
+		TuneRule: func(id uint32) string { return tuned[id] },
+		Cgroup:   func(id uint64) string { return t.host.cgroupName(t.scope.Path, id) },
+	}
+}
+
+// ruleNames are the names of all rules that connections may have, by number.
+func (t *tuner) ruleNames() map[uint32]string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	names := make(map[uint32]string)
+	_, _, all, err := t.numbers()
+	if err != nil {
+		// They are shown by number then.
+		return names
+	}
+	for id, rule := range all {
+		names[id] = bpf.Text(rule.Name[:])
+	}
+	return names
+}
+
+// cgroupName finds a cgroup by its id, which is the inode of its folder
+// (cgroup_id in include/linux/cgroup.h, Linux 6.18), at or below a folder.
+func (h *host) cgroupName(dir string, id uint64) string {
+	found := ""
+	seen := 0
+	_ = filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
+		if err != nil || !d.IsDir() {
+			return nil // gone meanwhile
+		}
+		if seen++; seen > maxBelow {
+			return filepath.SkipAll
+		}
+		var stat unix.Stat_t
+		if unix.Stat(path, &stat) == nil && stat.Ino == id {
+			found = "/" + strings.TrimPrefix(strings.TrimPrefix(path, h.cgroups), "/")
+			return filepath.SkipAll
+		}
+		return nil
+	})
+	return found
+}
+
+// TraceStatus is what is traced, and whether the kernel can.
+func (a *Agent) TraceStatus(cgroup string) (*TraceStatus, error) {
+	tracers, err := a.tracersOf(cgroup)
+	if err != nil {
+		return nil, err
+	}
+	s := &TraceStatus{Cgroups: []TracedCgroup{}}
+	switch err := bpf.HaveTimestamps(); {
+	case err == nil:
+		s.Timestamps = true
+	case errors.Is(err, ebpf.ErrNotSupported):
+		s.Needs = "BPF timestamping, Linux 6.15 or later"
+	default:
+		return nil, err
+	}
+	for _, t := range tracers {
+		status, err := t.status()
+		if err != nil {
+			return nil, ofTraced(t.name, err)
+		}
+		s.Cgroups = append(s.Cgroups, status)
+	}
+	return s, nil
+}
+
+func (t *tracer) status() (TracedCgroup, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	s := TracedCgroup{Cgroup: t.name, Attached: t.trace != nil && t.trace.Attached(), Created: len(t.scope.Created) > 0,
+		Programs: []string{}, Rules: []TraceRuleStatus{}}
+	if t.problem != nil {
+		s.Problem, s.Hint = Message(t.problem), Hint(t.problem)
+	}
+	groups := make(map[uint32]int)
+	if t.trace != nil {
+		s.Path, s.Since = t.scope.below(t.host), t.scope.Since
+		s.Programs, s.Memory = t.trace.Programs(), t.trace.Memory()
+		keys, err := t.trace.Groups()
+		if err != nil {
+			return s, err
+		}
+		for _, key := range keys {
+			groups[key.Rule]++
+		}
+	}
+	for i, rule := range t.rules {
+		r := TraceRuleStatus{
+			Name: rule.Name, Match: rule.Match.String(), Connections: oneIn(rule.Connections), Messages: rule.Messages.String(),
+			GroupBy: []string{}, Groups: groups[uint32(i+1)], Limit: rule.Groups, Stages: []string{}, Protocols: []string{},
+			Skipped: append([]TraceSkipped{}, t.skipped[rule.Name]...),
+		}
+		for _, by := range rule.GroupBy {
+			r.GroupBy = append(r.GroupBy, by.String())
+		}
+		for _, stage := range measured(rule, t.skipped[rule.Name]) {
+			r.Stages = append(r.Stages, string(stage))
+		}
+		for _, p := range rule.Protocols {
+			r.Protocols = append(r.Protocols, string(p))
+		}
+		s.Rules = append(s.Rules, r)
+	}
+	return s, nil
+}
+
+// traceQuery is what a request asks for.
+type traceQuery struct {
+	from, to time.Time // zero from: since the counts began
+	selected func(trace.Group) bool
+}
+
+func parseTraceQuery(q url.Values) (traceQuery, error) {
+	query := traceQuery{to: time.Now()}
+	selector := q.Get("select")
+	if _, err := trace.MatchGroup(selector, trace.Group{}); err != nil {
+		return query, ofSelector(err)
+	}
+	query.selected = func(g trace.Group) bool {
+		ok, _ := trace.MatchGroup(selector, g) // parsed above
+		return ok
+	}
+	if text := q.Get("since"); text != "" {
+		since, err := time.ParseDuration(text)
+		if err != nil || since <= 0 {
+			return query, Usage(fmt.Errorf("%q is no time span", text), "as in 5m or 90s")
+		}
+		query.from = query.to.Add(-since)
+	}
+	for _, bound := range []struct {
+		key string
+		to  *time.Time
+	}{{"from", &query.from}, {"to", &query.to}} {
+		text := q.Get(bound.key)
+		if text == "" {
+			continue
+		}
+		at, err := time.Parse(time.RFC3339Nano, text)
+		if err != nil {
+			return query, Usage(fmt.Errorf("%q is no time", text), "as in 2026-01-31T14:05:00Z")
+		}
+		*bound.to = at
+	}
+	if !query.from.IsZero() && !query.from.Before(query.to) {
+		return query, Usage(errors.New("the time ends before it begins"), "give a from that is before to")
+	}
+	return query, nil
+}
+
+func ofSelector(err error) error {
+	var selector *trace.SelectorError
+	if errors.As(err, &selector) {
+		return Usage(err, selector.Hint)
+	}
+	return err
+}
+
+// pick keeps the groups that a query selects.
+func (q traceQuery) pick(p trace.Period) trace.Period {
+	results := []trace.Result{}
+	for _, r := range p.Results {
+		if q.selected(r.Group) {
+			results = append(results, r)
+		}
+	}
+	p.Results = results
+	return p
+}
+
+// TraceResults is what was measured in a time, or since the counts began.
+func (a *Agent) TraceResults(q url.Values) (*TraceResults, error) {
+	query, err := parseTraceQuery(q)
+	if err != nil {
+		return nil, err
+	}
+	if !query.from.IsZero() {
+		periods, partial, err := a.window(query.from, query.to)
+		if err != nil {
+			return nil, err
+		}
+		return &TraceResults{query.pick(trace.Merge(periods)), partial}, nil
+	}
+	tracers, err := a.tracersOf(q.Get("cgroup"))
+	if err != nil {
+		return nil, err
+	}
+	var periods []trace.Period
+	for _, t := range tracers {
+		reading, err := t.read()
+		if err != nil {
+			return nil, err
+		}
+		periods = append(periods, reading.period)
+	}
+	return &TraceResults{Period: query.pick(trace.Merge(periods))}, nil
+}
+
+// TraceHistory is what was measured in a time, in slices.
+func (a *Agent) TraceHistory(q url.Values) (*TraceHistory, error) {
+	query, err := parseTraceQuery(q)
+	if err != nil {
+		return nil, err
+	}
+	periods, partial, err := a.window(query.from, query.to)
+	if err != nil {
+		return nil, err
+	}
+	h := &TraceHistory{Slices: []trace.Period{}, Partial: partial && !query.from.IsZero()}
+	for _, p := range periods {
+		h.Slices = append(h.Slices, query.pick(p))
+	}
+	return h, nil
+}
+
+// maxSlow bounds the messages of an answer.
+const maxSlow = 1000
+
+// TraceSlow are the slowest messages of the last minutes, the slowest first.
+func (a *Agent) TraceSlow(q url.Values) ([]TraceSlow, error) {
+	query, err := parseTraceQuery(q)
+	if err != nil {
+		return nil, err
+	}
+	n := 10
+	if text := q.Get("n"); text != "" {
+		if n, err = strconv.Atoi(text); err != nil || n < 1 || n > maxSlow {
+			return nil, Usage(fmt.Errorf("%q is no number of messages", text), fmt.Sprintf("1 to %d", maxSlow))
+		}
+	}
+	tracers, err := a.tracersOf(q.Get("cgroup"))
+	if err != nil {
+		return nil, err
+	}
+	var samples []trace.Sample
+	for _, t := range tracers {
+		found, err := t.slowest()
+		if err != nil {
+			return nil, err
+		}
+		samples = append(samples, found...)
+	}
+	slices.SortStableFunc(samples, func(a, b trace.Sample) int { return int(b.Stages[trace.Total] - a.Stages[trace.Total]) })
+	list := []TraceSlow{}
+	for i := range samples {
+		s := &samples[i]
+		if len(list) < n && query.selected(s.Group) && !s.Ended.Before(query.from) && !s.Ended.After(query.to) {
+			list = append(list, TraceSlow{*s, trace.Explain(s)})
+		}
+	}
+	return list, nil
+}
+
+func (t *tracer) slowest() ([]trace.Sample, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.trace == nil {
+		return nil, nil
+	}
+	samples, err := t.names().Slowest(t.trace, t.compiled.Rules)
+	if err != nil {
+		return nil, ofTraced(t.name, err)
+	}
+	return samples, nil
+}
+
+func (a *Agent) traceRoutes(show func(string, func(*http.Request) (any, error))) {
+	show("/v1/trace", func(r *http.Request) (any, error) { return a.TraceStatus(r.URL.Query().Get("cgroup")) })
+	show("/v1/trace/results", func(r *http.Request) (any, error) { return a.TraceResults(r.URL.Query()) })
+	show("/v1/trace/history", func(r *http.Request) (any, error) { return a.TraceHistory(r.URL.Query()) })
+	show("/v1/trace/slow", func(r *http.Request) (any, error) {
+		// Addresses of connections are nobody's business but root's.
+		if err := mustBeRoot(r); err != nil {
+			return nil, err
+		}
+		return a.TraceSlow(r.URL.Query())
+	})
+}
