@@ -249,7 +249,7 @@ func (h *host) lacksStage(rule config.TraceRule, stage config.Stage) (string, er
 		}
 	case config.StageSend:
 		err := h.probeSend()
-		if errors.Is(err, ebpf.ErrNotSupported) || errors.Is(err, fs.ErrPermission) {
+		if errors.Is(err, ebpf.ErrNotSupported) {
 			return "fentry programs, which this kernel does not allow", nil
 		}
 		if err != nil {

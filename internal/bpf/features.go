@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Feature is something that steering or tuning asks of the kernel.
+// Feature is something that Sockeye asks of the kernel.
 type Feature struct {
 	Name  string
 	Since string // kernel version that brought it
@@ -24,7 +24,7 @@ type Feature struct {
 	Probe    func() error
 }
 
-// Features lists what steering and tuning ask of the kernel. A probe's error wraps
+// Features lists what Sockeye asks of the kernel. A probe's error wraps
 // ebpf.ErrNotSupported if the kernel lacks the feature; any other error says
 // that the probe could not tell.
 var Features = []Feature{
@@ -55,7 +55,12 @@ var Features = []Feature{
 	{"setsockopt for cgroup/setsockopt", "5.15", "without it apply --live is not possible", true, func() error {
 		return probeLive()
 	}},
-	{"BPF ring buffer", "5.8", "noticing members", false, func() error {
+	{"BPF timestamping", "6.15", "without it trace measures only what is received, and packets", true, HaveTimestamps},
+	{"fentry programs", "5.5", "without them trace has no stage send", true, HaveSend},
+	{"raw tracepoints", "4.17", "without them trace has no stage reader, no packets, and nothing of what is sent over UDP", true, func() error {
+		return probeProgram(ebpf.RawTracepoint, ebpf.AttachNone)
+	}},
+	{"BPF ring buffer", "5.8", "noticing members, samples and packets of trace", false, func() error {
 		return features.HaveMapType(ebpf.RingBuf)
 	}},
 	{"BPF links", "5.7", "steering without an agent", false, func() error {

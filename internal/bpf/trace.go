@@ -560,15 +560,19 @@ func (t *Trace) Memory() int64 {
 	return sum
 }
 
-// HaveSend fails if the kernel does not let the start of sendmsg be noted: with
-// an error that wraps ebpf.ErrNotSupported if it has no fentry programs, or
-// fs.ErrPermission if it allows none.
+// HaveSend fails, with an error that wraps ebpf.ErrNotSupported, if the kernel
+// does not let the start of sendmsg be noted: it has no fentry programs, or
+// allows them to nobody.
 func HaveSend() error {
 	spec, err := loadTraceSend()
 	if err != nil {
 		return err
 	}
 	collection, err := ebpf.NewCollection(spec)
+	if errors.Is(err, unix.EPERM) && probeProgram(ebpf.RawTracepoint, ebpf.AttachNone) == nil {
+		// Who may load those may load all that read the kernel.
+		return fmt.Errorf("fentry: %w: this kernel lets nobody load such programs: %w", ebpf.ErrNotSupported, err)
+	}
 	if err != nil {
 		return fmt.Errorf("load program trace_send: %w", err)
 	}
