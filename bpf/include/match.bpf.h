@@ -235,7 +235,7 @@ static __noinline __u32 match_find(const struct match_question *q)
 	r = match_current(&bank);
 	if (!r || !r->terms)
 		return 0;
-	set = r->role[q->role & 1];
+	set = r->role[q->role & (MATCH_ROLES - 1)];
 	if (r->uses & MATCH_USE_REMOTE_PORT) {
 		inner = bpf_map_lookup_elem(&remote_ports, &bank);
 		if (!inner || !match_narrow(&set, match_port_set(inner, q->tuple.remote_port)))

@@ -18,10 +18,13 @@ enum match_limit {
 	MATCH_TAG = 16, /* bytes of a tag */
 };
 
+/* The lowest bit is the side: of UDP, a socket with a peer connects. */
 enum match_role {
 	MATCH_CONNECT,
 	MATCH_ACCEPT,
-	MATCH_ROLES,
+	MATCH_UDP_CONNECT,
+	MATCH_UDP_ACCEPT,
+	MATCH_ROLES, /* a power of two */
 };
 
 /* Which dimensions a ruleset has terms in. The bits above are the domain's. */

@@ -241,7 +241,7 @@ static __always_inline __u32 trace_group(__u32 id, struct trace_rule *rule,
 		}
 	}
 	if (rule->group_by & TRACE_BY_PORT)
-		key.port = role == MATCH_CONNECT ? t->remote_port : t->local_port;
+		key.port = role & 1 ? t->local_port : t->remote_port;
 	if (rule->group_by & TRACE_BY_SERVICE)
 		key.service = trace_service(t, protocol);
 	if (rule->group_by & TRACE_BY_CGROUP)

@@ -27,6 +27,10 @@ const (
 
 	MatchConnect = uint32(tuneSockopsMatchRoleMATCH_CONNECT)
 	MatchAccept  = uint32(tuneSockopsMatchRoleMATCH_ACCEPT)
+
+	MatchUDPConnect = uint32(tuneSockopsMatchRoleMATCH_UDP_CONNECT)
+	MatchUDPAccept  = uint32(tuneSockopsMatchRoleMATCH_UDP_ACCEPT)
+	MatchRoles      = int(tuneSockopsMatchRoleMATCH_ROLES)
 )
 
 type (

@@ -56,16 +56,18 @@ type tuneSockopsMatchQuestion struct {
 type tuneSockopsMatchRole uint32
 
 const (
-	tuneSockopsMatchRoleMATCH_CONNECT tuneSockopsMatchRole = 0
-	tuneSockopsMatchRoleMATCH_ACCEPT  tuneSockopsMatchRole = 1
-	tuneSockopsMatchRoleMATCH_ROLES   tuneSockopsMatchRole = 2
+	tuneSockopsMatchRoleMATCH_CONNECT     tuneSockopsMatchRole = 0
+	tuneSockopsMatchRoleMATCH_ACCEPT      tuneSockopsMatchRole = 1
+	tuneSockopsMatchRoleMATCH_UDP_CONNECT tuneSockopsMatchRole = 2
+	tuneSockopsMatchRoleMATCH_UDP_ACCEPT  tuneSockopsMatchRole = 3
+	tuneSockopsMatchRoleMATCH_ROLES       tuneSockopsMatchRole = 4
 )
 
 type tuneSockopsMatchRuleset struct {
 	_        structs.HostLayout
 	Uses     uint32
 	Terms    uint32
-	Role     [2]tuneSockopsMatchSet
+	Role     [4]tuneSockopsMatchSet
 	Same4    [33]tuneSockopsMatchSet
 	Same6    [129]tuneSockopsMatchSet
 	Untagged tuneSockopsMatchSet

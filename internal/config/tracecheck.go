@@ -72,17 +72,7 @@ func (d *decoder) checkTraceMatch(path string, r *TraceRule, services []Service)
 	if r.Match.Tag != nil {
 		d.refuseAt(path+".match.tag", "does not go with trace", "match on addresses, ports or a service")
 	}
-	at := path + ".match.service"
-	if i := slices.IndexFunc(services, func(s Service) bool { return s.Name == r.Match.Service }); i >= 0 {
-		switch l := services[i].Listeners; {
-		case len(l) > 0 && !slices.ContainsFunc(l, func(l Listener) bool { return l.Protocol != UDP }):
-			d.refuseAt(at, "service "+r.Match.Service+" has no TCP listener", "write local_port for datagrams")
-			return
-		case d.udpOnly(path, r):
-			d.refuseAt(at, "does not go with protocols udp alone", "it stands for TCP listeners: write local_port for datagrams")
-		}
-	}
-	d.checkMatch(path+".match", r.Match, services)
+	d.checkMatch(path+".match", r.Match, r.Protocols, services)
 }
 
 // checkTraceStages sees to it that a rule for datagrams has a stage of theirs.

@@ -331,19 +331,13 @@ p.yaml:6:22: trace[0].match.service: is not a service of this policy: "telemetri
 p.yaml:3:22: trace[0].match.service: is not a service of this policy: "telemetry"
   hint: it has no services`},
 	{"trace: match service of UDP", tracedService + `    match: {service: flows}
-    protocols: udp
 `, `
 p.yaml:6:22: trace[0].match.service: service flows has no TCP listener
-  hint: write local_port for datagrams`},
+  hint: the rule is for TCP alone`},
 	{"trace: match service without listeners", `services: {t: {slots: 1}}
 trace: [{cgroup: a, match: {service: t}}]
 `, `
 p.yaml:1:12: services.t.listeners: is missing`},
-	{"trace: match service for datagrams", tracedService + `    match: {service: telemetry}
-    protocols: [udp]
-`, `
-p.yaml:6:22: trace[0].match.service: does not go with protocols udp alone
-  hint: it stands for TCP listeners: write local_port for datagrams`},
 	{"trace: match service with the rest", tracedService + `    match: {service: telemetry, role: connect, port: 1, local_port: 2, local: 10.0.0.1}
 `, `
 p.yaml:6:22: trace[0].match.service: does not go with role connect

@@ -28,7 +28,7 @@ func (d *decoder) checkTune(p *Policy) {
 			names[r.Name] = path + ".name"
 		}
 		whole := d.checkPrefixes(path+".match", &r.Match, &total)
-		d.checkMatch(path+".match", r.Match, p.Services)
+		d.checkMatch(path+".match", r.Match, []Protocol{TCP}, p.Services)
 		d.checkEffects(path, r)
 		d.checkSettings(path+".set", r)
 		sound[i] = r.Cgroup != "" && whole && !d.bad[path+".match"]
@@ -92,7 +92,7 @@ func (d *decoder) checkSet(path string, terms []PrefixTerm) {
 	}
 }
 
-func (d *decoder) checkMatch(path string, m Match, services []Service) {
+func (d *decoder) checkMatch(path string, m Match, protocols []Protocol, services []Service) {
 	if m.Service == "" {
 		return
 	}
@@ -108,8 +108,8 @@ func (d *decoder) checkMatch(path string, m Match, services []Service) {
 			hint = cmp.Or(didYouMean(m.Service, known), "services: "+strings.Join(known, ", "))
 		}
 		d.refuseAt(at, "is not a service of this policy: "+quoteShort(m.Service), hint)
-	} else if l := services[i].Listeners; len(l) > 0 && !slices.ContainsFunc(l, func(l Listener) bool { return l.Protocol != UDP }) {
-		d.refuseAt(at, "service "+m.Service+" has no TCP listener", "tune is for TCP")
+	} else if l := services[i].Listeners; len(l) > 0 && !slices.ContainsFunc(l, func(l Listener) bool { return l.Protocol == "" || slices.Contains(protocols, l.Protocol) }) {
+		d.refuseAt(at, "service "+m.Service+" has no "+joinWords(upper(protocols), "or")+" listener", "the rule is for "+joinWords(upper(protocols), "and")+" alone")
 	}
 	if m.Role == RoleConnect {
 		d.refuseAt(at, "does not go with role connect", "it stands for the connections that the service accepts")
@@ -225,4 +225,13 @@ func (m *Match) equal(o *Match) bool {
 	return same && m.Role == o.Role && m.Service == o.Service && bytes.Equal(m.Tag, o.Tag) &&
 		slices.Equal(m.Ports, o.Ports) && slices.Equal(m.RemotePorts, o.RemotePorts) && slices.Equal(m.LocalPorts, o.LocalPorts) &&
 		slices.Equal(m.Local, o.Local) && slices.Equal(m.Remote, o.Remote)
+}
+
+// upper gives protocols as they are written in sentences.
+func upper(protocols []Protocol) []string {
+	names := make([]string, len(protocols))
+	for i, p := range protocols {
+		names[i] = strings.ToUpper(string(p))
+	}
+	return names
 }

@@ -288,7 +288,7 @@ p.yaml:5:22: tune[0].match.service: is not a service of this policy: "telemetry"
 	{"tune: service of UDP", tunedService + `    match: {service: flows}
 `, `
 p.yaml:8:22: tune[0].match.service: service flows has no TCP listener
-  hint: tune is for TCP`},
+  hint: the rule is for TCP alone`},
 	{"tune: service with role connect", tunedService + `    match: {service: telemetry, role: connect}
 `, `
 p.yaml:8:22: tune[0].match.service: does not go with role connect

@@ -23,17 +23,27 @@ type term struct {
 	local       []config.PrefixTerm
 	remotePorts []config.PortRange // none: all
 	localPorts  []config.PortRange
-	roles       [2]bool
+	roles       [bpf.MatchRoles]bool
 	same        *config.SamePrefix
 	tag         []byte
 }
 
+// roleOf is the number of a side, MatchConnect or MatchAccept, of a protocol.
+func roleOf(side uint32, p config.Protocol) uint32 {
+	if p == config.UDP {
+		return bpf.MatchUDPConnect + side
+	}
+	return side
+}
+
 // terms splits a rule; index is its own. Services are those of the policy.
-func terms(index int, m config.Match, services []config.Service) []term {
+func terms(index int, m config.Match, protocols []config.Protocol, services []config.Service) []term {
 	base := term{rule: index, remote: m.Remote, local: m.Local, same: m.SamePrefix, tag: m.Tag,
 		remotePorts: m.RemotePorts, localPorts: m.LocalPorts}
-	base.roles[bpf.MatchConnect] = m.Role != config.RoleAccept
-	base.roles[bpf.MatchAccept] = m.Role != config.RoleConnect
+	for _, p := range protocols {
+		base.roles[roleOf(bpf.MatchConnect, p)] = m.Role != config.RoleAccept
+		base.roles[roleOf(bpf.MatchAccept, p)] = m.Role != config.RoleConnect
+	}
 	var split []term
 	switch {
 	case m.Service != "":
@@ -42,24 +52,23 @@ func terms(index int, m config.Match, services []config.Service) []term {
 				continue
 			}
 			for _, l := range s.Listeners {
-				if l.Protocol == config.TCP {
+				if slices.Contains(protocols, l.Protocol) {
 					split = append(split, base.at(l))
 				}
 			}
 		}
 	case len(m.Ports) > 0:
-		for role := range base.roles {
-			if !base.roles[role] {
-				continue
-			}
+		for _, side := range []uint32{bpf.MatchConnect, bpf.MatchAccept} {
 			t := base
-			t.roles = [2]bool{}
-			t.roles[role] = true
+			t.roles = [bpf.MatchRoles]bool{}
+			for _, p := range protocols {
+				t.roles[roleOf(side, p)] = base.roles[roleOf(side, p)]
+			}
 			ports := &t.remotePorts
-			if role == int(bpf.MatchAccept) {
+			if side == bpf.MatchAccept {
 				ports = &t.localPorts
 			}
-			if *ports = common(*ports, m.Ports); len(*ports) > 0 {
+			if *ports = common(*ports, m.Ports); len(*ports) > 0 && t.roles != [bpf.MatchRoles]bool{} {
 				split = append(split, t)
 			}
 		}
@@ -71,8 +80,8 @@ func terms(index int, m config.Match, services []config.Service) []term {
 
 // at narrows a term to what a listener accepts.
 func (t term) at(l config.Listener) term {
-	t.roles = [2]bool{}
-	t.roles[bpf.MatchAccept] = true
+	t.roles = [bpf.MatchRoles]bool{}
+	t.roles[roleOf(bpf.MatchAccept, l.Protocol)] = true
 	t.localPorts = []config.PortRange{{First: l.Address.Port(), Last: l.Address.Port()}}
 	addr := l.Address.Addr()
 	switch {
@@ -102,13 +111,18 @@ func common(a, b []config.PortRange) []config.PortRange {
 
 // Compile makes what the programs read of the rules of one cgroup, of which
 // matches are what they match on, in their order. Services are those of the
-// policy. It fails if they have more than bpf.MatchTerms terms.
-func Compile(matches []config.Match, services []config.Service) (*bpf.MatchRules, error) {
+// policy. Protocols has those of each rule; nil: all are of TCP. It fails if they
+// have more than bpf.MatchTerms terms.
+func Compile(matches []config.Match, protocols [][]config.Protocol, services []config.Service) (*bpf.MatchRules, error) {
 	compiled := &bpf.MatchRules{}
 	set := &compiled.Ruleset
 	var all []term
 	for i, m := range matches {
-		all = append(all, terms(i, m, services)...)
+		of := []config.Protocol{config.TCP}
+		if protocols != nil {
+			of = protocols[i]
+		}
+		all = append(all, terms(i, m, of, services)...)
 	}
 	if len(all) > bpf.MatchTerms {
 		return nil, fmt.Errorf("compile rules: they have %d terms, at most %d; a list of ports counts twice, a service once a listener", len(all), bpf.MatchTerms)

@@ -68,7 +68,7 @@ func FuzzCompile(f *testing.F) {
 			prefixes += len(s.Listeners)
 			ranges += len(s.Listeners)
 		}
-		c, err := match.Compile(matches, m.services)
+		c, err := match.Compile(matches, nil, m.services)
 		if err != nil {
 			return
 		}

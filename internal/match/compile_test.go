@@ -239,7 +239,7 @@ func newFinder(t testing.TB) *finder {
 // their index as what they learn by.
 func (f *finder) installed(matches []config.Match, services []config.Service) {
 	f.t.Helper()
-	compiled, err := match.Compile(matches, services)
+	compiled, err := match.Compile(matches, nil, services)
 	if err != nil {
 		f.t.Fatal(err)
 	}
@@ -431,7 +431,7 @@ func TestMostTerms(t *testing.T) {
 	if hits := f.agree(nil, asked); len(hits) != len(matches) || hits[none] > 0 {
 		t.Errorf("%d rules of %d got connections, %d connections got none", len(hits), len(matches), hits[none])
 	}
-	if _, err := match.Compile(append(matches, config.Match{}), nil); err == nil || !strings.Contains(err.Error(), "513 terms, at most 512") {
+	if _, err := match.Compile(append(matches, config.Match{}), nil, nil); err == nil || !strings.Contains(err.Error(), "513 terms, at most 512") {
 		t.Errorf("513 terms: got %v", err)
 	}
 }

@@ -16,10 +16,10 @@ import (
 // order. Services are those of the policy; a group's number of a service counts
 // them from 1.
 func Compile(rules []config.TraceRule, services []config.Service) (*bpf.TraceRules, error) {
-	matches := make([]config.Match, len(rules))
+	matches, protocols := make([]config.Match, len(rules)), make([][]config.Protocol, len(rules))
 	compiled := &bpf.TraceRules{Services: make(map[bpf.TraceListener]uint32)}
 	for i, rule := range rules {
-		matches[i] = rule.Match
+		matches[i], protocols[i] = rule.Match, rule.Protocols
 		r := bpf.TraceRule{
 			Connections: uint32(rule.Connections), Messages: uint32(rule.Messages.OneIn),
 			Flags: flagsOf(rule), First: uint32(compiled.Groups), Groups: uint32(rule.Groups),
@@ -36,7 +36,7 @@ func Compile(rules []config.TraceRule, services []config.Service) (*bpf.TraceRul
 		compiled.Rules = append(compiled.Rules, r)
 		compiled.Groups += rule.Groups + 1
 	}
-	sets, err := match.Compile(matches, services)
+	sets, err := match.Compile(matches, protocols, services)
 	if err != nil {
 		return nil, err
 	}

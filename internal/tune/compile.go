@@ -29,7 +29,7 @@ func Compile(rules []config.TuneRule, services []config.Service, skip Skips) (*b
 		}
 		compiled.Rules = append(compiled.Rules, r)
 	}
-	found, err := match.Compile(matches, services)
+	found, err := match.Compile(matches, nil, services)
 	if err != nil {
 		return nil, err
 	}
