@@ -108,7 +108,7 @@ func (d *decoder) checkMatch(path string, m Match, protocols []Protocol, service
 			hint = cmp.Or(didYouMean(m.Service, known), "services: "+strings.Join(known, ", "))
 		}
 		d.refuseAt(at, "is not a service of this policy: "+quoteShort(m.Service), hint)
-	} else if l := services[i].Listeners; len(l) > 0 && !slices.ContainsFunc(l, func(l Listener) bool { return l.Protocol == "" || slices.Contains(protocols, l.Protocol) }) {
+	} else if l := services[i].Listeners; len(l) > 0 && len(protocols) > 0 && !slices.ContainsFunc(l, func(l Listener) bool { return l.Protocol == "" || slices.Contains(protocols, l.Protocol) }) {
 		d.refuseAt(at, "service "+m.Service+" has no "+joinWords(upper(protocols), "or")+" listener", "the rule is for "+joinWords(upper(protocols), "and")+" alone")
 	}
 	if m.Role == RoleConnect {
