@@ -89,9 +89,9 @@ type Stream struct {
 func (s *Stream) Next(into any) error {
 	line, err := s.buffer.ReadBytes('\n')
 	switch {
-	case err == io.EOF && len(line) == 0:
+	case errors.Is(err, io.EOF) && len(line) == 0:
 		return io.EOF
-	case err == io.EOF:
+	case errors.Is(err, io.EOF):
 		err = io.ErrUnexpectedEOF
 	case err == nil:
 		err = json.Unmarshal(line, into)

@@ -4,6 +4,7 @@ package cli
 
 import (
 	"bytes"
+	"encoding"
 	"encoding/json"
 	"fmt"
 	"net/netip"
@@ -15,6 +16,7 @@ import (
 	"time"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/trace"
 )
 
 // answers are the types that commands print with -o json.
@@ -34,6 +36,12 @@ var answers = []struct {
 	{"tune trial", agent.TuneTrial{}},
 	{"tune learned", []agent.TuneLearned{}},
 	{"tune revert", agent.TuneLive{}},
+	{"trace", traced{}},
+	{"trace slow", []agent.TraceSlow{}},
+	{"trace samples", trace.Sample{}},
+	{"trace report", written{}},
+	{"trace compare", compared{}},
+	{"trace packets", tracedPackets{}},
 	{"register, unregister", agent.Membership{}},
 	{"doctor", []agent.Finding{}},
 	{"version", version{}},
@@ -52,6 +60,10 @@ func fieldsOf(path string, t reflect.Type, optional bool) []string {
 		return []string{path + " time" + suffix}
 	case t == reflect.TypeFor[netip.Addr]():
 		return []string{path + " address" + suffix}
+	case t == reflect.TypeFor[trace.Histogram]():
+		return []string{path + ".count number", path + ".sum_ns number", path + ".max_ns number", path + ".buckets[][] number"}
+	case t.Kind() != reflect.Pointer && t.Implements(reflect.TypeFor[encoding.TextMarshaler]()):
+		return []string{path + " string" + suffix}
 	}
 	switch t.Kind() {
 	case reflect.Pointer:
@@ -60,25 +72,32 @@ func fieldsOf(path string, t reflect.Type, optional bool) []string {
 		}
 		fields := fieldsOf(path, t.Elem(), false)
 		for i := range fields {
-			fields[i] += suffix
+			fields[i] = strings.TrimSuffix(fields[i], suffix) + suffix
 		}
 		return fields
 	case reflect.Slice:
 		if t.Elem().Kind() == reflect.Struct {
 			return fieldsOf(path+"[]", t.Elem(), false)
 		}
+		if t.Elem().Kind() == reflect.Uint8 {
+			return []string{path + " string" + suffix}
+		}
 		return []string{path + "[] string" + suffix}
 	case reflect.Map:
-		return []string{path + ".* number" + suffix}
+		value := t.Elem()
+		if value.Kind() == reflect.Pointer {
+			value = value.Elem()
+		}
+		return fieldsOf(path+".*", value, optional)
 	case reflect.Struct:
 		var fields []string
 		for _, f := range reflect.VisibleFields(t) {
 			name, options, _ := strings.Cut(f.Tag.Get("json"), ",")
-			if f.Anonymous || len(f.Index) > 1 && !t.FieldByIndex(f.Index[:1]).Anonymous {
+			if f.Anonymous || !f.IsExported() || len(f.Index) > 1 && !t.FieldByIndex(f.Index[:1]).Anonymous {
 				continue
 			}
 			sub := strings.TrimPrefix(path+"."+name, ".")
-			fields = append(fields, fieldsOf(sub, f.Type, strings.Contains(options, "omitempty"))...)
+			fields = append(fields, fieldsOf(sub, f.Type, strings.Contains(options, "omit"))...)
 		}
 		return fields
 	case reflect.Bool:

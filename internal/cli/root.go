@@ -132,7 +132,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 		c.runCommand(), c.registerCommand(), c.unregisterCommand(),
 		c.statusCommand(), c.slotsCommand(), c.devicesCommand(), c.whereCommand(),
 		c.checkCommand(), c.planCommand(), c.applyCommand(),
-		c.tuneCommand(),
+		c.tuneCommand(), c.traceCommand(),
 		c.doctorCommand(), c.versionCommand(),
 	)
 	root.SetHelpCommand(&cobra.Command{

@@ -16,7 +16,7 @@ import (
 func (c *command) statusCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "status",
-		Short: "Show the agent, its services and tuned cgroups, and what is wrong",
+		Short: "Show the agent, its services, tuned and traced cgroups, and what is wrong",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var s agent.Status
 			if err := c.client().Get(cmd.Context(), "/v1/status", nil, &s); err != nil {
@@ -60,7 +60,22 @@ func (c *command) status(w io.Writer, s *agent.Status) {
 		}
 		fmt.Fprintf(w, "%s\t%d\t%s\n", t.Cgroup, t.Rules, yesNo(t.Attached))
 	}
+	for i, t := range s.Trace {
+		if i == 0 && len(s.Services)+len(s.Tune) > 0 {
+			fmt.Fprintln(w)
+		}
+		if i == 0 {
+			fmt.Fprintln(w, "TRACED CGROUP\tRULES\tATTACHED")
+		}
+		fmt.Fprintf(w, "%s\t%d\t%s\n", t.Cgroup, len(t.Rules), yesNo(t.Attached))
+	}
 	for _, t := range s.Tune {
+		if t.Problem != "" {
+			fmt.Fprintf(w, "\n%s: %s\n", t.Cgroup, t.Problem)
+			hint(w, t.Hint)
+		}
+	}
+	for _, t := range s.Trace {
 		if t.Problem != "" {
 			fmt.Fprintf(w, "\n%s: %s\n", t.Cgroup, t.Problem)
 			hint(w, t.Hint)

@@ -28,7 +28,8 @@ type fake struct {
 	asked   []string       // method, path, query and body
 }
 
-// newFake starts a fake. Answers of type agent.Failure are failures.
+// newFake starts a fake. Answers of type agent.Failure are failures, those of
+// type http.HandlerFunc answer themselves.
 func newFake(t *testing.T) *fake {
 	t.Helper()
 	f := &fake{host: newHost(t, "services: {}\n"), answers: make(map[string]any)}
@@ -55,7 +56,11 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if !ok {
 		answer = agent.Failure{Error: "the agent has no " + r.URL.Path, Code: agent.CodeUsage}
 	}
-	if _, ok := answer.(agent.Failure); ok {
+	switch answer := answer.(type) {
+	case http.HandlerFunc:
+		answer(w, r)
+		return
+	case agent.Failure:
 		w.WriteHeader(http.StatusBadRequest)
 	}
 	if err := json.NewEncoder(w).Encode(answer); err != nil {
@@ -572,16 +577,20 @@ func TestTuneCompletion(t *testing.T) {
 	}
 }
 
-// Each command of tune has a help that fits a terminal, and an example; one
-// with commands below it still does something itself.
-func TestTuneHelp(t *testing.T) {
+// Each command of tune and trace has a help that fits a terminal, and an
+// example; one with commands below it still does something itself.
+func TestHelp(t *testing.T) {
 	f := newFake(t)
 	root := Root(Host())
-	tuneCommand, _, err := root.Find([]string{"tune"})
-	if err != nil || len(tuneCommand.Commands()) == 0 {
-		t.Fatalf("%v, %v", err, tuneCommand.Commands())
+	var all []*cobra.Command
+	for _, noun := range []string{"tune", "trace"} {
+		cmd, _, err := root.Find([]string{noun})
+		if err != nil || len(cmd.Commands()) == 0 {
+			t.Fatalf("%s: %v, %v", noun, err, cmd.Commands())
+		}
+		all = append(append(all, cmd), cmd.Commands()...)
 	}
-	for _, cmd := range append(tuneCommand.Commands(), tuneCommand) {
+	for _, cmd := range all {
 		if cmd.Short == "" || strings.HasSuffix(cmd.Short, ".") || cmd.Long == "" || cmd.Example == "" {
 			t.Errorf("%s: %q, %q, %q", cmd.CommandPath(), cmd.Short, cmd.Long, cmd.Example)
 		}

@@ -68,7 +68,7 @@ func Explain(s *Sample) Explanation {
 	switch s.Outcome {
 	case Unacknowledged:
 		return s.explainGivenUp()
-	case Overwritten, Coalesced, Missed, Full, Application, Refused:
+	case Overwritten, Missed, Full, Application, Refused:
 		return Explanation{Stage: Total, Cause: CauseUnknown, Text: "it was not measured: " + unmeasured[s.Outcome], Details: s.state()}
 	}
 	legs := s.legs()
@@ -105,7 +105,6 @@ func Explain(s *Sample) Explanation {
 
 var unmeasured = map[Outcome]string{
 	Overwritten: "a later message took its key before it was sent",
-	Coalesced:   "it was joined to a later message on the way",
 	Missed:      "it was acknowledged, and the kernel gave no stamp",
 	Full:        "too many messages of the connection were under way",
 	Application: "the application's own timestamps had its key",
@@ -358,7 +357,7 @@ func (s *Sample) whyHeld(took time.Duration) (finding, bool) {
 		return finding{cause: CauseSendBuffer, text: fmt.Sprintf("the send buffer was too small to keep the connection busy, for %s", FormatDuration(s.BufferLimited))}, true
 	}
 	if s.Nagle && partial && s.InFlight > 0 && s.others() == 0 && s.WindowLimited <= coarse && took <= 2*s.SRTT+ackDelay {
-		f := finding{cause: CauseNagle, text: fmt.Sprintf("its last segment was not full (%s, a full one has %s), and waited for the acknowledgement of what was on the way", formatBytes(uint64(s.Unsent%s.MSS)), formatBytes(uint64(s.MSS)))}
+		f := finding{cause: CauseNagle, text: fmt.Sprintf("its last segment was not full (%d B, a full one has %d B), and waited for the acknowledgement of what was on the way", s.Unsent%s.MSS, s.MSS)}
 		f.details = append(f.details, "TCP_NODELAY sends such segments at once")
 		if s.SRTT > 0 && took > 2*s.SRTT {
 			f.details = append(f.details, fmt.Sprintf("a round trip takes %s: the peer delayed its acknowledgement", FormatDuration(s.SRTT)))
@@ -370,7 +369,7 @@ func (s *Sample) whyHeld(took time.Duration) (finding, bool) {
 
 func (s *Sample) cwndText() string {
 	cwnd, _ := s.room()
-	return fmt.Sprintf("the congestion window, %d %s of %s with %d in flight, had %s", s.Cwnd, plural(uint64(s.Cwnd), "packet", "packets"), formatBytes(uint64(s.MSS)), s.InFlight, s.roomText(cwnd))
+	return fmt.Sprintf("the congestion window, %d %s of %d B with %d in flight, had %s", s.Cwnd, plural(uint64(s.Cwnd), "packet", "packets"), s.MSS, s.InFlight, s.roomText(cwnd))
 }
 
 func (s *Sample) windowText() string {

@@ -6,7 +6,7 @@ import (
 	"bytes"
 	"cmp"
 	"crypto/sha256"
-	"embed"
+	_ "embed" // for the report's files
 	"encoding/base64"
 	"fmt"
 	"html/template"
@@ -36,37 +36,35 @@ type Report struct {
 
 // Bounds of a page. What is beyond is summed up or left out, and the page says so.
 const (
-	reportRows  = 64      // of the overview
-	reportCards = 16      // groups with plots of their own
-	reportPlots = 3 << 20 // bytes of plots, after which no other group gets its own
-	reportSlow  = 40      // slowest messages
-	reportAlike = 6       // of them, of one group
-	reportLabel = 120     // characters of a name from outside
+	reportRows  = 64        // of the overview
+	reportCards = 16        // groups with plots of their own
+	reportPlots = 3_000_000 // bytes of plots, after which no other group gets its own
+	reportSlow  = 40        // slowest messages
+	reportAlike = 6         // of them, of one group
+	reportLabel = 120       // characters of a name from outside
 	reportNotes = 50
 )
 
-//go:embed report
-var reportFiles embed.FS
+var (
+	//go:embed report/report.html
+	reportHTML string
+	//go:embed report/report.css
+	reportStyle string
+	//go:embed report/report.js
+	reportScript string
+)
 
 // WriteReport writes a page that shows all of a report and needs no other file:
 // HTML, with plots that need no script. The same report gives the same page.
 func WriteReport(w io.Writer, r Report) error {
-	files := map[string]string{}
-	for _, name := range []string{"report.html", "report.css", "report.js"} {
-		data, err := reportFiles.ReadFile("report/" + name)
-		if err != nil {
-			return fmt.Errorf("read the report's %s: %w", name, err)
-		}
-		files[name] = string(data)
-	}
-	page, err := template.New("report").Funcs(plotFunctions).Parse(files["report.html"])
+	page, err := template.New("report").Funcs(plotFunctions).Parse(reportHTML)
 	if err != nil {
 		return fmt.Errorf("parse the report's template: %w", err)
 	}
 	view := newReportPage(r)
-	view.Style, view.Script = template.CSS(files["report.css"]), template.JS(files["report.js"])
+	view.Style, view.Script = template.CSS(reportStyle), template.JS(reportScript)
 	view.Policy = fmt.Sprintf("default-src 'none'; style-src '%s'; script-src '%s'; base-uri 'none'; form-action 'none'",
-		hashSource(files["report.css"]), hashSource(files["report.js"]))
+		hashSource(reportStyle), hashSource(reportScript))
 	var out bytes.Buffer
 	if err := page.Execute(&out, view); err != nil {
 		return fmt.Errorf("fill the report's template: %w", err)
@@ -98,6 +96,7 @@ type reportPage struct {
 	Ledgers        []ledger
 	Rows           []overviewRow
 	Sends, Reads   bool // there are columns for them
+	Courses        bool // and for the course over time
 	RowsLeft       string
 	Cards          []groupCard
 	CardsLeft      string
@@ -118,12 +117,12 @@ type stageMeaning struct {
 
 // ledger shows that what was chosen is what became of it.
 type ledger struct {
-	Title, What string
-	In          []entry
-	Out         []endings
-	Sum         string
-	None        string // outcomes that none had
-	Off         bool   // something is not accounted for
+	Title string
+	In    []entry
+	Out   []endings
+	Sum   string
+	None  string // outcomes that none had
+	Off   bool   // something is not accounted for
 }
 
 // endings are those of a kind, with their sum. Without a name, they are no kind.
@@ -373,7 +372,7 @@ func (page *reportPage) fillGroups(all []*series, axis timeAxis) {
 		chosen += s.Chosen
 		received += s.RXChosen
 	}
-	page.Sends, page.Reads = chosen > 0, received > 0
+	page.Sends, page.Reads, page.Courses = chosen > 0, received > 0, axis.columns > 1
 	page.fillFigures(all)
 
 	shown, size := 0, 0
@@ -381,7 +380,7 @@ func (page *reportPage) fillGroups(all []*series, axis timeAxis) {
 		if i == reportCards || size > reportPlots || s.messages() == 0 {
 			break
 		}
-		page.addCard(s, axis, &size)
+		size += page.addCard(s, axis)
 		shown++
 	}
 	rows := all
@@ -402,7 +401,7 @@ func (page *reportPage) fillGroups(all []*series, axis timeAxis) {
 	if rest := all[shown:]; len(rest) > 0 {
 		others := together(rest)
 		if others.messages() > 0 {
-			page.addCard(others, axis, &size)
+			page.addCard(others, axis)
 		}
 		page.CardsLeft = fmt.Sprintf("Plots are of the %s with most messages, and of the other %s together: %s of %s messages.",
 			countOf(shown, "group", "groups"), countText(uint64(len(rest))), countText(others.messages()), countText(chosen+received))
@@ -413,11 +412,18 @@ func (page *reportPage) fillGroups(all []*series, axis timeAxis) {
 func (page *reportPage) fillFigures(all []*series) {
 	whole := together(all)
 	if n := whole.Chosen; n > 0 {
-		stamped := whole.Outcomes[Acked] + whole.Outcomes[Retransmitted]
+		var stamped uint64
+		for _, o := range Stamped {
+			stamped += whole.Outcomes[o]
+		}
 		ended := sumOf(whole.Outcomes)
+		lost := "none lost"
+		if ended > stamped {
+			lost = countText(ended-stamped) + " lost, by kind below"
+		}
 		page.Figures = append(page.Figures,
 			reportFigure{"Messages sent", countText(n), "in " + countOf(len(all), "group", "groups")},
-			reportFigure{"Stamped", cmp.Or(shareText(stamped, ended), "none"), countText(ended-stamped) + " lost, by kind below"})
+			reportFigure{"Stamped", cmp.Or(shareText(stamped, ended), "none"), lost})
 	}
 	if h := whole.Stages[Total]; h != nil && h.Count > 0 {
 		page.Figures = append(page.Figures,
@@ -425,7 +431,11 @@ func (page *reportPage) fillFigures(all []*series) {
 			reportFigure{"Slow", durationText(h.Quantile(0.99)), "p99; the slowest " + durationText(time.Duration(h.Max))})
 	}
 	if n := whole.RXChosen; n > 0 {
-		page.Figures = append(page.Figures, reportFigure{"Received", countText(n), countText(whole.RXOutcomes[Dropped]) + " found no room in the socket"})
+		room := "all found room in the socket"
+		if dropped := whole.RXOutcomes[Dropped]; dropped > 0 {
+			room = countText(dropped) + " found no room in the socket"
+		}
+		page.Figures = append(page.Figures, reportFigure{"Received", countText(n), room})
 		if h := whole.Stages[config.StageReader]; h != nil && h.Count > 0 {
 			page.Figures = append(page.Figures, reportFigure{"Waiting for the reader", durationText(h.Quantile(0.99)), "p99; the longest " + durationText(time.Duration(h.Max))})
 		}
@@ -506,7 +516,8 @@ func composition(stages map[config.Stage]*Histogram, legs []config.Stage, q floa
 	return parts
 }
 
-func (page *reportPage) addCard(s *series, axis timeAxis, size *int) {
+// addCard gives how many bytes the drawings take.
+func (page *reportPage) addCard(s *series, axis timeAxis) int {
 	card := groupCard{ID: fmt.Sprintf("g%d", len(page.Cards)+1), Label: s.label, Whole: s.whole()}
 	if s.Chosen > 0 {
 		card.Facts = append(card.Facts, countText(s.Chosen)+" messages sent", bytesText(s.Bytes)+" acknowledged")
@@ -570,12 +581,9 @@ func (page *reportPage) addCard(s *series, axis timeAxis, size *int) {
 		}
 		d.Title = fmt.Sprintf("%s over time, of %s: p50 %s, p99 %s, max %s", row.Name, s.label, row.P50.Text, row.P99.Text, row.Max.Text)
 		card.Heats = append(card.Heats, d)
-		*size += len(d.Cells)
-		for _, l := range d.Levels {
-			*size += len(l.Path)
-		}
 	}
 	page.Cards = append(page.Cards, card)
+	return card.size()
 }
 
 // peak is a time in which a stage was slower than it is otherwise.
@@ -588,61 +596,86 @@ type peak struct {
 	within, outside time.Duration
 }
 
-// findPeak looks for columns whose 99th percentile is at least 3 times the usual
-// one, and for what is beside the worst of them and at least half as far above.
-// It is nil where there are fewer than minPeakColumns, or where these are too many
-// to be out of the usual.
+// findPeak looks for columns whose 99th percentile is at least 3 times the usual,
+// with those beside them that are slow too, and takes the slowest that are not so
+// by chance. It is nil if there are none.
 func findPeak(columns map[config.Stage][]*Histogram, whole config.Stage) *peak {
 	const minColumns, minValues, factor = 8, 50, 3
 	of := columns[whole]
 	p99 := make([]time.Duration, len(of))
-	var ordered []time.Duration
-	worst := 0
+	var ordered []int
 	for c, h := range of {
-		if h == nil || h.Count < minValues {
-			continue
-		}
-		p99[c] = h.Quantile(0.99)
-		ordered = append(ordered, p99[c])
-		if p99[c] > p99[worst] {
-			worst = c
+		if h != nil && h.Count >= minValues {
+			p99[c] = h.Quantile(0.99)
+			ordered = append(ordered, c)
 		}
 	}
 	if len(ordered) < minColumns {
 		return nil
 	}
-	slices.Sort(ordered)
-	found := &peak{first: worst, last: worst, worst: p99[worst], usual: ordered[len(ordered)/2]}
-	if found.worst < factor*found.usual {
-		return nil
-	}
-	above := found.usual * factor / 2
-	for found.first > 0 && p99[found.first-1] > above {
-		found.first--
-	}
-	for found.last+1 < len(p99) && p99[found.last+1] > above {
-		found.last++
+	slices.SortStableFunc(ordered, func(a, b int) int { return cmp.Compare(p99[b], p99[a]) })
+	usual := p99[ordered[(len(ordered)-1)/2]]
+	above := usual * factor / 2
+	var found *peak
+	for _, c := range ordered {
+		if p99[c] == 0 || p99[c] < factor*usual {
+			return nil
+		}
+		found = &peak{first: c, last: c, worst: p99[c], usual: usual}
+		for found.first > 0 && p99[found.first-1] > above {
+			found.first--
+		}
+		for found.last+1 < len(p99) && p99[found.last+1] > above {
+			found.last++
+		}
+		in, out := found.split(of)
+		if moreThanChance(countAbove(in, above), in.Count, countAbove(out, above), out.Count) {
+			break
+		}
 	}
 	for _, stage := range Stages {
 		if stage == whole || stage == config.StageNIC || slices.Contains(legsIn, stage) != slices.Contains(legsIn, whole) {
 			continue
 		}
-		var within, outside Histogram
-		for c, h := range columns[stage] {
-			switch {
-			case h == nil:
-			case c >= found.first && c <= found.last:
-				within.Add(h)
-			default:
-				outside.Add(h)
-			}
-		}
+		within, outside := found.split(columns[stage])
 		in, out := within.Quantile(0.99), outside.Quantile(0.99)
 		if in-out > found.within-found.outside {
 			found.cause, found.within, found.outside = stage, in, out
 		}
 	}
 	return found
+}
+
+// split sums up what is of the peak and what is not.
+func (p *peak) split(columns []*Histogram) (within, outside *Histogram) {
+	within, outside = &Histogram{}, &Histogram{}
+	for c, h := range columns {
+		switch {
+		case h == nil:
+		case c >= p.first && c <= p.last:
+			within.Add(h)
+		default:
+			outside.Add(h)
+		}
+	}
+	return within, outside
+}
+
+func countAbove(h *Histogram, d time.Duration) uint64 {
+	var n uint64
+	for _, count := range h.Buckets[Bucket(uint64(d))+1:] {
+		n += count
+	}
+	return n
+}
+
+// moreThanChance tells whether k of n are too many where the rest of the time has
+// other of others: by Chernoff's bound of Poisson's distribution, with a chance of
+// error below 2e-9, as many columns of many groups are looked at.
+func moreThanChance(k, n, other, others uint64) bool {
+	expected := float64(n) * float64(other+1) / float64(others+1)
+	seen := float64(k)
+	return seen > expected && seen*math.Log(seen/expected)-(seen-expected) > 20
 }
 
 func (p *peak) text(axis timeAxis, whole config.Stage) string {
@@ -693,17 +726,17 @@ func sumOf(outcomes map[Outcome]uint64) uint64 {
 func (page *reportPage) fillLedgers(all []*series) {
 	whole := together(all)
 	sides := []struct {
-		title, what string
-		chosen      uint64
-		outcomes    map[Outcome]uint64
-		order       []Outcome
-		stamped     []Outcome
-		open        string
-		of          func(*Result) (chosen, ended, open uint64)
+		title    string
+		chosen   uint64
+		outcomes map[Outcome]uint64
+		order    []Outcome
+		stamped  []Outcome
+		open     string
+		of       func(*Result) (chosen, ended, open uint64)
 	}{
-		{"Messages sent", "messages", whole.Chosen, whole.Outcomes, Outcomes, []Outcome{Acked, Retransmitted}, "under way",
+		{"Messages sent", whole.Chosen, whole.Outcomes, Outcomes, Stamped, "under way",
 			func(r *Result) (uint64, uint64, uint64) { return r.Chosen, sumOf(r.Outcomes), r.InFlight }},
-		{"Received", "segments and datagrams", whole.RXChosen, whole.RXOutcomes, RXOutcomes, []Outcome{Read}, "waiting",
+		{"Received", whole.RXChosen, whole.RXOutcomes, RXOutcomes, []Outcome{Read}, "waiting",
 			func(r *Result) (uint64, uint64, uint64) { return r.RXChosen, sumOf(r.RXOutcomes), r.RXWaiting }},
 	}
 	for _, side := range sides {
@@ -719,7 +752,7 @@ func (page *reportPage) fillLedgers(all []*series) {
 			b.extra += one.extra
 		}
 		count := side.chosen + b.start + b.extra
-		l := ledger{Title: side.title, What: side.what, Sum: countText(count), Off: b.missing+b.extra > 0}
+		l := ledger{Title: side.title, Sum: countText(count), Off: b.missing+b.extra > 0}
 		add := func(to *[]entry, name, meaning, kind string, n uint64) {
 			*to = append(*to, entry{Name: name, Meaning: meaning, Kind: kind, Count: countText(n), Share: shareText(n, count), Width: coordinate(100 * float64(n) / float64(count))})
 		}
@@ -728,7 +761,7 @@ func (page *reportPage) fillLedgers(all []*series) {
 			add(&l.In, side.open+" before", "chosen before this time", "open", b.start)
 		}
 		if b.extra > 0 {
-			add(&l.In, "not accounted for", "ended, but chosen in a time that no slice covers", "off", b.extra)
+			add(&l.In, "not accounted for", "ended, and no slice tells when it was chosen", "off", b.extra)
 		}
 		var none []string
 		var stamped, lost endings
@@ -751,7 +784,7 @@ func (page *reportPage) fillLedgers(all []*series) {
 		var open endings
 		add(&open.Entries, side.open, "at the end of this time", "open", b.end)
 		if b.missing > 0 {
-			add(&open.Entries, "not accounted for", "chosen, and ended in a time that no slice covers", "off", b.missing)
+			add(&open.Entries, "not accounted for", "chosen, and no slice tells how it ended", "off", b.missing)
 		}
 		l.Out = []endings{stamped, lost, open}
 		l.None = strings.Join(none, ", ")
@@ -977,7 +1010,7 @@ var outcomeMeanings = map[Outcome]string{
 	Acked:          "stamped, and acknowledged by the peer",
 	Retransmitted:  "stamped, and acknowledged after the last segment was sent again",
 	Overwritten:    "a later message took its key before it was sent",
-	Coalesced:      "joined to a later message after it was sent",
+	Coalesced:      "stamped, by the packet of a later message, to which its own was joined",
 	Missed:         "acknowledged, and the kernel gave no stamp",
 	Unacknowledged: "the connection ended first",
 	Full:           "too many of its connection were under way",

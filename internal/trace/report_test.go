@@ -4,15 +4,18 @@ package trace
 
 import (
 	"bytes"
+	"crypto/sha256"
+	"encoding/base64"
 	"encoding/xml"
 	"errors"
-
+	"fmt"
 	"io"
 	"math"
 	"math/rand/v2"
 	"net/netip"
 	"regexp"
-
+	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -47,7 +50,6 @@ func (w *world) sent(g Group, n int, message func() map[config.Stage]time.Durati
 		switch dice := w.random.IntN(1000); {
 		case dice < 12:
 			r.Outcomes[Coalesced]++
-			continue
 		case dice < 16:
 			r.Outcomes[Overwritten]++
 			continue
@@ -270,4 +272,887 @@ func parsePage(t *testing.T, page string) []element {
 		}
 	}
 	return elements
+}
+
+// contained checks that a page needs nothing but itself, and that what its parts
+// say of each other is so.
+func contained(t *testing.T, page string) []element {
+	t.Helper()
+	elements := parsePage(t, page)
+	ids := map[string]bool{}
+	for _, e := range elements {
+		if id, ok := e.attrs["id"]; ok {
+			if ids[id] {
+				t.Errorf("two elements have the id %q", id)
+			}
+			ids[id] = true
+		}
+	}
+	for _, e := range elements {
+		if slices.Contains([]string{"link", "img", "image", "iframe", "object", "embed", "base", "use", "form", "audio", "video", "source"}, e.name) {
+			t.Errorf("the page has a <%s>", e.name)
+		}
+		for name, value := range e.attrs {
+			switch {
+			case name == "href":
+				if !strings.HasPrefix(value, "#") || !ids[value[1:]] {
+					t.Errorf("<%s> refers to %q, which is not in the page", e.name, value)
+				}
+			case name == "for" || name == "aria-labelledby":
+				if !ids[value] {
+					t.Errorf("<%s %s=%q> names nothing in the page", e.name, name, value)
+				}
+			case name == "src" || name == "srcset" || name == "action" || name == "style" || strings.HasPrefix(name, "on"):
+				t.Errorf("<%s> has %s=%q", e.name, name, value)
+			case strings.Contains(value, "url("):
+				t.Errorf("<%s %s> refers to something: %q", e.name, name, value)
+			case value == "ZgotmplZ" || strings.Contains(value, "NaN") || strings.Contains(value, "Inf"):
+				t.Errorf("<%s %s=%q> is no value", e.name, name, value)
+			}
+		}
+	}
+	for _, part := range inlined.FindAllString(page, -1) {
+		for _, external := range []string{"http:", "https:", "url(", "@import", "fetch(", "XMLHttpRequest", "import("} {
+			if strings.Contains(part, external) {
+				t.Errorf("a style or script has %q", external)
+			}
+		}
+	}
+	return elements
+}
+
+func count(elements []element, name string) (n int) {
+	for _, e := range elements {
+		if e.name == name {
+			n++
+		}
+	}
+	return n
+}
+
+// find gives the first element with an attribute of that value.
+func find(t *testing.T, elements []element, attr, value string) element {
+	t.Helper()
+	for _, e := range elements {
+		if e.attrs[attr] == value {
+			return e
+		}
+	}
+	t.Fatalf("no element has %s=%q", attr, value)
+	return element{}
+}
+
+func TestReportNeedsNothingElse(t *testing.T) {
+	elements := contained(t, render(t, hour()))
+	if count(elements, "script") != 1 || count(elements, "style") != 1 {
+		t.Error("the page does not have one script and one style")
+	}
+	for _, id := range []string{"overview", "accounting", "groups", "readers", "slow", "reading"} {
+		find(t, elements, "id", id)
+	}
+	if n := count(elements, "article"); n != 5 {
+		t.Errorf("%d groups have plots, of 5", n)
+	}
+}
+
+// The policy must allow the page's own script and style, or a browser takes
+// neither.
+func TestReportPolicy(t *testing.T) {
+	page := render(t, hour())
+	policy := find(t, parsePage(t, page), "http-equiv", "Content-Security-Policy").attrs["content"]
+	for _, name := range []string{"script", "style"} {
+		_, after, _ := strings.Cut(page, "<"+name+">")
+		text, _, ok := strings.Cut(after, "</"+name+">")
+		sum := sha256.Sum256([]byte(text))
+		if want := name + "-src 'sha256-" + base64.StdEncoding.EncodeToString(sum[:]) + "'"; !ok || !strings.Contains(policy, want) {
+			t.Errorf("the policy %q has no %s", policy, want)
+		}
+	}
+	if !strings.HasPrefix(policy, "default-src 'none';") {
+		t.Errorf("the policy %q allows more", policy)
+	}
+}
+
+func TestReportIsDetermined(t *testing.T) {
+	first, second := hour(), hour()
+	random := rand.New(rand.NewPCG(3, 4))
+	for _, p := range second.Periods {
+		random.Shuffle(len(p.Results), func(i, j int) { p.Results[i], p.Results[j] = p.Results[j], p.Results[i] })
+	}
+	random.Shuffle(len(second.Slow), func(i, j int) { second.Slow[i], second.Slow[j] = second.Slow[j], second.Slow[i] })
+	page := render(t, first)
+	if render(t, first) != page {
+		t.Error("the same report gives two pages")
+	}
+	if render(t, second) != page {
+		t.Error("the order of results and samples changes the page")
+	}
+}
+
+func TestReportEscapes(t *testing.T) {
+	const script, image = `</script><script>alert(1)</script>`, `"><img src=x onerror=alert(1)>`
+	hostile := Group{Rule: script, Protocol: config.TCP, Service: image, Cgroup: "a' onclick='x' \u202e\x00\x1b[31m\xff", TuneRule: "{{.Host}}<!--", Arm: "</style>&amp;"}
+	h := &Histogram{}
+	for i := range uint64(2000) {
+		h.Observe(1000 + i*i)
+	}
+	w := newWorld()
+	r := Report{Host: script, Version: image, Notes: []string{script, image, "javascript:alert(1)\x1b\u202e"}}
+	for i := range 12 {
+		from := w.from.Add(time.Duration(i) * w.slice)
+		r.Periods = append(r.Periods, Period{From: from, To: from.Add(w.slice), Results: []Result{{
+			Group: hostile, Chosen: 2000, Outcomes: map[Outcome]uint64{Acked: 2000}, RXChosen: 3, RXOutcomes: map[Outcome]uint64{Read: 3},
+			Stages: map[config.Stage]*Histogram{Total: h, config.StageNetwork: h, config.StageReader: h}}}})
+	}
+	r.Slow = []Sample{{Ended: w.from, Group: hostile, Role: config.Role(image), Outcome: Outcome(script), Stages: map[config.Stage]time.Duration{Total: 5}}}
+	page := render(t, r)
+	if n := count(contained(t, page), "script"); n != 1 {
+		t.Errorf("the page has %d scripts", n)
+	}
+	for _, c := range page {
+		if c == '\u202e' || c < ' ' && c != '\n' && c != '\t' {
+			t.Errorf("the page has the character %U", c)
+		}
+	}
+	text := pageText(t, page)
+	for _, shown := range []string{script, image, "javascript:alert(1)"} {
+		if !strings.Contains(text, shown) {
+			t.Errorf("the page does not show %q as it is", shown)
+		}
+	}
+}
+
+func TestReportWithoutData(t *testing.T) {
+	at := newWorld().from
+	quiet := Period{From: at, To: at.Add(10 * time.Second), Results: []Result{{Group: bmpGroup("192.0.2.0/24", "")}}}
+	for _, test := range []struct {
+		name   string
+		report Report
+		want   string
+	}{
+		{"nothing", Report{Host: "a"}, "Nothing was measured in this time"},
+		{"no group", Report{Host: "a", Periods: []Period{{From: at, To: at.Add(time.Minute)}}}, "No message was chosen between 2026-11-21 14:00:00 and 14:01:00 UTC"},
+		{"silence", Report{Host: "a", Periods: []Period{quiet, quiet}}, "No message was chosen"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			page := render(t, test.report)
+			elements := contained(t, page)
+			if text := pageText(t, page); !strings.Contains(text, test.want) {
+				t.Errorf("the page does not say %q: %s", test.want, text)
+			}
+			if count(elements, "table") > 0 || count(elements, "svg") > 0 {
+				t.Error("there are tables or plots of nothing")
+			}
+		})
+	}
+	only := Report{Slow: slowSamples(newWorld(), bmpGroup("198.51.100.0/24", ""), bmpGroup("192.0.2.0/24", ""), bmpGroup("2001:db8::/48", ""))}
+	if text := pageText(t, render(t, only)); strings.Contains(text, "Nothing") || !strings.Contains(text, "Slowest messages") {
+		t.Errorf("slow messages without slices are not shown: %s", text)
+	}
+}
+
+// tables gives the cells of the tables in a part of a page.
+func tables(t *testing.T, part string) [][][]string {
+	t.Helper()
+	var all [][][]string
+	for _, table := range regexp.MustCompile(`(?s)<table.*?</table>`).FindAllString(part, -1) {
+		var rows [][]string
+		for _, row := range regexp.MustCompile(`(?s)<tr.*?</tr>`).FindAllString(table, -1) {
+			var cells []string
+			for _, cell := range regexp.MustCompile(`(?s)<t[dh][ >].*?</t[dh]>`).FindAllString(row, -1) {
+				var text strings.Builder
+				for _, e := range parsePage(t, "<!doctype html>"+cell) {
+					if e.name != "title" {
+						text.WriteString(e.text + " ")
+					}
+				}
+				cells = append(cells, oneLine(text.String()))
+			}
+			rows = append(rows, cells)
+		}
+		all = append(all, rows)
+	}
+	return all
+}
+
+func oneLine(text string) string { return strings.Join(strings.Fields(text), " ") }
+
+func section(t *testing.T, page, id string) string {
+	t.Helper()
+	_, after, ok := strings.Cut(page, `<section id="`+id+`">`)
+	part, _, closed := strings.Cut(after, "</section>")
+	if !ok || !closed {
+		t.Fatalf("the page has no section %s", id)
+	}
+	return part
+}
+
+func number(t *testing.T, text string) uint64 {
+	t.Helper()
+	n, err := strconv.ParseUint(strings.ReplaceAll(text, ",", ""), 10, 64)
+	if err != nil {
+		t.Fatalf("%q is no count", text)
+	}
+	return n
+}
+
+// ledgerSums adds up the lines of a ledger: what went in and what came out, with
+// the sums that are shown of them.
+func ledgerSums(t *testing.T, rows [][]string) (in, out, sumIn, sumOut uint64, lines map[string]uint64) {
+	t.Helper()
+	lines = map[string]uint64{}
+	into, sum := &in, &sumIn
+	for _, row := range rows {
+		n := number(t, row[1])
+		switch row[0] {
+		case "sum":
+			*sum = n
+			into, sum = &out, &sumOut
+		case "stamped", "lost":
+			lines[row[0]] = n
+		default:
+			lines[row[0]] = n
+			*into += n
+		}
+	}
+	return in, out, sumIn, sumOut, lines
+}
+
+func TestReportAddsUp(t *testing.T) {
+	r := hour()
+	var chosen, received, stamped, lost uint64
+	for _, p := range r.Periods {
+		for _, result := range p.Results {
+			chosen += result.Chosen
+			received += result.RXChosen
+			for outcome, n := range result.Outcomes {
+				if slices.Contains(Stamped, outcome) {
+					stamped += n
+				} else {
+					lost += n
+				}
+			}
+		}
+	}
+	page := render(t, r)
+	ledgers := tables(t, section(t, page, "accounting"))
+	if len(ledgers) != 2 {
+		t.Fatalf("%d ledgers", len(ledgers))
+	}
+	for i, want := range []uint64{chosen, received} {
+		in, out, sumIn, sumOut, lines := ledgerSums(t, ledgers[i])
+		if in != want || sumIn != want || out != want || sumOut != want || lines["chosen in this time"] != want {
+			t.Errorf("ledger %d: %d chosen, in %d (shown %d), out %d (shown %d)", i, want, in, sumIn, out, sumOut)
+		}
+		if i == 0 && (lines["stamped"] != stamped || lines["lost"] != lost) {
+			t.Errorf("%d stamped and %d lost are shown as %d and %d", stamped, lost, lines["stamped"], lines["lost"])
+		}
+	}
+	if text := pageText(t, page); !strings.Contains(text, "it adds up") || strings.Contains(text, "not accounted for") {
+		t.Error("the page does not say that it adds up")
+	}
+}
+
+// A report that begins while messages are under way, and one of which slices are
+// missing.
+func TestReportAccountsForWhatIsUnderWay(t *testing.T) {
+	at := newWorld().from
+	g := bmpGroup("192.0.2.0/24", "")
+	slice := func(i int, chosen, acked, lost, open uint64) Period {
+		from := at.Add(time.Duration(i) * 10 * time.Second)
+		return Period{From: from, To: from.Add(10 * time.Second), Results: []Result{{Group: g, Chosen: chosen, InFlight: open,
+			Outcomes: map[Outcome]uint64{Acked: acked, Overwritten: lost}}}}
+	}
+	for _, test := range []struct {
+		name    string
+		periods []Period
+		want    map[string]uint64
+		absent  string
+	}{
+		{"before", []Period{slice(0, 10, 12, 1, 4), slice(1, 5, 5, 1, 3)},
+			map[string]uint64{"chosen in this time": 15, "under way before chosen before this time": 7, "under way at the end of this time": 3, "stamped": 17, "lost": 2}, "not accounted for"},
+		{"silent slice", []Period{slice(0, 10, 7, 0, 3), {From: at.Add(10 * time.Second), To: at.Add(20 * time.Second)}, slice(2, 1, 4, 0, 0)},
+			map[string]uint64{"chosen in this time": 11, "under way at the end of this time": 0, "stamped": 11}, "not accounted for"},
+		{"gap", []Period{slice(0, 10, 2, 0, 8), slice(9, 10, 9, 0, 1)},
+			map[string]uint64{"not accounted for chosen, and no slice tells how it ended": 8, "under way at the end of this time": 1}, "it adds up"},
+		{"other gap", []Period{slice(0, 10, 10, 0, 0), slice(9, 10, 14, 0, 1)},
+			map[string]uint64{"not accounted for ended, and no slice tells when it was chosen": 5}, "it adds up"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			page := render(t, Report{Periods: test.periods})
+			in, out, sumIn, sumOut, lines := ledgerSums(t, tables(t, section(t, page, "accounting"))[0])
+			if in != out || sumIn != in || sumOut != out {
+				t.Errorf("in %d (shown %d), out %d (shown %d)", in, sumIn, out, sumOut)
+			}
+			for name, n := range test.want {
+				if got, ok := lines[name]; got != n || !ok {
+					t.Errorf("%s: %d, not %d; there are %v", name, got, n, lines)
+				}
+			}
+			if strings.Contains(pageText(t, page), test.absent) {
+				t.Errorf("the page says %q", test.absent)
+			}
+		})
+	}
+}
+
+func TestReportStages(t *testing.T) {
+	h, few := &Histogram{}, &Histogram{}
+	for range 1000 {
+		h.Observe(10_000_000)
+	}
+	few.Observe(700)
+	at := newWorld().from
+	p := Period{From: at, To: at.Add(time.Minute), Results: []Result{{Group: bmpGroup("192.0.2.0/24", ""), Chosen: 1000, Bytes: 1_500_000, Undriven: 3,
+		Outcomes: map[Outcome]uint64{Acked: 1000}, Stages: map[config.Stage]*Histogram{config.StageNetwork: h, config.StageQdisc: few, Total: h}}}}
+	page := render(t, Report{Periods: []Period{p}})
+	groups := section(t, page, "groups")
+	var stages []string
+	for _, row := range tables(t, groups)[0][1:] {
+		stages = append(stages, row[0])
+		if row[0] == "qdisc" {
+			if row[1] != "1" || row[6] != "700 ns" {
+				t.Errorf("qdisc: %v", row)
+			}
+			continue
+		}
+		if row[1] != "1,000" || row[6] != "10.0 ms" {
+			t.Errorf("%s: %v", row[0], row)
+		}
+		for _, cell := range row[2:6] {
+			if v, err := strconv.ParseFloat(strings.TrimSuffix(cell, " ms"), 64); err != nil || v < 9.4 || v > 10 {
+				t.Errorf("%s: %v, of 1000 messages that took 10 ms", row[0], row)
+			}
+		}
+	}
+	if want := []string{"qdisc", "network", "total"}; !slices.Equal(stages, want) {
+		t.Errorf("stages %v, not %v in the order of the way", stages, want)
+	}
+	text := pageText(t, page)
+	for _, want := range []string{"1.50 MB acknowledged", "3 of the messages got no stamp from a driver", "There is one slice of time only"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("the page does not say %q", want)
+		}
+	}
+	if !strings.Contains(groups, `title="of 1 value only"`) {
+		t.Error("a percentile of one value is not marked")
+	}
+	if strings.Contains(groups, `class="plot map"`) {
+		t.Error("there is a course over time of one slice")
+	}
+}
+
+// points reads the corners of a path of M, L, H and V with absolute coordinates.
+func points(t *testing.T, path string) [][2]float64 {
+	t.Helper()
+	var at [2]float64
+	var all [][2]float64
+	for _, step := range regexp.MustCompile(`([MLHV])([-0-9. ]+)`).FindAllStringSubmatch(path, -1) {
+		var numbers []float64
+		for _, text := range strings.Fields(step[2]) {
+			v, err := strconv.ParseFloat(text, 64)
+			if err != nil {
+				t.Fatalf("path %q: %v", path, err)
+			}
+			numbers = append(numbers, v)
+		}
+		switch step[1] {
+		case "H":
+			at[0] = numbers[0]
+		case "V":
+			at[1] = numbers[0]
+		default:
+			at = [2]float64{numbers[0], numbers[1]}
+		}
+		all = append(all, at)
+	}
+	return all
+}
+
+func TestDistributionPlot(t *testing.T) {
+	h := &Histogram{}
+	for range 300 {
+		h.Observe(1_000_000)
+	}
+	for range 700 {
+		h.Observe(100_000_000)
+	}
+	d := newDistribution("", map[config.Stage]*Histogram{config.StageNetwork: h})
+	axis := logAxis{d.First, d.Last, plotInnerWidth}
+	height := func(path string, at time.Duration) float64 {
+		x := axis.at(place(uint64(at)))
+		corners := points(t, path)
+		for i := 1; i < len(corners); i++ {
+			a, b := corners[i-1], corners[i]
+			if a[0] <= x && x <= b[0] && a[0] < b[0] {
+				return 1 - (a[1]+(b[1]-a[1])*(x-a[0])/(b[0]-a[0]))/plotInnerHeight
+			}
+		}
+		t.Fatalf("the curve does not reach %v", at)
+		return 0
+	}
+	for at, want := range map[time.Duration]float64{2 * time.Millisecond: 0.3, 50 * time.Millisecond: 0.3, 101 * time.Millisecond: 1} {
+		if got := height(d.Curves[0].Even, at); math.Abs(got-want) > 0.005 {
+			t.Errorf("%.3f of the messages took at most %v, not %.3f", got, at, want)
+		}
+	}
+	// 30 % of the messages are -log10(0.7) of three steps up.
+	if got, want := height(d.Curves[0].Tail, 50*time.Millisecond), -math.Log10(0.7)/3; math.Abs(got-want) > 0.005 {
+		t.Errorf("the tail is at %.3f of its height, not %.3f", got, want)
+	}
+	corners := points(t, d.Curves[0].Even)
+	for i := 1; i < len(corners); i++ {
+		if corners[i][0] < corners[i-1][0] || corners[i][1] > corners[i-1][1] {
+			t.Fatalf("the curve goes back at %v", corners[i])
+		}
+	}
+	if newDistribution("", map[config.Stage]*Histogram{config.StageNetwork: {}}) != nil {
+		t.Error("there is a plot of nothing")
+	}
+}
+
+// cellsOf reads the strokes of a heat map: the level of each cell, by column and
+// row from above.
+func cellsOf(t *testing.T, levels []level) map[[2]int]int {
+	t.Helper()
+	cells := map[[2]int]int{}
+	for _, l := range levels {
+		var x, y int
+		for _, step := range regexp.MustCompile(`([Mm])(-?\d+) (\d+)(?:\.5)?h(\d+)`).FindAllStringSubmatch(l.Path, -1) {
+			a, _ := strconv.Atoi(step[2])
+			b, _ := strconv.Atoi(step[3])
+			length, _ := strconv.Atoi(step[4])
+			if step[1] == "M" {
+				x, y = a, b
+			} else {
+				x, y = x+a, y+b
+			}
+			for range length {
+				if cells[[2]int{x, y}] != 0 {
+					t.Fatalf("cell %d,%d is drawn twice", x, y)
+				}
+				cells[[2]int{x, y}] = l.Number
+				x++
+			}
+		}
+	}
+	return cells
+}
+
+func TestHeatMap(t *testing.T) {
+	at := newWorld().from
+	var periods []Period
+	for i := range 6 {
+		if i == 3 {
+			continue
+		}
+		from := at.Add(time.Duration(i) * 10 * time.Second)
+		periods = append(periods, Period{From: from, To: from.Add(10 * time.Second)})
+	}
+	axis := newTimeAxis(periods)
+	if axis.columns != 6 {
+		t.Fatalf("%d columns of 6 slices", axis.columns)
+	}
+	random := rand.New(rand.NewPCG(5, 6))
+	columns := make([]*Histogram, axis.columns)
+	for _, c := range []int{0, 1, 2, 5} {
+		columns[c] = &Histogram{}
+		for range 300 * (c + 1) {
+			columns[c].Observe(uint64(float64(uint64(1)<<(14+c)) * math.Exp(random.NormFloat64())))
+		}
+	}
+	d := newHeat(Total, axis, columns, nil)
+	cells := cellsOf(t, d.Levels)
+	var most uint64
+	counts := map[[2]int]uint64{}
+	for c, h := range columns {
+		if h == nil {
+			continue
+		}
+		for i, n := range h.Buckets {
+			if n > 0 {
+				cell := [2]int{c, d.Rows - 1 - (i-d.First)/d.Each}
+				counts[cell] += n
+				most = max(most, counts[cell])
+			}
+		}
+	}
+	if len(cells) != len(counts) {
+		t.Errorf("%d cells are drawn, %d have messages", len(cells), len(counts))
+	}
+	for cell, n := range counts {
+		want := 1 + int(math.Log(float64(n))/math.Log(float64(most))*(heatLevels-0.001))
+		if cells[cell] != want {
+			t.Errorf("cell %v with %d of %d messages has level %d, not %d", cell, n, most, cells[cell], want)
+		}
+	}
+	if d.Gaps != "M3 0h1v1h-1z" {
+		t.Errorf("the gap is drawn as %q", d.Gaps)
+	}
+	told := strings.Split(d.Cells, ";")
+	for c, h := range columns {
+		if h == nil {
+			if told[c] != "" {
+				t.Errorf("column %d, with nothing, has %q", c, told[c])
+			}
+			continue
+		}
+		parts := strings.Split(told[c], ":")
+		var sum uint64
+		for _, n := range strings.Split(parts[0], ",")[1:] {
+			if n != "" {
+				sum += number(t, n)
+			}
+		}
+		if sum != h.Count || number(t, parts[1]) != uint64(h.Quantile(0.5)) || number(t, parts[3]) != h.Max {
+			t.Errorf("column %d has %q: %d of %d messages", c, told[c], sum, h.Count)
+		}
+	}
+	y := logAxis{float64(d.First), float64(d.First + d.Rows*d.Each), plotInnerHeight}
+	if got, want := points(t, d.Median)[0][1], plotInnerHeight-y.at(place(uint64(columns[0].Quantile(0.5)))); math.Abs(got-want) > 0.1 {
+		t.Errorf("the median is at %v, not %v", got, want)
+	}
+}
+
+func TestTimeAxis(t *testing.T) {
+	at := newWorld().from.In(time.FixedZone("IST", 5*3600+1800))
+	row := func(n int, length time.Duration) (periods []Period) {
+		for i := range n {
+			from := at.Add(time.Duration(i) * length)
+			periods = append(periods, Period{From: from, To: from.Add(length)})
+		}
+		return periods
+	}
+	for _, test := range []struct {
+		periods []Period
+		columns int
+		width   time.Duration // 0: any
+	}{
+		{row(1, time.Hour), 1, time.Hour},
+		{row(6, 10*time.Second), 6, 10 * time.Second},
+		{row(360, 10*time.Second), 120, 30 * time.Second},
+		{row(361, 10003*time.Millisecond), 120, 3 * 10003 * time.Millisecond},
+		{row(8640, 10*time.Second), 96, 15 * time.Minute},
+		{append(row(1, time.Second), Period{From: at.AddDate(1, 0, 0), To: at.AddDate(1, 0, 0).Add(time.Second)}), 120, 0},
+	} {
+		axis := newTimeAxis(test.periods)
+		if axis.columns != test.columns || test.width != 0 && axis.width != test.width {
+			t.Errorf("%d slices: %d columns of %v", len(test.periods), axis.columns, axis.width)
+		}
+		last := -1
+		for _, p := range test.periods {
+			c := axis.middle(p)
+			if c < last || !axis.covered[c] {
+				t.Fatalf("the slice from %v is in column %d after %d, covered %v", p.From, c, last, axis.covered[c])
+			}
+			last = c
+		}
+	}
+	var texts []string
+	ticks := newTimeAxis(row(360, 10*time.Second)).ticks(600)
+	for _, tick := range ticks {
+		texts = append(texts, tick.Text)
+	}
+	if want := "19:30 19:40 19:50 20:00 20:10 20:20 20:30"; strings.Join(texts, " ") != want || ticks[1].At != 100 {
+		t.Errorf("ticks %v, the second at %v", texts, ticks[1].At)
+	}
+}
+
+func TestLogAxisTicks(t *testing.T) {
+	for first := 0; first < 511; first += 7 {
+		for last := first; last < 512; last += 13 {
+			axis := newLogAxis(first, last, plotInnerWidth)
+			if axis.first > float64(first) || axis.last < float64(last+1) {
+				t.Fatalf("the axis of %d to %d is from %v to %v", first, last, axis.first, axis.last)
+			}
+			end, written := -1.0, -100.0
+			for _, tick := range axis.ticks(46) {
+				if tick.At <= end {
+					t.Fatalf("%d to %d: ticks at %v and %v", first, last, end, tick.At)
+				}
+				end = tick.At
+				if tick.Text == "" {
+					continue
+				}
+				if tick.At-written < 40 {
+					t.Fatalf("%d to %d: text %q is %v from the last", first, last, tick.Text, tick.At-written)
+				}
+				written = tick.At
+			}
+			if written < 0 {
+				t.Fatalf("%d to %d: no tick has text", first, last)
+			}
+		}
+	}
+}
+
+func TestReportFindsWhatIsOutOfTheUsual(t *testing.T) {
+	_, peaks, _ := strings.Cut(section(t, render(t, hour()), "overview"), `<div class="peaks">`)
+	peaks, _, _ = strings.Cut(peaks, "</div>")
+	lines := regexp.MustCompile(`(?s)<li>.*?</li>`).FindAllString(peaks, -1)
+	wants := []string{
+		`treated From 14:25:00 to 14:29:00, p99 of total was up to \d+ ms; usually it is [67]\d\.\d ms\. Of its stages, qdisc rose most`,
+		`nfacctd@2\.service From 14:5[23]:[03]0 to 15:00:00, p99 of reader was up to 3\.\d\d s`,
+	}
+	if len(lines) != len(wants) {
+		t.Fatalf("%d things are out of the usual, not the congestion and the reader: %v", len(lines), lines)
+	}
+	for i, want := range wants {
+		if text := pageText(t, "<!doctype html>"+lines[i]); !regexp.MustCompile(want).MatchString(text) {
+			t.Errorf("%q does not say %s", text, want)
+		}
+	}
+}
+
+// Times with a long tail, of which each column has few, are high somewhere; that
+// is nothing to tell.
+func TestPeakIsNotChance(t *testing.T) {
+	random := rand.New(rand.NewPCG(9, 10))
+	world := func(slow func(column int) bool) map[config.Stage][]*Histogram {
+		columns := map[config.Stage][]*Histogram{}
+		for c := range 120 {
+			total, stack, network := &Histogram{}, &Histogram{}, &Histogram{}
+			for range 60 {
+				a, b := math.Exp(9+random.NormFloat64()), math.Exp(13+2*random.NormFloat64())
+				if slow(c) && random.IntN(3) == 0 {
+					a += 1e9
+				}
+				stack.Observe(uint64(a))
+				network.Observe(uint64(b))
+				total.Observe(uint64(a + b))
+			}
+			columns[Total] = append(columns[Total], total)
+			columns[config.StageStack] = append(columns[config.StageStack], stack)
+			columns[config.StageNetwork] = append(columns[config.StageNetwork], network)
+		}
+		return columns
+	}
+	for range 20 {
+		if p := findPeak(world(func(int) bool { return false }), Total); p != nil {
+			t.Errorf("columns %d to %d of a steady time are out of the usual: %v, usually %v", p.first, p.last, p.worst, p.usual)
+		}
+		p := findPeak(world(func(c int) bool { return c >= 70 && c <= 73 }), Total)
+		if p == nil || p.first > 70 || p.last < 73 || p.first < 65 || p.last > 78 || p.cause != config.StageStack {
+			t.Errorf("the slow columns 70 to 73 are found as %+v", p)
+		}
+	}
+}
+
+func TestReportReaders(t *testing.T) {
+	r := hour()
+	rows := tables(t, section(t, render(t, r), "readers"))[0]
+	results := r.Periods[len(r.Periods)-1].Results
+	flows := results[slices.IndexFunc(results, func(result Result) bool { return result.RXChosen > 0 })]
+	label, waiting, oldest := flows.Group.Label(), countText(flows.RXWaiting), oneLine(durationText(flows.RXOldest))
+	if len(rows) != 2 || strings.ReplaceAll(rows[1][0], "= ", "=") != label || rows[1][1] != waiting || rows[1][2] != oldest {
+		t.Errorf("readers %q, not %s with %s waiting, the oldest for %s", rows[1:], label, waiting, oldest)
+	}
+	for i := range r.Periods {
+		r.Periods[i].Results = slices.DeleteFunc(r.Periods[i].Results, func(result Result) bool { return result.RXChosen > 0 })
+	}
+	if page := render(t, r); strings.Contains(page, `id="readers"`) || strings.Contains(page, "Received") {
+		t.Error("there are readers where nothing was received")
+	}
+}
+
+func TestReportSlowMessages(t *testing.T) {
+	r := hour()
+	page := render(t, r)
+	slow := section(t, page, "slow")
+	at := -1
+	for _, want := range []string{"3.20\u00a0s", "742\u00a0ms", "444\u00a0ms", "200\u00a0ms", "106\u00a0ms", "31.2\u00a0ms"} {
+		i := strings.Index(slow, "<b>"+want+"</b>")
+		if i <= at {
+			t.Errorf("%s is not in its place", want)
+		}
+		at = i
+	}
+	if n := strings.Count(slow, `<svg class="way"`); n != len(r.Slow) {
+		t.Errorf("%d of %d messages have a bar", n, len(r.Slow))
+	}
+	text := pageText(t, page)
+	for i := range r.Slow {
+		e := Explain(&r.Slow[i])
+		if !strings.Contains(text, oneLine(sentence(e.Text))) || !strings.Contains(text, string(e.Cause)) {
+			t.Errorf("the page does not explain: %s: %s", e.Cause, e.Text)
+		}
+	}
+	var many []Sample
+	for i := range 100 {
+		for _, g := range []string{"192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24"} {
+			many = append(many, Sample{Ended: newWorld().from, Group: bmpGroup(g, ""), Outcome: Acked, Key: uint32(i), Stages: map[config.Stage]time.Duration{Total: time.Duration(i) * time.Millisecond}})
+		}
+	}
+	page = render(t, Report{Slow: many})
+	if n := strings.Count(section(t, page, "slow"), `<div class="head">`); n != 3*reportAlike {
+		t.Errorf("%d messages are shown, not %d of each group", n, reportAlike)
+	}
+	if text := pageText(t, page); !strings.Contains(text, "18 of 300 that were kept, at most 6 of a group") {
+		t.Error("the page does not say what it leaves out")
+	}
+}
+
+func TestSentence(t *testing.T) {
+	for text, want := range map[string]string{
+		"":                                     "",
+		"12.3 us of 1.5 s in the bus: 3 usual": "12.3\u00a0µs of 1.5 s in the bus: 3 usual.",
+		"given up":                             "Given up.",
+	} {
+		if got := sentence(text); got != want {
+			t.Errorf("%q becomes %q, not %q", text, got, want)
+		}
+	}
+}
+
+func TestWayOfMessage(t *testing.T) {
+	ms := time.Millisecond
+	for _, test := range []struct {
+		name   string
+		sample Sample
+		want   string // stages, and how many hundredths of the bar they have
+	}{
+		{"all", Sample{Outcome: Acked, Stages: map[config.Stage]time.Duration{config.StageSend: 10 * ms, config.StageStack: 20 * ms, config.StageQdisc: 30 * ms, config.StageNIC: 5 * ms, config.StageNetwork: 40 * ms, Total: 100 * ms}},
+			"send 10, stack 20, qdisc 30, network 40, nic inside 5"},
+		{"no driver", Sample{Outcome: Acked, Stages: map[config.Stage]time.Duration{config.StageStack: 25 * ms, Total: 100 * ms}}, "stack 25, ? 75"},
+		{"given up", Sample{Outcome: Unacknowledged, Stages: map[config.Stage]time.Duration{config.StageStack: 1 * ms, config.StageQdisc: 9 * ms, Total: 100 * ms}}, "stack 1, qdisc 9, ? 90"},
+		{"dropped here", Sample{Outcome: Acked, Requeued: 60 * ms, Stages: map[config.Stage]time.Duration{config.StageStack: 0, config.StageQdisc: 10 * ms, config.StageNetwork: 30 * ms, Total: 100 * ms}}, "stack 0, qdisc 60, qdisc 10, network 30"},
+		{"no total", Sample{Outcome: Acked, Stages: map[config.Stage]time.Duration{config.StageStack: 5 * ms, config.StageQdisc: 5 * ms, config.StageNetwork: 10 * ms}}, "stack 25, qdisc 25, network 50"},
+		{"nothing", Sample{Outcome: Acked}, ""},
+	} {
+		parts, ticks := wayOf(&test.sample)
+		var texts []string
+		at := 0.0
+		for _, p := range parts {
+			name := string(p.Stage)
+			if name == "" {
+				name = "?"
+			}
+			if p.Inside {
+				texts = append(texts, name+" inside "+coordinate(p.Length/wayWidth*100))
+				continue
+			}
+			if math.Abs(p.At-at) > 1e-6 {
+				t.Errorf("%s: %s begins at %v, not %v", test.name, name, p.At, at)
+			}
+			at = p.At + p.Length
+			texts = append(texts, name+" "+coordinate(p.Length/wayWidth*100))
+		}
+		if got := strings.Join(texts, ", "); got != test.want {
+			t.Errorf("%s: %s, not %s", test.name, got, test.want)
+		}
+		if len(parts) > 0 && (math.Abs(at-wayWidth) > 1e-6 || len(ticks) < 3 || len(ticks) > 9) {
+			t.Errorf("%s: the bar ends at %v and has %d ticks", test.name, at, len(ticks))
+		}
+	}
+}
+
+// An hour of 64 groups with long names whose times are all over, with each stage,
+// and a while of 70 more.
+func TestReportIsBounded(t *testing.T) {
+	random := rand.New(rand.NewPCG(7, 8))
+	var pool []*Histogram
+	for range 40 {
+		h := &Histogram{}
+		for range 4000 {
+			h.Observe(uint64(math.Exp(random.Float64() * 26)))
+		}
+		pool = append(pool, h)
+	}
+	var groups []Group
+	for i := range 134 {
+		groups = append(groups, Group{Rule: "r", Protocol: config.TCP, Port: uint16(1000 + i), Cgroup: fmt.Sprintf("%s/%d", strings.Repeat("a-long-name/", 300), i)})
+	}
+	w := newWorld()
+	r := Report{Host: "h"}
+	var messages uint64
+	for i := range 360 {
+		from := w.from.Add(time.Duration(i) * w.slice)
+		p := Period{From: from, To: from.Add(w.slice)}
+		for j, g := range groups {
+			if j >= 64 && i > 0 {
+				break
+			}
+			result := Result{Group: g, Chosen: 4000 + uint64(j), Outcomes: map[Outcome]uint64{Acked: 4000 + uint64(j)}, RXChosen: 4000, RXOutcomes: map[Outcome]uint64{Read: 4000}, Stages: map[config.Stage]*Histogram{}}
+			for _, stage := range Stages {
+				result.Stages[stage] = pool[random.IntN(len(pool))]
+			}
+			messages += result.Chosen + result.RXChosen
+			p.Results = append(p.Results, result)
+			if i%6 == 0 {
+				r.Slow = append(r.Slow, Sample{Ended: from, Group: g, Stages: map[config.Stage]time.Duration{Total: time.Duration(i)}})
+			}
+		}
+		r.Periods = append(r.Periods, p)
+	}
+	page := render(t, r)
+	if len(page) > 5_000_000 {
+		t.Errorf("the page has %d bytes", len(page))
+	}
+	elements := contained(t, page)
+	rows := tables(t, section(t, page, "overview"))[0][1:]
+	if len(rows) != 65 || !strings.HasPrefix(rows[64][0], "70 further groups, together") {
+		t.Fatalf("%d rows, the last %v", len(rows), rows[len(rows)-1])
+	}
+	var sum uint64
+	for _, row := range rows {
+		sum += number(t, row[1]) + number(t, row[2])
+	}
+	if sum != messages {
+		t.Errorf("the rows have %d of %d messages", sum, messages)
+	}
+	cards := count(elements, "article") - 1
+	if cards < 5 || cards > reportCards {
+		t.Errorf("%d groups have plots", cards)
+	}
+	text := pageText(t, page)
+	for _, want := range []string{
+		"The table has the 64 groups with most messages; the last row is the other 70 together.",
+		fmt.Sprintf("Plots are of the %d groups with most messages, and of the other %d together: ", cards, 134-cards),
+		"40 of 3,910 that were kept",
+	} {
+		if !strings.Contains(text, want) {
+			t.Errorf("the page does not say %q", want)
+		}
+	}
+	t.Logf("%d bytes, %d groups with plots", len(page), cards)
+}
+
+type brokenWriter struct{ err error }
+
+func (w brokenWriter) Write([]byte) (int, error) { return 0, w.err }
+
+func TestReportWriteError(t *testing.T) {
+	full := errors.New("no space left")
+	if err := WriteReport(brokenWriter{full}, Report{}); !errors.Is(err, full) || !strings.HasPrefix(err.Error(), "write the report: ") {
+		t.Errorf("the error is %v", err)
+	}
+}
+
+func TestReportTexts(t *testing.T) {
+	for d, want := range map[time.Duration]string{
+		0: "0", 1: "1 ns", 999: "999 ns", 1000: "1.00 µs", 12345: "12.3 µs", 999_400: "999 µs", 999_600: "1.00 ms", 9_996_000: "10.0 ms",
+		99_960_000: "100 ms", 999_600_000: "1.00 s", 75 * time.Second: "75.0 s", 549 * time.Second: "549 s",
+	} {
+		if got := strings.ReplaceAll(durationText(d), "\u00a0", " "); got != want {
+			t.Errorf("%d ns is %q, not %q", d, got, want)
+		}
+	}
+	for _, test := range []struct {
+		n, of uint64
+		want  string
+	}{{0, 0, ""}, {0, 9, "0 %"}, {9, 9, "100 %"}, {1, 1_000_000, "< 0.01 %"}, {999_999, 1_000_000, "> 99.99 %"}, {1, 200, "0.50 %"}, {1, 3, "33.3 %"}, {997, 1000, "99.70 %"}} {
+		if got := strings.ReplaceAll(shareText(test.n, test.of), "\u00a0", " "); got != test.want {
+			t.Errorf("%d of %d is %q, not %q", test.n, test.of, got, test.want)
+		}
+	}
+	for n, want := range map[uint64]string{0: "0", 999: "999", 1000: "1,000", 1234567: "1,234,567", 100000: "100,000"} {
+		if got := countText(n); got != want {
+			t.Errorf("%d is %q, not %q", n, got, want)
+		}
+	}
+	for d, want := range map[time.Duration]string{time.Hour: "1 h", 90 * time.Second: "1 min 30 s", 3 * time.Millisecond: "3.00 ms", 25*time.Hour + 5*time.Second: "1 d 1 h", 10 * time.Second: "10 s"} {
+		if got := strings.ReplaceAll(spanText(d), "\u00a0", " "); got != want {
+			t.Errorf("%v is %q, not %q", d, got, want)
+		}
+	}
 }

@@ -68,33 +68,49 @@ func (a logAxis) at(place float64) float64 {
 	return (min(max(place, a.first), a.last) - a.first) / (a.last - a.first) * a.length
 }
 
-// ticks are at 1, 2 and 5 of each power of ten, with text as far as there is
-// room for it.
+// ticks are at 1, 2 and 5 of each power of ten, as far as they do not run into
+// each other, and have text where it has so much room.
 func (a logAxis) ticks(room float64) []tick {
+	const apart = 5
 	var ticks []tick
-	all, written := []uint64{1, 2, 5}, []uint64{1}
-	octave := a.length / (a.last - a.first) * 16
-	switch {
-	case octave > room:
-		written = all
-	case octave*3.3 < room/3:
-		all = written
-	}
-	skip := max(1, int(math.Ceil(room/(octave*3.32))))
-	for power, exponent := uint64(1), 0; exponent < 12; power, exponent = power*10, exponent+1 {
-		for _, m := range all {
-			where := place(m * power)
-			if where < a.first || where > a.last {
-				continue
+	for power := uint64(1); power <= 1e11; power *= 10 {
+		for _, m := range []uint64{1, 2, 5} {
+			if where := place(m * power); where >= a.first && where <= a.last {
+				ticks = append(ticks, tick{At: a.at(where), Text: roundText(time.Duration(m * power))})
 			}
-			t := tick{At: a.at(where)}
-			if slices.Contains(written, m) && exponent%skip == 0 {
-				t.Text = roundText(time.Duration(m * power))
-			}
-			ticks = append(ticks, t)
 		}
 	}
-	return ticks
+	distance := func(i int, written []int) float64 {
+		least := math.Inf(1)
+		for _, w := range written {
+			least = min(least, math.Abs(ticks[i].At-ticks[w].At))
+		}
+		return least
+	}
+	var written, kept []int
+	for _, powers := range []bool{true, false} {
+		for i, t := range slices.Backward(ticks) {
+			if strings.HasPrefix(t.Text, "1") == powers && distance(i, written) >= room {
+				written = append(written, i)
+			}
+		}
+	}
+	kept = slices.Clone(written)
+	for i := range ticks {
+		if slices.Contains(written, i) {
+			continue
+		}
+		ticks[i].Text = ""
+		if distance(i, kept) >= apart {
+			kept = append(kept, i)
+		}
+	}
+	slices.Sort(kept)
+	shown := make([]tick, len(kept))
+	for i, k := range kept {
+		shown[i] = ticks[k]
+	}
+	return shown
 }
 
 // buckets gives the first and the last bucket that is not empty.
@@ -528,6 +544,23 @@ func newSpark(values []float64, title string) *spark {
 	return &spark{Path: b.String(), Title: title}
 }
 
+// size is about how many bytes of a page the drawings take.
+func (c *groupCard) size() int {
+	n := 0
+	if c.CDF != nil {
+		for _, v := range c.CDF.Curves {
+			n += len(v.Even) + len(v.Tail) + len(v.Data)
+		}
+	}
+	for _, d := range c.Heats {
+		n += len(d.Cells) + len(d.Gaps) + 2*len(d.Median) + 2*len(d.P99)
+		for _, l := range d.Levels {
+			n += len(l.Path)
+		}
+	}
+	return n
+}
+
 // part is a piece of a bar, in units of the bar's box.
 type part struct {
 	Stage  config.Stage // "" of what no stage tells
@@ -543,7 +576,7 @@ type bar struct {
 	Parts []part
 	Mark  float64 // where the whole ends; 0: not known
 	After float64 // where the text is
-	Text  string
+	Text  string  // the whole, or what is longest of it
 }
 
 // bars is a chart of where the time goes, on one scale from 0.
@@ -559,8 +592,8 @@ const barsWidth = 455
 // network's and lies inside it.
 func newBars(title string, stages map[config.Stage]*Histogram, order []config.Stage, whole config.Stage, quantiles ...quantile) *bars {
 	most := 0.0
-	type sum struct{ parts, whole float64 }
-	sums := make([]sum, len(quantiles))
+	type length struct{ parts, whole float64 }
+	sums := make([]length, len(quantiles))
 	any := false
 	for i, q := range quantiles {
 		for _, stage := range order {
@@ -581,6 +614,7 @@ func newBars(title string, stages map[config.Stage]*Histogram, order []config.St
 	chart := &bars{Title: title, X: evenTicks(time.Duration(most), barsWidth, 6)}
 	for i, q := range quantiles {
 		row := bar{Name: q.name, After: max(sums[i].parts, sums[i].whole)*scale + 8, Mark: sums[i].whole * scale, Text: stageName(whole) + " " + durationText(time.Duration(sums[i].whole))}
+		longest := time.Duration(-1)
 		at := 0.0
 		for _, stage := range order {
 			h := stages[stage]
@@ -588,6 +622,9 @@ func newBars(title string, stages map[config.Stage]*Histogram, order []config.St
 				continue
 			}
 			v := h.Quantile(q.share)
+			if longest = max(longest, v); longest == v && row.Mark == 0 {
+				row.Text = stageName(stage) + " " + durationText(v)
+			}
 			length := float64(v) * scale
 			row.Parts = append(row.Parts, part{Stage: stage, At: at, Length: length, Title: stageName(stage) + ": " + durationText(v)})
 			if nic := stages[config.StageNIC]; stage == config.StageNetwork && nic != nil && nic.Count > 0 {
@@ -625,7 +662,7 @@ func evenTicks(most time.Duration, length float64, n int) []tick {
 func durationText(d time.Duration) string {
 	v, unit := float64(d), "ns"
 	switch {
-	case d == 0:
+	case d <= 0:
 		return "0"
 	case d >= 999500*time.Microsecond:
 		v, unit = v/1e9, "s"
@@ -633,6 +670,9 @@ func durationText(d time.Duration) string {
 		v, unit = v/1e6, "ms"
 	case d >= 1000:
 		v, unit = v/1e3, "µs"
+	}
+	if unit == "ns" {
+		return strconv.FormatInt(int64(d), 10) + "\u00a0ns"
 	}
 	return digits(v) + "\u00a0" + unit
 }

@@ -50,6 +50,9 @@ const (
 // Outcomes are those of messages sent, in the order of the program's counters.
 var Outcomes = []Outcome{Acked, Retransmitted, Overwritten, Coalesced, Missed, Unacknowledged, Full, Application, Refused}
 
+// Stamped are the outcomes of messages whose stages were measured.
+var Stamped = []Outcome{Acked, Retransmitted, Coalesced}
+
 // RXOutcomes are those of what was received, likewise.
 var RXOutcomes = []Outcome{Read, Dropped, Unread, RXFull}
 

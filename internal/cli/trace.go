@@ -1,0 +1,378 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/url"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+	"sockeye/internal/trace"
+)
+
+// traced is the answer of trace -o json.
+type traced struct {
+	agent.TraceStatus
+	agent.TraceResults
+}
+
+// traceView is what trace shows.
+type traceView struct {
+	cgroup, selector string
+	since            time.Duration
+	stages           []config.Stage
+}
+
+func (c *command) traceCommand() *cobra.Command {
+	var v traceView
+	var names []string
+	var watch bool
+	cmd := &cobra.Command{
+		Use:   "trace",
+		Short: "Show where messages spend their time",
+		Long: `Trace shows, for each group of messages that a trace rule chose, how long they
+were in each stage of their way: of what is sent, send (sendmsg itself), stack
+(to the queueing discipline), qdisc (to the driver), nic (to the hardware's
+stamp, a part of network), network (from the driver to the acknowledgement) and
+total; of what is received, rx_stack (from the host to the socket) and reader
+(from there to the application).
+
+Below each group stands what became of all that were chosen, and how far the
+reader is behind now. Counts are since the rules are in force, or with --since
+of the last time only; the agent remembers an hour.`,
+		Example: `  sockeye trace
+  sockeye trace --watch --since 1m
+  sockeye trace --since 5m --select rule=replies,port=1790 --stage network`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			var err error
+			if v.stages, err = readStages(names); err != nil {
+				return err
+			}
+			if v.since, err = span(cmd, "since"); err != nil {
+				return err
+			}
+			if err := selection("--select", v.selector); err != nil {
+				return err
+			}
+			if !watch {
+				t, err := c.traced(cmd.Context(), v)
+				if err != nil {
+					return err
+				}
+				return c.print(t, func(l *text) { c.tracing(l, t, v) })
+			}
+			if c.output == "json" {
+				return agent.Usage(errors.New("--watch and --output json do not go together"), "without --watch there is one answer")
+			}
+			return c.watch(cmd.Context(), func() (*text, error) {
+				t, err := c.traced(cmd.Context(), v)
+				if err != nil {
+					return nil, err
+				}
+				var l text
+				c.tracing(&l, t, v)
+				return &l, nil
+			})
+		},
+	}
+	cmd.Flags().BoolVar(&watch, "watch", false, "show it again each second, until Ctrl-C")
+	cmd.Flags().String("since", "", "only the last time, as in 5m")
+	cmd.Flags().StringSliceVar(&names, "stage", nil, "only this stage; may be given more than once")
+	cmd.Flags().StringVar(&v.cgroup, "cgroup", "", "only this cgroup, named as in the policy")
+	selectFlag(cmd, &v.selector)
+	completeFlag(cmd, "since")
+	var words []cobra.Completion
+	for _, s := range trace.Stages {
+		words = append(words, string(s))
+	}
+	completeFlag(cmd, "stage", words...)
+	_ = cmd.RegisterFlagCompletionFunc("cgroup", c.tracedCgroups)
+	cmd.AddCommand(c.traceSlowCommand(), c.traceSamplesCommand(), c.traceReportCommand(), c.traceCompareCommand(), c.tracePacketsCommand())
+	return cmd
+}
+
+// tracedCgroups completes names of cgroups.
+func (c *command) tracedCgroups(cmd *cobra.Command, _ []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
+	var s agent.TraceStatus
+	if err := c.client().Get(cmd.Context(), "/v1/trace", nil, &s); err != nil {
+		return nil, cobra.ShellCompDirectiveError
+	}
+	var names []cobra.Completion
+	for _, g := range s.Cgroups {
+		names = append(names, g.Cgroup)
+	}
+	return names, cobra.ShellCompDirectiveNoFileComp
+}
+
+// traceStatus asks what is traced. The error has code 3 where this kernel can
+// trace nothing of what the rules ask for.
+func (c *command) traceStatus(ctx context.Context, cgroup string) (*agent.TraceStatus, error) {
+	var s agent.TraceStatus
+	if err := c.client().Get(ctx, "/v1/trace", given("cgroup", cgroup), &s); err != nil {
+		return nil, err
+	}
+	if s.Timestamps {
+		return &s, nil
+	}
+	for _, g := range s.Cgroups {
+		for _, r := range g.Rules {
+			if len(r.Stages) > 0 {
+				return &s, nil
+			}
+		}
+	}
+	return nil, lacksTimestamps(&s, "rx_stack, reader and datagrams can be traced, and the packets of a connection by sockeye trace packets")
+}
+
+// lacksTimestamps says what this kernel lacks.
+func lacksTimestamps(s *agent.TraceStatus, hint string) error {
+	return &agent.Error{Err: errors.New(untimed(s)), Hint: hint, Code: agent.CodeUnsupported}
+}
+
+func untimed(s *agent.TraceStatus) string {
+	return "this kernel cannot trace what is sent over TCP: it needs " + s.Needs
+}
+
+func (c *command) traced(ctx context.Context, v traceView) (*traced, error) {
+	status, err := c.traceStatus(ctx, v.cgroup)
+	if err != nil {
+		return nil, err
+	}
+	t := &traced{TraceStatus: *status}
+	q := given("since", spanText(v.since), "select", v.selector, "cgroup", v.cgroup)
+	if err := c.client().Get(ctx, "/v1/trace/results", q, &t.TraceResults); err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+// noRules says how to begin.
+func noRules(l *text) {
+	l.line("there are no trace rules")
+	l.hint("add one to the policy, as in trace: [{cgroup: telemetry.slice, group_by: remote/24}], and run sockeye apply")
+}
+
+// tracing shows what is traced, and what was measured.
+func (c *command) tracing(l *text, t *traced, v traceView) {
+	if !t.Timestamps {
+		l.line("%s", untimed(&t.TraceStatus))
+	}
+	if len(t.Cgroups) == 0 {
+		noRules(l)
+		return
+	}
+	for _, g := range t.Cgroups {
+		c.tracedCgroup(l, &g)
+	}
+	shown := slices.DeleteFunc(slices.Clone(t.Results), func(r trace.Result) bool {
+		return !slices.ContainsFunc(v.stages, func(s config.Stage) bool { return measuredIn(&r, s) }) && len(v.stages) < len(trace.Stages)
+	})
+	l.line("")
+	l.line("%s", c.period(t, v, len(shown)))
+	if len(shown) == 0 {
+		return
+	}
+	rows := [][]string{{"STAGE", "COUNT", "P50", "P90", "P99", "P99.9", "MAX"}}
+	for i := range shown {
+		r := &shown[i]
+		rows = append(rows, []string{""}, []string{r.Group.Label()})
+		for _, s := range v.stages {
+			if measuredIn(r, s) {
+				rows = append(rows, stageRow(s, r.Stages[s]))
+			}
+		}
+		for _, note := range accounts(r) {
+			rows = append(rows, []string{"  " + note})
+		}
+	}
+	l.line("")
+	l.table("lrrrrrr", rows)
+}
+
+func measuredIn(r *trace.Result, s config.Stage) bool {
+	h := r.Stages[s]
+	return h != nil && h.Count > 0
+}
+
+func stageRow(s config.Stage, h *trace.Histogram) []string {
+	row := []string{"  " + string(s), fmt.Sprint(h.Count)}
+	for _, q := range []float64{0.5, 0.9, 0.99, 0.999} {
+		row = append(row, took(h.Quantile(q)))
+	}
+	return append(row, took(time.Duration(min(h.Max, 1<<63-1))))
+}
+
+// period says what time the figures are of.
+func (c *command) period(t *traced, v traceView, groups int) string {
+	var words string
+	switch {
+	case v.since > 0:
+		words = "the last " + v.since.String()
+		if t.Partial {
+			words += ", of which the agent remembers what was since " + c.clock(t.From)
+		}
+	case t.From.IsZero():
+		return "no message was chosen yet"
+	default:
+		words = "since " + c.clock(t.From) + ", for " + t.To.Sub(t.From).Round(time.Second).String()
+	}
+	if groups > 0 {
+		return words
+	}
+	if v.selector != "" || len(v.stages) < len(trace.Stages) {
+		return words + ": no such message was chosen"
+	}
+	return words + ": no message was chosen"
+}
+
+// tracedCgroup shows a cgroup and its rules.
+func (c *command) tracedCgroup(l *text, g *agent.TracedCgroup) {
+	words := g.Cgroup
+	if g.Path != "" && g.Path != g.Cgroup {
+		words += " (" + g.Path + ")"
+	}
+	words += ": "
+	if !g.Attached {
+		words += "not "
+	}
+	words += "attached"
+	if g.Created {
+		words += ", made by the agent"
+	}
+	if g.Problem != "" {
+		words += ": " + g.Problem
+	}
+	l.line("%s", words)
+	l.hint(g.Hint)
+	for _, r := range g.Rules {
+		words := fmt.Sprintf("  rule %s: %s of the connections, %s of their messages", r.Name, r.Connections, r.Messages)
+		if strings.HasSuffix(r.Messages, "/s") {
+			words = fmt.Sprintf("  rule %s: %s of the connections, %s messages of each", r.Name, r.Connections, r.Messages)
+		}
+		if len(r.GroupBy) > 0 {
+			words += fmt.Sprintf(", by %s; %d of %s in use", strings.Join(r.GroupBy, ", "), r.Groups, count(r.Limit, "group", "groups"))
+		}
+		l.line("%s", words)
+		for _, s := range r.Skipped {
+			l.line("  rule %s: %s is skipped: it needs %s", r.Name, s.Stage, s.Needs)
+		}
+	}
+}
+
+// accounts tells what became of all messages of a group, and what is not known of
+// them.
+func accounts(r *trace.Result) []string {
+	var notes []string
+	if r.Chosen > 0 || r.InFlight > 0 || len(r.Outcomes) > 0 {
+		notes = append(notes, balance(r.Chosen, "chosen", r.Outcomes, trace.Outcomes, r.InFlight, "in flight"))
+	}
+	for _, lack := range []struct {
+		n    uint64
+		text string
+	}{
+		{r.Unqueued, "stack and qdisc are not known of %d, sent before they could be marked"},
+		{r.Undriven, "qdisc, nic and network are not known of %d, without a driver's stamp"},
+	} {
+		if lack.n > 0 {
+			notes = append(notes, fmt.Sprintf(lack.text, lack.n))
+		}
+	}
+	if r.RXChosen == 0 && r.RXWaiting == 0 && len(r.RXOutcomes) == 0 {
+		return notes
+	}
+	received := balance(r.RXChosen, "received", r.RXOutcomes, trace.RXOutcomes, r.RXWaiting, "waiting")
+	switch {
+	case r.RXWaiting > 0:
+		received += "; the reader is " + took(r.RXOldest) + " behind"
+	case measuredIn(r, config.StageReader):
+		received += "; the reader is not behind"
+	}
+	notes = append(notes, received)
+	if r.RXUnstamped > 0 {
+		notes = append(notes, fmt.Sprintf("rx_stack is not known of %d, which the host did not stamp", r.RXUnstamped))
+	}
+	return notes
+}
+
+// What a terminal is told, see console_codes(4): to begin at its first line, to
+// clear a line's or the screen's rest, and whether lines that are too long go on in
+// the next one.
+const (
+	atHome     = "\x1b[H"
+	clearLine  = "\x1b[K"
+	clearBelow = "\x1b[J"
+	cutLines   = "\x1b[?7l"
+	wrapLines  = "\x1b[?7h"
+)
+
+// watch shows a screen each second until ctx ends.
+func (c *command) watch(ctx context.Context, screen func() (*text, error)) error {
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	begun := false
+	defer func() {
+		if begun {
+			// Without a terminal there is nothing to set back.
+			_, _ = io.WriteString(c.Out, wrapLines)
+		}
+	}()
+	for {
+		l, err := screen()
+		if ctx.Err() != nil {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		begun = true
+		if _, err := io.WriteString(c.Out, cutLines+atHome+c.fit(l)+clearBelow); err != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+	}
+}
+
+// fit gives the lines of a screen, as many as the terminal has.
+func (c *command) fit(l *text) string {
+	lines := strings.SplitAfter(l.String(), "\n")
+	lines = lines[:len(lines)-1]
+	if height := c.height(); len(lines) > height {
+		left := len(lines) - height + 1
+		lines = append(lines[:height-1], fmt.Sprintf("… %s, for which the terminal is too small\n", count(left, "more line", "more lines")))
+	}
+	return strings.ReplaceAll(strings.Join(lines, ""), "\n", clearLine+"\n")
+}
+
+// height is how many lines can be shown.
+func (c *command) height() int {
+	const endless = 1 << 20
+	file, ok := c.Out.(*os.File)
+	if !ok {
+		return endless
+	}
+	size, err := unix.IoctlGetWinsize(int(file.Fd()), unix.TIOCGWINSZ)
+	if err != nil || size.Row < 3 {
+		return endless
+	}
+	return int(size.Row) - 1 // the cursor is in the last one
+}
+
+// query asks about a time and groups.
+func query(since time.Duration, selector string) url.Values {
+	return given("since", spanText(since), "select", selector)
+}

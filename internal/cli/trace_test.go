@@ -1,0 +1,413 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"math"
+	"net/http"
+	"net/netip"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+	"sockeye/internal/trace"
+)
+
+// noon is when the tests of trace are.
+var noon = time.Date(2026, 3, 14, 12, 0, 0, 0, time.UTC)
+
+// at runs a command at noon.
+func (f *fake) at(args ...string) result {
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	return f.during(ctx, args...)
+}
+
+// during runs a command at noon, until ctx ends.
+func (f *fake) during(ctx context.Context, args ...string) result {
+	var out, err bytes.Buffer
+	code := Run(ctx, append([]string{"--run-dir", f.run}, args...), Environment{
+		Out: &out, Err: &err, In: strings.NewReader(""), Now: func() time.Time { return noon },
+		Exec: func(string, []string, []string) error { return unix.ENOEXEC },
+	})
+	return result{code, out.String(), err.String()}
+}
+
+// golden compares with a file of testdata.
+func golden(t testing.TB, name, got string) {
+	t.Helper()
+	file := "testdata/" + name + ".golden"
+	if os.Getenv("UPDATE") != "" {
+		if err := os.WriteFile(file, []byte(got), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got != string(want) {
+		t.Errorf("%s: got\n%s\nwant\n%s", name, got, want)
+	}
+}
+
+// printsGolden runs a command that prints what a file has.
+func (f *fake) printsGolden(name string, args ...string) {
+	f.t.Helper()
+	r := f.at(args...)
+	if r.code != 0 || r.err != "" {
+		f.t.Errorf("sockeye %q: %d %s", args, r.code, r.err)
+	}
+	golden(f.t, name, r.out)
+	printableOnly(f.t, r.out)
+}
+
+var control = regexp.MustCompile(`[\x00-\x09\x0b-\x1f\x7f\x{80}-\x9f\x{202a}-\x{202e}\x{2066}-\x{2069}]`)
+
+// printableOnly fails the test for what a terminal would take as a command.
+func printableOnly(t testing.TB, out string) {
+	t.Helper()
+	if bad := control.FindString(out); bad != "" {
+		t.Errorf("%q is in the output:\n%q", bad, out)
+	}
+}
+
+// hostile is a name that somebody made to take over a terminal.
+const hostile = "a\x1b[2J\x07\nb\u202ec\u009b31m\xff"
+
+// times are counted in a histogram: each n times.
+func counted(n int, times ...time.Duration) *trace.Histogram {
+	h := &trace.Histogram{}
+	for _, d := range times {
+		for range n {
+			h.Observe(uint64(d))
+		}
+	}
+	return h
+}
+
+// telemetry is a cgroup that is traced.
+func telemetry() agent.TracedCgroup {
+	return agent.TracedCgroup{
+		Cgroup: "telemetry.slice", Path: "/main.slice/telemetry.slice", Attached: true, Since: noon.Add(-time.Hour), Programs: []string{"trace_sockops"}, Memory: 1 << 20,
+		Rules: []agent.TraceRuleStatus{{
+			Name: "replies", Match: "port 1790", Connections: "1/10", Messages: "1/100", GroupBy: []string{"remote/24", "port"}, Groups: 2, Limit: 64,
+			Stages: []string{"stack", "qdisc", "network"}, Protocols: []string{"tcp"},
+			Skipped: []agent.TraceSkipped{{Stage: "send", Needs: "fentry, which this architecture lacks"}},
+		}, {
+			Name: "flows", Match: "all", Connections: "1/1", Messages: "100/s", GroupBy: []string{}, Groups: 1, Limit: 1, Stages: []string{"rx_stack", "reader"},
+			Protocols: []string{"udp"}, Skipped: []agent.TraceSkipped{},
+		}},
+	}
+}
+
+func tracedStatus(cgroups ...agent.TracedCgroup) agent.TraceStatus {
+	return agent.TraceStatus{Timestamps: true, Cgroups: cgroups}
+}
+
+// oldKernel is a status without BPF timestamping.
+func oldKernel(cgroups ...agent.TracedCgroup) agent.TraceStatus {
+	return agent.TraceStatus{Needs: "BPF timestamping, Linux 6.15 or later", Cgroups: append([]agent.TracedCgroup{}, cgroups...)}
+}
+
+const untimedText = "this kernel cannot trace what is sent over TCP: it needs BPF timestamping, Linux 6.15 or later"
+
+func replies(remote string) trace.Group {
+	return trace.Group{Rule: "replies", Protocol: config.TCP, Remote: netip.MustParsePrefix(remote), Port: 1790}
+}
+
+// measurements are of groups of all kinds.
+func measurements() trace.Period {
+	ns, us, ms := time.Nanosecond, time.Microsecond, time.Millisecond
+	return trace.Period{From: noon.Add(-time.Hour), To: noon, Results: []trace.Result{{
+		Group: replies("192.0.2.0/24"), Chosen: 12400, InFlight: 5, Bytes: 1 << 30, Unqueued: 12,
+		Outcomes: map[trace.Outcome]uint64{trace.Acked: 12345, trace.Retransmitted: 30, trace.Coalesced: 20},
+		Stages: map[config.Stage]*trace.Histogram{
+			config.StageStack: counted(4115, 12*us, 13*us, 1240*us), config.StageQdisc: counted(6187, 850*ns, 900*ns),
+			config.StageNetwork: counted(4125, 10*ms, 11*ms, 2100*ms), trace.Total: counted(4125, 10*ms, 11*ms, 2101*ms),
+		},
+	}, {
+		Group: replies("2001:db8::/48"), Chosen: 3, InFlight: 3, Stages: map[config.Stage]*trace.Histogram{},
+	}, {
+		Group: trace.Group{Rule: "replies", Other: true}, Chosen: math.MaxUint64, Outcomes: map[trace.Outcome]uint64{trace.Acked: math.MaxUint64 - 1, "vanished_at_sea": 1}, Undriven: 7,
+		Stages: map[config.Stage]*trace.Histogram{config.StageStack: {Count: math.MaxUint64, Sum: math.MaxUint64, Max: math.MaxUint64, Buckets: [512]uint64{511: math.MaxUint64}}},
+	}, {
+		Group:    trace.Group{Rule: "flows", Protocol: config.UDP, Service: hostile, Cgroup: "/x\x1b]0;y\x07"},
+		RXChosen: 500, RXOutcomes: map[trace.Outcome]uint64{trace.Read: 490, trace.Dropped: 3}, RXWaiting: 7, RXOldest: 1234 * ms, RXUnstamped: 1,
+		Stages: map[config.Stage]*trace.Histogram{config.StageRXStack: counted(500, 4*us), config.StageReader: counted(245, 20*us, 900*ms)},
+	}, {
+		Group: trace.Group{Rule: "flows", Protocol: config.UDP}, RXChosen: 2, RXOutcomes: map[trace.Outcome]uint64{trace.Read: 2},
+		Stages: map[config.Stage]*trace.Histogram{config.StageReader: counted(1, 0, 16*ns)},
+	}}}
+}
+
+// tracing has the fake answer with measurements.
+func tracing(t *testing.T) *fake {
+	f := newFake(t)
+	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
+	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: measurements()}
+	return f
+}
+
+func (f *fake) wasAsked(want ...string) {
+	f.t.Helper()
+	if !slices.Equal(f.asked, want) {
+		f.t.Errorf("the agent was asked %q, want %q", f.asked, want)
+	}
+	f.asked = nil
+}
+
+func TestTrace(t *testing.T) {
+	f := tracing(t)
+	f.printsGolden("trace", "trace")
+	f.wasAsked("GET /v1/trace", "GET /v1/trace/results")
+	got := must[traced](f.host, "trace", "--since", "5m", "--select", "rule=replies,remote=192.0.2.0/24")
+	f.wasAsked("GET /v1/trace", "GET /v1/trace/results select=rule=replies,remote=192.0.2.0/24 since=5m0s")
+	if len(got.Results) != 5 || !got.Timestamps || got.Cgroups[0].Rules[1].Messages != "100/s" || got.Results[0].Stages[config.StageQdisc].Count != 12374 {
+		t.Errorf("%+v", got)
+	}
+
+	// Of one stage, a group without it is left out.
+	f.printsGolden("trace-stage", "trace", "--stage", "reader", "--stage", "network")
+	f.asked = nil
+
+	// Of one cgroup.
+	other := telemetry()
+	other.Cgroup, other.Path, other.Created, other.Attached = "/lab", "/lab", true, false
+	other.Problem, other.Hint = "attach: "+hostile, "try\x1b[A"
+	other.Rules = other.Rules[1:]
+	f.answers["GET /v1/trace"] = tracedStatus(other)
+	some := measurements()
+	some.Results = some.Results[3:]
+	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: some, Partial: true}
+	f.printsGolden("trace-cgroup", "trace", "--cgroup", "/lab", "--since=1h30m")
+	f.wasAsked("GET /v1/trace cgroup=/lab", "GET /v1/trace/results cgroup=/lab since=1h30m0s")
+
+	// A time that others were under way before, and counts that do not fit.
+	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
+	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: trace.Period{From: noon.Add(-time.Minute), To: noon, Results: []trace.Result{
+		{Group: replies("192.0.2.0/24"), Chosen: 10, Outcomes: map[trace.Outcome]uint64{trace.Acked: 12}, InFlight: 1},
+		{Group: replies("198.51.100.0/24"), Chosen: 10, Outcomes: map[trace.Outcome]uint64{trace.Acked: 7}, InFlight: 1},
+		{Group: replies("203.0.113.0/24"), RXChosen: 10, RXOutcomes: map[trace.Outcome]uint64{trace.Read: 10, trace.RXFull: 3}},
+	}}}
+	r := f.at("trace", "--since", "1m")
+	for _, want := range []string{
+		"\nthe last 1m0s\n", "\n  10 chosen + 3 in flight before = 12 acked + 1 in flight\n", "\n  10 chosen = 7 acked + 1 in flight + 2 not accounted for\n",
+		"\n  10 received + 3 waiting before = 10 read + 3 rx full\n",
+	} {
+		if !strings.Contains(r.out, want) || r.code != 0 {
+			t.Errorf("%q is not in %+v", want, r)
+		}
+	}
+}
+
+// What there is to say where nothing is.
+func TestTraceNothing(t *testing.T) {
+	f := newFake(t)
+	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: trace.Period{Results: []trace.Result{}}}
+	f.answers["GET /v1/trace/slow"] = []agent.TraceSlow{}
+	rules := "there are no trace rules\nhint: add one to the policy, as in trace: [{cgroup: telemetry.slice, group_by: remote/24}], and run sockeye apply\n"
+	f.answers["GET /v1/trace"] = tracedStatus([]agent.TracedCgroup{}...)
+	f.shows(rules, nil, "trace")
+	f.shows(rules, nil, "trace", "slow")
+
+	f.answers["GET /v1/trace"] = tracedStatus(agent.TracedCgroup{Cgroup: "/lab", Path: "/lab", Attached: true, Rules: []agent.TraceRuleStatus{{Name: "lab", Connections: "1/1", Messages: "1/1", Limit: 64, Stages: []string{"stack"}}}})
+	lab := "/lab: attached\n  rule lab: 1/1 of the connections, 1/1 of their messages\n\n"
+	f.shows(lab+"no message was chosen yet\n", nil, "trace")
+	f.shows("no message that was chosen has ended in this time\n", nil, "trace", "slow")
+	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: trace.Period{From: time.Now().Add(-90 * time.Second), To: time.Now(), Results: []trace.Result{}}}
+	f.shows(lab+"the last 5m0s: no message was chosen\n", nil, "trace", "--since", "5m")
+	f.shows(lab+"the last 5m0s: no such message was chosen\n", nil, "trace", "--since", "5m", "--select", "rule=x")
+	if r := f.at("trace", "--stage", "nic"); !strings.HasSuffix(r.out, ": no such message was chosen\n") || r.code != 0 {
+		t.Errorf("%+v", r)
+	}
+
+	// A kernel that cannot: what is received is shown, where a rule asks for it.
+	works := "rx_stack, reader and datagrams can be traced, and the packets of a connection by sockeye trace packets"
+	send := telemetry()
+	send.Rules = send.Rules[:1]
+	send.Rules[0].Stages = []string{}
+	for _, s := range []agent.TraceStatus{oldKernel(), oldKernel(send)} {
+		f.answers["GET /v1/trace"] = s
+		for _, args := range []string{"trace", "trace slow", "trace samples", "trace report DIR/x.html", "trace compare rule=a rule=b", "trace compare --trial x"} {
+			f.refused(3, untimedText, works, nil, strings.Fields(strings.ReplaceAll(args, "DIR", f.dir))...)
+		}
+		if r := f.at("trace", "--watch"); r.code != 3 || r.err != "sockeye: "+untimedText+"\nhint: "+works+"\n" || r.out != "" {
+			t.Errorf("%+v", r)
+		}
+	}
+	if _, err := os.Stat(f.dir + "/x.html"); !os.IsNotExist(err) {
+		t.Errorf("a report that was refused: %v", err)
+	}
+	f.answers["GET /v1/trace"] = oldKernel(telemetry())
+	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: trace.Period{From: noon, To: noon, Results: measurements().Results[4:]}}
+	r := f.at("trace")
+	if !strings.HasPrefix(r.out, untimedText+"\ntelemetry.slice (") || !strings.Contains(r.out, "\n  reader      2") || r.code != 0 {
+		t.Errorf("%+v", r)
+	}
+	f.refused(3, untimedText, "sockeye trace shows what is traced here", nil, "trace", "slow")
+}
+
+func TestTraceWatch(t *testing.T) {
+	f := tracing(t)
+	ctx, stop := context.WithTimeout(context.Background(), 20*time.Second)
+	defer stop()
+	screens := 0
+	f.answers["GET /v1/trace/results"] = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if screens++; screens == 3 {
+			stop()
+			return
+		}
+		writeJSON(t, w, agent.TraceResults{Period: measurements()})
+	})
+	r := f.during(ctx, "trace", "--watch")
+	once, err := os.ReadFile("testdata/trace.golden")
+	if err != nil {
+		t.Fatal(err)
+	}
+	screen := "\x1b[?7l\x1b[H" + strings.ReplaceAll(string(once), "\n", "\x1b[K\n") + "\x1b[J"
+	if want := screen + screen + "\x1b[?7h"; r.out != want || r.code != 0 || r.err != "" {
+		t.Errorf("got %d %s\n%q\nwant\n%q", r.code, r.err, r.out, want)
+	}
+
+	// What goes wrong meanwhile ends it, and sets the terminal back.
+	screens = 0
+	f.answers["GET /v1/trace/results"] = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if screens++; screens == 2 {
+			w.WriteHeader(http.StatusInternalServerError)
+			writeJSON(t, w, agent.Failure{Error: "no more", Code: 1})
+			return
+		}
+		writeJSON(t, w, agent.TraceResults{Period: measurements()})
+	})
+	if r := f.at("trace", "--watch"); r.out != screen+"\x1b[?7h" || r.code != 1 || r.err != "sockeye: no more\n" {
+		t.Errorf("%+v", r)
+	}
+}
+
+// A screen is not longer than the terminal, which would scroll.
+func TestTraceScreen(t *testing.T) {
+	c := &command{}
+	terminal, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer terminal.Close()
+	if err := unix.IoctlSetWinsize(int(terminal.Fd()), unix.TIOCSWINSZ, &unix.Winsize{Row: 5, Col: 80}); err != nil {
+		t.Fatal(err)
+	}
+	c.Out = terminal
+	for n, want := range map[int]string{
+		4: "1\x1b[K\n2\x1b[K\n3\x1b[K\n4\x1b[K\n",
+		5: "1\x1b[K\n2\x1b[K\n3\x1b[K\n… 2 more lines, for which the terminal is too small\x1b[K\n",
+	} {
+		var l text
+		for i := range n {
+			l.line("%d", i+1)
+		}
+		if got := c.fit(&l); got != want {
+			t.Errorf("%d lines become %q, want %q", n, got, want)
+		}
+	}
+}
+
+func TestTook(t *testing.T) {
+	for want, d := range map[string]time.Duration{
+		"0 ns": 0, "850 ns": 850, "999 ns": 999, "1 µs": 1000, "12.3 µs": 12_345, "1.24 ms": 1_244_000, "1 ms": 999_600, "2.1 s": 2_100_000_000, "-12 µs": -12_000,
+		"9223372037 s": math.MaxInt64, "-9223372037 s": math.MinInt64, "3600 s": time.Hour,
+	} {
+		if got := took(d); got != want {
+			t.Errorf("%d is %q, want %q", d, got, want)
+		}
+	}
+}
+
+// The shell is offered stages, cgroups, keys and rules, and no files but for reports.
+func TestTraceCompletion(t *testing.T) {
+	f := tracing(t)
+	f.answers["GET /v1/tune"] = tuned()[:1]
+	keys := "rule=\nprotocol=tcp\nprotocol=udp\nremote=\nport=\nservice=\ncgroup=\ntune_rule=\narm=treated\narm=control\nother=true\n:6\n"
+	for args, want := range map[string]string{
+		"trace sl":                           "slow\n:4\n",
+		"trace --stage ":                     "send\nstack\nqdisc\nnic\nnetwork\ntotal\nrx_stack\nreader\n:4\n",
+		"trace --cgroup ":                    "telemetry.slice\n:4\n",
+		"trace samples --cgroup ":            "telemetry.slice\n:4\n",
+		"trace --select ":                    keys,
+		"trace compare ":                     keys,
+		"trace slow --select rule=x,":        "rule=x," + strings.ReplaceAll(strings.TrimSuffix(keys, "\n:6\n"), "\n", "\nrule=x,") + "\n:6\n",
+		"trace compare --trial ":             "same-datacentre\nbulk\nrest\n:4\n",
+		"trace compare --period-a ":          ":4\n",
+		"trace samples --buffer ":            ":4\n",
+		"trace packets --pid ":               ":4\n",
+		"trace report ":                      ":0\n",
+		"trace packets --write ":             ":0\n",
+		"trace packets --pid 1 --fd 2 --lim": "--limit\n:4\n",
+	} {
+		r := f.sockeye(append([]string{cobra.ShellCompNoDescRequestCmd}, strings.Split(args, " ")...)...)
+		if r.code != 0 || r.out != want {
+			t.Errorf("%q is completed by %q, want %q: %+v", args, r.out, want, r)
+		}
+	}
+}
+
+func TestTraceWithoutAgent(t *testing.T) {
+	h := newHost(t, "services: {}\n")
+	for _, args := range []string{"trace", "trace slow", "trace samples", "trace samples -o jsonl", "trace report DIR/x.html", "trace compare rule=a rule=b",
+		"trace compare --period-a -2m..-1m --period-b -1m..", "trace packets --pid 1 --fd 2", "trace packets --pid 1 --fd 2 -w DIR/x.pcapng"} {
+		words := strings.Fields(strings.ReplaceAll(args, "DIR", h.dir))
+		message, hint := "no agent answers on DIR/run/agent.sock", "start it with sockeye agent, or name its directory with --run-dir; steering goes on without it"
+		if strings.Contains(args, "jsonl") {
+			if r := h.sockeye(words...); r.code != 1 || h.plain(r.err) != "sockeye: "+message+"\nhint: "+hint+"\n" || r.out != "" {
+				t.Errorf("%+v", r)
+			}
+			continue
+		}
+		h.refused(1, message, hint, nil, words...)
+	}
+	left, err := os.ReadDir(h.dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range left {
+		if strings.Contains(file.Name(), "x.") {
+			t.Errorf("%s was left", file.Name())
+		}
+	}
+}
+
+// Status names what is traced.
+func TestStatusTrace(t *testing.T) {
+	f := newFake(t)
+	gone := agent.TracedCgroup{Cgroup: "gone.service", Problem: "there is no unit gone.service", Hint: "it is traced from the moment it starts"}
+	f.answers["GET /v1/status"] = agent.Status{Version: "1", PID: 812, Started: noon, Policy: "/p", Trace: []agent.TracedCgroup{telemetry(), gone}}
+	want := `agent 1, pid 812, up 0s, policy /p
+
+TRACED CGROUP    RULES  ATTACHED
+telemetry.slice  2      yes
+gone.service     0      no
+
+gone.service: there is no unit gone.service
+hint: it is traced from the moment it starts
+`
+	if r := f.at("status"); r.out != want || r.code != 0 {
+		t.Errorf("got\n%s\nwant\n%s", r.out, want)
+	}
+}
+
+func writeJSON(t testing.TB, w http.ResponseWriter, v any) {
+	t.Helper()
+	if err := json.NewEncoder(w).Encode(v); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+	"sockeye/internal/trace"
+)
+
+// written is the answer of trace report -o json.
+type written struct {
+	File     string    `json:"file"`
+	Bytes    int64     `json:"bytes"`
+	From     time.Time `json:"from"`
+	To       time.Time `json:"to"`
+	Slices   int       `json:"slices"`
+	Groups   int       `json:"groups"`
+	Messages uint64    `json:"messages"`
+	Slow     int       `json:"slow"`
+	Partial  bool      `json:"partial"`
+}
+
+func (c *command) traceReportCommand() *cobra.Command {
+	var selector string
+	var force bool
+	cmd := &cobra.Command{
+		Use:   "report FILE",
+		Short: "Write what was measured as one page of HTML",
+		Long: `Report writes a page that needs nothing else, no network and no other file: the
+distributions of all stages, group by group and over time, the slowest messages
+with their explanations, and how far readers are behind. The agent remembers an
+hour, in slices of 10 s; --since takes only the last of it.`,
+		Example: `  sockeye trace report trace.html
+  sockeye trace report trace.html --since 15m --select rule=replies --force`,
+		Args: arguments(1, 1, "FILE"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			since, err := span(cmd, "since")
+			if err != nil {
+				return err
+			}
+			if err := selection("--select", selector); err != nil {
+				return err
+			}
+			if args[0] == "" {
+				return agent.Usage(fmt.Errorf("FILE is %q", args[0]), "usage: "+cmd.UseLine())
+			}
+			file, err := createFile(args[0], force)
+			if err != nil {
+				return err
+			}
+			defer file.drop()
+			w, err := c.traceReport(cmd.Context(), file, since, selector)
+			if err != nil {
+				return err
+			}
+			if err := file.finish(); err != nil {
+				return err
+			}
+			return c.print(w, func(l *text) { c.reported(l, w) })
+		},
+	}
+	cmd.Flags().String("since", "", "only the last time, as in 15m")
+	cmd.Flags().BoolVar(&force, "force", false, "replace a file that is there")
+	selectFlag(cmd, &selector)
+	completeFlag(cmd, "since")
+	return cmd
+}
+
+// reportSlow is how many of the slowest messages a report is given.
+const reportSlow = 200
+
+// traceReport asks for all that a report shows, and writes it.
+func (c *command) traceReport(ctx context.Context, file *newFile, since time.Duration, selector string) (*written, error) {
+	status, err := c.traceStatus(ctx, "")
+	if err != nil {
+		return nil, err
+	}
+	var history agent.TraceHistory
+	if err := c.client().Get(ctx, "/v1/trace/history", query(since, selector), &history); err != nil {
+		return nil, err
+	}
+	r := trace.Report{Version: Version, Periods: history.Slices, Notes: c.reportNotes(status, &history, since, selector)}
+	if r.Host, err = os.Hostname(); err != nil {
+		return nil, fmt.Errorf("write %s: %w", file.path, err)
+	}
+	var list []agent.TraceSlow
+	q := query(since, selector)
+	q.Set("n", fmt.Sprint(reportSlow))
+	if err := c.client().Get(ctx, "/v1/trace/slow", q, &list); err != nil {
+		return nil, err
+	}
+	for _, m := range list {
+		r.Slow = append(r.Slow, m.Sample)
+	}
+	out := bufio.NewWriter(file)
+	if err := trace.WriteReport(out, r); err != nil {
+		return nil, fmt.Errorf("write %s: %w", file.path, err)
+	}
+	if err := out.Flush(); err != nil {
+		return nil, fmt.Errorf("write %s: %w", file.path, err)
+	}
+	info, err := file.Stat()
+	if err != nil {
+		return nil, fmt.Errorf("write %s: %w", file.path, err)
+	}
+	whole := trace.Merge(history.Slices)
+	w := &written{File: file.path, Bytes: info.Size(), From: whole.From, To: whole.To, Slices: len(history.Slices),
+		Groups: len(whole.Results), Slow: len(list), Partial: history.Partial}
+	for _, result := range whole.Results {
+		w.Messages += result.Chosen + result.RXChosen
+	}
+	return w, nil
+}
+
+// reportNotes say what a reader of the report should know.
+func (c *command) reportNotes(status *agent.TraceStatus, history *agent.TraceHistory, since time.Duration, selector string) []string {
+	var notes []string
+	note := func(format string, args ...any) { notes = append(notes, fmt.Sprintf(format, args...)) }
+	if history.Partial && len(history.Slices) > 0 {
+		note("The last %s were asked for. What was before %s is not remembered.", since, c.clock(history.Slices[0].From))
+	}
+	if selector != "" {
+		note("Only groups with %s are shown.", selector)
+	}
+	if !status.Timestamps {
+		note("Nothing that was sent over TCP was measured: it needs %s.", status.Needs)
+	}
+	for _, g := range status.Cgroups {
+		if g.Problem != "" {
+			note("Cgroup %s: %s.", g.Cgroup, g.Problem)
+		}
+		for _, r := range g.Rules {
+			for _, s := range r.Skipped {
+				note("Rule %s does not measure %s: it needs %s.", r.Name, s.Stage, s.Needs)
+			}
+			if r.Messages != everyMessage || r.Connections != everyMessage {
+				note("Rule %s chooses %s of the connections and %s of their messages.", r.Name, r.Connections, r.Messages)
+			}
+		}
+	}
+	return notes
+}
+
+// everyMessage is the share of a rule that chooses all.
+var everyMessage = config.TraceSampling{OneIn: 1}.String()
+
+func (c *command) reported(l *text, w *written) {
+	if w.Slices == 0 {
+		l.line("%s: nothing was measured; %s", w.File, volume(w.Bytes))
+		return
+	}
+	l.line("%s: %s of %s, from %s to %s; %s", w.File, count(w.Messages, "message", "messages"), count(w.Groups, "group", "groups"),
+		c.clock(w.From), c.clock(w.To), volume(w.Bytes))
+	if w.Partial {
+		l.line("what was before is not remembered")
+	}
+}

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"net/http"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/trace"
+)
+
+// hour is a history of slices of 10 s that end at noon, each made by of.
+func hour(slices int, of func(i int) []trace.Result) agent.TraceHistory {
+	h := agent.TraceHistory{Slices: []trace.Period{}}
+	for i := range slices {
+		from := noon.Add(time.Duration(i-slices) * 10 * time.Second)
+		h.Slices = append(h.Slices, trace.Period{From: from, To: from.Add(10 * time.Second), Results: of(i)})
+	}
+	return h
+}
+
+// reporting has the fake answer with all that a report needs.
+func reporting(t *testing.T) *fake {
+	f := newFake(t)
+	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
+	f.answers["GET /v1/trace/history"] = hour(6, func(int) []trace.Result { return measurements().Results[:2] })
+	f.answers["GET /v1/trace/slow"] = slowMessages()
+	return f
+}
+
+func TestTraceReport(t *testing.T) {
+	f := reporting(t)
+	file := f.dir + "/trace.html"
+	r := f.at("trace", "report", file, "--since", "15m", "--select", "rule=replies")
+	f.wasAsked("GET /v1/trace", "GET /v1/trace/history select=rule=replies since=15m0s", "GET /v1/trace/slow n=200 select=rule=replies since=15m0s")
+	size, page := f.page(file)
+	if want := file + ": 74418 messages of 2 groups, from 11:59:00 to 12:00:00; " + volume(size) + "\n"; r.out != want || r.code != 0 || r.err != "" {
+		t.Errorf("got %+v, want %s", r, want)
+	}
+	for _, want := range []string{
+		"replies 192.0.2.0/24 :1790", "the peer&#39;s window", "Rule replies does not measure send: it needs fentry, which this architecture lacks.",
+		"Rule replies chooses 1/10 of the connections and 1/100 of their messages.", "Only groups with rule=replies are shown.",
+	} {
+		if !strings.Contains(page, want) {
+			t.Errorf("%q is not in the page", want)
+		}
+	}
+
+	// A file that is there stays, unless it is to be replaced.
+	taken := func(message, hint string, args ...string) {
+		t.Helper()
+		f.asked = nil
+		f.refused(2, message, hint, nil, append([]string{"trace", "report"}, args...)...)
+		f.wasAsked()
+	}
+	taken("DIR/trace.html is there already", "name another file, or give --force to replace it", file)
+	f.write("trace.html", "old")
+	taken("DIR/trace.html is there already", "name another file, or give --force to replace it", file)
+	if _, page := f.page(file); page != "old" {
+		t.Errorf("the file has become %q", page)
+	}
+	got := must[written](f.host, "trace", "report", file, "--force")
+	f.wasAsked("GET /v1/trace", "GET /v1/trace/history", "GET /v1/trace/slow n=200")
+	size, page = f.page(file)
+	if want := (written{File: file, Bytes: size, From: noon.Add(-time.Minute), To: noon, Slices: 6, Groups: 2, Messages: 74418, Slow: 3}); got != want || strings.Contains(page, "Only groups") {
+		t.Errorf("got %+v, want %+v", got, want)
+	}
+
+	// What is no regular file is never replaced.
+	if err := os.Symlink(file, f.dir+"/link"); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"/link", ""} {
+		for _, force := range [][]string{{}, {"--force"}} {
+			taken("DIR"+name+" is there, and is not a regular file", "name another file", append(force, f.dir+name)...)
+		}
+	}
+	taken("/dev/null is there, and is not a regular file", "name another file", "/dev/null", "--force")
+	taken("write DIR/none/x.html: no such file or directory", "name a file in a directory that is there", f.dir+"/none/x.html")
+	taken("write DIR/trace.html/x.html: not a directory", "name a file in a directory that is there", file+"/x.html")
+
+	// An agent that fails leaves no file behind.
+	f.answers["GET /v1/trace/slow"] = agent.Failure{Error: "no more", Code: agent.CodeFailed}
+	f.refused(1, "no more", "", nil, "trace", "report", f.dir+"/new.html")
+	f.refused(1, "no more", "", nil, "trace", "report", "--force", file)
+	if _, again := f.page(file); again != page {
+		t.Error("a report that failed replaced the last one")
+	}
+	f.leaves("link", "policy.yaml", "run", "trace.html")
+}
+
+// page reads a report.
+func (f *fake) page(file string) (size int64, page string) {
+	f.t.Helper()
+	data, err := os.ReadFile(file)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	return int64(len(data)), string(data)
+}
+
+// leaves fails the test for a file that is not one of those expected.
+func (f *fake) leaves(names ...string) {
+	f.t.Helper()
+	files, err := os.ReadDir(f.dir)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	for _, file := range files {
+		if !strings.Contains(" "+strings.Join(names, " ")+" ", " "+file.Name()+" ") {
+			f.t.Errorf("%s was left", file.Name())
+		}
+	}
+}
+
+// Nothing, little and too late to report is said.
+func TestTraceReportLittle(t *testing.T) {
+	f := reporting(t)
+	f.answers["GET /v1/trace/history"] = agent.TraceHistory{Slices: []trace.Period{}}
+	f.answers["GET /v1/trace/slow"] = []agent.TraceSlow{}
+	file := f.dir + "/trace.html"
+	r := f.at("trace", "report", file)
+	size, _ := f.page(file)
+	if want := file + ": nothing was measured; " + volume(size) + "\n"; r.out != want || r.code != 0 || r.err != "" {
+		t.Errorf("got %+v, want %s", r, want)
+	}
+
+	h := hour(6, func(int) []trace.Result { return measurements().Results[3:4] })
+	h.Partial = true
+	f.answers["GET /v1/trace/history"] = h
+	gone := telemetry()
+	gone.Problem = "attach: " + hostile
+	f.answers["GET /v1/trace"] = oldKernel(gone)
+	r = f.at("trace", "report", file, "--since", "1h", "--force")
+	if !strings.HasSuffix(r.out, "\nwhat was before is not remembered\n") || !strings.Contains(r.out, ": 3000 messages of 1 group, ") || r.code != 0 || r.err != "" {
+		t.Errorf("%+v", r)
+	}
+	_, page := f.page(file)
+	for _, want := range []string{
+		"The last 1h0m0s were asked for. What was before 11:59:00 is not remembered.", "Nothing that was sent over TCP was measured: it needs BPF timestamping, Linux 6.15 or later.",
+		"Cgroup telemetry.slice: attach: a",
+	} {
+		if !strings.Contains(page, want) {
+			t.Errorf("%q is not in the page", want)
+		}
+	}
+	if strings.Contains(page, "\x1b") {
+		t.Error("an escape is in the page")
+	}
+}
+
+// A file that appears while the report is made is not replaced, and what else can
+// happen to a file is told by its name.
+func TestTraceReportRace(t *testing.T) {
+	f := reporting(t)
+	file := f.dir + "/trace.html"
+	f.answers["GET /v1/trace/slow"] = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		f.write("trace.html", "somebody else's")
+		writeJSON(t, w, []agent.TraceSlow{})
+	})
+	if r := f.at("trace", "report", file); r.code != 2 || r.err != "sockeye: "+file+" is there already\nhint: name another file, or give --force to replace it\n" || r.out != "" {
+		t.Errorf("%+v", r)
+	}
+	if _, page := f.page(file); page != "somebody else's" {
+		t.Errorf("the file has become %q", page)
+	}
+	f.leaves("policy.yaml", "run", "trace.html")
+}

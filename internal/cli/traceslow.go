@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+	"sockeye/internal/trace"
+)
+
+// maxSlow is how many messages the agent gives at most.
+const maxSlow = 1000
+
+func (c *command) traceSlowCommand() *cobra.Command {
+	var number int
+	var selector string
+	cmd := &cobra.Command{
+		Use:   "slow",
+		Short: "Show the slowest messages of the last minutes, and why they were",
+		Long: `Slow shows the slowest messages of the last minutes, the slowest first, each
+with how long it was in which stage, and an explanation: what held it up, and
+what speaks for that. The kernel keeps the slowest 8 of each group and minute,
+for 6 minutes.`,
+		Example: `  sockeye trace slow
+  sockeye trace slow -n 3 --since 1m --select remote=192.0.2.0/24`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if number < 1 || number > maxSlow {
+				return agent.Usage(fmt.Errorf("--number is %d", number), fmt.Sprintf("1 to %d", maxSlow))
+			}
+			since, err := span(cmd, "since")
+			if err != nil {
+				return err
+			}
+			if err := selection("--select", selector); err != nil {
+				return err
+			}
+			list, status, err := c.slowest(cmd.Context(), query(since, selector), number)
+			if err != nil {
+				return err
+			}
+			return c.print(list, func(l *text) { c.slow(l, list, status) })
+		},
+	}
+	cmd.Flags().IntVarP(&number, "number", "n", 10, "how many to show at most")
+	cmd.Flags().String("since", "", "only those of the last time, as in 5m")
+	selectFlag(cmd, &selector)
+	completeFlag(cmd, "number")
+	completeFlag(cmd, "since")
+	return cmd
+}
+
+// slowest asks for the slowest messages. If there are none, the status tells why;
+// else it is nil.
+func (c *command) slowest(ctx context.Context, q url.Values, number int) ([]agent.TraceSlow, *agent.TraceStatus, error) {
+	q.Set("n", strconv.Itoa(number))
+	var list []agent.TraceSlow
+	if err := c.client().Get(ctx, "/v1/trace/slow", q, &list); err != nil || len(list) > 0 {
+		return list, nil, err
+	}
+	status, err := c.sendStatus(ctx, "")
+	return list, status, err
+}
+
+// sendStatus asks what is traced. The error has code 3 where nothing that is sent
+// over TCP is.
+func (c *command) sendStatus(ctx context.Context, cgroup string) (*agent.TraceStatus, error) {
+	s, err := c.traceStatus(ctx, cgroup)
+	if err == nil && !s.Timestamps {
+		err = lacksTimestamps(s, "sockeye trace shows what is traced here")
+	}
+	return s, err
+}
+
+func (c *command) slow(l *text, list []agent.TraceSlow, status *agent.TraceStatus) {
+	switch {
+	case len(list) > 0:
+	case len(status.Cgroups) == 0:
+		noRules(l)
+	default:
+		l.line("no message that was chosen has ended in this time")
+	}
+	for i, m := range list {
+		if i > 0 {
+			l.line("")
+		}
+		s := &m.Sample
+		l.line("%d. %s  %s  %s", i+1, took(s.Stages[trace.Total]), c.moment(s.Ended), s.Group.Label())
+		l.line("   %s to %s, %s, %s, %s", s.Local, s.Remote, s.Role, volume(s.Length), outcome(s.Outcome))
+		if bar := wayBar(s); bar != "" {
+			l.line("   %s", bar)
+		}
+		l.line("   %s", m.Explanation.Text)
+		for _, detail := range m.Explanation.Details {
+			l.line("   - %s", detail)
+		}
+	}
+}
+
+// moment writes when something was, to the millisecond.
+func (c *command) moment(t time.Time) string {
+	return c.clock(t) + t.Format(".000")
+}
+
+// barWidth is the length of a message's bar, without the names.
+const barWidth = 40
+
+// wayBar shows how much of the whole each stage is: each as its name and a line as
+// long as its share.
+func wayBar(s *trace.Sample) string {
+	var parts []string
+	total := s.Stages[trace.Total]
+	left := total
+	add := func(name string, d time.Duration) {
+		share := min(max(float64(d)/float64(total), 0), 1)
+		parts = append(parts, strings.TrimRight(name+" "+strings.Repeat("█", int(math.Round(barWidth*share))), " "))
+	}
+	if total <= 0 {
+		return ""
+	}
+	for _, stage := range []config.Stage{config.StageSend, config.StageStack, config.StageQdisc, config.StageNetwork} {
+		d, ok := s.Stages[stage]
+		if !ok {
+			continue
+		}
+		add(string(stage), d)
+		left -= d
+		if stage == config.StageQdisc && s.Requeued > 0 {
+			add("again", s.Requeued)
+			left -= s.Requeued
+		}
+	}
+	if left >= total/barWidth {
+		add("not known", left)
+	}
+	return strings.Join(parts, " ")
+}
