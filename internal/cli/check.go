@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -18,11 +19,12 @@ import (
 
 // checked is the answer of check -o json.
 type checked struct {
-	File      string        `json:"file"`
-	Valid     bool          `json:"valid"`
-	Services  int           `json:"services"`
-	TuneRules int           `json:"tune_rules"`
-	Errors    []checkedFlaw `json:"errors"`
+	File       string        `json:"file"`
+	Valid      bool          `json:"valid"`
+	Services   int           `json:"services"`
+	TuneRules  int           `json:"tune_rules"`
+	TraceRules int           `json:"trace_rules"`
+	Errors     []checkedFlaw `json:"errors"`
 }
 
 type checkedFlaw struct {
@@ -40,7 +42,7 @@ func (c *command) checkCommand() *cobra.Command {
 		Short: "Check a policy file, and the files that it names",
 		Long: `Check reads a policy file as the agent would, says all that is wrong with it,
 and changes nothing. It needs no rights and no agent; with one of them it also
-tries whether this kernel can set what tune rules ask for.`,
+tries whether this kernel can do what tune and trace rules ask for.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if schema {
 				return arguments(0, 0, "")(cmd, args)
@@ -75,6 +77,10 @@ func (c *command) check(cmd *cobra.Command, file string) error {
 			skipped, err = agent.CheckTune(policy.Tune, lacks)
 		}
 	}
+	var unmeasured map[string][]agent.TraceSkipped
+	if err == nil {
+		unmeasured, err = agent.CheckTrace(policy.Trace)
+	}
 	result := checked{File: file, Valid: err == nil, Errors: []checkedFlaw{}}
 	var flaws config.Errors
 	if errors.As(err, &flaws) {
@@ -91,12 +97,17 @@ func (c *command) check(cmd *cobra.Command, file string) error {
 	case err != nil:
 		return err
 	}
-	result.Services, result.TuneRules = len(policy.Services), len(policy.Tune)
+	result.Services, result.TuneRules, result.TraceRules = len(policy.Services), len(policy.Tune), len(policy.Trace)
 	return c.show(result, func(w io.Writer) {
 		fmt.Fprintf(w, "%s is valid, %s\n", file, contents(policy))
 		for _, rule := range policy.Tune {
 			for _, s := range skipped[rule.Name] {
 				fmt.Fprintf(w, "rule %s skips %s, which needs %s\n", rule.Name, s.Option, s.Needs)
+			}
+		}
+		for _, rule := range policy.Trace {
+			for _, s := range unmeasured[rule.Name] {
+				fmt.Fprintf(w, "trace rule %s goes without %s, which needs %s\n", rule.Name, s.Stage, s.Needs)
 			}
 		}
 		if untried != "" {
@@ -120,15 +131,23 @@ func (c *command) kernelLacks(cmd *cobra.Command) (lacks []agent.TuneSkipped, un
 
 // contents counts what a policy has, as in 1 service, 3 tune rules.
 func contents(policy *config.Policy) string {
-	services := count(len(policy.Services), "service", "services")
-	rules := count(len(policy.Tune), "tune rule", "tune rules")
-	switch {
-	case len(policy.Tune) == 0:
-		return services
-	case len(policy.Services) == 0:
-		return rules
+	var parts []string
+	for _, part := range []struct {
+		n         int
+		one, many string
+	}{
+		{len(policy.Services), "service", "services"},
+		{len(policy.Tune), "tune rule", "tune rules"},
+		{len(policy.Trace), "trace rule", "trace rules"},
+	} {
+		if part.n > 0 {
+			parts = append(parts, count(part.n, part.one, part.many))
+		}
 	}
-	return services + ", " + rules
+	if parts == nil {
+		return "and does nothing"
+	}
+	return strings.Join(parts, ", ")
 }
 
 // loadPolicy reads a policy file that the caller named.

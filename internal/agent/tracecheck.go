@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"io/fs"
+
+	"sockeye/internal/config"
+)
+
+// CheckTrace says which stages each rule goes without on this kernel, as far as
+// the caller may know. It fails for a rule that none are left of.
+func CheckTrace(rules []config.TraceRule) (map[string][]TraceSkipped, error) {
+	skipped, err := new(host).lackingStages(rules)
+	if errors.Is(err, fs.ErrPermission) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	return skipped, nothingLeft(rules, skipped)
+}
