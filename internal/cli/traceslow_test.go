@@ -37,7 +37,7 @@ func slowMessages() []agent.TraceSlow {
 	return []agent.TraceSlow{
 		{Sample: message(), Explanation: trace.Explanation{Stage: config.StageStack, Cause: trace.CauseWindow,
 			Text:    "200 ms of 212 ms before it was sent: the peer's window was full",
-			Details: []string{"stack 200 ms, qdisc 12.3 us, network 11.8 ms", "the peer's window held the connection for 200 ms"}}},
+			Details: []string{"stack 200 ms, qdisc 12.3 µs, network 11.8 ms", "the peer's window held the connection for 200 ms"}}},
 		{Sample: lost, Explanation: trace.Explanation{Stage: trace.Total, Cause: trace.CauseLocalDrop, Text: "dropped\x1b]52;c;eA==\x07 here", Details: []string{}}},
 		{Sample: bare, Explanation: trace.Explanation{Stage: trace.Total, Cause: trace.CauseUnknown, Text: "nothing is known", Details: []string{}}},
 	}

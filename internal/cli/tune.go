@@ -245,7 +245,7 @@ func inUnits(v float64, units ...string) string {
 	return digits(v) + " " + units[0]
 }
 
-func microseconds(v float64) string { return inUnits(v, "us", "ms", "s") }
+func microseconds(v float64) string { return inUnits(v, "µs", "ms", "s") }
 
 // percentage writes a share of 1.
 func percentage(share float64) string {

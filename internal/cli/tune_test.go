@@ -140,7 +140,7 @@ program 812 of somebody else, in /, runs after the rules: may override sndbuf, c
 program 7 of somebody else, in /main.slice/telemetry.slice/a, runs before the rules: a rule overrides what it sets
 
 RULE             MATCH                                               CONNECTIONS  OPEN  OPTIONS SET  FAILED  RETRANSMITS    RTOS  RTT
-same-datacentre  same_prefix 44; port 1790                           1234         51    2230         13      31 (< 0.01 %)  3     312 us
+same-datacentre  same_prefix 44; port 1790                           1234         51    2230         13      31 (< 0.01 %)  3     312 µs
   set sndbuf 150KB, cwnd_clamp 100
   react rtos > 2, sample 1/100: congestion reno; 1 reaction
   trial control 10%; 119 connections left alone
@@ -301,7 +301,7 @@ func TestTuneTrial(t *testing.T) {
 rule bulk of /lab: 900 connections tuned, 100 left alone (10 %)
 
 FIGURE  TUNED  LEFT ALONE  DIFFERENCE  95 % INTERVAL  VERDICT
-connect median  312 us  31.2 ms  0 %  -0.5 % to +5.25 %  no difference shown
+connect median  312 µs  31.2 ms  0 %  -0.5 % to +5.25 %  no difference shown
 RTT p99  3.12 s  -  -  -  not enough data: about 1300 more connections needed
 rate median  124 KB/s  1.25 GB/s  +150 %  +12 % and more  higher
 retransmits per million segments  12.5  139  -91 %  -95.2 % to -84 %  lower
@@ -615,8 +615,8 @@ func TestHelp(t *testing.T) {
 
 func TestMeasured(t *testing.T) {
 	for want, got := range map[string]string{
-		"0 us": microseconds(0), "0.25 us": microseconds(0.25), "9.99 us": microseconds(9.99), "10 us": microseconds(9.999), "99.9 us": microseconds(99.9),
-		"100 us": microseconds(99.96), "999 us": microseconds(999.4), "1 ms": microseconds(999.5), "1.5 ms": microseconds(1500), "1 s": microseconds(999_999),
+		"0 µs": microseconds(0), "0.25 µs": microseconds(0.25), "9.99 µs": microseconds(9.99), "10 µs": microseconds(9.999), "99.9 µs": microseconds(99.9),
+		"100 µs": microseconds(99.96), "999 µs": microseconds(999.4), "1 ms": microseconds(999.5), "1.5 ms": microseconds(1500), "1 s": microseconds(999_999),
 		"123456 s": microseconds(123_456e6),
 		"0 %":      percentage(0), "< 0.01 %": percentage(0.00001), "0.01 %": percentage(0.0001), "8.33 %": percentage(1.0 / 12), "100 %": percentage(1),
 	} {

@@ -62,11 +62,15 @@ type Comparison struct {
 
 const (
 	errorLevel = 0.05
-	draws      = 4000 // of a row
+	draws      = 2000 // of a row
 
 	// minSlices is the least number of parts of a side of which a variance is
 	// worth something.
 	minSlices = 6
+
+	// minNeighbours is the least number of parts from which can be told how alike
+	// neighbours are.
+	minNeighbours = 18
 
 	// minMessages is the least number of messages of a side.
 	minMessages = 30
@@ -207,12 +211,15 @@ func newPopulation(results []*Result, stage config.Stage) *population {
 
 // evidence is how far the slices of a side say the same of a share or a mean: its
 // variance, by the jackknife that leaves out one part of the time after the other,
-// and the degrees of freedom that this is worth. Of slice i, x is the part of the
-// sum that y is the number of.
+// and the degrees of freedom that this is worth; 0: too few. Of a slice, x is the
+// part of the sum that y is the number of.
 //
 // What is slow stays slow for a while, so that slices which follow each other are
 // alike. So the parts are also made of 2, 4 and more slices, as long as there are
-// 6 of them, and the one counts that makes the interval widest.
+// 6 of them, and the one counts that makes the interval widest. Where there are
+// enough parts to see how alike neighbours still are, the variance counts that too.
+// In less than 3 minutes it cannot be seen: what is slow for all of them, by
+// chance, may look like a difference.
 func (p *population) evidence(x, y func(*Histogram) float64) (variance, freedom float64) {
 	var widest float64
 	for size := 1; (len(p.slices)+size-1)/size >= minSlices; size *= 2 {
@@ -226,17 +233,25 @@ func (p *population) evidence(x, y func(*Histogram) float64) (variance, freedom 
 			xs, ys = append(xs, px), append(ys, py)
 			sumX, sumY, squares = sumX+px, sumY+py, squares+py*py
 		}
-		// Parts of unequal size are worth as many of one size (Kish).
-		df := sumY*sumY/squares - 1
-		if df < 3 {
-			return 0, 0
-		}
-		var v float64
+		n := float64(len(xs))
+		worth := sumY * sumY / squares // as many parts of one size (Kish)
+		var v, lag, before float64
 		for i := range xs {
 			d := (sumX-xs[i])/(sumY-ys[i]) - sumX/sumY
-			v += d * d
+			v, lag = v+d*d, lag+d*before
+			before = d
 		}
-		n := float64(len(xs))
+		if v > 0 && n >= minNeighbours {
+			// Of first order, with Kendall's correction (1954) for few parts.
+			alike := lag / v
+			alike = min(max(alike+(1+3*alike)/n, 0), 0.99)
+			v *= (1 + alike) / (1 - alike)
+			worth *= (1 - alike) / (1 + alike)
+		}
+		df := worth - 1
+		if df < 1 {
+			return 0, 0
+		}
 		v *= (n - 1) / n
 		if width := math.Sqrt(v) * studentWidth(df); width >= widest {
 			widest, variance, freedom = width, v, df
@@ -245,8 +260,8 @@ func (p *population) evidence(x, y func(*Histogram) float64) (variance, freedom 
 	return variance, freedom
 }
 
-// studentWidth is about the 97.5 % quantile of Student's t, 1 % too small at 5
-// degrees of freedom (Abramowitz and Stegun, 26.7.5).
+// studentWidth is about the 97.5 % quantile of Student's t: 1 % too small at 5
+// degrees of freedom, 10 % at 2 (Abramowitz and Stegun, 26.7.5).
 func studentWidth(df float64) float64 {
 	const z = 1.959964
 	return z + (z*z*z+z)/(4*df) + (5*z*z*z*z*z+16*z*z*z+3*z)/(96*df*df)

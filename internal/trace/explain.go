@@ -169,7 +169,7 @@ func (s *Sample) legs() []leg {
 	case queued:
 		missing.place = "from the queueing discipline to the acknowledgement"
 	}
-	if rest > 0 && !(queued && driven && acked) || len(legs) == 0 {
+	if rest > 0 && (!queued || !driven || !acked) || len(legs) == 0 {
 		add(missing, rest)
 	}
 	return legs
@@ -304,7 +304,7 @@ func (s *Sample) whyStack(took time.Duration) finding {
 		if cwnd < unsent {
 			expected = max(expected, byCwnd)
 		}
-		if took > 2*expected+s.SRTT && !(windowShort && window < cwnd) {
+		if took > 2*expected+s.SRTT && (!windowShort || window >= cwnd) {
 			if expected > 0 {
 				details = append(details, fmt.Sprintf("without loss it would have taken about %s to send", FormatDuration(expected)))
 			}
@@ -507,12 +507,12 @@ func (s *Sample) state() []string {
 	return append(details, text)
 }
 
-// FormatDuration writes a duration with three digits and a unit: 12.3 us, 1.5 s.
+// FormatDuration writes a duration with three digits and a unit: 12.3 µs, 1.5 s.
 func FormatDuration(d time.Duration) string {
 	if d < 0 {
 		return "-" + FormatDuration(max(-d, 0))
 	}
-	return scaled(float64(d), "ns", "us", "ms", "s")
+	return scaled(float64(d), "ns", "µs", "ms", "s")
 }
 
 func formatBytes(n uint64) string { return scaled(float64(n), "B", "KB", "MB", "GB") }

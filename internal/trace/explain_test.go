@@ -229,7 +229,7 @@ func TestExplain(t *testing.T) {
 				s.Stages[Total] += s.Requeued
 			}),
 			config.StageQdisc, CauseLocalDrop, "220 ms of 241 ms until the host sent it again: this host dropped it before a driver had it, and TCP sent it again",
-			"stack 20 us, dropped and sent again 220 ms, qdisc 300 us, network 21 ms", "",
+			"stack 20 µs, dropped and sent again 220 ms, qdisc 300 µs, network 21 ms", "",
 		},
 		"requeued without a driver's stamp": { // which is no proof of a drop
 			far(way(-1, 20*us, -1, -1), func(s *Sample) {
@@ -277,7 +277,7 @@ func TestExplain(t *testing.T) {
 		},
 		"a host that is not idle": {
 			far(way(-1, 15*us, 12*us, 700*us), func(s *Sample) { s.SRTT, s.MinRTT = 90*us, 60*us }),
-			config.StageNetwork, CauseNothing, "700 us of 727 us from the driver to the acknowledgement: the least round trip is 60 us, and hosts that are not idle add so much", "", "",
+			config.StageNetwork, CauseNothing, "700 µs of 727 µs from the driver to the acknowledgement: the least round trip is 60 µs, and hosts that are not idle add so much", "", "",
 		},
 		"the least round trip is not known": {
 			far(way(-1, 15*us, 12*us, 24*ms), func(s *Sample) { s.MinRTT = 0 }),
@@ -300,7 +300,7 @@ func TestExplain(t *testing.T) {
 		// missing stamps
 		"no driver's stamp": {
 			far(way(-1, 15*us, -1, -1), func(s *Sample) { s.Stages[Total] = 90 * ms }),
-			Total, CauseLate, "90 ms of 90 ms from the queueing discipline to the acknowledgement: 4.5 times the least round trip, 20 ms, and nothing was sent again: a queue on the way, or a peer that acknowledges late", "stack 15 us, not stamped 90 ms", "",
+			Total, CauseLate, "90 ms of 90 ms from the queueing discipline to the acknowledgement: 4.5 times the least round trip, 20 ms, and nothing was sent again: a queue on the way, or a peer that acknowledges late", "stack 15 µs, not stamped 90 ms", "",
 		},
 		"no stamp of the queueing discipline": {
 			far(way(-1, -1, -1, 21*ms), func(s *Sample) { s.Stages[Total], s.Cwnd, s.InFlight = 90*ms, 10, 10 }),
@@ -385,7 +385,7 @@ func FuzzExplain(f *testing.F) {
 
 func TestFormatDuration(t *testing.T) {
 	for d, want := range map[time.Duration]string{
-		0: "0 ns", 1: "1 ns", 999: "999 ns", 1000: "1 us", 1230: "1.23 us", 12345: "12.3 us", 123456: "123 us", 999499: "999 us", 999500: "1 ms",
+		0: "0 ns", 1: "1 ns", 999: "999 ns", 1000: "1 µs", 1230: "1.23 µs", 12345: "12.3 µs", 123456: "123 µs", 999499: "999 µs", 999500: "1 ms",
 		20100 * us: "20.1 ms", 1500 * ms: "1.5 s", 100 * time.Second: "100 s", 2 * time.Hour: "7200 s", -5 * ms: "-5 ms", math.MinInt64: "-0 ns",
 	} {
 		if got := FormatDuration(d); got != want {

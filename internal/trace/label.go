@@ -93,7 +93,7 @@ var selectorKeys = []struct {
 	{"service", textOf(func(g Group) string { return g.Service })},
 	{"cgroup", readCgroup},
 	{"tune_rule", textOf(func(g Group) string { return g.TuneRule })},
-	{"arm", oneOf(func(g Group) string { return g.Arm }, "treated", "control")},
+	{"arm", oneOf(func(g Group) string { return g.Arm }, "treated", "control", "none")},
 	{"other", readOther},
 }
 
@@ -106,7 +106,7 @@ func textOf(field func(Group) string) func(string) (condition, string) {
 func oneOf(field func(Group) string, known ...string) func(string) (condition, string) {
 	return func(value string) (condition, string) {
 		if !slices.Contains(known, value) {
-			return nil, "it is " + strings.Join(known, " or ")
+			return nil, "it is one of " + strings.Join(known, ", ")
 		}
 		return textOf(field)(value)
 	}
@@ -204,9 +204,9 @@ func meets(g Group, conditions []condition) bool {
 // written key=value[,key=value], with the keys rule, protocol, remote, port,
 // service, cgroup, tune_rule, arm and other; a group must meet all of them. A
 // remote prefix or address means the groups whose prefix overlaps it; other=true
-// what was counted together because there were too many groups. The empty
-// selector means all groups; the empty value of rule, service, cgroup and
-// tune_rule those without one. An error is a [*SelectorError].
+// what was counted together because there were too many groups. Service,
+// tune_rule and arm may be none. The empty selector means all groups. An error is
+// a [*SelectorError].
 func MatchGroup(selector string, g Group) (bool, error) {
 	conditions, err := parseSelector(selector)
 	if err != nil {

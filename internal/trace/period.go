@@ -187,9 +187,9 @@ func (r *Result) since(before *Result) Result {
 func subOutcomes(later, earlier map[Outcome]uint64) map[Outcome]uint64 {
 	d := maps.Clone(later)
 	for outcome, n := range earlier {
-		switch {
-		case n == 0:
-		case n == d[outcome]:
+		switch n {
+		case 0:
+		case d[outcome]:
 			delete(d, outcome)
 		default:
 			d[outcome] -= n

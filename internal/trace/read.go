@@ -202,7 +202,7 @@ func (n Names) sample(s *bpf.TraceSample, group Group, clock time.Duration, tick
 		out.Requeued = time.Duration(m.Again - m.Queued)
 		queued = m.Again
 	}
-	if m.Driver != 0 {
+	if m.Driver != 0 && queued != 0 {
 		out.Stages[config.StageQdisc] = time.Duration(m.Driver - queued)
 	}
 	return out

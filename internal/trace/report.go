@@ -13,7 +13,6 @@ import (
 	"io"
 	"maps"
 	"math"
-	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -898,11 +897,9 @@ func wayOf(s *Sample) ([]part, []tick) {
 	return parts, evenTicks(whole, wayWidth, 8)
 }
 
-var microseconds = regexp.MustCompile(`([0-9]) us\b`)
-
-// sentence makes one, with the page's units, of a text for terminals.
+// sentence makes one of a text for terminals.
 func sentence(text string) string {
-	text = microseconds.ReplaceAllString(plainText(text), "$1\u00a0µs")
+	text = plainText(text)
 	if text != "" {
 		text = strings.ToUpper(text[:1]) + text[1:] + "."
 	}

@@ -995,7 +995,7 @@ func TestReportSlowMessages(t *testing.T) {
 func TestSentence(t *testing.T) {
 	for text, want := range map[string]string{
 		"":                                     "",
-		"12.3 us of 1.5 s in the bus: 3 usual": "12.3\u00a0µs of 1.5 s in the bus: 3 usual.",
+		"12.3 µs of 1.5 s in the bus: 3 usual": "12.3\u00a0µs of 1.5 s in the bus: 3 usual.",
 		"given up":                             "Given up.",
 	} {
 		if got := sentence(text); got != want {

@@ -1,0 +1,485 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package trace_test
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/trace"
+	"sockeye/lab"
+)
+
+// checkSamples checks that the times of messages are in their order, and that no
+// stage is longer than the whole.
+func checkSamples(t testing.TB, k *tracing, samples []bpf.TraceSample) {
+	t.Helper()
+	translate, err := k.names.Translator(k.Trace, k.compiled.Rules)
+	check(t, err)
+	for _, raw := range samples {
+		m := raw.Message
+		times := []uint64{m.Started, m.Sent, m.Queued, m.Again, m.Driver, raw.Ended}
+		known := slices.DeleteFunc(times, func(at uint64) bool { return at == 0 })
+		if !slices.IsSorted(known) {
+			t.Errorf("times %v are not in their order", known)
+		}
+		s := translate(&raw)
+		stamps := s.Outcome == trace.Acked || s.Outcome == trace.Retransmitted || s.Outcome == trace.Coalesced
+		if stamps && s.Stages[config.StageStack]+s.Stages[config.StageQdisc]+s.Requeued+s.Stages[config.StageNetwork] > s.Stages[trace.Total] {
+			t.Errorf("stages of %v are longer than all: %v", s.Outcome, s.Stages)
+		}
+		if s.Outcome == trace.Acked && s.Repeats != 0 || s.Outcome == trace.Retransmitted && (s.Repeats == 0 || s.Retransmits == 0) {
+			t.Errorf("%s, and was sent %d times more, of %d retransmits", s.Outcome, s.Repeats, s.Retransmits)
+		}
+	}
+}
+
+// queueing puts a queueing discipline before the link of a world.
+func (w *world) queueing(attach func(netlink.Link) netlink.Qdisc) {
+	w.t.Helper()
+	nl := w.a.Netlink()
+	dev, err := nl.LinkByName(w.link.Options().Name)
+	check(w.t, err)
+	check(w.t, nl.QdiscReplace(attach(dev)))
+}
+
+// tbf is a rate limit with a queue: bytes are as many as may wait.
+func tbf(rate uint64, bytes uint32) func(netlink.Link) netlink.Qdisc {
+	return func(dev netlink.Link) netlink.Qdisc {
+		return &netlink.Tbf{
+			QdiscAttrs: netlink.QdiscAttrs{LinkIndex: dev.Attrs().Index, Handle: netlink.MakeHandle(1, 0), Parent: netlink.HANDLE_ROOT},
+			Rate:       rate, Limit: bytes, Buffer: 10000,
+		}
+	}
+}
+
+// TestWorlds sends through what delays, drops, splits and joins packets.
+func TestWorlds(t *testing.T) {
+	offload := lab.LinkOptions{Delay: time.Millisecond, Offload: true}
+	bulk := func(w *world, c ends) {
+		for range 200 {
+			check(w.t, send(c.connected, make([]byte, 1<<16), 0))
+		}
+	}
+	records := func(w *world, c ends) {
+		for range 1000 {
+			check(w.t, send(c.connected, make([]byte, 1000), unix.MSG_EOR))
+		}
+	}
+	for _, test := range []struct {
+		name    string
+		link    lab.LinkOptions
+		domain  int
+		prepare func(w *world)
+		options []option
+		run     func(w *world, c ends)
+		checks  func(t *testing.T, r trace.Result, samples []trace.Sample)
+	}{
+		{name: "large packets", link: offload, domain: unix.AF_INET, run: bulk, checks: driven},
+		// The host splits them after the queueing discipline.
+		{name: "split packets", link: lab.LinkOptions{Delay: time.Millisecond}, domain: unix.AF_INET6, run: bulk, checks: driven},
+		{name: "loss of large packets", link: lab.LinkOptions{Delay: time.Millisecond, Offload: true, Loss: 0.03, Seed: 3}, domain: unix.AF_INET, run: bulk},
+		{name: "reordering", link: lab.LinkOptions{Delay: 5 * time.Millisecond, Reorder: 0.2, Seed: 4}, domain: unix.AF_INET, run: records},
+		{name: "without SACK", link: lab.LinkOptions{Delay: time.Millisecond, Loss: 0.02, Seed: 5}, domain: unix.AF_INET,
+			prepare: func(w *world) { check(w.t, w.a.Sysctl("ipv4.tcp_sack", "0")) }, run: records},
+		{name: "rate", link: lab.LinkOptions{}, domain: unix.AF_INET, options: []option{noDelay},
+			prepare: func(w *world) { w.queueing(tbf(1<<20, 1<<20)) }, run: records, checks: inQueue},
+		{name: "drops of the host", link: lab.LinkOptions{Delay: time.Millisecond}, domain: unix.AF_INET, options: []option{noDelay},
+			prepare: func(w *world) { w.queueing(tbf(2<<20, 8000)) }, run: records, checks: dropped},
+		{name: "smaller packets on the way", link: lab.LinkOptions{Delay: time.Millisecond}, domain: unix.AF_INET, run: func(w *world, c ends) {
+			bulk(w, c)
+			nl := w.a.Netlink()
+			dev, err := nl.LinkByName("link0")
+			check(w.t, err)
+			check(w.t, nl.LinkSetMTU(dev, 600))
+			bulk(w, c)
+		}},
+		{name: "small segments", link: lab.LinkOptions{Delay: time.Millisecond}, domain: unix.AF_INET,
+			options: []option{with(unix.SOL_TCP, unix.TCP_MAXSEG, 200)}, run: bulk},
+		{name: "mapped", link: lab.LinkOptions{Delay: time.Millisecond}, run: records}, // IPv6 sockets, IPv4 packets
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			k := newTracing(t, everything)
+			s := k.samples()
+			w := linked(t, test.link)
+			if test.prepare != nil {
+				test.prepare(w)
+			}
+			var c ends
+			if test.domain != 0 {
+				c = w.connect(test.domain, test.options...)
+			} else {
+				listener, at := w.listen(unix.AF_INET)
+				var fd int
+				w.inA(func() { fd = newSocket(t, unix.AF_INET6) })
+				check(t, unix.Connect(fd, &unix.SockaddrInet6{Port: int(at.Port()), Addr: at.Addr().As16()}))
+				c = ends{fd, accept(t, listener)}
+			}
+			done := drain(c.accepted)
+			test.run(w, c)
+			shut(c.connected)
+			<-done
+			r := k.settled()
+			t.Log(account(r))
+			if r.Outcomes[trace.Missed]+r.Outcomes[trace.Unacknowledged]+r.Outcomes[trace.Refused]+r.Outcomes[trace.Application] > 0 {
+				t.Errorf("%s, want them to be acknowledged", account(r))
+			}
+			raw := s.wait(int(r.Chosen - r.Outcomes[trace.Full]))
+			checkSamples(t, k, raw)
+			translate, err := k.names.Translator(k.Trace, k.compiled.Rules)
+			check(t, err)
+			var samples []trace.Sample
+			for i := range raw {
+				samples = append(samples, translate(&raw[i]))
+			}
+			if test.checks != nil {
+				test.checks(t, r, samples)
+			}
+		})
+	}
+}
+
+// driven: the driver's stamp is there, of packets that are split, too.
+func driven(t *testing.T, r trace.Result, _ []trace.Sample) {
+	t.Helper()
+	if r.Undriven > 0 || r.Unqueued > 0 {
+		t.Errorf("%s, want all to have all stamps", account(r))
+	}
+}
+
+// inQueue: the time is spent there.
+func inQueue(t *testing.T, r trace.Result, _ []trace.Sample) {
+	t.Helper()
+	if p50 := r.Stages[config.StageQdisc].Quantile(0.5); p50 < 5*time.Millisecond {
+		t.Errorf("half of the messages were in the queue for %v at most", p50)
+	}
+	if p50 := r.Stages[config.StageNetwork].Quantile(0.5); p50 > 5*time.Millisecond {
+		t.Errorf("the network takes %v, by half of the messages", p50)
+	}
+}
+
+// dropped: what the host dropped before the driver had it is no loss of the
+// network, and was not in the queue for so long.
+func dropped(t *testing.T, r trace.Result, samples []trace.Sample) {
+	t.Helper()
+	var again int
+	for _, s := range samples {
+		if s.Requeued == 0 {
+			continue
+		}
+		again++
+		// The queue of 8000 bytes takes 4 ms.
+		if s.Stages[config.StageQdisc] > 50*time.Millisecond {
+			t.Errorf("%v in the queue: %+v", s.Stages[config.StageQdisc], s)
+		}
+	}
+	t.Logf("%d messages were dropped by the host", again)
+	if again == 0 {
+		t.Errorf("no message was dropped by the host, %s", account(r))
+	}
+}
+
+// TestStacked has a bridge before the link's device: packets go through two
+// queueing disciplines, and are not sent twice.
+func TestStacked(t *testing.T) {
+	k := newTracing(t, everything)
+	l := newLab(t)
+	a, err := l.Namespace("a")
+	check(t, err)
+	b, err := l.Namespace("b")
+	check(t, err)
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = "port"
+	check(t, a.Netlink().LinkAdd(&netlink.Veth{LinkAttrs: attrs, PeerName: "link0"}))
+	peer, err := a.Netlink().LinkByName("link0")
+	check(t, err)
+	check(t, b.Do(func() error {
+		self, err := os.Open("/proc/thread-self/ns/net")
+		if err != nil {
+			return err
+		}
+		defer self.Close()
+		return a.Netlink().LinkSetNsFd(peer, int(self.Fd()))
+	}))
+	bridge := netlink.NewLinkAttrs()
+	bridge.Name = "br0"
+	if err := a.Netlink().LinkAdd(&netlink.Bridge{LinkAttrs: bridge}); errors.Is(err, unix.EOPNOTSUPP) {
+		t.Skip("kernel: no bridge")
+	} else {
+		check(t, err)
+	}
+	master, err := a.Netlink().LinkByName("br0")
+	check(t, err)
+	port, err := a.Netlink().LinkByName("port")
+	check(t, err)
+	other, err := b.Netlink().LinkByName("link0")
+	check(t, err)
+	check(t, errors.Join(a.Netlink().LinkSetMaster(port, master), a.Netlink().LinkSetUp(port), a.Netlink().LinkSetUp(master),
+		b.Netlink().LinkSetUp(other), a.AddAddress("br0", linkA[0]), b.AddAddress("link0", linkB[0])))
+	s := k.samples()
+	w := &world{t: t, a: a, b: b}
+	c := w.connect(unix.AF_INET, noDelay)
+	const messages = 100
+	buffer := make([]byte, 100)
+	for range messages {
+		check(t, send(c.connected, make([]byte, 100), 0))
+		_, err := retry(func() (int, error) { return unix.Read(c.accepted, buffer) })
+		check(t, err)
+		acknowledged(t, c.connected)
+	}
+	retransmits := tcpInfo(t, c.connected).Total_retrans
+	shut(c.connected)
+	r := k.settled()
+	if n := r.Outcomes[trace.Retransmitted]; r.Chosen != messages || n > uint64(retransmits) {
+		t.Errorf("%s, and %d retransmits", account(r), retransmits)
+	}
+	checkSamples(t, k, s.wait(messages))
+	driven(t, r, nil)
+}
+
+// TestZeroWindow has a peer that does not read, until the window is closed, and
+// then does.
+func TestZeroWindow(t *testing.T) {
+	k := newTracing(t, everything)
+	s := k.samples()
+	w := loopback(t)
+	listener, at := w.listen(unix.AF_INET)
+	with(unix.SOL_SOCKET, unix.SO_RCVBUF, 4096)(t, listener)
+	c := w.connectTo(listener, at, with(unix.SOL_SOCKET, unix.SO_SNDBUF, 1<<18))
+	const messages = 60
+	for range messages {
+		check(t, send(c.connected, make([]byte, 1000), unix.MSG_EOR))
+	}
+	// The window stays closed for that long, by the kernel's own account.
+	const closed = 100 * time.Millisecond
+	within(t, "a closed window", func() bool {
+		info := tcpInfo(t, c.connected)
+		return info.Notsent_bytes > 0 && time.Duration(info.Rwnd_limited)*time.Microsecond > closed
+	})
+	done := drain(c.accepted)
+	shut(c.connected)
+	<-done
+	r := k.settled()
+	t.Log(account(r))
+	raw := s.wait(int(r.Chosen - r.Outcomes[trace.Full]))
+	checkSamples(t, k, raw)
+	translate, err := k.names.Translator(k.Trace, k.compiled.Rules)
+	check(t, err)
+	var held int
+	for i := range raw {
+		s := translate(&raw[i])
+		stack := s.Stages[config.StageStack]
+		if stack < closed/2 {
+			continue
+		}
+		held++
+		if s.WindowLimited < stack*8/10 || s.WindowLimited > stack+20*time.Millisecond {
+			t.Errorf("held for %v, and limited by the peer's window for %v", stack, s.WindowLimited)
+		}
+	}
+	if held < messages/3 {
+		t.Errorf("%d of %d messages were held by the peer's window", held, messages)
+	}
+}
+
+// TestWaysToSend sends by all calls that can.
+func TestWaysToSend(t *testing.T) {
+	const messages = 50
+	file, err := os.Create(t.TempDir() + "/file")
+	check(t, err)
+	defer file.Close()
+	check(t, file.Truncate(1<<20))
+	for _, way := range []struct {
+		name string
+		// send sends all messages, of 4000 bytes each.
+		send func(t *testing.T, fd int)
+	}{
+		{"write", func(t *testing.T, fd int) {
+			for range messages {
+				_, err := unix.Write(fd, make([]byte, 4000))
+				check(t, err)
+			}
+		}},
+		{"writev", func(t *testing.T, fd int) {
+			for range messages {
+				_, err := unix.Writev(fd, [][]byte{make([]byte, 1000), make([]byte, 3000)})
+				check(t, err)
+			}
+		}},
+		{"sendfile", func(t *testing.T, fd int) {
+			for range messages {
+				offset := int64(0)
+				_, err := unix.Sendfile(fd, int(file.Fd()), &offset, 4000)
+				check(t, err)
+			}
+		}},
+		{"splice", func(t *testing.T, fd int) {
+			r, w, err := os.Pipe()
+			check(t, err)
+			defer r.Close()
+			defer w.Close()
+			for range messages {
+				_, err := w.Write(make([]byte, 4000))
+				check(t, err)
+				_, err = unix.Splice(int(r.Fd()), nil, fd, nil, 4000, 0)
+				check(t, err)
+			}
+		}},
+		{"zerocopy", func(t *testing.T, fd int) {
+			with(unix.SOL_SOCKET, unix.SO_ZEROCOPY, 1)(t, fd)
+			b := make([]byte, 4000)
+			for range messages {
+				check(t, send(fd, b, unix.MSG_ZEROCOPY))
+			}
+			acknowledged(t, fd)
+		}},
+		{"urgent", func(t *testing.T, fd int) {
+			for range messages {
+				check(t, send(fd, make([]byte, 4000), unix.MSG_OOB))
+			}
+		}},
+		{"sendmmsg", sendMany},
+	} {
+		t.Run(way.name, func(t *testing.T) {
+			k := newTracing(t, everything)
+			s := k.samples()
+			w := linked(t, lab.LinkOptions{Delay: time.Millisecond})
+			c := w.connect(unix.AF_INET)
+			done := drain(c.accepted)
+			way.send(t, c.connected)
+			shut(c.connected)
+			<-done
+			r := k.settled()
+			t.Log(account(r))
+			if r.Chosen != messages {
+				t.Errorf("%d chosen, want %d", r.Chosen, messages)
+			}
+			samples := s.wait(messages)
+			checkSamples(t, k, samples)
+			for _, s := range samples {
+				if s.Message.Length != 4000 {
+					t.Errorf("a message has %d bytes", s.Message.Length)
+				}
+			}
+		})
+	}
+}
+
+// sendMany sends five messages of 4000 bytes with each call.
+func sendMany(t *testing.T, fd int) {
+	b := make([]byte, 4000)
+	iov := unix.Iovec{Base: &b[0], Len: 4000}
+	type mmsghdr struct {
+		header unix.Msghdr
+		length uint32
+		_      [4]byte
+	}
+	for range 10 {
+		var headers [5]mmsghdr
+		for i := range headers {
+			headers[i].header = unix.Msghdr{Iov: &iov, Iovlen: 1}
+		}
+		n, _, errno := unix.Syscall6(unix.SYS_SENDMMSG, uintptr(fd), uintptr(unsafe.Pointer(&headers)), 5, 0, 0, 0)
+		if errno != 0 || n != 5 {
+			t.Fatalf("%d of 5 messages, %v", n, errno)
+		}
+	}
+}
+
+// TestFastOpen sends with the SYN: what goes there is before the connection is
+// established, and no message. The next ones are, with their own length.
+func TestFastOpen(t *testing.T) {
+	k := newTracing(t, everything)
+	s := k.samples()
+	w := loopback(t)
+	sysctl(t, "net/ipv4/tcp_fastopen", "1027") // for all, without a cookie
+	listener, at := w.listen(unix.AF_INET)
+	with(unix.SOL_TCP, unix.TCP_FASTOPEN, 10)(t, listener)
+	for range 2 {
+		fd := newSocket(t, unix.AF_INET)
+		_, err := retry(func() (int, error) {
+			return unix.SendmsgN(fd, make([]byte, 300), nil, sockaddr(at), unix.MSG_FASTOPEN)
+		})
+		check(t, err)
+		accepted := accept(t, listener)
+		done := drain(accepted)
+		acknowledged(t, fd)
+		for i := range 3 {
+			check(t, send(fd, make([]byte, 100+i), 0))
+			acknowledged(t, fd)
+		}
+		shut(fd)
+		if got := <-done; got != 603 {
+			t.Errorf("%d bytes arrived", got)
+		}
+	}
+	for i, s := range s.wait(6) {
+		if want := uint32(100 + i%3); s.Message.Length != want {
+			t.Errorf("message %d has %d bytes, want %d", i, s.Message.Length, want)
+		}
+	}
+	if r := k.settled(); r.Chosen != 6 {
+		t.Errorf("%s, want 6", account(r))
+	}
+}
+
+// TestState compares what a sample says of its connection with TCP_INFO, taken
+// just before the message was sent, on a connection on which nothing moves.
+func TestState(t *testing.T) {
+	k := newTracing(t, everything)
+	s := k.samples()
+	w, lost := hole(t, lab.LinkOptions{Delay: 3 * time.Millisecond})
+	for _, pacing := range []int{0, 1_000_000} {
+		c := w.connect(unix.AF_INET, noDelay)
+		if pacing > 0 {
+			with(unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, pacing)(t, c.connected)
+		}
+		done := drain(c.accepted)
+		var before []*unix.TCPInfo
+		var lengths []uint32
+		one := func(length int) {
+			before = append(before, tcpInfo(t, c.connected))
+			lengths = append(lengths, uint32(length))
+			check(t, send(c.connected, make([]byte, length), unix.MSG_EOR))
+		}
+		for i := range 20 {
+			one(100 * (i + 1))
+			acknowledged(t, c.connected)
+		}
+		// Some under way, and some that the congestion window holds.
+		lost.Store(true)
+		for range 30 {
+			one(1000)
+		}
+		lost.Store(false)
+		shut(c.connected)
+		<-done
+		samples := s.wait(len(before))
+		slices.SortFunc(samples, func(a, b bpf.TraceSample) int { return int(int32(a.Message.Key - b.Message.Key)) })
+		for i, sample := range samples {
+			m, info := sample.Message, before[i]
+			got := fmt.Sprint(m.Length, m.Cwnd, m.InFlight, m.Unsent, m.Window, m.Mss, m.Srtt, m.MinRtt, m.Outstanding > 0)
+			want := fmt.Sprint(lengths[i], info.Snd_cwnd, info.Unacked-info.Sacked-info.Lost+info.Retrans, info.Notsent_bytes+lengths[i],
+				info.Snd_wnd, info.Snd_mss, info.Rtt, info.Min_rtt, info.Unacked > 0)
+			if got != want {
+				t.Errorf("message %d has %s, TCP_INFO %s", i, got, want)
+			}
+			if m.Pacing != info.Pacing_rate {
+				t.Errorf("message %d has a pacing rate of %d, TCP_INFO %d", i, m.Pacing, info.Pacing_rate)
+			}
+			if paced := m.Flags&bpf.TraceMessagePaced != 0; paced != (pacing > 0) || m.Flags&bpf.TraceMessageNagle != 0 {
+				t.Errorf("message %d: paced %v, flags %#x", i, paced, m.Flags)
+			}
+		}
+	}
+}
