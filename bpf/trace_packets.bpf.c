@@ -3,9 +3,10 @@
  * Tells user space of every packet of one TCP connection: when it reaches a
  * queueing discipline and a driver, when TCP sends it again, and what the
  * connection receives. Decides nothing. Attached only while somebody asks.
- * Cost for others: two reads for each packet to a queueing discipline and to
- * a driver, and one comparison for each that TCP or the host receives. For the
- * connection: one event for each of these, most of it to copy the headers.
+ * Cost for others: two reads for each packet to a queueing discipline or to a
+ * driver, one for each that an established connection receives, and a
+ * comparison for each that the host receives. For the connection: an event for
+ * each of these.
  *
  * Raw tracepoints, so that neither fentry nor a cgroup is needed.
  */
@@ -27,6 +28,9 @@
 #define TCP_NEW_SYN_RECV 12
 #define TCPHDR_SYN 0x02
 #define IP_OFFSET 0x1fff
+
+/* Bits of a device's address that are 0: NETDEV_ALIGN. */
+#define DEVICE_ALIGN 5
 
 /* Extension headers of IPv6 that are followed. */
 #define EXTENSIONS 4
@@ -244,6 +248,7 @@ static __always_inline void packets_device(struct packets_event *e,
 	if (!dev)
 		return;
 	e->ifindex = BPF_CORE_READ(dev, ifindex);
+	e->device = (__u64)dev >> DEVICE_ALIGN;
 	BPF_CORE_READ_STR_INTO(&e->name, dev, name);
 }
 

@@ -34,6 +34,7 @@ struct packets_event {
 	__u32 size; /* of the IP packet, bytes */
 	__u32 window; /* bytes */
 	__u32 ifindex; /* 0: not known */
+	__u32 device; /* tells the interfaces of all namespaces apart; 0: not known */
 	__u16 gso_size; /* payload of each segment; 0: the packet is one */
 	__u16 gso_segments;
 	__u16 captured; /* bytes that follow */
@@ -42,7 +43,7 @@ struct packets_event {
 	__u8 tcp; /* flags of the TCP header, FIN lowest */
 	__u8 state; /* TCP_ESTABLISHED and so on; of STATE: the new one */
 	__u8 congestion; /* of RETRANSMIT: TCP_CA_OPEN and so on */
-	__u8 padding[5];
+	__u8 padding;
 	char name[PACKETS_NAME]; /* of the interface, "" if it is not known */
 };
 

@@ -111,5 +111,5 @@ type TraceConnection struct {
 // TracePacketsEnd is how a trace of packets ended.
 type TracePacketsEnd struct {
 	Lost   uint64 `json:"lost"`   // events that found no room
-	Reason string `json:"reason"` // time or limit
+	Reason string `json:"reason"` // time, limit, closed
 }

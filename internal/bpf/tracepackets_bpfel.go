@@ -23,6 +23,7 @@ type tracePacketsPacketsEvent struct {
 	Size        uint32
 	Window      uint32
 	Ifindex     uint32
+	Device      uint32
 	GsoSize     uint16
 	GsoSegments uint16
 	Captured    uint16
@@ -31,7 +32,7 @@ type tracePacketsPacketsEvent struct {
 	Tcp         uint8
 	State       uint8
 	Congestion  uint8
-	Padding     [5]uint8
+	Padding     uint8
 	Name        [16]int8
 }
 
@@ -77,15 +78,9 @@ const (
 	tracePacketsProgPacketsReceive     = "packets_receive"
 	tracePacketsProgPacketsResend      = "packets_resend"
 	tracePacketsProgPacketsState       = "packets_state"
-	tracePacketsVarAlld                = "alld"
-	tracePacketsVarAllq                = "allq"
 	tracePacketsVarCookie              = "cookie"
 	tracePacketsVarEarly               = "early"
-	tracePacketsVarGiven               = "given"
 	tracePacketsVarLost                = "lost"
-	tracePacketsVarNosk                = "nosk"
-	tracePacketsVarOurd                = "ourd"
-	tracePacketsVarOurq                = "ourq"
 	tracePacketsVarScale               = "scale"
 	tracePacketsVarUnusedPacketsEvent  = "unused_packets_event"
 	tracePacketsVarUnusedPacketsFlag   = "unused_packets_flag"
@@ -155,15 +150,9 @@ type tracePacketsMapSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type tracePacketsVariableSpecs struct {
-	Alld                *ebpf.VariableSpec `ebpf:"alld"`
-	Allq                *ebpf.VariableSpec `ebpf:"allq"`
 	Cookie              *ebpf.VariableSpec `ebpf:"cookie"`
 	Early               *ebpf.VariableSpec `ebpf:"early"`
-	Given               *ebpf.VariableSpec `ebpf:"given"`
 	Lost                *ebpf.VariableSpec `ebpf:"lost"`
-	Nosk                *ebpf.VariableSpec `ebpf:"nosk"`
-	Ourd                *ebpf.VariableSpec `ebpf:"ourd"`
-	Ourq                *ebpf.VariableSpec `ebpf:"ourq"`
 	Scale               *ebpf.VariableSpec `ebpf:"scale"`
 	UnusedPacketsEvent  *ebpf.VariableSpec `ebpf:"unused_packets_event"`
 	UnusedPacketsFlag   *ebpf.VariableSpec `ebpf:"unused_packets_flag"`
@@ -205,15 +194,9 @@ func (m *tracePacketsMaps) Close() error {
 //
 // It can be passed to loadTracePacketsObjects or ebpf.CollectionSpec.LoadAndAssign.
 type tracePacketsVariables struct {
-	Alld                *ebpf.Variable `ebpf:"alld"`
-	Allq                *ebpf.Variable `ebpf:"allq"`
 	Cookie              *ebpf.Variable `ebpf:"cookie"`
 	Early               *ebpf.Variable `ebpf:"early"`
-	Given               *ebpf.Variable `ebpf:"given"`
 	Lost                *ebpf.Variable `ebpf:"lost"`
-	Nosk                *ebpf.Variable `ebpf:"nosk"`
-	Ourd                *ebpf.Variable `ebpf:"ourd"`
-	Ourq                *ebpf.Variable `ebpf:"ourq"`
 	Scale               *ebpf.Variable `ebpf:"scale"`
 	UnusedPacketsEvent  *ebpf.Variable `ebpf:"unused_packets_event"`
 	UnusedPacketsFlag   *ebpf.Variable `ebpf:"unused_packets_flag"`

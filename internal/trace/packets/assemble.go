@@ -124,6 +124,7 @@ type packet struct {
 
 type hop struct {
 	Hop
+	device         uint32
 	queued, driver int64
 	bytes          int64 // sequence numbers that the driver got
 	wire           int   // segments that this makes
@@ -140,6 +141,9 @@ type Summary struct {
 	Segments        int          `json:"segments"` // that packets sent were split into, as far as drivers got them
 	Retransmissions int          `json:"retransmissions"`
 	Fates           map[Fate]int `json:"fates"` // of packets sent, but for those without one
+	// Unseen are sequence numbers between those of packets sent that no packet was
+	// seen to send: events were lost, or did not come.
+	Unseen int64 `json:"unseen,omitempty"`
 	// Strays are parts of packets whose beginning was not seen. Unreadable are
 	// packets without a TCP header that could be found: encrypted ones.
 	Strays     int `json:"strays,omitempty"`
@@ -180,9 +184,6 @@ func (a *Assembler) Add(e *bpf.PacketEvent) error {
 	}
 	a.now = max(a.now, at)
 	a.summary.To = a.clock.Time(a.now)
-	if h.Ifindex != 0 && h.Name[0] != 0 {
-		a.names[h.Ifindex] = name(h)
-	}
 	switch h.Kind {
 	case bpf.PacketQueue:
 		a.queue(e)
@@ -237,6 +238,10 @@ func stateName(state uint8) string {
 
 // add makes a packet of an event with bytes.
 func (a *Assembler) add(e *bpf.PacketEvent) *packet {
+	// Here, as other hops may be in another namespace.
+	if e.Ifindex != 0 && e.Name[0] != 0 {
+		a.names[e.Ifindex] = name(&e.PacketHeader)
+	}
 	p := &packet{Packet: Packet{
 		Number:    a.emitted + len(a.order) + 1,
 		Time:      a.clock.Time(int64(e.Time)),
@@ -259,7 +264,7 @@ func (a *Assembler) queue(e *bpf.PacketEvent) {
 	h := &e.PacketHeader
 	at := int64(h.Time)
 	if p := a.byPointer[h.Skb]; p != nil && p.continues(h) {
-		hop := p.hop(h.Ifindex, a)
+		hop := p.hop(h)
 		if hop.queued == 0 {
 			hop.queued = at
 		}
@@ -278,7 +283,7 @@ func (a *Assembler) queue(e *bpf.PacketEvent) {
 	p.gso = h.GsoSize
 	p.split = h.GsoSize > 0 && h.GsoSegments > 1
 	p.span = span{p.Seq, p.Seq + int64(h.Length) + p.control()}
-	p.hop(h.Ifindex, a).queued = at
+	p.hop(h).queued = at
 	a.point(p, h.Skb)
 	a.lastSent = p
 	a.summary.Sent++
@@ -288,8 +293,11 @@ func (a *Assembler) queue(e *bpf.PacketEvent) {
 	}
 	p.left = spans{p.span}
 	a.widest = max(a.widest, p.span.length())
-	if a.sentSet && p.span.start < a.sent {
+	switch {
+	case a.sentSet && p.span.start < a.sent:
 		a.repeat(p)
+	case a.sentSet:
+		a.summary.Unseen += p.span.start - a.sent
 	}
 	a.sentSet, a.sent = true, max(a.sent, p.span.end)
 	if a.unaSet {
@@ -325,17 +333,18 @@ func (p *packet) control() (n int64) {
 // last driver got: an interface on top of another.
 func (p *packet) continues(h *bpf.PacketHeader) bool {
 	last := &p.last
-	return last.Time != 0 && last.Skb == h.Skb && last.Ifindex != h.Ifindex && int64(h.Time-last.Time) <= nextHop &&
+	return last.Time != 0 && last.Skb == h.Skb && last.Device != h.Device && int64(h.Time-last.Time) <= nextHop &&
 		(h.Flags&bpf.PacketTCP == 0 || last.Flags&bpf.PacketTCP == 0 || last.Seq == h.Seq && last.Length == h.Length)
 }
 
-func (p *packet) hop(index uint32, a *Assembler) *hop {
+// hop finds or makes the hop at the interface of an event.
+func (p *packet) hop(h *bpf.PacketHeader) *hop {
 	for i := range p.hops {
-		if p.hops[i].Index == int(index) {
+		if p.hops[i].device == h.Device {
 			return &p.hops[i]
 		}
 	}
-	p.hops = append(p.hops, hop{Hop: Hop{Index: int(index), Interface: a.interfaceName(index)}})
+	p.hops = append(p.hops, hop{Hop: Hop{Index: int(h.Ifindex), Interface: name(h)}, device: h.Device})
 	return &p.hops[len(p.hops)-1]
 }
 
@@ -431,7 +440,7 @@ func (a *Assembler) drive(h *bpf.PacketHeader) {
 		a.summary.Strays++
 		return
 	}
-	hop := p.hop(h.Ifindex, a)
+	hop := p.hop(h)
 	hop.driver = at
 	hop.bytes += s.length()
 	hop.Segments++
@@ -452,7 +461,7 @@ func (a *Assembler) holder(h *bpf.PacketHeader, s span) (found *packet) {
 		if !p.contains(s) {
 			continue
 		}
-		i := slices.IndexFunc(p.hops, func(o hop) bool { return o.Index == int(h.Ifindex) })
+		i := slices.IndexFunc(p.hops, func(o hop) bool { return o.device == h.Device })
 		room := i >= 0 && p.hops[i].bytes+s.length() <= p.span.length()
 		switch {
 		case found == nil, room && !waits, room == waits && (p.Number < found.Number) == waits:
@@ -498,7 +507,7 @@ func (a *Assembler) receive(e *bpf.PacketEvent) {
 		return
 	}
 	early := h.Flags&bpf.PacketEarly != 0
-	if early && h.Skb == last.Skb && h.Ifindex != last.Ifindex && int64(h.Time-last.Time) <= nextHop &&
+	if early && h.Skb == last.Skb && h.Device != last.Device && int64(h.Time-last.Time) <= nextHop &&
 		h.Seq == last.Seq && h.Ack == last.Ack && h.Length == last.Length && h.Tcp == last.Tcp {
 		return // the same on a device above
 	}

@@ -113,9 +113,6 @@ func (r *Received) parts() []string {
 	if r.Twice != nil {
 		parts = append(parts, r.Twice.String()+" came more than once")
 	}
-	if r.Early {
-		parts = append(parts, "seen before TCP")
-	}
 	return parts
 }
 
@@ -127,7 +124,7 @@ func short(d time.Duration) string {
 	for _, larger := range []struct {
 		factor float64
 		unit   string
-	}{{1e3, "us"}, {1e3, "ms"}, {1e3, "s"}} {
+	}{{1e3, "µs"}, {1e3, "ms"}, {1e3, "s"}} {
 		// 999.5 would be rounded to four digits.
 		if value < 999.5 && value > -999.5 {
 			break

@@ -4,16 +4,24 @@ package packets_test
 
 import (
 	"context"
+	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/netip"
 	"os"
+	"reflect"
+	"slices"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/cilium/ebpf/rlimit"
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -104,11 +112,7 @@ func cookieOf(t testing.TB, c *net.TCPConn) (cookie uint64) {
 // capture follows a connection while f runs, and to its end.
 func capture(t testing.TB, c *net.TCPConn, f func() error) ([]*packets.Packet, *packets.Summary) {
 	t.Helper()
-	p, err := bpf.OpenPackets(cookieOf(t, c), 8<<20)
-	if err != nil {
-		t.Fatalf("%+v", err)
-	}
-	defer func() { check(t, p.Close()) }()
+	p := open(t, c)
 	done := make(chan error, 1)
 	go func() { done <- f() }()
 	var all []*packets.Packet
@@ -117,24 +121,510 @@ func capture(t testing.TB, c *net.TCPConn, f func() error) ([]*packets.Packet, *
 		return nil
 	})
 	check(t, errors.Join(err, <-done))
-	if summary.LostEvents != 0 {
-		t.Errorf("%d events were lost", summary.LostEvents)
+	if summary.LostEvents != 0 || summary.Unfinished != 0 || summary.Unreadable != 0 || len(summary.Missing) != 0 {
+		t.Errorf("not all is known: %+v", summary)
 	}
 	return all, summary
 }
 
-func TestLook(t *testing.T) {
-	w := newWorld(t, lab.LinkOptions{Delay: 20 * time.Millisecond, Loss: 0.03, Seed: 3})
-	client, server := w.pair(t, linkB[0].Addr())
-	all, s := capture(t, client, func() error {
-		go io.Copy(io.Discard, server)
-		client.Write(make([]byte, 200_000))
-		client.Close()
-		time.Sleep(time.Second)
-		return server.Close()
-	})
-	for _, p := range all {
-		fmt.Println(p.Number, p.Time.Format("05.000000"), p.Interface, p.Seq, p.Ack, p.Length, p.Size, p.Flags, p.Window, "|", p.Comment())
+func open(t testing.TB, c *net.TCPConn) *bpf.Packets {
+	t.Helper()
+	p, err := bpf.OpenPackets(cookieOf(t, c), 8<<20)
+	if err != nil {
+		t.Fatalf("%+v", err)
 	}
-	fmt.Printf("%+v\n%+v\n", s, w.Counts())
+	t.Cleanup(func() { check(t, p.Close()) })
+	return p
+}
+
+// transfer writes n bytes, closes, and waits until the peer has all.
+func transfer(client, server *net.TCPConn, n int) error {
+	got := make(chan error, 1)
+	go func() {
+		_, err := io.Copy(io.Discard, server)
+		got <- errors.Join(err, server.Close())
+	}()
+	_, err := client.Write(make([]byte, n))
+	return errors.Join(err, client.Close(), <-got)
+}
+
+// segment is a TCP segment on the link.
+type segment struct {
+	seq    uint32
+	length int
+	fin    bool
+}
+
+func (s segment) String() string { return fmt.Sprintf("%d+%d fin=%v", s.seq, s.length, s.fin) }
+
+func ports(header []byte) (tcp []byte, source, destination uint16) {
+	tcp = header[40:]
+	if header[0]>>4 == 4 {
+		tcp = header[int(header[0]&15)*4:]
+	}
+	return tcp, binary.BigEndian.Uint16(tcp), binary.BigEndian.Uint16(tcp[2:])
+}
+
+// truth is what a link saw of a connection, one way.
+type truth struct {
+	source, destination uint16
+
+	mu       sync.Mutex
+	segments []segment
+	lost     int // bytes of payload
+	repeated int // segments
+	next     uint32
+	end      uint32 // after FIN; 0: it was not sent
+}
+
+// after tells whether a segment acknowledges only, after FIN: that is often not
+// from the connection's socket any more, but from what is left of it.
+func (r *truth) after(s segment) bool { return s.length == 0 && !s.fin && r.end != 0 && s.seq == r.end }
+
+func (r *truth) see(packet []byte, drop bool) {
+	tcp, source, destination := ports(packet)
+	if source != r.source || destination != r.destination {
+		return
+	}
+	s := segment{binary.BigEndian.Uint32(tcp[4:]), len(tcp) - int(tcp[12]>>4)*4, tcp[13]&1 != 0}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.after(s) {
+		return
+	}
+	if s.fin {
+		r.end = s.seq + uint32(s.length) + 1
+	}
+	if len(r.segments) == 0 {
+		r.next = s.seq
+	}
+	if s.length > 0 || s.fin {
+		end := s.seq + uint32(s.length)
+		if s.fin {
+			end++
+		}
+		if int32(s.seq-r.next) < 0 {
+			r.repeated++
+		}
+		if int32(end-r.next) > 0 {
+			r.next = end
+		}
+	}
+	r.segments = append(r.segments, s)
+	if drop {
+		r.lost += s.length
+	}
+}
+
+// segments are those that a packet became.
+func segments(p *packets.Packet) (all []segment) {
+	size := max(1, p.Length)
+	if p.Sent.Split != nil {
+		size = p.Sent.Split.Size
+	}
+	for at := 0; at == 0 || at < p.Length; at += size {
+		end := min(at+size, p.Length)
+		all = append(all, segment{p.RawSeq + uint32(at), end - at, p.Flags&packets.FlagFIN != 0 && end == p.Length})
+	}
+	return all
+}
+
+// attempts is how often a test is repeated if the kernel has not told of
+// everything. A host may keep programs from running while a packet's interrupt
+// stops a process that it shields; whatever is sent then is not seen by any
+// program of this kind.
+const attempts = 10
+
+// TestTruth compares what is told of a connection with what its link did to it,
+// while another connection is as busy.
+func TestTruth(t *testing.T) {
+	const delay, share, size = 20 * time.Millisecond, 0.02, 300_000
+	for i, name := range []string{"IPv4", "IPv6"} {
+		t.Run(name, func(t *testing.T) {
+			var r atomic.Pointer[truth]
+			rnd := rand.New(rand.NewPCG(2, uint64(i)))
+			w := newWorld(t, lab.LinkOptions{Delay: delay, Drop: func(d lab.Direction, packet []byte) bool {
+				r := r.Load()
+				if d != lab.AToB || r == nil {
+					return false
+				}
+				drop := rnd.Float64() < share
+				r.see(packet, drop)
+				return drop
+			}})
+			for range attempts {
+				client, server := w.pair(t, linkB[i].Addr())
+				otherClient, otherServer := w.pair(t, linkB[i].Addr())
+				seen := &truth{source: port(client.LocalAddr()), destination: port(client.RemoteAddr())}
+				all, summary := capture(t, client, func() error {
+					r.Store(seen)
+					other := make(chan error)
+					go func() { other <- transfer(otherClient, otherServer, size) }()
+					return errors.Join(transfer(client, server, size), <-other)
+				})
+				if summary.Stopped != packets.StoppedClosed || summary.State != "CLOSE" {
+					t.Errorf("stopped because of %s, in state %s", summary.Stopped, summary.State)
+				}
+				seen.onlyOurs(t, all)
+				if missing := seen.missing(t, all); missing > 0 {
+					t.Logf("%d segments of %d were not told of", missing, len(seen.segments))
+					if missing > len(seen.segments)/4 {
+						t.Error("too many")
+					}
+					continue
+				}
+				seen.compare(t, all, summary)
+				checkTimes(t, all, delay)
+				roundTrip(t, all)
+				return
+			}
+			t.Errorf("never told of everything in %d attempts", attempts)
+		})
+	}
+}
+
+// onlyOurs looks for packets of another connection.
+func (r *truth) onlyOurs(t *testing.T, all []*packets.Packet) {
+	t.Helper()
+	for _, p := range all {
+		_, source, destination := ports(p.Header)
+		if p.Received != nil {
+			source, destination = destination, source
+		}
+		if source != r.source || destination != r.destination {
+			t.Fatalf("packet %d is of another connection", p.Number)
+		}
+	}
+}
+
+// missing counts the segments of the link that no packet, or no driver, was told
+// of. There are no others.
+func (r *truth) missing(t *testing.T, all []*packets.Packet) (n int) {
+	t.Helper()
+	left := make(map[segment]int)
+	for _, s := range r.segments {
+		left[s]++
+	}
+	for _, p := range all {
+		if p.Sent == nil {
+			continue
+		}
+		parts := segments(p)
+		if r.after(parts[0]) {
+			continue
+		}
+		for _, s := range parts {
+			if left[s]--; left[s] < 0 {
+				t.Errorf("packet %d tells of %v, which was not on the link", p.Number, s)
+			}
+		}
+		if len(p.Sent.Hops) > 0 {
+			n += len(parts) - p.Sent.Hops[0].Segments
+		}
+	}
+	for _, count := range left {
+		n += max(0, count)
+	}
+	return n
+}
+
+// compare looks at what became of packets.
+func (r *truth) compare(t *testing.T, all []*packets.Packet, summary *packets.Summary) {
+	t.Helper()
+	lost, repeated, after := 0, 0, 0
+	for i, p := range all {
+		if p.Number != i+1 || i > 0 && p.Time.Before(all[i-1].Time) {
+			t.Errorf("packet %d, at %v, is number %d", p.Number, p.Time, i+1)
+		}
+		if p.Sent == nil {
+			continue
+		}
+		parts := segments(p)
+		if r.after(parts[0]) {
+			after++
+		}
+		lost += p.Sent.LostBytes
+		if p.Sent.Retransmission != nil {
+			repeated += len(parts)
+			if p.Sent.Retransmission.Of == 0 || p.Sent.Retransmission.After <= 0 || p.Sent.Retransmission.Cause == "" {
+				t.Errorf("packet %d: %s", p.Number, p.Comment())
+			}
+		}
+		if s := p.Sent.Split; s != nil && (s.Segments != len(parts) || s.By != packets.ByHost) {
+			t.Errorf("packet %d of %d bytes: %s", p.Number, p.Length, p.Comment())
+		}
+		if p.Sent.Driver.IsZero() || p.Sent.Qdisc < 0 || p.Sent.AckedBytes+p.Sent.LostBytes != p.Length && p.Sent.Fate != packets.Needless {
+			t.Errorf("packet %d of %d bytes: %s", p.Number, p.Length, p.Comment())
+		}
+	}
+	if lost != r.lost || repeated != r.repeated || summary.Segments-after != len(r.segments) || summary.Unseen != 0 || summary.Strays != 0 {
+		t.Errorf("%d bytes lost, %d segments repeated of %d, want %d, %d of %d; %+v", lost, repeated, summary.Segments, r.lost, r.repeated, len(r.segments), summary)
+	}
+	if r.repeated == 0 {
+		t.Error("nothing was lost")
+	}
+}
+
+// checkTimes compares the times with the link's delay.
+func checkTimes(t *testing.T, all []*packets.Packet, delay time.Duration) {
+	t.Helper()
+	least := time.Hour
+	for _, p := range all {
+		if p.Sent == nil || p.Sent.Acked.IsZero() {
+			continue
+		}
+		least = min(least, p.Sent.Network)
+		if p.Sent.Network < 2*delay || p.Sent.Acked.Sub(p.Sent.Driver) != p.Sent.Network {
+			t.Errorf("packet %d: %s", p.Number, p.Comment())
+		}
+		by := all[p.Sent.AckedBy-1]
+		told := by.Received != nil && slices.ContainsFunc(by.Received.Packets, func(r packets.Range) bool {
+			return r.First <= p.Number && p.Number <= r.Last
+		})
+		if by.Received == nil || !by.Time.Equal(p.Sent.Acked) || !told && p.Sent.Fate == packets.Acknowledged {
+			t.Errorf("packet %d is acknowledged by %d, which %s", p.Number, by.Number, by.Comment())
+		}
+	}
+	if least > 3*delay {
+		t.Errorf("the fastest acknowledgement took %v, want %v", least, 2*delay)
+	}
+}
+
+// roundTrip reads packets from their JSON.
+func roundTrip(t *testing.T, all []*packets.Packet) {
+	t.Helper()
+	text, err := json.Marshal(all)
+	check(t, err)
+	var back []*packets.Packet
+	check(t, json.Unmarshal(text, &back))
+	if !reflect.DeepEqual(all, back) {
+		t.Error("JSON gives other packets")
+	}
+}
+
+func port(a net.Addr) uint16 { return netip.MustParseAddrPort(a.String()).Port() }
+
+// TestOffload hands large packets to the device.
+func TestOffload(t *testing.T) {
+	w := newWorld(t, lab.LinkOptions{Delay: time.Millisecond, Offload: true})
+	client, server := w.pair(t, linkB[0].Addr())
+	all, summary := capture(t, client, func() error { return transfer(client, server, 1<<20) })
+	largest := 0
+	for _, p := range all {
+		if p.Sent == nil || p.Sent.Split == nil {
+			continue
+		}
+		largest = max(largest, p.Length)
+		if p.Sent.Driver.IsZero() { // see attempts
+			continue
+		}
+		if s := p.Sent.Split; s.By != packets.ByDevice || s.Segments != len(segments(p)) || p.Sent.Hops[0].Segments != 1 {
+			t.Errorf("packet %d of %d bytes: %+v, hops %+v", p.Number, p.Length, s, p.Sent.Hops)
+		}
+	}
+	if largest < 4*1448 {
+		t.Errorf("the largest packet has %d bytes", largest)
+	}
+	if summary.SentBytes+summary.Unseen != 1<<20 || summary.Segments < 700 || summary.Segments < 2*summary.Sent {
+		t.Errorf("%+v", summary)
+	}
+}
+
+// slowQdisc makes the way out of a slow: rate is in bytes a second, limit in
+// bytes that may wait.
+func (w *world) slowQdisc(t *testing.T, rate uint64, limit uint32) {
+	t.Helper()
+	dev, err := w.a.Netlink().LinkByName("link0")
+	check(t, err)
+	check(t, w.a.Netlink().LinkSetGSOMaxSegs(dev, 1))
+	if err := w.a.Netlink().QdiscReplace(&netlink.Tbf{
+		QdiscAttrs: netlink.QdiscAttrs{LinkIndex: dev.Attrs().Index, Handle: netlink.MakeHandle(1, 0), Parent: netlink.HANDLE_ROOT},
+		Rate:       rate, Limit: limit, Buffer: netlink.Xmittime(rate, 1600),
+	}); err != nil {
+		t.Skipf("kernel: no tbf: %v", err)
+	}
+}
+
+// TestQdisc sends behind datagrams that wait in a slow queueing discipline.
+func TestQdisc(t *testing.T) {
+	const delay, rate, datagram, ahead = 20 * time.Millisecond, 1 << 20, 1400, 20
+	w := newWorld(t, lab.LinkOptions{Delay: delay})
+	w.slowQdisc(t, rate, 1<<20)
+	client, server := w.pair(t, linkB[0].Addr())
+	var udp net.Conn
+	check(t, w.a.Do(func() (err error) {
+		udp, err = net.Dial("udp", netip.AddrPortFrom(linkB[0].Addr(), 9).String())
+		return err
+	}))
+	defer udp.Close()
+	all, _ := capture(t, client, func() error {
+		b := make([]byte, datagram)
+		for range 10 {
+			for range ahead {
+				// Refused: nobody listens.
+				_, _ = udp.Write(b)
+			}
+			if _, err := client.Write(b); err != nil {
+				return err
+			}
+			if _, err := io.ReadFull(server, b); err != nil {
+				return err
+			}
+		}
+		return errors.Join(client.Close(), server.Close())
+	})
+	longest, least := time.Duration(0), time.Hour
+	for _, p := range all {
+		if p.Sent == nil || p.Sent.Driver.IsZero() || p.Sent.Acked.IsZero() {
+			continue
+		}
+		longest = max(longest, p.Sent.Qdisc)
+		least = min(least, p.Sent.Network)
+	}
+	const wait = ahead * datagram * time.Second / rate
+	if longest < wait*3/4 || longest > wait*3 {
+		t.Errorf("the longest time in the queue is %v, want %v", longest, wait)
+	}
+	if least < 2*delay || least > 3*delay {
+		t.Errorf("the network takes %v, want %v", least, 2*delay)
+	}
+}
+
+// TestDropped has a queue for one packet: of a burst the third is dropped.
+func TestDropped(t *testing.T) {
+	w := newWorld(t, lab.LinkOptions{Delay: 5 * time.Millisecond})
+	w.slowQdisc(t, 1<<20, 1600)
+	client, server := w.pair(t, linkB[0].Addr())
+	all, summary := capture(t, client, func() error { return transfer(client, server, 1<<17) })
+	for _, p := range all {
+		if p.Sent != nil && p.Sent.Fate == packets.Dropped && (!p.Sent.Driver.IsZero() || p.Sent.AckedBytes > 0 || p.Sent.Again == 0) {
+			t.Errorf("packet %d: %s", p.Number, p.Comment())
+		}
+	}
+	if summary.Fates[packets.Dropped] == 0 || summary.Fates[packets.Lost] > 0 {
+		t.Errorf("fates %v", summary.Fates)
+	}
+}
+
+// TestHops goes through two devices of the host.
+func TestHops(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		make func(lower int, local, remote net.IP) netlink.Link
+	}{
+		{"macvlan", func(lower int, _, _ net.IP) netlink.Link {
+			return &netlink.Macvlan{LinkAttrs: netlink.LinkAttrs{Name: "upper", ParentIndex: lower}, Mode: netlink.MACVLAN_MODE_BRIDGE}
+		}},
+		{"vxlan", func(lower int, local, remote net.IP) netlink.Link {
+			return &netlink.Vxlan{LinkAttrs: netlink.LinkAttrs{Name: "upper"}, VxlanId: 5, VtepDevIndex: lower, SrcAddr: local, Group: remote, Port: 4789}
+		}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			l, err := lab.New(t.Context(), lab.Options{Dir: t.TempDir()})
+			check(t, err)
+			t.Cleanup(func() { check(t, l.Close()) })
+			w := &world{ctx: t.Context()}
+			lower := []netip.Prefix{netip.MustParsePrefix("10.77.0.201/24"), netip.MustParsePrefix("10.77.0.202/24")}
+			for i, n := range []**lab.Namespace{&w.a, &w.b} {
+				*n, err = l.Attach(fmt.Sprint("end", i), lower[i])
+				check(t, err)
+				dev, err := (*n).Netlink().LinkByName("eth0")
+				check(t, err)
+				upper := test.make(dev.Attrs().Index, lower[i].Addr().AsSlice(), lower[1-i].Addr().AsSlice())
+				if err := (*n).Netlink().LinkAdd(upper); err != nil {
+					t.Skipf("kernel: no %s: %v", test.name, err)
+				}
+				dev, err = (*n).Netlink().LinkByName("upper")
+				check(t, err)
+				check(t, (*n).Netlink().LinkSetUp(dev))
+				check(t, (*n).AddAddress("upper", [][]netip.Prefix{linkA, linkB}[i][0]))
+			}
+			client, server := w.pair(t, linkB[0].Addr())
+			const size = 300_000
+			all, summary := capture(t, client, func() error { return transfer(client, server, size) })
+			incomplete := 0
+			for _, p := range all {
+				if p.Sent == nil {
+					continue
+				}
+				var names []string
+				for i, h := range p.Sent.Hops {
+					names = append(names, h.Interface)
+					if h.Queued.IsZero() || !h.Driver.IsZero() && h.Driver.Before(h.Queued) || i > 0 && h.Queued.Before(p.Sent.Hops[i-1].Queued) {
+						t.Errorf("packet %d: hops %+v", p.Number, p.Sent.Hops)
+					}
+				}
+				// In between is the lab's own bridge, in another namespace.
+				if len(names) < 2 || names[0] != "upper" || names[1] != "eth0" {
+					t.Logf("packet %d went through %v", p.Number, names)
+					incomplete++
+				}
+				if p.Length > 0 && p.Sent.Acked.IsZero() && p.Sent.Again == 0 && p.Sent.Fate != packets.Needless {
+					t.Errorf("packet %d: %s", p.Number, p.Comment())
+				}
+			}
+			if summary.SentBytes+summary.Unseen < size || incomplete > summary.Sent/4 { // see attempts
+				t.Errorf("%d packets are incomplete; %+v", incomplete, summary)
+			}
+		})
+	}
+}
+
+// TestBounds ends captures of a connection that goes on.
+func TestBounds(t *testing.T) {
+	w := newWorld(t, lab.LinkOptions{})
+	client, server := w.pair(t, linkB[0].Addr())
+	var busy sync.WaitGroup
+	defer busy.Wait()
+	defer client.Close()
+	busy.Go(func() {
+		// Both end when the client closes.
+		_, _ = io.Copy(io.Discard, server)
+	})
+	busy.Go(func() {
+		for b := make([]byte, 100); ; {
+			if _, err := client.Write(b); err != nil {
+				return
+			}
+		}
+	})
+	for _, test := range []struct {
+		want    packets.Reason
+		options packets.Options
+		ctx     time.Duration
+	}{
+		{packets.StoppedEvents, packets.Options{Events: 2000}, time.Hour},
+		{packets.StoppedDeadline, packets.Options{}, time.Hour},
+		{packets.StoppedInterrupted, packets.Options{}, 200 * time.Millisecond},
+	} {
+		t.Run(string(test.want), func(t *testing.T) {
+			p := open(t, client)
+			test.options.Deadline = time.Now().Add(30 * time.Second)
+			if test.want == packets.StoppedDeadline {
+				test.options.Deadline = time.Now().Add(200 * time.Millisecond)
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), test.ctx)
+			defer cancel()
+			emitted := 0
+			start := time.Now()
+			summary, err := packets.Capture(ctx, p, test.options, func(*packets.Packet) error {
+				emitted++
+				return nil
+			})
+			check(t, err)
+			if summary.Stopped != test.want || emitted == 0 || emitted != summary.Sent+summary.Received || time.Since(start) > 10*time.Second {
+				t.Errorf("%d packets in %v, %+v", emitted, time.Since(start), summary)
+			}
+			if test.options.Events != 0 && summary.Events != test.options.Events {
+				t.Errorf("%d events, want %d", summary.Events, test.options.Events)
+			}
+		})
+	}
+	t.Run("an error of emit", func(t *testing.T) {
+		full := errors.New("full")
+		_, err := packets.Capture(t.Context(), open(t, client), packets.Options{Deadline: time.Now().Add(30 * time.Second)}, func(*packets.Packet) error { return full })
+		if !errors.Is(err, full) {
+			t.Errorf("%v, want %v", err, full)
+		}
+	})
 }

@@ -70,7 +70,7 @@ type Sent struct {
 // Received is what a packet that was received tells.
 type Received struct {
 	// Acked are the bytes that it is the first to acknowledge, of packets that were
-	// seen; Packets are those that it acknowledges the last byte of.
+	// seen; Packets are those of which nothing is left to acknowledge then.
 	Acked   int     `json:"acked"`
 	Packets []Range `json:"packets,omitempty"`
 	// Selective are the blocks of a selective acknowledgement, Twice the one that
@@ -203,3 +203,14 @@ names:
 	}
 	return nil
 }
+
+// Reason is why a capture ended.
+type Reason string
+
+// The reasons.
+const (
+	StoppedDeadline    Reason = "deadline"
+	StoppedEvents      Reason = "events"      // as many as were asked for
+	StoppedClosed      Reason = "closed"      // the connection
+	StoppedInterrupted Reason = "interrupted" // by somebody
+)

@@ -27,17 +27,6 @@ type Options struct {
 	Window   int       // packets that are remembered; 0: DefaultWindow
 }
 
-// Reason is why a capture ended.
-type Reason string
-
-// The reasons.
-const (
-	StoppedDeadline    Reason = "deadline"
-	StoppedEvents      Reason = "events" // Options.Events
-	StoppedClosed      Reason = "closed" // the connection
-	StoppedInterrupted Reason = "interrupted"
-)
-
 const tcpClose = 7 // TCP_CLOSE of linux/tcp_states.h
 
 // Capture reads the packets of a connection until one of the bounds, the
@@ -87,10 +76,10 @@ func Capture(ctx context.Context, s Source, o Options, emit func(*Packet) error)
 	case stopped != "":
 	case o.Events != 0 && summary.Events >= o.Events:
 		stopped = StoppedEvents
-	case ctx.Err() != nil:
-		stopped = StoppedInterrupted
-	default:
+	case ctx.Err() == nil && !time.Now().Before(o.Deadline):
 		stopped = StoppedDeadline
+	default:
+		stopped = StoppedInterrupted
 	}
 	summary.Stopped, summary.Missing = stopped, s.Missing()
 	if summary.LostEvents, err = s.Lost(); err != nil {
