@@ -6,6 +6,7 @@
 //
 //	go run ./bench steer [-quick]
 //	go run ./bench tune [-quick]
+//	go run ./bench trace [-quick]
 package main
 
 import (
@@ -22,12 +23,15 @@ func main() {
 	switch args := os.Args[2:]; os.Args[1] {
 	case "steer":
 		err = supervise(args)
-	case tuneCommand:
+	case tuneCommand, traceCommand:
 		err = supervise(os.Args[1:])
 	case insideRole:
-		if len(args) > 0 && args[0] == tuneCommand {
+		switch {
+		case len(args) > 0 && args[0] == tuneCommand:
 			err = insideTune(args[1:])
-		} else {
+		case len(args) > 0 && args[0] == traceCommand:
+			err = insideTrace(args[1:])
+		default:
 			err = inside(args)
 		}
 	case serverRole:
@@ -36,6 +40,8 @@ func main() {
 		err = tuneClient()
 	case costRole:
 		err = tuneCost()
+	case traceRole:
+		err = traceWorker()
 	case "receiver":
 		err = receiver(args)
 	case "generator":
@@ -54,6 +60,6 @@ func main() {
 }
 
 func usage() {
-	fmt.Fprintln(os.Stderr, "usage: bench steer|tune [-help] [flags]")
+	fmt.Fprintln(os.Stderr, "usage: bench steer|tune|trace [-help] [flags]")
 	os.Exit(2)
 }

@@ -35,10 +35,24 @@ static __always_inline void trace_switch(struct bpf_sock *sk, int on)
 		       sizeof(flags));
 }
 
+/* Whoever else has switched timestamps on for a connection keeps them. */
 static __always_inline void trace_forget(struct bpf_sock *sk)
 {
+	struct trace_connection *c;
+	struct trace_rule *rule;
+	struct trace_stats *s;
+
+	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
+	if (!c)
+		return;
+	s = trace_stats(c->group);
+	if (s)
+		__sync_fetch_and_add(&s->outcome[TRACE_UNACKNOWLEDGED],
+				     c->head - c->tail);
+	rule = trace_rule(c->rule);
+	if (rule && (rule->flags & TRACE_RULE_TX))
+		trace_switch(sk, 0);
 	bpf_sk_storage_delete(&connections, sk);
-	trace_switch(sk, 0);
 }
 
 static __always_inline void trace_adopt(struct bpf_sock *sk, __u32 role)
@@ -50,25 +64,31 @@ static __always_inline void trace_adopt(struct bpf_sock *sk, __u32 role)
 	__u32 id;
 
 	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
-	if (c || !match_sock_tuple(sk, &q.tuple))
-		return;
-	id = MATCH_RULE(match_find(&q));
-	rule = id ? trace_rule(id) : NULL;
-	if (!rule || !(rule->flags & TRACE_RULE_TCP) ||
-	    (rule->connections > 1 && bpf_get_prandom_u32() % rule->connections)) {
-		trace_forget(sk);
+	if (c) {
+		/* Another may have switched it off. */
+		rule = trace_rule(c->rule);
+		if (rule && (rule->flags & TRACE_RULE_TX))
+			trace_switch(sk, SK_BPF_CB_TX_TIMESTAMPING);
 		return;
 	}
-	tp = bpf_tcp_sock(sk);
+	if (!match_sock_tuple(sk, &q.tuple))
+		return;
+	id = trace_choice(&q);
+	rule = id ? trace_rule(id) : NULL;
+	tp = rule ? bpf_tcp_sock(sk) : NULL;
 	c = tp ? bpf_sk_storage_get(&connections, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE) : NULL;
 	if (!c)
 		return;
-	c->rule = id;
-	c->role = role;
+	trace_begin(c, id, rule, role);
 	c->write_seq = tp->snd_nxt;
-	if (timestamps && bpf_rdonly_cast)
+	if (timestamps && bpf_rdonly_cast) {
 		c->write_seq = trace_cast(sk, struct tcp_sock)->write_seq;
-	trace_switch(sk, !!(rule->flags & TRACE_RULE_TX));
+		/* Any packet may have a stamp of the application's. */
+		c->stamping = trace_cast(sk, struct sock)->sk_tsflags != 0;
+		c->application = c->write_seq;
+	}
+	if (rule->flags & TRACE_RULE_TX)
+		trace_switch(sk, SK_BPF_CB_TX_TIMESTAMPING);
 }
 
 SEC("cgroup/setsockopt")

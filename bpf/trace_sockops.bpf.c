@@ -20,7 +20,11 @@
 #define BPF_SOCK_OPS_TSTAMP_SENDMSG_CB 20
 #define SKBTX_HW_TSTAMP (1 << 0)
 #define SKBTX_SW_TSTAMP (1 << 1)
+#define SKBTX_COMPLETION_TSTAMP (1 << 3)
 #define SKBTX_SCHED_TSTAMP (1 << 6)
+#define SKBTX_APPLICATION                                        \
+	(SKBTX_HW_TSTAMP | SKBTX_SW_TSTAMP | SKBTX_COMPLETION_TSTAMP | \
+	 SKBTX_SCHED_TSTAMP)
 #define TSTAMP_ACK_SK 1
 #define TCP_NAGLE_OFF 1
 #define TCP_NAGLE_CORK 2
@@ -41,13 +45,6 @@ TRACE_EXPORT(enum, trace_outcome);
 TRACE_EXPORT(enum, trace_rule_flag);
 TRACE_EXPORT(enum, trace_group_by);
 TRACE_EXPORT(enum, trace_message_flag);
-
-struct {
-	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, 1);
-	__type(key, __u32);
-	__type(value, struct trace_stats);
-} stats SEC(".maps");
 
 /* The lock is held only to write a message that belongs among the slowest. */
 struct trace_slowest {
@@ -80,6 +77,7 @@ struct tcp_skb_cb {
 	__u8 txstamp_ack : 2;
 } __attribute__((preserve_access_index));
 struct sk_buff {
+	__u64 skb_mstamp_ns;
 	unsigned char *head;
 	__u32 end;
 	__u32 len;
@@ -136,11 +134,6 @@ __noinline int trace_grouped(struct bpf_sock_ops *ctx)
 	return 0;
 }
 
-static __always_inline struct trace_stats *trace_stats(__u32 group)
-{
-	return bpf_map_lookup_elem(&stats, &group);
-}
-
 static __always_inline struct trace_message *
 trace_message(struct trace_connection *c, __u32 i)
 {
@@ -166,10 +159,11 @@ static __always_inline __u32 trace_limited(const struct tcp_sock *tp,
 /* Keeps a message if it is one of the slowest of its group and minute. */
 __noinline int trace_keep(struct trace_sample *s)
 {
-	__u32 i, at = 0, slot, group;
 	struct trace_slowest *slow;
 	__u64 minute, least = ~0ULL;
+	__u32 i, at, slot, group;
 	struct trace_minute *m;
+	bool room = false;
 
 	if (!s)
 		return 0;
@@ -192,17 +186,18 @@ __noinline int trace_keep(struct trace_sample *s)
 		m->count = 0;
 	}
 	at = m->count;
-	if (at >= TRACE_SLOWEST) {
+	if (at < TRACE_SLOWEST) {
+		room = true;
+		m->count++;
+	} else {
 		at = 0;
 		for (i = 1; i < TRACE_SLOWEST; i++)
 			if (m->sample[i].total < m->sample[at & (TRACE_SLOWEST - 1)].total)
 				at = i;
-	} else {
-		m->count++;
 	}
 	at &= TRACE_SLOWEST - 1;
 	barrier_var(at);
-	if (at < TRACE_SLOWEST && (m->count < TRACE_SLOWEST || m->sample[at].total < s->total))
+	if (at < TRACE_SLOWEST && (room || m->sample[at].total < s->total))
 		m->sample[at] = *s;
 	for (i = 0; i < TRACE_SLOWEST; i++)
 		if (m->sample[i].total < least)
@@ -221,6 +216,7 @@ __noinline int trace_tell(struct bpf_sock_ops *ctx,
 	struct trace_state *st = trace_state();
 	struct trace_counts *counts;
 	struct trace_sample s = {};
+	__u64 flags = BPF_RB_NO_WAKEUP;
 	__u32 zero = 0;
 	void *ring;
 
@@ -239,7 +235,13 @@ __noinline int trace_tell(struct bpf_sock_ops *ctx,
 	if (!st->samples)
 		return 0;
 	ring = bpf_map_lookup_elem(&rings, &zero);
-	if (ring && bpf_ringbuf_output(ring, &s, sizeof(s), 0)) {
+	if (!ring)
+		return 0;
+	/* To wake the reader takes longer than all else: it looks by itself. */
+	if (bpf_ringbuf_query(ring, BPF_RB_AVAIL_DATA) >=
+	    bpf_ringbuf_query(ring, BPF_RB_RING_SIZE) / 4)
+		flags = BPF_RB_FORCE_WAKEUP;
+	if (bpf_ringbuf_output(ring, &s, sizeof(s), flags)) {
 		counts = trace_counts();
 		if (counts)
 			__sync_fetch_and_add(&counts->lost, 1);
@@ -269,50 +271,81 @@ static __always_inline struct skb_shared_info *trace_shared(struct bpf_sock_ops 
 }
 
 /*
+ * Whether the application's own stamps (SO_TIMESTAMPING) keep the packet at
+ * hand from being marked. A packet has one key: with that of a message that it
+ * has not marked itself, it would get a stamp for what it did not ask for, now
+ * or once packets are joined.
+ */
+static __always_inline bool trace_theirs(struct trace_connection *c,
+					 const struct tcp_sock *tp, bool marked,
+					 bool own)
+{
+	if (!c->stamping)
+		return false;
+	if ((__s32)(tp->snd_una - c->application) >= 0) {
+		c->stamping = 0;
+		return false;
+	}
+	return !(marked && own);
+}
+
+/*
  * At the end of each sendmsg of a chosen connection: the socket is locked, and
- * the last byte of the message is in the last skb that waits to be sent.
+ * the last byte of the message is in the last skb that waits to be sent or, if
+ * none does, in the last that waits to be acknowledged.
  */
 __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 {
 	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
 	struct trace_connection *c = trace_connection(ctx);
+	bool turn, within = false, marked;
 	struct skb_shared_info *shared;
-	struct trace_message *m;
-	struct trace_stats *s;
+	struct trace_message *m, *last;
 	struct trace_rule *rule;
+	struct trace_stats *s;
 	struct tcp_skb_cb *cb;
 	struct tcp_sock *tp;
 	struct sk_buff *skb;
 	__u32 seq, length, key, left;
+	struct sock *sk;
 	__u64 now, started;
 	__u8 nonagle;
-	bool turn;
 
 	rule = c ? trace_rule(c->rule) : NULL;
-	if (!rule)
+	/* The flag may be another's. */
+	if (!rule || !(rule->flags & TRACE_RULE_TX))
 		return 0;
 	now = bpf_ktime_get_ns();
 	started = c->started;
 	c->started = 0;
+	sk = trace_cast(kern->sk, struct sock);
 	tp = trace_cast(kern->sk, struct tcp_sock);
 	seq = tp->write_seq;
 	length = seq - c->write_seq;
 	c->write_seq = seq;
 	turn = trace_turn(rule, &c->skip, &c->next, now);
-	if (!turn && c->head == c->tail)
+	if (!turn && c->head == c->tail && !sk->sk_tsflags)
 		return 0;
 	skb = kern->skb;
 	cb = trace_cast(skb->cb, struct tcp_skb_cb);
 	shared = trace_shared(ctx);
 	key = cb->seq + skb->len - 1;
-	if (c->head != c->tail) {
-		/* Did the message before lose its key, with its byte in this skb? */
-		m = trace_message(c, c->head - 1);
-		if (m && (__s32)(m->key - cb->seq) >= 0 && !m->queued &&
-		    (turn || shared->tskey != m->key)) {
-			c->head--;
-			trace_end(ctx, c, m, now, TRACE_OVERWRITTEN);
-		}
+	marked = (shared->tx_flags & SKBTX_APPLICATION) ||
+		 (BPF_CORE_READ_BITFIELD(cb, txstamp_ack) & TSTAMP_ACK_SK);
+	if (marked) {
+		c->stamping = 1;
+		c->application = key + 1;
+	}
+	last = trace_message(c, c->head - 1);
+	if (!last)
+		return 0;
+	/* Is the last byte of the message before in this skb, too? */
+	if (c->head != c->tail && (__s32)(last->key - cb->seq) >= 0 && !last->queued)
+		within = true;
+	if (within && shared->tskey != last->key) {
+		c->head--;
+		trace_end(ctx, c, last, now, TRACE_OVERWRITTEN);
+		within = false;
 	}
 	if (!turn)
 		return 0;
@@ -322,24 +355,25 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	if (!s)
 		return 0;
 	__sync_fetch_and_add(&s->chosen, 1);
-	if (c->head - c->tail >= TRACE_IN_FLIGHT) {
-		__sync_fetch_and_add(&s->outcome[TRACE_FULL], 1);
-		return 0;
-	}
-	/* The key is the application's too: it would miss its own message. */
-	if (shared->tskey != key &&
-	    ((shared->tx_flags & (SKBTX_HW_TSTAMP | SKBTX_SW_TSTAMP | SKBTX_SCHED_TSTAMP)) ||
-	     (BPF_CORE_READ_BITFIELD(cb, txstamp_ack) & TSTAMP_ACK_SK))) {
+	if (trace_theirs(c, tp, marked, shared->tskey == key)) {
 		__sync_fetch_and_add(&s->outcome[TRACE_APPLICATION], 1);
 		return 0;
 	}
-	m = trace_message(c, c->head);
-	if (!m)
+	if (!within && c->head - c->tail >= TRACE_IN_FLIGHT) {
+		__sync_fetch_and_add(&s->outcome[TRACE_FULL], 1);
 		return 0;
+	}
 	if (bpf_sock_ops_enable_tx_tstamp(bpf_cast_to_kern_ctx(ctx), 0)) {
 		__sync_fetch_and_add(&s->outcome[TRACE_REFUSED], 1);
 		return 0;
 	}
+	if (within) {
+		c->head--;
+		trace_end(ctx, c, last, now, TRACE_OVERWRITTEN);
+	}
+	m = trace_message(c, c->head);
+	if (!m)
+		return 0;
 	m->key = key;
 	m->length = length;
 	m->started = started;
@@ -360,59 +394,88 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	m->retransmits = tp->total_retrans;
 	m->window_limited = trace_limited(tp, TCP_CHRONO_RWND_LIMITED);
 	m->buffer_limited = trace_limited(tp, TCP_CHRONO_SNDBUF_LIMITED);
-	m->pacing = trace_cast(kern->sk, struct sock)->sk_pacing_rate;
+	m->pacing = sk->sk_pacing_rate;
 	m->repeats = 0;
 	m->flags = 0;
-	if (trace_cast(kern->sk, struct sock)->sk_pacing_status)
+	m->seen = tp->total_retrans;
+	if (sk->sk_pacing_status)
 		m->flags |= TRACE_MESSAGE_PACED;
 	nonagle = BPF_CORE_READ_BITFIELD(tp, nonagle);
 	if (!(nonagle & TCP_NAGLE_OFF))
 		m->flags |= TRACE_MESSAGE_NAGLE;
 	if (nonagle & TCP_NAGLE_CORK)
 		m->flags |= TRACE_MESSAGE_CORK;
+	if (!m->unsent) {
+		/* TCP's own time of sending it, unless the pacer's is to come. */
+		m->queued = skb->skb_mstamp_ns < now ? skb->skb_mstamp_ns : now;
+		m->flags |= TRACE_MESSAGE_LATE;
+		m->window_limited = 0;
+		m->buffer_limited = 0;
+	}
 	c->head++;
 	return 0;
+}
+
+/* How far from the tail a key is, TRACE_IN_FLIGHT if it is not under way. */
+__noinline int trace_search(struct trace_connection *c, __u32 key)
+{
+	struct trace_message *m;
+	__u32 i, n;
+
+	if (!c)
+		return TRACE_IN_FLIGHT;
+	n = c->tail;
+	for (i = 0; i < TRACE_IN_FLIGHT; i++, n++) {
+		if (n == c->head)
+			break;
+		m = trace_message(c, n);
+		if (m && m->key == key)
+			return i;
+	}
+	return TRACE_IN_FLIGHT;
 }
 
 /*
  * The message of a key that is under way. First it is looked for where it is
  * expected.
  */
-static __always_inline bool trace_under_way(struct trace_connection *c,
-					    __u32 key, __u32 expected,
-					    __u32 *found)
+static __always_inline struct trace_message *
+trace_under_way(struct trace_connection *c, __u32 key, __u32 expected,
+		__u32 *found)
 {
-	struct trace_message *m;
-	__u32 i, n = expected;
+	struct trace_message *m = trace_message(c, expected);
+	__u32 i;
 
-	m = trace_message(c, n);
-	if (m && (__s32)(n - c->tail) >= 0 && (__s32)(c->head - n) > 0 && m->key == key) {
-		*found = n;
-		return true;
-	}
-	n = c->tail;
-	for (i = 0; i < TRACE_IN_FLIGHT; i++, n++) {
-		if (n == c->head)
-			return false;
-		m = trace_message(c, n);
-		if (m && m->key == key) {
-			*found = n;
-			return true;
-		}
-	}
-	return false;
+	*found = expected;
+	if (m && (__s32)(expected - c->tail) >= 0 &&
+	    (__s32)(c->head - expected) > 0 && m->key == key)
+		return m;
+	i = trace_search(c, key);
+	if (i >= TRACE_IN_FLIGHT)
+		return NULL;
+	*found = c->tail + i;
+	return trace_message(c, *found);
 }
 
-static __always_inline void trace_limits(const struct tcp_sock *tp,
-					 struct trace_message *m)
+static __always_inline void trace_left(const struct tcp_sock *tp,
+				       struct trace_message *m, __u64 now)
 {
 	m->window_limited = trace_limited(tp, TCP_CHRONO_RWND_LIMITED) - m->window_limited;
 	m->buffer_limited = trace_limited(tp, TCP_CHRONO_SNDBUF_LIMITED) - m->buffer_limited;
+	m->seen = tp->total_retrans;
+	m->queued = now;
+}
+
+static __always_inline void trace_repeated(struct trace_message *m, __u64 now)
+{
+	m->repeats++;
+	if (!m->driver && !(m->flags & TRACE_MESSAGE_LATE))
+		m->again = now;
 }
 
 /*
- * Packets go out in the order of keys: a message that was passed over has lost
- * its key to this one, as their packets were joined (tcp_grow_skb and
+ * Packets go out in the order of keys: a message before, which was not stamped,
+ * has lost its key to this one, as their packets were joined (tcp_grow_skb and
  * tcp_skb_collapse_tstamp, Linux 6.18).
  */
 __noinline int trace_queued(struct bpf_sock_ops *ctx)
@@ -422,32 +485,43 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 	struct trace_message *m;
 	__u32 i, n, found = 0;
 	struct tcp_sock *tp;
+	bool first;
 	__u64 now;
 
-	if (!c || !trace_under_way(c, trace_shared(ctx)->tskey, c->queue, &found))
+	if (!c)
+		return 0;
+	m = trace_under_way(c, trace_shared(ctx)->tskey, c->queue, &found);
+	if (!m)
 		return 0;
 	now = bpf_ktime_get_ns();
 	tp = trace_cast(kern->sk, struct tcp_sock);
-	m = trace_message(c, found);
-	if (!m)
-		return 0;
-	if (m->queued) {
-		m->repeats++;
-		if (!m->driver)
-			m->again = now;
-		return 0;
+	first = !m->queued;
+	if (first) {
+		trace_left(tp, m, now);
+		c->queue = found + 1;
+	} else {
+		/* As it was: a device on top of another has a queue of its own. */
+		if (m->seen == (__u8)tp->total_retrans)
+			return 0;
+		m->seen = tp->total_retrans;
+		trace_repeated(m, now);
 	}
-	n = c->queue;
-	for (i = 0; i < TRACE_IN_FLIGHT; i++, n++) {
-		if ((__s32)(found - n) < 0)
-			break;
+	for (i = 1; i < TRACE_IN_FLIGHT; i++) {
+		n = found - i;
 		m = trace_message(c, n);
-		if (m && !m->queued && (__s32)(n - c->tail) >= 0) {
-			trace_limits(tp, m);
-			m->queued = now;
+		if (!m || (__s32)(n - c->tail) < 0)
+			break;
+		if (first) {
+			if (m->queued)
+				break;
+			m->flags |= TRACE_MESSAGE_JOINED;
+			trace_left(tp, m, now);
+		} else {
+			if (!(m->flags & TRACE_MESSAGE_JOINED))
+				break;
+			trace_repeated(m, now);
 		}
 	}
-	c->queue = found + 1;
 	return 0;
 }
 
@@ -458,21 +532,25 @@ __noinline int trace_driver(struct bpf_sock_ops *ctx)
 	__u32 i, n, found = 0;
 	__u64 now;
 
-	if (!c || !trace_under_way(c, trace_shared(ctx)->tskey, c->driver, &found))
+	if (!c)
+		return 0;
+	m = trace_under_way(c, trace_shared(ctx)->tskey, c->driver, &found);
+	if (!m || !m->queued || m->driver)
+		return 0;
+	/* The driver may have had it before it was marked. */
+	if ((m->flags & TRACE_MESSAGE_LATE) && m->repeats)
 		return 0;
 	now = bpf_ktime_get_ns();
-	n = c->driver;
-	if ((__s32)(found - n) < 0)
-		n = found;
-	for (i = 0; i < TRACE_IN_FLIGHT; i++, n++) {
-		if ((__s32)(found - n) < 0)
-			break;
+	m->driver = now;
+	c->driver = found + 1;
+	for (i = 1; i < TRACE_IN_FLIGHT; i++) {
+		n = found - i;
 		m = trace_message(c, n);
-		if (m && m->queued && !m->driver && (__s32)(n - c->tail) >= 0)
-			m->driver = now;
+		if (!m || (__s32)(n - c->tail) < 0 ||
+		    !(m->flags & TRACE_MESSAGE_JOINED) || m->driver)
+			break;
+		m->driver = now;
 	}
-	if ((__s32)(found + 1 - c->driver) > 0)
-		c->driver = found + 1;
 	return 0;
 }
 
@@ -492,9 +570,7 @@ __noinline int trace_hardware(struct bpf_sock_ops *ctx)
 	if (!c || !st)
 		return 0;
 	shared = trace_shared(ctx);
-	if (!trace_under_way(c, shared->tskey, c->tail, &found))
-		return 0;
-	m = trace_message(c, found);
+	m = trace_under_way(c, shared->tskey, c->tail, &found);
 	if (!m || !m->driver || m->hardware)
 		return 0;
 	now = bpf_ktime_get_ns();
@@ -505,13 +581,16 @@ __noinline int trace_hardware(struct bpf_sock_ops *ctx)
 	return 0;
 }
 
-static __always_inline void trace_measure(struct trace_stats *s,
-					  const struct trace_message *m,
-					  __u64 now)
+/* Adds up the stages of a message that is acknowledged. */
+__noinline int trace_measure(struct trace_stats *s,
+			     const struct trace_message *m, __u64 now)
 {
-	/* What the host dropped waited in the queue that it left. */
-	__u64 queued = m->again ? m->again : m->queued;
+	__u64 queued;
 
+	if (!s || !m)
+		return 0;
+	/* What the host dropped waited in the queue that it left. */
+	queued = m->again ? m->again : m->queued;
 	trace_leg(&s->stage[TRACE_SEND], m->started, m->sent);
 	trace_leg(&s->stage[TRACE_STACK], m->sent, m->queued);
 	trace_leg(&s->stage[TRACE_QDISC], queued, m->driver);
@@ -524,6 +603,19 @@ static __always_inline void trace_measure(struct trace_stats *s,
 		__sync_fetch_and_add(&s->unqueued, 1);
 	if (!m->driver)
 		__sync_fetch_and_add(&s->undriven, 1);
+	return 0;
+}
+
+/*
+ * At the end of one that was sent before it could be marked: if the driver had
+ * had it later, it would have told. So it had it soon after TCP sent it.
+ */
+static __always_inline void trace_late(const struct trace_connection *c,
+				       struct trace_message *m)
+{
+	if (!m->driver && c->driver)
+		m->driver = m->queued;
+	m->queued = 0;
 }
 
 /* Acknowledgements come in the order of keys. */
@@ -554,6 +646,8 @@ __noinline int trace_acked(struct bpf_sock_ops *ctx)
 		outcome = m->repeats ? TRACE_RETRANSMITTED : TRACE_ACKED;
 		if (m->key != key)
 			outcome = m->queued ? TRACE_COALESCED : TRACE_MISSED;
+		if (m->flags & TRACE_MESSAGE_LATE)
+			trace_late(c, m);
 		if (outcome != TRACE_MISSED)
 			trace_measure(s, m, now);
 		trace_end(ctx, c, m, now, outcome);
@@ -582,6 +676,8 @@ __noinline int trace_closed(struct bpf_sock_ops *ctx)
 		if (!m)
 			return 0;
 		m->retransmits = tp->total_retrans - m->retransmits;
+		if (m->flags & TRACE_MESSAGE_LATE)
+			trace_late(c, m);
 		trace_end(ctx, c, m, now, (__s32)(m->key - tp->snd_una) < 0 ?
 						  TRACE_MISSED :
 						  TRACE_UNACKNOWLEDGED);

@@ -29,14 +29,17 @@ const (
 type LinkOptions struct {
 	Name  string        // of the interface on both sides; default: link0
 	MTU   int           // 68 to 65535 bytes, for IPv6 at least 1280; default 1500
-	Delay time.Duration // one way. Packets never overtake each other, even if it becomes shorter
+	Delay time.Duration // one way. Packets do not overtake each other, even if it becomes shorter, but for Reorder
 	Rate  int64         // bits/s, counted in bytes of IP packets; 0: no limit
 	// Limit is how many bytes of packets may wait for the rate, with the one that is being sent: what would exceed it is
 	// dropped. An idle link takes any packet. Without a rate nothing waits, and what is under way is not limited.
 	// Default: 50 ms of the rate, at least 64 KiB.
 	Limit int
 	Loss  float64 // share of the packets that is lost at random, 0 to 1
-	Seed  uint64  // of the losses: with the same seed and loss it is always the same packets, counted from the first
+	// Reorder is the share of the packets, 0 to 1, that overtake those under way before them, 8 at most. It takes a delay or
+	// a rate, or there are none.
+	Reorder float64
+	Seed    uint64 // of the losses: with the same seed and loss it is always the same packets, counted from the first
 	// Offload lets TCP packets of up to 64 KB through in one piece: fewer packets, more throughput. Loss, limit and counts
 	// are then of such packets. Without it no packet exceeds the MTU.
 	Offload bool
@@ -145,6 +148,8 @@ func (o *LinkOptions) check() error {
 		return fmt.Errorf("limit %d is negative", o.Limit)
 	case !(o.Loss >= 0 && o.Loss <= 1): // NaN is neither
 		return fmt.Errorf("loss %v, not 0 to 1", o.Loss)
+	case !(o.Reorder >= 0 && o.Reorder <= 1):
+		return fmt.Errorf("reorder %v, not 0 to 1", o.Reorder)
 	}
 	return nil
 }
@@ -161,6 +166,8 @@ const (
 	// tunQueue is how many packets may wait in a TUN interface. Its own 500 are less than one window of a fast sender, and what
 	// exceeds them is dropped.
 	tunQueue = 10000
+	// maxOvertaken is more than the three after which TCP takes a packet for lost.
+	maxOvertaken = 8
 )
 
 // openTUN makes the interface. It exists as long as the file is open.
@@ -223,7 +230,7 @@ func (n *Namespace) setTUN(o LinkOptions, addresses []netip.Prefix) error {
 // Options returns the options as they are now, with defaults filled in but for Limit.
 func (k *Link) Options() LinkOptions { return *k.options.Load() }
 
-// Set changes Delay, Rate, Limit, Loss and Drop, for instance in what Options returned. Packets that wait for the rate go
+// Set changes Delay, Rate, Limit, Loss, Reorder and Drop, for instance in what Options returned. Packets that wait for the rate go
 // on with the new one; the one that is being sent starts again. Packets that were sent keep their delay. The other options
 // cannot change.
 func (k *Link) Set(o LinkOptions) error {
@@ -301,8 +308,9 @@ type way struct {
 	link      *Link
 	direction Direction
 	from, to  *os.File
-	largest   int // packet, in bytes, with the header
-	random    *rand.Rand
+	largest   int        // packet, in bytes, with the header
+	random    *rand.Rand // of losses
+	overtakes *rand.Rand
 	timer     *os.File // a timerfd: Go's own timers are late by up to 1 ms in an idle process
 	timerConn syscall.RawConn
 	setTimer  func(fd uintptr)
@@ -326,7 +334,8 @@ func newWay(k *Link, d Direction, from, to *os.File) (*way, error) {
 	w := &way{
 		link: k, direction: d, from: from, to: to,
 		largest: vnetHeader + o.MTU, random: rand.New(rand.NewPCG(o.Seed, uint64(d))),
-		packets: make([]packet, 1024),
+		overtakes: rand.New(rand.NewPCG(o.Seed, uint64(d)+2)),
+		packets:   make([]packet, 1024),
 	}
 	if o.Offload {
 		w.largest = vnetHeader + 65536
@@ -411,10 +420,30 @@ func (w *way) offer(p packet) (queued bool) {
 	w.tail++
 	w.waiting += p.size()
 	w.advance(p.at)
+	if w.overtakes.Float64() < o.Reorder {
+		w.overtake()
+	}
 	if w.idle {
 		w.arm(p.at)
 	}
 	return true
+}
+
+// overtake moves the last packet forward, past those that are under way as it is: each place keeps its time. The caller holds
+// mu.
+func (w *way) overtake() {
+	first := w.head
+	if w.rated != w.tail {
+		first = w.rated + 1 // the one before is being sent
+	}
+	for i := w.tail - 1; i > first && w.tail-i <= maxOvertaken; i-- {
+		p, before := w.packet(i), w.packet(i-1)
+		// Chunks are handed back in their order.
+		if p.chunk != before.chunk {
+			return
+		}
+		p.data, before.data = before.data, p.data
+	}
 }
 
 func (w *way) packet(i uint64) *packet { return &w.packets[i&uint64(len(w.packets)-1)] }

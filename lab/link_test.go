@@ -284,6 +284,55 @@ func TestLinkLoss(t *testing.T) {
 	}
 }
 
+// A packet that overtakes comes before at most eight others, and none is lost.
+func TestLinkReorder(t *testing.T) {
+	const count = 2000
+	for _, o := range []LinkOptions{
+		{Delay: 20 * time.Millisecond},
+		{Delay: 20 * time.Millisecond, Reorder: 0.1},
+		{Rate: 100e6, Limit: 1 << 20, Reorder: 0.1},
+	} {
+		t.Run(fmt.Sprintf("%v %v %v", o.Delay, o.Rate, o.Reorder), func(t *testing.T) {
+			c, ctx := newLink(t, o)
+			from, to := c.datagrams(ctx, t)
+			var early int
+			var next uint32
+			waiting := make(map[uint32]bool) // those that were overtaken
+			for sent := range uint32(count) {
+				must(t, binary.Write(from, binary.BigEndian, sent))
+				if sent%100 != 99 {
+					continue
+				}
+				for range 100 {
+					var n uint32
+					must(t, binary.Read(to, binary.BigEndian, &n))
+					if waiting[n] {
+						delete(waiting, n)
+						continue
+					}
+					if n != next {
+						early++
+					}
+					for ; next < n; next++ {
+						waiting[next] = true
+					}
+					next = n + 1
+					if len(waiting) > maxOvertaken*(maxOvertaken+1) {
+						t.Fatalf("packet %d: %d before it are not there", n, len(waiting))
+					}
+				}
+			}
+			if len(waiting) > 0 || next != count {
+				t.Errorf("%d of %d arrived, but for %d", next, count, len(waiting))
+			}
+			if most := int(o.Reorder * count * 1.3); early > most || o.Reorder > 0 && early < int(o.Reorder*count*0.3) {
+				t.Errorf("%d of %d have overtaken, with %v", early, count, o.Reorder)
+			}
+			t.Logf("%d of %d have overtaken", early, count)
+		})
+	}
+}
+
 func TestLinkLimit(t *testing.T) {
 	const size, rate, limit = 1000, 8_000_000, 10_500
 	c, ctx := newLink(t, LinkOptions{Rate: rate, Limit: limit})
@@ -349,7 +398,7 @@ func TestLinkDataIsUnchanged(t *testing.T) {
 			t.Run(fmt.Sprintf("offload=%v,loss=%v", offload, loss), func(t *testing.T) {
 				var largest atomic.Int64
 				c, ctx := newLink(t, LinkOptions{
-					Delay: 2 * time.Millisecond, Loss: loss, Seed: 1, Offload: offload,
+					Delay: 2 * time.Millisecond, Loss: loss, Reorder: 5 * loss, Seed: 1, Offload: offload,
 					Drop: func(_ Direction, p []byte) bool {
 						for n := int64(len(p)); ; {
 							if old := largest.Load(); n <= old || largest.CompareAndSwap(old, n) {
@@ -500,6 +549,7 @@ func TestLinkRefuses(t *testing.T) {
 		"loss -0.1":     {Loss: -0.1},
 		"loss 1.1":      {Loss: 1.1},
 		"loss NaN":      {Loss: math.NaN()},
+		"reorder 1.1":   {Reorder: 1.1},
 		"busy":          {Name: "wan"},
 		"make tun name": {Name: "name-of-16-bytes"},
 	} {

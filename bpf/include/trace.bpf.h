@@ -73,6 +73,13 @@ struct {
 	__type(value, struct trace_counts);
 } counts SEC(".maps");
 
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct trace_stats);
+} stats SEC(".maps");
+
 struct kernfs_node {
 	__u64 id;
 } __attribute__((preserve_access_index));
@@ -83,6 +90,7 @@ struct sock_cgroup_data {
 	struct cgroup *cgroup;
 } __attribute__((preserve_access_index));
 struct sock {
+	__u32 sk_tsflags;
 	__u32 sk_pacing_status;
 	unsigned long sk_pacing_rate;
 	struct sock_cgroup_data sk_cgrp_data;
@@ -128,6 +136,11 @@ static __always_inline struct trace_counts *trace_counts(void)
 	__u32 zero = 0;
 
 	return bpf_map_lookup_elem(&counts, &zero);
+}
+
+static __always_inline struct trace_stats *trace_stats(__u32 group)
+{
+	return bpf_map_lookup_elem(&stats, &group);
 }
 
 /* A rule by its number, from 1. */
@@ -200,6 +213,23 @@ static __always_inline bool trace_turn(const struct trace_rule *rule,
 	return true;
 }
 
+/*
+ * How many are not chosen before the first: as if choosing had gone on forever,
+ * or short connections would be chosen more often. Of 0 to n the lower of two.
+ */
+static __always_inline __u32 trace_first(const struct trace_rule *rule)
+{
+	__u32 n = 2 * rule->messages - 1, a, b;
+
+	if (rule->messages <= 1)
+		return 0;
+	a = bpf_get_prandom_u32() % (n + 1);
+	b = bpf_get_prandom_u32() % n;
+	if (b >= a)
+		b++;
+	return a < b ? a : b;
+}
+
 static __always_inline __u32 trace_service(const struct match_tuple *t,
 					   __u8 protocol)
 {
@@ -266,6 +296,42 @@ static __always_inline __u32 trace_group(__u32 id, struct trace_rule *rule,
 	return index;
 }
 
+static __always_inline __u32 trace_write_seq(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
+
+	return trace_cast(kern->sk, struct tcp_sock)->write_seq;
+}
+
+/* The rule of a connection that is chosen, 0 of another: always the same. */
+static __always_inline __u32 trace_choice(const struct match_question *q)
+{
+	__u32 id = MATCH_RULE(match_find(q));
+	struct trace_state *st = trace_state();
+	struct trace_rule *rule;
+
+	rule = id ? trace_rule(id) : NULL;
+	if (!rule || !st || !(rule->flags & TRACE_RULE_TCP))
+		return 0;
+	if (rule->connections > 1 &&
+	    match_draw(&q->tuple, st->seed) % rule->connections)
+		return 0;
+	return id;
+}
+
+/* A socket can be connected once more. */
+static __always_inline void trace_begin(struct trace_connection *c, __u32 id,
+					const struct trace_rule *rule,
+					__u32 role)
+{
+	c->rule = id;
+	c->role = role;
+	c->grouped = 0;
+	c->stamping = 0;
+	c->skip = trace_first(rule);
+	c->rx_skip = trace_first(rule);
+}
+
 /* Chooses a connection that is established, or does not. */
 static __always_inline void trace_established(struct bpf_sock_ops *ctx,
 					      __u32 role)
@@ -279,23 +345,20 @@ static __always_inline void trace_established(struct bpf_sock_ops *ctx,
 
 	if (!match_sock_ops_tuple(ctx, &q.tuple))
 		return;
-	id = MATCH_RULE(match_find(&q));
+	id = trace_choice(&q);
 	rule = id ? trace_rule(id) : NULL;
-	if (!rule || !(rule->flags & TRACE_RULE_TCP))
-		return;
-	if (rule->connections > 1 && bpf_get_prandom_u32() % rule->connections)
-		return;
 	sk = ctx->sk;
-	if (!sk)
+	if (!rule || !sk)
 		return;
 	c = bpf_sk_storage_get(&connections, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
 	if (!c)
 		return;
-	c->rule = id;
-	c->role = role;
-	c->write_seq = ctx->snd_nxt;
+	trace_begin(c, id, rule, role);
 	if (!timestamps || !(rule->flags & TRACE_RULE_TX))
 		return;
+	/* What it has sent with the SYN, or may not yet, is no message. */
+	if (bpf_cast_to_kern_ctx && bpf_rdonly_cast)
+		c->write_seq = trace_write_seq(ctx);
 	bpf_setsockopt(ctx, SOL_SOCKET, SK_BPF_CB_FLAGS, &on, sizeof(on));
 	bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags |
 					       BPF_SOCK_OPS_STATE_CB_FLAG);

@@ -49,7 +49,7 @@ enum trace_outcome {
 	TRACE_COALESCED, /* acknowledged; its packet was joined to that of a
 			  * later one, whose stamps are its own */
 	TRACE_MISSED, /* acknowledged, and the kernel gave no stamp */
-	TRACE_UNACKNOWLEDGED, /* the connection ended first */
+	TRACE_UNACKNOWLEDGED, /* the connection ended first, or was let go */
 	TRACE_FULL, /* TRACE_IN_FLIGHT others of the connection were under way */
 	TRACE_APPLICATION, /* left to the application's own timestamps */
 	TRACE_REFUSED, /* the kernel did not take the request */
@@ -144,13 +144,15 @@ struct trace_message {
 	__u32 buffer_limited; /* likewise by the send buffer */
 	__u16 repeats; /* how often the last segment was sent again */
 	__u8 flags; /* enum trace_message_flag */
-	__u8 padding;
+	__u8 seen; /* low bits of the connection's retransmits when last queued */
 };
 
 enum trace_message_flag {
 	TRACE_MESSAGE_PACED = 1 << 0, /* the kernel paces the connection */
 	TRACE_MESSAGE_NAGLE = 1 << 1, /* no TCP_NODELAY */
-	TRACE_MESSAGE_CORK = 1 << 2, /* TCP_CORK, or MSG_MORE before */
+	TRACE_MESSAGE_CORK = 1 << 2, /* TCP_CORK */
+	TRACE_MESSAGE_LATE = 1 << 3, /* was sent before it could be marked */
+	TRACE_MESSAGE_JOINED = 1 << 4, /* left in the packet of the next one */
 };
 
 struct trace_connection {
@@ -166,9 +168,11 @@ struct trace_connection {
 	__u32 tail;
 	__u32 queue; /* the next that is expected to be queued */
 	__u32 driver; /* the next that is expected at the driver */
+	__u32 application; /* after the packet with its last stamp */
 	__u8 grouped; /* group is valid */
 	__u8 role;
-	__u8 padding[2];
+	__u8 stamping; /* that packet may be under way */
+	__u8 padding[5];
 	struct trace_message message[TRACE_IN_FLIGHT];
 };
 
@@ -227,7 +231,7 @@ struct trace_minute {
 struct trace_state {
 	__s64 clock; /* CLOCK_REALTIME - CLOCK_MONOTONIC, nanoseconds; 0: not known */
 	__u32 samples; /* give samples to the ring buffer */
-	__u32 padding;
+	__u32 seed; /* of the choice of connections */
 };
 
 /* What the programs tell user space, which does not write it. */

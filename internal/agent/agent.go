@@ -470,6 +470,7 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 				err = joined(err, fmt.Errorf("go back to the policy before: %w", failed))
 			}
 		}
+		a.watchCgroups()
 		return nil, err
 	}
 	if metrics != a.metrics {

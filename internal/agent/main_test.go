@@ -49,6 +49,7 @@ func newAgent(t testing.TB, dir, pins string) *Agent {
 		policy:   &config.Policy{},
 		services: make(map[string]*service),
 		tuners:   make(map[string]*tuner),
+		tracers:  make(map[string]*tracer),
 	}
 	return a
 }

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -191,7 +192,11 @@ func TestMetricsDocumented(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	golden = append(golden, tuning...)
+	tracing, err := os.ReadFile("testdata/metrics-trace.golden")
+	if err != nil {
+		t.Fatal(err)
+	}
+	golden = slices.Concat(golden, tuning, tracing)
 	docs, err := os.ReadFile("../../docs/metrics.md")
 	if err != nil {
 		t.Fatal(err)

@@ -11,7 +11,11 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
+	"os"
+	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -28,19 +32,26 @@ type tracer struct {
 	host *host
 	log  *slog.Logger
 	name string // of the cgroup in the policy
-	// tuning finds what tunes the same cgroup, nil if nothing does.
-	tuning func(cgroup string) *tuner
+	// tuned finds what tunes the same cgroup, nil if nothing does. The agent's
+	// lock is held.
+	tuned func() *tuner
 
-	mu       sync.Mutex
+	mu sync.Mutex
+	tracing
+	sampler *sampler // nil while nobody reads samples
+}
+
+// tracing is what a tracer does by one list of rules.
+type tracing struct {
 	rules    []config.TraceRule
 	services []config.Service
 	compiled *bpf.TraceRules
 	skipped  map[string][]TraceSkipped // by rule
 	scope    traceScope
-	tuned    string     // folder of the pins of the cgroup's tuning, "" for none
-	tuner    *tuner     // with them
-	trace    *bpf.Trace // nil while there is no such cgroup
-	sampling bool       // somebody reads samples
+	tuning   string       // folder of the pins of the cgroup's tuning, "" for none
+	tuner    *tuner       // with them
+	trace    *bpf.Trace   // nil while there is no such cgroup
+	before   trace.Period // what was counted when this agent began with the rules
 	problem  error
 }
 
@@ -48,8 +59,12 @@ type tracer struct {
 // rules.
 type traceScope struct {
 	cgroupScope
-	Rules string    `json:"rules"` // hash
-	Since time.Time `json:"since"`
+	Rules  string    `json:"rules"`  // hash
+	Groups int       `json:"groups"` // indexes
+	Since  time.Time `json:"since"`
+	// Tuned is the id of the map of the cgroup's tuning by whose numbers of rules
+	// groups are told apart; 0: there was none so far.
+	Tuned ebpf.MapID `json:"tuned"`
 }
 
 // traceChange is what a new policy makes of one cgroup's tracing. Rules is nil
@@ -89,8 +104,9 @@ func (c traceChange) hash() (string, error) {
 }
 
 func (a *Agent) newTracer(c traceChange) *tracer {
-	return &tracer{host: a.host, log: a.log.With("cgroup", c.name), name: c.name, rules: c.rules, services: c.services,
-		tuning: func(cgroup string) *tuner { return a.tuners[cgroup] }}
+	return &tracer{host: a.host, log: a.log.With("cgroup", c.name), name: c.name,
+		tuned:   func() *tuner { return a.tuners[c.name] },
+		tracing: tracing{rules: c.rules, services: c.services}}
 }
 
 func (a *Agent) openTracer(c traceChange) error {
@@ -106,6 +122,7 @@ func (a *Agent) openTracer(c traceChange) error {
 		t.release()
 		return ofTraced(c.name, joined(err, bpf.RemoveTrace(dir), removeCreated([]cgroupScope{t.scope.cgroupScope})))
 	}
+	t.start()
 	a.tracers[c.name] = t
 	return nil
 }
@@ -133,9 +150,15 @@ func (t *tracer) open() error {
 	if err != nil {
 		return err
 	}
-	t.tuned, t.tuner = t.wantedTuning()
+	t.tuning, t.tuner = t.wantedTuning()
+	tuned, err := tuningID(t.tuning)
+	if err != nil {
+		return err
+	}
 	c := bpf.TraceConfig{Dir: t.host.tracingDir(t.name), Cgroup: t.scope.Path, Rules: t.compiled,
-		Adopt: t.scope.Rules == hash, Tuning: t.tuned, Send: t.measures(config.StageSend)}
+		Tuning: t.tuning, Send: t.measures(config.StageSend)}
+	// In a new tuning, a number is another rule's.
+	c.Adopt = t.scope.Rules == hash && (tuned == 0 || t.scope.Tuned == 0 || tuned == t.scope.Tuned)
 	opened, err := bpf.OpenTrace(c)
 	var incompatible *bpf.IncompatibleError
 	if errors.As(err, &incompatible) && c.Adopt {
@@ -148,7 +171,10 @@ func (t *tracer) open() error {
 	}
 	t.trace = opened
 	if !c.Adopt {
-		t.scope.Rules, t.scope.Since = hash, time.Now()
+		t.scope.Rules, t.scope.Groups, t.scope.Since, t.before = hash, t.compiled.Groups, time.Now(), trace.Period{}
+	}
+	if tuned != 0 {
+		t.scope.Tuned = tuned
 	}
 	record, err := json.Marshal(t.scope)
 	if err != nil {
@@ -157,12 +183,54 @@ func (t *tracer) open() error {
 	if err := bpf.SetScope(c.Dir, record); err != nil {
 		return err
 	}
-	t.adopt()
+	return t.begin()
+}
+
+// tuningID tells a tuning, given by the folder of its pins, from one that stood
+// there before; 0: there is none.
+func tuningID(dir string) (ebpf.MapID, error) {
+	if dir == "" {
+		return 0, nil
+	}
+	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, "connections"), nil)
+	if err != nil {
+		return 0, fmt.Errorf("open tuning: %w", err)
+	}
+	defer m.Close()
+	info, err := m.Info()
+	if err != nil {
+		return 0, fmt.Errorf("read tuning: %w", err)
+	}
+	id, _ := info.ID() // known since Linux 4.13
+	return id, nil
+}
+
+// begin notes what was counted before this agent, the first time.
+func (t *tracer) begin() error {
+	if !t.before.To.IsZero() {
+		return nil
+	}
+	reading, err := t.readLocked()
+	if err != nil {
+		return err
+	}
+	t.before = reading.period
 	return nil
 }
 
-// adopt has the rules decide on connections that are open already.
+// start has the rules decide on connections that are open already, and whoever
+// reads samples go on with these.
+func (t *tracer) start() {
+	t.adopt()
+	t.follow()
+}
+
+// adopt has the rules decide on connections that are open already. Those that
+// they have chosen are traced again, if another tracing of theirs has ended.
 func (t *tracer) adopt() {
+	if t.trace == nil {
+		return
+	}
 	adopted, err := trace.Adopt(t.trace, t.scope.Path)
 	switch {
 	case errors.Is(err, ebpf.ErrNotSupported):
@@ -211,7 +279,7 @@ func (t *tracer) wantedTuning() (string, *tuner) {
 			return by.Kind == config.GroupRule || by.Kind == config.GroupArm
 		})
 	})
-	tuner := t.tuning(t.name)
+	tuner := t.tuned()
 	if !asks || tuner == nil || tuner.path() == "" {
 		return "", nil
 	}
@@ -280,20 +348,24 @@ func (t *tracer) renew() {
 	defer t.mu.Unlock()
 	path, err := t.host.findCgroup(t.name)
 	wanted, _ := t.wantedTuning()
-	if t.trace != nil && t.trace.Attached() && err == nil && path == t.scope.Path && t.tuned == wanted {
+	if t.trace != nil && t.trace.Attached() && err == nil && path == t.scope.Path && t.tuning == wanted {
 		return
 	}
+	before := t.problem
 	t.release()
 	if err := t.open(); err != nil {
-		if t.problem == nil || t.problem.Error() != err.Error() {
+		t.release()
+		if before == nil || before.Error() != err.Error() {
 			t.log.Warn("cgroup not traced", "error", err)
 		}
 		t.problem = err
 	}
+	t.start()
 }
 
 func (t *tracer) release() {
 	if t.trace != nil {
+		t.rest()
 		t.trace.Close()
 		t.trace = nil
 	}
@@ -308,13 +380,19 @@ func (t *tracer) close() {
 // end removes the programs, and has the kernel forget that connections were
 // chosen.
 func (t *tracer) end() error {
-	if t.trace != nil {
-		if err := trace.Release(t.trace, t.scope.Path); err != nil {
-			t.log.Info("connections keep the flag of those that were traced", "reason", err)
-		}
-	}
+	t.letGo(t.log)
 	t.release()
 	return bpf.RemoveTrace(t.host.tracingDir(t.name))
+}
+
+// letGo has the kernel forget that connections were chosen.
+func (t *tracing) letGo(log *slog.Logger) {
+	if t.trace == nil {
+		return
+	}
+	if err := trace.Release(t.trace, t.scope.Path); err != nil {
+		log.Info("connections keep the flag of those that were traced", "reason", err)
+	}
 }
 
 // retire ends the tracing.
@@ -324,53 +402,99 @@ func (t *tracer) retire() error {
 	return joined(t.end(), removeCreated([]cgroupScope{t.scope.cgroupScope}))
 }
 
-// change makes other rules take effect: counts begin anew. Those before come
-// back if that fails, with counts of their own.
+// asidePins ends the name of the folder of pins that others take the place of.
+const asidePins = "_before"
+
+// change makes other rules take effect: counts begin anew. Those before stay if
+// that fails.
 func (t *tracer) change(c traceChange) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	before := traceChange{t.name, t.rules, t.services}
-	if err := t.end(); err != nil {
+	before, dir := t.tracing, t.host.tracingDir(t.name)
+	aside := dir + asidePins
+	if err := joined(bpf.RemoveTrace(aside), movePins(dir, aside)); err != nil {
 		return err
 	}
-	t.rules, t.services = c.rules, c.services
-	err := t.open()
-	if err != nil {
+	t.tracing = tracing{rules: c.rules, services: c.services, scope: traceScope{cgroupScope: before.scope.cgroupScope}}
+	if err := t.open(); err != nil {
 		t.release()
-		t.rules, t.services = before.rules, before.services
-		return joined(err, t.open())
+		t.tracing = before
+		err = joined(err, bpf.RemoveTrace(dir), movePins(aside, dir))
+		t.start()
+		return err
+	}
+	before.letGo(t.log)
+	t.rest()
+	if before.trace != nil {
+		before.trace.Close()
+	}
+	t.start()
+	if err := bpf.RemoveTrace(aside); err != nil {
+		t.log.Warn("programs of the rules before not removed", "error", err)
+	}
+	return nil
+}
+
+// movePins renames a folder of pins, if there is one.
+func movePins(from, to string) error {
+	if err := os.Rename(from, to); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("move pins: %w", err)
 	}
 	return nil
 }
 
 // takeTrace carries a change out, and returns what takes it back.
 func (a *Agent) takeTrace(c traceChange) (back func() error, err error) {
-	switch t := a.tracers[c.name]; {
+	before := traceChange{name: c.name}
+	if t := a.tracers[c.name]; t != nil {
+		before.rules, before.services = t.rules, t.services
+	}
+	return func() error { return a.trace(before) }, a.trace(c)
+}
+
+// trace makes a change true. One that fails leaves the cgroup as it was.
+func (a *Agent) trace(c traceChange) error {
+	t := a.tracers[c.name]
+	switch {
 	case c.rules == nil:
-		before := traceChange{c.name, t.rules, t.services}
-		back = func() error { return a.openTracer(before) }
 		delete(a.tracers, c.name)
 		if err := t.retire(); err != nil {
-			return nil, ofTraced(c.name, joined(err, back()))
+			return ofTraced(c.name, joined(err, a.openTracer(traceChange{c.name, t.rules, t.services})))
 		}
 	case t == nil:
-		back = func() error {
-			t := a.tracers[c.name]
-			delete(a.tracers, c.name)
-			return t.retire()
-		}
 		if err := a.openTracer(c); err != nil {
-			return nil, err
+			return err
 		}
 	default:
-		before := traceChange{c.name, t.rules, t.services}
-		back = func() error { return t.change(before) }
 		if err := t.change(c); err != nil {
-			return nil, ofTraced(c.name, err)
+			return ofTraced(c.name, err)
 		}
 	}
 	a.watchCgroups()
-	return back, a.recordTrace()
+	a.recordTrace()
+	if t != nil {
+		for _, other := range a.tracers {
+			if other != t {
+				other.again(t.scope.Path)
+			}
+		}
+	}
+	return nil
+}
+
+// again has connections traced that the tracing of another cgroup has let go, if
+// one of them is in the other.
+func (t *tracer) again(cgroup string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if within(cgroup, t.scope.Path) || within(t.scope.Path, cgroup) {
+		t.adopt()
+	}
+}
+
+// within tells whether a folder is at or below another.
+func within(path, dir string) bool {
+	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
 }
 
 // prepareTrace says what a policy changes in the tracing of cgroups, and checks
@@ -381,16 +505,23 @@ func (a *Agent) prepareTrace(policy *config.Policy) ([]traceChange, []Change, er
 		changes []Change
 	)
 	wanted := tracings(policy)
-	for name, t := range a.tracers {
-		if !slices.ContainsFunc(wanted, func(c traceChange) bool { return c.name == name }) {
+	names := make([]string, len(wanted))
+	for i, c := range wanted {
+		names[i] = c.name
+	}
+	for _, name := range slices.Sorted(maps.Keys(a.tracers)) {
+		if !slices.Contains(names, name) {
 			steps = append(steps, traceChange{name: name})
-			for _, rule := range t.rules {
+			for _, rule := range a.tracers[name].rules {
 				changes = append(changes, Change{Cgroup: name, Action: "remove", What: "trace " + rule.Name, Effect: "its counts are gone"})
 			}
 		}
 	}
 	for _, c := range wanted {
 		t := a.tracers[c.name]
+		if _, err := a.host.findCgroup(c.name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, nil, ofTraced(c.name, err)
+		}
 		if t == nil {
 			if err := a.host.mayCreate(c.name); err != nil {
 				return nil, nil, ofTraced(c.name, err)
@@ -499,7 +630,7 @@ func (a *Agent) startTrace(policy *config.Policy) error {
 			// Without its record there is nothing more to remove.
 			_ = json.Unmarshal(data, &scope)
 		}
-		if err := joined(bpf.RemoveTrace(dir), removeCreated([]cgroupScope{scope.cgroupScope})); err != nil {
+		if err := joined(a.forget(dir, scope), removeCreated([]cgroupScope{scope.cgroupScope})); err != nil {
 			return err
 		}
 		a.log.Info("tracing removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
@@ -514,7 +645,22 @@ func (a *Agent) startTrace(policy *config.Policy) error {
 		}
 	}
 	a.watchCgroups()
-	return a.recordTrace()
+	a.recordTrace()
+	return nil
+}
+
+// forget removes what only its pins remember.
+func (a *Agent) forget(dir string, scope traceScope) error {
+	old := tracing{scope: scope}
+	var err error
+	old.trace, err = bpf.OpenTrace(bpf.TraceConfig{Dir: dir, Cgroup: scope.Path, Rules: &bpf.TraceRules{Groups: scope.Groups}, Adopt: true})
+	if err != nil {
+		a.log.Debug("connections keep the flag of those that were traced", "cgroup", scope.Cgroup, "reason", err)
+		return bpf.RemoveTrace(dir)
+	}
+	old.letGo(a.log)
+	old.trace.Close()
+	return bpf.RemoveTrace(dir)
 }
 
 func ofTraced(name string, err error) error {

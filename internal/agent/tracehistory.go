@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"slices"
 	"sync"
 	"time"
 
@@ -26,13 +27,13 @@ type traceHistory struct {
 	last   map[*tracer]traceReading // at the end of the last slice
 	slices []packedPeriod
 	stop   chan struct{}
-	done   chan struct{}
 }
 
 // traceReading are the counts of a tracer, since its rules are in force.
 type traceReading struct {
 	since  time.Time
 	period trace.Period
+	absent bool // there is no cgroup now; its counts go on with the next
 }
 
 // packedPeriod is a period, compressed: histograms are mostly zeros.
@@ -71,24 +72,18 @@ func (p packedPeriod) unpack() (trace.Period, error) {
 }
 
 // recordTrace begins the history, or ends it where nothing is traced.
-func (a *Agent) recordTrace() error {
+func (a *Agent) recordTrace() {
 	switch {
 	case len(a.tracers) > 0 && a.history == nil:
-		h := &traceHistory{last: make(map[*tracer]traceReading), stop: make(chan struct{}), done: make(chan struct{})}
-		a.history = h
-		if _, err := a.sliceNow(h); err != nil {
-			return err
-		}
-		go a.keepHistory(h)
+		a.history = &traceHistory{stop: make(chan struct{})}
+		go a.keepHistory(a.history)
 	case len(a.tracers) == 0 && a.history != nil:
 		a.history.close()
 		a.history = nil
 	}
-	return nil
 }
 
 func (a *Agent) keepHistory(h *traceHistory) {
-	defer close(h.done)
 	ticker := time.NewTicker(traceSlice)
 	defer ticker.Stop()
 	for {
@@ -98,7 +93,7 @@ func (a *Agent) keepHistory(h *traceHistory) {
 		case <-ticker.C:
 		}
 		a.mu.Lock()
-		_, err := a.sliceNow(h)
+		err := a.endSlice(h)
 		a.mu.Unlock()
 		if err != nil {
 			a.log.Warn("history of trace not kept", "error", err)
@@ -110,28 +105,24 @@ func (a *Agent) keepHistory(h *traceHistory) {
 // keeper may wait for: it is not waited for.
 func (h *traceHistory) close() { close(h.stop) }
 
-// sliceNow ends a slice, and begins the next.
-func (a *Agent) sliceNow(h *traceHistory) (trace.Period, error) {
+// endSlice ends a slice, and begins the next.
+func (a *Agent) endSlice(h *traceHistory) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	slice, last, err := a.sinceLast(h)
 	if err != nil {
-		return slice, err
+		return err
 	}
-	first := len(h.last) == 0
 	h.last = last
-	if first {
-		return slice, nil
-	}
 	packed, err := pack(slice)
 	if err != nil {
-		return slice, err
+		return err
 	}
 	if len(h.slices) == traceSlices {
 		h.slices = h.slices[1:]
 	}
 	h.slices = append(h.slices, packed)
-	return slice, nil
+	return nil
 }
 
 // sinceLast is what was measured since the last slice ended.
@@ -144,15 +135,16 @@ func (a *Agent) sinceLast(h *traceHistory) (trace.Period, map[*tracer]traceReadi
 		if err != nil {
 			return slice, nil, err
 		}
-		last[t] = reading
-		before, ok := h.last[t]
-		if !ok || before.since != reading.since {
-			// Counts that began before this agent did are not of the slice.
-			before = traceReading{period: trace.Period{From: reading.since, To: reading.since}}
-			if !ok {
-				before = reading
-			}
+		before, known := h.last[t]
+		switch {
+		case reading.absent && !known:
+			continue
+		case reading.absent:
+			reading.period.Results = before.period.Results
+		case !known || !before.since.Equal(reading.since):
+			before = traceReading{period: t.adopted()}
 		}
+		last[t] = reading
 		part := trace.Diff(before.period, reading.period)
 		if before.period.To.Before(slice.From) {
 			slice.From = before.period.To
@@ -162,13 +154,24 @@ func (a *Agent) sinceLast(h *traceHistory) (trace.Period, map[*tracer]traceReadi
 	return slice, last, nil
 }
 
+// adopted is what was counted before this agent began with the rules.
+func (t *tracer) adopted() trace.Period {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.before
+}
+
 // read reads the counts. Without a cgroup there are none.
 func (t *tracer) read() (traceReading, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	now := time.Now()
-	r := traceReading{t.scope.Since, trace.Period{From: t.scope.Since, To: now, Results: []trace.Result{}}}
-	if t.trace == nil {
+	return t.readLocked()
+}
+
+func (t *tracer) readLocked() (traceReading, error) {
+	r := traceReading{since: t.scope.Since, absent: t.trace == nil,
+		period: trace.Period{From: t.scope.Since, To: time.Now(), Results: []trace.Result{}}}
+	if r.absent {
 		return r, nil
 	}
 	results, err := t.names().Results(t.trace, t.compiled.Rules)
@@ -176,29 +179,19 @@ func (t *tracer) read() (traceReading, error) {
 		return r, ofTraced(t.name, err)
 	}
 	r.period.Results = results
+	// Groups that differed by what is gone now have one name.
+	r.period = trace.Merge([]trace.Period{r.period})
 	return r, nil
 }
 
 // window gives the slices of a time, the one that has not ended included.
 // Partial: they do not go back that far.
 func (a *Agent) window(from, to time.Time) (periods []trace.Period, partial bool, err error) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	h := a.history
-	if h == nil {
-		return nil, false, nil
-	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	current, _, err := a.sinceLast(h)
-	if err != nil {
+	packed, current, oldest, err := a.remembered()
+	if err != nil || current == nil {
 		return nil, false, err
 	}
-	oldest := current.From
-	if len(h.slices) > 0 {
-		oldest = h.slices[0].from
-	}
-	for _, s := range h.slices {
+	for _, s := range packed {
 		if s.to.After(from) && s.from.Before(to) {
 			p, err := s.unpack()
 			if err != nil {
@@ -208,7 +201,29 @@ func (a *Agent) window(from, to time.Time) (periods []trace.Period, partial bool
 		}
 	}
 	if current.To.After(from) && current.From.Before(to) {
-		periods = append(periods, current)
+		periods = append(periods, *current)
 	}
-	return periods, from.Before(oldest.Add(-traceSlice)), nil
+	return periods, from.Before(oldest), nil
+}
+
+// remembered gives the slices that have ended, the one that has not, and when
+// the first of them began; nil if nothing is traced.
+func (a *Agent) remembered() (ended []packedPeriod, current *trace.Period, oldest time.Time, err error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	h := a.history
+	if h == nil {
+		return nil, nil, oldest, nil
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	slice, _, err := a.sinceLast(h)
+	if err != nil {
+		return nil, nil, oldest, err
+	}
+	oldest = slice.From
+	if len(h.slices) > 0 {
+		oldest = h.slices[0].from
+	}
+	return slices.Clone(h.slices), &slice, oldest, nil
 }

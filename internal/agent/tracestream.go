@@ -13,6 +13,7 @@ import (
 	"net/url"
 	"os"
 	"strconv"
+	"sync"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -32,22 +33,53 @@ const (
 
 // stream answers with lines of JSON until it ends or the caller leaves.
 type stream struct {
-	w       http.ResponseWriter
 	control *http.ResponseController
+	mu      sync.Mutex
 	encoder *json.Encoder
 }
 
-// newStream lifts the deadlines of a request, which would end the answer.
-func newStream(w http.ResponseWriter) (*stream, error) {
-	s := &stream{w, http.NewResponseController(w), json.NewEncoder(w)}
+// newStream lifts the deadlines of a request, which would end the answer. Lines
+// reach the caller within a second; stop is to be called before the answer
+// ends.
+func newStream(w http.ResponseWriter) (s *stream, stop func(), err error) {
+	s = &stream{control: http.NewResponseController(w), encoder: json.NewEncoder(w)}
 	if err := s.control.SetReadDeadline(time.Time{}); err != nil {
-		return nil, fmt.Errorf("begin answer: %w", err)
+		return nil, nil, fmt.Errorf("begin answer: %w", err)
 	}
 	w.Header().Set("Content-Type", "application/x-ndjson")
-	return s, nil
+	if err := s.flush(); err != nil {
+		return nil, nil, err
+	}
+	ended := make(chan struct{})
+	var flushing sync.WaitGroup
+	flushing.Go(func() {
+		tick := time.NewTicker(time.Second)
+		defer tick.Stop()
+		for {
+			select {
+			case <-ended:
+				return
+			case <-tick.C:
+			}
+			if s.flush() != nil {
+				return // the caller has left, as the next line is told
+			}
+		}
+	})
+	return s, func() { close(ended); flushing.Wait() }, nil
 }
 
-func (s *stream) line(v any) error { return s.encoder.Encode(v) }
+func (s *stream) line(v any) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.encoder.Encode(v)
+}
+
+func (s *stream) flush() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.control.Flush()
+}
 
 // traceStreams has the answers that go on. An error before the first line is
 // answered as any other.
@@ -95,15 +127,11 @@ func ofBuffer(err error) error {
 
 // streamSamples gives each message that ends.
 func (a *Agent) streamSamples(ctx context.Context, w http.ResponseWriter, q url.Values) error {
-	query, err := parseTraceQuery(q)
+	query, tracers, err := a.traceQuery(q)
 	if err != nil {
 		return err
 	}
 	buffer, err := queryNumber(q, "buffer", defaultTraceBuffer, maxTraceBuffer)
-	if err != nil {
-		return err
-	}
-	tracers, err := a.tracersOf(q.Get("cgroup"))
 	if err != nil {
 		return err
 	}
@@ -118,18 +146,18 @@ func (a *Agent) streamSamples(ctx context.Context, w http.ResponseWriter, q url.
 		if err != nil {
 			return ofBuffer(err)
 		}
-		if r == nil {
-			continue // there is no such cgroup now
-		}
 		defer r.close()
-		go r.read(ctx, lines)
+		go func() {
+			defer cancel()
+			r.run(ctx, lines)
+		}()
 	}
-	s, err := newStream(w)
+	s, ended, err := newStream(w)
 	if err != nil {
 		return err
 	}
-	tick := time.NewTicker(time.Second)
-	defer tick.Stop()
+	defer ended()
+	var lost uint64
 	for {
 		select {
 		case <-ctx.Done():
@@ -138,57 +166,138 @@ func (a *Agent) streamSamples(ctx context.Context, w http.ResponseWriter, q url.
 			if line.Sample != nil && !query.selected(line.Sample.Group) {
 				continue
 			}
-			err = s.line(line)
-		case <-tick.C:
-			err = s.control.Flush()
-		}
-		if err != nil {
-			return nil // the caller has left
+			if line.Lost > 0 {
+				lost += line.Lost
+				line.Lost = lost
+			}
+			if s.line(line) != nil {
+				return nil // the caller has left
+			}
 		}
 	}
 }
 
-// sampler reads the samples of a tracer.
+// sampler reads the samples of a tracer, whose rules and cgroup may change
+// meanwhile.
 type sampler struct {
-	tracer *tracer
+	tracer  *tracer
+	buffer  int
+	changed chan struct{} // has one when there is another reader, or none
+
+	// By the tracer's lock:
 	trace  *bpf.Trace
-	reader *bpf.TraceReader
+	reader *bpf.TraceReader // nil while there is no cgroup
+	lost   uint64           // by readers before
 }
 
-// sample begins to read samples; nil if there is no cgroup.
+// sample begins to read samples.
 func (t *tracer) sample(buffer int) (*sampler, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.trace == nil {
-		return nil, nil
-	}
-	if t.sampling {
+	if t.sampler != nil {
 		return nil, conflict(fmt.Errorf("samples of cgroup %s are being read already", t.name), "end the other sockeye trace samples")
 	}
-	r, err := t.trace.Samples(buffer)
-	if err != nil {
-		return nil, err
+	s := &sampler{tracer: t, buffer: buffer, changed: make(chan struct{}, 1)}
+	if t.trace != nil {
+		if err := s.begin(t.trace); err != nil {
+			return nil, err
+		}
 	}
-	t.sampling = true
-	return &sampler{t, t.trace, r}, nil
+	t.sampler = s
+	return s, nil
+}
+
+// follow has who reads samples go on with the programs that are attached now.
+func (t *tracer) follow() {
+	if t.sampler == nil || t.trace == nil {
+		return
+	}
+	t.rest()
+	if err := t.sampler.begin(t.trace); err != nil {
+		t.log.Warn("samples not read", "error", err)
+	}
+}
+
+// rest ends the samples until there is something to follow.
+func (t *tracer) rest() {
+	if t.sampler == nil || t.sampler.reader == nil {
+		return
+	}
+	if err := t.sampler.end(); err != nil {
+		t.log.Warn("samples not ended", "error", err)
+	}
+}
+
+func (s *sampler) begin(t *bpf.Trace) (err error) {
+	s.reader, err = t.Samples(s.buffer)
+	if err == nil {
+		s.trace = t
+		s.tell()
+	}
+	return err
+}
+
+func (s *sampler) end() error {
+	lost, err := s.reader.Lost()
+	s.lost += lost
+	err = joined(err, s.reader.Close())
+	s.trace, s.reader = nil, nil
+	s.tell()
+	return err
+}
+
+func (s *sampler) tell() {
+	select {
+	case s.changed <- struct{}{}:
+	default:
+	}
 }
 
 func (s *sampler) close() {
 	s.tracer.mu.Lock()
 	defer s.tracer.mu.Unlock()
-	s.tracer.sampling = false
-	if err := s.reader.Close(); err != nil && s.tracer.trace == s.trace {
-		s.tracer.log.Warn("samples not ended", "error", err)
+	s.tracer.rest()
+	s.tracer.sampler = nil
+}
+
+// run gives samples, and how many more were lost.
+func (s *sampler) run(ctx context.Context, lines chan<- TraceSampleLine) {
+	var told uint64
+	for ctx.Err() == nil {
+		t, reader, _ := s.current()
+		if reader == nil {
+			select {
+			case <-ctx.Done():
+			case <-s.changed:
+			}
+			continue
+		}
+		if err := s.read(ctx, t, reader, lines, &told); err != nil && !errors.Is(err, os.ErrClosed) {
+			s.tracer.log.Warn("samples not read", "error", err)
+			return
+		}
 	}
 }
 
-// read gives samples until the reader is closed, and at least once a second how
-// many were lost.
-func (s *sampler) read(ctx context.Context, lines chan<- TraceSampleLine) {
+// current is what is read now, and how many samples were lost.
+func (s *sampler) current() (*bpf.Trace, *bpf.TraceReader, uint64) {
+	s.tracer.mu.Lock()
+	defer s.tracer.mu.Unlock()
+	lost := s.lost
+	if s.reader != nil {
+		// A count that cannot be read now is told of later.
+		n, _ := s.reader.Lost()
+		lost += n
+	}
+	return s.trace, s.reader, lost
+}
+
+// read gives the samples of one reader until that is closed.
+func (s *sampler) read(ctx context.Context, of *bpf.Trace, reader *bpf.TraceReader, lines chan<- TraceSampleLine, told *uint64) error {
 	var (
+		groups    map[uint32]trace.Group
 		translate func(*bpf.TraceSample) trace.Sample
 		renewed   time.Time
-		told      uint64
 	)
 	send := func(line TraceSampleLine) {
 		select {
@@ -197,34 +306,48 @@ func (s *sampler) read(ctx context.Context, lines chan<- TraceSampleLine) {
 		}
 	}
 	for ctx.Err() == nil {
-		raw, err := s.reader.Read(time.Now().Add(time.Second))
+		raw, err := reader.Read(time.Now().Add(time.Second))
 		if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
-			return
+			return err
 		}
-		if time.Since(renewed) > time.Second {
-			if fresh, err := s.tracer.translator(s.trace); err == nil {
-				translate, renewed = fresh, time.Now()
+		known := raw == nil
+		if !known {
+			_, known = groups[raw.Group]
+		}
+		if due := time.Since(renewed) > time.Second; due || !known {
+			if groups, translate, err = s.tracer.translator(of); err != nil {
+				return err
 			}
-			if lost, err := s.reader.Lost(); err == nil && lost > told {
-				told = lost
-				send(TraceSampleLine{Lost: lost})
+			renewed = time.Now()
+			if _, _, lost := s.current(); due && lost > *told {
+				send(TraceSampleLine{Lost: lost - *told})
+				*told = lost
 			}
 		}
-		if raw != nil && translate != nil {
+		if raw != nil {
 			sample := translate(raw)
 			send(TraceSampleLine{Sample: &sample})
 		}
 	}
+	return nil
 }
 
-func (t *tracer) translator(of *bpf.Trace) (func(*bpf.TraceSample) trace.Sample, error) {
+// translator gives what makes samples readable, for the groups that there are.
+func (t *tracer) translator(of *bpf.Trace) (map[uint32]trace.Group, func(*bpf.TraceSample) trace.Sample, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.trace != of {
-		return nil, errors.New("the rules have changed")
+		return nil, nil, os.ErrClosed
 	}
-	return t.names().Translator(of, t.compiled.Rules)
+	groups, err := t.names().Indexes(of, t.compiled.Rules)
+	if err != nil {
+		return nil, nil, err
+	}
+	translate, err := t.names().Translator(of, t.compiled.Rules)
+	return groups, translate, err
 }
+
+const tcpClose = 7 // TCP_CLOSE of linux/tcp_states.h
 
 const packetsHint = "name an open TCP connection as ss -tnp shows it, by --pid and --fd or by --local and --remote"
 
@@ -268,14 +391,15 @@ func (a *Agent) streamPackets(ctx context.Context, w http.ResponseWriter, q url.
 	stop := context.AfterFunc(ctx, func() { p.Close() })
 	defer stop()
 	c.Missing = append([]string{}, p.Missing()...)
-	s, err := newStream(w)
+	s, ended, err := newStream(w)
 	if err != nil {
 		return err
 	}
+	defer ended()
 	if err := s.line(TracePacketLine{Connection: c}); err != nil {
 		return nil // the caller has left
 	}
-	_ = s.control.Flush()
+	_ = s.flush()
 	end := TracePacketsEnd{Reason: "time"}
 	deadline := time.Now().Add(during)
 	var event bpf.PacketEvent
@@ -290,6 +414,10 @@ func (a *Agent) streamPackets(ctx context.Context, w http.ResponseWriter, q url.
 		}
 		if err == nil {
 			err = s.line(TracePacketLine{Event: &event})
+		}
+		if err == nil && event.Kind == bpf.PacketState && event.State == tcpClose {
+			end.Reason = "closed"
+			err = p.Stop()
 		}
 		if err != nil {
 			return nil // the caller has left, or the agent ends

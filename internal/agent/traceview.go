@@ -13,12 +13,14 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/config"
 	"sockeye/internal/trace"
 )
 
@@ -48,10 +50,11 @@ func (t *tracer) names() trace.Names {
 	if t.tuner != nil {
 		tuned = t.tuner.ruleNames()
 	}
+	cgroups := sync.OnceValue(func() map[uint64]string { return t.host.cgroupNames(t.scope.Path) })
 	return trace.Names{
 		Rules: t.rules, Services: t.services,
 		TuneRule: func(id uint32) string { return tuned[id] },
-		Cgroup:   func(id uint64) string { return t.host.cgroupName(t.scope.Path, id) },
+		Cgroup:   func(id uint64) string { return cgroups()[id] },
 	}
 }
 
@@ -71,26 +74,24 @@ func (t *tuner) ruleNames() map[uint32]string {
 	return names
 }
 
-// cgroupName finds a cgroup by its id, which is the inode of its folder
-// (cgroup_id in include/linux/cgroup.h, Linux 6.18), at or below a folder.
-func (h *host) cgroupName(dir string, id uint64) string {
-	found := ""
-	seen := 0
+// cgroupNames are the cgroups at or below a folder, by their id, which is the
+// inode of their folder (cgroup_id in include/linux/cgroup.h, Linux 6.18).
+func (h *host) cgroupNames(dir string) map[uint64]string {
+	names := make(map[uint64]string)
 	_ = filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
 		if err != nil || !d.IsDir() {
 			return nil // gone meanwhile
 		}
-		if seen++; seen > maxBelow {
+		if len(names) == maxBelow {
 			return filepath.SkipAll
 		}
 		var stat unix.Stat_t
-		if unix.Stat(path, &stat) == nil && stat.Ino == id {
-			found = "/" + strings.TrimPrefix(strings.TrimPrefix(path, h.cgroups), "/")
-			return filepath.SkipAll
+		if unix.Stat(path, &stat) == nil {
+			names[stat.Ino] = "/" + strings.TrimPrefix(strings.TrimPrefix(path, h.cgroups), "/")
 		}
 		return nil
 	})
-	return found
+	return names
 }
 
 // TraceStatus is what is traced, and whether the kernel can.
@@ -175,6 +176,9 @@ func parseTraceQuery(q url.Values) (traceQuery, error) {
 		return ok
 	}
 	if text := q.Get("since"); text != "" {
+		if q.Get("from")+q.Get("to") != "" {
+			return query, Usage(errors.New("since goes with neither from nor to"), "a time that has ended has a from and a to")
+		}
 		since, err := time.ParseDuration(text)
 		if err != nil || since <= 0 {
 			return query, Usage(fmt.Errorf("%q is no time span", text), "as in 5m or 90s")
@@ -195,10 +199,41 @@ func parseTraceQuery(q url.Values) (traceQuery, error) {
 		}
 		*bound.to = at
 	}
+	if query.from.IsZero() && q.Get("to") != "" {
+		return query, Usage(errors.New("to goes with from"), "give a from that is before to")
+	}
 	if !query.from.IsZero() && !query.from.Before(query.to) {
 		return query, Usage(errors.New("the time ends before it begins"), "give a from that is before to")
 	}
 	return query, nil
+}
+
+// traceQuery reads a query, and finds the tracers that it is about: that of a
+// cgroup, or all.
+func (a *Agent) traceQuery(q url.Values) (traceQuery, []*tracer, error) {
+	query, err := parseTraceQuery(q)
+	if err != nil {
+		return query, nil, err
+	}
+	tracers, err := a.tracersOf(q.Get("cgroup"))
+	if err != nil || q.Get("cgroup") == "" {
+		return query, tracers, err
+	}
+	rules := make(map[string]bool)
+	for _, t := range tracers {
+		for _, rule := range t.inForce() {
+			rules[rule.Name] = true
+		}
+	}
+	selected := query.selected
+	query.selected = func(g trace.Group) bool { return rules[g.Rule] && selected(g) }
+	return query, tracers, nil
+}
+
+func (t *tracer) inForce() []config.TraceRule {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.rules
 }
 
 func ofSelector(err error) error {
@@ -223,7 +258,7 @@ func (q traceQuery) pick(p trace.Period) trace.Period {
 
 // TraceResults is what was measured in a time, or since the counts began.
 func (a *Agent) TraceResults(q url.Values) (*TraceResults, error) {
-	query, err := parseTraceQuery(q)
+	query, tracers, err := a.traceQuery(q)
 	if err != nil {
 		return nil, err
 	}
@@ -233,10 +268,6 @@ func (a *Agent) TraceResults(q url.Values) (*TraceResults, error) {
 			return nil, err
 		}
 		return &TraceResults{query.pick(trace.Merge(periods)), partial}, nil
-	}
-	tracers, err := a.tracersOf(q.Get("cgroup"))
-	if err != nil {
-		return nil, err
 	}
 	var periods []trace.Period
 	for _, t := range tracers {
@@ -251,7 +282,7 @@ func (a *Agent) TraceResults(q url.Values) (*TraceResults, error) {
 
 // TraceHistory is what was measured in a time, in slices.
 func (a *Agent) TraceHistory(q url.Values) (*TraceHistory, error) {
-	query, err := parseTraceQuery(q)
+	query, _, err := a.traceQuery(q)
 	if err != nil {
 		return nil, err
 	}
@@ -271,7 +302,7 @@ const maxSlow = 1000
 
 // TraceSlow are the slowest messages of the last minutes, the slowest first.
 func (a *Agent) TraceSlow(q url.Values) ([]TraceSlow, error) {
-	query, err := parseTraceQuery(q)
+	query, tracers, err := a.traceQuery(q)
 	if err != nil {
 		return nil, err
 	}
@@ -280,10 +311,6 @@ func (a *Agent) TraceSlow(q url.Values) ([]TraceSlow, error) {
 		if n, err = strconv.Atoi(text); err != nil || n < 1 || n > maxSlow {
 			return nil, Usage(fmt.Errorf("%q is no number of messages", text), fmt.Sprintf("1 to %d", maxSlow))
 		}
-	}
-	tracers, err := a.tracersOf(q.Get("cgroup"))
-	if err != nil {
-		return nil, err
 	}
 	var samples []trace.Sample
 	for _, t := range tracers {

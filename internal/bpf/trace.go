@@ -97,10 +97,14 @@ func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 	if err := t.openMaps(c, spec); err != nil {
 		return nil, err
 	}
-	if !c.Adopt {
-		if err := t.install(c.Rules); err != nil {
-			return nil, err
-		}
+	if c.Adopt {
+		// The one who had them given is gone.
+		err = t.endSamples()
+	} else {
+		err = t.install(c.Rules)
+	}
+	if err != nil {
+		return nil, err
 	}
 	program := "trace_sockops"
 	switch err := HaveTimestamps(); {
@@ -203,6 +207,9 @@ func (t *Trace) install(r *TraceRules) error {
 		if err := t.maps["services"].Put(listener, id); err != nil {
 			return fmt.Errorf("write listener of a service: %w", err)
 		}
+	}
+	if err := t.setState(func(s *TraceState) { s.Seed = randomSeed() }); err != nil {
+		return err
 	}
 	return t.banks.install(&r.MatchRules, ids)
 }
@@ -348,18 +355,36 @@ func addHistogram(to, from *TraceHistogram) {
 	}
 }
 
-// Slowest are the slowest messages of a group in the last minutes, in no order.
+// Slowest are the slowest messages of a group in each of the last TraceMinutes
+// minutes, in no order.
 func (t *Trace) Slowest(group uint32) ([]TraceSample, error) {
 	var kept TraceSlowest
 	if err := t.maps["slowest"].LookupWithFlags(group, &kept, ebpf.LookupLock); err != nil {
 		return nil, fmt.Errorf("read slowest messages of group %d: %w", group, err)
 	}
+	now, err := monotonicTime()
+	if err != nil {
+		return nil, err
+	}
 	var samples []TraceSample
 	for i := range kept.Minute {
 		m := &kept.Minute[i]
+		// A minute is overwritten only when something ends in its place.
+		if m.Minute+uint64(TraceMinutes) <= uint64(now/time.Minute) {
+			continue
+		}
 		samples = append(samples, m.Sample[:min(int(m.Count), len(m.Sample))]...)
 	}
 	return samples, nil
+}
+
+// monotonicTime is CLOCK_MONOTONIC, as bpf_ktime_get_ns reads it.
+func monotonicTime() (time.Duration, error) {
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
+		return 0, fmt.Errorf("read clock: %w", err)
+	}
+	return time.Duration(now.Nano()), nil
 }
 
 // TraceReader reads samples as they come.
@@ -399,11 +424,29 @@ func (t *Trace) Samples(bytes int) (_ *TraceReader, err error) {
 	return r, nil
 }
 
+// samplesEvery is when samples are looked for: the program wakes their reader
+// only when the buffer fills up.
+const samplesEvery = 50 * time.Millisecond
+
 // Read waits for a sample until the deadline. It fails with
 // os.ErrDeadlineExceeded then, and with os.ErrClosed after Close.
 func (r *TraceReader) Read(deadline time.Time) (*TraceSample, error) {
-	r.ring.SetDeadline(deadline)
-	record, err := r.ring.Read()
+	var (
+		record ringbuf.Record
+		err    error
+	)
+	for {
+		look := time.Now().Add(samplesEvery)
+		last := !deadline.IsZero() && deadline.Before(look)
+		if last {
+			look = deadline
+		}
+		r.ring.SetDeadline(look)
+		record, err = r.ring.Read()
+		if last || !errors.Is(err, os.ErrDeadlineExceeded) {
+			break
+		}
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -427,10 +470,16 @@ func (r *TraceReader) Lost() (uint64, error) {
 
 // Close ends the samples.
 func (r *TraceReader) Close() error {
-	return errors.Join(
-		r.trace.setState(func(s *TraceState) { s.Samples = 0 }),
-		r.trace.maps["rings"].Delete(uint32(0)),
-		r.ring.Close())
+	return errors.Join(r.trace.endSamples(), r.ring.Close())
+}
+
+// endSamples has the program give no samples.
+func (t *Trace) endSamples() error {
+	err := t.maps["rings"].Delete(uint32(0))
+	if errors.Is(err, ebpf.ErrKeyNotExist) {
+		err = nil
+	}
+	return errors.Join(err, t.setState(func(s *TraceState) { s.Samples = 0 }))
 }
 
 func (t *Trace) counts() (TraceCounts, error) {

@@ -29,6 +29,7 @@ const (
 	traceChooseMapRulesets            = "rulesets"
 	traceChooseMapServices            = "services"
 	traceChooseMapState               = "state"
+	traceChooseMapStats               = "stats"
 	traceChooseMapTuned               = "tuned"
 	traceChooseProgTraceChoose        = "trace_choose"
 	traceChooseVarTimestamps          = "timestamps"
@@ -107,6 +108,7 @@ type traceChooseMapSpecs struct {
 	Rulesets    *ebpf.MapSpec `ebpf:"rulesets"`
 	Services    *ebpf.MapSpec `ebpf:"services"`
 	State       *ebpf.MapSpec `ebpf:"state"`
+	Stats       *ebpf.MapSpec `ebpf:"stats"`
 	Tuned       *ebpf.MapSpec `ebpf:"tuned"`
 }
 
@@ -161,6 +163,7 @@ type traceChooseMaps struct {
 	Rulesets    *ebpf.Map `ebpf:"rulesets"`
 	Services    *ebpf.Map `ebpf:"services"`
 	State       *ebpf.Map `ebpf:"state"`
+	Stats       *ebpf.Map `ebpf:"stats"`
 	Tuned       *ebpf.Map `ebpf:"tuned"`
 }
 
@@ -179,6 +182,7 @@ func (m *traceChooseMaps) Close() error {
 		m.Rulesets,
 		m.Services,
 		m.State,
+		m.Stats,
 		m.Tuned,
 	)
 }

@@ -44,6 +44,7 @@ const (
 	traceLiveMapRulesets               = "rulesets"
 	traceLiveMapServices               = "services"
 	traceLiveMapState                  = "state"
+	traceLiveMapStats                  = "stats"
 	traceLiveMapTuned                  = "tuned"
 	traceLiveProgTraceLive             = "trace_live"
 	traceLiveVarNonce                  = "nonce"
@@ -125,6 +126,7 @@ type traceLiveMapSpecs struct {
 	Rulesets    *ebpf.MapSpec `ebpf:"rulesets"`
 	Services    *ebpf.MapSpec `ebpf:"services"`
 	State       *ebpf.MapSpec `ebpf:"state"`
+	Stats       *ebpf.MapSpec `ebpf:"stats"`
 	Tuned       *ebpf.MapSpec `ebpf:"tuned"`
 }
 
@@ -182,6 +184,7 @@ type traceLiveMaps struct {
 	Rulesets    *ebpf.Map `ebpf:"rulesets"`
 	Services    *ebpf.Map `ebpf:"services"`
 	State       *ebpf.Map `ebpf:"state"`
+	Stats       *ebpf.Map `ebpf:"stats"`
 	Tuned       *ebpf.Map `ebpf:"tuned"`
 }
 
@@ -200,6 +203,7 @@ func (m *traceLiveMaps) Close() error {
 		m.Rulesets,
 		m.Services,
 		m.State,
+		m.Stats,
 		m.Tuned,
 	)
 }

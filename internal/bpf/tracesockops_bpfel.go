@@ -14,23 +14,25 @@ import (
 )
 
 type traceSockopsTraceConnection struct {
-	_        structs.HostLayout
-	Started  uint64
-	Next     uint64
-	Rule     uint32
-	Group    uint32
-	Skip     uint32
-	RxSkip   uint32
-	RxNext   uint64
-	WriteSeq uint32
-	Head     uint32
-	Tail     uint32
-	Queue    uint32
-	Driver   uint32
-	Grouped  uint8
-	Role     uint8
-	Padding  [2]uint8
-	Message  [64]traceSockopsTraceMessage
+	_           structs.HostLayout
+	Started     uint64
+	Next        uint64
+	Rule        uint32
+	Group       uint32
+	Skip        uint32
+	RxSkip      uint32
+	RxNext      uint64
+	WriteSeq    uint32
+	Head        uint32
+	Tail        uint32
+	Queue       uint32
+	Driver      uint32
+	Application uint32
+	Grouped     uint8
+	Role        uint8
+	Stamping    uint8
+	Padding     [5]uint8
+	Message     [64]traceSockopsTraceMessage
 }
 
 type traceSockopsTraceCounts struct {
@@ -123,15 +125,17 @@ type traceSockopsTraceMessage struct {
 	BufferLimited uint32
 	Repeats       uint16
 	Flags         uint8
-	Padding       uint8
+	Seen          uint8
 }
 
 type traceSockopsTraceMessageFlag uint32
 
 const (
-	traceSockopsTraceMessageFlagTRACE_MESSAGE_PACED traceSockopsTraceMessageFlag = 1
-	traceSockopsTraceMessageFlagTRACE_MESSAGE_NAGLE traceSockopsTraceMessageFlag = 2
-	traceSockopsTraceMessageFlagTRACE_MESSAGE_CORK  traceSockopsTraceMessageFlag = 4
+	traceSockopsTraceMessageFlagTRACE_MESSAGE_PACED  traceSockopsTraceMessageFlag = 1
+	traceSockopsTraceMessageFlagTRACE_MESSAGE_NAGLE  traceSockopsTraceMessageFlag = 2
+	traceSockopsTraceMessageFlagTRACE_MESSAGE_CORK   traceSockopsTraceMessageFlag = 4
+	traceSockopsTraceMessageFlagTRACE_MESSAGE_LATE   traceSockopsTraceMessageFlag = 8
+	traceSockopsTraceMessageFlagTRACE_MESSAGE_JOINED traceSockopsTraceMessageFlag = 16
 )
 
 type traceSockopsTraceMinute struct {
@@ -236,7 +240,7 @@ type traceSockopsTraceState struct {
 	_       structs.HostLayout
 	Clock   int64
 	Samples uint32
-	Padding uint32
+	Seed    uint32
 }
 
 type traceSockopsTraceStats struct {

@@ -56,6 +56,7 @@ type order struct {
 	Keep bool
 	// Device is the interface to bind connections to; "": none.
 	Device string
+	traceOrder
 }
 
 // report is a peer's answer.
@@ -145,7 +146,7 @@ func (p *peerProcess) carryOut(o order, r *report) (err error) {
 		}
 		p.open = nil
 	default:
-		err = fmt.Errorf("what is %q?", o.Do)
+		err = p.carryOutTrace(o)
 	}
 	return err
 }

@@ -154,7 +154,7 @@ type Summary struct {
 	Events     uint64 `json:"events"`
 	State      string `json:"state,omitempty"` // of the connection, the last one seen
 
-	// Capture fills in these.
+	// Whoever reads the events fills in these.
 	LostEvents uint64   `json:"lost_events"`       // that found no room
 	Missing    []string `json:"missing,omitempty"` // tracepoints that the kernel does not have
 	Stopped    Reason   `json:"stopped,omitempty"`
