@@ -416,28 +416,32 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	return 0;
 }
 
-/* How far from the tail a key is, TRACE_IN_FLIGHT if it is not under way. */
+/*
+ * How far from the tail the last message is whose key is not after one,
+ * TRACE_IN_FLIGHT if there is none. Keys of messages under way ascend.
+ */
 __noinline int trace_search(struct trace_connection *c, __u32 key)
 {
+	__u32 i, n, found = TRACE_IN_FLIGHT;
 	struct trace_message *m;
-	__u32 i, n;
 
 	if (!c)
-		return TRACE_IN_FLIGHT;
+		return found;
 	n = c->tail;
 	for (i = 0; i < TRACE_IN_FLIGHT; i++, n++) {
 		if (n == c->head)
 			break;
 		m = trace_message(c, n);
-		if (m && m->key == key)
-			return i;
+		if (!m || (__s32)(m->key - key) > 0)
+			break;
+		found = i;
 	}
-	return TRACE_IN_FLIGHT;
+	return found;
 }
 
 /*
- * The message of a key that is under way. First it is looked for where it is
- * expected.
+ * The message under way that has a key or, if the key is another's, the last
+ * before it. First it is looked for where it is expected.
  */
 static __always_inline struct trace_message *
 trace_under_way(struct trace_connection *c, __u32 key, __u32 expected,
@@ -457,18 +461,27 @@ trace_under_way(struct trace_connection *c, __u32 key, __u32 expected,
 	return trace_message(c, *found);
 }
 
-static __always_inline void trace_left(const struct tcp_sock *tp,
-				       struct trace_message *m, __u64 now)
+/* A message leaves for the first time. */
+__noinline int trace_left(struct bpf_sock_ops *ctx, struct trace_message *m,
+			  __u64 now)
 {
+	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct tcp_sock *tp = trace_cast(kern->sk, struct tcp_sock);
+
+	if (!m)
+		return 0;
 	m->window_limited = trace_limited(tp, TCP_CHRONO_RWND_LIMITED) - m->window_limited;
 	m->buffer_limited = trace_limited(tp, TCP_CHRONO_SNDBUF_LIMITED) - m->buffer_limited;
 	m->seen = tp->total_retrans;
 	m->queued = now;
+	return 0;
 }
 
-static __always_inline void trace_repeated(struct trace_message *m, __u64 now)
+static __always_inline void trace_repeated(struct trace_message *m,
+					   bool retransmitted, __u64 now)
 {
-	m->repeats++;
+	if (retransmitted)
+		m->repeats++;
 	if (!m->driver && !(m->flags & TRACE_MESSAGE_LATE))
 		m->again = now;
 }
@@ -476,7 +489,8 @@ static __always_inline void trace_repeated(struct trace_message *m, __u64 now)
 /*
  * Packets go out in the order of keys: a message before, which was not stamped,
  * has lost its key to this one, as their packets were joined (tcp_grow_skb and
- * tcp_skb_collapse_tstamp, Linux 6.18).
+ * tcp_skb_collapse_tstamp, Linux 6.18). It may be the key of the application's
+ * or of another program's.
  */
 __noinline int trace_queued(struct bpf_sock_ops *ctx)
 {
@@ -484,28 +498,39 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 	struct trace_connection *c = trace_connection(ctx);
 	struct trace_message *m;
 	__u32 i, n, found = 0;
+	bool first, retransmitted = false, refused = false;
 	struct tcp_sock *tp;
-	bool first;
+	__u32 key;
 	__u64 now;
 
 	if (!c)
 		return 0;
-	m = trace_under_way(c, trace_shared(ctx)->tskey, c->queue, &found);
+	key = trace_shared(ctx)->tskey;
+	m = trace_under_way(c, key, c->queue, &found);
 	if (!m)
 		return 0;
 	now = bpf_ktime_get_ns();
 	tp = trace_cast(kern->sk, struct tcp_sock);
 	first = !m->queued;
 	if (first) {
-		trace_left(tp, m, now);
+		trace_left(ctx, m, now);
+		if (m->key != key)
+			m->flags |= TRACE_MESSAGE_JOINED;
 		c->queue = found + 1;
+	} else if (m->key != key) {
+		return 0;
 	} else {
-		/* As it was: a device on top of another has a queue of its own. */
-		if (m->seen == (__u8)tp->total_retrans)
+		retransmitted = m->seen != (__u8)tp->total_retrans;
+		/* TCP tries again to send what the host has refused. */
+		refused = (__s32)(tp->snd_nxt - m->key) <= 0 &&
+			  c->segments != tp->data_segs_out;
+		/* Else it is a device on top of another, with its own queue. */
+		if (!retransmitted && !refused)
 			return 0;
 		m->seen = tp->total_retrans;
-		trace_repeated(m, now);
+		trace_repeated(m, retransmitted, now);
 	}
+	c->segments = tp->data_segs_out;
 	for (i = 1; i < TRACE_IN_FLIGHT; i++) {
 		n = found - i;
 		m = trace_message(c, n);
@@ -515,11 +540,11 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 			if (m->queued)
 				break;
 			m->flags |= TRACE_MESSAGE_JOINED;
-			trace_left(tp, m, now);
+			trace_left(ctx, m, now);
 		} else {
 			if (!(m->flags & TRACE_MESSAGE_JOINED))
 				break;
-			trace_repeated(m, now);
+			trace_repeated(m, retransmitted, now);
 		}
 	}
 	return 0;
@@ -528,14 +553,17 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 __noinline int trace_driver(struct bpf_sock_ops *ctx)
 {
 	struct trace_connection *c = trace_connection(ctx);
+	__u32 i, n, key, found = 0;
 	struct trace_message *m;
-	__u32 i, n, found = 0;
 	__u64 now;
 
 	if (!c)
 		return 0;
-	m = trace_under_way(c, trace_shared(ctx)->tskey, c->driver, &found);
+	key = trace_shared(ctx)->tskey;
+	m = trace_under_way(c, key, c->driver, &found);
 	if (!m || !m->queued || m->driver)
+		return 0;
+	if (m->key != key && !(m->flags & TRACE_MESSAGE_JOINED))
 		return 0;
 	/* The driver may have had it before it was marked. */
 	if ((m->flags & TRACE_MESSAGE_LATE) && m->repeats)
@@ -571,7 +599,7 @@ __noinline int trace_hardware(struct bpf_sock_ops *ctx)
 		return 0;
 	shared = trace_shared(ctx);
 	m = trace_under_way(c, shared->tskey, c->tail, &found);
-	if (!m || !m->driver || m->hardware)
+	if (!m || m->key != shared->tskey || !m->driver || m->hardware)
 		return 0;
 	now = bpf_ktime_get_ns();
 	stamp = shared->hwtstamps.hwtstamp - st->clock;

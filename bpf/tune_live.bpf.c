@@ -66,8 +66,9 @@ static __always_inline void tune_leave(struct bpf_sock *sk,
 	struct tune_rule *rule = bpf_map_lookup_elem(&rules, &id);
 	struct tune_stats *s;
 
-	clear = BPF_SOCK_OPS_STATE_CB_FLAG | BPF_SOCK_OPS_RTO_CB_FLAG |
-		BPF_SOCK_OPS_RTT_CB_FLAG | BPF_SOCK_OPS_RETRANS_CB_FLAG;
+	/* The state's is trace's, too, and comes a few times only. */
+	clear = BPF_SOCK_OPS_RTO_CB_FLAG | BPF_SOCK_OPS_RTT_CB_FLAG |
+		BPF_SOCK_OPS_RETRANS_CB_FLAG;
 	if (c->flags & TUNE_CONNECTION_TAGGING)
 		clear |= BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG;
 	tune_callbacks(sk, 0, clear);

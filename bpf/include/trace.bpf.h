@@ -80,6 +80,18 @@ struct {
 	__type(value, struct trace_stats);
 } stats SEC(".maps");
 
+struct trace_lock {
+	struct bpf_spin_lock lock;
+};
+
+/* Held for what older kernels have no atomic operations for (Linux 5.12). */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, TRACE_LOCKS);
+	__type(key, __u32);
+	__type(value, struct trace_lock);
+} locks SEC(".maps");
+
 struct kernfs_node {
 	__u64 id;
 } __attribute__((preserve_access_index));
@@ -113,6 +125,7 @@ struct tcp_sock {
 	__u32 lost_out;
 	__u32 retrans_out;
 	__u32 total_retrans;
+	__u32 data_segs_out;
 	__u32 srtt_us;
 	__u32 mss_cache;
 	__u32 chrono_start;
@@ -256,7 +269,8 @@ static __always_inline __u32 trace_group(__u32 id, struct trace_rule *rule,
 					 const struct tune_connection *tune)
 {
 	struct trace_group key = { .rule = id, .protocol = protocol };
-	__u32 *found, n, index, bits;
+	__u32 *found, n, index, bits, zero = 0;
+	struct trace_lock *lock;
 	int i;
 
 	if (rule->group_by & TRACE_BY_REMOTE) {
@@ -285,7 +299,14 @@ static __always_inline __u32 trace_group(__u32 id, struct trace_rule *rule,
 		return *found;
 	if (rule->used >= rule->groups)
 		return rule->first;
-	n = __sync_fetch_and_add(&rule->used, 1);
+	lock = bpf_map_lookup_elem(&locks, &zero);
+	if (!lock)
+		return rule->first;
+	bpf_spin_lock(&lock->lock);
+	n = rule->used;
+	if (n < rule->groups)
+		rule->used = n + 1;
+	bpf_spin_unlock(&lock->lock);
 	if (n >= rule->groups)
 		return rule->first;
 	index = rule->first + 1 + n;

@@ -19,6 +19,10 @@ enum trace_limit {
 	TRACE_MINUTES = 6, /* for which they are kept */
 	TRACE_GROUPS = 4096, /* of a cgroup, all rules together */
 	TRACE_WAITING = 16384, /* received samples that no reader has taken */
+	TRACE_READERS = 4096, /* sockets with such samples */
+	TRACE_BEHIND = 32, /* such samples of a socket */
+	TRACE_SENDING = 16384, /* datagrams between socket and driver */
+	TRACE_LOCKS = 64, /* a power of two */
 	TRACE_SERVICES = 512, /* listeners of all services */
 	TRACE_LIVE_LEVEL = 0x50cc, /* level of the live hook's own setsockopt */
 };
@@ -48,20 +52,26 @@ enum trace_outcome {
 	TRACE_OVERWRITTEN, /* a later message took its key, before it was sent */
 	TRACE_COALESCED, /* acknowledged; its packet was joined to that of a
 			  * later one, whose stamps are its own */
-	TRACE_MISSED, /* acknowledged, and the kernel gave no stamp */
+	TRACE_MISSED, /* acknowledged, and the kernel gave no stamp; a datagram
+		       * whose end it did not tell */
 	TRACE_UNACKNOWLEDGED, /* the connection ended first, or was let go */
-	TRACE_FULL, /* TRACE_IN_FLIGHT others of the connection were under way */
+	TRACE_FULL, /* TRACE_IN_FLIGHT others of the connection were under
+		     * way, or TRACE_SENDING datagrams */
 	TRACE_APPLICATION, /* left to the application's own timestamps */
 	TRACE_REFUSED, /* the kernel did not take the request */
+	TRACE_SENT, /* a datagram that a driver had */
+	TRACE_DROPPED, /* a datagram that the host dropped before */
+	TRACE_SPLIT, /* a datagram that was cut into fragments before */
 	TRACE_OUTCOMES,
 };
 
 /* What became of something received that was chosen: exactly one of these. */
 enum trace_rx_outcome {
 	TRACE_RX_READ, /* or only its way to the socket was asked for */
-	TRACE_RX_DROPPED, /* no room in the socket */
-	TRACE_RX_UNREAD, /* the connection ended first */
-	TRACE_RX_FULL, /* TRACE_WAITING others were waiting */
+	TRACE_RX_DROPPED, /* a datagram: no room in the socket */
+	TRACE_RX_UNREAD, /* the socket was closed first */
+	TRACE_RX_FULL, /* TRACE_WAITING others were waiting, or TRACE_BEHIND
+			* of the socket */
 	TRACE_RX_OUTCOMES,
 };
 
@@ -172,7 +182,8 @@ struct trace_connection {
 	__u8 grouped; /* group is valid */
 	__u8 role;
 	__u8 stamping; /* that packet may be under way */
-	__u8 padding[5];
+	__u8 padding;
+	__u32 segments; /* with data, that TCP had tried to send when last queued */
 	struct trace_message message[TRACE_IN_FLIGHT];
 };
 
@@ -191,7 +202,7 @@ struct trace_histogram {
 struct trace_stats {
 	__u64 chosen;
 	__u64 outcome[TRACE_OUTCOMES];
-	__u64 bytes; /* of those acknowledged */
+	__u64 bytes; /* of those acknowledged, and of datagrams sent */
 	__u64 undriven; /* acknowledged, and no driver gave a stamp */
 	__u64 unqueued; /* acknowledged, and sent before it could be marked */
 	struct trace_histogram stage[TRACE_STAGES];
@@ -237,15 +248,59 @@ struct trace_state {
 /* What the programs tell user space, which does not write it. */
 struct trace_counts {
 	__u64 lost; /* samples that found no room in the ring buffer */
-	__u64 waiting; /* datagrams among the samples that wait for a reader */
+	__u64 segments; /* samples of connections that wait for their reader */
+	__u64 datagrams; /* likewise, of other sockets */
+	__u64 sending; /* datagrams between socket and driver */
 };
 
 /* A sample that was received, and waits for its reader. */
+struct trace_waiting_key {
+	__u64 of; /* cookie of the connection; of a datagram, its skb */
+	__u64 end; /* sequence number after it; of a datagram, 0 */
+};
+
 struct trace_waiting {
 	__u64 socket; /* when it reached the socket */
 	__u64 arrival; /* skb->tstamp, which tells a datagram from others */
-	__u32 end; /* TCP: sequence number after it */
+	__u64 cookie; /* of the socket */
+	__u64 sk; /* of a datagram */
 	__u32 group;
+	__u32 slot; /* in trace_reader */
+};
+
+/*
+ * The samples of a socket that wait, in no order. An item is a sequence number
+ * plus TRACE_ITEM, or an skb; 0: none. It is written once the sample is in
+ * place.
+ */
+struct trace_reader {
+	__u64 item[TRACE_BEHIND];
+	__u64 since[TRACE_BEHIND]; /* when it reached the socket */
+};
+
+#define TRACE_ITEM (1ULL << 32)
+
+/* A datagram on its way out, by its skb. */
+struct trace_sending {
+	__u64 sent; /* left the socket */
+	__u64 queued; /* reached the queueing discipline */
+	__u64 sk;
+	__u32 length; /* bytes */
+	__u32 group;
+	__u32 segments; /* of a datagram that is many; else 0 */
+	__u32 padding;
+};
+
+/* Whose turn it is among the datagrams of a socket, by rule. */
+struct trace_turn {
+	__u64 next; /* when one may be chosen again */
+	__u32 skip; /* how many are not, before */
+	__u32 padding;
+};
+
+struct trace_turns {
+	struct trace_turn received[TRACE_RULES];
+	struct trace_turn sent[TRACE_RULES];
 };
 
 enum trace_live_name {
@@ -269,6 +324,8 @@ _Static_assert(sizeof(struct trace_message) == 112, "message");
 _Static_assert(sizeof(struct trace_stats) <= 32768, "per-CPU value");
 _Static_assert(sizeof(struct trace_rx_stats) <= 32768, "per-CPU value");
 _Static_assert(sizeof(struct trace_sample) % 8 == 0, "sample");
-_Static_assert(sizeof(struct trace_waiting) == 24, "waiting");
+_Static_assert(sizeof(struct trace_waiting) == 40, "waiting");
+_Static_assert(sizeof(struct trace_reader) == 512, "reader");
+_Static_assert(sizeof(struct trace_sending) == 40, "sending");
 
 #endif

@@ -48,10 +48,11 @@ type tracing struct {
 	compiled *bpf.TraceRules
 	skipped  map[string][]TraceSkipped // by rule
 	scope    traceScope
-	tuning   string       // folder of the pins of the cgroup's tuning, "" for none
-	tuner    *tuner       // with them
-	trace    *bpf.Trace   // nil while there is no such cgroup
-	before   trace.Period // what was counted when this agent began with the rules
+	tuning   string        // folder of the pins of the cgroup's tuning, "" for none
+	tuner    *tuner        // with them
+	trace    *bpf.Trace    // nil while there is no such cgroup
+	stamping *bpf.Stamping // of what arrives, nil if no rule asks for it
+	before   trace.Period  // what was counted when this agent began with the rules
 	problem  error
 }
 
@@ -170,6 +171,11 @@ func (t *tracer) open() error {
 		return err
 	}
 	t.trace = opened
+	if t.measures(config.StageRXStack) || t.measures(config.StageReader) {
+		if t.stamping, err = bpf.OpenStamping(); err != nil {
+			return err
+		}
+	}
 	if !c.Adopt {
 		t.scope.Rules, t.scope.Groups, t.scope.Since, t.before = hash, t.compiled.Groups, time.Now(), trace.Period{}
 	}
@@ -364,10 +370,19 @@ func (t *tracer) renew() {
 }
 
 func (t *tracer) release() {
+	t.rest()
+	t.drop()
+}
+
+// drop lets go of what is attached, which stays.
+func (t *tracing) drop() {
 	if t.trace != nil {
-		t.rest()
 		t.trace.Close()
 		t.trace = nil
+	}
+	if t.stamping != nil {
+		t.stamping.Close()
+		t.stamping = nil
 	}
 }
 
@@ -425,9 +440,7 @@ func (t *tracer) change(c traceChange) error {
 	}
 	before.letGo(t.log)
 	t.rest()
-	if before.trace != nil {
-		before.trace.Close()
-	}
+	before.drop()
 	t.start()
 	if err := bpf.RemoveTrace(aside); err != nil {
 		t.log.Warn("programs of the rules before not removed", "error", err)
@@ -455,6 +468,9 @@ func (a *Agent) takeTrace(c traceChange) (back func() error, err error) {
 // trace makes a change true. One that fails leaves the cgroup as it was.
 func (a *Agent) trace(c traceChange) error {
 	t := a.tracers[c.name]
+	if t != nil {
+		a.sliceNow() // its counts end
+	}
 	switch {
 	case c.rules == nil:
 		delete(a.tracers, c.name)
@@ -489,6 +505,18 @@ func (t *tracer) again(cgroup string) {
 	defer t.mu.Unlock()
 	if within(cgroup, t.scope.Path) || within(t.scope.Path, cgroup) {
 		t.adopt()
+	}
+}
+
+// setClock tells the programs of the host's clock, which may have been set.
+func (t *tracer) setClock() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.stamping == nil {
+		return
+	}
+	if err := t.trace.RefreshClock(); err != nil {
+		t.log.Warn("clock not told", "error", err)
 	}
 }
 
@@ -659,7 +687,7 @@ func (a *Agent) forget(dir string, scope traceScope) error {
 		return bpf.RemoveTrace(dir)
 	}
 	old.letGo(a.log)
-	old.trace.Close()
+	old.drop()
 	return bpf.RemoveTrace(dir)
 }
 

@@ -93,11 +93,23 @@ func (a *Agent) keepHistory(h *traceHistory) {
 		case <-ticker.C:
 		}
 		a.mu.Lock()
-		err := a.endSlice(h)
-		a.mu.Unlock()
-		if err != nil {
-			a.log.Warn("history of trace not kept", "error", err)
+		if a.history == h {
+			a.sliceNow()
+			for _, t := range a.tracers {
+				t.setClock()
+			}
 		}
+		a.mu.Unlock()
+	}
+}
+
+// sliceNow ends a slice, if there is a history.
+func (a *Agent) sliceNow() {
+	if a.history == nil {
+		return
+	}
+	if err := a.endSlice(a.history); err != nil {
+		a.log.Warn("history of trace not kept", "error", err)
 	}
 }
 

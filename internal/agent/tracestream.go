@@ -21,7 +21,6 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/sockets"
 	"sockeye/internal/trace"
-	"sockeye/internal/trace/packets"
 )
 
 const (
@@ -378,11 +377,7 @@ func (a *Agent) streamPackets(ctx context.Context, w http.ResponseWriter, q url.
 	if err := socket.Close(); err != nil {
 		return fmt.Errorf("close copy of descriptor: %w", err)
 	}
-	clock, err := packets.ReadClock()
-	if err != nil {
-		return err
-	}
-	c.Clock = int64(clock)
+	c.Clock = int64(bpf.ClockOffset())
 	p, err := bpf.OpenPackets(c.Cookie, buffer)
 	if err != nil {
 		return ofBuffer(err)

@@ -3,6 +3,9 @@
 package bpf
 
 import (
+	"testing"
+	"time"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 )
@@ -30,3 +33,36 @@ var (
 	LoadSteerLookup    = loadSteerLookup
 	LoadSteerMembers   = loadSteerMembers
 )
+
+// Maps are those that a tracing has pinned, by name.
+func (t *Trace) Maps() map[string]*ebpf.Map { return t.maps }
+
+// Links are those of a tracing, by the name of their pin.
+func (t *Trace) Links() map[string]link.Link { return t.links }
+
+// State is what user space asks of the programs.
+func (t *Trace) State(tb testing.TB) TraceState {
+	tb.Helper()
+	var s TraceState
+	if err := t.maps["state"].Lookup(uint32(0), &s); err != nil {
+		tb.Fatal(err)
+	}
+	return s
+}
+
+// AgeSlowest fills the places of all minutes with messages that took an hour, of
+// minutes up to the one given.
+func (t *Trace) AgeSlowest(tb testing.TB, group uint32, last uint64) {
+	tb.Helper()
+	var s TraceSlowest
+	for minute := last; minute+uint64(TraceMinutes) > last; minute-- {
+		m := &s.Minute[minute%uint64(TraceMinutes)]
+		m.Minute, m.Count, m.Least = minute, uint32(len(m.Sample)), uint64(time.Hour)
+		for i := range m.Sample {
+			m.Sample[i].Total, m.Sample[i].Ended = uint64(time.Hour), minute*uint64(time.Minute)
+		}
+	}
+	if err := t.maps["slowest"].Update(group, &s, ebpf.UpdateLock); err != nil {
+		tb.Fatal(err)
+	}
+}

@@ -15,3 +15,5 @@ package bpf
 //go:generate go tool bpf2go -target bpfel -no-global-types traceSend ../../bpf/trace_send.bpf.c
 //go:generate go tool bpf2go -target bpfel -no-global-types traceChoose ../../bpf/trace_choose.bpf.c
 //go:generate go tool bpf2go -target bpfel -no-global-types -type packets_limit -type packets_kind -type packets_flag -type packets_event -type packets_packet tracePackets ../../bpf/trace_packets.bpf.c
+//go:generate go tool bpf2go -target bpfel -no-global-types -type trace_rx_stats -type trace_waiting_key -type trace_waiting -type trace_rx_stage -type trace_rx_outcome traceRX ../../bpf/trace_rx.bpf.c
+//go:generate go tool bpf2go -target bpfel -no-global-types -type trace_sending traceUDP ../../bpf/trace_udp.bpf.c

@@ -121,6 +121,9 @@ func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 	}); err != nil {
 		return nil, err
 	}
+	if err := t.openRX(c); err != nil {
+		return nil, err
+	}
 	if c.Send {
 		if err := t.openSend(); err != nil {
 			return nil, err

@@ -22,6 +22,7 @@ const (
 	traceChooseMapGroups              = "groups"
 	traceChooseMapLocalPorts          = "local_ports"
 	traceChooseMapLocals              = "locals"
+	traceChooseMapLocks               = "locks"
 	traceChooseMapPeerTags            = "peer_tags"
 	traceChooseMapRemotePorts         = "remote_ports"
 	traceChooseMapRemotes             = "remotes"
@@ -101,6 +102,7 @@ type traceChooseMapSpecs struct {
 	Groups      *ebpf.MapSpec `ebpf:"groups"`
 	LocalPorts  *ebpf.MapSpec `ebpf:"local_ports"`
 	Locals      *ebpf.MapSpec `ebpf:"locals"`
+	Locks       *ebpf.MapSpec `ebpf:"locks"`
 	PeerTags    *ebpf.MapSpec `ebpf:"peer_tags"`
 	RemotePorts *ebpf.MapSpec `ebpf:"remote_ports"`
 	Remotes     *ebpf.MapSpec `ebpf:"remotes"`
@@ -156,6 +158,7 @@ type traceChooseMaps struct {
 	Groups      *ebpf.Map `ebpf:"groups"`
 	LocalPorts  *ebpf.Map `ebpf:"local_ports"`
 	Locals      *ebpf.Map `ebpf:"locals"`
+	Locks       *ebpf.Map `ebpf:"locks"`
 	PeerTags    *ebpf.Map `ebpf:"peer_tags"`
 	RemotePorts *ebpf.Map `ebpf:"remote_ports"`
 	Remotes     *ebpf.Map `ebpf:"remotes"`
@@ -175,6 +178,7 @@ func (m *traceChooseMaps) Close() error {
 		m.Groups,
 		m.LocalPorts,
 		m.Locals,
+		m.Locks,
 		m.PeerTags,
 		m.RemotePorts,
 		m.Remotes,

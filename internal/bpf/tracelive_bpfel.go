@@ -37,6 +37,7 @@ const (
 	traceLiveMapGroups                 = "groups"
 	traceLiveMapLocalPorts             = "local_ports"
 	traceLiveMapLocals                 = "locals"
+	traceLiveMapLocks                  = "locks"
 	traceLiveMapPeerTags               = "peer_tags"
 	traceLiveMapRemotePorts            = "remote_ports"
 	traceLiveMapRemotes                = "remotes"
@@ -119,6 +120,7 @@ type traceLiveMapSpecs struct {
 	Groups      *ebpf.MapSpec `ebpf:"groups"`
 	LocalPorts  *ebpf.MapSpec `ebpf:"local_ports"`
 	Locals      *ebpf.MapSpec `ebpf:"locals"`
+	Locks       *ebpf.MapSpec `ebpf:"locks"`
 	PeerTags    *ebpf.MapSpec `ebpf:"peer_tags"`
 	RemotePorts *ebpf.MapSpec `ebpf:"remote_ports"`
 	Remotes     *ebpf.MapSpec `ebpf:"remotes"`
@@ -177,6 +179,7 @@ type traceLiveMaps struct {
 	Groups      *ebpf.Map `ebpf:"groups"`
 	LocalPorts  *ebpf.Map `ebpf:"local_ports"`
 	Locals      *ebpf.Map `ebpf:"locals"`
+	Locks       *ebpf.Map `ebpf:"locks"`
 	PeerTags    *ebpf.Map `ebpf:"peer_tags"`
 	RemotePorts *ebpf.Map `ebpf:"remote_ports"`
 	Remotes     *ebpf.Map `ebpf:"remotes"`
@@ -196,6 +199,7 @@ func (m *traceLiveMaps) Close() error {
 		m.Groups,
 		m.LocalPorts,
 		m.Locals,
+		m.Locks,
 		m.PeerTags,
 		m.RemotePorts,
 		m.Remotes,

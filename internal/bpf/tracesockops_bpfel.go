@@ -31,14 +31,17 @@ type traceSockopsTraceConnection struct {
 	Grouped     uint8
 	Role        uint8
 	Stamping    uint8
-	Padding     [5]uint8
+	Padding     uint8
+	Segments    uint32
 	Message     [64]traceSockopsTraceMessage
 }
 
 type traceSockopsTraceCounts struct {
-	_       structs.HostLayout
-	Lost    uint64
-	Waiting uint64
+	_         structs.HostLayout
+	Lost      uint64
+	Segments  uint64
+	Datagrams uint64
+	Sending   uint64
 }
 
 type traceSockopsTraceGroup struct {
@@ -86,6 +89,10 @@ const (
 	traceSockopsTraceLimitTRACE_MINUTES    traceSockopsTraceLimit = 6
 	traceSockopsTraceLimitTRACE_GROUPS     traceSockopsTraceLimit = 4096
 	traceSockopsTraceLimitTRACE_WAITING    traceSockopsTraceLimit = 16384
+	traceSockopsTraceLimitTRACE_READERS    traceSockopsTraceLimit = 4096
+	traceSockopsTraceLimitTRACE_BEHIND     traceSockopsTraceLimit = 32
+	traceSockopsTraceLimitTRACE_SENDING    traceSockopsTraceLimit = 16384
+	traceSockopsTraceLimitTRACE_LOCKS      traceSockopsTraceLimit = 64
 	traceSockopsTraceLimitTRACE_SERVICES   traceSockopsTraceLimit = 512
 	traceSockopsTraceLimitTRACE_LIVE_LEVEL traceSockopsTraceLimit = 20684
 )
@@ -159,7 +166,10 @@ const (
 	traceSockopsTraceOutcomeTRACE_FULL           traceSockopsTraceOutcome = 6
 	traceSockopsTraceOutcomeTRACE_APPLICATION    traceSockopsTraceOutcome = 7
 	traceSockopsTraceOutcomeTRACE_REFUSED        traceSockopsTraceOutcome = 8
-	traceSockopsTraceOutcomeTRACE_OUTCOMES       traceSockopsTraceOutcome = 9
+	traceSockopsTraceOutcomeTRACE_SENT           traceSockopsTraceOutcome = 9
+	traceSockopsTraceOutcomeTRACE_DROPPED        traceSockopsTraceOutcome = 10
+	traceSockopsTraceOutcomeTRACE_SPLIT          traceSockopsTraceOutcome = 11
+	traceSockopsTraceOutcomeTRACE_OUTCOMES       traceSockopsTraceOutcome = 12
 )
 
 type traceSockopsTraceRule struct {
@@ -246,7 +256,7 @@ type traceSockopsTraceState struct {
 type traceSockopsTraceStats struct {
 	_        structs.HostLayout
 	Chosen   uint64
-	Outcome  [9]uint64
+	Outcome  [12]uint64
 	Bytes    uint64
 	Undriven uint64
 	Unqueued uint64
@@ -263,6 +273,7 @@ const (
 	traceSockopsMapGroups                 = "groups"
 	traceSockopsMapLocalPorts             = "local_ports"
 	traceSockopsMapLocals                 = "locals"
+	traceSockopsMapLocks                  = "locks"
 	traceSockopsMapPeerTags               = "peer_tags"
 	traceSockopsMapRemotePorts            = "remote_ports"
 	traceSockopsMapRemotes                = "remotes"
@@ -359,6 +370,7 @@ type traceSockopsMapSpecs struct {
 	Groups      *ebpf.MapSpec `ebpf:"groups"`
 	LocalPorts  *ebpf.MapSpec `ebpf:"local_ports"`
 	Locals      *ebpf.MapSpec `ebpf:"locals"`
+	Locks       *ebpf.MapSpec `ebpf:"locks"`
 	PeerTags    *ebpf.MapSpec `ebpf:"peer_tags"`
 	RemotePorts *ebpf.MapSpec `ebpf:"remote_ports"`
 	Remotes     *ebpf.MapSpec `ebpf:"remotes"`
@@ -431,6 +443,7 @@ type traceSockopsMaps struct {
 	Groups      *ebpf.Map `ebpf:"groups"`
 	LocalPorts  *ebpf.Map `ebpf:"local_ports"`
 	Locals      *ebpf.Map `ebpf:"locals"`
+	Locks       *ebpf.Map `ebpf:"locks"`
 	PeerTags    *ebpf.Map `ebpf:"peer_tags"`
 	RemotePorts *ebpf.Map `ebpf:"remote_ports"`
 	Remotes     *ebpf.Map `ebpf:"remotes"`
@@ -452,6 +465,7 @@ func (m *traceSockopsMaps) Close() error {
 		m.Groups,
 		m.LocalPorts,
 		m.Locals,
+		m.Locks,
 		m.PeerTags,
 		m.RemotePorts,
 		m.Remotes,

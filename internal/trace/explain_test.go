@@ -349,7 +349,7 @@ func TestExplainUnmeasured(t *testing.T) {
 	for _, outcome := range Outcomes {
 		e := Explain(&Sample{Outcome: outcome})
 		_, none := unmeasured[outcome]
-		if want := !slices.Contains(append(slices.Clone(Stamped), Unacknowledged), outcome); none != want || e.Text == "" || e.Details == nil {
+		if want := !slices.Contains(append(slices.Clone(Stamped), Unacknowledged, Discarded, Split), outcome); none != want || e.Text == "" || e.Details == nil {
 			t.Errorf("%s: %+v", outcome, e)
 		}
 	}

@@ -9,8 +9,6 @@ import (
 	"slices"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 )
@@ -98,6 +96,11 @@ func (n Names) Results(t *bpf.Trace, rules []bpf.TraceRule) ([]Result, error) {
 	if err != nil {
 		return nil, err
 	}
+	waiting, err := t.RXWaiting()
+	if err != nil {
+		return nil, err
+	}
+	received := t.Receives()
 	results := []Result{}
 	for index, group := range groups {
 		r := Result{Group: group, Outcomes: make(map[Outcome]uint64), Stages: make(map[config.Stage]*Histogram)}
@@ -107,6 +110,13 @@ func (n Names) Results(t *bpf.Trace, rules []bpf.TraceRule) ([]Result, error) {
 			return nil, err
 		}
 		r.addSent(stats, stages)
+		if received {
+			rx, err := t.RXStats(index)
+			if err != nil {
+				return nil, err
+			}
+			r.addReceived(rx, waiting[index].Oldest, stages)
+		}
 		if r.Chosen > 0 || r.RXChosen > 0 {
 			results = append(results, r)
 		}
@@ -146,6 +156,22 @@ func (r *Result) addSent(s *bpf.TraceStats, stages []config.Stage) {
 	for i, stage := range txStages {
 		if slices.Contains(stages, stage) {
 			r.addStage(stage, &s.Stage[i])
+		}
+	}
+}
+
+// rxStages are those of the programs' counters, in their order.
+var rxStages = [...]config.Stage{bpf.TraceRXStack: config.StageRXStack, bpf.TraceRXReader: config.StageReader}
+
+func (r *Result) addReceived(s *bpf.TraceRXStats, oldest time.Duration, stages []config.Stage) {
+	r.RXUnstamped, r.RXOldest = s.Unstamped, oldest
+	r.RXOutcomes = make(map[Outcome]uint64)
+	ended := countEnds(s.Outcome[:], RXOutcomes, r.RXOutcomes)
+	r.RXChosen = max(s.Chosen, ended)
+	r.RXWaiting = r.RXChosen - ended
+	for i, stage := range rxStages {
+		if slices.Contains(stages, stage) {
+			r.addStage(stage, (*bpf.TraceHistogram)(&s.Stage[i]))
 		}
 	}
 }
@@ -268,7 +294,7 @@ func (n Names) translator(groups map[uint32]Group) (func(*bpf.TraceSample) Sampl
 		return nil, err
 	}
 	tick := time.Second / time.Duration(hz)
-	clock := clockOffset()
+	clock := bpf.ClockOffset()
 	return func(s *bpf.TraceSample) Sample {
 		group, ok := groups[s.Group]
 		if !ok && s.Rule > 0 && int(s.Rule) <= len(n.Rules) {
@@ -276,12 +302,4 @@ func (n Names) translator(groups map[uint32]Group) (func(*bpf.TraceSample) Sampl
 		}
 		return n.sample(s, group, clock, tick)
 	}, nil
-}
-
-// clockOffset is CLOCK_REALTIME - CLOCK_MONOTONIC.
-func clockOffset() time.Duration {
-	var now unix.Timespec
-	// It does not fail for a clock that every kernel has (clock_gettime(2)).
-	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &now)
-	return time.Duration(time.Now().UnixNano() - now.Nano())
 }

@@ -1000,6 +1000,7 @@ var stageMeanings = map[config.Stage]string{
 var outcomeNames = map[Outcome]string{
 	Acked: "acknowledged", Retransmitted: "retransmitted", Overwritten: "overwritten", Coalesced: "coalesced", Missed: "missed",
 	Unacknowledged: "unacknowledged", Full: "too many", Application: "the application's", Refused: "refused",
+	Sent: "sent", Discarded: "discarded", Split: "split",
 	Read: "read", Dropped: "dropped", Unread: "unread", RXFull: "too many",
 }
 
@@ -1013,6 +1014,9 @@ var outcomeMeanings = map[Outcome]string{
 	Full:           "too many of its connection were under way",
 	Application:    "left to the application's own timestamps",
 	Refused:        "the kernel did not take the request",
+	Sent:           "a datagram, stamped until a driver had it",
+	Discarded:      "a datagram that the host dropped before a driver had it",
+	Split:          "a datagram that was cut into fragments",
 	Read:           "reached its reader, or its socket where no more was asked",
 	Dropped:        "no room in the socket",
 	Unread:         "the connection ended first",

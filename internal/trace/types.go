@@ -37,6 +37,9 @@ const (
 	Full           Outcome = "full"           // too many of its connection were under way
 	Application    Outcome = "application"    // left to the application's own timestamps
 	Refused        Outcome = "refused"        // the kernel did not take the request
+	Sent           Outcome = "sent"           // a datagram that a driver had
+	Discarded      Outcome = "discarded"      // a datagram that the host dropped before
+	Split          Outcome = "split"          // a datagram that was cut into fragments before
 )
 
 // The outcomes of what was received.
@@ -48,10 +51,10 @@ const (
 )
 
 // Outcomes are those of messages sent, in the order of the program's counters.
-var Outcomes = []Outcome{Acked, Retransmitted, Overwritten, Coalesced, Missed, Unacknowledged, Full, Application, Refused}
+var Outcomes = []Outcome{Acked, Retransmitted, Overwritten, Coalesced, Missed, Unacknowledged, Full, Application, Refused, Sent, Discarded, Split}
 
 // Stamped are the outcomes of messages whose stages were measured.
-var Stamped = []Outcome{Acked, Retransmitted, Coalesced}
+var Stamped = []Outcome{Acked, Retransmitted, Coalesced, Sent}
 
 // RXOutcomes are those of what was received, likewise.
 var RXOutcomes = []Outcome{Read, Dropped, Unread, RXFull}

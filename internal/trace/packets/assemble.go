@@ -4,40 +4,16 @@ package packets
 
 import (
 	"cmp"
-	"errors"
-	"fmt"
 	"iter"
 	"slices"
 	"strconv"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 )
 
 // Clock is what CLOCK_REALTIME is ahead of CLOCK_MONOTONIC.
 type Clock time.Duration
-
-// ReadClock reads both clocks. It is exact to some hundred nanoseconds.
-func ReadClock() (Clock, error) {
-	var (
-		before, after, real unix.Timespec
-		best                Clock
-		narrowest           = int64(-1)
-	)
-	for range 8 {
-		err := errors.Join(unix.ClockGettime(unix.CLOCK_MONOTONIC, &before), unix.ClockGettime(unix.CLOCK_REALTIME, &real),
-			unix.ClockGettime(unix.CLOCK_MONOTONIC, &after))
-		if err != nil {
-			return 0, fmt.Errorf("read clocks: %w", err)
-		}
-		if width := after.Nano() - before.Nano(); narrowest < 0 || width < narrowest {
-			narrowest, best = width, Clock(real.Nano()-before.Nano()-width/2)
-		}
-	}
-	return best, nil
-}
 
 // Time is the real time at which CLOCK_MONOTONIC was at that many nanoseconds;
 // the zero time for 0.

@@ -34,10 +34,7 @@ const tcpClose = 7 // TCP_CLOSE of linux/tcp_states.h
 // soon as all is known of them and of those before; in the end all are. The
 // source is stopped then, and is for the caller to close.
 func Capture(ctx context.Context, s Source, o Options, emit func(*Packet) error) (_ *Summary, err error) {
-	clock, err := ReadClock()
-	if err != nil {
-		return nil, err
-	}
+	clock := Clock(bpf.ClockOffset())
 	interrupted := make(chan error, 1)
 	cancel := context.AfterFunc(ctx, func() { interrupted <- s.Stop() })
 	defer func() {

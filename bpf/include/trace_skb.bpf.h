@@ -1,0 +1,182 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * What the trace programs share that look at packets. They load from Linux 5.10
+ * on, where no atomic operation gives the value that was there before.
+ */
+#ifndef SOCKEYE_TRACE_SKB_BPF_H
+#define SOCKEYE_TRACE_SKB_BPF_H
+
+#include "trace.bpf.h"
+
+#define ETH_P_IP 0x0800
+#define ETH_P_IPV6 0x86dd
+#define NEXTHDR_HOP 0
+#define NEXTHDR_ROUTING 43
+#define NEXTHDR_DEST 60
+#define IPV6_EXTENSIONS 4 /* that are passed over */
+
+TRACE_EXPORT(struct, trace_turns);
+
+struct sk_buff {
+	struct sk_buff *next;
+	struct sk_buff *prev;
+	void *dev;
+	struct sock *sk;
+	__s64 tstamp;
+} __attribute__((preserve_access_index));
+struct sk_buff_head {
+	struct sk_buff *next;
+} __attribute__((preserve_access_index));
+struct sock_cookie {
+	__s64 counter;
+} __attribute__((preserve_access_index));
+struct sock_common___skb {
+	struct sock_cookie skc_cookie;
+	unsigned long skc_flags;
+} __attribute__((preserve_access_index));
+struct sock___skb {
+	struct sock_common___skb __sk_common;
+	struct sk_buff_head sk_receive_queue;
+} __attribute__((preserve_access_index));
+
+struct {
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, int);
+	__type(value, struct trace_turns);
+} turns SEC(".maps");
+
+/*
+ * A pointer as a number, which the verifier of older kernels lets nothing else
+ * become: it lets a pointer be added to what is on the stack, though.
+ */
+static __always_inline __u64 trace_number(const void *pointer)
+{
+	__u64 number = 0;
+
+	asm volatile("lock *(u64 *)(%0 + 0) += %1"
+		     :
+		     : "r"(&number), "r"(pointer)
+		     : "memory");
+	return number;
+}
+
+/*
+ * As trace_add, for old kernels. A maximum is lost if an interrupt measures a
+ * larger one within a few instructions.
+ */
+static __always_inline void trace_measure(struct trace_histogram *h, __u64 ns)
+{
+	__u32 i = trace_bucket(ns);
+
+	barrier_var(i);
+	if (i >= TRACE_BUCKETS)
+		return;
+	__sync_fetch_and_add(&h->bucket[i], 1);
+	__sync_fetch_and_add(&h->sum, ns);
+	if (ns > h->max)
+		h->max = ns;
+}
+
+/* Where the transport header begins, from the network header on; 0: nowhere. */
+static __always_inline __u32 trace_transport(struct __sk_buff *ctx, __u8 protocol)
+{
+	struct {
+		__u8 next;
+		__u8 length;
+	} extension;
+	__u32 at = 40;
+	__u8 byte;
+	int i;
+
+	if (ctx->protocol == bpf_htons(ETH_P_IP)) {
+		if (bpf_skb_load_bytes(ctx, 0, &byte, 1))
+			return 0;
+		return (byte & 15) * 4;
+	}
+	if (ctx->protocol != bpf_htons(ETH_P_IPV6) ||
+	    bpf_skb_load_bytes(ctx, 6, &byte, 1))
+		return 0;
+	for (i = 0; i < IPV6_EXTENSIONS; i++) {
+		if (byte == protocol)
+			return at;
+		if (byte != NEXTHDR_HOP && byte != NEXTHDR_ROUTING && byte != NEXTHDR_DEST)
+			return 0;
+		if (bpf_skb_load_bytes(ctx, at, &extension, sizeof(extension)))
+			return 0;
+		byte = extension.next;
+		at += (extension.length + 1) * 8;
+	}
+	return 0;
+}
+
+struct trace_ports {
+	__be16 source;
+	__be16 destination;
+};
+
+/* The ends of a datagram, and how many bytes it carries; 0: not known. */
+static __always_inline __u32 trace_datagram(struct __sk_buff *ctx,
+					    struct match_tuple *t, bool received)
+{
+	struct match_address *from = received ? &t->remote : &t->local;
+	struct match_address *to = received ? &t->local : &t->remote;
+	__u32 at = trace_transport(ctx, IPPROTO_UDP);
+	struct trace_ports ports;
+	__u32 ipv4[2];
+
+	if (!at || bpf_skb_load_bytes(ctx, at, &ports, sizeof(ports)))
+		return 0;
+	if (ctx->protocol == bpf_htons(ETH_P_IP)) {
+		if (bpf_skb_load_bytes(ctx, 12, ipv4, sizeof(ipv4)))
+			return 0;
+		match_mapped(from, ipv4[0]);
+		match_mapped(to, ipv4[1]);
+	} else if (bpf_skb_load_bytes(ctx, 8, from, sizeof(*from)) ||
+		   bpf_skb_load_bytes(ctx, 24, to, sizeof(*to))) {
+		return 0;
+	}
+	t->remote_port = bpf_ntohs(received ? ports.source : ports.destination);
+	t->local_port = bpf_ntohs(received ? ports.destination : ports.source);
+	return ctx->len - at;
+}
+
+/*
+ * The number of the rule of a datagram, if it is chosen; the flags are what the
+ * rule must have. The group is found only for one that is chosen.
+ */
+static __always_inline __u32 trace_choose(struct __sk_buff *ctx,
+					  struct bpf_sock *sk,
+					  struct match_question *q,
+					  __u32 flags, bool received,
+					  __u32 *group)
+{
+	struct trace_turns *turns_of;
+	struct trace_turn *turn;
+	struct trace_rule *rule;
+	__u64 cgroup = 0;
+	__u32 id, index;
+
+	id = MATCH_RULE(match_find(q));
+	rule = id ? trace_rule(id) : NULL;
+	if (!rule || (rule->flags & flags) != flags)
+		return 0;
+	/* A datagram has no connection: its two ends are one. */
+	if (rule->connections > 1 && match_draw(&q->tuple, id) % rule->connections)
+		return 0;
+	turns_of = bpf_sk_storage_get(&turns, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+	index = id - 1;
+	barrier_var(index);
+	if (!turns_of || index >= TRACE_RULES)
+		return 0;
+	turn = received ? &turns_of->received[index] : &turns_of->sent[index];
+	if (!trace_turn(rule, &turn->skip, &turn->next,
+			rule->interval ? bpf_ktime_get_ns() : 0))
+		return 0;
+	if (rule->group_by & TRACE_BY_CGROUP)
+		cgroup = bpf_sk_cgroup_id(sk);
+	*group = trace_group(id, rule, &q->tuple, q->role, IPPROTO_UDP, cgroup, NULL);
+	return id;
+}
+
+#endif

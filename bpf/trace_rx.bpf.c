@@ -1,0 +1,534 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * Measures how long what is received takes from reaching the host to reaching
+ * its socket, and there until the application takes it.
+ *
+ * trace_rx runs for each packet that reaches a socket of the cgroup, before the
+ * socket has it. Cost: for TCP a lookup of the socket's storage, which only
+ * chosen connections have; for UDP a search for the datagram's rule; for what is
+ * chosen, the additions of trace_skb.bpf.h.
+ *
+ * The other programs follow samples until they are read. They are attached only
+ * where a rule asks for that, and run for all sockets of the host. Cost for the
+ * others: one load while no sample waits; while some do, a lookup by the socket
+ * or the packet.
+ *
+ * Of a connection, a sample was read once all bytes to its end were. A datagram
+ * was read when it has left the socket's queue: Linux before 6.3 tells when it
+ * is freed (consume_skb), which is then, later ones only that something was read
+ * (sock_recv_length), and no more always when it is freed (since 6.18, commit
+ * 6471658dc66c).
+ */
+#include "trace_skb.bpf.h"
+
+#define EEXIST 17
+#define MSG_PEEK 0x2
+#define MSG_ERRQUEUE 0x2000
+#define SOCK_DEAD 1 /* bit 0 of sk_flags */
+#define TCP_CLOSE 7
+#define TCP_WINDOW (1U << 30) /* none is larger */
+#define AT_ONCE 4 /* datagrams that the end of one read may show to be read */
+#define STAMP_AGE 3600000000000ULL /* no packet takes an hour */
+
+/* Datagrams are followed by what is read from their sockets. */
+const volatile bool by_socket = true;
+
+TRACE_EXPORT(struct, trace_rx_stats);
+TRACE_EXPORT(struct, trace_waiting_key);
+TRACE_EXPORT(struct, trace_waiting);
+TRACE_EXPORT(enum, trace_rx_stage);
+TRACE_EXPORT(enum, trace_rx_outcome);
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct trace_rx_stats);
+} rx_stats SEC(".maps");
+
+/* Who deletes a sample counts what became of it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, TRACE_WAITING);
+	__type(key, struct trace_waiting_key);
+	__type(value, struct trace_waiting);
+} waiting SEC(".maps");
+
+/* By socket cookie. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, TRACE_READERS);
+	__type(key, __u64);
+	__type(value, struct trace_reader);
+} readers SEC(".maps");
+
+struct udp_sock {
+	struct sk_buff_head reader_queue;
+} __attribute__((preserve_access_index));
+struct tcp_sock___rx {
+	__u32 copied_seq;
+} __attribute__((preserve_access_index));
+
+const struct trace_reader nobody = {};
+
+static __always_inline struct trace_rx_stats *rx_stats_of(__u32 group)
+{
+	return bpf_map_lookup_elem(&rx_stats, &group);
+}
+
+/* Ends the wait of a sample, unless somebody else does. Now is 0 if the time is
+ * not known. */
+__noinline int rx_end(__u64 of, __u64 end, __u64 now, __u32 outcome)
+{
+	struct trace_waiting_key key = { .of = of, .end = end };
+	struct trace_counts *c = trace_counts();
+	struct trace_rx_stats *s;
+	struct trace_waiting *w;
+	__u64 since;
+	__u32 group;
+
+	w = bpf_map_lookup_elem(&waiting, &key);
+	if (!w || !c)
+		return 0;
+	group = w->group;
+	since = w->socket;
+	if (bpf_map_delete_elem(&waiting, &key))
+		return 0;
+	if (end)
+		__sync_fetch_and_add(&c->segments, -1);
+	else
+		__sync_fetch_and_add(&c->datagrams, -1);
+	s = rx_stats_of(group);
+	if (!s || outcome >= TRACE_RX_OUTCOMES)
+		return 0;
+	__sync_fetch_and_add(&s->outcome[outcome], 1);
+	if (outcome == TRACE_RX_READ && now)
+		trace_measure(&s->stage[TRACE_RX_READER], now > since ? now - since : 0);
+	return 0;
+}
+
+/* Puts an item among those of a socket. Returns its slot, or -1 if there is no
+ * room. */
+__noinline int rx_push(__u64 cookie, __u64 item, __u64 since)
+{
+	__u32 index = cookie & (TRACE_LOCKS - 1), slot;
+	struct trace_reader *r;
+	struct trace_lock *lock;
+
+	r = bpf_map_lookup_elem(&readers, &cookie);
+	if (!r) {
+		bpf_map_update_elem(&readers, &cookie, &nobody, BPF_NOEXIST);
+		r = bpf_map_lookup_elem(&readers, &cookie);
+	}
+	lock = bpf_map_lookup_elem(&locks, &index);
+	if (!r || !lock)
+		return -1;
+	bpf_spin_lock(&lock->lock);
+	for (slot = 0; slot < TRACE_BEHIND; slot++) {
+		if (r->item[slot])
+			continue;
+		r->since[slot] = since;
+		r->item[slot] = item;
+		break;
+	}
+	bpf_spin_unlock(&lock->lock);
+	return slot < TRACE_BEHIND ? slot : -1;
+}
+
+static __always_inline struct trace_reader *rx_reader(__u64 cookie)
+{
+	/* Most sockets were never asked for theirs. */
+	return cookie ? bpf_map_lookup_elem(&readers, &cookie) : NULL;
+}
+
+/* Ends the wait of a datagram that is no longer among those of its socket. */
+static __always_inline void rx_gone(__u64 skb, const struct trace_waiting *w,
+				    __u64 now, __u32 outcome)
+{
+	struct trace_reader *r = by_socket ? rx_reader(w->cookie) : NULL;
+	__u32 slot = w->slot;
+
+	barrier_var(slot);
+	if (r && slot < TRACE_BEHIND && r->item[slot] == skb)
+		r->item[slot] = 0;
+	rx_end(skb, 0, now, outcome);
+}
+
+/* Begins the wait of a sample that was counted. */
+static __noinline int rx_wait(const struct trace_waiting_key *key,
+			      const struct trace_waiting *w)
+{
+	struct trace_counts *c = trace_counts();
+	struct trace_waiting *placed;
+	struct trace_rx_stats *s;
+	int slot = 0, err;
+
+	if (!key || !w || !c)
+		return 0;
+	err = bpf_map_update_elem(&waiting, key, w, BPF_NOEXIST);
+	if (err == -EEXIST && !key->end) {
+		/* An earlier datagram was read, and nothing has told it yet. */
+		placed = bpf_map_lookup_elem(&waiting, key);
+		if (placed)
+			rx_gone(key->of, placed, w->socket, TRACE_RX_READ);
+		err = bpf_map_update_elem(&waiting, key, w, BPF_NOEXIST);
+	}
+	s = rx_stats_of(w->group);
+	if (err) {
+		if (s)
+			__sync_fetch_and_add(&s->outcome[TRACE_RX_FULL], 1);
+		return 0;
+	}
+	if (key->end)
+		__sync_fetch_and_add(&c->segments, 1);
+	else
+		__sync_fetch_and_add(&c->datagrams, 1);
+	if (key->end || by_socket) {
+		slot = rx_push(w->cookie, key->end ? key->end : key->of, w->socket);
+		if (slot < 0) {
+			rx_end(key->of, key->end, 0, TRACE_RX_FULL);
+			return 0;
+		}
+	}
+	placed = bpf_map_lookup_elem(&waiting, key);
+	if (placed)
+		placed->slot = slot;
+	return 1;
+}
+
+/* Counts what was chosen, and measures its way to the socket. Returns the
+ * time. */
+static __always_inline __u64 rx_chosen(struct __sk_buff *ctx, __u32 group,
+				       bool followed)
+{
+	struct trace_rx_stats *s = rx_stats_of(group);
+	struct trace_state *st = trace_state();
+	__u64 now = bpf_ktime_get_ns(), age;
+
+	if (!s || !st)
+		return 0;
+	__sync_fetch_and_add(&s->chosen, 1);
+	age = now + st->clock - ctx->tstamp;
+	if (ctx->tstamp && st->clock && age <= STAMP_AGE)
+		trace_measure(&s->stage[TRACE_RX_STACK], age);
+	else
+		__sync_fetch_and_add(&s->unstamped, 1);
+	if (!followed)
+		__sync_fetch_and_add(&s->outcome[TRACE_RX_READ], 1);
+	return followed ? now : 0;
+}
+
+/* The sequence number after a segment's data, in front of TRACE_ITEM; 0: it has
+ * none. */
+static __always_inline __u64 rx_segment_end(struct __sk_buff *ctx)
+{
+	__u32 at = trace_transport(ctx, IPPROTO_TCP), length;
+	__be32 seq;
+	__u8 offset;
+
+	if (!at || bpf_skb_load_bytes(ctx, at + 12, &offset, 1))
+		return 0;
+	length = ctx->len - at - (offset >> 4) * 4;
+	if (!length || bpf_skb_load_bytes(ctx, at + 4, &seq, sizeof(seq)))
+		return 0;
+	return TRACE_ITEM | (__u32)(bpf_ntohl(seq) + length);
+}
+
+/* The group of a connection, found when it is first asked for. */
+static __always_inline __u32 rx_group(struct bpf_sock *sk,
+				      struct trace_connection *c,
+				      struct trace_rule *rule)
+{
+	struct match_tuple t = {};
+	__u64 cgroup = 0;
+
+	if (c->grouped)
+		return c->group;
+	if (!match_sock_tuple(sk, &t))
+		return rule->first;
+	if (rule->group_by & TRACE_BY_CGROUP)
+		cgroup = bpf_sk_cgroup_id(sk);
+	c->group = trace_group(c->rule, rule, &t, c->role, IPPROTO_TCP, cgroup,
+			       bpf_sk_storage_get(&tuned, sk, NULL, 0));
+	c->grouped = 1;
+	return c->group;
+}
+
+static __always_inline void rx_segment(struct __sk_buff *ctx, struct bpf_sock *sk)
+{
+	struct trace_waiting_key key = {};
+	struct trace_waiting w = {};
+	struct trace_connection *c;
+	struct trace_rule *rule;
+	struct bpf_tcp_sock *tp;
+	__u32 fresh;
+
+	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
+	rule = c ? trace_rule(c->rule) : NULL;
+	if (!rule || !(rule->flags & TRACE_RULE_RX))
+		return;
+	key.end = rx_segment_end(ctx);
+	if (!key.end || !trace_turn(rule, &c->rx_skip, &c->rx_next,
+				    rule->interval ? bpf_ktime_get_ns() : 0))
+		return;
+	tp = bpf_tcp_sock(sk);
+	if (!tp)
+		return;
+	/* Nothing that the socket has not, or that no window allows. */
+	fresh = (__u32)key.end - tp->rcv_nxt;
+	if (!fresh || fresh > TCP_WINDOW)
+		return;
+	key.of = bpf_get_socket_cookie(ctx);
+	if (bpf_map_lookup_elem(&waiting, &key))
+		return; /* it came before */
+	w.group = rx_group(sk, c, rule);
+	w.cookie = key.of;
+	w.socket = rx_chosen(ctx, w.group, rule->flags & TRACE_RULE_READER);
+	if (!w.socket || !rx_wait(&key, &w))
+		return;
+	/* The socket's end may have passed by meanwhile. */
+	if (sk->state == TCP_CLOSE) {
+		rx_end(key.of, key.end, 0, TRACE_RX_UNREAD);
+		bpf_map_delete_elem(&readers, &key.of);
+	}
+}
+
+static __always_inline void rx_datagram(struct __sk_buff *ctx, struct bpf_sock *sk)
+{
+	struct match_question q = { .role = sk->dst_port ? MATCH_UDP_CONNECT : MATCH_UDP_ACCEPT };
+	struct trace_waiting_key key = {};
+	struct trace_waiting w = {};
+	struct trace_rule *rule;
+	__u32 id;
+
+	if (!trace_datagram(ctx, &q.tuple, true))
+		return;
+	id = trace_choose(ctx, sk, &q, TRACE_RULE_RX | TRACE_RULE_UDP, true, &w.group);
+	rule = id ? trace_rule(id) : NULL;
+	if (!rule)
+		return;
+	/* Without a stamp it could not be told from others. */
+	w.arrival = ctx->tstamp;
+	w.socket = rx_chosen(ctx, w.group, w.arrival && (rule->flags & TRACE_RULE_READER));
+	if (!w.socket)
+		return;
+	w.cookie = bpf_get_socket_cookie(ctx);
+	w.sk = trace_number(sk);
+	key.of = trace_number(ctx);
+	rx_wait(&key, &w);
+}
+
+SEC("cgroup_skb/ingress")
+int trace_rx(struct __sk_buff *ctx)
+{
+	struct bpf_sock *sk = ctx->sk;
+
+	sk = sk ? bpf_sk_fullsock(sk) : NULL;
+	if (!sk)
+		return 1;
+	if (sk->protocol == IPPROTO_TCP)
+		rx_segment(ctx, sk);
+	else if (sk->protocol == IPPROTO_UDP)
+		rx_datagram(ctx, sk);
+	return 1;
+}
+
+static __always_inline __u64 rx_cookie(struct sock *sk)
+{
+	return BPF_CORE_READ((struct sock___skb *)sk, __sk_common.skc_cookie.counter);
+}
+
+/* All samples of a connection that end before what the application has taken;
+ * at its end, the others too. */
+__noinline int rx_taken(__u64 cookie, __u32 copied, __u64 now, __u32 ends)
+{
+	struct trace_reader *r = rx_reader(cookie);
+	__u64 item;
+	__u32 i;
+
+	if (!r)
+		return 0;
+	for (i = 0; i < TRACE_BEHIND; i++) {
+		item = r->item[i];
+		if (!item)
+			continue;
+		if ((__s32)(copied - (__u32)item) >= 0) {
+			r->item[i] = 0;
+			rx_end(cookie, item, now, TRACE_RX_READ);
+		} else if (ends) {
+			rx_end(cookie, item, 0, TRACE_RX_UNREAD);
+		}
+	}
+	return 0;
+}
+
+/* The application has taken bytes of a connection, which is locked. */
+SEC("raw_tp/tcp_rcv_space_adjust")
+int trace_segment(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct sock *sk = (void *)ctx->args[0];
+	struct trace_counts *c = trace_counts();
+	__u64 cookie;
+
+	if (!c || !c->segments)
+		return 0;
+	cookie = rx_cookie(sk);
+	if (rx_reader(cookie))
+		rx_taken(cookie, BPF_CORE_READ((struct tcp_sock___rx *)sk, copied_seq),
+			 bpf_ktime_get_ns(), 0);
+	return 0;
+}
+
+/* A connection ends. What was taken unseen, by the kernel, was taken. */
+SEC("raw_tp/tcp_destroy_sock")
+int trace_closed(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct sock *sk = (void *)ctx->args[0];
+	__u64 cookie = rx_cookie(sk);
+
+	if (!rx_reader(cookie))
+		return 0;
+	rx_taken(cookie, BPF_CORE_READ((struct tcp_sock___rx *)sk, copied_seq), 0, 1);
+	bpf_map_delete_elem(&readers, &cookie);
+	return 0;
+}
+
+/*
+ * Whether a datagram has left the queue of its socket. It is in a list before it
+ * is read. Before it is in one, its device tells that it is on its way or, once
+ * the socket has written its notes there (udp_set_dev_scratch), that what waits
+ * is older.
+ */
+static __always_inline bool rx_left(struct sock *sk, struct sk_buff *skb,
+				    __u64 arrival)
+{
+	struct sk_buff_head *queue;
+	struct sk_buff *other;
+
+	if (BPF_CORE_READ(skb, tstamp) != arrival)
+		return true; /* its memory has another use */
+	other = BPF_CORE_READ(skb, prev);
+	if (other && BPF_CORE_READ(other, next) == skb)
+		return false;
+	if ((__s64)BPF_CORE_READ(skb, dev) < 0)
+		return false;
+	queue = __builtin_preserve_access_index(&((struct udp_sock *)sk)->reader_queue);
+	other = BPF_CORE_READ(queue, next);
+	if (other == (void *)queue) {
+		queue = __builtin_preserve_access_index(&((struct sock___skb *)sk)->sk_receive_queue);
+		other = BPF_CORE_READ(queue, next);
+		if (other == (void *)queue)
+			return true;
+	}
+	return BPF_CORE_READ(other, tstamp) >= arrival;
+}
+
+/* The slot of the oldest sample of a socket; TRACE_BEHIND: none. */
+__noinline int rx_oldest(__u64 cookie)
+{
+	struct trace_reader *r = rx_reader(cookie);
+	__u32 i, slot = TRACE_BEHIND;
+	__u64 oldest = ~0ULL;
+
+	if (!r)
+		return TRACE_BEHIND;
+	for (i = 0; i < TRACE_BEHIND; i++) {
+		if (r->item[i] && r->since[i] < oldest) {
+			oldest = r->since[i];
+			slot = i;
+		}
+	}
+	return slot;
+}
+
+/* The application has read something: its oldest datagram, one or more readers
+ * of the socket at a time. */
+SEC("raw_tp/sock_recv_length")
+int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct sock *sk = (void *)ctx->args[0];
+	struct trace_waiting_key key = {};
+	struct trace_counts *c = trace_counts();
+	struct trace_waiting *w;
+	struct trace_reader *r;
+	__u64 item, cookie;
+	__u32 i, slot;
+
+	if (!c || !c->datagrams)
+		return 0;
+	if ((int)ctx->args[1] < 0 || (ctx->args[2] & (MSG_PEEK | MSG_ERRQUEUE)))
+		return 0;
+	cookie = rx_cookie(sk);
+	r = rx_reader(cookie);
+	if (!r)
+		return 0;
+	for (i = 0; i < AT_ONCE; i++) {
+		slot = rx_oldest(cookie);
+		barrier_var(slot);
+		if (slot >= TRACE_BEHIND)
+			return 0;
+		item = r->item[slot];
+		key.of = item;
+		w = bpf_map_lookup_elem(&waiting, &key);
+		if (w && !rx_left(sk, (void *)item, w->arrival))
+			return 0;
+		if (__sync_val_compare_and_swap(&r->item[slot], item, 0) != item)
+			return 0;
+		rx_end(item, 0, bpf_ktime_get_ns(), TRACE_RX_READ);
+	}
+	return 0;
+}
+
+/* The sample of a datagram that is freed; NULL for others. */
+static __always_inline struct trace_waiting *rx_freed(struct sk_buff *skb)
+{
+	struct trace_waiting_key key = { .of = (__u64)skb };
+	struct trace_counts *c = trace_counts();
+
+	return c && c->datagrams ? bpf_map_lookup_elem(&waiting, &key) : NULL;
+}
+
+/* A datagram that was read is freed. */
+SEC("raw_tp/consume_skb")
+int trace_consumed(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct sk_buff *skb = (void *)ctx->args[0];
+	struct trace_waiting *w = rx_freed(skb);
+
+	if (w)
+		rx_gone((__u64)skb, w, bpf_ktime_get_ns(), TRACE_RX_READ);
+	return 0;
+}
+
+/* A datagram is dropped: before it is in the socket, or with the socket. */
+SEC("raw_tp/kfree_skb")
+int trace_dropped(struct bpf_raw_tracepoint_args *ctx)
+{
+	struct sk_buff *skb = (void *)ctx->args[0];
+	struct trace_waiting *w = rx_freed(skb);
+	__u32 outcome = TRACE_RX_DROPPED;
+	struct sock___skb *sk;
+
+	if (!w)
+		return 0;
+	sk = (void *)w->sk;
+	if (BPF_CORE_READ(skb, tstamp) != w->arrival)
+		outcome = TRACE_RX_READ; /* before; this is another */
+	else if (BPF_CORE_READ(sk, __sk_common.skc_flags) & SOCK_DEAD)
+		outcome = TRACE_RX_UNREAD;
+	rx_gone((__u64)skb, w, bpf_ktime_get_ns(), outcome);
+	return 0;
+}
+
+/* A socket is closed. The kernel frees what waits in it later. */
+SEC("cgroup/sock_release")
+int trace_release(struct bpf_sock *ctx)
+{
+	__u64 cookie = bpf_get_socket_cookie(ctx);
+
+	if (ctx->protocol == IPPROTO_UDP)
+		bpf_map_delete_elem(&readers, &cookie);
+	return 1;
+}
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import "github.com/cilium/ebpf"
+
+// RXPrograms are the numbers of the programs of openRX, by name.
+func (t *Trace) RXPrograms() (map[string]ebpf.ProgramID, error) {
+	ids := make(map[string]ebpf.ProgramID)
+	for pin, l := range t.links {
+		info, err := l.Info()
+		if err != nil {
+			return nil, err
+		}
+		ids[pin] = info.Program
+	}
+	for _, pin := range []string{pinTraceLink, pinSendLink} {
+		delete(ids, pin)
+	}
+	return ids, nil
+}
+
+// Readers is the number of sockets that are remembered because samples wait, or
+// waited, for their readers.
+func (t *Trace) Readers() (n int) {
+	var key uint64
+	entries := t.maps["readers"].Iterate()
+	for value := new([]byte); entries.Next(&key, value); n++ {
+	}
+	return n
+}
+
+// HaveTracepoint tells whether the kernel has a tracepoint.
+var HaveTracepoint = haveTracepoint

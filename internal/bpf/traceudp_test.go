@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf_test
+
+import (
+	"net"
+	"net/netip"
+	"os"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+)
+
+// wire is a device of which the other end drops everything.
+type wire struct {
+	t    testing.TB
+	link netlink.Link
+	tun  int // of a TUN device
+}
+
+// far is whom a wire leads to.
+var far = netip.MustParseAddrPort("10.9.0.2:9")
+
+func newWire(t testing.TB) *wire {
+	t.Helper()
+	check(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "near"}, PeerName: "far"}))
+	near, err := netlink.LinkByName("near")
+	check(t, err)
+	t.Cleanup(func() { check(t, netlink.LinkDel(near)) })
+	other, err := netlink.LinkByName("far")
+	check(t, err)
+	w := &wire{t: t, link: near}
+	w.address()
+	check(t, netlink.LinkSetUp(other))
+	check(t, netlink.NeighSet(&netlink.Neigh{
+		LinkIndex: near.Attrs().Index, Family: unix.AF_INET, State: netlink.NUD_PERMANENT,
+		IP: far.Addr().AsSlice(), HardwareAddr: other.Attrs().HardwareAddr,
+	}))
+	return w
+}
+
+func (w *wire) address() {
+	w.t.Helper()
+	// Nothing is sent but what the test sends.
+	name := w.link.Attrs().Name
+	check(w.t, os.WriteFile("/proc/sys/net/ipv6/conf/"+name+"/disable_ipv6", []byte("1"), 0))
+	check(w.t, netlink.AddrAdd(w.link, &netlink.Addr{IPNet: &net.IPNet{IP: net.IPv4(10, 9, 0, 1), Mask: net.CIDRMask(24, 32)}}))
+	check(w.t, netlink.LinkSetUp(w.link))
+}
+
+// limit gives the wire a rate in bytes/s, and room for so many bytes that wait.
+func (w *wire) limit(rate uint64, room uint32) {
+	w.t.Helper()
+	check(w.t, netlink.QdiscReplace(&netlink.Tbf{
+		QdiscAttrs: netlink.QdiscAttrs{LinkIndex: w.link.Attrs().Index, Handle: netlink.MakeHandle(1, 0), Parent: netlink.HANDLE_ROOT},
+		// Buffer is the time that the burst takes, in ticks of 64 ns.
+		Rate: rate, Limit: room, Buffer: uint32(2000 * 1e9 / rate / 64),
+	}))
+}
+
+// packets is how many have left.
+func (w *wire) packets() uint64 {
+	w.t.Helper()
+	if w.tun != 0 {
+		// They leave when they are read.
+		for buf := make([]byte, 1<<16); ; {
+			if _, err := unix.Read(w.tun, buf); err != nil {
+				break
+			}
+		}
+	}
+	link, err := netlink.LinkByName(w.link.Attrs().Name)
+	check(w.t, err)
+	return link.Attrs().Statistics.TxPackets
+}
+
+// socket is one of the traced cgroup, connected.
+func (tr *traced) socket(to netip.AddrPort) int {
+	tr.t.Helper()
+	var fd int
+	inside(tr.t, tr.config.Cgroup, func() {
+		var err error
+		fd, err = unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+		check(tr.t, err)
+		check(tr.t, unix.Connect(fd, sockaddr(to)))
+	})
+	tr.t.Cleanup(func() { unix.Close(fd) })
+	return fd
+}
+
+// sent gives the counts of what UDP sent, and what of it is under way.
+func (tr *traced) sent() (*bpf.TraceStats, bpf.TraceWaiting) {
+	tr.t.Helper()
+	groups, err := tr.Groups()
+	check(tr.t, err)
+	under, err := tr.Sending()
+	check(tr.t, err)
+	for index, g := range groups {
+		if g.Protocol == unix.IPPROTO_UDP {
+			s, err := tr.Stats(index)
+			check(tr.t, err)
+			return s, under[index]
+		}
+	}
+	return &bpf.TraceStats{}, bpf.TraceWaiting{}
+}
+
+// expectSent fails unless all that was chosen is accounted for, and so much of it.
+func (tr *traced) expectSent(chosen, sent, dropped, split, underWay int, bytes uint64) *bpf.TraceStats {
+	tr.t.Helper()
+	s, under := tr.sent()
+	var want bpf.TraceStats
+	want.Outcome[bpf.TraceSent] = uint64(sent)
+	want.Outcome[bpf.TraceDropped] = uint64(dropped)
+	want.Outcome[bpf.TraceSplit] = uint64(split)
+	if s.Chosen != uint64(chosen) || s.Outcome != want.Outcome || under.Count != uint64(underWay) || s.Bytes != bytes {
+		tr.t.Errorf("chosen %d, outcomes %v, under way %+v, %d bytes; want %d, %v, %d, %d bytes",
+			s.Chosen, s.Outcome, under, s.Bytes, chosen, want.Outcome, underWay, bytes)
+	}
+	for _, stage := range []int{bpf.TraceStageStack, bpf.TraceStageQdisc} {
+		if n, _, _ := span(s.Stage[stage]); n != uint64(sent) {
+			tr.t.Errorf("stage %d: %d times, want %d", stage, n, sent)
+		}
+	}
+	return s
+}
+
+const udpTX = bpf.TraceRuleUDP | bpf.TraceRuleUDPTX
+
+func write(t testing.TB, fd, bytes int) {
+	t.Helper()
+	_, err := unix.Write(fd, make([]byte, bytes))
+	check(t, err)
+}
+
+// What waits for a rate is seen in qdisc.
+func TestUDPQdisc(t *testing.T) {
+	const datagrams, bytes, rate = 10, 1000, 100_000
+	const each = time.Duration(bytes+42) * time.Second / rate
+	w := newWire(t)
+	tr := trace(t, rxRules(udpTX, 1))
+	fd := tr.socket(far)
+	for range 100 {
+		write(t, fd, bytes)
+	}
+	s := tr.expectSent(100, 100, 0, 0, 0, 100*bytes)
+	if _, _, most := span(s.Stage[bpf.TraceStageQdisc]); most > 50*time.Millisecond {
+		t.Errorf("qdisc: %v without a rate", most)
+	}
+	w.limit(rate, 1<<20)
+	start := time.Now()
+	for range datagrams {
+		write(t, fd, bytes)
+	}
+	if _, under := tr.sent(); under.Count == 0 || under.Count > datagrams {
+		t.Errorf("%d under way", under.Count)
+	}
+	until(t, "all have left", func() bool { _, under := tr.sent(); return under.Count == 0 })
+	elapsed := time.Since(start)
+	s = tr.expectSent(100+datagrams, 100+datagrams, 0, 0, 0, (100+datagrams)*bytes)
+	// The first two are the burst.
+	_, _, most := span(s.Stage[bpf.TraceStageQdisc])
+	if most < (datagrams-3)*each || most > elapsed*17/16 {
+		t.Errorf("qdisc: at most %v, want %v to %v", most, (datagrams-3)*each, elapsed)
+	}
+	if _, _, most := span(s.Stage[bpf.TraceStageStack]); most > each {
+		t.Errorf("stack: at most %v", most)
+	}
+}
+
+// All of 100000 datagrams are accounted for, if the host drops most of them.
+func TestUDPExact(t *testing.T) {
+	const datagrams, bytes, threads = 100_000, 100, 4
+	w := newWire(t)
+	w.limit(2_000_000, 20_000)
+	tr := trace(t, rxRules(udpTX, 1))
+	before := w.packets()
+	var busy sync.WaitGroup
+	for range threads {
+		fd := tr.socket(far)
+		busy.Go(func() {
+			for range datagrams / threads {
+				// ENOBUFS says that it was dropped.
+				unix.Write(fd, make([]byte, bytes))
+			}
+		})
+	}
+	busy.Wait()
+	until(t, "all have left", func() bool { _, under := tr.sent(); return under.Count == 0 })
+	sent := int(w.packets() - before)
+	t.Logf("%d sent", sent)
+	if sent == 0 || sent == datagrams {
+		t.Errorf("%d of %d were sent", sent, datagrams)
+	}
+	tr.expectSent(datagrams, sent, datagrams-sent, 0, 0, uint64(sent*bytes))
+}
+
+// A datagram whose neighbour does not answer never reaches a driver.
+func TestUDPUnresolved(t *testing.T) {
+	newWire(t)
+	check(t, os.WriteFile("/proc/sys/net/ipv4/neigh/near/retrans_time_ms", []byte("100"), 0))
+	tr := trace(t, rxRules(udpTX, 1))
+	fd := tr.socket(netip.MustParseAddrPort("10.9.0.3:9"))
+	write(t, fd, 10)
+	tr.expectSent(1, 0, 0, 0, 1, 0)
+	until(t, "it is given up", func() bool { _, under := tr.sent(); return under.Count == 0 })
+	tr.expectSent(1, 0, 1, 0, 0, 0)
+}
+
+// A datagram that is longer than packets may be is followed by its first fragment,
+// if the kernel made it of fragments; else not.
+func TestUDPFragments(t *testing.T) {
+	w := newWire(t)
+	tr := trace(t, rxRules(udpTX, 1))
+	fd := tr.socket(far)
+	write(t, fd, 4000)
+	tr.expectSent(1, 1, 0, 0, 0, 4000)
+
+	const cork = 1 // UDP_CORK
+	check(t, unix.SetsockoptInt(fd, unix.IPPROTO_UDP, cork, 1))
+	write(t, fd, 1400)
+	check(t, netlink.LinkSetMTU(w.link, 1000))
+	check(t, unix.SetsockoptInt(fd, unix.IPPROTO_UDP, cork, 0))
+	tr.expectSent(2, 1, 0, 1, 0, 4000)
+}
+
+// Many datagrams of one sendmsg are one, whoever cuts it.
+func TestUDPMany(t *testing.T) {
+	const many, each = 5, 1000
+	tr := trace(t, rxRules(udpTX, 1))
+	total := 0
+	for device, make := range map[string]func(testing.TB) *wire{"near": newWire, "slow": newTun} {
+		t.Run(device, func(t *testing.T) {
+			w := make(t)
+			before := w.packets()
+			fd := tr.socket(far)
+			check(t, unix.SetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_SEGMENT, each))
+			write(t, fd, many*each)
+			total++
+			tr.expectSent(total, total, 0, 0, 0, uint64(total*many*each))
+			if packets := int(w.packets() - before); device == "slow" && packets != many {
+				t.Errorf("%d packets, want %d", packets, many)
+			}
+		})
+	}
+}
+
+// newTun is a device that takes no more than one datagram at a time.
+func newTun(t testing.TB) *wire {
+	t.Helper()
+	fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
+	check(t, err)
+	t.Cleanup(func() { unix.Close(fd) })
+	request, err := unix.NewIfreq("slow")
+	check(t, err)
+	request.SetUint16(unix.IFF_TUN | unix.IFF_NO_PI | unix.IFF_VNET_HDR)
+	check(t, unix.IoctlIfreq(fd, unix.TUNSETIFF, request))
+	check(t, unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, unix.TUN_F_CSUM))
+	link, err := netlink.LinkByName("slow")
+	check(t, err)
+	w := &wire{t: t, link: link, tun: fd}
+	w.address()
+	return w
+}
