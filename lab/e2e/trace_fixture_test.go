@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"net/url"
+	"os"
+	"slices"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+	"sockeye/internal/trace"
+	"sockeye/lab"
+)
+
+const tracePort = 6000
+
+// traceOrder is what orders of tests of trace have besides.
+type traceOrder struct {
+	// Count is how many messages of Size bytes to send on each connection, Gap how long to wait after each.
+	Count, Size int
+	Gap         time.Duration
+	// Answered has each of them wait for an answer first.
+	Answered bool
+}
+
+// carryOutTrace carries out what only tests of trace ask for: send, exchanges, bind or datagrams.
+func (p *peerProcess) carryOutTrace(o order) error {
+	switch o.Do {
+	case "send":
+		return p.each(o, func(c *peerConnection) error { return c.send(o) })
+	case "exchanges":
+		return p.each(o, func(c *peerConnection) error {
+			for range o.Count {
+				if err := c.exchange(o); err != nil {
+					return err
+				}
+				time.Sleep(o.Gap)
+			}
+			return nil
+		})
+	case "bind":
+		return bind(o)
+	case "datagrams":
+		return sendDatagrams(o)
+	}
+	return fmt.Errorf("what is %q?", o.Do)
+}
+
+// bind reads all datagrams that come to an address, from a socket with a buffer of Size bytes, if that is not 0.
+func bind(o order) error {
+	c, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(o.At))
+	if err != nil {
+		return err
+	}
+	if o.Size > 0 {
+		if err := c.SetReadBuffer(o.Size); err != nil {
+			return err
+		}
+	}
+	go func() {
+		datagram := make([]byte, 65536)
+		for {
+			if _, _, err := c.ReadFromUDPAddrPort(datagram); err != nil {
+				fmt.Fprintln(os.Stderr, "read datagram:", err)
+				return
+			}
+		}
+	}()
+	return nil
+}
+
+// sendDatagrams sends datagrams to each of the addresses, from a socket of each.
+func sendDatagrams(o order) error {
+	for _, to := range o.To {
+		c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(to))
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		for range o.Count {
+			if _, err := c.Write(make([]byte, o.Size)); err != nil {
+				return err
+			}
+			time.Sleep(o.Gap)
+		}
+	}
+	return nil
+}
+
+// send sends messages that nobody answers. Each is one sendmsg(2), or the order fails.
+func (c *peerConnection) send(o order) error {
+	message := make([]byte, o.Size)
+	for range o.Count {
+		var n int
+		var err error
+		failed := c.raw.Write(func(fd uintptr) bool {
+			n, err = unix.Write(int(fd), message)
+			return !errors.Is(err, unix.EAGAIN)
+		})
+		if err := errors.Join(failed, err); err != nil {
+			return err
+		}
+		if n < len(message) {
+			return fmt.Errorf("the kernel takes %d of %d bytes", n, len(message))
+		}
+		time.Sleep(o.Gap)
+	}
+	return nil
+}
+
+// newTraced makes a host with a link of this delay and a policy of trace rules.
+func newTraced(t *testing.T, delay time.Duration, rules ...string) *tuned {
+	t.Helper()
+	h := newTuned(t, lab.LinkOptions{Delay: delay})
+	h.makeGroup("near")
+	h.setTrace(rules...)
+	return h
+}
+
+// setTrace writes a policy of trace rules, each in YAML's flow style.
+func (h *tuned) setTrace(rules ...string) {
+	h.Helper()
+	h.setPolicyText(traceText(rules...))
+}
+
+func traceText(rules ...string) string { return policySection("trace", rules...) }
+
+// policySection is a part of a policy, with rules in YAML's flow style.
+func policySection(name string, rules ...string) string {
+	text := name + ":\n"
+	for _, rule := range rules {
+		text += "  - " + rule + "\n"
+	}
+	return text
+}
+
+// applyTrace makes trace rules true.
+func (h *tuned) applyTrace(rules ...string) (plan agent.Plan) {
+	h.Helper()
+	h.setTrace(rules...)
+	h.show(&plan, "apply")
+	return plan
+}
+
+// query asks the agent.
+func (h *tuned) query(path string, into any, args ...string) {
+	h.Helper()
+	h.must(h.tryQuery(path, into, args...))
+}
+
+func (h *tuned) tryQuery(path string, into any, args ...string) error {
+	ctx, cancel := context.WithTimeout(h.Context(), patience)
+	defer cancel()
+	return agent.NewClient(agent.SocketPath(h.dir)).Get(ctx, "/v1/trace"+path, pairs(args...), into)
+}
+
+// pairs are a query: key, value, key, value ...
+func pairs(args ...string) url.Values {
+	q := url.Values{}
+	for pair := range slices.Chunk(args, 2) {
+		q.Set(pair[0], pair[1])
+	}
+	return q
+}
+
+// traced is what is traced of one cgroup.
+func (h *tuned) traced(cgroup string) agent.TracedCgroup {
+	h.Helper()
+	var s agent.TraceStatus
+	h.query("", &s)
+	i := slices.IndexFunc(s.Cgroups, func(c agent.TracedCgroup) bool { return c.Cgroup == cgroup })
+	if i < 0 {
+		h.Fatalf("%s is not traced: %+v", cgroup, s)
+	}
+	return s.Cgroups[i]
+}
+
+// results are what was measured of the groups of a selector, together.
+func (h *tuned) results(selector string, args ...string) trace.Result {
+	h.Helper()
+	var r agent.TraceResults
+	h.query("/results", &r, append([]string{"select", selector}, args...)...)
+	if len(r.Results) == 0 {
+		return trace.Result{}
+	}
+	found, err := trace.Find([]trace.Period{r.Period}, "")
+	h.must(err)
+	return *found[0]
+}
+
+// ended waits until so many messages that a selector means have ended and none is under way, and returns what was
+// measured of them.
+func (h *tuned) ended(selector string, n uint64, args ...string) (r trace.Result) {
+	h.Helper()
+	h.eventually("messages to end", func() error {
+		r = h.results(selector, args...)
+		if ended(r.Outcomes) < n || r.InFlight > 0 {
+			return fmt.Errorf("%d in flight, %v, want %d", r.InFlight, r.Outcomes, n)
+		}
+		return nil
+	})
+	if r.Chosen != ended(r.Outcomes) {
+		h.Errorf("%s: chosen %d, ended %v", selector, r.Chosen, r.Outcomes)
+	}
+	return r
+}
+
+func ended(outcomes map[trace.Outcome]uint64) (sum uint64) {
+	for _, n := range outcomes {
+		sum += n
+	}
+	return sum
+}
+
+// took fails the test unless a stage's times are what they should be: most no less than that, and the quicker ones no more
+// than a share above it for what the wire adds, and a bit. On a busy host the others may take any time; if all do, more is
+// measured again, and again.
+func (h *tuned) took(what string, r trace.Result, stage config.Stage, want time.Duration, again ...func() trace.Result) {
+	h.Helper()
+	const slack, most = 5 * time.Millisecond, 10
+	// A bucket is 1/16 wide.
+	low, high := want-want/20, want+want/20+slack
+	for tries := 1; ; tries++ {
+		stats := r.Stages[stage]
+		if stats == nil || stats.Count == 0 {
+			h.Errorf("%s: nothing of %s: %+v", what, stage, r.Outcomes)
+			return
+		}
+		half, quick := stats.Quantile(0.5), stats.Quantile(0.1)
+		if half >= low && quick <= high {
+			return
+		}
+		if half < low || len(again) == 0 || tries == most {
+			h.Errorf("%s: a tenth of %s is up to %v, half up to %v, want %v (%v to %v)", what, stage, quick, half, want, low, high)
+			return
+		}
+		r = again[0]()
+	}
+}
+
+// slowest are the slowest messages that a selector means.
+func (h *tuned) slowest(selector string, n int) (list []agent.TraceSlow) {
+	h.Helper()
+	h.query("/slow", &list, "select", selector, "n", fmt.Sprint(n))
+	return list
+}
+
+// farListener accepts connections on the far side, in this process.
+func (h *tuned) farListener(port uint16, options func(fd int) error) *net.TCPListener {
+	h.Helper()
+	return h.listener(h.devices, port, options)
+}
+
+func (h *tuned) listener(n *lab.Namespace, port uint16, options func(fd int) error) *net.TCPListener {
+	h.Helper()
+	var l net.Listener
+	h.must(n.Do(func() (err error) {
+		lc := net.ListenConfig{KeepAlive: -1, Control: func(_, _ string, raw syscall.RawConn) (err error) {
+			if options == nil {
+				return nil
+			}
+			failed := raw.Control(func(fd uintptr) { err = options(int(fd)) })
+			return errors.Join(failed, err)
+		}}
+		lc.SetMultipathTCP(false)
+		l, err = lc.Listen(h.Context(), "tcp", netip.AddrPortFrom(wildcard, port).String())
+		return err
+	}))
+	h.Cleanup(func() { l.Close() })
+	return l.(*net.TCPListener)
+}
+
+// accept accepts a connection, which ends with the test.
+func (h *tuned) accept(l *net.TCPListener) *net.TCPConn {
+	h.Helper()
+	h.must(l.SetDeadline(time.Now().Add(patience)))
+	c, err := l.AcceptTCP()
+	h.must(err)
+	h.Cleanup(func() { c.Close() })
+	return c
+}
+
+// sink reads all that comes to a listener.
+func (h *tuned) sink(l *net.TCPListener) {
+	go func() {
+		for {
+			c, err := l.AcceptTCP()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				_, _ = io.Copy(io.Discard, c) // until the other side ends
+			}()
+		}
+	}()
+}
+
+// queueOf puts a token bucket with a queue before the near end of the link, and returns what removes it. Rate is in bytes a
+// second, burst in bytes.
+func (h *tuned) tokenBucket(rate, burst uint64) (remove func()) {
+	h.Helper()
+	nl := h.collectors.Netlink()
+	dev, err := nl.LinkByName("link0")
+	h.must(err)
+	// The kernel wants the burst as the time that it takes, in ticks.
+	q := &netlink.Tbf{
+		QdiscAttrs: netlink.QdiscAttrs{LinkIndex: dev.Attrs().Index, Handle: netlink.MakeHandle(1, 0), Parent: netlink.HANDLE_ROOT},
+		Rate:       rate, Limit: 1 << 20, Buffer: uint32(float64(burst) / float64(rate) * netlink.TickInUsec() * 1e6),
+	}
+	h.must(nl.QdiscAdd(q))
+	return func() {
+		h.Helper()
+		h.must(nl.QdiscDel(q))
+	}
+}

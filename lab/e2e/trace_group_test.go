@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+	"sockeye/internal/trace"
+	"sockeye/lab"
+)
+
+// groups are the groups of a rule, with their numbers of messages.
+func (h *tuned) groups(rule string) map[trace.Group]uint64 {
+	h.Helper()
+	var r agent.TraceResults
+	h.query("/results", &r, "select", "rule="+rule)
+	groups := map[trace.Group]uint64{}
+	for _, result := range r.Results {
+		if groups[result.Group] > 0 {
+			h.Errorf("there are two of %+v", result.Group)
+		}
+		groups[result.Group] = result.Chosen
+	}
+	return groups
+}
+
+// Messages are counted by what their rule groups by. What finds no room among its groups is counted together.
+func TestTraceGroups(t *testing.T) {
+	t.Parallel()
+	h := newTuned(t, lab.LinkOptions{})
+	for prefix, gateway := range map[string]netip.Addr{"10.91.0.0/16": far4, "fd91::/16": far6} {
+		h.must(h.devices.Own(netip.MustParsePrefix(prefix)))
+		h.must(h.collectors.AddRoute(netip.MustParsePrefix(prefix), gateway))
+	}
+	near := h.makeGroup("near")
+	h.setTrace(
+		fmt.Sprintf("{name: few, cgroup: %s, match: {port: %d, role: connect}, messages: 1/1, group_by: remote/24, groups: 4}", near, tracePort),
+		fmt.Sprintf("{name: bits, cgroup: %s, match: {port: %d, role: connect}, messages: 1/1, group_by: [{remote: {ipv4: 20, ipv6: 32}}, port]}", near, tracePort+1),
+		fmt.Sprintf("{name: accepts, cgroup: %s, match: {role: accept}, messages: 1/1, group_by: [port, cgroup]}", near),
+	)
+	h.startAgent()
+	p, far := h.startNear("near"), h.startFar()
+	for port := range uint16(2) {
+		far.listen(tracePort + port)
+		p.listen(tracePort + port)
+	}
+	var to []netip.Addr
+	for i := range 6 {
+		to = append(to, netip.MustParseAddr(fmt.Sprintf("10.91.%d.1", 8*i)), netip.MustParseAddr(fmt.Sprintf("fd91:%d::1", i)))
+	}
+	p.connect(24, at(tracePort, to...)...)
+	h.ended("rule=few", 24)
+	groups := h.groups("few")
+	other, all := uint64(0), uint64(0)
+	for g, n := range groups {
+		all += n
+		switch {
+		case g.Other:
+			other = n
+		case n != 2 || !g.Remote.IsValid() || g.Remote.Addr().Is4() != (g.Remote.Bits() == 24) || g.Remote.Addr().Is6() != (g.Remote.Bits() == 48):
+			t.Errorf("%+v: %d messages", g, n)
+		}
+	}
+	if len(groups) != 5 || all != 24 || other != 16 {
+		t.Errorf("%d groups with %d messages, %d of them in other: %v", len(groups), all, other, groups)
+	}
+	if s := h.traced(near).Rules[0]; s.Groups != 4 || s.Limit != 4 {
+		t.Errorf("sockeye trace: %+v", s)
+	}
+	if out, _, _ := h.cli("trace", "--select", "rule=few,other=true"); !strings.Contains(out, "few other") || !strings.Contains(out, "16 chosen = ") {
+		t.Errorf("sockeye trace shows no other:\n%s", out)
+	}
+
+	p.connect(12, at(tracePort+1, to...)...)
+	h.ended("rule=bits", 12)
+	want := map[trace.Group]uint64{
+		{Rule: "bits", Protocol: config.TCP, Port: tracePort + 1, Remote: netip.MustParsePrefix("10.91.0.0/20")}:  2,
+		{Rule: "bits", Protocol: config.TCP, Port: tracePort + 1, Remote: netip.MustParsePrefix("10.91.16.0/20")}: 2,
+		{Rule: "bits", Protocol: config.TCP, Port: tracePort + 1, Remote: netip.MustParsePrefix("10.91.32.0/20")}: 2,
+	}
+	for i := range 6 {
+		want[trace.Group{Rule: "bits", Protocol: config.TCP, Port: tracePort + 1, Remote: netip.MustParsePrefix(fmt.Sprintf("fd91:%x::/32", i))}] = 1
+	}
+	if got := h.groups("bits"); fmt.Sprint(got) != fmt.Sprint(want) {
+		t.Errorf("groups: %v\nwant %v", got, want)
+	}
+
+	far.connect(6, at(tracePort, near4, near6)...)
+	far.connect(4, at(tracePort+1, near4, near6)...)
+	h.ended("rule=accepts", 10)
+	want = map[trace.Group]uint64{
+		{Rule: "accepts", Protocol: config.TCP, Port: tracePort, Cgroup: near + "/near"}:     6,
+		{Rule: "accepts", Protocol: config.TCP, Port: tracePort + 1, Cgroup: near + "/near"}: 4,
+	}
+	if got := h.groups("accepts"); fmt.Sprint(got) != fmt.Sprint(want) {
+		t.Errorf("groups: %v\nwant %v", got, want)
+	}
+
+	// What was counted stays counted when the agent and the cgroup are others.
+	before := h.groups("few")
+	h.killAgent()
+	h.startAgent()
+	if got := h.groups("few"); fmt.Sprint(got) != fmt.Sprint(before) {
+		t.Errorf("a new agent: %v, before %v", got, before)
+	}
+}
+
+// A trial of tune is told apart in its arms, and which stage makes the difference; so it is when the rule of tune changes,
+// and the metrics go on.
+func TestTraceArms(t *testing.T) {
+	t.Parallel()
+	h := newTuned(t, lab.LinkOptions{Delay: 3 * time.Millisecond})
+	near := h.makeGroup("near")
+	tune := "{name: window, cgroup: " + near + ", set: {cwnd_clamp: 3, sndbuf: 1MB}, trial: {control: 50%}}"
+	set := func(tune string) {
+		h.setPolicyText(policySection("tune", tune) +
+			traceText("{name: all, cgroup: "+near+", messages: 1/1, group_by: [rule, arm]}") + "metrics: {listen: \"127.0.0.1:9732\"}\n")
+	}
+	set(tune)
+	h.startAgent()
+	p, far := h.startNear("near"), h.startFar()
+	far.listen(tracePort)
+	exchange := func(connections int) {
+		t.Helper()
+		p.do(order{Do: "connect", N: connections, Parallel: 8, To: at(tracePort, far4, far6), Up: 14_000, Keep: true})
+		p.do(order{Do: "exchanges", Parallel: 8, Up: 14_000, traceOrder: traceOrder{Count: 4}})
+		p.do(order{Do: "close"})
+	}
+	const connections = 40
+	exchange(connections)
+	h.ended("", 5*connections)
+	control := h.rule("window").Control
+	arms := func(when string, want map[string]uint64) {
+		t.Helper()
+		got := map[string]uint64{}
+		for g, n := range h.groups("all") {
+			if g.TuneRule != "window" {
+				t.Errorf("%s: %+v", when, g)
+			}
+			got[g.Arm] += n
+		}
+		if fmt.Sprint(got) != fmt.Sprint(want) {
+			t.Errorf("%s: %v messages, want %v", when, got, want)
+		}
+	}
+	arms("at first", map[string]uint64{"control": 5 * control, "treated": 5 * (connections - control)})
+	if m := h.slowest("arm=treated", 1)[0]; m.Explanation.Cause != trace.CauseCwnd || m.Cwnd != 3 {
+		t.Errorf("the slowest of the small window: %+v", m)
+	}
+	var compared struct {
+		Comparison trace.Comparison `json:"comparison"`
+		Summary    string           `json:"summary"`
+	}
+	h.show(&compared, "trace", "compare", "--trial", "window")
+	i := slices.IndexFunc(compared.Comparison.Rows, func(r trace.Row) bool { return r.Stage == config.StageStack && r.Figure == "p50" })
+	if i < 0 || compared.Comparison.Rows[i].Verdict != trace.Real || compared.Comparison.Rows[i].B < 12*time.Millisecond || compared.Comparison.Rows[i].A > 3*time.Millisecond {
+		t.Errorf("a window of 3 packets: %+v", compared)
+	}
+	if !strings.Contains(compared.Summary, "stack") {
+		t.Errorf("the summary says %q", compared.Summary)
+	}
+	h.refuse(2, []string{"hint:"}, "trace", "compare", "--trial", "windows")
+	page := filepath.Join(h.dir, "trace.html")
+	if out, errs, code := h.cli("trace", "report", page); code != 0 {
+		t.Errorf("sockeye trace report: exit code %d: %s%s", code, out, errs)
+	}
+	if b, err := os.ReadFile(page); err != nil || !strings.Contains(string(b), "arm=control") || !strings.Contains(string(b), "the congestion window, 3 packets") {
+		t.Errorf("sockeye trace report: %v, %d bytes", err, len(b))
+	}
+	h.refuse(2, []string{"both", "the group", "hint:"}, "trace", "compare", "arm=control", "tune_rule=window")
+
+	// Another version of the rule has another number, and the same name.
+	set(strings.Replace(tune, "cwnd_clamp: 3", "cwnd_clamp: 4", 1))
+	var plan agent.Plan
+	h.show(&plan, "apply")
+	for _, c := range plan.Changes {
+		if strings.Contains(c.What, "trace") {
+			t.Errorf("a change of tune changes what is traced: %+v", c)
+		}
+	}
+	exchange(10)
+	h.ended("", 5*(connections+10))
+	control += h.rule("window").Control
+	want := map[string]uint64{"control": 5 * control, "treated": 5 * (connections + 10 - control)}
+	arms("another version of the rule", want)
+	agrees := func(when string) {
+		t.Helper()
+		metrics := h.scrape("127.0.0.1:9732")
+		for arm, n := range want {
+			name := fmt.Sprintf("sockeye_trace_chosen_total{arm=%q,cgroup=%q,group_cgroup=\"\",port=\"\",protocol=\"tcp\",remote=\"\",rule=\"all\",service=\"\",tune_rule=\"window\"}", arm, near)
+			if got := uint64(metrics[name]); got != n {
+				t.Errorf("%s: %s is %d, want %d", when, name, got, n)
+			}
+		}
+	}
+	agrees("another version of the rule")
+	h.killAgent()
+	h.startAgent()
+	arms("a new agent", want)
+	agrees("a new agent")
+
+	// Without tune, and with it again: its numbers of rules are others then, so all begins anew.
+	h.setTrace("{name: all, cgroup: " + near + ", messages: 1/1, group_by: [rule, arm]}")
+	h.show(&plan, "apply")
+	p.connect(3, at(tracePort, far4)...)
+	if r := h.ended("tune_rule=none,arm=none", 3); r.Chosen != 3 {
+		t.Errorf("without tune: %+v", r)
+	}
+	set(tune)
+	h.show(&plan, "apply")
+	p.connect(4, at(tracePort, far4)...)
+	if r := h.ended("", 4); r.Chosen != 4 || r.Group.TuneRule != "window" {
+		t.Errorf("with tune again: %+v", r)
+	}
+	// A policy that fails in the end leaves both as they were.
+	text, err := os.ReadFile(h.policyPath())
+	h.must(err)
+	h.setTrace("{name: all, cgroup: "+near+", messages: 1/1, group_by: [rule, arm]}", "{name: zz, cgroup: "+h.group("zz/deeper/still")+"}")
+	more := h.noDeeperThan(2)
+	if _, errs, code := h.cli("apply"); code == 0 {
+		t.Errorf("a policy that cannot be had is applied: %s", errs)
+	}
+	more()
+	h.must(os.WriteFile(h.policyPath(), text, 0o644))
+	n := h.results("tune_rule=window").Chosen
+	p.connect(4, at(tracePort, far4)...)
+	h.ended("tune_rule=window", n+4)
+}
+
+// Messages of a service are known by its listeners.
+func TestTraceService(t *testing.T) {
+	t.Parallel()
+	h := newHost(t, config.Reuseport)
+	h.setPolicy(2)
+	text, err := os.ReadFile(h.policyPath())
+	h.must(err)
+	h.must(os.WriteFile(h.policyPath(), append(text, fmt.Sprintf(
+		"trace:\n  - {name: served, cgroup: /%[1]s, match: {service: telemetry}, messages: 1/1, group_by: [service, port]}\n  - {name: rest, cgroup: /%[1]s, messages: 1/1, group_by: service}\n",
+		h.lab.CgroupPath())...), 0o644))
+	h.startAgent()
+	h.start(0, 1)
+	h.ready(0, 1)
+	all := addresses(20)
+	h.lands("with rules", all, h.homes(2))
+	traced := &tuned{host: h}
+	r := traced.ended("rule=served", 20)
+	want := trace.Group{Rule: "served", Protocol: config.TCP, Service: "telemetry", Port: bmpPort}
+	if r.Chosen != 20 || r.Group != want {
+		t.Errorf("%d messages of %+v, want 20 of %+v", r.Chosen, r.Group, want)
+	}
+}

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"bytes"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+	"sockeye/internal/trace"
+	"sockeye/lab"
+)
+
+// received waits until so much that a selector means was received, and all of it has ended.
+func (h *tuned) received(selector string, n uint64) (r trace.Result) {
+	h.Helper()
+	h.eventually("it to be received", func() error {
+		r = h.results(selector)
+		if ended(r.RXOutcomes) < n || r.RXWaiting > 0 {
+			return fmt.Errorf("%d wait, %v, want %d", r.RXWaiting, r.RXOutcomes, n)
+		}
+		return nil
+	})
+	if r.RXChosen != ended(r.RXOutcomes) {
+		h.Errorf("%s: received %d, ended %v", selector, r.RXChosen, r.RXOutcomes)
+	}
+	return r
+}
+
+// A reader that is stopped shows in the stage reader, over TCP and UDP, and while it is stopped it is told how far it is
+// behind.
+func TestTraceReader(t *testing.T) {
+	t.Parallel()
+	h := newTuned(t, lab.LinkOptions{Delay: time.Millisecond})
+	near := h.makeGroup("near")
+	h.setTrace("{name: all, cgroup: " + near + ", messages: 1/1, stages: [rx_stack, reader], protocols: [tcp, udp]}")
+	h.startAgent()
+	p, far := h.startNear("near"), h.startFar()
+	p.listen(tracePort)
+	p.do(order{Do: "bind", At: netip.AddrPortFrom(wildcard, tracePort)})
+	far.connect(2, at(tracePort, near4, near6)...)
+	far.exchanges(5)
+	far.do(order{Do: "datagrams", To: at(tracePort, near4, near6), traceOrder: traceOrder{Count: 10, Size: 500}})
+	for protocol, n := range map[string]uint64{"tcp": 12, "udp": 20} {
+		r := h.received("protocol="+protocol, n)
+		h.took(protocol+", running", r, config.StageRXStack, 0)
+		h.took(protocol+", running", r, config.StageReader, 0)
+		if r.RXChosen < n || r.RXOutcomes[trace.Read] != r.RXChosen || r.Chosen != 0 {
+			t.Errorf("%s, running: %+v", protocol, r)
+		}
+	}
+	if out, _, code := h.cli("trace"); code != 0 || !strings.Contains(out, "the reader is not behind") {
+		t.Errorf("sockeye trace, running: exit code %d:\n%s", code, out)
+	}
+
+	// Stopped.
+	const stopped = 300 * time.Millisecond
+	h.stopPeer(p)
+	answer := far.tell(order{Do: "exchanges", Parallel: 2, Up: 1000, traceOrder: traceOrder{Count: 1}})
+	far2 := h.startPeer(h.devices, "others", "far2")
+	far2.do(order{Do: "datagrams", To: at(tracePort, near4, near6), traceOrder: traceOrder{Count: 3, Size: 500}})
+	for protocol, n := range map[string]uint64{"tcp": 2, "udp": 6} {
+		var r trace.Result
+		h.eventually("the reader to be behind", func() error {
+			r = h.results("protocol=" + protocol)
+			if r.RXWaiting != n || r.RXOldest < stopped {
+				return fmt.Errorf("%s: %d wait for %v", protocol, r.RXWaiting, r.RXOldest)
+			}
+			return nil
+		})
+		if r.RXOldest > patience {
+			t.Errorf("%s: the oldest waits for %v", protocol, r.RXOldest)
+		}
+	}
+	if out, _, code := h.cli("trace"); code != 0 || !strings.Contains(out, "2 waiting; the reader is ") || !strings.Contains(out, "6 waiting; the reader is ") {
+		t.Errorf("sockeye trace, stopped: exit code %d:\n%s", code, out)
+	}
+	h.must(p.Signal(unix.SIGCONT))
+	answer()
+	for protocol, n := range map[string]uint64{"tcp": 14, "udp": 26} {
+		r := h.received("protocol="+protocol, n)
+		if late := r.Stages[config.StageReader]; time.Duration(late.Max) < stopped {
+			t.Errorf("%s, stopped: the reader took %v at most", protocol, time.Duration(late.Max))
+		}
+		h.took(protocol+", stopped", r, config.StageRXStack, 0)
+	}
+
+	// Without an agent it goes on, but for the times of arrival, for which the agent asks the kernel.
+	h.killAgent()
+	far.exchanges(2)
+	h.startAgent()
+	far.exchanges(3)
+	r := h.received("protocol=tcp", 24)
+	if r.RXChosen < 24 || r.RXUnstamped > 4 {
+		t.Errorf("a new agent: %+v", r)
+	}
+	// Rules that do not ask for it have nothing of it attached.
+	if n := len(h.links()); n < 5 {
+		t.Errorf("%d programs are attached", n)
+	}
+	h.applyTrace("{name: all, cgroup: " + near + ", messages: 1/1}")
+	if links := h.links(); len(links) != 1 {
+		t.Errorf("without stages of what is received, programs %v are attached", links)
+	}
+	h.setPolicyText("trace: []\n")
+	var plan agent.Plan
+	h.show(&plan, "apply")
+	if links := h.links(); len(links) > 0 || len(h.tracePins()) > 0 {
+		t.Errorf("without rules, programs %v are attached, pins are %v", links, h.tracePins())
+	}
+}
+
+var programID = regexp.MustCompile(`(?m)^prog_id:\s+(\d+)$`)
+
+// links are the ids of the programs that the agent has attached.
+func (h *tuned) links() (programs []ebpf.ProgramID) {
+	h.Helper()
+	infos, err := filepath.Glob(fmt.Sprintf("/proc/%d/fdinfo/*", h.agent.Pid()))
+	h.must(err)
+	for _, path := range infos {
+		b, err := os.ReadFile(path)
+		if err != nil || !bytes.Contains(b, []byte("link_type:")) {
+			continue // closed meanwhile, or something else
+		}
+		id, err := strconv.Atoi(string(programID.FindSubmatch(b)[1]))
+		h.must(err)
+		programs = append(programs, ebpf.ProgramID(id))
+	}
+	return programs
+}
+
+// stopPeer stops a peer as a debugger does.
+func (h *tuned) stopPeer(p *peer) {
+	h.Helper()
+	h.members[0] = &member{Process: p.Process}
+	h.hang(0)
+	delete(h.members, 0)
+}
+
+// What nobody reads is counted by what became of it.
+func TestTraceUnread(t *testing.T) {
+	t.Parallel()
+	h := newTuned(t, lab.LinkOptions{})
+	near := h.makeGroup("near")
+	h.setTrace("{name: all, cgroup: " + near + ", messages: 1/1, stages: [reader], protocols: [tcp, udp]}")
+	h.startAgent()
+	p, far := h.startNear("near"), h.startFar()
+	p.listen(tracePort)
+	p.do(order{Do: "bind", At: netip.AddrPortFrom(wildcard, tracePort), traceOrder: traceOrder{Size: 20_000}})
+	far.connect(4, at(tracePort, near4)...)
+	h.received("protocol=tcp", 4)
+	h.stopPeer(p)
+	far.tell(order{Do: "exchanges", Parallel: 4, Up: 1000, traceOrder: traceOrder{Count: 1}})
+	const datagrams = 200
+	far2 := h.startPeer(h.devices, "others", "far2")
+	far2.do(order{Do: "datagrams", To: at(tracePort, near4), traceOrder: traceOrder{Count: datagrams, Size: 1000}})
+	h.eventually("some to be dropped", func() error {
+		if r := h.results("protocol=udp"); r.RXChosen != datagrams || r.RXOutcomes[trace.Dropped]+r.RXWaiting != datagrams {
+			return fmt.Errorf("%d chosen, %v, %d wait", r.RXChosen, r.RXOutcomes, r.RXWaiting)
+		}
+		if r := h.results("protocol=tcp"); r.RXWaiting != 4 {
+			return fmt.Errorf("%d wait", r.RXWaiting)
+		}
+		return nil
+	})
+	h.must(p.Kill())
+	r := h.received("protocol=tcp", 8)
+	if r.RXOutcomes[trace.Unread] != 4 || r.RXOutcomes[trace.Read] != 4 {
+		t.Errorf("tcp: %v", r.RXOutcomes)
+	}
+	r = h.received("protocol=udp", datagrams)
+	if r.RXOutcomes[trace.Dropped] == 0 || r.RXOutcomes[trace.Unread] == 0 || r.RXOutcomes[trace.Read] != 0 {
+		t.Errorf("udp: %v", r.RXOutcomes)
+	}
+}
+
+// Datagrams that are sent are measured up to the driver.
+func TestTraceDatagrams(t *testing.T) {
+	t.Parallel()
+	const rate, burst, size, count = 500_000, 2000, 1000, 20 // bytes a second, bytes
+	h := newTuned(t, lab.LinkOptions{})
+	near := h.makeGroup("near")
+	h.setTrace("{name: all, cgroup: " + near + ", messages: 1/1, stages: [stack, qdisc], protocols: udp, group_by: port}")
+	h.startAgent()
+	p, far := h.startNear("near"), h.startFar()
+	for port := range uint16(2) {
+		far.do(order{Do: "bind", At: netip.AddrPortFrom(wildcard, tracePort+port)})
+	}
+	p.do(order{Do: "datagrams", To: at(tracePort, far4, far6), traceOrder: traceOrder{Count: 10, Size: size}})
+	r := h.ended(fmt.Sprintf("port=%d", tracePort), 20)
+	h.took("no rate limit", r, config.StageQdisc, 0)
+	h.took("no rate limit", r, config.StageStack, 0)
+	remove := h.tokenBucket(rate, burst)
+	p.do(order{Do: "datagrams", To: at(tracePort+1, far4), traceOrder: traceOrder{Count: count, Size: size}})
+	r = h.ended(fmt.Sprintf("port=%d", tracePort+1), count)
+	remove()
+	// Of all that are given to it at once, half wait until half have left.
+	h.tookAtMost("a rate limit", r, config.StageQdisc, (count*(size+28)-burst)*time.Second/rate)
+	h.took("a rate limit", r, config.StageStack, 0)
+	if r.Chosen != count {
+		t.Errorf("a rate limit: %+v", r)
+	}
+}
+
+// tookAtMost fails the test unless the longest of a stage is as long as it should be.
+func (h *tuned) tookAtMost(what string, r trace.Result, stage config.Stage, want time.Duration) {
+	h.Helper()
+	stats := r.Stages[stage]
+	if stats == nil || stats.Count == 0 {
+		h.Errorf("%s: nothing of %s: %+v", what, stage, r.Outcomes)
+		return
+	}
+	if got := time.Duration(stats.Max); got < want*4/5 || got > want+want/5+20*time.Millisecond {
+		h.Errorf("%s: %s takes up to %v, want %v", what, stage, got, want)
+	}
+}

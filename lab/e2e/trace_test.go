@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/config"
+	"sockeye/internal/trace"
+	"sockeye/lab"
+)
+
+// A link's delay is in the stage network, and nowhere else.
+func TestTraceNetwork(t *testing.T) {
+	t.Parallel()
+	h := newTraced(t, 0)
+	near := h.group("near")
+	h.setTrace("{name: all, cgroup: " + near + ", messages: 1/1, group_by: port}")
+	h.startAgent()
+	p, far := h.startNear("near"), h.startFar()
+	for i, delay := range []time.Duration{2 * time.Millisecond, 10 * time.Millisecond, 40 * time.Millisecond} {
+		o := h.link.Options()
+		o.Delay = delay
+		h.must(h.link.Set(o))
+		port := tracePort + uint16(i)
+		far.listen(port)
+		p.connect(4, at(port, far4, far6)...)
+		n := uint64(4)
+		more := func() trace.Result {
+			p.do(order{Do: "exchanges", Parallel: 4, Up: 1000, traceOrder: traceOrder{Count: 10}})
+			n += 40
+			return h.ended(fmt.Sprintf("port=%d", port), n)
+		}
+		what := fmt.Sprintf("a delay of %v", delay)
+		r := more()
+		h.took(what, r, config.StageNetwork, 2*delay, more)
+		h.took(what, r, trace.Total, 2*delay, more)
+		h.took(what, r, config.StageStack, 0)
+		h.took(what, r, config.StageQdisc, 0)
+		if r.Outcomes[trace.Acked]+r.Outcomes[trace.Retransmitted] != 44 || r.Bytes != 44*1008 {
+			t.Errorf("%s: %v, %d bytes", what, r.Outcomes, r.Bytes)
+		}
+		p.do(order{Do: "close"})
+	}
+}
+
+// explained fails the test unless the slowest message of this length that a selector means is explained by this, and returns
+// it.
+func (h *tuned) explained(selector string, length uint32, stage config.Stage, cause trace.Cause, words ...string) (m agent.TraceSlow) {
+	h.Helper()
+	list := h.slowest(selector, 100)
+	i := slices.IndexFunc(list, func(m agent.TraceSlow) bool { return m.Length == length })
+	if i < 0 {
+		h.Fatalf("%s: nothing of %d bytes is slow: %+v", selector, length, list)
+	}
+	m = list[i]
+	if m.Explanation.Stage != stage || m.Explanation.Cause != cause {
+		h.Errorf("%s: the slowest message is explained by %s in %s, want %s in %s: %+v", selector, m.Explanation.Cause, m.Explanation.Stage, cause, stage, m)
+	}
+	// For people, the same.
+	out, errs, code := h.cli("trace", "slow", "-n", "100", "--select", selector)
+	for _, word := range append(words, m.Explanation.Text, m.Local.String(), m.Remote.String()) {
+		if code != 0 || !strings.Contains(out, word) {
+			h.Errorf("sockeye trace slow: exit code %d, without %q:\n%s%s", code, word, out, errs)
+		}
+	}
+	return m
+}
+
+// What holds a message in the stack is seen there, and told: the windows of congestion and of the peer, and pacing, which
+// rules of tune set on the same connections.
+func TestTraceStack(t *testing.T) {
+	t.Parallel()
+	const delay, size = 10 * time.Millisecond, 100_000
+	h := newTraced(t, delay)
+	near := h.group("near")
+	const cwnd, paced, window = tracePort, tracePort + 1, tracePort + 2
+	h.setPolicyText(policySection("tune",
+		fmt.Sprintf("{name: cwnd, cgroup: %s, match: {port: %d}, set: {cwnd_clamp: 10, sndbuf: 1MB}}", near, cwnd),
+		fmt.Sprintf("{name: paced, cgroup: %s, match: {port: %d}, set: {pacing_rate: 4Mbit/s, sndbuf: 1MB, initial_cwnd: 200}}", near, paced),
+		fmt.Sprintf("{name: window, cgroup: %s, match: {port: %d}, set: {sndbuf: 1MB, initial_cwnd: 200}}", near, window),
+	) + traceText("{name: all, cgroup: "+near+", messages: 1/1, group_by: [port, rule]}"))
+	h.startAgent()
+	p := h.startNear("near")
+	h.sink(h.farListener(cwnd, nil))
+	h.sink(h.farListener(paced, nil))
+	shut := h.farListener(window, func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, 8000) })
+	// connect makes a connection, and returns what sends so many messages over it and waits for their end.
+	connect := func(rule string, port uint16, count int) (send func() trace.Result) {
+		t.Helper()
+		p.do(order{Do: "connect", N: 1, To: at(port, far4), Keep: true})
+		n := uint64(0)
+		return func() (r trace.Result) {
+			t.Helper()
+			for range count {
+				p.do(order{Do: "send", traceOrder: traceOrder{Count: 1, Size: size}})
+				n++
+				r = h.ended("tune_rule="+rule, n)
+			}
+			return r
+		}
+	}
+
+	// 100 KB by 10 packets of 1448 bytes a round trip: the last leaves in the 7th.
+	send := connect("cwnd", cwnd, 3)
+	r := send()
+	h.took("a small congestion window", r, config.StageStack, 6*2*delay, send)
+	h.took("a small congestion window", r, config.StageNetwork, 2*delay, send)
+	p.do(order{Do: "close"})
+	m := h.explained(fmt.Sprintf("port=%d", cwnd), size, config.StageStack, trace.CauseCwnd, "the congestion window, 10 packets of 1448 B")
+	if m.Group.TuneRule != "cwnd" || m.Cwnd != 10 || m.Length != size || m.Role != config.RoleConnect {
+		t.Errorf("a small congestion window: %+v", m)
+	}
+
+	// At 500 KB a second.
+	send = connect("paced", paced, 2)
+	h.took("pacing", send(), config.StageStack, 180*time.Millisecond, send)
+	p.do(order{Do: "close"})
+	h.explained("tune_rule=paced", size, config.StageStack, trace.CausePacing, "pacing at ", "Mbit/s")
+
+	// A reader that is stopped for a while.
+	const stopped = 400 * time.Millisecond
+	var reader sync.WaitGroup
+	reader.Go(func() {
+		c, err := shut.AcceptTCP()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer c.Close()
+		time.Sleep(stopped)
+		n, err := io.Copy(io.Discard, c)
+		if err != nil || n != size {
+			t.Errorf("%d bytes: %v", n, err)
+		}
+	})
+	r = connect("window", window, 1)()
+	p.do(order{Do: "close"})
+	reader.Wait()
+	if stack := r.Stages[config.StageStack]; stack == nil || stack.Quantile(0.5) < stopped-50*time.Millisecond {
+		t.Errorf("a closed window: %+v", r)
+	}
+	m = h.explained("tune_rule=window", size, config.StageStack, trace.CauseWindow, "the peer's window")
+	if m.WindowLimited < stopped/2 || m.Window > 8000 {
+		t.Errorf("a closed window: %+v", m)
+	}
+}
+
+// What waits for a rate on this host is in the stage qdisc, for as long as its queue takes.
+func TestTraceQdisc(t *testing.T) {
+	t.Parallel()
+	const rate, burst, size, connections = 500_000, 3000, 1000, 20 // bytes a second, bytes
+	h := newTraced(t, time.Millisecond)
+	h.setTrace("{name: all, cgroup: " + h.group("near") + ", messages: 1/1, group_by: port}")
+	h.startAgent()
+	p := h.startNear("near")
+	// All messages are in the queue at once, so the last waits for all others: unless the host is so busy that the queue is
+	// half empty before they all are, or is served late.
+	const longest = (connections*(size+52) - burst) * time.Second / rate
+	var took []time.Duration
+	for round := range uint16(10) {
+		port := tracePort + round
+		h.sink(h.farListener(port, nil))
+		p.do(order{Do: "connect", N: connections, Parallel: 8, To: at(port, far4), Keep: true})
+		remove := h.tokenBucket(rate, burst)
+		p.do(order{Do: "send", Parallel: connections, traceOrder: traceOrder{Count: 1, Size: size}})
+		r := h.ended(fmt.Sprintf("port=%d", port), connections)
+		remove()
+		p.do(order{Do: "close"})
+		most := time.Duration(r.Stages[config.StageQdisc].Max)
+		took = append(took, most)
+		if most < longest-longest/20 || most > longest+longest/20+5*time.Millisecond {
+			continue
+		}
+		h.took("a rate limit", r, config.StageStack, 0)
+		h.took("a rate limit", r, config.StageNetwork, 2*time.Millisecond)
+		h.explained(fmt.Sprintf("port=%d", port), size, config.StageQdisc, trace.CauseLocalQueue, "queued on this host")
+		h.sink(h.farListener(port+100, nil))
+		p.do(order{Do: "connect", N: connections, Parallel: 8, To: at(port+100, far4), Keep: true})
+		p.do(order{Do: "send", Parallel: connections, traceOrder: traceOrder{Count: 1, Size: size}})
+		h.took("no rate limit", h.ended(fmt.Sprintf("port=%d", port+100), connections), config.StageQdisc, 0)
+		return
+	}
+	t.Errorf("a rate limit: the longest waits are %v, want %v", took, longest)
+}
+
+// What is lost is explained so: the message's own last segment, one before it, and none of it that is acknowledged.
+func TestTraceLoss(t *testing.T) {
+	t.Parallel()
+	var mu sync.Mutex
+	var lose func(n int) bool // of data segments, from 1
+	n := 0
+	h := newTuned(t, lab.LinkOptions{Delay: 10 * time.Millisecond, Drop: onlyData(func(segment) bool {
+		mu.Lock()
+		defer mu.Unlock()
+		n++
+		return lose != nil && lose(n)
+	})})
+	h.must(h.collectors.Sysctl("ipv4.tcp_early_retrans", "0")) // no tail loss probe, which a busy host sends without need
+	losing := func(f func(n int) bool) {
+		mu.Lock()
+		defer mu.Unlock()
+		lose, n = f, 0
+	}
+	h.makeGroup("near")
+	h.setTrace("{name: all, cgroup: " + h.group("near") + ", messages: 1/1, group_by: port}")
+	h.startAgent()
+	p := h.startNear("near")
+	const size = 10_000 // 7 segments
+	var sinks []net.Listener
+	for i := range uint16(3) {
+		l := h.farListener(tracePort+i, nil)
+		sinks = append(sinks, l)
+		if i < 2 {
+			h.sink(l)
+		}
+	}
+	// send has a connection lose segments of one message, after some that tell how long a round trip takes.
+	const before = 5
+	send := func(port uint16, which func(n int) bool) {
+		t.Helper()
+		p.do(order{Do: "connect", N: 1, To: at(port, far4), Keep: true})
+		for i := range uint64(before) {
+			p.do(order{Do: "send", traceOrder: traceOrder{Count: 1, Size: 100}})
+			h.ended(fmt.Sprintf("port=%d", port), i+1)
+		}
+		losing(which)
+		p.do(order{Do: "send", traceOrder: traceOrder{Count: 1, Size: size}})
+	}
+	send(tracePort, func(n int) bool { return n == 7 })
+	r := h.ended(fmt.Sprintf("port=%d", tracePort), before+1)
+	losing(nil)
+	if r.Outcomes[trace.Retransmitted] != 1 {
+		t.Errorf("the last segment is lost: %v", r.Outcomes)
+	}
+	m := h.explained(fmt.Sprintf("port=%d", tracePort), size, config.StageNetwork, trace.CauseLoss, "its last segment was lost", "sent again")
+	if m.Repeats == 0 || m.Outcome != trace.Retransmitted {
+		t.Errorf("the last segment is lost: %+v", m)
+	}
+	p.do(order{Do: "close"})
+
+	send(tracePort+1, func(n int) bool { return n == 3 })
+	r = h.ended(fmt.Sprintf("port=%d", tracePort+1), before+1)
+	losing(nil)
+	if r.Outcomes[trace.Acked] != before+1 {
+		t.Errorf("a segment before the last is lost: %v", r.Outcomes)
+	}
+	m = h.explained(fmt.Sprintf("port=%d", tracePort+1), size, config.StageNetwork, trace.CauseLoss, "segments before its last were lost")
+	if m.Retransmits == 0 || m.Repeats != 0 {
+		t.Errorf("a segment before the last is lost: %+v", m)
+	}
+	p.do(order{Do: "close"})
+
+	// The peer vanishes.
+	send(tracePort+2, func(int) bool { return true })
+	h.eventually("it to be sent again", func() error {
+		mu.Lock()
+		defer mu.Unlock()
+		if n < 9 {
+			return fmt.Errorf("%d segments", n)
+		}
+		return nil
+	})
+	h.must(p.Kill())
+	losing(nil)
+	c := h.accept(sinks[2].(*net.TCPListener))
+	h.must(c.SetLinger(0))
+	c.Close()
+	r = h.ended(fmt.Sprintf("port=%d", tracePort+2), before+1)
+	if r.Outcomes[trace.Unacknowledged] != 1 || r.Bytes != before*100 {
+		t.Errorf("the peer vanishes: %v", r.Outcomes)
+	}
+	h.explained(fmt.Sprintf("port=%d", tracePort+2), size, config.StageNetwork, trace.CauseUnacknowledged, "given up after")
+}
