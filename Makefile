@@ -77,6 +77,13 @@ bench-tune: ## Measure tune against the kernel's defaults, in the lab (QUICK=1: 
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench tune -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
+.PHONY: bench-trace
+bench-trace: ## Measure what tracing costs, against none (QUICK=1: a minute)
+	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
+	@go build -o bin/bench ./bench
+	@mkdir -p "$(OUT)"
+	@unshare --mount --propagation private bin/bench trace -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
+
 .PHONY: generate
 generate: ## Compile the BPF programs and generate their Go
 	@tools/setup $(BPF_PACKAGES)

@@ -30,6 +30,7 @@
 #define TCP_NAGLE_CORK 2
 #define TCP_CHRONO_RWND_LIMITED 2
 #define TCP_CHRONO_SNDBUF_LIMITED 3
+#define TRACE_MINUTE 60000000000ULL /* nanoseconds */
 
 TRACE_EXPORT(struct, trace_rule);
 TRACE_EXPORT(struct, trace_group);
@@ -156,30 +157,42 @@ static __always_inline __u32 trace_limited(const struct tcp_sock *tp,
 	return sum;
 }
 
+/* The minute of a time, among those of a group's slowest messages. */
+static __always_inline struct trace_minute *trace_minute(struct trace_slowest *slow,
+							 __u64 now)
+{
+	__u32 slot = now / TRACE_MINUTE % TRACE_MINUTES;
+
+	barrier_var(slot);
+	return slow && slot < TRACE_MINUTES ? &slow->minute[slot] : NULL;
+}
+
+/* Whether a message is one of the slowest of its group and minute, now. */
+static __always_inline bool trace_is_slow(__u32 group, __u64 now, __u64 total)
+{
+	struct trace_minute *m = trace_minute(bpf_map_lookup_elem(&slowest, &group), now);
+
+	return m && (m->minute != now / TRACE_MINUTE ||
+		     m->count < TRACE_SLOWEST || m->least < total);
+}
+
 /* Keeps a message if it is one of the slowest of its group and minute. */
 __noinline int trace_keep(struct trace_sample *s)
 {
 	struct trace_slowest *slow;
 	__u64 minute, least = ~0ULL;
-	__u32 i, at, slot, group;
 	struct trace_minute *m;
+	__u32 i, at, group;
 	bool room = false;
 
 	if (!s)
 		return 0;
 	group = s->group;
 	slow = bpf_map_lookup_elem(&slowest, &group);
-	if (!slow)
+	m = trace_minute(slow, s->ended);
+	if (!slow || !m)
 		return 0;
-	minute = s->ended / 60000000000ULL;
-	slot = minute % TRACE_MINUTES;
-	barrier_var(slot);
-	if (slot >= TRACE_MINUTES)
-		return 0;
-	m = &slow->minute[slot];
-	/* Without the lock: most are not among them. */
-	if (m->minute == minute && m->count >= TRACE_SLOWEST && m->least >= s->total)
-		return 0;
+	minute = s->ended / TRACE_MINUTE;
 	bpf_spin_lock(&slow->lock);
 	if (m->minute != minute) {
 		m->minute = minute;
@@ -207,10 +220,9 @@ __noinline int trace_keep(struct trace_sample *s)
 	return 0;
 }
 
-/* Tells user space of a message, as far as it wants to know. */
-__noinline int trace_tell(struct bpf_sock_ops *ctx,
-				 struct trace_message *m, __u64 now,
-				 __u32 outcome)
+/* Tells user space of a message. */
+__noinline int trace_tell(struct bpf_sock_ops *ctx, struct trace_message *m,
+			  __u64 now, __u32 outcome, bool slow)
 {
 	struct trace_connection *c = trace_connection(ctx);
 	struct trace_state *st = trace_state();
@@ -230,7 +242,7 @@ __noinline int trace_tell(struct bpf_sock_ops *ctx,
 	s.outcome = outcome;
 	s.role = c->role;
 	s.message = *m;
-	if (outcome != TRACE_OVERWRITTEN && outcome != TRACE_MISSED)
+	if (slow)
 		trace_keep(&s);
 	if (!st->samples)
 		return 0;
@@ -249,16 +261,25 @@ __noinline int trace_tell(struct bpf_sock_ops *ctx,
 	return 0;
 }
 
-static __always_inline void trace_end(struct bpf_sock_ops *ctx,
-				      struct trace_connection *c,
-				      struct trace_message *m, __u64 now,
-				      __u32 outcome)
+/* Counts what became of a message. Returns 0. */
+__noinline int trace_end(struct bpf_sock_ops *ctx, struct trace_message *m,
+			 __u64 now, __u32 outcome)
 {
-	struct trace_stats *s = trace_stats(c->group);
+	struct trace_connection *c = trace_connection(ctx);
+	struct trace_state *st = trace_state();
+	struct trace_stats *s;
+	bool slow;
 
-	if (s && outcome < TRACE_OUTCOMES)
+	if (!c || !m || outcome >= TRACE_OUTCOMES)
+		return 0;
+	s = trace_stats(c->group);
+	if (s)
 		__sync_fetch_and_add(&s->outcome[outcome], 1);
-	trace_tell(ctx, m, now, outcome);
+	slow = outcome != TRACE_OVERWRITTEN && outcome != TRACE_MISSED &&
+	       trace_is_slow(c->group, now, now - (m->started ? m->started : m->sent));
+	if (slow || (st && st->samples))
+		trace_tell(ctx, m, now, outcome, slow);
+	return 0;
 }
 
 /* The key of the skb that a call is about. */
@@ -315,7 +336,6 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	/* The flag may be another's. */
 	if (!rule || !(rule->flags & TRACE_RULE_TX))
 		return 0;
-	now = bpf_ktime_get_ns();
 	started = c->started;
 	c->started = 0;
 	sk = trace_cast(kern->sk, struct sock);
@@ -323,9 +343,12 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	seq = tp->write_seq;
 	length = seq - c->write_seq;
 	c->write_seq = seq;
+	now = rule->interval ? bpf_ktime_get_ns() : 0;
 	turn = trace_turn(rule, &c->skip, &c->next, now);
 	if (!turn && c->head == c->tail && !sk->sk_tsflags)
 		return 0;
+	if (!now)
+		now = bpf_ktime_get_ns();
 	skb = kern->skb;
 	cb = trace_cast(skb->cb, struct tcp_skb_cb);
 	shared = trace_shared(ctx);
@@ -344,7 +367,7 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 		within = true;
 	if (within && shared->tskey != last->key) {
 		c->head--;
-		trace_end(ctx, c, last, now, TRACE_OVERWRITTEN);
+		trace_end(ctx, last, now, TRACE_OVERWRITTEN);
 		within = false;
 	}
 	if (!turn)
@@ -369,7 +392,7 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	}
 	if (within) {
 		c->head--;
-		trace_end(ctx, c, last, now, TRACE_OVERWRITTEN);
+		trace_end(ctx, last, now, TRACE_OVERWRITTEN);
 	}
 	m = trace_message(c, c->head);
 	if (!m)
@@ -678,7 +701,7 @@ __noinline int trace_acked(struct bpf_sock_ops *ctx)
 			trace_late(c, m);
 		if (outcome != TRACE_MISSED)
 			trace_measure(s, m, now);
-		trace_end(ctx, c, m, now, outcome);
+		trace_end(ctx, m, now, outcome);
 		c->tail++;
 	}
 	return 0;
@@ -706,7 +729,7 @@ __noinline int trace_closed(struct bpf_sock_ops *ctx)
 		m->retransmits = tp->total_retrans - m->retransmits;
 		if (m->flags & TRACE_MESSAGE_LATE)
 			trace_late(c, m);
-		trace_end(ctx, c, m, now, (__s32)(m->key - tp->snd_una) < 0 ?
+		trace_end(ctx, m, now, (__s32)(m->key - tp->snd_una) < 0 ?
 						  TRACE_MISSED :
 						  TRACE_UNACKNOWLEDGED);
 		c->tail++;
