@@ -30,7 +30,6 @@
 #define TCP_NAGLE_CORK 2
 #define TCP_CHRONO_RWND_LIMITED 2
 #define TCP_CHRONO_SNDBUF_LIMITED 3
-#define TRACE_MINUTE 60000000000ULL /* nanoseconds */
 
 TRACE_EXPORT(struct, trace_rule);
 TRACE_EXPORT(struct, trace_group);
@@ -161,7 +160,7 @@ static __always_inline __u32 trace_limited(const struct tcp_sock *tp,
 static __always_inline struct trace_minute *trace_minute(struct trace_slowest *slow,
 							 __u64 now)
 {
-	__u32 slot = now / TRACE_MINUTE % TRACE_MINUTES;
+	__u32 slot = (now >> TRACE_MINUTE_SHIFT) & (TRACE_MINUTES - 1);
 
 	barrier_var(slot);
 	return slow && slot < TRACE_MINUTES ? &slow->minute[slot] : NULL;
@@ -172,7 +171,7 @@ static __always_inline bool trace_is_slow(__u32 group, __u64 now, __u64 total)
 {
 	struct trace_minute *m = trace_minute(bpf_map_lookup_elem(&slowest, &group), now);
 
-	return m && (m->minute != now / TRACE_MINUTE ||
+	return m && (m->minute != now >> TRACE_MINUTE_SHIFT ||
 		     m->count < TRACE_SLOWEST || m->least < total);
 }
 
@@ -192,7 +191,7 @@ __noinline int trace_keep(struct trace_sample *s)
 	m = trace_minute(slow, s->ended);
 	if (!slow || !m)
 		return 0;
-	minute = s->ended / TRACE_MINUTE;
+	minute = s->ended >> TRACE_MINUTE_SHIFT;
 	bpf_spin_lock(&slow->lock);
 	if (m->minute != minute) {
 		m->minute = minute;

@@ -16,7 +16,8 @@ enum trace_limit {
 	TRACE_IN_FLIGHT = 64, /* messages of a connection, a power of two */
 	TRACE_BUCKETS = 512, /* of a histogram */
 	TRACE_SLOWEST = 8, /* messages kept of a group and a minute */
-	TRACE_MINUTES = 6, /* for which they are kept */
+	TRACE_MINUTES = 8, /* for which they are kept, a power of two */
+	TRACE_MINUTE_SHIFT = 36, /* one is 2^36 ns, 69 s: without a division */
 	TRACE_GROUPS = 4096, /* of a cgroup, all rules together */
 	TRACE_WAITING = 16384, /* received samples that no reader has taken */
 	TRACE_READERS = 4096, /* sockets with such samples */
@@ -231,7 +232,7 @@ struct trace_sample {
 
 /* The slowest messages of a group in one minute. */
 struct trace_minute {
-	__u64 minute; /* CLOCK_MONOTONIC, minutes */
+	__u64 minute; /* CLOCK_MONOTONIC, in minutes of 2^36 ns */
 	__u64 least; /* total among them */
 	__u32 count;
 	__u32 padding;
@@ -256,7 +257,7 @@ struct trace_counts {
 /* A sample that was received, and waits for its reader. */
 struct trace_waiting_key {
 	__u64 of; /* cookie of the connection; of a datagram, its skb */
-	__u64 end; /* sequence number after it; of a datagram, 0 */
+	__u64 end; /* sequence number after it plus TRACE_END; of a datagram, 0 */
 };
 
 struct trace_waiting {
@@ -268,17 +269,15 @@ struct trace_waiting {
 	__u32 slot; /* in trace_reader */
 };
 
-/*
- * The samples of a socket that wait, in no order. An item is a sequence number
- * plus TRACE_ITEM, or an skb; 0: none. It is written once the sample is in
- * place.
- */
+/* The samples of a socket that wait, in no order. */
 struct trace_reader {
-	__u64 item[TRACE_BEHIND];
-	__u64 since[TRACE_BEHIND]; /* when it reached the socket */
+	__u64 since[TRACE_BEHIND]; /* when it reached the socket; 0: no sample,
+				    * TRACE_TAKEN: about to be one */
+	__u64 of[TRACE_BEHIND]; /* end of trace_waiting_key, or a datagram's skb */
 };
 
-#define TRACE_ITEM (1ULL << 32)
+#define TRACE_TAKEN 1ULL
+#define TRACE_END (1ULL << 32) /* added, so that no end is 0 */
 
 /* A datagram on its way out, by its skb. */
 struct trace_sending {
@@ -295,7 +294,7 @@ struct trace_sending {
 struct trace_turn {
 	__u64 next; /* when one may be chosen again */
 	__u32 skip; /* how many are not, before */
-	__u32 padding;
+	__u32 begun;
 };
 
 struct trace_turns {

@@ -365,29 +365,17 @@ func (t *Trace) Slowest(group uint32) ([]TraceSample, error) {
 	if err := t.maps["slowest"].LookupWithFlags(group, &kept, ebpf.LookupLock); err != nil {
 		return nil, fmt.Errorf("read slowest messages of group %d: %w", group, err)
 	}
-	now, err := monotonicTime()
-	if err != nil {
-		return nil, err
-	}
+	now := monotonic()
 	var samples []TraceSample
 	for i := range kept.Minute {
 		m := &kept.Minute[i]
 		// A minute is overwritten only when something ends in its place.
-		if m.Minute+uint64(TraceMinutes) <= uint64(now/time.Minute) {
+		if m.Minute+uint64(TraceMinutes) <= uint64(now)>>TraceMinuteShift {
 			continue
 		}
 		samples = append(samples, m.Sample[:min(int(m.Count), len(m.Sample))]...)
 	}
 	return samples, nil
-}
-
-// monotonicTime is CLOCK_MONOTONIC, as bpf_ktime_get_ns reads it.
-func monotonicTime() (time.Duration, error) {
-	var now unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
-		return 0, fmt.Errorf("read clock: %w", err)
-	}
-	return time.Duration(now.Nano()), nil
 }
 
 // TraceReader reads samples as they come.
@@ -620,12 +608,17 @@ func HaveSend() error {
 	if err != nil {
 		return err
 	}
-	collection, err := ebpf.NewCollection(spec)
-	if errors.Is(err, unix.EPERM) && probeProgram(ebpf.RawTracepoint, ebpf.AttachNone) == nil {
-		// Who may load those may load all that read the kernel.
-		return fmt.Errorf("fentry: %w: this kernel lets nobody load such programs: %w", ebpf.ErrNotSupported, err)
+	// Who may load those may load all that read the kernel.
+	if err := probeProgram(ebpf.RawTracepoint, ebpf.AttachNone); err != nil {
+		return fmt.Errorf("load program that reads the kernel: %w", err)
 	}
-	if err != nil {
+	collection, err := ebpf.NewCollection(spec)
+	switch {
+	case errors.Is(err, unix.EPERM):
+		return fmt.Errorf("fentry: %w: this kernel lets nobody load such programs: %w", ebpf.ErrNotSupported, err)
+	case lacksHelper(err):
+		return fmt.Errorf("storage of sockets for fentry: %w before Linux 5.11: %w", ebpf.ErrNotSupported, err)
+	case err != nil:
 		return fmt.Errorf("load program trace_send: %w", err)
 	}
 	defer collection.Close()

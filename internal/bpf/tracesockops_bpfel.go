@@ -82,19 +82,20 @@ type traceSockopsTraceHistogram struct {
 type traceSockopsTraceLimit uint32
 
 const (
-	traceSockopsTraceLimitTRACE_RULES      traceSockopsTraceLimit = 32
-	traceSockopsTraceLimitTRACE_IN_FLIGHT  traceSockopsTraceLimit = 64
-	traceSockopsTraceLimitTRACE_BUCKETS    traceSockopsTraceLimit = 512
-	traceSockopsTraceLimitTRACE_SLOWEST    traceSockopsTraceLimit = 8
-	traceSockopsTraceLimitTRACE_MINUTES    traceSockopsTraceLimit = 6
-	traceSockopsTraceLimitTRACE_GROUPS     traceSockopsTraceLimit = 4096
-	traceSockopsTraceLimitTRACE_WAITING    traceSockopsTraceLimit = 16384
-	traceSockopsTraceLimitTRACE_READERS    traceSockopsTraceLimit = 4096
-	traceSockopsTraceLimitTRACE_BEHIND     traceSockopsTraceLimit = 32
-	traceSockopsTraceLimitTRACE_SENDING    traceSockopsTraceLimit = 16384
-	traceSockopsTraceLimitTRACE_LOCKS      traceSockopsTraceLimit = 64
-	traceSockopsTraceLimitTRACE_SERVICES   traceSockopsTraceLimit = 512
-	traceSockopsTraceLimitTRACE_LIVE_LEVEL traceSockopsTraceLimit = 20684
+	traceSockopsTraceLimitTRACE_RULES        traceSockopsTraceLimit = 32
+	traceSockopsTraceLimitTRACE_IN_FLIGHT    traceSockopsTraceLimit = 64
+	traceSockopsTraceLimitTRACE_BUCKETS      traceSockopsTraceLimit = 512
+	traceSockopsTraceLimitTRACE_SLOWEST      traceSockopsTraceLimit = 8
+	traceSockopsTraceLimitTRACE_MINUTES      traceSockopsTraceLimit = 8
+	traceSockopsTraceLimitTRACE_MINUTE_SHIFT traceSockopsTraceLimit = 36
+	traceSockopsTraceLimitTRACE_GROUPS       traceSockopsTraceLimit = 4096
+	traceSockopsTraceLimitTRACE_WAITING      traceSockopsTraceLimit = 16384
+	traceSockopsTraceLimitTRACE_READERS      traceSockopsTraceLimit = 4096
+	traceSockopsTraceLimitTRACE_BEHIND       traceSockopsTraceLimit = 32
+	traceSockopsTraceLimitTRACE_SENDING      traceSockopsTraceLimit = 16384
+	traceSockopsTraceLimitTRACE_LOCKS        traceSockopsTraceLimit = 64
+	traceSockopsTraceLimitTRACE_SERVICES     traceSockopsTraceLimit = 512
+	traceSockopsTraceLimitTRACE_LIVE_LEVEL   traceSockopsTraceLimit = 20684
 )
 
 type traceSockopsTraceListener struct {
@@ -231,7 +232,7 @@ type traceSockopsTraceSlowest struct {
 		Val uint32
 	}
 	Padding uint32
-	Minute  [6]traceSockopsTraceMinute
+	Minute  [8]traceSockopsTraceMinute
 }
 
 type traceSockopsTraceStage uint32

@@ -126,9 +126,11 @@ const (
 	TraceBuckets   = int(traceSockopsTraceLimitTRACE_BUCKETS)
 	TraceSlowestOf = int(traceSockopsTraceLimitTRACE_SLOWEST)
 	TraceMinutes   = int(traceSockopsTraceLimitTRACE_MINUTES)
-	TraceGroupsMax = int(traceSockopsTraceLimitTRACE_GROUPS)
-	TraceServices  = int(traceSockopsTraceLimitTRACE_SERVICES)
-	traceLiveLevel = int(traceSockopsTraceLimitTRACE_LIVE_LEVEL)
+	// TraceMinuteShift makes minutes, of 2^36 ns, of nanoseconds.
+	TraceMinuteShift = int(traceSockopsTraceLimitTRACE_MINUTE_SHIFT)
+	TraceGroupsMax   = int(traceSockopsTraceLimitTRACE_GROUPS)
+	TraceServices    = int(traceSockopsTraceLimitTRACE_SERVICES)
+	traceLiveLevel   = int(traceSockopsTraceLimitTRACE_LIVE_LEVEL)
 )
 
 // What trace rules choose and group by, and the order of counters; see

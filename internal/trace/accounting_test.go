@@ -1,0 +1,513 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package trace_test
+
+import (
+	"errors"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/trace"
+	"sockeye/lab"
+)
+
+// sending is what is sent on each of some connections.
+type sending struct {
+	connections int
+	messages    int // of a connection
+	domain      int
+	options     []option
+	// length and flags are those of each message; nil: 100 bytes, 0.
+	length func(i int) int
+	flags  func(i int) int
+	before func(fd, i int)
+	// after ends the connection; nil: it is closed when all has arrived.
+	after func(c ends)
+}
+
+// run sends, and returns the number of messages.
+func (s sending) run(w *world) uint64 {
+	w.t.Helper()
+	listener, at := w.listen(s.domain)
+	defer shut(listener)
+	var wait sync.WaitGroup
+	for range s.connections {
+		c := w.connectTo(listener, at, s.options...)
+		var done <-chan int
+		if s.after == nil {
+			done = drain(c.accepted)
+		}
+		wait.Go(func() {
+			b := make([]byte, 1<<16)
+			for i := range s.messages {
+				length, flags := 100, 0
+				if s.length != nil {
+					length = s.length(i)
+				}
+				if s.flags != nil {
+					flags = s.flags(i)
+				}
+				if s.before != nil {
+					s.before(c.connected, i)
+				}
+				if err := send(c.connected, b[:length], flags); err != nil {
+					w.t.Errorf("message %d: %v", i, err)
+					return
+				}
+			}
+			if s.after != nil {
+				s.after(c)
+				return
+			}
+			shut(c.connected)
+			<-done
+			shut(c.accepted)
+		})
+	}
+	wait.Wait()
+	return uint64(s.connections * s.messages)
+}
+
+// watch reads the counts until it is stopped, and checks each reading: no count
+// goes back, and in flight are no more than the connections can have.
+func (k *tracing) watch(connections int) (stop func()) {
+	ended, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		var last trace.Result
+		for tick := time.NewTicker(10 * time.Millisecond); ; {
+			select {
+			case <-ended:
+				tick.Stop()
+				return
+			case <-tick.C:
+			}
+			results, err := k.names.Results(k.Trace, k.compiled.Rules)
+			if err != nil {
+				k.t.Error(err)
+				return
+			}
+			r := sum(results)
+			checkAccount(k.t, r)
+			// What ends while the counts of one CPU after the other are read.
+			const meanwhile = 5000
+			if most := uint64(64*connections + meanwhile); r.InFlight > most {
+				k.t.Errorf("%d in flight, at most %d can be", r.InFlight, most)
+			}
+			if r.Chosen < last.Chosen {
+				k.t.Errorf("%d chosen after %d", r.Chosen, last.Chosen)
+			}
+			for outcome, n := range last.Outcomes {
+				if r.Outcomes[outcome] < n {
+					k.t.Errorf("%d %s after %d", r.Outcomes[outcome], outcome, n)
+				}
+			}
+			last = r
+		}
+	}()
+	return func() {
+		close(ended)
+		<-done
+	}
+}
+
+// TestAccounting sends a million messages through what loses their keys, and
+// finds each.
+func TestAccounting(t *testing.T) {
+	lossy := func(t *testing.T) *world {
+		return linked(t, lab.LinkOptions{Delay: time.Millisecond, Loss: 0.01, Reorder: 0.05, Seed: 1})
+	}
+	local := func(t *testing.T) *world { return loopback(t) }
+	mixed := func(int) int { return 1 + rand.IntN(3000) }
+	var total uint64
+	for _, test := range []struct {
+		name  string
+		world func(*testing.T) *world
+		sending
+		// split: the kernel sends what an application has not finished.
+		want []trace.Outcome // that must be there
+	}{
+		{"small", local, sending{connections: 4, messages: 120_000},
+			[]trace.Outcome{trace.Overwritten}},
+		{"nodelay", local, sending{connections: 4, messages: 50_000, options: []option{noDelay}},
+			nil},
+		{"records", local, sending{connections: 4, messages: 30_000, flags: func(int) int { return unix.MSG_EOR }},
+			nil},
+		{"large", local, sending{connections: 2, messages: 20_000, length: func(int) int { return 1 << 16 }},
+			nil},
+		{"more", local, sending{connections: 4, messages: 20_000, flags: func(i int) int {
+			if i%10 == 9 {
+				return 0
+			}
+			return unix.MSG_MORE
+		}}, []trace.Outcome{trace.Overwritten}},
+		{"cork", local, sending{connections: 4, messages: 20_000, before: func(fd, i int) {
+			if i%20 == 0 || i%20 == 15 {
+				unix.SetsockoptInt(fd, unix.SOL_TCP, unix.TCP_CORK, 1-i%20/15)
+			}
+		}}, []trace.Outcome{trace.Overwritten}},
+		{"wrap", local, sending{connections: 10, messages: 5_000, options: []option{noDelay, firstSeq(0xfffc0000)}},
+			nil},
+		{"loss", lossy, sending{connections: 8, messages: 5_000, domain: unix.AF_INET6, length: mixed},
+			[]trace.Outcome{trace.Retransmitted, trace.Overwritten}},
+		{"records, loss", lossy, sending{connections: 8, messages: 5_000, options: []option{noDelay},
+			flags: func(int) int { return unix.MSG_EOR }},
+			[]trace.Outcome{trace.Retransmitted, trace.Full}},
+		{"a few records, loss", lossy, sending{connections: 8, messages: 3_000,
+			options: []option{noDelay, with(unix.SOL_SOCKET, unix.SO_SNDBUF, 1<<13)}, length: mixed,
+			flags: func(int) int { return unix.MSG_EOR }},
+			[]trace.Outcome{trace.Retransmitted}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			k := newTracing(t, everything)
+			if test.domain == 0 {
+				test.domain = unix.AF_INET
+			}
+			stop := k.watch(test.connections)
+			start := time.Now()
+			calls := test.run(test.world(t))
+			stop()
+			r := k.settled()
+			t.Logf("%v for %s", time.Since(start).Round(time.Millisecond), account(r))
+			if r.Chosen != calls {
+				t.Errorf("%d chosen of %d calls", r.Chosen, calls)
+			}
+			for _, outcome := range append(test.want, trace.Acked) {
+				if r.Outcomes[outcome] == 0 {
+					t.Errorf("none is %s", outcome)
+				}
+			}
+			for _, outcome := range []trace.Outcome{trace.Application, trace.Refused, trace.Missed, trace.Unacknowledged} {
+				if n := r.Outcomes[outcome]; n > 0 {
+					t.Errorf("%d are %s", n, outcome)
+				}
+			}
+			total += r.Chosen
+		})
+	}
+	if total < 1_000_000 && !t.Failed() {
+		t.Errorf("%d messages, not a million", total)
+	}
+}
+
+// TestPartialWrites has an application that does not wait: what the kernel took
+// may have left before sendmsg ends, and then has no packet to be marked but one
+// that waits for its acknowledgement.
+func TestPartialWrites(t *testing.T) {
+	k := newTracing(t, everything)
+	w := loopback(t)
+	c := w.connect(unix.AF_INET, with(unix.SOL_SOCKET, unix.SO_SNDBUF, 1<<16))
+	done := drain(c.accepted)
+	b := make([]byte, 1<<20)
+	var calls, partial uint64
+	for calls < 20_000 {
+		n, err := unix.SendmsgN(c.connected, b, nil, nil, unix.MSG_DONTWAIT)
+		if errors.Is(err, unix.EAGAIN) {
+			poll := []unix.PollFd{{Fd: int32(c.connected), Events: unix.POLLOUT}}
+			_, err := retry(func() (int, error) { return unix.Poll(poll, -1) })
+			check(t, err)
+			continue
+		}
+		check(t, err)
+		calls++
+		if n < len(b) {
+			partial++
+		}
+	}
+	shut(c.connected)
+	<-done
+	r := k.settled()
+	t.Logf("of %d calls, %d of them partial: %s", calls, partial, account(r))
+	if r.Chosen > calls {
+		t.Errorf("%d chosen of %d calls", r.Chosen, calls)
+	}
+}
+
+// hole is a link that swallows all that carries data from A to B, while it is
+// open.
+func hole(t testing.TB, o lab.LinkOptions) (w *world, open *atomic.Bool) {
+	t.Helper()
+	open = &atomic.Bool{}
+	o.Drop = func(d lab.Direction, packet []byte) bool {
+		const headers = 20 + 60 // of a segment over IPv4, with options
+		return d == lab.AToB && open.Load() && len(packet) > headers
+	}
+	return linked(t, o), open
+}
+
+// TestFull has more messages of a connection under way than can be followed, and
+// reads the counts while nothing moves.
+func TestFull(t *testing.T) {
+	k := newTracing(t, everything)
+	w, lost := hole(t, lab.LinkOptions{})
+	c := w.connect(unix.AF_INET, noDelay, with(unix.SOL_SOCKET, unix.SO_SNDBUF, 1<<20))
+	done := drain(c.accepted)
+	lost.Store(true)
+	for range 100 {
+		check(t, send(c.connected, make([]byte, 100), unix.MSG_EOR))
+	}
+	r := k.result()
+	if r.Chosen != 100 || r.InFlight != 64 || r.Outcomes[trace.Full] != 36 {
+		t.Errorf("%s, want 64 in flight of 100, the rest full", account(r))
+	}
+	within(t, "packets that are lost", func() bool { return w.link.Counts().AToB.Dropped > 0 })
+	lost.Store(false)
+	shut(c.connected)
+	<-done
+	if r := k.settled(); r.Chosen != 100 || r.Outcomes[trace.Full] != 36 || r.Outcomes[trace.Retransmitted] == 0 ||
+		r.Outcomes[trace.Acked]+r.Outcomes[trace.Retransmitted]+r.Outcomes[trace.Coalesced] != 64 {
+		t.Errorf("at the end %s", account(r))
+	}
+}
+
+// TestKeys has sequence numbers wrap, and a key be 0.
+func TestKeys(t *testing.T) {
+	const length = 100
+	k := newTracing(t, everything)
+	s := k.samples()
+	w := loopback(t)
+	var want []uint32
+	for _, first := range []uint32{1 << 31, 1<<32 - length, 1<<32 - length + 1, 1<<32 - length - 1, 1<<32 - 1} {
+		c := w.connect(unix.AF_INET, noDelay, firstSeq(first))
+		done := drain(c.accepted)
+		for i := range uint32(5) {
+			check(t, send(c.connected, make([]byte, length), 0))
+			acknowledged(t, c.connected)
+			want = append(want, first+(i+1)*length-1)
+		}
+		shut(c.connected)
+		<-done
+	}
+	if !slices.Contains(want, 0) {
+		t.Fatal("no key is 0")
+	}
+	for i, sample := range s.wait(len(want)) {
+		m := sample.Message
+		if m.Key != want[i] || m.Length != length || sample.Outcome != 0 {
+			t.Errorf("message %d has key %#x, want %#x, length %d, outcome %d", i, m.Key, want[i], m.Length, sample.Outcome)
+		}
+	}
+	if r := k.settled(); r.Outcomes[trace.Acked] != uint64(len(want)) {
+		t.Errorf("%s, want all of %d to be acked", account(r), len(want))
+	}
+}
+
+// acknowledged waits until nothing that was sent is under way.
+func acknowledged(t testing.TB, fd int) {
+	t.Helper()
+	tick := time.NewTicker(50 * time.Microsecond)
+	defer tick.Stop()
+	for deadline := time.Now().Add(20 * time.Second); ; <-tick.C {
+		left, err := unix.IoctlGetInt(fd, unix.SIOCOUTQ)
+		check(t, os.NewSyscallError("ioctl", err))
+		if left == 0 {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%d bytes are not acknowledged", left)
+		}
+	}
+}
+
+// TestEnds ends connections in all ways with messages under way.
+func TestEnds(t *testing.T) {
+	const messages = 30
+	reset := func(fd int) {
+		check(t, os.NewSyscallError("setsockopt", unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})))
+		shut(fd)
+	}
+	for _, test := range []struct {
+		name string
+		end  func(w *world, c ends, lost *atomic.Bool)
+		lost bool // all that is under way
+	}{
+		{"closed", func(_ *world, c ends, lost *atomic.Bool) {
+			shut(c.connected)
+			lost.Store(false)
+		}, false},
+		{"reset", func(_ *world, c ends, _ *atomic.Bool) { reset(c.connected) }, true},
+		{"reset by peer", func(_ *world, c ends, _ *atomic.Bool) { reset(c.accepted) }, true},
+		{"timed out", func(_ *world, c ends, _ *atomic.Bool) {
+			with(unix.SOL_TCP, unix.TCP_USER_TIMEOUT, 400)(t, c.connected)
+		}, true},
+		{"destroyed", func(w *world, c ends, _ *atomic.Bool) { w.inA(func() { destroy(t, c.connected) }) }, true},
+		{"disconnected", func(_ *world, c ends, _ *atomic.Bool) { disconnect(t, c.connected) }, true},
+		{"shut down", func(_ *world, c ends, lost *atomic.Bool) {
+			check(t, unix.Shutdown(c.connected, unix.SHUT_WR))
+			lost.Store(false)
+			<-drain(c.accepted)
+			shut(c.accepted)
+		}, false},
+		{"nobody reads", func(_ *world, c ends, lost *atomic.Bool) {
+			lost.Store(false)
+			acknowledged(t, c.connected)
+			shut(c.accepted) // with data that it has not read: it resets
+		}, false},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			k := newTracing(t, everything)
+			w, lost := hole(t, lab.LinkOptions{Delay: time.Millisecond})
+			c := w.connect(unix.AF_INET, noDelay)
+			check(t, send(c.connected, make([]byte, 100), 0))
+			acknowledged(t, c.connected)
+			lost.Store(true)
+			for range messages {
+				check(t, send(c.connected, make([]byte, 100), unix.MSG_EOR))
+			}
+			within(t, "packets that are lost", func() bool { return w.link.Counts().AToB.Dropped > 0 })
+			test.end(w, c, lost)
+			r := k.settled()
+			t.Log(account(r))
+			unacknowledged := uint64(0)
+			if test.lost {
+				unacknowledged = messages
+			}
+			if r.Chosen != messages+1 || r.Outcomes[trace.Unacknowledged] != unacknowledged {
+				t.Errorf("%s, want %d to be unacknowledged of %d", account(r), unacknowledged, messages+1)
+			}
+		})
+	}
+}
+
+// destroy has the kernel end a connection, as ss -K does.
+func destroy(t testing.TB, fd int) {
+	t.Helper()
+	from, err := unix.Getsockname(fd)
+	check(t, err)
+	to, err := unix.Getpeername(fd)
+	check(t, err)
+	tcp := func(sa unix.Sockaddr) *net.TCPAddr {
+		a := sa.(*unix.SockaddrInet4)
+		return &net.TCPAddr{IP: a.Addr[:], Port: a.Port}
+	}
+	check(t, netlink.SocketDestroy(tcp(from), tcp(to)))
+}
+
+// disconnect ends a connection, whose socket can be connected again.
+func disconnect(t testing.TB, fd int) {
+	t.Helper()
+	unspecified := unix.RawSockaddr{Family: unix.AF_UNSPEC}
+	_, _, errno := unix.Syscall(unix.SYS_CONNECT, uintptr(fd), uintptr(unsafe.Pointer(&unspecified)), unsafe.Sizeof(unspecified))
+	if errno != 0 {
+		t.Fatal(os.NewSyscallError("connect", errno))
+	}
+}
+
+// senderVariable makes the test binary a process that connects to an address,
+// and sends until it is killed.
+const senderVariable = "SOCKEYE_TEST_SENDER"
+
+// TestSender is that process.
+func TestSender(t *testing.T) {
+	address := os.Getenv(senderVariable)
+	if address == "" {
+		return
+	}
+	fd := newSocket(t, unix.AF_INET)
+	check(t, unix.Connect(fd, sockaddr(netip.MustParseAddrPort(address))))
+	for send(fd, make([]byte, 1000), 0) == nil {
+	}
+}
+
+// TestKilled kills a process while it sends.
+func TestKilled(t *testing.T) {
+	k := newTracing(t, everything)
+	listener, at := loopback(t).listen(unix.AF_INET)
+	for _, read := range []bool{true, false} {
+		cmd := exec.Command("/proc/self/exe", "-test.run=^TestSender$")
+		cmd.Env = append(os.Environ(), senderVariable+"="+at.String())
+		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+		check(t, cmd.Start())
+		accepted := accept(t, listener)
+		var done <-chan int
+		if read {
+			done = drain(accepted)
+		}
+		before := k.result().Chosen
+		within(t, "sending", func() bool { return k.result().Chosen > before+100 })
+		check(t, cmd.Process.Kill())
+		_ = cmd.Wait() // it was killed
+		if read {
+			<-done
+		}
+		shut(accepted)
+		t.Log(account(k.settled()))
+	}
+}
+
+// TestAdoptedWhileSending takes connections that are open, lets go of them, and
+// takes them again, while they send.
+func TestAdoptedWhileSending(t *testing.T) {
+	k := newTracing(t, "trace: [{cgroup: CGROUP, match: {port: 1}}]")
+	w := loopback(t)
+	const connections = 2
+	var (
+		wait sync.WaitGroup
+		stop atomic.Bool
+	)
+	listener, at := w.listen(unix.AF_INET)
+	for range connections {
+		c := w.connectTo(listener, at, noDelay)
+		done := drain(c.accepted)
+		wait.Go(func() {
+			for !stop.Load() {
+				if err := send(c.connected, make([]byte, 500), unix.MSG_EOR); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+			shut(c.connected)
+			<-done
+		})
+	}
+	// Only now is there a tracing that is for them.
+	k = newTracing(t, everything)
+	if r := k.result(); r.Chosen != 0 {
+		t.Errorf("before %s", account(r))
+	}
+	for range 2 {
+		adopted, err := trace.Adopt(k.Trace, k.cgroup)
+		check(t, err)
+		if adopted.Chosen != connections || len(adopted.Problems) > 0 {
+			t.Errorf("%d connections adopted, want %d: %v", adopted.Chosen, connections, adopted.Problems)
+		}
+		before := k.result().Chosen
+		within(t, "messages", func() bool { return k.result().Chosen > before+10_000 })
+		check(t, trace.Release(k.Trace, k.cgroup))
+		// All that were under way have ended, with their connections' time.
+		r := k.settled()
+		if again := k.result(); again.Chosen != r.Chosen {
+			t.Errorf("%d chosen after the connections were let go", again.Chosen-r.Chosen)
+		}
+	}
+	_, err := trace.Adopt(k.Trace, k.cgroup)
+	check(t, err)
+	// Once more: those that are traced go on.
+	again, err := trace.Adopt(k.Trace, k.cgroup)
+	check(t, err)
+	if again.Chosen != connections {
+		t.Errorf("%d connections adopted again, want %d", again.Chosen, connections)
+	}
+	before := k.result().Chosen
+	within(t, "messages", func() bool { return k.result().Chosen > before+10_000 })
+	stop.Store(true)
+	wait.Wait()
+	r := k.settled()
+	t.Log(account(r))
+	if n := r.Outcomes[trace.Unacknowledged]; n > 2*64*connections {
+		t.Errorf("%d messages were under way when their connections were let go", n)
+	}
+}

@@ -1,0 +1,547 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package trace_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/testenv"
+	"sockeye/internal/trace"
+	"sockeye/lab"
+)
+
+// tracing is the tracing of the tests' own cgroup, or of one below it.
+type tracing struct {
+	*bpf.Trace
+	t        testing.TB
+	dir      string
+	cgroup   string
+	compiled *bpf.TraceRules
+	names    trace.Names
+}
+
+// everything traces every message of all that connects.
+const everything = "trace: [{cgroup: CGROUP, match: {role: connect}, messages: 1/1}]"
+
+// newTracing opens it with the rules of a policy, in which CGROUP stands for the
+// tests' cgroup.
+func newTracing(t testing.TB, policy string) *tracing {
+	t.Helper()
+	return openTracing(t, policy, testenv.Cgroup(), filepath.Join(testenv.BPFFS(t), "trace_test"), "")
+}
+
+func openTracing(t testing.TB, policy, cgroup, dir, tuning string) *tracing {
+	t.Helper()
+	if err := bpf.HaveTimestamps(); errors.Is(err, ebpf.ErrNotSupported) {
+		t.Skipf("kernel: %v", err)
+	}
+	p, err := config.Parse([]byte(strings.ReplaceAll(policy, "CGROUP", testenv.CgroupPath())), "policy.yaml")
+	check(t, err)
+	compiled, err := trace.Compile(p.Trace, p.Services)
+	check(t, err)
+	k := &tracing{t: t, dir: dir, cgroup: cgroup, compiled: compiled, names: trace.Names{
+		Rules: p.Trace, Services: p.Services,
+		TuneRule: func(uint32) string { return "" },
+		Cgroup:   func(uint64) string { return "" },
+	}}
+	k.open(bpf.TraceConfig{Dir: dir, Cgroup: cgroup, Rules: compiled, Tuning: tuning})
+	t.Cleanup(func() {
+		if err := errors.Join(bpf.RemoveTrace(dir), k.Close()); err != nil {
+			t.Error(err)
+		}
+	})
+	return k
+}
+
+func (k *tracing) open(c bpf.TraceConfig) {
+	k.t.Helper()
+	opened, err := bpf.OpenTrace(c)
+	if err != nil {
+		k.t.Fatalf("%+v", err)
+	}
+	k.Trace = opened
+}
+
+// results are those of all groups.
+func (k *tracing) results() []trace.Result {
+	k.t.Helper()
+	results, err := k.names.Results(k.Trace, k.compiled.Rules)
+	check(k.t, err)
+	return results
+}
+
+// result adds up all groups.
+func (k *tracing) result() trace.Result {
+	k.t.Helper()
+	return sum(k.results())
+}
+
+func sum(results []trace.Result) trace.Result {
+	sum := trace.Result{Outcomes: make(map[trace.Outcome]uint64), Stages: make(map[config.Stage]*trace.Histogram)}
+	for _, r := range results {
+		sum.Chosen += r.Chosen
+		sum.InFlight += r.InFlight
+		sum.Bytes += r.Bytes
+		sum.Unqueued += r.Unqueued
+		sum.Undriven += r.Undriven
+		for outcome, n := range r.Outcomes {
+			sum.Outcomes[outcome] += n
+		}
+		for stage, h := range r.Stages {
+			if sum.Stages[stage] == nil {
+				sum.Stages[stage] = &trace.Histogram{}
+			}
+			sum.Stages[stage].Add(h)
+		}
+	}
+	return sum
+}
+
+// settled waits until all messages have ended, and checks that they are all
+// accounted for.
+func (k *tracing) settled() trace.Result {
+	k.t.Helper()
+	within(k.t, "the end of all messages", func() bool { return k.result().InFlight == 0 })
+	r := k.result()
+	checkAccount(k.t, r)
+	if r.InFlight != 0 {
+		k.t.Errorf("%d messages never end, of %s", r.InFlight, account(r))
+	}
+	return r
+}
+
+// stamped are the outcomes of messages that are in the histograms.
+var stamped = []trace.Outcome{trace.Acked, trace.Retransmitted, trace.Coalesced}
+
+// checkAccount checks that each message has one outcome or is in flight, and
+// that the histograms have those that were stamped.
+func checkAccount(t testing.TB, r trace.Result) {
+	t.Helper()
+	var ended, timed uint64
+	for outcome, n := range r.Outcomes {
+		ended += n
+		if slices.Contains(stamped, outcome) {
+			timed += n
+		}
+	}
+	if r.Chosen != ended+r.InFlight {
+		t.Errorf("%d chosen, %d ended and %d in flight", r.Chosen, ended, r.InFlight)
+	}
+	for stage, want := range map[config.Stage]uint64{
+		trace.Total: timed, config.StageStack: timed - r.Unqueued, config.StageNetwork: timed - r.Undriven,
+	} {
+		var got uint64
+		if h := r.Stages[stage]; h != nil {
+			got = h.Count
+		}
+		if r.InFlight == 0 && got != want {
+			t.Errorf("histogram of %s has %d messages, want %d of %s", stage, got, want, account(r))
+		}
+	}
+}
+
+// account says what became of messages.
+func account(r trace.Result) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%d chosen", r.Chosen)
+	for _, outcome := range trace.Outcomes {
+		if n := r.Outcomes[outcome]; n > 0 {
+			fmt.Fprintf(&b, ", %s %d (%.2f %%)", outcome, n, 100*float64(n)/float64(r.Chosen))
+		}
+	}
+	for _, more := range []struct {
+		name string
+		n    uint64
+	}{{"in flight", r.InFlight}, {"without a stamp of the queue", r.Unqueued}, {"of the driver", r.Undriven}} {
+		if more.n > 0 {
+			fmt.Fprintf(&b, ", %s %d", more.name, more.n)
+		}
+	}
+	return b.String()
+}
+
+// sampler collects the samples of all messages from when it is made.
+type sampler struct {
+	k      *tracing
+	reader *bpf.TraceReader
+	done   chan struct{}
+
+	mu      sync.Mutex
+	samples []bpf.TraceSample
+	taken   int
+}
+
+func (k *tracing) samples() *sampler {
+	k.t.Helper()
+	reader, err := k.Samples(16 << 20)
+	check(k.t, err)
+	s := &sampler{k: k, reader: reader, done: make(chan struct{})}
+	go func() {
+		defer close(s.done)
+		for {
+			sample, err := reader.Read(time.Time{})
+			if err != nil {
+				return
+			}
+			s.mu.Lock()
+			s.samples = append(s.samples, *sample)
+			s.mu.Unlock()
+		}
+	}()
+	k.t.Cleanup(func() { s.close() })
+	return s
+}
+
+func (s *sampler) close() {
+	// A second time it is closed already.
+	_ = s.reader.Close()
+	<-s.done
+}
+
+// wait returns the next samples, when there are so many.
+func (s *sampler) wait(n int) []bpf.TraceSample {
+	s.k.t.Helper()
+	var got []bpf.TraceSample
+	within(s.k.t, fmt.Sprintf("%d samples", n), func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		got = slices.Clone(s.samples[s.taken:])
+		return len(got) >= n
+	})
+	s.taken += len(got)
+	if lost, err := s.reader.Lost(); err != nil || lost != 0 {
+		s.k.t.Errorf("%d samples lost, %v", lost, err)
+	}
+	return got
+}
+
+// world is where connections are: loopback of the tests' own namespace, or two
+// namespaces and the link between them.
+type world struct {
+	t    testing.TB
+	link *lab.Link
+	a, b *lab.Namespace
+}
+
+var (
+	linkA = []netip.Prefix{netip.MustParsePrefix("10.92.0.1/24"), netip.MustParsePrefix("fd92::1/64")}
+	linkB = []netip.Prefix{netip.MustParsePrefix("10.92.0.2/24"), netip.MustParsePrefix("fd92::2/64")}
+)
+
+func loopback(t testing.TB) *world { return &world{t: t} }
+
+func newLab(t testing.TB) *lab.Lab {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	t.Cleanup(cancel)
+	l, err := lab.New(ctx, lab.Options{Dir: t.TempDir()})
+	check(t, err)
+	t.Cleanup(func() {
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return l
+}
+
+func linked(t testing.TB, o lab.LinkOptions) *world {
+	t.Helper()
+	l := newLab(t)
+	w := &world{t: t}
+	var err error
+	for name, n := range map[string]**lab.Namespace{"a": &w.a, "b": &w.b} {
+		*n, err = l.Namespace(name)
+		check(t, err)
+	}
+	w.link, err = l.Connect(w.a, w.b, o, linkA, linkB)
+	check(t, err)
+	// The default of some hosts paces.
+	check(t, w.a.Sysctl("ipv4.tcp_congestion_control", "reno"))
+	return w
+}
+
+// set changes the link.
+func (w *world) set(change func(*lab.LinkOptions)) {
+	w.t.Helper()
+	o := w.link.Options()
+	change(&o)
+	check(w.t, w.link.Set(o))
+}
+
+// inA and inB run f where connections come from and go to.
+func (w *world) inA(f func()) { w.do(w.a, f) }
+func (w *world) inB(f func()) { w.do(w.b, f) }
+
+func (w *world) do(n *lab.Namespace, f func()) {
+	w.t.Helper()
+	if n == nil {
+		f()
+		return
+	}
+	check(w.t, n.Do(func() error {
+		f()
+		return nil
+	}))
+}
+
+func (w *world) addr(domain int) netip.Addr {
+	switch {
+	case w.b != nil && domain == unix.AF_INET:
+		return linkB[0].Addr()
+	case w.b != nil:
+		return linkB[1].Addr()
+	case domain == unix.AF_INET:
+		return netip.MustParseAddr("127.0.0.1")
+	}
+	return netip.IPv6Loopback()
+}
+
+// ends are the sockets of a connection, that which connected and that which
+// accepted. Unlike those of net, nothing is set on them.
+type ends struct{ connected, accepted int }
+
+func sockaddr(a netip.AddrPort) unix.Sockaddr {
+	if a.Addr().Is4() {
+		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
+	}
+	return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
+}
+
+// newSocket makes a TCP socket that does not wait forever, closed when the test
+// ends.
+func newSocket(t testing.TB, domain int) int {
+	t.Helper()
+	fd, err := unix.Socket(domain, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
+	if err != nil {
+		t.Fatal(os.NewSyscallError("socket", err))
+	}
+	closeAfter(t, fd)
+	for _, name := range []int{unix.SO_SNDTIMEO, unix.SO_RCVTIMEO} {
+		check(t, os.NewSyscallError("setsockopt", unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, name, &unix.Timeval{Sec: 20})))
+	}
+	return fd
+}
+
+// open are the descriptors that are closed when their test ends: numbers are
+// given again.
+var open struct {
+	sync.Mutex
+	fds map[int]bool
+}
+
+func closeAfter(t testing.TB, fd int) {
+	open.Lock()
+	defer open.Unlock()
+	if open.fds == nil {
+		open.fds = make(map[int]bool)
+	}
+	open.fds[fd] = true
+	t.Cleanup(func() { shut(fd) })
+}
+
+// shut closes a socket, once.
+func shut(fds ...int) {
+	open.Lock()
+	defer open.Unlock()
+	for _, fd := range fds {
+		if open.fds[fd] {
+			delete(open.fds, fd)
+			unix.Close(fd)
+		}
+	}
+}
+
+// listen makes a listener.
+func (w *world) listen(domain int) (fd int, at netip.AddrPort) {
+	w.t.Helper()
+	w.inB(func() { fd = newSocket(w.t, domain) })
+	addr := w.addr(domain)
+	check(w.t, os.NewSyscallError("bind", unix.Bind(fd, sockaddr(netip.AddrPortFrom(addr, 0)))))
+	check(w.t, os.NewSyscallError("listen", unix.Listen(fd, 4096)))
+	return fd, netip.AddrPortFrom(addr, portOf(w.t, fd))
+}
+
+func portOf(t testing.TB, fd int) uint16 {
+	t.Helper()
+	sa, err := unix.Getsockname(fd)
+	check(t, os.NewSyscallError("getsockname", err))
+	switch sa := sa.(type) {
+	case *unix.SockaddrInet4:
+		return uint16(sa.Port)
+	case *unix.SockaddrInet6:
+		return uint16(sa.Port)
+	}
+	t.Fatalf("socket of family %T", sa)
+	return 0
+}
+
+// connect makes a connection. Options are set before it is made.
+func (w *world) connect(domain int, options ...option) ends {
+	w.t.Helper()
+	listener, at := w.listen(domain)
+	defer shut(listener)
+	return w.connectTo(listener, at, options...)
+}
+
+func (w *world) connectTo(listener int, at netip.AddrPort, options ...option) ends {
+	w.t.Helper()
+	domain := unix.AF_INET6
+	if at.Addr().Is4() {
+		domain = unix.AF_INET
+	}
+	var fd int
+	w.inA(func() { fd = newSocket(w.t, domain) })
+	for _, o := range options {
+		o(w.t, fd)
+	}
+	_, err := retry(func() (int, error) { return 0, unix.Connect(fd, sockaddr(at)) })
+	check(w.t, os.NewSyscallError("connect", err))
+	return ends{fd, accept(w.t, listener)}
+}
+
+func accept(t testing.TB, listener int) int {
+	t.Helper()
+	fd, err := retry(func() (int, error) {
+		fd, _, err := unix.Accept4(listener, unix.SOCK_CLOEXEC)
+		return fd, err
+	})
+	check(t, os.NewSyscallError("accept", err))
+	closeAfter(t, fd)
+	return fd
+}
+
+// option is set on a socket.
+type option func(t testing.TB, fd int)
+
+func with(level, name, value int) option {
+	return func(t testing.TB, fd int) {
+		t.Helper()
+		check(t, os.NewSyscallError("setsockopt", unix.SetsockoptInt(fd, level, name, value)))
+	}
+}
+
+var noDelay = with(unix.SOL_TCP, unix.TCP_NODELAY, 1)
+
+// firstSeq makes the first byte of a connection have a sequence number.
+func firstSeq(seq uint32) option {
+	return func(t testing.TB, fd int) {
+		t.Helper()
+		with(unix.SOL_TCP, unix.TCP_REPAIR, 1)(t, fd)
+		with(unix.SOL_TCP, unix.TCP_REPAIR_QUEUE, 2)(t, fd) // TCP_SEND_QUEUE
+		// The SYN has one, too.
+		with(unix.SOL_TCP, unix.TCP_QUEUE_SEQ, int(int32(seq-1)))(t, fd)
+		with(unix.SOL_TCP, unix.TCP_REPAIR, 0)(t, fd)
+	}
+}
+
+// retry calls again what a signal has interrupted.
+func retry(call func() (int, error)) (int, error) {
+	for {
+		n, err := call()
+		if !errors.Is(err, unix.EINTR) {
+			return n, err
+		}
+	}
+}
+
+// send is one message.
+func send(fd int, b []byte, flags int) error {
+	n, err := retry(func() (int, error) { return unix.SendmsgN(fd, b, nil, nil, flags|unix.MSG_NOSIGNAL) })
+	if err == nil && n != len(b) {
+		err = fmt.Errorf("%d bytes of %d", n, len(b))
+	}
+	return os.NewSyscallError("sendmsg", err)
+}
+
+// drain reads until the other side closes, and tells how much it was.
+func drain(fd int) <-chan int {
+	done := make(chan int, 1)
+	go func() {
+		b, sum := make([]byte, 1<<18), 0
+		for {
+			n, err := retry(func() (int, error) { return unix.Read(fd, b) })
+			if err != nil || n == 0 {
+				done <- sum
+				return
+			}
+			sum += n
+		}
+	}()
+	return done
+}
+
+func tcpInfo(t testing.TB, fd int) *unix.TCPInfo {
+	t.Helper()
+	info, err := unix.GetsockoptTCPInfo(fd, unix.SOL_TCP, unix.TCP_INFO)
+	check(t, os.NewSyscallError("getsockopt", err))
+	return info
+}
+
+// inCgroup runs f with the process in a cgroup: sockets that it makes belong to
+// that.
+func inCgroup(t testing.TB, dir string, f func()) {
+	t.Helper()
+	move := func(dir string) { check(t, os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte("0"), 0)) }
+	move(dir)
+	defer move(testenv.Cgroup())
+	f()
+}
+
+// subgroup makes a cgroup below that of the tests.
+func subgroup(t testing.TB, name string) string {
+	t.Helper()
+	dir := filepath.Join(testenv.Cgroup(), name)
+	check(t, os.Mkdir(dir, 0o755))
+	t.Cleanup(func() {
+		within(t, "removing cgroup "+name, func() bool { return os.Remove(dir) == nil })
+	})
+	return dir
+}
+
+func check(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// within fails unless f says yes soon.
+func within(t testing.TB, what string, f func() bool) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	deadline := time.After(20 * time.Second)
+	for !f() {
+		select {
+		case <-tick.C:
+		case <-deadline:
+			t.Errorf("%s: does not come about", what)
+			return
+		}
+	}
+}
+
+// sysctl sets one of the tests' own namespace until the test ends.
+func sysctl(t testing.TB, name, value string) {
+	t.Helper()
+	path := "/proc/sys/" + name
+	before, err := os.ReadFile(path)
+	check(t, err)
+	check(t, os.WriteFile(path, []byte(value), 0))
+	t.Cleanup(func() { check(t, os.WriteFile(path, before, 0)) })
+}

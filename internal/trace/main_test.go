@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package trace_test
+
+import (
+	"fmt"
+	"os"
+	"testing"
+
+	"github.com/cilium/ebpf/rlimit"
+
+	"sockeye/internal/testenv"
+)
+
+func TestMain(m *testing.M) {
+	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
+	if err := rlimit.RemoveMemlock(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	testenv.Main(m)
+}
+
+// TestServer is the process of servers that tests start.
+func TestServer(t *testing.T) { testenv.Serve(t) }
