@@ -76,22 +76,24 @@ static __always_inline struct trace_rx_stats *rx_stats_of(__u32 group)
 	return bpf_map_lookup_elem(&rx_stats, &group);
 }
 
-/* Ends the wait of a sample, unless somebody else does. Now is 0 if the time is
- * not known. */
-__noinline int rx_end(__u64 of, __u64 end, __u64 now, __u32 outcome)
+/*
+ * Ends the wait of a sample, unless somebody else does. Since tells it from
+ * another with the same key; now is 0 if the time is not known. Returns whether
+ * it did.
+ */
+__noinline int rx_end(__u64 of, __u64 end, __u64 since, __u64 now,
+		      __u32 outcome)
 {
 	struct trace_waiting_key key = { .of = of, .end = end };
 	struct trace_counts *c = trace_counts();
 	struct trace_rx_stats *s;
 	struct trace_waiting *w;
-	__u64 since;
 	__u32 group;
 
 	w = bpf_map_lookup_elem(&waiting, &key);
-	if (!w || !c)
+	if (!w || !c || w->socket != since)
 		return 0;
 	group = w->group;
-	since = w->socket;
 	if (bpf_map_delete_elem(&waiting, &key))
 		return 0;
 	if (end)
@@ -99,17 +101,19 @@ __noinline int rx_end(__u64 of, __u64 end, __u64 now, __u32 outcome)
 	else
 		__sync_fetch_and_add(&c->datagrams, -1);
 	s = rx_stats_of(group);
-	if (!s || outcome >= TRACE_RX_OUTCOMES)
-		return 0;
-	__sync_fetch_and_add(&s->outcome[outcome], 1);
+	if (!s)
+		return 1;
 	if (outcome == TRACE_RX_READ && now)
 		trace_measure(&s->stage[TRACE_RX_READER], now > since ? now - since : 0);
-	return 0;
+	barrier_var(outcome);
+	if (outcome < TRACE_RX_OUTCOMES)
+		__sync_fetch_and_add(&s->outcome[outcome], 1);
+	return 1;
 }
 
-/* Puts an item among those of a socket. Returns its slot, or -1 if there is no
+/* Puts a sample among those of a socket. Returns its slot, or -1 if there is no
  * room. */
-__noinline int rx_push(__u64 cookie, __u64 item, __u64 since)
+__noinline int rx_push(__u64 cookie, __u64 of, __u64 since)
 {
 	__u32 index = cookie & (TRACE_LOCKS - 1), slot;
 	struct trace_reader *r;
@@ -125,14 +129,20 @@ __noinline int rx_push(__u64 cookie, __u64 item, __u64 since)
 		return -1;
 	bpf_spin_lock(&lock->lock);
 	for (slot = 0; slot < TRACE_BEHIND; slot++) {
-		if (r->item[slot])
+		if (r->since[slot])
 			continue;
-		r->since[slot] = since;
-		r->item[slot] = item;
+		r->since[slot] = TRACE_TAKEN;
+		r->of[slot] = of;
 		break;
 	}
 	bpf_spin_unlock(&lock->lock);
-	return slot < TRACE_BEHIND ? slot : -1;
+	if (slot >= TRACE_BEHIND)
+		return -1;
+	/* Nobody sees this before the other: the lock orders them. */
+	bpf_spin_lock(&lock->lock);
+	r->since[slot] = since;
+	bpf_spin_unlock(&lock->lock);
+	return slot;
 }
 
 static __always_inline struct trace_reader *rx_reader(__u64 cookie)
@@ -146,12 +156,13 @@ static __always_inline void rx_gone(__u64 skb, const struct trace_waiting *w,
 				    __u64 now, __u32 outcome)
 {
 	struct trace_reader *r = by_socket ? rx_reader(w->cookie) : NULL;
+	__u64 since = w->socket;
 	__u32 slot = w->slot;
 
 	barrier_var(slot);
-	if (r && slot < TRACE_BEHIND && r->item[slot] == skb)
-		r->item[slot] = 0;
-	rx_end(skb, 0, now, outcome);
+	if (r && slot < TRACE_BEHIND && r->since[slot] == since)
+		r->since[slot] = 0;
+	rx_end(skb, 0, since, now, outcome);
 }
 
 /* Begins the wait of a sample that was counted. */
@@ -170,7 +181,7 @@ static __noinline int rx_wait(const struct trace_waiting_key *key,
 		/* An earlier datagram was read, and nothing has told it yet. */
 		placed = bpf_map_lookup_elem(&waiting, key);
 		if (placed)
-			rx_gone(key->of, placed, w->socket, TRACE_RX_READ);
+			rx_gone(key->of, placed, 0, TRACE_RX_READ);
 		err = bpf_map_update_elem(&waiting, key, w, BPF_NOEXIST);
 	}
 	s = rx_stats_of(w->group);
@@ -186,7 +197,7 @@ static __noinline int rx_wait(const struct trace_waiting_key *key,
 	if (key->end || by_socket) {
 		slot = rx_push(w->cookie, key->end ? key->end : key->of, w->socket);
 		if (slot < 0) {
-			rx_end(key->of, key->end, 0, TRACE_RX_FULL);
+			rx_end(key->of, key->end, w->socket, 0, TRACE_RX_FULL);
 			return 0;
 		}
 	}
@@ -218,8 +229,7 @@ static __always_inline __u64 rx_chosen(struct __sk_buff *ctx, __u32 group,
 	return followed ? now : 0;
 }
 
-/* The sequence number after a segment's data, in front of TRACE_ITEM; 0: it has
- * none. */
+/* The sequence number after a segment's data plus TRACE_END; 0: it has none. */
 static __always_inline __u64 rx_segment_end(struct __sk_buff *ctx)
 {
 	__u32 at = trace_transport(ctx, IPPROTO_TCP), length;
@@ -231,7 +241,7 @@ static __always_inline __u64 rx_segment_end(struct __sk_buff *ctx)
 	length = ctx->len - at - (offset >> 4) * 4;
 	if (!length || bpf_skb_load_bytes(ctx, at + 4, &seq, sizeof(seq)))
 		return 0;
-	return TRACE_ITEM | (__u32)(bpf_ntohl(seq) + length);
+	return TRACE_END + (__u32)(bpf_ntohl(seq) + length);
 }
 
 /* The group of a connection, found when it is first asked for. */
@@ -252,6 +262,28 @@ static __always_inline __u32 rx_group(struct bpf_sock *sk,
 			       bpf_sk_storage_get(&tuned, sk, NULL, 0));
 	c->grouped = 1;
 	return c->group;
+}
+
+/* Ends the wait of a sample that came as its connection ended. What else waits
+ * is for trace_closed. */
+__noinline int rx_late(__u64 cookie, __u64 end, __u64 since)
+{
+	struct trace_reader *r = rx_reader(cookie);
+	bool others = false;
+	__u32 i;
+
+	rx_end(cookie, end, since, 0, TRACE_RX_UNREAD);
+	if (!r)
+		return 0;
+	for (i = 0; i < TRACE_BEHIND; i++) {
+		if (r->since[i] == since)
+			r->since[i] = 0;
+		else if (r->since[i])
+			others = true;
+	}
+	if (!others)
+		bpf_map_delete_elem(&readers, &cookie);
+	return 0;
 }
 
 static __always_inline void rx_segment(struct __sk_buff *ctx, struct bpf_sock *sk)
@@ -287,10 +319,8 @@ static __always_inline void rx_segment(struct __sk_buff *ctx, struct bpf_sock *s
 	if (!w.socket || !rx_wait(&key, &w))
 		return;
 	/* The socket's end may have passed by meanwhile. */
-	if (sk->state == TCP_CLOSE) {
-		rx_end(key.of, key.end, 0, TRACE_RX_UNREAD);
-		bpf_map_delete_elem(&readers, &key.of);
-	}
+	if (sk->state == TCP_CLOSE)
+		rx_late(key.of, key.end, w.socket);
 }
 
 static __always_inline void rx_datagram(struct __sk_buff *ctx, struct bpf_sock *sk)
@@ -343,20 +373,21 @@ static __always_inline __u64 rx_cookie(struct sock *sk)
 __noinline int rx_taken(__u64 cookie, __u32 copied, __u64 now, __u32 ends)
 {
 	struct trace_reader *r = rx_reader(cookie);
-	__u64 item;
+	__u64 since, end;
 	__u32 i;
 
 	if (!r)
 		return 0;
 	for (i = 0; i < TRACE_BEHIND; i++) {
-		item = r->item[i];
-		if (!item)
+		since = r->since[i];
+		if (since <= TRACE_TAKEN)
 			continue;
-		if ((__s32)(copied - (__u32)item) >= 0) {
-			r->item[i] = 0;
-			rx_end(cookie, item, now, TRACE_RX_READ);
+		end = r->of[i];
+		if ((__s32)(copied - (__u32)end) >= 0) {
+			if (rx_end(cookie, end, since, now, TRACE_RX_READ))
+				r->since[i] = 0;
 		} else if (ends) {
-			rx_end(cookie, item, 0, TRACE_RX_UNREAD);
+			rx_end(cookie, end, since, 0, TRACE_RX_UNREAD);
 		}
 	}
 	return 0;
@@ -433,7 +464,7 @@ __noinline int rx_oldest(__u64 cookie)
 	if (!r)
 		return TRACE_BEHIND;
 	for (i = 0; i < TRACE_BEHIND; i++) {
-		if (r->item[i] && r->since[i] < oldest) {
+		if (r->since[i] > TRACE_TAKEN && r->since[i] < oldest) {
 			oldest = r->since[i];
 			slot = i;
 		}
@@ -451,7 +482,7 @@ int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
 	struct trace_counts *c = trace_counts();
 	struct trace_waiting *w;
 	struct trace_reader *r;
-	__u64 item, cookie;
+	__u64 cookie, since;
 	__u32 i, slot;
 
 	if (!c || !c->datagrams)
@@ -467,14 +498,18 @@ int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
 		barrier_var(slot);
 		if (slot >= TRACE_BEHIND)
 			return 0;
-		item = r->item[slot];
-		key.of = item;
+		since = __sync_fetch_and_add(&r->since[slot], 0);
+		if (since <= TRACE_TAKEN)
+			return 0;
+		key.of = r->of[slot];
 		w = bpf_map_lookup_elem(&waiting, &key);
-		if (w && !rx_left(sk, (void *)item, w->arrival))
+		if (w && w->socket != since)
+			w = NULL;
+		if (w && !rx_left(sk, (void *)key.of, w->arrival))
 			return 0;
-		if (__sync_val_compare_and_swap(&r->item[slot], item, 0) != item)
+		if (__sync_val_compare_and_swap(&r->since[slot], since, 0) != since)
 			return 0;
-		rx_end(item, 0, bpf_ktime_get_ns(), TRACE_RX_READ);
+		rx_end(key.of, 0, since, bpf_ktime_get_ns(), TRACE_RX_READ);
 	}
 	return 0;
 }
@@ -488,6 +523,12 @@ static __always_inline struct trace_waiting *rx_freed(struct sk_buff *skb)
 	return c && c->datagrams ? bpf_map_lookup_elem(&waiting, &key) : NULL;
 }
 
+/* Whether the skb is that datagram's still. */
+static __always_inline bool rx_same(struct sk_buff *skb, const struct trace_waiting *w)
+{
+	return BPF_CORE_READ(skb, tstamp) == w->arrival;
+}
+
 /* A datagram that was read is freed. */
 SEC("raw_tp/consume_skb")
 int trace_consumed(struct bpf_raw_tracepoint_args *ctx)
@@ -496,7 +537,8 @@ int trace_consumed(struct bpf_raw_tracepoint_args *ctx)
 	struct trace_waiting *w = rx_freed(skb);
 
 	if (w)
-		rx_gone((__u64)skb, w, bpf_ktime_get_ns(), TRACE_RX_READ);
+		rx_gone((__u64)skb, w, rx_same(skb, w) ? bpf_ktime_get_ns() : 0,
+			TRACE_RX_READ);
 	return 0;
 }
 
@@ -512,11 +554,11 @@ int trace_dropped(struct bpf_raw_tracepoint_args *ctx)
 	if (!w)
 		return 0;
 	sk = (void *)w->sk;
-	if (BPF_CORE_READ(skb, tstamp) != w->arrival)
-		outcome = TRACE_RX_READ; /* before; this is another */
+	if (!rx_same(skb, w))
+		outcome = TRACE_RX_READ; /* before, unseen */
 	else if (BPF_CORE_READ(sk, __sk_common.skc_flags) & SOCK_DEAD)
 		outcome = TRACE_RX_UNREAD;
-	rx_gone((__u64)skb, w, bpf_ktime_get_ns(), outcome);
+	rx_gone((__u64)skb, w, 0, outcome);
 	return 0;
 }
 

@@ -65,8 +65,6 @@ static __always_inline void udp_begin(__u64 skb, const struct trace_sending *d)
 
 	if (!d || !c)
 		return;
-	if (other && other->sk == d->sk)
-		return; /* in a tunnel, whose packet this is */
 	if (other)
 		udp_end(skb, 0, TRACE_MISSED);
 	group = d->group;
@@ -123,7 +121,12 @@ int trace_udp_queue(struct bpf_raw_tracepoint_args *ctx)
 	struct sk_buff *skb = (void *)ctx->args[0];
 	struct trace_sending *d = udp_under_way(skb);
 
-	if (d && !d->queued && udp_same(skb, d))
+	if (!d)
+		return 0;
+	/* Twice: the end of the first was missed, this is another. */
+	if (d->queued || !udp_same(skb, d))
+		udp_end((__u64)skb, 0, TRACE_MISSED);
+	else
 		d->queued = bpf_ktime_get_ns();
 	return 0;
 }

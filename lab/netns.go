@@ -70,7 +70,7 @@ func (l *Lab) Namespace(name string) (*Namespace, error) {
 		return nil
 	})
 	if err == nil {
-		n.nl, err = netlink.NewHandleAt(n.fd)
+		n.nl, err = netlink.NewHandleAt(n.fd, unix.NETLINK_ROUTE) // others may not be in the kernel
 	}
 	if err == nil {
 		err = n.up("lo")

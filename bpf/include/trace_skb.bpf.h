@@ -151,6 +151,7 @@ static __always_inline __u32 trace_choose(struct __sk_buff *ctx,
 					  __u32 flags, bool received,
 					  __u32 *group)
 {
+	struct trace_state *st = trace_state();
 	struct trace_turns *turns_of;
 	struct trace_turn *turn;
 	struct trace_rule *rule;
@@ -159,10 +160,11 @@ static __always_inline __u32 trace_choose(struct __sk_buff *ctx,
 
 	id = MATCH_RULE(match_find(q));
 	rule = id ? trace_rule(id) : NULL;
-	if (!rule || (rule->flags & flags) != flags)
+	if (!rule || !st || (rule->flags & flags) != flags)
 		return 0;
 	/* A datagram has no connection: its two ends are one. */
-	if (rule->connections > 1 && match_draw(&q->tuple, id) % rule->connections)
+	if (rule->connections > 1 &&
+	    match_draw(&q->tuple, st->seed) % rule->connections)
 		return 0;
 	turns_of = bpf_sk_storage_get(&turns, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
 	index = id - 1;
@@ -170,6 +172,10 @@ static __always_inline __u32 trace_choose(struct __sk_buff *ctx,
 	if (!turns_of || index >= TRACE_RULES)
 		return 0;
 	turn = received ? &turns_of->received[index] : &turns_of->sent[index];
+	if (!turn->begun) {
+		turn->begun = 1;
+		turn->skip = trace_first(rule);
+	}
 	if (!trace_turn(rule, &turn->skip, &turn->next,
 			rule->interval ? bpf_ktime_get_ns() : 0))
 		return 0;

@@ -30,6 +30,7 @@ const (
 	TraceRXUnread  = int(traceRXTraceRxOutcomeTRACE_RX_UNREAD)
 	TraceRXFull    = int(traceRXTraceRxOutcomeTRACE_RX_FULL)
 
+	TraceMissed  = int(traceSockopsTraceOutcomeTRACE_MISSED)
 	TraceSent    = int(traceSockopsTraceOutcomeTRACE_SENT)
 	TraceDropped = int(traceSockopsTraceOutcomeTRACE_DROPPED)
 	TraceSplit   = int(traceSockopsTraceOutcomeTRACE_SPLIT)

@@ -160,13 +160,21 @@ func TestUDPQdisc(t *testing.T) {
 	if _, under := tr.sent(); under.Count == 0 || under.Count > datagrams {
 		t.Errorf("%d under way", under.Count)
 	}
-	until(t, "all have left", func() bool { _, under := tr.sent(); return under.Count == 0 })
+	until(t, "all have left", func() bool {
+		_, under := tr.sent()
+		return under.Count == 0 || under.Oldest > time.Second
+	})
 	elapsed := time.Since(start)
-	s = tr.expectSent(100+datagrams, 100+datagrams, 0, 0, 0, (100+datagrams)*bytes)
-	// The first two are the burst.
+	s, under := tr.sent()
+	// See TestUDPExact.
+	sent, missed := s.Outcome[bpf.TraceSent], s.Outcome[bpf.TraceMissed]+under.Count
+	if s.Chosen != 100+datagrams || sent+missed != s.Chosen || missed > 2 || s.Bytes != sent*bytes {
+		t.Errorf("chosen %d, outcomes %v, %d bytes", s.Chosen, s.Outcome, s.Bytes)
+	}
+	// The first two are the burst, and two may be missed.
 	_, _, most := span(s.Stage[bpf.TraceStageQdisc])
-	if most < (datagrams-3)*each || most > elapsed*17/16 {
-		t.Errorf("qdisc: at most %v, want %v to %v", most, (datagrams-3)*each, elapsed)
+	if most < (datagrams-5)*each || most > elapsed*17/16 {
+		t.Errorf("qdisc: at most %v, want %v to %v", most, (datagrams-5)*each, elapsed)
 	}
 	if _, _, most := span(s.Stage[bpf.TraceStageStack]); most > each {
 		t.Errorf("stack: at most %v", most)
@@ -191,13 +199,32 @@ func TestUDPExact(t *testing.T) {
 		})
 	}
 	busy.Wait()
-	until(t, "all have left", func() bool { _, under := tr.sent(); return under.Count == 0 })
-	sent := int(w.packets() - before)
-	t.Logf("%d sent", sent)
+	var s *bpf.TraceStats
+	var under bpf.TraceWaiting
+	until(t, "all have left", func() bool {
+		s, under = tr.sent()
+		return under.Count == 0 || under.Oldest > time.Second
+	})
+	sent := w.packets() - before
+	t.Logf("%d sent: %v, under way %+v", sent, s.Outcome, under)
 	if sent == 0 || sent == datagrams {
 		t.Errorf("%d of %d were sent", sent, datagrams)
 	}
-	tr.expectSent(datagrams, sent, datagrams-sent, 0, 0, uint64(sent*bytes))
+	sum := under.Count
+	for _, n := range s.Outcome {
+		sum += n
+	}
+	if s.Chosen != datagrams || sum != datagrams {
+		t.Errorf("%d chosen, %d ends and under way, want %d", s.Chosen, sum, datagrams)
+	}
+	// There are kernels that leave out a program at a tracepoint now and then.
+	// What it would have told is missed, or known when its packet's memory has
+	// another use.
+	missed := s.Outcome[bpf.TraceMissed] + under.Count
+	if missed > datagrams/100 || s.Outcome[bpf.TraceSent] > sent || s.Outcome[bpf.TraceSent]+missed < sent ||
+		s.Outcome[bpf.TraceDropped] > datagrams-sent || s.Outcome[bpf.TraceDropped]+missed < datagrams-sent {
+		t.Errorf("%d missed", missed)
+	}
 }
 
 // A datagram whose neighbour does not answer never reaches a driver.

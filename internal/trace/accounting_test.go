@@ -38,12 +38,15 @@ type sending struct {
 	after func(c ends)
 }
 
-// run sends, and returns the number of messages.
+// run sends, and returns the number of messages, by calls of sendmsg.
 func (s sending) run(w *world) uint64 {
 	w.t.Helper()
 	listener, at := w.listen(s.domain)
 	defer shut(listener)
-	var wait sync.WaitGroup
+	var (
+		wait  sync.WaitGroup
+		calls atomic.Uint64
+	)
 	for range s.connections {
 		c := w.connectTo(listener, at, s.options...)
 		var done <-chan int
@@ -63,10 +66,12 @@ func (s sending) run(w *world) uint64 {
 				if s.before != nil {
 					s.before(c.connected, i)
 				}
-				if err := send(c.connected, b[:length], flags); err != nil {
+				n, err := sendAll(c.connected, b[:length], flags)
+				if err != nil {
 					w.t.Errorf("message %d: %v", i, err)
 					return
 				}
+				calls.Add(n)
 			}
 			if s.after != nil {
 				s.after(c)
@@ -78,7 +83,7 @@ func (s sending) run(w *world) uint64 {
 		})
 	}
 	wait.Wait()
-	return uint64(s.connections * s.messages)
+	return calls.Load()
 }
 
 // watch reads the counts until it is stopped, and checks each reading: no count

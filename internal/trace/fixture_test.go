@@ -459,13 +459,23 @@ func retry(call func() (int, error)) (int, error) {
 	}
 }
 
-// send is one message.
+// send is one message; more if a signal ends sendmsg early.
 func send(fd int, b []byte, flags int) error {
-	n, err := retry(func() (int, error) { return unix.SendmsgN(fd, b, nil, nil, flags|unix.MSG_NOSIGNAL) })
-	if err == nil && n != len(b) {
-		err = fmt.Errorf("%d bytes of %d", n, len(b))
+	_, err := sendAll(fd, b, flags)
+	return err
+}
+
+// sendAll sends all of b, and returns the number of messages that it took.
+func sendAll(fd int, b []byte, flags int) (messages uint64, err error) {
+	for len(b) > 0 {
+		n, err := retry(func() (int, error) { return unix.SendmsgN(fd, b, nil, nil, flags|unix.MSG_NOSIGNAL) })
+		if err != nil {
+			return messages, os.NewSyscallError("sendmsg", err)
+		}
+		b = b[n:]
+		messages++
 	}
-	return os.NewSyscallError("sendmsg", err)
+	return messages, nil
 }
 
 // drain reads until the other side closes, and tells how much it was.

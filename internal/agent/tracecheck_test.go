@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/cilium/ebpf"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/testenv"
+)
+
+const (
+	needsTimestamps = "BPF timestamping, Linux 6.15 or later"
+	needsSend       = "fentry programs, which this kernel does not allow"
+)
+
+// lacks are what this kernel lacks, by what is said of it.
+func lacks(t *testing.T) map[string]bool {
+	t.Helper()
+	lacks := make(map[string]bool)
+	for needs, err := range map[string]error{needsTimestamps: bpf.HaveTimestamps(), needsSend: bpf.HaveSend()} {
+		lacks[needs] = errors.Is(err, ebpf.ErrNotSupported)
+		if err != nil && !lacks[needs] {
+			t.Fatal(err)
+		}
+	}
+	return lacks
+}
+
+// Each stage is measured or skipped with what this kernel would need. A rule of
+// which nothing is left is refused in one line.
+func TestCheckTrace(t *testing.T) {
+	lacks := lacks(t)
+	send := needsTimestamps
+	if lacks[needsSend] {
+		send = needsSend
+	}
+	for _, test := range []struct {
+		rule string
+		// needs is what stages of a rule need, in their order.
+		stages []string
+		needs  []string
+		all    bool // each of its stages needs something
+	}{
+		{"stages: [stack, qdisc, network]", []string{"stack", "qdisc", "network"}, []string{needsTimestamps, needsTimestamps, needsTimestamps}, true},
+		{"stages: [send]", []string{"send"}, []string{send}, true},
+		{"stages: [send, reader]", []string{"send"}, []string{send}, false},
+		{"stages: [stack, rx_stack, reader]", []string{"stack"}, []string{needsTimestamps}, false},
+		{"stages: [rx_stack, reader]", nil, nil, false},
+		{"stages: [stack, qdisc], protocols: [udp]", nil, nil, false},
+		{"stages: [stack, network], protocols: [tcp, udp]", []string{"network"}, []string{needsTimestamps}, false},
+	} {
+		policy, err := config.Parse([]byte("trace: [{name: x, cgroup: /x, "+test.rule+"}]"), "policy.yaml")
+		if err != nil {
+			t.Fatal(err)
+		}
+		var want []TraceSkipped
+		for i, stage := range test.stages {
+			if lacks[test.needs[i]] {
+				want = append(want, TraceSkipped{stage, test.needs[i]})
+			}
+		}
+		skipped, err := CheckTrace(policy.Trace)
+		if fmt.Sprint(skipped["x"]) != fmt.Sprint(want) {
+			t.Errorf("%s: skipped are %v, want %v", test.rule, skipped["x"], want)
+		}
+		if !test.all || len(want) == 0 {
+			if err != nil {
+				t.Errorf("%s: %v", test.rule, err)
+			}
+			continue
+		}
+		checkNothingLeft(t, err, want[0])
+	}
+}
+
+func checkNothingLeft(t *testing.T, err error, first TraceSkipped) {
+	t.Helper()
+	text := fmt.Sprintf("trace rule x: this kernel can measure none of its stages: %s needs %s", first.Stage, first.Needs)
+	if err == nil || err.Error() != text || Code(err) != CodeUnsupported || !strings.Contains(Hint(err), "sockeye trace packets") {
+		t.Errorf("%v, code %d, hint %q; want %s", err, Code(err), Hint(err), text)
+	}
+}
+
+// What a kernel without timestamps makes of rules, whatever this one has.
+func TestNothingLeft(t *testing.T) {
+	policy, err := config.Parse([]byte("trace: [{name: y, cgroup: /x, match: {port: 1}, stages: [stack, reader]}, {name: x, cgroup: /x, stages: [stack, network]}]"), "policy.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	stack, network := TraceSkipped{"stack", needsTimestamps}, TraceSkipped{"network", needsTimestamps}
+	if err := nothingLeft(policy.Trace, map[string][]TraceSkipped{"y": {stack}, "x": {network}}); err != nil {
+		t.Error(err)
+	}
+	checkNothingLeft(t, nothingLeft(policy.Trace, map[string][]TraceSkipped{"y": {stack}, "x": {stack, network}}), stack)
+}
+
+// An agent whose policy asks for what this kernel cannot measure traces the
+// rest, says so, and refuses to be given more of it.
+func TestTraceWhatThisKernelCan(t *testing.T) {
+	lacks := lacks(t)
+	if !lacks[needsSend] && !lacks[needsTimestamps] {
+		t.Skip("kernel: it can measure all")
+	}
+	a := newAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	defer a.stop()
+	a.begin(t, policyText("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [send, stack, rx_stack]}\n"))
+	defer a.endTracing(t)
+	status, err := a.TraceStatus("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []string{"stack", "rx_stack"}
+	if lacks[needsTimestamps] {
+		want = want[1:]
+	}
+	if c := status.Cgroups[0]; !c.Attached || c.Problem != "" || fmt.Sprint(c.Rules[0].Stages) != fmt.Sprint(want) {
+		t.Errorf("%+v, want stages %v", c, want)
+	}
+	if status.Timestamps == lacks[needsTimestamps] || !status.Timestamps && status.Needs != needsTimestamps {
+		t.Errorf("timestamps %v, %q", status.Timestamps, status.Needs)
+	}
+	talk(t, 3)
+	results, err := a.TraceResults(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var sent, received uint64
+	for _, r := range results.Results {
+		sent += r.Chosen
+		received += r.RXChosen
+	}
+	if lacks[needsTimestamps] != (sent == 0) || received == 0 {
+		t.Errorf("%d messages sent and %d segments received are counted", sent, received)
+	}
+	_, err = a.Apply(Candidate{Text: policyText("trace:\n  - {name: x, cgroup: CGROUP, stages: [send]}\n"), Path: a.options.Policy})
+	first := TraceSkipped{"send", needsTimestamps}
+	if lacks[needsSend] {
+		first.Needs = needsSend
+	}
+	checkNothingLeft(t, err, first)
+	if status, err = a.TraceStatus(""); err != nil || fmt.Sprint(status.Cgroups[0].Rules[0].Stages) != fmt.Sprint(want) {
+		t.Errorf("after a policy that was refused: %+v, %v", status, err)
+	}
+}

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/cilium/ebpf"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/testenv"
+)
+
+// Who may do all learns whether the kernel can, and who may not learns nothing
+// of the kernel.
+func TestHaveSend(t *testing.T) {
+	err := bpf.HaveSend()
+	t.Logf("%v", err)
+	if err != nil && !errors.Is(err, ebpf.ErrNotSupported) {
+		t.Errorf("%+v", err)
+	}
+	testenv.WithoutRights(t, func() {
+		if err := bpf.HaveSend(); !errors.Is(err, os.ErrPermission) || errors.Is(err, ebpf.ErrNotSupported) {
+			t.Errorf("without rights: %v", err)
+		}
+	})
+}
+
+// The start of sendmsg is noted until the tracing ends, whoever holds it.
+func TestTraceSendOpens(t *testing.T) {
+	if err := bpf.HaveSend(); errors.Is(err, ebpf.ErrNotSupported) {
+		t.Skipf("kernel: %v", err)
+	}
+	c := bpf.TraceConfig{Dir: filepath.Join(testenv.BPFFS(t), "trace_test"), Cgroup: subgroup(t, "send"), Rules: traceAll(), Send: true}
+	use := func() {
+		first := openTrace(t, c)
+		adopted := c
+		adopted.Adopt = true
+		check(t, first.Close())
+		again := openTrace(t, adopted)
+		if programs := again.Programs(); !slices.Contains(programs, "trace_send") {
+			t.Errorf("attached are %q", programs)
+		}
+		kept := kernelObjects(t, again)
+		check(t, bpf.RemoveTrace(c.Dir))
+		check(t, again.Close())
+		for what, gone := range kept {
+			await(t, "the end of "+what, gone)
+		}
+	}
+	use() // what is opened once for all
+	before := openDescriptors(t)
+	for range 3 {
+		use()
+	}
+	if after := openDescriptors(t); after != before {
+		t.Errorf("%d open files, had %d", after, before)
+	}
+}
