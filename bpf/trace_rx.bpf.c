@@ -229,19 +229,25 @@ static __always_inline __u64 rx_chosen(struct __sk_buff *ctx, __u32 group,
 	return followed ? now : 0;
 }
 
+struct rx_tcp {
+	__be16 source;
+	__be16 destination;
+	__be32 seq;
+	__be32 ack_seq;
+	__u8 offset; /* in the upper half, words */
+};
+
 /* The sequence number after a segment's data plus TRACE_END; 0: it has none. */
 static __always_inline __u64 rx_segment_end(struct __sk_buff *ctx)
 {
-	__u32 at = trace_transport(ctx, IPPROTO_TCP), length;
-	__be32 seq;
-	__u8 offset;
+	struct rx_tcp *tcp;
+	__u32 at, length;
 
-	if (!at || bpf_skb_load_bytes(ctx, at + 12, &offset, 1))
+	tcp = trace_transport(ctx, IPPROTO_TCP, sizeof(*tcp), &at);
+	if (!tcp)
 		return 0;
-	length = ctx->len - at - (offset >> 4) * 4;
-	if (!length || bpf_skb_load_bytes(ctx, at + 4, &seq, sizeof(seq)))
-		return 0;
-	return TRACE_END + (__u32)(bpf_ntohl(seq) + length);
+	length = ctx->len - at - (tcp->offset >> 4) * 4;
+	return length ? TRACE_END + (__u32)(bpf_ntohl(tcp->seq) + length) : 0;
 }
 
 /* The group of a connection, found when it is first asked for. */
@@ -491,7 +497,8 @@ int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
 		return 0;
 	cookie = rx_cookie(sk);
 	r = rx_reader(cookie);
-	if (!r)
+	/* It fires for connections, too. */
+	if (!r || BPF_CORE_READ((struct sock___skb *)sk, sk_protocol) != IPPROTO_UDP)
 		return 0;
 	for (i = 0; i < AT_ONCE; i++) {
 		slot = rx_oldest(cookie);

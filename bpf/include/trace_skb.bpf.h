@@ -37,6 +37,7 @@ struct sock_common___skb {
 struct sock___skb {
 	struct sock_common___skb __sk_common;
 	struct sk_buff_head sk_receive_queue;
+	__u16 sk_protocol;
 } __attribute__((preserve_access_index));
 
 struct {
@@ -78,36 +79,46 @@ static __always_inline void trace_measure(struct trace_histogram *h, __u64 ns)
 		h->max = ns;
 }
 
-/* Where the transport header begins, from the network header on; 0: nowhere. */
-static __always_inline __u32 trace_transport(struct __sk_buff *ctx, __u8 protocol)
+/*
+ * The transport header, if so many bytes of it are in the linear part: the
+ * kernel has looked at them, or made them. At is where it begins, from the
+ * network header on.
+ */
+static __always_inline void *trace_transport(struct __sk_buff *ctx, __u8 protocol,
+					     __u32 size, __u32 *at)
 {
+	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
 	struct {
 		__u8 next;
 		__u8 length;
 	} extension;
-	__u32 at = 40;
-	__u8 byte;
+	__u8 *ip = data, next;
+	__u32 offset = 40;
 	int i;
 
+	if (data + 40 > end && ctx->protocol != bpf_htons(ETH_P_IP))
+		return NULL;
+	if (data + 20 > end)
+		return NULL;
 	if (ctx->protocol == bpf_htons(ETH_P_IP)) {
-		if (bpf_skb_load_bytes(ctx, 0, &byte, 1))
-			return 0;
-		return (byte & 15) * 4;
+		offset = (ip[0] & 15) * 4;
+	} else if (ip[6] != protocol) {
+		next = ip[6];
+		for (i = 0; i < IPV6_EXTENSIONS && next != protocol; i++) {
+			if (next != NEXTHDR_HOP && next != NEXTHDR_ROUTING &&
+			    next != NEXTHDR_DEST)
+				return NULL;
+			if (bpf_skb_load_bytes(ctx, offset, &extension, sizeof(extension)))
+				return NULL;
+			next = extension.next;
+			offset += (extension.length + 1) * 8;
+		}
+		if (next != protocol)
+			return NULL;
 	}
-	if (ctx->protocol != bpf_htons(ETH_P_IPV6) ||
-	    bpf_skb_load_bytes(ctx, 6, &byte, 1))
-		return 0;
-	for (i = 0; i < IPV6_EXTENSIONS; i++) {
-		if (byte == protocol)
-			return at;
-		if (byte != NEXTHDR_HOP && byte != NEXTHDR_ROUTING && byte != NEXTHDR_DEST)
-			return 0;
-		if (bpf_skb_load_bytes(ctx, at, &extension, sizeof(extension)))
-			return 0;
-		byte = extension.next;
-		at += (extension.length + 1) * 8;
-	}
-	return 0;
+	*at = offset;
+	data += offset;
+	return data + size > end ? NULL : data;
 }
 
 struct trace_ports {
@@ -115,29 +126,41 @@ struct trace_ports {
 	__be16 destination;
 };
 
-/* The ends of a datagram, and how many bytes it carries; 0: not known. */
+/* The ends of a datagram, and how many bytes it has with its header; 0: not
+ * known. */
 static __always_inline __u32 trace_datagram(struct __sk_buff *ctx,
 					    struct match_tuple *t, bool received)
 {
 	struct match_address *from = received ? &t->remote : &t->local;
 	struct match_address *to = received ? &t->local : &t->remote;
-	__u32 at = trace_transport(ctx, IPPROTO_UDP);
-	struct trace_ports ports;
-	__u32 ipv4[2];
+	void *data, *end;
+	struct trace_ports *ports;
+	__u32 at, *word;
+	int i;
 
-	if (!at || bpf_skb_load_bytes(ctx, at, &ports, sizeof(ports)))
+	ports = trace_transport(ctx, IPPROTO_UDP, sizeof(*ports), &at);
+	if (!ports)
 		return 0;
+	t->remote_port = bpf_ntohs(received ? ports->source : ports->destination);
+	t->local_port = bpf_ntohs(received ? ports->destination : ports->source);
+	data = (void *)(long)ctx->data;
+	end = (void *)(long)ctx->data_end;
 	if (ctx->protocol == bpf_htons(ETH_P_IP)) {
-		if (bpf_skb_load_bytes(ctx, 12, ipv4, sizeof(ipv4)))
+		if (data + 20 > end)
 			return 0;
-		match_mapped(from, ipv4[0]);
-		match_mapped(to, ipv4[1]);
-	} else if (bpf_skb_load_bytes(ctx, 8, from, sizeof(*from)) ||
-		   bpf_skb_load_bytes(ctx, 24, to, sizeof(*to))) {
-		return 0;
+		word = data + 12;
+		match_mapped(from, word[0]);
+		match_mapped(to, word[1]);
+	} else {
+		if (data + 40 > end)
+			return 0;
+		word = data + 8;
+#pragma unroll
+		for (i = 0; i < 4; i++) {
+			from->word[i] = word[i];
+			to->word[i] = word[4 + i];
+		}
 	}
-	t->remote_port = bpf_ntohs(received ? ports.source : ports.destination);
-	t->local_port = bpf_ntohs(received ? ports.destination : ports.source);
 	return ctx->len - at;
 }
 

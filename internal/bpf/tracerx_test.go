@@ -3,6 +3,7 @@
 package bpf_test
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -105,16 +106,26 @@ type ends struct{ sender, receiver int }
 func rxEnds(t testing.TB, senders, receivers string, protocol int, v6 bool) ends {
 	t.Helper()
 	at := netip.MustParseAddr("127.0.0.1")
-	domain, kind := unix.AF_INET, unix.SOCK_DGRAM
 	if v6 {
-		at, domain = netip.IPv6Loopback(), unix.AF_INET6
+		at = netip.IPv6Loopback()
+	}
+	return rxEndsAt(t, at, protocol,
+		func(f func()) { inside(t, senders, f) }, func(f func()) { inside(t, receivers, f) })
+}
+
+// rxEndsAt makes a pair of sockets, each where it belongs.
+func rxEndsAt(t testing.TB, at netip.Addr, protocol int, sending, receiving func(func())) ends {
+	t.Helper()
+	domain, kind := unix.AF_INET, unix.SOCK_DGRAM
+	if at.Is6() {
+		domain = unix.AF_INET6
 	}
 	if protocol == unix.IPPROTO_TCP {
 		kind = unix.SOCK_STREAM
 	}
-	var listener, receiver int
-	var err error
-	inside(t, receivers, func() {
+	var listener, sender int
+	receiving(func() {
+		var err error
 		listener, err = unix.Socket(domain, kind|unix.SOCK_CLOEXEC, protocol)
 		check(t, err)
 		check(t, unix.Bind(listener, sockaddr(netip.AddrPortFrom(at, 0))))
@@ -124,20 +135,19 @@ func rxEnds(t testing.TB, senders, receivers string, protocol int, v6 bool) ends
 	})
 	to, err := unix.Getsockname(listener)
 	check(t, err)
-	var sender int
-	inside(t, senders, func() {
+	sending(func() {
+		var err error
 		sender, err = unix.Socket(domain, kind|unix.SOCK_CLOEXEC, protocol)
 		check(t, err)
 		check(t, unix.Connect(sender, to))
 	})
-	receiver = listener
+	e := ends{sender, listener}
 	if kind == unix.SOCK_STREAM {
 		check(t, unix.SetsockoptInt(sender, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1))
-		receiver, _, err = unix.Accept4(listener, unix.SOCK_CLOEXEC)
+		e.receiver, _, err = unix.Accept4(listener, unix.SOCK_CLOEXEC)
 		check(t, err)
 		check(t, unix.Close(listener))
 	}
-	e := ends{sender, receiver}
 	t.Cleanup(func() {
 		// The test may have closed them.
 		unix.Close(e.sender)
@@ -763,4 +773,112 @@ func TestRXGroups(t *testing.T) {
 	if groups, err := tr.Groups(); err != nil || len(groups) != 4 || other.Outcome[bpf.TraceRXRead] != 2 {
 		t.Errorf("%d groups, %v read of other, %v", len(groups), other.Outcome, err)
 	}
+}
+
+// newVeth makes a network namespace to which a device leads from here, with
+// 10.8.0.1 and fd08::1; there it has 2. What it returns runs a function there.
+func newVeth(t testing.TB) (there func(func())) {
+	t.Helper()
+	here, err := os.Open("/proc/self/ns/net")
+	check(t, err)
+	defer here.Close()
+	address := func(host byte) {
+		link, err := netlink.LinkByName("veth")
+		check(t, err)
+		check(t, netlink.LinkSetUp(link))
+		for _, prefix := range []string{"10.8.0.%d/24", "fd08::%d/64"} {
+			a, err := netlink.ParseAddr(fmt.Sprintf(prefix, host))
+			check(t, err)
+			if a.IP.To4() == nil {
+				a.Flags = unix.IFA_F_NODAD
+			}
+			check(t, netlink.AddrAdd(link, a))
+		}
+	}
+	var other *os.File
+	check(t, testenv.OnThread(func() error {
+		check(t, unix.Unshare(unix.CLONE_NEWNET))
+		other, err = os.Open("/proc/thread-self/ns/net")
+		check(t, err)
+		check(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "veth"}, PeerName: "veth", PeerNamespace: netlink.NsFd(here.Fd())}))
+		address(2)
+		return nil
+	}))
+	address(1)
+	t.Cleanup(func() {
+		check(t, other.Close())
+		link, err := netlink.LinkByName("veth")
+		check(t, err)
+		check(t, netlink.LinkDel(link))
+	})
+	return func(f func()) {
+		check(t, testenv.OnThread(func() error {
+			check(t, unix.Setns(int(other.Fd()), unix.CLONE_NEWNET))
+			f()
+			return nil
+		}))
+	}
+}
+
+// Whatever clock a sender's times are of, they are not taken for arrivals: not
+// over lo, nor from another namespace.
+func TestRXClocks(t *testing.T) {
+	tr := trace(t, rxRules(allRX, 1))
+	expect := func(t *testing.T, protocol, n int) {
+		t.Helper()
+		c := tr.received(protocol)
+		if c.Chosen != uint64(n) || c.Unstamped != 0 {
+			t.Errorf("%v", c)
+		}
+		if times, _, most := c.span(bpf.TraceRXStack); times != uint64(n) || most > time.Second {
+			t.Errorf("%d times, at most %v", times, most)
+		}
+	}
+	t.Run("txtime", func(t *testing.T) {
+		tr.forget()
+		// Clocks of struct sock_txtime, time of SCM_TXTIME.
+		const soTxtime = 61
+		for i, clock := range []int32{unix.CLOCK_MONOTONIC, unix.CLOCK_TAI, unix.CLOCK_REALTIME} {
+			e := tr.ends(unix.IPPROTO_UDP, i == 1)
+			txtime := struct {
+				clock int32
+				flags uint32
+			}{clock: clock}
+			check(t, unix.SetsockoptString(e.sender, unix.SOL_SOCKET, soTxtime, unsafe.String((*byte)(unsafe.Pointer(&txtime)), unsafe.Sizeof(txtime))))
+			var now unix.Timespec
+			check(t, unix.ClockGettime(clock, &now))
+			control := make([]byte, unix.CmsgSpace(8))
+			header := (*unix.Cmsghdr)(unsafe.Pointer(&control[0]))
+			header.Level, header.Type = unix.SOL_SOCKET, soTxtime
+			header.SetLen(unix.CmsgLen(8))
+			binary.NativeEndian.PutUint64(control[unix.CmsgLen(0):], uint64(now.Nano()))
+			check(t, unix.Sendmsg(e.sender, make([]byte, 10), control, nil, 0))
+			e.read(t, 10)
+			expect(t, unix.IPPROTO_UDP, i+1)
+		}
+	})
+	t.Run("paced", func(t *testing.T) {
+		tr.forget()
+		e := tr.ends(unix.IPPROTO_TCP, false)
+		check(t, unix.SetsockoptInt(e.sender, unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, 10_000_000))
+		e.send(t, 1, 1_000)
+		e.read(t, 1_000)
+		expect(t, unix.IPPROTO_TCP, 1)
+	})
+	t.Run("veth", func(t *testing.T) {
+		there := newVeth(t)
+		for _, protocol := range []int{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
+			tr.forget()
+			at := netip.MustParseAddr("fd08::1")
+			if protocol == unix.IPPROTO_UDP {
+				at = netip.MustParseAddr("10.8.0.1")
+			}
+			e := rxEndsAt(t, at, protocol, there, func(f func()) { inside(t, tr.config.Cgroup, f) })
+			for range 10 {
+				e.send(t, 1, 100)
+				e.read(t, 100)
+			}
+			expect(t, protocol, 10)
+		}
+	})
 }
