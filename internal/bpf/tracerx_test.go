@@ -549,7 +549,7 @@ func TestRXSegmentsExact(t *testing.T) {
 					break
 				}
 			}
-			unix.Shutdown(e.sender, unix.SHUT_WR)
+			_ = unix.Shutdown(e.sender, unix.SHUT_WR)
 		})
 		busy.Go(func() {
 			buf := make([]byte, 1777)

@@ -194,7 +194,7 @@ func TestUDPExact(t *testing.T) {
 		busy.Go(func() {
 			for range datagrams / threads {
 				// ENOBUFS says that it was dropped.
-				unix.Write(fd, make([]byte, bytes))
+				_, _ = unix.Write(fd, make([]byte, bytes))
 			}
 		})
 	}

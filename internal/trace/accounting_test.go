@@ -161,7 +161,7 @@ func TestAccounting(t *testing.T) {
 		}}, []trace.Outcome{trace.Overwritten}},
 		{"cork", local, sending{connections: 4, messages: 20_000, before: func(fd, i int) {
 			if i%20 == 0 || i%20 == 15 {
-				unix.SetsockoptInt(fd, unix.SOL_TCP, unix.TCP_CORK, 1-i%20/15)
+				_ = unix.SetsockoptInt(fd, unix.SOL_TCP, unix.TCP_CORK, 1-i%20/15) // it is always there
 			}
 		}}, []trace.Outcome{trace.Overwritten}},
 		{"wrap", local, sending{connections: 10, messages: 5_000, options: []option{noDelay, firstSeq(0xfffc0000)}},
@@ -456,7 +456,7 @@ func TestKilled(t *testing.T) {
 // TestAdoptedWhileSending takes connections that are open, lets go of them, and
 // takes them again, while they send.
 func TestAdoptedWhileSending(t *testing.T) {
-	k := newTracing(t, "trace: [{cgroup: CGROUP, match: {port: 1}}]")
+	newTracing(t, "trace: [{cgroup: CGROUP, match: {port: 1}}]")
 	w := loopback(t)
 	const connections = 2
 	var (
@@ -479,7 +479,7 @@ func TestAdoptedWhileSending(t *testing.T) {
 		})
 	}
 	// Only now is there a tracing that is for them.
-	k = newTracing(t, everything)
+	k := newTracing(t, everything)
 	if r := k.result(); r.Chosen != 0 {
 		t.Errorf("before %s", account(r))
 	}

@@ -275,14 +275,6 @@ func linked(t testing.TB, o lab.LinkOptions) *world {
 	return w
 }
 
-// set changes the link.
-func (w *world) set(change func(*lab.LinkOptions)) {
-	w.t.Helper()
-	o := w.link.Options()
-	change(&o)
-	check(w.t, w.link.Set(o))
-}
-
 // inA and inB run f where connections come from and go to.
 func (w *world) inA(f func()) { w.do(w.a, f) }
 func (w *world) inB(f func()) { w.do(w.b, f) }

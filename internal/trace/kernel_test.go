@@ -387,8 +387,7 @@ func sendMany(t *testing.T, fd int) {
 	iov := unix.Iovec{Base: &b[0], Len: 4000}
 	type mmsghdr struct {
 		header unix.Msghdr
-		length uint32
-		_      [4]byte
+		_      [8]byte // the length that the kernel fills in
 	}
 	for range 10 {
 		var headers [5]mmsghdr
