@@ -6,12 +6,17 @@ import (
 	"errors"
 	"io/fs"
 
+	"github.com/cilium/ebpf/rlimit"
+
 	"sockeye/internal/config"
 )
 
 // CheckTrace says which stages each rule goes without on this kernel, as far as
 // the caller may know. It fails for a rule that none are left of.
 func CheckTrace(rules []config.TraceRule) (map[string][]TraceSkipped, error) {
+	// Probes load programs, which kernels before 5.11 charge to RLIMIT_MEMLOCK.
+	// Where it cannot be raised, they say so.
+	_ = rlimit.RemoveMemlock()
 	skipped, err := new(host).lackingStages(rules)
 	if errors.Is(err, fs.ErrPermission) {
 		return nil, nil

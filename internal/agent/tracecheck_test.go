@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/rlimit"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
@@ -23,6 +24,10 @@ const (
 // lacks are what this kernel lacks, by what is said of it.
 func lacks(t *testing.T) map[string]bool {
 	t.Helper()
+	// Kernels before 5.11 charge maps and programs to RLIMIT_MEMLOCK.
+	if err := rlimit.RemoveMemlock(); err != nil {
+		t.Fatal(err)
+	}
 	lacks := make(map[string]bool)
 	for needs, err := range map[string]error{needsTimestamps: bpf.HaveTimestamps(), needsSend: bpf.HaveSend()} {
 		lacks[needs] = errors.Is(err, ebpf.ErrNotSupported)

@@ -56,7 +56,7 @@ var Features = []Feature{
 		return probeLive()
 	}},
 	{"BPF timestamping", "6.15", "without it trace measures only what is received, and packets", true, HaveTimestamps},
-	{"fentry programs", "5.5", "without them trace has no stage send", true, HaveSend},
+	{"fentry programs", "5.11", "without them trace has no stage send", true, HaveSend},
 	{"raw tracepoints", "4.17", "without them trace has no stage reader, no packets, and nothing of what is sent over UDP", true, func() error {
 		return probeProgram(ebpf.RawTracepoint, ebpf.AttachNone)
 	}},

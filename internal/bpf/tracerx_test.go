@@ -332,6 +332,29 @@ func TestRXStoppedReader(t *testing.T) {
 	})
 }
 
+// What one socket reads says nothing of another, nor part of a segment of all.
+func TestRXBeside(t *testing.T) {
+	tr := trace(t, rxRules(allRX, 1))
+	tcp, udp, other := tr.ends(unix.IPPROTO_TCP, false), tr.ends(unix.IPPROTO_UDP, false), tr.ends(unix.IPPROTO_UDP, true)
+	for _, e := range []ends{tcp, udp, other} {
+		e.send(t, 2, 100)
+	}
+	tcp.read(t, 50)
+	tr.received(unix.IPPROTO_TCP).expect(t, 2, 0, 0, 0, 0, 2)
+	udp.read(t, 100)
+	tr.received(unix.IPPROTO_TCP).expect(t, 2, 0, 0, 0, 0, 2)
+	tr.received(unix.IPPROTO_UDP).expect(t, 4, 1, 0, 0, 0, 3)
+	tcp.read(t, 100)
+	tr.received(unix.IPPROTO_TCP).expect(t, 2, 1, 0, 0, 0, 1)
+	check(t, unix.Close(other.receiver))
+	until(t, "the socket ends", func() bool { return tr.received(unix.IPPROTO_UDP).waiting.Count == 1 })
+	tr.received(unix.IPPROTO_UDP).expect(t, 4, 1, 0, 2, 0, 1)
+	tcp.read(t, 50)
+	udp.read(t, 100)
+	tr.received(unix.IPPROTO_TCP).expect(t, 2, 2, 0, 0, 0, 0)
+	tr.received(unix.IPPROTO_UDP).expect(t, 4, 2, 0, 2, 0, 0)
+}
+
 // What a socket holds when it is closed was not read.
 func TestRXUnread(t *testing.T) {
 	tr := trace(t, rxRules(allRX, 1))

@@ -217,9 +217,9 @@ func TestUDPExact(t *testing.T) {
 	if s.Chosen != datagrams || sum != datagrams {
 		t.Errorf("%d chosen, %d ends and under way, want %d", s.Chosen, sum, datagrams)
 	}
-	// There are kernels that leave out a program at a tracepoint now and then.
-	// What it would have told is missed, or known when its packet's memory has
-	// another use.
+	// A tracepoint's program is left out where it would interrupt itself. What it
+	// would have told is missed, or known when its packet's memory has another
+	// use.
 	missed := s.Outcome[bpf.TraceMissed] + under.Count
 	if missed > datagrams/100 || s.Outcome[bpf.TraceSent] > sent || s.Outcome[bpf.TraceSent]+missed < sent ||
 		s.Outcome[bpf.TraceDropped] > datagrams-sent || s.Outcome[bpf.TraceDropped]+missed < datagrams-sent {

@@ -106,7 +106,6 @@ func (k *tracing) watch(connections int) (stop func()) {
 				return
 			}
 			r := sum(results)
-			checkAccount(k.t, r)
 			// What ends while the counts of one CPU after the other are read.
 			const meanwhile = 5000
 			if most := uint64(64*connections + meanwhile); r.InFlight > most {
@@ -181,9 +180,11 @@ func TestAccounting(t *testing.T) {
 			if test.domain == 0 {
 				test.domain = unix.AF_INET
 			}
+			test.messages /= fewer
+			w := test.world(t)
 			stop := k.watch(test.connections)
 			start := time.Now()
-			calls := test.run(test.world(t))
+			calls := test.run(w)
 			stop()
 			r := k.settled()
 			t.Logf("%v for %s", time.Since(start).Round(time.Millisecond), account(r))
@@ -203,7 +204,7 @@ func TestAccounting(t *testing.T) {
 			total += r.Chosen
 		})
 	}
-	if total < 1_000_000 && !t.Failed() {
+	if total < 1_000_000/fewer && !t.Failed() {
 		t.Errorf("%d messages, not a million", total)
 	}
 }
@@ -218,7 +219,7 @@ func TestPartialWrites(t *testing.T) {
 	done := drain(c.accepted)
 	b := make([]byte, 1<<20)
 	var calls, partial uint64
-	for calls < 20_000 {
+	for calls < 20_000/fewer {
 		n, err := unix.SendmsgN(c.connected, b, nil, nil, unix.MSG_DONTWAIT)
 		if errors.Is(err, unix.EAGAIN) {
 			poll := []unix.PollFd{{Fd: int32(c.connected), Events: unix.POLLOUT}}
@@ -236,8 +237,15 @@ func TestPartialWrites(t *testing.T) {
 	<-done
 	r := k.settled()
 	t.Logf("of %d calls, %d of them partial: %s", calls, partial, account(r))
-	if r.Chosen > calls {
-		t.Errorf("%d chosen of %d calls", r.Chosen, calls)
+	if r.Unqueued == 0 && r.Chosen < calls/2 {
+		t.Skipf("kernel: marks nothing that has left: %d messages of %d calls (until Linux 6.18.18)", r.Chosen, calls)
+	}
+	if r.Chosen > calls || r.Unqueued == 0 {
+		t.Errorf("%d chosen of %d calls, want some that were sent before", r.Chosen, calls)
+	}
+	// When the driver had them is known all the same.
+	if r.Undriven > 0 {
+		t.Errorf("of %d it is not known when the driver had them", r.Undriven)
 	}
 }
 
@@ -315,7 +323,7 @@ func acknowledged(t testing.TB, fd int) {
 	t.Helper()
 	tick := time.NewTicker(50 * time.Microsecond)
 	defer tick.Stop()
-	for deadline := time.Now().Add(20 * time.Second); ; <-tick.C {
+	for deadline := time.Now().Add(patience); ; <-tick.C {
 		left, err := unix.IoctlGetInt(fd, unix.SIOCOUTQ)
 		check(t, os.NewSyscallError("ioctl", err))
 		if left == 0 {
@@ -435,13 +443,13 @@ func TestKilled(t *testing.T) {
 		cmd := exec.Command("/proc/self/exe", "-test.run=^TestSender$")
 		cmd.Env = append(os.Environ(), senderVariable+"="+at.String())
 		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+		before := k.result().Chosen
 		check(t, cmd.Start())
 		accepted := accept(t, listener)
 		var done <-chan int
 		if read {
 			done = drain(accepted)
 		}
-		before := k.result().Chosen
 		within(t, "sending", func() bool { return k.result().Chosen > before+100 })
 		check(t, cmd.Process.Kill())
 		_ = cmd.Wait() // it was killed
@@ -490,7 +498,7 @@ func TestAdoptedWhileSending(t *testing.T) {
 			t.Errorf("%d connections adopted, want %d: %v", adopted.Chosen, connections, adopted.Problems)
 		}
 		before := k.result().Chosen
-		within(t, "messages", func() bool { return k.result().Chosen > before+10_000 })
+		within(t, "messages", func() bool { return k.result().Chosen > before+10_000/fewer })
 		check(t, trace.Release(k.Trace, k.cgroup))
 		// All that were under way have ended, with their connections' time.
 		r := k.settled()
@@ -507,7 +515,7 @@ func TestAdoptedWhileSending(t *testing.T) {
 		t.Errorf("%d connections adopted again, want %d", again.Chosen, connections)
 	}
 	before := k.result().Chosen
-	within(t, "messages", func() bool { return k.result().Chosen > before+10_000 })
+	within(t, "messages", func() bool { return k.result().Chosen > before+10_000/fewer })
 	stop.Store(true)
 	wait.Wait()
 	r := k.settled()

@@ -72,7 +72,7 @@ func TestNoInterference(t *testing.T) {
 
 	var traced ends
 	inCgroup(t, inside, func() { traced = w.connect(unix.AF_INET) })
-	const messages = 10_000
+	const messages = 10_000 / fewer
 	exchange(traced, messages)
 	n, each := k.runs()
 	t.Logf("for %d messages the program has run %d times, %v each", messages, n, each)
@@ -97,8 +97,11 @@ func TestNoInterference(t *testing.T) {
 	}
 	// One that has only what is received to trace does not count what is sent.
 	received := openTracing(t, "trace: [{cgroup: CGROUP, messages: 1/1, stages: [rx_stack]}]", inside, filepath.Join(fs, "trace_received"), "")
-	_, err := trace.Adopt(received.Trace, inside)
+	adopted, err := trace.Adopt(received.Trace, testenv.Cgroup()) // where the process is
 	check(t, err)
+	if adopted.Chosen != 2 {
+		t.Errorf("%d connections adopted, want both ends of one", adopted.Chosen)
+	}
 	exchange(traced, 1000)
 	if r := received.result(); r.Chosen != 0 {
 		t.Errorf("of what is received %s", account(r))
@@ -115,8 +118,11 @@ func TestTwoTracings(t *testing.T) {
 	all := openTracing(t, everything, testenv.Cgroup(), filepath.Join(fs, "trace_all"), "")
 	some := openTracing(t, "trace: [{cgroup: CGROUP, match: {role: connect}, messages: 1/3}]", inner, filepath.Join(fs, "trace_some"), "")
 	w := linked(t, lab.LinkOptions{Delay: time.Millisecond, Loss: 0.01, Seed: 9})
+	local := loopback(t)
 	inCgroup(t, inner, func() {
-		sending{connections: 4, messages: 3000, domain: unix.AF_INET, flags: func(i int) int { return i % 5 / 4 * unix.MSG_EOR }}.run(w)
+		sending{connections: 4, messages: 2000, domain: unix.AF_INET, flags: func(i int) int { return i % 5 / 4 * unix.MSG_EOR }}.run(w)
+		// Here many packets are joined before they leave.
+		sending{connections: 2, messages: 2000, domain: unix.AF_INET, length: func(int) int { return 1 << 16 }}.run(local)
 	})
 	one, two := all.settled(), some.settled()
 	t.Log(account(one))
@@ -124,17 +130,19 @@ func TestTwoTracings(t *testing.T) {
 	if n := one.Outcomes[trace.Missed] + two.Outcomes[trace.Missed]; n > 0 {
 		t.Errorf("%d messages were missed", n)
 	}
+	if n := one.Undriven + two.Undriven; n > 0 {
+		t.Errorf("of %d messages it is not known when the driver had them", n)
+	}
 	if one.Chosen != 12_000 {
 		t.Errorf("%d chosen, want 12000", one.Chosen)
 	}
 	about(t, "1/3", two.Chosen, 4000, 12000/9.)
 
-	local := loopback(t)
 	listener, at := local.listen(unix.AF_INET)
 	var c ends
 	inCgroup(t, inner, func() { c = local.connectTo(listener, at) })
 	done := drain(c.accepted)
-	check(t, trace.Release(some.Trace, inner))
+	check(t, trace.Release(some.Trace, testenv.Cgroup())) // where the process is
 	adopted, err := trace.Adopt(all.Trace, testenv.Cgroup())
 	check(t, err)
 	if adopted.Chosen != 1 {

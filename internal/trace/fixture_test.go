@@ -324,7 +324,7 @@ func newSocket(t testing.TB, domain int) int {
 	}
 	closeAfter(t, fd)
 	for _, name := range []int{unix.SO_SNDTIMEO, unix.SO_RCVTIMEO} {
-		check(t, os.NewSyscallError("setsockopt", unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, name, &unix.Timeval{Sec: 20})))
+		check(t, os.NewSyscallError("setsockopt", unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, name, &unix.Timeval{Sec: int64(patience / time.Second)})))
 	}
 	return fd
 }
@@ -527,7 +527,7 @@ func within(t testing.TB, what string, f func() bool) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
-	deadline := time.After(20 * time.Second)
+	deadline := time.After(patience)
 	for !f() {
 		select {
 		case <-tick.C:

@@ -63,6 +63,24 @@ func tbf(rate uint64, bytes uint32) func(netlink.Link) netlink.Qdisc {
 	}
 }
 
+// dropFirst has the link's queue be of three packets: a fourth has the first one
+// dropped.
+func (w *world) dropFirst() {
+	w.t.Helper()
+	nl := w.a.Netlink()
+	dev, err := nl.LinkByName(w.link.Options().Name)
+	check(w.t, err)
+	index, length := dev.Attrs().Index, dev.Attrs().TxQLen
+	root := netlink.NewHtb(netlink.QdiscAttrs{LinkIndex: index, Handle: netlink.MakeHandle(1, 0), Parent: netlink.HANDLE_ROOT})
+	root.Defcls = 1
+	class := netlink.NewHtbClass(netlink.ClassAttrs{LinkIndex: index, Handle: netlink.MakeHandle(1, 1), Parent: netlink.MakeHandle(1, 0)},
+		netlink.HtbClassAttrs{Rate: 8 << 20, Buffer: 2000, Cbuffer: 2000})
+	// Its length is that of the device when it is made.
+	fifo := &netlink.GenericQdisc{QdiscType: "pfifo_head_drop",
+		QdiscAttrs: netlink.QdiscAttrs{LinkIndex: index, Handle: netlink.MakeHandle(2, 0), Parent: netlink.MakeHandle(1, 1)}}
+	check(w.t, errors.Join(nl.QdiscReplace(root), nl.ClassAdd(class), nl.LinkSetTxQLen(dev, 3), nl.QdiscAdd(fifo), nl.LinkSetTxQLen(dev, length)))
+}
+
 // TestWorlds sends through what delays, drops, splits and joins packets.
 func TestWorlds(t *testing.T) {
 	offload := lab.LinkOptions{Delay: time.Millisecond, Offload: true}
@@ -96,6 +114,9 @@ func TestWorlds(t *testing.T) {
 			prepare: func(w *world) { w.queueing(tbf(1<<20, 1<<20)) }, run: records, checks: inQueue},
 		{name: "drops of the host", link: lab.LinkOptions{Delay: time.Millisecond}, domain: unix.AF_INET, options: []option{noDelay},
 			prepare: func(w *world) { w.queueing(tbf(2<<20, 2000)) }, run: records, checks: dropped},
+		// The host drops what TCP takes for sent.
+		{name: "drops from the queue", link: lab.LinkOptions{Delay: time.Millisecond}, domain: unix.AF_INET, options: []option{noDelay},
+			prepare: (*world).dropFirst, run: records, checks: dropped},
 		{name: "smaller packets on the way", link: lab.LinkOptions{Delay: time.Millisecond}, domain: unix.AF_INET, run: func(w *world, c ends) {
 			bulk(w, c)
 			nl := w.a.Netlink()
@@ -163,7 +184,7 @@ func inQueue(t *testing.T, r trace.Result, _ []trace.Sample) {
 	if p50 := r.Stages[config.StageQdisc].Quantile(0.5); p50 < time.Millisecond {
 		t.Errorf("half of the messages were in the queue for %v at most", p50)
 	}
-	if p50 := r.Stages[config.StageNetwork].Quantile(0.5); p50 > 5*time.Millisecond {
+	if p50 := r.Stages[config.StageNetwork].Quantile(0.5); p50 > 5*slower*time.Millisecond {
 		t.Errorf("the network takes %v, by half of the messages", p50)
 	}
 }
@@ -453,6 +474,8 @@ func TestState(t *testing.T) {
 		var before []*unix.TCPInfo
 		var lengths []uint32
 		one := func(length int) {
+			// The first waits for the end of what has changed it.
+			tcpInfo(t, c.connected)
 			before = append(before, tcpInfo(t, c.connected))
 			lengths = append(lengths, uint32(length))
 			check(t, send(c.connected, make([]byte, length), unix.MSG_EOR))
@@ -488,5 +511,52 @@ func TestState(t *testing.T) {
 				t.Errorf("message %d: paced %v, flags %#x", i, paced, m.Flags)
 			}
 		}
+	}
+}
+
+// TestStateInRecovery compares what samples say with TCP_INFO while segments are
+// lost and sent again, where nothing has moved meanwhile.
+func TestStateInRecovery(t *testing.T) {
+	k := newTracing(t, everything)
+	s := k.samples()
+	w := linked(t, lab.LinkOptions{Delay: 2 * time.Millisecond, Loss: 0.05, Seed: 7})
+	c := w.connect(unix.AF_INET, noDelay, with(unix.SOL_SOCKET, unix.SO_SNDBUF, 1<<15))
+	done := drain(c.accepted)
+	var before, after []*unix.TCPInfo
+	for range 1000 {
+		_, err := retry(func() (int, error) {
+			return unix.Poll([]unix.PollFd{{Fd: int32(c.connected), Events: unix.POLLOUT}}, -1)
+		})
+		check(t, err)
+		before = append(before, tcpInfo(t, c.connected))
+		check(t, send(c.connected, make([]byte, 500), unix.MSG_EOR))
+		after = append(after, tcpInfo(t, c.connected))
+	}
+	acknowledged(t, c.connected)
+	shut(c.connected)
+	<-done
+	r := k.settled()
+	byKey := make(map[uint32]bpf.TraceMessage)
+	samples := s.wait(int(r.Chosen - r.Outcomes[trace.Full]))
+	first := samples[0].Message.Key
+	for _, sample := range samples {
+		byKey[(sample.Message.Key-first)/500] = sample.Message
+	}
+	var compared int
+	for i, info := range before {
+		then := after[i]
+		m, ok := byKey[uint32(i)]
+		if !ok || info.Sacked+info.Lost+info.Retrans == 0 ||
+			info.Bytes_acked != then.Bytes_acked || info.Sacked != then.Sacked || info.Lost != then.Lost || info.Retrans != then.Retrans {
+			continue
+		}
+		compared++
+		if want := info.Unacked - info.Sacked - info.Lost + info.Retrans; m.InFlight != want {
+			t.Errorf("message %d has %d packets in flight, TCP_INFO %d", i, m.InFlight, want)
+		}
+	}
+	t.Logf("%d messages in recovery", compared)
+	if compared < 10 {
+		t.Errorf("%d messages in recovery", compared)
 	}
 }

@@ -897,9 +897,10 @@ func wayOf(s *Sample) ([]part, []tick) {
 	return parts, evenTicks(whole, wayWidth, 8)
 }
 
-// sentence makes one of a text for terminals.
+// sentence makes one of a text for terminals. Numbers keep their unit on their
+// line.
 func sentence(text string) string {
-	text = plainText(text)
+	text = strings.ReplaceAll(plainText(text), " µs", "\u00a0µs")
 	if text != "" {
 		text = strings.ToUpper(text[:1]) + text[1:] + "."
 	}

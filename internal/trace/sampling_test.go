@@ -45,7 +45,7 @@ func TestShares(t *testing.T) {
 	t.Run("messages", func(t *testing.T) {
 		for _, m := range []int{2, 10, 100} {
 			k := newTracing(t, policy(1, m))
-			const n = 100_000
+			const n = 100_000 / fewer
 			sending{connections: 2, messages: n / 2, domain: unix.AF_INET}.run(loopback(t))
 			// Gaps are 1 to 2m - 1, each as likely: of a variance of (m^2 - m) / 3.
 			about(t, fmt.Sprintf("1/%d of %d", m, n), k.settled().Chosen, n/float64(m), n/float64(3*m))

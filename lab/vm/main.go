@@ -42,7 +42,7 @@ import (
 )
 
 // modules are loaded, where the kernel has them as modules, with what they depend on.
-const modules = "veth,tun,dummy,ifb,bridge,vrf,sch_ingress,cls_bpf,sch_fq,sch_htb,sch_tbf,sch_netem," +
+const modules = "veth,tun,dummy,ifb,bridge,vrf,macvlan,vxlan,sch_ingress,cls_bpf,sch_fq,sch_htb,sch_tbf,sch_netem," +
 	"tcp_bbr,tcp_dctcp,tcp_nv,tcp_diag,udp_diag"
 
 type options struct {

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build vm
+
+package packets_test
+
+// Under software emulation: see scale_test.go.
+const slower = 10
