@@ -311,7 +311,6 @@ func TestTimestampingIsLeftAlone(t *testing.T) {
 // TestTimestampingAdopted adopts a connection while a stamp of the application's
 // is under way.
 func TestTimestampingAdopted(t *testing.T) {
-	k := newTracing(t, "trace: [{cgroup: CGROUP, match: {port: 1}}]")
 	w, lost := hole(t, lab.LinkOptions{})
 	listener, at := w.listen(unix.AF_INET)
 	c := w.connectTo(listener, at, noDelay)
@@ -319,7 +318,7 @@ func TestTimestampingAdopted(t *testing.T) {
 	a := newApplication(t, c.connected, false)
 	lost.Store(true)
 	a.send(make([]byte, size), 0)
-	k = newTracing(t, everything)
+	k := newTracing(t, everything)
 	adopted, err := trace.Adopt(k.Trace, k.cgroup)
 	check(t, err)
 	if adopted.Chosen != 1 {
