@@ -129,12 +129,17 @@ func (a *Agent) openTracer(c traceChange) error {
 }
 
 // open attaches to the cgroup. Pins of the same rules go on, with their counts.
-// A unit that is not there is waited for.
+// A unit that is not there is waited for. On a kernel that can measure nothing
+// of what the rules ask for, nothing is attached.
 func (t *tracer) open() error {
 	t.problem = nil
 	var err error
 	if t.skipped, err = t.host.lackingStages(t.rules); err != nil {
 		return err
+	}
+	if !slices.ContainsFunc(t.rules, func(r config.TraceRule) bool { return len(measured(r, t.skipped[r.Name])) > 0 }) {
+		t.problem = nothingLeft(t.rules, t.skipped)
+		return bpf.RemoveTrace(t.host.tracingDir(t.name))
 	}
 	if t.compiled, err = compileTrace(t.rules, t.services, t.skipped); err != nil {
 		return err

@@ -5,6 +5,7 @@ package agent
 import (
 	"errors"
 	"fmt"
+	"os"
 	"strings"
 	"testing"
 
@@ -152,5 +153,42 @@ func TestTraceWhatThisKernelCan(t *testing.T) {
 	checkNothingLeft(t, err, first)
 	if status, err = a.TraceStatus(""); err != nil || fmt.Sprint(status.Cgroups[0].Rules[0].Stages) != fmt.Sprint(want) {
 		t.Errorf("after a policy that was refused: %+v, %v", status, err)
+	}
+}
+
+// An agent whose policy has nothing that this kernel can measure starts, says
+// so, and attaches nothing.
+func TestTraceNothingThatThisKernelCan(t *testing.T) {
+	lacks := lacks(t)
+	first := TraceSkipped{"send", needsTimestamps}
+	switch {
+	case lacks[needsSend]:
+		first.Needs = needsSend
+	case !lacks[needsTimestamps]:
+		t.Skip("kernel: it can measure all")
+	}
+	a := newAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	defer a.stop()
+	a.begin(t, policyText("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [send]}\n"))
+	defer a.endTracing(t)
+	status, err := a.TraceStatus("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := status.Cgroups[0]
+	if c.Attached || len(c.Programs) > 0 || len(c.Rules[0].Stages) > 0 {
+		t.Errorf("%+v", c)
+	}
+	checkNothingLeft(t, &Error{Err: errors.New(c.Problem), Hint: c.Hint, Code: CodeUnsupported}, first)
+	if _, err := os.Stat(a.host.tracingDir(testenv.CgroupPath())); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("pins: %v", err)
+	}
+	// A policy that it can heals it.
+	policy := policyText("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [rx_stack]}\n")
+	if _, err := a.Apply(Candidate{Text: policy, Path: a.options.Policy}); err != nil {
+		t.Error(err)
+	}
+	if status, err = a.TraceStatus(""); err != nil || !status.Cgroups[0].Attached || status.Cgroups[0].Problem != "" {
+		t.Errorf("then: %+v, %v", status, err)
 	}
 }

@@ -85,7 +85,7 @@ func (w *world) dropFirst() {
 func TestWorlds(t *testing.T) {
 	offload := lab.LinkOptions{Delay: time.Millisecond, Offload: true}
 	bulk := func(w *world, c ends) {
-		for range 200 {
+		for range 200 / fewer {
 			check(w.t, send(c.connected, make([]byte, 1<<16), 0))
 		}
 	}

@@ -56,7 +56,7 @@ func TestShares(t *testing.T) {
 	t.Run("short connections", func(t *testing.T) {
 		for _, m := range []int{2, 10} {
 			k := newTracing(t, policy(1, m))
-			const n, each = 1000, 3
+			const n, each = 1000 / fewer, 3
 			sending{connections: n, messages: each, domain: unix.AF_INET}.run(loopback(t))
 			about(t, fmt.Sprintf("1/%d of %d", m, n*each), k.settled().Chosen, n*each/float64(m), n*each/float64(m))
 			check(t, bpf.RemoveTrace(k.dir))
