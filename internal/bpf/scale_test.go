@@ -10,4 +10,6 @@ const (
 	datagrams     = 2000
 	connections   = 400
 	flips         = 500 // in each mode
+	opens         = 3
+	exactly       = 100_000 // datagrams, or segments, of which each is accounted for
 )

@@ -10,4 +10,6 @@ const (
 	datagrams     = 300
 	connections   = 60
 	flips         = 100
+	opens         = 1
+	exactly       = 20_000
 )

@@ -147,7 +147,7 @@ func TestTraceOpens(t *testing.T) {
 	}
 	use() // what is opened once for all
 	before := openDescriptors(t)
-	for range 3 {
+	for range opens {
 		use()
 	}
 	if after := openDescriptors(t); after != before {

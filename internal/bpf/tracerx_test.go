@@ -463,10 +463,10 @@ func TestRXStackDelay(t *testing.T) {
 	})
 }
 
-// All of 100000 datagrams are accounted for, by kind, if most are dropped; with
+// All of many datagrams are accounted for, by kind, if most are dropped; with
 // several senders and readers and more than may wait, too.
 func TestRXDatagramsExact(t *testing.T) {
-	const sent = 100_000
+	const sent = exactly
 	tr := trace(t, rxRules(allRX, 1))
 	for _, test := range []struct{ threads, buffer int }{{1, 4096}, {2, 4096}, {2, 1 << 20}} {
 		t.Run(fmt.Sprintf("%d,%d", test.threads, test.buffer), func(t *testing.T) {
@@ -554,10 +554,10 @@ func setTSO(t testing.TB, device string, on uint32) {
 	}
 }
 
-// All of 100000 segments are accounted for: read, or not when connections are
+// All of many segments are accounted for: read, or not when connections are
 // closed, with a receiver that has too little room for them.
 func TestRXSegmentsExact(t *testing.T) {
-	const connections, segment, segments = 4, 1280 - 40 - 32, 25_000
+	const connections, segment, segments = 4, 1280 - 40 - 32, exactly / 4
 	segmented(t, 1280)
 	tr := trace(t, rxRules(allRX, 1))
 	var busy sync.WaitGroup

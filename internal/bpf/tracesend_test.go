@@ -54,7 +54,7 @@ func TestTraceSendOpens(t *testing.T) {
 	}
 	use() // what is opened once for all
 	before := openDescriptors(t)
-	for range 3 {
+	for range opens {
 		use()
 	}
 	if after := openDescriptors(t); after != before {

@@ -181,9 +181,9 @@ func TestUDPQdisc(t *testing.T) {
 	}
 }
 
-// All of 100000 datagrams are accounted for, if the host drops most of them.
+// All of many datagrams are accounted for, if the host drops most of them.
 func TestUDPExact(t *testing.T) {
-	const datagrams, bytes, threads = 100_000, 100, 4
+	const datagrams, bytes, threads = exactly, 100, 4
 	w := newWire(t)
 	w.limit(2_000_000, 20_000)
 	tr := trace(t, rxRules(udpTX, 1))
