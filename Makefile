@@ -32,7 +32,7 @@ BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 CHECK_KERNELS := 5.10,newest
 VM_KERNELS := 5.10,6.1,6.12,newest
 CHECK_VM_TESTS := ./internal/bpf ./internal/member ./internal/steer ./lab/vm/selftest
-VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/sockets ./internal/tune
+VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/sockets ./internal/tune ./internal/trace ./internal/trace/packets
 
 .PHONY: help
 help: ## List the targets
@@ -57,7 +57,7 @@ test: ## Run all tests that this host can run
 .PHONY: test-vm
 test-vm: ## Run the kernel tests on other kernels, under qemu
 	@tools/setup $(VM_PACKAGES)
-	go run ./lab/vm -kernels $(VM_KERNELS) $(VM_TESTS)
+	go run ./lab/vm -kernels $(VM_KERNELS) -timeout 10m $(VM_TESTS)
 
 .PHONY: fuzz
 fuzz: ## Fuzz each parser for a while (FUZZTIME=30s)

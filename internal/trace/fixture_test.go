@@ -45,11 +45,18 @@ func newTracing(t testing.TB, policy string) *tracing {
 	return openTracing(t, policy, testenv.Cgroup(), filepath.Join(testenv.BPFFS(t), "trace_test"), "")
 }
 
-func openTracing(t testing.TB, policy, cgroup, dir, tuning string) *tracing {
+// needsTimestamps skips a test of what is sent over TCP, where the kernel cannot
+// trace that.
+func needsTimestamps(t testing.TB) {
 	t.Helper()
 	if err := bpf.HaveTimestamps(); errors.Is(err, ebpf.ErrNotSupported) {
 		t.Skipf("kernel: %v", err)
 	}
+}
+
+func openTracing(t testing.TB, policy, cgroup, dir, tuning string) *tracing {
+	t.Helper()
+	needsTimestamps(t)
 	p, err := config.Parse([]byte(strings.ReplaceAll(policy, "CGROUP", testenv.CgroupPath())), "policy.yaml")
 	check(t, err)
 	compiled, err := trace.Compile(p.Trace, p.Services)

@@ -190,6 +190,7 @@ func TestAgainstTimestamping(t *testing.T) {
 // TestTimestampingIsLeftAlone gives an application, in cases in which messages
 // share packets or do not, the stamps that it would have without tracing.
 func TestTimestampingIsLeftAlone(t *testing.T) {
+	needsTimestamps(t)
 	every := func(n int) func(int) bool { return func(i int) bool { return i%n == 0 } }
 	for _, test := range []struct {
 		name string
@@ -311,6 +312,7 @@ func TestTimestampingIsLeftAlone(t *testing.T) {
 // TestTimestampingAdopted adopts a connection while a stamp of the application's
 // is under way.
 func TestTimestampingAdopted(t *testing.T) {
+	needsTimestamps(t)
 	w, lost := hole(t, lab.LinkOptions{})
 	listener, at := w.listen(unix.AF_INET)
 	c := w.connectTo(listener, at, noDelay)
