@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package room
+
+import (
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// TestGuess has no SO_MEMINFO, and must not promise more than with it.
+func TestGuess(t *testing.T) {
+	p, err := connect4()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.close()
+	if err := unix.SetNonblock(p.from, true); err != nil {
+		t.Fatal(err)
+	}
+	for range 300 {
+		if _, err := unix.Write(p.from, make([]byte, 7001)); err != nil {
+			break
+		}
+		s, err := Take(p.from)
+		if err != nil {
+			t.Fatal(err)
+		}
+		guessed := s
+		if err := guessed.guess(p.from); err != nil {
+			t.Fatal(err)
+		}
+		if !guessed.Guessed || guessed.SendBuffer != s.SendBuffer || guessed.Queued < s.Queued {
+			t.Fatalf("guessed %+v of %+v", guessed, s)
+		}
+	}
+}

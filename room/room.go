@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package room tells how many bytes a TCP socket takes right now without a partial
+// send.
+//
+// The kernel takes data as long as the memory of what is queued, sk_wmem_queued,
+// is below the send buffer, sk_sndbuf. Memory is not payload: each packet that
+// is queued (an skb) costs a fixed overhead besides its bytes, and is filled up to
+// a goal of many segments before the next is begun (tcp_sendmsg_locked in
+// net/ipv4/tcp.c, Linux 6.18). So the room is a number of whole packets, not a
+// share of the buffer:
+//
+//	kernel, err := room.Calibrate()          // once
+//	s, err := room.Take(fd)                  // a moment
+//	e := kernel.Estimate(s, len(next))       // arithmetic only
+//	if s.Arming() { err = room.Arm(fd) }     // have the kernel grow the buffer
+//
+// Nothing here changes a socket's settings: setting SO_SNDBUF would end the
+// kernel's own tuning of the buffer.
+package room
+
+// Snapshot is what the kernel said of a TCP socket, all in bytes. SendBuffer and
+// Queued are of one moment; the rest was read just before.
+type Snapshot struct {
+	SendBuffer int // sk_sndbuf
+	Queued     int // sk_wmem_queued: what is queued, sent or not, with its overhead
+	Payload    int // of what is queued: SIOCOUTQ
+	Unsent     int // of the payload: SIOCOUTQNSD
+	MSS        int // tcpi_snd_mss
+	SendWindow int // tcpi_snd_wnd; 0 before Linux 5.4
+	// Sendable is what the windows let out now, Burst how large the packets are that
+	// leave at once: by the pacing rate (tcp_tso_autosize), and at most half of the
+	// congestion window.
+	Sendable int
+	Burst    int
+	// NotSentLowat is TCP_NOTSENT_LOWAT, or the sysctl's value where the socket has
+	// none of its own. 0: not known.
+	NotSentLowat int
+	// Closed: the socket is not connected, or takes no data any more.
+	Closed bool
+	// Guessed: the kernel has no SO_MEMINFO (before 4.12), and Queued is the most that
+	// it can be.
+	Guessed bool
+}
+
+// Estimate is how much a socket takes, and what that was computed from. All are
+// bytes.
+type Estimate struct {
+	// Safe is what can be promised to somebody: the kernel takes so much, if the
+	// writes that follow are as large as was said to Estimate, or larger. It is a
+	// multiple of the MSS.
+	Safe int
+	// Exact predicts what one large write takes now. The kernel takes more if
+	// acknowledgements come while it does.
+	Exact int
+
+	Overhead int // of a packet that is queued
+	Goal     int // payload of a full packet: size_goal of the kernel
+	Tail     int // room in the last packet that is not sent yet
+	Free     int // SendBuffer less Queued, at least 0
+}
+
+// Kernel is what has to be known of the running kernel; see Calibrate.
+type Kernel struct {
+	// Overhead is the memory that a packet costs besides its payload, in bytes: the
+	// truesize of an skb with room for headers, SKB_TRUESIZE(MAX_TCP_HEADER).
+	Overhead int
+}
+
+// mostHeader is what the kernel keeps free for headers in the largest packet, in
+// bytes: MAX_TCP_HEADER, where it is largest (include/linux/tcp.h). A kernel with less
+// has a goal larger by one MSS at most.
+const mostHeader = 320
+
+// legacyGSO is the largest packet that the kernel builds, in bytes, without BIG TCP
+// (GSO_LEGACY_MAX_SIZE).
+const legacyGSO = 65536
+
+// smallWindow is TCP_MSS_DEFAULT, in bytes: windows no larger than this are not
+// halved (tcp_bound_to_half_wnd).
+const smallWindow = 536
+
+// A Tracker knows what a snapshot does not show: how full the last packet is that
+// is not sent yet, and the largest window that the peer has had. It is for one
+// socket and one writer; the zero value is ready. Without one, Estimate takes
+// what is certain.
+type Tracker struct {
+	tail   int // payload of the last packet not sent
+	goal   int // of the last Estimate
+	window int // the largest seen
+	gso    int
+}
+
+// LargestPacket tells of the interface's largest packet for the socket's family, in
+// bytes with headers: gso_max_size or gso_ipv4_max_size. By default 65536.
+func (t *Tracker) LargestPacket(bytes int) { t.gso = bytes }
+
+// Wrote tells of a write that took n bytes of those that were offered, after an
+// Estimate by this tracker.
+func (t *Tracker) Wrote(n, offered int) {
+	if t.goal == 0 || n <= 0 {
+		return
+	}
+	if n < offered { // the kernel fills the last packet before it ends
+		t.tail = t.goal
+		return
+	}
+	if free := t.goal - t.tail; t.tail > 0 && n <= free {
+		t.tail += n
+		return
+	} else if t.tail > 0 && free > 0 {
+		n -= free
+	}
+	if t.tail = n % t.goal; t.tail == 0 {
+		t.tail = t.goal
+	}
+}
+
+// Estimate computes the room from a snapshot. The next writes are of at least next
+// bytes each; 0 stands for full packets. The tracker may be nil.
+func (k Kernel) Estimate(s Snapshot, next int, t *Tracker) Estimate {
+	if s.Closed || s.MSS <= 0 {
+		return Estimate{}
+	}
+	window, largest := s.SendWindow, legacyGSO
+	if t != nil {
+		t.window = max(t.window, window)
+		window = t.window
+		if t.gso > 0 {
+			largest = t.gso
+		}
+	}
+	e := Estimate{
+		Overhead: k.Overhead, Goal: goal(s.MSS, window, largest),
+		Free: max(s.SendBuffer-s.Queued, 0),
+	}
+	e.Tail = s.tail(t, e.Goal)
+	e.Exact = k.exact(s, e.Goal, e.Tail)
+	grain := e.Goal
+	if s.Unsent == 0 && next > 0 {
+		grain = min(grain, next)
+	}
+	free := max(e.Free-k.splits(s), 0)
+	whole, rest := free/(grain+k.Overhead), free%(grain+k.Overhead)
+	safe := whole*grain + max(rest-k.Overhead, 0)
+	if s.NotSentLowat > 0 {
+		safe = min(safe, max(s.NotSentLowat-s.Unsent, 0))
+	}
+	e.Safe = safe - safe%s.MSS
+	return e
+}
+
+// splits is the memory that queued packets may take in addition when they are sent:
+// the kernel cuts them to what may leave at once.
+func (k Kernel) splits(s Snapshot) int {
+	if s.Sendable <= 0 {
+		return 0
+	}
+	leaves := min(s.Sendable, s.Unsent+max(s.SendBuffer-s.Queued, 0))
+	return (leaves/max(s.Burst, 2*s.MSS) + 1) * k.Overhead
+}
+
+// goal is the payload of a full packet: tcp_xmit_size_goal.
+func goal(mss, window, largest int) int {
+	size := largest - (mostHeader + 1)
+	if window > smallWindow {
+		window /= 2
+	}
+	if window > 0 {
+		size = min(size, window)
+	}
+	return max(size-size%mss, mss)
+}
+
+// tail is the room in the last packet not sent.
+func (s *Snapshot) tail(t *Tracker, goal int) int {
+	switch {
+	case s.Unsent == 0:
+		if t != nil {
+			t.tail, t.goal = 0, goal
+		}
+		return 0
+	case t == nil || t.goal == 0:
+		// It has at most all that is not sent.
+		return max(goal-s.Unsent, 0)
+	}
+	t.tail, t.goal = min(t.tail, s.Unsent), goal
+	return max(goal-t.tail, 0)
+}
+
+// exact goes the way of tcp_sendmsg_locked: the last packet not sent is filled
+// without a look at the buffer, a new one is begun only while the buffer has room. What
+// is full and the first to be sent leaves at once, as far as it may, and what it
+// leaves behind is filled again.
+func (k Kernel) exact(s Snapshot, goal, tail int) (taken int) {
+	queued, unsent, sendable := s.Queued, s.Unsent, s.Sendable
+	burst := max(s.Burst, 2*s.MSS)
+	last := 0 // payload of the last packet not sent
+	if unsent > 0 {
+		last = goal - tail
+	}
+	fill := func() {
+		n := goal - last
+		queued, unsent, taken, last = queued+n, unsent+n, taken+n, goal
+	}
+	if last > 0 {
+		fill()
+	}
+	for {
+		switch {
+		case last < goal || unsent != goal || sendable == 0:
+		case burst >= goal && sendable >= goal:
+			sendable, unsent = sendable-goal, 0
+		default:
+			// Each burst leaves a packet behind, which is filled again.
+			bursts := (sendable + min(burst, goal) - 1) / min(burst, goal)
+			queued, taken, sendable = queued+sendable+bursts*k.Overhead, taken+sendable, 0
+		}
+		if queued >= s.SendBuffer || s.NotSentLowat > 0 && unsent >= s.NotSentLowat {
+			return taken
+		}
+		queued, last = queued+k.Overhead, 0
+		fill()
+	}
+}
+
+// Arming tells whether the buffer is so full that Arm has an effect: the kernel
+// calls a socket writable as long as at most two thirds are queued
+// (sk_stream_is_writeable).
+func (s *Snapshot) Arming() bool { return !s.Closed && s.Queued > s.SendBuffer/3*2 }

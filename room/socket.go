@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package room
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// TCP states that take data (net/tcp_states.h).
+const (
+	established = 1
+	closeWait   = 8
+)
+
+// SK_MEMINFO_* of linux/sock_diag.h.
+const (
+	meminfoSndbuf     = 3
+	meminfoWmemQueued = 5
+	meminfoVars       = 9
+)
+
+// Take reads the state of a TCP socket. An error wraps the errno: ENOTSOCK,
+// EOPNOTSUPP or ENOPROTOOPT for what is no TCP socket.
+func Take(fd int) (Snapshot, error) {
+	var s Snapshot
+	info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
+	if err != nil {
+		return s, fmt.Errorf("read TCP_INFO: %w", err)
+	}
+	s.MSS, s.SendWindow, s.Unsent = int(info.Snd_mss), int(info.Snd_wnd), int(info.Notsent_bytes)
+	flying := int(info.Unacked+info.Retrans) - int(info.Sacked+info.Lost)
+	s.Sendable = max(int(info.Snd_cwnd)-flying, 0) * s.MSS
+	if s.SendWindow > 0 {
+		s.Sendable = min(s.Sendable, max(s.SendWindow-flying*s.MSS, 0))
+	}
+	s.Burst = burst(info)
+	s.Closed = info.State != established && info.State != closeWait
+	if s.Payload, err = unix.IoctlGetInt(fd, unix.TIOCOUTQ); err != nil {
+		if errors.Is(err, unix.EINVAL) { // listens
+			s.Closed = true
+			return s, nil
+		}
+		return s, fmt.Errorf("read SIOCOUTQ: %w", err)
+	}
+	if s.NotSentLowat, err = lowat(fd); err != nil {
+		return s, err
+	}
+	err = s.memory(fd)
+	return s, err
+}
+
+// burst is what tcp_tso_autosize and tcp_cwnd_test compute, with the defaults of the shift
+// of the pacing rate (10) and of tcp_tso_rtt_log (9).
+func burst(info *unix.TCPInfo) int {
+	bytes := info.Pacing_rate >> 10
+	if r := info.Min_rtt >> 9; r < 32 {
+		bytes += legacyGSO >> r
+	}
+	mss := uint64(info.Snd_mss)
+	bytes = min(bytes, legacyGSO, uint64(max(info.Snd_cwnd/2, 1))*mss)
+	return int(bytes - bytes%max(mss, 1))
+}
+
+// memory reads the buffer and what is queued, last of all.
+func (s *Snapshot) memory(fd int) error {
+	var values [meminfoVars]uint32
+	size := uint32(unsafe.Sizeof(values))
+	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.SOL_SOCKET, unix.SO_MEMINFO,
+		uintptr(unsafe.Pointer(&values)), uintptr(unsafe.Pointer(&size)), 0)
+	switch {
+	case errno == unix.ENOPROTOOPT:
+		return s.guess(fd)
+	case errno != 0:
+		return fmt.Errorf("read SO_MEMINFO: %w", errno)
+	case size < (meminfoWmemQueued+1)*4:
+		return s.guess(fd)
+	}
+	s.SendBuffer, s.Queued = int(values[meminfoSndbuf]), int(values[meminfoWmemQueued])
+	return nil
+}
+
+// guess is for kernels without SO_MEMINFO: at worst each segment is a packet of
+// its own. SO_SNDBUF is read as it is, already doubled.
+func (s *Snapshot) guess(fd int) (err error) {
+	s.Guessed = true
+	if s.SendBuffer, err = unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF); err != nil {
+		return fmt.Errorf("read SO_SNDBUF: %w", err)
+	}
+	mss := max(s.MSS, 1)
+	s.Queued = s.Payload + (s.Payload+mss-1)/mss*mostOverhead
+	return nil
+}
+
+// mostOverhead is more than a packet costs on any kernel, in bytes.
+const mostOverhead = 1280
+
+// lowat is TCP_NOTSENT_LOWAT as it is in force.
+func lowat(fd int) (int, error) {
+	v, err := unix.GetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT)
+	if err != nil {
+		return 0, fmt.Errorf("read TCP_NOTSENT_LOWAT: %w", err)
+	}
+	if v == 0 {
+		return defaultLowat(), nil
+	}
+	return int(uint32(v)), nil
+}
+
+// defaultLowat is the sysctl of the namespace that the first caller was in; 0 if it
+// cannot be read.
+var defaultLowat = sync.OnceValue(func() int {
+	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_notsent_lowat")
+	if err != nil {
+		return 0
+	}
+	v, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 32)
+	if err != nil {
+		return 0
+	}
+	return int(v)
+})
+
+// Arm has the kernel grow the send buffer, if the connection could use more
+// (tcp_new_space): it does so only for a writer that waits, which poll(2) makes
+// of the caller. It takes some 150 ns, and does nothing while Arming is false. No send has
+// to fail for it.
+func Arm(fd int) error {
+	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
+	if _, err := unix.Poll(fds, 0); err != nil && !errors.Is(err, unix.EINTR) {
+		return fmt.Errorf("poll: %w", err)
+	}
+	if fds[0].Revents&unix.POLLNVAL != 0 {
+		return fmt.Errorf("poll: %w", unix.EBADF)
+	}
+	return nil
+}
+
+// TakeConn is Take for a connection of package net, or of another that has a
+// descriptor below.
+func TakeConn(c syscall.Conn) (s Snapshot, err error) {
+	err = control(c, func(fd int) error {
+		s, err = Take(fd)
+		return err
+	})
+	return s, err
+}
+
+// ArmConn is Arm for a connection of package net.
+func ArmConn(c syscall.Conn) error { return control(c, Arm) }
+
+var _ syscall.Conn = (*net.TCPConn)(nil)
+
+func control(c syscall.Conn, f func(fd int) error) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("take descriptor: %w", err)
+	}
+	var inner error
+	if err := raw.Control(func(fd uintptr) { inner = f(int(fd)) }); err != nil {
+		return fmt.Errorf("use descriptor: %w", err)
+	}
+	return inner
+}
