@@ -190,6 +190,9 @@ static __always_inline __u32 trace_choose(struct __sk_buff *ctx,
 	    match_draw(&q->tuple, st->seed) % rule->connections)
 		return 0;
 	turns_of = bpf_sk_storage_get(&turns, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+	/* Another CPU may just have made it. */
+	if (!turns_of)
+		turns_of = bpf_sk_storage_get(&turns, sk, NULL, 0);
 	index = id - 1;
 	barrier_var(index);
 	if (!turns_of || index >= TRACE_RULES)

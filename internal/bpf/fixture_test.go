@@ -25,7 +25,7 @@ import (
 )
 
 // patience is how long a test waits for what must come.
-const patience = 10 * time.Second
+const patience = time.Minute
 
 // until polls for what must become true.
 func until(t testing.TB, what string, ok func() bool) {

@@ -90,7 +90,7 @@ func answered(t testing.TB, trace *bpf.Trace, from, to, messages int) {
 		_, err = unix.Read(to, b)
 		check(t, err)
 	}
-	for deadline := time.Now().Add(20 * time.Second); ended(t, trace) < before+uint64(messages); {
+	for deadline := time.Now().Add(patience); ended(t, trace) < before+uint64(messages); {
 		if time.Now().After(deadline) {
 			t.Fatalf("%d of %d messages have ended", ended(t, trace)-before, messages)
 		}
@@ -198,7 +198,7 @@ func await(t testing.TB, what string, f func() bool) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
-	for deadline := time.Now().Add(20 * time.Second); !f(); <-tick.C {
+	for deadline := time.Now().Add(patience); !f(); <-tick.C {
 		if time.Now().After(deadline) {
 			t.Errorf("%s does not come about", what)
 			return

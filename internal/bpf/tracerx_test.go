@@ -514,6 +514,28 @@ func TestRXDatagramsExact(t *testing.T) {
 	}
 }
 
+// The first datagrams of a socket that come at once, on two CPUs, are both counted.
+func TestRXFirstDatagrams(t *testing.T) {
+	const sockets = 500
+	tr := trace(t, rxRules(allRX, 1))
+	for range sockets {
+		e := tr.ends(unix.IPPROTO_UDP, false)
+		var senders sync.WaitGroup
+		var ready atomic.Int32
+		for range 2 {
+			senders.Go(func() {
+				for ready.Add(1); ready.Load() < 2; {
+				}
+				e.send(t, 1, 10)
+			})
+		}
+		senders.Wait()
+		e.read(t, 20)
+		check(t, errors.Join(unix.Close(e.sender), unix.Close(e.receiver)))
+	}
+	tr.received(unix.IPPROTO_UDP).expect(t, 2*sockets, 2*sockets, 0, 0, 0, 0)
+}
+
 // queued is how many bytes wait in a socket.
 func queued(t testing.TB, fd int) int {
 	t.Helper()
