@@ -290,6 +290,9 @@ func (t *tuner) foreign(own []uint32) ([]TuneForeign, error) {
 	}
 	for dir := t.scope.Path; ; dir = filepath.Dir(dir) {
 		ids, err := bpf.SockOps(dir)
+		if errors.Is(err, fs.ErrNotExist) {
+			return []TuneForeign{}, nil // it is gone, its programs go a moment later
+		}
 		if err != nil {
 			return nil, err
 		}
