@@ -89,7 +89,7 @@ func cgroupPIDs(dir string) ([]int, error) {
 
 // killCgroup kills all processes of a cgroup and waits until there is none. It does without cgroup.kill, which is Linux 5.14.
 func killCgroup(dir string) error {
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(5 * time.Millisecond) {
 		pids, err := cgroupPIDs(dir)
 		if err != nil {
 			return fmt.Errorf("kill processes of cgroup %s: %w", dir, err)
@@ -119,7 +119,7 @@ func removeCgroup(dir string) error {
 	for _, d := range slices.Backward(dirs) {
 		err := unix.Rmdir(d)
 		// Processes leave cgroup.procs a moment before they leave the group.
-		for deadline := time.Now().Add(time.Second); errors.Is(err, unix.EBUSY) && time.Now().Before(deadline); err = unix.Rmdir(d) {
+		for deadline := time.Now().Add(10 * time.Second); errors.Is(err, unix.EBUSY) && time.Now().Before(deadline); err = unix.Rmdir(d) {
 			time.Sleep(5 * time.Millisecond)
 		}
 		if err != nil && !errors.Is(err, unix.ENOENT) {

@@ -117,6 +117,10 @@ func (l *Lab) StartRouter(c RouterConfig) (*Process, error) {
 				fmt.Sprintf(" neighbor %v remote-as %d", a, n.ASN),
 				fmt.Sprintf(" neighbor %v timers connect 1", a),
 				fmt.Sprintf(" neighbor %v advertisement-interval 0", a))
+			if i < c.Router {
+				// One of the two connects. Where both do at once, BMP may never tell of what that neighbour announces.
+				conf = append(conf, fmt.Sprintf(" neighbor %v passive", a))
+			}
 			families[family] = append(families[family], fmt.Sprintf("  neighbor %v activate", a))
 		}
 	}

@@ -22,6 +22,19 @@ const tunePolicy = `tune:
     set: {congestion: reno}
 `
 
+// endTuning takes all tuning off the host.
+func (a *Agent) endTuning(t testing.TB) {
+	t.Helper()
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for name, tuner := range a.tuners {
+		delete(a.tuners, name) // or the end of its cgroup would begin it anew
+		if err := tuner.retire(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // The texts of plans that change rules.
 func TestPlanTune(t *testing.T) {
 	dir := t.TempDir()
@@ -101,11 +114,7 @@ func TestPlanTune(t *testing.T) {
 	if s := status[0].Rules[1].Skipped; len(s) != 1 || s[0] != (TuneSkipped{"congestion", "the module tcp_westwood, loaded"}) {
 		t.Errorf("skipped: %+v", s)
 	}
-	for _, tuner := range a.tuners {
-		if err := tuner.retire(); err != nil {
-			t.Error(err)
-		}
-	}
+	a.endTuning(t)
 	if _, err := os.Stat(cgroup); !os.IsNotExist(err) {
 		t.Errorf("the cgroup after the policy: %v", err)
 	}
@@ -145,11 +154,7 @@ func TestStartWithoutTune(t *testing.T) {
 		if status, err = a.TuneStatus(""); err != nil || len(status) != 1 || !status[0].Attached || status[0].Problem != "" {
 			t.Errorf("%s, then: %+v, %v", problem, status, err)
 		}
-		for _, tuner := range a.tuners {
-			if err := tuner.retire(); err != nil {
-				t.Error(err)
-			}
-		}
+		a.endTuning(t)
 		a.stop()
 	}
 }

@@ -104,7 +104,7 @@ func within(t testing.TB, what string, f func() error) error {
 	select {
 	case err := <-done:
 		return err
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		t.Fatalf("%s: does not end", what)
 		return nil
 	}

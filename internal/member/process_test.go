@@ -3,6 +3,7 @@
 package member
 
 import (
+	"cmp"
 	"errors"
 	"io/fs"
 	"os"
@@ -123,8 +124,14 @@ func TestAll(t *testing.T) {
 	all, err := All()
 	check(t, err)
 	at := func(pid int) int { return slices.IndexFunc(all, func(p *Process) bool { return p.PID == pid }) }
-	if self := at(os.Getpid()); self < 0 || at(first.pid()) < self || at(second.pid()) < at(first.pid()) {
-		t.Errorf("%d, its children %d and %d are at %d, %d and %d", os.Getpid(), first.pid(), second.pid(), self, at(first.pid()), at(second.pid()))
+	for _, pid := range []int{os.Getpid(), first.pid(), second.pid()} {
+		if at(pid) < 0 {
+			t.Errorf("%d is not there", pid)
+		}
+	}
+	// Numbers begin again when they are used up.
+	if !slices.IsSortedFunc(all, func(a, b *Process) int { return cmp.Compare(a.StartTime, b.StartTime) }) {
+		t.Error("those that started first do not come first")
 	}
 	if at(zombie.pid()) >= 0 {
 		t.Error("a zombie is there")

@@ -215,7 +215,11 @@ func TestRoleByListener(t *testing.T) {
 				}
 				return listenToo(t, netip.MustParseAddrPort(at), c.v6only)
 			})
-			check(t, unix.Connect(fd, sockaddr(addrPort(other.Addr()))))
+			err := unix.Connect(fd, sockaddr(addrPort(other.Addr())))
+			for errors.Is(err, unix.EINTR) {
+				err = unix.Connect(fd, sockaddr(addrPort(other.Addr())))
+			}
+			check(t, err)
 			a, err := other.AcceptTCP()
 			check(t, err)
 			defer a.Close()

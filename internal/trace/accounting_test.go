@@ -320,7 +320,8 @@ func TestKeys(t *testing.T) {
 	}
 }
 
-// acknowledged waits until nothing that was sent is under way.
+// acknowledged waits until nothing that was sent is under way, and the kernel has
+// done all that it does about the last acknowledgement.
 func acknowledged(t testing.TB, fd int) {
 	t.Helper()
 	tick := time.NewTicker(50 * time.Microsecond)
@@ -329,6 +330,7 @@ func acknowledged(t testing.TB, fd int) {
 		left, err := unix.IoctlGetInt(fd, unix.SIOCOUTQ)
 		check(t, os.NewSyscallError("ioctl", err))
 		if left == 0 {
+			tcpInfo(t, fd) // which waits for the socket's lock
 			return
 		}
 		if time.Now().After(deadline) {
@@ -432,7 +434,7 @@ func TestSender(t *testing.T) {
 		return
 	}
 	fd := newSocket(t, unix.AF_INET)
-	check(t, unix.Connect(fd, sockaddr(netip.MustParseAddrPort(address))))
+	check(t, connect(fd, sockaddr(netip.MustParseAddrPort(address))))
 	for send(fd, make([]byte, 1000), 0) == nil {
 	}
 }

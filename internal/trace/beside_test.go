@@ -119,10 +119,11 @@ func TestTwoTracings(t *testing.T) {
 	some := openTracing(t, "trace: [{cgroup: CGROUP, match: {role: connect}, messages: 1/3}]", inner, filepath.Join(fs, "trace_some"), "")
 	w := linked(t, lab.LinkOptions{Delay: time.Millisecond, Loss: 0.01, Seed: 9})
 	local := loopback(t)
+	var calls uint64
 	inCgroup(t, inner, func() {
-		sending{connections: 4, messages: 2000, domain: unix.AF_INET, flags: func(i int) int { return i % 5 / 4 * unix.MSG_EOR }}.run(w)
+		calls = sending{connections: 4, messages: 2000, domain: unix.AF_INET, flags: func(i int) int { return i % 5 / 4 * unix.MSG_EOR }}.run(w)
 		// Here many packets are joined before they leave.
-		sending{connections: 2, messages: 2000, domain: unix.AF_INET, length: func(int) int { return 1 << 16 }}.run(local)
+		calls += sending{connections: 2, messages: 2000, domain: unix.AF_INET, length: func(int) int { return 1 << 16 }}.run(local)
 	})
 	one, two := all.settled(), some.settled()
 	t.Log(account(one))
@@ -133,10 +134,10 @@ func TestTwoTracings(t *testing.T) {
 	if n := one.Undriven + two.Undriven; n > 0 {
 		t.Errorf("of %d messages it is not known when the driver had them", n)
 	}
-	if one.Chosen != 12_000 {
-		t.Errorf("%d chosen, want 12000", one.Chosen)
+	if one.Chosen != calls || calls < 12_000 {
+		t.Errorf("%d chosen of %d calls", one.Chosen, calls)
 	}
-	about(t, "1/3", two.Chosen, 4000, 12000/9.)
+	about(t, "1/3", two.Chosen, float64(calls)/3, float64(calls)/9)
 
 	listener, at := local.listen(unix.AF_INET)
 	var c ends

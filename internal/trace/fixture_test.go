@@ -408,9 +408,13 @@ func (w *world) connectTo(listener int, at netip.AddrPort, options ...option) en
 	for _, o := range options {
 		o(w.t, fd)
 	}
-	_, err := retry(func() (int, error) { return 0, unix.Connect(fd, sockaddr(at)) })
-	check(w.t, os.NewSyscallError("connect", err))
+	check(w.t, connect(fd, sockaddr(at)))
 	return ends{fd, accept(w.t, listener)}
+}
+
+func connect(fd int, to unix.Sockaddr) error {
+	_, err := retry(func() (int, error) { return 0, unix.Connect(fd, to) })
+	return os.NewSyscallError("connect", err)
 }
 
 func accept(t testing.TB, listener int) int {

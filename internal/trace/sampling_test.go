@@ -448,7 +448,7 @@ func TestConnectedAgain(t *testing.T) {
 	want := make(map[uint16]uint64)
 	for i := range 3 {
 		listener, at := w.listen(unix.AF_INET)
-		check(t, unix.Connect(fd, sockaddr(at)))
+		check(t, connect(fd, sockaddr(at)))
 		accepted := accept(t, listener)
 		done := drain(accepted)
 		for range i + 1 {

@@ -12,5 +12,5 @@ const (
 	// slower is how many times longer the machine may take.
 	slower = 1
 	// patience is how long what must come about may take.
-	patience = 20 * time.Second
+	patience = time.Minute
 )

@@ -171,7 +171,7 @@ func TestSendOfOthers(t *testing.T) {
 	check(t, unix.Bind(listener, at))
 	check(t, unix.Listen(listener, 1))
 	chosen := newSocket(t, unix.AF_INET)
-	check(t, unix.Connect(chosen, at))
+	check(t, connect(chosen, at))
 	peer := accept(t, listener)
 	var below ends
 	inCgroup(t, inside, func() { below = w.connect(unix.AF_INET) })

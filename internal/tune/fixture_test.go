@@ -411,7 +411,7 @@ func newSocket(t testing.TB, domain int) int {
 	}
 	t.Cleanup(func() { unix.Close(fd) })
 	for _, name := range []int{unix.SO_SNDTIMEO, unix.SO_RCVTIMEO} {
-		if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, name, &unix.Timeval{Sec: 20}); err != nil {
+		if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, name, &unix.Timeval{Sec: 60}); err != nil {
 			t.Fatal(os.NewSyscallError("setsockopt", err))
 		}
 	}
@@ -622,7 +622,7 @@ func watchWire(t testing.TB, hash uint32) *wire {
 	for _, err := range []error{
 		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_TIMESTAMPNS, 1),
 		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 32<<20),
-		unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 20}),
+		unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 60}),
 		unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: 3 << 8, Ifindex: lo.Index}), // ETH_P_ALL
 	} {
 		if err != nil {
@@ -713,7 +713,7 @@ func within(t testing.TB, what string, f func() bool) {
 	t.Helper()
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
-	deadline := time.After(20 * time.Second)
+	deadline := time.After(time.Minute)
 	for !f() {
 		select {
 		case <-tick.C:

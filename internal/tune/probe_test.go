@@ -274,7 +274,19 @@ func TestProbeKilled(t *testing.T) {
 	if err := os.Mkdir(theirs, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	// The first one may still find the last command ending.
+	within(t, "the end of the last command", func() bool {
+		groups, err := filepath.Glob(filepath.Join(mount, "*/cgroup.procs"))
+		check(t, err)
+		for _, path := range groups {
+			procs, err := os.ReadFile(path)
+			check(t, err)
+			if len(procs) > 0 {
+				return false
+			}
+		}
+		return true
+	})
+	// The first one may find that the kernel is not done with it yet.
 	for range 2 {
 		if _, err := tune.Probe(mount, pins); err != nil {
 			t.Fatal(err)

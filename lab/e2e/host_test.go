@@ -33,7 +33,7 @@ import (
 const (
 	bmpPort   = 1790
 	ipfixPort = 4739
-	patience  = 30 * time.Second // for what should take milliseconds, on a busy machine
+	patience  = 90 * time.Second // for what should take milliseconds, on a busy machine
 )
 
 var wildcard = netip.IPv6Unspecified()

@@ -140,7 +140,7 @@ func (s socket) open() (fd int, err error) {
 	}
 	// Without SO_REUSEPORT it has to wait until its predecessor's socket is gone, of which the agent holds a copy for the
 	// moment of its registration.
-	for deadline := time.Now().Add(2 * time.Second); s.Plain && errors.Is(err, unix.EADDRINUSE) && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(patience); s.Plain && errors.Is(err, unix.EADDRINUSE) && time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 		err = unix.Bind(fd, to)
 	}

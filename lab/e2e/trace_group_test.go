@@ -153,8 +153,11 @@ func TestTraceArms(t *testing.T) {
 		}
 	}
 	arms("at first", map[string]uint64{"control": 5 * control, "treated": 5 * (connections - control)})
-	if m := h.slowest("arm=treated", 1)[0]; m.Explanation.Cause != trace.CauseCwnd || m.Cwnd != 3 {
-		t.Errorf("the slowest of the small window: %+v", m)
+	// On a busy host the slowest of all may be slow for another reason.
+	slow := h.slowest("arm=treated", 100)
+	small := slices.DeleteFunc(slices.Clone(slow), func(m agent.TraceSlow) bool { return m.Explanation.Cause != trace.CauseCwnd || m.Cwnd != 3 })
+	if len(slow) == 0 || len(small) <= len(slow)/2 {
+		t.Errorf("of the slowest of the small window %d of %d are explained by it: %+v", len(small), len(slow), slow)
 	}
 	var compared struct {
 		Comparison trace.Comparison `json:"comparison"`

@@ -195,34 +195,38 @@ func TestTraceDatagrams(t *testing.T) {
 	h.setTrace("{name: all, cgroup: " + near + ", messages: 1/1, stages: [stack, qdisc], protocols: udp, group_by: port}")
 	h.startAgent()
 	p, far := h.startNear("near"), h.startFar()
-	for port := range uint16(2) {
+	const rounds = 10
+	for port := range uint16(1 + rounds) {
 		far.do(order{Do: "bind", At: netip.AddrPortFrom(wildcard, tracePort+port)})
 	}
 	p.do(order{Do: "datagrams", To: at(tracePort, far4, far6), traceOrder: traceOrder{Count: 10, Size: size}})
 	r := h.ended(fmt.Sprintf("port=%d", tracePort), 20)
 	h.took("no rate limit", r, config.StageQdisc, 0)
 	h.took("no rate limit", r, config.StageStack, 0)
-	remove := h.tokenBucket(rate, burst)
-	p.do(order{Do: "datagrams", To: at(tracePort+1, far4), traceOrder: traceOrder{Count: count, Size: size}})
-	r = h.ended(fmt.Sprintf("port=%d", tracePort+1), count)
-	remove()
-	// Of all that are given to it at once, half wait until half have left.
-	h.tookAtMost("a rate limit", r, config.StageQdisc, (count*(size+28)-burst)*time.Second/rate)
-	h.took("a rate limit", r, config.StageStack, 0)
-	if r.Chosen != count {
-		t.Errorf("a rate limit: %+v", r)
-	}
-}
-
-// tookAtMost fails the test unless the longest of a stage is as long as it should be.
-func (h *tuned) tookAtMost(what string, r trace.Result, stage config.Stage, want time.Duration) {
-	h.Helper()
-	stats := r.Stages[stage]
-	if stats == nil || stats.Count == 0 {
-		h.Errorf("%s: nothing of %s: %+v", what, stage, r.Outcomes)
+	// Of all that are given to it at once, the last waits for all others: unless the host is so busy that the queue is half
+	// empty before they all are, or is served late.
+	const longest = (count*(size+28) - burst) * time.Second / rate
+	var took []time.Duration
+	for round := range uint16(rounds) {
+		port := tracePort + 1 + round
+		remove := h.tokenBucket(rate, burst)
+		p.do(order{Do: "datagrams", To: at(port, far4), traceOrder: traceOrder{Count: count, Size: size}})
+		r = h.ended(fmt.Sprintf("port=%d", port), count)
+		remove()
+		if r.Chosen != count {
+			t.Errorf("a rate limit: %+v", r)
+		}
+		stats := r.Stages[config.StageQdisc]
+		if stats == nil || stats.Count == 0 {
+			t.Fatalf("a rate limit: nothing of qdisc: %+v", r.Outcomes)
+		}
+		most := time.Duration(stats.Max)
+		took = append(took, most)
+		if most < longest*4/5 || most > longest+longest/5+20*time.Millisecond {
+			continue
+		}
+		h.took("a rate limit", r, config.StageStack, 0)
 		return
 	}
-	if got := time.Duration(stats.Max); got < want*4/5 || got > want+want/5+20*time.Millisecond {
-		h.Errorf("%s: %s takes up to %v, want %v", what, stage, got, want)
-	}
+	t.Errorf("a rate limit: the longest waits are %v, want %v", took, longest)
 }

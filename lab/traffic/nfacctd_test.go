@@ -57,7 +57,7 @@ func inNamespace(t *testing.T) bool {
 
 func poll(t *testing.T, what string, done func() bool) {
 	t.Helper()
-	deadline := time.Now().Add(20 * time.Second)
+	deadline := time.Now().Add(time.Minute)
 	for !done() {
 		if time.Now().After(deadline) {
 			t.Fatalf("gave up waiting for %s", what)
@@ -118,7 +118,7 @@ print_refresh_time: 1
 		return strings.Contains(string(udp), ":1283 ") && strings.Contains(string(tcp), ":06FE 00000000:0000 0A")
 	})
 
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	var exporters sync.WaitGroup
 	defer exporters.Wait()
 	defer cancel()

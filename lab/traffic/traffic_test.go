@@ -163,7 +163,7 @@ func TestExporter(t *testing.T) {
 		}
 	}
 	const T = 0 // a template message
-	_ = l.SetReadDeadline(time.Now().Add(5 * time.Second))
+	_ = l.SetReadDeadline(time.Now().Add(time.Minute))
 	var b [2000]byte
 	sequence := uint32(0)
 	for i, records := range []uint32{T, 1, 2, 3, 1, 2, T, 3, 1} {
@@ -256,7 +256,7 @@ func TestSession(t *testing.T) {
 		c.Close()
 		got <- b
 	}()
-	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	other := route
 	other.Communities = []uint32{Community(1, 2)}

@@ -59,7 +59,7 @@ type world struct {
 
 func newWorld(t testing.TB, o lab.LinkOptions) *world {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	t.Cleanup(cancel)
 	l, err := lab.New(ctx, lab.Options{Dir: t.TempDir()})
 	check(t, err)
@@ -71,6 +71,8 @@ func newWorld(t testing.TB, o lab.LinkOptions) *world {
 	}
 	w.Link, err = l.Connect(w.a, w.b, o, linkA, linkB)
 	check(t, err)
+	// No tail loss probe: a busy host sends it without need, and nobody knows which of the two was acknowledged.
+	check(t, w.a.Sysctl("ipv4.tcp_early_retrans", "0"))
 	return w
 }
 
@@ -409,8 +411,11 @@ func TestOffload(t *testing.T) {
 	w := newWorld(t, lab.LinkOptions{Delay: time.Millisecond, Offload: true})
 	client, server := w.pair(t, linkB[0].Addr())
 	all, summary := capture(t, client, func() error { return transfer(client, server, 1<<20) })
-	largest := 0
+	largest, repeated := 0, int64(0) // bytes; a busy host sends some again without need
 	for _, p := range all {
+		if p.Sent != nil && p.Sent.Retransmission != nil {
+			repeated += int64(p.Length)
+		}
 		if p.Sent == nil || p.Sent.Split == nil {
 			continue
 		}
@@ -425,7 +430,8 @@ func TestOffload(t *testing.T) {
 	if largest < 4*1448 {
 		t.Errorf("the largest packet has %d bytes", largest)
 	}
-	if summary.SentBytes+summary.Unseen != 1<<20 || summary.Segments < 700 || summary.Segments < 2*summary.Sent {
+	unseen := int(summary.Unseen / 1448) // see attempts
+	if summary.SentBytes-repeated+summary.Unseen != 1<<20 || summary.Segments+unseen < 700 || summary.Segments < 2*summary.Sent {
 		t.Errorf("%+v", summary)
 	}
 }
@@ -612,7 +618,7 @@ func TestBounds(t *testing.T) {
 				return nil
 			})
 			check(t, err)
-			if summary.Stopped != test.want || emitted == 0 || emitted != summary.Sent+summary.Received || time.Since(start) > 10*time.Second {
+			if summary.Stopped != test.want || emitted == 0 || emitted != summary.Sent+summary.Received || time.Since(start) > 20*time.Second {
 				t.Errorf("%d packets in %v, %+v", emitted, time.Since(start), summary)
 			}
 			if test.options.Events != 0 && summary.Events != test.options.Events {
