@@ -1,0 +1,112 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * What the programs that count packets share: where the counts are, and what
+ * the headers of a packet tell.
+ */
+#ifndef SOCKEYE_BIGTCP_BPF_H
+#define SOCKEYE_BIGTCP_BPF_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "bigtcp.h"
+
+#define IPPROTO_HOPOPTS 0
+#define IPPROTO_TCP 6
+#define IPPROTO_ROUTING 43
+#define IPPROTO_DSTOPTS 60
+#define IP_OFFSET 0x1fff
+
+/* Extension headers of IPv6 that are followed; a jumbogram has one. */
+#define EXTENSIONS 4
+
+/* The largest of each class but the last: bytes, and segments. */
+const volatile __u32 size_edges[BIGTCP_SIZES] = {};
+const volatile __u32 segment_edges[BIGTCP_SEGMENTS] = {};
+
+/* By point * BIGTCP_FAMILIES + family. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, BIGTCP_POINTS * BIGTCP_FAMILIES);
+	__type(key, __u32);
+	__type(value, struct bigtcp_counts);
+} counts SEC(".maps");
+
+struct bigtcp_packet {
+	__u8 header[40]; /* of IP */
+	__u32 family;
+	__u32 length; /* bytes, from the IP header on */
+	__u32 segments;
+	__u32 tcp; /* offset of the TCP header from the IP header */
+};
+
+/*
+ * Finds out the family of a packet whose length is known. load copies bytes
+ * from an offset behind from to the IP header.
+ */
+static __always_inline void
+bigtcp_classify(struct bigtcp_packet *p, const void *from, __u32 offset,
+		long (*load)(const void *from, __u32 offset, void *to, __u32 n))
+{
+	__u8 extension[2], next;
+	int i;
+
+	p->family = BIGTCP_OTHER;
+	if (load(from, offset, p->header, 20))
+		return;
+	if (p->header[0] >> 4 == 4) {
+		p->tcp = (p->header[0] & 15) * 4;
+		if (p->header[9] == IPPROTO_TCP &&
+		    !((p->header[6] << 8 | p->header[7]) & IP_OFFSET))
+			p->family = BIGTCP_TCP4;
+		return;
+	}
+	if (p->header[0] >> 4 != 6 ||
+	    load(from, offset + 20, p->header + 20, 20))
+		return;
+	next = p->header[6];
+	p->tcp = 40;
+#pragma unroll
+	for (i = 0; i < EXTENSIONS; i++) {
+		if (next != IPPROTO_HOPOPTS && next != IPPROTO_ROUTING &&
+		    next != IPPROTO_DSTOPTS)
+			break;
+		if (load(from, offset + p->tcp, extension, sizeof(extension)))
+			return;
+		next = extension[0];
+		p->tcp += (extension[1] + 1) * 8;
+	}
+	if (next == IPPROTO_TCP)
+		p->family = BIGTCP_TCP6;
+}
+
+static __always_inline struct bigtcp_counts *
+bigtcp_count(__u32 point, const struct bigtcp_packet *p)
+{
+	__u32 key = point * BIGTCP_FAMILIES + p->family, size = 0, segment = 0;
+	struct bigtcp_counts *c = bpf_map_lookup_elem(&counts, &key);
+	int i;
+
+	if (!c)
+		return NULL;
+#pragma unroll
+	for (i = 0; i < BIGTCP_SIZES - 1; i++)
+		size += p->length > size_edges[i];
+#pragma unroll
+	for (i = 0; i < BIGTCP_SEGMENTS - 1; i++)
+		segment += p->segments > segment_edges[i];
+	size &= BIGTCP_SIZES - 1;
+	segment &= BIGTCP_SEGMENTS - 1;
+	c->sizes[size].packets++;
+	c->sizes[size].bytes += p->length;
+	c->sizes[size].segments += p->segments;
+	c->segments[segment].packets++;
+	c->segments[segment].bytes += p->length;
+	if (p->length > c->largest)
+		c->largest = p->length;
+	return c;
+}
+
+#endif

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import "github.com/cilium/ebpf"
+
+// Driver is the program of AttachDriver.
+func (b *BigTCP) Driver() *ebpf.Program { return b.driver.Programs["bigtcp_driver"] }
