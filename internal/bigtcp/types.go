@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package bigtcp sets how large the packets may be that the kernel builds inside
+// the host (BIG TCP), takes that back, and proves what became of it.
+//
+// IPv6 needs Linux 5.19, IPv4 Linux 6.3. The sizes are those of ip-link(8).
+package bigtcp
+
+import (
+	"fmt"
+	"time"
+)
+
+const (
+	// Legacy is the largest size without BIG TCP, in bytes (GSO_LEGACY_MAX_SIZE in
+	// the kernel); every interface begins with it.
+	Legacy = 65536
+	// Most is the largest size that the kernel takes, in bytes (GSO_MAX_SIZE and
+	// GRO_MAX_SIZE, 8 * 65535). For sending, the device may have less.
+	Most = 8 * 65535
+)
+
+// Sizes are the four sizes of an interface, in bytes. An IPv4 size of 0 is one that
+// the kernel does not have: before 6.3 the others are for both families, and only
+// IPv6 may exceed Legacy.
+type Sizes struct {
+	GSO     uint32 `json:"gso_max_size"`                // packets that are sent
+	GRO     uint32 `json:"gro_max_size"`                // packets that are received
+	GSOIPv4 uint32 `json:"gso_ipv4_max_size,omitempty"` // the same of IPv4
+	GROIPv4 uint32 `json:"gro_ipv4_max_size,omitempty"`
+}
+
+// Want is what somebody asks for, in bytes; 0 leaves a family as it is. Legacy turns
+// it off.
+type Want struct {
+	IPv6 uint32 `json:"ipv6,omitempty"` // Legacy to Most
+	IPv4 uint32 `json:"ipv4,omitempty"` // likewise
+}
+
+// Interface is a network interface, as the kernel shows it.
+type Interface struct {
+	Index  int    `json:"index"`
+	Name   string `json:"name"`
+	Kind   string `json:"kind"`             // veth, vlan, bridge ... as ip -d link shows it; "" for hardware
+	Driver string `json:"driver,omitempty"` // of ETHTOOL_GDRVINFO; "" where there is none
+	MTU    int    `json:"mtu"`
+	Up     bool   `json:"up"`
+	// TSOMaxSize bounds GSO sizes, in bytes; TSOMaxSegs the segments of a packet.
+	// They are 0 where the kernel does not say (before 5.19).
+	TSOMaxSize uint32   `json:"tso_max_size,omitempty"`
+	TSOMaxSegs uint32   `json:"tso_max_segs,omitempty"`
+	Sizes      Sizes    `json:"sizes"`
+	Offloads   Offloads `json:"offloads"`
+	// Related are the devices below it, the ends that it talks to and the bridge or
+	// bond that it is in.
+	Related []Related `json:"related"`
+
+	small bool // a tunnel that wraps no packets above Legacy, whatever TSOMaxSize says
+}
+
+// Offloads are the settings of ethtool -k that matter here.
+type Offloads struct {
+	GSO bool `json:"gso"` // generic segmentation
+	TSO bool `json:"tso"` // segmentation by the device
+	GRO bool `json:"gro"` // joining of received packets
+}
+
+// Relation is how an interface is bound to another.
+type Relation string
+
+// The relations.
+const (
+	// Lower is a device through which this one sends: that of a VLAN, a port of a
+	// bridge or bond, the device of a macvlan or of a tunnel.
+	Lower Relation = "lower"
+	// Peer is the other end of a veth pair.
+	Peer Relation = "peer"
+	// Upper is the bridge or bond that this one is a port of.
+	Upper Relation = "upper"
+)
+
+// Related is a device that an interface is bound to.
+type Related struct {
+	Relation Relation `json:"relation"`
+	Index    int      `json:"index"`
+	Name     string   `json:"name,omitempty"` // "" where its namespace cannot be found
+	// Netns is the path of its namespace where that is another one; "unknown" where
+	// it cannot be found.
+	Netns      string `json:"netns,omitempty"`
+	Kind       string `json:"kind,omitempty"`
+	Driver     string `json:"driver,omitempty"`
+	TSOMaxSize uint32 `json:"tso_max_size,omitempty"`
+	Sizes      Sizes  `json:"sizes,omitzero"`
+
+	small bool // as of Interface
+}
+
+// State is the verdict on an interface in a word.
+type State string
+
+// The states.
+const (
+	On         State = "on"         // for all families that the kernel has it for
+	Partly     State = "partly"     // for one family, or in one direction
+	Off        State = "off"        // possible up to Verdict.UpTo
+	Impossible State = "impossible" // because of what Verdict.Text says
+)
+
+// Verdict is what is to be said of an interface.
+type Verdict struct {
+	State State `json:"state"`
+	// UpTo is the largest size that can be set for packets that are sent, in bytes,
+	// which the devices below bound too.
+	UpTo uint32 `json:"up_to,omitempty"`
+	Text string `json:"text"` // as in "off, possible up to 524280 bytes"
+}
+
+// Change is a change of one interface's sizes.
+type Change struct {
+	Netns     string `json:"netns,omitempty"` // path; "" for that of the caller
+	Interface string `json:"interface"`
+	Index     int    `json:"index"`
+	From      Sizes  `json:"from"`
+	To        Sizes  `json:"to"` // the same as From: nothing to do
+	// Because names the interface for whose sake this one, which is below it, is
+	// changed; "" for one that was asked for.
+	Because string `json:"because,omitempty"`
+	// Notes say what is not as was asked for: a size that the device bounds, a family
+	// that the kernel does not have.
+	Notes []string `json:"notes,omitempty"`
+}
+
+// Owner is who had sizes set.
+type Owner string
+
+// The owners.
+const (
+	ByCommand Owner = "command" // sockeye bigtcp apply
+	ByPolicy  Owner = "policy"  // the agent
+	ByBench   Owner = "bench"   // for as long as it runs
+)
+
+// Record is what is remembered of an interface whose sizes were set, in the state
+// directory. It is of one life of the host: sizes do not outlive a reboot.
+type Record struct {
+	BootID    string `json:"boot_id"`
+	Netns     string `json:"netns,omitempty"` // path; "" for that of the host
+	NetnsID   uint64 `json:"netns_id,string"` // SO_NETNS_COOKIE, or the inode before 5.14
+	Interface string `json:"interface"`
+	Index     int    `json:"index"`
+	Owner     Owner  `json:"owner"`
+	Want      Want   `json:"want"`
+	Before    Sizes  `json:"before"`  // to go back to
+	Applied   Sizes  `json:"applied"` // written before they are set
+	// From is what it had when Applied was written, until that is set; zero then.
+	From Sizes `json:"from,omitzero"`
+	// For are the indexes of the interfaces that were asked for and led to this: its
+	// own, or those above it, in its namespace.
+	For   []int     `json:"for"`
+	Since time.Time `json:"since"`
+}
+
+// Trouble is something on the host that does not go with large packets, or makes
+// them look wrong.
+type Trouble struct {
+	// Name is a short fixed one: length_filter, header_filter, queue, shaper, ipsec,
+	// capture, ipv4_alone, ipv6_forwarding, small_frags, driver, tunnel, offload_off.
+	Name   string `json:"name"`
+	Detail string `json:"detail"` // what was found, and what comes of it
+	Hint   string `json:"hint,omitempty"`
+}
+
+// Kind is what kind of error an Error is.
+type Kind int
+
+// The kinds of Error.
+const (
+	KindUsage       Kind = iota // what was asked for does not exist or makes no sense
+	KindUnsupported             // the kernel or the device cannot
+	KindConflict                // somebody else has changed it meanwhile, or holds it
+)
+
+// Error is an error of which the kind is known, and what to do about it.
+type Error struct {
+	Kind Kind
+	Err  error
+	Hint string // "" for none
+}
+
+func (e *Error) Error() string { return e.Err.Error() }
+
+func (e *Error) Unwrap() error { return e.Err }
+
+func refuse(kind Kind, hint, format string, args ...any) error {
+	return &Error{kind, fmt.Errorf(format, args...), hint}
+}

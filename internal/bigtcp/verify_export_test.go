@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bigtcp
+
+import (
+	"context"
+	"time"
+)
+
+// VerifyOptions are what a test can ask for beside.
+type VerifyOptions struct {
+	Clsact, NoDriver bool
+	Attached         func()
+}
+
+// VerifyWith is Verify with options.
+func (n *Network) VerifyWith(ctx context.Context, name string, during time.Duration, o VerifyOptions) (*Proof, error) {
+	return n.verify(ctx, name, during, verifyOptions{clsact: o.Clsact, noDriver: o.NoDriver, attached: o.Attached})
+}
