@@ -23,6 +23,7 @@ func (d *decoder) check(p *Policy) {
 	}
 	d.checkTune(p)
 	d.checkTrace(p)
+	d.checkBigTCP(p)
 }
 
 // place is what only one listener of a host can have.

@@ -127,7 +127,7 @@ func TestAccept(t *testing.T) {
 }
 
 func TestRefuse(t *testing.T) {
-	for _, test := range slices.Concat(refusals, tuneRefusals, traceRefusals) {
+	for _, test := range slices.Concat(refusals, tuneRefusals, traceRefusals, bigTCPRefusals) {
 		t.Run(test.name, func(t *testing.T) {
 			p, err := Parse([]byte(test.doc), "p.yaml")
 			if err == nil {
@@ -422,7 +422,7 @@ func FuzzParse(f *testing.F) {
 	f.Add([]byte(minimal))
 	f.Add([]byte(strings.Replace(fullTune, "      remote_file: sub/prefixes.txt\n", "", 1)))
 	f.Add([]byte(strings.Replace(fullTrace, "      remote_file: sub/prefixes.txt\n", "", 1)))
-	for _, test := range slices.Concat(refusals, tuneRefusals, traceRefusals) {
+	for _, test := range slices.Concat(refusals, tuneRefusals, traceRefusals, bigTCPRefusals) {
 		f.Add([]byte(test.doc))
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
@@ -442,6 +442,11 @@ func FuzzParse(f *testing.F) {
 		again, err := Parse(data, "/p.yaml")
 		if err != nil || !reflect.DeepEqual(p, again) {
 			t.Errorf("second time: %v\n%+v\n%+v", err, p, again)
+		}
+		for _, r := range p.BigTCP {
+			if r.Interface == "" || r.IPv6 == 0 && r.IPv4 == 0 {
+				t.Errorf("invalid rule: %+v", r)
+			}
 		}
 		for _, s := range p.Services {
 			if s.Slots == 0 || s.Cgroup[0] != '/' {

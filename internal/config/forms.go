@@ -100,6 +100,10 @@ func formOf(name string) form {
 			}
 			return re, "", ""
 		})}
+	case "interface":
+		return form{text, textForm(parseInterface)}
+	case "bigtcp_size":
+		return form{bigTCPSizeSchema(), decodeBigTCPSize}
 	case "trace_sampling", "trace_group_by", "trace_stages", "trace_protocols":
 		return traceFormOf(name)
 	}

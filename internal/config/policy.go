@@ -7,7 +7,7 @@
 // yaml (the key), doc, required, default (as the file would give it), min and max
 // (of a number, or the length of a list or mapping), enum, keyed (a mapping decoded
 // into a slice sorted by Name) and form (a value with a notation of its own, see
-// forms.go, tuneforms.go and traceforms.go).
+// forms.go, tuneforms.go, traceforms.go and bigtcpcheck.go).
 package config
 
 import (
@@ -17,15 +17,17 @@ import (
 )
 
 // Policy is a whole policy file, with the defaults filled in. It has at least one
-// of services, tune and trace.
+// of services, tune, trace and bigtcp.
 type Policy struct {
 	// Services are sorted by name.
 	Services []Service `yaml:"services" keyed:"true" doc:"Services by name."`
 	// Tune is in the order of the file.
 	Tune []TuneRule `yaml:"tune" min:"0" max:"256" doc:"TCP parameters of connections, by rules. Of the rules of one cgroup the first that matches decides."`
 	// Trace is in the order of the file.
-	Trace   []TraceRule `yaml:"trace" min:"0" max:"64" doc:"Where messages spend their time, by rules. Of the rules of one cgroup the first that matches decides."`
-	Metrics Metrics     `yaml:"metrics" doc:"The metrics endpoint. There is none unless it is given."`
+	Trace []TraceRule `yaml:"trace" min:"0" max:"64" doc:"Where messages spend their time, by rules. Of the rules of one cgroup the first that matches decides."`
+	// BigTCP is in the order of the file.
+	BigTCP  []BigTCPRule `yaml:"bigtcp" min:"0" max:"64" doc:"How large the packets of interfaces may be inside the host (BIG TCP), by rules. Of the rules of one network namespace the first that matches an interface decides."`
+	Metrics Metrics      `yaml:"metrics" doc:"The metrics endpoint. There is none unless it is given."`
 }
 
 // Metrics is the HTTP endpoint for metrics.

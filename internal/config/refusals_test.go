@@ -40,7 +40,7 @@ x: *m
 `, `
 p.yaml:2:10: metrics: anchors are not supported
 p.yaml:3:1: x: unknown key
-  hint: known keys: services, tune, trace, metrics`},
+  hint: known keys: services, tune, trace, bigtcp, metrics`},
 	{"alias in use", minimal + `    user: &u a
     netns: *u
 `, `
@@ -65,12 +65,12 @@ p.yaml:5:5: services.t.sterring: unknown key
 colour: []
 `, `
 p.yaml:2:1: colour: unknown key
-  hint: known keys: services, tune, trace, metrics`},
+  hint: known keys: services, tune, trace, bigtcp, metrics`},
 	{"unknown key, long", `services: {}
 kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk: 1
 `, `
 p.yaml:2:1: "kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk...": unknown key
-  hint: known keys: services, tune, trace, metrics`},
+  hint: known keys: services, tune, trace, bigtcp, metrics`},
 	{"duplicate key", minimal + "    slots: 5\n", `
 p.yaml:5:5: services.t.slots: is given twice, first in line 3`},
 	{"duplicate service", `services:
@@ -88,8 +88,8 @@ p.yaml:3:3: services.t: is given twice, first in line 2`},
 p.yaml:2:3: services.t.slots: is missing
 p.yaml:4:9: services.t.listeners[0].protocol: is missing
 p.yaml:4:9: services.t.listeners[0].address: is missing`},
-	{"neither services, tune nor trace", "metrics: {listen: '127.0.0.1:1'}\n", `
-p.yaml:1:1: must have services, tune or trace
+	{"none of services, tune, trace and bigtcp", "metrics: {listen: '127.0.0.1:1'}\n", `
+p.yaml:1:1: must have services, tune, trace or bigtcp
   hint: services: {} is a policy that does nothing`},
 	{"missing listen", `services: {}
 metrics: {}

@@ -41,7 +41,7 @@ func Schema() ([]byte, error) {
 	s := schemaOf(reflect.TypeFor[Policy](), `doc:"Policy file of Sockeye."`)
 	s.Schema = "https://json-schema.org/draft/2020-12/schema"
 	s.Title = "Sockeye policy"
-	s.AnyOf = []schema{{Required: []string{"services"}}, {Required: []string{"tune"}}, {Required: []string{"trace"}}}
+	s.AnyOf = []schema{{Required: []string{"services"}}, {Required: []string{"tune"}}, {Required: []string{"trace"}}, {Required: []string{"bigtcp"}}}
 	data, err := json.MarshalIndent(s, "", "  ")
 	return append(data, '\n'), err
 }
