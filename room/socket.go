@@ -39,14 +39,7 @@ func Take(fd int) (Snapshot, error) {
 	if err != nil {
 		return s, fmt.Errorf("read TCP_INFO: %w", err)
 	}
-	s.MSS, s.SendWindow, s.Unsent = int(info.Snd_mss), int(info.Snd_wnd), int(info.Notsent_bytes)
-	flying := int(info.Unacked+info.Retrans) - int(info.Sacked+info.Lost)
-	s.Sendable = max(int(info.Snd_cwnd)-flying, 0) * s.MSS
-	if s.SendWindow > 0 {
-		s.Sendable = min(s.Sendable, max(s.SendWindow-flying*s.MSS, 0))
-	}
-	s.Burst = burst(info)
-	s.Closed = info.State != established && info.State != closeWait
+	s = FromInfo(info, 0, 0, 0)
 	if s.Payload, err = unix.IoctlGetInt(fd, unix.TIOCOUTQ); err != nil {
 		if errors.Is(err, unix.EINVAL) { // listens
 			s.Closed = true
@@ -59,6 +52,23 @@ func Take(fd int) (Snapshot, error) {
 	}
 	err = s.memory(fd)
 	return s, err
+}
+
+// FromInfo is what Take reads, from what others have read already: from TCP_INFO,
+// and from SO_MEMINFO or sock_diag(7) the buffer, what is queued, and the payload of that
+// (SIOCOUTQ), in bytes. It lacks NotSentLowat.
+func FromInfo(info *unix.TCPInfo, sendBuffer, queued, payload int) Snapshot {
+	s := Snapshot{
+		SendBuffer: sendBuffer, Queued: queued, Payload: payload,
+		MSS: int(info.Snd_mss), SendWindow: int(info.Snd_wnd), Unsent: int(info.Notsent_bytes),
+		Burst: burst(info), Closed: info.State != established && info.State != closeWait,
+	}
+	flying := int(info.Unacked+info.Retrans) - int(info.Sacked+info.Lost)
+	s.Sendable = max(int(info.Snd_cwnd)-flying, 0) * s.MSS
+	if s.SendWindow > 0 {
+		s.Sendable = min(s.Sendable, max(s.SendWindow-flying*s.MSS, 0))
+	}
+	return s
 }
 
 // burst is what tcp_tso_autosize and tcp_cwnd_test compute, with the defaults of the shift

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sockdiag
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Cgroups are the paths of cgroups by their ids: the inodes of their folders.
+type Cgroups map[uint64]string
+
+// ReadCgroups reads a folder and those below it. Paths are as in /proc/PID/cgroup, from
+// mount on. Those that go meanwhile, or may not be read, are left out.
+func ReadCgroups(mount, folder string) (Cgroups, error) {
+	found := make(Cgroups)
+	err := filepath.WalkDir(folder, func(path string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil && path == folder:
+			return err
+		case errors.Is(err, fs.ErrNotExist), errors.Is(err, fs.ErrPermission), errors.Is(err, unix.ENODEV):
+			return nil
+		case err != nil:
+			return err
+		case !d.IsDir():
+			return nil
+		}
+		var stat unix.Stat_t
+		if err := unix.Stat(path, &stat); err == nil {
+			found[stat.Ino] = "/" + strings.TrimPrefix(strings.TrimPrefix(path, mount), "/")
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list cgroups: %w", err)
+	}
+	return found, nil
+}

@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package sockdiag reads the TCP sockets of a network namespace from sock_diag(7),
+// which needs no rights over the processes that have them, and tells what limits each
+// of them.
+package sockdiag
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Conn asks the kernel of the sockets of one network namespace. It is for one
+// goroutine.
+type Conn struct {
+	fd     int
+	seq    uint32
+	buffer []byte
+	names  map[string]string // of congestion controls
+	// Settings are those of the namespace when the Conn was opened.
+	Settings Settings
+}
+
+// Settings are what the sockets of a namespace begin with, in bytes. 0 is not
+// known.
+type Settings struct {
+	// WriteMemory is net.ipv4.tcp_wmem: the least, what a socket begins with, and the
+	// most that the kernel grows the buffer to.
+	WriteMemory [3]int
+	// NotSentLowat is net.ipv4.tcp_notsent_lowat.
+	NotSentLowat int
+}
+
+// ErrUnsupported is of a kernel that has no sock_diag for TCP.
+var ErrUnsupported = errors.New("this kernel does not show its TCP sockets")
+
+// ErrInterrupted is of a dump that the kernel could not make consistent.
+var ErrInterrupted = errors.New("the sockets changed while they were read")
+
+// receiveTimeout is for an answer that is computed while it is waited for.
+const receiveTimeout = 30 // seconds
+
+// Open asks about the network namespace of the calling thread, also later from
+// another one.
+func Open() (*Conn, error) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_SOCK_DIAG)
+	if errors.Is(err, unix.EPROTONOSUPPORT) || errors.Is(err, unix.EAFNOSUPPORT) {
+		return nil, fmt.Errorf("open diag socket: %w", ErrUnsupported)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("open diag socket: %w", err)
+	}
+	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: receiveTimeout}); err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("open diag socket: %w", err)
+	}
+	// The kernel fills messages of at most 32 KiB (netlink_dump).
+	return &Conn{fd: fd, buffer: make([]byte, 64<<10), names: make(map[string]string), Settings: readSettings()}, nil
+}
+
+// Close closes the socket to the kernel.
+func (c *Conn) Close() error { return unix.Close(c.fd) }
+
+// readSettings reads what it can.
+func readSettings() (s Settings) {
+	for i, n := range readNumbers("/proc/sys/net/ipv4/tcp_wmem") {
+		if i < len(s.WriteMemory) {
+			s.WriteMemory[i] = n
+		}
+	}
+	if lowat := readNumbers("/proc/sys/net/ipv4/tcp_notsent_lowat"); len(lowat) > 0 {
+		s.NotSentLowat = lowat[0]
+	}
+	return s
+}
+
+func readNumbers(file string) (numbers []int) {
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return nil
+	}
+	for field := range strings.FieldsSeq(string(text)) {
+		n, err := strconv.ParseUint(field, 10, 32)
+		if err != nil {
+			return nil
+		}
+		numbers = append(numbers, int(n))
+	}
+	return numbers
+}
+
+// Query is what the kernel is asked for.
+type Query struct {
+	States States
+	// The ports of either end; 0 is any.
+	LocalPort, RemotePort uint16
+}
+
+// mostTries is how often a dump is begun anew that was interrupted.
+const mostTries = 3
+
+// Dump visits the sockets of both families. It calls begin before it begins, and
+// again if it has to begin anew: what was visited before does not count then. The
+// socket is the visitor's only until visit returns. Sockets that come or go
+// meanwhile may be visited or not.
+func (c *Conn) Dump(q Query, begin func(), visit func(*Socket)) error {
+	var err error
+	for range mostTries {
+		begin()
+		for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
+			if err = c.dump(family, q, visit); err != nil {
+				break
+			}
+		}
+		if !errors.Is(err, ErrInterrupted) {
+			break
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("read TCP sockets: %w", err)
+	}
+	return nil
+}
+
+func (c *Conn) dump(family uint8, q Query, visit func(*Socket)) error {
+	c.seq++
+	if err := c.send(request(family, c.seq, q)); err != nil {
+		return err
+	}
+	interrupted := false
+	var s Socket
+	for {
+		n, flags, err := c.receive()
+		if err != nil {
+			return err
+		}
+		if flags&unix.MSG_TRUNC != 0 {
+			return errors.New("an answer is longer than any should be")
+		}
+		done, changed, err := c.messages(c.buffer[:n], &s, visit)
+		interrupted = interrupted || changed
+		switch {
+		case err != nil:
+			return err
+		case done && interrupted:
+			return ErrInterrupted
+		case done:
+			return nil
+		}
+	}
+}
+
+// request is a struct nlmsghdr with a struct inet_diag_req_v2.
+func request(family uint8, seq uint32, q Query) []byte {
+	b := make([]byte, unix.SizeofNlMsghdr, unix.SizeofNlMsghdr+sizeofRequest)
+	binary.NativeEndian.PutUint32(b, uint32(cap(b)))
+	binary.NativeEndian.PutUint16(b[4:], unix.SOCK_DIAG_BY_FAMILY)
+	binary.NativeEndian.PutUint16(b[6:], unix.NLM_F_REQUEST|unix.NLM_F_DUMP)
+	binary.NativeEndian.PutUint32(b[8:], seq)
+	b = append(b, family, unix.IPPROTO_TCP, 1<<(attrInfo-1)|1<<(attrCongestion-1)|1<<(attrMemory-1), 0)
+	b = binary.NativeEndian.AppendUint32(b, uint32(q.States))
+	b = binary.BigEndian.AppendUint16(b, q.LocalPort)
+	b = binary.BigEndian.AppendUint16(b, q.RemotePort)
+	return b[:cap(b)]
+}
+
+func (c *Conn) send(message []byte) error {
+	for {
+		_, err := unix.Write(c.fd, message) // without an address it is the kernel's
+		if !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+func (c *Conn) receive() (n, flags int, err error) {
+	for {
+		n, _, flags, _, err = unix.Recvmsg(c.fd, c.buffer, nil, 0)
+		if !errors.Is(err, unix.EINTR) {
+			return n, flags, err
+		}
+	}
+}
+
+// messages reads what one receive gave. An answer to an earlier request, which was not
+// read to its end, is passed over.
+func (c *Conn) messages(b []byte, s *Socket, visit func(*Socket)) (done, interrupted bool, err error) {
+	for len(b) >= unix.SizeofNlMsghdr {
+		length := int(binary.NativeEndian.Uint32(b))
+		if length < unix.SizeofNlMsghdr || length > len(b) {
+			return false, interrupted, fmt.Errorf("an answer has a message of %d bytes in %d", length, len(b))
+		}
+		kind, flags, seq := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint16(b[6:]), binary.NativeEndian.Uint32(b[8:])
+		body := b[unix.SizeofNlMsghdr:length]
+		b = b[min((length+3)&^3, len(b)):]
+		if seq != c.seq {
+			continue
+		}
+		interrupted = interrupted || flags&unix.NLM_F_DUMP_INTR != 0
+		switch kind {
+		case unix.NLMSG_DONE, unix.NLMSG_ERROR:
+			return true, interrupted, failure(body)
+		case unix.SOCK_DIAG_BY_FAMILY:
+			if err := c.parse(body, s); err != nil {
+				return false, interrupted, err
+			}
+			visit(s)
+		}
+	}
+	return false, interrupted, nil
+}
+
+// failure is the error that ends an answer; nil for none.
+func failure(body []byte) error {
+	if len(body) < 4 {
+		return nil
+	}
+	code := int32(binary.NativeEndian.Uint32(body))
+	switch errno := unix.Errno(-code); {
+	case code >= 0:
+		return nil
+	case errno == unix.ENOENT:
+		return ErrUnsupported
+	default:
+		return errno
+	}
+}
+
+// States is a set of TCP states: bit 1 is that of TCP_ESTABLISHED, and so on.
+type States uint32
+
+// State is one of TCP's, as TCP_ESTABLISHED, 1.
+type State uint8
+
+// The states of net/tcp_states.h.
+const (
+	Established State = iota + 1
+	SynSent
+	SynRecv
+	FinWait1
+	FinWait2
+	TimeWait
+	Closed
+	CloseWait
+	LastAck
+	Listening
+	Closing
+)
+
+var stateNames = []string{"", "established", "syn-sent", "syn-recv", "fin-wait-1", "fin-wait-2", "time-wait",
+	"closed", "close-wait", "last-ack", "listening", "closing"}
+
+// StateNames are those of all states, as ss(8) has them.
+func StateNames() []string { return stateNames[1:] }
+
+// String is the state's name, or its number.
+func (s State) String() string {
+	if s > 0 && int(s) < len(stateNames) {
+		return stateNames[s]
+	}
+	return fmt.Sprintf("state %d", uint8(s))
+}
+
+// StateOf finds a state by its name; 0 if there is none.
+func StateOf(name string) State {
+	for i, known := range stateNames {
+		if i > 0 && known == name {
+			return State(i)
+		}
+	}
+	return 0
+}
+
+// With is the set with a state added.
+func (s States) With(state State) States { return s | 1<<state }
+
+// Has tells whether a state is in the set.
+func (s States) Has(state State) bool { return s&(1<<state) != 0 }
+
+const (
+	// AllStates are all that have names.
+	AllStates = States(1<<(Closing+1) - 2)
+	// Connected are the states of a socket with a peer that a process has or had.
+	Connected = AllStates &^ (1<<Listening | 1<<Closed | 1<<TimeWait | 1<<SynRecv)
+	// Sending are the states in which a process can send.
+	Sending = States(1<<Established | 1<<CloseWait)
+)

@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sockdiag
+
+import (
+	"fmt"
+	"math"
+	"strings"
+	"time"
+
+	"sockeye/room"
+)
+
+// Limit is what keeps a connection from sending faster.
+type Limit string
+
+// The limits. Application: it has nothing more to send. CongestionWindow: also the pacing of
+// BBR, which is its own. Transmit: data wait though both windows are open, for pacing, for
+// more data (Nagle's algorithm, TCP_CORK), or for the host's queues.
+const (
+	Application      Limit = "application"
+	ReceiveWindow    Limit = "receive_window"
+	CongestionWindow Limit = "congestion_window"
+	SendBuffer       Limit = "send_buffer"
+	Transmit         Limit = "transmit"
+)
+
+// Limits are all of them.
+var Limits = []Limit{Application, ReceiveWindow, CongestionWindow, SendBuffer, Transmit}
+
+// Times are how long a connection was in a state, as the kernel accounts for it
+// (tcp_chrono_type).
+type Times struct {
+	Busy          time.Duration `json:"busy_ns"`           // data were queued
+	ReceiveWindow time.Duration `json:"receive_window_ns"` // of it: the peer's window was full
+	SendBuffer    time.Duration `json:"send_buffer_ns"`    // of it: all was sent, and the application waited for room
+}
+
+// Times are those since the connection began.
+func (s *Socket) Times() Times {
+	micro := func(n uint64) time.Duration {
+		return time.Duration(min(n, math.MaxInt64/1000)) * time.Microsecond
+	}
+	return Times{micro(s.Info.Busy_time), micro(s.Info.Rwnd_limited), micro(s.Info.Sndbuf_limited)}
+}
+
+// Since are the times from an earlier look on.
+func (t Times) Since(earlier Times) Times {
+	return Times{
+		max(t.Busy-earlier.Busy, 0), max(t.ReceiveWindow-earlier.ReceiveWindow, 0), max(t.SendBuffer-earlier.SendBuffer, 0),
+	}
+}
+
+// Verdict is what limits a connection, and how surely.
+type Verdict struct {
+	By Limit // "" of a socket that cannot send
+	// Share of the time between two looks, or of the time that the connection was busy since it
+	// began, that the kernel accounts to it, 0 to 1; negative where it does not say.
+	Share float64
+}
+
+// Now is what limits the connection at this moment: "" of one that cannot send. Sure is
+// false where a moment does not tell.
+func (s *Socket) Now() (by Limit, sure bool) {
+	i := &s.Info
+	switch {
+	case !Sending.Has(s.State) || !s.HasInfo:
+		return "", true
+	case s.Payload == 0:
+		return Application, true
+	}
+	flying := int64(i.Unacked) + int64(i.Retrans) - int64(i.Sacked) - int64(i.Lost)
+	full := flying >= int64(i.Snd_cwnd)
+	sent := int64(s.Payload) - int64(i.Notsent_bytes)
+	// What waits is less than the windows take soon: the buffer would be the next to end it.
+	dry := s.crowded() && 2*int64(i.Notsent_bytes) < sent
+	// As tcp_snd_wnd_test: the next segment has to fit as a whole.
+	next := int64(min(i.Notsent_bytes, i.Snd_mss))
+	closed := i.Snd_wnd > 0 && sent+next > int64(i.Snd_wnd) || i.Snd_wnd == 0 && i.Probes > 0
+	switch {
+	case i.Notsent_bytes == 0 && dry:
+		return SendBuffer, true
+	case i.Notsent_bytes == 0 && full:
+		return CongestionWindow, false
+	case i.Notsent_bytes == 0:
+		return Application, false
+	case full && !dry:
+		return CongestionWindow, true
+	case closed && !full:
+		return ReceiveWindow, true
+	case dry:
+		return SendBuffer, false
+	case next == int64(i.Snd_mss) && strings.HasPrefix(s.Congestion, "bbr"):
+		return CongestionWindow, false // by its pacing
+	}
+	return Transmit, false
+}
+
+// crowded tells whether the buffer is so full that a writer waits.
+func (s *Socket) crowded() bool {
+	snapshot := s.Snapshot(Settings{})
+	return snapshot.Arming()
+}
+
+// Judge tells what limits the connection: by the state now, and where that does not
+// tell, by what it was for most of its busy time.
+func (s *Socket) Judge() Verdict {
+	now, sure := s.Now()
+	t := s.Times()
+	share := func(part time.Duration) float64 {
+		if t.Busy <= 0 {
+			return -1
+		}
+		return min(float64(part)/float64(t.Busy), 1)
+	}
+	if now == "" {
+		return Verdict{Share: -1}
+	}
+	if !sure {
+		if by, _ := t.mostly(); by != "" {
+			now = by
+		} else if s.AppLimited {
+			now = Application
+		}
+	}
+	switch now {
+	case SendBuffer:
+		return Verdict{now, share(t.SendBuffer)}
+	case ReceiveWindow:
+		return Verdict{now, share(t.ReceiveWindow)}
+	}
+	return Verdict{now, -1}
+}
+
+// Look is what has to be remembered of a connection to judge it later.
+type Look struct {
+	At    time.Time
+	Times Times
+	now   Limit
+}
+
+// Look remembers what the connection is like at a time.
+func (s *Socket) Look(at time.Time) Look {
+	now, _ := s.Now()
+	return Look{at, s.Times(), now}
+}
+
+// JudgeSince tells what limited the connection from an earlier look to this one.
+func (s *Socket) JudgeSince(earlier, look Look) Verdict {
+	interval, now := look.At.Sub(earlier.At), look.now
+	if now == "" || interval <= 0 {
+		return s.Judge()
+	}
+	t := look.Times.Since(earlier.Times)
+	share := func(part time.Duration) float64 { return min(max(float64(part)/float64(interval), 0), 1) }
+	if t.Busy < interval/2 {
+		return Verdict{Application, 1 - share(t.Busy)}
+	}
+	if by, part := t.mostly(); by != "" {
+		return Verdict{by, share(part)}
+	}
+	// The kernel does not divide the rest of the busy time, and a moment without data to send
+	// says little of it.
+	switch {
+	case now != Application:
+	case earlier.now != "" && earlier.now != Application:
+		now = earlier.now
+	case !s.AppLimited:
+		now = CongestionWindow
+	}
+	return Verdict{now, share(t.Busy - t.ReceiveWindow - t.SendBuffer)}
+}
+
+// muchOfBusy is the share of its busy time from which on a connection is limited by
+// what took it: one that congestion control limits never runs dry, and so has next to none,
+// but one that the buffer or the peer's window limits still takes time to send.
+const muchOfBusy = 0.25
+
+// mostly is what limited the connection for much of its busy time, and how long; "" if
+// nothing did that the kernel accounts for.
+func (t Times) mostly() (by Limit, part time.Duration) {
+	if by, part = SendBuffer, t.SendBuffer; t.ReceiveWindow > part {
+		by, part = ReceiveWindow, t.ReceiveWindow
+	}
+	if t.Busy <= 0 || float64(part) < muchOfBusy*float64(t.Busy) {
+		return "", 0
+	}
+	return by, part
+}
+
+// Cause is why a send buffer is too small.
+type Cause string
+
+// The causes.
+const (
+	FixedBuffer  Cause = "fixed_buffer"  // the application set SO_SNDBUF
+	WriteMemory  Cause = "tcp_wmem"      // the kernel grows it no further
+	NotArmed     Cause = "not_armed"     // no write waits, so that the kernel does not grow it
+	NotGrown     Cause = "not_grown"     // one of FixedBuffer and NotArmed
+	NotSentLowat Cause = "notsent_lowat" // it is not full: too little may wait in it
+)
+
+// Advice is what would help a connection that its send buffer limits.
+type Advice struct {
+	Cause  Cause  `json:"cause"`
+	Detail string `json:"detail"`
+	Hint   string `json:"hint"`
+}
+
+// Asked is what a process' descriptor says that sock_diag does not.
+type Asked struct {
+	Fixed        bool // SO_BUF_LOCK has SOCK_SNDBUF_LOCK
+	NotSentLowat int  // TCP_NOTSENT_LOWAT, bytes; 0: the namespace's
+}
+
+// Advise says why a connection's send buffer limits it, and what would help. The times are
+// those by which it was judged; asked is nil if the process could not be.
+func (s *Socket) Advise(settings Settings, kernel room.Kernel, t Times, asked *Asked) Advice {
+	most := settings.WriteMemory[2]
+	lowat := settings.NotSentLowat
+	if asked != nil && asked.NotSentLowat > 0 {
+		lowat = asked.NotSentLowat
+	}
+	fixed := Advice{FixedBuffer, fmt.Sprintf("the application set SO_SNDBUF, which made a buffer of %d bytes%s", s.Buffer, s.ceiling()),
+		"without SO_SNDBUF the kernel grows it as needed, up to net.ipv4.tcp_wmem"}
+	switch {
+	case most > 0 && s.Buffer >= most:
+		fixed.Hint = "set a larger one, up to net.core.wmem_max; without it the kernel grows the buffer up to net.ipv4.tcp_wmem"
+	case most > 0:
+		fixed.Hint = fmt.Sprintf("without SO_SNDBUF the kernel grows it as needed, up to the %d bytes of net.ipv4.tcp_wmem", most)
+	}
+	// The kernel begins with more, tcp_init_buffer_space, and a little less than this shows that
+	// it was not the kernel.
+	const firstSegments = 2 * 10
+	least := firstSegments * (int(s.Info.Snd_mss) + kernel.Overhead)
+	by, _ := t.mostly()
+	switch {
+	case !s.crowded() && lowat > 0 && lowat < s.Buffer:
+		return Advice{NotSentLowat, fmt.Sprintf("the buffer has room, and yet the application waits: no more than %d bytes may wait to be sent (TCP_NOTSENT_LOWAT)", lowat),
+			"a larger TCP_NOTSENT_LOWAT, or net.ipv4.tcp_notsent_lowat, leaves the application more time to follow"}
+	case asked != nil && asked.Fixed:
+		return fixed
+	case asked == nil && most > 0 && (s.Buffer > most || s.Buffer < min(least, most)):
+		return fixed
+	case most > 0 && s.Buffer >= most:
+		return Advice{WriteMemory, fmt.Sprintf("the buffer is as large as net.ipv4.tcp_wmem lets it become, %d bytes%s", most, s.ceiling()),
+			fmt.Sprintf("sysctl -w net.ipv4.tcp_wmem='%d %d %d' allows twice of that", settings.WriteMemory[0], settings.WriteMemory[1], 2*most)}
+	case asked == nil && by == SendBuffer:
+		fixed.Detail = fmt.Sprintf("the application waits for room, and the kernel does not grow the buffer of %d bytes%s: it seems that SO_SNDBUF was set", s.Buffer, s.ceiling())
+		return fixed
+	case asked == nil:
+		return Advice{NotGrown, fmt.Sprintf("the buffer of %d bytes is full of what is under way%s; if the kernel does not grow it, SO_SNDBUF was set, or no write waits for room", s.Buffer, s.ceiling()),
+			"have the application leave SO_SNDBUF out and wait with poll(2), or in write; --processes tells which it is, with the rights to look"}
+	}
+	return Advice{NotArmed, fmt.Sprintf("the buffer of %d bytes is full of what is under way%s, and the kernel grows it only for a writer that waits for room", s.Buffer, s.ceiling()),
+		"have the application wait with poll(2), or write until a write is refused"}
+}
+
+// ceiling is how fast a connection can be with its buffer, in words, with a comma
+// before; "" where it is not known.
+func (s *Socket) ceiling() string {
+	rtt := time.Duration(s.Info.Rtt) * time.Microsecond
+	if rtt < time.Millisecond {
+		return ""
+	}
+	rate := float64(s.Buffer) * 8 / rtt.Seconds()
+	for _, unit := range []struct {
+		name string
+		size float64
+	}{{"Gbit/s", 1e9}, {"Mbit/s", 1e6}, {"kbit/s", 1e3}} {
+		if rate >= unit.size || unit.size == 1e3 {
+			return fmt.Sprintf(", at most %.3g %s with an RTT of %v", rate/unit.size, unit.name, rtt.Round(100*time.Microsecond))
+		}
+	}
+	return ""
+}

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sockdiag
+
+import (
+	"encoding/binary"
+	"fmt"
+	"net/netip"
+	"strconv"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/room"
+)
+
+// From linux/inet_diag.h: attributes, and the sizes of struct inet_diag_req_v2 and struct
+// inet_diag_msg.
+const (
+	attrInfo       = 2
+	attrCongestion = 4
+	attrMemory     = 7
+	attrCgroup     = 21
+
+	sizeofRequest = 56
+	sizeofMessage = 72
+)
+
+// Socket is a TCP socket as the kernel describes it. Sizes are bytes.
+type Socket struct {
+	Family uint8 // unix.AF_INET or AF_INET6
+	State  State
+	// Local and Remote have IPv4-mapped addresses as IPv4. A link-local address has the
+	// index of the interface as its zone.
+	Local, Remote netip.AddrPort
+	Cookie        uint64
+	UID           uint32
+	Inode         uint32 // 0 of a socket that no process has any more
+	Cgroup        uint64 // id of the socket's cgroup; 0: not known, before Linux 5.8
+
+	Congestion string // name of the congestion control
+	// Payload is what the application wrote and the peer has not acknowledged (SIOCOUTQ);
+	// of a listener, how many connections may wait.
+	Payload uint32
+	// Unread is what was received and not read; of a listener, how many connections wait.
+	Unread uint32
+	// Buffer is sk_sndbuf and Queued sk_wmem_queued, both 0 unless HasMemory.
+	HasMemory      bool
+	Buffer, Queued int
+	// Info is TCP_INFO, and zero unless HasInfo: of a connection in TIME_WAIT or a
+	// handshake there is none. Kernels have more or less of it.
+	HasInfo bool
+	Info    unix.TCPInfo
+	// AppLimited: the last rate that was measured was the application's.
+	AppLimited bool
+}
+
+// Snapshot is what room has to know of the socket.
+func (s *Socket) Snapshot(settings Settings) room.Snapshot {
+	if !s.HasInfo || !s.HasMemory {
+		return room.Snapshot{Closed: true}
+	}
+	snapshot := room.FromInfo(&s.Info, s.Buffer, s.Queued, int(s.Payload))
+	snapshot.NotSentLowat = settings.NotSentLowat
+	return snapshot
+}
+
+// parse reads a struct inet_diag_msg and the attributes that follow it.
+func (c *Conn) parse(b []byte, s *Socket) error {
+	if len(b) < sizeofMessage {
+		return fmt.Errorf("an answer about a socket has %d bytes", len(b))
+	}
+	*s = Socket{Family: b[0], State: State(b[1])}
+	if s.Family != unix.AF_INET && s.Family != unix.AF_INET6 {
+		return fmt.Errorf("an answer about a socket is of family %d", s.Family)
+	}
+	device := binary.NativeEndian.Uint32(b[40:])
+	s.Local = end(s.Family, b[8:], b[4:], device)
+	s.Remote = end(s.Family, b[24:], b[6:], device)
+	s.Cookie = uint64(binary.NativeEndian.Uint32(b[44:])) | uint64(binary.NativeEndian.Uint32(b[48:]))<<32
+	s.Unread = binary.NativeEndian.Uint32(b[56:])
+	s.Payload = binary.NativeEndian.Uint32(b[60:])
+	s.UID = binary.NativeEndian.Uint32(b[64:])
+	s.Inode = binary.NativeEndian.Uint32(b[68:])
+	return attributes(b[sizeofMessage:], func(kind uint16, value []byte) { c.attribute(s, kind, value) })
+}
+
+func end(family uint8, address, port []byte, device uint32) netip.AddrPort {
+	p := binary.BigEndian.Uint16(port)
+	if family == unix.AF_INET {
+		return netip.AddrPortFrom(netip.AddrFrom4([4]byte(address)), p)
+	}
+	a := netip.AddrFrom16([16]byte(address)).Unmap()
+	if device != 0 && a.IsLinkLocalUnicast() && a.Is6() {
+		a = a.WithZone(strconv.FormatUint(uint64(device), 10))
+	}
+	return netip.AddrPortFrom(a, p)
+}
+
+// typeMask is NLA_TYPE_MASK: the highest two bits are flags.
+const typeMask = 1<<14 - 1
+
+// attributes visits the attributes of a netlink message. Padding may be missing at the
+// end.
+func attributes(b []byte, visit func(kind uint16, value []byte)) error {
+	for len(b) >= unix.SizeofNlAttr {
+		length := int(binary.NativeEndian.Uint16(b))
+		if length < unix.SizeofNlAttr || length > len(b) {
+			return fmt.Errorf("an answer about a socket has an attribute of %d bytes in %d", length, len(b))
+		}
+		visit(binary.NativeEndian.Uint16(b[2:])&typeMask, b[unix.SizeofNlAttr:length])
+		b = b[min((length+3)&^3, len(b)):]
+	}
+	return nil
+}
+
+// attribute reads one attribute; what is too short or not known is left out.
+func (c *Conn) attribute(s *Socket, kind uint16, value []byte) {
+	switch kind {
+	case attrInfo:
+		const bitfields = 7 // where tcpi_delivery_rate_app_limited is
+		if len(value) <= bitfields {
+			return
+		}
+		s.HasInfo = true
+		copy((*[unsafe.Sizeof(s.Info)]byte)(unsafe.Pointer(&s.Info))[:], value)
+		s.AppLimited = value[bitfields]&lowestBit != 0
+	case attrCongestion:
+		for i, b := range value {
+			if b == 0 {
+				value = value[:i]
+				break
+			}
+		}
+		name, known := c.names[string(value)]
+		if !known {
+			name = string(value)
+			if len(c.names) < mostNames {
+				c.names[name] = name
+			}
+		}
+		s.Congestion = name
+	case attrMemory:
+		if len(value) < (unix.SK_MEMINFO_WMEM_QUEUED+1)*4 {
+			return
+		}
+		s.HasMemory = true
+		s.Buffer = int(int32(binary.NativeEndian.Uint32(value[unix.SK_MEMINFO_SNDBUF*4:])))
+		s.Queued = int(int32(binary.NativeEndian.Uint32(value[unix.SK_MEMINFO_WMEM_QUEUED*4:])))
+	case attrCgroup:
+		if len(value) >= 8 {
+			s.Cgroup = binary.NativeEndian.Uint64(value)
+		}
+	}
+}
+
+// mostNames is more congestion controls than a kernel has.
+const mostNames = 64
+
+// lowestBit is where the compiler puts the first bit field of a byte.
+var lowestBit = func() byte {
+	if binary.NativeEndian.Uint16([]byte{1, 0}) == 1 {
+		return 1
+	}
+	return 0x80
+}()

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sockdiag
+
+import (
+	"encoding/binary"
+	"errors"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/room"
+)
+
+// message is a struct nlmsghdr and what follows it.
+func message(kind, flags uint16, seq uint32, body []byte) []byte {
+	b := binary.NativeEndian.AppendUint32(nil, uint32(unix.SizeofNlMsghdr+len(body)))
+	b = binary.NativeEndian.AppendUint16(b, kind)
+	b = binary.NativeEndian.AppendUint16(b, flags)
+	b = binary.NativeEndian.AppendUint32(b, seq)
+	b = binary.NativeEndian.AppendUint32(b, 0)
+	b = append(b, body...)
+	return append(b, make([]byte, -len(b)&3)...)
+}
+
+// about is an answer about a socket with a port.
+func about(family uint8, port uint16, attributes ...[]byte) []byte {
+	b := make([]byte, sizeofMessage)
+	b[0], b[1] = family, uint8(Established)
+	binary.BigEndian.PutUint16(b[4:], port)
+	for _, a := range attributes {
+		b = append(b, a...)
+	}
+	return b
+}
+
+func attr(kind uint16, value []byte) []byte {
+	b := binary.NativeEndian.AppendUint16(nil, uint16(unix.SizeofNlAttr+len(value)))
+	b = binary.NativeEndian.AppendUint16(b, kind)
+	b = append(b, value...)
+	return append(b, make([]byte, -len(b)&3)...)
+}
+
+// fakeKernel answers each request by the next of several answers, {SEQ} being that of
+// the request.
+func fakeKernel(t *testing.T, answers ...func(family uint8, seq uint32) []byte) *Conn {
+	t.Helper()
+	ends, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		b := make([]byte, 1000)
+		for _, answer := range answers {
+			if n, err := unix.Read(ends[1], b); err != nil || n != unix.SizeofNlMsghdr+sizeofRequest {
+				return
+			}
+			if _, err := unix.Write(ends[1], answer(b[unix.SizeofNlMsghdr], binary.NativeEndian.Uint32(b[8:]))); err != nil {
+				return
+			}
+		}
+	}()
+	c := &Conn{fd: ends[0], buffer: make([]byte, 64<<10), names: make(map[string]string)}
+	t.Cleanup(func() {
+		c.Close()
+		<-done
+		unix.Close(ends[1])
+	})
+	return c
+}
+
+// one answers with a socket whose port is n.
+func one(n, flags uint16) func(uint8, uint32) []byte {
+	return func(family uint8, seq uint32) []byte {
+		return append(message(unix.SOCK_DIAG_BY_FAMILY, flags, seq, about(family, n)), message(unix.NLMSG_DONE, flags, seq, make([]byte, 4))...)
+	}
+}
+
+// What was seen before an interruption does not count, and there is an end of trying.
+func TestInterrupted(t *testing.T) {
+	var ports []uint16
+	begin := func() { ports = nil }
+	visit := func(s *Socket) { ports = append(ports, s.Local.Port()) }
+	stale := func(family uint8, seq uint32) []byte {
+		return append(message(unix.SOCK_DIAG_BY_FAMILY, 0, seq-1, about(family, 99)), one(4, 0)(family, seq)...)
+	}
+	c := fakeKernel(t, one(1, 0), one(2, unix.NLM_F_DUMP_INTR), one(3, 0), stale)
+	if err := c.Dump(Query{States: AllStates}, begin, visit); err != nil || len(ports) != 2 || ports[0] != 3 || ports[1] != 4 {
+		t.Errorf("%v, ports %v", err, ports)
+	}
+	broken := one(1, unix.NLM_F_DUMP_INTR)
+	c = fakeKernel(t, broken, broken, broken)
+	if err := c.Dump(Query{}, begin, visit); !errors.Is(err, ErrInterrupted) {
+		t.Error(err)
+	}
+	refuse := func(errno unix.Errno) func(uint8, uint32) []byte {
+		return func(_ uint8, seq uint32) []byte {
+			return message(unix.NLMSG_ERROR, 0, seq, binary.NativeEndian.AppendUint32(nil, uint32(-int32(errno))))
+		}
+	}
+	if err := fakeKernel(t, refuse(unix.ENOENT)).Dump(Query{}, begin, visit); !errors.Is(err, ErrUnsupported) {
+		t.Error(err)
+	}
+	if err := fakeKernel(t, refuse(unix.EACCES)).Dump(Query{}, begin, visit); !errors.Is(err, unix.EACCES) {
+		t.Error(err)
+	}
+}
+
+// Kernels tell less of a socket, or more.
+func TestAttributes(t *testing.T) {
+	c := &Conn{names: make(map[string]string)}
+	var s Socket
+	if err := c.parse(about(unix.AF_INET, 7, attr(attrInfo, make([]byte, 104)), attr(attrMemory, make([]byte, 24)), attr(attrCongestion, []byte("bbr\x00")), attr(attrCgroup, []byte{9, 0, 0, 0, 0, 0, 0, 0})), &s); err != nil {
+		t.Fatal(err)
+	}
+	if !s.HasInfo || !s.HasMemory || s.Congestion != "bbr" || s.Cgroup != 9 && s.Cgroup != 9<<56 {
+		t.Errorf("%+v", s)
+	}
+	long := make([]byte, 1000)
+	long[0] = 1
+	if err := c.parse(about(unix.AF_INET6, 7, attr(attrInfo, long), attr(500, nil), attr(attrMemory, make([]byte, 20))), &s); err != nil || !s.HasInfo || s.Info.State != 1 || s.HasMemory || s.Congestion != "" || s.Cgroup != 0 {
+		t.Errorf("%v, %+v", err, s)
+	}
+	for _, bad := range [][]byte{nil, make([]byte, sizeofMessage-1), about(unix.AF_UNIX, 1), about(unix.AF_INET, 1, []byte{3, 0, 2, 0}), about(unix.AF_INET, 1, []byte{200, 0, 2, 0})} {
+		if err := c.parse(bad, &s); err == nil {
+			t.Errorf("%d bytes are accepted", len(bad))
+		}
+	}
+}
+
+func FuzzMessages(f *testing.F) {
+	f.Add(one(1, 0)(unix.AF_INET, 1))
+	f.Add(message(unix.SOCK_DIAG_BY_FAMILY, 0, 1, about(unix.AF_INET6, 7, attr(attrInfo, make([]byte, 248)), attr(attrMemory, make([]byte, 36)),
+		attr(attrCongestion, []byte("cubic\x00")), attr(attrCgroup, make([]byte, 8)))))
+	f.Add([]byte{1, 0, 0, 0})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		c := &Conn{seq: 1, names: make(map[string]string)}
+		var s Socket
+		visited := 0
+		_, _, err := c.messages(b, &s, func(s *Socket) {
+			visited++
+			if !s.Local.Addr().IsValid() || !s.Remote.Addr().IsValid() {
+				t.Fatalf("%+v", s)
+			}
+			v := s.Judge()
+			if v.Share > 1 || v.By == "" && Sending.Has(s.State) && s.HasInfo {
+				t.Fatalf("%+v of %+v", v, s)
+			}
+			if v := s.JudgeSince(Look{}, s.Look(time.Unix(1, 0))); v.Share > 1 {
+				t.Fatalf("%+v of %+v", v, s)
+			}
+			if s.HasInfo {
+				s.Advise(Settings{}, room.Kernel{}, s.Times(), nil)
+			}
+		})
+		if visited*sizeofMessage > len(b) {
+			t.Fatalf("%d sockets in %d bytes (%v)", visited, len(b), err)
+		}
+	})
+}

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sockdiag
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Process is one that has a socket.
+type Process struct {
+	PID     int    `json:"pid"`
+	FD      int    `json:"fd"`      // the first descriptor of the socket there
+	Command string `json:"command"` // its name, as in /proc/PID/comm
+}
+
+// ReadProcesses finds who has sockets, by the inodes of these, of those that are
+// wanted. Hidden is how many processes may not be looked into.
+func ReadProcesses(wanted func(inode uint32) bool) (byInode map[uint32][]Process, hidden int, err error) {
+	byInode = make(map[uint32][]Process)
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, 0, fmt.Errorf("list processes: %w", err)
+	}
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil {
+			continue
+		}
+		// A process that ends meanwhile has none.
+		if err := readProcess(pid, wanted, byInode); errors.Is(err, fs.ErrPermission) {
+			hidden++
+		}
+	}
+	return byInode, hidden, nil
+}
+
+func readProcess(pid int, wanted func(uint32) bool, byInode map[uint32][]Process) error {
+	dir := filepath.Join("/proc", strconv.Itoa(pid))
+	fds, err := os.ReadDir(filepath.Join(dir, "fd"))
+	if err != nil {
+		return err
+	}
+	command := ""
+	for _, f := range fds {
+		target, err := os.Readlink(filepath.Join(dir, "fd", f.Name()))
+		if err != nil {
+			if errors.Is(err, fs.ErrPermission) {
+				return err
+			}
+			continue
+		}
+		number, ok := strings.CutPrefix(target, "socket:[")
+		inode, err := strconv.ParseUint(strings.TrimSuffix(number, "]"), 10, 32)
+		if !ok || err != nil || !wanted(uint32(inode)) {
+			continue
+		}
+		if have := byInode[uint32(inode)]; len(have) > 0 && have[len(have)-1].PID == pid {
+			continue
+		}
+		if command == "" {
+			name, err := os.ReadFile(filepath.Join(dir, "comm"))
+			if err != nil {
+				return err
+			}
+			command = strings.TrimSuffix(string(name), "\n")
+		}
+		fd, err := strconv.Atoi(f.Name())
+		if err != nil {
+			continue
+		}
+		byInode[uint32(inode)] = append(byInode[uint32(inode)], Process{pid, fd, command})
+	}
+	return nil
+}
+
+// sendBufLock is SOCK_SNDBUF_LOCK of linux/socket.h.
+const sendBufLock = 1
+
+// Ask asks the socket of a process what sock_diag does not tell. It takes the rights to
+// trace the process, and Linux 5.14.
+func (p *Process) Ask(cookie uint64) (*Asked, error) {
+	handle, err := unix.PidfdOpen(p.PID, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open pid %d: %w", p.PID, err)
+	}
+	defer unix.Close(handle)
+	fd, err := unix.PidfdGetfd(handle, p.FD, 0)
+	if err != nil {
+		return nil, fmt.Errorf("take descriptor %d of pid %d: %w", p.FD, p.PID, err)
+	}
+	defer unix.Close(fd)
+	if is, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil || is != cookie {
+		return nil, fmt.Errorf("descriptor %d of pid %d is another socket by now", p.FD, p.PID)
+	}
+	lock, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK)
+	if err != nil {
+		return nil, fmt.Errorf("read SO_BUF_LOCK: %w", err)
+	}
+	lowat, err := unix.GetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT)
+	if err != nil {
+		return nil, fmt.Errorf("read TCP_NOTSENT_LOWAT: %w", err)
+	}
+	return &Asked{Fixed: lock&sendBufLock != 0, NotSentLowat: int(uint32(lowat))}, nil
+}

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sockdiag_test
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/sockdiag"
+	"sockeye/internal/testenv"
+	"sockeye/room"
+)
+
+func check(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func listen(t testing.TB, address string) *net.TCPListener {
+	t.Helper()
+	var c net.ListenConfig
+	c.SetMultipathTCP(false)
+	l, err := c.Listen(t.Context(), "tcp", address)
+	check(t, err)
+	t.Cleanup(func() { l.Close() })
+	return l.(*net.TCPListener)
+}
+
+// connect makes a connection to a listener, of which nobody reads.
+func connect(t testing.TB, l *net.TCPListener, to string) (from, accepted *net.TCPConn) {
+	t.Helper()
+	var d net.Dialer
+	d.SetMultipathTCP(false)
+	c, err := d.DialContext(t.Context(), "tcp", to)
+	check(t, err)
+	t.Cleanup(func() { c.Close() })
+	accepted, err = l.AcceptTCP()
+	check(t, err)
+	t.Cleanup(func() { accepted.Close() })
+	return c.(*net.TCPConn), accepted
+}
+
+func open(t testing.TB) *sockdiag.Conn {
+	t.Helper()
+	c, err := sockdiag.Open()
+	check(t, err)
+	t.Cleanup(func() { c.Close() })
+	return c
+}
+
+func cookie(t testing.TB, c *net.TCPConn) (cookie uint64) {
+	t.Helper()
+	raw, err := c.SyscallConn()
+	check(t, err)
+	check(t, raw.Control(func(fd uintptr) {
+		cookie, err = unix.GetsockoptUint64(int(fd), unix.SOL_SOCKET, unix.SO_COOKIE)
+	}))
+	check(t, err)
+	return cookie
+}
+
+// dump reads all sockets, by cookie.
+func dump(t testing.TB, c *sockdiag.Conn, q sockdiag.Query) map[uint64]sockdiag.Socket {
+	t.Helper()
+	var all map[uint64]sockdiag.Socket
+	check(t, c.Dump(q, func() { all = make(map[uint64]sockdiag.Socket) }, func(s *sockdiag.Socket) { all[s.Cookie] = *s }))
+	return all
+}
+
+// The kernel says of a socket to everybody what it says to the process that has it.
+func TestDump(t *testing.T) {
+	c := open(t)
+	mount, below := filepath.Dir(testenv.Cgroup()), testenv.CgroupPath()
+	cgroups, err := sockdiag.ReadCgroups(mount, mount)
+	check(t, err)
+	for _, test := range []struct{ listen, dial string }{
+		{"127.0.0.1:0", "127.0.0.1"}, {"[::1]:0", "::1"}, {"[::]:0", "127.0.0.1"},
+	} {
+		l := listen(t, test.listen)
+		port := l.Addr().(*net.TCPAddr).AddrPort().Port()
+		from, to := connect(t, l, netip.AddrPortFrom(netip.MustParseAddr(test.dial), port).String())
+		check(t, from.SetWriteDeadline(time.Now().Add(200*time.Millisecond)))
+		for {
+			if _, err := from.Write(make([]byte, 9001)); err != nil {
+				break
+			}
+		}
+		want, err := room.TakeConn(from)
+		check(t, err)
+		all := dump(t, c, sockdiag.Query{States: sockdiag.AllStates})
+		s, ok := all[cookie(t, from)]
+		if !ok {
+			t.Fatalf("%s is not there", test.listen)
+		}
+		if got := s.Snapshot(c.Settings); got != want || want.Queued == 0 || want.Payload == 0 {
+			t.Errorf("%s: got %+v, want %+v", test.listen, got, want)
+		}
+		if s.Local != from.LocalAddr().(*net.TCPAddr).AddrPort() || s.Remote.Port() != port || s.State != sockdiag.Established ||
+			s.Congestion == "" || cgroups[s.Cgroup] != below || s.Inode == 0 || s.UID != uint32(os.Getuid()) {
+			t.Errorf("%+v, cgroup %q", s, cgroups[s.Cgroup])
+		}
+		if other := all[cookie(t, to)]; other.Remote != s.Local || other.Local != s.Remote || other.Unread == 0 {
+			t.Errorf("the other end is %+v", other)
+		}
+		for name, q := range map[string]sockdiag.Query{
+			"local port":  {States: sockdiag.Connected, LocalPort: s.Local.Port()},
+			"remote port": {States: sockdiag.Connected, RemotePort: s.Local.Port()},
+			"listening":   {States: sockdiag.States(0).With(sockdiag.Listening)},
+		} {
+			var got []sockdiag.Socket
+			for _, s := range dump(t, c, q) {
+				got = append(got, s)
+			}
+			switch {
+			case name == "listening":
+				for _, s := range got {
+					if s.State != sockdiag.Listening || s.Payload == 0 || !s.Snapshot(c.Settings).Closed {
+						t.Errorf("%s: %+v", name, s)
+					}
+				}
+			case len(got) != 1 || got[0].State != sockdiag.Established || (got[0].Cookie == s.Cookie) != (name == "local port"):
+				t.Errorf("%s: %+v", name, got)
+			}
+		}
+		from.Close()
+		to.Close()
+	}
+}
+
+// A process that has a socket is found, and asked what the others are not told.
+func TestProcesses(t *testing.T) {
+	l := listen(t, "127.0.0.1:0")
+	from, to := connect(t, l, l.Addr().String())
+	check(t, from.SetWriteBuffer(100000))
+	all := dump(t, open(t), sockdiag.Query{States: sockdiag.Connected})
+	for _, c := range []*net.TCPConn{from, to} {
+		s := all[cookie(t, c)]
+		found, _, err := sockdiag.ReadProcesses(func(inode uint32) bool { return inode == s.Inode })
+		check(t, err)
+		if len(found) != 1 || len(found[s.Inode]) != 1 || found[s.Inode][0].PID != os.Getpid() || found[s.Inode][0].Command == "" {
+			t.Fatalf("%+v", found)
+		}
+		asked, err := found[s.Inode][0].Ask(s.Cookie)
+		check(t, err)
+		if asked.Fixed != (c == from) {
+			t.Errorf("%+v", asked)
+		}
+		if _, err := found[s.Inode][0].Ask(s.Cookie + 1); err == nil {
+			t.Error("another socket is taken for it")
+		}
+	}
+}
+
+// Five thousand sockets take no more memory than a few.
+func TestMany(t *testing.T) {
+	const connections = 2500
+	l := listen(t, "127.0.0.1:0")
+	for range connections {
+		connect(t, l, l.Addr().String())
+	}
+	c := open(t)
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	start, n := time.Now(), 0
+	check(t, c.Dump(sockdiag.Query{States: sockdiag.Connected}, func() { n = 0 }, func(*sockdiag.Socket) { n++ }))
+	took := time.Since(start)
+	runtime.ReadMemStats(&after)
+	if n != 2*connections {
+		t.Errorf("%d sockets", n)
+	}
+	if took > 2*time.Second {
+		t.Errorf("it took %v", took)
+	}
+	if bytes := after.TotalAlloc - before.TotalAlloc; bytes > 1<<20 {
+		t.Errorf("%d bytes were allocated", bytes)
+	}
+	t.Logf("%v for %d sockets, %d bytes", took, n, after.TotalAlloc-before.TotalAlloc)
+}
+
+// Sockets that come and go do not hide those that stay.
+func TestVanishing(t *testing.T) {
+	l := listen(t, "127.0.0.1:0")
+	var stay []uint64
+	for range 20 {
+		from, to := connect(t, l, l.Addr().String())
+		stay = append(stay, cookie(t, from), cookie(t, to))
+	}
+	busy := listen(t, "127.0.0.1:0")
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	var made atomic.Int32
+	go func() {
+		defer close(done)
+		var d net.Dialer
+		d.SetMultipathTCP(false)
+		for ctx.Err() == nil {
+			c, err := d.DialContext(ctx, "tcp", busy.Addr().String())
+			if err != nil {
+				continue
+			}
+			if a, err := busy.AcceptTCP(); err == nil {
+				_ = a.SetLinger(0) // else the ports would stay in TIME_WAIT
+				a.Close()
+			}
+			c.Close()
+			made.Add(1)
+		}
+	}()
+	c := open(t)
+	for end := time.Now().Add(30 * time.Second); made.Load() < 500 && time.Now().Before(end); {
+		all := dump(t, c, sockdiag.Query{States: sockdiag.AllStates})
+		for _, cookie := range stay {
+			if _, ok := all[cookie]; !ok {
+				t.Fatal("a socket that is open is not there")
+			}
+		}
+	}
+	cancel()
+	<-done
+	if made.Load() < 500 {
+		t.Errorf("only %d connections came and went", made.Load())
+	}
+}
+
+// Those of another namespace are seen by the Conn that was opened there.
+func TestNamespaces(t *testing.T) {
+	l := listen(t, "127.0.0.1:0")
+	connect(t, l, l.Addr().String())
+	check(t, testenv.OnThread(func() error {
+		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			return err
+		}
+		c, err := sockdiag.Open()
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		if c.Settings.WriteMemory[2] == 0 || c.Settings.NotSentLowat == 0 {
+			t.Errorf("settings %+v", c.Settings)
+		}
+		return c.Dump(sockdiag.Query{States: sockdiag.AllStates}, func() {}, func(s *sockdiag.Socket) { t.Errorf("%+v", s) })
+	}))
+}
+
+func TestStates(t *testing.T) {
+	for _, name := range sockdiag.StateNames() {
+		if s := sockdiag.StateOf(name); s.String() != name || !sockdiag.AllStates.Has(s) {
+			t.Errorf("%s is %v", name, s)
+		}
+	}
+	if sockdiag.StateOf("") != 0 || sockdiag.StateOf("estab") != 0 || !strings.Contains(sockdiag.State(77).String(), "77") {
+		t.Error("there are others")
+	}
+}
+
+// No cgroup is an error, one that goes meanwhile is none.
+func TestNoCgroups(t *testing.T) {
+	if _, err := sockdiag.ReadCgroups("/nowhere", "/nowhere"); !errors.Is(err, os.ErrNotExist) {
+		t.Error(err)
+	}
+}
