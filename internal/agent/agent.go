@@ -24,6 +24,7 @@ import (
 	"github.com/coreos/go-systemd/v22/daemon"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 )
@@ -57,8 +58,12 @@ type Agent struct {
 	tuners   map[string]*tuner  // by cgroup
 	tracers  map[string]*tracer // likewise
 	history  *traceHistory      // nil while nothing is traced
-	watch    *cgroupWatch       // nil while nothing is tuned or traced
+	watch    *folderWatch       // nil while nothing is tuned or traced
+	sizers   map[string]*sizer  // by network namespace
+	records  *bigtcp.Store      // of sizes that were set
+	networks *networkWatch      // nil while no sizes are set
 	metrics  *metricsServer
+	sockets  socketMetrics
 }
 
 // Run is an agent's life: it returns when ctx ends. Steering goes on.
@@ -124,7 +129,8 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	var extra []uintptr
-	if slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Netns != "" }) {
+	if slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Netns != "" }) ||
+		slices.ContainsFunc(policy.BigTCP, func(r config.BigTCPRule) bool { return r.Netns != "" }) {
 		extra = append(extra, unix.CAP_SYS_ADMIN) // setns
 	}
 	if slices.ContainsFunc(policy.Tune, func(r config.TuneRule) bool { return isTop(r.Cgroup) }) ||
@@ -141,7 +147,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
 		a.log.Warn("service manager not notified", "error", err)
 	}
-	a.log.Info("agent started", "version", o.Version, "policy", o.Policy, "services", len(a.services), "tuned", len(a.tuners), "traced", len(a.tracers))
+	a.log.Info("agent started", "version", o.Version, "policy", o.Policy, "services", len(a.services), "tuned", len(a.tuners), "traced", len(a.tracers), "bigtcp", len(policy.BigTCP))
 	for {
 		select {
 		case <-ctx.Done():
@@ -222,6 +228,7 @@ func (a *Agent) countStart() error {
 // start makes the policy true for the first time in this agent's life. What
 // an earlier agent left of services that are not in the policy is removed.
 func (a *Agent) start(policy *config.Policy, text []byte) error {
+	a.sockets.calibrate(a.log)
 	pinned, err := a.host.root.Services()
 	if err != nil {
 		return err
@@ -244,6 +251,9 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 		return err
 	}
 	if err := a.startTrace(policy); err != nil {
+		return err
+	}
+	if err := a.startBigTCP(policy); err != nil {
 		return err
 	}
 	if a.metrics, err = a.serveMetrics(policy.Metrics.Listen); err != nil {
@@ -288,6 +298,13 @@ func (a *Agent) close() {
 	if a.watch != nil {
 		a.watch.close()
 		a.watch = nil
+	}
+	if a.networks != nil {
+		a.networks.close()
+		a.networks = nil
+	}
+	for _, s := range a.sizers {
+		s.close()
 	}
 	for _, s := range a.services {
 		s.close()
@@ -354,13 +371,15 @@ func (a *Agent) candidate(c Candidate) (*config.Policy, []byte, error) {
 }
 
 // step is a change of one service, where target is nil for one that is added
-// or removed, or of one cgroup's tuning or tracing.
+// or removed, or of one cgroup's tuning or tracing, or of the sizes in one network
+// namespace.
 type step struct {
 	name   string
 	config *config.Service
 	target *target
 	tune   *tuneChange
 	trace  *traceChange
+	bigtcp *bigTCPChange
 }
 
 func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
@@ -408,6 +427,14 @@ func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
 		steps = append(steps, step{trace: &c})
 	}
 	changes = append(changes, traced...)
+	sizings, sized, err := a.prepareBigTCP(policy)
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, c := range sizings {
+		steps = append(steps, step{bigtcp: &c})
+	}
+	changes = append(changes, sized...)
 	if a.policy.Metrics != policy.Metrics {
 		changes = append(changes, Change{Action: "change",
 			What: fmt.Sprintf("metrics: %s -> %s", orNone(a.policy.Metrics.Listen), orNone(policy.Metrics.Listen))})
@@ -471,6 +498,7 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 			}
 		}
 		a.watchCgroups()
+		a.watchNetworks()
 		return nil, err
 	}
 	if metrics != a.metrics {
@@ -479,7 +507,7 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 	}
 	a.policy = policy
 	for _, change := range changes {
-		a.log.Info("policy applied", "service", change.Service, "cgroup", change.Cgroup, "action", change.Action, "what", change.What, "effect", change.Effect)
+		a.log.Info("policy applied", "service", change.Service, "cgroup", change.Cgroup, "netns", change.Netns, "interface", change.Interface, "action", change.Action, "what", change.What, "effect", change.Effect)
 	}
 	plan := &Plan{Policy: a.options.Policy, Changes: changes}
 	if err := a.remember(text); err != nil {
@@ -499,6 +527,9 @@ func (a *Agent) take(step step) (back func() error, err error) {
 	}
 	if step.trace != nil {
 		return a.takeTrace(*step.trace)
+	}
+	if step.bigtcp != nil {
+		return a.takeBigTCP(*step.bigtcp)
 	}
 	switch s := a.services[step.name]; {
 	case step.config == nil:
@@ -584,7 +615,7 @@ func (a *Agent) Status() (*Status, error) {
 	}
 	status := &Status{
 		Version: a.options.Version, PID: os.Getpid(), Started: a.started, Starts: a.starts,
-		Policy: a.options.Policy, Services: []ServiceStatus{}, Tune: []TunedCgroup{}, Trace: []TracedCgroup{},
+		Policy: a.options.Policy, Services: []ServiceStatus{}, Tune: []TunedCgroup{}, Trace: []TracedCgroup{}, BigTCP: []BigTCPNetwork{},
 	}
 	for _, s := range services {
 		status.Services = append(status.Services, s.status())
@@ -606,6 +637,9 @@ func (a *Agent) Status() (*Status, error) {
 			return nil, ofTraced(t.name, err)
 		}
 		status.Trace = append(status.Trace, traced)
+	}
+	for _, s := range a.allSizers() {
+		status.BigTCP = append(status.BigTCP, s.summary())
 	}
 	return status, nil
 }

@@ -20,6 +20,7 @@ type Status struct {
 	Services []ServiceStatus `json:"services"`
 	Tune     []TunedCgroup   `json:"tune"`
 	Trace    []TracedCgroup  `json:"trace"`
+	BigTCP   []BigTCPNetwork `json:"bigtcp"`
 }
 
 // TunedCgroup is one cgroup of a Status that is tuned.
@@ -121,6 +122,18 @@ type Membership struct {
 	Service string `json:"service"`
 	Slot    *int   `json:"slot"`
 	PID     int    `json:"pid,omitempty"`
+	// Listeners are what a member is to listen on; in the answer to POST /v1/run only.
+	Listeners []MemberListener `json:"listeners,omitempty"`
+}
+
+// MemberListener is what a member is to listen on for a listener of its service.
+type MemberListener struct {
+	Protocol string         `json:"protocol"` // tcp or udp
+	Address  netip.AddrPort `json:"address"`  // of the service
+	V6Only   bool           `json:"v6only"`
+	// First and Last are the ports of members; with reuseport that of the address.
+	First uint16 `json:"first"`
+	Last  uint16 `json:"last"`
 }
 
 // Plan is the answer to POST /v1/plan and /v1/apply: what changes.
@@ -132,11 +145,13 @@ type Plan struct {
 
 // Change is a step of a plan.
 type Change struct {
-	Service string `json:"service,omitempty"`
-	Cgroup  string `json:"cgroup,omitempty"` // whose tuning changes
-	Action  string `json:"action"`           // add, remove, change
-	What    string `json:"what"`
-	Effect  string `json:"effect,omitempty"` // on what runs
+	Service   string `json:"service,omitempty"`
+	Cgroup    string `json:"cgroup,omitempty"`    // whose tuning changes
+	Netns     string `json:"netns,omitempty"`     // of Interface; "" for the agent's own
+	Interface string `json:"interface,omitempty"` // whose sizes change, or of which a rule does
+	Action    string `json:"action"`              // add, remove, change
+	What      string `json:"what"`
+	Effect    string `json:"effect,omitempty"` // on what runs
 }
 
 // Candidate is the body of POST /v1/plan and /v1/apply. Without a text the

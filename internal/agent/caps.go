@@ -17,7 +17,7 @@ var kept = []struct {
 	Why    string
 }{
 	{unix.CAP_BPF, "CAP_BPF", "load programs, make maps"},
-	{unix.CAP_NET_ADMIN, "CAP_NET_ADMIN", "attach programs to sockets, cgroups and network namespaces"},
+	{unix.CAP_NET_ADMIN, "CAP_NET_ADMIN", "attach programs to sockets, cgroups and network namespaces, set sizes of interfaces"},
 	{unix.CAP_PERFMON, "CAP_PERFMON", "let the verifier follow pointers in programs"},
 	{unix.CAP_SYS_PTRACE, "CAP_SYS_PTRACE", "take members' sockets by pidfd_getfd"},
 	{unix.CAP_DAC_READ_SEARCH, "CAP_DAC_READ_SEARCH", "read /proc/PID/fd of members"},

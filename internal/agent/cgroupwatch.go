@@ -15,22 +15,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// cgroupWatch tells when cgroups come and go.
-type cgroupWatch struct {
+// folderWatch tells when files and folders, such as cgroups, come and go.
+type folderWatch struct {
 	inotify *os.File
 	fd      int
 }
 
-const cgroupEvents = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO | unix.IN_ONLYDIR
+const folderEvents = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO | unix.IN_ONLYDIR
 
-// newCgroupWatch calls changed after every change in the folders that are
+// newFolderWatch calls changed after every change in the folders that are
 // added, from one goroutine, until it is closed.
-func newCgroupWatch(changed func()) (*cgroupWatch, error) {
+func newFolderWatch(changed func()) (*folderWatch, error) {
 	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
 	if err != nil {
-		return nil, fmt.Errorf("watch cgroups: %w", err)
+		return nil, fmt.Errorf("watch folders: %w", err)
 	}
-	w := &cgroupWatch{os.NewFile(uintptr(fd), "inotify"), fd}
+	w := &folderWatch{os.NewFile(uintptr(fd), "inotify"), fd}
 	go func() {
 		events := make([]byte, 64<<10)
 		for {
@@ -45,15 +45,15 @@ func newCgroupWatch(changed func()) (*cgroupWatch, error) {
 }
 
 // add watches a folder; again is once. A folder that is gone is no error.
-func (w *cgroupWatch) add(dir string) error {
-	_, err := unix.InotifyAddWatch(w.fd, dir, cgroupEvents)
+func (w *folderWatch) add(dir string) error {
+	_, err := unix.InotifyAddWatch(w.fd, dir, folderEvents)
 	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("watch cgroup %s: %w", dir, err)
+		return fmt.Errorf("watch folder %s: %w", dir, err)
 	}
 	return nil
 }
 
-func (w *cgroupWatch) close() { w.inotify.Close() }
+func (w *folderWatch) close() { w.inotify.Close() }
 
 // watchCgroups watches where the cgroups of the policy may come and go: the
 // folders on the way to a path, and all where a unit may be anywhere. Then it
@@ -63,7 +63,7 @@ func (a *Agent) watchCgroups() {
 		return
 	}
 	if a.watch == nil {
-		w, err := newCgroupWatch(a.renewCgroups)
+		w, err := newFolderWatch(a.renewCgroups)
 		if err != nil {
 			a.log.Warn("cgroups not watched: a unit that is started again is neither tuned nor traced", "error", err)
 			return

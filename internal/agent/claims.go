@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"slices"
 
+	"sockeye/internal/config"
 	"sockeye/internal/member"
 )
 
@@ -53,6 +54,21 @@ func (s *service) claim(pid int, slot *int, source string, now bool) (int, error
 		s.consider(p)
 	}
 	return want, s.state.save(s.statePath())
+}
+
+// memberListeners are what members listen on.
+func (s *service) memberListeners() []MemberListener {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var list []MemberListener
+	for _, l := range s.config.Listeners {
+		m := MemberListener{Protocol: string(l.Protocol), Address: l.Address, V6Only: l.V6Only, First: l.Address.Port(), Last: l.Address.Port()}
+		if l.MemberPorts != (config.PortRange{}) {
+			m.First, m.Last = l.MemberPorts.First, l.MemberPorts.Last
+		}
+		list = append(list, m)
+	}
+	return list
 }
 
 // absent says that a process has ended, if that is what the error means.

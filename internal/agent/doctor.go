@@ -16,6 +16,7 @@ import (
 	"github.com/cilium/ebpf/rlimit"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/member"
@@ -62,6 +63,7 @@ func Examine(policy *config.Policy, pins string) []Finding {
 	_ = rlimit.RemoveMemlock()
 	d.capabilities()
 	d.kernel()
+	d.bigTCP()
 	d.mounts(pins)
 	d.sysctls()
 	if policy != nil {
@@ -96,6 +98,29 @@ func (d *doctor) kernel() {
 			d.add("kernel", f.Name, ResultNote, f.Needed, "came with Linux "+f.Since)
 		default:
 			d.fail("kernel", f.Name, CodeUnsupported, "needed for "+f.Needed, "came with Linux "+f.Since)
+		}
+	}
+}
+
+// bigTCP tells which families may have packets above 64 KiB.
+func (d *doctor) bigTCP() {
+	const ipv6, ipv4 = "BIG TCP for IPv6", "BIG TCP for IPv4"
+	n, err := bigtcp.OpenNetwork("")
+	if err != nil {
+		d.add("kernel", ipv6, ResultWarning, "not known: "+err.Error(), Hint(err))
+		return
+	}
+	defer n.Close()
+	support := n.Support()
+	for _, family := range []struct {
+		check     string
+		supported bool
+		since     string
+	}{{ipv6, support.IPv6, "5.19"}, {ipv4, support.IPv4, "6.3"}} {
+		if family.supported {
+			d.add("kernel", family.check, ResultOK, "", "")
+		} else {
+			d.add("kernel", family.check, ResultNote, "bigtcp, for packets above 64 KiB", "came with Linux "+family.since)
 		}
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/steer"
@@ -96,10 +97,18 @@ func (l *list) Error() string {
 
 func (l *list) Unwrap() []error { return l.errs }
 
+// codeOfKind has the exit codes of what package bigtcp refuses.
+var codeOfKind = map[bigtcp.Kind]int{
+	bigtcp.KindUsage:       CodeUsage,
+	bigtcp.KindUnsupported: CodeUnsupported,
+	bigtcp.KindConflict:    CodeConflict,
+}
+
 // Code finds the exit code of an error by its kind.
 func Code(err error) int {
 	var (
 		own          *Error
+		sizes        *bigtcp.Error
 		policy       *config.Error
 		devices      *steer.DeviceMapError
 		incompatible *bpf.IncompatibleError
@@ -109,6 +118,8 @@ func Code(err error) int {
 		return 0
 	case errors.As(err, &own):
 		return own.Code
+	case errors.As(err, &sizes):
+		return codeOfKind[sizes.Kind]
 	case errors.As(err, &policy), errors.As(err, &devices):
 		return CodeUsage
 	case errors.As(err, &incompatible), errors.Is(err, bpf.ErrLocked), errors.Is(err, unix.EADDRINUSE):
@@ -125,11 +136,14 @@ func Code(err error) int {
 func Hint(err error) string {
 	var (
 		own          *Error
+		sizes        *bigtcp.Error
 		incompatible *bpf.IncompatibleError
 	)
 	switch {
 	case errors.As(err, &own) && own.Hint != "":
 		return own.Hint
+	case errors.As(err, &sizes) && sizes.Hint != "":
+		return sizes.Hint
 	case errors.As(err, &incompatible):
 		return "sockeye reset removes the pins of another version; steering stops until the agent starts again"
 	case errors.Is(err, bpf.ErrLocked):

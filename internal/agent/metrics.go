@@ -85,6 +85,12 @@ func (a *Agent) Collect(out chan<- prometheus.Metric) {
 			a.log.Error("metrics failed", "cgroup", t.name, "error", err)
 		}
 	}
+	for _, s := range a.allSizers() {
+		s.collect(out)
+	}
+	if err := a.collectSockets(out); err != nil {
+		a.log.Error("metrics failed", "error", err)
+	}
 }
 
 func (s *service) collect(out chan<- prometheus.Metric) error {

@@ -164,6 +164,9 @@ func (a *Agent) handler() http.Handler {
 		}
 		return a.TuneRevert(which)
 	})
+	show("/v1/bigtcp", func(r *http.Request) (any, error) {
+		return a.BigTCPStatus(r.URL.Query().Get("netns"), r.URL.Query().Get("interface"))
+	})
 	a.traceRoutes(show)
 	a.traceStreams(mux)
 	change("/v1/register", func(r *http.Request) (any, error) {
@@ -175,7 +178,7 @@ func (a *Agent) handler() http.Handler {
 			return nil, Usage(errors.New("which process?"), "name one with --pid")
 		}
 		slot, err := s.claim(m.PID, m.Slot, "register", true)
-		return Membership{s.config.Name, &slot, m.PID}, err
+		return Membership{Service: s.config.Name, Slot: &slot, PID: m.PID}, err
 	})
 	change("/v1/unregister", func(r *http.Request) (any, error) {
 		m, s, err := a.membership(r, true)
@@ -195,7 +198,7 @@ func (a *Agent) handler() http.Handler {
 		// A caller makes itself a member, nobody else.
 		pid := int(peer(r).Pid)
 		slot, err := s.claim(pid, m.Slot, "run", false)
-		return Membership{s.config.Name, &slot, pid}, err
+		return Membership{s.config.Name, &slot, pid, s.memberListeners()}, err
 	})
 	change("/v1/plan", func(r *http.Request) (any, error) {
 		var c Candidate

@@ -1,0 +1,594 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bigtcp"
+	"sockeye/internal/config"
+)
+
+// sizer keeps the sizes of the interfaces of one network namespace in step with the
+// policy.
+type sizer struct {
+	store *bigtcp.Store
+	log   *slog.Logger
+	netns string // path; "" for the agent's own
+
+	mu         sync.Mutex
+	rules      []config.BigTCPRule
+	network    *bigtcp.Network // nil while there is none
+	leave      func()          // ends the watch of it
+	place      placeID
+	problem    error                           // of the namespace
+	since      time.Time                       // of the problem
+	interfaces map[int]*sized                  // by index
+	unmatched  map[config.BigTCPRule]time.Time // since when no interface matches
+	recheck    *time.Timer
+	tried      map[int]attempt
+	changes    uint64 // by somebody else, that were seen
+}
+
+// sized is an interface that a rule is for, or that is below one.
+type sized struct {
+	name     string
+	index    int
+	rule     *config.BigTCPRule // nil: none is for it any more
+	target   bool               // the rule is for itself
+	because  string             // the interface above it, of one that is no target
+	want     bigtcp.Want
+	from, to bigtcp.Sizes // that it has, and is to have
+	notes    []string
+	planned  bool
+	todo     bool // it is to be set
+	force    bool // it has somebody else's sizes
+	state    string
+	err      error
+	since    time.Time
+}
+
+// attempt is what was tried to set.
+type attempt struct {
+	from, to bigtcp.Sizes
+	err      error
+}
+
+// placeID tells what is at a path: another namespace has another one.
+type placeID struct{ device, inode uint64 }
+
+func placeOf(path string) (placeID, error) {
+	if path == "" {
+		return placeID{}, nil
+	}
+	info, err := os.Stat(path)
+	if err != nil {
+		return placeID{}, err
+	}
+	stat := info.Sys().(*syscall.Stat_t)
+	return placeID{stat.Dev, stat.Ino}, nil
+}
+
+// where names a network namespace in a message.
+func where(netns string) string { return cmp.Or(netns, "the agent's network namespace") }
+
+// enter opens the namespace and watches it. One that is not there is waited for.
+func (s *sizer) enter() error {
+	place, err := placeOf(s.netns)
+	if errors.Is(err, fs.ErrNotExist) {
+		s.fail(withHint(fmt.Errorf("there is no network namespace %s", s.netns), "its interfaces are set when it appears"))
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("find network namespace: %w", err)
+	}
+	network, err := bigtcp.OpenNetwork(s.netns)
+	if errors.Is(err, fs.ErrPermission) && !hasCapability(unix.CAP_SYS_ADMIN) {
+		return errNoEntry
+	}
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	changes, err := network.Watch(ctx)
+	if err != nil {
+		cancel()
+		network.Close()
+		return err
+	}
+	s.network, s.leave, s.place, s.problem = network, cancel, place, nil
+	s.recheck = time.NewTimer(recheckAfter)
+	go s.follow(ctx, network, changes, s.recheck.C)
+	// Another namespace may have been here before.
+	return s.giveBack(func(r bigtcp.Record) bool { return r.Netns == s.netns && r.NetnsID != network.ID() })
+}
+
+// recheckAfter is when to look again after sizes were set: later than the watch has
+// read them. Were they set back before that, it would see nothing.
+const recheckAfter = 6 * time.Second
+
+// errNoEntry is that of an agent which has dropped CAP_SYS_ADMIN.
+var errNoEntry = &Error{Err: errors.New("the agent has given up the right to enter network namespaces"),
+	Hint: "restart the agent; it keeps that right if the policy names a netns then", Code: CodeNotPermitted}
+
+// follow looks again whenever an interface has changed, until ctx ends, and closes
+// the network.
+func (s *sizer) follow(ctx context.Context, network *bigtcp.Network, changes <-chan struct{}, recheck <-chan time.Time) {
+	defer network.Close()
+	for {
+		more := true
+		select {
+		case _, more = <-changes:
+		case <-recheck:
+		}
+		s.mu.Lock()
+		switch {
+		case ctx.Err() != nil:
+		case more:
+			clear(s.tried)
+			s.settle()
+		default:
+			s.exit()
+			s.fail(errors.New("its interfaces can not be watched any more"))
+			s.log.Warn("interfaces not watched", "netns", s.netns)
+		}
+		s.mu.Unlock()
+		if !more {
+			return
+		}
+	}
+}
+
+// exit lets go of the namespace, which nothing keeps alive then.
+func (s *sizer) exit() {
+	if s.network == nil {
+		return
+	}
+	s.leave()
+	s.recheck.Stop()
+	s.network, s.interfaces, s.unmatched, s.tried = nil, nil, nil, nil
+}
+
+// fail notes what is wrong with the namespace.
+func (s *sizer) fail(err error) {
+	if s.problem == nil || s.problem.Error() != err.Error() {
+		s.since = time.Now()
+	}
+	s.problem = err
+}
+
+// renew enters the namespace that is at the path now, if it is another one or has
+// appeared, and leaves one that has vanished.
+func (s *sizer) renew() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.netns == "" {
+		return
+	}
+	place, err := placeOf(s.netns)
+	if s.network != nil && err == nil && place == s.place {
+		return
+	}
+	if s.network != nil {
+		id := s.network.ID()
+		s.exit()
+		s.log.Info("network namespace has vanished", "netns", s.netns)
+		// Nobody can give back what was in there.
+		if err := s.giveBack(func(r bigtcp.Record) bool { return r.NetnsID == id }); err != nil {
+			s.log.Debug("records of a network namespace not removed", "netns", s.netns, "error", err)
+		}
+	}
+	before := s.problem
+	if err := s.enter(); err != nil {
+		s.fail(err)
+		if before == nil || before.Error() != err.Error() {
+			s.log.Info("network namespace not entered", "netns", s.netns, "error", err)
+		}
+		return
+	}
+	if s.network != nil {
+		s.log.Info("network namespace entered", "netns", s.netns)
+		s.settle()
+	}
+}
+
+// again looks again, as records have changed.
+func (s *sizer) again() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.network != nil {
+		s.settle()
+	}
+}
+
+// settle sets what is to be set by the rules, and nothing that somebody else has set.
+func (s *sizer) settle() {
+	if err := s.reconcile(false); err != nil {
+		if s.problem == nil || s.problem.Error() != err.Error() {
+			s.log.Warn("sizes not set", "netns", s.netns, "error", err)
+		}
+		s.fail(err)
+	}
+}
+
+// maxRounds bounds how often is looked whether all is done.
+const maxRounds = 3
+
+// reconcile makes the rules true. If that is explicit, what somebody else has set is
+// set again, and what cannot be done is an error.
+func (s *sizer) reconcile(explicit bool) error {
+	o, err := s.outlook(s.network, s.rules, explicit)
+	if err != nil {
+		return err
+	}
+	for range maxRounds {
+		acted, err := s.act(o, explicit)
+		if err != nil {
+			return err
+		}
+		if !acted {
+			break
+		}
+		s.recheck.Reset(recheckAfter)
+		explicit = false
+		if o, err = s.outlook(s.network, s.rules, false); err != nil {
+			return err
+		}
+	}
+	s.note(o)
+	s.problem = nil
+	return nil
+}
+
+// act does what is to be done, and tells whether there was anything.
+func (s *sizer) act(o *outlook, explicit bool) (bool, error) {
+	lost := len(o.gone)+len(o.unwanted) > 0
+	if lost {
+		err := s.giveBack(func(r bigtcp.Record) bool {
+			return r.NetnsID == s.network.ID() && o.interfaces[r.Index] == nil && !o.needs(r)
+		})
+		if err != nil && explicit {
+			return false, err
+		}
+		if err != nil {
+			s.log.Warn("sizes not taken back", "netns", s.netns, "error", err)
+		}
+	}
+	var paths []*sizedPath
+	for _, p := range o.paths {
+		if explicit || !s.failed(o, p) {
+			paths = append(paths, p)
+		}
+	}
+	return lost || len(paths) > 0, s.set(o, paths, explicit)
+}
+
+// giveBack takes the policy's records back that are chosen. What somebody else has
+// set since is left.
+func (s *sizer) giveBack(only func(bigtcp.Record) bool) error {
+	done, err := s.store.Revert(func(r bigtcp.Record) bool { return r.Owner == bigtcp.ByPolicy && only(r) }, false)
+	for _, r := range done {
+		if r.Result == bigtcp.ResultReverted {
+			s.log.Info("sizes taken back", "netns", r.Netns, "interface", r.Interface)
+		}
+	}
+	var refused *bigtcp.Error
+	if errors.As(err, &refused) && refused.Kind == bigtcp.KindConflict {
+		s.log.Warn("sizes not taken back", "netns", s.netns, "reason", err)
+		return nil
+	}
+	return err
+}
+
+// set sets the interfaces of each path, or none of it.
+func (s *sizer) set(o *outlook, paths []*sizedPath, explicit bool) error {
+	if len(paths) == 0 {
+		return nil
+	}
+	// All at once is cheapest, and mostly goes well.
+	if explicit || len(paths) > 1 {
+		if err := s.setPaths(o, paths); err == nil || explicit {
+			return err
+		}
+	}
+	for _, p := range paths {
+		if err := s.setPaths(o, []*sizedPath{p}); err != nil {
+			s.log.Warn("sizes not set", "netns", s.netns, "interface", p.targets[0].Interface, "error", err)
+		}
+	}
+	return nil
+}
+
+// failed tells whether the same was tried before, and nothing has changed since.
+func (s *sizer) failed(o *outlook, p *sizedPath) bool {
+	for _, index := range p.members {
+		i := o.interfaces[index]
+		if last, ok := s.tried[index]; i.todo && (!ok || last.from != i.from || last.to != i.to) {
+			return false
+		}
+	}
+	return true
+}
+
+func (s *sizer) setPaths(o *outlook, paths []*sizedPath) error {
+	var targets []bigtcp.Target
+	force := false
+	for _, p := range paths {
+		targets = append(targets, p.targets...)
+		force = force || p.force
+	}
+	_, err := s.store.Apply(s.network, bigtcp.ByPolicy, targets, force)
+	if s.tried == nil {
+		s.tried = make(map[int]attempt)
+	}
+	var refused *bigtcp.Error
+	again := errors.As(err, &refused) && refused.Kind == bigtcp.KindConflict
+	for _, p := range paths {
+		for _, index := range p.members {
+			i := o.interfaces[index]
+			if again {
+				delete(s.tried, index)
+			} else if i.todo {
+				s.tried[index] = attempt{i.from, i.to, err}
+			}
+		}
+	}
+	return err
+}
+
+// note keeps what was found, and tells of what has become different.
+func (s *sizer) note(o *outlook) {
+	now := time.Now()
+	for index, i := range o.interfaces {
+		before := s.interfaces[index]
+		i.since = now
+		if i.todo {
+			i.err = errors.New("it is not set yet")
+			if last, ok := s.tried[index]; ok && last.err != nil {
+				i.err = last.err
+			}
+		}
+		told := before != nil && before.state == i.state
+		if told {
+			i.since = before.since
+		}
+		if i.state == SizesChanged && (!told || before.from != i.from) {
+			s.changes++
+			told = false
+		}
+		if told {
+			continue
+		}
+		log := s.log.With("netns", s.netns, "interface", i.name)
+		switch i.state {
+		case SizesApplied:
+			log.Info("sizes as the policy says", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
+				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4)
+		case SizesChanged:
+			log.Warn("sizes changed by somebody else, and left", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
+				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4, "hint", Hint(i.err))
+		default:
+			log.Warn("sizes not set", "state", i.state, "error", i.err)
+		}
+	}
+	unmatched := make(map[config.BigTCPRule]time.Time)
+	for _, rule := range o.unmatched {
+		if unmatched[rule] = s.unmatched[rule]; unmatched[rule].IsZero() {
+			unmatched[rule] = now
+		}
+	}
+	s.interfaces, s.unmatched = o.interfaces, unmatched
+}
+
+// close lets go of the namespace. What is set stays.
+func (s *sizer) close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.exit()
+}
+
+// retire gives back what the rules have set.
+func (s *sizer) retire() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.rules = nil
+	defer s.exit()
+	if s.network == nil {
+		return s.giveBack(func(r bigtcp.Record) bool { return r.Netns == s.netns })
+	}
+	return s.reconcile(true)
+}
+
+// bigTCPChange is what a new policy makes of the sizes in one network namespace. Rules
+// is nil where there are none any more.
+type bigTCPChange struct {
+	netns string
+	rules []config.BigTCPRule
+}
+
+// sizings splits the rules of a policy by network namespace.
+func sizings(policy *config.Policy) []bigTCPChange {
+	var all []bigTCPChange
+	for _, rule := range policy.BigTCP {
+		i := slices.IndexFunc(all, func(c bigTCPChange) bool { return c.netns == rule.Netns })
+		if i < 0 {
+			i = len(all)
+			all = append(all, bigTCPChange{netns: rule.Netns})
+		}
+		all[i].rules = append(all[i].rules, rule)
+	}
+	return all
+}
+
+// begin makes rules true in a namespace that had none.
+func (s *sizer) begin(rules []config.BigTCPRule, explicit bool) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.rules = rules
+	if err := s.enter(); err != nil || s.network == nil {
+		return err
+	}
+	return s.reconcile(explicit)
+}
+
+// change makes other rules true. It returns what takes that back, with the sizes that
+// somebody else had set.
+func (s *sizer) change(rules []config.BigTCPRule) (back func() error, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	before := s.rules
+	foreign := make(map[int]bigtcp.Sizes)
+	for index, i := range s.interfaces {
+		if i.state == SizesChanged && i.rule != nil {
+			foreign[index] = i.from
+		}
+	}
+	back = func() error {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return s.become(before, foreign)
+	}
+	if err := s.become(rules, nil); err != nil {
+		return nil, joined(err, s.become(before, foreign))
+	}
+	return back, nil
+}
+
+// become makes rules true, and gives interfaces the sizes of somebody else.
+func (s *sizer) become(rules []config.BigTCPRule, foreign map[int]bigtcp.Sizes) error {
+	s.rules = rules
+	if s.network == nil {
+		if err := s.enter(); err != nil || s.network == nil {
+			return err
+		}
+	}
+	if err := s.reconcile(true); err != nil {
+		return err
+	}
+	var errs []error
+	for index, sizes := range foreign {
+		errs = append(errs, s.network.Set(index, sizes))
+	}
+	if len(foreign) > 0 {
+		errs = append(errs, s.reconcile(false))
+	}
+	return joined(errs...)
+}
+
+// takeBigTCP carries a change out, and returns what takes it back.
+func (a *Agent) takeBigTCP(c bigTCPChange) (back func() error, err error) {
+	switch s := a.sizers[c.netns]; {
+	case c.rules == nil:
+		before := bigTCPChange{c.netns, s.rules}
+		back = func() error { return a.openSizer(before, true) }
+		delete(a.sizers, c.netns)
+		if err := s.retire(); err != nil {
+			return nil, ofNetwork(c.netns, joined(err, back()))
+		}
+	case s == nil:
+		back = func() error {
+			s := a.sizers[c.netns]
+			delete(a.sizers, c.netns)
+			return s.retire()
+		}
+		if err := a.openSizer(c, true); err != nil {
+			return nil, ofNetwork(c.netns, joined(err, back()))
+		}
+	default:
+		if back, err = s.change(c.rules); err != nil {
+			return nil, ofNetwork(c.netns, err)
+		}
+	}
+	a.watchNetworks()
+	return back, nil
+}
+
+// openSizer begins with a network namespace.
+func (a *Agent) openSizer(c bigTCPChange, explicit bool) error {
+	s := &sizer{store: a.records, log: a.log, netns: c.netns}
+	a.sizers[c.netns] = s
+	return s.begin(c.rules, explicit)
+}
+
+// startBigTCP makes the policy's sizes true for the first time in this agent's life,
+// and takes back what an earlier one has set in other network namespaces.
+func (a *Agent) startBigTCP(policy *config.Policy) error {
+	var err error
+	if a.records, err = bigtcp.OpenStore(a.options.StateDir); err != nil {
+		return err
+	}
+	a.sizers = make(map[string]*sizer)
+	wanted := sizings(policy)
+	leftover := &sizer{store: a.records, log: a.log}
+	err = leftover.giveBack(func(r bigtcp.Record) bool {
+		return !slices.ContainsFunc(wanted, func(c bigTCPChange) bool { return c.netns == r.Netns })
+	})
+	if err != nil {
+		a.log.Warn("sizes not taken back", "error", err)
+	}
+	damaged, err := a.records.Damaged()
+	if err != nil {
+		a.log.Warn("damaged records of sizes not looked for", "error", err)
+	}
+	for _, path := range damaged {
+		a.log.Warn("record of sizes is damaged, what it was about is not taken back", "path", path)
+	}
+	for _, c := range wanted {
+		// What cannot be set today is no reason not to do the rest.
+		if err := a.openSizer(c, false); err != nil {
+			a.log.Warn("sizes not set", "netns", c.netns, "error", err)
+			s := a.sizers[c.netns]
+			s.mu.Lock()
+			s.fail(err)
+			s.mu.Unlock()
+		}
+	}
+	a.watchNetworks()
+	return nil
+}
+
+func ofNetwork(netns string, err error) error {
+	return &Error{Err: fmt.Errorf("bigtcp in %s: %w", where(netns), err), Hint: Hint(err), Code: Code(err)}
+}
+
+// recordsDir is where the records of sizes are, those of commands too.
+func (a *Agent) recordsDir() string { return filepath.Join(a.options.StateDir, "bigtcp") }
+
+// RevertSizes gives interfaces the sizes that they had before, whoever had them set,
+// and names them.
+func RevertSizes(stateDir string) ([]string, error) {
+	store, err := bigtcp.OpenStore(stateDir)
+	if err != nil {
+		return nil, err
+	}
+	done, err := store.Revert(nil, false)
+	reverted := []string{}
+	for _, r := range done {
+		if r.Result != bigtcp.ResultReverted {
+			continue
+		}
+		name := r.Interface
+		if r.Netns != "" {
+			name += " of " + r.Netns
+		}
+		reverted = append(reverted, name)
+	}
+	var refused *bigtcp.Error
+	if errors.As(err, &refused) && refused.Kind == bigtcp.KindConflict {
+		err = conflict(err, "sockeye bigtcp revert --force gives back all the same what was there before")
+	}
+	return reverted, err
+}

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// networkWatch tells when network namespaces come and go, and when records of sizes
+// do.
+type networkWatch struct {
+	folders, records *folderWatch
+	mounts           *mountWatch
+}
+
+func (w *networkWatch) close() {
+	for _, folders := range []*folderWatch{w.folders, w.records} {
+		if folders != nil {
+			folders.close()
+		}
+	}
+	if w.mounts != nil {
+		w.mounts.close()
+	}
+}
+
+// watchNetworks watches where the network namespaces of the policy may come and go,
+// and looks whether they did. ip netns makes a file and then mounts the namespace
+// there, of which only the list of mounts tells.
+func (a *Agent) watchNetworks() {
+	if len(a.sizers) == 0 {
+		return
+	}
+	if a.networks == nil {
+		w, err := a.newNetworkWatch()
+		if err != nil {
+			a.log.Warn("network namespaces not watched: one that appears is left as it is", "error", err)
+			return
+		}
+		a.networks = w
+	}
+	if err := a.networks.records.add(a.recordsDir()); err != nil {
+		a.log.Warn("records of sizes not watched", "error", err)
+	}
+	for netns, s := range a.sizers {
+		if netns != "" {
+			if err := a.networks.folders.addWay(netns); err != nil {
+				a.log.Warn("network namespace not watched", "netns", netns, "error", err)
+			}
+		}
+		s.renew()
+	}
+}
+
+func (a *Agent) newNetworkWatch() (w *networkWatch, err error) {
+	w = &networkWatch{}
+	defer func() {
+		if err != nil {
+			w.close()
+		}
+	}()
+	if err := os.Mkdir(a.recordsDir(), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, fmt.Errorf("create folder of records: %w", err)
+	}
+	if w.records, err = newFolderWatch(a.recordsChanged); err != nil {
+		return nil, err
+	}
+	if w.folders, err = newFolderWatch(a.renewNetworks); err != nil {
+		return nil, err
+	}
+	w.mounts, err = newMountWatch(a.renewNetworks)
+	return w, err
+}
+
+// addWay watches the folders on the way to a file, from the top, so that none of them
+// appears unseen.
+func (w *folderWatch) addWay(path string) error {
+	dir := "/"
+	for part := range strings.SplitSeq(strings.Trim(filepath.Dir(path), "/"), "/") {
+		dir = filepath.Join(dir, part)
+		if err := w.add(dir); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// renewNetworks looks whether network namespaces of the policy have come or gone.
+func (a *Agent) renewNetworks() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.networks != nil {
+		a.watchNetworks()
+	}
+}
+
+// recordsChanged looks whether a command has left interfaces to the policy, or taken
+// some.
+func (a *Agent) recordsChanged() {
+	for _, s := range a.allSizers() {
+		s.again()
+	}
+}
+
+// mountWatch tells when something is mounted or unmounted.
+type mountWatch struct {
+	mounts *os.File
+	wake   int // eventfd(2)
+}
+
+// newMountWatch calls changed after every change of the list of mounts, from one
+// goroutine, until it is closed.
+func newMountWatch(changed func()) (*mountWatch, error) {
+	mounts, err := os.Open("/proc/self/mountinfo")
+	if err != nil {
+		return nil, fmt.Errorf("watch mounts: %w", err)
+	}
+	wake, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
+	if err != nil {
+		mounts.Close()
+		return nil, fmt.Errorf("watch mounts: %w", err)
+	}
+	w := &mountWatch{mounts, wake}
+	go func() {
+		defer unix.Close(wake)
+		defer mounts.Close()
+		// POLLPRI is set once for each change (proc_pid_mountinfo(5)).
+		watched := []unix.PollFd{{Fd: int32(mounts.Fd()), Events: unix.POLLPRI}, {Fd: int32(wake), Events: unix.POLLIN}}
+		for {
+			_, err := unix.Poll(watched, -1)
+			switch {
+			case errors.Is(err, unix.EINTR):
+				continue
+			case err != nil || watched[1].Revents != 0:
+				return
+			}
+			changed()
+		}
+	}()
+	return w, nil
+}
+
+func (w *mountWatch) close() {
+	// Its goroutine closes the descriptors.
+	one := slices.Repeat([]byte{1}, 8)
+	_, _ = unix.Write(w.wake, one)
+}

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import "github.com/prometheus/client_golang/prometheus"
+
+var (
+	bigTCPLabels    = []string{"netns", "interface"}
+	descBigTCPSize  = prometheus.NewDesc("sockeye_bigtcp_max_size_bytes", "The largest packet of an interface that a rule is for.", append(bigTCPLabels, "family", "direction"), nil)
+	descBigTCPState = prometheus.NewDesc("sockeye_bigtcp_state", "1, with the state of an interface that a rule is for.", append(bigTCPLabels, "state"), nil)
+	descBigTCPSeen  = prometheus.NewDesc("sockeye_bigtcp_changes_seen_total",
+		"Changes of sizes by somebody else that were seen since the agent started.", []string{"netns"}, nil)
+	descBigTCPEntered = prometheus.NewDesc("sockeye_bigtcp_network_entered", "1 while the network namespace is there and looked after.", []string{"netns"}, nil)
+)
+
+func (s *sizer) collect(out chan<- prometheus.Metric) {
+	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, append([]string{s.netns}, labels...)...)
+	}
+	for _, i := range s.status() {
+		gauge(descBigTCPState, 1, i.Interface, i.State)
+		if i.Index == 0 {
+			continue
+		}
+		for _, size := range []struct {
+			family, direction string
+			bytes             uint32
+		}{
+			{"ipv6", "send", i.Sizes.GSO},
+			{"ipv6", "receive", i.Sizes.GRO},
+			{"ipv4", "send", i.Sizes.GSOIPv4},
+			{"ipv4", "receive", i.Sizes.GROIPv4},
+		} {
+			if size.bytes > 0 {
+				gauge(descBigTCPSize, float64(size.bytes), i.Interface, size.family, size.direction)
+			}
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	gauge(descBigTCPEntered, number(s.network != nil && s.problem == nil))
+	out <- prometheus.MustNewConstMetric(descBigTCPSeen, prometheus.CounterValue, float64(s.changes), s.netns)
+}

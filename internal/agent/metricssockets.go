@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/config"
+	"sockeye/internal/sockdiag"
+	"sockeye/room"
+)
+
+var (
+	socketLabels       = []string{"service", "cgroup"}
+	descSockets        = prometheus.NewDesc("sockeye_sockets", "TCP connections, by what limits them at this moment.", append(socketLabels, "limit"), nil)
+	descSocketsQueued  = prometheus.NewDesc("sockeye_sockets_queued_bytes", "Memory of what the connections have queued to send.", socketLabels, nil)
+	descSocketsPayload = prometheus.NewDesc("sockeye_sockets_payload_bytes", "Payload of what the connections have queued to send.", socketLabels, nil)
+	descSocketsUnsent  = prometheus.NewDesc("sockeye_sockets_unsent_bytes", "Of the payload: what is not sent yet.", socketLabels, nil)
+	descSocketsUnread  = prometheus.NewDesc("sockeye_sockets_unread_bytes", "What the connections have received, and their application has not read.", socketLabels, nil)
+	descSocketsRoom    = prometheus.NewDesc("sockeye_sockets_room_bytes", "What the connections take now, together, without a partial send.", socketLabels, nil)
+)
+
+// socketsHold is how long a look at the sockets is good for.
+const socketsHold = 5 * time.Second
+
+// socketMetrics looks at the sockets of services and cgroups, for whoever scrapes.
+type socketMetrics struct {
+	mu     sync.Mutex
+	at     time.Time
+	sums   map[socketKey]*socketSum
+	err    error
+	kernel *room.Kernel // nil while it is not known
+}
+
+// socketKey is a service and a cgroup of the policy; one of the two may be empty.
+type socketKey struct{ service, cgroup string }
+
+// socketSum is of all sockets of a key.
+type socketSum struct {
+	byLimit                               map[sockdiag.Limit]int
+	queued, payload, unsent, unread, room int
+}
+
+// socketNetwork is a network namespace, and the services in it.
+type socketNetwork struct {
+	diag     *sockdiag.Conn
+	services []config.Service
+}
+
+// of finds whose an accepted connection is; "" for no service.
+func (n *socketNetwork) of(local netip.AddrPort) string {
+	for _, s := range n.services {
+		for _, l := range s.Listeners {
+			at := l.Address.Addr()
+			if l.Protocol == config.TCP && l.Address.Port() == local.Port() &&
+				(at == local.Addr() || at.IsUnspecified() && (at.Is4() == local.Addr().Is4() || at.Is6() && !l.V6Only)) {
+				return s.Name
+			}
+		}
+	}
+	return ""
+}
+
+// calibrate finds out what room has to know. It makes a connection, which is to be before the
+// agent tunes and traces those of its own cgroup.
+func (m *socketMetrics) calibrate(log *slog.Logger) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	kernel, err := room.Calibrate()
+	if err != nil {
+		log.Warn("room of sockets is not known", "error", err)
+		return
+	}
+	m.kernel = &kernel
+}
+
+// collectSockets gives the metrics of connections of services and of cgroups that are tuned
+// or traced. A connection counts once.
+func (a *Agent) collectSockets(out chan<- prometheus.Metric) error {
+	m := &a.sockets
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if now := time.Now(); m.at.IsZero() || now.Sub(m.at) > socketsHold {
+		m.sums, m.err = a.sumSockets(m.kernel)
+		m.at = time.Now()
+	}
+	if m.err != nil {
+		return m.err
+	}
+	for key, sum := range m.sums {
+		gauge := func(desc *prometheus.Desc, value int, more ...string) {
+			out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, float64(value), append([]string{key.service, key.cgroup}, more...)...)
+		}
+		for _, limit := range sockdiag.Limits {
+			gauge(descSockets, sum.byLimit[limit], string(limit))
+		}
+		gauge(descSocketsQueued, sum.queued)
+		gauge(descSocketsPayload, sum.payload)
+		gauge(descSocketsUnsent, sum.unsent)
+		gauge(descSocketsUnread, sum.unread)
+		if m.kernel != nil {
+			gauge(descSocketsRoom, sum.room)
+		}
+	}
+	return nil
+}
+
+// sumSockets reads the sockets of all namespaces that have services, once each. The kernel may
+// be nil.
+func (a *Agent) sumSockets(kernel *room.Kernel) (map[socketKey]*socketSum, error) {
+	sums := make(map[socketKey]*socketSum)
+	cgroups, err := a.policyCgroups(sums)
+	if err != nil {
+		return nil, err
+	}
+	networks, err := a.socketNetworks(len(cgroups) > 0, sums)
+	defer func() {
+		for _, n := range networks {
+			n.diag.Close()
+		}
+	}()
+	if err != nil || len(networks) == 0 {
+		return sums, err
+	}
+	for _, n := range networks {
+		// An interrupted look does not count.
+		var here map[socketKey]*socketSum
+		err := n.diag.Dump(sockdiag.Query{States: sockdiag.Sending}, func() { here = make(map[socketKey]*socketSum) }, func(s *sockdiag.Socket) {
+			key := socketKey{n.of(s.Local), cgroups[s.Cgroup]}
+			if key == (socketKey{}) {
+				return
+			}
+			if here[key] == nil {
+				here[key] = newSocketSum()
+			}
+			here[key].add(s, n.diag.Settings, kernel)
+		})
+		if err != nil {
+			return nil, err
+		}
+		for key, sum := range here {
+			if sums[key] == nil {
+				sums[key] = newSocketSum()
+			}
+			sums[key].join(sum)
+		}
+	}
+	return sums, nil
+}
+
+func newSocketSum() *socketSum { return &socketSum{byLimit: make(map[sockdiag.Limit]int)} }
+
+func (t *socketSum) add(s *sockdiag.Socket, settings sockdiag.Settings, kernel *room.Kernel) {
+	if v := s.Judge(); v.By != "" {
+		t.byLimit[v.By]++
+	}
+	t.queued += s.Queued
+	t.payload += int(s.Payload)
+	t.unsent += int(s.Info.Notsent_bytes)
+	t.unread += int(s.Unread)
+	if kernel != nil {
+		t.room += kernel.Estimate(s.Snapshot(settings), 0, nil).Safe
+	}
+}
+
+func (t *socketSum) join(o *socketSum) {
+	for limit, n := range o.byLimit {
+		t.byLimit[limit] += n
+	}
+	t.queued += o.queued
+	t.payload += o.payload
+	t.unsent += o.unsent
+	t.unread += o.unread
+	t.room += o.room
+}
+
+// policyCgroups finds the cgroups that are tuned or traced, and those below, by their ids: each
+// has the name of the nearest one above it that the policy names. These are added to the sums.
+func (a *Agent) policyCgroups(sums map[socketKey]*socketSum) (map[uint64]string, error) {
+	tuners, err := a.tunersOf("")
+	if err != nil {
+		return nil, err
+	}
+	tracers, err := a.tracersOf("")
+	if err != nil {
+		return nil, err
+	}
+	names := make(map[string]string) // by folder
+	for _, t := range tuners {
+		names[t.path()] = t.name
+	}
+	for _, t := range tracers {
+		t.mu.Lock()
+		names[t.scope.Path] = t.name
+		t.mu.Unlock()
+	}
+	delete(names, "") // of a unit that has not started
+	byID := make(map[uint64]string)
+	for _, folder := range slices.Sorted(maps.Keys(names)) { // those below come later
+		name := names[folder]
+		sums[socketKey{cgroup: name}] = newSocketSum()
+		below, err := sockdiag.ReadCgroups(a.host.cgroups, folder)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		for id := range below {
+			byID[id] = name
+		}
+	}
+	return byID, nil
+}
+
+// socketNetworks opens the namespaces that have services over TCP, and the agent's own if that
+// is wanted, each once. The services are added to the sums; one that fails gives no metrics, the
+// others theirs. The caller closes what is returned, also with an error.
+func (a *Agent) socketNetworks(own bool, sums map[socketKey]*socketSum) (networks []*socketNetwork, err error) {
+	services, err := a.selected("")
+	if err != nil {
+		return nil, err
+	}
+	byInode := make(map[uint64]*socketNetwork)
+	for _, s := range services {
+		err := func() error {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			if !slices.ContainsFunc(s.config.Listeners, func(l config.Listener) bool { return l.Protocol == config.TCP }) {
+				return nil
+			}
+			n := byInode[s.inode]
+			if n == nil {
+				var err error
+				if n, err = openSocketNetwork(s.enter()); err != nil {
+					return err
+				}
+				byInode[s.inode] = n
+				networks = append(networks, n)
+			}
+			sums[socketKey{service: s.config.Name}] = newSocketSum()
+			n.services = append(n.services, s.config)
+			return nil
+		}()
+		if err != nil {
+			a.log.Error("metrics failed", "service", s.config.Name, "error", err)
+		}
+	}
+	var stat unix.Stat_t
+	if err := unix.Stat("/proc/thread-self/ns/net", &stat); err != nil {
+		return networks, fmt.Errorf("find network namespace: %w", err)
+	}
+	if own && byInode[stat.Ino] == nil {
+		n, err := openSocketNetwork(nil)
+		if err != nil {
+			return networks, err
+		}
+		networks = append(networks, n)
+	}
+	return networks, nil
+}
+
+func openSocketNetwork(netns *os.File) (*socketNetwork, error) {
+	n := &socketNetwork{}
+	err := inNetns(netns, func() (err error) {
+		n.diag, err = sockdiag.Open()
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	return n, nil
+}

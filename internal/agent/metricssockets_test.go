@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"net"
+	"os"
+	"regexp"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/testenv"
+)
+
+// Connections are counted by service and by cgroup, and what limits them.
+func TestSocketMetrics(t *testing.T) {
+	const address = "127.0.0.1:9734"
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	a := newAgent(t, dir, pins)
+	defer a.stop()
+	policy := policyText(onePolicy+tunePolicy+"metrics: {listen: \""+address+"\"}\n", "slots: 4", "slots: 2", "CGROUP/telemetry", testenv.CgroupPath())
+	a.begin(t, policy)
+	defer retire(t, a)
+	defer a.endTuning(t)
+	text := scrape(t, address)
+	share := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
+		var err error
+		return errors.Join(c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1) }), err)
+	}}
+	share.SetMultipathTCP(false)
+	l, err := share.Listen(t.Context(), "tcp", "[::1]:1790")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	conn, err := net.Dial("tcp", "[::1]:1790")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+
+	value := func(text, metric string) int {
+		t.Helper()
+		m := regexp.MustCompile(`(?m)^` + regexp.QuoteMeta(metric) + ` (\S+)$`).FindStringSubmatch(text)
+		if m == nil {
+			t.Fatalf("no %s in\n%s", metric, text)
+		}
+		n, err := strconv.ParseFloat(m[1], 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return int(n)
+	}
+	accepted := `sockeye_sockets{cgroup="` + testenv.CgroupPath() + `",limit="application",service="telemetry"}`
+	other := `sockeye_sockets{cgroup="` + testenv.CgroupPath() + `",limit="application",service=""}`
+	// Within the time that a look holds nobody looks again.
+	for range 2 {
+		if strings.Contains(text, accepted) {
+			t.Errorf("connections before there is one:\n%s", text)
+		}
+		text = scrape(t, address)
+	}
+	before := value(text, other)
+	a.sockets.mu.Lock()
+	a.sockets.at = time.Now().Add(-socketsHold - time.Second)
+	a.sockets.mu.Unlock()
+	text = scrape(t, address)
+	if n := value(text, accepted); n != 1 {
+		t.Errorf("%d connections", n)
+	}
+	if n := value(text, other); n <= before {
+		t.Errorf("%d connections of the cgroup, %d before there was one more", n, before)
+	}
+	if n := value(text, strings.Replace(strings.Replace(accepted, "sockets{", "sockets_room_bytes{", 1), `limit="application",`, "", 1)); n < 1000 {
+		t.Errorf("room of %d bytes", n)
+	}
+	if n := value(text, `sockeye_sockets{cgroup="",limit="application",service="telemetry"}`); n != 0 {
+		t.Errorf("%d connections of the service, of no cgroup", n)
+	}
+
+	text = strings.Join(regexp.MustCompile(`(?m)^(# (HELP|TYPE) )?sockeye_sockets.*\n`).FindAllString(text, -1), "")
+	problems, err := promlint.New(strings.NewReader(text)).Lint()
+	if err != nil || len(problems) > 0 {
+		t.Errorf("promlint: %v %v", problems, err)
+	}
+	got := regexp.MustCompile(`(?m)^(sockeye_.*) \S+$`).ReplaceAllString(text, "$1 N")
+	got = strings.ReplaceAll(got, testenv.CgroupPath(), "CGROUP")
+	const file = "testdata/metrics-sockets.golden"
+	if os.Getenv("UPDATE") != "" {
+		if err := os.WriteFile(file, []byte(got), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got != string(want) {
+		t.Errorf("the metrics changed; run with UPDATE=1 if they should, and mend docs/metrics.md.\ngot\n%s\nwant\n%s", got, want)
+	}
+}
