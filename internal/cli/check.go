@@ -24,6 +24,7 @@ type checked struct {
 	Services   int           `json:"services"`
 	TuneRules  int           `json:"tune_rules"`
 	TraceRules int           `json:"trace_rules"`
+	BigTCP     int           `json:"bigtcp_rules"`
 	Errors     []checkedFlaw `json:"errors"`
 }
 
@@ -97,7 +98,7 @@ func (c *command) check(cmd *cobra.Command, file string) error {
 	case err != nil:
 		return err
 	}
-	result.Services, result.TuneRules, result.TraceRules = len(policy.Services), len(policy.Tune), len(policy.Trace)
+	result.Services, result.TuneRules, result.TraceRules, result.BigTCP = len(policy.Services), len(policy.Tune), len(policy.Trace), len(policy.BigTCP)
 	return c.show(result, func(w io.Writer) {
 		fmt.Fprintf(w, "%s is valid, %s\n", file, contents(policy))
 		for _, rule := range policy.Tune {
@@ -139,6 +140,7 @@ func contents(policy *config.Policy) string {
 		{len(policy.Services), "service", "services"},
 		{len(policy.Tune), "tune rule", "tune rules"},
 		{len(policy.Trace), "trace rule", "trace rules"},
+		{len(policy.BigTCP), "bigtcp rule", "bigtcp rules"},
 	} {
 		if part.n > 0 {
 			parts = append(parts, count(part.n, part.one, part.many))

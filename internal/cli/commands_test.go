@@ -246,7 +246,7 @@ func TestAgentRestart(t *testing.T) {
 		if err != nil {
 			t.Errorf("the agent's end: %v", err)
 		}
-	case <-time.After(10 * time.Second):
+	case <-time.After(patience):
 		t.Fatal("the agent does not stop")
 	}
 	h.start()

@@ -42,10 +42,10 @@ func TestSecondAgent(t *testing.T) {
 		"one agent works with a pin directory; see sockeye status, or give this one its own --pins")
 	h.isFailure(second(h.run, h.pins+"2"), 5, "listen on DIR/run/agent.sock: another agent does", "give this one its own --run-dir")
 	h.unchanged(before)
-	if r := h.sockeye("reset", "--pins", h.pins+"2"); r.code != 0 || h.plain(r.out) != "removed PINS2\n" {
+	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins+"2"); r.code != 0 || h.plain(r.out) != "removed PINS2\n" {
 		t.Errorf("reset: %+v", r)
 	}
-	if r := h.sockeye("reset", "--pins", h.pins+"2"); r.code != 0 || r.out != "there was nothing to remove\n" {
+	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins+"2"); r.code != 0 || r.out != "there was nothing to remove\n" {
 		t.Errorf("reset again: %+v", r)
 	}
 }
@@ -85,7 +85,7 @@ func TestAgentRefusals(t *testing.T) {
 	defer busy.Close()
 	h.write("policy.yaml", twoServices+"metrics: {listen: \"127.0.0.1:9732\"}\n")
 	h.isFailure(start(nil, "sockeye"), 5, "serve metrics: listen tcp 127.0.0.1:9732: bind: address already in use", "set metrics.listen to a free address")
-	if r := h.sockeye("reset", "--pins", h.pins); r.code != 0 {
+	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins); r.code != 0 {
 		t.Errorf("reset: %+v", r)
 	}
 }
@@ -103,7 +103,7 @@ func TestOtherSchema(t *testing.T) {
 		h.isFailure(r, 5, "adopt pin PINS/schema: schema version 99, this sockeye reads 1",
 			"sockeye reset removes the pins of another version; steering stops until the agent starts again")
 	}
-	if r := h.sockeye("reset", "--pins", h.pins); r.code != 0 || h.plain(r.out) != "removed PINS\n" {
+	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins); r.code != 0 || h.plain(r.out) != "removed PINS\n" {
 		t.Fatalf("reset: %+v", r)
 	}
 	h.start()
@@ -131,7 +131,7 @@ func TestResetOfOthers(t *testing.T) {
 	h := newHost(t, twoServices)
 	other := filepath.Dir(h.pins)
 	pin(t, filepath.Join(other, "cilium_state"), 1)
-	h.refused(2, h.plain(other)+" is not a directory of an agent's pins", "name the agent's directory with --pins", nil, "reset", "--pins", other)
+	h.refused(2, h.plain(other)+" is not a directory of an agent's pins", "name the agent's directory with --pins", nil, "reset", "--state-dir", h.state, "--pins", other)
 	if _, err := os.Stat(filepath.Join(other, "cilium_state")); err != nil {
 		t.Error(err)
 	}
@@ -163,7 +163,7 @@ func TestNotPermitted(t *testing.T) {
 		h.isFailure(nobody(args...), 4, "only root may change what the agent does, or have it read a file", "run it with sudo")
 	}
 	h.unchanged(before)
-	h.isFailure(nobody("reset", "--pins", h.pins), 4, "read pin directory: open PINS: permission denied",
+	h.isFailure(nobody("reset", "--state-dir", h.state, "--pins", h.pins), 4, "read pin directory: open PINS: permission denied",
 		"run as root, or with the capabilities that sockeye doctor names")
 	h.isFailure(nobody("where", "--offline", "--pins", h.pins, "192.0.2.1"), 4, "read pins: open PINS: permission denied",
 		"run as root, or with the capabilities that sockeye doctor names")

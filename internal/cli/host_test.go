@@ -26,6 +26,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/gateway"
 	"sockeye/internal/testenv"
 	"sockeye/internal/tune"
 )
@@ -40,8 +41,10 @@ func TestMain(m *testing.M) {
 	switch role {
 	case "sockeye":
 		os.Exit(Main(os.Args[2:], Host()))
-	case agent.KeeperCommand, tune.ProbeCommand:
+	case agent.KeeperCommand, tune.ProbeCommand, gateway.InsideCommand:
 		os.Exit(Main(os.Args[1:], Host()))
+	case "inside":
+		becomeInside(os.Args[2:])
 	case "member":
 		becomeMember(os.Args[2:])
 	case "renamed":
@@ -251,7 +254,7 @@ func (h *host) start(extra ...string) {
 				h.t.Logf("the agent's log:\n%s", text)
 			}
 			h.kill()
-			if r := h.sockeye("reset", "--pins", h.pins); r.code != 0 {
+			if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins); r.code != 0 {
 				h.t.Errorf("reset: %+v", r)
 			}
 		})
@@ -264,12 +267,15 @@ func (h *host) kill() {
 	h.agent.Wait()
 }
 
+// patience is how long what must come about may take, on a busy host.
+const patience = time.Minute
+
 func (h *host) eventually(what string, ok func() bool) {
 	h.t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); !ok(); {
+	for deadline := time.Now().Add(patience); !ok(); {
 		if time.Now().After(deadline) {
 			text, _ := os.ReadFile(h.log)
-			h.t.Fatalf("not within 10 s: %s\n%s", what, text)
+			h.t.Fatalf("not within %v: %s\n%s", patience, what, text)
 		}
 		_ = unix.Nanosleep(&unix.Timespec{Nsec: 5e6}, nil)
 	}
@@ -326,7 +332,7 @@ type result struct {
 // sockeye runs a command in this process.
 func (h *host) sockeye(args ...string) result {
 	var out, err bytes.Buffer
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	code := Run(ctx, append([]string{"--run-dir", h.run}, args...), Environment{
 		Out: &out, Err: &err, In: strings.NewReader(""), Now: time.Now,
@@ -472,14 +478,14 @@ func dial(network, address, port string) string {
 	if network == "udp" {
 		local = &net.UDPAddr{IP: net.ParseIP(address)}
 	}
-	d := net.Dialer{LocalAddr: local, Timeout: 5 * time.Second}
+	d := net.Dialer{LocalAddr: local, Timeout: patience}
 	d.SetMultipathTCP(false)
 	conn, err := d.Dial(network, net.JoinHostPort("127.0.0.1", port))
 	if err != nil {
 		return reason(err)
 	}
 	defer conn.Close()
-	if err := conn.SetDeadline(time.Now().Add(2 * time.Second)); err != nil {
+	if err := conn.SetDeadline(time.Now().Add(patience)); err != nil {
 		return err.Error()
 	}
 	if network == "udp" {

@@ -56,8 +56,14 @@ func changes(w io.Writer, list []agent.Change, none string) {
 	fmt.Fprintln(w, "SERVICE\tACTION\tWHAT\tEFFECT")
 	for _, change := range list {
 		of := change.Service
-		if change.Cgroup != "" {
+		switch {
+		case change.Cgroup != "":
 			of = "tune " + change.Cgroup
+		case change.Interface != "":
+			of = "bigtcp " + change.Interface
+		}
+		if change.Netns != "" {
+			of += " of " + change.Netns
 		}
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", orDash(of), change.Action, change.What, orDash(change.Effect))
 	}

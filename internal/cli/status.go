@@ -16,7 +16,7 @@ import (
 func (c *command) statusCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "status",
-		Short: "Show the agent, its services, tuned and traced cgroups, and what is wrong",
+		Short: "Show the agent, its services, tuned and traced cgroups, sized interfaces, and what is wrong",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var s agent.Status
 			if err := c.client().Get(cmd.Context(), "/v1/status", nil, &s); err != nil {
@@ -69,6 +69,7 @@ func (c *command) status(w io.Writer, s *agent.Status) {
 		}
 		fmt.Fprintf(w, "%s\t%d\t%s\n", t.Cgroup, len(t.Rules), yesNo(t.Attached))
 	}
+	c.sized(w, s)
 	for _, t := range s.Tune {
 		if t.Problem != "" {
 			fmt.Fprintf(w, "\n%s: %s\n", t.Cgroup, t.Problem)
@@ -81,6 +82,45 @@ func (c *command) status(w io.Writer, s *agent.Status) {
 			hint(w, t.Hint)
 		}
 	}
+}
+
+// sized shows what the bigtcp rules have come to, by network namespace.
+func (c *command) sized(w io.Writer, s *agent.Status) {
+	for i, n := range s.BigTCP {
+		if i == 0 && len(s.Services)+len(s.Tune)+len(s.Trace) > 0 {
+			fmt.Fprintln(w)
+		}
+		if i == 0 {
+			fmt.Fprintln(w, "BIG TCP IN\tRULES\tAPPLIED\tCHANGED\tIMPOSSIBLE\tCONFLICT\tWAITING")
+		}
+		fmt.Fprintf(w, "%s\t%d\t%d\t%d\t%d\t%d\t%d\n", networkName(n.Netns), n.Rules, n.Applied, n.Changed, n.Impossible, n.Conflict, n.Waiting)
+	}
+	for _, n := range s.BigTCP {
+		if n.Problem != "" {
+			fmt.Fprintf(w, "\n%s: %s\n", networkName(n.Netns), n.Problem)
+			hint(w, n.Hint)
+			continue
+		}
+		for _, i := range n.Problems {
+			name := i.Interface
+			if n.Netns != "" {
+				name += " of " + n.Netns
+			}
+			fmt.Fprintf(w, "\n%s: %s: %s\n", name, i.State, i.Problem)
+			hint(w, i.Hint)
+		}
+		if more := n.Changed + n.Impossible + n.Conflict + n.Waiting - len(n.Problems); more > 0 && len(n.Problems) > 0 {
+			fmt.Fprintf(w, "\nand %d more\n", more)
+		}
+	}
+}
+
+// networkName names a network namespace in a table.
+func networkName(path string) string {
+	if path == "" {
+		return "this network namespace"
+	}
+	return path
 }
 
 // some lists the first of many things, and says how many more there are.

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/bigtcp"
+	"sockeye/internal/config"
+)
+
+// bigtcpChanges is the answer of bigtcp plan and bigtcp apply.
+type bigtcpChanges struct {
+	Changes []bigtcp.Change `json:"changes"` // in the order in which they are made
+	Skipped []bigtcpSkipped `json:"skipped"`
+	// Problems are what could not be looked at, and why.
+	Problems []string `json:"problems"`
+}
+
+// bigtcpSkipped is what a rule of the policy is for, and cannot have now.
+type bigtcpSkipped struct {
+	Netns     string `json:"netns,omitempty"`
+	Interface string `json:"interface"` // or the glob of the rule
+	Reason    string `json:"reason"`
+}
+
+// bigtcpRequest is what plan and apply are asked for.
+type bigtcpRequest struct {
+	bigtcpPlace
+	ipv6, ipv4, policy string
+	force              bool
+}
+
+// bigtcpSize is the size that is set for a family where none is given.
+const bigtcpSize = "192KB"
+
+func (r *bigtcpRequest) flags(cmd *cobra.Command) {
+	cmd.Args = arguments(0, -1, "")
+	cmd.ValidArgsFunction = r.interfaces
+	r.bigtcpPlace.flags(cmd)
+	policyFlag(cmd, &r.policy)
+	const size = "largest packet over %s, 65536 to 524280 bytes as in 192KB or 192KiB, or off; " + bigtcpSize + " if neither family is given"
+	cmd.Flags().StringVar(&r.ipv6, "ipv6", "", fmt.Sprintf(size, "IPv6"))
+	cmd.Flags().StringVar(&r.ipv4, "ipv4", "", fmt.Sprintf(size, "IPv4"))
+	completeFlag(cmd, "ipv6", bigtcpSize, "off")
+	completeFlag(cmd, "ipv4", bigtcpSize, "off")
+	cmd.Flags().BoolVar(&r.force, "force", false, "take over what the agent set, and overwrite what somebody else set")
+}
+
+func (c *command) bigtcpPlanCommand() *cobra.Command {
+	var request bigtcpRequest
+	cmd := &cobra.Command{
+		Use:   "plan [INTERFACE...]",
+		Short: "Show what bigtcp apply would change",
+		Long: `Plan shows which sizes bigtcp apply would set, on the interfaces named and on
+the devices below them, and in which order; or why it would refuse to. Without
+INTERFACE it is about the bigtcp section of the policy file.`,
+		Example: `  sockeye bigtcp plan eth0
+  sockeye bigtcp plan --policy new-policy.yaml`,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			aims, skipped, err := request.aims(cmd, args)
+			if err != nil {
+				return err
+			}
+			defer aims.close()
+			answer, err := aims.plan(&request)
+			if err != nil {
+				return err
+			}
+			answer.Skipped = skipped
+			return c.bigtcpChanged(*answer, "would change")
+		},
+	}
+	request.flags(cmd)
+	return cmd
+}
+
+// bigtcpChanged shows changes.
+func (c *command) bigtcpChanged(answer bigtcpChanges, verb string) error {
+	return c.print(answer, func(t *text) { changesText(t, &answer, verb) })
+}
+
+// bigtcpAim is what is wanted of interfaces of one namespace.
+type bigtcpAim struct {
+	network *bigtcp.Network
+	targets []bigtcp.Target
+}
+
+type bigtcpAims []bigtcpAim
+
+func (a bigtcpAims) close() {
+	for _, aim := range a {
+		aim.network.Close()
+	}
+}
+
+// plan plans all aims. Who may not read the records cannot be told what is refused
+// because of them.
+func (a bigtcpAims) plan(r *bigtcpRequest) (*bigtcpChanges, error) {
+	store, err := bigtcp.OpenStore(r.state)
+	if err != nil {
+		return nil, err
+	}
+	answer := &bigtcpChanges{[]bigtcp.Change{}, nil, []string{}}
+	for _, aim := range a {
+		changes, err := store.Plan(aim.network, bigtcp.ByCommand, aim.targets, r.force)
+		if errors.Is(err, os.ErrPermission) {
+			answer.Problems = []string{fmt.Sprintf("who has set sizes before: %v", err)}
+			changes, err = aim.network.Plan(aim.targets)
+		}
+		if err != nil {
+			return nil, flagged(err)
+		}
+		answer.Changes = append(answer.Changes, changes...)
+	}
+	return answer, nil
+}
+
+// aims reads what is wanted: of the interfaces that are named, or of those that the
+// policy file has rules for.
+func (r *bigtcpRequest) aims(cmd *cobra.Command, names []string) (bigtcpAims, []bigtcpSkipped, error) {
+	want, err := r.want(cmd)
+	if err != nil {
+		return nil, nil, err
+	}
+	changed := cmd.Flags().Changed
+	usage := "usage: " + cmd.UseLine()
+	switch {
+	case len(names) > 0 && changed("policy"):
+		return nil, nil, agent.Usage(errors.New("--policy and INTERFACE do not go together"), usage)
+	case len(names) > 0:
+		network, err := bigtcp.OpenNetwork(r.netns)
+		if err != nil {
+			return nil, nil, err
+		}
+		aim := bigtcpAim{network: network}
+		for _, name := range names {
+			aim.targets = append(aim.targets, bigtcp.Target{Interface: name, Want: want})
+		}
+		return bigtcpAims{aim}, []bigtcpSkipped{}, nil
+	}
+	for _, flag := range []string{"ipv6", "ipv4", "netns"} {
+		if changed(flag) {
+			return nil, nil, agent.Usage(fmt.Errorf("--%s goes with INTERFACE", flag), usage)
+		}
+	}
+	rules, err := bigtcpRules(r.policy)
+	switch {
+	case errors.Is(err, os.ErrNotExist) && !changed("policy"):
+		return nil, nil, agent.Usage(fmt.Errorf("INTERFACE is missing, and there is no %s", r.policy), usage)
+	case err != nil:
+		if _, ok := errors.AsType[*os.PathError](err); ok {
+			err = agent.Unreadable(err, "name a policy file")
+		}
+		return nil, nil, err
+	case len(rules) == 0:
+		return nil, nil, agent.Usage(fmt.Errorf("%s has no bigtcp rules", r.policy), "name an interface, or another file with --policy")
+	}
+	return aimsOfRules(rules)
+}
+
+// want reads the sizes. Both families have a default, together.
+func (r *bigtcpRequest) want(cmd *cobra.Command) (want bigtcp.Want, err error) {
+	if !cmd.Flags().Changed("ipv6") && !cmd.Flags().Changed("ipv4") {
+		r.ipv6, r.ipv4 = bigtcpSize, bigtcpSize
+	}
+	for _, f := range []struct {
+		flag, value string
+		size        *uint32
+	}{{"ipv6", r.ipv6, &want.IPv6}, {"ipv4", r.ipv4, &want.IPv4}} {
+		if f.value == "" && !cmd.Flags().Changed(f.flag) {
+			continue
+		}
+		if *f.size, err = config.ParseBigTCPSize(f.value); err != nil {
+			return want, agent.Usage(fmt.Errorf("--%s is %q", f.flag, f.value), "65536 to 524280 bytes, as in 192KB or 192KiB, or off")
+		}
+	}
+	return want, nil
+}
+
+// aimsOfRules finds the interfaces that rules are for. As for the agent, what is not
+// there, and of what a glob is for what cannot have large packets, is skipped.
+func aimsOfRules(rules []config.BigTCPRule) (aims bigtcpAims, skipped []bigtcpSkipped, err error) {
+	skipped = []bigtcpSkipped{}
+	byNetns := make(map[string][]config.BigTCPRule)
+	var order []string
+	for _, r := range rules {
+		if byNetns[r.Netns] == nil {
+			order = append(order, r.Netns)
+		}
+		byNetns[r.Netns] = append(byNetns[r.Netns], r)
+	}
+	for _, netns := range order {
+		network, err := bigtcp.OpenNetwork(netns)
+		if errors.Is(err, os.ErrNotExist) {
+			for _, r := range byNetns[netns] {
+				skipped = append(skipped, bigtcpSkipped{netns, r.Interface, "there is no such network namespace"})
+			}
+			continue
+		}
+		if err == nil {
+			var out []bigtcpSkipped
+			aim := bigtcpAim{network: network}
+			aim.targets, out, err = targetsOfRules(network, byNetns[netns])
+			aims = append(aims, aim)
+			skipped = append(skipped, out...)
+		}
+		if err != nil {
+			aims.close()
+			return nil, nil, err
+		}
+	}
+	return aims, skipped, nil
+}
+
+func targetsOfRules(network *bigtcp.Network, rules []config.BigTCPRule) (targets []bigtcp.Target, skipped []bigtcpSkipped, err error) {
+	list, err := network.Interfaces()
+	if err != nil {
+		return nil, nil, err
+	}
+	skip := func(name, reason string) {
+		skipped = append(skipped, bigtcpSkipped{network.Path(), name, reason})
+	}
+	support := network.Support()
+	matched := make([]bool, len(rules))
+	for _, i := range list {
+		at := slices.IndexFunc(rules, func(r config.BigTCPRule) bool { return r.Matches(i.Name) })
+		if at < 0 {
+			continue
+		}
+		matched[at] = true
+		want := bigtcp.Want{IPv6: rules[at].IPv6, IPv4: rules[at].IPv4}
+		verdict := bigtcp.Judge(&i, support)
+		if !rules[at].Named() && verdict.State == bigtcp.Impossible && max(want.IPv6, want.IPv4) > bigtcp.Legacy {
+			skip(i.Name, verdict.Text)
+			continue
+		}
+		targets = append(targets, bigtcp.Target{Interface: i.Name, Want: want})
+	}
+	for at, r := range rules {
+		if !matched[at] {
+			skip(r.Interface, "there is no such interface")
+		}
+	}
+	return targets, skipped, nil
+}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/bigtcp"
+)
+
+// bigtcpReverted is the answer of bigtcp revert.
+type bigtcpReverted struct {
+	Reverted []bigtcp.Reverted `json:"reverted"`
+	// Error, Hint and Code are those of what was not taken back.
+	Error string `json:"error,omitempty"`
+	Hint  string `json:"hint,omitempty"`
+	Code  int    `json:"code,omitempty"`
+}
+
+func (c *command) bigtcpRevertCommand() *cobra.Command {
+	var (
+		where bigtcpPlace
+		force bool
+	)
+	cmd := &cobra.Command{
+		Use:   "revert [INTERFACE...]",
+		Short: "Take back what bigtcp apply set",
+		Long: `Revert gives the interfaces named, and the devices below them, the sizes that
+they had before: without INTERFACE, all for which bigtcp apply was the reason,
+and what a benchmark that was killed left. It can be called at any time, also
+after a crash; an interface that is gone is forgotten.
+
+What somebody else has changed since is left, without --force; what the agent
+has set for its policy too.`,
+		Example: `  sockeye bigtcp revert
+  sockeye bigtcp revert eth0`,
+		Args:              arguments(0, -1, ""),
+		ValidArgsFunction: where.interfaces,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			done, err := bigtcpRevert(cmd, args, where, force)
+			if err != nil && len(done) == 0 {
+				return err
+			}
+			answer := bigtcpReverted{Reverted: append([]bigtcp.Reverted{}, done...)}
+			if err != nil {
+				answer.Error, answer.Hint, answer.Code = agent.Message(err), agent.Hint(err), agent.Code(err)
+			}
+			if failed := c.print(answer, func(t *text) { revertedText(t, &answer) }); failed != nil {
+				return failed
+			}
+			if err != nil && c.output == "json" {
+				return &silent{err}
+			}
+			return err
+		},
+	}
+	where.flags(cmd)
+	cmd.Flags().BoolVar(&force, "force", false, "give back also what somebody else has changed since, and of INTERFACE what the agent set")
+	return cmd
+}
+
+func bigtcpRevert(cmd *cobra.Command, names []string, where bigtcpPlace, force bool) ([]bigtcp.Reverted, error) {
+	store, err := bigtcp.OpenStore(where.state)
+	if err != nil {
+		return nil, err
+	}
+	records, err := store.Records()
+	if err != nil {
+		return nil, err
+	}
+	chosen := func(r bigtcp.Record) bool { return r.Owner != bigtcp.ByPolicy }
+	if len(names) > 0 || where.netns != "" {
+		if chosen, err = chooseRecords(records, names, where.netns, force); err != nil {
+			return nil, err
+		}
+	}
+	if slices.ContainsFunc(records, chosen) {
+		if err := maySet(); err != nil {
+			return nil, err
+		}
+	}
+	if err := cmd.Context().Err(); err != nil {
+		return nil, fmt.Errorf("take sizes back: %w", err)
+	}
+	done, err := store.Revert(chosen, force)
+	return done, flagged(err)
+}
+
+// chooseRecords tells which records are those of the interfaces that are named, or of
+// all in a network namespace. It refuses, unless force, what others rely on.
+func chooseRecords(records []bigtcp.Record, names []string, netns string, force bool) (func(bigtcp.Record) bool, error) {
+	network, err := bigtcp.OpenNetwork(netns)
+	here := func(r bigtcp.Record) bool { return r.Netns == netns }
+	switch {
+	case err == nil:
+		defer network.Close()
+		id := network.ID()
+		here = func(r bigtcp.Record) bool { return r.NetnsID == id }
+	case !errors.Is(err, os.ErrNotExist):
+		return nil, err
+	}
+	if len(names) == 0 {
+		return func(r bigtcp.Record) bool { return here(r) && r.Owner != bigtcp.ByPolicy }, nil
+	}
+	var present []int
+	var gone []string
+	for _, name := range names {
+		recorded := slices.ContainsFunc(records, func(r bigtcp.Record) bool { return here(r) && r.Interface == name })
+		if network == nil && !recorded {
+			return nil, err
+		}
+		if network != nil {
+			i, err := network.Interface(name)
+			if err == nil {
+				present = append(present, i.Index)
+				continue
+			}
+			if !recorded {
+				return nil, err
+			}
+		}
+		gone = append(gone, name)
+	}
+	chosen := func(r bigtcp.Record) bool {
+		return here(r) && (slices.Contains(present, r.Index) || slices.Contains(gone, r.Interface))
+	}
+	if force {
+		return chosen, nil
+	}
+	for _, r := range records {
+		if !chosen(r) {
+			continue
+		}
+		if r.Owner == bigtcp.ByPolicy {
+			return nil, &bigtcp.Error{Kind: bigtcp.KindConflict, Err: fmt.Errorf("%s was set by the agent, for its policy", r.Interface),
+				Hint: "take it out of the policy file and run sockeye apply, or use --force"}
+		}
+		if network == nil || slices.Contains(r.For, r.Index) || slices.ContainsFunc(r.For, func(index int) bool { return slices.Contains(present, index) }) {
+			continue
+		}
+		list, err := network.Interfaces()
+		if err != nil {
+			return nil, err
+		}
+		if above := namesOf(list, r.For); len(above) > 0 {
+			return nil, &bigtcp.Error{Kind: bigtcp.KindConflict, Err: fmt.Errorf("%s was set because it is below %s", r.Interface, strings.Join(above, ", ")),
+				Hint: "take that back, or use --force"}
+		}
+	}
+	return chosen, nil
+}

@@ -1,0 +1,523 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"unicode/utf8"
+
+	"sockeye/internal/bigtcp"
+)
+
+const (
+	// bigtcpWidth is how long lines are at most, where no word is longer.
+	bigtcpWidth = 100
+	// bigtcpRows is how many interfaces are shown one by one; of more, those that are
+	// alike are one row, and there are at most as many rows.
+	bigtcpRows = 24
+	// bigtcpNames is how many devices a line names.
+	bigtcpNames = 6
+)
+
+const bigtcpEffect = "for new connections: those that are open keep their size until their route is looked up again"
+
+// paragraph adds text in lines of at most bigtcpWidth: with an indent, which is
+// deeper from the second line on.
+func (t *text) paragraph(indent, format string, args ...any) {
+	line := indent
+	for i, word := range strings.Fields(printable(fmt.Sprintf(format, args...))) {
+		switch {
+		case i == 0:
+			line += word
+		case utf8.RuneCountInString(line+" "+word) > bigtcpWidth:
+			t.WriteString(line + "\n")
+			line = indent + "  " + word
+		default:
+			line += " " + word
+		}
+	}
+	t.WriteString(line + "\n")
+}
+
+// trouble adds what was found, on which interfaces if it is not plain, and what to do
+// about it.
+func (t *text) trouble(indent string, of bigtcp.Trouble, names ...string) {
+	where := ""
+	if len(names) > 0 {
+		where = " on " + firstNames(names)
+	}
+	t.paragraph(indent, "%s%s: %s", strings.ReplaceAll(of.Name, "_", " "), where, of.Detail)
+	if of.Hint != "" {
+		t.paragraph(indent+"  ", "hint: %s", of.Hint)
+	}
+}
+
+// bothWays writes the sizes of a family, to send and to receive. The kernel may have
+// none, or only the first.
+func bothWays(send, receive uint32) string {
+	switch {
+	case send == 0:
+		return "-"
+	case receive == 0:
+		return fmt.Sprintf("%d/-", send)
+	}
+	return fmt.Sprintf("%d/%d", send, receive)
+}
+
+// wantedSize writes a size that somebody asked for.
+func wantedSize(size uint32) string {
+	switch size {
+	case 0:
+		return "-"
+	case bigtcp.Legacy:
+		return "off"
+	}
+	return fmt.Sprint(size)
+}
+
+// sizesText writes the sizes of a device in words.
+func sizesText(s bigtcp.Sizes) string {
+	if s == (bigtcp.Sizes{GSO: s.GSO, GRO: s.GSO, GSOIPv4: s.GSO, GROIPv4: s.GSO}) {
+		return fmt.Sprintf("sizes %d", s.GSO)
+	}
+	text := "IPv6 " + bothWays(s.GSO, s.GRO)
+	if s.GSOIPv4 > 0 {
+		text += ", IPv4 " + bothWays(s.GSOIPv4, s.GROIPv4)
+	}
+	return text
+}
+
+// deviceSort is what a device is: its kind, or its driver where it is hardware.
+func deviceSort(kind, driver string) string {
+	if kind != "" {
+		return kind
+	}
+	return orDash(driver)
+}
+
+// alike are interfaces that one row stands for.
+type alike []*bigtcpInterface
+
+// bigtcpText writes the interfaces, all of them or what fits a screen, and the
+// troubles of the host.
+func bigtcpText(t *text, s *bigtcpShown, all bool) {
+	if s.Netns != "" {
+		t.line("network namespace %s", s.Netns)
+		t.line("")
+	}
+	shown := s.Interfaces
+	if !all {
+		shown = slices.DeleteFunc(slices.Clone(shown), func(i bigtcpInterface) bool { return i.dull() })
+	}
+	rows, cut := bigtcpGroups(shown, all)
+	shared := sharedTroubles(rows)
+	if len(rows) > 0 {
+		writeInterfaces(t, rows, shared)
+	} else {
+		t.line("there is no interface to show")
+	}
+	if cut > 0 {
+		t.line("and %s; --all shows all", count(cut, "interface more", "interfaces more"))
+	}
+	if hidden := len(s.Interfaces) - len(shown); hidden > 0 {
+		t.paragraph("", "%s left out: lo, and what is down, virtual and bound to nothing; --all shows all", count(hidden, "interface is", "interfaces are"))
+	}
+	if len(s.Troubles)+len(shared.order) > 0 {
+		t.line("")
+	}
+	for _, trouble := range shared.order {
+		t.trouble("", trouble, shared.names[trouble]...)
+	}
+	for _, trouble := range s.Troubles {
+		t.trouble("", trouble)
+	}
+	if len(s.Problems) > 0 {
+		t.line("")
+	}
+	for _, problem := range s.Problems {
+		t.paragraph("", "not seen: %s", problem)
+	}
+}
+
+// shared are troubles that several rows have, with the names of their interfaces.
+type shared struct {
+	order []bigtcp.Trouble
+	names map[bigtcp.Trouble][]string
+}
+
+func sharedTroubles(rows []alike) shared {
+	s := shared{names: make(map[bigtcp.Trouble][]string)}
+	for _, row := range rows {
+		for _, trouble := range row[0].Troubles {
+			s.names[trouble] = append(s.names[trouble], row[0].Name)
+			if len(s.names[trouble]) == 2 {
+				s.order = append(s.order, trouble)
+			}
+		}
+	}
+	return s
+}
+
+// dull tells whether nobody would miss the interface.
+func (i *bigtcpInterface) dull() bool {
+	if i.Wanted != nil || i.Verdict.State == bigtcp.On || i.Verdict.State == bigtcp.Partly {
+		return false
+	}
+	return i.Name == "lo" || !i.Up && i.Kind != "" && len(i.Related) == 0
+}
+
+// bigtcpGroups makes rows of interfaces: each its own if they are few or all are
+// wanted. The rest is the number of those that are in no row.
+func bigtcpGroups(interfaces []bigtcpInterface, all bool) (rows []alike, rest int) {
+	if all || len(interfaces) <= bigtcpRows {
+		for i := range interfaces {
+			rows = append(rows, alike{&interfaces[i]})
+		}
+		return rows, 0
+	}
+	places := make(map[string]int)
+	for i := range interfaces {
+		key := interfaces[i].likeness()
+		place, ok := places[key]
+		if !ok {
+			place = len(rows)
+			places[key] = place
+			rows = append(rows, nil)
+		}
+		rows[place] = append(rows[place], &interfaces[i])
+	}
+	if len(rows) > bigtcpRows {
+		// What somebody set stays.
+		slices.SortStableFunc(rows, func(a, b alike) int { return a.rank() - b.rank() })
+		for _, row := range rows[bigtcpRows:] {
+			rest += len(row)
+		}
+		rows = rows[:bigtcpRows]
+	}
+	return rows, rest
+}
+
+// likeness is equal for interfaces of which the same is to be said, names and peers
+// aside.
+func (i *bigtcpInterface) likeness() string {
+	wanted := bigtcpWanted{}
+	if i.Wanted != nil {
+		wanted = *i.Wanted
+	}
+	return fmt.Sprintf("%q %q %d %d %v %v %v %s", i.Kind, i.Driver, i.TSOMaxSize, i.Bound.Size, i.Sizes, wanted, i.neighbours(),
+		withoutName(fmt.Sprint(i.Verdict.Text, i.Troubles), i.Name))
+}
+
+// withoutName is what is said of an interface, without its name.
+func withoutName(said, name string) string {
+	return regexp.MustCompile(`\b`+regexp.QuoteMeta(name)+`\b`).ReplaceAllLiteralString(said, "")
+}
+
+// neighbours are the devices above and below.
+func (i *bigtcpInterface) neighbours() []bigtcp.Related {
+	return slices.DeleteFunc(slices.Clone(i.Related), func(r bigtcp.Related) bool { return r.Relation == bigtcp.Peer })
+}
+
+func (a alike) rank() int {
+	if a[0].Wanted != nil {
+		return 0
+	}
+	return 1
+}
+
+func writeInterfaces(t *text, rows []alike, shared shared) {
+	table := [][]string{{"INTERFACE", "DEVICE", "TSO MAX", "IPV6 SEND/RECEIVE", "IPV4 SEND/RECEIVE", "WANTED IPV6/IPV4"}}
+	for _, row := range rows {
+		i := row[0]
+		most, wanted := "-", "-"
+		if i.TSOMaxSize > 0 {
+			most = fmt.Sprint(i.TSOMaxSize)
+		}
+		if i.Wanted != nil {
+			wanted = wantedSize(i.Wanted.IPv6) + "/" + wantedSize(i.Wanted.IPv4)
+		}
+		table = append(table, []string{i.Name, deviceSort(i.Kind, i.Driver), most,
+			bothWays(i.Sizes.GSO, i.Sizes.GRO), bothWays(i.Sizes.GSOIPv4, i.Sizes.GROIPv4), wanted})
+	}
+	var lines text
+	lines.table("llrrrl", table)
+	for n := range table {
+		line, _ := lines.ReadString('\n')
+		t.WriteString(line)
+		if n > 0 {
+			writeNotes(t, rows[n-1], shared)
+		}
+	}
+}
+
+// writeNotes adds what stands below a row.
+func writeNotes(t *text, row alike, shared shared) {
+	i := row[0]
+	t.paragraph("  ", "%s", i.Verdict.Text)
+	if i.Wanted != nil {
+		t.paragraph("  ", "%s", i.Wanted.words())
+	}
+	if i.Bound.Size < i.TSOMaxSize && !strings.Contains(i.Verdict.Text, i.Bound.By) {
+		t.paragraph("  ", "%s, below it, bounds what it sends to %d bytes", i.Bound.By, i.Bound.Size)
+	}
+	if len(row) == 1 {
+		writeRelated(t, i.Related)
+	} else {
+		writeRelated(t, i.neighbours())
+	}
+	for _, trouble := range i.Troubles {
+		if len(shared.names[trouble]) == 1 {
+			t.trouble("  ", trouble)
+		}
+	}
+	if len(row) > 1 {
+		var names []string
+		for _, other := range row[1:] {
+			names = append(names, other.Name)
+		}
+		t.paragraph("  ", "and %d more like it: %s; --all shows each", len(names), firstNames(names))
+	}
+}
+
+// words say who wants the sizes, and what became of that.
+func (w *bigtcpWanted) words() string {
+	text := map[string]string{
+		string(bigtcp.ByCommand): "wanted by sockeye bigtcp apply",
+		string(bigtcp.ByPolicy):  "wanted by the agent's policy",
+		string(bigtcp.ByBench):   "wanted by sockeye bigtcp bench",
+		byFile:                   "wanted by the policy file",
+	}[w.By]
+	if len(w.For) > 0 {
+		text += ", because it is below " + firstNames(w.For)
+	}
+	switch w.State {
+	case wantedChanged:
+		text += "; somebody else has changed it since"
+	case wantedUnset:
+		text += "; nobody has set it"
+	}
+	return text
+}
+
+// firstNames writes the first of the names, and how many more there are.
+func firstNames(names []string) string {
+	if len(names) <= bigtcpNames {
+		return strings.Join(names, ", ")
+	}
+	return fmt.Sprintf("%s and %d more", strings.Join(names[:bigtcpNames], ", "), len(names)-bigtcpNames)
+}
+
+// writeRelated adds the devices that an interface is bound to, those that are
+// alike on one line.
+func writeRelated(t *text, related []bigtcp.Related) {
+	type sort struct {
+		relation            bigtcp.Relation
+		netns, kind, driver string
+		most                uint32
+		sizes               bigtcp.Sizes
+	}
+	var order []sort
+	names := make(map[sort][]string)
+	for _, r := range related {
+		s := sort{r.Relation, r.Netns, r.Kind, r.Driver, r.TSOMaxSize, r.Sizes}
+		if names[s] == nil {
+			order = append(order, s)
+		}
+		name := r.Name
+		if name == "" {
+			name = fmt.Sprintf("interface %d", r.Index)
+		}
+		names[s] = append(names[s], name)
+	}
+	for _, s := range order {
+		line := string(s.relation) + " " + firstNames(names[s])
+		switch s.netns {
+		case "":
+		case "unknown":
+			line += " in a namespace that was not found"
+		default:
+			line += " in " + s.netns
+		}
+		var parts []string
+		if what := deviceSort(s.kind, s.driver); what != "-" {
+			parts = append(parts, what)
+		}
+		if s.most > 0 {
+			parts = append(parts, fmt.Sprintf("TSO max %d", s.most))
+		}
+		if s.sizes != (bigtcp.Sizes{}) {
+			parts = append(parts, sizesText(s.sizes))
+		}
+		if len(parts) > 0 {
+			line += ": " + strings.Join(parts, ", ")
+		}
+		t.paragraph("  ", "%s", line)
+	}
+}
+
+// fromTo writes a size before and after; one that the kernel does not have is 0.
+func fromTo(from, to uint32) string {
+	if from == to {
+		return fmt.Sprint(to)
+	}
+	return fmt.Sprintf("%d -> %d", from, to)
+}
+
+// changesText writes what changes, or would, and what that is good for.
+func changesText(t *text, answer *bigtcpChanges, verb string) {
+	var worth []bigtcp.Change
+	var already []string
+	changed := 0
+	for _, c := range answer.Changes {
+		switch {
+		case c.From != c.To:
+			changed++
+			worth = append(worth, c)
+		case len(c.Notes) > 0:
+			worth = append(worth, c)
+		default:
+			already = append(already, placeText(c.Interface, c.Netns))
+		}
+	}
+	writeChanges(t, worth)
+	if len(already) > 0 {
+		t.paragraph("", "as wanted already: %s", firstNames(already))
+	}
+	for _, s := range answer.Skipped {
+		t.paragraph("", "skipped %s: %s", placeText(s.Interface, s.Netns), s.Reason)
+	}
+	for _, problem := range answer.Problems {
+		t.paragraph("", "not seen: %s", problem)
+	}
+	if changed == 0 {
+		t.line("nothing %s", verb)
+		return
+	}
+	t.line("%s %s", count(changed, "interface", "interfaces"), verb)
+	t.line(bigtcpEffect)
+}
+
+// placeText names an interface, with its namespace where that was named.
+func placeText(name, netns string) string {
+	if netns == "" {
+		return name
+	}
+	return name + " in " + netns
+}
+
+// changeRow is a change, and the other interfaces that have the same.
+type changeRow struct {
+	bigtcp.Change
+	others []string
+}
+
+// changeGroups makes rows of changes: each its own if they are few.
+func changeGroups(changes []bigtcp.Change) []changeRow {
+	var rows []changeRow
+	places := make(map[string]int)
+	for _, c := range changes {
+		key := fmt.Sprintf("%q %v %v %q %s", c.Netns, c.From, c.To, c.Because, withoutName(fmt.Sprint(c.Notes), c.Interface))
+		if at, ok := places[key]; ok && len(changes) > bigtcpRows {
+			rows[at].others = append(rows[at].others, c.Interface)
+			continue
+		}
+		places[key] = len(rows)
+		rows = append(rows, changeRow{Change: c})
+	}
+	return rows
+}
+
+// writeChanges writes a row for each family of each interface that changes, and below
+// it what is to be said of the interface.
+func writeChanges(t *text, changes []bigtcp.Change) {
+	if len(changes) == 0 {
+		return
+	}
+	rows := [][]string{{"INTERFACE", "FAMILY", "SEND", "RECEIVE"}}
+	notes := [][]string{nil}
+	for _, c := range changeGroups(changes) {
+		sizes := sizeRows(&c.Change)
+		rows = append(rows, sizes...)
+		notes = append(notes, make([][]string, len(sizes))...)
+		notes[len(notes)-1] = c.notes()
+	}
+	var table text
+	table.table("llll", rows)
+	for _, below := range notes {
+		line, _ := table.ReadString('\n')
+		t.WriteString(line)
+		for _, note := range below {
+			t.paragraph("  ", "%s", note)
+		}
+	}
+}
+
+// sizeRows has a row for each family that changes, the first with the interface.
+func sizeRows(c *bigtcp.Change) [][]string {
+	var rows [][]string
+	name := c.Interface
+	for _, f := range []struct {
+		family                                   string
+		sendFrom, sendTo, receiveFrom, receiveTo uint32
+	}{
+		{"IPv6", c.From.GSO, c.To.GSO, c.From.GRO, c.To.GRO},
+		{"IPv4", c.From.GSOIPv4, c.To.GSOIPv4, c.From.GROIPv4, c.To.GROIPv4},
+	} {
+		if f.sendFrom != f.sendTo || f.receiveFrom != f.receiveTo {
+			rows = append(rows, []string{name, f.family, fromTo(f.sendFrom, f.sendTo), fromTo(f.receiveFrom, f.receiveTo)})
+			name = ""
+		}
+	}
+	if rows == nil {
+		rows = [][]string{{name, "-", "as it is", "as it is"}}
+	}
+	return rows
+}
+
+func (c *changeRow) notes() []string {
+	var notes []string
+	if c.Netns != "" {
+		notes = append(notes, "in "+c.Netns)
+	}
+	if c.Because != "" {
+		notes = append(notes, "because it is below "+c.Because)
+	}
+	notes = append(notes, c.Notes...)
+	if len(c.others) > 0 {
+		notes = append(notes, fmt.Sprintf("and %d more like it: %s", len(c.others), firstNames(c.others)))
+	}
+	return notes
+}
+
+// revertedText writes what became of what was to be taken back.
+func revertedText(t *text, answer *bigtcpReverted) {
+	if len(answer.Reverted) == 0 {
+		t.line("there is nothing to take back")
+		return
+	}
+	var back []bigtcp.Change
+	names := make(map[string][]string)
+	for _, r := range answer.Reverted {
+		if r.Result == bigtcp.ResultReverted {
+			back = append(back, r.Change)
+		}
+		names[r.Result] = append(names[r.Result], placeText(r.Interface, r.Netns))
+	}
+	writeChanges(t, back)
+	for _, became := range []struct{ result, words string }{
+		{bigtcp.ResultAlready, "as before already"},
+		{bigtcp.ResultGone, "gone"},
+		{bigtcp.ResultChanged, "left, since somebody else has set other sizes"},
+	} {
+		if names := names[became.result]; len(names) > 0 {
+			t.paragraph("", "%s: %s", became.words, firstNames(names))
+		}
+	}
+	if len(back) > 0 {
+		t.line("%s taken back", count(len(back), "interface", "interfaces"))
+		t.line(bigtcpEffect)
+	}
+}

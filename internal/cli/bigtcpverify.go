@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/bigtcp"
+)
+
+const verifyFor = 10 * time.Second
+
+func (c *command) bigtcpVerifyCommand() *cobra.Command {
+	var where bigtcpPlace
+	cmd := &cobra.Command{
+		Use:   "verify INTERFACE",
+		Short: "Prove how large the packets of an interface are",
+		Long: `Verify counts the packets that an interface receives and sends, for a bounded
+time: by their bytes and by the segments of which they are made, TCP over IPv4
+and over IPv6 by itself. It shows which share of TCP's bytes travelled in
+packets above 64 KB, and why the others did not. What is sent is counted as the
+kernel makes it and, after what is too large for the device was cut, as the
+driver gets it.
+
+It changes no packet and leaves nothing behind. An interrupt ends it, and shows
+what was seen so far.`,
+		Example: `  sockeye bigtcp verify eth0
+  sockeye bigtcp verify veth0 --netns /run/netns/blue --for 1m -o json`,
+		Args:              arguments(1, 1, "INTERFACE"),
+		ValidArgsFunction: where.interfaces,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			during, err := span(cmd, "for")
+			if err != nil {
+				return err
+			}
+			if during > bigtcp.VerifyLongest {
+				return agent.Usage(fmt.Errorf("--for is %q", cmd.Flag("for").Value), "at most "+bigtcp.VerifyLongest.String())
+			}
+			network, err := bigtcp.OpenNetwork(where.netns)
+			if err != nil {
+				return err
+			}
+			defer network.Close()
+			proof, err := network.Verify(cmd.Context(), args[0], cmp.Or(during, verifyFor))
+			if err != nil {
+				return err
+			}
+			return c.print(proof, func(t *text) { verifyText(t, proof) })
+		},
+	}
+	cmd.Flags().StringVar(&where.netns, "netns", "", "network namespace, as in /run/netns/NAME; the caller's own by default")
+	cmd.Flags().String("for", verifyFor.String(), "how long, at most 10m")
+	completeFlag(cmd, "for")
+	return cmd
+}
+
+// verifyText shows a proof: the answer first, then what it comes from.
+func verifyText(t *text, p *bigtcp.Proof) {
+	name := p.Interface
+	if p.Netns != "" {
+		name += " in " + p.Netns
+	}
+	t.paragraph("", "%s, %s: %s", name, took(time.Duration(p.Seconds*float64(time.Second))), p.Verdict.Text)
+	t.line("")
+	if p.Share != nil {
+		t.line("%s of TCP's bytes travelled in packets above 64 KB (%s of %s)", percent(*p.Share), volume(p.LargeBytes), volume(p.TCPBytes))
+	}
+	if p.Cut > 0 {
+		t.line("cut by the kernel before the driver: %s of the bytes that TCP sent", percent(p.Cut))
+	}
+	for _, note := range p.Notes {
+		t.paragraph("", "%s", note)
+	}
+	if len(p.Counts) == 0 {
+		return
+	}
+	t.line("")
+	verifyTotals(t, p)
+	verifyClasses(t, p, "PACKETS OF TCP, BYTES", func(c *bigtcp.Count) []bigtcp.Class { return c.Sizes })
+	verifyClasses(t, p, "PACKETS OF TCP, SEGMENTS", func(c *bigtcp.Count) []bigtcp.Class { return c.BySegments })
+	if len(p.Causes) > 0 {
+		t.line("why the others were not larger, by their share of TCP's bytes:")
+		for _, why := range p.Causes {
+			verifyCause(t, &why)
+		}
+	}
+}
+
+func verifyCause(t *text, why *bigtcp.Cause) {
+	of := ""
+	if why.Connections > 0 {
+		of = ", " + count(why.Connections, "connection", "connections")
+	}
+	t.line("%6s  %s%s", percent(why.Share), why.Name, of)
+	t.paragraph("        ", "%s", why.Detail)
+	if why.Example != "" {
+		t.line("        most of it: %s", why.Example)
+	}
+	t.paragraph("        ", "hint: %s", why.Hint)
+}
+
+func percent(share float64) string { return strconv.FormatFloat(100*share, 'f', 1, 64) + " %" }
+
+var familyNames = map[bigtcp.Family]string{bigtcp.TCP4: "TCP, IPv4", bigtcp.TCP6: "TCP, IPv6", bigtcp.Other: "other"}
+
+func verifyTotals(t *text, p *bigtcp.Proof) {
+	rows := [][]string{{"", "", "PACKETS", "BYTES", "SEGMENTS", "LARGEST", "ABOVE 64 KB"}}
+	for _, c := range p.Counts {
+		rows = append(rows, []string{
+			string(c.Point), familyNames[c.Family], strconv.FormatUint(c.Packets, 10), volume(c.Bytes), strconv.FormatUint(c.Segments, 10),
+			strconv.FormatUint(c.Largest, 10), percent(float64(c.LargeBytes) / float64(c.Bytes)),
+		})
+	}
+	t.table("llrrrrr", rows)
+	t.line("")
+}
+
+// verifyClasses shows how many packets of TCP have so many bytes or segments, at
+// each point, and the share of the point's bytes that they have.
+func verifyClasses(t *text, p *bigtcp.Proof, title string, classes func(*bigtcp.Count) []bigtcp.Class) {
+	points := []bigtcp.Point{bigtcp.Received, bigtcp.Sent, bigtcp.Driver}
+	if p.NoDriver != "" {
+		points = points[:2]
+	}
+	type cell struct{ packets, bytes uint64 }
+	cells := make(map[bigtcp.Point]map[uint32]cell)
+	upTo := make(map[uint32]uint32)
+	all := make(map[bigtcp.Point]uint64)
+	for _, point := range points {
+		cells[point] = make(map[uint32]cell)
+	}
+	for _, c := range p.Counts {
+		if c.Family == bigtcp.Other {
+			continue
+		}
+		for _, class := range classes(&c) {
+			was := cells[c.Point][class.Above]
+			cells[c.Point][class.Above] = cell{was.packets + class.Packets, was.bytes + class.Bytes}
+			upTo[class.Above] = class.UpTo
+			all[c.Point] += class.Bytes
+		}
+	}
+	if len(upTo) == 0 {
+		return
+	}
+	header := []string{title}
+	alignment := "l"
+	for _, point := range points {
+		header = append(header, string(point), "of bytes")
+		alignment += "rr"
+	}
+	rows := [][]string{header}
+	for _, above := range slices.Sorted(maps.Keys(upTo)) {
+		row := []string{classText(above, upTo[above])}
+		for _, point := range points {
+			n := cells[point][above]
+			if n.packets == 0 {
+				row = append(row, "-", "-")
+				continue
+			}
+			row = append(row, strconv.FormatUint(n.packets, 10), percent(float64(n.bytes)/float64(all[point])))
+		}
+		rows = append(rows, row)
+	}
+	t.table(alignment, rows)
+	t.line("")
+}
+
+func classText(above, upTo uint32) string {
+	switch {
+	case upTo == 0:
+		return fmt.Sprintf("above %d", above)
+	case above+1 == upTo:
+		return strconv.FormatUint(uint64(upTo), 10)
+	}
+	return fmt.Sprintf("%d to %d", above+1, upTo)
+}

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"net"
+	"strings"
+	"testing"
+	"time"
+	"unicode/utf8"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
+	"github.com/vishvananda/netlink"
+
+	"sockeye/internal/bigtcp"
+	"sockeye/internal/testenv"
+)
+
+// TestBigTCPVerifyText shows proofs as they are printed.
+func TestBigTCPVerifyText(t *testing.T) {
+	share := 0.4375
+	class := func(above, upTo uint32, packets, bytes uint64) bigtcp.Class {
+		return bigtcp.Class{Above: above, UpTo: upTo, Packets: packets, Bytes: bytes}
+	}
+	of := func(at bigtcp.Point, family bigtcp.Family, largest uint64, sizes, segments []bigtcp.Class) bigtcp.Count {
+		c := bigtcp.Count{Point: at, Family: family, Largest: largest, Segments: 22000, Sizes: sizes, BySegments: segments}
+		for _, s := range sizes {
+			c.Packets += s.Packets
+			c.Bytes += s.Bytes
+			if s.Above >= bigtcp.Legacy {
+				c.LargeBytes += s.Bytes
+			}
+		}
+		return c
+	}
+	whole := &bigtcp.Proof{
+		Netns: "/run/netns/blue", Interface: "eth0", Index: 2, Seconds: 10.02, Method: "tcx",
+		Verdict: bigtcp.Verdict{State: bigtcp.On, Text: "on: IPv6 196608 bytes, IPv4 196608 bytes"},
+		Counts: []bigtcp.Count{
+			of(bigtcp.Received, bigtcp.TCP6, 72, []bigtcp.Class{class(0, 128, 1000, 72000)}, []bigtcp.Class{class(0, 1, 1000, 72000)}),
+			of(bigtcp.Sent, bigtcp.TCP6, 196000,
+				[]bigtcp.Class{class(0, 128, 20, 2000), class(49152, 65536, 130, 7998000), class(163840, 196608, 150, 24e6)},
+				[]bigtcp.Class{class(0, 1, 20, 2000), class(16, 45, 130, 7998000), class(90, 180, 150, 24e6)}),
+			of(bigtcp.Sent, bigtcp.Other, 100, []bigtcp.Class{class(0, 128, 3, 300)}, []bigtcp.Class{class(0, 1, 3, 300)}),
+			of(bigtcp.Driver, bigtcp.TCP6, 600000,
+				[]bigtcp.Class{class(128, 1500, 6900, 18e6), class(524288, 0, 100, 14e6)}, []bigtcp.Class{class(360, 0, 7000, 32e6)}),
+		},
+		TCPBytes: 32e6, LargeBytes: 14e6, Share: &share, Cut: 0.25,
+		Causes: []bigtcp.Cause{{
+			Name: "old_connection", Share: 0.25, Bytes: 8e6, Connections: 2, Example: "[fd09::1]:1790 to [fd09::2]:40000",
+			Detail: "they fill packets up to 65232 bytes and never more, though 196608 are allowed: connections older than the change keep their size until their route is looked up again",
+			Hint:   "close them and connect again (restart the program, or ss -K); new connections have the new size",
+		}, {
+			Name: "cut", Share: 0.251, Bytes: 8e6,
+			Detail: "the kernel cuts packets before the driver: the interface takes at most 65536 bytes of IPv6, 65536 of IPv4",
+			Hint:   "give it the sizes of the interface from which they come (sockeye bigtcp apply), if its device takes them",
+		}},
+		Notes: []string{"what the sockets wrote\x1b[31m was odd"},
+	}
+	nothing := &bigtcp.Proof{Interface: "eth1", Seconds: 10, Verdict: bigtcp.Verdict{Text: "off, possible up to 524280 bytes"}, NoDriver: "refused", Notes: []string{"no packet was seen: nothing is proven"}}
+	for name, p := range map[string]*bigtcp.Proof{"bigtcp-verify": whole, "bigtcp-verify-nothing": nothing} {
+		var got text
+		verifyText(&got, p)
+		golden(t, name, got.String())
+		for line := range strings.Lines(got.String()) {
+			if utf8.RuneCountInString(line) > bigtcpWidth+1 {
+				t.Errorf("a line of more than %d columns: %s", bigtcpWidth, line)
+			}
+		}
+	}
+}
+
+// loStream sends through lo until the test ends, or its end is called.
+func loStream(t *testing.T) (end func()) {
+	t.Helper()
+	var c net.ListenConfig
+	c.SetMultipathTCP(false)
+	l, err := c.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		conn, err := l.Accept()
+		if err == nil {
+			_, _ = io.Copy(io.Discard, conn) // until it ends
+			conn.Close()
+		}
+	}()
+	conn, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		block := make([]byte, 1<<16)
+		for err := error(nil); err == nil; {
+			_, err = conn.Write(block)
+		}
+	}()
+	return func() {
+		conn.Close()
+		l.Close()
+		<-done
+	}
+}
+
+// TestBigTCPVerify counts what goes through lo, for a time and until an interrupt.
+func TestBigTCPVerify(t *testing.T) {
+	h := newHost(t, "bigtcp: []\n")
+	end := loStream(t)
+	t.Cleanup(end)
+	p := must[bigtcp.Proof](h, "bigtcp", "verify", "lo", "--for", "1s")
+	if p.Share == nil || p.TCPBytes < 1<<20 || p.Interrupted || p.Interface != "lo" || p.Seconds < 1 {
+		t.Errorf("proof %+v", p)
+	}
+	r := h.sockeye("bigtcp", "verify", "lo", "--for", "1s")
+	for _, want := range []string{"lo, 1", "of TCP's bytes travelled in packets above 64 KB", "PACKETS OF TCP, BYTES", "PACKETS OF TCP, SEGMENTS", "received", "sent", "why the others were not larger"} {
+		if r.code != 0 || !strings.Contains(r.out, want) {
+			t.Errorf("no %q in %d %s%s", want, r.code, r.out, r.err)
+		}
+	}
+
+	ctx, interrupt := context.WithTimeout(t.Context(), patience)
+	defer interrupt()
+	var out, errs bytes.Buffer
+	code := make(chan int, 1)
+	go func() {
+		code <- Run(ctx, []string{"bigtcp", "verify", "lo", "--for", "10m", "-o", "json"}, Environment{Out: &out, Err: &errs, Now: time.Now})
+	}()
+	h.eventually("it counts", func() bool { return loHasProgram(t) })
+	interrupt()
+	var seen bigtcp.Proof
+	if got := <-code; got != 0 || errs.Len() > 0 {
+		t.Fatalf("interrupted: %d %s", got, &errs)
+	}
+	if err := json.Unmarshal(out.Bytes(), &seen); err != nil || !seen.Interrupted {
+		t.Errorf("interrupted: %v %s", err, &out)
+	}
+	if loHasProgram(t) {
+		t.Error("it leaves programs on lo")
+	}
+}
+
+// loHasProgram tells whether a program is attached to lo.
+func loHasProgram(t testing.TB) bool {
+	t.Helper()
+	found, err := link.QueryPrograms(link.QueryOptions{Target: 1, Attach: ebpf.AttachTCXEgress})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(found.Programs) > 0
+}
+
+// TestBigTCPVerifyRefuses is of bad input, and of who may not.
+func TestBigTCPVerifyRefuses(t *testing.T) {
+	h := newHost(t, "bigtcp: []\n")
+	for _, test := range []struct {
+		code                int
+		message, hint, args string
+	}{
+		{2, "INTERFACE is missing", "usage: sockeye bigtcp verify INTERFACE [flags]", ""},
+		{2, `there is one argument too many: "b"`, "usage: sockeye bigtcp verify INTERFACE [flags]", "lo b"},
+		{2, `--for is "soon"`, spanHint, "lo --for soon"},
+		{2, `--for is "-1s"`, spanHint, "lo --for -1s"},
+		{2, `--for is "11m"`, "at most 10m0s", "lo --for 11m"},
+	} {
+		h.refused(test.code, test.message, test.hint, nil, append([]string{"bigtcp", "verify"}, strings.Fields(test.args)...)...)
+	}
+	for _, args := range [][]string{{"none0"}, {"lo", "--netns", h.dir}, {"lo", "--netns", "/nowhere"}} {
+		if r := h.sockeye(append([]string{"bigtcp", "verify"}, args...)...); r.code != 2 || !strings.Contains(r.err, "hint: ") || r.out != "" {
+			t.Errorf("%q: %+v", args, r)
+		}
+	}
+	testenv.WithoutRights(t, func() {
+		if r := h.sockeye("bigtcp", "verify", "lo", "--for", "1s"); r.code != 4 || !strings.Contains(r.err, "hint: ") {
+			t.Errorf("without rights: %+v", r)
+		}
+	})
+}
+
+// TestBigTCPVerifyVanishes removes the interface meanwhile.
+func TestBigTCPVerifyVanishes(t *testing.T) {
+	h := newHost(t, "bigtcp: []\n")
+	pair := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "fleeting"}, PeerName: "fleeting-peer"}
+	if err := netlink.LinkAdd(pair); err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan result, 1)
+	go func() { done <- h.sockeye("bigtcp", "verify", "fleeting", "--for", "1m") }()
+	l, err := netlink.LinkByName("fleeting")
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.eventually("it counts", func() bool {
+		found, err := link.QueryPrograms(link.QueryOptions{Target: l.Attrs().Index, Attach: ebpf.AttachTCXEgress})
+		return err == nil && len(found.Programs) > 0
+	})
+	if err := netlink.LinkDel(l); err != nil {
+		t.Fatal(err)
+	}
+	if r := <-done; r.code != 5 || !strings.Contains(r.err, "interface fleeting has vanished from its network namespace") {
+		t.Errorf("%+v", r)
+	}
+}

@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"net/url"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/bigtcp"
+)
+
+const sizingPolicy = "bigtcp:\n  - {interface: \"big*\", ipv6: 192KB, ipv4: 192KB}\n"
+
+// newSizingHost is a host on a kernel that has BIG TCP for both families, with an
+// interface NAME for each name.
+func newSizingHost(t *testing.T, policy string, names ...string) *host {
+	t.Helper()
+	n, err := bigtcp.OpenNetwork("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer n.Close()
+	if s := n.Support(); !s.IPv6 || !s.IPv4 {
+		t.Skip("kernel: BIG TCP for both families came with Linux 6.3")
+	}
+	h := newHost(t, policy)
+	for _, name := range names {
+		h.plug(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: "peer-" + name})
+	}
+	return h
+}
+
+// plug makes an interface that goes with the test.
+func (h *host) plug(l netlink.Link) {
+	h.t.Helper()
+	if err := netlink.LinkAdd(l); err != nil {
+		h.t.Fatalf("add %s: %v", l.Attrs().Name, err)
+	}
+	h.t.Cleanup(func() {
+		if err := netlink.LinkDel(l); err != nil && !errors.Is(err, unix.ENODEV) && !errors.Is(err, unix.EINVAL) {
+			h.t.Error(err)
+		}
+	})
+}
+
+// size is the largest IPv6 packet that an interface sends, in bytes.
+func (h *host) size(name string) uint32 {
+	h.t.Helper()
+	l, err := netlink.LinkByName(name)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return l.Attrs().GSOMaxSize
+}
+
+func (h *host) wantSize(name string, want uint32) {
+	h.t.Helper()
+	if got := h.size(name); got != want {
+		h.t.Errorf("%s has %d, want %d", name, got, want)
+	}
+}
+
+// The agent as a process of its own, which has dropped its capabilities, sets the
+// sizes of interfaces that are there and of those that appear, and shows it.
+func TestSizesByAgent(t *testing.T) {
+	h := newSizingHost(t, sizingPolicy+"  - {interface: inner, netns: DIR/netns/blue, ipv6: 192KB}\n", "big0", "big1")
+	// Before the agent starts: it would die with the thread, if that had started it.
+	spare := h.newNetns("spare", nil)
+	h.start()
+	h.wantSize("big0", 192000)
+	table := func() string { return regexp.MustCompile(` +`).ReplaceAllString(h.plain(h.sockeye("status").out), " ") }
+	const head = "BIG TCP IN RULES APPLIED CHANGED IMPOSSIBLE CONFLICT WAITING\n"
+	if got := table(); !strings.Contains(got, head+"this network namespace 1 2 0 0 0 0\nDIR/netns/blue 1 0 0 0 0 1\n\n"+
+		"DIR/netns/blue: there is no network namespace DIR/netns/blue\nhint: its interfaces are set when it appears\n") {
+		t.Errorf("status:\n%s", got)
+	}
+
+	blue := filepath.Join(h.dir, "netns", "blue")
+	if err := os.Mkdir(filepath.Dir(blue), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(blue, nil, 0o444); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount(spare, blue, "", unix.MS_BIND, ""); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := unix.Unmount(blue, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	}()
+	f, err := os.Open(blue)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	h.plug(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "outer"}, PeerName: "inner", PeerNamespace: netlink.NsFd(f.Fd())})
+	h.eventually("inner is set", func() bool {
+		return strings.Contains(table(), "DIR/netns/blue 1 1 0 0 0 0\n")
+	})
+
+	var all agent.BigTCPStatus
+	if err := agent.NewClient(agent.SocketPath(h.run)).Get(t.Context(), "/v1/bigtcp", nil, &all); err != nil || len(all.Interfaces) != 3 {
+		t.Errorf("%+v, %v", all, err)
+	}
+	var one agent.BigTCPStatus
+	query := url.Values{"netns": {blue}, "interface": {"inner"}}
+	if err := agent.NewClient(agent.SocketPath(h.run)).Get(t.Context(), "/v1/bigtcp", query, &one); err != nil || len(one.Interfaces) != 1 ||
+		one.Interfaces[0].Rule != "inner of "+blue+": ipv6 192KB" || one.Interfaces[0].Sizes.GSO != 192000 || one.Interfaces[0].Index == 0 {
+		t.Errorf("%+v, %v", one, err)
+	}
+
+	// Somebody else.
+	big1, err := netlink.LinkByName("big1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := netlink.LinkSetGSOMaxSize(big1, 100000); err != nil {
+		t.Fatal(err)
+	}
+	h.eventually("the change is seen", func() bool {
+		return strings.Contains(table(), "\nbig1: changed: somebody else has set its sizes since, which are left alone\nhint: sockeye apply sets them as the policy says\n")
+	})
+	status := must[agent.Status](h, "status")
+	if n := status.BigTCP[0]; n.Applied != 1 || n.Changed != 1 || len(n.Problems) != 1 || n.Problems[0].Sizes.GSO != 100000 {
+		t.Errorf("%+v", status.BigTCP)
+	}
+	const row = "bigtcp big1 change sizes ipv6 sent 100000 -> 192000 somebody else has set them since, which is lost\n"
+	for _, command := range []string{"plan", "apply"} {
+		if got := regexp.MustCompile(` +`).ReplaceAllString(h.sockeye(command).out, " "); got != "SERVICE ACTION WHAT EFFECT\n"+row {
+			t.Errorf("%s:\n%s", command, got)
+		}
+	}
+	h.wantSize("big1", 192000)
+
+	// What it has set outlives it, and the next one takes it back.
+	h.kill()
+	h.wantSize("big0", 192000)
+	h.write("policy.yaml", "bigtcp:\n  - {interface: big1, ipv6: 192KB}\n")
+	h.start()
+	h.wantSize("big0", 65536)
+	h.wantSize("big1", 192000)
+	n, err := bigtcp.OpenNetwork(blue)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer n.Close()
+	if inner, err := n.Interface("inner"); err != nil || inner.Sizes.GSO != 65536 {
+		t.Errorf("inner has %+v, %v", inner, err)
+	}
+
+	// This one has no right to enter namespaces any more.
+	h.write("policy.yaml", "bigtcp:\n  - {interface: inner, netns: DIR/netns/blue, ipv6: 192KB}\n")
+	h.refused(4, "bigtcp in DIR/netns/blue: the agent has given up the right to enter network namespaces",
+		"restart the agent; it keeps that right if the policy names a netns then", nil, "apply")
+	h.wantSize("big1", 192000)
+
+	h.write("policy.yaml", "bigtcp:\n  - {interface: bigtun, ipv6: 192KB}\n")
+	h.plug(&netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "bigtun"}, Mode: netlink.TUNTAP_MODE_TUN})
+	r := h.sockeye("apply")
+	if r.code != 3 || !strings.Contains(r.err, "bigtun") || !strings.Contains(r.err, "65536 bytes") {
+		t.Errorf("an interface that cannot: %+v", r)
+	}
+	h.wantSize("big1", 192000)
+}
+
+// Reset takes the sizes of agents and commands back.
+func TestResetSizes(t *testing.T) {
+	h := newSizingHost(t, sizingPolicy, "big0", "own0")
+	h.start()
+	n, err := bigtcp.OpenNetwork("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer n.Close()
+	store, err := bigtcp.OpenStore(h.state)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := store.Apply(n, bigtcp.ByCommand, []bigtcp.Target{{Interface: "own0", Want: bigtcp.Want{IPv6: 100000}}}, false); err != nil {
+		t.Fatal(err)
+	}
+	h.kill()
+	args := []string{"reset", "--state-dir", h.state, "--pins", h.pins}
+	if r := h.sockeye(args...); r.code != 0 || h.plain(r.out) != "removed PINS\ntook the sizes back of big0, own0\n" {
+		t.Errorf("%+v", r)
+	}
+	h.wantSize("big0", 65536)
+	h.wantSize("own0", 65536)
+	if r := h.sockeye(args...); r.code != 0 || r.out != "there was nothing to remove\n" {
+		t.Errorf("again: %+v", r)
+	}
+}
+
+func TestCheckCountsSizes(t *testing.T) {
+	h := newHost(t, sizingPolicy+"  - {interface: eth0, netns: /run/netns/none, ipv4: off}\n")
+	if r := h.sockeye("check", h.policy); r.code != 0 || h.plain(r.out) != "DIR/policy.yaml is valid, 2 bigtcp rules\n" {
+		t.Errorf("%+v", r)
+	}
+	if c := must[checked](h, "check", h.policy); !c.Valid || c.BigTCP != 2 {
+		t.Errorf("%+v", c)
+	}
+}
+
+// An agent that is killed while it sets sizes leaves each as it was or as it is to be,
+// the next one goes on, and all can be taken back.
+func TestSizesOfKilledAgent(t *testing.T) {
+	var names []string
+	for i := range 40 {
+		names = append(names, fmt.Sprintf("big%d", i))
+	}
+	h := newSizingHost(t, sizingPolicy, names...)
+	cut := 0
+	for round := range 6 {
+		cmd := process("sockeye", h.agentArgs()...)
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		end := func() {
+			_ = cmd.Process.Kill() // it may have ended
+			_ = cmd.Wait()
+		}
+		t.Cleanup(end)
+		least := 1 + round*7 // records, at the time
+		h.eventually("records are written", func() bool {
+			files, err := filepath.Glob(h.state + "/bigtcp/*.json")
+			return err == nil && len(files) >= least
+		})
+		end()
+		on := 0
+		for _, name := range names {
+			switch h.size(name) {
+			case 192000:
+				on++
+			case 65536:
+			default:
+				t.Errorf("%s has %d", name, h.size(name))
+			}
+		}
+		if on < len(names) {
+			cut++
+		}
+		if round%2 == 0 {
+			if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins); r.code != 0 {
+				t.Fatalf("%+v", r)
+			}
+			for _, name := range names {
+				h.wantSize(name, 65536)
+			}
+		}
+	}
+	if cut == 0 {
+		t.Error("no agent was killed in the middle")
+	}
+	h.start()
+	for _, name := range names {
+		h.wantSize(name, 192000)
+	}
+	if n := must[agent.Status](h, "status").BigTCP[0]; n.Applied != len(names) {
+		t.Errorf("%+v", n)
+	}
+	h.write("policy.yaml", "bigtcp: []\n")
+	if r := h.sockeye("apply"); r.code != 0 {
+		t.Errorf("%+v", r)
+	}
+	for _, name := range names {
+		h.wantSize(name, 65536)
+	}
+}
