@@ -32,7 +32,7 @@ BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 CHECK_KERNELS := 5.10,newest
 VM_KERNELS := 5.10,6.1,6.12,newest
 CHECK_VM_TESTS := ./internal/bpf ./internal/member ./internal/steer ./lab/vm/selftest
-VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/sockets ./internal/tune ./internal/trace ./internal/trace/packets
+VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/sockets ./internal/tune ./internal/trace ./internal/trace/packets ./internal/bigtcp ./room
 
 .PHONY: help
 help: ## List the targets
@@ -83,6 +83,12 @@ bench-trace: ## Measure what tracing costs, against none (QUICK=1: a minute)
 	@go build -o bin/bench ./bench
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench trace -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
+
+.PHONY: bench-bigtcp
+bench-bigtcp: ## Measure what larger packets give, off and on (QUICK=1: a minute)
+	@go build -o bin/bench ./bench
+	@mkdir -p "$(OUT)"
+	@bin/bench bigtcp $(if $(QUICK),-quick)
 
 .PHONY: generate
 generate: ## Compile the BPF programs and generate their Go

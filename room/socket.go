@@ -31,8 +31,9 @@ const (
 	meminfoVars       = 9
 )
 
-// Take reads the state of a TCP socket. An error wraps the errno: ENOTSOCK,
-// EOPNOTSUPP or ENOPROTOOPT for what is no TCP socket.
+// Take reads the state of a TCP socket; of one that is closed or listens, no more than
+// that. An error wraps the errno: ENOTSOCK, EOPNOTSUPP or ENOPROTOOPT for what is no TCP
+// socket, MPTCP included.
 func Take(fd int) (Snapshot, error) {
 	var s Snapshot
 	info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
@@ -40,11 +41,10 @@ func Take(fd int) (Snapshot, error) {
 		return s, fmt.Errorf("read TCP_INFO: %w", err)
 	}
 	s = FromInfo(info, 0, 0, 0)
+	if s.Closed {
+		return s, nil
+	}
 	if s.Payload, err = unix.IoctlGetInt(fd, unix.TIOCOUTQ); err != nil {
-		if errors.Is(err, unix.EINVAL) { // listens
-			s.Closed = true
-			return s, nil
-		}
 		return s, fmt.Errorf("read SIOCOUTQ: %w", err)
 	}
 	if s.NotSentLowat, err = lowat(fd); err != nil {

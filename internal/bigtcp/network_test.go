@@ -79,11 +79,26 @@ func inNewNetns(t testing.TB, f func() error) {
 	}
 }
 
+// olderThan tells whether the kernel is older than a version.
+func olderThan(t testing.TB, major, minor int) bool {
+	t.Helper()
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		t.Fatal(err)
+	}
+	var running [2]int
+	if _, err := fmt.Sscanf(unix.ByteSliceToString(u.Release[:]), "%d.%d", &running[0], &running[1]); err != nil {
+		t.Fatal(err)
+	}
+	return running[0] < major || running[0] == major && running[1] < minor
+}
+
 // processNetns starts a process in a network namespace of its own, and returns the
 // path of that.
 func processNetns(t testing.TB) string {
 	t.Helper()
-	cmd := exec.Command("cat")
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), waitEnv+"=1")
 	// It ends with its input: a signal for its parent's death would come when the
 	// thread ends that started it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNET}

@@ -5,7 +5,6 @@ package bigtcp
 import (
 	"net"
 	"net/netip"
-	"strings"
 	"testing"
 )
 
@@ -55,18 +54,4 @@ func TestDiagFind(t *testing.T) {
 func plainEnd(a net.Addr) netip.AddrPort {
 	end := netip.MustParseAddrPort(a.String())
 	return netip.AddrPortFrom(end.Addr().Unmap(), end.Port())
-}
-
-// TestDiagRequest names the interface for link-local addresses alone.
-func TestDiagRequest(t *testing.T) {
-	near, far := netip.MustParseAddrPort("[fe80::1]:1"), netip.MustParseAddrPort("[fd00::1]:2")
-	if b := diagRequest(near, near, 7); len(b) != 56 || b[44] != 7 {
-		t.Errorf("link-local: %x", b)
-	}
-	if b := diagRequest(far, far, 7); len(b) != 56 || b[44] != 0 {
-		t.Errorf("global: %x", b)
-	}
-	if _, err := parseDiag([]byte(strings.Repeat("\xff", inetDiagMsgSize+9))); err == nil {
-		t.Error("an answer that makes no sense is read")
-	}
 }

@@ -9,6 +9,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"strconv"
 	"strings"
@@ -130,7 +131,10 @@ func (c *Conn) Dump(q Query, begin func(), visit func(*Socket)) error {
 
 func (c *Conn) dump(family uint8, q Query, visit func(*Socket)) error {
 	c.seq++
-	if err := c.send(request(family, c.seq, q)); err != nil {
+	message := header(unix.NLM_F_DUMP, c.seq, family, q.States)
+	message = binary.BigEndian.AppendUint16(message, q.LocalPort)
+	message = binary.BigEndian.AppendUint16(message, q.RemotePort)
+	if err := c.send(message[:cap(message)]); err != nil {
 		return err
 	}
 	interrupted := false
@@ -156,18 +160,58 @@ func (c *Conn) dump(family uint8, q Query, visit func(*Socket)) error {
 	}
 }
 
-// request is a struct nlmsghdr with a struct inet_diag_req_v2.
-func request(family uint8, seq uint32, q Query) []byte {
+// Find gives the socket with these two ends, both of one family; nil if there is none.
+// Link-local ends are of the interface with that index.
+func (c *Conn) Find(local, remote netip.AddrPort, device int) (*Socket, error) {
+	c.seq++
+	if err := c.send(exact(c.seq, local, remote, device)); err != nil {
+		return nil, fmt.Errorf("look up socket %s to %s: %w", local, remote, err)
+	}
+	var s Socket
+	for seen, done := false, false; !seen; {
+		n, _, err := c.receive()
+		if err == nil {
+			done, _, err = c.messages(c.buffer[:n], &s, func(*Socket) { seen = true })
+		}
+		if errors.Is(err, ErrUnsupported) || err == nil && done { // it has no other error for either
+			return nil, nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("look up socket %s to %s: %w", local, remote, err)
+		}
+	}
+	return &s, nil
+}
+
+// exact asks for one socket.
+func exact(seq uint32, local, remote netip.AddrPort, device int) []byte {
+	family := uint8(unix.AF_INET)
+	if local.Addr().Is6() {
+		family = unix.AF_INET6
+	}
+	b := header(0, seq, family, ^States(0))
+	b = binary.BigEndian.AppendUint16(b, local.Port())
+	b = binary.BigEndian.AppendUint16(b, remote.Port())
+	for _, a := range []netip.Addr{local.Addr(), remote.Addr()} {
+		b = append(b, append(a.AsSlice(), make([]byte, 12)...)[:16]...)
+	}
+	if !local.Addr().IsLinkLocalUnicast() && !remote.Addr().IsLinkLocalUnicast() {
+		device = 0 // any
+	}
+	b = binary.NativeEndian.AppendUint32(b, uint32(device))
+	return binary.NativeEndian.AppendUint64(b, ^uint64(0)) // any cookie
+}
+
+// header is how a request begins: a struct nlmsghdr and a struct inet_diag_req_v2 up to the
+// ends. There is room for these.
+func header(flags uint16, seq uint32, family uint8, states States) []byte {
 	b := make([]byte, unix.SizeofNlMsghdr, unix.SizeofNlMsghdr+sizeofRequest)
 	binary.NativeEndian.PutUint32(b, uint32(cap(b)))
 	binary.NativeEndian.PutUint16(b[4:], unix.SOCK_DIAG_BY_FAMILY)
-	binary.NativeEndian.PutUint16(b[6:], unix.NLM_F_REQUEST|unix.NLM_F_DUMP)
+	binary.NativeEndian.PutUint16(b[6:], unix.NLM_F_REQUEST|flags)
 	binary.NativeEndian.PutUint32(b[8:], seq)
 	b = append(b, family, unix.IPPROTO_TCP, 1<<(attrInfo-1)|1<<(attrCongestion-1)|1<<(attrMemory-1), 0)
-	b = binary.NativeEndian.AppendUint32(b, uint32(q.States))
-	b = binary.BigEndian.AppendUint16(b, q.LocalPort)
-	b = binary.BigEndian.AppendUint16(b, q.RemotePort)
-	return b[:cap(b)]
+	return binary.NativeEndian.AppendUint32(b, uint32(states))
 }
 
 func (c *Conn) send(message []byte) error {

@@ -5,6 +5,7 @@ package sockdiag
 import (
 	"encoding/binary"
 	"errors"
+	"net/netip"
 	"testing"
 	"time"
 
@@ -128,6 +129,18 @@ func TestAttributes(t *testing.T) {
 		if err := c.parse(bad, &s); err == nil {
 			t.Errorf("%d bytes are accepted", len(bad))
 		}
+	}
+}
+
+// The interface is named for link-local addresses alone.
+func TestExact(t *testing.T) {
+	const device = unix.SizeofNlMsghdr + 44
+	near, far := netip.MustParseAddrPort("[fe80::1]:1"), netip.MustParseAddrPort("[fd00::1]:2")
+	if b := exact(1, near, near, 7); len(b) != unix.SizeofNlMsghdr+sizeofRequest || binary.NativeEndian.Uint32(b[device:]) != 7 {
+		t.Errorf("link-local: %x", b)
+	}
+	if b := exact(1, far, far, 7); len(b) != unix.SizeofNlMsghdr+sizeofRequest || binary.NativeEndian.Uint32(b[device:]) != 0 {
+		t.Errorf("global: %x", b)
 	}
 }
 

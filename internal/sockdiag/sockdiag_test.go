@@ -135,6 +135,16 @@ func TestDump(t *testing.T) {
 				t.Errorf("%s: %+v", name, got)
 			}
 		}
+		for _, ends := range [][2]netip.AddrPort{{s.Local, s.Remote}, {s.Remote, s.Local}} {
+			one, err := c.Find(ends[0], ends[1], 1)
+			if err != nil || one == nil || one.Local != ends[0] || one.Remote != ends[1] || one.Info.Snd_mss == 0 || all[one.Cookie].Inode != one.Inode {
+				t.Errorf("%s to %s: %+v, %v", ends[0], ends[1], one, err)
+			}
+		}
+		none := netip.AddrPortFrom(s.Local.Addr(), 1)
+		if one, err := c.Find(none, s.Remote, 1); one != nil || err != nil {
+			t.Errorf("%s to %s: %+v, %v", none, s.Remote, one, err)
+		}
 		from.Close()
 		to.Close()
 	}
