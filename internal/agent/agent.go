@@ -125,6 +125,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer server.close()
+	a.sockets.calibrate(a.log)
 	if err := a.start(policy, text); err != nil {
 		return err
 	}
@@ -228,7 +229,6 @@ func (a *Agent) countStart() error {
 // start makes the policy true for the first time in this agent's life. What
 // an earlier agent left of services that are not in the policy is removed.
 func (a *Agent) start(policy *config.Policy, text []byte) error {
-	a.sockets.calibrate(a.log)
 	pinned, err := a.host.root.Services()
 	if err != nil {
 		return err
