@@ -122,8 +122,12 @@ type Membership struct {
 	Service string `json:"service"`
 	Slot    *int   `json:"slot"`
 	PID     int    `json:"pid,omitempty"`
-	// Listeners are what a member is to listen on; in the answer to POST /v1/run only.
-	Listeners []MemberListener `json:"listeners,omitempty"`
+}
+
+// Place is the answer to POST /v1/run.
+type Place struct {
+	Membership
+	Listeners []MemberListener `json:"listeners"`
 }
 
 // MemberListener is what a member is to listen on for a listener of its service.

@@ -201,7 +201,7 @@ func (s *service) consider(p *member.Process) {
 	if err == nil {
 		err = s.register(p, source, slot)
 	}
-	if err == nil || errors.Is(err, errInherited) || errors.Is(err, fs.ErrNotExist) || s.related(p) {
+	if err == nil || errors.Is(err, errInherited) || errors.Is(err, fs.ErrNotExist) || s.related(p) || s.isolated(p) {
 		s.forget(p.PID)
 		return
 	}
@@ -217,6 +217,15 @@ func (s *service) related(p *member.Process) bool {
 		}
 	}
 	return false
+}
+
+// isolated tells whether a process runs in a network of its own behind a member that was
+// started by command, or that is to be one: its gateway.
+func (s *service) isolated(p *member.Process) bool {
+	return p.Netns != s.inode && slices.ContainsFunc(s.state.Claims, func(c claim) bool {
+		gateway, err := member.Read(c.PID)
+		return err == nil && gateway.StartTime == c.StartTime && descends(p, gateway)
+	})
 }
 
 func descends(p, from *member.Process) bool {

@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/bench"
 	"sockeye/internal/trace"
 )
 
@@ -42,6 +44,13 @@ var answers = []struct {
 	{"trace report", written{}},
 	{"trace compare", compared{}},
 	{"trace packets", tracedPackets{}},
+	{"bigtcp", bigtcpShown{}},
+	{"bigtcp plan, bigtcp apply", bigtcpChanges{}},
+	{"bigtcp revert", bigtcpReverted{}},
+	{"bigtcp verify", bigtcp.Proof{}},
+	{"bigtcp bench", bench.Result{}},
+	{"bigtcp bench --serve", benchServing{}},
+	{"sockets", socketsShown{}},
 	{"register, unregister", agent.Membership{}},
 	{"doctor", []agent.Finding{}},
 	{"version", version{}},
@@ -184,8 +193,18 @@ func TestJSONAnswers(t *testing.T) {
 			args = [][]string{{"doctor", "--policy", h.policy, "--pins", h.pins}}
 		case "tune", "tune learned":
 			args = [][]string{strings.Fields(a.command)}
+		case "bigtcp":
+			args = [][]string{h.bigtcpArgs(""), h.bigtcpArgs("lo")}
+		case "bigtcp plan, bigtcp apply":
+			args = [][]string{h.bigtcpArgs("plan lo"), h.bigtcpArgs("apply lo --ipv4 192KB")}
+		case "bigtcp revert":
+			args = [][]string{h.bigtcpArgs("revert"), h.bigtcpArgs("revert")}
+		case "bigtcp bench":
+			args = [][]string{{"bigtcp", "bench", "--local", "--path", "veth", "--rounds", "1", "--for", "20ms"}}
+		case "sockets":
+			args = [][]string{{"sockets"}, {"sockets", "--all", "--processes"}}
 		case "reset":
-			args = [][]string{{"reset", "--pins", h.pins + "2"}}
+			args = [][]string{{"reset", "--state-dir", h.state, "--pins", h.pins + "2"}}
 		}
 		for _, arg := range args {
 			r := h.sockeye(append(arg, "-o", "json")...)

@@ -94,7 +94,7 @@ func TestRefusals(t *testing.T) {
 		{"apply --previous", 2, "there is no previous policy", "apply keeps the policy that it replaces"},
 		{"apply DIR/policy.yaml", 2, `there is one argument too many: "DIR/policy.yaml"`, "usage: sockeye apply [flags]"},
 
-		{"run", 2, "PROGRAM is missing", "usage: sockeye run [--service S] [--slot N] -- PROGRAM [ARGUMENT...] [flags]"},
+		{"run", 2, "PROGRAM is missing", "usage: sockeye run [--service S] [--slot N] [--isolated] -- PROGRAM [ARGUMENT...] [flags]"},
 		{"run -- nosuchprogram", 2, "find program nosuchprogram: executable file not found in $PATH", "name it as in the shell, or with its path"},
 		{"run -- /nosuch/program", 2, "find program /nosuch/program: no such file or directory", "name it as in the shell, or with its path"},
 		{"run --service spare -- DIR/policy.yaml", 2, "find program DIR/policy.yaml: permission denied", "name it as in the shell, or with its path"},

@@ -132,7 +132,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 		c.runCommand(), c.registerCommand(), c.unregisterCommand(),
 		c.statusCommand(), c.slotsCommand(), c.devicesCommand(), c.whereCommand(),
 		c.checkCommand(), c.planCommand(), c.applyCommand(),
-		c.tuneCommand(), c.traceCommand(),
+		c.tuneCommand(), c.traceCommand(), c.bigtcpCommand(), c.socketsCommand(), c.isolateCommand(), c.insideCommand(),
 		c.doctorCommand(), c.versionCommand(),
 	)
 	root.SetHelpCommand(&cobra.Command{
@@ -152,8 +152,9 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	root.InitDefaultCompletionCmd()
 	for _, sub := range root.Commands() {
 		if sub.Name() == "completion" {
+			sub.Args = nil // in our words
 			for _, shell := range sub.Commands() {
-				shell.Args = nil // in our words
+				shell.Args = nil
 			}
 		}
 		finish(sub)
@@ -162,14 +163,16 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 }
 
 // finish gives a command, and those below it, what all have in common. One
-// with commands below it takes no arguments; it shows its help, unless it does
-// something itself.
+// with commands below it takes no arguments unless it says so; it shows its help,
+// unless it does something itself.
 func finish(cmd *cobra.Command) {
 	if !cmd.HasSubCommands() {
 		cmd.Args = usage(cmd.Args)
 		return
 	}
-	cmd.Args = noCommand
+	if cmd.Args == nil {
+		cmd.Args = noCommand
+	}
 	if !cmd.Runnable() {
 		cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 	}

@@ -3,60 +3,65 @@
 package cli
 
 import (
+	"context"
 	"errors"
 	"fmt"
-	"os"
-	"os/exec"
-	"strings"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/gateway"
 )
 
 func (c *command) runCommand() *cobra.Command {
 	var service string
 	var slot int
+	var isolated bool
+	var i isolation
 	cmd := &cobra.Command{
-		Use:   "run [--service S] [--slot N] -- PROGRAM [ARGUMENT...]",
+		Use:   "run [--service S] [--slot N] [--isolated] -- PROGRAM [ARGUMENT...]",
 		Short: "Start a program as a member of a service",
 		Long: `Run reserves a slot for this process and becomes the program, which is
 registered when it listens on all of the service's listeners. The program has
 no rights that it would not have otherwise; SOCKEYE_SERVICE and SOCKEYE_SLOT in
-its environment say where it is.`,
-		Example: "  sockeye run --service telemetry --slot 2 -- nfacctd -f /etc/pmacct/nfacctd-2.conf",
-		Args:    arguments(1, -1, "PROGRAM"),
+its environment say where it is.
+
+With --isolated the program runs in a network of its own, as by sockeye isolate,
+without any privilege: this process takes the slot with sockets of its own, and
+is the gateway. Connections and datagrams reach the ports of the service inside,
+with the peers' addresses. The program may go nowhere by itself, but to where
+--allow lets it. Its slot closes when it ends.`,
+		Example: `  sockeye run --service telemetry --slot 2 -- nfacctd -f /etc/pmacct/nfacctd-2.conf
+  sockeye run --slot 2 --isolated --allow 10.0.0.7:9092/tcp -- nfacctd -f /etc/pmacct/nfacctd-2.conf`,
+		Args: arguments(1, -1, "PROGRAM"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			path, err := exec.LookPath(args[0])
+			path, err := findProgram(args[0])
 			if err != nil {
-				var lookup *exec.Error
-				if errors.As(err, &lookup) {
-					err = lookup.Err
+				return err
+			}
+			if !isolated {
+				for _, name := range []string{"allow", "no-dns", "mtu", "verbose"} {
+					if cmd.Flags().Changed(name) {
+						return agent.Usage(fmt.Errorf("--%s goes with --isolated", name), "without it the program has the host's network")
+					}
 				}
-				var file *os.PathError
-				if errors.As(err, &file) {
-					err = file.Err
-				}
-				return agent.Usage(fmt.Errorf("find program %s: %w", args[0], err), "name it as in the shell, or with its path")
 			}
 			m := agent.Membership{Service: service}
 			if cmd.Flags().Changed("slot") {
 				m.Slot = &slot
 			}
-			var got agent.Membership
+			var got agent.Place
 			if err := c.client().Post(cmd.Context(), "/v1/run", m, &got); err != nil {
 				return err
 			}
 			if got.Slot == nil {
 				return errors.New("run member: the agent named no slot")
 			}
-			var env []string
-			for _, v := range os.Environ() {
-				if !strings.HasPrefix(v, "SOCKEYE_") {
-					env = append(env, v)
-				}
+			env := append(ownEnvironment(), "SOCKEYE_SERVICE="+got.Service, fmt.Sprintf("SOCKEYE_SLOT=%d", *got.Slot))
+			if isolated {
+				return c.runIsolated(cmd.Context(), &i, &got, gateway.Setup{Program: path, Args: args, Env: env, Watched: true})
 			}
-			env = append(env, "SOCKEYE_SERVICE="+got.Service, fmt.Sprintf("SOCKEYE_SLOT=%d", *got.Slot))
 			if err := c.Exec(path, args, env); err != nil {
 				return fmt.Errorf("start %s: %w", path, err)
 			}
@@ -66,5 +71,24 @@ its environment say where it is.`,
 	cmd.Flags().SetInterspersed(false)
 	cmd.Flags().StringVar(&service, "service", "", "service; may be left out where there is only one")
 	cmd.Flags().IntVar(&slot, "slot", 0, "slot; the first free one by default")
+	cmd.Flags().BoolVar(&isolated, "isolated", false, "in a network of its own, without any privilege")
+	i.flags(cmd)
 	return cmd
+}
+
+// runIsolated is the member itself, and the gateway of the program.
+func (c *command) runIsolated(ctx context.Context, i *isolation, m *agent.Place, program gateway.Setup) error {
+	protocols := map[string]uint8{"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP}
+	var sockets []gateway.MemberSocket
+	for _, l := range m.Listeners {
+		sockets = append(sockets, gateway.MemberSocket{
+			Protocol: protocols[l.Protocol], Address: l.Address, V6Only: l.V6Only, First: l.First, Last: l.Last,
+		})
+	}
+	if len(sockets) == 0 {
+		return agent.Usage(errors.New("run member: the agent does not say what it listens on"), "the agent may be older than this command: restart it")
+	}
+	i.noOutbound = len(i.allow) == 0
+	listen := func() ([]gateway.Forward, error) { return gateway.ListenAsMember(sockets, *m.Slot) }
+	return c.join(ctx, i, &gateway.Guest{Setup: program}, listen)
 }

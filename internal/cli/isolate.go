@@ -1,0 +1,532 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/exec"
+	"os/signal"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/gateway"
+)
+
+// Addresses that stand for something else inside.
+var (
+	// nameServers stand for the host's name servers.
+	nameServers = []netip.Addr{
+		netip.MustParseAddr("169.254.53.53"), netip.MustParseAddr("169.254.53.54"), netip.MustParseAddr("169.254.53.55"),
+	}
+	// host4 and host6 are from where connections of the host itself come.
+	host4 = netip.MustParseAddr("169.254.53.1")
+	host6 = netip.MustParseAddr("fd53:6f63:6b65:7965::1")
+	// fallback4 and fallback6 are the guest's where the host has none.
+	fallback4 = netip.MustParseAddr("169.254.53.2")
+	fallback6 = netip.MustParseAddr("fd53:6f63:6b65:7965::2")
+)
+
+// Of the guest's interface, in bytes: the least that IPv6 needs, and the largest that
+// TUN takes with whole packets.
+const (
+	leastMTU = 1280
+	mostMTU  = 65520
+)
+
+// interfaceName is that of the guest's interface.
+const interfaceName = "sockeye0"
+
+// resolvConf is where the host's name servers are.
+const resolvConf = "/etc/resolv.conf"
+
+// isolation is what a program in a network of its own is given.
+type isolation struct {
+	publish, allow []string
+	noOutbound     bool
+	noDNS          bool
+	mtu            int
+	netns          string
+	pid            int
+	pidGiven       bool
+	verbose        bool
+}
+
+func (c *command) isolateCommand() *cobra.Command {
+	var i isolation
+	cmd := &cobra.Command{
+		Use:   "isolate [-p [ADDRESS:]PORT[:PORT][/udp]] ... [-- PROGRAM [ARGUMENT...]]",
+		Short: "Run a program in a network of its own, joined to the host's sockets",
+		Long: `Isolate runs a program in a user and a network namespace of their own, with one
+interface, sockeye0. This process, outside, is its gateway: what the program
+sends over TCP, UDP and ICMP echo goes through ordinary sockets of the host,
+and what comes to a published port goes inside, with the peer's own address. No
+privilege is needed, and the gateway gives up all that it does not need.
+
+Inbound. -p [ADDRESS:]PORT[-PORT][:PORT[-PORT]][/tcp|/udp] publishes ports of
+the host, by default on all its addresses, over TCP, and to the same port
+inside. Ports below 1024 of the host need the rights that they always need;
+inside, all are free to use.
+
+Outbound. The program may go everywhere by default, except to the host's own
+loopback addresses; an address of the host that the program has too is its own.
+With --allow PREFIX[:PORT[-PORT]][/tcp|/udp|/icmp] it may go only there and to
+the host's name servers; with --no-outbound nowhere, and it only answers.
+
+Names. Inside, /etc/resolv.conf names 169.254.53.53 to 169.254.53.55, which
+stand for the host's name servers, over UDP and TCP. With --no-dns,
+--no-outbound, and for a namespace that is there already, the file is the
+host's, as it is.
+
+The program keeps the working directory, the environment without SOCKEYE_*,
+standard input, output and error, and the terminal, but no other descriptors.
+It has no capability, can gain none (no_new_privs: sudo and ping with file
+capabilities do not work, ping over datagram sockets does), and cannot change
+its groups; those that it had beyond the first count for files, and show as
+nogroup. It may send signals to nobody outside (from Linux 6.12). Files, and
+sockets that are files, are the host's, and so is the terminal: only the
+network is its own. Connections from the host itself come from 169.254.53.1 or
+fd53:6f63:6b65:7965::1.
+
+Signals that this process gets go to the program, as the terminal's do. Either
+ends with the other, however that ends. Processes that the program leaves
+behind have no network any more.
+
+With --netns or --pid the gateway joins a network namespace that is there,
+until it is interrupted, the path is removed or the process ends. An ordinary
+user may join a namespace of its own if the user namespace maps the user to
+root, as those of unshare -rn and rootless podman do. It needs nsenter, and no
+default route inside.
+
+The exit code is that of the program, or 128 and the number of the signal that
+ended it. Before the program starts: 1 failed, 2 wrong usage or no such
+program, process or namespace, 3 the kernel cannot, 4 not permitted, 5 a port
+is in use, or the namespace has an interface sockeye0 or a default route.`,
+		Example: `  sockeye isolate -- curl https://example.net/
+  sockeye isolate -p 8080:80 -- python3 -m http.server 80
+  sockeye isolate --no-outbound -p 1790 -p 127.0.0.1:4739/udp -- nfacctd -f nfacctd.conf
+  sockeye isolate --allow 10.0.0.0/8:9092/tcp --allow '[2001:db8::/32]:443' -- ./exporter
+  sockeye isolate --netns /run/netns/lab -p 9000-9010`,
+		Args: cobra.ArbitraryArgs,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			i.pidGiven = cmd.Flags().Changed("pid")
+			return c.isolate(cmd.Context(), &i, args)
+		},
+	}
+	cmd.Flags().SetInterspersed(false)
+	i.flags(cmd)
+	cmd.Flags().StringArrayVarP(&i.publish, "publish", "p", nil, "port of the host that leads inside, as in 1790:1790/tcp; may be repeated")
+	cmd.Flags().BoolVar(&i.noOutbound, "no-outbound", false, "the program may go nowhere by itself")
+	cmd.Flags().StringVar(&i.netns, "netns", "", "join a network namespace that is there, by its path")
+	cmd.Flags().IntVar(&i.pid, "pid", 0, "join the network namespace of a process")
+	return cmd
+}
+
+// flags are those that every isolated program has.
+func (i *isolation) flags(cmd *cobra.Command) {
+	cmd.Flags().StringArrayVar(&i.allow, "allow", nil, "where the program may go, as in 10.0.0.0/8:9092/tcp; may be repeated")
+	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name server inside")
+	cmd.Flags().IntVar(&i.mtu, "mtu", mostMTU, "of the interface inside, in bytes")
+	cmd.Flags().BoolVar(&i.verbose, "verbose", false, "tell what the gateway does, on standard error")
+}
+
+func (c *command) insideCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:    gateway.InsideCommand,
+		Short:  "Prepare the network of an isolated program, and become it",
+		Hidden: true,
+		RunE: func(*cobra.Command, []string) error {
+			if err := gateway.Inside(); err != nil {
+				return agent.Usage(err, "")
+			}
+			return nil
+		},
+	}
+}
+
+func (c *command) isolate(ctx context.Context, i *isolation, args []string) error {
+	specs, err := i.forwards()
+	if err != nil {
+		return err
+	}
+	var guest gateway.Guest
+	if guest.Existing, err = i.existing(); err != nil {
+		return err
+	}
+	if guest.Existing != nil {
+		defer guest.Existing.Close()
+	}
+	switch {
+	case guest.Existing == nil && len(args) == 0:
+		return agent.Usage(errors.New("PROGRAM is missing"), "name one behind --, or a namespace that is there with --netns or --pid")
+	case guest.Existing != nil && len(args) > 0:
+		return agent.Usage(errors.New("a namespace that is there and PROGRAM do not go together"), "start the program in it by nsenter or ip netns exec")
+	case guest.Existing == nil:
+		if guest.Program, err = findProgram(args[0]); err != nil {
+			return err
+		}
+		guest.Args, guest.Env = args, ownEnvironment()
+	}
+	listen := func() ([]gateway.Forward, error) { return gateway.Listen(specs) }
+	return c.join(ctx, i, &guest, listen)
+}
+
+// forwards reads what is published.
+func (i *isolation) forwards() (specs []gateway.ForwardSpec, err error) {
+	for _, text := range i.publish {
+		f, err := gateway.ParseForward(text)
+		if err != nil {
+			return nil, agent.Usage(fmt.Errorf("--publish %w", err), "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp")
+		}
+		specs = append(specs, f)
+	}
+	if err := gateway.Overlap(specs); err != nil {
+		return nil, agent.Usage(fmt.Errorf("--publish %w", err), "a port of the host leads to one port inside")
+	}
+	return specs, nil
+}
+
+// outbound reads where the program may go, and what it finds in resolv.conf.
+func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error) {
+	if i.noOutbound && len(i.allow) > 0 {
+		return out, "", agent.Usage(errors.New("--no-outbound and --allow do not go together"), "with --allow the program may go nowhere else")
+	}
+	out.All = !i.noOutbound && len(i.allow) == 0
+	for _, text := range i.allow {
+		r, err := gateway.ParseRule(text)
+		if err != nil {
+			return out, "", agent.Usage(fmt.Errorf("--allow %w", err), "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443")
+		}
+		out.Rules = append(out.Rules, r)
+	}
+	if i.noDNS || i.noOutbound {
+		return out, "", nil
+	}
+	conf, err := os.ReadFile(resolvConf)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return out, "", fmt.Errorf("read name servers: %w", err)
+	}
+	out.DNS, resolver = gateway.NameServers(string(conf), nameServers)
+	return out, resolver, nil
+}
+
+// existing opens the namespace that is to be joined, nil for none.
+func (i *isolation) existing() (n *gateway.Namespace, err error) {
+	switch {
+	case i.pidGiven && i.netns != "":
+		return nil, agent.Usage(errors.New("--netns and --pid do not go together"), "each names a namespace")
+	case i.pidGiven:
+		n, err = gateway.OpenPID(i.pid)
+		switch {
+		case errors.Is(err, unix.ESRCH):
+			return nil, agent.Usage(fmt.Errorf("there is no process %d", i.pid), "it may have ended; name another with --pid")
+		case errors.Is(err, gateway.ErrOwnNamespace):
+			return nil, agent.Usage(fmt.Errorf("the network of process %d %w", i.pid, err), "name a process that has a network namespace of its own")
+		case err != nil:
+			return nil, notPermitted(fmt.Errorf("open network namespace of process %d: %w", i.pid, err), "the process must be your own")
+		}
+	case i.netns != "":
+		n, err = gateway.OpenNetns(i.netns)
+		switch {
+		case errors.Is(err, gateway.ErrNoNamespace), errors.Is(err, gateway.ErrOwnNamespace):
+			return nil, agent.Usage(fmt.Errorf("%s %w", i.netns, err), "as in /run/netns/NAME; ip netns lists them")
+		case errors.Is(err, unix.ESRCH), errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):
+			return nil, agent.Usage(fmt.Errorf("there is no namespace %s", i.netns), "as in /run/netns/NAME; ip netns lists them")
+		case err != nil:
+			return nil, notPermitted(fmt.Errorf("open network namespace %s: %w", i.netns, err), "it must be your own")
+		}
+	}
+	return n, nil
+}
+
+// notPermitted gives an error a hint, and its code if it is one of rights.
+func notPermitted(err error, hint string) error {
+	if errors.Is(err, fs.ErrPermission) {
+		return &agent.Error{Err: err, Hint: hint, Code: agent.CodeNotPermitted}
+	}
+	return err
+}
+
+// findProgram finds a program as the shell does.
+func findProgram(name string) (string, error) {
+	path, err := exec.LookPath(name)
+	if err == nil {
+		return path, nil
+	}
+	if lookup, ok := errors.AsType[*exec.Error](err); ok {
+		err = lookup.Err
+	}
+	if file, ok := errors.AsType[*fs.PathError](err); ok {
+		err = file.Err
+	}
+	return "", agent.Usage(fmt.Errorf("find program %s: %w", name, err), "name it as in the shell, or with its path")
+}
+
+// ownEnvironment is that of this process, without what an agent told it.
+func ownEnvironment() (env []string) {
+	for _, v := range os.Environ() {
+		if !strings.HasPrefix(v, "SOCKEYE_") {
+			env = append(env, v)
+		}
+	}
+	return env
+}
+
+// join makes a guest and is its gateway, until the guest's program ends, or the namespace that
+// was there already. The program's exit code is an error without a message. The sockets that
+// listen opens lead inside; they are open before the program starts.
+func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, listen func() ([]gateway.Forward, error)) (err error) {
+	if i.mtu < leastMTU || i.mtu > mostMTU {
+		return agent.Usage(fmt.Errorf("--mtu is %d", i.mtu), fmt.Sprintf("%d to %d bytes", leastMTU, mostMTU))
+	}
+	out, resolver, err := i.outbound()
+	if err != nil {
+		return err
+	}
+	if guest.Existing == nil {
+		guest.ResolvConf = resolver
+	}
+	got := make(chan os.Signal, 8)
+	if guest.Existing == nil {
+		// From here on they are the program's.
+		signal.Notify(got, unix.SIGINT, unix.SIGQUIT, unix.SIGTERM, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2)
+		defer signal.Stop(got)
+	}
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	log := slog.New(slog.DiscardHandler)
+	if i.verbose {
+		log = slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	}
+	a4, a6 := gateway.HostAddresses()
+	if !a4.IsValid() {
+		a4 = fallback4
+	}
+	if !a6.IsValid() {
+		a6 = fallback6
+	}
+	guest.Interface = gateway.Interface{Name: interfaceName, MTU: i.mtu, Addresses: []netip.Addr{a4, a6}}
+	forwards, err := listen()
+	if err != nil {
+		return listenError(err)
+	}
+	p, err := guest.Prepare([]string{"/proc/self/exe", gateway.InsideCommand})
+	if err != nil {
+		return guestError(err, guest.Existing != nil)
+	}
+	for _, w := range p.Warnings {
+		log.Warn(w)
+	}
+	g, err := gateway.New(gateway.Config{
+		TUN: p.TUN, MTU: i.mtu, Guest4: a4, Guest6: a6, Host4: host4, Host6: host6,
+		Forwards: forwards, Diag: p.Diag, Outbound: out, Kernel: p.Kernel, Log: log,
+	})
+	if err != nil {
+		p.Kill()
+		return tooManyFiles(err)
+	}
+	box := gateway.Sandbox{Outbound: out, Listens: guest.Watched}
+	if guest.Existing == nil {
+		box.Child = p.PID()
+	}
+	terminal := openTerminal()
+	missing, err := box.Enter()
+	if err != nil {
+		p.Kill()
+		return err
+	}
+	for _, name := range missing {
+		log.Warn("the gateway is not confined by all means", "missing", name)
+	}
+	log.Info("joined", "interface", interfaceName, "ipv4", a4, "ipv6", a6, "ports", len(forwards))
+	if guest.Existing != nil {
+		fmt.Fprintf(c.Out, "joined by %s; interrupt it to end\n", interfaceName)
+		return serve(ctx, g, guest.Existing.Ended)
+	}
+	return serve(context.WithoutCancel(ctx), g, func(running context.Context) error {
+		return runProgram(running, p, got, terminal)
+	})
+}
+
+// serve is the gateway until work has ended, or ctx. If the gateway ends before, the context
+// of work ends.
+func serve(ctx context.Context, g *gateway.Gateway, work func(context.Context) error) error {
+	running, stop := context.WithCancel(ctx)
+	defer stop()
+	ended := make(chan error, 1)
+	go func() {
+		defer stop()
+		ended <- g.Run(running)
+	}()
+	err := work(running)
+	stop()
+	if failed := <-ended; failed != nil {
+		return failed
+	}
+	return err
+}
+
+// runProgram starts the program that was prepared, and stands for it until it ends.
+func runProgram(ctx context.Context, p *gateway.Prepared, got <-chan os.Signal, terminal terminal) error {
+	pass := make(chan os.Signal, 8)
+	go func() {
+		for s := range got {
+			// What a key makes, the terminal has sent to the program too.
+			if (s == unix.SIGINT || s == unix.SIGQUIT) && terminal.foreground() {
+				continue
+			}
+			pass <- s
+		}
+	}()
+	if err := p.Go(); err != nil {
+		p.Kill()
+		return err
+	}
+	code, err := p.Wait(ctx, pass)
+	if err == nil && code != 0 {
+		return &silent{&agent.Error{Err: errors.New("the program failed"), Code: code}}
+	}
+	return err
+}
+
+// terminal is the terminal that controls this process.
+type terminal struct {
+	file  *os.File // nil if there is none
+	group int      // of processes, this one's
+}
+
+func openTerminal() terminal {
+	f, err := os.OpenFile("/dev/tty", os.O_RDONLY|unix.O_NOCTTY, 0)
+	if err != nil {
+		return terminal{}
+	}
+	return terminal{f, unix.Getpgrp()}
+}
+
+// foreground tells whether its keys make signals for this process, and the program.
+func (t terminal) foreground() bool {
+	if t.file == nil {
+		return false
+	}
+	group, err := unix.IoctlGetInt(int(t.file.Fd()), unix.TIOCGPGRP)
+	return err == nil && group == t.group
+}
+
+// listenError says what to do about a port of the host that could not be had.
+func listenError(err error) error {
+	failed, ok := errors.AsType[*gateway.ListenError](err)
+	if !ok {
+		return err
+	}
+	port := int(failed.At.Port())
+	switch {
+	case errors.Is(err, unix.EADDRINUSE):
+		return &agent.Error{Err: err, Hint: "publish another port of the host, as in -p " + fmt.Sprintf("%d:%d", freePort(port), port), Code: agent.CodeConflict}
+	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
+		first, ok := readSysctl("net/ipv4/ip_unprivileged_port_start")
+		hint := fmt.Sprintf("publish another port of the host, as in -p %d:%d", freePort(port), port)
+		if ok && port < first {
+			hint = fmt.Sprintf("ports below %d are for root (sysctl net.ipv4.ip_unprivileged_port_start); ", first) + hint
+		}
+		return &agent.Error{Err: err, Hint: hint, Code: agent.CodeNotPermitted}
+	case errors.Is(err, unix.EADDRNOTAVAIL):
+		return agent.Usage(err, "the host has no such address")
+	case errors.Is(err, unix.EAFNOSUPPORT):
+		return &agent.Error{Err: err, Hint: "this kernel has no IPv6", Code: agent.CodeUnsupported}
+	}
+	return tooManyFiles(err)
+}
+
+// freePort is another port that an ordinary user may have, to name in a hint.
+func freePort(port int) int {
+	if port < 57536 {
+		return port + 8000
+	}
+	return port - 8000
+}
+
+func tooManyFiles(err error) error {
+	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) {
+		return &agent.Error{Err: err, Hint: "publish fewer ports, or raise the limit of open files (ulimit -Hn)", Code: agent.CodeFailed}
+	}
+	return err
+}
+
+func readSysctl(name string) (int, bool) {
+	text, err := os.ReadFile("/proc/sys/" + name)
+	if err != nil {
+		return 0, false
+	}
+	n, err := strconv.Atoi(strings.TrimSpace(string(text)))
+	return n, err == nil
+}
+
+// guestError says what to do about a guest that could not be made. If it exists already,
+// it is its own kernel that refuses.
+func guestError(err error, exists bool) error {
+	failed, ok := errors.AsType[*gateway.StepError](err)
+	if !ok {
+		return tooManyFiles(err)
+	}
+	refused := errors.Is(err, fs.ErrPermission)
+	hint, code := "", agent.CodeFailed
+	switch failed.Step {
+	case gateway.StepNamespaces, gateway.StepRights:
+		switch {
+		case refused, errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EUSERS):
+			hint, code = userNamespaceHint(), agent.CodeNotPermitted
+		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOSYS):
+			hint, code = "the kernel has no user namespaces (CONFIG_USER_NS)", agent.CodeUnsupported
+		}
+	case gateway.StepDevice:
+		switch {
+		case refused:
+			hint, code = "it is open to all on most hosts: chmod 0666 /dev/net/tun", agent.CodeNotPermitted
+		case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):
+			hint, code = "load it by modprobe tun; in a container, give it the device", agent.CodeUnsupported
+		}
+	case gateway.StepInterface:
+		switch {
+		case refused && exists:
+			hint, code = "you must be root in the namespace's user namespace", agent.CodeNotPermitted
+		case refused:
+			hint, code = userNamespaceHint(), agent.CodeNotPermitted
+		case errors.Is(err, unix.EBUSY), errors.Is(err, fs.ErrExist):
+			hint, code = "it must have no interface "+interfaceName+", as another gateway makes, and no default route", agent.CodeConflict
+		}
+	case gateway.StepJoin:
+		hint, code = "you must be root in the namespace's user namespace", agent.CodeNotPermitted
+		if errors.Is(err, exec.ErrNotFound) {
+			hint, code = "install util-linux", agent.CodeFailed
+		}
+	}
+	return &agent.Error{Err: err, Hint: hint, Code: code}
+}
+
+// userNamespaceHint names the sysctl that forbids user namespaces, or those that may.
+func userNamespaceHint() string {
+	for _, c := range []struct {
+		name   string
+		forbid int
+		hint   string
+	}{
+		{"kernel/unprivileged_userns_clone", 0, "set sysctl kernel.unprivileged_userns_clone to 1"},
+		{"user/max_user_namespaces", 0, "raise sysctl user.max_user_namespaces, which is 0"},
+		{"kernel/apparmor_restrict_unprivileged_userns", 1, "set sysctl kernel.apparmor_restrict_unprivileged_userns to 0, or allow it to sockeye by an AppArmor profile"},
+	} {
+		if v, ok := readSysctl(c.name); ok && v == c.forbid {
+			return c.hint
+		}
+	}
+	return "user namespaces may be forbidden: see sysctls kernel.unprivileged_userns_clone, user.max_user_namespaces and kernel.apparmor_restrict_unprivileged_userns"
+}

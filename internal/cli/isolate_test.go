@@ -1,0 +1,1024 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/gateway"
+	"sockeye/internal/testenv"
+)
+
+// becomeInside is a program that runs isolated: what it does, and its arguments. What it
+// says first ends with a line feed.
+func becomeInside(args []string) {
+	if err := inside(args[0], args[1:]); err != nil {
+		fmt.Println(err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
+
+func inside(what string, args []string) error {
+	switch what {
+	case "dial": // a network and an address, and print what it says
+		c, err := net.DialTimeout(args[0], args[1], 5*time.Second)
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		if err := c.SetDeadline(time.Now().Add(5 * time.Second)); err != nil {
+			return err
+		}
+		if _, err := c.Write([]byte("hello\n")); err != nil {
+			return err
+		}
+		line, err := bufio.NewReader(c).ReadString('\n')
+		fmt.Print(line)
+		return err
+	case "serve": // everybody on networks and ports, until the end of standard input
+		for i := 0; i < len(args); i += 2 {
+			if err := tellPeers(args[i], ":"+args[i+1]); err != nil {
+				return err
+			}
+		}
+		fmt.Println("ready", os.Getpid())
+		_, err := io.Copy(io.Discard, os.Stdin)
+		return err
+	case "lookup": // a name
+		list, err := net.DefaultResolver.LookupHost(context.Background(), args[0])
+		fmt.Println(list)
+		return err
+	case "signals": // print them, and lines of standard input until its end
+		got := make(chan os.Signal, 8)
+		signal.Notify(got, unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGUSR1)
+		fmt.Println("ready", os.Getpid())
+		lines := make(chan string)
+		go func() {
+			defer close(lines)
+			for in := bufio.NewScanner(os.Stdin); in.Scan(); {
+				lines <- in.Text()
+			}
+		}()
+		for {
+			select {
+			case s := <-got:
+				fmt.Println(s)
+			case line, ok := <-lines:
+				if !ok {
+					return nil
+				}
+				fmt.Println("got", line)
+			}
+		}
+	}
+	return fmt.Errorf("what is %s?", what)
+}
+
+// tellPeers tells everybody who says something its address.
+func tellPeers(network, address string) error {
+	if network == "udp" {
+		c, err := net.ListenPacket(network, address)
+		if err != nil {
+			return err
+		}
+		go func() {
+			b := make([]byte, 1500)
+			for {
+				_, peer, err := c.ReadFrom(b)
+				if err != nil {
+					return
+				}
+				_, _ = fmt.Fprintln(packetWriter{c, peer}, peer.(*net.UDPAddr).AddrPort().Addr().Unmap())
+			}
+		}()
+		return nil
+	}
+	l, err := net.Listen(network, address)
+	if err != nil {
+		return err
+	}
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				_, _ = bufio.NewReader(c).ReadString('\n')
+				fmt.Fprintln(c, c.RemoteAddr().(*net.TCPAddr).AddrPort().Addr().Unmap())
+			}()
+		}
+	}()
+	return nil
+}
+
+type packetWriter struct {
+	net.PacketConn
+	to net.Addr
+}
+
+func (w packetWriter) Write(p []byte) (int, error) { return w.WriteTo(p, w.to) }
+
+// addresses of the tests' host, on lo.
+var (
+	own4 = netip.MustParseAddr("192.0.2.10")
+	own6 = netip.MustParseAddr("2001:db8::10")
+)
+
+func addAddresses(t *testing.T) {
+	t.Helper()
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range []netip.Addr{own4, own6} {
+		err := netlink.AddrReplace(lo, &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// ordinary is sockeye, run by an ordinary user with a TUN device that is open to all, as it is
+// on most hosts. A shell prepares its mount namespace, which is its own.
+func ordinary(t *testing.T, prepare string, args ...string) *exec.Cmd {
+	t.Helper()
+	return prepared(t, `mount -t tmpfs none /mnt && mknod /mnt/tun c 10 200 && chmod 666 /mnt/tun &&
+		mkdir -p /dev/net && { test -e /dev/net/tun || touch /dev/net/tun; } && mount --bind /mnt/tun /dev/net/tun || exit 99
+		`+prepare, "setpriv --reuid 65534 --regid 65534 --clear-groups --inh-caps=-all", args...)
+}
+
+// prepared is sockeye, run by another command behind a script, in a mount namespace of its
+// own. Descriptor 9 is the binary, which others may not find by its path.
+func prepared(t *testing.T, script, by string, args ...string) *exec.Cmd {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	t.Cleanup(cancel)
+	self, err := unix.Open("/proc/self/exe", unix.O_PATH|unix.O_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := os.NewFile(uintptr(self), "itself")
+	t.Cleanup(func() { file.Close() })
+	cmd := exec.CommandContext(ctx, "unshare", append([]string{"-m", "--propagation", "private", "sh", "-c",
+		"exec 9<&3 3<&-\n" + script + "\nexec " + by + ` /proc/self/fd/9 sockeye "$@"`, "sh"}, args...)...)
+	cmd.Dir = "/"
+	cmd.ExtraFiles = []*os.File{file}
+	cmd.WaitDelay = 5 * time.Second
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
+	return cmd
+}
+
+// itself is this binary, inside: the program is started by it.
+const itself = "/proc/self/exe"
+
+// resultOf runs a command to its end.
+func resultOf(t *testing.T, cmd *exec.Cmd) (stdout, stderr string, code int) {
+	t.Helper()
+	var out, err bytes.Buffer
+	if cmd.Stdout == nil {
+		cmd.Stdout = &out
+	}
+	cmd.Stderr = &err
+	if failed := cmd.Run(); failed != nil && cmd.ProcessState == nil {
+		t.Fatal(failed)
+	}
+	if cmd.ProcessState.ExitCode() < 0 {
+		t.Fatalf("%v: %v\n%s", cmd.Args, cmd.ProcessState, err.String())
+	}
+	return out.String(), err.String(), cmd.ProcessState.ExitCode()
+}
+
+// guestOf runs a command whose program says that it is ready, and its process id.
+type guestOf struct {
+	*exec.Cmd
+	In     io.WriteCloser
+	Out    *bufio.Reader
+	Err    *bytes.Buffer
+	Inside int // process id of the program
+}
+
+func started(t *testing.T, cmd *exec.Cmd) *guestOf {
+	t.Helper()
+	g := &guestOf{Cmd: cmd, Err: &bytes.Buffer{}}
+	var err error
+	if g.In, err = cmd.StdinPipe(); err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd.Stderr = g.Err
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	})
+	g.Out = bufio.NewReader(out)
+	g.Inside, err = strconv.Atoi(strings.TrimSpace(strings.TrimPrefix(g.line(t), "ready ")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return g
+}
+
+func (g *guestOf) line(t *testing.T) string {
+	t.Helper()
+	line, err := g.Out.ReadString('\n')
+	if err != nil {
+		_ = g.Wait()
+		t.Fatalf("it ended: %v, %q\n%s", g.ProcessState, line, g.Err)
+	}
+	return strings.TrimSuffix(line, "\n")
+}
+
+// end waits for the gateway's end and returns its exit code, -1 if a signal ended it.
+func (g *guestOf) end(t *testing.T) int {
+	t.Helper()
+	_ = g.Wait()
+	return g.ProcessState.ExitCode()
+}
+
+// gone waits until a process has ended.
+func gone(t *testing.T, pid int) {
+	t.Helper()
+	fd, err := unix.PidfdOpen(pid, 0)
+	if errors.Is(err, unix.ESRCH) {
+		return
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	if n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 5000); n != 1 || err != nil {
+		t.Fatalf("process %d goes on: %v", pid, err)
+	}
+}
+
+// The program has its own network and nothing else of its own, and its exit code is that
+// of the command.
+func TestIsolateProgram(t *testing.T) {
+	addAddresses(t)
+	for _, test := range []struct {
+		name, script string
+		in           string
+		want         string
+		code         int
+	}{
+		{"standard streams", "cat; echo to stderr >&2", "in\n", "in\n", 0},
+		{"exit code", "exit 7", "", "", 7},
+		{"signal", "kill -9 $$", "", "", 137},
+		{"bytes that are no text", "printf '%s' \"$BYTES\" | od -An -tx1", "", " ff 0a e9\n", 0},
+		{"directory", "pwd; ls -d tmp", "", "/\ntmp\n", 0},
+		{"environment", "echo $KEPT; env | grep -c SOCKEYE_", "", "kept\n0\n", 1},
+		{"descriptors", "ls /proc/self/fd | grep -vE '^[0-3]$'", "", "", 1},
+		{"rights", "grep -E '^(Cap[^B]|NoNew)' /proc/self/status", "", `CapInh:	0000000000000000
+CapPrm:	0000000000000000
+CapEff:	0000000000000000
+CapAmb:	0000000000000000
+NoNewPrivs:	1
+`, 0},
+		{"no more rights", "setpriv --ambient-caps=+net_admin true 2>/dev/null; unshare -r true 2>/dev/null && cat /proc/sys/net/ipv4/ip_unprivileged_port_start", "", "0\n", 0},
+		{"signals to its own", "sleep 60 & kill $!; wait $!", "", "", 143},
+		{"signals to others", "kill -0 $PPID 2>/dev/null", "", "", 1},
+		{"interfaces", "ls /sys/class/net 2>/dev/null; cut -s -d: -f1 /proc/net/dev", "", "", 0},
+		{"user", "id -u; id -g", "", "65534\n65534\n", 0},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			if abi, _, _ := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION); test.name == "signals to others" && int(abi) < 6 {
+				t.Skip("kernel: landlock does not know signals")
+			}
+			cmd := ordinary(t, "", "isolate", "--", "sh", "-c", test.script)
+			cmd.Env = append(os.Environ(), "SOCKEYE_SLOT=3", "KEPT=kept", "BYTES=\xff\n\xe9")
+			cmd.Stdin = strings.NewReader(test.in)
+			out, stderr, code := resultOf(t, cmd)
+			if test.name == "interfaces" {
+				names := strings.Fields(out)
+				if slices.Sort(names); !slices.Contains(names, "lo") || !slices.Contains(names, "sockeye0") {
+					t.Errorf("interfaces %v", names)
+				}
+				return
+			}
+			if out != test.want || code != test.code {
+				t.Errorf("%q, code %d, want %q, %d\n%s", out, code, test.want, test.code, stderr)
+			}
+			if strings.Contains(stderr, "sockeye:") {
+				t.Errorf("it says %q", stderr)
+			}
+		})
+	}
+}
+
+// A file that asks for capabilities, as ping does, runs without them.
+func TestIsolateFileCapabilities(t *testing.T) {
+	addAddresses(t)
+	cat, err := os.ReadFile("/bin/cat")
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(t.TempDir(), "cat")
+	if err := os.WriteFile(file, cat, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	// Version 2 of vfs_cap_data: CAP_NET_RAW, permitted and effective.
+	asks := []byte{1, 0, 0, 2, 0, 1 << (unix.CAP_NET_RAW - 8), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+	if err := unix.Setxattr(file, "security.capability", asks, 0); err != nil {
+		t.Fatal(err)
+	}
+	out, stderr, code := resultOf(t, ordinary(t, "cp --preserve=all "+file+" /mnt/cat || exit 98", "isolate", "--", "/mnt/cat", "/proc/self/status"))
+	if !strings.Contains(out, "CapEff:\t0000000000000000") || code != 0 {
+		t.Errorf("code %d\n%s%s", code, out, stderr)
+	}
+}
+
+// Nothing is left of a guest: no process, no interface, no mount that others see.
+func TestIsolateLeavesNothing(t *testing.T) {
+	addAddresses(t)
+	mounts := func() string {
+		text, err := os.ReadFile("/proc/self/mountinfo")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(text)
+	}
+	processes := func() []string {
+		text, err := os.ReadFile(filepath.Join(testenv.Cgroup(), "cgroup.procs"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return strings.Fields(string(text))
+	}
+	before, had := mounts(), processes()
+	for _, test := range []struct {
+		name string
+		end  func(g *guestOf) // of a gateway whose program is at work
+		code int
+	}{
+		{"end of the program", func(g *guestOf) { g.In.Close() }, 0},
+		{"kill -9 of the program", func(g *guestOf) { _ = unix.Kill(g.Inside, unix.SIGKILL) }, 137},
+		{"kill -9 of the gateway", func(g *guestOf) { _ = g.Process.Kill() }, -1},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			g := started(t, ordinary(t, "", "isolate", "-p", "127.0.0.1:7080:80", "--", itself, "inside", "serve", "tcp", "80"))
+			if answer := hello(t, "tcp", "127.0.0.1:7080"); answer != host4.String() {
+				t.Errorf("inside, the host is %q", answer)
+			}
+			test.end(g)
+			if code := g.end(t); code != test.code {
+				t.Errorf("code %d, want %d\n%s", code, test.code, g.Err)
+			}
+			gone(t, g.Inside)
+			if now := processes(); !slices.Equal(now, had) {
+				t.Errorf("processes %v, before %v", now, had)
+			}
+			if mounts() != before {
+				t.Error("mounts are left")
+			}
+			c, err := net.Listen("tcp4", "127.0.0.1:7080")
+			if err != nil {
+				t.Fatalf("the port is not free: %v", err)
+			}
+			c.Close()
+		})
+	}
+}
+
+// hello says something to a server and returns the line of its answer.
+func hello(t *testing.T, network, address string) string {
+	t.Helper()
+	c, err := net.DialTimeout(network, address, 5*time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if err := c.SetDeadline(time.Now().Add(5 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := fmt.Fprintln(c, "hello"); err != nil {
+		t.Fatal(err)
+	}
+	line, err := bufio.NewReader(c).ReadString('\n')
+	if err != nil {
+		t.Fatalf("%s %s: %v", network, address, err)
+	}
+	return strings.TrimSuffix(line, "\n")
+}
+
+// Published ports lead inside, over both protocols and families, and the program sees who it
+// is.
+func TestIsolatePublish(t *testing.T) {
+	addAddresses(t)
+	started(t, ordinary(t, "", "isolate", "--no-outbound",
+		"-p", "7000-7001:80-81", "-p", "127.0.0.1:7002/tcp", "-p", "7000:53/udp", "-p", "[2001:db8::10]:7003:80",
+		"--", itself, "inside", "serve", "tcp", "80", "tcp", "81", "tcp", "7002", "udp", "53"))
+	for _, test := range []struct{ network, to, sees string }{
+		{"tcp", "192.0.2.10:7000", "192.0.2.10"},
+		{"tcp", "192.0.2.10:7001", "192.0.2.10"},
+		{"tcp", "[2001:db8::10]:7000", "2001:db8::10"},
+		{"tcp", "[2001:db8::10]:7003", "2001:db8::10"},
+		{"tcp", "[::1]:7001", host6.String()},
+		{"tcp", "127.0.0.1:7002", host4.String()},
+		{"udp", "192.0.2.10:7000", "192.0.2.10"},
+		{"udp", "[2001:db8::10]:7000", "2001:db8::10"},
+		{"udp", "127.0.0.1:7000", host4.String()},
+	} {
+		if got := hello(t, test.network, test.to); got != test.sees {
+			t.Errorf("%s %s: inside it is %q, want %q", test.network, test.to, got, test.sees)
+		}
+	}
+	for _, closed := range []string{"192.0.2.10:7002", "192.0.2.10:7003"} {
+		if c, err := net.DialTimeout("tcp", closed, time.Second); err == nil {
+			c.Close()
+			t.Errorf("%s is open", closed)
+		}
+	}
+}
+
+// The program goes where it may, and nowhere else.
+func TestIsolateOutbound(t *testing.T) {
+	addAddresses(t)
+	for _, at := range []string{"192.0.2.10:7100", "[2001:db8::10]:7100", "192.0.2.10:7101", "127.0.0.1:7102"} {
+		l, err := net.Listen("tcp", at)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		go func() {
+			for {
+				c, err := l.Accept()
+				if err != nil {
+					return
+				}
+				fmt.Fprintln(c, "welcome")
+				c.Close()
+			}
+		}()
+	}
+	for _, test := range []struct {
+		flags, to string
+		ok        bool
+	}{
+		{"", "192.0.2.10:7100", true},
+		{"", "[2001:db8::10]:7100", true},
+		{"", "169.254.53.53:7102", false},
+		{"--no-outbound", "192.0.2.10:7100", false},
+		{"--allow=192.0.2.0/24:7100/tcp", "192.0.2.10:7100", true},
+		{"--allow=192.0.2.0/24:7100/tcp", "192.0.2.10:7101", false},
+		{"--allow=192.0.2.0/24:7100/udp", "192.0.2.10:7100", false},
+		{"--allow=192.0.2.0/24", "[2001:db8::10]:7100", false},
+		{"--allow=[2001:db8::/32]:7100", "[2001:db8::10]:7100", true},
+		{"--mtu=1280", "[2001:db8::10]:7100", true},
+	} {
+		args := []string{"isolate"}
+		if test.flags != "" {
+			args = append(args, test.flags)
+		}
+		out, stderr, code := resultOf(t, ordinary(t, "", append(args, "--", itself, "inside", "dial", "tcp", test.to)...))
+		if ok := out == "welcome\n" && code == 0; ok != test.ok {
+			t.Errorf("%s %s: %q, code %d\n%s", test.flags, test.to, out, code, stderr)
+		}
+	}
+}
+
+// dnsServer answers every question with 203.0.113.7, over UDP and TCP.
+func dnsServer(t *testing.T, at string) {
+	t.Helper()
+	packets, err := net.ListenPacket("udp", at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { packets.Close() })
+	go func() {
+		b := make([]byte, 1500)
+		for {
+			n, peer, err := packets.ReadFrom(b)
+			if err != nil {
+				return
+			}
+			_, _ = packets.WriteTo(dnsAnswer(b[:n]), peer)
+		}
+	}()
+	l, err := net.Listen("tcp", at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				var length [2]byte
+				for {
+					if _, err := io.ReadFull(c, length[:]); err != nil {
+						return
+					}
+					question := make([]byte, binary.BigEndian.Uint16(length[:]))
+					if _, err := io.ReadFull(c, question); err != nil {
+						return
+					}
+					answer := dnsAnswer(question)
+					_, _ = c.Write(append(binary.BigEndian.AppendUint16(nil, uint16(len(answer))), answer...))
+				}
+			}()
+		}
+	}()
+}
+
+// dnsAnswer answers a question for an IPv4 address; for others there is none.
+func dnsAnswer(question []byte) []byte {
+	end := 12
+	for end < len(question) && question[end] != 0 {
+		end += int(question[end]) + 1
+	}
+	end += 5
+	if end > len(question) {
+		return nil
+	}
+	p := append([]byte{}, question[:end]...)
+	copy(p[2:], []byte{0x81, 0x80, 0, 1, 0, 0, 0, 0, 0, 0})
+	if binary.BigEndian.Uint16(question[end-4:]) == 1 {
+		p[7] = 1
+		p = append(p, 0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 203, 0, 113, 7)
+	}
+	return p
+}
+
+// Names resolve inside as they do on the host, whatever its resolv.conf is.
+func TestIsolateNames(t *testing.T) {
+	addAddresses(t)
+	for _, at := range []string{"127.0.0.1:53", "127.0.0.53:53", "[2001:db8::10]:53", "192.0.2.10:53"} {
+		dnsServer(t, at)
+	}
+	const found, etc = "[203.0.113.7]\n", "mount -t tmpfs none /etc || exit 98\n"
+	for _, test := range []struct {
+		name, prepare string
+		flags         []string
+		want          string
+	}{
+		{"of loopback", etc + "echo nameserver 127.0.0.53 >/etc/resolv.conf", nil, found},
+		{"a link into /run", etc + "mkdir /mnt/run; mount --bind /mnt/run /run; echo nameserver 127.0.0.53 >/run/stub; ln -s ../run/stub /etc/resolv.conf", nil, found},
+		{"a link that leads into /tmp", etc + "mkdir /mnt/tmp; mount --bind /mnt/tmp /tmp; chmod 755 /tmp; echo nameserver 127.0.0.53 >/tmp/stub; ln -s /tmp/stub /etc/resolv.conf", nil, found},
+		{"IPv6 only", etc + "echo nameserver 2001:db8::10 >/etc/resolv.conf", nil, found},
+		{"IPv6 with a zone", etc + "echo nameserver ::1%lo >/etc/resolv.conf", nil, "[203.0.113.7]\n"},
+		{"an address of the host", etc + "echo nameserver 192.0.2.10 >/etc/resolv.conf", nil, found},
+		{"over TCP", etc + "printf 'nameserver 127.0.0.53\\noptions use-vc\\n' >/etc/resolv.conf", nil, found},
+		{"the first is dead", etc + "printf 'nameserver 127.0.0.7\\nnameserver 127.0.0.53\\noptions timeout:1\\n' >/etc/resolv.conf", nil, found},
+		{"none named", etc + "echo '# nothing' >/etc/resolv.conf", nil, found},
+		{"with an allow list", etc + "echo nameserver 127.0.0.53 >/etc/resolv.conf", []string{"--allow", "203.0.113.0/24"}, found},
+		{"no file", etc, nil, ""},
+		{"no DNS", etc + "echo nameserver 127.0.0.53 >/etc/resolv.conf", []string{"--no-dns"}, ""},
+		{"no outbound", etc + "echo nameserver 127.0.0.53 >/etc/resolv.conf", []string{"--no-outbound"}, ""},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			if test.name == "IPv6 with a zone" {
+				dnsServer(t, "[::1]:53")
+			}
+			args := append(append([]string{"isolate"}, test.flags...), "--", itself, "inside", "lookup", "name.example.")
+			out, stderr, code := resultOf(t, ordinary(t, test.prepare, args...))
+			if test.want == "" {
+				if code != 1 || strings.Contains(stderr, "sockeye:") {
+					t.Errorf("%q, code %d\n%s", out, code, stderr)
+				}
+			} else if out != test.want || code != 0 {
+				t.Errorf("%q, code %d, want %q\n%s", out, code, test.want, stderr)
+			}
+		})
+	}
+}
+
+// Signals go to the program, once.
+func TestIsolateSignals(t *testing.T) {
+	addAddresses(t)
+	g := started(t, ordinary(t, "", "isolate", "--", itself, "inside", "signals"))
+	for _, s := range []unix.Signal{unix.SIGUSR1, unix.SIGINT, unix.SIGHUP, unix.SIGTERM, unix.SIGINT} {
+		if err := g.Process.Signal(s); err != nil {
+			t.Fatal(err)
+		}
+		if got := g.line(t); got != s.String() {
+			t.Errorf("%s, want %s", got, s)
+		}
+	}
+	g.In.Close()
+	if code := g.end(t); code != 0 {
+		t.Errorf("code %d\n%s", code, g.Err)
+	}
+	for s, code := range map[unix.Signal]int{unix.SIGTERM: 143, unix.SIGINT: 130} {
+		g = started(t, ordinary(t, "", "isolate", "--", "sh", "-c", "echo ready $$; exec sleep 60"))
+		if err := g.Process.Signal(s); err != nil {
+			t.Fatal(err)
+		}
+		if got := g.end(t); got != code {
+			t.Errorf("%v: code %d, want %d\n%s", s, got, code, g.Err)
+		}
+		gone(t, g.Inside)
+	}
+}
+
+// On a terminal, the program is in the foreground: a key reaches it once, and what it
+// reads is what was typed.
+func TestIsolateTerminal(t *testing.T) {
+	addAddresses(t)
+	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer master.Close()
+	control, err := master.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var number int
+	if err := errors.Join(control.Control(func(fd uintptr) {
+		err = errors.Join(unix.IoctlSetPointerInt(int(fd), unix.TIOCSPTLCK, 0))
+		if err == nil {
+			number, err = unix.IoctlGetInt(int(fd), unix.TIOCGPTN)
+		}
+	}), err); err != nil {
+		t.Fatal(err)
+	}
+	slave, err := os.OpenFile(fmt.Sprintf("/dev/pts/%d", number), os.O_RDWR|unix.O_NOCTTY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer slave.Close()
+	// An ordinary user's terminal is the user's own.
+	if err := slave.Chown(65534, 65534); err != nil {
+		t.Fatal(err)
+	}
+	cmd := ordinary(t, "", "isolate", "--", itself, "inside", "signals")
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = slave, slave, slave
+	cmd.SysProcAttr.Setsid, cmd.SysProcAttr.Setctty = true, true
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if err := master.SetReadDeadline(time.Now().Add(20 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	screen := bufio.NewReader(master)
+	var seen []string
+	see := func(want string) {
+		t.Helper()
+		for {
+			line, err := screen.ReadString('\n')
+			if err != nil {
+				t.Fatalf("no %q: %q, %v", want, line, err)
+			}
+			seen = append(seen, strings.TrimRight(line, "\r\n"))
+			if strings.Contains(line, want) {
+				return
+			}
+		}
+	}
+	see("ready")
+	fmt.Fprintln(master, "one")
+	see("got one")
+	_, _ = master.Write([]byte{3})
+	see("interrupt")
+	fmt.Fprintln(master, "two")
+	see("got two")
+	if n := strings.Count(strings.Join(seen, " "), "interrupt"); n != 1 {
+		t.Errorf("%d interrupts: %q", n, seen)
+	}
+	_, _ = master.Write([]byte{4}) // the end of input
+	_ = cmd.Wait()
+	if code := cmd.ProcessState.ExitCode(); code != 0 {
+		t.Errorf("code %d", code)
+	}
+}
+
+// What is wrong gets one line and a hint, and leaves nothing.
+func TestIsolateRefusals(t *testing.T) {
+	addAddresses(t)
+	busy, err := net.Listen("tcp", "192.0.2.10:7200")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer busy.Close()
+	other := "touch /mnt/net; mount --bind " + newNetns(t) + " /mnt/net || exit 98"
+	tun := "mount --bind /mnt/none /dev/net/tun || exit 98"
+	for _, test := range []struct {
+		args, prepare string
+		code          int
+		message, hint string
+	}{
+		{"", "", 2, "PROGRAM is missing", "name one behind --, or a namespace that is there with --netns or --pid"},
+		{"-- nosuchprogram", "", 2, "find program nosuchprogram: executable file not found in $PATH", "name it as in the shell, or with its path"},
+		{"-- /nosuch/program", "", 2, "find program /nosuch/program: no such file or directory", "name it as in the shell, or with its path"},
+		{"-- /etc/passwd", "", 2, "find program /etc/passwd: permission denied", "name it as in the shell, or with its path"},
+		{"-- /mnt/noscript", "printf '#!/nosuch\\n' >/mnt/noscript; chmod 755 /mnt/noscript", 2, "start /mnt/noscript: no such file or directory", ""},
+		{"-- /mnt/noformat", "printf 'x\\n' >/mnt/noformat; chmod 755 /mnt/noformat", 2, "start /mnt/noformat: exec format error", ""},
+
+		{"-p 0 -- true", "", 2, `--publish "0": "0" is no port, 1 to 65535`, "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp"},
+		{"-p 80/sctp -- true", "", 2, `--publish "80/sctp": the protocol is tcp or udp`, "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp"},
+		{"-p 7000-7005 -p 7005:80 -- true", "", 2, "--publish 7000-7005:7000-7005/tcp and 7005:80/tcp overlap", "a port of the host leads to one port inside"},
+		{"--allow nowhere -- true", "", 2, `--allow "nowhere": "nowhere" is no prefix`, "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443"},
+		{"--allow 10.0.0.0/8 --no-outbound -- true", "", 2, "--no-outbound and --allow do not go together", "with --allow the program may go nowhere else"},
+		{"--mtu 1000 -- true", "", 2, "--mtu is 1000", "1280 to 65520 bytes"},
+		{"--mtu 65521 -- true", "", 2, "--mtu is 65521", "1280 to 65520 bytes"},
+
+		{"--pid 4194304", "", 2, "there is no process 4194304", "it may have ended; name another with --pid"},
+		{"--pid 0", "", 2, "there is no process 0", "it may have ended; name another with --pid"},
+		{"--pid 1", "", 4, "open network namespace of process 1: open /proc/1/ns/net: permission denied", "the process must be your own"},
+		{"--pid 1 --netns /run/netns/x", "", 2, "--netns and --pid do not go together", "each names a namespace"},
+		{"--netns /nosuch/netns", "", 2, "there is no namespace /nosuch/netns", "as in /run/netns/NAME; ip netns lists them"},
+		{"--netns /etc/passwd", "", 2, "/etc/passwd is no network namespace", "as in /run/netns/NAME; ip netns lists them"},
+		{"--netns /proc/4194304/ns/net", "", 2, "there is no namespace /proc/4194304/ns/net", "as in /run/netns/NAME; ip netns lists them"},
+		{"--netns /proc/self/ns/net", "", 2, "/proc/self/ns/net is the host's own network", "as in /run/netns/NAME; ip netns lists them"},
+		{"--netns /mnt/net -- true", other, 2, "a namespace that is there and PROGRAM do not go together", "start the program in it by nsenter or ip netns exec"},
+
+		{"--netns /mnt/net", other, 4, "join the namespace: operation not permitted", "you must be root in the namespace's user namespace"},
+
+		{"-p 192.0.2.10:7200 -- true", "", 5, "listen on tcp 192.0.2.10:7200: address already in use", "publish another port of the host, as in -p 15200:7200"},
+		{"-p 7200:80 -- true", "", 5, "listen on tcp port 7200: address already in use", "publish another port of the host, as in -p 15200:7200"},
+		{"-p 80 -- true", "", 4, "listen on tcp port 80: permission denied", "ports below 1024 are for root (sysctl net.ipv4.ip_unprivileged_port_start); publish another port of the host, as in -p 8080:80"},
+		{"-p 198.51.100.1:8080 -- true", "", 2, "listen on tcp 198.51.100.1:8080: cannot assign requested address", "the host has no such address"},
+		{"-p 20000-20200 -- true", "ulimit -n 100", 1, "listen on tcp port PORT: too many open files", "publish fewer ports, or raise the limit of open files (ulimit -Hn)"},
+
+		{"-- true", "chmod 600 /dev/net/tun", 4, "open /dev/net/tun: permission denied", "it is open to all on most hosts: chmod 0666 /dev/net/tun"},
+		{"-- true", "mount -t tmpfs none /dev/net || exit 98", 3, "open /dev/net/tun: no such file or directory", "load it by modprobe tun; in a container, give it the device"},
+		{"-- true", "mknod -m 666 /mnt/none c 10 254;" + tun, 3, "open /dev/net/tun: no such device", "load it by modprobe tun; in a container, give it the device"},
+	} {
+		cmd := ordinary(t, test.prepare, append([]string{"isolate"}, strings.Fields(test.args)...)...)
+		out, stderr, code := resultOf(t, cmd)
+		want := "sockeye: " + test.message + "\n"
+		if test.hint != "" {
+			want += "hint: " + test.hint + "\n"
+		}
+		if before, after, ok := strings.Cut(want, "PORT:"); ok {
+			if strings.HasPrefix(stderr, before) {
+				_, rest, _ := strings.Cut(strings.TrimPrefix(stderr, before), ":")
+				stderr, want = rest, after
+			}
+		}
+		if out != "" || stderr != want || code != test.code {
+			t.Errorf("%s: code %d, want %d\n%s%s---- want\n%s", test.args, code, test.code, out, stderr, want)
+		}
+	}
+}
+
+// A host that forbids user namespaces is told which setting it is.
+func TestIsolateWithoutUserNamespaces(t *testing.T) {
+	addAddresses(t)
+	cmd := prepared(t, "", "unshare -Ur sh -c 'echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"' sh", "isolate", "--", "true")
+	_, stderr, code := resultOf(t, cmd)
+	const want = "sockeye: make namespaces: no space left on device\nhint: raise sysctl user.max_user_namespaces, which is 0\n"
+	if stderr != want || code != 4 {
+		t.Errorf("code %d\n%s", code, stderr)
+	}
+	for _, test := range []struct {
+		err  error
+		code int
+	}{
+		{unix.EPERM, 4}, {unix.EACCES, 4}, {unix.EUSERS, 4}, {unix.ENOSPC, 4}, {unix.EINVAL, 3}, {unix.ENOSYS, 3}, {unix.ENOMEM, 1},
+	} {
+		err := guestError(&gateway.StepError{Step: gateway.StepNamespaces, Err: test.err}, false)
+		if code := agent.Code(err); code != test.code {
+			t.Errorf("%v: code %d, want %d", test.err, code, test.code)
+		}
+	}
+}
+
+// A process that may open few files has all that it may have at most.
+func TestIsolateFewFiles(t *testing.T) {
+	addAddresses(t)
+	out, stderr, code := resultOf(t, ordinary(t, "ulimit -Sn 64", "isolate", "-p", "20000-20200", "--", "sh", "-c", "ulimit -Sn"))
+	if out != "64\n" || code != 0 {
+		t.Errorf("%q, code %d\n%s", out, code, stderr)
+	}
+}
+
+// Root is an ordinary user, too.
+func TestIsolateAsRoot(t *testing.T) {
+	addAddresses(t)
+	g := started(t, prepared(t, "", "", "isolate", "-p", "192.0.2.10:81:80", "--", itself, "inside", "serve", "tcp", "80"))
+	if got := hello(t, "tcp", "192.0.2.10:81"); got != "192.0.2.10" {
+		t.Errorf("inside it is %q", got)
+	}
+	for _, pid := range []int{g.Process.Pid, g.Inside} {
+		status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, want := range []string{"CapPrm:\t0000000000000000", "CapEff:\t0000000000000000", "NoNewPrivs:\t1"} {
+			if !bytes.Contains(status, []byte(want)) {
+				t.Errorf("process %d has no %q:\n%s", pid, want, status)
+			}
+		}
+	}
+	g.In.Close()
+	if code := g.end(t); code != 0 {
+		t.Errorf("code %d\n%s", code, g.Err)
+	}
+}
+
+// A host whose lo is down, and that has no address at all, has a guest like others.
+func TestIsolateWithoutNetwork(t *testing.T) {
+	cmd := ordinary(t, "", "isolate", "--", "sh", "-c", "grep -c sockeye0 /proc/net/dev")
+	cmd.SysProcAttr.Unshareflags = unix.CLONE_NEWNET
+	if out, stderr, code := resultOf(t, cmd); out != "1\n" || code != 0 {
+		t.Errorf("%q, code %d\n%s", out, code, stderr)
+	}
+	cmd = ordinary(t, "", "isolate", "--", itself, "inside", "dial", "tcp", "192.0.2.10:80")
+	cmd.SysProcAttr.Unshareflags = unix.CLONE_NEWNET
+	start := time.Now()
+	if out, stderr, code := resultOf(t, cmd); !strings.Contains(out, "unreachable") || code != 1 || time.Since(start) > 3*time.Second {
+		t.Errorf("%q, code %d after %v\n%s", out, code, time.Since(start), stderr)
+	}
+}
+
+// newNetns makes a network namespace and gives it a path.
+func newNetns(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "netns")
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := testenv.OnThread(func() error {
+		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			return err
+		}
+		return unix.Mount("/proc/thread-self/ns/net", path, "", unix.MS_BIND, "")
+	}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Unmount(path, unix.MNT_DETACH) })
+	return path
+}
+
+// attached starts a command that joins a namespace, and waits until it has.
+func attached(t *testing.T, cmd *exec.Cmd) *guestOf {
+	t.Helper()
+	g := &guestOf{Cmd: cmd, Err: &bytes.Buffer{}}
+	cmd.Stderr = g.Err
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	})
+	g.Out = bufio.NewReader(out)
+	if got := g.line(t); got != "joined by sockeye0; interrupt it to end" {
+		t.Fatal(got)
+	}
+	return g
+}
+
+// A namespace that is there is joined, and left, until it or the gateway ends.
+func TestIsolateNetns(t *testing.T) {
+	addAddresses(t)
+	l, err := net.Listen("tcp", "192.0.2.10:7300")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			fmt.Fprintln(c, "welcome")
+			c.Close()
+		}
+	}()
+	path := newNetns(t)
+	self := exec.Command(pathOfItself(t), "sockeye", "isolate", "--pid", strconv.Itoa(os.Getpid()))
+	want := fmt.Sprintf("sockeye: the network of process %d is the host's own network\nhint: name a process that has a network namespace of its own\n", os.Getpid())
+	if _, stderr, code := resultOf(t, self); stderr != want || code != 2 {
+		t.Errorf("its own network: code %d\n%s", code, stderr)
+	}
+	in := func(args ...string) string {
+		t.Helper()
+		out, _ := exec.Command("nsenter", append([]string{"--net=" + path, "--"}, args...)...).Output()
+		return string(out)
+	}
+	in("ip", "route", "add", "unreachable", "default")
+	_, stderr, code := resultOf(t, prepared(t, "", "", "isolate", "--netns", path))
+	if want := "sockeye: set up interface sockeye0: add default route: file exists\nhint: it must have no interface sockeye0, as another gateway makes, and no default route\n"; stderr != want || code != 5 {
+		t.Errorf("with a default route: code %d\n%s", code, stderr)
+	}
+	in("ip", "route", "del", "unreachable", "default")
+	join := []string{"isolate", "--netns", path, "-p", "192.0.2.10:7301:80"}
+	g := attached(t, prepared(t, "", "", join...))
+	if got := in(pathOfItself(t), "inside", "dial", "tcp", "192.0.2.10:7300"); got != "welcome\n" {
+		t.Errorf("dial: %q", got)
+	}
+	server := exec.Command("nsenter", "--net="+path, "--", pathOfItself(t), "inside", "serve", "tcp", "80")
+	s := started(t, server)
+	if got := hello(t, "tcp", "192.0.2.10:7301"); got != "192.0.2.10" {
+		t.Errorf("inside it is %q", got)
+	}
+	_, stderr, code = resultOf(t, prepared(t, "", "", "isolate", "--netns", path))
+	if want := "sockeye: make interface sockeye0: device or resource busy\nhint: it must have no interface sockeye0, as another gateway makes, and no default route\n"; stderr != want || code != 5 {
+		t.Errorf("a second gateway: code %d\n%s", code, stderr)
+	}
+	if err := g.Process.Signal(unix.SIGINT); err != nil {
+		t.Fatal(err)
+	}
+	if code := g.end(t); code != 0 {
+		t.Errorf("interrupted: code %d\n%s", code, g.Err)
+	}
+	if got := in("cat", "/proc/net/dev"); strings.Contains(got, "sockeye0") {
+		t.Errorf("the interface is left:\n%s", got)
+	}
+
+	// The path goes, as by ip netns del.
+	g = attached(t, prepared(t, "", "", join...))
+	s.In.Close()
+	s.end(t)
+	if err := unix.Unmount(path, unix.MNT_DETACH); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if code := g.end(t); code != 0 {
+		t.Errorf("the path is gone: code %d\n%s", code, g.Err)
+	}
+}
+
+// pathOfItself is this binary by its path, for those who may find it.
+func pathOfItself(t *testing.T) string {
+	t.Helper()
+	path, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// An ordinary user joins the namespace of a process of its own, which ends the gateway with
+// it.
+func TestIsolatePID(t *testing.T) {
+	addAddresses(t)
+	sleeper := exec.Command("unshare", "-rn", "sh", "-c", "echo ready; exec sleep 60")
+	sleeper.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}, Pdeathsig: unix.SIGKILL}
+	out, err := sleeper.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := sleeper.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = sleeper.Process.Kill()
+		_ = sleeper.Wait()
+	})
+	if _, err := bufio.NewReader(out).ReadString('\n'); err != nil {
+		t.Fatal(err)
+	}
+	pid := strconv.Itoa(sleeper.Process.Pid)
+	for _, flags := range [][]string{{"--pid", pid}, {"--netns", "/proc/" + pid + "/ns/net"}} {
+		g := attached(t, ordinary(t, "", append([]string{"isolate"}, flags...)...))
+		dev, err := os.ReadFile("/proc/" + pid + "/net/dev")
+		if err != nil || !bytes.Contains(dev, []byte("sockeye0")) {
+			t.Errorf("%v\n%s", err, dev)
+		}
+		if flags[0] == "--pid" {
+			if err := g.Process.Signal(unix.SIGTERM); err != nil {
+				t.Fatal(err)
+			}
+		} else if err := sleeper.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		if code := g.end(t); code != 0 {
+			t.Errorf("code %d\n%s", code, g.Err)
+		}
+	}
+}

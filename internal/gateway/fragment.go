@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"encoding/binary"
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+)
+
+// maxParts bounds how many packets may wait for the rest of them. One more has another one
+// be forgotten.
+const maxParts = 64
+
+// partsOf names a packet that came in fragments (RFC 791, section 3.2; RFC 8200, section
+// 4.5).
+type partsOf struct {
+	from, to netip.Addr
+	protocol uint8
+	id       uint32
+}
+
+// fragmentHeader is that of IPv6, in bytes.
+const fragmentHeader = 8
+
+// whole puts the packets together that the guest sends in fragments. Its kernel sends these
+// in order, and all at once; others are dropped. It is false while there is no whole one. A
+// packet that is no fragment, or none at all, is returned as it is.
+func (g *Gateway) whole(p []byte) ([]byte, bool) {
+	var key partsOf
+	var data []byte
+	var offset, most int
+	var more bool
+	header := ipv4Header
+	switch {
+	case len(p) >= ipv4Header && p[0]>>4 == 4:
+		field := binary.BigEndian.Uint16(p[6:])
+		if field&0x3fff == 0 {
+			return p, true
+		}
+		start, total := int(p[0]&0xf)*4, int(binary.BigEndian.Uint16(p[2:]))
+		if start < ipv4Header || total < start || total > len(p) {
+			return p, true
+		}
+		key = partsOf{netip.AddrFrom4([4]byte(p[12:])), netip.AddrFrom4([4]byte(p[16:])), p[9], uint32(binary.BigEndian.Uint16(p[4:]))}
+		offset, more, data = int(field&0x1fff)*8, field&0x2000 != 0, p[start:total]
+		most = maxPacket - 1 - ipv4Header
+	case len(p) >= ipv6Header+fragmentHeader && p[0]>>4 == 6 && p[6] == unix.IPPROTO_FRAGMENT:
+		length := int(binary.BigEndian.Uint16(p[4:]))
+		if length < fragmentHeader || ipv6Header+length > len(p) {
+			return p, true
+		}
+		header = ipv6Header
+		f := p[ipv6Header:]
+		field := binary.BigEndian.Uint16(f[2:])
+		key = partsOf{netip.AddrFrom16([16]byte(p[8:])), netip.AddrFrom16([16]byte(p[24:])), f[0], binary.BigEndian.Uint32(f[4:])}
+		offset, more, data = int(field&^7), field&1 != 0, f[fragmentHeader:length]
+		most = maxPacket - 1
+	default:
+		return p, true
+	}
+	b, known := g.parts[key]
+	switch {
+	case offset == 0:
+		if !known && len(g.parts) >= maxParts {
+			for other := range g.parts {
+				delete(g.parts, other)
+				break
+			}
+		}
+		b = append(make([]byte, 0, 2*(header+len(data))), p[:header]...)
+	case !known:
+		g.count(Malformed)
+		return nil, false
+	}
+	if len(b)-header != offset || offset+len(data) > most || len(data) == 0 || more && len(data)%8 != 0 {
+		g.count(Malformed)
+		delete(g.parts, key)
+		return nil, false
+	}
+	b = append(b, data...)
+	if more {
+		g.parts[key] = b
+		return nil, false
+	}
+	delete(g.parts, key)
+	if header == ipv4Header {
+		b[0] = 0x45
+		binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
+		b[6], b[7] = 0, 0
+	} else {
+		b[6] = key.protocol
+		binary.BigEndian.PutUint16(b[4:], uint16(len(b)-ipv6Header))
+	}
+	return b, true
+}
+
+// fragment sends a transport's bytes in pieces that fit the guest's interface.
+func (g *Gateway) fragment(f flow, protocol uint8, transport []byte) {
+	g.fragments++
+	b := make([]byte, vnetHeader+g.config.MTU)
+	v6 := f.guest.Addr().Is6()
+	headers := ipv4Header
+	if v6 {
+		headers = ipv6Header + fragmentHeader
+	}
+	most := (g.config.MTU - headers) &^ 7
+	for at := 0; at < len(transport); at += most {
+		n := min(most, len(transport)-at)
+		clear(b)
+		p := b[vnetHeader : vnetHeader+headers+n]
+		more := at+n < len(transport)
+		if v6 {
+			writeIP(p, f.remote.Addr(), f.guest.Addr(), unix.IPPROTO_FRAGMENT, fragmentHeader+n)
+			p[ipv6Header] = protocol
+			offset := uint16(at)
+			if more {
+				offset |= 1
+			}
+			binary.BigEndian.PutUint16(p[ipv6Header+2:], offset)
+			binary.BigEndian.PutUint32(p[ipv6Header+4:], g.fragments)
+		} else {
+			writeIP(p, f.remote.Addr(), f.guest.Addr(), protocol, n)
+			offset := uint16(at / 8)
+			if more {
+				offset |= 0x2000
+			}
+			binary.BigEndian.PutUint16(p[4:], uint16(g.fragments))
+			binary.BigEndian.PutUint16(p[6:], offset)
+			p[10], p[11] = 0, 0
+			binary.BigEndian.PutUint16(p[10:], ^fold(sum(p[:ipv4Header])))
+		}
+		copy(p[headers:], transport[at:at+n])
+		g.send(b[:vnetHeader+headers+n])
+	}
+}

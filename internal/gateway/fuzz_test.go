@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"encoding/binary"
+	"errors"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/room"
+)
+
+func FuzzParse(f *testing.F) {
+	for _, a := range []string{"10.95.0.1:1", "[fd95::1]:1"} {
+		from := netip.MustParseAddrPort(a)
+		p := build(from, from, 1, 2, flagSYN, 3, guestOptions(true), []byte("payload"))
+		f.Add(p)
+		f.Add(p[:len(p)-8])
+	}
+	f.Fuzz(func(t *testing.T, p []byte) {
+		s, ok := parse(p)
+		if !ok {
+			return
+		}
+		if len(s.network) > len(p) || len(s.payload) > len(s.network) {
+			t.Fatalf("%d bytes of payload in a packet of %d, read from %d", len(s.payload), len(s.network), len(p))
+		}
+		if s.from.Addr().Is4() != s.to.Addr().Is4() || !s.from.IsValid() {
+			t.Fatalf("from %v to %v", s.from, s.to)
+		}
+		switch s.protocol {
+		case unix.IPPROTO_TCP:
+			// What is read is what would be written.
+			q := build(s.from, s.to, s.seq, s.ack, s.flags, s.window, nil, s.payload[:min(len(s.payload), 1000)])
+			if r, ok := parse(q); !ok || r.seq != s.seq || r.ack != s.ack || r.flags != s.flags || r.from != s.from || r.to != s.to {
+				t.Fatalf("%+v is written as %+v", s, r)
+			}
+		case unix.IPPROTO_UDP, unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6:
+		default:
+			t.Fatalf("protocol %d", s.protocol)
+		}
+	})
+}
+
+// workers are the host's addresses of fuzzing processes, which share a network.
+var workers = netip.MustParsePrefix("10.98.0.0/16")
+
+// tap sees all packets of lo, but for those of other processes.
+type tap struct {
+	fd  int
+	own netip.Addr
+}
+
+func newTap(t testing.TB, own netip.Addr) *tap {
+	t.Helper()
+	const all = unix.ETH_P_ALL<<8&0xff00 | unix.ETH_P_ALL>>8 // in network order
+	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, all)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { unix.Close(fd) })
+	return &tap{fd, own}
+}
+
+// strays are the packets to where none may go.
+func (p *tap) strays(allowed func(protocol uint8, to netip.AddrPort) bool) (list []netip.AddrPort) {
+	b := make([]byte, 1<<17)
+	for {
+		n, _, err := unix.Recvfrom(p.fd, b, 0)
+		if err != nil {
+			return list
+		}
+		s, ok := parse(b[:n])
+		if !ok || s.protocol == unix.IPPROTO_ICMP && s.payload[0] == 3 { // the host's own: a port is closed
+			continue
+		}
+		if workers.Contains(s.from.Addr()) && workers.Contains(s.to.Addr()) && s.to.Addr() != p.own && s.from.Addr() != p.own {
+			continue // of another fuzzing process
+		}
+		// What is allowed is answered, too.
+		if !allowed(s.protocol, s.to) && !allowed(s.protocol, s.from) {
+			list = append(list, s.to)
+		}
+	}
+}
+
+// FuzzGuest is a guest that sends anything, to a gateway that lets it go to one port. The
+// input is a script: of each four bytes, the first says which packet to send, the others
+// what is in it; or it is a packet itself.
+func FuzzGuest(f *testing.F) {
+	f.Add([]byte{0, 0, 0, 0, 1, 1, 10, 0, 1, 9, 20, 0, 2, 1, 0, 0, 1, 4, 0, 0})
+	f.Add([]byte{0, 2, 0, 0, 1, 16, 255, 255, 1, 17, 0, 0, 3, 0, 0, 0, 4, 0, 0, 0, 1, 16, 0, 0})
+	f.Add([]byte{5, 1, 2, 3, 5, 1, 2, 4, 6, 0, 0, 0, 7, 7, 7, 7})
+	f.Add(append([]byte{255}, build(netip.AddrPortFrom(guest4, 5), netip.AddrPortFrom(host4, 6), 1, 2, flagSYN, 3, nil, nil)...))
+	everyRoute(f)
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		f.Fatal(err)
+	}
+	own := netip.AddrFrom4([4]byte{10, 98, byte(os.Getpid() >> 8), byte(os.Getpid())})
+	if err := netlink.AddrReplace(lo, &netlink.Addr{IPNet: &net.IPNet{IP: own.AsSlice(), Mask: net.CIDRMask(32, 32)}}); err != nil {
+		f.Fatal(err)
+	}
+	listener := listenOn(f, own)
+	allowed := listener.Addr().(*net.TCPAddr).AddrPort()
+	go func() { // sends a greeting and ends, or answers
+		for i := 0; ; i++ {
+			c, err := listener.AcceptTCP()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				_ = c.SetDeadline(time.Now().Add(time.Second))
+				b := make([]byte, 1<<16)
+				if i%2 == 0 {
+					_, _ = c.Write(b) // a guest may reset
+					return
+				}
+				for {
+					n, err := c.Read(b)
+					if err != nil {
+						return
+					}
+					if _, err := c.Write(b[:n]); err != nil {
+						return
+					}
+				}
+			}()
+		}
+	}()
+	kernel, err := room.Calibrate()
+	if err != nil {
+		f.Fatal(err)
+	}
+	outbound := Outbound{Rules: []Rule{{Prefix: netip.PrefixFrom(own, 32), First: allowed.Port(), Last: allowed.Port()}}}
+	watch := newTap(f, own)
+	may := func(protocol uint8, to netip.AddrPort) bool {
+		return to == allowed && protocol == unix.IPPROTO_TCP || protocol != unix.IPPROTO_TCP && outbound.Allowed(protocol, to)
+	}
+	f.Fuzz(func(t *testing.T, script []byte) {
+		script = script[:min(len(script), 2000)]
+		watch.strays(may) // of the test itself
+		forward, _ := forward(t)
+		p := makePuppet(t, Config{Outbound: outbound, Kernel: kernel, Connections: 16, Forwards: []Forward{forward}})
+		if len(script) > 0 && script[0] == 255 {
+			p.play(script[1:])
+		} else {
+			p.script(script, allowed)
+		}
+		for range 3 {
+			p.turn(0)
+		}
+		if n := len(p.g.conns); n > 16 {
+			t.Errorf("%d connections", n)
+		}
+		spilled := 0
+		for _, c := range p.g.conns {
+			if c.fd < 0 && c.state != over {
+				t.Errorf("connection without a socket in state %d", c.state)
+			}
+			spilled += len(c.spill)
+		}
+		if spilled != p.g.spilled {
+			t.Errorf("%d bytes in spill, said to be %d", spilled, p.g.spilled)
+		}
+		if n := len(p.g.timers.list); n > len(p.g.conns)+len(p.g.datagram)+len(p.g.echoes)+len(p.g.bounds)+8 {
+			t.Errorf("%d timers", n)
+		}
+		if list := watch.strays(may); len(list) > 0 {
+			t.Errorf("packets to %v", list)
+		}
+	})
+}
+
+// everyRoute has all packets go to lo, where the tap sees them.
+func everyRoute(t testing.TB) {
+	t.Helper()
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, everything := range []string{"0.0.0.0/0", "::/0"} {
+		_, to, _ := net.ParseCIDR(everything)
+		if err := netlink.RouteReplace(&netlink.Route{LinkIndex: lo.Attrs().Index, Dst: to}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Cleanup(func() {
+		for _, everything := range []string{"0.0.0.0/0", "::/0"} {
+			_, to, _ := net.ParseCIDR(everything)
+			_ = netlink.RouteDel(&netlink.Route{LinkIndex: lo.Attrs().Index, Dst: to})
+		}
+	})
+}
+
+// play sends a packet as it is.
+func (p *puppet) play(packet []byte) {
+	if len(packet) == 0 || len(packet) > maxPacket {
+		return
+	}
+	// A packet of another sender is dropped before anything else.
+	packet = slices.Clone(packet)
+	switch {
+	case packet[0]>>4 == 4 && len(packet) >= ipv4Header:
+		copy(packet[12:], guest4.AsSlice())
+	case packet[0]>>4 == 6 && len(packet) >= ipv6Header:
+		copy(packet[8:], guest6.AsSlice())
+	}
+	p.put(packet)
+	p.turn(0)
+}
+
+// script plays a guest that knows what it does, more or less.
+func (p *puppet) script(script []byte, allowed netip.AddrPort) {
+	type side struct{ seq, ack uint32 }
+	sides := map[netip.AddrPort]*side{}
+	others := []netip.AddrPort{
+		allowed, netip.AddrPortFrom(allowed.Addr(), allowed.Port()+1), netip.MustParseAddrPort("192.0.2.1:80"), netip.MustParseAddrPort("127.0.0.1:22"),
+		netip.AddrPortFrom(guest4, allowed.Port()), netip.AddrPortFrom(alias4, allowed.Port()), netip.MustParseAddrPort("255.255.255.255:9"),
+		netip.MustParseAddrPort("224.0.0.1:9"), netip.MustParseAddrPort("0.0.0.0:9"),
+	}
+	at := func(port byte) *side {
+		local := netip.AddrPortFrom(guest4, 1000+uint16(port%8))
+		if sides[local] == nil {
+			sides[local] = &side{seq: uint32(port) << 24}
+		}
+		return sides[local]
+	}
+	for len(script) >= 4 {
+		kind, a, b, c := script[0], script[1], script[2], script[3]
+		script = script[4:]
+		s := at(a)
+		local, remote := netip.AddrPortFrom(guest4, 1000+uint16(a%8)), allowed
+		payload := make([]byte, int(b)*int(c)%60_000)
+		switch kind % 8 {
+		case 0:
+			if c%4 == 3 {
+				remote = others[int(b)%len(others)]
+			}
+			p.put(build(local, remote, s.seq, 0, flagSYN, 65535, guestOptions(b%2 == 0), nil))
+			s.seq++
+		case 1: // in order
+			p.put(build(local, remote, s.seq, s.ack, flagACK|a&flagFIN, uint16(c)<<8, nil, payload))
+			s.seq += uint32(len(payload)) + uint32(a&flagFIN)
+		case 2: // out of order, with any flags
+			p.put(build(local, remote, s.seq+uint32(int8(b))*100, s.ack+uint32(int8(c))*100, a, uint16(c), nil, payload))
+		case 3: // the gateway's answers
+			for r, ok := p.receive(); ok; r, ok = p.receive() {
+				if x := sides[r.to]; x != nil && r.protocol == unix.IPPROTO_TCP && a%5 != 0 {
+					x.ack = r.seq + r.length()
+				}
+			}
+		case 4:
+			p.wait(time.Duration(int(b)*int(c)) * time.Millisecond)
+		case 5:
+			p.turn(1)
+		case 6: // datagrams and echoes
+			q := build(local, others[int(b)%len(others)], 0, 0, 0, 0, nil, payload)
+			q[9] = []byte{unix.IPPROTO_UDP, unix.IPPROTO_ICMP}[c%2]
+			binary.BigEndian.PutUint16(q[ipv4Header+4:], uint16(len(q)-ipv4Header))
+			if c%2 == 1 {
+				q[ipv4Header], q[ipv4Header+1] = echo4, 0
+			}
+			p.put(q)
+		case 7:
+			p.put([]byte{kind<<4 | a&15, b, c, a, b, c, a, b, c})
+		}
+		if kind&128 == 0 {
+			p.turn(0)
+		}
+	}
+}
+
+// TestFloodOfSYNs: a guest that begins connections without end holds no more than it may.
+func TestFloodOfSYNs(t *testing.T) {
+	p := newPuppet(t, Config{Outbound: Outbound{All: true}, Connections: 50})
+	listener := listenOn(t, host4)
+	to := listener.Addr().(*net.TCPAddr).AddrPort()
+	for i := range 5000 {
+		p.put(build(netip.AddrPortFrom(guest4, uint16(1000+i)), to, uint32(i), 0, flagSYN, 65535, nil, nil))
+		p.turn(0)
+		p.receive()
+		if n := len(p.g.conns); n > 50 {
+			t.Fatalf("%d connections", n)
+		}
+	}
+	for i := range answerTries + 1 { // of which it takes the answer of none
+		p.wait(firstRTO<<(i+1) + time.Second)
+	}
+	p.ended()
+	if err := listener.SetDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	for range 50 {
+		c, err := listener.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := c.SetDeadline(time.Now().Add(patience)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.Read(make([]byte, 1)); !errors.Is(err, unix.ECONNRESET) {
+			t.Errorf("host reads %v", err)
+		}
+		c.Close()
+	}
+}

@@ -1,0 +1,486 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package gateway joins a network namespace to the host's own sockets. It reads IP
+// packets from a TUN interface in the namespace (the guest), speaks TCP, UDP and ICMP
+// echo to it, and copies payload into and out of ordinary sockets. It needs no
+// privilege, and keeps no data: what a socket has not taken is not acknowledged to the
+// guest, and what the guest has not acknowledged stays in the socket.
+package gateway
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"log/slog"
+	"math/bits"
+	"net/netip"
+	"os"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/room"
+)
+
+// Config is what a gateway joins.
+type Config struct {
+	TUN int // of an interface with IFF_TUN, IFF_NO_PI and IFF_VNET_HDR; the gateway closes it
+	MTU int // of the TUN interface, bytes
+	// Guest4 and Guest6 are the addresses of the guest; the zero value for none.
+	Guest4, Guest6 netip.Addr
+	// Host4 and Host6 are from where the guest sees connections of the host itself come,
+	// which it could not answer otherwise: from loopback, or the guest's own addresses.
+	Host4, Host6 netip.Addr
+	Forwards     []Forward
+	// Diag is a socket of the guest's sock_diag, where a forward is for later; else 0. It
+	// listens to what is closed (SKNLGRP_INET_TCP_DESTROY and its like).
+	Diag     int
+	Outbound Outbound
+	Kernel   room.Kernel
+	// Connections bounds those of TCP and the flows of UDP, each. Default: 65536.
+	Connections int
+	// Linger is how long Run goes on after its context has ended, for what programs of
+	// the guest sent before they ended. 0: not at all.
+	Linger time.Duration
+	Log    *slog.Logger
+}
+
+// Forward is a socket of the host that the gateway serves for the guest.
+type Forward struct {
+	FD       int   // listening for TCP, bound for UDP; not blocking; the gateway closes it
+	Protocol uint8 // unix.IPPROTO_TCP or IPPROTO_UDP
+	Port     uint16
+	// Later is where a socket of UDP is bound, at the first of them that is free, and one of
+	// TCP, which is bound, listens, once the guest does on all such ports. None: it does so
+	// already.
+	Later []netip.AddrPort
+}
+
+// Gateway is a gateway at work.
+type Gateway struct {
+	config Config
+	log    *slog.Logger
+	epoll  int
+	wake   int // eventfd that ends the loop
+	clock  func() time.Time
+	now    time.Time
+	seed   maphash.Seed // of sequence numbers
+	scale  uint8        // of the windows that the guest is told
+
+	handlers  []handler // by descriptor
+	conns     map[flow]*conn
+	datagram  map[flow]*udpFlow
+	bounds    bounds
+	inbox     *inbox
+	parts     map[partsOf][]byte // of packets that came in fragments, so far
+	ports     *guestPorts        // nil where no forward is for later
+	failed    error              // what ends the gateway
+	fragments uint32             // identification of the last datagram that was sent in fragments
+	echoes    map[flow]*echo
+	timers    timers
+	dirty     []*conn // that have something to acknowledge
+	ready     []*conn // that have more to send than fit into their turn
+	turned    []*conn // those of the turn before
+	buffer    []byte
+	spilled   int // bytes that are kept of segments which sockets did not take whole
+	counts    [reasons]atomic.Uint64
+}
+
+// flow names a connection: the guest's end, and the other one. Of ICMP the port of
+// the guest is the identifier.
+type flow struct{ guest, remote netip.AddrPort }
+
+// handler takes the events of a descriptor.
+type handler interface{ event(events uint32) }
+
+// Reason is why something was counted.
+type Reason int
+
+// The reasons.
+const (
+	Malformed     Reason = iota // packets that are none, or of a protocol that is not joined
+	NotAllowed                  // to where the guest may not go
+	TooMany                     // connections or flows
+	PartialSend                 // a socket took less than it was given
+	Retransmitted               // segments to the guest, again
+	OutOfOrder                  // segments of the guest that were dropped, as one before is missing
+	Opened                      // connections
+	Refused                     // connections that the other end did not take
+	Reset                       // connections that ended by RST or an error
+	Closed                      // connections that ended in order
+	TUNFull                     // packets that the guest's interface did not take
+	UrgentData                  // connections ended for it
+	reasons
+)
+
+// Counts are how often each thing happened.
+func (g *Gateway) Counts() (c [reasons]uint64) {
+	for i := range c {
+		c[i] = g.counts[i].Load()
+	}
+	return c
+}
+
+func (g *Gateway) count(r Reason) { g.counts[r].Add(1) }
+
+const (
+	defaultConnections = 65536
+	maxPacket          = 1 << 16
+	tunBudget          = 64 // packets that are read in a turn
+)
+
+// New makes a gateway. It owns the descriptors of the configuration from here on.
+func New(c Config) (_ *Gateway, err error) {
+	g := &Gateway{
+		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), scale: windowScale(),
+		conns: map[flow]*conn{}, datagram: map[flow]*udpFlow{}, echoes: map[flow]*echo{},
+		bounds: bounds{}, inbox: newInbox(), parts: map[partsOf][]byte{},
+		buffer: make([]byte, vnetHeader+maxPacket+maxHeaders),
+	}
+	if g.log == nil {
+		g.log = slog.New(slog.DiscardHandler)
+	}
+	if g.config.Connections == 0 {
+		g.config.Connections = defaultConnections
+	}
+	defer func() {
+		if err != nil {
+			g.close()
+		}
+	}()
+	if g.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
+		return nil, fmt.Errorf("make epoll: %w", err)
+	}
+	if g.wake, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		return nil, fmt.Errorf("make eventfd: %w", err)
+	}
+	if err := g.register(g.wake, unix.EPOLLIN, wakeHandler{}); err != nil {
+		return nil, err
+	}
+	if err := g.register(c.TUN, unix.EPOLLIN, (*tun)(g)); err != nil {
+		return nil, err
+	}
+	if c.Diag != 0 {
+		g.ports = newGuestPorts(g)
+		if err := g.register(c.Diag, unix.EPOLLIN, g.ports); err != nil {
+			return nil, err
+		}
+	}
+	for _, f := range c.Forwards {
+		if len(f.Later) > 0 {
+			continue
+		}
+		if err := g.serve(f); err != nil {
+			return nil, err
+		}
+	}
+	return g, nil
+}
+
+// serve has what comes to a socket of the host go inside.
+func (g *Gateway) serve(f Forward) error {
+	var h handler = &listener{g: g, Forward: f}
+	if f.Protocol == unix.IPPROTO_UDP {
+		b, err := newBound(g, f)
+		if err != nil {
+			return fmt.Errorf("read family of socket: %w", err)
+		}
+		g.bounds[f.Port] = append(g.bounds[f.Port], b)
+		h = b
+	}
+	return g.register(f.FD, unix.EPOLLIN, h)
+}
+
+const (
+	// leastScale and mostScale are the window scales that the guest gets: the smallest
+	// that a whole send buffer fits in, as its steps are what rounding costs. Bytes of
+	// windows: up to 64 KB shifted so far.
+	leastScale = 6
+	mostScale  = 14 // RFC 7323, section 2.3
+)
+
+// windowScale is by how much a send buffer may grow.
+func windowScale() uint8 {
+	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem")
+	if fields := strings.Fields(string(text)); err == nil && len(fields) == 3 {
+		if most, err := strconv.ParseUint(fields[2], 10, 32); err == nil && most > 0 {
+			return uint8(min(max(bits.Len64((most-1)>>16), leastScale), mostScale))
+		}
+	}
+	return leastScale
+}
+
+type wakeHandler struct{}
+
+func (wakeHandler) event(uint32) {}
+
+// register has events of a descriptor handled. EPOLLET is up to the caller.
+func (g *Gateway) register(fd int, events uint32, h handler) error {
+	for fd >= len(g.handlers) {
+		g.handlers = append(g.handlers, nil)
+	}
+	g.handlers[fd] = h
+	if err := unix.EpollCtl(g.epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: events, Fd: int32(fd)}); err != nil {
+		g.handlers[fd] = nil
+		return fmt.Errorf("watch descriptor: %w", err)
+	}
+	return nil
+}
+
+// ignore has events of a descriptor handled no more.
+func (g *Gateway) ignore(fd int) {
+	g.handlers[fd] = nil
+	// That fails for a descriptor only that is not registered.
+	_ = unix.EpollCtl(g.epoll, unix.EPOLL_CTL_DEL, fd, nil)
+}
+
+// forget closes a descriptor.
+func (g *Gateway) forget(fd int) {
+	if fd < len(g.handlers) {
+		g.handlers[fd] = nil
+	}
+	unix.Close(fd)
+}
+
+// Run joins until ctx ends or the guest's interface is gone, which is no error.
+func (g *Gateway) Run(ctx context.Context) error {
+	defer g.close()
+	woken := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(woken)
+		var one = [8]byte{1}
+		_, _ = unix.Write(g.wake, one[:]) // it is never full
+	})
+	defer func() {
+		if !stop() {
+			<-woken
+		}
+	}()
+	events := make([]unix.EpollEvent, 256)
+	var end time.Time // when it lingers
+	for {
+		if ctx.Err() != nil && end.IsZero() {
+			end = g.clock().Add(g.config.Linger)
+			g.ignore(g.wake)
+		}
+		n, err := g.poll(events, g.timeout(end))
+		switch {
+		case errors.Is(err, errGone):
+			return nil
+		case err != nil:
+			return err
+		case !end.IsZero() && (!g.now.Before(end) || n == 0 && !g.unfinished()):
+			return nil
+		}
+	}
+}
+
+// errGone is what poll returns when the guest's interface is gone.
+var errGone = errors.New("the interface of the guest is gone")
+
+// poll waits for events, in milliseconds, and handles them. It returns how many there were.
+func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error) {
+	n, err = g.wait(events, timeout)
+	if err != nil && !errors.Is(err, unix.EINTR) {
+		return 0, fmt.Errorf("wait for events: %w", err)
+	}
+	n = max(n, 0)
+	g.now = g.clock()
+	for _, e := range events[:n] {
+		// One that was closed in this turn has none; one opened in this turn in its place
+		// looks once for nothing.
+		h := g.handlers[e.Fd]
+		if h == nil {
+			continue
+		}
+		if e.Fd == int32(g.config.TUN) && e.Events&(unix.EPOLLERR|unix.EPOLLHUP) != 0 && e.Events&unix.EPOLLIN == 0 {
+			return 0, errGone
+		}
+		h.event(e.Events)
+	}
+	g.turn()
+	return n, g.failed
+}
+
+// brief is how long the loop waits with its processor of the Go runtime, in
+// milliseconds. To hand that over, as it is done for system calls that may block, has
+// the runtime look around many times, which takes more CPU time than packets do. Who
+// needs the processor takes it by a signal, each 10 ms.
+const brief = 50
+
+// wait is epoll_wait(2).
+func (g *Gateway) wait(events []unix.EpollEvent, timeout int) (n int, err error) {
+	short := timeout
+	if timeout < 0 || timeout > brief {
+		short = brief
+	}
+	ready, _, errno := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(g.epoll), uintptr(unsafe.Pointer(unsafe.SliceData(events))),
+		uintptr(len(events)), uintptr(short), 0, 0)
+	switch {
+	case errno != 0:
+		return 0, errno
+	case ready > 0 || short == timeout:
+		return int(ready), nil
+	case timeout > 0:
+		timeout -= short
+	}
+	return unix.EpollWait(g.epoll, events, timeout)
+}
+
+// lingerTurn is how often Run looks whether it has to linger any more.
+const lingerTurn = 20 * time.Millisecond
+
+// timeout is for epoll_wait(2), in milliseconds.
+func (g *Gateway) timeout(end time.Time) int {
+	if len(g.ready) > 0 {
+		return 0
+	}
+	next, ok := g.timers.next()
+	if !end.IsZero() {
+		soon := g.clock().Add(lingerTurn)
+		if soon.After(end) {
+			soon = end
+		}
+		if !ok || soon.Before(next) {
+			next, ok = soon, true
+		}
+	}
+	if !ok {
+		return -1
+	}
+	return int(max(next.Sub(g.clock())+time.Millisecond-1, 0) / time.Millisecond)
+}
+
+// unfinished tells whether there is a connection that the guest has not ended.
+func (g *Gateway) unfinished() bool {
+	for _, c := range g.conns {
+		if c.fd >= 0 && !c.shut {
+			return true
+		}
+	}
+	return false
+}
+
+// turn does what has come together: acknowledgements, what is left to be sent, timers.
+func (g *Gateway) turn() {
+	for _, c := range g.dirty {
+		c.dirty = false
+		if c.fd >= 0 {
+			c.acknowledge()
+		}
+	}
+	clear(g.dirty)
+	g.dirty = g.dirty[:0]
+	g.ready, g.turned = g.turned[:0], g.ready
+	for _, c := range g.turned {
+		c.queued = false
+		if c.fd >= 0 {
+			c.output()
+		}
+	}
+	clear(g.turned)
+	g.timers.run(g.now)
+}
+
+func (g *Gateway) close() {
+	for _, c := range g.conns {
+		if c.fd < 0 {
+			continue
+		}
+		if !c.shut {
+			c.resetSocket() // what the guest sent was not all
+		}
+		unix.Close(c.fd)
+	}
+	for _, f := range g.datagram {
+		f.close()
+	}
+	for _, e := range g.echoes {
+		unix.Close(e.fd)
+	}
+	for _, f := range g.config.Forwards {
+		if f.FD >= 0 {
+			unix.Close(f.FD)
+		}
+	}
+	if g.config.Diag != 0 {
+		unix.Close(g.config.Diag)
+	}
+	for _, fd := range []int{g.config.TUN, g.epoll, g.wake} {
+		if fd >= 0 {
+			unix.Close(fd)
+		}
+	}
+}
+
+// tun handles the packets of the guest.
+type tun Gateway
+
+func (t *tun) event(uint32) {
+	g := (*Gateway)(t)
+	for range tunBudget {
+		n, err := direct(unix.SYS_READ, g.config.TUN, g.buffer, 0)
+		if err != nil || n <= vnetHeader {
+			return
+		}
+		g.input(g.buffer[vnetHeader:n])
+	}
+}
+
+// input takes a packet of the guest, from its IP header on.
+func (g *Gateway) input(p []byte) {
+	p, ok := g.whole(p)
+	if !ok {
+		return
+	}
+	s, ok := parse(p)
+	if !ok || !g.isGuest(s.from.Addr()) {
+		g.count(Malformed)
+		return
+	}
+	switch s.protocol {
+	case unix.IPPROTO_TCP:
+		g.tcp(&s)
+	case unix.IPPROTO_UDP:
+		g.udp(&s)
+	case unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6:
+		g.icmp(&s)
+	}
+}
+
+func (g *Gateway) isGuest(a netip.Addr) bool {
+	return a.IsValid() && (a == g.config.Guest4 || a == g.config.Guest6)
+}
+
+// guest is the guest's address of the family of another.
+func (g *Gateway) guest(remote netip.Addr) netip.Addr {
+	if remote.Is4() {
+		return g.config.Guest4
+	}
+	return g.config.Guest6
+}
+
+// seen is the address by which the guest knows a peer.
+func (g *Gateway) seen(peer netip.AddrPort) netip.AddrPort {
+	a := peer.Addr()
+	if !a.IsLoopback() && !g.isGuest(a) {
+		return peer
+	}
+	if a.Is4() {
+		return netip.AddrPortFrom(g.config.Host4, peer.Port())
+	}
+	return netip.AddrPortFrom(g.config.Host6, peer.Port())
+}
+
+// send gives a packet to the guest, with the header of the TUN. What the interface
+// does not take now is dropped, as a network does.
+func (g *Gateway) send(p []byte) {
+	if _, err := direct(unix.SYS_WRITE, g.config.TUN, p, 0); err != nil {
+		g.count(TUNFull)
+	}
+}

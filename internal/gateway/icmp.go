@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"encoding/binary"
+	"errors"
+	"net/netip"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// failure is why a packet of the guest leads nowhere.
+type failure int
+
+const (
+	noNetwork failure = iota
+	noHost
+	noPort
+	prohibited
+	tooBig
+)
+
+// failures are the types and codes of ICMP (RFC 792, RFC 1812 section 5.2.7.1) and
+// ICMPv6 (RFC 4443).
+var failures = [...]struct{ type4, code4, type6, code6 uint8 }{
+	noNetwork:  {3, 0, 1, 0},
+	noHost:     {3, 1, 1, 3},
+	noPort:     {3, 3, 1, 4},
+	prohibited: {3, 13, 1, 1},
+	tooBig:     {icmpUnreachable, icmpTooBig, icmp6TooBig, 0},
+}
+
+// Types of messages, and a code.
+const (
+	icmpUnreachable = 3
+	icmpTooBig      = 4 // code of icmpUnreachable
+	icmp6TooBig     = 2
+)
+
+// failureOf is what an error of a socket without connections means.
+func failureOf(err error) (failure, bool) {
+	for _, f := range []struct {
+		error
+		failure
+	}{
+		{unix.EMSGSIZE, tooBig}, {unix.ECONNREFUSED, noPort},
+		{unix.EHOSTUNREACH, noHost}, {unix.EHOSTDOWN, noHost},
+		{unix.ENETUNREACH, noNetwork}, {unix.EADDRNOTAVAIL, noNetwork},
+		{unix.EACCES, prohibited}, {unix.EPERM, prohibited},
+	} {
+		if errors.Is(err, f.error) {
+			return f.failure, true
+		}
+	}
+	return 0, false
+}
+
+const (
+	icmpHeader = 8
+	// quoted is how much of a packet an error of ICMPv6 quotes, in bytes; that of IPv4
+	// quotes as much (RFC 1812 section 4.3.2.3 allows it).
+	quoted = 512
+	// leastMTU is that of every path of IPv6, in bytes (RFC 8200, section 5).
+	leastMTU = 1280
+)
+
+// unreachable tells the guest that a packet of its leads nowhere, as the router would.
+func (g *Gateway) unreachable(s *segment, why failure) {
+	from, to := s.to.Addr(), s.from.Addr()
+	f := failures[why]
+	kind, code := f.type6, f.code6
+	if to.Is4() {
+		kind, code = f.type4, f.code4
+	}
+	// As if from where the packet was to go: the gateway has no address of its own. What
+	// the host knows of the path is not known of the datagram's socket any more.
+	g.icmpError(from, to, kind, code, leastMTU, s.network)
+}
+
+// icmpError sends the guest an error about a packet of its. The MTU is for those that tell
+// one.
+func (g *Gateway) icmpError(from, to netip.Addr, kind, code uint8, mtu uint32, packet []byte) {
+	if from.IsMulticast() || from.IsUnspecified() {
+		return
+	}
+	quote := packet[:min(len(packet), quoted)]
+	length := icmpHeader + len(quote)
+	var b [vnetHeader + ipv6Header + icmpHeader + quoted]byte
+	ip, protocol := ipv6Header, uint8(unix.IPPROTO_ICMPV6)
+	if to.Is4() {
+		ip, protocol = ipv4Header, unix.IPPROTO_ICMP
+	}
+	network := b[vnetHeader:]
+	writeIP(network, from, to, protocol, length)
+	m := network[ip : ip+length]
+	m[0], m[1] = kind, code
+	switch {
+	case to.Is4() && kind == icmpUnreachable && code == icmpTooBig:
+		binary.BigEndian.PutUint16(m[6:], uint16(min(mtu, 65535)))
+	case to.Is6() && kind == icmp6TooBig:
+		binary.BigEndian.PutUint32(m[4:], mtu)
+	}
+	copy(m[icmpHeader:], quote)
+	checksum(m, segmentSum(from, to, protocol, length))
+	g.send(b[:vnetHeader+ip+length])
+}
+
+// checksum fills in that of an ICMP message.
+func checksum(m []byte, pseudo uint64) {
+	m[2], m[3] = 0, 0
+	binary.BigEndian.PutUint16(m[2:], ^fold(pseudo+sum(m)))
+}
+
+// socketError is struct sock_extended_err, and what follows it.
+type socketError struct {
+	errno              syscall.Errno
+	origin, kind, code uint8
+	mtu                uint32
+	offender           netip.Addr // who told it; the zero value if that is not known
+}
+
+const socketErrorSize = 16 // bytes
+
+// passErrors tells the guest what the network told a socket of what it sent for a flow.
+// It is false if there was nothing.
+func (g *Gateway) passErrors(fd int, f flow, protocol uint8) (any bool) {
+	var sent [icmpHeader]byte
+	control := make([]byte, 256)
+	for range udpBudget {
+		n, controls, _, _, err := unix.Recvmsg(fd, sent[:], control, unix.MSG_ERRQUEUE|unix.MSG_DONTWAIT)
+		if err != nil {
+			break
+		}
+		any = true
+		messages, err := unix.ParseSocketControlMessage(control[:controls])
+		if err != nil {
+			continue
+		}
+		for _, m := range messages {
+			if e, ok := parseSocketError(&m); ok && e.origin != unix.SO_EE_ORIGIN_LOCAL {
+				g.passError(&e, f, protocol, sent[:n])
+			}
+		}
+	}
+	// What the queue had no place for is in the socket still.
+	if errno, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ERROR); err == nil && errno != 0 {
+		any = true
+	}
+	return any
+}
+
+// parseSocketError reads a control message of IP_RECVERR or IPV6_RECVERR.
+func parseSocketError(m *unix.SocketControlMessage) (e socketError, ok bool) {
+	v4 := m.Header.Level == unix.IPPROTO_IP && m.Header.Type == unix.IP_RECVERR
+	v6 := m.Header.Level == unix.IPPROTO_IPV6 && m.Header.Type == unix.IPV6_RECVERR
+	if !v4 && !v6 || len(m.Data) < socketErrorSize {
+		return e, false
+	}
+	d := m.Data
+	e = socketError{
+		errno: syscall.Errno(binary.NativeEndian.Uint32(d)), origin: d[4], kind: d[5], code: d[6], mtu: binary.NativeEndian.Uint32(d[8:]),
+	}
+	name := d[socketErrorSize:]
+	switch {
+	case len(name) >= unix.SizeofSockaddrInet4 && binary.NativeEndian.Uint16(name) == unix.AF_INET:
+		e.offender = netip.AddrFrom4([4]byte(name[4:]))
+	case len(name) >= 24 && binary.NativeEndian.Uint16(name) == unix.AF_INET6: // with its address
+		e.offender = netip.AddrFrom16([16]byte(name[8:])).Unmap()
+	}
+	return e, true
+}
+
+// passError has the guest's kernel hear an error as if it had sent the datagram itself.
+// What is quoted of that is enough for it to know its socket; of an echo, sent is its header.
+func (g *Gateway) passError(e *socketError, f flow, protocol uint8, sent []byte) {
+	from, to := f.remote.Addr(), f.guest.Addr()
+	kind, code := e.kind, e.code
+	if v4 := e.origin == unix.SO_EE_ORIGIN_ICMP; v4 != to.Is4() {
+		// A name server's address inside may be of another family than its own.
+		why, ok := failureOf(e.errno)
+		if !ok {
+			return
+		}
+		if kind, code = failures[why].type6, failures[why].code6; to.Is4() {
+			kind, code = failures[why].type4, failures[why].code4
+		}
+	} else if a := g.seen(netip.AddrPortFrom(e.offender, 0)).Addr(); e.offender.IsValid() && a.Is4() == to.Is4() && e.offender != g.config.Outbound.Translate(f.remote).Addr() {
+		from = a
+	}
+	ip := ipv6Header
+	if to.Is4() {
+		ip = ipv4Header
+	}
+	var b [ipv6Header + icmpHeader]byte
+	writeIP(b[:], to, f.remote.Addr(), protocol, icmpHeader)
+	m := b[ip : ip+icmpHeader]
+	if protocol == unix.IPPROTO_UDP {
+		binary.BigEndian.PutUint16(m, f.guest.Port())
+		binary.BigEndian.PutUint16(m[2:], f.remote.Port())
+		binary.BigEndian.PutUint16(m[4:], udpHeader)
+	} else {
+		copy(m, sent)
+		binary.BigEndian.PutUint16(m[4:], f.guest.Port())
+	}
+	g.icmpError(from, to, kind, code, e.mtu, b[:ip+icmpHeader])
+}
+
+const (
+	echoIdle    = 30 * time.Second
+	echo4       = 8
+	echoReply4  = 0
+	echo6       = 128
+	echoReply6  = 129
+	maxEchoes   = 1024
+	echoMessage = 65535 - ipv4Header // bytes, the most that IPv4 carries
+)
+
+// echo is a ping socket of the host for one identifier and address.
+type echo struct {
+	g     *Gateway
+	flow  flow
+	fd    int
+	hops  hopLimit
+	seen  time.Time
+	timer timer
+}
+
+// icmp takes an ICMP message of the guest. Only requests for an echo lead anywhere.
+func (g *Gateway) icmp(s *segment) {
+	v6 := s.protocol == unix.IPPROTO_ICMPV6
+	if !v6 && (s.payload[0] != echo4 || s.payload[1] != 0) || v6 && (s.payload[0] != echo6 || s.payload[1] != 0) {
+		return
+	}
+	if !g.config.Outbound.Allowed(s.protocol, s.to) {
+		g.count(NotAllowed)
+		g.unreachable(s, prohibited)
+		return
+	}
+	id := binary.BigEndian.Uint16(s.payload[4:])
+	f := flow{withPort(s.from, id), s.to}
+	e := g.echoes[f]
+	if e == nil {
+		if len(g.echoes) >= maxEchoes {
+			g.count(TooMany)
+			return
+		}
+		if e = g.newEcho(f, s); e == nil {
+			return
+		}
+	}
+	e.seen = g.now
+	e.hops.set(e.fd, s)
+	// The socket puts its own identifier in.
+	_, err := sendTo(e.fd, s.payload)
+	if err != nil && e.errors() {
+		_, err = sendTo(e.fd, s.payload) // that was of one before
+	}
+	if err != nil {
+		g.refuseDatagram(s, err)
+	}
+}
+
+func (g *Gateway) newEcho(f flow, s *segment) *echo {
+	fd, err := unix.Socket(domain(f.remote.Addr()), unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, int(s.protocol))
+	if err != nil { // EACCES by net.ipv4.ping_group_range
+		g.count(Refused)
+		g.refuseDatagram(s, err)
+		return nil
+	}
+	if err := connectTold(fd, f.remote); err != nil {
+		unix.Close(fd)
+		g.refuseDatagram(s, err)
+		return nil
+	}
+	e := &echo{g: g, flow: f, fd: fd}
+	if err := g.register(fd, unix.EPOLLIN, e); err != nil {
+		unix.Close(fd)
+		return nil
+	}
+	g.echoes[f] = e
+	e.timer.owner = e
+	g.timers.set(&e.timer, g.now.Add(echoIdle))
+	return e
+}
+
+func (e *echo) errors() bool {
+	protocol := uint8(unix.IPPROTO_ICMP)
+	if e.flow.remote.Addr().Is6() {
+		protocol = unix.IPPROTO_ICMPV6
+	}
+	return e.g.passErrors(e.fd, e.flow, protocol)
+}
+
+func (e *echo) event(events uint32) {
+	if events&unix.EPOLLERR != 0 {
+		e.errors()
+	}
+	const start = vnetHeader + ipv6Header
+	for range udpBudget {
+		n, err := receive(e.fd, e.g.buffer[start:start+echoMessage], unix.MSG_DONTWAIT)
+		switch {
+		case err != nil && (errors.Is(err, unix.EAGAIN) || !e.errors()):
+			return
+		case err == nil && n >= icmpHeader:
+			e.reply(e.g.buffer[:start+n], n)
+		}
+	}
+}
+
+// reply gives the guest an answer, with the identifier that it knows.
+func (e *echo) reply(b []byte, n int) {
+	m := b[len(b)-n:]
+	from, to := e.flow.remote.Addr(), e.flow.guest.Addr()
+	protocol, ip := uint8(unix.IPPROTO_ICMP), ipv4Header
+	if to.Is6() {
+		protocol, ip = unix.IPPROTO_ICMPV6, ipv6Header
+	}
+	if m[0] != echoReply4 && m[0] != echoReply6 {
+		return
+	}
+	binary.BigEndian.PutUint16(m[4:], e.flow.guest.Port())
+	checksum(m, segmentSum(from, to, protocol, n))
+	if ip+n > e.g.config.MTU {
+		e.g.fragment(e.flow, protocol, m)
+		return
+	}
+	p := b[len(b)-n-ip-vnetHeader:]
+	clear(p[:vnetHeader+ip])
+	writeIP(p[vnetHeader:], from, to, protocol, n)
+	e.g.send(p)
+}
+
+func (e *echo) expired() {
+	if end := e.seen.Add(echoIdle); end.After(e.g.now) {
+		e.g.timers.set(&e.timer, end)
+		return
+	}
+	delete(e.g.echoes, e.flow)
+	e.g.forget(e.fd)
+}

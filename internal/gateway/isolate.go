@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"bytes"
+	"context"
+	"encoding/gob"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"runtime"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/room"
+)
+
+// Guest is a program in namespaces of its own, or a network namespace that is there
+// already.
+type Guest struct {
+	Setup
+	// Existing is the namespace to join, nil for a new one.
+	Existing *Namespace
+}
+
+// insideCaps are what the process inside needs to prepare the guest, in the guest's own
+// user namespace.
+var insideCaps = []uintptr{unix.CAP_NET_ADMIN, unix.CAP_SYS_ADMIN}
+
+// Prepared is a guest that waits for its gateway.
+type Prepared struct {
+	TUN    int
+	Diag   int // of a guest that is Watched, for Config.Diag; else 0
+	Kernel room.Kernel
+	// Warnings are what the program may miss, one line each.
+	Warnings []string
+
+	process *exec.Cmd
+	socket  *os.File
+	done    chan error // of the process, once
+}
+
+// prepareTime bounds how long the process inside may take.
+const prepareTime = 20 * time.Second
+
+// Step is what was being done for a guest when it failed.
+type Step int
+
+// The steps.
+const (
+	StepNamespaces Step = iota + 1 // make user and network namespaces
+	StepRights                     // set a sysctl in them
+	StepDevice                     // open /dev/net/tun
+	StepInterface                  // make the interface, set it up
+	StepResolver                   // replace /etc/resolv.conf
+	StepJoin                       // enter a namespace that is there
+)
+
+// StepError is a step that failed, with the kernel's reason.
+type StepError struct {
+	Step Step
+	Err  error
+}
+
+func (e *StepError) Error() string { return e.Err.Error() }
+func (e *StepError) Unwrap() error { return e.Err }
+
+// Prepare makes the guest's namespaces and its interface, or fails with a StepError, most
+// often. The command runs Inside in a process of its own, which dies with this one.
+func (g *Guest) Prepare(command []string) (p *Prepared, err error) {
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("make socket to the guest: %w", err)
+	}
+	ours, theirs := os.NewFile(uintptr(pair[0]), "guest"), os.NewFile(uintptr(pair[1]), "gateway")
+	defer theirs.Close()
+	defer func() {
+		if err != nil {
+			ours.Close()
+		}
+	}()
+	cmd := exec.Command(command[0], command[1:]...)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
+	cmd.ExtraFiles = []*os.File{theirs}
+	var said bytes.Buffer // by nsenter
+	if g.Existing != nil {
+		cmd.Stdin, cmd.Stdout, cmd.Stderr = nil, nil, &said
+		if err := g.Existing.enter(cmd); err != nil {
+			return nil, err
+		}
+	} else {
+		uid, gid := os.Geteuid(), os.Getegid()
+		cmd.SysProcAttr = &syscall.SysProcAttr{
+			Cloneflags:  unix.CLONE_NEWUSER | unix.CLONE_NEWNET | unix.CLONE_NEWNS,
+			UidMappings: []syscall.SysProcIDMap{{ContainerID: uid, HostID: uid, Size: 1}},
+			GidMappings: []syscall.SysProcIDMap{{ContainerID: gid, HostID: gid, Size: 1}},
+			AmbientCaps: insideCaps,
+		}
+	}
+	p = &Prepared{TUN: -1, process: cmd, socket: ours, done: make(chan error, 1)}
+	if err := p.start(); err != nil {
+		if e := new(os.PathError); errors.As(err, &e) {
+			err = e.Err
+		}
+		return nil, &StepError{StepNamespaces, fmt.Errorf("make namespaces: %w", err)}
+	}
+	theirs.Close()
+	if err := p.prepare(&g.Setup); err != nil {
+		p.Kill()
+		_, _ = p.Wait(context.Background(), nil)
+		if text := lastLine(said.String()); text != "" {
+			err = &StepError{StepJoin, fmt.Errorf("join the namespace: %s", text)}
+		}
+		return nil, err
+	}
+	if g.Program == "" {
+		if err := <-p.done; err != nil {
+			unix.Close(p.TUN)
+			return nil, fmt.Errorf("prepare namespace: %w", err)
+		}
+	}
+	return p, nil
+}
+
+// lastLine is what a program said last.
+func lastLine(text string) string {
+	text = strings.TrimSpace(text)
+	return text[strings.LastIndexByte(text, '\n')+1:]
+}
+
+// start starts the process from a thread that lives until it has ended: the kernel kills it
+// when the thread goes, not when the gateway goes.
+func (p *Prepared) start() error {
+	if p.process.SysProcAttr == nil {
+		p.process.SysProcAttr = &syscall.SysProcAttr{}
+	}
+	p.process.SysProcAttr.Pdeathsig = unix.SIGKILL
+	started := make(chan error)
+	go func() {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := p.process.Start()
+		started <- err
+		if err == nil {
+			p.done <- p.process.Wait()
+		}
+	}()
+	return <-started
+}
+
+// PID is the process of the program.
+func (p *Prepared) PID() int { return p.process.Process.Pid }
+
+// prepare tells the process inside what to do, and takes the TUN's descriptor.
+func (p *Prepared) prepare(s *Setup) error {
+	var text bytes.Buffer
+	if err := gob.NewEncoder(&text).Encode(s); err != nil {
+		return err
+	}
+	socket := int(p.socket.Fd())
+	timeout := unix.NsecToTimeval(int64(prepareTime))
+	for _, option := range []int{unix.SO_RCVTIMEO, unix.SO_SNDTIMEO} {
+		if err := unix.SetsockoptTimeval(socket, unix.SOL_SOCKET, option, &timeout); err != nil {
+			return fmt.Errorf("set deadline: %w", err)
+		}
+	}
+	if _, err := p.socket.Write(text.Bytes()); err != nil {
+		return fmt.Errorf("tell the guest: %w", err)
+	}
+	answer, rights := make([]byte, 1<<16), make([]byte, unix.CmsgSpace(2*4))
+	n, oobn, _, _, err := receiveMessage(socket, answer, rights)
+	if err != nil {
+		return fmt.Errorf("wait for the guest: %w", err)
+	}
+	var fds []int // of the TUN, and of sock_diag if that was asked for
+	if messages, err := unix.ParseSocketControlMessage(rights[:oobn]); err == nil && len(messages) == 1 {
+		fds, _ = unix.ParseUnixRights(&messages[0])
+	}
+	wanted := 1
+	if s.Watched {
+		wanted = 2
+	}
+	var reply setupReply
+	err = json.Unmarshal(answer[:n], &reply)
+	switch {
+	case n == 0:
+		err = errors.New("prepare the guest: its process ended")
+	case err != nil:
+		err = fmt.Errorf("prepare the guest: %w", err)
+	case reply.Error != "":
+		err = &StepError{reply.Step, &insideError{reply.Error, reply.Errno}}
+	case len(fds) != wanted:
+		err = errors.New("prepare the guest: it gave no interface")
+	}
+	if err != nil {
+		for _, fd := range fds {
+			unix.Close(fd)
+		}
+		return err
+	}
+	p.TUN, p.Kernel, p.Warnings = fds[0], reply.Kernel, reply.Warnings
+	if s.Watched {
+		p.Diag = fds[1]
+	}
+	return nil
+}
+
+func receiveMessage(fd int, p, oob []byte) (n, oobn, flags int, from unix.Sockaddr, err error) {
+	for {
+		n, oobn, flags, from, err = unix.Recvmsg(fd, p, oob, unix.MSG_CMSG_CLOEXEC)
+		if !errors.Is(err, unix.EINTR) {
+			return n, oobn, flags, from, err
+		}
+	}
+}
+
+// insideError is an error that the process inside had.
+type insideError struct {
+	text  string
+	errno syscall.Errno
+}
+
+func (e *insideError) Error() string { return e.text }
+
+func (e *insideError) Unwrap() error {
+	if e.errno == 0 {
+		return nil
+	}
+	return e.errno
+}
+
+// Go has the program start, now that its gateway is at work.
+func (p *Prepared) Go() error {
+	defer p.socket.Close()
+	if _, err := p.socket.Write([]byte{1}); err != nil {
+		return fmt.Errorf("start the program: %w", err)
+	}
+	return nil
+}
+
+// Wait waits for the program's end: its exit code, or 128 and the signal that ended it.
+// Signals that come from the channel are passed on; when ctx ends, the program is killed.
+func (p *Prepared) Wait(ctx context.Context, signals <-chan os.Signal) (code int, err error) {
+	done := ctx.Done()
+	for {
+		select {
+		case <-done:
+			p.Kill()
+			done = nil
+		case s := <-signals:
+			_ = p.process.Process.Signal(s)
+		case err := <-p.done:
+			var exit *exec.ExitError
+			if err != nil && !errors.As(err, &exit) {
+				return 0, fmt.Errorf("wait for the program: %w", err)
+			}
+			status, _ := p.process.ProcessState.Sys().(syscall.WaitStatus)
+			if status.Signaled() {
+				return 128 + int(status.Signal()), nil
+			}
+			return status.ExitStatus(), nil
+		}
+	}
+}
+
+// Kill ends the program.
+func (p *Prepared) Kill() { _ = p.process.Process.Kill() }

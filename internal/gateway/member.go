@@ -1,0 +1,399 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// MemberSocket is what a member of a service listens on, in whose place the gateway does.
+type MemberSocket struct {
+	Protocol uint8          // unix.IPPROTO_TCP or IPPROTO_UDP
+	Address  netip.AddrPort // the service's; inside, the program listens on its port
+	V6Only   bool
+	// First and Last are the ports of the host to choose from, mostly one.
+	First, Last uint16
+}
+
+// receiveBuffer is what is asked for of UDP sockets, in bytes: datagrams come in bursts.
+// Without CAP_NET_ADMIN net.core.rmem_max bounds it.
+const receiveBuffer = 16 << 20
+
+// ListenAsMember opens the sockets of a member, which listen later: when the program inside
+// does. Of a range of ports it prefers the one at a place, which is the slot. If one fails,
+// with a ListenError, none stays open.
+func ListenAsMember(sockets []MemberSocket, place int) (list []Forward, err error) {
+	defer func() {
+		if err != nil {
+			for _, f := range list {
+				unix.Close(f.FD)
+			}
+			list = nil
+		}
+	}()
+	for _, s := range sockets {
+		f, err := s.open(place)
+		if err != nil {
+			return list, err
+		}
+		list = append(list, f)
+	}
+	return list, nil
+}
+
+func (s *MemberSocket) open(place int) (f Forward, err error) {
+	fd, err := s.socket()
+	if err != nil {
+		return f, &ListenError{netip.AddrPortFrom(s.Address.Addr(), s.First), s.Protocol, err}
+	}
+	f = Forward{FD: fd, Protocol: s.Protocol, Port: s.Address.Port()}
+	count := int(s.Last-s.First) + 1
+	for n := range count {
+		f.Later = append(f.Later, netip.AddrPortFrom(s.Address.Addr(), s.First+uint16((place+n)%count)))
+	}
+	if s.Protocol == unix.IPPROTO_UDP && !privileged(s.First) {
+		return f, nil
+	}
+	at, err := bindFirst(fd, f.Later)
+	if err != nil {
+		unix.Close(fd)
+		return f, &ListenError{at, s.Protocol, err}
+	}
+	f.Later = []netip.AddrPort{at}
+	return f, nil
+}
+
+// privileged tells whether only root may have a port. The gateway could not bind to it
+// later.
+func privileged(port uint16) bool {
+	first := 1024
+	if text, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start"); err == nil {
+		if n, err := strconv.Atoi(strings.TrimSpace(string(text))); err == nil {
+			first = n
+		}
+	}
+	return int(port) < first
+}
+
+// bindFirst binds a socket to the first address that is free, which it returns, or to
+// none: then it is the last one.
+func bindFirst(fd int, list []netip.AddrPort) (at netip.AddrPort, err error) {
+	for _, at = range list {
+		if err = unix.Bind(fd, sockaddr(at)); !errors.Is(err, unix.EADDRINUSE) {
+			break
+		}
+	}
+	return at, err
+}
+
+func (s *MemberSocket) socket() (fd int, err error) {
+	kind := unix.SOCK_STREAM
+	if s.Protocol == unix.IPPROTO_UDP {
+		kind = unix.SOCK_DGRAM
+	}
+	if fd, err = unix.Socket(domain(s.Address.Addr()), kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0); err != nil {
+		return -1, err
+	}
+	options := [][3]int{}
+	if s.Protocol == unix.IPPROTO_TCP {
+		options = append(options, [3]int{unix.SOL_SOCKET, unix.SO_REUSEADDR, 1})
+	}
+	if s.First == s.Last { // of a port of its own no other member has a part
+		options = append(options, [3]int{unix.SOL_SOCKET, unix.SO_REUSEPORT, 1})
+	}
+	if s.Address.Addr().Is6() {
+		only := 0
+		if s.V6Only {
+			only = 1
+		}
+		options = append(options, [3]int{unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, only})
+	}
+	for _, o := range options {
+		if err := unix.SetsockoptInt(fd, o[0], o[1], o[2]); err != nil {
+			unix.Close(fd)
+			return -1, err
+		}
+	}
+	if s.Protocol == unix.IPPROTO_UDP && unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, receiveBuffer) != nil {
+		// As large as this user may have it.
+		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, receiveBuffer)
+	}
+	return fd, nil
+}
+
+// openDiag opens a socket of sock_diag, in the network namespace of the calling thread, that
+// is told of sockets that are closed.
+func openDiag() (int, error) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_SOCK_DIAG)
+	if err != nil {
+		return -1, fmt.Errorf("open sock_diag: %w", err)
+	}
+	var groups uint32
+	for _, g := range []int{unix.SKNLGRP_INET_TCP_DESTROY, unix.SKNLGRP_INET_UDP_DESTROY, unix.SKNLGRP_INET6_TCP_DESTROY, unix.SKNLGRP_INET6_UDP_DESTROY} {
+		groups |= 1 << (g - 1)
+	}
+	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: groups}); err != nil {
+		unix.Close(fd)
+		return -1, fmt.Errorf("watch sockets: %w", err)
+	}
+	return fd, nil
+}
+
+// guestPorts has the host's sockets listen while the guest does: from when it listens on all
+// ports of forwards that are for later, until one of its sockets there is closed.
+type guestPorts struct {
+	g       *Gateway
+	asking  int // the question that is being answered, of questions
+	found   map[port]bool
+	waiting bool // for an answer
+	again   bool // something was closed meanwhile
+	open    bool
+	ended   bool
+	bound   map[int]bool // of UDP, by descriptor
+	giveUp  time.Time    // when a port must be free
+	timer   timer
+	buffer  []byte
+}
+
+type port struct {
+	protocol uint8
+	number   uint16
+}
+
+// questions are the dumps that tell on which ports the guest listens.
+var questions = []struct{ family, protocol, state uint8 }{
+	{unix.AF_INET, unix.IPPROTO_TCP, tcpListen}, {unix.AF_INET6, unix.IPPROTO_TCP, tcpListen},
+	{unix.AF_INET, unix.IPPROTO_UDP, tcpClose}, {unix.AF_INET6, unix.IPPROTO_UDP, tcpClose},
+}
+
+// States of sockets (net/tcp_states.h). One of UDP that is not connected is closed.
+const (
+	tcpClose  = 7
+	tcpListen = 10
+)
+
+// portsInterval is how often the guest is asked until it listens. The kernel tells of
+// sockets that are closed, not of those that are opened.
+const portsInterval = 50 * time.Millisecond
+
+// bindPatience is how long a port may be taken when the guest listens: the member before may
+// not be gone.
+const bindPatience = 10 * time.Second
+
+// Sizes of struct inet_diag_req_v2 and inet_diag_msg, in bytes.
+const (
+	diagRequest = 56
+	diagMessage = 72
+)
+
+func newGuestPorts(g *Gateway) *guestPorts {
+	p := &guestPorts{g: g, bound: map[int]bool{}, buffer: make([]byte, 1<<16)}
+	p.timer.owner = p
+	g.now = g.clock()
+	g.timers.set(&p.timer, g.now)
+	return p
+}
+
+// expired begins to ask.
+func (p *guestPorts) expired() {
+	if p.waiting || p.ended {
+		return
+	}
+	p.found, p.asking, p.again = map[port]bool{}, 0, false
+	p.ask()
+}
+
+// ask asks the next question.
+func (p *guestPorts) ask() {
+	q := questions[p.asking]
+	var m [unix.NLMSG_HDRLEN + diagRequest]byte
+	binary.NativeEndian.PutUint32(m[:], uint32(len(m)))
+	binary.NativeEndian.PutUint16(m[4:], unix.SOCK_DIAG_BY_FAMILY)
+	binary.NativeEndian.PutUint16(m[6:], unix.NLM_F_REQUEST|unix.NLM_F_DUMP)
+	m[unix.NLMSG_HDRLEN], m[unix.NLMSG_HDRLEN+1] = q.family, q.protocol
+	binary.NativeEndian.PutUint32(m[unix.NLMSG_HDRLEN+4:], 1<<q.state)
+	p.waiting = true
+	if err := unix.Sendto(p.g.config.Diag, m[:], unix.MSG_DONTWAIT, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
+		p.waiting = false
+		p.later()
+	}
+}
+
+func (p *guestPorts) later() { p.g.timers.set(&p.timer, p.g.now.Add(portsInterval)) }
+
+func (p *guestPorts) event(uint32) {
+	for range udpBudget {
+		n, from, err := unix.Recvfrom(p.g.config.Diag, p.buffer, unix.MSG_DONTWAIT)
+		if errors.Is(err, unix.ENOBUFS) {
+			p.closed() // perhaps
+			continue
+		}
+		if err != nil {
+			return
+		}
+		if a, ok := from.(*unix.SockaddrNetlink); ok && a.Pid == 0 {
+			p.read(p.buffer[:n])
+		}
+	}
+}
+
+// read takes messages of the kernel: answers, and sockets that were closed.
+func (p *guestPorts) read(b []byte) {
+	for len(b) >= unix.NLMSG_HDRLEN {
+		length := int(binary.NativeEndian.Uint32(b))
+		if length < unix.NLMSG_HDRLEN || length > len(b) {
+			return
+		}
+		kind, flags, body := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint16(b[6:]), b[unix.NLMSG_HDRLEN:length]
+		switch {
+		case kind == unix.NLMSG_DONE:
+			p.answered()
+		case kind == unix.NLMSG_ERROR:
+			p.refused(body)
+		case kind == unix.SOCK_DIAG_BY_FAMILY && len(body) >= diagMessage:
+			number, peer := binary.BigEndian.Uint16(body[4:]), binary.BigEndian.Uint16(body[6:])
+			if flags&unix.NLM_F_MULTI != 0 && p.waiting {
+				p.found[port{questions[p.asking].protocol, number}] = true
+			} else if peer == 0 && p.isWanted(number) {
+				p.closed()
+			}
+		}
+		b = b[min(len(b), (length+unix.NLMSG_ALIGNTO-1)&^(unix.NLMSG_ALIGNTO-1)):]
+	}
+}
+
+func (p *guestPorts) isWanted(number uint16) bool {
+	return slices.ContainsFunc(p.g.config.Forwards, func(f Forward) bool { return len(f.Later) > 0 && f.Port == number })
+}
+
+// refused takes a question that was not answered.
+func (p *guestPorts) refused(body []byte) {
+	if len(body) < 4 || !p.waiting {
+		return
+	}
+	p.waiting = false
+	err := syscall.Errno(-int32(binary.NativeEndian.Uint32(body)))
+	if errors.Is(err, unix.ENOENT) { // no module for it
+		p.fail(fmt.Errorf("ask the guest for its sockets (tcp_diag, udp_diag): %w", err))
+		return
+	}
+	p.later()
+}
+
+// closed looks again, as a socket of a port was closed.
+func (p *guestPorts) closed() {
+	if p.open && !p.ended {
+		if p.again = p.waiting; !p.waiting {
+			p.expired()
+		}
+	}
+}
+
+// answered is called when a question is answered.
+func (p *guestPorts) answered() {
+	if !p.waiting {
+		return
+	}
+	p.waiting = false
+	if p.asking++; p.asking < len(questions) {
+		p.ask()
+		return
+	}
+	listens := true
+	for _, f := range p.g.config.Forwards {
+		listens = listens && (len(f.Later) == 0 || p.found[port{f.Protocol, f.Port}])
+	}
+	switch {
+	case p.again:
+		p.expired()
+	case listens && !p.open:
+		p.begin()
+	case !listens && p.open:
+		p.end("a socket of the program was closed")
+	case !listens:
+		p.later()
+	}
+}
+
+// begin has the host's sockets listen, those of UDP first: one of TCP that listens says that
+// all do.
+func (p *guestPorts) begin() {
+	if p.giveUp.IsZero() {
+		p.giveUp = p.g.now.Add(bindPatience)
+	}
+	for _, protocol := range []uint8{unix.IPPROTO_UDP, unix.IPPROTO_TCP} {
+		for _, f := range p.g.config.Forwards {
+			if len(f.Later) == 0 || f.Protocol != protocol || p.bound[f.FD] {
+				continue
+			}
+			at, err := p.listen(f)
+			switch {
+			case errors.Is(err, unix.EADDRINUSE) && p.g.now.Before(p.giveUp):
+				p.later()
+				return
+			case err != nil:
+				p.fail(&ListenError{at, protocol, err})
+				return
+			}
+		}
+	}
+	p.open = true
+	p.g.log.Info("the program listens")
+}
+
+func (p *guestPorts) listen(f Forward) (at netip.AddrPort, err error) {
+	at = f.Later[0]
+	if f.Protocol == unix.IPPROTO_TCP {
+		err = unix.Listen(f.FD, unix.SOMAXCONN)
+	} else if !isBound(f.FD) {
+		at, err = bindFirst(f.FD, f.Later)
+	}
+	if err == nil {
+		p.bound[f.FD] = true
+		err = p.g.serve(f)
+	}
+	return at, err
+}
+
+// isBound tells whether a socket has a port already.
+func isBound(fd int) bool {
+	name, err := unix.Getsockname(fd)
+	if err != nil {
+		return false
+	}
+	at, ok := addrPort(name)
+	return ok && at.Port() != 0
+}
+
+// fail ends the gateway.
+func (p *guestPorts) fail(err error) {
+	p.ended = true
+	p.g.failed = err
+}
+
+// end closes the host's sockets, for good: what is to come goes to no program that does
+// not listen to all of it.
+func (p *guestPorts) end(why string) {
+	p.ended = true
+	p.g.log.Warn("nothing more goes inside", "reason", why)
+	for i := range p.g.config.Forwards {
+		if f := &p.g.config.Forwards[i]; len(f.Later) > 0 {
+			p.g.forget(f.FD)
+			f.FD = -1
+		}
+	}
+	for number, list := range p.g.bounds {
+		p.g.bounds[number] = slices.DeleteFunc(list, func(b *bound) bool { return len(b.Later) > 0 })
+	}
+}

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"net"
+	"net/netip"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Outbound says where the guest may go by itself.
+type Outbound struct {
+	// All: everywhere. Otherwise where a rule lets it.
+	All   bool
+	Rules []Rule
+	// DNS are the host's name servers, to which the guest may go in any case.
+	DNS []NameServer
+}
+
+// NameServer is a name server of the host, and the address that stands for it inside:
+// its own may be one of loopback, or of the guest.
+type NameServer struct {
+	Alias  netip.Addr
+	Server netip.AddrPort
+}
+
+// Rule lets the guest go to the ports First to Last of a prefix.
+type Rule struct {
+	Prefix      netip.Prefix
+	Protocol    uint8 // unix.IPPROTO_*; 0: any
+	First, Last uint16
+}
+
+const dnsPort = 53
+
+// Allowed tells whether the guest may send to an address. Of ICMP the port is 0.
+func (o *Outbound) Allowed(protocol uint8, to netip.AddrPort) bool {
+	a := to.Addr()
+	if n := o.nameServer(a); n != nil {
+		return to.Port() == dnsPort && (protocol == unix.IPPROTO_TCP || protocol == unix.IPPROTO_UDP)
+	}
+	if a.IsUnspecified() || a.IsMulticast() || a.IsLoopback() || a.Is4In6() || a == netip.AddrFrom4([4]byte{255, 255, 255, 255}) ||
+		a.Is6() && a.IsLinkLocalUnicast() {
+		return false
+	}
+	if protocol != unix.IPPROTO_ICMP && protocol != unix.IPPROTO_ICMPV6 && to.Port() == 0 {
+		return false
+	}
+	if o.All {
+		return true
+	}
+	for _, r := range o.Rules {
+		if r.Prefix.Contains(a) && (r.Protocol == 0 || r.Protocol == protocol) && r.First <= to.Port() && to.Port() <= r.Last {
+			return true
+		}
+	}
+	return false
+}
+
+// None tells whether the guest may go nowhere at all.
+func (o *Outbound) None() bool { return !o.All && len(o.Rules) == 0 && len(o.DNS) == 0 }
+
+// mostPorts bounds those that are named to landlock.
+const mostPorts = 1024
+
+// ports are those of TCP that the guest may connect to, unless they are too many to name.
+func (o *Outbound) ports() (list []uint16, few bool) {
+	if o.All {
+		return nil, false
+	}
+	if len(o.DNS) > 0 {
+		list = append(list, dnsPort)
+	}
+	for _, r := range o.Rules {
+		if r.Protocol != 0 && r.Protocol != unix.IPPROTO_TCP {
+			continue
+		}
+		if int(r.Last-r.First)+len(list) >= mostPorts {
+			return nil, false
+		}
+		for n := range int(r.Last-r.First) + 1 {
+			list = append(list, r.First+uint16(n))
+		}
+	}
+	return list, true
+}
+
+func (o *Outbound) nameServer(a netip.Addr) *NameServer {
+	for i := range o.DNS {
+		if o.DNS[i].Alias == a {
+			return &o.DNS[i]
+		}
+	}
+	return nil
+}
+
+// Translate is where the host is to send what the guest sends to an address. It may be of
+// another family.
+func (o *Outbound) Translate(to netip.AddrPort) netip.AddrPort {
+	if n := o.nameServer(to.Addr()); n != nil {
+		return n.Server
+	}
+	return to
+}
+
+// maxNameServers is how many of /etc/resolv.conf count (MAXNS in resolv.h).
+const maxNameServers = 3
+
+// NameServers reads the text of a host's resolv.conf(5): its name servers, and the text
+// for the guest, which has the aliases in their place. Where it names none, the host's own port
+// 53 counts, as for the C library. There must be three aliases.
+func NameServers(conf string, aliases []netip.Addr) (list []NameServer, text string) {
+	var rest strings.Builder
+	for line := range strings.Lines(conf) {
+		fields := strings.Fields(line)
+		if len(fields) < 2 {
+			continue
+		}
+		switch fields[0] {
+		case "nameserver":
+			a, err := netip.ParseAddr(fields[1])
+			if err != nil || len(list) == maxNameServers {
+				continue
+			}
+			list = append(list, NameServer{aliases[len(list)], netip.AddrPortFrom(numbered(a.Unmap()), dnsPort)})
+		case "search", "domain", "options", "sortlist":
+			rest.WriteString(strings.Join(fields, " ") + "\n")
+		}
+	}
+	if len(list) == 0 {
+		list = []NameServer{{aliases[0], netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), dnsPort)}}
+	}
+	for _, n := range list {
+		text += "nameserver " + n.Alias.String() + "\n"
+	}
+	return list, text + rest.String()
+}
+
+// numbered has the zone of an address be the number of its interface, which stays known
+// when names cannot be looked up any more.
+func numbered(a netip.Addr) netip.Addr {
+	if a.Zone() == "" {
+		return a
+	}
+	if dev, err := net.InterfaceByName(a.Zone()); err == nil {
+		return a.WithZone(strconv.Itoa(dev.Index))
+	}
+	return a
+}

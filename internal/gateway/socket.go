@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"net/netip"
+	"strconv"
+
+	"golang.org/x/sys/unix"
+)
+
+func domain(a netip.Addr) int {
+	if a.Is4() {
+		return unix.AF_INET
+	}
+	return unix.AF_INET6
+}
+
+// sockaddr takes a zone as the number of an interface only.
+func sockaddr(a netip.AddrPort) unix.Sockaddr {
+	if a.Addr().Is4() {
+		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
+	}
+	to := &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
+	if zone, err := strconv.ParseUint(a.Addr().Zone(), 10, 32); err == nil {
+		to.ZoneId = uint32(zone)
+	}
+	return to
+}
+
+// addrPort is the address of a peer, without a zone; an IPv4-mapped one is its IPv4
+// address.
+func addrPort(a unix.Sockaddr) (netip.AddrPort, bool) {
+	switch a := a.(type) {
+	case *unix.SockaddrInet4:
+		return netip.AddrPortFrom(netip.AddrFrom4(a.Addr), uint16(a.Port)), true
+	case *unix.SockaddrInet6:
+		return netip.AddrPortFrom(netip.AddrFrom16(a.Addr).Unmap(), uint16(a.Port)), true
+	}
+	return netip.AddrPort{}, false
+}
+
+// behindBuffer is where receiveBehind puts what was sent already.
+var behindBuffer [1 << 16]byte
+
+// receiveBehind peeks behind the first bytes of a socket, for kernels without
+// SO_PEEK_OFF for TCP (before 6.9).
+func receiveBehind(fd, sent int, p []byte) (int, error) {
+	var parts [][]byte
+	for left := sent; left > 0; left -= len(behindBuffer) {
+		parts = append(parts, behindBuffer[:min(left, len(behindBuffer))])
+	}
+	n, _, _, _, err := unix.RecvmsgBuffers(fd, append(parts, p), nil, unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	switch {
+	case err != nil:
+		return 0, err
+	case n > sent:
+		return n - sent, nil
+	case sent == 0:
+		return 0, nil
+	}
+	// All was sent that is there. Whether there will be more is for poll to say.
+	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
+	if _, err := unix.Poll(fds, 0); err != nil || fds[0].Revents == 0 {
+		return 0, unix.EAGAIN
+	}
+	if code, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ERROR); err == nil && code != 0 {
+		return 0, unix.Errno(code)
+	}
+	return 0, nil
+}

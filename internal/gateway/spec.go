@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"fmt"
+	"net/netip"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// ForwardSpec is what -p names: ports of the host that lead to ports of the guest.
+type ForwardSpec struct {
+	Address     netip.Addr // of the host; the zero value: all
+	First, Last uint16     // of the host
+	Guest       uint16     // the first of the guest; as many as of the host
+	Protocol    uint8      // unix.IPPROTO_TCP or IPPROTO_UDP
+}
+
+// String gives it as ParseForward reads it.
+func (f ForwardSpec) String() string {
+	address := ""
+	if f.Address.IsValid() {
+		address = f.Address.String() + ":"
+		if f.Address.Is6() {
+			address = "[" + f.Address.String() + "]:"
+		}
+	}
+	return fmt.Sprintf("%s%s:%s/%s", address, ports(f.First, f.Last), ports(f.Guest, f.Guest+f.Last-f.First), protocolName(f.Protocol))
+}
+
+func ports(first, last uint16) string {
+	if first == last {
+		return strconv.Itoa(int(first))
+	}
+	return fmt.Sprintf("%d-%d", first, last)
+}
+
+func protocolName(p uint8) string {
+	switch p {
+	case unix.IPPROTO_TCP:
+		return "tcp"
+	case unix.IPPROTO_UDP:
+		return "udp"
+	case unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6:
+		return "icmp"
+	}
+	return "any"
+}
+
+// ParseForward reads [ADDRESS:]PORT[-PORT][:PORT[-PORT]][/tcp|/udp], as in 1790:1790/tcp,
+// [::1]:8080:80 and 9000-9010/udp.
+func ParseForward(text string) (f ForwardSpec, err error) {
+	rest, protocol, given := strings.Cut(text, "/")
+	f.Protocol = unix.IPPROTO_TCP
+	if given {
+		switch protocol {
+		case "tcp":
+		case "udp":
+			f.Protocol = unix.IPPROTO_UDP
+		default:
+			return f, fmt.Errorf("%q: the protocol is tcp or udp", text)
+		}
+	}
+	if strings.HasPrefix(rest, "[") {
+		address, after, ok := strings.Cut(rest[1:], "]:")
+		if !ok {
+			return f, fmt.Errorf("%q: no port behind the address", text)
+		}
+		if f.Address, err = netip.ParseAddr(address); err != nil || f.Address.Zone() != "" {
+			return f, fmt.Errorf("%q: %q is no address", text, address)
+		}
+		rest = after
+	} else if address, after, ok := strings.Cut(rest, ":"); ok && strings.Contains(address, ".") {
+		if f.Address, err = netip.ParseAddr(address); err != nil {
+			return f, fmt.Errorf("%q: %q is no address", text, address)
+		}
+		rest = after
+	}
+	f.Address = f.Address.Unmap()
+	host, guest, two := strings.Cut(rest, ":")
+	if f.First, f.Last, err = parsePorts(host); err != nil {
+		return f, fmt.Errorf("%q: %w", text, err)
+	}
+	f.Guest = f.First
+	if two {
+		first, last, err := parsePorts(guest)
+		if err != nil {
+			return f, fmt.Errorf("%q: %w", text, err)
+		}
+		if last-first != f.Last-f.First {
+			return f, fmt.Errorf("%q: %s are not as many ports as %s", text, guest, host)
+		}
+		f.Guest = first
+	}
+	return f, nil
+}
+
+func parsePorts(text string) (first, last uint16, err error) {
+	a, b, two := strings.Cut(text, "-")
+	if first, err = parsePort(a); err != nil {
+		return 0, 0, err
+	}
+	last = first
+	if two {
+		if last, err = parsePort(b); err != nil {
+			return 0, 0, err
+		}
+	}
+	if last < first {
+		return 0, 0, fmt.Errorf("ports %s run backwards", text)
+	}
+	return first, last, nil
+}
+
+func parsePort(text string) (uint16, error) {
+	n, err := strconv.ParseUint(text, 10, 16)
+	if err != nil || n == 0 {
+		return 0, fmt.Errorf("%q is no port, 1 to 65535", text)
+	}
+	return uint16(n), nil
+}
+
+// ParseRule reads PREFIX[:PORT[-PORT]][/tcp|/udp|/icmp], as in 10.0.0.0/8:9092/tcp, 192.0.2.1
+// and [2001:db8::/32]:443.
+func ParseRule(text string) (r Rule, err error) {
+	rest := text
+	r.Last = 65535
+	for _, protocol := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ICMP} {
+		if before, ok := strings.CutSuffix(rest, "/"+protocolName(protocol)); ok {
+			rest, r.Protocol = before, protocol
+			break
+		}
+	}
+	prefix, port, ported := rest, "", false
+	if strings.HasPrefix(rest, "[") {
+		inside, after, ok := strings.Cut(rest[1:], "]")
+		if !ok || after != "" && !strings.HasPrefix(after, ":") {
+			return r, fmt.Errorf("%q: no ] behind the prefix", text)
+		}
+		prefix, port, ported = inside, strings.TrimPrefix(after, ":"), after != ""
+	} else if before, after, ok := strings.Cut(rest, ":"); ok && strings.Contains(before, ".") {
+		prefix, port, ported = before, after, true
+	}
+	if r.Prefix, err = parsePrefix(prefix); err != nil {
+		return r, fmt.Errorf("%q: %q is no prefix", text, prefix)
+	}
+	if ported {
+		if r.Protocol == unix.IPPROTO_ICMP {
+			return r, fmt.Errorf("%q: ICMP has no ports", text)
+		}
+		if r.First, r.Last, err = parsePorts(port); err != nil {
+			return r, fmt.Errorf("%q: %w", text, err)
+		}
+	}
+	if r.Protocol == unix.IPPROTO_ICMP && r.Prefix.Addr().Is6() {
+		r.Protocol = unix.IPPROTO_ICMPV6
+	}
+	return r, nil
+}
+
+// parsePrefix reads a prefix or an address. Those of IPv4-mapped IPv6 are IPv4's.
+func parsePrefix(text string) (netip.Prefix, error) {
+	if a, err := netip.ParseAddr(text); err == nil && a.Zone() == "" {
+		return netip.PrefixFrom(a.Unmap(), a.Unmap().BitLen()), nil
+	}
+	p, err := netip.ParsePrefix(text)
+	if err == nil && p.Addr().Is4In6() && p.Bits() >= 96 {
+		p = netip.PrefixFrom(p.Addr().Unmap(), p.Bits()-96)
+	}
+	return p.Masked(), err
+}
+
+// String gives a rule as ParseRule reads it.
+func (r Rule) String() string {
+	text := r.Prefix.String()
+	if r.First > 0 {
+		if r.Prefix.Addr().Is6() {
+			text = "[" + text + "]"
+		}
+		text += ":" + ports(r.First, r.Last)
+	}
+	if r.Protocol != 0 {
+		text += "/" + protocolName(r.Protocol)
+	}
+	return text
+}
+
+// Overlap finds two that would have the same port of the host.
+func Overlap(specs []ForwardSpec) error {
+	for i, a := range specs {
+		for _, b := range specs[:i] {
+			if a.Protocol == b.Protocol && a.First <= b.Last && b.First <= a.Last && meet(a.Address, b.Address) {
+				return fmt.Errorf("%v and %v overlap", b, a)
+			}
+		}
+	}
+	return nil
+}
+
+// meet tells whether sockets of two addresses would be in each other's way.
+func meet(a, b netip.Addr) bool {
+	everything := func(a netip.Addr) bool { return !a.IsValid() || a == netip.IPv6Unspecified() }
+	if everything(a) || everything(b) || a == b {
+		return true
+	}
+	return a.Is4() == b.Is4() && (a.IsUnspecified() || b.IsUnspecified())
+}
+
+// ListenError tells which port of the host could not be had.
+type ListenError struct {
+	At       netip.AddrPort // the zero address: all
+	Protocol uint8
+	Err      error
+}
+
+func (e *ListenError) Error() string {
+	at := fmt.Sprintf("port %d", e.At.Port())
+	if e.At.Addr().IsValid() {
+		at = e.At.String()
+	}
+	return fmt.Sprintf("listen on %s %s: %v", protocolName(e.Protocol), at, e.Err)
+}
+
+func (e *ListenError) Unwrap() error { return e.Err }
+
+// Listen opens the host's sockets of what is forwarded, a socket a port. If one fails, with
+// a ListenError, none stays open.
+func Listen(specs []ForwardSpec) (list []Forward, err error) {
+	defer func() {
+		if err != nil {
+			for _, f := range list {
+				unix.Close(f.FD)
+			}
+			list = nil
+		}
+	}()
+	for _, s := range specs {
+		for n := range int(s.Last-s.First) + 1 {
+			at := netip.AddrPortFrom(s.Address, s.First+uint16(n))
+			fd, err := listen(at, s.Protocol)
+			if err != nil {
+				return list, &ListenError{at, s.Protocol, err}
+			}
+			list = append(list, Forward{FD: fd, Protocol: s.Protocol, Port: s.Guest + uint16(n)})
+		}
+	}
+	return list, nil
+}
+
+func listen(at netip.AddrPort, protocol uint8) (_ int, err error) {
+	kind := unix.SOCK_STREAM
+	if protocol == unix.IPPROTO_UDP {
+		kind = unix.SOCK_DGRAM
+	}
+	family, address := unix.AF_INET6, sockaddr(netip.AddrPortFrom(netip.IPv6Unspecified(), at.Port()))
+	if at.Addr().IsValid() {
+		family, address = domain(at.Addr()), sockaddr(at)
+	}
+	fd, err := unix.Socket(family, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err == unix.EAFNOSUPPORT && !at.Addr().IsValid() { //nolint:errorlint // a plain errno
+		family, address = unix.AF_INET, sockaddr(netip.AddrPortFrom(netip.IPv4Unspecified(), at.Port()))
+		fd, err = unix.Socket(family, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	}
+	if err != nil {
+		return -1, err
+	}
+	defer func() {
+		if err != nil {
+			unix.Close(fd)
+		}
+	}()
+	options := [][3]int{}
+	if protocol == unix.IPPROTO_TCP {
+		options = append(options, [3]int{unix.SOL_SOCKET, unix.SO_REUSEADDR, 1})
+	}
+	if family == unix.AF_INET6 && (!at.Addr().IsValid() || at.Addr().IsUnspecified()) {
+		options = append(options, [3]int{unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 0})
+	}
+	for _, o := range options {
+		if err := unix.SetsockoptInt(fd, o[0], o[1], o[2]); err != nil {
+			return -1, err
+		}
+	}
+	if err := unix.Bind(fd, address); err != nil {
+		return -1, err
+	}
+	if protocol == unix.IPPROTO_TCP {
+		err = unix.Listen(fd, unix.SOMAXCONN)
+	}
+	return fd, err
+}

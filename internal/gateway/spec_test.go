@@ -1,0 +1,345 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"errors"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+func TestParseForward(t *testing.T) {
+	for text, want := range map[string]string{
+		"80":                      "80:80/tcp",
+		"80/tcp":                  "80:80/tcp",
+		"4739/udp":                "4739:4739/udp",
+		"8080:80":                 "8080:80/tcp",
+		"1790:1790/tcp":           "1790:1790/tcp",
+		"9000-9010":               "9000-9010:9000-9010/tcp",
+		"9000-9010:80-90/udp":     "9000-9010:80-90/udp",
+		"1-65535":                 "1-65535:1-65535/tcp",
+		"127.0.0.1:80":            "127.0.0.1:80:80/tcp",
+		"127.0.0.1:8080:80":       "127.0.0.1:8080:80/tcp",
+		"[::1]:8080:80":           "[::1]:8080:80/tcp",
+		"[::]:53/udp":             "[::]:53:53/udp",
+		"0.0.0.0:53":              "0.0.0.0:53:53/tcp",
+		"[::ffff:192.0.2.1]:53":   "192.0.2.1:53:53/tcp",
+		"[2001:db8::1]:1-2:3-4":   "[2001:db8::1]:1-2:3-4/tcp",
+		"192.0.2.1:65535-65535:1": "192.0.2.1:65535:1/tcp",
+	} {
+		if got, err := ParseForward(text); err != nil || got.String() != want {
+			t.Errorf("%s: %v, %v, want %s", text, got, err, want)
+		}
+	}
+	for text, want := range map[string]string{
+		"":                   `"" is no port`,
+		"0":                  `"0" is no port`,
+		"65536":              `"65536" is no port`,
+		"-1":                 `"" is no port`,
+		"http":               `"http" is no port`,
+		"80:":                `"" is no port`,
+		":80":                `"" is no port`,
+		"80/sctp":            "the protocol is tcp or udp",
+		"80/":                "the protocol is tcp or udp",
+		"80/tcp/udp":         "the protocol is tcp or udp",
+		"90-80":              "run backwards",
+		"80-90:80-91":        "80-91 are not as many ports as 80-90",
+		"80-90:80":           "80 are not as many ports as 80-90",
+		"127.0.0.1":          `"127.0.0.1" is no port`,
+		"300.0.0.1:80":       `"300.0.0.1" is no address`,
+		"[::1]":              "no port behind the address",
+		"[::1:80":            "no port behind the address",
+		"[fe80::1%eth0]:80":  "is no address",
+		"[nowhere]:80":       `"nowhere" is no address`,
+		"::1:80:80":          "is no port",
+		"1:2:3":              "is no port",
+		"127.0.0.1:80:80:80": "is no port",
+	} {
+		if got, err := ParseForward(text); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, %v, want %s", text, got, err, want)
+		}
+	}
+}
+
+func FuzzParseForward(f *testing.F) {
+	for _, text := range []string{"80", "[::1]:8080-8081:80-81/udp", "127.0.0.1:1:1", "[::ffff:1.2.3.4]:1"} {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		a, err := ParseForward(text)
+		if err != nil {
+			return
+		}
+		if a.First == 0 || a.Last < a.First || a.Guest == 0 || int(a.Guest)+int(a.Last-a.First) > 65535 {
+			t.Errorf("%q: %+v", text, a)
+		}
+		if b, err := ParseForward(a.String()); err != nil || a != b {
+			t.Errorf("%q is %v, which is %v, %v", text, a, b, err)
+		}
+		if Overlap([]ForwardSpec{a, a}) == nil {
+			t.Errorf("%v does not overlap itself", a)
+		}
+	})
+}
+
+func TestParseRule(t *testing.T) {
+	for text, want := range map[string]string{
+		"10.0.0.0/8:9092/tcp":    "10.0.0.0/8:9092-9092/tcp",
+		"192.0.2.1":              "192.0.2.1/32",
+		"192.0.2.1/24":           "192.0.2.0/24",
+		"0.0.0.0/0/udp":          "0.0.0.0/0/udp",
+		"2001:db8::/32":          "2001:db8::/32",
+		"[2001:db8::/32]:443":    "[2001:db8::/32]:443",
+		"[2001:db8::1]:1-2/udp":  "[2001:db8::1/128]:1-2/udp",
+		"2001:db8::1/tcp":        "2001:db8::1/128/tcp",
+		"192.0.2.0/24/icmp":      "192.0.2.0/24/icmp",
+		"2001:db8::/32/icmp":     "2001:db8::/32/icmp",
+		"::ffff:192.0.2.1":       "192.0.2.1/32",
+		"::ffff:192.0.2.0/120":   "192.0.2.0/24",
+		"[::/0]":                 "::/0",
+		"[192.0.2.0/24]:80-90":   "192.0.2.0/24:80-90",
+		"198.51.100.7:1-65535":   "198.51.100.7/32:1-65535",
+		"198.51.100.7:53-53/udp": "198.51.100.7/32:53/udp",
+	} {
+		want = strings.Replace(want, "9092-9092", "9092", 1)
+		if got, err := ParseRule(text); err != nil || got.String() != want {
+			t.Errorf("%s: %v, %v, want %s", text, got, err, want)
+		}
+	}
+	for _, text := range []string{
+		"", "nowhere", "10.0.0.0/33", "10.0.0.1:", "10.0.0.1:0", "10.0.0.1:90-80", "[::1", "[::1]x", "[::1]:", "10.0.0.1/sctp",
+		"10.0.0.1:80/icmp", "fe80::1%eth0", "10.0.0.0/8/tcp/udp", "2001:db8::/32:443/", ":80",
+	} {
+		if got, err := ParseRule(text); err == nil {
+			t.Errorf("%s: %v", text, got)
+		}
+	}
+}
+
+func FuzzParseRule(f *testing.F) {
+	for _, text := range []string{"10.0.0.0/8:9092/tcp", "[2001:db8::/32]:443-500", "192.0.2.1/icmp", "::ffff:1.2.3.4/120"} {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		a, err := ParseRule(text)
+		if err != nil {
+			return
+		}
+		if !a.Prefix.IsValid() || a.Prefix != a.Prefix.Masked() || a.Last < a.First {
+			t.Errorf("%q: %+v", text, a)
+		}
+		if b, err := ParseRule(a.String()); err != nil || a != b {
+			t.Errorf("%q is %v, which is %v, %v", text, a, b, err)
+		}
+	})
+}
+
+func TestOverlap(t *testing.T) {
+	for texts, want := range map[string]bool{
+		"80 81":                        false,
+		"80 80/udp":                    false,
+		"80 80":                        true,
+		"80:1 80:2":                    true,
+		"80:1 81:1":                    false,
+		"80-90 90-100":                 true,
+		"80-90 70-79 91":               false,
+		"127.0.0.1:80 192.0.2.1:80":    false,
+		"127.0.0.1:80 80":              true,
+		"127.0.0.1:80 0.0.0.0:80":      true,
+		"127.0.0.1:80 [::]:80":         true,
+		"[::1]:80 0.0.0.0:80":          false,
+		"[::1]:80 127.0.0.1:80":        false,
+		"[::1]:80 [::]:80":             true,
+		"0.0.0.0:80 [::]:80":           true,
+		"[::ffff:127.0.0.1]:80 [::]:1": false,
+		"[::1]:80 [::2]:80 127.0.0.1:1-1000 [::1]:80": true,
+	} {
+		var specs []ForwardSpec
+		for _, text := range strings.Fields(texts) {
+			f, err := ParseForward(text)
+			if err != nil {
+				t.Fatal(err)
+			}
+			specs = append(specs, f)
+		}
+		if err := Overlap(specs); (err != nil) != want {
+			t.Errorf("%s: %v", texts, err)
+		}
+	}
+}
+
+// If one of several ports cannot be had, none is kept.
+func TestListen(t *testing.T) {
+	busy, err := ParseForward("127.0.0.1:7402")
+	if err != nil {
+		t.Fatal(err)
+	}
+	held, err := Listen([]ForwardSpec{busy})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(held[0].FD)
+	wanted, err := ParseForward("7400-7402:80-82")
+	if err != nil {
+		t.Fatal(err)
+	}
+	descriptors(t) // so that the runtime has its own
+	before := descriptors(t)
+	_, err = Listen([]ForwardSpec{wanted})
+	failed := new(ListenError)
+	if !errors.As(err, &failed) || failed.At.Port() != 7402 || !errors.Is(err, unix.EADDRINUSE) {
+		t.Errorf("%v", err)
+	}
+	if now := descriptors(t); now != before {
+		t.Errorf("%d descriptors before, %d after", before, now)
+	}
+	wanted.Last--
+	list, err := Listen([]ForwardSpec{wanted})
+	if err != nil || len(list) != 2 || list[1].Port != 81 {
+		t.Errorf("%v, %v", list, err)
+	}
+	for _, f := range list {
+		unix.Close(f.FD)
+	}
+}
+
+var aliases = []netip.Addr{
+	netip.MustParseAddr("169.254.53.53"), netip.MustParseAddr("169.254.53.54"), netip.MustParseAddr("169.254.53.55"),
+}
+
+func TestNameServers(t *testing.T) {
+	for _, test := range []struct{ conf, servers, text string }{
+		{"", "127.0.0.1:53", "nameserver 169.254.53.53\n"},
+		{"# nameserver 1.2.3.4\n;nameserver 1.2.3.4\nnameserver\nnameserver x\n", "127.0.0.1:53", "nameserver 169.254.53.53\n"},
+		{"nameserver 127.0.0.53\noptions edns0 trust-ad\nsearch a.example b.example\n", "127.0.0.53:53",
+			"nameserver 169.254.53.53\noptions edns0 trust-ad\nsearch a.example b.example\n"},
+		{"domain x.example\nnameserver 10.0.0.1\nnameserver 2001:db8::1\n  nameserver  ::ffff:10.0.0.3 # third\nnameserver 10.0.0.4",
+			"10.0.0.1:53 [2001:db8::1]:53 10.0.0.3:53",
+			"nameserver 169.254.53.53\nnameserver 169.254.53.54\nnameserver 169.254.53.55\ndomain x.example\n"},
+		{"nameserver fe80::1%lo", "[fe80::1%1]:53", "nameserver 169.254.53.53\n"},
+		{"nameserver fe80::1%nosuch0", "[fe80::1%nosuch0]:53", "nameserver 169.254.53.53\n"},
+	} {
+		list, text := NameServers(test.conf, aliases)
+		var servers []string
+		for i, n := range list {
+			servers = append(servers, n.Server.String())
+			if n.Alias != aliases[i] {
+				t.Errorf("%q: %v", test.conf, list)
+			}
+		}
+		if got := strings.Join(servers, " "); got != test.servers || text != test.text {
+			t.Errorf("%q: %s, %q, want %s, %q", test.conf, got, text, test.servers, test.text)
+		}
+	}
+}
+
+func FuzzNameServers(f *testing.F) {
+	f.Add("nameserver 10.0.0.1\nsearch example.net\noptions use-vc\nnameserver fe80::1%lo\n")
+	f.Fuzz(func(t *testing.T, conf string) {
+		list, text := NameServers(conf, aliases)
+		if len(list) == 0 || len(list) > len(aliases) {
+			t.Errorf("%q: %v", conf, list)
+		}
+		// Of the guest's text the servers are the aliases, and nothing else changes.
+		inside, again := NameServers(text, aliases)
+		for i, n := range inside {
+			if n.Server != netip.AddrPortFrom(aliases[i], 53) {
+				t.Errorf("%q becomes %q", conf, text)
+			}
+		}
+		if len(inside) != len(list) || again != text {
+			t.Errorf("%q becomes %q, which becomes %q", conf, text, again)
+		}
+	})
+}
+
+func TestAllowed(t *testing.T) {
+	rule := func(text string) Rule {
+		r, err := ParseRule(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	dns := []NameServer{{aliases[0], netip.MustParseAddrPort("[2001:db8::53]:53")}}
+	everywhere := Outbound{All: true, DNS: dns}
+	some := Outbound{DNS: dns, Rules: []Rule{rule("10.0.0.0/8:9092/tcp"), rule("[2001:db8::/32]:53"), rule("192.0.2.0/24/icmp"), rule("127.0.0.1")}}
+	const tcp, udp, icmp, icmp6 = unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6
+	for _, test := range []struct {
+		protocol    uint8
+		to          string
+		every, some bool
+	}{
+		{tcp, "10.1.2.3:9092", true, true},
+		{udp, "10.1.2.3:9092", true, false},
+		{tcp, "10.1.2.3:9093", true, false},
+		{tcp, "11.0.0.1:9092", true, false},
+		{tcp, "[2001:db8::1]:53", true, true},
+		{udp, "[2001:db8::1]:53", true, true},
+		{icmp6, "[2001:db8::1]:0", true, false},
+		{icmp, "192.0.2.1:0", true, true},
+		{tcp, "192.0.2.1:80", true, false},
+		{tcp, "192.0.2.1:0", false, false},
+		{tcp, "127.0.0.1:80", false, false},
+		{tcp, "127.1.2.3:80", false, false},
+		{tcp, "[::1]:80", false, false},
+		{tcp, "[::ffff:127.0.0.1]:80", false, false},
+		{tcp, "[::ffff:10.1.2.3]:9092", false, false},
+		{udp, "0.0.0.0:80", false, false},
+		{udp, "[::]:80", false, false},
+		{udp, "255.255.255.255:67", false, false},
+		{udp, "224.0.0.1:5353", false, false},
+		{udp, "[ff02::1]:5353", false, false},
+		{udp, "[fe80::1]:547", false, false},
+		{udp, "169.254.53.53:53", true, true},
+		{tcp, "169.254.53.53:53", true, true},
+		{tcp, "169.254.53.53:80", false, false},
+		{icmp, "169.254.53.53:0", false, false},
+	} {
+		to := netip.MustParseAddrPort(test.to)
+		if got := everywhere.Allowed(test.protocol, to); got != test.every {
+			t.Errorf("everywhere, %d %s: %v", test.protocol, to, got)
+		}
+		if got := some.Allowed(test.protocol, to); got != test.some {
+			t.Errorf("with rules, %d %s: %v", test.protocol, to, got)
+		}
+		if nowhere := (Outbound{}); nowhere.Allowed(test.protocol, to) || !nowhere.None() || some.None() {
+			t.Errorf("nowhere, %d %s", test.protocol, to)
+		}
+	}
+	if got := some.Translate(netip.MustParseAddrPort("169.254.53.53:53")); got != dns[0].Server {
+		t.Errorf("the name server is %v", got)
+	}
+	if to := netip.MustParseAddrPort("10.0.0.1:53"); some.Translate(to) != to {
+		t.Errorf("%v is translated", to)
+	}
+}
+
+func TestRemoved(t *testing.T) {
+	event := func(mask uint32, name string) []byte {
+		p := make([]byte, unix.SizeofInotifyEvent+16)
+		p[4], p[5], p[6], p[7] = byte(mask), byte(mask>>8), byte(mask>>16), byte(mask>>24)
+		p[12] = 16
+		copy(p[16:], name)
+		return p
+	}
+	for _, test := range []struct {
+		events []byte
+		want   bool
+	}{
+		{nil, false},
+		{event(unix.IN_DELETE, "other"), false},
+		{event(unix.IN_DELETE, "netns1"), false},
+		{event(unix.IN_DELETE, "netns"), true},
+		{append(event(unix.IN_DELETE, "other"), event(unix.IN_MOVED_FROM, "netns")...), true},
+		{event(unix.IN_DELETE_SELF, ""), true},
+		{event(unix.IN_DELETE, "other")[:20], true},
+	} {
+		if got := removed(test.events, "netns"); got != test.want {
+			t.Errorf("%q: %v", test.events, got)
+		}
+	}
+}

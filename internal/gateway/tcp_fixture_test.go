@@ -1,0 +1,456 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/room"
+)
+
+var (
+	guest4 = netip.MustParseAddr("10.95.0.1")
+	guest6 = netip.MustParseAddr("fd95::1")
+	alias4 = netip.MustParseAddr("169.254.53.1")
+	alias6 = netip.MustParseAddr("fd53:6f63:6b65:7965::1")
+	// Addresses of the host, on lo.
+	host4 = netip.MustParseAddr("10.96.0.1")
+	host6 = netip.MustParseAddr("fd96::1")
+)
+
+// addHost gives lo the host's addresses.
+func addHost(t testing.TB) {
+	t.Helper()
+	hostAdded.Do(func() { addAddresses(t) })
+}
+
+var hostAdded sync.Once
+
+func addAddresses(t testing.TB) {
+	t.Helper()
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range []netip.Addr{host4, host6} {
+		address := &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}}
+		if a.Is6() {
+			address.Flags = unix.IFA_F_NODAD
+		}
+		if err := netlink.AddrReplace(lo, address); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// puppet is a guest that the test plays, packet by packet, with a gateway whose turns it
+// takes and whose clock it sets.
+type puppet struct {
+	testing.TB
+	g      *Gateway
+	fd     int
+	later  time.Duration // that the gateway's clock is ahead
+	events []unix.EpollEvent
+	queue  []seen // not looked at yet
+}
+
+// seen is a segment that came from the gateway.
+type seen struct {
+	segment
+	gso int // size of segments; 0: it is one
+}
+
+func (s seen) String() string {
+	return fmt.Sprintf("flags %02x seq %d ack %d window %d, %d bytes", s.flags, s.seq, s.ack, s.window, len(s.payload))
+}
+
+// newPuppet makes a gateway with a socket in the place of its TUN. At the end nothing
+// is left open.
+func newPuppet(t testing.TB, c Config) *puppet {
+	t.Helper()
+	listenOn(t, host4).Close() // so that the runtime has its own
+	before := descriptors(t)
+	t.Cleanup(func() {
+		if now := descriptors(t); now > before {
+			t.Errorf("%d descriptors before, %d after", before, now)
+		}
+	})
+	return makePuppet(t, c)
+}
+
+func makePuppet(t testing.TB, c Config) *puppet {
+	t.Helper()
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, fd := range pair {
+		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, 64<<20); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.TUN = pair[0]
+	if c.MTU == 0 {
+		c.MTU = 65520
+	}
+	c.Guest4, c.Guest6, c.Host4, c.Host6 = guest4, guest6, alias4, alias6
+	if c.Kernel == (room.Kernel{}) {
+		if c.Kernel, err = room.Calibrate(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	g, err := New(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &puppet{TB: t, g: g, fd: pair[1], events: make([]unix.EpollEvent, 256)}
+	g.clock = func() time.Time { return time.Now().Add(p.later) }
+	t.Cleanup(func() {
+		g.close()
+		unix.Close(p.fd)
+	})
+	return p
+}
+
+// descriptors counts those of the process.
+func descriptors(t testing.TB) int {
+	t.Helper()
+	entries, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(entries)
+}
+
+// turn lets the gateway handle what there is.
+func (p *puppet) turn(timeout int) {
+	p.Helper()
+	if _, err := p.g.poll(p.events, timeout); err != nil {
+		p.Fatal(err)
+	}
+}
+
+// patience bounds how long a test waits for what must come.
+const patience = 5 * time.Second
+
+// until lets the gateway work until a condition holds.
+func (p *puppet) until(what string, ok func() bool) {
+	p.Helper()
+	for end := time.Now().Add(patience); !ok(); {
+		if time.Now().After(end) {
+			p.Fatalf("waiting for %s: %v", what, p.g.Counts())
+		}
+		p.turn(1)
+	}
+}
+
+// wait moves the gateway's clock.
+func (p *puppet) wait(d time.Duration) {
+	p.Helper()
+	p.later += d
+	p.turn(0)
+}
+
+// put sends a packet to the gateway.
+func (p *puppet) put(packet []byte) {
+	p.Helper()
+	b := append(make([]byte, vnetHeader), packet...)
+	if err := unix.Send(p.fd, b, 0); err != nil {
+		p.Fatal(err)
+	}
+}
+
+// receive takes a segment of the gateway, if there is one.
+func (p *puppet) receive() (seen, bool) {
+	p.Helper()
+	for {
+		b := make([]byte, 1<<17)
+		n, err := unix.Read(p.fd, b)
+		if errors.Is(err, unix.EAGAIN) {
+			break
+		}
+		if err != nil || n == 0 {
+			p.Fatalf("read from gateway: %d %v", n, err)
+		}
+		p.queue = append(p.queue, p.check(b[:n]))
+	}
+	if len(p.queue) == 0 {
+		return seen{}, false
+	}
+	s := p.queue[0]
+	p.queue = p.queue[1:]
+	return s, true
+}
+
+// check reads a packet as a kernel does, and holds its headers against each other.
+func (p *puppet) check(b []byte) seen {
+	p.Helper()
+	packet := b[vnetHeader:]
+	s, ok := parse(packet)
+	if !ok {
+		p.Fatalf("no packet: % x", packet[:min(len(packet), 64)])
+	}
+	if s.network == nil || len(s.network) != len(packet) {
+		p.Fatalf("packet of %d bytes says that it has %d", len(packet), len(s.network))
+	}
+	if packet[0]>>4 == 4 && fold(sum(packet[:ipv4Header])) != 0xffff {
+		p.Fatal("checksum of IPv4 header is wrong")
+	}
+	out := seen{segment: s}
+	if s.protocol != unix.IPPROTO_TCP {
+		return out
+	}
+	start := binary.NativeEndian.Uint16(b[6:])
+	if b[0] != vnetNeedsCsum || binary.NativeEndian.Uint16(b[8:]) != 16 {
+		p.Fatalf("header of virtio: % x", b[:vnetHeader])
+	}
+	tcp := packet[start:]
+	partial := fold(pseudo(s.from.Addr(), s.to.Addr(), unix.IPPROTO_TCP, len(tcp)))
+	if got := binary.BigEndian.Uint16(tcp[16:]); got != partial {
+		p.Fatalf("partial checksum %#x, want %#x", got, partial)
+	}
+	if b[1] != 0 {
+		out.gso = int(binary.NativeEndian.Uint16(b[4:]))
+		if headers := int(binary.NativeEndian.Uint16(b[2:])); headers != len(packet)-len(s.payload) {
+			p.Fatalf("headers of %d bytes said to be %d", len(packet)-len(s.payload), headers)
+		}
+		if len(s.payload) <= out.gso {
+			p.Fatalf("packet with %d bytes is segmented at %d", len(s.payload), out.gso)
+		}
+	} else if len(packet) > p.g.config.MTU {
+		p.Fatalf("packet of %d bytes exceeds the MTU", len(packet))
+	}
+	return out
+}
+
+// next waits for a segment.
+func (p *puppet) next() seen {
+	p.Helper()
+	var s seen
+	p.until("a segment", func() (ok bool) {
+		s, ok = p.receive()
+		return ok
+	})
+	return s
+}
+
+// quiet asserts that the gateway sends nothing more.
+func (p *puppet) quiet() {
+	p.Helper()
+	for range 5 {
+		p.turn(1)
+	}
+	if s, ok := p.receive(); ok {
+		p.Fatalf("unexpected segment: %v", s)
+	}
+}
+
+// link is a connection as the puppet sees it.
+type link struct {
+	*puppet
+	local, remote netip.AddrPort
+	seq, ack      uint32
+	window        uint16 // not scaled
+	scale         int    // of the gateway's windows; -1: none
+	acked         uint32 // by the gateway
+	edge          uint32 // the furthest that the gateway has told
+	conn          *net.TCPConn
+}
+
+// build makes a TCP segment of the guest.
+func build(from, to netip.AddrPort, seq, ack uint32, flags uint8, window uint16, options, payload []byte) []byte {
+	ip := ipv4Header
+	if from.Addr().Is6() {
+		ip = ipv6Header
+	}
+	header := tcpHeader + len(options)
+	b := make([]byte, ip+header+len(payload))
+	writeIP(b, from.Addr(), to.Addr(), unix.IPPROTO_TCP, header+len(payload))
+	t := b[ip:]
+	binary.BigEndian.PutUint16(t, from.Port())
+	binary.BigEndian.PutUint16(t[2:], to.Port())
+	binary.BigEndian.PutUint32(t[4:], seq)
+	binary.BigEndian.PutUint32(t[8:], ack)
+	t[12], t[13] = uint8(header/4<<4), flags
+	binary.BigEndian.PutUint16(t[14:], window)
+	copy(t[tcpHeader:], options)
+	copy(t[header:], payload)
+	return b
+}
+
+// guestOptions are those of a SYN: MSS 1460 and, with scale, a window scale of 7.
+func guestOptions(scale bool) []byte {
+	o := []byte{2, 4, 1460 >> 8, 1460 & 0xff}
+	if scale {
+		o = append(o, 1, 3, 3, 7)
+	}
+	return o
+}
+
+// say sends a segment with the connection's numbers.
+func (l *link) say(flags uint8, payload []byte) {
+	l.Helper()
+	l.sayAt(l.seq, flags, payload)
+	l.seq += uint32(len(payload))
+	if flags&flagFIN != 0 {
+		l.seq++
+	}
+}
+
+// sayAt sends a segment from a sequence number on.
+func (l *link) sayAt(seq uint32, flags uint8, payload []byte) {
+	l.Helper()
+	l.put(build(l.local, l.remote, seq, l.ack, flags, l.window, nil, payload))
+}
+
+// hear takes the next segment of the gateway and notes what it says. An edge that is
+// taken back is an error.
+func (l *link) hear() seen {
+	l.Helper()
+	s := l.next()
+	l.note(s)
+	return s
+}
+
+func (l *link) note(s seen) {
+	l.Helper()
+	if s.from != l.remote || s.to != l.local {
+		l.Fatalf("segment from %v to %v", s.from, s.to)
+	}
+	if s.flags&flagRST != 0 {
+		return
+	}
+	window := uint32(s.window)
+	if s.flags&flagSYN == 0 && l.scale > 0 {
+		window <<= l.scale
+	}
+	l.acked = s.ack
+	edge := s.ack + window
+	if l.edge != 0 && before(edge, l.edge) && before(s.ack, l.edge) {
+		l.Errorf("edge of the window taken back by %d: %v", l.edge-edge, s)
+	}
+	if l.edge == 0 || before(l.edge, edge) {
+		l.edge = edge
+	}
+}
+
+// acknowledged waits until the gateway has acknowledged all that was said.
+func (l *link) acknowledged() seen {
+	l.Helper()
+	for {
+		s := l.hear()
+		if s.ack == l.seq {
+			return s
+		}
+		if before(l.seq, s.ack) {
+			l.Fatalf("acknowledges what was not sent: %v", s)
+		}
+	}
+}
+
+var nextPort = uint16(20000)
+
+// dial connects the guest to a listener of the host.
+func (p *puppet) dial(to *net.TCPListener) *link {
+	p.Helper()
+	return p.dialWith(to, true)
+}
+
+func (p *puppet) dialWith(to *net.TCPListener, scale bool) *link {
+	p.Helper()
+	l := p.syn(to.Addr().(*net.TCPAddr).AddrPort(), scale)
+	s := l.hear()
+	if s.flags != flagSYN|flagACK || s.ack != l.seq {
+		p.Fatalf("answer to a SYN: %v", s)
+	}
+	if s.options.hasScale != scale {
+		p.Fatalf("scale offered: %v, of a guest with one: %v", s.options.hasScale, scale)
+	}
+	l.scale = -1
+	if scale {
+		l.scale = int(s.options.scale)
+	}
+	l.ack = s.seq + 1
+	l.say(flagACK, nil)
+	if err := to.SetDeadline(time.Now().Add(patience)); err != nil {
+		p.Fatal(err)
+	}
+	c, err := to.AcceptTCP()
+	if err != nil {
+		p.Fatal(err)
+	}
+	p.Cleanup(func() { c.Close() })
+	l.conn = c
+	p.turn(0)
+	return l
+}
+
+// syn begins a connection.
+func (p *puppet) syn(to netip.AddrPort, scale bool) *link {
+	p.Helper()
+	from := guest4
+	if to.Addr().Is6() {
+		from = guest6
+	}
+	nextPort++
+	l := &link{puppet: p, local: netip.AddrPortFrom(from, nextPort), remote: to, seq: 0xfffffe00, window: 65535}
+	p.put(build(l.local, l.remote, l.seq, 0, flagSYN, l.window, guestOptions(scale), nil))
+	l.seq++
+	p.turn(100)
+	return l
+}
+
+// listenOn makes a listener of the host.
+func listenOn(t testing.TB, a netip.Addr) *net.TCPListener {
+	t.Helper()
+	var c net.ListenConfig
+	c.SetMultipathTCP(false)
+	addHost(t)
+	l, err := c.Listen(t.Context(), "tcp", netip.AddrPortFrom(a, 0).String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	return l.(*net.TCPListener)
+}
+
+// ended waits until the gateway has forgotten all connections.
+func (p *puppet) ended() {
+	p.Helper()
+	p.until("the end of the connection", func() bool {
+		for _, c := range p.g.conns {
+			if c.state != over {
+				return false
+			}
+		}
+		return true
+	})
+	p.wait(overTime + time.Second)
+	if n := len(p.g.conns); n != 0 {
+		p.Errorf("%d connections are left", n)
+	}
+	if n := len(p.g.timers.list); n != 0 {
+		p.Errorf("%d timers are left", n)
+	}
+	if p.g.spilled != 0 {
+		p.Errorf("%d bytes are left in spill", p.g.spilled)
+	}
+	for _, ok := p.receive(); ok; _, ok = p.receive() {
+	}
+	for _, h := range p.g.handlers {
+		if c, ok := h.(*conn); ok {
+			p.Errorf("descriptor %d is handled still", c.fd)
+		}
+	}
+}

@@ -1,0 +1,383 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"runtime/debug"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// innerPort is that of the guest's program.
+const innerPort = 1790
+
+// forward makes a listener of the host that leads to the guest.
+func forward(t testing.TB) (Forward, uint16) {
+	t.Helper()
+	addHost(t)
+	fd, err := unix.Socket(unix.AF_INET6, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(unix.Bind(fd, &unix.SockaddrInet6{}), unix.Listen(fd, unix.SOMAXCONN)); err != nil {
+		t.Fatal(err)
+	}
+	name, err := unix.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	at, _ := addrPort(name)
+	return Forward{FD: fd, Protocol: unix.IPPROTO_TCP, Port: innerPort}, at.Port()
+}
+
+// reach connects to a port of the host, from an address and port of it.
+func reach(t testing.TB, from netip.AddrPort, to netip.AddrPort) *net.TCPConn {
+	t.Helper()
+	d := net.Dialer{LocalAddr: net.TCPAddrFromAddrPort(from), Timeout: patience}
+	c, err := d.Dial("tcp", to.String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	return c.(*net.TCPConn)
+}
+
+// called waits for the SYN of a connection to the guest.
+func (p *puppet) called() (*link, seen) {
+	p.Helper()
+	s := p.next()
+	if s.flags != flagSYN || s.to.Port() != innerPort || !s.options.hasScale {
+		p.Fatalf("in place of a SYN: %v", s)
+	}
+	return &link{puppet: p, local: s.to, remote: s.from, seq: 0x7ffffff0, ack: s.seq + 1, window: 65535}, s
+}
+
+// accept answers a SYN.
+func (l *link) accept(syn seen, scale bool) {
+	l.Helper()
+	l.scale = -1
+	if scale {
+		l.scale = int(syn.options.scale)
+	}
+	l.edge = l.seq + 1 + uint32(syn.window)
+	l.put(build(l.local, l.remote, l.seq, l.ack, flagSYN|flagACK, l.window, guestOptions(scale), nil))
+	l.seq++
+	if s := l.hear(); s.flags != flagACK || s.ack != l.seq {
+		l.Fatalf("handshake ends with %v", s)
+	}
+}
+
+func TestInbound(t *testing.T) {
+	for _, c := range []struct {
+		name       string
+		from, seen netip.Addr
+		scale      bool
+	}{
+		{"IPv4", host4, host4, true},
+		{"IPv6, no scale", host6, host6, false},
+		{"loopback", netip.MustParseAddr("127.0.0.1"), alias4, true},
+		{"loopback IPv6", netip.IPv6Loopback(), alias6, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			f, port := forward(t)
+			p := newPuppet(t, Config{Forwards: []Forward{f}})
+			conn := reach(t, netip.AddrPortFrom(c.from, 0), netip.AddrPortFrom(c.from, port))
+			if _, err := conn.Write([]byte("early")); err != nil {
+				t.Fatal(err)
+			}
+			l, syn := p.called()
+			if l.remote.Addr() != c.seen || l.remote.Port() != conn.LocalAddr().(*net.TCPAddr).AddrPort().Port() {
+				t.Errorf("guest sees %v", l.remote)
+			}
+			p.wait(firstRTO + time.Millisecond)
+			if again := p.next(); again.flags != flagSYN || again.seq != syn.seq {
+				t.Errorf("after a while: %v", again)
+			}
+			l.conn = conn
+			l.accept(syn, c.scale)
+			if got := l.take(5); string(got) != "early" {
+				t.Errorf("guest read %q", got)
+			}
+			l.say(flagACK|flagPSH, []byte("welcome"))
+			l.acknowledged()
+			if got := l.read(7); string(got) != "welcome" {
+				t.Errorf("host read %q", got)
+			}
+			conn.Close()
+			l.fin()
+			l.say(flagFIN|flagACK, nil)
+			l.acknowledged()
+			p.ended()
+		})
+	}
+}
+
+func TestInboundRefused(t *testing.T) {
+	f, port := forward(t)
+	p := newPuppet(t, Config{Forwards: []Forward{f}})
+	to := netip.AddrPortFrom(host4, port)
+	for _, answer := range []func(l *link){
+		func(l *link) { p.put(build(l.local, l.remote, 0, l.ack, flagRST|flagACK, 0, nil, nil)) },
+		func(l *link) { // a connection of the guest's from before: RFC 9293, figure 9
+			p.put(build(l.local, l.remote, 700, l.ack+100, flagACK, 65535, nil, nil))
+			if s := l.hear(); s.flags != flagRST || s.seq != l.ack+100 {
+				t.Errorf("old connection gets %v", s)
+			}
+			p.put(build(l.local, l.remote, 0, l.ack, flagRST|flagACK, 0, nil, nil))
+		},
+		func(*link) { // nobody is there
+			for i := range callTries + 1 {
+				p.wait(firstRTO<<i + time.Millisecond)
+			}
+		},
+	} {
+		l, _ := func() (*link, seen) {
+			c := reach(t, netip.AddrPortFrom(host4, 0), to)
+			l, s := p.called()
+			l.conn = c
+			return l, s
+		}()
+		answer(l)
+		p.ended()
+		if err := l.readError(); !errors.Is(err, unix.ECONNRESET) {
+			t.Errorf("host reads %v", err)
+		}
+	}
+}
+
+// TestAliasPorts: two connections of the host from one port, which differ by addresses
+// that the guest sees as one.
+func TestAliasPorts(t *testing.T) {
+	f, port := forward(t)
+	p := newPuppet(t, Config{Forwards: []Forward{f}})
+	from := map[netip.AddrPort]bool{}
+	for i := range 3 {
+		a := netip.AddrFrom4([4]byte{127, 0, 0, byte(i + 1)})
+		reach(t, netip.AddrPortFrom(a, 40123), netip.AddrPortFrom(a, port))
+		l, syn := p.called()
+		from[l.remote] = true
+		l.accept(syn, true)
+		defer l.say(flagRST, nil)
+	}
+	if len(from) != 3 {
+		t.Errorf("guest sees %v", from)
+	}
+}
+
+func TestBound(t *testing.T) {
+	f, port := forward(t)
+	p := newPuppet(t, Config{Forwards: []Forward{f}, Connections: 2, Outbound: Outbound{All: true}})
+	listener := listenOn(t, host4)
+	a, b := p.dial(listener), p.dial(listener)
+	if s := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true).next(); s.flags != flagRST|flagACK {
+		t.Errorf("one too many gets %v", s)
+	}
+	c := reach(t, netip.AddrPortFrom(host4, 0), netip.AddrPortFrom(host4, port))
+	p.turn(10)
+	l := &link{puppet: p, conn: c}
+	if err := l.readError(); !errors.Is(err, unix.ECONNRESET) {
+		t.Errorf("host's one too many reads %v", err)
+	}
+	a.say(flagRST, nil)
+	b.say(flagRST, nil)
+	p.ended()
+}
+
+// TestNoDescriptors: without descriptors the gateway waits, and does not spin.
+func TestNoDescriptors(t *testing.T) {
+	f, port := forward(t)
+	p := newPuppet(t, Config{Forwards: []Forward{f}, Outbound: Outbound{All: true}})
+	c := reach(t, netip.AddrPortFrom(host4, 0), netip.AddrPortFrom(host4, port))
+	listener := listenOn(t, host4)
+	var old unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &old); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 3, Max: old.Max}); err != nil {
+		t.Fatal(err)
+	}
+	restore := func() {
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &old); err != nil {
+			t.Fatal(err)
+		}
+	}
+	defer restore()
+	p.turn(1000)
+	events := 0
+	for range 20 {
+		n, err := p.g.poll(p.events, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		events += n
+	}
+	if events > 0 {
+		t.Errorf("%d events while nothing can be accepted", events)
+	}
+	if s := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true).next(); s.flags != flagRST|flagACK {
+		t.Errorf("a SYN gets %v", s)
+	}
+	restore()
+	p.wait(acceptPause)
+	l, syn := p.called()
+	l.conn = c
+	l.accept(syn, true)
+	l.say(flagRST, nil)
+	p.ended()
+}
+
+// resident is the memory of the process, in bytes.
+func resident(t *testing.T) int {
+	t.Helper()
+	debug.FreeOSMemory()
+	b, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, after, _ := strings.Cut(string(b), "VmRSS:")
+	n, err := strconv.Atoi(strings.Fields(after)[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n << 10
+}
+
+// TestMemory: 10,000 connections that have moved data and are idle take less than 100 MB,
+// the whole process included.
+func TestMemory(t *testing.T) {
+	const connections = 10_000
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	raised := limit
+	raised.Cur = limit.Max
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &raised); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Setrlimit(unix.RLIMIT_NOFILE, &limit) }()
+	if limit.Max < connections+100 {
+		t.Skipf("kernel: no more than %d descriptors", limit.Max)
+	}
+	// The host's ends stay in a backlog, without descriptors.
+	const most = "/proc/sys/net/core/somaxconn"
+	old, err := os.ReadFile(most)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(most, []byte(strconv.Itoa(2*connections)), 0); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = os.WriteFile(most, old, 0) }()
+	p := newPuppet(t, everywhere)
+	host, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(host)
+	if err := errors.Join(unix.Bind(host, &unix.SockaddrInet4{Addr: host4.As4()}), unix.Listen(host, 2*connections)); err != nil {
+		t.Fatal(err)
+	}
+	name, err := unix.Getsockname(host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	to, _ := addrPort(name)
+	before := resident(t)
+	b := make([]byte, 100)
+	for range connections {
+		l := p.syn(to, true)
+		s := l.next()
+		l.ack, l.scale = s.seq+1, int(s.options.scale)
+		l.say(flagACK|flagPSH, b)
+		l.acknowledged()
+	}
+	after := resident(t)
+	t.Logf("%d MB before, %d MB with %d connections: %d bytes each", before>>20, after>>20, connections, (after-before)/connections)
+	if n := len(p.g.conns); n != connections {
+		t.Errorf("%d connections", n)
+	}
+	if after > 100<<20 {
+		t.Errorf("%d MB", after>>20)
+	}
+}
+
+func TestTimers(t *testing.T) {
+	var list timers
+	var order []int
+	start := time.Now()
+	at := func(n int) time.Time { return start.Add(time.Duration(n) * time.Second) }
+	var all [100]struct{ timer }
+	for i := range all {
+		all[i].owner = expirer(func() { order = append(order, i) })
+		list.set(&all[i].timer, at(i*37%100))
+	}
+	list.set(&all[0].timer, at(200))  // later
+	list.set(&all[50].timer, at(0))   // sooner
+	list.set(&all[50].timer, at(300)) // and later
+	list.stop(&all[60].timer)
+	list.stop(&all[60].timer)
+	for now := range 400 {
+		list.run(at(now))
+		for _, i := range order {
+			want := i * 37 % 100
+			switch i {
+			case 0:
+				want = 200
+			case 50:
+				want = 300
+			}
+			if now != want || i == 60 {
+				t.Errorf("timer %d expires at %d, not %d", i, now, want)
+			}
+		}
+		order = order[:0]
+	}
+	if len(list.list) != 0 {
+		t.Errorf("%d are left", len(list.list))
+	}
+}
+
+type expirer func()
+
+func (f expirer) expired() { f() }
+
+// TestLinger: what a program sent before it ended still gets out, and a connection that it
+// has not ended is no orderly end for the peer.
+func TestLinger(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	listener := listenOn(t, host4)
+	whole, cut := p.dial(listener), p.dial(listener)
+	p.g.config.Linger = 0
+	whole.say(flagACK, text(50_000))
+	whole.say(flagACK|flagFIN, nil)
+	whole.acknowledged()
+	cut.say(flagACK, text(50_000))
+	p.turn(1)
+	if !p.g.unfinished() {
+		t.Error("all is finished")
+	}
+	for _, c := range p.g.conns { // what close does
+		if !c.shut {
+			c.resetSocket()
+		}
+		c.release()
+		delete(p.g.conns, c.flow)
+	}
+	if got, err := io.ReadAll(whole.conn); !bytes.Equal(got, text(50_000)) || err != nil {
+		t.Errorf("%d bytes of the one that ended, %v", len(got), err)
+	}
+	if _, err := io.ReadAll(cut.conn); !errors.Is(err, unix.ECONNRESET) {
+		t.Errorf("the other one ends by %v", err)
+	}
+}

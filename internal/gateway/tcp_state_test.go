@@ -1,0 +1,609 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"io"
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// everywhere lets the guest go anywhere.
+var everywhere = Config{Outbound: Outbound{All: true}}
+
+func text(n int) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(i>>8 ^ i)
+	}
+	return b
+}
+
+// read reads what the host's end must get.
+func (l *link) read(n int) []byte {
+	l.Helper()
+	b := make([]byte, n)
+	if err := l.conn.SetReadDeadline(time.Now().Add(patience)); err != nil {
+		l.Fatal(err)
+	}
+	if got, err := io.ReadFull(l.conn, b); err != nil {
+		l.Fatalf("host read %d of %d: %v", got, n, err)
+	}
+	return b
+}
+
+// readError is what the host's end gets in place of data.
+func (l *link) readError() error {
+	l.Helper()
+	if err := l.conn.SetReadDeadline(time.Now().Add(patience)); err != nil {
+		l.Fatal(err)
+	}
+	n, err := l.conn.Read(make([]byte, 1))
+	if n != 0 {
+		l.Fatal("host got data")
+	}
+	return err
+}
+
+func (l *link) write(b []byte) {
+	l.Helper()
+	if err := l.conn.SetWriteDeadline(time.Now().Add(patience)); err != nil {
+		l.Fatal(err)
+	}
+	if _, err := l.conn.Write(b); err != nil {
+		l.Fatal(err)
+	}
+}
+
+// take receives n bytes and acknowledges them, packet by packet.
+func (l *link) take(n int) []byte {
+	l.Helper()
+	var got []byte
+	for len(got) < n {
+		s := l.hear()
+		if s.flags&(flagFIN|flagRST|flagSYN) != 0 {
+			l.Fatalf("after %d of %d bytes: %v", len(got), n, s)
+		}
+		if len(s.payload) == 0 {
+			continue
+		}
+		if s.seq != l.ack {
+			l.Fatalf("got seq %d, expected %d", s.seq, l.ack)
+		}
+		got = append(got, s.payload...)
+		l.ack += uint32(len(s.payload))
+		l.say(flagACK, nil)
+	}
+	return got
+}
+
+// fin takes the gateway's FIN.
+func (l *link) fin() {
+	l.Helper()
+	for {
+		s := l.hear()
+		if s.flags&flagFIN == 0 {
+			if len(s.payload) > 0 || s.flags&flagRST != 0 {
+				l.Fatalf("in place of a FIN: %v", s)
+			}
+			continue
+		}
+		if s.seq+uint32(len(s.payload)) != l.ack {
+			l.Fatalf("FIN at %d, expected at %d", s.seq, l.ack)
+		}
+		l.ack++
+		l.say(flagACK, nil)
+		return
+	}
+}
+
+// rst takes the gateway's RST.
+func (l *link) rst() seen {
+	l.Helper()
+	for {
+		if s := l.hear(); s.flags&flagRST != 0 {
+			return s
+		}
+	}
+}
+
+func TestOpenAndClose(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		host  netip.Addr
+		scale bool
+		close func(l *link)
+	}{
+		{"guest first", host4, true, func(l *link) {
+			l.say(flagFIN|flagACK, nil)
+			l.acknowledged()
+			if err := l.readError(); !errors.Is(err, io.EOF) {
+				t.Error(err)
+			}
+			l.conn.Close()
+			l.fin()
+		}},
+		{"host first", host4, true, func(l *link) {
+			l.conn.Close()
+			l.fin()
+			l.say(flagFIN|flagACK, nil)
+			l.acknowledged()
+		}},
+		{"at once", host6, true, func(l *link) {
+			l.conn.Close()
+			s := l.hear() // its FIN, which is not acknowledged yet
+			if s.flags&flagFIN == 0 {
+				t.Errorf("in place of a FIN: %v", s)
+			}
+			l.say(flagFIN|flagACK, nil)
+			l.acknowledged()
+			l.ack++
+			l.say(flagACK, nil)
+		}},
+		{"FIN with data, no scale", host6, false, func(l *link) {
+			l.say(flagFIN|flagACK, []byte("bye"))
+			l.acknowledged()
+			if got, err := io.ReadAll(l.conn); string(got) != "bye" || err != nil {
+				t.Errorf("host read %q, %v", got, err)
+			}
+			l.conn.Close()
+			l.fin()
+		}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p := newPuppet(t, everywhere)
+			l := p.dialWith(listenOn(t, c.host), c.scale)
+			l.say(flagACK|flagPSH, []byte("hello"))
+			l.acknowledged()
+			if got := l.read(5); string(got) != "hello" {
+				t.Errorf("host read %q", got)
+			}
+			l.write([]byte("welcome"))
+			if got := l.take(7); string(got) != "welcome" {
+				t.Errorf("guest read %q", got)
+			}
+			c.close(l)
+			p.ended()
+			counts := p.g.Counts()
+			if counts[Opened] != 1 || counts[Closed] != 1 || counts[Reset]+counts[Refused]+counts[PartialSend] != 0 {
+				t.Errorf("counts %v", counts)
+			}
+		})
+	}
+}
+
+func TestHalfClose(t *testing.T) {
+	t.Run("guest", func(t *testing.T) {
+		p := newPuppet(t, everywhere)
+		l := p.dial(listenOn(t, host4))
+		l.say(flagACK|flagFIN, []byte("request"))
+		l.acknowledged()
+		if got, err := io.ReadAll(l.conn); string(got) != "request" || err != nil {
+			t.Errorf("host read %q, %v", got, err)
+		}
+		l.write(text(100_000))
+		if got := l.take(100_000); !bytes.Equal(got, text(100_000)) {
+			t.Error("answer differs")
+		}
+		l.conn.Close()
+		l.fin()
+		p.ended()
+	})
+	t.Run("host", func(t *testing.T) {
+		p := newPuppet(t, everywhere)
+		l := p.dial(listenOn(t, host4))
+		if err := l.conn.CloseWrite(); err != nil {
+			t.Fatal(err)
+		}
+		l.fin()
+		for range 10 {
+			l.say(flagACK|flagPSH, text(10_000))
+			l.acknowledged()
+			if got := l.read(10_000); !bytes.Equal(got, text(10_000)) {
+				t.Error("data differ")
+			}
+		}
+		l.say(flagACK|flagFIN, nil)
+		l.acknowledged()
+		if err := l.readError(); !errors.Is(err, io.EOF) {
+			t.Error(err)
+		}
+		p.ended()
+	})
+}
+
+// TestStragglers: a guest that missed our last acknowledgement sends its FIN again, and
+// may use the port again.
+func TestStragglers(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	listener := listenOn(t, host4)
+	l := p.dial(listener)
+	l.conn.Close()
+	l.fin()
+	l.say(flagFIN|flagACK, nil)
+	l.acknowledged()
+	l.sayAt(l.seq-1, flagFIN|flagACK, nil)
+	if s := l.hear(); s.flags != flagACK || s.ack != l.seq {
+		t.Errorf("FIN sent again gets %v", s)
+	}
+	p.put(build(l.local, l.remote, l.seq+1000, 0, flagSYN, 65535, guestOptions(true), nil))
+	if s := p.next(); s.flags != flagSYN|flagACK || s.ack != l.seq+1001 {
+		t.Errorf("new connection from the port gets %v", s)
+	}
+	p.put(build(l.local, l.remote, l.seq+1001, 0, flagRST, 0, nil, nil))
+	p.ended()
+	l.sayAt(l.seq-1, flagFIN|flagACK, nil)
+	if s := p.next(); s.flags != flagRST || s.seq != l.ack {
+		t.Errorf("FIN of a forgotten connection gets %v", s)
+	}
+}
+
+func TestUnknownSegments(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	to := netip.AddrPortFrom(host4, 9)
+	from := netip.AddrPortFrom(guest4, 1)
+	p.put(build(from, to, 100, 200, flagACK, 0, nil, []byte("abc")))
+	if s := p.next(); s.flags != flagRST || s.seq != 200 {
+		t.Errorf("stray ACK gets %v", s)
+	}
+	p.put(build(from, to, 100, 0, flagFIN, 0, nil, []byte("abc")))
+	if s := p.next(); s.flags != flagRST|flagACK || s.ack != 104 || s.seq != 0 {
+		t.Errorf("stray FIN gets %v", s)
+	}
+	p.put(build(from, to, 100, 200, flagRST|flagACK, 0, nil, nil))
+	p.put(build(netip.AddrPortFrom(host4, 5), to, 100, 0, flagSYN, 0, nil, nil)) // not of the guest
+	p.quiet()
+	if got := p.g.Counts()[Malformed]; got != 1 {
+		t.Errorf("%d packets malformed", got)
+	}
+}
+
+func TestConnectFails(t *testing.T) {
+	rule := Rule{Prefix: netip.PrefixFrom(host4, 32), First: 1, Last: 65535}
+	elsewhere := Rule{Prefix: netip.MustParsePrefix("192.0.2.0/24"), First: 80, Last: 80}
+	p := newPuppet(t, Config{Outbound: Outbound{Rules: []Rule{rule, elsewhere}}})
+	closed := listenOn(t, host4)
+	to := closed.Addr().(*net.TCPAddr).AddrPort()
+	closed.Close()
+
+	l := p.syn(to, true)
+	if s := l.hear(); s.flags != flagRST|flagACK || s.ack != l.seq {
+		t.Errorf("closed port: %v", s)
+	}
+	for _, c := range []struct {
+		to         string
+		kind, code uint8
+	}{
+		{"192.0.2.1:80", 3, 0},  // no route
+		{"192.0.2.1:81", 3, 13}, // not allowed
+		{"[fd96::1]:80", 1, 1},
+	} {
+		l := p.syn(netip.MustParseAddrPort(c.to), true)
+		s := p.next()
+		if s.protocol == unix.IPPROTO_TCP {
+			t.Errorf("%s: %v", c.to, s)
+			continue
+		}
+		if s.payload[0] != c.kind || s.payload[1] != c.code {
+			t.Errorf("%s: ICMP type %d code %d, want %d %d", c.to, s.payload[0], s.payload[1], c.kind, c.code)
+		}
+		ip := ipv4Header
+		if l.local.Addr().Is6() {
+			ip = ipv6Header
+		}
+		if quote := s.payload[icmpHeader+ip:]; binary.BigEndian.Uint16(quote) != l.local.Port() || binary.BigEndian.Uint32(quote[4:]) != l.seq-1 {
+			t.Errorf("%s: quotes another segment", c.to)
+		}
+	}
+	if n := len(p.g.conns); n != 0 {
+		t.Errorf("%d connections", n)
+	}
+	p.quiet()
+}
+
+// TestSlowConnect: the host's peer does not answer yet.
+func TestSlowConnect(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	if err := errors.Join(unix.Bind(fd, &unix.SockaddrInet4{Addr: host4.As4()}), unix.Listen(fd, 0)); err != nil {
+		t.Fatal(err)
+	}
+	name, err := unix.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	to, _ := addrPort(name)
+	// One fits into the backlog.
+	filler, err := net.Dial("tcp", to.String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer filler.Close()
+
+	l := p.syn(to, true)
+	p.put(build(l.local, l.remote, l.seq-1, 0, flagSYN, 65535, guestOptions(true), nil)) // again
+	p.quiet()
+	if got := p.g.Counts()[Opened]; got != 1 {
+		t.Errorf("%d connections opened", got)
+	}
+	// The guest gives up and begins anew from the same port.
+	l.seq = 5000
+	p.put(build(l.local, l.remote, l.seq, 0, flagSYN, 65535, guestOptions(false), nil))
+	l.seq++
+	p.turn(1)
+	peer, _, err := unix.Accept(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(peer)
+	s := l.hear() // after the host's kernel has sent its SYN again
+	if s.flags != flagSYN|flagACK || s.ack != l.seq || s.options.hasScale {
+		t.Errorf("answer to the second SYN: %v, %+v", s, s.options)
+	}
+	p.put(build(l.local, l.remote, l.seq, 0, flagRST, 0, nil, nil))
+	p.ended()
+}
+
+func TestSYNAgain(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	listener := listenOn(t, host4)
+	to := listener.Addr().(*net.TCPAddr).AddrPort()
+	l := p.syn(to, true)
+	first := l.hear()
+	p.put(build(l.local, l.remote, l.seq-1, 0, flagSYN, 65535, guestOptions(true), nil))
+	if s := l.hear(); s.flags != flagSYN|flagACK || s.seq != first.seq {
+		t.Errorf("SYN sent again gets %v, not %v", s, first)
+	}
+	p.wait(firstRTO + time.Millisecond) // and by itself
+	if s := l.hear(); s.flags != flagSYN|flagACK || s.seq != first.seq {
+		t.Errorf("after a while: %v, not %v", s, first)
+	}
+	l.ack, l.scale = first.seq+1, int(first.options.scale)
+	l.say(flagACK|flagPSH, []byte("x"))
+	l.acknowledged()
+	// In an open connection a SYN gets an ACK (RFC 5961), and only the RST for that ends it.
+	p.put(build(l.local, l.remote, 77, 0, flagSYN, 65535, guestOptions(true), nil))
+	s := l.hear()
+	if s.flags != flagACK || s.ack != l.seq {
+		t.Errorf("SYN in a connection gets %v", s)
+	}
+	p.put(build(l.local, l.remote, l.seq+5, 0, flagRST, 0, nil, nil))
+	if s := l.hear(); s.flags != flagACK {
+		t.Errorf("RST beside the point gets %v", s)
+	}
+	p.put(build(l.local, l.remote, s.ack, 0, flagRST, 0, nil, nil))
+	p.ended()
+	c, err := listener.AcceptTCP()
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.conn = c
+	defer c.Close()
+	l.read(1)
+	if err := l.readError(); !errors.Is(err, unix.ECONNRESET) {
+		t.Errorf("host reads %v after the guest's RST", err)
+	}
+}
+
+// TestHandshakeUnanswered: a guest that does not go on holds nothing for long.
+func TestHandshakeUnanswered(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.syn(listenOn(t, host4).Addr().(*net.TCPAddr).AddrPort(), true)
+	answers := 0
+	for range answerTries + 1 {
+		if s := l.hear(); s.flags != flagSYN|flagACK {
+			t.Fatal(s)
+		}
+		answers++
+		p.wait(firstRTO<<answers + time.Millisecond)
+	}
+	if s := l.hear(); s.flags&flagRST == 0 {
+		t.Errorf("at the end: %v", s)
+	}
+	p.ended()
+}
+
+func TestHostResets(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	listener := listenOn(t, host4)
+	t.Run("at once", func(t *testing.T) {
+		l := p.dial(listener)
+		if err := l.conn.SetLinger(0); err != nil {
+			t.Fatal(err)
+		}
+		l.conn.Close()
+		if s := l.rst(); s.seq != l.ack || s.ack != l.seq {
+			t.Errorf("%v, expected seq %d ack %d", s, l.ack, l.seq)
+		}
+		p.ended()
+	})
+	// As a server that answers without reading all: what came before the RST is not lost.
+	t.Run("after data", func(t *testing.T) {
+		l := p.dial(listener)
+		l.window = 100 // << 7 bytes
+		l.say(flagACK|flagPSH, []byte("x"))
+		l.acknowledged()
+		want := text(50_000) // fits into the socket's first window
+		l.write(want)
+		l.conn.Close() // with a byte not read: an RST
+		if got := l.take(len(want)); !bytes.Equal(got, want) {
+			t.Error("data differ")
+		}
+		if s := l.rst(); s.seq != l.ack {
+			t.Errorf("%v, expected seq %d", s, l.ack)
+		}
+		p.ended()
+	})
+	t.Run("while the guest sends", func(t *testing.T) {
+		l := p.dial(listener)
+		if err := l.conn.SetLinger(0); err != nil {
+			t.Fatal(err)
+		}
+		l.conn.Close()
+		l.sayAt(l.seq, flagACK, text(1000))
+		l.rst()
+		p.ended()
+	})
+	t.Run("after its FIN", func(*testing.T) {
+		l := p.dial(listener)
+		l.conn.Close()
+		l.fin()
+		l.say(flagACK, text(1000)) // nobody is there: the host's kernel answers with an RST
+		l.rst()
+		p.ended()
+	})
+	t.Run("before the guest has opened", func(t *testing.T) {
+		l := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true)
+		s := l.hear()
+		c, err := listener.AcceptTCP()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := c.SetLinger(0); err != nil {
+			t.Fatal(err)
+		}
+		c.Close()
+		if r := l.hear(); r.flags&flagRST == 0 || r.seq != s.seq+1 {
+			t.Errorf("%v after %v", r, s)
+		}
+		p.ended()
+	})
+}
+
+func TestGuestResets(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.dial(listenOn(t, host6))
+	l.write(text(100))
+	l.take(100)
+	l.say(flagRST, nil)
+	p.ended()
+	if err := l.readError(); !errors.Is(err, unix.ECONNRESET) {
+		t.Errorf("host reads %v", err)
+	}
+}
+
+func TestUrgent(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	listener := listenOn(t, host4)
+	l := p.dial(listener)
+	l.say(flagACK|flagURG, []byte("now"))
+	l.rst()
+	p.ended()
+	if err := l.readError(); !errors.Is(err, unix.ECONNRESET) {
+		t.Errorf("host reads %v", err)
+	}
+	if got := p.g.Counts()[UrgentData]; got != 1 {
+		t.Errorf("counted %d times", got)
+	}
+	// Those of the host are data like others.
+	l = p.dial(listener)
+	raw, err := l.conn.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.write([]byte("one"))
+	if err := raw.Control(func(fd uintptr) { err = unix.Sendto(int(fd), []byte("now"), unix.MSG_OOB, nil) }); err != nil {
+		t.Fatal(err)
+	}
+	l.write([]byte("two"))
+	if got := l.take(9); string(got) != "onenowtwo" {
+		t.Errorf("guest read %q", got)
+	}
+	l.conn.Close()
+	l.fin()
+	l.say(flagFIN|flagACK, nil)
+	p.ended()
+}
+
+func TestKeepalive(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	listener := listenOn(t, host4)
+	l := p.dial(listener)
+	l.sayAt(l.seq-1, flagACK, nil) // the guest's
+	if s := l.hear(); s.flags != flagACK || s.ack != l.seq || s.seq != l.ack {
+		t.Errorf("keepalive gets %v", s)
+	}
+	for range 3 { // ours
+		p.wait(idleTime - 2*time.Minute)
+		p.quiet()
+		p.wait(3 * time.Minute)
+		if s := l.hear(); s.seq != l.ack-1 || s.length() != 0 {
+			t.Errorf("asks %v", s)
+		}
+		l.say(flagACK, nil)
+		p.turn(1)
+		p.wait(time.Minute)
+		p.quiet()
+	}
+	// A guest that is gone does not answer.
+	p.wait(idleTime)
+	for asked := 0; ; asked++ {
+		s := l.hear()
+		if s.flags&flagRST != 0 {
+			if asked < maxTries {
+				t.Errorf("given up after %d questions", asked)
+			}
+			break
+		}
+		if asked > maxTries {
+			t.Fatal("does not give up")
+		}
+		p.wait(maxRTO + time.Millisecond)
+	}
+	p.ended()
+	if err := l.readError(); !errors.Is(err, unix.ECONNRESET) {
+		t.Errorf("host reads %v", err)
+	}
+}
+
+// TestStaleEvent: a descriptor that was closed in a turn may be that of a new connection
+// when its last events are handled.
+func TestStaleEvent(t *testing.T) {
+	f, port := forward(t)
+	p := newPuppet(t, Config{Outbound: Outbound{All: true}, Forwards: []Forward{f}})
+	stale := func(at netip.AddrPort) {
+		t.Helper()
+		for f, c := range p.g.conns {
+			if f.remote == at {
+				for _, events := range []uint32{unix.EPOLLERR | unix.EPOLLHUP, unix.EPOLLIN | unix.EPOLLRDHUP, unix.EPOLLOUT, ^uint32(0)} {
+					c.event(events)
+				}
+				return
+			}
+		}
+		t.Errorf("no connection with %v", at)
+	}
+	listener := listenOn(t, host4)
+	to := listener.Addr().(*net.TCPAddr).AddrPort()
+	l := p.syn(to, true)
+	syn := l.hear()
+	stale(to)
+	l.ack, l.scale = syn.seq+1, int(syn.options.scale)
+	l.say(flagACK|flagPSH, []byte("x"))
+	l.acknowledged()
+
+	conn := reach(t, netip.AddrPortFrom(host4, 0), netip.AddrPortFrom(host4, port))
+	in, syn := p.called()
+	in.conn = conn
+	stale(in.remote)
+	in.accept(syn, true)
+	in.say(flagACK|flagPSH, []byte("hello"))
+	in.acknowledged()
+	if got := in.read(5); string(got) != "hello" {
+		t.Errorf("host read %q", got)
+	}
+	l.say(flagRST, nil)
+	in.say(flagRST, nil)
+	p.ended()
+}

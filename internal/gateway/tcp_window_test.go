@@ -1,0 +1,592 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"bytes"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// slow is a listener whose connections have a receive buffer that does not grow.
+func slow(t *testing.T, a netip.Addr) *net.TCPListener {
+	t.Helper()
+	l := listenOn(t, a)
+	raw, err := l.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := raw.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUF, 128<<10) }); err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+// pour sends data as far as the window goes, in segments of up to size bytes, until the window
+// has stayed closed. It returns how much it sent.
+func (l *link) pour(data []byte, size int) (n int) {
+	l.Helper()
+	for n < len(data) {
+		if l.edge == l.seq {
+			l.until("an acknowledgement", l.mostAcked)
+		}
+		room := int(int32(l.edge - l.seq))
+		if room <= 0 {
+			return n
+		}
+		part := data[n:min(n+size, n+room, len(data))]
+		l.say(flagACK, part)
+		n += len(part)
+		l.turn(0)
+		l.allAcked()
+	}
+	l.until("an acknowledgement", l.mostAcked)
+	return n
+}
+
+// mostAcked tells whether the gateway has acknowledged all but what is no whole unit of its
+// window.
+func (l *link) mostAcked() bool {
+	l.allAcked()
+	return l.seq-l.acked < 1<<max(l.scale, 0)
+}
+
+// fill is pour until the host's end takes no more either.
+func (l *link) fill(data []byte, size int) (n int) {
+	l.Helper()
+	for more := 1; more > 0; {
+		for range 10 {
+			l.turn(2)
+		}
+		l.sayAt(l.seq-1, flagACK, nil) // a probe
+		l.turn(0)
+		l.allAcked()
+		more = l.pour(data[n:], size)
+		n += more
+	}
+	return n
+}
+
+// allAcked tells whether the gateway has acknowledged all, after all that it has said.
+func (l *link) allAcked() bool {
+	for s, ok := l.receive(); ok; s, ok = l.receive() {
+		l.note(s)
+	}
+	return l.acked == l.seq
+}
+
+// TestHostStops: a peer of the host that does not read closes the window, before
+// anything has to be kept; when it reads again, the guest hears of it without asking.
+func TestHostStops(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		host  netip.Addr
+		size  int
+		scale bool
+	}{
+		{"large segments", host4, 60_000, true},
+		{"segments of an Ethernet", host6, 1440, true},
+		{"odd segments", host4, 1333, true},
+		{"no scale", host4, 1333, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p := newPuppet(t, everywhere)
+			l := p.dialWith(slow(t, c.host), c.scale)
+			data := text(64 << 20)
+			sent := 0
+			for round := range 2 {
+				n := l.fill(data[sent:], c.size)
+				sent += n
+				if n == 0 || sent == len(data) {
+					t.Fatalf("round %d: %d bytes taken", round, n)
+				}
+				if got := p.g.Counts()[PartialSend]; got != 0 {
+					t.Errorf("%d partial sends", got)
+				}
+				// A probe of the closed window is answered, one with a byte, too. The window may
+				// have opened by what the host's kernel sent meanwhile.
+				l.sayAt(l.seq-1, flagACK, nil)
+				if s := l.hear(); s.ack != l.seq {
+					t.Errorf("probe gets %v", s)
+				}
+				l.sayAt(l.seq, flagACK|flagPSH, []byte{data[sent]})
+				s := l.hear()
+				switch taken := s.ack - l.seq; {
+				case taken == 0 && l.edge == l.seq:
+				case taken == 1:
+					l.seq, sent, n = l.seq+1, sent+1, n+1
+				default:
+					t.Errorf("probe with a byte gets %v", s)
+				}
+				p.quiet()
+				if got := l.read(n); !bytes.Equal(got, data[sent-n:sent]) {
+					t.Fatal("data differ")
+				}
+				if s := l.hear(); s.window == 0 || s.length() != 0 {
+					t.Errorf("after reading: %v", s)
+				}
+			}
+			l.say(flagRST, nil)
+			p.ended()
+		})
+	}
+}
+
+// TestBeyondWindow: what a guest sends beyond its window is not kept, and does not
+// overrun the socket.
+func TestBeyondWindow(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.dial(slow(t, host4))
+	data := text(64 << 20)
+	sent := l.fill(data, 60_000)
+	for range 1000 {
+		l.sayAt(l.seq+100_000, flagACK|flagFIN, data[sent+100_000:sent+101_400])
+		l.sayAt(l.acked, flagACK, data[sent+int(l.acked-l.seq):][:60_000])
+		p.turn(0)
+		l.allAcked()
+		if c := p.g.conns[flow{l.local, l.remote}]; c == nil || c.guestEnded {
+			t.Fatal("a FIN beyond the window was taken")
+		}
+	}
+	if counts := p.g.Counts(); p.g.spilled != 0 || counts[PartialSend] != 0 {
+		t.Errorf("%d bytes kept, %d partial sends", p.g.spilled, counts[PartialSend])
+	}
+	l.seq = l.acked
+	l.say(flagRST, nil)
+	p.ended()
+}
+
+// TestSpill: a send that the socket takes in part loses nothing, even if the guest had
+// sent more.
+func TestSpill(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.dial(slow(t, host4))
+	data := text(64 << 20)
+	sent := l.fill(data, 60_000)
+	c := p.g.conns[flow{l.local, l.remote}]
+	c.edge = l.seq + maxSpill // as if more had been promised
+	l.edge = c.edge
+	more := maxSpill/40_000*40_000 + 40_000
+	for i := 0; i < more; i += 40_000 {
+		l.say(flagACK, data[sent+i:sent+i+40_000])
+	}
+	for range 10 {
+		p.turn(1)
+	}
+	if len(c.spill) == 0 || len(c.spill) > maxSpill || p.g.spilled != len(c.spill) {
+		t.Errorf("%d bytes kept, %d in all", len(c.spill), p.g.spilled)
+	}
+	if got := p.g.Counts()[PartialSend]; got == 0 {
+		t.Error("no partial send counted")
+	}
+	done := make(chan []byte)
+	go func() {
+		b := make([]byte, sent+more)
+		if _, err := io.ReadFull(l.conn, b); err != nil {
+			b = nil
+		}
+		done <- b
+	}()
+	var got []byte
+	turns := 0
+	p.until("the data", func() bool {
+		if turns++; !l.allAcked() && turns%50 == 0 { // what did not fit, as after a timeout
+			rest := data[sent+more-int(l.seq-l.acked) : sent+more]
+			l.sayAt(l.acked, flagACK, rest[:min(len(rest), 40_000)])
+		}
+		select {
+		case got = <-done:
+			return true
+		default:
+			return false
+		}
+	})
+	if !bytes.Equal(got, data[:sent+more]) {
+		t.Error("data differ")
+	}
+	l.say(flagFIN|flagACK, nil)
+	l.acknowledged()
+	l.conn.Close()
+	l.fin()
+	p.ended()
+}
+
+// TestGuestStops: a guest that does not read is asked for its window, less and less often, and
+// nothing is sent beyond it.
+func TestGuestStops(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.dial(listenOn(t, host4))
+	l.window = 10 // << 7 bytes
+	l.say(flagACK|flagPSH, []byte("x"))
+	l.acknowledged()
+	want := text(5000)
+	l.write(want)
+	got := append([]byte(nil), l.hear().payload...)
+	if len(got) != 1280 {
+		t.Fatalf("%d bytes into a window of 1280", len(got))
+	}
+	l.ack += uint32(len(got))
+	l.window = 0
+	l.say(flagACK, nil)
+	p.quiet()
+	wait := firstRTO
+	for range maxTries + 5 { // it is there, and may take as long as it likes
+		p.wait(wait + time.Millisecond)
+		s := l.hear()
+		if s.seq != l.ack-1 || s.length() != 0 {
+			t.Fatalf("asks by %v", s)
+		}
+		l.say(flagACK, nil)
+		p.quiet()
+		wait = min(2*wait, maxRTO)
+	}
+	l.window = 100
+	l.say(flagACK, nil)
+	got = append(got, l.take(5000-len(got))...)
+	if !bytes.Equal(got, want) {
+		t.Error("data differ")
+	}
+	// A window that opens by crumbs does not get crumbs while something is under way.
+	l.write(want)
+	first := l.hear().payload
+	if len(first) != 5000 {
+		t.Fatalf("%d bytes", len(first))
+	}
+	l.ack += 1
+	l.window = 5100 >> 7
+	l.write([]byte("more"))
+	l.say(flagACK, nil)
+	p.quiet()
+	l.ack += 4999
+	l.say(flagACK, nil)
+	if got := l.take(4); string(got) != "more" {
+		t.Errorf("got %q", got)
+	}
+	l.say(flagRST, nil)
+	p.ended()
+}
+
+// TestLossToGuest: what the guest does not get comes again, and only that.
+func TestLossToGuest(t *testing.T) {
+	const packets = 6
+	start := func(t *testing.T) (*link, []seen, []byte) {
+		p := newPuppet(t, everywhere)
+		l := p.dial(listenOn(t, host4))
+		l.window = 65535
+		var sent []seen
+		var data []byte
+		for i := range packets {
+			part := bytes.Repeat([]byte{byte('a' + i)}, 1000)
+			data = append(data, part...)
+			l.write(part)
+			s := l.hear()
+			for len(s.payload) == 0 {
+				s = l.hear()
+			}
+			sent = append(sent, s)
+		}
+		return l, sent, data
+	}
+	finish := func(l *link) {
+		l.say(flagFIN|flagACK, nil)
+		l.acknowledged()
+		l.conn.Close()
+		l.fin()
+		l.ended()
+	}
+	t.Run("timeout", func(t *testing.T) {
+		l, sent, data := start(t)
+		wait := firstRTO
+		for range 4 {
+			l.wait(wait + time.Millisecond)
+			if s := l.hear(); s.seq != sent[0].seq || len(s.payload) == 0 {
+				t.Fatalf("again: %v, not %v", s, sent[0])
+			}
+			l.quiet()
+			wait *= 2
+		}
+		l.wait(wait)
+		s := l.hear()
+		l.ack += uint32(len(s.payload))
+		for int(l.ack-sent[0].seq) < len(data) { // the rest comes without a timeout
+			l.say(flagACK, nil)
+			s := l.hear()
+			if s.seq != l.ack {
+				t.Fatalf("%v, expected seq %d", s, l.ack)
+			}
+			l.ack += uint32(len(s.payload))
+		}
+		l.say(flagACK, nil)
+		l.quiet()
+		finish(l)
+	})
+	t.Run("three duplicates", func(t *testing.T) {
+		l, sent, data := start(t)
+		l.ack += 1000 // the second packet is lost
+		for range 1 + 3 {
+			l.say(flagACK, nil)
+		}
+		s := l.hear()
+		if s.seq != sent[1].seq {
+			t.Fatalf("again: %v, not %v", s, sent[1])
+		}
+		for range 20 {
+			l.say(flagACK, nil)
+		}
+		l.quiet() // once only
+		l.ack = sent[0].seq + uint32(len(data))
+		l.say(flagACK, nil)
+		l.quiet()
+		if got := l.g.Counts()[Retransmitted]; got != 1 {
+			t.Errorf("%d retransmissions", got)
+		}
+		finish(l)
+	})
+	t.Run("late acknowledgement", func(t *testing.T) {
+		l, sent, data := start(t)
+		l.wait(firstRTO + time.Millisecond)
+		l.hear()
+		l.ack = sent[0].seq + uint32(len(data)) // it had all
+		l.say(flagACK, nil)
+		l.quiet()
+		l.write([]byte("next"))
+		if got := l.take(4); string(got) != "next" {
+			t.Errorf("got %q", got)
+		}
+		finish(l)
+	})
+	t.Run("FIN", func(t *testing.T) {
+		l, sent, data := start(t)
+		l.conn.Close()
+		if s := l.hear(); s.flags&flagFIN == 0 {
+			t.Fatal(s)
+		}
+		l.wait(firstRTO + time.Millisecond)
+		s := l.hear()
+		if s.seq != sent[0].seq || len(s.payload) != len(data) || s.flags&flagFIN == 0 || !bytes.Equal(s.payload, data) {
+			t.Fatalf("again: %v", s)
+		}
+		l.ack += uint32(len(data))
+		l.say(flagACK, nil) // all but the FIN
+		if s := l.hear(); s.flags&flagFIN == 0 || s.seq != l.ack {
+			t.Fatalf("again: %v", s)
+		}
+		l.ack++
+		l.say(flagACK|flagFIN, nil)
+		l.acknowledged()
+		l.ended()
+	})
+}
+
+// TestDisorder: segments of the guest that are lost, doubled, cut anew and late.
+func TestDisorder(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.dial(listenOn(t, host6))
+	rng := rand.New(rand.NewPCG(1, 2))
+	data := make([]byte, 300_000)
+	for i := range data {
+		data[i] = byte(rng.Uint32())
+	}
+	got := make(chan []byte)
+	go func() {
+		b, _ := io.ReadAll(l.conn)
+		got <- b
+	}()
+	base := l.seq
+	for done := 0; done < len(data); {
+		// A burst of segments from about where the gateway is.
+		for range rng.IntN(8) {
+			at := min(max(done+rng.IntN(6000)-2000, 0), len(data))
+			n := min(rng.IntN(3000), len(data)-at)
+			flags := uint8(flagACK)
+			if at+n == len(data) {
+				flags |= flagFIN
+			}
+			l.sayAt(base+uint32(at), flags, data[at:at+n])
+		}
+		p.turn(0)
+		l.allAcked()
+		done = max(done, int(int32(l.acked-base)))
+	}
+	b := <-got
+	if !bytes.Equal(b, data) {
+		t.Errorf("host read %d bytes of %d, or others", len(b), len(data))
+	}
+	if p.g.Counts()[OutOfOrder] == 0 {
+		t.Error("nothing was out of order")
+	}
+	l.seq = base + uint32(len(data)) + 1
+	l.conn.Close()
+	l.fin()
+	p.ended()
+}
+
+// TestSegmentSize: the guest gets segments of the size that it takes, and is told one that
+// its windows hold.
+func TestSegmentSize(t *testing.T) {
+	for _, mtu := range []int{1500, 65520} {
+		p := newPuppet(t, Config{Outbound: Outbound{All: true}, MTU: mtu})
+		listener := listenOn(t, host4)
+		l := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true)
+		s := l.hear()
+		if got := int(s.options.mss); got < 536 || got > mtu-40 {
+			t.Errorf("MTU %d: MSS %d", mtu, got)
+		}
+		l.ack, l.scale = s.seq+1, int(s.options.scale)
+		l.say(flagACK, nil)
+		c, err := listener.AcceptTCP()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		l.conn = c
+		l.write(text(200_000))
+		want := min(1460, mtu-40)
+		for n := 0; n < 200_000; {
+			s := l.hear()
+			if s.gso != 0 && s.gso != want {
+				t.Fatalf("MTU %d: segments of %d bytes", mtu, s.gso)
+			}
+			if s.gso == 0 && len(s.payload) > want {
+				t.Fatalf("MTU %d: a segment of %d bytes", mtu, len(s.payload))
+			}
+			n += len(s.payload)
+			l.ack += uint32(len(s.payload))
+			l.say(flagACK, nil)
+		}
+		l.say(flagRST, nil)
+		p.ended()
+	}
+}
+
+// TestSmallBuffer: a socket whose buffer is smaller than anything still takes a segment.
+func TestSmallBuffer(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.dial(listenOn(t, host4))
+	c := p.g.conns[flow{l.local, l.remote}]
+	if err := unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 1); err != nil {
+		t.Fatal(err)
+	}
+	data := text(1 << 20)
+	got := make(chan []byte)
+	go func() {
+		b, _ := io.ReadAll(l.conn)
+		got <- b
+	}()
+	for sent := 0; sent < len(data); {
+		n := l.pour(data[sent:], 1400)
+		sent += n
+		if n == 0 { // until it hears of a window
+			l.hear()
+		}
+	}
+	l.say(flagFIN|flagACK, nil)
+	l.acknowledged()
+	if b := <-got; !bytes.Equal(b, data) {
+		t.Error("data differ")
+	}
+	l.say(flagRST, nil)
+	p.ended()
+}
+
+// TestWithoutPeekOffset is for kernels without SO_PEEK_OFF for TCP.
+func TestWithoutPeekOffset(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	listener := listenOn(t, host4)
+	dial := func() *link {
+		l := p.dial(listener)
+		c := p.g.conns[flow{l.local, l.remote}]
+		c.peeks = false
+		if err := unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_PEEK_OFF, -1); err != nil {
+			t.Fatal(err)
+		}
+		return l
+	}
+	t.Run("end", func(t *testing.T) {
+		l := dial()
+		want := text(300_000)
+		go func() {
+			_, _ = l.conn.Write(want)
+			l.conn.Close()
+		}()
+		first := l.hear()
+		for len(first.payload) == 0 {
+			first = l.hear()
+		}
+		l.wait(firstRTO + time.Millisecond) // the first one is lost
+		var got []byte
+		ended := false
+		for !ended {
+			s := l.hear()
+			if s.seq == l.ack && s.length() > 0 {
+				got = append(got, s.payload...)
+				l.ack += s.length()
+				ended = s.flags&flagFIN != 0
+			}
+			l.say(flagACK, nil)
+		}
+		if !bytes.Equal(got, want) {
+			t.Errorf("guest read %d bytes of %d, or others", len(got), len(want))
+		}
+		l.say(flagFIN|flagACK, nil)
+		l.acknowledged()
+		p.ended()
+	})
+	t.Run("reset", func(t *testing.T) {
+		l := dial()
+		l.say(flagACK|flagPSH, []byte("x")) // which stays unread
+		l.acknowledged()
+		l.write([]byte("data"))
+		for s := l.hear(); len(s.payload) == 0; s = l.hear() {
+		}
+		l.conn.Close()
+		if s := l.rst(); s.seq != l.ack+4 {
+			t.Errorf("%v, after data from %d on", s, l.ack)
+		}
+		p.ended()
+	})
+}
+
+// TestTUNFull: what the guest's interface does not take comes again.
+func TestTUNFull(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.dial(listenOn(t, host4))
+	if err := unix.SetsockoptInt(p.g.config.TUN, unix.SOL_SOCKET, unix.SO_SNDBUF, 100_000); err != nil {
+		t.Fatal(err)
+	}
+	want := text(1 << 20)
+	go func() {
+		_, _ = l.conn.Write(want)
+		l.conn.Close()
+	}()
+	p.until("a full interface", func() bool { return p.g.Counts()[TUNFull] > 0 })
+	var got []byte
+	for ended := false; !ended; {
+		s, ok := p.receive()
+		if !ok {
+			p.wait(maxRTO)
+			p.turn(1)
+			continue
+		}
+		l.note(s)
+		if s.seq == l.ack && s.length() > 0 {
+			got = append(got, s.payload...)
+			l.ack += s.length()
+			ended = s.flags&flagFIN != 0
+		}
+		l.say(flagACK, nil)
+		p.turn(0)
+	}
+	if !bytes.Equal(got, want) {
+		t.Errorf("guest read %d bytes of %d, or others", len(got), len(want))
+	}
+	l.say(flagFIN|flagACK, nil)
+	p.turn(1)
+	p.ended()
+}

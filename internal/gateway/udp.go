@@ -1,0 +1,355 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"encoding/binary"
+	"errors"
+	"net/netip"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// udpIdle is how long a flow of datagrams is remembered (RFC 4787, REQ-5: at least
+	// two minutes; it lets well-known ports have less).
+	udpIdle = 3 * time.Minute
+	// dnsIdle is for questions to name servers, each of which is a flow.
+	dnsIdle   = 20 * time.Second
+	udpBudget = 64 // datagrams that are read in a turn
+)
+
+// udpFlow is a socket of the host for datagrams that the guest began to send.
+type udpFlow struct {
+	g     *Gateway
+	flow  flow
+	fd    int
+	hops  hopLimit
+	seen  time.Time
+	timer timer
+}
+
+// udp takes a datagram of the guest.
+func (g *Gateway) udp(s *segment) {
+	if b, k := g.bounds.answerer(s, g.now); b != nil {
+		b.send(s, k)
+		return
+	}
+	f := flow{s.from, s.to}
+	u := g.datagram[f]
+	if u == nil {
+		if !g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
+			g.count(NotAllowed)
+			g.unreachable(s, prohibited)
+			return
+		}
+		if b := g.bounds.from(s, g.config.Outbound.Translate(s.to)); b != nil {
+			b.send(s, b.know(s.to, messageTo(b.v6, s.to), nil))
+			return
+		}
+		if len(g.datagram) >= g.config.Connections {
+			g.count(TooMany)
+			return
+		}
+		if u = g.newUDP(f, s); u == nil {
+			return
+		}
+	}
+	u.seen = g.now
+	u.hops.set(u.fd, s)
+	_, err := sendTo(u.fd, s.payload)
+	if err != nil && u.errors() {
+		_, err = sendTo(u.fd, s.payload) // that was of one before
+	}
+	if err != nil {
+		g.refuseDatagram(s, err)
+	}
+}
+
+func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
+	to := g.config.Outbound.Translate(f.remote)
+	fd, err := unix.Socket(domain(to.Addr()), unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		g.count(TooMany)
+		return nil
+	}
+	if err := connectTold(fd, to); err != nil {
+		unix.Close(fd)
+		g.refuseDatagram(s, err)
+		return nil
+	}
+	u := &udpFlow{g: g, flow: f, fd: fd, seen: g.now}
+	if err := g.register(fd, unix.EPOLLIN, u); err != nil {
+		unix.Close(fd)
+		g.count(TooMany)
+		return nil
+	}
+	g.datagram[f] = u
+	u.timer.owner = u
+	g.timers.set(&u.timer, g.now.Add(u.idle()))
+	return u
+}
+
+func (u *udpFlow) idle() time.Duration {
+	if u.flow.remote.Port() == dnsPort {
+		return dnsIdle
+	}
+	return udpIdle
+}
+
+// connectTold connects a socket that is told all that the network says of its datagrams.
+func connectTold(fd int, to netip.AddrPort) error {
+	level, option := unix.IPPROTO_IP, unix.IP_RECVERR
+	if to.Addr().Is6() {
+		level, option = unix.IPPROTO_IPV6, unix.IPV6_RECVERR
+	}
+	if err := unix.SetsockoptInt(fd, level, option, 1); err != nil {
+		return err
+	}
+	return unix.Connect(fd, sockaddr(to))
+}
+
+// hopLimit is what a socket's datagrams have, if not the host's default.
+type hopLimit uint8
+
+// set has a socket send with the guest's hop limit, as traceroute(8) sets it. The guest's
+// default is the host's.
+func (h *hopLimit) set(fd int, s *segment) {
+	limit := s.hops()
+	if limit == hops {
+		limit = 0
+	}
+	if hopLimit(limit) == *h {
+		return
+	}
+	*h = hopLimit(limit)
+	value := int(limit)
+	if limit == 0 {
+		value = -1 // the default
+	}
+	level, option := unix.IPPROTO_IP, unix.IP_TTL
+	if family, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DOMAIN); err == nil && family == unix.AF_INET6 {
+		level, option = unix.IPPROTO_IPV6, unix.IPV6_UNICAST_HOPS
+	}
+	_ = unix.SetsockoptInt(fd, level, option, value) // what is left is the datagram with another one
+}
+
+// hops is the TTL, or hop limit.
+func (s *segment) hops() uint8 {
+	if s.network[0]>>4 == 4 {
+		return s.network[8]
+	}
+	return s.network[7]
+}
+
+// refuseDatagram tells the guest why a socket without connections did not take a
+// datagram.
+func (g *Gateway) refuseDatagram(s *segment, err error) {
+	if why, ok := failureOf(err); ok {
+		g.unreachable(s, why)
+	}
+}
+
+func (u *udpFlow) event(events uint32) {
+	u.seen = u.g.now
+	if events&unix.EPOLLERR != 0 {
+		u.errors()
+	}
+	for range udpBudget / inboxSize {
+		n, err := u.g.inbox.read(u.fd)
+		if err != nil && (errors.Is(err, unix.EAGAIN) || !u.errors()) {
+			return
+		}
+		for i := range n {
+			u.g.deliver(u.g.inbox.buffers[i], u.flow, int(u.g.inbox.messages[i].Len))
+		}
+		if n < inboxSize {
+			return
+		}
+	}
+}
+
+// errors passes on what the network told of datagrams that were sent. It is false if it
+// told nothing.
+func (u *udpFlow) errors() bool { return u.g.passErrors(u.fd, u.flow, unix.IPPROTO_UDP) }
+
+func (u *udpFlow) expired() {
+	if end := u.seen.Add(u.idle()); end.After(u.g.now) {
+		u.g.timers.set(&u.timer, end)
+		return
+	}
+	delete(u.g.datagram, u.flow)
+	u.g.forget(u.fd)
+}
+
+func (u *udpFlow) close() { unix.Close(u.fd) }
+
+// headroom is what a datagram's buffer has before it: the headers of IPv6 are the longest.
+const headroom = vnetHeader + ipv6Header + udpHeader
+
+// deliver gives the guest a datagram, which stands in a buffer behind the headroom. What
+// exceeds the MTU of the guest's interface is sent in fragments.
+func (g *Gateway) deliver(buffer []byte, f flow, payload int) {
+	ip := ipv6Header
+	if f.guest.Addr().Is4() {
+		ip = ipv4Header
+	}
+	length := udpHeader + payload
+	if ip == ipv4Header && ip+length > maxPacket-1 {
+		return // from a name server with IPv6
+	}
+	p := buffer[ipv6Header-ip : headroom+payload]
+	clear(p[:vnetHeader+ip+udpHeader])
+	network := p[vnetHeader:]
+	writeIP(network, f.remote.Addr(), f.guest.Addr(), unix.IPPROTO_UDP, length)
+	udp := network[ip:]
+	binary.BigEndian.PutUint16(udp, f.remote.Port())
+	binary.BigEndian.PutUint16(udp[2:], f.guest.Port())
+	binary.BigEndian.PutUint16(udp[4:], uint16(length))
+	partial := pseudo(f.remote.Addr(), f.guest.Addr(), unix.IPPROTO_UDP, length)
+	if ip+length <= g.config.MTU {
+		p[0] = vnetNeedsCsum
+		binary.NativeEndian.PutUint16(p[6:], uint16(ip))
+		binary.NativeEndian.PutUint16(p[8:], 6)
+		binary.BigEndian.PutUint16(udp[6:], fold(partial))
+		g.send(p)
+		return
+	}
+	check := ^fold(partial + sum(udp[:length]))
+	if check == 0 {
+		check = 0xffff
+	}
+	binary.BigEndian.PutUint16(udp[6:], check)
+	g.fragment(f, unix.IPPROTO_UDP, udp[:length])
+}
+
+// bound is a socket of the host that is bound to a port for the guest.
+type bound struct {
+	g *Gateway
+	Forward
+	v6    bool
+	peers map[netip.AddrPort]*known // as the guest knows them
+	timer timer
+}
+
+// known is a peer of a bound socket.
+type known struct {
+	seen time.Time
+	message
+}
+
+// bounds are those by the guest's port.
+type bounds map[uint16][]*bound
+
+// maxPeers bounds how many peers of a socket may be answered. Anybody can pretend to be
+// many: one more has another one be forgotten, and comes through.
+const maxPeers = 1 << 16
+
+func newBound(g *Gateway, f Forward) (*bound, error) {
+	family, err := unix.GetsockoptInt(f.FD, unix.SOL_SOCKET, unix.SO_DOMAIN)
+	if err != nil {
+		return nil, err
+	}
+	b := &bound{g: g, Forward: f, v6: family == unix.AF_INET6, peers: map[netip.AddrPort]*known{}}
+	b.timer.owner = b
+	level, option := unix.IPPROTO_IP, unix.IP_PKTINFO
+	if b.v6 {
+		level, option = unix.IPPROTO_IPV6, unix.IPV6_RECVPKTINFO
+	}
+	return b, unix.SetsockoptInt(f.FD, level, option, 1)
+}
+
+// answerer is the socket by which a peer sent to the guest, of several the last one, if a
+// datagram of the guest goes there.
+func (all bounds) answerer(s *segment, now time.Time) (by *bound, to *known) {
+	for _, b := range all[s.from.Port()] {
+		if k := b.peers[s.to]; k != nil && (to == nil || k.seen.After(to.seen)) {
+			by, to = b, k
+		}
+	}
+	if to != nil {
+		to.seen = now
+	}
+	return by, to
+}
+
+// from is the socket for what the guest sends by itself from a port that leads to it.
+func (all bounds) from(s *segment, to netip.AddrPort) *bound {
+	for _, b := range all[s.from.Port()] {
+		if to == s.to && (b.v6 && !b.v6Only() || b.v6 == to.Addr().Is6()) {
+			return b
+		}
+	}
+	return nil
+}
+
+func (b *bound) v6Only() bool {
+	only, err := unix.GetsockoptInt(b.FD, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY)
+	return err == nil && only != 0
+}
+
+func (b *bound) send(s *segment, k *known) {
+	err := k.send(b.FD, s.payload)
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EADDRNOTAVAIL) || errors.Is(err, unix.ENETUNREACH) {
+		k.control = k.control[:0] // the address was a broadcast's, or is gone
+		err = k.send(b.FD, s.payload)
+	}
+	if err != nil {
+		b.g.refuseDatagram(s, err)
+	}
+}
+
+func (b *bound) event(uint32) {
+	in := b.g.inbox
+	for range udpBudget / inboxSize {
+		n, err := in.read(b.FD)
+		if errors.Is(err, unix.EAGAIN) {
+			return
+		}
+		for i := range n {
+			peer := in.peer(i)
+			remote := b.g.seen(peer)
+			guest := b.g.guest(remote.Addr())
+			if !peer.IsValid() || !guest.IsValid() {
+				continue
+			}
+			b.know(remote, in.name(i), in.control(i))
+			b.g.deliver(in.buffers[i], flow{netip.AddrPortFrom(guest, b.Port), remote}, int(in.messages[i].Len))
+		}
+	}
+}
+
+// know remembers a peer: its name for the socket, and the control message that has a
+// datagram sent from where it sent to.
+func (b *bound) know(remote netip.AddrPort, name, control []byte) *known {
+	k := b.peers[remote]
+	if k == nil {
+		if len(b.peers) >= maxPeers {
+			for other := range b.peers {
+				delete(b.peers, other)
+				break
+			}
+		}
+		if len(b.peers) == 0 {
+			b.g.timers.set(&b.timer, b.g.now.Add(udpIdle))
+		}
+		k = &known{}
+		b.peers[remote] = k
+	}
+	k.seen = b.g.now
+	k.name, k.control = append(k.name[:0], name...), append(k.control[:0], control...)
+	return k
+}
+
+// expired forgets peers that have been quiet.
+func (b *bound) expired() {
+	for peer, k := range b.peers {
+		if b.g.now.Sub(k.seen) >= udpIdle {
+			delete(b.peers, peer)
+		}
+	}
+	if len(b.peers) > 0 {
+		b.g.timers.set(&b.timer, b.g.now.Add(udpIdle))
+	}
+}
