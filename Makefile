@@ -26,6 +26,7 @@ DEMO_PACKAGES := frr pmacct
 TEST_PACKAGES := $(DEMO_PACKAGES)
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 BENCH_PACKAGES := $(DEMO_PACKAGES) haproxy
+BENCH_GATEWAY_PACKAGES := passt iperf3
 BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 
 # What "make check" runs in VMs; "make test-vm" runs all.
@@ -57,7 +58,7 @@ test: ## Run all tests that this host can run
 .PHONY: test-vm
 test-vm: ## Run the kernel tests on other kernels, under qemu
 	@tools/setup $(VM_PACKAGES)
-	go run ./lab/vm -kernels $(VM_KERNELS) -timeout 10m $(VM_TESTS)
+	go run ./lab/vm -kernels $(VM_KERNELS) -timeout 20m $(VM_TESTS)
 
 .PHONY: fuzz
 fuzz: ## Fuzz each parser for a while (FUZZTIME=30s)
@@ -89,6 +90,13 @@ bench-bigtcp: ## Measure what larger packets give, off and on (QUICK=1: a minute
 	@go build -o bin/bench ./bench
 	@mkdir -p "$(OUT)"
 	@bin/bench bigtcp $(if $(QUICK),-quick)
+
+.PHONY: bench-gateway
+bench-gateway: ## Measure isolate against pasta and no gateway (QUICK=1: two minutes)
+	@tools/setup $(BENCH_GATEWAY_PACKAGES)
+	@go build -o bin/bench ./bench
+	@mkdir -p "$(OUT)"
+	@unshare --mount --propagation private bin/bench gateway $(if $(QUICK),-quick)
 
 .PHONY: generate
 generate: ## Compile the BPF programs and generate their Go
