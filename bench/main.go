@@ -7,6 +7,8 @@
 //	go run ./bench steer [-quick]
 //	go run ./bench tune [-quick]
 //	go run ./bench trace [-quick]
+//	go run ./bench bigtcp [-quick]
+//	go run ./bench gateway [-quick]
 package main
 
 import (
@@ -23,14 +25,18 @@ func main() {
 	switch args := os.Args[2:]; os.Args[1] {
 	case "steer":
 		err = supervise(args)
-	case tuneCommand, traceCommand:
+	case tuneCommand, traceCommand, gatewayCommand:
 		err = supervise(os.Args[1:])
+	case bigtcpCommand:
+		err = benchBigTCP(args)
 	case insideRole:
 		switch {
 		case len(args) > 0 && args[0] == tuneCommand:
 			err = insideTune(args[1:])
 		case len(args) > 0 && args[0] == traceCommand:
 			err = insideTrace(args[1:])
+		case len(args) > 0 && args[0] == gatewayCommand:
+			err = insideGateway(args[1:])
 		default:
 			err = inside(args)
 		}
@@ -42,6 +48,12 @@ func main() {
 		err = tuneCost()
 	case traceRole:
 		err = traceWorker()
+	case gatewayServerRole:
+		err = gatewayServer(args)
+	case gatewayClientRole:
+		err = gatewayClient()
+	case gatewayRole:
+		err = gatewayWorker(args)
 	case "receiver":
 		err = receiver(args)
 	case "generator":
@@ -60,6 +72,6 @@ func main() {
 }
 
 func usage() {
-	fmt.Fprintln(os.Stderr, "usage: bench steer|tune|trace [-help] [flags]")
+	fmt.Fprintln(os.Stderr, "usage: bench steer|tune|trace|bigtcp|gateway [-help] [flags]")
 	os.Exit(2)
 }

@@ -23,13 +23,10 @@ import (
 )
 
 // TestMain is also the ends of loads, which hold their processor in system calls
-// and so cannot be goroutines of one process.
+// and so cannot be goroutines of one process, and the gateway's workers.
 func TestMain(m *testing.M) {
-	if len(os.Args) > 1 && os.Args[1] == traceRole {
-		if err := traceWorker(); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
+	if len(os.Args) > 1 && slices.Contains([]string{traceRole, gatewayServerRole, gatewayClientRole, gatewayRole}, os.Args[1]) {
+		main()
 		return
 	}
 	os.Exit(m.Run())

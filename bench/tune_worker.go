@@ -44,18 +44,22 @@ type worker struct {
 // worker starts a process of this program in a cgroup below the lab's; several
 // may share one.
 func (t *tuneBench) worker(ctx context.Context, n *lab.Namespace, group string, argv ...string) (*worker, error) {
-	w := &worker{Process: n.Command(ctx, append([]string{"/proc/self/exe"}, argv...)...)}
+	return startWorker(ctx, t.lab, n, group, append([]string{"/proc/self/exe"}, argv...)...)
+}
+
+func startWorker(ctx context.Context, l *lab.Lab, n *lab.Namespace, group string, argv ...string) (*worker, error) {
+	w := &worker{Process: n.Command(ctx, argv...)}
 	w.Name = group
 	var err error
 	if w.in, err = w.Cmd.StdinPipe(); err != nil {
-		return nil, fmt.Errorf("start %s: %w", argv[0], err)
+		return nil, fmt.Errorf("start %s: %w", group, err)
 	}
 	r, stdout, err := os.Pipe()
 	if err != nil {
-		return nil, fmt.Errorf("start %s: %w", argv[0], err)
+		return nil, fmt.Errorf("start %s: %w", group, err)
 	}
 	defer stdout.Close()
-	t.lab.AtClose(r.Close)
+	l.AtClose(r.Close)
 	w.Cmd.Stdout, w.out = stdout, bufio.NewReader(r)
 	return w, w.Start()
 }

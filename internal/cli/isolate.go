@@ -14,6 +14,7 @@ import (
 	"os/signal"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -42,6 +43,10 @@ const (
 	leastMTU = 1280
 	mostMTU  = 65520
 )
+
+// lingerTime is how long the gateway goes on when the program has ended, for what that has
+// sent and the host's sockets have not taken yet.
+const lingerTime = 5 * time.Second
 
 // interfaceName is that of the guest's interface.
 const interfaceName = "sockeye0"
@@ -305,8 +310,12 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 		return err
 	}
 	log := slog.New(slog.DiscardHandler)
-	if i.verbose {
+	switch {
+	case i.verbose:
 		log = slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	case guest.Watched:
+		// A service's slot is more than the program's own affair.
+		log = slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	}
 	a4, a6 := gateway.HostAddresses()
 	if !a4.IsValid() {
@@ -330,6 +339,7 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 	g, err := gateway.New(gateway.Config{
 		TUN: p.TUN, MTU: i.mtu, Guest4: a4, Guest6: a6, Host4: host4, Host6: host6,
 		Forwards: forwards, Diag: p.Diag, Outbound: out, Kernel: p.Kernel, Log: log,
+		Linger: lingerTime,
 	})
 	if err != nil {
 		p.Kill()

@@ -86,8 +86,9 @@ type Gateway struct {
 	dirty     []*conn // that have something to acknowledge
 	ready     []*conn // that have more to send than fit into their turn
 	turned    []*conn // those of the turn before
-	buffer    []byte
-	spilled   int // bytes that are kept of segments which sockets did not take whole
+	packet    []byte  // of the guest, while it is looked at
+	buffer    []byte  // for what is sent to the guest
+	spilled   int     // bytes that are kept of segments which sockets did not take whole
 	counts    [reasons]atomic.Uint64
 }
 
@@ -140,7 +141,7 @@ func New(c Config) (_ *Gateway, err error) {
 		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), scale: windowScale(),
 		conns: map[flow]*conn{}, datagram: map[flow]*udpFlow{}, echoes: map[flow]*echo{},
 		bounds: bounds{}, inbox: newInbox(), parts: map[partsOf][]byte{},
-		buffer: make([]byte, vnetHeader+maxPacket+maxHeaders),
+		packet: make([]byte, vnetHeader+maxPacket+maxHeaders), buffer: make([]byte, vnetHeader+maxPacket+maxHeaders),
 	}
 	if g.log == nil {
 		g.log = slog.New(slog.DiscardHandler)
@@ -424,11 +425,11 @@ type tun Gateway
 func (t *tun) event(uint32) {
 	g := (*Gateway)(t)
 	for range tunBudget {
-		n, err := direct(unix.SYS_READ, g.config.TUN, g.buffer, 0)
+		n, err := direct(unix.SYS_READ, g.config.TUN, g.packet, 0)
 		if err != nil || n <= vnetHeader {
 			return
 		}
-		g.input(g.buffer[vnetHeader:n])
+		g.input(g.packet[vnetHeader:n])
 	}
 }
 

@@ -368,6 +368,7 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 	}{
 		{s.guest, "10.97.0.2:7000"}, {s.guest, "[fd97::2]:7000"}, {s.far, "10.97.0.1:1790"}, {s.far, "[fd97::1]:1790"},
 	}
+	before := descriptors(t)
 	end := time.Now().Add(duration)
 	var workers sync.WaitGroup
 	for w := range 24 {
@@ -408,6 +409,9 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 	workers.Wait()
 	served.Wait()
 	s.settled(20 * time.Second)
+	if now := descriptors(t); now > before {
+		t.Errorf("%d descriptors before, %d after", before, now)
+	}
 	s.stop()
 	for _, c := range s.g.conns {
 		if c.state != over {

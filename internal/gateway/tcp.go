@@ -238,12 +238,16 @@ func (g *Gateway) mss(a netip.Addr) uint16 {
 
 // settle decides the MSS that the guest is told. Its kernel waits until a window takes a
 // whole segment, and the room of a socket grows by segments of the host's path, beginning
-// with a third of its buffer: larger ones would make it wait for what does not come.
+// with a third of its buffer: larger ones would make it wait for what does not come. What
+// is no multiple of these leaves a small one behind each packet.
 func (c *conn) settle() {
 	c.grain = c.g.mss(c.flow.guest.Addr())
 	if s, err := room.Take(c.fd); err == nil && s.MSS > 0 {
-		some := s.SendBuffer / 8
-		c.grain = uint16(min(int(c.grain), max(some-some%s.MSS, s.MSS)))
+		grain := min(int(c.grain), max(s.SendBuffer/8, s.MSS))
+		if grain > s.MSS {
+			grain -= grain % s.MSS
+		}
+		c.grain = uint16(grain)
 	}
 }
 

@@ -348,6 +348,29 @@ func TestLossToGuest(t *testing.T) {
 		}
 		finish(l)
 	})
+	// What the guest sends meanwhile stays whole.
+	t.Run("with data", func(t *testing.T) {
+		l, sent, data := start(t)
+		l.ack += 1000
+		for range 1 + 3 {
+			l.say(flagACK, nil)
+		}
+		if s := l.hear(); s.seq != sent[1].seq {
+			t.Fatalf("again: %v, not %v", s, sent[1])
+		}
+		l.ack += 1000
+		l.say(flagACK|flagPSH, []byte("hello"))
+		if s := l.hear(); s.seq != sent[2].seq {
+			t.Fatalf("again: %v, not %v", s, sent[2])
+		}
+		l.acknowledged()
+		if got := l.read(5); string(got) != "hello" {
+			t.Errorf("host read %q", got)
+		}
+		l.ack = sent[0].seq + uint32(len(data))
+		l.say(flagACK, nil)
+		finish(l)
+	})
 	t.Run("late acknowledgement", func(t *testing.T) {
 		l, sent, data := start(t)
 		l.wait(firstRTO + time.Millisecond)

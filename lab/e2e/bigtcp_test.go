@@ -166,7 +166,7 @@ func (w *way) stream(ctx context.Context, to netip.Addr) {
 	}()
 	sum := sha256.New()
 	data := make([]byte, 1<<20)
-	rand.NewChaCha8([32]byte{7}).Read(data)
+	_, _ = rand.NewChaCha8([32]byte{7}).Read(data) // it never fails
 	w.must(c.SetDeadline(time.Now().Add(patience)))
 	for i := 0; ctx.Err() == nil; i++ {
 		data[i%len(data)]++ // no block is like the one before

@@ -61,6 +61,7 @@ type host struct {
 	pins       string
 	agent      *lab.Process
 	members    map[int]*member
+	isolated   bool // members run in a network of their own, and sockeye run is their gateway
 
 	mu  sync.Mutex
 	got map[arrival]int
@@ -291,12 +292,12 @@ func (h *host) refuse(code int, words []string, args ...string) {
 // spec is the receiver that is a member of the service in this mode.
 func (h *host) spec(slot int) receiver {
 	tcp, udp := uint16(bmpPort), uint16(ipfixPort)
-	if h.mode == config.Lookup {
+	if h.mode == config.Lookup && !h.isolated {
 		tcp, udp = 20000+uint16(slot), 21000+uint16(slot)
 	}
 	return receiver{slot, []socket{
-		{"tcp", netip.AddrPortFrom(wildcard, tcp), false, h.mode == config.Lookup},
-		{"udp", netip.AddrPortFrom(wildcard, udp), false, h.mode == config.Lookup},
+		{"tcp", netip.AddrPortFrom(wildcard, tcp), false, h.mode == config.Lookup || h.isolated},
+		{"udp", netip.AddrPortFrom(wildcard, udp), false, h.mode == config.Lookup || h.isolated},
 	}}
 }
 
@@ -311,8 +312,17 @@ func (h *host) user(slot int) string {
 func (h *host) start(slots ...int) {
 	h.Helper()
 	for _, slot := range slots {
-		h.startReceiver(fmt.Sprintf("receiver-%d", slot), h.spec(slot))
+		var wrap []string
+		if h.isolated {
+			wrap = h.isolation(slot)
+		}
+		h.startReceiver(fmt.Sprintf("receiver-%d", slot), h.spec(slot), wrap...)
 	}
+}
+
+// isolation is what is put before a member's command so that it runs isolated.
+func (h *host) isolation(slot int) []string {
+	return []string{os.Getenv(binaryEnv), "--run-dir", h.dir, "run", "--slot", fmt.Sprint(slot), "--isolated", "--"}
 }
 
 // startReceiver starts a receiver with this name as its command line, after the words of wrap.
@@ -481,11 +491,16 @@ func (h *host) nothingMisplaced(home home, enough int) {
 func up(t *testing.T, mode config.Steering, slots int, policy ...string) *host {
 	t.Helper()
 	h := newHost(t, mode)
+	h.up(slots, policy...)
+	return h
+}
+
+func (h *host) up(slots int, policy ...string) {
+	h.Helper()
 	h.setPolicy(slots, policy...)
 	h.startAgent()
 	h.start(upTo(slots)...)
 	h.ready(upTo(slots)...)
-	return h
 }
 
 func upTo(n int) []int {

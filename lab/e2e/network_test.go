@@ -31,7 +31,11 @@ type network struct {
 
 func newNetwork(t *testing.T, mode config.Steering) *network {
 	t.Helper()
-	h := newHostWith(t, mode, 6)
+	return networkOf(newHostWith(t, mode, 6))
+}
+
+func networkOf(h *host) *network {
+	h.Helper()
 	h.setPolicy(4)
 	h.startAgent()
 	n := &network{h, h.homes(4)}
@@ -61,6 +65,9 @@ func newNetwork(t *testing.T, mode config.Steering) *network {
 func (n *network) startCollector(slot, peers int) {
 	n.Helper()
 	c := lab.CollectorConfig{Slot: slot, MaxPeers: peers, User: n.user(slot)}
+	if n.isolated {
+		c.User, c.Wrap = "root", n.isolation(slot)
+	}
 	sockets := n.spec(slot).Sockets
 	c.BMP, c.IPFIX = sockets[0].Address, sockets[1].Address
 	p, err := n.lab.StartCollector(c)

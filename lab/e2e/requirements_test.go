@@ -57,47 +57,55 @@ func TestRequirement1DeviceScoped(t *testing.T) {
 // A member's death or restart moves no device, and both protocols fail alike.
 func TestRequirement2Stable(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := up(t, mode, 4)
-		home := h.homes(4)
-		all := addresses(200)
-		h.lands("at the start", all, home)
-		for slot := range 4 {
-			h.kill(slot)
-			h.lands("at once, without a member", all, home.but(slot))
-			h.start(slot)
-			h.ready(0, 1, 2, 3)
-			h.lands("with the member back", all, home)
-		}
-		h.nothingMisplaced(home, 200*2*8)
+		up(t, mode, 4).stable()
 	})
+}
+
+func (h *host) stable() {
+	h.Helper()
+	home := h.homes(4)
+	all := addresses(200)
+	h.lands("at the start", all, home)
+	for slot := range 4 {
+		h.kill(slot)
+		h.lands("at once, without a member", all, home.but(slot))
+		h.start(slot)
+		h.ready(0, 1, 2, 3)
+		h.lands("with the member back", all, home)
+	}
+	h.nothingMisplaced(home, 200*2*8)
 }
 
 // No member's failure touches another: not its connections, not what it gets; a member that hangs is like one that lives.
 func TestRequirement3FaultIsolation(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := up(t, mode, 4)
-		home := h.homes(4)
-		all := addresses(100)
-		open := h.connectAll(all)
-		h.hang(1)
-		for a, l := range h.sweep(others(all, home, 1)) {
-			if l != (landing{home(a), home(a)}) {
-				t.Errorf("a member hangs: %v: %v", a, l)
-			}
-		}
-		h.must(h.members[1].Signal(unix.SIGCONT))
-		dead := map[int]bool{}
-		for _, slot := range rand.Perm(4)[:3] {
-			h.kill(slot)
-			dead[slot] = true
-			for a, alive := range open.alive() {
-				if alive == dead[home(a)] {
-					t.Errorf("slots %v are dead: connection of %v, slot %d, alive: %v", dead, a, home(a), alive)
-				}
-			}
-		}
-		h.nothingMisplaced(home, 100)
+		up(t, mode, 4).faults()
 	})
+}
+
+func (h *host) faults() {
+	h.Helper()
+	home := h.homes(4)
+	all := addresses(100)
+	open := h.connectAll(all)
+	h.hang(1)
+	for a, l := range h.sweep(others(all, home, 1)) {
+		if l != (landing{home(a), home(a)}) {
+			h.Errorf("a member hangs: %v: %v", a, l)
+		}
+	}
+	h.must(h.members[1].Signal(unix.SIGCONT))
+	dead := map[int]bool{}
+	for _, slot := range rand.Perm(4)[:3] {
+		h.kill(slot)
+		dead[slot] = true
+		for a, alive := range open.alive() {
+			if alive == dead[home(a)] {
+				h.Errorf("slots %v are dead: connection of %v, slot %d, alive: %v", dead, a, home(a), alive)
+			}
+		}
+	}
+	h.nothingMisplaced(home, 100)
 }
 
 func others(all []netip.Addr, home home, slot int) []netip.Addr {
@@ -223,20 +231,26 @@ func TestRequirement6TCPAndUDPAlike(t *testing.T) {
 					}
 				}
 				h.lands("with three members", all, served)
-				for slot, protocol := range []string{"tcp", "udp"} {
-					fmt.Fprintln(h.members[slot].stdin, "close", protocol)
-					h.eventually("the slot to close", func() error {
-						if s := h.slots()[slot]; s.Ready {
-							return fmt.Errorf("slot %d is ready", s.Slot)
-						}
-						return nil
-					})
-					h.lands("without "+protocol, all, served.but(upTo(slot+1)...))
-				}
+				h.closes(all, served)
 				h.nothingMisplaced(home, 100)
 			})
 		}
 	})
+}
+
+// closes has the members of slots 0 and 1 close one of their sockets each.
+func (h *host) closes(all []netip.Addr, served home) {
+	h.Helper()
+	for slot, protocol := range []string{"tcp", "udp"} {
+		fmt.Fprintln(h.members[slot].stdin, "close", protocol)
+		h.eventually("the slot to close", func() error {
+			if s := h.slots()[slot]; s.Ready {
+				return fmt.Errorf("slot %d is ready", s.Slot)
+			}
+			return nil
+		})
+		h.lands("without "+protocol, all, served.but(upTo(slot+1)...))
+	}
 }
 
 // One binary, that needs nothing of the host but its kernel. Other kernels run the network tests in lab/vm.

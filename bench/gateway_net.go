@@ -1,0 +1,297 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+
+	"sockeye/lab"
+)
+
+// The sides that are compared: the client of a load in the host's namespace itself, and
+// in a guest of each gateway.
+const (
+	sideNative  = "native"
+	sideSockeye = "sockeye"
+	sidePasta   = "pasta"
+)
+
+var gatewaySides = []string{sideNative, sideSockeye, sidePasta}
+
+// What is between the host and the server.
+const (
+	linkVeth    = "veth"
+	linkLimited = "1gbit"
+	linkSeed    = "seed" // limited likewise, with larger buffers
+)
+
+// A gatewayPath is a host with gateways, and a server far from it.
+type gatewayPath struct {
+	lab       *lab.Lab
+	name      string
+	host, far *lab.Namespace
+	addresses [2]netip.Addr // of host and far
+	device    string        // of the host
+	link      *lab.Link     // nil: a veth pair
+	server    *worker
+}
+
+const gatewayRate = 1e9 // bits/s of the link
+
+// newGatewayPath makes one of links, with a server.
+func newGatewayPath(ctx context.Context, l *lab.Lab, link string) (p *gatewayPath, err error) {
+	p = &gatewayPath{lab: l, name: link, device: "eth0"}
+	subnet := byte(slices.Index([]string{linkVeth, linkLimited, linkSeed}, link))
+	for i := range p.addresses {
+		p.addresses[i] = netip.AddrFrom4([4]byte{10, 84, subnet, byte(1 + i)})
+	}
+	var hosts [2]*lab.Namespace
+	for i, role := range []string{"host-", "far-"} {
+		if hosts[i], err = l.Namespace(role + link); err != nil {
+			return nil, err
+		}
+		if err := hosts[i].Sysctl("ipv4.tcp_no_metrics_save", "1"); err != nil {
+			return nil, err
+		}
+	}
+	p.host, p.far = hosts[0], hosts[1]
+	prefixes := [2]netip.Prefix{netip.PrefixFrom(p.addresses[0], 24), netip.PrefixFrom(p.addresses[1], 24)}
+	if link == linkVeth {
+		err = joinByVeth(hosts, p.device, prefixes)
+	} else {
+		p.device = "link0"
+		p.link, err = l.Connect(hosts[0], hosts[1], lab.LinkOptions{Name: p.device, Rate: gatewayRate, Offload: true}, prefixes[:1], prefixes[1:])
+	}
+	if err != nil {
+		return nil, err
+	}
+	// pasta wants one.
+	if err := p.host.AddRoute(netip.MustParsePrefix("0.0.0.0/0"), p.addresses[1]); err != nil {
+		return nil, err
+	}
+	p.server, err = startWorker(ctx, l, p.far, gatewayServerRole+"-"+link, "/proc/self/exe", gatewayServerRole, "-listen", p.target().String())
+	if err != nil {
+		return nil, err
+	}
+	return p, p.server.answer(&struct{}{})
+}
+
+func joinByVeth(hosts [2]*lab.Namespace, name string, prefixes [2]netip.Prefix) error {
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = name
+	fd, err := unix.Open(hosts[1].Path(), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("connect hosts: %w", err)
+	}
+	defer unix.Close(fd)
+	if err := hosts[0].Netlink().LinkAdd(&netlink.Veth{LinkAttrs: attrs, PeerName: name, PeerNamespace: netlink.NsFd(fd)}); err != nil {
+		return fmt.Errorf("connect hosts: make veth: %w", err)
+	}
+	for i, host := range hosts {
+		dev, err := host.Netlink().LinkByName(name)
+		if err == nil {
+			err = host.Netlink().LinkSetUp(dev)
+		}
+		if err != nil {
+			return fmt.Errorf("connect hosts: set link up: %w", err)
+		}
+		if err := host.AddAddress(name, prefixes[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (p *gatewayPath) target() netip.AddrPort { return netip.AddrPortFrom(p.addresses[1], gatewayPort) }
+
+// choose has the sockets of the host use a congestion control, see chooseByRoute.
+func (p *gatewayPath) choose(cc string) error {
+	return chooseByRoute(p.host.Netlink(), p.device, p.addresses[1], cc)
+}
+
+// chooseByRoute has sockets that connect to an address use a congestion control: the
+// sysctl of a namespace takes none that the host does not offer to ordinary users, and a
+// program in pasta may not choose it.
+func chooseByRoute(nl *netlink.Handle, device string, to netip.Addr, cc string) error {
+	dev, err := nl.LinkByName(device)
+	if err == nil {
+		err = nl.RouteReplace(&netlink.Route{
+			LinkIndex: dev.Attrs().Index, Scope: unix.RT_SCOPE_LINK, Congctl: cc,
+			Dst: &net.IPNet{IP: to.AsSlice(), Mask: net.CIDRMask(32, 32)},
+		})
+	}
+	if err != nil {
+		return fmt.Errorf("choose %s on %s: %w", cc, device, err)
+	}
+	return nil
+}
+
+func (p *gatewayPath) delay(rtt time.Duration) error {
+	if p.link == nil {
+		return nil
+	}
+	o := p.link.Options()
+	o.Delay = rtt / 2
+	return p.link.Set(o)
+}
+
+// resent is how many segments host and server have sent again.
+func (p *gatewayPath) resent() (n uint64, err error) {
+	for _, h := range []*lab.Namespace{p.host, p.far} {
+		err := h.Do(func() error {
+			b, err := os.ReadFile("/proc/thread-self/net/snmp")
+			n += snmp(string(b), "Tcp", "RetransSegs")
+			return err
+		})
+		if err != nil {
+			return 0, fmt.Errorf("count retransmissions of %s: %w", h.Name(), err)
+		}
+	}
+	return n, nil
+}
+
+// A gatewaySide is a client, and the gateway between it and the host.
+type gatewaySide struct {
+	name    string
+	client  *worker
+	gateway *worker        // that answers with its counts; nil: there is none that does
+	around  *lab.Process   // whose cgroup has the gateway; nil: there is none
+	in      *lab.Namespace // where its command was started
+	device  string         // of the client's namespace
+}
+
+// newGatewaySide starts a side, with a guest of its own.
+func (p *gatewayPath) newSide(ctx context.Context, side string, mtu int) (s *gatewaySide, err error) {
+	s = &gatewaySide{name: side, device: p.device}
+	group := fmt.Sprintf("%s-%s-%d", side, p.name, mtu)
+	exe, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	s.in = p.host
+	client := []string{exe, gatewayClientRole}
+	switch side {
+	case sideSockeye:
+		if s.in, err = p.lab.Namespace("guest-" + group); err != nil {
+			return nil, err
+		}
+		s.device = guestDevice
+		s.gateway, err = startWorker(ctx, p.lab, p.host, group+"-gateway", exe, gatewayRole,
+			"-guest", s.in.Path(), "-address", p.addresses[0].String(), "-mtu", strconv.Itoa(mtu))
+		if err == nil {
+			err = s.gateway.answer(&struct{}{})
+		}
+		if err != nil {
+			return nil, err
+		}
+		s.around = s.gateway.Process
+	case sidePasta:
+		client = append(pasta(mtu), client...)
+	}
+	if s.client, err = startWorker(ctx, p.lab, s.in, group, client...); err != nil {
+		return nil, err
+	}
+	if side == sidePasta {
+		s.around = s.client.Process
+	}
+	return s, s.client.answer(&struct{}{})
+}
+
+// choose has the client's sockets use a congestion control. All sides have the same.
+func (s *gatewaySide) choose(to netip.Addr, cc string) error {
+	pids, err := s.client.PIDs()
+	ns := netns.None()
+	for _, pid := range pids {
+		if !isPasta(pid) {
+			ns, err = netns.GetFromPid(pid)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("open namespace of %s: %w", s.name, err)
+	}
+	defer ns.Close()
+	nl, err := netlink.NewHandleAt(ns, unix.NETLINK_ROUTE)
+	if err != nil {
+		return fmt.Errorf("enter namespace of %s: %w", s.name, err)
+	}
+	defer nl.Close()
+	return chooseByRoute(nl, s.device, to, cc)
+}
+
+// pasta is the command before that of a program. Root's needs are written there: it would
+// become nobody, and has no ports to forward.
+func pasta(mtu int) []string {
+	return []string{
+		"pasta", "--config-net", "--no-map-gw", "--runas", "0", "--mtu", strconv.Itoa(mtu), "--mac-addr", "02:00:00:00:00:01",
+		"-t", "none", "-u", "none", "-T", "none", "-U", "none", "--",
+	}
+}
+
+// stop ends the side's processes.
+func (s *gatewaySide) stop() error {
+	var errs []error
+	for _, w := range []*worker{s.client, s.gateway} {
+		if w != nil && w.Process != nil {
+			errs = append(errs, w.in.Close(), w.Stop(time.Second))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// cpu is the time that the gateway's processes have had, with what they did in the
+// kernel; 0 where there is none.
+func (s *gatewaySide) cpu() (sum time.Duration, err error) {
+	if s.around == nil {
+		return 0, nil
+	}
+	pids, err := s.around.PIDs()
+	if err != nil {
+		return 0, err
+	}
+	for _, pid := range pids {
+		if s.name == sidePasta && !isPasta(pid) {
+			continue
+		}
+		threads, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
+		for _, thread := range threads {
+			b, err := os.ReadFile(thread)
+			if err != nil {
+				continue
+			}
+			ran, _, _ := strings.Cut(string(b), " ")
+			ns, err := strconv.ParseInt(ran, 10, 64)
+			if err != nil {
+				return 0, fmt.Errorf("read CPU time of %s: %w", s.name, err)
+			}
+			sum += time.Duration(ns)
+		}
+	}
+	return sum, nil
+}
+
+// isPasta tells a process of pasta from that of its program.
+func isPasta(pid int) bool {
+	name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // it may have ended
+	return strings.HasPrefix(string(name), "pas")
+}
+
+func (s *gatewaySide) counts() (c gatewayCounts, err error) {
+	if s.gateway != nil {
+		err = s.gateway.ask(struct{}{}, &c)
+	}
+	return c, err
+}

@@ -1,0 +1,418 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway"
+	"sockeye/room"
+)
+
+// The ends of a load, and the gateway between them, are processes of their own.
+// Each reads questions from stdin, one JSON a line, and answers with a line.
+
+const (
+	gatewayServerRole = "gateway-server"
+	gatewayClientRole = "gateway-client"
+	gatewayRole       = "gateway-gateway"
+
+	gatewayPort  = 7000
+	startOfLoad  = 10_000_000 // bytes: how long the first ones take is a figure of its own
+	guestDevice  = "sockeye0"
+	arrivalGrain = 20 * time.Millisecond
+	dialTime     = 10 * time.Second
+)
+
+// What a connection of a load is for.
+const (
+	upload   = "upload"   // from the client
+	download = "download" // to the client
+	requests = "requests" // of one byte, each answered by one
+)
+
+// A gatewayTask is a load, for a client.
+type gatewayTask struct {
+	Run         uint32         `json:"run"`
+	Kind        string         `json:"kind"`
+	Target      netip.AddrPort `json:"target"`
+	CC          string         `json:"cc"` // congestion control of the server's sockets
+	Connections int            `json:"connections"`
+	Duration    time.Duration  `json:"duration_ns"` // from before the first connect(2)
+}
+
+// A gatewayResult is what a client saw.
+type gatewayResult struct {
+	Start    int64     `json:"start"` // of the load, ns of CLOCK_MONOTONIC
+	Requests int       `json:"requests"`
+	Elapsed  int64     `json:"elapsed"` // ns that the requests took
+	Arrived  *arrivals `json:"arrived"` // at a client
+	Resent   uint64    `json:"resent"`  // segments, by the client's namespace
+	Error    string    `json:"error"`   // the first one of a connection; empty
+}
+
+// arrivals are the bytes of a load as they came, of all its connections.
+type arrivals struct {
+	mu sync.Mutex
+	// Samples are moments, ns of CLOCK_MONOTONIC, and how many bytes had come.
+	Samples [][2]int64 `json:"samples"`
+	First   int64      `json:"first"` // moment when startOfLoad had come; 0: never
+	Gap     int64      `json:"gap"`   // ns of the longest time without a byte, after the first one
+	total   int64
+	last    int64
+}
+
+func monotonic() int64 {
+	var t unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &t) // cannot fail
+	return t.Nano()
+}
+
+func (a *arrivals) add(n int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	now := monotonic()
+	if a.last > 0 {
+		a.Gap = max(a.Gap, now-a.last)
+	}
+	a.last = now
+	a.total += int64(n)
+	if a.First == 0 && a.total >= startOfLoad {
+		a.First = now
+	}
+	if k := len(a.Samples); k == 0 || now-a.Samples[k-1][0] >= int64(arrivalGrain) {
+		a.Samples = append(a.Samples, [2]int64{now, a.total})
+	}
+}
+
+// at is how many bytes had come at a moment. After the last one it is all.
+func (a *arrivals) at(moment int64) float64 {
+	var before [2]int64
+	for _, s := range a.Samples {
+		if s[0] >= moment {
+			if before[0] == 0 {
+				return 0
+			}
+			return float64(before[1]) + float64(s[1]-before[1])*float64(moment-before[0])/float64(s[0]-before[0])
+		}
+		before = s
+	}
+	return float64(before[1])
+}
+
+// rate is the bit/s between two moments.
+func (a *arrivals) rate(from, to int64) float64 {
+	return (a.at(to) - a.at(from)) * 8 / (float64(to-from) / 1e9)
+}
+
+// A gatewayHeader opens a connection.
+type gatewayHeader struct {
+	Run  uint32
+	Kind [16]byte
+	CC   [16]byte
+}
+
+func newGatewayHeader(t *gatewayTask) (h gatewayHeader) {
+	h.Run = t.Run
+	copy(h.Kind[:], t.Kind)
+	copy(h.CC[:], t.CC)
+	return h
+}
+
+const gatewayChunk = 256 << 10
+
+// gatewayServer serves loads until its stdin ends. A question is the number of a run,
+// the answer its arrivals.
+func gatewayServer(args []string) error {
+	fs := flag.NewFlagSet(gatewayServerRole, flag.ContinueOnError)
+	address := fs.String("listen", "", "address and port")
+	if err := fs.Parse(args); err != nil {
+		return err
+	}
+	var lc net.ListenConfig
+	lc.SetMultipathTCP(false)
+	l, err := lc.Listen(context.Background(), "tcp", *address)
+	if err != nil {
+		return err
+	}
+	var mu sync.Mutex
+	runs := map[uint32]*arrivals{}
+	arrived := func(run uint32) *arrivals {
+		mu.Lock()
+		defer mu.Unlock()
+		if runs[run] == nil {
+			runs[run] = &arrivals{}
+		}
+		return runs[run]
+	}
+	go func() {
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				fmt.Fprintln(os.Stderr, "accept:", err)
+				os.Exit(1)
+			}
+			go serveLoad(conn, arrived)
+		}
+	}()
+	lines, answers := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
+	if err := answers.Encode(struct{}{}); err != nil {
+		return err
+	}
+	for {
+		var run uint32
+		if err := lines.Decode(&run); errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
+			return fmt.Errorf("read run: %w", err)
+		}
+		a := arrived(run)
+		a.mu.Lock()
+		err := answers.Encode(a)
+		a.mu.Unlock()
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// serveLoad handles a connection. Its end, in whatever way, is the client's business.
+func serveLoad(conn net.Conn, arrived func(run uint32) *arrivals) {
+	defer conn.Close()
+	var h gatewayHeader
+	if err := binary.Read(conn, binary.BigEndian, &h); err != nil {
+		return
+	}
+	if err := chooseCC(conn, unix.ByteSliceToString(h.CC[:])); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return
+	}
+	b := make([]byte, gatewayChunk)
+	switch unix.ByteSliceToString(h.Kind[:]) {
+	case upload:
+		_ = receiveLoad(conn, b, arrived(h.Run))
+	case download:
+		for err := error(nil); err == nil; {
+			_, err = conn.Write(b)
+		}
+	case requests:
+		for {
+			if _, err := conn.Read(b[:1]); err != nil {
+				return
+			}
+			if _, err := conn.Write(b[:1]); err != nil {
+				return
+			}
+		}
+	}
+}
+
+// receiveLoad reads until an error, which it returns.
+func receiveLoad(conn net.Conn, b []byte, a *arrivals) error {
+	for {
+		n, err := conn.Read(b)
+		if n > 0 {
+			a.add(n)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+func chooseCC(conn net.Conn, name string) error {
+	raw, err := conn.(syscall.Conn).SyscallConn()
+	if err == nil {
+		err = errors.Join(err, raw.Control(func(fd uintptr) {
+			err = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, name)
+		}))
+	}
+	if err != nil {
+		return fmt.Errorf("choose %s: %w", name, err)
+	}
+	return nil
+}
+
+// gatewayClient runs tasks until its stdin ends.
+func gatewayClient() error {
+	// Equal on all sides: what TCP remembers of a connection would change the next one.
+	if err := os.WriteFile("/proc/sys/net/ipv4/tcp_no_metrics_save", []byte("1"), 0); err != nil {
+		return err
+	}
+	lines, answers := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
+	if err := answers.Encode(struct{}{}); err != nil {
+		return err
+	}
+	for {
+		var t gatewayTask
+		if err := lines.Decode(&t); errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
+			return fmt.Errorf("read task: %w", err)
+		}
+		if err := answers.Encode(t.run()); err != nil {
+			return err
+		}
+	}
+}
+
+// run loads all connections at once, and ends them by RST.
+func (t *gatewayTask) run() *gatewayResult {
+	r := &gatewayResult{Start: monotonic(), Arrived: &arrivals{}}
+	end := time.Now().Add(t.Duration)
+	before := ownSNMP("Tcp", "RetransSegs")
+	errs := make(chan error, t.Connections)
+	for range t.Connections {
+		go func() { errs <- t.load(end, r) }()
+	}
+	for range t.Connections {
+		if err := <-errs; err != nil && !errors.Is(err, os.ErrDeadlineExceeded) && r.Error == "" {
+			r.Error = err.Error()
+		}
+	}
+	r.Resent = ownSNMP("Tcp", "RetransSegs") - before
+	return r
+}
+
+func (t *gatewayTask) load(end time.Time, r *gatewayResult) error {
+	d := net.Dialer{Timeout: min(dialTime, t.Duration)}
+	d.SetMultipathTCP(false)
+	conn, err := d.Dial("tcp", t.Target.String())
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	if err := conn.(*net.TCPConn).SetLinger(0); err != nil {
+		return err
+	}
+	if err := conn.SetDeadline(end); err != nil {
+		return err
+	}
+	if err := binary.Write(conn, binary.BigEndian, newGatewayHeader(t)); err != nil {
+		return err
+	}
+	b := make([]byte, gatewayChunk)
+	switch t.Kind {
+	case upload:
+		for err == nil {
+			_, err = conn.Write(b)
+		}
+	case download:
+		err = receiveLoad(conn, b, r.Arrived)
+	case requests:
+		start := monotonic()
+		for {
+			if _, err = conn.Write(b[:1]); err != nil {
+				return err
+			}
+			if _, err = conn.Read(b[:1]); err != nil {
+				return err
+			}
+			r.Requests++
+			r.Elapsed = monotonic() - start
+		}
+	}
+	return err
+}
+
+// ownSNMP is a counter of the process's own network namespace.
+func ownSNMP(protocol, name string) uint64 {
+	b, _ := os.ReadFile("/proc/self/net/snmp") // 0 if it cannot be read
+	return snmp(string(b), protocol, name)
+}
+
+// gatewayCounts are what a gateway has counted since its start.
+type gatewayCounts struct {
+	Partial, Retransmitted uint64
+}
+
+// gatewayWorker is the gateway of a guest, in a process as sockeye isolate is one, until
+// its stdin ends. To each line it answers with its counts.
+func gatewayWorker(args []string) error {
+	fs := flag.NewFlagSet(gatewayRole, flag.ContinueOnError)
+	guest := fs.String("guest", "", "path of the guest's network namespace")
+	address := fs.String("address", "", "of the guest")
+	mtu := fs.Int("mtu", 0, "of the guest, bytes")
+	if err := fs.Parse(args); err != nil {
+		return err
+	}
+	a, err := netip.ParseAddr(*address)
+	if err != nil {
+		return err
+	}
+	kernel, err := room.Calibrate()
+	if err != nil {
+		return err
+	}
+	tun, err := openGuestTUN(*guest, gateway.Interface{Name: guestDevice, MTU: *mtu, Addresses: []netip.Addr{a}})
+	if err != nil {
+		return err
+	}
+	g, err := gateway.New(gateway.Config{
+		TUN: tun, MTU: *mtu, Guest4: a, Host4: netip.MustParseAddr("169.254.53.1"),
+		Outbound: gateway.Outbound{All: true}, Kernel: kernel,
+	})
+	if err != nil {
+		return err
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- g.Run(ctx) }()
+	var asked atomic.Bool
+	go func() {
+		defer stop()
+		lines, answers := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
+		for err := answers.Encode(struct{}{}); err == nil; {
+			var question struct{}
+			if err = lines.Decode(&question); err == nil {
+				c := g.Counts()
+				err = answers.Encode(gatewayCounts{c[gateway.PartialSend], c[gateway.Retransmitted]})
+			}
+		}
+		asked.Store(true)
+	}()
+	err = <-done
+	if err == nil && !asked.Load() {
+		err = errors.New("the guest's interface is gone")
+	}
+	return err
+}
+
+// openGuestTUN uses a thread of its own, which ends with it.
+func openGuestTUN(path string, i gateway.Interface) (fd int, err error) {
+	opened := make(chan struct{})
+	go func() {
+		defer close(opened)
+		runtime.LockOSThread() // and never unlocked, as it stays in the namespace
+		ns, nsErr := netns.GetFromPath(path)
+		if nsErr != nil {
+			err = fmt.Errorf("open namespace of the guest: %w", nsErr)
+			return
+		}
+		defer ns.Close()
+		if err = netns.Set(ns); err != nil {
+			err = fmt.Errorf("enter namespace of the guest: %w", err)
+			return
+		}
+		fd, err = gateway.OpenTUN(i)
+	}()
+	<-opened
+	return fd, err
+}

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bench
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// A cpuClock tells what the calling thread has worked, to the nanosecond, and, where
+// that is asked for, the kernel's thread that takes over when a CPU has more softirq
+// to do than it can on the back of others. What the kernel does in interrupts on a
+// thread's back counts as the thread's; what it does while the CPU is idle is
+// nobody's, and not in it.
+type cpuClock struct {
+	softirq int32 // clock of the softirq thread; 0: none
+}
+
+func openCPUClock(cpu int, withSoftirq bool) cpuClock {
+	if !withSoftirq {
+		return cpuClock{}
+	}
+	names, _ := filepath.Glob("/proc/[0-9]*/comm")
+	for _, name := range names {
+		b, _ := os.ReadFile(name)
+		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(name)))
+		if err == nil && string(b) == fmt.Sprintf("ksoftirqd/%d\n", cpu) {
+			const scheduler = 2 // CPUCLOCK_SCHED in include/linux/posix-timers_types.h, Linux 6.18
+			return cpuClock{int32(^pid<<3 | scheduler)}
+		}
+	}
+	return cpuClock{}
+}
+
+func (c cpuClock) now() time.Duration {
+	var own, softirq unix.Timespec
+	// Both clocks exist, and what fails is left at 0.
+	_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &own)
+	if c.softirq != 0 {
+		_ = unix.ClockGettime(c.softirq, &softirq)
+	}
+	return time.Duration(own.Nano() + softirq.Nano())
+}
+
+// lastCPUs are the last of the CPUs that this process may use, and the one before it,
+// or the same if there is only one.
+func lastCPUs() (last, other int, err error) {
+	var all unix.CPUSet
+	if err := unix.SchedGetaffinity(0, &all); err != nil {
+		return 0, 0, fmt.Errorf("find own CPUs: %w", err)
+	}
+	last, other = -1, -1
+	for cpu := range len(all) * 64 {
+		if all.IsSet(cpu) {
+			last, other = cpu, last
+		}
+	}
+	if other < 0 {
+		other = last
+	}
+	return last, other, nil
+}

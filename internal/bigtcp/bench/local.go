@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bench
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bigtcp"
+)
+
+// Local measures between two network namespaces that it makes. Nothing else on the
+// host is changed, and nothing of it is left, however it ends. Needs root.
+func Local(ctx context.Context, o Options) (result *Result, err error) {
+	if err := o.Check(); err != nil {
+		return nil, err
+	}
+	if !slices.Contains(Paths, o.Path) {
+		return nil, usage("bridge, veth or router", "there is no path %q", o.Path)
+	}
+	last, other, err := lastCPUs()
+	if err != nil {
+		return nil, err
+	}
+	l := &lab{}
+	defer func() { err = joined(err, l.close()) }()
+	if err := l.build(o.Path); err != nil {
+		return nil, fmt.Errorf("make namespaces: %w", err)
+	}
+	here, there := l.spaces[0].network, l.spaces[1].network
+	result = &Result{Path: o.Path, Message: o.Message, Size: o.Size, Rounds: o.Rounds, ForNS: o.For.Nanoseconds(), Families: []Family{}}
+	var families []string
+	for _, family := range Families {
+		if err := lacks(here, family); err != nil {
+			result.Notes = append(result.Notes, fmt.Sprintf("%s was not measured: %v", familyName(family), err))
+			continue
+		}
+		families = append(families, family)
+	}
+	if len(families) == 0 {
+		return nil, lacks(here, IPv6)
+	}
+	s, err := Listen(there, nil, "[::]:0", func(string, ...any) {})
+	if err != nil {
+		return nil, err
+	}
+	s.setter, s.cpu = l, last
+	if o.TwoCPUs {
+		s.cpu = other
+	}
+	s.beside = s.cpu == last
+	// An interrupt is the client's.
+	serving, stop := context.WithCancel(context.WithoutCancel(ctx))
+	served := make(chan error, 1)
+	go func() { served <- s.Serve(serving) }()
+	defer func() {
+		stop()
+		err = joined(err, <-served)
+	}()
+	port := netip.MustParseAddrPort(s.Address().String()).Port()
+	l.size = o.Size
+	for i, family := range families {
+		c := &client{
+			Options: o, network: here, key: s.key, cpu: last, sizes: l, counted: l.counted,
+			runs: o.Rounds * runsOfRound * len(families), done: i * o.Rounds * runsOfRound,
+		}
+		address := netip.AddrPortFrom(l.address(family), port)
+		w, host, err := c.hello(ctx, address)
+		if err != nil {
+			return nil, err
+		}
+		f, err := c.measure(ctx, w, address)
+		w.Close()
+		if err != nil {
+			return nil, err
+		}
+		f.Client = Host{Kernel: host.Kernel, Interface: device, CPU: last, Changed: true}
+		f.Server = *host
+		f.Server.Interface = device
+		result.Families = append(result.Families, *f)
+	}
+	return result, nil
+}
+
+// device is that of both ends.
+const device = "eth0"
+
+// A lab is the client's namespace, the server's, and that between them if there is
+// one.
+type lab struct {
+	path   string
+	size   uint32
+	spaces []*space
+}
+
+type space struct {
+	network *bigtcp.Network
+	nl      *netlink.Handle
+	fd      netns.NsHandle
+}
+
+// newSpace makes a network namespace with lo up.
+func newSpace() (*space, error) {
+	s := &space{fd: netns.None()}
+	err := s.open()
+	if err != nil {
+		return nil, joined(err, s.close())
+	}
+	return s, nil
+}
+
+func (s *space) open() error {
+	made := make(chan error)
+	go func() {
+		runtime.LockOSThread()
+		home, err := netns.Get()
+		if err != nil {
+			made <- err
+			return
+		}
+		if s.fd, err = netns.New(); err == nil {
+			err = sysctls()
+		}
+		// A thread that cannot come back ends with its goroutine.
+		if back := netns.Set(home); back == nil {
+			runtime.UnlockOSThread()
+		}
+		home.Close()
+		made <- err
+	}()
+	err := <-made
+	if err != nil {
+		return err
+	}
+	if s.network, err = bigtcp.OpenNetwork(fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), int(s.fd))); err != nil {
+		return err
+	}
+	if s.nl, err = netlink.NewHandleAt(s.fd, unix.NETLINK_ROUTE); err != nil {
+		return fmt.Errorf("open route socket: %w", err)
+	}
+	return s.up("lo")
+}
+
+// sysctls has addresses usable at once, connections begin alike, and not begin
+// again slowly after each pause, as is set on hosts in data centres.
+func sysctls() error {
+	for name, value := range map[string]string{
+		"ipv6/conf/all/accept_dad": "0", "ipv6/conf/default/accept_dad": "0",
+		"ipv4/tcp_no_metrics_save": "1", "ipv4/tcp_slow_start_after_idle": "0",
+	} {
+		if err := os.WriteFile(filepath.Join("/proc/sys/net", name), []byte(value), 0); err != nil {
+			return fmt.Errorf("set sysctl net/%s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+func (s *space) close() (err error) {
+	if s.nl != nil {
+		s.nl.Close()
+	}
+	if s.network != nil {
+		err = s.network.Close()
+	}
+	if s.fd.IsOpen() {
+		err = joined(err, s.fd.Close())
+	}
+	return err
+}
+
+func (s *space) up(names ...string) error {
+	for _, name := range names {
+		link, err := s.nl.LinkByName(name)
+		if err == nil {
+			err = s.nl.LinkSetUp(link)
+		}
+		if err != nil {
+			return fmt.Errorf("set %s up: %w", name, err)
+		}
+	}
+	return nil
+}
+
+// join makes a veth pair between two namespaces.
+func join(a *space, nameA string, b *space, nameB string) error {
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = nameA
+	pair := &netlink.Veth{LinkAttrs: attrs, PeerName: nameB, PeerNamespace: netlink.NsFd(b.fd)}
+	if err := a.nl.LinkAdd(pair); err != nil {
+		return fmt.Errorf("make veth pair: %w", err)
+	}
+	return joined(a.up(nameA), b.up(nameB))
+}
+
+// routerMTU leaves room for 8 bytes more than the hosts' MTU.
+const routerMTU = 1508
+
+func (s *space) widen(name string) error {
+	link, err := s.nl.LinkByName(name)
+	if err == nil {
+		err = s.nl.LinkSetMTU(link, routerMTU)
+	}
+	if err != nil {
+		return fmt.Errorf("set MTU of %s: %w", name, err)
+	}
+	return nil
+}
+
+// prefixes are of the hosts: the same network without a router between them.
+func (l *lab) prefix(family string, host int) netip.Prefix {
+	network := byte(0)
+	if l.path == PathRouter {
+		network = byte(host)
+	}
+	if family == IPv4 {
+		return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 84, network, byte(1 + host)}), 24)
+	}
+	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0: 0xfd, 1: 0x84, 7: network, 15: byte(1 + host)}), 64)
+}
+
+// address is the server's.
+func (l *lab) address(family string) netip.Addr { return l.prefix(family, 1).Addr() }
+
+// gateway is the router's address on the network of a host.
+func (l *lab) gateway(family string, host int) netip.Prefix {
+	p := l.prefix(family, host)
+	b := p.Addr().AsSlice()
+	b[len(b)-1] = 254
+	a, _ := netip.AddrFromSlice(b)
+	return netip.PrefixFrom(a, p.Bits())
+}
+
+func (l *lab) build(path string) error {
+	l.path = path
+	count := 3
+	if path == PathVeth {
+		count = 2
+	}
+	for range count {
+		s, err := newSpace()
+		if err != nil {
+			return err
+		}
+		l.spaces = append(l.spaces, s)
+	}
+	if err := l.connect(); err != nil {
+		return err
+	}
+	for host := range 2 {
+		for _, family := range Families {
+			if err := l.spaces[host].give(device, l.prefix(family, host)); err != nil {
+				return err
+			}
+			if path == PathRouter {
+				if err := l.route(family, host); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}
+
+func port(host int) string { return fmt.Sprintf("port%d", host) }
+
+func (l *lab) connect() error {
+	if l.path == PathVeth {
+		return join(l.spaces[0], device, l.spaces[1], device)
+	}
+	middle := l.spaces[2]
+	for host := range 2 {
+		if err := join(middle, port(host), l.spaces[host], device); err != nil {
+			return err
+		}
+		if l.path == PathRouter {
+			if err := middle.widen(port(host)); err != nil {
+				return err
+			}
+		}
+	}
+	if l.path == PathRouter {
+		return middle.network.Do(func() error {
+			for _, name := range []string{"ipv4/ip_forward", "ipv6/conf/all/forwarding"} {
+				if err := os.WriteFile(filepath.Join("/proc/sys/net", name), []byte("1"), 0); err != nil {
+					return fmt.Errorf("have a namespace forward: %w", err)
+				}
+			}
+			return nil
+		})
+	}
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = "bridge"
+	bridge := &netlink.Bridge{LinkAttrs: attrs}
+	if err := middle.nl.LinkAdd(bridge); err != nil {
+		return fmt.Errorf("make bridge: %w", err)
+	}
+	for host := range 2 {
+		link, err := middle.nl.LinkByName(port(host))
+		if err == nil {
+			err = middle.nl.LinkSetMaster(link, bridge)
+		}
+		if err != nil {
+			return fmt.Errorf("join %s to the bridge: %w", port(host), err)
+		}
+	}
+	return middle.up(attrs.Name)
+}
+
+// give gives a device an address that can be used at once.
+func (s *space) give(name string, p netip.Prefix) error {
+	link, err := s.nl.LinkByName(name)
+	if err == nil {
+		a := &netlink.Addr{IPNet: &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}}
+		if p.Addr().Is6() {
+			a.Flags = unix.IFA_F_NODAD
+		}
+		err = s.nl.AddrAdd(link, a)
+	}
+	if err != nil {
+		return fmt.Errorf("give %s the address %s: %w", name, p, err)
+	}
+	return nil
+}
+
+// route sends what a host sends through the router, by its default route.
+func (l *lab) route(family string, host int) error {
+	gateway := l.gateway(family, host)
+	if err := l.spaces[2].give(port(host), gateway); err != nil {
+		return err
+	}
+	if err := l.spaces[host].nl.RouteAdd(&netlink.Route{Gw: gateway.Addr().AsSlice()}); err != nil {
+		return fmt.Errorf("add route by %s: %w", gateway.Addr(), err)
+	}
+	return nil
+}
+
+// set sets all devices on the way.
+func (l *lab) set(on bool) error {
+	size := uint32(bigtcp.Legacy)
+	if on {
+		size = l.size
+	}
+	for _, s := range l.spaces {
+		links, err := s.nl.LinkList()
+		if err != nil {
+			return fmt.Errorf("list devices: %w", err)
+		}
+		support := s.network.Support()
+		for _, link := range links {
+			if link.Attrs().Name == "lo" {
+				continue
+			}
+			sizes := bigtcp.Sizes{GSO: size, GRO: size}
+			if support.IPv4 {
+				sizes.GSOIPv4, sizes.GROIPv4 = size, size
+			}
+			if err := s.network.Set(link.Attrs().Index, sizes); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// restore has nothing to do: all devices are the bench's own.
+func (l *lab) restore() error { return nil }
+
+// counted is of the client's device, where a packet counts as one however large it
+// is.
+func (l *lab) counted() (counters, error) {
+	link, err := l.spaces[0].nl.LinkByName(device)
+	if err != nil {
+		return counters{}, fmt.Errorf("count packets: %w", err)
+	}
+	s := link.Attrs().Statistics
+	return counters{s.TxPackets, s.TxBytes, s.RxPackets}, nil
+}
+
+func (l *lab) close() (err error) {
+	for _, s := range l.spaces {
+		err = joined(err, s.close())
+	}
+	return err
+}

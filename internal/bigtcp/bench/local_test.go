@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bench
+
+import (
+	"context"
+	"errors"
+	"math"
+	"net"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"sockeye/internal/bigtcp"
+)
+
+func TestLocal(t *testing.T) {
+	before, err := net.Interfaces()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range Paths {
+		for _, two := range []bool{false, true} {
+			if two && path != PathVeth {
+				continue
+			}
+			o := quick()
+			o.Rounds = 1
+			o.Path, o.TwoCPUs = path, two
+			o.For, o.Warmup = 50*time.Millisecond, 50*time.Millisecond
+			told := 0
+			o.Progress = func(done, of int) {
+				if told++; done != told || of != o.Rounds*runsOfRound*2 {
+					t.Errorf("%s: progress %d of %d, after %d", path, done, of, told-1)
+				}
+			}
+			r, err := Local(t.Context(), o)
+			if err != nil {
+				t.Fatalf("%s: %v", path, err)
+			}
+			if told != o.Rounds*runsOfRound*2 || len(r.Families) != 2 {
+				t.Fatalf("%s: %d runs of %d families", path, told, len(r.Families))
+			}
+			for _, f := range r.Families {
+				if len(f.Rows) != len(measures(o.Message)) || len(f.Runs) != o.Rounds*runsOfRound {
+					t.Errorf("%s, %s: %d rows of %d runs", path, f.Family, len(f.Rows), len(f.Runs))
+				}
+				for _, row := range f.Rows {
+					for _, v := range []float64{row.Off, row.On, row.Ratio, row.Low, row.High} {
+						if v <= 0 || math.IsInf(v, 0) || math.IsNaN(v) {
+							t.Errorf("%s, %s: %+v", path, f.Family, row)
+						}
+					}
+				}
+				packets, _ := r.Row(f.Family, "stream_packet")
+				if packets.Off > bigtcp.Legacy || packets.On <= bigtcp.Legacy {
+					t.Errorf("%s, %s: packets of %.0f bytes off, %.0f on", path, f.Family, packets.Off, packets.On)
+				}
+				if packets, _ := r.Row(f.Family, "rr_packets"); packets.Off < 4 || packets.On < 2 || packets.On >= packets.Off {
+					t.Errorf("%s, %s: %.2f packets a transaction off, %.2f on", path, f.Family, packets.Off, packets.On)
+				}
+				for _, s := range f.Runs {
+					if s.Load == loadRR && !(s.Min <= s.P50 && s.P50 <= s.P90 && s.P90 <= s.P99 && s.P99 <= s.Max) {
+						t.Errorf("%s, %s: quantiles of %+v", path, f.Family, s)
+					}
+				}
+			}
+		}
+	}
+	after, err := net.Interfaces()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(after) != len(before) {
+		t.Errorf("interfaces are left: %v, were %v", after, before)
+	}
+}
+
+// Nothing is left of Local, also when it is interrupted.
+func TestLocalInterrupted(t *testing.T) {
+	// What the runtime opens once is open then.
+	if _, err := Local(t.Context(), quick()); err != nil {
+		t.Fatal(err)
+	}
+	open := descriptors(t)
+	for _, at := range []int{0, 1, 7} {
+		ctx, cancel := context.WithCancelCause(t.Context())
+		why := errors.New("interrupted")
+		o := quick()
+		o.Path = PathBridge
+		o.Progress = func(done, _ int) {
+			if done == at {
+				cancel(why)
+			}
+		}
+		if at == 0 {
+			cancel(why)
+		}
+		if _, err := Local(ctx, o); !errors.Is(err, why) {
+			t.Errorf("interrupted after %d runs: %v", at, err)
+		}
+	}
+	if left := descriptors(t); !slices.Equal(left, open) {
+		t.Errorf("open are\n%s\nwere\n%s", strings.Join(left, "\n"), strings.Join(open, "\n"))
+	}
+}
+
+func TestOptions(t *testing.T) {
+	for name, change := range map[string]func(*Options){
+		"size of off":     func(o *Options) { o.Size = bigtcp.Legacy },
+		"size":            func(o *Options) { o.Size = bigtcp.Most + 1 },
+		"no message":      func(o *Options) { o.Message = 0 },
+		"small message":   func(o *Options) { o.Message = sequenceSize + checkedSize - 1 },
+		"large message":   func(o *Options) { o.Message = maxMessage + 1 },
+		"no rounds":       func(o *Options) { o.Rounds = 0 },
+		"many rounds":     func(o *Options) { o.Rounds = maxRounds + 1 },
+		"no time":         func(o *Options) { o.For = 0 },
+		"long time":       func(o *Options) { o.For = maxFor + 1 },
+		"negative warmup": func(o *Options) { o.Warmup = -1 },
+		"long warmup":     func(o *Options) { o.Warmup = maxWarmup + 1 },
+		"path":            func(o *Options) { o.Path = "moon" },
+	} {
+		o := quick()
+		change(&o)
+		_, err := Local(t.Context(), o)
+		if kind, ok := kindOf(err); !ok || kind != bigtcp.KindUsage {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// The message may be as small as is allowed, and as large.
+func TestMessages(t *testing.T) {
+	for _, size := range []int{sequenceSize + checkedSize, 1000, maxMessage} {
+		o := quick()
+		o.Message, o.Rounds = size, 1
+		if _, err := Local(t.Context(), o); err != nil {
+			t.Errorf("%d bytes: %v", size, err)
+		}
+	}
+}

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package bench measures what BIG TCP gives between two hosts, or between two
+// network namespaces of its own: request-response and streams, with it off and on
+// in turns. It leaves the hosts as they were.
+package bench
+
+import (
+	"fmt"
+	"time"
+
+	"sockeye/internal/bigtcp"
+)
+
+// Families are the IP families, in the order in which they are measured.
+var Families = []string{IPv6, IPv4}
+
+// The families.
+const (
+	IPv6 = "ipv6"
+	IPv4 = "ipv4"
+)
+
+// Paths on one host.
+const (
+	// PathVeth is a veth pair between two namespaces.
+	PathVeth = "veth"
+	// PathBridge is a bridge with two namespaces at it, as a host's containers are.
+	PathBridge = "bridge"
+	// PathRouter is a namespace that forwards between two others, whose MTU is 1500. Its
+	// own is 1508: an IPv6 packet above 65536 bytes has a hop-by-hop header of 8 bytes
+	// (until early 2026), which Linux counts for each segment when it forwards, so that
+	// it drops what is to go out by an MTU of 1500.
+	PathRouter = "router"
+	// pathNetwork is that to another host.
+	pathNetwork = "network"
+)
+
+// Paths are those that Local makes.
+var Paths = []string{PathBridge, PathVeth, PathRouter}
+
+// What is asked of a peer is bounded by these, too.
+const (
+	maxMessage = 1 << 20
+	maxRounds  = 100
+	minFor     = 10 * time.Millisecond
+	maxFor     = 30 * time.Second
+	maxWarmup  = 5 * time.Second
+)
+
+// Options say what is measured.
+type Options struct {
+	// Size is the largest packet while BIG TCP is on, in bytes: above bigtcp.Legacy, up
+	// to bigtcp.Most.
+	Size    uint32
+	Message int           // bytes of a request, and of its response; 64 to 1 MiB
+	Rounds  int           // in each of which both loads run off and on; 1 to 100
+	For     time.Duration // measured of each run; 10 ms to 30 s
+	Warmup  time.Duration // of its connection, before; up to 5 s
+	// Path is between the namespaces of Local.
+	Path string
+	// TwoCPUs puts the ends of Local on two CPUs.
+	TwoCPUs bool
+	// Progress, unless nil, is told of each run that is over, and how many there are.
+	Progress func(done, of int)
+}
+
+// Defaults are the article's sizes, and ten rounds.
+func Defaults() Options {
+	return Options{
+		Size: 185000, Message: 80000, Rounds: 10, For: time.Second, Warmup: 200 * time.Millisecond, Path: PathBridge,
+	}
+}
+
+// Check returns a [bigtcp.Error] if an option is out of bounds.
+func (o *Options) Check() error {
+	switch {
+	case o.Size <= bigtcp.Legacy || o.Size > bigtcp.Most:
+		return usage(fmt.Sprintf("above %d, up to %d", bigtcp.Legacy, bigtcp.Most), "the size is %d bytes", o.Size)
+	case o.Message < sequenceSize+checkedSize || o.Message > maxMessage:
+		return usage(fmt.Sprintf("%d to %d", sequenceSize+checkedSize, maxMessage), "the message is of %d bytes", o.Message)
+	case o.Rounds < 1 || o.Rounds > maxRounds:
+		return usage(fmt.Sprintf("1 to %d", maxRounds), "there are to be %d rounds", o.Rounds)
+	case o.For < minFor || o.For > maxFor:
+		return usage(fmt.Sprintf("%v to %v", minFor, maxFor), "a run is to take %v", o.For)
+	case o.Warmup < 0 || o.Warmup > maxWarmup:
+		return usage(fmt.Sprintf("0 to %v", maxWarmup), "a run is to be warmed up for %v", o.Warmup)
+	}
+	return nil
+}
+
+func usage(hint, format string, args ...any) error {
+	return &bigtcp.Error{Kind: bigtcp.KindUsage, Err: fmt.Errorf(format, args...), Hint: hint}
+}
+
+// joined is one error of one line of several, of which any may be nil.
+func joined(errs ...error) (all error) {
+	for _, err := range errs {
+		switch {
+		case err == nil:
+		case all == nil:
+			all = err
+		default:
+			all = fmt.Errorf("%w; %w", all, err)
+		}
+	}
+	return all
+}

@@ -1,0 +1,380 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bench
+
+import (
+	"errors"
+	"fmt"
+	"iter"
+	"math"
+	"slices"
+	"strings"
+	"time"
+	"unicode/utf8"
+)
+
+// Result is what was measured.
+type Result struct {
+	Path     string   `json:"path"`          // of Paths, or network
+	Message  int      `json:"message_bytes"` // of a request, and of its response
+	Size     uint32   `json:"size_bytes"`    // of the largest packet while on
+	Rounds   int      `json:"rounds"`
+	ForNS    int64    `json:"for_ns"` // measured of each run
+	Families []Family `json:"families"`
+	Notes    []string `json:"notes,omitempty"` // of what could not be measured
+}
+
+// Family is what was measured over one IP family.
+type Family struct {
+	Family string   `json:"family"` // ipv6 or ipv4
+	Client Host     `json:"client"`
+	Server Host     `json:"server"`
+	Rows   []Row    `json:"rows"`
+	Runs   []Sample `json:"runs"`
+}
+
+// Host is an end.
+type Host struct {
+	Kernel    string   `json:"kernel"`
+	Interface string   `json:"interface"`
+	CPU       int      `json:"cpu"`     // to which it was bound
+	Changed   bool     `json:"changed"` // false: it had no right to change its sizes
+	Notes     []string `json:"notes,omitempty"`
+}
+
+// maxNotes of a host are told.
+const maxNotes = 5
+
+// plain is what may be shown of a host that describes itself.
+func (h *Host) plain() *Host {
+	p := *h
+	p.Kernel, p.Interface, p.Notes = plain(h.Kernel), plain(h.Interface), nil
+	for _, n := range h.Notes[:min(len(h.Notes), maxNotes)] {
+		p.Notes = append(p.Notes, plain(n))
+	}
+	return &p
+}
+
+// Row is a figure, off and on.
+type Row struct {
+	Name  string `json:"name"` // fixed: rr_min, rr_p50, rr_p90, rr_p99, rr_rate, rr_cpu, rr_cpu_gb, rr_packets, stream_rate, stream_cpu_gb, stream_packet
+	Title string `json:"title"`
+	Unit  string `json:"unit"`
+	// Off and On are medians of the rounds, Ratio that of the rounds' ratios of on to
+	// off. The ratio that ever more rounds would have lies between Low and High, with a
+	// confidence of 95 %, from six rounds on; of fewer rounds these are the extremes.
+	Off   float64 `json:"off"`
+	On    float64 `json:"on"`
+	Ratio float64 `json:"ratio"`
+	Low   float64 `json:"low"`
+	High  float64 `json:"high"`
+}
+
+// Sample is a run.
+type Sample struct {
+	Round int    `json:"round"`
+	Load  string `json:"load"` // rr or stream
+	On    bool   `json:"on"`
+	// Of rr, in microseconds. Quantiles, and the rate, are medians of ten pieces of the
+	// run.
+	Min float64 `json:"min_us,omitempty"`
+	P50 float64 `json:"p50_us,omitempty"`
+	P90 float64 `json:"p90_us,omitempty"`
+	P99 float64 `json:"p99_us,omitempty"`
+	Max float64 `json:"max_us,omitempty"`
+	// Rate is transactions a second of rr, and bits a second of a stream.
+	Rate float64 `json:"rate"`
+	// CPU is of both ends, in seconds for each transaction of rr, or for each byte of
+	// a stream.
+	CPU float64 `json:"cpu_s"`
+	// Share is how much of one CPU both ends together have worked.
+	Share float64 `json:"cpu_share"`
+	// Of the paths on one host: packets of each transaction, in both directions, and the
+	// mean size of those of a stream.
+	Packets     float64 `json:"packets,omitempty"`
+	PacketBytes float64 `json:"packet_bytes,omitempty"`
+}
+
+func sample(kind string, own *measured, peer *reply) (*Sample, error) {
+	const most = 1 << 50 // of what a peer says, so that sums do not overflow
+	for _, v := range []int64{peer.Count, peer.Bytes, peer.ElapsedNS, peer.CPUNS} {
+		if v < 0 || v > most {
+			return nil, errors.New("what the server has measured makes no sense")
+		}
+	}
+	s := &Sample{}
+	if kind == loadStream {
+		if own.Bytes == 0 || peer.Bytes == 0 || peer.ElapsedNS == 0 {
+			return nil, errors.New("nothing got through")
+		}
+		s.Rate = 8 * median(own.rates)
+		s.CPU = own.CPU.Seconds()/float64(own.Bytes) + time.Duration(peer.CPUNS).Seconds()/float64(peer.Bytes)
+		s.Share = s.CPU * float64(own.Bytes) / own.Elapsed.Seconds()
+		return s, nil
+	}
+	if own.Count == 0 || peer.Count == 0 {
+		return nil, errors.New("nothing got through")
+	}
+	var rates, p50, p90, p99 []float64
+	for piece := range inPieces(own.took, own.Elapsed) {
+		rates = append(rates, piece.rate)
+		if len(piece.took) > 0 {
+			p50, p90, p99 = append(p50, piece.at(0.5)), append(p90, piece.at(0.9)), append(p99, piece.at(0.99))
+		}
+	}
+	s.Rate, s.P50, s.P90, s.P99 = median(rates), median(p50), median(p90), median(p99)
+	all := piece{took: own.took} // each of its pieces is sorted
+	slices.Sort(all.took)
+	s.Min, s.Max = all.at(0), all.at(1)
+	s.CPU = own.CPU.Seconds()/float64(own.Count) + time.Duration(peer.CPUNS).Seconds()/float64(peer.Count)
+	s.Share = s.CPU * float64(own.Count) / own.Elapsed.Seconds()
+	return s, nil
+}
+
+// pieces are the parts of a run of which a figure is the median, so that a moment's
+// disturbance is not in it.
+const pieces = 10
+
+type piece struct {
+	rate float64  // transactions a second
+	took []uint32 // ns of each transaction, sorted
+}
+
+// at is a quantile, in microseconds.
+func (p piece) at(q float64) float64 {
+	return float64(p.took[int(q*float64(len(p.took)-1))]) / 1000
+}
+
+// inPieces cuts transactions that followed each other into pieces that took as long
+// as each other. Of few it makes one.
+func inPieces(took []uint32, elapsed time.Duration) iter.Seq[piece] {
+	count := pieces
+	if len(took) < 10*pieces {
+		count = 1
+	}
+	return func(yield func(piece) bool) {
+		var now time.Duration
+		for i, first := 1, 0; i <= count; i++ {
+			last := first
+			for limit := elapsed * time.Duration(i) / time.Duration(count); last < len(took) && (now < limit || i == count); last++ {
+				now += time.Duration(took[last])
+			}
+			p := piece{float64(last-first) / (elapsed.Seconds() / float64(count)), took[first:last]}
+			slices.Sort(p.took)
+			if !yield(p) {
+				return
+			}
+			first = last
+		}
+	}
+}
+
+// A measure is a row to be.
+type measure struct {
+	name, load, title, unit string
+	figure                  func(*Sample) float64
+}
+
+func measures(message int) []measure {
+	return []measure{
+		{"rr_min", loadRR, "latency, minimum", "µs", func(s *Sample) float64 { return s.Min }},
+		{"rr_p50", loadRR, "latency, median", "µs", func(s *Sample) float64 { return s.P50 }},
+		{"rr_p90", loadRR, "latency, P90", "µs", func(s *Sample) float64 { return s.P90 }},
+		{"rr_p99", loadRR, "latency, P99", "µs", func(s *Sample) float64 { return s.P99 }},
+		{"rr_rate", loadRR, "transactions", "a second", func(s *Sample) float64 { return s.Rate }},
+		{"rr_cpu", loadRR, "their CPU, both ends", "µs each", func(s *Sample) float64 { return s.CPU * 1e6 }},
+		{"rr_cpu_gb", loadRR, "the same, of their bytes", "s/GB", func(s *Sample) float64 { return s.CPU / float64(2*message) * 1e9 }},
+		{"rr_packets", loadRR, "their packets", "each", func(s *Sample) float64 { return s.Packets }},
+		{"stream_rate", loadStream, "stream", "Gbit/s", func(s *Sample) float64 { return s.Rate / 1e9 }},
+		{"stream_cpu_gb", loadStream, "its CPU, both ends", "s/GB", func(s *Sample) float64 { return s.CPU * 1e9 }},
+		{"stream_packet", loadStream, "its packets, mean", "bytes", func(s *Sample) float64 { return s.PacketBytes }},
+	}
+}
+
+// rows compares the runs, round by round.
+func rows(runs []Sample, message int) []Row {
+	rows := []Row{}
+	for _, m := range measures(message) {
+		var off, on, ratios []float64
+		for i := range runs {
+			if runs[i].Load != m.load || runs[i].On {
+				continue
+			}
+			j := slices.IndexFunc(runs, func(s Sample) bool { return s.Load == m.load && s.On && s.Round == runs[i].Round })
+			if j < 0 || m.figure(&runs[i]) == 0 {
+				continue
+			}
+			off, on = append(off, m.figure(&runs[i])), append(on, m.figure(&runs[j]))
+			ratios = append(ratios, on[len(on)-1]/off[len(off)-1])
+		}
+		if len(ratios) == 0 {
+			continue
+		}
+		r := Row{Name: m.name, Title: m.title, Unit: m.unit, Off: median(off), On: median(on), Ratio: median(ratios)}
+		rank := medianRank(len(ratios))
+		r.Low, r.High = ratios[rank-1], ratios[len(ratios)-rank]
+		rows = append(rows, r)
+	}
+	return rows
+}
+
+// median sorts the values.
+func median(v []float64) float64 {
+	slices.Sort(v)
+	if n := len(v); n%2 == 0 {
+		return (v[n/2-1] + v[n/2]) / 2
+	}
+	return v[len(v)/2]
+}
+
+// medianRank is the greatest rank so that the median lies between the value of
+// this rank, from below, and that from above, with 95 % at least: each value is
+// on either side of it as heads or tails (the sign test). Of fewer than six values
+// it is 1, and the confidence is less.
+func medianRank(n int) int {
+	rank := 1
+	term := math.Pow(0.5, float64(n)) // of rank-1 heads
+	for fewer := term; ; rank++ {
+		term *= float64(n-rank+1) / float64(rank)
+		if fewer += term; 2*fewer > 0.05 {
+			return rank
+		}
+	}
+}
+
+func familyName(family string) string { return map[string]string{IPv6: "IPv6", IPv4: "IPv4"}[family] }
+
+// Row finds a row of a family by its name.
+func (r *Result) Row(family, name string) (Row, bool) {
+	for _, f := range r.Families {
+		for _, row := range f.Rows {
+			if f.Family == family && row.Name == name {
+				return row, true
+			}
+		}
+	}
+	return Row{}, false
+}
+
+// Text is the result as a table, in lines.
+func (r *Result) Text() []string {
+	var text strings.Builder
+	p := func(format string, args ...any) { fmt.Fprintf(&text, format, args...) }
+	p("%s\n", r.path())
+	p("Requests and responses of %d bytes, and streams; packets of up to 65536 bytes (off) and %d (on), in turns.\n", r.Message, r.Size)
+	p("Medians of %d rounds of %v; ratio of on to off, and between what it lies with a confidence of 95 %%.\n", r.Rounds, time.Duration(r.ForNS))
+	for _, f := range r.Families {
+		table := [][]string{{familyName(f.Family), "", "off", "on", "ratio", "lies in"}}
+		for _, row := range f.Rows {
+			table = append(table, []string{row.Title, row.Unit, number(row.Off), number(row.On),
+				fmt.Sprintf("%.2f", row.Ratio), fmt.Sprintf("%.2f .. %.2f", row.Low, row.High)})
+		}
+		p("\n%s", aligned(table))
+	}
+	p("\n")
+	if share, ok := r.share(); ok {
+		p("The ends had %.0f %% of their CPU, by the median; less than 95 %% makes all uncertain but the minimum and CPU.\n", 100*share)
+	}
+	for _, note := range r.notes() {
+		p("%s\n", note)
+	}
+	return strings.Split(strings.TrimRight(text.String(), "\n"), "\n")
+}
+
+// aligned puts figures under each other: the first two columns to the left, the
+// others to the right.
+func aligned(table [][]string) string {
+	widths := make([]int, len(table[0]))
+	for _, row := range table {
+		for i, cell := range row {
+			widths[i] = max(widths[i], utf8.RuneCountInString(cell))
+		}
+	}
+	var text strings.Builder
+	for _, row := range table {
+		var line strings.Builder
+		for i, cell := range row {
+			pad := strings.Repeat(" ", widths[i]-utf8.RuneCountInString(cell))
+			if i < 2 {
+				line.WriteString(cell + pad + "  ")
+			} else {
+				line.WriteString(pad + cell + "  ")
+			}
+		}
+		text.WriteString(strings.TrimRight(line.String(), " ") + "\n")
+	}
+	return text.String()
+}
+
+// number has three digits or more.
+func number(v float64) string {
+	switch {
+	case v >= 100:
+		return fmt.Sprintf("%.0f", v)
+	case v >= 10:
+		return fmt.Sprintf("%.1f", v)
+	case v >= 1:
+		return fmt.Sprintf("%.2f", v)
+	}
+	return fmt.Sprintf("%.3f", v)
+}
+
+// path says where it was measured.
+func (r *Result) path() string {
+	if len(r.Families) == 0 {
+		return "Nothing was measured"
+	}
+	f := &r.Families[0]
+	cpus := fmt.Sprintf("CPU %d for both ends", f.Client.CPU)
+	if f.Client.CPU != f.Server.CPU || r.Path == pathNetwork {
+		cpus = fmt.Sprintf("CPU %d for the client and %d for the server", f.Client.CPU, f.Server.CPU)
+	}
+	kernels := "Linux " + f.Client.Kernel
+	if f.Server.Kernel != f.Client.Kernel {
+		kernels += " and " + f.Server.Kernel
+	}
+	where := map[string]string{
+		PathVeth:   "A veth pair between two namespaces",
+		PathBridge: "Two namespaces at a bridge, by a veth pair each",
+		PathRouter: "Two namespaces with a third between them that forwards",
+	}[r.Path]
+	if r.Path == pathNetwork {
+		where = fmt.Sprintf("%s of this host to %s of the server", f.Client.Interface, f.Server.Interface)
+	}
+	return fmt.Sprintf("%s; %s; %s.", where, cpus, kernels)
+}
+
+// share is the median of what the ends had of their CPU, which is never idle if they
+// have one together.
+func (r *Result) share() (share float64, ok bool) {
+	var shares []float64
+	for _, f := range r.Families {
+		if r.Path == pathNetwork || f.Client.CPU != f.Server.CPU {
+			return 0, false
+		}
+		for _, s := range f.Runs {
+			shares = append(shares, s.Share)
+		}
+	}
+	if len(shares) == 0 {
+		return 0, false
+	}
+	return min(1, median(shares)), true
+}
+
+// notes are what is not as was asked for.
+func (r *Result) notes() []string {
+	notes := slices.Clone(r.Notes)
+	for _, f := range r.Families {
+		if !f.Server.Changed {
+			notes = append(notes, fmt.Sprintf("%s: the server has no right to change its sizes: what it sends and receives is the same, off and on", familyName(f.Family)))
+		}
+		for _, n := range f.Client.Notes {
+			notes = append(notes, familyName(f.Family)+": "+n)
+		}
+		for _, n := range f.Server.Notes {
+			notes = append(notes, familyName(f.Family)+": the server: "+n)
+		}
+	}
+	return notes
+}

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/config"
+)
+
+// upIsolated is a host whose members are isolated: what steering promises holds for them, too.
+func upIsolated(t *testing.T, mode config.Steering, slots int) *host {
+	t.Helper()
+	h := newHost(t, mode)
+	h.isolated = true
+	h.up(slots)
+	return h
+}
+
+func TestIsolatedMembersAreStable(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) { upIsolated(t, mode, 4).stable() })
+}
+
+func TestIsolatedMembersFailAlone(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) { upIsolated(t, mode, 4).faults() })
+}
+
+// A program that closes a socket of the service is out for both protocols; one that ends takes its gateway along.
+func TestIsolatedMemberCloses(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := upIsolated(t, mode, 3)
+		home := h.homes(3)
+		all := addresses(60)
+		h.lands("with three members", all, home)
+		h.closes(all, home)
+		gateway := h.members[2]
+		h.must(unix.Kill(child(t, gateway.Pid()), unix.SIGKILL))
+		<-gateway.Done()
+		h.lands("without a member", all, nowhere)
+		h.start(2)
+		h.ready(2)
+		h.lands("with a member back", all, home.but(0, 1))
+		h.nothingMisplaced(home, 60)
+	})
+}
+
+// child is the only child of a process, whichever of its threads started it.
+func child(t *testing.T, pid int) int {
+	t.Helper()
+	paths, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all []string
+	for _, path := range paths {
+		if text, err := os.ReadFile(path); err == nil { // a thread may end
+			all = append(all, strings.Fields(string(text))...)
+		}
+	}
+	if len(all) != 1 {
+		t.Fatalf("children of process %d: %q", pid, all)
+	}
+	n, err := strconv.Atoi(all[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+// The distribution's nfacctd, isolated, with FRR's BMP and IPFIX outside: both streams of each router reach it, with the
+// routers' addresses. A collector that dies takes its slot along, and no other.
+func TestIsolatedNfacctd(t *testing.T) {
+	t.Parallel()
+	h := newHostWith(t, config.Reuseport, 6)
+	h.isolated = true
+	n := networkOf(h)
+	n.together()
+	// The rule of the policy that names nfacctd's command line matches those inside as well.
+	if waiting := h.service().Waiting; len(waiting) > 0 {
+		t.Errorf("processes inside are said to wait: %+v", waiting)
+	}
+	n.kill(2)
+	n.refuses("it is dead", 2)
+	n.startCollector(2, 10)
+	n.collect(0, 1, 2, 3)
+	n.together()
+}
+
+// A rule of the policy may match the program inside, too. Its gateway is the member, and it is not, nor is it said to be one
+// that is not ready: not even while the slot is closed.
+func TestIsolatedProgramIsNoMember(t *testing.T) {
+	t.Parallel()
+	h := newHost(t, config.Reuseport)
+	h.isolated = true
+	exe, err := os.Executable()
+	h.must(err)
+	h.up(1, fmt.Sprintf("members: [{match: {command_line: '%s$'}, slot: 0}]", regexp.QuoteMeta(exe)))
+	fmt.Fprintln(h.members[0].stdin, "close udp")
+	h.eventually("the slot to close", func() error {
+		if h.slots()[0].Ready {
+			return errors.New("it is ready")
+		}
+		return nil
+	})
+	h.killAgent()
+	h.startAgent()
+	h.eventually("the agent to look at all processes", func() error {
+		waiting := h.service().Waiting
+		if len(waiting) == 0 {
+			return errors.New("the member does not wait")
+		}
+		for _, w := range waiting {
+			if w.PID != h.members[0].Pid() {
+				h.Fatalf("process %d of slot %d waits: %s", w.PID, w.Slot, w.Problem)
+			}
+		}
+		return nil
+	})
+}
