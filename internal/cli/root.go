@@ -106,7 +106,9 @@ func (c *command) root() *cobra.Command {
 		Short: "Make every network device's traffic return to the same process",
 		Long: `Sockeye steers all streams of a network device, TCP and UDP, to one process of
 several that serve the same ports, and gives TCP connections the parameters
-that a policy names. The kernel does it, for unmodified programs.
+that a policy names. It traces where messages spend their time, lets packets be
+larger than 64 KB inside the host, and isolates programs without privileges.
+All that for unmodified programs.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 4 not permitted, 5 in conflict with what is there.`,

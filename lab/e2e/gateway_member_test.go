@@ -120,7 +120,7 @@ func TestIsolatedProgramIsNoMember(t *testing.T) {
 		}
 		for _, w := range waiting {
 			if w.PID != h.members[0].Pid() {
-				h.Fatalf("process %d of slot %d waits: %s", w.PID, w.Slot, w.Problem)
+				h.Fatalf("process %d waits: %s", w.PID, w.Problem)
 			}
 		}
 		return nil
