@@ -11,6 +11,8 @@ import (
 
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/config"
 )
 
 // Support is what a kernel has BIG TCP for.
@@ -67,7 +69,7 @@ func (n *Network) Interface(name string) (*Interface, error) {
 		where, list = " in "+n.path, list+" --netns "+n.path
 	}
 	hint := list + " lists them"
-	if near := nearest(name, names); near != "" {
+	if near := config.Nearest(name, names); near != "" {
 		hint = fmt.Sprintf("did you mean %s?", near)
 	}
 	return nil, refuse(KindUsage, hint, "there is no interface %q%s", name, where)
@@ -233,36 +235,4 @@ func number(value []byte) uint32 {
 		return 0
 	}
 	return binary.NativeEndian.Uint32(value)
-}
-
-// nearest is the name that takes the fewest edits to become word, if these are few.
-func nearest(word string, names []string) string {
-	found, least := "", len(word)/2+1
-	for _, name := range names {
-		if d := distance(word, name); d < least {
-			found, least = name, d
-		}
-	}
-	return found
-}
-
-// distance counts the insertions, deletions and substitutions that turn a into b.
-func distance(a, b string) int {
-	row := make([]int, len(b)+1)
-	for j := range row {
-		row[j] = j
-	}
-	for i := range len(a) {
-		diagonal := row[0]
-		row[0] = i + 1
-		for j := range len(b) {
-			cost := diagonal
-			if a[i] != b[j] {
-				cost++
-			}
-			diagonal = row[j+1]
-			row[j+1] = min(cost, diagonal+1, row[j]+1)
-		}
-	}
-	return row[len(b)]
 }

@@ -194,15 +194,3 @@ func FuzzParseLink(f *testing.F) {
 		}
 	})
 }
-
-func TestNearest(t *testing.T) {
-	names := []string{"lo", "eth0", "eth1", "veth-left", "veth-right"}
-	for word, want := range map[string]string{
-		"eth2": "eth0", "etho": "eth0", "veth-rigth": "veth-right", "vethleft": "veth-left", "l0": "lo",
-		"": "", "x": "", "enp3s0f1": "",
-	} {
-		if got := nearest(word, names); got != want {
-			t.Errorf("%q: got %q, want %q", word, got, want)
-		}
-	}
-}
