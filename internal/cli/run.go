@@ -30,8 +30,11 @@ its environment say where it is.
 With --isolated the program runs in a network of its own, as by sockeye isolate,
 without any privilege: this process takes the slot with sockets of its own, and
 is the gateway. Connections and datagrams reach the ports of the service inside,
-with the peers' addresses. The program may go nowhere by itself, but to where
---allow lets it. Its slot closes when it ends.`,
+with the peers' addresses. The program listens on the service's own ports, best
+on all addresses, also where members have ports of their own; the slot opens
+when it listens on all of them. It may go nowhere by itself, but to where
+--allow lets it. The slot closes for good when the program closes one of them or
+ends, and the program ends with this process.`,
 		Example: `  sockeye run --service telemetry --slot 2 -- nfacctd -f /etc/pmacct/nfacctd-2.conf
   sockeye run --slot 2 --isolated --allow 10.0.0.7:9092/tcp -- nfacctd -f /etc/pmacct/nfacctd-2.conf`,
 		Args: arguments(1, -1, "PROGRAM"),
