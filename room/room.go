@@ -13,7 +13,7 @@
 //	kernel, err := room.Calibrate()          // once
 //	s, err := room.Take(fd)                  // a moment
 //	e := kernel.Estimate(s, len(next))       // arithmetic only
-//	if s.Arming() { err = room.Arm(fd) }     // have the kernel grow the buffer
+//	if s.Arming() { _, err = room.Arm(fd) }  // have the kernel grow the buffer
 //
 // Nothing here changes a socket's settings: setting SO_SNDBUF would end the
 // kernel's own tuning of the buffer.

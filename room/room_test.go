@@ -178,6 +178,28 @@ func TestCalibrate(t *testing.T) {
 	}
 }
 
+// TestArmWritable tells a socket with room from one without.
+func TestArmWritable(t *testing.T) {
+	from, _ := pair(t)
+	if writable, err := room.ArmConn(from); err != nil || !writable {
+		t.Errorf("a new connection: %v, %v", writable, err)
+	}
+	raw, err := from.SyscallConn()
+	check(t, err)
+	data := make([]byte, 1<<20)
+	check(t, raw.Write(func(fd uintptr) bool {
+		for err == nil {
+			_, err = unix.Write(int(fd), data)
+		}
+		return true
+	}))
+	s, err := room.TakeRaw(raw)
+	check(t, err)
+	if writable, err := room.ArmRaw(raw); err != nil || writable || !s.Arming() {
+		t.Errorf("a full one: %v, %v, %+v", writable, err, s)
+	}
+}
+
 // TestArm has the kernel grow the buffer of a connection that never failed to send.
 func TestArm(t *testing.T) {
 	grown := func(arm bool) int {
@@ -193,7 +215,8 @@ func TestArm(t *testing.T) {
 			check(t, err)
 			largest = max(largest, snapshot.SendBuffer)
 			if arm && snapshot.Arming() {
-				check(t, room.Arm(fd))
+				_, err := room.Arm(fd)
+				check(t, err)
 			}
 			safe := min(k.Estimate(snapshot, 0, nil).Safe, len(data))
 			if safe == 0 {
@@ -233,7 +256,7 @@ func TestNoConnection(t *testing.T) {
 	if _, err := room.Take(-1); !errors.Is(err, unix.EBADF) {
 		t.Errorf("no descriptor: %v", err)
 	}
-	if err := room.Arm(1 << 20); !errors.Is(err, unix.EBADF) {
+	if _, err := room.Arm(1 << 20); !errors.Is(err, unix.EBADF) {
 		t.Errorf("arm no descriptor: %v", err)
 	}
 	l, err := net.ListenTCP("tcp4", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})

@@ -7,7 +7,6 @@ package room
 import (
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"strconv"
 	"strings"
@@ -144,39 +143,60 @@ var defaultLowat = sync.OnceValue(func() int {
 
 // Arm has the kernel grow the send buffer, if the connection could use more
 // (tcp_new_space): it does so only for a writer that waits, which poll(2) makes
-// of the caller. It takes some 150 ns, and does nothing while Arming is false. No send has
-// to fail for it.
-func Arm(fd int) error {
+// of the caller. It takes some 150 ns, and no send has to fail for it.
+//
+// A socket that is writable is not armed: what has left it since the Snapshot wakes
+// nobody, so take another one.
+func Arm(fd int) (writable bool, err error) {
 	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
 	if _, err := unix.Poll(fds, 0); err != nil && !errors.Is(err, unix.EINTR) {
-		return fmt.Errorf("poll: %w", err)
+		return false, fmt.Errorf("poll: %w", err)
 	}
 	if fds[0].Revents&unix.POLLNVAL != 0 {
-		return fmt.Errorf("poll: %w", unix.EBADF)
+		return false, fmt.Errorf("poll: %w", unix.EBADF)
 	}
-	return nil
+	return fds[0].Revents&unix.POLLOUT != 0, nil
 }
 
 // TakeConn is Take for a connection of package net, or of another that has a
 // descriptor below.
-func TakeConn(c syscall.Conn) (s Snapshot, err error) {
-	err = control(c, func(fd int) error {
+func TakeConn(c syscall.Conn) (Snapshot, error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return Snapshot{}, fmt.Errorf("take descriptor: %w", err)
+	}
+	return TakeRaw(raw)
+}
+
+// TakeRaw is Take for a descriptor that the runtime holds.
+func TakeRaw(raw syscall.RawConn) (s Snapshot, err error) {
+	err = control(raw, func(fd int) error {
 		s, err = Take(fd)
 		return err
 	})
 	return s, err
 }
 
-// ArmConn is Arm for a connection of package net.
-func ArmConn(c syscall.Conn) error { return control(c, Arm) }
-
-var _ syscall.Conn = (*net.TCPConn)(nil)
-
-func control(c syscall.Conn, f func(fd int) error) error {
+// ArmConn is Arm for a connection of package net, or of another that has a descriptor
+// below.
+func ArmConn(c syscall.Conn) (writable bool, err error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
-		return fmt.Errorf("take descriptor: %w", err)
+		return false, fmt.Errorf("take descriptor: %w", err)
 	}
+	return ArmRaw(raw)
+}
+
+// ArmRaw is Arm for a descriptor that the runtime holds.
+func ArmRaw(raw syscall.RawConn) (writable bool, err error) {
+	err = control(raw, func(fd int) error {
+		writable, err = Arm(fd)
+		return err
+	})
+	return writable, err
+}
+
+func control(raw syscall.RawConn, f func(fd int) error) error {
 	var inner error
 	if err := raw.Control(func(fd uintptr) { inner = f(int(fd)) }); err != nil {
 		return fmt.Errorf("use descriptor: %w", err)

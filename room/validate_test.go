@@ -305,7 +305,8 @@ func (s scene) run(t *testing.T, kernel room.Kernel, full bool) []score {
 	for end := time.Now().Add(limit); scores[0].states < states && time.Now().Before(end); {
 		snapshot, estimate := look()
 		if snapshot.Arming() {
-			check(t, room.Arm(fd))
+			_, err := room.Arm(fd)
+			check(t, err)
 		}
 		switch rng.IntN(3) {
 		case 0:
