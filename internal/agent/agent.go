@@ -125,7 +125,6 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer server.close()
-	a.sockets.calibrate(a.log)
 	if err := a.start(policy, text); err != nil {
 		return err
 	}
@@ -207,11 +206,13 @@ func CgroupMount() (string, error) {
 		Hint: "mount -t cgroup2 none /sys/fs/cgroup/unified", Code: CodeUnsupported}
 }
 
-// countStart keeps the number of the agent's starts, for metrics.
+// countStart keeps the number of the agent's starts, and what was measured of the kernel,
+// for metrics.
 func (a *Agent) countStart() error {
 	path := filepath.Join(a.options.StateDir, ".agent.json")
 	var record struct {
-		Starts int `json:"starts"`
+		Starts int            `json:"starts"`
+		Room   calibratedRoom `json:"room"`
 	}
 	if data, err := os.ReadFile(path); err == nil {
 		// A damaged count starts again: it is no reason not to run.
@@ -219,6 +220,7 @@ func (a *Agent) countStart() error {
 	}
 	record.Starts++
 	a.starts = record.Starts
+	a.sockets.calibrate(a.log, &record.Room)
 	data, err := json.Marshal(record)
 	if err != nil {
 		return err

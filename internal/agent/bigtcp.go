@@ -205,6 +205,13 @@ func (s *sizer) renew() {
 	}
 }
 
+// entered tells whether the network namespace is looked after.
+func (s *sizer) entered() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.network != nil
+}
+
 // again looks again, as records have changed.
 func (s *sizer) again() {
 	s.mu.Lock()

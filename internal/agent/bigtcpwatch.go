@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -19,7 +20,12 @@ import (
 type networkWatch struct {
 	folders, records *folderWatch
 	mounts           *mountWatch
+	retry            *time.Timer // nil until it is needed
 }
+
+// retryAfter is when the agent looks again at a file that is no network namespace: it
+// may just be about to become one.
+const retryAfter = time.Second
 
 func (w *networkWatch) close() {
 	for _, folders := range []*folderWatch{w.folders, w.records} {
@@ -29,6 +35,9 @@ func (w *networkWatch) close() {
 	}
 	if w.mounts != nil {
 		w.mounts.close()
+	}
+	if w.retry != nil {
+		w.retry.Stop()
 	}
 }
 
@@ -57,7 +66,19 @@ func (a *Agent) watchNetworks() {
 			}
 		}
 		s.renew()
+		if _, err := os.Stat(netns); netns != "" && err == nil && !s.entered() {
+			a.networks.again(a.renewNetworks)
+		}
 	}
+}
+
+// again calls look in a while.
+func (w *networkWatch) again(look func()) {
+	if w.retry == nil {
+		w.retry = time.AfterFunc(retryAfter, look)
+		return
+	}
+	w.retry.Reset(retryAfter)
 }
 
 func (a *Agent) newNetworkWatch() (w *networkWatch, err error) {

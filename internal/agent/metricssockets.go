@@ -73,16 +73,32 @@ func (n *socketNetwork) of(local netip.AddrPort) string {
 	return ""
 }
 
-// calibrate finds out what room has to know. It makes a connection, which is to be before the
-// agent tunes and traces those of its own cgroup.
-func (m *socketMetrics) calibrate(log *slog.Logger) {
+// calibratedRoom is what was measured of a kernel.
+type calibratedRoom struct {
+	Kernel string      `json:"kernel"` // its release and version, as uname(2) gives them
+	Room   room.Kernel `json:"room"`
+}
+
+// calibrate finds out what room has to know, once a kernel. It makes a connection, which
+// programs of an earlier agent may count that tunes or traces the agent's own cgroup.
+func (m *socketMetrics) calibrate(log *slog.Logger, known *calibratedRoom) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	kernel, err := room.Calibrate()
-	if err != nil {
+	var name unix.Utsname
+	if err := unix.Uname(&name); err != nil {
 		log.Warn("room of sockets is not known", "error", err)
 		return
 	}
+	running := unix.ByteSliceToString(name.Release[:]) + " " + unix.ByteSliceToString(name.Version[:])
+	if known.Kernel != running || known.Room.Overhead <= 0 {
+		kernel, err := room.Calibrate()
+		if err != nil {
+			log.Warn("room of sockets is not known", "error", err)
+			return
+		}
+		*known = calibratedRoom{running, kernel}
+	}
+	kernel := known.Room
 	m.kernel = &kernel
 }
 

@@ -26,7 +26,7 @@ func TestSocketMetrics(t *testing.T) {
 	a := newAgent(t, dir, pins)
 	defer a.stop()
 	policy := policyText(onePolicy+tunePolicy+"metrics: {listen: \""+address+"\"}\n", "slots: 4", "slots: 2", "CGROUP/telemetry", testenv.CgroupPath())
-	a.sockets.calibrate(a.log)
+	a.sockets.calibrate(a.log, &calibratedRoom{})
 	a.begin(t, policy)
 	defer retire(t, a)
 	defer a.endTuning(t)

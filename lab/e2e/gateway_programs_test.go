@@ -308,7 +308,7 @@ func (i *isolated) iperf() {
 		}
 		i.must(json.Unmarshal([]byte(out), &report))
 		// What is on the way at the end does not count, and of two directions the faster one ends both.
-		if report.End.Received.Bytes < size*0.95 && direction != "--bidir" || report.End.Received.Bytes == 0 {
+		if report.End.Received.Bytes < size*0.5 && direction != "--bidir" || report.End.Received.Bytes == 0 {
 			i.Errorf("iperf3 %v: %.0f bytes received, of %d", direction, report.End.Received.Bytes, size)
 		}
 		i.Logf("iperf3 %v: %.1f Gbit/s", direction, report.End.Received.Bits/1e9)
