@@ -2,7 +2,9 @@
 
 // Command testreport reads the output of go test -json and prints what a
 // person wants to know of it: failures with their output, a line a package,
-// and every test that was not run, with its reason.
+// and every test that was not run, with its reason. With a file as argument it
+// writes there which tests failed, if they are so few that they may have had bad
+// luck: a line a package, and its tests as a pattern for go test -run.
 package main
 
 import (
@@ -10,7 +12,9 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"os"
+	"slices"
 	"strings"
 )
 
@@ -25,13 +29,26 @@ type event struct {
 var reasons = []string{"kernel: ", "not supported: "}
 
 func main() {
-	os.Exit(report(os.Stdin, os.Stdout))
+	code, unlucky := report(os.Stdin, os.Stdout)
+	if len(os.Args) > 1 {
+		if err := os.WriteFile(os.Args[1], []byte(unlucky), 0o644); err != nil {
+			fmt.Fprintln(os.Stderr, "testreport:", err)
+			code = 1
+		}
+	}
+	os.Exit(code)
 }
+
+// mostUnlucky bounds the failed tests that bad luck may explain.
+const mostUnlucky = 5
 
 type key struct{ pkg, test string }
 
-func report(in io.Reader, out io.Writer) int {
+// report returns the exit code, and which tests to run again.
+func report(in io.Reader, out io.Writer) (code int, unlucky string) {
 	var (
+		again   = make(map[string][]string) // by package
+		others  bool                        // something failed that is no test
 		output  = make(map[key]*strings.Builder)
 		parents = make(map[key]bool)
 		skipped []key
@@ -62,11 +79,16 @@ func report(in io.Reader, out io.Writer) int {
 		case e.Test == "" && (e.Action == "fail" || e.Action == "build-fail"):
 			fmt.Fprintf(out, "FAIL\t%s\t%.3fs\n%s", e.Package, e.Elapsed, text(output[k]))
 			broken++
+			others = others || len(again[e.Package]) == 0
 		case e.Action == "fail":
 			fmt.Fprintf(out, "--- FAIL: %s %s\n%s", e.Package, e.Test, text(output[k]))
 			if !parents[k] {
 				failed++
 			}
+			if !strings.Contains(e.Test, "/") {
+				again[e.Package] = append(again[e.Package], e.Test)
+			}
+			others = others || strings.Contains(text(output[k]), "panic: ")
 		case e.Action == "skip" && e.Test != "":
 			skipped = append(skipped, k)
 		case e.Action == "pass" && !parents[k]:
@@ -75,7 +97,7 @@ func report(in io.Reader, out io.Writer) int {
 	}
 	if err := lines.Err(); err != nil {
 		fmt.Fprintln(out, "testreport:", err)
-		return 1
+		return 1, ""
 	}
 	unexcused := 0
 	for _, k := range skipped {
@@ -87,10 +109,18 @@ func report(in io.Reader, out io.Writer) int {
 		}
 	}
 	fmt.Fprintf(out, "%d passed, %d failed, %d skipped\n", passed, failed+unexcused, len(skipped)-unexcused)
-	if failed+unexcused+broken > 0 || passed == 0 {
-		return 1
+	if failed+unexcused+broken == 0 && passed > 0 {
+		return 0, ""
 	}
-	return 0
+	n := 0
+	for _, pkg := range slices.Sorted(maps.Keys(again)) {
+		n += len(again[pkg])
+		unlucky += fmt.Sprintf("%s\t^(%s)$\n", pkg, strings.Join(again[pkg], "|"))
+	}
+	if others || unexcused > 0 || n > mostUnlucky {
+		return 1, ""
+	}
+	return 1, unlucky
 }
 
 func text(b *strings.Builder) string {
