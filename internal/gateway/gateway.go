@@ -72,7 +72,8 @@ type Gateway struct {
 	seed   maphash.Seed // of sequence numbers
 	scale  uint8        // of the windows that the guest is told
 
-	handlers  []handler // by descriptor
+	handlers  []registered // by descriptor
+	registers int32        // how many descriptors were registered so far
 	conns     map[flow]*conn
 	datagram  map[flow]*udpFlow
 	bounds    bounds
@@ -98,6 +99,13 @@ type flow struct{ guest, remote netip.AddrPort }
 
 // handler takes the events of a descriptor.
 type handler interface{ event(events uint32) }
+
+// registered is the handler of a descriptor, with a number that its events bear: those of
+// one that was closed, and whose number another descriptor has got, are nobody's.
+type registered struct {
+	handler
+	number int32
+}
 
 // Reason is why something was counted.
 type Reason int
@@ -223,19 +231,25 @@ func (wakeHandler) event(uint32) {}
 // register has events of a descriptor handled. EPOLLET is up to the caller.
 func (g *Gateway) register(fd int, events uint32, h handler) error {
 	for fd >= len(g.handlers) {
-		g.handlers = append(g.handlers, nil)
+		g.handlers = append(g.handlers, registered{})
 	}
-	g.handlers[fd] = h
-	if err := unix.EpollCtl(g.epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: events, Fd: int32(fd)}); err != nil {
-		g.handlers[fd] = nil
+	g.registers++
+	g.handlers[fd] = registered{h, g.registers}
+	if err := g.watch(unix.EPOLL_CTL_ADD, fd, events); err != nil {
+		g.handlers[fd] = registered{}
 		return fmt.Errorf("watch descriptor: %w", err)
 	}
 	return nil
 }
 
+// watch is epoll_ctl(2) for a descriptor that is registered.
+func (g *Gateway) watch(operation, fd int, events uint32) error {
+	return unix.EpollCtl(g.epoll, operation, fd, &unix.EpollEvent{Events: events, Fd: int32(fd), Pad: g.handlers[fd].number})
+}
+
 // ignore has events of a descriptor handled no more.
 func (g *Gateway) ignore(fd int) {
-	g.handlers[fd] = nil
+	g.handlers[fd] = registered{}
 	// That fails for a descriptor only that is not registered.
 	_ = unix.EpollCtl(g.epoll, unix.EPOLL_CTL_DEL, fd, nil)
 }
@@ -243,7 +257,7 @@ func (g *Gateway) ignore(fd int) {
 // forget closes a descriptor.
 func (g *Gateway) forget(fd int) {
 	if fd < len(g.handlers) {
-		g.handlers[fd] = nil
+		g.handlers[fd] = registered{}
 	}
 	unix.Close(fd)
 }
@@ -293,11 +307,9 @@ func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error)
 	n = max(n, 0)
 	g.now = g.clock()
 	for _, e := range events[:n] {
-		// One that was closed in this turn has none; one opened in this turn in its place
-		// looks once for nothing.
 		h := g.handlers[e.Fd]
-		if h == nil {
-			continue
+		if h.handler == nil || h.number != e.Pad {
+			continue // closed in this turn
 		}
 		if e.Fd == int32(g.config.TUN) && e.Events&(unix.EPOLLERR|unix.EPOLLHUP) != 0 && e.Events&unix.EPOLLIN == 0 {
 			return 0, errGone

@@ -227,6 +227,10 @@ func (p *plan) play(c *net.TCPConn, end int) error {
 	if err := c.SetDeadline(time.Now().Add(time.Minute)); err != nil {
 		return err
 	}
+	// The link may lose an RST, and nobody sends it again.
+	if err := c.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: 2 * time.Second, Interval: 2 * time.Second, Count: 9}); err != nil {
+		return err
+	}
 	me, other := p.ends[end], p.ends[1-end]
 	received := make(chan error, 1)
 	go func() { received <- p.receive(c, end, me, other) }()
@@ -422,6 +426,47 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 		t.Errorf("%d bytes are left in spill", s.g.spilled)
 	}
 	t.Logf("%d MB announced, counts %v", bytesMoved.Load()>>20, s.g.Counts())
+}
+
+// TestPeerGone: a program inside that asks whether its peer is there finds out that it is
+// not, even if the network lost the peer's reset.
+func TestPeerGone(t *testing.T) {
+	var lost atomic.Bool
+	s := newSite(t, 65520, lab.LinkOptions{
+		Delay: time.Millisecond, Offload: true,
+		Drop: func(_ lab.Direction, packet []byte) bool {
+			segment, ok := parse(packet)
+			return ok && segment.protocol == unix.IPPROTO_TCP && segment.flags&flagRST != 0 && lost.CompareAndSwap(false, true)
+		},
+	}, patience)
+	s.listen(s.far, 7000, func(c *net.TCPConn) {
+		if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
+			t.Error(err)
+		}
+		if err := errors.Join(c.SetLinger(0), c.Close()); err != nil {
+			t.Error(err)
+		}
+	})
+	c, err := dialIn(s.guest, "10.97.0.2:7000")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if err := c.SetKeepAliveConfig(net.KeepAliveConfig{Enable: true, Idle: time.Second, Interval: time.Second, Count: 9}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.SetReadDeadline(time.Now().Add(2 * patience)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, unix.ECONNRESET) {
+		t.Errorf("reads %v", err)
+	}
+	if !lost.Load() {
+		t.Error("no reset was lost")
+	}
 }
 
 // TestSlowReader: a peer that reads slowly makes nobody wait longer than it does itself.

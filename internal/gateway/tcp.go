@@ -41,18 +41,22 @@ const (
 	// outputBudget is how many packets a connection sends in a turn.
 	outputBudget = 8
 
-	firstRTO    = 200 * time.Millisecond
-	maxRTO      = 60 * time.Second
-	maxTries    = 12                    // some six minutes
-	answerTries = 6                     // of a SYN-ACK, some twelve seconds
-	firstCall   = 10 * time.Millisecond // a guest whose program accepts slowly drops SYNs
-	maxCall     = 320 * time.Millisecond
-	callTries   = 30              // of a SYN, some twelve seconds
-	idleTime    = 2 * time.Hour   // before the guest is asked whether it is there (RFC 9293, section 3.8.4)
-	overTime    = 2 * time.Second // the guest sends its FIN three times at least
-	leastMSS    = 88              // that Linux takes (TCP_MIN_MSS)
-	defaultMSS4 = 536             // RFC 9293, section 3.7.1
-	defaultMSS6 = 1220
+	firstRTO      = 200 * time.Millisecond
+	maxRTO        = 60 * time.Second
+	maxTries      = 12                    // some six minutes
+	answerTries   = 6                     // of a SYN-ACK, some twelve seconds
+	firstCall     = 10 * time.Millisecond // a guest whose program accepts slowly drops SYNs
+	maxCall       = 320 * time.Millisecond
+	callTries     = 30                  // of a SYN, some twelve seconds
+	mostKeepalive = 32767 * time.Second // MAX_TCP_KEEPIDLE
+	// keepaliveEvery is the kernel's own time between two probes that are not answered
+	// (TCP_KEEPALIVE_INTVL).
+	keepaliveEvery = 75 * time.Second
+	idleTime       = 2 * time.Hour   // before the guest is asked whether it is there (RFC 9293, section 3.8.4)
+	overTime       = 2 * time.Second // the guest sends its FIN three times at least
+	leastMSS       = 88              // that Linux takes (TCP_MIN_MSS)
+	defaultMSS4    = 536             // RFC 9293, section 3.7.1
+	defaultMSS6    = 1220
 )
 
 // conn is a TCP connection of the guest, and the host's socket that it is joined to.
@@ -84,6 +88,10 @@ type conn struct {
 	// spill is what the socket did not take of what is at rcv.
 	spill   []byte
 	tracker room.Tracker
+	// heard is when the guest sent something last; keepalive for how long nothing has to come
+	// before the socket asks its peer, in seconds. 0: as the host has it.
+	heard     time.Time
+	keepalive uint16
 
 	dirty, queued bool // in the gateway's lists
 	armed         bool // EPOLLOUT will come
@@ -251,8 +259,7 @@ func (c *conn) settle() {
 	}
 }
 
-// event takes what happens to the host's socket. One that was opened in a turn may get
-// an event of one that was closed in it, for nothing.
+// event takes what happens to the host's socket.
 func (c *conn) event(events uint32) {
 	switch c.state {
 	case connecting:
@@ -394,6 +401,7 @@ func (c *conn) input(s *segment) {
 	if c.fd >= 0 {
 		c.data(s)
 	}
+	c.heard = c.g.now
 	if c.fd >= 0 {
 		c.output()
 	}
@@ -404,6 +412,7 @@ func (c *conn) opened(s *segment) {
 	c.state = open
 	c.una, c.recover = s.ack, s.ack
 	c.tries, c.silent = 0, 0
+	c.heard = c.g.now
 	c.rest()
 }
 
@@ -513,6 +522,9 @@ func (c *conn) data(s *segment) {
 	if s.length() == 0 {
 		// A keepalive or a probe of a closed window is from before it.
 		if before(s.seq, c.rcv) {
+			if c.edge != c.rcv {
+				c.ask()
+			}
 			c.acknowledge()
 		}
 		return
@@ -552,6 +564,21 @@ func (c *conn) data(s *segment) {
 		c.guestEnded = true
 		c.finish()
 	}
+}
+
+// ask has the socket ask its peer whether it is there, as the guest does, after the same
+// time without a word: a guest that would find out natively that its peer is gone would
+// hear from the gateway for ever.
+func (c *conn) ask() {
+	idle := uint16(min(max(c.g.now.Sub(c.heard).Round(time.Second), time.Second), mostKeepalive) / time.Second)
+	if idle == c.keepalive {
+		return
+	}
+	c.keepalive = idle
+	// The interval first: if the time is over, the kernel asks at once.
+	every := min(int(idle), int(keepaliveEvery/time.Second))
+	_ = unix.SetsockoptInt(c.fd, unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, every)
+	_ = unix.SetsockoptInt(c.fd, unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, int(idle))
 }
 
 // fits is how many bytes from a sequence number on are inside the window.
@@ -1027,7 +1054,7 @@ func (l *listener) expired() { l.watch(unix.EPOLLIN) }
 
 func (l *listener) watch(events uint32) {
 	// That fails for a descriptor only that is not registered.
-	_ = unix.EpollCtl(l.g.epoll, unix.EPOLL_CTL_MOD, l.FD, &unix.EpollEvent{Events: events, Fd: int32(l.FD)})
+	_ = l.g.watch(unix.EPOLL_CTL_MOD, l.FD, events)
 }
 
 // aliasPorts is how many ports are tried for a connection of the host itself.

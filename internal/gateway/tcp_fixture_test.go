@@ -449,7 +449,7 @@ func (p *puppet) ended() {
 	for _, ok := p.receive(); ok; _, ok = p.receive() {
 	}
 	for _, h := range p.g.handlers {
-		if c, ok := h.(*conn); ok {
+		if c, ok := h.handler.(*conn); ok {
 			p.Errorf("descriptor %d is handled still", c.fd)
 		}
 	}

@@ -567,43 +567,116 @@ func TestKeepalive(t *testing.T) {
 	}
 }
 
-// TestStaleEvent: a descriptor that was closed in a turn may be that of a new connection
-// when its last events are handled.
-func TestStaleEvent(t *testing.T) {
-	f, port := forward(t)
-	p := newPuppet(t, Config{Outbound: Outbound{All: true}, Forwards: []Forward{f}})
-	stale := func(at netip.AddrPort) {
+// TestGuestKeepalive: a guest that asks for its peer has the host's socket do so as well,
+// as often. A probe of a closed window is none.
+func TestGuestKeepalive(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.dial(listenOn(t, host4))
+	c := p.g.conns[flow{l.local, l.remote}]
+	set := func() (values [2]int) {
 		t.Helper()
-		for f, c := range p.g.conns {
-			if f.remote == at {
-				for _, events := range []uint32{unix.EPOLLERR | unix.EPOLLHUP, unix.EPOLLIN | unix.EPOLLRDHUP, unix.EPOLLOUT, ^uint32(0)} {
-					c.event(events)
-				}
-				return
+		for i, option := range []int{unix.TCP_KEEPIDLE, unix.TCP_KEEPINTVL} {
+			v, err := unix.GetsockoptInt(c.fd, unix.IPPROTO_TCP, option)
+			if err != nil {
+				t.Fatal(err)
 			}
+			values[i] = v
 		}
-		t.Errorf("no connection with %v", at)
+		return values
 	}
-	listener := listenOn(t, host4)
-	to := listener.Addr().(*net.TCPAddr).AddrPort()
-	l := p.syn(to, true)
-	syn := l.hear()
-	stale(to)
-	l.ack, l.scale = syn.seq+1, int(syn.options.scale)
-	l.say(flagACK|flagPSH, []byte("x"))
-	l.acknowledged()
-
-	conn := reach(t, netip.AddrPortFrom(host4, 0), netip.AddrPortFrom(host4, port))
-	in, syn := p.called()
-	in.conn = conn
-	stale(in.remote)
-	in.accept(syn, true)
-	in.say(flagACK|flagPSH, []byte("hello"))
-	in.acknowledged()
-	if got := in.read(5); string(got) != "hello" {
-		t.Errorf("host read %q", got)
+	for _, tc := range []struct {
+		after time.Duration
+		want  [2]int
+	}{
+		{15*time.Second + 200*time.Millisecond, [2]int{15, 15}},
+		{time.Hour, [2]int{3600, 75}},
+		{300 * time.Millisecond, [2]int{1, 1}},
+	} {
+		p.wait(tc.after)
+		l.sayAt(l.seq-1, flagACK, nil)
+		if s := l.hear(); s.ack != l.seq || s.length() != 0 {
+			t.Errorf("keepalive gets %v", s)
+		}
+		if got := set(); got != tc.want {
+			t.Errorf("after %v: idle and interval %v, want %v", tc.after, got, tc.want)
+		}
+	}
+	before := set()
+	l.pour(text(64<<20), 60_000)
+	c.edge = c.rcv // closed
+	p.wait(20 * time.Second)
+	l.sayAt(l.seq-1, flagACK, nil)
+	p.turn(0)
+	if got := set(); got != before {
+		t.Errorf("after a probe of a closed window: %v, was %v", got, before)
 	}
 	l.say(flagRST, nil)
-	in.say(flagRST, nil)
 	p.ended()
+}
+
+// called counts the events of a descriptor.
+type called struct {
+	events int
+	then   func()
+}
+
+func (c *called) event(uint32) {
+	c.events++
+	if c.then != nil {
+		c.then()
+	}
+}
+
+// TestStaleEvent: events of a descriptor that was closed in a turn are not those of the one
+// that has its number then.
+func TestStaleEvent(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	event := func(value uint) int {
+		t.Helper()
+		fd, err := unix.Eventfd(value, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return fd
+	}
+	fds := [2]int{event(1), event(1)}
+	var first, late called
+	var replaced int // the one whose event has not been handled yet
+	handlers := [2]*called{{}, {}}
+	for i, h := range handlers {
+		h.then = func() {
+			if first.events++; first.events > 1 {
+				return
+			}
+			replaced = fds[1-i]
+			p.g.forget(replaced)
+			other := event(0)
+			if err := unix.Dup3(other, replaced, unix.O_CLOEXEC); err != nil && other != replaced {
+				t.Error(err)
+			}
+			if other != replaced {
+				unix.Close(other)
+			}
+			if err := p.g.register(replaced, unix.EPOLLIN, &late); err != nil {
+				t.Error(err)
+			}
+		}
+		if err := p.g.register(fds[i], unix.EPOLLIN|unix.EPOLLET, h); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p.turn(100)
+	if first.events != 1 || late.events != 0 {
+		t.Errorf("%d events of the old ones, %d of the new one", first.events, late.events)
+	}
+	if _, err := unix.Write(replaced, []byte{1, 0, 0, 0, 0, 0, 0, 0}); err != nil {
+		t.Fatal(err)
+	}
+	p.turn(100)
+	if late.events != 1 {
+		t.Errorf("%d events of the new one", late.events)
+	}
+	for _, fd := range fds {
+		p.g.forget(fd)
+	}
 }
