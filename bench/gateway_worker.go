@@ -357,6 +357,7 @@ func gatewayWorker(args []string) error {
 	if err != nil {
 		return err
 	}
+	gateway.OwnProcess()
 	kernel, err := room.Calibrate()
 	if err != nil {
 		return err

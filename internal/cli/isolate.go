@@ -350,6 +350,7 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 		box.Child = p.PID()
 	}
 	terminal := openTerminal()
+	gateway.OwnProcess()
 	missing, err := box.Enter()
 	if err != nil {
 		p.Kill()

@@ -16,6 +16,7 @@ import (
 	"math/bits"
 	"net/netip"
 	"os"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -37,8 +38,9 @@ type Config struct {
 	// which it could not answer otherwise: from loopback, or the guest's own addresses.
 	Host4, Host6 netip.Addr
 	Forwards     []Forward
-	// Diag is a socket of the guest's sock_diag, where a forward is for later; else 0. It
-	// listens to what is closed (SKNLGRP_INET_TCP_DESTROY and its like).
+	// Diag is a socket of the guest's sock_diag, by which datagrams go inside no faster than
+	// they are read; 0: none. Where a forward is for later, there must be one, which listens
+	// to what is closed (SKNLGRP_INET_TCP_DESTROY and its like).
 	Diag     int
 	Outbound Outbound
 	Kernel   room.Kernel
@@ -69,8 +71,10 @@ type Gateway struct {
 	wake   int // eventfd that ends the loop
 	clock  func() time.Time
 	now    time.Time
-	seed   maphash.Seed // of sequence numbers
-	scale  uint8        // of the windows that the guest is told
+	// yielded is when other goroutines could run last.
+	yielded time.Time
+	seed    maphash.Seed // of sequence numbers
+	scale   uint8        // of the windows that the guest is told
 
 	handlers  []registered // by descriptor
 	registers int32        // how many descriptors were registered so far
@@ -84,12 +88,14 @@ type Gateway struct {
 	fragments uint32             // identification of the last datagram that was sent in fragments
 	echoes    map[flow]*echo
 	timers    timers
-	dirty     []*conn // that have something to acknowledge
-	ready     []*conn // that have more to send than fit into their turn
-	turned    []*conn // those of the turn before
-	packet    []byte  // of the guest, while it is looked at
-	buffer    []byte  // for what is sent to the guest
-	spilled   int     // bytes that are kept of segments which sockets did not take whole
+	dirty     []*conn  // that have something to acknowledge
+	ready     []*conn  // that have more to send than fit into their turn
+	turned    []*conn  // those of the turn before
+	packets   []byte   // of the guest, that were read in this turn
+	holding   []*conn  // that have payload of these to send
+	batches   []*batch // not in use
+	buffer    []byte   // for what is sent to the guest
+	spilled   int      // bytes that are kept of segments which sockets did not take whole
 	counts    [reasons]atomic.Uint64
 }
 
@@ -140,7 +146,8 @@ func (g *Gateway) count(r Reason) { g.counts[r].Add(1) }
 const (
 	defaultConnections = 65536
 	maxPacket          = 1 << 16
-	tunBudget          = 64 // packets that are read in a turn
+	mostRead           = vnetHeader + maxPacket + maxHeaders
+	tunBudget          = 64 // packets that are read in a turn: what comes together goes to a socket together
 )
 
 // New makes a gateway. It owns the descriptors of the configuration from here on.
@@ -149,7 +156,7 @@ func New(c Config) (_ *Gateway, err error) {
 		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), scale: windowScale(),
 		conns: map[flow]*conn{}, datagram: map[flow]*udpFlow{}, echoes: map[flow]*echo{},
 		bounds: bounds{}, inbox: newInbox(), parts: map[partsOf][]byte{},
-		packet: make([]byte, vnetHeader+maxPacket+maxHeaders), buffer: make([]byte, vnetHeader+maxPacket+maxHeaders),
+		packets: make([]byte, tunBudget*mostRead), buffer: make([]byte, mostRead),
 	}
 	if g.log == nil {
 		g.log = slog.New(slog.DiscardHandler)
@@ -262,6 +269,11 @@ func (g *Gateway) forget(fd int) {
 	unix.Close(fd)
 }
 
+// OwnProcess prepares a process that does little else than to run a gateway: the Go
+// runtime gets one processor, and has no reason to look for work for others, which
+// would take a fifth of the CPU time.
+func OwnProcess() { runtime.GOMAXPROCS(1) }
+
 // Run joins until ctx ends or the guest's interface is gone, which is no error.
 func (g *Gateway) Run(ctx context.Context) error {
 	defer g.close()
@@ -305,7 +317,6 @@ func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error)
 		return 0, fmt.Errorf("wait for events: %w", err)
 	}
 	n = max(n, 0)
-	g.now = g.clock()
 	for _, e := range events[:n] {
 		h := g.handlers[e.Fd]
 		if h.handler == nil || h.number != e.Pad {
@@ -320,29 +331,43 @@ func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error)
 	return n, g.failed
 }
 
-// brief is how long the loop waits with its processor of the Go runtime, in
-// milliseconds. To hand that over, as it is done for system calls that may block, has
-// the runtime look around many times, which takes more CPU time than packets do. Who
-// needs the processor takes it by a signal, each 10 ms.
-const brief = 50
+const (
+	// brief is how long the loop waits with its processor of the Go runtime. To hand that
+	// over, as it is done for system calls that may block, has the runtime look around many
+	// times, which takes more CPU time than packets do.
+	brief = 48 * time.Millisecond
+	// longestTurn is after what time the loop lets other goroutines run. The runtime sends a
+	// signal to who keeps a processor for 10 ms.
+	longestTurn = 8 * time.Millisecond
+)
 
-// wait is epoll_wait(2).
+// wait is epoll_wait(2). It tells the time after it.
 func (g *Gateway) wait(events []unix.EpollEvent, timeout int) (n int, err error) {
-	short := timeout
-	if timeout < 0 || timeout > brief {
-		short = brief
+	for short := 0; short < int(brief/time.Millisecond); short += int(longestTurn / time.Millisecond) {
+		part := int(longestTurn / time.Millisecond)
+		if timeout >= 0 {
+			part = min(part, timeout-short)
+		}
+		ready, _, errno := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(g.epoll), uintptr(unsafe.Pointer(unsafe.SliceData(events))),
+			uintptr(len(events)), uintptr(part), 0, 0)
+		if errno != 0 {
+			return 0, errno
+		}
+		if g.now = g.clock(); g.now.Sub(g.yielded) >= longestTurn {
+			g.yielded = g.now
+			runtime.Gosched()
+		}
+		if ready > 0 || timeout >= 0 && short+part >= timeout {
+			return int(ready), nil
+		}
 	}
-	ready, _, errno := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(g.epoll), uintptr(unsafe.Pointer(unsafe.SliceData(events))),
-		uintptr(len(events)), uintptr(short), 0, 0)
-	switch {
-	case errno != 0:
-		return 0, errno
-	case ready > 0 || short == timeout:
-		return int(ready), nil
-	case timeout > 0:
-		timeout -= short
+	if timeout > 0 {
+		timeout -= int(brief / time.Millisecond)
 	}
-	return unix.EpollWait(g.epoll, events, timeout)
+	n, err = unix.EpollWait(g.epoll, events, timeout)
+	g.now = g.clock()
+	g.yielded = g.now
+	return n, err
 }
 
 // lingerTurn is how often Run looks whether it has to linger any more.
@@ -436,13 +461,19 @@ type tun Gateway
 
 func (t *tun) event(uint32) {
 	g := (*Gateway)(t)
-	for range tunBudget {
-		n, err := direct(unix.SYS_READ, g.config.TUN, g.packet, 0)
+	for i, free := 0, g.packets; i < tunBudget; i++ {
+		n, err := direct(unix.SYS_READ, g.config.TUN, free[:mostRead], 0)
 		if err != nil || n <= vnetHeader {
-			return
+			break
 		}
-		g.input(g.packet[vnetHeader:n])
+		g.input(free[vnetHeader:n])
+		free = free[n:]
 	}
+	for _, c := range g.holding {
+		c.push()
+	}
+	clear(g.holding)
+	g.holding = g.holding[:0]
 }
 
 // input takes a packet of the guest, from its IP header on.

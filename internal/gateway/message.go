@@ -126,7 +126,7 @@ func messageTo(v6 bool, a netip.AddrPort) []byte {
 	return name
 }
 
-// send is sendmsg(2), which neither waits nor raises SIGPIPE.
+// send sends a datagram.
 func (m *message) send(fd int, p []byte) error {
 	vector := unix.Iovec{Base: unsafe.SliceData(p)}
 	vector.SetLen(len(p))
@@ -136,14 +136,20 @@ func (m *message) send(fd int, p []byte) error {
 		h.Control = &m.control[0]
 		h.SetControllen(len(m.control))
 	}
+	_, err := sendMessage(fd, &h)
+	return err
+}
+
+// sendMessage is sendmsg(2), which neither waits nor raises SIGPIPE.
+func sendMessage(fd int, h *unix.Msghdr) (int, error) {
 	for {
-		_, _, errno := unix.RawSyscall(unix.SYS_SENDMSG, uintptr(fd), uintptr(unsafe.Pointer(&h)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+		n, _, errno := unix.RawSyscall(unix.SYS_SENDMSG, uintptr(fd), uintptr(unsafe.Pointer(h)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 		switch errno {
 		case 0:
-			return nil
+			return int(n), nil
 		case unix.EINTR:
 		default:
-			return errno
+			return 0, errno
 		}
 	}
 }

@@ -87,6 +87,7 @@ type conn struct {
 	grain uint16
 	// spill is what the socket did not take of what is at rcv.
 	spill   []byte
+	held    *batch // what came in this turn, at rcv, if there is no spill
 	tracker room.Tracker
 	// heard is when the guest sent something last; keepalive for how long nothing has to come
 	// before the socket asks its peer, in seconds. 0: as the host has it.
@@ -419,6 +420,9 @@ func (c *conn) opened(s *segment) {
 // expected is the sequence number of the guest's next segment.
 func (c *conn) expected() uint32 {
 	n := c.rcv + uint32(len(c.spill))
+	if c.held != nil {
+		n += uint32(c.held.bytes)
+	}
 	if c.guestEnded && !c.shut {
 		n++
 	}
@@ -597,23 +601,94 @@ func (c *conn) mark() {
 	}
 }
 
-// take gives payload to the socket. What that does not take is kept, up to a bound: then
-// it is false, and is to be sent again.
+// batch is payload that a socket is given in one call. It stands where it was read.
+type batch struct {
+	parts []unix.Iovec
+	bytes int
+}
+
+// take has payload given to the socket at the end of the turn. If the socket did not take
+// all before it, it is kept, up to a bound: then it is false, and is to be sent again.
 func (c *conn) take(payload []byte) bool {
-	if len(c.spill) == 0 {
-		c.usual += (len(payload) - c.usual) / 4
-		n, err := sendTo(c.fd, payload)
-		if err != nil && !errors.Is(err, unix.EAGAIN) {
-			c.lose()
-			return false
-		}
-		c.rcv += uint32(n)
-		c.tracker.Wrote(n, len(payload))
-		if payload = payload[n:]; len(payload) == 0 {
-			return true
-		}
-		c.g.count(PartialSend)
+	if len(c.spill) > 0 {
+		return c.keep(payload)
 	}
+	c.usual += (len(payload) - c.usual) / 4
+	if c.held == nil {
+		c.held = c.g.batch()
+		c.g.holding = append(c.g.holding, c)
+	}
+	c.held.add(payload)
+	return true
+}
+
+// batch is an empty one.
+func (g *Gateway) batch() *batch {
+	last := len(g.batches) - 1
+	if last < 0 {
+		return &batch{parts: make([]unix.Iovec, 0, tunBudget)}
+	}
+	b := g.batches[last]
+	g.batches = g.batches[:last]
+	return b
+}
+
+func (b *batch) add(payload []byte) {
+	part := unix.Iovec{Base: unsafe.SliceData(payload)}
+	part.SetLen(len(payload))
+	b.parts = append(b.parts, part)
+	b.bytes += len(payload)
+}
+
+// send gives it to a socket, which neither waits nor raises SIGPIPE.
+func (b *batch) send(fd int) (int, error) {
+	if len(b.parts) == 1 {
+		return sendTo(fd, unsafe.Slice(b.parts[0].Base, b.bytes))
+	}
+	h := unix.Msghdr{Iov: &b.parts[0]}
+	h.SetIovlen(len(b.parts))
+	return sendMessage(fd, &h)
+}
+
+// push gives the socket what came in this turn. What it does not take is kept.
+func (c *conn) push() {
+	b := c.held
+	if b == nil {
+		return
+	}
+	n, err := b.send(c.fd)
+	if err != nil && !errors.Is(err, unix.EAGAIN) {
+		c.lose()
+		return
+	}
+	c.rcv += uint32(n)
+	c.tracker.Wrote(n, b.bytes)
+	if n < b.bytes {
+		c.g.count(PartialSend)
+		for _, part := range b.parts {
+			payload := unsafe.Slice(part.Base, part.Len)
+			taken := min(n, len(payload))
+			if n -= taken; !c.keep(payload[taken:]) {
+				c.guestEnded = false // what is before its FIN comes again
+				break
+			}
+		}
+	}
+	c.unhold()
+	c.finish()
+}
+
+// unhold gives back what held the payload of this turn.
+func (c *conn) unhold() {
+	if b := c.held; b != nil {
+		clear(b.parts)
+		b.parts, b.bytes = b.parts[:0], 0
+		c.held, c.g.batches = nil, append(c.g.batches, b)
+	}
+}
+
+// keep keeps what the socket did not take; false if that is too much.
+func (c *conn) keep(payload []byte) bool {
 	if len(c.spill)+len(payload) > maxSpill || c.g.spilled+len(payload) > maxSpilled {
 		return false
 	}
@@ -624,7 +699,7 @@ func (c *conn) take(payload []byte) bool {
 
 // finish passes the guest's FIN on, when all before it is in the socket.
 func (c *conn) finish() {
-	if !c.guestEnded || c.shut || len(c.spill) > 0 {
+	if !c.guestEnded || c.shut || c.held != nil || len(c.spill) > 0 {
 		return
 	}
 	c.shut = true
@@ -648,6 +723,7 @@ func (c *conn) finish() {
 // guest.
 func (c *conn) lose() {
 	c.broken, c.lost, c.drained = true, true, false
+	c.unhold()
 	c.unspill()
 	if c.finSent {
 		c.abort()
@@ -721,9 +797,11 @@ func (c *conn) advance() {
 	if whole := window &^ (1<<c.shift() - 1); whole >= int(c.grain) {
 		window = whole
 	}
-	if edge := c.rcv + uint32(window); before(c.edge, edge) {
-		c.edge = edge
+	gain := int(int32(c.rcv + uint32(window) - c.edge))
+	if gain <= 0 || c.armed && gain < min(s.SendBuffer/8, maxPacket) {
+		return // crumbs (RFC 9293, section 3.8.6.2.2): more comes with EPOLLOUT
 	}
+	c.edge += uint32(gain)
 }
 
 // shift is the scale of the window that the guest is told.
@@ -984,8 +1062,11 @@ func (c *conn) abort() {
 	c.drop()
 }
 
-// abandon ends the connection after the guest's RST.
+// abandon ends the connection after the guest's RST. What it sent before goes first.
 func (c *conn) abandon() {
+	if c.push(); c.fd < 0 {
+		return
+	}
 	c.g.count(Reset)
 	c.resetSocket()
 	c.drop()
@@ -1001,6 +1082,7 @@ func resetOnClose(fd int) {
 // release gives back what the connection holds of the host.
 func (c *conn) release() {
 	c.g.forget(c.fd)
+	c.unhold()
 	c.unspill()
 	c.fd = -1
 }

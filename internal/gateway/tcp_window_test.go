@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
@@ -215,6 +216,106 @@ func TestSpill(t *testing.T) {
 	l.conn.Close()
 	l.fin()
 	p.ended()
+}
+
+// TestTurn: what comes together goes to the socket in one call, in its order, before an end
+// that comes with it; and what the socket does not take of it is not lost.
+func TestTurn(t *testing.T) {
+	t.Run("end", func(t *testing.T) {
+		p := newPuppet(t, everywhere)
+		l := p.dial(listenOn(t, host4))
+		data := text(200_000)
+		for part := range slices.Chunk(data, 30_000) {
+			l.say(flagACK, part)
+		}
+		l.say(flagACK|flagFIN, nil)
+		p.turn(0)
+		if s := l.hear(); s.ack != l.seq {
+			t.Errorf("%v, should acknowledge %d", s, l.seq)
+		}
+		l.conn.CloseWrite()
+		if got, err := io.ReadAll(l.conn); err != nil || !bytes.Equal(got, data) {
+			t.Errorf("%d bytes, error %v", len(got), err)
+		}
+		l.fin()
+		p.ended()
+	})
+	t.Run("reset", func(t *testing.T) {
+		p := newPuppet(t, everywhere)
+		l := p.dial(listenOn(t, host4))
+		raw, err := l.conn.SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.say(flagACK, []byte("said "))
+		l.say(flagACK, []byte("before"))
+		l.say(flagRST, nil)
+		p.turn(0)
+		p.ended()
+		var info *unix.TCPInfo
+		if err := raw.Control(func(fd uintptr) { info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO) }); err != nil {
+			t.Fatal(err)
+		}
+		if info.Bytes_received != 11 {
+			t.Errorf("%d bytes came before the reset", info.Bytes_received)
+		}
+	})
+	t.Run("no room", func(t *testing.T) {
+		p := newPuppet(t, everywhere)
+		l := p.dial(slow(t, host4))
+		c := p.g.conns[flow{l.local, l.remote}]
+		if err := unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 64<<10); err != nil { // it does not grow
+			t.Fatal(err)
+		}
+		data := text(64 << 20)
+		sent := l.fill(data, 60_000)
+		c.edge = l.seq + 2*maxSpill // as if more had been promised
+		l.edge = c.edge
+		more := maxSpill + 200_000
+		for part := range slices.Chunk(data[sent:sent+more], 50_000) {
+			l.say(flagACK, part)
+		}
+		l.say(flagACK|flagFIN, nil)
+		p.turn(0)
+		if c.guestEnded || len(c.spill) == 0 || len(c.spill) > maxSpill || p.g.spilled != len(c.spill) {
+			t.Errorf("ended %v, %d bytes kept, %d in all", c.guestEnded, len(c.spill), p.g.spilled)
+		}
+		if got := p.g.Counts()[PartialSend]; got != 1 {
+			t.Errorf("%d partial sends", got)
+		}
+		done := make(chan []byte)
+		go func() {
+			b, err := io.ReadAll(l.conn)
+			if err != nil {
+				b = nil
+			}
+			done <- b
+		}()
+		var got []byte
+		turns := 0
+		p.until("the end", func() bool {
+			if turns++; !l.allAcked() && turns%50 == 0 { // what did not fit, as after a timeout
+				rest := data[min(sent+more+1-int(l.seq-l.acked), sent+more) : sent+more]
+				if len(rest) > 40_000 {
+					l.sayAt(l.acked, flagACK, rest[:40_000])
+				} else {
+					l.sayAt(l.acked, flagACK|flagFIN, rest)
+				}
+			}
+			select {
+			case got = <-done:
+				return true
+			default:
+				return false
+			}
+		})
+		if !bytes.Equal(got, data[:sent+more]) {
+			t.Errorf("%d bytes, should be %d", len(got), sent+more)
+		}
+		l.conn.Close()
+		l.say(flagRST, nil)
+		p.ended()
+	})
 }
 
 // TestGuestStops: a guest that does not read is asked for its window, less and less often, and
