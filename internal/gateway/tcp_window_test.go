@@ -233,7 +233,9 @@ func TestTurn(t *testing.T) {
 		if s := l.hear(); s.ack != l.seq {
 			t.Errorf("%v, should acknowledge %d", s, l.seq)
 		}
-		l.conn.CloseWrite()
+		if err := l.conn.CloseWrite(); err != nil {
+			t.Fatal(err)
+		}
 		if got, err := io.ReadAll(l.conn); err != nil || !bytes.Equal(got, data) {
 			t.Errorf("%d bytes, error %v", len(got), err)
 		}
