@@ -38,6 +38,7 @@ const (
 	partPoints   = "points"
 	partRequests = "requests"
 	partIperf    = "iperf3"
+	partUDP      = "udp"
 )
 
 type gatewayBench struct {
@@ -76,7 +77,7 @@ func oneOf(names ...string) func(string) (string, error) {
 func insideGateway(args []string) (err error) {
 	o := gatewayOptions{
 		Links: []string{linkVeth, linkLimited}, RTTs: []int{0, 1, 15, 100, 285}, MTUs: []int{1500, 65520}, CCs: []string{"cubic", "bbr"},
-		Directions: []string{upload, download}, Connections: []int{1, 16}, Only: []string{partPoints, partRequests, partIperf},
+		Directions: []string{upload, download}, Connections: []int{1, 16}, Only: []string{partPoints, partRequests, partIperf, partUDP},
 	}
 	fs := flag.NewFlagSet(gatewayCommand, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "two minutes instead of twenty: fewer points, less certain figures")
@@ -87,7 +88,7 @@ func insideGateway(args []string) (err error) {
 	list(fs, &o.CCs, "ccs", "cubic, bbr", oneOf("cubic", "bbr"))
 	list(fs, &o.Directions, "directions", "upload, download", oneOf(upload, download))
 	list(fs, &o.Connections, "connections", "numbers", strconv.Atoi)
-	list(fs, &o.Only, "only", "parts to run: points, requests, iperf3", oneOf(o.Only...))
+	list(fs, &o.Only, "only", "parts to run: points, requests, iperf3, udp", oneOf(o.Only...))
 	given := map[string]bool{}
 	if err := fs.Parse(args); err != nil { // which says so itself
 		if errors.Is(err, flag.ErrHelp) {
@@ -135,7 +136,11 @@ func insideGateway(args []string) (err error) {
 func (b *gatewayBench) all(ctx context.Context) error {
 	started := time.Now()
 	b.report = &gatewayReport{Options: b.gatewayOptions, Kernel: kernelRelease(), CPUs: runtime.NumCPU(), Started: started.UTC().Truncate(time.Second)}
-	for _, link := range b.Links {
+	links := b.Links
+	if !slices.Contains(b.Only, partPoints) && !slices.Contains(b.Only, partRequests) {
+		links = nil
+	}
+	for _, link := range links {
 		p, err := newGatewayPath(ctx, b.lab, link)
 		if err != nil {
 			return err
@@ -152,6 +157,11 @@ func (b *gatewayBench) all(ctx context.Context) error {
 	}
 	if slices.Contains(b.Only, partIperf) {
 		if err := b.seeds(ctx); err != nil {
+			return err
+		}
+	}
+	if slices.Contains(b.Only, partUDP) {
+		if err := b.datagrams(ctx); err != nil {
 			return err
 		}
 	}
@@ -212,10 +222,15 @@ func choose(p *gatewayPath, sides map[string]*gatewaySide, cc string) error {
 	return p.choose(cc)
 }
 
-// order turns the sides round by round, so that none is always the first.
+// order turns the sides round by round, and back, so that each is as often the first, and
+// behind each other one.
 func order(round int) []string {
 	n := round % len(gatewaySides)
-	return append(slices.Clone(gatewaySides[n:]), gatewaySides[:n]...)
+	o := append(slices.Clone(gatewaySides[n:]), gatewaySides[:n]...)
+	if round/len(gatewaySides)%2 == 1 {
+		slices.Reverse(o)
+	}
+	return o
 }
 
 // duration is how long a load runs: until it has its rate, and as long again.
@@ -249,9 +264,9 @@ func (b *gatewayBench) point(p *gatewayPath, sides map[string]*gatewaySide, poin
 
 // A gatewayRun is what one side did in a load.
 type gatewayRun struct {
-	Mbit    float64 `json:"mbit"`         // after the warm-up, of payload, where it arrives
-	First   float64 `json:"first_10mb_s"` // from before connect(2); NaN: they did not arrive
-	Gap     float64 `json:"longest_gap_s"`
+	Mbit    float64 `json:"mbit"`          // after the warm-up, of payload, where it arrives
+	First   float64 `json:"first_10mb_s"`  // from before connect(2); NaN: they did not arrive
+	Gap     float64 `json:"longest_gap_s"` // without a byte on any connection
 	CPU     float64 `json:"cpu_s_per_gb"`
 	Partial uint64  `json:"partial_sends"`
 	Resent  uint64  `json:"retransmits"`       // segments, by host and server
@@ -312,7 +327,7 @@ func (b *gatewayBench) load(p *gatewayPath, s *gatewaySide, t gatewayTask, warmu
 	}
 	end := result.Start + int64(t.Duration)
 	r := &gatewayRun{
-		Mbit: arrived.rate(result.Start+int64(warmup), end) / 1e6, First: math.NaN(), Gap: float64(arrived.Gap) / 1e9,
+		Mbit: arrived.rate(result.Start+int64(warmup), end) / 1e6, First: math.NaN(), Gap: float64(arrived.gap(result.Start, end)) / 1e9,
 		CPU: math.NaN(), Error: result.Error,
 		Partial: countsAfter.Partial - counts.Partial, Resent: resentAfter - resent,
 		Inside: countsAfter.Retransmitted - counts.Retransmitted,

@@ -88,7 +88,7 @@ func (b *gatewayBench) seeds(ctx context.Context) error {
 			case sidePasta:
 				// Its guest's TCP is as the others'.
 				script := `echo "$0" >/proc/sys/net/ipv4/tcp_wmem; echo "$0" >/proc/sys/net/ipv4/tcp_rmem; exec "$@"`
-				command = append(append(pasta(seedMTU), "sh", "-c", script, seedBuffers), command...)
+				command = append(append(pasta(seedMTU, 0), "sh", "-c", script, seedBuffers), command...)
 			}
 			if err := seed.measure(ctx, name, in, command, time.Duration(seconds)*time.Second); err != nil {
 				return err

@@ -9,7 +9,6 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -37,6 +36,8 @@ const (
 	linkVeth    = "veth"
 	linkLimited = "1gbit"
 	linkSeed    = "seed" // limited likewise, with larger buffers
+	// linkDatagrams is a veth pair.
+	linkDatagrams = "udp"
 )
 
 // A gatewayPath is a host with gateways, and a server far from it.
@@ -55,7 +56,7 @@ const gatewayRate = 1e9 // bits/s of the link
 // newGatewayPath makes one of links, with a server.
 func newGatewayPath(ctx context.Context, l *lab.Lab, link string) (p *gatewayPath, err error) {
 	p = &gatewayPath{lab: l, name: link, device: "eth0"}
-	subnet := byte(slices.Index([]string{linkVeth, linkLimited, linkSeed}, link))
+	subnet := byte(slices.Index([]string{linkVeth, linkLimited, linkSeed, linkDatagrams}, link))
 	for i := range p.addresses {
 		p.addresses[i] = netip.AddrFrom4([4]byte{10, 84, subnet, byte(1 + i)})
 	}
@@ -70,7 +71,7 @@ func newGatewayPath(ctx context.Context, l *lab.Lab, link string) (p *gatewayPat
 	}
 	p.host, p.far = hosts[0], hosts[1]
 	prefixes := [2]netip.Prefix{netip.PrefixFrom(p.addresses[0], 24), netip.PrefixFrom(p.addresses[1], 24)}
-	if link == linkVeth {
+	if link == linkVeth || link == linkDatagrams {
 		err = joinByVeth(hosts, p.device, prefixes)
 	} else {
 		p.device = "link0"
@@ -174,20 +175,33 @@ type gatewaySide struct {
 	device  string         // of the client's namespace
 }
 
-// newGatewaySide starts a side, with a guest of its own.
+// newSide starts a side with a client of loads, with a guest of its own. What it returns is
+// to be stopped, with an error too.
 func (p *gatewayPath) newSide(ctx context.Context, side string, mtu int) (s *gatewaySide, err error) {
-	s = &gatewaySide{name: side, device: p.device}
+	if s, err = p.startSide(ctx, side, mtu, 0, gatewayClientRole); err != nil {
+		return s, err
+	}
+	return s, s.client.answer(&struct{}{})
+}
+
+// startSide starts a side with a role of this program as its client. A port of UDP leads to
+// it, unless it is 0: then Sockeye's gateway is one that has counts. What it returns is to be
+// stopped, with an error too.
+func (p *gatewayPath) startSide(ctx context.Context, side string, mtu int, port uint16, role ...string) (s *gatewaySide, err error) {
+	s = &gatewaySide{name: side, device: p.device, in: p.host}
 	group := fmt.Sprintf("%s-%s-%d", side, p.name, mtu)
 	exe, err := os.Executable()
 	if err != nil {
-		return nil, err
+		return s, err
 	}
-	s.in = p.host
-	client := []string{exe, gatewayClientRole}
-	switch side {
-	case sideSockeye:
+	client := append([]string{exe}, role...)
+	switch {
+	case side == sideSockeye && port != 0:
+		s.device = guestDevice
+		client = append([]string{exe, isolateCommand, "--mtu", strconv.Itoa(mtu), "-p", fmt.Sprintf("%d/udp", port), "--"}, client...)
+	case side == sideSockeye:
 		if s.in, err = p.lab.Namespace("guest-" + group); err != nil {
-			return nil, err
+			return s, err
 		}
 		s.device = guestDevice
 		s.gateway, err = startWorker(ctx, p.lab, p.host, group+"-gateway", exe, gatewayRole,
@@ -196,30 +210,42 @@ func (p *gatewayPath) newSide(ctx context.Context, side string, mtu int) (s *gat
 			err = s.gateway.answer(&struct{}{})
 		}
 		if err != nil {
-			return nil, err
+			return s, err
 		}
 		s.around = s.gateway.Process
-	case sidePasta:
-		client = append(pasta(mtu), client...)
+	case side == sidePasta:
+		client = append(pasta(mtu, port), client...)
 	}
 	if s.client, err = startWorker(ctx, p.lab, s.in, group, client...); err != nil {
-		return nil, err
+		return s, err
 	}
-	if side == sidePasta {
+	if side != sideNative && s.around == nil {
 		s.around = s.client.Process
 	}
-	return s, s.client.answer(&struct{}{})
+	return s, nil
+}
+
+// program is the process of a side that is not the gateway.
+func (s *gatewaySide) program() (int, error) {
+	pids, err := s.client.PIDs()
+	if err != nil {
+		return 0, err
+	}
+	for _, pid := range pids {
+		if !s.isGateway(pid) {
+			return pid, nil
+		}
+	}
+	return 0, fmt.Errorf("find the program of %s: there is none", s.name)
 }
 
 // choose has the client's sockets use a congestion control. All sides have the same.
 func (s *gatewaySide) choose(to netip.Addr, cc string) error {
-	pids, err := s.client.PIDs()
-	ns := netns.None()
-	for _, pid := range pids {
-		if !isPasta(pid) {
-			ns, err = netns.GetFromPid(pid)
-		}
+	pid, err := s.program()
+	if err != nil {
+		return err
 	}
+	ns, err := netns.GetFromPid(pid)
 	if err != nil {
 		return fmt.Errorf("open namespace of %s: %w", s.name, err)
 	}
@@ -233,11 +259,15 @@ func (s *gatewaySide) choose(to netip.Addr, cc string) error {
 }
 
 // pasta is the command before that of a program. Root's needs are written there: it would
-// become nobody, and has no ports to forward.
-func pasta(mtu int) []string {
+// become nobody. It forwards no port but one of UDP, and none if that is 0.
+func pasta(mtu int, port uint16) []string {
+	inside := "none"
+	if port != 0 {
+		inside = strconv.Itoa(int(port))
+	}
 	return []string{
 		"pasta", "--config-net", "--no-map-gw", "--runas", "0", "--mtu", strconv.Itoa(mtu), "--mac-addr", "02:00:00:00:00:01",
-		"-t", "none", "-u", "none", "-T", "none", "-U", "none", "--",
+		"-t", "none", "-u", inside, "-T", "none", "-U", "none", "--",
 	}
 }
 
@@ -245,8 +275,11 @@ func pasta(mtu int) []string {
 func (s *gatewaySide) stop() error {
 	var errs []error
 	for _, w := range []*worker{s.client, s.gateway} {
-		if w != nil && w.Process != nil {
-			errs = append(errs, w.in.Close(), w.Stop(time.Second))
+		if w != nil && w.Cmd.Process != nil {
+			if err := w.in.Close(); !errors.Is(err, os.ErrClosed) { // when it has ended
+				errs = append(errs, err)
+			}
+			errs = append(errs, w.Stop(time.Second))
 		}
 	}
 	return errors.Join(errs...)
@@ -263,28 +296,35 @@ func (s *gatewaySide) cpu() (sum time.Duration, err error) {
 		return 0, err
 	}
 	for _, pid := range pids {
-		if s.name == sidePasta && !isPasta(pid) {
+		if !s.isGateway(pid) {
 			continue
 		}
-		threads, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
-		for _, thread := range threads {
-			b, err := os.ReadFile(thread)
-			if err != nil {
-				continue
-			}
-			ran, _, _ := strings.Cut(string(b), " ")
-			ns, err := strconv.ParseInt(ran, 10, 64)
-			if err != nil {
-				return 0, fmt.Errorf("read CPU time of %s: %w", s.name, err)
-			}
-			sum += time.Duration(ns)
+		t, err := processTime(pid)
+		if err != nil {
+			return 0, fmt.Errorf("read CPU time of %s: %w", s.name, err)
 		}
+		sum += t
 	}
 	return sum, nil
 }
 
-// isPasta tells a process of pasta from that of its program.
-func isPasta(pid int) bool {
+// processTime is the CPU time of a process, with that of its threads that have ended.
+func processTime(pid int) (time.Duration, error) {
+	// The number of a process's clock (clock_getcpuclockid(3)): CPUCLOCK_SCHED is 2.
+	const sched = 2
+	var t unix.Timespec
+	if err := unix.ClockGettime(^int32(pid)<<3|sched, &t); err != nil {
+		return 0, err
+	}
+	return time.Duration(t.Nano()), nil
+}
+
+// isGateway tells a process of the gateway from that of its program: it is the one that was
+// started, or is one of pasta's.
+func (s *gatewaySide) isGateway(pid int) bool {
+	if s.around == nil || pid == s.around.Pid() {
+		return s.around != nil
+	}
 	name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // it may have ended
 	return strings.HasPrefix(string(name), "pas")
 }

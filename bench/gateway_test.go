@@ -9,10 +9,15 @@ import (
 	"errors"
 	"io"
 	"math"
+	"net/netip"
+	"os"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"sockeye/lab"
 )
@@ -36,19 +41,74 @@ func TestArrivals(t *testing.T) {
 	if b.First == 0 || b.First != b.last {
 		t.Errorf("the first 10 MB came at %d, want %d", b.First, b.last)
 	}
+	for range 100 {
+		b.add(1)
+	}
+	if got := b.at(b.last); got != startOfLoad+100 {
+		t.Errorf("at the end %v bytes had come, want %d", got, startOfLoad+100)
+	}
+	if n := len(b.Samples); n > 20 {
+		t.Errorf("%d samples of a moment", n)
+	}
+}
+
+func TestGapIsBeforeAndBehindToo(t *testing.T) {
+	a := &arrivals{Samples: [][2]int64{{3e9, 1}, {4e9, 2}, {5e9, 3}}, Longest: 1e9}
+	for _, c := range []struct{ start, end, want int64 }{{25e8, 55e8, 1e9}, {1e9, 55e8, 2e9}, {25e8, 8e9, 3e9}, {25e8, 45e8, 1e9}} {
+		if got := a.gap(c.start, c.end); got != c.want {
+			t.Errorf("gap(%d, %d) = %d, want %d", c.start, c.end, got, c.want)
+		}
+	}
+	if got := (&arrivals{}).gap(1e9, 3e9); got != 2e9 {
+		t.Errorf("gap without a byte = %d, want %d", got, int64(2e9))
+	}
+}
+
+// TestProcessTime has a thread work and end.
+func TestProcessTime(t *testing.T) {
+	before, err := processTime(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	const work = 30 * time.Millisecond
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		runtime.LockOSThread() // and never unlocked: the thread ends
+		var now unix.Timespec
+		_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &now)
+		for end := now.Nano() + int64(work); now.Nano() < end; {
+			_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &now)
+		}
+	}()
+	<-done
+	after, err := processTime(os.Getpid())
+	if err != nil || after-before < work {
+		t.Errorf("%v were counted of %v (%v)", after-before, work, err)
+	}
 }
 
 func TestOrder(t *testing.T) {
-	first := map[string]bool{}
-	for round := range len(gatewaySides) {
+	first, behind := map[string]int{}, map[[2]string]int{}
+	for round := range 2 * len(gatewaySides) {
 		o := order(round)
-		first[o[0]] = true
+		first[o[0]]++
+		for i := range o[1:] {
+			behind[[2]string(o[i:i+2])]++
+		}
 		if !slices.Equal(slices.Sorted(slices.Values(o)), slices.Sorted(slices.Values(gatewaySides))) {
 			t.Errorf("round %d has %v", round, o)
 		}
 	}
-	if len(first) != len(gatewaySides) {
-		t.Errorf("only %v begin a round", first)
+	for _, a := range gatewaySides {
+		if first[a] != 2 {
+			t.Errorf("%s begins %d rounds, not 2", a, first[a])
+		}
+		for _, b := range gatewaySides {
+			if n := behind[[2]string{a, b}]; a != b && n != 2 {
+				t.Errorf("%s comes %d times behind %s, not twice", b, n, a)
+			}
+		}
 	}
 }
 
@@ -76,7 +136,11 @@ func TestGatewayReport(t *testing.T) {
 		Requests: []gatewayRequests{{Link: linkLimited, RTT: 15, MTU: 1500, PerSecond: map[string]figure{sideNative: 66, sideSockeye: 65, sidePasta: figure(math.NaN())}}},
 		Seeds:    []gatewaySeed{{RTT: 15, Seconds: map[string][]float64{sideNative: {900, 950}}, Mean: map[string]figure{sideNative: 925}}},
 	}
+	// In one round of three, of which the median does not tell.
 	stalled := gatewayTestPoint(1, 960, 960, 13, 0.5, 0)
+	for name, runs := range stalled.sides {
+		stalled.sides[name] = append(runs, runs[0], runs[0])
+	}
 	stalled.sides[sideSockeye][0].Gap = 1.5
 	r.Points = append(r.Points, stalled)
 	b, err := r.json()
@@ -116,7 +180,8 @@ func TestGatewayReport(t *testing.T) {
 	r.print(&text)
 	for _, want := range []string{
 		"with delay, at least 0.95 of native: at 2 of 3 points\n  missed: 1gbit 285 ms, MTU 1500, cubic, upload, 1 connection: 0.82\n",
-		"without delay, at least 1.5 times pasta, or 0.95 of native: at 0 of 1 points\n  missed: 1gbit 0 ms, MTU 1500, cubic, upload, 1 connection: 1.29\n",
+		"without delay, at least 1.5 times pasta: at 0 of 1 points\n  missed: 1gbit 0 ms, MTU 1500, cubic, upload, 1 connection: 1.29, and 0.94 of native\n",
+		"without delay, at least 1.5 times pasta, or 0.95 of native: at 0 of 1 points\n",
 		"no partial send: at 3 of 4 points\n", "no stall: at 3 of 4 points\n", "less CPU per GB than pasta: at 3 of 4 points\n",
 		"66      65       -\n", "900 950\n",
 	} {
@@ -130,6 +195,101 @@ func TestGatewayReport(t *testing.T) {
 	}
 	if !errors.Is(err, io.EOF) {
 		t.Errorf("the plot is no XML: %v", err)
+	}
+}
+
+func TestMedianOfWhatDidNotArrive(t *testing.T) {
+	p := gatewayTestPoint(0, 1, 1, 1, 1, 0)
+	p.sides[sideSockeye] = []gatewayRun{{First: math.NaN()}, {First: 0.5}, {First: 0.7}}
+	if got := p.median(sideSockeye, runFirst); got != 0.7 {
+		t.Errorf("median = %v, want the slower of two that arrived", got)
+	}
+	p.sides[sideSockeye][1].First = math.NaN()
+	if got := p.median(sideSockeye, runFirst); !math.IsNaN(got) {
+		t.Errorf("median = %v, of three of which one arrived", got)
+	}
+}
+
+// datagramTestLoad has the sides' programs get so many of 1000 datagrams.
+func datagramTestLoad(burst, rate int, arrived ...int) *datagramLoad {
+	l := &datagramLoad{Burst: burst, Rate: rate, Runs: map[string][]datagramRun{}}
+	for i, n := range arrived {
+		l.Runs[gatewaySides[i]] = []datagramRun{{
+			Sent: 1000, Arrived: n, Elapsed: 1000 / float64(max(rate, 1)), CPU: figure(2 + i), Lost: datagramLost{Socket: 1000 - n},
+		}}
+	}
+	return l
+}
+
+func TestDatagramReport(t *testing.T) {
+	d := &gatewayDatagrams{
+		Direction: inbound, Bytes: 200,
+		Bursts: []*datagramLoad{datagramTestLoad(2000, 0, 1000, 900, 800), datagramTestLoad(20000, 0, 1000, 700, 600)},
+		Rates: []*datagramLoad{
+			datagramTestLoad(0, 20000, 1000, 1000, 998), datagramTestLoad(0, 50000, 1000, 1000), datagramTestLoad(0, 100000, 1000, 990),
+		},
+	}
+	slow := &d.Rates[2].Runs[sideNative][0]
+	slow.Elapsed *= 2
+	again := d.Rates[1].Runs[sideSockeye][0]
+	again.Arrived, again.Lost.Socket = 500, 500
+	d.Rates[1].Runs[sideSockeye] = []datagramRun{again, d.Rates[1].Runs[sideSockeye][0]}
+	for side, want := range map[string]string{sideNative: "50000+", sideSockeye: "50000", sidePasta: "0"} {
+		if got := d.saidHighest(side); got != want {
+			t.Errorf("the highest rate of %s is %s, want %s", side, got, want)
+		}
+	}
+	r := &gatewayReport{Options: gatewayOptions{Rounds: 1}, Datagrams: []*gatewayDatagrams{d}, DatagramBuffers: datagramBuffers{8192, 4096, 2048}}
+	var text strings.Builder
+	r.print(&text)
+	for _, want := range []string{
+		"medians of 3", "in bytes: 8192 of the programs' sockets on all sides, 4096 of the socket of Sockeye's gateway, 2048 of pasta's",
+		"inbound, 200 bytes  1000     900      800    1000      700      600    50000+    50000    0      3.0",
+		"  inbound, 200 bytes, 2000 at once, sockeye: 100 at the gateway's socket, of 1000\n",
+		"  inbound, 200 bytes, 100000 a second, sockeye: 10 at the gateway's socket, of 1000\n",
+		"  inbound, 200 bytes, 20000 a second, pasta: 2 at the gateway's socket, of 1000\n",
+	} {
+		if !strings.Contains(text.String(), want) {
+			t.Errorf("the table lacks %q:\n%s", want, text.String())
+		}
+	}
+	if strings.Contains(text.String(), "native:") || strings.Contains(text.String(), "Aims") {
+		t.Errorf("native lost, or there are aims without points:\n%s", text.String())
+	}
+	b, err := r.json()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got struct {
+		UDP []struct {
+			Direction string         `json:"direction"`
+			Bytes     int            `json:"bytes"`
+			Highest   map[string]int `json:"highest_per_second"`
+			Bursts    []struct {
+				Datagrams int                      `json:"datagrams"`
+				Runs      map[string][]datagramRun `json:"runs"`
+			} `json:"bursts"`
+			CPU map[string]float64 `json:"cpu_us_per_datagram"`
+		} `json:"udp"`
+	}
+	if err := json.Unmarshal(b, &got); err != nil {
+		t.Fatal(err)
+	}
+	if len(got.UDP) != 1 || len(got.UDP[0].Bursts) != 2 {
+		t.Fatalf("udp = %+v", got.UDP)
+	}
+	if u := got.UDP[0]; u.Direction != inbound || u.Bytes != 200 || u.Highest[sideSockeye] != 50000 || u.CPU[sidePasta] != 4 ||
+		u.Bursts[1].Datagrams != 20000 || u.Bursts[1].Runs[sidePasta][0].Arrived != 600 {
+		t.Errorf("udp = %+v", u)
+	}
+}
+
+func TestDeviceDrops(t *testing.T) {
+	const text = "Inter-|   Receive                                                |  Transmit\n" +
+		" face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed\n" +
+		"    lo: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16\n eth0: 9 9 9 20 9 9 9 9 9 9 9 3 9 9 9 9\n"
+	if got := deviceDrops(text, "eth0"); got != 23 {
+		t.Errorf("%d drops, want 23", got)
 	}
 }
 
@@ -164,6 +324,13 @@ func TestGatewayLoad(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	broken, err := p.newSide(ctx, sideSockeye, 1)
+	if err == nil {
+		t.Error("a guest has an MTU of a byte")
+	}
+	if err := broken.stop(); err != nil {
+		t.Errorf("stop what did not start: %v", err)
+	}
 	sides := map[string]*gatewaySide{}
 	for _, name := range []string{sideNative, sideSockeye} {
 		if sides[name], err = p.newSide(ctx, name, 1500); err != nil {
@@ -193,6 +360,81 @@ func TestGatewayLoad(t *testing.T) {
 			case (name == sideSockeye) != (r.CPU > 0):
 				t.Errorf("%s %s: CPU of the gateway %v s/GB", name, direction, r.CPU)
 			}
+		}
+	}
+}
+
+// TestGatewayDatagrams has datagrams go natively and through sockeye isolate, in both
+// directions, few enough for all to arrive; and some that find no room in the program's socket.
+func TestGatewayDatagrams(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	l, err := lab.New(ctx, lab.Options{Dir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	b := &gatewayBench{lab: l, report: &gatewayReport{}}
+	p, far, sides, err := b.datagramSides(ctx, []string{sideNative, sideSockeye})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		for _, s := range sides {
+			if err := s.stop(); err != nil {
+				t.Error(err)
+			}
+		}
+	}()
+	if s := b.report.DatagramBuffers; s.Program == 0 || s.Sockeye < s.Program {
+		t.Errorf("receive buffers: %+v, want that of the gateway to be no smaller than the programs'", s)
+	}
+	for name, side := range sides {
+		for _, direction := range []string{inbound, outbound} {
+			for _, load := range []*datagramLoad{{Burst: 50}, {Rate: 1000}} {
+				d := &gatewayDatagrams{Direction: direction, Bytes: 1400}
+				r, err := b.datagramLoad(p, far, side, d, load)
+				want := max(load.Burst, int(float64(load.Rate)*b.datagramSteady().Seconds()))
+				switch {
+				case err != nil:
+					t.Fatal(err)
+				case r.Sent != want || r.Arrived != want || r.Lost != (datagramLost{}):
+					t.Errorf("%s %s, %s: %+v, want %d", name, direction, load.name(), r, want)
+				case (name == sideSockeye) != (r.CPU > 0):
+					t.Errorf("%s %s, %s: CPU of the gateway %v us each", name, direction, load.name(), r.CPU)
+				case load.Rate > 0 && !r.sentAt(load.Rate):
+					t.Errorf("%s %s: %d sent in %v s, not %s", name, direction, r.Sent, r.Elapsed, load.name())
+				}
+			}
+		}
+		// A stopped program reads nothing.
+		pid, err := side.program()
+		if err != nil {
+			t.Fatal(err)
+		}
+		before, err := p.lost(side, inbound)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := unix.Kill(pid, unix.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		var sent datagramSent
+		if err := far.ask(datagramTask{
+			Run: 1, Bytes: 1400, Count: 20000, Target: netip.AddrPortFrom(p.addresses[0], datagramPort(name)),
+		}, &sent); err != nil {
+			t.Fatal(err)
+		}
+		err = l.WaitFor(ctx, "losses of "+name, func() (bool, error) {
+			after, err := p.lost(side, inbound)
+			return after.Program > before.Program || side.around != nil && after.Socket > before.Socket, err
+		})
+		if err := errors.Join(err, unix.Kill(pid, unix.SIGCONT)); err != nil {
+			t.Fatal(err)
 		}
 	}
 }

@@ -33,6 +33,7 @@ const (
 	gatewayServerRole = "gateway-server"
 	gatewayClientRole = "gateway-client"
 	gatewayRole       = "gateway-gateway"
+	isolateCommand    = "isolate" // of sockeye, which this program has too
 
 	gatewayPort  = 7000
 	startOfLoad  = 10_000_000 // bytes: how long the first ones take is a figure of its own
@@ -74,7 +75,7 @@ type arrivals struct {
 	// Samples are moments, ns of CLOCK_MONOTONIC, and how many bytes had come.
 	Samples [][2]int64 `json:"samples"`
 	First   int64      `json:"first"` // moment when startOfLoad had come; 0: never
-	Gap     int64      `json:"gap"`   // ns of the longest time without a byte, after the first one
+	Longest int64      `json:"gap"`   // ns of the longest time without a byte, between two that came
 	total   int64
 	last    int64
 }
@@ -90,14 +91,17 @@ func (a *arrivals) add(n int) {
 	defer a.mu.Unlock()
 	now := monotonic()
 	if a.last > 0 {
-		a.Gap = max(a.Gap, now-a.last)
+		a.Longest = max(a.Longest, now-a.last)
 	}
 	a.last = now
 	a.total += int64(n)
 	if a.First == 0 && a.total >= startOfLoad {
 		a.First = now
 	}
-	if k := len(a.Samples); k == 0 || now-a.Samples[k-1][0] >= int64(arrivalGrain) {
+	// The last one is always of all that has come.
+	if k := len(a.Samples); k > 1 && now-a.Samples[k-2][0] < int64(arrivalGrain) {
+		a.Samples[k-1] = [2]int64{now, a.total}
+	} else {
 		a.Samples = append(a.Samples, [2]int64{now, a.total})
 	}
 }
@@ -115,6 +119,15 @@ func (a *arrivals) at(moment int64) float64 {
 		before = s
 	}
 	return float64(before[1])
+}
+
+// gap is the longest time without a byte in a load, ns: before the first one and behind the
+// last one too.
+func (a *arrivals) gap(start, end int64) int64 {
+	if len(a.Samples) == 0 {
+		return end - start
+	}
+	return max(a.Longest, a.Samples[0][0]-start, end-a.Samples[len(a.Samples)-1][0])
 }
 
 // rate is the bit/s between two moments.
@@ -366,12 +379,20 @@ func gatewayWorker(args []string) error {
 	if err != nil {
 		return err
 	}
+	out := gateway.Outbound{All: true}
 	g, err := gateway.New(gateway.Config{
-		TUN: tun, MTU: *mtu, Guest4: a, Host4: netip.MustParseAddr("169.254.53.1"),
-		Outbound: gateway.Outbound{All: true}, Kernel: kernel,
+		TUN: tun, MTU: *mtu, Guest4: a, Host4: netip.MustParseAddr("169.254.53.1"), Outbound: out, Kernel: kernel,
 	})
 	if err != nil {
 		return err
+	}
+	// Its filter is asked for each system call, as that of pasta is.
+	missing, err := gateway.Sandbox{Outbound: out}.Enter()
+	if err != nil {
+		return err
+	}
+	if len(missing) > 0 {
+		fmt.Fprintln(os.Stderr, "the gateway is not confined by", missing)
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	done := make(chan error, 1)

@@ -15,6 +15,9 @@ import (
 	"errors"
 	"fmt"
 	"os"
+
+	"sockeye/internal/cli"
+	"sockeye/internal/gateway"
 )
 
 func main() {
@@ -54,6 +57,12 @@ func main() {
 		err = gatewayClient()
 	case gatewayRole:
 		err = gatewayWorker(args)
+	case gatewayDatagramRole:
+		err = gatewayDatagramWorker(args)
+	case isolateCommand:
+		err = isolateAsUser()
+	case gateway.InsideCommand: // of isolate
+		os.Exit(cli.Main(os.Args[1:], cli.Host()))
 	case "receiver":
 		err = receiver(args)
 	case "generator":
