@@ -69,12 +69,16 @@ func (a *Agent) listen() (*server, error) {
 		}
 	}
 	return &server{listener: listener, http: &http.Server{
-		Handler:           a.handler(),
+		Handler:           ownNamespace(a.handler()),
 		ReadHeaderTimeout: 5 * time.Second,
 		ReadTimeout:       30 * time.Second,
 		ErrorLog:          slog.NewLogLogger(a.log.Handler(), slog.LevelWarn),
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
-			return context.WithValue(ctx, peerKey{}, peerOf(c))
+			cred := peerOf(c)
+			if cred == nil || !inOwnNamespace(c, int(cred.Pid)) {
+				ctx = context.WithValue(ctx, strangerKey{}, true)
+			}
+			return context.WithValue(ctx, peerKey{}, cred)
 		},
 	}}, nil
 }
@@ -107,6 +111,56 @@ func peerOf(c net.Conn) *unix.Ucred {
 		return nil
 	}
 	return cred
+}
+
+// strangerKey is of the connections of processes in another user namespace than the agent.
+type strangerKey struct{}
+
+// ownNamespace answers no stranger. A program that is isolated keeps its user, whose the socket
+// may be, or even root's.
+func ownNamespace(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Context().Value(strangerKey{}) == nil {
+			next.ServeHTTP(w, r)
+			return
+		}
+		reply(w, r, func(*http.Request) (any, error) {
+			return nil, &Error{
+				Err:  errors.New("the agent does not answer processes in another user namespace, as isolated programs are"),
+				Hint: "ask from outside", Code: CodeNotPermitted,
+			}
+		})
+	})
+}
+
+// inOwnNamespace tells whether the process that connected is in the agent's user namespace. From
+// Linux 6.5 on it holds the process by what the socket says, so that nobody gets its number
+// meanwhile.
+func inOwnNamespace(c net.Conn, pid int) bool {
+	conn, err := c.(*net.UnixConn).SyscallConn()
+	if err != nil {
+		return false
+	}
+	held := -1
+	err = conn.Control(func(fd uintptr) {
+		pidfd, err := unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PEERPIDFD)
+		if errors.Is(err, unix.ENOPROTOOPT) {
+			pidfd, err = unix.PidfdOpen(pid, 0)
+		}
+		if err == nil {
+			held = pidfd
+		}
+	})
+	if err != nil || held < 0 {
+		return false
+	}
+	defer unix.Close(held)
+	var theirs, ours unix.Stat_t
+	if unix.Stat(fmt.Sprintf("/proc/%d/ns/user", pid), &theirs) != nil || unix.Stat("/proc/self/ns/user", &ours) != nil {
+		return false
+	}
+	own := theirs.Dev == ours.Dev && theirs.Ino == ours.Ino
+	return own && unix.PidfdSendSignal(held, 0, nil, 0) == nil // it lives, so it was the one
 }
 
 func (a *Agent) handler() http.Handler {

@@ -389,3 +389,16 @@ func TestNothingLeft(t *testing.T) {
 		})
 	})
 }
+
+// An isolated program keeps its user, even root: the agent answers it as little as the network does.
+func TestIsolatedAsks(t *testing.T) {
+	h := newHost(t, config.Reuseport)
+	h.setPolicy(2)
+	h.startAgent()
+	for _, args := range [][]string{{"status"}, {"apply"}, {"run", "--service", "telemetry", "--", "true"}} {
+		inside := append([]string{"isolate", "--", os.Getenv(binaryEnv), "--run-dir", h.dir}, args...)
+		h.refuse(agent.CodeNotPermitted, []string{"another user namespace", "hint:"}, inside...)
+	}
+	var s agent.Status
+	h.show(&s, "status")
+}
