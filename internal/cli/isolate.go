@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -73,8 +74,8 @@ func (c *command) isolateCommand() *cobra.Command {
 		Short: "Run a program in a network of its own, joined to the host's sockets",
 		Long: `Isolate runs a program in a user and a network namespace of their own, with one
 interface, sockeye0. This process, outside, is its gateway: what the program
-sends over TCP, UDP and ICMP echo goes through ordinary sockets of the host,
-and what comes to a published port goes inside, with the peer's own address. No
+sends over TCP, UDP and ICMP echo goes through ordinary sockets of the host, and
+what comes to a published port goes inside, with the peer's own address. No
 privilege is needed, and the gateway gives up all that it does not need.
 
 Inbound. -p [ADDRESS:]PORT[-PORT][:PORT[-PORT]][/tcp|/udp] publishes ports of
@@ -85,7 +86,10 @@ inside, all are free to use.
 Outbound. The program may go everywhere by default, except to the host's own
 loopback addresses; an address of the host that the program has too is its own.
 With --allow PREFIX[:PORT[-PORT]][/tcp|/udp|/icmp] it may go only there and to
-the host's name servers; with --no-outbound nowhere, and it only answers.
+the host's name servers; with --no-outbound nowhere, and it only answers. The
+host itself is 169.254.53.1, or fd53:6f63:6b65:7965::1, inside: connections from
+it come from there, and --allow 169.254.53.1:6379 leads to its 127.0.0.1:6379.
+No other rule, and no default, does.
 
 Names. Inside, /etc/resolv.conf names 169.254.53.53 to 169.254.53.55, which
 stand for the host's name servers, over UDP and TCP. With --no-dns,
@@ -93,29 +97,29 @@ stand for the host's name servers, over UDP and TCP. With --no-dns,
 host's, as it is.
 
 The program keeps the working directory, the environment without SOCKEYE_*,
-standard input, output and error, and the terminal, but no other descriptors.
-It has no capability, can gain none (no_new_privs: sudo and ping with file
+standard input, output and error, and the terminal, but no other descriptors. It
+has no capability, can gain none (no_new_privs: sudo and ping with file
 capabilities do not work, ping over datagram sockets does), and cannot change
-its groups; those that it had beyond the first count for files, and show as
-nogroup. It may send signals to nobody outside (from Linux 6.12). Files, and
-sockets that are files, are the host's, and so is the terminal: only the
-network is its own. Connections from the host itself come from 169.254.53.1 or
-fd53:6f63:6b65:7965::1.
+its user or groups; those that it had beyond the first count for files, and show
+as nogroup. It may send signals to nobody outside (from Linux 6.12). Files, and
+sockets that are files, are the host's, and so is the terminal: only the network
+is its own.
 
 Signals that this process gets go to the program, as the terminal's do. Either
-ends with the other, however that ends. Processes that the program leaves
-behind have no network any more.
+ends with the other, however that ends. Processes that the program leaves behind
+have no network any more: it must stay in the foreground. Started by root it is
+root to files: start it as another user.
 
-With --netns or --pid the gateway joins a network namespace that is there,
-until it is interrupted, the path is removed or the process ends. An ordinary
-user may join a namespace of its own if the user namespace maps the user to
-root, as those of unshare -rn and rootless podman do. It needs nsenter, and no
-default route inside.
+With --netns or --pid the gateway joins a network namespace that is there, until
+it is interrupted, the path is removed or the process ends. An ordinary user may
+join a namespace of its own if the user namespace maps the user to root, as
+those of unshare -rn and rootless podman do. It needs nsenter, and no default
+route inside.
 
 The exit code is that of the program, or 128 and the number of the signal that
-ended it. Before the program starts: 1 failed, 2 wrong usage or no such
-program, process or namespace, 3 the kernel cannot, 4 not permitted, 5 a port
-is in use, or the namespace has an interface sockeye0 or a default route.`,
+ended it. Before the program starts: 1 failed, 2 wrong usage or no such program,
+process or namespace, 3 the kernel cannot, 4 not permitted, 5 a port is in use,
+or the namespace has an interface sockeye0 or a default route.`,
 		Example: `  sockeye isolate -- curl https://example.net/
   sockeye isolate -p 8080:80 -- python3 -m http.server 80
   sockeye isolate --no-outbound -p 1790 -p 127.0.0.1:4739/udp -- nfacctd -f nfacctd.conf
@@ -141,7 +145,7 @@ func (i *isolation) flags(cmd *cobra.Command) {
 	cmd.Flags().StringArrayVar(&i.allow, "allow", nil, "where the program may go, as in 10.0.0.0/8:9092/tcp; may be repeated")
 	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name server inside")
 	cmd.Flags().IntVar(&i.mtu, "mtu", mostMTU, "of the interface inside, in bytes")
-	cmd.Flags().BoolVar(&i.verbose, "verbose", false, "tell what the gateway does, on standard error")
+	cmd.Flags().BoolVar(&i.verbose, "verbose", false, "tell where the program may not go and what was counted, on standard error")
 }
 
 func (c *command) insideCommand() *cobra.Command {
@@ -206,8 +210,12 @@ func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error
 		return out, "", agent.Usage(errors.New("--no-outbound and --allow do not go together"), "with --allow the program may go nowhere else")
 	}
 	out.All = !i.noOutbound && len(i.allow) == 0
+	out.Host = []netip.Addr{host4, host6}
 	for _, text := range i.allow {
 		r, err := gateway.ParseRule(text)
+		if errors.Is(err, gateway.ErrNeverOutside) {
+			return out, "", agent.Usage(fmt.Errorf("--allow %w", err), hostHint)
+		}
 		if err != nil {
 			return out, "", agent.Usage(fmt.Errorf("--allow %w", err), "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443")
 		}
@@ -223,6 +231,9 @@ func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error
 	out.DNS, resolver = gateway.NameServers(string(conf), nameServers)
 	return out, resolver, nil
 }
+
+// hostHint is for who names an address that the program has itself, inside.
+var hostHint = fmt.Sprintf("the loopback addresses of the host are %v and %v inside", host4, host6)
 
 // existing opens the namespace that is to be joined, nil for none.
 func (i *isolation) existing() (n *gateway.Namespace, err error) {
@@ -302,12 +313,13 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 	}
 	got := make(chan os.Signal, 8)
 	if guest.Existing == nil {
-		// From here on they are the program's.
-		signal.Notify(got, unix.SIGINT, unix.SIGQUIT, unix.SIGTERM, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2)
+		// From here on they are the program's; what nohup(1) has ignored, it ignores.
+		for _, s := range gateway.PassedSignals {
+			if !signal.Ignored(s) {
+				signal.Notify(got, s)
+			}
+		}
 		defer signal.Stop(got)
-	}
-	if err := ctx.Err(); err != nil {
-		return err
 	}
 	log := slog.New(slog.DiscardHandler)
 	switch {
@@ -317,6 +329,9 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 		// A service's slot is more than the program's own affair.
 		log = slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	}
+	if guest.Existing == nil && os.Geteuid() == 0 {
+		log.Warn("the program is root to files: start it as another user")
+	}
 	a4, a6 := gateway.HostAddresses()
 	if !a4.IsValid() {
 		a4 = fallback4
@@ -324,10 +339,15 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 	if !a6.IsValid() {
 		a6 = fallback6
 	}
+	for n, r := range out.Rules {
+		if a := r.Prefix.Addr(); r.Prefix.IsSingleIP() && (a == a4 || a == a6) {
+			return agent.Usage(fmt.Errorf("--allow %q: the program has that address itself, as the host has", i.allow[n]), hostHint)
+		}
+	}
 	guest.Interface = gateway.Interface{Name: interfaceName, MTU: i.mtu, Addresses: []netip.Addr{a4, a6}}
 	forwards, err := listen()
 	if err != nil {
-		return listenError(err)
+		return listenError(err, guest.Watched)
 	}
 	p, err := guest.Prepare([]string{"/proc/self/exe", gateway.InsideCommand})
 	if err != nil {
@@ -336,10 +356,14 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 	for _, w := range p.Warnings {
 		log.Warn(w)
 	}
+	linger := lingerTime
+	if guest.Existing != nil {
+		linger = 0 // its programs go on, and their connections
+	}
 	g, err := gateway.New(gateway.Config{
 		TUN: p.TUN, MTU: i.mtu, Guest4: a4, Guest6: a6, Host4: host4, Host6: host6,
 		Forwards: forwards, Diag: p.Diag, Outbound: out, Kernel: p.Kernel, Log: log,
-		Linger: lingerTime,
+		Linger: linger,
 	})
 	if err != nil {
 		p.Kill()
@@ -359,10 +383,16 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 	for _, name := range missing {
 		log.Warn("the gateway is not confined by all means", "missing", name)
 	}
+	defer g.LogCounts(log, "ended")
 	log.Info("joined", "interface", interfaceName, "ipv4", a4, "ipv6", a6, "ports", len(forwards))
 	if guest.Existing != nil {
 		fmt.Fprintf(c.Out, "joined by %s; interrupt it to end\n", interfaceName)
 		return serve(ctx, g, guest.Existing.Ended)
+	}
+	if ctx.Err() != nil && len(got) == 0 {
+		// By a signal from before they were the program's.
+		p.Kill()
+		return errors.New("interrupted before the program started")
 	}
 	return serve(context.WithoutCancel(ctx), g, func(running context.Context) error {
 		return runProgram(running, p, got, terminal)
@@ -389,25 +419,32 @@ func serve(ctx context.Context, g *gateway.Gateway, work func(context.Context) e
 
 // runProgram starts the program that was prepared, and stands for it until it ends.
 func runProgram(ctx context.Context, p *gateway.Prepared, got <-chan os.Signal, terminal terminal) error {
+	if err := p.Go(); err != nil {
+		p.Kill()
+		return err
+	}
+	early := len(got)
 	pass := make(chan os.Signal, 8)
 	go func() {
 		for s := range got {
-			// What a key makes, the terminal has sent to the program too.
-			if (s == unix.SIGINT || s == unix.SIGQUIT) && terminal.foreground() {
+			// What a key makes, the terminal has sent to the program too, if that was there.
+			key := s == unix.SIGINT || s == unix.SIGQUIT
+			if early--; early < 0 && key && terminal.foreground() {
 				continue
 			}
 			pass <- s
 		}
 	}()
-	if err := p.Go(); err != nil {
-		p.Kill()
-		return err
-	}
 	code, err := p.Wait(ctx, pass)
 	if err == nil && code != 0 {
-		return &silent{&agent.Error{Err: errors.New("the program failed"), Code: code}}
+		return exitCode(code)
 	}
 	return err
+}
+
+// exitCode is the end of the program, which needs no words.
+func exitCode(code int) error {
+	return &silent{&agent.Error{Err: errors.New("the program failed"), Code: code}}
 }
 
 // terminal is the terminal that controls this process.
@@ -433,23 +470,30 @@ func (t terminal) foreground() bool {
 	return err == nil && group == t.group
 }
 
-// listenError says what to do about a port of the host that could not be had.
-func listenError(err error) error {
+// listenError says what to do about a port of the host that could not be had, of a member's
+// service or published.
+func listenError(err error, member bool) error {
 	failed, ok := errors.AsType[*gateway.ListenError](err)
 	if !ok {
 		return err
 	}
 	port := int(failed.At.Port())
+	another := fmt.Sprintf("publish another port of the host, as in -p %d:%d", freePort(port), port)
 	switch {
 	case errors.Is(err, unix.EADDRINUSE):
-		return &agent.Error{Err: err, Hint: "publish another port of the host, as in -p " + fmt.Sprintf("%d:%d", freePort(port), port), Code: agent.CodeConflict}
-	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
-		first, ok := readSysctl("net/ipv4/ip_unprivileged_port_start")
-		hint := fmt.Sprintf("publish another port of the host, as in -p %d:%d", freePort(port), port)
-		if ok && port < first {
-			hint = fmt.Sprintf("ports below %d are for root (sysctl net.ipv4.ip_unprivileged_port_start); ", first) + hint
+		if member {
+			another = "the members of a service are of one user, and no other program may have the port"
 		}
-		return &agent.Error{Err: err, Hint: hint, Code: agent.CodeNotPermitted}
+		return &agent.Error{Err: err, Hint: another, Code: agent.CodeConflict}
+	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
+		var hints []string
+		if first, ok := readSysctl("net/ipv4/ip_unprivileged_port_start"); ok && port < first {
+			hints = append(hints, fmt.Sprintf("ports below %d are for root (sysctl net.ipv4.ip_unprivileged_port_start)", first))
+		}
+		if !member {
+			hints = append(hints, another)
+		}
+		return &agent.Error{Err: err, Hint: strings.Join(hints, "; "), Code: agent.CodeNotPermitted}
 	case errors.Is(err, unix.EADDRNOTAVAIL):
 		return agent.Usage(err, "the host has no such address")
 	case errors.Is(err, unix.EAFNOSUPPORT):
@@ -485,6 +529,9 @@ func readSysctl(name string) (int, bool) {
 // guestError says what to do about a guest that could not be made. If it exists already,
 // it is its own kernel that refuses.
 func guestError(err error, exists bool) error {
+	if ended, ok := errors.AsType[*gateway.EndedError](err); ok && slices.Contains(gateway.PassedSignals, os.Signal(ended.Signal)) {
+		return exitCode(128 + int(ended.Signal)) // by a key of the terminal
+	}
 	failed, ok := errors.AsType[*gateway.StepError](err)
 	if !ok {
 		return tooManyFiles(err)
@@ -515,6 +562,8 @@ func guestError(err error, exists bool) error {
 		case errors.Is(err, unix.EBUSY), errors.Is(err, fs.ErrExist):
 			hint, code = "it must have no interface "+interfaceName+", as another gateway makes, and no default route", agent.CodeConflict
 		}
+	case gateway.StepResolver:
+		hint = "--no-dns leaves it as it is"
 	case gateway.StepJoin:
 		hint, code = "you must be root in the namespace's user namespace", agent.CodeNotPermitted
 		if errors.Is(err, exec.ErrNotFound) {

@@ -67,6 +67,22 @@ func inside(what string, args []string) error {
 		fmt.Println("ready", os.Getpid())
 		_, err := io.Copy(io.Discard, os.Stdin)
 		return err
+	case "ping": // an IPv4 address
+		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, unix.IPPROTO_ICMP)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		to := unix.SockaddrInet4{Addr: netip.MustParseAddr(args[0]).As4()}
+		timeout := unix.Timeval{Sec: 5}
+		if err := errors.Join(unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &timeout), unix.Connect(fd, &to)); err != nil {
+			return err
+		}
+		if err := unix.Send(fd, []byte{8, 0, 0, 0, 0, 0, 0, 1}, 0); err != nil {
+			return err
+		}
+		_, err = unix.Read(fd, make([]byte, 64))
+		return err
 	case "lookup": // a name
 		list, err := net.DefaultResolver.LookupHost(context.Background(), args[0])
 		fmt.Println(list)
@@ -384,9 +400,17 @@ func TestIsolateLeavesNothing(t *testing.T) {
 		{"end of the program", func(g *guestOf) { g.In.Close() }, 0},
 		{"kill -9 of the program", func(g *guestOf) { _ = unix.Kill(g.Inside, unix.SIGKILL) }, 137},
 		{"kill -9 of the gateway", func(g *guestOf) { _ = g.Process.Kill() }, -1},
+		{"SIGTERM", func(g *guestOf) { _ = g.Process.Signal(unix.SIGTERM) }, 143},
+		{"Ctrl-C", func(g *guestOf) { _ = unix.Kill(-g.Process.Pid, unix.SIGINT) }, 130},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			g := started(t, ordinary(t, "", "isolate", "-p", "127.0.0.1:7080:80", "--", itself, "inside", "serve", "tcp", "80"))
+			cmd := ordinary(t, "", "isolate", "-p", "127.0.0.1:7080:80", "--", itself, "inside", "serve", "tcp", "80")
+			cmd.SysProcAttr.Setpgid = true
+			g := started(t, cmd)
+			network, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/net", g.Inside))
+			if err != nil {
+				t.Fatal(err)
+			}
 			if answer := hello(t, "tcp", "127.0.0.1:7080"); answer != host4.String() {
 				t.Errorf("inside, the host is %q", answer)
 			}
@@ -395,6 +419,9 @@ func TestIsolateLeavesNothing(t *testing.T) {
 				t.Errorf("code %d, want %d\n%s", code, test.code, g.Err)
 			}
 			gone(t, g.Inside)
+			if who := holders(network); len(who) > 0 {
+				t.Errorf("its network is held by %q", who)
+			}
 			if now := processes(); !slices.Equal(now, had) {
 				t.Errorf("processes %v, before %v", now, had)
 			}
@@ -408,6 +435,19 @@ func TestIsolateLeavesNothing(t *testing.T) {
 			c.Close()
 		})
 	}
+}
+
+// holders are processes and descriptors that are in a namespace, or open on it.
+func holders(namespace string) (list []string) {
+	for _, pattern := range []string{"/proc/[0-9]*/ns/net", "/proc/[0-9]*/fd/*"} {
+		paths, _ := filepath.Glob(pattern)
+		for _, path := range paths {
+			if to, err := os.Readlink(path); err == nil && to == namespace {
+				list = append(list, path)
+			}
+		}
+	}
+	return list
 }
 
 // hello says something to a server and returns the line of its answer.
@@ -489,6 +529,10 @@ func TestIsolateOutbound(t *testing.T) {
 		{"", "[2001:db8::10]:7100", true},
 		{"", "169.254.53.53:7102", false},
 		{"--no-outbound", "192.0.2.10:7100", false},
+		{"--allow=169.254.53.1:7102", "169.254.53.1:7102", true},
+		{"--allow=169.254.53.1:7102", "169.254.53.1:7103", false},
+		{"--allow=169.254.53.0/24:7102", "169.254.53.1:7102", false},
+		{"", "169.254.53.1:7102", false},
 		{"--allow=192.0.2.0/24:7100/tcp", "192.0.2.10:7100", true},
 		{"--allow=192.0.2.0/24:7100/tcp", "192.0.2.10:7101", false},
 		{"--allow=192.0.2.0/24:7100/udp", "192.0.2.10:7100", false},
@@ -503,6 +547,44 @@ func TestIsolateOutbound(t *testing.T) {
 		out, stderr, code := resultOf(t, ordinary(t, "", append(args, "--", itself, "inside", "dial", "tcp", test.to)...))
 		if ok := out == "welcome\n" && code == 0; ok != test.ok {
 			t.Errorf("%s %s: %q, code %d\n%s", test.flags, test.to, out, code, stderr)
+		}
+	}
+}
+
+// Who asks is told where the program may not go.
+func TestIsolateVerbose(t *testing.T) {
+	addAddresses(t)
+	for _, to := range []string{"192.0.2.10:7109", "[2001:db8::10]:7109"} {
+		_, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--verbose", "--allow", "192.0.2.0/24:80", "--", itself, "inside", "dial", "tcp", to))
+		for _, want := range []string{`msg="the program may not go there" protocol=tcp to=` + to + "\n", "msg=ended not_allowed=1\n"} {
+			if code != 1 || !strings.Contains(stderr, want) {
+				t.Errorf("code %d, no %q\n%s", code, want, stderr)
+			}
+		}
+	}
+}
+
+// A host that forbids echo requests to its users says so to who asks.
+func TestIsolatePingForbidden(t *testing.T) {
+	addAddresses(t)
+	const groups = "/proc/sys/net/ipv4/ping_group_range"
+	old, err := os.ReadFile(groups)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.WriteFile(groups, old, 0); err != nil {
+			t.Error(err)
+		}
+	})
+	for allowed, want := range map[string]int{"0 65535": 0, "1 0": 1} {
+		if err := os.WriteFile(groups, []byte(allowed), 0); err != nil {
+			t.Fatal(err)
+		}
+		out, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--verbose", "--", itself, "inside", "ping", own4.String()))
+		said := strings.Contains(stderr, `msg="the host sends no echo for this user: see sysctl net.ipv4.ping_group_range"`)
+		if code != want || said != (want != 0) {
+			t.Errorf("%s: %q, code %d, want %d\n%s", allowed, out, code, want, stderr)
 		}
 	}
 }
@@ -645,6 +727,72 @@ func TestIsolateSignals(t *testing.T) {
 	}
 }
 
+// A signal that comes while the program is being prepared is not lost, whether the gateway
+// gets it alone or, as by a key, with the process inside.
+func TestIsolateEarlySignals(t *testing.T) {
+	addAddresses(t)
+	for range 5 {
+		for s, code := range map[unix.Signal]int{unix.SIGTERM: 143, -unix.SIGINT: 130} {
+			cmd := ordinary(t, "", "isolate", "--", "sleep", "60")
+			var said bytes.Buffer
+			cmd.Stderr = &said
+			cmd.SysProcAttr.Setpgid = true
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			waitInside(t, cmd.Process.Pid)
+			to := cmd.Process.Pid
+			if s < 0 {
+				to, s = -to, -s
+			}
+			if err := unix.Kill(to, s); err != nil {
+				t.Fatal(err)
+			}
+			_ = cmd.Wait()
+			if got := cmd.ProcessState.ExitCode(); got != code || said.Len() > 0 {
+				t.Errorf("%v: code %d, want %d\n%s", s, got, code, &said)
+			}
+		}
+	}
+}
+
+// waitInside waits until a process has a child that prepares a guest.
+func waitInside(t *testing.T, pid int) {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); {
+		lists, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
+		for _, list := range lists {
+			children, _ := os.ReadFile(list)
+			for _, child := range strings.Fields(string(children)) {
+				line, _ := os.ReadFile("/proc/" + child + "/cmdline")
+				// On a busy machine it may have become the program already.
+				if bytes.Contains(line, []byte(gateway.InsideCommand)) || bytes.HasPrefix(line, []byte("sleep")) {
+					return
+				}
+			}
+		}
+	}
+	t.Fatal("it prepares no guest")
+}
+
+// What nohup has a process ignore, the program ignores.
+func TestIsolateIgnoredSignals(t *testing.T) {
+	addAddresses(t)
+	g := started(t, ordinary(t, "trap '' HUP", "isolate", "--", "sh", "-c", "echo ready $$; read line; echo got $line"))
+	for _, pid := range []int{g.Process.Pid, g.Inside} {
+		if err := unix.Kill(pid, unix.SIGHUP); err != nil {
+			t.Fatal(err)
+		}
+	}
+	fmt.Fprintln(g.In, "a line")
+	if got := g.line(t); got != "got a line" {
+		t.Error(got)
+	}
+	if code := g.end(t); code != 0 {
+		t.Errorf("code %d\n%s", code, g.Err)
+	}
+}
+
 // On a terminal, the program is in the foreground: a key reaches it once, and what it
 // reads is what was typed.
 func TestIsolateTerminal(t *testing.T) {
@@ -743,6 +891,8 @@ func TestIsolateRefusals(t *testing.T) {
 		{"-p 80/sctp -- true", "", 2, `--publish "80/sctp": the protocol is tcp or udp`, "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp"},
 		{"-p 7000-7005 -p 7005:80 -- true", "", 2, "--publish 7000-7005:7000-7005/tcp and 7005:80/tcp overlap", "a port of the host leads to one port inside"},
 		{"--allow nowhere -- true", "", 2, `--allow "nowhere": "nowhere" is no prefix`, "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443"},
+		{"--allow 127.0.0.1:6379 -- true", "", 2, `--allow "127.0.0.1:6379": leads to nowhere outside`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
+		{"--allow 169.254.53.2:80 -- true", "", 2, `--allow "169.254.53.2:80": the program has that address itself, as the host has`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
 		{"--allow 10.0.0.0/8 --no-outbound -- true", "", 2, "--no-outbound and --allow do not go together", "with --allow the program may go nowhere else"},
 		{"--mtu 1000 -- true", "", 2, "--mtu is 1000", "1280 to 65520 bytes"},
 		{"--mtu 65521 -- true", "", 2, "--mtu is 65521", "1280 to 65520 bytes"},
@@ -809,6 +959,30 @@ func TestIsolateWithoutUserNamespaces(t *testing.T) {
 	}
 }
 
+// Who cannot have a file mounted over can do without.
+func TestIsolateResolverError(t *testing.T) {
+	err := guestError(&gateway.StepError{Step: gateway.StepResolver, Err: unix.EACCES}, false)
+	if agent.Code(err) != 1 || agent.Hint(err) != "--no-dns leaves it as it is" {
+		t.Errorf("code %d, hint %q", agent.Code(err), agent.Hint(err))
+	}
+}
+
+// Of a member's ports others are said: it publishes none.
+func TestMemberListenError(t *testing.T) {
+	for errno, want := range map[error]struct {
+		code int
+		hint string
+	}{
+		unix.EADDRINUSE: {5, "the members of a service are of one user, and no other program may have the port"},
+		unix.EACCES:     {4, "ports below 1024 are for root (sysctl net.ipv4.ip_unprivileged_port_start)"},
+	} {
+		err := listenError(&gateway.ListenError{At: netip.MustParseAddrPort("[::]:179"), Protocol: unix.IPPROTO_TCP, Err: errno}, true)
+		if agent.Code(err) != want.code || agent.Hint(err) != want.hint {
+			t.Errorf("%v: code %d, hint %q", errno, agent.Code(err), agent.Hint(err))
+		}
+	}
+}
+
 // A process that may open few files has all that it may have at most.
 func TestIsolateFewFiles(t *testing.T) {
 	addAddresses(t)
@@ -825,20 +999,35 @@ func TestIsolateAsRoot(t *testing.T) {
 	if got := hello(t, "tcp", "192.0.2.10:81"); got != "192.0.2.10" {
 		t.Errorf("inside it is %q", got)
 	}
-	for _, pid := range []int{g.Process.Pid, g.Inside} {
-		status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, want := range []string{"CapPrm:\t0000000000000000", "CapEff:\t0000000000000000", "NoNewPrivs:\t1"} {
-			if !bytes.Contains(status, []byte(want)) {
-				t.Errorf("process %d has no %q:\n%s", pid, want, status)
-			}
-		}
-	}
+	withoutRights(t, g.Process.Pid, "Seccomp:\t2")
+	withoutRights(t, g.Inside)
 	g.In.Close()
 	if code := g.end(t); code != 0 {
 		t.Errorf("code %d\n%s", code, g.Err)
+	}
+}
+
+// withoutRights looks at all threads of a process: none has a capability, or can have one.
+func withoutRights(t *testing.T, pid int, also ...string) {
+	t.Helper()
+	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/status", pid))
+	if err != nil || len(files) == 0 {
+		t.Fatalf("process %d has no threads: %v", pid, err)
+	}
+	for _, file := range files {
+		status, err := os.ReadFile(file)
+		if errors.Is(err, unix.ESRCH) || errors.Is(err, os.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		const none = ":\t0000000000000000"
+		for _, want := range append([]string{"CapInh" + none, "CapPrm" + none, "CapEff" + none, "CapAmb" + none, "NoNewPrivs:\t1"}, also...) {
+			if !bytes.Contains(status, []byte(want)) {
+				t.Errorf("%s has no %q:\n%s", file, want, status)
+			}
+		}
 	}
 }
 
@@ -948,11 +1137,17 @@ func TestIsolateNetns(t *testing.T) {
 	if want := "sockeye: make interface sockeye0: device or resource busy\nhint: it must have no interface sockeye0, as another gateway makes, and no default route\n"; stderr != want || code != 5 {
 		t.Errorf("a second gateway: code %d\n%s", code, stderr)
 	}
+	c, err := net.Dial("tcp", "192.0.2.10:7301")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	interrupted := time.Now()
 	if err := g.Process.Signal(unix.SIGINT); err != nil {
 		t.Fatal(err)
 	}
-	if code := g.end(t); code != 0 {
-		t.Errorf("interrupted: code %d\n%s", code, g.Err)
+	if code := g.end(t); code != 0 || time.Since(interrupted) > 2*time.Second {
+		t.Errorf("interrupted: code %d after %v\n%s", code, time.Since(interrupted), g.Err)
 	}
 	if got := in("cat", "/proc/net/dev"); strings.Contains(got, "sockeye0") {
 		t.Errorf("the interface is left:\n%s", got)
@@ -1004,11 +1199,24 @@ func TestIsolatePID(t *testing.T) {
 		t.Fatal(err)
 	}
 	pid := strconv.Itoa(sleeper.Process.Pid)
+	devices := func() string {
+		dev, err := os.ReadFile("/proc/" + pid + "/net/dev")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(dev)
+	}
+	killed := attached(t, ordinary(t, "", "isolate", "--pid", pid))
+	withoutRights(t, killed.Process.Pid, "Seccomp:\t2")
+	_ = killed.Process.Kill()
+	killed.end(t)
+	if dev := devices(); strings.Contains(dev, "sockeye0") {
+		t.Errorf("kill -9 leaves\n%s", dev)
+	}
 	for _, flags := range [][]string{{"--pid", pid}, {"--netns", "/proc/" + pid + "/ns/net"}} {
 		g := attached(t, ordinary(t, "", append([]string{"isolate"}, flags...)...))
-		dev, err := os.ReadFile("/proc/" + pid + "/net/dev")
-		if err != nil || !bytes.Contains(dev, []byte("sockeye0")) {
-			t.Errorf("%v\n%s", err, dev)
+		if dev := devices(); !strings.Contains(dev, "sockeye0") {
+			t.Errorf("%v\n%s", flags, dev)
 		}
 		if flags[0] == "--pid" {
 			if err := g.Process.Signal(unix.SIGTERM); err != nil {

@@ -3,6 +3,7 @@
 package cli
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -175,6 +176,9 @@ processes that have them. Of each connection it shows, in bytes:
   SAFE      the room that can be promised to a writer, without a partial send
   EXACT     what one large write takes now
 
+and beside its addresses what it has received and nobody has read, in bytes, how
+many packets were retransmitted, and its state, if that is not established.
+
 A connection is limited by the application, which has no more to send; by the
 peer's receive window; by congestion control; or by its send buffer, and then a
 hint says what would help. Transmit is what waits for pacing, for more data, or
@@ -185,7 +189,8 @@ is what the kernel accounted for between two looks, with its share of that time.
   sockeye sockets --limit-by send_buffer --sort rtt -n 10
   sockeye sockets --remote 192.0.2.0/24:1790 --processes
   sockeye sockets --cgroup telemetry.slice --watch
-  sockeye sockets --netns /run/netns/blue --all -o json`,
+  sockeye sockets --netns /run/netns/blue --all -o json
+  nsenter -U -n --preserve-credentials -t PID sockeye sockets   # of one's own isolated program`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			given := cmd.Flags().Changed
 			var err error
@@ -259,6 +264,9 @@ func unknownWord(what, word string, known []string) error {
 	return agent.Usage(fmt.Errorf("there is no %s %q", what, word), hint)
 }
 
+// shortStates are what ss(8) prints, where it is not what it reads.
+var shortStates = map[string]string{"estab": "established", "listen": "listening", "unconn": "closed"}
+
 func readStates(names []string, all bool) (sockdiag.States, error) {
 	if len(names) == 0 {
 		if all {
@@ -271,7 +279,8 @@ func readStates(names []string, all bool) (sockdiag.States, error) {
 	}
 	var states sockdiag.States
 	for _, name := range names {
-		state := sockdiag.StateOf(name)
+		lower := strings.ToLower(name)
+		state := sockdiag.StateOf(cmp.Or(shortStates[lower], lower))
 		if state == 0 {
 			return 0, unknownWord("state", name, sockdiag.StateNames())
 		}

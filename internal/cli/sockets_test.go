@@ -45,6 +45,7 @@ func shownSockets() *socketsShown {
 	held.Advice = &sockdiag.Advice{Cause: sockdiag.WriteMemory, Detail: "the buffer is as large as net.ipv4.tcp_wmem lets it become, 4194304 bytes, at most 118 Mbit/s with an RTT of 285ms",
 		Hint: "sysctl -w net.ipv4.tcp_wmem='4096 16384 8388608' allows twice of that"}
 	long := one("[2001:db8:1234:5678:9abc:def0:1234:5678]:40000", "[2001:db8:aaaa:bbbb:cccc:dddd:eeee:ffff]:50000", sockdiag.ReceiveWindow, 67108864, 67000000, 66000000)
+	long.State, long.Unread, long.Path.Retransmitted = "close-wait", ptr(uint32(6291456)), 12
 	long.Buffer, long.Room, long.Share = ptr(67108864), &socketRoom{12345678, 12345678}, ptr(1.0)
 	long.Cgroup = "/" + strings.Repeat("deep.slice/", 20) + "last.service"
 	idle := one("192.0.2.1:1790", "198.51.100.8:40000", sockdiag.Application, 0, 0, 0)
@@ -237,6 +238,8 @@ func TestSockets(t *testing.T) {
 		{"--port 21790 --limit-by receive_window", []string{mine}},
 		{"--port 21790 --limit-by application,send_buffer", []string{other}},
 		{"--port 21790 --state time-wait", nil},
+		{"--port 21790 --state LISTEN", []string{"listening 127.0.0.1:21790 "}},
+		{"--port 21790 --state ESTAB", []string{mine, other}},
 		{"--port 21790 --cgroup " + testenv.CgroupPath(), []string{mine, other}},
 		{"--port 21790 --cgroup " + testenv.Cgroup(), []string{mine, other}},
 		{"--port 21790 -n 1", []string{mine}},
@@ -264,8 +267,12 @@ func TestSockets(t *testing.T) {
 		t.Errorf("%+v", s)
 	}
 	text := h.sockeye("sockets", "--remote", ":21790")
-	if text.code != 0 || !strings.Contains(text.out, from4+" -> 127.0.0.1:21790 "+testenv.CgroupPath()+"\n  receive window") {
+	if text.code != 0 || !strings.Contains(text.out, from4+" -> 127.0.0.1:21790 ") || !strings.Contains(text.out, testenv.CgroupPath()+"\n  receive window") {
 		t.Errorf("%+v", text)
+	}
+	text = h.sockeye("sockets", "--local", ":21790")
+	if unread := *must[socketsShown](h, "sockets", "--local", ":21790").Sockets[0].Unread; unread == 0 || !strings.Contains(text.out, fmt.Sprintf("%s %d unread", from4, unread)) {
+		t.Errorf("%d unread: %s", unread, text.out)
 	}
 	for _, name := range sortNames() {
 		if r := h.sockeye("sockets", "--sort", name); r.code != 0 {

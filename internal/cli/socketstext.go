@@ -114,11 +114,20 @@ func socketsText(t *text, shown *socketsShown) {
 	t.table(alignment, rows)
 }
 
-// names says which socket it is, in as few lines as fit.
+// names says which socket it is, and what is unusual of it, in as few lines as fit.
 func (s *socketShown) names() []string {
 	words := []string{s.Local}
 	if s.Remote != "" {
 		words = append(words, "-> "+s.Remote)
+	}
+	if s.State != sockdiag.Established.String() && s.LimitedBy != "" {
+		words = append(words, s.State)
+	}
+	if s.Unread != nil && *s.Unread > 0 {
+		words = append(words, fmt.Sprintf("%d unread", *s.Unread))
+	}
+	if s.Path != nil && s.Path.Retransmitted > 0 {
+		words = append(words, fmt.Sprintf("%d retransmitted", s.Path.Retransmitted))
 	}
 	if s.Cgroup != "" {
 		words = append(words, shorten(s.Cgroup, bigtcpWidth-2))

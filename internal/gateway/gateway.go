@@ -92,6 +92,7 @@ type Gateway struct {
 	ready     []*conn  // that have more to send than fit into their turn
 	turned    []*conn  // those of the turn before
 	packets   []byte   // of the guest, that were read in this turn
+	train     train    // of datagrams of these to send
 	holding   []*conn  // that have payload of these to send
 	batches   []*batch // not in use
 	buffer    []byte   // for what is sent to the guest
@@ -469,6 +470,7 @@ func (t *tun) event(uint32) {
 		g.input(free[vnetHeader:n])
 		free = free[n:]
 	}
+	g.train.send()
 	for _, c := range g.holding {
 		c.push()
 	}

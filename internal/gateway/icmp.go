@@ -3,8 +3,10 @@
 package gateway
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
+	"log/slog"
 	"net/netip"
 	"syscall"
 	"time"
@@ -70,6 +72,9 @@ const (
 // unreachable tells the guest that a packet of its leads nowhere, as the router would.
 func (g *Gateway) unreachable(s *segment, why failure) {
 	from, to := s.to.Addr(), s.from.Addr()
+	if why == prohibited && g.log.Enabled(context.Background(), slog.LevelInfo) && !g.config.Outbound.Allowed(s.protocol, s.to) {
+		g.log.Info("the program may not go there", "protocol", protocolName(s.protocol), "to", s.to)
+	}
 	f := failures[why]
 	kind, code := f.type6, f.code6
 	if to.Is4() {
@@ -265,7 +270,10 @@ func (g *Gateway) icmp(s *segment) {
 
 func (g *Gateway) newEcho(f flow, s *segment) *echo {
 	fd, err := unix.Socket(domain(f.remote.Addr()), unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, int(s.protocol))
-	if err != nil { // EACCES by net.ipv4.ping_group_range
+	if err != nil {
+		if errors.Is(err, unix.EACCES) {
+			g.log.Info("the host sends no echo for this user: see sysctl net.ipv4.ping_group_range")
+		}
 		g.count(Refused)
 		g.refuseDatagram(s, err)
 		return nil

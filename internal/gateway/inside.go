@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"os/signal"
 	"runtime"
 	"strconv"
 	"strings"
@@ -55,6 +56,7 @@ const InsideCommand = "isolate-inside"
 // start is told to the gateway, not returned.
 func Inside() error {
 	runtime.LockOSThread()
+	holdSignals()
 	socket := os.NewFile(InsideFD, "gateway")
 	unix.CloseOnExec(InsideFD)
 	var s Setup
@@ -72,13 +74,10 @@ func Inside() error {
 		}
 	} else {
 		fds := []int{tun}
-		if s.Watched {
-			diag, err := openDiag()
-			if err != nil {
-				reply.Error = err.Error()
-			} else {
-				fds = append(fds, diag)
-			}
+		if diag, err := openDiag(s.Watched); err == nil {
+			fds = append(fds, diag)
+		} else if s.Watched {
+			reply.Error = err.Error()
 		}
 		rights = unix.UnixRights(fds...)
 		// Here, as lo is up here for certain.
@@ -118,6 +117,19 @@ func Inside() error {
 	err = unix.Exec(s.Program, s.Args, s.Env)
 	return fmt.Errorf("start %s: %w", s.Program, err)
 }
+
+// holdSignals has signals do nothing to this process: the gateway sends them to the program
+// when that has started. Those that are ignored from the start, as by nohup(1), stay so.
+func holdSignals() {
+	for _, s := range PassedSignals {
+		if !signal.Ignored(s) {
+			signal.Notify(make(chan os.Signal, 1), s)
+		}
+	}
+}
+
+// PassedSignals are those that the gateway passes on to the program.
+var PassedSignals = []os.Signal{unix.SIGINT, unix.SIGQUIT, unix.SIGTERM, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2}
 
 // closeOthers has the program inherit no descriptor but the standard ones: one may be a
 // socket of the host's network.

@@ -36,7 +36,7 @@ var insideCaps = []uintptr{unix.CAP_NET_ADMIN, unix.CAP_SYS_ADMIN}
 // Prepared is a guest that waits for its gateway.
 type Prepared struct {
 	TUN    int
-	Diag   int // of a guest that is Watched, for Config.Diag; else 0
+	Diag   int // for Config.Diag; 0 if there is none
 	Kernel room.Kernel
 	// Warnings are what the program may miss, one line each.
 	Warnings []string
@@ -70,6 +70,13 @@ type StepError struct {
 
 func (e *StepError) Error() string { return e.Err.Error() }
 func (e *StepError) Unwrap() error { return e.Err }
+
+// EndedError is the end of the process inside by a signal, before the program has started.
+type EndedError struct{ Signal unix.Signal }
+
+func (e *EndedError) Error() string {
+	return fmt.Sprintf("prepare the guest: its process ended: %v", e.Signal)
+}
 
 // Prepare makes the guest's namespaces and its interface, or fails with a StepError, most
 // often. The command runs Inside in a process of its own, which dies with this one.
@@ -113,7 +120,10 @@ func (g *Guest) Prepare(command []string) (p *Prepared, err error) {
 	theirs.Close()
 	if err := p.prepare(&g.Setup); err != nil {
 		p.Kill()
-		_, _ = p.Wait(context.Background(), nil)
+		code, _ := p.Wait(context.Background(), nil)
+		if s := unix.Signal(code - 128); s > 0 && s != unix.SIGKILL {
+			return nil, &EndedError{s}
+		}
 		if text := lastLine(said.String()); text != "" {
 			err = &StepError{StepJoin, fmt.Errorf("join the namespace: %s", text)}
 		}
@@ -178,13 +188,9 @@ func (p *Prepared) prepare(s *Setup) error {
 	if err != nil {
 		return fmt.Errorf("wait for the guest: %w", err)
 	}
-	var fds []int // of the TUN, and of sock_diag if that was asked for
+	var fds []int // of the TUN, and of sock_diag
 	if messages, err := unix.ParseSocketControlMessage(rights[:oobn]); err == nil && len(messages) == 1 {
 		fds, _ = unix.ParseUnixRights(&messages[0])
-	}
-	wanted := 1
-	if s.Watched {
-		wanted = 2
 	}
 	var reply setupReply
 	err = json.Unmarshal(answer[:n], &reply)
@@ -195,7 +201,7 @@ func (p *Prepared) prepare(s *Setup) error {
 		err = fmt.Errorf("prepare the guest: %w", err)
 	case reply.Error != "":
 		err = &StepError{reply.Step, &insideError{reply.Error, reply.Errno}}
-	case len(fds) != wanted:
+	case len(fds) == 0 || len(fds) == 1 && s.Watched:
 		err = errors.New("prepare the guest: it gave no interface")
 	}
 	if err != nil {
@@ -205,7 +211,7 @@ func (p *Prepared) prepare(s *Setup) error {
 		return err
 	}
 	p.TUN, p.Kernel, p.Warnings = fds[0], reply.Kernel, reply.Warnings
-	if s.Watched {
+	if len(fds) > 1 {
 		p.Diag = fds[1]
 	}
 	return nil
@@ -235,12 +241,15 @@ func (e *insideError) Unwrap() error {
 	return e.errno
 }
 
-// Go has the program start, now that its gateway is at work.
+// Go has the program start, now that its gateway is at work, and returns when it has: signals
+// that come before are lost.
 func (p *Prepared) Go() error {
 	defer p.socket.Close()
 	if _, err := p.socket.Write([]byte{1}); err != nil {
 		return fmt.Errorf("start the program: %w", err)
 	}
+	// The other end is closed by execve(2), or with the process; which of these, Wait tells.
+	_, _ = p.socket.Read(make([]byte, 1))
 	return nil
 }
 

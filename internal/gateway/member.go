@@ -26,10 +26,6 @@ type MemberSocket struct {
 	First, Last uint16
 }
 
-// receiveBuffer is what is asked for of UDP sockets, in bytes: datagrams come in bursts.
-// Without CAP_NET_ADMIN net.core.rmem_max bounds it.
-const receiveBuffer = 16 << 20
-
 // ListenAsMember opens the sockets of a member, which listen later: when the program inside
 // does. Of a range of ports it prefers the one at a place, which is the slot. If one fails,
 // with a ListenError, none stays open.
@@ -53,7 +49,8 @@ func ListenAsMember(sockets []MemberSocket, place int) (list []Forward, err erro
 }
 
 func (s *MemberSocket) open(place int) (f Forward, err error) {
-	fd, err := s.socket()
+	// Members that choose of several ports share none.
+	fd, err := hostSocket{domain(s.Address.Addr()), s.Protocol, s.First == s.Last, s.V6Only}.open()
 	if err != nil {
 		return f, &ListenError{netip.AddrPortFrom(s.Address.Addr(), s.First), s.Protocol, err}
 	}
@@ -97,47 +94,15 @@ func bindFirst(fd int, list []netip.AddrPort) (at netip.AddrPort, err error) {
 	return at, err
 }
 
-func (s *MemberSocket) socket() (fd int, err error) {
-	kind := unix.SOCK_STREAM
-	if s.Protocol == unix.IPPROTO_UDP {
-		kind = unix.SOCK_DGRAM
-	}
-	if fd, err = unix.Socket(domain(s.Address.Addr()), kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0); err != nil {
-		return -1, err
-	}
-	options := [][3]int{}
-	if s.Protocol == unix.IPPROTO_TCP {
-		options = append(options, [3]int{unix.SOL_SOCKET, unix.SO_REUSEADDR, 1})
-	}
-	if s.First == s.Last { // of a port of its own no other member has a part
-		options = append(options, [3]int{unix.SOL_SOCKET, unix.SO_REUSEPORT, 1})
-	}
-	if s.Address.Addr().Is6() {
-		only := 0
-		if s.V6Only {
-			only = 1
-		}
-		options = append(options, [3]int{unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, only})
-	}
-	for _, o := range options {
-		if err := unix.SetsockoptInt(fd, o[0], o[1], o[2]); err != nil {
-			unix.Close(fd)
-			return -1, err
-		}
-	}
-	if s.Protocol == unix.IPPROTO_UDP && unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, receiveBuffer) != nil {
-		// As large as this user may have it.
-		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, receiveBuffer)
-	}
-	return fd, nil
-}
-
-// openDiag opens a socket of sock_diag, in the network namespace of the calling thread, that
-// is told of sockets that are closed.
-func openDiag() (int, error) {
+// openDiag opens a socket of sock_diag, in the network namespace of the calling thread. If it
+// watches, it is told of sockets that are closed.
+func openDiag(watches bool) (int, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_SOCK_DIAG)
 	if err != nil {
 		return -1, fmt.Errorf("open sock_diag: %w", err)
+	}
+	if !watches {
+		return fd, nil
 	}
 	var groups uint32
 	for _, g := range []int{unix.SKNLGRP_INET_TCP_DESTROY, unix.SKNLGRP_INET_UDP_DESTROY, unix.SKNLGRP_INET6_TCP_DESTROY, unix.SKNLGRP_INET6_UDP_DESTROY} {
@@ -150,8 +115,9 @@ func openDiag() (int, error) {
 	return fd, nil
 }
 
-// guestPorts has the host's sockets listen while the guest does: from when it listens on all
-// ports of forwards that are for later, until one of its sockets there is closed.
+// guestPorts asks the guest's kernel for its sockets. It has the host's listen while the guest
+// does: from when it listens on all ports of forwards that are for later, until one of its
+// sockets there is closed.
 type guestPorts struct {
 	g       *Gateway
 	asking  int // the question that is being answered, of questions
@@ -164,6 +130,7 @@ type guestPorts struct {
 	giveUp  time.Time    // when a port must be free
 	timer   timer
 	buffer  []byte
+	memory  memory // what was answered last of one socket
 }
 
 type port struct {
@@ -200,8 +167,10 @@ const (
 func newGuestPorts(g *Gateway) *guestPorts {
 	p := &guestPorts{g: g, bound: map[int]bool{}, buffer: make([]byte, 1<<16)}
 	p.timer.owner = p
-	g.now = g.clock()
-	g.timers.set(&p.timer, g.now)
+	if slices.ContainsFunc(g.config.Forwards, func(f Forward) bool { return len(f.Later) > 0 }) {
+		g.now = g.clock()
+		g.timers.set(&p.timer, g.now)
+	}
 	return p
 }
 
@@ -257,6 +226,8 @@ func (p *guestPorts) read(b []byte) {
 		}
 		kind, flags, body := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint16(b[6:]), b[unix.NLMSG_HDRLEN:length]
 		switch {
+		case binary.NativeEndian.Uint32(b[8:]) == memoryQuestion:
+			p.memory = memoryOf(kind, body)
 		case kind == unix.NLMSG_DONE:
 			p.answered()
 		case kind == unix.NLMSG_ERROR:
@@ -275,6 +246,69 @@ func (p *guestPorts) read(b []byte) {
 
 func (p *guestPorts) isWanted(number uint16) bool {
 	return slices.ContainsFunc(p.g.config.Forwards, func(f Forward) bool { return len(f.Later) > 0 && f.Port == number })
+}
+
+// memory is the receive buffer of a socket, in bytes as the kernel counts them.
+type memory struct {
+	taken, size int
+	known       bool
+}
+
+// memoryQuestion is the sequence number of the question for the memory of one socket. Others, and what the
+// kernel tells by itself, have 0.
+const memoryQuestion = 1
+
+// memoryFor asks for the guest's socket that datagrams of a flow come to. The kernel answers before
+// this returns.
+func (p *guestPorts) memoryFor(f flow) memory {
+	var m [unix.NLMSG_HDRLEN + diagRequest]byte
+	binary.NativeEndian.PutUint32(m[:], uint32(len(m)))
+	binary.NativeEndian.PutUint16(m[4:], unix.SOCK_DIAG_BY_FAMILY)
+	binary.NativeEndian.PutUint16(m[6:], unix.NLM_F_REQUEST)
+	binary.NativeEndian.PutUint32(m[8:], memoryQuestion)
+	q := m[unix.NLMSG_HDRLEN:]
+	q[0], q[1], q[2] = unix.AF_INET, unix.IPPROTO_UDP, 1<<(inetDiagSKMemInfo-1)
+	if f.guest.Addr().Is6() {
+		q[0] = unix.AF_INET6
+	}
+	// Of UDP source and destination are those of the datagram, not of the socket.
+	id := q[8:]
+	binary.BigEndian.PutUint16(id, f.remote.Port())
+	binary.BigEndian.PutUint16(id[2:], f.guest.Port())
+	copy(id[4:20], f.remote.Addr().AsSlice())
+	copy(id[20:36], f.guest.Addr().AsSlice())
+	binary.NativeEndian.PutUint64(id[40:], ^uint64(0)) // any cookie
+	p.memory = memory{}
+	if err := unix.Sendto(p.g.config.Diag, m[:], unix.MSG_DONTWAIT, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err == nil {
+		p.event(0)
+	}
+	return p.memory
+}
+
+// inetDiagSKMemInfo is INET_DIAG_SKMEMINFO (linux/inet_diag.h): the attribute with what SO_MEMINFO gives.
+const inetDiagSKMemInfo = 7
+
+// memoryOf reads an answer, which may be an error.
+func memoryOf(kind uint16, body []byte) memory {
+	if kind != unix.SOCK_DIAG_BY_FAMILY || len(body) < diagMessage {
+		return memory{}
+	}
+	for b := body[diagMessage:]; len(b) >= unix.SizeofRtAttr; {
+		length := int(binary.NativeEndian.Uint16(b))
+		if length < unix.SizeofRtAttr || length > len(b) {
+			break
+		}
+		value := b[unix.SizeofRtAttr:length]
+		if binary.NativeEndian.Uint16(b[2:]) == inetDiagSKMemInfo && len(value) >= 4*(unix.SK_MEMINFO_RCVBUF+1) {
+			return memory{
+				taken: int(binary.NativeEndian.Uint32(value[4*unix.SK_MEMINFO_RMEM_ALLOC:])),
+				size:  int(binary.NativeEndian.Uint32(value[4*unix.SK_MEMINFO_RCVBUF:])),
+				known: true,
+			}
+		}
+		b = b[min(len(b), (length+unix.RTA_ALIGNTO-1)&^(unix.RTA_ALIGNTO-1)):]
+	}
+	return memory{}
 }
 
 // refused takes a question that was not answered.

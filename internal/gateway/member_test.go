@@ -31,6 +31,16 @@ const (
 
 func standFor(t *testing.T, sockets ...MemberSocket) *behind {
 	t.Helper()
+	forwards, err := ListenAsMember(sockets, 2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return standBehind(t, true, forwards...)
+}
+
+// standBehind watches the guest's sockets only where a forward is for later.
+func standBehind(t *testing.T, watches bool, forwards ...Forward) *behind {
+	t.Helper()
 	l, err := lab.New(t.Context(), lab.Options{Dir: t.TempDir()})
 	if err != nil {
 		t.Fatal(err)
@@ -44,14 +54,11 @@ func standFor(t *testing.T, sockets ...MemberSocket) *behind {
 	if b.inside, err = l.Namespace("guest"); err != nil {
 		t.Fatal(err)
 	}
-	var c Config
+	c := Config{Forwards: forwards}
 	if err := b.inside.Do(func() (err error) {
-		c.Diag, err = openDiag()
+		c.Diag, err = openDiag(watches)
 		return err
 	}); err != nil {
-		t.Fatal(err)
-	}
-	if c.Forwards, err = ListenAsMember(sockets, 2); err != nil {
 		t.Fatal(err)
 	}
 	b.puppet = newPuppet(t, c)

@@ -41,15 +41,15 @@ func newInbox() *inbox {
 	return in
 }
 
-// read is recvmmsg(2), which does not wait.
-func (in *inbox) read(fd int) (int, error) {
-	for i := range in.messages {
+// read is recvmmsg(2) of so many datagrams at most, which does not wait.
+func (in *inbox) read(fd, most int) (int, error) {
+	for i := range in.messages[:most] {
 		h := &in.messages[i].Hdr
 		h.Namelen = unix.SizeofSockaddrInet6
 		h.SetControllen(controlSpace)
 	}
 	for {
-		n, _, errno := unix.RawSyscall6(unix.SYS_RECVMMSG, uintptr(fd), uintptr(unsafe.Pointer(&in.messages[0])), inboxSize, unix.MSG_DONTWAIT, 0, 0)
+		n, _, errno := unix.RawSyscall6(unix.SYS_RECVMMSG, uintptr(fd), uintptr(unsafe.Pointer(&in.messages[0])), uintptr(most), unix.MSG_DONTWAIT, 0, 0)
 		switch errno {
 		case 0:
 			return int(n), nil

@@ -5,6 +5,7 @@ package gateway
 import (
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -18,6 +19,9 @@ type Outbound struct {
 	Rules []Rule
 	// DNS are the host's name servers, to which the guest may go in any case.
 	DNS []NameServer
+	// Host are addresses that stand for the host's loopback addresses of their family. The
+	// guest may go there only if a rule names the address itself, as no prefix does.
+	Host []netip.Addr
 }
 
 // NameServer is a name server of the host, and the address that stands for it inside:
@@ -42,17 +46,21 @@ func (o *Outbound) Allowed(protocol uint8, to netip.AddrPort) bool {
 	if n := o.nameServer(a); n != nil {
 		return to.Port() == dnsPort && (protocol == unix.IPPROTO_TCP || protocol == unix.IPPROTO_UDP)
 	}
-	if a.IsUnspecified() || a.IsMulticast() || a.IsLoopback() || a.Is4In6() || a == netip.AddrFrom4([4]byte{255, 255, 255, 255}) ||
-		a.Is6() && a.IsLinkLocalUnicast() {
+	if forbidden(a) {
 		return false
 	}
-	if protocol != unix.IPPROTO_ICMP && protocol != unix.IPPROTO_ICMPV6 && to.Port() == 0 {
+	echo := protocol == unix.IPPROTO_ICMP || protocol == unix.IPPROTO_ICMPV6
+	if !echo && to.Port() == 0 {
 		return false
 	}
-	if o.All {
+	host := slices.Contains(o.Host, a)
+	if o.All && !host {
 		return true
 	}
 	for _, r := range o.Rules {
+		if host && (echo || !r.Prefix.IsSingleIP()) {
+			continue
+		}
 		if r.Prefix.Contains(a) && (r.Protocol == 0 || r.Protocol == protocol) && r.First <= to.Port() && to.Port() <= r.Last {
 			return true
 		}
@@ -103,7 +111,19 @@ func (o *Outbound) Translate(to netip.AddrPort) netip.AddrPort {
 	if n := o.nameServer(to.Addr()); n != nil {
 		return n.Server
 	}
-	return to
+	switch {
+	case !slices.Contains(o.Host, to.Addr()):
+		return to
+	case to.Addr().Is4():
+		return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), to.Port())
+	}
+	return netip.AddrPortFrom(netip.IPv6Loopback(), to.Port())
+}
+
+// forbidden tells whether the guest may go to an address in no case.
+func forbidden(a netip.Addr) bool {
+	return a.IsUnspecified() || a.IsMulticast() || a.IsLoopback() || a.Is4In6() || a == netip.AddrFrom4([4]byte{255, 255, 255, 255}) ||
+		a.Is6() && a.IsLinkLocalUnicast()
 }
 
 // maxNameServers is how many of /etc/resolv.conf count (MAXNS in resolv.h).

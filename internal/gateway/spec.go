@@ -3,6 +3,7 @@
 package gateway
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"strconv"
@@ -123,6 +124,10 @@ func parsePort(text string) (uint16, error) {
 	return uint16(n), nil
 }
 
+// ErrNeverOutside is the error of a rule for addresses that lead nowhere outside: of loopback,
+// multicast, and IPv6's link-local ones.
+var ErrNeverOutside = errors.New("leads to nowhere outside")
+
 // ParseRule reads PREFIX[:PORT[-PORT]][/tcp|/udp|/icmp], as in 10.0.0.0/8:9092/tcp, 192.0.2.1
 // and [2001:db8::/32]:443.
 func ParseRule(text string) (r Rule, err error) {
@@ -146,6 +151,10 @@ func ParseRule(text string) (r Rule, err error) {
 	}
 	if r.Prefix, err = parsePrefix(prefix); err != nil {
 		return r, fmt.Errorf("%q: %q is no prefix", text, prefix)
+	}
+	// Of 0.0.0.0/0 and ::/0, and what begins like them, other addresses may be reached.
+	if a := r.Prefix.Addr(); forbidden(a) && (!a.IsUnspecified() || r.Prefix.IsSingleIP()) {
+		return r, fmt.Errorf("%q: %w", text, ErrNeverOutside)
 	}
 	if ported {
 		if r.Protocol == unix.IPPROTO_ICMP {
@@ -250,45 +259,29 @@ func Listen(specs []ForwardSpec) (list []Forward, err error) {
 	return list, nil
 }
 
-func listen(at netip.AddrPort, protocol uint8) (_ int, err error) {
-	kind := unix.SOCK_STREAM
-	if protocol == unix.IPPROTO_UDP {
-		kind = unix.SOCK_DGRAM
+// listen opens one. Without an address it is for all of the host, of both families where the
+// kernel has both.
+func listen(at netip.AddrPort, protocol uint8) (fd int, err error) {
+	s := hostSocket{family: domain(at.Addr()), protocol: protocol}
+	everywhere := !at.Addr().IsValid()
+	if everywhere {
+		at = netip.AddrPortFrom(netip.IPv6Unspecified(), at.Port())
 	}
-	family, address := unix.AF_INET6, sockaddr(netip.AddrPortFrom(netip.IPv6Unspecified(), at.Port()))
-	if at.Addr().IsValid() {
-		family, address = domain(at.Addr()), sockaddr(at)
-	}
-	fd, err := unix.Socket(family, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
-	if err == unix.EAFNOSUPPORT && !at.Addr().IsValid() { //nolint:errorlint // a plain errno
-		family, address = unix.AF_INET, sockaddr(netip.AddrPortFrom(netip.IPv4Unspecified(), at.Port()))
-		fd, err = unix.Socket(family, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	fd, err = s.open()
+	if everywhere && errors.Is(err, unix.EAFNOSUPPORT) {
+		s.family, at = unix.AF_INET, netip.AddrPortFrom(netip.IPv4Unspecified(), at.Port())
+		fd, err = s.open()
 	}
 	if err != nil {
 		return -1, err
 	}
-	defer func() {
-		if err != nil {
-			unix.Close(fd)
-		}
-	}()
-	options := [][3]int{}
-	if protocol == unix.IPPROTO_TCP {
-		options = append(options, [3]int{unix.SOL_SOCKET, unix.SO_REUSEADDR, 1})
-	}
-	if family == unix.AF_INET6 && (!at.Addr().IsValid() || at.Addr().IsUnspecified()) {
-		options = append(options, [3]int{unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 0})
-	}
-	for _, o := range options {
-		if err := unix.SetsockoptInt(fd, o[0], o[1], o[2]); err != nil {
-			return -1, err
-		}
-	}
-	if err := unix.Bind(fd, address); err != nil {
-		return -1, err
-	}
-	if protocol == unix.IPPROTO_TCP {
+	err = unix.Bind(fd, sockaddr(at))
+	if err == nil && protocol == unix.IPPROTO_TCP {
 		err = unix.Listen(fd, unix.SOMAXCONN)
 	}
-	return fd, err
+	if err != nil {
+		unix.Close(fd)
+		return -1, err
+	}
+	return fd, nil
 }

@@ -100,6 +100,7 @@ func TestParseRule(t *testing.T) {
 		"::ffff:192.0.2.1":       "192.0.2.1/32",
 		"::ffff:192.0.2.0/120":   "192.0.2.0/24",
 		"[::/0]":                 "::/0",
+		"0.0.0.0/0":              "0.0.0.0/0",
 		"[192.0.2.0/24]:80-90":   "192.0.2.0/24:80-90",
 		"198.51.100.7:1-65535":   "198.51.100.7/32:1-65535",
 		"198.51.100.7:53-53/udp": "198.51.100.7/32:53/udp",
@@ -112,6 +113,7 @@ func TestParseRule(t *testing.T) {
 	for _, text := range []string{
 		"", "nowhere", "10.0.0.0/33", "10.0.0.1:", "10.0.0.1:0", "10.0.0.1:90-80", "[::1", "[::1]x", "[::1]:", "10.0.0.1/sctp",
 		"10.0.0.1:80/icmp", "fe80::1%eth0", "10.0.0.0/8/tcp/udp", "2001:db8::/32:443/", ":80",
+		"127.0.0.1:80", "127.0.0.0/8", "::1", "[::1]:80", "224.0.0.1", "ff02::/16", "fe80::/10", "0.0.0.0", "::", "255.255.255.255", "::ffff:127.0.0.1",
 	} {
 		if got, err := ParseRule(text); err == nil {
 			t.Errorf("%s: %v", text, got)
@@ -168,6 +170,27 @@ func TestOverlap(t *testing.T) {
 		if err := Overlap(specs); (err != nil) != want {
 			t.Errorf("%s: %v", texts, err)
 		}
+	}
+}
+
+// A socket for datagrams has a buffer for bursts, as large as the user may have it.
+func TestListenBuffer(t *testing.T) {
+	def, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(def)
+	fd, err := listen(netip.MustParseAddrPort("127.0.0.1:7405"), unix.IPPROTO_UDP)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	usual, err := unix.GetsockoptInt(def, unix.SOL_SOCKET, unix.SO_RCVBUF)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF); err != nil || got <= usual {
+		t.Errorf("%d bytes, %v; usual are %d", got, err, usual)
 	}
 }
 
@@ -266,7 +289,8 @@ func TestAllowed(t *testing.T) {
 	}
 	dns := []NameServer{{aliases[0], netip.MustParseAddrPort("[2001:db8::53]:53")}}
 	everywhere := Outbound{All: true, DNS: dns}
-	some := Outbound{DNS: dns, Rules: []Rule{rule("10.0.0.0/8:9092/tcp"), rule("[2001:db8::/32]:53"), rule("192.0.2.0/24/icmp"), rule("127.0.0.1")}}
+	some := Outbound{DNS: dns, Rules: []Rule{rule("10.0.0.0/8:9092/tcp"), rule("[2001:db8::/32]:53"), rule("192.0.2.0/24/icmp"),
+		{Prefix: netip.MustParsePrefix("127.0.0.1/32"), Last: 65535}}}
 	const tcp, udp, icmp, icmp6 = unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6
 	for _, test := range []struct {
 		protocol    uint8
@@ -310,6 +334,34 @@ func TestAllowed(t *testing.T) {
 			t.Errorf("nowhere, %d %s", test.protocol, to)
 		}
 	}
+	// The host itself is for who is named.
+	stands := []netip.Addr{netip.MustParseAddr("192.0.2.9"), netip.MustParseAddr("fd00::9")}
+	for _, test := range []struct {
+		rules, to, leads string
+	}{
+		{"", "192.0.2.9:80", ""},
+		{"0.0.0.0/0 ::/0 192.0.2.0/24", "192.0.2.9:80", ""},
+		{"0.0.0.0/0 ::/0", "[fd00::9]:80", ""},
+		{"192.0.2.9:80/tcp", "192.0.2.9:80", "127.0.0.1:80"},
+		{"192.0.2.9:80/tcp", "192.0.2.9:81", ""},
+		{"192.0.2.9:80/udp", "192.0.2.9:80", ""},
+		{"[fd00::9]:80", "[fd00::9]:80", "[::1]:80"},
+	} {
+		out := Outbound{All: test.rules == "", Host: stands}
+		for _, text := range strings.Fields(test.rules) {
+			out.Rules = append(out.Rules, rule(text))
+		}
+		to, leads := netip.MustParseAddrPort(test.to), ""
+		if out.Allowed(tcp, to) {
+			leads = out.Translate(to).String()
+		}
+		if leads != test.leads {
+			t.Errorf("%s: %s leads to %q, want %q", test.rules, test.to, leads, test.leads)
+		}
+		if out.Allowed(icmp, netip.AddrPortFrom(to.Addr(), 0)) {
+			t.Errorf("%s: an echo may go to %s", test.rules, test.to)
+		}
+	}
 	if got := some.Translate(netip.MustParseAddrPort("169.254.53.53:53")); got != dns[0].Server {
 		t.Errorf("the name server is %v", got)
 	}
@@ -340,6 +392,14 @@ func TestRemoved(t *testing.T) {
 	} {
 		if got := removed(test.events, "netns"); got != test.want {
 			t.Errorf("%q: %v", test.events, got)
+		}
+	}
+}
+
+func TestReasonNames(t *testing.T) {
+	for reason, name := range reasonNames {
+		if name == "" {
+			t.Errorf("reason %d has no name", reason)
 		}
 	}
 }

@@ -26,6 +26,7 @@ type udpFlow struct {
 	flow  flow
 	fd    int
 	hops  hopLimit
+	apart bool // its datagrams cannot be sent at once
 	seen  time.Time
 	timer timer
 }
@@ -57,14 +58,7 @@ func (g *Gateway) udp(s *segment) {
 		}
 	}
 	u.seen = g.now
-	u.hops.set(u.fd, s)
-	_, err := sendTo(u.fd, s.payload)
-	if err != nil && u.errors() {
-		_, err = sendTo(u.fd, s.payload) // that was of one before
-	}
-	if err != nil {
-		g.refuseDatagram(s, err)
-	}
+	g.train.add(u, s)
 }
 
 func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
@@ -157,7 +151,7 @@ func (u *udpFlow) event(events uint32) {
 		u.errors()
 	}
 	for range udpBudget / inboxSize {
-		n, err := u.g.inbox.read(u.fd)
+		n, err := u.g.inbox.read(u.fd, inboxSize)
 		if err != nil && (errors.Is(err, unix.EAGAIN) || !u.errors()) {
 			return
 		}
@@ -231,6 +225,7 @@ type bound struct {
 	v6    bool
 	peers map[netip.AddrPort]*known // as the guest knows them
 	timer timer
+	pace  pace
 }
 
 // known is a peer of a bound socket.
@@ -253,6 +248,7 @@ func newBound(g *Gateway, f Forward) (*bound, error) {
 	}
 	b := &bound{g: g, Forward: f, v6: family == unix.AF_INET6, peers: map[netip.AddrPort]*known{}}
 	b.timer.owner = b
+	b.pace.b, b.pace.timer.owner = b, &b.pace
 	level, option := unix.IPPROTO_IP, unix.IP_PKTINFO
 	if b.v6 {
 		level, option = unix.IPPROTO_IPV6, unix.IPV6_RECVPKTINFO
@@ -303,7 +299,11 @@ func (b *bound) send(s *segment, k *known) {
 func (b *bound) event(uint32) {
 	in := b.g.inbox
 	for range udpBudget / inboxSize {
-		n, err := in.read(b.FD)
+		most := b.pace.most()
+		if most == 0 {
+			return
+		}
+		n, err := in.read(b.FD, most)
 		if errors.Is(err, unix.EAGAIN) {
 			return
 		}
@@ -315,7 +315,12 @@ func (b *bound) event(uint32) {
 				continue
 			}
 			b.know(remote, in.name(i), in.control(i))
-			b.g.deliver(in.buffers[i], flow{netip.AddrPortFrom(guest, b.Port), remote}, int(in.messages[i].Len))
+			f, payload := flow{netip.AddrPortFrom(guest, b.Port), remote}, int(in.messages[i].Len)
+			b.g.deliver(in.buffers[i], f, payload)
+			b.pace.delivered(f, payload)
+		}
+		if n < most {
+			return
 		}
 	}
 }

@@ -35,6 +35,14 @@ type joined struct {
 // join makes a guest.
 func join(t testing.TB, mtu int, c Config) *joined {
 	t.Helper()
+	j, run := joinLater(t, mtu, c)
+	run()
+	return j
+}
+
+// joinLater makes a guest whose gateway waits for run.
+func joinLater(t testing.TB, mtu int, c Config) (j *joined, run func()) {
+	t.Helper()
 	addHost(t)
 	l, err := lab.New(t.Context(), lab.Options{Dir: t.TempDir()})
 	if err != nil {
@@ -45,7 +53,7 @@ func join(t testing.TB, mtu int, c Config) *joined {
 			t.Error(err)
 		}
 	})
-	j := &joined{TB: t, lab: l}
+	j = &joined{TB: t, lab: l}
 	if j.Namespace, err = l.Namespace("guest"); err != nil {
 		t.Fatal(err)
 	}
@@ -73,16 +81,17 @@ func join(t testing.TB, mtu int, c Config) *joined {
 	if j.g, err = New(c); err != nil {
 		t.Fatal(err)
 	}
-	ctx, stop := context.WithCancel(context.Background())
-	ended := make(chan error, 1)
-	go func() { ended <- j.g.Run(ctx) }()
-	t.Cleanup(func() {
-		stop()
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
-	})
-	return j
+	return j, func() {
+		ctx, stop := context.WithCancel(context.Background())
+		ended := make(chan error, 1)
+		go func() { ended <- j.g.Run(ctx) }()
+		t.Cleanup(func() {
+			stop()
+			if err := <-ended; err != nil {
+				t.Error(err)
+			}
+		})
+	}
 }
 
 // inside opens a socket of the guest.
