@@ -41,31 +41,40 @@ func (h *host) killKeeper(pid int) {
 // The agent is killed. Steering goes on; members that die are refused, and so are those that come back, until there is an
 // agent again, which takes over everything.
 func TestAgentKilled(t *testing.T) {
-	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := up(t, mode, 4)
-		home := h.homes(4)
-		all := addresses(100)
-		open := h.connectAll(all)
-		before := h.service()
+	inBothModes(t, func(t *testing.T, mode config.Steering) { up(t, mode, 4).agentKilled() })
+}
 
-		traffic := h.startTraffic(all)
-		h.more(traffic, 100)
-		h.killAgent()
-		h.more(traffic, 300)
-		for a, landed := range traffic.end() {
-			for l, n := range landed {
-				if l != (landing{home(a), home(a)}) {
-					t.Errorf("the agent is killed: %v: %v, %d times; home is %d", a, l, n, home(a))
-				}
+func (h *host) agentKilled() {
+	h.Helper()
+	home := h.homes(4)
+	all := addresses(100)
+	open := h.connectAll(all)
+	before := h.service()
+
+	traffic := h.startTraffic(all)
+	h.more(traffic, 100)
+	h.killAgent()
+	h.more(traffic, 300)
+	for a, landed := range traffic.end() {
+		for l, n := range landed {
+			if l != (landing{home(a), home(a)}) {
+				h.Errorf("the agent is killed: %v: %v, %d times; home is %d", a, l, n, home(a))
 			}
 		}
-		for a, alive := range open.alive() {
-			if !alive {
-				t.Errorf("connection of %v is broken", a)
-			}
+	}
+	for a, alive := range open.alive() {
+		if !alive {
+			h.Errorf("connection of %v is broken", a)
 		}
-		h.kill(1)
-		h.lands("no agent, a member dead", all, home.but(1))
+	}
+	h.kill(1)
+	h.lands("no agent, a member dead", all, home.but(1))
+	if h.isolated { // sockeye run starts no member without an agent
+		h.kill(0, 2, 3)
+		h.lands("no agent, all members dead", all, nowhere)
+		h.startAgent()
+		h.start(rand.Perm(4)...)
+	} else {
 		h.start(1)
 		h.open(1)
 		h.lands("no agent, a member restarted", all, home.but(1))
@@ -74,48 +83,47 @@ func TestAgentKilled(t *testing.T) {
 		h.start(rand.Perm(4)...)
 		h.open(0, 1, 2, 3)
 		h.lands("no agent, all members restarted", all, nowhere)
-
 		h.startAgent()
-		h.ready(0, 1, 2, 3)
-		h.lands("a new agent", all, home)
-		after := h.service()
-		if after.Nonce != before.Nonce || after.Keeper != before.Keeper || !after.Held {
-			t.Errorf("the new agent did not take over: before %+v, after %+v", before, after)
-		}
-		if s, err := h.askStatus(); err != nil || s.Starts != 2 {
-			t.Errorf("%d starts, %v", s.Starts, err)
-		}
+	}
+	h.ready(0, 1, 2, 3)
+	h.lands("a new agent", all, home)
+	after := h.service()
+	if after.Nonce != before.Nonce || after.Keeper != before.Keeper || !after.Held {
+		h.Errorf("the new agent did not take over: before %+v, after %+v", before, after)
+	}
+	if s, err := h.askStatus(); err != nil || s.Starts != 2 {
+		h.Errorf("%d starts, %v", s.Starts, err)
+	}
 
-		// Members are adopted, not registered again: their cookies stay, and so do their connections.
-		open = h.connectAll(all)
-		slots := h.slots()
-		traffic = h.startTraffic(all)
-		h.more(traffic, 50)
-		h.killAgent()
-		h.startAgent()
-		h.ready(0, 1, 2, 3)
-		h.more(traffic, 100)
-		for a, landed := range traffic.end() {
-			for l, n := range landed {
-				if l != (landing{home(a), home(a)}) {
-					t.Errorf("the agent is replaced: %v: %v, %d times; home is %d", a, l, n, home(a))
-				}
+	// Members are adopted, not registered again: their cookies stay, and so do their connections.
+	open = h.connectAll(all)
+	slots := h.slots()
+	traffic = h.startTraffic(all)
+	h.more(traffic, 50)
+	h.killAgent()
+	h.startAgent()
+	h.ready(0, 1, 2, 3)
+	h.more(traffic, 100)
+	for a, landed := range traffic.end() {
+		for l, n := range landed {
+			if l != (landing{home(a), home(a)}) {
+				h.Errorf("the agent is replaced: %v: %v, %d times; home is %d", a, l, n, home(a))
 			}
 		}
-		for i, s := range h.slots() {
-			for k, socket := range s.Sockets {
-				if socket.Cookie != slots[i].Sockets[k].Cookie {
-					t.Errorf("slot %d: %+v, before %+v", i, s.Sockets, slots[i].Sockets)
-				}
+	}
+	for i, s := range h.slots() {
+		for k, socket := range s.Sockets {
+			if socket.Cookie != slots[i].Sockets[k].Cookie {
+				h.Errorf("slot %d: %+v, before %+v", i, s.Sockets, slots[i].Sockets)
 			}
 		}
-		for a, alive := range open.alive() {
-			if !alive {
-				t.Errorf("connection of %v is broken", a)
-			}
+	}
+	for a, alive := range open.alive() {
+		if !alive {
+			h.Errorf("connection of %v is broken", a)
 		}
-		h.nothingMisplaced(home, 100)
-	})
+	}
+	h.nothingMisplaced(home, 100)
 }
 
 // Agent and keeper are killed. While one member lives, its group keeps the program.
@@ -202,32 +210,54 @@ func TestAllKilled(t *testing.T) {
 
 // The agent dies at any instant while members start.
 func TestAgentKilledDuringRegistration(t *testing.T) {
-	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := up(t, mode, 4)
-		home := h.homes(4)
-		all := addresses(40)
-		h.killAgent()
-		for range 10 {
+	inBothModes(t, func(t *testing.T, mode config.Steering) { up(t, mode, 4).agentKilledDuringRegistration() })
+}
+
+func (h *host) agentKilledDuringRegistration() {
+	h.Helper()
+	home := h.homes(4)
+	all := addresses(40)
+	h.killAgent()
+	for range 10 {
+		if h.isolated { // sockeye run ends if it finds no agent
+			for _, m := range h.members {
+				h.must(m.Kill())
+			}
+			h.startAgent()
+		} else {
 			h.kill(0, 1, 2, 3)
 			h.launchAgent()
-			h.start(rand.Perm(4)...)
-			instant := time.NewTimer(time.Duration(rand.IntN(120)) * time.Millisecond)
-			<-instant.C
-			h.killAgent()
-			for a, l := range h.sweep(all) {
-				if l.tcp != l.udp && (l.tcp >= 0 || l.udp >= 0) || l.tcp >= 0 && l.tcp != home(a) {
-					t.Errorf("%v: %v, home is %d", a, l, home(a))
-				}
+		}
+		h.start(rand.Perm(4)...)
+		instant := time.NewTimer(time.Duration(rand.IntN(120)) * time.Millisecond)
+		<-instant.C
+		h.killAgent()
+		for a, l := range h.sweep(all) {
+			if l.tcp != l.udp && (l.tcp >= 0 || l.udp >= 0) || l.tcp >= 0 && l.tcp != home(a) {
+				h.Errorf("%v: %v, home is %d", a, l, home(a))
 			}
 		}
-		h.startAgent()
-		h.ready(0, 1, 2, 3)
-		h.lands("at the end", all, home)
-		h.nothingMisplaced(home, 2*len(all))
-		if s := h.service(); !s.Held || len(s.Waiting) > 0 {
-			t.Errorf("%+v", s)
-		}
-	})
+	}
+	h.startAgent()
+	if h.isolated {
+		h.eventually("members", func() (err error) {
+			for _, s := range h.slots() {
+				if m := h.members[s.Slot]; !m.Running() {
+					h.start(s.Slot)
+				}
+				if !s.Ready {
+					err = fmt.Errorf("slot %d is not ready", s.Slot)
+				}
+			}
+			return err
+		})
+	}
+	h.ready(0, 1, 2, 3)
+	h.lands("at the end", all, home)
+	h.nothingMisplaced(home, 2*len(all))
+	if s := h.service(); !s.Held || len(s.Waiting) > 0 {
+		h.Errorf("%+v", s)
+	}
 }
 
 // Without a user in the policy nothing can hold the ports before the first member; the agent says so, and learns from it.
@@ -310,7 +340,7 @@ func TestMigrateReq(t *testing.T) {
 		for slot := range 4 {
 			mine := slices.DeleteFunc(slices.Clone(all), func(a netip.Addr) bool { return home(a) != slot })
 			h.hang(slot)
-			queued, failed := h.rush(mine, nil)
+			queued, failed := h.rush(mine, noGreeting)
 			if len(failed) > 0 {
 				t.Errorf("slot %d hangs: %v", slot, failed)
 			}

@@ -312,8 +312,8 @@ func (h *host) flood(all []netip.Addr, n int) {
 }
 
 // rush opens connections from all addresses at once and returns, when none is on its way any more, what they are, or
-// refused, silent or broken.
-func (h *host) rush(all []netip.Addr, greeting []byte) (open map[netip.Addr]int, failed map[netip.Addr]int) {
+// refused, silent or broken. On each it writes a greeting.
+func (h *host) rush(all []netip.Addr, greeting func(netip.Addr) []byte) (open map[netip.Addr]int, failed map[netip.Addr]int) {
 	h.Helper()
 	open, failed = map[netip.Addr]int{}, map[netip.Addr]int{}
 	h.must(h.devices.Do(func() error {
@@ -350,7 +350,7 @@ func (h *host) rush(all []netip.Addr, greeting []byte) (open map[netip.Addr]int,
 		h.must(err)
 		if unix.Errno(code) == unix.ECONNREFUSED {
 			failed[a] = refused
-		} else if _, err := unix.Write(fd, greeting); code != 0 || err != nil {
+		} else if _, err := unix.Write(fd, greeting(a)); code != 0 || err != nil {
 			failed[a] = broken
 		}
 	}
@@ -361,6 +361,8 @@ func (h *host) rush(all []netip.Addr, greeting []byte) (open map[netip.Addr]int,
 	})
 	return open, failed
 }
+
+func noGreeting(netip.Addr) []byte { return nil }
 
 func poll(fd int, events int16, deadline time.Time) bool {
 	for {

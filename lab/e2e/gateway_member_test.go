@@ -34,6 +34,33 @@ func TestIsolatedMembersFailAlone(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) { upIsolated(t, mode, 4).faults() })
 }
 
+func TestIsolatedMembersRestart(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHost(t, mode)
+		h.isolated = true
+		h.restarts()
+	})
+}
+
+func TestIsolatedMembersOutliveTheAgent(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) { upIsolated(t, mode, 4).agentKilled() })
+}
+
+func TestIsolatedMembersStartWhileTheAgentIsKilled(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) { upIsolated(t, mode, 4).agentKilledDuringRegistration() })
+}
+
+// 512 routers at once, to four nfacctd that are isolated.
+func TestIsolatedLoadNfacctd(t *testing.T) {
+	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
+		t.Run(string(mode), func(t *testing.T) {
+			h := newHost(t, mode)
+			h.isolated = true
+			h.loadsNfacctd()
+		})
+	}
+}
+
 // A program that closes a socket of the service is out for both protocols; one that ends takes its gateway along.
 func TestIsolatedMemberCloses(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
@@ -79,20 +106,21 @@ func child(t *testing.T, pid int) int {
 // The distribution's nfacctd, isolated, with FRR's BMP and IPFIX outside: both streams of each router reach it, with the
 // routers' addresses. A collector that dies takes its slot along, and no other.
 func TestIsolatedNfacctd(t *testing.T) {
-	t.Parallel()
-	h := newHostWith(t, config.Reuseport, 6)
-	h.isolated = true
-	n := networkOf(h)
-	n.together()
-	// The rule of the policy that names nfacctd's command line matches those inside as well.
-	if waiting := h.service().Waiting; len(waiting) > 0 {
-		t.Errorf("processes inside are said to wait: %+v", waiting)
-	}
-	n.kill(2)
-	n.refuses("it is dead", 2)
-	n.startCollector(2, 10)
-	n.collect(0, 1, 2, 3)
-	n.together()
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := newHostWith(t, mode, 6)
+		h.isolated = true
+		n := networkOf(h)
+		n.together()
+		// The rule of the policy that names nfacctd's command line matches those inside as well.
+		if waiting := h.service().Waiting; len(waiting) > 0 {
+			t.Errorf("processes inside are said to wait: %+v", waiting)
+		}
+		n.kill(2)
+		n.refuses("it is dead", 2)
+		n.startCollector(2, 10)
+		n.collect(0, 1, 2, 3)
+		n.together()
+	})
 }
 
 // A rule of the policy may match the program inside, too. Its gateway is the member, and it is not, nor is it said to be one

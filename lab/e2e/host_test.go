@@ -295,7 +295,7 @@ func (h *host) spec(slot int) receiver {
 	if h.mode == config.Lookup && !h.isolated {
 		tcp, udp = 20000+uint16(slot), 21000+uint16(slot)
 	}
-	return receiver{slot, []socket{
+	return receiver{Slot: slot, Sockets: []socket{
 		{"tcp", netip.AddrPortFrom(wildcard, tcp), false, h.mode == config.Lookup || h.isolated},
 		{"udp", netip.AddrPortFrom(wildcard, udp), false, h.mode == config.Lookup || h.isolated},
 	}}

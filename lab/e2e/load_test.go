@@ -3,53 +3,141 @@
 package e2e_test
 
 import (
+	"context"
 	"fmt"
 	"net/netip"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
 	devices "sockeye/lab/traffic"
 )
 
-// 512 routers connect at once to four nfacctd, whose own backlog is 1.
+// 512 routers connect at once to four nfacctd, whose own backlog is 1, and send flows: each nfacctd knows both streams of
+// its routers, by their addresses.
 func TestLoadNfacctd(t *testing.T) {
 	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
-		t.Run(string(mode), func(t *testing.T) {
-			h := newHost(t, mode)
-			h.setPolicy(4)
-			h.startAgent()
-			n := &network{h, h.homes(4)}
-			for slot := range 4 {
-				n.startCollector(slot, 200)
-			}
-			n.ready(0, 1, 2, 3)
-			all := addresses(512)
-			_, failed := h.rush(all, devices.AppendInitiation(nil, "load", "load"))
-			for a, l := range failed {
-				t.Errorf("connection of %v: %v", a, landing{tcp: l})
-			}
-			h.eventually("512 sessions", func() error {
-				sessions, err := h.lab.Sessions()
-				h.must(err)
-				for a, slot := range sessions {
-					if slot != n.home(a) {
-						h.Fatalf("session of %v is in slot %d, home is %d", a, slot, n.home(a))
-					}
-				}
-				if len(sessions) != len(all) {
-					return fmt.Errorf("%d sessions", len(sessions))
-				}
-				return nil
-			})
-			// All are read, none is closed.
-			h.eventually("nfacctd to read", func() error { return h.unread(bmpPort) })
-			if sessions, err := h.lab.Sessions(); err != nil || len(sessions) != len(all) {
-				t.Errorf("%d sessions, %v", len(sessions), err)
-			}
-		})
+		t.Run(string(mode), func(t *testing.T) { newHost(t, mode).loadsNfacctd() })
 	}
+}
+
+func (h *host) loadsNfacctd() {
+	h.Helper()
+	h.setPolicy(4)
+	h.startAgent()
+	n := &network{h, h.homes(4)}
+	for slot := range 4 {
+		n.startCollector(slot, 200)
+	}
+	n.ready(0, 1, 2, 3)
+	all := addresses(512)
+	community := map[netip.Addr]string{} // by which the router of an address is known
+	greetings := map[netip.Addr][]byte{}
+	for i, a := range all {
+		community[a], greetings[a] = fmt.Sprintf("%d:%d", loadAS, i), h.routerGreeting(i)
+	}
+	_, failed := h.rush(all, func(a netip.Addr) []byte { return greetings[a] })
+	for a, l := range failed {
+		h.Errorf("connection of %v: %v", a, landing{tcp: l})
+	}
+	h.eventually("512 sessions", func() error {
+		sessions, err := h.lab.Sessions()
+		h.must(err)
+		for a, slot := range sessions {
+			if slot != n.home(a) {
+				h.Fatalf("session of %v is in slot %d, home is %d", a, slot, n.home(a))
+			}
+		}
+		if len(sessions) != len(all) {
+			return fmt.Errorf("%d sessions", len(sessions))
+		}
+		return nil
+	})
+	// All are read, none is closed.
+	h.eventually("nfacctd to read", func() error { return h.unread(bmpPort) })
+	if sessions, err := h.lab.Sessions(); err != nil || len(sessions) != len(all) {
+		h.Errorf("%d sessions, %v", len(sessions), err)
+	}
+	h.exportFlows(all)
+	known := map[netip.Addr]bool{}
+	read := map[int]int64{}
+	h.eventually("flows of 512 routers with their communities", func() error {
+		for _, c := range h.lab.Collectors() {
+			records, to, err := c.Records(read[c.Slot])
+			h.must(err)
+			read[c.Slot] = to
+			for _, r := range records {
+				if community[r.Peer] == "" || c.Slot != n.home(r.Peer) || r.Comms != "" && r.Comms != community[r.Peer] {
+					h.Fatalf("collector %d has %+v; home is %d, community %s", c.Slot, r, n.home(r.Peer), community[r.Peer])
+				}
+				if r.Comms != "" {
+					known[r.Peer] = true
+				}
+			}
+		}
+		if len(known) != len(all) {
+			return fmt.Errorf("%d", len(known))
+		}
+		return nil
+	})
+}
+
+// What routers under load announce, and to where their flows go.
+const loadAS = 64512
+
+var (
+	loadPrefix = netip.MustParsePrefix("203.0.113.0/24")
+	loadFlow   = devices.Flow{Src: netip.MustParseAddr("198.51.100.1"), Dst: loadPrefix.Addr().Next(), Protocol: unix.IPPROTO_TCP, Packets: 1, Octets: 1000}
+)
+
+// routerGreeting is what the i-th router says by BMP: one route, with a community of its own.
+func (h *host) routerGreeting(i int) []byte {
+	h.Helper()
+	peer := devices.Peer{Address: netip.MustParseAddr("192.0.2.2"), AS: loadAS, ID: netip.MustParseAddr("192.0.2.2")}
+	update, err := devices.AppendUpdate(nil, devices.Route{
+		Prefixes: []netip.Prefix{loadPrefix}, NextHop: peer.Address, ASPath: []uint32{loadAS},
+		Communities: []uint32{devices.Community(loadAS, uint16(i))},
+	})
+	h.must(err)
+	local := devices.Peer{Address: netip.MustParseAddr("192.0.2.1"), AS: loadAS, ID: netip.MustParseAddr("192.0.2.1")}
+	b := devices.AppendInitiation(nil, "load", "load")
+	b = devices.AppendPeerUp(b, peer, local, time.Now())
+	return devices.AppendRouteMonitoring(b, peer, time.Now(), update)
+}
+
+// exportFlows has each address send IPFIX once in a while until the test ends: nothing says when nfacctd has the routes.
+func (h *host) exportFlows(all []netip.Addr) {
+	h.Helper()
+	var exporters []*devices.Exporter
+	h.must(h.devices.Do(func() error {
+		for _, a := range all {
+			e, err := devices.NewExporter(devices.ExporterConfig{Source: a, Target: target(a, ipfixPort), Messages: [][]devices.Flow{{loadFlow}}, TemplateRefresh: time.Second})
+			if err != nil {
+				return err
+			}
+			exporters = append(exporters, e)
+		}
+		return nil
+	}))
+	ctx, stop := context.WithCancel(h.Context())
+	var sending sync.WaitGroup
+	sending.Go(func() {
+		_, err := devices.Drive(ctx, devices.Limit{Rate: 2 * float64(len(all)), Batch: 1}, len(all), func(i, n int) (int, error) { return exporters[i].Send(n) })
+		if err != nil {
+			h.Error(err)
+		}
+	})
+	h.Cleanup(func() {
+		stop()
+		sending.Wait()
+		for _, e := range exporters {
+			e.Close()
+		}
+	})
 }
 
 // unread fails while a connection to a port has data that nobody read.
@@ -78,7 +166,7 @@ func TestLoad10000(t *testing.T) {
 			h := up(t, mode, 4)
 			home := h.homes(4)
 			all := addresses(10_000)
-			open, failed := h.rush(all, nil)
+			open, failed := h.rush(all, noGreeting)
 			if len(failed) > 0 {
 				t.Errorf("%d connections fail: %v", len(failed), failed)
 			}

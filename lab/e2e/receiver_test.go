@@ -24,6 +24,8 @@ const receiverEnv = "E2E_RECEIVER"
 type receiver struct {
 	Slot    int // which it answers with
 	Sockets []socket
+	// Counts has it count datagrams: it answers those of a single byte, with how many longer ones came before, and notes none.
+	Counts bool
 }
 
 // socket is one that a receiver opens, in order.
@@ -65,8 +67,17 @@ func receive(spec string) error {
 			open["udp"] = append(open["udp"], c.(*net.UDPConn))
 			go func() {
 				b := make([]byte, 2048)
-				for _, from, err := c.ReadFrom(b); err == nil; _, from, err = c.ReadFrom(b) {
-					note("udp", from)
+				counted := 0
+				for n, from, err := c.ReadFrom(b); err == nil; n, from, err = c.ReadFrom(b) {
+					switch {
+					case r.Counts && n > 1:
+						counted++
+						continue
+					case r.Counts:
+						answer = fmt.Appendf(nil, "%d\n", counted)
+					default:
+						note("udp", from)
+					}
 					_, _ = c.WriteTo(answer, from) // the device may be gone
 				}
 			}()

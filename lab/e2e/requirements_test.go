@@ -130,42 +130,46 @@ func TestRequirement4ExistingTools(t *testing.T) {
 // Members start, stop and crash in any order, under traffic.
 func TestRequirement5RestartStability(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := newHost(t, mode)
-		h.setPolicy(4)
-		h.startAgent()
-		home := h.homes(4)
-		all := addresses(64)
-		traffic := h.startTrafficThatWaits(all, 300*time.Millisecond) // before the first member
-		h.more(traffic, 100)
-		for range 3 {
-			for _, slot := range rand.Perm(4) {
-				h.start(slot)
-				h.more(traffic, 20)
-			}
-			h.ready(0, 1, 2, 3)
-			for range 4 {
-				slot := rand.IntN(4)
-				h.kill(slot)
-				h.more(traffic, 20)
-				h.start(slot)
-			}
-			h.ready(0, 1, 2, 3)
-			h.kill(rand.Perm(4)...)
-			h.lands("all are dead", all[:8], nowhere)
-			h.more(traffic, 50)
-		}
-		for a, landed := range traffic.end() {
-			for l, n := range landed {
-				if l.tcp >= 0 && l.tcp != home(a) || l.udp >= 0 && l.udp != home(a) {
-					t.Errorf("%v: %v, %d times; home is %d", a, l, n, home(a))
-				}
-			}
-		}
-		h.nothingMisplaced(home, 100)
-		h.start(rand.Perm(4)...)
-		h.ready(0, 1, 2, 3)
-		h.lands("at the end", all, home)
+		newHost(t, mode).restarts()
 	})
+}
+
+func (h *host) restarts() {
+	h.Helper()
+	h.setPolicy(4)
+	h.startAgent()
+	home := h.homes(4)
+	all := addresses(64)
+	traffic := h.startTrafficThatWaits(all, 300*time.Millisecond) // before the first member
+	h.more(traffic, 100)
+	for range 3 {
+		for _, slot := range rand.Perm(4) {
+			h.start(slot)
+			h.more(traffic, 20)
+		}
+		h.ready(0, 1, 2, 3)
+		for range 4 {
+			slot := rand.IntN(4)
+			h.kill(slot)
+			h.more(traffic, 20)
+			h.start(slot)
+		}
+		h.ready(0, 1, 2, 3)
+		h.kill(rand.Perm(4)...)
+		h.lands("all are dead", all[:8], nowhere)
+		h.more(traffic, 50)
+	}
+	for a, landed := range traffic.end() {
+		for l, n := range landed {
+			if l.tcp >= 0 && l.tcp != home(a) || l.udp >= 0 && l.udp != home(a) {
+				h.Errorf("%v: %v, %d times; home is %d", a, l, n, home(a))
+			}
+		}
+	}
+	h.nothingMisplaced(home, 100)
+	h.start(rand.Perm(4)...)
+	h.ready(0, 1, 2, 3)
+	h.lands("at the end", all, home)
 }
 
 // TCP and UDP, IPv4 and IPv6, one socket for both families or one each: a device has one slot. And a member that closes

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e_test
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"sockeye/internal/config"
+	devices "sockeye/lab/traffic"
+)
+
+// A burst of datagrams as fast as one sender goes: an isolated member loses less of it than the same one that is not, as its
+// gateway's socket holds what its own one has no room for.
+func TestIsolatedMemberInBursts(t *testing.T) {
+	const datagrams, rounds = 20_000, 3
+	for _, mode := range []config.Steering{config.Reuseport, config.Lookup} {
+		t.Run(string(mode), func(t *testing.T) {
+			h := newHost(t, mode)
+			h.setPolicy(2)
+			h.startAgent()
+			const isolated, plain = 0, 1
+			for slot := range 2 {
+				var wrap []string
+				if h.isolated = slot == isolated; h.isolated {
+					wrap = h.isolation(slot)
+				}
+				r := h.spec(slot)
+				r.Counts = true
+				h.startReceiver(fmt.Sprintf("receiver-%d", slot), r, wrap...)
+			}
+			h.ready(0, 1)
+			home := h.homes(2)
+			var lost [2]int
+			for slot := range lost {
+				i := slices.IndexFunc(addresses(100), func(a netip.Addr) bool { return home(a) == slot })
+				from := address(i)
+				before := h.counted(from)
+				for range rounds {
+					h.burst(from, datagrams)
+					now := h.counted(from)
+					lost[slot] += datagrams - (now - before)
+					before = now
+				}
+			}
+			t.Logf("of %d datagrams the isolated member lost %d, the other one %d", rounds*datagrams, lost[isolated], lost[plain])
+			if lost[isolated] > lost[plain]/2 {
+				t.Error("that is more than half")
+			}
+		})
+	}
+}
+
+// counted is how many datagrams a receiver that counts has read, behind all that an address sent it.
+func (h *host) counted(from netip.Addr) (n int) {
+	h.Helper()
+	h.eventually("the count", func() error { // the question, too, may be lost
+		return h.devices.Do(func() error {
+			if n = probeUDP(from, ipfixPort, time.Second); n < 0 {
+				return fmt.Errorf("%v", landing{udp: n})
+			}
+			return nil
+		})
+	})
+	return n
+}
+
+// burst sends IPFIX from an address, in datagrams as large as they may be.
+func (h *host) burst(from netip.Addr, n int) {
+	h.Helper()
+	message := slices.Repeat([]devices.Flow{loadFlow}, devices.MaxDatagram/devices.RecordLen4-1)
+	h.must(h.devices.Do(func() error {
+		e, err := devices.NewExporter(devices.ExporterConfig{
+			Source: from, Target: target(from, ipfixPort), Messages: slices.Repeat([][]devices.Flow{message}, 64),
+		})
+		if err != nil {
+			return err
+		}
+		defer e.Close()
+		_, err = e.Send(n - 1) // and the templates
+		return err
+	}))
+}
