@@ -19,6 +19,8 @@
 // kernel's own tuning of the buffer.
 package room
 
+import "math"
+
 // Snapshot is what the kernel said of a TCP socket, all in bytes. SendBuffer and
 // Queued are of one moment; the rest was read just before.
 type Snapshot struct {
@@ -51,7 +53,8 @@ type Estimate struct {
 	// multiple of the MSS.
 	Safe int
 	// Exact predicts what one large write takes now. The kernel takes more if
-	// acknowledgements come while it does.
+	// acknowledgements come while it does, and less if what leaves is paced, unless a
+	// Tracker was told.
 	Exact int
 
 	Overhead int // of a packet that is queued
@@ -68,9 +71,22 @@ type Kernel struct {
 }
 
 // mostHeader is what the kernel keeps free for headers in the largest packet, in
-// bytes: MAX_TCP_HEADER, where it is largest (include/linux/tcp.h). A kernel with less
-// has a goal larger by one MSS at most.
+// bytes: MAX_TCP_HEADER, where it is largest (include/net/tcp.h).
 const mostHeader = 320
+
+// packetStructs is what sk_buff and skb_shared_info take of a packet's overhead on
+// 64-bit kernels, in bytes.
+const packetStructs = 256 + 320
+
+// header is MAX_TCP_HEADER in bytes, which depends on what the kernel was built with:
+// the rest of the overhead, where that is one of the values that it can have.
+func (k Kernel) header() int {
+	switch h := k.Overhead - packetStructs; h {
+	case 192, 256:
+		return h
+	}
+	return mostHeader
+}
 
 // legacyGSO is the largest packet that the kernel builds, in bytes, without BIG TCP
 // (GSO_LEGACY_MAX_SIZE).
@@ -81,19 +97,25 @@ const legacyGSO = 65536
 const smallWindow = 536
 
 // A Tracker knows what a snapshot does not show: how full the last packet is that
-// is not sent yet, and the largest window that the peer has had. It is for one
-// socket and one writer; the zero value is ready. Without one, Estimate takes
-// what is certain.
+// is not sent yet, the largest window that the peer has had, and whether TCP paces the
+// socket. It is for one socket and one writer; the zero value is ready. Without one,
+// Estimate takes what is certain, and no pacing.
 type Tracker struct {
 	tail   int // payload of the last packet not sent
 	goal   int // of the last Estimate
 	window int // the largest seen
 	gso    int
+	paced  bool
 }
 
 // LargestPacket tells of the interface's largest packet for the socket's family, in
 // bytes with headers: gso_max_size or gso_ipv4_max_size. By default 65536.
 func (t *Tracker) LargestPacket(bytes int) { t.gso = bytes }
+
+// Paced tells that TCP itself spaces out what it sends, one burst at a time
+// (tcp_pacing_check); see the function of this name. Exact may be megabytes too large
+// where that is so and was not told. By default false.
+func (t *Tracker) Paced(paced bool) { t.paced = paced }
 
 // Wrote tells of a write that took n bytes of those that were offered, after an
 // Estimate by this tracker.
@@ -101,8 +123,10 @@ func (t *Tracker) Wrote(n, offered int) {
 	if t.goal == 0 || n <= 0 {
 		return
 	}
-	if n < offered { // the kernel fills the last packet before it ends
-		t.tail = t.goal
+	if n < offered {
+		// The kernel fills the last packet before it ends, to a goal that may have grown
+		// since; the next Estimate knows.
+		t.tail = math.MaxInt
 		return
 	}
 	if free := t.goal - t.tail; t.tail > 0 && n <= free {
@@ -131,11 +155,11 @@ func (k Kernel) Estimate(s Snapshot, next int, t *Tracker) Estimate {
 		}
 	}
 	e := Estimate{
-		Overhead: k.Overhead, Goal: goal(s.MSS, window, largest),
+		Overhead: k.Overhead, Goal: goal(s.MSS, window, largest-k.header()-1),
 		Free: max(s.SendBuffer-s.Queued, 0),
 	}
 	e.Tail = s.tail(t, e.Goal)
-	e.Exact = k.exact(s, e.Goal, e.Tail)
+	e.Exact = k.exact(s, e.Goal, e.Tail, window/2, t != nil && t.paced)
 	grain := e.Goal
 	if s.Unsent == 0 && next > 0 {
 		grain = min(grain, next)
@@ -160,9 +184,8 @@ func (k Kernel) splits(s Snapshot) int {
 	return (leaves/max(s.Burst, 2*s.MSS) + 1) * k.Overhead
 }
 
-// goal is the payload of a full packet: tcp_xmit_size_goal.
-func goal(mss, window, largest int) int {
-	size := largest - (mostHeader + 1)
+// goal is the payload of a full packet: tcp_xmit_size_goal. It is at most size.
+func goal(mss, window, size int) int {
 	if window > smallWindow {
 		window /= 2
 	}
@@ -184,23 +207,34 @@ func (s *Snapshot) tail(t *Tracker, goal int) int {
 		// It has at most all that is not sent.
 		return max(goal-s.Unsent, 0)
 	}
-	t.tail, t.goal = min(t.tail, s.Unsent), goal
-	return max(goal-t.tail, 0)
+	t.tail, t.goal = min(t.tail, s.Unsent, goal), goal
+	return goal - t.tail
 }
 
 // exact goes the way of tcp_sendmsg_locked: the last packet not sent is filled
 // without a look at the buffer, a new one is begun only while the buffer has room. What
-// is full and the first to be sent leaves at once, as far as it may, and what it
-// leaves behind is filled again.
-func (k Kernel) exact(s Snapshot, goal, tail int) (taken int) {
+// becomes full and is the first to be sent leaves at once, as far as it may, and what it
+// leaves behind is filled again. When a write has filled more than half of the peer's largest
+// window since it began, all that may leave does (forced_push), and there is nothing to fill.
+func (k Kernel) exact(s Snapshot, goal, tail, half int, paced bool) (taken int) {
 	queued, unsent, sendable := s.Queued, s.Unsent, s.Sendable
 	burst := max(s.Burst, 2*s.MSS)
+	if paced {
+		// A whole segment that the windows let out, and that is not sent, waits for the
+		// timer of the burst before.
+		if sendable = min(sendable, burst, goal); unsent >= s.MSS {
+			sendable = 0
+		}
+	}
 	last := 0 // payload of the last packet not sent
 	if unsent > 0 {
 		last = goal - tail
 	}
+	pushed := 0 // of what is taken, at the last forced push
+	filled := false
 	fill := func() {
 		n := goal - last
+		filled = n > 0
 		queued, unsent, taken, last = queued+n, unsent+n, taken+n, goal
 	}
 	if last > 0 {
@@ -208,12 +242,25 @@ func (k Kernel) exact(s Snapshot, goal, tail int) (taken int) {
 	}
 	for {
 		switch {
-		case last < goal || unsent != goal || sendable == 0:
+		case !filled || unsent != goal || sendable < s.MSS:
 		case burst >= goal && sendable >= goal:
 			sendable, unsent = sendable-goal, 0
 		default:
-			// Each burst leaves a packet behind, which is filled again.
-			bursts := (sendable + min(burst, goal) - 1) / min(burst, goal)
+			// Each burst leaves a packet behind, which is filled again. A part of a segment
+			// does not leave alone (tcp_snd_wnd_test).
+			b := min(burst, goal)
+			bursts, rest := sendable/b, sendable%b
+			if rest >= s.MSS {
+				bursts++
+			} else {
+				sendable -= rest
+			}
+			if n := max(half-taken+pushed+b, 0) / b; half > 0 && n*b+goal <= sendable {
+				// A forced push comes first, after n bursts.
+				queued, taken, sendable = queued+n*(b+k.Overhead), taken+n*b, sendable-n*b
+				queued, sendable, unsent, pushed = queued+(goal-1)/b*k.Overhead, sendable-goal, 0, taken
+				break
+			}
 			queued, taken, sendable = queued+sendable+bursts*k.Overhead, taken+sendable, 0
 		}
 		if queued >= s.SendBuffer || s.NotSentLowat > 0 && unsent >= s.NotSentLowat {

@@ -58,6 +58,18 @@ func TestArithmetic(t *testing.T) {
 		{"a new connection", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Sendable, s.Burst = 69120, 65160, 14480, 7240
 		}), 0, 44 * 1448, 2*22*1448 + 14480},
+		{"a window that ends within a segment", with(func(s *room.Snapshot) {
+			s.SendBuffer, s.SendWindow, s.Sendable, s.Burst = 69120, 65160, 8000, 7240
+		}), 0, 44 * 1448, 2*22*1448 + 7240},
+		// Nothing pushes it but what fills it.
+		{"a full packet that is held back", with(func(s *room.Snapshot) {
+			s.Queued, s.Payload, s.Unsent, s.Sendable, s.Burst = 1<<20, 1<<20-20*overhead, goal, 14480, 7240
+		}), 0, 0, 0},
+		// Of 1 MB that may leave it is more than half of the window that is filled, after 64
+		// bursts. Then all leaves, and there is no room for a new packet.
+		{"a forced push", with(func(s *room.Snapshot) {
+			s.SendBuffer, s.Sendable, s.Burst = 100000, 1<<20, 7240
+		}), 0, 59 * 1448, goal + 64*7240},
 		{"closed", room.Snapshot{SendBuffer: 1 << 20, MSS: 1448, Closed: true}, 0, 0, 0},
 		{"no segments", room.Snapshot{SendBuffer: 1 << 20}, 0, 0, 0},
 	} {
@@ -67,6 +79,31 @@ func TestArithmetic(t *testing.T) {
 				t.Errorf("safe %d, exact %d, want %d and %d", e.Safe, e.Exact, test.safe, test.exact)
 			}
 		})
+	}
+}
+
+// TestPacing has a tracker know that TCP spaces out what it sends.
+func TestPacing(t *testing.T) {
+	const goal = 22 * 1448
+	var tracker room.Tracker
+	exact := func(s room.Snapshot) int { return kernel.Estimate(s, 0, &tracker).Exact }
+	s := room.Snapshot{SendBuffer: 60000, MSS: 1448, SendWindow: 65160, Sendable: 20 * 1448, Burst: 5 * 1448}
+	if got := exact(s); got != goal+20*1448 {
+		t.Errorf("four bursts leave, and %d bytes are taken", got)
+	}
+	tracker.Paced(true)
+	if got := exact(s); got != 2*goal+5*1448 {
+		t.Errorf("one burst leaves, and %d bytes are taken", got)
+	}
+	// What is not sent, though the windows let it out, waits for the timer.
+	tracker.Wrote(2*1448, 2*1448)
+	s.Unsent, s.Queued, s.Payload = 2*1448, 60000, 60000-10*overhead
+	if got := exact(s); got != goal-2*1448 {
+		t.Errorf("none leaves, and %d bytes are taken", got)
+	}
+	tracker.Paced(false)
+	if got := exact(s); got != goal-2*1448+20*1448 {
+		t.Errorf("four bursts leave again, and %d bytes are taken", got)
 	}
 }
 
@@ -80,6 +117,17 @@ func TestLargestPacket(t *testing.T) {
 	tracker.LargestPacket(196608)
 	if e := kernel.Estimate(s, 0, &tracker); e.Goal != 135*1448 {
 		t.Errorf("a full packet has %d bytes", e.Goal)
+	}
+}
+
+// TestGoal has 54 segments of IPv6 at an MTU of 1280 in a packet, where the kernel keeps
+// 256 bytes for headers, and 53 where it keeps more.
+func TestGoal(t *testing.T) {
+	s := room.Snapshot{SendBuffer: 1 << 20, MSS: 1208, SendWindow: 1 << 20}
+	for overhead, segments := range map[int]int{832: 54, 896: 53, 1280: 53} {
+		if e := (room.Kernel{Overhead: overhead}).Estimate(s, 0, nil); e.Goal != segments*1208 {
+			t.Errorf("with an overhead of %d a full packet has %d bytes", overhead, e.Goal)
+		}
 	}
 }
 
@@ -116,6 +164,15 @@ func TestTracker(t *testing.T) {
 	s.Unsent = 0
 	if got := tail(); got != 0 {
 		t.Errorf("room of %d bytes though all is sent", got)
+	}
+	// The window grew before the write, as its packets show, and the snapshot is from after.
+	var grown room.Tracker
+	s = room.Snapshot{SendBuffer: 1 << 20, MSS: 1448, SendWindow: 72400}
+	kernel.Estimate(s, 0, &grown)
+	grown.Wrote(3*37648, 1<<20)
+	s.SendWindow, s.Unsent = 75296, 3*37648
+	if e := kernel.Estimate(s, 0, &grown); e.Goal != 37648 || e.Tail != 0 {
+		t.Errorf("room of %d of %d bytes after a partial write", e.Tail, e.Goal)
 	}
 }
 
@@ -237,6 +294,123 @@ func TestArm(t *testing.T) {
 	}
 }
 
+// TestPaced has a congestion window far larger than the buffer, nothing queued, and a
+// pacing rate: one burst leaves in the write, and the rest has to fit into the buffer.
+func TestPaced(t *testing.T) {
+	k, err := room.Calibrate()
+	check(t, err)
+	s := scene{cc: "reno", family: unix.AF_INET6}
+	s.link.MTU, s.link.Delay, s.link.Rate = 1280, 10*time.Millisecond, 1e9
+	fd := s.connect(t)
+	if paced, err := room.Paced(fd); err != nil || paced {
+		t.Errorf("reno is paced: %v, %v", paced, err)
+	}
+	end := time.Now().Add(20 * time.Second)
+	until := func(what string, ready func(s room.Snapshot) bool) {
+		for {
+			now, err := room.Take(fd)
+			check(t, err)
+			if ready(now) {
+				return
+			}
+			if time.Now().After(end) {
+				t.Fatalf("not in time: %s, %+v", what, now)
+			}
+			time.Sleep(100 * time.Microsecond)
+		}
+	}
+	data := make([]byte, 8<<20)
+	until("a large congestion window", func(now room.Snapshot) bool {
+		if _, err := unix.Write(fd, data); err != nil && !errors.Is(err, unix.EAGAIN) {
+			t.Fatal(err)
+		}
+		return now.Sendable+now.Payload-now.Unsent > 1<<20
+	})
+	until("all acknowledged", func(now room.Snapshot) bool { return now.Payload == 0 })
+	check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 100_000))
+	check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, 20_000_000))
+	paced, err := room.Paced(fd)
+	check(t, err)
+	if !paced {
+		t.Error("not paced, with SO_MAX_PACING_RATE")
+	}
+	now, err := room.Take(fd)
+	check(t, err)
+	var tracker room.Tracker
+	tracker.Paced(paced)
+	e := k.Estimate(now, 0, &tracker)
+	took, err := unix.Write(fd, data)
+	check(t, err)
+	if over := e.Exact - took; over > e.Goal || -over > e.Goal {
+		t.Errorf("took %d bytes of %+v, and the estimate was %+v", took, now, e)
+	}
+}
+
+// TestForcedPush has a congestion window far larger than the buffer, and bursts smaller than
+// a packet: what is written leaves, until the kernel sends the last packet whole.
+func TestForcedPush(t *testing.T) {
+	k, err := room.Calibrate()
+	check(t, err)
+	s := scene{cc: "reno", family: unix.AF_INET}
+	s.link.MTU, s.link.Delay, s.link.Rate = 9000, 100*time.Millisecond, 1e9
+	fd := s.connect(t)
+	data := make([]byte, 8<<20)
+	var tracker room.Tracker
+	end, grown := time.Now().Add(20*time.Second), false
+	for {
+		now, err := room.Take(fd)
+		check(t, err)
+		k.Estimate(now, 0, &tracker)
+		if grown = grown || now.Sendable+now.Payload-now.Unsent > 3<<19; grown && now.Payload == 0 {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("no large congestion window: %+v", now)
+		}
+		if !grown {
+			n, err := unix.Write(fd, data)
+			if err != nil && !errors.Is(err, unix.EAGAIN) {
+				t.Fatal(err)
+			}
+			tracker.Wrote(n, len(data))
+		}
+		time.Sleep(100 * time.Microsecond)
+	}
+	check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 100_000))
+	now, err := room.Take(fd)
+	check(t, err)
+	e := k.Estimate(now, 0, &tracker)
+	took, err := unix.Write(fd, data)
+	check(t, err)
+	if over := e.Exact - took; over > e.Goal || -over > e.Goal {
+		t.Errorf("took %d bytes of %+v, and the estimate was %+v", took, now, e)
+	}
+}
+
+func TestPacedConn(t *testing.T) {
+	from, _ := pair(t)
+	raw, err := from.SyscallConn()
+	check(t, err)
+	for _, test := range []struct {
+		name string
+		set  func(fd int) error
+		want bool
+	}{
+		{"reno", func(fd int) error {
+			return unix.SetsockoptString(fd, unix.IPPROTO_TCP, unix.TCP_CONGESTION, "reno")
+		}, false},
+		{"SO_MAX_PACING_RATE", func(fd int) error {
+			return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, 1_000_000)
+		}, true},
+	} {
+		check(t, raw.Control(func(fd uintptr) { err = test.set(int(fd)) }))
+		check(t, err)
+		if got, err := room.PacedConn(from); err != nil || got != test.want {
+			t.Errorf("%s: paced %v, %v", test.name, got, err)
+		}
+	}
+}
+
 func TestNoConnection(t *testing.T) {
 	for _, test := range []struct {
 		name         string
@@ -255,6 +429,9 @@ func TestNoConnection(t *testing.T) {
 	}
 	if _, err := room.Take(-1); !errors.Is(err, unix.EBADF) {
 		t.Errorf("no descriptor: %v", err)
+	}
+	if _, err := room.Paced(-1); !errors.Is(err, unix.EBADF) {
+		t.Errorf("pacing of no descriptor: %v", err)
 	}
 	if _, err := room.Arm(1 << 20); !errors.Is(err, unix.EBADF) {
 		t.Errorf("arm no descriptor: %v", err)

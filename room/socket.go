@@ -5,8 +5,10 @@
 package room
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"strconv"
 	"strings"
@@ -141,6 +143,27 @@ var defaultLowat = sync.OnceValue(func() int {
 	return int(v)
 })
 
+// Paced tells whether TCP itself spaces out what a socket sends (SK_PACING_NEEDED): with
+// bbr of any version, and where SO_MAX_PACING_RATE is set. Ask again when one of them is
+// changed. An error wraps the errno.
+func Paced(fd int) (bool, error) {
+	rate, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE)
+	if err != nil {
+		return false, fmt.Errorf("read SO_MAX_PACING_RATE: %w", err)
+	}
+	if uint32(rate) != math.MaxUint32 {
+		return true, nil
+	}
+	var name [16]byte // TCP_CA_NAME_MAX
+	size := uint32(len(name))
+	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION,
+		uintptr(unsafe.Pointer(&name)), uintptr(unsafe.Pointer(&size)), 0)
+	if errno != 0 {
+		return false, fmt.Errorf("read TCP_CONGESTION: %w", errno)
+	}
+	return bytes.HasPrefix(name[:], []byte("bbr")), nil
+}
+
 // Arm has the kernel grow the send buffer, if the connection could use more
 // (tcp_new_space): it does so only for a writer that waits, which poll(2) makes
 // of the caller. It takes some 150 ns, and no send has to fail for it.
@@ -175,6 +198,20 @@ func TakeRaw(raw syscall.RawConn) (s Snapshot, err error) {
 		return err
 	})
 	return s, err
+}
+
+// PacedConn is Paced for a connection of package net, or of another that has a
+// descriptor below.
+func PacedConn(c syscall.Conn) (paced bool, err error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return false, fmt.Errorf("take descriptor: %w", err)
+	}
+	err = control(raw, func(fd int) error {
+		paced, err = Paced(fd)
+		return err
+	})
+	return paced, err
 }
 
 // ArmConn is Arm for a connection of package net, or of another that has a descriptor

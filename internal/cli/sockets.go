@@ -425,7 +425,9 @@ func (l *socketsLooker) look() (*socketsShown, error) {
 			return
 		}
 		if snapshot := s.Snapshot(l.diag.Settings); l.calibrated && !snapshot.Closed {
-			e := l.kernel.Estimate(snapshot, 0, nil)
+			var t room.Tracker
+			t.Paced(strings.HasPrefix(s.Congestion, "bbr"))
+			e := l.kernel.Estimate(snapshot, 0, &t)
 			f.room = &e
 		}
 		shown.Matched++
