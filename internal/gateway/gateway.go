@@ -93,7 +93,7 @@ type Gateway struct {
 	turned    []*conn  // those of the turn before
 	packets   []byte   // of the guest, that were read in this turn
 	train     train    // of datagrams of these to send
-	holding   []*conn  // that have payload of these to send
+	holding   []*conn  // that these are of
 	batches   []*batch // not in use
 	buffer    []byte   // for what is sent to the guest
 	spilled   int      // bytes that are kept of segments which sockets did not take whole
@@ -472,7 +472,7 @@ func (t *tun) event(uint32) {
 	}
 	g.train.send()
 	for _, c := range g.holding {
-		c.push()
+		c.conclude()
 	}
 	clear(g.holding)
 	g.holding = g.holding[:0]

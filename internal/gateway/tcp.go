@@ -69,6 +69,7 @@ type conn struct {
 
 	// What goes to the guest. It lies in the socket's receive queue from una on.
 	una, nxt uint32
+	spent    int    // bytes before una that the socket still has, until the end of the turn
 	recover  uint32 // what is not acknowledged before it is sent again, hole by hole (RFC 6582)
 	again    uint32 // end of what was sent again last
 	window   uint32 // of the guest, bytes
@@ -94,20 +95,20 @@ type conn struct {
 	heard     time.Time
 	keepalive uint16
 
-	dirty, queued bool // in the gateway's lists
-	armed         bool // EPOLLOUT will come
-	more          bool // the guest has more to send already
-	asked         bool // the guest waits for an acknowledgement of all
-	blocked       bool // by the guest's window
-	late          bool // the guest was, before recover: it may have got all of it
-	drained       bool // the socket had nothing more, and no event came since
-	hasScale      bool
-	peeks         bool // the socket keeps the offset of MSG_PEEK itself
-	finSent       bool // to the guest, after all that the socket had
-	guestEnded    bool // its FIN is at rcv, or before
-	shut          bool // it was passed on
-	broken        bool // the socket has an error: what it has still goes to the guest
-	lost          bool // the error was read already, so that the socket's end looks like an orderly one
+	dirty, queued, holds bool // in the gateway's lists
+	armed                bool // EPOLLOUT will come
+	more                 bool // the guest has more to send already
+	asked                bool // the guest waits for an acknowledgement of all
+	blocked              bool // by the guest's window
+	late                 bool // the guest was, before recover: it may have got all of it
+	drained              bool // the socket had nothing more, and no event came since
+	hasScale             bool
+	peeks                bool // the socket keeps the offset of MSG_PEEK itself
+	finSent              bool // to the guest, after all that the socket had
+	guestEnded           bool // its FIN is at rcv, or before
+	shut                 bool // it was passed on
+	broken               bool // the socket has an error: what it has still goes to the guest
+	lost                 bool // the error was read already, so that the socket's end looks like an orderly one
 }
 
 // tcp takes a segment of the guest.
@@ -492,10 +493,8 @@ func (c *conn) acked(s *segment) {
 		if c.finSent && c.una == c.nxt {
 			n-- // the FIN
 		}
-		if !c.discard(int(n)) {
-			c.abort()
-			return
-		}
+		c.spent += int(n)
+		c.hold()
 		if c.una == c.nxt {
 			c.rest()
 		} else {
@@ -616,10 +615,27 @@ func (c *conn) take(payload []byte) bool {
 	c.usual += (len(payload) - c.usual) / 4
 	if c.held == nil {
 		c.held = c.g.batch()
-		c.g.holding = append(c.g.holding, c)
+		c.hold()
 	}
 	c.held.add(payload)
 	return true
+}
+
+// hold has conclude called at the end of the turn.
+func (c *conn) hold() {
+	if !c.holds {
+		c.holds = true
+		c.g.holding = append(c.g.holding, c)
+	}
+}
+
+// conclude does what was left for the end of the turn.
+func (c *conn) conclude() {
+	c.holds = false
+	c.push()
+	if c.fd >= 0 && !c.discard() {
+		c.abort()
+	}
 }
 
 // batch is an empty one.
@@ -931,7 +947,7 @@ func (c *conn) peek(p []byte) (int, error) {
 	if c.peeks {
 		return receive(c.fd, p, unix.MSG_PEEK|unix.MSG_DONTWAIT)
 	}
-	return receiveBehind(c.fd, int(c.nxt-c.una), p)
+	return receiveBehind(c.fd, c.spent+int(c.nxt-c.una), p)
 }
 
 // peekAgain reads the first of what was sent.
@@ -950,15 +966,15 @@ func (c *conn) peekAgain(p []byte, sent int) (n int, err error) {
 
 // discard takes what the guest has acknowledged out of the socket. It is false if that
 // has less.
-func (c *conn) discard(n int) bool {
-	for n > 0 { // an urgent mark splits it
-		got, _, errno := unix.RawSyscall6(unix.SYS_RECVFROM, uintptr(c.fd), 0, uintptr(n), unix.MSG_TRUNC|unix.MSG_DONTWAIT, 0, 0)
+func (c *conn) discard() bool {
+	for c.spent > 0 { // an urgent mark splits it
+		n, _, errno := unix.RawSyscall6(unix.SYS_RECVFROM, uintptr(c.fd), 0, uintptr(c.spent), unix.MSG_TRUNC|unix.MSG_DONTWAIT, 0, 0)
 		switch {
 		case errno == unix.EINTR:
-		case errno != 0 || got == 0:
+		case errno != 0 || n == 0:
 			return false
 		default:
-			n -= int(got)
+			c.spent -= int(n)
 		}
 	}
 	return true
@@ -969,6 +985,10 @@ func (c *conn) resend() {
 	c.g.count(Retransmitted)
 	if c.state != open {
 		c.answer()
+		return
+	}
+	if !c.discard() {
+		c.abort()
 		return
 	}
 	sent := int(c.nxt - c.una)
@@ -1081,6 +1101,7 @@ func resetOnClose(fd int) {
 
 // release gives back what the connection holds of the host.
 func (c *conn) release() {
+	c.discard() // what is left there would be answered with an RST
 	c.g.forget(c.fd)
 	c.unhold()
 	c.unspill()

@@ -636,6 +636,9 @@ func TestWithoutPeekOffset(t *testing.T) {
 	}
 	t.Run("end", func(t *testing.T) {
 		l := dial()
+		l.window = 100 // so that more goes when something was acknowledged
+		l.say(flagACK, nil)
+		p.turn(0)
 		want := text(300_000)
 		go func() {
 			_, _ = l.conn.Write(want)
