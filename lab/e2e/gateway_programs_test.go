@@ -19,6 +19,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -297,7 +298,12 @@ func (i *isolated) iperf() {
 				i.Fatalf("%v: %s", err, out)
 			}
 		}
-		<-server.Done()
+		select {
+		case <-server.Done():
+		case <-time.After(patience):
+			sockets, _ := exec.Command("nsenter", "-t", strconv.Itoa(server.Pid()), "-n", "ss", "-tanpoie").CombinedOutput()
+			i.Fatalf("iperf3 %v: the server does not end, after %s: %s", direction, out, sockets)
+		}
 		var report struct {
 			End struct {
 				Received struct {
