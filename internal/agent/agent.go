@@ -551,7 +551,7 @@ func (a *Agent) take(step step) (back func() error, err error) {
 			return nil, err
 		}
 	default:
-		before := &target{s.config, s.rules, s.mapping}
+		before := &target{s.config, s.rules, s.users, s.mapping}
 		back = func() error { return s.apply(before) }
 		if err := s.apply(step.target); err != nil {
 			return nil, ofService(step.name, err)

@@ -235,7 +235,7 @@ func findKeepers(pins, service string) ([]*keeper, error) {
 	want := strings.Join(keeperArgs(pins, service), " ")
 	var keepers []*keeper
 	for _, p := range processes {
-		if p.UID != uint32(os.Geteuid()) || len(p.Args) == 0 {
+		if !p.UIDs.Within([]uint32{uint32(os.Geteuid())}) || len(p.Args) == 0 {
 			continue
 		}
 		args := strings.Join(p.Args[1:], " ")

@@ -47,6 +47,7 @@ type ServiceStatus struct {
 	Problem   string           `json:"problem,omitempty"`
 	Hint      string           `json:"hint,omitempty"`
 	Waiting   []WaitingStatus  `json:"waiting"`
+	Refused   []RefusedStatus  `json:"refused"` // at most 16
 }
 
 // DeviceMapStatus is the device map in force.
@@ -59,6 +60,16 @@ type DeviceMapStatus struct {
 // WaitingStatus is a process that would be a member, and what it lacks.
 type WaitingStatus struct {
 	Slot    *int   `json:"slot"` // null: the first free one
+	PID     int    `json:"pid"`
+	Command string `json:"command"`
+	Source  string `json:"source"`
+	Problem string `json:"problem"`
+	Hint    string `json:"hint,omitempty"`
+}
+
+// RefusedStatus is a process that a rule describes, that has ports of members, and that is none: it
+// is of another user, or in namespaces of its own.
+type RefusedStatus struct {
 	PID     int    `json:"pid"`
 	Command string `json:"command"`
 	Source  string `json:"source"`

@@ -31,6 +31,12 @@ func (s *service) claim(pid int, slot *int, source string, now bool) (int, error
 				fmt.Sprintf("sockeye unregister --service %s --slot %d first", s.config.Name, seat.slot))
 		}
 	}
+	// Root may become anybody before it opens sockets, and does as isolated members start.
+	if users := s.users; len(users) > 0 && !p.UIDs.Within([]uint32{0}) {
+		if err := member.AdmitUser(p, users); err != nil {
+			return 0, explainRefusal(fmt.Errorf("make process %d a member: %w", pid, err))
+		}
+	}
 	want, err := s.reserve(self, slot)
 	if err != nil {
 		return 0, err
@@ -39,7 +45,7 @@ func (s *service) claim(pid int, slot *int, source string, now bool) (int, error
 	s.state.Released = slices.DeleteFunc(slices.Clone(s.state.Released), func(r process) bool { return r == self })
 	s.state.Claims = append(s.liveClaims(self), claim{self, want, source})
 	if now {
-		if err := s.register(p, source, want); err != nil {
+		if err := s.register(p, &seat{slot: want, source: source}); err != nil {
 			s.state = before
 			if errors.Is(err, fs.ErrNotExist) {
 				return 0, absent(pid, err)

@@ -178,7 +178,6 @@ func probe(name string) error {
 type holder struct {
 	process *member.Process
 	socket  *member.Socket
-	uid     uint32
 	backlog uint32 // of a listening TCP socket
 }
 
@@ -197,8 +196,13 @@ func (d *doctor) service(c config.Service) {
 		d.add(area, "sockets", ResultWarning, "not known: "+err.Error(), Hint(err))
 		return
 	}
+	_, users, err := resolveMembers(c)
+	if err != nil {
+		d.fail(area, "user", Code(err), err.Error(), Hint(err))
+		return
+	}
 	for _, l := range c.Listeners {
-		d.listener(area, c, l, holders)
+		d.listener(area, c, l, users, holders)
 	}
 }
 
@@ -245,7 +249,7 @@ func (s *service) holders() ([]holder, error) {
 		for _, socket := range sockets {
 			if !seen[socket.Cookie] {
 				seen[socket.Cookie] = true
-				h := holder{process: p, socket: socket, uid: ownerOf(socket.FD())}
+				h := holder{process: p, socket: socket}
 				// Of a listening socket, tcpi_sacked is the backlog (tcp_get_info).
 				if info, err := unix.GetsockoptTCPInfo(socket.FD(), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
 					h.backlog = info.Sacked
@@ -273,7 +277,7 @@ func (s *service) onPort(socket *member.Socket) bool {
 	})
 }
 
-func (d *doctor) listener(area string, c config.Service, l config.Listener, all []holder) {
+func (d *doctor) listener(area string, c config.Service, l config.Listener, users []uint32, all []holder) {
 	first, last := memberPorts(l)
 	var here []holder
 	for _, h := range all {
@@ -292,10 +296,14 @@ func (d *doctor) listener(area string, c config.Service, l config.Listener, all 
 			d.add(area, check, ResultWarning, who+" is MPTCP, which the kernel does not steer",
 				"programs in Go: GODEBUG=multipathtcp=0")
 		}
+		if len(users) > 0 && !slices.Contains(users, h.socket.UID) {
+			d.add(area, check, ResultWarning, fmt.Sprintf("%s belongs to user %s, members to %s", who, member.UserName(h.socket.UID), member.UserNames(users)),
+				"start the program as that user, or name the owner in user of the service")
+		}
 		if c.Steering == config.Lookup {
 			continue
 		}
-		uids[h.uid] = true
+		uids[h.socket.UID] = true
 		if h.socket.Local.Addr().IsUnspecified() && !h.socket.V6Only {
 			wildcards[h.socket.Local.Addr()] = true
 		}

@@ -26,12 +26,13 @@ func (s *service) hold() error {
 	if s.lookup() {
 		return s.letGo()
 	}
-	if s.state.UID == nil {
+	owner, known := s.owner()
+	if !known {
 		return nil
 	}
 	changed := s.keeper == nil
 	for row, fd := range s.anchors {
-		if s.rows[row] == (bpf.Listener{}) || ownerOf(fd) != *s.state.UID {
+		if s.rows[row] == (bpf.Listener{}) || ownerOf(fd) != owner {
 			unix.Close(fd)
 			delete(s.anchors, row)
 			changed = true
@@ -44,9 +45,9 @@ func (s *service) hold() error {
 			errs = append(errs, attach(fd))
 			continue
 		}
-		fd, err := openAnchor(s.rows[row], *s.state.UID, s.enter(), attach)
+		fd, err := openAnchor(s.rows[row], owner, s.enter(), attach)
 		if err != nil {
-			errs = append(errs, fmt.Errorf("hold %s for user %d: %w", l, *s.state.UID, err))
+			errs = append(errs, fmt.Errorf("hold %s for user %d: %w", l, owner, err))
 			continue
 		}
 		s.anchors[row] = fd

@@ -25,6 +25,7 @@ func (s *service) scan() error {
 	if err != nil {
 		return err
 	}
+	s.looks = maxLooks
 	alive := make(map[process]bool)
 	for _, p := range processes {
 		alive[process{p.PID, p.StartTime}] = true
@@ -122,6 +123,7 @@ func (s *service) considerPID(pid int) {
 	if err != nil {
 		return // ended meanwhile
 	}
+	s.looks = max(s.looks, 1)
 	s.consider(p)
 }
 
@@ -151,7 +153,8 @@ func (s *service) saveMembers() {
 			delete(s.known, self)
 			continue
 		}
-		s.state.Members = append(s.state.Members, seen{self, p.Args, p.SlotVariable()})
+		exe, file := p.Proven()
+		s.state.Members = append(s.state.Members, seen{self, p.Args, p.SlotVariable(), exe, file})
 	}
 	if err := s.state.save(s.statePath()); err != nil {
 		s.log.Error("state not saved", "error", err)
@@ -161,36 +164,101 @@ func (s *service) saveMembers() {
 // errNotMember means that no rule and no command makes a process a member.
 var errNotMember = errors.New("not a member")
 
-// memberBy tells what makes a process a member, and of which slot.
-func (s *service) memberBy(p *member.Process) (source string, slot int, err error) {
+// memberBy tells what makes a process a member, and of which slot. It notes in the seat the source,
+// and to whom the sockets must belong. A process that only looks like a member gives a member.Refusal.
+func (s *service) memberBy(p *member.Process, seat *seat) (slot int, err error) {
 	self := process{p.PID, p.StartTime}
 	if p.PID == os.Getpid() || isKeeper(p) || slices.Contains(s.state.Released, self) {
-		return "", 0, errNotMember
+		return 0, errNotMember
 	}
 	for _, c := range s.state.Claims {
 		if c.process == self {
-			return c.Source, c.Slot, nil
+			seat.source, seat.owners = c.Source, s.ownersOf(p, s.users)
+			return c.Slot, s.admitClaim(p)
 		}
 	}
 	if !p.Below(s.config.Cgroup) {
-		return "", 0, errNotMember
+		return 0, errNotMember
 	}
+	err = errNotMember
 	for i := range s.rules {
-		if s.rules[i].Matches(p) {
-			s.known[self] = p
-			slot, err := s.rules[i].Slot(p, s.config.Slots)
-			return fmt.Sprintf("members[%d]", i), slot, err
+		rule := &s.rules[i]
+		if !rule.Matches(p) {
+			continue
 		}
+		source := fmt.Sprintf("members[%d]", i)
+		if refusal := rule.Admit(p, s.users, s.self); refusal != nil {
+			if errors.Is(err, errNotMember) {
+				seat.source, err = source, refusal
+			}
+			continue
+		}
+		s.known[self] = p
+		seat.source, seat.owners = source, s.ownersOf(p, rule.Users(s.users))
+		return rule.Slot(p, s.config.Slots)
 	}
-	return "", 0, errNotMember
+	return 0, err
+}
+
+// admitClaim tells whether a process that was made a member by command is of the service's users.
+func (s *service) admitClaim(p *member.Process) error {
+	users := s.users
+	if len(users) == 0 {
+		users = p.UIDs[:1]
+	}
+	return explainRefusal(member.AdmitUser(p, users))
+}
+
+// ownersOf are the users to whom the sockets of a process must belong, which itself is of one of
+// these users.
+func (s *service) ownersOf(p *member.Process, users []uint32) []uint32 {
+	if owner, known := s.owner(); known {
+		return []uint32{owner}
+	}
+	if len(s.users) == 0 {
+		return p.UIDs[:1]
+	}
+	return slices.Concat(s.users, users)
+}
+
+// owner is the one user to whom all sockets of a SO_REUSEPORT group belong, if it is known.
+func (s *service) owner() (uid uint32, known bool) {
+	switch {
+	case s.lookup():
+		return 0, false
+	case len(s.users) > 0:
+		return s.users[0], true
+	case s.state.ClaimedUID != nil:
+		return *s.state.ClaimedUID, true
+	}
+	return 0, false
+}
+
+// learnOwner takes the owner over from a member where no policy names it. Such a member was made one
+// by command.
+func (s *service) learnOwner(seat *seat) {
+	if _, known := s.owner(); !known && !s.lookup() {
+		uid := seat.process.UIDs[0]
+		s.state.ClaimedUID = &uid
+	}
+}
+
+// explainRefusal makes an error for a person of a member.Refusal.
+func explainRefusal(err error) error {
+	if refusal, ok := errors.AsType[*member.Refusal](err); ok {
+		return conflict(err, refusal.Hint)
+	}
+	return err
 }
 
 // consider makes a process a member if it is one and all its sockets are
 // there; otherwise it says what is missing.
 func (s *service) consider(p *member.Process) {
-	source, slot, err := s.memberBy(p)
+	candidate := &seat{}
+	slot, err := s.memberBy(p, candidate)
 	if errors.Is(err, errNotMember) {
 		s.forget(p.PID)
+		delete(s.refused, process{p.PID, p.StartTime})
 		return
 	}
 	for _, seat := range s.seats {
@@ -198,14 +266,24 @@ func (s *service) consider(p *member.Process) {
 			return
 		}
 	}
+	if refusal, ok := errors.AsType[*member.Refusal](err); ok && !s.claimed(p) {
+		s.forget(p.PID)
+		s.refuse(p, candidate.source, refusal)
+		return
+	}
+	candidate.slot = slot
 	if err == nil {
-		err = s.register(p, source, slot)
+		err = s.register(p, candidate)
 	}
 	if err == nil || errors.Is(err, errInherited) || errors.Is(err, fs.ErrNotExist) || s.related(p) || s.isolated(p) {
 		s.forget(p.PID)
 		return
 	}
-	s.wait(p, source, slot, err)
+	s.wait(p, candidate.source, slot, err)
+}
+
+func (s *service) claimed(p *member.Process) bool {
+	return slices.ContainsFunc(s.state.Claims, func(c claim) bool { return c.process == process{p.PID, p.StartTime} })
 }
 
 // related tells whether a process is the parent or a child, however far, of a
@@ -287,10 +365,11 @@ func (s *service) forget(pid int) {
 // plugins do that nfacctd forks.
 var errInherited = conflict(errors.New("its sockets are another member's"), "name the process that opened them")
 
-// register takes a process' sockets and opens its slot.
-func (s *service) register(p *member.Process, source string, slot int) error {
-	if slot >= s.config.Slots {
-		return Usage(fmt.Errorf("slot %d is out of range, the service has %d", slot, s.config.Slots),
+// register takes a process' sockets and opens the slot of the seat, which has the source and the
+// slot, or member.AnySlot.
+func (s *service) register(p *member.Process, seat *seat) error {
+	if seat.slot >= s.config.Slots {
+		return Usage(fmt.Errorf("slot %d is out of range, the service has %d", seat.slot, s.config.Slots),
 			fmt.Sprintf("slots are numbered 0 to %d", s.config.Slots-1))
 	}
 	if p.Netns != s.inode {
@@ -307,17 +386,23 @@ func (s *service) register(p *member.Process, source string, slot int) error {
 		return err
 	}
 	defer member.CloseAll(sockets)
-	// Between Read and Open the number could have changed hands.
-	if now, err := member.Read(p.PID); err != nil || now.StartTime != p.StartTime {
+	// Between Read and Open the number could have changed hands, and the process its user. While
+	// the process of the handle lives, what is read now is of it.
+	now, err := s.read(p.PID)
+	if err != nil || handle.Ended() || now.StartTime != p.StartTime {
 		handle.Close()
 		return fs.ErrNotExist
 	}
-	chosen, err := s.choose(p, sockets)
-	if err == nil {
-		slot, err = s.findSlot(slot)
-	}
-	if err == nil {
-		err = s.openSlot(&seat{slot: slot, process: p, handle: handle, source: source}, chosen)
+	slot := seat.slot
+	if _, err = s.memberBy(now, seat); err == nil {
+		seat.process, seat.handle = now, handle
+		var chosen map[int]*member.Socket
+		if chosen, err = s.choose(seat, sockets); err == nil {
+			seat.slot, err = s.findSlot(slot)
+		}
+		if err == nil {
+			err = s.openSlot(seat, chosen)
+		}
 	}
 	if err != nil {
 		handle.Close()
@@ -340,7 +425,8 @@ func (s *service) wants(socket *member.Socket) bool {
 }
 
 // choose finds the socket for each row, or says what is in the way.
-func (s *service) choose(p *member.Process, sockets []*member.Socket) (map[int]*member.Socket, error) {
+func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.Socket, error) {
+	self := process{seat.process.PID, seat.process.StartTime}
 	chosen := make(map[int]*member.Socket)
 	for _, row := range slices.Sorted(maps.Keys(s.source)) {
 		l := s.source[row]
@@ -353,10 +439,14 @@ func (s *service) choose(p *member.Process, sockets []*member.Socket) (map[int]*
 				continue
 			}
 			owner, owned := s.owners[socket.Cookie]
-			if owned && owner != (process{p.PID, p.StartTime}) {
+			if owned && owner != self {
 				return nil, errInherited
 			}
-			if err := s.unfit(l, socket); err != nil {
+			err := s.foreign(seat, socket)
+			if err == nil {
+				err = s.unfit(l, socket)
+			}
+			if err != nil {
 				problem = cmp.Or(problem, err)
 				continue
 			}
@@ -372,6 +462,44 @@ func (s *service) choose(p *member.Process, sockets []*member.Socket) (map[int]*
 		return nil, problem
 	}
 	return chosen, nil
+}
+
+// foreign says why a socket is not the member's own: it may have been opened by another user, or in
+// another network namespace, and handed to the process.
+func (s *service) foreign(seat *seat, socket *member.Socket) error {
+	if !slices.Contains(seat.owners, socket.UID) {
+		return conflict(fmt.Errorf("its socket %s belongs to user %s, not to %s", socket, member.UserName(socket.UID), member.UserNames(seat.owners)),
+			"start the program as that user, or name the owner in user of the service")
+	}
+	switch netns, err := socket.Netns(); {
+	case err != nil:
+		return err
+	case netns != s.inode:
+		return conflict(fmt.Errorf("its socket %s was opened in another network namespace than the service's", socket),
+			"have the program open it in the service's namespace")
+	}
+	return nil
+}
+
+// verify tells whether the sockets by which a member has its slot are its own: an agent of an earlier
+// version did not ask.
+func (s *service) verify(seat *seat) error {
+	sockets, err := seat.handle.Sockets(s.wants)
+	if err != nil {
+		return err
+	}
+	defer member.CloseAll(sockets)
+	for _, socket := range sockets {
+		for _, registered := range seat.sockets {
+			if registered.cookie != socket.Cookie {
+				continue
+			}
+			if err := s.foreign(seat, socket); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // unfit says why a socket cannot serve a listener.
@@ -466,7 +594,10 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 		}
 	}
 	s.registrations++
+	delete(s.refused, process{seat.process.PID, seat.process.StartTime})
 	s.seat(seat)
+	_, held := s.owner()
+	s.learnOwner(seat)
 	s.saveMembers()
 	for pid, w := range s.waiting {
 		if s.related(w.process) {
@@ -474,10 +605,7 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 		}
 	}
 	s.log.Info("member registered", "slot", seat.slot, "pid", seat.process.PID, "source", seat.source)
-	if s.state.UID == nil && !s.lookup() {
-		uid := seat.process.UID
-		s.state.UID = &uid
-		s.saveMembers()
+	if !held && !s.lookup() {
 		if err := s.hold(); err != nil {
 			s.log.Error("ports not held", "error", err)
 		}

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"slices"
+	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -25,22 +26,29 @@ import (
 type target struct {
 	config  config.Service
 	rules   []member.Rule
+	users   []uint32
 	mapping *steer.Mapping
 }
 
-const userHint = "create it, or correct user"
+// resolveMembers finds the users that a service and its rules name.
+func resolveMembers(c config.Service) ([]member.Rule, []uint32, error) {
+	rules, err := member.Rules(c.Members)
+	var users []uint32
+	if err == nil {
+		users, err = member.Users(c.Users, rules)
+	}
+	if err != nil {
+		return nil, nil, Usage(err, "create it, or correct user")
+	}
+	return rules, users, nil
+}
 
 // prepare reads what the new policy of a service names. It changes nothing.
 func (s *service) prepare(c config.Service) (*target, error) {
 	t := &target{config: c}
 	var err error
-	if t.rules, err = member.Rules(c.Members); err != nil {
-		return nil, Usage(err, userHint)
-	}
-	if c.User != "" {
-		if _, err := member.LookupUser(c.User); err != nil {
-			return nil, Usage(err, userHint)
-		}
+	if t.rules, t.users, err = resolveMembers(c); err != nil {
+		return nil, err
 	}
 	if _, err := os.Stat(filepath.Join(s.host.cgroups, c.Cgroup)); err != nil {
 		return nil, Unreadable(fmt.Errorf("find cgroup: %w", err), "create it, or correct cgroup")
@@ -105,7 +113,7 @@ func (s *service) plan(t *target) []Change {
 		add(fmt.Sprintf("backlog: %d -> %d", from.Backlog, to.Backlog), "")
 	}
 	for _, field := range []struct{ name, from, to, effect string }{
-		{"user", from.User, to.User, "the ports are held for that user"},
+		{"user", strings.Join(from.Users, ", "), strings.Join(to.Users, ", "), s.effectOfUser()},
 		{"netns", from.Netns, to.Netns, "members in the old namespace lose their slot"},
 		{"cgroup", from.Cgroup, to.Cgroup, "members elsewhere lose their slot"},
 	} {
@@ -120,6 +128,13 @@ func (s *service) plan(t *target) []Change {
 		add("members", "members that no rule names any more lose their slot")
 	}
 	return changes
+}
+
+func (s *service) effectOfUser() string {
+	if s.lookup() {
+		return "members of other users lose their slot"
+	}
+	return "members of other users lose their slot; the ports are held for that user"
 }
 
 func whenEmpty(c config.Service) string {
@@ -182,7 +197,7 @@ func sameDevices(a, b *steer.DeviceMap) bool {
 func (s *service) apply(t *target) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	before := &target{s.config, s.rules, s.mapping}
+	before := &target{s.config, s.rules, s.users, s.mapping}
 	err := s.become(t)
 	if err == nil {
 		return nil
@@ -203,19 +218,22 @@ func (s *service) become(t *target) error {
 		}
 	}
 	old := s.rows
-	s.config, s.rules, s.mapping = t.config, t.rules, t.mapping
+	s.take(t)
 	s.assignRows(old)
 	if err := s.dropRows(old); err != nil {
 		return err
 	}
-	if err := s.setUser(); err != nil {
+	if err := s.saveOwner(); err != nil {
 		return err
 	}
 	if err := s.open(); err != nil {
 		return err
 	}
 	for slot, seat := range s.seats {
-		_, want, err := s.memberBy(seat.process)
+		want, err := s.memberBy(seat.process, seat)
+		if err == nil {
+			err = s.verify(seat)
+		}
 		switch {
 		case err != nil:
 			s.clear(slot, err.Error())
@@ -264,8 +282,8 @@ func (s *service) begin(t *target) error {
 // restart opens the new data path, takes the programs off the groups of the
 // old one, and finds the members.
 func (s *service) restart(t *target, groups []int) error {
-	s.config, s.rules, s.mapping = t.config, t.rules, t.mapping
-	if err := s.setUser(); err != nil {
+	s.take(t)
+	if err := s.saveOwner(); err != nil {
 		return err
 	}
 	if s.netns != nil {
@@ -289,15 +307,15 @@ func (s *service) restart(t *target, groups []int) error {
 	return s.adopt()
 }
 
-// setUser takes over the user that the policy names. What was learned from a
-// member stays where it names none.
-func (s *service) setUser() error {
-	if s.config.User != "" {
-		uid, err := member.LookupUser(s.config.User)
-		if err != nil {
-			return Usage(err, userHint)
-		}
-		s.state.UID = &uid
+func (s *service) take(t *target) {
+	s.config, s.rules, s.users, s.mapping = t.config, t.rules, t.users, t.mapping
+}
+
+// saveOwner keeps the state. The owner that was learned from a claim is kept only while the policy
+// names none.
+func (s *service) saveOwner() error {
+	if len(s.users) > 0 {
+		s.state.ClaimedUID = nil
 	}
 	return s.state.save(s.statePath())
 }

@@ -52,7 +52,7 @@ func TestPlanTexts(t *testing.T) {
 		{"device map", []string{"slots: 4", "slots: 4\n    device_map: devices.csv"}, []string{"telemetry change device_map: none -> 2 prefixes of 1 device (0 of 0 devices seen move)"}},
 		{"tracking", []string{"slots: 4", "slots: 4\n    track_devices: off"}, []string{"telemetry change track_devices: 65536 -> 0 (the devices seen so far are forgotten)"}},
 		{"backlog", []string{"slots: 4", "slots: 4\n    backlog: 64"}, []string{"telemetry change backlog: 0 -> 64 ()"}},
-		{"user", []string{"user: root", "user: nobody"}, []string{"telemetry change user: root -> nobody (the ports are held for that user)"}},
+		{"user", []string{"user: root", "user: nobody"}, []string{"telemetry change user: root -> nobody (members of other users lose their slot; the ports are held for that user)"}},
 		{"cgroup", []string{"CGROUP", "/"}, []string{"telemetry change cgroup: " + testenv.CgroupPath() + " -> / (members elsewhere lose their slot)"}},
 		{"members", []string{"slots: 4", "slots: 4\n    members: [{match: {user: root, command_line: collector}, slot: free}]"}, []string{"telemetry change members (members that no rule names any more lose their slot)"}},
 		{"rename", []string{"telemetry:", "collectors:"}, []string{"telemetry remove service (the kernel's hash decides from then on)", "collectors add service ()"}},

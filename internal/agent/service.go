@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -44,6 +45,8 @@ type service struct {
 	mu      sync.Mutex
 	config  config.Service
 	rules   []member.Rule
+	users   []uint32 // to whom members and their sockets belong; none: those of claims decide
+	self    *member.Host
 	mapping *steer.Mapping
 	state   state
 	path    *bpf.Steer
@@ -56,6 +59,9 @@ type service struct {
 	known   map[process]*member.Process // as first seen: nfacctd writes over its arguments
 	seats   map[int]*seat               // by slot
 	waiting map[int]*waiting            // by process id
+	refused refusals                    // processes that only look like members
+	looks   int                         // how many more may be looked into
+	warned  time.Time                   // when one was logged last
 	owners  map[uint64]process          // whose a registered socket is, or was
 	bound   map[uint64]int              // process id by cookie, of sockets not yet listening
 	anchors map[int]int                 // descriptor by row
@@ -72,6 +78,7 @@ type seat struct {
 	process *member.Process
 	handle  *member.Handle
 	source  string             // which rule or command made it a member
+	owners  []uint32           // to whom its sockets may belong
 	sockets map[int]socketInfo // by row
 }
 
@@ -96,7 +103,7 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 		known: make(map[process]*member.Process),
 		seats: make(map[int]*seat), waiting: make(map[int]*waiting),
 		owners: make(map[uint64]process), bound: make(map[uint64]int),
-		anchors: make(map[int]int),
+		anchors: make(map[int]int), refused: make(refusals),
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -105,8 +112,11 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 			s.release()
 		}
 	}()
-	if s.rules, err = member.Rules(c.Members); err != nil {
-		return nil, Usage(err, userHint)
+	if s.rules, s.users, err = resolveMembers(c); err != nil {
+		return nil, err
+	}
+	if s.self, err = member.ReadHost(); err != nil {
+		return nil, err
 	}
 	known := false
 	if s.state, known, err = loadState(s.statePath()); err != nil {
@@ -122,9 +132,9 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 		s.state.Nonce = newNonce()
 	}
 	for _, m := range s.state.Members {
-		s.known[m.process] = member.Remembered(m.PID, m.StartTime, m.Args, m.SlotVariable)
+		s.known[m.process] = member.Remembered(m.PID, m.StartTime, m.Args, m.SlotVariable, m.Exe, m.File)
 	}
-	if err := s.setUser(); err != nil {
+	if err := s.saveOwner(); err != nil {
 		return nil, err
 	}
 	if err := s.openNetns(); err != nil {
@@ -312,11 +322,14 @@ func (s *service) adoptSlot(slot int) error {
 		var handle *member.Handle
 		if handle, err = member.Open(p.PID); err == nil {
 			seat := &seat{slot: slot, process: p, handle: handle, sockets: make(map[int]socketInfo)}
-			if seat.source, _, err = s.memberBy(p); err == nil && s.complete(seat) {
+			if _, err = s.memberBy(p, seat); err == nil && s.complete(seat) {
+				err = s.verify(seat)
+			} else if err == nil {
+				err = fs.ErrNotExist
+			}
+			if err == nil {
 				s.seat(seat)
-				if s.state.UID == nil {
-					s.state.UID = &p.UID
-				}
+				s.learnOwner(seat)
 				s.log.Info("member adopted", "slot", slot, "pid", p.PID)
 				return nil
 			}

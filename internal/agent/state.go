@@ -12,6 +12,8 @@ import (
 	"path/filepath"
 	"strings"
 	"time"
+
+	"sockeye/internal/member"
 )
 
 // state is what a service keeps over restarts and reboots, in a file of the
@@ -19,8 +21,9 @@ import (
 type state struct {
 	// Nonce keys the hash, so that a reboot moves no device.
 	Nonce uint64 `json:"nonce,string"`
-	// UID owns the members' sockets, once it is known.
-	UID *uint32 `json:"uid,omitempty"`
+	// ClaimedUID owns the members' sockets where the policy names no user and has no rules: whose the
+	// first member by run or register was. Agents that learned it from any process wrote it as uid.
+	ClaimedUID *uint32 `json:"claimed_uid,omitempty"`
 	// BootID tells whether what follows is about processes of now.
 	BootID string `json:"boot_id"`
 	// Members are processes that rules named, as they were then.
@@ -38,11 +41,14 @@ type process struct {
 }
 
 // seen is what a process was when it was first seen. Some programs write over
-// their arguments and their environment.
+// their arguments and their environment, and upgrades replace executables.
 type seen struct {
 	process
 	Args         []string `json:"args"`
 	SlotVariable string   `json:"slot_variable,omitempty"`
+	// Exe is the path at which the host had the executable, which is File; "" where no rule asked.
+	Exe  string        `json:"exe,omitempty"`
+	File member.FileID `json:"file,omitzero"`
 }
 
 type claim struct {

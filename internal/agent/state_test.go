@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"sockeye/internal/member"
 )
 
 func TestStateRoundTrip(t *testing.T) {
@@ -19,8 +21,8 @@ func TestStateRoundTrip(t *testing.T) {
 	}
 	uid := uint32(0)
 	s := state{
-		Nonce: 1<<64 - 1, UID: &uid, BootID: bootID(),
-		Members:  []seen{{process{1, 2}, []string{"a", "b c"}, "3"}},
+		Nonce: 1<<64 - 1, ClaimedUID: &uid, BootID: bootID(),
+		Members:  []seen{{process{1, 2}, []string{"a", "b c"}, "3", "/usr/sbin/a", member.FileID{Device: 4, Inode: 5}}, {process{1, 3}, nil, "", "", member.FileID{}}},
 		Claims:   []claim{{process{4, 5}, 6, "run"}},
 		Released: []process{{7, 8}},
 	}
@@ -37,7 +39,7 @@ func TestStateRoundTrip(t *testing.T) {
 	if err := s.save(path); err != nil {
 		t.Fatal(err)
 	}
-	want := state{Nonce: s.Nonce, UID: &uid, BootID: bootID()}
+	want := state{Nonce: s.Nonce, ClaimedUID: &uid, BootID: bootID()}
 	if back, _, err := loadState(path); err != nil || !reflect.DeepEqual(back, want) {
 		t.Errorf("after a reboot: got %+v %v, want %+v", back, err, want)
 	}
@@ -46,11 +48,11 @@ func TestStateRoundTrip(t *testing.T) {
 func TestDamagedState(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "telemetry.json")
 	for text, message := range map[string]string{
-		"":                          "unexpected end of JSON input",
-		"{":                         "unexpected end of JSON input",
-		`{"nonce": 7}`:              "json: invalid use of ,string struct tag, trying to unmarshal unquoted value into uint64",
-		`{"nonce": "7", "uid": -1}`: "json: cannot unmarshal number -1 into Go struct field state.uid of type uint32",
-		"\x00\x00\x00\x00":          "invalid character '\\x00' looking for beginning of value",
+		"":                                  "unexpected end of JSON input",
+		"{":                                 "unexpected end of JSON input",
+		`{"nonce": 7}`:                      "json: invalid use of ,string struct tag, trying to unmarshal unquoted value into uint64",
+		`{"nonce": "7", "claimed_uid": -1}`: "json: cannot unmarshal number -1 into Go struct field state.claimed_uid of type uint32",
+		"\x00\x00\x00\x00":                  "invalid character '\\x00' looking for beginning of value",
 	} {
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
 			t.Fatal(err)

@@ -55,6 +55,7 @@ func (s *service) status() ServiceStatus {
 			Source: w.source, Problem: w.problem.Error(), Hint: Hint(w.problem),
 		})
 	}
+	status.Refused = s.refused.list()
 	return status
 }
 

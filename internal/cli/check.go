@@ -169,13 +169,12 @@ func checkNamed(policy *config.Policy) error {
 				return agent.Unreadable(fmt.Errorf("service %s: %w", s.Name, err), "")
 			}
 		}
-		if _, err := member.Rules(s.Members); err != nil {
-			return agent.Usage(fmt.Errorf("service %s: %w", s.Name, err), "create it, or correct user")
+		rules, err := member.Rules(s.Members)
+		if err == nil {
+			_, err = member.Users(s.Users, rules)
 		}
-		if s.User != "" {
-			if _, err := member.LookupUser(s.User); err != nil {
-				return agent.Usage(fmt.Errorf("service %s: %w", s.Name, err), "create it, or correct user")
-			}
+		if err != nil {
+			return agent.Usage(fmt.Errorf("service %s: %w", s.Name, err), "create it, or correct user")
 		}
 	}
 	return nil

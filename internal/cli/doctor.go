@@ -77,6 +77,10 @@ func (c *command) askAgent(cmd *cobra.Command) []agent.Finding {
 			findings = append(findings, agent.Finding{Area: "service " + s.Name, Check: fmt.Sprintf("process %d", w.PID),
 				Result: agent.ResultWarning, Detail: w.Problem, Hint: w.Hint})
 		}
+		for _, r := range s.Refused {
+			findings = append(findings, agent.Finding{Area: "service " + s.Name, Check: fmt.Sprintf("process %d", r.PID),
+				Result: agent.ResultWarning, Detail: "refused as a member: " + r.Problem, Hint: r.Hint})
+		}
 	}
 	return append(findings, c.askTune(cmd)...)
 }

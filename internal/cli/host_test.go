@@ -53,6 +53,10 @@ func TestMain(m *testing.M) {
 		pause()
 	case "limited":
 		becomeLimited(os.Args[2:])
+	case "thief":
+		becomeThief(os.Args[2:])
+	case "in-cgroup":
+		becomeRooted(os.Args[2:])
 	case "without-cgroups":
 		becomeCgroupless(os.Args[2:])
 	}
@@ -236,13 +240,19 @@ func (h *host) agentArgs() []string {
 // start runs an agent until the test ends or kill.
 func (h *host) start(extra ...string) {
 	h.t.Helper()
+	h.startBy(process("sockeye", append(h.agentArgs(), extra...)...))
+}
+
+// startBy is start, with the agent's process prepared.
+func (h *host) startBy(cmd *exec.Cmd) {
+	h.t.Helper()
 	log, err := os.OpenFile(h.log, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
 	if err != nil {
 		h.t.Fatal(err)
 	}
 	defer log.Close()
 	first := h.agent == nil
-	h.agent = process("sockeye", append(h.agentArgs(), extra...)...)
+	h.agent = cmd
 	h.agent.Stdout, h.agent.Stderr = log, log
 	if err := h.agent.Start(); err != nil {
 		h.t.Fatal(err)

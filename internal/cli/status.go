@@ -50,6 +50,10 @@ func (c *command) status(w io.Writer, s *agent.Status) {
 			fmt.Fprintf(w, "\n%s: process %d (%s) is not ready: %s\n", v.Name, m.PID, shorten(m.Command, 50), m.Problem)
 			hint(w, m.Hint)
 		}
+		for _, r := range v.Refused {
+			fmt.Fprintf(w, "\n%s: process %d (%s) is refused as a member: %s\n", v.Name, r.PID, shorten(r.Command, 50), r.Problem)
+			hint(w, r.Hint)
+		}
 	}
 	for i, t := range s.Tune {
 		if i == 0 && len(s.Services) > 0 {

@@ -20,6 +20,7 @@ func (d *decoder) check(p *Policy) {
 			d.checkSlot(path+".when_empty.standby", *s.Standby, s.Slots)
 		}
 		d.checkMembers(path, s)
+		d.checkUsers(path, s)
 	}
 	d.checkTune(p)
 	d.checkTrace(p)
@@ -128,6 +129,33 @@ func (d *decoder) checkMembers(path string, s Service) {
 				continue
 			}
 			fixed[m.Slot.Number] = i
+		}
+	}
+}
+
+// checkUsers refuses rules that any user of the host could satisfy: he starts the same program with
+// the same arguments. Where there are no rules, only those who may use the agent's socket make members.
+func (d *decoder) checkUsers(path string, s Service) {
+	if len(s.Users) > 1 && s.Steering == Reuseport {
+		d.refuseAt(path+".user", "must be one user with steering: reuseport, is a list",
+			"the kernel lets sockets share a port that are of one user; steering: lookup takes several")
+	}
+	if d.given(path + ".user") {
+		return
+	}
+	first := ""
+	for i, m := range s.Members {
+		sub := fmt.Sprintf("%s.members[%d].match", path, i)
+		switch user := m.Match.User; {
+		case !d.given(sub) || d.bad[sub]:
+		case user == "":
+			d.refuseAt(sub, "any user could start a process that this describes, and take a slot",
+				"add user to the service: whom the members run as, as in user: pmacct")
+		case first == "":
+			first = user
+		case first != user && s.Steering == Reuseport:
+			d.refuseAt(sub+".user", fmt.Sprintf("must be %s, as in the rules before it", first),
+				"the kernel lets sockets share a port that are of one user; steering: lookup takes several")
 		}
 	}
 }

@@ -34,7 +34,7 @@ services:
     when_empty: {standby: 3}
     device_map: maps/../devices.csv
     backlog: 4096
-    user: 1001
+    user: [1001, pmacct]
     netns: /run/netns/telemetry/
     cgroup: telemetry.slice/
     track_devices: off
@@ -43,7 +43,7 @@ services:
       - {match: {command_line: 'nfacctd -f \S+-(\d+)\.conf'}, slot: group}
       - {match: {executable: /usr/sbin/nfacctd, user: pmacct, cgroup: "telemetry.slice/*"}, slot: free}
       - {match: {user: 0}, slot: environment}
-      - {match: {user: "65534"}, slot: 3}
+      - {match: {user: "65534"}, slot: 3, namespaces: any}
   bare:
     slots: 1
     listeners: [{protocol: tcp, address: "[fd00::1]:1790"}]
@@ -82,15 +82,15 @@ func TestParse(t *testing.T) {
 			Standby:   new(3),
 			DeviceMap: "/etc/sockeye/devices.csv",
 			Backlog:   4096,
-			User:      "1001",
+			Users:     []string{"1001", "pmacct"},
 			Netns:     "/run/netns/telemetry",
 			Cgroup:    "/telemetry.slice",
 			Members: []Member{
-				{MemberMatch{SystemdUnit: "nfacctd@*.service"}, SlotRule{Kind: SlotInstance}},
-				{MemberMatch{CommandLine: regexp.MustCompile(`nfacctd -f \S+-(\d+)\.conf`)}, SlotRule{Kind: SlotGroup}},
-				{MemberMatch{Executable: "/usr/sbin/nfacctd", User: "pmacct", Cgroup: "/telemetry.slice/*"}, SlotRule{Kind: SlotFree}},
-				{MemberMatch{User: "0"}, SlotRule{Kind: SlotEnvironment}},
-				{MemberMatch{User: "65534"}, SlotRule{SlotNumber, 3}},
+				{MemberMatch{SystemdUnit: "nfacctd@*.service"}, SlotRule{Kind: SlotInstance}, HostNamespaces},
+				{MemberMatch{CommandLine: regexp.MustCompile(`nfacctd -f \S+-(\d+)\.conf`)}, SlotRule{Kind: SlotGroup}, HostNamespaces},
+				{MemberMatch{Executable: "/usr/sbin/nfacctd", User: "pmacct", Cgroup: "/telemetry.slice/*"}, SlotRule{Kind: SlotFree}, HostNamespaces},
+				{MemberMatch{User: "0"}, SlotRule{Kind: SlotEnvironment}, HostNamespaces},
+				{MemberMatch{User: "65534"}, SlotRule{SlotNumber, 3}, AnyNamespaces},
 			},
 		}},
 		Metrics: Metrics{Listen: "127.0.0.1:9732"},
@@ -112,7 +112,12 @@ func TestAccept(t *testing.T) {
 		"same listener in two namespaces":  "services: {a: {slots: 1, netns: /a, listeners: [{protocol: tcp, address: '[::]:1'}]}, b: {slots: 1, netns: /b, listeners: [{protocol: tcp, address: '0.0.0.0:1'}]}}",
 		"same member port, two protocols":  "services: {t: {slots: 1, steering: lookup, listeners: [{protocol: tcp, address: '[::]:1', member_ports: 5}, {protocol: udp, address: '[::]:1', member_ports: 5}]}}",
 		"one port on two addresses":        "services: {t: {slots: 1, steering: lookup, listeners: [{protocol: tcp, address: '10.0.0.1:1'}, {protocol: tcp, address: '10.0.0.2:1'}]}}",
-		"last slots":                       minimal + "    when_empty: {standby: 3}\n    members: [{match: {user: a}, slot: 0}, {match: {user: b}, slot: 3}]",
+		"last slots":                       minimal + "    when_empty: {standby: 3}\n    user: a\n    members: [{match: {user: a}, slot: 0}, {match: {user: b}, slot: 3}]",
+		"users of rules alone":             minimal + "    members: [{match: {user: a, systemd_unit: b}, slot: 0}, {match: {user: a}, slot: 3}]",
+		"users of rules, several":          minimal + "    steering: lookup\n    members: [{match: {user: a}, slot: 0}, {match: {user: 0}, slot: 3}]",
+		"one user in a list":               minimal + "    user: [root]\n    members: [{match: {command_line: a}, slot: 0}]",
+		"several users":                    minimal + "    user: [0, a]\n    steering: lookup\n    members: [{match: {command_line: a}, slot: 0}]",
+		"no user, no rules":                minimal + "    steering: lookup\n    members: []",
 		"reject written out":               minimal + "    when_empty: reject",
 		"largest numbers":                  "services: {t: {slots: 1024, backlog: 2147483647, track_devices: 1048576, user: 4294967294, listeners: [{protocol: tcp, address: '[::]:65535'}]}}",
 		"user named like a date":           minimal + "    user: 2026-01-01",

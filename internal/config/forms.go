@@ -64,10 +64,10 @@ func formOf(name string) form {
 			{Type: "integer", Minimum: new(0), Maximum: new(1023)},
 		}}, decodeSlot}
 	case "user":
-		return form{schema{OneOf: []schema{
-			{Type: "integer", Minimum: new(0), Maximum: new(maxUID)},
-			{Type: "string", MinLength: 1},
-		}}, decodeUser}
+		return form{userSchema(), decodeUser}
+	case "users":
+		list := userSchema()
+		return form{schema{OneOf: append(list.OneOf, schema{Type: "array", Items: &list, MinItems: 1, MaxItems: maxUsers})}, decodeUsers}
 	case "file":
 		return form{text, decodeFile}
 	case "netns":
@@ -224,6 +224,42 @@ func decodeSlot(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any 
 	}
 	d.refuse(path, positionOf(n), fmt.Sprintf("must be %s or a number, is %s", strings.Join(slotWords, ", "), describe(n)), cmp.Or(unquote(n), didYouMean(n.Value, slotWords)))
 	return nil
+}
+
+// maxUsers is how many users the members of a service have.
+const maxUsers = 16
+
+func userSchema() schema {
+	return schema{OneOf: []schema{
+		{Type: "integer", Minimum: new(0), Maximum: new(maxUID)},
+		{Type: "string", MinLength: 1},
+	}}
+}
+
+// decodeUsers reads one user or a list.
+func decodeUsers(d *decoder, path string, n *yaml.Node, tag reflect.StructTag) any {
+	if n.Kind != yaml.SequenceNode {
+		if user := decodeUser(d, path, n, tag); user != nil {
+			return []string{user.(string)}
+		}
+		return nil
+	}
+	if len(n.Content) == 0 || len(n.Content) > maxUsers {
+		d.refuse(path, positionOf(n), fmt.Sprintf("must have 1 to %d items, has %d", maxUsers, len(n.Content)), "")
+		return nil
+	}
+	var users []string
+	for i, item := range n.Content {
+		sub := fmt.Sprintf("%s[%d]", path, i)
+		d.at[sub] = positionOf(item)
+		if !d.plain(sub, item) {
+			continue
+		}
+		if user := decodeUser(d, sub, item, tag); user != nil {
+			users = append(users, user.(string))
+		}
+	}
+	return users
 }
 
 const maxUID = 1<<32 - 2 // 1<<32 - 1 is no user: chown(2), setreuid(2)

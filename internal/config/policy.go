@@ -48,8 +48,8 @@ type Service struct {
 	DeviceMap string `yaml:"device_map" form:"file" doc:"CSV file prefix,device that gives several addresses one device; relative to the policy file."`
 	// Backlog is that of every TCP listener, in connections; 0 is the kernel's somaxconn.
 	Backlog int `yaml:"backlog" min:"0" max:"2147483647" default:"0" doc:"The backlog of the members' TCP listeners; 0 is the kernel's somaxconn."`
-	// User is a name or a number in decimal, or "" where it is not given.
-	User string `yaml:"user" form:"user" doc:"The user, by name or number, whose processes are members. Lets the agent hold the ports before the first member starts."`
+	// Users are names or numbers in decimal, of which there is one with Reuseport.
+	Users []string `yaml:"user" form:"users" doc:"The user, by name or number, to whom the members and their sockets belong; with steering: lookup it may be a list. May be left out where each rule of members names one."`
 	// Netns is an absolute path, or "" for the agent's own network namespace.
 	Netns string `yaml:"netns" form:"netns" doc:"The network namespace, as a path; the agent's own by default."`
 	// Cgroup starts with "/", which is the cgroup v2 mount, and is clean.
@@ -108,18 +108,30 @@ func (r PortRange) String() string {
 type Member struct {
 	Match MemberMatch `yaml:"match" required:"true" min:"1" doc:"What a process must be. All keys that are given must hold, and one must be given."`
 	Slot  SlotRule    `yaml:"slot" required:"true" form:"slot" doc:"The slot: instance is the number after @ in the unit's name, group the first group of command_line, environment the variable SOCKEYE_SLOT, free the first free slot; or a fixed number."`
+	// Namespaces is where the process may run.
+	Namespaces Namespaces `yaml:"namespaces" enum:"host,any" default:"host" doc:"host: the process is in the host's user namespace, and in its mount namespace unless it is of a systemd_unit of the system. any: the process may be in namespaces of its own, as in a container."`
 }
+
+// Namespaces says in which namespaces a process may run.
+type Namespaces string
+
+const (
+	// HostNamespaces are those of the host; it is the default.
+	HostNamespaces Namespaces = "host"
+	// AnyNamespaces are those of containers, too.
+	AnyNamespaces Namespaces = "any"
+)
 
 // MemberMatch is what a process must be; "" and nil match everything. The globs
 // are those of [path.Match], in which * does not match a slash.
 type MemberMatch struct {
-	SystemdUnit string `yaml:"systemd_unit" form:"glob" doc:"Glob on the name of the systemd unit."`
+	SystemdUnit string `yaml:"systemd_unit" form:"glob" doc:"Glob on the name of the unit of the system's service manager. Of a user's own units it is user@UID.service."`
 	// Cgroup starts with "/", as the paths in /proc/PID/cgroup do.
 	Cgroup      string         `yaml:"cgroup" form:"cgroup_glob" doc:"Glob on the cgroup v2 path; * does not match a slash."`
-	Executable  string         `yaml:"executable" form:"executable_glob" doc:"Glob on the absolute path of the executable; * does not match a slash."`
+	Executable  string         `yaml:"executable" form:"executable_glob" doc:"Glob on the absolute path of the executable, which must be the host's file of that path; * does not match a slash."`
 	CommandLine *regexp.Regexp `yaml:"command_line" form:"regexp" doc:"RE2 pattern found anywhere in the arguments joined by spaces."`
-	// User is a name or a number in decimal.
-	User string `yaml:"user" form:"user" doc:"The user, by name or number."`
+	// User is a name or a number in decimal, or "" for those of the service.
+	User string `yaml:"user" form:"user" doc:"The user, by name or number; that of the service by default."`
 }
 
 // SlotRule says what slot a member takes.

@@ -412,7 +412,7 @@ p.yaml:6:34: services.t.members[0].slot: must be 0 to 3, is 4
 p.yaml:6:34: services.t.members[0].slot: must be 0 to 1023, is -1`},
 	{"members: same slot", minimal + `    members:
       - {match: {user: a}, slot: 1}
-      - {match: {user: b}, slot: 1}
+      - {match: {user: a}, slot: 1}
 `, `
 p.yaml:7:34: services.t.members[1].slot: slot 1 is already that of members[0]
   hint: one slot takes one member`},
@@ -422,9 +422,9 @@ p.yaml:7:34: services.t.members[1].slot: slot 1 is already that of members[0]
 p.yaml:6:34: services.t.members[0].slot: instance needs a match.systemd_unit with @
   hint: as in nfacctd@*.service`},
 	{"members: instance without @", minimal + `    members:
-      - {match: {systemd_unit: nfacctd.service}, slot: instance}
+      - {match: {systemd_unit: nfacctd.service, user: a}, slot: instance}
 `, `
-p.yaml:6:56: services.t.members[0].slot: instance needs a match.systemd_unit with @
+p.yaml:6:65: services.t.members[0].slot: instance needs a match.systemd_unit with @
   hint: as in nfacctd@*.service`},
 	{"members: group without command_line", minimal + `    members:
       - {match: {user: a}, slot: group}
@@ -432,10 +432,48 @@ p.yaml:6:56: services.t.members[0].slot: instance needs a match.systemd_unit wit
 p.yaml:6:34: services.t.members[0].slot: group needs a match.command_line with a group
   hint: as in 'nfacctd -f \S+-(\d+)\.conf'`},
 	{"members: group without group", minimal + `    members:
-      - {match: {command_line: 'a(?:b)'}, slot: group}
+      - {match: {command_line: 'a(?:b)', user: a}, slot: group}
 `, `
-p.yaml:6:49: services.t.members[0].slot: group needs a match.command_line with a group
+p.yaml:6:58: services.t.members[0].slot: group needs a match.command_line with a group
   hint: as in 'nfacctd -f \S+-(\d+)\.conf'`},
+	{"members: no user", minimal + `    members:
+      - {match: {command_line: nfacctd}, slot: free}
+      - {match: {user: pmacct}, slot: free}
+      - {match: {executable: /usr/sbin/nfacctd, cgroup: /telemetry.slice}, slot: 1}
+      - {match: {systemd_unit: "nfacctd@*.service"}, slot: instance}
+`, `
+p.yaml:6:17: services.t.members[0].match: any user could start a process that this describes, and take a slot
+  hint: add user to the service: whom the members run as, as in user: pmacct
+p.yaml:8:17: services.t.members[2].match: any user could start a process that this describes, and take a slot
+  hint: add user to the service: whom the members run as, as in user: pmacct
+p.yaml:9:17: services.t.members[3].match: any user could start a process that this describes, and take a slot
+  hint: add user to the service: whom the members run as, as in user: pmacct`},
+	{"members: no user, lookup", minimal + `    steering: lookup
+    members: [{match: {command_line: nfacctd}, slot: free}]
+`, `
+p.yaml:6:23: services.t.members[0].match: any user could start a process that this describes, and take a slot
+  hint: add user to the service: whom the members run as, as in user: pmacct`},
+	{"members: several users", minimal + `    members:
+      - {match: {user: a}, slot: free}
+      - {match: {user: b}, slot: free}
+`, `
+p.yaml:7:24: services.t.members[1].match.user: must be a, as in the rules before it
+  hint: the kernel lets sockets share a port that are of one user; steering: lookup takes several`},
+	{"several users", minimal + "    user: [a, b]\n", `
+p.yaml:5:11: services.t.user: must be one user with steering: reuseport, is a list
+  hint: the kernel lets sockets share a port that are of one user; steering: lookup takes several`},
+	{"no users", minimal + "    user: []\n", `
+p.yaml:5:11: services.t.user: must have 1 to 16 items, has 0`},
+	{"17 users", minimal + "    steering: lookup\n    user: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]\n", `
+p.yaml:6:11: services.t.user: must have 1 to 16 items, has 17`},
+	{"users that are none", minimal + "    steering: lookup\n    user: [a/b, '', -1, {a: b}, &x a]\n", `
+p.yaml:6:12: services.t.user[0]: is not a user's name or number: "a/b"
+p.yaml:6:17: services.t.user[1]: must not be empty
+p.yaml:6:21: services.t.user[2]: must be a name or a number of 0 to 4294967294, is -1
+p.yaml:6:25: services.t.user[3]: must be a string, is a mapping
+p.yaml:6:33: services.t.user[4]: anchors are not supported`},
+	{"namespaces", minimal + "    members: [{match: {user: a}, slot: 0, namespaces: own}]\n", `
+p.yaml:5:55: services.t.members[0].namespaces: must be host or any, is "own"`},
 	{"members: bad glob", minimal + `    members:
       - {match: {systemd_unit: 'a[@'}, slot: instance}
 `, `

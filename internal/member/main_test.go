@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"strconv"
 	"syscall"
 	"testing"
 	"time"
@@ -27,6 +28,13 @@ var children = map[string]func() (any, error){
 		return nil, os.WriteFile("/proc/self/comm", []byte(os.Getenv("NAME")), 0)
 	},
 	"sockets": openSockets,
+	"read": func() (any, error) {
+		pid, err := strconv.Atoi(os.Getenv("PROCESS"))
+		if err != nil {
+			return nil, err
+		}
+		return Read(pid)
+	},
 }
 
 func TestMain(m *testing.M) {

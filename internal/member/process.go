@@ -9,38 +9,73 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
-// Process is what /proc says of a process.
+// Process is what the kernel says of a process.
 type Process struct {
 	PID       int
 	Parent    int
 	StartTime uint64 // clock ticks since boot
-	UID       uint32 // effective
-	Exe       string // "" for one that may not be read
+	UIDs      UIDs
+	Exe       string // path of the executable where it runs, "" for one that may not be read
+	File      FileID // the executable itself
 	Args      []string
 	Cgroup    string // path in cgroup v2, "/" where there is none
 	Netns     uint64 // inode of the network namespace
+	UserNS    FileID
+	MountNS   FileID
 
 	slotVariable *string // of Environment, once it was read
+	proven       bool    // the host had File at Exe
 }
 
-// Remembered is what an earlier look at a process saw of it that the process
-// may have written over since.
-func Remembered(pid int, startTime uint64, args []string, slotVariable string) *Process {
-	return &Process{PID: pid, StartTime: startTime, Args: args, slotVariable: &slotVariable}
+// UIDs are the users of a process: real, effective, saved, and that of the file system.
+type UIDs [4]uint32
+
+// Within tells whether all of them are among some users. They are not where a program that somebody
+// else started became a user by its set-user-ID bit: who started it controls its arguments, its
+// environment and its descriptors, and may send it signals.
+func (u UIDs) Within(users []uint32) bool {
+	return !slices.ContainsFunc(u[:], func(uid uint32) bool { return !slices.Contains(users, uid) })
 }
 
-// Remember takes over from an earlier look what a process may write over.
+// FileID names a file or a namespace for as long as it is in use.
+type FileID struct {
+	Device uint64 `json:"device"`
+	Inode  uint64 `json:"inode"`
+}
+
+func fileID(s *unix.Stat_t) FileID { return FileID{uint64(s.Dev), s.Ino} }
+
+// Remembered is what an earlier look at a process saw of it that the process may have written over
+// since, and the executable that was found to be the host's, or "".
+func Remembered(pid int, startTime uint64, args []string, slotVariable, exe string, file FileID) *Process {
+	return &Process{PID: pid, StartTime: startTime, Args: args, slotVariable: &slotVariable, Exe: exe, File: file, proven: exe != ""}
+}
+
+// Remember takes over from an earlier look what a process may write over, and where its executable
+// was on the host, which may have been replaced since.
 func (p *Process) Remember(first *Process) {
 	p.Args, p.slotVariable = first.Args, first.slotVariable
+	if exe, file := first.Proven(); exe != "" && file == p.File {
+		p.Exe, p.proven = exe, true
+	}
+}
+
+// Proven is the executable if it was found to be the host's file of that path.
+func (p *Process) Proven() (exe string, file FileID) {
+	if !p.proven {
+		return "", FileID{}
+	}
+	return p.Exe, p.File
 }
 
 // SlotVariable is SOCKEYE_SLOT of the environment with which the process
@@ -56,22 +91,9 @@ func (p *Process) SlotVariable() string {
 // Command is the command line, as a person would type it.
 func (p *Process) Command() string { return strings.Join(p.Args, " ") }
 
-// Unit returns the systemd unit that a process belongs to, by its cgroup, and
+// Unit returns the unit of the system's service manager that a process belongs to, by its cgroup, and
 // the instance of a template's unit.
-func (p *Process) Unit() (unit, instance string) {
-	for part := range strings.SplitSeq(p.Cgroup, "/") {
-		if !strings.HasSuffix(part, ".service") && !strings.HasSuffix(part, ".scope") {
-			continue
-		}
-		unit = part
-		instance = ""
-		name := strings.TrimSuffix(part, filepath.Ext(part))
-		if _, after, ok := strings.Cut(name, "@"); ok {
-			instance = after
-		}
-	}
-	return unit, instance
-}
+func (p *Process) Unit() (unit, instance string) { return UnitOf(p.Cgroup) }
 
 func environment(pid int, name string) string {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
@@ -86,15 +108,52 @@ func environment(pid int, name string) string {
 	return ""
 }
 
+// folder is /proc/PID of one process. What is read through it is of this process, or fails: it never
+// is of a later one with the same id.
+type folder int
+
+func (f folder) read(name string) ([]byte, error) {
+	fd, err := unix.Openat(int(f), name, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	file := os.NewFile(uintptr(fd), name)
+	defer file.Close()
+	return io.ReadAll(file)
+}
+
+// id follows a link to a file or a namespace.
+func (f folder) id(name string) (FileID, error) {
+	var stat unix.Stat_t
+	if err := unix.Fstatat(int(f), name, &stat, 0); err != nil {
+		return FileID{}, err
+	}
+	return fileID(&stat), nil
+}
+
+func (f folder) link(name string) (string, error) {
+	var path [unix.PathMax]byte
+	n, err := unix.Readlinkat(int(f), name, path[:])
+	if err != nil {
+		return "", err
+	}
+	return string(path[:n]), nil
+}
+
 // Read returns the process with the given id. It fails with fs.ErrNotExist if
 // there is none.
 func Read(pid int) (*Process, error) {
-	dir := "/proc/" + strconv.Itoa(pid)
-	stat, err := os.ReadFile(dir + "/stat")
+	fd, err := unix.Open("/proc/"+strconv.Itoa(pid), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, gone(pid, err)
 	}
+	defer unix.Close(fd)
+	dir := folder(fd)
 	p := &Process{PID: pid, Cgroup: "/"}
+	stat, err := dir.read("stat")
+	if err != nil {
+		return nil, gone(pid, err)
+	}
 	// The name in parentheses may hold anything, parentheses too.
 	_, rest, ok := cutLast(string(stat), ") ")
 	fields := strings.Fields(rest)
@@ -110,19 +169,21 @@ func Read(pid int) (*Process, error) {
 	if p.StartTime, err = strconv.ParseUint(fields[19], 10, 64); err != nil {
 		return nil, fmt.Errorf("read process %d: start time: %w", pid, err)
 	}
-	info, err := os.Stat(dir)
+	status, err := dir.read("status")
 	if err != nil {
 		return nil, gone(pid, err)
 	}
-	p.UID = info.Sys().(*syscall.Stat_t).Uid
-	args, err := os.ReadFile(dir + "/cmdline")
+	if p.UIDs, err = parseUIDs(status); err != nil {
+		return nil, fmt.Errorf("read process %d: %w", pid, err)
+	}
+	args, err := dir.read("cmdline")
 	if err != nil {
 		return nil, gone(pid, err)
 	}
 	if args = bytes.TrimRight(args, "\x00"); len(args) > 0 {
 		p.Args = strings.Split(string(args), "\x00")
 	}
-	groups, err := os.ReadFile(dir + "/cgroup")
+	groups, err := dir.read("cgroup")
 	if err != nil {
 		return nil, gone(pid, err)
 	}
@@ -132,19 +193,45 @@ func Read(pid int) (*Process, error) {
 		}
 	}
 	// Kernel threads have none, and some files need more rights than others.
-	p.Exe, _ = os.Readlink(dir + "/exe")
-	if p.Netns, err = inode(dir + "/ns/net"); err != nil {
+	if p.Exe, err = dir.link("exe"); err == nil {
+		p.File, _ = dir.id("exe")
+	}
+	netns, err := dir.id("ns/net")
+	if err != nil {
+		return nil, gone(pid, err)
+	}
+	p.Netns = netns.Inode
+	if p.UserNS, err = dir.id("ns/user"); err != nil {
+		return nil, gone(pid, err)
+	}
+	if p.MountNS, err = dir.id("ns/mnt"); err != nil {
 		return nil, gone(pid, err)
 	}
 	return p, nil
 }
 
-func inode(path string) (uint64, error) {
-	info, err := os.Stat(path)
-	if err != nil {
-		return 0, err
+// parseUIDs finds the users in /proc/PID/status. The owner of /proc/PID is none of them: it is root
+// where a process is not dumpable, which everybody can have it be (PR_SET_DUMPABLE).
+func parseUIDs(status []byte) (uids UIDs, err error) {
+	for line := range bytes.Lines(status) {
+		text, ok := bytes.CutPrefix(line, []byte("Uid:"))
+		if !ok {
+			continue
+		}
+		fields := bytes.Fields(text)
+		if len(fields) != len(uids) {
+			break
+		}
+		for i, field := range fields {
+			uid, err := strconv.ParseUint(string(field), 10, 32)
+			if err != nil {
+				return uids, fmt.Errorf("users: %w", err)
+			}
+			uids[i] = uint32(uid)
+		}
+		return uids, nil
 	}
-	return info.Sys().(*syscall.Stat_t).Ino, nil
+	return uids, errors.New("unexpected format of status")
 }
 
 func cutLast(s, sep string) (before, after string, found bool) {
@@ -157,7 +244,7 @@ func cutLast(s, sep string) (before, after string, found bool) {
 // gone makes one error of the many ways in which /proc says that a process
 // has ended.
 func gone(pid int, err error) error {
-	if errors.Is(err, syscall.ESRCH) {
+	if errors.Is(err, unix.ESRCH) {
 		err = fs.ErrNotExist
 	}
 	return fmt.Errorf("read process %d: %w", pid, err)

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os/user"
 	"path"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -19,7 +20,7 @@ const AnySlot = -1
 // Rule is a rule of the policy, its user resolved.
 type Rule struct {
 	config.Member
-	uid *uint32
+	uid *uint32 // nil: those of the service
 }
 
 // Rules resolves the users that rules name. An unknown user is an error.
@@ -37,6 +38,35 @@ func Rules(members []config.Member) ([]Rule, error) {
 		rules[i].uid = &uid
 	}
 	return rules, nil
+}
+
+// Users returns who owns the members of a service and their sockets: the users of the service or,
+// where it names none, those of its rules. There is none where the service has no rules either.
+func Users(names []string, rules []Rule) ([]uint32, error) {
+	var uids []uint32
+	for _, name := range names {
+		uid, err := LookupUser(name)
+		if err != nil {
+			return nil, err
+		}
+		uids = append(uids, uid)
+	}
+	if len(names) == 0 {
+		for _, r := range rules {
+			if r.uid != nil && !slices.Contains(uids, *r.uid) {
+				uids = append(uids, *r.uid)
+			}
+		}
+	}
+	return uids, nil
+}
+
+// Users are those whose processes the rule makes members, of a service with these users.
+func (r *Rule) Users(service []uint32) []uint32 {
+	if r.uid != nil {
+		return []uint32{*r.uid}
+	}
+	return service
 }
 
 // LookupUser returns the id of a user given by name or number.
@@ -60,13 +90,13 @@ func (p *Process) Below(cgroup string) bool {
 	return cgroup == "/" || p.Cgroup == cgroup || strings.HasPrefix(p.Cgroup, cgroup+"/")
 }
 
-// Matches tells whether the rule makes the process a member.
+// Matches tells whether the rule describes the process. Whether the process may be what it
+// looks like, Admit tells.
 func (r *Rule) Matches(p *Process) bool {
 	m := r.Match
 	unit, _ := p.Unit()
 	return glob(m.SystemdUnit, unit) && glob(m.Cgroup, p.Cgroup) && glob(m.Executable, p.Exe) &&
-		(m.CommandLine == nil || m.CommandLine.MatchString(p.Command())) &&
-		(r.uid == nil || *r.uid == p.UID)
+		(m.CommandLine == nil || m.CommandLine.MatchString(p.Command()))
 }
 
 func glob(pattern, name string) bool {

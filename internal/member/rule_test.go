@@ -20,7 +20,7 @@ func rule(t testing.TB, m config.Member) Rule {
 
 func nfacctd() *Process {
 	return &Process{
-		PID: 1, UID: 0, Exe: "/usr/sbin/nfacctd", Args: []string{"nfacctd", "-f", "/etc/pmacct/telemetry-3.conf"},
+		PID: 1, Exe: "/usr/sbin/nfacctd", Args: []string{"nfacctd", "-f", "/etc/pmacct/telemetry-3.conf"},
 		Cgroup: "/telemetry.slice/nfacctd@3.service",
 	}
 }
@@ -44,11 +44,7 @@ func TestMatches(t *testing.T) {
 		"command line":            {config.MemberMatch{CommandLine: re(`nfacctd -f \S+-(\d+)\.conf`)}, true},
 		"command line, part":      {config.MemberMatch{CommandLine: re(`telemetry`)}, true},
 		"command line, anchored":  {config.MemberMatch{CommandLine: re(`^-f`)}, false},
-		"user by number":          {config.MemberMatch{User: "0"}, true},
-		"user by name":            {config.MemberMatch{User: "root"}, true},
-		"another user":            {config.MemberMatch{User: "nobody"}, false},
 		"all":                     {config.MemberMatch{SystemdUnit: "*", Cgroup: "/*/*", Executable: "/*/*/*", CommandLine: re(""), User: "root"}, true},
-		"all but the user":        {config.MemberMatch{SystemdUnit: "*", Cgroup: "/*/*", Executable: "/*/*/*", CommandLine: re(""), User: "1"}, false},
 		"all but the executable":  {config.MemberMatch{SystemdUnit: "*", Executable: "/bin/*", User: "root"}, false},
 		"a glob that is no glob":  {config.MemberMatch{SystemdUnit: "["}, false},
 		"command line, all of it": {config.MemberMatch{CommandLine: re(`^nfacctd -f /etc/pmacct/telemetry-3\.conf$`)}, true},
@@ -103,9 +99,9 @@ func TestSlot(t *testing.T) {
 		"group too long":        {config.Member{Match: command, Slot: config.SlotRule{Kind: config.SlotGroup}}, func(p *Process) { p.Args[2] = "x-99999999999999999999.conf" }, 0, "99999999999999999999"},
 		"group empty":           {config.Member{Match: command, Slot: config.SlotRule{Kind: config.SlotGroup}}, func(p *Process) { p.Args[2] = "x-.conf" }, 0, `""`},
 		"group without a match": {config.Member{Match: command, Slot: config.SlotRule{Kind: config.SlotGroup}}, func(p *Process) { p.Args = nil }, 0, "no slot number"},
-		"environment":           {config.Member{Slot: config.SlotRule{Kind: config.SlotEnvironment}}, func(p *Process) { p.Remember(Remembered(1, 1, nil, "1")) }, 1, ""},
-		"environment, bad":      {config.Member{Slot: config.SlotRule{Kind: config.SlotEnvironment}}, func(p *Process) { p.Remember(Remembered(1, 1, nil, "one")) }, 0, `SOCKEYE_SLOT is "one"`},
-		"environment, none":     {config.Member{Slot: config.SlotRule{Kind: config.SlotEnvironment}}, func(p *Process) { p.Remember(Remembered(1, 1, nil, "")) }, 0, "no SOCKEYE_SLOT"},
+		"environment":           {config.Member{Slot: config.SlotRule{Kind: config.SlotEnvironment}}, func(p *Process) { p.Remember(Remembered(1, 1, nil, "1", "", FileID{})) }, 1, ""},
+		"environment, bad":      {config.Member{Slot: config.SlotRule{Kind: config.SlotEnvironment}}, func(p *Process) { p.Remember(Remembered(1, 1, nil, "one", "", FileID{})) }, 0, `SOCKEYE_SLOT is "one"`},
+		"environment, none":     {config.Member{Slot: config.SlotRule{Kind: config.SlotEnvironment}}, func(p *Process) { p.Remember(Remembered(1, 1, nil, "", "", FileID{})) }, 0, "no SOCKEYE_SLOT"},
 	} {
 		p := nfacctd()
 		if test.change != nil {

@@ -67,7 +67,8 @@ type Socket struct {
 	fd        int
 	Number    int // of the descriptor in the process that it was taken from
 	Cookie    uint64
-	Protocol  int // unix.IPPROTO_TCP, _UDP, or _MPTCP
+	UID       uint32 // who owns it
+	Protocol  int    // unix.IPPROTO_TCP, _UDP, or _MPTCP
 	Local     netip.AddrPort
 	V6Only    bool // an address [::] leaves IPv4 to others
 	ReusePort bool
@@ -235,6 +236,13 @@ func (s *Socket) inspect() bool {
 		return false
 	}
 	s.Cookie = cookie
+	// The owner of the inode is sk_uid, by which the kernel groups sockets: whoever opened it, or whom
+	// fchown(2) gave it to, which takes CAP_CHOWN in a user namespace that has both users.
+	var stat unix.Stat_t
+	if err := unix.Fstat(fd, &stat); err != nil {
+		return false
+	}
+	s.UID = stat.Uid
 	local, err := unix.Getsockname(fd)
 	if err != nil {
 		return false
@@ -252,6 +260,21 @@ func (s *Socket) inspect() bool {
 		s.Connected = true
 	}
 	return s.Local.Port() != 0
+}
+
+// Netns returns the inode of the network namespace that the socket was opened in, which need not be
+// that of the process that has it. It needs CAP_NET_ADMIN over the namespace.
+func (s *Socket) Netns() (uint64, error) {
+	ns, err := unix.IoctlRetInt(s.fd, unix.SIOCGSKNS)
+	if err != nil {
+		return 0, fmt.Errorf("find network namespace of %s: %w", s, err)
+	}
+	defer unix.Close(ns)
+	var stat unix.Stat_t
+	if err := unix.Fstat(ns, &stat); err != nil {
+		return 0, fmt.Errorf("find network namespace of %s: %w", s, err)
+	}
+	return stat.Ino, nil
 }
 
 // Listen raises the backlog of a listening TCP socket. The kernel cuts it to

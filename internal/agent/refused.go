@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"maps"
+	"slices"
+	"time"
+
+	"sockeye/internal/member"
+)
+
+// refusals are processes that a rule describes, that have the service's ports, and that are no members:
+// of another user, or in namespaces of their own. They are kept to be shown, no handle of them is
+// held, and there are few: any user can start as many as he likes.
+type refusals map[process]refused
+
+type refused struct {
+	process *member.Process
+	source  string
+	refusal *member.Refusal
+}
+
+const (
+	maxRefusals = 16
+	// maxLooks bounds how many processes a scan looks into for a refusal.
+	maxLooks = 64
+	// warnInterval is how often refusals are logged.
+	warnInterval = time.Minute
+)
+
+// refuse notes a process that only looks like a member.
+func (s *service) refuse(p *member.Process, source string, why *member.Refusal) {
+	if s.related(p) || s.isolated(p) {
+		return
+	}
+	self := process{p.PID, p.StartTime}
+	if _, known := s.refused[self]; !known {
+		if len(s.refused) >= maxRefusals {
+			s.refused.prune()
+		}
+		if len(s.refused) >= maxRefusals || s.looks == 0 || !s.hasPorts(p.PID) {
+			return
+		}
+		if now := time.Now(); now.Sub(s.warned) >= warnInterval {
+			s.warned = now
+			s.log.Warn("process refused, it only looks like a member", "pid", p.PID, "source", source, "problem", why.Reason)
+		}
+	}
+	s.refused[self] = refused{p, source, why}
+}
+
+// hasPorts tells whether a process has a socket on one of the ports of members.
+func (s *service) hasPorts(pid int) bool {
+	s.looks--
+	handle, err := member.Open(pid)
+	if err != nil {
+		return false
+	}
+	defer handle.Close()
+	sockets, err := handle.Sockets(s.wants)
+	member.CloseAll(sockets)
+	return err == nil && len(sockets) > 0
+}
+
+// prune forgets those that have ended.
+func (r refusals) prune() {
+	maps.DeleteFunc(r, func(self process, _ refused) bool {
+		p, err := member.Read(self.PID)
+		return err != nil || p.StartTime != self.StartTime
+	})
+}
+
+// list gives them by process id.
+func (r refusals) list() []RefusedStatus {
+	r.prune()
+	list := []RefusedStatus{}
+	for _, self := range slices.SortedFunc(maps.Keys(r), func(a, b process) int { return a.PID - b.PID }) {
+		x := r[self]
+		list = append(list, RefusedStatus{
+			PID: self.PID, Command: x.process.Command(), Source: x.source, Problem: x.refusal.Reason, Hint: x.refusal.Hint,
+		})
+	}
+	return list
+}

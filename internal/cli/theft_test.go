@@ -1,0 +1,532 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+	"sockeye/internal/testenv"
+)
+
+// How others take a slot that is not theirs: all of this was seen to work once.
+
+// becomeThief opens sockets in the way of args[0], then waits as a member does.
+func becomeThief(args []string) {
+	var err error
+	switch specs := args[1:]; args[0] {
+	case "undumpable":
+		// Files in /proc of this process belong to root from here on.
+		if err = unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err == nil {
+			becomeMember(specs)
+		}
+	case "create": // and hand over, by the socket that is descriptor 3
+		err = handSockets(3, specs)
+		if err == nil {
+			os.Exit(0)
+		}
+	case "handed": // sockets that another process created
+		err = takeSockets(3, specs)
+		if err == nil {
+			pause()
+		}
+	case "mount": // specs[0] over specs[1], and run that
+		if err = unix.Mount(specs[0], specs[1], "", unix.MS_BIND, ""); err == nil {
+			err = unix.Exec(specs[1], append([]string{"collector", "member"}, specs[2:]...), os.Environ())
+		}
+	}
+	fmt.Println(args[0], err)
+	os.Exit(1)
+}
+
+func parseSpec(spec string) (domain, kind int, local unix.Sockaddr) {
+	fields := strings.Fields(spec)
+	address := netip.MustParseAddrPort(fields[1])
+	kind = unix.SOCK_STREAM
+	if fields[0] == "udp" {
+		kind = unix.SOCK_DGRAM
+	}
+	if address.Addr().Is4() {
+		return unix.AF_INET, kind, &unix.SockaddrInet4{Port: int(address.Port()), Addr: address.Addr().As4()}
+	}
+	return unix.AF_INET6, kind, &unix.SockaddrInet6{Port: int(address.Port()), Addr: address.Addr().As16()}
+}
+
+func handSockets(to int, specs []string) error {
+	var fds []int
+	for _, spec := range specs {
+		domain, kind, _ := parseSpec(spec)
+		fd, err := unix.Socket(domain, kind, 0)
+		if err != nil {
+			return err
+		}
+		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1); err != nil {
+			return err
+		}
+		fds = append(fds, fd)
+	}
+	return unix.Sendmsg(to, []byte("x"), unix.UnixRights(fds...), nil, 0)
+}
+
+// takeSockets binds sockets that it is handed: each in the namespace of whoever created it.
+func takeSockets(from int, specs []string) error {
+	oob := make([]byte, unix.CmsgSpace(4*len(specs)))
+	_, n, _, _, err := unix.Recvmsg(from, make([]byte, 1), oob, 0)
+	if err != nil {
+		return err
+	}
+	messages, err := unix.ParseSocketControlMessage(oob[:n])
+	if err != nil || len(messages) != 1 {
+		return fmt.Errorf("%d messages, %w", len(messages), err)
+	}
+	fds, err := unix.ParseUnixRights(&messages[0])
+	if err != nil {
+		return err
+	}
+	for i, fd := range fds {
+		_, kind, local := parseSpec(specs[i])
+		if err := unix.Bind(fd, local); err != nil {
+			return err
+		}
+		if kind == unix.SOCK_STREAM {
+			if err := unix.Listen(fd, 1); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// becomeRooted is an agent for which its own cgroup is the root of all, as in a container.
+func becomeRooted(args []string) {
+	mount, err := agent.CgroupMount()
+	if err == nil {
+		err = unix.Unmount(mount, unix.MNT_DETACH)
+	}
+	if err == nil {
+		err = unix.Mount("cgroup2", mount, "cgroup2", 0, "")
+	}
+	if err != nil {
+		fmt.Println(err)
+		os.Exit(1)
+	}
+	os.Exit(Main(args, Host()))
+}
+
+// startRooted starts an agent for which the tests' cgroup is the root.
+func (h *host) startRooted() {
+	h.t.Helper()
+	cmd := process("in-cgroup", h.agentArgs()...)
+	cmd.SysProcAttr.Cloneflags = unix.CLONE_NEWCGROUP | unix.CLONE_NEWNS
+	h.startBy(cmd)
+}
+
+// inCgroup starts a process in a cgroup below the tests' own, which it makes.
+func inCgroup(t *testing.T, path string) func(*exec.Cmd) {
+	t.Helper()
+	dir := filepath.Join(testenv.Cgroup(), path)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	group, err := os.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { group.Close() })
+	return func(cmd *exec.Cmd) {
+		cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(group.Fd())
+	}
+}
+
+// both makes several changes to a process.
+func both(changes ...func(*exec.Cmd)) func(*exec.Cmd) {
+	return func(cmd *exec.Cmd) {
+		for _, change := range changes {
+			change(cmd)
+		}
+	}
+}
+
+// asRootInside makes a process root of a user namespace of its own, and nobody outside.
+func asRootInside(cmd *exec.Cmd) {
+	cmd.SysProcAttr.Cloneflags |= unix.CLONE_NEWUSER
+	cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: 65534, Size: 1}}
+	cmd.SysProcAttr.GidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: 65534, Size: 1}}
+	cmd.SysProcAttr.Credential = &syscall.Credential{NoSetGroups: true}
+}
+
+func inOwnNetwork(cmd *exec.Cmd) { cmd.SysProcAttr.Cloneflags |= unix.CLONE_NEWNET }
+
+func inOwnMounts(cmd *exec.Cmd) { cmd.SysProcAttr.Cloneflags |= unix.CLONE_NEWNS }
+
+func (h *host) service() agent.ServiceStatus { return must[agent.Status](h, "status").Services[0] }
+
+func (h *host) slotPIDs() (pids []int) {
+	for _, slot := range must[[]agent.SlotStatus](h, "slots") {
+		pids = append(pids, slot.PID)
+	}
+	return pids
+}
+
+// problemOf waits until the agent says why a process is no member. The test fails when it is one.
+func (h *host) problemOf(pid int) (problem string) {
+	h.t.Helper()
+	h.eventually(fmt.Sprintf("process %d is refused", pid), func() bool {
+		if slots := h.slotPIDs(); slices.Contains(slots, pid) {
+			h.t.Fatalf("the slots have the thief, process %d: %v", pid, slots)
+		}
+		status := h.service()
+		for _, r := range status.Refused {
+			if r.PID == pid {
+				problem = r.Problem
+			}
+		}
+		for _, w := range status.Waiting {
+			if w.PID == pid {
+				problem = w.Problem
+			}
+		}
+		return problem != ""
+	})
+	return problem
+}
+
+// served waits until a process has a slot, and fails unless the others are not in any.
+func (h *host) served(slot, pid int, others ...int) {
+	h.t.Helper()
+	h.eventually(fmt.Sprintf("process %d has slot %d", pid, slot), func() bool {
+		slots := h.slotPIDs()
+		for _, other := range others {
+			if slices.Contains(slots, other) {
+				h.t.Fatalf("the slots have the thief, process %d: %v", other, slots)
+			}
+		}
+		return slots[slot] == pid
+	})
+}
+
+func theft(keys ...string) string {
+	return "services:\n  telemetry:\n    slots: 1\n    " + strings.Join(keys, "\n    ") + "\n"
+}
+
+const (
+	sharedPorts = `listeners: [{protocol: tcp, address: "[::]:1790"}, {protocol: udp, address: "[::]:4739"}]`
+	ownPorts    = `listeners: [{protocol: tcp, address: "[::]:1790", member_ports: 20000-20009}, {protocol: udp, address: "[::]:4739", member_ports: 21000-21009}]`
+)
+
+var (
+	sharedSpecs = []string{"tcp [::]:1790", "udp [::]:4739"}
+	firstSpecs  = []string{"tcp 127.0.0.1:20001 alone", "udp 127.0.0.1:21001 alone"}
+	secondSpecs = []string{"tcp 127.0.0.1:20002 alone", "udp 127.0.0.1:21002 alone"}
+)
+
+// A process of any user that calls itself as members do gets nothing, neither before the member nor
+// when the member is gone.
+func TestThiefOfAnotherUser(t *testing.T) {
+	policy := theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]")
+	h := newHost(t, policy)
+	thief, _ := h.member(asNobody, firstSpecs...) // before the agent
+	h.start()
+	const want = "it is of user nobody, not of root"
+	if got := h.problemOf(thief); got != want {
+		t.Errorf("the thief is told %q, want %q", got, want)
+	}
+	for range 2 {
+		member, end := h.member(nil, secondSpecs...)
+		h.served(0, member, thief)
+		for _, network := range []string{"tcp", "udp"} {
+			if got := ask(network, "127.0.0.1"); got != fmt.Sprint(member) {
+				t.Errorf("%s: %s answers, want %d", network, got, member)
+			}
+		}
+		end()
+		h.eventually("the slot is empty", func() bool { return h.slotPIDs()[0] == 0 })
+		late, _ := h.member(asNobody, fmt.Sprintf("tcp 127.0.0.1:%d alone", 20003+thief%2), fmt.Sprintf("udp 127.0.0.1:%d alone", 21003+thief%2))
+		if got := h.problemOf(late); got != want {
+			t.Errorf("the thief is told %q, want %q", got, want)
+		}
+		h.served(0, 0, thief, late)
+		thief++ // the other ports, in the next round
+	}
+}
+
+// A process that is not dumpable has files of root in /proc. That makes it nobody else's.
+func TestThiefUndumpable(t *testing.T) {
+	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^sockeye, user: root}, slot: 0}]"))
+	h.start()
+	thief, _ := h.as("thief", asNobody, append([]string{"undumpable"}, firstSpecs...)...)
+	if got := h.problemOf(thief); got != "it is of user nobody, not of root" {
+		t.Errorf("the thief is told %q", got)
+	}
+}
+
+// A program with the set-user-ID bit that anybody starts is not that user's.
+func TestThiefBySetUID(t *testing.T) {
+	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {executable: DIR/program}, slot: 0}]"))
+	program := h.program("program", 0o4755)
+	h.start()
+	thief, _ := h.member(both(asNobody, func(cmd *exec.Cmd) { cmd.Path = program }), firstSpecs...)
+	if got, want := h.problemOf(thief), "it is of user nobody (effective root, saved root), not of root"; got != want {
+		t.Errorf("the thief is told %q, want %q", got, want)
+	}
+	member, _ := h.member(func(cmd *exec.Cmd) { cmd.Path = program }, secondSpecs...)
+	h.served(0, member, thief)
+}
+
+// program copies this program into the host's folder.
+func (h *host) program(name string, mode os.FileMode) string {
+	h.t.Helper()
+	path := filepath.Join(h.dir, name)
+	from, err := os.Open("/proc/self/exe")
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	defer from.Close()
+	to, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o755)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	_, err = io.Copy(to, from)
+	if err := errors.Join(err, to.Close(), unix.Chmod(path, uint32(mode))); err != nil {
+		h.t.Fatal(err)
+	}
+	return path
+}
+
+// handed starts a process whose sockets another process created, as change has it.
+func (h *host) handed(member, creator func(*exec.Cmd), specs ...string) int {
+	h.t.Helper()
+	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	ends := []*os.File{os.NewFile(uintptr(pair[0]), "pair"), os.NewFile(uintptr(pair[1]), "pair")}
+	defer ends[0].Close()
+	defer ends[1].Close()
+	create := process("thief", append([]string{"create"}, specs...)...)
+	create.ExtraFiles = ends[:1]
+	creator(create)
+	if out, err := create.CombinedOutput(); err != nil {
+		h.t.Fatalf("%v: %s", err, out)
+	}
+	pid, _ := h.as("thief", both(member, func(cmd *exec.Cmd) { cmd.ExtraFiles = ends[1:] }), append([]string{"handed"}, specs...)...)
+	return pid
+}
+
+// A socket of a private network namespace is never called by the group's program: it would have the
+// slot open, and everything refused.
+func TestThiefWithSocketsOfANamespace(t *testing.T) {
+	for _, test := range []struct {
+		name            string
+		member, creator func(*exec.Cmd)
+		want            string
+	}{
+		{"nobody's", asNobody, both(asRootInside, inOwnNetwork), "it is of user nobody, not of root"},
+		{"root's", both(), inOwnNetwork, "its socket tcp [::]:1790 was opened in another network namespace than the service's"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: '^(sockeye|collector)'}, slot: 0}]"))
+			h.start()
+			thief := h.handed(test.member, test.creator, sharedSpecs...)
+			if got := h.problemOf(thief); got != test.want {
+				t.Errorf("the thief is told %q, want %q", got, test.want)
+			}
+			member, _ := h.member(nil, sharedSpecs...)
+			h.served(0, member, thief)
+			if got := ask("tcp", "127.0.0.1"); got != fmt.Sprint(member) {
+				t.Errorf("%s answers, want %d", got, member)
+			}
+		})
+	}
+}
+
+// Sockets that another user opened are not the member's, who may have been handed them.
+func TestThiefBehindAMember(t *testing.T) {
+	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^sockeye}, slot: 0}]"))
+	h.start()
+	pid := h.handed(both(), asNobody, "tcp 127.0.0.1:20001", "udp 127.0.0.1:21001")
+	if got, want := h.problemOf(pid), "its socket tcp 127.0.0.1:20001 belongs to user nobody, not to root"; got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+	h.write("policy.yaml", theft("steering: lookup", ownPorts, "user: [root, nobody]", "cgroup: CGROUP", "members: [{match: {command_line: ^sockeye}, slot: 0}]"))
+	if r := h.sockeye("apply"); r.code != 0 {
+		t.Fatalf("apply: %+v", r)
+	}
+	h.served(0, pid)
+	// What it has by that policy, it loses with it: also where the agent starts anew.
+	h.kill()
+	h.write("policy.yaml", theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^sockeye}, slot: 0}]"))
+	h.start()
+	h.problemOf(pid)
+}
+
+// A user's own unit has the name of a system unit, and is none.
+func TestThiefInAUsersUnit(t *testing.T) {
+	for _, steering := range []string{"reuseport", "lookup"} {
+		t.Run(steering, func(t *testing.T) {
+			ports, specs := sharedPorts, [][]string{sharedSpecs, sharedSpecs, sharedSpecs}
+			if steering == "lookup" {
+				ports, specs = ownPorts, [][]string{firstSpecs, secondSpecs, {"tcp 127.0.0.1:20003", "udp 127.0.0.1:21003"}}
+			}
+			h := newHost(t, theft("steering: "+steering, ports, "user: root", `members: [{match: {systemd_unit: "nfacctd@*.service"}, slot: instance}]`))
+			h.startRooted()
+			users := inCgroup(t, "user.slice/user-65534.slice/user@65534.service/app.slice/nfacctd@0.service")
+			thieves := []int{}
+			for i, change := range []func(*exec.Cmd){users, both(users, asNobody)} {
+				if i == 1 && steering == "reuseport" {
+					break // it could not bind
+				}
+				thief, _ := h.member(change, specs[i]...)
+				thieves = append(thieves, thief)
+			}
+			member, _ := h.member(inCgroup(t, "system.slice/system-nfacctd.slice/nfacctd@0.service"), specs[2]...)
+			h.served(0, member, thieves...)
+			if status := h.service(); len(status.Waiting) != 0 || len(status.Refused) != 0 {
+				t.Errorf("others want the slot: %+v, %+v", status.Waiting, status.Refused)
+			}
+		})
+	}
+}
+
+// An executable is the host's file of that path, whatever is mounted there where the process is.
+func TestThiefByMount(t *testing.T) {
+	const own = "it is in a mount namespace of its own"
+	for _, test := range []struct {
+		name, rule string
+		thief      func(*exec.Cmd)
+		want       string
+	}{
+		{"nobody's", "slot: 0", both(asRootInside, inOwnMounts), "it is of user nobody, not of root"},
+		{"nobody's in lookup of all users", "slot: 0, user: nobody", both(asRootInside, inOwnMounts), "it is in a user namespace of its own"},
+		{"root's", "slot: 0", inOwnMounts, own},
+		{"any namespaces", "slot: 0, namespaces: any", inOwnMounts, "its executable is not the host's DIR/program"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			rule, user := test.rule, "root"
+			if before, ok := strings.CutSuffix(rule, ", user: nobody"); ok {
+				rule, user = before, "[root, nobody]"
+			}
+			h := newHost(t, theft("steering: lookup", ownPorts, "user: "+user, "cgroup: CGROUP", "members: [{match: {executable: DIR/program}, "+rule+"}]"))
+			program, evil := h.program("program", 0o755), h.program("evil", 0o755)
+			h.start()
+			thief, _ := h.as("thief", test.thief, append([]string{"mount", evil, program}, firstSpecs...)...)
+			if got := h.plain(h.problemOf(thief)); got != test.want {
+				t.Errorf("the thief is told %q, want %q", got, test.want)
+			}
+			member, _ := h.member(func(cmd *exec.Cmd) { cmd.Path = program }, secondSpecs...)
+			h.served(0, member, thief)
+		})
+	}
+}
+
+// The service manager gives a unit a mount namespace of its own (PrivateTmp=yes): that is a member.
+func TestSandboxedUnit(t *testing.T) {
+	h := newHost(t, theft(sharedPorts, "user: root", `members: [{match: {systemd_unit: "nfacctd@*.service"}, slot: instance}]`))
+	h.startRooted()
+	member, _ := h.member(both(inCgroup(t, "system.slice/nfacctd@0.service"), inOwnMounts), sharedSpecs...)
+	h.served(0, member)
+}
+
+// A rule may allow containers.
+func TestAnyNamespaces(t *testing.T) {
+	policy := theft("steering: lookup", ownPorts, "user: nobody", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]")
+	h := newHost(t, policy)
+	h.start()
+	member, _ := h.member(asRootInside, firstSpecs...)
+	if got := h.problemOf(member); got != "it is in a user namespace of its own" {
+		t.Errorf("it is told %q", got)
+	}
+	h.write("policy.yaml", strings.Replace(policy, "slot: 0", "slot: 0, namespaces: any", 1))
+	if r := h.sockeye("apply"); r.code != 0 {
+		t.Fatalf("apply: %+v", r)
+	}
+	h.served(0, member)
+	if refused := h.service().Refused; len(refused) != 0 {
+		t.Errorf("refused: %+v", refused)
+	}
+}
+
+// An upgrade of the program replaces its file. The member keeps its slot, also with a new agent.
+func TestUpgradedExecutable(t *testing.T) {
+	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {executable: DIR/program}, slot: 0}]"))
+	program := h.program("program", 0o755)
+	h.start()
+	member, end := h.member(func(cmd *exec.Cmd) { cmd.Path = program }, sharedSpecs...)
+	h.served(0, member)
+	h.program("next", 0o755)
+	if err := os.Rename(filepath.Join(h.dir, "next"), program); err != nil {
+		t.Fatal(err)
+	}
+	h.kill()
+	h.start()
+	h.served(0, member)
+	end()
+	upgraded, _ := h.member(func(cmd *exec.Cmd) { cmd.Path = program }, sharedSpecs...)
+	h.served(0, upgraded)
+}
+
+// By command, too, only processes of the service's user become members.
+func TestClaimOfAnotherUser(t *testing.T) {
+	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP"))
+	h.start()
+	pid, _ := h.member(asNobody, firstSpecs...)
+	h.refused(5, "make process PID a member: it is of user nobody, not of root", "run it as that user, or name its user in the policy",
+		[]int{pid}, "register", "--pid", fmt.Sprint(pid))
+	handed := h.handed(both(), asNobody, "tcp 127.0.0.1:20002", "udp 127.0.0.1:21002")
+	h.refused(5, "register process PID in slot 0: its socket tcp 127.0.0.1:20002 belongs to user nobody, not to root",
+		"start the program as that user, or name the owner in user of the service", []int{handed}, "register", "--pid", fmt.Sprint(handed))
+	if slots := h.slotPIDs(); slots[0] != 0 {
+		t.Errorf("process %d has the slot", slots[0])
+	}
+}
+
+// What an agent of an earlier version learned of the members' user, it may have learned from anybody.
+func TestLearnedUser(t *testing.T) {
+	h := newHost(t, theft(sharedPorts, "cgroup: CGROUP"))
+	if err := os.Mkdir(h.state, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(h.state, "telemetry.json"), []byte(`{"nonce": "7", "uid": 65534, "boot_id": ""}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	h.start()
+	member, _ := h.member(nil, sharedSpecs...)
+	must[agent.Membership](h, "register", "--pid", fmt.Sprint(member))
+	h.served(0, member)
+	if status := h.service(); !status.Held || status.Problem != "" {
+		t.Errorf("status: %+v", status)
+	}
+}
+
+// Whoever starts any number of processes that look like members fills neither lists nor logs.
+func TestManyThieves(t *testing.T) {
+	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
+	h.start()
+	for i := range 24 {
+		// On addresses of their own.
+		address := fmt.Sprintf("127.0.1.%d", i+1)
+		h.member(asNobody, "tcp "+address+":20001 alone", "udp "+address+":21001 alone")
+	}
+	h.eventually("some are refused", func() bool { return len(h.service().Refused) == 16 })
+	member, _ := h.member(nil, secondSpecs...)
+	h.served(0, member)
+	log, err := os.ReadFile(h.log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := strings.Count(string(log), "only looks like a member"); n != 1 {
+		t.Errorf("the agent logged %d refusals, want 1", n)
+	}
+}

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package member
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os/user"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/config"
+)
+
+// Host is what tells a process of the host from one in namespaces of its own, where names and paths
+// are what its owner made them.
+type Host struct {
+	user   FileID
+	mounts []FileID // of PID 1, and of this process, which may be hardened
+	roots  []string // where these see their files
+}
+
+// ReadHost looks at PID 1, as far as it may, and at this process.
+func ReadHost() (*Host, error) {
+	h := &Host{}
+	var stat unix.Stat_t
+	if err := unix.Stat("/proc/self/ns/user", &stat); err != nil {
+		return nil, fmt.Errorf("read own user namespace: %w", err)
+	}
+	h.user = fileID(&stat)
+	if err := unix.Stat("/proc/self/ns/mnt", &stat); err != nil {
+		return nil, fmt.Errorf("read own mount namespace: %w", err)
+	}
+	h.mounts, h.roots = append(h.mounts, fileID(&stat)), append(h.roots, "/")
+	switch err := unix.Stat("/proc/1/ns/mnt", &stat); {
+	case err == nil:
+		if first := fileID(&stat); first != h.mounts[0] {
+			h.mounts, h.roots = append(h.mounts, first), append(h.roots, "/proc/1/root")
+		}
+	case !errors.Is(err, fs.ErrPermission) && !errors.Is(err, fs.ErrNotExist):
+		return nil, fmt.Errorf("read mount namespace of process 1: %w", err)
+	}
+	return h, nil
+}
+
+// A Refusal is why a process is no member that looks like one.
+type Refusal struct {
+	Reason string
+	Hint   string
+}
+
+func (r *Refusal) Error() string { return r.Reason }
+
+// Admit tells whether a process that the rule describes, of a service with these users, is what it
+// looks like. If it is not, the error is a Refusal.
+func (r *Rule) Admit(p *Process, service []uint32, h *Host) error {
+	if err := AdmitUser(p, r.Users(service)); err != nil {
+		return err
+	}
+	if r.Namespaces != config.AnyNamespaces {
+		const hint = "if it is meant to be a member, add namespaces: any to the rule"
+		if p.UserNS != h.user {
+			return &Refusal{"it is in a user namespace of its own", hint}
+		}
+		// The service manager gives the units of the system mount namespaces of their own, and nobody
+		// else can start a process there.
+		unit, _ := p.Unit()
+		sandboxed := r.Match.SystemdUnit != "" && unit != "" && !isUsers(p.Cgroup)
+		if !sandboxed && !slices.Contains(h.mounts, p.MountNS) {
+			return &Refusal{"it is in a mount namespace of its own", hint}
+		}
+	}
+	if r.Match.Executable != "" && !p.proven {
+		p.proven = h.has(p.Exe, p.File)
+	}
+	if r.Match.Executable != "" && !p.proven {
+		return &Refusal{fmt.Sprintf("its executable is not the host's %s", p.Exe),
+			"restart it if the file was replaced; a program of another file system is named by systemd_unit or cgroup"}
+	}
+	return nil
+}
+
+// AdmitUser tells whether a process belongs to these users alone. If not, the error is a Refusal.
+func AdmitUser(p *Process, users []uint32) error {
+	if p.UIDs.Within(users) {
+		return nil
+	}
+	return &Refusal{fmt.Sprintf("it is of user %s, not of %s", describeUIDs(p.UIDs), UserNames(users)),
+		"run it as that user, or name its user in the policy"}
+}
+
+// describeUIDs gives one user, or real, effective and saved user of a process that changed it.
+func describeUIDs(u UIDs) string {
+	if u.Within(u[:1]) {
+		return UserName(u[0])
+	}
+	return fmt.Sprintf("%s (effective %s, saved %s)", UserName(u[0]), UserName(u[1]), UserName(u[2]))
+}
+
+// UserName is the name of a user, or the number of one that has none.
+func UserName(uid uint32) string {
+	number := strconv.FormatUint(uint64(uid), 10)
+	if u, err := user.LookupId(number); err == nil {
+		return u.Username
+	}
+	return number
+}
+
+// UserNames gives users as a, b or c.
+func UserNames(uids []uint32) string {
+	names := make([]string, len(uids))
+	for i, uid := range uids {
+		names[i] = UserName(uid)
+	}
+	if len(names) < 2 {
+		return strings.Join(names, "")
+	}
+	return strings.Join(names[:len(names)-1], ", ") + " or " + names[len(names)-1]
+}
+
+// has tells whether the host has this very file at a path.
+func (h *Host) has(path string, file FileID) bool {
+	return slices.ContainsFunc(h.roots, func(root string) bool {
+		dir, err := unix.Open(root, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return false
+		}
+		defer unix.Close(dir)
+		// In this root: an absolute link leads to its files, not to those of this process.
+		fd, err := unix.Openat2(dir, path, &unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT})
+		if err != nil {
+			return false
+		}
+		defer unix.Close(fd)
+		var stat unix.Stat_t
+		return unix.Fstat(fd, &stat) == nil && fileID(&stat) == file
+	})
+}
