@@ -74,7 +74,7 @@ type RefusedStatus struct {
 	Command string `json:"command"`
 	Source  string `json:"source"`
 	Problem string `json:"problem"`
-	Hint    string `json:"hint,omitempty"`
+	Hint    string `json:"hint"`
 }
 
 // SlotStatus is one entry of the answer to GET /v1/slots.

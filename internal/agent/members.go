@@ -218,7 +218,7 @@ func (s *service) ownersOf(p *member.Process, users []uint32) []uint32 {
 	if len(s.users) == 0 {
 		return p.UIDs[:1]
 	}
-	return slices.Concat(s.users, users)
+	return slices.Compact(slices.Sorted(slices.Values(slices.Concat(s.users, users))))
 }
 
 // owner is the one user to whom all sockets of a SO_REUSEPORT group belong, if it is known.

@@ -17,6 +17,8 @@ func (c *command) registerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "register --pid PID [--service S] [--slot N]",
 		Short: "Make a running process a member of a service",
+		Long: `Register takes the sockets of a process that listens already, and gives it a
+slot. The process and its sockets must belong to a user of the service.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("slot") {
 				m.Slot = &slot

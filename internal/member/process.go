@@ -210,8 +210,7 @@ func Read(pid int) (*Process, error) {
 	return p, nil
 }
 
-// parseUIDs finds the users in /proc/PID/status. The owner of /proc/PID is none of them: it is root
-// where a process is not dumpable, which everybody can have it be (PR_SET_DUMPABLE).
+// parseUIDs finds the users in /proc/PID/status. The owner of /proc/PID is the effective one alone.
 func parseUIDs(status []byte) (uids UIDs, err error) {
 	for line := range bytes.Lines(status) {
 		text, ok := bytes.CutPrefix(line, []byte("Uid:"))

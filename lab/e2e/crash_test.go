@@ -260,11 +260,12 @@ func (h *host) agentKilledDuringRegistration() {
 	}
 }
 
-// Without a user in the policy nothing can hold the ports before the first member; the agent says so, and learns from it.
+// Without a user and rules in the policy nothing can hold the ports before the first member, which root registers; the agent
+// says so, and learns from it.
 func TestUserUnknown(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, config.Reuseport)
-	h.setPolicy(2, "track_devices: off")
+	h.setPolicy(2, "track_devices: off", "members: []")
 	text, err := os.ReadFile(h.policyPath())
 	h.must(err)
 	h.must(os.WriteFile(h.policyPath(), []byte(strings.Replace(string(text), "    user: root\n", "", 1)), 0o644))
@@ -274,12 +275,23 @@ func TestUserUnknown(t *testing.T) {
 	}
 	home := h.homes(2)
 	all := addresses(40)
+	register := func(slots ...int) {
+		t.Helper()
+		h.open(slots...)
+		for _, slot := range slots {
+			if _, errs, code := h.cli("register", "--slot", fmt.Sprint(slot), "--pid", fmt.Sprint(h.members[slot].Pid())); code != 0 {
+				t.Fatalf("register slot %d: exit code %d: %s", slot, code, errs)
+			}
+		}
+	}
 	h.start(0)
+	register(0)
 	h.ready(0)
 	if s := h.service(); !s.Held || s.Keeper == 0 || s.Problem != "" {
 		t.Errorf("after the first member: %+v", s)
 	}
 	h.start(1)
+	register(1)
 	h.ready(0, 1)
 	h.lands("two members", all, home)
 	h.killAgent()
@@ -288,6 +300,7 @@ func TestUserUnknown(t *testing.T) {
 	h.open(0, 1)
 	h.lands("no agent, all members restarted", all, nowhere)
 	h.startAgent()
+	register(0, 1)
 	h.ready(0, 1)
 	h.lands("a new agent", all, home)
 	if s := h.service(); !s.Held {

@@ -50,7 +50,7 @@ func inBothModes(t *testing.T, f func(t *testing.T, mode config.Steering)) {
 
 // host is a collector host, with an agent, and the devices that send to it.
 //
-// With lookup each member has ports and a user of its own, so that nothing but Sockeye brings a packet to it.
+// With lookup each member has ports of its own, and those beside it have other users, so that nothing but Sockeye brings a packet to it.
 type host struct {
 	*testing.T
 	lab        *lab.Lab
@@ -190,7 +190,8 @@ func (h *host) setPolicy(slots int, lines ...string) {
 	if h.mode == config.Reuseport {
 		keys = append(keys, `listeners: [{protocol: tcp, address: "[::]:1790"}, {protocol: udp, address: "[::]:4739"}]`, "user: root")
 	} else {
-		keys = append(keys, `listeners: [{protocol: tcp, address: "[::]:1790", member_ports: 20000-20099}, {protocol: udp, address: "[::]:4739", member_ports: 21000-21099}]`)
+		keys = append(keys, `listeners: [{protocol: tcp, address: "[::]:1790", member_ports: 20000-20099}, {protocol: udp, address: "[::]:4739", member_ports: 21000-21099}]`,
+			"user: [root, 7001, 7002, 7003]")
 	}
 	for _, line := range lines {
 		key, _, _ := strings.Cut(line, ":")
@@ -303,7 +304,7 @@ func (h *host) spec(slot int) receiver {
 
 func (h *host) user(slot int) string {
 	if h.mode == config.Lookup && slot%4 > 0 {
-		return fmt.Sprint(7000 + slot)
+		return fmt.Sprint(7000 + slot%4)
 	}
 	return "root"
 }

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// policies finds the policies in a text: blocks of YAML, and what begins with services: in the
+// transcripts of commands.
+func policies(text string) (found []string) {
+	for _, block := range regexp.MustCompile("(?ms)^```(\\w*)\n(.*?)^```$").FindAllStringSubmatch(text, -1) {
+		switch block[1] {
+		case "yaml":
+			found = append(found, block[2])
+		case "console":
+			for _, part := range strings.Split(block[2], "\n\n") {
+				if strings.HasPrefix(part, "services:") {
+					found = append(found, part+"\n")
+				}
+			}
+		}
+	}
+	return found
+}
+
+// Each example in the documents is a policy that check accepts, and is safe as it stands.
+func TestExamplesAreSafe(t *testing.T) {
+	documents := []string{"../../README.md", "../../KNOWN-ISSUES.md", "../../ARCHITECTURE.md"}
+	for _, pattern := range []string{"../../docs/*.md", "../../docs/decisions/*.md", "../../SECURITY.md"} {
+		more, err := filepath.Glob(pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		documents = append(documents, more...)
+	}
+	h := newHost(t, "services: {}\n")
+	// The user of the examples is not on every host.
+	users, err := os.ReadFile("/etc/passwd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	passwd := h.write("passwd", strings.TrimRight(string(users), "\n")+"\npmacct:x:7999:7999::/:/bin/false\n")
+	if err := unix.Mount(passwd, "/etc/passwd", "", unix.MS_BIND, ""); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount("/etc/passwd", unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	for _, name := range []string{"prefixes.txt", "devices.csv"} { // which examples name
+		h.write(name, "")
+	}
+	h.write("prefixes.txt", "192.0.2.0/24\n")
+	services := 0
+	for _, document := range documents {
+		text, err := os.ReadFile(document)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, policy := range policies(string(text)) {
+			file := h.write(fmt.Sprintf("%s-%d.yaml", filepath.Base(document), i), policy)
+			if r := h.sockeye("check", file); r.code != 0 {
+				t.Errorf("%s: %s%s in\n%s", document, r.out, r.err, policy)
+			}
+			if strings.Contains(policy, "members:") {
+				services++
+				without := regexp.MustCompile(`(?m)^ *user: .*\n`).ReplaceAllString(policy, "")
+				if r := h.sockeye("check", h.write("without.yaml", without)); r.code != 2 || !strings.Contains(r.err, "any user could start a process") {
+					t.Errorf("%s: without a user, check says %d %s of\n%s", document, r.code, r.err, without)
+				}
+			}
+		}
+	}
+	if services < 3 { // or they are not found any more
+		t.Errorf("%d examples of services", services)
+	}
+}
