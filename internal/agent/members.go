@@ -10,7 +10,6 @@ import (
 	"maps"
 	"os"
 	"slices"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -57,9 +56,7 @@ func (s *service) handle(event bpf.Event) {
 	if lost, err := s.path.LostEvents(); err == nil && lost != s.lost {
 		s.log.Warn("events lost, scanning", "lost", lost-s.lost)
 		s.lost = lost
-		if err := s.scan(); err != nil {
-			s.log.Error("scan failed", "error", err)
-		}
+		s.scanOnce()
 	}
 	switch bpf.EventKind(event.Kind) {
 	case bpf.EventBind:
@@ -67,15 +64,14 @@ func (s *service) handle(event bpf.Event) {
 			clear(s.bound)
 		}
 		s.bound[event.Cookie] = int(event.Pid)
-		s.considerPID(int(event.Pid))
-		s.lookAgain(int(event.Pid))
+		s.look(int(event.Pid))
 	case bpf.EventListen:
 		pid, ok := s.bound[event.Cookie]
 		delete(s.bound, event.Cookie)
 		if ok {
-			s.considerPID(pid)
-		} else if err := s.scan(); err != nil {
-			s.log.Error("scan failed", "error", err)
+			s.look(pid)
+		} else {
+			s.scanOnce()
 		}
 	case bpf.EventRelease:
 		for slot, seat := range s.seats {
@@ -88,24 +84,6 @@ func (s *service) handle(event bpf.Event) {
 			}
 		}
 	}
-}
-
-// lookAgain considers a process once more, a second after it bound a socket,
-// unless it is a member by then: nfacctd takes the name by which a rule may
-// know it only after its last bind, and before Linux 5.16 the hook runs before
-// the socket has its port.
-func (s *service) lookAgain(pid int) {
-	if s.seated(pid) {
-		return
-	}
-	events := s.events
-	time.AfterFunc(time.Second, func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if s.events == events && !s.seated(pid) {
-			s.considerPID(pid)
-		}
-	})
 }
 
 func (s *service) seated(pid int) bool {

@@ -58,9 +58,13 @@ type service struct {
 	waiting map[int]*waiting            // by process id
 	owners  map[uint64]process          // whose a registered socket is, or was
 	bound   map[uint64]int              // process id by cookie, of sockets not yet listening
+	looking map[int]*looks              // by process id, of processes that bound sockets lately
 	anchors map[int]int                 // descriptor by row
 	keeper  *keeper
+	before  [bpf.MaxListeners]bpf.Listener // the rows of the agent before
 	lost    uint64
+	// A scan was less than a period ago, and another one is due after it.
+	scanning, scanMore bool
 
 	registrations uint64
 	problem       error // what keeps the service from being held
@@ -95,7 +99,7 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 		host: h, log: log.With("service", c.Name), config: c,
 		known: make(map[process]*member.Process),
 		seats: make(map[int]*seat), waiting: make(map[int]*waiting),
-		owners: make(map[uint64]process), bound: make(map[uint64]int),
+		owners: make(map[uint64]process), bound: make(map[uint64]int), looking: make(map[int]*looks),
 		anchors: make(map[int]int),
 	}
 	s.mu.Lock()
@@ -137,6 +141,7 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
+	s.before = old
 	s.assignRows(old)
 	if err := s.open(); err != nil {
 		return nil, err

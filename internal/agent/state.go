@@ -29,6 +29,8 @@ type state struct {
 	Claims []claim `json:"claims,omitempty"`
 	// Released are processes that unregister took out of their slot.
 	Released []process `json:"released,omitempty"`
+	// Keeper is the process that holds the anchors.
+	Keeper *process `json:"keeper,omitempty"`
 }
 
 // process names a process for as long as the host is up.
@@ -74,7 +76,7 @@ func loadState(path string) (s state, known bool, err error) {
 			"remove the file: the nonce is also pinned, and members are found again")
 	}
 	if id := bootID(); s.BootID != id {
-		s.BootID, s.Members, s.Claims, s.Released = id, nil, nil, nil
+		s.BootID, s.Members, s.Claims, s.Released, s.Keeper = id, nil, nil, nil, nil
 	}
 	return s, true, nil
 }
