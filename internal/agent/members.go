@@ -445,6 +445,10 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 	}
 	s.registrations++
 	s.seat(seat)
+	if !s.opened[seat.slot] {
+		s.opened[seat.slot] = true
+		s.checkSplit()
+	}
 	s.saveMembers()
 	for pid, w := range s.waiting {
 		if s.related(w.process) {
@@ -492,7 +496,11 @@ func (s *service) clear(slot int, reason string) {
 		return
 	}
 	delete(s.seats, slot)
-	seat.handle.Close()
+	if s.hasGuests(seat) {
+		s.hosts[seat.handle] = true // the end of the process is still waited for
+	} else {
+		seat.handle.Close()
+	}
 	s.log.Info("slot cleared", "slot", slot, "pid", seat.process.PID, "reason", reason)
 	s.dropOwners()
 	// Somebody may have waited for the slot.

@@ -65,6 +65,9 @@ type service struct {
 	lost    uint64
 	// A scan was less than a period ago, and another one is due after it.
 	scanning, scanMore bool
+	checks             checks
+	opened             map[int]bool            // slots that have been open in this agent's life
+	hosts              map[*member.Handle]bool // of members without a slot that have adopted devices
 
 	registrations uint64
 	problem       error // what keeps the service from being held
@@ -100,6 +103,7 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 		known: make(map[process]*member.Process),
 		seats: make(map[int]*seat), waiting: make(map[int]*waiting),
 		owners: make(map[uint64]process), bound: make(map[uint64]int), looking: make(map[int]*looks),
+		opened: make(map[int]bool), hosts: make(map[*member.Handle]bool),
 		anchors: make(map[int]int),
 	}
 	s.mu.Lock()
@@ -137,6 +141,7 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 	if s.mapping, err = newMapping(c, s.state.Nonce); err != nil {
 		return nil, err
 	}
+	s.dropAdopted()
 	old, err := bpf.ReadListeners(dir)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
@@ -279,6 +284,7 @@ func (s *service) open() error {
 // installMapping gives the mapping to the data path: first who is who, then
 // where they go.
 func (s *service) installMapping() error {
+	s.mapping.Except(s.exceptions())
 	if err := s.path.SetDevices(s.mapping.Entries()); err != nil {
 		return err
 	}
@@ -299,6 +305,7 @@ func (s *service) adopt() error {
 	if err := s.scan(); err != nil {
 		return err
 	}
+	s.checkSplit()
 	return s.hold()
 }
 
@@ -379,11 +386,15 @@ func (s *service) seat(seat *seat) {
 		if s.seats[seat.slot] == seat {
 			s.clear(seat.slot, "process ended")
 		}
+		s.guestsLeave(handle)
 	}()
 }
 
 // release gives up what this process holds. The data path goes on.
 func (s *service) release() {
+	if s.checks.timer != nil {
+		s.checks.timer.Stop()
+	}
 	if s.events != nil {
 		s.events.Close()
 		s.events = nil
@@ -393,6 +404,9 @@ func (s *service) release() {
 	}
 	for _, seat := range s.seats {
 		seat.handle.Close()
+	}
+	for handle := range s.hosts {
+		handle.Close()
 	}
 	for pid := range s.waiting {
 		s.forget(pid)

@@ -31,6 +31,8 @@ type state struct {
 	Released []process `json:"released,omitempty"`
 	// Keeper is the process that holds the anchors.
 	Keeper *process `json:"keeper,omitempty"`
+	// Adopted are devices that stay with a member by on_start.
+	Adopted []adopted `json:"adopted,omitempty"`
 }
 
 // process names a process for as long as the host is up.
@@ -76,7 +78,7 @@ func loadState(path string) (s state, known bool, err error) {
 			"remove the file: the nonce is also pinned, and members are found again")
 	}
 	if id := bootID(); s.BootID != id {
-		s.BootID, s.Members, s.Claims, s.Released, s.Keeper = id, nil, nil, nil, nil
+		s.BootID, s.Members, s.Claims, s.Released, s.Keeper, s.Adopted = id, nil, nil, nil, nil, nil
 	}
 	return s, true, nil
 }
