@@ -21,6 +21,18 @@ STEER_EXPORT(struct, steer_event);
 const volatile struct steer_ports ports[STEER_MAX_LISTENERS] = {};
 const volatile __u32 port_count = 0;
 
+/*
+ * The network namespace of the service, as SO_NETNS_COOKIE gives it; 0 where
+ * the kernel does not (before 5.14): then a socket of any namespace is
+ * reported. Any user can make a namespace and bind to any port there.
+ */
+const volatile __u64 netns_cookie = 0;
+/*
+ * Whether sockops programs have bpf_get_netns_cookie (5.15). Where they have
+ * not, the verifier does not see the call: the branch is dead.
+ */
+const volatile bool listen_has_netns = false;
+
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, STEER_MAX_SLOTS);
@@ -85,7 +97,8 @@ static __always_inline bool ours(__u32 protocol, __u32 port)
 
 static __always_inline int bound(struct bpf_sock *sk)
 {
-	if (ours(sk->protocol, sk->src_port))
+	if (ours(sk->protocol, sk->src_port) &&
+	    (!netns_cookie || bpf_get_netns_cookie(sk) == netns_cookie))
 		emit(STEER_EVENT_BIND, bpf_get_socket_cookie(sk),
 		     bpf_get_current_pid_tgid() >> 32);
 	return 1;
@@ -106,8 +119,11 @@ int steer_bind6(struct bpf_sock *sk)
 SEC("sockops")
 int steer_listen(struct bpf_sock_ops *ctx)
 {
-	if (ctx->op == BPF_SOCK_OPS_TCP_LISTEN_CB &&
-	    ours(IPPROTO_TCP, ctx->local_port))
+	if (ctx->op != BPF_SOCK_OPS_TCP_LISTEN_CB ||
+	    !ours(IPPROTO_TCP, ctx->local_port))
+		return 1;
+	if (!netns_cookie || !listen_has_netns ||
+	    bpf_get_netns_cookie(ctx) == netns_cookie)
 		emit(STEER_EVENT_LISTEN, bpf_get_socket_cookie(ctx), 0);
 	return 1;
 }

@@ -27,6 +27,7 @@ import (
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/owned"
 )
 
 // Options are the agent's flags.
@@ -101,8 +102,8 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	defer root.Close()
 	for _, dir := range []string{o.StateDir, o.RunDir} {
-		if err := os.MkdirAll(dir, 0o755); err != nil {
-			return fmt.Errorf("create directory: %w", err)
+		if err := owned.Make(dir, 0o755); err != nil {
+			return err
 		}
 	}
 	if err := os.Chmod(o.StateDir, 0o700); err != nil {
@@ -276,7 +277,7 @@ func (a *Agent) open(c config.Service) error {
 
 // removeLeftover ends a service that only its pins remember.
 func (a *Agent) removeLeftover(name string) error {
-	keepers, err := findKeepers(a.host.root.Dir, name)
+	keepers, err := findKeepers(a.host.root.Dir, name, nil, pinnedRows(a.host.root.Dir))
 	if err != nil {
 		return err
 	}

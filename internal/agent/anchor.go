@@ -5,18 +5,13 @@ package agent
 import (
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/netip"
 	"os"
-	"os/exec"
 	"runtime"
-	"strings"
-	"syscall"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
-	"sockeye/internal/member"
 )
 
 // An anchor is a socket in the SO_REUSEPORT group of a listener that the
@@ -160,123 +155,4 @@ func inNetns(netns *os.File, f func() error) error {
 	}
 	runtime.UnlockOSThread()
 	return err
-}
-
-// KeeperCommand is the hidden command that a keeper runs. Its arguments tell
-// the next agent whose sockets it holds.
-const KeeperCommand = "hold"
-
-// keeper is a running keeper, started by this agent or an earlier one.
-type keeper struct {
-	handle  *member.Handle
-	pid     int
-	sockets []*member.Socket
-}
-
-func keeperArgs(pins, service string) []string {
-	return []string{KeeperCommand, "--pins", pins, "--service", service}
-}
-
-// isKeeper tells a keeper from members: it holds sockets on their ports too.
-func isKeeper(p *member.Process) bool {
-	return len(p.Args) > 1 && p.Args[0] == "sockeye" && p.Args[1] == KeeperCommand
-}
-
-// startKeeper starts a keeper that inherits the sockets.
-func startKeeper(log *slog.Logger, pins, service string, fds []int) (*keeper, error) {
-	cmd := exec.Command("/proc/self/exe", keeperArgs(pins, service)...)
-	cmd.Args[0] = "sockeye"
-	cmd.Dir = "/"
-	cmd.Env = []string{"GOMAXPROCS=1"}
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
-	for _, fd := range fds {
-		copied, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
-		if err != nil {
-			return nil, fmt.Errorf("copy anchor: %w", err)
-		}
-		f := os.NewFile(uintptr(copied), "anchor")
-		defer f.Close()
-		cmd.ExtraFiles = append(cmd.ExtraFiles, f)
-	}
-	if err := cmd.Start(); err != nil {
-		return nil, fmt.Errorf("start keeper: %w", err)
-	}
-	pid := cmd.Process.Pid
-	handle, err := member.Open(pid)
-	var child *member.Handle
-	if err == nil {
-		child, err = member.Open(pid)
-	}
-	if err != nil {
-		cmd.Process.Kill()
-		cmd.Wait()
-		return nil, fmt.Errorf("start keeper: %w", err)
-	}
-	go func() {
-		defer child.Close()
-		// Not by waitid(2) alone, in which a thread would stay; see Events.Next.
-		if child.Wait() != nil {
-			return
-		}
-		if err := cmd.Wait(); err != nil {
-			log.Debug("keeper ended", "pid", pid, "error", err)
-		}
-	}()
-	return &keeper{handle: handle, pid: pid}, nil
-}
-
-// findKeepers returns the keepers of a service that run, with copies of their
-// sockets. An empty service means all.
-func findKeepers(pins, service string) ([]*keeper, error) {
-	processes, err := member.All()
-	if err != nil {
-		return nil, err
-	}
-	want := strings.Join(keeperArgs(pins, service), " ")
-	var keepers []*keeper
-	for _, p := range processes {
-		if !p.UIDs.Within([]uint32{uint32(os.Geteuid())}) || len(p.Args) == 0 {
-			continue
-		}
-		args := strings.Join(p.Args[1:], " ")
-		if args != want && (service != "" || !strings.HasPrefix(args, want)) {
-			continue
-		}
-		handle, err := member.Open(p.PID)
-		if err != nil {
-			continue
-		}
-		sockets, err := handle.Sockets(func(*member.Socket) bool { return true })
-		if err != nil {
-			handle.Close()
-			continue
-		}
-		keepers = append(keepers, &keeper{handle, p.PID, sockets})
-	}
-	return keepers, nil
-}
-
-// end kills a keeper; when it returns, the keeper's sockets are closed.
-func (k *keeper) end() error {
-	defer k.close()
-	if err := k.handle.Kill(); err != nil && !errors.Is(err, unix.ESRCH) {
-		return fmt.Errorf("end keeper %d: %w", k.pid, err)
-	}
-	return k.handle.Wait()
-}
-
-func (k *keeper) close() {
-	member.CloseAll(k.sockets)
-	k.handle.Close()
-}
-
-// Hold is the keeper's whole life: it gives up all rights and waits to be
-// ended. The sockets that it inherited need nothing done.
-func Hold() error {
-	if err := dropAll(); err != nil {
-		return err
-	}
-	for {
-		_ = unix.Pause() // always EINTR
-	}
 }

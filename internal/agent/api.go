@@ -44,10 +44,14 @@ type ServiceStatus struct {
 	Held      bool             `json:"held"`  // the ports are held when no member lives
 	Keeper    int              `json:"keeper,omitempty"`
 	DeviceMap *DeviceMapStatus `json:"device_map,omitempty"`
-	Problem   string           `json:"problem,omitempty"`
-	Hint      string           `json:"hint,omitempty"`
-	Waiting   []WaitingStatus  `json:"waiting"`
-	Refused   []RefusedStatus  `json:"refused"` // at most 16
+	// SplitDevices have TCP connections at another member than their slot's.
+	SplitDevices int `json:"split_devices"`
+	// AdoptedDevices are with the member that had their connections, by on_start.
+	AdoptedDevices int             `json:"adopted_devices"`
+	Problem        string          `json:"problem,omitempty"`
+	Hint           string          `json:"hint,omitempty"`
+	Waiting        []WaitingStatus `json:"waiting"`
+	Refused        []RefusedStatus `json:"refused"` // at most 16
 }
 
 // DeviceMapStatus is the device map in force.

@@ -12,14 +12,21 @@ import (
 	"sockeye/internal/member"
 )
 
-// claim makes a process a member by command. With now, its sockets must be
-// there already; without, it is registered when they are.
-func (s *service) claim(pid int, slot *int, source string, now bool) (int, error) {
+// claim makes a process a member by command. Its sockets must be there already,
+// unless it asks itself: then it is registered when they are. by is the process
+// that asks for itself, or nil.
+func (s *service) claim(pid int, slot *int, source string, by *caller) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	p, err := member.Read(pid)
 	if err != nil {
 		return 0, absent(pid, err)
+	}
+	if by != nil {
+		// What was read is of the caller only if that lives now.
+		if err := by.alive(); err != nil || p.StartTime != by.self.StartTime {
+			return 0, errCallerGone
+		}
 	}
 	self := process{p.PID, p.StartTime}
 	for _, seat := range s.seats {
@@ -44,7 +51,7 @@ func (s *service) claim(pid int, slot *int, source string, now bool) (int, error
 	before := s.state
 	s.state.Released = slices.DeleteFunc(slices.Clone(s.state.Released), func(r process) bool { return r == self })
 	s.state.Claims = append(s.liveClaims(self), claim{self, want, source})
-	if now {
+	if by == nil {
 		if err := s.register(p, &seat{slot: want, source: source}); err != nil {
 			s.state = before
 			if errors.Is(err, fs.ErrNotExist) {

@@ -20,6 +20,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/member"
+	"sockeye/internal/sockdiag"
 )
 
 // Finding is one thing that the doctor looked at.
@@ -63,6 +64,7 @@ func Examine(policy *config.Policy, pins string) []Finding {
 	_ = rlimit.RemoveMemlock()
 	d.capabilities()
 	d.kernel()
+	d.destroy()
 	d.bigTCP()
 	d.mounts(pins)
 	d.sysctls()
@@ -99,6 +101,24 @@ func (d *doctor) kernel() {
 		default:
 			d.fail("kernel", f.Name, CodeUnsupported, "needed for "+f.Needed, "came with Linux "+f.Since)
 		}
+	}
+}
+
+// destroy tells whether connections of other processes can be closed.
+func (d *doctor) destroy() {
+	const check, needed = "SOCK_DESTROY", "without it on_start: reset closes no connections"
+	conn, err := sockdiag.Open()
+	if err == nil {
+		err = conn.CanDestroy()
+		conn.Close()
+	}
+	switch {
+	case err == nil:
+		d.add("kernel", check, ResultOK, "", "")
+	case errors.Is(err, sockdiag.ErrCannotDestroy), errors.Is(err, sockdiag.ErrUnsupported):
+		d.add("kernel", check, ResultNote, needed, "came with Linux 4.9, needs CONFIG_INET_DIAG_DESTROY")
+	default:
+		d.add("kernel", check, ResultWarning, "not known: "+err.Error(), Hint(err))
 	}
 }
 

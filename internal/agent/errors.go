@@ -15,6 +15,7 @@ import (
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/owned"
 	"sockeye/internal/steer"
 )
 
@@ -112,6 +113,7 @@ func Code(err error) int {
 		policy       *config.Error
 		devices      *steer.DeviceMapError
 		incompatible *bpf.IncompatibleError
+		untrusted    *owned.UntrustedError
 	)
 	switch {
 	case err == nil:
@@ -122,7 +124,7 @@ func Code(err error) int {
 		return codeOfKind[sizes.Kind]
 	case errors.As(err, &policy), errors.As(err, &devices):
 		return CodeUsage
-	case errors.As(err, &incompatible), errors.Is(err, bpf.ErrLocked), errors.Is(err, unix.EADDRINUSE):
+	case errors.As(err, &incompatible), errors.As(err, &untrusted), errors.Is(err, bpf.ErrLocked), errors.Is(err, unix.EADDRINUSE):
 		return CodeConflict
 	case errors.Is(err, ebpf.ErrNotSupported):
 		return CodeUnsupported
@@ -138,6 +140,7 @@ func Hint(err error) string {
 		own          *Error
 		sizes        *bigtcp.Error
 		incompatible *bpf.IncompatibleError
+		untrusted    *owned.UntrustedError
 	)
 	switch {
 	case errors.As(err, &own) && own.Hint != "":
@@ -146,6 +149,8 @@ func Hint(err error) string {
 		return sizes.Hint
 	case errors.As(err, &incompatible):
 		return "sockeye reset removes the pins of another version; steering stops until the agent starts again"
+	case errors.As(err, &untrusted):
+		return "somebody else than root could put files there: remove it, or name a directory that only root may write, with all above it"
 	case errors.Is(err, bpf.ErrLocked):
 		return "one agent works with a pin directory; see sockeye status, or give this one its own --pins"
 	case errors.Is(err, ebpf.ErrNotSupported):

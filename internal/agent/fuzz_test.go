@@ -48,7 +48,7 @@ func FuzzAPI(f *testing.F) {
 			log:     slog.New(slog.DiscardHandler), host: &host{stateDir: dir, cgroups: dir + "/none"},
 			policy: &config.Policy{}, services: map[string]*service{}, metrics: &metricsServer{},
 		}
-		ctx := context.WithValue(context.Background(), peerKey{}, &unix.Ucred{Uid: 0, Pid: 1})
+		ctx := context.WithValue(context.Background(), callerKey{}, &caller{cred: unix.Ucred{Uid: 0, Pid: 1}, self: process{PID: 1}})
 		r, err := http.NewRequestWithContext(ctx, method, "http://agent/", strings.NewReader(body))
 		if err != nil {
 			return

@@ -81,12 +81,21 @@ func (s *service) replaceKeeper() error {
 			return err
 		}
 		s.keeper = fresh
+		s.recordKeeper()
 		go s.watchKeeper(fresh, time.Now())
 	}
 	if old != nil {
 		return old.end()
 	}
 	return nil
+}
+
+// recordKeeper writes down which process the keeper is, for the next agent.
+func (s *service) recordKeeper() {
+	s.state.Keeper = &s.keeper.self
+	if err := s.state.save(s.statePath()); err != nil {
+		s.log.Error("state not saved", "error", err)
+	}
 }
 
 // watchKeeper replaces a keeper that somebody ended; after a second, if it
@@ -123,7 +132,9 @@ func (s *service) restoreKeeper() {
 
 // adoptKeeper takes the anchors over from an earlier agent's keeper.
 func (s *service) adoptKeeper() error {
-	keepers, err := findKeepers(s.host.root.Dir, s.config.Name)
+	// Those of the policy in force before are no longer in the pins.
+	rows := slices.DeleteFunc(slices.Concat(s.rows[:], s.before[:]), func(l bpf.Listener) bool { return l == (bpf.Listener{}) })
+	keepers, err := findKeepers(s.host.root.Dir, s.config.Name, s.state.Keeper, func(string) []bpf.Listener { return rows })
 	if err != nil {
 		return err
 	}
@@ -134,10 +145,9 @@ func (s *service) adoptKeeper() error {
 			}
 			continue
 		}
-		for row, l := range s.source {
+		for row := range s.source {
 			i := slices.IndexFunc(k.sockets, func(socket *member.Socket) bool {
-				return socket.Protocol == int(s.rows[row].Protocol) && socket.Local == l.Address &&
-					socket.V6Only == l.V6Only && socket.Listening
+				return anchors(socket, s.rows[row])
 			})
 			if i < 0 {
 				continue
@@ -152,6 +162,7 @@ func (s *service) adoptKeeper() error {
 		member.CloseAll(k.sockets)
 		k.sockets = nil
 		s.keeper = k
+		s.recordKeeper()
 		go s.watchKeeper(k, time.Now())
 		s.log.Info("keeper adopted", "pid", k.pid, "sockets", len(s.anchors))
 	}
@@ -239,7 +250,7 @@ func Reset(pins string) (removed bool, err error) {
 	}
 	var scopes []cgroupScope
 	err = bpf.RemoveRoot(pins, func() error {
-		keepers, err := findKeepers(pins, "")
+		keepers, err := findKeepers(pins, "", nil, pinnedRows(pins))
 		if err != nil {
 			return err
 		}

@@ -10,7 +10,6 @@ import (
 	"maps"
 	"os"
 	"slices"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -25,7 +24,7 @@ func (s *service) scan() error {
 	if err != nil {
 		return err
 	}
-	s.looks = maxLooks
+	s.probes = maxProbes
 	alive := make(map[process]bool)
 	for _, p := range processes {
 		alive[process{p.PID, p.StartTime}] = true
@@ -58,9 +57,7 @@ func (s *service) handle(event bpf.Event) {
 	if lost, err := s.path.LostEvents(); err == nil && lost != s.lost {
 		s.log.Warn("events lost, scanning", "lost", lost-s.lost)
 		s.lost = lost
-		if err := s.scan(); err != nil {
-			s.log.Error("scan failed", "error", err)
-		}
+		s.scanOnce()
 	}
 	switch bpf.EventKind(event.Kind) {
 	case bpf.EventBind:
@@ -68,15 +65,14 @@ func (s *service) handle(event bpf.Event) {
 			clear(s.bound)
 		}
 		s.bound[event.Cookie] = int(event.Pid)
-		s.considerPID(int(event.Pid))
-		s.lookAgain(int(event.Pid))
+		s.look(int(event.Pid))
 	case bpf.EventListen:
 		pid, ok := s.bound[event.Cookie]
 		delete(s.bound, event.Cookie)
 		if ok {
-			s.considerPID(pid)
-		} else if err := s.scan(); err != nil {
-			s.log.Error("scan failed", "error", err)
+			s.look(pid)
+		} else {
+			s.scanOnce()
 		}
 	case bpf.EventRelease:
 		for slot, seat := range s.seats {
@@ -89,24 +85,6 @@ func (s *service) handle(event bpf.Event) {
 			}
 		}
 	}
-}
-
-// lookAgain considers a process once more, a second after it bound a socket,
-// unless it is a member by then: nfacctd takes the name by which a rule may
-// know it only after its last bind, and before Linux 5.16 the hook runs before
-// the socket has its port.
-func (s *service) lookAgain(pid int) {
-	if s.seated(pid) {
-		return
-	}
-	events := s.events
-	time.AfterFunc(time.Second, func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if s.events == events && !s.seated(pid) {
-			s.considerPID(pid)
-		}
-	})
 }
 
 func (s *service) seated(pid int) bool {
@@ -123,7 +101,7 @@ func (s *service) considerPID(pid int) {
 	if err != nil {
 		return // ended meanwhile
 	}
-	s.looks = max(s.looks, 1)
+	s.probes = max(s.probes, 1)
 	s.consider(p)
 }
 
@@ -598,6 +576,10 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 	s.seat(seat)
 	_, held := s.owner()
 	s.learnOwner(seat)
+	if !s.opened[seat.slot] {
+		s.opened[seat.slot] = true
+		s.checkSplit()
+	}
 	s.saveMembers()
 	for pid, w := range s.waiting {
 		if s.related(w.process) {
@@ -642,7 +624,11 @@ func (s *service) clear(slot int, reason string) {
 		return
 	}
 	delete(s.seats, slot)
-	seat.handle.Close()
+	if s.hasGuests(seat) {
+		s.hosts[seat.handle] = true // the end of the process is still waited for
+	} else {
+		seat.handle.Close()
+	}
 	s.log.Info("slot cleared", "slot", slot, "pid", seat.process.PID, "reason", reason)
 	s.dropOwners()
 	// Somebody may have waited for the slot.

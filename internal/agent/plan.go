@@ -64,7 +64,9 @@ func (s *service) prepare(c config.Service) (*target, error) {
 				Hint: "restart the agent; it keeps that right if a service names a netns then", Code: CodeNotPermitted}
 		}
 	}
-	t.mapping, err = newMapping(c, s.state.Nonce)
+	if t.mapping, err = newMapping(c, s.state.Nonce); err == nil {
+		t.mapping.Except(s.exceptions())
+	}
 	return t, err
 }
 
@@ -91,6 +93,9 @@ func (s *service) plan(t *target) []Change {
 	}
 	if a, b := whenEmpty(from), whenEmpty(to); a != b {
 		add(fmt.Sprintf("when_empty: %s -> %s", a, b), "")
+	}
+	if from.OnStart != to.OnStart {
+		add(fmt.Sprintf("on_start: %s -> %s", from.OnStart, to.OnStart), "")
 	}
 	for _, l := range to.Listeners {
 		if !slices.Contains(from.Listeners, l) {

@@ -23,8 +23,8 @@ type refused struct {
 
 const (
 	maxRefusals = 16
-	// maxLooks bounds how many processes a scan looks into for a refusal.
-	maxLooks = 64
+	// maxProbes bounds how many processes a scan looks into for a refusal.
+	maxProbes = 64
 	// warnInterval is how often refusals are logged.
 	warnInterval = time.Minute
 )
@@ -39,7 +39,7 @@ func (s *service) refuse(p *member.Process, source string, why *member.Refusal) 
 		if len(s.refused) >= maxRefusals {
 			s.refused.prune()
 		}
-		if len(s.refused) >= maxRefusals || s.looks == 0 || !s.hasPorts(p.PID) {
+		if len(s.refused) >= maxRefusals || s.probes == 0 || !s.hasPorts(p.PID) {
 			return
 		}
 		if now := time.Now(); now.Sub(s.warned) >= warnInterval {
@@ -52,7 +52,7 @@ func (s *service) refuse(p *member.Process, source string, why *member.Refusal) 
 
 // hasPorts tells whether a process has a socket on one of the ports of members.
 func (s *service) hasPorts(pid int) bool {
-	s.looks--
+	s.probes--
 	handle, err := member.Open(pid)
 	if err != nil {
 		return false

@@ -3,7 +3,6 @@
 package agent
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -28,8 +27,6 @@ type server struct {
 	listener net.Listener
 	http     *http.Server
 }
-
-type peerKey struct{}
 
 // listen opens the agent's socket. A socket that is left from an agent that
 // was killed is replaced.
@@ -68,18 +65,12 @@ func (a *Agent) listen() (*server, error) {
 			return nil, fmt.Errorf("give socket to group %s: %w", a.options.Group, err)
 		}
 	}
-	return &server{listener: listener, http: &http.Server{
-		Handler:           ownNamespace(a.handler()),
+	return &server{listener: callerListener{listener}, http: &http.Server{
+		Handler:           known(a.handler()),
 		ReadHeaderTimeout: 5 * time.Second,
 		ReadTimeout:       30 * time.Second,
 		ErrorLog:          slog.NewLogLogger(a.log.Handler(), slog.LevelWarn),
-		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
-			cred := peerOf(c)
-			if cred == nil || !inOwnNamespace(c, int(cred.Pid)) {
-				ctx = context.WithValue(ctx, strangerKey{}, true)
-			}
-			return context.WithValue(ctx, peerKey{}, cred)
-		},
+		ConnContext:       withCaller,
 	}}, nil
 }
 
@@ -96,71 +87,6 @@ func (s *server) serve() <-chan error {
 func (s *server) close() {
 	s.http.Close()
 	s.listener.Close()
-}
-
-func peerOf(c net.Conn) *unix.Ucred {
-	conn, err := c.(*net.UnixConn).SyscallConn()
-	if err != nil {
-		return nil
-	}
-	var cred *unix.Ucred
-	err = conn.Control(func(fd uintptr) {
-		cred, _ = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	})
-	if err != nil {
-		return nil
-	}
-	return cred
-}
-
-// strangerKey is of the connections of processes in another user namespace than the agent.
-type strangerKey struct{}
-
-// ownNamespace answers no stranger. A program that is isolated keeps its user, whose the socket
-// may be, or even root's.
-func ownNamespace(next http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.Context().Value(strangerKey{}) == nil {
-			next.ServeHTTP(w, r)
-			return
-		}
-		reply(w, r, func(*http.Request) (any, error) {
-			return nil, &Error{
-				Err:  errors.New("the agent does not answer processes in another user namespace, as isolated programs are"),
-				Hint: "ask from outside", Code: CodeNotPermitted,
-			}
-		})
-	})
-}
-
-// inOwnNamespace tells whether the process that connected is in the agent's user namespace. From
-// Linux 6.5 on it holds the process by what the socket says, so that nobody gets its number
-// meanwhile.
-func inOwnNamespace(c net.Conn, pid int) bool {
-	conn, err := c.(*net.UnixConn).SyscallConn()
-	if err != nil {
-		return false
-	}
-	held := -1
-	err = conn.Control(func(fd uintptr) {
-		pidfd, err := unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PEERPIDFD)
-		if errors.Is(err, unix.ENOPROTOOPT) {
-			pidfd, err = unix.PidfdOpen(pid, 0)
-		}
-		if err == nil {
-			held = pidfd
-		}
-	})
-	if err != nil || held < 0 {
-		return false
-	}
-	defer unix.Close(held)
-	var theirs, ours unix.Stat_t
-	if unix.Stat(fmt.Sprintf("/proc/%d/ns/user", pid), &theirs) != nil || unix.Stat("/proc/self/ns/user", &ours) != nil {
-		return false
-	}
-	own := theirs.Dev == ours.Dev && theirs.Ino == ours.Ino
-	return own && unix.PidfdSendSignal(held, 0, nil, 0) == nil // it lives, so it was the one
 }
 
 func (a *Agent) handler() http.Handler {
@@ -231,7 +157,7 @@ func (a *Agent) handler() http.Handler {
 		if m.PID == 0 {
 			return nil, Usage(errors.New("which process?"), "name one with --pid")
 		}
-		slot, err := s.claim(m.PID, m.Slot, "register", true)
+		slot, err := s.claim(m.PID, m.Slot, "register", nil)
 		return Membership{Service: s.config.Name, Slot: &slot, PID: m.PID}, err
 	})
 	change("/v1/unregister", func(r *http.Request) (any, error) {
@@ -250,9 +176,9 @@ func (a *Agent) handler() http.Handler {
 			return nil, err
 		}
 		// A caller makes itself a member, nobody else.
-		pid := int(peer(r).Pid)
-		slot, err := s.claim(pid, m.Slot, "run", false)
-		return Place{Membership{s.config.Name, &slot, pid}, s.memberListeners()}, err
+		k := callerFrom(r)
+		slot, err := s.claim(k.self.PID, m.Slot, "run", k)
+		return Place{Membership{s.config.Name, &slot, k.self.PID}, s.memberListeners()}, err
 	})
 	change("/v1/plan", func(r *http.Request) (any, error) {
 		var c Candidate
@@ -285,20 +211,15 @@ func (a *Agent) handler() http.Handler {
 	return mux
 }
 
-func peer(r *http.Request) *unix.Ucred {
-	cred, _ := r.Context().Value(peerKey{}).(*unix.Ucred)
-	return cred
-}
-
 func mustBeRoot(r *http.Request) error {
-	if cred := peer(r); cred == nil || cred.Uid != 0 {
+	if k := callerFrom(r); k == nil || k.cred.Uid != 0 {
 		return &Error{Err: errors.New("only root may change what the agent does, or have it read a file"), Hint: "run it with sudo", Code: CodeNotPermitted}
 	}
 	return nil
 }
 
 func (a *Agent) membership(r *http.Request, root bool) (m Membership, s *service, err error) {
-	if peer(r) == nil {
+	if callerFrom(r) == nil {
 		return m, nil, &Error{Err: errors.New("the caller is not known"), Code: CodeNotPermitted}
 	}
 	if root {

@@ -60,13 +60,20 @@ type service struct {
 	seats   map[int]*seat               // by slot
 	waiting map[int]*waiting            // by process id
 	refused refusals                    // processes that only look like members
-	looks   int                         // how many more may be looked into
+	probes  int                         // how many more processes may be looked into for a refusal
 	warned  time.Time                   // when one was logged last
 	owners  map[uint64]process          // whose a registered socket is, or was
 	bound   map[uint64]int              // process id by cookie, of sockets not yet listening
+	looking map[int]*looks              // by process id, of processes that bound sockets lately
 	anchors map[int]int                 // descriptor by row
 	keeper  *keeper
+	before  [bpf.MaxListeners]bpf.Listener // the rows of the agent before
 	lost    uint64
+	// A scan was less than a period ago, and another one is due after it.
+	scanning, scanMore bool
+	checks             checks
+	opened             map[int]bool            // slots that have been open in this agent's life
+	hosts              map[*member.Handle]bool // of members without a slot that have adopted devices
 
 	registrations uint64
 	problem       error // what keeps the service from being held
@@ -102,7 +109,8 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 		host: h, log: log.With("service", c.Name), config: c,
 		known: make(map[process]*member.Process),
 		seats: make(map[int]*seat), waiting: make(map[int]*waiting),
-		owners: make(map[uint64]process), bound: make(map[uint64]int),
+		owners: make(map[uint64]process), bound: make(map[uint64]int), looking: make(map[int]*looks),
+		opened: make(map[int]bool), hosts: make(map[*member.Handle]bool),
 		anchors: make(map[int]int), refused: make(refusals),
 	}
 	s.mu.Lock()
@@ -143,10 +151,12 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 	if s.mapping, err = newMapping(c, s.state.Nonce); err != nil {
 		return nil, err
 	}
+	s.dropAdopted()
 	old, err := bpf.ReadListeners(dir)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
+	s.before = old
 	s.assignRows(old)
 	if err := s.open(); err != nil {
 		return nil, err
@@ -284,6 +294,7 @@ func (s *service) open() error {
 // installMapping gives the mapping to the data path: first who is who, then
 // where they go.
 func (s *service) installMapping() error {
+	s.mapping.Except(s.exceptions())
 	if err := s.path.SetDevices(s.mapping.Entries()); err != nil {
 		return err
 	}
@@ -304,6 +315,7 @@ func (s *service) adopt() error {
 	if err := s.scan(); err != nil {
 		return err
 	}
+	s.checkSplit()
 	return s.hold()
 }
 
@@ -387,11 +399,15 @@ func (s *service) seat(seat *seat) {
 		if s.seats[seat.slot] == seat {
 			s.clear(seat.slot, "process ended")
 		}
+		s.guestsLeave(handle)
 	}()
 }
 
 // release gives up what this process holds. The data path goes on.
 func (s *service) release() {
+	if s.checks.timer != nil {
+		s.checks.timer.Stop()
+	}
 	if s.events != nil {
 		s.events.Close()
 		s.events = nil
@@ -401,6 +417,9 @@ func (s *service) release() {
 	}
 	for _, seat := range s.seats {
 		seat.handle.Close()
+	}
+	for handle := range s.hosts {
+		handle.Close()
 	}
 	for pid := range s.waiting {
 		s.forget(pid)

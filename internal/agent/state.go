@@ -32,6 +32,10 @@ type state struct {
 	Claims []claim `json:"claims,omitempty"`
 	// Released are processes that unregister took out of their slot.
 	Released []process `json:"released,omitempty"`
+	// Keeper is the process that holds the anchors.
+	Keeper *process `json:"keeper,omitempty"`
+	// Adopted are devices that stay with a member by on_start.
+	Adopted []adopted `json:"adopted,omitempty"`
 }
 
 // process names a process for as long as the host is up.
@@ -80,7 +84,7 @@ func loadState(path string) (s state, known bool, err error) {
 			"remove the file: the nonce is also pinned, and members are found again")
 	}
 	if id := bootID(); s.BootID != id {
-		s.BootID, s.Members, s.Claims, s.Released = id, nil, nil, nil
+		s.BootID, s.Members, s.Claims, s.Released, s.Keeper, s.Adopted = id, nil, nil, nil, nil, nil
 	}
 	return s, true, nil
 }

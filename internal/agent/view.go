@@ -40,12 +40,16 @@ func (s *service) status() ServiceStatus {
 			Path: s.config.DeviceMap, Prefixes: s.mapping.Devices.Len(), Devices: len(s.mapping.Devices.Devices()),
 		}
 	}
+	status.SplitDevices, status.AdoptedDevices = len(s.checks.split), len(s.state.Adopted)
+	split := s.splitProblem()
 	switch {
 	case s.problem != nil:
 		status.Problem, status.Hint = s.problem.Error(), Hint(s.problem)
 	case !status.Held:
 		status.Problem = "the members' user is not known before the first member; until then the ports are not held"
 		status.Hint = "set user of the service"
+	case split != nil:
+		status.Problem, status.Hint = split.Error(), Hint(split)
 	}
 	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waiting) int {
 		return cmp.Compare(a.process.PID, b.process.PID)

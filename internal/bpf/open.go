@@ -9,9 +9,12 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"runtime"
 
 	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/btf"
+	"github.com/cilium/ebpf/features"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 )
@@ -428,6 +431,61 @@ func attachedTo(l link.Link, target *os.File) (bool, error) {
 	return false, fmt.Errorf("link of type %v", info.Type)
 }
 
+// netnsCookie is the number of a network namespace as programs see it. It is 0
+// where that is not known: before Linux 5.14, without a namespace, or without the
+// right to enter it (CAP_SYS_ADMIN), which the namespace of the thread needs not.
+func netnsCookie(netns *os.File) (uint64, error) {
+	if netns == nil {
+		return 0, nil
+	}
+	var theirs, ours unix.Stat_t
+	if err := unix.Fstat(int(netns.Fd()), &theirs); err != nil {
+		return 0, fmt.Errorf("look at network namespace: %w", err)
+	}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	home, err := os.Open("/proc/thread-self/ns/net")
+	if err != nil {
+		return 0, fmt.Errorf("remember network namespace: %w", err)
+	}
+	defer home.Close()
+	if err := unix.Fstat(int(home.Fd()), &ours); err != nil {
+		return 0, fmt.Errorf("remember network namespace: %w", err)
+	}
+	if ours.Dev == theirs.Dev && ours.Ino == theirs.Ino {
+		return ownNetnsCookie()
+	}
+	if err := unix.Setns(int(netns.Fd()), unix.CLONE_NEWNET); errors.Is(err, unix.EPERM) {
+		return 0, nil
+	} else if err != nil {
+		return 0, fmt.Errorf("enter network namespace %s: %w", netns.Name(), err)
+	}
+	cookie, err := ownNetnsCookie()
+	if back := unix.Setns(int(home.Fd()), unix.CLONE_NEWNET); back != nil {
+		// Locked once more, the thread ends with its goroutine.
+		runtime.LockOSThread()
+		return 0, fmt.Errorf("leave network namespace %s: %w", netns.Name(), back)
+	}
+	return cookie, err
+}
+
+// ownNetnsCookie is netnsCookie of the calling thread's namespace.
+func ownNetnsCookie() (uint64, error) {
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return 0, fmt.Errorf("create socket: %w", err)
+	}
+	defer unix.Close(fd)
+	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
+	if errors.Is(err, unix.ENOPROTOOPT) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, fmt.Errorf("read SO_NETNS_COOKIE: %w", err)
+	}
+	return cookie, nil
+}
+
 // openHooks attaches what watches members. Only the release hook is pinned:
 // it closes slots with or without an agent, the others have no use then.
 func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
@@ -439,6 +497,20 @@ func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
 		return err
 	}
 	if err := spec.Variables["port_count"].Set(uint32(len(c.Ports))); err != nil {
+		return err
+	}
+	cookie, err := netnsCookie(c.Netns)
+	if err != nil {
+		return err
+	}
+	if err := spec.Variables["netns_cookie"].Set(cookie); err != nil {
+		return err
+	}
+	known := features.HaveProgramHelper(ebpf.SockOps, asm.FnGetNetnsCookie)
+	if known != nil && !errors.Is(known, ebpf.ErrNotSupported) {
+		return fmt.Errorf("probe bpf_get_netns_cookie of sockops: %w", known)
+	}
+	if err := spec.Variables["listen_has_netns"].Set(known == nil); err != nil {
 		return err
 	}
 	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{

@@ -11,6 +11,8 @@ import (
 
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/owned"
 )
 
 // IncompatibleError says that a pin cannot be adopted: another version made
@@ -40,8 +42,10 @@ const pinSchema = "schema"
 
 // OpenRoot takes the pin directory for this process: it mounts a bpffs at the
 // parent, if that is an empty folder or none, creates dir with mode 0700, locks
-// it, and checks the schema version pinned in it. It fails with ErrLocked, or
-// with an *IncompatibleError for a directory of another version.
+// it, and checks the schema version pinned in it. It fails with ErrLocked, with
+// an *IncompatibleError for a directory of another version, or with an
+// *owned.UntrustedError if others than root decide what is in dir: a bpffs may
+// be writable for all, and an agent must adopt no pin that root did not make.
 func OpenRoot(dir string) (_ *Root, err error) {
 	if err := ensureBPFFS(filepath.Dir(dir)); err != nil {
 		return nil, err
@@ -49,10 +53,7 @@ func OpenRoot(dir string) (_ *Root, err error) {
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 		return nil, fmt.Errorf("create pin directory: %w", err)
 	}
-	if err := os.Chmod(dir, 0o700); err != nil {
-		return nil, fmt.Errorf("set mode of pin directory: %w", err)
-	}
-	lock, err := os.Open(dir)
+	lock, err := owned.Open(dir)
 	if err != nil {
 		return nil, fmt.Errorf("open pin directory: %w", err)
 	}
@@ -61,6 +62,10 @@ func OpenRoot(dir string) (_ *Root, err error) {
 			lock.Close()
 		}
 	}()
+	// Readable for others it may be, as one that a person made.
+	if err := lock.Chmod(0o700); err != nil {
+		return nil, fmt.Errorf("set mode of pin directory: %w", err)
+	}
 	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
 			return nil, fmt.Errorf("lock %s: %w", dir, ErrLocked)
@@ -123,7 +128,7 @@ func ensureBPFFS(dir string) error {
 	if err == nil && fs.Type == unix.BPF_FS_MAGIC {
 		return nil
 	}
-	if err := os.MkdirAll(dir, 0o755); err != nil {
+	if err := owned.Make(dir, 0o755); err != nil {
 		return fmt.Errorf("create mount point of bpffs: %w", err)
 	}
 	if entries, err := os.ReadDir(dir); err != nil {
@@ -169,9 +174,9 @@ func checkSchema(path string) error {
 
 // RemoveRoot removes a pin directory with all that it holds, whatever version
 // made it, after it called before. It fails with ErrLocked while an agent
-// works with the directory.
+// works with the directory, and with an *owned.UntrustedError as OpenRoot does.
 func RemoveRoot(dir string, before func() error) error {
-	lock, err := os.Open(dir)
+	lock, err := owned.Open(dir)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}

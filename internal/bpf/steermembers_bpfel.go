@@ -62,6 +62,8 @@ const (
 	steerMembersProgSteerBind6          = "steer_bind6"
 	steerMembersProgSteerListen         = "steer_listen"
 	steerMembersProgSteerRelease        = "steer_release"
+	steerMembersVarListenHasNetns       = "listen_has_netns"
+	steerMembersVarNetnsCookie          = "netns_cookie"
 	steerMembersVarPortCount            = "port_count"
 	steerMembersVarPorts                = "ports"
 	steerMembersVarUnusedSteerEvent     = "unused_steer_event"
@@ -132,6 +134,8 @@ type steerMembersMapSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerMembersVariableSpecs struct {
+	ListenHasNetns       *ebpf.VariableSpec `ebpf:"listen_has_netns"`
+	NetnsCookie          *ebpf.VariableSpec `ebpf:"netns_cookie"`
 	PortCount            *ebpf.VariableSpec `ebpf:"port_count"`
 	Ports                *ebpf.VariableSpec `ebpf:"ports"`
 	UnusedSteerEvent     *ebpf.VariableSpec `ebpf:"unused_steer_event"`
@@ -179,6 +183,8 @@ func (m *steerMembersMaps) Close() error {
 //
 // It can be passed to loadSteerMembersObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerMembersVariables struct {
+	ListenHasNetns       *ebpf.Variable `ebpf:"listen_has_netns"`
+	NetnsCookie          *ebpf.Variable `ebpf:"netns_cookie"`
 	PortCount            *ebpf.Variable `ebpf:"port_count"`
 	Ports                *ebpf.Variable `ebpf:"ports"`
 	UnusedSteerEvent     *ebpf.Variable `ebpf:"unused_steer_event"`

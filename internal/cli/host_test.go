@@ -38,6 +38,9 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 1 {
 		role = os.Args[1]
 	}
+	if specs, ok := os.LookupEnv(disguised); ok {
+		becomeMember(strings.Split(specs, ","))
+	}
 	switch role {
 	case "sockeye":
 		os.Exit(Main(os.Args[2:], Host()))
@@ -51,6 +54,10 @@ func TestMain(m *testing.M) {
 		becomeRenamed(os.Args[2:])
 	case "paused":
 		pause()
+	case "connector":
+		becomeConnector(os.Args[2:])
+	case "binder":
+		becomeBinder(os.Args[2:])
 	case "limited":
 		becomeLimited(os.Args[2:])
 	case "thief":

@@ -32,6 +32,7 @@ services:
       - {protocol: udp, address: "10.0.0.1:4739", member_ports: 20000}
     steering: lookup
     when_empty: {standby: 3}
+    on_start: adopt
     device_map: maps/../devices.csv
     backlog: 4096
     user: [1001, pmacct]
@@ -69,6 +70,7 @@ func TestParse(t *testing.T) {
 			Slots:        1,
 			Listeners:    []Listener{{Protocol: TCP, Address: netip.MustParseAddrPort("[fd00::1]:1790")}},
 			Steering:     Reuseport,
+			OnStart:      Reset,
 			Cgroup:       "/",
 			TrackDevices: 65536,
 		}, {
@@ -79,6 +81,7 @@ func TestParse(t *testing.T) {
 				{UDP, netip.MustParseAddrPort("10.0.0.1:4739"), false, PortRange{20000, 20000}},
 			},
 			Steering:  Lookup,
+			OnStart:   Adopt,
 			Standby:   new(3),
 			DeviceMap: "/etc/sockeye/devices.csv",
 			Backlog:   4096,

@@ -43,7 +43,8 @@ type Service struct {
 	Listeners []Listener `yaml:"listeners" required:"true" min:"1" max:"16" doc:"What the service listens on. A slot is ready only while its member listens on all of them."`
 	Steering  Steering   `yaml:"steering" enum:"reuseport,lookup" default:"reuseport" doc:"reuseport: members share the listener's port by SO_REUSEPORT. lookup: members need no SO_REUSEPORT and may listen on ports of their own or run under different users."`
 	// Standby is the slot that serves the devices of empty slots; nil rejects them.
-	Standby *int `yaml:"when_empty" form:"when_empty" doc:"What becomes of the devices of an empty slot: reject refuses them until its member is back, standby gives them to another slot for that time."`
+	Standby *int    `yaml:"when_empty" form:"when_empty" doc:"What becomes of the devices of an empty slot: reject refuses them until its member is back, standby gives them to another slot for that time."`
+	OnStart OnStart `yaml:"on_start" enum:"reset,adopt,report" default:"reset" doc:"What the agent does, when it starts and when a slot opens for the first time, about a device whose TCP connections are at another member than that of its slot. reset: closes them, so that the device connects to the right one. adopt: the device stays with the member that has its connections until that ends. report: nothing; status names them."`
 	// DeviceMap is an absolute path, or "" for none.
 	DeviceMap string `yaml:"device_map" form:"file" doc:"CSV file prefix,device that gives several addresses one device; relative to the policy file."`
 	// Backlog is that of every TCP listener, in connections; 0 is the kernel's somaxconn.
@@ -68,6 +69,19 @@ const (
 	Reuseport Steering = "reuseport"
 	// Lookup steers by sk_lookup.
 	Lookup Steering = "lookup"
+)
+
+// OnStart is what becomes of devices whose TCP connections are at another member
+// than that of their slot.
+type OnStart string
+
+const (
+	// Reset closes the connections; it is the default.
+	Reset OnStart = "reset"
+	// Adopt gives the device the slot of the member that has its connections.
+	Adopt OnStart = "adopt"
+	// Report changes nothing.
+	Report OnStart = "report"
 )
 
 // Protocol is a transport protocol.

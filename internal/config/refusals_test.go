@@ -171,6 +171,8 @@ p.yaml:5:13: services.t.cgroup: must be relative to the cgroup v2 mount, is "/sy
 p.yaml:5:13: services.t.cgroup: must not hold .., is "a/../../b"`},
 	{"when_empty", minimal + "    when_empty: standby\n", `
 p.yaml:5:17: services.t.when_empty: must be reject or {standby: N}, is "standby"`},
+	{"on_start", minimal + "    on_start: ignore\n", `
+p.yaml:5:15: services.t.on_start: must be reset or adopt or report, is "ignore"`},
 	{"when_empty list", minimal + "    when_empty: []\n", `
 p.yaml:5:17: services.t.when_empty: must be reject or {standby: N}, is a list`},
 	{"when_empty without standby", minimal + "    when_empty: {}\n", `

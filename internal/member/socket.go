@@ -33,6 +33,15 @@ func Open(pid int) (*Handle, error) {
 	return &Handle{file: os.NewFile(uintptr(fd), "pidfd:"+strconv.Itoa(pid)), fd: fd, pid: pid}, nil
 }
 
+// Adopt takes over a pidfd of the process with an id.
+func Adopt(pidfd, pid int) (*Handle, error) {
+	if err := unix.SetNonblock(pidfd, true); err != nil {
+		unix.Close(pidfd)
+		return nil, fmt.Errorf("open process %d: %w", pid, err)
+	}
+	return &Handle{file: os.NewFile(uintptr(pidfd), "pidfd:"+strconv.Itoa(pid)), fd: pidfd, pid: pid}, nil
+}
+
 // Wait returns when the process has ended, or with an error after Close.
 func (h *Handle) Wait() error {
 	conn, err := h.file.SyscallConn()

@@ -33,6 +33,7 @@ type Socket struct {
 	// Local and Remote have IPv4-mapped addresses as IPv4. A link-local address has the
 	// index of the interface as its zone.
 	Local, Remote netip.AddrPort
+	Device        uint32 // index of the interface that it is bound to; 0 for none
 	Cookie        uint64
 	UID           uint32
 	Inode         uint32 // 0 of a socket that no process has any more
@@ -77,6 +78,7 @@ func (c *Conn) parse(b []byte, s *Socket) error {
 	device := binary.NativeEndian.Uint32(b[40:])
 	s.Local = end(s.Family, b[8:], b[4:], device)
 	s.Remote = end(s.Family, b[24:], b[6:], device)
+	s.Device = device
 	s.Cookie = uint64(binary.NativeEndian.Uint32(b[44:])) | uint64(binary.NativeEndian.Uint32(b[48:]))<<32
 	s.Unread = binary.NativeEndian.Uint32(b[56:])
 	s.Payload = binary.NativeEndian.Uint32(b[60:])

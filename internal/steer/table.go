@@ -15,6 +15,46 @@ import (
 type Mapping struct {
 	Table   bpf.Table
 	Devices *DeviceMap
+
+	// Buckets of devices that have another slot than their hash gives them.
+	names     map[string]uint32
+	addresses map[netip.Addr]uint32
+}
+
+// Exceptions are devices that have another slot than their hash gives them: by
+// name, if the device map has one, or by address, IPv4 never as IPv4-mapped.
+type Exceptions struct {
+	Names     map[string]int
+	Addresses map[netip.Addr]int
+}
+
+// Except gives devices slots, in place of those of an earlier call. Slots that
+// have no bucket are left out. An address comes before what the device map has
+// for it.
+func (m *Mapping) Except(e Exceptions) {
+	first := make(map[int]uint32)
+	if len(e.Names)+len(e.Addresses) > 0 {
+		for bucket, slot := range m.Table.Bucket {
+			if _, ok := first[int(slot)]; !ok {
+				first[int(slot)] = uint32(bucket)
+			}
+		}
+	}
+	m.names, m.addresses = make(map[string]uint32), make(map[netip.Addr]uint32)
+	for name, slot := range e.Names {
+		if bucket, ok := first[slot]; ok {
+			m.names[name] = bucket
+		}
+	}
+	for addr, slot := range e.Addresses {
+		if bucket, ok := first[slot]; ok {
+			m.addresses[addr] = bucket
+		}
+	}
+	m.Table.Named = 0
+	if m.Devices.Len()+len(m.addresses) > 0 {
+		m.Table.Named = 1
+	}
 }
 
 // NewMapping makes the mapping of a service with the given number of slots, 1
@@ -65,27 +105,45 @@ func buckets(slots int) [bpf.Buckets]uint16 {
 	return table
 }
 
-// Entries are the contents of the LPM trie that stands for the device map in
-// the kernel, and how many there are. It is empty without a device map.
+// Entries are the contents of the LPM trie that stands for the device map and
+// the exceptions in the kernel, and how many there are at most. It is empty
+// without either.
 func (m *Mapping) Entries() (int, iter.Seq2[bpf.Prefix, bpf.DeviceID]) {
-	if m.Devices.Len() == 0 {
+	if m.Devices.Len()+len(m.addresses) == 0 {
 		return 0, nil
 	}
-	return m.Devices.Len() + 1, func(yield func(bpf.Prefix, bpf.DeviceID) bool) {
+	return m.Devices.Len() + len(m.addresses) + 1, func(yield func(bpf.Prefix, bpf.DeviceID) bool) {
 		// The trie is one for both families; ::/0 must not cover IPv4.
 		if !yield(trieKey(netip.PrefixFrom(netip.IPv4Unspecified(), 0)), bpf.DeviceID{Device: bpf.NoDevice}) {
 			return
 		}
 		hashes := make([]uint32, len(m.Devices.Devices()))
 		for i, name := range m.Devices.Devices() {
-			hashes[i] = DeviceHash(name, m.Table.Nonce)
+			hashes[i] = m.deviceHash(name)
 		}
 		for prefix, device := range m.Devices.All() {
 			if !yield(trieKey(prefix), bpf.DeviceID{Hash: hashes[device], Device: device}) {
 				return
 			}
 		}
+		for addr, bucket := range m.addresses {
+			if !yield(trieKey(netip.PrefixFrom(addr, addr.BitLen())), bpf.DeviceID{Hash: bucket, Device: unnamed}) {
+				return
+			}
+		}
 	}
+}
+
+// unnamed is the device of an address that is an exception: it has no name in
+// the device map's list.
+const unnamed = bpf.NoDevice - 1
+
+// deviceHash is a hash that falls into the device's bucket.
+func (m *Mapping) deviceHash(name string) uint32 {
+	if bucket, ok := m.names[name]; ok {
+		return bucket
+	}
+	return DeviceHash(name, m.Table.Nonce)
 }
 
 func trieKey(prefix netip.Prefix) bpf.Prefix {
@@ -113,7 +171,10 @@ func (m *Mapping) locate(addr netip.Addr) (bucket int, device string) {
 	hash := Hash(Address(addr), m.Table.Nonce)
 	if id, ok := m.Devices.Lookup(addr); ok {
 		device = m.Devices.Devices()[id]
-		hash = DeviceHash(device, m.Table.Nonce)
+		hash = m.deviceHash(device)
+	}
+	if bucket, ok := m.addresses[addr.Unmap().WithZone("")]; ok {
+		hash = bucket
 	}
 	return int(hash % uint32(bpf.Buckets)), device
 }

@@ -1,0 +1,454 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/config"
+	"sockeye/internal/member"
+	"sockeye/internal/sockdiag"
+	"sockeye/internal/steer"
+)
+
+// A device is split if its TCP connections are at another process than the
+// member to which its datagrams go. That is so for most devices when the agent
+// starts after members and senders: the kernel's hash has placed the
+// connections. A check finds them by sock_diag, once members are registered, and
+// does what on_start of the policy says.
+//
+// A connection is judged if the owner of its socket is known, and that is a
+// member, what a member forked, or another process that listens on the service's
+// port, or what that forked. Other processes have connections with the same
+// local port for reasons of their own. While no member serves a device's slot
+// its connections stay: closed, the device would only be refused.
+
+const (
+	// checkDelay is between what makes a check due and the check: many slots
+	// open at once.
+	checkDelay = 200 * time.Millisecond
+	// checkAgain is between checks that act, while there is something left that
+	// cannot be judged yet, as a connection that no process has accepted.
+	checkAgain = time.Second
+	// maxChecks bounds the checks that act, from what makes one due.
+	maxChecks = 10
+	// watchSplit is between checks that only count, while a device is split.
+	watchSplit = 10 * time.Second
+	// maxNamed bounds the devices that a problem names.
+	maxNamed = 3
+)
+
+// adopted is a device that stays with a member that is not that of its slot by
+// the hash, until this process ends.
+type adopted struct {
+	process
+	Device  string     `json:"device,omitempty"` // its name in the device map
+	Address netip.Addr `json:"address"`          // if it has no name
+	Slot    int        `json:"slot"`
+}
+
+// checks are those of one service.
+type checks struct {
+	timer *time.Timer // of the next one; nil while none is due
+	left  int         // that may act
+	split []splitDevice
+	err   error // why split devices stay that
+}
+
+// splitDevice is one device and its connections.
+type splitDevice struct {
+	name        string     // in the device map, or ""
+	address     netip.Addr // of one of its connections
+	slot        int
+	at          map[int]bool // slots whose members have its connections; -1: no member
+	connections []sockdiag.Socket
+}
+
+func (d *splitDevice) String() string {
+	if d.name != "" {
+		return d.name
+	}
+	return d.address.String()
+}
+
+// checkSplit makes checks due that act.
+func (s *service) checkSplit() {
+	s.checks.left = maxChecks
+	s.checkAfter(checkDelay)
+}
+
+func (s *service) checkAfter(delay time.Duration) {
+	if s.checks.timer != nil {
+		s.checks.timer.Stop()
+	}
+	// Not with the lock held: it takes a second where there are many processes.
+	s.checks.timer = time.AfterFunc(delay, s.check)
+}
+
+// placed is where a check sees connections to the service.
+type placed struct {
+	connections []sockdiag.Socket
+	slots       map[uint32][]int // of the owners of each by inode; -1: no member that is known
+	unaccepted  bool             // there is one that no process has yet
+}
+
+func (s *service) check() {
+	s.mu.Lock()
+	if s.events == nil {
+		s.mu.Unlock()
+		return
+	}
+	s.checks.timer = nil
+	s.dropAdopted()
+	conn, err := s.openDiag()
+	seats, registrations, mapping := s.pids(), s.registrations, s.mapping
+	source := slices.Collect(maps.Values(s.source))
+	s.mu.Unlock()
+	if err != nil {
+		s.log.Warn("connections not checked", "error", err)
+		return
+	}
+	defer conn.Close()
+	found, err := findConnections(conn, source, seats)
+
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.events == nil:
+		return
+	case err != nil:
+		s.log.Warn("connections not checked", "error", err)
+		return
+	case registrations != s.registrations || mapping != s.mapping || !maps.Equal(seats, s.pids()):
+		s.checkAfter(checkDelay) // it is out of date
+		return
+	}
+	devices := s.judge(found)
+	again := found.unaccepted
+	if s.checks.left > 0 && len(devices) > 0 {
+		var mended bool
+		mended, s.checks.err = s.mend(conn, devices)
+		again = again || mended
+	}
+	s.checks.split = devices
+	s.checks.left--
+	switch {
+	case again && s.checks.left > 0:
+		s.checkAfter(checkAgain)
+	case len(devices) > 0:
+		s.checkAfter(watchSplit)
+	}
+}
+
+// openDiag opens sock_diag in the service's network namespace.
+func (s *service) openDiag() (conn *sockdiag.Conn, err error) {
+	err = inNetns(s.enter(), func() error {
+		conn, err = sockdiag.Open()
+		return err
+	})
+	return conn, err
+}
+
+// pids are the members' process ids, and their slots.
+func (s *service) pids() map[int]int {
+	pids := make(map[int]int)
+	for slot, seat := range s.seats {
+		pids[seat.process.PID] = slot
+	}
+	return pids
+}
+
+// findConnections reads the established connections to listeners, and whose they
+// are.
+func findConnections(conn *sockdiag.Conn, source []config.Listener, seats map[int]int) (*placed, error) {
+	var found placed
+	listening := make(map[uint32]bool)
+	wanted := make(map[uint32]bool)
+	states := sockdiag.States(0).With(sockdiag.Established).With(sockdiag.Listening)
+	var before []sockdiag.Socket
+	for _, l := range source {
+		if l.Protocol != config.TCP {
+			continue
+		}
+		begin := func() { found.connections = slices.Clone(before) }
+		err := conn.Dump(sockdiag.Query{States: states, LocalPort: l.Address.Port()}, begin, func(socket *sockdiag.Socket) {
+			switch {
+			case !serves(l, socket):
+			case socket.State == sockdiag.Listening:
+				listening[socket.Inode] = true
+			case socket.Inode == 0:
+				found.unaccepted = true
+			default:
+				wanted[socket.Inode] = true
+				found.connections = append(found.connections, *socket)
+			}
+		})
+		if err != nil {
+			return nil, err
+		}
+		before = found.connections
+	}
+	if len(found.connections) == 0 {
+		return &found, nil
+	}
+	owners, _, err := sockdiag.ReadProcesses(func(inode uint32) bool { return wanted[inode] || listening[inode] })
+	if err != nil {
+		return nil, err
+	}
+	listeners := make(map[int]bool)
+	for inode := range listening {
+		for _, p := range owners[inode] {
+			listeners[p.PID] = true
+		}
+	}
+	family := family{seats: seats, listeners: listeners, parents: make(map[int]int)}
+	found.slots = make(map[uint32][]int)
+	for inode := range wanted {
+		for _, p := range owners[inode] {
+			if slot, ok := family.slot(p.PID); ok {
+				found.slots[inode] = append(found.slots[inode], slot)
+			}
+		}
+	}
+	return &found, nil
+}
+
+// serves tells whether a TCP socket is of a listener.
+func serves(l config.Listener, socket *sockdiag.Socket) bool {
+	addr := socket.Local.Addr()
+	switch {
+	case l.Address.Addr() == netip.IPv4Unspecified():
+		return addr.Is4()
+	case l.Address.Addr() == netip.IPv6Unspecified():
+		return !l.V6Only || addr.Is6()
+	}
+	return addr.WithZone("") == l.Address.Addr()
+}
+
+// family finds the member that a process belongs to.
+type family struct {
+	seats     map[int]int
+	listeners map[int]bool
+	parents   map[int]int
+}
+
+// slot is that of the nearest ancestor that is a member; -1 if there is none but
+// one that listens. ok is false for a process that has nothing to do with the
+// service.
+func (f *family) slot(pid int) (slot int, ok bool) {
+	const generations = 32
+	for range generations {
+		if slot, seated := f.seats[pid]; seated {
+			return slot, true
+		}
+		ok = ok || f.listeners[pid]
+		parent, read := f.parents[pid]
+		if !read {
+			if p, err := member.Read(pid); err == nil {
+				parent = p.Parent
+			}
+			f.parents[pid] = parent
+		}
+		if parent <= 1 {
+			break
+		}
+		pid = parent
+	}
+	return -1, ok
+}
+
+// serving is the slot whose member serves an address now; ok is false if there
+// is none.
+func (s *service) serving(addr netip.Addr) (slot int, device string, ok bool) {
+	slot, device = s.mapping.Slot(addr)
+	if s.seats[slot] == nil && s.config.Standby != nil {
+		slot = *s.config.Standby
+	}
+	return slot, device, s.seats[slot] != nil
+}
+
+// judge returns the devices that are split, with all their connections.
+func (s *service) judge(found *placed) []splitDevice {
+	devices := make(map[string]*splitDevice)
+	split := make(map[string]bool)
+	for _, c := range found.connections {
+		slots := found.slots[c.Inode]
+		addr := c.Remote.Addr().WithZone("")
+		slot, name, ok := s.serving(addr)
+		if len(slots) == 0 || !ok {
+			continue
+		}
+		key := addr.String()
+		if name != "" {
+			key = name + "/" // no address
+		}
+		d := devices[key]
+		if d == nil {
+			d = &splitDevice{name: name, address: addr, slot: slot, at: make(map[int]bool)}
+			devices[key] = d
+		}
+		if slices.Contains(slots, slot) {
+			d.at[slot] = true
+			continue
+		}
+		split[key] = true
+		d.at[slots[0]] = true
+		d.connections = append(d.connections, c)
+	}
+	var list []splitDevice
+	for key := range split {
+		list = append(list, *devices[key])
+	}
+	slices.SortFunc(list, func(a, b splitDevice) int { return a.address.Compare(b.address) })
+	return list
+}
+
+// mend does what the policy says about split devices. It tells whether it changed
+// anything.
+func (s *service) mend(conn *sockdiag.Conn, devices []splitDevice) (bool, error) {
+	if s.config.OnStart == config.Report {
+		if len(devices) != len(s.checks.split) {
+			s.log.Warn("devices have connections at another member than their slot's", "devices", len(devices), "first", devices[0].String())
+		}
+		return false, nil
+	}
+	if s.config.OnStart == config.Adopt {
+		devices = s.adoptDevices(devices)
+	}
+	closed := 0
+	for i := range devices {
+		for j := range devices[i].connections {
+			if err := conn.Destroy(&devices[i].connections[j]); err != nil {
+				s.log.Error("connections of split devices not closed", "devices", len(devices), "error", err)
+				return false, err
+			}
+			closed++
+		}
+	}
+	if closed > 0 {
+		s.log.Warn("connections closed, they were at another member than their device's", "devices", len(devices), "connections", closed, "first", devices[0].String())
+	}
+	return true, nil
+}
+
+// adoptDevices gives devices whose connections are all at one member that
+// member's slot, and returns the others.
+func (s *service) adoptDevices(devices []splitDevice) (others []splitDevice) {
+	before := slices.Clone(s.state.Adopted)
+	for _, d := range devices {
+		at := slices.Collect(maps.Keys(d.at))
+		if len(at) != 1 || s.seats[at[0]] == nil {
+			others = append(others, d)
+			continue
+		}
+		p := s.seats[at[0]].process
+		a := adopted{process: process{p.PID, p.StartTime}, Device: d.name, Slot: at[0]}
+		if d.name == "" {
+			a.Address = d.address
+		}
+		s.state.Adopted = append(s.state.Adopted, a)
+	}
+	count := len(s.state.Adopted) - len(before)
+	if count == 0 {
+		return others
+	}
+	// Written down first: an agent that ends in between adopts them again.
+	err := s.state.save(s.statePath())
+	if err == nil {
+		err = s.installMapping()
+	}
+	if err != nil {
+		s.log.Error("devices not adopted", "devices", count, "error", err)
+		s.state.Adopted = before
+		return others
+	}
+	s.log.Warn("devices adopted, they stay with the member that has their connections", "devices", count)
+	return others
+}
+
+// dropAdopted gives devices their own slot again once the member that they were
+// with has ended: all their connections there have, too.
+func (s *service) dropAdopted() {
+	kept := slices.DeleteFunc(slices.Clone(s.state.Adopted), func(a adopted) bool {
+		if seat := s.seats[a.Slot]; seat != nil {
+			return seat.process.PID != a.PID || seat.process.StartTime != a.StartTime
+		}
+		p, err := member.Read(a.PID)
+		return err != nil || p.StartTime != a.StartTime
+	})
+	if len(kept) == len(s.state.Adopted) {
+		return
+	}
+	s.log.Info("devices have their own slot again", "devices", len(s.state.Adopted)-len(kept))
+	s.state.Adopted = kept
+	if s.path == nil {
+		return
+	}
+	if err := errors.Join(s.installMapping(), s.state.save(s.statePath())); err != nil {
+		s.log.Error("devices not given their own slot", "error", err)
+	}
+}
+
+// hasGuests tells whether devices were adopted for a member.
+func (s *service) hasGuests(seat *seat) bool {
+	return slices.ContainsFunc(s.state.Adopted, func(a adopted) bool {
+		return a.PID == seat.process.PID && a.StartTime == seat.process.StartTime
+	})
+}
+
+// guestsLeave is for the end of a process that was a member.
+func (s *service) guestsLeave(handle *member.Handle) {
+	if s.hosts[handle] {
+		delete(s.hosts, handle)
+		handle.Close()
+	}
+	s.dropAdopted()
+}
+
+// exceptions are the adopted devices, for the mapping.
+func (s *service) exceptions() steer.Exceptions {
+	e := steer.Exceptions{Names: make(map[string]int), Addresses: make(map[netip.Addr]int)}
+	for _, a := range s.state.Adopted {
+		if a.Device != "" {
+			e.Names[a.Device] = a.Slot
+		} else {
+			e.Addresses[a.Address] = a.Slot
+		}
+	}
+	return e
+}
+
+// splitProblem says which devices are split; nil if none is.
+func (s *service) splitProblem() error {
+	devices := s.checks.split
+	if len(devices) == 0 {
+		return nil
+	}
+	var names []string
+	for i := range devices {
+		if i == maxNamed {
+			names = append(names, fmt.Sprintf("and %d more", len(devices)-maxNamed))
+			break
+		}
+		names = append(names, devices[i].String())
+	}
+	what := fmt.Sprintf("%s TCP connections at another member than their slot's: %s",
+		counted(len(devices), "device has", "devices have"), strings.Join(names, ", "))
+	hint := "on_start: reset closes such connections when the agent starts, adopt leaves the device with that member; or restart the member"
+	if s.checks.err != nil {
+		what += ": " + s.checks.err.Error()
+		hint = "restart these members, so that their devices connect again"
+		if errors.Is(s.checks.err, unix.EPERM) {
+			hint = "the agent needs CAP_NET_ADMIN"
+		}
+	}
+	return withHint(errors.New(what), hint)
+}

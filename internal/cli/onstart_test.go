@@ -1,0 +1,365 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+)
+
+const onStartPolicy = `services:
+  telemetry:
+    slots: 4
+    steering: STEERING
+    on_start: ON_START
+    listeners:
+      - {protocol: tcp, address: "ADDRESS:1790"}
+      - {protocol: udp, address: "ADDRESS:4739"}
+    user: root
+    cgroup: CGROUP
+    members: [{match: {user: root, command_line: "slot(.)$"}, slot: group}]
+`
+
+// early is a device that connected before the agent started.
+type early struct {
+	address string
+	conn    net.Conn
+	pid     string // of the member that has the connection
+}
+
+// connectEarly connects from an address, and learns which member has accepted.
+func connectEarly(t *testing.T, address string) *early {
+	t.Helper()
+	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(address)}, Timeout: patience}
+	d.SetMultipathTCP(false)
+	conn, err := d.Dial("tcp", target(address, "1790"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	answer := make([]byte, 64)
+	if err := conn.SetDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	n, err := conn.Read(answer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &early{address, conn, string(answer[:n])}
+}
+
+// target is where a device sends to: of IPv6 itself, from which the kernel answers.
+func target(address, port string) string {
+	if strings.Contains(address, ":") {
+		return net.JoinHostPort(address, port)
+	}
+	return net.JoinHostPort("127.0.0.1", port)
+}
+
+// lives tells whether the connection is still open. Nobody sends anything.
+func (e *early) lives(t *testing.T) bool {
+	t.Helper()
+	if err := e.conn.SetDeadline(time.Now().Add(20 * time.Millisecond)); err != nil {
+		t.Fatal(err)
+	}
+	_, err := e.conn.Read(make([]byte, 1))
+	switch {
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return true
+	case errors.Is(err, unix.ECONNRESET), errors.Is(err, io.EOF):
+		return false
+	}
+	t.Fatalf("%s: %v", e.address, err)
+	return false
+}
+
+// datagram is which member answers a datagram from the address.
+func datagram(t *testing.T, address string) string {
+	t.Helper()
+	d := net.Dialer{LocalAddr: &net.UDPAddr{IP: net.ParseIP(address)}, Timeout: patience}
+	conn, err := d.Dial("udp", target(address, "4739"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	answer := make([]byte, 64)
+	if err = conn.SetDeadline(time.Now().Add(patience)); err == nil {
+		_, err = conn.Write([]byte("?"))
+	}
+	n := 0
+	if err == nil {
+		n, err = conn.Read(answer)
+	}
+	if err != nil {
+		return reason(err)
+	}
+	return string(answer[:n])
+}
+
+// networks counts those of IPv6 addresses.
+var networks int
+
+// addresses are those of devices, IPv6 if the listener takes it.
+func addresses(t *testing.T, ipv6 bool) (list []string) {
+	t.Helper()
+	for i := range 24 {
+		list = append(list, fmt.Sprintf("127.0.1.%d", i+1))
+	}
+	if !ipv6 {
+		return list
+	}
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The kernel does not give an address again at once that was just removed.
+	networks++
+	for i := range 12 {
+		text := fmt.Sprintf("fd00:%x::%x", networks, i+1)
+		addr, err := netlink.ParseAddr(text + "/128")
+		if err != nil {
+			t.Fatal(err)
+		}
+		addr.Flags = unix.IFA_F_NODAD
+		if err := netlink.AddrAdd(lo, addr); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { netlink.AddrDel(lo, addr) })
+		list = append(list, text)
+	}
+	return list
+}
+
+// beforeAgent starts members, then devices, then the agent.
+func beforeAgent(t *testing.T, steering, address, onStart string) (h *host, pids []int, ends []func(), devices []*early) {
+	t.Helper()
+	h = newHost(t, strings.NewReplacer("STEERING", steering, "ADDRESS", address, "ON_START", onStart).Replace(onStartPolicy))
+	for slot := range 4 {
+		pid, end := h.member(nil, "tcp "+address+":1790", fmt.Sprintf("udp %s:4739 slot%d", address, slot))
+		pids, ends = append(pids, pid), append(ends, end)
+	}
+	for _, address := range addresses(t, address == "[::]") {
+		devices = append(devices, connectEarly(t, address))
+	}
+	h.start()
+	h.eventually("the members are registered", func() bool { return must[agent.Status](h, "status").Services[0].Ready == 4 })
+	return h, pids, ends, devices
+}
+
+// rightful is the member of a device's slot.
+func (h *host) rightful(address string) string {
+	h.t.Helper()
+	where := must[[]agent.WhereStatus](h, "where", address)
+	for _, slot := range must[[]agent.SlotStatus](h, "slots") {
+		if slot.Slot == where[0].Slot {
+			return strconv.Itoa(slot.PID)
+		}
+	}
+	return ""
+}
+
+// Members and devices were there before the agent: it closes the connections at
+// other members than the datagrams', and no others, however it is steered.
+func TestOnStartReset(t *testing.T) {
+	for _, steering := range []string{"reuseport", "lookup"} {
+		for _, address := range []string{"[::]", "0.0.0.0"} {
+			t.Run(steering+" "+address, func(t *testing.T) {
+				h, _, _, devices := beforeAgent(t, steering, address, "reset")
+				split := 0
+				for _, d := range devices {
+					rightful := h.rightful(d.address)
+					if d.pid == rightful {
+						continue
+					}
+					split++
+					h.eventually(d.address+" is reset", func() bool { return !d.lives(t) })
+					again := connectEarly(t, d.address)
+					if udp := datagram(t, d.address); again.pid != rightful || udp != rightful {
+						t.Errorf("%s: TCP at %s, UDP at %s, should be at %s", d.address, again.pid, udp, rightful)
+					}
+				}
+				h.eventually("no device is split", func() bool { return must[agent.Status](h, "status").Services[0].SplitDevices == 0 })
+				for _, d := range devices {
+					if d.pid == h.rightful(d.address) && !d.lives(t) {
+						t.Errorf("%s was at its member, and was reset", d.address)
+					}
+				}
+				if split == 0 || split == len(devices) {
+					t.Fatalf("%d of %d devices were split", split, len(devices))
+				}
+				t.Logf("%d of %d devices were split", split, len(devices))
+				// The next agent finds nothing to do.
+				h.kill()
+				h.start()
+				_ = unix.Nanosleep(&unix.Timespec{Sec: 2}, nil)
+				for _, d := range devices {
+					if d.pid == h.rightful(d.address) && !d.lives(t) {
+						t.Errorf("%s was reset by the next agent", d.address)
+					}
+				}
+			})
+		}
+	}
+}
+
+// A device stays with the member that has its connections, over the agent's
+// restarts, until that member ends. One with connections at two members cannot.
+func TestOnStartAdopt(t *testing.T) {
+	for _, steering := range []string{"reuseport", "lookup"} {
+		t.Run(steering, func(t *testing.T) {
+			h, pids, ends, devices := beforeAgent(t, steering, "[::]", "adopt")
+			together := func(when string) {
+				t.Helper()
+				for _, d := range devices {
+					if udp := datagram(t, d.address); udp != d.pid || !d.lives(t) || h.rightful(d.address) != d.pid {
+						t.Errorf("%s: %s: TCP at %s, alive %v, UDP at %s, its slot's is %s", when, d.address, d.pid, d.lives(t), udp, h.rightful(d.address))
+					}
+				}
+			}
+			var adopted int
+			h.eventually("no device is split", func() bool {
+				status := must[agent.Status](h, "status").Services[0]
+				adopted = status.AdoptedDevices
+				return status.SplitDevices == 0 && adopted > 0
+			})
+			together("adopted")
+			h.kill()
+			together2 := func() {
+				for _, d := range devices {
+					if udp := datagram(t, d.address); udp != d.pid {
+						t.Errorf("no agent: %s: UDP at %s, TCP at %s", d.address, udp, d.pid)
+					}
+				}
+			}
+			together2()
+			h.start()
+			together("the next agent")
+			if now := must[agent.Status](h, "status").Services[0].AdoptedDevices; now != adopted {
+				t.Errorf("%d devices adopted, %d before", now, adopted)
+			}
+			// A member ends: its guests go home.
+			ends[0]()
+			gone := strconv.Itoa(pids[0])
+			h.eventually("the guests of slot 0 went home", func() bool {
+				return must[agent.Status](h, "status").Services[0].AdoptedDevices < adopted
+			})
+			for _, d := range devices {
+				if where := must[[]agent.WhereStatus](h, "where", d.address)[0]; d.pid != gone && !d.lives(t) {
+					t.Errorf("%s was reset when another member ended", d.address)
+				} else if udp := datagram(t, d.address); d.pid == gone && where.Slot != 0 && udp != strconv.Itoa(pids[where.Slot]) {
+					t.Errorf("%s: UDP at %s, its slot is %d", d.address, udp, where.Slot)
+				}
+			}
+		})
+	}
+}
+
+// A device with connections at two members cannot be adopted: those that are not
+// at its slot's member are closed.
+func TestOnStartAdoptTwo(t *testing.T) {
+	h := newHost(t, strings.NewReplacer("STEERING", "reuseport", "ADDRESS", "[::]", "ON_START", "adopt").Replace(onStartPolicy))
+	for slot := range 4 {
+		h.member(nil, "tcp [::]:1790", fmt.Sprintf("udp [::]:4739 slot%d", slot))
+	}
+	var all []*early
+	for members := map[string]bool{}; len(members) < 3; {
+		all = append(all, connectEarly(t, "127.0.0.9"))
+		members[all[len(all)-1].pid] = true
+		if len(all) > 200 {
+			t.Fatal("all connections are at two members")
+		}
+	}
+	h.start()
+	h.eventually("the members are registered", func() bool { return must[agent.Status](h, "status").Services[0].Ready == 4 })
+	rightful := h.rightful("127.0.0.9")
+	for _, d := range all {
+		if d.pid != rightful {
+			h.eventually("its other connections are closed", func() bool { return !d.lives(t) })
+		} else if !d.lives(t) {
+			t.Error("a connection to its member was closed")
+		}
+	}
+	if status := must[agent.Status](h, "status").Services[0]; status.AdoptedDevices != 0 {
+		t.Errorf("%d devices adopted", status.AdoptedDevices)
+	}
+}
+
+// The agent names the devices, and leaves them as they are.
+func TestOnStartReport(t *testing.T) {
+	h, _, _, devices := beforeAgent(t, "reuseport", "[::]", "report")
+	split := 0
+	for _, d := range devices {
+		if d.pid != h.rightful(d.address) {
+			split++
+		}
+	}
+	var status agent.ServiceStatus
+	h.eventually("status counts the devices", func() bool {
+		status = must[agent.Status](h, "status").Services[0]
+		return status.SplitDevices > 0
+	})
+	if status.SplitDevices != split || status.AdoptedDevices != 0 ||
+		!strings.HasPrefix(status.Problem, fmt.Sprintf("%d devices have TCP connections at another member than their slot's: ", split)) ||
+		!strings.HasSuffix(status.Problem, fmt.Sprintf(" and %d more", split-3)) {
+		t.Errorf("want %d devices: %+v", split, status)
+	}
+	if r := h.sockeye("status"); !strings.Contains(r.out, "telemetry: "+status.Problem+"\nhint: on_start: reset closes") {
+		t.Errorf("status: %s", r.out)
+	}
+	for _, d := range devices {
+		if !d.lives(t) {
+			t.Errorf("%s was reset", d.address)
+		}
+		d.conn.Close()
+	}
+	h.eventually("no device is split once they are gone", func() bool {
+		return must[agent.Status](h, "status").Services[0].SplitDevices == 0
+	})
+}
+
+// The slot of a process opens by command, long after the agent's start and after
+// it accepted connections.
+func TestOnStartRegisteredLater(t *testing.T) {
+	h := newHost(t, strings.NewReplacer("STEERING", "reuseport", "ADDRESS", "[::]", "ON_START", "reset", "slot(.)$", "never(.)$").Replace(onStartPolicy))
+	var pids []int
+	for range 4 {
+		pid, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
+		pids = append(pids, pid)
+	}
+	var devices []*early
+	for _, address := range addresses(t, false) {
+		devices = append(devices, connectEarly(t, address))
+	}
+	h.start()
+	_ = unix.Nanosleep(&unix.Timespec{Sec: 1}, nil)
+	for _, d := range devices {
+		if !d.lives(t) {
+			t.Errorf("%s was reset while no slot was ready", d.address)
+		}
+	}
+	for slot, pid := range pids {
+		must[agent.Membership](h, "register", "--slot", strconv.Itoa(slot), "--pid", strconv.Itoa(pid))
+	}
+	for _, d := range devices {
+		if rightful := h.rightful(d.address); d.pid != rightful {
+			h.eventually(d.address+" is reset", func() bool { return !d.lives(t) })
+			if again := connectEarly(t, d.address); again.pid != rightful {
+				t.Errorf("%s: TCP at %s, should be at %s", d.address, again.pid, rightful)
+			}
+		} else if !d.lives(t) {
+			t.Errorf("%s was at its member, and was reset", d.address)
+		}
+	}
+}
