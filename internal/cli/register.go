@@ -25,7 +25,7 @@ func (c *command) registerCommand() *cobra.Command {
 			if err := c.client().Post(cmd.Context(), "/v1/register", m, &got); err != nil {
 				return err
 			}
-			return c.show(got, func(w io.Writer) {
+			return c.show(&got, func(w io.Writer) {
 				fmt.Fprintf(w, "process %d registered in slot %d of %s\n", got.PID, *got.Slot, got.Service)
 			})
 		},

@@ -206,7 +206,10 @@ func TestPinhole(t *testing.T) {
 				if _, err := peer.Write([]byte("!")); err != nil {
 					t.Fatal(err)
 				}
-				p.until("a datagram", func() bool { k := b.peers[peer.LocalAddr().(*net.UDPAddr).AddrPort()]; return k != nil && k.seen.Equal(p.g.now) })
+				p.until("a datagram", func() bool {
+					k := b.peers[peer.LocalAddr().(*net.UDPAddr).AddrPort()]
+					return k != nil && k.seen.Equal(p.g.now)
+				})
 			}
 			say()
 			got := 0
