@@ -21,6 +21,7 @@ import (
 
 // scan looks at all processes.
 func (s *service) scan() error {
+	defer s.host.reserve.lend()()
 	processes, err := member.All()
 	if err != nil {
 		return err
@@ -118,6 +119,7 @@ func (s *service) seated(pid int) bool {
 }
 
 func (s *service) considerPID(pid int) {
+	defer s.host.reserve.lend()()
 	p, err := s.read(pid)
 	if err != nil {
 		return // ended meanwhile
@@ -246,6 +248,9 @@ func descends(p, from *member.Process) bool {
 	return false
 }
 
+// Bounds of the processes that wait: each takes a descriptor.
+const waitingShare, leastWaiting, mostWaiting = 8, 16, 256
+
 // wait notes a process that is not a member yet, until it ends.
 func (s *service) wait(p *member.Process, source string, slot int, problem error) {
 	w := s.waiting[p.PID]
@@ -257,6 +262,13 @@ func (s *service) wait(p *member.Process, source string, slot int, problem error
 		return
 	}
 	s.forget(p.PID)
+	if len(s.waiting) >= share(waitingShare, leastWaiting, mostWaiting) {
+		if !s.crowded {
+			s.log.Warn("too many processes wait to be members: others are not noted", "noted", len(s.waiting))
+		}
+		s.crowded = true
+		return
+	}
 	handle, err := member.Open(p.PID)
 	if err != nil {
 		return
@@ -280,6 +292,7 @@ func (s *service) forget(pid int) {
 	if w := s.waiting[pid]; w != nil {
 		w.handle.Close()
 		delete(s.waiting, pid)
+		s.crowded = false
 	}
 }
 

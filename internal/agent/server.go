@@ -68,7 +68,7 @@ func (a *Agent) listen() (*server, error) {
 			return nil, fmt.Errorf("give socket to group %s: %w", a.options.Group, err)
 		}
 	}
-	return &server{listener: listener, http: &http.Server{
+	return a.guardAPI(&server{listener: listener, http: &http.Server{
 		Handler:           ownNamespace(a.handler()),
 		ReadHeaderTimeout: 5 * time.Second,
 		ReadTimeout:       30 * time.Second,
@@ -80,7 +80,7 @@ func (a *Agent) listen() (*server, error) {
 			}
 			return context.WithValue(ctx, peerKey{}, cred)
 		},
-	}}, nil
+	}}), nil
 }
 
 func (s *server) serve() <-chan error {

@@ -27,6 +27,7 @@ type host struct {
 	root     *bpf.Root
 	stateDir string
 	cgroups  string // mount point of cgroup v2
+	reserve  reserve
 
 	probing sync.Mutex
 	probed  map[string]error // what tune can set; nil before it was tried
@@ -56,6 +57,7 @@ type service struct {
 	known   map[process]*member.Process // as first seen: nfacctd writes over its arguments
 	seats   map[int]*seat               // by slot
 	waiting map[int]*waiting            // by process id
+	crowded bool                        // others wait, too
 	owners  map[uint64]process          // whose a registered socket is, or was
 	bound   map[uint64]int              // process id by cookie, of sockets not yet listening
 	anchors map[int]int                 // descriptor by row

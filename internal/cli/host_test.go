@@ -53,6 +53,8 @@ func TestMain(m *testing.M) {
 		pause()
 	case "limited":
 		becomeLimited(os.Args[2:])
+	case "few-files":
+		becomeFew(os.Args[2:])
 	case "without-cgroups":
 		becomeCgroupless(os.Args[2:])
 	}
@@ -178,6 +180,19 @@ func becomeLimited(args []string) {
 	os.Exit(1)
 }
 
+// becomeFew runs a command with few descriptors: args[0] is how many.
+func becomeFew(args []string) {
+	n, err := strconv.ParseUint(args[0], 10, 32)
+	if err == nil {
+		err = unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: n, Max: n})
+	}
+	if err == nil {
+		err = unix.Exec("/proc/self/exe", append([]string{"sockeye", "sockeye"}, args[1:]...), os.Environ())
+	}
+	fmt.Println(err)
+	os.Exit(1)
+}
+
 // becomeCgroupless runs a command where no cgroup v2 is mounted.
 func becomeCgroupless(args []string) {
 	mount, err := agent.CgroupMount()
@@ -194,6 +209,7 @@ type host struct {
 	t                          testing.TB
 	dir, run, state, pins, log string
 	policy                     string
+	files                      int // that the agent may have; 0: as many as the test
 	agent                      *exec.Cmd
 }
 
@@ -243,6 +259,9 @@ func (h *host) start(extra ...string) {
 	defer log.Close()
 	first := h.agent == nil
 	h.agent = process("sockeye", append(h.agentArgs(), extra...)...)
+	if h.files > 0 {
+		h.agent = process("few-files", append(append([]string{strconv.Itoa(h.files)}, h.agentArgs()...), extra...)...)
+	}
 	h.agent.Stdout, h.agent.Stderr = log, log
 	if err := h.agent.Start(); err != nil {
 		h.t.Fatal(err)
