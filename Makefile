@@ -18,6 +18,7 @@ export BPF2GO_STRIP := llvm-strip-19
 export BPF2GO_CFLAGS := -O2 -g -Wall -Werror -mcpu=v3 -I../../bpf/include -isystem /usr/include/$(shell uname -m)-linux-gnu
 
 GOLANGCI_LINT := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 GO_LICENSES := github.com/google/go-licenses@v1.6.0
 LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
 
@@ -118,10 +119,15 @@ lint: ## Check formatting, vet, and lint
 licences: ## Check that every dependency's licence fits
 	go run $(GO_LICENSES) check ./... --allowed_licenses=$(LICENCES) --ignore sockeye 2>&1 | { grep -v "non-Go code\|\.s$$" || true; }
 
+.PHONY: vulnerabilities
+vulnerabilities: ## Look for known vulnerabilities in what is called; says so if the database is away
+	go run ./tools/vulncheck -scanner $(GOVULNCHECK) -o "$(OUT)/vulnerabilities" ./...
+
 .PHONY: check
-check: verify-generated lint licences test ## What CI runs
+check: verify-generated lint licences vulnerabilities test ## What CI runs
 	@tools/setup $(VM_PACKAGES)
 	go run ./lab/vm -kernels $(CHECK_KERNELS) $(CHECK_VM_TESTS)
+	@cat "$(OUT)/vulnerabilities"
 
 .PHONY: docs
 docs: build ## Write man pages and completions to out/

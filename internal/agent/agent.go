@@ -118,6 +118,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		tracers:  make(map[string]*tracer),
 	}
 	defer a.close()
+	a.host.reserve.fill()
 	if err := a.countStart(); err != nil {
 		return err
 	}

@@ -18,6 +18,7 @@ import (
 func (s *service) claim(pid int, slot *int, source string, by *caller) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	defer s.host.reserve.lend()()
 	p, err := member.Read(pid)
 	if err != nil {
 		return 0, absent(pid, err)

@@ -20,6 +20,7 @@ import (
 
 // scan looks at all processes.
 func (s *service) scan() error {
+	defer s.host.reserve.lend()()
 	processes, err := member.All()
 	if err != nil {
 		return err
@@ -97,6 +98,7 @@ func (s *service) seated(pid int) bool {
 }
 
 func (s *service) considerPID(pid int) {
+	defer s.host.reserve.lend()()
 	p, err := s.read(pid)
 	if err != nil {
 		return // ended meanwhile
@@ -302,6 +304,9 @@ func descends(p, from *member.Process) bool {
 	return false
 }
 
+// Bounds of the processes that wait: each takes a descriptor.
+const waitingShare, leastWaiting, mostWaiting = 8, 16, 256
+
 // wait notes a process that is not a member yet, until it ends.
 func (s *service) wait(p *member.Process, source string, slot int, problem error) {
 	w := s.waiting[p.PID]
@@ -313,6 +318,13 @@ func (s *service) wait(p *member.Process, source string, slot int, problem error
 		return
 	}
 	s.forget(p.PID)
+	if len(s.waiting) >= share(waitingShare, leastWaiting, mostWaiting) {
+		if !s.crowded {
+			s.log.Warn("too many processes wait to be members: others are not noted", "noted", len(s.waiting))
+		}
+		s.crowded = true
+		return
+	}
 	handle, err := member.Open(p.PID)
 	if err != nil {
 		return
@@ -336,6 +348,7 @@ func (s *service) forget(pid int) {
 	if w := s.waiting[pid]; w != nil {
 		w.handle.Close()
 		delete(s.waiting, pid)
+		s.crowded = false
 	}
 }
 

@@ -3,8 +3,10 @@
 package agent
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/http"
 	"strconv"
@@ -161,16 +163,61 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(a, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
-	m := &metricsServer{&http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second}}
+	mux.Handle("GET /metrics", oneAtATime(promhttp.HandlerFor(registry, promhttp.HandlerOpts{})))
+	m := &metricsServer{&http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second,
+		ErrorLog: slog.NewLogLogger(a.log.Handler(), slog.LevelWarn)}}
+	g := &gate{Listener: listener, name: "metrics", log: a.log, most: share(metricsShare, leastMetrics, mostMetrics), pushes: true}
+	g.guard(m.http)
 	go func() {
-		if err := m.http.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+		if err := m.http.Serve(g); !errors.Is(err, http.ErrServerClosed) {
 			a.log.Error("metrics failed", "error", err)
 		}
 	}()
 	a.log.Info("metrics served", "address", listener.Addr().String())
 	return m, nil
 }
+
+// scrapeTime bounds how long a scrape waits for the one before.
+const scrapeTime = 10 * time.Second
+
+// oneAtATime has one request answered at a time: scrapes read the kernel's maps. Their answers
+// are written afterwards, so that a slow reader keeps nobody waiting.
+func oneAtATime(next http.Handler) http.Handler {
+	turn := make(chan struct{}, 1)
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		late := time.NewTimer(scrapeTime)
+		defer late.Stop()
+		select {
+		case turn <- struct{}{}:
+		case <-r.Context().Done():
+			return
+		case <-late.C:
+			http.Error(w, "too many scrapes", http.StatusServiceUnavailable)
+			return
+		}
+		answer := &heldAnswer{ResponseWriter: w, status: http.StatusOK}
+		func() {
+			defer func() { <-turn }()
+			next.ServeHTTP(answer, r)
+		}()
+		w.WriteHeader(answer.status)
+		// The caller may be gone; nothing is to be done about that.
+		_, _ = w.Write(answer.body.Bytes())
+	})
+}
+
+// heldAnswer is an answer that is not written yet.
+type heldAnswer struct {
+	http.ResponseWriter
+	status int
+	body   bytes.Buffer
+}
+
+// WriteHeader keeps the status.
+func (k *heldAnswer) WriteHeader(status int) { k.status = status }
+
+// Write keeps a part of the answer.
+func (k *heldAnswer) Write(p []byte) (int, error) { return k.body.Write(p) }
 
 func (m *metricsServer) close() {
 	if m.http != nil {

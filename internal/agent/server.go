@@ -65,13 +65,13 @@ func (a *Agent) listen() (*server, error) {
 			return nil, fmt.Errorf("give socket to group %s: %w", a.options.Group, err)
 		}
 	}
-	return &server{listener: callerListener{listener}, http: &http.Server{
+	return a.guardAPI(&server{listener: callerListener{listener}, http: &http.Server{
 		Handler:           known(a.handler()),
 		ReadHeaderTimeout: 5 * time.Second,
 		ReadTimeout:       30 * time.Second,
 		ErrorLog:          slog.NewLogLogger(a.log.Handler(), slog.LevelWarn),
 		ConnContext:       withCaller,
-	}}, nil
+	}}), nil
 }
 
 func (s *server) serve() <-chan error {

@@ -28,6 +28,7 @@ type host struct {
 	root     *bpf.Root
 	stateDir string
 	cgroups  string // mount point of cgroup v2
+	reserve  reserve
 
 	probing sync.Mutex
 	probed  map[string]error // what tune can set; nil before it was tried
@@ -62,6 +63,7 @@ type service struct {
 	refused refusals                    // processes that only look like members
 	probes  int                         // how many more processes may be looked into for a refusal
 	warned  time.Time                   // when one was logged last
+	crowded bool                        // others wait, too
 	owners  map[uint64]process          // whose a registered socket is, or was
 	bound   map[uint64]int              // process id by cookie, of sockets not yet listening
 	looking map[int]*looks              // by process id, of processes that bound sockets lately

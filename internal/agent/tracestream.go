@@ -42,7 +42,7 @@ type stream struct {
 // ends.
 func newStream(w http.ResponseWriter) (s *stream, stop func(), err error) {
 	s = &stream{control: http.NewResponseController(w), encoder: json.NewEncoder(w)}
-	if err := s.control.SetReadDeadline(time.Time{}); err != nil {
+	if err := errors.Join(s.control.SetReadDeadline(time.Time{}), s.control.SetWriteDeadline(time.Time{})); err != nil {
 		return nil, nil, fmt.Errorf("begin answer: %w", err)
 	}
 	w.Header().Set("Content-Type", "application/x-ndjson")

@@ -26,7 +26,7 @@ as far as an open connection can be changed; sockeye tune revert takes it back.`
 			if err := c.client().Post(cmd.Context(), "/v1/apply", candidate, &plan); err != nil {
 				return err
 			}
-			return c.show(plan, func(w io.Writer) {
+			return c.show(&plan, func(w io.Writer) {
 				changes(w, plan.Changes, "nothing changed")
 				if plan.Live != nil {
 					adopted(w, plan.Live)

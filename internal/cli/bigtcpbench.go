@@ -216,7 +216,7 @@ func (c *command) benchRemote(cmd *cobra.Command, b *bigtcpBench, host string) e
 
 // benchProgress shows on a terminal how far it is, until its result is called.
 func (c *command) benchProgress(b *bigtcpBench, families int) (end func()) {
-	file, ok := c.Err.(*os.File)
+	file, ok := behind(c.Err).(*os.File)
 	if !ok {
 		return func() {}
 	}
@@ -225,10 +225,10 @@ func (c *command) benchProgress(b *bigtcpBench, families int) (end func()) {
 	}
 	b.Progress = func(done, of int) {
 		left := time.Duration(of-done) * (b.For + b.Warmup)
-		fmt.Fprintf(c.Err, "\r%d of %d runs, %v left%s", done, of, left.Round(time.Second), clearLine)
+		_ = toTerminal(c.Err, fmt.Sprintf("\r%d of %d runs, %v left%s", done, of, left.Round(time.Second), clearLine))
 	}
 	b.Progress(0, 4*b.Rounds*families)
-	return func() { fmt.Fprint(c.Err, "\r"+clearLine) }
+	return func() { _ = toTerminal(c.Err, "\r"+clearLine) }
 }
 
 func (c *command) benched(result *bench.Result, err error) error {

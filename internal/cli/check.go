@@ -99,7 +99,7 @@ func (c *command) check(cmd *cobra.Command, file string) error {
 		return err
 	}
 	result.Services, result.TuneRules, result.TraceRules, result.BigTCP = len(policy.Services), len(policy.Tune), len(policy.Trace), len(policy.BigTCP)
-	return c.show(result, func(w io.Writer) {
+	return c.show(&result, func(w io.Writer) {
 		fmt.Fprintf(w, "%s is valid, %s\n", file, contents(policy))
 		for _, rule := range policy.Tune {
 			for _, s := range skipped[rule.Name] {

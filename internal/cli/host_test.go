@@ -64,6 +64,8 @@ func TestMain(m *testing.M) {
 		becomeThief(os.Args[2:])
 	case "in-cgroup":
 		becomeRooted(os.Args[2:])
+	case "few-files":
+		becomeFew(os.Args[2:])
 	case "without-cgroups":
 		becomeCgroupless(os.Args[2:])
 	}
@@ -189,6 +191,19 @@ func becomeLimited(args []string) {
 	os.Exit(1)
 }
 
+// becomeFew runs a command with few descriptors: args[0] is how many.
+func becomeFew(args []string) {
+	n, err := strconv.ParseUint(args[0], 10, 32)
+	if err == nil {
+		err = unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: n, Max: n})
+	}
+	if err == nil {
+		err = unix.Exec("/proc/self/exe", append([]string{"sockeye", "sockeye"}, args[1:]...), os.Environ())
+	}
+	fmt.Println(err)
+	os.Exit(1)
+}
+
 // becomeCgroupless runs a command where no cgroup v2 is mounted.
 func becomeCgroupless(args []string) {
 	mount, err := agent.CgroupMount()
@@ -205,6 +220,7 @@ type host struct {
 	t                          testing.TB
 	dir, run, state, pins, log string
 	policy                     string
+	files                      int // that the agent may have; 0: as many as the test
 	agent                      *exec.Cmd
 }
 
@@ -247,7 +263,12 @@ func (h *host) agentArgs() []string {
 // start runs an agent until the test ends or kill.
 func (h *host) start(extra ...string) {
 	h.t.Helper()
-	h.startBy(process("sockeye", append(h.agentArgs(), extra...)...))
+	command := append(h.agentArgs(), extra...)
+	if h.files > 0 {
+		h.startBy(process("few-files", append([]string{strconv.Itoa(h.files)}, command...)...))
+		return
+	}
+	h.startBy(process("sockeye", command...))
 }
 
 // startBy is start, with the agent's process prepared.

@@ -89,12 +89,17 @@ With --allow PREFIX[:PORT[-PORT]][/tcp|/udp|/icmp] it may go only there and to
 the host's name servers; with --no-outbound nowhere, and it only answers. The
 host itself is 169.254.53.1, or fd53:6f63:6b65:7965::1, inside: connections from
 it come from there, and --allow 169.254.53.1:6379 leads to its 127.0.0.1:6379.
-No other rule, and no default, does.
+No other rule, and no default, does. The metadata addresses of clouds, such as
+169.254.169.254 and fd00:ec2::254, give away the host's credentials: only an
+--allow of the address itself leads there, not one of a larger prefix. UDP flows
+and TCP connections of the program take at most a quarter of the host's port
+range each: then the oldest flow is forgotten, and connections are refused.
 
 Names. Inside, /etc/resolv.conf names 169.254.53.53 to 169.254.53.55, which
-stand for the host's name servers, over UDP and TCP. With --no-dns,
---no-outbound, and for a namespace that is there already, the file is the
-host's, as it is.
+stand for the host's name servers, over UDP and TCP. So they do with --allow,
+too: a program can send data to anybody in the names that it asks for, unless
+--no-dns is given. With --no-dns, --no-outbound, and for a namespace that is
+there already, the file is the host's, as it is.
 
 The program keeps the working directory, the environment without SOCKEYE_*,
 standard input, output and error, and the terminal, but no other descriptors. It
@@ -143,7 +148,7 @@ or the namespace has an interface sockeye0 or a default route.`,
 // flags are those that every isolated program has.
 func (i *isolation) flags(cmd *cobra.Command) {
 	cmd.Flags().StringArrayVar(&i.allow, "allow", nil, "where the program may go, as in 10.0.0.0/8:9092/tcp; may be repeated")
-	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name server inside")
+	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name server inside: questions to it can carry data out, with --allow too")
 	cmd.Flags().IntVar(&i.mtu, "mtu", mostMTU, "of the interface inside, in bytes")
 	cmd.Flags().BoolVar(&i.verbose, "verbose", false, "tell where the program may not go and what was counted, on standard error")
 }

@@ -564,21 +564,28 @@ func TestIsolateVerbose(t *testing.T) {
 	}
 }
 
-// A host that forbids echo requests to its users says so to who asks.
-func TestIsolatePingForbidden(t *testing.T) {
-	addAddresses(t)
-	const groups = "/proc/sys/net/ipv4/ping_group_range"
-	old, err := os.ReadFile(groups)
+const pingGroups = "/proc/sys/net/ipv4/ping_group_range"
+
+// keepFile restores what a sysctl was when the test ends.
+func keepFile(t *testing.T, name string) {
+	t.Helper()
+	old, err := os.ReadFile(name)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := os.WriteFile(groups, old, 0); err != nil {
+		if err := os.WriteFile(name, old, 0); err != nil {
 			t.Error(err)
 		}
 	})
+}
+
+// A host that forbids echo requests to its users says so to who asks.
+func TestIsolatePingForbidden(t *testing.T) {
+	addAddresses(t)
+	keepFile(t, pingGroups)
 	for allowed, want := range map[string]int{"0 65535": 0, "1 0": 1} {
-		if err := os.WriteFile(groups, []byte(allowed), 0); err != nil {
+		if err := os.WriteFile(pingGroups, []byte(allowed), 0); err != nil {
 			t.Fatal(err)
 		}
 		out, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--verbose", "--", itself, "inside", "ping", own4.String()))
@@ -1227,6 +1234,64 @@ func TestIsolatePID(t *testing.T) {
 		}
 		if code := g.end(t); code != 0 {
 			t.Errorf("code %d\n%s", code, g.Err)
+		}
+	}
+}
+
+// The metadata of clouds are for nobody who was not given them by name.
+func TestIsolateMetadata(t *testing.T) {
+	addAddresses(t)
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addresses := []string{"169.254.169.254", "fd00:ec2::254", "64:ff9b::a9fe:a9fe"}
+	for _, text := range addresses {
+		a := netip.MustParseAddr(text)
+		address := &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}}
+		if a.Is6() {
+			address.Flags = unix.IFA_F_NODAD
+		}
+		if err := netlink.AddrReplace(lo, address); err != nil {
+			t.Fatal(err)
+		}
+		for _, network := range []string{"tcp", "udp"} {
+			if err := tellPeers(network, net.JoinHostPort(text, "7180")); err != nil {
+				t.Fatal(err)
+			}
+		}
+		t.Cleanup(func() {
+			if err := netlink.AddrDel(lo, address); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	everything := []string{"--allow", "0.0.0.0/0", "--allow", "::/0", "--allow", "169.254.0.0/16"}
+	for _, a := range addresses {
+		at := net.JoinHostPort(a, "7180")
+		for _, network := range []string{"tcp", "udp"} {
+			for _, c := range []struct {
+				flags []string
+				ok    bool
+			}{
+				{nil, false},
+				{everything, false},
+				{append(everything, "--allow", "["+a+"]:7180"), true},
+			} {
+				out, stderr, code := resultOf(t, ordinary(t, "", append(append([]string{"isolate", "--verbose"}, c.flags...), "--", itself, "inside", "dial", network, at)...))
+				if ok := code == 0; ok != c.ok || !ok && !strings.Contains(stderr, "metadata of clouds") {
+					t.Errorf("%v %s %s: %q, code %d\n%s", c.flags, network, at, out, code, stderr)
+				}
+			}
+		}
+	}
+	keepFile(t, pingGroups)
+	if err := os.WriteFile(pingGroups, []byte("0 65535"), 0); err != nil {
+		t.Fatal(err)
+	}
+	for flag, want := range map[string]int{"--allow=0.0.0.0/0": 1, "--allow=169.254.169.254": 0} {
+		if out, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--verbose", flag, "--", itself, "inside", "ping", "169.254.169.254")); code != want {
+			t.Errorf("ping with %s: %q, code %d\n%s", flag, out, code, stderr)
 		}
 	}
 }

@@ -41,7 +41,7 @@ tells what would change and what that does to devices, members and connections.`
 			if err := c.client().Post(cmd.Context(), "/v1/plan", candidate, &plan); err != nil {
 				return err
 			}
-			return c.show(plan, func(w io.Writer) { changes(w, plan.Changes, "nothing would change") })
+			return c.show(&plan, func(w io.Writer) { changes(w, plan.Changes, "nothing would change") })
 		},
 	}
 	cmd.Flags().BoolVar(&previous, "previous", false, "compare the policy before the last apply")

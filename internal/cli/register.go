@@ -27,7 +27,7 @@ slot. The process and its sockets must belong to a user of the service.`,
 			if err := c.client().Post(cmd.Context(), "/v1/register", m, &got); err != nil {
 				return err
 			}
-			return c.show(got, func(w io.Writer) {
+			return c.show(&got, func(w io.Writer) {
 				fmt.Fprintf(w, "process %d registered in slot %d of %s\n", got.PID, *got.Slot, got.Service)
 			})
 		},

@@ -41,7 +41,7 @@ state directory, with the nonce, stays.`,
 			if !removed {
 				pins = ""
 			}
-			return c.show(removal{pins, reverted}, func(w io.Writer) {
+			return c.show(&removal{pins, reverted}, func(w io.Writer) {
 				if removed {
 					fmt.Fprintln(w, "removed", pins)
 				}

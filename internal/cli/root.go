@@ -4,6 +4,7 @@
 package cli
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -46,6 +47,10 @@ func Main(args []string, env Environment) int {
 
 // Run runs a command until it is done or ctx ends, and returns its exit code.
 func Run(ctx context.Context, args []string, env Environment) int {
+	out, errs := &screen{to: env.Out}, &screen{to: env.Err}
+	defer out.end()
+	defer errs.end()
+	env.Out, env.Err = out, errs
 	c := &command{Environment: env}
 	root := c.root()
 	c.output = wantedOutput(args)
@@ -267,17 +272,23 @@ func (c *command) report(err error) {
 func (c *command) client() *agent.Client { return agent.NewClient(agent.SocketPath(c.runDir)) }
 
 func (c *command) json(v any) error {
-	e := json.NewEncoder(c.Out)
+	var text bytes.Buffer
+	e := json.NewEncoder(&text)
 	e.SetIndent("", "  ")
-	return e.Encode(v)
+	if err := e.Encode(v); err != nil {
+		return err
+	}
+	_, err := c.Out.Write(escapeJSON(text.Bytes()))
+	return err
 }
 
-// show prints v as JSON, or else as the table that rows writes, with tabs
-// between columns.
+// show prints v, a slice or what a pointer points to, as JSON, or else as the table that rows
+// writes, with tabs between columns. Before that, v has its strings cleaned.
 func (c *command) show(v any, rows func(w io.Writer)) error {
 	if c.output == "json" {
 		return c.json(v)
 	}
+	cleanStrings(v)
 	w := tabwriter.NewWriter(c.Out, 0, 0, 2, ' ', 0)
 	rows(w)
 	return w.Flush()

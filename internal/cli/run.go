@@ -33,7 +33,8 @@ is the gateway. Connections and datagrams reach the ports of the service inside,
 with the peers' addresses. The program listens on the service's own ports, best
 on all addresses, also where members have ports of their own; the slot opens
 when it listens on all of them. It may go nowhere by itself, but to where
---allow lets it, and then to the host's name servers. The slot closes for good
+--allow lets it, and then to the host's name servers unless --no-dns is given:
+questions to them can carry data out. The slot closes for good
 when the program closes one of them or ends, and the program ends with this
 process.`,
 		Example: `  sockeye run --service telemetry --slot 2 -- nfacctd -f /etc/pmacct/nfacctd-2.conf

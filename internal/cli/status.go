@@ -22,7 +22,7 @@ func (c *command) statusCommand() *cobra.Command {
 			if err := c.client().Get(cmd.Context(), "/v1/status", nil, &s); err != nil {
 				return err
 			}
-			return c.show(s, func(w io.Writer) { c.status(w, &s) })
+			return c.show(&s, func(w io.Writer) { c.status(w, &s) })
 		},
 	}
 }

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net/url"
 	"os"
 	"slices"
@@ -324,7 +323,7 @@ func (c *command) watch(ctx context.Context, screen func() (*text, error)) error
 	defer func() {
 		if begun {
 			// Without a terminal there is nothing to set back.
-			_, _ = io.WriteString(c.Out, wrapLines)
+			_ = toTerminal(c.Out, wrapLines)
 		}
 	}()
 	for {
@@ -336,7 +335,7 @@ func (c *command) watch(ctx context.Context, screen func() (*text, error)) error
 			return err
 		}
 		begun = true
-		if _, err := io.WriteString(c.Out, cutLines+atHome+c.fit(l)+clearBelow); err != nil {
+		if err := toTerminal(c.Out, cutLines+atHome+c.fit(l)+clearBelow); err != nil {
 			return err
 		}
 		select {
@@ -355,13 +354,16 @@ func (c *command) fit(l *text) string {
 		left := len(lines) - height + 1
 		lines = append(lines[:height-1], fmt.Sprintf("… %s, for which the terminal is too small\n", count(left, "more line", "more lines")))
 	}
-	return strings.ReplaceAll(strings.Join(lines, ""), "\n", clearLine+"\n")
+	for i, line := range lines {
+		lines[i] = printable(strings.TrimSuffix(line, "\n")) + clearLine + "\n"
+	}
+	return strings.Join(lines, "")
 }
 
 // height is how many lines can be shown.
 func (c *command) height() int {
 	const endless = 1 << 20
-	file, ok := c.Out.(*os.File)
+	file, ok := behind(c.Out).(*os.File)
 	if !ok {
 		return endless
 	}

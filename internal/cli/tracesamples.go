@@ -204,7 +204,7 @@ func unlessDone(ctx context.Context, err error) error {
 // sample writes one message.
 func (c *command) sample(out *bufio.Writer, raw json.RawMessage) error {
 	if c.output != "table" {
-		_, err := fmt.Fprintf(out, "%s\n", raw)
+		_, err := fmt.Fprintf(out, "%s\n", escapeJSON(raw))
 		return err
 	}
 	var s trace.Sample

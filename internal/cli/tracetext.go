@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strings"
 	"time"
-	"unicode"
 	"unicode/utf8"
 
 	"github.com/spf13/cobra"
@@ -74,17 +73,6 @@ func (c *command) print(v any, write func(*text)) error {
 	write(&t)
 	_, err := t.WriteTo(c.Out)
 	return err
-}
-
-// printable replaces what is not to reach a terminal: control characters, those
-// that change the direction of others, and what is no UTF-8.
-func printable(s string) string {
-	return strings.Map(func(r rune) rune {
-		if unicode.IsPrint(r) {
-			return r
-		}
-		return unicode.ReplacementChar
-	}, strings.ToValidUTF8(s, string(unicode.ReplacementChar)))
 }
 
 // took writes how long something took.

@@ -201,7 +201,7 @@ func (c *command) explainSocket(cmd *cobra.Command, text string) error {
 	if err := c.client().Get(cmd.Context(), "/v1/tune/socket", q, &s); err != nil {
 		return err
 	}
-	return c.show(s, func(w io.Writer) { openConnection(w, &s) })
+	return c.show(&s, func(w io.Writer) { openConnection(w, &s) })
 }
 
 func openConnection(w io.Writer, s *agent.TuneSocket) {

@@ -36,7 +36,7 @@ connections still get its rules.`,
 			if err := c.client().Post(cmd.Context(), "/v1/tune/revert", agent.TuneRevert{Rules: args}, &l); err != nil {
 				return err
 			}
-			return c.show(l, func(w io.Writer) { reverted(w, &l) })
+			return c.show(&l, func(w io.Writer) { reverted(w, &l) })
 		},
 	}
 }

@@ -36,7 +36,7 @@ about how many more connections are needed.`,
 			if err := c.client().Get(cmd.Context(), "/v1/tune/trial", given("rule", rule), &t); err != nil {
 				return err
 			}
-			return c.show(t, func(w io.Writer) { trial(w, &t) })
+			return c.show(&t, func(w io.Writer) { trial(w, &t) })
 		},
 	}
 }

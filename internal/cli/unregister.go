@@ -28,7 +28,7 @@ registered by command, or started again.`,
 			if err := c.client().Post(cmd.Context(), "/v1/unregister", m, &got); err != nil {
 				return err
 			}
-			return c.show(got, func(w io.Writer) { fmt.Fprintf(w, "slot %d of %s is empty\n", slot, got.Service) })
+			return c.show(&got, func(w io.Writer) { fmt.Fprintf(w, "slot %d of %s is empty\n", slot, got.Service) })
 		},
 	}
 	cmd.Flags().StringVar(&m.Service, "service", "", "service; may be left out where there is only one")

@@ -31,7 +31,7 @@ func (c *command) versionCommand() *cobra.Command {
 		Short: "Show the version",
 		RunE: func(*cobra.Command, []string) error {
 			v := version{Version, runtime.Version(), runtime.GOARCH, bpf.Schema, kernelRelease()}
-			return c.show(v, func(w io.Writer) {
+			return c.show(&v, func(w io.Writer) {
 				fmt.Fprintf(w, "sockeye %s, %s %s, pin schema %d, Linux %s\n", v.Version, v.Go, v.Arch, v.Schema, v.Kernel)
 			})
 		},

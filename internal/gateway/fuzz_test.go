@@ -175,7 +175,7 @@ func FuzzGuest(f *testing.F) {
 		if spilled != p.g.spilled {
 			t.Errorf("%d bytes in spill, said to be %d", spilled, p.g.spilled)
 		}
-		if n := len(p.g.timers.list); n > len(p.g.conns)+len(p.g.datagram)+len(p.g.echoes)+len(p.g.bounds)+8 {
+		if n := len(p.g.timers.list); n > len(p.g.conns)+len(p.g.datagram.by)+len(p.g.echoes)+len(p.g.bounds)+8 {
 			t.Errorf("%d timers", n)
 		}
 		if list := watch.strays(may); len(list) > 0 {

@@ -44,8 +44,12 @@ type Config struct {
 	Diag     int
 	Outbound Outbound
 	Kernel   room.Kernel
-	// Connections bounds those of TCP and the flows of UDP, each. Default: 65536.
+	// Connections bounds those of TCP, whoever begins them. Default: 65536.
 	Connections int
+	// Outgoing bounds the TCP connections that the guest begins, and the flows of UDP, each:
+	// they take ports of the host. One more connection is refused, one more flow takes the
+	// place of the oldest. Default: a quarter of the host's port range.
+	Outgoing int
 	// Linger is how long Run goes on after its context has ended, for what programs of
 	// the guest sent before they ended. 0: not at all.
 	Linger time.Duration
@@ -79,7 +83,9 @@ type Gateway struct {
 	handlers  []registered // by descriptor
 	registers int32        // how many descriptors were registered so far
 	conns     map[flow]*conn
-	datagram  map[flow]*udpFlow
+	datagram  flows
+	outgoing  int          // connections that the guest began and that have a socket
+	warned    [2]time.Time // of evicted flows, and of refused connections
 	bounds    bounds
 	inbox     *inbox
 	parts     map[partsOf][]byte // of packets that came in fragments, so far
@@ -121,7 +127,7 @@ type Reason int
 const (
 	Malformed     Reason = iota // packets that are none, or of a protocol that is not joined
 	NotAllowed                  // to where the guest may not go
-	TooMany                     // connections or flows
+	TooMany                     // connections, or no descriptor or port for another one
 	PartialSend                 // a socket took less than it was given
 	Retransmitted               // segments to the guest, again
 	OutOfOrder                  // segments of the guest that were dropped, as one before is missing
@@ -131,6 +137,7 @@ const (
 	Closed                      // connections that ended in order
 	TUNFull                     // packets that the guest's interface did not take
 	UrgentData                  // connections ended for it
+	Evicted                     // flows of UDP that others took the place of
 	reasons
 )
 
@@ -155,7 +162,7 @@ const (
 func New(c Config) (_ *Gateway, err error) {
 	g := &Gateway{
 		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), scale: windowScale(),
-		conns: map[flow]*conn{}, datagram: map[flow]*udpFlow{}, echoes: map[flow]*echo{},
+		conns: map[flow]*conn{}, datagram: flows{by: map[flow]*udpFlow{}}, echoes: map[flow]*echo{},
 		bounds: bounds{}, inbox: newInbox(), parts: map[partsOf][]byte{},
 		packets: make([]byte, tunBudget*mostRead), buffer: make([]byte, mostRead),
 	}
@@ -164,6 +171,9 @@ func New(c Config) (_ *Gateway, err error) {
 	}
 	if g.config.Connections == 0 {
 		g.config.Connections = defaultConnections
+	}
+	if g.config.Outgoing == 0 {
+		g.config.Outgoing = portsOf()
 	}
 	defer func() {
 		if err != nil {
@@ -436,7 +446,7 @@ func (g *Gateway) close() {
 		}
 		unix.Close(c.fd)
 	}
-	for _, f := range g.datagram {
+	for _, f := range g.datagram.by {
 		f.close()
 	}
 	for _, e := range g.echoes {

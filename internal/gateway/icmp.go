@@ -73,7 +73,11 @@ const (
 func (g *Gateway) unreachable(s *segment, why failure) {
 	from, to := s.to.Addr(), s.from.Addr()
 	if why == prohibited && g.log.Enabled(context.Background(), slog.LevelInfo) && !g.config.Outbound.Allowed(s.protocol, s.to) {
-		g.log.Info("the program may not go there", "protocol", protocolName(s.protocol), "to", s.to)
+		args := []any{"protocol", protocolName(s.protocol), "to", s.to}
+		if Metadata(from) {
+			args = append(args, "why", "metadata of clouds: an --allow must name the address")
+		}
+		g.log.Info("the program may not go there", args...)
 	}
 	f := failures[why]
 	kind, code := f.type6, f.code6

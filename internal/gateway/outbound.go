@@ -14,7 +14,8 @@ import (
 
 // Outbound says where the guest may go by itself.
 type Outbound struct {
-	// All: everywhere. Otherwise where a rule lets it.
+	// All: everywhere but to Metadata. Otherwise where a rule lets it. Metadata need a rule that
+	// names the address itself, as no prefix does, in either case.
 	All   bool
 	Rules []Rule
 	// DNS are the host's name servers, to which the guest may go in any case.
@@ -53,12 +54,12 @@ func (o *Outbound) Allowed(protocol uint8, to netip.AddrPort) bool {
 	if !echo && to.Port() == 0 {
 		return false
 	}
-	host := slices.Contains(o.Host, a)
-	if o.All && !host {
+	host, named := slices.Contains(o.Host, a), Metadata(a)
+	if o.All && !host && !named {
 		return true
 	}
 	for _, r := range o.Rules {
-		if host && (echo || !r.Prefix.IsSingleIP()) {
+		if host && echo || (host || named) && !r.Prefix.IsSingleIP() {
 			continue
 		}
 		if r.Prefix.Contains(a) && (r.Protocol == 0 || r.Protocol == protocol) && r.First <= to.Port() && to.Port() <= r.Last {

@@ -96,6 +96,7 @@ type conn struct {
 	keepalive uint16
 
 	dirty, queued, holds bool // in the gateway's lists
+	ours                 bool // the guest began it, and it takes a port of the host
 	armed                bool // EPOLLOUT will come
 	more                 bool // the guest has more to send already
 	asked                bool // the guest waits for an acknowledgement of all
@@ -154,6 +155,12 @@ func (g *Gateway) connect(f flow, s *segment) {
 		g.reset(s)
 		return
 	}
+	if g.outgoing >= g.config.Outgoing {
+		g.count(TooMany)
+		g.warnOf(&g.warned[1], "too many TCP connections: more are refused", "most", g.config.Outgoing)
+		g.reset(s)
+		return
+	}
 	to := g.config.Outbound.Translate(f.remote)
 	fd, err := unix.Socket(domain(to.Addr()), unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	switch {
@@ -171,6 +178,8 @@ func (g *Gateway) connect(f flow, s *segment) {
 		return
 	}
 	if c := g.newConn(f, fd, connecting); c != nil {
+		c.ours = true
+		g.outgoing++
 		c.begin(s)
 	}
 }
@@ -1106,6 +1115,9 @@ func (c *conn) release() {
 	c.unhold()
 	c.unspill()
 	c.fd = -1
+	if c.ours {
+		c.g.outgoing--
+	}
 }
 
 // drop forgets the connection.

@@ -279,7 +279,7 @@ func TestMemory(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = os.WriteFile(most, old, 0) }()
-	p := newPuppet(t, everywhere)
+	p := newPuppet(t, Config{Outbound: Outbound{All: true}, Outgoing: connections})
 	host, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)

@@ -29,16 +29,24 @@ type udpFlow struct {
 	apart bool // its datagrams cannot be sent at once
 	seen  time.Time
 	timer timer
+	// The place among the flows of its class.
+	class        class
+	older, newer *udpFlow
 }
 
 // udp takes a datagram of the guest.
 func (g *Gateway) udp(s *segment) {
 	if b, k := g.bounds.answerer(s, g.now); b != nil {
+		// Where the guest may go nowhere by itself, only what comes from the peer keeps it
+		// known: its address may be a forged one.
+		if g.now.Sub(k.seen) > udpIdle/2 && g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
+			k.seen = g.now
+		}
 		b.send(s, k)
 		return
 	}
 	f := flow{s.from, s.to}
-	u := g.datagram[f]
+	u := g.datagram.by[f]
 	if u == nil {
 		if !g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
 			g.count(NotAllowed)
@@ -49,19 +57,21 @@ func (g *Gateway) udp(s *segment) {
 			b.send(s, b.know(s.to, messageTo(b.v6, s.to), nil))
 			return
 		}
-		if len(g.datagram) >= g.config.Connections {
-			g.count(TooMany)
-			return
-		}
 		if u = g.newUDP(f, s); u == nil {
 			return
 		}
+	} else {
+		g.datagram.used(u, g.now, true)
 	}
-	u.seen = g.now
 	g.train.add(u, s)
 }
 
 func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
+	c := passing
+	if g.config.Outbound.nameServer(f.remote.Addr()) != nil {
+		c = naming
+	}
+	g.makeRoom(c)
 	to := g.config.Outbound.Translate(f.remote)
 	fd, err := unix.Socket(domain(to.Addr()), unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -70,16 +80,19 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 	}
 	if err := connectTold(fd, to); err != nil {
 		unix.Close(fd)
+		if errors.Is(err, unix.EAGAIN) {
+			g.count(TooMany) // the host has no port
+		}
 		g.refuseDatagram(s, err)
 		return nil
 	}
-	u := &udpFlow{g: g, flow: f, fd: fd, seen: g.now}
+	u := &udpFlow{g: g, flow: f, fd: fd, seen: g.now, class: c}
 	if err := g.register(fd, unix.EPOLLIN, u); err != nil {
 		unix.Close(fd)
 		g.count(TooMany)
 		return nil
 	}
-	g.datagram[f] = u
+	g.datagram.add(u)
 	u.timer.owner = u
 	g.timers.set(&u.timer, g.now.Add(u.idle()))
 	return u
@@ -146,7 +159,7 @@ func (g *Gateway) refuseDatagram(s *segment, err error) {
 }
 
 func (u *udpFlow) event(events uint32) {
-	u.seen = u.g.now
+	u.g.datagram.used(u, u.g.now, false)
 	if events&unix.EPOLLERR != 0 {
 		u.errors()
 	}
@@ -155,6 +168,7 @@ func (u *udpFlow) event(events uint32) {
 		if err != nil && (errors.Is(err, unix.EAGAIN) || !u.errors()) {
 			return
 		}
+		u.g.datagram.used(u, u.g.now, true)
 		for i := range n {
 			u.g.deliver(u.g.inbox.buffers[i], u.flow, int(u.g.inbox.messages[i].Len))
 		}
@@ -173,7 +187,7 @@ func (u *udpFlow) expired() {
 		u.g.timers.set(&u.timer, end)
 		return
 	}
-	delete(u.g.datagram, u.flow)
+	u.g.datagram.remove(u)
 	u.g.forget(u.fd)
 }
 
@@ -260,12 +274,9 @@ func newBound(g *Gateway, f Forward) (*bound, error) {
 // datagram of the guest goes there.
 func (all bounds) answerer(s *segment, now time.Time) (by *bound, to *known) {
 	for _, b := range all[s.from.Port()] {
-		if k := b.peers[s.to]; k != nil && (to == nil || k.seen.After(to.seen)) {
+		if k := b.peers[s.to]; k != nil && now.Sub(k.seen) < udpIdle && (to == nil || k.seen.After(to.seen)) {
 			by, to = b, k
 		}
-	}
-	if to != nil {
-		to.seen = now
 	}
 	return by, to
 }
@@ -312,6 +323,11 @@ func (b *bound) event(uint32) {
 			remote := b.g.seen(peer)
 			guest := b.g.guest(remote.Addr())
 			if !peer.IsValid() || !guest.IsValid() {
+				continue
+			}
+			// The sender's address may be a forged one, and whom the guest answers.
+			if Metadata(remote.Addr()) && !b.g.config.Outbound.Allowed(unix.IPPROTO_UDP, remote) {
+				b.g.count(NotAllowed)
 				continue
 			}
 			b.know(remote, in.name(i), in.control(i))

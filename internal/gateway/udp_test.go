@@ -406,7 +406,7 @@ func TestUDPForgotten(t *testing.T) {
 		}
 		p.put(datagram(netip.AddrPortFrom(from, uint16(4000+i)), remote, []byte("?")))
 	}
-	p.until("three flows", func() bool { return len(p.g.datagram) == 3 })
+	p.until("three flows", func() bool { return len(p.g.datagram.by) == 3 })
 	c, err := net.Dial("udp", netip.AddrPortFrom(host4, port).String())
 	if err != nil {
 		t.Fatal(err)
@@ -418,13 +418,13 @@ func TestUDPForgotten(t *testing.T) {
 	b := p.g.bounds[innerPort][0]
 	p.until("a peer", func() bool { return len(b.peers) == 1 })
 	p.wait(dnsIdle + time.Second)
-	if n := len(p.g.datagram); n != 2 {
+	if n := len(p.g.datagram.by); n != 2 {
 		t.Errorf("%d flows after a while", n)
 	}
 	p.wait(udpIdle + time.Second)
 	p.wait(udpIdle + time.Second)
-	if len(p.g.datagram) != 0 || len(b.peers) != 0 || len(p.g.timers.list) != 0 {
-		t.Errorf("at the end: %d flows, %d peers, %d timers", len(p.g.datagram), len(b.peers), len(p.g.timers.list))
+	if len(p.g.datagram.by) != 0 || len(b.peers) != 0 || len(p.g.timers.list) != 0 {
+		t.Errorf("at the end: %d flows, %d peers, %d timers", len(p.g.datagram.by), len(b.peers), len(p.g.timers.list))
 	}
 }
 

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// TestMetadataAddresses: no default and no prefix leads to the metadata of a cloud, in
+// whatever form of the address; its own name does.
+func TestMetadataAddresses(t *testing.T) {
+	everything := []Rule{{Prefix: netip.MustParsePrefix("0.0.0.0/0"), Last: 65535}, {Prefix: netip.MustParsePrefix("::/0"), Last: 65535}}
+	for _, text := range []string{
+		"169.254.169.254", "169.254.170.2", "169.254.170.23", "100.100.100.200", "168.63.129.16", "192.0.0.192", "169.254.0.23", "169.254.42.42",
+		"fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42", "fd00:a9fe:a9fe::1",
+		"64:ff9b::169.254.169.254", "64:ff9b:1::169.254.169.254", "64:ff9b:1:a9fe:a9:fe00::", "64:ff9b:1:fa9:fe:a9fe::", "64:ff9b:1::a9:fea9:fe00:0",
+		"2002:a9fe:a9fe::1", "::169.254.169.254", "::ffff:0:169.254.169.254", "64:ff9b::100.100.100.200",
+	} {
+		a := netip.MustParseAddr(text)
+		near := netip.PrefixFrom(a, a.BitLen()-1)
+		for name, o := range map[string]Outbound{
+			"all": {All: true}, "everything": {Rules: everything}, "nearly": {All: true, Rules: []Rule{{Prefix: near.Masked(), Last: 65535}}},
+			"its other form": {Rules: append(everything, Rule{Prefix: netip.MustParsePrefix("169.254.169.255/32"), Last: 65535})},
+		} {
+			for _, protocol := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6} {
+				if o.Allowed(protocol, netip.AddrPortFrom(a, 80)) {
+					t.Errorf("%s: protocol %d may go to %v", name, protocol, a)
+				}
+			}
+		}
+		r, err := ParseRule("[" + text + "]:80")
+		if err != nil {
+			t.Fatal(err)
+		}
+		o := Outbound{Rules: append(everything, r)}
+		if !o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 80)) || o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 81)) {
+			t.Errorf("%v named with port 80: %v, with port 81: %v", a, o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 80)), o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 81)))
+		}
+	}
+	// Mapped addresses of IPv4 are for nobody.
+	if (&Outbound{All: true}).Allowed(unix.IPPROTO_TCP, netip.MustParseAddrPort("[::ffff:169.254.169.254]:80")) {
+		t.Error("a mapped address leads there")
+	}
+	for _, text := range []string{"169.254.169.253", "10.0.0.1", "64:ff9b::10.0.0.1", "2001:db8::a9fe:a9fe", "fd00:ec2::1"} {
+		if !(&Outbound{All: true}).Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(netip.MustParseAddr(text), 80)) {
+			t.Errorf("%s is refused", text)
+		}
+	}
+}
+
+// TestMetadataForgedPeer: a datagram that says to come from there opens no way to it.
+func TestMetadataForgedPeer(t *testing.T) {
+	own(t, "169.254.169.254/32")
+	f, port := forwardUDP(t)
+	j := join(t, 1500, Config{Forwards: []Forward{f}})
+	server := j.inside(func() (*net.UDPConn, error) { return net.ListenUDP("udp", &net.UDPAddr{Port: innerPort}) })
+	go echoTo(server)
+	for from, answered := range map[string]bool{"169.254.169.254": false, host4.String(): true} {
+		c, err := net.DialUDP("udp", &net.UDPAddr{IP: net.ParseIP(from)}, net.UDPAddrFromAddrPort(netip.AddrPortFrom(host4, port)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		j.timed(c)
+		if _, err := c.Write([]byte("?")); err != nil {
+			t.Fatal(err)
+		}
+		if !answered {
+			if err := c.SetReadDeadline(time.Now().Add(300 * time.Millisecond)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := c.Read(make([]byte, 10)); (err == nil) != answered {
+			t.Errorf("from %s: %v, answered should be %v", from, err, answered)
+		}
+	}
+}

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command vulncheck runs govulncheck, of the version named, on packages. It fails if one has a
+// known vulnerability in what it calls, or if it cannot be told. Where the database cannot be
+// reached, it says so and does not fail. Its last line, the verdict, goes to a file too.
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+)
+
+const (
+	// askTime bounds how long the database may take to answer at all, names and all.
+	askTime = 20 * time.Second
+	// scanTime bounds the scan, with two busy cores in mind.
+	scanTime = 10 * time.Minute
+	// found is govulncheck's exit code for vulnerabilities; 0 is none, and all else an error.
+	found = 3
+)
+
+func main() {
+	scanner := flag.String("scanner", "", "package of govulncheck, with its version")
+	database := flag.String("db", "https://vuln.go.dev", "address of the database")
+	verdictFile := flag.String("o", "", "file for the verdict")
+	flag.Parse()
+	text, ok := check(context.Background(), *scanner, *database, flag.Args())
+	text = "vulnerabilities: " + text
+	fmt.Println(text)
+	if *verdictFile != "" {
+		err := os.MkdirAll(filepath.Dir(*verdictFile), 0o755)
+		if err == nil {
+			err = os.WriteFile(*verdictFile, []byte(text+"\n"), 0o644)
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "vulncheck:", err)
+			ok = false
+		}
+	}
+	if !ok {
+		os.Exit(1)
+	}
+}
+
+// check gives the verdict.
+func check(ctx context.Context, scanner, database string, packages []string) (verdict string, ok bool) {
+	if err := ask(ctx, database, askTime); err != nil {
+		return unable(err)
+	}
+	dir, err := os.MkdirTemp("", "vulncheck")
+	if err != nil {
+		return unable(err)
+	}
+	defer os.RemoveAll(dir)
+	// Not go run, which has an exit code of its own.
+	build := exec.CommandContext(ctx, "go", "install", scanner)
+	build.Env = append(os.Environ(), "GOBIN="+dir)
+	build.Stdout, build.Stderr = os.Stderr, os.Stderr
+	if err := build.Run(); err != nil {
+		return unable(fmt.Errorf("build %s: %w", scanner, err))
+	}
+	ctx, cancel := context.WithTimeout(ctx, scanTime)
+	defer cancel()
+	scan := exec.CommandContext(ctx, filepath.Join(dir, "govulncheck"), append([]string{"-db", database}, packages...)...)
+	scan.WaitDelay = 5 * time.Second
+	var said strings.Builder
+	scan.Stdout, scan.Stderr = io.MultiWriter(os.Stdout, &said), io.MultiWriter(os.Stderr, &said)
+	err = scan.Run()
+	if ctx.Err() != nil {
+		return unable(fmt.Errorf("the scan took longer than %v", scanTime))
+	}
+	var exit *exec.ExitError
+	if err != nil && !errors.As(err, &exit) {
+		return unable(err)
+	}
+	return classify(scan.ProcessState.ExitCode(), said.String())
+}
+
+// classify gives the verdict of a scan.
+func classify(code int, said string) (verdict string, ok bool) {
+	lost := "govulncheck: fetching vulnerabilities: Get "
+	switch {
+	case code == 0:
+		return "none known in what is called", true
+	case code == found:
+		return "FOUND, see above", false
+	}
+	for line := range strings.Lines(said) {
+		if reason, ok := strings.CutPrefix(line, lost); ok {
+			// It was there a moment ago.
+			return notChecked(strings.TrimSpace(reason)), true
+		}
+	}
+	return fmt.Sprintf("NOT CHECKED: govulncheck failed with code %d, see above", code), false
+}
+
+// unable gives the verdict where nothing was scanned.
+func unable(err error) (verdict string, ok bool) {
+	if unreachable(err) {
+		return notChecked(err.Error()), true
+	}
+	return "NOT CHECKED: " + err.Error(), false
+}
+
+func notChecked(reason string) string {
+	return "NOT CHECKED: the database cannot be reached: " + reason
+}
+
+// statusError is an answer other than 200.
+type statusError int
+
+func (s statusError) Error() string {
+	return fmt.Sprintf("it answers %d %s", int(s), http.StatusText(int(s)))
+}
+
+// away are the answers of a proxy that lets nobody through, and of a server that is busy or down.
+var away = []int{
+	http.StatusForbidden, http.StatusProxyAuthRequired, http.StatusTooManyRequests,
+	http.StatusInternalServerError, http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout,
+}
+
+// ask asks the database for what every scan begins with.
+func ask(ctx context.Context, database string, within time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, within)
+	defer cancel()
+	r, err := http.NewRequestWithContext(ctx, http.MethodHead, strings.TrimRight(database, "/")+"/index/modules.json.gz", nil)
+	if err != nil {
+		return err
+	}
+	answer, err := http.DefaultClient.Do(r)
+	if err != nil {
+		return err
+	}
+	answer.Body.Close()
+	if answer.StatusCode != http.StatusOK {
+		return statusError(answer.StatusCode)
+	}
+	return nil
+}
+
+// unreachable tells whether an error is of the way to the database. One of its certificate is
+// not: somebody may stand in for it.
+func unreachable(err error) bool {
+	var (
+		wrapped     *url.Error
+		certificate *tls.CertificateVerificationError
+		network     *net.OpError
+		name        *net.DNSError
+		status      statusError
+	)
+	switch {
+	case errors.As(err, &status):
+		return slices.Contains(away, int(status))
+	case !errors.As(err, &wrapped), errors.As(err, &certificate):
+		return false
+	}
+	return wrapped.Timeout() || errors.As(err, &network) || errors.As(err, &name) || errors.Is(err, io.EOF) ||
+		errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET)
+}
