@@ -24,8 +24,6 @@ const (
 	warnEvery = time.Minute
 	// idleTime is how long a connection stays open without a request.
 	idleTime = 30 * time.Second
-	// maxHeader bounds the header of a request, in bytes.
-	maxHeader = 16 << 10
 )
 
 // descriptors is how many the agent may have. Go has raised the soft limit to the hard
@@ -95,7 +93,6 @@ func (g *gate) guard(server *http.Server) {
 		}
 	}
 	server.IdleTimeout = idleTime
-	server.MaxHeaderBytes = maxHeader
 }
 
 // Accept waits for the next connection that may come in.

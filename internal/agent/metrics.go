@@ -164,7 +164,7 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	registry.MustRegister(a, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", oneAtATime(promhttp.HandlerFor(registry, promhttp.HandlerOpts{})))
-	m := &metricsServer{&http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second,
+	m := &metricsServer{&http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second, MaxHeaderBytes: 16 << 10,
 		ErrorLog: slog.NewLogLogger(a.log.Handler(), slog.LevelWarn)}}
 	g := &gate{Listener: listener, name: "metrics", log: a.log, most: share(metricsShare, leastMetrics, mostMetrics), pushes: true}
 	g.guard(m.http)

@@ -92,13 +92,13 @@ func check(ctx context.Context, scanner, database string, packages []string) (ve
 
 // classify gives the verdict of a scan.
 func classify(code int, said string) (verdict string, ok bool) {
-	lost := "govulncheck: fetching vulnerabilities: Get "
-	switch {
-	case code == 0:
+	switch code {
+	case 0:
 		return "none known in what is called", true
-	case code == found:
+	case found:
 		return "FOUND, see above", false
 	}
+	const lost = "govulncheck: fetching vulnerabilities: Get "
 	for line := range strings.Lines(said) {
 		if reason, ok := strings.CutPrefix(line, lost); ok {
 			// It was there a moment ago.
