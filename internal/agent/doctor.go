@@ -216,10 +216,15 @@ func (d *doctor) service(c config.Service) {
 		d.add(area, "sockets", ResultWarning, "not known: "+err.Error(), Hint(err))
 		return
 	}
-	_, users, err := resolveMembers(c)
+	rules, users, err := resolveMembers(c)
 	if err != nil {
 		d.fail(area, "user", Code(err), err.Error(), Hint(err))
 		return
+	}
+	if c.Steering == config.Lookup {
+		for _, rule := range rules {
+			users = slices.Concat(users, rule.Users(users))
+		}
 	}
 	for _, l := range c.Listeners {
 		d.listener(area, c, l, users, holders)

@@ -482,6 +482,15 @@ func TestUpgradedExecutable(t *testing.T) {
 	h.kill()
 	h.start()
 	h.served(0, member)
+	// An agent that never saw it cannot tell what it runs.
+	h.kill()
+	if err := os.Remove(filepath.Join(h.state, "telemetry.json")); err != nil {
+		t.Fatal(err)
+	}
+	h.start()
+	if got, want := h.plain(h.problemOf(member)), "its executable is not the host's DIR/program"; got != want {
+		t.Errorf("it is told %q, want %q", got, want)
+	}
 	end()
 	upgraded, _ := h.member(func(cmd *exec.Cmd) { cmd.Path = program }, sharedSpecs...)
 	h.served(0, upgraded)

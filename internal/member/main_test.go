@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"sockeye/internal/testenv"
 )
 
@@ -28,6 +30,21 @@ var children = map[string]func() (any, error){
 		return nil, os.WriteFile("/proc/self/comm", []byte(os.Getenv("NAME")), 0)
 	},
 	"sockets": openSockets,
+	"listen": func() (any, error) {
+		for _, kind := range []int{unix.SOCK_STREAM, unix.SOCK_DGRAM} {
+			fd, err := unix.Socket(unix.AF_INET6, kind, 0)
+			if err == nil {
+				err = unix.Bind(fd, &unix.SockaddrInet6{})
+			}
+			if err == nil && kind == unix.SOCK_STREAM {
+				err = unix.Listen(fd, 1)
+			}
+			if err != nil {
+				return nil, err
+			}
+		}
+		return nil, nil
+	},
 	"read": func() (any, error) {
 		pid, err := strconv.Atoi(os.Getenv("PROCESS"))
 		if err != nil {

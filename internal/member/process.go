@@ -194,6 +194,7 @@ func Read(pid int) (*Process, error) {
 	}
 	// Kernel threads have none, and some files need more rights than others.
 	if p.Exe, err = dir.link("exe"); err == nil {
+		p.Exe = strings.TrimSuffix(p.Exe, " (deleted)") // then the host has another file there, or none
 		p.File, _ = dir.id("exe")
 	}
 	netns, err := dir.id("ns/net")
