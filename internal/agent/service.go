@@ -27,6 +27,7 @@ type host struct {
 	root     *bpf.Root
 	stateDir string
 	cgroups  string // mount point of cgroup v2
+	systemd  *serviceManager
 
 	probing sync.Mutex
 	probed  map[string]error // what tune can set; nil before it was tried
