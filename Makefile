@@ -24,7 +24,7 @@ LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
 
 # Debian packages, by what needs them.
 DEMO_PACKAGES := frr pmacct
-TEST_PACKAGES := $(DEMO_PACKAGES) curl iperf3 openssh-client openssh-server
+TEST_PACKAGES := $(DEMO_PACKAGES) curl dbus-daemon iperf3 openssh-client openssh-server
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 BENCH_PACKAGES := $(DEMO_PACKAGES) haproxy
 BENCH_GATEWAY_PACKAGES := passt iperf3

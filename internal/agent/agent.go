@@ -111,7 +111,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	a := &Agent{
 		options: o, log: o.Log, started: time.Now(),
-		host:     &host{root: root, stateDir: o.StateDir, cgroups: cgroups},
+		host:     &host{root: root, stateDir: o.StateDir, cgroups: cgroups, systemd: findServiceManager()},
 		policy:   &config.Policy{},
 		services: make(map[string]*service),
 		tuners:   make(map[string]*tuner),

@@ -82,6 +82,7 @@ func (s *service) replaceKeeper() error {
 		}
 		s.keeper = fresh
 		s.recordKeeper()
+		s.moveKeeper(fresh)
 		go s.watchKeeper(fresh, time.Now())
 	}
 	if old != nil {
@@ -163,6 +164,7 @@ func (s *service) adoptKeeper() error {
 		k.sockets = nil
 		s.keeper = k
 		s.recordKeeper()
+		s.moveKeeper(k)
 		go s.watchKeeper(k, time.Now())
 		s.log.Info("keeper adopted", "pid", k.pid, "sockets", len(s.anchors))
 	}

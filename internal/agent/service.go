@@ -29,6 +29,7 @@ type host struct {
 	stateDir string
 	cgroups  string // mount point of cgroup v2
 	reserve  reserve
+	systemd  *serviceManager
 
 	probing sync.Mutex
 	probed  map[string]error // what tune can set; nil before it was tried

@@ -165,6 +165,10 @@ func openAs(spec string) error {
 		for {
 			if conn, _, err := unix.Accept(fd); err == nil {
 				_, _ = unix.Write(conn, pid)
+				if has("handover") {
+					handOver(conn)
+					continue
+				}
 				// The client closes first: TIME_WAIT on the member's port
 				// would keep later tests from it.
 				go func() {
@@ -175,6 +179,19 @@ func openAs(spec string) error {
 		}
 	}()
 	return nil
+}
+
+// handOver gives a connection to a child, and keeps nothing of it, as a server
+// with a process for each connection does.
+func handOver(conn int) {
+	file := os.NewFile(uintptr(conn), "connection")
+	defer file.Close()
+	child := exec.Command("sleep", "300")
+	child.ExtraFiles = []*os.File{file}
+	child.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
+	if err := child.Start(); err != nil {
+		fmt.Println(err)
+	}
 }
 
 // becomeLimited runs a command without one capability: args[0] is its number.

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -143,11 +144,11 @@ func addresses(t *testing.T, ipv6 bool) (list []string) {
 }
 
 // beforeAgent starts members, then devices, then the agent.
-func beforeAgent(t *testing.T, steering, address, onStart string) (h *host, pids []int, ends []func(), devices []*early) {
+func beforeAgent(t *testing.T, steering, address, onStart string, flags ...string) (h *host, pids []int, ends []func(), devices []*early) {
 	t.Helper()
 	h = newHost(t, strings.NewReplacer("STEERING", steering, "ADDRESS", address, "ON_START", onStart).Replace(onStartPolicy))
 	for slot := range 4 {
-		pid, end := h.member(nil, "tcp "+address+":1790", fmt.Sprintf("udp %s:4739 slot%d", address, slot))
+		pid, end := h.member(nil, strings.Join(append([]string{"tcp", address + ":1790"}, flags...), " "), fmt.Sprintf("udp %s:4739 slot%d", address, slot))
 		pids, ends = append(pids, pid), append(ends, end)
 	}
 	for _, address := range addresses(t, address == "[::]") {
@@ -212,6 +213,106 @@ func TestOnStartReset(t *testing.T) {
 			})
 		}
 	}
+}
+
+// A member's connections are also those that its children have: they are not
+// closed at the right member, and are at another one.
+func TestOnStartForked(t *testing.T) {
+	h, _, _, devices := beforeAgent(t, "reuseport", "0.0.0.0", "reset", "handover")
+	split := 0
+	for _, d := range devices {
+		if d.pid != h.rightful(d.address) {
+			split++
+			h.eventually(d.address+" is reset", func() bool { return !d.lives(t) })
+		}
+	}
+	h.eventually("no device is split", func() bool { return must[agent.Status](h, "status").Services[0].SplitDevices == 0 })
+	for _, d := range devices {
+		if d.pid == h.rightful(d.address) && !d.lives(t) {
+			t.Errorf("%s was at its member, and was reset", d.address)
+		}
+	}
+	if split == 0 || split == len(devices) {
+		t.Errorf("%d of %d devices were split", split, len(devices))
+	}
+}
+
+// Ten thousand connections are judged and closed in seconds, in which the agent
+// answers.
+func TestOnStartManyConnections(t *testing.T) {
+	const count = 10000
+	h := newHost(t, strings.NewReplacer("STEERING", "reuseport", "ADDRESS", "0.0.0.0", "ON_START", "reset").Replace(onStartPolicy))
+	for slot := range 4 {
+		h.member(nil, "tcp 0.0.0.0:1790", fmt.Sprintf("udp 0.0.0.0:4739 slot%d", slot))
+	}
+	var devices []*early
+	for i := range count {
+		devices = append(devices, connectEarly(t, fmt.Sprintf("127.1.%d.%d", i/250, i%250+1)))
+	}
+	h.start()
+	began, slowest := time.Now(), time.Duration(0)
+	h.eventually("the members are registered", func() bool { return must[agent.Status](h, "status").Services[0].Ready == 4 })
+	for {
+		asked := time.Now()
+		status := must[agent.Status](h, "status").Services[0]
+		slowest = max(slowest, time.Since(asked))
+		log, err := os.ReadFile(h.log)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if strings.Contains(string(log), "connections closed") && status.SplitDevices == 0 {
+			break
+		}
+		if time.Since(began) > patience {
+			t.Fatalf("%d devices are split after %v: %s", status.SplitDevices, time.Since(began), log)
+		}
+	}
+	took := time.Since(began)
+	var addresses []string
+	for _, d := range devices {
+		addresses = append(addresses, d.address)
+	}
+	pids := make(map[int]string)
+	for _, slot := range must[[]agent.SlotStatus](h, "slots") {
+		pids[slot.Slot] = strconv.Itoa(slot.PID)
+	}
+	// A command line has room for a part of them.
+	closed, wrong := 0, 0
+	for part := range slices.Chunk(addresses, 500) {
+		for _, where := range must[[]agent.WhereStatus](h, append([]string{"where"}, part...)...) {
+			d := devices[slices.Index(addresses, where.Address.String())]
+			poll := []unix.PollFd{{Fd: descriptor(t, d.conn), Events: unix.POLLIN}}
+			if _, err := unix.Poll(poll, 0); err != nil {
+				t.Fatal(err)
+			}
+			gone := poll[0].Revents != 0
+			if gone {
+				closed++
+			}
+			if gone == (d.pid == pids[where.Slot]) {
+				wrong++
+			}
+		}
+	}
+	if wrong > 0 {
+		t.Errorf("%d of %d connections are closed and should not, or the other way", wrong, count)
+	}
+	t.Logf("%d of %d connections closed in %v; the slowest status took %v", closed, count, took, slowest)
+	if slowest > 5*time.Second {
+		t.Errorf("a status took %v", slowest)
+	}
+}
+
+func descriptor(t *testing.T, conn net.Conn) (number int32) {
+	t.Helper()
+	raw, err := conn.(*net.TCPConn).SyscallConn()
+	if err == nil {
+		err = raw.Control(func(fd uintptr) { number = int32(fd) })
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return number
 }
 
 // A device stays with the member that has its connections, over the agent's

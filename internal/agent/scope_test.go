@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/godbus/dbus/v5"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/member"
+	"sockeye/internal/testenv"
+)
+
+// units plays systemd on a message bus of the test's own: it moves processes
+// into cgroups, as systemd does for scope units. That systemd accepts the same
+// call is for tests in a machine that it runs.
+type units struct {
+	mu      sync.Mutex
+	started []string
+	block   chan struct{} // an answer waits for it, unless nil
+}
+
+func (u *units) StartTransientUnit(name, mode string, properties []unitProperty, _ []auxiliaryUnit) (dbus.ObjectPath, *dbus.Error) {
+	u.mu.Lock()
+	block := u.block
+	u.mu.Unlock()
+	if block != nil {
+		<-block
+	}
+	var pids []uint32
+	for _, p := range properties {
+		if p.Name == "PIDs" {
+			pids, _ = p.Value.Value().([]uint32)
+		}
+	}
+	dir := filepath.Join(testenv.Cgroup(), name)
+	err := os.Mkdir(dir, 0o755)
+	if err == nil && len(pids) == 1 && mode == "fail" {
+		err = os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte(fmt.Sprint(pids[0])), 0)
+	}
+	if err != nil {
+		return "", dbus.MakeFailedError(err)
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.started = append(u.started, name)
+	return "/org/freedesktop/systemd1/job/1", nil
+}
+
+func (u *units) count() int {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return len(u.started)
+}
+
+// startBus starts a message bus on which units is systemd.
+func startBus(t *testing.T, u *units) *serviceManager {
+	t.Helper()
+	cmd := exec.Command("dbus-daemon", "--session", "--nofork", "--nopidfile", "--print-address", "--address=unix:path="+filepath.Join(t.TempDir(), "bus"))
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatalf("%v; the Debian package is dbus-daemon", err)
+	}
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+	})
+	address, err := bufio.NewReader(out).ReadString('\n')
+	if err != nil {
+		t.Fatal(err)
+	}
+	dial := func(ctx context.Context) (*dbus.Conn, error) {
+		return dbus.Connect(strings.TrimSpace(address), dbus.WithContext(ctx))
+	}
+	conn, err := dial(context.Background())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	if err := conn.Export(u, systemdPath, systemdManager); err != nil {
+		t.Fatal(err)
+	}
+	if reply, err := conn.RequestName(systemdName, dbus.NameFlagDoNotQueue); err != nil || reply != dbus.RequestNameReplyPrimaryOwner {
+		t.Fatalf("%v, %v", reply, err)
+	}
+	return &serviceManager{dial, testenv.CgroupPath()}
+}
+
+func comesTrue(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(time.Minute); !ok(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("not within a minute: %s", what)
+		}
+	}
+}
+
+func keepersCgroup(pid int) string {
+	p, err := member.Read(pid)
+	if err != nil {
+		return err.Error()
+	}
+	return p.Cgroup
+}
+
+// A keeper gets a unit of its own, once; so does the one that replaces it. It is
+// no member by that, and an agent on which systemd does not answer works as well.
+func TestKeeperScope(t *testing.T) {
+	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
+	policy := policyText(onePolicy, "cgroup: CGROUP", "cgroup: CGROUP\n    members: [{match: {user: root, systemd_unit: \"sockeye-keeper-*.scope\"}, slot: free}]")
+	policy = policyText(policy)
+	u := new(units)
+	manager := startBus(t, u)
+	begin := func() *Agent {
+		t.Helper()
+		a := newAgent(t, dir, pins)
+		a.host.systemd = manager
+		a.begin(t, policy)
+		return a
+	}
+	status := func(a *Agent) ServiceStatus { return a.services["telemetry"].status() }
+	ownUnit := func(pid int) string {
+		return fmt.Sprintf("%s/sockeye-keeper-telemetry-%d.scope", testenv.CgroupPath(), pid)
+	}
+
+	a := begin()
+	first := status(a).Keeper
+	comesTrue(t, "the keeper has a unit", func() bool { return keepersCgroup(first) == ownUnit(first) })
+	a.stop()
+	a = begin()
+	if again := status(a).Keeper; again != first {
+		t.Errorf("keeper %d, was %d", again, first)
+	}
+
+	time.Sleep(time.Second) // watchKeeper replaces one that lived a second at once
+	if err := unix.Kill(first, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	var second int
+	comesTrue(t, "another keeper has a unit", func() bool {
+		second = status(a).Keeper
+		return second != 0 && second != first && keepersCgroup(second) == ownUnit(second)
+	})
+	if n := u.count(); n != 2 {
+		t.Errorf("%d units started, want 2: %q", n, u.started)
+	}
+	if s := status(a); s.Ready != 0 || len(s.Waiting) != 0 || !s.Held {
+		t.Errorf("%+v", s)
+	}
+	retire(t, a)
+	a.stop()
+
+	// systemd does not answer: nothing waits for it.
+	block := make(chan struct{})
+	u.mu.Lock()
+	u.block = block
+	u.mu.Unlock()
+	began := time.Now()
+	a = begin()
+	if took := time.Since(began); took > scopeTimeout/2 || !status(a).Held {
+		t.Errorf("the start took %v: %+v", took, status(a))
+	}
+	third := status(a).Keeper
+	if cgroup := keepersCgroup(third); cgroup != testenv.CgroupPath() {
+		t.Errorf("its cgroup is %s", cgroup)
+	}
+	close(block)
+	comesTrue(t, "the keeper has a unit", func() bool { return keepersCgroup(third) == ownUnit(third) })
+	retire(t, a)
+	a.stop()
+}
+
+// There is no bus: an error, at once. A keeper elsewhere is left where it is.
+func TestKeeperScopeRefused(t *testing.T) {
+	self, err := member.Read(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	k := &keeper{pid: self.PID, self: process{self.PID, self.StartTime}, service: "a"}
+	m := &serviceManager{func(ctx context.Context) (*dbus.Conn, error) {
+		return dbus.Connect("unix:path=/nonexistent", dbus.WithContext(ctx))
+	}, self.Cgroup}
+	if unit, err := m.moveOut(t.Context(), k); err == nil || unit != "" {
+		t.Errorf("%q, %v", unit, err)
+	}
+	m.unit = "/system.slice/sockeye.service"
+	if unit, err := m.moveOut(t.Context(), k); err != nil || unit != "" {
+		t.Errorf("a keeper elsewhere: %q, %v", unit, err)
+	}
+	if m := findServiceManager(); m != nil && !strings.HasSuffix(self.Cgroup, ".service") {
+		t.Errorf("found %+v", m)
+	}
+}
