@@ -247,10 +247,6 @@ func (a *Agent) startTune(policy *config.Policy) error {
 		}
 		a.log.Info("tuning removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
 	}
-	if len(wanted) > 0 {
-		// Now, while there is every right to. An error comes again where it matters.
-		_, _ = a.host.probeTune()
-	}
 	for _, c := range wanted {
 		err := a.host.checkNested(wanted)
 		if err == nil {

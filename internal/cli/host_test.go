@@ -28,7 +28,6 @@ import (
 	"sockeye/internal/agent"
 	"sockeye/internal/gateway"
 	"sockeye/internal/testenv"
-	"sockeye/internal/tune"
 )
 
 // TestMain plays the parts that tests start as processes of their own: an
@@ -41,7 +40,7 @@ func TestMain(m *testing.M) {
 	switch role {
 	case "sockeye":
 		os.Exit(Main(os.Args[2:], Host()))
-	case agent.KeeperCommand, tune.ProbeCommand, gateway.InsideCommand:
+	case agent.KeeperCommand, gateway.InsideCommand:
 		os.Exit(Main(os.Args[1:], Host()))
 	case "inside":
 		becomeInside(os.Args[2:])

@@ -130,7 +130,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	root.PersistentFlags().StringVarP(&c.output, "output", "o", "table", "table or json")
 	root.SetFlagErrorFunc(badFlag)
 	root.AddCommand(
-		c.agentCommand(), c.holdCommand(), c.probeCommand(), c.resetCommand(),
+		c.agentCommand(), c.holdCommand(), c.resetCommand(),
 		c.runCommand(), c.registerCommand(), c.unregisterCommand(),
 		c.statusCommand(), c.slotsCommand(), c.devicesCommand(), c.whereCommand(),
 		c.checkCommand(), c.planCommand(), c.applyCommand(),
