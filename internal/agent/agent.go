@@ -120,6 +120,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := a.countStart(); err != nil {
 		return err
 	}
+	a.warnOfRights(policy)
 	server, err := a.listen()
 	if err != nil {
 		return err
@@ -129,13 +130,10 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	var extra []uintptr
-	if slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Netns != "" }) ||
-		slices.ContainsFunc(policy.BigTCP, func(r config.BigTCPRule) bool { return r.Netns != "" }) {
-		extra = append(extra, unix.CAP_SYS_ADMIN) // setns
-	}
-	if slices.ContainsFunc(policy.Tune, func(r config.TuneRule) bool { return isTop(r.Cgroup) }) ||
-		slices.ContainsFunc(policy.Trace, func(r config.TraceRule) bool { return isTop(r.Cgroup) }) {
-		extra = append(extra, unix.CAP_DAC_OVERRIDE) // the cgroup root is 0555
+	for _, r := range rights {
+		if r.needed(policy) != "" {
+			extra = append(extra, r.capability)
+		}
 	}
 	if err := dropCapabilities(extra...); err != nil {
 		return err

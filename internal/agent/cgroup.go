@@ -147,8 +147,8 @@ func (h *host) mayCreate(name string) error {
 		return nil
 	}
 	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
-		return &Error{Err: fmt.Errorf("create cgroup %s: %w", name, err),
-			Hint: "create it, or restart the agent: it keeps that right if the policy names such a cgroup then", Code: CodeNotPermitted}
+		return &Error{Err: fmt.Errorf("create cgroup %s: %w", name, err), Code: CodeNotPermitted,
+			Hint: missingHint(unix.CAP_DAC_OVERRIDE, "create it, or restart the agent: it keeps that right if the policy names such a cgroup then")}
 	}
 	return nil
 }

@@ -57,6 +57,8 @@ func (s *service) hold() error {
 	}
 	if s.problem = joined(errs...); errors.Is(s.problem, unix.EADDRINUSE) {
 		s.problem = conflict(s.problem, "a socket of another user, or without SO_REUSEPORT, has the port; set user to the members' user")
+	} else if errors.Is(s.problem, unix.EACCES) {
+		s.problem = withHint(s.problem, missingHint(unix.CAP_NET_BIND_SERVICE, "restart the agent with CAP_NET_BIND_SERVICE"))
 	}
 	return nil
 }

@@ -53,7 +53,7 @@ func (s *service) prepare(c config.Service) (*target, error) {
 		probe.netns.Close()
 		if c.Steering == config.Reuseport && !hasCapability(unix.CAP_SYS_ADMIN) {
 			return nil, &Error{Err: errors.New("the agent has given up the right to enter network namespaces"),
-				Hint: "restart the agent; it keeps that right if a service names a netns then", Code: CodeNotPermitted}
+				Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: CodeNotPermitted}
 		}
 	}
 	t.mapping, err = newMapping(c, s.state.Nonce)

@@ -159,8 +159,9 @@ func inOwnNamespace(c net.Conn, pid int) bool {
 	if unix.Stat(fmt.Sprintf("/proc/%d/ns/user", pid), &theirs) != nil || unix.Stat("/proc/self/ns/user", &ours) != nil {
 		return false
 	}
-	own := theirs.Dev == ours.Dev && theirs.Ino == ours.Ino
-	return own && unix.PidfdSendSignal(held, 0, nil, 0) == nil // it lives, so it was the one
+	// One that lives was the one. Without CAP_KILL it may be another user's.
+	err = unix.PidfdSendSignal(held, 0, nil, 0)
+	return theirs.Dev == ours.Dev && theirs.Ino == ours.Ino && (err == nil || errors.Is(err, unix.EPERM))
 }
 
 func (a *Agent) handler() http.Handler {
