@@ -53,7 +53,7 @@ type Agent struct {
 
 	mu       sync.Mutex // held while the policy changes
 	policy   *config.Policy
-	text     []byte
+	inForce  inForce
 	services map[string]*service
 	tuners   map[string]*tuner  // by cgroup
 	tracers  map[string]*tracer // likewise
@@ -79,10 +79,6 @@ func Run(ctx context.Context, o Options) (err error) {
 		if *path, err = filepath.Abs(*path); err != nil {
 			return err
 		}
-	}
-	policy, text, err := readPolicy(o.Policy)
-	if err != nil {
-		return err
 	}
 	if err := checkMountPoint(filepath.Dir(o.Pins)); err != nil {
 		return err
@@ -120,15 +116,26 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := a.countStart(); err != nil {
 		return err
 	}
+	first, err := a.choosePolicy()
+	if err != nil {
+		return err
+	}
+	policy := first.policy
+	if first.refused != nil {
+		a.log.Error("policy file not in force, the policy that was applied last is", "policy", o.Policy, "error", firstLine(first.refused), "hint", "sockeye check "+o.Policy)
+	}
 	a.warnOfRights(policy)
 	server, err := a.listen()
 	if err != nil {
 		return err
 	}
 	defer server.close()
-	if err := a.start(policy, text); err != nil {
+	if err := a.start(policy, first.text); err != nil {
 		return err
 	}
+	a.mu.Lock()
+	a.inForce.refused, a.inForce.refusedText = first.refused, first.refusedText
+	a.mu.Unlock()
 	var extra []uintptr
 	for _, r := range rights {
 		if r.needed(policy) != "" {
@@ -155,7 +162,7 @@ func Run(ctx context.Context, o Options) (err error) {
 			return err
 		case <-reload:
 			if _, err := a.Apply(Candidate{}); err != nil {
-				a.log.Error("policy not applied", "error", err)
+				a.log.Error("policy not applied", "policy", o.Policy, "error", firstLine(err))
 			}
 		}
 	}
@@ -164,7 +171,7 @@ func Run(ctx context.Context, o Options) (err error) {
 func readPolicy(path string) (*config.Policy, []byte, error) {
 	text, err := os.ReadFile(path)
 	if err != nil {
-		return nil, nil, Unreadable(fmt.Errorf("read policy file: %w", err), "name the policy file with --policy of the agent")
+		return nil, nil, Unreadable(fmt.Errorf("read policy file: %w", err), "write one (sockeye check FILE tells whether it is right), or name it with --policy of the agent")
 	}
 	policy, err := config.Parse(text, path)
 	return policy, text, err
@@ -260,7 +267,7 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 		return err
 	}
 	a.policy = policy
-	return a.remember(text)
+	return a.remember(policy, text)
 }
 
 func (a *Agent) open(c config.Service) error {
@@ -330,13 +337,13 @@ const (
 )
 
 // remember keeps the policy in force, and the one before if it differs.
-func (a *Agent) remember(text []byte) error {
+func (a *Agent) remember(policy *config.Policy, text []byte) error {
 	applied := filepath.Join(a.options.StateDir, appliedFile)
 	last, err := os.ReadFile(applied)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("read applied policy: %w", err)
 	}
-	a.text = text
+	a.inForce = inForce{text: text, named: namedFiles(policy)}
 	if err == nil && string(last) == string(text) {
 		return nil
 	}
@@ -510,7 +517,7 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 		a.log.Info("policy applied", "service", change.Service, "cgroup", change.Cgroup, "netns", change.Netns, "interface", change.Interface, "action", change.Action, "what", change.What, "effect", change.Effect)
 	}
 	plan := &Plan{Policy: a.options.Policy, Changes: changes}
-	if err := a.remember(text); err != nil {
+	if err := a.remember(policy, text); err != nil {
 		return nil, err
 	}
 	if c.Live {
@@ -617,6 +624,7 @@ func (a *Agent) Status() (*Status, error) {
 		Version: a.options.Version, PID: os.Getpid(), Started: a.started, Starts: a.starts,
 		Policy: a.options.Policy, Services: []ServiceStatus{}, Tune: []TunedCgroup{}, Trace: []TracedCgroup{}, BigTCP: []BigTCPNetwork{},
 	}
+	status.PolicyProblem, status.PolicyHint = a.policyProblem()
 	for _, s := range services {
 		status.Services = append(status.Services, s.status())
 	}
