@@ -52,6 +52,10 @@ func TestMain(m *testing.M) {
 		pause()
 	case "limited":
 		becomeLimited(os.Args[2:])
+	case "hardened":
+		becomeHardened(os.Args[2:])
+	case "attacks":
+		tryAttacks(os.Args[2:])
 	case "without-cgroups":
 		becomeCgroupless(os.Args[2:])
 	}
@@ -193,6 +197,7 @@ type host struct {
 	t                          testing.TB
 	dir, run, state, pins, log string
 	policy                     string
+	sandbox                    string // of the agent: file that harden wrote, "" for none
 	agent                      *exec.Cmd
 }
 
@@ -242,6 +247,9 @@ func (h *host) start(extra ...string) {
 	defer log.Close()
 	first := h.agent == nil
 	h.agent = process("sockeye", append(h.agentArgs(), extra...)...)
+	if h.sandbox != "" {
+		h.agent = process("hardened", append([]string{h.sandbox, "sockeye"}, append(h.agentArgs(), extra...)...)...)
+	}
 	h.agent.Stdout, h.agent.Stderr = log, log
 	if err := h.agent.Start(); err != nil {
 		h.t.Fatal(err)
