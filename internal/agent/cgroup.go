@@ -114,6 +114,10 @@ func makeCgroup(mount, path string) (created []string, err error) {
 		if errors.Is(err, fs.ErrExist) {
 			continue
 		}
+		if errors.Is(err, unix.EROFS) || errors.Is(err, fs.ErrPermission) {
+			return created, &Error{Err: fmt.Errorf("create cgroup: %w", err), Code: CodeNotPermitted,
+				Hint: missingHint(unix.CAP_DAC_OVERRIDE, "create it, or restart the agent: it keeps that right if the policy names such a cgroup then")}
+		}
 		if err != nil {
 			return created, fmt.Errorf("create cgroup: %w", err)
 		}

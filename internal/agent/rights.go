@@ -147,7 +147,7 @@ func ExamineRights(policy *config.Policy, pid int) []Finding {
 			d.add("rights", r.name, ResultWarning, detail+"; the agent gave it up, as its policy did not need it when it started",
 				"restart the agent")
 		default:
-			d.add("rights", r.name, ResultWarning, detail+", and the agent's unit has it not", dropInHint(r.dropIn))
+			d.add("rights", r.name, ResultWarning, detail+"; the agent lacks it", dropInHint(r.dropIn))
 		}
 	}
 	return d.findings

@@ -3,6 +3,7 @@
 package cli
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -335,5 +336,81 @@ func TestHardenedUnitHolds(t *testing.T) {
 	}
 	for name := range strings.Lines(r.out) {
 		t.Errorf("succeeds: %s", name)
+	}
+}
+
+// TestHardenedDropIns has policies that need more than the unit gives: the agent and
+// doctor name the drop-in, and with it the policy is in force.
+func TestHardenedDropIns(t *testing.T) {
+	top := fmt.Sprintf("/sockeye-hardened-%d", os.Getpid())
+	t.Cleanup(func() {
+		if err := unix.Rmdir(filepath.Join(filepath.Dir(testenv.Cgroup()), top)); err != nil && !errors.Is(err, unix.ENOENT) {
+			t.Error(err)
+		}
+	})
+	for _, c := range []struct {
+		dropIn, policy string
+		starts         bool // without the drop-in, too
+	}{
+		{"netns.conf", strings.Replace(oneService, "user: root", "user: root\n    netns: DIR/blue", 1), false},
+		{"ports.conf", strings.Replace(oneService, "1790", "514", 1), true},
+		{"cgroups.conf", "tune: [{name: top, cgroup: " + top + ", set: {sndbuf: 150KB}}]\n", true},
+	} {
+		t.Run(c.dropIn, func(t *testing.T) {
+			h := newHost(t, c.policy)
+			h.newNetns("blue", func() error {
+				lo, err := netlink.LinkByName("lo")
+				if err == nil {
+					err = netlink.LinkSetUp(lo)
+				}
+				return err
+			})
+			problems := func() (list []string) {
+				status := must[agent.Status](h, "status")
+				for _, s := range status.Services {
+					if !s.Held {
+						list = append(list, s.Problem+": "+s.Hint)
+					}
+				}
+				for _, s := range status.Tune {
+					if !s.Attached {
+						list = append(list, s.Problem+": "+s.Hint)
+					}
+				}
+				return list
+			}
+			doctor := func() string { return h.sockeye("doctor", "--policy", h.policy, "--pins", h.pins).out }
+			if out := doctor(); !strings.Contains(out, c.dropIn) {
+				t.Errorf("without an agent, doctor names no drop-in:\n%s", out)
+			}
+			h.sandbox = h.harden()
+			if !c.starts {
+				r := h.child(nil, "hardened", append([]string{h.sandbox, "sockeye"}, h.agentArgs()...)...)
+				if r.code != 4 || strings.Count(r.err, c.dropIn+" /etc/systemd/system/sockeye.service.d/") < 2 {
+					t.Errorf("the agent and its log do not name the drop-in: %+v", r)
+				}
+			} else {
+				h.start()
+				if list := problems(); len(list) != 1 || !strings.Contains(list[0], c.dropIn+" /etc/systemd/system/") {
+					t.Errorf("problems %q, want the drop-in", list)
+				}
+				if out := doctor(); !strings.Contains(out, "the agent lacks it") || !strings.Contains(out, c.dropIn) {
+					t.Errorf("doctor names no drop-in:\n%s", out)
+				}
+				h.kill()
+			}
+			h.sandbox = h.harden(c.dropIn)
+			h.start()
+			if list := problems(); len(list) > 0 {
+				t.Errorf("with the drop-in: %q", list)
+			}
+			if out := doctor(); strings.Contains(out, "sockeye.service.d/") {
+				t.Errorf("with the drop-in doctor names it:\n%s", out)
+			}
+			if c.dropIn == "cgroups.conf" {
+				h.write("policy.yaml", "tune: []\n")
+				must[agent.Plan](h, "apply") // removes the cgroup
+			}
+		})
 	}
 }
