@@ -121,7 +121,7 @@ func (s *sizer) enter() error {
 const recheckAfter = 6 * time.Second
 
 // errNoEntry is that of an agent which has dropped CAP_SYS_ADMIN.
-var errNoEntry = &Error{Err: errors.New("the agent has given up the right to enter network namespaces"),
+var errNoEntry = &Error{Err: errors.New("the agent has no right to enter network namespaces"),
 	Hint: "restart the agent; it keeps that right if the policy names a netns then", Code: CodeNotPermitted}
 
 // follow looks again whenever an interface has changed, until ctx ends, and closes

@@ -52,7 +52,7 @@ func (s *service) prepare(c config.Service) (*target, error) {
 		}
 		probe.netns.Close()
 		if c.Steering == config.Reuseport && !hasCapability(unix.CAP_SYS_ADMIN) {
-			return nil, &Error{Err: errors.New("the agent has given up the right to enter network namespaces"),
+			return nil, &Error{Err: errors.New("the agent has no right to enter network namespaces"),
 				Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: CodeNotPermitted}
 		}
 	}

@@ -386,8 +386,8 @@ func TestHardenedDropIns(t *testing.T) {
 			h.sandbox = h.harden()
 			if !c.starts {
 				r := h.child(nil, "hardened", append([]string{h.sandbox, "sockeye"}, h.agentArgs()...)...)
-				if r.code != 4 || strings.Count(r.err, c.dropIn+" /etc/systemd/system/sockeye.service.d/") < 2 {
-					t.Errorf("the agent and its log do not name the drop-in: %+v", r)
+				if r.code != 4 || !strings.Contains(r.err, c.dropIn+" /etc/systemd/system/sockeye.service.d/") {
+					t.Errorf("the agent does not name the drop-in: %+v", r)
 				}
 			} else {
 				h.start()

@@ -162,7 +162,7 @@ func TestSizesByAgent(t *testing.T) {
 
 	// This one has no right to enter namespaces any more.
 	h.write("policy.yaml", "bigtcp:\n  - {interface: inner, netns: DIR/netns/blue, ipv6: 192KB}\n")
-	h.refused(4, "bigtcp in DIR/netns/blue: the agent has given up the right to enter network namespaces",
+	h.refused(4, "bigtcp in DIR/netns/blue: the agent has no right to enter network namespaces",
 		"restart the agent; it keeps that right if the policy names a netns then", nil, "apply")
 	h.wantSize("big1", 192000)
 
