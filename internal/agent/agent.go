@@ -6,6 +6,7 @@ package agent
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -211,10 +212,13 @@ func CgroupMount() (string, error) {
 		Hint: "mount -t cgroup2 none /sys/fs/cgroup/unified", Code: CodeUnsupported}
 }
 
+// agentFile is in every agent's state directory.
+const agentFile = ".agent.json"
+
 // countStart keeps the number of the agent's starts, and what was measured of the kernel,
 // for metrics.
 func (a *Agent) countStart() error {
-	path := filepath.Join(a.options.StateDir, ".agent.json")
+	path := filepath.Join(a.options.StateDir, agentFile)
 	var record struct {
 		Starts int            `json:"starts"`
 		Room   calibratedRoom `json:"room"`
@@ -267,7 +271,7 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 		return err
 	}
 	a.policy = policy
-	return a.remember(policy, text)
+	return a.remember(policy, text, a.options.Policy)
 }
 
 func (a *Agent) open(c config.Service) error {
@@ -331,44 +335,14 @@ func (a *Agent) close() {
 	}
 }
 
-const (
-	appliedFile  = ".applied.yaml"
-	previousFile = ".previous.yaml"
-)
-
-// remember keeps the policy in force, and the one before if it differs.
-func (a *Agent) remember(policy *config.Policy, text []byte) error {
-	applied := filepath.Join(a.options.StateDir, appliedFile)
-	last, err := os.ReadFile(applied)
-	if err != nil && !errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("read applied policy: %w", err)
-	}
-	a.inForce = inForce{text: text, named: namedFiles(policy)}
-	if err == nil && string(last) == string(text) {
-		return nil
-	}
-	if err == nil {
-		if err := writeFile(filepath.Join(a.options.StateDir, previousFile), last); err != nil {
-			return err
-		}
-	}
-	return writeFile(applied, text)
-}
-
 // candidate finds the policy that a request is about.
 func (a *Agent) candidate(c Candidate) (*config.Policy, []byte, error) {
 	switch {
 	case c.Previous:
-		path := filepath.Join(a.options.StateDir, previousFile)
-		text, err := os.ReadFile(path)
-		if errors.Is(err, os.ErrNotExist) {
+		policy, text, err := a.saved(previousFile)
+		if errors.Is(err, os.ErrNotExist) && text == nil {
 			return nil, nil, Usage(errors.New("there is no previous policy"), "apply keeps the policy that it replaces")
 		}
-		if err != nil {
-			return nil, nil, fmt.Errorf("read previous policy: %w", err)
-		}
-		// Its relative paths are relative to where it was.
-		policy, err := config.Parse(text, a.options.Policy)
 		return policy, text, err
 	case c.Text != "" || c.Path != "":
 		policy, err := config.Parse([]byte(c.Text), c.Path)
@@ -517,7 +491,11 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 		a.log.Info("policy applied", "service", change.Service, "cgroup", change.Cgroup, "netns", change.Netns, "interface", change.Interface, "action", change.Action, "what", change.What, "effect", change.Effect)
 	}
 	plan := &Plan{Policy: a.options.Policy, Changes: changes}
-	if err := a.remember(policy, text); err != nil {
+	from := cmp.Or(c.Path, a.options.Policy)
+	if c.Previous {
+		from = a.from(previousFile)
+	}
+	if err := a.remember(policy, text, from); err != nil {
 		return nil, err
 	}
 	if c.Live {

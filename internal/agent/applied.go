@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -81,14 +82,11 @@ func (a *Agent) choosePolicy() (*chosen, error) {
 	if err == nil {
 		return &chosen{policy: policy, text: text}, nil
 	}
-	last, failed := os.ReadFile(filepath.Join(a.options.StateDir, appliedFile))
-	if errors.Is(failed, os.ErrNotExist) || failed == nil && string(last) == string(text) {
+	c := &chosen{refused: err, refusedText: text}
+	var failed error
+	c.policy, c.text, failed = a.saved(appliedFile)
+	if errors.Is(failed, os.ErrNotExist) || string(c.text) == string(text) {
 		return nil, err
-	}
-	c := &chosen{text: last, refused: err, refusedText: text}
-	if failed == nil {
-		// Its relative paths are relative to where it was.
-		c.policy, failed = config.Parse(last, a.options.Policy)
 	}
 	if failed == nil {
 		failed = a.checkNames(c.policy)
@@ -97,6 +95,55 @@ func (a *Agent) choosePolicy() (*chosen, error) {
 		return nil, joined(err, fmt.Errorf("go back to the policy that was applied last: %w", failed))
 	}
 	return c, nil
+}
+
+const (
+	appliedFile  = ".applied.yaml"
+	previousFile = ".previous.yaml"
+	// fromSuffix is of the file that has the path of a policy that is kept: relative
+	// paths in it are relative to that.
+	fromSuffix = ".from"
+)
+
+// saved reads a policy that is kept. The text is returned with an error in it, too.
+func (a *Agent) saved(name string) (*config.Policy, []byte, error) {
+	path := filepath.Join(a.options.StateDir, name)
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, nil, err
+	}
+	policy, err := config.Parse(text, a.from(name))
+	return policy, text, err
+}
+
+// from is the path that a policy that is kept had.
+func (a *Agent) from(name string) string {
+	data, err := os.ReadFile(filepath.Join(a.options.StateDir, name+fromSuffix))
+	if err != nil {
+		return a.options.Policy // as of an agent that did not keep it
+	}
+	return strings.TrimSpace(string(data))
+}
+
+// remember keeps the policy in force, and the one before if it differs. From is the
+// path of its file.
+func (a *Agent) remember(policy *config.Policy, text []byte, from string) error {
+	applied, previous := filepath.Join(a.options.StateDir, appliedFile), filepath.Join(a.options.StateDir, previousFile)
+	a.inForce = inForce{text: text, named: namedFiles(policy)}
+	last, err := os.ReadFile(applied)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("read applied policy: %w", err)
+	}
+	if err == nil && string(last) == string(text) {
+		return writeFile(applied+fromSuffix, []byte(from+"\n"))
+	}
+	if err == nil {
+		before := []byte(a.from(appliedFile) + "\n")
+		if err := joined(writeFile(previous, last), writeFile(previous+fromSuffix, before)); err != nil {
+			return err
+		}
+	}
+	return joined(writeFile(applied, text), writeFile(applied+fromSuffix, []byte(from+"\n")))
 }
 
 // checkNames fails if a service names what the host has not.

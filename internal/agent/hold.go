@@ -263,6 +263,17 @@ func Reset(pins string) (removed bool, err error) {
 	return err == nil, err
 }
 
+// RemoveState removes an agent's state directory, and no other directory.
+func RemoveState(dir string) error {
+	if _, err := os.Lstat(filepath.Join(dir, agentFile)); err != nil {
+		return Usage(fmt.Errorf("%s is not the state directory of an agent: %w", dir, err), "name the agent's directory with --state-dir")
+	}
+	if err := os.RemoveAll(dir); err != nil {
+		return fmt.Errorf("remove state directory: %w", err)
+	}
+	return nil
+}
+
 // isPinDirectory tells whether there is a directory that is an agent's: what
 // is removed with all its contents must not be anybody else's.
 func isPinDirectory(pins string) (bool, error) {

@@ -123,3 +123,77 @@ func TestStatusTellsOfPolicyFile(t *testing.T) {
 	must[agent.Plan](h, "apply")
 	expect("")
 }
+
+// TestCheckRefusesNested has check refuse what plan would.
+func TestCheckRefusesNested(t *testing.T) {
+	h := newHost(t, "tune:\n  - {name: a, cgroup: sockeye-a.slice, set: {sndbuf: 100KB}}\n  - {name: b, cgroup: sockeye-a-b.slice, set: {sndbuf: 100KB}}\n")
+	h.refused(5, "tune: cgroup sockeye-a-b.slice is in cgroup sockeye-a.slice, whose rules would override its own",
+		"write all rules for one of them, or for cgroups beside each other", nil, "check", h.policy)
+}
+
+// TestApplyFile applies another file than the agent's, from another folder, and goes
+// back and forth.
+func TestApplyFile(t *testing.T) {
+	h := newHost(t, mappedService)
+	h.write("devices.csv", "127.0.0.1,edge\n")
+	h.start()
+	if err := os.Mkdir(h.dir+"/other", 0o755); err != nil {
+		t.Fatal(err)
+	}
+	h.write("other/devices.csv", "127.0.0.1,edge\n127.0.0.2,edge\n")
+	other := h.write("other/policy.yaml", strings.Replace(mappedService, "slots: 4", "slots: 3", 1))
+	expect := func(when string, slots, prefixes int, differs bool) {
+		t.Helper()
+		status := must[agent.Status](h, "status")
+		s := status.Services[0]
+		if s.Slots != slots || s.DeviceMap.Prefixes != prefixes || strings.Contains(status.PolicyProblem, "differs") != differs {
+			t.Errorf("%s: %d slots, %d prefixes, problem %q", when, s.Slots, s.DeviceMap.Prefixes, status.PolicyProblem)
+		}
+	}
+	expect("started", 4, 1, false)
+	if plan := must[agent.Plan](h, "apply", other); len(plan.Changes) != 2 {
+		t.Errorf("%+v", plan)
+	}
+	expect("applied the other", 3, 2, true)
+	must[agent.Plan](h, "apply")
+	expect("applied its own", 4, 1, false)
+	must[agent.Plan](h, "apply", "--previous")
+	expect("applied the previous", 3, 2, true)
+	h.kill()
+	h.write("policy.yaml", "services: [\n")
+	h.start()
+	expect("started with the other, applied last", 3, 2, false)
+	h.refused(2, "--previous and FILE do not go together", "usage: sockeye apply [FILE] [flags]", nil, "apply", "--previous", other)
+	h.refused(2, "read policy file: open DIR/none.yaml: no such file or directory", "name a policy file", nil, "apply", h.dir+"/none.yaml")
+}
+
+// TestResetState tells of the state directory, keeps it, and removes it on request.
+func TestResetState(t *testing.T) {
+	h := newHost(t, mappedService)
+	h.write("devices.csv", "127.0.0.1,edge\n")
+	h.start()
+	h.kill()
+	r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins)
+	if want := "removed PINS\nkept DIR/state: with it devices have the same slots again; --state removes it\n"; r.code != 0 || h.plain(r.out) != want {
+		t.Errorf("got %+v, want %s", r, want)
+	}
+	h.refused(2, "DIR is not the state directory of an agent: lstat DIR/.agent.json: no such file or directory", "name the agent's directory with --state-dir", nil,
+		"reset", "--state", "--state-dir", h.dir, "--pins", h.pins)
+	r = h.sockeye("reset", "--state", "--state-dir", h.state, "--pins", h.pins)
+	if want := "removed DIR/state\n"; r.code != 0 || h.plain(r.out) != want {
+		t.Errorf("got %+v, want %s", r, want)
+	}
+	if _, err := os.Stat(h.state); !os.IsNotExist(err) {
+		t.Errorf("the state directory: %v", err)
+	}
+	if r := h.sockeye("reset", "--state", "--state-dir", h.state, "--pins", h.pins); r.code != 0 || r.out != "there was nothing to remove\n" {
+		t.Errorf("%+v", r)
+	}
+}
+
+func TestVersionFlag(t *testing.T) {
+	h := newHost(t, "services: {}\n")
+	if flag, command := h.sockeye("--version"), h.sockeye("version"); flag != command || flag.code != 0 {
+		t.Errorf("--version: %+v, version: %+v", flag, command)
+	}
+}
