@@ -24,7 +24,7 @@ LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
 
 # Debian packages, by what needs them.
 DEMO_PACKAGES := frr pmacct
-TEST_PACKAGES := $(DEMO_PACKAGES) curl dbus-daemon iperf3 openssh-client openssh-server
+TEST_PACKAGES := $(DEMO_PACKAGES) curl dbus-daemon iperf3 openssh-client openssh-server systemd
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 BENCH_PACKAGES := $(DEMO_PACKAGES) haproxy
 BENCH_GATEWAY_PACKAGES := passt iperf3
@@ -136,7 +136,7 @@ docs: build ## Write man pages and completions to out/
 	@for shell in bash zsh fish; do bin/sockeye completion $$shell > "$(OUT)/completion/sockeye.$$shell"; done
 
 .PHONY: install
-install: docs ## Install binary, man pages, completions and unit (PREFIX, DESTDIR)
+install: docs ## Install binary, man pages, completions, unit and examples (PREFIX, DESTDIR)
 	install -D -m 755 bin/sockeye $(DESTDIR)$(PREFIX)/bin/sockeye
 	install -d $(DESTDIR)$(PREFIX)/share/man/man1
 	install -m 644 "$(OUT)"/man/*.1 $(DESTDIR)$(PREFIX)/share/man/man1
@@ -145,6 +145,9 @@ install: docs ## Install binary, man pages, completions and unit (PREFIX, DESTDI
 	install -D -m 644 "$(OUT)/completion/sockeye.fish" $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/sockeye.fish
 	install -d $(DESTDIR)/etc/systemd/system
 	sed 's|@PREFIX@|$(PREFIX)|' dist/sockeye.service > $(DESTDIR)/etc/systemd/system/sockeye.service
+	install -d $(DESTDIR)$(PREFIX)/share/sockeye/sockeye.service.d $(DESTDIR)$(PREFIX)/share/sockeye/examples
+	install -m 644 dist/sockeye.service.d/*.conf $(DESTDIR)$(PREFIX)/share/sockeye/sockeye.service.d
+	install -m 644 dist/examples/*.service $(DESTDIR)$(PREFIX)/share/sockeye/examples
 
 .PHONY: hooks
 hooks: ## Use the git hooks in tools/hooks

@@ -6,6 +6,7 @@ package agent
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -54,7 +55,7 @@ type Agent struct {
 
 	mu       sync.Mutex // held while the policy changes
 	policy   *config.Policy
-	text     []byte
+	inForce  inForce
 	services map[string]*service
 	tuners   map[string]*tuner  // by cgroup
 	tracers  map[string]*tracer // likewise
@@ -80,10 +81,6 @@ func Run(ctx context.Context, o Options) (err error) {
 		if *path, err = filepath.Abs(*path); err != nil {
 			return err
 		}
-	}
-	policy, text, err := readPolicy(o.Policy)
-	if err != nil {
-		return err
 	}
 	if err := checkMountPoint(filepath.Dir(o.Pins)); err != nil {
 		return err
@@ -122,22 +119,31 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := a.countStart(); err != nil {
 		return err
 	}
+	first, err := a.choosePolicy()
+	if err != nil {
+		return err
+	}
+	policy := first.policy
+	if first.refused != nil {
+		a.log.Error("policy file not in force, the policy that was applied last is", "policy", o.Policy, "error", firstLine(first.refused), "hint", "sockeye check "+o.Policy)
+	}
+	a.warnOfRights(policy)
 	server, err := a.listen()
 	if err != nil {
 		return err
 	}
 	defer server.close()
-	if err := a.start(policy, text); err != nil {
+	if err := a.start(policy, first.text); err != nil {
 		return err
 	}
+	a.mu.Lock()
+	a.inForce.refused, a.inForce.refusedText = first.refused, first.refusedText
+	a.mu.Unlock()
 	var extra []uintptr
-	if slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Netns != "" }) ||
-		slices.ContainsFunc(policy.BigTCP, func(r config.BigTCPRule) bool { return r.Netns != "" }) {
-		extra = append(extra, unix.CAP_SYS_ADMIN) // setns
-	}
-	if slices.ContainsFunc(policy.Tune, func(r config.TuneRule) bool { return isTop(r.Cgroup) }) ||
-		slices.ContainsFunc(policy.Trace, func(r config.TraceRule) bool { return isTop(r.Cgroup) }) {
-		extra = append(extra, unix.CAP_DAC_OVERRIDE) // the cgroup root is 0555
+	for _, r := range rights {
+		if r.needed(policy) != "" {
+			extra = append(extra, r.capability)
+		}
 	}
 	if err := dropCapabilities(extra...); err != nil {
 		return err
@@ -159,7 +165,7 @@ func Run(ctx context.Context, o Options) (err error) {
 			return err
 		case <-reload:
 			if _, err := a.Apply(Candidate{}); err != nil {
-				a.log.Error("policy not applied", "error", err)
+				a.log.Error("policy not applied", "policy", o.Policy, "error", firstLine(err))
 			}
 		}
 	}
@@ -168,7 +174,7 @@ func Run(ctx context.Context, o Options) (err error) {
 func readPolicy(path string) (*config.Policy, []byte, error) {
 	text, err := os.ReadFile(path)
 	if err != nil {
-		return nil, nil, Unreadable(fmt.Errorf("read policy file: %w", err), "name the policy file with --policy of the agent")
+		return nil, nil, Unreadable(fmt.Errorf("read policy file: %w", err), "write one (sockeye check FILE tells whether it is right), or name it with --policy of the agent")
 	}
 	policy, err := config.Parse(text, path)
 	return policy, text, err
@@ -208,10 +214,13 @@ func CgroupMount() (string, error) {
 		Hint: "mount -t cgroup2 none /sys/fs/cgroup/unified", Code: CodeUnsupported}
 }
 
+// agentFile is in every agent's state directory.
+const agentFile = ".agent.json"
+
 // countStart keeps the number of the agent's starts, and what was measured of the kernel,
 // for metrics.
 func (a *Agent) countStart() error {
-	path := filepath.Join(a.options.StateDir, ".agent.json")
+	path := filepath.Join(a.options.StateDir, agentFile)
 	var record struct {
 		Starts int            `json:"starts"`
 		Room   calibratedRoom `json:"room"`
@@ -264,7 +273,7 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 		return err
 	}
 	a.policy = policy
-	return a.remember(text)
+	return a.remember(policy, text, a.options.Policy)
 }
 
 func (a *Agent) open(c config.Service) error {
@@ -328,44 +337,14 @@ func (a *Agent) close() {
 	}
 }
 
-const (
-	appliedFile  = ".applied.yaml"
-	previousFile = ".previous.yaml"
-)
-
-// remember keeps the policy in force, and the one before if it differs.
-func (a *Agent) remember(text []byte) error {
-	applied := filepath.Join(a.options.StateDir, appliedFile)
-	last, err := os.ReadFile(applied)
-	if err != nil && !errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("read applied policy: %w", err)
-	}
-	a.text = text
-	if err == nil && string(last) == string(text) {
-		return nil
-	}
-	if err == nil {
-		if err := writeFile(filepath.Join(a.options.StateDir, previousFile), last); err != nil {
-			return err
-		}
-	}
-	return writeFile(applied, text)
-}
-
 // candidate finds the policy that a request is about.
 func (a *Agent) candidate(c Candidate) (*config.Policy, []byte, error) {
 	switch {
 	case c.Previous:
-		path := filepath.Join(a.options.StateDir, previousFile)
-		text, err := os.ReadFile(path)
-		if errors.Is(err, os.ErrNotExist) {
+		policy, text, err := a.saved(previousFile)
+		if errors.Is(err, os.ErrNotExist) && text == nil {
 			return nil, nil, Usage(errors.New("there is no previous policy"), "apply keeps the policy that it replaces")
 		}
-		if err != nil {
-			return nil, nil, fmt.Errorf("read previous policy: %w", err)
-		}
-		// Its relative paths are relative to where it was.
-		policy, err := config.Parse(text, a.options.Policy)
 		return policy, text, err
 	case c.Text != "" || c.Path != "":
 		policy, err := config.Parse([]byte(c.Text), c.Path)
@@ -514,7 +493,11 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 		a.log.Info("policy applied", "service", change.Service, "cgroup", change.Cgroup, "netns", change.Netns, "interface", change.Interface, "action", change.Action, "what", change.What, "effect", change.Effect)
 	}
 	plan := &Plan{Policy: a.options.Policy, Changes: changes}
-	if err := a.remember(text); err != nil {
+	from := cmp.Or(c.Path, a.options.Policy)
+	if c.Previous {
+		from = a.from(previousFile)
+	}
+	if err := a.remember(policy, text, from); err != nil {
 		return nil, err
 	}
 	if c.Live {
@@ -621,6 +604,7 @@ func (a *Agent) Status() (*Status, error) {
 		Version: a.options.Version, PID: os.Getpid(), Started: a.started, Starts: a.starts,
 		Policy: a.options.Policy, Services: []ServiceStatus{}, Tune: []TunedCgroup{}, Trace: []TracedCgroup{}, BigTCP: []BigTCPNetwork{},
 	}
+	status.PolicyProblem, status.PolicyHint = a.policyProblem()
 	for _, s := range services {
 		status.Services = append(status.Services, s.status())
 	}

@@ -146,7 +146,11 @@ func inNetns(netns *os.File, f func() error) error {
 	defer home.Close()
 	if err := unix.Setns(int(netns.Fd()), unix.CLONE_NEWNET); err != nil {
 		runtime.UnlockOSThread()
-		return fmt.Errorf("enter network namespace %s: %w", netns.Name(), err)
+		err = fmt.Errorf("enter network namespace %s: %w", netns.Name(), err)
+		if errors.Is(err, unix.EPERM) {
+			err = &Error{Err: err, Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: CodeNotPermitted}
+		}
+		return err
 	}
 	err = f()
 	// A thread that cannot come back stays locked, and ends with its goroutine.

@@ -12,15 +12,18 @@ import (
 
 // Status is the answer to GET /v1/status.
 type Status struct {
-	Version  string          `json:"version"`
-	PID      int             `json:"pid"`
-	Started  time.Time       `json:"started"`
-	Starts   int             `json:"starts"` // of the agent, since its state directory was made
-	Policy   string          `json:"policy"`
-	Services []ServiceStatus `json:"services"`
-	Tune     []TunedCgroup   `json:"tune"`
-	Trace    []TracedCgroup  `json:"trace"`
-	BigTCP   []BigTCPNetwork `json:"bigtcp"`
+	Version string    `json:"version"`
+	PID     int       `json:"pid"`
+	Started time.Time `json:"started"`
+	Starts  int       `json:"starts"` // of the agent, since its state directory was made
+	Policy  string    `json:"policy"`
+	// PolicyProblem tells how the policy in force differs from the policy file.
+	PolicyProblem string          `json:"policy_problem,omitempty"`
+	PolicyHint    string          `json:"policy_hint,omitempty"`
+	Services      []ServiceStatus `json:"services"`
+	Tune          []TunedCgroup   `json:"tune"`
+	Trace         []TracedCgroup  `json:"trace"`
+	BigTCP        []BigTCPNetwork `json:"bigtcp"`
 }
 
 // TunedCgroup is one cgroup of a Status that is tuned.

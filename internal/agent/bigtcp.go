@@ -97,7 +97,7 @@ func (s *sizer) enter() error {
 	}
 	network, err := bigtcp.OpenNetwork(s.netns)
 	if errors.Is(err, fs.ErrPermission) && !hasCapability(unix.CAP_SYS_ADMIN) {
-		return errNoEntry
+		return noEntry()
 	}
 	if err != nil {
 		return err
@@ -120,9 +120,11 @@ func (s *sizer) enter() error {
 // read them. Were they set back before that, it would see nothing.
 const recheckAfter = 6 * time.Second
 
-// errNoEntry is that of an agent which has dropped CAP_SYS_ADMIN.
-var errNoEntry = &Error{Err: errors.New("the agent has given up the right to enter network namespaces"),
-	Hint: "restart the agent; it keeps that right if the policy names a netns then", Code: CodeNotPermitted}
+// noEntry is the error of an agent without CAP_SYS_ADMIN.
+func noEntry() error {
+	return &Error{Err: errors.New("the agent has no right to enter network namespaces"), Code: CodeNotPermitted,
+		Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if the policy names a netns then")}
+}
 
 // follow looks again whenever an interface has changed, until ctx ends, and closes
 // the network.

@@ -61,7 +61,7 @@ func (a *Agent) planSizes(c bigTCPChange) ([]Change, error) {
 			return rules, nil
 		}
 		if c.netns != "" && !hasCapability(unix.CAP_SYS_ADMIN) {
-			return nil, errNoEntry
+			return nil, noEntry()
 		}
 		if _, err := placeOf(c.netns); errors.Is(err, fs.ErrNotExist) {
 			for i := range rules {

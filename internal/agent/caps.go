@@ -22,14 +22,13 @@ var kept = []struct {
 	{unix.CAP_SYS_PTRACE, "CAP_SYS_PTRACE", "take members' sockets by pidfd_getfd"},
 	{unix.CAP_DAC_READ_SEARCH, "CAP_DAC_READ_SEARCH", "read /proc/PID/fd of members"},
 	{unix.CAP_CHOWN, "CAP_CHOWN", "give anchors to the members' user"},
-	{unix.CAP_NET_BIND_SERVICE, "CAP_NET_BIND_SERVICE", "hold ports below 1024"},
-	{unix.CAP_KILL, "CAP_KILL", "end keepers"},
 }
 
 // dropCapabilities gives up, for all threads and all programs started from
-// here on, every capability but those kept and extra.
+// here on, every capability but those kept, the extra ones, and that to bind low
+// ports, which a later policy may ask for.
 func dropCapabilities(extra ...uintptr) error {
-	var mask uint64
+	mask := uint64(1) << unix.CAP_NET_BIND_SERVICE
 	for _, c := range kept {
 		mask |= 1 << c.Number
 	}

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -17,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/config"
 )
 
 func (h *host) tuningDir(cgroup string) string { return h.root.Tuning(pinName(cgroup)) }
@@ -114,6 +116,10 @@ func makeCgroup(mount, path string) (created []string, err error) {
 		if errors.Is(err, fs.ErrExist) {
 			continue
 		}
+		if errors.Is(err, unix.EROFS) || errors.Is(err, fs.ErrPermission) {
+			return created, &Error{Err: fmt.Errorf("create cgroup: %w", err), Code: CodeNotPermitted,
+				Hint: missingHint(unix.CAP_DAC_OVERRIDE, "create it, or restart the agent: it keeps that right if the policy names such a cgroup then")}
+		}
 		if err != nil {
 			return created, fmt.Errorf("create cgroup: %w", err)
 		}
@@ -147,8 +153,8 @@ func (h *host) mayCreate(name string) error {
 		return nil
 	}
 	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
-		return &Error{Err: fmt.Errorf("create cgroup %s: %w", name, err),
-			Hint: "create it, or restart the agent: it keeps that right if the policy names such a cgroup then", Code: CodeNotPermitted}
+		return &Error{Err: fmt.Errorf("create cgroup %s: %w", name, err), Code: CodeNotPermitted,
+			Hint: missingHint(unix.CAP_DAC_OVERRIDE, "create it, or restart the agent: it keeps that right if the policy names such a cgroup then")}
 	}
 	return nil
 }
@@ -157,6 +163,11 @@ func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
 
 // findCgroup finds the folder of a cgroup of the policy: a path, or the name
 // of a systemd unit. It fails with fs.ErrNotExist if there is none.
+//
+// A unit's cgroup is where the system's service manager makes it, and nowhere else:
+// a slice at the path that its name gives, any other unit in a slice. What is below
+// a service or a scope is another's, such as all units of a user's own service
+// manager, which may have any name.
 func (h *host) findCgroup(name string) (string, error) {
 	if !isUnit(name) {
 		path := filepath.Join(h.cgroups, name)
@@ -165,22 +176,20 @@ func (h *host) findCgroup(name string) (string, error) {
 	}
 	if strings.HasSuffix(name, ".slice") {
 		path := filepath.Join(h.cgroups, slicePath(name))
-		if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
-			return path, err
-		}
+		_, err := os.Stat(path)
+		return path, err
 	}
 	var found []string
-	err := filepath.WalkDir(h.cgroups, func(path string, d fs.DirEntry, err error) error {
-		switch {
-		case errors.Is(err, fs.ErrNotExist):
-			return nil // gone meanwhile
-		case err != nil:
-			return err
-		case d.IsDir() && d.Name() == name:
+	err := h.eachSlice(func(dir string) error {
+		path := filepath.Join(dir, cgroupName(name))
+		info, err := os.Stat(path)
+		if err == nil && info.IsDir() {
 			found = append(found, path)
-			return filepath.SkipDir
 		}
-		return nil
+		if errors.Is(err, fs.ErrNotExist) {
+			err = nil
+		}
+		return err
 	})
 	switch {
 	case err != nil:
@@ -188,9 +197,48 @@ func (h *host) findCgroup(name string) (string, error) {
 	case len(found) == 0:
 		return "", fmt.Errorf("find unit %s: %w", name, fs.ErrNotExist)
 	case len(found) > 1:
-		return "", conflict(fmt.Errorf("find unit %s: there are %d: %s", name, len(found), strings.Join(found, ", ")), "name one by its path")
+		return "", Usage(fmt.Errorf("find unit %s: there are %d: %s", name, len(found), strings.Join(found, ", ")), "name one by its path")
 	}
 	return found[0], nil
+}
+
+// eachSlice calls f with the folder of each slice of the system, the root first.
+func (h *host) eachSlice(f func(dir string) error) error {
+	var visit func(path string) error
+	visit = func(path string) error {
+		dir := filepath.Join(h.cgroups, path)
+		if err := f(dir); err != nil {
+			return err
+		}
+		entries, err := os.ReadDir(dir)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		for _, e := range entries {
+			below := filepath.Join(path, e.Name())
+			if e.IsDir() && strings.HasSuffix(e.Name(), ".slice") && slicePath(e.Name()) == below {
+				if err := visit(below); err != nil {
+					return err
+				}
+			}
+		}
+		return nil
+	}
+	return visit("/")
+}
+
+// cgroupName is what systemd calls the folder of a unit: one that could be taken for
+// a file of the kernel has a _ before it (cg_escape in src/basic/cgroup-util.c).
+func cgroupName(unit string) string {
+	first, _, _ := strings.Cut(unit, ".")
+	switch first {
+	case "", "cgroup", "cpu", "cpuacct", "cpuset", "io", "blkio", "memory", "devices", "pids":
+		return "_" + unit
+	}
+	if unit[0] == '_' {
+		return "_" + unit
+	}
+	return unit
 }
 
 // slicePath is where systemd puts a slice: a-b.slice is in a.slice
@@ -210,28 +258,43 @@ func slicePath(name string) string {
 }
 
 // checkNested refuses cgroups of which one holds another: the programs of both
-// would run, and the outer one's would have the last word.
+// would run, and the outer one's would have the last word. Where a unit is that has
+// not started is not known, unless it is a slice.
 func (h *host) checkNested(all []tuneChange) error {
 	paths := make(map[string]string)
 	for _, c := range all {
 		path, err := h.findCgroup(c.name)
-		if errors.Is(err, fs.ErrNotExist) {
-			path = filepath.Join(h.cgroups, c.name)
-		} else if err != nil {
+		switch {
+		case err == nil:
+		case !errors.Is(err, fs.ErrNotExist):
 			return ofCgroup(c.name, err)
+		case strings.HasSuffix(c.name, ".slice") && isUnit(c.name):
+			path = filepath.Join(h.cgroups, slicePath(c.name))
+		case isUnit(c.name):
+			continue
+		default:
+			path = filepath.Join(h.cgroups, c.name)
 		}
 		paths[c.name] = path
 	}
-	for _, outer := range all {
-		for _, inner := range all {
-			if outer.name == inner.name {
+	for _, outer := range slices.Sorted(maps.Keys(paths)) {
+		for _, inner := range slices.Sorted(maps.Keys(paths)) {
+			if outer == inner || !within(paths[inner], paths[outer]) {
 				continue
 			}
-			if below, err := filepath.Rel(paths[outer.name], paths[inner.name]); err == nil && below != ".." && !strings.HasPrefix(below, "../") {
-				return conflict(fmt.Errorf("tune: cgroup %s is in cgroup %s, whose rules would override its own", inner.name, outer.name),
-					"write all rules for one of them, or for cgroups beside each other")
-			}
+			return conflict(fmt.Errorf("tune: cgroup %s is in cgroup %s, whose rules would override its own", inner, outer),
+				"write all rules for one of them, or for cgroups beside each other")
 		}
 	}
 	return nil
+}
+
+// CheckNested refuses a policy that tunes cgroups of which one holds another, as far
+// as that is known: by their paths, and of units by where they are on this host.
+func CheckNested(policy *config.Policy) error {
+	mount, err := CgroupMount()
+	if err != nil {
+		mount = "/nonexistent" // paths and slices are known without a host
+	}
+	return (&host{cgroups: mount}).checkNested(tunings(policy))
 }

@@ -5,7 +5,6 @@ package agent
 import (
 	"errors"
 	"fmt"
-	"io/fs"
 	"maps"
 	"os"
 	"path/filepath"
@@ -56,7 +55,7 @@ func (w *folderWatch) add(dir string) error {
 func (w *folderWatch) close() { w.inotify.Close() }
 
 // watchCgroups watches where the cgroups of the policy may come and go: the
-// folders on the way to a path, and all where a unit may be anywhere. Then it
+// folders on the way to a path or a slice, and all slices for another unit. Then it
 // looks whether they did.
 func (a *Agent) watchCgroups() {
 	if len(a.tuners) == 0 && len(a.tracers) == 0 {
@@ -90,25 +89,18 @@ func (a *Agent) watchCgroups() {
 }
 
 func (a *Agent) watchCgroup(name string) error {
-	mount := a.host.cgroups
-	if isUnit(name) {
-		return filepath.WalkDir(mount, func(path string, d fs.DirEntry, err error) error {
-			switch {
-			case errors.Is(err, fs.ErrNotExist):
-				return nil
-			case err != nil:
-				return err
-			case d.IsDir():
-				return a.watch.add(path)
-			}
-			return nil
-		})
+	path := name
+	switch {
+	case isUnit(name) && !strings.HasSuffix(name, ".slice"):
+		return a.host.eachSlice(a.watch.add)
+	case isUnit(name):
+		path = slicePath(name)
 	}
-	dir := mount
+	dir := a.host.cgroups
 	if err := a.watch.add(dir); err != nil {
 		return err
 	}
-	for part := range strings.SplitSeq(strings.Trim(filepath.Dir(name), "/"), "/") {
+	for part := range strings.SplitSeq(strings.Trim(filepath.Dir(path), "/"), "/") {
 		dir = filepath.Join(dir, part)
 		if err := a.watch.add(dir); err != nil {
 			return err

@@ -58,6 +58,8 @@ func (s *service) hold() error {
 	}
 	if s.problem = joined(errs...); errors.Is(s.problem, unix.EADDRINUSE) {
 		s.problem = conflict(s.problem, "a socket of another user, or without SO_REUSEPORT, has the port; set user to the members' user")
+	} else if errors.Is(s.problem, unix.EACCES) {
+		s.problem = withHint(s.problem, missingHint(unix.CAP_NET_BIND_SERVICE, "restart the agent with CAP_NET_BIND_SERVICE"))
 	}
 	return nil
 }
@@ -273,6 +275,17 @@ func Reset(pins string) (removed bool, err error) {
 		err = conflict(err, "stop the agent first")
 	}
 	return err == nil, err
+}
+
+// RemoveState removes an agent's state directory, and no other directory.
+func RemoveState(dir string) error {
+	if _, err := os.Lstat(filepath.Join(dir, agentFile)); err != nil {
+		return Usage(fmt.Errorf("%s is not the state directory of an agent: %w", dir, err), "name the agent's directory with --state-dir")
+	}
+	if err := os.RemoveAll(dir); err != nil {
+		return fmt.Errorf("remove state directory: %w", err)
+	}
+	return nil
 }
 
 // isPinDirectory tells whether there is a directory that is an agent's: what

@@ -3,7 +3,6 @@
 package agent
 
 import (
-	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -12,24 +11,14 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/testenv"
-	"sockeye/internal/tune"
 )
 
-// TestMain also plays the keeper and the probe, which an agent starts as
-// itself.
+// TestMain also plays the keeper, which an agent starts as itself.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == KeeperCommand {
 		if Hold() != nil {
 			os.Exit(1)
 		}
-	}
-	if len(os.Args) > 1 && os.Args[1] == tune.ProbeCommand {
-		families, err := tune.ProbeConnections()
-		fmt.Println(families)
-		if err != nil {
-			os.Exit(1)
-		}
-		os.Exit(0)
 	}
 	testenv.Main(m)
 }

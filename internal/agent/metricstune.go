@@ -54,7 +54,7 @@ var tuneBounds = func() (bounds []uint64) {
 func (t *tuner) collect(out chan<- prometheus.Metric) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	out <- prometheus.MustNewConstMetric(descTuneAttached, prometheus.GaugeValue, number(t.tune != nil && t.tune.Attached()), t.name)
+	out <- prometheus.MustNewConstMetric(descTuneAttached, prometheus.GaugeValue, number(t.inForce()), t.name)
 	if t.tune == nil {
 		return nil
 	}

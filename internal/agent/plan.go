@@ -60,8 +60,8 @@ func (s *service) prepare(c config.Service) (*target, error) {
 		}
 		probe.netns.Close()
 		if c.Steering == config.Reuseport && !hasCapability(unix.CAP_SYS_ADMIN) {
-			return nil, &Error{Err: errors.New("the agent has given up the right to enter network namespaces"),
-				Hint: "restart the agent; it keeps that right if a service names a netns then", Code: CodeNotPermitted}
+			return nil, &Error{Err: errors.New("the agent has no right to enter network namespaces"),
+				Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: CodeNotPermitted}
 		}
 	}
 	if t.mapping, err = newMapping(c, s.state.Nonce); err == nil {

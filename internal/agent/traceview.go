@@ -122,7 +122,7 @@ func (a *Agent) TraceStatus(cgroup string) (*TraceStatus, error) {
 func (t *tracer) status() (TracedCgroup, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	s := TracedCgroup{Cgroup: t.name, Attached: t.trace != nil && t.trace.Attached(), Created: len(t.scope.Created) > 0,
+	s := TracedCgroup{Cgroup: t.name, Attached: t.problem == nil && t.trace != nil && t.trace.Attached(), Created: len(t.scope.Created) > 0,
 		Programs: []string{}, Rules: []TraceRuleStatus{}}
 	if t.problem != nil {
 		s.Problem, s.Hint = Message(t.problem), Hint(t.problem)

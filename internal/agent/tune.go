@@ -129,12 +129,13 @@ func (t *tuner) renew(others []tuneChange) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	path, err := t.host.findCgroup(t.name)
-	if t.tune != nil && t.tune.Attached() && err == nil && path == t.scope.Path {
+	if t.inForce() && err == nil && path == t.scope.Path {
 		return
 	}
+	before := t.problem
 	t.release()
 	if err := t.reopen(others); err != nil {
-		if t.problem == nil || t.problem.Error() != err.Error() {
+		if before == nil || before.Error() != err.Error() {
 			t.log.Warn("cgroup not tuned", "error", err)
 		}
 		t.problem = err
@@ -143,6 +144,12 @@ func (t *tuner) renew(others []tuneChange) {
 	if t.tune != nil {
 		t.log.Info("cgroup tuned", "path", t.scope.Path)
 	}
+}
+
+// inForce tells whether the rules are: the program is attached to the cgroup that
+// is there now, and has them all.
+func (t *tuner) inForce() bool {
+	return t.problem == nil && t.tune != nil && t.tune.Attached()
 }
 
 func (t *tuner) reopen(others []tuneChange) error {
@@ -246,10 +253,6 @@ func (a *Agent) startTune(policy *config.Policy) error {
 			return err
 		}
 		a.log.Info("tuning removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
-	}
-	if len(wanted) > 0 {
-		// Now, while there is every right to. An error comes again where it matters.
-		_, _ = a.host.probeTune()
 	}
 	for _, c := range wanted {
 		err := a.host.checkNested(wanted)

@@ -276,20 +276,12 @@ func (h *host) probeTune() (map[string]error, error) {
 	return h.probed, nil
 }
 
-// probeOptions probes in a cgroup at the top. There, unlike below its own, the
-// agent can make one only before it has given up its rights.
+// probeOptions probes in the agent's own cgroup, which it needs no right to
+// write to.
 func (h *host) probeOptions() (map[string]error, error) {
-	probed, err := tune.Probe(h.cgroups, h.root.Dir)
-	if !errors.Is(err, fs.ErrPermission) {
-		return probed, err
+	own, err := cgroupOf(os.Getpid())
+	if err != nil {
+		return nil, err
 	}
-	own, failed := cgroupOf(os.Getpid())
-	if failed != nil {
-		return nil, joined(err, failed)
-	}
-	probed, err = tune.Probe(filepath.Join(h.cgroups, own), h.root.Dir)
-	if errors.Is(err, fs.ErrPermission) {
-		err = withHint(err, "restart the agent, which tries options before it gives up its rights")
-	}
-	return probed, err
+	return tune.Probe(filepath.Join(h.cgroups, own), h.root.Dir)
 }

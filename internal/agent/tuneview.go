@@ -116,7 +116,7 @@ func (a *Agent) TuneStatus(cgroup string) ([]TuneStatus, error) {
 func (t *tuner) status(own []uint32) (TuneStatus, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	s := TuneStatus{Cgroup: t.name, Attached: t.tune != nil && t.tune.Attached(), Created: len(t.scope.Created) > 0,
+	s := TuneStatus{Cgroup: t.name, Attached: t.inForce(), Created: len(t.scope.Created) > 0,
 		Foreign: []TuneForeign{}, Rules: []TuneRuleStatus{}}
 	if t.problem != nil {
 		s.Problem, s.Hint = Message(t.problem), Hint(t.problem)
@@ -153,7 +153,7 @@ func (t *tuner) status(own []uint32) (TuneStatus, error) {
 func (t *tuner) summary() TunedCgroup {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	s := TunedCgroup{Cgroup: t.name, Attached: t.tune != nil && t.tune.Attached(), Rules: len(t.rules)}
+	s := TunedCgroup{Cgroup: t.name, Attached: t.inForce(), Rules: len(t.rules)}
 	if t.problem != nil {
 		s.Problem, s.Hint = Message(t.problem), Hint(t.problem)
 	}

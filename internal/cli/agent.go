@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/journal"
 )
 
 func (c *command) agentCommand() *cobra.Command {
@@ -19,20 +20,26 @@ func (c *command) agentCommand() *cobra.Command {
 		Short: "Keep the host as the policy file says",
 		Long: `The agent loads the programs, finds members, and registers their sockets. It
 may be stopped, killed or upgraded at any time: steering goes on without it,
-and the next agent takes over what it finds. SIGHUP applies the policy file.`,
+and the next agent takes over what it finds. SIGHUP applies the policy file. If
+the file is broken at the start, the agent goes on with the policy that was
+applied last, logs an error, and status tells.
+
+What goes to systemd's journal has a priority before each line, and no time.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var l slog.Level
 			if err := l.UnmarshalText([]byte(level)); err != nil {
 				return agent.Usage(fmt.Errorf("--log-level is %q", level), "debug, info, warn or error")
 			}
 			options := &slog.HandlerOptions{Level: l}
-			switch format {
-			case "text":
-				o.Log = slog.New(slog.NewTextHandler(c.Err, options))
-			case "json":
+			switch {
+			case format != "text" && format != "json":
+				return agent.Usage(fmt.Errorf("--log-format is %q", format), "text or json")
+			case c.toJournal():
+				o.Log = slog.New(journal.NewHandler(c.Err, l, format == "json"))
+			case format == "json":
 				o.Log = slog.New(slog.NewJSONHandler(c.Err, options))
 			default:
-				return agent.Usage(fmt.Errorf("--log-format is %q", format), "text or json")
+				o.Log = slog.New(slog.NewTextHandler(c.Err, options))
 			}
 			o.RunDir = c.runDir
 			return agent.Run(cmd.Context(), o)

@@ -70,6 +70,9 @@ func (c *command) check(cmd *cobra.Command, file string) error {
 	if err == nil {
 		err = checkNamed(policy)
 	}
+	if err == nil {
+		err = agent.CheckNested(policy)
+	}
 	untried := ""
 	var skipped map[string][]agent.TuneSkipped
 	if err == nil && len(policy.Tune) > 0 {

@@ -40,7 +40,7 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 				return agent.Unreadable(err, "name a policy file with --policy")
 			}
 			findings := append(broken, agent.Examine(policy, pins)...)
-			findings = append(findings, c.askAgent(cmd)...)
+			findings = append(findings, c.askAgent(cmd, policy)...)
 			if err := c.show(findings, func(w io.Writer) { diagnosis(w, findings) }); err != nil {
 				return err
 			}
@@ -61,14 +61,22 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 	return cmd
 }
 
-// askAgent adds what a running agent knows of its members and rules.
-func (c *command) askAgent(cmd *cobra.Command) []agent.Finding {
+// askAgent adds what a running agent knows of its members and rules, and the rights
+// that it needs for the policy; nil is none.
+func (c *command) askAgent(cmd *cobra.Command, policy *config.Policy) []agent.Finding {
 	var status agent.Status
 	err := c.client().Get(cmd.Context(), "/v1/status", nil, &status)
 	if err != nil {
-		return []agent.Finding{{Area: "agent", Check: "running", Result: agent.ResultNote, Detail: err.Error(), Hint: agent.Hint(err)}}
+		findings := []agent.Finding{{Area: "agent", Check: "running", Result: agent.ResultNote, Detail: err.Error(), Hint: agent.Hint(err)}}
+		if policy != nil {
+			findings = append(findings, agent.ExamineRights(policy, 0)...)
+		}
+		return findings
 	}
 	findings := []agent.Finding{{Area: "agent", Check: "running", Result: agent.ResultOK, Detail: fmt.Sprintf("pid %d", status.PID)}}
+	if policy != nil {
+		findings = append(findings, agent.ExamineRights(policy, status.PID)...)
+	}
 	for _, s := range status.Services {
 		if s.Problem != "" {
 			findings = append(findings, agent.Finding{Area: "service " + s.Name, Check: "ports held", Result: agent.ResultWarning, Detail: s.Problem, Hint: s.Hint})

@@ -28,7 +28,6 @@ import (
 	"sockeye/internal/agent"
 	"sockeye/internal/gateway"
 	"sockeye/internal/testenv"
-	"sockeye/internal/tune"
 )
 
 // TestMain plays the parts that tests start as processes of their own: an
@@ -44,7 +43,7 @@ func TestMain(m *testing.M) {
 	switch role {
 	case "sockeye":
 		os.Exit(Main(os.Args[2:], Host()))
-	case agent.KeeperCommand, tune.ProbeCommand, gateway.InsideCommand:
+	case agent.KeeperCommand, gateway.InsideCommand:
 		os.Exit(Main(os.Args[1:], Host()))
 	case "inside":
 		becomeInside(os.Args[2:])
@@ -66,6 +65,10 @@ func TestMain(m *testing.M) {
 		becomeRooted(os.Args[2:])
 	case "few-files":
 		becomeFew(os.Args[2:])
+	case "hardened":
+		becomeHardened(os.Args[2:])
+	case "attacks":
+		tryAttacks(os.Args[2:])
 	case "without-cgroups":
 		becomeCgroupless(os.Args[2:])
 	}
@@ -237,7 +240,8 @@ type host struct {
 	t                          testing.TB
 	dir, run, state, pins, log string
 	policy                     string
-	files                      int // that the agent may have; 0: as many as the test
+	files                      int    // that the agent may have; 0: as many as the test
+	sandbox                    string // of the agent: file that harden wrote, "" for none
 	agent                      *exec.Cmd
 }
 
@@ -281,11 +285,14 @@ func (h *host) agentArgs() []string {
 func (h *host) start(extra ...string) {
 	h.t.Helper()
 	command := append(h.agentArgs(), extra...)
-	if h.files > 0 {
+	switch {
+	case h.files > 0:
 		h.startBy(process("few-files", append([]string{strconv.Itoa(h.files)}, command...)...))
-		return
+	case h.sandbox != "":
+		h.startBy(process("hardened", append([]string{h.sandbox, "sockeye"}, command...)...))
+	default:
+		h.startBy(process("sockeye", command...))
 	}
-	h.startBy(process("sockeye", command...))
 }
 
 // startBy is start, with the agent's process prepared.

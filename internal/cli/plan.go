@@ -28,14 +28,10 @@ tells what would change and what that does to devices, members and connections.`
 				return agent.Usage(errors.New("--previous and FILE do not go together"), "usage: "+cmd.UseLine())
 			}
 			if len(args) == 1 {
-				text, err := os.ReadFile(args[0])
-				if err != nil {
-					return agent.Unreadable(fmt.Errorf("read policy file: %w", err), "name a policy file")
-				}
-				if candidate.Path, err = filepath.Abs(args[0]); err != nil {
+				var err error
+				if candidate, err = candidateOf(args[0]); err != nil {
 					return err
 				}
-				candidate.Text = string(text)
 			}
 			var plan agent.Plan
 			if err := c.client().Post(cmd.Context(), "/v1/plan", candidate, &plan); err != nil {
@@ -46,6 +42,17 @@ tells what would change and what that does to devices, members and connections.`
 	}
 	cmd.Flags().BoolVar(&previous, "previous", false, "compare the policy before the last apply")
 	return cmd
+}
+
+// candidateOf reads a policy file for the agent, which may not see it where it is.
+func candidateOf(file string) (candidate agent.Candidate, err error) {
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return candidate, agent.Unreadable(fmt.Errorf("read policy file: %w", err), "name a policy file")
+	}
+	candidate.Text = string(text)
+	candidate.Path, err = filepath.Abs(file)
+	return candidate, err
 }
 
 func changes(w io.Writer, list []agent.Change, none string) {

@@ -87,7 +87,7 @@ func TestRefusals(t *testing.T) {
 		{"plan DIR/no-netns.yaml", 2, "service telemetry: open network namespace: open /run/netns/nosuch: no such file or directory", "create it, or correct netns"},
 		{"plan DIR/not-netns.yaml", 2, "service telemetry: open network namespace: /etc/passwd is none", "correct netns, as in /run/netns/NAME"},
 		{"plan DIR/fifo-netns.yaml", 2, "service telemetry: open network namespace: DIR/fifo is none", "correct netns, as in /run/netns/NAME"},
-		{"plan DIR/other-netns.yaml", 4, "service telemetry: the agent has given up the right to enter network namespaces", "restart the agent; it keeps that right if a service names a netns then"},
+		{"plan DIR/other-netns.yaml", 4, "service telemetry: the agent has no right to enter network namespaces", "restart the agent; it keeps that right if a service names a netns then"},
 		{"plan DIR/no-cgroup.yaml", 2, "service telemetry: find cgroup: stat CGROUPS/nosuch: no such file or directory", "create it, or correct cgroup"},
 		{"plan DIR/policy.yaml --previous", 2, "--previous and FILE do not go together", "usage: sockeye plan [FILE] [flags]"},
 		{"plan --previous", 2, "there is no previous policy", "apply keeps the policy that it replaces"},

@@ -5,6 +5,7 @@ package cli
 import (
 	"fmt"
 	"io"
+	"os"
 
 	"github.com/spf13/cobra"
 
@@ -16,10 +17,15 @@ type removal struct {
 	Removed string `json:"removed"`
 	// Reverted are the interfaces that have the sizes from before again.
 	Reverted []string `json:"reverted"`
+	// State is the state directory, if there is one, and StateRemoved whether it was
+	// removed.
+	State        string `json:"state,omitempty"`
+	StateRemoved bool   `json:"state_removed"`
 }
 
 func (c *command) resetCommand() *cobra.Command {
 	var pins, stateDir string
+	var state bool
 	cmd := &cobra.Command{
 		Use:   "reset",
 		Short: "Stop steering, tuning and tracing, and take BIG TCP back: remove all pins, programs and keepers",
@@ -27,8 +33,10 @@ func (c *command) resetCommand() *cobra.Command {
 takes the programs off the members' ports, which the kernel's own hash then
 serves, ends tuning, and removes the pins and the cgroups that were made for
 it. Open connections keep what was set on them. Interfaces get the sizes back
-that they had before bigtcp, of agents and commands. No agent may run. The
-state directory, with the nonce, stays.`,
+that they had before bigtcp, of agents and commands. No agent may run.
+
+The state directory stays unless --state is given: with it, the next agent has
+every device in the slot where it was.`,
 		RunE: func(*cobra.Command, []string) error {
 			removed, err := agent.Reset(pins)
 			if err != nil {
@@ -41,20 +49,37 @@ state directory, with the nonce, stays.`,
 			if !removed {
 				pins = ""
 			}
-			return c.show(&removal{pins, reverted}, func(w io.Writer) {
+			r := removal{Removed: pins, Reverted: reverted}
+			if _, err := os.Stat(stateDir); err == nil {
+				r.State = stateDir
+			}
+			if state && r.State != "" {
+				if err := agent.RemoveState(stateDir); err != nil {
+					return err
+				}
+				r.StateRemoved = true
+			}
+			return c.show(&r, func(w io.Writer) {
 				if removed {
 					fmt.Fprintln(w, "removed", pins)
 				}
 				if len(reverted) > 0 {
 					fmt.Fprintln(w, "took the sizes back of", some(reverted, 8))
 				}
-				if !removed && len(reverted) == 0 {
+				if !removed && len(reverted) == 0 && !r.StateRemoved {
 					fmt.Fprintln(w, "there was nothing to remove")
+				}
+				switch {
+				case r.StateRemoved:
+					fmt.Fprintln(w, "removed", r.State)
+				case r.State != "":
+					fmt.Fprintf(w, "kept %s: with it devices have the same slots again; --state removes it\n", r.State)
 				}
 			})
 		},
 	}
 	cmd.Flags().StringVar(&pins, "pins", defaultPins, "directory of the pins, in a bpffs")
-	cmd.Flags().StringVar(&stateDir, "state-dir", defaultStateDir, "directory of what was there before bigtcp")
+	cmd.Flags().BoolVar(&state, "state", false, "remove the state directory, too")
+	cmd.Flags().StringVar(&stateDir, "state-dir", defaultStateDir, "directory of what is kept over reboots")
 	return cmd
 }

@@ -22,6 +22,7 @@ import (
 
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
+	"sockeye/internal/journal"
 )
 
 // Environment is what commands touch of the world.
@@ -106,6 +107,7 @@ const (
 )
 
 func (c *command) root() *cobra.Command {
+	var version bool
 	root := &cobra.Command{
 		Use:   "sockeye",
 		Short: "Make every network device's traffic return to the same process",
@@ -120,7 +122,12 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		Args:          noCommand,
-		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if version {
+				return c.showVersion()
+			}
+			return cmd.Help()
+		},
 		PersistentPreRunE: func(*cobra.Command, []string) error {
 			if c.output != "table" && c.output != "json" {
 				return agent.Usage(fmt.Errorf("--output is %q", c.output), "table or json")
@@ -133,9 +140,10 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	root.SetIn(c.In)
 	root.PersistentFlags().StringVar(&c.runDir, "run-dir", defaultRunDir, "directory of the agent's socket")
 	root.PersistentFlags().StringVarP(&c.output, "output", "o", "table", "table or json")
+	root.Flags().BoolVar(&version, "version", false, "show the version")
 	root.SetFlagErrorFunc(badFlag)
 	root.AddCommand(
-		c.agentCommand(), c.holdCommand(), c.probeCommand(), c.resetCommand(),
+		c.agentCommand(), c.holdCommand(), c.resetCommand(),
 		c.runCommand(), c.registerCommand(), c.unregisterCommand(),
 		c.statusCommand(), c.slotsCommand(), c.devicesCommand(), c.whereCommand(),
 		c.checkCommand(), c.planCommand(), c.applyCommand(),
@@ -263,10 +271,20 @@ func (c *command) report(err error) {
 		_ = c.json(agent.Failure{Error: agent.Message(err), Hint: agent.Hint(err), Code: agent.Code(err)})
 		return
 	}
-	fmt.Fprintf(c.Err, "sockeye: %s\n", agent.Message(err))
+	text := fmt.Sprintf("sockeye: %s\n", agent.Message(err))
 	if hint := agent.Hint(err); hint != "" {
-		fmt.Fprintf(c.Err, "hint: %s\n", hint)
+		text += fmt.Sprintf("hint: %s\n", hint)
 	}
+	if c.toJournal() {
+		text = journal.Lines(journal.Error, text)
+	}
+	fmt.Fprint(c.Err, text)
+}
+
+// toJournal tells whether errors and logs go to systemd's journal.
+func (c *command) toJournal() bool {
+	f, ok := c.Err.(*os.File)
+	return ok && journal.Connected(f)
 }
 
 func (c *command) client() *agent.Client { return agent.NewClient(agent.SocketPath(c.runDir)) }

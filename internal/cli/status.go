@@ -30,6 +30,11 @@ func (c *command) statusCommand() *cobra.Command {
 func (c *command) status(w io.Writer, s *agent.Status) {
 	fmt.Fprintf(w, "agent %s, pid %d, up %s, policy %s\n\n", s.Version, s.PID,
 		c.Now().Sub(s.Started).Round(time.Second), s.Policy)
+	if s.PolicyProblem != "" {
+		fmt.Fprintln(w, s.PolicyProblem)
+		hint(w, s.PolicyHint)
+		fmt.Fprintln(w)
+	}
 	if len(s.Services) > 0 {
 		fmt.Fprintln(w, "SERVICE\tSTEERING\tREADY\tWHEN EMPTY\tHELD\tLISTENERS")
 	}

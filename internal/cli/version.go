@@ -29,13 +29,15 @@ func (c *command) versionCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "version",
 		Short: "Show the version",
-		RunE: func(*cobra.Command, []string) error {
-			v := version{Version, runtime.Version(), runtime.GOARCH, bpf.Schema, kernelRelease()}
-			return c.show(&v, func(w io.Writer) {
-				fmt.Fprintf(w, "sockeye %s, %s %s, pin schema %d, Linux %s\n", v.Version, v.Go, v.Arch, v.Schema, v.Kernel)
-			})
-		},
+		RunE:  func(*cobra.Command, []string) error { return c.showVersion() },
 	}
+}
+
+func (c *command) showVersion() error {
+	v := version{Version, runtime.Version(), runtime.GOARCH, bpf.Schema, kernelRelease()}
+	return c.show(&v, func(w io.Writer) {
+		fmt.Fprintf(w, "sockeye %s, %s %s, pin schema %d, Linux %s\n", v.Version, v.Go, v.Arch, v.Schema, v.Kernel)
+	})
 }
 
 func kernelRelease() string {

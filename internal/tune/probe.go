@@ -3,16 +3,11 @@
 package tune
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"net/netip"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"runtime"
-	"strings"
-	"syscall"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -22,53 +17,50 @@ import (
 	"sockeye/internal/config"
 )
 
-// ProbeCommand is the hidden command that makes the connections on which Probe
-// tries the options. It calls ProbeConnections, and prints what that returns.
-const ProbeCommand = "probe"
+// enotsupp is no errno of user space; the kernel's bpf_setsockopt returns it.
+const enotsupp = unix.Errno(524)
 
-const (
-	probePrefix  = "sockeye-probe-"
-	probeTimeout = 10 * time.Second
-	// enotsupp is no errno of user space; the kernel's bpf_setsockopt returns it.
-	enotsupp = unix.Errno(524)
-)
+// probeWait bounds each call on a probe's sockets.
+const probeWait = 2500 * time.Millisecond
 
-// Probe tries every option on the running kernel, by the program itself: in a
-// cgroup of its own below the cgroup folder, on connections over loopback. The
-// directory pins is in a bpffs; no two probes may use it at the same time. The
-// error of an option wraps ebpf.ErrNotSupported if the kernel lacks it.
+// Probe tries every option on the running kernel, by the program itself, on
+// connections of this process over loopback. cgroup is the folder of the cgroup
+// that this process is in; the program is attached to it meanwhile, and its rule
+// matches the probe's own ports alone. Nothing is written to the cgroup file
+// system. The directory pins is in a bpffs; no two probes may use it at the same
+// time. The error of an option wraps ebpf.ErrNotSupported if the kernel lacks it.
 //
-// A probe that is killed leaves at most its empty cgroup and pins, which the
-// next one removes.
-func Probe(folder, pins string) (_ map[string]error, err error) {
-	removeStaleProbes(folder)
-	cgroup := filepath.Join(folder, fmt.Sprintf("%s%d", probePrefix, os.Getpid()))
-	// One that is there was left by a process that had the same number.
-	if err := os.Mkdir(cgroup, 0o755); err != nil && !errors.Is(err, os.ErrExist) {
-		return nil, fmt.Errorf("create cgroup: %w", err)
-	}
-	defer func() {
-		if failed := unix.Rmdir(cgroup); failed != nil {
-			err = errors.Join(err, fmt.Errorf("remove cgroup %s: %w", cgroup, failed))
-		}
-	}()
+// A probe that is killed leaves at most its pins, which the next one removes.
+func Probe(cgroup, pins string) (_ map[string]error, err error) {
 	t, err := openProbe(filepath.Join(pins, bpf.TunePins+"probe"), cgroup)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, t.Close()) }()
-	rules, err := Compile([]config.TuneRule{probeRule()}, nil, nil)
+	listeners, err := probeListeners()
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		for _, l := range listeners {
+			unix.Close(l.fd)
+		}
+	}()
+	rules, err := Compile([]config.TuneRule{probeRule(listeners)}, nil, nil)
 	if err != nil {
 		return nil, err
 	}
 	if err := t.Install(rules); err != nil {
 		return nil, err
 	}
-	ipv6, err := runProbe(cgroup)
-	if err != nil {
-		return nil, err
+	ipv6 := false
+	for _, l := range listeners {
+		if err := l.connect(); err != nil {
+			return nil, fmt.Errorf("make connections to try options on: %w", err)
+		}
+		ipv6 = ipv6 || l.domain == unix.AF_INET6
 	}
-	if err := checkProbed(t, ipv6); err != nil {
+	if err := checkProbed(t, len(listeners)); err != nil {
 		return nil, err
 	}
 	failures, err := t.Failures()
@@ -123,7 +115,7 @@ func probeError(option string, errno unix.Errno) error {
 
 // checkProbed fails unless the program has seen both ends of the connections:
 // nothing fails that is not tried.
-func checkProbed(t *bpf.Tune, ipv6 bool) error {
+func checkProbed(t *bpf.Tune, connections int) error {
 	rules, err := t.Rules()
 	if err != nil {
 		return err
@@ -136,38 +128,23 @@ func checkProbed(t *bpf.Tune, ipv6 bool) error {
 		}
 		established += s.Established
 	}
-	want := uint64(2)
-	if ipv6 {
-		want = 4
-	}
-	if established < want {
+	if want := uint64(2 * connections); established < want {
 		return fmt.Errorf("try options: the program has seen %d ends of connections, of %d", established, want)
 	}
 	return nil
 }
 
-// removeStaleProbes removes what probes that were killed left behind.
-func removeStaleProbes(folder string) {
-	left, err := os.ReadDir(folder)
-	if err != nil {
-		return
-	}
-	for _, e := range left {
-		owner, ok := strings.CutPrefix(e.Name(), probePrefix)
-		if !ok {
-			continue
-		}
-		if _, err := os.Stat(filepath.Join("/proc", owner)); errors.Is(err, os.ErrNotExist) {
-			// One whose command is still ending is left to the next probe.
-			_ = unix.Rmdir(filepath.Join(folder, e.Name()))
-		}
-	}
-}
-
 // probeRule sets everything, to the largest values, which bound least. A mark or
-// an interface could lead elsewhere.
-func probeRule() config.TuneRule {
+// an interface could lead elsewhere. It matches no connection but the probe's: the
+// cgroup has others.
+func probeRule(listeners []*probeListener) config.TuneRule {
 	rule := config.TuneRule{Name: "probe", Observe: config.ObserveOff}
+	for _, l := range listeners {
+		port := l.at.Port()
+		rule.Match.Ports = append(rule.Match.Ports, config.PortRange{First: port, Last: port})
+		addr := l.at.Addr().Unmap()
+		rule.Match.Local = append(rule.Match.Local, config.PrefixTerm{Prefix: netip.PrefixFrom(addr, addr.BitLen())})
+	}
 	for _, o := range config.TuneOptions {
 		s := config.Setting{Option: o.Name, Value: o.Max}
 		switch {
@@ -183,82 +160,79 @@ func probeRule() config.TuneRule {
 	return rule
 }
 
-// runProbe makes connections from inside a cgroup.
-func runProbe(cgroup string) (ipv6 bool, err error) {
-	dir, err := os.Open(cgroup)
-	if err != nil {
-		return false, fmt.Errorf("open cgroup: %w", err)
-	}
-	defer dir.Close()
-	ctx, cancel := context.WithTimeout(context.Background(), probeTimeout)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, "/proc/self/exe", ProbeCommand)
-	cmd.Args[0] = "sockeye"
-	cmd.Dir = "/"
-	cmd.Env = []string{"GOMAXPROCS=1"}
-	cmd.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(dir.Fd()), Pdeathsig: unix.SIGKILL}
-	// It is the end of the thread that ends the command.
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	output, err := cmd.CombinedOutput()
-	if ctx.Err() != nil {
-		err = ctx.Err()
-	}
-	if err != nil {
-		return false, fmt.Errorf("make connections to try options on: %w: %s", err, strings.TrimSpace(string(output)))
-	}
-	return strings.Contains(string(output), "ipv6"), nil
+// probeListener is a TCP socket that listens on loopback.
+type probeListener struct {
+	fd     int
+	domain int
+	at     netip.AddrPort
 }
 
-// ProbeConnections makes a connection over loopback with each family, and
-// returns those that worked. Without IPv4 it fails.
-func ProbeConnections() (families []string, err error) {
+// probeListeners listens on loopback with each family that the host has. Without
+// IPv4 it fails.
+func probeListeners() ([]*probeListener, error) {
 	loopback := netip.MustParseAddr("127.0.0.1")
-	if err := probeConnection(unix.AF_INET, loopback); err != nil {
+	v4, err := listenProbe(unix.AF_INET, loopback)
+	if err != nil {
 		return nil, err
 	}
-	err = probeConnection(unix.AF_INET6, netip.IPv6Loopback())
+	v6, err := listenProbe(unix.AF_INET6, netip.IPv6Loopback())
 	if err != nil {
 		// A host may have the sockets, but no address.
-		err = probeConnection(unix.AF_INET6, netip.AddrFrom16(loopback.As16()))
+		v6, err = listenProbe(unix.AF_INET6, netip.AddrFrom16(loopback.As16()))
 	}
 	if err != nil {
-		return []string{"ipv4"}, nil
+		return []*probeListener{v4}, nil
 	}
-	return []string{"ipv4", "ipv6"}, nil
+	return []*probeListener{v4, v6}, nil
 }
 
-func probeConnection(domain int, addr netip.Addr) error {
-	l, err := probeSocket(domain)
+func listenProbe(domain int, addr netip.Addr) (_ *probeListener, err error) {
+	fd, err := probeSocket(domain)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	defer unix.Close(l)
-	if err := unix.Bind(l, probeAddress(addr)); err != nil {
-		return fmt.Errorf("bind to %s: %w", addr, err)
+	defer func() {
+		if err != nil {
+			unix.Close(fd)
+		}
+	}()
+	if err := unix.Bind(fd, probeAddress(netip.AddrPortFrom(addr, 0))); err != nil {
+		return nil, fmt.Errorf("bind to %s: %w", addr, err)
 	}
-	if err := unix.Listen(l, 1); err != nil {
-		return fmt.Errorf("listen on %s: %w", addr, err)
+	if err := unix.Listen(fd, 1); err != nil {
+		return nil, fmt.Errorf("listen on %s: %w", addr, err)
 	}
-	at, err := unix.Getsockname(l)
+	at, err := unix.Getsockname(fd)
 	if err != nil {
-		return fmt.Errorf("read address of listener: %w", err)
+		return nil, fmt.Errorf("read address of listener: %w", err)
 	}
-	c, err := probeSocket(domain)
+	port := 0
+	switch at := at.(type) {
+	case *unix.SockaddrInet4:
+		port = at.Port
+	case *unix.SockaddrInet6:
+		port = at.Port
+	}
+	return &probeListener{fd, domain, netip.AddrPortFrom(addr, uint16(port))}, nil
+}
+
+// connect makes a connection to the listener, and closes both ends.
+func (l *probeListener) connect() error {
+	c, err := probeSocket(l.domain)
 	if err != nil {
 		return err
 	}
 	defer unix.Close(c)
 	// What a signal interrupts goes on, and is accepted when it is done.
-	if err := unix.Connect(c, at); err != nil && !errors.Is(err, unix.EINTR) {
-		return fmt.Errorf("connect to %s: %w", addr, err)
+	if err := unix.Connect(c, probeAddress(l.at)); err != nil && !errors.Is(err, unix.EINTR) {
+		return fmt.Errorf("connect to %s: %w", l.at, err)
 	}
-	a, _, err := unix.Accept4(l, unix.SOCK_CLOEXEC)
+	a, _, err := unix.Accept4(l.fd, unix.SOCK_CLOEXEC)
 	for errors.Is(err, unix.EINTR) {
-		a, _, err = unix.Accept4(l, unix.SOCK_CLOEXEC)
+		a, _, err = unix.Accept4(l.fd, unix.SOCK_CLOEXEC)
 	}
 	if err != nil {
-		return fmt.Errorf("accept on %s: %w", addr, err)
+		return fmt.Errorf("accept on %s: %w", l.at, err)
 	}
 	return unix.Close(a)
 }
@@ -269,7 +243,7 @@ func probeSocket(domain int) (int, error) {
 	if err != nil {
 		return -1, fmt.Errorf("create socket: %w", err)
 	}
-	wait := unix.NsecToTimeval((probeTimeout / 4).Nanoseconds())
+	wait := unix.NsecToTimeval(probeWait.Nanoseconds())
 	for _, name := range []int{unix.SO_RCVTIMEO, unix.SO_SNDTIMEO} {
 		if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, name, &wait); err != nil {
 			unix.Close(fd)
@@ -279,10 +253,9 @@ func probeSocket(domain int) (int, error) {
 	return fd, nil
 }
 
-// probeAddress is an address, with any port.
-func probeAddress(addr netip.Addr) unix.Sockaddr {
-	if addr.Is4() {
-		return &unix.SockaddrInet4{Addr: addr.As4()}
+func probeAddress(at netip.AddrPort) unix.Sockaddr {
+	if at.Addr().Is4() {
+		return &unix.SockaddrInet4{Port: int(at.Port()), Addr: at.Addr().As4()}
 	}
-	return &unix.SockaddrInet6{Addr: addr.As16()}
+	return &unix.SockaddrInet6{Port: int(at.Port()), Addr: at.Addr().As16()}
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/testenv"
 	"sockeye/internal/tune"
@@ -26,58 +27,43 @@ import (
 // probeRole has a process probe all the time, in the folders that it names.
 const probeRole = "TUNE_TEST_PROBE"
 
-// init plays the parts that are processes of their own. A probe starts this
-// program as itself, with nothing but the name of the command.
+// init plays the part that is a process of its own.
 func init() {
 	if folders := os.Getenv(probeRole); folders != "" {
-		mount, pins, _ := strings.Cut(folders, " ")
+		cgroup, pins, _ := strings.Cut(folders, " ")
 		for {
-			if _, err := tune.Probe(mount, pins); err != nil {
+			if _, err := tune.Probe(cgroup, pins); err != nil {
 				fmt.Fprintln(os.Stderr, err)
 				os.Exit(1)
 			}
 		}
 	}
-	if len(os.Args) < 2 || os.Args[1] != tune.ProbeCommand {
-		return
-	}
-	families, err := tune.ProbeConnections()
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
-	fmt.Println(families)
-	os.Exit(0)
 }
 
-// probeFolders are a cgroup and a directory in a bpffs.
-func probeFolders(t testing.TB) (mount, pins string) {
+// probeFolders are this process' own cgroup and a directory in a bpffs.
+func probeFolders(t testing.TB) (cgroup, pins string) {
 	t.Helper()
-	mount = filepath.Join(testenv.Cgroup(), "probes")
-	if err := os.Mkdir(mount, 0o755); err != nil {
+	return testenv.Cgroup(), testenv.BPFFS(t)
+}
+
+// leftovers are pins, and programs that are attached to a cgroup.
+func leftovers(t testing.TB, cgroup, pins string) (left []string) {
+	t.Helper()
+	entries, err := os.ReadDir(pins)
+	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
-		if err := unix.Rmdir(mount); err != nil {
-			t.Error(err)
+	for _, e := range entries {
+		if e.IsDir() {
+			left = append(left, filepath.Join(pins, e.Name()))
 		}
-	})
-	return mount, testenv.BPFFS(t)
-}
-
-// leftovers are cgroups below a folder, and pins.
-func leftovers(t testing.TB, mount, pins string) (left []string) {
-	t.Helper()
-	for _, folder := range []string{mount, pins} {
-		entries, err := os.ReadDir(folder)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, e := range entries {
-			if e.IsDir() {
-				left = append(left, filepath.Join(folder, e.Name()))
-			}
-		}
+	}
+	ids, err := bpf.SockOps(cgroup)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range ids {
+		left = append(left, fmt.Sprintf("program %d", id))
 	}
 	return left
 }
@@ -207,27 +193,132 @@ func setLo(t testing.TB, up bool) {
 }
 
 func TestProbeFails(t *testing.T) {
-	mount, pins := probeFolders(t)
+	cgroup, pins := probeFolders(t)
 	plain := t.TempDir()
+	other := filepath.Join(cgroup, "other")
+	if err := os.Mkdir(other, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := unix.Rmdir(other); err != nil {
+			t.Error(err)
+		}
+	}()
 	for name, folders := range map[string][2]string{
-		"no cgroup":          {filepath.Join(mount, "nonesuch"), pins},
-		"not a cgroup":       {plain, pins},
-		"not a bpffs":        {mount, plain},
-		"pins below a file":  {mount, filepath.Join(mount, "cgroup.procs")},
-		"cgroup of the host": {filepath.Join(mount, "cgroup.procs"), pins},
+		"no cgroup":            {filepath.Join(cgroup, "nonesuch"), pins},
+		"not a cgroup":         {plain, pins},
+		"cgroup of others":     {other, pins},
+		"not a bpffs":          {cgroup, plain},
+		"pins below a file":    {cgroup, filepath.Join(cgroup, "cgroup.procs")},
+		"a file, not a cgroup": {filepath.Join(cgroup, "cgroup.procs"), pins},
 	} {
 		if probed, err := tune.Probe(folders[0], folders[1]); err == nil {
 			t.Errorf("%s: probed %v", name, probed)
 		} else if strings.Contains(err.Error(), "\n") {
 			t.Errorf("%s: error of several lines: %v", name, err)
 		}
-		if left := leftovers(t, mount, pins); len(left) > 0 {
+		if left := leftovers(t, cgroup, pins); len(left) > 0 {
 			t.Errorf("%s: left behind: %v", name, left)
 		}
 	}
-	if left := leftovers(t, plain, plain); len(left) > 0 {
-		t.Errorf("left behind: %v", left)
+	if entries, err := os.ReadDir(plain); err != nil || len(entries) > 0 {
+		t.Errorf("left behind: %v, %v", entries, err)
 	}
+}
+
+// TestProbeReadOnlyCgroups probes where the cgroup file system cannot be written
+// to, as below ProtectControlGroups= of systemd, and where no process can be
+// started in a cgroup.
+func TestProbeReadOnlyCgroups(t *testing.T) {
+	cgroup, pins := probeFolders(t)
+	err := testenv.OnThread(func() error {
+		// The thread's own mounts: its end undoes all.
+		if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
+			return os.NewSyscallError("unshare", err)
+		}
+		mount := filepath.Dir(cgroup)
+		if err := unix.Mount(mount, mount, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
+			return os.NewSyscallError("mount", err)
+		}
+		if err := unix.Mount("", mount, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""); err != nil {
+			return os.NewSyscallError("remount", err)
+		}
+		if err := os.Mkdir(filepath.Join(cgroup, "written"), 0o755); !errors.Is(err, unix.EROFS) {
+			return fmt.Errorf("the cgroup file system is not read-only: %w", err)
+		}
+		expectProbed(t, cgroup, pins)
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestProbeLeavesOthersAlone has connections made in the same cgroup all the
+// time, while the kernel is probed: none gets what the probe sets.
+func TestProbeLeavesOthersAlone(t *testing.T) {
+	cgroup, pins := probeFolders(t)
+	n := newNetworks(t)[0]
+	fd, at := listenSocket(t, n.domain, n.addr)
+	before := make([]byte, 0, 64)
+	done, stopped := make(chan struct{}), make(chan error, 1)
+	go func() {
+		for {
+			select {
+			case <-done:
+				stopped <- nil
+				return
+			default:
+			}
+			client, server, err := pairOf(fd, n.domain, at)
+			if err != nil {
+				stopped <- err
+				return
+			}
+			for _, end := range []int{client, server} {
+				congestion, err := unix.GetsockoptString(end, unix.IPPROTO_TCP, unix.TCP_CONGESTION)
+				priority, failed := unix.GetsockoptInt(end, unix.SOL_SOCKET, unix.SO_PRIORITY)
+				idle, last := unix.GetsockoptInt(end, unix.IPPROTO_TCP, unix.TCP_KEEPIDLE)
+				got := fmt.Sprint(congestion, priority, idle, errors.Join(err, failed, last))
+				if len(before) == 0 {
+					before = append(before, got...)
+				}
+				if got != string(before) {
+					stopped <- fmt.Errorf("a connection of others has %s, before the probe %s", got, before)
+					unix.Close(client)
+					unix.Close(server)
+					return
+				}
+			}
+			unix.Close(client)
+			unix.Close(server)
+		}
+	}()
+	for range 5 {
+		expectProbed(t, cgroup, pins)
+	}
+	close(done)
+	if err := <-stopped; err != nil {
+		t.Error(err)
+	}
+}
+
+// pairOf makes a connection to a listener.
+func pairOf(listener, domain int, at netip.AddrPort) (client, server int, err error) {
+	client, err = unix.Socket(domain, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
+	if err != nil {
+		return -1, -1, err
+	}
+	if err := unix.Connect(client, sockaddr(at)); err != nil {
+		unix.Close(client)
+		return -1, -1, err
+	}
+	server, _, err = unix.Accept4(listener, unix.SOCK_CLOEXEC)
+	if err != nil {
+		unix.Close(client)
+		return -1, -1, err
+	}
+	return client, server, nil
 }
 
 // TestProbeConnectionsFail turns loopback off.
@@ -251,12 +342,12 @@ func TestProbeWithoutIPv6Address(t *testing.T) {
 }
 
 // TestProbeKilled kills probes at different moments: what they leave is gone
-// after the next one, and what is another's stays.
+// after the next one.
 func TestProbeKilled(t *testing.T) {
-	mount, pins := probeFolders(t)
+	cgroup, pins := probeFolders(t)
 	for _, after := range []time.Duration{20, 100, 300, 700} {
 		cmd := exec.Command("/proc/self/exe")
-		cmd.Env = append(os.Environ(), probeRole+"="+mount+" "+pins)
+		cmd.Env = append(os.Environ(), probeRole+"="+cgroup+" "+pins)
 		var errs bytes.Buffer
 		cmd.Stderr = &errs
 		if err := cmd.Start(); err != nil {
@@ -267,35 +358,12 @@ func TestProbeKilled(t *testing.T) {
 		if errs.Len() > 0 {
 			t.Error(errs.String())
 		}
-		left := leftovers(t, mount, pins)
+		left := leftovers(t, cgroup, pins)
 		t.Logf("killed after %dms: left %v", after, left)
 	}
-	theirs := filepath.Join(mount, "sockeye-probe-1")
-	if err := os.Mkdir(theirs, 0o755); err != nil {
+	if _, err := tune.Probe(cgroup, pins); err != nil {
 		t.Fatal(err)
 	}
-	within(t, "the end of the last command", func() bool {
-		groups, err := filepath.Glob(filepath.Join(mount, "*/cgroup.procs"))
-		check(t, err)
-		for _, path := range groups {
-			procs, err := os.ReadFile(path)
-			check(t, err)
-			if len(procs) > 0 {
-				return false
-			}
-		}
-		return true
-	})
-	// The first one may find that the kernel is not done with it yet.
-	for range 2 {
-		if _, err := tune.Probe(mount, pins); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if left := leftovers(t, mount, pins); len(left) != 1 || left[0] != theirs {
-		t.Errorf("left behind: %v, want the one of process 1 alone", left)
-	}
-	if err := unix.Rmdir(theirs); err != nil {
-		t.Error(err)
-	}
+	// The kernel frees what a process held a moment after its end.
+	within(t, "the end of what was left", func() bool { return len(leftovers(t, cgroup, pins)) == 0 })
 }

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package dist_test holds the unit and its drop-ins against systemd's own tools.
+package dist_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// install lays the unit and drop-ins out as make install does, below a root, and
+// returns that of the root and the unit's path.
+func install(t *testing.T, dropIns ...string) (root, unit string) {
+	t.Helper()
+	if _, err := exec.LookPath("systemd-analyze"); err != nil {
+		t.Fatal("systemd-analyze is of the package systemd: ", err)
+	}
+	root = t.TempDir()
+	write := func(name string, text []byte, mode os.FileMode) string {
+		path := filepath.Join(root, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, text, mode); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	binary := write("usr/local/bin/sockeye", []byte("#!/bin/sh\n"), 0o755)
+	text, err := os.ReadFile("sockeye.service")
+	if err != nil {
+		t.Fatal(err)
+	}
+	prefix := strings.TrimSuffix(binary, "/bin/sockeye")
+	unit = write("etc/systemd/system/sockeye.service", bytes.ReplaceAll(text, []byte("@PREFIX@"), []byte(prefix)), 0o644)
+	for _, name := range dropIns {
+		text, err := os.ReadFile(filepath.Join("sockeye.service.d", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		write("etc/systemd/system/sockeye.service.d/"+name, text, 0o644)
+	}
+	return root, unit
+}
+
+// finding is one line of systemd-analyze security: what is set is safe.
+type finding struct {
+	Set   *bool  `json:"set"`
+	Field string `json:"json_field"`
+}
+
+// analyze returns the score, of 10, and what is not safe.
+func analyze(t *testing.T, root string) (score float64, unsafe []string) {
+	t.Helper()
+	run := func(more ...string) []byte {
+		cmd := exec.Command("systemd-analyze", append([]string{"security", "--offline=true", "--no-pager", "--root=" + root, "sockeye.service"}, more...)...)
+		var errs bytes.Buffer
+		cmd.Stderr = &errs
+		out, err := cmd.Output()
+		if err != nil {
+			t.Fatalf("%v: %s", err, errs.String())
+		}
+		return out
+	}
+	match := regexp.MustCompile(`exposure level for sockeye\.service: ([0-9.]+)`).FindSubmatch(run())
+	if match == nil {
+		t.Fatal("systemd-analyze gives no score")
+	}
+	score, err := strconv.ParseFloat(string(match[1]), 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var findings []finding
+	if err := json.Unmarshal(run("--json=short"), &findings); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range findings {
+		if f.Set != nil && !*f.Set {
+			// Versions differ in how they name several that are one.
+			for _, first := range []string{"CapabilityBoundingSet_CAP_NET_BIND_SERVICE", "CapabilityBoundingSet_CAP_SYS_NICE"} {
+				if strings.HasPrefix(f.Field, first) {
+					f.Field = first
+				}
+			}
+			unsafe = append(unsafe, f.Field)
+		}
+	}
+	return score, unsafe
+}
+
+// TestUnitScore is what a compromised agent is left with, in systemd's measure.
+func TestUnitScore(t *testing.T) {
+	root, _ := install(t)
+	score, unsafe := analyze(t, root)
+	t.Logf("score %.1f, not safe: %s", score, strings.Join(unsafe, " "))
+	if score > 3.0 {
+		t.Errorf("the unit scores %.1f, want 3.0 or less", score)
+	}
+	for _, field := range []string{
+		"CapabilityBoundingSet_CAP_SYS_ADMIN", "CapabilityBoundingSet_CAP_SYS_NICE", "NoNewPrivileges",
+		"ProtectSystem", "ProtectControlGroups", "ProtectKernelTunables", "MemoryDenyWriteExecute", "RestrictSUIDSGID",
+		"PrivateTmp", "PrivateDevices", "UMask", "RestrictNamespaces_user", "RestrictNamespaces_net", "SystemCallFilter_mount",
+	} {
+		if slices.Contains(unsafe, field) {
+			t.Errorf("%s is not safe", field)
+		}
+	}
+}
+
+// TestDropInsCombine adds each drop-in to the unit, then all: one gives what it is
+// for and takes nothing away.
+func TestDropInsCombine(t *testing.T) {
+	root, _ := install(t)
+	_, base := analyze(t, root)
+	gives := map[string][]string{
+		"netns.conf":   {"CapabilityBoundingSet_CAP_SYS_ADMIN", "RestrictNamespaces_net"},
+		"cgroups.conf": {"ProtectControlGroups"},
+		"ports.conf":   {"CapabilityBoundingSet_CAP_NET_BIND_SERVICE"},
+	}
+	files, err := filepath.Glob("sockeye.service.d/*.conf")
+	if err != nil || len(files) != len(gives) {
+		t.Fatalf("drop-ins %v, %v", files, err)
+	}
+	var all, given []string
+	check := func(wanted []string, names ...string) {
+		t.Helper()
+		root, _ := install(t, names...)
+		score, unsafe := analyze(t, root)
+		var more []string
+		for _, field := range unsafe {
+			if !slices.Contains(base, field) {
+				more = append(more, field)
+			}
+		}
+		slices.Sort(more)
+		slices.Sort(wanted)
+		t.Logf("%v: score %.1f", names, score)
+		if !slices.Equal(more, wanted) {
+			t.Errorf("%v give %v, want %v", names, more, wanted)
+		}
+		if score > 4 {
+			t.Errorf("%v: score %.1f", names, score)
+		}
+	}
+	for _, file := range files {
+		name := filepath.Base(file)
+		all, given = append(all, name), append(given, gives[name]...)
+		check(gives[name], name)
+	}
+	check(given, all...)
+}
+
+// TestUnitVerifies has systemd read the unit, with and without its drop-ins, and
+// the example: it says nothing of any line.
+func TestUnitVerifies(t *testing.T) {
+	for _, dropIns := range [][]string{nil, {"netns.conf", "cgroups.conf", "ports.conf"}} {
+		_, unit := install(t, dropIns...)
+		text, err := os.ReadFile("examples/nfacctd@.service")
+		if err != nil {
+			t.Fatal(err)
+		}
+		member := filepath.Join(filepath.Dir(unit), "nfacctd@0.service")
+		if err := os.WriteFile(member, text, 0o644); err != nil {
+			t.Fatal(err)
+		}
+		out, err := exec.Command("systemd-analyze", "verify", "--man=no", unit, member).CombinedOutput()
+		if err != nil || len(out) > 0 {
+			t.Errorf("drop-ins %v: %v\n%s", dropIns, err, out)
+		}
+	}
+}

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/config"
+)
+
+// inForce is the policy that the agent works by, and what is known of how it
+// differs from the file.
+type inForce struct {
+	text []byte
+	// named are the files that the policy names, as they were.
+	named map[string]fileMark
+	// refused is why the agent did not start with the policy file, and refusedText
+	// what was in that file.
+	refused     error
+	refusedText []byte
+}
+
+// fileMark tells a file from one that was written later.
+type fileMark struct {
+	dev, ino uint64
+	size     int64
+	modified unix.Timespec
+}
+
+func markOf(path string) (m fileMark) {
+	var stat unix.Stat_t
+	if unix.Stat(path, &stat) == nil {
+		m = fileMark{stat.Dev, stat.Ino, stat.Size, stat.Mtim}
+	}
+	return m
+}
+
+// namedFiles are the files that a policy has the agent read.
+func namedFiles(policy *config.Policy) map[string]fileMark {
+	named := make(map[string]fileMark)
+	add := func(path string) {
+		if path != "" {
+			named[path] = markOf(path)
+		}
+	}
+	for _, s := range policy.Services {
+		add(s.DeviceMap)
+	}
+	for _, r := range policy.Tune {
+		add(r.Match.RemoteFile)
+	}
+	for _, r := range policy.Trace {
+		add(r.Match.RemoteFile)
+	}
+	return named
+}
+
+// chosen is the policy that an agent starts with.
+type chosen struct {
+	policy *config.Policy
+	text   []byte
+	// refused is why it is not that of the file, nil if it is; refusedText is what
+	// the file has.
+	refused     error
+	refusedText []byte
+}
+
+// choosePolicy reads the policy file. If that is broken, as it is or by what it
+// names, the policy is the one that was applied last: the host is not left without
+// an agent for a typing error.
+func (a *Agent) choosePolicy() (*chosen, error) {
+	policy, text, err := readPolicy(a.options.Policy)
+	if err == nil {
+		err = a.checkNames(policy)
+	}
+	if err == nil {
+		return &chosen{policy: policy, text: text}, nil
+	}
+	c := &chosen{refused: err, refusedText: text}
+	var failed error
+	c.policy, c.text, failed = a.saved(appliedFile)
+	if errors.Is(failed, os.ErrNotExist) || string(c.text) == string(text) {
+		return nil, err
+	}
+	if failed == nil {
+		failed = a.checkNames(c.policy)
+	}
+	if failed != nil {
+		return nil, joined(err, fmt.Errorf("go back to the policy that was applied last: %w", failed))
+	}
+	return c, nil
+}
+
+const (
+	appliedFile  = ".applied.yaml"
+	previousFile = ".previous.yaml"
+	// fromSuffix is of the file that has the path of a policy that is kept: relative
+	// paths in it are relative to that.
+	fromSuffix = ".from"
+)
+
+// saved reads a policy that is kept. The text is returned with an error in it, too.
+func (a *Agent) saved(name string) (*config.Policy, []byte, error) {
+	path := filepath.Join(a.options.StateDir, name)
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, nil, err
+	}
+	policy, err := config.Parse(text, a.from(name))
+	return policy, text, err
+}
+
+// from is the path that a policy that is kept had.
+func (a *Agent) from(name string) string {
+	data, err := os.ReadFile(filepath.Join(a.options.StateDir, name+fromSuffix))
+	if err != nil {
+		return a.options.Policy // as of an agent that did not keep it
+	}
+	return strings.TrimSpace(string(data))
+}
+
+// remember keeps the policy in force, and the one before if it differs. From is the
+// path of its file.
+func (a *Agent) remember(policy *config.Policy, text []byte, from string) error {
+	applied, previous := filepath.Join(a.options.StateDir, appliedFile), filepath.Join(a.options.StateDir, previousFile)
+	a.inForce = inForce{text: text, named: namedFiles(policy)}
+	last, err := os.ReadFile(applied)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("read applied policy: %w", err)
+	}
+	if err == nil && string(last) == string(text) {
+		return writeFile(applied+fromSuffix, []byte(from+"\n"))
+	}
+	if err == nil {
+		before := []byte(a.from(appliedFile) + "\n")
+		if err := joined(writeFile(previous, last), writeFile(previous+fromSuffix, before)); err != nil {
+			return err
+		}
+	}
+	return joined(writeFile(applied, text), writeFile(applied+fromSuffix, []byte(from+"\n")))
+}
+
+// checkNames fails if a service names what the host has not.
+func (a *Agent) checkNames(policy *config.Policy) error {
+	for _, c := range policy.Services {
+		if _, err := (&service{host: a.host}).prepare(c); err != nil {
+			return ofService(c.Name, err)
+		}
+	}
+	return nil
+}
+
+// policyProblem tells how the policy file differs from what is in force, "" if it
+// does not.
+func (a *Agent) policyProblem() (problem, hint string) {
+	a.mu.Lock()
+	now := a.inForce
+	a.mu.Unlock()
+	const show = "sockeye plan shows what sockeye apply would change"
+	file := a.options.Policy
+	policy, text, err := readPolicy(file)
+	switch {
+	case now.refused != nil && string(text) == string(now.refusedText):
+		return "the policy file is not in force, the agent started with the policy that was applied last: " + firstLine(now.refused), "correct it (sockeye check " + file + "), then sockeye apply"
+	case err != nil:
+		return "the policy file is not in force, it is broken: " + firstLine(err), "correct it (sockeye check " + file + "), then sockeye apply"
+	case string(text) != string(now.text):
+		return "the policy file differs from the policy in force", show
+	}
+	for path, mark := range namedFiles(policy) {
+		if before, ok := now.named[path]; ok && before != mark {
+			return path + ", which the policy names, has changed since it was applied", show
+		}
+	}
+	return "", ""
+}
+
+// firstLine is an error in one line: of a policy file with many errors, the first.
+func firstLine(err error) string {
+	var flaws config.Errors
+	if !errors.As(err, &flaws) {
+		return Message(err)
+	}
+	first := *flaws[0]
+	first.Hint = ""
+	if len(flaws) > 1 {
+		return fmt.Sprintf("%v, and %s", &first, counted(len(flaws)-1, "more error", "more errors"))
+	}
+	return first.Error()
+}

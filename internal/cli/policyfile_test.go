@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"os"
+	"strings"
+	"testing"
+
+	"sockeye/internal/agent"
+)
+
+const mappedService = `services:
+  telemetry:
+    slots: 4
+    listeners:
+      - {protocol: tcp, address: "[::]:1790"}
+      - {protocol: udp, address: "[::]:4739"}
+    user: root
+    cgroup: CGROUP
+    device_map: devices.csv
+`
+
+// TestBrokenPolicyAtStart ends an agent, breaks its policy file in several ways,
+// and starts the next one: it goes on with the policy that was applied last, and
+// says so in its log, in status, and in JSON.
+func TestBrokenPolicyAtStart(t *testing.T) {
+	h := newHost(t, mappedService)
+	h.write("devices.csv", "127.0.0.1,edge\n")
+	h.start()
+	for name, broken := range map[string]string{
+		"syntax":     strings.Replace(mappedService, "slots: 4", "slots: [4", 1),
+		"value":      strings.Replace(mappedService, "slots: 4", "slots: none", 1),
+		"user":       strings.Replace(mappedService, "user: root", "user: no-such-user", 1),
+		"device map": strings.Replace(mappedService, "devices.csv", "no-such-file.csv", 1),
+		"cgroup":     strings.Replace(mappedService, "CGROUP", "/no/such/cgroup", 1),
+	} {
+		h.kill()
+		if err := os.Truncate(h.log, 0); err != nil {
+			t.Fatal(err)
+		}
+		h.write("policy.yaml", broken)
+		h.start()
+		status := must[agent.Status](h, "status")
+		if len(status.Services) != 1 || status.Services[0].Slots != 4 {
+			t.Errorf("%s: services %+v", name, status.Services)
+		}
+		if !strings.Contains(status.PolicyProblem, "applied last") || !strings.Contains(status.PolicyHint, "sockeye check") || strings.Contains(status.PolicyProblem, "\n") {
+			t.Errorf("%s: problem %q, hint %q", name, status.PolicyProblem, status.PolicyHint)
+		}
+		if r := h.sockeye("status"); !strings.Contains(r.out, status.PolicyProblem+"\nhint: ") {
+			t.Errorf("%s: status shows %s", name, r.out)
+		}
+		log, err := os.ReadFile(h.log)
+		if err != nil || !strings.Contains(string(log), "level=ERROR") || strings.Count(string(log), "applied last") != 1 {
+			t.Errorf("%s: log %s, %v", name, log, err)
+		}
+		// What ExecReload= runs.
+		if r := h.sockeye("apply"); r.code == 0 {
+			t.Errorf("%s: apply: %+v", name, r)
+		}
+	}
+	h.write("policy.yaml", strings.Replace(mappedService, "slots: 4", "slots: 3", 1))
+	if status := must[agent.Status](h, "status"); !strings.Contains(status.PolicyProblem, "differs") {
+		t.Errorf("corrected: problem %q", status.PolicyProblem)
+	}
+	must[agent.Plan](h, "apply")
+	if status := must[agent.Status](h, "status"); status.PolicyProblem != "" || status.Services[0].Slots != 3 {
+		t.Errorf("applied: problem %q, %+v", status.PolicyProblem, status.Services)
+	}
+}
+
+// TestFirstPolicyBroken has no policy that was applied: there is nothing to start
+// with, and the error says what to do.
+func TestFirstPolicyBroken(t *testing.T) {
+	h := newHost(t, mappedService)
+	r := h.child(nil, "sockeye", h.agentArgs()...)
+	if r.code != 2 || !strings.Contains(r.err, "devices.csv: no such file") {
+		t.Errorf("%+v", r)
+	}
+	if err := os.Remove(h.policy); err != nil {
+		t.Fatal(err)
+	}
+	r = h.child(nil, "sockeye", h.agentArgs()...)
+	if r.code != 2 || !strings.Contains(r.err, "no such file") || !strings.Contains(r.err, "hint: write one (sockeye check") {
+		t.Errorf("%+v", r)
+	}
+}
+
+// TestStatusTellsOfPolicyFile changes the policy file, and a file that it names,
+// without applying them.
+func TestStatusTellsOfPolicyFile(t *testing.T) {
+	h := newHost(t, mappedService)
+	h.write("devices.csv", "127.0.0.1,edge\n")
+	h.start()
+	expect := func(want string) {
+		t.Helper()
+		problem := h.plain(must[agent.Status](h, "status").PolicyProblem)
+		if want == "" && problem != "" || !strings.Contains(problem, want) {
+			t.Errorf("problem %q, want %q", problem, want)
+		}
+	}
+	expect("")
+	h.write("policy.yaml", mappedService+"# a remark\n")
+	expect("the policy file differs from the policy in force")
+	must[agent.Plan](h, "apply")
+	expect("")
+	h.write("devices.csv", "127.0.0.1,edge\n127.0.0.2,edge\n")
+	expect("DIR/devices.csv, which the policy names, has changed since it was applied")
+	must[agent.Plan](h, "apply")
+	expect("")
+	h.write("policy.yaml", strings.Replace(mappedService, "slots: 4", "slots: none", 1))
+	expect("the policy file is not in force, it is broken: DIR/policy.yaml:3:12")
+	if r := h.sockeye("apply"); r.code != 2 {
+		t.Errorf("apply: %+v", r)
+	}
+	if err := os.Remove(h.policy); err != nil {
+		t.Fatal(err)
+	}
+	expect("read policy file: open DIR/policy.yaml: no such file")
+	h.write("policy.yaml", mappedService)
+	expect("differs")
+	must[agent.Plan](h, "apply")
+	expect("")
+}
+
+// TestCheckRefusesNested has check refuse what plan would.
+func TestCheckRefusesNested(t *testing.T) {
+	h := newHost(t, "tune:\n  - {name: a, cgroup: sockeye-a.slice, set: {sndbuf: 100KB}}\n  - {name: b, cgroup: sockeye-a-b.slice, set: {sndbuf: 100KB}}\n")
+	h.refused(5, "tune: cgroup sockeye-a-b.slice is in cgroup sockeye-a.slice, whose rules would override its own",
+		"write all rules for one of them, or for cgroups beside each other", nil, "check", h.policy)
+}
+
+// TestApplyFile applies another file than the agent's, from another folder, and goes
+// back and forth.
+func TestApplyFile(t *testing.T) {
+	h := newHost(t, mappedService)
+	h.write("devices.csv", "127.0.0.1,edge\n")
+	h.start()
+	if err := os.Mkdir(h.dir+"/other", 0o755); err != nil {
+		t.Fatal(err)
+	}
+	h.write("other/devices.csv", "127.0.0.1,edge\n127.0.0.2,edge\n")
+	other := h.write("other/policy.yaml", strings.Replace(mappedService, "slots: 4", "slots: 3", 1))
+	expect := func(when string, slots, prefixes int, differs bool) {
+		t.Helper()
+		status := must[agent.Status](h, "status")
+		s := status.Services[0]
+		if s.Slots != slots || s.DeviceMap.Prefixes != prefixes || strings.Contains(status.PolicyProblem, "differs") != differs {
+			t.Errorf("%s: %d slots, %d prefixes, problem %q", when, s.Slots, s.DeviceMap.Prefixes, status.PolicyProblem)
+		}
+	}
+	expect("started", 4, 1, false)
+	if plan := must[agent.Plan](h, "apply", other); len(plan.Changes) != 2 {
+		t.Errorf("%+v", plan)
+	}
+	expect("applied the other", 3, 2, true)
+	must[agent.Plan](h, "apply")
+	expect("applied its own", 4, 1, false)
+	must[agent.Plan](h, "apply", "--previous")
+	expect("applied the previous", 3, 2, true)
+	h.kill()
+	h.write("policy.yaml", "services: [\n")
+	h.start()
+	expect("started with the other, applied last", 3, 2, false)
+	h.refused(2, "--previous and FILE do not go together", "usage: sockeye apply [FILE] [flags]", nil, "apply", "--previous", other)
+	h.refused(2, "read policy file: open DIR/none.yaml: no such file or directory", "name a policy file", nil, "apply", h.dir+"/none.yaml")
+}
+
+// TestResetState tells of the state directory, keeps it, and removes it on request.
+func TestResetState(t *testing.T) {
+	h := newHost(t, mappedService)
+	h.write("devices.csv", "127.0.0.1,edge\n")
+	h.start()
+	h.kill()
+	r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins)
+	if want := "removed PINS\nkept DIR/state: with it devices have the same slots again; --state removes it\n"; r.code != 0 || h.plain(r.out) != want {
+		t.Errorf("got %+v, want %s", r, want)
+	}
+	h.refused(2, "DIR is not the state directory of an agent: lstat DIR/.agent.json: no such file or directory", "name the agent's directory with --state-dir", nil,
+		"reset", "--state", "--state-dir", h.dir, "--pins", h.pins)
+	r = h.sockeye("reset", "--state", "--state-dir", h.state, "--pins", h.pins)
+	if want := "removed DIR/state\n"; r.code != 0 || h.plain(r.out) != want {
+		t.Errorf("got %+v, want %s", r, want)
+	}
+	if _, err := os.Stat(h.state); !os.IsNotExist(err) {
+		t.Errorf("the state directory: %v", err)
+	}
+	if r := h.sockeye("reset", "--state", "--state-dir", h.state, "--pins", h.pins); r.code != 0 || r.out != "there was nothing to remove\n" {
+		t.Errorf("%+v", r)
+	}
+}
+
+func TestVersionFlag(t *testing.T) {
+	h := newHost(t, "services: {}\n")
+	if flag, command := h.sockeye("--version"), h.sockeye("version"); flag != command || flag.code != 0 {
+		t.Errorf("--version: %+v, version: %+v", flag, command)
+	}
+}
