@@ -112,6 +112,7 @@ func Code(err error) int {
 		policy       *config.Error
 		devices      *steer.DeviceMapError
 		incompatible *bpf.IncompatibleError
+		refused      *bpf.RefusedError
 	)
 	switch {
 	case err == nil:
@@ -124,7 +125,7 @@ func Code(err error) int {
 		return CodeUsage
 	case errors.As(err, &incompatible), errors.Is(err, bpf.ErrLocked), errors.Is(err, unix.EADDRINUSE):
 		return CodeConflict
-	case errors.Is(err, ebpf.ErrNotSupported):
+	case errors.Is(err, ebpf.ErrNotSupported), errors.As(err, &refused):
 		return CodeUnsupported
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EPERM):
 		return CodeNotPermitted
@@ -138,6 +139,7 @@ func Hint(err error) string {
 		own          *Error
 		sizes        *bigtcp.Error
 		incompatible *bpf.IncompatibleError
+		refused      *bpf.RefusedError
 	)
 	switch {
 	case errors.As(err, &own) && own.Hint != "":
@@ -150,6 +152,8 @@ func Hint(err error) string {
 		return "one agent works with a pin directory; see sockeye status, or give this one its own --pins"
 	case errors.Is(err, ebpf.ErrNotSupported):
 		return "sockeye doctor shows what this kernel can do"
+	case errors.As(err, &refused):
+		return "this kernel and this version of Sockeye do not fit together: report the message with what uname -r and sockeye version print"
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EPERM):
 		return "run as root, or with the capabilities that sockeye doctor names"
 	}

@@ -24,6 +24,9 @@ func (s *Steer) Maps() []*ebpf.Map {
 // Links are the links of both kinds, pinned and not.
 func (s *Steer) Links() []link.Link { return s.links }
 
+// LoadProgram loads one program of an object.
+var LoadProgram = loadProgram
+
 // LacksHelper is what tells an older kernel from a broken program.
 var LacksHelper = lacksHelper
 
@@ -33,6 +36,24 @@ var (
 	LoadSteerLookup    = loadSteerLookup
 	LoadSteerMembers   = loadSteerMembers
 )
+
+// LoadTuneSockops and LoadTraceSockops give the maps of a tuning and a tracing.
+var (
+	LoadTuneSockops  = loadTuneSockops
+	LoadTraceSockops = loadTraceSockops
+)
+
+// LayoutHash is the hash of maps.
+func LayoutHash(specs map[string]*ebpf.MapSpec) string { return layoutHash(specs, nil) }
+
+// Maps are those that a tuning has pinned, by name.
+func (t *Tune) Maps() map[string]*ebpf.Map { return t.maps }
+
+// Dir is where a tuning is pinned, of this layout.
+func (t *Tune) Dir() string { return t.dir }
+
+// Dir is where a tracing is pinned, of this layout.
+func (t *Trace) Dir() string { return t.dir }
 
 // Maps are those that a tracing has pinned, by name.
 func (t *Trace) Maps() map[string]*ebpf.Map { return t.maps }

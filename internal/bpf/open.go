@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/btf"
@@ -125,7 +126,12 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 // openMap adopts the map that is pinned under its name in dir, or makes and
 // pins it.
 func openMap(dir string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
-	path := filepath.Join(dir, spec.Name)
+	return openMapAs(dir, spec.Name, spec)
+}
+
+// openMapAs is openMap for a pin of another name.
+func openMapAs(dir, pin string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
+	path := filepath.Join(dir, pin)
 	pinned, err := ebpf.LoadPinnedMap(path, nil)
 	if errors.Is(err, os.ErrNotExist) {
 		fresh, err := ebpf.NewMap(spec)
@@ -291,6 +297,31 @@ func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (*e
 	return fresh, nil
 }
 
+// RefusedError says that the kernel's verifier refuses a program: it is Sockeye's
+// or the kernel's fault, whatever rights the caller has.
+type RefusedError struct {
+	What string // that was loaded
+	Err  *ebpf.VerifierError
+}
+
+// Error has the verifier's last words instead of its errno: EACCES is its answer
+// to code that it cannot follow.
+func (e *RefusedError) Error() string {
+	_, reason, _ := strings.Cut(e.Err.Error(), e.Err.Cause.Error()+": ")
+	return fmt.Sprintf("load %s: refused by the kernel's verifier: %s", e.What, reason)
+}
+
+func (e *RefusedError) Unwrap() error { return e.Err }
+
+// loadError makes an error of what the kernel answers to programs.
+func loadError(what string, err error) error {
+	// Without a log the verifier has not looked at the program.
+	if refused, ok := errors.AsType[*ebpf.VerifierError](err); ok && len(refused.Log) > 0 {
+		return &RefusedError{what, refused}
+	}
+	return fmt.Errorf("load %s: %w", what, err)
+}
+
 func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.Map) (*ebpf.Program, error) {
 	used := make(map[string]*ebpf.Map)
 	for name, m := range maps {
@@ -300,7 +331,7 @@ func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.M
 	}
 	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: used})
 	if err != nil {
-		return nil, fmt.Errorf("load program %s: %w", name, err)
+		return nil, loadError("program "+name, err)
 	}
 	defer collection.Close()
 	return collection.DetachProgram(name), nil
@@ -447,7 +478,7 @@ func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
 		},
 	})
 	if err != nil {
-		return fmt.Errorf("load member hooks: %w", err)
+		return loadError("member hooks", err)
 	}
 	defer collection.Close()
 	attach := func(name string, at ebpf.AttachType) (link.Link, error) {
