@@ -21,6 +21,23 @@ func (s *Steer) Maps() []*ebpf.Map {
 	}
 }
 
+// PendingPlaces counts the entries of CPUs that hold an address.
+func (s *Steer) PendingPlaces(tb testing.TB) (used int) {
+	tb.Helper()
+	for i := range pendingSize {
+		var perCPU []Pending
+		if err := s.pending.Lookup(uint32(i), &perCPU); err != nil {
+			tb.Fatal(err)
+		}
+		for _, p := range perCPU {
+			if p.Address != (Address{}) {
+				used++
+			}
+		}
+	}
+	return used
+}
+
 // Links are the links of both kinds, pinned and not.
 func (s *Steer) Links() []link.Link { return s.links }
 

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/btf"
@@ -97,6 +98,8 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 		{steering.Maps["counters"], &s.counters},
 		{steering.Maps[pinDevices], &s.devices},
 		{steering.Maps["pending"], &s.pending},
+		{steering.Maps["admission"], &s.admission},
+		{steering.Maps["unlisted"], &s.unlisted},
 		{steering.Maps["sockets"], &s.sockets},
 		{members.Maps["cookies"], &s.cookies},
 		{members.Maps["events"], &s.events},
@@ -202,11 +205,12 @@ func (s *Steer) replacements() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
 		"tables": s.tables, "device_maps": s.deviceMaps, "slots": s.slots,
 		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, "sockets": s.sockets,
+		"admission": s.admission, "unlisted": s.unlisted,
 	}
 }
 
 func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
-	if err := spec.Variables["track_devices"].Set(c.Devices > 0); err != nil {
+	if err := setDevices(spec, c.Devices); err != nil {
 		return err
 	}
 	if !c.Lookup {
@@ -234,6 +238,20 @@ func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	return s.keepLink(pinLookupLink, p, c.Netns, func() (link.Link, error) {
 		return link.AttachNetNs(int(c.Netns.Fd()), p)
 	})
+}
+
+// How new devices are admitted, in a table of so many: half of it at once, and
+// all of it in gather * 2. A flood of forged sources takes half of the table, and
+// replaces the rest so slowly that a device that is heard of meanwhile stays:
+// the kernel evicts what was not looked up.
+const admitGather = 1024 * time.Second
+
+func setDevices(spec *ebpf.CollectionSpec, devices int) error {
+	every := 2 * admitGather / time.Duration(max(devices, 1))
+	return errors.Join(
+		spec.Variables["track_devices"].Set(devices > 0),
+		spec.Variables["admit_every"].Set(uint64(every)),
+		spec.Variables["admit_gather"].Set(uint64(admitGather)))
 }
 
 func (s *Steer) openReuseport(c SteerConfig, spec *ebpf.CollectionSpec) error {
@@ -472,11 +490,26 @@ func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	if err := spec.Variables["port_count"].Set(uint32(len(c.Ports))); err != nil {
 		return err
 	}
-	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{
-		MapReplacements: map[string]*ebpf.Map{
-			"slots": s.slots, "cookies": s.cookies, "events": s.events, "lost_events": s.lost,
-		},
-	})
+	var served [MaxListeners]Ports
+	count := uint32(0)
+	for _, l := range c.Listeners {
+		if l.Address.IsValid() {
+			served[count] = Ports{First: l.Address.Port(), Last: l.Address.Port(), Protocol: l.Protocol}
+			count++
+		}
+	}
+	if err := errors.Join(spec.Variables["served"].Set(served), spec.Variables["served_count"].Set(count), setDevices(spec, c.Devices)); err != nil {
+		return err
+	}
+	used := map[string]*ebpf.Map{"cookies": s.cookies, "events": s.events, "lost_events": s.lost}
+	for name, m := range s.replacements() {
+		if spec.Maps[name] != nil {
+			used[name] = m
+			// Of a size that was chosen.
+			spec.Maps[name].MaxEntries = m.MaxEntries()
+		}
+	}
+	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: used})
 	if err != nil {
 		return loadError("member hooks", err)
 	}

@@ -61,6 +61,7 @@ type Steer struct {
 	tables, deviceMaps, slots, counters *ebpf.Map
 	devices, pending, sockets, cookies  *ebpf.Map
 	events, lost, listeners             *ebpf.Map
+	admission, unlisted                 *ebpf.Map
 
 	// Programs that select sockets: one a row, or one for all with sk_lookup.
 	programs map[int]*ebpf.Program
@@ -154,7 +155,7 @@ func (s *Steer) Close() error {
 	}
 	for _, m := range []*ebpf.Map{
 		s.tables, s.deviceMaps, s.slots, s.counters, s.devices, s.pending,
-		s.sockets, s.cookies, s.events, s.lost, s.listeners,
+		s.sockets, s.cookies, s.events, s.lost, s.listeners, s.admission, s.unlisted,
 	} {
 		if m != nil {
 			errs = append(errs, m.Close())
@@ -426,6 +427,19 @@ func (s *Steer) Devices() iter.Seq2[Address, Seen] {
 			}
 		}
 	}
+}
+
+// Unlisted counts the datagrams and SYNs from sources that the table of devices
+// had no place for.
+func (s *Steer) Unlisted() (sum uint64, err error) {
+	var perCPU []uint64
+	if err := s.unlisted.Lookup(uint32(0), &perCPU); err != nil {
+		return 0, fmt.Errorf("read unlisted packets: %w", err)
+	}
+	for _, n := range perCPU {
+		sum += n
+	}
+	return sum, nil
 }
 
 // pendingDatagrams are those that CPUs have not added to the table yet.

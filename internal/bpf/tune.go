@@ -228,6 +228,14 @@ func removeTune(dir string) error {
 	return os.RemoveAll(dir)
 }
 
+// Unpin removes the pins: the tuning ends with this process.
+func (t *Tune) Unpin() error {
+	if err := os.RemoveAll(t.dir); err != nil {
+		return fmt.Errorf("remove pins: %w", err)
+	}
+	return nil
+}
+
 // SetScope keeps a record with the pins.
 func (t *Tune) SetScope(s Scope) error { return setScope(t.dir, s) }
 
