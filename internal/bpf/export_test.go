@@ -104,3 +104,9 @@ func (t *Trace) AgeSlowest(tb testing.TB, group uint32, last uint64) {
 		tb.Fatal(err)
 	}
 }
+
+// SteerLayouts are the layouts of a mode, and those of versions without hashes.
+var (
+	SteerLayouts  = steerLayouts
+	SteerUnhashed = steerUnhashed
+)

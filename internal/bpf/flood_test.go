@@ -388,7 +388,7 @@ func TestFloodOfSYNs(t *testing.T) {
 					}
 				}
 				took := time.Since(start)
-				stop.Store(true)
+				stop.Store(os.Getenv("SOCKEYE_FLOOD_SOURCES") == "") // else all of them
 				<-done
 				// Nobody has accepted what came from 10.0.0.0/8.
 				s.expect(1, connected)
@@ -400,7 +400,10 @@ func TestFloodOfSYNs(t *testing.T) {
 					listed[addrOf(address)] = seen
 				}
 				for _, a := range connected {
-					if seen, ok := listed[a]; !ok || seen.Connections != 1 || int(seen.Slot) != s.slotOf(a) {
+					// Who has a place before the handshake is done is counted for the
+					// acknowledgement of a cookie too, where no flags can be seen.
+					twice := lookup && mode != 0
+					if seen, ok := listed[a]; !ok || seen.Connections != 1 && !(twice && seen.Connections == 2) || int(seen.Slot) != s.slotOf(a) {
 						t.Errorf("%s: listed %v, %+v; it has connected once", a, ok, seen)
 					}
 				}

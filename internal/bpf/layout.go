@@ -121,6 +121,57 @@ var (
 	})
 )
 
+// steerUnhashed are the layouts of sk_reuseport and sk_lookup in versions without
+// hashes. Their pins have no mark: sockets can be in one array at a time, so that
+// a change of directory would cost refusals.
+var steerUnhashed = map[bool]string{false: "260fd5cd21e0", true: "ed22a42a0fbb"}
+
+// steerSeen are maps of what was seen, which can be made anew at any time: one
+// that changes its layout gets another name.
+var steerSeen = []string{pinDevices, "pending", "admission", "unlisted"}
+
+// steerLayouts hashes the maps that are one set, and those of steerSeen.
+func steerLayouts(lookup bool) (set, seen string, err error) {
+	load := loadSteerReuseport
+	if lookup {
+		load = loadSteerLookup
+	}
+	steering, err := load()
+	if err != nil {
+		return "", "", err
+	}
+	members, err := loadSteerMembers()
+	if err != nil {
+		return "", "", err
+	}
+	listeners, err := listenersSpec()
+	if err != nil {
+		return "", "", err
+	}
+	all := map[string]*ebpf.MapSpec{pinListeners: listeners}
+	maps.Copy(all, steering.Maps)
+	maps.Copy(all, members.Maps)
+	rest := make(map[string]*ebpf.MapSpec)
+	for name, m := range all {
+		if isVariables(name) {
+			delete(all, name)
+		} else if slices.Contains(steerSeen, name) {
+			rest[name] = m
+			delete(all, name)
+		}
+	}
+	return layoutHash(all, nil), layoutHash(rest, nil), nil
+}
+
+// steerDir is where a service is pinned, in this version's layout.
+func steerDir(base string, lookup bool) (string, error) {
+	hash, _, err := steerLayouts(lookup)
+	if err != nil || hash == steerUnhashed[lookup] {
+		return base, err
+	}
+	return base + layoutMark + hash, nil
+}
+
 // inLayout is the directory of a layout, of the pins named base.
 func inLayout(base string, layout func() (string, error)) (string, error) {
 	hash, err := layout()
@@ -167,6 +218,24 @@ func eachLayout(base string, do func(dir string) error) error {
 		}
 	}
 	return nil
+}
+
+// FindServices lists the directories of services that match a pattern, without
+// their layouts.
+func FindServices(pattern string) ([]string, error) {
+	var bases []string
+	for _, p := range []string{pattern, pattern + layoutMark + "*"} {
+		dirs, err := filepath.Glob(p)
+		if err != nil {
+			return nil, err
+		}
+		for _, dir := range dirs {
+			base, _, _ := strings.Cut(dir, layoutMark)
+			bases = append(bases, base)
+		}
+	}
+	slices.Sort(bases)
+	return slices.Compact(bases), nil
 }
 
 // Pinned tells whether there are pins of a cgroup, of whatever layout.

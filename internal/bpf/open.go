@@ -24,8 +24,20 @@ import (
 // namespace and the member hooks to the cgroup. A reuseport program reaches
 // its group by Attach.
 //
-// A map that was pinned by another version gives an *IncompatibleError.
+// Pins of another layout are replaced: their sockets are taken out, as a socket
+// can be in one array at a time, and have to be registered anew. Until then their
+// slots refuse. ReadNonce has the nonce before.
+//
+// A pin that cannot be this layout's gives an *IncompatibleError.
 func OpenSteer(c SteerConfig) (_ *Steer, err error) {
+	base := c.Dir
+	if c.Dir, err = steerDir(base, c.Lookup); err != nil {
+		return nil, err
+	}
+	others, err := otherLayouts(base, c.Dir)
+	if err != nil {
+		return nil, err
+	}
 	s := &Steer{dir: c.Dir, lookup: c.Lookup, programs: make(map[int]*ebpf.Program)}
 	defer func() {
 		if err != nil {
@@ -69,7 +81,46 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 			return nil, fmt.Errorf("pin map %s: %w", pinDevices, err)
 		}
 	}
+	for _, other := range others {
+		if err := errors.Join(takeSockets(other), removeSteer(other)); err != nil {
+			return nil, err
+		}
+	}
 	return s, nil
+}
+
+// takeSockets takes all sockets out of the array that another layout has pinned:
+// a program of a group may hold it for as long as the group lasts.
+func takeSockets(dir string) error {
+	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, "sockets"), nil)
+	if err != nil {
+		return nil // none, or none that can be used
+	}
+	defer m.Close()
+	for key := range m.MaxEntries() {
+		err := m.Delete(key)
+		// The kernel's words for an empty place, of either type of map.
+		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) && !errors.Is(err, unix.EINVAL) {
+			return fmt.Errorf("take sockets out of %s: %w", filepath.Base(dir), err)
+		}
+	}
+	return nil
+}
+
+func listenersSpec() (*ebpf.MapSpec, error) {
+	lookup, err := loadSteerLookup()
+	if err != nil {
+		return nil, err
+	}
+	var listener *btf.Struct
+	if err := lookup.Types.TypeByName("steer_listener", &listener); err != nil {
+		return nil, err
+	}
+	return &ebpf.MapSpec{
+		Name: pinListeners, Type: ebpf.Array, KeySize: 4,
+		ValueSize: listener.Size, MaxEntries: uint32(MaxListeners),
+		Key: &btf.Int{Name: "unsigned int", Size: 4}, Value: listener,
+	}, nil
 }
 
 // openMaps creates or adopts the maps. A devices map of another size is made
@@ -78,14 +129,8 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 	steering.Maps[pinDevices].MaxEntries = uint32(max(c.Devices, 1))
 	s.tableFor = steering.Maps["tables"].InnerMap
 	s.trieFor = steering.Maps["device_maps"].InnerMap
-	var listener *btf.Struct
-	lookup := steering
-	if !c.Lookup {
-		if lookup, err = loadSteerLookup(); err != nil {
-			return false, err
-		}
-	}
-	if err := lookup.Types.TypeByName("steer_listener", &listener); err != nil {
+	listeners, err := listenersSpec()
+	if err != nil {
 		return false, err
 	}
 	for _, m := range []struct {
@@ -104,11 +149,7 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 		{members.Maps["cookies"], &s.cookies},
 		{members.Maps["events"], &s.events},
 		{members.Maps["lost_events"], &s.lost},
-		{&ebpf.MapSpec{
-			Name: pinListeners, Type: ebpf.Array, KeySize: 4,
-			ValueSize: listener.Size, MaxEntries: uint32(MaxListeners),
-			Key: &btf.Int{Name: "unsigned int", Size: 4}, Value: listener,
-		}, &s.listeners},
+		{listeners, &s.listeners},
 	} {
 		pinned, err := openMap(c.Dir, m.spec)
 		var incompatible *IncompatibleError
