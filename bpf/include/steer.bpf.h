@@ -91,8 +91,8 @@ struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
 	__type(key, __u32);
-	__type(value, __u64);
-} admission SEC(".maps"); /* until when the allowance is used, CLOCK_MONOTONIC */
+	__type(value, struct steer_admission);
+} admission SEC(".maps");
 
 /* Packets from sources that the devices map has no place for. */
 struct {
@@ -110,7 +110,6 @@ struct steer {
 	__u32 refused; /* enum steer_reason, if slot is STEER_NO_SLOT */
 	bool connection;
 	bool uncounted; /* not the first packet of a connection */
-	__u64 nonce; /* of the table; 0: there is none */
 };
 
 #define STEER_ROL(x, n) (((x) << (n)) | ((x) >> (32 - (n))))
@@ -145,48 +144,6 @@ static __always_inline __u32 steer_hash(const struct steer_address *address,
 	b ^= a; b -= STEER_ROL(a, 14);
 	c ^= b; c -= STEER_ROL(b, 24);
 	return c;
-}
-
-#define STEER_SIPROUND(v)                                                     \
-	do {                                                                  \
-		v[0] += v[1]; v[1] = STEER_ROL(v[1], 5); v[1] ^= v[0];        \
-		v[0] = STEER_ROL(v[0], 16);                                   \
-		v[2] += v[3]; v[3] = STEER_ROL(v[3], 8); v[3] ^= v[2];        \
-		v[0] += v[3]; v[3] = STEER_ROL(v[3], 7); v[3] ^= v[0];        \
-		v[2] += v[1]; v[1] = STEER_ROL(v[1], 13); v[1] ^= v[2];       \
-		v[2] = STEER_ROL(v[2], 16);                                   \
-	} while (0)
-
-/*
- * HalfSipHash-1-3 (lib/siphash.c), keyed by the secret nonce. steer_hash is no
- * substitute: it takes the nonce in last, so that IPv6 addresses can be chosen
- * that collide whatever it is.
- */
-static __always_inline __u32 steer_secret_hash(const struct steer_address *address,
-					       __u64 nonce)
-{
-	__u32 low = nonce, high = nonce >> 32;
-	__u32 v[4] = { low, high, 0x6c796765 ^ low, 0x74656462 ^ high };
-	__u32 i;
-
-	/* The first words of IPv4 addresses are all the same. */
-	if (address->word[0] | address->word[1] |
-	    (address->word[2] ^ bpf_htonl(0xffff))) {
-		for (i = 0; i < 3; i++) {
-			v[3] ^= address->word[i];
-			STEER_SIPROUND(v);
-			v[0] ^= address->word[i];
-		}
-	} else {
-		v[1] ^= 1;
-	}
-	v[3] ^= address->word[3];
-	STEER_SIPROUND(v);
-	v[0] ^= address->word[3];
-	v[2] ^= 0xff;
-	for (i = 0; i < 3; i++)
-		STEER_SIPROUND(v);
-	return v[1] ^ v[3];
 }
 
 static __always_inline bool steer_ready(__u32 slot)
@@ -231,7 +188,6 @@ static __always_inline void steer_decide(struct steer *s)
 	table = bpf_map_lookup_elem(inner, &zero);
 	if (!table)
 		return;
-	s->nonce = table->nonce;
 	if (!table->named || !steer_named(&s->address, &hash))
 		hash = steer_hash(&s->address, table->nonce);
 	s->home = table->bucket[hash & (STEER_BUCKETS - 1)];
@@ -260,16 +216,17 @@ steer_list(const struct steer_address *address)
  */
 static __always_inline bool steer_admit(void)
 {
-	__u64 now = bpf_ktime_get_ns(), *until, *missed;
+	__u64 now = bpf_ktime_get_ns(), *missed;
+	struct steer_admission *a;
 	__u32 zero = 0;
 
-	until = bpf_map_lookup_elem(&admission, &zero);
-	if (!until)
+	a = bpf_map_lookup_elem(&admission, &zero);
+	if (!a)
 		return false;
-	if (*until < now)
-		*until = now;
-	if (*until - now <= admit_gather) {
-		__sync_fetch_and_add(until, admit_every);
+	if (a->until < now)
+		a->until = now;
+	if (a->until - now <= admit_gather) {
+		__sync_fetch_and_add(&a->until, admit_every);
 		return true;
 	}
 	missed = bpf_map_lookup_elem(&unlisted, &zero);
@@ -311,12 +268,19 @@ static __always_inline void steer_note_other(const struct steer *s)
  */
 static __always_inline void steer_note_datagram(const struct steer *s)
 {
-	__u32 tick = bpf_jiffies64() >> 6, index, before = 0;
+	__u32 tick = bpf_jiffies64() >> 6, index, before = 0, zero = 0;
 	struct steer_seen *seen, *others;
+	struct steer_admission *a;
 	struct steer_pending *p;
 	bool same;
 
-	index = steer_secret_hash(&s->address, s->nonce) & (STEER_PENDING - 1);
+	a = bpf_map_lookup_elem(&admission, &zero);
+	if (!a)
+		return;
+	/* Multilinear: whatever two addresses are, few keys make them collide. */
+	index = (a->key[0] * s->address.word[0] + a->key[1] * s->address.word[1] +
+		 a->key[2] * s->address.word[2] + a->key[3] * s->address.word[3]) >> 56;
+	index &= STEER_PENDING - 1;
 	p = bpf_map_lookup_elem(&pending, &index);
 	if (!p)
 		return;

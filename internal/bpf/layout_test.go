@@ -253,7 +253,7 @@ func TestSteerLayouts(t *testing.T) {
 		if set != want {
 			t.Errorf("lookup %v: layout %s, want that of versions without hashes, %s", lookup, set, want)
 		}
-		if seen != "120b7a7cda0f" {
+		if seen != "97c4526e72c9" {
 			t.Errorf("lookup %v: layout of what was seen %s", lookup, seen)
 		}
 	}

@@ -67,6 +67,9 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 	if err := s.checkPins(c); err != nil {
 		return nil, err
 	}
+	if err := s.makeKeys(); err != nil {
+		return nil, err
+	}
 	if err := s.recordListeners(c); err != nil {
 		return nil, err
 	}
@@ -238,6 +241,24 @@ func (s *Steer) recordListeners(c SteerConfig) error {
 		if err := s.listeners.Put(uint32(row), listenerValue(l)); err != nil {
 			return fmt.Errorf("write row %d of map %s: %w", row, pinListeners, err)
 		}
+	}
+	return nil
+}
+
+// makeKeys chooses the keys of the places of counts, if there are none yet.
+func (s *Steer) makeKeys() error {
+	var a steerReuseportSteerAdmission
+	if err := s.admission.Lookup(uint32(0), &a); err != nil {
+		return fmt.Errorf("read map admission: %w", err)
+	}
+	if a.Key != [4]uint64{} {
+		return nil
+	}
+	for i := range a.Key {
+		a.Key[i] = newNonce()
+	}
+	if err := s.admission.Put(uint32(0), &a); err != nil {
+		return fmt.Errorf("write map admission: %w", err)
 	}
 	return nil
 }

@@ -18,6 +18,12 @@ type steerReuseportSteerAddress struct {
 	Word [4]uint32
 }
 
+type steerReuseportSteerAdmission struct {
+	_     structs.HostLayout
+	Until uint64
+	Key   [4]uint64
+}
+
 type steerReuseportSteerCounters struct {
 	_                  structs.HostLayout
 	Connections        uint64
