@@ -4,7 +4,9 @@ package bpf_test
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
+	"io/fs"
 	"net/netip"
 	"os"
 	"runtime"
@@ -52,7 +54,11 @@ func newFlooder(t testing.TB, protocol int, port uint16) *flooder {
 	check(t, err)
 	check(t, netlink.AddrReplace(lo, address))
 	tun := &netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "sink"}, Mode: netlink.TUNTAP_MODE_TUN, Flags: netlink.TUNTAP_DEFAULTS, Queues: 1}
-	check(t, netlink.LinkAdd(tun))
+	if err := netlink.LinkAdd(tun); errors.Is(err, fs.ErrNotExist) {
+		t.Skipf("kernel: no TUN devices: %v", err)
+	} else if err != nil {
+		t.Fatal(err)
+	}
 	t.Cleanup(func() {
 		for _, queue := range tun.Fds {
 			queue.Close()
@@ -212,7 +218,7 @@ func (s *service) kernelMemory() (sum uint64) {
 func TestFloodOfDatagrams(t *testing.T) {
 	const slots = 4
 	both(t, func(t *testing.T, lookup bool) {
-		n := floodSources(t, 200_000)
+		n := floodSources(t, forged)
 		s := serve(t, config(t, lookup, pair...), slots, bpf.NoSlot, nil)
 		s.seat(allSlots(slots)...)
 		udp := newSender(t)
@@ -368,11 +374,11 @@ func TestFloodOfSYNs(t *testing.T) {
 				done := make(chan struct{})
 				go func() {
 					defer close(done)
-					flooded.Store(int64(f.send(0, floodSources(t, 5_000_000), &stop)))
+					flooded.Store(int64(f.send(0, floodSources(t, 25*forged), &stop)))
 				}()
 				until(t, "the allowance is used", func() bool {
 					unlisted, err := s.Unlisted()
-					return err == nil && unlisted > 50_000
+					return err == nil && unlisted > forged/4
 				})
 				start := time.Now()
 				var connected []netip.Addr
