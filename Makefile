@@ -99,6 +99,10 @@ bench-gateway: ## Measure isolate against pasta and no gateway (QUICK=1: two min
 	@mkdir -p "$(OUT)"
 	@unshare --mount --propagation private bin/bench gateway $(if $(QUICK),-quick)
 
+.PHONY: bench-flood
+bench-flood: ## Flood a service from ten million forged sources (twenty minutes)
+	SOCKEYE_FLOOD_SOURCES=10000000 go test -count=1 -timeout 60m -v -run TestFlood ./internal/bpf
+
 .PHONY: generate
 generate: ## Compile the BPF programs and generate their Go
 	@tools/setup $(BPF_PACKAGES)

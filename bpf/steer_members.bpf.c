@@ -9,7 +9,7 @@
 #include <linux/in.h>
 #include <bpf/bpf_helpers.h>
 
-#include "steer.h"
+#include "steer.bpf.h"
 
 char _license[] SEC("license") = "Dual BSD/GPL";
 
@@ -33,12 +33,9 @@ const volatile __u64 netns_cookie = 0;
  */
 const volatile bool listen_has_netns = false;
 
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, STEER_MAX_SLOTS);
-	__type(key, __u32);
-	__type(value, struct steer_slot);
-} slots SEC(".maps");
+/* The ports of the listeners: members may bind to others. */
+const volatile struct steer_ports served[STEER_MAX_LISTENERS] = {};
+const volatile __u32 served_count = 0;
 
 /* Cookie of a registered socket -> its slot. */
 struct {
@@ -116,15 +113,62 @@ int steer_bind6(struct bpf_sock *sk)
 	return bound(sk);
 }
 
+/*
+ * Who completes a handshake has its address, and a place among the devices,
+ * whatever others forge. Its SYN has been counted only if it had one before.
+ */
+static __always_inline void established(struct bpf_sock_ops *ctx)
+{
+	struct steer s = {};
+	struct steer_seen *seen;
+	__u32 i;
+
+	for (i = 0; i < STEER_MAX_LISTENERS; i++) {
+		if (i >= served_count)
+			return;
+		if (served[i].protocol == IPPROTO_TCP &&
+		    served[i].first == ctx->local_port)
+			break;
+	}
+	if (i == STEER_MAX_LISTENERS)
+		return;
+	if (ctx->family == AF_INET) {
+		steer_mapped(&s.address, ctx->remote_ip4);
+	} else {
+		s.address.word[0] = steer_field(ctx->remote_ip6[0]);
+		s.address.word[1] = steer_field(ctx->remote_ip6[1]);
+		s.address.word[2] = steer_field(ctx->remote_ip6[2]);
+		s.address.word[3] = steer_field(ctx->remote_ip6[3]);
+	}
+	if (bpf_map_lookup_elem(&devices, &s.address))
+		return;
+	steer_decide(&s);
+	seen = steer_list(&s.address);
+	if (!seen)
+		return;
+	__sync_fetch_and_add(&seen->connections, 1);
+	seen->slot = s.slot;
+	seen->last_seen = bpf_ktime_get_ns();
+}
+
 SEC("sockops")
 int steer_listen(struct bpf_sock_ops *ctx)
 {
-	if (ctx->op != BPF_SOCK_OPS_TCP_LISTEN_CB ||
-	    !ours(IPPROTO_TCP, ctx->local_port))
+	bool listens, connected;
+
+	listens = ctx->op == BPF_SOCK_OPS_TCP_LISTEN_CB &&
+		  ours(IPPROTO_TCP, ctx->local_port);
+	connected = ctx->op == BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB &&
+		    track_devices;
+	if (!listens && !connected)
 		return 1;
-	if (!netns_cookie || !listen_has_netns ||
-	    bpf_get_netns_cookie(ctx) == netns_cookie)
+	if (netns_cookie && listen_has_netns &&
+	    bpf_get_netns_cookie(ctx) != netns_cookie)
+		return 1;
+	if (listens)
 		emit(STEER_EVENT_LISTEN, bpf_get_socket_cookie(ctx), 0);
+	else
+		established(ctx);
 	return 1;
 }
 

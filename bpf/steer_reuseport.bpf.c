@@ -17,6 +17,7 @@
 #include <linux/if_ether.h>
 #include <linux/ip.h>
 #include <linux/ipv6.h>
+#include <linux/tcp.h>
 
 char _license[] SEC("license") = "Dual BSD/GPL";
 
@@ -65,11 +66,23 @@ static __always_inline void select(struct sk_reuseport_md *ctx,
 		steer_refuse(s, STEER_REASON_SOCKET);
 }
 
+/*
+ * Tells a SYN from the acknowledgement of a SYN cookie, and from segments of no
+ * connection.
+ */
+static __always_inline bool begins(struct sk_reuseport_md *ctx)
+{
+	const struct tcphdr *tcp = (void *)(long)ctx->data;
+
+	return (void *)(tcp + 1) <= (void *)(long)ctx->data_end && tcp->syn;
+}
+
 static __always_inline int steer(struct sk_reuseport_md *ctx)
 {
 	struct steer s = { .home = STEER_NO_SLOT, .slot = STEER_NO_SLOT };
 
 	s.connection = ctx->ip_protocol == IPPROTO_TCP;
+	s.uncounted = s.connection && !begins(ctx);
 	if (read_source(ctx, &s.address))
 		select(ctx, &s);
 	else

@@ -26,6 +26,14 @@ STEER_EXPORT(struct, steer_device_id);
 /* The size of the devices map is set when it is created; 0 turns it off. */
 const volatile bool track_devices = true;
 
+/*
+ * Sources may be forged. A new one takes a place in the devices map only within
+ * an allowance: one in admit_every nanoseconds, and what has gathered in
+ * admit_gather. A source that has completed a handshake needs none.
+ */
+const volatile __u64 admit_every = 1;
+const volatile __u64 admit_gather = 0;
+
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
 	__uint(max_entries, 1);
@@ -79,6 +87,21 @@ struct {
 	__type(value, struct steer_pending);
 } pending SEC(".maps");
 
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct steer_admission);
+} admission SEC(".maps");
+
+/* Packets from sources that the devices map has no place for. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64);
+} unlisted SEC(".maps");
+
 /* A decision on its way: where from, which table, which slot. */
 struct steer {
 	struct steer_address address;
@@ -86,6 +109,7 @@ struct steer {
 	__u32 slot;  /* the slot in use: home, or the standby slot */
 	__u32 refused; /* enum steer_reason, if slot is STEER_NO_SLOT */
 	bool connection;
+	bool uncounted; /* not the first packet of a connection */
 };
 
 #define STEER_ROL(x, n) (((x) << (n)) | ((x) >> (32 - (n))))
@@ -176,16 +200,49 @@ static __always_inline void steer_decide(struct steer *s)
 		s->slot = table->standby;
 }
 
+/* Adds an address to the devices map. */
+static __always_inline struct steer_seen *
+steer_list(const struct steer_address *address)
+{
+	struct steer_seen fresh = {};
+
+	bpf_map_update_elem(&devices, address, &fresh, BPF_NOEXIST);
+	return bpf_map_lookup_elem(&devices, address);
+}
+
+/*
+ * Uses the allowance. CPUs that do so at the same instant may use it once too
+ * often each.
+ */
+static __always_inline bool steer_admit(void)
+{
+	__u64 now = bpf_ktime_get_ns(), *missed;
+	struct steer_admission *a;
+	__u32 zero = 0;
+
+	a = bpf_map_lookup_elem(&admission, &zero);
+	if (!a)
+		return false;
+	if (a->until < now)
+		a->until = now;
+	if (a->until - now <= admit_gather) {
+		__sync_fetch_and_add(&a->until, admit_every);
+		return true;
+	}
+	missed = bpf_map_lookup_elem(&unlisted, &zero);
+	if (missed)
+		(*missed)++;
+	return false;
+}
+
 static __always_inline struct steer_seen *
 steer_device(const struct steer_address *address)
 {
 	struct steer_seen *seen = bpf_map_lookup_elem(&devices, address);
-	struct steer_seen fresh = {};
 
 	if (seen)
 		return seen;
-	bpf_map_update_elem(&devices, address, &fresh, BPF_NOEXIST);
-	return bpf_map_lookup_elem(&devices, address);
+	return steer_admit() ? steer_list(address) : NULL;
 }
 
 static __always_inline void steer_note_other(const struct steer *s)
@@ -206,16 +263,23 @@ static __always_inline void steer_note_other(const struct steer *s)
  * Adds a datagram to its device. The LRU map costs as much as all the rest, so
  * that it is asked once in 64 jiffies (a quarter of a second, where there are
  * 250 in one) for each device and CPU; between, a datagram is counted in the
- * CPU's own table. User space adds both.
+ * CPU's own table. User space adds both. Of addresses that share an entry, the
+ * first in a tick has it; the others go to the LRU map, without evicting it.
  */
 static __always_inline void steer_note_datagram(const struct steer *s)
 {
-	__u32 tick = bpf_jiffies64() >> 6, index, before = 0;
+	__u32 tick = bpf_jiffies64() >> 6, index, before = 0, zero = 0;
+	struct steer_seen *seen, *others;
+	struct steer_admission *a;
 	struct steer_pending *p;
-	struct steer_seen *seen;
 	bool same;
 
-	index = (s->address.word[3] ^ s->address.word[1]) * 0x9e3779b1 >> 24;
+	a = bpf_map_lookup_elem(&admission, &zero);
+	if (!a)
+		return;
+	/* Multilinear: whatever two addresses are, few keys make them collide. */
+	index = (a->key[0] * s->address.word[0] + a->key[1] * s->address.word[1] +
+		 a->key[2] * s->address.word[2] + a->key[3] * s->address.word[3]) >> 56;
 	index &= STEER_PENDING - 1;
 	p = bpf_map_lookup_elem(&pending, &index);
 	if (!p)
@@ -228,20 +292,22 @@ static __always_inline void steer_note_datagram(const struct steer *s)
 		p->datagrams++;
 		return;
 	}
-	if (same) {
-		before = p->datagrams;
-	} else if (p->datagrams) {
-		seen = steer_device(&p->address);
-		if (seen)
-			__sync_fetch_and_add(&seen->datagrams, p->datagrams);
-	}
-	p->datagrams = 0;
-	p->address = s->address;
-	p->slot = s->slot;
-	p->tick = tick;
 	seen = steer_device(&s->address);
 	if (!seen)
 		return;
+	if (same) {
+		before = p->datagrams;
+	} else if (p->tick != tick) {
+		others = p->datagrams ? bpf_map_lookup_elem(&devices, &p->address) : NULL;
+		if (others)
+			__sync_fetch_and_add(&others->datagrams, p->datagrams);
+		p->address = s->address;
+	}
+	if (same || p->tick != tick) {
+		p->datagrams = 0;
+		p->slot = s->slot;
+		p->tick = tick;
+	}
 	__sync_fetch_and_add(&seen->datagrams, before + 1);
 	seen->slot = s->slot;
 	seen->last_seen = bpf_ktime_get_ns();
@@ -261,7 +327,7 @@ static __always_inline void steer_account(const struct steer *s)
 		return;
 	if (served) {
 		if (s->connection)
-			count->connections++;
+			count->connections += !s->uncounted;
 		else
 			count->datagrams++;
 		if (s->slot != s->home) {
@@ -275,7 +341,8 @@ static __always_inline void steer_account(const struct steer *s)
 		else
 			count->refused_datagrams[s->refused]++;
 	}
-	if (!track_devices || s->refused == STEER_REASON_ADDRESS)
+	if (!track_devices || s->refused == STEER_REASON_ADDRESS ||
+	    (served && s->uncounted))
 		return;
 	if (served && !s->connection)
 		steer_note_datagram(s);

@@ -87,6 +87,12 @@ struct steer_seen {
 	__u32 padding;
 };
 
+/* Who gets a place in the devices map, and in the CPUs' tables of counts. */
+struct steer_admission {
+	__u64 until; /* the allowance is used, CLOCK_MONOTONIC, nanoseconds */
+	__u64 key[4]; /* secret, random; of the index into pending */
+};
+
 /*
  * Datagrams that a CPU has counted and not yet added to the devices map. One
  * entry stands for the addresses that share it, one at a time.
@@ -137,6 +143,7 @@ _Static_assert(sizeof(struct steer_slot) == 16, "slot");
 _Static_assert(sizeof(struct steer_counters) == 88, "counters");
 _Static_assert(sizeof(struct steer_seen) == 40, "seen");
 _Static_assert(sizeof(struct steer_pending) == 32, "pending");
+_Static_assert(sizeof(struct steer_admission) == 40, "admission");
 _Static_assert(sizeof(struct steer_listener) == 20, "listener");
 _Static_assert(sizeof(struct steer_ports) == 8, "ports");
 _Static_assert(sizeof(struct steer_event) == 16, "event");

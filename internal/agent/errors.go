@@ -114,6 +114,7 @@ func Code(err error) int {
 		devices      *steer.DeviceMapError
 		incompatible *bpf.IncompatibleError
 		untrusted    *owned.UntrustedError
+		refused      *bpf.RefusedError
 	)
 	switch {
 	case err == nil:
@@ -126,7 +127,7 @@ func Code(err error) int {
 		return CodeUsage
 	case errors.As(err, &incompatible), errors.As(err, &untrusted), errors.Is(err, bpf.ErrLocked), errors.Is(err, unix.EADDRINUSE):
 		return CodeConflict
-	case errors.Is(err, ebpf.ErrNotSupported):
+	case errors.Is(err, ebpf.ErrNotSupported), errors.As(err, &refused):
 		return CodeUnsupported
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EPERM):
 		return CodeNotPermitted
@@ -141,6 +142,7 @@ func Hint(err error) string {
 		sizes        *bigtcp.Error
 		incompatible *bpf.IncompatibleError
 		untrusted    *owned.UntrustedError
+		refused      *bpf.RefusedError
 	)
 	switch {
 	case errors.As(err, &own) && own.Hint != "":
@@ -155,6 +157,8 @@ func Hint(err error) string {
 		return "one agent works with a pin directory; see sockeye status, or give this one its own --pins"
 	case errors.Is(err, ebpf.ErrNotSupported):
 		return "sockeye doctor shows what this kernel can do"
+	case errors.As(err, &refused):
+		return "this kernel and this version of Sockeye do not fit together: report the message with what uname -r and sockeye version print"
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EPERM):
 		return "run as root, or with the capabilities that sockeye doctor names"
 	}

@@ -24,6 +24,7 @@ func TestCodeAndHint(t *testing.T) {
 	const (
 		asRoot  = "run as root, or with the capabilities that sockeye doctor names"
 		doctor  = "sockeye doctor shows what this kernel can do"
+		report  = "this kernel and this version of Sockeye do not fit together: report the message with what uname -r and sockeye version print"
 		reset   = "sockeye reset removes the pins of another version; steering stops until the agent starts again"
 		oneEach = "one agent works with a pin directory; see sockeye status, or give this one its own --pins"
 	)
@@ -44,6 +45,8 @@ func TestCodeAndHint(t *testing.T) {
 		{"EPERM", wrap(unix.EPERM), 4, asRoot},
 		{"EACCES", wrap(unix.EACCES), 4, asRoot},
 		{"permission", wrap(fs.ErrPermission), 4, asRoot},
+		{"verifier", wrap(&bpf.RefusedError{What: "program p", Err: &ebpf.VerifierError{Cause: unix.EACCES, Log: []string{"invalid access to map value"}}}), 3, report},
+		{"verifier, an old kernel", wrap(fmt.Errorf("%w before 5.15: %w", ebpf.ErrNotSupported, &bpf.RefusedError{What: "program p", Err: &ebpf.VerifierError{Cause: unix.EINVAL, Log: []string{"unknown func"}}})), 3, doctor},
 		{"conflict", wrap(conflict(errors.New("x"), "y")), 5, "y"},
 		{"locked", wrap(bpf.ErrLocked), 5, oneEach},
 		{"pins", wrap(&bpf.IncompatibleError{Path: "p", Err: unix.EPERM}), 5, reset},

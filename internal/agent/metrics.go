@@ -39,6 +39,8 @@ var (
 		"Processes that would be members and lack something.", []string{"service"}, nil)
 	descHeld = prometheus.NewDesc("sockeye_service_held",
 		"1 while the service's ports stay steered even if all members end.", []string{"service"}, nil)
+	descUnlisted = prometheus.NewDesc("sockeye_unlisted_total",
+		"Connection requests and datagrams from sources for which the table of devices had no place.", []string{"service"}, nil)
 	descRuns = prometheus.NewDesc("sockeye_program_runs_total",
 		"Runs of the steering programs; counted while kernel.bpf_stats_enabled is 1.", []string{"service"}, nil)
 	descRunSeconds = prometheus.NewDesc("sockeye_program_run_seconds_total",
@@ -107,6 +109,10 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	if err != nil {
 		return err
 	}
+	unlisted, err := s.path.Unlisted()
+	if err != nil {
+		return err
+	}
 	name := s.config.Name
 	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, append([]string{name}, labels...)...)
@@ -117,6 +123,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	counter(descRegistrations, float64(s.registrations))
 	gauge(descWaiting, float64(len(status.Waiting)))
 	gauge(descHeld, number(status.Held))
+	counter(descUnlisted, float64(unlisted))
 	counter(descRuns, float64(stats.Runs))
 	counter(descRunSeconds, time.Duration(stats.Nanoseconds).Seconds())
 	for i, c := range counters {

@@ -274,7 +274,7 @@ func (s *service) begin(t *target) error {
 	}
 	s.events.Close()
 	s.events, s.path = nil, nil
-	err := os.RemoveAll(s.host.root.Service(s.config.Name))
+	err := bpf.Unpin(s.host.root.Service(s.config.Name))
 	if err == nil {
 		err = s.restart(t, groups)
 	}

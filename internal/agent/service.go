@@ -134,9 +134,9 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 		return nil, err
 	}
 	dir := h.root.Service(c.Name)
-	switch table, err := bpf.ReadTable(dir); {
+	switch nonce, err := bpf.ReadNonce(dir); {
 	case err == nil:
-		s.state.Nonce = table.Nonce
+		s.state.Nonce = nonce
 	case !errors.Is(err, os.ErrNotExist):
 		return nil, err
 	case !known:

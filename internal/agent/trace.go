@@ -12,8 +12,6 @@ import (
 	"io/fs"
 	"log/slog"
 	"maps"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -191,7 +189,7 @@ func (t *tracer) open() error {
 	if err != nil {
 		return err
 	}
-	if err := bpf.SetScope(c.Dir, record); err != nil {
+	if err := t.trace.SetScope(record); err != nil {
 		return err
 	}
 	return t.begin()
@@ -203,17 +201,7 @@ func tuningID(dir string) (ebpf.MapID, error) {
 	if dir == "" {
 		return 0, nil
 	}
-	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, "connections"), nil)
-	if err != nil {
-		return 0, fmt.Errorf("open tuning: %w", err)
-	}
-	defer m.Close()
-	info, err := m.Info()
-	if err != nil {
-		return 0, fmt.Errorf("read tuning: %w", err)
-	}
-	id, _ := info.ID() // known since Linux 4.13
-	return id, nil
+	return bpf.TuningID(dir)
 }
 
 // begin notes what was counted before this agent, the first time.
@@ -432,14 +420,14 @@ func (t *tracer) change(c traceChange) error {
 	defer t.mu.Unlock()
 	before, dir := t.tracing, t.host.tracingDir(t.name)
 	aside := dir + asidePins
-	if err := joined(bpf.RemoveTrace(aside), movePins(dir, aside)); err != nil {
+	if err := joined(bpf.RemoveTrace(aside), bpf.MoveTrace(dir, aside)); err != nil {
 		return err
 	}
 	t.tracing = tracing{rules: c.rules, services: c.services, scope: traceScope{cgroupScope: before.scope.cgroupScope}}
 	if err := t.open(); err != nil {
 		t.release()
 		t.tracing = before
-		err = joined(err, bpf.RemoveTrace(dir), movePins(aside, dir))
+		err = joined(err, bpf.RemoveTrace(dir), bpf.MoveTrace(aside, dir))
 		t.start()
 		return err
 	}
@@ -449,14 +437,6 @@ func (t *tracer) change(c traceChange) error {
 	t.start()
 	if err := bpf.RemoveTrace(aside); err != nil {
 		t.log.Warn("programs of the rules before not removed", "error", err)
-	}
-	return nil
-}
-
-// movePins renames a folder of pins, if there is one.
-func movePins(from, to string) error {
-	if err := os.Rename(from, to); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("move pins: %w", err)
 	}
 	return nil
 }

@@ -23,6 +23,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 
+	"sockeye/internal/bpf"
 	"sockeye/internal/testenv"
 )
 
@@ -132,15 +133,15 @@ func TestTraceKilledBetween(t *testing.T) {
 	a.begin(t, policyText(tracePolicy))
 	dir := a.host.tracingDir(testenv.CgroupPath() + "/telemetry")
 	a.stop()
-	if err := os.Rename(dir, dir+asidePins); err != nil {
+	if err := bpf.MoveTrace(dir, dir+asidePins); err != nil {
 		t.Fatal(err)
 	}
 	b := newAgent(t, t.TempDir(), pins)
 	defer b.stop()
 	b.begin(t, policyText(tracePolicy))
 	defer b.endTracing(t)
-	if _, err := os.Stat(dir + asidePins); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("pins of the rules before: %v", err)
+	if left, err := bpf.Pinned(dir + asidePins); left || err != nil {
+		t.Errorf("pins of the rules before: %v, %v", left, err)
 	}
 	if status, err := b.TraceStatus(""); err != nil || !status.Cgroups[0].Attached {
 		t.Errorf("%+v, %v", status, err)

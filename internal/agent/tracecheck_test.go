@@ -5,7 +5,6 @@ package agent
 import (
 	"errors"
 	"fmt"
-	"os"
 	"strings"
 	"testing"
 
@@ -180,7 +179,7 @@ func TestTraceNothingThatThisKernelCan(t *testing.T) {
 		t.Errorf("%+v", c)
 	}
 	checkNothingLeft(t, &Error{Err: errors.New(c.Problem), Hint: c.Hint, Code: CodeUnsupported}, first)
-	if _, err := os.Stat(a.host.tracingDir(testenv.CgroupPath())); !errors.Is(err, os.ErrNotExist) {
+	if left, err := bpf.Pinned(a.host.tracingDir(testenv.CgroupPath())); left || err != nil {
 		t.Errorf("pins: %v", err)
 	}
 	// A policy that it can heals it.

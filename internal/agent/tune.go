@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
-	"os"
 	"slices"
 	"sync"
 
@@ -47,8 +46,10 @@ func openTuner(h *host, log *slog.Logger, c tuneChange) (*tuner, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	dir := h.tuningDir(c.name)
-	_, err := os.Stat(dir)
-	fresh := errors.Is(err, fs.ErrNotExist)
+	pinned, err := bpf.Pinned(dir)
+	if err != nil {
+		return nil, err
+	}
 	if data, err := bpf.ReadScope(dir); err == nil {
 		// A damaged record is made anew.
 		_ = json.Unmarshal(data, &t.scope)
@@ -56,7 +57,7 @@ func openTuner(h *host, log *slog.Logger, c tuneChange) (*tuner, error) {
 	t.rules, t.services = c.rules, c.services
 	if err := t.open(); err != nil {
 		t.release()
-		if fresh {
+		if !pinned {
 			err = joined(err, bpf.RemoveTune(dir), removeCreated([]cgroupScope{t.scope}))
 		}
 		return nil, err
@@ -76,38 +77,39 @@ func (t *tuner) open() error {
 	if err != nil {
 		return err
 	}
-	opened, err := bpf.OpenTune(bpf.TuneConfig{Dir: t.host.tuningDir(t.name), Cgroup: t.scope.Path})
-	if err != nil {
-		return err
-	}
-	t.tune = opened
-	record, err := json.Marshal(t.scope)
-	if err != nil {
-		return err
-	}
-	if err := bpf.SetScope(t.host.tuningDir(t.name), record); err != nil {
-		return err
-	}
-	return t.install(t.rules, t.services)
+	t.tune, err = bpf.OpenTune(bpf.TuneConfig{Dir: t.host.tuningDir(t.name), Cgroup: t.scope.Path,
+		Ready: func(opened *bpf.Tune) error {
+			record, err := json.Marshal(t.scope)
+			if err != nil {
+				return err
+			}
+			return joined(opened.SetScope(record), t.installIn(opened, t.rules, t.services))
+		}})
+	return err
 }
 
 // install makes rules take effect; those before stay if it fails.
 func (t *tuner) install(rules []config.TuneRule, services []config.Service) error {
+	return t.installIn(t.tune, rules, services)
+}
+
+// installIn is install for a tuning that may not be attached yet, or nil.
+func (t *tuner) installIn(tuning *bpf.Tune, rules []config.TuneRule, services []config.Service) error {
 	skipped, err := t.host.lacking(rules)
 	if err != nil {
 		return err
 	}
-	if t.tune != nil {
+	if tuning != nil {
 		compiled, err := compileTune(rules, services, skipped)
 		if err != nil {
 			return err
 		}
-		if err := t.tune.Install(compiled); err != nil {
+		if err := tuning.Install(compiled); err != nil {
 			return err
 		}
 	}
 	t.rules, t.services, t.skipped = rules, services, skipped
-	if t.tune != nil {
+	if tuning != nil {
 		t.problem = nil
 	}
 	return nil

@@ -42,6 +42,7 @@ func BenchmarkLookup(b *testing.B) {
 			rnd := rand.New(rand.NewPCG(1, 2))
 			const addresses, repeat = 64, 20000
 			var total time.Duration
+			least := time.Hour
 			b.ResetTimer()
 			for range b.N {
 				for range addresses {
@@ -50,10 +51,13 @@ func BenchmarkLookup(b *testing.B) {
 					start := time.Now()
 					_, err := s.Program(0).Run(&ebpf.RunOptions{Context: &in, Repeat: repeat})
 					check(b, err)
-					total += time.Since(start)
+					took := time.Since(start)
+					total += took
+					least = min(least, took)
 				}
 			}
 			b.ReportMetric(float64(total.Nanoseconds())/float64(b.N*addresses*repeat), "ns/run")
+			b.ReportMetric(float64(least.Nanoseconds())/repeat, "least-ns/run")
 		})
 	}
 }

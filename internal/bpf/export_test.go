@@ -21,8 +21,28 @@ func (s *Steer) Maps() []*ebpf.Map {
 	}
 }
 
+// PendingPlaces counts the entries of CPUs that hold an address.
+func (s *Steer) PendingPlaces(tb testing.TB) (used int) {
+	tb.Helper()
+	for i := range pendingSize {
+		var perCPU []Pending
+		if err := s.pending.Lookup(uint32(i), &perCPU); err != nil {
+			tb.Fatal(err)
+		}
+		for _, p := range perCPU {
+			if p.Address != (Address{}) {
+				used++
+			}
+		}
+	}
+	return used
+}
+
 // Links are the links of both kinds, pinned and not.
 func (s *Steer) Links() []link.Link { return s.links }
+
+// LoadProgram loads one program of an object.
+var LoadProgram = loadProgram
 
 // LacksHelper is what tells an older kernel from a broken program.
 var LacksHelper = lacksHelper
@@ -33,6 +53,24 @@ var (
 	LoadSteerLookup    = loadSteerLookup
 	LoadSteerMembers   = loadSteerMembers
 )
+
+// LoadTuneSockops and LoadTraceSockops give the maps of a tuning and a tracing.
+var (
+	LoadTuneSockops  = loadTuneSockops
+	LoadTraceSockops = loadTraceSockops
+)
+
+// LayoutHash is the hash of maps.
+func LayoutHash(specs map[string]*ebpf.MapSpec) string { return layoutHash(specs, nil) }
+
+// Maps are those that a tuning has pinned, by name.
+func (t *Tune) Maps() map[string]*ebpf.Map { return t.maps }
+
+// Dir is where a tuning is pinned, of this layout.
+func (t *Tune) Dir() string { return t.dir }
+
+// Dir is where a tracing is pinned, of this layout.
+func (t *Trace) Dir() string { return t.dir }
 
 // Maps are those that a tracing has pinned, by name.
 func (t *Trace) Maps() map[string]*ebpf.Map { return t.maps }
@@ -66,3 +104,9 @@ func (t *Trace) AgeSlowest(tb testing.TB, group uint32, last uint64) {
 		tb.Fatal(err)
 	}
 }
+
+// SteerLayouts are the layouts of a mode, and those of versions without hashes.
+var (
+	SteerLayouts  = steerLayouts
+	SteerUnhashed = steerUnhashed
+)

@@ -10,6 +10,8 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
@@ -25,8 +27,20 @@ import (
 // namespace and the member hooks to the cgroup. A reuseport program reaches
 // its group by Attach.
 //
-// A map that was pinned by another version gives an *IncompatibleError.
+// Pins of another layout are replaced: their sockets are taken out, as a socket
+// can be in one array at a time, and have to be registered anew. Until then their
+// slots refuse. ReadNonce has the nonce before.
+//
+// A pin that cannot be this layout's gives an *IncompatibleError.
 func OpenSteer(c SteerConfig) (_ *Steer, err error) {
+	base := c.Dir
+	if c.Dir, err = steerDir(base, c.Lookup); err != nil {
+		return nil, err
+	}
+	others, err := otherLayouts(base, c.Dir)
+	if err != nil {
+		return nil, err
+	}
 	s := &Steer{dir: c.Dir, lookup: c.Lookup, programs: make(map[int]*ebpf.Program)}
 	defer func() {
 		if err != nil {
@@ -56,6 +70,9 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 	if err := s.checkPins(c); err != nil {
 		return nil, err
 	}
+	if err := s.makeKeys(); err != nil {
+		return nil, err
+	}
 	if err := s.recordListeners(c); err != nil {
 		return nil, err
 	}
@@ -70,7 +87,46 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 			return nil, fmt.Errorf("pin map %s: %w", pinDevices, err)
 		}
 	}
+	for _, other := range others {
+		if err := errors.Join(takeSockets(other), removeSteer(other)); err != nil {
+			return nil, err
+		}
+	}
 	return s, nil
+}
+
+// takeSockets takes all sockets out of the array that another layout has pinned:
+// a program of a group may hold it for as long as the group lasts.
+func takeSockets(dir string) error {
+	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, "sockets"), nil)
+	if err != nil {
+		return nil // none, or none that can be used
+	}
+	defer m.Close()
+	for key := range m.MaxEntries() {
+		err := m.Delete(key)
+		// The kernel's words for an empty place, of either type of map.
+		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) && !errors.Is(err, unix.EINVAL) {
+			return fmt.Errorf("take sockets out of %s: %w", filepath.Base(dir), err)
+		}
+	}
+	return nil
+}
+
+func listenersSpec() (*ebpf.MapSpec, error) {
+	lookup, err := loadSteerLookup()
+	if err != nil {
+		return nil, err
+	}
+	var listener *btf.Struct
+	if err := lookup.Types.TypeByName("steer_listener", &listener); err != nil {
+		return nil, err
+	}
+	return &ebpf.MapSpec{
+		Name: pinListeners, Type: ebpf.Array, KeySize: 4,
+		ValueSize: listener.Size, MaxEntries: uint32(MaxListeners),
+		Key: &btf.Int{Name: "unsigned int", Size: 4}, Value: listener,
+	}, nil
 }
 
 // openMaps creates or adopts the maps. A devices map of another size is made
@@ -79,14 +135,8 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 	steering.Maps[pinDevices].MaxEntries = uint32(max(c.Devices, 1))
 	s.tableFor = steering.Maps["tables"].InnerMap
 	s.trieFor = steering.Maps["device_maps"].InnerMap
-	var listener *btf.Struct
-	lookup := steering
-	if !c.Lookup {
-		if lookup, err = loadSteerLookup(); err != nil {
-			return false, err
-		}
-	}
-	if err := lookup.Types.TypeByName("steer_listener", &listener); err != nil {
+	listeners, err := listenersSpec()
+	if err != nil {
 		return false, err
 	}
 	for _, m := range []struct {
@@ -99,15 +149,13 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 		{steering.Maps["counters"], &s.counters},
 		{steering.Maps[pinDevices], &s.devices},
 		{steering.Maps["pending"], &s.pending},
+		{steering.Maps["admission"], &s.admission},
+		{steering.Maps["unlisted"], &s.unlisted},
 		{steering.Maps["sockets"], &s.sockets},
 		{members.Maps["cookies"], &s.cookies},
 		{members.Maps["events"], &s.events},
 		{members.Maps["lost_events"], &s.lost},
-		{&ebpf.MapSpec{
-			Name: pinListeners, Type: ebpf.Array, KeySize: 4,
-			ValueSize: listener.Size, MaxEntries: uint32(MaxListeners),
-			Key: &btf.Int{Name: "unsigned int", Size: 4}, Value: listener,
-		}, &s.listeners},
+		{listeners, &s.listeners},
 	} {
 		pinned, err := openMap(c.Dir, m.spec)
 		var incompatible *IncompatibleError
@@ -128,7 +176,12 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 // openMap adopts the map that is pinned under its name in dir, or makes and
 // pins it.
 func openMap(dir string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
-	path := filepath.Join(dir, spec.Name)
+	return openMapAs(dir, spec.Name, spec)
+}
+
+// openMapAs is openMap for a pin of another name.
+func openMapAs(dir, pin string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
+	path := filepath.Join(dir, pin)
 	pinned, err := ebpf.LoadPinnedMap(path, nil)
 	if errors.Is(err, os.ErrNotExist) {
 		fresh, err := ebpf.NewMap(spec)
@@ -195,15 +248,34 @@ func (s *Steer) recordListeners(c SteerConfig) error {
 	return nil
 }
 
+// makeKeys chooses the keys of the places of counts, if there are none yet.
+func (s *Steer) makeKeys() error {
+	var a steerReuseportSteerAdmission
+	if err := s.admission.Lookup(uint32(0), &a); err != nil {
+		return fmt.Errorf("read map admission: %w", err)
+	}
+	if a.Key != [4]uint64{} {
+		return nil
+	}
+	for i := range a.Key {
+		a.Key[i] = newNonce()
+	}
+	if err := s.admission.Put(uint32(0), &a); err != nil {
+		return fmt.Errorf("write map admission: %w", err)
+	}
+	return nil
+}
+
 func (s *Steer) replacements() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
 		"tables": s.tables, "device_maps": s.deviceMaps, "slots": s.slots,
 		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, "sockets": s.sockets,
+		"admission": s.admission, "unlisted": s.unlisted,
 	}
 }
 
 func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
-	if err := spec.Variables["track_devices"].Set(c.Devices > 0); err != nil {
+	if err := setDevices(spec, c.Devices); err != nil {
 		return err
 	}
 	if !c.Lookup {
@@ -231,6 +303,20 @@ func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	return s.keepLink(pinLookupLink, p, c.Netns, func() (link.Link, error) {
 		return link.AttachNetNs(int(c.Netns.Fd()), p)
 	})
+}
+
+// How new devices are admitted, in a table of so many: half of it at once, and
+// all of it in gather * 2. A flood of forged sources takes half of the table, and
+// replaces the rest so slowly that a device that is heard of meanwhile stays:
+// the kernel evicts what was not looked up.
+const admitGather = 1024 * time.Second
+
+func setDevices(spec *ebpf.CollectionSpec, devices int) error {
+	every := 2 * admitGather / time.Duration(max(devices, 1))
+	return errors.Join(
+		spec.Variables["track_devices"].Set(devices > 0),
+		spec.Variables["admit_every"].Set(uint64(every)),
+		spec.Variables["admit_gather"].Set(uint64(admitGather)))
 }
 
 func (s *Steer) openReuseport(c SteerConfig, spec *ebpf.CollectionSpec) error {
@@ -294,6 +380,31 @@ func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (*e
 	return fresh, nil
 }
 
+// RefusedError says that the kernel's verifier refuses a program: it is Sockeye's
+// or the kernel's fault, whatever rights the caller has.
+type RefusedError struct {
+	What string // that was loaded
+	Err  *ebpf.VerifierError
+}
+
+// Error has the verifier's last words instead of its errno: EACCES is its answer
+// to code that it cannot follow.
+func (e *RefusedError) Error() string {
+	_, reason, _ := strings.Cut(e.Err.Error(), e.Err.Cause.Error()+": ")
+	return fmt.Sprintf("load %s: refused by the kernel's verifier: %s", e.What, reason)
+}
+
+func (e *RefusedError) Unwrap() error { return e.Err }
+
+// loadError makes an error of what the kernel answers to programs.
+func loadError(what string, err error) error {
+	// Without a log the verifier has not looked at the program.
+	if refused, ok := errors.AsType[*ebpf.VerifierError](err); ok && len(refused.Log) > 0 {
+		return &RefusedError{what, refused}
+	}
+	return fmt.Errorf("load %s: %w", what, err)
+}
+
 func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.Map) (*ebpf.Program, error) {
 	used := make(map[string]*ebpf.Map)
 	for name, m := range maps {
@@ -303,7 +414,7 @@ func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.M
 	}
 	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: used})
 	if err != nil {
-		return nil, fmt.Errorf("load program %s: %w", name, err)
+		return nil, loadError("program "+name, err)
 	}
 	defer collection.Close()
 	return collection.DetachProgram(name), nil
@@ -513,13 +624,28 @@ func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	if err := spec.Variables["listen_has_netns"].Set(known == nil); err != nil {
 		return err
 	}
-	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{
-		MapReplacements: map[string]*ebpf.Map{
-			"slots": s.slots, "cookies": s.cookies, "events": s.events, "lost_events": s.lost,
-		},
-	})
+	var served [MaxListeners]Ports
+	count := uint32(0)
+	for _, l := range c.Listeners {
+		if l.Address.IsValid() {
+			served[count] = Ports{First: l.Address.Port(), Last: l.Address.Port(), Protocol: l.Protocol}
+			count++
+		}
+	}
+	if err := errors.Join(spec.Variables["served"].Set(served), spec.Variables["served_count"].Set(count), setDevices(spec, c.Devices)); err != nil {
+		return err
+	}
+	used := map[string]*ebpf.Map{"cookies": s.cookies, "events": s.events, "lost_events": s.lost}
+	for name, m := range s.replacements() {
+		if spec.Maps[name] != nil {
+			used[name] = m
+			// Of a size that was chosen.
+			spec.Maps[name].MaxEntries = m.MaxEntries()
+		}
+	}
+	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: used})
 	if err != nil {
-		return fmt.Errorf("load member hooks: %w", err)
+		return loadError("member hooks", err)
 	}
 	defer collection.Close()
 	attach := func(name string, at ebpf.AttachType) (link.Link, error) {

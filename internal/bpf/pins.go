@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/cilium/ebpf"
@@ -87,13 +88,14 @@ func (r *Root) Service(name string) string { return filepath.Join(r.Dir, Service
 // TunePins begins the name of the pin directory of a cgroup's tuning.
 const TunePins = "tune_"
 
-// Tuning is the pin directory of a cgroup's tuning.
+// Tuning is the pin directory of a cgroup's tuning, without the layout that ends
+// its name.
 func (r *Root) Tuning(name string) string { return filepath.Join(r.Dir, TunePins+name) }
 
 // TracePins begins the name of the pin directory of a cgroup's tracing.
 const TracePins = "trace_"
 
-// Tracing is the pin directory of a cgroup's tracing.
+// Tracing is the pin directory of a cgroup's tracing, without the layout.
 func (r *Root) Tracing(name string) string { return filepath.Join(r.Dir, TracePins+name) }
 
 // Services lists the services that have pins, in no particular order.
@@ -109,7 +111,8 @@ func pinned(dir, prefix string) ([]string, error) {
 	}
 	var names []string
 	for _, e := range entries {
-		if name, ok := strings.CutPrefix(e.Name(), prefix); ok && e.IsDir() {
+		name, _, _ := strings.Cut(e.Name(), layoutMark)
+		if name, ok := strings.CutPrefix(name, prefix); ok && e.IsDir() && !slices.Contains(names, name) {
 			names = append(names, name)
 		}
 	}

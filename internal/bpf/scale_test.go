@@ -11,5 +11,6 @@ const (
 	connections   = 400
 	flips         = 500 // in each mode
 	opens         = 3
+	forged        = 200_000 // sources of a flood
 	exactly       = 100_000 // datagrams, or segments, of which each is accounted for
 )

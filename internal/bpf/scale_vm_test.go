@@ -11,5 +11,6 @@ const (
 	connections   = 60
 	flips         = 100
 	opens         = 1
+	forged        = 20_000
 	exactly       = 20_000
 )

@@ -4,8 +4,11 @@ package bpf
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/cilium/ebpf"
 )
@@ -19,8 +22,8 @@ const (
 	maxScope = 4096
 )
 
-// SetScope keeps a record with the pins in dir.
-func SetScope(dir string, s Scope) error {
+// setScope keeps a record with the pins in dir.
+func setScope(dir string, s Scope) error {
 	if len(s) > maxScope {
 		return fmt.Errorf("keep scope: %d bytes, at most %d", len(s), maxScope)
 	}
@@ -35,9 +38,25 @@ func SetScope(dir string, s Scope) error {
 	return nil
 }
 
-// ReadScope reads the record of the pins in dir. It fails with os.ErrNotExist
-// if there is none.
-func ReadScope(dir string) (Scope, error) {
+// ReadScope reads the record of the pins of a cgroup: of this version's layout,
+// or of another that has not been replaced yet. It fails with os.ErrNotExist if
+// there is none.
+func ReadScope(base string) (Scope, error) {
+	dirs, err := layouts(base)
+	if err != nil {
+		return nil, err
+	}
+	// What has a hash is newer than what has none.
+	for _, dir := range slices.Backward(dirs) {
+		s, err := readScope(dir)
+		if !errors.Is(err, os.ErrNotExist) {
+			return s, err
+		}
+	}
+	return nil, fmt.Errorf("read scope of %s: %w", filepath.Base(base), os.ErrNotExist)
+}
+
+func readScope(dir string) (Scope, error) {
 	path := filepath.Join(dir, pinScope)
 	m, err := ebpf.LoadPinnedMap(path, nil)
 	if err != nil {

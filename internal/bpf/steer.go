@@ -3,6 +3,7 @@
 package bpf
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -10,6 +11,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"structs"
 	"time"
 
@@ -61,6 +63,7 @@ type Steer struct {
 	tables, deviceMaps, slots, counters *ebpf.Map
 	devices, pending, sockets, cookies  *ebpf.Map
 	events, lost, listeners             *ebpf.Map
+	admission, unlisted                 *ebpf.Map
 
 	// Programs that select sockets: one a row, or one for all with sk_lookup.
 	programs map[int]*ebpf.Program
@@ -116,7 +119,10 @@ func listenerValue(l Listener) listenerOf {
 // fails with os.ErrNotExist if nothing is pinned in dir.
 func ReadListeners(dir string) ([MaxListeners]Listener, error) {
 	var listeners [MaxListeners]Listener
-	path := filepath.Join(dir, pinListeners)
+	path, err := newestPin(dir, pinListeners)
+	if err != nil {
+		return listeners, err
+	}
 	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
 	if err != nil {
 		return listeners, fmt.Errorf("open pinned map %s: %w", path, err)
@@ -154,7 +160,7 @@ func (s *Steer) Close() error {
 	}
 	for _, m := range []*ebpf.Map{
 		s.tables, s.deviceMaps, s.slots, s.counters, s.devices, s.pending,
-		s.sockets, s.cookies, s.events, s.lost, s.listeners,
+		s.sockets, s.cookies, s.events, s.lost, s.listeners, s.admission, s.unlisted,
 	} {
 		if m != nil {
 			errs = append(errs, m.Close())
@@ -173,9 +179,16 @@ func (s *Steer) Retire() error {
 	return errors.Join(append(errs, s.Close())...)
 }
 
-// Remove ends steering for a service: its links are detached, its pins gone.
-// Sockets that carry a reuseport program keep it until their group ends.
-func Remove(dir string) error {
+// Remove ends steering for a service: its links are detached, its pins gone, in
+// any layout. Sockets that carry a reuseport program keep it until their group
+// ends.
+func Remove(dir string) error { return eachLayout(dir, removeSteer) }
+
+// Unpin removes a service's pins. What is attached stays until its last holder is
+// gone.
+func Unpin(dir string) error { return eachLayout(dir, os.RemoveAll) }
+
+func removeSteer(dir string) error {
 	for _, name := range []string{pinLookupLink, pinReleaseLink} {
 		l, err := link.LoadPinnedLink(filepath.Join(dir, name), nil)
 		if err != nil {
@@ -234,10 +247,48 @@ func (s *Steer) SetTable(t *Table) error {
 	return nil
 }
 
+// newestPin finds a pin of a service: in a layout with a hash, which is newer,
+// or in the one without. It fails with os.ErrNotExist if there is none.
+func newestPin(base, name string) (string, error) {
+	dirs, err := layouts(base)
+	if err != nil {
+		return "", err
+	}
+	for _, dir := range slices.Backward(dirs) {
+		path := filepath.Join(dir, name)
+		if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
+			return path, err
+		}
+	}
+	return "", fmt.Errorf("open pinned map %s: %w", filepath.Join(base, name), os.ErrNotExist)
+}
+
+// ReadNonce returns the nonce of a pinned service's bucket table, in any layout:
+// it comes first in each. It fails with os.ErrNotExist if there is none.
+func ReadNonce(dir string) (uint64, error) {
+	path, err := newestPin(dir, pinTable)
+	if err != nil {
+		return 0, err
+	}
+	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
+	if err != nil {
+		return 0, fmt.Errorf("open pinned map %s: %w", path, err)
+	}
+	defer m.Close()
+	value, err := m.LookupBytes(uint32(0))
+	if err != nil || len(value) < 8 {
+		return 0, &IncompatibleError{Path: path, Err: cmp.Or(err, errors.New("no nonce"))}
+	}
+	return binary.NativeEndian.Uint64(value), nil
+}
+
 // ReadTable returns the bucket table of a pinned service. It fails with
 // os.ErrNotExist if there is none.
 func ReadTable(dir string) (*Table, error) {
-	path := filepath.Join(dir, pinTable)
+	path, err := newestPin(dir, pinTable)
+	if err != nil {
+		return nil, err
+	}
 	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
 	if err != nil {
 		return nil, fmt.Errorf("open pinned map %s: %w", path, err)
@@ -284,11 +335,14 @@ func (s *Steer) SetDevices(size int, prefixes iter.Seq2[Prefix, DeviceID]) error
 // ReadDeviceHash looks an address up in the device map of a pinned service.
 // Without a device map, or outside it, found is false.
 func ReadDeviceHash(dir string, address Address) (hash uint32, found bool, err error) {
-	path := filepath.Join(dir, pinDeviceMap)
-	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
+	path, err := newestPin(dir, pinDeviceMap)
 	if errors.Is(err, os.ErrNotExist) {
 		return 0, false, nil
 	}
+	if err != nil {
+		return 0, false, err
+	}
+	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
 	if err != nil {
 		return 0, false, fmt.Errorf("open pinned map %s: %w", path, err)
 	}
@@ -426,6 +480,19 @@ func (s *Steer) Devices() iter.Seq2[Address, Seen] {
 			}
 		}
 	}
+}
+
+// Unlisted counts the datagrams and SYNs from sources that the table of devices
+// had no place for.
+func (s *Steer) Unlisted() (sum uint64, err error) {
+	var perCPU []uint64
+	if err := s.unlisted.Lookup(uint32(0), &perCPU); err != nil {
+		return 0, fmt.Errorf("read unlisted packets: %w", err)
+	}
+	for _, n := range perCPU {
+		sum += n
+	}
+	return sum, nil
 }
 
 // pendingDatagrams are those that CPUs have not added to the table yet.

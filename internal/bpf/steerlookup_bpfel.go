@@ -16,6 +16,7 @@ import (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
+	steerLookupMapAdmission           = "admission"
 	steerLookupMapCounters            = "counters"
 	steerLookupMapDeviceMaps          = "device_maps"
 	steerLookupMapDevices             = "devices"
@@ -23,7 +24,10 @@ const (
 	steerLookupMapSlots               = "slots"
 	steerLookupMapSockets             = "sockets"
 	steerLookupMapTables              = "tables"
+	steerLookupMapUnlisted            = "unlisted"
 	steerLookupProgSteerLookup        = "steer_lookup"
+	steerLookupVarAdmitEvery          = "admit_every"
+	steerLookupVarAdmitGather         = "admit_gather"
 	steerLookupVarListenerCount       = "listener_count"
 	steerLookupVarListeners           = "listeners"
 	steerLookupVarTrackDevices        = "track_devices"
@@ -81,6 +85,7 @@ type steerLookupProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerLookupMapSpecs struct {
+	Admission  *ebpf.MapSpec `ebpf:"admission"`
 	Counters   *ebpf.MapSpec `ebpf:"counters"`
 	DeviceMaps *ebpf.MapSpec `ebpf:"device_maps"`
 	Devices    *ebpf.MapSpec `ebpf:"devices"`
@@ -88,12 +93,15 @@ type steerLookupMapSpecs struct {
 	Slots      *ebpf.MapSpec `ebpf:"slots"`
 	Sockets    *ebpf.MapSpec `ebpf:"sockets"`
 	Tables     *ebpf.MapSpec `ebpf:"tables"`
+	Unlisted   *ebpf.MapSpec `ebpf:"unlisted"`
 }
 
 // steerLookupVariableSpecs contains global variables before they are loaded into the kernel.
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerLookupVariableSpecs struct {
+	AdmitEvery          *ebpf.VariableSpec `ebpf:"admit_every"`
+	AdmitGather         *ebpf.VariableSpec `ebpf:"admit_gather"`
 	ListenerCount       *ebpf.VariableSpec `ebpf:"listener_count"`
 	Listeners           *ebpf.VariableSpec `ebpf:"listeners"`
 	TrackDevices        *ebpf.VariableSpec `ebpf:"track_devices"`
@@ -122,6 +130,7 @@ func (o *steerLookupObjects) Close() error {
 //
 // It can be passed to loadSteerLookupObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerLookupMaps struct {
+	Admission  *ebpf.Map `ebpf:"admission"`
 	Counters   *ebpf.Map `ebpf:"counters"`
 	DeviceMaps *ebpf.Map `ebpf:"device_maps"`
 	Devices    *ebpf.Map `ebpf:"devices"`
@@ -129,10 +138,12 @@ type steerLookupMaps struct {
 	Slots      *ebpf.Map `ebpf:"slots"`
 	Sockets    *ebpf.Map `ebpf:"sockets"`
 	Tables     *ebpf.Map `ebpf:"tables"`
+	Unlisted   *ebpf.Map `ebpf:"unlisted"`
 }
 
 func (m *steerLookupMaps) Close() error {
 	return _SteerLookupClose(
+		m.Admission,
 		m.Counters,
 		m.DeviceMaps,
 		m.Devices,
@@ -140,6 +151,7 @@ func (m *steerLookupMaps) Close() error {
 		m.Slots,
 		m.Sockets,
 		m.Tables,
+		m.Unlisted,
 	)
 }
 
@@ -147,6 +159,8 @@ func (m *steerLookupMaps) Close() error {
 //
 // It can be passed to loadSteerLookupObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerLookupVariables struct {
+	AdmitEvery          *ebpf.Variable `ebpf:"admit_every"`
+	AdmitGather         *ebpf.Variable `ebpf:"admit_gather"`
 	ListenerCount       *ebpf.Variable `ebpf:"listener_count"`
 	Listeners           *ebpf.Variable `ebpf:"listeners"`
 	TrackDevices        *ebpf.Variable `ebpf:"track_devices"`

@@ -54,22 +54,37 @@ const (
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
+	steerMembersMapAdmission            = "admission"
 	steerMembersMapCookies              = "cookies"
+	steerMembersMapCounters             = "counters"
+	steerMembersMapDeviceMaps           = "device_maps"
+	steerMembersMapDevices              = "devices"
 	steerMembersMapEvents               = "events"
 	steerMembersMapLostEvents           = "lost_events"
+	steerMembersMapPending              = "pending"
 	steerMembersMapSlots                = "slots"
+	steerMembersMapTables               = "tables"
+	steerMembersMapUnlisted             = "unlisted"
 	steerMembersProgSteerBind4          = "steer_bind4"
 	steerMembersProgSteerBind6          = "steer_bind6"
 	steerMembersProgSteerListen         = "steer_listen"
 	steerMembersProgSteerRelease        = "steer_release"
+	steerMembersVarAdmitEvery           = "admit_every"
+	steerMembersVarAdmitGather          = "admit_gather"
 	steerMembersVarListenHasNetns       = "listen_has_netns"
 	steerMembersVarNetnsCookie          = "netns_cookie"
 	steerMembersVarPortCount            = "port_count"
 	steerMembersVarPorts                = "ports"
+	steerMembersVarServed               = "served"
+	steerMembersVarServedCount          = "served_count"
+	steerMembersVarTrackDevices         = "track_devices"
+	steerMembersVarUnusedSteerDeviceId  = "unused_steer_device_id"
 	steerMembersVarUnusedSteerEvent     = "unused_steer_event"
 	steerMembersVarUnusedSteerEventKind = "unused_steer_event_kind"
 	steerMembersVarUnusedSteerLimit     = "unused_steer_limit"
+	steerMembersVarUnusedSteerPrefix    = "unused_steer_prefix"
 	steerMembersVarUnusedSteerReason    = "unused_steer_reason"
+	steerMembersVarUnusedSteerTable     = "unused_steer_table"
 )
 
 // loadSteerMembers returns the embedded CollectionSpec for steerMembers.
@@ -124,24 +139,39 @@ type steerMembersProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerMembersMapSpecs struct {
+	Admission  *ebpf.MapSpec `ebpf:"admission"`
 	Cookies    *ebpf.MapSpec `ebpf:"cookies"`
+	Counters   *ebpf.MapSpec `ebpf:"counters"`
+	DeviceMaps *ebpf.MapSpec `ebpf:"device_maps"`
+	Devices    *ebpf.MapSpec `ebpf:"devices"`
 	Events     *ebpf.MapSpec `ebpf:"events"`
 	LostEvents *ebpf.MapSpec `ebpf:"lost_events"`
+	Pending    *ebpf.MapSpec `ebpf:"pending"`
 	Slots      *ebpf.MapSpec `ebpf:"slots"`
+	Tables     *ebpf.MapSpec `ebpf:"tables"`
+	Unlisted   *ebpf.MapSpec `ebpf:"unlisted"`
 }
 
 // steerMembersVariableSpecs contains global variables before they are loaded into the kernel.
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerMembersVariableSpecs struct {
+	AdmitEvery           *ebpf.VariableSpec `ebpf:"admit_every"`
+	AdmitGather          *ebpf.VariableSpec `ebpf:"admit_gather"`
 	ListenHasNetns       *ebpf.VariableSpec `ebpf:"listen_has_netns"`
 	NetnsCookie          *ebpf.VariableSpec `ebpf:"netns_cookie"`
 	PortCount            *ebpf.VariableSpec `ebpf:"port_count"`
 	Ports                *ebpf.VariableSpec `ebpf:"ports"`
+	Served               *ebpf.VariableSpec `ebpf:"served"`
+	ServedCount          *ebpf.VariableSpec `ebpf:"served_count"`
+	TrackDevices         *ebpf.VariableSpec `ebpf:"track_devices"`
+	UnusedSteerDeviceId  *ebpf.VariableSpec `ebpf:"unused_steer_device_id"`
 	UnusedSteerEvent     *ebpf.VariableSpec `ebpf:"unused_steer_event"`
 	UnusedSteerEventKind *ebpf.VariableSpec `ebpf:"unused_steer_event_kind"`
 	UnusedSteerLimit     *ebpf.VariableSpec `ebpf:"unused_steer_limit"`
+	UnusedSteerPrefix    *ebpf.VariableSpec `ebpf:"unused_steer_prefix"`
 	UnusedSteerReason    *ebpf.VariableSpec `ebpf:"unused_steer_reason"`
+	UnusedSteerTable     *ebpf.VariableSpec `ebpf:"unused_steer_table"`
 }
 
 // steerMembersObjects contains all objects after they have been loaded into the kernel.
@@ -164,18 +194,32 @@ func (o *steerMembersObjects) Close() error {
 //
 // It can be passed to loadSteerMembersObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerMembersMaps struct {
+	Admission  *ebpf.Map `ebpf:"admission"`
 	Cookies    *ebpf.Map `ebpf:"cookies"`
+	Counters   *ebpf.Map `ebpf:"counters"`
+	DeviceMaps *ebpf.Map `ebpf:"device_maps"`
+	Devices    *ebpf.Map `ebpf:"devices"`
 	Events     *ebpf.Map `ebpf:"events"`
 	LostEvents *ebpf.Map `ebpf:"lost_events"`
+	Pending    *ebpf.Map `ebpf:"pending"`
 	Slots      *ebpf.Map `ebpf:"slots"`
+	Tables     *ebpf.Map `ebpf:"tables"`
+	Unlisted   *ebpf.Map `ebpf:"unlisted"`
 }
 
 func (m *steerMembersMaps) Close() error {
 	return _SteerMembersClose(
+		m.Admission,
 		m.Cookies,
+		m.Counters,
+		m.DeviceMaps,
+		m.Devices,
 		m.Events,
 		m.LostEvents,
+		m.Pending,
 		m.Slots,
+		m.Tables,
+		m.Unlisted,
 	)
 }
 
@@ -183,14 +227,22 @@ func (m *steerMembersMaps) Close() error {
 //
 // It can be passed to loadSteerMembersObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerMembersVariables struct {
+	AdmitEvery           *ebpf.Variable `ebpf:"admit_every"`
+	AdmitGather          *ebpf.Variable `ebpf:"admit_gather"`
 	ListenHasNetns       *ebpf.Variable `ebpf:"listen_has_netns"`
 	NetnsCookie          *ebpf.Variable `ebpf:"netns_cookie"`
 	PortCount            *ebpf.Variable `ebpf:"port_count"`
 	Ports                *ebpf.Variable `ebpf:"ports"`
+	Served               *ebpf.Variable `ebpf:"served"`
+	ServedCount          *ebpf.Variable `ebpf:"served_count"`
+	TrackDevices         *ebpf.Variable `ebpf:"track_devices"`
+	UnusedSteerDeviceId  *ebpf.Variable `ebpf:"unused_steer_device_id"`
 	UnusedSteerEvent     *ebpf.Variable `ebpf:"unused_steer_event"`
 	UnusedSteerEventKind *ebpf.Variable `ebpf:"unused_steer_event_kind"`
 	UnusedSteerLimit     *ebpf.Variable `ebpf:"unused_steer_limit"`
+	UnusedSteerPrefix    *ebpf.Variable `ebpf:"unused_steer_prefix"`
 	UnusedSteerReason    *ebpf.Variable `ebpf:"unused_steer_reason"`
+	UnusedSteerTable     *ebpf.Variable `ebpf:"unused_steer_table"`
 }
 
 // steerMembersPrograms contains all programs after they have been loaded into the kernel.

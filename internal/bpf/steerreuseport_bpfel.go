@@ -18,6 +18,12 @@ type steerReuseportSteerAddress struct {
 	Word [4]uint32
 }
 
+type steerReuseportSteerAdmission struct {
+	_     structs.HostLayout
+	Until uint64
+	Key   [4]uint64
+}
+
 type steerReuseportSteerCounters struct {
 	_                  structs.HostLayout
 	Connections        uint64
@@ -78,6 +84,7 @@ type steerReuseportSteerTable struct {
 //
 // Used for safe lookups in a Collection or CollectionSpec.
 const (
+	steerReuseportMapAdmission           = "admission"
 	steerReuseportMapCounters            = "counters"
 	steerReuseportMapDeviceMaps          = "device_maps"
 	steerReuseportMapDevices             = "devices"
@@ -85,8 +92,11 @@ const (
 	steerReuseportMapSlots               = "slots"
 	steerReuseportMapSockets             = "sockets"
 	steerReuseportMapTables              = "tables"
+	steerReuseportMapUnlisted            = "unlisted"
 	steerReuseportProgSteerMigrate       = "steer_migrate"
 	steerReuseportProgSteerReuseport     = "steer_reuseport"
+	steerReuseportVarAdmitEvery          = "admit_every"
+	steerReuseportVarAdmitGather         = "admit_gather"
 	steerReuseportVarListener            = "listener"
 	steerReuseportVarTrackDevices        = "track_devices"
 	steerReuseportVarUnusedSteerDeviceId = "unused_steer_device_id"
@@ -144,6 +154,7 @@ type steerReuseportProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerReuseportMapSpecs struct {
+	Admission  *ebpf.MapSpec `ebpf:"admission"`
 	Counters   *ebpf.MapSpec `ebpf:"counters"`
 	DeviceMaps *ebpf.MapSpec `ebpf:"device_maps"`
 	Devices    *ebpf.MapSpec `ebpf:"devices"`
@@ -151,12 +162,15 @@ type steerReuseportMapSpecs struct {
 	Slots      *ebpf.MapSpec `ebpf:"slots"`
 	Sockets    *ebpf.MapSpec `ebpf:"sockets"`
 	Tables     *ebpf.MapSpec `ebpf:"tables"`
+	Unlisted   *ebpf.MapSpec `ebpf:"unlisted"`
 }
 
 // steerReuseportVariableSpecs contains global variables before they are loaded into the kernel.
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerReuseportVariableSpecs struct {
+	AdmitEvery          *ebpf.VariableSpec `ebpf:"admit_every"`
+	AdmitGather         *ebpf.VariableSpec `ebpf:"admit_gather"`
 	Listener            *ebpf.VariableSpec `ebpf:"listener"`
 	TrackDevices        *ebpf.VariableSpec `ebpf:"track_devices"`
 	UnusedSteerDeviceId *ebpf.VariableSpec `ebpf:"unused_steer_device_id"`
@@ -184,6 +198,7 @@ func (o *steerReuseportObjects) Close() error {
 //
 // It can be passed to loadSteerReuseportObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerReuseportMaps struct {
+	Admission  *ebpf.Map `ebpf:"admission"`
 	Counters   *ebpf.Map `ebpf:"counters"`
 	DeviceMaps *ebpf.Map `ebpf:"device_maps"`
 	Devices    *ebpf.Map `ebpf:"devices"`
@@ -191,10 +206,12 @@ type steerReuseportMaps struct {
 	Slots      *ebpf.Map `ebpf:"slots"`
 	Sockets    *ebpf.Map `ebpf:"sockets"`
 	Tables     *ebpf.Map `ebpf:"tables"`
+	Unlisted   *ebpf.Map `ebpf:"unlisted"`
 }
 
 func (m *steerReuseportMaps) Close() error {
 	return _SteerReuseportClose(
+		m.Admission,
 		m.Counters,
 		m.DeviceMaps,
 		m.Devices,
@@ -202,6 +219,7 @@ func (m *steerReuseportMaps) Close() error {
 		m.Slots,
 		m.Sockets,
 		m.Tables,
+		m.Unlisted,
 	)
 }
 
@@ -209,6 +227,8 @@ func (m *steerReuseportMaps) Close() error {
 //
 // It can be passed to loadSteerReuseportObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerReuseportVariables struct {
+	AdmitEvery          *ebpf.Variable `ebpf:"admit_every"`
+	AdmitGather         *ebpf.Variable `ebpf:"admit_gather"`
 	Listener            *ebpf.Variable `ebpf:"listener"`
 	TrackDevices        *ebpf.Variable `ebpf:"track_devices"`
 	UnusedSteerDeviceId *ebpf.Variable `ebpf:"unused_steer_device_id"`

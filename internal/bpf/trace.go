@@ -30,7 +30,7 @@ type TraceConfig struct {
 	// Rules say what is traced, and never change.
 	Rules *TraceRules
 	// Adopt: what is pinned in Dir has these rules, and goes on. Else it is
-	// removed.
+	// removed. Pins of another layout cannot go on: an *IncompatibleError.
 	Adopt bool
 	// Tuning is the folder with the pins of the cgroup's tuning, "" for none.
 	Tuning string
@@ -64,12 +64,17 @@ const (
 	pinSendLink  = "link_send"
 )
 
-// OpenTrace makes the tracing of a cgroup, or adopts what is pinned in c.Dir.
-// Without BPF timestamping in the kernel (see HaveTimestamps) nothing sent is
-// measured.
+// OpenTrace makes the tracing of a cgroup, or adopts what is pinned in c.Dir in
+// this version's layout. Without BPF timestamping in the kernel (see
+// HaveTimestamps) nothing sent is measured. Pins of other layouts are removed once
+// the new ones are attached.
 //
-// A map that was pinned by another version gives an *IncompatibleError.
+// A pin that cannot be this layout's gives an *IncompatibleError.
 func OpenTrace(c TraceConfig) (_ *Trace, err error) {
+	base := c.Dir
+	if c.Dir, err = inLayout(base, traceLayout); err != nil {
+		return nil, err
+	}
 	t := &Trace{dir: c.Dir, cgroup: c.Cgroup, links: make(map[string]link.Link),
 		banks: banks{maps: make(map[string]*ebpf.Map), inner: make(map[string]*ebpf.MapSpec)}}
 	defer func() {
@@ -83,9 +88,12 @@ func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 	}
 	defer cgroup.Close()
 	if !c.Adopt {
-		if err := RemoveTrace(c.Dir); err != nil {
-			return nil, err
-		}
+		err = removeTrace(c.Dir)
+	} else if _, err = os.Stat(c.Dir); errors.Is(err, os.ErrNotExist) {
+		err = &IncompatibleError{Path: base, Err: errors.New("another layout")}
+	}
+	if err != nil {
+		return nil, err
 	}
 	if err := os.MkdirAll(c.Dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create pin directory: %w", err)
@@ -129,7 +137,29 @@ func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 			return nil, err
 		}
 	}
+	others, err := otherLayouts(base, c.Dir)
+	if err != nil {
+		return nil, err
+	}
+	for _, other := range others {
+		if err := removeTrace(other); err != nil {
+			return nil, err
+		}
+	}
 	return t, nil
+}
+
+// SetScope keeps a record with the pins.
+func (t *Trace) SetScope(s Scope) error { return setScope(t.dir, s) }
+
+// MoveTrace renames the pins in a directory, of all layouts, if there are any.
+func MoveTrace(from, to string) error {
+	return eachLayout(from, func(dir string) error {
+		if err := os.Rename(dir, to+strings.TrimPrefix(dir, from)); err != nil {
+			return fmt.Errorf("move pins: %w", err)
+		}
+		return nil
+	})
 }
 
 // load loads a program that uses the maps of this tracing.
@@ -172,9 +202,8 @@ func (t *Trace) openMaps(c TraceConfig, spec *ebpf.CollectionSpec) (err error) {
 		spec.Maps[name].MaxEntries = indexes
 	}
 	if c.Tuning != "" {
-		path := filepath.Join(c.Tuning, "connections")
-		if t.maps["tuned"], err = ebpf.LoadPinnedMap(path, nil); err != nil {
-			return fmt.Errorf("open pinned map %s: %w", path, err)
+		if t.maps["tuned"], err = tunedConnections(c.Tuning); err != nil {
+			return err
 		}
 	}
 	for name, m := range spec.Maps {
@@ -269,8 +298,10 @@ func (t *Trace) Close() error {
 	return errors.Join(errs...)
 }
 
-// RemoveTrace ends the tracing whose pins are in dir.
-func RemoveTrace(dir string) error {
+// RemoveTrace ends the tracing whose pins are in dir, in any layout.
+func RemoveTrace(dir string) error { return eachLayout(dir, removeTrace) }
+
+func removeTrace(dir string) error {
 	pins, err := filepath.Glob(filepath.Join(dir, "link_*"))
 	if err != nil {
 		return err

@@ -175,7 +175,7 @@ func (t *Trace) openHooks(c TraceConfig, spec *ebpf.CollectionSpec, hooks []hook
 	}
 	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: used})
 	if err != nil {
-		return fmt.Errorf("load programs for what is received: %w", err)
+		return loadError("programs for what is received", err)
 	}
 	defer collection.Close()
 	for _, h := range hooks {

@@ -22,10 +22,13 @@ import (
 
 // TuneConfig says what the tuning of one cgroup consists of.
 type TuneConfig struct {
-	// Dir is the cgroup's folder in the bpffs.
+	// Dir is the cgroup's folder in the bpffs. The layout's hash ends its name.
 	Dir string
 	// Cgroup is the folder of the cgroup whose sockets are tuned.
 	Cgroup string
+	// Ready, unless nil, prepares the maps: no program of this layout runs
+	// before it returns. If it fails, nothing is attached or replaced.
+	Ready func(*Tune) error
 }
 
 // TuneRules is a list of rules, compiled: what Install makes the program use.
@@ -61,13 +64,22 @@ func Hz() (uint32, error) {
 	return uint32((int64(time.Second) + ns/2) / ns), nil
 }
 
-// OpenTune makes the tuning of a cgroup, or adopts what is pinned in c.Dir:
-// maps keep their contents, and the program is replaced in one step. New
-// connections get no rule until Install.
+// OpenTune makes the tuning of a cgroup, or adopts what is pinned in c.Dir in
+// this version's layout: maps keep their contents. New connections get no rule
+// until Install, in a tuning that is new.
 //
-// A map that was pinned by another version gives an *IncompatibleError.
+// Pins of another layout are replaced: their link gets the new program in one
+// step, then they are removed. What was learned is kept if its own layout is the
+// same. Rules, their counts and the rules of open connections are not: options
+// that were set stay set.
+//
+// A pin that cannot be this layout's gives an *IncompatibleError.
 func OpenTune(c TuneConfig) (_ *Tune, err error) {
-	t := &Tune{dir: c.Dir, cgroup: c.Cgroup, banks: banks{maps: make(map[string]*ebpf.Map), inner: make(map[string]*ebpf.MapSpec)}}
+	dir, err := inLayout(c.Dir, tuneLayout)
+	if err != nil {
+		return nil, err
+	}
+	t := &Tune{dir: dir, cgroup: c.Cgroup, banks: banks{maps: make(map[string]*ebpf.Map), inner: make(map[string]*ebpf.MapSpec)}}
 	defer func() {
 		if err != nil {
 			t.Close()
@@ -78,10 +90,14 @@ func OpenTune(c TuneConfig) (_ *Tune, err error) {
 		return nil, fmt.Errorf("open cgroup: %w", err)
 	}
 	defer cgroup.Close()
-	if err := os.MkdirAll(c.Dir, 0o700); err != nil {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create pin directory: %w", err)
 	}
 	spec, err := loadTuneSockops()
+	if err != nil {
+		return nil, err
+	}
+	others, err := otherLayouts(c.Dir, dir)
 	if err != nil {
 		return nil, err
 	}
@@ -92,7 +108,14 @@ func OpenTune(c TuneConfig) (_ *Tune, err error) {
 		if isVariables(name) {
 			continue
 		}
-		if t.maps[name], err = openMap(c.Dir, m); err != nil {
+		pin := name
+		if name == "learned" {
+			pin += layoutMark + layoutHash(map[string]*ebpf.MapSpec{name: m}, nil)
+			if err := sharePin(pin, dir, others); err != nil {
+				return nil, err
+			}
+		}
+		if t.maps[name], err = openMapAs(dir, pin, m); err != nil {
 			return nil, err
 		}
 	}
@@ -108,10 +131,67 @@ func OpenTune(c TuneConfig) (_ *Tune, err error) {
 		return nil, err
 	}
 	defer p.Close()
-	t.link, err = ensureLink(c.Dir, pinTuneLink, p, cgroup, func() (link.Link, error) {
+	if c.Ready != nil {
+		if err := c.Ready(t); err != nil {
+			return nil, err
+		}
+	}
+	for _, other := range others {
+		if err := t.replace(other, p, cgroup); err != nil {
+			return nil, err
+		}
+	}
+	t.link, err = ensureLink(dir, pinTuneLink, p, cgroup, func() (link.Link, error) {
 		return link.AttachCgroup(link.CgroupOptions{Path: c.Cgroup, Attach: ebpf.AttachCGroupSockOps, Program: p})
 	})
 	return t, err
+}
+
+// sharePin pins a map in dir that is pinned under the same name in another
+// directory, unless there is one already.
+func sharePin(name, dir string, others []string) error {
+	path := filepath.Join(dir, name)
+	if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	for _, other := range others {
+		m, err := ebpf.LoadPinnedMap(filepath.Join(other, name), nil)
+		if err != nil {
+			continue // none, or none that can be used
+		}
+		// Cloned: a map that knows its pin would move it.
+		clone, err := m.Clone()
+		m.Close()
+		if err != nil {
+			return fmt.Errorf("adopt map %s: %w", name, err)
+		}
+		err = clone.Pin(path)
+		clone.Close()
+		if err != nil {
+			return fmt.Errorf("pin map %s: %w", name, err)
+		}
+		return nil
+	}
+	return nil
+}
+
+// replace gives p to the link that another layout has pinned, takes the link's
+// pin, and removes what remains of that layout.
+func (t *Tune) replace(other string, p *ebpf.Program, cgroup *os.File) error {
+	from, to := filepath.Join(other, pinTuneLink), filepath.Join(t.dir, pinTuneLink)
+	_, err := os.Stat(to)
+	if l, linkErr := link.LoadPinnedLink(from, nil); linkErr == nil && errors.Is(err, os.ErrNotExist) {
+		defer l.Close()
+		if same, err := attachedTo(l, cgroup); err == nil && same {
+			if err := l.Update(p); err != nil {
+				return fmt.Errorf("update %s: %w", pinTuneLink, err)
+			}
+			if err := os.Rename(from, to); err != nil {
+				return fmt.Errorf("move %s: %w", pinTuneLink, err)
+			}
+		}
+	}
+	return removeTune(other)
 }
 
 // isVariables tells the maps that hold a program's variables from others.
@@ -131,9 +211,11 @@ func (t *Tune) Close() error {
 	return errors.Join(errs...)
 }
 
-// RemoveTune ends the tuning whose pins are in dir. Open connections keep what
-// was set on them.
-func RemoveTune(dir string) error {
+// RemoveTune ends the tuning whose pins are in dir, in any layout. Open
+// connections keep what was set on them.
+func RemoveTune(dir string) error { return eachLayout(dir, removeTune) }
+
+func removeTune(dir string) error {
 	path := filepath.Join(dir, pinTuneLink)
 	l, err := link.LoadPinnedLink(path, nil)
 	if err == nil {
@@ -144,6 +226,47 @@ func RemoveTune(dir string) error {
 		}
 	}
 	return os.RemoveAll(dir)
+}
+
+// Unpin removes the pins: the tuning ends with this process.
+func (t *Tune) Unpin() error {
+	if err := os.RemoveAll(t.dir); err != nil {
+		return fmt.Errorf("remove pins: %w", err)
+	}
+	return nil
+}
+
+// SetScope keeps a record with the pins.
+func (t *Tune) SetScope(s Scope) error { return setScope(t.dir, s) }
+
+// TuningID tells the tuning that is pinned in dir from one that was there before:
+// it is the id of its map of connections.
+func TuningID(dir string) (ebpf.MapID, error) {
+	m, err := tunedConnections(dir)
+	if err != nil {
+		return 0, err
+	}
+	defer m.Close()
+	info, err := m.Info()
+	if err != nil {
+		return 0, fmt.Errorf("read tuning: %w", err)
+	}
+	id, _ := info.ID() // known since Linux 4.13
+	return id, nil
+}
+
+// tunedConnections opens the map of the connections of a pinned tuning.
+func tunedConnections(dir string) (*ebpf.Map, error) {
+	dir, err := inLayout(dir, tuneLayout)
+	if err != nil {
+		return nil, err
+	}
+	path := filepath.Join(dir, "connections")
+	m, err := ebpf.LoadPinnedMap(path, nil)
+	if err != nil {
+		return nil, fmt.Errorf("open pinned map %s: %w", path, err)
+	}
+	return m, nil
 }
 
 // Attached tells whether the cgroup that stands where it did is the one that is

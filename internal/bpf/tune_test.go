@@ -7,9 +7,11 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -114,6 +116,38 @@ func TestTuneCgroupAgain(t *testing.T) {
 	if err := bpf.RemoveTune(dir); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// The verifier's EACCES is not a lack of rights, the kernel's EPERM is.
+func TestRefusedByTheVerifier(t *testing.T) {
+	spec := func() *ebpf.CollectionSpec {
+		return &ebpf.CollectionSpec{
+			Maps: map[string]*ebpf.MapSpec{"small": {Name: "small", Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: 1}},
+			Programs: map[string]*ebpf.ProgramSpec{"over": {Type: ebpf.SockOps, AttachType: ebpf.AttachCGroupSockOps, License: "GPL", Instructions: asm.Instructions{
+				asm.StoreImm(asm.R10, -4, 0, asm.Word),
+				asm.Mov.Reg(asm.R2, asm.R10),
+				asm.Add.Imm(asm.R2, -4),
+				asm.LoadMapPtr(asm.R1, 0).WithReference("small"),
+				asm.FnMapLookupElem.Call(),
+				asm.JEq.Imm(asm.R0, 0, "out"),
+				asm.LoadMem(asm.R0, asm.R0, 4, asm.Word), // past the end
+				asm.Mov.Imm(asm.R0, 1).WithSymbol("out"),
+				asm.Return(),
+			}}},
+		}
+	}
+	_, err := bpf.LoadProgram(spec(), "over", nil)
+	refused, ok := errors.AsType[*bpf.RefusedError](err)
+	if !ok || !errors.Is(refused.Err.Cause, unix.EACCES) || !strings.Contains(err.Error(), "program over: refused by the kernel's verifier: ") ||
+		!strings.Contains(err.Error(), "invalid access to map value") || strings.Contains(err.Error(), "permission denied") {
+		t.Errorf("%v", err)
+	}
+	testenv.WithoutRights(t, func() {
+		_, err := bpf.LoadProgram(spec(), "over", nil)
+		if _, ok := errors.AsType[*bpf.RefusedError](err); ok || !errors.Is(err, unix.EPERM) {
+			t.Errorf("without rights: %v", err)
+		}
+	})
 }
 
 func TestLacksHelper(t *testing.T) {

@@ -157,7 +157,7 @@ func whereOffline(addresses []netip.Addr, service, pins string) ([]agent.WhereSt
 	if pattern == "" {
 		pattern = "*"
 	}
-	dirs, err := filepath.Glob(filepath.Join(pins, bpf.ServicePrefix+pattern))
+	dirs, err := bpf.FindServices(filepath.Join(pins, bpf.ServicePrefix+pattern))
 	if err != nil || len(dirs) == 0 {
 		if _, err := os.ReadDir(pins); err != nil && !os.IsNotExist(err) {
 			return nil, fmt.Errorf("read pins: %w", err)

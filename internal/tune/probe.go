@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"os"
 	"path/filepath"
 	"time"
 
@@ -91,14 +90,11 @@ func openProbe(dir, cgroup string) (*bpf.Tune, error) {
 		return nil, err
 	}
 	t, err := bpf.OpenTune(bpf.TuneConfig{Dir: dir, Cgroup: cgroup})
-	if failed := os.RemoveAll(dir); failed != nil {
-		err = errors.Join(err, fmt.Errorf("remove pins: %w", failed))
-		if t != nil {
-			err = errors.Join(err, t.Close())
-		}
-	}
 	if err != nil {
-		return nil, err
+		return nil, errors.Join(err, bpf.RemoveTune(dir))
+	}
+	if err := t.Unpin(); err != nil {
+		return nil, errors.Join(err, t.Close())
 	}
 	return t, nil
 }
