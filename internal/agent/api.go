@@ -128,6 +128,7 @@ type Membership struct {
 type Place struct {
 	Membership
 	Listeners []MemberListener `json:"listeners"`
+	User      string           `json:"user,omitempty"` // of the service, as the policy names it
 }
 
 // MemberListener is what a member is to listen on for a listener of its service.

@@ -252,7 +252,7 @@ func (a *Agent) handler() http.Handler {
 		// A caller makes itself a member, nobody else.
 		pid := int(peer(r).Pid)
 		slot, err := s.claim(pid, m.Slot, "run", false)
-		return Place{Membership{s.config.Name, &slot, pid}, s.memberListeners()}, err
+		return Place{Membership{s.config.Name, &slot, pid}, s.memberListeners(), s.config.User}, err
 	})
 	change("/v1/plan", func(r *http.Request) (any, error) {
 		var c Candidate

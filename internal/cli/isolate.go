@@ -65,6 +65,14 @@ type isolation struct {
 	pid            int
 	pidGiven       bool
 	verbose        bool
+
+	// Of the program.
+	user           string
+	asRoot         bool
+	allowUserns    bool
+	expose         []string
+	read, write    []string
+	requireSandbox bool
 }
 
 func (c *command) isolateCommand() *cobra.Command {
@@ -145,6 +153,13 @@ func (i *isolation) flags(cmd *cobra.Command) {
 	cmd.Flags().StringArrayVar(&i.allow, "allow", nil, "where the program may go, as in 10.0.0.0/8:9092/tcp; may be repeated")
 	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name server inside")
 	cmd.Flags().IntVar(&i.mtu, "mtu", mostMTU, "of the interface inside, in bytes")
+	cmd.Flags().StringVar(&i.user, "user", "", "whom the program is started as, as in nobody or 1000:1000; for root only")
+	cmd.Flags().BoolVar(&i.asRoot, "as-root", false, "the program is root to the host's files; for root only")
+	cmd.Flags().StringArrayVar(&i.expose, "expose", nil, "socket of the host, or folder of sockets, that the program may reach; may be repeated")
+	cmd.Flags().StringArrayVar(&i.read, "read", nil, "file or folder that the program may read; it may reach no others; may be repeated")
+	cmd.Flags().StringArrayVar(&i.write, "write", nil, "file or folder that the program may read and write; it may reach no others; may be repeated")
+	cmd.Flags().BoolVar(&i.allowUserns, "allow-userns", false, "the program may make user namespaces")
+	cmd.Flags().BoolVar(&i.requireSandbox, "require-sandbox", false, "do not start the program where the kernel cannot confine it in every way")
 	cmd.Flags().BoolVar(&i.verbose, "verbose", false, "tell where the program may not go and what was counted, on standard error")
 }
 
@@ -185,8 +200,31 @@ func (c *command) isolate(ctx context.Context, i *isolation, args []string) erro
 		}
 		guest.Args, guest.Env = args, ownEnvironment()
 	}
+	var who *account
+	if guest.Existing != nil {
+		if err := i.onlyGateway(); err != nil {
+			return err
+		}
+	} else {
+		if who, err = i.account(""); err != nil {
+			return err
+		}
+	}
 	listen := func() ([]gateway.Forward, error) { return gateway.Listen(specs) }
-	return c.join(ctx, i, &guest, listen)
+	return c.join(ctx, i, &guest, who, listen)
+}
+
+// onlyGateway refuses what is of a program, where there is none.
+func (i *isolation) onlyGateway() error {
+	for name, given := range map[string]bool{
+		"--user": i.user != "", "--as-root": i.asRoot, "--allow-userns": i.allowUserns, "--expose": len(i.expose) > 0,
+		"--read": len(i.read) > 0, "--write": len(i.write) > 0,
+	} {
+		if given {
+			return agent.Usage(fmt.Errorf("%s and a namespace that is there do not go together", name), "it is for a PROGRAM that this command starts")
+		}
+	}
+	return nil
 }
 
 // forwards reads what is published.
@@ -299,8 +337,8 @@ func ownEnvironment() (env []string) {
 
 // join makes a guest and is its gateway, until the guest's program ends, or the namespace that
 // was there already. The program's exit code is an error without a message. The sockets that
-// listen opens lead inside; they are open before the program starts.
-func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, listen func() ([]gateway.Forward, error)) (err error) {
+// listen opens lead inside; they are open before the program starts. Both processes become who, unless it is nil.
+func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, who *account, listen func() ([]gateway.Forward, error)) (err error) {
 	if i.mtu < leastMTU || i.mtu > mostMTU {
 		return agent.Usage(fmt.Errorf("--mtu is %d", i.mtu), fmt.Sprintf("%d to %d bytes", leastMTU, mostMTU))
 	}
@@ -329,8 +367,14 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 		// A service's slot is more than the program's own affair.
 		log = slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	}
-	if guest.Existing == nil && os.Geteuid() == 0 {
-		log.Warn("the program is root to files: start it as another user")
+	if guest.Existing == nil {
+		guest.AllowUserns, guest.Expose, guest.Read, guest.Write = i.allowUserns, i.expose, i.read, i.write
+	}
+	if who != nil {
+		guest.Env = who.environment(guest.Env)
+		if err := who.become(); err != nil {
+			return err
+		}
 	}
 	a4, a6 := gateway.HostAddresses()
 	if !a4.IsValid() {
@@ -351,7 +395,19 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 	}
 	p, err := guest.Prepare([]string{"/proc/self/exe", gateway.InsideCommand})
 	if err != nil {
+		select {
+		case s := <-got:
+			// A key of the terminal has ended the process inside, too, before it was ready for that.
+			if number, ok := s.(unix.Signal); ok {
+				return exitCode(128 + int(number))
+			}
+		default:
+		}
 		return guestError(err, guest.Existing != nil)
+	}
+	if err := c.lacks(i, p.Missing); err != nil {
+		p.Kill()
+		return err
 	}
 	for _, w := range p.Warnings {
 		log.Warn(w)
@@ -380,8 +436,12 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 		p.Kill()
 		return err
 	}
-	for _, name := range missing {
-		log.Warn("the gateway is not confined by all means", "missing", name)
+	for n, name := range missing {
+		missing[n] = "the gateway is not confined by " + name
+	}
+	if err := c.lacks(i, missing); err != nil {
+		p.Kill()
+		return err
 	}
 	defer g.LogCounts(log, "ended")
 	log.Info("joined", "interface", interfaceName, "ipv4", a4, "ipv6", a6, "ports", len(forwards))
@@ -397,6 +457,20 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 	return serve(context.WithoutCancel(ctx), g, func(running context.Context) error {
 		return runProgram(running, p, got, terminal)
 	})
+}
+
+// lacks says by what the kernel does not confine the program or its gateway, or fails if all was asked for.
+func (c *command) lacks(i *isolation, missing []string) error {
+	if len(missing) > 0 && i.requireSandbox {
+		return &agent.Error{
+			Err:  fmt.Errorf("the sandbox is incomplete: %s", strings.Join(missing, "; ")),
+			Hint: "without --require-sandbox the program starts nonetheless", Code: agent.CodeUnsupported,
+		}
+	}
+	for _, m := range missing {
+		fmt.Fprintf(c.Err, "sockeye: the sandbox is incomplete: %s\n", m)
+	}
+	return nil
 }
 
 // serve is the gateway until work has ended, or ctx. If the gateway ends before, the context
@@ -422,6 +496,9 @@ func runProgram(ctx context.Context, p *gateway.Prepared, got <-chan os.Signal, 
 	if err := p.Go(); err != nil {
 		p.Kill()
 		return err
+	}
+	if terminal.foreground() {
+		defer terminal.take()
 	}
 	early := len(got)
 	pass := make(chan os.Signal, 8)
@@ -468,6 +545,13 @@ func (t terminal) foreground() bool {
 	}
 	group, err := unix.IoctlGetInt(int(t.file.Fd()), unix.TIOCGPGRP)
 	return err == nil && group == t.group
+}
+
+// take gives the keys back to this process' group, which had them. A shell inside gave itself a group of its own, and does
+// not know the number of the one from before, which is outside its namespace.
+func (t terminal) take() {
+	signal.Ignore(unix.SIGTTOU)
+	_ = unix.IoctlSetPointerInt(int(t.file.Fd()), unix.TIOCSPGRP, t.group)
 }
 
 // listenError says what to do about a port of the host that could not be had, of a member's
@@ -562,6 +646,10 @@ func guestError(err error, exists bool) error {
 		case errors.Is(err, unix.EBUSY), errors.Is(err, fs.ErrExist):
 			hint, code = "it must have no interface "+interfaceName+", as another gateway makes, and no default route", agent.CodeConflict
 		}
+	case gateway.StepExpose, gateway.StepFiles:
+		hint, code = "name a path that is there, and that the program's user may reach", agent.CodeUsage
+	case gateway.StepLandlock:
+		hint, code = "--read and --write need landlock, of Linux 5.13", agent.CodeUnsupported
 	case gateway.StepResolver:
 		hint = "--no-dns leaves it as it is"
 	case gateway.StepJoin:
@@ -582,6 +670,10 @@ func userNamespaceHint() string {
 	}{
 		{"kernel/unprivileged_userns_clone", 0, "set sysctl kernel.unprivileged_userns_clone to 1"},
 		{"user/max_user_namespaces", 0, "raise sysctl user.max_user_namespaces, which is 0"},
+		{"user/max_pid_namespaces", 0, "raise sysctl user.max_pid_namespaces, which is 0"},
+		{"user/max_net_namespaces", 0, "raise sysctl user.max_net_namespaces, which is 0"},
+		{"user/max_mnt_namespaces", 0, "raise sysctl user.max_mnt_namespaces, which is 0"},
+		{"user/max_ipc_namespaces", 0, "raise sysctl user.max_ipc_namespaces, which is 0"},
 		{"kernel/apparmor_restrict_unprivileged_userns", 1, "set sysctl kernel.apparmor_restrict_unprivileged_userns to 0, or allow it to sockeye by an AppArmor profile"},
 	} {
 		if v, ok := readSysctl(c.name); ok && v == c.forbid {

@@ -83,6 +83,8 @@ func inside(what string, args []string) error {
 		}
 		_, err = unix.Read(fd, make([]byte, 64))
 		return err
+	case "escape":
+		return escape(args)
 	case "lookup": // a name
 		list, err := net.DefaultResolver.LookupHost(context.Background(), args[0])
 		fmt.Println(list)
@@ -258,11 +260,49 @@ func started(t *testing.T, cmd *exec.Cmd) *guestOf {
 		_ = cmd.Wait()
 	})
 	g.Out = bufio.NewReader(out)
-	g.Inside, err = strconv.Atoi(strings.TrimSpace(strings.TrimPrefix(g.line(t), "ready ")))
+	inside, err := strconv.Atoi(strings.TrimSpace(strings.TrimPrefix(g.line(t), "ready ")))
 	if err != nil {
 		t.Fatal(err)
 	}
+	g.Inside = outsidePID(t, cmd.Process.Pid, inside)
 	return g
+}
+
+// outsidePID is the number here of a process that has another in its own namespace, of those that descend from one.
+func outsidePID(t *testing.T, ancestor, number int) int {
+	t.Helper()
+	for _, pid := range append(descendants(ancestor), ancestor) {
+		if numbers := strings.Fields(statusOf(pid, "NSpid")); len(numbers) > 0 && numbers[len(numbers)-1] == strconv.Itoa(number) {
+			return pid
+		}
+	}
+	t.Fatalf("no process has number %d inside", number)
+	return 0
+}
+
+// statusOf is a line of a process' status, "" if it is gone.
+func statusOf(pid int, name string) string {
+	text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	for line := range strings.Lines(string(text)) {
+		if value, ok := strings.CutPrefix(line, name+":"); ok {
+			return strings.TrimSpace(value)
+		}
+	}
+	return ""
+}
+
+// descendants are the children of a process, and theirs.
+func descendants(pid int) (list []int) {
+	files, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
+	for _, file := range files {
+		text, _ := os.ReadFile(file)
+		for _, child := range strings.Fields(string(text)) {
+			if n, err := strconv.Atoi(child); err == nil {
+				list = append(append(list, n), descendants(n)...)
+			}
+		}
+	}
+	return list
 }
 
 func (g *guestOf) line(t *testing.T) string {
@@ -321,17 +361,15 @@ CapEff:	0000000000000000
 CapAmb:	0000000000000000
 NoNewPrivs:	1
 `, 0},
-		{"no more rights", "setpriv --ambient-caps=+net_admin true 2>/dev/null; unshare -r true 2>/dev/null && cat /proc/sys/net/ipv4/ip_unprivileged_port_start", "", "0\n", 0},
+		{"no more rights", "setpriv --ambient-caps=+net_admin true 2>/dev/null; unshare -r true 2>/dev/null || cat /proc/sys/net/ipv4/ip_unprivileged_port_start", "", "0\n", 0},
 		{"signals to its own", "sleep 60 & kill $!; wait $!", "", "", 143},
-		{"signals to others", "kill -0 $PPID 2>/dev/null", "", "", 1},
+		{"signals to others", "test -n \"$OTHER\" && kill -0 $OTHER 2>/dev/null", "", "", 1},
 		{"interfaces", "ls /sys/class/net 2>/dev/null; cut -s -d: -f1 /proc/net/dev", "", "", 0},
 		{"user", "id -u; id -g", "", "65534\n65534\n", 0},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if abi, _, _ := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION); test.name == "signals to others" && int(abi) < 6 {
-				t.Skip("kernel: landlock does not know signals")
-			}
-			cmd := ordinary(t, "", "isolate", "--", "sh", "-c", test.script)
+			// OTHER is a process of the same user, outside.
+			cmd := ordinary(t, "setpriv --reuid 65534 --regid 65534 --clear-groups sleep 30 <&- >&- 2>&- & export OTHER=$!", "isolate", "--", "sh", "-c", test.script)
 			cmd.Env = append(os.Environ(), "SOCKEYE_SLOT=3", "KEPT=kept", "BYTES=\xff\n\xe9")
 			cmd.Stdin = strings.NewReader(test.in)
 			out, stderr, code := resultOf(t, cmd)
@@ -940,7 +978,7 @@ func TestIsolateRefusals(t *testing.T) {
 // A host that forbids user namespaces is told which setting it is.
 func TestIsolateWithoutUserNamespaces(t *testing.T) {
 	addAddresses(t)
-	cmd := prepared(t, "", "unshare -Ur sh -c 'echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"' sh", "isolate", "--", "true")
+	cmd := prepared(t, "", "unshare -Ur sh -c 'echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"' sh", "isolate", "--as-root", "--", "true")
 	_, stderr, code := resultOf(t, cmd)
 	const want = "sockeye: make namespaces: no space left on device\nhint: raise sysctl user.max_user_namespaces, which is 0\n"
 	if stderr != want || code != 4 {
@@ -995,7 +1033,7 @@ func TestIsolateFewFiles(t *testing.T) {
 // Root is an ordinary user, too.
 func TestIsolateAsRoot(t *testing.T) {
 	addAddresses(t)
-	g := started(t, prepared(t, "", "", "isolate", "-p", "192.0.2.10:81:80", "--", itself, "inside", "serve", "tcp", "80"))
+	g := started(t, prepared(t, "", "", "isolate", "--as-root", "-p", "192.0.2.10:81:80", "--", itself, "inside", "serve", "tcp", "80"))
 	if got := hello(t, "tcp", "192.0.2.10:81"); got != "192.0.2.10" {
 		t.Errorf("inside it is %q", got)
 	}

@@ -45,7 +45,7 @@ process.`,
 				return err
 			}
 			if !isolated {
-				for _, name := range []string{"allow", "no-dns", "mtu", "verbose"} {
+				for _, name := range []string{"allow", "no-dns", "mtu", "verbose", "user", "as-root", "expose", "read", "write", "allow-userns", "require-sandbox"} {
 					if cmd.Flags().Changed(name) {
 						return agent.Usage(fmt.Errorf("--%s goes with --isolated", name), "without it the program has the host's network")
 					}
@@ -92,7 +92,11 @@ func (c *command) runIsolated(ctx context.Context, i *isolation, m *agent.Place,
 	if len(sockets) == 0 {
 		return agent.Usage(errors.New("run member: the agent does not say what it listens on"), "the agent may be older than this command: restart it")
 	}
+	who, err := i.account(m.User)
+	if err != nil {
+		return err
+	}
 	i.noOutbound = len(i.allow) == 0
 	listen := func() ([]gateway.Forward, error) { return gateway.ListenAsMember(sockets, *m.Slot) }
-	return c.join(ctx, i, &gateway.Guest{Setup: program}, listen)
+	return c.join(ctx, i, &gateway.Guest{Setup: program}, who, listen)
 }
