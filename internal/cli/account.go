@@ -3,6 +3,7 @@
 package cli
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -70,40 +71,28 @@ func userHint(service string) string {
 
 // findAccount reads NAME or UID, and behind a colon the group by name or number.
 func findAccount(text string) (*account, error) {
-	name, group, hasGroup := strings.Cut(text, ":")
-	a := &account{gid: -1}
+	name, group, _ := strings.Cut(text, ":")
+	a := &account{}
 	u, err := user.Lookup(name)
 	if err != nil {
 		u, err = user.LookupId(name)
 	}
-	var unknownName user.UnknownUserError
-	var unknownID user.UnknownUserIdError
-	switch {
-	case err == nil:
+	if err == nil {
 		a.name, a.home = u.Username, u.HomeDir
-		if a.uid, err = number(u.Uid); err != nil {
-			return nil, err
-		}
-		if a.gid, err = number(u.Gid); err != nil {
-			return nil, err
-		}
-	case !errors.As(err, &unknownName) && !errors.As(err, &unknownID) && !errors.Is(err, strconv.ErrSyntax):
-		return nil, err
-	default:
-		if a.uid, err = number(name); err != nil {
-			return nil, errors.New("there is no such user")
-		}
+		name, group = u.Uid, cmp.Or(group, u.Gid)
 	}
-	if hasGroup {
-		if g, err := user.LookupGroup(group); err == nil {
-			group = g.Gid
-		}
-		if a.gid, err = number(group); err != nil {
-			return nil, fmt.Errorf("there is no group %q", group)
-		}
+	// A number needs no line in /etc/passwd.
+	if a.uid, err = number(name); err != nil {
+		return nil, errors.New("there is no such user")
 	}
-	if a.gid < 0 {
+	if group == "" {
 		return nil, errors.New("it has no group: name one behind a colon")
+	}
+	if g, err := user.LookupGroup(group); err == nil {
+		group = g.Gid
+	}
+	if a.gid, err = number(group); err != nil {
+		return nil, fmt.Errorf("there is no group %q", group)
 	}
 	return a, nil
 }

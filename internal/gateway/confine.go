@@ -68,7 +68,10 @@ func (s *Setup) landlock() (missing []string, err error) {
 	if errno != 0 && named {
 		return nil, &StepError{StepLandlock, fmt.Errorf("restrict files (landlock): %w", errno)}
 	}
-	if errno != 0 || abi < 6 {
+	if errno != 0 {
+		abi = 0
+	}
+	if abi < 6 {
 		missing = append(missing, "the program may send signals to its process group outside: landlock of Linux 6.12 is needed")
 	}
 	all, _ := Sandbox{Outbound: Outbound{All: true}}.handled(int(abi))
