@@ -410,7 +410,7 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 		return err
 	}
 	for _, w := range p.Warnings {
-		log.Warn(w)
+		fmt.Fprintf(c.Err, "sockeye: %s\n", w)
 	}
 	linger := lingerTime
 	if guest.Existing != nil {

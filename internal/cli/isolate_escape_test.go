@@ -77,6 +77,7 @@ var escapes = map[string]func(args []string) error{
 	"TIOCSTI":            terminalRequest(unix.TIOCSTI),
 	"TIOCSTI, bit above": terminalRequest(unix.TIOCSTI | above),
 	"TIOCLINUX":          terminalRequest(unix.TIOCLINUX),
+	"TIOCSETD":           terminalRequest(unix.TIOCSETD),
 	"connect": func(args []string) error {
 		c, err := net.DialTimeout("unix", args[0], 5*time.Second)
 		if err != nil {
@@ -276,7 +277,7 @@ func calledByShell(cmd *exec.Cmd) *exec.Cmd {
 // A program cannot type into the terminal for the shell that called it, whatever dev.tty.legacy_tiocsti is.
 func TestIsolateTypesNothing(t *testing.T) {
 	addAddresses(t)
-	for _, request := range []string{"TIOCSTI", "TIOCSTI, bit above", "TIOCLINUX"} {
+	for _, request := range []string{"TIOCSTI", "TIOCSTI, bit above", "TIOCLINUX", "TIOCSETD"} {
 		t.Run(request, func(t *testing.T) {
 			// This shell is the one outside. EPERM is the filter's; where the sysctl forbids it, it is EIO.
 			cmd := calledByShell(ordinary(t, "", "isolate", "--", itself, "inside", "escape", request))
@@ -294,7 +295,7 @@ func TestIsolateShell(t *testing.T) {
 	cmd := calledByShell(ordinary(t, "", "isolate", "--", "bash", "--norc", "-i"))
 	cmd.Env = append(os.Environ(), "PS1=inside> ")
 	screen := onTerminal(t, cmd,
-		[2]string{"inside> ", "sh -c 'echo be\"\"gun; exec sleep 60'\n"}, [2]string{"begun", "\x1a"}, [2]string{"Stopped", "jobs\n"}, [2]string{"Stopped", "kill %1; wait; exit\n"},
+		[2]string{"inside> ", "sh -c 'echo be\"\"gun; exec sleep 60'\n"}, [2]string{"begun", "\x1a"}, [2]string{"Stopped", "jobs\n"}, [2]string{"Stopped", "kill -KILL %1; wait; exit\n"},
 		[2]string{"asks", "typed\n"})
 	if !strings.Contains(screen, "outside: typed\n") || strings.Contains(screen, "no job control") {
 		t.Errorf("%s", screen)
@@ -384,6 +385,9 @@ func TestIsolateHostSockets(t *testing.T) {
 			t.Errorf("%s is reached from %s: %s", path, dir, said)
 		}
 	}
+	if _, said := connect("/run/user/65534", "bus"); !strings.Contains(said, "sockeye: the program starts in /, as /run/user/65534 is hidden inside: --expose it\n") {
+		t.Errorf("of a folder that is hidden: %s", said)
+	}
 	for _, path := range []string{"/run/mine/socket", "/run/systemd/journal/socket"} {
 		if ok, said := connect("/", path); !ok {
 			t.Errorf("%s is not reached: %s", path, said)
@@ -443,6 +447,15 @@ func TestIsolateProc(t *testing.T) {
 	}
 	if n, err := strconv.Atoi(strings.TrimSpace(lines[2])); err != nil || n > 6 {
 		t.Errorf("%q processes", lines[2])
+	}
+	for _, name := range []string{"user", "net", "mnt", "pid", "ipc"} {
+		here, err := os.Readlink("/proc/self/ns/" + name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if out, stderr, _ := resultOf(t, ordinary(t, "", "isolate", "--", "readlink", "/proc/self/ns/"+name)); out == here+"\n" || !strings.HasPrefix(out, name+":") {
+			t.Errorf("%s namespace %q, here %q\n%s", name, out, here, stderr)
+		}
 	}
 	// Nor may the program look into the process that started it.
 	out, _, _ = resultOf(t, ordinary(t, "", "isolate", "--", "sh", "-c", "ls /proc/1/fd; cat /proc/1/environ; readlink /proc/1/cwd; grep CapPrm /proc/1/status"))

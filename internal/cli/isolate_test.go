@@ -708,6 +708,7 @@ func TestIsolateNames(t *testing.T) {
 	}{
 		{"of loopback", etc + "echo nameserver 127.0.0.53 >/etc/resolv.conf", nil, found},
 		{"a link into /run", etc + "mkdir /mnt/run; mount --bind /mnt/run /run; echo nameserver 127.0.0.53 >/run/stub; ln -s ../run/stub /etc/resolv.conf", nil, found},
+		{"of systemd-resolved", etc + "mkdir -p /mnt/run/systemd/resolve; mount --bind /mnt/run /run; cd /run/systemd/resolve; echo nameserver 127.0.0.53 >stub-resolv.conf; ln -s ../run/systemd/resolve/stub-resolv.conf /etc/resolv.conf; cd /", nil, found},
 		{"a link that leads into /tmp", etc + "mkdir /mnt/tmp; mount --bind /mnt/tmp /tmp; chmod 755 /tmp; echo nameserver 127.0.0.53 >/tmp/stub; ln -s /tmp/stub /etc/resolv.conf", nil, found},
 		{"IPv6 only", etc + "echo nameserver 2001:db8::10 >/etc/resolv.conf", nil, found},
 		{"IPv6 with a zone", etc + "echo nameserver ::1%lo >/etc/resolv.conf", nil, "[203.0.113.7]\n"},

@@ -20,7 +20,7 @@ import (
 // servicesInRun are the folders of /run whose sockets lead to services of the host, besides sockets in /run itself.
 var servicesInRun = []string{
 	"user", "dbus", "systemd", "nscd", "docker", "containerd", "podman", "crio", "buildkit", "lxd", "incus", "libvirt",
-	"screen", "tmux", "cups", "avahi-daemon", "pcscd", "postgresql", "mysqld", "mariadb", "redis",
+	"screen", "tmux", "cups", "avahi-daemon", "pcscd", "pulse", "tailscale", "WSL", "postgresql", "mysqld", "mariadb", "redis",
 }
 
 // keptInRun are what of those stays. The log takes lines and tells who wrote them. sd_booted(3) looks for
@@ -142,13 +142,15 @@ func find(path string) (e exposure, err error) {
 	return exposure{path, fd}, err
 }
 
-// run makes /run anew, without sockets and the folders of services. Old hosts have another folder at /var/run.
+// run makes /run anew, without sockets and the folders of services. On old hosts /var/run is a folder of its own.
 func (h *hidden) run() error {
+	done := ""
 	for _, run := range []string{"/run", "/var/run"} {
-		st, err := os.Lstat(run)
-		if err != nil || !st.IsDir() || h.isExposed(run) {
+		run, err := filepath.EvalSymlinks(run)
+		if err != nil || run == done || h.isExposed(run) {
 			continue
 		}
+		done = run
 		entries, err := os.ReadDir(run)
 		if err != nil {
 			return fmt.Errorf("read %s: %w", run, err)
@@ -184,9 +186,14 @@ func (h *hidden) rebuild(folder string, keep []string) error {
 		}
 		fd, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
 		if err != nil {
-			continue // it is gone, or in a folder that nobody enters
+			continue // it is gone, or out of the user's reach
 		}
 		kept = append(kept, exposure{path, fd})
+		if unix.Fstat(fd, &unix.Stat_t{}) != nil {
+			// A file system that only its owner may enter (FUSE).
+			kept = kept[:len(kept)-1]
+			unix.Close(fd)
+		}
 	}
 	if err := h.empty(folder); err != nil {
 		return err

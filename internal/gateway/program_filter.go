@@ -47,8 +47,9 @@ var namespaceCalls = []uintptr{
 	unix.SYS_MOUNT_SETATTR, unix.SYS_FSOPEN, unix.SYS_FSCONFIG, unix.SYS_FSMOUNT, unix.SYS_FSPICK,
 }
 
-// injections are the requests of ioctl(2) that put text into the input of a terminal, which the calling shell then reads.
-var injections = []uint32{unix.TIOCSTI, unix.TIOCLINUX}
+// terminalRequests are those of ioctl(2) that put text into the input of a terminal, which the calling shell then reads
+// (TIOCSTI, and TIOCLINUX on a console), or that load line disciplines into the kernel.
+var terminalRequests = []uint32{unix.TIOCSTI, unix.TIOCLINUX, unix.TIOCSETD}
 
 // The kernel takes these arguments as 32 bits (int, unsigned int) and looks at nothing above: conditions on all 64 bits
 // could be passed by setting one above. The flags of clone(2) are cut to 32 bits too; unshare(2) refuses what is above.
@@ -71,7 +72,7 @@ func programFilter(allowUserns bool) []unix.SockFilter {
 	}
 	call(unix.SYS_SOCKET, socketBlock(true)...)
 	call(unix.SYS_SOCKETPAIR, socketBlock(false)...)
-	call(unix.SYS_IOCTL, slices.Concat([]unix.SockFilter{argument(1)}, anyOf(injections, refused), []unix.SockFilter{permitted})...)
+	call(unix.SYS_IOCTL, slices.Concat([]unix.SockFilter{argument(1)}, anyOf(terminalRequests, refused), []unix.SockFilter{permitted})...)
 	denied := deniedCalls
 	if !allowUserns {
 		denied = slices.Concat(denied, namespaceCalls)
