@@ -86,6 +86,12 @@ sends over TCP, UDP and ICMP echo goes through ordinary sockets of the host, and
 what comes to a published port goes inside, with the peer's own address. No
 privilege is needed, and the gateway gives up all that it does not need.
 
+User. An ordinary user's program has that user. Root must say who the program
+is: --user NAME, --user UID or --user UID:GID has both processes become that
+user, without supplementary groups, with ports below 1024 of the host open
+before; --as-root leaves the program root to the host's files, and takes only
+the network and the capabilities away.
+
 Inbound. -p [ADDRESS:]PORT[-PORT][:PORT[-PORT]][/tcp|/udp] publishes ports of
 the host, by default on all its addresses, over TCP, and to the same port
 inside. Ports below 1024 of the host need the rights that they always need;
@@ -104,19 +110,37 @@ stand for the host's name servers, over UDP and TCP. With --no-dns,
 --no-outbound, and for a namespace that is there already, the file is the
 host's, as it is.
 
-The program keeps the working directory, the environment without SOCKEYE_*,
-standard input, output and error, and the terminal, but no other descriptors. It
-has no capability, can gain none (no_new_privs: sudo and ping with file
-capabilities do not work, ping over datagram sockets does), and cannot change
-its user or groups; those that it had beyond the first count for files, and show
-as nogroup. It may send signals to nobody outside (from Linux 6.12). Files, and
-sockets that are files, are the host's, and so is the terminal: only the network
-is its own.
+Confinement. The program keeps the working directory, the environment without
+SOCKEYE_* and without what names a hidden socket, standard input, output and
+error, and the terminal, but no other descriptors. It has no capability, can
+gain none (no_new_privs: sudo and ping with file capabilities do not work, ping
+over datagram sockets does), and cannot change its user or groups; an ordinary
+user's supplementary groups count for files, and show as nogroup. It sees its
+own processes only, in a /proc of its own, and may send signals to no other
+(from Linux 6.12 also not to those of its process group outside). A filter of
+system calls leaves it sockets of the families unix, inet, inet6 and netlink;
+denies io_uring, keyrings, bpf, perf, userfaultfd, kernel modules and mounts;
+ends 32-bit programs; and keeps it from typing into the terminal (TIOCSTI). It
+may make no user namespaces, which browsers and container tools ask for, but
+with --allow-userns.
+
+Sockets of the host that are files are hidden where they usually are: in /run
+itself, in /run/user, /run/dbus, /run/systemd, /run/docker, /run/containerd,
+/run/podman, /run/nscd, those of databases and a few more, of the X server, tmux
+and ssh-agent in /tmp, and where SSH_AUTH_SOCK, DBUS_SESSION_BUS_ADDRESS,
+DOCKER_HOST and the like lead. The system's log stays. --expose PATH leaves a
+socket, or a folder of them. Other files are the host's, with the rights of the
+user. With --read PATH or --write PATH (from Linux 5.13) the program reaches
+only what these name, itself, /usr and what else programs need to start and to
+find names (libraries, certificates, files of /etc for names, /proc, /dev/null
+and the like).
+
+What the kernel cannot do of this is said on standard error, a line each; with
+--require-sandbox the program does not start then.
 
 Signals that this process gets go to the program, as the terminal's do. Either
-ends with the other, however that ends. Processes that the program leaves behind
-have no network any more: it must stay in the foreground. Started by root it is
-root to files: start it as another user.
+ends with the other, however that ends, and all processes that the program has
+left behind end with it: it must stay in the foreground.
 
 With --netns or --pid the gateway joins a network namespace that is there, until
 it is interrupted, the path is removed or the process ends. An ordinary user may
@@ -126,12 +150,13 @@ route inside.
 
 The exit code is that of the program, or 128 and the number of the signal that
 ended it. Before the program starts: 1 failed, 2 wrong usage or no such program,
-process or namespace, 3 the kernel cannot, 4 not permitted, 5 a port is in use,
+user, process or namespace, 3 the kernel cannot, 4 not permitted, 5 a port is in use,
 or the namespace has an interface sockeye0 or a default route.`,
 		Example: `  sockeye isolate -- curl https://example.net/
   sockeye isolate -p 8080:80 -- python3 -m http.server 80
   sockeye isolate --no-outbound -p 1790 -p 127.0.0.1:4739/udp -- nfacctd -f nfacctd.conf
   sockeye isolate --allow 10.0.0.0/8:9092/tcp --allow '[2001:db8::/32]:443' -- ./exporter
+  sockeye isolate --user nobody --read /etc/exporter --write /var/lib/exporter -- ./exporter   # by root
   sockeye isolate --netns /run/netns/lab -p 9000-9010`,
 		Args: cobra.ArbitraryArgs,
 		RunE: func(cmd *cobra.Command, args []string) error {

@@ -422,6 +422,10 @@ func TestIsolateHostSockets(t *testing.T) {
 	if out, stderr, _ := resultOf(t, cmd); out != "/run/mine\n" {
 		t.Errorf("/run has %q\n%s", out, stderr)
 	}
+	cmd = ordinary(t, "", "isolate", "--allow-userns", "--", "unshare", "-rmpf", "--mount-proc", "sh", "-c", "umount -l /run; umount /run; umount -l /proc; test -e /run/docker.sock || echo covered; ls -d /proc/[0-9]* | wc -l")
+	if out, stderr, _ := resultOf(t, cmd); !strings.HasPrefix(out, "covered\n") {
+		t.Errorf("from a nested user namespace: %q\n%s", out, stderr)
+	}
 	for _, path := range []string{"/nosuch/socket", "/run/user/65534/nosuch"} {
 		_, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--expose", path, "--", "true"))
 		want := "sockeye: --expose " + path + ": no such file or directory\nhint: name a path that is there, and that the program's user may reach\n"

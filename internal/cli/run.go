@@ -35,7 +35,9 @@ on all addresses, also where members have ports of their own; the slot opens
 when it listens on all of them. It may go nowhere by itself, but to where
 --allow lets it, and then to the host's name servers. The slot closes for good
 when the program closes one of them or ends, and the program ends with this
-process.`,
+process. Started by root, both become the user of the service, or --user; with a
+service that has no user, or root, say --as-root. The program is confined as by
+sockeye isolate.`,
 		Example: `  sockeye run --service telemetry --slot 2 -- nfacctd -f /etc/pmacct/nfacctd-2.conf
   sockeye run --slot 2 --isolated --allow 10.0.0.7:9092/tcp -- nfacctd -f /etc/pmacct/nfacctd-2.conf`,
 		Args: arguments(1, -1, "PROGRAM"),
