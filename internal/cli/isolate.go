@@ -518,12 +518,12 @@ func serve(ctx context.Context, g *gateway.Gateway, work func(context.Context) e
 
 // runProgram starts the program that was prepared, and stands for it until it ends.
 func runProgram(ctx context.Context, p *gateway.Prepared, got <-chan os.Signal, terminal terminal) error {
+	if terminal.foreground() { // asked before a shell inside takes it
+		defer terminal.take()
+	}
 	if err := p.Go(); err != nil {
 		p.Kill()
 		return err
-	}
-	if terminal.foreground() {
-		defer terminal.take()
 	}
 	early := len(got)
 	pass := make(chan os.Signal, 8)

@@ -354,6 +354,16 @@ func gone(t *testing.T, pid int) {
 // of the command.
 func TestIsolateProgram(t *testing.T) {
 	addAddresses(t)
+	// Of the same user, outside.
+	other := exec.Command("sleep", "60")
+	other.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}, Pdeathsig: unix.SIGKILL}
+	if err := other.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		_ = other.Process.Kill()
+		_ = other.Wait()
+	}()
 	for _, test := range []struct {
 		name, script string
 		in           string
@@ -380,9 +390,8 @@ NoNewPrivs:	1
 		{"user", "id -u; id -g", "", "65534\n65534\n", 0},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			// OTHER is a process of the same user, outside.
-			cmd := ordinary(t, "setpriv --reuid 65534 --regid 65534 --clear-groups sleep 30 <&- >&- 2>&- & export OTHER=$!", "isolate", "--", "sh", "-c", test.script)
-			cmd.Env = append(os.Environ(), "SOCKEYE_SLOT=3", "KEPT=kept", "BYTES=\xff\n\xe9")
+			cmd := ordinary(t, "", "isolate", "--", "sh", "-c", test.script)
+			cmd.Env = append(os.Environ(), "SOCKEYE_SLOT=3", "KEPT=kept", fmt.Sprintf("OTHER=%d", other.Process.Pid), "BYTES=\xff\n\xe9")
 			cmd.Stdin = strings.NewReader(test.in)
 			out, stderr, code := resultOf(t, cmd)
 			if test.name == "interfaces" {
