@@ -198,7 +198,7 @@ func (p *gatewayPath) startSide(ctx context.Context, side string, mtu int, port 
 	switch {
 	case side == sideSockeye && port != 0:
 		s.device = guestDevice
-		client = append([]string{exe, isolateCommand, "--mtu", strconv.Itoa(mtu), "-p", fmt.Sprintf("%d/udp", port), "--"}, client...)
+		client = append([]string{exe, isolateCommand, "--as-root", "--mtu", strconv.Itoa(mtu), "-p", fmt.Sprintf("%d/udp", port), "--"}, client...)
 	case side == sideSockeye:
 		if s.in, err = p.lab.Namespace("guest-" + group); err != nil {
 			return s, err

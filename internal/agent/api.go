@@ -146,6 +146,7 @@ type Membership struct {
 type Place struct {
 	Membership
 	Listeners []MemberListener `json:"listeners"`
+	User      string           `json:"user,omitempty"` // of the members, if the policy names one
 }
 
 // MemberListener is what a member is to listen on for a listener of its service.

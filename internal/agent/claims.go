@@ -70,6 +70,16 @@ func (s *service) claim(pid int, slot *int, source string, by *caller) (int, err
 	return want, s.state.save(s.statePath())
 }
 
+// soleUser is the user of the members, as the policy names it, or "" where it names none or several.
+func (s *service) soleUser() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.config.Users) != 1 {
+		return ""
+	}
+	return s.config.Users[0]
+}
+
 // memberListeners are what members listen on.
 func (s *service) memberListeners() []MemberListener {
 	s.mu.Lock()

@@ -178,7 +178,7 @@ func (a *Agent) handler() http.Handler {
 		// A caller makes itself a member, nobody else.
 		k := callerFrom(r)
 		slot, err := s.claim(k.self.PID, m.Slot, "run", k)
-		return Place{Membership{s.config.Name, &slot, k.self.PID}, s.memberListeners()}, err
+		return Place{Membership{s.config.Name, &slot, k.self.PID}, s.memberListeners(), s.soleUser()}, err
 	})
 	change("/v1/plan", func(r *http.Request) (any, error) {
 		var c Candidate

@@ -47,6 +47,8 @@ func TestMain(m *testing.M) {
 		os.Exit(Main(os.Args[1:], Host()))
 	case "inside":
 		becomeInside(os.Args[2:])
+	case "without-landlock":
+		becomeWithoutLandlock(os.Args[2:])
 	case "member":
 		becomeMember(os.Args[2:])
 	case "renamed":

@@ -65,6 +65,14 @@ type isolation struct {
 	pid            int
 	pidGiven       bool
 	verbose        bool
+
+	// Of the program.
+	user           string
+	asRoot         bool
+	allowUserns    bool
+	expose         []string
+	read, write    []string
+	requireSandbox bool
 }
 
 func (c *command) isolateCommand() *cobra.Command {
@@ -77,6 +85,12 @@ interface, sockeye0. This process, outside, is its gateway: what the program
 sends over TCP, UDP and ICMP echo goes through ordinary sockets of the host, and
 what comes to a published port goes inside, with the peer's own address. No
 privilege is needed, and the gateway gives up all that it does not need.
+
+User. An ordinary user's program has that user. Root must say who the program
+is: --user NAME, --user UID or --user UID:GID has both processes become that
+user, without supplementary groups, with ports below 1024 of the host open
+before; --as-root leaves the program root to the host's files, and takes only
+the network and the capabilities away.
 
 Inbound. -p [ADDRESS:]PORT[-PORT][:PORT[-PORT]][/tcp|/udp] publishes ports of
 the host, by default on all its addresses, over TCP, and to the same port
@@ -101,19 +115,37 @@ too: a program can send data to anybody in the names that it asks for, unless
 --no-dns is given. With --no-dns, --no-outbound, and for a namespace that is
 there already, the file is the host's, as it is.
 
-The program keeps the working directory, the environment without SOCKEYE_*,
-standard input, output and error, and the terminal, but no other descriptors. It
-has no capability, can gain none (no_new_privs: sudo and ping with file
-capabilities do not work, ping over datagram sockets does), and cannot change
-its user or groups; those that it had beyond the first count for files, and show
-as nogroup. It may send signals to nobody outside (from Linux 6.12). Files, and
-sockets that are files, are the host's, and so is the terminal: only the network
-is its own.
+Confinement. The program keeps the working directory, the environment without
+SOCKEYE_* and without what names a hidden socket, standard input, output and
+error, and the terminal, but no other descriptors. It has no capability, can
+gain none (no_new_privs: sudo and ping with file capabilities do not work, ping
+over datagram sockets does), and cannot change its user or groups; an ordinary
+user's supplementary groups count for files, and show as nogroup. It sees its
+own processes only, in a /proc of its own, and may send signals to no other
+(from Linux 6.12 also not to those of its process group outside). A filter of
+system calls leaves it sockets of the families unix, inet, inet6 and netlink;
+denies io_uring, keyrings, bpf, perf, userfaultfd, kernel modules and mounts;
+ends 32-bit programs; and keeps it from typing into the terminal (TIOCSTI). It
+may make no user namespaces, which browsers and container tools ask for, but
+with --allow-userns.
+
+Sockets of the host that are files are hidden where they usually are: in /run
+itself, in /run/user, /run/dbus, /run/systemd, /run/docker, /run/containerd,
+/run/podman, /run/nscd, those of databases and a few more, of the X server, tmux
+and ssh-agent in /tmp, and where SSH_AUTH_SOCK, DBUS_SESSION_BUS_ADDRESS,
+DOCKER_HOST and the like lead. The system's log stays. --expose PATH leaves a
+socket, or a folder of them. Other files are the host's, with the rights of the
+user. With --read PATH or --write PATH (from Linux 5.13) the program reaches
+only what these name, itself, /usr and what else programs need to start and to
+find names (libraries, certificates, files of /etc for names, /proc, /dev/null
+and the like).
+
+What the kernel cannot do of this is said on standard error, a line each; with
+--require-sandbox the program does not start then.
 
 Signals that this process gets go to the program, as the terminal's do. Either
-ends with the other, however that ends. Processes that the program leaves behind
-have no network any more: it must stay in the foreground. Started by root it is
-root to files: start it as another user.
+ends with the other, however that ends, and all processes that the program has
+left behind end with it: it must stay in the foreground.
 
 With --netns or --pid the gateway joins a network namespace that is there, until
 it is interrupted, the path is removed or the process ends. An ordinary user may
@@ -123,12 +155,13 @@ route inside.
 
 The exit code is that of the program, or 128 and the number of the signal that
 ended it. Before the program starts: 1 failed, 2 wrong usage or no such program,
-process or namespace, 3 the kernel cannot, 4 not permitted, 5 a port is in use,
+user, process or namespace, 3 the kernel cannot, 4 not permitted, 5 a port is in use,
 or the namespace has an interface sockeye0 or a default route.`,
 		Example: `  sockeye isolate -- curl https://example.net/
   sockeye isolate -p 8080:80 -- python3 -m http.server 80
   sockeye isolate --no-outbound -p 1790 -p 127.0.0.1:4739/udp -- nfacctd -f nfacctd.conf
   sockeye isolate --allow 10.0.0.0/8:9092/tcp --allow '[2001:db8::/32]:443' -- ./exporter
+  sockeye isolate --user nobody --read /etc/exporter --write /var/lib/exporter -- ./exporter   # by root
   sockeye isolate --netns /run/netns/lab -p 9000-9010`,
 		Args: cobra.ArbitraryArgs,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -150,6 +183,13 @@ func (i *isolation) flags(cmd *cobra.Command) {
 	cmd.Flags().StringArrayVar(&i.allow, "allow", nil, "where the program may go, as in 10.0.0.0/8:9092/tcp; may be repeated")
 	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name server inside: questions to it can carry data out, with --allow too")
 	cmd.Flags().IntVar(&i.mtu, "mtu", mostMTU, "of the interface inside, in bytes")
+	cmd.Flags().StringVar(&i.user, "user", "", "whom the program is started as, as in nobody or 1000:1000; for root only")
+	cmd.Flags().BoolVar(&i.asRoot, "as-root", false, "the program is root to the host's files; for root only")
+	cmd.Flags().StringArrayVar(&i.expose, "expose", nil, "socket of the host, or folder of sockets, that the program may reach; may be repeated")
+	cmd.Flags().StringArrayVar(&i.read, "read", nil, "file or folder that the program may read; it may reach no others; may be repeated")
+	cmd.Flags().StringArrayVar(&i.write, "write", nil, "file or folder that the program may read and write; it may reach no others; may be repeated")
+	cmd.Flags().BoolVar(&i.allowUserns, "allow-userns", false, "the program may make user namespaces")
+	cmd.Flags().BoolVar(&i.requireSandbox, "require-sandbox", false, "do not start the program where the kernel cannot confine it in every way")
 	cmd.Flags().BoolVar(&i.verbose, "verbose", false, "tell where the program may not go and what was counted, on standard error")
 }
 
@@ -190,8 +230,31 @@ func (c *command) isolate(ctx context.Context, i *isolation, args []string) erro
 		}
 		guest.Args, guest.Env = args, ownEnvironment()
 	}
+	var who *account
+	if guest.Existing != nil {
+		if err := i.onlyGateway(); err != nil {
+			return err
+		}
+	} else {
+		if who, err = i.account(""); err != nil {
+			return err
+		}
+	}
 	listen := func() ([]gateway.Forward, error) { return gateway.Listen(specs) }
-	return c.join(ctx, i, &guest, listen)
+	return c.join(ctx, i, &guest, who, listen)
+}
+
+// onlyGateway refuses what is of a program, where there is none.
+func (i *isolation) onlyGateway() error {
+	for name, given := range map[string]bool{
+		"--user": i.user != "", "--as-root": i.asRoot, "--allow-userns": i.allowUserns, "--expose": len(i.expose) > 0,
+		"--read": len(i.read) > 0, "--write": len(i.write) > 0,
+	} {
+		if given {
+			return agent.Usage(fmt.Errorf("%s and a namespace that is there do not go together", name), "it is for a PROGRAM that this command starts")
+		}
+	}
+	return nil
 }
 
 // forwards reads what is published.
@@ -304,8 +367,8 @@ func ownEnvironment() (env []string) {
 
 // join makes a guest and is its gateway, until the guest's program ends, or the namespace that
 // was there already. The program's exit code is an error without a message. The sockets that
-// listen opens lead inside; they are open before the program starts.
-func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, listen func() ([]gateway.Forward, error)) (err error) {
+// listen opens lead inside; they are open before the program starts. Both processes become who, unless it is nil.
+func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, who *account, listen func() ([]gateway.Forward, error)) (err error) {
 	if i.mtu < leastMTU || i.mtu > mostMTU {
 		return agent.Usage(fmt.Errorf("--mtu is %d", i.mtu), fmt.Sprintf("%d to %d bytes", leastMTU, mostMTU))
 	}
@@ -334,8 +397,14 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 		// A service's slot is more than the program's own affair.
 		log = slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	}
-	if guest.Existing == nil && os.Geteuid() == 0 {
-		log.Warn("the program is root to files: start it as another user")
+	if guest.Existing == nil {
+		guest.AllowUserns, guest.Expose, guest.Read, guest.Write = i.allowUserns, i.expose, i.read, i.write
+	}
+	if who != nil {
+		guest.Env = who.environment(guest.Env)
+		if err := who.become(); err != nil {
+			return err
+		}
 	}
 	a4, a6 := gateway.HostAddresses()
 	if !a4.IsValid() {
@@ -356,10 +425,22 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 	}
 	p, err := guest.Prepare([]string{"/proc/self/exe", gateway.InsideCommand})
 	if err != nil {
+		select {
+		case s := <-got:
+			// A key of the terminal has ended the process inside, too, before it was ready for that.
+			if number, ok := s.(unix.Signal); ok {
+				return exitCode(128 + int(number))
+			}
+		default:
+		}
 		return guestError(err, guest.Existing != nil)
 	}
+	if err := c.lacks(i, p.Missing); err != nil {
+		p.Kill()
+		return err
+	}
 	for _, w := range p.Warnings {
-		log.Warn(w)
+		fmt.Fprintf(c.Err, "sockeye: %s\n", w)
 	}
 	linger := lingerTime
 	if guest.Existing != nil {
@@ -385,8 +466,12 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 		p.Kill()
 		return err
 	}
-	for _, name := range missing {
-		log.Warn("the gateway is not confined by all means", "missing", name)
+	for n, name := range missing {
+		missing[n] = "the gateway is not confined by " + name
+	}
+	if err := c.lacks(i, missing); err != nil {
+		p.Kill()
+		return err
 	}
 	defer g.LogCounts(log, "ended")
 	log.Info("joined", "interface", interfaceName, "ipv4", a4, "ipv6", a6, "ports", len(forwards))
@@ -402,6 +487,20 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 	return serve(context.WithoutCancel(ctx), g, func(running context.Context) error {
 		return runProgram(running, p, got, terminal)
 	})
+}
+
+// lacks says by what the kernel does not confine the program or its gateway, or fails if all was asked for.
+func (c *command) lacks(i *isolation, missing []string) error {
+	if len(missing) > 0 && i.requireSandbox {
+		return &agent.Error{
+			Err:  fmt.Errorf("the sandbox is incomplete: %s", strings.Join(missing, "; ")),
+			Hint: "without --require-sandbox the program starts nonetheless", Code: agent.CodeUnsupported,
+		}
+	}
+	for _, m := range missing {
+		fmt.Fprintf(c.Err, "sockeye: the sandbox is incomplete: %s\n", m)
+	}
+	return nil
 }
 
 // serve is the gateway until work has ended, or ctx. If the gateway ends before, the context
@@ -424,6 +523,9 @@ func serve(ctx context.Context, g *gateway.Gateway, work func(context.Context) e
 
 // runProgram starts the program that was prepared, and stands for it until it ends.
 func runProgram(ctx context.Context, p *gateway.Prepared, got <-chan os.Signal, terminal terminal) error {
+	if terminal.foreground() { // asked before a shell inside takes it
+		defer terminal.take()
+	}
 	if err := p.Go(); err != nil {
 		p.Kill()
 		return err
@@ -473,6 +575,13 @@ func (t terminal) foreground() bool {
 	}
 	group, err := unix.IoctlGetInt(int(t.file.Fd()), unix.TIOCGPGRP)
 	return err == nil && group == t.group
+}
+
+// take gives the keys back to this process' group, which had them. A shell inside gave itself a group of its own, and does
+// not know the number of the one from before, which is outside its namespace.
+func (t terminal) take() {
+	signal.Ignore(unix.SIGTTOU)
+	_ = unix.IoctlSetPointerInt(int(t.file.Fd()), unix.TIOCSPGRP, t.group)
 }
 
 // listenError says what to do about a port of the host that could not be had, of a member's
@@ -567,6 +676,10 @@ func guestError(err error, exists bool) error {
 		case errors.Is(err, unix.EBUSY), errors.Is(err, fs.ErrExist):
 			hint, code = "it must have no interface "+interfaceName+", as another gateway makes, and no default route", agent.CodeConflict
 		}
+	case gateway.StepExpose, gateway.StepFiles:
+		hint, code = "name a path that is there, and that the program's user may reach", agent.CodeUsage
+	case gateway.StepLandlock:
+		hint, code = "--read and --write need landlock, of Linux 5.13", agent.CodeUnsupported
 	case gateway.StepResolver:
 		hint = "--no-dns leaves it as it is"
 	case gateway.StepJoin:
@@ -587,6 +700,10 @@ func userNamespaceHint() string {
 	}{
 		{"kernel/unprivileged_userns_clone", 0, "set sysctl kernel.unprivileged_userns_clone to 1"},
 		{"user/max_user_namespaces", 0, "raise sysctl user.max_user_namespaces, which is 0"},
+		{"user/max_pid_namespaces", 0, "raise sysctl user.max_pid_namespaces, which is 0"},
+		{"user/max_net_namespaces", 0, "raise sysctl user.max_net_namespaces, which is 0"},
+		{"user/max_mnt_namespaces", 0, "raise sysctl user.max_mnt_namespaces, which is 0"},
+		{"user/max_ipc_namespaces", 0, "raise sysctl user.max_ipc_namespaces, which is 0"},
 		{"kernel/apparmor_restrict_unprivileged_userns", 1, "set sysctl kernel.apparmor_restrict_unprivileged_userns to 0, or allow it to sockeye by an AppArmor profile"},
 	} {
 		if v, ok := readSysctl(c.name); ok && v == c.forbid {

@@ -36,7 +36,9 @@ when it listens on all of them. It may go nowhere by itself, but to where
 --allow lets it, and then to the host's name servers unless --no-dns is given:
 questions to them can carry data out. The slot closes for good
 when the program closes one of them or ends, and the program ends with this
-process.`,
+process. Started by root, both become the user of the service, or --user; with a
+service that has no user, or root, say --as-root. The program is confined as by
+sockeye isolate.`,
 		Example: `  sockeye run --service telemetry --slot 2 -- nfacctd -f /etc/pmacct/nfacctd-2.conf
   sockeye run --slot 2 --isolated --allow 10.0.0.7:9092/tcp -- nfacctd -f /etc/pmacct/nfacctd-2.conf`,
 		Args: arguments(1, -1, "PROGRAM"),
@@ -46,7 +48,7 @@ process.`,
 				return err
 			}
 			if !isolated {
-				for _, name := range []string{"allow", "no-dns", "mtu", "verbose"} {
+				for _, name := range []string{"allow", "no-dns", "mtu", "verbose", "user", "as-root", "expose", "read", "write", "allow-userns", "require-sandbox"} {
 					if cmd.Flags().Changed(name) {
 						return agent.Usage(fmt.Errorf("--%s goes with --isolated", name), "without it the program has the host's network")
 					}
@@ -93,7 +95,11 @@ func (c *command) runIsolated(ctx context.Context, i *isolation, m *agent.Place,
 	if len(sockets) == 0 {
 		return agent.Usage(errors.New("run member: the agent does not say what it listens on"), "the agent may be older than this command: restart it")
 	}
+	who, err := i.account(m.User)
+	if err != nil {
+		return err
+	}
 	i.noOutbound = len(i.allow) == 0
 	listen := func() ([]gateway.Forward, error) { return gateway.ListenAsMember(sockets, *m.Slot) }
-	return c.join(ctx, i, &gateway.Guest{Setup: program}, listen)
+	return c.join(ctx, i, &gateway.Guest{Setup: program}, who, listen)
 }

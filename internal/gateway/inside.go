@@ -9,12 +9,10 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"os/signal"
 	"runtime"
 	"strconv"
 	"strings"
 	"syscall"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -31,6 +29,13 @@ type Setup struct {
 	Args, Env []string // of any bytes
 	// Watched: the gateway is to know on which ports the guest listens.
 	Watched bool
+	// AllowUserns: the program may make user namespaces.
+	AllowUserns bool
+	// Expose are sockets, or folders of sockets, of the host that the program may reach.
+	Expose []string
+	// Read and Write are files and folders that the program may read, and also write. If there are any, it may reach no
+	// others but those that every program needs.
+	Read, Write []string
 }
 
 // setupReply comes from inside, with the TUN's descriptor, or tells what went wrong.
@@ -39,6 +44,7 @@ type setupReply struct {
 	Errno    syscall.Errno `json:"errno,omitempty"`
 	Step     Step          `json:"step,omitempty"`
 	Warnings []string      `json:"warnings,omitempty"`
+	Missing  []string      `json:"missing,omitempty"`
 	Kernel   room.Kernel   `json:"kernel"`
 }
 
@@ -51,9 +57,9 @@ const maxSetup = 8 << 20
 // InsideCommand is the word by which sockeye runs Inside.
 const InsideCommand = "isolate-inside"
 
-// Inside prepares the guest, from within its namespaces, and becomes the program. It
-// returns only if that fails, or if there is none. What went wrong before the program was to
-// start is told to the gateway, not returned.
+// Inside prepares the guest, from within its namespaces, and stays as their first process, which starts the program and
+// ends with it. It returns only if that fails, or if there is no program. What went wrong before the program was to start is
+// told to the gateway, not returned.
 func Inside() error {
 	runtime.LockOSThread()
 	holdSignals()
@@ -63,41 +69,19 @@ func Inside() error {
 	if err := gob.NewDecoder(&limited{socket, maxSetup}).Decode(&s); err != nil {
 		return fmt.Errorf("read what to prepare: %w", err)
 	}
-	var reply setupReply
-	tun, err := s.prepare(&reply.Warnings)
-	var rights []byte
+	reply, fds := s.reply()
+	text, err := json.Marshal(reply)
 	if err != nil {
-		reply.Error = err.Error()
-		_ = errors.As(err, &reply.Errno)
-		if step := new(StepError); errors.As(err, &step) {
-			reply.Step = step.Step
-		}
-	} else {
-		fds := []int{tun}
-		if diag, err := openDiag(s.Watched); err == nil {
-			fds = append(fds, diag)
-		} else if s.Watched {
-			reply.Error = err.Error()
-		}
-		rights = unix.UnixRights(fds...)
-		// Here, as lo is up here for certain.
-		if reply.Kernel, err = room.Calibrate(); err != nil {
-			reply.Error = err.Error()
-		}
+		return err
 	}
-	text, encodeErr := json.Marshal(reply)
-	if encodeErr != nil {
-		return encodeErr
-	}
-	if err := unix.Sendmsg(InsideFD, text, rights, nil, 0); err != nil {
+	if err := unix.Sendmsg(InsideFD, text, unix.UnixRights(fds...), nil, 0); err != nil {
 		return fmt.Errorf("answer the gateway: %w", err)
+	}
+	for _, fd := range fds {
+		unix.Close(fd)
 	}
 	if reply.Error != "" || s.Program == "" {
 		return nil
-	}
-	// Of this thread, which becomes the program.
-	if err := unix.Prctl(unix.PR_SET_PDEATHSIG, uintptr(unix.SIGKILL), 0, 0, 0); err != nil {
-		return fmt.Errorf("tie the program to the gateway: %w", err)
 	}
 	// The gateway says when it is at work; if it has died instead, the program does not
 	// start.
@@ -105,27 +89,51 @@ func Inside() error {
 	if n, _ := socket.Read(ready[:]); n != 1 {
 		return errors.New("the gateway has ended")
 	}
-	if err := dropAll(); err != nil {
+	return s.first(socket)
+}
+
+// reply prepares the guest, and what the gateway is told of it: all that the program must not have is given up then.
+func (s *Setup) reply() (reply setupReply, fds []int) {
+	err := s.prepareAll(&reply, &fds)
+	if err == nil {
+		return reply, fds
+	}
+	for _, fd := range fds {
+		unix.Close(fd)
+	}
+	reply.Error = err.Error()
+	_ = errors.As(err, &reply.Errno)
+	if step := new(StepError); errors.As(err, &step) {
+		reply.Step = step.Step
+	}
+	return reply, nil
+}
+
+func (s *Setup) prepareAll(reply *setupReply, fds *[]int) error {
+	tun, err := s.prepare(reply)
+	if err != nil {
 		return err
 	}
-	if err := keepSignals(); err != nil {
+	*fds = []int{tun}
+	if diag, err := openDiag(s.Watched); err == nil {
+		*fds = append(*fds, diag)
+	} else if s.Watched {
+		return err
+	}
+	// Here, as lo is up here for certain.
+	if reply.Kernel, err = room.Calibrate(); err != nil || s.Program == "" {
 		return err
 	}
 	if err := closeOthers(); err != nil {
 		return err
 	}
-	err = unix.Exec(s.Program, s.Args, s.Env)
-	return fmt.Errorf("start %s: %w", s.Program, err)
-}
-
-// holdSignals has signals do nothing to this process: the gateway sends them to the program
-// when that has started. Those that are ignored from the start, as by nohup(1), stay so.
-func holdSignals() {
-	for _, s := range PassedSignals {
-		if !signal.Ignored(s) {
-			signal.Notify(make(chan os.Signal, 1), s)
-		}
+	// Now that this process has changed what it may: that would undo it.
+	if err := unix.Prctl(unix.PR_SET_PDEATHSIG, uintptr(unix.SIGKILL), 0, 0, 0); err != nil {
+		return fmt.Errorf("tie the program to the gateway: %w", err)
 	}
+	missing, err := s.confine()
+	reply.Missing = append(reply.Missing, missing...)
+	return err
 }
 
 // PassedSignals are those that the gateway passes on to the program.
@@ -152,26 +160,6 @@ func closeOthers() error {
 	return nil
 }
 
-// keepSignals has this thread, and the program that it becomes, send signals to what the
-// program starts only: the user's other processes are out of reach, by ptrace(2) too. From Linux
-// 6.12.
-func keepSignals() error {
-	abi, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
-	if errno != 0 || abi < 6 {
-		return nil
-	}
-	r := ruleset{scoped: unix.LANDLOCK_SCOPE_SIGNAL | unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET}
-	fd, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, uintptr(unsafe.Pointer(&r)), unsafe.Sizeof(r), 0)
-	if errno == 0 {
-		defer unix.Close(int(fd))
-		_, _, errno = unix.Syscall(unix.SYS_LANDLOCK_RESTRICT_SELF, fd, 0, 0)
-	}
-	if errno != 0 {
-		return fmt.Errorf("keep signals inside: %w", errno)
-	}
-	return nil
-}
-
 // limited reads so many bytes at most.
 type limited struct {
 	f    *os.File
@@ -188,29 +176,84 @@ func (l *limited) Read(p []byte) (int, error) {
 	return n, err
 }
 
-func (s *Setup) prepare(warnings *[]string) (tun int, err error) {
-	if s.Program != "" {
-		for _, c := range []struct{ name, value, without string }{
-			{"net/ipv4/ip_unprivileged_port_start", "0", "ports below 1024 stay closed to the program"},
-			{"net/ipv4/ping_group_range", fmt.Sprintf("%d %d", os.Getegid(), os.Getegid()), "ping does not work inside"},
-			// A kernel that sends cookies forgets the connection when the program's queue is full.
-			{"net/ipv4/tcp_syncookies", "0", "of many connections at once some may not get through"},
-		} {
-			err := os.WriteFile("/proc/sys/"+c.name, []byte(c.value), 0)
-			switch {
-			case errors.Is(err, unix.EROFS), errors.Is(err, unix.ENOENT):
-				*warnings = append(*warnings, fmt.Sprintf("%s: set sysctl %s: %v", c.without, c.name, errors.Unwrap(err)))
-			case err != nil:
-				return -1, &StepError{StepRights, fmt.Errorf("set sysctl %s: %w", strings.ReplaceAll(c.name, "/", "."), errors.Unwrap(err))}
-			}
-		}
+// sysctl is one of the guest's own.
+type sysctl struct{ name, value string }
+
+func (c sysctl) set() error {
+	err := os.WriteFile("/proc/sys/"+c.name, []byte(c.value), 0)
+	if err != nil {
+		return fmt.Errorf("set sysctl %s: %w", strings.ReplaceAll(c.name, "/", "."), errors.Unwrap(err))
 	}
-	if s.ResolvConf != "" {
-		if err := replaceFile("/etc/resolv.conf", s.ResolvConf); err != nil {
-			return -1, &StepError{StepResolver, err}
+	return nil
+}
+
+// lacksSysctl tells an error of a kernel, or a container, that does not let it be set.
+func lacksSysctl(err error) bool {
+	return errors.Is(err, unix.EROFS) || errors.Is(err, unix.ENOENT)
+}
+
+func (s *Setup) prepare(reply *setupReply) (tun int, err error) {
+	if s.Program != "" {
+		if err := s.setSysctls(reply); err != nil {
+			return -1, &StepError{StepRights, err}
+		}
+		if err := s.mounts(reply); err != nil {
+			return -1, err
 		}
 	}
 	return OpenTUN(s.Interface)
+}
+
+func (s *Setup) setSysctls(reply *setupReply) error {
+	for c, without := range map[sysctl]string{
+		{"net/ipv4/ip_unprivileged_port_start", "0"}:                                    "ports below 1024 stay closed to the program",
+		{"net/ipv4/ping_group_range", fmt.Sprintf("%d %d", os.Getegid(), os.Getegid())}: "ping does not work inside",
+		// A kernel that sends cookies forgets the connection when the program's queue is full.
+		{"net/ipv4/tcp_syncookies", "0"}: "of many connections at once some may not get through",
+	} {
+		if err := c.set(); lacksSysctl(err) {
+			reply.Warnings = append(reply.Warnings, fmt.Sprintf("%s: %v", without, err))
+		} else if err != nil {
+			return err
+		}
+	}
+	if s.AllowUserns {
+		return nil
+	}
+	// In the guest's user namespace: the filter of system calls is not the only one to forbid them.
+	if err := (sysctl{"user/max_user_namespaces", "0"}).set(); lacksSysctl(err) {
+		reply.Missing = append(reply.Missing, fmt.Sprintf("only the filter forbids user namespaces: %v", err))
+	} else if err != nil {
+		return err
+	}
+	return nil
+}
+
+// mounts makes what of the host's files the guest is to have otherwise.
+func (s *Setup) mounts(reply *setupReply) error {
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
+		return &StepError{StepMounts, fmt.Errorf("make mounts private: %w", err)}
+	}
+	// Of the guest's own processes. A container whose /proc is covered in part may not have another.
+	if err := unix.Mount("proc", "/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); errors.Is(err, unix.EPERM) {
+		reply.Missing = append(reply.Missing, fmt.Sprintf("/proc shows the host's processes and their sockets: mount it: %v", err))
+	} else if err != nil {
+		return &StepError{StepMounts, fmt.Errorf("mount /proc: %w", err)}
+	}
+	warnings, err := s.hide()
+	reply.Warnings = append(reply.Warnings, warnings...)
+	if err != nil {
+		if step := new(StepError); !errors.As(err, &step) {
+			err = &StepError{StepMounts, err}
+		}
+		return err
+	}
+	if s.ResolvConf != "" {
+		if err := replaceFile("/etc/resolv.conf", s.ResolvConf); err != nil {
+			return &StepError{StepResolver, err}
+		}
+	}
+	return nil
 }
 
 // scratch is a folder that every host has, and that is covered for a moment in the mount
@@ -228,9 +271,6 @@ func replaceFile(path, text string) error {
 		return fmt.Errorf("open %s: %w", path, err)
 	}
 	defer unix.Close(target)
-	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
-		return fmt.Errorf("make mounts private: %w", err)
-	}
 	if err := unix.Mount("tmpfs", scratch, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "size=1m,mode=755"); err != nil {
 		return fmt.Errorf("mount over %s: %w", scratch, err)
 	}
@@ -246,24 +286,6 @@ func replaceFile(path, text string) error {
 		err = fmt.Errorf("mount over %s: %w", path, err)
 	}
 	return errors.Join(err, unix.Unmount(scratch, unix.MNT_DETACH))
-}
-
-// dropAll gives up all capabilities, for good, in this thread, which becomes the program. The
-// bounding set stays: with no_new_privs nothing in it can be had, and without it the kernel
-// refuses to execute files that ask for it, as ping does.
-func dropAll() error {
-	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
-		return fmt.Errorf("set no_new_privs: %w", err)
-	}
-	if err := unix.Prctl(unix.PR_CAP_AMBIENT, unix.PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0); err != nil {
-		return fmt.Errorf("clear ambient capabilities: %w", err)
-	}
-	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-	var none [2]unix.CapUserData
-	if err := unix.Capset(&header, &none[0]); err != nil {
-		return fmt.Errorf("drop capabilities: %w", err)
-	}
-	return nil
 }
 
 // HostAddresses are the addresses that the host sends from by default, which the

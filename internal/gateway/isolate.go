@@ -31,7 +31,7 @@ type Guest struct {
 
 // insideCaps are what the process inside needs to prepare the guest, in the guest's own
 // user namespace.
-var insideCaps = []uintptr{unix.CAP_NET_ADMIN, unix.CAP_SYS_ADMIN}
+var insideCaps = []uintptr{unix.CAP_NET_ADMIN, unix.CAP_SYS_ADMIN, unix.CAP_SYS_RESOURCE}
 
 // Prepared is a guest that waits for its gateway.
 type Prepared struct {
@@ -40,6 +40,8 @@ type Prepared struct {
 	Kernel room.Kernel
 	// Warnings are what the program may miss, one line each.
 	Warnings []string
+	// Missing are what the program is not confined by, one line each: the kernel, or a container, does not allow it.
+	Missing []string
 
 	process *exec.Cmd
 	socket  *os.File
@@ -60,6 +62,10 @@ const (
 	StepInterface                  // make the interface, set it up
 	StepResolver                   // replace /etc/resolv.conf
 	StepJoin                       // enter a namespace that is there
+	StepMounts                     // have /proc and folders of sockets be the guest's own
+	StepExpose                     // find what is to be exposed
+	StepFiles                      // find what the program may read and write
+	StepLandlock                   // forbid it all other files
 )
 
 // StepError is a step that failed, with the kernel's reason.
@@ -104,7 +110,7 @@ func (g *Guest) Prepare(command []string) (p *Prepared, err error) {
 	} else {
 		uid, gid := os.Geteuid(), os.Getegid()
 		cmd.SysProcAttr = &syscall.SysProcAttr{
-			Cloneflags:  unix.CLONE_NEWUSER | unix.CLONE_NEWNET | unix.CLONE_NEWNS,
+			Cloneflags:  unix.CLONE_NEWUSER | unix.CLONE_NEWNET | unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWIPC,
 			UidMappings: []syscall.SysProcIDMap{{ContainerID: uid, HostID: uid, Size: 1}},
 			GidMappings: []syscall.SysProcIDMap{{ContainerID: gid, HostID: gid, Size: 1}},
 			AmbientCaps: insideCaps,
@@ -164,7 +170,7 @@ func (p *Prepared) start() error {
 	return <-started
 }
 
-// PID is the process of the program.
+// PID is the first process inside, the parent of the program.
 func (p *Prepared) PID() int { return p.process.Process.Pid }
 
 // prepare tells the process inside what to do, and takes the TUN's descriptor.
@@ -210,7 +216,7 @@ func (p *Prepared) prepare(s *Setup) error {
 		}
 		return err
 	}
-	p.TUN, p.Kernel, p.Warnings = fds[0], reply.Kernel, reply.Warnings
+	p.TUN, p.Kernel, p.Warnings, p.Missing = fds[0], reply.Kernel, reply.Warnings, reply.Missing
 	if len(fds) > 1 {
 		p.Diag = fds[1]
 	}
@@ -241,14 +247,12 @@ func (e *insideError) Unwrap() error {
 	return e.errno
 }
 
-// Go has the program start, now that its gateway is at work, and returns when it has: signals
-// that come before are lost.
+// Go has the program start, now that its gateway is at work, and returns when it has.
 func (p *Prepared) Go() error {
-	defer p.socket.Close()
 	if _, err := p.socket.Write([]byte{1}); err != nil {
 		return fmt.Errorf("start the program: %w", err)
 	}
-	// The other end is closed by execve(2), or with the process; which of these, Wait tells.
+	// It says so, or ends; which of these, Wait tells.
 	_, _ = p.socket.Read(make([]byte, 1))
 	return nil
 }
@@ -256,6 +260,7 @@ func (p *Prepared) Go() error {
 // Wait waits for the program's end: its exit code, or 128 and the signal that ended it.
 // Signals that come from the channel are passed on; when ctx ends, the program is killed.
 func (p *Prepared) Wait(ctx context.Context, signals <-chan os.Signal) (code int, err error) {
+	defer p.socket.Close()
 	done := ctx.Done()
 	for {
 		select {
@@ -263,7 +268,10 @@ func (p *Prepared) Wait(ctx context.Context, signals <-chan os.Signal) (code int
 			p.Kill()
 			done = nil
 		case s := <-signals:
-			_ = p.process.Process.Signal(s)
+			// To the program, by the process that started it: its number in there is not known here.
+			if number, ok := s.(syscall.Signal); ok {
+				_, _ = p.socket.Write([]byte{byte(number)})
+			}
 		case err := <-p.done:
 			var exit *exec.ExitError
 			if err != nil && !errors.As(err, &exit) {
@@ -278,5 +286,5 @@ func (p *Prepared) Wait(ctx context.Context, signals <-chan os.Signal) (code int
 	}
 }
 
-// Kill ends the program.
+// Kill ends the program, and all processes that it has started.
 func (p *Prepared) Kill() { _ = p.process.Process.Kill() }

@@ -143,17 +143,7 @@ func (s Sandbox) seccomp() error {
 	if auditArch == 0 {
 		return errors.ErrUnsupported
 	}
-	filter := s.filter(os.Getpid())
-	program := unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]}
 	// SPEC_ALLOW: nothing runs in this process but its own code; kernels before 5.16 would
 	// slow all of it down.
-	flags := uintptr(unix.SECCOMP_FILTER_FLAG_TSYNC | unix.SECCOMP_FILTER_FLAG_SPEC_ALLOW)
-	thread, _, errno := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, flags, uintptr(unsafe.Pointer(&program)))
-	if errno != 0 {
-		return errno
-	}
-	if thread != 0 {
-		return fmt.Errorf("thread %d has a filter of its own", thread)
-	}
-	return nil
+	return setFilter(s.filter(os.Getpid()), unix.SECCOMP_FILTER_FLAG_TSYNC|unix.SECCOMP_FILTER_FLAG_SPEC_ALLOW)
 }

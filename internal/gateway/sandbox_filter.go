@@ -33,7 +33,7 @@ func (s Sandbox) calls(own int) []allowed {
 		signalled = append(signalled, uint32(s.Child))
 	}
 	list := []allowed{
-		{unix.SYS_IOCTL, []condition{{1, all, []uint32{unix.TIOCOUTQ, unix.SIOCOUTQNSD, unix.TIOCINQ, unix.TIOCGPGRP}}}},
+		{unix.SYS_IOCTL, []condition{{1, all, []uint32{unix.TIOCOUTQ, unix.SIOCOUTQNSD, unix.TIOCINQ, unix.TIOCGPGRP, unix.TIOCSPGRP}}}},
 		{unix.SYS_FCNTL, []condition{{1, all, []uint32{unix.F_GETFL, unix.F_SETFL, unix.F_GETFD, unix.F_SETFD}}}},
 		{unix.SYS_TGKILL, []condition{{0, all, []uint32{uint32(own)}}}},
 		{unix.SYS_KILL, []condition{{0, all, signalled}}},

@@ -551,4 +551,12 @@ func TestFilter(t *testing.T) {
 			seen = append(seen, c.number)
 		}
 	}
+	for _, allowUserns := range []bool{false, true} {
+		p := programFilter(allowUserns)
+		for i, instruction := range p {
+			if instruction.Code&0x07 == unix.BPF_JMP && i+1+int(max(instruction.Jt, instruction.Jf)) >= len(p) {
+				t.Errorf("of the program: instruction %d jumps beyond the end", i)
+			}
+		}
+	}
 }

@@ -396,7 +396,7 @@ func TestIsolatedAsks(t *testing.T) {
 	h.setPolicy(2)
 	h.startAgent()
 	for _, args := range [][]string{{"status"}, {"apply"}, {"run", "--service", "telemetry", "--", "true"}} {
-		inside := append([]string{"isolate", "--", os.Getenv(binaryEnv), "--run-dir", h.dir}, args...)
+		inside := append([]string{"isolate", "--as-root", "--", os.Getenv(binaryEnv), "--run-dir", h.dir}, args...)
 		h.refuse(agent.CodeNotPermitted, []string{"another user namespace", "hint:"}, inside...)
 	}
 	var s agent.Status

@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -78,6 +79,33 @@ func TestIsolatedMemberCloses(t *testing.T) {
 		h.lands("with a member back", all, home.but(0, 1))
 		h.nothingMisplaced(home, 60)
 	})
+}
+
+// Root starts a member: the gateway, whose sockets take the slot, and the program inside are the service's user.
+func TestIsolatedMemberIsTheServicesUser(t *testing.T) {
+	i := newIsolated(t) // a TUN device that all may open
+	h := newHost(t, config.Reuseport)
+	h.isolated = true
+	h.setPolicy(1, fmt.Sprintf("user: %q", "nobody"))
+	h.startAgent()
+	// Where that user finds it.
+	exe, err := os.ReadFile("/proc/self/exe")
+	h.must(err)
+	copied := filepath.Join(i.dir, "receiver")
+	h.must(os.WriteFile(copied, exe, 0o755))
+	h.must(os.Chmod(i.dir, 0o755))
+	wrap := slices.DeleteFunc(h.isolation(0), func(s string) bool { return s == "--as-root" })
+	m := h.startReceiver("receiver-0", h.spec(0), append(wrap, "sh", "-c", "exec "+copied)...)
+	h.ready(0)
+	all := addresses(20)
+	h.lands("isolated as the service's user", all, h.homes(1))
+	for _, pid := range []int{m.Pid(), child(t, m.Pid()), child(t, child(t, m.Pid()))} {
+		status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+		h.must(err)
+		if !strings.Contains(string(status), fmt.Sprintf("\nUid:\t%[1]d\t%[1]d\t%[1]d\t%[1]d\n", user)) || !strings.Contains(string(status), "\nGroups:\t \n") {
+			t.Errorf("process %d:\n%s", pid, status)
+		}
+	}
 }
 
 // child is the only child of a process, whichever of its threads started it.

@@ -323,7 +323,7 @@ func (h *host) start(slots ...int) {
 
 // isolation is what is put before a member's command so that it runs isolated.
 func (h *host) isolation(slot int) []string {
-	return []string{os.Getenv(binaryEnv), "--run-dir", h.dir, "run", "--slot", fmt.Sprint(slot), "--isolated", "--"}
+	return []string{os.Getenv(binaryEnv), "--run-dir", h.dir, "run", "--slot", fmt.Sprint(slot), "--isolated", "--as-root", "--"}
 }
 
 // startReceiver starts a receiver with this name as its command line, after the words of wrap.

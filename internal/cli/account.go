@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"os"
+	"os/user"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+)
+
+// account is the user that the gateway and the program become, nil for the one that they are.
+type account struct {
+	uid, gid   int
+	name, home string // "" where /etc/passwd has none
+}
+
+// account decides who the program is. Root has to say it: whoever is root outside is root to the host's files, whatever
+// namespaces there are. The default is the user of a service, "" for none.
+func (i *isolation) account(service string) (*account, error) {
+	root := os.Geteuid() == 0
+	switch {
+	case i.user != "" && i.asRoot:
+		return nil, agent.Usage(errors.New("--user and --as-root do not go together"), "each says who the program is")
+	case !root && i.user != "":
+		return nil, &agent.Error{Err: errors.New("only root may become another user"), Hint: "leave --user out: the program has your own user", Code: agent.CodeNotPermitted}
+	case !root && i.asRoot:
+		return nil, agent.Usage(errors.New("--as-root is for root"), "leave it out: the program has your own user")
+	case !root, i.asRoot:
+		return nil, nil
+	}
+	name := i.user
+	if name == "" {
+		name = service
+	}
+	if name == "" {
+		return nil, agent.Usage(errors.New("the program would be root to the host's files"), userHint(""))
+	}
+	a, err := findAccount(name)
+	if err != nil {
+		return nil, agent.Usage(fmt.Errorf("user %q: %w", name, err), "as in --user nobody, --user 1000 or --user 1000:1000")
+	}
+	if a.uid == 0 {
+		return nil, agent.Usage(fmt.Errorf("user %q is root, also to the host's files", name), userHint(service))
+	}
+	return a, nil
+}
+
+// userHint names what root may say. With sudo(8), that is most often the user who called it.
+func userHint(service string) string {
+	caller := os.Getenv("SUDO_USER")
+	switch {
+	case service != "":
+		return "name another user in the policy, or say --as-root"
+	case caller != "root" && regexp.MustCompile(`^[a-z_][a-z0-9_.-]{0,31}$`).MatchString(caller):
+		return fmt.Sprintf("name the user to become, as in --user %s, or say --as-root", caller)
+	}
+	return "name the user to become, as in --user nobody, or say --as-root"
+}
+
+// findAccount reads NAME or UID, and behind a colon the group by name or number.
+func findAccount(text string) (*account, error) {
+	name, group, _ := strings.Cut(text, ":")
+	a := &account{}
+	u, err := user.Lookup(name)
+	if err != nil {
+		u, err = user.LookupId(name)
+	}
+	if err == nil {
+		a.name, a.home = u.Username, u.HomeDir
+		name, group = u.Uid, cmp.Or(group, u.Gid)
+	}
+	// A number needs no line in /etc/passwd.
+	if a.uid, err = number(name); err != nil {
+		return nil, errors.New("there is no such user")
+	}
+	if group == "" {
+		return nil, errors.New("it has no group: name one behind a colon")
+	}
+	if g, err := user.LookupGroup(group); err == nil {
+		group = g.Gid
+	}
+	if a.gid, err = number(group); err != nil {
+		return nil, fmt.Errorf("there is no group %q", group)
+	}
+	return a, nil
+}
+
+// number reads the number of a user or a group. The last one stands for none.
+func number(text string) (int, error) {
+	n, err := strconv.ParseUint(text, 10, 32)
+	if err == nil && n == 1<<32-1 {
+		err = strconv.ErrRange
+	}
+	return int(n), err
+}
+
+// environment is that of the program, with what login(1) sets.
+func (a *account) environment(env []string) []string {
+	for name, value := range map[string]string{"HOME": a.home, "USER": a.name, "LOGNAME": a.name} {
+		env = slices.DeleteFunc(slices.Clone(env), func(v string) bool { return strings.HasPrefix(v, name+"=") })
+		if value != "" {
+			env = append(env, name+"="+value)
+		}
+	}
+	return env
+}
+
+// keptToPrepare are what root keeps until the program starts: ports below 1024, large receive buffers, and user namespaces
+// where the host forbids them to others.
+const keptToPrepare = 1<<unix.CAP_NET_BIND_SERVICE | 1<<unix.CAP_NET_ADMIN | 1<<unix.CAP_SYS_ADMIN
+
+// become makes this process, which is root's, the user's, in all threads, without supplementary groups. The sockets that it
+// opens are the user's. The capabilities that it needs until the program starts are given up with the others then.
+func (a *account) become() error {
+	if _, _, errno := syscall.AllThreadsSyscall6(unix.SYS_PRCTL, unix.PR_SET_KEEPCAPS, 1, 0, 0, 0, 0); errno != 0 {
+		return fmt.Errorf("become user %d: keep capabilities: %w", a.uid, errno)
+	}
+	for _, step := range []struct {
+		name string
+		do   func() error
+	}{
+		{"drop groups", func() error { return syscall.Setgroups(nil) }},
+		{"set group", func() error { return syscall.Setresgid(a.gid, a.gid, a.gid) }},
+		{"set user", func() error { return syscall.Setresuid(a.uid, a.uid, a.uid) }},
+	} {
+		if err := step.do(); err != nil {
+			return notPermitted(fmt.Errorf("become user %d: %s: %w", a.uid, step.name, err), "this process lacks CAP_SETUID or CAP_SETGID: say --as-root")
+		}
+	}
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var caps [2]unix.CapUserData
+	if err := unix.Capget(&header, &caps[0]); err != nil {
+		return fmt.Errorf("read capabilities: %w", err)
+	}
+	kept := caps[0].Permitted & keptToPrepare
+	caps = [2]unix.CapUserData{{Permitted: kept, Effective: kept}}
+	if _, _, errno := syscall.AllThreadsSyscall(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&caps[0])), 0); errno != 0 {
+		return fmt.Errorf("become user %d: keep capabilities: %w", a.uid, errno)
+	}
+	// The change made the process root's in /proc, where it writes the mapping of the guest's user.
+	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 1, 0, 0, 0); err != nil {
+		return fmt.Errorf("become user %d: %w", a.uid, err)
+	}
+	return nil
+}

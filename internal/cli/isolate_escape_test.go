@@ -1,0 +1,492 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// escape is what a hostile program does inside. It prints the kernel's answer, "" if it got through.
+func escape(args []string) error {
+	try, ok := escapes[args[0]]
+	if !ok {
+		return fmt.Errorf("what is %s?", args[0])
+	}
+	err := try(args[1:])
+	switch number, isErrno := errors.AsType[syscall.Errno](err); {
+	case err == nil:
+		fmt.Println("through")
+	case isErrno:
+		fmt.Println(unix.ErrnoName(number))
+	default:
+		return err
+	}
+	return nil
+}
+
+// above is a bit that the kernel cuts off, and a careless filter does not.
+const above = 1 << 32
+
+var escapes = map[string]func(args []string) error{
+	"vsock":            call(unix.SYS_SOCKET, unix.AF_VSOCK, unix.SOCK_STREAM, 0),
+	"vsock, bit above": call(unix.SYS_SOCKET, unix.AF_VSOCK|above, unix.SOCK_STREAM, 0),
+	"vsock by x32":     call(unix.SYS_SOCKET|0x40000000, unix.AF_VSOCK, unix.SOCK_STREAM, 0),
+	"vsock by int80":   func([]string) error { return int80(359, unix.AF_VSOCK, unix.SOCK_STREAM, 0) },
+	"packet":           call(unix.SYS_SOCKET, unix.AF_PACKET, unix.SOCK_RAW, 0),
+	"alg":              call(unix.SYS_SOCKET, unix.AF_ALG, unix.SOCK_SEQPACKET, 0),
+	"socketpair":       func([]string) error { _, err := unix.Socketpair(unix.AF_TIPC, unix.SOCK_STREAM, 0); return err },
+	"sctp":             call(unix.SYS_SOCKET, unix.AF_INET, unix.SOCK_STREAM, unix.IPPROTO_SCTP),
+	"mptcp":            call(unix.SYS_SOCKET, unix.AF_INET, unix.SOCK_STREAM, unix.IPPROTO_MPTCP),
+	"netlink":          call(unix.SYS_SOCKET, unix.AF_NETLINK, unix.SOCK_RAW, unix.NETLINK_ROUTE),
+	"io_uring": func([]string) error {
+		var parameters [120]byte
+		_, _, errno := unix.Syscall(unix.SYS_IO_URING_SETUP, 1, uintptr(unsafe.Pointer(&parameters)), 0)
+		return orNil(errno)
+	},
+	"keyring":   call(unix.SYS_KEYCTL, unix.KEYCTL_GET_KEYRING_ID, ^uintptr(2), 0), // KEY_SPEC_SESSION_KEYRING
+	"userfault": call(unix.SYS_USERFAULTFD, 1, 0, 0),
+	"clone": func([]string) error {
+		cmd := exec.Command("true")
+		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWUSER}
+		return cmd.Run()
+	},
+	"clone3": func([]string) error {
+		args := [11]uint64{0: unix.CLONE_NEWUSER, 4: uint64(unix.SIGCHLD)}
+		pid, _, errno := unix.RawSyscall(unix.SYS_CLONE3, uintptr(unsafe.Pointer(&args)), unsafe.Sizeof(args), 0)
+		if errno == 0 && pid == 0 {
+			_, _, _ = unix.RawSyscall(unix.SYS_EXIT_GROUP, 0, 0, 0)
+		}
+		return orNil(errno)
+	},
+	"TIOCSTI":            terminalRequest(unix.TIOCSTI),
+	"TIOCSTI, bit above": terminalRequest(unix.TIOCSTI | above),
+	"TIOCLINUX":          terminalRequest(unix.TIOCLINUX),
+	"TIOCSETD":           terminalRequest(unix.TIOCSETD),
+	"connect": func(args []string) error {
+		c, err := net.DialTimeout("unix", args[0], 5*time.Second)
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		line, err := bufio.NewReader(c).ReadString('\n')
+		fmt.Print(line)
+		return err
+	},
+}
+
+func orNil(errno syscall.Errno) error {
+	if errno == 0 {
+		return nil
+	}
+	return errno
+}
+
+func call(number, a, b, c uintptr) func([]string) error {
+	return func([]string) error {
+		_, _, errno := unix.Syscall(number, a, b, c)
+		return orNil(errno)
+	}
+}
+
+// terminalRequest puts a line into the input of the terminal, of which the shell outside reads next.
+func terminalRequest(request uintptr) func([]string) error {
+	return func([]string) error {
+		for _, c := range []byte("pushed\n") {
+			if _, _, errno := unix.Syscall(unix.SYS_IOCTL, 0, request, uintptr(unsafe.Pointer(&c))); errno != 0 {
+				return errno
+			}
+		}
+		return nil
+	}
+}
+
+// int80 makes a system call of i386.
+func int80(number, a, b, c uint32) error {
+	if runtime.GOARCH != "amd64" {
+		return unix.ENOSYS
+	}
+	code, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_WRITE|unix.PROT_EXEC, unix.MAP_ANON|unix.MAP_PRIVATE)
+	if err != nil {
+		return err
+	}
+	const result = 2048
+	le := func(b []byte, v uint64, n int) []byte {
+		for range n {
+			b, v = append(b, byte(v)), v>>8
+		}
+		return b
+	}
+	p := le([]byte{0xb8}, uint64(number), 4) // mov eax, number
+	p = le(append(p, 0xbb), uint64(a), 4)    // mov ebx, a
+	p = le(append(p, 0xb9), uint64(b), 4)    // mov ecx, b
+	p = le(append(p, 0xba), uint64(c), 4)    // mov edx, c
+	p = append(p, 0xcd, 0x80)                // int 0x80
+	at := uint64(uintptr(unsafe.Pointer(&code[0]))) + result
+	p = le(append(p, 0xa3), at, 8) // mov [at], eax
+	copy(code, append(p, 0xc3))    // ret
+	entry := &code[0]
+	f := &entry
+	(*(*func())(unsafe.Pointer(&f)))()
+	if r := *(*int32)(unsafe.Pointer(&code[result])); r < 0 {
+		return syscall.Errno(-r)
+	}
+	return nil
+}
+
+// System calls that lead out of the namespaces, or to parts of the kernel that a program has no use for, fail: also those
+// whose arguments or numbers are written so that a careless filter would not know them.
+func TestIsolateSystemCalls(t *testing.T) {
+	addAddresses(t)
+	for name, want := range map[string]string{
+		"vsock": "EAFNOSUPPORT", "vsock, bit above": "EAFNOSUPPORT", "vsock by x32": "ENOSYS", "packet": "EAFNOSUPPORT", "alg": "EAFNOSUPPORT",
+		"socketpair": "EAFNOSUPPORT", "sctp": "EPROTONOSUPPORT", "io_uring": "EPERM", "keyring": "EPERM", "userfault": "EPERM",
+		"clone": "EPERM", "clone3": "ENOSYS", "netlink": "through", "mptcp": "through",
+	} {
+		t.Run(name, func(t *testing.T) {
+			out, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--no-outbound", "--", itself, "inside", "escape", name))
+			if name == "mptcp" && out == "ENOPROTOOPT\n" {
+				t.Skip("kernel: no MPTCP, or turned off")
+			}
+			if out != want+"\n" || code != 0 {
+				t.Errorf("%q, code %d, want %s\n%s", out, code, want, stderr)
+			}
+		})
+	}
+	t.Run("vsock by int80", func(t *testing.T) {
+		if runtime.GOARCH != "amd64" {
+			t.Skip("processor: there is no int 0x80")
+		}
+		out, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--no-outbound", "--", itself, "inside", "escape", "vsock by int80"))
+		if want := 128 + int(unix.SIGSYS); out != "" || code != want {
+			t.Errorf("%q, code %d, want %d\n%s", out, code, want, stderr)
+		}
+	})
+}
+
+// User namespaces are for who asks, as they have all rights within.
+func TestIsolateUserNamespaces(t *testing.T) {
+	addAddresses(t)
+	const script = "cat /proc/sys/user/max_user_namespaces; unshare -U true && echo one; unshare -r sh -c 'id -u'; true"
+	for _, test := range []struct {
+		flags []string
+		ok    bool
+	}{{nil, false}, {[]string{"--allow-userns"}, true}} {
+		args := append(append([]string{"isolate"}, test.flags...), "--", "sh", "-c", script)
+		out, stderr, code := resultOf(t, ordinary(t, "", args...))
+		limit, rest, _ := strings.Cut(out, "\n")
+		if ok := rest == "one\n0\n"; ok != test.ok || (limit == "0") == test.ok || code != 0 {
+			t.Errorf("%v: %q, code %d\n%s", test.flags, out, code, stderr)
+		}
+	}
+}
+
+// pty is a terminal: what a user types goes to master, and slave is what programs have.
+func pty(t *testing.T) (master, slave *os.File) {
+	t.Helper()
+	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { master.Close() })
+	control, err := master.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var number int
+	if err := errors.Join(control.Control(func(fd uintptr) {
+		if err = unix.IoctlSetPointerInt(int(fd), unix.TIOCSPTLCK, 0); err == nil {
+			number, err = unix.IoctlGetInt(int(fd), unix.TIOCGPTN)
+		}
+	}), err); err != nil {
+		t.Fatal(err)
+	}
+	if slave, err = os.OpenFile(fmt.Sprintf("/dev/pts/%d", number), os.O_RDWR|unix.O_NOCTTY, 0); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { slave.Close() })
+	// An ordinary user's terminal is the user's own.
+	if err := slave.Chown(65534, 65534); err != nil {
+		t.Fatal(err)
+	}
+	if err := master.SetReadDeadline(time.Now().Add(20 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	return master, slave
+}
+
+// onTerminal runs a command as the session of a terminal, types lines when words are seen, and returns what was seen.
+func onTerminal(t *testing.T, cmd *exec.Cmd, typed ...[2]string) (screen string) {
+	t.Helper()
+	master, slave := pty(t)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = slave, slave, slave
+	cmd.SysProcAttr.Setsid, cmd.SysProcAttr.Setctty = true, true
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	slave.Close()
+	var seen strings.Builder
+	from := 0 // of what no word was found in yet
+	b := make([]byte, 4096)
+	for {
+		n, err := master.Read(b)
+		seen.Write(b[:n])
+		for len(typed) > 0 {
+			at := strings.Index(seen.String()[from:], typed[0][0])
+			if at < 0 {
+				break
+			}
+			from += at + len(typed[0][0])
+			if _, err := master.WriteString(typed[0][1]); err != nil {
+				t.Fatal(err)
+			}
+			typed = typed[1:]
+		}
+		if err != nil { // EIO: nobody has the terminal any more
+			break
+		}
+	}
+	if err := cmd.Wait(); err != nil || len(typed) > 0 {
+		t.Errorf("%v; not seen: %q\n%s", err, typed, seen.String())
+	}
+	return strings.ReplaceAll(seen.String(), "\r", "")
+}
+
+// calledByShell has the shell of a command stay, and read a line afterwards.
+func calledByShell(cmd *exec.Cmd) *exec.Cmd {
+	script := slices.IndexFunc(cmd.Args, func(arg string) bool { return strings.Contains(arg, "\nexec setpriv") })
+	cmd.Args[script] = strings.Replace(cmd.Args[script], "\nexec setpriv", "\nsetpriv", 1) + "\necho asks; read line; echo \"outside: $line\""
+	return cmd
+}
+
+// A program cannot type into the terminal for the shell that called it, whatever dev.tty.legacy_tiocsti is.
+func TestIsolateTypesNothing(t *testing.T) {
+	addAddresses(t)
+	for _, request := range []string{"TIOCSTI", "TIOCSTI, bit above", "TIOCLINUX", "TIOCSETD"} {
+		t.Run(request, func(t *testing.T) {
+			// This shell is the one outside. EPERM is the filter's; where the sysctl forbids it, it is EIO.
+			cmd := calledByShell(ordinary(t, "", "isolate", "--", itself, "inside", "escape", request))
+			screen := onTerminal(t, cmd, [2]string{"asks", "typed\n"})
+			if !strings.Contains(screen, "EPERM\n") || !strings.Contains(screen, "outside: typed\n") {
+				t.Errorf("%s", screen)
+			}
+		})
+	}
+}
+
+// A shell inside has job control, and whoever has called gets the terminal back.
+func TestIsolateShell(t *testing.T) {
+	addAddresses(t)
+	cmd := calledByShell(ordinary(t, "", "isolate", "--", "bash", "--norc", "-i"))
+	cmd.Env = append(os.Environ(), "PS1=inside> ")
+	screen := onTerminal(t, cmd,
+		[2]string{"inside> ", "sh -c 'echo be\"\"gun; exec sleep 60'\n"}, [2]string{"begun", "\x1a"}, [2]string{"Stopped", "jobs\n"}, [2]string{"Stopped", "exec true\n"},
+		[2]string{"asks", "typed\n"})
+	if !strings.Contains(screen, "outside: typed\n") || strings.Contains(screen, "no job control") {
+		t.Errorf("%s", screen)
+	}
+}
+
+// hostFolder covers a folder of the tests' host with an empty one, as long as the test runs.
+func hostFolder(t *testing.T, path, options string) {
+	t.Helper()
+	if err := unix.Mount("tmpfs", path, "tmpfs", 0, options); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(path, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// answersAt is a service of the host at a Unix socket that all may connect to.
+func answersAt(t *testing.T, path string) {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	l, err := net.Listen("unix", path)
+	if err == nil {
+		err = os.Chmod(path, 0o777)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			fmt.Fprintln(c, "reached")
+			c.Close()
+		}
+	}()
+}
+
+// Services of the host that listen at the usual paths are out of reach, but for those that were named.
+func TestIsolateHostSockets(t *testing.T) {
+	addAddresses(t)
+	hostFolder(t, "/run", "mode=755")
+	hostFolder(t, "/tmp", "mode=1777")
+	const bus, docker, agentSocket, odd = "/run/user/65534/bus", "/run/docker.sock", "/tmp/ssh-abcdef/agent.7", "/srv/odd/agent"
+	hostFolder(t, "/srv", "mode=755")
+	for _, path := range []string{
+		bus, docker, agentSocket, odd, "/run/dbus/system_bus_socket", "/run/nscd/socket", "/run/podman/podman.sock", "/run/containerd/containerd.sock",
+		"/run/systemd/private", "/run/systemd/resolve/io.systemd.Resolve", "/run/systemd/userdb/io.systemd.DynamicUser", "/run/systemd/journal/socket",
+		"/tmp/.X11-unix/X0", "/tmp/tmux-65534/default", "/run/mine/socket",
+	} {
+		answersAt(t, path)
+	}
+	if err := os.Chmod("/run/user/65534", 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chown("/run/user/65534", 65534, 65534); err != nil {
+		t.Fatal(err)
+	}
+	environment := append(os.Environ(), "XDG_RUNTIME_DIR=/run/user/65534", "DBUS_SESSION_BUS_ADDRESS=unix:path="+bus+",guid=1", "SSH_AUTH_SOCK="+odd,
+		"SSH_AGENT_PID=7", "DOCKER_HOST=unix://"+docker, "DISPLAY=:0.0", "TMUX=/tmp/tmux-65534/default,1,0")
+	connect := func(dir, path string, flags ...string) (bool, string) {
+		t.Helper()
+		cmd := ordinary(t, "", append(append([]string{"isolate"}, flags...), "--", itself, "inside", "escape", "connect", path)...)
+		cmd.Dir, cmd.Env = dir, environment
+		out, stderr, _ := resultOf(t, cmd)
+		return out == "reached\nthrough\n", out + stderr
+	}
+	for _, path := range []string{
+		bus, docker, agentSocket, odd, "/run/dbus/system_bus_socket", "/var/run/docker.sock", "/run/nscd/socket", "/run/podman/podman.sock",
+		"/run/containerd/containerd.sock", "/run/systemd/private", "/run/systemd/resolve/io.systemd.Resolve", "/run/systemd/userdb/io.systemd.DynamicUser",
+		"/tmp/.X11-unix/X0", "/tmp/tmux-65534/default",
+	} {
+		if ok, said := connect("/", path); ok {
+			t.Errorf("%s is reached: %s", path, said)
+		}
+	}
+	// By the working directory, which is hidden.
+	for path, dir := range map[string]string{"bus": "/run/user/65534", "../docker.sock": "/run/mine", "docker.sock": "/run"} {
+		if ok, said := connect(dir, path); ok {
+			t.Errorf("%s is reached from %s: %s", path, dir, said)
+		}
+	}
+	if _, said := connect("/run/user/65534", "bus"); !strings.Contains(said, "sockeye: the program starts in /, as /run/user/65534 is hidden inside: --expose it\n") {
+		t.Errorf("of a folder that is hidden: %s", said)
+	}
+	for _, path := range []string{"/run/mine/socket", "/run/systemd/journal/socket"} {
+		if ok, said := connect("/", path); !ok {
+			t.Errorf("%s is not reached: %s", path, said)
+		}
+	}
+	for expose, path := range map[string]string{
+		bus: bus, "/run/user/65534": bus, "/run/user": bus, "/run": docker, docker: docker, "/var/run/docker.sock": "/run/docker.sock",
+		odd: odd, "/srv/odd": odd, "/tmp/tmux-65534": "/tmp/tmux-65534/default", "/run/systemd": "/run/systemd/private",
+	} {
+		if ok, said := connect("/", path, "--expose", expose); !ok {
+			t.Errorf("--expose %s: %s is not reached: %s", expose, path, said)
+		}
+	}
+	if ok, said := connect("/", docker, "--expose", bus); ok {
+		t.Errorf("--expose %s: %s is reached: %s", bus, docker, said)
+	}
+	for flags, want := range map[string]string{
+		"":                   "",
+		"--expose=" + docker: "DOCKER_HOST\n",
+		"--expose=" + odd:    "SSH_AGENT_PID\nSSH_AUTH_SOCK\n",
+		"--expose=" + bus:    "DBUS_SESSION_BUS_ADDRESS\nXDG_RUNTIME_DIR\n",
+	} {
+		args := append(strings.Fields("isolate "+flags), "--", "sh", "-c", "env | cut -d= -f1 | grep -E '^(XDG_RUN|DBUS|SSH_A|DOCKER|DISPLAY|TMUX)' | sort")
+		cmd := ordinary(t, "", args...)
+		cmd.Env = environment
+		if out, stderr, _ := resultOf(t, cmd); out != want {
+			t.Errorf("%s: variables %q, want %q\n%s", flags, out, want, stderr)
+		}
+	}
+	// What hides cannot be written to, and what is hidden not be uncovered.
+	cmd := ordinary(t, "", "isolate", "--", "sh", "-c", "touch /run/x; mkdir /run/user; umount /run; umount -l /run; ls -d /run/x /run/user /run/docker.sock /run/mine")
+	if out, stderr, _ := resultOf(t, cmd); out != "/run/mine\n" {
+		t.Errorf("/run has %q\n%s", out, stderr)
+	}
+	cmd = ordinary(t, "", "isolate", "--allow-userns", "--", "unshare", "-rmpf", "--mount-proc", "sh", "-c", "umount -l /run; umount /run; umount -l /proc; test -e /run/docker.sock || echo covered; ls -d /proc/[0-9]* | wc -l")
+	if out, stderr, _ := resultOf(t, cmd); !strings.HasPrefix(out, "covered\n") {
+		t.Errorf("from a nested user namespace: %q\n%s", out, stderr)
+	}
+	for _, path := range []string{"/nosuch/socket", "/run/user/65534/nosuch"} {
+		_, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--expose", path, "--", "true"))
+		want := "sockeye: --expose " + path + ": no such file or directory\nhint: name a path that is there, and that the program's user may reach\n"
+		if stderr != want || code != 2 {
+			t.Errorf("code %d\n%s", code, stderr)
+		}
+	}
+}
+
+// The host's sockets and processes are not seen.
+func TestIsolateProc(t *testing.T) {
+	addAddresses(t)
+	l, err := net.Listen("tcp4", "192.0.2.10:7399")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	const script = "cat /proc/[0-9]*/net/tcp | grep -ci :1CE7; cat /proc/1/cmdline | tr '\\0' ' '; echo; ls -d /proc/[0-9]* | wc -l"
+	out, stderr, _ := resultOf(t, ordinary(t, "", "isolate", "--", "sh", "-c", script))
+	lines := strings.Split(out, "\n")
+	if len(lines) < 3 || lines[0] != "0" || !strings.Contains(lines[1], "isolate-inside") {
+		t.Fatalf("%q\n%s", out, stderr)
+	}
+	if n, err := strconv.Atoi(strings.TrimSpace(lines[2])); err != nil || n > 6 {
+		t.Errorf("%q processes", lines[2])
+	}
+	for _, name := range []string{"user", "net", "mnt", "pid", "ipc"} {
+		here, err := os.Readlink("/proc/self/ns/" + name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if out, stderr, _ := resultOf(t, ordinary(t, "", "isolate", "--", "readlink", "/proc/self/ns/"+name)); out == here+"\n" || !strings.HasPrefix(out, name+":") {
+			t.Errorf("%s namespace %q, here %q\n%s", name, out, here, stderr)
+		}
+	}
+	// Nor may the program look into the process that started it.
+	out, _, _ = resultOf(t, ordinary(t, "", "isolate", "--", "sh", "-c", "ls /proc/1/fd; cat /proc/1/environ; readlink /proc/1/cwd; grep CapPrm /proc/1/status"))
+	if out != "CapPrm:\t0000000000000000\n" {
+		t.Errorf("of the first process %q", out)
+	}
+}
+
+// What the program leaves behind ends with it, and orphans are reaped meanwhile.
+func TestIsolateOrphans(t *testing.T) {
+	addAddresses(t)
+	g := started(t, ordinary(t, "", "isolate", "--", "sh", "-c", "setsid sh -c 'sleep 61 & sleep 0.1' & wait; echo ready $$; read line; ps -o stat= -A | grep -c Z"))
+	var left []int
+	for _, pid := range descendants(g.Process.Pid) {
+		if command, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid)); strings.HasPrefix(string(command), "sleep\x0061") {
+			left = append(left, pid)
+		}
+	}
+	if len(left) != 1 {
+		t.Fatalf("processes %v are left", left)
+	}
+	fmt.Fprintln(g.In, "go on")
+	if n := g.line(t); n != "0" {
+		t.Errorf("%s zombies", n)
+	}
+	if code := g.end(t); code != 1 { // of grep
+		t.Errorf("code %d\n%s", code, g.Err)
+	}
+	gone(t, left[0])
+}

@@ -1,0 +1,400 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Sockets of the host that are files lead out of the namespaces: what listens there acts for the caller. The folders that
+// they usually are in are empty inside. Nothing else of the host's files changes.
+
+// servicesInRun are the folders of /run whose sockets lead to services of the host, besides sockets in /run itself.
+var servicesInRun = []string{
+	"user", "dbus", "systemd", "nscd", "docker", "containerd", "podman", "crio", "buildkit", "lxd", "incus", "libvirt",
+	"screen", "tmux", "cups", "avahi-daemon", "pcscd", "pulse", "tailscale", "WSL", "postgresql", "mysqld", "mariadb", "redis",
+}
+
+// keptInRun are what of those stays. The log takes lines and tells who wrote them. sd_booted(3) looks for
+// /run/systemd/system. What resolv.conf may be a link to is replaced where the program may use name servers.
+var keptInRun = []string{"systemd/journal", "systemd/system", "systemd/resolve/resolv.conf", "systemd/resolve/stub-resolv.conf"}
+
+// socketFolders are such folders elsewhere, as patterns. HOME stands for the program's own.
+var socketFolders = []string{
+	"/tmp/.X11-unix", "/tmp/.ICE-unix", "/tmp/ssh-*", "/tmp/tmux-*", "/tmp/.s.PGSQL.*", "/tmp/mysql.sock", "/var/lib/mysql/mysql.sock",
+	"HOME/.ssh/agent", "HOME/.gnupg/S.*",
+}
+
+// socketVariables are those of the environment that may name a socket, or a folder of sockets.
+var socketVariables = []string{
+	"XDG_RUNTIME_DIR", "SSH_AUTH_SOCK", "DBUS_SESSION_BUS_ADDRESS", "DBUS_SYSTEM_BUS_ADDRESS", "DBUS_STARTER_ADDRESS",
+	"DOCKER_HOST", "CONTAINER_HOST", "NOTIFY_SOCKET", "PULSE_SERVER", "GPG_AGENT_INFO", "TMUX", "WAYLAND_DISPLAY", "DISPLAY",
+}
+
+// hidden is the file system of the guest while it is being made.
+type hidden struct {
+	setup   *Setup
+	folders []string // that were covered, which are writable until seal
+	exposed []exposure
+}
+
+// exposure is a path that stays, without symbolic links, and what was there.
+type exposure struct {
+	path string
+	fd   int
+}
+
+// hide makes the socket folders empty, but for what is exposed, and takes the variables that name what is hidden out of the
+// program's environment. It needs a mount namespace of its own.
+func (s *Setup) hide() (warnings []string, err error) {
+	h := hidden{setup: s}
+	defer func() {
+		for _, e := range h.exposed {
+			unix.Close(e.fd)
+		}
+	}()
+	for _, path := range s.Expose {
+		e, err := find(path)
+		if err != nil {
+			return nil, &StepError{StepExpose, fmt.Errorf("--expose %s: %w", path, err)}
+		}
+		h.exposed = append(h.exposed, e)
+	}
+	home, before := s.variable("HOME"), s.named()
+	wd, err := unix.Getwd()
+	if err != nil {
+		wd = "/" // it was removed
+	}
+	if err := h.run(); err != nil {
+		return nil, err
+	}
+	for _, pattern := range socketFolders {
+		if rest, ok := strings.CutPrefix(pattern, "HOME/"); ok {
+			if !filepath.IsAbs(home) {
+				continue
+			}
+			pattern = filepath.Join(escapeGlob(home), rest)
+		}
+		list, err := filepath.Glob(pattern)
+		if err != nil {
+			return nil, fmt.Errorf("find sockets: %w", err)
+		}
+		for _, path := range list {
+			if err := h.cover(path); err != nil {
+				return nil, err
+			}
+		}
+	}
+	for _, n := range before {
+		if err := h.coverNamed(n, home); err != nil {
+			return nil, err
+		}
+	}
+	if err := h.expose(); err != nil {
+		return nil, err
+	}
+	if err := h.seal(); err != nil {
+		return nil, err
+	}
+	s.forget(before)
+	return h.enterAgain(wd), nil
+}
+
+// enterAgain enters the working directory by its path, if that leads through what was covered: the old one leads to what is
+// hidden.
+func (h *hidden) enterAgain(wd string) (warnings []string) {
+	if !slices.ContainsFunc(h.folders, func(folder string) bool { return below(wd, folder) }) || unix.Chdir(wd) == nil {
+		return nil
+	}
+	if err := unix.Chdir("/"); err != nil {
+		return []string{fmt.Sprintf("the program starts in a folder that is hidden: %v", err)}
+	}
+	return []string{fmt.Sprintf("the program starts in /, as %s is hidden inside: --expose it", wd)}
+}
+
+// below tells whether a path is a folder or leads through it.
+func below(path, folder string) bool {
+	return path == folder || strings.HasPrefix(path, folder+"/")
+}
+
+// isExposed tells whether a path is, or is in, a folder that stays as a whole.
+func (h *hidden) isExposed(path string) bool {
+	return slices.ContainsFunc(h.exposed, func(e exposure) bool { return below(path, e.path) })
+}
+
+// find finds what is to be exposed.
+func find(path string) (e exposure, err error) {
+	if path, err = filepath.Abs(path); err != nil {
+		return e, err
+	}
+	if path, err = filepath.EvalSymlinks(path); err != nil {
+		return e, errors.Unwrap(err)
+	}
+	fd, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
+	return exposure{path, fd}, err
+}
+
+// run makes /run anew, without sockets and the folders of services. On old hosts /var/run is a folder of its own.
+func (h *hidden) run() error {
+	done := ""
+	for _, run := range []string{"/run", "/var/run"} {
+		run, err := filepath.EvalSymlinks(run)
+		if err != nil || run == done || h.isExposed(run) {
+			continue
+		}
+		done = run
+		entries, err := os.ReadDir(run)
+		if err != nil {
+			return fmt.Errorf("read %s: %w", run, err)
+		}
+		var keep []string
+		for _, e := range entries {
+			if e.Type() != fs.ModeSocket && !slices.Contains(servicesInRun, e.Name()) {
+				keep = append(keep, e.Name())
+			}
+		}
+		if err := h.rebuild(run, append(keep, keptInRun...)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// rebuild covers a folder with an empty one, and puts back what is to be kept, by names below it.
+func (h *hidden) rebuild(folder string, keep []string) error {
+	var kept []exposure
+	defer func() {
+		for _, k := range kept {
+			unix.Close(k.fd)
+		}
+	}()
+	type link struct{ path, to string }
+	var links []link
+	for _, name := range keep {
+		path := filepath.Join(folder, name)
+		if to, err := os.Readlink(path); err == nil {
+			links = append(links, link{path, to})
+			continue
+		}
+		fd, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
+		if err != nil {
+			continue // it is gone, or out of the user's reach
+		}
+		kept = append(kept, exposure{path, fd})
+		if unix.Fstat(fd, &unix.Stat_t{}) != nil {
+			// A file system that only its owner may enter (FUSE).
+			kept = kept[:len(kept)-1]
+			unix.Close(fd)
+		}
+	}
+	if err := h.empty(folder); err != nil {
+		return err
+	}
+	for _, k := range kept {
+		if err := k.put(); err != nil {
+			return err
+		}
+	}
+	for _, l := range links {
+		if err := os.Symlink(l.to, l.path); err != nil {
+			return fmt.Errorf("make %s inside: %w", l.path, err)
+		}
+	}
+	return nil
+}
+
+// empty mounts an empty folder over one.
+func (h *hidden) empty(folder string) error {
+	if err := unix.Mount("tmpfs", folder, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "size=1m,mode=755"); err != nil {
+		return fmt.Errorf("hide %s: %w", folder, err)
+	}
+	h.folders = append(h.folders, folder)
+	return nil
+}
+
+// cover hides a folder, or a socket.
+func (h *hidden) cover(path string) error {
+	path, err := filepath.EvalSymlinks(path)
+	if err != nil {
+		return nil // a link to nothing
+	}
+	st, err := os.Lstat(path)
+	switch {
+	case err != nil, h.isExposed(path):
+		return nil
+	case st.IsDir():
+		return h.empty(path)
+	case st.Mode().Type() != fs.ModeSocket:
+		return nil
+	}
+	if err := unix.Mount("/dev/null", path, "", unix.MS_BIND, ""); err != nil {
+		return fmt.Errorf("hide %s: %w", path, err)
+	}
+	return nil
+}
+
+// coverNamed hides what a variable names: the whole folder if there is nothing in it but sockets, as those of agents,
+// so that the next one is hidden too.
+func (h *hidden) coverNamed(n namedSocket, home string) error {
+	st, err := os.Lstat(n.path)
+	if err != nil {
+		return nil // hidden already
+	}
+	if st.IsDir() {
+		const private = 0o700
+		if st.Mode().Perm() != private || n.path == home {
+			return nil // no runtime directory
+		}
+		return h.cover(n.path)
+	}
+	folder := filepath.Dir(n.path)
+	if entries, err := os.ReadDir(folder); err == nil && folder != home && !slices.ContainsFunc(entries, func(e fs.DirEntry) bool { return e.Type() != fs.ModeSocket }) {
+		return h.cover(folder)
+	}
+	return h.cover(n.path)
+}
+
+// expose puts back what was named.
+func (h *hidden) expose() error {
+	for _, e := range h.exposed {
+		if err := e.put(); err != nil {
+			return &StepError{StepExpose, err}
+		}
+	}
+	return nil
+}
+
+// put has something be at its path again.
+func (e *exposure) put() error {
+	var st unix.Stat_t
+	if err := unix.Fstat(e.fd, &st); err != nil {
+		return fmt.Errorf("keep %s: %w", e.path, err)
+	}
+	if _, err := os.Lstat(e.path); err != nil {
+		if err := os.MkdirAll(filepath.Dir(e.path), 0o755); err != nil {
+			return fmt.Errorf("keep %s: %w", e.path, err)
+		}
+		if st.Mode&unix.S_IFMT == unix.S_IFDIR {
+			err = os.Mkdir(e.path, 0o755)
+		} else {
+			err = os.WriteFile(e.path, nil, 0o644)
+		}
+		if err != nil {
+			return fmt.Errorf("keep %s: %w", e.path, err)
+		}
+	}
+	if err := unix.Mount(fmt.Sprintf("/proc/self/fd/%d", e.fd), e.path, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
+		return fmt.Errorf("keep %s: %w", e.path, err)
+	}
+	return nil
+}
+
+// seal lets nobody write to the folders that hide others.
+func (h *hidden) seal() error {
+	for _, folder := range h.folders {
+		const flags = unix.MS_REMOUNT | unix.MS_BIND | unix.MS_RDONLY | unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
+		if err := unix.Mount("", folder, "", flags, ""); err != nil {
+			return fmt.Errorf("seal %s: %w", folder, err)
+		}
+	}
+	return nil
+}
+
+// namedSocket is what a variable names, as it was before anything was hidden.
+type namedSocket struct {
+	variable, path string
+	was            os.FileInfo
+}
+
+// variable is one of the program's environment.
+func (s *Setup) variable(name string) string {
+	for _, v := range s.Env {
+		if value, ok := strings.CutPrefix(v, name+"="); ok {
+			return value
+		}
+	}
+	return ""
+}
+
+// named are the sockets that the program's environment names, and that are there.
+func (s *Setup) named() (list []namedSocket) {
+	for _, name := range socketVariables {
+		path := socketPath(name, s.variable(name))
+		if name == "WAYLAND_DISPLAY" && path != "" && !filepath.IsAbs(path) {
+			path = filepath.Join(s.variable("XDG_RUNTIME_DIR"), path)
+		}
+		if !filepath.IsAbs(path) {
+			continue
+		}
+		if path, err := filepath.EvalSymlinks(path); err == nil {
+			if st, err := os.Lstat(path); err == nil && (st.IsDir() || st.Mode().Type() == fs.ModeSocket) {
+				list = append(list, namedSocket{name, path, st})
+			}
+		}
+	}
+	return list
+}
+
+// socketPath is the path in a variable's value, "" for none.
+func socketPath(name, value string) string {
+	switch name {
+	case "DISPLAY":
+		number, ok := strings.CutPrefix(strings.TrimPrefix(value, "unix"), ":")
+		if !ok {
+			return ""
+		}
+		number, _, _ = strings.Cut(number, ".")
+		return "/tmp/.X11-unix/X" + number
+	case "TMUX":
+		value, _, _ = strings.Cut(value, ",")
+	case "GPG_AGENT_INFO":
+		value, _, _ = strings.Cut(value, ":")
+	default:
+		for _, prefix := range []string{"unix:path=", "unix://", "unix:"} {
+			if rest, ok := strings.CutPrefix(value, prefix); ok {
+				if strings.HasPrefix(name, "DBUS_") {
+					if n := strings.IndexAny(rest, ",;"); n >= 0 {
+						rest = rest[:n]
+					}
+				}
+				return rest
+			}
+		}
+	}
+	return value
+}
+
+// forget removes the variables that name what is not there any more.
+func (s *Setup) forget(before []namedSocket) {
+	var gone []string
+	for _, n := range before {
+		now, err := os.Lstat(n.path)
+		if err != nil || !n.was.IsDir() && !os.SameFile(now, n.was) || n.was.IsDir() && isEmpty(n.path) {
+			gone = append(gone, n.variable)
+		}
+	}
+	if slices.Contains(gone, "SSH_AUTH_SOCK") {
+		gone = append(gone, "SSH_AGENT_PID")
+	}
+	s.Env = slices.DeleteFunc(slices.Clone(s.Env), func(v string) bool {
+		name, _, _ := strings.Cut(v, "=")
+		return slices.Contains(gone, name)
+	})
+}
+
+func isEmpty(folder string) bool {
+	entries, err := os.ReadDir(folder)
+	return err == nil && len(entries) == 0
+}
+
+func escapeGlob(path string) string {
+	return strings.NewReplacer(`\`, `\\`, "*", `\*`, "?", `\?`, "[", `\[`).Replace(path)
+}
