@@ -23,9 +23,10 @@ func (c *command) runCommand() *cobra.Command {
 		Use:   "run [--service S] [--slot N] [--isolated] -- PROGRAM [ARGUMENT...]",
 		Short: "Start a program as a member of a service",
 		Long: `Run reserves a slot for this process and becomes the program, which is
-registered when it listens on all of the service's listeners. The program has
-no rights that it would not have otherwise; SOCKEYE_SERVICE and SOCKEYE_SLOT in
-its environment say where it is.
+registered when it listens on all of the service's listeners. It and its sockets
+must belong to a user of the service. The program has no rights that it would
+not have otherwise; SOCKEYE_SERVICE and SOCKEYE_SLOT in its environment say
+where it is.
 
 With --isolated the program runs in a network of its own, as by sockeye isolate,
 without any privilege: this process takes the slot with sockets of its own, and
