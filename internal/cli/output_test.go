@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
@@ -104,6 +105,22 @@ func FuzzScreen(f *testing.F) {
 			t.Errorf("%q becomes %q, %v", text, escaped, err)
 		}
 	})
+}
+
+// TestScreenProperty: no mixture of commands, and of their pieces, passes.
+func TestScreenProperty(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 2))
+	for range 20000 {
+		var data []byte
+		for range random.IntN(6) {
+			part := commands[random.IntN(len(commands))]
+			data = append(data, part[random.IntN(len(part)):]...)
+			data = append(data, byte(random.Uint32()))
+		}
+		if out := onScreen(t, data, 1+random.IntN(5)); !safe(out) {
+			t.Fatalf("%q becomes %q", data, out)
+		}
+	}
 }
 
 // A string can be anywhere in an answer.
