@@ -138,6 +138,18 @@ func addresses(t *testing.T, ipv6 bool) (list []string) {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { netlink.AddrDel(lo, addr) })
+		// The address is usable once a worker of the kernel has been at it.
+		for deadline := time.Now().Add(patience); ; {
+			conn, err := net.Dial("udp", target(text, "9"))
+			if err == nil {
+				conn.Close()
+				break
+			}
+			if time.Now().After(deadline) {
+				t.Fatal(err)
+			}
+			_ = unix.Nanosleep(&unix.Timespec{Nsec: 1e6}, nil)
+		}
 		list = append(list, text)
 	}
 	return list
