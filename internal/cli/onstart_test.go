@@ -139,7 +139,11 @@ func addresses(t *testing.T, ipv6 bool) (list []string) {
 		if err := netlink.AddrAdd(lo, addr); err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { netlink.AddrDel(lo, addr) })
+		t.Cleanup(func() {
+			if err := netlink.AddrDel(lo, addr); err != nil {
+				t.Error(err)
+			}
+		})
 		// The address is usable once a worker of the kernel has been at it.
 		for deadline := time.Now().Add(patience); ; {
 			conn, err := net.Dial("udp", target(text, "9"))
