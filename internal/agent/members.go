@@ -591,7 +591,7 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 	s.learnOwner(seat)
 	if !s.opened[seat.slot] {
 		s.opened[seat.slot] = true
-		s.checkSplit()
+		s.suspectSlot(seat.slot)
 	}
 	s.saveMembers()
 	for pid, w := range s.waiting {

@@ -30,6 +30,10 @@ import (
 // port, or what that forked. Other processes have connections with the same
 // local port for reasons of their own. While no member serves a device's slot
 // its connections stay: closed, the device would only be refused.
+//
+// Only suspects are mended: connections that were there when the agent started
+// or when their owner's slot opened for the first time. What a policy moves later
+// is counted.
 
 const (
 	// checkDelay is between what makes a check due and the check: many slots
@@ -59,8 +63,12 @@ type adopted struct {
 type checks struct {
 	timer *time.Timer // of the next one; nil while none is due
 	left  int         // that may act
-	split []splitDevice
-	err   error // why split devices stay that
+	// all connections are suspects, or those of slots that have just opened.
+	all      bool
+	fresh    map[int]bool
+	suspects map[uint64]bool // by cookie
+	split    []splitDevice
+	err      error // why split devices stay that
 }
 
 // splitDevice is one device and its connections.
@@ -79,8 +87,17 @@ func (d *splitDevice) String() string {
 	return d.address.String()
 }
 
-// checkSplit makes checks due that act.
-func (s *service) checkSplit() {
+// suspectAll makes checks due that act on all connections there are.
+func (s *service) suspectAll() {
+	s.checks.all = true
+	s.checks.left = maxChecks
+	s.checkAfter(checkDelay)
+}
+
+// suspectSlot makes checks due that act on connections of a slot's member, and on
+// earlier suspects of devices of that slot.
+func (s *service) suspectSlot(slot int) {
+	s.checks.fresh[slot] = true
 	s.checks.left = maxChecks
 	s.checkAfter(checkDelay)
 }
@@ -131,21 +148,50 @@ func (s *service) check() {
 		s.checkAfter(checkDelay) // it is out of date
 		return
 	}
+	s.suspect(found)
 	devices := s.judge(found)
 	again := found.unaccepted
-	if s.checks.left > 0 && len(devices) > 0 {
+	if suspects := s.suspects(devices); s.checks.left > 0 && len(suspects) > 0 {
 		var mended bool
-		mended, s.checks.err = s.mend(conn, devices)
+		mended, s.checks.err = s.mend(conn, suspects)
 		again = again || mended
 	}
 	s.checks.split = devices
 	s.checks.left--
+	if !found.unaccepted || s.checks.left <= 0 {
+		s.checks.all = false
+		clear(s.checks.fresh)
+	}
 	switch {
 	case again && s.checks.left > 0:
 		s.checkAfter(checkAgain)
 	case len(devices) > 0:
 		s.checkAfter(watchSplit)
 	}
+}
+
+// suspect adds what is new to the suspects, and forgets those that are gone.
+func (s *service) suspect(found *placed) {
+	before := s.checks.suspects
+	s.checks.suspects = make(map[uint64]bool)
+	for _, c := range found.connections {
+		fresh := slices.ContainsFunc(found.slots[c.Inode], func(slot int) bool { return s.checks.fresh[slot] })
+		if s.checks.all || fresh || before[c.Cookie] {
+			s.checks.suspects[c.Cookie] = true
+		}
+	}
+}
+
+// suspects are the devices of which connections are to be mended, with these
+// alone.
+func (s *service) suspects(devices []splitDevice) (list []splitDevice) {
+	for _, d := range devices {
+		d.connections = slices.DeleteFunc(slices.Clone(d.connections), func(c sockdiag.Socket) bool { return !s.checks.suspects[c.Cookie] })
+		if len(d.connections) > 0 {
+			list = append(list, d)
+		}
+	}
+	return list
 }
 
 // openDiag opens sock_diag in the service's network namespace.
@@ -297,6 +343,7 @@ func (s *service) judge(found *placed) []splitDevice {
 		}
 		if slices.Contains(slots, slot) {
 			d.at[slot] = true
+			delete(s.checks.suspects, c.Cookie)
 			continue
 		}
 		split[key] = true

@@ -65,7 +65,9 @@ func (s *service) prepare(c config.Service) (*target, error) {
 		}
 	}
 	if t.mapping, err = newMapping(c, s.state.Nonce); err == nil {
+		s.mu.Lock() // a check may adopt devices meanwhile
 		t.mapping.Except(s.exceptions())
+		s.mu.Unlock()
 	}
 	return t, err
 }

@@ -113,7 +113,7 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 		known: make(map[process]*member.Process),
 		seats: make(map[int]*seat), waiting: make(map[int]*waiting),
 		owners: make(map[uint64]process), bound: make(map[uint64]int), looking: make(map[int]*looks),
-		opened: make(map[int]bool), hosts: make(map[*member.Handle]bool),
+		opened: make(map[int]bool), checks: checks{fresh: make(map[int]bool)}, hosts: make(map[*member.Handle]bool),
 		anchors: make(map[int]int), refused: make(refusals),
 	}
 	s.mu.Lock()
@@ -167,6 +167,7 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 	if err := s.adopt(); err != nil {
 		return nil, err
 	}
+	s.suspectAll()
 	return s, nil
 }
 
@@ -318,7 +319,6 @@ func (s *service) adopt() error {
 	if err := s.scan(); err != nil {
 		return err
 	}
-	s.checkSplit()
 	return s.hold()
 }
 

@@ -20,14 +20,16 @@ import (
 	"sockeye/internal/agent"
 )
 
+// Its ports are those of no other test: a member that ends first leaves its
+// connections in TIME_WAIT, which keep a member of another user from the port.
 const onStartPolicy = `services:
   telemetry:
     slots: 4
     steering: STEERING
     on_start: ON_START
     listeners:
-      - {protocol: tcp, address: "ADDRESS:1790"}
-      - {protocol: udp, address: "ADDRESS:4739"}
+      - {protocol: tcp, address: "ADDRESS:1796"}
+      - {protocol: udp, address: "ADDRESS:4746"}
     user: root
     cgroup: CGROUP
     members: [{match: {user: root, command_line: "slot(.)$"}, slot: group}]
@@ -45,7 +47,7 @@ func connectEarly(t *testing.T, address string) *early {
 	t.Helper()
 	d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(address)}, Timeout: patience}
 	d.SetMultipathTCP(false)
-	conn, err := d.Dial("tcp", target(address, "1790"))
+	conn, err := d.Dial("tcp", target(address, "1796"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -90,7 +92,7 @@ func (e *early) lives(t *testing.T) bool {
 func datagram(t *testing.T, address string) string {
 	t.Helper()
 	d := net.Dialer{LocalAddr: &net.UDPAddr{IP: net.ParseIP(address)}, Timeout: patience}
-	conn, err := d.Dial("udp", target(address, "4739"))
+	conn, err := d.Dial("udp", target(address, "4746"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -137,7 +139,23 @@ func addresses(t *testing.T, ipv6 bool) (list []string) {
 		if err := netlink.AddrAdd(lo, addr); err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { netlink.AddrDel(lo, addr) })
+		t.Cleanup(func() {
+			if err := netlink.AddrDel(lo, addr); err != nil {
+				t.Error(err)
+			}
+		})
+		// The address is usable once a worker of the kernel has been at it.
+		for deadline := time.Now().Add(patience); ; {
+			conn, err := net.Dial("udp", target(text, "9"))
+			if err == nil {
+				conn.Close()
+				break
+			}
+			if time.Now().After(deadline) {
+				t.Fatal(err)
+			}
+			_ = unix.Nanosleep(&unix.Timespec{Nsec: 1e6}, nil)
+		}
 		list = append(list, text)
 	}
 	return list
@@ -148,7 +166,7 @@ func beforeAgent(t *testing.T, steering, address, onStart string, flags ...strin
 	t.Helper()
 	h = newHost(t, strings.NewReplacer("STEERING", steering, "ADDRESS", address, "ON_START", onStart).Replace(onStartPolicy))
 	for slot := range 4 {
-		pid, end := h.member(nil, strings.Join(append([]string{"tcp", address + ":1790"}, flags...), " "), fmt.Sprintf("udp %s:4739 slot%d", address, slot))
+		pid, end := h.member(nil, strings.Join(append([]string{"tcp", address + ":1796"}, flags...), " "), fmt.Sprintf("udp %s:4746 slot%d", address, slot))
 		pids, ends = append(pids, pid), append(ends, end)
 	}
 	for _, address := range addresses(t, address == "[::]") {
@@ -243,7 +261,7 @@ func TestOnStartManyConnections(t *testing.T) {
 	const count = 10000
 	h := newHost(t, strings.NewReplacer("STEERING", "reuseport", "ADDRESS", "0.0.0.0", "ON_START", "reset").Replace(onStartPolicy))
 	for slot := range 4 {
-		h.member(nil, "tcp 0.0.0.0:1790", fmt.Sprintf("udp 0.0.0.0:4739 slot%d", slot))
+		h.member(nil, "tcp 0.0.0.0:1796", fmt.Sprintf("udp 0.0.0.0:4746 slot%d", slot))
 	}
 	var devices []*early
 	for i := range count {
@@ -372,7 +390,7 @@ func TestOnStartAdopt(t *testing.T) {
 func TestOnStartAdoptTwo(t *testing.T) {
 	h := newHost(t, strings.NewReplacer("STEERING", "reuseport", "ADDRESS", "[::]", "ON_START", "adopt").Replace(onStartPolicy))
 	for slot := range 4 {
-		h.member(nil, "tcp [::]:1790", fmt.Sprintf("udp [::]:4739 slot%d", slot))
+		h.member(nil, "tcp [::]:1796", fmt.Sprintf("udp [::]:4746 slot%d", slot))
 	}
 	var all []*early
 	for members := map[string]bool{}; len(members) < 3; {
@@ -436,7 +454,7 @@ func TestOnStartRegisteredLater(t *testing.T) {
 	h := newHost(t, strings.NewReplacer("STEERING", "reuseport", "ADDRESS", "[::]", "ON_START", "reset", "slot(.)$", "never(.)$").Replace(onStartPolicy))
 	var pids []int
 	for range 4 {
-		pid, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
+		pid, _ := h.member(nil, "tcp [::]:1796", "udp [::]:4746")
 		pids = append(pids, pid)
 	}
 	var devices []*early

@@ -31,8 +31,8 @@ const peersPolicy = `services:
   telemetry:
     slots: 4
     listeners:
-      - {protocol: tcp, address: "[::]:1790"}
-      - {protocol: udp, address: "[::]:4739"}
+      - {protocol: tcp, address: "[::]:1795"}
+      - {protocol: udp, address: "[::]:4745"}
     user: USER
     cgroup: CGROUP
     members: [{match: {user: nobody}, slot: free}]
@@ -87,7 +87,7 @@ func TestPIDReused(t *testing.T) {
 		t.Fatalf("while the process lives: %d %s", code, text)
 	}
 	end()
-	victim := h.memberWith(first, "tcp [::]:1790", "udp [::]:4739")
+	victim := h.memberWith(first, "tcp [::]:1795", "udp [::]:4745")
 	code, text := request("POST", "/v1/run", `{"service": "telemetry", "slot": 0}`)
 	if code != http.StatusForbidden {
 		t.Errorf("process %d was made a member by another that had its number: %d %s", victim, code, text)
@@ -222,7 +222,7 @@ func TestMemberCalledKeeper(t *testing.T) {
 	h := newHost(t, policyOf("nobody"))
 	h.start()
 	pid, _ := h.as("hold", func(cmd *exec.Cmd) {
-		cmd.Env = append(os.Environ(), disguised+"=tcp [::]:1790,udp [::]:4739")
+		cmd.Env = append(os.Environ(), disguised+"=tcp [::]:1795,udp [::]:4745")
 		asNobody(cmd)
 	}, "--pins", h.pins, "--service", "telemetry")
 	h.eventually("it is a member", func() bool {
@@ -372,7 +372,7 @@ func TestBindLoop(t *testing.T) {
 			h.start()
 			var in io.WriteCloser
 			var out *bufio.Reader
-			cmd := process("binder", "4739")
+			cmd := process("binder", "4745")
 			cmd.SysProcAttr.Credential = &syscall.Credential{Uid: 65533, Gid: 65533}
 			if private {
 				cmd.SysProcAttr.Cloneflags = unix.CLONE_NEWUSER | unix.CLONE_NEWNET
