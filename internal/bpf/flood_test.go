@@ -409,7 +409,7 @@ func TestFloodOfSYNs(t *testing.T) {
 					// Who has a place before the handshake is done is counted for the
 					// acknowledgement of a cookie too, where no flags can be seen.
 					twice := lookup && mode != 0
-					if seen, ok := listed[a]; !ok || seen.Connections != 1 && !(twice && seen.Connections == 2) || int(seen.Slot) != s.slotOf(a) {
+					if seen, ok := listed[a]; !ok || seen.Connections != 1 && (!twice || seen.Connections != 2) || int(seen.Slot) != s.slotOf(a) {
 						t.Errorf("%s: listed %v, %+v; it has connected once", a, ok, seen)
 					}
 				}
