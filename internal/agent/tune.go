@@ -31,6 +31,7 @@ type tuner struct {
 	skipped  map[string][]TuneSkipped // by rule
 	scope    cgroupScope
 	tune     *bpf.Tune // nil while there is no such cgroup
+	idle     *bpf.Tune // with the rules in force, of the cgroup that was there before; or nil
 	problem  error
 }
 
@@ -76,19 +77,32 @@ func (t *tuner) open() error {
 	if err != nil {
 		return err
 	}
+	if idle := t.idle; idle != nil {
+		t.idle = nil
+		if idle.Move(t.scope.Path) == nil {
+			t.tune = idle
+			return t.record()
+		}
+		idle.Close() // and all anew
+	}
 	opened, err := bpf.OpenTune(bpf.TuneConfig{Dir: t.host.tuningDir(t.name), Cgroup: t.scope.Path})
 	if err != nil {
 		return err
 	}
 	t.tune = opened
+	if err := t.record(); err != nil {
+		return err
+	}
+	return t.install(t.rules, t.services)
+}
+
+// record keeps with the pins what they are of.
+func (t *tuner) record() error {
 	record, err := json.Marshal(t.scope)
 	if err != nil {
 		return err
 	}
-	if err := bpf.SetScope(t.host.tuningDir(t.name), record); err != nil {
-		return err
-	}
-	return t.install(t.rules, t.services)
+	return bpf.SetScope(t.host.tuningDir(t.name), record)
 }
 
 // install makes rules take effect; those before stay if it fails.
@@ -109,6 +123,9 @@ func (t *tuner) install(rules []config.TuneRule, services []config.Service) erro
 	t.rules, t.services, t.skipped = rules, services, skipped
 	if t.tune != nil {
 		t.problem = nil
+	} else if t.idle != nil {
+		t.idle.Close() // it has other rules
+		t.idle = nil
 	}
 	return nil
 }
@@ -133,7 +150,7 @@ func (t *tuner) renew(others []tuneChange) {
 		return
 	}
 	before := t.problem
-	t.release()
+	t.rest()
 	if err := t.reopen(others); err != nil {
 		if before == nil || before.Error() != err.Error() {
 			t.log.Warn("cgroup not tuned", "error", err)
@@ -162,10 +179,25 @@ func (t *tuner) reopen(others []tuneChange) error {
 	return t.open()
 }
 
+// rest lets go of a cgroup that is not there any more. What has the rules in force is
+// kept for the next: to load it again takes much longer than to attach it.
+func (t *tuner) rest() {
+	if t.tune == nil {
+		return
+	}
+	if t.problem != nil {
+		t.release()
+		return
+	}
+	t.idle, t.tune = t.tune, nil
+}
+
 func (t *tuner) release() {
-	if t.tune != nil {
-		t.tune.Close()
-		t.tune = nil
+	for _, one := range []**bpf.Tune{&t.tune, &t.idle} {
+		if *one != nil {
+			(*one).Close()
+			*one = nil
+		}
 	}
 }
 

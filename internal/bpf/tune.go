@@ -41,7 +41,8 @@ type Tune struct {
 	dir    string
 	cgroup string
 	banks
-	link link.Link
+	link    link.Link
+	program *ebpf.Program
 }
 
 const pinTuneLink = "link_sockops"
@@ -103,15 +104,34 @@ func OpenTune(c TuneConfig) (_ *Tune, err error) {
 	if err := spec.Variables["hz"].Set(hz); err != nil {
 		return nil, err
 	}
-	p, err := loadProgram(spec, "tune_sockops", t.maps)
-	if err != nil {
+	if t.program, err = loadProgram(spec, "tune_sockops", t.maps); err != nil {
 		return nil, err
 	}
-	defer p.Close()
-	t.link, err = ensureLink(c.Dir, pinTuneLink, p, cgroup, func() (link.Link, error) {
-		return link.AttachCgroup(link.CgroupOptions{Path: c.Cgroup, Attach: ebpf.AttachCGroupSockOps, Program: p})
-	})
+	t.link, err = t.attach(cgroup)
 	return t, err
+}
+
+func (t *Tune) attach(cgroup *os.File) (link.Link, error) {
+	return ensureLink(t.dir, pinTuneLink, t.program, cgroup, func() (link.Link, error) {
+		return link.AttachCgroup(link.CgroupOptions{Path: cgroup.Name(), Attach: ebpf.AttachCGroupSockOps, Program: t.program})
+	})
+}
+
+// Move attaches the program, as it is loaded, with the rules that it has, to another
+// cgroup, given by its folder: one that was made in the place of the one before.
+func (t *Tune) Move(path string) error {
+	cgroup, err := os.Open(path)
+	if err != nil {
+		return fmt.Errorf("open cgroup: %w", err)
+	}
+	defer cgroup.Close()
+	l, err := t.attach(cgroup)
+	if err != nil {
+		return err
+	}
+	old := t.link
+	t.link, t.cgroup = l, path
+	return old.Close()
 }
 
 // isVariables tells the maps that hold a program's variables from others.
@@ -122,6 +142,9 @@ func (t *Tune) Close() error {
 	var errs []error
 	if t.link != nil {
 		errs = append(errs, t.link.Close())
+	}
+	if t.program != nil {
+		errs = append(errs, t.program.Close())
 	}
 	for _, m := range t.maps {
 		if m != nil {
