@@ -79,11 +79,13 @@ func (t *tuner) open() error {
 	}
 	if idle := t.idle; idle != nil {
 		t.idle = nil
-		if idle.Move(t.scope.Path) == nil {
+		err := idle.Move(t.scope.Path)
+		if err == nil {
 			t.tune = idle
 			return t.record()
 		}
-		idle.Close() // and all anew
+		t.log.Debug("program loaded again", "reason", err)
+		idle.Close()
 	}
 	opened, err := bpf.OpenTune(bpf.TuneConfig{Dir: t.host.tuningDir(t.name), Cgroup: t.scope.Path})
 	if err != nil {
