@@ -49,6 +49,7 @@ type tracing struct {
 	tuning   string        // folder of the pins of the cgroup's tuning, "" for none
 	tuner    *tuner        // with them
 	trace    *bpf.Trace    // nil while there is no such cgroup
+	idle     *bpf.Trace    // of the cgroup that was there before, by the same rules; or nil
 	stamping *bpf.Stamping // of what arrives, nil if no rule asks for it
 	before   trace.Period  // what was counted when this agent began with the rules
 	problem  error
@@ -154,6 +155,7 @@ func (t *tracer) open() error {
 	if err != nil {
 		return err
 	}
+	was := t.tuning
 	t.tuning, t.tuner = t.wantedTuning()
 	tuned, err := tuningID(t.tuning)
 	if err != nil {
@@ -163,7 +165,18 @@ func (t *tracer) open() error {
 		Tuning: t.tuning, Send: t.measures(config.StageSend)}
 	// In a new tuning, a number is another rule's.
 	c.Adopt = t.scope.Rules == hash && (tuned == 0 || t.scope.Tuned == 0 || tuned == t.scope.Tuned)
-	opened, err := bpf.OpenTrace(c)
+	var opened *bpf.Trace
+	if idle := t.idle; idle != nil {
+		t.idle = nil
+		if c.Adopt && t.tuning == was && idle.Move(t.scope.Path) == nil {
+			opened = idle
+		} else {
+			idle.Close()
+		}
+	}
+	if opened == nil {
+		opened, err = bpf.OpenTrace(c)
+	}
 	var incompatible *bpf.IncompatibleError
 	if errors.As(err, &incompatible) && c.Adopt {
 		// Of another version: its counts are not worth a tracing that fails.
@@ -351,7 +364,15 @@ func (t *tracer) renew() {
 		return
 	}
 	before := t.problem
-	t.release()
+	t.rest()
+	// To load programs again takes much longer than to attach them.
+	idle := t.idle
+	t.idle = nil
+	if t.trace != nil && t.problem == nil {
+		idle, t.trace = t.trace, nil
+	}
+	t.drop()
+	t.idle = idle
 	if err := t.open(); err != nil {
 		t.release()
 		if before == nil || before.Error() != err.Error() {
@@ -367,8 +388,12 @@ func (t *tracer) release() {
 	t.drop()
 }
 
-// drop lets go of what is attached, which stays.
+// drop lets go of what is attached, which stays, and of what is idle.
 func (t *tracing) drop() {
+	if t.idle != nil {
+		t.idle.Close()
+		t.idle = nil
+	}
 	if t.trace != nil {
 		t.trace.Close()
 		t.trace = nil

@@ -30,6 +30,7 @@ type tuner struct {
 	skipped  map[string][]TuneSkipped // by rule
 	scope    cgroupScope
 	tune     *bpf.Tune // nil while there is no such cgroup
+	idle     *bpf.Tune // with the rules in force, of the cgroup that was there before; or nil
 	problem  error
 }
 
@@ -77,15 +78,30 @@ func (t *tuner) open() error {
 	if err != nil {
 		return err
 	}
+	if idle := t.idle; idle != nil {
+		t.idle = nil
+		err := idle.Move(t.scope.Path)
+		if err == nil {
+			t.tune = idle
+			return t.record(idle)
+		}
+		t.log.Debug("program loaded again", "reason", err)
+		idle.Close()
+	}
 	t.tune, err = bpf.OpenTune(bpf.TuneConfig{Dir: t.host.tuningDir(t.name), Cgroup: t.scope.Path,
 		Ready: func(opened *bpf.Tune) error {
-			record, err := json.Marshal(t.scope)
-			if err != nil {
-				return err
-			}
-			return joined(opened.SetScope(record), t.installIn(opened, t.rules, t.services))
+			return joined(t.record(opened), t.installIn(opened, t.rules, t.services))
 		}})
 	return err
+}
+
+// record keeps with the pins what they are of.
+func (t *tuner) record(tuning *bpf.Tune) error {
+	record, err := json.Marshal(t.scope)
+	if err != nil {
+		return err
+	}
+	return tuning.SetScope(record)
 }
 
 // install makes rules take effect; those before stay if it fails.
@@ -111,6 +127,9 @@ func (t *tuner) installIn(tuning *bpf.Tune, rules []config.TuneRule, services []
 	t.rules, t.services, t.skipped = rules, services, skipped
 	if tuning != nil {
 		t.problem = nil
+	} else if t.idle != nil {
+		t.idle.Close() // it has other rules
+		t.idle = nil
 	}
 	return nil
 }
@@ -135,7 +154,7 @@ func (t *tuner) renew(others []tuneChange) {
 		return
 	}
 	before := t.problem
-	t.release()
+	t.rest()
 	if err := t.reopen(others); err != nil {
 		if before == nil || before.Error() != err.Error() {
 			t.log.Warn("cgroup not tuned", "error", err)
@@ -164,10 +183,25 @@ func (t *tuner) reopen(others []tuneChange) error {
 	return t.open()
 }
 
+// rest lets go of a cgroup that is not there any more. What has the rules in force is
+// kept for the next: to load it again takes much longer than to attach it.
+func (t *tuner) rest() {
+	if t.tune == nil {
+		return
+	}
+	if t.problem != nil {
+		t.release()
+		return
+	}
+	t.idle, t.tune = t.tune, nil
+}
+
 func (t *tuner) release() {
-	if t.tune != nil {
-		t.tune.Close()
-		t.tune = nil
+	for _, one := range []**bpf.Tune{&t.tune, &t.idle} {
+		if *one != nil {
+			(*one).Close()
+			*one = nil
+		}
 	}
 }
 

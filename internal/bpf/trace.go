@@ -57,6 +57,15 @@ type Trace struct {
 	cgroup string
 	banks
 	links map[string]link.Link
+	// attached are the programs that are attached to the cgroup.
+	attached []attachedHook
+}
+
+// attachedHook is a program at a hook of a cgroup.
+type attachedHook struct {
+	pin     string
+	at      ebpf.AttachType
+	program *ebpf.Program
 }
 
 const (
@@ -124,9 +133,12 @@ func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 	case err != nil:
 		return nil, err
 	}
-	if err := t.attach(spec, program, pinTraceLink, cgroup, func(p *ebpf.Program) (link.Link, error) {
-		return link.AttachCgroup(link.CgroupOptions{Path: c.Cgroup, Attach: ebpf.AttachCGroupSockOps, Program: p})
-	}); err != nil {
+	p, err := t.load(spec, program)
+	if err != nil {
+		return nil, err
+	}
+	defer p.Close()
+	if err := t.attach(pinTraceLink, ebpf.AttachCGroupSockOps, p, cgroup); err != nil {
 		return nil, err
 	}
 	if err := t.openRX(c); err != nil {
@@ -246,19 +258,47 @@ func (t *Trace) install(r *TraceRules) error {
 	return t.banks.install(&r.MatchRules, ids)
 }
 
-// attach loads a program and keeps its link pinned.
-func (t *Trace) attach(spec *ebpf.CollectionSpec, program, pin string, target *os.File, attach func(*ebpf.Program) (link.Link, error)) error {
-	p, err := t.load(spec, program)
+// attach attaches a program to the cgroup and keeps its link pinned.
+func (t *Trace) attach(pin string, at ebpf.AttachType, p *ebpf.Program, cgroup *os.File) error {
+	kept, err := p.Clone()
 	if err != nil {
-		return err
+		return fmt.Errorf("keep program: %w", err)
 	}
-	defer p.Close()
-	l, err := ensureLink(t.dir, pin, p, target, func() (link.Link, error) { return attach(p) })
+	h := attachedHook{pin, at, kept}
+	t.attached = append(t.attached, h)
+	t.links[pin], err = t.linkOf(h, cgroup)
 	if err != nil {
-		return err
+		delete(t.links, pin)
 	}
-	t.links[pin] = l
-	return nil
+	return err
+}
+
+func (t *Trace) linkOf(h attachedHook, cgroup *os.File) (link.Link, error) {
+	return ensureLink(t.dir, h.pin, h.program, cgroup, func() (link.Link, error) {
+		return link.AttachCgroup(link.CgroupOptions{Path: cgroup.Name(), Attach: h.at, Program: h.program})
+	})
+}
+
+// Move attaches the programs, as they are loaded, to another cgroup, given by its
+// folder: one that was made in the place of the one before. One that fails leaves
+// some of them moved.
+func (t *Trace) Move(path string) error {
+	cgroup, err := os.Open(path)
+	if err != nil {
+		return fmt.Errorf("open cgroup: %w", err)
+	}
+	defer cgroup.Close()
+	var errs []error
+	for _, h := range t.attached {
+		l, err := t.linkOf(h, cgroup)
+		if err != nil {
+			return err
+		}
+		errs = append(errs, t.links[h.pin].Close())
+		t.links[h.pin] = l
+	}
+	t.cgroup = path
+	return errors.Join(errs...)
 }
 
 // openSend attaches to tcp_sendmsg, for all connections of the host.
@@ -289,6 +329,9 @@ func (t *Trace) Close() error {
 	var errs []error
 	for _, l := range t.links {
 		errs = append(errs, l.Close())
+	}
+	for _, h := range t.attached {
+		errs = append(errs, h.program.Close())
 	}
 	for _, m := range t.maps {
 		if m != nil {

@@ -188,10 +188,7 @@ func (t *Trace) openHooks(c TraceConfig, spec *ebpf.CollectionSpec, hooks []hook
 
 func (t *Trace) openHook(h hook, p *ebpf.Program, cgroup *os.File) (err error) {
 	if h.tracepoint == "" {
-		t.links[h.pin()], err = ensureLink(t.dir, h.pin(), p, cgroup, func() (link.Link, error) {
-			return link.AttachCgroup(link.CgroupOptions{Path: t.cgroup, Attach: h.cgroup, Program: p})
-		})
-		return err
+		return t.attach(h.pin(), h.cgroup, p, cgroup)
 	}
 	// A tracepoint's link cannot be given another program. For a moment both are
 	// attached: who ends a sample first counts it.

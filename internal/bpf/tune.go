@@ -44,7 +44,8 @@ type Tune struct {
 	dir    string
 	cgroup string
 	banks
-	link link.Link
+	link    link.Link
+	program *ebpf.Program
 }
 
 const pinTuneLink = "link_sockops"
@@ -126,24 +127,20 @@ func OpenTune(c TuneConfig) (_ *Tune, err error) {
 	if err := spec.Variables["hz"].Set(hz); err != nil {
 		return nil, err
 	}
-	p, err := loadProgram(spec, "tune_sockops", t.maps)
-	if err != nil {
+	if t.program, err = loadProgram(spec, "tune_sockops", t.maps); err != nil {
 		return nil, err
 	}
-	defer p.Close()
 	if c.Ready != nil {
 		if err := c.Ready(t); err != nil {
 			return nil, err
 		}
 	}
 	for _, other := range others {
-		if err := t.replace(other, p, cgroup); err != nil {
+		if err := t.replace(other, cgroup); err != nil {
 			return nil, err
 		}
 	}
-	t.link, err = ensureLink(dir, pinTuneLink, p, cgroup, func() (link.Link, error) {
-		return link.AttachCgroup(link.CgroupOptions{Path: c.Cgroup, Attach: ebpf.AttachCGroupSockOps, Program: p})
-	})
+	t.link, err = t.attach(cgroup)
 	return t, err
 }
 
@@ -175,15 +172,15 @@ func sharePin(name, dir string, others []string) error {
 	return nil
 }
 
-// replace gives p to the link that another layout has pinned, takes the link's
-// pin, and removes what remains of that layout.
-func (t *Tune) replace(other string, p *ebpf.Program, cgroup *os.File) error {
+// replace gives the program to the link that another layout has pinned, takes the
+// link's pin, and removes what remains of that layout.
+func (t *Tune) replace(other string, cgroup *os.File) error {
 	from, to := filepath.Join(other, pinTuneLink), filepath.Join(t.dir, pinTuneLink)
 	_, err := os.Stat(to)
 	if l, linkErr := link.LoadPinnedLink(from, nil); linkErr == nil && errors.Is(err, os.ErrNotExist) {
 		defer l.Close()
 		if same, err := attachedTo(l, cgroup); err == nil && same {
-			if err := l.Update(p); err != nil {
+			if err := l.Update(t.program); err != nil {
 				return fmt.Errorf("update %s: %w", pinTuneLink, err)
 			}
 			if err := os.Rename(from, to); err != nil {
@@ -194,6 +191,29 @@ func (t *Tune) replace(other string, p *ebpf.Program, cgroup *os.File) error {
 	return removeTune(other)
 }
 
+func (t *Tune) attach(cgroup *os.File) (link.Link, error) {
+	return ensureLink(t.dir, pinTuneLink, t.program, cgroup, func() (link.Link, error) {
+		return link.AttachCgroup(link.CgroupOptions{Path: cgroup.Name(), Attach: ebpf.AttachCGroupSockOps, Program: t.program})
+	})
+}
+
+// Move attaches the program, as it is loaded, with the rules that it has, to another
+// cgroup, given by its folder: one that was made in the place of the one before.
+func (t *Tune) Move(path string) error {
+	cgroup, err := os.Open(path)
+	if err != nil {
+		return fmt.Errorf("open cgroup: %w", err)
+	}
+	defer cgroup.Close()
+	l, err := t.attach(cgroup)
+	if err != nil {
+		return err
+	}
+	old := t.link
+	t.link, t.cgroup = l, path
+	return old.Close()
+}
+
 // isVariables tells the maps that hold a program's variables from others.
 func isVariables(name string) bool { return name[0] == '.' }
 
@@ -202,6 +222,9 @@ func (t *Tune) Close() error {
 	var errs []error
 	if t.link != nil {
 		errs = append(errs, t.link.Close())
+	}
+	if t.program != nil {
+		errs = append(errs, t.program.Close())
 	}
 	for _, m := range t.maps {
 		if m != nil {

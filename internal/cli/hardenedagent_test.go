@@ -25,7 +25,7 @@ import (
 
 const everyDomain = `services:
   telemetry:
-    slots: 4
+    slots: 3
     listeners:
       - {protocol: tcp, address: "[::]:1790"}
       - {protocol: udp, address: "[::]:4739"}
@@ -144,7 +144,7 @@ func TestHardenedUnit(t *testing.T) {
 			t.Errorf("%s: %+v", when, status)
 		}
 		answers := make(map[string]bool)
-		for n := 1; n <= 20; n++ {
+		for n := 1; n <= 40; n++ {
 			tcp, udp := ask("tcp", fmt.Sprintf("127.0.0.%d", n)), ask("udp", fmt.Sprintf("127.0.0.%d", n))
 			if tcp != udp {
 				t.Errorf("%s: device %d: tcp by %s, udp by %s", when, n, tcp, udp)
