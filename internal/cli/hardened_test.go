@@ -71,7 +71,7 @@ func (h *host) sandboxOf(dropIns ...string) *unitSandbox {
 			switch key {
 			case "ExecStart", "ExecStartPre", "ExecReload":
 			case "ReadWritePaths":
-				if value != defaultPins {
+				if strings.TrimPrefix(value, "-") != defaultPins {
 					h.t.Fatalf("ReadWritePaths=%s", value)
 				}
 			case "ReadOnlyPaths":
