@@ -15,6 +15,8 @@ import (
 	"path/filepath"
 	"strings"
 	"time"
+
+	"sockeye/lab/qemu"
 )
 
 // bootTimeout is for the way from power on to the first suite.
@@ -22,7 +24,7 @@ const bootTimeout = 90 * time.Second
 
 // boot runs all suites in a virtual machine. What goes wrong in there is in
 // the report; the error is for what goes wrong here.
-func boot(ctx context.Context, tmp string, k *kernel, suites []suite, o *options) (*report, error) {
+func boot(ctx context.Context, tmp string, k *qemu.Kernel, suites []suite, o *options) (*report, error) {
 	initramfs, console := filepath.Join(tmp, "initramfs"), filepath.Join(tmp, "console")
 	if err := writeInitramfs(ctx, initramfs, tmp, k, suites, o); err != nil {
 		return nil, err
@@ -32,29 +34,29 @@ func boot(ctx context.Context, tmp string, k *kernel, suites []suite, o *options
 	// A thread for each processor would be faster, but now and then loses a
 	// breakpoint that the kernel sets to change its own code, and crashes. Grace
 	// periods of RCU, for which each write to a map of maps waits, are hurried.
-	qemu := command(ctx, "qemu-system-x86_64",
+	machine := qemu.Command(ctx, "qemu-system-x86_64",
 		"-accel", "tcg,thread=single", "-cpu", "max", "-smp", "2", "-m", "1024",
 		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none",
-		"-kernel", k.image, "-initrd", initramfs,
+		"-kernel", k.Image, "-initrd", initramfs,
 		"-append", "console=ttyS0 panic=-1 oops=panic mitigations=off rcupdate.rcu_expedited=1",
 		"-serial", "file:"+console, "-serial", "stdio")
-	results, err := qemu.StdoutPipe()
+	results, err := machine.StdoutPipe()
 	if err != nil {
 		return nil, err
 	}
 	var stderr bytes.Buffer
-	qemu.Stderr = &stderr
+	machine.Stderr = &stderr
 	begin := time.Now()
-	if err := qemu.Start(); err != nil {
+	if err := machine.Start(); err != nil {
 		return nil, fmt.Errorf("start qemu: %w", err)
 	}
 	r := newReport(k)
 	done := r.follow(ctx, cancel, results, suites, begin, o.timeout)
 	cause := context.Cause(ctx)
 	cancel(nil)
-	_ = qemu.Wait() // says no more than the guest's events and qemu's stderr
+	_ = machine.Wait() // says no more than the guest's events and qemu's stderr
 	r.total = time.Since(begin)
-	if done || errors.Is(cause, errInterrupted) {
+	if done || errors.Is(cause, qemu.ErrInterrupted) {
 		return r, nil
 	}
 	if cause == nil {
@@ -62,7 +64,7 @@ func boot(ctx context.Context, tmp string, k *kernel, suites []suite, o *options
 	}
 	r.problem("%v", cause)
 	log, _ := os.ReadFile(console)
-	fmt.Fprintf(os.Stderr, "vm: %s: %v %s\nvm: end of its console:\n%s\n", k.short(), cause, stderr.Bytes(), tail(log, 40))
+	fmt.Fprintf(os.Stderr, "vm: %s: %v %s\nvm: end of its console:\n%s\n", k.Short(), cause, stderr.Bytes(), tail(log, 40))
 	return r, nil
 }
 
@@ -128,7 +130,7 @@ type parser struct {
 
 func (r *report) parse(ctx context.Context, pkg string) (*parser, error) {
 	// Not ended by ctx, so that it can print what there is.
-	cmd := command(context.WithoutCancel(ctx), "go", "tool", "test2json")
+	cmd := qemu.Command(context.WithoutCancel(ctx), "go", "tool", "test2json")
 	in, err := cmd.StdinPipe()
 	if err != nil {
 		return nil, err

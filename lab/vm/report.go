@@ -12,6 +12,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"sockeye/lab/qemu"
 )
 
 // A report is what came of the tests on one kernel.
@@ -30,8 +32,8 @@ type result struct {
 	parent bool // has subtests
 }
 
-func newReport(k *kernel) *report {
-	return &report{kernel: k.short(), tests: map[string]*result{}, out: os.Stdout, lineStart: true}
+func newReport(k *qemu.Kernel) *report {
+	return &report{kernel: k.Short(), tests: map[string]*result{}, out: os.Stdout, lineStart: true}
 }
 
 func (r *report) problem(format string, args ...any) {
