@@ -133,7 +133,7 @@ func run(ctx context.Context, o *options) error {
 		return err
 	}
 	failed := false
-	var reports []*report
+	var reports []*qemu.Report
 	for _, name := range o.kernels {
 		k, err := qemu.FindKernel(ctx, o.cache, name, o.update)
 		if err != nil {
@@ -147,11 +147,11 @@ func run(ctx context.Context, o *options) error {
 			return context.Cause(ctx)
 		}
 		reports = append(reports, r)
-		failed = failed || r.failed()
+		failed = failed || r.Failed()
 	}
 	fmt.Println()
 	for _, r := range reports {
-		r.print(os.Stdout)
+		r.Print(os.Stdout)
 	}
 	if failed {
 		return errors.New("tests failed")

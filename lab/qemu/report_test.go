@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package qemu
 
 import (
 	"io"
 	"strings"
 	"testing"
-
-	"sockeye/lab/qemu"
 )
 
 func TestReport(t *testing.T) {
@@ -34,7 +32,7 @@ func TestReport(t *testing.T) {
 			`{"Action":"run","Test":"T/b"}{"Action":"pass","Test":"T/b"}{"Action":"fail","Test":"T"}`, "exit status 1", [3]int{1, 0, 1}, "failed  p.T/a"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			r := newReport(&qemu.Kernel{})
+			r := NewReport("")
 			r.out = io.Discard
 			if err := r.read("p", strings.NewReader(test.events)); err != nil {
 				t.Fatal(err)
@@ -47,8 +45,8 @@ func TestReport(t *testing.T) {
 			if got := strings.Join(lines, "\n"); got != test.line {
 				t.Errorf("lines %q, want %q", got, test.line)
 			}
-			if r.failed() != (test.want[2] > 0) {
-				t.Errorf("failed is %v", r.failed())
+			if r.Failed() != (test.want[2] > 0) {
+				t.Errorf("failed is %v", r.Failed())
 			}
 		})
 	}
