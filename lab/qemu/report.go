@@ -106,10 +106,11 @@ func (r *Report) echo(text string) {
 		if line == "" {
 			continue
 		}
+		prefix := ""
 		if r.lineStart {
-			fmt.Fprintf(r.out, "%s | ", r.machine)
+			prefix = r.machine + " | "
 		}
-		fmt.Fprint(r.out, line)
+		fmt.Fprint(r.out, prefix+line)
 		r.lineStart = strings.HasSuffix(line, "\n")
 	}
 }
@@ -193,6 +194,10 @@ func (r *Report) childFailed(parent string) bool {
 	}
 	return false
 }
+
+// Broken says whether something failed that is no test: the machine, or a suite
+// that did not end well.
+func (r *Report) Broken() bool { return len(r.problems) > 0 }
 
 // Failed says whether a test failed, or none ran.
 func (r *Report) Failed() bool {
