@@ -263,6 +263,7 @@ func nfacctdConfig(slot int, bmp, ipfix int) string {
 	}
 	return fmt.Sprintf(`daemonize: false
 core_proc_name: nfacctd-%[1]d
+logfile: /var/lib/pmacct/nfacctd-%[1]d.log
 nfacctd_port: %[3]d
 bmp_daemon: true
 bmp_daemon_port: %[2]d

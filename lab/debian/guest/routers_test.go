@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -68,7 +69,7 @@ func startRouters(t *testing.T) *world {
 		"ip addr add fd77::fe/64 dev " + link + " nodad",
 		"ip link set " + link + " up",
 		"ip -n routers link set lo up",
-		"ip -n routers link set up up",
+		"ip -n routers link set dev up up",
 	} {
 		must(t, strings.Fields(c)...)
 	}
@@ -99,7 +100,10 @@ func startRouters(t *testing.T) *world {
 	t.Cleanup(func() {
 		cancel()
 		all.Wait()
-		run(t, "ip", "netns", "del", "routers")
+		// Not by run, whose context has ended.
+		if out, err := exec.Command("ip", "netns", "del", "routers").CombinedOutput(); err != nil {
+			t.Errorf("remove the routers' namespace: %v: %s", err, out)
+		}
 	})
 	return w
 }
