@@ -168,7 +168,7 @@ func theftReuseport(t *testing.T, w *world, user bool) {
 	}
 	apply(t, policy)
 	waitReady(t, 0, 1, 2, 3)
-	before := w.places(t)
+	before := w.before(t)
 	must(t, "systemctl", "stop", "nfacctd@0")
 	pid := steal(t, "pass")
 	notStolen(t, pid)
@@ -190,6 +190,7 @@ func theftLookup(t *testing.T, w *world) {
 		}
 		must(t, "systemctl", "stop", "sockeye")
 		must(t, binary, "reset")
+		w.last = nil
 		restore(t)
 	}()
 	var ports []int

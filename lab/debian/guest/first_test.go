@@ -195,7 +195,7 @@ func same(t *testing.T, before, after map[netip.Addr]int) {
 }
 
 func agentStopped(t *testing.T, w *world) {
-	before, sessions := w.places(t), w.sessions()
+	before, sessions := w.before(t), w.sessions()
 	must(t, "systemctl", "stop", "sockeye")
 	same(t, before, w.places(t))
 	w.unchanged(t, sessions)
@@ -206,7 +206,7 @@ func agentStopped(t *testing.T, w *world) {
 }
 
 func agentRestarted(t *testing.T, w *world) {
-	before, sessions := w.places(t), w.sessions()
+	before, sessions := w.before(t), w.sessions()
 	for range 2 {
 		must(t, "systemctl", "restart", "sockeye")
 		waitReady(t, 0, 1, 2, 3)
@@ -216,7 +216,7 @@ func agentRestarted(t *testing.T, w *world) {
 }
 
 func agentKilled(t *testing.T, w *world) {
-	before, sessions := w.places(t), w.sessions()
+	before, sessions := w.before(t), w.sessions()
 	pid := mainPID(t, "sockeye")
 	if err := unix.Kill(pid, unix.SIGKILL); err != nil {
 		t.Fatal(err)
@@ -265,7 +265,7 @@ func reloadedBroken(t *testing.T, w *world) {
 
 func startedBroken(t *testing.T, w *world) {
 	defer restore(t)
-	before, sessions := w.places(t), w.sessions()
+	before, sessions := w.before(t), w.sessions()
 	write(t, policyPath, broken(t))
 	since := time.Now()
 	if r := run(t, "systemctl", "restart", "sockeye"); r.code != 0 {
@@ -305,7 +305,7 @@ func memberKilled(t *testing.T, w *world) {
 }
 
 func memberGone(t *testing.T, w *world, end func(unit string)) {
-	before, sessions := w.places(t), w.sessions()
+	before, sessions := w.before(t), w.sessions()
 	slot := before[w.routers[0].address]
 	unit := fmt.Sprintf("nfacctd@%d.service", slot)
 	pid := mainPID(t, unit)

@@ -275,7 +275,7 @@ plugins: print
 print_output: json
 print_output_file: %[4]s
 print_output_file_append: true
-print_refresh_time: 2
+print_refresh_time: 3
 `, slot, bmp, ipfix, recordsPath(slot))
 }
 

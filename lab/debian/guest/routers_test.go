@@ -49,6 +49,7 @@ type router struct {
 // world is the routers and what they are connected to.
 type world struct {
 	routers []*router
+	last    map[netip.Addr]int // what places returned last; nil after a reset
 }
 
 // target is the collector host's address that a router sends to.
@@ -363,7 +364,18 @@ func (w *world) places(t *testing.T, bmp ...int) map[netip.Addr]int {
 		}
 		return ""
 	})
+	w.last = places
 	return places
+}
+
+// before returns the places of the routers as a test begins, which are those that
+// the test before it has seen.
+func (w *world) before(t *testing.T) map[netip.Addr]int {
+	t.Helper()
+	if w.last == nil {
+		return w.places(t)
+	}
+	return w.last
 }
 
 // unchanged fails if a router lost its session since before.

@@ -39,6 +39,7 @@ func upgrade(t *testing.T, w *world, name, policy string) {
 		clean()
 		installCurrent(t)
 		clean()
+		w.last = nil
 		restore(t)
 	}()
 	earlier()
