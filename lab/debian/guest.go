@@ -52,6 +52,9 @@ TasksMax=infinity
 WantedBy=multi-user.target
 `
 
+// managerConf bears with a machine that is emulated on a busy host.
+const managerConf = "[Manager]\nDefaultTimeoutStartSec=240s\nDefaultTimeoutStopSec=240s\nDefaultDeviceTimeoutSec=240s\n"
+
 // initramfs is process 1 before systemd is: it mounts the root and the payload,
 // adds the service with the tests, and becomes systemd.
 func initramfs() {
@@ -71,6 +74,8 @@ func initramfs() {
 	if err := os.Symlink("../sockeye-lab.service", units+"multi-user.target.wants/sockeye-lab.service"); !errors.Is(err, os.ErrExist) {
 		qemu.Must(err, "add the service")
 	}
+	qemu.Must(os.MkdirAll("/root/etc/systemd/system.conf.d", 0o755), "configure systemd")
+	qemu.Must(os.WriteFile("/root/etc/systemd/system.conf.d/lab.conf", []byte(managerConf), 0o644), "configure systemd")
 	qemu.Must(unix.Mount("run", "/root/run", "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "mode=0755"), "mount /run")
 	qemu.Must(os.WriteFile("/root"+jobPath, text, 0o644), "hand the job over")
 	qemu.Must(unix.Mount("/dev", "/root/dev", "", unix.MS_MOVE, ""), "move /dev")

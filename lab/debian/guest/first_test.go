@@ -105,6 +105,7 @@ func prepareHost(t *testing.T) {
 	if run(t, "id", memberUser).code != 0 {
 		must(t, "useradd", "--system", "--home-dir", "/var/lib/pmacct", "--create-home", "--shell", "/usr/sbin/nologin", memberUser)
 	}
+	must(t, "install", "-d", "-o", memberUser, filepath.Dir(recordsPath(0)))
 	for slot := range members {
 		write(t, fmt.Sprintf("/etc/pmacct/nfacctd-%d.conf", slot), nfacctdConfig(slot, 0, 0))
 	}

@@ -263,7 +263,7 @@ func nfacctdConfig(slot int, bmp, ipfix int) string {
 	}
 	return fmt.Sprintf(`daemonize: false
 core_proc_name: nfacctd-%[1]d
-logfile: /var/lib/pmacct/nfacctd-%[1]d.log
+logfile: /var/lib/nfacctd/nfacctd-%[1]d.log
 nfacctd_port: %[3]d
 bmp_daemon: true
 bmp_daemon_port: %[2]d
@@ -279,7 +279,7 @@ print_refresh_time: 3
 `, slot, bmp, ipfix, recordsPath(slot))
 }
 
-func recordsPath(slot int) string { return fmt.Sprintf("/var/lib/pmacct/nfacctd-%d.json", slot) }
+func recordsPath(slot int) string { return fmt.Sprintf("/var/lib/nfacctd/nfacctd-%d.json", slot) }
 
 var exposure = regexp.MustCompile(`exposure level for sockeye\.service: ([0-9.]+)`)
 
