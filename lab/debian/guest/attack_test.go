@@ -223,7 +223,7 @@ func theftLookup(t *testing.T, w *world) {
 }
 
 // userCgroups: rules name the system's slices and units, whatever users call theirs.
-func userCgroups(t *testing.T, w *world) {
+func userCgroups(t *testing.T, _ *world) {
 	defer restore(t)
 	linger(t)
 	t.Cleanup(func() {
