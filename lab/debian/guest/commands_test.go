@@ -68,7 +68,7 @@ func commands(t *testing.T, w *world) {
 		must(t, "systemctl", "stop", "nfacctd@3")
 		defer must(t, "systemctl", "start", "nfacctd@3")
 		must(t, "systemd-run", "--unit=by-run.service", binary, "run", "--service", "telemetry", "--slot", "3", "--",
-			"runuser", "-u", memberUser, "--", "/usr/sbin/nfacctd", "-f", "/etc/pmacct/nfacctd-3.conf")
+			"setpriv", "--reuid="+memberUser, "--regid="+memberUser, "--init-groups", "--", "/usr/sbin/nfacctd", "-f", "/etc/pmacct/nfacctd-3.conf")
 		defer must(t, "systemctl", "stop", "by-run.service")
 		wait(t, "slot 3 has the member", func() string {
 			r := run(t, binary, "slots")

@@ -48,10 +48,10 @@ func (r result) String() string {
 	return fmt.Sprintf("%s: exit code %d\n%s%s", strings.Join(r.args, " "), r.code, r.stdout, r.stderr)
 }
 
-// run runs a command to its end.
+// run runs a command to its end, in the clean-up of a test as well.
 func run(t *testing.T, args ...string) result {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), commandTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), commandTimeout)
 	defer cancel()
 	c := exec.CommandContext(ctx, args[0], args[1:]...)
 	var stdout, stderr bytes.Buffer

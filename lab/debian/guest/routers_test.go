@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -101,10 +100,7 @@ func startRouters(t *testing.T) *world {
 	t.Cleanup(func() {
 		cancel()
 		all.Wait()
-		// Not by run, whose context has ended.
-		if out, err := exec.Command("ip", "netns", "del", "routers").CombinedOutput(); err != nil {
-			t.Errorf("remove the routers' namespace: %v: %s", err, out)
-		}
+		run(t, "ip", "netns", "del", "routers")
 	})
 	return w
 }
