@@ -153,7 +153,7 @@ type parser struct {
 
 func (r *Report) parse(ctx context.Context, pkg string) (*parser, error) {
 	// Not ended by ctx, so that it can print what there is.
-	cmd := Command(context.WithoutCancel(ctx), "go", "tool", "test2json")
+	cmd := Command(context.WithoutCancel(ctx), "go", "tool", "test2json", "-t")
 	in, err := cmd.StdinPipe()
 	if err != nil {
 		return nil, err
