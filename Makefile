@@ -26,6 +26,7 @@ LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
 DEMO_PACKAGES := frr pmacct
 TEST_PACKAGES := $(DEMO_PACKAGES) curl dbus-daemon iperf3 openssh-client openssh-server systemd
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
+DEBIAN_PACKAGES := $(VM_PACKAGES) mmdebstrap e2fsprogs qemu-utils
 BENCH_PACKAGES := $(DEMO_PACKAGES) haproxy
 BENCH_GATEWAY_PACKAGES := passt iperf3
 BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
@@ -60,6 +61,13 @@ test: ## Run all tests that this host can run
 test-vm: ## Run the kernel tests on other kernels, under qemu
 	@tools/setup $(VM_PACKAGES)
 	go run ./lab/vm -kernels $(VM_KERNELS) -timeout 20m $(VM_TESTS)
+
+.PHONY: test-debian
+test-debian: ## Test whole Debian systems under systemd and qemu (RELEASES=trixie, RUN=REGEXP)
+	@tools/setup $(DEBIAN_PACKAGES)
+	@rm -rf "$(OUT)/debian-install"
+	@$(MAKE) --no-print-directory install PREFIX=/usr/local DESTDIR="$(OUT)/debian-install" >/dev/null
+	go run ./lab/debian -install "$(OUT)/debian-install" -out "$(OUT)" $(if $(RELEASES),-releases $(RELEASES)) $(if $(RUN),-run '$(RUN)')
 
 .PHONY: fuzz
 fuzz: ## Fuzz each parser for a while (FUZZTIME=30s)
@@ -132,6 +140,9 @@ check: verify-generated lint licences vulnerabilities test ## What CI runs
 	@tools/setup $(VM_PACKAGES)
 	go run ./lab/vm -kernels $(CHECK_KERNELS) $(CHECK_VM_TESTS)
 	@cat "$(OUT)/vulnerabilities"
+
+.PHONY: check-all
+check-all: check test-vm test-debian ## What CI runs, all kernels, and whole Debian systems
 
 .PHONY: docs
 docs: build ## Write man pages and completions to out/

@@ -30,15 +30,13 @@ import (
 	"io"
 	"os"
 	"os/exec"
-	"os/signal"
 	"path/filepath"
 	"regexp"
 	"runtime"
 	"strings"
-	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"sockeye/lab/qemu"
 )
 
 // modules are loaded, where the kernel has them as modules, with what they depend on.
@@ -72,7 +70,7 @@ func main() {
 		fmt.Fprintln(os.Stderr, "vm:", err)
 		os.Exit(2)
 	}
-	if err := run(interruptible(), o); err != nil {
+	if err := run(qemu.Interruptible(), o); err != nil {
 		fmt.Fprintln(os.Stderr, "vm:", err)
 		os.Exit(1)
 	}
@@ -135,25 +133,25 @@ func run(ctx context.Context, o *options) error {
 		return err
 	}
 	failed := false
-	var reports []*report
+	var reports []*qemu.Report
 	for _, name := range o.kernels {
-		k, err := findKernel(ctx, o.cache, name, o.update)
+		k, err := qemu.FindKernel(ctx, o.cache, name, o.update)
 		if err != nil {
 			return fmt.Errorf("get kernel %s: %w", name, err)
 		}
 		r, err := boot(ctx, tmp, k, suites, o)
 		if err != nil {
-			return fmt.Errorf("run kernel %s: %w", k.release, err)
+			return fmt.Errorf("run kernel %s: %w", k.Release, err)
 		}
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
 		reports = append(reports, r)
-		failed = failed || r.failed()
+		failed = failed || r.Failed()
 	}
 	fmt.Println()
 	for _, r := range reports {
-		r.print(os.Stdout)
+		r.Print(os.Stdout)
 	}
 	if failed {
 		return errors.New("tests failed")
@@ -173,15 +171,15 @@ type suite struct {
 // build compiles the test binaries, and this program as the guest's /init.
 func build(ctx context.Context, tmp string, o *options) ([]suite, error) {
 	static := func(args ...string) *exec.Cmd {
-		c := command(ctx, "go", args...)
+		c := qemu.Command(ctx, "go", args...)
 		c.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH=amd64")
 		return c
 	}
 	const stripped = "-ldflags=-s -w"
-	if _, err := output(static("build", stripped, "-o", filepath.Join(tmp, "init"), "sockeye/lab/vm")); err != nil {
+	if _, err := qemu.Output(static("build", stripped, "-o", filepath.Join(tmp, "init"), "sockeye/lab/vm")); err != nil {
 		return nil, fmt.Errorf("build the guest's init: %w", err)
 	}
-	list, err := output(static(append([]string{"list", "-tags=vm", "-json=Dir,ImportPath,Module,TestGoFiles,XTestGoFiles"}, o.packages...)...))
+	list, err := qemu.Output(static(append([]string{"list", "-tags=vm", "-json=Dir,ImportPath,Module,TestGoFiles,XTestGoFiles"}, o.packages...)...))
 	if err != nil {
 		return nil, fmt.Errorf("list packages: %w", err)
 	}
@@ -209,7 +207,7 @@ func build(ctx context.Context, tmp string, o *options) ([]suite, error) {
 			Package: p.ImportPath, Dir: filepath.Join("/src", rel), hostDir: p.Dir, hostBinary: filepath.Join(tmp, bin),
 			Args: []string{"/tests/" + bin, "-test.v=test2json", "-test.timeout=" + o.timeout.String(), "-test.run=" + o.run, "-test.paniconexit0"},
 		}
-		if _, err := output(static("test", "-c", "-vet=off", "-tags=vm", stripped, "-o", s.hostBinary, p.ImportPath)); err != nil {
+		if _, err := qemu.Output(static("test", "-c", "-vet=off", "-tags=vm", stripped, "-o", s.hostBinary, p.ImportPath)); err != nil {
 			return nil, fmt.Errorf("build the tests of %s: %w", p.ImportPath, err)
 		}
 		suites = append(suites, s)
@@ -218,51 +216,4 @@ func build(ctx context.Context, tmp string, o *options) ([]suite, error) {
 		return nil, fmt.Errorf("no tests in %s", strings.Join(o.packages, " "))
 	}
 	return suites, nil
-}
-
-// command prepares a program that dies with this one, however this one ends.
-func command(ctx context.Context, name string, args ...string) *exec.Cmd {
-	c := exec.CommandContext(ctx, name, args...)
-	c.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	c.WaitDelay = 2 * time.Second
-	return c
-}
-
-// output runs a command and returns what it prints; an error carries what it complains of.
-func output(c *exec.Cmd) ([]byte, error) {
-	var stderr bytes.Buffer
-	c.Stderr = &stderr
-	out, err := c.Output()
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w\n%s", strings.Join(c.Args, " "), err, bytes.TrimSpace(stderr.Bytes()))
-	}
-	return out, nil
-}
-
-var errInterrupted = errors.New("interrupted")
-
-// interruptible returns a context that ends with a signal, or with the "go run"
-// that started this program: SIGTERM and SIGKILL end that one alone.
-func interruptible() context.Context {
-	ctx, cancel := context.WithCancelCause(context.Background())
-	signals := make(chan os.Signal, 1)
-	signal.Notify(signals, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
-	go func() {
-		<-signals
-		cancel(errInterrupted)
-	}()
-	parent := os.Getppid()
-	if exe, _ := os.Readlink(fmt.Sprintf("/proc/%d/exe", parent)); filepath.Base(exe) != "go" {
-		return ctx
-	}
-	if fd, err := unix.PidfdOpen(parent, 0); err == nil {
-		go func() {
-			var err error = unix.EINTR
-			for err == unix.EINTR {
-				_, err = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, -1)
-			}
-			cancel(errInterrupted)
-		}()
-	}
-	return ctx
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package qemu
 
 import (
 	"encoding/json"
@@ -14,9 +14,15 @@ import (
 	"time"
 )
 
-// A report is what came of the tests on one kernel.
-type report struct {
-	kernel        string
+// A Report is what came of the tests in one machine.
+type Report struct {
+	// Brief prints a line for each test that has ended, and the output of those
+	// that failed, instead of all output.
+	Brief bool
+	// Journal gets the machine's journal, if the guest sends one.
+	Journal io.Writer
+
+	machine       string
 	booted, total time.Duration
 	tests         map[string]*result // by package and test
 	problems      []string           // failures that no test has reported
@@ -30,25 +36,31 @@ type result struct {
 	parent bool // has subtests
 }
 
-func newReport(k *kernel) *report {
-	return &report{kernel: k.short(), tests: map[string]*result{}, out: os.Stdout, lineStart: true}
+// NewReport returns the report of a machine of that name, which prints to the
+// standard output.
+func NewReport(machine string) *Report {
+	return &Report{machine: machine, tests: map[string]*result{}, out: os.Stdout, lineStart: true}
 }
 
-func (r *report) problem(format string, args ...any) {
+// Problem adds a failure that no test has reported.
+func (r *Report) Problem(format string, args ...any) {
 	r.problems = append(r.problems, fmt.Sprintf(format, args...))
 }
 
 // read takes test2json's events.
-func (r *report) read(pkg string, events io.Reader) error {
+func (r *Report) read(pkg string, events io.Reader) error {
 	dec := json.NewDecoder(events)
 	for {
-		var e struct{ Action, Test, Output string }
+		var e struct {
+			Action, Test, Output string
+			Elapsed              float64
+		}
 		if err := dec.Decode(&e); err == io.EOF {
 			return nil
 		} else if err != nil {
 			return err
 		}
-		if e.Action == "output" {
+		if e.Action == "output" && !r.Brief {
 			r.echo(e.Output)
 		}
 		if e.Test == "" {
@@ -66,28 +78,45 @@ func (r *report) read(pkg string, events io.Reader) error {
 		switch e.Action {
 		case "pass", "fail", "skip":
 			t.action = e.Action
+			if r.Brief {
+				r.brief(e.Test, t, e.Elapsed)
+			}
 		case "output":
 			t.output = append(t.output, e.Output)
 		}
 	}
 }
 
-// echo prints output with the kernel's name before each line.
-func (r *report) echo(text string) {
+// brief prints what came of a test.
+func (r *Report) brief(name string, t *result, seconds float64) {
+	r.echo(fmt.Sprintf("%s %s (%.1f s)\n", t.action, name, seconds))
+	if t.action == "pass" {
+		return
+	}
+	for _, text := range t.output {
+		if !strings.HasPrefix(strings.TrimSpace(text), "=== ") && !strings.HasPrefix(strings.TrimSpace(text), "--- ") {
+			r.echo(text)
+		}
+	}
+}
+
+// echo prints output with the machine's name before each line.
+func (r *Report) echo(text string) {
 	for line := range strings.SplitAfterSeq(text, "\n") {
 		if line == "" {
 			continue
 		}
+		prefix := ""
 		if r.lineStart {
-			fmt.Fprintf(r.out, "%s | ", r.kernel)
+			prefix = r.machine + " | "
 		}
-		fmt.Fprint(r.out, line)
+		fmt.Fprint(r.out, prefix+line)
 		r.lineStart = strings.HasSuffix(line, "\n")
 	}
 }
 
 // close is called after a suite's last event.
-func (r *report) close(pkg, how string) {
+func (r *Report) close(pkg, how string) {
 	if !r.lineStart {
 		r.echo("\n")
 	}
@@ -103,7 +132,7 @@ func (r *report) close(pkg, how string) {
 		failed = failed || t.action == "fail"
 	}
 	if how != "" && !failed {
-		r.problem("%s: %s", pkg, how)
+		r.Problem("%s: %s", pkg, how)
 	}
 }
 
@@ -129,7 +158,7 @@ func (t *result) reason() string {
 
 // count counts the tests that have no subtests, failed ones whose subtests did
 // not fail, and problems. A skip for a reason that is not the kernel's is a failure.
-func (r *report) count() (passed, skipped, failed int, lines []string) {
+func (r *Report) count() (passed, skipped, failed int, lines []string) {
 	for _, name := range slices.Sorted(maps.Keys(r.tests)) {
 		t := r.tests[name]
 		switch {
@@ -157,7 +186,7 @@ func (r *report) count() (passed, skipped, failed int, lines []string) {
 	return passed, skipped, failed, lines
 }
 
-func (r *report) childFailed(parent string) bool {
+func (r *Report) childFailed(parent string) bool {
 	for name, t := range r.tests {
 		if t.action == "fail" && strings.HasPrefix(name, parent+"/") {
 			return true
@@ -166,15 +195,21 @@ func (r *report) childFailed(parent string) bool {
 	return false
 }
 
-func (r *report) failed() bool {
+// Broken says whether something failed that is no test: the machine, or a suite
+// that did not end well.
+func (r *Report) Broken() bool { return len(r.problems) > 0 }
+
+// Failed says whether a test failed, or none ran.
+func (r *Report) Failed() bool {
 	_, _, failed, _ := r.count()
 	return failed > 0
 }
 
-func (r *report) print(w io.Writer) {
+// Print prints a summary.
+func (r *Report) Print(w io.Writer) {
 	passed, skipped, failed, lines := r.count()
-	fmt.Fprintf(w, "vm %s: %d passed, %d skipped, %d failed (booted in %.1f s, %.1f s in all)\n",
-		r.kernel, passed, skipped, failed, r.booted.Seconds(), r.total.Seconds())
+	fmt.Fprintf(w, "%s: %d passed, %d skipped, %d failed (booted in %.1f s, %.1f s in all)\n",
+		r.machine, passed, skipped, failed, r.booted.Seconds(), r.total.Seconds())
 	for _, line := range lines {
 		fmt.Fprintf(w, "  %s\n", line)
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package qemu
 
 import (
 	"bytes"
@@ -14,18 +14,17 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-
-	"golang.org/x/sys/unix"
 )
 
-// A kernel is an unpacked Debian kernel.
-type kernel struct {
-	release string // as in uname -r
-	image   string // the bzImage
-	modules string // the folder with modules
+// A Kernel is an unpacked Debian kernel.
+type Kernel struct {
+	Release string // as in uname -r
+	Image   string // file of the bzImage
+	Modules string // directory of the modules
 }
 
-func (k *kernel) short() string { return strings.TrimSuffix(k.release, "-cloud-amd64") }
+// Short is the kernel's release without the flavour that all of them share.
+func (k *Kernel) Short() string { return strings.TrimSuffix(k.Release, "-cloud-amd64") }
 
 // suitesOf names the Debian suites that carry a kernel. A suite that has left
 // the mirror does no harm as long as another one has the kernel.
@@ -37,24 +36,24 @@ func suitesOf(name string) []string {
 		return []string{"bookworm", "bookworm-security"}
 	case "6.12":
 		return []string{"bookworm-backports", "bookworm-security"}
+	case "bookworm", "trixie":
+		return []string{name, name + "-security"}
 	}
 	return []string{"trixie-backports"}
 }
 
-// findKernel returns a kernel from the cache, which it fills when needed; only
-// then, or when told to update, does it need the network.
-func findKernel(ctx context.Context, cache, name string, update bool) (*kernel, error) {
+// FindKernel returns a kernel from the cache, which it fills when needed; only
+// then, or when told to update, does it need the network. The name is
+// MAJOR.MINOR, "newest", or a Debian release for the kernel of that release.
+func FindKernel(ctx context.Context, cache, name string, update bool) (*Kernel, error) {
 	if err := os.MkdirAll(cache, 0o755); err != nil {
 		return nil, fmt.Errorf("make the cache: %w", err)
 	}
-	lock, err := os.OpenFile(filepath.Join(cache, name+".lock"), os.O_CREATE|os.O_RDWR, 0o644)
+	lock, err := Lock(filepath.Join(cache, name+".lock"))
 	if err != nil {
-		return nil, fmt.Errorf("lock the cache: %w", err)
+		return nil, err
 	}
 	defer lock.Close()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		return nil, fmt.Errorf("lock the cache: %w", err)
-	}
 	dir := filepath.Join(cache, name)
 	if k, err := unpacked(dir); err == nil && !update {
 		return k, nil
@@ -70,7 +69,7 @@ func findKernel(ctx context.Context, cache, name string, update bool) (*kernel, 
 	}
 	root := filepath.Join(tmp, "root")
 	for _, deb := range debs {
-		if _, err := output(command(ctx, "dpkg-deb", "-x", deb, root)); err != nil {
+		if _, err := Output(Command(ctx, "dpkg-deb", "-x", deb, root)); err != nil {
 			return nil, fmt.Errorf("unpack %s: %w", filepath.Base(deb), err)
 		}
 	}
@@ -87,14 +86,14 @@ func findKernel(ctx context.Context, cache, name string, update bool) (*kernel, 
 }
 
 // unpacked finds the kernel in a folder into which its packages were unpacked.
-func unpacked(dir string) (*kernel, error) {
+func unpacked(dir string) (*Kernel, error) {
 	for _, lib := range []string{"lib", "usr/lib"} {
 		found, _ := filepath.Glob(filepath.Join(dir, lib, "modules", "*"))
 		for _, mods := range found {
 			release := filepath.Base(mods)
 			for _, image := range []string{filepath.Join(dir, "boot", "vmlinuz-"+release), filepath.Join(mods, "vmlinuz")} {
 				if _, err := os.Stat(image); err == nil {
-					return &kernel{release: release, image: image, modules: mods}, nil
+					return &Kernel{Release: release, Image: image, Modules: mods}, nil
 				}
 			}
 		}
@@ -106,13 +105,9 @@ func unpacked(dir string) (*kernel, error) {
 // their signatures and hashes; it works on folders of its own below dir, and
 // with the machine's settings (proxies, say) otherwise.
 func download(ctx context.Context, dir, name string) ([]string, error) {
-	uris, err := output(command(ctx, "apt-get", "--print-uris", "update"))
+	sources, err := Sources(ctx, suitesOf(name)...)
 	if err != nil {
-		return nil, fmt.Errorf("find the Debian mirror: %w", err)
-	}
-	sources := sourcesList(string(uris), suitesOf(name))
-	if sources == "" {
-		return nil, errors.New("find the Debian mirror: apt has no Debian source with a release's name")
+		return nil, err
 	}
 	// Suites of a release past its end keep a signature, but not a date.
 	conf := strings.ReplaceAll(`
@@ -141,12 +136,12 @@ func download(ctx context.Context, dir, name string) ([]string, error) {
 		}
 	}
 	apt := func(tool string, args ...string) ([]byte, error) {
-		c := command(ctx, tool, append([]string{"-q", "-c", filepath.Join(dir, "apt.conf")}, args...)...)
+		c := Command(ctx, tool, append([]string{"-q", "-c", filepath.Join(dir, "apt.conf")}, args...)...)
 		c.Dir = dir
 		c.Env = append(os.Environ(), "LC_ALL=C")
-		return output(c)
+		return Output(c)
 	}
-	fmt.Printf("vm: downloading kernel %s\n", name)
+	fmt.Printf("downloading kernel %s\n", name)
 	_, updateErr := apt("apt-get", "update") // may have failed for one suite only
 	names, err := apt("apt-cache", "pkgnames", "linux-image-")
 	if err != nil {
@@ -166,6 +161,20 @@ func download(ctx context.Context, dir, name string) ([]string, error) {
 		return nil, fmt.Errorf("download %s: %w", image, err)
 	}
 	return filepath.Glob(filepath.Join(dir, "*.deb"))
+}
+
+// Sources returns apt sources for Debian suites, from the mirrors that this
+// machine's apt uses.
+func Sources(ctx context.Context, suites ...string) (string, error) {
+	uris, err := Output(Command(ctx, "apt-get", "--print-uris", "update"))
+	if err != nil {
+		return "", fmt.Errorf("find the Debian mirror: %w", err)
+	}
+	sources := sourcesList(string(uris), suites)
+	if sources == "" {
+		return "", errors.New("find the Debian mirror: apt has no Debian source with a release's name")
+	}
+	return sources, nil
 }
 
 var debianURI = regexp.MustCompile(`(?m)^'([^']+)/dists/(?:bullseye|bookworm|trixie|forky|sid|(?:old)*stable|testing|unstable)(-security)?/InRelease'`)
@@ -200,10 +209,12 @@ func sourcesList(uris string, suites []string) string {
 	return b.String()
 }
 
+var kernelVersion = regexp.MustCompile(`^\d+\.\d+$`)
+
 // latest picks the highest version of the kernel images of that name.
 func latest(packages []string, name string) string {
 	version := `\d+\.\d+\.`
-	if name != "newest" {
+	if kernelVersion.MatchString(name) {
 		version = regexp.QuoteMeta(name + ".")
 	}
 	want := regexp.MustCompile(`^linux-image-(` + version + `\d.*)-cloud-amd64$`)
@@ -223,18 +234,18 @@ func latest(packages []string, name string) string {
 	return best
 }
 
-// A module is a kernel module, unpacked, ready to be loaded.
-type module struct {
-	name string
-	data []byte
+// A Module is a kernel module, unpacked, ready to be loaded.
+type Module struct {
+	Name string
+	Data []byte
 }
 
-// load returns the modules and, before each, those that it depends on. Names
+// Load returns the modules and, before each, those that it depends on. Names
 // that the kernel does not have as modules are left out. The dependencies come
 // from the modules: Debian's packages have no modules.dep.
-func (k *kernel) load(ctx context.Context, names []string) ([]module, error) {
+func (k *Kernel) Load(ctx context.Context, names []string) ([]Module, error) {
 	paths := map[string]string{}
-	err := filepath.WalkDir(k.modules, func(path string, _ os.DirEntry, err error) error {
+	err := filepath.WalkDir(k.Modules, func(path string, _ os.DirEntry, err error) error {
 		if base, _, ok := strings.Cut(filepath.Base(path), ".ko"); ok {
 			paths[strings.ReplaceAll(base, "-", "_")] = path
 		}
@@ -243,7 +254,7 @@ func (k *kernel) load(ctx context.Context, names []string) ([]module, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list kernel modules: %w", err)
 	}
-	var mods []module
+	var mods []Module
 	seen := map[string]bool{}
 	var add func(name string) error
 	add = func(name string) error {
@@ -262,7 +273,7 @@ func (k *kernel) load(ctx context.Context, names []string) ([]module, error) {
 				return err
 			}
 		}
-		mods = append(mods, module{name, data})
+		mods = append(mods, Module{name, data})
 		return nil
 	}
 	for _, name := range names {
@@ -276,9 +287,9 @@ func (k *kernel) load(ctx context.Context, names []string) ([]module, error) {
 func readModule(ctx context.Context, path string) (data []byte, depends []string, err error) {
 	switch filepath.Ext(path) {
 	case ".xz":
-		data, err = output(command(ctx, "xz", "-dc", path))
+		data, err = Output(Command(ctx, "xz", "-dc", path))
 	case ".zst":
-		data, err = output(command(ctx, "zstd", "-dcq", path))
+		data, err = Output(Command(ctx, "zstd", "-dcq", path))
 	default:
 		data, err = os.ReadFile(path)
 	}

@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build debian
+
+package guest
+
+import (
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"sockeye/internal/agent"
+)
+
+// The attacker is an ordinary user whose service manager runs without a login.
+const attacker = "mallory"
+
+// attackerHome is where the attacker's programs and their findings are.
+const attackerHome = "/home/" + attacker
+
+// stealer takes the name of member 0. It writes whatever reaches it to stolen.
+//
+//	stealer.py lookup BMP IPFIX: listen on ports of its own
+//	stealer.py pass: get sockets of the service's ports from a private network namespace
+const stealer = `import os, socket, sys, threading, time
+home = "` + attackerHome + `"
+def note(text):
+    with open(home + "/stolen", "a") as f:
+        f.write(text + "\n")
+def sockets(host, bmp, ipfix):
+    found = []
+    for kind, port in ((socket.SOCK_STREAM, bmp), (socket.SOCK_DGRAM, ipfix)):
+        s = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        s.bind((host, port))
+        if kind == socket.SOCK_STREAM:
+            s.listen(16)
+        found.append(s)
+    return found
+if sys.argv[1] == "give":
+    s = socket.socket(socket.AF_UNIX)
+    s.connect(home + "/pass")
+    own = sockets("::", 1790, 4739)
+    socket.send_fds(s, [b"x"], [o.fileno() for o in own])
+    s.recv(1)
+    time.sleep(600)
+if sys.argv[1] == "pass":
+    if os.path.exists(home + "/pass"):
+        os.unlink(home + "/pass")
+    l = socket.socket(socket.AF_UNIX)
+    l.bind(home + "/pass")
+    l.listen(1)
+    if os.fork() == 0:
+        os.execvp("unshare", ["unshare", "--user", "--map-root-user", "--net", sys.executable, __file__, "give", "nfacctd-0.conf"])
+    c, _ = l.accept()
+    _, fds, _, _ = socket.recv_fds(c, 1, 2)
+    tcp, udp = [socket.socket(fileno=fd) for fd in fds]
+else:
+    tcp, udp = sockets("127.0.0.1", int(sys.argv[2]), int(sys.argv[3]))
+def accept():
+    while True:
+        c, a = tcp.accept()
+        note("connection from %s" % (a,))
+threading.Thread(target=accept, daemon=True).start()
+with open(home + "/ready", "w") as f:
+    f.write(str(os.getpid()))
+while True:
+    _, a = udp.recvfrom(65535)
+    note("datagram from %s" % (a,))
+`
+
+// asAttacker runs a command as the attacker, with the attacker's service manager.
+func asAttacker(t *testing.T, args ...string) result {
+	t.Helper()
+	uid := strings.TrimSpace(must(t, "id", "-u", attacker))
+	return run(t, append([]string{"runuser", "-u", attacker, "--", "env", "XDG_RUNTIME_DIR=/run/user/" + uid,
+		"DBUS_SESSION_BUS_ADDRESS=unix:path=/run/user/" + uid + "/bus"}, args...)...)
+}
+
+// linger makes the attacker, whose service manager goes on without a session.
+func linger(t *testing.T) {
+	t.Helper()
+	if run(t, "id", attacker).code != 0 {
+		must(t, "useradd", "--create-home", "--home-dir", attackerHome, "--shell", "/bin/bash", attacker)
+	}
+	write(t, attackerHome+"/stealer.py", stealer)
+	must(t, "loginctl", "enable-linger", attacker)
+	wait(t, "the attacker's service manager runs", func() string {
+		if r := asAttacker(t, "systemctl", "--user", "is-system-running"); r.code != 0 && !strings.Contains(r.stdout, "degraded") {
+			return r.String()
+		}
+		return ""
+	})
+}
+
+// steal runs the stealer as the attacker's own nfacctd@0.service, until the test
+// ends, and returns its process.
+func steal(t *testing.T, args ...string) int {
+	t.Helper()
+	linger(t)
+	for _, name := range []string{"ready", "stolen"} {
+		_ = os.Remove(attackerHome + "/" + name)
+	}
+	t.Cleanup(func() {
+		asAttacker(t, "systemctl", "--user", "stop", "nfacctd@0.service")
+		asAttacker(t, "systemctl", "--user", "reset-failed", "nfacctd@0.service")
+	})
+	r := asAttacker(t, append([]string{"systemd-run", "--user", "--unit=nfacctd@0.service", "/usr/bin/python3", attackerHome + "/stealer.py"}, append(args, "nfacctd-0.conf")...)...)
+	if r.code != 0 {
+		t.Fatalf("the attack does not begin: %s", r)
+	}
+	wait(t, "the attacker's program has its sockets", func() string {
+		if !exists(attackerHome + "/ready") {
+			return asAttacker(t, "systemctl", "--user", "status", "--no-pager", "nfacctd@0.service").String()
+		}
+		return ""
+	})
+	pid, err := strconv.Atoi(read(t, attackerHome+"/ready"))
+	if err != nil || !alive(pid) {
+		t.Fatalf("the attacker's process %d is not there: %v", pid, err)
+	}
+	if cgroup := read(t, fmt.Sprintf("/proc/%d/cgroup", pid)); !strings.Contains(cgroup, "nfacctd@0.service") {
+		t.Fatalf("the attacker's process is in %s", cgroup)
+	}
+	return pid
+}
+
+// notStolen gives the agent time to be deceived, and fails if it is.
+func notStolen(t *testing.T, pid int) {
+	t.Helper()
+	for begin := time.Now(); time.Since(begin) < 8*time.Second; time.Sleep(time.Second) {
+		for _, s := range query[[]agent.SlotStatus](t, "slots") {
+			if s.PID != 0 && (s.PID == pid || systemUnit(s.PID) != fmt.Sprintf("nfacctd@%d.service", s.Slot)) {
+				t.Fatalf("slot %d has process %d (%s), the attacker's is %d", s.Slot, s.PID, s.Command, pid)
+			}
+		}
+	}
+	if exists(attackerHome + "/stolen") {
+		t.Errorf("the attacker received: %s", read(t, attackerHome+"/stolen"))
+	}
+}
+
+// theftReuseport: member 0 is away, and an ordinary user's process of the same unit
+// name has sockets of the service's ports, made in a private network namespace.
+func theftReuseport(t *testing.T, w *world, user bool) {
+	defer restore(t)
+	policy := firstPolicy(t)
+	if !user {
+		var kept []string
+		for line := range strings.Lines(policy) {
+			if !strings.HasPrefix(strings.TrimSpace(line), "user:") {
+				kept = append(kept, line)
+			}
+		}
+		policy = strings.Join(kept, "")
+		path := t.TempDir() + "/policy.yaml"
+		write(t, path, policy)
+		if r := run(t, binary, "check", path); r.code == 2 {
+			if !strings.Contains(r.stdout+r.stderr, "user") {
+				t.Errorf("check refuses a service without user, and does not say what to add: %s", r)
+			}
+			return
+		}
+	}
+	apply(t, policy)
+	waitReady(t, 0, 1, 2, 3)
+	before := w.before(t)
+	must(t, "systemctl", "stop", "nfacctd@0")
+	pid := steal(t, "pass")
+	notStolen(t, pid)
+	// The agent does not know the attacker from before, either.
+	must(t, "systemctl", "restart", "sockeye")
+	waitAgent(t)
+	notStolen(t, pid)
+	must(t, "systemctl", "start", "nfacctd@0")
+	waitReady(t, 0, 1, 2, 3)
+	same(t, before, w.places(t))
+}
+
+// theftLookup: with lookup, an ordinary user's process has ports of its own.
+func theftLookup(t *testing.T, w *world) {
+	defer func() {
+		for slot := range members {
+			write(t, fmt.Sprintf("/etc/pmacct/nfacctd-%d.conf", slot), nfacctdConfig(slot, 0, 0))
+			must(t, "systemctl", "restart", fmt.Sprintf("nfacctd@%d", slot))
+		}
+		must(t, "systemctl", "stop", "sockeye")
+		must(t, binary, "reset")
+		w.last = nil
+		restore(t)
+	}()
+	var ports []int
+	for slot := range members {
+		must(t, "systemctl", "stop", fmt.Sprintf("nfacctd@%d", slot))
+		ports = append(ports, 20000+slot)
+		write(t, fmt.Sprintf("/etc/pmacct/nfacctd-%d.conf", slot), nfacctdConfig(slot, 20000+slot, 21000+slot))
+	}
+	must(t, "systemctl", "stop", "sockeye")
+	must(t, binary, "reset")
+	policy := strings.Replace(firstPolicy(t), "slots: 4", "slots: 4\n    steering: lookup", 1)
+	policy = strings.Replace(policy, `"[::]:1790"`, `"[::]:1790", member_ports: 20000-20099`, 1)
+	policy = strings.Replace(policy, `"[::]:4739"`, `"[::]:4739", member_ports: 21000-21099`, 1)
+	write(t, policyPath, policy)
+	must(t, "systemctl", "start", "sockeye")
+	for slot := range members {
+		must(t, "systemctl", "start", fmt.Sprintf("nfacctd@%d", slot))
+	}
+	waitReady(t, 0, 1, 2, 3)
+	before := w.places(t, ports...)
+	must(t, "systemctl", "stop", "nfacctd@0")
+	pid := steal(t, "lookup", "20050", "21050")
+	notStolen(t, pid)
+	must(t, "systemctl", "restart", "sockeye")
+	waitAgent(t)
+	notStolen(t, pid)
+	must(t, "systemctl", "start", "nfacctd@0")
+	waitReady(t, 0, 1, 2, 3)
+	same(t, before, w.places(t, ports...))
+}
+
+// userCgroups: rules name the system's slices and units, whatever users call theirs.
+func userCgroups(t *testing.T, _ *world) {
+	defer restore(t)
+	linger(t)
+	t.Cleanup(func() {
+		asAttacker(t, "systemctl", "--user", "stop", "nfacctd@1.service")
+		asAttacker(t, "systemctl", "--user", "stop", "telemetry.slice")
+	})
+	if r := asAttacker(t, "systemd-run", "--user", "--unit=nfacctd@1.service", "--slice=telemetry.slice", "sleep", "600"); r.code != 0 {
+		t.Fatal(r)
+	}
+	apply(t, firstPolicy(t)+`
+tune:
+  - {name: slice, cgroup: telemetry.slice, match: {local_port: 1790}, set: {rcvbuf: 150KB}}
+trace:
+  - {name: unit, cgroup: nfacctd@1.service, messages: 1/1, stages: [rx_stack, reader]}
+`)
+	look := func() {
+		t.Helper()
+		wait(t, "the rules are at the system's cgroups", func() string {
+			v := tuned(t, "telemetry.slice")
+			if !v.Attached || v.Problem != "" || v.Path != "/telemetry.slice" {
+				return fmt.Sprintf("tune: attached %v at %q: %s", v.Attached, v.Path, v.Problem)
+			}
+			s := waitAgent(t)
+			if len(s.Trace) != 1 || !s.Trace[0].Attached || s.Trace[0].Problem != "" {
+				return fmt.Sprintf("trace: %+v", s.Trace)
+			}
+			return ""
+		})
+	}
+	look()
+	must(t, "systemctl", "restart", "sockeye")
+	look()
+	// The system's are away: the user's do not stand in for them.
+	must(t, "systemctl", "stop", "nfacctd@0", "nfacctd@1", "nfacctd@2", "nfacctd@3", "telemetry.slice")
+	wait(t, "the slice's cgroup is gone", func() string {
+		if exists("/sys/fs/cgroup/telemetry.slice") {
+			return "it is there"
+		}
+		return ""
+	})
+	must(t, "systemctl", "restart", "sockeye")
+	time.Sleep(3 * time.Second)
+	if v := tuned(t, "telemetry.slice"); v.Attached && v.Path != "/telemetry.slice" {
+		t.Errorf("tune is attached at %q, a user's slice", v.Path)
+	}
+	if s := waitAgent(t); len(s.Trace) == 1 && s.Trace[0].Attached {
+		t.Errorf("trace is attached although the system's unit does not run")
+	}
+}

@@ -1,0 +1,522 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build debian
+
+package guest
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+)
+
+// placesPath keeps where the routers were, over a reboot.
+const placesPath = "/var/lib/sockeye-lab.json"
+
+// domains is what a policy has beside services, so that every domain is in use.
+const domains = `
+tune:
+  - {name: slice, cgroup: telemetry.slice, match: {local_port: 1790}, set: {rcvbuf: 150KB, notsent_lowat: 128KB}}
+trace:
+  - {name: bmp, cgroup: telemetry.slice, match: {local_port: 1790}, messages: 1/1, stages: [rx_stack, reader]}
+bigtcp:
+  - {interface: "` + link + `", ipv6: 128KB}
+`
+
+// services is a policy's services in the words that all versions know.
+const services = `
+services:
+  telemetry:
+    slots: 4
+    user: pmacct
+    listeners:
+      - {protocol: tcp, address: "[::]:1790"}
+      - {protocol: udp, address: "[::]:4739"}
+    members:
+      - {match: {systemd_unit: "nfacctd@*.service"}, slot: instance}
+`
+
+// TestFirstBoot installs Sockeye on a Debian that never had it, and does with it
+// what its users and its enemies do.
+func TestFirstBoot(t *testing.T) {
+	begin := time.Now()
+	prepareHost(t)
+	w := startRouters(t)
+	usable := false
+	t.Run("installed as the documents say", func(t *testing.T) {
+		installAsDocumented(t, w)
+		usable = true
+	})
+	if !usable {
+		t.Fatal("there is nothing to test")
+	}
+	for _, test := range []struct {
+		name string
+		f    func(*testing.T, *world)
+	}{
+		{"steering goes on while the agent is stopped", agentStopped},
+		{"an agent that is restarted loses no connection", agentRestarted},
+		{"an agent that is killed comes back and loses no connection", agentKilled},
+		{"a reload puts the policy in force", reloaded},
+		{"a reload with a broken policy fails and says so", reloadedBroken},
+		{"an agent that starts with a broken policy keeps the last one", startedBroken},
+		{"a member that is restarted gets its routers back", memberRestarted},
+		{"a member that is killed gets its routers back", memberKilled},
+		{"tune, trace and bigtcp follow units and slices over restarts", domainsFollow},
+		{"a rule for a unit inside a tuned slice is refused by check as by plan", nestedRules},
+		{"every command works under the hardened unit", commands},
+		{"a lingering user's telemetry.slice and nfacctd@1.service are not the system's", userCgroups},
+		{"a lingering user takes no slot in reuseport mode", func(t *testing.T, w *world) { theftReuseport(t, w, true) }},
+		{"a lingering user takes no slot in reuseport mode without user", func(t *testing.T, w *world) { theftReuseport(t, w, false) }},
+		{"a lingering user takes no slot in lookup mode", theftLookup},
+		{"upgrade and return with every domain in use", func(t *testing.T, w *world) { upgrade(t, w, "all-domains", services+domains) }},
+		{"upgrade and return over a change of tune's layout", func(t *testing.T, w *world) { upgrade(t, w, "tune-layout", services+tuneOnly) }},
+		{"the unit's exposure is 3.0 or less", score},
+	} {
+		t.Run(test.name, func(t *testing.T) { test.f(t, w) })
+	}
+	t.Run("the journal has priorities, one time a line, and no left-over process", func(t *testing.T) { journalLines(t, begin) })
+	t.Run("places are noted for the reboot", func(t *testing.T) {
+		restore(t)
+		text, err := json.Marshal(w.places(t))
+		if err != nil {
+			t.Fatal(err)
+		}
+		write(t, placesPath, string(text))
+		must(t, "systemctl", "enable", "nfacctd@0", "nfacctd@1", "nfacctd@2", "nfacctd@3")
+	})
+}
+
+// prepareHost makes what an administrator has before Sockeye comes.
+func prepareHost(t *testing.T) {
+	t.Helper()
+	for name, value := range map[string]string{
+		"net/ipv4/icmp_ratelimit": "0", "net/ipv6/icmp/ratelimit": "0",
+	} {
+		write(t, "/proc/sys/"+name, value)
+	}
+	if run(t, "id", memberUser).code != 0 {
+		must(t, "useradd", "--system", "--home-dir", "/var/lib/pmacct", "--create-home", "--shell", "/usr/sbin/nologin", memberUser)
+	}
+	must(t, "install", "-d", "-o", memberUser, filepath.Dir(recordsPath(0)))
+	for slot := range members {
+		write(t, fmt.Sprintf("/etc/pmacct/nfacctd-%d.conf", slot), nfacctdConfig(slot, 0, 0))
+	}
+}
+
+// installAsDocumented is README's "Install" and "First policy".
+func installAsDocumented(t *testing.T, w *world) {
+	must(t, "cp", "-a", filepath.Join(payload, "install")+"/.", "/")
+	must(t, "systemctl", "daemon-reload")
+	if r := run(t, binary, "--version"); r.code != 0 || !strings.Contains(r.stdout, "sockeye") {
+		t.Errorf("%s", r)
+	}
+	example := filepath.Join(shared, "examples/nfacctd@.service")
+	if !exists(example) {
+		t.Errorf("make install installs no example of a member's unit: there is no %s", example)
+		write(t, "/etc/systemd/system/nfacctd@.service", "[Unit]\nAfter=sockeye.service\n[Service]\nUser=pmacct\nExecStart=/usr/sbin/nfacctd -f /etc/pmacct/nfacctd-%i.conf\nRestart=always\nRestartSec=1\n[Install]\nWantedBy=multi-user.target\n")
+	} else {
+		must(t, "install", "-m", "644", example, "/etc/systemd/system/nfacctd@.service")
+	}
+	write(t, "/etc/systemd/system/nfacctd@.service.d/slice.conf", "[Service]\nSlice=telemetry.slice\n")
+	must(t, "systemctl", "daemon-reload")
+	if unit := read(t, "/etc/systemd/system/nfacctd@.service"); !regexp.MustCompile(`(?m)^After=.*\bsockeye\.service`).MatchString(unit) {
+		t.Errorf("the example of a member's unit does not start after the agent:\n%s", unit)
+	}
+	write(t, policyPath, firstPolicy(t))
+	must(t, binary, "check", policyPath)
+	must(t, "systemctl", "enable", "--now", "sockeye")
+	must(t, binary, "doctor")
+	must(t, "systemctl", "start", "nfacctd@0", "nfacctd@1", "nfacctd@2", "nfacctd@3")
+	waitReady(t, 0, 1, 2, 3)
+	w.places(t)
+	noProblem(t)
+}
+
+// restore puts README's policy and the installed version in force, with an agent and
+// members that run.
+func restore(t *testing.T) {
+	t.Helper()
+	installCurrent(t)
+	write(t, policyPath, firstPolicy(t))
+	must(t, "systemctl", "restart", "sockeye")
+	for slot := range members {
+		must(t, "systemctl", "start", fmt.Sprintf("nfacctd@%d", slot))
+	}
+	waitReady(t, 0, 1, 2, 3)
+}
+
+func installCurrent(t *testing.T) {
+	t.Helper()
+	install(t, filepath.Join(payload, "install", binary))
+	must(t, "install", "-m", "644", filepath.Join(payload, "install/etc/systemd/system/sockeye.service"), "/etc/systemd/system/sockeye.service")
+	must(t, "systemctl", "daemon-reload")
+}
+
+// noProblem fails if status reports a problem.
+func noProblem(t *testing.T) {
+	t.Helper()
+	wait(t, "status reports no problem", func() string {
+		s := waitAgent(t)
+		var problems []string
+		for _, v := range s.Services {
+			problems = append(problems, v.Problem)
+			for _, m := range v.Waiting {
+				problems = append(problems, m.Problem)
+			}
+		}
+		for _, v := range s.Tune {
+			problems = append(problems, v.Problem)
+		}
+		for _, v := range s.Trace {
+			problems = append(problems, v.Problem)
+		}
+		for _, v := range s.BigTCP {
+			problems = append(problems, v.Problem)
+			for _, p := range v.Problems {
+				problems = append(problems, p.Problem)
+			}
+		}
+		return strings.Join(strings.Fields(strings.Join(problems, " ")), " ")
+	})
+}
+
+func same(t *testing.T, before, after map[netip.Addr]int) {
+	t.Helper()
+	if !maps.Equal(before, after) {
+		t.Errorf("routers changed their members: before %v, after %v", before, after)
+	}
+}
+
+func agentStopped(t *testing.T, w *world) {
+	before, sessions := w.before(t), w.sessions()
+	must(t, "systemctl", "stop", "sockeye")
+	same(t, before, w.places(t))
+	w.unchanged(t, sessions)
+	must(t, "systemctl", "start", "sockeye")
+	waitReady(t, 0, 1, 2, 3)
+	same(t, before, w.places(t))
+	w.unchanged(t, sessions)
+}
+
+func agentRestarted(t *testing.T, w *world) {
+	before, sessions := w.before(t), w.sessions()
+	for range 2 {
+		must(t, "systemctl", "restart", "sockeye")
+		waitReady(t, 0, 1, 2, 3)
+	}
+	same(t, before, w.places(t))
+	w.unchanged(t, sessions)
+}
+
+func agentKilled(t *testing.T, w *world) {
+	before, sessions := w.before(t), w.sessions()
+	pid := mainPID(t, "sockeye")
+	if err := unix.Kill(pid, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	wait(t, "systemd starts the agent again", func() string {
+		if now := mainPID(t, "sockeye"); now == pid || now == 0 || property(t, "sockeye", "ActiveState") != "active" {
+			return fmt.Sprintf("its main process is %d, it was %d", now, pid)
+		}
+		return ""
+	})
+	waitReady(t, 0, 1, 2, 3)
+	same(t, before, w.places(t))
+	w.unchanged(t, sessions)
+}
+
+func reloaded(t *testing.T, w *world) {
+	defer restore(t)
+	sessions := w.sessions()
+	write(t, policyPath, firstPolicy(t)+domains)
+	must(t, "systemctl", "reload", "sockeye")
+	s := waitAgent(t)
+	if len(s.Tune) != 1 || len(s.Trace) != 1 || len(s.BigTCP) != 1 {
+		t.Errorf("after the reload the agent has %d tuned and %d traced cgroups, and %d networks of bigtcp, want 1 of each", len(s.Tune), len(s.Trace), len(s.BigTCP))
+	}
+	w.unchanged(t, sessions)
+}
+
+// broken is a policy that check refuses.
+func broken(t *testing.T) string {
+	return strings.Replace(firstPolicy(t), "slots: 4", "slots: many", 1)
+}
+
+func reloadedBroken(t *testing.T, w *world) {
+	defer restore(t)
+	sessions := w.sessions()
+	write(t, policyPath, broken(t))
+	if r := run(t, "systemctl", "reload", "sockeye"); r.code == 0 {
+		t.Errorf("systemctl reload succeeds with a broken policy")
+	}
+	if r := run(t, binary, "status"); r.code != 0 || !strings.Contains(r.stdout, "not in force") {
+		t.Errorf("status does not say that the policy on disk is not in force:\n%s", r)
+	}
+	waitReady(t, 0, 1, 2, 3)
+	w.unchanged(t, sessions)
+}
+
+func startedBroken(t *testing.T, w *world) {
+	defer restore(t)
+	before, sessions := w.before(t), w.sessions()
+	write(t, policyPath, broken(t))
+	since := time.Now()
+	if r := run(t, "systemctl", "restart", "sockeye"); r.code != 0 {
+		t.Errorf("the agent does not start: %s", r)
+	}
+	if limit := property(t, "sockeye", "StartLimitIntervalUSec"); limit != "0" {
+		t.Errorf("systemd gives up on an agent that fails often: StartLimitIntervalUSec=%s", limit)
+	}
+	if r := run(t, binary, "status"); r.code != 0 || !strings.Contains(r.stdout, "not in force") {
+		t.Errorf("status does not say that the policy on disk is not in force:\n%s", r)
+	}
+	loud := false
+	for _, e := range journal(t, since) {
+		if p, err := strconv.Atoi(e.Priority); err == nil && p <= 4 && e.Comm == "sockeye" {
+			loud = true
+		}
+	}
+	if !loud {
+		t.Error("the journal has no line of priority warning or above about the broken policy")
+	}
+	waitReady(t, 0, 1, 2, 3)
+	same(t, before, w.places(t))
+	w.unchanged(t, sessions)
+}
+
+// memberRestarted restarts a member that has routers, by systemd.
+func memberRestarted(t *testing.T, w *world) {
+	memberGone(t, w, func(unit string) { must(t, "systemctl", "restart", unit) })
+}
+
+func memberKilled(t *testing.T, w *world) {
+	memberGone(t, w, func(unit string) {
+		if err := unix.Kill(mainPID(t, unit), unix.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
+
+func memberGone(t *testing.T, w *world, end func(unit string)) {
+	before, sessions := w.before(t), w.sessions()
+	slot := before[w.routers[0].address]
+	unit := fmt.Sprintf("nfacctd@%d.service", slot)
+	pid := mainPID(t, unit)
+	end(unit)
+	wait(t, "the member is back", func() string {
+		if now := mainPID(t, unit); now == pid || now == 0 {
+			return fmt.Sprintf("its main process is %d, it was %d", now, pid)
+		}
+		return ""
+	})
+	waitReady(t, 0, 1, 2, 3)
+	same(t, before, w.places(t))
+	after := w.sessions()
+	for i, r := range w.routers {
+		if before[r.address] != slot && after[i] != sessions[i] {
+			t.Errorf("%v of member %d lost its connection as member %d ended", r.address, before[r.address], slot)
+		}
+	}
+}
+
+// tuned returns what tune says of a cgroup.
+func tuned(t *testing.T, cgroup string) agent.TuneStatus {
+	t.Helper()
+	for _, v := range query[[]agent.TuneStatus](t, "tune") {
+		if v.Cgroup == cgroup {
+			return v
+		}
+	}
+	t.Fatalf("tune does not show %s", cgroup)
+	return agent.TuneStatus{}
+}
+
+// waitDomains waits until all rules of domains are in force, and proves it by
+// connections that are counted and by the interface's size.
+func waitDomains(t *testing.T, w *world) {
+	t.Helper()
+	wait(t, "the rules are in force", func() string {
+		s := waitAgent(t)
+		for _, v := range s.Tune {
+			if !v.Attached || v.Problem != "" {
+				return fmt.Sprintf("tune: %+v", v)
+			}
+		}
+		for _, v := range s.Trace {
+			if !v.Attached || v.Problem != "" {
+				return fmt.Sprintf("trace: %+v", v)
+			}
+		}
+		for _, v := range s.BigTCP {
+			if v.Problem != "" || v.Applied != 1 {
+				return fmt.Sprintf("bigtcp: %+v", v)
+			}
+		}
+		return ""
+	})
+	count := func() uint64 { return tuned(t, "telemetry.slice").Rules[0].Connections }
+	before := count()
+	w.reconnect(t)
+	wait(t, "the rule of tune counts a new connection", func() string {
+		if now := count(); now <= before {
+			return fmt.Sprintf("%d connections, before there were %d; %s", now, before, run(t, binary, "tune"))
+		}
+		return ""
+	})
+}
+
+func domainsFollow(t *testing.T, w *world) {
+	defer restore(t)
+	apply(t, firstPolicy(t)+domains)
+	waitDomains(t, w)
+	if size := gsoMaxSize(t); size != 128000 && size != 128<<10 {
+		t.Errorf("%s has gso_max_size %d", link, size)
+	}
+
+	must(t, "systemctl", "restart", "nfacctd@1.service")
+	waitReady(t, 0, 1, 2, 3)
+	waitDomains(t, w)
+
+	// The slice, and so its cgroup, ends with its last unit.
+	must(t, "systemctl", "stop", "nfacctd@0", "nfacctd@1", "nfacctd@2", "nfacctd@3", "telemetry.slice")
+	wait(t, "the slice's cgroup is gone", func() string {
+		if exists("/sys/fs/cgroup/telemetry.slice") {
+			return "it is there"
+		}
+		return ""
+	})
+	if s := waitAgent(t); len(s.Tune) != 1 || s.Tune[0].Attached {
+		t.Errorf("tune says of a cgroup that is gone: %+v", s.Tune)
+	}
+	begin := time.Now()
+	must(t, "systemctl", "start", "nfacctd@0", "nfacctd@1", "nfacctd@2", "nfacctd@3")
+	started := time.Since(begin)
+	waitFor(t, patience, "the rule is attached again", func() string {
+		if !tuned(t, "telemetry.slice").Attached {
+			return "it is not"
+		}
+		return ""
+	})
+	t.Logf("the units started in %v; tune was seen attached %v after", started, time.Since(begin)-started)
+	waitReady(t, 0, 1, 2, 3)
+	waitDomains(t, w)
+
+	must(t, "systemctl", "restart", "sockeye")
+	waitReady(t, 0, 1, 2, 3)
+	waitDomains(t, w)
+
+	apply(t, firstPolicy(t))
+	if size := gsoMaxSize(t); size != 65536 {
+		t.Errorf("%s has gso_max_size %d after the rule was removed, want 65536", link, size)
+	}
+}
+
+// gsoMaxSize returns gso_max_size of the host's end of the routers' link.
+func gsoMaxSize(t *testing.T) int {
+	t.Helper()
+	text := must(t, "ip", "-d", "link", "show", link)
+	_, rest, _ := strings.Cut(text, "gso_max_size ")
+	size, err := strconv.Atoi(strings.Fields(rest + " none")[0])
+	if err != nil {
+		t.Fatalf("no gso_max_size in %s", text)
+	}
+	return size
+}
+
+// reconnect closes the session of one router, which opens another.
+func (w *world) reconnect(t *testing.T) {
+	t.Helper()
+	r := w.routers[0]
+	r.mu.Lock()
+	s, before := r.session, r.opened
+	r.mu.Unlock()
+	if s != nil {
+		_ = s.Close()
+	}
+	wait(t, "a router connects again", func() string {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if r.opened == before {
+			return "it did not"
+		}
+		return ""
+	})
+}
+
+func nestedRules(t *testing.T, _ *world) {
+	policy := filepath.Join(t.TempDir(), "policy.yaml")
+	write(t, policy, firstPolicy(t)+`
+tune:
+  - {name: slice, cgroup: telemetry.slice, set: {rcvbuf: 150KB}}
+  - {name: unit, cgroup: nfacctd@1.service, set: {rcvbuf: 100KB}}
+`)
+	check, plan := run(t, binary, "check", policy), run(t, binary, "plan", policy)
+	if (check.code == 0) != (plan.code == 0) {
+		t.Errorf("check and plan disagree:\n%s\n%s", check, plan)
+	}
+}
+
+func score(t *testing.T, _ *world) {
+	text := must(t, "systemd-analyze", "security", "--no-pager", "sockeye.service")
+	m := exposure.FindStringSubmatch(text)
+	if m == nil {
+		t.Fatalf("systemd-analyze gives no score:\n%s", text)
+	}
+	if s, err := strconv.ParseFloat(m[1], 64); err != nil || s > 3.0 {
+		t.Errorf("the unit scores %s, want 3.0 or less:\n%s", m[1], text)
+	}
+}
+
+var ownTime = regexp.MustCompile(`\btime=|^\d{4}[-/]\d\d[-/]\d\d`)
+
+func journalLines(t *testing.T, since time.Time) {
+	priorities := map[string]int{}
+	for _, e := range journal(t, since) {
+		if strings.Contains(e.Message, "left-over process") || strings.Contains(e.Message, "unclean termination") {
+			t.Errorf("systemd says of the keeper: %s", e.Message)
+		}
+		if e.Comm != "sockeye" {
+			continue
+		}
+		priorities[e.Priority]++
+		if ownTime.MatchString(e.Message) {
+			t.Errorf("a line has the time twice: %s", e.Message)
+		}
+		if strings.Contains(e.Message, "level=") {
+			t.Errorf("a line has its level in its text: %s", e.Message)
+		}
+		if t.Failed() {
+			break
+		}
+	}
+	if len(priorities) < 2 {
+		t.Errorf("all lines of the agent have one priority: %v", priorities)
+	}
+}
+
+// places of an earlier boot.
+func notedPlaces(t *testing.T) map[netip.Addr]int {
+	t.Helper()
+	var places map[netip.Addr]int
+	text, err := os.ReadFile(placesPath)
+	if err == nil {
+		err = json.Unmarshal(text, &places)
+	}
+	if err != nil {
+		t.Fatalf("the first boot noted no places: %v", err)
+	}
+	return places
+}

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build debian
+
+package guest
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"sockeye/internal/agent"
+)
+
+const (
+	payload    = "/payload"
+	policyPath = "/etc/sockeye/policy.yaml"
+	binary     = "/usr/local/bin/sockeye"
+	shared     = "/usr/local/share/sockeye"
+	members    = 4
+	memberUser = "pmacct"
+
+	// patience is for what takes milliseconds, under emulation on a busy machine.
+	patience = 60 * time.Second
+	// commandTimeout bounds a command.
+	commandTimeout = 90 * time.Second
+)
+
+// result is what a command came to.
+type result struct {
+	args           []string
+	stdout, stderr string
+	code           int
+}
+
+func (r result) String() string {
+	return fmt.Sprintf("%s: exit code %d\n%s%s", strings.Join(r.args, " "), r.code, r.stdout, r.stderr)
+}
+
+// run runs a command to its end, in the clean-up of a test as well.
+func run(t *testing.T, args ...string) result {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), commandTimeout)
+	defer cancel()
+	c := exec.CommandContext(ctx, args[0], args[1:]...)
+	var stdout, stderr bytes.Buffer
+	c.Stdout, c.Stderr, c.WaitDelay = &stdout, &stderr, 2*time.Second
+	err := c.Run()
+	if ctx.Err() != nil {
+		t.Fatalf("%s: not done within %v\n%s%s", strings.Join(args, " "), commandTimeout, stdout.Bytes(), stderr.Bytes())
+	}
+	if exit := (*exec.ExitError)(nil); err != nil && !errors.As(err, &exit) {
+		t.Fatalf("%s: %v", strings.Join(args, " "), err)
+	}
+	return result{args, stdout.String(), stderr.String(), c.ProcessState.ExitCode()}
+}
+
+// must runs a command that must succeed.
+func must(t *testing.T, args ...string) string {
+	t.Helper()
+	r := run(t, args...)
+	if r.code != 0 {
+		t.Fatal(r)
+	}
+	return r.stdout
+}
+
+// query runs a command of sockeye with -o json and reads its output.
+func query[V any](t *testing.T, args ...string) V {
+	t.Helper()
+	var v V
+	text := must(t, append([]string{binary, "-o", "json"}, args...)...)
+	if err := json.Unmarshal([]byte(text), &v); err != nil {
+		t.Fatalf("sockeye %s: %v in %q", strings.Join(args, " "), err, text)
+	}
+	return v
+}
+
+// wait waits until done returns "", and fails with what it has returned last.
+func wait(t *testing.T, what string, done func() string) {
+	t.Helper()
+	waitFor(t, patience, what, done)
+}
+
+func waitFor(t *testing.T, limit time.Duration, what string, done func() string) {
+	t.Helper()
+	begin := time.Now()
+	for {
+		why := done()
+		if why == "" {
+			return
+		}
+		if time.Since(begin) > limit {
+			t.Fatalf("%s: not within %v: %s", what, limit, why)
+		}
+		time.Sleep(200 * time.Millisecond)
+	}
+}
+
+func write(t *testing.T, path, text string) {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func read(t *testing.T, path string) string {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+// firstPolicy is the policy of the README, below "First policy".
+func firstPolicy(t *testing.T) string {
+	t.Helper()
+	_, rest, _ := strings.Cut(read(t, filepath.Join(payload, "README.md")), "## First policy")
+	_, rest, _ = strings.Cut(rest, "```yaml\n")
+	text, _, found := strings.Cut(rest, "```")
+	if !found {
+		t.Fatal("README.md has no first policy")
+	}
+	return text
+}
+
+// install installs a version of sockeye's binary in place of the present one, as
+// install(1) does.
+func install(t *testing.T, from string) {
+	t.Helper()
+	must(t, "install", "-m", "755", from, binary)
+}
+
+// apply writes a policy and applies it.
+func apply(t *testing.T, policy string) {
+	t.Helper()
+	write(t, policyPath, policy)
+	if r := run(t, binary, "apply"); r.code != 0 {
+		t.Fatalf("%s\nof the policy\n%s", r, policy)
+	}
+}
+
+// property returns a unit's property.
+func property(t *testing.T, unit, name string) string {
+	t.Helper()
+	return strings.TrimSpace(must(t, "systemctl", "show", "--value", "-p", name, unit))
+}
+
+func mainPID(t *testing.T, unit string) int {
+	t.Helper()
+	pid, err := strconv.Atoi(property(t, unit, "MainPID"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pid
+}
+
+// waitAgent waits until the agent answers, and returns its status.
+func waitAgent(t *testing.T) agent.Status {
+	t.Helper()
+	var s agent.Status
+	wait(t, "the agent answers", func() string {
+		r := run(t, binary, "-o", "json", "status")
+		if r.code != 0 {
+			return r.String()
+		}
+		if err := json.Unmarshal([]byte(r.stdout), &s); err != nil {
+			return err.Error()
+		}
+		return ""
+	})
+	return s
+}
+
+// waitReady waits until these slots of the service telemetry, and no others, are
+// ready, each with a process of the unit of its number.
+func waitReady(t *testing.T, slots ...int) {
+	t.Helper()
+	want := map[int]bool{}
+	for _, s := range slots {
+		want[s] = true
+	}
+	wait(t, fmt.Sprintf("slots %v are ready", slots), func() string {
+		r := run(t, binary, "-o", "json", "slots")
+		if r.code != 0 {
+			return r.String()
+		}
+		var all []agent.SlotStatus
+		if err := json.Unmarshal([]byte(r.stdout), &all); err != nil {
+			return err.Error()
+		}
+		for _, s := range all {
+			if s.Ready != want[s.Slot] {
+				return fmt.Sprintf("slot %d is ready: %v, pid %d; %s", s.Slot, s.Ready, s.PID, run(t, binary, "status"))
+			}
+			if unit := fmt.Sprintf("nfacctd@%d.service", s.Slot); s.Ready && systemUnit(s.PID) != unit {
+				return fmt.Sprintf("slot %d has process %d of %q", s.Slot, s.PID, systemUnit(s.PID))
+			}
+		}
+		return ""
+	})
+}
+
+// systemUnit returns the unit of the system's manager that a process is of, by the
+// first .service of its cgroup's path.
+func systemUnit(pid int) string {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
+	if err != nil {
+		return ""
+	}
+	for part := range strings.SplitSeq(strings.TrimSpace(string(text)), "/") {
+		if strings.HasSuffix(part, ".service") {
+			return part
+		}
+	}
+	return ""
+}
+
+// entry is a line of the journal.
+type entry struct {
+	Message  string `json:"MESSAGE"`
+	Priority string `json:"PRIORITY"`
+	Unit     string `json:"_SYSTEMD_UNIT"`
+	PID      string `json:"_PID"`
+	Comm     string `json:"_COMM"`
+}
+
+// journal returns what the journal has of the agent's unit since a time: lines of
+// the agent, and of systemd about it.
+func journal(t *testing.T, since time.Time) []entry {
+	t.Helper()
+	text := must(t, "journalctl", "-u", "sockeye.service", "-o", "json", "--no-pager", fmt.Sprintf("--since=@%d", since.Unix()))
+	var all []entry
+	for line := range strings.Lines(text) {
+		var e entry
+		if err := json.Unmarshal([]byte(line), &e); err == nil { // messages that are no text are arrays of bytes
+			all = append(all, e)
+		}
+	}
+	return all
+}
+
+// nfacctdConfig is the configuration of one member. Ports of 0 are those that all
+// members share.
+func nfacctdConfig(slot int, bmp, ipfix int) string {
+	if bmp == 0 {
+		bmp, ipfix = bmpPort, ipfixPort
+	}
+	return fmt.Sprintf(`daemonize: false
+core_proc_name: nfacctd-%[1]d
+logfile: /var/lib/nfacctd/nfacctd-%[1]d.log
+nfacctd_port: %[3]d
+bmp_daemon: true
+bmp_daemon_port: %[2]d
+bmp_daemon_max_peers: 100
+nfacctd_as: bmp
+nfacctd_net: bmp
+aggregate: peer_src_ip
+plugins: print
+print_output: json
+print_output_file: %[4]s
+print_output_file_append: true
+print_refresh_time: 3
+`, slot, bmp, ipfix, recordsPath(slot))
+}
+
+func recordsPath(slot int) string { return fmt.Sprintf("/var/lib/nfacctd/nfacctd-%d.json", slot) }
+
+var exposure = regexp.MustCompile(`exposure level for sockeye\.service: ([0-9.]+)`)
+
+func exists(path string) bool {
+	_, err := os.Lstat(path)
+	return !errors.Is(err, fs.ErrNotExist)
+}

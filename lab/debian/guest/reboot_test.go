@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build debian
+
+package guest
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"sockeye/internal/agent"
+)
+
+// TestReboot is the boot after a host's first one: the agent and the members, which
+// start after it, come up by themselves.
+func TestReboot(t *testing.T) {
+	prepareHost(t)
+	w := startRouters(t)
+	t.Run("after a reboot every router is with the member that it had", func(t *testing.T) {
+		waitReady(t, 0, 1, 2, 3)
+		same(t, notedPlaces(t), w.places(t))
+		noProblem(t)
+	})
+	t.Run("a member's unit starts after the agent's", func(t *testing.T) {
+		agentUp := property(t, "sockeye", "ActiveEnterTimestampMonotonic")
+		for slot := range members {
+			unit := fmt.Sprintf("nfacctd@%d", slot)
+			if up := property(t, unit, "ExecMainStartTimestampMonotonic"); len(up) < len(agentUp) || len(up) == len(agentUp) && up < agentUp {
+				t.Errorf("%s started at %s µs, the agent was ready at %s µs", unit, up, agentUp)
+			}
+		}
+	})
+	t.Run("the next boot starts members without the agent", func(t *testing.T) {
+		var kept []string
+		for line := range strings.Lines(read(t, "/etc/systemd/system/nfacctd@.service")) {
+			if strings.HasPrefix(line, "After=") || strings.HasPrefix(line, "Wants=") {
+				line = strings.ReplaceAll(line, "sockeye.service", "")
+			}
+			kept = append(kept, line)
+		}
+		write(t, "/etc/systemd/system/nfacctd@.service", strings.Join(kept, ""))
+		must(t, "systemctl", "daemon-reload")
+		must(t, "systemctl", "disable", "sockeye")
+	})
+}
+
+// TestMembersBeforeAgent is a boot where members and routers are up before the
+// agent: the kernel has spread the routers over the members by its own hash.
+func TestMembersBeforeAgent(t *testing.T) {
+	prepareHost(t)
+	if state := run(t, "systemctl", "is-active", "sockeye").stdout; strings.TrimSpace(state) == "active" {
+		t.Fatal("the agent runs already")
+	}
+	w := startRouters(t)
+	spread := func(t *testing.T) map[netip.Addr]int {
+		t.Helper()
+		found := map[netip.Addr]int{}
+		wait(t, "every router has a session", func() string {
+			sessions, err := owners(bmpPort)
+			if err != nil {
+				return err.Error()
+			}
+			clear(found)
+			for _, r := range w.routers {
+				slot, ok := sessions[netip.AddrPortFrom(r.address, r.port())]
+				if !ok {
+					return fmt.Sprintf("%v has none", r.address)
+				}
+				found[r.address] = slot
+			}
+			return ""
+		})
+		return found
+	}
+	// begin makes the members and routers meet without an agent, so that some router's
+	// session is not with the member that the agent would choose.
+	begin := func(t *testing.T, onStart string) {
+		t.Helper()
+		policy := strings.Replace(firstPolicy(t), "slots: 4", "slots: 4\n    on_start: "+onStart, 1)
+		run(t, "systemctl", "stop", "sockeye")
+		must(t, binary, "reset")
+		for slot := range members {
+			must(t, "systemctl", "restart", fmt.Sprintf("nfacctd@%d", slot))
+		}
+		write(t, policyPath, policy)
+		for range 5 {
+			found := spread(t)
+			slots := map[int]bool{}
+			for _, slot := range found {
+				slots[slot] = true
+			}
+			if len(slots) > 1 {
+				return
+			}
+			must(t, "systemctl", "restart", "nfacctd@0")
+		}
+		t.Fatal("the kernel gives all routers to one member")
+	}
+	split := func(t *testing.T) int {
+		t.Helper()
+		sessions, err := owners(bmpPort)
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := 0
+		for _, r := range w.routers {
+			where := query[[]agent.WhereStatus](t, "where", r.address.String())
+			if slot, ok := sessions[netip.AddrPortFrom(r.address, r.port())]; !ok || slot != where[0].Slot {
+				n++
+			}
+		}
+		return n
+	}
+
+	t.Run("on_start report names routers that are not with their slot's member", func(t *testing.T) {
+		begin(t, "report")
+		must(t, "systemctl", "start", "sockeye")
+		waitReady(t, 0, 1, 2, 3)
+		if split(t) == 0 {
+			t.Fatal("no router is at another member than its slot's")
+		}
+		sessions := w.sessions()
+		wait(t, "status reports the routers", func() string {
+			s := waitAgent(t)
+			if s.Services[0].Problem == "" {
+				return run(t, binary, "status").String()
+			}
+			return ""
+		})
+		w.unchanged(t, sessions)
+	})
+	t.Run("on_start reset brings TCP and UDP of each router to one member", func(t *testing.T) {
+		begin(t, "reset")
+		must(t, "systemctl", "start", "sockeye")
+		waitReady(t, 0, 1, 2, 3)
+		w.places(t)
+		if n := split(t); n != 0 {
+			t.Errorf("%d routers are at another member than their slot's", n)
+		}
+		noProblem(t)
+	})
+	t.Run("on_start adopt leaves each router where its session is", func(t *testing.T) {
+		begin(t, "adopt")
+		before := spread(t)
+		sessions := w.sessions()
+		must(t, "systemctl", "start", "sockeye")
+		waitReady(t, 0, 1, 2, 3)
+		same(t, before, w.places(t))
+		w.unchanged(t, sessions)
+		noProblem(t)
+	})
+}

@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build debian
+
+package guest
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+
+	"sockeye/lab/traffic"
+)
+
+const (
+	bmpPort   = 1790
+	ipfixPort = 4739
+	routers   = 8
+	// link is the host's end of the link to the routers' network namespace.
+	link = "routers0"
+)
+
+// router is a network device in the namespace "routers": it keeps a BMP session
+// open and sends IPFIX from two ports.
+type router struct {
+	address netip.Addr
+
+	mu      sync.Mutex
+	session *traffic.Session // nil while there is none
+	opened  int              // sessions since the start
+	refused int              // attempts to open one that failed
+}
+
+// world is the routers and what they are connected to.
+type world struct {
+	routers []*router
+	last    map[netip.Addr]int // what places returned last; nil after a reset
+}
+
+// target is the collector host's address that a router sends to.
+func target(router netip.Addr, port uint16) netip.AddrPort {
+	if router.Is4() {
+		return netip.AddrPortFrom(netip.MustParseAddr("10.77.0.254"), port)
+	}
+	return netip.AddrPortFrom(netip.MustParseAddr("fd77::fe"), port)
+}
+
+// startRouters makes the routers' network and starts them. They end with the test.
+func startRouters(t *testing.T) *world {
+	t.Helper()
+	for _, c := range []string{
+		"ip netns add routers",
+		"ip link add " + link + " type veth peer name up netns routers",
+		"ip addr add 10.77.0.254/24 dev " + link,
+		"ip addr add fd77::fe/64 dev " + link + " nodad",
+		"ip link set " + link + " up",
+		"ip -n routers link set lo up",
+		"ip -n routers link set dev up up",
+	} {
+		must(t, strings.Fields(c)...)
+	}
+	w := &world{}
+	for i := range routers {
+		r := &router{address: netip.AddrFrom4([4]byte{10, 77, 0, byte(i + 1)})}
+		if i%2 == 1 {
+			r.address = netip.MustParseAddr(fmt.Sprintf("fd77::%x", i+1))
+			must(t, "ip", "-n", "routers", "addr", "add", r.address.String()+"/64", "dev", "up", "nodad")
+		} else {
+			must(t, "ip", "-n", "routers", "addr", "add", r.address.String()+"/24", "dev", "up")
+		}
+		w.routers = append(w.routers, r)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	var all sync.WaitGroup
+	for i, r := range w.routers {
+		all.Add(2)
+		go func() {
+			defer all.Done()
+			inRouters(func() { r.keepSession(ctx, i) })
+		}()
+		go func() {
+			defer all.Done()
+			inRouters(func() { r.export(ctx, t, i) })
+		}()
+	}
+	t.Cleanup(func() {
+		cancel()
+		all.Wait()
+		run(t, "ip", "netns", "del", "routers")
+	})
+	return w
+}
+
+// inRouters runs f on a thread in the routers' namespace, which ends with f.
+func inRouters(f func()) {
+	runtime.LockOSThread() // for good
+	ns, err := netns.GetFromName("routers")
+	if err == nil {
+		err = netns.Set(ns)
+	}
+	if err != nil {
+		panic(fmt.Sprintf("enter the routers' namespace: %v", err))
+	}
+	ns.Close()
+	f()
+}
+
+// keepSession keeps a BMP session open, and speaks in it every second.
+func (r *router) keepSession(ctx context.Context, i int) {
+	as := uint32(65000 + i)
+	route := traffic.Route{
+		Prefixes: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{203, 0, byte(i), 0}), 24)},
+		NextHop:  netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)}), ASPath: []uint32{as},
+	}
+	for ctx.Err() == nil {
+		dial, cancel := context.WithTimeout(ctx, 10*time.Second)
+		s, err := traffic.DialBMP(dial, traffic.SessionConfig{
+			Source: r.address, Target: target(r.address, bmpPort),
+			Peer: traffic.Peer{Address: route.NextHop, AS: as}, Routes: []traffic.Route{route},
+		})
+		cancel()
+		if err != nil {
+			r.mu.Lock()
+			r.refused++
+			r.mu.Unlock()
+			sleep(ctx, 500*time.Millisecond)
+			continue
+		}
+		r.mu.Lock()
+		r.session = s
+		r.opened++
+		r.mu.Unlock()
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			_ = s.WaitClosed()
+		}()
+		for open := true; open; {
+			select {
+			case <-ended:
+				open = false
+			case <-ctx.Done():
+				open = false
+			case <-time.After(time.Second):
+				_, err := s.Announce(1)
+				open = err == nil
+			}
+		}
+		r.mu.Lock()
+		r.session = nil
+		r.mu.Unlock()
+		_ = s.Close()
+		<-ended
+	}
+}
+
+// export sends IPFIX from two ports, four messages a second from each.
+func (r *router) export(ctx context.Context, t *testing.T, i int) {
+	flow := traffic.Flow{
+		Src: netip.AddrFrom4([4]byte{198, 51, 100, byte(i)}), Dst: netip.AddrFrom4([4]byte{203, 0, byte(i), 1}),
+		SrcPort: 1000, DstPort: 443, Protocol: 6, Packets: 1, Octets: 100, Start: time.Now(), End: time.Now(),
+	}
+	var cards []*traffic.Exporter
+	for domain := range uint32(2) {
+		e, err := traffic.NewExporter(traffic.ExporterConfig{
+			Source: r.address, Target: target(r.address, ipfixPort), Domain: domain, TemplateRefresh: time.Second,
+			Messages: [][]traffic.Flow{{flow}},
+		})
+		if err != nil {
+			t.Errorf("export of %v: %v", r.address, err)
+			return
+		}
+		defer e.Close()
+		cards = append(cards, e)
+	}
+	for ctx.Err() == nil {
+		for _, e := range cards {
+			_, _ = e.Send(1) // an error is a refusal, which the next one may not meet
+		}
+		sleep(ctx, 250*time.Millisecond)
+	}
+}
+
+func sleep(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
+	}
+}
+
+// sessions returns how many sessions each router has opened so far.
+func (w *world) sessions() []int {
+	var all []int
+	for _, r := range w.routers {
+		r.mu.Lock()
+		all = append(all, r.opened)
+		r.mu.Unlock()
+	}
+	return all
+}
+
+// port returns the port that the router's open session comes from, or 0.
+func (r *router) port() uint16 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.session == nil {
+		return 0
+	}
+	return r.session.LocalAddr().Port()
+}
+
+// owners returns, for each connection to the BMP port, the members that have it
+// open, by the kernel's tables and not by what Sockeye says.
+func owners(ports ...int) (map[netip.AddrPort]int, error) {
+	inodes := map[string]int{} // to slots
+	for slot := range members {
+		procs, err := os.ReadFile(filepath.Join("/sys/fs/cgroup", cgroupOf(slot), "cgroup.procs"))
+		if err != nil {
+			continue // it does not run
+		}
+		for pid := range strings.FieldsSeq(string(procs)) {
+			links, _ := filepath.Glob("/proc/" + pid + "/fd/*")
+			for _, l := range links {
+				if name, err := os.Readlink(l); err == nil && strings.HasPrefix(name, "socket:[") {
+					inodes[strings.Trim(name, "socket:[]")] = slot
+				}
+			}
+		}
+	}
+	found := map[netip.AddrPort]int{}
+	for _, table := range []string{"/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"} {
+		f, err := os.Open(table)
+		if err != nil {
+			return nil, err
+		}
+		defer f.Close()
+		for sc := bufio.NewScanner(f); sc.Scan(); {
+			fields := strings.Fields(sc.Text())
+			if len(fields) < 10 || fields[3] != "01" {
+				continue
+			}
+			local, remote := socketAddress(fields[1]), socketAddress(fields[2])
+			if slot, ok := inodes[fields[9]]; ok && slices.Contains(ports, int(local.Port())) {
+				found[remote] = slot
+			}
+		}
+	}
+	return found, nil
+}
+
+// cgroupOf finds the cgroup of a member's unit.
+func cgroupOf(slot int) string {
+	for _, slice := range []string{"telemetry.slice", "system.slice", "system.slice/system-nfacctd.slice"} {
+		dir := filepath.Join(slice, fmt.Sprintf("nfacctd@%d.service", slot))
+		if exists(filepath.Join("/sys/fs/cgroup", dir)) {
+			return dir
+		}
+	}
+	return "none"
+}
+
+// socketAddress reads an address of /proc/net/tcp: 32-bit words in the host's
+// byte order, little endian.
+func socketAddress(text string) netip.AddrPort {
+	host, port, _ := strings.Cut(text, ":")
+	n, _ := strconv.ParseUint(port, 16, 16)
+	var b []byte
+	for len(host) >= 8 {
+		word, _ := strconv.ParseUint(host[:8], 16, 32)
+		b = append(b, byte(word), byte(word>>8), byte(word>>16), byte(word>>24))
+		host = host[8:]
+	}
+	a, _ := netip.AddrFromSlice(b)
+	return netip.AddrPortFrom(a.Unmap(), uint16(n))
+}
+
+// records is how far the members' records of flows have been read.
+type records struct{ offsets [members]int64 }
+
+func recordsNow() *records {
+	r := &records{}
+	for slot := range members {
+		if info, err := os.Stat(recordsPath(slot)); err == nil {
+			r.offsets[slot] = info.Size()
+		}
+	}
+	return r
+}
+
+// read returns which members have written records of which routers.
+func (r *records) read() map[netip.Addr]map[int]bool {
+	found := map[netip.Addr]map[int]bool{}
+	for slot := range members {
+		f, err := os.Open(recordsPath(slot))
+		if err != nil {
+			continue
+		}
+		_, _ = f.Seek(r.offsets[slot], 0)
+		for sc := bufio.NewScanner(f); sc.Scan(); {
+			var line struct {
+				Router netip.Addr `json:"peer_ip_src"`
+			}
+			if json.Unmarshal(sc.Bytes(), &line) == nil && line.Router.IsValid() {
+				a := line.Router.Unmap()
+				if found[a] == nil {
+					found[a] = map[int]bool{}
+				}
+				found[a][slot] = true
+			}
+		}
+		f.Close()
+	}
+	return found
+}
+
+// places waits until every router has its session open and its flow records
+// written, all by one member, and returns which by router. Where members have
+// ports of their own, bmp are these.
+func (w *world) places(t *testing.T, bmp ...int) map[netip.Addr]int {
+	t.Helper()
+	if len(bmp) == 0 {
+		bmp = []int{bmpPort}
+	}
+	from := recordsNow()
+	begin := time.Now()
+	places := map[netip.Addr]int{}
+	waitFor(t, 2*patience, "TCP and UDP of each router reach one member", func() string {
+		if time.Since(begin) > patience/2 {
+			from, begin = recordsNow(), time.Now() // what was written late is not held against it
+		}
+		sessions, err := owners(bmp...)
+		if err != nil {
+			return err.Error()
+		}
+		flows := from.read()
+		clear(places)
+		for _, r := range w.routers {
+			slot, ok := sessions[netip.AddrPortFrom(r.address, r.port())]
+			if !ok {
+				return fmt.Sprintf("%v has no session with a member", r.address)
+			}
+			if len(flows[r.address]) != 1 || !flows[r.address][slot] {
+				return fmt.Sprintf("%v has its session with member %d, and its flow records with %v", r.address, slot, flows[r.address])
+			}
+			places[r.address] = slot
+		}
+		return ""
+	})
+	w.last = places
+	return places
+}
+
+// before returns the places of the routers as a test begins, which are those that
+// the test before it has seen.
+func (w *world) before(t *testing.T) map[netip.Addr]int {
+	t.Helper()
+	if w.last == nil {
+		return w.places(t)
+	}
+	return w.last
+}
+
+// unchanged fails if a router lost its session since before.
+func (w *world) unchanged(t *testing.T, before []int) {
+	t.Helper()
+	if after := w.sessions(); !slices.Equal(before, after) {
+		t.Errorf("routers lost connections: sessions opened before %v, after %v", before, after)
+	}
+}
+
+// alive says whether a process is there.
+func alive(pid int) bool { return unix.Kill(pid, 0) == nil }
