@@ -131,12 +131,17 @@ lint: ## Check formatting, vet, and lint
 licences: ## Check that every dependency's licence fits
 	go run $(GO_LICENSES) check ./... --allowed_licenses=$(LICENCES) --ignore sockeye 2>&1 | { grep -v "non-Go code\|\.s$$" || true; }
 
+.PHONY: security
+security: ## Check that SECURITY.md's tests exist, and the unit's exposure; writes security.json
+	@tools/setup systemd
+	@go run ./tools/security -out "$(OUT)/security.json"
+
 .PHONY: vulnerabilities
 vulnerabilities: ## Look for known vulnerabilities in what is called; says so if the database is away
 	go run ./tools/vulncheck -scanner $(GOVULNCHECK) -o "$(OUT)/vulnerabilities" ./...
 
 .PHONY: check
-check: verify-generated lint licences vulnerabilities test ## What CI runs
+check: verify-generated lint licences vulnerabilities security test ## What CI runs
 	@tools/setup $(VM_PACKAGES)
 	go run ./lab/vm -kernels $(CHECK_KERNELS) $(CHECK_VM_TESTS)
 	@cat "$(OUT)/vulnerabilities"

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command security checks SECURITY.md against the code and writes the result as JSON.
+//
+//	go run ./tools/security [-table SECURITY.md] [-unit dist/sockeye.service] -out FILE
+//
+// Every row of the table of attacks must name at least one test, and every test that is named must
+// exist. The exposure score of the unit comes from systemd-analyze(1) and must not exceed 3.0. The
+// command runs no test: make test does.
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// mostExposure is the highest exposure score that passes, of 10.
+const mostExposure = 3.0
+
+// A finding is one attack and one test that carries it out.
+type finding struct {
+	ID   string `json:"id"`
+	Test string `json:"test"` // package below the module, and the test's name
+}
+
+type result struct {
+	Findings []finding `json:"findings"`
+	Score    float64   `json:"systemd_score"`
+}
+
+func main() {
+	table := flag.String("table", "SECURITY.md", "Markdown `file` with the table of attacks")
+	unit := flag.String("unit", "dist/sockeye.service", "systemd unit `file`")
+	out := flag.String("out", "", "`file` for the result")
+	flag.Parse()
+	if *out == "" || flag.NArg() > 0 {
+		flag.Usage()
+		os.Exit(2)
+	}
+	if err := run(os.Stdout, *table, *unit, *out); err != nil {
+		fmt.Fprintln(os.Stderr, "security:", err)
+		os.Exit(1)
+	}
+}
+
+func run(w io.Writer, table, unit, out string) error {
+	text, err := os.ReadFile(table)
+	if err != nil {
+		return err
+	}
+	findings, err := readTable(string(text))
+	if err != nil {
+		return fmt.Errorf("%s: %w", table, err)
+	}
+	var missing []error
+	for _, f := range findings {
+		if err := testExists(f.Test); err != nil {
+			missing = append(missing, fmt.Errorf("%s: finding %s: %w", table, f.ID, err))
+		}
+	}
+	if err := errors.Join(missing...); err != nil {
+		return err
+	}
+	score, err := exposure(unit)
+	if err != nil {
+		return err
+	}
+	body, err := json.MarshalIndent(result{findings, score}, "", "  ")
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Dir(out), 0o755); err != nil {
+		return err
+	}
+	if err := os.WriteFile(out, append(body, '\n'), 0o644); err != nil {
+		return err
+	}
+	if score > mostExposure {
+		return fmt.Errorf("%s: exposure %.1f, want at most %.1f", unit, score, mostExposure)
+	}
+	fmt.Fprintf(w, "security: %d tests of attacks exist; exposure of the unit: %.1f (at most %.1f)\n", len(findings), score, mostExposure)
+	return nil
+}
+
+// testName is how the table names a test: `internal/agent TestName`, with subtests after a slash.
+var testName = regexp.MustCompile("`([a-z0-9/]+) ((?:Test|Fuzz)[A-Za-z0-9_]+(?:/[^`]+)?)`")
+
+// readTable finds the table whose header is "id", "attacker", "attack", "defence", "test".
+func readTable(text string) ([]finding, error) {
+	var findings []finding
+	inside := false
+	for n, line := range strings.Split(text, "\n") {
+		if !strings.HasPrefix(line, "|") {
+			inside = false
+			continue
+		}
+		cells := strings.Split(strings.Trim(line, "|"), "|")
+		for i := range cells {
+			cells[i] = strings.TrimSpace(cells[i])
+		}
+		switch {
+		case slices.Equal(cells, []string{"id", "attacker", "attack", "defence", "test"}):
+			inside = true
+		case !inside || strings.Trim(cells[0], "-: ") == "":
+		case len(cells) != 5:
+			return nil, fmt.Errorf("line %d: %d columns, want 5", n+1, len(cells))
+		case slices.Contains(cells, ""):
+			return nil, fmt.Errorf("line %d: an empty column", n+1)
+		default:
+			tests := testName.FindAllStringSubmatch(cells[4], -1)
+			if len(tests) == 0 {
+				return nil, fmt.Errorf("line %d: finding %s names no test", n+1, cells[0])
+			}
+			for _, t := range tests {
+				findings = append(findings, finding{cells[0], t[1] + " " + t[2]})
+			}
+		}
+	}
+	if len(findings) == 0 {
+		return nil, errors.New("no table of attacks")
+	}
+	return findings, nil
+}
+
+func testExists(name string) error {
+	dir, test, _ := strings.Cut(name, " ")
+	test, _, _ = strings.Cut(test, "/")
+	files, err := filepath.Glob(filepath.Join(dir, "*_test.go"))
+	if err != nil {
+		return err
+	}
+	for _, file := range files {
+		parsed, err := parser.ParseFile(token.NewFileSet(), file, nil, parser.SkipObjectResolution)
+		if err != nil {
+			return err
+		}
+		for _, d := range parsed.Decls {
+			if f, ok := d.(*ast.FuncDecl); ok && f.Recv == nil && f.Name.Name == test {
+				return nil
+			}
+		}
+	}
+	return fmt.Errorf("%s has no test %s", dir, test)
+}
+
+var overall = regexp.MustCompile(`Overall exposure level for \S+: (\d+\.\d+)`)
+
+// exposure asks systemd-analyze for the score of a unit file as make install writes it.
+func exposure(unit string) (float64, error) {
+	text, err := os.ReadFile(unit)
+	if err != nil {
+		return 0, err
+	}
+	dir, err := os.MkdirTemp("", "sockeye-unit-")
+	if err != nil {
+		return 0, err
+	}
+	defer os.RemoveAll(dir)
+	installed := filepath.Join(dir, filepath.Base(unit))
+	if err := os.WriteFile(installed, bytes.ReplaceAll(text, []byte("@PREFIX@"), []byte("/usr")), 0o644); err != nil {
+		return 0, err
+	}
+	said, err := exec.Command("systemd-analyze", "security", "--no-pager", "--offline=true", installed).CombinedOutput()
+	if err != nil {
+		return 0, fmt.Errorf("systemd-analyze security %s: %w: %s", unit, err, said)
+	}
+	match := overall.FindSubmatch(said)
+	if match == nil {
+		return 0, fmt.Errorf("systemd-analyze security %s: no score in: %s", unit, said)
+	}
+	return strconv.ParseFloat(string(match[1]), 64)
+}
