@@ -118,8 +118,15 @@ func (s *service) read(pid int) (*member.Process, error) {
 }
 
 func (s *service) recognize(p *member.Process) *member.Process {
-	if first := s.known[process{p.PID, p.StartTime}]; first != nil {
+	self := process{p.PID, p.StartTime}
+	first := s.known[self]
+	switch {
+	case first == nil:
+	case first.Runs(p.File):
 		p.Remember(first)
+	default:
+		// It was seen between fork(2) and execve(2), as what started it.
+		delete(s.known, self)
 	}
 	return p
 }

@@ -70,6 +70,12 @@ func (p *Process) Remember(first *Process) {
 	}
 }
 
+// Runs tells whether the process, as it was seen, may run that executable: it is false once execve(2)
+// has replaced the one that is known.
+func (p *Process) Runs(file FileID) bool {
+	return p.File == file || p.File == FileID{} || file == FileID{}
+}
+
 // Proven is the executable if it was found to be the host's file of that path.
 func (p *Process) Proven() (exe string, file FileID) {
 	if !p.proven {

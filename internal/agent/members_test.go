@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"os/exec"
+	"testing"
+	"time"
+
+	"sockeye/internal/member"
+)
+
+// TestSeenBeforeExecve looks at a process between fork(2) and execve(2), as a scan may while
+// a service manager starts a unit: what is known of it must be of the program that it became.
+func TestSeenBeforeExecve(t *testing.T) {
+	cmd := exec.Command("/bin/sh", "-c", "read line; exec /bin/sleep 60")
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { cmd.Process.Kill(); cmd.Wait() })
+	read := func() *member.Process {
+		p, err := member.Read(cmd.Process.Pid)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return p
+	}
+	before := read()
+	self := process{before.PID, before.StartTime}
+	s := &service{known: map[process]*member.Process{self: before}}
+	if got := s.recognize(read()).Command(); got != before.Command() {
+		t.Errorf("%q, want %q as long as it runs the same program", got, before.Command())
+	}
+	if _, err := in.Write([]byte("\n")); err != nil {
+		t.Fatal(err)
+	}
+	for deadline := time.Now().Add(10 * time.Second); read().File == before.File; {
+		if time.Now().After(deadline) {
+			t.Fatal("it does not execve")
+		}
+		time.Sleep(time.Millisecond)
+	}
+	if got := s.recognize(read()).Command(); got != "/bin/sleep 60" {
+		t.Errorf("%q after execve", got)
+	}
+	if s.known[self] != nil {
+		t.Error("what it was is still known")
+	}
+}
