@@ -155,8 +155,8 @@ route inside.
 
 The exit code is that of the program, or 128 and the number of the signal that
 ended it. Before the program starts: 1 failed, 2 wrong usage or no such program,
-user, process or namespace, 3 the kernel cannot, 4 not permitted, 5 a port is in use,
-or the namespace has an interface sockeye0 or a default route.`,
+user, process or namespace, 3 the kernel cannot, 4 not permitted, 5 a port is in
+use, or the namespace has an interface sockeye0 or a default route.`,
 		Example: `  sockeye isolate -- curl https://example.net/
   sockeye isolate -p 8080:80 -- python3 -m http.server 80
   sockeye isolate --no-outbound -p 1790 -p 127.0.0.1:4739/udp -- nfacctd -f nfacctd.conf

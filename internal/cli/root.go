@@ -283,7 +283,7 @@ func (c *command) report(err error) {
 
 // toJournal tells whether errors and logs go to systemd's journal.
 func (c *command) toJournal() bool {
-	f, ok := c.Err.(*os.File)
+	f, ok := behind(c.Err).(*os.File)
 	return ok && journal.Connected(f)
 }
 
