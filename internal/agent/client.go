@@ -33,6 +33,8 @@ func NewClient(path string) *Client {
 			DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 				return new(net.Dialer).DialContext(ctx, "unix", path)
 			},
+			// The agent bounds the connections of each user.
+			DisableKeepAlives: true,
 		},
 	}}
 }

@@ -350,6 +350,10 @@ func TestThiefWithSocketsOfANamespace(t *testing.T) {
 			h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: '^(sockeye|collector)'}, slot: 0}]"))
 			h.start()
 			thief := h.handed(test.member, test.creator, sharedSpecs...)
+			// A bind in another network namespace is not reported, on kernels that can tell: the agent
+			// meets the thief in a scan, as at its start.
+			h.kill()
+			h.start()
 			if got := h.problemOf(thief); got != test.want {
 				t.Errorf("the thief is told %q, want %q", got, test.want)
 			}
