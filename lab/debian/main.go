@@ -201,6 +201,7 @@ func test(ctx context.Context, tmp, release, payload string, o *options) (_ *qem
 	for i, boot := range boots[:o.boots] {
 		m := &qemu.Machine{
 			Kernel: k, Initramfs: filepath.Join(tmp, "initramfs"), Console: filepath.Join(tmp, "console"),
+			CPUs: 1, // two would take turns
 			// Programs that use cmpxchg16b are slow or wrong under emulation.
 			Args: []string{"-cpu", "max,-cx16",
 				"-drive", "if=virtio,format=qcow2,cache=unsafe,file=" + disk,
