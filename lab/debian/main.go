@@ -202,6 +202,8 @@ func test(ctx context.Context, tmp, release, payload string, o *options) (_ *qem
 		m := &qemu.Machine{
 			Kernel: k, Initramfs: filepath.Join(tmp, "initramfs"), Console: filepath.Join(tmp, "console"),
 			CPUs: 1, // two would take turns
+			// Each of four nfacctd takes up to 250 MB.
+			Memory: 3072,
 			// Programs that use cmpxchg16b are slow or wrong under emulation.
 			Args: []string{"-cpu", "max,-cx16",
 				"-drive", "if=virtio,format=qcow2,cache=unsafe,file=" + disk,
