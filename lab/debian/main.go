@@ -215,7 +215,7 @@ func test(ctx context.Context, tmp, release, payload string, o *options) (_ *qem
 		}
 		pattern := "^" + boot.test + "$"
 		if o.run != "" {
-			pattern += "/" + o.run
+			pattern += "/(" + o.run + ")" // go test splits at a bare |
 		}
 		if err := writeInitramfs(ctx, m.Initramfs, k, job{Pattern: pattern, Timeout: boot.timeout}); err != nil {
 			return r, err
