@@ -25,9 +25,9 @@ type boot struct {
 // boots are the lives of the guest, in their order, with the test of
 // lab/debian/guest that each has.
 var boots = []boot{
-	{"TestFirstBoot", 9 * time.Minute},
+	{"TestFirstBoot", 10 * time.Minute},
 	{"TestReboot", 3 * time.Minute},
-	{"TestMembersBeforeAgent", 3 * time.Minute},
+	{"TestMembersBeforeAgent", 4 * time.Minute},
 }
 
 // guestCommand is the argument that makes this program the guest's service.

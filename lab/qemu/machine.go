@@ -12,6 +12,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -20,8 +21,10 @@ import (
 // Events over its second serial port.
 type Machine struct {
 	Kernel      *Kernel
-	Initramfs   string        // file
-	Console     string        // file for the output of the first serial port
+	Initramfs   string // file
+	Console     string // file for the output of the first serial port
+	CPUs        int
+	Memory      int           // MiB
 	Append      string        // further words for the kernel's command line
 	Args        []string      // further arguments of qemu
 	Suites      []string      // import paths; an Event names its suite by the index
@@ -41,7 +44,7 @@ func (m *Machine) Run(ctx context.Context, r *Report) error {
 	// breakpoint that the kernel sets to change its own code, and crashes. Grace
 	// periods of RCU, for which each write to a map of maps waits, are hurried.
 	machine := Command(ctx, "qemu-system-x86_64", append([]string{
-		"-accel", "tcg,thread=single", "-smp", "2", "-m", "1024",
+		"-accel", "tcg,thread=single", "-smp", strconv.Itoa(m.CPUs), "-m", strconv.Itoa(m.Memory),
 		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none",
 		"-kernel", m.Kernel.Image, "-initrd", m.Initramfs,
 		"-append", strings.TrimSpace("console=ttyS0 panic=-1 oops=panic mitigations=off rcupdate.rcu_expedited=1 " + m.Append),

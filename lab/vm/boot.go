@@ -18,7 +18,7 @@ const bootTimeout = 90 * time.Second
 func boot(ctx context.Context, tmp string, k *qemu.Kernel, suites []suite, o *options) (*qemu.Report, error) {
 	m := &qemu.Machine{
 		Kernel: k, Initramfs: filepath.Join(tmp, "initramfs"), Console: filepath.Join(tmp, "console"),
-		Args: []string{"-cpu", "max"}, BootTimeout: bootTimeout, Timeout: o.timeout,
+		CPUs: 2, Memory: 1024, Args: []string{"-cpu", "max"}, BootTimeout: bootTimeout, Timeout: o.timeout,
 	}
 	for _, s := range suites {
 		m.Suites = append(m.Suites, s.Package)

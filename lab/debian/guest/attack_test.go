@@ -133,7 +133,7 @@ func steal(t *testing.T, args ...string) int {
 func notStolen(t *testing.T, pid int) {
 	t.Helper()
 	for begin := time.Now(); time.Since(begin) < 8*time.Second; time.Sleep(time.Second) {
-		for _, s := range query[[]agent.SlotStatus](t, "slots") {
+		for _, s := range query[[]agent.SlotStatus](t, "/v1/slots", nil) {
 			if s.PID != 0 && (s.PID == pid || systemUnit(s.PID) != fmt.Sprintf("nfacctd@%d.service", s.Slot)) {
 				t.Fatalf("slot %d has process %d (%s), the attacker's is %d", s.Slot, s.PID, s.Command, pid)
 			}

@@ -36,7 +36,9 @@ func commands(t *testing.T, w *world) {
 		"sockets", "sockets --cgroup telemetry.slice --processes",
 	} {
 		t.Run(c, func(t *testing.T) {
-			if r := run(t, append([]string{binary}, strings.Fields(c)...)...); r.code != 0 {
+			r := run(t, append([]string{binary}, strings.Fields(c)...)...)
+			// Exit code 3: what is sent over TCP is traced from Linux 6.15 on.
+			if r.code != 0 && (r.code != 3 || !strings.HasPrefix(c, "trace ") || !strings.Contains(r.stderr, "this kernel cannot trace")) {
 				t.Error(r)
 			}
 		})

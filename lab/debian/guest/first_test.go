@@ -145,16 +145,16 @@ func installAsDocumented(t *testing.T, w *world) {
 	noProblem(t)
 }
 
-// restore puts README's policy and the installed version in force, with an agent and
-// members that run.
+// restore puts README's policy in force, with an agent and members that run.
 func restore(t *testing.T) {
 	t.Helper()
-	installCurrent(t)
 	write(t, policyPath, firstPolicy(t))
-	must(t, "systemctl", "restart", "sockeye")
+	units := []string{"systemctl", "start", "sockeye"}
 	for slot := range members {
-		must(t, "systemctl", "start", fmt.Sprintf("nfacctd@%d", slot))
+		units = append(units, fmt.Sprintf("nfacctd@%d", slot))
 	}
+	must(t, units...)
+	must(t, binary, "apply")
 	waitReady(t, 0, 1, 2, 3)
 }
 
@@ -335,7 +335,7 @@ func memberGone(t *testing.T, w *world, end func(unit string)) {
 // tuned returns what tune says of a cgroup.
 func tuned(t *testing.T, cgroup string) agent.TuneStatus {
 	t.Helper()
-	for _, v := range query[[]agent.TuneStatus](t, "tune") {
+	for _, v := range query[[]agent.TuneStatus](t, "/v1/tune", nil) {
 		if v.Cgroup == cgroup {
 			return v
 		}

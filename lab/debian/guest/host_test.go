@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -76,13 +77,21 @@ func must(t *testing.T, args ...string) string {
 	return r.stdout
 }
 
-// query runs a command of sockeye with -o json and reads its output.
-func query[V any](t *testing.T, args ...string) V {
+// ask asks the agent, as the commands do: they would take most of the time under
+// emulation.
+func ask[V any](path string, query url.Values) (v V, err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), commandTimeout)
+	defer cancel()
+	err = agent.NewClient(agent.SocketPath("/run/sockeye")).Get(ctx, path, query, &v)
+	return v, err
+}
+
+// query asks the agent, which must answer.
+func query[V any](t *testing.T, path string, query url.Values) V {
 	t.Helper()
-	var v V
-	text := must(t, append([]string{binary, "-o", "json"}, args...)...)
-	if err := json.Unmarshal([]byte(text), &v); err != nil {
-		t.Fatalf("sockeye %s: %v in %q", strings.Join(args, " "), err, text)
+	v, err := ask[V](path, query)
+	if err != nil {
+		t.Fatalf("GET %s: %v", path, err)
 	}
 	return v
 }
@@ -175,11 +184,8 @@ func waitAgent(t *testing.T) agent.Status {
 	t.Helper()
 	var s agent.Status
 	wait(t, "the agent answers", func() string {
-		r := run(t, binary, "-o", "json", "status")
-		if r.code != 0 {
-			return r.String()
-		}
-		if err := json.Unmarshal([]byte(r.stdout), &s); err != nil {
+		var err error
+		if s, err = ask[agent.Status]("/v1/status", nil); err != nil {
 			return err.Error()
 		}
 		return ""
@@ -196,12 +202,8 @@ func waitReady(t *testing.T, slots ...int) {
 		want[s] = true
 	}
 	wait(t, fmt.Sprintf("slots %v are ready", slots), func() string {
-		r := run(t, binary, "-o", "json", "slots")
-		if r.code != 0 {
-			return r.String()
-		}
-		var all []agent.SlotStatus
-		if err := json.Unmarshal([]byte(r.stdout), &all); err != nil {
+		all, err := ask[[]agent.SlotStatus]("/v1/slots", nil)
+		if err != nil {
 			return err.Error()
 		}
 		for _, s := range all {
@@ -267,7 +269,7 @@ logfile: /var/lib/nfacctd/nfacctd-%[1]d.log
 nfacctd_port: %[3]d
 bmp_daemon: true
 bmp_daemon_port: %[2]d
-bmp_daemon_max_peers: 100
+bmp_daemon_max_peers: 20
 nfacctd_as: bmp
 nfacctd_net: bmp
 aggregate: peer_src_ip

@@ -7,6 +7,7 @@ package guest
 import (
 	"fmt"
 	"net/netip"
+	"net/url"
 	"strings"
 	"testing"
 
@@ -106,7 +107,7 @@ func TestMembersBeforeAgent(t *testing.T) {
 		}
 		n := 0
 		for _, r := range w.routers {
-			where := query[[]agent.WhereStatus](t, "where", r.address.String())
+			where := query[[]agent.WhereStatus](t, "/v1/where", url.Values{"address": {r.address.String()}})
 			if slot, ok := sessions[netip.AddrPortFrom(r.address, r.port())]; !ok || slot != where[0].Slot {
 				n++
 			}
