@@ -93,7 +93,7 @@ func TestRefusals(t *testing.T) {
 		{"plan --previous", 2, "there is no previous policy", "apply keeps the policy that it replaces"},
 		{"apply --previous", 2, "there is no previous policy", "apply keeps the policy that it replaces"},
 		{"apply DIR/policy.yaml more", 2, `there is one argument too many: "more"`, "usage: sockeye apply [FILE] [flags]"},
-		{"apply DIR/nosuch.yaml", 2, "read policy file: open DIR/nosuch.yaml: no such file or directory", ""},
+		{"apply DIR/nosuch.yaml", 2, "read policy file: open DIR/nosuch.yaml: no such file or directory", "name a policy file"},
 
 		{"run", 2, "PROGRAM is missing", "usage: sockeye run [--service S] [--slot N] [--isolated] -- PROGRAM [ARGUMENT...] [flags]"},
 		{"run -- nosuchprogram", 2, "find program nosuchprogram: executable file not found in $PATH", "name it as in the shell, or with its path"},
