@@ -298,8 +298,8 @@ func TestGroups(t *testing.T) {
 		k := newTracing(t, `
 trace: [{cgroup: CGROUP, match: {role: accept}, messages: 1/1, group_by: service}]
 services:
-  one: {listeners: [{protocol: tcp, address: "0.0.0.0:7000"}], slots: 1, members: [{match: {systemd_unit: x}, slot: 0}]}
-  two: {listeners: [{protocol: tcp, address: "127.0.1.2:7001"}], slots: 1, members: [{match: {systemd_unit: y}, slot: 0}]}
+  one: {listeners: [{protocol: tcp, address: "0.0.0.0:7000"}], slots: 1, user: root, members: [{match: {systemd_unit: x}, slot: 0}]}
+  two: {listeners: [{protocol: tcp, address: "127.0.1.2:7001"}], slots: 1, user: root, members: [{match: {systemd_unit: y}, slot: 0}]}
 `)
 		for i, at := range []string{"127.0.1.1:7000", "127.0.1.2:7000", "127.0.1.2:7001", "127.0.1.1:7001"} {
 			address := netip.MustParseAddrPort(at)
