@@ -17,7 +17,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-const cgroupPrefix = "sockeye-lab-"
+// A lab's cgroup has the name of a slice, at the place that systemd gives a slice of this name: units are
+// looked for there.
+const (
+	cgroupPrefix = "sockeye_lab_"
+	cgroupSuffix = ".slice"
+)
 
 var cgroupSeq atomic.Int32 // several labs in one process
 
@@ -38,10 +43,11 @@ func cgroup2Mount() (string, error) {
 }
 
 func makeCgroup(mount string) (string, error) {
-	dir := filepath.Join(mount, cgroupPrefix+strconv.Itoa(os.Getpid()))
+	name := cgroupPrefix + strconv.Itoa(os.Getpid())
 	if n := cgroupSeq.Add(1); n > 1 {
-		dir += "-" + strconv.Itoa(int(n))
+		name += "_" + strconv.Itoa(int(n))
 	}
+	dir := filepath.Join(mount, name+cgroupSuffix)
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		return "", fmt.Errorf("make cgroup: %w", err)
 	}
@@ -52,7 +58,8 @@ func makeCgroup(mount string) (string, error) {
 func removeStaleCgroups(mount string) {
 	dirs, _ := filepath.Glob(filepath.Join(mount, cgroupPrefix+"*"))
 	for _, dir := range dirs {
-		owner, _, _ := strings.Cut(strings.TrimPrefix(filepath.Base(dir), cgroupPrefix), "-")
+		name := strings.TrimSuffix(strings.TrimPrefix(filepath.Base(dir), cgroupPrefix), cgroupSuffix)
+		owner, _, _ := strings.Cut(name, "_")
 		pid, err := strconv.Atoi(owner)
 		if err != nil || pid <= 0 || !errors.Is(unix.Kill(pid, 0), unix.ESRCH) {
 			continue

@@ -460,7 +460,7 @@ func TestStaleCgroupsAreRemoved(t *testing.T) {
 	l, ctx := newLab(t, Options{})
 	dead := exec.Command("true") // whose number is not taken again at once
 	must(t, dead.Run())
-	stale := filepath.Join(l.mount, cgroupPrefix+strconv.Itoa(dead.Process.Pid))
+	stale := filepath.Join(l.mount, cgroupPrefix+strconv.Itoa(dead.Process.Pid)+cgroupSuffix)
 	must(t, os.MkdirAll(filepath.Join(stale, "nfacctd-0"), 0o755))
 	t.Cleanup(func() { _ = removeCgroup(stale) })
 	second, err := New(ctx, Options{})

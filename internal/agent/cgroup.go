@@ -49,13 +49,13 @@ type cgroupScope struct {
 func cgroupScopes(pins string) []cgroupScope {
 	var scopes []cgroupScope
 	for _, prefix := range []string{bpf.TunePins, bpf.TracePins} {
-		dirs, err := filepath.Glob(filepath.Join(pins, prefix+"*"))
+		names, err := bpf.PinnedNames(pins, prefix)
 		if err != nil {
 			return nil
 		}
-		for _, dir := range dirs {
+		for _, name := range names {
 			var s cgroupScope
-			if data, err := bpf.ReadScope(dir); err == nil && json.Unmarshal(data, &s) == nil {
+			if data, err := bpf.ReadScope(filepath.Join(pins, prefix+name)); err == nil && json.Unmarshal(data, &s) == nil {
 				scopes = append(scopes, s)
 			}
 		}
@@ -197,7 +197,7 @@ func (h *host) findCgroup(name string) (string, error) {
 	case len(found) == 0:
 		return "", fmt.Errorf("find unit %s: %w", name, fs.ErrNotExist)
 	case len(found) > 1:
-		return "", Usage(fmt.Errorf("find unit %s: there are %d: %s", name, len(found), strings.Join(found, ", ")), "name one by its path")
+		return "", conflict(fmt.Errorf("find unit %s: there are %d: %s", name, len(found), strings.Join(found, ", ")), "name one by its path")
 	}
 	return found[0], nil
 }

@@ -99,12 +99,14 @@ const TracePins = "trace_"
 func (r *Root) Tracing(name string) string { return filepath.Join(r.Dir, TracePins+name) }
 
 // Services lists the services that have pins, in no particular order.
-func (r *Root) Services() ([]string, error) { return pinned(r.Dir, ServicePrefix) }
+func (r *Root) Services() ([]string, error) { return PinnedNames(r.Dir, ServicePrefix) }
 
 // Tunings lists the tunings that have pins, in no particular order.
-func (r *Root) Tunings() ([]string, error) { return pinned(r.Dir, TunePins) }
+func (r *Root) Tunings() ([]string, error) { return PinnedNames(r.Dir, TunePins) }
 
-func pinned(dir, prefix string) ([]string, error) {
+// PinnedNames lists what has pins in a directory, by the prefix of its kind, in no
+// particular order.
+func PinnedNames(dir, prefix string) ([]string, error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return nil, fmt.Errorf("read pin directory: %w", err)
@@ -120,7 +122,7 @@ func pinned(dir, prefix string) ([]string, error) {
 }
 
 // Tracings lists the tracings that have pins, in no particular order.
-func (r *Root) Tracings() ([]string, error) { return pinned(r.Dir, TracePins) }
+func (r *Root) Tracings() ([]string, error) { return PinnedNames(r.Dir, TracePins) }
 
 // Close gives the directory up. What is pinned stays.
 func (r *Root) Close() error { return r.lock.Close() }
@@ -194,7 +196,7 @@ func RemoveRoot(dir string, before func() error) error {
 		return err
 	}
 	for prefix, remove := range map[string]func(string) error{ServicePrefix: Remove, TunePins: RemoveTune, TracePins: RemoveTrace} {
-		names, err := pinned(dir, prefix)
+		names, err := PinnedNames(dir, prefix)
 		if err != nil {
 			return err
 		}

@@ -378,7 +378,7 @@ func TestTraceUnit(t *testing.T) {
 	far := h.startFar()
 	far.listen(tracePort)
 	var all uint64
-	for i, dir := range []string{"", "deep/down/here/", "deep/down/here/", "elsewhere/"} {
+	for i, dir := range []string{"", h.slice("deep", "down", "here"), h.slice("deep", "down", "here"), h.slice("elsewhere")} {
 		h.makeGroup(dir + unit)
 		h.eventually("the unit to be traced", func() error {
 			if s := h.traced(unit); !s.Attached || s.Path != h.group(dir+unit) || s.Problem != "" {
@@ -411,8 +411,8 @@ func TestTraceUnit(t *testing.T) {
 		}
 		waiting()
 	}
-	h.makeGroup("deep/" + unit)
-	h.makeGroup("elsewhere/" + unit)
+	h.makeGroup(h.slice("deep") + unit)
+	h.makeGroup(h.slice("elsewhere") + unit)
 	h.refuse(5, []string{unit, "there are 2", "hint:"}, "plan")
 }
 

@@ -30,7 +30,7 @@ func commands(t *testing.T, w *world) {
 		"status", "slots", "devices", "where " + router.String(), "plan", "plan " + policyPath, "doctor",
 		"tune", "tune trial slice", "tune learned", "tune learned slice", "tune explain " + local + " " + remote + " --role accept",
 		"tune explain --socket " + local + "," + remote,
-		"trace", "trace --since 1m", "trace slow", "trace samples --count 1 --for 20s", "trace compare --period-a -60s..-20s --period-b -20s..",
+		"trace", "trace --since 1m", "trace slow", "trace samples --count 1 --for 20s", "trace compare --period-a -40s..-20s --period-b -20s..",
 		"trace packets --local " + local + " --remote " + remote + " --for 2s",
 		"bigtcp", "bigtcp plan --force " + link, "bigtcp verify " + link + " --for 1s",
 		"sockets", "sockets --cgroup telemetry.slice --processes",

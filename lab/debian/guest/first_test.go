@@ -107,6 +107,10 @@ func prepareHost(t *testing.T) {
 	} {
 		write(t, "/proc/sys/"+name, value)
 	}
+	// As udev has it on a whole Debian.
+	if err := os.Chmod("/dev/net/tun", 0o666); err != nil {
+		t.Error(err)
+	}
 	if run(t, "id", memberUser).code != 0 {
 		must(t, "useradd", "--system", "--home-dir", "/var/lib/pmacct", "--create-home", "--shell", "/usr/sbin/nologin", memberUser)
 	}

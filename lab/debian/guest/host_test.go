@@ -33,7 +33,7 @@ const (
 	memberUser = "pmacct"
 
 	// patience is for what takes milliseconds, under emulation on a busy machine.
-	patience = 60 * time.Second
+	patience = 120 * time.Second
 	// commandTimeout bounds a command.
 	commandTimeout = 90 * time.Second
 )
