@@ -21,7 +21,11 @@ import (
 // hold keeps the groups of all listeners alive, with the program of now, by
 // anchors and a keeper. Until the members' user is known it cannot: a socket
 // of another user would keep them from binding.
+//
+// What fails is logged, and tried again: who has a port may give it up.
 func (s *service) hold() error {
+	before := s.problem
+	defer func() { s.holdAgain(before) }()
 	s.problem = nil
 	if s.lookup() {
 		return s.letGo()
@@ -47,7 +51,7 @@ func (s *service) hold() error {
 		}
 		fd, err := openAnchor(s.rows[row], owner, s.enter(), attach)
 		if err != nil {
-			errs = append(errs, fmt.Errorf("hold %s for user %d: %w", l, owner, err))
+			errs = append(errs, fmt.Errorf("hold %s for user %s: %w", l, member.UserName(owner), err))
 			continue
 		}
 		s.anchors[row] = fd
@@ -57,11 +61,39 @@ func (s *service) hold() error {
 		errs = append(errs, s.replaceKeeper())
 	}
 	if s.problem = joined(errs...); errors.Is(s.problem, unix.EADDRINUSE) {
-		s.problem = conflict(s.problem, "a socket of another user, or without SO_REUSEPORT, has the port; set user to the members' user")
+		s.problem = conflict(s.problem, "a socket of another user, or without SO_REUSEPORT, has the port: end its process, or set user to the members' user; the agent tries again")
 	} else if errors.Is(s.problem, unix.EACCES) {
 		s.problem = withHint(s.problem, missingHint(unix.CAP_NET_BIND_SERVICE, "restart the agent with CAP_NET_BIND_SERVICE"))
 	}
 	return nil
+}
+
+// holdInterval is how long after a failure hold is tried again.
+const holdInterval = 2 * time.Second
+
+// holdAgain tells of a problem of hold that is new, or solved, and has hold tried again while there is one.
+func (s *service) holdAgain(before error) {
+	switch {
+	case s.problem == nil && before != nil:
+		s.log.Info("ports held")
+	case s.problem != nil && (before == nil || before.Error() != s.problem.Error()):
+		s.log.Warn("ports not held", "error", s.problem)
+	}
+	if s.problem == nil || s.retrying {
+		return
+	}
+	s.retrying = true
+	time.AfterFunc(holdInterval, func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.retrying = false
+		if s.events == nil || s.problem == nil {
+			return // given up, or solved meanwhile
+		}
+		if err := s.hold(); err != nil {
+			s.log.Error("ports not held", "error", err)
+		}
+	})
 }
 
 func ownerOf(fd int) uint32 {

@@ -80,6 +80,7 @@ type service struct {
 
 	registrations uint64
 	problem       error // what keeps the service from being held
+	retrying      bool  // hold is to be tried again
 }
 
 // seat is a member in its slot.

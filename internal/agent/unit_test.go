@@ -145,7 +145,7 @@ func TestFindUnit(t *testing.T) {
 			t.Errorf("%s: %s, %v, want %q", name, path, err, want)
 		}
 	}
-	if path, err := h.findCgroup("twice.service"); Code(err) != CodeUsage || Hint(err) == "" {
+	if path, err := h.findCgroup("twice.service"); Code(err) != CodeConflict || Hint(err) == "" {
 		t.Errorf("a unit in two slices: %s, %v", path, err)
 	}
 }

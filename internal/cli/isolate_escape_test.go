@@ -351,15 +351,35 @@ func TestIsolateHostSockets(t *testing.T) {
 	for _, path := range []string{
 		bus, docker, agentSocket, odd, "/run/dbus/system_bus_socket", "/run/nscd/socket", "/run/podman/podman.sock", "/run/containerd/containerd.sock",
 		"/run/systemd/private", "/run/systemd/resolve/io.systemd.Resolve", "/run/systemd/userdb/io.systemd.DynamicUser", "/run/systemd/journal/socket",
-		"/tmp/.X11-unix/X0", "/tmp/tmux-65534/default", "/run/mine/socket",
+		"/tmp/.X11-unix/X0", "/tmp/tmux-65534/default", "/run/mine/socket", "/srv/kept/socket",
 	} {
 		answersAt(t, path)
 	}
 	if err := os.Chmod("/run/user/65534", 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Chown("/run/user/65534", 65534, 65534); err != nil {
-		t.Fatal(err)
+	for _, own := range []string{"/run/user/65534", "/tmp/ssh-abcdef", "/tmp/tmux-65534"} {
+		if err := os.Chown(own, 65534, 65534); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// Another user names a folder that is to vanish from everybody's programs, and many that would be mounted over.
+	for i := range 2000 {
+		evil := fmt.Sprintf("/tmp/ssh-evil%d", i)
+		if err := os.Mkdir(evil, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Chown(evil, 12345, 12345); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, evil := range []string{"/tmp/ssh-link", "/tmp/mysql.sock"} {
+		if err := os.Symlink("/srv/kept", evil); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Lchown(evil, 12345, 12345); err != nil {
+			t.Fatal(err)
+		}
 	}
 	environment := append(os.Environ(), "XDG_RUNTIME_DIR=/run/user/65534", "DBUS_SESSION_BUS_ADDRESS=unix:path="+bus+",guid=1", "SSH_AUTH_SOCK="+odd,
 		"SSH_AGENT_PID=7", "DOCKER_HOST=unix://"+docker, "DISPLAY=:0.0", "TMUX=/tmp/tmux-65534/default,1,0")
@@ -388,7 +408,7 @@ func TestIsolateHostSockets(t *testing.T) {
 	if _, said := connect("/run/user/65534", "bus"); !strings.Contains(said, "sockeye: the program starts in /, as /run/user/65534 is hidden inside: --expose it\n") {
 		t.Errorf("of a folder that is hidden: %s", said)
 	}
-	for _, path := range []string{"/run/mine/socket", "/run/systemd/journal/socket"} {
+	for _, path := range []string{"/run/mine/socket", "/run/systemd/journal/socket", "/srv/kept/socket"} {
 		if ok, said := connect("/", path); !ok {
 			t.Errorf("%s is not reached: %s", path, said)
 		}

@@ -553,3 +553,25 @@ func TestManyThieves(t *testing.T) {
 		t.Errorf("the agent logged %d refusals, want 1", n)
 	}
 }
+
+// Another user has the ports when the agent starts. They are held once that user's process has ended, without a
+// command.
+func TestPortsHeldLater(t *testing.T) {
+	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
+	thief, end := h.member(asNobody, sharedSpecs...)
+	h.start()
+	if s := h.service(); s.Held || !strings.Contains(s.Problem, "for user root: ") || !strings.Contains(s.Hint, "the agent tries again") {
+		t.Errorf("process %d has the ports: %+v", thief, s)
+	}
+	end()
+	h.eventually("the ports are held", func() bool { s := h.service(); return s.Held && s.Problem == "" })
+	member, _ := h.member(nil, sharedSpecs...)
+	h.served(0, member)
+	log, err := os.ReadFile(h.log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(string(log), `level=WARN msg="ports not held"`) || !strings.Contains(string(log), `msg="ports held"`) {
+		t.Errorf("the log does not tell:\n%s", log)
+	}
+}

@@ -87,7 +87,8 @@ func (s *Setup) hide() (warnings []string, err error) {
 		if err != nil {
 			return nil, fmt.Errorf("find sockets: %w", err)
 		}
-		for _, path := range list {
+		list = slices.DeleteFunc(list, func(path string) bool { return foreign(pattern, path) })
+		for _, path := range list[:min(len(list), mostCovers)] {
 			if err := h.cover(path); err != nil {
 				return nil, err
 			}
@@ -219,6 +220,29 @@ func (h *hidden) empty(folder string) error {
 	h.folders = append(h.folders, folder)
 	return nil
 }
+
+// foreign tells whether a path that a pattern has found in a folder open to all, as /tmp, may be of another user: a
+// link would have what it leads to hidden, and any number of folders would be mounted over. What is of a fixed name
+// may be root's.
+func foreign(pattern, path string) bool {
+	var st, parent unix.Stat_t
+	if unix.Lstat(path, &st) != nil || unix.Stat(filepath.Dir(path), &parent) != nil {
+		return true
+	}
+	if parent.Mode&unix.S_IWOTH == 0 {
+		return false
+	}
+	switch st.Mode & unix.S_IFMT {
+	case unix.S_IFSOCK:
+		return false
+	case unix.S_IFDIR:
+		return pattern != path && st.Uid != uint32(os.Geteuid())
+	}
+	return true
+}
+
+// mostCovers bounds what is hidden for one pattern.
+const mostCovers = 64
 
 // cover hides a folder, or a socket.
 func (h *hidden) cover(path string) error {

@@ -102,7 +102,12 @@ func (p *Process) Command() string { return strings.Join(p.Args, " ") }
 func (p *Process) Unit() (unit, instance string) { return UnitOf(p.Cgroup) }
 
 func environment(pid int, name string) string {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
+	file, err := os.Open(fmt.Sprintf("/proc/%d/environ", pid))
+	if err != nil {
+		return ""
+	}
+	defer file.Close()
+	data, err := io.ReadAll(io.LimitReader(file, maxEnvironment))
 	if err != nil {
 		return ""
 	}
@@ -118,6 +123,15 @@ func environment(pid int, name string) string {
 // is of a later one with the same id.
 type folder int
 
+// Bounds of what is kept of a process: its arguments and its environment are where, and as large as, it
+// says (PR_SET_MM_MAP), gigabytes that cost it nothing.
+const (
+	maxText        = 32 << 10 // bytes of a file
+	maxArgs        = 512
+	maxEnvironment = 1 << 20 // bytes in which SOCKEYE_SLOT is looked for
+)
+
+// read reads the first maxText bytes of a file.
 func (f folder) read(name string) ([]byte, error) {
 	fd, err := unix.Openat(int(f), name, unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -125,7 +139,7 @@ func (f folder) read(name string) ([]byte, error) {
 	}
 	file := os.NewFile(uintptr(fd), name)
 	defer file.Close()
-	return io.ReadAll(file)
+	return io.ReadAll(io.LimitReader(file, maxText))
 }
 
 // id follows a link to a file or a namespace.
@@ -187,7 +201,7 @@ func Read(pid int) (*Process, error) {
 		return nil, gone(pid, err)
 	}
 	if args = bytes.TrimRight(args, "\x00"); len(args) > 0 {
-		p.Args = strings.Split(string(args), "\x00")
+		p.Args = strings.SplitN(string(args), "\x00", maxArgs)
 	}
 	groups, err := dir.read("cgroup")
 	if err != nil {

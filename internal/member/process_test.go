@@ -202,3 +202,20 @@ func TestRemember(t *testing.T) {
 		t.Errorf("slot %q, want none", got)
 	}
 }
+
+// TestHugeCommandLine reads a process whose arguments are larger than all that is kept of it. Where a process says
+// that its arguments are (PR_SET_MM_MAP), there may be gigabytes that cost it nothing.
+func TestHugeCommandLine(t *testing.T) {
+	c := start(t, "sleep", nil, func(cmd *exec.Cmd) {
+		cmd.Args = append(cmd.Args, slices.Repeat([]string{"a"}, 3*maxArgs)...)
+		cmd.Args = append(cmd.Args, strings.Repeat("x", 2*maxText))
+	})
+	p, err := Read(c.pid())
+	check(t, err)
+	if size := len(p.Command()); size > maxText || len(p.Args) > maxArgs {
+		t.Errorf("%d bytes in %d arguments are kept, want %d in %d at most", size, len(p.Args), maxText, maxArgs)
+	}
+	if !strings.HasPrefix(strings.Join(p.Args[1:], " "), "a a a a ") {
+		t.Errorf("the beginning is %.20q", p.Args)
+	}
+}

@@ -122,6 +122,37 @@ func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 	return sockets, nil
 }
 
+// Has tells whether one of the first descriptors of a process, of which it looks at 1024 and at no more, is
+// a socket that want says yes to.
+func (h *Handle) Has(want func(*Socket) bool) bool {
+	const most = 1024
+	dir, err := os.Open(fmt.Sprintf("/proc/%d/fd", h.pid))
+	if err != nil {
+		return false
+	}
+	defer dir.Close()
+	names, _ := dir.Readdirnames(most)
+	for _, name := range names {
+		target, err := os.Readlink(dir.Name() + "/" + name)
+		number, notNumber := strconv.Atoi(name)
+		if err != nil || notNumber != nil || !strings.HasPrefix(target, "socket:") {
+			continue
+		}
+		fd, err := h.getfd(number)
+		if err != nil {
+			continue
+		}
+		if s, ok := Inspect(fd); ok {
+			wanted := want(s)
+			s.Close()
+			if wanted {
+				return true
+			}
+		}
+	}
+	return false
+}
+
 // look goes through the descriptors once, leaving out the sockets seen.
 func (h *Handle) look(seen map[uint64]bool, want func(*Socket) bool) (sockets []*Socket, moved bool, err error) {
 	dir := fmt.Sprintf("/proc/%d/fd", h.pid)
