@@ -20,6 +20,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/testenv"
 )
 
 // escape is what a hostile program does inside. It prints the kernel's answer, "" if it got through.
@@ -509,4 +511,21 @@ func TestIsolateOrphans(t *testing.T) {
 		t.Errorf("code %d\n%s", code, g.Err)
 	}
 	gone(t, left[0])
+}
+
+// The program's user owns a cgroup, as user managers do: the program may not freeze or kill what is in it.
+func TestIsolateCgroups(t *testing.T) {
+	addAddresses(t)
+	group := testenv.Cgroup() + "/delegated"
+	if err := os.Mkdir(group, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.Remove(group + "/inside"); os.Remove(group) })
+	if err := os.Chown(group, 65534, 65534); err != nil {
+		t.Fatal(err)
+	}
+	out, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--require-sandbox", "--", "mkdir", group+"/inside"))
+	if code == 0 || !strings.Contains(stderr, "Read-only file system") {
+		t.Errorf("exit code %d: %s%s", code, out, stderr)
+	}
 }

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -240,6 +241,9 @@ func (s *Setup) mounts(reply *setupReply) error {
 	} else if err != nil {
 		return &StepError{StepMounts, fmt.Errorf("mount /proc: %w", err)}
 	}
+	if err := sealCgroups(); err != nil {
+		reply.Missing = append(reply.Missing, err.Error())
+	}
 	warnings, err := s.hide()
 	reply.Warnings = append(reply.Warnings, warnings...)
 	if err != nil {
@@ -254,6 +258,36 @@ func (s *Setup) mounts(reply *setupReply) error {
 		}
 	}
 	return nil
+}
+
+// sealCgroups makes cgroup file systems read-only: the program's user may own groups, as user managers do, in which
+// the host's processes would be frozen and killed.
+func sealCgroups() error {
+	text, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return fmt.Errorf("cgroups may be written to: %w", err)
+	}
+	var errs []error
+	for line := range strings.Lines(string(text)) {
+		// proc(5): ID PARENT MAJOR:MINOR ROOT MOUNTPOINT OPTIONS [FIELDS] - TYPE SOURCE OPTIONS
+		before, after, _ := strings.Cut(line, " - ")
+		fields := strings.Fields(before)
+		if len(fields) < 6 || !strings.HasPrefix(after, "cgroup") {
+			continue
+		}
+		point := strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(fields[4])
+		flags := uintptr(unix.MS_REMOUNT | unix.MS_BIND | unix.MS_RDONLY)
+		// Those of the mount above may not be taken back.
+		for option, flag := range map[string]uintptr{"nosuid": unix.MS_NOSUID, "nodev": unix.MS_NODEV, "noexec": unix.MS_NOEXEC} {
+			if slices.Contains(strings.Split(fields[5], ","), option) {
+				flags |= flag
+			}
+		}
+		if err := unix.Mount("", point, "", flags, ""); err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EACCES) {
+			errs = append(errs, fmt.Errorf("cgroups may be written to: make %s read-only: %w", point, err))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // scratch is a folder that every host has, and that is covered for a moment in the mount
