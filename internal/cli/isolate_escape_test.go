@@ -6,6 +6,7 @@ import (
 	"bufio"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"os"
 	"os/exec"
@@ -454,6 +455,48 @@ func TestIsolateHostSockets(t *testing.T) {
 		if stderr != want || code != 2 {
 			t.Errorf("code %d\n%s", code, stderr)
 		}
+	}
+}
+
+// Where the user had sockets outside, the program makes its own, which are not seen outside: tmux refuses a folder that it
+// cannot write to, or that others may enter. Those of others stay closed.
+func TestIsolateOwnSocketFolders(t *testing.T) {
+	addAddresses(t)
+	hostFolder(t, "/tmp", "mode=1777")
+	hostFolder(t, "/srv", "mode=755")
+	const own, ofRoot, runtimeDir = "/tmp/tmux-65534", "/tmp/tmux-0", "/srv/runtime"
+	for _, path := range []string{own + "/default", ofRoot + "/default", runtimeDir + "/bus"} {
+		answersAt(t, path)
+	}
+	for _, path := range []string{own, runtimeDir} {
+		if err := errors.Join(os.Chmod(path, 0o700), os.Chown(path, 65534, 65534)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	isolated := func(args ...string) (out, stderr string) {
+		t.Helper()
+		cmd := ordinary(t, "", append([]string{"isolate", "--"}, args...)...)
+		cmd.Env = append(os.Environ(), "XDG_RUNTIME_DIR="+runtimeDir)
+		out, stderr, _ = resultOf(t, cmd)
+		return out, stderr
+	}
+	const script = `for d in ` + own + ` ` + ofRoot + ` ` + runtimeDir + `; do
+stat -c '%a %U' $d; ls -A $d; touch $d/made 2>/dev/null && echo wrote; done`
+	const want = "700 nobody\nwrote\n755 nobody\n700 nobody\nwrote\n"
+	if out, stderr := isolated("sh", "-c", script); out != want {
+		t.Errorf("%q, want %q\n%s", out, want, stderr)
+	}
+	for _, path := range []string{own, ofRoot, runtimeDir} {
+		if _, err := os.Lstat(path + "/made"); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%s/made is outside: %v", path, err)
+		}
+	}
+	if _, err := exec.LookPath("tmux"); err != nil {
+		t.Log("tmux is not installed: it was not tried")
+		return
+	}
+	if out, stderr := isolated("sh", "-c", "tmux -f /dev/null new-session -d 'sleep 60' && tmux list-sessions | wc -l; tmux kill-server"); out != "1\n" {
+		t.Errorf("tmux: %q\n%s", out, stderr)
 	}
 }
 

@@ -43,6 +43,7 @@ var socketVariables = []string{
 type hidden struct {
 	setup   *Setup
 	folders []string // that were covered, which are writable until seal
+	owned   []string // of these, the user's own, which stay writable
 	exposed []exposure
 }
 
@@ -196,7 +197,7 @@ func (h *hidden) rebuild(folder string, keep []string) error {
 			unix.Close(fd)
 		}
 	}
-	if err := h.empty(folder); err != nil {
+	if err := h.empty(folder, readable); err != nil {
 		return err
 	}
 	for _, k := range kept {
@@ -212,9 +213,9 @@ func (h *hidden) rebuild(folder string, keep []string) error {
 	return nil
 }
 
-// empty mounts an empty folder over one.
-func (h *hidden) empty(folder string) error {
-	if err := unix.Mount("tmpfs", folder, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "size=1m,mode=755"); err != nil {
+// empty mounts an empty folder over one. The kernel gives it to the program's user.
+func (h *hidden) empty(folder string, mode uint32) error {
+	if err := unix.Mount("tmpfs", folder, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, fmt.Sprintf("size=1m,mode=%o", mode)); err != nil {
 		return fmt.Errorf("hide %s: %w", folder, err)
 	}
 	h.folders = append(h.folders, folder)
@@ -236,13 +237,42 @@ func foreign(pattern, path string) bool {
 	case unix.S_IFSOCK:
 		return false
 	case unix.S_IFDIR:
-		return pattern != path && st.Uid != uint32(os.Geteuid())
+		_, own := ownMode(path)
+		return pattern != path && !own
 	}
 	return true
 }
 
 // mostCovers bounds what is hidden for one pattern.
 const mostCovers = 64
+// readable is the mode of a folder that hides one of others.
+const readable = 0o755
+
+// emptyLike mounts an empty folder over one. The user's own keeps its mode and stays writable: programs that make their
+// sockets there, as tmux and ssh-agent do, refuse a folder that others may enter.
+func (h *hidden) emptyLike(folder string) error {
+	mode, own := ownMode(folder)
+	if !own {
+		return h.empty(folder, readable)
+	}
+	h.owned = append(h.owned, folder)
+	return h.empty(folder, mode)
+}
+
+// ownMode is the mode of a folder of this process' user. The owner that stat(2) gives does not tell: it is nobody for all
+// users that the namespace does not map, and nobody may be this process' user. O_NOATIME is for the owner only.
+func ownMode(folder string) (mode uint32, own bool) {
+	fd, err := unix.Open(folder, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOATIME|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return 0, false
+	}
+	defer unix.Close(fd)
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return 0, false
+	}
+	return st.Mode & 0o7777, true
+}
 
 // cover hides a folder, or a socket.
 func (h *hidden) cover(path string) error {
@@ -255,7 +285,7 @@ func (h *hidden) cover(path string) error {
 	case err != nil, h.isExposed(path):
 		return nil
 	case st.IsDir():
-		return h.empty(path)
+		return h.emptyLike(path)
 	case st.Mode().Type() != fs.ModeSocket:
 		return nil
 	}
@@ -321,9 +351,12 @@ func (e *exposure) put() error {
 	return nil
 }
 
-// seal lets nobody write to the folders that hide others.
+// seal lets nobody write to the folders that hide those of others.
 func (h *hidden) seal() error {
 	for _, folder := range h.folders {
+		if slices.Contains(h.owned, folder) {
+			continue
+		}
 		const flags = unix.MS_REMOUNT | unix.MS_BIND | unix.MS_RDONLY | unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
 		if err := unix.Mount("", folder, "", flags, ""); err != nil {
 			return fmt.Errorf("seal %s: %w", folder, err)
