@@ -459,7 +459,7 @@ func TestIsolateHostSockets(t *testing.T) {
 }
 
 // Where the user had sockets outside, the program makes its own, which are not seen outside: tmux refuses a folder that it
-// cannot write to, or that others may enter. Those of others stay closed.
+// cannot write to, or that others may enter. Those of others stay as they are: their modes say who may enter.
 func TestIsolateOwnSocketFolders(t *testing.T) {
 	addAddresses(t)
 	hostFolder(t, "/tmp", "mode=1777")
@@ -480,9 +480,9 @@ func TestIsolateOwnSocketFolders(t *testing.T) {
 		out, stderr, _ = resultOf(t, cmd)
 		return out, stderr
 	}
-	const script = `for d in ` + own + ` ` + ofRoot + ` ` + runtimeDir + `; do
+	const script = `for d in ` + own + ` ` + runtimeDir + ` ` + ofRoot + `; do
 stat -c '%a %U' $d; ls -A $d; touch $d/made 2>/dev/null && echo wrote; done`
-	const want = "700 nobody\nwrote\n755 nobody\n700 nobody\nwrote\n"
+	const want = "700 nobody\nwrote\n700 nobody\nwrote\n755 nobody\ndefault\n"
 	if out, stderr := isolated("sh", "-c", script); out != want {
 		t.Errorf("%q, want %q\n%s", out, want, stderr)
 	}

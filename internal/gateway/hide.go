@@ -245,6 +245,7 @@ func foreign(pattern, path string) bool {
 
 // mostCovers bounds what is hidden for one pattern.
 const mostCovers = 64
+
 // readable is the mode of a folder that hides one of others.
 const readable = 0o755
 
