@@ -201,6 +201,9 @@ func TestResetState(t *testing.T) {
 	}
 	h.refused(2, "DIR is not the state directory of an agent: lstat DIR/.agent.json: no such file or directory", "name the agent's directory with --state-dir", nil,
 		"reset", "--state", "--state-dir", h.dir, "--pins", h.pins)
+	if r := h.sockeye("reset", "--state-dir", h.dir, "--pins", h.pins); r.code != 0 || r.out != "there was nothing to remove\n" {
+		t.Errorf("a directory of others: %+v", r)
+	}
 	r = h.sockeye("reset", "--state", "--state-dir", h.state, "--pins", h.pins)
 	if want := "removed DIR/state\n"; r.code != 0 || h.plain(r.out) != want {
 		t.Errorf("got %+v, want %s", r, want)
