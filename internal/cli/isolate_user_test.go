@@ -92,6 +92,11 @@ cat %[1]s/root %[1]s/adm 2>/dev/null; grep -E '^(Uid|Gid|Groups|CapEff)' /proc/s
 	if out != "0\nsecret\n" || code != 0 {
 		t.Errorf("--as-root: %q, code %d\n%s", out, code, stderr)
 	}
+	// Found by root, not for the user.
+	out, stderr, code = resultOf(t, byRoot(t, "cp /bin/true /mnt/mine && chmod 700 /mnt/mine || exit 98\n", "isolate", "--user", "nobody", "--", "/mnt/mine"))
+	if want := "sockeye: start /mnt/mine: permission denied\nhint: the program's user may not execute that path, or the interpreter that it names: see their modes, and those of the folders above\n"; out != "" || stderr != want || code != 4 {
+		t.Errorf("root's program: %q, code %d\n%s---- want\n%s", out, code, stderr, want)
+	}
 	for flags, want := range map[string]string{
 		"--user nobody -- true":         "sockeye: only root may become another user\nhint: leave --user out: the program has your own user\n",
 		"--as-root -- true":             "sockeye: --as-root is for root\nhint: leave it out: the program has your own user\n",
