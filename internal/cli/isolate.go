@@ -89,8 +89,8 @@ privilege is needed, and the gateway gives up all that it does not need.
 User. An ordinary user's program has that user. Root must say who the program
 is: --user NAME, --user UID or --user UID:GID has both processes become that
 user, without supplementary groups, with ports below 1024 of the host open
-before; --as-root leaves the program root to the host's files, and takes only
-the network and the capabilities away.
+before; the group must not be root's, either. --as-root leaves the program root
+to the host's files, and takes only the network and the capabilities away.
 
 Inbound. -p [ADDRESS:]PORT[-PORT][:PORT[-PORT]][/tcp|/udp] publishes ports of
 the host, by default on all its addresses, over TCP, and to the same port
