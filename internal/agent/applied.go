@@ -85,14 +85,18 @@ func (a *Agent) choosePolicy() (*chosen, error) {
 	c := &chosen{refused: err, refusedText: text}
 	var failed error
 	c.policy, c.text, failed = a.saved(appliedFile)
-	if errors.Is(failed, os.ErrNotExist) || string(c.text) == string(text) {
+	if errors.Is(failed, os.ErrNotExist) {
 		return nil, err
+	}
+	if string(c.text) == string(text) {
+		return nil, fmt.Errorf("the policy that was applied last is the same as the file, and refused, too: %w", err)
 	}
 	if failed == nil {
 		failed = a.checkNames(c.policy)
 	}
 	if failed != nil {
-		return nil, joined(err, fmt.Errorf("go back to the policy that was applied last: %w", failed))
+		return nil, fmt.Errorf("the policy that was applied last (%s) was tried, and refused, too: %s; the policy file: %w",
+			filepath.Join(a.options.StateDir, appliedFile), firstLine(failed), err)
 	}
 	return c, nil
 }
@@ -112,7 +116,16 @@ func (a *Agent) saved(name string) (*config.Policy, []byte, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	policy, err := config.Parse(text, a.from(name))
+	from := a.from(name)
+	policy, err := config.Parse(text, from)
+	var flaws config.Errors
+	if errors.As(err, &flaws) {
+		for _, f := range flaws {
+			if f.File == from {
+				f.File = path // the lines are of what was kept
+			}
+		}
+	}
 	return policy, text, err
 }
 

@@ -97,9 +97,9 @@ func (d *doctor) kernel() {
 		case !errors.Is(err, ebpf.ErrNotSupported):
 			d.add("kernel", f.Name, ResultWarning, "not known: "+err.Error(), Hint(err))
 		case f.Optional:
-			d.add("kernel", f.Name, ResultNote, f.Needed, "came with Linux "+f.Since)
+			d.add("kernel", f.Name, ResultNote, f.Needed, f.Hint(err))
 		default:
-			d.fail("kernel", f.Name, CodeUnsupported, "needed for "+f.Needed, "came with Linux "+f.Since)
+			d.fail("kernel", f.Name, CodeUnsupported, "needed for "+f.Needed, f.Hint(err))
 		}
 	}
 }
@@ -223,7 +223,11 @@ func (d *doctor) service(c config.Service) {
 	}
 	if c.Steering == config.Lookup {
 		for _, rule := range rules {
-			users = slices.Concat(users, rule.Users(users))
+			for _, uid := range rule.Users(nil) { // those of the service are there already
+				if !slices.Contains(users, uid) {
+					users = append(users, uid)
+				}
+			}
 		}
 	}
 	for _, l := range c.Listeners {

@@ -309,9 +309,15 @@ func Reset(pins string) (removed bool, err error) {
 	return err == nil, err
 }
 
+// IsState fails if a directory is not an agent's state directory.
+func IsState(dir string) error {
+	_, err := os.Lstat(filepath.Join(dir, agentFile))
+	return err
+}
+
 // RemoveState removes an agent's state directory, and no other directory.
 func RemoveState(dir string) error {
-	if _, err := os.Lstat(filepath.Join(dir, agentFile)); err != nil {
+	if err := IsState(dir); err != nil {
 		return Usage(fmt.Errorf("%s is not the state directory of an agent: %w", dir, err), "name the agent's directory with --state-dir")
 	}
 	if err := os.RemoveAll(dir); err != nil {

@@ -489,7 +489,13 @@ func (s *service) splitProblem() error {
 	}
 	what := fmt.Sprintf("%s TCP connections at another member than their slot's: %s",
 		counted(len(devices), "device has", "devices have"), strings.Join(names, ", "))
-	hint := "on_start: reset closes such connections when the agent starts, adopt leaves the device with that member; or restart the member"
+	hint := fmt.Sprintf("restart the agent, and on_start: %s acts on them; or restart the member", s.config.OnStart)
+	switch {
+	case s.config.OnStart == config.Report:
+		hint = "set on_start: reset, which closes such connections, or adopt, which leaves the device with that member, and restart the agent; or restart the member"
+	case s.checks.left > 0 && len(s.suspects(devices)) > 0:
+		hint = fmt.Sprintf("on_start: %s acts on them within seconds", s.config.OnStart)
+	}
 	if s.checks.err != nil {
 		what += ": " + s.checks.err.Error()
 		hint = "restart these members, so that their devices connect again"

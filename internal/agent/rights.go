@@ -138,7 +138,7 @@ func ExamineRights(policy *config.Policy, pid int) []Finding {
 		detail := "needed for " + why
 		switch {
 		case pid == 0:
-			d.add("rights", r.name, ResultNote, detail+"; the unit has it by its drop-in "+r.dropIn, dropInHint(r.dropIn))
+			d.add("rights", r.name, ResultNote, detail+"; the drop-in "+r.dropIn+" gives it to the unit", dropInHint(r.dropIn))
 		case err != nil:
 			d.add("rights", r.name, ResultWarning, detail+"; whether the agent has it is not known: "+err.Error(), Hint(err))
 		case permitted&(1<<r.capability) != 0:

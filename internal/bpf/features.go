@@ -24,6 +24,14 @@ type Feature struct {
 	Probe    func() error
 }
 
+// Hint says why the kernel lacks a feature, by the error of its probe.
+func (f *Feature) Hint(err error) string {
+	if errors.Is(err, unix.EPERM) {
+		return "this kernel, or its lockdown, forbids them"
+	}
+	return "came with Linux " + f.Since
+}
+
 // Features lists what Sockeye asks of the kernel. A probe's error wraps
 // ebpf.ErrNotSupported if the kernel lacks the feature; any other error says
 // that the probe could not tell.

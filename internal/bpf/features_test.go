@@ -31,6 +31,9 @@ func TestFeatures(t *testing.T) {
 		if has := running >= version(t, f.Since); has != (err == nil) {
 			t.Errorf("%s came with %s, this is %s: %v", f.Name, f.Since, unix.ByteSliceToString(name.Release[:]), err)
 		}
+		if hint := f.Hint(unix.EPERM); hint == f.Hint(unix.EINVAL) {
+			t.Errorf("%s: hint %q also where the kernel forbids it", f.Name, hint)
+		}
 		if f.Needed == "" {
 			t.Errorf("%s: nothing needs it", f.Name)
 		}

@@ -54,6 +54,9 @@ func (i *isolation) account(service string) (*account, error) {
 	if a.uid == 0 {
 		return nil, agent.Usage(fmt.Errorf("user %q is root, also to the host's files", name), userHint(service))
 	}
+	if a.gid == 0 {
+		return nil, agent.Usage(fmt.Errorf("user %q has root's group, also to the host's files", name), "name another group behind a colon, as in --user nobody:nogroup, or say --as-root")
+	}
 	return a, nil
 }
 
@@ -71,7 +74,10 @@ func userHint(service string) string {
 
 // findAccount reads NAME or UID, and behind a colon the group by name or number.
 func findAccount(text string) (*account, error) {
-	name, group, _ := strings.Cut(text, ":")
+	name, group, named := strings.Cut(text, ":")
+	if named && group == "" {
+		return nil, errors.New("the group behind the colon is missing")
+	}
 	a := &account{}
 	u, err := user.Lookup(name)
 	if err != nil {

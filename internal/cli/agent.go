@@ -22,7 +22,9 @@ func (c *command) agentCommand() *cobra.Command {
 may be stopped, killed or upgraded at any time: steering goes on without it,
 and the next agent takes over what it finds. SIGHUP applies the policy file. If
 the file is broken at the start, the agent goes on with the policy that was
-applied last, logs an error, and status tells.
+applied last, logs an error, and status tells. If that is refused, too, as
+after an upgrade to a version that requires more, the agent does not start, and
+the error tells of both.
 
 What goes to systemd's journal has a priority before each line, and no time.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -79,7 +79,11 @@ func (c *command) askAgent(cmd *cobra.Command, policy *config.Policy) []agent.Fi
 	}
 	for _, s := range status.Services {
 		if s.Problem != "" {
-			findings = append(findings, agent.Finding{Area: "service " + s.Name, Check: "ports held", Result: agent.ResultWarning, Detail: s.Problem, Hint: s.Hint})
+			check := "ports held"
+			if s.Held {
+				check = "devices" // that are split
+			}
+			findings = append(findings, agent.Finding{Area: "service " + s.Name, Check: check, Result: agent.ResultWarning, Detail: s.Problem, Hint: s.Hint})
 		}
 		for _, w := range s.Waiting {
 			findings = append(findings, agent.Finding{Area: "service " + s.Name, Check: fmt.Sprintf("process %d", w.PID),

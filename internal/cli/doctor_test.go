@@ -59,6 +59,13 @@ func TestDoctorFindings(t *testing.T) {
 			h.member(other, "udp 127.0.0.1:4739")
 		},
 			agent.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "sockets of several users: 0, 65534", Hint: "a SO_REUSEPORT group has one user; use steering: lookup"}},
+		{"not of the users", func(_ *testing.T, h *host) {
+			h.write("policy.yaml", strings.Replace(twoServices, "user: root", `steering: lookup
+    user: [root, daemon]
+    members: [{match: {command_line: x}, slot: free}, {match: {user: daemon}, slot: free}, {match: {user: bin}, slot: free}]`, 1))
+			h.member(other, "udp 127.0.0.1:4739")
+		},
+			agent.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp 127.0.0.1:4739 of process PID (collector) belongs to user nobody, members to root, daemon or bin", Hint: "start the program as that user, or name the owner in user of the service"}},
 		{"another group", func(_ *testing.T, h *host) { h.member(nil, "udp [::1]:4739") },
 			agent.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp [::1]:4739 of process PID (collector) is another group than the listener's", Hint: "make the listener's address what the members bind; a more specific address takes its packets past the service"}},
 		{"MPTCP", func(_ *testing.T, h *host) { h.member(nil, tcp+" mptcp") },

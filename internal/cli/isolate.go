@@ -89,8 +89,8 @@ privilege is needed, and the gateway gives up all that it does not need.
 User. An ordinary user's program has that user. Root must say who the program
 is: --user NAME, --user UID or --user UID:GID has both processes become that
 user, without supplementary groups, with ports below 1024 of the host open
-before; --as-root leaves the program root to the host's files, and takes only
-the network and the capabilities away.
+before; the group must not be root's, either. --as-root leaves the program root
+to the host's files, and takes only the network and the capabilities away.
 
 Inbound. -p [ADDRESS:]PORT[-PORT][:PORT[-PORT]][/tcp|/udp] publishes ports of
 the host, by default on all its addresses, over TCP, and to the same port
@@ -199,7 +199,14 @@ func (c *command) insideCommand() *cobra.Command {
 		Short:  "Prepare the network of an isolated program, and become it",
 		Hidden: true,
 		RunE: func(*cobra.Command, []string) error {
-			if err := gateway.Inside(); err != nil {
+			err := gateway.Inside()
+			switch {
+			case errors.Is(err, unix.EACCES):
+				return &agent.Error{
+					Err: err, Hint: "the program's user may not execute that path, or the interpreter that it names: see their modes, and those of the folders above",
+					Code: agent.CodeNotPermitted,
+				}
+			case err != nil:
 				return agent.Usage(err, "")
 			}
 			return nil
@@ -303,6 +310,9 @@ func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error
 // hostHint is for who names an address that the program has itself, inside.
 var hostHint = fmt.Sprintf("the loopback addresses of the host are %v and %v inside", host4, host6)
 
+// pathHint is for who names what is no file or folder of the host.
+const pathHint = "name a path that is there, and that the program's user may reach"
+
 // existing opens the namespace that is to be joined, nil for none.
 func (i *isolation) existing() (n *gateway.Namespace, err error) {
 	switch {
@@ -371,6 +381,14 @@ func ownEnvironment() (env []string) {
 func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, who *account, listen func() ([]gateway.Forward, error)) (err error) {
 	if i.mtu < leastMTU || i.mtu > mostMTU {
 		return agent.Usage(fmt.Errorf("--mtu is %d", i.mtu), fmt.Sprintf("%d to %d bytes", leastMTU, mostMTU))
+	}
+	for _, list := range []struct {
+		option string
+		paths  []string
+	}{{"--expose", i.expose}, {"--read", i.read}, {"--write", i.write}} {
+		if slices.Contains(list.paths, "") {
+			return agent.Usage(fmt.Errorf("%s names no path", list.option), pathHint)
+		}
 	}
 	out, resolver, err := i.outbound()
 	if err != nil {
@@ -677,7 +695,7 @@ func guestError(err error, exists bool) error {
 			hint, code = "it must have no interface "+interfaceName+", as another gateway makes, and no default route", agent.CodeConflict
 		}
 	case gateway.StepExpose, gateway.StepFiles:
-		hint, code = "name a path that is there, and that the program's user may reach", agent.CodeUsage
+		hint, code = pathHint, agent.CodeUsage
 	case gateway.StepLandlock:
 		hint, code = "--read and --write need landlock, of Linux 5.13", agent.CodeUnsupported
 	case gateway.StepResolver:
@@ -699,7 +717,7 @@ func userNamespaceHint() string {
 		hint   string
 	}{
 		{"kernel/unprivileged_userns_clone", 0, "set sysctl kernel.unprivileged_userns_clone to 1"},
-		{"user/max_user_namespaces", 0, "raise sysctl user.max_user_namespaces, which is 0"},
+		{"user/max_user_namespaces", 0, "raise sysctl user.max_user_namespaces, which is 0; or, inside an isolated program, start that one with --allow-userns"},
 		{"user/max_pid_namespaces", 0, "raise sysctl user.max_pid_namespaces, which is 0"},
 		{"user/max_net_namespaces", 0, "raise sysctl user.max_net_namespaces, which is 0"},
 		{"user/max_mnt_namespaces", 0, "raise sysctl user.max_mnt_namespaces, which is 0"},

@@ -1009,7 +1009,7 @@ func TestIsolateWithoutUserNamespaces(t *testing.T) {
 	addAddresses(t)
 	cmd := prepared(t, "", "unshare -Ur sh -c 'echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"' sh", "isolate", "--as-root", "--", "true")
 	_, stderr, code := resultOf(t, cmd)
-	const want = "sockeye: make namespaces: no space left on device\nhint: raise sysctl user.max_user_namespaces, which is 0\n"
+	const want = "sockeye: make namespaces: no space left on device\nhint: raise sysctl user.max_user_namespaces, which is 0; or, inside an isolated program, start that one with --allow-userns\n"
 	if stderr != want || code != 4 {
 		t.Errorf("code %d\n%s", code, stderr)
 	}

@@ -70,6 +70,12 @@ cat %[1]s/root %[1]s/adm 2>/dev/null; grep -E '^(Uid|Gid|Groups|CapEff)' /proc/s
 		{"--user nobody:nosuchgroup", "", 2, "", "sockeye: user \"nobody:nosuchgroup\": there is no group \"nosuchgroup\"\nhint: as in --user nobody, --user 1000 or --user 1000:1000\n"},
 		{"--user root", "", 2, "", "sockeye: user \"root\" is root, also to the host's files\nhint: name the user to become, as in --user nobody, or say --as-root\n"},
 		{"--user 0:65534", "alice", 2, "", "sockeye: user \"0:65534\" is root, also to the host's files\nhint: name the user to become, as in --user alice, or say --as-root\n"},
+		{"--user nobody:0", "", 2, "", "sockeye: user \"nobody:0\" has root's group, also to the host's files\nhint: name another group behind a colon, as in --user nobody:nogroup, or say --as-root\n"},
+		{"--user 1000:root", "", 2, "", "sockeye: user \"1000:root\" has root's group, also to the host's files\nhint: name another group behind a colon, as in --user nobody:nogroup, or say --as-root\n"},
+		{"--user 65534:", "", 2, "", "sockeye: user \"65534:\": the group behind the colon is missing\nhint: as in --user nobody, --user 1000 or --user 1000:1000\n"},
+		{"--user nobody --expose=", "", 2, "", "sockeye: --expose names no path\nhint: name a path that is there, and that the program's user may reach\n"},
+		{"--user nobody --read /usr --read=", "", 2, "", "sockeye: --read names no path\nhint: name a path that is there, and that the program's user may reach\n"},
+		{"--user nobody --write=", "", 2, "", "sockeye: --write names no path\nhint: name a path that is there, and that the program's user may reach\n"},
 		{"--user nobody --as-root", "", 2, "", "sockeye: --user and --as-root do not go together\nhint: each says who the program is\n"},
 	} {
 		args := append(strings.Fields("isolate "+test.flags), "--", "sh", "-c", attack)
@@ -85,6 +91,11 @@ cat %[1]s/root %[1]s/adm 2>/dev/null; grep -E '^(Uid|Gid|Groups|CapEff)' /proc/s
 	out, stderr, code := resultOf(t, byRoot(t, "", "isolate", "--as-root", "--", "sh", "-c", "id -u; cat "+filepath.Join(dir, "root")))
 	if out != "0\nsecret\n" || code != 0 {
 		t.Errorf("--as-root: %q, code %d\n%s", out, code, stderr)
+	}
+	// Found by root, not for the user.
+	out, stderr, code = resultOf(t, byRoot(t, "cp /bin/true /mnt/mine && chmod 700 /mnt/mine || exit 98\n", "isolate", "--user", "nobody", "--", "/mnt/mine"))
+	if want := "sockeye: start /mnt/mine: permission denied\nhint: the program's user may not execute that path, or the interpreter that it names: see their modes, and those of the folders above\n"; out != "" || stderr != want || code != 4 {
+		t.Errorf("root's program: %q, code %d\n%s---- want\n%s", out, code, stderr, want)
 	}
 	for flags, want := range map[string]string{
 		"--user nobody -- true":         "sockeye: only root may become another user\nhint: leave --user out: the program has your own user\n",

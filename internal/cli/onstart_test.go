@@ -434,8 +434,12 @@ func TestOnStartReport(t *testing.T) {
 		!strings.HasSuffix(status.Problem, fmt.Sprintf(" and %d more", split-3)) {
 		t.Errorf("want %d devices: %+v", split, status)
 	}
-	if r := h.sockeye("status"); !strings.Contains(r.out, "telemetry: "+status.Problem+"\nhint: on_start: reset closes") {
+	if r := h.sockeye("status"); !strings.Contains(r.out, "telemetry: "+status.Problem+"\nhint: set on_start: reset, which closes such connections, or adopt, which leaves the device with that member, and restart the agent; or restart the member\n") {
 		t.Errorf("status: %s", r.out)
+	}
+	findings, _ := h.examine(nil, "sockeye")
+	if want := (agent.Finding{Area: "service telemetry", Check: "devices", Result: "warning", Detail: status.Problem, Hint: status.Hint}); !slices.Contains(findings, want) {
+		t.Errorf("doctor: want %+v in\n%+v", want, findings)
 	}
 	for _, d := range devices {
 		if !d.lives(t) {

@@ -70,6 +70,28 @@ func TestBrokenPolicyAtStart(t *testing.T) {
 	}
 }
 
+// TestBothPoliciesBroken has an applied policy that this version refuses, as one from before user was required: the error
+// tells that the agent has tried it, whether the file is the same or broken in another way.
+func TestBothPoliciesBroken(t *testing.T) {
+	h := newHost(t, mappedService)
+	h.write("devices.csv", "127.0.0.1,edge\n")
+	h.start()
+	h.kill()
+	refused := strings.Replace(mappedService, "user: root", "members: [{match: {command_line: x}, slot: free}]", 1)
+	h.write("state/.applied.yaml", refused)
+	for file, want := range map[string]string{
+		refused: "sockeye: the policy that was applied last is the same as the file, and refused, too: DIR/policy.yaml:7:23: services.telemetry.members[0].match: any user could",
+		strings.Replace(mappedService, "slots: 4", "slots: none", 1): "sockeye: the policy that was applied last (DIR/state/.applied.yaml) was tried, and refused, too: " +
+			"DIR/state/.applied.yaml:7:23: services.telemetry.members[0].match: any user could start a process that this describes, and take a slot; " +
+			"the policy file: DIR/policy.yaml:3:12: services.telemetry.slots: ",
+	} {
+		h.write("policy.yaml", file)
+		if r := h.child(nil, "sockeye", h.agentArgs()...); r.code != 2 || !strings.HasPrefix(h.plain(r.err), want) {
+			t.Errorf("code %d\n%s---- want\n%s", r.code, h.plain(r.err), want)
+		}
+	}
+}
+
 // TestFirstPolicyBroken has no policy that was applied: there is nothing to start
 // with, and the error says what to do.
 func TestFirstPolicyBroken(t *testing.T) {
@@ -179,6 +201,9 @@ func TestResetState(t *testing.T) {
 	}
 	h.refused(2, "DIR is not the state directory of an agent: lstat DIR/.agent.json: no such file or directory", "name the agent's directory with --state-dir", nil,
 		"reset", "--state", "--state-dir", h.dir, "--pins", h.pins)
+	if r := h.sockeye("reset", "--state-dir", h.dir, "--pins", h.pins); r.code != 0 || r.out != "there was nothing to remove\n" {
+		t.Errorf("a directory of others: %+v", r)
+	}
 	r = h.sockeye("reset", "--state", "--state-dir", h.state, "--pins", h.pins)
 	if want := "removed DIR/state\n"; r.code != 0 || h.plain(r.out) != want {
 		t.Errorf("got %+v, want %s", r, want)

@@ -50,10 +50,10 @@ every device in the slot where it was.`,
 				pins = ""
 			}
 			r := removal{Removed: pins, Reverted: reverted}
-			if _, err := os.Stat(stateDir); err == nil {
+			if agent.IsState(stateDir) == nil {
 				r.State = stateDir
 			}
-			if state && r.State != "" {
+			if _, err := os.Stat(stateDir); state && err == nil {
 				if err := agent.RemoveState(stateDir); err != nil {
 					return err
 				}

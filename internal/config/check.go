@@ -140,7 +140,7 @@ func (d *decoder) checkUsers(path string, s Service) {
 		d.refuseAt(path+".user", "must be one user with steering: reuseport, is a list",
 			"the kernel lets sockets share a port that are of one user; steering: lookup takes several")
 	}
-	if d.given(path + ".user") {
+	if d.given(path+".user") || d.misspelt[path+".user"] {
 		return
 	}
 	first := ""

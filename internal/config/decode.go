@@ -32,6 +32,8 @@ type decoder struct {
 	at   map[string]position // where the value of each path that was given is
 	errs Errors
 	bad  map[string]bool // paths at or below which something was refused
+	// misspelt are paths that an unknown key was probably meant to be.
+	misspelt map[string]bool
 	// files has the prefixes of the files that were read, nil for those refused.
 	files map[string][]PrefixTerm
 }
@@ -116,7 +118,9 @@ func (d *decoder) object(path string, key, n *yaml.Node, v reflect.Value, tag re
 				known[i] = f.Tag.Get("yaml")
 			}
 			hint := didYouMean(name, known)
-			if hint == "" {
+			if hint != "" {
+				d.misspelt[join(path, Nearest(name, known))] = true
+			} else {
 				hint = "known keys: " + strings.Join(known, ", ")
 			}
 			d.refuse(sub, positionOf(k), "unknown key", hint)

@@ -41,7 +41,7 @@ func Load(path string) (*Policy, error) {
 // match.remote_file are read. The error, if any, is of type [Errors] and has all
 // that is wrong, not only the first.
 func Parse(data []byte, path string) (*Policy, error) {
-	d := &decoder{file: path, at: map[string]position{}, bad: map[string]bool{}, files: map[string][]PrefixTerm{}}
+	d := &decoder{file: path, at: map[string]position{}, bad: map[string]bool{}, misspelt: map[string]bool{}, files: map[string][]PrefixTerm{}}
 	root := d.document(data)
 	var p Policy
 	if root != nil {

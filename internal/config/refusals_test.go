@@ -450,6 +450,11 @@ p.yaml:8:17: services.t.members[2].match: any user could start a process that th
   hint: add user to the service: whom the members run as, as in user: pmacct
 p.yaml:9:17: services.t.members[3].match: any user could start a process that this describes, and take a slot
   hint: add user to the service: whom the members run as, as in user: pmacct`},
+	{"members: user misspelt", minimal + `    users: pmacct
+    members: [{match: {command_line: nfacctd}, slot: free}]
+`, `
+p.yaml:5:5: services.t.users: unknown key
+  hint: did you mean user?`},
 	{"members: no user, lookup", minimal + `    steering: lookup
     members: [{match: {command_line: nfacctd}, slot: free}]
 `, `

@@ -75,6 +75,7 @@ func TestUsers(t *testing.T) {
 	}{
 		{nil, nil, nil},
 		{[]string{"root", "7002"}, rules, []uint32{0, 7002}},
+		{[]string{"root", "7002", "0", "7002"}, nil, []uint32{0, 7002}},
 		{nil, rules, []uint32{7001, 0}},
 	} {
 		got, err := Users(test.names, test.rules)

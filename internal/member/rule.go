@@ -49,7 +49,9 @@ func Users(names []string, rules []Rule) ([]uint32, error) {
 		if err != nil {
 			return nil, err
 		}
-		uids = append(uids, uid)
+		if !slices.Contains(uids, uid) { // named twice, as by name and number
+			uids = append(uids, uid)
+		}
 	}
 	if len(names) == 0 {
 		for _, r := range rules {
