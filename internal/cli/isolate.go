@@ -52,8 +52,12 @@ const lingerTime = 5 * time.Second
 // interfaceName is that of the guest's interface.
 const interfaceName = "sockeye0"
 
-// resolvConf is where the host's name servers are.
-const resolvConf = "/etc/resolv.conf"
+// resolvConf is where the host's name servers are, and behindStub where systemd-resolved names
+// those that it asks itself.
+const (
+	resolvConf = "/etc/resolv.conf"
+	behindStub = "/run/systemd/resolve/resolv.conf"
+)
 
 // isolation is what a program in a network of its own is given.
 type isolation struct {
@@ -111,9 +115,13 @@ range each: then the oldest flow is forgotten, and connections are refused.
 
 Names. Inside, /etc/resolv.conf names 169.254.53.53 to 169.254.53.55, which
 stand for the host's name servers, over UDP and TCP. So they do with --allow,
-too: a program can send data to anybody in the names that it asks for, unless
---no-dns is given. With --no-dns, --no-outbound, and for a namespace that is
-there already, the file is the host's, as it is.
+too: a program can send data to anybody in the names that it asks for. With
+--no-dns there are none of these, and ports 53 and 853 of the name servers that
+the host's /etc/resolv.conf and systemd-resolved name are closed, unless an
+--allow names that very address, not a larger prefix. Other name servers, and
+DNS over HTTPS, are reached where the program may go: give --allow as well. With
+--no-dns, --no-outbound, and for a namespace that is there already, the file is
+the host's, as it is.
 
 Confinement. The program keeps the working directory, the environment without
 SOCKEYE_* and without what names a hidden socket, standard input, output and
@@ -181,7 +189,7 @@ use, or the namespace has an interface sockeye0 or a default route.`,
 // flags are those that every isolated program has.
 func (i *isolation) flags(cmd *cobra.Command) {
 	cmd.Flags().StringArrayVar(&i.allow, "allow", nil, "where the program may go, as in 10.0.0.0/8:9092/tcp; may be repeated")
-	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name server inside: questions to it can carry data out, with --allow too")
+	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name server inside, nor ports 53 and 853 of the host's: questions to them can carry data out")
 	cmd.Flags().IntVar(&i.mtu, "mtu", mostMTU, "of the interface inside, in bytes")
 	cmd.Flags().StringVar(&i.user, "user", "", "whom the program is started as, as in nobody or 1000:1000; for root only")
 	cmd.Flags().BoolVar(&i.asRoot, "as-root", false, "the program is root to the host's files; for root only")
@@ -296,15 +304,32 @@ func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error
 		}
 		out.Rules = append(out.Rules, r)
 	}
-	if i.noDNS || i.noOutbound {
+	if i.noOutbound {
 		return out, "", nil
 	}
-	conf, err := os.ReadFile(resolvConf)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return out, "", fmt.Errorf("read name servers: %w", err)
+	conf, err := readIfThere(resolvConf)
+	if err != nil {
+		return out, "", err
 	}
-	out.DNS, resolver = gateway.NameServers(string(conf), nameServers)
-	return out, resolver, nil
+	if !i.noDNS {
+		out.DNS, resolver = gateway.NameServers(conf, nameServers)
+		return out, resolver, nil
+	}
+	behind, err := readIfThere(behindStub)
+	if err != nil {
+		return out, "", err
+	}
+	out.Resolvers = gateway.Resolvers(conf + "\n" + behind)
+	return out, "", nil
+}
+
+// readIfThere reads a file of name servers, "" if there is none.
+func readIfThere(path string) (string, error) {
+	text, err := os.ReadFile(path)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return "", fmt.Errorf("read name servers: %w", err)
+	}
+	return string(text), nil
 }
 
 // hostHint is for who names an address that the program has itself, inside.

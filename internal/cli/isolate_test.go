@@ -766,6 +766,61 @@ func TestIsolateNames(t *testing.T) {
 	}
 }
 
+// Without names, the host's name server is not asked by its own address either, also not the one behind systemd-resolved.
+func TestIsolateNoDNS(t *testing.T) {
+	addAddresses(t)
+	const own, other = "203.0.113.53", "203.0.113.54"
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, text := range []string{own, other} {
+		address := &netlink.Addr{IPNet: &net.IPNet{IP: net.ParseIP(text).To4(), Mask: net.CIDRMask(32, 32)}}
+		if err := netlink.AddrReplace(lo, address); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := netlink.AddrDel(lo, address); err != nil {
+				t.Error(err)
+			}
+		})
+		for _, network := range []string{"tcp", "udp"} {
+			for _, port := range []string{"53", "853", "7180"} {
+				if err := tellPeers(network, net.JoinHostPort(text, port)); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	}
+	const (
+		etc      = "mount -t tmpfs none /etc || exit 98\n"
+		named    = etc + "echo nameserver " + own + " >/etc/resolv.conf"
+		resolved = etc + "mkdir -p /mnt/run/systemd/resolve; mount --bind /mnt/run /run; echo nameserver 127.0.0.53 >/etc/resolv.conf; echo nameserver " + own + " >/run/systemd/resolve/resolv.conf"
+		refused  = "a name server of the host: with --no-dns an --allow must name the address"
+	)
+	for _, test := range []struct {
+		prepare, flags, to string
+		ok                 bool
+	}{
+		{named, "", own + ":53", true},
+		{named, "--no-dns", own + ":53", false},
+		{named, "--no-dns", own + ":853", false},
+		{named, "--no-dns --allow 203.0.113.0/24", own + ":53", false},
+		{named, "--no-dns --allow 203.0.113.53:53", own + ":53", true},
+		{named, "--no-dns", own + ":7180", true},
+		{named, "--no-dns", other + ":53", true},
+		{resolved, "--no-dns", own + ":53", false},
+	} {
+		for _, network := range []string{"tcp", "udp"} {
+			args := append(strings.Fields("isolate --verbose "+test.flags), "--", itself, "inside", "dial", network, test.to)
+			out, stderr, code := resultOf(t, ordinary(t, test.prepare, args...))
+			if ok := code == 0; ok != test.ok || ok == strings.Contains(stderr, refused) {
+				t.Errorf("%q %s %s: %q, code %d\n%s", test.flags, network, test.to, out, code, stderr)
+			}
+		}
+	}
+}
+
 // Signals go to the program, once.
 func TestIsolateSignals(t *testing.T) {
 	addAddresses(t)

@@ -35,7 +35,8 @@ with the peers' addresses. The program listens on the service's own ports, best
 on all addresses, also where members have ports of their own; the slot opens
 when it listens on all of them. It may go nowhere by itself, but to where
 --allow lets it, and then to the host's name servers unless --no-dns is given:
-questions to them can carry data out. The slot closes for good
+questions to them can carry data out; sockeye isolate --help says what --no-dns
+leaves. The slot closes for good
 when the program closes one of them or ends, and the program ends with this
 process. Started by root, both become the user of the service, or --user; with a
 service that has no user, or root, say --as-root. The program is confined as by

@@ -74,8 +74,11 @@ func (g *Gateway) unreachable(s *segment, why failure) {
 	from, to := s.to.Addr(), s.from.Addr()
 	if why == prohibited && g.log.Enabled(context.Background(), slog.LevelInfo) && !g.config.Outbound.Allowed(s.protocol, s.to) {
 		args := []any{"protocol", protocolName(s.protocol), "to", s.to}
-		if Metadata(from) {
+		switch {
+		case Metadata(from):
 			args = append(args, "why", "metadata of clouds: an --allow must name the address")
+		case g.config.Outbound.resolver(s.to):
+			args = append(args, "why", "a name server of the host: with --no-dns an --allow must name the address")
 		}
 		g.log.Info("the program may not go there", args...)
 	}

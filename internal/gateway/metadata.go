@@ -24,10 +24,14 @@ var metadata = map[netip.Addr]bool{
 }
 
 // Metadata tells whether an address leads to a cloud's metadata: by itself, or through a
-// translator of the network, whose IPv6 address has that of IPv4 in it.
-func Metadata(a netip.Addr) bool {
+// translator of the network.
+func Metadata(a netip.Addr) bool { return anyForm(a, func(a netip.Addr) bool { return metadata[a] }) }
+
+// anyForm tells whether something holds for an address, or for the one of IPv4 in it, to which a
+// translator of the network leads.
+func anyForm(a netip.Addr, holds func(netip.Addr) bool) bool {
 	a = a.WithZone("").Unmap()
-	if metadata[a] {
+	if holds(a) {
 		return true
 	}
 	if a.Is4() {
@@ -35,7 +39,7 @@ func Metadata(a netip.Addr) bool {
 	}
 	b := a.As16()
 	for _, t := range translated {
-		if t.prefix.Contains(a) && metadata[netip.AddrFrom4([4]byte{b[t.at[0]], b[t.at[1]], b[t.at[2]], b[t.at[3]]})] {
+		if t.prefix.Contains(a) && holds(netip.AddrFrom4([4]byte{b[t.at[0]], b[t.at[1]], b[t.at[2]], b[t.at[3]]})) {
 			return true
 		}
 	}

@@ -5,6 +5,7 @@ package gateway
 import (
 	"net"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
@@ -49,6 +50,42 @@ func TestMetadataAddresses(t *testing.T) {
 	for _, text := range []string{"169.254.169.253", "10.0.0.1", "64:ff9b::10.0.0.1", "2001:db8::a9fe:a9fe", "fd00:ec2::1"} {
 		if !(&Outbound{All: true}).Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(netip.MustParseAddr(text), 80)) {
 			t.Errorf("%s is refused", text)
+		}
+	}
+}
+
+// TestResolversAreNamed: without names, no default and no prefix leads to the host's name servers at the ports of DNS.
+func TestResolversAreNamed(t *testing.T) {
+	resolvers := Resolvers("# nameserver 192.0.2.99\nnameserver 192.0.2.53\n\tnameserver 2001:db8::53\nnameserver fe80::1%lo\nnameserver 192.0.2.2\nnameserver 192.0.2.4\nnameserver x\noptions rotate\nnameserver\n")
+	want := []netip.Addr{
+		netip.MustParseAddr("192.0.2.53"), netip.MustParseAddr("2001:db8::53"), netip.MustParseAddr("fe80::1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr("192.0.2.4"),
+	}
+	if !slices.Equal(resolvers, want) {
+		t.Fatalf("resolvers %v, want %v", resolvers, want)
+	}
+	everything := []Rule{{Prefix: netip.MustParsePrefix("0.0.0.0/0"), Last: 65535}, {Prefix: netip.MustParsePrefix("::/0"), Last: 65535}}
+	itself := append([]Rule{{Prefix: netip.MustParsePrefix("192.0.2.53/32"), Last: 53}, {Prefix: netip.MustParsePrefix("2001:db8::53/128"), Last: 53}}, everything...)
+	for _, test := range []struct {
+		to      string
+		allowed [3]bool // with everything by default, by prefixes, by the address and port 53
+	}{
+		{"192.0.2.53:53", [3]bool{false, false, true}},
+		{"192.0.2.53:853", [3]bool{}},
+		{"192.0.2.53:443", [3]bool{true, true, true}},
+		{"192.0.2.4:53", [3]bool{}},
+		{"[2001:db8::53]:53", [3]bool{false, false, true}},
+		{"[2001:db8::53]:853", [3]bool{}},
+		{"[64:ff9b::192.0.2.53]:53", [3]bool{}},
+		{"192.0.2.54:53", [3]bool{true, true, true}},
+	} {
+		to := netip.MustParseAddrPort(test.to)
+		for n, o := range []Outbound{{All: true}, {Rules: everything}, {Rules: itself}} {
+			o.Resolvers = resolvers
+			for _, protocol := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
+				if got := o.Allowed(protocol, to); got != test.allowed[n] {
+					t.Errorf("%v, protocol %d, outbound %d: %v, want %v", to, protocol, n, got, test.allowed[n])
+				}
+			}
 		}
 	}
 }

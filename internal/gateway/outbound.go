@@ -14,12 +14,14 @@ import (
 
 // Outbound says where the guest may go by itself.
 type Outbound struct {
-	// All: everywhere but to Metadata. Otherwise where a rule lets it. Metadata need a rule that
-	// names the address itself, as no prefix does, in either case.
+	// All: everywhere but to Metadata and Resolvers. Otherwise where a rule lets it. These need a
+	// rule that names the address itself, as no prefix does, in either case.
 	All   bool
 	Rules []Rule
 	// DNS are the host's name servers, to which the guest may go in any case.
 	DNS []NameServer
+	// Resolvers are the host's name servers, at whose ports the guest may ask for no names.
+	Resolvers []netip.Addr
 	// Host are addresses that stand for the host's loopback addresses of their family. The
 	// guest may go there only if a rule names the address itself, as no prefix does.
 	Host []netip.Addr
@@ -39,7 +41,10 @@ type Rule struct {
 	First, Last uint16
 }
 
-const dnsPort = 53
+const (
+	dnsPort    = 53
+	dnsTLSPort = 853 // over TLS (RFC 7858) and QUIC (RFC 9250)
+)
 
 // Allowed tells whether the guest may send to an address. Of ICMP the port is 0.
 func (o *Outbound) Allowed(protocol uint8, to netip.AddrPort) bool {
@@ -54,7 +59,7 @@ func (o *Outbound) Allowed(protocol uint8, to netip.AddrPort) bool {
 	if !echo && to.Port() == 0 {
 		return false
 	}
-	host, named := slices.Contains(o.Host, a), Metadata(a)
+	host, named := slices.Contains(o.Host, a), o.named(to)
 	if o.All && !host && !named {
 		return true
 	}
@@ -67,6 +72,17 @@ func (o *Outbound) Allowed(protocol uint8, to netip.AddrPort) bool {
 		}
 	}
 	return false
+}
+
+// named tells whether only a rule that names the address itself leads there.
+func (o *Outbound) named(to netip.AddrPort) bool { return Metadata(to.Addr()) || o.resolver(to) }
+
+// resolver tells whether names are asked for there, in whatever form of the address.
+func (o *Outbound) resolver(to netip.AddrPort) bool {
+	if len(o.Resolvers) == 0 || to.Port() != dnsPort && to.Port() != dnsTLSPort {
+		return false
+	}
+	return anyForm(to.Addr(), func(a netip.Addr) bool { return slices.Contains(o.Resolvers, a) })
 }
 
 // None tells whether the guest may go nowhere at all.
@@ -158,6 +174,20 @@ func NameServers(conf string, aliases []netip.Addr) (list []NameServer, text str
 		text += "nameserver " + n.Alias.String() + "\n"
 	}
 	return list, text + rest.String()
+}
+
+// Resolvers reads all name servers in the text of a resolv.conf(5).
+func Resolvers(conf string) (list []netip.Addr) {
+	for line := range strings.Lines(conf) {
+		fields := strings.Fields(line)
+		if len(fields) < 2 || fields[0] != "nameserver" {
+			continue
+		}
+		if a, err := netip.ParseAddr(fields[1]); err == nil {
+			list = append(list, a.WithZone("").Unmap())
+		}
+	}
+	return list
 }
 
 // numbered has the zone of an address be the number of its interface, which stays known

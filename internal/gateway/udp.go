@@ -326,7 +326,7 @@ func (b *bound) event(uint32) {
 				continue
 			}
 			// The sender's address may be a forged one, and whom the guest answers.
-			if Metadata(remote.Addr()) && !b.g.config.Outbound.Allowed(unix.IPPROTO_UDP, remote) {
+			if o := &b.g.config.Outbound; o.named(remote) && !o.Allowed(unix.IPPROTO_UDP, remote) {
 				b.g.count(NotAllowed)
 				continue
 			}
