@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/member"
 )
 
 // account is the user that the gateway and the program become, nil for the one that they are.
@@ -70,6 +71,45 @@ func userHint(service string) string {
 		return fmt.Sprintf("name the user to become, as in --user %s, or say --as-root", caller)
 	}
 	return "name the user to become, as in --user nobody, or say --as-root"
+}
+
+// isMember refuses a user who is not that of a service's members, "" for any: sockets of two users share no port.
+func (a *account) isMember(service string) error {
+	if service == "" {
+		return nil
+	}
+	members, err := uidOf(service)
+	if err != nil {
+		return agent.Usage(fmt.Errorf("the members' user %q: %w", service, err), "the policy names a user whom the agent knows, and this command does not")
+	}
+	uid := os.Geteuid()
+	if a != nil {
+		uid = a.uid
+	}
+	if uid == members {
+		return nil
+	}
+	hint := fmt.Sprintf("start it as %s", service)
+	if os.Geteuid() == 0 {
+		hint = fmt.Sprintf("leave --user and --as-root out: the program becomes %s", service)
+		if members == 0 {
+			hint = "say --as-root"
+		}
+	}
+	return &agent.Error{Err: fmt.Errorf("user %s is not the members' user %s", member.UserName(uint32(uid)), service), Hint: hint, Code: agent.CodeConflict}
+}
+
+// uidOf is the number of a user that is named by name or number.
+func uidOf(name string) (int, error) {
+	u, err := user.Lookup(name)
+	if err == nil {
+		name = u.Uid
+	}
+	uid, err := number(name) // a number needs no line in /etc/passwd
+	if err != nil {
+		return 0, errors.New("there is no such user")
+	}
+	return uid, nil
 }
 
 // findAccount reads NAME or UID, and behind a colon the group by name or number.

@@ -101,6 +101,9 @@ func (c *command) runIsolated(ctx context.Context, i *isolation, m *agent.Place,
 	if err != nil {
 		return err
 	}
+	if err := who.isMember(m.User); err != nil {
+		return err
+	}
 	i.noOutbound = len(i.allow) == 0
 	listen := func() ([]gateway.Forward, error) { return gateway.ListenAsMember(sockets, *m.Slot) }
 	return c.join(ctx, i, &gateway.Guest{Setup: program}, who, listen)

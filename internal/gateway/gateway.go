@@ -91,6 +91,7 @@ type Gateway struct {
 	parts     map[partsOf][]byte // of packets that came in fragments, so far
 	ports     *guestPorts        // nil where no forward is for later
 	failed    error              // what ends the gateway
+	ending    bool               // the guest's program has ended
 	fragments uint32             // identification of the last datagram that was sent in fragments
 	echoes    map[flow]*echo
 	timers    timers
@@ -303,7 +304,7 @@ func (g *Gateway) Run(ctx context.Context) error {
 	var end time.Time // when it lingers
 	for {
 		if ctx.Err() != nil && end.IsZero() {
-			end = g.clock().Add(g.config.Linger)
+			g.ending, end = true, g.clock().Add(g.config.Linger)
 			g.ignore(g.wake)
 		}
 		n, err := g.poll(events, g.timeout(end))
@@ -405,10 +406,11 @@ func (g *Gateway) timeout(end time.Time) int {
 	return int(max(next.Sub(g.clock())+time.Millisecond-1, 0) / time.Millisecond)
 }
 
-// unfinished tells whether there is a connection that the guest has not ended.
+// unfinished tells whether there is a connection that the guest has not ended. One that is not
+// established yet has nothing to deliver.
 func (g *Gateway) unfinished() bool {
 	for _, c := range g.conns {
-		if c.fd >= 0 && !c.shut {
+		if c.fd >= 0 && !c.shut && c.state != connecting {
 			return true
 		}
 	}

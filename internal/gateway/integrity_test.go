@@ -565,6 +565,38 @@ func TestStop(t *testing.T) {
 	}
 }
 
+// TestStopConnecting: a connection that nobody answers has nothing to deliver, and is not waited for.
+func TestStopConnecting(t *testing.T) {
+	var silent atomic.Bool
+	s := newSite(t, 65520, lab.LinkOptions{Drop: func(_ lab.Direction, packet []byte) bool {
+		segment, ok := parse(packet)
+		return ok && segment.protocol == unix.IPPROTO_TCP && segment.flags&flagSYN != 0 && !silent.Swap(true) || silent.Load()
+	}}, patience)
+	if err := s.guest.Do(func() error {
+		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			return err
+		}
+		t.Cleanup(func() { unix.Close(fd) })
+		if err := unix.Connect(fd, &unix.SockaddrInet4{Addr: [4]byte{10, 97, 0, 2}, Port: 7000}); !errors.Is(err, unix.EINPROGRESS) {
+			return fmt.Errorf("connect: %w", err)
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	for start := time.Now(); !silent.Load(); time.Sleep(time.Millisecond) {
+		if time.Since(start) > patience {
+			t.Fatal("no SYN was sent")
+		}
+	}
+	start := time.Now()
+	s.stop()
+	if took := time.Since(start); took > patience/2 {
+		t.Errorf("took %v", took)
+	}
+}
+
 // TestStopInTheMiddle: a connection that the guest has not ended does not end in order.
 func TestStopInTheMiddle(t *testing.T) {
 	s := newSite(t, 65520, lab.LinkOptions{Delay: time.Millisecond}, 0)

@@ -3,9 +3,11 @@
 package gateway
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"os"
 	"slices"
@@ -126,6 +128,7 @@ type guestPorts struct {
 	again   bool // something was closed meanwhile
 	open    bool
 	ended   bool
+	why     string       // it has ended, until that is said
 	bound   map[int]bool // of UDP, by descriptor
 	giveUp  time.Time    // when a port must be free
 	timer   timer
@@ -158,6 +161,10 @@ const portsInterval = 50 * time.Millisecond
 // not be gone.
 const bindPatience = 10 * time.Second
 
+// exitPatience is how long a program may take to end when it has closed a socket, which is no
+// reason for a warning then.
+const exitPatience = 2 * time.Second
+
 // Sizes of struct inet_diag_req_v2 and inet_diag_msg, in bytes.
 const (
 	diagRequest = 56
@@ -174,8 +181,16 @@ func newGuestPorts(g *Gateway) *guestPorts {
 	return p
 }
 
-// expired begins to ask.
+// expired begins to ask, or says why it does no more.
 func (p *guestPorts) expired() {
+	if p.why != "" {
+		level := slog.LevelWarn
+		if p.g.ending { // as every program does that ends
+			level = slog.LevelInfo
+		}
+		p.g.log.Log(context.Background(), level, "nothing more goes inside", "reason", p.why)
+		p.why = ""
+	}
 	if p.waiting || p.ended {
 		return
 	}
@@ -419,8 +434,8 @@ func (p *guestPorts) fail(err error) {
 // end closes the host's sockets, for good: what is to come goes to no program that does
 // not listen to all of it.
 func (p *guestPorts) end(why string) {
-	p.ended = true
-	p.g.log.Warn("nothing more goes inside", "reason", why)
+	p.ended, p.why = true, why
+	p.g.timers.set(&p.timer, p.g.now.Add(exitPatience))
 	for i := range p.g.config.Forwards {
 		if f := &p.g.config.Forwards[i]; len(f.Later) > 0 {
 			p.g.forget(f.FD)

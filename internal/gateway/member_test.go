@@ -3,11 +3,14 @@
 package gateway
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -153,6 +156,29 @@ func TestMemberListensWithItsProgram(t *testing.T) {
 			b.asked()
 			expect("after that, for good", false)
 		})
+	}
+}
+
+// TestMemberClosesWarns: a program that closes a socket is worth a warning, unless it has ended.
+func TestMemberClosesWarns(t *testing.T) {
+	for ended, want := range map[bool]string{true: "level=INFO", false: "level=WARN"} {
+		b := standFor(t, member(unix.IPPROTO_UDP, 24741, 24741))
+		var said bytes.Buffer
+		b.g.log = slog.New(slog.NewTextHandler(&said, nil))
+		program := b.program(unix.IPPROTO_UDP)
+		b.until("the gateway to listen", func() bool { return b.g.ports.open })
+		program.Close()
+		b.until("the gateway to close", func() bool { return b.g.ports.ended })
+		if strings.Contains(said.String(), "nothing more") {
+			t.Errorf("said at once: %s", said.String())
+		}
+		b.g.ending = ended
+		b.wait(exitPatience)
+		b.turn(1)
+		b.asked()
+		if n := strings.Count(said.String(), want+` msg="nothing more goes inside" reason="a socket of the program was closed"`); n != 1 {
+			t.Errorf("ended %v: %d lines with %s\n%s", ended, n, want, said.String())
+		}
 	}
 }
 
