@@ -390,7 +390,7 @@ func TestFloodOfSYNs(t *testing.T) {
 				done := make(chan struct{})
 				go func() {
 					defer close(done)
-					flooded.Store(int64(f.send(0, floodSources(t, 25*forged), &stop)))
+					flooded.Store(int64(f.send(0, floodSources(t, 5*forged), &stop)))
 				}()
 				until(t, "the allowance is used", func() bool {
 					unlisted, err := s.Unlisted()
