@@ -86,7 +86,7 @@ func TestIsolatedMemberIsTheServicesUser(t *testing.T) {
 	i := newIsolated(t) // a TUN device that all may open
 	h := newHost(t, config.Reuseport)
 	h.isolated = true
-	h.setPolicy(1, fmt.Sprintf("user: %q", "nobody"))
+	h.setPolicy(2, fmt.Sprintf("user: %q", "nobody"))
 	h.startAgent()
 	// Where that user finds it.
 	exe, err := os.ReadFile("/proc/self/exe")
@@ -98,13 +98,23 @@ func TestIsolatedMemberIsTheServicesUser(t *testing.T) {
 	m := h.startReceiver("receiver-0", h.spec(0), append(wrap, "sh", "-c", "exec "+copied)...)
 	h.ready(0)
 	all := addresses(20)
-	h.lands("isolated as the service's user", all, h.homes(1))
+	h.lands("isolated as the service's user", all, h.homes(2).but(1))
 	for _, pid := range []int{m.Pid(), child(t, m.Pid()), child(t, child(t, m.Pid()))} {
 		status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 		h.must(err)
 		if !strings.Contains(string(status), fmt.Sprintf("\nUid:\t%[1]d\t%[1]d\t%[1]d\t%[1]d\n", user)) || !strings.Contains(string(status), "\nGroups:\t \n") {
 			t.Errorf("process %d:\n%s", pid, status)
 		}
+	}
+	for _, who := range [][]string{{"--as-root"}, {"--user", "daemon"}} {
+		args := append([]string{"run", "--isolated"}, append(who, "--", "true")...)
+		h.refuse(5, []string{"is not the members' user nobody", "the program becomes nobody"}, args...)
+	}
+	// To end is nothing to warn of.
+	h.must(m.Signal(unix.SIGTERM))
+	<-m.Done()
+	if said := m.LogTail(100); strings.Contains(said, "WARN") {
+		t.Errorf("at its end the gateway says\n%s", said)
 	}
 }
 
