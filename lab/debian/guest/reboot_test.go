@@ -59,7 +59,7 @@ func TestMembersBeforeAgent(t *testing.T) {
 		t.Helper()
 		found := map[netip.Addr]int{}
 		wait(t, "every router has a session", func() string {
-			sessions, err := owners(bmpPort)
+			sessions, err := owners()
 			if err != nil {
 				return err.Error()
 			}
@@ -101,7 +101,7 @@ func TestMembersBeforeAgent(t *testing.T) {
 	}
 	split := func(t *testing.T) int {
 		t.Helper()
-		sessions, err := owners(bmpPort)
+		sessions, err := owners()
 		if err != nil {
 			t.Fatal(err)
 		}

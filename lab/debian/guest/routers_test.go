@@ -224,8 +224,9 @@ func (r *router) port() uint16 {
 }
 
 // owners returns, for each connection to the BMP port, the members that have it
-// open, by the kernel's tables and not by what Sockeye says.
-func owners(ports ...int) (map[netip.AddrPort]int, error) {
+// open, by the kernel's tables and not by what Sockeye says. With steering: lookup
+// too, a connection has the port that the router connected to.
+func owners() (map[netip.AddrPort]int, error) {
 	inodes := map[string]int{} // to slots
 	for slot := range members {
 		procs, err := os.ReadFile(filepath.Join("/sys/fs/cgroup", cgroupOf(slot), "cgroup.procs"))
@@ -254,7 +255,7 @@ func owners(ports ...int) (map[netip.AddrPort]int, error) {
 				continue
 			}
 			local, remote := socketAddress(fields[1]), socketAddress(fields[2])
-			if slot, ok := inodes[fields[9]]; ok && slices.Contains(ports, int(local.Port())) {
+			if slot, ok := inodes[fields[9]]; ok && int(local.Port()) == bmpPort {
 				found[remote] = slot
 			}
 		}
@@ -328,13 +329,9 @@ func (r *records) read() map[netip.Addr]map[int]bool {
 }
 
 // places waits until every router has its session open and its flow records
-// written, all by one member, and returns which by router. Where members have
-// ports of their own, bmp are these.
-func (w *world) places(t *testing.T, bmp ...int) map[netip.Addr]int {
+// written, all by one member, and returns which by router.
+func (w *world) places(t *testing.T) map[netip.Addr]int {
 	t.Helper()
-	if len(bmp) == 0 {
-		bmp = []int{bmpPort}
-	}
 	from := recordsNow()
 	begin := time.Now()
 	places := map[netip.Addr]int{}
@@ -342,7 +339,7 @@ func (w *world) places(t *testing.T, bmp ...int) map[netip.Addr]int {
 		if time.Since(begin) > patience/2 {
 			from, begin = recordsNow(), time.Now() // what was written late is not held against it
 		}
-		sessions, err := owners(bmp...)
+		sessions, err := owners()
 		if err != nil {
 			return err.Error()
 		}
