@@ -102,6 +102,13 @@ func (s *service) suspectSlot(slot int) {
 	s.checkAfter(checkDelay)
 }
 
+// trust ends the suspicion of connections: where a policy moves their devices, they were where they belonged
+// until then.
+func (s *service) trust() {
+	s.checks.all, s.checks.suspects = false, nil
+	clear(s.checks.fresh)
+}
+
 func (s *service) checkAfter(delay time.Duration) {
 	if s.checks.timer != nil {
 		s.checks.timer.Stop()

@@ -316,6 +316,7 @@ func (s *service) restart(t *target, groups []int) error {
 
 func (s *service) take(t *target) {
 	s.config, s.rules, s.users, s.mapping = t.config, t.rules, t.users, t.mapping
+	s.trust()
 }
 
 // saveOwner keeps the state. The owner that was learned from a claim is kept only while the policy
