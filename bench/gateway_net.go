@@ -320,13 +320,25 @@ func processTime(pid int) (time.Duration, error) {
 }
 
 // isGateway tells a process of the gateway from that of its program: it is the one that was
-// started, or is one of pasta's.
+// started, the first one inside, or one of pasta's.
 func (s *gatewaySide) isGateway(pid int) bool {
 	if s.around == nil || pid == s.around.Pid() {
 		return s.around != nil
 	}
 	name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // it may have ended
-	return strings.HasPrefix(string(name), "pas")
+	return strings.HasPrefix(string(name), "pas") || isInit(pid)
+}
+
+// isInit tells whether a process is the first of a PID namespace below this one.
+func isInit(pid int) bool {
+	status, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid)) // it may have ended
+	for line := range strings.Lines(string(status)) {
+		if numbers, ok := strings.CutPrefix(line, "NSpid:"); ok {
+			fields := strings.Fields(numbers)
+			return len(fields) > 1 && fields[len(fields)-1] == "1"
+		}
+	}
+	return false
 }
 
 func (s *gatewaySide) counts() (c gatewayCounts, err error) {
