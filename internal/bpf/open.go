@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"time"
 
@@ -387,10 +388,21 @@ type RefusedError struct {
 	Err  *ebpf.VerifierError
 }
 
-// Error has the verifier's last words instead of its errno: EACCES is its answer
-// to code that it cannot follow.
+// Error has the verifier's reason instead of its errno: EACCES is its answer to code
+// that it cannot follow. The reason is the last line that names something invalid, or
+// else the last line that is not empty: newer kernels explain it in lines that follow.
 func (e *RefusedError) Error() string {
-	_, reason, _ := strings.Cut(e.Err.Error(), e.Err.Cause.Error()+": ")
+	reason := ""
+	for _, line := range slices.Backward(e.Err.Log) {
+		line = strings.TrimSpace(line)
+		if strings.Contains(line, "invalid") {
+			reason = line
+			break
+		}
+		if reason == "" && !strings.HasPrefix(line, "processed ") {
+			reason = line
+		}
+	}
 	return fmt.Sprintf("load %s: refused by the kernel's verifier: %s", e.What, reason)
 }
 

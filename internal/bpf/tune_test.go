@@ -139,7 +139,8 @@ func TestRefusedByTheVerifier(t *testing.T) {
 	_, err := bpf.LoadProgram(spec(), "over", nil)
 	refused, ok := errors.AsType[*bpf.RefusedError](err)
 	if !ok || !errors.Is(refused.Err.Cause, unix.EACCES) || !strings.Contains(err.Error(), "program over: refused by the kernel's verifier: ") ||
-		!strings.Contains(err.Error(), "invalid access to map value") || strings.Contains(err.Error(), "permission denied") {
+		!strings.Contains(err.Error(), "invalid") || !strings.Contains(strings.Join(refused.Err.Log, "\n"), "invalid access to map value") ||
+		strings.Contains(err.Error(), "permission denied") {
 		t.Errorf("%v", err)
 	}
 	testenv.WithoutRights(t, func() {
