@@ -4,6 +4,7 @@ package agent
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -233,13 +234,13 @@ func (k *keeper) close() {
 	k.handle.Close()
 }
 
-// Hold is the keeper's whole life: it gives up all rights and waits to be
-// ended. The sockets that it inherited need nothing done.
-func Hold() error {
+// Hold is the keeper's whole life: it gives up all rights and waits until ctx
+// ends, at SIGTERM: systemd would wait 90 s at shutdown for one that ignores it. The
+// sockets that it inherited need nothing done.
+func Hold(ctx context.Context) error {
 	if err := dropAll(); err != nil {
 		return err
 	}
-	for {
-		_ = unix.Pause() // always EINTR
-	}
+	<-ctx.Done()
+	return nil
 }

@@ -3,10 +3,14 @@
 package agent
 
 import (
+	"context"
 	"log/slog"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
@@ -16,9 +20,11 @@ import (
 // TestMain also plays the keeper, which an agent starts as itself.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == KeeperCommand {
-		if Hold() != nil {
+		ctx, _ := signal.NotifyContext(context.Background(), unix.SIGTERM)
+		if Hold(ctx) != nil {
 			os.Exit(1)
 		}
+		os.Exit(0)
 	}
 	testenv.Main(m)
 }

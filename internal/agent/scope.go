@@ -98,6 +98,8 @@ func (m *serviceManager) moveOut(ctx context.Context, k *keeper) (string, error)
 	properties := []unitProperty{
 		{"Description", dbus.MakeVariant("Sockeye keeper of service " + k.service)},
 		{"PIDs", dbus.MakeVariant([]uint32{uint32(k.pid)})},
+		// At shutdown the keeper ends after the agent, which would replace it.
+		{"Before", dbus.MakeVariant([]string{path.Base(m.unit)})},
 		// Not kept when the keeper is killed, which is how each one ends.
 		{"CollectMode", dbus.MakeVariant("inactive-or-failed")},
 	}

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -39,10 +40,17 @@ func (u *units) StartTransientUnit(name, mode string, properties []unitProperty,
 		<-block
 	}
 	var pids []uint32
+	var before []string
 	for _, p := range properties {
-		if p.Name == "PIDs" {
+		switch p.Name {
+		case "PIDs":
 			pids, _ = p.Value.Value().([]uint32)
+		case "Before":
+			before, _ = p.Value.Value().([]string)
 		}
+	}
+	if want := []string{filepath.Base(testenv.CgroupPath())}; !slices.Equal(before, want) {
+		return "", dbus.MakeFailedError(fmt.Errorf("Before=%q, want %q", before, want))
 	}
 	dir := filepath.Join(testenv.Cgroup(), name)
 	err := os.Mkdir(dir, 0o755)

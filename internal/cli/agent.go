@@ -61,7 +61,7 @@ func (c *command) holdCommand() *cobra.Command {
 		Use:    agent.KeeperCommand,
 		Short:  "Hold the sockets that the agent hands over, while it is away",
 		Hidden: true,
-		RunE:   func(*cobra.Command, []string) error { return agent.Hold() },
+		RunE:   func(cmd *cobra.Command, _ []string) error { return agent.Hold(cmd.Context()) },
 	}
 	// Read by the next agent in /proc, not here.
 	cmd.Flags().String("pins", "", "")

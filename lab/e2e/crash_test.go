@@ -23,8 +23,14 @@ func (h *host) killAgent() {
 	h.must(h.agent.Kill())
 }
 
-// killKeeper ends the keeper, with no agent there to replace it.
+// killKeeper ends the keeper with SIGKILL, with no agent there to replace it.
 func (h *host) killKeeper(pid int) {
+	h.Helper()
+	h.endKeeper(pid, unix.SIGKILL)
+}
+
+// endKeeper sends the keeper a signal, which ends it.
+func (h *host) endKeeper(pid int, signal unix.Signal) {
 	h.Helper()
 	if h.mode == config.Lookup {
 		return // has none
@@ -32,9 +38,9 @@ func (h *host) killKeeper(pid int) {
 	fd, err := unix.PidfdOpen(pid, 0)
 	h.must(err)
 	defer unix.Close(fd)
-	h.must(unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0))
+	h.must(unix.PidfdSendSignal(fd, signal, nil, 0))
 	if !readable(fd) {
-		h.Fatal("the keeper does not end")
+		h.Fatalf("signal %v does not end the keeper", signal)
 	}
 }
 
@@ -159,10 +165,10 @@ func TestAgentAndKeeperKilled(t *testing.T) {
 		h.ready(0, 1, 2, 3)
 		h.nothingMisplaced(home, 400)
 
-		// A keeper that somebody ends is replaced.
+		// A keeper that somebody ends is replaced. SIGTERM is what systemd sends at shutdown.
 		if mode == config.Reuseport {
 			keeper := h.service().Keeper
-			h.killKeeper(keeper)
+			h.endKeeper(keeper, unix.SIGTERM)
 			h.eventually("another keeper", func() error {
 				if s := h.service(); s.Keeper == 0 || s.Keeper == keeper || !s.Held {
 					return fmt.Errorf("%+v", s)
