@@ -84,6 +84,7 @@ func TestJudgeSince(t *testing.T) {
 		{"the buffer", func(s *sockdiag.Socket) { spent(s, 6000, 5000, 750) }, sockdiag.SendBuffer, 0.75},
 		{"the window", func(s *sockdiag.Socket) { spent(s, 6000, 5500, 250) }, sockdiag.ReceiveWindow, 0.5},
 		{"the rest is as it was", func(s *sockdiag.Socket) { s.AppLimited = true; spent(s, 6000, 5125, 0) }, sockdiag.CongestionWindow, 0.875},
+		{"the rest is as it was, between two packets", func(s *sockdiag.Socket) { queue(s, 50, 100_000); spent(s, 6000, 5125, 0) }, sockdiag.CongestionWindow, 0.875},
 		{"of another connection", func(s *sockdiag.Socket) { spent(s, 10, 0, 0) }, sockdiag.Application, 1},
 		{"closing", func(s *sockdiag.Socket) { s.State = sockdiag.FinWait1; spent(s, 6000, 5000, 750) }, "", -1},
 	} {

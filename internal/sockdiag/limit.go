@@ -159,9 +159,11 @@ func (s *Socket) JudgeSince(earlier, look Look) Verdict {
 	if by, part := t.mostly(); by != "" {
 		return Verdict{by, share(part)}
 	}
-	// The kernel does not divide the rest of the busy time, and a moment without data to send
-	// says little of it.
+	// The kernel does not divide the rest of the busy time, and a moment without data to send,
+	// or between the acknowledgement that opens the window and the next packet, says little of it.
 	switch {
+	case now == Transmit && earlier.now == CongestionWindow:
+		now = CongestionWindow
 	case now != Application:
 	case earlier.now != "" && earlier.now != Application:
 		now = earlier.now
