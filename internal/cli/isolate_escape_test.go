@@ -476,7 +476,8 @@ func TestIsolateOwnSocketFolders(t *testing.T) {
 	isolated := func(args ...string) (out, stderr string) {
 		t.Helper()
 		cmd := ordinary(t, "", append([]string{"isolate", "--"}, args...)...)
-		cmd.Env = append(os.Environ(), "XDG_RUNTIME_DIR="+runtimeDir)
+		// nobody's shell is nologin, which tmux would run.
+		cmd.Env = append(os.Environ(), "XDG_RUNTIME_DIR="+runtimeDir, "SHELL=/bin/sh")
 		out, stderr, _ = resultOf(t, cmd)
 		return out, stderr
 	}
