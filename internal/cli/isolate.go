@@ -400,6 +400,17 @@ func ownEnvironment() (env []string) {
 	return env
 }
 
+// refuseDirectories refuses a directory as a standard stream: the program could open what is hidden from there.
+func refuseDirectories() error {
+	for fd, name := range []string{"input", "output", "error"} {
+		var st unix.Stat_t
+		if unix.Fstat(fd, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR {
+			return agent.Usage(fmt.Errorf("standard %s is a directory, which would lead out of the isolation", name), "redirect it from a file, or from /dev/null")
+		}
+	}
+	return nil
+}
+
 // join makes a guest and is its gateway, until the guest's program ends, or the namespace that
 // was there already. The program's exit code is an error without a message. The sockets that
 // listen opens lead inside; they are open before the program starts. Both processes become who, unless it is nil.
@@ -413,6 +424,11 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 	}{{"--expose", i.expose}, {"--read", i.read}, {"--write", i.write}} {
 		if slices.Contains(list.paths, "") {
 			return agent.Usage(fmt.Errorf("%s names no path", list.option), pathHint)
+		}
+	}
+	if guest.Existing == nil {
+		if err := refuseDirectories(); err != nil {
+			return err
 		}
 	}
 	out, resolver, err := i.outbound()

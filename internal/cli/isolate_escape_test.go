@@ -501,6 +501,41 @@ stat -c '%a %U' $d; ls -A $d; touch $d/made 2>/dev/null && echo wrote; done`
 	}
 }
 
+// File systems of the host's processes and message queues show nothing, whatever they are called.
+func TestIsolateHostMounts(t *testing.T) {
+	const prepare = `mkdir /mnt/proc "/mnt/my queues" && mount -t proc proc /mnt/proc && mount -t mqueue mqueue "/mnt/my queues" &&
+		touch "/mnt/my queues/sockeye-test" && chmod 666 "/mnt/my queues/sockeye-test" || exit 98`
+	t.Cleanup(func() { // queues are of the IPC namespace, not of the mount
+		if out, err := exec.Command("unshare", "-m", "sh", "-c", "mount -t mqueue mqueue /mnt && rm /mnt/sockeye-test").CombinedOutput(); err != nil {
+			t.Errorf("%v: %s", err, out)
+		}
+	})
+	const script = `ls -A /mnt/proc "/mnt/my queues"; cat /mnt/proc/1/net/tcp "/mnt/my queues/sockeye-test" 2>/dev/null | wc -l; ls -d /proc/self | wc -l`
+	out, stderr, _ := resultOf(t, ordinary(t, prepare, "isolate", "--", "sh", "-c", script))
+	if want := "/mnt/my queues:\n\n/mnt/proc:\n0\n1\n"; out != want {
+		t.Errorf("%q, want %q\n%s", out, want, stderr)
+	}
+}
+
+// A working directory, or a standard stream, that does not lead through what is covered.
+func TestIsolateWayAround(t *testing.T) {
+	const prepare = `mkdir /mnt/x && mount -t tmpfs none /mnt/x && echo secret > /mnt/x/secret && cd /mnt/x && umount -l /mnt/x || exit 98`
+	cmd := ordinary(t, prepare, "isolate", "--", "sh", "-c", "pwd -P; cat secret 2>/dev/null")
+	if out, stderr, _ := resultOf(t, cmd); out != "/\n" || !strings.Contains(stderr, "sockeye: the program starts in /, as the working directory has no path here") {
+		t.Errorf("%q, %q", out, stderr)
+	}
+	directory, err := os.Open("/")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer directory.Close()
+	cmd = ordinary(t, "", "isolate", "--", "ls", "/proc/self/fd/0/")
+	cmd.Stdin = directory
+	if out, stderr, code := resultOf(t, cmd); code != 2 || out != "" || !strings.Contains(stderr, "standard input is a directory") {
+		t.Errorf("%d, %q, %q", code, out, stderr)
+	}
+}
+
 // The host's sockets and processes are not seen.
 func TestIsolateProc(t *testing.T) {
 	addAddresses(t)

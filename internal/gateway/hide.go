@@ -72,7 +72,7 @@ func (s *Setup) hide() (warnings []string, err error) {
 	home, before := s.variable("HOME"), s.named()
 	wd, err := unix.Getwd()
 	if err != nil {
-		wd = "/" // it was removed
+		wd = "" // removed, or in another mount namespace
 	}
 	if err := h.run(); err != nil {
 		return nil, err
@@ -110,16 +110,20 @@ func (s *Setup) hide() (warnings []string, err error) {
 	return h.enterAgain(wd), nil
 }
 
-// enterAgain enters the working directory by its path, if that leads through what was covered: the old one leads to what is
-// hidden.
+// enterAgain enters the working directory by its path: the old one may lead to what is hidden. Without a path, or where the
+// path leads through what was covered and ends there, the program starts in /.
 func (h *hidden) enterAgain(wd string) (warnings []string) {
-	if !slices.ContainsFunc(h.folders, func(folder string) bool { return below(wd, folder) }) || unix.Chdir(wd) == nil {
+	why := fmt.Sprintf("%s is hidden inside: --expose it", wd)
+	switch {
+	case wd == "":
+		why = "the working directory has no path here: it was removed, or is in another mount namespace"
+	case unix.Chdir(wd) == nil, !slices.ContainsFunc(h.folders, func(folder string) bool { return below(wd, folder) }):
 		return nil
 	}
 	if err := unix.Chdir("/"); err != nil {
-		return []string{fmt.Sprintf("the program starts in a folder that is hidden: %v", err)}
+		return []string{fmt.Sprintf("the program starts in a folder that may be hidden: %v", err)}
 	}
-	return []string{fmt.Sprintf("the program starts in /, as %s is hidden inside: --expose it", wd)}
+	return []string{"the program starts in /, as " + why}
 }
 
 // below tells whether a path is a folder or leads through it.

@@ -241,7 +241,11 @@ func (s *Setup) mounts(reply *setupReply) error {
 	} else if err != nil {
 		return &StepError{StepMounts, fmt.Errorf("mount /proc: %w", err)}
 	}
-	if err := sealCgroups(); err != nil {
+	list, err := mounted()
+	if err == nil {
+		err = errors.Join(sealCgroups(list), replaceNamespaces(list))
+	}
+	if err != nil {
 		reply.Missing = append(reply.Missing, err.Error())
 	}
 	warnings, err := s.hide()
@@ -260,31 +264,75 @@ func (s *Setup) mounts(reply *setupReply) error {
 	return nil
 }
 
-// sealCgroups makes cgroup file systems read-only: the program's user may own groups, as user managers do, in which
-// the host's processes would be frozen and killed.
-func sealCgroups() error {
+// mount is a line of /proc/self/mountinfo.
+type mount struct {
+	point, kind string
+	options     []string
+}
+
+// mounted lists the mounts that the program can see, in the order in which they were made.
+func mounted() ([]mount, error) {
 	text, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
-		return fmt.Errorf("cgroups may be written to: %w", err)
+		return nil, fmt.Errorf("list mounts: %w", err)
 	}
-	var errs []error
+	var list []mount
+	unescape := strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)
 	for line := range strings.Lines(string(text)) {
 		// proc(5): ID PARENT MAJOR:MINOR ROOT MOUNTPOINT OPTIONS [FIELDS] - TYPE SOURCE OPTIONS
 		before, after, _ := strings.Cut(line, " - ")
 		fields := strings.Fields(before)
-		if len(fields) < 6 || !strings.HasPrefix(after, "cgroup") {
+		if len(fields) < 6 {
 			continue
 		}
-		point := strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(fields[4])
+		kind, _, _ := strings.Cut(after, " ")
+		list = append(list, mount{unescape.Replace(fields[4]), kind, strings.Split(fields[5], ",")})
+	}
+	return list, nil
+}
+
+// outOfReach tells an error of a path that the program cannot reach either.
+func outOfReach(err error) bool {
+	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EACCES)
+}
+
+// sealCgroups makes cgroup file systems read-only: the program's user may own groups, as user managers do, in which
+// the host's processes would be frozen and killed.
+func sealCgroups(list []mount) error {
+	var errs []error
+	for _, m := range list {
+		if !strings.HasPrefix(m.kind, "cgroup") {
+			continue
+		}
 		flags := uintptr(unix.MS_REMOUNT | unix.MS_BIND | unix.MS_RDONLY)
 		// Those of the mount above may not be taken back.
 		for option, flag := range map[string]uintptr{"nosuid": unix.MS_NOSUID, "nodev": unix.MS_NODEV, "noexec": unix.MS_NOEXEC} {
-			if slices.Contains(strings.Split(fields[5], ","), option) {
+			if slices.Contains(m.options, option) {
 				flags |= flag
 			}
 		}
-		if err := unix.Mount("", point, "", flags, ""); err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EACCES) {
-			errs = append(errs, fmt.Errorf("cgroups may be written to: make %s read-only: %w", point, err))
+		if err := unix.Mount("", m.point, "", flags, ""); err != nil && !outOfReach(err) {
+			errs = append(errs, fmt.Errorf("cgroups may be written to: make %s read-only: %w", m.point, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// replaceNamespaces has file systems that show the host's processes and message queues, in chroots or under names of
+// their own, show none: /proc is the guest's already, and its IPC namespace has queues of its own.
+func replaceNamespaces(list []mount) error {
+	const flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
+	var errs []error
+	for _, m := range list {
+		var err error
+		switch {
+		case m.kind == "proc" && m.point != "/proc" && !strings.HasPrefix(m.point, "/proc/"):
+			err = unix.Mount("tmpfs", m.point, "tmpfs", flags|unix.MS_RDONLY, "size=4k,mode=555")
+		case m.kind == "mqueue":
+			err = unix.Mount("mqueue", m.point, "mqueue", flags, "")
+		}
+		if err != nil && !outOfReach(err) {
+			errs = append(errs, fmt.Errorf("%s shows what is the host's: mount over it: %w", m.point, err))
 		}
 	}
 	return errors.Join(errs...)
