@@ -208,8 +208,8 @@ func test(ctx context.Context, tmp, release, payload string, o *options) (_ *qem
 			Args: []string{"-cpu", "max,-cx16",
 				"-drive", "if=virtio,format=qcow2,cache=unsafe,file=" + disk,
 				"-drive", "if=virtio,format=raw,readonly=on,file=" + payload},
-			// There is no udev to find the console for a login.
-			Append: "quiet systemd.getty_auto=no systemd.mask=dev-hugepages.mount systemd.mask=modprobe@drm.service systemd.mask=modprobe@fuse.service" +
+			// There is no udev to find the console for a login. A job that takes long is shown on the console.
+			Append: "quiet systemd.show_status=auto systemd.getty_auto=no systemd.mask=dev-hugepages.mount systemd.mask=modprobe@drm.service systemd.mask=modprobe@fuse.service" +
 				" systemd.mask=modprobe@efi_pstore.service systemd.mask=modprobe@configfs.service systemd.mask=sys-kernel-debug.mount",
 			Suites: []string{guestPackage}, BootTimeout: 4 * time.Minute, Timeout: boot.timeout, ShutdownTimeout: 2 * time.Minute,
 		}

@@ -60,7 +60,7 @@ func (m *Machine) Run(ctx context.Context, r *Report) error {
 		return fmt.Errorf("start qemu: %w", err)
 	}
 	done := r.follow(ctx, cancel, results, m, begin)
-	cause := context.Cause(ctx)
+	cause, hung := context.Cause(ctx), false
 	if done && m.ShutdownTimeout > 0 {
 		late := time.AfterFunc(m.ShutdownTimeout, func() {
 			cancel(fmt.Errorf("the machine did not shut down within %v", m.ShutdownTimeout))
@@ -69,11 +69,15 @@ func (m *Machine) Run(ctx context.Context, r *Report) error {
 		late.Stop()
 		if cause = context.Cause(ctx); cause != nil && !errors.Is(cause, ErrInterrupted) {
 			r.Problem("%v", cause)
+			hung = true
 		}
 	}
 	cancel(nil)
 	_ = machine.Wait() // says no more than the guest's events and qemu's stderr
 	r.total += time.Since(begin)
+	if hung {
+		m.printConsole(r, cause, stderr.Bytes())
+	}
 	if done || errors.Is(cause, ErrInterrupted) {
 		return nil
 	}
@@ -81,9 +85,14 @@ func (m *Machine) Run(ctx context.Context, r *Report) error {
 		cause = errors.New("the machine stopped")
 	}
 	r.Problem("%v", cause)
-	log, _ := os.ReadFile(m.Console)
-	fmt.Fprintf(os.Stderr, "%s: %v %s\nend of its console:\n%s\n", r.machine, cause, stderr.Bytes(), tail(log, 40))
+	m.printConsole(r, cause, stderr.Bytes())
 	return nil
+}
+
+// printConsole prints what the guest's console had last.
+func (m *Machine) printConsole(r *Report, cause error, stderr []byte) {
+	log, _ := os.ReadFile(m.Console)
+	fmt.Fprintf(os.Stderr, "%s: %v %s\nend of its console:\n%s\n", r.machine, cause, stderr, tail(log, 40))
 }
 
 func tail(text []byte, lines int) string {

@@ -33,6 +33,13 @@ func TestReboot(t *testing.T) {
 			}
 		}
 	})
+	t.Run("no unit of Sockeye held up the shutdown", func(t *testing.T) {
+		for line := range strings.Lines(must(t, "journalctl", "-b", "-1", "-o", "cat", "--no-pager", "_PID=1")) {
+			if strings.Contains(line, "sockeye-keeper") && (strings.Contains(line, "timed out") || strings.Contains(line, "SIGKILL")) {
+				t.Error(line)
+			}
+		}
+	})
 	t.Run("the next boot starts members without the agent", func(t *testing.T) {
 		var kept []string
 		for line := range strings.Lines(read(t, "/etc/systemd/system/nfacctd@.service")) {
