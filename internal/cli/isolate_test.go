@@ -1013,6 +1013,7 @@ func TestIsolateRefusals(t *testing.T) {
 		{"-p 80/sctp -- true", "", 2, `--publish "80/sctp": the protocol is tcp or udp`, "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp"},
 		{"-p 7000-7005 -p 7005:80 -- true", "", 2, "--publish 7000-7005:7000-7005/tcp and 7005:80/tcp overlap", "a port of the host leads to one port inside"},
 		{"--allow nowhere -- true", "", 2, `--allow "nowhere": "nowhere" is no prefix`, "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443"},
+		{"--allow 10.0.0.1/8 -- true", "", 2, `--allow "10.0.0.1/8": 10.0.0.1/8 has bits set after its length: write 10.0.0.0/8, or 10.0.0.1 for that address`, "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443"},
 		{"--allow 127.0.0.1:6379 -- true", "", 2, `--allow "127.0.0.1:6379": leads to nowhere outside`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
 		{"--allow 169.254.53.2:80 -- true", "", 2, `--allow "169.254.53.2:80": the program has that address itself, as the host has`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
 		{"--allow 10.0.0.0/8 --no-outbound -- true", "", 2, "--no-outbound and --allow do not go together", "with --allow the program may go nowhere else"},

@@ -152,6 +152,9 @@ func ParseRule(text string) (r Rule, err error) {
 	if r.Prefix, err = parsePrefix(prefix); err != nil {
 		return r, fmt.Errorf("%q: %q is no prefix", text, prefix)
 	}
+	if masked := r.Prefix.Masked(); r.Prefix != masked {
+		return r, fmt.Errorf("%q: %s has bits set after its length: write %s, or %s for that address", text, prefix, masked, r.Prefix.Addr())
+	}
 	// Of 0.0.0.0/0 and ::/0, and what begins like them, other addresses may be reached.
 	if a := r.Prefix.Addr(); forbidden(a) && (!a.IsUnspecified() || r.Prefix.IsSingleIP()) {
 		return r, fmt.Errorf("%q: %w", text, ErrNeverOutside)
@@ -179,7 +182,7 @@ func parsePrefix(text string) (netip.Prefix, error) {
 	if err == nil && p.Addr().Is4In6() && p.Bits() >= 96 {
 		p = netip.PrefixFrom(p.Addr().Unmap(), p.Bits()-96)
 	}
-	return p.Masked(), err
+	return p, err
 }
 
 // String gives a rule as ParseRule reads it.
