@@ -424,9 +424,14 @@ func TestFloodOfSYNs(t *testing.T) {
 				}
 				for _, a := range connected {
 					// Who has a place before the handshake is done is counted for the
-					// acknowledgement of a cookie too, where no flags can be seen.
-					twice := lookup && mode != 0
-					if seen, ok := listed[a]; !ok || seen.Connections != 1 && (!twice || seen.Connections != 2) || int(seen.Slot) != s.slotOf(a) {
+					// acknowledgement of a cookie too, where no flags can be seen. Without
+					// cookies each SYN that a full queue dropped is counted.
+					seen, ok := listed[a]
+					most := uint64(1)
+					if lookup && mode != 0 {
+						most = 2
+					}
+					if !ok || seen.Connections < 1 || mode != 0 && seen.Connections > most || int(seen.Slot) != s.slotOf(a) {
 						t.Errorf("%s: listed %v, %+v; it has connected once", a, ok, seen)
 					}
 				}

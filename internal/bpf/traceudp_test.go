@@ -37,6 +37,11 @@ func newWire(t testing.TB) *wire {
 	w := &wire{t: t, link: near}
 	w.address()
 	check(t, netlink.LinkSetUp(other))
+	// Until the kernel's link watch has run, the qdisc drops everything.
+	until(t, "the link is up", func() bool {
+		now, err := netlink.LinkByName("near")
+		return err == nil && now.Attrs().OperState == netlink.OperUp
+	})
 	check(t, netlink.NeighSet(&netlink.Neigh{
 		LinkIndex: near.Attrs().Index, Family: unix.AF_INET, State: netlink.NUD_PERMANENT,
 		IP: far.Addr().AsSlice(), HardwareAddr: other.Attrs().HardwareAddr,
