@@ -30,7 +30,7 @@ func commands(t *testing.T, w *world) {
 		"status", "slots", "devices", "where " + router.String(), "plan", "plan " + policyPath, "doctor",
 		"tune", "tune trial slice", "tune learned", "tune learned slice", "tune explain " + local + " " + remote + " --role accept",
 		"tune explain --socket " + local + "," + remote,
-		"trace", "trace --since 1m", "trace slow", "trace samples --count 1 --for 20s", "trace compare --period-a -40s..-20s --period-b -20s..",
+		"trace", "trace --since 1m", "trace slow", "trace samples --count 1 --for 20s",
 		"trace packets --local " + local + " --remote " + remote + " --for 2s",
 		"bigtcp", "bigtcp plan --force " + link, "bigtcp verify " + link + " --for 1s",
 		"sockets", "sockets --cgroup telemetry.slice --processes",
@@ -58,6 +58,15 @@ func commands(t *testing.T, w *world) {
 			}
 		})
 	}
+	t.Run("trace compare", func(t *testing.T) {
+		// The agent remembers whole slices of 10 s, of the rules of now.
+		wait(t, "there is a slice of each period", func() string {
+			if r := run(t, binary, "trace", "compare", "--period-a", "-40s..-20s", "--period-b", "-20s.."); r.code != 0 {
+				return r.String()
+			}
+			return ""
+		})
+	})
 	t.Run("unregister, then register", func(t *testing.T) {
 		slot := 3
 		pid := mainPID(t, fmt.Sprintf("nfacctd@%d", slot))

@@ -89,9 +89,7 @@ func TestMembersBeforeAgent(t *testing.T) {
 		policy := strings.Replace(firstPolicy(t), "slots: 4", "slots: 4\n    on_start: "+onStart, 1)
 		run(t, "systemctl", "stop", "sockeye")
 		must(t, binary, "reset")
-		for slot := range members {
-			must(t, "systemctl", "restart", fmt.Sprintf("nfacctd@%d", slot))
-		}
+		forMembers(t, "restart")
 		write(t, policyPath, policy)
 		for range 5 {
 			found := spread(t)

@@ -15,10 +15,10 @@ tune:
   - {name: slice, cgroup: telemetry.slice, match: {local_port: 1790}, set: {rcvbuf: 150KB, notsent_lowat: 128KB}}
 `
 
-// upgrade runs an earlier version, upgrades it to the installed one, goes back and
-// upgrades again, under traffic. No connection is lost, and every domain works with
-// every version.
-func upgrade(t *testing.T, w *world, name, policy string) {
+// upgrade runs an earlier version, upgrades it to the installed one and goes back,
+// and upgrades so many times in all, under traffic. No connection is lost, and every
+// domain works with every version.
+func upgrade(t *testing.T, w *world, name, policy string, upgrades int) {
 	from := filepath.Join(payload, name)
 	if !exists(from) {
 		t.Skipf("not supported: this clone does not have the commit of %s to upgrade from", name)
@@ -55,7 +55,7 @@ func upgrade(t *testing.T, w *world, name, policy string) {
 		{"upgrade", func() { installCurrent(t) }},
 		{"return", earlier},
 		{"upgrade again", func() { installCurrent(t) }},
-	} {
+	}[:upgrades+1] {
 		t.Run(step.name, func(t *testing.T) {
 			sessions := w.sessions()
 			step.install()
