@@ -258,9 +258,7 @@ func journal(t *testing.T, since time.Time) []entry {
 }
 
 // nfacctdConfig is the configuration of one member. Ports of 0 are those that all
-// members share. Of the usual tables, nfacctd would make 65535 lists each in a thread,
-// which takes longer here than the 5 s after which the other one opens its socket for
-// IPFIX; a datagram before that crashes nfacctd 1.7.7.
+// members share.
 func nfacctdConfig(slot int, bmp, ipfix int) string {
 	if bmp == 0 {
 		bmp, ipfix = bmpPort, ipfixPort
@@ -272,7 +270,6 @@ nfacctd_port: %[3]d
 bmp_daemon: true
 bmp_daemon_port: %[2]d
 bmp_daemon_max_peers: 20
-bmp_table_attr_hash_buckets: 127
 nfacctd_as: bmp
 nfacctd_net: bmp
 aggregate: peer_src_ip

@@ -335,30 +335,39 @@ func (w *world) places(t *testing.T) map[netip.Addr]int {
 	from := recordsNow()
 	begin := time.Now()
 	places := map[netip.Addr]int{}
+	why := ""
 	waitFor(t, 2*patience, "TCP and UDP of each router reach one member", func() string {
 		if time.Since(begin) > patience/2 {
 			from, begin = recordsNow(), time.Now() // what was written late is not held against it
+			t.Logf("after %v: %s", patience/2, why)
+			return why
 		}
-		sessions, err := owners()
-		if err != nil {
-			return err.Error()
-		}
-		flows := from.read()
-		clear(places)
-		for _, r := range w.routers {
-			slot, ok := sessions[netip.AddrPortFrom(r.address, r.port())]
-			if !ok {
-				return fmt.Sprintf("%v has no session with a member", r.address)
-			}
-			if len(flows[r.address]) != 1 || !flows[r.address][slot] {
-				return fmt.Sprintf("%v has its session with member %d, and its flow records with %v", r.address, slot, flows[r.address])
-			}
-			places[r.address] = slot
-		}
-		return ""
+		why = w.look(from, places)
+		return why
 	})
 	w.last = places
 	return places
+}
+
+// look fills places, and returns why they are not as they should be. From is where new records begin.
+func (w *world) look(from *records, places map[netip.Addr]int) string {
+	sessions, err := owners()
+	if err != nil {
+		return err.Error()
+	}
+	flows := from.read()
+	clear(places)
+	for _, r := range w.routers {
+		slot, ok := sessions[netip.AddrPortFrom(r.address, r.port())]
+		if !ok {
+			return fmt.Sprintf("%v has no session with a member", r.address)
+		}
+		if len(flows[r.address]) != 1 || !flows[r.address][slot] {
+			return fmt.Sprintf("%v has its session with member %d, and its flow records with %v", r.address, slot, flows[r.address])
+		}
+		places[r.address] = slot
+	}
+	return ""
 }
 
 // before returns the places of the routers as a test begins, which are those that
