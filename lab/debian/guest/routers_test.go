@@ -339,7 +339,9 @@ func (w *world) places(t *testing.T) map[netip.Addr]int {
 	waitFor(t, 2*patience, "TCP and UDP of each router reach one member", func() string {
 		if time.Since(begin) > patience/2 {
 			from, begin = recordsNow(), time.Now() // what was written late is not held against it
-			t.Logf("after %v: %s", patience/2, why)
+			t.Logf("after %v: %s\n%s%s", patience/2, why, run(t, binary, "slots"), run(t, binary, "devices"))
+			logs, _ := filepath.Glob("/var/lib/nfacctd/*.log")
+			t.Log(run(t, append([]string{"tail", "-n", "5"}, logs...)...))
 			return why
 		}
 		why = w.look(from, places)
