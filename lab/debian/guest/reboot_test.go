@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"strings"
 	"testing"
+	"time"
 
 	"sockeye/internal/agent"
 )
@@ -89,8 +90,14 @@ func TestMembersBeforeAgent(t *testing.T) {
 		policy := strings.Replace(firstPolicy(t), "slots: 4", "slots: 4\n    on_start: "+onStart, 1)
 		run(t, "systemctl", "stop", "sockeye")
 		must(t, binary, "reset")
+		// Without the agent, IPFIX also goes to members that have no session.
+		w.whenever(t, never)
 		forMembers(t, "restart")
 		write(t, policyPath, policy)
+		defer func() {
+			time.Sleep(10 * time.Second)
+			w.whenever(t, withSession)
+		}()
 		for range 5 {
 			found := spread(t)
 			slots := map[int]bool{}

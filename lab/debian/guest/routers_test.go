@@ -17,6 +17,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -38,6 +39,7 @@ const (
 // open and sends IPFIX from two ports.
 type router struct {
 	address netip.Addr
+	exports atomic.Bool
 
 	mu      sync.Mutex
 	session *traffic.Session // nil while there is none
@@ -49,6 +51,38 @@ type router struct {
 type world struct {
 	routers []*router
 	last    map[netip.Addr]int // what places returned last; nil after a reset
+	ipfix   atomic.Int32
+}
+
+// When routers send IPFIX. A thread of nfacctd makes two million tables for BMP, while
+// the other one opens its socket for IPFIX after 5 s whatever happens: under emulation
+// that is too early, and a datagram crashes nfacctd 1.7.7.
+const (
+	withSession int32 = iota // once nfacctd has accepted their sessions
+	always
+	never
+)
+
+// whenever says when routers send, until the test ends.
+func (w *world) whenever(t *testing.T, mode int32) {
+	w.ipfix.Store(mode)
+	t.Cleanup(func() { w.ipfix.Store(withSession) })
+}
+
+// watchSessions tells each router whether to send.
+func (w *world) watchSessions(ctx context.Context) {
+	for ; ctx.Err() == nil; sleep(ctx, 250*time.Millisecond) {
+		accepted, err := connections()
+		if err != nil {
+			panic(err)
+		}
+		mode := w.ipfix.Load()
+		for _, r := range w.routers {
+			// What nobody has accepted has no inode.
+			inode := accepted[netip.AddrPortFrom(r.address, r.port())]
+			r.exports.Store(mode == always || mode == withSession && inode != "" && inode != "0")
+		}
+	}
 }
 
 // target is the collector host's address that a router sends to.
@@ -86,6 +120,7 @@ func startRouters(t *testing.T) *world {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	var all sync.WaitGroup
+	all.Go(func() { w.watchSessions(ctx) })
 	for i, r := range w.routers {
 		all.Add(2)
 		go func() {
@@ -189,6 +224,9 @@ func (r *router) export(ctx context.Context, t *testing.T, i int) {
 	}
 	for ctx.Err() == nil {
 		for _, e := range cards {
+			if !r.exports.Load() {
+				break
+			}
 			_, _ = e.Send(1) // an error is a refusal, which the next one may not meet
 		}
 		sleep(ctx, 250*time.Millisecond)
@@ -243,20 +281,31 @@ func owners() (map[netip.AddrPort]int, error) {
 		}
 	}
 	found := map[netip.AddrPort]int{}
-	for _, table := range []string{"/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"} {
-		f, err := os.Open(table)
+	all, err := connections()
+	for remote, inode := range all {
+		if slot, ok := inodes[inode]; ok {
+			found[remote] = slot
+		}
+	}
+	return found, err
+}
+
+// connections returns the inodes of the open connections to the BMP port, by where
+// they come from.
+func connections() (map[netip.AddrPort]string, error) {
+	found := map[netip.AddrPort]string{}
+	for _, table := range []string{"/proc/1/net/tcp", "/proc/1/net/tcp6"} {
+		text, err := os.ReadFile(table)
 		if err != nil {
 			return nil, err
 		}
-		defer f.Close()
-		for sc := bufio.NewScanner(f); sc.Scan(); {
-			fields := strings.Fields(sc.Text())
+		for line := range strings.Lines(string(text)) {
+			fields := strings.Fields(line)
 			if len(fields) < 10 || fields[3] != "01" {
 				continue
 			}
-			local, remote := socketAddress(fields[1]), socketAddress(fields[2])
-			if slot, ok := inodes[fields[9]]; ok && int(local.Port()) == bmpPort {
-				found[remote] = slot
+			if socketAddress(fields[1]).Port() == bmpPort {
+				found[socketAddress(fields[2])] = fields[9]
 			}
 		}
 	}
