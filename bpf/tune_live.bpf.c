@@ -116,6 +116,7 @@ static __always_inline void tune_adopt(struct bpf_sockopt *ctx,
 {
 	struct tune_connection fresh = {
 		.role = role,
+		.candidate = TUNE_CANDIDATES,
 		.flags = TUNE_CONNECTION_ESTABLISHED | TUNE_CONNECTION_ADOPTED,
 	}, *c;
 	__u32 want = 0, id, done = 0;

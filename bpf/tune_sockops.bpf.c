@@ -10,6 +10,7 @@
 #include "tune.bpf.h"
 
 #define TCP_SYN_SENT 2
+#define TCP_FIN_WAIT2 5
 #define TCP_CLOSE 7
 #define TCP_SAVE_SYN 27
 #define TCPHDR_SYN 0x02
@@ -34,6 +35,9 @@ struct {
 	__type(value, struct tune_learned);
 } learned SEC(".maps");
 
+/* Of a new prefix; larger than what the stack has left. */
+const struct tune_learned tune_nothing = {};
+
 MATCH_EXPORT(enum, tune_limit);
 MATCH_EXPORT(enum, tune_use);
 MATCH_EXPORT(enum, tune_phase);
@@ -41,6 +45,10 @@ MATCH_EXPORT(enum, tune_flag);
 MATCH_EXPORT(enum, tune_level);
 MATCH_EXPORT(enum, tune_arm);
 MATCH_EXPORT(enum, tune_connection_flag);
+
+struct tcp_sock {
+	__u64 delivered_mstamp;
+} __attribute__((preserve_access_index));
 
 struct tune_option_header {
 	__u8 kind;
@@ -161,16 +169,20 @@ static __always_inline void tune_learned_key(const struct tune_rule *rule,
 
 /*
  * Chooses the initial window of a connection: the one its prefix has settled
- * on, or for a share of connections the candidate of which least is known.
+ * on, or for a share of connections the candidate that was tried least. Others
+ * keep the kernel's own window; where that is a candidate, they are evidence.
+ * Tries are counted, not what came of them: else one whose connections are too
+ * short to be timed would be tried for ever.
  */
 __noinline int tune_choose(struct bpf_sock_ops *ctx)
 {
 	struct tune_connection *c = tune_connection(ctx);
-	struct tune_learned fresh = {}, *l;
 	struct match_tuple t = {};
 	struct tune_learned_key key;
+	struct tune_learned *l;
 	struct tune_rule *rule;
-	__u32 index, least = ~0U, i;
+	__u32 index, least = ~0U, own, i;
+	bool explore;
 	__s32 window;
 	long err;
 
@@ -180,21 +192,25 @@ __noinline int tune_choose(struct bpf_sock_ops *ctx)
 	tune_learned_key(rule, &t.remote, &key);
 	l = bpf_map_lookup_elem(&learned, &key);
 	if (!l) {
-		fresh.last = fresh.halved = bpf_ktime_get_boot_ns();
-		bpf_map_update_elem(&learned, &key, &fresh, BPF_NOEXIST);
+		bpf_map_update_elem(&learned, &key, (void *)&tune_nothing, BPF_NOEXIST);
 		l = bpf_map_lookup_elem(&learned, &key);
 		if (!l)
 			return 0;
+		l->last = l->halved = bpf_ktime_get_boot_ns();
 	}
-	index = l->chosen;
-	if (bpf_get_prandom_u32() < (l->settled ? rule->probe : rule->explore)) {
-		for (i = 0; i < TUNE_CANDIDATES; i++) {
-			if (i >= rule->candidates)
-				break;
-			if (l->candidate[i].connections < least) {
-				least = l->candidate[i].connections;
+	explore = bpf_get_prandom_u32() < (l->settled ? rule->probe : rule->explore);
+	index = l->settled ? l->chosen : TUNE_CANDIDATES;
+	own = ctx->snd_cwnd;
+	for (i = 0; i < TUNE_CANDIDATES; i++) {
+		if (i >= rule->candidates)
+			break;
+		if (explore) {
+			if (l->candidate[i].tries < least) {
+				least = l->candidate[i].tries;
 				index = i;
 			}
+		} else if (!l->settled && rule->candidate[i] == own) {
+			index = i;
 		}
 	}
 	/* As all such: clang checks one copy, the verifier wants this one. */
@@ -204,12 +220,15 @@ __noinline int tune_choose(struct bpf_sock_ops *ctx)
 	window = rule->candidate[index];
 	if (!window)
 		return 0;
-	err = bpf_setsockopt(ctx, SOL_TCP, TCP_BPF_IW, &window, sizeof(window));
-	if (err) {
-		tune_failed(c->rule, rule->learn_option, err);
-		return 0;
+	if (explore || l->settled) {
+		err = bpf_setsockopt(ctx, SOL_TCP, TCP_BPF_IW, &window, sizeof(window));
+		if (err) {
+			tune_failed(c->rule, rule->learn_option, err);
+			return 0;
+		}
+		tune_done(c->rule, c->arm, 1);
 	}
-	tune_done(c->rule, c->arm, 1);
+	__sync_fetch_and_add(&l->candidate[index].tries, 1);
 	c->candidate = index;
 	c->flags |= TUNE_CONNECTION_LEARNING;
 	return 0;
@@ -228,7 +247,7 @@ static __always_inline __u64 tune_score(const struct tune_evidence *e)
 }
 
 /* Notes how the first flight went, and settles when enough is known. */
-__noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u64 us)
+__noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u32 us)
 {
 	struct tune_connection *c = tune_connection(ctx);
 	struct match_tuple t = {};
@@ -256,6 +275,7 @@ __noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u64 us)
 		l->halved = now;
 		for (i = 0; i < TUNE_CANDIDATES; i++) {
 			e = &l->candidate[i];
+			e->tries >>= 1;
 			e->connections >>= 1;
 			e->lossy >>= 1;
 			e->time >>= 1;
@@ -265,7 +285,7 @@ __noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u64 us)
 	__sync_fetch_and_add(&e->connections, 1);
 	if (lossy)
 		__sync_fetch_and_add(&e->lossy, 1);
-	__sync_fetch_and_add(&e->time, us > 60000000 ? 60000000 : us);
+	__sync_fetch_and_add(&e->time, us);
 	for (i = 0; i < TUNE_CANDIDATES; i++) {
 		if (i >= rule->candidates)
 			break;
@@ -285,6 +305,97 @@ __noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u64 us)
 	return 0;
 }
 
+/* Retransmissions of data: the kernel counts those of the handshake, too. */
+static __always_inline __u32 tune_retransmits(struct bpf_sock_ops *ctx,
+					      const struct tune_connection *c)
+{
+	if (!(c->flags & TUNE_CONNECTION_ESTABLISHED))
+		return 0;
+	return ctx->total_retrans - c->handshake;
+}
+
+/* When data was last acknowledged, or sent with nothing under way. */
+static __always_inline __u64 tune_delivered(struct bpf_sock_ops *ctx)
+{
+	struct bpf_sock *sk = ctx->sk;
+	struct tcp_sock *tp = sk ? bpf_skc_to_tcp_sock(sk) : NULL;
+
+	return tp ? tp->delivered_mstamp * 1000 : 0;
+}
+
+/* A gap that is longer than so many round trips, and this: no flight's. */
+#define TUNE_GAP 4
+#define TUNE_GAP_US 50000
+/* What takes longer counts as this. */
+#define TUNE_FLIGHT_US 60000000
+
+/*
+ * Looks how far a connection that is learned from has come, once in a round
+ * trip and when it ends: last. Returns the microseconds that its first flight
+ * took, 0 while that is not known. The kernel calls at the first
+ * acknowledgement of a round trip, so that the bytes which end the flight have
+ * often come through with the last one of the round trip before, and are
+ * interpolated. One that paused has no first flight that could be timed.
+ */
+__noinline int tune_progress(struct bpf_sock_ops *ctx, bool last)
+{
+	struct tune_connection *c = tune_connection(ctx);
+	__u64 acked = ctx->bytes_acked, now, delivered, end, span;
+	__u32 bytes, at, sample, mss = ctx->mss_cache, srtt = ctx->srtt_us >> 3;
+	struct tune_rule *rule;
+	bool lossy;
+
+	rule = c ? tune_rule(c->rule) : NULL;
+	if (!rule || acked <= 1)
+		return 0;
+	bytes = acked > 0x7fffffff ? 0x7fffffff : acked;
+	lossy = tune_retransmits(ctx, c) > 0;
+	now = bpf_ktime_get_ns();
+	if (!c->sent) {
+		if (last)
+			return 0;
+		/* The sample is of the first data. */
+		sample = ctx->args[0];
+		if (!sample)
+			sample = srtt;
+		c->sent = c->reached_at = now - (__u64)sample * 1000;
+	}
+	if (!last && !lossy &&
+	    (now - c->reached_at) / 1000 > (__u64)srtt * TUNE_GAP + TUNE_GAP_US) {
+		c->flags &= ~TUNE_CONNECTION_LEARNING;
+		return 0;
+	}
+	if (bytes < rule->first_bytes) {
+		c->reached = bytes;
+		c->reached_at = now;
+		return 0;
+	}
+	delivered = tune_delivered(ctx);
+	end = now;
+	at = bytes;
+	if (delivered > c->reached_at && delivered < now) {
+		if (last) {
+			end = delivered;
+		} else if (bytes - rule->first_bytes >= 2 * mss) {
+			end = delivered;
+			at = bytes - 2 * mss;
+		}
+	}
+	span = (end - c->reached_at) / 1000 * (rule->first_bytes - c->reached) /
+	       (at - c->reached);
+	span += (c->reached_at - c->sent) / 1000;
+	return span > TUNE_FLIGHT_US ? TUNE_FLIGHT_US : span ? span : 1;
+}
+
+static __always_inline void tune_sample(struct bpf_sock_ops *ctx,
+					struct tune_connection *c, bool last)
+{
+	__u32 us = tune_progress(ctx, last);
+
+	if (us)
+		tune_learn(ctx, tune_retransmits(ctx, c) > 0, us);
+}
+
 /* Adds what is new of a connection to its rule's sums. */
 __noinline int tune_count(struct bpf_sock_ops *ctx, bool last)
 {
@@ -299,7 +410,7 @@ __noinline int tune_count(struct bpf_sock_ops *ctx, bool last)
 	if (!s)
 		return 0;
 	segments = ctx->data_segs_out;
-	retransmits = ctx->total_retrans;
+	retransmits = tune_retransmits(ctx, c);
 	bytes = ctx->bytes_acked;
 	n0 = c->segments < TUNE_SEGMENTS_MAX ? c->segments : TUNE_SEGMENTS_MAX;
 	n = segments < TUNE_SEGMENTS_MAX ? segments : TUNE_SEGMENTS_MAX;
@@ -356,6 +467,7 @@ tune_begin(struct bpf_sock_ops *ctx, const struct match_tuple *t,
 		.rule = id,
 		.role = role,
 		.arm = tune_control(rule, t) ? TUNE_ARM_CONTROL : TUNE_ARM_TREATED,
+		.candidate = TUNE_CANDIDATES,
 		.counted = bpf_jiffies64(),
 	}, *c;
 	struct bpf_sock *sk = ctx->sk;
@@ -470,6 +582,7 @@ __noinline int tune_established(struct bpf_sock_ops *ctx, __u32 phase)
 		return 0;
 	s = tune_counts(c->rule, c->arm);
 	c->flags |= TUNE_CONNECTION_ESTABLISHED;
+	c->handshake = ctx->total_retrans;
 	if (s) {
 		__sync_fetch_and_add(&s->established, 1);
 		if (c->started)
@@ -645,53 +758,35 @@ static __always_inline void tune_reply(struct bpf_sock_ops *ctx)
 
 static __always_inline void tune_state_changed(struct bpf_sock_ops *ctx)
 {
-	struct tune_connection *c;
-	struct tune_rule *rule;
+	struct tune_connection *c = tune_connection(ctx);
+	__u32 state = ctx->args[1];
 
-	if (ctx->args[1] != TCP_CLOSE)
-		return;
-	c = tune_connection(ctx);
 	if (!c)
 		return;
-	if (c->flags & TUNE_CONNECTION_LEARNING) {
-		rule = tune_rule(c->rule);
-		/* Too short to be timed; a loss is still worth knowing. */
-		if (rule && ctx->data_segs_out > rule->candidate[0] &&
-		    ctx->total_retrans && c->sent)
-			tune_learn(ctx, true,
-				   (bpf_ktime_get_ns() - c->sent) / 1000);
-	}
-	tune_count(ctx, true);
+	/*
+	 * Its end, also as the application closes it after all was
+	 * acknowledged: what comes later is not of the flight.
+	 */
+	if ((c->flags & TUNE_CONNECTION_LEARNING) &&
+	    (state == TCP_CLOSE || state == TCP_FIN_WAIT2 || !ctx->packets_out))
+		tune_sample(ctx, c, true);
+	if (state == TCP_CLOSE)
+		tune_count(ctx, true);
 }
 
 static __always_inline void tune_rtt(struct bpf_sock_ops *ctx)
 {
 	struct tune_connection *c = tune_connection(ctx);
 	struct tune_rule *rule;
-	__u64 bytes, now;
-	__u32 sample;
 
 	if (!c)
 		return;
 	if (c->flags & TUNE_CONNECTION_LEARNING) {
+		tune_sample(ctx, c, false);
 		rule = tune_rule(c->rule);
-		bytes = ctx->bytes_acked;
-		if (!rule || bytes <= 1)
-			return;
-		now = bpf_ktime_get_ns();
-		if (!c->sent) {
-			/* The sample is of the first data. */
-			sample = ctx->args[0];
-			if (!sample)
-				sample = ctx->srtt_us >> 3;
-			c->sent = now - (__u64)sample * 1000;
-		}
-		if (bytes >= rule->first_bytes) {
-			tune_learn(ctx, ctx->total_retrans > 0,
-				   (now - c->sent) / 1000);
-			if (!(rule->flags & TUNE_FLAG_LIVE))
-				tune_flags(ctx, 0, BPF_SOCK_OPS_RTT_CB_FLAG);
-		}
+		if (rule && !(c->flags & TUNE_CONNECTION_LEARNING) &&
+		    !(rule->flags & TUNE_FLAG_LIVE))
+			tune_flags(ctx, 0, BPF_SOCK_OPS_RTT_CB_FLAG);
 	}
 	if ((__u32)bpf_jiffies64() - c->counted >= hz)
 		tune_count(ctx, false);
@@ -714,7 +809,7 @@ static __always_inline void tune_react(struct bpf_sock_ops *ctx,
 	segments = ctx->data_segs_out;
 	bad = rule->react_rtos && c->rtos >= rule->react_rtos;
 	if (rule->react_retransmits && segments >= TUNE_REACT_SEGMENTS)
-		bad |= (__u64)ctx->total_retrans * 10000 >
+		bad |= (__u64)tune_retransmits(ctx, c) * 10000 >
 		       (__u64)rule->react_retransmits * segments;
 	if (!bad)
 		return;
@@ -743,14 +838,16 @@ static __always_inline void tune_rto(struct bpf_sock_ops *ctx)
 
 	if (!c)
 		return;
+	/* Something on the way may have dropped the segment for its tag. */
+	if (ctx->state == TCP_SYN_SENT) {
+		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
+		return;
+	}
 	c->rtos++;
 	s = tune_counts(c->rule, c->arm);
 	if (s)
 		__sync_fetch_and_add(&s->rtos, 1);
-	/* Something on the way may have dropped the segment for its tag. */
-	if (ctx->state == TCP_SYN_SENT) {
-		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
-	} else if (c->flags & TUNE_CONNECTION_TAGGING) {
+	if (c->flags & TUNE_CONNECTION_TAGGING) {
 		rule = tune_rule(c->rule);
 		if (rule)
 			tune_untag(ctx, c, rule);

@@ -109,15 +109,18 @@ struct tune_connection {
 	__u32 rule;
 	__u8 arm;
 	__u8 role;
-	__u8 candidate; /* of learning */
+	__u8 candidate; /* of learning; TUNE_CANDIDATES: none of them */
 	__u8 flags; /* enum tune_connection_flag */
 	__u64 started; /* CLOCK_MONOTONIC, nanoseconds; 0: not known */
 	__u64 sent; /* first data sent, as far as the first sample tells */
+	__u64 reached_at; /* learning: when so many bytes were acknowledged */
 	__u64 bytes; /* acknowledged; this and the rest: already counted */
 	__u32 segments;
 	__u32 retransmits;
 	__u32 rtos;
 	__u32 counted; /* jiffies of the last count */
+	__u32 handshake; /* retransmissions of the SYN, or the SYN-ACK */
+	__u32 reached;
 };
 
 enum tune_connection_flag {
@@ -180,15 +183,17 @@ struct tune_learned_key {
 };
 
 struct tune_evidence {
-	__u32 connections; /* that sent the first bytes */
+	__u32 tries; /* connections that began with it */
+	__u32 connections; /* of them, that sent the first bytes */
 	__u32 lossy; /* that lost a segment of them */
+	__u32 padding;
 	__u64 time; /* microseconds, sum over connections */
 };
 
 struct tune_learned {
 	__u64 last; /* CLOCK_BOOTTIME, nanoseconds, of the last evidence */
 	__u64 halved; /* of the last halving */
-	__u32 chosen; /* candidate in use */
+	__u32 chosen; /* candidate in use, once settled */
 	__u32 settled;
 	struct tune_evidence candidate[TUNE_CANDIDATES];
 };
@@ -210,9 +215,9 @@ struct tune_live_request {
 };
 
 _Static_assert(sizeof(struct tune_option) == 16, "option");
-_Static_assert(sizeof(struct tune_connection) == 48, "connection");
+_Static_assert(sizeof(struct tune_connection) == 64, "connection");
 _Static_assert(sizeof(struct tune_learned_key) == 24, "learned key");
-_Static_assert(sizeof(struct tune_evidence) == 16, "evidence");
+_Static_assert(sizeof(struct tune_evidence) == 24, "evidence");
 _Static_assert(sizeof(struct tune_failure) == 8, "failure");
 _Static_assert(sizeof(struct tune_live_request) == 24, "live request");
 _Static_assert(sizeof(struct tune_rule) % 8 == 0, "rule");

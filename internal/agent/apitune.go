@@ -123,7 +123,7 @@ type TuneLearned struct {
 	Rule       string          `json:"rule"`
 	Prefix     string          `json:"prefix"`
 	Settled    bool            `json:"settled"`
-	Window     int             `json:"window"` // in use, segments
+	Window     int             `json:"window"` // in use, segments; 0: the kernel's own, until it has settled
 	Candidates []TuneCandidate `json:"candidates"`
 	Last       time.Time       `json:"last"` // evidence
 }
@@ -131,8 +131,9 @@ type TuneLearned struct {
 // TuneCandidate is an initial window, and what is known of it.
 type TuneCandidate struct {
 	Window      int     `json:"window"`
-	Connections uint32  `json:"connections"` // as far as they are not forgotten
-	Lossy       uint32  `json:"lossy"`       // of them, that lost a segment of the first flight
+	Tries       uint32  `json:"tries"`       // connections that began with it, as far as they are not forgotten
+	Connections uint32  `json:"connections"` // of them, that sent the first bytes without a pause
+	Lossy       uint32  `json:"lossy"`       // of these, that lost a segment of the first flight
 	Time        float64 `json:"time_ms"`     // mean, until the first bytes were acknowledged
 }
 

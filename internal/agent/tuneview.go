@@ -518,12 +518,12 @@ func (t *tuner) learned(name string) ([]TuneLearned, error) {
 				Last: time.Now().Add(time.Duration(int64(l.Last) - now.Nano())),
 			}
 			for i, window := range e.Candidates {
-				c := TuneCandidate{Window: window, Connections: l.Candidate[i].Connections, Lossy: l.Candidate[i].Lossy}
+				c := TuneCandidate{Window: window, Tries: l.Candidate[i].Tries, Connections: l.Candidate[i].Connections, Lossy: l.Candidate[i].Lossy}
 				if c.Connections > 0 {
 					c.Time = float64(l.Candidate[i].Time) / float64(c.Connections) / 1000
 				}
 				entry.Candidates = append(entry.Candidates, c)
-				if uint32(i) == l.Chosen {
+				if l.Settled != 0 && uint32(i) == l.Chosen {
 					entry.Window = window
 				}
 			}

@@ -121,11 +121,14 @@ type tuneSockopsTuneConnection struct {
 	Flags       uint8
 	Started     uint64
 	Sent        uint64
+	ReachedAt   uint64
 	Bytes       uint64
 	Segments    uint32
 	Retransmits uint32
 	Rtos        uint32
 	Counted     uint32
+	Handshake   uint32
+	Reached     uint32
 }
 
 type tuneSockopsTuneConnectionFlag uint32
@@ -143,8 +146,10 @@ const (
 
 type tuneSockopsTuneEvidence struct {
 	_           structs.HostLayout
+	Tries       uint32
 	Connections uint32
 	Lossy       uint32
+	Padding     uint32
 	Time        uint64
 }
 
@@ -313,6 +318,7 @@ const (
 	tuneSockopsMapStats                    = "stats"
 	tuneSockopsProgTuneSockops             = "tune_sockops"
 	tuneSockopsVarHz                       = "hz"
+	tuneSockopsVarTuneNothing              = "tune_nothing"
 	tuneSockopsVarUnusedMatchAddress       = "unused_match_address"
 	tuneSockopsVarUnusedMatchLimit         = "unused_match_limit"
 	tuneSockopsVarUnusedMatchPort          = "unused_match_port"
@@ -401,6 +407,7 @@ type tuneSockopsMapSpecs struct {
 // It can be passed ebpf.CollectionSpec.Assign.
 type tuneSockopsVariableSpecs struct {
 	Hz                       *ebpf.VariableSpec `ebpf:"hz"`
+	TuneNothing              *ebpf.VariableSpec `ebpf:"tune_nothing"`
 	UnusedMatchAddress       *ebpf.VariableSpec `ebpf:"unused_match_address"`
 	UnusedMatchLimit         *ebpf.VariableSpec `ebpf:"unused_match_limit"`
 	UnusedMatchPort          *ebpf.VariableSpec `ebpf:"unused_match_port"`
@@ -478,6 +485,7 @@ func (m *tuneSockopsMaps) Close() error {
 // It can be passed to loadTuneSockopsObjects or ebpf.CollectionSpec.LoadAndAssign.
 type tuneSockopsVariables struct {
 	Hz                       *ebpf.Variable `ebpf:"hz"`
+	TuneNothing              *ebpf.Variable `ebpf:"tune_nothing"`
 	UnusedMatchAddress       *ebpf.Variable `ebpf:"unused_match_address"`
 	UnusedMatchLimit         *ebpf.Variable `ebpf:"unused_match_limit"`
 	UnusedMatchPort          *ebpf.Variable `ebpf:"unused_match_port"`

@@ -326,15 +326,16 @@ func TestTuneLearned(t *testing.T) {
 	last := time.Now().Add(-90 * time.Minute).Round(0).UTC()
 	asks(f, []agent.TuneLearned{
 		{Cgroup: "/lab", Rule: "bulk", Prefix: "192.0.2.0/24", Settled: true, Window: 40, Last: last, Candidates: []agent.TuneCandidate{
-			{Window: 10, Connections: 12, Lossy: 1, Time: 31}, {Window: 40, Connections: 400, Time: 1234.5}, {Window: 64},
+			{Window: 10, Tries: 14, Connections: 12, Lossy: 1, Time: 31}, {Window: 40, Tries: 400, Connections: 400, Time: 1234.5}, {Window: 48, Tries: 1}, {Window: 64},
 		}},
-		{Cgroup: "/lab", Rule: "bulk", Prefix: "2001:db8::/48", Window: 10, Last: last.Add(3 * time.Hour), Candidates: []agent.TuneCandidate{}},
+		{Cgroup: "/lab", Rule: "bulk", Prefix: "2001:db8::/48", Last: last.Add(3 * time.Hour), Candidates: []agent.TuneCandidate{}},
 	}, "GET /v1/tune/learned", `
 CGROUP  RULE  PREFIX  WINDOW  SETTLED  LAST  EVIDENCE
-/lab  bulk  192.0.2.0/24  40  yes  1h30m0s ago  10: 12 conn, 8.33 % lossy, 31 ms
-  40: 400 conn, 0 % lossy, 1.23 s
+/lab  bulk  192.0.2.0/24  40  yes  1h30m0s ago  10: 14 tries, 12 timed, 8.33 % lossy, 31 ms
+  40: 400 tries, 400 timed, 0 % lossy, 1.23 s
+  48: 1 try, none timed
   64: not tried
-/lab  bulk  2001:db8::/48  10  no  0s ago  -
+/lab  bulk  2001:db8::/48  kernel's  no  0s ago  -
 `, "tune", "learned")
 	asks(f, []agent.TuneLearned{}, "GET /v1/tune/learned rule=bulk", "nothing learned yet; only rules with explore learn\n", "tune", "learned", "bulk")
 }

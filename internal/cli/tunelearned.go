@@ -5,6 +5,7 @@ package cli
 import (
 	"fmt"
 	"io"
+	"strconv"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -18,9 +19,11 @@ func (c *command) tuneLearnedCommand() *cobra.Command {
 		Short: "Show the initial windows that rules learned, prefix by prefix",
 		Long: `Learned shows, for each prefix of remote addresses that a rule with explore has
 seen, the initial window in use and the evidence for it: of each candidate how
-many connections tried it, how many of them lost a segment of the first flight,
-and the mean time until its bytes were acknowledged. Evidence is forgotten in
-time, so these counts also fall.`,
+many connections began with it, how many of them could be timed, as they sent
+the bytes of the first flight without a pause, how many of these lost a segment,
+and the mean time until the bytes were acknowledged. Until a prefix has settled,
+its connections have the kernel's own window, but for the share that tries the
+candidates. Evidence is forgotten in time, so these counts also fall.`,
 		Example: `  sockeye tune learned
   sockeye tune learned same-datacentre`,
 		Args:              arguments(0, 1, ""),
@@ -49,7 +52,11 @@ func (c *command) learned(w io.Writer, list []agent.TuneLearned) {
 	}
 	fmt.Fprintln(w, "CGROUP\tRULE\tPREFIX\tWINDOW\tSETTLED\tLAST\tEVIDENCE")
 	for _, l := range list {
-		fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\t%s ago\t", l.Cgroup, l.Rule, l.Prefix, l.Window, yesNo(l.Settled),
+		window := "kernel's"
+		if l.Settled {
+			window = strconv.Itoa(l.Window)
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s ago\t", l.Cgroup, l.Rule, l.Prefix, window, yesNo(l.Settled),
 			max(0, c.Now().Sub(l.Last)).Round(time.Second))
 		for i, e := range l.Candidates {
 			if i > 0 {
@@ -65,9 +72,12 @@ func (c *command) learned(w io.Writer, list []agent.TuneLearned) {
 
 // evidence is what is known of an initial window.
 func evidence(c agent.TuneCandidate) string {
-	if c.Connections == 0 {
+	switch {
+	case c.Tries == 0:
 		return fmt.Sprintf("%d: not tried", c.Window)
+	case c.Connections == 0:
+		return fmt.Sprintf("%d: %s, none timed", c.Window, count(int(c.Tries), "try", "tries"))
 	}
-	return fmt.Sprintf("%d: %d conn, %s lossy, %s", c.Window, c.Connections,
+	return fmt.Sprintf("%d: %s, %d timed, %s lossy, %s", c.Window, count(int(c.Tries), "try", "tries"), c.Connections,
 		percentage(float64(c.Lossy)/float64(c.Connections)), microseconds(1000*c.Time))
 }

@@ -129,7 +129,7 @@ var TuneOptions = []TuneOption{
 	{"keepalive_idle", KindDuration, 1000 * 1000, 32767 * 1000 * 1000, true, false, "TCP_KEEPIDLE, in whole seconds."},
 	{"keepalive_interval", KindDuration, 1000 * 1000, 32767 * 1000 * 1000, true, false, "TCP_KEEPINTVL, in whole seconds."},
 	{"keepalive_probes", KindNumber, 1, 127, true, false, "TCP_KEEPCNT."},
-	{"syn_retries", KindNumber, 1, 127, false, true, "TCP_SYNCNT: retransmissions of a SYN before connect(2) fails."},
+	{"syn_retries", KindNumber, 1, 127, false, true, "TCP_SYNCNT: retransmissions of a SYN before connect(2) fails; besides, from Linux 6.5 on, net.ipv4.tcp_syn_linear_timeouts, 4."},
 	{"nodelay", KindSwitch, 0, 1, true, false, "TCP_NODELAY."},
 	{"mss", KindNumber, 88, 32767, false, true, "TCP_MAXSEG: largest segment, in bytes; only before the SYN is sent."},
 	{"thin_linear_timeouts", KindSwitch, 0, 1, true, false, "TCP_THIN_LINEAR_TIMEOUTS: no exponential backoff on thin streams."},

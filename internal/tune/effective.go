@@ -240,10 +240,13 @@ func (l *look) requested(o Option, s config.Setting) string {
 			candidates[i] = strconv.Itoa(n)
 		}
 		all := "one of " + strings.Join(candidates, ", ")
-		if l.unset(o, s) == "" && int(l.c.Candidate) < len(candidates) {
+		switch {
+		case l.unset(o, s) != "":
+			return all
+		case int(l.c.Candidate) < len(candidates):
 			return candidates[l.c.Candidate] + ", " + all
 		}
-		return all
+		return "the kernel's own, or " + all
 	case o.Kind == config.KindText:
 		return s.Text
 	}
@@ -474,10 +477,22 @@ func (l *look) shown(v *Value, o Option, s config.Setting) (notes []string) {
 		notes = append(notes, "only the congestion control nv asks for it")
 	case "initial_cwnd":
 		show("snd_cwnd", int64(info.Snd_cwnd))
-		if info.Data_segs_out > 0 {
+		want := s.Value
+		if s.Explore != nil {
+			want = 0
+			if l.c != nil && int(l.c.Candidate) < len(s.Explore.Candidates) {
+				want = int64(s.Explore.Candidates[l.c.Candidate])
+			}
+		}
+		switch {
+		case info.Data_segs_out == 0:
+			v.Differs = want != 0 && int64(info.Snd_cwnd) != want
+		case want == 0:
+			notes = append(notes, "only at the start; the congestion control moves it from there")
+		case int64(info.Snd_cwnd) == want:
+			notes = append(notes, "only at the start; the congestion control has not moved it since")
+		default:
 			notes = append(notes, "only at the start; the congestion control has moved it since")
-		} else if s.Explore == nil {
-			v.Differs = int64(info.Snd_cwnd) != s.Value
 		}
 	case "cwnd_clamp":
 		show("snd_cwnd", int64(info.Snd_cwnd))

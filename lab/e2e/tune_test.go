@@ -875,6 +875,145 @@ func TestTuneLearn(t *testing.T) {
 	settled("another version of the rule")
 }
 
+// A SYN that is lost is no lost segment of data: for the counts, for reactions and for what is learned.
+func TestTuneLostSYN(t *testing.T) {
+	t.Parallel()
+	var mu sync.Mutex
+	seen := map[[2]netip.AddrPort]bool{}
+	h := newTuned(t, lab.LinkOptions{Delay: 5 * time.Millisecond, Drop: func(_ lab.Direction, packet []byte) bool {
+		s, ok := parseSegment(packet)
+		if !ok || !s.syn {
+			return false
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		key := [2]netip.AddrPort{s.from, s.to}
+		first := !seen[key] // the SYN, or the SYN-ACK
+		seen[key] = true
+		return first
+	}})
+	near := h.makeGroup("near")
+	h.setRules("{name: both, cgroup: " + near + `, set: {syn_rto: 50ms, synack_rto: 50ms, initial_cwnd: {explore: [10, 20], share: 100%, bytes: 20KB, evidence: 2}},
+		react: {retransmits: "> 1%", rtos: "> 0", set: {congestion: cubic}}}`)
+	h.startAgent()
+	p, far := h.startNear("near"), h.startFar()
+	far.listen(tunePort)
+	p.listen(tunePort)
+	const n = 8
+	p.do(order{Do: "connect", N: n, Parallel: n, To: at(tunePort, far4, far6), Up: 60_000})
+	far.do(order{Do: "connect", N: n, Parallel: n, To: at(tunePort, near4, near6), Down: 60_000})
+	var r agent.TuneRuleStatus
+	h.eventually("the connections' ends", func() error {
+		if r = h.rule("both"); r.Closed != 2*n {
+			return fmt.Errorf("%+v", r)
+		}
+		return nil
+	})
+	if r.Retransmits != 0 || r.RTOs != 0 || r.Reactions != 0 || r.Established != 2*n || r.Segments < 2*n*30 {
+		t.Errorf("%+v", r)
+	}
+	var list []agent.TuneLearned
+	h.show(&list, "tune", "learned")
+	timed := uint32(0)
+	for _, l := range list {
+		for _, c := range l.Candidates {
+			timed += c.Connections
+			if c.Lossy != 0 {
+				t.Errorf("%+v", l)
+			}
+		}
+	}
+	if timed != 2*n {
+		t.Errorf("%d of %d timed: %+v", timed, 2*n, list)
+	}
+}
+
+// Connections that end with the first flight are learned from, in both roles, and each window is tried as often. What does
+// not try one has the kernel's own.
+func TestTuneLearnShort(t *testing.T) {
+	t.Parallel()
+	h := newTuned(t, lab.LinkOptions{Delay: 15 * time.Millisecond})
+	near := h.makeGroup("near")
+	h.setRules("{name: learns, cgroup: " + near + ", set: {initial_cwnd: {explore: [4, 10, 40], share: 50%, probe: 0%, evidence: 5}}}")
+	h.startAgent()
+	p, far := h.startNear("near"), h.startFar()
+	for _, test := range []struct {
+		name        string
+		from, to    *peer
+		at          netip.AddrPort
+		up, down    int
+		prefix      string
+		uncountable order
+	}{
+		{"connects, sends 70,000 bytes and closes", p, far, netip.AddrPortFrom(far4, tunePort), 70_000, 0, netip.PrefixFrom(far4, 24).Masked().String(), order{Up: 20_000}},
+		{"accepts, answers with 80 KB and closes", far, p, netip.AddrPortFrom(near6, tunePort), 100, 80_000, netip.PrefixFrom(far6, 48).Masked().String(), order{Down: 20_000}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			test.to.listen(tunePort)
+			// The windows that the connecting side began with.
+			connect := func(n int, o order) (first map[uint32]int) {
+				first = map[uint32]int{}
+				o.Do, o.N, o.To = "connect", n, []netip.AddrPort{test.at}
+				for _, e := range test.from.do(o) {
+					first[e.First]++
+				}
+				return first
+			}
+			learned := func() agent.TuneLearned {
+				t.Helper()
+				var list []agent.TuneLearned
+				h.show(&list, "tune", "learned", "learns")
+				for _, l := range list {
+					if l.Prefix == test.prefix {
+						return l
+					}
+				}
+				t.Fatalf("nothing is known of %s: %+v", test.prefix, list)
+				return agent.TuneLearned{}
+			}
+			// Too short to be timed: tried all the same, each as often.
+			test.uncountable.Parallel = 4
+			connect(40, test.uncountable)
+			l := learned()
+			low, high := l.Candidates[0].Tries, l.Candidates[0].Tries
+			for _, c := range l.Candidates {
+				low, high = min(low, c.Tries), max(high, c.Tries)
+				if c.Connections != 0 {
+					t.Errorf("too short, and timed: %+v", c)
+				}
+			}
+			// The kernel's own window, 10, is tried by those that are left alone, too.
+			if l.Settled || l.Window != 0 || low == 0 || l.Candidates[0].Tries+1 < l.Candidates[2].Tries || l.Candidates[2].Tries+1 < l.Candidates[0].Tries {
+				t.Errorf("after 40 short connections: %+v", l)
+			}
+			windows := map[uint32]int{}
+			for range 20 {
+				for window, n := range connect(10, order{Up: test.up, Down: test.down, Parallel: 2}) {
+					windows[window] += n
+				}
+				if l = learned(); l.Settled {
+					break
+				}
+			}
+			if !l.Settled || l.Window != 40 {
+				t.Errorf("windows %v, learned %+v, want 40", windows, l)
+			}
+			if test.from == p && (windows[4] == 0 || windows[10] == 0 || windows[40] == 0) {
+				t.Errorf("not all were tried: %v", windows)
+			}
+			// The fewer round trips, the shorter.
+			for i, c := range l.Candidates[1:] {
+				if before := l.Candidates[i]; c.Connections < 5 || c.Time >= before.Time {
+					t.Errorf("%+v, %+v", before, c)
+				}
+			}
+			if first := connect(10, order{Up: test.up, Down: test.down, Parallel: 2}); test.from == p && first[40] != 10 {
+				t.Errorf("after it has settled: %v", first)
+			}
+		})
+	}
+}
+
 // Connections that lose segments, and no others, get what the rule has for them.
 func TestTuneReact(t *testing.T) {
 	t.Parallel()
