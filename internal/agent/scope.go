@@ -24,6 +24,8 @@ import (
 const (
 	// scopeTimeout bounds the whole conversation with systemd.
 	scopeTimeout = 10 * time.Second
+	// stopTimeout is how long systemd waits for a keeper that it ends.
+	stopTimeout = 5 * time.Second
 
 	systemdName    = "org.freedesktop.systemd1"
 	systemdPath    = dbus.ObjectPath("/org/freedesktop/systemd1")
@@ -100,6 +102,8 @@ func (m *serviceManager) moveOut(ctx context.Context, k *keeper) (string, error)
 		{"PIDs", dbus.MakeVariant([]uint32{uint32(k.pid)})},
 		// At shutdown the keeper ends after the agent, which would replace it.
 		{"Before", dbus.MakeVariant([]string{path.Base(m.unit)})},
+		// The keeper of an earlier version, which this agent took over, ignores SIGTERM.
+		{"TimeoutStopUSec", dbus.MakeVariant(uint64(stopTimeout / time.Microsecond))},
 		// Not kept when the keeper is killed, which is how each one ends.
 		{"CollectMode", dbus.MakeVariant("inactive-or-failed")},
 	}

@@ -4,8 +4,10 @@ package bpf
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"net/netip"
+	"sync"
 
 	"github.com/cilium/ebpf"
 )
@@ -151,37 +153,38 @@ func (b *banks) install(r *MatchRules, ids []uint32) error {
 	return b.putRuleset(bank, &ruleset)
 }
 
-// build fills a bank that is not in force.
+// build fills a bank that is not in force. Each write to a map of maps waits for
+// a grace period of RCU, 20 ms at rest and seconds on a loaded host: all wait for
+// the same one.
 func (b *banks) build(bank uint32, r *MatchRules, ruleset *MatchRuleset) error {
-	for _, prefixes := range []struct {
-		name    string
-		entries []MatchPrefixEntry
-	}{{"remotes", r.Remotes}, {"locals", r.Locals}} {
-		err := b.putInner(prefixes.name, bank, len(prefixes.entries), func(m *ebpf.Map) error {
-			return putAll(m, prefixes.entries, func(e *MatchPrefixEntry) (any, any) { return &e.Prefix, &e.Set })
-		})
-		if err != nil {
-			return err
+	prefixes := func(entries []MatchPrefixEntry) func(*ebpf.Map) error {
+		return func(m *ebpf.Map) error {
+			return putAll(m, entries, func(e *MatchPrefixEntry) (any, any) { return &e.Prefix, &e.Set })
 		}
 	}
-	for _, ports := range []struct {
-		name    string
-		entries []MatchPortEntry
-	}{{"remote_ports", r.RemotePorts}, {"local_ports", r.LocalPorts}} {
-		err := b.putInner(ports.name, bank, len(ports.entries), func(m *ebpf.Map) error {
-			return putAll(m, ports.entries, func(e *MatchPortEntry) (any, any) { return &e.Port, &e.Set })
-		})
-		if err != nil {
-			return err
+	ports := func(entries []MatchPortEntry) func(*ebpf.Map) error {
+		return func(m *ebpf.Map) error {
+			return putAll(m, entries, func(e *MatchPortEntry) (any, any) { return &e.Port, &e.Set })
 		}
 	}
-	err := b.putInner("peer_tags", bank, len(r.Tags), func(m *ebpf.Map) error {
+	tags := func(m *ebpf.Map) error {
 		return putAll(m, r.Tags, func(e *MatchTagEntry) (any, any) { return &e.Tag, &e.Set })
-	})
-	if err != nil {
-		return err
 	}
-	return b.putRuleset(bank, ruleset)
+	parts := []func() error{
+		func() error { return b.putInner("remotes", bank, len(r.Remotes), prefixes(r.Remotes)) },
+		func() error { return b.putInner("locals", bank, len(r.Locals), prefixes(r.Locals)) },
+		func() error { return b.putInner("remote_ports", bank, len(r.RemotePorts), ports(r.RemotePorts)) },
+		func() error { return b.putInner("local_ports", bank, len(r.LocalPorts), ports(r.LocalPorts)) },
+		func() error { return b.putInner("peer_tags", bank, len(r.Tags), tags) },
+		func() error { return b.putRuleset(bank, ruleset) },
+	}
+	errs := make([]error, len(parts))
+	var all sync.WaitGroup
+	for i, part := range parts {
+		all.Go(func() { errs[i] = part() })
+	}
+	all.Wait()
+	return errors.Join(errs...)
 }
 
 func putAll[E any](m *ebpf.Map, entries []E, of func(*E) (key, value any)) error {
