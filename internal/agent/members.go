@@ -459,6 +459,9 @@ func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.
 		}
 		return nil, problem
 	}
+	if s.lookup() {
+		return chosen, s.parted(chosen)
+	}
 	return chosen, nil
 }
 
@@ -512,7 +515,7 @@ func (s *service) unfit(l config.Listener, socket *member.Socket) error {
 	case !socket.Listening:
 		return fmt.Errorf("its socket %s does not listen yet", socket)
 	case s.lookup():
-		return nil
+		return unfitFamily(l, socket)
 	case socket.Local.Addr() != l.Address.Addr():
 		return conflict(fmt.Errorf("its socket %s is not bound to the listener's address %s", socket, l.Address.Addr()),
 			"make the listener's address what the member binds, or use steering: lookup")
@@ -524,6 +527,36 @@ func (s *service) unfit(l config.Listener, socket *member.Socket) error {
 			"make the program set SO_REUSEPORT before bind, or use steering: lookup")
 	}
 	return nil
+}
+
+// unfitFamily says why a socket cannot serve IPv4 that its listener has: the kernel refuses the packets
+// (bpf_sk_lookup_assign).
+func unfitFamily(l config.Listener, socket *member.Socket) error {
+	address := l.Address.Addr()
+	if socket.IPv6Alone && (address.Is4() || address.IsUnspecified() && !l.V6Only) {
+		return conflict(fmt.Errorf("its socket %s takes IPv6 alone, the listener %s IPv4, too", socket, l),
+			"make the program clear IPV6_V6ONLY, or set v6only of the listener and give the service another one for IPv4")
+	}
+	return nil
+}
+
+// parted says which sockets of a member would part a device with IPv6 addresses: one takes it, and another does not.
+func (s *service) parted(chosen map[int]*member.Socket) error {
+	var alone, both *member.Socket
+	for row, socket := range chosen {
+		switch address := s.source[row].Address.Addr(); {
+		case address.Is4():
+		case socket.Local.Addr().Is4():
+			alone = socket
+		default:
+			both = socket
+		}
+	}
+	if alone == nil || both == nil {
+		return nil
+	}
+	return conflict(fmt.Errorf("its socket %s takes IPv4 alone, its socket %s IPv6, too", alone, both),
+		"make the program listen on addresses of the same family with all sockets")
 }
 
 // findSlot checks that a slot is free, or finds the first that is.

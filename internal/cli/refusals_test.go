@@ -196,3 +196,36 @@ func TestMisfits(t *testing.T) {
 	another, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
 	h.refused(5, "all 4 slots are taken", "raise slots in the policy", nil, "register", "--service", "telemetry", "--pid", strconv.Itoa(another))
 }
+
+// With lookup, a socket that takes one family alone would part a device's TCP and UDP inside a slot that is ready.
+func TestMisfitsOfLookup(t *testing.T) {
+	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP"))
+	h.start()
+	const clear = "make the program clear IPV6_V6ONLY, or set v6only of the listener and give the service another one for IPv4"
+	for _, c := range []struct {
+		name          string
+		sockets       []string
+		message, hint string
+	}{
+		{"IPV6_V6ONLY", []string{"tcp [::]:20001 v6only alone", "udp [::]:21001 alone"}, "its socket tcp [::]:20001 takes IPv6 alone, the listener tcp [::]:1790 IPv4, too", clear},
+		{"an IPv6 address", []string{"tcp [::]:20001 alone", "udp [::1]:21001 alone"}, "its socket udp [::1]:21001 takes IPv6 alone, the listener udp [::]:4739 IPv4, too", clear},
+		{"an IPv4 address beside both", []string{"tcp 127.0.0.1:20001 alone", "udp [::]:21001 alone"}, "its socket tcp 127.0.0.1:20001 takes IPv4 alone, its socket udp [::]:21001 IPv6, too",
+			"make the program listen on addresses of the same family with all sockets"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			h := *h
+			h.t = t
+			pid, end := h.member(nil, c.sockets...)
+			h.refused(5, "register process PID in slot 0: "+c.message, c.hint, []int{pid}, "register", "--slot", "0", "--pid", strconv.Itoa(pid))
+			end()
+		})
+	}
+	for _, sockets := range [][]string{{"tcp [::]:20001 alone", "udp [::]:21001 alone"}, {"tcp 127.0.0.1:20001 alone", "udp 127.0.0.1:21001 alone"}} {
+		pid, end := h.member(nil, sockets...)
+		if r := h.sockeye("register", "--slot", "0", "--pid", strconv.Itoa(pid)); r.code != 0 {
+			t.Errorf("%q: %+v", sockets, r)
+		}
+		end()
+		h.eventually("the slot is empty", func() bool { return h.slotPIDs()[0] == 0 })
+	}
+}

@@ -80,6 +80,7 @@ type Socket struct {
 	Protocol  int    // unix.IPPROTO_TCP, _UDP, or _MPTCP
 	Local     netip.AddrPort
 	V6Only    bool // an address [::] leaves IPv4 to others
+	IPv6Alone bool // takes no IPv4: by V6Only, or bound to an IPv6 address
 	ReusePort bool
 	Listening bool // always true of UDP
 	Connected bool
@@ -294,7 +295,8 @@ func (s *Socket) inspect() bool {
 		s.Local = netip.AddrPortFrom(netip.AddrFrom16(a.Addr), uint16(a.Port))
 		only, err := unix.GetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY)
 		// The kernel sets it for any other IPv6 address, too.
-		s.V6Only = err == nil && only == 1 && a.Addr == [16]byte{}
+		s.IPv6Alone = err == nil && only == 1
+		s.V6Only = s.IPv6Alone && a.Addr == [16]byte{}
 	}
 	if _, err := unix.Getpeername(fd); err == nil {
 		s.Connected = true
