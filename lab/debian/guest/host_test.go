@@ -292,6 +292,8 @@ func forMembers(t *testing.T, command string, more ...string) {
 	must(t, args...)
 }
 
+func logPath(slot int) string { return fmt.Sprintf("/var/lib/nfacctd/nfacctd-%d.log", slot) }
+
 func recordsPath(slot int) string { return fmt.Sprintf("/var/lib/nfacctd/nfacctd-%d.json", slot) }
 
 var exposure = regexp.MustCompile(`exposure level for sockeye\.service: ([0-9.]+)`)
