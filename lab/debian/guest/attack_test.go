@@ -222,54 +222,15 @@ func theftLookup(t *testing.T, w *world) {
 	same(t, before, w.places(t))
 }
 
-// userCgroups: rules name the system's slices and units, whatever users call theirs.
-func userCgroups(t *testing.T, _ *world) {
-	defer restore(t)
+// sameNames starts units of the attacker's with the names of the system's, until the
+// test ends.
+func sameNames(t *testing.T) {
+	t.Helper()
 	linger(t)
 	t.Cleanup(func() {
-		asAttacker(t, "systemctl", "--user", "stop", "nfacctd@1.service")
-		asAttacker(t, "systemctl", "--user", "stop", "telemetry.slice")
+		asAttacker(t, "systemctl", "--user", "stop", "nfacctd@1.service", "telemetry.slice")
 	})
 	if r := asAttacker(t, "systemd-run", "--user", "--unit=nfacctd@1.service", "--slice=telemetry.slice", "sleep", "600"); r.code != 0 {
 		t.Fatal(r)
-	}
-	apply(t, firstPolicy(t)+`
-tune:
-  - {name: slice, cgroup: telemetry.slice, match: {local_port: 1790}, set: {rcvbuf: 150KB}}
-trace:
-  - {name: unit, cgroup: nfacctd@1.service, messages: 1/1, stages: [rx_stack, reader]}
-`)
-	look := func() {
-		t.Helper()
-		wait(t, "the rules are at the system's cgroups", func() string {
-			v := tuned(t, "telemetry.slice")
-			if !v.Attached || v.Problem != "" || v.Path != "/telemetry.slice" {
-				return fmt.Sprintf("tune: attached %v at %q: %s", v.Attached, v.Path, v.Problem)
-			}
-			s := waitAgent(t)
-			if len(s.Trace) != 1 || !s.Trace[0].Attached || s.Trace[0].Problem != "" {
-				return fmt.Sprintf("trace: %+v", s.Trace)
-			}
-			return ""
-		})
-	}
-	look()
-	must(t, "systemctl", "restart", "sockeye")
-	look()
-	// The system's are away: the user's do not stand in for them.
-	forMembers(t, "stop", "telemetry.slice")
-	wait(t, "the slice's cgroup is gone", func() string {
-		if exists("/sys/fs/cgroup/telemetry.slice") {
-			return "it is there"
-		}
-		return ""
-	})
-	must(t, "systemctl", "restart", "sockeye")
-	time.Sleep(3 * time.Second)
-	if v := tuned(t, "telemetry.slice"); v.Attached && v.Path != "/telemetry.slice" {
-		t.Errorf("tune is attached at %q, a user's slice", v.Path)
-	}
-	if s := waitAgent(t); len(s.Trace) == 1 && s.Trace[0].Attached {
-		t.Errorf("trace is attached although the system's unit does not run")
 	}
 }

@@ -74,10 +74,9 @@ func TestFirstBoot(t *testing.T) {
 		{"an agent that starts with a broken policy keeps the last one", startedBroken},
 		{"a member that is restarted gets its routers back", memberRestarted},
 		{"a member that is killed gets its routers back", memberKilled},
-		{"tune, trace and bigtcp follow units and slices over restarts", domainsFollow},
+		{"tune, trace and bigtcp follow units and slices over restarts, and not a user's of the same names", domainsFollow},
 		{"a rule for a unit inside a tuned slice is refused by check as by plan", nestedRules},
 		{"every command works under the hardened unit", commands},
-		{"a lingering user's telemetry.slice and nfacctd@1.service are not the system's", userCgroups},
 		{"a lingering user takes no slot in reuseport mode", func(t *testing.T, w *world) { theftReuseport(t, w, true) }},
 		{"a lingering user takes no slot in reuseport mode without user", func(t *testing.T, w *world) { theftReuseport(t, w, false) }},
 		{"a lingering user takes no slot in lookup mode", theftLookup},
@@ -381,19 +380,31 @@ func waitDomains(t *testing.T, w *world) {
 	})
 }
 
+// domainsFollow has a lingering user's units of the same names beside the system's:
+// rules name the system's, whatever users call theirs.
 func domainsFollow(t *testing.T, w *world) {
 	defer restore(t)
-	apply(t, firstPolicy(t)+domains)
-	waitDomains(t, w)
+	sameNames(t)
+	ofUnit := strings.Replace(domains, "name: bmp, cgroup: telemetry.slice", "name: bmp, cgroup: nfacctd@1.service", 1)
+	inForce := func() {
+		t.Helper()
+		waitDomains(t, w)
+		if v := tuned(t, "telemetry.slice"); v.Path != "/telemetry.slice" {
+			t.Errorf("tune is attached at %q", v.Path)
+		}
+	}
+	apply(t, firstPolicy(t)+ofUnit)
+	inForce()
 	if size := gsoMaxSize(t); size != 128000 && size != 128<<10 {
 		t.Errorf("%s has gso_max_size %d", link, size)
 	}
 
 	must(t, "systemctl", "restart", "nfacctd@1.service")
 	waitReady(t, 0, 1, 2, 3)
-	waitDomains(t, w)
+	inForce()
 
-	// The slice, and so its cgroup, ends with its last unit.
+	// The slice, and so its cgroup, ends with its last unit. The user's does not stand
+	// in for it, neither for the agent that knew it nor for a new one.
 	forMembers(t, "stop", "telemetry.slice")
 	wait(t, "the slice's cgroup is gone", func() string {
 		if exists("/sys/fs/cgroup/telemetry.slice") {
@@ -401,9 +412,16 @@ func domainsFollow(t *testing.T, w *world) {
 		}
 		return ""
 	})
-	if s := waitAgent(t); len(s.Tune) != 1 || s.Tune[0].Attached {
-		t.Errorf("tune says of a cgroup that is gone: %+v", s.Tune)
+	away := func() {
+		t.Helper()
+		if s := waitAgent(t); len(s.Tune) != 1 || s.Tune[0].Attached || len(s.Trace) != 1 || s.Trace[0].Attached {
+			t.Errorf("of cgroups that are gone tune says %+v, trace %+v", s.Tune, s.Trace)
+		}
 	}
+	away()
+	must(t, "systemctl", "restart", "sockeye")
+	time.Sleep(3 * time.Second)
+	away()
 	begin := time.Now()
 	forMembers(t, "start")
 	started := time.Since(begin)
@@ -415,11 +433,11 @@ func domainsFollow(t *testing.T, w *world) {
 	})
 	t.Logf("the units started in %v; tune was seen attached %v after", started, time.Since(begin)-started)
 	waitReady(t, 0, 1, 2, 3)
-	waitDomains(t, w)
+	inForce()
 
 	must(t, "systemctl", "restart", "sockeye")
 	waitReady(t, 0, 1, 2, 3)
-	waitDomains(t, w)
+	inForce()
 
 	apply(t, firstPolicy(t))
 	if size := gsoMaxSize(t); size != 65536 {
