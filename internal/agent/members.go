@@ -455,7 +455,7 @@ func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.
 			continue
 		}
 		if problem == nil {
-			problem = fmt.Errorf("it has not opened %s yet", l)
+			problem = fmt.Errorf("it has not opened %s yet", memberPlace(l))
 		}
 		return nil, problem
 	}

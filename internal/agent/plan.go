@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -165,17 +166,26 @@ func (s *service) moves(t *target) string {
 	if s.config.TrackDevices == 0 {
 		return "devices are not tracked, so it is not known how many move"
 	}
-	moved, total := 0, 0
+	// A device has one address, or those that the device map in force gives it.
+	type device struct {
+		id   uint32
+		addr netip.Addr
+	}
+	moves, moved := make(map[device]bool), 0
 	for address := range s.path.Devices() {
 		addr := steer.Addr(address)
+		d := device{addr: addr}
+		if id, ok := s.mapping.Devices.Lookup(addr); ok {
+			d = device{id: id + 1}
+		}
 		before, _ := s.mapping.Slot(addr)
 		after, _ := t.mapping.Slot(addr)
-		total++
-		if before != after {
+		if before != after && !moves[d] {
 			moved++
 		}
+		moves[d] = moves[d] || before != after
 	}
-	return fmt.Sprintf("%d of %d devices seen move", moved, total)
+	return fmt.Sprintf("%d of %s seen move", moved, counted(len(moves), "device", "devices"))
 }
 
 func extent(m *steer.DeviceMap) string {

@@ -256,6 +256,14 @@ func memberPorts(l config.Listener) (first, last uint16) {
 	return l.MemberPorts.First, l.MemberPorts.Last
 }
 
+// memberPlace is what a member has to open for a listener.
+func memberPlace(l config.Listener) string {
+	if l.MemberPorts.First == 0 {
+		return l.String()
+	}
+	return fmt.Sprintf("%s port %s", l.Protocol, l.MemberPorts)
+}
+
 func (s *service) lookup() bool { return s.config.Steering == config.Lookup }
 
 // open makes the data path what the policy says, and the mapping with it.

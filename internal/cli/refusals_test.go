@@ -207,6 +207,7 @@ func TestMisfitsOfLookup(t *testing.T) {
 		sockets       []string
 		message, hint string
 	}{
+		{"no UDP", []string{"tcp [::]:20001 alone"}, "it has not opened udp port 21000-21009 yet", "register it once it listens, or start it with sockeye run, which waits for that"},
 		{"IPV6_V6ONLY", []string{"tcp [::]:20001 v6only alone", "udp [::]:21001 alone"}, "its socket tcp [::]:20001 takes IPv6 alone, the listener tcp [::]:1790 IPv4, too", clear},
 		{"an IPv6 address", []string{"tcp [::]:20001 alone", "udp [::1]:21001 alone"}, "its socket udp [::1]:21001 takes IPv6 alone, the listener udp [::]:4739 IPv4, too", clear},
 		{"an IPv4 address beside both", []string{"tcp 127.0.0.1:20001 alone", "udp [::]:21001 alone"}, "its socket tcp 127.0.0.1:20001 takes IPv4 alone, its socket udp [::]:21001 IPv6, too",
@@ -216,7 +217,11 @@ func TestMisfitsOfLookup(t *testing.T) {
 			h := *h
 			h.t = t
 			pid, end := h.member(nil, c.sockets...)
-			h.refused(5, "register process PID in slot 0: "+c.message, c.hint, []int{pid}, "register", "--slot", "0", "--pid", strconv.Itoa(pid))
+			code := 5
+			if c.name == "no UDP" {
+				code = 1
+			}
+			h.refused(code, "register process PID in slot 0: "+c.message, c.hint, []int{pid}, "register", "--slot", "0", "--pid", strconv.Itoa(pid))
 			end()
 		})
 	}

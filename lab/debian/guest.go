@@ -25,7 +25,7 @@ type boot struct {
 // boots are the lives of the guest, in their order, with the test of
 // lab/debian/guest that each has.
 var boots = []boot{
-	{"TestFirstBoot", 10 * time.Minute},
+	{"TestFirstBoot", 11 * time.Minute},
 	{"TestReboot", 3 * time.Minute},
 	{"TestMembersBeforeAgent", 4 * time.Minute},
 }
