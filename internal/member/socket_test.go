@@ -169,9 +169,9 @@ func TestSockets(t *testing.T) {
 	want := map[string]Socket{
 		"udp":             {Protocol: unix.IPPROTO_UDP, Local: netip.MustParseAddrPort("127.0.0.1:4739"), Listening: true},
 		"udp6":            {Protocol: unix.IPPROTO_UDP, Local: netip.MustParseAddrPort("[::]:4740"), Listening: true, ReusePort: true},
-		"udp6only":        {Protocol: unix.IPPROTO_UDP, Local: netip.MustParseAddrPort("[::]:4741"), Listening: true, V6Only: true},
+		"udp6only":        {Protocol: unix.IPPROTO_UDP, Local: netip.MustParseAddrPort("[::]:4741"), Listening: true, V6Only: true, IPv6Alone: true},
 		"udp connected":   {Protocol: unix.IPPROTO_UDP, Local: netip.MustParseAddrPort("127.0.0.1:4742"), Listening: true, Connected: true},
-		"tcp":             {Protocol: unix.IPPROTO_TCP, Local: netip.MustParseAddrPort("[::1]:1790"), Listening: true, ReusePort: true},
+		"tcp":             {Protocol: unix.IPPROTO_TCP, Local: netip.MustParseAddrPort("[::1]:1790"), Listening: true, ReusePort: true, IPv6Alone: true},
 		"tcp nonblocking": {Protocol: unix.IPPROTO_TCP, Local: netip.MustParseAddrPort("127.0.0.1:1791"), Listening: true},
 		"tcp bound":       {Protocol: unix.IPPROTO_TCP, Local: netip.MustParseAddrPort("0.0.0.0:1792")},
 		"mptcp":           {Protocol: unix.IPPROTO_MPTCP, Local: netip.MustParseAddrPort("127.0.0.1:1793"), Listening: true},

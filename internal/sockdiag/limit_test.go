@@ -225,8 +225,11 @@ func TestLimits(t *testing.T) {
 				if momentary[s.want] <= looks/2 {
 					t.Errorf("of %d moments: %v", looks, momentary)
 				}
-				v := last.JudgeSince(first, last.Look(time.Now()))
-				if v.By != s.want || v.Share < 0.25 {
+				look := last.Look(time.Now())
+				v := last.JudgeSince(first, look)
+				// A quarter of the busy time decides, and the share is of all the time.
+				least := 0.25 * min(1, float64(look.Times.Since(first.Times).Busy)/float64(look.At.Sub(first.At)))
+				if v.By != s.want || v.Share < least {
 					t.Errorf("of a time: %+v, times %+v since %+v", v, last.Times(), first.Times)
 				}
 				t.Logf("%v, %+v, %v", momentary, v, causes)
