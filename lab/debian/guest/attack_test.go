@@ -132,7 +132,7 @@ func steal(t *testing.T, args ...string) int {
 // notStolen gives the agent time to be deceived, and fails if it is.
 func notStolen(t *testing.T, pid int) {
 	t.Helper()
-	for begin := time.Now(); time.Since(begin) < 5*time.Second; time.Sleep(time.Second) {
+	for begin := time.Now(); time.Since(begin) < 4*time.Second; time.Sleep(time.Second) {
 		for _, s := range query[[]agent.SlotStatus](t, "/v1/slots", nil) {
 			if s.PID != 0 && (s.PID == pid || systemUnit(s.PID) != fmt.Sprintf("nfacctd@%d.service", s.Slot)) {
 				t.Fatalf("slot %d has process %d (%s), the attacker's is %d", s.Slot, s.PID, s.Command, pid)
@@ -186,6 +186,7 @@ func theftReuseport(t *testing.T, w *world, user bool) {
 // theftLookup: with lookup, an ordinary user's process has ports of its own.
 func theftLookup(t *testing.T, w *world) {
 	defer func() {
+		w.whenever(t, never) // without the agent, too
 		for slot := range members {
 			write(t, fmt.Sprintf("/etc/pmacct/nfacctd-%d.conf", slot), nfacctdConfig(slot, 0, 0))
 		}

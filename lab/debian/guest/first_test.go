@@ -83,8 +83,8 @@ func TestFirstBoot(t *testing.T) {
 		{"the unit's exposure is 3.0 or less", score},
 		// Before versions that wrote other lines.
 		{"the journal has priorities, one time a line, and no left-over process", func(t *testing.T, _ *world) { journalLines(t, begin) }},
-		{"upgrade and return with every domain in use", func(t *testing.T, w *world) { upgrade(t, w, "all-domains", services+domains, 2) }},
-		{"upgrade and return over a change of tune's layout", func(t *testing.T, w *world) { upgrade(t, w, "tune-layout", services+tuneOnly, 1) }},
+		{"upgrade and return with every domain in use", func(t *testing.T, w *world) { upgrade(t, w, "all-domains", services+domains) }},
+		{"upgrade and return over a change of tune's layout", func(t *testing.T, w *world) { upgrade(t, w, "tune-layout", services+tuneOnly) }},
 	} {
 		t.Run(test.name, func(t *testing.T) { test.f(t, w) })
 	}

@@ -95,7 +95,7 @@ func TestMembersBeforeAgent(t *testing.T) {
 		forMembers(t, "restart")
 		write(t, policyPath, policy)
 		defer func() {
-			time.Sleep(10 * time.Second)
+			time.Sleep(6 * time.Second)
 			w.whenever(t, withSession)
 		}()
 		for range 5 {
