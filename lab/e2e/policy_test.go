@@ -78,9 +78,10 @@ func TestDeviceMap(t *testing.T) {
 		moves := map[int]bool{}
 		for i, a := range all {
 			device := i / 2
-			if a == inPrefix[2] {
+			switch a {
+			case inPrefix[2]:
 				device = 50
-			} else if a == inPrefix[1] {
+			case inPrefix[1]:
 				device = 51
 			}
 			moves[device] = moves[device] || home(a) != then(a)
