@@ -509,16 +509,14 @@ static __always_inline bool tune_read_tag(struct bpf_sock_ops *ctx,
 		.length = 4,
 		.exid = { TUNE_TAG_EXID >> 8, TUNE_TAG_EXID & 0xff },
 	};
-	int i;
 
 	if (bpf_load_hdr_opt(ctx, &h, sizeof(h), from) < 0)
 		return false;
 	if (h.length <= 4 || h.length > sizeof(h))
 		return false;
 	tag->length = h.length - 4;
-#pragma unroll
-	for (i = 0; i < MATCH_TAG; i++)
-		tag->byte[i] = i < tag->length ? h.byte[i] : 0;
+	/* The kernel copies what the option has: zeros follow. */
+	__builtin_memcpy(tag->byte, h.byte, MATCH_TAG);
 	return true;
 }
 

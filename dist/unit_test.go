@@ -4,94 +4,34 @@
 package dist_test
 
 import (
-	"bytes"
-	"encoding/json"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
+
+	"sockeye/tools/security/exposure"
 )
 
 // install lays the unit and drop-ins out as make install does, below a root, and
 // returns that of the root and the unit's path.
 func install(t *testing.T, dropIns ...string) (root, unit string) {
 	t.Helper()
-	if _, err := exec.LookPath("systemd-analyze"); err != nil {
-		t.Fatal("systemd-analyze is of the package systemd: ", err)
-	}
 	root = t.TempDir()
-	write := func(name string, text []byte, mode os.FileMode) string {
-		path := filepath.Join(root, name)
-		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(path, text, mode); err != nil {
-			t.Fatal(err)
-		}
-		return path
-	}
-	binary := write("usr/local/bin/sockeye", []byte("#!/bin/sh\n"), 0o755)
-	text, err := os.ReadFile("sockeye.service")
+	unit, err := exposure.Install(root, ".", dropIns...)
 	if err != nil {
 		t.Fatal(err)
 	}
-	prefix := strings.TrimSuffix(binary, "/bin/sockeye")
-	unit = write("etc/systemd/system/sockeye.service", bytes.ReplaceAll(text, []byte("@PREFIX@"), []byte(prefix)), 0o644)
-	for _, name := range dropIns {
-		text, err := os.ReadFile(filepath.Join("sockeye.service.d", name))
-		if err != nil {
-			t.Fatal(err)
-		}
-		write("etc/systemd/system/sockeye.service.d/"+name, text, 0o644)
-	}
 	return root, unit
-}
-
-// finding is one line of systemd-analyze security: what is set is safe.
-type finding struct {
-	Set   *bool  `json:"set"`
-	Field string `json:"json_field"`
 }
 
 // analyze returns the score, of 10, and what is not safe.
 func analyze(t *testing.T, root string) (score float64, unsafe []string) {
 	t.Helper()
-	run := func(more ...string) []byte {
-		cmd := exec.Command("systemd-analyze", append([]string{"security", "--offline=true", "--no-pager", "--root=" + root, "sockeye.service"}, more...)...)
-		var errs bytes.Buffer
-		cmd.Stderr = &errs
-		out, err := cmd.Output()
-		if err != nil {
-			t.Fatalf("%v: %s", err, errs.String())
-		}
-		return out
-	}
-	match := regexp.MustCompile(`exposure level for sockeye\.service: ([0-9.]+)`).FindSubmatch(run())
-	if match == nil {
-		t.Fatal("systemd-analyze gives no score")
-	}
-	score, err := strconv.ParseFloat(string(match[1]), 64)
+	score, unsafe, err := exposure.Analyze(root)
 	if err != nil {
 		t.Fatal(err)
-	}
-	var findings []finding
-	if err := json.Unmarshal(run("--json=short"), &findings); err != nil {
-		t.Fatal(err)
-	}
-	for _, f := range findings {
-		if f.Set != nil && !*f.Set {
-			// Versions differ in how they name several that are one.
-			for _, first := range []string{"CapabilityBoundingSet_CAP_NET_BIND_SERVICE", "CapabilityBoundingSet_CAP_SYS_NICE"} {
-				if strings.HasPrefix(f.Field, first) {
-					f.Field = first
-				}
-			}
-			unsafe = append(unsafe, f.Field)
-		}
 	}
 	return score, unsafe
 }

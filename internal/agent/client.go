@@ -133,7 +133,7 @@ func (c *Client) send(by *http.Client, r *http.Request) (*http.Response, error) 
 	switch {
 	case errors.Is(err, os.ErrNotExist), errors.Is(err, unix.ECONNREFUSED):
 		return nil, withHint(fmt.Errorf("%w on %s", ErrNoAgent, c.path),
-			"start it with sockeye agent, or name its directory with --run-dir; steering goes on without it")
+			"start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered")
 	case errors.Is(err, os.ErrPermission):
 		return nil, &Error{Err: fmt.Errorf("connect to agent: %w", err), Hint: "run as root, or as a member of the agent's --group", Code: CodeNotPermitted}
 	case err != nil:

@@ -121,9 +121,9 @@ func (s *service) plan(t *target) []Change {
 		add(fmt.Sprintf("backlog: %d -> %d", from.Backlog, to.Backlog), "")
 	}
 	for _, field := range []struct{ name, from, to, effect string }{
-		{"user", strings.Join(from.Users, ", "), strings.Join(to.Users, ", "), s.effectOfUser()},
-		{"netns", from.Netns, to.Netns, "members in the old namespace lose their slot"},
-		{"cgroup", from.Cgroup, to.Cgroup, "members elsewhere lose their slot"},
+		{"user", strings.Join(from.Users, ", "), strings.Join(to.Users, ", "), s.effectOfUser(t)},
+		{"netns", from.Netns, to.Netns, "members in the old namespace lose their slots"},
+		{"cgroup", from.Cgroup, to.Cgroup, s.leaving(t)},
 	} {
 		if field.from != field.to {
 			add(fmt.Sprintf("%s: %s -> %s", field.name, cmp.Or(field.from, "unset"), cmp.Or(field.to, "unset")), field.effect)
@@ -133,16 +133,32 @@ func (s *service) plan(t *target) []Change {
 		add(fmt.Sprintf("track_devices: %d -> %d", from.TrackDevices, to.TrackDevices), "the devices seen so far are forgotten")
 	}
 	if !reflect.DeepEqual(from.Members, to.Members) {
-		add("members", "members that no rule names any more lose their slot")
+		add("members", s.leaving(t))
 	}
 	return changes
 }
 
-func (s *service) effectOfUser() string {
+func (s *service) effectOfUser(t *target) string {
 	if s.lookup() {
-		return "members of other users lose their slot"
+		return s.leaving(t)
 	}
-	return "members of other users lose their slot; the ports are held for that user"
+	return s.leaving(t) + "; the ports are held for that user"
+}
+
+// leaving counts the members that are none by the target, or of another slot.
+func (s *service) leaving(t *target) string {
+	then := &service{config: t.config, rules: t.rules, users: t.users, state: s.state, self: s.self, known: maps.Clone(s.known)}
+	lost := 0
+	for slot, now := range s.seats {
+		want, err := then.memberBy(now.process, &seat{})
+		if err != nil || want != member.AnySlot && want != slot {
+			lost++
+		}
+	}
+	if lost == 0 {
+		return "no member loses its slot"
+	}
+	return counted(lost, "member loses its slot", "members lose their slots")
 }
 
 func whenEmpty(c config.Service) string {

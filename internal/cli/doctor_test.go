@@ -96,7 +96,7 @@ func TestDoctorFindings(t *testing.T) {
 		},
 			agent.Finding{Area: "mounts", Check: "pin directory", Result: "warning", Detail: "PINS has mode 0755", Hint: "chmod 700 PINS"}},
 		{"no agent", nil,
-			agent.Finding{Area: "agent", Check: "running", Result: "note", Detail: "no agent answers on DIR/run/agent.sock", Hint: "start it with sockeye agent, or name its directory with --run-dir; steering goes on without it"}},
+			agent.Finding{Area: "agent", Check: "running", Result: "note", Detail: "no agent answers on DIR/run/agent.sock", Hint: "start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered"}},
 		{"no namespace", func(_ *testing.T, h *host) {
 			h.write("policy.yaml", strings.Replace(twoServices, "user: root", "netns: DIR/netns", 1))
 		},

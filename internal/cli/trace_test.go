@@ -366,7 +366,7 @@ func TestTraceWithoutAgent(t *testing.T) {
 	for _, args := range []string{"trace", "trace slow", "trace samples", "trace samples -o jsonl", "trace report DIR/x.html", "trace compare rule=a rule=b",
 		"trace compare --period-a -2m..-1m --period-b -1m..", "trace packets --pid 1 --fd 2", "trace packets --pid 1 --fd 2 -w DIR/x.pcapng"} {
 		words := strings.Fields(strings.ReplaceAll(args, "DIR", h.dir))
-		message, hint := "no agent answers on DIR/run/agent.sock", "start it with sockeye agent, or name its directory with --run-dir; steering goes on without it"
+		message, hint := "no agent answers on DIR/run/agent.sock", "start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered"
 		if strings.Contains(args, "jsonl") {
 			if r := h.sockeye(words...); r.code != 1 || h.plain(r.err) != "sockeye: "+message+"\nhint: "+hint+"\n" || r.out != "" {
 				t.Errorf("%+v", r)

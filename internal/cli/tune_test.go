@@ -549,7 +549,7 @@ func TestTuneWithoutAgent(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	for _, args := range []string{"tune", "tune explain ::1 ::1", "tune explain --socket 1:2", "tune trial bulk", "tune learned", "tune revert", "apply --live"} {
 		h.refused(1, "no agent answers on DIR/run/agent.sock",
-			"start it with sockeye agent, or name its directory with --run-dir; steering goes on without it", nil, strings.Fields(args)...)
+			"start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered", nil, strings.Fields(args)...)
 	}
 }
 

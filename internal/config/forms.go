@@ -249,14 +249,15 @@ func decodeUsers(d *decoder, path string, n *yaml.Node, tag reflect.StructTag) a
 		return nil
 	}
 	var users []string
+	seen := make(map[string]string)
 	for i, item := range n.Content {
 		sub := fmt.Sprintf("%s[%d]", path, i)
 		d.at[sub] = positionOf(item)
 		if !d.plain(sub, item) {
 			continue
 		}
-		if user := decodeUser(d, sub, item, tag); user != nil {
-			users = append(users, user.(string))
+		if user, ok := decodeUser(d, sub, item, tag).(string); ok && once(d, sub, item, user, seen) {
+			users = append(users, user)
 		}
 	}
 	return users

@@ -159,6 +159,8 @@ p.yaml:5:15: services.t.steering: must be reuseport or lookup, is "reusport"
   hint: did you mean reuseport?`},
 	{"user", minimal + "    user: 'a:b'\n", `
 p.yaml:5:11: services.t.user: is not a user's name or number: "a:b"`},
+	{"user named twice", minimal + "    steering: lookup\n    user: [pmacct, nobody, pmacct]\n", `
+p.yaml:6:28: services.t.user[2]: pmacct is already services.t.user[0], line 6`},
 	{"uid", minimal + "    user: 4294967295\n", `
 p.yaml:5:11: services.t.user: must be a name or a number of 0 to 4294967294, is 4294967295`},
 	{"netns name", minimal + "    netns: telemetry\n", `

@@ -2,7 +2,7 @@
 
 // Command security checks SECURITY.md against the code and writes the result as JSON.
 //
-//	go run ./tools/security [-table SECURITY.md] [-unit dist/sockeye.service] -out FILE
+//	go run ./tools/security [-table SECURITY.md] [-dist dist] -out FILE
 //
 // Every row of the table of attacks must name at least one test, and every test that is named must
 // exist. The exposure score of the unit comes from systemd-analyze(1) and must not exceed 3.0. The
@@ -10,7 +10,6 @@
 package main
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"flag"
@@ -20,12 +19,12 @@ import (
 	"go/token"
 	"io"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
+
+	"sockeye/tools/security/exposure"
 )
 
 // mostExposure is the highest exposure score that passes, of 10.
@@ -44,20 +43,20 @@ type result struct {
 
 func main() {
 	table := flag.String("table", "SECURITY.md", "Markdown `file` with the table of attacks")
-	unit := flag.String("unit", "dist/sockeye.service", "systemd unit `file`")
+	dist := flag.String("dist", "dist", "`folder` with the systemd unit")
 	out := flag.String("out", "", "`file` for the result")
 	flag.Parse()
 	if *out == "" || flag.NArg() > 0 {
 		flag.Usage()
 		os.Exit(2)
 	}
-	if err := run(os.Stdout, *table, *unit, *out); err != nil {
+	if err := run(os.Stdout, *table, *dist, *out); err != nil {
 		fmt.Fprintln(os.Stderr, "security:", err)
 		os.Exit(1)
 	}
 }
 
-func run(w io.Writer, table, unit, out string) error {
+func run(w io.Writer, table, dist, out string) error {
 	text, err := os.ReadFile(table)
 	if err != nil {
 		return err
@@ -75,7 +74,7 @@ func run(w io.Writer, table, unit, out string) error {
 	if err := errors.Join(missing...); err != nil {
 		return err
 	}
-	score, err := exposure(unit)
+	score, err := score(dist)
 	if err != nil {
 		return err
 	}
@@ -90,7 +89,7 @@ func run(w io.Writer, table, unit, out string) error {
 		return err
 	}
 	if score > mostExposure {
-		return fmt.Errorf("%s: exposure %.1f, want at most %.1f", unit, score, mostExposure)
+		return fmt.Errorf("%s/sockeye.service: exposure %.1f, want at most %.1f", dist, score, mostExposure)
 	}
 	fmt.Fprintf(w, "security: %d tests of attacks exist; exposure of the unit: %.1f (at most %.1f)\n", len(findings), score, mostExposure)
 	return nil
@@ -157,30 +156,16 @@ func testExists(name string) error {
 	return fmt.Errorf("%s has no test %s", dir, test)
 }
 
-var overall = regexp.MustCompile(`Overall exposure level for \S+: (\d+\.\d+)`)
-
-// exposure asks systemd-analyze for the score of a unit file as make install writes it.
-func exposure(unit string) (float64, error) {
-	text, err := os.ReadFile(unit)
+// score installs the unit of the folder dist below a root of its own and asks for its exposure.
+func score(dist string) (float64, error) {
+	root, err := os.MkdirTemp("", "sockeye-unit-")
 	if err != nil {
 		return 0, err
 	}
-	dir, err := os.MkdirTemp("", "sockeye-unit-")
-	if err != nil {
+	defer os.RemoveAll(root)
+	if _, err := exposure.Install(root, dist); err != nil {
 		return 0, err
 	}
-	defer os.RemoveAll(dir)
-	installed := filepath.Join(dir, filepath.Base(unit))
-	if err := os.WriteFile(installed, bytes.ReplaceAll(text, []byte("@PREFIX@"), []byte("/usr")), 0o644); err != nil {
-		return 0, err
-	}
-	said, err := exec.Command("systemd-analyze", "security", "--no-pager", "--offline=true", installed).CombinedOutput()
-	if err != nil {
-		return 0, fmt.Errorf("systemd-analyze security %s: %w: %s", unit, err, said)
-	}
-	match := overall.FindSubmatch(said)
-	if match == nil {
-		return 0, fmt.Errorf("systemd-analyze security %s: no score in: %s", unit, said)
-	}
-	return strconv.ParseFloat(string(match[1]), 64)
+	score, _, err := exposure.Analyze(root)
+	return score, err
 }

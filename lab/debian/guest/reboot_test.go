@@ -50,8 +50,7 @@ func TestReboot(t *testing.T) {
 			kept = append(kept, line)
 		}
 		write(t, "/etc/systemd/system/nfacctd@.service", strings.Join(kept, ""))
-		must(t, "systemctl", "daemon-reload")
-		must(t, "systemctl", "disable", "sockeye")
+		must(t, "systemctl", "disable", "--no-reload", "sockeye")
 	})
 }
 

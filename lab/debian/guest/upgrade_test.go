@@ -16,7 +16,7 @@ tune:
 `
 
 // upgrade runs an earlier version, upgrades it to the installed one and goes back, under
-// traffic. No connection is lost, and every domain works with every version.
+// traffic. No connection is lost, and every domain works with every version. It leaves no agent.
 func upgrade(t *testing.T, w *world, name, policy string) {
 	from := filepath.Join(payload, name)
 	if !exists(from) {
@@ -39,13 +39,11 @@ func upgrade(t *testing.T, w *world, name, policy string) {
 	defer func() {
 		clean()
 		installCurrent(t)
-		clean()
 		w.last = nil
-		restore(t)
 	}()
 	earlier()
 	write(t, policyPath, policy)
-	must(t, "systemctl", "start", "sockeye")
+	forMembers(t, "start", "sockeye")
 	waitReady(t, 0, 1, 2, 3)
 	waitDomains(t, w)
 	w.whenever(t, withSession)

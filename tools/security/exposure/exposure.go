@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package exposure asks systemd-analyze(1) what a compromised agent is left with.
+package exposure
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+)
+
+// Install lays out the unit and drop-ins of the folder dist below root, as make install does, and returns
+// the unit's path.
+func Install(root, dist string, dropIns ...string) (unit string, err error) {
+	const unitDir = "etc/systemd/system"
+	write := func(name string, text []byte, mode os.FileMode) (path string) {
+		path = filepath.Join(root, name)
+		if err == nil {
+			err = os.MkdirAll(filepath.Dir(path), 0o755)
+		}
+		if err == nil {
+			err = os.WriteFile(path, text, mode)
+		}
+		return path
+	}
+	read := func(name string) (text []byte) {
+		if err == nil {
+			text, err = os.ReadFile(filepath.Join(dist, name))
+		}
+		return text
+	}
+	binary := write("usr/local/bin/sockeye", []byte("#!/bin/sh\n"), 0o755)
+	prefix := strings.TrimSuffix(binary, "/bin/sockeye")
+	unit = write(unitDir+"/sockeye.service", bytes.ReplaceAll(read("sockeye.service"), []byte("@PREFIX@"), []byte(prefix)), 0o644)
+	for _, name := range dropIns {
+		write(unitDir+"/sockeye.service.d/"+name, read("sockeye.service.d/"+name), 0o644)
+	}
+	return unit, err
+}
+
+// finding is one line of systemd-analyze security: what is set is safe.
+type finding struct {
+	Set   *bool  `json:"set"`
+	Field string `json:"json_field"`
+}
+
+var overall = regexp.MustCompile(`exposure level for sockeye\.service: ([0-9.]+)`)
+
+// Analyze returns the exposure score of the unit that is installed below root, of 10, and what is not safe.
+func Analyze(root string) (score float64, unsafe []string, err error) {
+	text, err := analyze(root)
+	if err != nil {
+		return 0, nil, err
+	}
+	match := overall.FindSubmatch(text)
+	if match == nil {
+		return 0, nil, fmt.Errorf("systemd-analyze security: no score in: %s", text)
+	}
+	if score, err = strconv.ParseFloat(string(match[1]), 64); err != nil {
+		return 0, nil, err
+	}
+	if text, err = analyze(root, "--json=short"); err != nil {
+		return 0, nil, err
+	}
+	var findings []finding
+	if err := json.Unmarshal(text, &findings); err != nil {
+		return 0, nil, fmt.Errorf("systemd-analyze security: %w", err)
+	}
+	for _, f := range findings {
+		if f.Set == nil || *f.Set {
+			continue
+		}
+		// Versions differ in how they name several that are one.
+		for _, first := range []string{"CapabilityBoundingSet_CAP_NET_BIND_SERVICE", "CapabilityBoundingSet_CAP_SYS_NICE"} {
+			if strings.HasPrefix(f.Field, first) {
+				f.Field = first
+			}
+		}
+		unsafe = append(unsafe, f.Field)
+	}
+	return score, unsafe, nil
+}
+
+func analyze(root string, more ...string) ([]byte, error) {
+	cmd := exec.Command("systemd-analyze", append([]string{"security", "--offline=true", "--no-pager", "--root=" + root, "sockeye.service"}, more...)...)
+	var errs bytes.Buffer
+	cmd.Stderr = &errs
+	out, err := cmd.Output()
+	if err != nil {
+		return nil, fmt.Errorf("systemd-analyze security (package systemd): %w: %s", err, errs.String())
+	}
+	return out, nil
+}
