@@ -46,18 +46,26 @@ struct {
 	});
 } tables SEC(".maps");
 
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
-	__uint(max_entries, 1);
-	__type(key, __u32);
-	__array(values, struct {
-		__uint(type, BPF_MAP_TYPE_LPM_TRIE);
-		__uint(max_entries, 1);
-		__uint(map_flags, BPF_F_NO_PREALLOC);
-		__type(key, struct steer_prefix);
-		__type(value, struct steer_device_id);
-	});
-} device_maps SEC(".maps");
+#define STEER_DEVICE_MAP(name)                                        \
+	struct {                                                      \
+		__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);             \
+		__uint(max_entries, 1);                               \
+		__type(key, __u32);                                   \
+		__array(values, struct {                              \
+			__uint(type, BPF_MAP_TYPE_LPM_TRIE);          \
+			__uint(max_entries, 1);                       \
+			__uint(map_flags, BPF_F_NO_PREALLOC);         \
+			__type(key, struct steer_prefix);             \
+			__type(value, struct steer_device_id);        \
+		});                                                   \
+	} name SEC(".maps")
+
+/*
+ * A new device map is the next one first: the table that names it puts both in
+ * force in one step. Then it moves to device_maps, where all versions have it.
+ */
+STEER_DEVICE_MAP(device_maps);
+STEER_DEVICE_MAP(next_devices);
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -153,16 +161,19 @@ static __always_inline bool steer_ready(__u32 slot)
 	return state && state->ready;
 }
 
-/* Finds the hash of the device to which the device map gives an address. */
+/* Finds the hash of the device to which the table's device map gives an address. */
 static __always_inline bool steer_named(const struct steer_address *address,
-					__u32 *hash)
+					__u32 named, __u32 *hash)
 {
 	struct steer_prefix prefix = { .prefixlen = 128, .address = *address };
 	struct steer_device_id *id;
 	__u32 zero = 0;
 	void *trie;
 
-	trie = bpf_map_lookup_elem(&device_maps, &zero);
+	if (named == STEER_NEXT_DEVICES)
+		trie = bpf_map_lookup_elem(&next_devices, &zero);
+	else
+		trie = bpf_map_lookup_elem(&device_maps, &zero);
 	if (!trie)
 		return false;
 	id = bpf_map_lookup_elem(trie, &prefix);
@@ -188,7 +199,7 @@ static __always_inline void steer_decide(struct steer *s)
 	table = bpf_map_lookup_elem(inner, &zero);
 	if (!table)
 		return;
-	if (!table->named || !steer_named(&s->address, &hash))
+	if (!table->named || !steer_named(&s->address, table->named, &hash))
 		hash = steer_hash(&s->address, table->nonce);
 	s->home = table->bucket[hash & (STEER_BUCKETS - 1)];
 	if (steer_ready(s->home)) {

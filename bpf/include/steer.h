@@ -14,6 +14,7 @@ enum steer_limit {
 	STEER_MAX_LISTENERS = 16,
 	STEER_BUCKETS = 16384,
 	STEER_PENDING = 256, /* entries a CPU */
+	STEER_NEXT_DEVICES = 2, /* of steer_table.named: the map next_devices */
 	STEER_NO_SLOT = 0xffff,
 	STEER_NO_DEVICE = 0x7fffffff,
 	/* Bumped when a pinned map or a type below changes its meaning. */
@@ -39,7 +40,7 @@ struct steer_table {
 	__u64 nonce;
 	__u16 slots;
 	__u16 standby; /* STEER_NO_SLOT: an empty slot refuses */
-	__u32 named;   /* 1: there is a device map */
+	__u32 named;   /* the device map: 0 none, 1 device_maps, 2 next_devices */
 	__u16 bucket[STEER_BUCKETS];
 };
 

@@ -29,6 +29,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/owned"
+	"sockeye/internal/steer"
 )
 
 // Options are the agent's flags.
@@ -53,6 +54,7 @@ type Agent struct {
 	started time.Time
 	starts  int
 
+	applying sync.Mutex // one Apply at a time; taken before mu
 	mu       sync.Mutex // held while the policy changes
 	policy   *config.Policy
 	inForce  inForce
@@ -254,7 +256,11 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 		}
 	}
 	for _, c := range policy.Services {
-		if err := a.open(c); err != nil {
+		devices, err := readDevices(c)
+		if err != nil {
+			return ofService(c.Name, err)
+		}
+		if err := a.open(c, devices); err != nil {
 			return err
 		}
 	}
@@ -276,8 +282,8 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 	return a.remember(policy, text, a.options.Policy)
 }
 
-func (a *Agent) open(c config.Service) error {
-	s, err := openService(a.host, a.log, c)
+func (a *Agent) open(c config.Service, devices *steer.DeviceMap) error {
+	s, err := openService(a.host, a.log, c, devices)
 	if err != nil {
 		return ofService(c.Name, err)
 	}
@@ -357,15 +363,57 @@ func (a *Agent) candidate(c Candidate) (*config.Policy, []byte, error) {
 // or removed, or of one cgroup's tuning or tracing, or of the sizes in one network
 // namespace.
 type step struct {
-	name   string
-	config *config.Service
-	target *target
-	tune   *tuneChange
-	trace  *traceChange
-	bigtcp *bigTCPChange
+	name    string
+	config  *config.Service
+	devices *steer.DeviceMap // of a service that is added
+	target  *target
+	tune    *tuneChange
+	trace   *traceChange
+	bigtcp  *bigTCPChange
 }
 
-func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
+// readDeviceMaps reads the device maps of a policy, by service. The agent's lock is not held: a large one
+// takes seconds.
+func readDeviceMaps(policy *config.Policy) (map[string]*steer.DeviceMap, error) {
+	all := make(map[string]*steer.DeviceMap)
+	for _, c := range policy.Services {
+		devices, err := readDevices(c)
+		if err != nil {
+			return nil, ofService(c.Name, err)
+		}
+		all[c.Name] = devices
+	}
+	return all, nil
+}
+
+// buildDeviceMaps makes those that are to change for the kernel, without the agent's lock. The caller
+// closes them.
+func (a *Agent) buildDeviceMaps(policy *config.Policy, devices map[string]*steer.DeviceMap) (all map[string]builtDevices, err error) {
+	all = make(map[string]builtDevices)
+	for _, c := range policy.Services {
+		a.mu.Lock()
+		s := a.services[c.Name]
+		a.mu.Unlock()
+		if s == nil {
+			continue
+		}
+		built, err := s.build(c, devices[c.Name])
+		if err != nil {
+			closeBuilt(all)
+			return nil, ofService(c.Name, err)
+		}
+		all[c.Name] = built
+	}
+	return all, nil
+}
+
+func closeBuilt(all map[string]builtDevices) {
+	for _, b := range all {
+		b.close()
+	}
+}
+
+func (a *Agent) prepare(policy *config.Policy, devices map[string]*steer.DeviceMap) ([]step, []Change, error) {
 	changes := []Change{}
 	var steps []step
 	for _, name := range slices.Sorted(maps.Keys(a.services)) {
@@ -380,12 +428,12 @@ func (a *Agent) prepare(policy *config.Policy) ([]step, []Change, error) {
 		if fresh {
 			s = &service{host: a.host}
 		}
-		t, err := s.prepare(c)
+		t, err := s.prepare(c, devices[c.Name])
 		if err != nil {
 			return nil, nil, ofService(c.Name, err)
 		}
 		if fresh {
-			steps = append(steps, step{name: c.Name, config: &c})
+			steps = append(steps, step{name: c.Name, config: &c, devices: devices[c.Name]})
 			changes = append(changes, Change{Service: c.Name, Action: "add", What: "service"})
 			continue
 		}
@@ -434,13 +482,17 @@ func orNone(s string) string {
 
 // Plan says what Apply would change.
 func (a *Agent) Plan(c Candidate) (*Plan, error) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
 	policy, _, err := a.candidate(c)
 	if err != nil {
 		return nil, err
 	}
-	_, changes, err := a.prepare(policy)
+	devices, err := readDeviceMaps(policy)
+	if err != nil {
+		return nil, err
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	_, changes, err := a.prepare(policy, devices)
 	if err != nil {
 		return nil, err
 	}
@@ -449,15 +501,31 @@ func (a *Agent) Plan(c Candidate) (*Plan, error) {
 
 // Apply makes a policy true. If a step fails, those before it are taken back.
 func (a *Agent) Apply(c Candidate) (*Plan, error) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
+	a.applying.Lock()
+	defer a.applying.Unlock()
 	policy, text, err := a.candidate(c)
 	if err != nil {
 		return nil, err
 	}
-	steps, changes, err := a.prepare(policy)
+	devices, err := readDeviceMaps(policy)
 	if err != nil {
 		return nil, err
+	}
+	built, err := a.buildDeviceMaps(policy, devices)
+	if err != nil {
+		return nil, err
+	}
+	defer closeBuilt(built)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	steps, changes, err := a.prepare(policy, devices)
+	if err != nil {
+		return nil, err
+	}
+	for _, step := range steps {
+		if step.target != nil {
+			step.target.built = built[step.name]
+		}
 	}
 	metrics := a.metrics
 	if a.policy.Metrics != policy.Metrics {
@@ -520,8 +588,8 @@ func (a *Agent) take(step step) (back func() error, err error) {
 	}
 	switch s := a.services[step.name]; {
 	case step.config == nil:
-		before := s.config
-		back = func() error { return a.open(before) }
+		before := s.now()
+		back = func() error { return a.open(before.config, before.mapping.Devices) }
 		delete(a.services, step.name)
 		if err := s.retire(); err != nil {
 			return nil, ofService(step.name, joined(err, back()))
@@ -532,11 +600,11 @@ func (a *Agent) take(step step) (back func() error, err error) {
 			delete(a.services, step.name)
 			return s.retire()
 		}
-		if err := a.open(*step.config); err != nil {
+		if err := a.open(*step.config, step.devices); err != nil {
 			return nil, err
 		}
 	default:
-		before := &target{s.config, s.rules, s.users, s.mapping}
+		before := s.now()
 		back = func() error { return s.apply(before) }
 		if err := s.apply(step.target); err != nil {
 			return nil, ofService(step.name, err)

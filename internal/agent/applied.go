@@ -161,8 +161,12 @@ func (a *Agent) remember(policy *config.Policy, text []byte, from string) error 
 
 // checkNames fails if a service names what the host has not.
 func (a *Agent) checkNames(policy *config.Policy) error {
+	devices, err := readDeviceMaps(policy)
+	if err != nil {
+		return err
+	}
 	for _, c := range policy.Services {
-		if _, err := (&service{host: a.host}).prepare(c); err != nil {
+		if _, err := (&service{host: a.host}).prepare(c, devices[c.Name]); err != nil {
 			return ofService(c.Name, err)
 		}
 	}

@@ -29,6 +29,7 @@ type target struct {
 	rules   []member.Rule
 	users   []uint32
 	mapping *steer.Mapping
+	built   builtDevices // of a mapping that is to be applied, where it is another one
 }
 
 // resolveMembers finds the users that a service and its rules name.
@@ -44,8 +45,8 @@ func resolveMembers(c config.Service) ([]member.Rule, []uint32, error) {
 	return rules, users, nil
 }
 
-// prepare reads what the new policy of a service names. It changes nothing.
-func (s *service) prepare(c config.Service) (*target, error) {
+// prepare reads what the new policy of a service names, but its device map. It changes nothing.
+func (s *service) prepare(c config.Service, devices *steer.DeviceMap) (*target, error) {
 	t := &target{config: c}
 	var err error
 	if t.rules, t.users, err = resolveMembers(c); err != nil {
@@ -65,7 +66,7 @@ func (s *service) prepare(c config.Service) (*target, error) {
 				Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: CodeNotPermitted}
 		}
 	}
-	if t.mapping, err = newMapping(c, s.state.Nonce); err == nil {
+	if t.mapping, err = newMapping(c, s.state.Nonce, devices); err == nil {
 		s.mu.Lock() // a check may adopt devices meanwhile
 		t.mapping.Except(s.exceptions())
 		s.mu.Unlock()
@@ -110,7 +111,7 @@ func (s *service) plan(t *target) []Change {
 			changes = append(changes, Change{Service: s.config.Name, Action: "remove", What: "listener " + l.String(), Effect: "the kernel's hash decides there from then on"})
 		}
 	}
-	if !sameDevices(s.mapping.Devices, t.mapping.Devices) {
+	if !s.mapping.Devices.Equal(t.mapping.Devices) {
 		effect := ""
 		if from.Slots == to.Slots {
 			effect = s.moves(t)
@@ -218,11 +219,26 @@ func counted(n int, one, many string) string {
 	return fmt.Sprintf("%d %s", n, many)
 }
 
-func sameDevices(a, b *steer.DeviceMap) bool {
-	if a.Len() != b.Len() || !slices.Equal(a.Devices(), b.Devices()) {
-		return false
+// build makes the device map of a policy for the kernel, if it is another one than that in force. It
+// holds no lock meanwhile.
+func (s *service) build(c config.Service, devices *steer.DeviceMap) (builtDevices, error) {
+	m, err := newMapping(c, s.state.Nonce, devices)
+	if err != nil {
+		return builtDevices{}, err
 	}
-	return maps.Equal(maps.Collect(a.All()), maps.Collect(b.All()))
+	s.mu.Lock()
+	m.Except(s.exceptions())
+	installed := s.installed
+	s.mu.Unlock()
+	if entries := m.Entries(); installed == nil || !installed.Equal(entries) {
+		return buildDevices(entries)
+	}
+	return builtDevices{}, nil
+}
+
+// now is the target that the service is.
+func (s *service) now() *target {
+	return &target{config: s.config, rules: s.rules, users: s.users, mapping: s.mapping}
 }
 
 // apply makes the service what the target says. If that fails it goes back to
@@ -230,7 +246,9 @@ func sameDevices(a, b *steer.DeviceMap) bool {
 func (s *service) apply(t *target) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	before := &target{s.config, s.rules, s.users, s.mapping}
+	before := s.now()
+	s.built, t.built = t.built, builtDevices{}
+	defer s.built.close()
 	err := s.become(t)
 	if err == nil {
 		return nil
@@ -245,11 +263,6 @@ func (s *service) become(t *target) error {
 	if s.config.Netns != t.config.Netns || s.config.Steering != t.config.Steering {
 		return s.begin(t)
 	}
-	for slot := range s.seats {
-		if slot >= t.config.Slots {
-			s.clear(slot, "slot removed")
-		}
-	}
 	old := s.rows
 	s.take(t)
 	s.assignRows(old)
@@ -261,6 +274,12 @@ func (s *service) become(t *target) error {
 	}
 	if err := s.open(); err != nil {
 		return err
+	}
+	// Their devices have other slots from here on.
+	for slot := range s.seats {
+		if slot >= s.config.Slots {
+			s.clear(slot, "slot removed")
+		}
 	}
 	for slot, seat := range s.seats {
 		want, err := s.memberBy(seat.process, seat)
@@ -287,6 +306,7 @@ func (s *service) become(t *target) error {
 // begin starts over, for changes that no pinned map outlives. The old data
 // path, with all slots closed, refuses everything until the new one decides.
 func (s *service) begin(t *target) error {
+	s.installed = nil
 	for pid := range s.waiting {
 		s.forget(pid)
 	}

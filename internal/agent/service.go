@@ -50,13 +50,16 @@ type service struct {
 	users   []uint32 // to whom members and their sockets belong; none: those of claims decide
 	self    *member.Host
 	mapping *steer.Mapping
-	state   state
-	path    *bpf.Steer
-	events  *bpf.Events
-	netns   *os.File
-	inode   uint64                         // of netns
-	rows    [bpf.MaxListeners]bpf.Listener // zero: free
-	source  map[int]config.Listener        // by row
+	// The contents of the device map in force; nil: not known. And the one to come.
+	installed *steer.Entries
+	built     builtDevices
+	state     state
+	path      *bpf.Steer
+	events    *bpf.Events
+	netns     *os.File
+	inode     uint64                         // of netns
+	rows      [bpf.MaxListeners]bpf.Listener // zero: free
+	source    map[int]config.Listener        // by row
 
 	known   map[process]*member.Process // as first seen: nfacctd writes over its arguments
 	seats   map[int]*seat               // by slot
@@ -108,7 +111,7 @@ type waiting struct {
 }
 
 // openService makes or adopts a service and finds its members.
-func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err error) {
+func openService(h *host, log *slog.Logger, c config.Service, devices *steer.DeviceMap) (_ *service, err error) {
 	s := &service{
 		host: h, log: log.With("service", c.Name), config: c,
 		known: make(map[process]*member.Process),
@@ -152,7 +155,7 @@ func openService(h *host, log *slog.Logger, c config.Service) (_ *service, err e
 	if err := s.openNetns(); err != nil {
 		return nil, err
 	}
-	if s.mapping, err = newMapping(c, s.state.Nonce); err != nil {
+	if s.mapping, err = newMapping(c, s.state.Nonce, devices); err != nil {
 		return nil, err
 	}
 	s.dropAdopted()
@@ -205,14 +208,19 @@ func (s *service) openNetns() error {
 	return nil
 }
 
-func newMapping(c config.Service, nonce uint64) (*steer.Mapping, error) {
-	var devices *steer.DeviceMap
-	if c.DeviceMap != "" {
-		var err error
-		if devices, err = steer.LoadDeviceMap(c.DeviceMap); err != nil {
-			return nil, Unreadable(err, "")
-		}
+// readDevices reads the device map of a service, if it has one. That takes a second for a million lines.
+func readDevices(c config.Service) (*steer.DeviceMap, error) {
+	if c.DeviceMap == "" {
+		return nil, nil
 	}
+	devices, err := steer.LoadDeviceMap(c.DeviceMap)
+	if err != nil {
+		return nil, Unreadable(err, "")
+	}
+	return devices, nil
+}
+
+func newMapping(c config.Service, nonce uint64, devices *steer.DeviceMap) (*steer.Mapping, error) {
 	standby := bpf.NoSlot
 	if c.Standby != nil {
 		standby = *c.Standby
@@ -304,14 +312,52 @@ func (s *service) open() error {
 	return nil
 }
 
-// installMapping gives the mapping to the data path: first who is who, then
-// where they go.
+// builtDevices is a device map for the kernel, and its contents.
+type builtDevices struct {
+	entries *steer.Entries
+	trie    *bpf.DeviceTrie // nil if it is empty
+}
+
+// buildDevices takes seconds for a million prefixes.
+func buildDevices(entries *steer.Entries) (b builtDevices, err error) {
+	b.entries = entries
+	if size := entries.Size(); size > 0 {
+		b.trie, err = bpf.NewDeviceTrie(size, entries.All())
+	}
+	return b, err
+}
+
+func (b *builtDevices) close() {
+	if b.trie != nil {
+		b.trie.Close()
+	}
+	*b = builtDevices{}
+}
+
+// installMapping gives the mapping to the data path, in one step. The device map that is
+// in force stays if it is the same.
 func (s *service) installMapping() error {
 	s.mapping.Except(s.exceptions())
-	if err := s.path.SetDevices(s.mapping.Entries()); err != nil {
+	entries := s.mapping.Entries()
+	if s.installed != nil && s.installed.Equal(entries) {
+		s.installed = entries
+		return s.path.SetTable(&s.mapping.Table)
+	}
+	if s.built.entries == nil || !s.built.entries.Equal(entries) {
+		s.built.close()
+		built, err := buildDevices(entries)
+		if err != nil {
+			return err
+		}
+		s.built = built
+	}
+	defer s.built.close()
+	s.installed = nil
+	if err := s.path.SetMapping(&s.mapping.Table, s.built.trie); err != nil {
 		return err
 	}
-	return s.path.SetTable(&s.mapping.Table)
+	s.installed = entries
+	return nil
 }
 
 // adopt takes over what an earlier agent left, then finds new members. At the

@@ -121,9 +121,21 @@ func serve(t testing.TB, c bpf.SteerConfig, slots, standby int, devices *steer.D
 
 func (s *service) install(m *steer.Mapping) {
 	s.t.Helper()
-	check(s.t, s.SetDevices(m.Entries()))
-	check(s.t, s.SetTable(&m.Table))
+	check(s.t, setMapping(s.Steer, m))
 	s.mapping = m
+}
+
+func setMapping(s *bpf.Steer, m *steer.Mapping) error {
+	entries := m.Entries()
+	if entries.Size() == 0 {
+		return s.SetMapping(&m.Table, nil)
+	}
+	trie, err := bpf.NewDeviceTrie(entries.Size(), entries.All())
+	if err != nil {
+		return err
+	}
+	defer trie.Close()
+	return s.SetMapping(&m.Table, trie)
 }
 
 func (s *service) rows() map[int]bpf.Listener {

@@ -126,12 +126,12 @@ var (
 // a change of directory would cost refusals.
 var steerUnhashed = map[bool]string{false: "260fd5cd21e0", true: "ed22a42a0fbb"}
 
-// steerSeen are maps of what was seen, which can be made anew at any time: one
-// that changes its layout gets another name.
-var steerSeen = []string{pinDevices, "pending", "admission", "unlisted"}
+// steerFree are maps that can be made anew at any time, of what was seen or is used for
+// an instant: one that changes its layout gets another name.
+var steerFree = []string{pinDevices, "pending", "admission", "unlisted", "next_devices"}
 
-// steerLayouts hashes the maps that are one set, and those of steerSeen.
-func steerLayouts(lookup bool) (set, seen string, err error) {
+// steerLayouts hashes the maps that are one set, and those of steerFree.
+func steerLayouts(lookup bool) (set, free string, err error) {
 	load := loadSteerReuseport
 	if lookup {
 		load = loadSteerLookup
@@ -155,7 +155,7 @@ func steerLayouts(lookup bool) (set, seen string, err error) {
 	for name, m := range all {
 		if isVariables(name) {
 			delete(all, name)
-		} else if slices.Contains(steerSeen, name) {
+		} else if slices.Contains(steerFree, name) {
 			rest[name] = m
 			delete(all, name)
 		}

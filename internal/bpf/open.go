@@ -74,6 +74,9 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 	if err := s.makeKeys(); err != nil {
 		return nil, err
 	}
+	if err := s.readNamed(); err != nil {
+		return nil, err
+	}
 	if err := s.recordListeners(c); err != nil {
 		return nil, err
 	}
@@ -135,7 +138,6 @@ func listenersSpec() (*ebpf.MapSpec, error) {
 func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) (staleDevices bool, err error) {
 	steering.Maps[pinDevices].MaxEntries = uint32(max(c.Devices, 1))
 	s.tableFor = steering.Maps["tables"].InnerMap
-	s.trieFor = steering.Maps["device_maps"].InnerMap
 	listeners, err := listenersSpec()
 	if err != nil {
 		return false, err
@@ -146,6 +148,7 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 	}{
 		{steering.Maps["tables"], &s.tables},
 		{steering.Maps["device_maps"], &s.deviceMaps},
+		{steering.Maps["next_devices"], &s.nextDevices},
 		{steering.Maps["slots"], &s.slots},
 		{steering.Maps["counters"], &s.counters},
 		{steering.Maps[pinDevices], &s.devices},
@@ -269,7 +272,7 @@ func (s *Steer) makeKeys() error {
 
 func (s *Steer) replacements() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
-		"tables": s.tables, "device_maps": s.deviceMaps, "slots": s.slots,
+		"tables": s.tables, "device_maps": s.deviceMaps, "next_devices": s.nextDevices, "slots": s.slots,
 		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, "sockets": s.sockets,
 		"admission": s.admission, "unlisted": s.unlisted,
 	}

@@ -145,7 +145,9 @@ func TestAdoption(t *testing.T) {
 						t.Errorf("slot %+v: %v", slot, err)
 					}
 					table, err := bpf.ReadTable(c.Dir)
-					if err != nil || *table != s.mapping.Table {
+					want := s.mapping.Table
+					want.Named = 1
+					if err != nil || *table != want {
 						t.Errorf("another table: %v", err)
 					}
 					if got, err := bpf.ReadListeners(c.Dir); got != c.Listeners {
@@ -289,8 +291,8 @@ func TestDeviceHash(t *testing.T) {
 			t.Errorf("%s: another slot", a)
 		}
 	}
-	check(t, s.SetDevices(0, nil))
-	check(t, s.SetDevices(0, nil))
+	check(t, s.SetMapping(&s.mapping.Table, nil))
+	check(t, s.SetMapping(&s.mapping.Table, nil))
 	if _, found, err := bpf.ReadDeviceHash(s.config.Dir, steer.Address(netip.MustParseAddr("127.1.0.1"))); found || err != nil {
 		t.Errorf("without a device map: %v, %v", found, err)
 	}

@@ -458,7 +458,15 @@ func TestTablesFlipAtomically(t *testing.T) {
 		{"device maps", flips / 5, [2]*steer.Mapping{
 			mapping(1, deviceMap(t, "127.0.0.0/10,a", "127.64.0.0/10,b", "127.128.0.0/9,c")),
 			mapping(1, deviceMap(t, "127.0.0.0/9,d", "127.128.0.0/10,e")),
-		}, func(s *bpf.Steer, m *steer.Mapping) error { return s.SetDevices(m.Entries()) }},
+		}, setMapping},
+		// With the table of the one and the device map of the other, devices would have a third slot.
+		{"both", flips / 5, [2]*steer.Mapping{
+			mapping(1, deviceMap(t, "127.0.0.0/10,a", "127.64.0.0/10,b", "127.128.0.0/9,c")),
+			mapping(2, deviceMap(t, "127.0.0.0/9,d", "127.128.0.0/10,e")),
+		}, setMapping},
+		{"with and without a device map", flips / 5, [2]*steer.Mapping{
+			mapping(1, deviceMap(t, "127.0.0.0/8,a")), mapping(2, nil),
+		}, setMapping},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()

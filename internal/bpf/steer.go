@@ -60,16 +60,17 @@ type Steer struct {
 	dir    string
 	lookup bool
 
-	tables, deviceMaps, slots, counters *ebpf.Map
-	devices, pending, sockets, cookies  *ebpf.Map
-	events, lost, listeners             *ebpf.Map
-	admission, unlisted                 *ebpf.Map
+	tables, slots, counters            *ebpf.Map
+	deviceMaps, nextDevices            *ebpf.Map
+	devices, pending, sockets, cookies *ebpf.Map
+	events, lost, listeners            *ebpf.Map
+	admission, unlisted                *ebpf.Map
 
 	// Programs that select sockets: one a row, or one for all with sk_lookup.
 	programs map[int]*ebpf.Program
 	links    []link.Link
 	tableFor *ebpf.MapSpec
-	trieFor  *ebpf.MapSpec
+	named    uint32 // the device map in force, as Table.Named
 }
 
 // Names of pins besides the maps, which have their own names.
@@ -159,7 +160,7 @@ func (s *Steer) Close() error {
 		errs = append(errs, p.Close())
 	}
 	for _, m := range []*ebpf.Map{
-		s.tables, s.deviceMaps, s.slots, s.counters, s.devices, s.pending,
+		s.tables, s.deviceMaps, s.nextDevices, s.slots, s.counters, s.devices, s.pending,
 		s.sockets, s.cookies, s.events, s.lost, s.listeners, s.admission, s.unlisted,
 	} {
 		if m != nil {
@@ -227,24 +228,114 @@ func Detach(fd int) error {
 	return nil
 }
 
-// SetTable replaces the bucket table in one step: every packet sees the old
-// one or the new one.
-func (s *Steer) SetTable(t *Table) error {
-	inner, err := ebpf.NewMap(named(s.tableFor, pinTable))
+// DeviceTrie is a device map as the kernel looks it up, not yet in force.
+type DeviceTrie struct{ m *ebpf.Map }
+
+// NewDeviceTrie makes a device map that SetMapping can put in force. size bounds the
+// number of prefixes.
+func NewDeviceTrie(size int, prefixes iter.Seq2[Prefix, DeviceID]) (_ *DeviceTrie, err error) {
+	steering, err := loadSteerReuseport()
+	if err != nil {
+		return nil, err
+	}
+	spec := namedSpec(steering.Maps["device_maps"].InnerMap, pinDeviceMap)
+	spec.MaxEntries = uint32(size)
+	m, err := ebpf.NewMap(spec)
+	if err != nil {
+		return nil, fmt.Errorf("create device map of %d prefixes: %w", size, err)
+	}
+	for prefix, id := range prefixes {
+		if err := m.Put(&prefix, &id); err != nil {
+			m.Close()
+			return nil, fmt.Errorf("write device map: %w", err)
+		}
+	}
+	return &DeviceTrie{m}, nil
+}
+
+// Close ends this process' hold. What is in force stays.
+func (d *DeviceTrie) Close() error { return d.m.Close() }
+
+// SetMapping replaces the bucket table and the device map in one step: every
+// packet sees the old ones or the new ones. Without devices there is no device
+// map.
+func (s *Steer) SetMapping(t *Table, devices *DeviceTrie) error {
+	path := filepath.Join(s.dir, pinDeviceMap)
+	if devices == nil {
+		err := s.setTable(t, 0)
+		// The kernel has waited for programs that work with the table before (maybe_wait_bpf_programs).
+		if err == nil {
+			err = errors.Join(emptyMap(s.deviceMaps), emptyMap(s.nextDevices))
+		}
+		return errors.Join(err, removePin(path))
+	}
+	if s.named != 0 {
+		if err := s.nextDevices.Put(uint32(0), devices.m); err != nil {
+			return fmt.Errorf("install device map: %w", err)
+		}
+		if err := s.setTable(t, nextDevices); err != nil {
+			return err
+		}
+	}
+	if err := s.deviceMaps.Put(uint32(0), devices.m); err != nil {
+		return fmt.Errorf("install device map: %w", err)
+	}
+	err := s.setTable(t, 1)
+	if err == nil {
+		err = emptyMap(s.nextDevices)
+	}
+	if err != nil {
+		return err
+	}
+	if err := replacePin(devices.m.Pin, path); err != nil {
+		return fmt.Errorf("pin device map: %w", err)
+	}
+	return nil
+}
+
+// emptyMap takes the one entry out of a map of maps.
+func emptyMap(m *ebpf.Map) error {
+	if err := m.Delete(uint32(0)); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return fmt.Errorf("remove device map: %w", err)
+	}
+	return nil
+}
+
+// SetTable replaces the bucket table in one step; the device map stays.
+func (s *Steer) SetTable(t *Table) error { return s.setTable(t, s.named) }
+
+func (s *Steer) setTable(t *Table, named uint32) error {
+	table := *t
+	table.Named = named
+	inner, err := ebpf.NewMap(namedSpec(s.tableFor, pinTable))
 	if err != nil {
 		return fmt.Errorf("create bucket table: %w", err)
 	}
 	defer inner.Close()
-	if err := inner.Put(uint32(0), t); err != nil {
+	if err := inner.Put(uint32(0), &table); err != nil {
 		return fmt.Errorf("write bucket table: %w", err)
 	}
 	if err := s.tables.Put(uint32(0), inner); err != nil {
 		return fmt.Errorf("install bucket table: %w", err)
 	}
+	s.named = named
 	if err := replacePin(inner.Pin, filepath.Join(s.dir, pinTable)); err != nil {
 		return fmt.Errorf("pin bucket table: %w", err)
 	}
 	return nil
+}
+
+// readNamed finds which device map is in force. Where an agent was killed as it changed
+// that, the next change takes two steps.
+func (s *Steer) readNamed() error {
+	table, err := ReadTable(s.dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err == nil {
+		s.named = table.Named
+	}
+	return err
 }
 
 // newestPin finds a pin of a service: in a layout with a hash, which is newer,
@@ -301,37 +392,6 @@ func ReadTable(dir string) (*Table, error) {
 	return t, nil
 }
 
-// SetDevices replaces the device map in one step. size bounds the number of
-// prefixes; 0 means no device map.
-func (s *Steer) SetDevices(size int, prefixes iter.Seq2[Prefix, DeviceID]) error {
-	if size == 0 {
-		err := s.deviceMaps.Delete(uint32(0))
-		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-			return fmt.Errorf("remove device map: %w", err)
-		}
-		return removePin(filepath.Join(s.dir, pinDeviceMap))
-	}
-	spec := named(s.trieFor, pinDeviceMap)
-	spec.MaxEntries = uint32(size)
-	trie, err := ebpf.NewMap(spec)
-	if err != nil {
-		return fmt.Errorf("create device map of %d prefixes: %w", size, err)
-	}
-	defer trie.Close()
-	for prefix, id := range prefixes {
-		if err := trie.Put(&prefix, &id); err != nil {
-			return fmt.Errorf("write device map: %w", err)
-		}
-	}
-	if err := s.deviceMaps.Put(uint32(0), trie); err != nil {
-		return fmt.Errorf("install device map: %w", err)
-	}
-	if err := replacePin(trie.Pin, filepath.Join(s.dir, pinDeviceMap)); err != nil {
-		return fmt.Errorf("pin device map: %w", err)
-	}
-	return nil
-}
-
 // ReadDeviceHash looks an address up in the device map of a pinned service.
 // Without a device map, or outside it, found is false.
 func ReadDeviceHash(dir string, address Address) (hash uint32, found bool, err error) {
@@ -355,7 +415,7 @@ func ReadDeviceHash(dir string, address Address) (hash uint32, found bool, err e
 	return id.Hash, err == nil && id.Device != NoDevice, err
 }
 
-func named(spec *ebpf.MapSpec, name string) *ebpf.MapSpec {
+func namedSpec(spec *ebpf.MapSpec, name string) *ebpf.MapSpec {
 	spec = spec.Copy()
 	spec.Name = name
 	return spec

@@ -20,6 +20,7 @@ const (
 	steerLookupMapCounters            = "counters"
 	steerLookupMapDeviceMaps          = "device_maps"
 	steerLookupMapDevices             = "devices"
+	steerLookupMapNextDevices         = "next_devices"
 	steerLookupMapPending             = "pending"
 	steerLookupMapSlots               = "slots"
 	steerLookupMapSockets             = "sockets"
@@ -85,15 +86,16 @@ type steerLookupProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerLookupMapSpecs struct {
-	Admission  *ebpf.MapSpec `ebpf:"admission"`
-	Counters   *ebpf.MapSpec `ebpf:"counters"`
-	DeviceMaps *ebpf.MapSpec `ebpf:"device_maps"`
-	Devices    *ebpf.MapSpec `ebpf:"devices"`
-	Pending    *ebpf.MapSpec `ebpf:"pending"`
-	Slots      *ebpf.MapSpec `ebpf:"slots"`
-	Sockets    *ebpf.MapSpec `ebpf:"sockets"`
-	Tables     *ebpf.MapSpec `ebpf:"tables"`
-	Unlisted   *ebpf.MapSpec `ebpf:"unlisted"`
+	Admission   *ebpf.MapSpec `ebpf:"admission"`
+	Counters    *ebpf.MapSpec `ebpf:"counters"`
+	DeviceMaps  *ebpf.MapSpec `ebpf:"device_maps"`
+	Devices     *ebpf.MapSpec `ebpf:"devices"`
+	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
+	Pending     *ebpf.MapSpec `ebpf:"pending"`
+	Slots       *ebpf.MapSpec `ebpf:"slots"`
+	Sockets     *ebpf.MapSpec `ebpf:"sockets"`
+	Tables      *ebpf.MapSpec `ebpf:"tables"`
+	Unlisted    *ebpf.MapSpec `ebpf:"unlisted"`
 }
 
 // steerLookupVariableSpecs contains global variables before they are loaded into the kernel.
@@ -130,15 +132,16 @@ func (o *steerLookupObjects) Close() error {
 //
 // It can be passed to loadSteerLookupObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerLookupMaps struct {
-	Admission  *ebpf.Map `ebpf:"admission"`
-	Counters   *ebpf.Map `ebpf:"counters"`
-	DeviceMaps *ebpf.Map `ebpf:"device_maps"`
-	Devices    *ebpf.Map `ebpf:"devices"`
-	Pending    *ebpf.Map `ebpf:"pending"`
-	Slots      *ebpf.Map `ebpf:"slots"`
-	Sockets    *ebpf.Map `ebpf:"sockets"`
-	Tables     *ebpf.Map `ebpf:"tables"`
-	Unlisted   *ebpf.Map `ebpf:"unlisted"`
+	Admission   *ebpf.Map `ebpf:"admission"`
+	Counters    *ebpf.Map `ebpf:"counters"`
+	DeviceMaps  *ebpf.Map `ebpf:"device_maps"`
+	Devices     *ebpf.Map `ebpf:"devices"`
+	NextDevices *ebpf.Map `ebpf:"next_devices"`
+	Pending     *ebpf.Map `ebpf:"pending"`
+	Slots       *ebpf.Map `ebpf:"slots"`
+	Sockets     *ebpf.Map `ebpf:"sockets"`
+	Tables      *ebpf.Map `ebpf:"tables"`
+	Unlisted    *ebpf.Map `ebpf:"unlisted"`
 }
 
 func (m *steerLookupMaps) Close() error {
@@ -147,6 +150,7 @@ func (m *steerLookupMaps) Close() error {
 		m.Counters,
 		m.DeviceMaps,
 		m.Devices,
+		m.NextDevices,
 		m.Pending,
 		m.Slots,
 		m.Sockets,

@@ -35,6 +35,7 @@ const (
 	steerMembersSteerLimitSTEER_MAX_LISTENERS steerMembersSteerLimit = 16
 	steerMembersSteerLimitSTEER_BUCKETS       steerMembersSteerLimit = 16384
 	steerMembersSteerLimitSTEER_PENDING       steerMembersSteerLimit = 256
+	steerMembersSteerLimitSTEER_NEXT_DEVICES  steerMembersSteerLimit = 2
 	steerMembersSteerLimitSTEER_NO_SLOT       steerMembersSteerLimit = 65535
 	steerMembersSteerLimitSTEER_NO_DEVICE     steerMembersSteerLimit = 2147483647
 	steerMembersSteerLimitSTEER_SCHEMA        steerMembersSteerLimit = 1
@@ -61,6 +62,7 @@ const (
 	steerMembersMapDevices              = "devices"
 	steerMembersMapEvents               = "events"
 	steerMembersMapLostEvents           = "lost_events"
+	steerMembersMapNextDevices          = "next_devices"
 	steerMembersMapPending              = "pending"
 	steerMembersMapSlots                = "slots"
 	steerMembersMapTables               = "tables"
@@ -139,17 +141,18 @@ type steerMembersProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerMembersMapSpecs struct {
-	Admission  *ebpf.MapSpec `ebpf:"admission"`
-	Cookies    *ebpf.MapSpec `ebpf:"cookies"`
-	Counters   *ebpf.MapSpec `ebpf:"counters"`
-	DeviceMaps *ebpf.MapSpec `ebpf:"device_maps"`
-	Devices    *ebpf.MapSpec `ebpf:"devices"`
-	Events     *ebpf.MapSpec `ebpf:"events"`
-	LostEvents *ebpf.MapSpec `ebpf:"lost_events"`
-	Pending    *ebpf.MapSpec `ebpf:"pending"`
-	Slots      *ebpf.MapSpec `ebpf:"slots"`
-	Tables     *ebpf.MapSpec `ebpf:"tables"`
-	Unlisted   *ebpf.MapSpec `ebpf:"unlisted"`
+	Admission   *ebpf.MapSpec `ebpf:"admission"`
+	Cookies     *ebpf.MapSpec `ebpf:"cookies"`
+	Counters    *ebpf.MapSpec `ebpf:"counters"`
+	DeviceMaps  *ebpf.MapSpec `ebpf:"device_maps"`
+	Devices     *ebpf.MapSpec `ebpf:"devices"`
+	Events      *ebpf.MapSpec `ebpf:"events"`
+	LostEvents  *ebpf.MapSpec `ebpf:"lost_events"`
+	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
+	Pending     *ebpf.MapSpec `ebpf:"pending"`
+	Slots       *ebpf.MapSpec `ebpf:"slots"`
+	Tables      *ebpf.MapSpec `ebpf:"tables"`
+	Unlisted    *ebpf.MapSpec `ebpf:"unlisted"`
 }
 
 // steerMembersVariableSpecs contains global variables before they are loaded into the kernel.
@@ -194,17 +197,18 @@ func (o *steerMembersObjects) Close() error {
 //
 // It can be passed to loadSteerMembersObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerMembersMaps struct {
-	Admission  *ebpf.Map `ebpf:"admission"`
-	Cookies    *ebpf.Map `ebpf:"cookies"`
-	Counters   *ebpf.Map `ebpf:"counters"`
-	DeviceMaps *ebpf.Map `ebpf:"device_maps"`
-	Devices    *ebpf.Map `ebpf:"devices"`
-	Events     *ebpf.Map `ebpf:"events"`
-	LostEvents *ebpf.Map `ebpf:"lost_events"`
-	Pending    *ebpf.Map `ebpf:"pending"`
-	Slots      *ebpf.Map `ebpf:"slots"`
-	Tables     *ebpf.Map `ebpf:"tables"`
-	Unlisted   *ebpf.Map `ebpf:"unlisted"`
+	Admission   *ebpf.Map `ebpf:"admission"`
+	Cookies     *ebpf.Map `ebpf:"cookies"`
+	Counters    *ebpf.Map `ebpf:"counters"`
+	DeviceMaps  *ebpf.Map `ebpf:"device_maps"`
+	Devices     *ebpf.Map `ebpf:"devices"`
+	Events      *ebpf.Map `ebpf:"events"`
+	LostEvents  *ebpf.Map `ebpf:"lost_events"`
+	NextDevices *ebpf.Map `ebpf:"next_devices"`
+	Pending     *ebpf.Map `ebpf:"pending"`
+	Slots       *ebpf.Map `ebpf:"slots"`
+	Tables      *ebpf.Map `ebpf:"tables"`
+	Unlisted    *ebpf.Map `ebpf:"unlisted"`
 }
 
 func (m *steerMembersMaps) Close() error {
@@ -216,6 +220,7 @@ func (m *steerMembersMaps) Close() error {
 		m.Devices,
 		m.Events,
 		m.LostEvents,
+		m.NextDevices,
 		m.Pending,
 		m.Slots,
 		m.Tables,

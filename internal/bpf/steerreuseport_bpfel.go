@@ -88,6 +88,7 @@ const (
 	steerReuseportMapCounters            = "counters"
 	steerReuseportMapDeviceMaps          = "device_maps"
 	steerReuseportMapDevices             = "devices"
+	steerReuseportMapNextDevices         = "next_devices"
 	steerReuseportMapPending             = "pending"
 	steerReuseportMapSlots               = "slots"
 	steerReuseportMapSockets             = "sockets"
@@ -154,15 +155,16 @@ type steerReuseportProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type steerReuseportMapSpecs struct {
-	Admission  *ebpf.MapSpec `ebpf:"admission"`
-	Counters   *ebpf.MapSpec `ebpf:"counters"`
-	DeviceMaps *ebpf.MapSpec `ebpf:"device_maps"`
-	Devices    *ebpf.MapSpec `ebpf:"devices"`
-	Pending    *ebpf.MapSpec `ebpf:"pending"`
-	Slots      *ebpf.MapSpec `ebpf:"slots"`
-	Sockets    *ebpf.MapSpec `ebpf:"sockets"`
-	Tables     *ebpf.MapSpec `ebpf:"tables"`
-	Unlisted   *ebpf.MapSpec `ebpf:"unlisted"`
+	Admission   *ebpf.MapSpec `ebpf:"admission"`
+	Counters    *ebpf.MapSpec `ebpf:"counters"`
+	DeviceMaps  *ebpf.MapSpec `ebpf:"device_maps"`
+	Devices     *ebpf.MapSpec `ebpf:"devices"`
+	NextDevices *ebpf.MapSpec `ebpf:"next_devices"`
+	Pending     *ebpf.MapSpec `ebpf:"pending"`
+	Slots       *ebpf.MapSpec `ebpf:"slots"`
+	Sockets     *ebpf.MapSpec `ebpf:"sockets"`
+	Tables      *ebpf.MapSpec `ebpf:"tables"`
+	Unlisted    *ebpf.MapSpec `ebpf:"unlisted"`
 }
 
 // steerReuseportVariableSpecs contains global variables before they are loaded into the kernel.
@@ -198,15 +200,16 @@ func (o *steerReuseportObjects) Close() error {
 //
 // It can be passed to loadSteerReuseportObjects or ebpf.CollectionSpec.LoadAndAssign.
 type steerReuseportMaps struct {
-	Admission  *ebpf.Map `ebpf:"admission"`
-	Counters   *ebpf.Map `ebpf:"counters"`
-	DeviceMaps *ebpf.Map `ebpf:"device_maps"`
-	Devices    *ebpf.Map `ebpf:"devices"`
-	Pending    *ebpf.Map `ebpf:"pending"`
-	Slots      *ebpf.Map `ebpf:"slots"`
-	Sockets    *ebpf.Map `ebpf:"sockets"`
-	Tables     *ebpf.Map `ebpf:"tables"`
-	Unlisted   *ebpf.Map `ebpf:"unlisted"`
+	Admission   *ebpf.Map `ebpf:"admission"`
+	Counters    *ebpf.Map `ebpf:"counters"`
+	DeviceMaps  *ebpf.Map `ebpf:"device_maps"`
+	Devices     *ebpf.Map `ebpf:"devices"`
+	NextDevices *ebpf.Map `ebpf:"next_devices"`
+	Pending     *ebpf.Map `ebpf:"pending"`
+	Slots       *ebpf.Map `ebpf:"slots"`
+	Sockets     *ebpf.Map `ebpf:"sockets"`
+	Tables      *ebpf.Map `ebpf:"tables"`
+	Unlisted    *ebpf.Map `ebpf:"unlisted"`
 }
 
 func (m *steerReuseportMaps) Close() error {
@@ -215,6 +218,7 @@ func (m *steerReuseportMaps) Close() error {
 		m.Counters,
 		m.DeviceMaps,
 		m.Devices,
+		m.NextDevices,
 		m.Pending,
 		m.Slots,
 		m.Sockets,

@@ -12,6 +12,7 @@ const (
 	Buckets      = int(steerMembersSteerLimitSTEER_BUCKETS)
 	pendingSize  = int(steerMembersSteerLimitSTEER_PENDING)
 	NoSlot       = int(steerMembersSteerLimitSTEER_NO_SLOT)
+	nextDevices  = uint32(steerMembersSteerLimitSTEER_NEXT_DEVICES)
 	NoDevice     = uint32(steerMembersSteerLimitSTEER_NO_DEVICE)
 	Schema       = uint32(steerMembersSteerLimitSTEER_SCHEMA)
 )

@@ -148,6 +148,17 @@ func (m *DeviceMap) Devices() []string {
 	return m.devices
 }
 
+// Equal tells whether two device maps give each address the same device, under the same id.
+func (m *DeviceMap) Equal(o *DeviceMap) bool {
+	if m == o {
+		return true
+	}
+	return m.Len() == o.Len() && slices.Equal(m.Devices(), o.Devices()) &&
+		(m.Len() == 0 || slices.EqualFunc(m.prefixes, o.prefixes, func(a, b devicePrefix) bool {
+			return a.compare(b) == 0 && a.device == b.device
+		}))
+}
+
 // All yields every prefix once, with the id of its device, ordered by address (IPv4
 // as if it were IPv4-mapped), the shorter of two prefixes at one address first.
 // No prefix is IPv4-mapped, and none has bits set after its length.

@@ -5,6 +5,7 @@ package steer
 import (
 	"fmt"
 	"iter"
+	"maps"
 	"net/netip"
 
 	"sockeye/internal/bpf"
@@ -51,10 +52,6 @@ func (m *Mapping) Except(e Exceptions) {
 			m.addresses[addr] = bucket
 		}
 	}
-	m.Table.Named = 0
-	if m.Devices.Len()+len(m.addresses) > 0 {
-		m.Table.Named = 1
-	}
 }
 
 // NewMapping makes the mapping of a service with the given number of slots, 1
@@ -72,9 +69,6 @@ func NewMapping(slots, standby int, nonce uint64, devices *DeviceMap) (*Mapping,
 			Bucket:  buckets(slots),
 		},
 		Devices: devices,
-	}
-	if devices.Len() > 0 {
-		m.Table.Named = 1
 	}
 	return m, nil
 }
@@ -106,27 +100,53 @@ func buckets(slots int) [bpf.Buckets]uint16 {
 }
 
 // Entries are the contents of the LPM trie that stands for the device map and
-// the exceptions in the kernel, and how many there are at most. It is empty
-// without either.
-func (m *Mapping) Entries() (int, iter.Seq2[bpf.Prefix, bpf.DeviceID]) {
-	if m.Devices.Len()+len(m.addresses) == 0 {
-		return 0, nil
+// the exceptions in the kernel. They are immutable.
+type Entries struct {
+	devices   *DeviceMap
+	nonce     uint64
+	names     map[string]uint32
+	addresses map[netip.Addr]uint32
+}
+
+// Entries are those of the mapping as it is.
+func (m *Mapping) Entries() *Entries {
+	return &Entries{m.Devices, m.Table.Nonce, m.names, m.addresses} // Except makes new maps
+}
+
+// Size is how many there are at most; 0: there is neither a device map nor an
+// exception that has an address.
+func (e *Entries) Size() int {
+	if n := e.devices.Len() + len(e.addresses); n > 0 {
+		return n + 1
 	}
-	return m.Devices.Len() + len(m.addresses) + 1, func(yield func(bpf.Prefix, bpf.DeviceID) bool) {
+	return 0
+}
+
+// Equal tells whether two tries would be the same.
+func (e *Entries) Equal(o *Entries) bool {
+	return e.nonce == o.nonce && maps.Equal(e.names, o.names) && maps.Equal(e.addresses, o.addresses) && e.devices.Equal(o.devices)
+}
+
+// All yields them.
+func (e *Entries) All() iter.Seq2[bpf.Prefix, bpf.DeviceID] {
+	return func(yield func(bpf.Prefix, bpf.DeviceID) bool) {
+		if e.Size() == 0 {
+			return
+		}
 		// The trie is one for both families; ::/0 must not cover IPv4.
 		if !yield(trieKey(netip.PrefixFrom(netip.IPv4Unspecified(), 0)), bpf.DeviceID{Device: bpf.NoDevice}) {
 			return
 		}
-		hashes := make([]uint32, len(m.Devices.Devices()))
-		for i, name := range m.Devices.Devices() {
-			hashes[i] = m.deviceHash(name)
+		hashes := make([]uint32, len(e.devices.Devices()))
+		for i, name := range e.devices.Devices() {
+			hashes[i] = deviceHash(e.names, name, e.nonce)
 		}
-		for prefix, device := range m.Devices.All() {
+		for prefix, device := range e.devices.All() {
 			if !yield(trieKey(prefix), bpf.DeviceID{Hash: hashes[device], Device: device}) {
 				return
 			}
 		}
-		for addr, bucket := range m.addresses {
+		for addr, bucket := range e.addresses {
 			if !yield(trieKey(netip.PrefixFrom(addr, addr.BitLen())), bpf.DeviceID{Hash: bucket, Device: unnamed}) {
 				return
 			}
@@ -139,11 +159,11 @@ func (m *Mapping) Entries() (int, iter.Seq2[bpf.Prefix, bpf.DeviceID]) {
 const unnamed = bpf.NoDevice - 1
 
 // deviceHash is a hash that falls into the device's bucket.
-func (m *Mapping) deviceHash(name string) uint32 {
-	if bucket, ok := m.names[name]; ok {
+func deviceHash(exceptions map[string]uint32, name string, nonce uint64) uint32 {
+	if bucket, ok := exceptions[name]; ok {
 		return bucket
 	}
-	return DeviceHash(name, m.Table.Nonce)
+	return DeviceHash(name, nonce)
 }
 
 func trieKey(prefix netip.Prefix) bpf.Prefix {
@@ -171,7 +191,7 @@ func (m *Mapping) locate(addr netip.Addr) (bucket int, device string) {
 	hash := Hash(Address(addr), m.Table.Nonce)
 	if id, ok := m.Devices.Lookup(addr); ok {
 		device = m.Devices.Devices()[id]
-		hash = m.deviceHash(device)
+		hash = deviceHash(m.names, device, m.Table.Nonce)
 	}
 	if bucket, ok := m.addresses[addr.Unmap().WithZone("")]; ok {
 		hash = bucket

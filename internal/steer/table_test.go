@@ -273,8 +273,9 @@ func TestDevicesOfAMapping(t *testing.T) {
 // TestEntries looks addresses up in the entries as an LPM trie does, and finds
 // the hash that the twin has.
 func TestEntries(t *testing.T) {
-	if n, _ := newMapping(t, 4, 7, nil).Entries(); n != 0 {
-		t.Errorf("%d entries without a device map", n)
+	none := newMapping(t, 4, 7, nil).Entries()
+	if n := len(maps.Collect(none.All())); n != 0 || none.Size() != 0 {
+		t.Errorf("%d entries without a device map, room for %d", n, none.Size())
 	}
 	for name, test := range map[string]struct {
 		text string
@@ -286,7 +287,7 @@ func TestEntries(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := newMapping(t, 1024, 7, parseMap(t, test.text))
-			size, all := m.Entries()
+			size, all := m.Entries().Size(), m.Entries().All()
 			if size != test.size {
 				t.Errorf("room for %d entries, want %d", size, test.size)
 			}
@@ -320,9 +321,32 @@ func TestEntries(t *testing.T) {
 		})
 	}
 	// The caller may stop.
-	_, all := newMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/8,b")).Entries()
-	for range all {
+	for range newMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/8,b")).Entries().All() {
 		break
+	}
+}
+
+// TestEntriesEqual: what makes another trie makes other entries, and nothing else does.
+func TestEntriesEqual(t *testing.T) {
+	const text = "10.0.0.0/8,a\n11.0.0.0/8,b\n"
+	m := newMapping(t, 4, 7, parseMap(t, text))
+	same := newMapping(t, 5, 7, parseMap(t, "\n# a comment\n"+text))
+	if !m.Entries().Equal(same.Entries()) {
+		t.Error("another number of slots makes another trie")
+	}
+	before := m.Entries()
+	m.Except(Exceptions{Names: map[string]int{"a": 3}})
+	for name, other := range map[string]*Entries{
+		"nonce":     newMapping(t, 4, 8, parseMap(t, text)).Entries(),
+		"prefix":    newMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/9,b\n")).Entries(),
+		"names":     newMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/8,c\n")).Entries(),
+		"device":    newMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/8,b\n11.0.0.0/9,a\n")).Entries(),
+		"no map":    newMapping(t, 4, 7, nil).Entries(),
+		"exception": m.Entries(),
+	} {
+		if before.Equal(other) || other.Equal(before) {
+			t.Errorf("%s: the entries are equal", name)
+		}
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
@@ -123,6 +124,69 @@ func TestDeviceMap(t *testing.T) {
 		h.lands("after a broken map", all, then)
 		if s := h.service(); s.DeviceMap == nil || s.DeviceMap.Devices != 52 || s.DeviceMap.Prefixes != 102 {
 			t.Errorf("device map: %+v", s.DeviceMap)
+		}
+	})
+}
+
+// A large device map and the number of slots change, at once and each by itself: no device is refused or goes to a slot
+// that is its own by neither policy, and the agent answers meanwhile.
+func TestLargeDeviceMap(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		all := addresses(100)
+		text := func(version int) string {
+			var b strings.Builder
+			for i, a := range all {
+				fmt.Fprintf(&b, "%v,router-%d\n", a, i/2*version)
+			}
+			for i := range 300_000 {
+				fmt.Fprintf(&b, "20.%d.%d.%d,other-%d\n", i>>16, i>>8&255, i&255, i*version)
+			}
+			return b.String()
+		}
+		h := newHostWithMap(t, mode, text(1))
+		before := h.homesBy(4)
+		h.lands("by the first map", all, before)
+		for _, step := range []struct {
+			name  string
+			slots int
+			text  string
+		}{
+			{"fewer slots", 3, ""},
+			{"another map and more slots", 4, text(2)},
+			{"another map and fewer slots", 3, text(1)},
+		} {
+			if step.text != "" {
+				h.setMap(step.text)
+			}
+			h.setPolicy(step.slots, "device_map: devices.csv")
+			after := h.homesBy(step.slots)
+			traffic := h.startTraffic(all)
+			h.more(traffic, 50)
+			applied := make(chan string, 1)
+			begin := time.Now()
+			go func() {
+				_, errs, _ := h.cli("apply")
+				applied <- errs
+			}()
+			var longest time.Duration
+			for len(applied) == 0 {
+				asked := time.Now()
+				h.slots()
+				longest = max(longest, time.Since(asked))
+			}
+			if took := time.Since(begin); step.text != "" && longest > took/2 {
+				t.Errorf("%s: for %v of %v the agent did not answer", step.name, longest, took)
+			}
+			if errs := <-applied; errs != "" {
+				t.Fatalf("%s: %s", step.name, errs)
+			}
+			if step.slots == 4 {
+				h.ready(0, 1, 2, 3)
+			}
+			h.more(traffic, 100)
+			h.inOneOf(traffic, before, after, after.but(3)) // while the fourth member registers
+			h.lands(step.name, all, after)
+			before = after
 		}
 	})
 }

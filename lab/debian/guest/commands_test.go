@@ -58,15 +58,6 @@ func commands(t *testing.T, w *world) {
 			}
 		})
 	}
-	t.Run("trace compare", func(t *testing.T) {
-		// The agent remembers whole slices of 10 s, of the rules of now.
-		wait(t, "there is a slice of each period", func() string {
-			if r := run(t, binary, "trace", "compare", "--period-a", "-40s..-20s", "--period-b", "-20s.."); r.code != 0 {
-				return r.String()
-			}
-			return ""
-		})
-	})
 	t.Run("unregister, then register", func(t *testing.T) {
 		slot := 3
 		pid := mainPID(t, fmt.Sprintf("nfacctd@%d", slot))
@@ -89,6 +80,16 @@ func commands(t *testing.T, w *world) {
 				}
 			}
 			return r.String() + run(t, binary, "status").String()
+		})
+	})
+	// Last: there is a past to compare by now.
+	t.Run("trace compare", func(t *testing.T) {
+		// The agent remembers whole slices of 10 s, of the rules of now.
+		wait(t, "there is a slice of each period", func() string {
+			if r := run(t, binary, "trace", "compare", "--period-a", "-40s..-20s", "--period-b", "-20s.."); r.code != 0 {
+				return r.String()
+			}
+			return ""
 		})
 	})
 }

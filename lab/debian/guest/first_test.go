@@ -84,8 +84,7 @@ func TestFirstBoot(t *testing.T) {
 		{"the journal has priorities, one time a line, and no left-over process", func(t *testing.T, _ *world) { journalLines(t, begin) }},
 		// These begin without an agent.
 		{"a lingering user takes no slot in lookup mode", theftLookup},
-		{"upgrade and return with every domain in use", func(t *testing.T, w *world) { upgrade(t, w, "all-domains", services+domains) }},
-		{"upgrade and return over a change of tune's layout", func(t *testing.T, w *world) { upgrade(t, w, "tune-layout", services+tuneOnly) }},
+		{"upgrade and return lose nothing", upgrades},
 	} {
 		t.Run(test.name, func(t *testing.T) { test.f(t, w) })
 	}

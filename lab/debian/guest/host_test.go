@@ -278,7 +278,7 @@ print_output: json
 print_cache_entries: 127
 print_output_file: %[4]s
 print_output_file_append: true
-print_refresh_time: 3
+print_refresh_time: 2
 `, slot, bmp, ipfix, recordsPath(slot))
 }
 

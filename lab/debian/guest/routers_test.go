@@ -401,7 +401,7 @@ func (w *world) places(t *testing.T) map[netip.Addr]int {
 }
 
 // restartHung restarts members whose print plugin writes no log, as it does every
-// 3 s: nfacctd forks it while its thread of BMP runs, and now and then that leaves it
+// 2 s: nfacctd forks it while its thread of BMP runs, and now and then that leaves it
 // a lock that nobody gives back. Such a member receives and writes nothing.
 func restartHung(t *testing.T) {
 	t.Helper()

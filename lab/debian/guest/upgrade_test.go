@@ -15,34 +15,37 @@ tune:
   - {name: slice, cgroup: telemetry.slice, match: {local_port: 1790}, set: {rcvbuf: 150KB, notsent_lowat: 128KB}}
 `
 
-// upgrade runs an earlier version, upgrades it to the installed one and goes back, under
-// traffic. No connection is lost, and every domain works with every version. It leaves no agent.
-func upgrade(t *testing.T, w *world, name, policy string) {
-	from := filepath.Join(payload, name)
-	if !exists(from) {
-		t.Skipf("not supported: this clone does not have the commit of %s to upgrade from", name)
+// upgrades goes from a version whose maps of tune have another layout to the installed one, back to an
+// earlier one with every domain in use, and to the installed one again, under traffic. No connection is
+// lost, and every domain works with every version.
+func upgrades(t *testing.T, w *world) {
+	earlier := func(name string) func() {
+		from := filepath.Join(payload, name)
+		if !exists(from) {
+			t.Skipf("not supported: this clone does not have the commit of %s to upgrade from", name)
+		}
+		return func() {
+			t.Helper()
+			install(t, filepath.Join(from, "sockeye"))
+			must(t, "install", "-m", "644", filepath.Join(from, "sockeye.service"), "/etc/systemd/system/sockeye.service")
+			must(t, "systemctl", "daemon-reload")
+		}
 	}
-	earlier := func() {
-		t.Helper()
-		install(t, filepath.Join(from, "sockeye"))
-		must(t, "install", "-m", "644", filepath.Join(from, "sockeye.service"), "/etc/systemd/system/sockeye.service")
-		must(t, "systemctl", "daemon-reload")
-	}
-	clean := func() {
-		t.Helper()
-		must(t, "systemctl", "stop", "sockeye")
-		must(t, binary, "reset")
-	}
+	otherLayout, allDomains := earlier("tune-layout"), earlier("all-domains")
+	defer func() {
+		w.last = nil
+		if t.Failed() {
+			must(t, "systemctl", "stop", "sockeye")
+			must(t, binary, "reset")
+			installCurrent(t)
+		}
+	}()
 	// Unsteered, IPFIX also goes to members that have only just started.
 	w.whenever(t, never)
-	clean()
-	defer func() {
-		clean()
-		installCurrent(t)
-		w.last = nil
-	}()
-	earlier()
-	write(t, policyPath, policy)
+	must(t, "systemctl", "stop", "sockeye")
+	must(t, binary, "reset")
+	otherLayout()
+	write(t, policyPath, services+tuneOnly)
 	forMembers(t, "start", "sockeye")
 	waitReady(t, 0, 1, 2, 3)
 	waitDomains(t, w)
@@ -52,8 +55,9 @@ func upgrade(t *testing.T, w *world, name, policy string) {
 		name    string
 		install func()
 	}{
-		{"upgrade", func() { installCurrent(t) }},
-		{"return", earlier},
+		{"upgrade over a change of tune's layout", func() { installCurrent(t) }},
+		{"return with every domain in use", allDomains},
+		{"upgrade with every domain in use", func() { installCurrent(t) }},
 	} {
 		t.Run(step.name, func(t *testing.T) {
 			sessions := w.sessions()
@@ -64,6 +68,10 @@ func upgrade(t *testing.T, w *world, name, policy string) {
 			w.unchanged(t, sessions)
 			waitDomains(t, w)
 			noProblem(t)
+			if step.name == "upgrade over a change of tune's layout" {
+				apply(t, services+domains)
+				waitDomains(t, w)
+			}
 		})
 	}
 }
