@@ -91,49 +91,60 @@ static __always_inline __u32 tune_jiffies(__u32 us)
 }
 
 /*
- * Sets the options of a rule that belong to a phase, and returns how many it
- * has set. Global, as others below: the verifier looks at it once, not at
- * every call.
+ * Sets an option of a rule, if it belongs to a phase, and returns how many that
+ * makes. Global, as others below: the verifier looks at it once, not at every
+ * call and for each option.
  */
+__noinline int tune_set(struct bpf_sock_ops *ctx, __u32 id, __u32 phase,
+			__u32 index)
+{
+	struct tune_rule *rule = tune_rule(id);
+	struct tune_option *o;
+	__u32 value;
+	long err;
+
+	if (!rule || index >= TUNE_OPTIONS)
+		return 0;
+	o = &rule->option[index];
+	if (!(o->phases & phase) || (o->phases & tune_not_for(ctx->family)))
+		return 0;
+	if (o->level == TUNE_LEVEL_TXHASH) {
+		value = o->value;
+		ctx->sk_txhash = value ? value : bpf_get_prandom_u32() | 1;
+		err = 0;
+	} else if (o->level == TUNE_LEVEL_CONGESTION) {
+		err = bpf_setsockopt(ctx, SOL_TCP, TCP_CONGESTION,
+				     rule->congestion[o->value & 1],
+				     sizeof(rule->congestion[0]));
+	} else {
+		err = bpf_setsockopt(ctx, o->level, o->name, &o->value,
+				     sizeof(o->value));
+	}
+	if (err) {
+		tune_failed(id, o->id, err);
+		return 0;
+	}
+	/* Else it would take effect with the first acknowledgement. */
+	if (o->level == SOL_TCP && o->name == TCP_BPF_SNDCWND_CLAMP &&
+	    ctx->snd_cwnd > o->value)
+		bpf_setsockopt(ctx, SOL_TCP, TCP_BPF_IW, &o->value,
+			       sizeof(o->value));
+	return 1;
+}
+
+/* Sets the options of a rule that belong to a phase, and returns how many. */
 __noinline int tune_apply(struct bpf_sock_ops *ctx, __u32 id, __u32 phase)
 {
 	struct tune_rule *rule = tune_rule(id);
-	__u32 value, done = 0;
-	__u16 other;
-	struct tune_option *o;
-	long err;
+	__u32 done = 0;
 	int i;
 
 	if (!rule)
 		return 0;
-	other = tune_not_for(ctx->family);
 	for (i = 0; i < TUNE_OPTIONS; i++) {
 		if (i >= rule->options)
 			break;
-		o = &rule->option[i];
-		if (!(o->phases & phase) || (o->phases & other))
-			continue;
-		if (o->level == TUNE_LEVEL_TXHASH) {
-			value = o->value;
-			ctx->sk_txhash = value ? value : bpf_get_prandom_u32() | 1;
-			err = 0;
-		} else if (o->level == TUNE_LEVEL_CONGESTION) {
-			err = bpf_setsockopt(ctx, SOL_TCP, TCP_CONGESTION,
-					     rule->congestion[o->value & 1],
-					     sizeof(rule->congestion[0]));
-		} else {
-			err = bpf_setsockopt(ctx, o->level, o->name, &o->value,
-					     sizeof(o->value));
-		}
-		if (err)
-			tune_failed(id, o->id, err);
-		else
-			done++;
-		/* Else it would take effect with the first acknowledgement. */
-		if (o->level == SOL_TCP && o->name == TCP_BPF_SNDCWND_CLAMP &&
-		    !err && ctx->snd_cwnd > o->value)
-			bpf_setsockopt(ctx, SOL_TCP, TCP_BPF_IW, &o->value,
-				       sizeof(o->value));
+		done += tune_set(ctx, id, phase, i);
 	}
 	return done;
 }

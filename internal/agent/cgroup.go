@@ -43,6 +43,8 @@ type cgroupScope struct {
 	Path   string `json:"path"`   // absolute
 	// Created are the folders that were made for it, outermost first.
 	Created []string `json:"created,omitempty"`
+
+	opened bool // in this agent's life
 }
 
 // cgroupScopes reads the records of all that is pinned of cgroups.
@@ -64,10 +66,11 @@ func cgroupScopes(pins string) []cgroupScope {
 }
 
 // open finds the cgroup of a policy, or makes it. A unit that is not there is
-// fs.ErrNotExist.
+// fs.ErrNotExist, and so is a cgroup that was there: whoever has removed it may make it
+// again, which fails if it is there already.
 func (s *cgroupScope) open(h *host, name string) error {
 	path, err := h.findCgroup(name)
-	if errors.Is(err, fs.ErrNotExist) && !isUnit(name) {
+	if errors.Is(err, fs.ErrNotExist) && !isUnit(name) && !s.opened {
 		path = filepath.Join(h.cgroups, name)
 		var created []string
 		created, err = makeCgroup(h.cgroups, path)
@@ -77,8 +80,16 @@ func (s *cgroupScope) open(h *host, name string) error {
 	if err != nil {
 		return err
 	}
-	s.Cgroup, s.Path = name, path
+	s.Cgroup, s.Path, s.opened = name, path, true
 	return nil
+}
+
+// noCgroup is the problem of a cgroup that is not there, with what is done to it once it is.
+func noCgroup(name, done string) error {
+	if isUnit(name) {
+		return withHint(fmt.Errorf("there is no unit %s", name), done+" from the moment it starts")
+	}
+	return withHint(fmt.Errorf("there is no cgroup %s", name), done+" from the moment it is made again")
 }
 
 // below is the path below the cgroup v2 mount.

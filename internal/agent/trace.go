@@ -144,8 +144,8 @@ func (t *tracer) open() error {
 		return err
 	}
 	err = t.scope.open(t.host, t.name)
-	if errors.Is(err, fs.ErrNotExist) && isUnit(t.name) {
-		t.problem = withHint(fmt.Errorf("there is no unit %s", t.name), "its messages are traced from the moment it starts")
+	if errors.Is(err, fs.ErrNotExist) {
+		t.problem = noCgroup(t.name, "its messages are traced")
 		return nil
 	}
 	if err != nil {

@@ -71,8 +71,8 @@ func openTuner(h *host, log *slog.Logger, c tuneChange) (*tuner, error) {
 func (t *tuner) open() error {
 	t.problem = nil
 	err := t.scope.open(t.host, t.name)
-	if errors.Is(err, fs.ErrNotExist) && isUnit(t.name) {
-		t.problem = withHint(fmt.Errorf("there is no unit %s", t.name), "its connections are tuned from the moment it starts")
+	if errors.Is(err, fs.ErrNotExist) {
+		t.problem = noCgroup(t.name, "its connections are tuned")
 		return nil
 	}
 	if err != nil {

@@ -218,3 +218,50 @@ func TestUnitStartsAgain(t *testing.T) {
 	slices.Sort(took)
 	t.Logf("attached again after %v at the median, %v at most", took[len(took)/2], took[len(took)-1])
 }
+
+// TestRemovedCgroupIsNotMadeAgain removes a cgroup that the agent has made: whoever
+// makes it again can, and finds it tuned and traced.
+func TestRemovedCgroupIsNotMadeAgain(t *testing.T) {
+	root, _ := newTree(t)
+	a := newAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	defer a.stop()
+	a.host.cgroups = root
+	a.host.probed = map[string]error{}
+	a.begin(t, "tune:\n  - {name: b, cgroup: /lab, set: {sndbuf: 100KB}}\ntrace:\n  - {name: c, cgroup: /lab}\n")
+	defer a.endTracing(t)
+	defer a.endTuning(t)
+	dir := filepath.Join(root, "lab")
+	problems := func() []string {
+		status, err := a.Status()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return []string{status.Tune[0].Problem, status.Trace[0].Problem}
+	}
+	eventually := func(want string) {
+		t.Helper()
+		for began := time.Now(); ; time.Sleep(time.Millisecond) {
+			got := problems()
+			if slices.Equal(got, []string{want, want}) {
+				return
+			}
+			if time.Since(began) > 30*time.Second {
+				t.Fatalf("problems %q, want %q", got, want)
+			}
+		}
+	}
+	eventually("")
+	for range 5 {
+		if err := unix.Rmdir(dir); err != nil {
+			t.Fatal(err)
+		}
+		eventually("there is no cgroup /lab")
+		if err := os.Mkdir(dir, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		eventually("")
+		if ids, err := bpf.SockOps(dir); err != nil || len(ids) != 2 {
+			t.Errorf("programs %v, %v", ids, err)
+		}
+	}
+}

@@ -112,14 +112,14 @@ $`)
 		moves = "1"
 	}
 	steps := `
-SERVICE  ACTION  WHAT  EFFECT
+WHERE  ACTION  WHAT  EFFECT
 telemetry  change  slots: 4 -> 3  ` + moves + ` of 1 device seen move; 1 member loses its slot
 telemetry  change  when_empty: reject -> standby 0  -
 `
 	h.shows(steps, nil, "plan")
 	h.shows(steps, nil, "apply")
 	h.shows(`
-SERVICE  ACTION  WHAT  EFFECT
+WHERE  ACTION  WHAT  EFFECT
 telemetry  change  slots: 3 -> 4  `+moves+` of 1 device seen move
 telemetry  change  when_empty: standby 0 -> reject  -
 `, nil, "apply", "--previous")

@@ -60,14 +60,14 @@ func changes(w io.Writer, list []agent.Change, none string) {
 		fmt.Fprintln(w, none)
 		return
 	}
-	fmt.Fprintln(w, "SERVICE\tACTION\tWHAT\tEFFECT")
+	fmt.Fprintln(w, "WHERE\tACTION\tWHAT\tEFFECT")
 	for _, change := range list {
 		of := change.Service
 		switch {
 		case change.Cgroup != "":
-			of = "tune " + change.Cgroup
+			of = "cgroup " + change.Cgroup
 		case change.Interface != "":
-			of = "bigtcp " + change.Interface
+			of = "interface " + change.Interface
 		}
 		if change.Netns != "" {
 			of += " of " + change.Netns

@@ -136,9 +136,9 @@ func TestSizesByAgent(t *testing.T) {
 	if n := status.BigTCP[0]; n.Applied != 1 || n.Changed != 1 || len(n.Problems) != 1 || n.Problems[0].Sizes.GSO != 100000 {
 		t.Errorf("%+v", status.BigTCP)
 	}
-	const row = "bigtcp big1 change sizes ipv6 sent 100000 -> 192000 somebody else has set them since, which is lost\n"
+	const row = "interface big1 change sizes ipv6 sent 100000 -> 192000 somebody else has set them since, which is lost\n"
 	for _, command := range []string{"plan", "apply"} {
-		if got := regexp.MustCompile(` +`).ReplaceAllString(h.sockeye(command).out, " "); got != "SERVICE ACTION WHAT EFFECT\n"+row {
+		if got := regexp.MustCompile(` +`).ReplaceAllString(h.sockeye(command).out, " "); got != "WHERE ACTION WHAT EFFECT\n"+row {
 			t.Errorf("%s:\n%s", command, got)
 		}
 	}

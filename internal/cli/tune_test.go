@@ -371,10 +371,10 @@ func TestApplyLive(t *testing.T) {
 		{Action: "change", What: "metrics: none -> 127.0.0.1:9732"},
 	}
 	table := `
-SERVICE  ACTION  WHAT  EFFECT
+WHERE  ACTION  WHAT  EFFECT
 telemetry  change  slots: 4 -> 6  1 of 8 devices seen move
-tune /lab  remove  rule bulk  open connections keep what they have
-tune telemetry.slice  add  rule rpc: sndbuf 150KB  -
+cgroup /lab  remove  rule bulk  open connections keep what they have
+cgroup telemetry.slice  add  rule rpc: sndbuf 150KB  -
 -  change  metrics: none -> 127.0.0.1:9732  -
 `
 	asks(f, agent.Plan{Policy: "/p", Changes: list}, "POST /v1/plan {}", table, "plan")

@@ -591,8 +591,12 @@ func TestReportAccountsForWhatIsUnderWay(t *testing.T) {
 					t.Errorf("%s: %d, not %d; there are %v", name, got, n, lines)
 				}
 			}
-			if strings.Contains(pageText(t, page), test.absent) {
+			text := pageText(t, page)
+			if strings.Contains(text, test.absent) {
 				t.Errorf("the page says %q", test.absent)
+			}
+			if complete := test.absent == "not accounted for"; strings.Contains(text, "exactly one end") != complete {
+				t.Errorf("complete: %t, but the page says: exactly one end", complete)
 			}
 		})
 	}

@@ -32,18 +32,21 @@ func upgrades(t *testing.T, w *world) {
 		}
 	}
 	otherLayout, allDomains := earlier("tune-layout"), earlier("all-domains")
+	clean := func() {
+		t.Helper()
+		must(t, "systemctl", "stop", "sockeye")
+		must(t, binary, "reset")
+	}
 	defer func() {
 		w.last = nil
+		clean() // keepers of earlier versions end late
 		if t.Failed() {
-			must(t, "systemctl", "stop", "sockeye")
-			must(t, binary, "reset")
 			installCurrent(t)
 		}
 	}()
 	// Unsteered, IPFIX also goes to members that have only just started.
 	w.whenever(t, never)
-	must(t, "systemctl", "stop", "sockeye")
-	must(t, binary, "reset")
+	clean()
 	otherLayout()
 	write(t, policyPath, services+tuneOnly)
 	forMembers(t, "start", "sockeye")
