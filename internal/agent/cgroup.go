@@ -77,6 +77,12 @@ func (s *cgroupScope) open(h *host, name string) error {
 		// Some may have been made before, and removed by others.
 		s.Created = slices.Compact(slices.Sorted(slices.Values(append(s.Created, created...))))
 	}
+	if errors.Is(err, fs.ErrNotExist) {
+		s.Created = slices.DeleteFunc(s.Created, func(dir string) bool {
+			_, err := os.Stat(dir)
+			return errors.Is(err, fs.ErrNotExist)
+		})
+	}
 	if err != nil {
 		return err
 	}

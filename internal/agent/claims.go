@@ -124,8 +124,7 @@ func (s *service) reserve(self process, slot *int) (int, error) {
 // liveClaims are the claims of processes that still run, without except.
 func (s *service) liveClaims(except process) []claim {
 	return slices.DeleteFunc(slices.Clone(s.state.Claims), func(c claim) bool {
-		p, err := member.Read(c.PID)
-		return c.process == except || err != nil || p.StartTime != c.StartTime
+		return c.process == except || !member.Alive(c.PID, c.StartTime)
 	})
 }
 
@@ -145,8 +144,7 @@ func (s *service) unregister(slot int) error {
 	self := process{seat.process.PID, seat.process.StartTime}
 	s.state.Claims = s.liveClaims(self)
 	s.state.Released = append(slices.DeleteFunc(slices.Clone(s.state.Released), func(r process) bool {
-		p, err := member.Read(r.PID)
-		return err != nil || p.StartTime != r.StartTime
+		return !member.Alive(r.PID, r.StartTime)
 	}), self)
 	if err := s.state.save(s.statePath()); err != nil {
 		return err

@@ -70,8 +70,7 @@ func genuine(self process) bool {
 	if exe.Uid != 0 && exe.Uid != uint32(os.Geteuid()) || exe.Mode&0o022 != 0 {
 		return sameFile(procFile(self.PID, "exe"), "/proc/self/exe")
 	}
-	now, err := member.Read(self.PID)
-	return err == nil && now.StartTime == self.StartTime
+	return member.Alive(self.PID, self.StartTime)
 }
 
 func procFile(pid int, name string) string { return fmt.Sprintf("/proc/%d/%s", pid, name) }

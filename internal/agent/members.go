@@ -10,6 +10,7 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -131,12 +132,41 @@ func (s *service) recognize(p *member.Process) *member.Process {
 	return p
 }
 
-// saveMembers keeps what was seen of members for the next agent, and forgets
-// processes that are gone.
+// saveEvery bounds how often the members are saved: where many register, each would
+// cost a look at all.
+const saveEvery = 100 * time.Millisecond
+
+// saveMembers keeps what was seen of members for the next agent, now or soon.
 func (s *service) saveMembers() {
+	if s.saving != nil {
+		return
+	}
+	if wait := saveEvery - time.Since(s.saved); wait > 0 {
+		s.saving = time.AfterFunc(wait, func() {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.finishSaving()
+		})
+		return
+	}
+	s.writeMembers()
+}
+
+// finishSaving saves what is not saved yet.
+func (s *service) finishSaving() {
+	if s.saving != nil {
+		s.saving.Stop()
+		s.saving = nil
+		s.writeMembers()
+	}
+}
+
+// writeMembers saves the members and forgets processes that are gone.
+func (s *service) writeMembers() {
+	s.saved = time.Now()
 	s.state.Members = nil
 	for self, p := range s.known {
-		if now, err := member.Read(self.PID); err != nil || now.StartTime != self.StartTime {
+		if !member.Alive(self.PID, self.StartTime) {
 			delete(s.known, self)
 			continue
 		}
@@ -276,8 +306,12 @@ func (s *service) claimed(p *member.Process) bool {
 // related tells whether a process is the parent or a child, however far, of a
 // member: a shell that started it, or a plugin that it forked.
 func (s *service) related(p *member.Process) bool {
+	if len(s.seats) == 0 {
+		return false
+	}
+	up := ancestors(p)
 	for _, seat := range s.seats {
-		if descends(p, seat.process) || descends(seat.process, p) {
+		if slices.Contains(up, seat.process.PID) || slices.Contains(ancestors(seat.process), p.PID) {
 			return true
 		}
 	}
@@ -287,28 +321,27 @@ func (s *service) related(p *member.Process) bool {
 // isolated tells whether a process runs in a network of its own behind a member that was
 // started by command, or that is to be one: its gateway.
 func (s *service) isolated(p *member.Process) bool {
-	return p.Netns != s.inode && slices.ContainsFunc(s.state.Claims, func(c claim) bool {
-		gateway, err := member.Read(c.PID)
-		return err == nil && gateway.StartTime == c.StartTime && descends(p, gateway)
+	if p.Netns == s.inode || len(s.state.Claims) == 0 {
+		return false
+	}
+	up := ancestors(p)
+	return slices.ContainsFunc(s.state.Claims, func(c claim) bool {
+		return slices.Contains(up, c.PID) && member.Alive(c.PID, c.StartTime)
 	})
 }
 
-func descends(p, from *member.Process) bool {
+// ancestors are the parent of a process, its parent and so on, below process 1.
+func ancestors(p *member.Process) (list []int) {
 	const generations = 32
-	for range generations {
-		if p.Parent == from.PID {
-			return true
-		}
-		if p.Parent <= 1 {
-			return false
-		}
-		parent, err := member.Read(p.Parent)
+	for pid := p.Parent; pid > 1 && len(list) < generations; {
+		list = append(list, pid)
+		parent, err := member.Parent(pid)
 		if err != nil {
-			return false
+			break
 		}
-		p = parent
+		pid = parent
 	}
-	return false
+	return list
 }
 
 // Bounds of the processes that wait: each takes a descriptor.

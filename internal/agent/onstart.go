@@ -435,8 +435,7 @@ func (s *service) dropAdopted() {
 		if seat := s.seats[a.Slot]; seat != nil {
 			return seat.process.PID != a.PID || seat.process.StartTime != a.StartTime
 		}
-		p, err := member.Read(a.PID)
-		return err != nil || p.StartTime != a.StartTime
+		return !member.Alive(a.PID, a.StartTime)
 	})
 	if len(kept) == len(s.state.Adopted) {
 		return

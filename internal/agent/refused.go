@@ -65,8 +65,7 @@ func (s *service) hasPorts(pid int) bool {
 // prune forgets those that have ended.
 func (r refusals) prune() {
 	maps.DeleteFunc(r, func(self process, _ refused) bool {
-		p, err := member.Read(self.PID)
-		return err != nil || p.StartTime != self.StartTime
+		return !member.Alive(self.PID, self.StartTime)
 	})
 }
 

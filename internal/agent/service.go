@@ -81,6 +81,9 @@ type service struct {
 	opened             map[int]bool            // slots that have been open in this agent's life
 	hosts              map[*member.Handle]bool // of members without a slot that have adopted devices
 
+	saved  time.Time   // when the members were
+	saving *time.Timer // they are to be
+
 	registrations uint64
 	problem       error // what keeps the service from being held
 	retrying      bool  // hold is to be tried again
@@ -463,6 +466,7 @@ func (s *service) seat(seat *seat) {
 
 // release gives up what this process holds. The data path goes on.
 func (s *service) release() {
+	s.finishSaving()
 	if s.checks.timer != nil {
 		s.checks.timer.Stop()
 	}

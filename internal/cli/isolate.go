@@ -448,14 +448,11 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 		}
 		defer signal.Stop(got)
 	}
-	log := slog.New(slog.DiscardHandler)
-	switch {
-	case i.verbose:
-		log = slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	case guest.Watched:
-		// A service's slot is more than the program's own affair.
-		log = slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: slog.LevelWarn}))
+	level := slog.LevelWarn
+	if i.verbose {
+		level = slog.LevelDebug
 	}
+	log := slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: level}))
 	if guest.Existing == nil {
 		guest.AllowUserns, guest.Expose, guest.Read, guest.Write = i.allowUserns, i.expose, i.read, i.write
 	}

@@ -19,6 +19,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -58,6 +59,28 @@ func inside(what string, args []string) error {
 		line, err := bufio.NewReader(c).ReadString('\n')
 		fmt.Print(line)
 		return err
+	case "scan": // many ports of an address, from one socket, then a connection that says something
+		to := netip.MustParseAddrPort(args[0])
+		c, err := net.ListenUDP("udp4", nil)
+		if err != nil {
+			return err
+		}
+		for port := range 300 {
+			if _, err := c.WriteToUDPAddrPort([]byte("?"), netip.AddrPortFrom(to.Addr(), uint16(20000+port))); err != nil {
+				return err
+			}
+		}
+		return inside("dial", []string{"tcp", args[0]})
+	case "many": // connections to an address, until one is refused
+		var held []net.Conn
+		for {
+			c, err := net.DialTimeout("tcp", args[0], 5*time.Second)
+			if err != nil {
+				fmt.Println(len(held), err)
+				return nil
+			}
+			held = append(held, c)
+		}
 	case "serve": // everybody on networks and ports, until the end of standard input
 		for i := 0; i < len(args); i += 2 {
 			if err := tellPeers(args[i], ":"+args[i+1]); err != nil {
@@ -639,7 +662,7 @@ func keepFile(t *testing.T, name string) {
 	})
 }
 
-// A host that forbids echo requests to its users says so to who asks.
+// A host that forbids echo requests to its users: the gateway says so.
 func TestIsolatePingForbidden(t *testing.T) {
 	addAddresses(t)
 	keepFile(t, pingGroups)
@@ -647,9 +670,9 @@ func TestIsolatePingForbidden(t *testing.T) {
 		if err := os.WriteFile(pingGroups, []byte(allowed), 0); err != nil {
 			t.Fatal(err)
 		}
-		out, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--verbose", "--", itself, "inside", "ping", own4.String()))
-		said := strings.Contains(stderr, `msg="the host sends no echo for this user: see sysctl net.ipv4.ping_group_range"`)
-		if code != want || said != (want != 0) {
+		out, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--", itself, "inside", "ping", own4.String()))
+		said := strings.Count(stderr, "the host sends no echo for this user, see sysctl net.ipv4.ping_group_range")
+		if code != want || said != want {
 			t.Errorf("%s: %q, code %d, want %d\n%s", allowed, out, code, want, stderr)
 		}
 	}
@@ -1112,6 +1135,43 @@ func TestIsolateFewFiles(t *testing.T) {
 	out, stderr, code := resultOf(t, ordinary(t, "ulimit -Sn 64", "isolate", "-p", "20000-20200", "--", "sh", "-c", "ulimit -Sn"))
 	if out != "64\n" || code != 0 {
 		t.Errorf("%q, code %d\n%s", out, code, stderr)
+	}
+}
+
+// A program that uses up all descriptors of its gateway by UDP goes on with TCP; one that does so by
+// TCP is told, and refused in a way that no server does.
+func TestIsolateNoFilesLeft(t *testing.T) {
+	addAddresses(t)
+	at := net.JoinHostPort(own4.String(), "7110")
+	listener, err := net.Listen("tcp", at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	var held []net.Conn
+	var accepting sync.WaitGroup
+	accepting.Go(func() {
+		for {
+			c, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			held = append(held, c)
+			_, _ = c.Write([]byte("hello\n"))
+		}
+	})
+	defer func() {
+		listener.Close()
+		accepting.Wait()
+		for _, c := range held {
+			c.Close()
+		}
+	}()
+	for what, want := range map[string]string{"scan": "hello\n", "many": "connect: network is unreachable\n"} {
+		out, stderr, code := resultOf(t, ordinary(t, "ulimit -n 64", "isolate", "--", itself, "inside", what, at))
+		if !strings.HasSuffix(out, want) || code != 0 || strings.Count(stderr, "no file descriptors left") != 1 {
+			t.Errorf("%s: %q, code %d\n%s", what, out, code, stderr)
+		}
 	}
 }
 

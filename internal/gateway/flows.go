@@ -3,10 +3,14 @@
 package gateway
 
 import (
+	"errors"
+	"net/netip"
 	"os"
 	"strconv"
 	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Each UDP flow that the guest begins, and each TCP connection, takes a port of the host.
@@ -151,6 +155,11 @@ func (g *Gateway) makeRoom(c class) {
 
 // evict forgets a flow before its time.
 func (g *Gateway) evict(u *udpFlow, what string, most int) {
+	g.giveUp(u)
+	g.warnOf(warnEvicted, "too many "+what+": the oldest is forgotten", "most", most)
+}
+
+func (g *Gateway) giveUp(u *udpFlow) {
 	if g.train.of == u {
 		g.train.send()
 	}
@@ -158,14 +167,48 @@ func (g *Gateway) evict(u *udpFlow, what string, most int) {
 	g.datagram.remove(u)
 	g.forget(u.fd)
 	g.count(Evicted)
-	g.warnOf(&g.warned[0], "too many "+what+": the oldest is forgotten", "most", most)
 }
 
+// hostSocket makes a socket of the host's. Where the process has no descriptor left, the UDP
+// flow that is worth least gives up its own: datagrams to many places keep neither
+// connections nor questions to name servers from going on.
+func (g *Gateway) hostSocket(to netip.Addr, kind, protocol int) (fd int, err error) {
+	kind |= unix.SOCK_NONBLOCK | unix.SOCK_CLOEXEC
+	fd, err = unix.Socket(domain(to), kind, protocol)
+	if noDescriptor(err) && g.spare() {
+		fd, err = unix.Socket(domain(to), kind, protocol)
+	}
+	return fd, err
+}
+
+// spare warns that there is no descriptor left, and tells whether a UDP flow had one to give.
+func (g *Gateway) spare() bool {
+	g.warnOf(warnFiles, "no file descriptors left: UDP flows end early, and more connections are refused; raise ulimit -n", "most", g.files)
+	u := g.datagram.first()
+	if u != nil {
+		g.giveUp(u)
+	}
+	return u != nil
+}
+
+func noDescriptor(err error) bool { return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) }
+
+// warning is a kind of them.
+type warning int
+
+const (
+	warnEvicted warning = iota
+	warnRefused
+	warnFiles
+	warnEcho
+	warnings
+)
+
 // warnOf logs a warning, from time to time.
-func (g *Gateway) warnOf(last *time.Time, text string, args ...any) {
-	if !last.IsZero() && g.now.Sub(*last) < warnEvery {
+func (g *Gateway) warnOf(kind warning, text string, args ...any) {
+	if last := g.warned[kind]; !last.IsZero() && g.now.Sub(last) < warnEvery {
 		return
 	}
-	*last = g.now
+	g.warned[kind] = g.now
 	g.log.Warn(text, args...)
 }

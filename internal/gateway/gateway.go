@@ -84,8 +84,9 @@ type Gateway struct {
 	registers int32        // how many descriptors were registered so far
 	conns     map[flow]*conn
 	datagram  flows
-	outgoing  int          // connections that the guest began and that have a socket
-	warned    [2]time.Time // of evicted flows, and of refused connections
+	outgoing  int // connections that the guest began and that have a socket
+	warned    [warnings]time.Time
+	files     uint64 // descriptors that the process may have
 	bounds    bounds
 	inbox     *inbox
 	parts     map[partsOf][]byte // of packets that came in fragments, so far
@@ -176,6 +177,11 @@ func New(c Config) (_ *Gateway, err error) {
 	if g.config.Outgoing == 0 {
 		g.config.Outgoing = portsOf()
 	}
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		return nil, fmt.Errorf("read the limit of descriptors: %w", err)
+	}
+	g.files = limit.Cur
 	defer func() {
 		if err != nil {
 			g.close()

@@ -276,10 +276,10 @@ func (g *Gateway) icmp(s *segment) {
 }
 
 func (g *Gateway) newEcho(f flow, s *segment) *echo {
-	fd, err := unix.Socket(domain(f.remote.Addr()), unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, int(s.protocol))
+	fd, err := g.hostSocket(f.remote.Addr(), unix.SOCK_DGRAM, int(s.protocol))
 	if err != nil {
 		if errors.Is(err, unix.EACCES) {
-			g.log.Info("the host sends no echo for this user: see sysctl net.ipv4.ping_group_range")
+			g.warnOf(warnEcho, "ping does not work: the host sends no echo for this user, see sysctl net.ipv4.ping_group_range")
 		}
 		g.count(Refused)
 		g.refuseDatagram(s, err)

@@ -157,19 +157,19 @@ func (g *Gateway) connect(f flow, s *segment) {
 	}
 	if g.outgoing >= g.config.Outgoing {
 		g.count(TooMany)
-		g.warnOf(&g.warned[1], "too many TCP connections: more are refused", "most", g.config.Outgoing)
+		g.warnOf(warnRefused, "too many TCP connections: more are refused", "most", g.config.Outgoing)
 		g.reset(s)
 		return
 	}
 	to := g.config.Outbound.Translate(f.remote)
-	fd, err := unix.Socket(domain(to.Addr()), unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	fd, err := g.hostSocket(to.Addr(), unix.SOCK_STREAM, 0)
 	switch {
 	case errors.Is(err, unix.EAFNOSUPPORT):
 		g.refuse(s, err)
 		return
 	case err != nil:
 		g.count(TooMany)
-		g.reset(s)
+		g.unreachable(s, noNetwork) // nobody has refused it
 		return
 	}
 	if err := unix.Connect(fd, sockaddr(to)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
@@ -1154,6 +1154,9 @@ func (l *listener) event(uint32) {
 			return
 		case errors.Is(err, unix.EMFILE), errors.Is(err, unix.ENFILE), errors.Is(err, unix.ENOBUFS), errors.Is(err, unix.ENOMEM),
 			errors.Is(err, unix.EINVAL):
+			if noDescriptor(err) && l.g.spare() {
+				continue
+			}
 			l.g.count(TooMany)
 			l.watch(0)
 			l.timer.owner = l

@@ -73,7 +73,7 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 	}
 	g.makeRoom(c)
 	to := g.config.Outbound.Translate(f.remote)
-	fd, err := unix.Socket(domain(to.Addr()), unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	fd, err := g.hostSocket(to.Addr(), unix.SOCK_DGRAM, 0)
 	if err != nil {
 		g.count(TooMany)
 		return nil

@@ -103,15 +103,26 @@ func TestReadOther(t *testing.T) {
 
 func TestReadNothing(t *testing.T) {
 	c := start(t, "sleep", nil, nil)
+	first, err := Read(c.pid())
+	check(t, err)
+	if parent, err := Parent(c.pid()); err != nil || parent != os.Getpid() {
+		t.Errorf("parent %d: %v", parent, err)
+	}
+	if !Alive(c.pid(), first.StartTime) || Alive(c.pid(), first.StartTime+1) {
+		t.Error("a process that sleeps is the one that started then, and no other")
+	}
 	check(t, c.stop.Close())
 	h, err := Open(c.pid())
 	check(t, err)
 	defer h.Close()
 	check(t, within(t, "a child", h.Wait))
-	if p, err := Read(c.pid()); !errors.Is(err, fs.ErrNotExist) {
+	if p, err := Read(c.pid()); !errors.Is(err, fs.ErrNotExist) || Alive(c.pid(), first.StartTime) {
 		t.Errorf("a zombie: %+v, %v", p, err)
 	}
 	check(t, c.Wait())
+	if _, err := Parent(c.pid()); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("the parent of none: %v", err)
+	}
 	for _, pid := range []int{c.pid(), 1 << 30, 0, -1} {
 		if p, err := Read(pid); !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("process %d: %+v, %v", pid, p, err)

@@ -206,8 +206,21 @@ func TestAllKilled(t *testing.T) {
 		if mode == config.Reuseport && apart < len(all)/2 {
 			t.Errorf("the kernel's hash keeps all but %d of %d devices together: is the limit gone?", apart, len(all))
 		}
+		var open sessions
+		var at map[netip.Addr]int
+		if mode == config.Reuseport {
+			open, at = h.connectSomewhere(all)
+		}
 		h.startAgent()
 		h.ready(0, 1, 2, 3)
+		h.eventually("connections of other members' devices, and no others, are reset", func() error {
+			for a, alive := range open.alive() {
+				if alive != (at[a] == home(a)) {
+					return fmt.Errorf("%v: alive %t in slot %d, home %d", a, alive, at[a], home(a))
+				}
+			}
+			return nil
+		})
 		h.forget()
 		h.lands("a new agent", all, home)
 		h.nothingMisplaced(home, 400)

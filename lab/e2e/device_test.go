@@ -189,8 +189,15 @@ type sessions map[netip.Addr]net.Conn
 
 func (h *host) connectAll(all []netip.Addr) sessions {
 	h.Helper()
+	s, _ := h.connectSomewhere(all)
+	return s
+}
+
+// connectSomewhere returns the slots that took the connections, too.
+func (h *host) connectSomewhere(all []netip.Addr) (sessions, map[netip.Addr]int) {
+	h.Helper()
 	var mu sync.Mutex
-	s := sessions{}
+	s, at := sessions{}, map[netip.Addr]int{}
 	h.fromDevices(all, func(a netip.Addr) {
 		c, slot := connect(a, bmpPort, answerTime)
 		if slot < 0 {
@@ -199,14 +206,14 @@ func (h *host) connectAll(all []netip.Addr) sessions {
 		}
 		mu.Lock()
 		defer mu.Unlock()
-		s[a] = c
+		s[a], at[a] = c, slot
 	})
 	h.Cleanup(func() {
 		for _, c := range s {
 			c.Close()
 		}
 	})
-	return s
+	return s, at
 }
 
 // alive says which connections still carry data both ways.

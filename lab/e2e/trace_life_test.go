@@ -228,10 +228,17 @@ func TestTraceLifecycle(t *testing.T) {
 		t.Error("apply --previous does not bring back what was")
 	}
 
-	// A cgroup that somebody removes is made again, and is still the agent's to remove.
+	// A cgroup that somebody removes is his to make again, and then to remove.
 	h.must(os.Remove(h.groupDir("other")))
-	h.eventually("the cgroup to be made again", func() error {
-		if s := h.traced(other); !s.Attached || !s.Created || !h.exists(h.groupDir("other")) {
+	h.eventually("the end of the cgroup", func() error {
+		if s := h.traced(other); s.Attached || s.Created || !strings.Contains(s.Problem, "there is no cgroup") || h.exists(h.groupDir("other")) {
+			return fmt.Errorf("%+v", s)
+		}
+		return nil
+	})
+	h.must(os.Mkdir(h.groupDir("other"), 0o755))
+	h.eventually("the cgroup that was made again", func() error {
+		if s := h.traced(other); !s.Attached || s.Created || s.Problem != "" {
 			return fmt.Errorf("%+v", s)
 		}
 		return nil
@@ -278,6 +285,7 @@ func TestTraceLifecycle(t *testing.T) {
 		t.Errorf("traced again: the kernel calls for %d messages, want 6", calls()-n)
 	}
 	h.stopAgent()
+	h.must(os.Remove(h.groupDir("other")))
 	h.setTrace(elsewhere)
 	h.startAgent()
 	if n := len(sockOps(t, h.groupDir("near"))); n != 1 || len(h.tracePins()) != 1 {

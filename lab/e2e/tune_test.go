@@ -166,16 +166,29 @@ func TestTuneLifecycle(t *testing.T) {
 	}
 	h.has("after policies that were refused", p.connect(2, both...), "sndbuf", 80_000)
 
-	// A cgroup that somebody removes is made again, and is still the agent's to remove, whichever agent's it is.
-	for range 2 {
+	// A cgroup that somebody removes is his to make again, and then to remove.
+	gone := func() {
+		t.Helper()
 		h.must(os.Remove(h.groupDir("other")))
-		h.eventually("the cgroup to be made again", func() error {
-			if s := h.tuning(other); !s.Attached || !s.Created || !h.exists(h.groupDir("other")) {
+		h.eventually("the end of the cgroup", func() error {
+			if s := h.tuning(other); s.Attached || s.Created || !strings.Contains(s.Problem, "there is no cgroup") || h.exists(h.groupDir("other")) {
 				return fmt.Errorf("%+v", s)
 			}
 			return nil
 		})
 	}
+	for range 2 {
+		gone()
+		h.must(os.Mkdir(h.groupDir("other"), 0o755))
+		h.eventually("the cgroup that was made again", func() error {
+			if s := h.tuning(other); !s.Attached || s.Created || s.Problem != "" {
+				return fmt.Errorf("%+v", s)
+			}
+			return nil
+		})
+	}
+	// An agent that starts makes what there is not.
+	gone()
 	h.killAgent()
 	h.setRules(smaller, elsewhere)
 	h.startAgent()
