@@ -51,16 +51,16 @@ func upgrades(t *testing.T, w *world) {
 	write(t, policyPath, services+tuneOnly)
 	forMembers(t, "start", "sockeye")
 	waitReady(t, 0, 1, 2, 3)
-	waitDomains(t, w)
 	w.whenever(t, withSession)
 	before := w.places(t)
 	for _, step := range []struct {
 		name    string
 		install func()
+		policy  string // to go on with
 	}{
-		{"upgrade over a change of tune's layout", func() { installCurrent(t) }},
-		{"return with every domain in use", allDomains},
-		{"upgrade with every domain in use", func() { installCurrent(t) }},
+		{"upgrade over a change of tune's layout", func() { installCurrent(t) }, services + domains},
+		{"return with every domain in use", allDomains, ""},
+		{"upgrade with every domain in use", func() { installCurrent(t) }, ""},
 	} {
 		t.Run(step.name, func(t *testing.T) {
 			sessions := w.sessions()
@@ -69,12 +69,14 @@ func upgrades(t *testing.T, w *world) {
 			waitReady(t, 0, 1, 2, 3)
 			same(t, before, w.places(t))
 			w.unchanged(t, sessions)
+			if v := tuned(t, "telemetry.slice"); !v.Attached || v.Problem != "" {
+				t.Errorf("tune: %+v", v)
+			}
+			if step.policy != "" {
+				apply(t, step.policy)
+			}
 			waitDomains(t, w)
 			noProblem(t)
-			if step.name == "upgrade over a change of tune's layout" {
-				apply(t, services+domains)
-				waitDomains(t, w)
-			}
 		})
 	}
 }
