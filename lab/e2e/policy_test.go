@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -298,9 +299,23 @@ func TestApply(t *testing.T) {
 		h.inOneOf(traffic, four, five, five.but(4)) // while the fifth member registers
 		h.lands("five slots", all, five)
 
-		// Wrong in one place, right in another.
+		// plan counts the members that lose their slots.
 		text, err := os.ReadFile(h.policyPath())
 		h.must(err)
+		for _, c := range []struct{ change, from, to, want string }{
+			{"user: ", `user: .*`, "user: daemon", "5 members lose their slots"},
+			{"members", `\^receiver-\(\\d\+\)`, "^receiver-([0-3])", "1 member loses its slot"},
+			{"members", `\^receiver`, "^[r]eceiver", "no member loses its slot"},
+		} {
+			file := filepath.Join(t.TempDir(), "policy.yaml")
+			h.must(os.WriteFile(file, regexp.MustCompile(c.from).ReplaceAllLiteral(text, []byte(c.to)), 0o600))
+			h.show(&plan, "plan", file)
+			if got := h.effect(plan, c.change); !strings.HasPrefix(got, c.want) {
+				t.Errorf("plan of %s: %q, want %q", c.to, got, c.want)
+			}
+		}
+
+		// Wrong in one place, right in another.
 		h.must(os.WriteFile(h.policyPath(), []byte(strings.Replace(string(text), "slots: 5", "slots: 3\n    slot: 1", 1)), 0o644))
 		h.refuse(2, []string{"policy.yaml:4:", "slot"}, "apply")
 		h.refuse(2, []string{"policy.yaml:4:", "slot"}, "plan")
