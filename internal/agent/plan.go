@@ -121,13 +121,16 @@ func (s *service) plan(t *target) []Change {
 	if from.Backlog != to.Backlog {
 		add(fmt.Sprintf("backlog: %d -> %d", from.Backlog, to.Backlog), "")
 	}
-	for _, field := range []struct{ name, from, to, effect string }{
-		{"user", strings.Join(from.Users, ", "), strings.Join(to.Users, ", "), s.effectOfUser(t)},
-		{"netns", from.Netns, to.Netns, "members in the old namespace lose their slots"},
-		{"cgroup", from.Cgroup, to.Cgroup, s.leaving(t)},
+	for _, field := range []struct {
+		name, from, to string
+		effect         func(*target) string
+	}{
+		{"user", strings.Join(from.Users, ", "), strings.Join(to.Users, ", "), s.effectOfUser},
+		{"netns", from.Netns, to.Netns, func(*target) string { return "members in the old namespace lose their slots" }},
+		{"cgroup", from.Cgroup, to.Cgroup, s.leaving},
 	} {
 		if field.from != field.to {
-			add(fmt.Sprintf("%s: %s -> %s", field.name, cmp.Or(field.from, "unset"), cmp.Or(field.to, "unset")), field.effect)
+			add(fmt.Sprintf("%s: %s -> %s", field.name, cmp.Or(field.from, "unset"), cmp.Or(field.to, "unset")), field.effect(t))
 		}
 	}
 	if from.TrackDevices != to.TrackDevices {
