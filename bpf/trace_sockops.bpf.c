@@ -81,7 +81,11 @@ struct sk_buff {
 	unsigned char *head;
 	__u32 end;
 	__u32 len;
+	__u16 transport_header;
 	char cb[48];
+} __attribute__((preserve_access_index));
+struct tcphdr {
+	__u32 seq; /* big endian */
 } __attribute__((preserve_access_index));
 struct skb_shared_hwtstamps {
 	__s64 hwtstamp;
@@ -275,6 +279,7 @@ __noinline int trace_end(struct bpf_sock_ops *ctx, struct trace_message *m,
 	if (s)
 		__sync_fetch_and_add(&s->outcome[outcome], 1);
 	slow = outcome != TRACE_OVERWRITTEN && outcome != TRACE_MISSED &&
+	       outcome != TRACE_PARTED &&
 	       trace_is_slow(c->group, now, now - (m->started ? m->started : m->sent));
 	if (slow || (st && st->samples))
 		trace_tell(ctx, m, now, outcome, slow);
@@ -509,10 +514,28 @@ static __always_inline void trace_repeated(struct trace_message *m,
 }
 
 /*
+ * The sequence number that the packet at hand begins with, which has the key.
+ * What is not a plain TCP segment of the connection, as in a tunnel, counts as
+ * one that begins with what is not acknowledged.
+ */
+static __always_inline __u32 trace_begins(struct sk_buff *skb,
+					  const struct tcp_sock *tp, __u32 key)
+{
+	__u32 seq = bpf_ntohl(trace_cast(skb->head + skb->transport_header,
+					 struct tcphdr)->seq);
+
+	if ((__s32)(seq - tp->snd_una) < 0 || (__s32)(key - seq) < 0 ||
+	    key - seq >= skb->len)
+		return tp->snd_una;
+	return seq;
+}
+
+/*
  * Packets go out in the order of keys: a message before, which was not stamped,
  * has lost its key to this one, as their packets were joined (tcp_grow_skb and
  * tcp_skb_collapse_tstamp, Linux 6.18). It may be the key of the application's
- * or of another program's.
+ * or of another program's. But a packet may be split again, and the part without
+ * a key leaves first, unseen: of a message that ends there no time is known.
  */
 __noinline int trace_queued(struct bpf_sock_ops *ctx)
 {
@@ -522,7 +545,7 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 	__u32 i, n, found = 0;
 	bool first, retransmitted = false, refused = false;
 	struct tcp_sock *tp;
-	__u32 key;
+	__u32 key, begins;
 	__u64 now;
 
 	if (!c)
@@ -533,8 +556,11 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 		return 0;
 	now = bpf_ktime_get_ns();
 	tp = trace_cast(kern->sk, struct tcp_sock);
+	begins = trace_begins(kern->skb, tp, key);
 	first = !m->queued;
-	if (first) {
+	if (first && (__s32)(m->key - begins) < 0) {
+		m->flags |= TRACE_MESSAGE_PARTED;
+	} else if (first) {
 		trace_left(ctx, m, now);
 		if (m->key != key)
 			m->flags |= TRACE_MESSAGE_JOINED;
@@ -561,6 +587,10 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 		if (first) {
 			if (m->queued)
 				break;
+			if ((__s32)(m->key - begins) < 0) {
+				m->flags |= TRACE_MESSAGE_PARTED;
+				continue;
+			}
 			m->flags |= TRACE_MESSAGE_JOINED;
 			trace_left(ctx, m, now);
 		} else {
@@ -695,10 +725,12 @@ __noinline int trace_acked(struct bpf_sock_ops *ctx)
 		m->retransmits = retransmits - m->retransmits;
 		outcome = m->repeats ? TRACE_RETRANSMITTED : TRACE_ACKED;
 		if (m->key != key)
-			outcome = m->queued ? TRACE_COALESCED : TRACE_MISSED;
+			outcome = m->queued ? TRACE_COALESCED :
+				  m->flags & TRACE_MESSAGE_PARTED ? TRACE_PARTED :
+								    TRACE_MISSED;
 		if (m->flags & TRACE_MESSAGE_LATE)
 			trace_late(c, m);
-		if (outcome != TRACE_MISSED)
+		if (outcome != TRACE_MISSED && outcome != TRACE_PARTED)
 			trace_measure(s, m, now);
 		trace_end(ctx, m, now, outcome);
 		c->tail++;

@@ -63,6 +63,8 @@ enum trace_outcome {
 	TRACE_SENT, /* a datagram that a driver had */
 	TRACE_DROPPED, /* a datagram that the host dropped before */
 	TRACE_SPLIT, /* a datagram that was cut into fragments before */
+	TRACE_PARTED, /* acknowledged; its packet was joined to that of a later
+		       * one, and split again before its end */
 	TRACE_OUTCOMES,
 };
 
@@ -164,6 +166,7 @@ enum trace_message_flag {
 	TRACE_MESSAGE_CORK = 1 << 2, /* TCP_CORK */
 	TRACE_MESSAGE_LATE = 1 << 3, /* was sent before it could be marked */
 	TRACE_MESSAGE_JOINED = 1 << 4, /* left in the packet of the next one */
+	TRACE_MESSAGE_PARTED = 1 << 5, /* left before that, unseen */
 };
 
 struct trace_connection {

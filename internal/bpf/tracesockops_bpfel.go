@@ -144,6 +144,7 @@ const (
 	traceSockopsTraceMessageFlagTRACE_MESSAGE_CORK   traceSockopsTraceMessageFlag = 4
 	traceSockopsTraceMessageFlagTRACE_MESSAGE_LATE   traceSockopsTraceMessageFlag = 8
 	traceSockopsTraceMessageFlagTRACE_MESSAGE_JOINED traceSockopsTraceMessageFlag = 16
+	traceSockopsTraceMessageFlagTRACE_MESSAGE_PARTED traceSockopsTraceMessageFlag = 32
 )
 
 type traceSockopsTraceMinute struct {
@@ -170,7 +171,8 @@ const (
 	traceSockopsTraceOutcomeTRACE_SENT           traceSockopsTraceOutcome = 9
 	traceSockopsTraceOutcomeTRACE_DROPPED        traceSockopsTraceOutcome = 10
 	traceSockopsTraceOutcomeTRACE_SPLIT          traceSockopsTraceOutcome = 11
-	traceSockopsTraceOutcomeTRACE_OUTCOMES       traceSockopsTraceOutcome = 12
+	traceSockopsTraceOutcomeTRACE_PARTED         traceSockopsTraceOutcome = 12
+	traceSockopsTraceOutcomeTRACE_OUTCOMES       traceSockopsTraceOutcome = 13
 )
 
 type traceSockopsTraceRule struct {
@@ -257,7 +259,7 @@ type traceSockopsTraceState struct {
 type traceSockopsTraceStats struct {
 	_        structs.HostLayout
 	Chosen   uint64
-	Outcome  [12]uint64
+	Outcome  [13]uint64
 	Bytes    uint64
 	Undriven uint64
 	Unqueued uint64

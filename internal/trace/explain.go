@@ -68,7 +68,7 @@ func Explain(s *Sample) Explanation {
 	switch s.Outcome {
 	case Unacknowledged:
 		return s.explainGivenUp()
-	case Overwritten, Missed, Full, Application, Refused:
+	case Overwritten, Missed, Parted, Full, Application, Refused:
 		return Explanation{Stage: Total, Cause: CauseUnknown, Text: "it was not measured: " + unmeasured[s.Outcome], Details: s.state()}
 	}
 	legs := s.legs()
@@ -106,6 +106,7 @@ func Explain(s *Sample) Explanation {
 var unmeasured = map[Outcome]string{
 	Overwritten: "a later message took its key before it was sent",
 	Missed:      "it was acknowledged, and the kernel gave no stamp",
+	Parted:      "its packet was joined to that of a later message, and split again before its end",
 	Full:        "too many messages of the connection were under way",
 	Application: "the application's own timestamps had its key",
 	Refused:     "the kernel did not take the request",

@@ -3,10 +3,12 @@
 package trace_test
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 	"unsafe"
@@ -560,5 +562,104 @@ func TestStateInRecovery(t *testing.T) {
 	t.Logf("%d messages in recovery", compared)
 	if compared < 10 {
 		t.Errorf("%d messages in recovery", compared)
+	}
+}
+
+// sent are the segments with data that a link has carried, by when.
+type sent struct {
+	mu       sync.Mutex
+	segments []segment
+}
+
+type segment struct {
+	seq, length uint32
+	at          uint64 // monotonic, in nanoseconds
+}
+
+// note takes down a packet of IPv4.
+func (s *sent) note(packet []byte) {
+	header := int(packet[0]&15) * 4
+	if packet[0]>>4 != 4 || len(packet) < header+20 {
+		return
+	}
+	data := header + int(packet[header+12]>>4)*4
+	if len(packet) <= data {
+		return
+	}
+	var now unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &now)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.segments = append(s.segments, segment{binary.BigEndian.Uint32(packet[header+4:]), uint32(len(packet) - data), uint64(now.Nano())})
+}
+
+// first is when a byte was carried for the first time.
+func (s *sent) first(key uint32) (at uint64, ok bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, g := range s.segments {
+		if key-g.seq < g.length {
+			return g.at, true
+		}
+	}
+	return 0, false
+}
+
+// A message that shares its packet with a later one has the packet's time, also where the window has the
+// packet split: the link had none before the driver is said to have had it.
+func TestCoalescedTimes(t *testing.T) {
+	k := newTracing(t, everything)
+	s := k.samples()
+	var packets sent
+	w := linked(t, lab.LinkOptions{MTU: 1500, Drop: func(d lab.Direction, packet []byte) bool {
+		if d == lab.AToB {
+			packets.note(packet)
+		}
+		return false
+	}})
+	c := w.connect(unix.AF_INET, noDelay)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		buffer := make([]byte, 2048)
+		for {
+			if n, err := retry(func() (int, error) { return unix.Read(c.accepted, buffer) }); n <= 0 || err != nil {
+				return
+			}
+			time.Sleep(2 * time.Millisecond)
+		}
+	}()
+	const messages = 400
+	for i := range messages {
+		check(t, send(c.connected, make([]byte, 500+i*1237%7000), 0))
+	}
+	shut(c.connected)
+	<-done
+	r := k.settled()
+	t.Log(account(r))
+	translate, err := k.names.Translator(k.Trace, k.compiled.Rules)
+	check(t, err)
+	coalesced, wrong := 0, 0
+	var worst time.Duration
+	for _, sample := range s.wait(int(r.Chosen - r.Outcomes[trace.Full])) {
+		if translate(&sample).Outcome != trace.Coalesced {
+			continue
+		}
+		at, ok := packets.first(sample.Message.Key)
+		if !ok {
+			t.Fatalf("the link had no packet with byte %d", sample.Message.Key)
+		}
+		coalesced++
+		if late := time.Duration(sample.Message.Driver - at); late > 0 {
+			wrong++
+			worst = max(worst, late)
+		}
+	}
+	t.Logf("%d shared a packet, %d more one that was split again", coalesced, r.Outcomes[trace.Parted])
+	if wrong > 0 {
+		t.Errorf("of %d coalesced messages the driver had %d after the link, by up to %v", coalesced, wrong, worst)
+	}
+	if n := coalesced + int(r.Outcomes[trace.Parted]); n == 0 {
+		t.Errorf("no message shared a packet")
 	}
 }

@@ -1001,7 +1001,7 @@ var stageMeanings = map[config.Stage]string{
 var outcomeNames = map[Outcome]string{
 	Acked: "acknowledged", Retransmitted: "retransmitted", Overwritten: "overwritten", Coalesced: "coalesced", Missed: "missed",
 	Unacknowledged: "unacknowledged", Full: "too many", Application: "the application's", Refused: "refused",
-	Sent: "sent", Discarded: "discarded", Split: "split",
+	Sent: "sent", Discarded: "discarded", Split: "split", Parted: "parted",
 	Read: "read", Dropped: "dropped", Unread: "unread", RXFull: "too many",
 }
 
@@ -1018,6 +1018,7 @@ var outcomeMeanings = map[Outcome]string{
 	Sent:           "a datagram, stamped until a driver had it",
 	Discarded:      "a datagram that the host dropped before a driver had it",
 	Split:          "a datagram that was cut into fragments",
+	Parted:         "acknowledged; its packet was joined to that of a later message, and split again before its end",
 	Read:           "reached its reader, or its socket where no more was asked",
 	Dropped:        "no room in the socket",
 	Unread:         "the connection ended first",

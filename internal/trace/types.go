@@ -40,6 +40,7 @@ const (
 	Sent           Outcome = "sent"           // a datagram that a driver had
 	Discarded      Outcome = "discarded"      // a datagram that the host dropped before
 	Split          Outcome = "split"          // a datagram that was cut into fragments before
+	Parted         Outcome = "parted"         // acknowledged; its packet was joined to that of a later one, and split again before its end
 )
 
 // The outcomes of what was received.
@@ -51,7 +52,7 @@ const (
 )
 
 // Outcomes are those of messages sent, in the order of the program's counters.
-var Outcomes = []Outcome{Acked, Retransmitted, Overwritten, Coalesced, Missed, Unacknowledged, Full, Application, Refused, Sent, Discarded, Split}
+var Outcomes = []Outcome{Acked, Retransmitted, Overwritten, Coalesced, Missed, Unacknowledged, Full, Application, Refused, Sent, Discarded, Split, Parted}
 
 // Stamped are the outcomes of messages whose stages were measured.
 var Stamped = []Outcome{Acked, Retransmitted, Coalesced, Sent}
