@@ -99,7 +99,8 @@ const smallWindow = 536
 // A Tracker knows what a snapshot does not show: how full the last packet is that
 // is not sent yet, the largest window that the peer has had, and whether TCP paces the
 // socket. It is for one socket and one writer; the zero value is ready. Without one,
-// Estimate takes what is certain, and no pacing.
+// Estimate takes what is certain, and no pacing: of the largest window, that it is no smaller than the
+// present one, than what is on the way, or than the packets that are queued.
 type Tracker struct {
 	tail   int // payload of the last packet not sent
 	goal   int // of the last Estimate
@@ -146,7 +147,8 @@ func (k Kernel) Estimate(s Snapshot, next int, t *Tracker) Estimate {
 	if s.Closed || s.MSS <= 0 {
 		return Estimate{}
 	}
-	window, largest := s.SendWindow, legacyGSO
+	// The peer's largest window was at least what is on the way now.
+	window, largest := max(s.SendWindow, s.Payload-s.Unsent), legacyGSO
 	if t != nil {
 		t.window = max(t.window, window)
 		window = t.window
@@ -154,19 +156,20 @@ func (k Kernel) Estimate(s Snapshot, next int, t *Tracker) Estimate {
 			largest = t.gso
 		}
 	}
+	most := largest - k.header() - 1
 	e := Estimate{
-		Overhead: k.Overhead, Goal: goal(s.MSS, window, largest-k.header()-1),
+		Overhead: k.Overhead, Goal: min(max(goal(s.MSS, window), k.filled(s)), max(most-most%s.MSS, s.MSS)),
 		Free: max(s.SendBuffer-s.Queued, 0),
 	}
 	e.Tail = s.tail(t, e.Goal)
 	e.Exact = k.exact(s, e.Goal, e.Tail, window/2, t != nil && t.paced)
-	grain := e.Goal
-	if s.Unsent == 0 && next > 0 {
-		grain = min(grain, next)
+	safe, free := 0, max(e.Free-k.splits(s), 0)
+	if next > 0 && next < e.Goal {
+		n := min(s.alone(next), free/(next+k.Overhead))
+		safe, free = n*next, free-n*(next+k.Overhead)
 	}
-	free := max(e.Free-k.splits(s), 0)
-	whole, rest := free/(grain+k.Overhead), free%(grain+k.Overhead)
-	safe := whole*grain + max(rest-k.Overhead, 0)
+	whole, rest := free/(e.Goal+k.Overhead), free%(e.Goal+k.Overhead)
+	safe += whole*e.Goal + max(rest-k.Overhead, 0)
 	if s.NotSentLowat > 0 {
 		safe = min(safe, max(s.NotSentLowat-s.Unsent, 0))
 	}
@@ -184,15 +187,32 @@ func (k Kernel) splits(s Snapshot) int {
 	return (leaves/max(s.Burst, 2*s.MSS) + 1) * k.Overhead
 }
 
-// goal is the payload of a full packet: tcp_xmit_size_goal. It is at most size.
-func goal(mss, window, size int) int {
+// alone is how many of the writes to come may leave in a packet of their own, each with its
+// overhead: as many as the windows let out behind what is not sent yet. Later ones share a packet.
+// An acknowledgement lets another one out, and frees the memory of one packet at least.
+func (s *Snapshot) alone(next int) int {
+	segments := (next + s.MSS - 1) / s.MSS
+	return max(s.Sendable-s.Unsent, 0)/(segments*s.MSS) + 1
+}
+
+// goal is the payload of a full packet by the peer's largest window (tcp_xmit_size_goal), or less where
+// only a smaller window was seen.
+func goal(mss, window int) int {
 	if window > smallWindow {
 		window /= 2
 	}
-	if window > 0 {
-		size = min(size, window)
+	return max(window-window%mss, mss)
+}
+
+// filled is how full the packets are that are queued, on average, in whole segments: the kernel fills
+// them so far.
+func (k Kernel) filled(s Snapshot) int {
+	memory := s.Queued - s.Payload
+	if s.Guessed || s.Payload <= 0 || memory < k.Overhead {
+		return 0
 	}
-	return max(size-size%mss, mss)
+	packets := (memory + k.Overhead - 1) / k.Overhead
+	return s.Payload / packets / s.MSS * s.MSS
 }
 
 // tail is the room in the last packet not sent.

@@ -4,6 +4,7 @@ package room_test
 
 import (
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"net"
 	"testing"
@@ -42,11 +43,23 @@ func TestArithmetic(t *testing.T) {
 		{"the last packet has room, the buffer none", with(func(s *room.Snapshot) {
 			s.Queued, s.Payload, s.Unsent = 1<<20, 1<<20-20*overhead, 1448
 		}), 0, 0, goal - 1448},
+		// Ten bytes leave, each in a packet of its own; the others wait in full ones.
+		{"small writes", with(func(s *room.Snapshot) { s.Sendable, s.Burst = 10*1448, goal }), 1, 15*goal + 33*1448, 16*goal + 14480},
 		// A byte a packet: what it costs is the overhead.
-		{"small writes", open, 1, 0, 16 * goal},
-		{"writes of a segment", open, 1448, (1 << 20) / (1448 + overhead) * 1448, 16 * goal},
+		{"small writes that all leave", with(func(s *room.Snapshot) { s.Sendable, s.Burst = 10000*1448, goal }), 1, 0, 16 * goal},
+		{"writes of a segment", with(func(s *room.Snapshot) { s.Sendable, s.Burst = 100*1448, goal }), 1448, 101*1448 + 12*goal + 15*1448, 16*goal + 14480},
 		{"small writes behind unsent data", with(func(s *room.Snapshot) { s.Queued, s.Payload, s.Unsent = goal+overhead, goal, goal }), 1,
 			14*goal + 39*1448, 15 * goal},
+		// Nothing is known of the window that the peer had: a segment a packet is certain.
+		{"a window of 0", with(func(s *room.Snapshot) { s.SendBuffer, s.SendWindow = 69120, 0 }), 0, 30 * 1448, 31 * 1448},
+		// It had 20 segments, which are on the way.
+		{"a window that is full", with(func(s *room.Snapshot) {
+			s.SendBuffer, s.SendWindow, s.Queued, s.Payload = 69120, 0, 20*1448+2*overhead, 20*1448
+		}), 0, 24 * 1448, 30 * 1448},
+		// Four packets are queued of two segments each.
+		{"packets that fill half of the window", with(func(s *room.Snapshot) {
+			s.SendBuffer, s.SendWindow, s.Queued, s.Payload, s.Unsent = 69120, 0, 4*(2*1448+overhead), 8*1448, 8*1448
+		}), 0, 28 * 1448, 30 * 1448},
 		// Half of a window of 64 KB.
 		{"a small window", with(func(s *room.Snapshot) { s.SendBuffer, s.SendWindow = 69120, 65160 }), 0, 46 * 1448, 3 * 22 * 1448},
 		{"TCP_NOTSENT_LOWAT", with(func(s *room.Snapshot) { s.NotSentLowat = 100000 }), 0, 69 * 1448, 2 * goal},
@@ -176,6 +189,63 @@ func TestTracker(t *testing.T) {
 	}
 }
 
+// TestZeroWindow estimates for peers that do not read, whose window is 0 when they are first looked at: the
+// kernel fills packets to half of the largest window that they had.
+func TestZeroWindow(t *testing.T) {
+	kernel, err := room.Calibrate()
+	check(t, err)
+	random := rand.New(rand.NewPCG(8, 1))
+	data := make([]byte, 16<<20)
+	for _, buffer := range []int{20000, 4000, 0} {
+		t.Run(fmt.Sprintf("SO_RCVBUF %d", buffer), func(t *testing.T) {
+			states, exact := 0, 0
+			for range 40 {
+				from, _ := pairWith(t, buffer)
+				raw, err := from.SyscallConn()
+				check(t, err)
+				check(t, raw.Control(func(fd uintptr) {
+					write := func(n int) int {
+						n, err := unix.Write(int(fd), data[:n])
+						if err != nil && !errors.Is(err, unix.EAGAIN) {
+							t.Fatal(err)
+						}
+						return max(n, 0)
+					}
+					write(1 << 20) // more than the window
+					for range random.IntN(8) {
+						write(1 + random.IntN(30000))
+					}
+					var s room.Snapshot
+					for end := time.Now().Add(200 * time.Millisecond); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
+						var err error
+						s, err = room.Take(int(fd))
+						check(t, err)
+						if s.SendWindow == 0 && s.Payload == s.Unsent {
+							break
+						}
+					}
+					e := kernel.Estimate(s, 0, nil)
+					took := write(max(e.Exact, e.Safe) + 1<<20)
+					if after, err := room.Take(int(fd)); err != nil || after.Payload != s.Payload+took {
+						return // something was acknowledged meanwhile
+					}
+					states++
+					if e.Exact > took {
+						exact++
+					}
+					if e.Safe > took {
+						t.Errorf("safe says %d, the kernel took %d: %+v", e.Safe, took, s)
+					}
+				}))
+			}
+			t.Logf("%d states, exact was too large in %d", states, exact)
+			if states < 10 {
+				t.Errorf("only %d states", states)
+			}
+		})
+	}
+}
+
 func FuzzEstimate(f *testing.F) {
 	f.Add(int32(1<<20), int32(0), int32(0), int32(0), int32(1448), int32(1<<20), int32(14480), int32(7240), int32(0), int32(0), int32(10))
 	f.Add(int32(46080), int32(50000), int32(40000), int32(1), int32(1), int32(1), int32(1<<30), int32(1), int32(1), int32(1), int32(0))
@@ -197,12 +267,22 @@ func FuzzEstimate(f *testing.F) {
 }
 
 // pair is a connection over loopback; nobody reads.
-func pair(t *testing.T) (from, to *net.TCPConn) {
+func pair(t *testing.T) (from, to *net.TCPConn) { return pairWith(t, 0) }
+
+// pairWith sets SO_RCVBUF of the peer before it is connected, unless it is 0.
+func pairWith(t *testing.T, buffer int) (from, to *net.TCPConn) {
 	t.Helper()
 	l, err := net.ListenTCP("tcp4", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	check(t, err)
 	defer l.Close()
 	check(t, l.SetDeadline(time.Now().Add(10*time.Second)))
+	if buffer > 0 {
+		raw, err := l.SyscallConn()
+		check(t, err)
+		check(t, raw.Control(func(fd uintptr) {
+			check(t, unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUF, buffer))
+		}))
+	}
 	c, err := net.Dial("tcp4", l.Addr().String())
 	check(t, err)
 	accepted, err := l.AcceptTCP()
@@ -267,7 +347,7 @@ func TestArm(t *testing.T) {
 		check(t, err)
 		data := make([]byte, 1<<20)
 		var largest int
-		for end := time.Now().Add(2 * time.Second); time.Now().Before(end) && largest < 1<<20; {
+		for end := time.Now().Add(200 * time.Millisecond); time.Now().Before(end) && largest < 1<<20; {
 			snapshot, err := room.Take(fd)
 			check(t, err)
 			largest = max(largest, snapshot.SendBuffer)

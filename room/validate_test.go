@@ -26,26 +26,31 @@ var (
 	receivers = []netip.Prefix{netip.MustParsePrefix("10.94.0.2/24"), netip.MustParsePrefix("fd94::2/64")}
 )
 
-// A formula says how much a socket takes, in bytes.
+// A formula says how much a socket takes, in bytes, by what is known of its past, and without that.
 type formula struct {
 	name string
-	of   func(s room.Snapshot, e room.Estimate) int
+	of   func(s room.Snapshot, tracked, fresh room.Estimate) int
 }
+
+// smallWrites is the formula that is told how large the writes to come are, and is held against such writes.
+const smallWrites = 5
 
 // formulas are ours; that of passt, 75 to 100 % of SO_SNDBUF less SIOCOUTQ; and the
 // one of a patch to it, which scales by the overhead that it sees.
 var formulas = []formula{
-	{"safe", func(_ room.Snapshot, e room.Estimate) int { return e.Safe }},
-	{"exact", func(_ room.Snapshot, e room.Estimate) int { return e.Exact }},
-	{"75-100 % of SO_SNDBUF less SIOCOUTQ", func(s room.Snapshot, _ room.Estimate) int {
+	{"safe", func(_ room.Snapshot, e, _ room.Estimate) int { return e.Safe }},
+	{"exact", func(_ room.Snapshot, e, _ room.Estimate) int { return e.Exact }},
+	{"safe, the past not known", func(_ room.Snapshot, _, e room.Estimate) int { return e.Safe }},
+	{"75-100 % of SO_SNDBUF less SIOCOUTQ", func(s room.Snapshot, _, _ room.Estimate) int {
 		return max(scaled(s.SendBuffer)-s.Payload, 0)
 	}},
-	{"(sndbuf - wmem_queued) * sendq / wmem_queued", func(s room.Snapshot, _ room.Estimate) int {
+	{"(sndbuf - wmem_queued) * sendq / wmem_queued", func(s room.Snapshot, _, _ room.Estimate) int {
 		if s.Queued == 0 || s.Payload == 0 {
 			return s.SendBuffer / 4 * 3
 		}
 		return int(int64(max(s.SendBuffer-s.Queued, 0)) * int64(s.Payload) / int64(s.Queued))
 	}},
+	smallWrites: {name: "safe, small writes follow"},
 }
 
 // scaled is all of a buffer of up to 128 KiB, three quarters of one of 4 MiB.
@@ -101,6 +106,7 @@ type scene struct {
 	link   lab.LinkOptions
 	most   int           // bytes of a write, at least 1
 	pause  time.Duration // of the reader after each read
+	buffer int           // SO_RCVBUF of the peer as it is set, 0: the kernel's own
 }
 
 func (s scene) String() string {
@@ -109,12 +115,21 @@ func (s scene) String() string {
 	if s.pause > 0 {
 		text += " slow reader"
 	}
+	if s.buffer > 0 {
+		text += fmt.Sprintf(" rcvbuf %d", s.buffer)
+	}
 	return text
 }
 
 // scenes are all combinations, or for a quick run one of each seven.
 func scenes(all bool) (list []scene) {
 	n := 0
+	add := func(s scene) {
+		if n++; all || n%37 == 0 {
+			s.link.Seed = uint64(n)
+			list = append(list, s)
+		}
+	}
 	for _, cc := range []string{"cubic", "bbr", "reno"} {
 		for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
 			for _, mtu := range []int{1280, 1500, 9000, 65520} {
@@ -122,11 +137,13 @@ func scenes(all bool) (list []scene) {
 					for _, loss := range []float64{0, 0.001} {
 						for _, most := range []int{1400, 1 << 20} {
 							for _, pause := range []time.Duration{0, 5 * time.Millisecond} {
-								if n++; !all && n%37 != 0 {
-									continue
+								add(scene{cc, family, lab.LinkOptions{MTU: mtu, Delay: rtt / 2, Loss: loss, Rate: 1e9}, most, pause, 0})
+								// Peers with small buffers: the window is 0 again and again.
+								if cc != "reno" && family == unix.AF_INET && loss == 0 && (mtu == 1500 || mtu == 65520) {
+									for _, buffer := range []int{4000, 20000} {
+										add(scene{cc, family, lab.LinkOptions{MTU: mtu, Delay: rtt / 2, Rate: 1e9}, most, pause, buffer})
+									}
 								}
-								link := lab.LinkOptions{MTU: mtu, Delay: rtt / 2, Loss: loss, Rate: 1e9, Seed: uint64(n)}
-								list = append(list, scene{cc, family, link, most, pause})
 							}
 						}
 					}
@@ -171,16 +188,20 @@ func TestEstimate(t *testing.T) {
 			if n := scores[0].states; n < 20 {
 				t.Errorf("%d states", n)
 			}
-			if most := scores[0].most; most > 1 {
-				t.Errorf("safe is up to %.1f segments too large", most)
+			for _, i := range []int{0, 2, smallWrites} {
+				if most := scores[i].most; most > 1 {
+					t.Errorf("%s is up to %.1f segments too large", formulas[i].name, most)
+				}
 			}
 			if scores[1].bytes > 2*65536 {
 				t.Errorf("exact is up to %d bytes too large, more than two packets", scores[1].bytes)
 			}
 		})
 	}
-	if share := total[0].overShare(); share >= 0.005 {
-		t.Errorf("safe is too large in %.2f %% of %d states", 100*share, total[0].states)
+	for _, i := range []int{0, 2, smallWrites} {
+		if share := total[i].overShare(); share >= 0.005 {
+			t.Errorf("%s is too large in %.2f %% of %d states", formulas[i].name, 100*share, total[i].states)
+		}
 	}
 	if u := total[1].utilisation(); u <= 0.99 {
 		t.Errorf("exact predicts %.4f of what the kernel takes", u)
@@ -199,15 +220,16 @@ func (s scene) keys() []string {
 		s.cc, map[int]string{unix.AF_INET: "IPv4", unix.AF_INET6: "IPv6"}[s.family],
 		fmt.Sprintf("MTU %d", s.link.MTU), fmt.Sprintf("RTT %v", 2*s.link.Delay), fmt.Sprintf("loss %g %%", 100*s.link.Loss),
 		fmt.Sprintf("writes of 1 to %d bytes", s.most), fmt.Sprintf("reader pauses %v", s.pause),
+		fmt.Sprintf("peer's SO_RCVBUF %d", s.buffer),
 	}
 }
 
 func print(w *strings.Builder, name string, scores []score) {
 	tab := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintf(tab, "%s, %d states\ttoo large\tby at most\tpredicts\n", name, scores[0].states)
+	fmt.Fprintf(tab, "%s\tstates\ttoo large\tby at most\tpredicts\n", name)
 	for i, f := range formulas {
 		s := scores[i]
-		fmt.Fprintf(tab, "  %s\t%.2f %%\t%.1f segments\t%.4f\n", f.name, 100*s.overShare(), s.most, s.utilisation())
+		fmt.Fprintf(tab, "  %s\t%d\t%.2f %%\t%.1f segments\t%.4f\n", f.name, s.states, 100*s.overShare(), s.most, s.utilisation())
 	}
 	_ = tab.Flush() // to a strings.Builder
 }
@@ -243,7 +265,10 @@ func (s scene) connect(t *testing.T) (fd int) {
 		if listener, err = unix.Socket(s.family, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0); err != nil {
 			return err
 		}
-		return errors.Join(unix.Bind(listener, at), unix.Listen(listener, 1))
+		if s.buffer > 0 {
+			err = unix.SetsockoptInt(listener, unix.SOL_SOCKET, unix.SO_RCVBUF, s.buffer)
+		}
+		return errors.Join(err, unix.Bind(listener, at), unix.Listen(listener, 1))
 	}))
 	defer unix.Close(listener)
 	err = a.Do(func() (err error) {
@@ -280,6 +305,7 @@ func (s scene) connect(t *testing.T) (fd int) {
 		// What is queued is not waited for.
 		_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
 		check(t, unix.Close(fd))
+		_ = unix.Shutdown(to, unix.SHUT_RDWR) // the link may have lost the RST
 		<-done
 	})
 	return fd
@@ -299,10 +325,10 @@ func (s scene) run(t *testing.T, kernel room.Kernel, states int) []score {
 	rng := rand.New(rand.NewPCG(s.link.Seed, 0))
 	data := make([]byte, 16<<20)
 	scores := make([]score, len(formulas))
-	look := func() (room.Snapshot, room.Estimate) {
+	look := func(next int) (room.Snapshot, room.Estimate) {
 		snapshot, err := room.Take(fd)
 		check(t, err)
-		return snapshot, kernel.Estimate(snapshot, 0, &tracker)
+		return snapshot, kernel.Estimate(snapshot, next, &tracker)
 	}
 	write := func(offered int) int {
 		n, err := unix.Write(fd, data[:offered])
@@ -315,28 +341,51 @@ func (s scene) run(t *testing.T, kernel room.Kernel, states int) []score {
 		return n
 	}
 	for end := time.Now().Add(3 * time.Second); scores[0].states < states && time.Now().Before(end); {
-		snapshot, estimate := look()
+		next := 0
+		kind := rng.IntN(7)
+		if kind == 6 {
+			next = int(math.Exp(rng.Float64() * math.Log(1400)))
+		}
+		snapshot, estimate := look(next)
 		if snapshot.Arming() {
 			_, err := room.Arm(fd)
 			check(t, err)
 		}
-		switch rng.IntN(3) {
-		case 0:
+		// What was acknowledged meanwhile makes it another state.
+		same := func(took int) bool {
+			after, err := room.Take(fd)
+			return err == nil && after.Payload == snapshot.Payload+took
+		}
+		switch kind {
+		case 0, 1:
 			took := write(min(estimate.Exact+3*estimate.Goal, len(data)))
-			// What was acknowledged meanwhile makes it another state.
-			if after, err := room.Take(fd); err != nil || after.Payload != snapshot.Payload+took {
+			if !same(took) {
 				break
 			}
-			for i, f := range formulas {
-				scores[i].add(f.of(snapshot, estimate), took, snapshot.MSS)
+			fresh := kernel.Estimate(snapshot, 0, nil)
+			for i, f := range formulas[:smallWrites] {
+				scores[i].add(f.of(snapshot, estimate, fresh), took, snapshot.MSS)
 			}
-		case 1:
+		case 2, 3:
 			for range rng.IntN(20) {
 				write(int(math.Exp(rng.Float64() * math.Log(float64(s.most)))))
-				look()
+				look(0)
 			}
-		case 2:
+		case 4, 5:
 			time.Sleep(time.Duration(rng.ExpFloat64() * float64(2*time.Millisecond)))
+		case 6:
+			took, refused := 0, false
+			for range 10000 {
+				n := write(next)
+				if took += n; n < next {
+					refused = true
+					break
+				}
+				look(next)
+			}
+			if refused && same(took) {
+				scores[smallWrites].add(estimate.Safe, took, snapshot.MSS)
+			}
 		}
 	}
 	return scores
