@@ -41,6 +41,31 @@ func portsOf() int {
 	return defaultPorts / portShare
 }
 
+// opening bounds the time that the gateway spends on opening flows: a guest that sends to ever other places would
+// have its own connections and questions to name servers wait behind them, or be lost with them.
+type opening struct {
+	left time.Duration
+	at   time.Time
+}
+
+const (
+	// openingShare is in percent of all time.
+	openingShare = 60
+	// openingBurst is what may be spent at once.
+	openingBurst = 50 * time.Millisecond
+)
+
+func (o *opening) allows(now time.Time) bool {
+	if o.at.IsZero() {
+		o.left = openingBurst
+	}
+	o.left = min(o.left+now.Sub(o.at)*openingShare/100, openingBurst)
+	o.at = now
+	return o.left > 0
+}
+
+func (o *opening) spend(d time.Duration) { o.left -= d }
+
 // class is what kind of flow it is: which one is evicted first depends on it.
 type class uint8
 
@@ -198,6 +223,7 @@ type warning int
 
 const (
 	warnEvicted warning = iota
+	warnOpening
 	warnRefused
 	warnFiles
 	warnEcho

@@ -178,6 +178,49 @@ func TestUDPEviction(t *testing.T) {
 	}
 }
 
+// TestFlowsLeaveTime: a guest that sends to ever other places does not have the gateway open flows all the time.
+// Questions to name servers, and flows that are there, go on.
+func TestFlowsLeaveTime(t *testing.T) {
+	alias, server := netip.MustParseAddr("169.254.53.53"), netip.AddrPortFrom(host4, 53)
+	p := newPuppet(t, Config{Outbound: Outbound{All: true, DNS: []NameServer{{alias, server}}}})
+	// Each look at the clock takes a millisecond, so that opening a flow does.
+	begin, looks := time.Now(), 0
+	p.g.clock = func() time.Time { looks++; return begin.Add(time.Duration(looks) * time.Millisecond) }
+	lasting := flow{netip.AddrPortFrom(guest4, 5000), netip.AddrPortFrom(host4, 9)}
+	p.put(datagram(lasting.guest, lasting.remote, []byte("?")))
+	p.turn(0)
+	const flood = 2000
+	for i := range flood {
+		p.put(datagram(netip.AddrPortFrom(guest4, 9999), netip.AddrPortFrom(host4, uint16(10000+i)), []byte("x")))
+		if i%50 == 49 {
+			p.turn(0)
+		}
+	}
+	p.until("all are handled", func() bool {
+		return len(p.g.datagram.by)+int(p.g.Counts()[TooMany]) > flood
+	})
+	opened, spent := len(p.g.datagram.by), time.Duration(looks)*time.Millisecond
+	if most := int((spent*openingShare/100+openingBurst)/time.Millisecond) + 10; opened > most || opened < most/4 {
+		t.Errorf("%d flows were opened in %v, want up to %d", opened, spent, most)
+	}
+	if p.g.datagram.by[lasting] == nil {
+		t.Error("the flow that was there is gone")
+	}
+	question := flow{netip.AddrPortFrom(guest4, 10000), netip.AddrPortFrom(alias, 53)}
+	p.put(datagram(question.guest, question.remote, []byte("?")))
+	p.turn(0)
+	if p.g.datagram.by[question] == nil {
+		t.Error("a question to a name server is dropped")
+	}
+	looks += 1000 // the flood is over
+	after := flow{netip.AddrPortFrom(guest4, 9999), netip.AddrPortFrom(host4, 9998)}
+	p.put(datagram(after.guest, after.remote, []byte("x")))
+	p.turn(0)
+	if p.g.datagram.by[after] == nil {
+		t.Error("after the flood, no flow is opened")
+	}
+}
+
 // TestPinhole: a peer that has said something once, or somebody in its name, is not
 // answered without end where the guest may go nowhere by itself.
 func TestPinhole(t *testing.T) {

@@ -8,6 +8,7 @@
 package gateway
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -50,6 +51,9 @@ type Config struct {
 	// they take ports of the host. One more connection is refused, one more flow takes the
 	// place of the oldest. Default: a quarter of the host's port range.
 	Outgoing int
+	// Memory bounds what the host's sockets of the guest's connections hold to send together, in bytes; each may
+	// hold 64 KB even so. Default: a quarter of the low mark of net.ipv4.tcp_mem.
+	Memory int
 	// Linger is how long Run goes on after its context has ended, for what programs of
 	// the guest sent before they ended. 0: not at all.
 	Linger time.Duration
@@ -105,6 +109,8 @@ type Gateway struct {
 	batches   []*batch // not in use
 	buffer    []byte   // for what is sent to the guest
 	spilled   int      // bytes that are kept of segments which sockets did not take whole
+	memory    sendMemory
+	opening   opening
 	counts    [reasons]atomic.Uint64
 }
 
@@ -168,6 +174,8 @@ func New(c Config) (_ *Gateway, err error) {
 		bounds: bounds{}, inbox: newInbox(), parts: map[partsOf][]byte{},
 		packets: make([]byte, tunBudget*mostRead), buffer: make([]byte, mostRead),
 	}
+	g.memory = sendMemory{g: g, most: cmp.Or(c.Memory, mostMemory()), waiting: map[*conn]bool{}}
+	g.memory.timer.owner = &g.memory
 	if g.log == nil {
 		g.log = slog.New(slog.DiscardHandler)
 	}
@@ -444,16 +452,24 @@ func (g *Gateway) turn() {
 	g.timers.run(g.now)
 }
 
-func (g *Gateway) close() {
+// endConnections ends those of TCP, at both ends. A program that has ended leaves sockets inside, with what they
+// could not send; their network namespace and their memory would stay for minutes.
+func (g *Gateway) endConnections() {
 	for _, c := range g.conns {
 		if c.fd < 0 {
 			continue
 		}
+		c.resetGuest()
 		if !c.shut {
 			c.resetSocket() // what the guest sent was not all
 		}
 		unix.Close(c.fd)
+		c.fd = -1
 	}
+}
+
+func (g *Gateway) close() {
+	g.endConnections()
 	for _, f := range g.datagram.by {
 		f.close()
 	}

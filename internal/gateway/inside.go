@@ -205,10 +205,25 @@ func (s *Setup) prepare(reply *setupReply) (tun int, err error) {
 	return OpenTUN(s.Interface)
 }
 
+// mostGuestBuffer bounds the send buffer of each connection inside, in bytes. The gateway answers in less than a
+// millisecond, and what is on its way further waits in the host's socket.
+const mostGuestBuffer = 512 << 10
+
+// smallerWmem is net.ipv4.tcp_wmem with that bound.
+func smallerWmem() string {
+	values := [3]int{4096, 16384, mostGuestBuffer}
+	if text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem"); err == nil {
+		_, _ = fmt.Sscan(string(text), &values[0], &values[1], &values[2])
+	}
+	return fmt.Sprintf("%d %d %d", values[0], min(values[1], mostGuestBuffer), min(values[2], mostGuestBuffer))
+}
+
 func (s *Setup) setSysctls(reply *setupReply) error {
 	for c, without := range map[sysctl]string{
 		{"net/ipv4/ip_unprivileged_port_start", "0"}:                                    "ports below 1024 stay closed to the program",
 		{"net/ipv4/ping_group_range", fmt.Sprintf("%d %d", os.Getegid(), os.Getegid())}: "ping does not work inside",
+		// Its own end of the connections is no further than this host.
+		{"net/ipv4/tcp_wmem", smallerWmem()}: "its connections may hold much of the host's memory for TCP",
 		// A kernel that sends cookies forgets the connection when the program's queue is full.
 		{"net/ipv4/tcp_syncookies", "0"}: "of many connections at once some may not get through",
 	} {

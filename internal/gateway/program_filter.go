@@ -51,6 +51,9 @@ var namespaceCalls = []uintptr{
 // (TIOCSTI, and TIOCLINUX on a console), or that load line disciplines into the kernel.
 var terminalRequests = []uint32{unix.TIOCSTI, unix.TIOCLINUX, unix.TIOCSETD}
 
+// ioprioGroup is IOPRIO_WHO_PGRP of linux/ioprio.h.
+const ioprioGroup = 2
+
 // The kernel takes these arguments as 32 bits (int, unsigned int) and looks at nothing above: conditions on all 64 bits
 // could be passed by setting one above. The flags of clone(2) are cut to 32 bits too; unshare(2) refuses what is above.
 
@@ -73,6 +76,9 @@ func programFilter(allowUserns bool) []unix.SockFilter {
 	call(unix.SYS_SOCKET, socketBlock(true)...)
 	call(unix.SYS_SOCKETPAIR, socketBlock(false)...)
 	call(unix.SYS_IOCTL, slices.Concat([]unix.SockFilter{argument(1)}, anyOf(terminalRequests, refused), []unix.SockFilter{permitted})...)
+	// The process group reaches out of the PID namespace: a program that shares it with a shell would slow that down.
+	call(unix.SYS_SETPRIORITY, argument(0), jump(unix.BPF_JEQ, unix.PRIO_PGRP, 0, 1), refused, permitted)
+	call(unix.SYS_IOPRIO_SET, argument(0), jump(unix.BPF_JEQ, ioprioGroup, 0, 1), refused, permitted)
 	denied := deniedCalls
 	if !allowUserns {
 		denied = slices.Concat(denied, namespaceCalls)

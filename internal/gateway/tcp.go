@@ -84,8 +84,9 @@ type conn struct {
 	edge uint32 // right edge of the window that the guest knows of
 	// usual is how large writes to the socket are of late, in bytes, which is what room
 	// depends on; grain the MSS that the guest was told.
-	usual int
-	grain uint16
+	usual  int
+	grain  uint16
+	memory holding // as sendMemory knows it
 	// spill is what the socket did not take of what is at rcv.
 	spill   []byte
 	held    *batch // what came in this turn, at rcv, if there is no spill
@@ -792,6 +793,14 @@ func (c *conn) writable() {
 	}
 }
 
+// open tells the guest of a larger window, if there is one.
+func (c *conn) open() {
+	edge := c.edge
+	if c.advance(); c.edge != edge {
+		c.tell()
+	}
+}
+
 // advance moves the right edge of the window as far as the socket has room. An edge
 // that the guest knows of stays.
 func (c *conn) advance() {
@@ -817,6 +826,7 @@ func (c *conn) advance() {
 		// say later that there is more room.
 		safe = max(safe, int(c.grain))
 	}
+	safe = c.g.memory.allow(c, s.Queued, safe)
 	window := min(safe, 65535<<c.shift())
 	// In units of the scale, so that rounding takes no edge further.
 	if whole := window &^ (1<<c.shift() - 1); whole >= int(c.grain) {
@@ -1080,15 +1090,21 @@ func (c *conn) patience() uint8 {
 // is gone.
 func (c *conn) abort() {
 	c.g.count(Reset)
-	if c.state != connecting {
-		a := c.segment(c.nxt, flagRST|flagACK)
-		if c.state == calling {
-			a.flags = flagRST
-		}
-		c.transmit(&a, nil)
-	}
+	c.resetGuest()
 	c.resetSocket()
 	c.drop()
+}
+
+// resetGuest ends the connection at the guest, whose socket gives its memory back.
+func (c *conn) resetGuest() {
+	if c.state == connecting {
+		return
+	}
+	a := c.segment(c.nxt, flagRST|flagACK)
+	if c.state == calling {
+		a.flags = flagRST
+	}
+	c.transmit(&a, nil)
 }
 
 // abandon ends the connection after the guest's RST. What it sent before goes first.
@@ -1110,6 +1126,7 @@ func resetOnClose(fd int) {
 
 // release gives back what the connection holds of the host.
 func (c *conn) release() {
+	c.g.memory.forget(c)
 	c.discard() // what is left there would be answered with an RST
 	c.g.forget(c.fd)
 	c.unhold()

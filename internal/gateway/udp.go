@@ -71,6 +71,15 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 	if g.config.Outbound.nameServer(f.remote.Addr()) != nil {
 		c = naming
 	}
+	if c == passing {
+		begin := g.clock()
+		if !g.opening.allows(begin) {
+			g.count(TooMany)
+			g.warnOf(warnOpening, "too many new UDP flows: datagrams to other places are dropped, so that the rest goes on")
+			return nil
+		}
+		defer func() { g.opening.spend(g.clock().Sub(begin)) }()
+	}
 	g.makeRoom(c)
 	to := g.config.Outbound.Translate(f.remote)
 	fd, err := g.hostSocket(to.Addr(), unix.SOCK_DGRAM, 0)
