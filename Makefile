@@ -167,7 +167,7 @@ install: docs ## Install binary, man pages, completions, unit and examples (PREF
 	sed 's|@PREFIX@|$(PREFIX)|' dist/sockeye.service > $(DESTDIR)/etc/systemd/system/sockeye.service
 	install -d $(DESTDIR)$(PREFIX)/share/sockeye/sockeye.service.d $(DESTDIR)$(PREFIX)/share/sockeye/examples
 	install -m 644 dist/sockeye.service.d/*.conf $(DESTDIR)$(PREFIX)/share/sockeye/sockeye.service.d
-	install -m 644 dist/examples/*.service $(DESTDIR)$(PREFIX)/share/sockeye/examples
+	install -m 644 dist/examples/* $(DESTDIR)$(PREFIX)/share/sockeye/examples
 
 .PHONY: hooks
 hooks: ## Use the git hooks in tools/hooks

@@ -28,6 +28,7 @@ import (
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/member"
 	"sockeye/internal/owned"
 	"sockeye/internal/steer"
 )
@@ -57,17 +58,19 @@ type Agent struct {
 	applying sync.Mutex // one Apply at a time; taken before mu
 	mu       sync.Mutex // held while the policy changes
 	policy   *config.Policy
-	inForce  inForce
-	services map[string]*service
-	tuners   map[string]*tuner  // by cgroup
-	tracers  map[string]*tracer // likewise
-	history  *traceHistory      // nil while nothing is traced
-	watch    *folderWatch       // nil while nothing is tuned or traced
-	sizers   map[string]*sizer  // by network namespace
-	records  *bigtcp.Store      // of sizes that were set
-	networks *networkWatch      // nil while no sizes are set
-	metrics  *metricsServer
-	sockets  socketMetrics
+	// metricsProblem is why there is no endpoint although the policy names one.
+	metricsProblem error
+	inForce        inForce
+	services       map[string]*service
+	tuners         map[string]*tuner  // by cgroup
+	tracers        map[string]*tracer // likewise
+	history        *traceHistory      // nil while nothing is traced
+	watch          *folderWatch       // nil while nothing is tuned or traced
+	sizers         map[string]*sizer  // by network namespace
+	records        *bigtcp.Store      // of sizes that were set
+	networks       *networkWatch      // nil while no sizes are set
+	metrics        *metricsServer
+	sockets        socketMetrics
 }
 
 // Run is an agent's life: it returns when ctx ends. Steering goes on.
@@ -130,6 +133,9 @@ func Run(ctx context.Context, o Options) (err error) {
 		a.log.Error("policy file not in force, the policy that was applied last is", "policy", o.Policy, "error", firstLine(first.refused), "hint", "sockeye check "+o.Policy)
 	}
 	a.warnOfRights(policy)
+	if inOwnPIDs() && len(policy.Services) > 0 {
+		a.log.Warn("the agent is in " + ownPIDs)
+	}
 	server, err := a.listen()
 	if err != nil {
 		return err
@@ -276,7 +282,9 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 		return err
 	}
 	if a.metrics, err = a.serveMetrics(policy.Metrics.Listen); err != nil {
-		return err
+		// Steering is worth more than figures of it.
+		a.log.Error("metrics are not served", "error", err, "hint", Hint(err))
+		a.metrics, a.metricsProblem = &metricsServer{}, err
 	}
 	a.policy = policy
 	return a.remember(policy, text, a.options.Policy)
@@ -343,8 +351,16 @@ func (a *Agent) close() {
 	}
 }
 
-// candidate finds the policy that a request is about.
+// candidate finds the policy that a request is about, whose users the host has.
 func (a *Agent) candidate(c Candidate) (*config.Policy, []byte, error) {
+	policy, text, err := a.read(c)
+	if err == nil {
+		err = member.CheckUsers(policy)
+	}
+	return policy, text, err
+}
+
+func (a *Agent) read(c Candidate) (*config.Policy, []byte, error) {
 	switch {
 	case c.Previous:
 		policy, text, err := a.saved(previousFile)
@@ -511,6 +527,14 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 	if err != nil {
 		return nil, err
 	}
+	for _, c := range policy.Services {
+		if c.SlotsAs == "" {
+			continue
+		}
+		if _, err := a.host.nonce(c.SlotsAs); err != nil {
+			return nil, ofService(c.SlotsAs, err)
+		}
+	}
 	built, err := a.buildDeviceMaps(policy, devices)
 	if err != nil {
 		return nil, err
@@ -528,7 +552,7 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 		}
 	}
 	metrics := a.metrics
-	if a.policy.Metrics != policy.Metrics {
+	if a.policy.Metrics != policy.Metrics || a.metricsProblem != nil {
 		if metrics, err = a.serveMetrics(policy.Metrics.Listen); err != nil {
 			return nil, err
 		}
@@ -554,9 +578,14 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 	}
 	if metrics != a.metrics {
 		a.metrics.close()
-		a.metrics = metrics
+		a.metrics, a.metricsProblem = metrics, nil
 	}
 	a.policy = policy
+	for _, s := range a.services {
+		s.mu.Lock()
+		s.scanOnce() // also for what no event has told of
+		s.mu.Unlock()
+	}
 	for _, change := range changes {
 		a.log.Info("policy applied", "service", change.Service, "cgroup", change.Cgroup, "netns", change.Netns, "interface", change.Interface, "action", change.Action, "what", change.What, "effect", change.Effect)
 	}

@@ -42,6 +42,7 @@ type ServiceStatus struct {
 	WhenEmpty string           `json:"when_empty"` // "reject" or "standby N"
 	Listeners []string         `json:"listeners"`
 	Slots     int              `json:"slots"`
+	SlotsAs   string           `json:"slots_as,omitempty"` // another service with the same slots
 	Ready     int              `json:"ready"`
 	Nonce     string           `json:"nonce"` // hexadecimal, with 0x
 	Held      bool             `json:"held"`  // the ports are held when no member lives

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/member"
 )
 
 // inForce is the policy that the agent works by, and what is known of how it
@@ -161,6 +162,9 @@ func (a *Agent) remember(policy *config.Policy, text []byte, from string) error 
 
 // checkNames fails if a service names what the host has not.
 func (a *Agent) checkNames(policy *config.Policy) error {
+	if err := member.CheckUsers(policy); err != nil {
+		return err
+	}
 	devices, err := readDeviceMaps(policy)
 	if err != nil {
 		return err
@@ -177,7 +181,7 @@ func (a *Agent) checkNames(policy *config.Policy) error {
 // does not.
 func (a *Agent) policyProblem() (problem, hint string) {
 	a.mu.Lock()
-	now := a.inForce
+	now, metrics := a.inForce, a.metricsProblem
 	a.mu.Unlock()
 	const show = "sockeye plan shows what sockeye apply would change"
 	file := a.options.Policy
@@ -194,6 +198,9 @@ func (a *Agent) policyProblem() (problem, hint string) {
 		if before, ok := now.named[path]; ok && before != mark {
 			return path + ", which the policy names, has changed since it was applied", show
 		}
+	}
+	if metrics != nil {
+		return Message(metrics), Hint(metrics) + ", then sockeye apply"
 	}
 	return "", ""
 }

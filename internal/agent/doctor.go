@@ -45,6 +45,14 @@ const (
 // doctor collects findings.
 type doctor struct {
 	findings []Finding
+	known    *Known
+}
+
+// Known is what an agent knows of processes on its services' ports: sockets of members by cookie, and processes
+// that status tells of.
+type Known struct {
+	Sockets   map[uint64]bool
+	Processes map[int]bool
 }
 
 func (d *doctor) add(area, check, result, detail, hint string) {
@@ -55,14 +63,15 @@ func (d *doctor) fail(area, check string, code int, detail, hint string) {
 	d.findings = append(d.findings, Finding{area, check, ResultFailure, detail, hint, code})
 }
 
-// Examine looks at the host and, with a policy, at what it names. It changes
+// Examine looks at the host and, with a policy, at what it names. Known is nil without an agent. It changes
 // nothing.
-func Examine(policy *config.Policy, pins string) []Finding {
-	d := &doctor{}
+func Examine(policy *config.Policy, pins string, known *Known) []Finding {
+	d := &doctor{known: known}
 	// Probes load programs, which kernels before 5.11 charge to RLIMIT_MEMLOCK.
 	// Where it cannot be raised, they say so.
 	_ = rlimit.RemoveMemlock()
 	d.capabilities()
+	d.pidNamespace()
 	d.kernel()
 	d.destroy()
 	d.bigTCP()
@@ -86,6 +95,21 @@ func (d *doctor) capabilities() {
 			"run as root, or give these capabilities to the agent's service")
 	default:
 		d.add("rights", "capabilities", ResultOK, "all that the agent needs", "")
+	}
+}
+
+// inOwnPIDs tells whether this process is in a PID namespace that is not the host's (PROC_PID_INIT_INO of
+// include/linux/proc_ns.h). BPF programs report processes by the numbers that the host knows them by.
+func inOwnPIDs() bool {
+	link, err := os.Readlink("/proc/self/ns/pid")
+	return err == nil && link != "pid:[4026531836]"
+}
+
+const ownPIDs = "a PID namespace of its own: new members are found when the agent starts, when a policy is applied, and when a process that waits is looked at by sockeye status"
+
+func (d *doctor) pidNamespace() {
+	if inOwnPIDs() {
+		d.add("host", "PID namespace", ResultWarning, ownPIDs, "run the agent in the host's PID namespace")
 	}
 }
 
@@ -306,6 +330,12 @@ func (s *service) onPort(socket *member.Socket) bool {
 	})
 }
 
+// inNoSlot tells whether a process that could be a member is none, and nobody has told of that.
+func (d *doctor) inNoSlot(h holder, users []uint32) bool {
+	return d.known != nil && !isKeeper(h.process) && h.socket.Listening && slices.Contains(users, h.socket.UID) &&
+		!d.known.Sockets[h.socket.Cookie] && !d.known.Processes[h.process.PID]
+}
+
 func (d *doctor) listener(area string, c config.Service, l config.Listener, users []uint32, all []holder) {
 	first, last := memberPorts(l)
 	var here []holder
@@ -328,6 +358,10 @@ func (d *doctor) listener(area string, c config.Service, l config.Listener, user
 		if len(users) > 0 && !slices.Contains(users, h.socket.UID) {
 			d.add(area, check, ResultWarning, fmt.Sprintf("%s belongs to user %s, members to %s", who, member.UserName(h.socket.UID), member.UserNames(users)),
 				"start the program as that user, or name the owner in user of the service")
+		}
+		if d.inNoSlot(h, users) {
+			d.add(area, check, ResultWarning, who+" is in no slot, and gets nothing of the service",
+				fmt.Sprintf("sockeye register --service %s --pid %d, or add a rule to members", c.Name, h.process.PID))
 		}
 		if c.Steering == config.Lookup {
 			continue

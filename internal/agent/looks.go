@@ -28,6 +28,7 @@ const (
 type looks struct {
 	count int  // at binds
 	more  bool // there was a bind after the first of the period
+	late  bool // it was a member when it bound
 }
 
 // look considers a process that bound a socket or listens on one, and once more
@@ -47,6 +48,7 @@ func (s *service) look(pid int) {
 	} else {
 		l.more = true
 	}
+	l.late = l.late || s.seatOf(pid) != nil
 	if l.count < maxLooks {
 		l.count++
 		s.considerPID(pid)
@@ -59,8 +61,10 @@ func (s *service) lookAgain(pid int, l *looks) {
 	if s.looking[pid] != l {
 		return
 	}
-	if !s.seated(pid) {
+	if seat := s.seatOf(pid); seat == nil {
 		s.considerPID(pid)
+	} else if l.late {
+		s.findTwin(seat)
 	}
 	if !l.more {
 		delete(s.looking, pid)

@@ -77,6 +77,7 @@ func (s *service) handle(event bpf.Event) {
 			s.scanOnce()
 		}
 	case bpf.EventRelease:
+		delete(s.owners, event.Cookie)
 		for slot, seat := range s.seats {
 			for _, socket := range seat.sockets {
 				if socket.cookie == event.Cookie {
@@ -89,13 +90,13 @@ func (s *service) handle(event bpf.Event) {
 	}
 }
 
-func (s *service) seated(pid int) bool {
+func (s *service) seatOf(pid int) *seat {
 	for _, seat := range s.seats {
 		if seat.process.PID == pid {
-			return true
+			return seat
 		}
 	}
-	return false
+	return nil
 }
 
 func (s *service) considerPID(pid int) {
@@ -173,10 +174,21 @@ func (s *service) writeMembers() {
 		exe, file := p.Proven()
 		s.state.Members = append(s.state.Members, seen{self, p.Args, p.SlotVariable(), exe, file})
 	}
+	cookies := make(map[process][]uint64)
+	for cookie, self := range s.owners {
+		cookies[self] = append(cookies[self], cookie)
+	}
+	s.state.Sockets = nil
+	for self, list := range cookies {
+		s.state.Sockets = append(s.state.Sockets, openedSockets{self, list})
+	}
 	if err := s.state.save(s.statePath()); err != nil {
 		s.log.Error("state not saved", "error", err)
 	}
 }
+
+// errNotOpen means that a process lacks a socket, most often because it has only just started.
+var errNotOpen = errors.New("not opened")
 
 // errNotMember means that no rule and no command makes a process a member.
 var errNotMember = errors.New("not a member")
@@ -190,7 +202,7 @@ func (s *service) memberBy(p *member.Process, seat *seat) (slot int, err error) 
 	}
 	for _, c := range s.state.Claims {
 		if c.process == self {
-			seat.source, seat.owners = c.Source, s.ownersOf(p, s.users)
+			seat.source, seat.claimed, seat.owners = c.Source, true, s.ownersOf(p, s.users)
 			return c.Slot, s.admitClaim(p)
 		}
 	}
@@ -384,6 +396,18 @@ func (s *service) wait(p *member.Process, source string, slot int, problem error
 	}()
 }
 
+// reconsider looks at those that wait, at most once a second: not every change of a process is reported, as that of
+// its user before execve(2).
+func (s *service) reconsider() {
+	if s.events == nil || time.Since(s.reconsidered) < lookPeriod {
+		return
+	}
+	s.reconsidered = time.Now()
+	for _, pid := range slices.Sorted(maps.Keys(s.waiting)) {
+		s.considerPID(pid)
+	}
+}
+
 func (s *service) forget(pid int) {
 	if w := s.waiting[pid]; w != nil {
 		w.handle.Close()
@@ -455,6 +479,8 @@ func (s *service) wants(socket *member.Socket) bool {
 	return false
 }
 
+const twinHint = "make the program open one, as nginx without reuseport, or start one member for each"
+
 // choose finds the socket for each row, or says what is in the way.
 func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.Socket, error) {
 	self := process{seat.process.PID, seat.process.StartTime}
@@ -469,8 +495,14 @@ func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.
 			if first, last := memberPorts(l); socket.Local.Port() < first || socket.Local.Port() > last {
 				continue
 			}
+			if chosen[row] != nil {
+				if socket.Listening && socket.Twin(chosen[row]) {
+					return nil, conflict(fmt.Errorf("it has more than one socket %s: a slot has one for a listener, the others would get nothing", socket), twinHint)
+				}
+				continue
+			}
 			owner, owned := s.owners[socket.Cookie]
-			if owned && owner != self {
+			if owned && owner != self && (!seat.claimed || member.Alive(owner.PID, owner.StartTime)) {
 				return nil, errInherited
 			}
 			err := s.foreign(seat, socket)
@@ -482,13 +514,12 @@ func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.
 				continue
 			}
 			chosen[row] = socket
-			break
 		}
 		if chosen[row] != nil {
 			continue
 		}
 		if problem == nil {
-			problem = fmt.Errorf("it has not opened %s yet", memberPlace(l))
+			problem = fmt.Errorf("it has %w %s yet", errNotOpen, memberPlace(l))
 		}
 		return nil, problem
 	}
@@ -496,6 +527,40 @@ func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.
 		return chosen, s.parted(chosen)
 	}
 	return chosen, nil
+}
+
+// findTwin notes a socket that a member opened beside a registered one: the kernel would have given it a share.
+func (s *service) findTwin(seat *seat) {
+	sockets, err := seat.handle.Sockets(s.wants)
+	if err != nil {
+		return // it is ending
+	}
+	defer member.CloseAll(sockets)
+	seat.twin = nil
+	for _, registered := range sockets {
+		if !slices.ContainsFunc(slices.Collect(maps.Values(seat.sockets)), func(i socketInfo) bool { return i.cookie == registered.Cookie }) {
+			continue
+		}
+		for _, socket := range sockets {
+			if socket.Cookie != registered.Cookie && socket.Listening && socket.Twin(registered) {
+				seat.twin = conflict(fmt.Errorf("process %d in slot %d has another socket %s, which gets nothing: a slot has one for a listener",
+					seat.process.PID, seat.slot, socket), twinHint)
+			}
+		}
+	}
+	if seat.twin != nil {
+		s.log.Warn("socket without traffic", "slot", seat.slot, "pid", seat.process.PID, "problem", seat.twin)
+	}
+}
+
+// twinProblem is that of the first slot.
+func (s *service) twinProblem() error {
+	for _, slot := range slices.Sorted(maps.Keys(s.seats)) {
+		if twin := s.seats[slot].twin; twin != nil {
+			return twin
+		}
+	}
+	return nil
 }
 
 // foreign says why a socket is not the member's own: it may have been opened by another user, or in
@@ -722,6 +787,13 @@ func (s *service) clear(slot int, reason string) {
 		return cmp.Compare(a.process.StartTime, b.process.StartTime)
 	}) {
 		s.considerPID(w.process.PID)
+	}
+}
+
+// own notes whose registered sockets are.
+func (s *service) own(self process, cookies ...uint64) {
+	for _, cookie := range cookies {
+		s.owners[cookie] = self
 	}
 }
 

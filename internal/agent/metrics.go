@@ -45,6 +45,12 @@ var (
 		"Runs of the steering programs; counted while kernel.bpf_stats_enabled is 1.", []string{"service"}, nil)
 	descRunSeconds = prometheus.NewDesc("sockeye_program_run_seconds_total",
 		"Time spent in the steering programs; counted while kernel.bpf_stats_enabled is 1.", []string{"service"}, nil)
+	descSplit = prometheus.NewDesc("sockeye_devices_split",
+		"Devices whose TCP connections are at another member than that of their slot.", []string{"service"}, nil)
+	descAdopted = prometheus.NewDesc("sockeye_devices_adopted",
+		"Devices that stay with a member that is not that of their slot by the hash.", []string{"service"}, nil)
+	descInForce = prometheus.NewDesc("sockeye_policy_in_force",
+		"1 while the policy file is the policy that the agent works by.", nil, nil)
 	descStarts = prometheus.NewDesc("sockeye_agent_starts_total",
 		"Starts of the agent since its state directory was made.", nil, nil)
 	descBuild = prometheus.NewDesc("sockeye_build_info",
@@ -58,6 +64,8 @@ func (a *Agent) Describe(chan<- *prometheus.Desc) {}
 // fails gives none, the others theirs.
 func (a *Agent) Collect(out chan<- prometheus.Metric) {
 	out <- prometheus.MustNewConstMetric(descBuild, prometheus.GaugeValue, 1, a.options.Version)
+	problem, _ := a.policyProblem()
+	out <- prometheus.MustNewConstMetric(descInForce, prometheus.GaugeValue, number(problem == ""))
 	out <- prometheus.MustNewConstMetric(descStarts, prometheus.CounterValue, float64(a.starts))
 	services, err := a.selected("")
 	if err != nil {
@@ -123,6 +131,8 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	counter(descRegistrations, float64(s.registrations))
 	gauge(descWaiting, float64(len(status.Waiting)))
 	gauge(descHeld, number(status.Held))
+	gauge(descSplit, float64(status.SplitDevices))
+	gauge(descAdopted, float64(status.AdoptedDevices))
 	counter(descUnlisted, float64(unlisted))
 	counter(descRuns, float64(stats.Runs))
 	counter(descRunSeconds, time.Duration(stats.Nanoseconds).Seconds())

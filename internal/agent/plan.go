@@ -66,7 +66,11 @@ func (s *service) prepare(c config.Service, devices *steer.DeviceMap) (*target, 
 				Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: CodeNotPermitted}
 		}
 	}
-	if t.mapping, err = newMapping(c, s.state.Nonce, devices); err == nil {
+	nonce, err := s.nonceFor(c)
+	if err != nil {
+		return nil, err
+	}
+	if t.mapping, err = newMapping(c, nonce, devices); err == nil {
 		s.mu.Lock() // a check may adopt devices meanwhile
 		t.mapping.Except(s.exceptions())
 		s.mu.Unlock()
@@ -94,6 +98,13 @@ func (s *service) plan(t *target) []Change {
 			effect += "; " + counted(lost, "member loses its slot", "members lose their slots")
 		}
 		add(fmt.Sprintf("slots: %d -> %d", from.Slots, to.Slots), effect)
+	}
+	if from.SlotsAs != to.SlotsAs {
+		effect := ""
+		if from.Slots == to.Slots {
+			effect = s.moves(t)
+		}
+		add(fmt.Sprintf("slots_as: %s -> %s", cmp.Or(from.SlotsAs, "unset"), cmp.Or(to.SlotsAs, "unset")), effect)
 	}
 	if a, b := whenEmpty(from), whenEmpty(to); a != b {
 		add(fmt.Sprintf("when_empty: %s -> %s", a, b), "")
@@ -225,7 +236,11 @@ func counted(n int, one, many string) string {
 // build makes the device map of a policy for the kernel, if it is another one than that in force. It
 // holds no lock meanwhile.
 func (s *service) build(c config.Service, devices *steer.DeviceMap) (builtDevices, error) {
-	m, err := newMapping(c, s.state.Nonce, devices)
+	nonce, err := s.nonceFor(c)
+	if err != nil {
+		return builtDevices{}, err
+	}
+	m, err := newMapping(c, nonce, devices)
 	if err != nil {
 		return builtDevices{}, err
 	}
@@ -365,6 +380,7 @@ func (s *service) restart(t *target, groups []int) error {
 
 func (s *service) take(t *target) {
 	s.config, s.rules, s.users, s.mapping = t.config, t.rules, t.users, t.mapping
+	s.state.Nonce = t.mapping.Table.Nonce
 	s.trust()
 }
 

@@ -81,6 +81,8 @@ type service struct {
 	opened             map[int]bool            // slots that have been open in this agent's life
 	hosts              map[*member.Handle]bool // of members without a slot that have adopted devices
 
+	reconsidered time.Time // when those that wait were looked at for who asked
+
 	saved  time.Time   // when the members were
 	saving *time.Timer // they are to be
 
@@ -95,8 +97,10 @@ type seat struct {
 	process *member.Process
 	handle  *member.Handle
 	source  string             // which rule or command made it a member
+	claimed bool               // a command did
 	owners  []uint32           // to whom its sockets may belong
 	sockets map[int]socketInfo // by row
+	twin    error              // a socket beside those, which gets nothing
 }
 
 type socketInfo struct {
@@ -136,21 +140,20 @@ func openService(h *host, log *slog.Logger, c config.Service, devices *steer.Dev
 	if s.self, err = member.ReadHost(); err != nil {
 		return nil, err
 	}
-	known := false
-	if s.state, known, err = loadState(s.statePath()); err != nil {
+	nonce, err := h.nonce(cmp.Or(c.SlotsAs, c.Name))
+	if err != nil {
 		return nil, err
 	}
+	if s.state, _, err = loadState(s.statePath()); err != nil {
+		return nil, err
+	}
+	s.state.Nonce = nonce
 	dir := h.root.Service(c.Name)
-	switch nonce, err := bpf.ReadNonce(dir); {
-	case err == nil:
-		s.state.Nonce = nonce
-	case !errors.Is(err, os.ErrNotExist):
-		return nil, err
-	case !known:
-		s.state.Nonce = newNonce()
-	}
 	for _, m := range s.state.Members {
 		s.known[m.process] = member.Remembered(m.PID, m.StartTime, m.Args, m.SlotVariable, m.Exe, m.File)
+	}
+	for _, o := range s.state.Sockets {
+		s.own(o.process, o.Cookies...)
 	}
 	if err := s.saveOwner(); err != nil {
 		return nil, err
@@ -178,8 +181,48 @@ func openService(h *host, log *slog.Logger, c config.Service, devices *steer.Dev
 	return s, nil
 }
 
-func (s *service) statePath() string {
-	return filepath.Join(s.host.stateDir, s.config.Name+".json")
+func (s *service) statePath() string { return s.host.statePath(s.config.Name) }
+
+func (h *host) statePath(service string) string {
+	return filepath.Join(h.stateDir, service+".json")
+}
+
+// findNonce is that of a service of this host, running or not: what is pinned counts.
+func (h *host) findNonce(name string) (nonce uint64, known bool, err error) {
+	switch nonce, err := bpf.ReadNonce(h.root.Service(name)); {
+	case err == nil:
+		return nonce, true, nil
+	case !errors.Is(err, os.ErrNotExist):
+		return 0, false, err
+	}
+	s, known, err := loadState(h.statePath(name))
+	return s.Nonce, known, err
+}
+
+// nonce is that of a service, which is made and kept where there is none.
+func (h *host) nonce(name string) (uint64, error) {
+	nonce, known, err := h.findNonce(name)
+	if err != nil || known {
+		return nonce, err
+	}
+	s, _, err := loadState(h.statePath(name))
+	if err != nil {
+		return 0, err
+	}
+	s.Nonce = newNonce()
+	return s.Nonce, s.save(h.statePath(name))
+}
+
+// nonceFor is the nonce that the service has by a policy: that of the service whose slots it has, or its own.
+func (s *service) nonceFor(c config.Service) (uint64, error) {
+	if c.SlotsAs == "" {
+		return s.state.Nonce, nil
+	}
+	nonce, known, err := s.host.findNonce(c.SlotsAs)
+	if !known {
+		nonce = s.state.Nonce // the other is to be added
+	}
+	return nonce, err
 }
 
 // enter is the network namespace in which sockets are made; nil is the
@@ -409,7 +452,18 @@ func (s *service) adoptSlot(slot int) error {
 			handle.Close()
 		}
 	}
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	// A process that it forked may hold its sockets on.
+	for row := range s.source {
+		if cookie, err := s.path.Cookie(row, slot); err == nil && cookie != 0 {
+			s.own(process{int(value.Pid), value.StartTime}, cookie)
+		}
+	}
+	switch {
+	case slot >= s.config.Slots:
+		s.log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "slot removed")
+	case err == nil, errors.Is(err, fs.ErrNotExist):
+		s.log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "process ended, or lacks a socket")
+	default:
 		s.log.Warn("member not adopted", "slot", slot, "pid", value.Pid, "error", err)
 	}
 	return s.clearSlot(slot)
@@ -448,7 +502,7 @@ func (s *service) complete(seat *seat) bool {
 func (s *service) seat(seat *seat) {
 	s.seats[seat.slot] = seat
 	for _, socket := range seat.sockets {
-		s.owners[socket.cookie] = process{seat.process.PID, seat.process.StartTime}
+		s.own(process{seat.process.PID, seat.process.StartTime}, socket.cookie)
 	}
 	handle := seat.handle
 	go func() {

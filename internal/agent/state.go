@@ -28,6 +28,9 @@ type state struct {
 	BootID string `json:"boot_id"`
 	// Members are processes that rules named, as they were then.
 	Members []seen `json:"members,omitempty"`
+	// Sockets are those of members, and of members that have ended: a process that such a member forked may
+	// hold them on, and is none.
+	Sockets []openedSockets `json:"sockets,omitempty"`
 	// Claims are processes that were made members by run or register.
 	Claims []claim `json:"claims,omitempty"`
 	// Released are processes that unregister took out of their slot.
@@ -53,6 +56,12 @@ type seen struct {
 	// Exe is the path at which the host had the executable, which is File; "" where no rule asked.
 	Exe  string        `json:"exe,omitempty"`
 	File member.FileID `json:"file,omitzero"`
+}
+
+// openedSockets are the registered sockets of a member, by cookie.
+type openedSockets struct {
+	process
+	Cookies []uint64 `json:"cookies"`
 }
 
 type claim struct {
@@ -84,7 +93,7 @@ func loadState(path string) (s state, known bool, err error) {
 			"remove the file: the nonce is also pinned, and members are found again")
 	}
 	if id := bootID(); s.BootID != id {
-		s.BootID, s.Members, s.Claims, s.Released, s.Keeper, s.Adopted = id, nil, nil, nil, nil, nil
+		s.BootID, s.Members, s.Sockets, s.Claims, s.Released, s.Keeper, s.Adopted = id, nil, nil, nil, nil, nil, nil
 	}
 	return s, true, nil
 }

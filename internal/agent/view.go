@@ -4,6 +4,7 @@ package agent
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -20,9 +21,10 @@ import (
 func (s *service) status() ServiceStatus {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.reconsider()
 	status := ServiceStatus{
 		Name: s.config.Name, Steering: string(s.config.Steering), WhenEmpty: "reject",
-		Slots: s.config.Slots, Ready: len(s.seats), Nonce: fmt.Sprintf("%#x", s.state.Nonce),
+		Slots: s.config.Slots, SlotsAs: s.config.SlotsAs, Ready: len(s.seats), Nonce: fmt.Sprintf("%#x", s.state.Nonce),
 		Held:    s.lookup() || (s.problem == nil && len(s.anchors) == len(s.source) && s.keeper != nil),
 		Waiting: []WaitingStatus{},
 	}
@@ -41,7 +43,7 @@ func (s *service) status() ServiceStatus {
 		}
 	}
 	status.SplitDevices, status.AdoptedDevices = len(s.checks.split), len(s.state.Adopted)
-	split := s.splitProblem()
+	split, twin := s.splitProblem(), s.twinProblem()
 	switch {
 	case s.problem != nil:
 		status.Problem, status.Hint = s.problem.Error(), Hint(s.problem)
@@ -50,17 +52,27 @@ func (s *service) status() ServiceStatus {
 		status.Hint = "set user of the service"
 	case split != nil:
 		status.Problem, status.Hint = split.Error(), Hint(split)
+	case twin != nil:
+		status.Problem, status.Hint = twin.Error(), Hint(twin)
 	}
 	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waiting) int {
 		return cmp.Compare(a.process.PID, b.process.PID)
 	}) {
 		status.Waiting = append(status.Waiting, WaitingStatus{
 			Slot: slotOrNil(w.slot), PID: w.process.PID, Command: w.process.Command(),
-			Source: w.source, Problem: w.problem.Error(), Hint: Hint(w.problem),
+			Source: w.source, Problem: w.problem.Error(), Hint: cmp.Or(Hint(w.problem), waitingHint(w.problem)),
 		})
 	}
 	status.Refused = s.refused.list()
 	return status
+}
+
+// waitingHint is for who waits in vain.
+func waitingHint(problem error) string {
+	if errors.Is(problem, errNotOpen) {
+		return "if it stays so, compare the ports of its configuration with the listeners of the policy"
+	}
+	return ""
 }
 
 func slotOrNil(slot int) *int {

@@ -166,18 +166,14 @@ func loadPolicy(file string) (*config.Policy, error) {
 
 // checkNamed reads what the policy names.
 func checkNamed(policy *config.Policy) error {
+	if err := member.CheckUsers(policy); err != nil {
+		return err
+	}
 	for _, s := range policy.Services {
 		if s.DeviceMap != "" {
 			if _, err := steer.LoadDeviceMap(s.DeviceMap); err != nil {
 				return agent.Unreadable(fmt.Errorf("service %s: %w", s.Name, err), "")
 			}
-		}
-		rules, err := member.Rules(s.Members)
-		if err == nil {
-			_, err = member.Users(s.Users, rules)
-		}
-		if err != nil {
-			return agent.Usage(fmt.Errorf("service %s: %w", s.Name, err), "create it, or correct user")
 		}
 	}
 	return nil

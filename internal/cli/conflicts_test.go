@@ -78,16 +78,40 @@ func TestAgentRefusals(t *testing.T) {
 		"remove the file: the nonce is also pinned, and members are found again")
 	os.Remove(filepath.Join(h.state, "spare.json"))
 
+	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins); r.code != 0 {
+		t.Errorf("reset: %+v", r)
+	}
+}
+
+// An agent steers without its metrics where another program has their port, and says so; apply tries again.
+func TestMetricsPortTaken(t *testing.T) {
 	busy, err := net.Listen("tcp", "127.0.0.1:9732")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer busy.Close()
-	h.write("policy.yaml", twoServices+"metrics: {listen: \"127.0.0.1:9732\"}\n")
-	h.isFailure(start(nil, "sockeye"), 5, "serve metrics: listen tcp 127.0.0.1:9732: bind: address already in use", "set metrics.listen to a free address")
-	if r := h.sockeye("reset", "--state-dir", h.state, "--pins", h.pins); r.code != 0 {
-		t.Errorf("reset: %+v", r)
+	h := newHost(t, twoServices+"metrics: {listen: \"127.0.0.1:9732\"}\n")
+	h.write("devices.csv", "")
+	h.start()
+	const problem = "serve metrics: listen tcp 127.0.0.1:9732: bind: address already in use"
+	if s := must[agent.Status](h, "status"); s.PolicyProblem != problem || s.PolicyHint != "set metrics.listen to a free address, then sockeye apply" {
+		t.Errorf("status: %q, hint %q", s.PolicyProblem, s.PolicyHint)
 	}
+	if r := h.sockeye("apply"); r.code != 5 || !strings.Contains(r.err, problem) {
+		t.Errorf("apply while the port is taken: %+v", r)
+	}
+	busy.Close()
+	if r := h.sockeye("apply"); r.code != 0 {
+		t.Errorf("apply: %+v", r)
+	}
+	if s := must[agent.Status](h, "status"); s.PolicyProblem != "" {
+		t.Errorf("status: %q", s.PolicyProblem)
+	}
+	c, err := net.Dial("tcp", "127.0.0.1:9732")
+	if err != nil {
+		t.Fatalf("the endpoint: %v", err)
+	}
+	c.Close()
 }
 
 // Pins of another version are refused, and the hint's command repairs it.
@@ -193,6 +217,22 @@ func TestManyErrors(t *testing.T) {
 	r := h.sockeye("check", file, "-o", "json")
 	if err := json.Unmarshal([]byte(r.out), &all); err != nil || r.code != 2 || all.Valid || len(all.Errors) != 50 {
 		t.Errorf("%v, %+v", err, r)
+	}
+}
+
+// Users whom the host lacks are named with their place, all of them.
+func TestUnknownUsers(t *testing.T) {
+	h, _ := running(t)
+	file := h.write("users.yaml", strings.Replace(twoServices, "user: root", "user: nosuch\n    members: [{match: {command_line: x, user: norsuch}, slot: free}]", 1))
+	var all checked
+	r := h.sockeye("check", file, "-o", "json")
+	if err := json.Unmarshal([]byte(r.out), &all); err != nil || r.code != 2 || all.Valid || len(all.Errors) != 2 {
+		t.Fatalf("%v, %+v", err, r)
+	}
+	for i, want := range []string{"services.telemetry.user", "services.telemetry.members[0].match.user"} {
+		if e := all.Errors[i]; e.Path != want || e.Line == 0 || e.Column == 0 || !strings.HasPrefix(e.Message, "there is no user ") {
+			t.Errorf("%+v", e)
+		}
 	}
 }
 

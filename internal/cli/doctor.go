@@ -39,7 +39,7 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 			default:
 				return agent.Unreadable(err, "name a policy file with --policy")
 			}
-			findings := append(broken, agent.Examine(policy, pins)...)
+			findings := append(broken, agent.Examine(policy, pins, c.known(cmd))...)
 			findings = append(findings, c.askAgent(cmd, policy)...)
 			if err := c.show(findings, func(w io.Writer) { diagnosis(w, findings) }); err != nil {
 				return err
@@ -59,6 +59,31 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 	cmd.Flags().StringVar(&file, "policy", defaultPolicy, "policy file")
 	cmd.Flags().StringVar(&pins, "pins", defaultPins, "directory of the pins, in a bpffs")
 	return cmd
+}
+
+// known is what a running agent knows of processes on its services' ports; nil without one.
+func (c *command) known(cmd *cobra.Command) *agent.Known {
+	var status agent.Status
+	var slots []agent.SlotStatus
+	if c.client().Get(cmd.Context(), "/v1/status", nil, &status) != nil || c.client().Get(cmd.Context(), "/v1/slots", nil, &slots) != nil {
+		return nil
+	}
+	known := &agent.Known{Sockets: make(map[uint64]bool), Processes: map[int]bool{status.PID: true}} // it has the anchors
+	for _, s := range slots {
+		for _, socket := range s.Sockets {
+			known.Sockets[socket.Cookie] = true
+		}
+		known.Processes[s.PID] = true
+	}
+	for _, s := range status.Services {
+		for _, w := range s.Waiting {
+			known.Processes[w.PID] = true
+		}
+		for _, r := range s.Refused {
+			known.Processes[r.PID] = true
+		}
+	}
+	return known
 }
 
 // askAgent adds what a running agent knows of its members and rules, and the rights

@@ -42,12 +42,12 @@ func TestExamplesAreSafe(t *testing.T) {
 		documents = append(documents, more...)
 	}
 	h := newHost(t, "services: {}\n")
-	// The user of the examples is not on every host.
+	// The users of the examples are not on every host.
 	users, err := os.ReadFile("/etc/passwd")
 	if err != nil {
 		t.Fatal(err)
 	}
-	passwd := h.write("passwd", strings.TrimRight(string(users), "\n")+"\npmacct:x:7999:7999::/:/bin/false\n")
+	passwd := h.write("passwd", strings.TrimRight(string(users), "\n")+"\npmacct:x:7999:7999::/:/bin/false\nbmp:x:7998:7998::/:/bin/false\ngoflow2:x:7997:7997::/:/bin/false\n")
 	if err := unix.Mount(passwd, "/etc/passwd", "", unix.MS_BIND, ""); err != nil {
 		t.Fatal(err)
 	}
@@ -79,6 +79,17 @@ func TestExamplesAreSafe(t *testing.T) {
 				}
 			}
 		}
+	}
+	installed, err := os.ReadFile("../../dist/examples/policy.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	readme, err := os.ReadFile("../../README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, policy, _ := strings.Cut(string(installed), "services:"); !strings.Contains(string(readme), "services:"+policy) {
+		t.Error("dist/examples/policy.yaml is not README's first policy")
 	}
 	if services < 3 { // or they are not found any more
 		t.Errorf("%d examples of services", services)

@@ -55,6 +55,10 @@ func TestMain(m *testing.M) {
 		becomeRenamed(os.Args[2:])
 	case "paused":
 		pause()
+	case "parent":
+		becomeParent(os.Args[2:])
+	case "twin":
+		becomeTwin(os.Args[2:])
 	case "connector":
 		becomeConnector(os.Args[2:])
 	case "binder":

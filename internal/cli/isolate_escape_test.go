@@ -62,8 +62,13 @@ var escapes = map[string]func(args []string) error{
 		_, _, errno := unix.Syscall(unix.SYS_IO_URING_SETUP, 1, uintptr(unsafe.Pointer(&parameters)), 0)
 		return orNil(errno)
 	},
-	"keyring":   call(unix.SYS_KEYCTL, unix.KEYCTL_GET_KEYRING_ID, ^uintptr(2), 0), // KEY_SPEC_SESSION_KEYRING
-	"userfault": call(unix.SYS_USERFAULTFD, 1, 0, 0),
+	// The lowest priority, for all of the process group.
+	"setpriority":            call(unix.SYS_SETPRIORITY, unix.PRIO_PGRP, 0, 19),
+	"setpriority, bit above": call(unix.SYS_SETPRIORITY, unix.PRIO_PGRP|above, 0, 19),
+	"ioprio_set":             call(unix.SYS_IOPRIO_SET, 2, 0, 3<<13),
+	"own priority":           call(unix.SYS_SETPRIORITY, unix.PRIO_PROCESS, 0, 19),
+	"keyring":                call(unix.SYS_KEYCTL, unix.KEYCTL_GET_KEYRING_ID, ^uintptr(2), 0), // KEY_SPEC_SESSION_KEYRING
+	"userfault":              call(unix.SYS_USERFAULTFD, 1, 0, 0),
 	"clone": func([]string) error {
 		cmd := exec.Command("true")
 		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWUSER}
@@ -159,6 +164,7 @@ func TestIsolateSystemCalls(t *testing.T) {
 	for name, want := range map[string]string{
 		"vsock": "EAFNOSUPPORT", "vsock, bit above": "EAFNOSUPPORT", "vsock by x32": "ENOSYS", "packet": "EAFNOSUPPORT", "alg": "EAFNOSUPPORT",
 		"socketpair": "EAFNOSUPPORT", "sctp": "EPROTONOSUPPORT", "io_uring": "EPERM", "keyring": "EPERM", "userfault": "EPERM",
+		"setpriority": "EPERM", "setpriority, bit above": "EPERM", "ioprio_set": "EPERM", "own priority": "through",
 		"clone": "EPERM", "clone3": "ENOSYS", "netlink": "through", "mptcp": "through",
 	} {
 		t.Run(name, func(t *testing.T) {

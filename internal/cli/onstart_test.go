@@ -300,7 +300,11 @@ func TestOnStartManyConnections(t *testing.T) {
 		for _, where := range must[[]agent.WhereStatus](h, append([]string{"where"}, part...)...) {
 			d := devices[slices.Index(addresses, where.Address.String())]
 			poll := []unix.PollFd{{Fd: descriptor(t, d.conn), Events: unix.POLLIN}}
-			if _, err := unix.Poll(poll, 0); err != nil {
+			_, err := unix.Poll(poll, 0)
+			for errors.Is(err, unix.EINTR) { // by the runtime's own signals
+				_, err = unix.Poll(poll, 0)
+			}
+			if err != nil {
 				t.Fatal(err)
 			}
 			gone := poll[0].Revents != 0

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -61,7 +62,7 @@ sockeye isolate.`,
 				m.Slot = &slot
 			}
 			var got agent.Place
-			if err := c.client().Post(cmd.Context(), "/v1/run", m, &got); err != nil {
+			if err := c.postToNewAgent(cmd.Context(), "/v1/run", m, &got); err != nil {
 				return err
 			}
 			if got.Slot == nil {
@@ -83,6 +84,23 @@ sockeye isolate.`,
 	cmd.Flags().BoolVar(&isolated, "isolated", false, "in a network of its own, without any privilege")
 	i.flags(cmd)
 	return cmd
+}
+
+// patienceForAgent is how long a program waits for an agent that was started beside it, as by one script.
+const patienceForAgent = 5 * time.Second
+
+func (c *command) postToNewAgent(ctx context.Context, path string, body, into any) error {
+	for end := time.Now().Add(patienceForAgent); ; {
+		err := c.client().Post(ctx, path, body, into)
+		if !errors.Is(err, agent.ErrNoAgent) || time.Now().After(end) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return err
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
 }
 
 // runIsolated is the member itself, and the gateway of the program.

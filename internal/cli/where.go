@@ -3,6 +3,7 @@
 package cli
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -133,9 +134,10 @@ func (c *command) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service,
 		if service != "" && s.Name != service {
 			continue
 		}
-		nonce, ok := nonces[s.Name]
+		name := cmp.Or(s.SlotsAs, s.Name)
+		nonce, ok := nonces[name]
 		if !ok {
-			return nil, agent.Usage(fmt.Errorf("service %s does not run, so its nonce is not known", s.Name), "use --slots and --nonce, or --service for one that runs")
+			return nil, agent.Usage(fmt.Errorf("service %s does not run, so its nonce is not known", name), "use --slots and --nonce, or --service for one that runs")
 		}
 		part, err := whereTable(addresses, s.Slots, nonce, s.DeviceMap)
 		if err != nil {

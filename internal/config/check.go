@@ -5,6 +5,7 @@ package config
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 )
 
@@ -21,10 +22,52 @@ func (d *decoder) check(p *Policy) {
 		}
 		d.checkMembers(path, s)
 		d.checkUsers(path, s)
+		d.checkSlotsAs(path, s, p.Services)
 	}
 	d.checkTune(p)
 	d.checkTrace(p)
 	d.checkBigTCP(p)
+}
+
+// checkSlotsAs sees to it that two services with the same slots agree on every device, whatever member is away.
+func (d *decoder) checkSlotsAs(path string, s Service, services []Service) {
+	if s.SlotsAs == "" {
+		return
+	}
+	at, names := path+".slots_as", []string{}
+	i := slices.IndexFunc(services, func(o Service) bool {
+		names = append(names, o.Name)
+		return o.Name == s.SlotsAs
+	})
+	switch {
+	case s.SlotsAs == s.Name:
+		d.refuseAt(at, "is the service itself", "")
+		return
+	case i < 0:
+		d.refuseAt(at, fmt.Sprintf("there is no service %q", s.SlotsAs), didYouMean(s.SlotsAs, names))
+		return
+	}
+	other := services[i]
+	if other.SlotsAs != "" {
+		d.refuseAt(at, fmt.Sprintf("service %s itself has the slots of %s", other.Name, other.SlotsAs), "name that one")
+	}
+	if s.Slots != 0 && other.Slots != 0 && s.Slots != other.Slots {
+		d.refuseAt(path+".slots", fmt.Sprintf("is %d, service %s has %d", s.Slots, other.Name, other.Slots), "services with the same slots have the same number of them")
+	}
+	if s.DeviceMap != other.DeviceMap {
+		d.refuseAt(at, fmt.Sprintf("service %s has another device_map", other.Name), "give both the same")
+	}
+	for _, one := range []struct {
+		path string
+		Service
+	}{{path, s}, {join("services", other.Name), other}} {
+		if one.Standby != nil {
+			d.refuseAt(one.path+".when_empty", "does not go with slots that two services share", "a slot may be empty in one of them alone: use reject")
+		}
+		if one.OnStart == Adopt {
+			d.refuseAt(one.path+".on_start", "adopt does not go with slots that two services share", "use reset")
+		}
+	}
 }
 
 // place is what only one listener of a host can have.

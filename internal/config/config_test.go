@@ -98,6 +98,7 @@ func TestParse(t *testing.T) {
 		}},
 		Metrics: Metrics{Listen: "127.0.0.1:9732"},
 	}
+	got.file, got.places = "", nil
 	if !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
 	}

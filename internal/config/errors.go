@@ -3,7 +3,9 @@
 package config
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
 	"strings"
 )
 
@@ -47,6 +49,13 @@ func (e Errors) Error() string {
 		lines[i] = err.Error()
 	}
 	return strings.Join(lines, "\n")
+}
+
+// Sort puts them in the order of the file.
+func (e Errors) Sort() {
+	slices.SortStableFunc(e, func(a, b *Error) int {
+		return cmp.Or(a.Line-b.Line, a.Column-b.Column)
+	})
 }
 
 // Unwrap lets errors.As find the first [*Error].

@@ -52,14 +52,10 @@ func Parse(data []byte, path string) (*Policy, error) {
 		d.check(&p)
 	}
 	if len(d.errs) > 0 {
-		slices.SortStableFunc(d.errs, func(a, b *Error) int {
-			if a.Line != b.Line {
-				return a.Line - b.Line
-			}
-			return a.Column - b.Column
-		})
+		d.errs.Sort()
 		return nil, d.errs
 	}
+	p.file, p.places = path, d.at
 	slices.SortFunc(p.Services, func(a, b Service) int { return strings.Compare(a.Name, b.Name) })
 	return &p, nil
 }

@@ -28,6 +28,16 @@ type Policy struct {
 	// BigTCP is in the order of the file.
 	BigTCP  []BigTCPRule `yaml:"bigtcp" min:"0" max:"64" doc:"How large the packets of interfaces may be inside the host (BIG TCP), by rules. Of the rules of one network namespace the first that matches an interface decides."`
 	Metrics Metrics      `yaml:"metrics" doc:"The metrics endpoint. There is none unless it is given."`
+
+	file   string              `yaml:"-"`
+	places map[string]position `yaml:"-"` // of values, by path
+}
+
+// Flaw is an error about the value at a path, as in services.telemetry.user: for who finds that the host
+// lacks what the value names.
+func (p *Policy) Flaw(path, message, hint string) *Error {
+	at := p.places[path]
+	return &Error{p.file, at.line, at.column, path, message, hint}
 }
 
 // Metrics is the HTTP endpoint for metrics.
@@ -38,8 +48,10 @@ type Metrics struct {
 
 // Service is a set of listeners that share slots.
 type Service struct {
-	Name      string     `yaml:"-"`
-	Slots     int        `yaml:"slots" required:"true" min:"1" max:"1024" doc:"The number of slots; each takes one member."`
+	Name  string `yaml:"-"`
+	Slots int    `yaml:"slots" required:"true" min:"1" max:"1024" doc:"The number of slots; each takes one member."`
+	// SlotsAs is another service of the policy, with the same slots and device map, or "".
+	SlotsAs   string     `yaml:"slots_as" form:"service" doc:"Another service whose slots this one has: every device gets the same slot number in both, so that a slot is one process of each, as a BMP daemon and an IPFIX collector. Both need the same slots and device_map, when_empty: reject, and no on_start: adopt."`
 	Listeners []Listener `yaml:"listeners" required:"true" min:"1" max:"16" doc:"What the service listens on. A slot is ready only while its member listens on all of them."`
 	Steering  Steering   `yaml:"steering" enum:"reuseport,lookup" default:"reuseport" doc:"reuseport: members share the listener's port by SO_REUSEPORT. lookup: members need no SO_REUSEPORT and may listen on ports of their own or run under different users."`
 	// Standby is the slot that serves the devices of empty slots; nil rejects them.

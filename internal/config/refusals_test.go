@@ -173,6 +173,25 @@ p.yaml:5:13: services.t.cgroup: must be relative to the cgroup v2 mount, is "/sy
 p.yaml:5:13: services.t.cgroup: must not hold .., is "a/../../b"`},
 	{"when_empty", minimal + "    when_empty: standby\n", `
 p.yaml:5:17: services.t.when_empty: must be reject or {standby: N}, is "standby"`},
+	{"slots_as of itself", minimal + "    slots_as: t\n", `
+p.yaml:5:15: services.t.slots_as: is the service itself`},
+	{"slots_as of none", minimal + "    slots_as: tt\n", `
+p.yaml:5:15: services.t.slots_as: there is no service "tt"
+  hint: did you mean t?`},
+	{"slots_as of another number", sharing("slots: 5", "slots_as: a"), `
+p.yaml:7:12: services.b.slots: is 5, service a has 4
+  hint: services with the same slots have the same number of them`},
+	{"slots_as with another device map", sharing("slots: 4", "slots_as: a\n    device_map: d.csv"), `
+p.yaml:8:15: services.b.slots_as: service a has another device_map
+  hint: give both the same`},
+	{"slots_as with standby and adopt", sharing("slots: 4", "slots_as: a\n    when_empty: {standby: 1}\n    on_start: adopt"), `
+p.yaml:9:17: services.b.when_empty: does not go with slots that two services share
+  hint: a slot may be empty in one of them alone: use reject
+p.yaml:10:15: services.b.on_start: adopt does not go with slots that two services share
+  hint: use reset`},
+	{"slots_as of one that has it", sharing("slots: 4", "slots_as: c") + "  c:\n    slots: 4\n    slots_as: a\n    listeners: [{protocol: udp, address: \"[::]:3\"}]\n", `
+p.yaml:8:15: services.b.slots_as: service c itself has the slots of a
+  hint: name that one`},
 	{"on_start", minimal + "    on_start: ignore\n", `
 p.yaml:5:15: services.t.on_start: must be reset or adopt or report, is "ignore"`},
 	{"when_empty list", minimal + "    when_empty: []\n", `
@@ -530,4 +549,10 @@ p.yaml:7:58: services.t.listeners[1].member_ports: needs steering: lookup
 p.yaml:8:27: services.t.when_empty.standby: must be 0 to 1023, is 2000
 p.yaml:11:34: services.t.members[1].slot: instance needs a match.systemd_unit with @
   hint: as in nfacctd@*.service`},
+}
+
+// sharing is a policy of two services, of which b has these lines.
+func sharing(slots, more string) string {
+	return "services:\n  a:\n    slots: 4\n    listeners: [{protocol: tcp, address: \"[::]:1\"}]\n    # and\n  b:\n    " + slots + "\n    " + more +
+		"\n    listeners: [{protocol: udp, address: \"[::]:2\"}]\n"
 }

@@ -63,6 +63,41 @@ func Users(names []string, rules []Rule) ([]uint32, error) {
 	return uids, nil
 }
 
+// CheckUsers refuses a policy that names users whom the host does not have. The error, if any, is of type
+// [config.Errors] and has all of them.
+func CheckUsers(policy *config.Policy) error {
+	var flaws config.Errors
+	check := func(path, name string) {
+		if name == "" {
+			return
+		}
+		_, err := LookupUser(name)
+		if _, ok := errors.AsType[user.UnknownUserError](err); ok {
+			flaws = append(flaws, policy.Flaw(path, fmt.Sprintf("there is no user %q", name), "create it, or name another"))
+		} else if err != nil {
+			flaws = append(flaws, policy.Flaw(path, err.Error(), ""))
+		}
+	}
+	for _, s := range policy.Services {
+		path := "services." + s.Name
+		for i, name := range s.Users {
+			if len(s.Users) == 1 {
+				check(path+".user", name)
+			} else {
+				check(fmt.Sprintf("%s.user[%d]", path, i), name)
+			}
+		}
+		for i, m := range s.Members {
+			check(fmt.Sprintf("%s.members[%d].match.user", path, i), m.Match.User)
+		}
+	}
+	if len(flaws) == 0 {
+		return nil
+	}
+	flaws.Sort()
+	return flaws
+}
+
 // Users are those whose processes the rule makes members, of a service with these users.
 func (r *Rule) Users(service []uint32) []uint32 {
 	if r.uid != nil {

@@ -100,6 +100,11 @@ func (s *Socket) String() string {
 	return protocols[s.Protocol] + " " + s.Local.String()
 }
 
+// Twin tells whether the kernel would share what arrives among two sockets.
+func (s *Socket) Twin(other *Socket) bool {
+	return s.Protocol == other.Protocol && s.Local == other.Local && s.V6Only == other.V6Only && !s.Connected && !other.Connected
+}
+
 // Sockets returns the bound TCP and UDP sockets of a process that want says
 // yes to. The caller closes them. It needs CAP_SYS_PTRACE over the process;
 // without it the error is fs.ErrPermission.

@@ -269,7 +269,7 @@ logfile: /var/lib/nfacctd/nfacctd-%[1]d.log
 nfacctd_port: %[3]d
 bmp_daemon: true
 bmp_daemon_port: %[2]d
-bmp_daemon_max_peers: 20
+bmp_daemon_max_peers: 16
 nfacctd_as: bmp
 nfacctd_net: bmp
 aggregate: peer_src_ip

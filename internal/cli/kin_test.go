@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/agent"
+)
+
+// becomeParent opens sockets, and starts a child that inherits them and outlives it.
+func becomeParent(specs []string) {
+	for _, spec := range specs {
+		if err := openAs(spec); err != nil {
+			fmt.Println(spec, err)
+			os.Exit(1)
+		}
+	}
+	child := exec.Command("/proc/self/exe", "paused")
+	child.Args[0] = "collector"
+	if err := child.Start(); err != nil {
+		fmt.Println(err)
+		os.Exit(1)
+	}
+	pause()
+}
+
+// becomeTwin is a member that opens its first socket once more at SIGUSR1.
+func becomeTwin(specs []string) {
+	again := make(chan os.Signal, 1)
+	signal.Notify(again, unix.SIGUSR1)
+	go func() {
+		<-again
+		_ = openAs(specs[0])
+	}()
+	becomeMember(specs)
+}
+
+func collector(cmd *exec.Cmd) { cmd.Args[0] = "collector" }
+
+// childOf waits for the first child of a process, and ends it with the test.
+func childOf(h *host, parent int) (child int) {
+	h.t.Helper()
+	h.eventually("the process has a child", func() bool {
+		stats, _ := filepath.Glob("/proc/[0-9]*/stat")
+		for _, path := range stats {
+			text, _ := os.ReadFile(path)
+			_, rest, _ := strings.Cut(string(text), ") ")
+			if f := strings.Fields(rest); len(f) > 1 && f[1] == strconv.Itoa(parent) {
+				child, _ = strconv.Atoi(filepath.Base(filepath.Dir(path)))
+				return true
+			}
+		}
+		return false
+	})
+	h.t.Cleanup(func() {
+		if p, err := os.FindProcess(child); err == nil {
+			_ = p.Kill()
+		}
+	})
+	return child
+}
+
+// A process that a member forked holds its sockets on when the member has ended. It does not become the member,
+// whether the agent was there or not.
+func TestOrphan(t *testing.T) {
+	for _, agentFirst := range []bool{true, false} {
+		t.Run(map[bool]string{true: "the agent ends first", false: "the member ends first"}[agentFirst], func(t *testing.T) {
+			h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
+			h.start()
+			parent, end := h.as("parent", collector, sharedSpecs...)
+			child := childOf(h, parent)
+			h.served(0, parent, child)
+			if agentFirst {
+				h.kill()
+				end()
+			} else {
+				end()
+				h.eventually("the slot is empty", func() bool { return !must[[]agent.SlotStatus](h, "slots")[0].Ready })
+				h.kill()
+			}
+			for range 2 { // also for the agent after the one that saw it
+				h.start()
+				time.Sleep(1500 * time.Millisecond) // it looks again a second after a bind
+				if s := must[[]agent.SlotStatus](h, "slots")[0]; s.Ready {
+					t.Fatalf("slot 0 has process %d, whose parent %d was the member", s.PID, parent)
+				}
+				h.kill()
+			}
+			h.start()
+			member, _ := h.member(nil, sharedSpecs...)
+			h.served(0, member, child)
+			// Who says so may have it.
+			if r := h.sockeye("unregister", "--slot", "0"); r.code != 0 {
+				t.Fatalf("%+v", r)
+			}
+			if r := h.sockeye("register", "--slot", "0", "--pid", strconv.Itoa(child)); r.code != 0 {
+				t.Errorf("%+v", r)
+			}
+		})
+	}
+}
+
+// A second socket for a listener gets nothing, as a slot has one: the member is refused, or named where it
+// opens the socket later.
+func TestTwinSockets(t *testing.T) {
+	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
+	h.start()
+	pid, end := h.member(nil, append([]string{sharedSpecs[0]}, sharedSpecs...)...)
+	want := "it has more than one socket tcp [::]:1790: a slot has one for a listener, the others would get nothing"
+	if got := h.problemOf(pid); got != want {
+		t.Errorf("the member is told %q, want %q", got, want)
+	}
+	end()
+	pid, _ = h.as("twin", collector, sharedSpecs...)
+	h.served(0, pid)
+	if err := unix.Kill(pid, unix.SIGUSR1); err != nil {
+		t.Fatal(err)
+	}
+	want = fmt.Sprintf("process %d in slot 0 has another socket tcp [::]:1790, which gets nothing: a slot has one for a listener", pid)
+	h.eventually("status names the socket", func() bool { return h.service().Problem == want })
+	if s := must[[]agent.SlotStatus](h, "slots")[0]; !s.Ready || s.PID != pid {
+		t.Errorf("the member lost its slot: %+v", s)
+	}
+}
+
+// A program that one script starts beside the agent waits for it.
+func TestRunBesideAgent(t *testing.T) {
+	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP"))
+	cmd := process("sockeye", "run", "--run-dir", h.run, "--slot", "0", "--", "/proc/self/exe", "member", sharedSpecs[0], sharedSpecs[1])
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+	})
+	time.Sleep(500 * time.Millisecond)
+	h.start()
+	h.served(0, cmd.Process.Pid)
+}
+
+// What a process that waits lacks is looked at anew when somebody asks: it may have become another user, which
+// nothing reports.
+func TestWaitingAnew(t *testing.T) {
+	h := newHost(t, theft(sharedPorts, "user: nobody", "cgroup: CGROUP"))
+	h.start()
+	cmd := process("sockeye", "run", "--run-dir", h.run, "--slot", "0", "--", "setpriv", "--reuid=65534", "--clear-groups", "sleep", "60")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+	})
+	const want = "it has not opened tcp [::]:1790 yet"
+	h.eventually("status says what it lacks now", func() bool {
+		w := h.service().Waiting
+		return len(w) == 1 && w[0].Problem == want && strings.Contains(w[0].Hint, "compare the ports")
+	})
+}
+
+// A process of the members' user that has the service's ports, and that no rule names, is named by doctor: nothing
+// else tells of it.
+func TestDoctorNamesStrangers(t *testing.T) {
+	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
+	h.start()
+	member, _ := h.member(nil, sharedSpecs...)
+	h.served(0, member)
+	stranger, _ := h.member(func(cmd *exec.Cmd) { cmd.Args[0] = "other" }, sharedSpecs...)
+	r := h.sockeye("doctor", "--policy", h.policy, "--pins", h.pins)
+	for _, socket := range sharedSpecs {
+		if want := fmt.Sprintf("%s of process %d (other) is in no slot, and gets nothing of the service", socket, stranger); !strings.Contains(r.out, want) {
+			t.Errorf("doctor does not say that %s", want)
+		}
+	}
+	if strings.Count(r.out, "is in no slot") != 2 || !strings.Contains(r.out, fmt.Sprintf("sockeye register --service telemetry --pid %d", stranger)) {
+		t.Errorf("doctor:\n%s", r.out)
+	}
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"sockeye/internal/agent"
+)
+
+const twoParts = `services:
+  bmp:
+    slots: 4
+    user: root
+    cgroup: CGROUP
+    listeners: [{protocol: tcp, address: "[::]:1790"}]
+  ipfix:
+    slots: 4
+    user: root
+    cgroup: CGROUP
+    listeners: [{protocol: udp, address: "[::]:4739"}]
+`
+
+// A slot is a process of each of two services: they agree on every device.
+func TestSlotsAs(t *testing.T) {
+	h := newHost(t, twoParts)
+	h.start()
+	var addresses []string
+	for i := range 200 {
+		addresses = append(addresses, fmt.Sprintf("192.0.2.%d", i))
+	}
+	// apart counts the addresses of which the services have different slots.
+	apart := func(list []agent.WhereStatus) (n int) {
+		slots := map[string]int{}
+		for _, w := range list {
+			if slot, ok := slots[w.Address.String()]; ok && slot != w.Slot {
+				n++
+			}
+			slots[w.Address.String()] = w.Slot
+		}
+		return n
+	}
+	where := func(args ...string) []agent.WhereStatus {
+		t.Helper()
+		return must[[]agent.WhereStatus](h, append(append([]string{"where"}, args...), addresses...)...)
+	}
+	if n := apart(where()); n == 0 {
+		t.Fatal("services of their own agree on every device")
+	}
+	for slot := range 4 {
+		pid, _ := h.member(nil, sharedSpecs...)
+		for _, service := range []string{"bmp", "ipfix"} {
+			if r := h.sockeye("register", "--service", service, "--slot", fmt.Sprint(slot), "--pid", fmt.Sprint(pid)); r.code != 0 {
+				t.Fatalf("%+v", r)
+			}
+		}
+	}
+	for i := range 20 { // seen, so that the plan counts them
+		ask("udp", fmt.Sprintf("127.0.1.%d", i))
+	}
+	next := strings.Replace(twoParts, "  ipfix:\n", "  ipfix:\n    slots_as: bmp\n", 1)
+	file := h.write("next.yaml", next)
+	if n := apart(where("--plan", file)); n != 0 {
+		t.Errorf("by the plan, %d addresses have two slots", n)
+	}
+	if r := h.sockeye("plan", file); r.code != 0 || !strings.Contains(r.out, "slots_as: unset -> bmp") || !strings.Contains(r.out, "seen move") {
+		t.Errorf("plan: %+v", r)
+	}
+	if n := apart(where()); n == 0 {
+		t.Error("a plan changes slots")
+	}
+	h.write("policy.yaml", next)
+	if r := h.sockeye("apply"); r.code != 0 {
+		t.Fatalf("%+v", r)
+	}
+	together := func(when string) {
+		t.Helper()
+		if n := apart(where()); n != 0 {
+			t.Errorf("%s, %d addresses have two slots", when, n)
+		}
+		for i := range 20 {
+			address := fmt.Sprintf("127.0.1.%d", i)
+			if tcp, udp := ask("tcp", address), ask("udp", address); tcp != udp || tcp == "" {
+				t.Errorf("%s, TCP of %s reaches %s, UDP %s", when, address, tcp, udp)
+			}
+		}
+		for _, s := range must[agent.Status](h, "status").Services {
+			if want := map[string]string{"ipfix": "bmp"}[s.Name]; s.SlotsAs != want {
+				t.Errorf("service %s has the slots of %q", s.Name, s.SlotsAs)
+			}
+		}
+	}
+	together("after apply")
+	h.kill()
+	h.start()
+	together("after the agent's restart")
+	// The one that has its slots comes first, and alone in the file.
+	if r := h.sockeye("apply", h.write("back.yaml", twoParts)); r.code != 0 {
+		t.Fatalf("%+v", r)
+	}
+	if n := apart(where()); n != 0 {
+		t.Error("a service without slots_as does not keep its devices")
+	}
+}
+
+// Neither service was there before, and the first by name has the slots of the other.
+func TestSlotsAsFromTheStart(t *testing.T) {
+	h := newHost(t, strings.Replace(twoParts, "  bmp:\n", "  bmp:\n    slots_as: ipfix\n", 1))
+	h.start()
+	s := must[agent.Status](h, "status").Services
+	if s[0].Nonce != s[1].Nonce {
+		t.Errorf("nonces %s and %s", s[0].Nonce, s[1].Nonce)
+	}
+}
