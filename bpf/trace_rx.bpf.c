@@ -27,7 +27,7 @@
 #define SOCK_DEAD 1 /* bit 0 of sk_flags */
 #define TCP_CLOSE 7
 #define TCP_WINDOW (1U << 30) /* none is larger */
-#define AT_ONCE 4 /* datagrams that the end of one read may show to be read */
+#define AT_ONCE 4 /* datagrams that are looked at after a read */
 #define STAMP_AGE 3600000000000ULL /* no packet takes an hour */
 
 /* Datagrams are followed by what is read from their sockets. */
@@ -430,6 +430,21 @@ int trace_closed(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
+/* The oldest datagram that waits in a socket; NULL: none. */
+static __always_inline struct sk_buff *rx_first(struct sock *sk)
+{
+	struct sk_buff_head *queue;
+	struct sk_buff *first;
+
+	queue = __builtin_preserve_access_index(&((struct udp_sock *)sk)->reader_queue);
+	first = BPF_CORE_READ(queue, next);
+	if (first != (void *)queue)
+		return first;
+	queue = __builtin_preserve_access_index(&((struct sock___skb *)sk)->sk_receive_queue);
+	first = BPF_CORE_READ(queue, next);
+	return first != (void *)queue ? first : NULL;
+}
+
 /*
  * Whether a datagram has left the queue of its socket. It is in a list before it
  * is read. Before it is in one, its device tells that it is on its way or, once
@@ -439,7 +454,6 @@ int trace_closed(struct bpf_raw_tracepoint_args *ctx)
 static __always_inline bool rx_left(struct sock *sk, struct sk_buff *skb,
 				    __u64 arrival)
 {
-	struct sk_buff_head *queue;
 	struct sk_buff *other;
 
 	if (BPF_CORE_READ(skb, tstamp) != arrival)
@@ -449,19 +463,12 @@ static __always_inline bool rx_left(struct sock *sk, struct sk_buff *skb,
 		return false;
 	if ((__s64)BPF_CORE_READ(skb, dev) < 0)
 		return false;
-	queue = __builtin_preserve_access_index(&((struct udp_sock *)sk)->reader_queue);
-	other = BPF_CORE_READ(queue, next);
-	if (other == (void *)queue) {
-		queue = __builtin_preserve_access_index(&((struct sock___skb *)sk)->sk_receive_queue);
-		other = BPF_CORE_READ(queue, next);
-		if (other == (void *)queue)
-			return true;
-	}
-	return BPF_CORE_READ(other, tstamp) >= arrival;
+	other = rx_first(sk);
+	return !other || BPF_CORE_READ(other, tstamp) >= arrival;
 }
 
-/* The slot of the oldest sample of a socket; TRACE_BEHIND: none. */
-__noinline int rx_oldest(__u64 cookie)
+/* The slot of the oldest sample of a socket after one; TRACE_BEHIND: none. */
+__noinline int rx_oldest(__u64 cookie, __u64 after)
 {
 	struct trace_reader *r = rx_reader(cookie);
 	__u32 i, slot = TRACE_BEHIND;
@@ -470,7 +477,7 @@ __noinline int rx_oldest(__u64 cookie)
 	if (!r)
 		return TRACE_BEHIND;
 	for (i = 0; i < TRACE_BEHIND; i++) {
-		if (r->since[i] > TRACE_TAKEN && r->since[i] < oldest) {
+		if (r->since[i] > after && r->since[i] < oldest) {
 			oldest = r->since[i];
 			slot = i;
 		}
@@ -478,18 +485,45 @@ __noinline int rx_oldest(__u64 cookie)
 	return slot;
 }
 
-/* The application has read something: its oldest datagram, one or more readers
- * of the socket at a time. */
+/* Ends the wait of the datagram in a slot, if it has left the socket, which is
+ * a pointer as a number. Returns whether there is one. */
+__noinline int rx_look(__u64 socket, __u64 cookie, __u32 slot, __u64 *since)
+{
+	struct trace_reader *r = rx_reader(cookie);
+	struct sock *sk = (struct sock *)socket;
+	struct trace_waiting_key key = {};
+	struct trace_waiting *w;
+
+	if (!since || !r || slot >= TRACE_BEHIND)
+		return 0;
+	*since = __sync_fetch_and_add(&r->since[slot], 0);
+	if (*since <= TRACE_TAKEN)
+		return 0;
+	key.of = r->of[slot];
+	w = bpf_map_lookup_elem(&waiting, &key);
+	if (w && w->socket != *since)
+		w = NULL;
+	if (w && !rx_left(sk, (void *)key.of, w->arrival))
+		return 1;
+	if (__sync_val_compare_and_swap(&r->since[slot], *since, 0) == *since)
+		rx_end(key.of, 0, *since, bpf_ktime_get_ns(), TRACE_RX_READ);
+	return 1;
+}
+
+/*
+ * The application has read something: its oldest datagram, one or more readers
+ * of the socket at a time. Datagrams of several CPUs are not queued in the order
+ * in which they came: one that was read may be behind one that was not. Once
+ * nothing waits, no other read may follow, so all are looked at.
+ */
 SEC("raw_tp/sock_recv_length")
 int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct sock *sk = (void *)ctx->args[0];
-	struct trace_waiting_key key = {};
 	struct trace_counts *c = trace_counts();
-	struct trace_waiting *w;
+	__u64 cookie, since = TRACE_TAKEN;
 	struct trace_reader *r;
-	__u64 cookie, since;
-	__u32 i, slot;
+	__u32 i;
 
 	if (!c || !c->datagrams)
 		return 0;
@@ -500,24 +534,15 @@ int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
 	/* It fires for connections, too. */
 	if (!r || BPF_CORE_READ((struct sock___skb *)sk, sk_protocol) != IPPROTO_UDP)
 		return 0;
-	for (i = 0; i < AT_ONCE; i++) {
-		slot = rx_oldest(cookie);
-		barrier_var(slot);
-		if (slot >= TRACE_BEHIND)
-			return 0;
-		since = __sync_fetch_and_add(&r->since[slot], 0);
-		if (since <= TRACE_TAKEN)
-			return 0;
-		key.of = r->of[slot];
-		w = bpf_map_lookup_elem(&waiting, &key);
-		if (w && w->socket != since)
-			w = NULL;
-		if (w && !rx_left(sk, (void *)key.of, w->arrival))
-			return 0;
-		if (__sync_val_compare_and_swap(&r->since[slot], since, 0) != since)
-			return 0;
-		rx_end(key.of, 0, since, bpf_ktime_get_ns(), TRACE_RX_READ);
+	if (!rx_first(sk)) {
+		for (i = 0; i < TRACE_BEHIND; i++)
+			if (r->since[i] > TRACE_TAKEN)
+				rx_look((__u64)sk, cookie, i, &since);
+		return 0;
 	}
+	for (i = 0; i < AT_ONCE; i++)
+		if (!rx_look((__u64)sk, cookie, rx_oldest(cookie, since), &since))
+			return 0;
 	return 0;
 }
 

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -512,6 +513,65 @@ func TestRXDatagramsExact(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A datagram that is read before one that reached the host earlier, on another
+// CPU, is told to be read then.
+func TestRXOvertaken(t *testing.T) {
+	if runtime.NumCPU() < 2 {
+		t.Skip("one CPU")
+	}
+	const overtaking, slow = 20, 1000
+	tr := trace(t, rxRules(allRX, 1))
+	// Programs of a cgroup run before those of its ancestors: this one keeps a
+	// large datagram on its way, after it was chosen.
+	const length = 0 // of len in struct __sk_buff
+	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
+		Type: ebpf.CGroupSKB, AttachType: ebpf.AttachCGroupInetIngress, License: "Dual BSD/GPL",
+		Instructions: asm.Instructions{
+			asm.LoadMem(asm.R2, asm.R1, length, asm.Word),
+			asm.JLT.Imm(asm.R2, slow, "out"),
+			asm.Mov.Imm(asm.R6, 50_000),
+			asm.FnKtimeGetNs.Call().WithSymbol("again"),
+			asm.Sub.Imm(asm.R6, 1),
+			asm.JNE.Imm(asm.R6, 0, "again"),
+			asm.Mov.Imm(asm.R0, 1).WithSymbol("out"), asm.Return(),
+		},
+	})
+	check(t, err)
+	defer p.Close()
+	l, err := link.AttachCgroup(link.CgroupOptions{Path: testenv.Cgroup(), Attach: ebpf.AttachCGroupInetIngress, Program: p})
+	check(t, err)
+	defer l.Close()
+	for range 100 {
+		e := tr.ends(unix.IPPROTO_UDP, false)
+		other := ends{receiver: e.receiver}
+		to, err := unix.Getsockname(e.receiver)
+		check(t, err)
+		other.sender, err = unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+		check(t, err)
+		check(t, unix.Connect(other.sender, to))
+		tr.forget()
+		var late sync.WaitGroup
+		late.Go(func() { e.send(t, 1, slow) })
+		for tr.received(unix.IPPROTO_UDP).Chosen == 0 {
+		}
+		other.send(t, overtaking, 10)
+		buf := make([]byte, 2*slow)
+		var last int
+		for range overtaking + 1 {
+			last, err = unix.Read(e.receiver, buf)
+			check(t, err)
+		}
+		late.Wait()
+		c := tr.received(unix.IPPROTO_UDP)
+		check(t, unix.Close(other.sender))
+		c.expect(t, overtaking+1, overtaking+1, 0, 0, 0, 0)
+		if last == slow {
+			return
+		}
+	}
+	t.Error("no datagram was overtaken")
 }
 
 // The first datagrams of a socket that come at once, on two CPUs, are both counted.
