@@ -513,6 +513,32 @@ static __always_inline void trace_repeated(struct trace_message *m,
 		m->again = now;
 }
 
+/* A message leaves again, if it is in the packet of a later one. Returns whether
+ * it is. */
+__noinline int trace_again(struct trace_message *m, bool retransmitted, __u64 now)
+{
+	if (!m || !(m->flags & TRACE_MESSAGE_JOINED))
+		return 0;
+	trace_repeated(m, retransmitted, now);
+	return 1;
+}
+
+/* A message leaves for the first time, in the packet of a later one, which begins
+ * with a sequence number. Returns 0 if it has left before. */
+__noinline int trace_joined(struct bpf_sock_ops *ctx, struct trace_message *m,
+			    __u32 begins, __u64 now)
+{
+	if (!m || m->queued)
+		return 0;
+	if ((__s32)(m->key - begins) < 0) {
+		m->flags |= TRACE_MESSAGE_PARTED;
+	} else {
+		m->flags |= TRACE_MESSAGE_JOINED;
+		trace_left(ctx, m, now);
+	}
+	return 1;
+}
+
 /*
  * The sequence number that the packet at hand begins with, which has the key.
  * What is not a plain TCP segment of the connection, as in a tunnel, counts as
@@ -584,20 +610,9 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 		m = trace_message(c, n);
 		if (!m || (__s32)(n - c->tail) < 0)
 			break;
-		if (first) {
-			if (m->queued)
-				break;
-			if ((__s32)(m->key - begins) < 0) {
-				m->flags |= TRACE_MESSAGE_PARTED;
-				continue;
-			}
-			m->flags |= TRACE_MESSAGE_JOINED;
-			trace_left(ctx, m, now);
-		} else {
-			if (!(m->flags & TRACE_MESSAGE_JOINED))
-				break;
-			trace_repeated(m, retransmitted, now);
-		}
+		if (first ? !trace_joined(ctx, m, begins, now) :
+			    !trace_again(m, retransmitted, now))
+			break;
 	}
 	return 0;
 }
@@ -698,71 +713,84 @@ static __always_inline void trace_late(const struct trace_connection *c,
 	m->queued = 0;
 }
 
+/*
+ * A message is acknowledged, with the packet that has a key. Each message is its
+ * own function to the verifier, which would follow all ways through all of them
+ * otherwise.
+ */
+__noinline int trace_answered(struct bpf_sock_ops *ctx,
+			      const struct trace_connection *c,
+			      struct trace_message *m, __u32 key, __u64 now)
+{
+	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct trace_stats *s = c ? trace_stats(c->group) : NULL;
+	__u32 outcome;
+
+	if (!m || !s)
+		return 0;
+	m->retransmits = trace_cast(kern->sk, struct tcp_sock)->total_retrans - m->retransmits;
+	outcome = m->repeats ? TRACE_RETRANSMITTED : TRACE_ACKED;
+	if (m->key != key)
+		outcome = m->queued ? TRACE_COALESCED :
+			  m->flags & TRACE_MESSAGE_PARTED ? TRACE_PARTED :
+							    TRACE_MISSED;
+	if (m->flags & TRACE_MESSAGE_LATE)
+		trace_late(c, m);
+	if (outcome != TRACE_MISSED && outcome != TRACE_PARTED)
+		trace_measure(s, m, now);
+	return trace_end(ctx, m, now, outcome);
+}
+
 /* Acknowledgements come in the order of keys. */
 __noinline int trace_acked(struct bpf_sock_ops *ctx)
 {
-	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
 	struct trace_connection *c = trace_connection(ctx);
-	__u32 key, i, outcome, retransmits;
 	struct trace_message *m;
-	struct trace_stats *s;
+	__u32 key, i;
 	__u64 now;
 
 	if (!c || c->head == c->tail)
 		return 0;
-	s = trace_stats(c->group);
-	if (!s)
-		return 0;
 	key = trace_shared(ctx)->tskey;
 	now = bpf_ktime_get_ns();
-	retransmits = trace_cast(kern->sk, struct tcp_sock)->total_retrans;
 	for (i = 0; i < TRACE_IN_FLIGHT; i++) {
 		if (c->head == c->tail)
 			return 0;
 		m = trace_message(c, c->tail);
 		if (!m || (__s32)(m->key - key) > 0)
 			return 0;
-		m->retransmits = retransmits - m->retransmits;
-		outcome = m->repeats ? TRACE_RETRANSMITTED : TRACE_ACKED;
-		if (m->key != key)
-			outcome = m->queued ? TRACE_COALESCED :
-				  m->flags & TRACE_MESSAGE_PARTED ? TRACE_PARTED :
-								    TRACE_MISSED;
-		if (m->flags & TRACE_MESSAGE_LATE)
-			trace_late(c, m);
-		if (outcome != TRACE_MISSED && outcome != TRACE_PARTED)
-			trace_measure(s, m, now);
-		trace_end(ctx, m, now, outcome);
+		trace_answered(ctx, c, m, key, now);
 		c->tail++;
 	}
 	return 0;
 }
 
-__noinline int trace_closed(struct bpf_sock_ops *ctx)
+/* The connection of a message ends before its acknowledgement. */
+__noinline int trace_lost(struct bpf_sock_ops *ctx,
+			  const struct trace_connection *c,
+			  struct trace_message *m, __u64 now)
 {
 	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
-	struct trace_connection *c = trace_connection(ctx);
-	struct trace_message *m;
-	struct tcp_sock *tp;
-	__u32 i;
-	__u64 now;
+	struct tcp_sock *tp = trace_cast(kern->sk, struct tcp_sock);
 
-	if (!c || c->head == c->tail)
+	if (!c || !m)
 		return 0;
-	now = bpf_ktime_get_ns();
-	tp = trace_cast(kern->sk, struct tcp_sock);
-	for (i = 0; i < TRACE_IN_FLIGHT; i++) {
-		if (c->head == c->tail)
-			return 0;
-		m = trace_message(c, c->tail);
-		if (!m)
-			return 0;
-		m->retransmits = tp->total_retrans - m->retransmits;
-		if (m->flags & TRACE_MESSAGE_LATE)
-			trace_late(c, m);
-		trace_end(ctx, m, now, (__s32)(m->key - tp->snd_una) < 0 ?
-						  TRACE_MISSED :
-						  TRACE_UNACKNOWLEDGED);
+	m->retransmits = tp->total_retrans - m->retransmits;
+	if (m->flags & TRACE_MESSAGE_LATE)
+		trace_late(c, m);
+	return trace_end(ctx, m, now, (__s32)(m->key - tp->snd_una) < 0 ?
+					      TRACE_MISSED :
+					      TRACE_UNACKNOWLEDGED);
+}
+
+__noinline int trace_closed(struct bpf_sock_ops *ctx)
+{
+	struct trace_connection *c = trace_connection(ctx);
+	__u64 now = bpf_ktime_get_ns();
+	__u32 i;
+
+	for (i = 0; c && i < TRACE_IN_FLIGHT && c->head != c->tail; i++) {
+		trace_lost(ctx, c, trace_message(c, c->tail), now);
 		c->tail++;
 	}
 	return 0;

@@ -104,7 +104,7 @@ func OpenBigTCP(c BigTCPConfig) (*BigTCP, error) {
 	if c.Flows > 0 {
 		spec.Maps["flows"].MaxEntries = uint32(c.Flows)
 	}
-	count, err := ebpf.NewCollection(spec)
+	count, err := loadCollection(spec, nil)
 	if err != nil {
 		return nil, fmt.Errorf("load programs that count packets: %w", err)
 	}
@@ -164,9 +164,7 @@ func (b *BigTCP) AttachDriver() error {
 	if err := spec.Variables["netns"].Set(b.config.Netns); err != nil {
 		return err
 	}
-	driver, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{
-		MapReplacements: map[string]*ebpf.Map{"counts": b.count.Maps["counts"]},
-	})
+	driver, err := loadCollection(spec, map[string]*ebpf.Map{"counts": b.count.Maps["counts"]})
 	if lacksHelper(err) {
 		return fmt.Errorf("load program at the driver: %w: lockdown keeps the kernel's memory from programs: %w", ebpf.ErrNotSupported, err)
 	}

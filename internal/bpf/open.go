@@ -420,6 +420,14 @@ func loadError(what string, err error) error {
 	return fmt.Errorf("load %s: %w", what, err)
 }
 
+// kernelTypes are decoded once: reading them takes longer than loading a program.
+var kernelTypes = btf.NewCache()
+
+// loadCollection loads programs and maps, with the given maps in place of theirs.
+func loadCollection(spec *ebpf.CollectionSpec, maps map[string]*ebpf.Map) (*ebpf.Collection, error) {
+	return ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: maps, Cache: kernelTypes})
+}
+
 func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.Map) (*ebpf.Program, error) {
 	used := make(map[string]*ebpf.Map)
 	for name, m := range maps {
@@ -427,7 +435,7 @@ func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.M
 			used[name] = m
 		}
 	}
-	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: used})
+	collection, err := loadCollection(spec, used)
 	if err != nil {
 		return nil, loadError("program "+name, err)
 	}
@@ -658,7 +666,7 @@ func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
 			spec.Maps[name].MaxEntries = m.MaxEntries()
 		}
 	}
-	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: used})
+	collection, err := loadCollection(spec, used)
 	if err != nil {
 		return loadError("member hooks", err)
 	}

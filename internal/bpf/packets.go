@@ -109,9 +109,7 @@ func OpenPackets(cookie uint64, buffer int) (_ *Packets, err error) {
 	if err := spec.Variables["cookie"].Set(cookie); err != nil {
 		return nil, err
 	}
-	p.collection, err = ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{
-		MapReplacements: map[string]*ebpf.Map{"events": events},
-	})
+	p.collection, err = loadCollection(spec, map[string]*ebpf.Map{"events": events})
 	if lacksHelper(err) {
 		return nil, fmt.Errorf("load programs for packets: %w: lockdown keeps the kernel's memory from programs: %w", ebpf.ErrNotSupported, err)
 	}

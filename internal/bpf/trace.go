@@ -196,7 +196,7 @@ func (t *Trace) load(spec *ebpf.CollectionSpec, program string) (*ebpf.Program, 
 // HaveTimestamps fails, with an error that wraps ebpf.ErrNotSupported, if the
 // kernel has no BPF timestamping (Linux 6.15).
 func HaveTimestamps() error {
-	kernel, err := btf.LoadKernelSpec()
+	kernel, err := kernelTypes.Kernel()
 	if err != nil {
 		return fmt.Errorf("read types of the kernel: %w", err)
 	}
@@ -686,7 +686,7 @@ func HaveSend() error {
 	if err := probeProgram(ebpf.RawTracepoint, ebpf.AttachNone); err != nil {
 		return fmt.Errorf("load program that reads the kernel: %w", err)
 	}
-	collection, err := ebpf.NewCollection(spec)
+	collection, err := loadCollection(spec, nil)
 	switch {
 	case errors.Is(err, unix.EPERM):
 		return fmt.Errorf("fentry: %w: this kernel lets nobody load such programs: %w", ebpf.ErrNotSupported, err)

@@ -173,7 +173,7 @@ func (t *Trace) openHooks(c TraceConfig, spec *ebpf.CollectionSpec, hooks []hook
 			used[name] = m
 		}
 	}
-	collection, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: used})
+	collection, err := loadCollection(spec, used)
 	if err != nil {
 		return loadError("programs for what is received", err)
 	}
@@ -206,7 +206,7 @@ func (t *Trace) openHook(h hook, p *ebpf.Program, cgroup *os.File) (err error) {
 
 // haveTracepoint tells whether the kernel has a tracepoint.
 func haveTracepoint(name string) (bool, error) {
-	kernel, err := btf.LoadKernelSpec()
+	kernel, err := kernelTypes.Kernel()
 	if err != nil {
 		return false, fmt.Errorf("read types of the kernel: %w", err)
 	}
