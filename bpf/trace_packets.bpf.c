@@ -4,9 +4,9 @@
  * queueing discipline and a driver, when TCP sends it again, and what the
  * connection receives. Decides nothing. Attached only while somebody asks.
  * Cost for others: two reads for each packet to a queueing discipline or to a
- * driver, one for each that an established connection receives, and a
- * comparison for each that the host receives. For the connection: an event for
- * each of these.
+ * driver, two for each that an established connection receives or sends again,
+ * and a comparison for each that the host receives. For the connection: an event
+ * for each of these.
  *
  * Raw tracepoints, so that neither fentry nor a cgroup is needed.
  */
@@ -118,6 +118,7 @@ struct sk_buff {
 struct tcp_skb_cb {
 	__u32 seq;
 	__u32 end_seq;
+	__u32 ack_seq;
 } __attribute__((preserve_access_index));
 
 /* SO_COOKIE of the connection. */
@@ -148,6 +149,39 @@ struct {
 	__be16 remote_port;
 	__u32 wanted; /* TCP does not tell of them in this state */
 } early;
+
+/*
+ * The kernel does not let a program interrupt itself (__bpf_trace_run, Linux
+ * 6.18). A tracepoint that a process reaches with softirqs on, as when it works
+ * off the backlog of its socket, is left out for what a softirq does meanwhile,
+ * for other sockets. So such a tracepoint has two programs, which are never both
+ * left out; the second is silent where the first has told. The socket is locked.
+ */
+struct {
+	__u64 receive;
+	__u64 resend;
+	__u64 state;
+} told;
+
+/* Tells a packet of TCP from others whose memory was the same. */
+static __always_inline __u64 packets_number(const struct sk_buff *skb)
+{
+	const struct tcp_skb_cb *cb = (const void *)skb +
+				      bpf_core_field_offset(struct sk_buff, cb);
+
+	return (__u64)skb ^ (__u64)BPF_CORE_READ(cb, seq) << 32 ^
+	       BPF_CORE_READ(cb, ack_seq);
+}
+
+static __always_inline bool packets_told(__u64 *last, __u64 what)
+{
+	if (*last == what) {
+		*last = 0;
+		return true;
+	}
+	*last = what;
+	return false;
+}
 
 struct packets_place {
 	__u32 tcp; /* offset of the TCP header from the network header */
@@ -399,8 +433,7 @@ int packets_driver(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
-SEC("raw_tracepoint/tcp_retransmit_skb")
-int packets_resend(struct bpf_raw_tracepoint_args *ctx)
+static __always_inline int packets_resent(struct bpf_raw_tracepoint_args *ctx)
 {
 	const struct sock *sk = (const void *)ctx->args[0];
 	const struct sk_buff *skb = (const void *)ctx->args[1];
@@ -408,7 +441,7 @@ int packets_resend(struct bpf_raw_tracepoint_args *ctx)
 	const struct tcp_skb_cb *cb;
 	struct packets_event *e;
 
-	if (!packets_ours(sk))
+	if (!packets_ours(sk) || packets_told(&told.resend, packets_number(skb)))
 		return 0;
 	e = packets_event(PACKETS_RETRANSMIT, skb,
 			  BPF_CORE_READ(sk, __sk_common.skc_state));
@@ -423,8 +456,19 @@ int packets_resend(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
-SEC("raw_tracepoint/tcp_probe")
-int packets_receive(struct bpf_raw_tracepoint_args *ctx)
+SEC("raw_tracepoint/tcp_retransmit_skb")
+int packets_resend(struct bpf_raw_tracepoint_args *ctx)
+{
+	return packets_resent(ctx);
+}
+
+SEC("raw_tracepoint/tcp_retransmit_skb")
+int packets_resend_2(struct bpf_raw_tracepoint_args *ctx)
+{
+	return packets_resent(ctx);
+}
+
+static __always_inline int packets_received(struct bpf_raw_tracepoint_args *ctx)
 {
 	const struct sock *sk = (const void *)ctx->args[0];
 	const struct sk_buff *skb = (const void *)ctx->args[1];
@@ -432,7 +476,7 @@ int packets_receive(struct bpf_raw_tracepoint_args *ctx)
 	__u32 network;
 	__u8 state;
 
-	if (!packets_ours(sk))
+	if (!packets_ours(sk) || packets_told(&told.receive, packets_number(skb)))
 		return 0;
 	state = BPF_CORE_READ(sk, __sk_common.skc_state);
 	packets_scale(sk, state);
@@ -445,6 +489,18 @@ int packets_receive(struct bpf_raw_tracepoint_args *ctx)
 	packets_copy(p, skb, network);
 	bpf_ringbuf_submit(p, 0);
 	return 0;
+}
+
+SEC("raw_tracepoint/tcp_probe")
+int packets_receive(struct bpf_raw_tracepoint_args *ctx)
+{
+	return packets_received(ctx);
+}
+
+SEC("raw_tracepoint/tcp_probe")
+int packets_receive_2(struct bpf_raw_tracepoint_args *ctx)
+{
+	return packets_received(ctx);
 }
 
 /* Tells whether a packet that the host receives is for the connection. */
@@ -496,15 +552,14 @@ int packets_early(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
-SEC("raw_tracepoint/inet_sock_set_state")
-int packets_state(struct bpf_raw_tracepoint_args *ctx)
+static __always_inline int packets_changed(struct bpf_raw_tracepoint_args *ctx)
 {
 	const struct sock *sk = (const void *)ctx->args[0];
 	const struct tcp_sock *tp = (const void *)sk;
 	__u8 before = ctx->args[1], state = ctx->args[2];
 	struct packets_event *e;
 
-	if (!packets_ours(sk))
+	if (!packets_ours(sk) || packets_told(&told.state, 1 + state))
 		return 0;
 	packets_listen(sk, state);
 	e = packets_event(PACKETS_STATE, NULL, state);
@@ -517,4 +572,16 @@ int packets_state(struct bpf_raw_tracepoint_args *ctx)
 	}
 	bpf_ringbuf_submit(e, 0);
 	return 0;
+}
+
+SEC("raw_tracepoint/inet_sock_set_state")
+int packets_state(struct bpf_raw_tracepoint_args *ctx)
+{
+	return packets_changed(ctx);
+}
+
+SEC("raw_tracepoint/inet_sock_set_state")
+int packets_state_2(struct bpf_raw_tracepoint_args *ctx)
+{
+	return packets_changed(ctx);
 }

@@ -73,9 +73,12 @@ var packetTracepoints = []struct {
 	needed              bool
 }{
 	{"packets_state", "inet_sock_set_state", false},
+	{"packets_state_2", "inet_sock_set_state", false},
 	{"packets_early", "netif_receive_skb", false},
 	{"packets_receive", "tcp_probe", false},
+	{"packets_receive_2", "tcp_probe", false},
 	{"packets_resend", "tcp_retransmit_skb", false},
+	{"packets_resend_2", "tcp_retransmit_skb", false},
 	{"packets_driver", "net_dev_start_xmit", true},
 	{"packets_queue", "net_dev_queue", true},
 }

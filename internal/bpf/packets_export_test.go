@@ -2,7 +2,11 @@
 
 package bpf
 
-import "github.com/cilium/ebpf"
+import (
+	"testing"
+
+	"github.com/cilium/ebpf"
+)
 
 // ProgramIDs are the numbers of the programs.
 func (p *Packets) ProgramIDs() (ids []ebpf.ProgramID) {
@@ -25,4 +29,25 @@ func RenameTracepoint(from, to string) (restore func()) {
 		}
 	}
 	panic("no tracepoint " + from)
+}
+
+// LeaveOut detaches the programs at a tracepoint but for one: as when the kernel
+// leaves them out because one of them was interrupted.
+func (p *Packets) LeaveOut(tb testing.TB, tracepoint string, but int) {
+	tb.Helper()
+	seen := 0
+	for i, t := range packetTracepoints {
+		if t.tracepoint != tracepoint {
+			continue
+		}
+		if seen++; seen-1 == but {
+			continue
+		}
+		if err := p.links[i].Close(); err != nil {
+			tb.Fatal(err)
+		}
+	}
+	if seen < 2 {
+		tb.Fatalf("%d programs at %s", seen, tracepoint)
+	}
 }

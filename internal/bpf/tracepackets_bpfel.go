@@ -76,12 +76,16 @@ const (
 	tracePacketsProgPacketsEarly       = "packets_early"
 	tracePacketsProgPacketsQueue       = "packets_queue"
 	tracePacketsProgPacketsReceive     = "packets_receive"
+	tracePacketsProgPacketsReceive2    = "packets_receive_2"
 	tracePacketsProgPacketsResend      = "packets_resend"
+	tracePacketsProgPacketsResend2     = "packets_resend_2"
 	tracePacketsProgPacketsState       = "packets_state"
+	tracePacketsProgPacketsState2      = "packets_state_2"
 	tracePacketsVarCookie              = "cookie"
 	tracePacketsVarEarly               = "early"
 	tracePacketsVarLost                = "lost"
 	tracePacketsVarScale               = "scale"
+	tracePacketsVarTold                = "told"
 	tracePacketsVarUnusedPacketsEvent  = "unused_packets_event"
 	tracePacketsVarUnusedPacketsFlag   = "unused_packets_flag"
 	tracePacketsVarUnusedPacketsKind   = "unused_packets_kind"
@@ -131,12 +135,15 @@ type tracePacketsSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type tracePacketsProgramSpecs struct {
-	PacketsDriver  *ebpf.ProgramSpec `ebpf:"packets_driver"`
-	PacketsEarly   *ebpf.ProgramSpec `ebpf:"packets_early"`
-	PacketsQueue   *ebpf.ProgramSpec `ebpf:"packets_queue"`
-	PacketsReceive *ebpf.ProgramSpec `ebpf:"packets_receive"`
-	PacketsResend  *ebpf.ProgramSpec `ebpf:"packets_resend"`
-	PacketsState   *ebpf.ProgramSpec `ebpf:"packets_state"`
+	PacketsDriver   *ebpf.ProgramSpec `ebpf:"packets_driver"`
+	PacketsEarly    *ebpf.ProgramSpec `ebpf:"packets_early"`
+	PacketsQueue    *ebpf.ProgramSpec `ebpf:"packets_queue"`
+	PacketsReceive  *ebpf.ProgramSpec `ebpf:"packets_receive"`
+	PacketsReceive2 *ebpf.ProgramSpec `ebpf:"packets_receive_2"`
+	PacketsResend   *ebpf.ProgramSpec `ebpf:"packets_resend"`
+	PacketsResend2  *ebpf.ProgramSpec `ebpf:"packets_resend_2"`
+	PacketsState    *ebpf.ProgramSpec `ebpf:"packets_state"`
+	PacketsState2   *ebpf.ProgramSpec `ebpf:"packets_state_2"`
 }
 
 // tracePacketsMapSpecs contains maps before they are loaded into the kernel.
@@ -154,6 +161,7 @@ type tracePacketsVariableSpecs struct {
 	Early               *ebpf.VariableSpec `ebpf:"early"`
 	Lost                *ebpf.VariableSpec `ebpf:"lost"`
 	Scale               *ebpf.VariableSpec `ebpf:"scale"`
+	Told                *ebpf.VariableSpec `ebpf:"told"`
 	UnusedPacketsEvent  *ebpf.VariableSpec `ebpf:"unused_packets_event"`
 	UnusedPacketsFlag   *ebpf.VariableSpec `ebpf:"unused_packets_flag"`
 	UnusedPacketsKind   *ebpf.VariableSpec `ebpf:"unused_packets_kind"`
@@ -198,6 +206,7 @@ type tracePacketsVariables struct {
 	Early               *ebpf.Variable `ebpf:"early"`
 	Lost                *ebpf.Variable `ebpf:"lost"`
 	Scale               *ebpf.Variable `ebpf:"scale"`
+	Told                *ebpf.Variable `ebpf:"told"`
 	UnusedPacketsEvent  *ebpf.Variable `ebpf:"unused_packets_event"`
 	UnusedPacketsFlag   *ebpf.Variable `ebpf:"unused_packets_flag"`
 	UnusedPacketsKind   *ebpf.Variable `ebpf:"unused_packets_kind"`
@@ -209,12 +218,15 @@ type tracePacketsVariables struct {
 //
 // It can be passed to loadTracePacketsObjects or ebpf.CollectionSpec.LoadAndAssign.
 type tracePacketsPrograms struct {
-	PacketsDriver  *ebpf.Program `ebpf:"packets_driver"`
-	PacketsEarly   *ebpf.Program `ebpf:"packets_early"`
-	PacketsQueue   *ebpf.Program `ebpf:"packets_queue"`
-	PacketsReceive *ebpf.Program `ebpf:"packets_receive"`
-	PacketsResend  *ebpf.Program `ebpf:"packets_resend"`
-	PacketsState   *ebpf.Program `ebpf:"packets_state"`
+	PacketsDriver   *ebpf.Program `ebpf:"packets_driver"`
+	PacketsEarly    *ebpf.Program `ebpf:"packets_early"`
+	PacketsQueue    *ebpf.Program `ebpf:"packets_queue"`
+	PacketsReceive  *ebpf.Program `ebpf:"packets_receive"`
+	PacketsReceive2 *ebpf.Program `ebpf:"packets_receive_2"`
+	PacketsResend   *ebpf.Program `ebpf:"packets_resend"`
+	PacketsResend2  *ebpf.Program `ebpf:"packets_resend_2"`
+	PacketsState    *ebpf.Program `ebpf:"packets_state"`
+	PacketsState2   *ebpf.Program `ebpf:"packets_state_2"`
 }
 
 func (p *tracePacketsPrograms) Close() error {
@@ -223,8 +235,11 @@ func (p *tracePacketsPrograms) Close() error {
 		p.PacketsEarly,
 		p.PacketsQueue,
 		p.PacketsReceive,
+		p.PacketsReceive2,
 		p.PacketsResend,
+		p.PacketsResend2,
 		p.PacketsState,
+		p.PacketsState2,
 	)
 }
 
