@@ -339,6 +339,12 @@ func TestBigTCPChangedSince(t *testing.T) {
 	if w := asJSON[bigtcpShown](h, "cli0").Interfaces[0].Wanted; w == nil || w.State != "changed" {
 		t.Errorf("%+v", w)
 	}
+	for name, noted := range map[string]bool{"cli0": true, "cli1": false} {
+		r := h.bigtcp("verify " + name + " --for 100ms")
+		if r.code != 0 || strings.Contains(r.out, "\nsizes: wanted by sockeye bigtcp apply; somebody else has changed it since\n") != noted {
+			t.Errorf("%s: %+v", name, r)
+		}
+	}
 	for _, args := range []string{"plan cli0 --ipv6 200KB", "apply cli0 --ipv6 200KB"} {
 		h.refuses(5, "somebody else has changed cli0 since: gso_max_size 100000 instead of 192000", "--force sets it all the same; what it had before is kept", args)
 	}
