@@ -22,7 +22,8 @@ package room
 import "math"
 
 // Snapshot is what the kernel said of a TCP socket, all in bytes. SendBuffer and
-// Queued are of one moment; the rest was read just before.
+// Queued are of one moment; Payload was read just after that, the rest just before. So an
+// acknowledgement between them makes the estimate smaller, not larger.
 type Snapshot struct {
 	SendBuffer int // sk_sndbuf
 	Queued     int // sk_wmem_queued: what is queued, sent or not, with its overhead
@@ -35,6 +36,9 @@ type Snapshot struct {
 	// congestion window.
 	Sendable int
 	Burst    int
+	// Recovering: the peer acknowledges selectively, or packets were lost. What it has then
+	// lets others leave before its memory is free.
+	Recovering bool
 	// NotSentLowat is TCP_NOTSENT_LOWAT, or the sysctl's value where the socket has
 	// none of its own. 0: not known.
 	NotSentLowat int
@@ -100,7 +104,7 @@ const smallWindow = 536
 // is not sent yet, the largest window that the peer has had, and whether TCP paces the
 // socket. It is for one socket and one writer; the zero value is ready. Without one,
 // Estimate takes what is certain, and no pacing: of the largest window, that it is no smaller than the
-// present one, than what is on the way, or than the packets that are queued.
+// present one, than what is on the way, or than the packets that are not sent.
 type Tracker struct {
 	tail   int // payload of the last packet not sent
 	goal   int // of the last Estimate
@@ -158,15 +162,20 @@ func (k Kernel) Estimate(s Snapshot, next int, t *Tracker) Estimate {
 	}
 	most := largest - k.header() - 1
 	e := Estimate{
-		Overhead: k.Overhead, Goal: min(max(goal(s.MSS, window), k.filled(s)), max(most-most%s.MSS, s.MSS)),
+		Overhead: k.Overhead, Goal: min(max(goal(s.MSS, window), k.filled(s, largest)), max(most-most%s.MSS, s.MSS)),
 		Free: max(s.SendBuffer-s.Queued, 0),
 	}
 	e.Tail = s.tail(t, e.Goal)
 	e.Exact = k.exact(s, e.Goal, e.Tail, window/2, t != nil && t.paced)
 	safe, free := 0, max(e.Free-k.splits(s), 0)
 	if next > 0 && next < e.Goal {
-		n := min(s.alone(next), free/(next+k.Overhead))
-		safe, free = n*next, free-n*(next+k.Overhead)
+		packet := next
+		if next > s.MSS {
+			// With Nagle's algorithm, what exceeds whole segments leaves with the next write.
+			packet -= next % s.MSS
+		}
+		n := min(s.alone(packet), free/(packet+k.Overhead))
+		safe, free = n*packet, free-n*(packet+k.Overhead)
 	}
 	whole, rest := free/(e.Goal+k.Overhead), free%(e.Goal+k.Overhead)
 	safe += whole*e.Goal + max(rest-k.Overhead, 0)
@@ -180,19 +189,32 @@ func (k Kernel) Estimate(s Snapshot, next int, t *Tracker) Estimate {
 // splits is the memory that queued packets may take in addition when they are sent:
 // the kernel cuts them to what may leave at once.
 func (k Kernel) splits(s Snapshot) int {
-	if s.Sendable <= 0 {
+	leaves := min(s.leaving(), s.Unsent+max(s.SendBuffer-s.Queued, 0))
+	if leaves <= 0 {
 		return 0
 	}
-	leaves := min(s.Sendable, s.Unsent+max(s.SendBuffer-s.Queued, 0))
 	return (leaves/max(s.Burst, 2*s.MSS) + 1) * k.Overhead
 }
 
-// alone is how many of the writes to come may leave in a packet of their own, each with its
-// overhead: as many as the windows let out behind what is not sent yet. Later ones share a packet.
+// leaving is how much may leave before the memory of anything is free.
+func (s *Snapshot) leaving() int {
+	if !s.Recovering {
+		return s.Sendable
+	}
+	flying := s.Payload - s.Unsent
+	most := s.Sendable + flying
+	if s.SendWindow > 0 {
+		most = min(most, max(s.SendWindow-flying, s.Sendable))
+	}
+	return most
+}
+
+// alone is how many packets of so many bytes the writes to come may leave in, each with its
+// overhead: as many as the windows let out behind what is not sent yet. Later writes share a packet.
 // An acknowledgement lets another one out, and frees the memory of one packet at least.
-func (s *Snapshot) alone(next int) int {
-	segments := (next + s.MSS - 1) / s.MSS
-	return max(s.Sendable-s.Unsent, 0)/(segments*s.MSS) + 1
+func (s *Snapshot) alone(packet int) int {
+	segments := (packet + s.MSS - 1) / s.MSS
+	return max(s.leaving()-s.Unsent, 0)/(segments*s.MSS) + 1
 }
 
 // goal is the payload of a full packet by the peer's largest window (tcp_xmit_size_goal), or less where
@@ -204,15 +226,18 @@ func goal(mss, window int) int {
 	return max(window-window%mss, mss)
 }
 
-// filled is how full the packets are that are queued, on average, in whole segments: the kernel fills
-// them so far.
-func (k Kernel) filled(s Snapshot) int {
-	memory := s.Queued - s.Payload
-	if s.Guessed || s.Payload <= 0 || memory < k.Overhead {
+// filled is how full the packets are that are not sent, on average, in whole segments: the kernel fills
+// them so far. The first of them does not count: it grows up to the largest packet while it waits for
+// the window (tcp_grow_skb, Linux 6.18). What is sent has at least one packet, too.
+func (k Kernel) filled(s Snapshot, largest int) int {
+	packets := (s.Queued-s.Payload+k.Overhead-1)/k.Overhead - 1
+	if s.Payload > s.Unsent {
+		packets--
+	}
+	if s.Guessed || packets <= 0 || s.Unsent <= largest {
 		return 0
 	}
-	packets := (memory + k.Overhead - 1) / k.Overhead
-	return s.Payload / packets / s.MSS * s.MSS
+	return (s.Unsent - largest) / packets / s.MSS * s.MSS
 }
 
 // tail is the room in the last packet not sent.

@@ -48,6 +48,12 @@ func TestArithmetic(t *testing.T) {
 		// A byte a packet: what it costs is the overhead.
 		{"small writes that all leave", with(func(s *room.Snapshot) { s.Sendable, s.Burst = 10000*1448, goal }), 1, 0, 16 * goal},
 		{"writes of a segment", with(func(s *room.Snapshot) { s.Sendable, s.Burst = 100*1448, goal }), 1448, 101*1448 + 12*goal + 15*1448, 16*goal + 14480},
+		// A segment of each leaves, and what is left of it with the next.
+		{"writes of more than a segment", with(func(s *room.Snapshot) { s.Sendable, s.Burst = 100*1448, goal }), 2000, 101*1448 + 12*goal + 15*1448, 16*goal + 14480},
+		// All that is on the way may be acknowledged selectively, and lets others leave.
+		{"small writes while packets are lost", with(func(s *room.Snapshot) {
+			s.Sendable, s.Burst, s.Recovering, s.Queued, s.Payload = 10*1448, goal, true, 10*(goal+overhead), 10*goal
+		}), 1448, 168 * 1448, 405440},
 		{"small writes behind unsent data", with(func(s *room.Snapshot) { s.Queued, s.Payload, s.Unsent = goal+overhead, goal, goal }), 1,
 			14*goal + 39*1448, 15 * goal},
 		// Nothing is known of the window that the peer had: a segment a packet is certain.
@@ -56,10 +62,16 @@ func TestArithmetic(t *testing.T) {
 		{"a window that is full", with(func(s *room.Snapshot) {
 			s.SendBuffer, s.SendWindow, s.Queued, s.Payload = 69120, 0, 20*1448+2*overhead, 20*1448
 		}), 0, 24 * 1448, 30 * 1448},
-		// Four packets are queued of two segments each.
+		// Sixty packets of ten segments wait, of which the first may have grown: the
+		// others have nine at least.
 		{"packets that fill half of the window", with(func(s *room.Snapshot) {
-			s.SendBuffer, s.SendWindow, s.Queued, s.Payload, s.Unsent = 69120, 0, 4*(2*1448+overhead), 8*1448, 8*1448
-		}), 0, 28 * 1448, 30 * 1448},
+			s.SendBuffer, s.SendWindow, s.Queued, s.Payload, s.Unsent = 2<<20, 0, 60*(14480+overhead), 60*14480, 60*14480
+		}), 0, 764 * 1448, 85 * 9 * 1448},
+		// Twelve packets of three segments on average, of which the first has grown while
+		// it waited: new ones have one.
+		{"a packet that has grown", with(func(s *room.Snapshot) {
+			s.SendBuffer, s.SendWindow, s.Queued, s.Payload, s.Unsent = 311040, 2896, 62204, 52220, 49324
+		}), 0, 109 * 1448, 110 * 1448},
 		// Half of a window of 64 KB.
 		{"a small window", with(func(s *room.Snapshot) { s.SendBuffer, s.SendWindow = 69120, 65160 }), 0, 46 * 1448, 3 * 22 * 1448},
 		{"TCP_NOTSENT_LOWAT", with(func(s *room.Snapshot) { s.NotSentLowat = 100000 }), 0, 69 * 1448, 2 * goal},

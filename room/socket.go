@@ -23,6 +23,7 @@ import (
 const (
 	established = 1
 	closeWait   = 8
+	open        = 0 // TCP_CA_Open: no acknowledgement is missing
 )
 
 // SK_MEMINFO_* of linux/sock_diag.h.
@@ -45,14 +46,19 @@ func Take(fd int) (Snapshot, error) {
 	if s.Closed {
 		return s, nil
 	}
-	if s.Payload, err = unix.IoctlGetInt(fd, unix.TIOCOUTQ); err != nil {
-		return s, fmt.Errorf("read SIOCOUTQ: %w", err)
-	}
 	if s.NotSentLowat, err = lowat(fd); err != nil {
 		return s, err
 	}
-	err = s.memory(fd)
-	return s, err
+	if err := s.memory(fd); err != nil {
+		return s, err
+	}
+	if s.Payload, err = unix.IoctlGetInt(fd, unix.TIOCOUTQ); err != nil {
+		return s, fmt.Errorf("read SIOCOUTQ: %w", err)
+	}
+	if s.Guessed {
+		s.guess()
+	}
+	return s, nil
 }
 
 // FromInfo is what Take reads, from what others have read already: from TCP_INFO,
@@ -64,6 +70,7 @@ func FromInfo(info *unix.TCPInfo, sendBuffer, queued, payload int) Snapshot {
 		MSS: int(info.Snd_mss), SendWindow: int(info.Snd_wnd), Unsent: int(info.Notsent_bytes),
 		Burst: burst(info), Closed: info.State != established && info.State != closeWait,
 	}
+	s.Recovering = info.Ca_state != open || info.Sacked > 0
 	flying := int(info.Unacked+info.Retrans) - int(info.Sacked+info.Lost)
 	s.Sendable = max(int(info.Snd_cwnd)-flying, 0) * s.MSS
 	if s.SendWindow > 0 {
@@ -84,34 +91,32 @@ func burst(info *unix.TCPInfo) int {
 	return int(bytes - bytes%max(mss, 1))
 }
 
-// memory reads the buffer and what is queued, last of all.
+// memory reads the buffer and what is queued. SO_SNDBUF is read as it is, already doubled.
 func (s *Snapshot) memory(fd int) error {
 	var values [meminfoVars]uint32
 	size := uint32(unsafe.Sizeof(values))
 	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), unix.SOL_SOCKET, unix.SO_MEMINFO,
 		uintptr(unsafe.Pointer(&values)), uintptr(unsafe.Pointer(&size)), 0)
 	switch {
-	case errno == unix.ENOPROTOOPT:
-		return s.guess(fd)
+	case errno == unix.ENOPROTOOPT, errno == 0 && size < (meminfoWmemQueued+1)*4:
+		s.Guessed = true
+		var err error
+		if s.SendBuffer, err = unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF); err != nil {
+			return fmt.Errorf("read SO_SNDBUF: %w", err)
+		}
+		return nil
 	case errno != 0:
 		return fmt.Errorf("read SO_MEMINFO: %w", errno)
-	case size < (meminfoWmemQueued+1)*4:
-		return s.guess(fd)
 	}
 	s.SendBuffer, s.Queued = int(values[meminfoSndbuf]), int(values[meminfoWmemQueued])
 	return nil
 }
 
 // guess is for kernels without SO_MEMINFO: at worst each segment is a packet of
-// its own. SO_SNDBUF is read as it is, already doubled.
-func (s *Snapshot) guess(fd int) (err error) {
-	s.Guessed = true
-	if s.SendBuffer, err = unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF); err != nil {
-		return fmt.Errorf("read SO_SNDBUF: %w", err)
-	}
+// its own.
+func (s *Snapshot) guess() {
 	mss := max(s.MSS, 1)
 	s.Queued = s.Payload + (s.Payload+mss-1)/mss*mostOverhead
-	return nil
 }
 
 // mostOverhead is more than a packet costs on any kernel, in bytes.
