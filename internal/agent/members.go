@@ -166,8 +166,12 @@ func (s *service) finishSaving() {
 func (s *service) writeMembers() {
 	s.saved = time.Now()
 	s.state.Members = nil
+	seated := make(map[process]bool) // the end of these is noticed
+	for _, seat := range s.seats {
+		seated[process{seat.process.PID, seat.process.StartTime}] = true
+	}
 	for self, p := range s.known {
-		if !member.Alive(self.PID, self.StartTime) {
+		if !seated[self] && !member.Alive(self.PID, self.StartTime) {
 			delete(s.known, self)
 			continue
 		}
@@ -323,11 +327,17 @@ func (s *service) related(p *member.Process) bool {
 	}
 	up := ancestors(p)
 	for _, seat := range s.seats {
-		if slices.Contains(up, seat.process.PID) || slices.Contains(ancestors(seat.process), p.PID) {
+		if seat.related(p, up) {
 			return true
 		}
 	}
 	return false
+}
+
+// related tells whether a process, of which the ancestors are given, is the parent or a
+// child of the member. An ancestor's id may be another process' by now.
+func (s *seat) related(p *member.Process, up []int) bool {
+	return slices.Contains(up, s.process.PID) || slices.Contains(s.up, p.PID) && slices.Contains(ancestors(s.process), p.PID)
 }
 
 // isolated tells whether a process runs in a network of its own behind a member that was
@@ -733,7 +743,7 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 	}
 	s.saveMembers()
 	for pid, w := range s.waiting {
-		if s.related(w.process) {
+		if seat.related(w.process, ancestors(w.process)) {
 			s.forget(pid)
 		}
 	}

@@ -101,6 +101,7 @@ type seat struct {
 	owners  []uint32           // to whom its sockets may belong
 	sockets map[int]socketInfo // by row
 	twin    error              // a socket beside those, which gets nothing
+	up      []int              // its ancestors when it was seated; later it has no others
 }
 
 type socketInfo struct {
@@ -501,6 +502,7 @@ func (s *service) complete(seat *seat) bool {
 // end.
 func (s *service) seat(seat *seat) {
 	s.seats[seat.slot] = seat
+	seat.up = ancestors(seat.process)
 	for _, socket := range seat.sockets {
 		s.own(process{seat.process.PID, seat.process.StartTime}, socket.cookie)
 	}

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+
+	"sockeye/internal/agent"
+)
+
+// What a registration costs does not depend on how many members there are: the agent
+// reads of the process at hand, not of all members.
+func TestRegistrationReads(t *testing.T) {
+	const members, part = 160, 32
+	h := newHost(t, strings.Replace(oneService, "slots: 2", fmt.Sprintf("slots: %d", members), 1)+
+		"    members: [{match: {command_line: ^collector}, slot: free}]\n")
+	h.start()
+	// reads are the system calls by which the agent has read, once all is at rest.
+	reads := func(ready int) (n int) {
+		t.Helper()
+		h.eventually("they are members", func() bool { return must[agent.Status](h, "status").Services[0].Ready == ready })
+		text, err := os.ReadFile(fmt.Sprintf("/proc/%d/io", h.agent.Process.Pid))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for line := range strings.Lines(string(text)) {
+			if _, err := fmt.Sscanf(line, "syscr: %d", &n); err == nil {
+				return n
+			}
+		}
+		t.Fatalf("no syscr in %s", text)
+		return 0
+	}
+	var counts []int
+	for n := range members + 1 {
+		if n%part == 0 {
+			counts = append(counts, reads(n))
+		}
+		if n < members {
+			h.member(collector, "tcp [::]:1790", "udp [::]:4739")
+		}
+	}
+	first, last := counts[1]-counts[0], counts[len(counts)-1]-counts[len(counts)-2]
+	t.Logf("%d reads for the first %d members, %d for the last", first, part, last)
+	if last > first*3/2 {
+		t.Errorf("%d reads for the first %d members, %d for the last", first, part, last)
+	}
+}
