@@ -227,6 +227,30 @@ func TestAllKilled(t *testing.T) {
 	})
 }
 
+// An agent that is back before the members have bound holds the ports: nothing is parted.
+func TestAllKilledAgentFirst(t *testing.T) {
+	inBothModes(t, func(t *testing.T, mode config.Steering) {
+		h := up(t, mode, 4)
+		home := h.homes(4)
+		all := addresses(200)
+		keeper := h.service().Keeper
+		h.killAgent()
+		h.killKeeper(keeper)
+		h.kill(0, 1, 2, 3)
+		h.startAgent()
+		h.start(0, 1, 2, 3)
+		h.open(0, 1, 2, 3)
+		for a, l := range h.sweep(all) {
+			if l.tcp >= 0 && l.tcp != home(a) || l.udp >= 0 && l.udp != home(a) {
+				t.Errorf("%v: %v, home is %d", a, l, home(a))
+			}
+		}
+		h.ready(0, 1, 2, 3)
+		h.lands("all are back", all, home)
+		h.nothingMisplaced(home, 400)
+	})
+}
+
 // The agent dies at any instant while members start.
 func TestAgentKilledDuringRegistration(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) { up(t, mode, 4).agentKilledDuringRegistration() })
