@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/http"
 	"os"
 	"slices"
 	"strconv"
@@ -33,7 +34,28 @@ const onStartPolicy = `services:
     user: root
     cgroup: CGROUP
     members: [{match: {user: root, command_line: "slot(.)$"}, slot: group}]
+metrics: {listen: "127.0.0.1:9747"}
 `
+
+// ofDevices is what the metrics say of the service's devices.
+func ofDevices(t *testing.T) (split, adopted int) {
+	t.Helper()
+	client := &http.Client{Timeout: patience, Transport: &http.Transport{DisableKeepAlives: true}}
+	answer, err := client.Get("http://127.0.0.1:9747/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	text, err := io.ReadAll(answer.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(text)) {
+		_, _ = fmt.Sscanf(line, `sockeye_devices_split{service="telemetry"} %d`, &split)
+		_, _ = fmt.Sscanf(line, `sockeye_devices_adopted{service="telemetry"} %d`, &adopted)
+	}
+	return split, adopted
+}
 
 // early is a device that connected before the agent started.
 type early struct {
@@ -358,6 +380,9 @@ func TestOnStartAdopt(t *testing.T) {
 				return status.SplitDevices == 0 && adopted > 0
 			})
 			together("adopted")
+			if split, n := ofDevices(t); split != 0 || n != adopted {
+				t.Errorf("metrics: %d devices split, %d adopted, want 0 and %d", split, n, adopted)
+			}
 			h.kill()
 			together2 := func() {
 				for _, d := range devices {
@@ -437,6 +462,9 @@ func TestOnStartReport(t *testing.T) {
 		!strings.HasPrefix(status.Problem, fmt.Sprintf("%d devices have TCP connections at another member than their slot's: ", split)) ||
 		!strings.HasSuffix(status.Problem, fmt.Sprintf(" and %d more", split-3)) {
 		t.Errorf("want %d devices: %+v", split, status)
+	}
+	if n, adopted := ofDevices(t); n != split || adopted != 0 {
+		t.Errorf("metrics: %d devices split, %d adopted, want %d and 0", n, adopted, split)
 	}
 	if r := h.sockeye("status"); !strings.Contains(r.out, "telemetry: "+status.Problem+"\nhint: set on_start: reset, which closes such connections, or adopt, which leaves the device with that member, and restart the agent; or restart the member\n") {
 		t.Errorf("status: %s", r.out)
