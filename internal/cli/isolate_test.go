@@ -59,16 +59,17 @@ func inside(what string, args []string) error {
 		line, err := bufio.NewReader(c).ReadString('\n')
 		fmt.Print(line)
 		return err
-	case "scan": // many ports of an address, from one socket, then a connection that says something
+	case "scan": // many ports of an address, each from a port of its own, then a connection that says something
 		to := netip.MustParseAddrPort(args[0])
-		c, err := net.ListenUDP("udp4", nil)
-		if err != nil {
-			return err
-		}
 		for port := range 300 {
+			c, err := net.ListenUDP("udp4", nil)
+			if err != nil {
+				return err
+			}
 			if _, err := c.WriteToUDPAddrPort([]byte("?"), netip.AddrPortFrom(to.Addr(), uint16(20000+port))); err != nil {
 				return err
 			}
+			c.Close()
 		}
 		return inside("dial", []string{"tcp", args[0]})
 	case "many": // connections to an address, until one is refused

@@ -8,7 +8,7 @@ var reasonNames = [reasons]string{
 	Malformed: "malformed", NotAllowed: "not_allowed", TooMany: "too_many", PartialSend: "partial_sends",
 	Retransmitted: "retransmitted", OutOfOrder: "out_of_order", Opened: "opened", Refused: "refused",
 	Reset: "reset", Closed: "closed", TUNFull: "interface_full", UrgentData: "urgent_data",
-	Evicted: "evicted",
+	Evicted: "evicted", Unsolicited: "unsolicited",
 }
 
 // LogCounts logs what was counted, and is not 0.

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Each UDP flow that the guest begins, and each TCP connection, takes a port of the host.
+// Each UDP flow that the guest begins takes a port of the host, unless it shares a socket, and so does each TCP connection.
 const (
 	// portShare is the part of the host's port range that one guest may take for UDP, and
 	// the same again for TCP, whose ports are others.
@@ -21,6 +21,11 @@ const (
 	// aliasShare is the part of its flows that may lead to name servers: each question is
 	// a flow.
 	aliasShare = 4
+	// sharedShare is the part of a guest's ports for UDP that sockets which flows share may take.
+	sharedShare = 4
+	// mostSharing bounds the flows that share sockets, which take neither ports nor descriptors, but 513 bytes of memory
+	// each (measured on amd64): 34 MB.
+	mostSharing = 1 << 16
 	// defaultPorts is how many the range has by default (ip_local_port_range, 32768 to 60999).
 	defaultPorts = 28232
 	// warnEvery bounds how often the log tells of a bound that is reached.
@@ -88,19 +93,35 @@ func (c class) patience() time.Duration {
 	return dnsIdle
 }
 
-// flows are those of UDP that the guest began: by name, and those of each class by when
-// they were used last.
+// flows are those of UDP that the guest began: by name, and by when they were used last.
 type flows struct {
-	by    map[flow]*udpFlow
-	order [classes]struct {
+	by      map[flow]*udpFlow
+	own     order // those with a socket of their own
+	sharing order // those that share one
+	sources map[netip.AddrPort]*source
+	sockets int // that flows share
+}
+
+// order is flows by when they were used last, those of each class by themselves.
+type order struct {
+	class [classes]struct {
 		oldest, newest *udpFlow
 		n              int
 	}
+	n int
+}
+
+// order is the one that a flow is in.
+func (l *flows) order(u *udpFlow) *order {
+	if u.shared != nil {
+		return &l.sharing
+	}
+	return &l.own
 }
 
 // link has a flow be the one of its class that was used last.
-func (l *flows) link(u *udpFlow) {
-	o := &l.order[u.class]
+func (all *order) link(u *udpFlow) {
+	o := &all.class[u.class]
 	u.older, u.newer = o.newest, nil
 	if o.newest != nil {
 		o.newest.newer = u
@@ -109,10 +130,11 @@ func (l *flows) link(u *udpFlow) {
 	}
 	o.newest = u
 	o.n++
+	all.n++
 }
 
-func (l *flows) unlink(u *udpFlow) {
-	o := &l.order[u.class]
+func (all *order) unlink(u *udpFlow) {
+	o := &all.class[u.class]
 	if u.older != nil {
 		u.older.newer = u.newer
 	} else {
@@ -125,6 +147,7 @@ func (l *flows) unlink(u *udpFlow) {
 	}
 	u.older, u.newer = nil, nil
 	o.n--
+	all.n--
 }
 
 // used notes that a flow is in use, and whether it has shown to last.
@@ -134,29 +157,41 @@ func (l *flows) used(u *udpFlow, now time.Time, lasts bool) {
 	if lasts && to == passing && u.flow.remote.Port() != dnsPort {
 		to = lasting
 	}
-	if to == u.class && l.order[to].newest == u {
+	all := l.order(u)
+	if to == u.class && all.class[to].newest == u {
 		return
 	}
-	l.unlink(u)
+	all.unlink(u)
 	u.class = to
-	l.link(u)
+	all.link(u)
 }
 
 func (l *flows) add(u *udpFlow) {
 	l.by[u.flow] = u
-	l.link(u)
+	l.order(u).link(u)
+	l.countOwn(u, 1)
 }
 
 func (l *flows) remove(u *udpFlow) {
 	delete(l.by, u.flow)
-	l.unlink(u)
+	l.order(u).unlink(u)
+	l.countOwn(u, -1)
+}
+
+// countOwn counts a flow among those of its source that have sockets of their own, if it is one.
+func (l *flows) countOwn(u *udpFlow, n int) {
+	if u.shared != nil || !u.mayShare() {
+		return
+	}
+	l.source(u.flow.guest).own += n
+	l.tidy(u.flow.guest)
 }
 
 // first is the flow whose patience ends first; nil if there are none.
-func (l *flows) first() (first *udpFlow) {
+func (all *order) first() (first *udpFlow) {
 	var end time.Time
 	for c := range classes {
-		u := l.order[c].oldest
+		u := all.class[c].oldest
 		if u == nil {
 			continue
 		}
@@ -167,14 +202,20 @@ func (l *flows) first() (first *udpFlow) {
 	return first
 }
 
-// makeRoom evicts the flows in whose place one of a class comes.
+// makeRoom evicts the flows in whose place one of a class comes, which has a socket of its own.
 func (g *Gateway) makeRoom(c class) {
-	names := &g.datagram.order[naming]
+	names := &g.datagram.own.class[naming]
 	if most := max(g.config.Outgoing/aliasShare, 1); c == naming && names.n >= most {
 		g.evict(names.oldest, "flows to name servers", most)
 	}
-	if len(g.datagram.by) >= g.config.Outgoing {
-		g.evict(g.datagram.first(), "UDP flows", g.config.Outgoing)
+	g.makeRoomForSocket()
+}
+
+// makeRoomForSocket evicts the flow in whose place a socket comes. There is one: of the ports, most are left to flows
+// with sockets of their own.
+func (g *Gateway) makeRoomForSocket() {
+	if g.datagram.own.n+g.datagram.sockets >= g.config.Outgoing {
+		g.evict(g.datagram.own.first(), "UDP flows", g.config.Outgoing)
 	}
 }
 
@@ -189,13 +230,12 @@ func (g *Gateway) giveUp(u *udpFlow) {
 		g.train.send()
 	}
 	g.timers.stop(&u.timer)
-	g.datagram.remove(u)
-	g.forget(u.fd)
+	u.end()
 	g.count(Evicted)
 }
 
 // hostSocket makes a socket of the host's. Where the process has no descriptor left, the UDP
-// flow that is worth least gives up its own: datagrams to many places keep neither
+// flow that is worth least gives up its own, or those that share one give up that: datagrams to many places keep neither
 // connections nor questions to name servers from going on.
 func (g *Gateway) hostSocket(to netip.Addr, kind, protocol int) (fd int, err error) {
 	kind |= unix.SOCK_NONBLOCK | unix.SOCK_CLOEXEC
@@ -209,11 +249,17 @@ func (g *Gateway) hostSocket(to netip.Addr, kind, protocol int) (fd int, err err
 // spare warns that there is no descriptor left, and tells whether a UDP flow had one to give.
 func (g *Gateway) spare() bool {
 	g.warnOf(warnFiles, "no file descriptors left: UDP flows end early, and more connections are refused; raise ulimit -n", "most", g.files)
-	u := g.datagram.first()
-	if u != nil {
+	if u := g.datagram.own.first(); u != nil {
 		g.giveUp(u)
+		return true
 	}
-	return u != nil
+	if u := g.datagram.sharing.first(); u != nil {
+		for _, other := range u.shared.by {
+			g.giveUp(other)
+		}
+		return true
+	}
+	return false
 }
 
 func noDescriptor(err error) bool { return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) }

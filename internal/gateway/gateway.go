@@ -47,9 +47,9 @@ type Config struct {
 	Kernel   room.Kernel
 	// Connections bounds those of TCP, whoever begins them. Default: 65536.
 	Connections int
-	// Outgoing bounds the TCP connections that the guest begins, and the flows of UDP, each:
-	// they take ports of the host. One more connection is refused, one more flow takes the
-	// place of the oldest. Default: a quarter of the host's port range.
+	// Outgoing bounds the TCP connections that the guest begins, and the sockets of UDP, each:
+	// they take ports of the host. One more connection is refused, one more socket takes the
+	// place of the oldest flow that has one to itself. Default: a quarter of the host's port range.
 	Outgoing int
 	// Memory bounds what the host's sockets of the guest's connections hold to send together, in bytes; each may
 	// hold 64 KB even so. Default: a quarter of the low mark of net.ipv4.tcp_mem.
@@ -146,6 +146,7 @@ const (
 	TUNFull                     // packets that the guest's interface did not take
 	UrgentData                  // connections ended for it
 	Evicted                     // flows of UDP that others took the place of
+	Unsolicited                 // datagrams from where the guest did not send to, or not for long
 	reasons
 )
 
@@ -170,7 +171,7 @@ const (
 func New(c Config) (_ *Gateway, err error) {
 	g := &Gateway{
 		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), scale: windowScale(),
-		conns: map[flow]*conn{}, datagram: flows{by: map[flow]*udpFlow{}}, echoes: map[flow]*echo{},
+		conns: map[flow]*conn{}, datagram: flows{by: map[flow]*udpFlow{}, sources: map[netip.AddrPort]*source{}}, echoes: map[flow]*echo{},
 		bounds: bounds{}, inbox: newInbox(), parts: map[partsOf][]byte{},
 		packets: make([]byte, tunBudget*mostRead), buffer: make([]byte, mostRead),
 	}
@@ -470,8 +471,8 @@ func (g *Gateway) endConnections() {
 
 func (g *Gateway) close() {
 	g.endConnections()
-	for _, f := range g.datagram.by {
-		f.close()
+	for _, u := range g.datagram.by {
+		u.end()
 	}
 	for _, e := range g.echoes {
 		unix.Close(e.fd)

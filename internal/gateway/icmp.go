@@ -136,23 +136,32 @@ type socketError struct {
 
 const socketErrorSize = 16 // bytes
 
-// passErrors tells the guest what the network told a socket of what it sent for a flow.
-// It is false if there was nothing.
-func (g *Gateway) passErrors(fd int, f flow, protocol uint8) (any bool) {
+// always is the flow of all that a connected socket sent, for passErrors.
+func (f flow) always(netip.AddrPort) (flow, bool) { return f, true }
+
+// passErrors tells the guest what the network told a socket of what it sent; by finds the flow by the destination, and is
+// false if there is none any more. It is false if nothing was told: then an error that the socket returned is of the very
+// datagram that it was given.
+func (g *Gateway) passErrors(fd int, protocol uint8, by func(to netip.AddrPort) (flow, bool)) (any bool) {
 	var sent [icmpHeader]byte
 	control := make([]byte, 256)
 	for range udpBudget {
-		n, controls, _, _, err := unix.Recvmsg(fd, sent[:], control, unix.MSG_ERRQUEUE|unix.MSG_DONTWAIT)
+		n, controls, _, name, err := unix.Recvmsg(fd, sent[:], control, unix.MSG_ERRQUEUE|unix.MSG_DONTWAIT)
 		if err != nil {
 			break
 		}
-		any = true
 		messages, err := unix.ParseSocketControlMessage(control[:controls])
 		if err != nil {
 			continue
 		}
+		to, _ := addrPort(name)
 		for _, m := range messages {
-			if e, ok := parseSocketError(&m); ok && e.origin != unix.SO_EE_ORIGIN_LOCAL {
+			e, ok := parseSocketError(&m)
+			if !ok || e.origin == unix.SO_EE_ORIGIN_LOCAL {
+				continue // it was returned as well, and does not wait
+			}
+			any = true
+			if f, ok := by(to); ok {
 				g.passError(&e, f, protocol, sent[:n])
 			}
 		}
@@ -306,7 +315,7 @@ func (e *echo) errors() bool {
 	if e.flow.remote.Addr().Is6() {
 		protocol = unix.IPPROTO_ICMPV6
 	}
-	return e.g.passErrors(e.fd, e.flow, protocol)
+	return e.g.passErrors(e.fd, protocol, e.flow.always)
 }
 
 func (e *echo) event(events uint32) {

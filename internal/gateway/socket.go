@@ -82,11 +82,17 @@ func (s hostSocket) open() (fd int, err error) {
 			return -1, err
 		}
 	}
-	if s.protocol == unix.IPPROTO_UDP && unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, receiveBuffer) != nil {
-		// As large as this user may have it.
-		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, receiveBuffer)
+	if s.protocol == unix.IPPROTO_UDP {
+		growReceiveBuffer(fd)
 	}
 	return fd, nil
+}
+
+// growReceiveBuffer gives a socket receiveBuffer, or as much of it as this user may have.
+func growReceiveBuffer(fd int) {
+	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, receiveBuffer) != nil {
+		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, receiveBuffer)
+	}
 }
 
 // behindBuffer is where receiveBehind puts what was sent already.

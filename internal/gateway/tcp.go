@@ -1229,6 +1229,21 @@ func sendTo(fd int, p []byte) (int, error) {
 	return direct(unix.SYS_SENDTO, fd, p, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 }
 
+// sendNamed is sendto(2), which neither waits nor raises SIGPIPE; without a name, to where the socket is connected.
+func sendNamed(fd int, p, name []byte) error {
+	for {
+		_, _, errno := unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)),
+			unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, uintptr(unsafe.Pointer(unsafe.SliceData(name))), uintptr(len(name)))
+		switch errno {
+		case 0:
+			return nil
+		case unix.EINTR:
+		default:
+			return errno
+		}
+	}
+}
+
 // receive is recv(2). The flags have MSG_DONTWAIT.
 func receive(fd int, p []byte, flags int) (int, error) {
 	return direct(unix.SYS_RECVFROM, fd, p, flags)

@@ -69,21 +69,48 @@ func (t *train) sendAtOnce() bool {
 	h := unix.Msghdr{Iov: &t.vectors[0], Control: (*byte)(unsafe.Pointer(&size))}
 	h.SetIovlen(len(t.segments))
 	h.SetControllen(int(unsafe.Sizeof(size)))
-	t.of.hops.set(t.of.fd, &t.segments[0])
-	_, err := sendMessage(t.of.fd, &h)
+	if len(t.of.name) > 0 {
+		h.Name, h.Namelen = &t.of.name[0], uint32(len(t.of.name))
+	}
+	t.of.hopLimit().set(t.of.fd, &t.segments[0])
+	var err error
+	for range sendTries {
+		if _, err = sendMessage(t.of.fd, &h); err == nil || !t.of.errors() {
+			break
+		}
+	}
 	// Larger than the path's MTU, or a kernel or an interface that does not.
 	t.of.apart = errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EMSGSIZE) || errors.Is(err, unix.EIO)
 	return err == nil
 }
 
+// sendTries is how often datagrams are sent for which a socket returns errors of others. Each has to come from the
+// network in the microseconds between two tries.
+const sendTries = 8
+
 // send sends a datagram.
 func (u *udpFlow) send(s *segment) {
-	u.hops.set(u.fd, s)
-	_, err := sendTo(u.fd, s.payload)
-	if err != nil && u.errors() {
-		_, err = sendTo(u.fd, s.payload) // that was of one before
-	}
-	if err != nil {
+	u.hopLimit().set(u.fd, s)
+	for range sendTries {
+		err := sendNamed(u.fd, s.payload, u.name)
+		if err == nil {
+			return
+		}
+		if u.errors() {
+			continue // that was of one before, maybe of another flow
+		}
+		if u.shared != nil && errors.Is(err, unix.EAGAIN) && !hasPort(u.fd) {
+			u.g.count(TooMany) // the host has no port
+		}
 		u.g.refuseDatagram(s, err)
+		return
 	}
+}
+
+// hopLimit is that of the flow's socket.
+func (u *udpFlow) hopLimit() *hopLimit {
+	if u.shared != nil {
+		return &u.shared.hops
+	}
+	return &u.hops
 }

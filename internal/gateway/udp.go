@@ -20,15 +20,18 @@ const (
 	udpBudget = 64 // datagrams that are read in a turn
 )
 
-// udpFlow is a socket of the host for datagrams that the guest began to send.
+// udpFlow is datagrams between a port of the guest and another place, which the guest began to send.
 type udpFlow struct {
-	g     *Gateway
-	flow  flow
-	fd    int
-	hops  hopLimit
-	apart bool // its datagrams cannot be sent at once
-	seen  time.Time
-	timer timer
+	g    *Gateway
+	flow flow
+	fd   int
+	hops hopLimit // of a socket of its own
+	// shared is the socket, if the flow has none of its own, and name the destination, as struct sockaddr.
+	shared *sharedSocket
+	name   []byte
+	apart  bool // its datagrams cannot be sent at once
+	seen   time.Time
+	timer  timer
 	// The place among the flows of its class.
 	class        class
 	older, newer *udpFlow
@@ -80,12 +83,31 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 		}
 		defer func() { g.opening.spend(g.clock().Sub(begin)) }()
 	}
-	g.makeRoom(c)
+	u := &udpFlow{g: g, flow: f, seen: g.now, class: c}
 	to := g.config.Outbound.Translate(f.remote)
+	shared, err := g.sharedFor(u, to)
+	switch {
+	case err != nil:
+		g.count(TooMany)
+		return nil
+	case shared != nil:
+		shared.join(u, to)
+	case !g.connectFlow(u, to, s):
+		return nil
+	}
+	g.datagram.add(u)
+	u.timer.owner = u
+	g.timers.set(&u.timer, g.now.Add(u.idle()))
+	return u
+}
+
+// connectFlow gives a flow a socket of its own.
+func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *segment) bool {
+	g.makeRoom(u.class)
 	fd, err := g.hostSocket(to.Addr(), unix.SOCK_DGRAM, 0)
 	if err != nil {
 		g.count(TooMany)
-		return nil
+		return false
 	}
 	if err := connectTold(fd, to); err != nil {
 		unix.Close(fd)
@@ -93,18 +115,15 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 			g.count(TooMany) // the host has no port
 		}
 		g.refuseDatagram(s, err)
-		return nil
+		return false
 	}
-	u := &udpFlow{g: g, flow: f, fd: fd, seen: g.now, class: c}
 	if err := g.register(fd, unix.EPOLLIN, u); err != nil {
 		unix.Close(fd)
 		g.count(TooMany)
-		return nil
+		return false
 	}
-	g.datagram.add(u)
-	u.timer.owner = u
-	g.timers.set(&u.timer, g.now.Add(u.idle()))
-	return u
+	u.fd = fd
+	return true
 }
 
 func (u *udpFlow) idle() time.Duration {
@@ -116,14 +135,19 @@ func (u *udpFlow) idle() time.Duration {
 
 // connectTold connects a socket that is told all that the network says of its datagrams.
 func connectTold(fd int, to netip.AddrPort) error {
-	level, option := unix.IPPROTO_IP, unix.IP_RECVERR
-	if to.Addr().Is6() {
-		level, option = unix.IPPROTO_IPV6, unix.IPV6_RECVERR
-	}
-	if err := unix.SetsockoptInt(fd, level, option, 1); err != nil {
+	if err := askErrors(fd, to.Addr()); err != nil {
 		return err
 	}
 	return unix.Connect(fd, sockaddr(to))
+}
+
+// askErrors has a socket, which sends to addresses of a family, be told all that the network says of its datagrams.
+func askErrors(fd int, to netip.Addr) error {
+	level, option := unix.IPPROTO_IP, unix.IP_RECVERR
+	if to.Is6() {
+		level, option = unix.IPPROTO_IPV6, unix.IPV6_RECVERR
+	}
+	return unix.SetsockoptInt(fd, level, option, 1)
 }
 
 // hopLimit is what a socket's datagrams have, if not the host's default.
@@ -189,18 +213,30 @@ func (u *udpFlow) event(events uint32) {
 
 // errors passes on what the network told of datagrams that were sent. It is false if it
 // told nothing.
-func (u *udpFlow) errors() bool { return u.g.passErrors(u.fd, u.flow, unix.IPPROTO_UDP) }
+func (u *udpFlow) errors() bool {
+	if u.shared != nil {
+		return u.shared.errors()
+	}
+	return u.g.passErrors(u.fd, unix.IPPROTO_UDP, u.flow.always)
+}
 
 func (u *udpFlow) expired() {
 	if end := u.seen.Add(u.idle()); end.After(u.g.now) {
 		u.g.timers.set(&u.timer, end)
 		return
 	}
-	u.g.datagram.remove(u)
-	u.g.forget(u.fd)
+	u.end()
 }
 
-func (u *udpFlow) close() { unix.Close(u.fd) }
+// end forgets a flow.
+func (u *udpFlow) end() {
+	u.g.datagram.remove(u)
+	if u.shared != nil {
+		u.shared.leave(u)
+		return
+	}
+	u.g.forget(u.fd)
+}
 
 // headroom is what a datagram's buffer has before it: the headers of IPv6 are the longest.
 const headroom = vnetHeader + ipv6Header + udpHeader
