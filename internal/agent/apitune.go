@@ -91,13 +91,35 @@ type TuneExplanation struct {
 
 // TuneSocket is the answer to GET /v1/tune/socket: a live connection.
 type TuneSocket struct {
-	PID       int          `json:"pid"`
-	FD        int          `json:"fd"`
-	Command   string       `json:"command"`
-	Local     string       `json:"local"`
-	Remote    string       `json:"remote"`
-	Role      string       `json:"role"`
-	Cgroup    string       `json:"cgroup"`
+	PID     int    `json:"pid"`
+	FD      int    `json:"fd"`
+	Command string `json:"command"`
+	Local   string `json:"local"`
+	Remote  string `json:"remote"`
+	Role    string `json:"role"`
+	Cgroup  string `json:"cgroup"`
+	// Tuned says nothing of an MPTCP socket itself: see Subflows.
+	Tuned
+	MPTCP    string        `json:"mptcp,omitempty"`    // MPTCPMultipath or MPTCPFallback of an MPTCP socket
+	Subflows []TuneSubflow `json:"subflows,omitempty"` // of an MPTCP socket
+}
+
+// What has become of an MPTCP socket's connection.
+const (
+	MPTCPMultipath = "multipath" // it is MPTCP, of one subflow or more
+	MPTCPFallback  = "fallback"  // it is TCP: the peer, or something on the path, has no MPTCP
+)
+
+// TuneSubflow is a TCP connection that an MPTCP connection consists of.
+type TuneSubflow struct {
+	Local  string `json:"local"`
+	Remote string `json:"remote"`
+	Role   string `json:"role"`
+	Tuned
+}
+
+// Tuned is what a TCP connection has got from the rules.
+type Tuned struct {
 	Rule      string       `json:"rule"`    // "" for none
 	Current   bool         `json:"current"` // the rule is still in force
 	Arm       string       `json:"arm,omitempty"`

@@ -127,7 +127,7 @@ func cgroupOf(pid int) (string, error) {
 func (t *tuner) show(s *sockets.Socket) (*TuneSocket, error) {
 	view := &TuneSocket{
 		PID: s.PID, FD: s.Number, Command: s.Command, Local: s.Local.String(), Remote: s.Remote.String(),
-		Role: string(s.Role), Cgroup: t.name, Values: []tune.Value{}, Steps: []match.Step{},
+		Role: string(s.Role), Cgroup: t.name, Tuned: Tuned{Values: []tune.Value{}, Steps: []match.Step{}},
 	}
 	if s.Listening || !s.Remote.IsValid() {
 		return nil, Usage(fmt.Errorf("%v is no connection", s), socketHint)
@@ -135,39 +135,51 @@ func (t *tuner) show(s *sockets.Socket) (*TuneSocket, error) {
 	if t.tune == nil {
 		return nil, conflict(fmt.Errorf("cgroup %s is not tuned now", t.name), "see sockeye tune")
 	}
+	if s.MPTCP {
+		return view, t.showSubflows(s, view)
+	}
 	c, err := t.tune.Connection(s.FD)
 	if err != nil {
 		return nil, err
 	}
-	view.Steps = tune.Explain(t.rules, t.services, match.Question{Local: s.Local, Remote: s.Remote, Role: s.Role})
+	q := match.Question{Local: s.Local, Remote: s.Remote, Role: s.Role}
+	view.Role, view.Tuned, err = t.tuned(q, c, func(rule config.TuneRule) ([]tune.Value, error) { return tune.Effective(s, rule, c) })
+	return view, err
+}
+
+// tuned tells what a connection has got from the rules, and its role. c is what the
+// program knows of it, nil if no rule has matched it; effective reads the values of a
+// rule.
+func (t *tuner) tuned(q match.Question, c *bpf.TuneConnection, effective func(config.TuneRule) ([]tune.Value, error)) (role string, view Tuned, err error) {
+	view = Tuned{Values: []tune.Value{}, Steps: tune.Explain(t.rules, t.services, q)}
 	if c == nil {
-		return view, nil
+		return string(q.Role), view, nil
 	}
 	_, _, all, err := t.numbers()
 	if err != nil {
-		return nil, err
+		return "", view, err
 	}
-	view.Role = string(config.RoleConnect)
+	role = string(config.RoleConnect)
 	if uint32(c.Role) == bpf.MatchAccept {
-		view.Role = string(config.RoleAccept)
+		role = string(config.RoleAccept)
 	}
 	view.Adopted = c.Flags&bpf.TuneConnectionAdopted != 0
 	view.Reacted = c.Flags&bpf.TuneConnectionReacted != 0
 	view.Arm = tuneArms[min(int(c.Arm), len(tuneArms)-1)]
 	rule := all[c.Rule]
 	if rule == nil {
-		return view, nil
+		return role, view, nil
 	}
 	view.Rule, view.Current = bpf.Text(rule.Name[:]), rule.Retired == 0
 	i := slices.IndexFunc(t.rules, func(r config.TuneRule) bool { return r.Name == view.Rule })
 	if i < 0 || !view.Current {
-		return view, nil
+		return role, view, nil
 	}
 	if e := exploreOf(t.rules[i]); e != nil && int(c.Candidate) < len(e.Candidates) {
 		view.Candidate = &e.Candidates[c.Candidate]
 	}
-	view.Values, err = tune.Effective(s, t.rules[i], c)
-	return view, err
+	view.Values, err = effective(t.rules[i])
+	return role, view, err
 }
 
 // liveState is what revert needs, kept over the agent's restarts. A reboot

@@ -545,6 +545,26 @@ func (t *Tune) Connection(fd int) (*TuneConnection, error) {
 	return &c, nil
 }
 
+// Storage is the descriptor of the sk_storage map that Connection reads. sock_diag(7)
+// reads it of sockets without a descriptor; see DecodeConnection.
+func (t *Tune) Storage() int { return t.maps["connections"].FD() }
+
+// DecodeConnection reads a value of the map of Storage; nil for none.
+func DecodeConnection(value []byte) (*TuneConnection, error) {
+	if len(value) == 0 {
+		return nil, nil
+	}
+	var c TuneConnection
+	n, err := binary.Decode(value, binary.NativeEndian, &c)
+	if err == nil && n != len(value) {
+		err = fmt.Errorf("it has %d bytes, want %d", len(value), n)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read rule of socket: %w", err)
+	}
+	return &c, nil
+}
+
 // Live gives rules to sockets that are open already. It is attached to the
 // cgroup until it is closed.
 type Live struct {

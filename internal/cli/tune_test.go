@@ -246,14 +246,17 @@ func TestTuneExplainSocket(t *testing.T) {
 	window := 40
 	s := agent.TuneSocket{
 		PID: 812, FD: 7, Command: "nfacctd -f /etc/pmacct/nfacctd-2.conf", Local: "10.0.0.1:1790", Remote: "192.0.2.1:40000", Role: "accept",
-		Cgroup: "/lab", Rule: "bulk", Current: true, Arm: "treated", Candidate: &window,
-		Values: []tune.Value{
-			{Option: "sndbuf", Requested: "1.5MB", Effective: "425984B", Source: "SO_SNDBUF", Note: "capped by net.core.wmem_max 212992", Differs: true},
-			{Option: "cwnd_clamp", Requested: "100", Effective: "80", Source: "TCP_INFO snd_cwnd_clamp", Differs: true},
-			{Option: "initial_rwnd", Requested: "40", Note: "only at the start of a connection"},
-			{Option: "nodelay", Requested: "true", Effective: "true", Source: "TCP_NODELAY"},
+		Cgroup: "/lab",
+		Tuned: agent.Tuned{
+			Rule: "bulk", Current: true, Arm: "treated", Candidate: &window,
+			Values: []tune.Value{
+				{Option: "sndbuf", Requested: "1.5MB", Effective: "425984B", Source: "SO_SNDBUF", Note: "capped by net.core.wmem_max 212992", Differs: true},
+				{Option: "cwnd_clamp", Requested: "100", Effective: "80", Source: "TCP_INFO snd_cwnd_clamp", Differs: true},
+				{Option: "initial_rwnd", Requested: "40", Note: "only at the start of a connection"},
+				{Option: "nodelay", Requested: "true", Effective: "true", Source: "TCP_NODELAY"},
+			},
+			Steps: []match.Step{{Rule: "bulk", Matches: true, Why: "all match"}},
 		},
-		Steps: []match.Step{{Rule: "bulk", Matches: true, Why: "all match"}},
 	}
 	asks(f, s, "GET /v1/tune/socket fd=7 pid=812", `
 10.0.0.1:1790 to 192.0.2.1:40000, accept: descriptor 7 of process 812 (nfacctd -f /etc/pmacct/nfacctd-2.conf)
@@ -277,7 +280,7 @@ by the rules in force:
 RULE  MATCHES  WHY
 rest  no  port 1790 is not 80
 `, "tune", "explain", "--socket", "10.0.0.1:1790,192.0.2.1:40000")
-	s = agent.TuneSocket{PID: 1, FD: 0, Command: "x", Local: "[::1]:1", Remote: "[::1]:2", Role: "connect", Cgroup: "", Values: []tune.Value{}, Steps: []match.Step{}}
+	s = agent.TuneSocket{PID: 1, FD: 0, Command: "x", Local: "[::1]:1", Remote: "[::1]:2", Role: "connect", Cgroup: "", Tuned: agent.Tuned{Values: []tune.Value{}, Steps: []match.Step{}}}
 	asks(f, s, "GET /v1/tune/socket local=[::1]:1 remote=[::1]:2", `
 [::1]:1 to [::1]:2, connect: descriptor 0 of process 1 (x)
 cgroup -, no rule

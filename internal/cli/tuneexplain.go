@@ -31,7 +31,8 @@ roles, where that makes a difference.
 
 With --socket it looks at an open connection instead, named by a process and
 its descriptor or by both addresses: the rule that it got, and each option as
-it was asked for beside what the kernel has.`,
+it was asked for beside what the kernel has. Of an MPTCP connection it tells
+this of each subflow; the addresses of any subflow name it.`,
 		Example: `  sockeye tune explain 10.0.0.1:1790 192.0.2.1:40000 --role accept
   sockeye tune explain 2001:db8::1 2001:db8::2 --tag rack-12
   sockeye tune explain --socket 812:7
@@ -207,6 +208,24 @@ func (c *command) explainSocket(cmd *cobra.Command, text string) error {
 func openConnection(w io.Writer, s *agent.TuneSocket) {
 	fmt.Fprintf(w, "%s to %s, %s: descriptor %d of process %d (%s)\n", s.Local, s.Remote, s.Role, s.FD, s.PID, shorten(s.Command, 50))
 	fmt.Fprintf(w, "cgroup %s, ", orDash(s.Cgroup))
+	switch s.MPTCP {
+	case "":
+		tunedConnection(w, &s.Tuned)
+		return
+	case agent.MPTCPFallback:
+		fmt.Fprintln(w, "MPTCP socket that fell back to TCP")
+	default:
+		fmt.Fprintf(w, "MPTCP socket with %s\n", count(len(s.Subflows), "subflow", "subflows"))
+	}
+	for i := range s.Subflows {
+		f := &s.Subflows[i]
+		fmt.Fprintf(w, "\nsubflow %s to %s, %s: ", f.Local, f.Remote, f.Role)
+		tunedConnection(w, &f.Tuned)
+	}
+}
+
+// tunedConnection ends a line with the rule, and goes on with values and steps.
+func tunedConnection(w io.Writer, s *agent.Tuned) {
 	if s.Rule == "" {
 		fmt.Fprint(w, "no rule")
 	} else {

@@ -101,6 +101,11 @@ type Query struct {
 	States States
 	// The ports of either end; 0 is any.
 	LocalPort, RemotePort uint16
+	// Options asks for Socket.Options, too.
+	Options bool
+	// Storage is the descriptor of a BPF map of type sk_storage whose values become
+	// Socket.Storage; 0 for none. It needs CAP_BPF, and Linux 5.7.
+	Storage int
 }
 
 // mostTries is how often a dump is begun anew that was interrupted.
@@ -131,10 +136,7 @@ func (c *Conn) Dump(q Query, begin func(), visit func(*Socket)) error {
 
 func (c *Conn) dump(family uint8, q Query, visit func(*Socket)) error {
 	c.seq++
-	message := header(unix.NLM_F_DUMP, c.seq, family, q.States)
-	message = binary.BigEndian.AppendUint16(message, q.LocalPort)
-	message = binary.BigEndian.AppendUint16(message, q.RemotePort)
-	if err := c.send(message[:cap(message)]); err != nil {
+	if err := c.send(dumpRequest(c.seq, family, q)); err != nil {
 		return err
 	}
 	interrupted := false
@@ -158,6 +160,28 @@ func (c *Conn) dump(family uint8, q Query, visit func(*Socket)) error {
 			return nil
 		}
 	}
+}
+
+// dumpRequest asks for all sockets of a family.
+func dumpRequest(seq uint32, family uint8, q Query) []byte {
+	b := header(unix.NLM_F_DUMP, seq, family, q.States)
+	if q.Options {
+		b[extensions] |= 1<<(attrTOS-1) | 1<<(attrTrafficClass-1)
+	}
+	b = binary.BigEndian.AppendUint16(b, q.LocalPort)
+	b = binary.BigEndian.AppendUint16(b, q.RemotePort)
+	b = b[:cap(b)]
+	if q.Storage == 0 {
+		return b
+	}
+	const mapLength = unix.SizeofNlAttr + 4
+	b = binary.NativeEndian.AppendUint16(b, unix.SizeofNlAttr+mapLength)
+	b = binary.NativeEndian.AppendUint16(b, requestStorages)
+	b = binary.NativeEndian.AppendUint16(b, mapLength)
+	b = binary.NativeEndian.AppendUint16(b, requestStorageMap)
+	b = binary.NativeEndian.AppendUint32(b, uint32(q.Storage))
+	binary.NativeEndian.PutUint32(b, uint32(len(b)))
+	return b
 }
 
 // Find gives the socket with these two ends, both of one family; nil if there is none.
@@ -201,6 +225,9 @@ func exact(seq uint32, local, remote netip.AddrPort, device int) []byte {
 	b = binary.NativeEndian.AppendUint32(b, uint32(device))
 	return binary.NativeEndian.AppendUint64(b, ^uint64(0)) // any cookie
 }
+
+// extensions is the offset of idiag_ext in a request: which attributes are wanted.
+const extensions = unix.SizeofNlMsghdr + 2
 
 // header is how a request begins: a struct nlmsghdr and a struct inet_diag_req_v2 up to the
 // ends. There is room for these.

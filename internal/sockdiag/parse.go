@@ -17,13 +17,27 @@ import (
 // From linux/inet_diag.h: attributes, and the sizes of struct inet_diag_req_v2 and struct
 // inet_diag_msg.
 const (
-	attrInfo       = 2
-	attrCongestion = 4
-	attrMemory     = 7
-	attrCgroup     = 21
+	attrInfo         = 2
+	attrCongestion   = 4
+	attrTOS          = 5
+	attrTrafficClass = 6
+	attrMemory       = 7
+	attrMark         = 15
+	attrClassID      = 17
+	attrStorages     = 20
+	attrCgroup       = 21
+
+	requestStorages = 2 // INET_DIAG_REQ_SK_BPF_STORAGES
 
 	sizeofRequest = 56
 	sizeofMessage = 72
+)
+
+// From linux/sock_diag.h: what is nested in the attributes about BPF storage.
+const (
+	requestStorageMap = 1
+	storageOfMap      = 1
+	storageValue      = 3
 )
 
 // Socket is a TCP socket as the kernel describes it. Sizes are bytes.
@@ -48,12 +62,34 @@ type Socket struct {
 	// Buffer is sk_sndbuf and Queued sk_wmem_queued, both 0 unless HasMemory.
 	HasMemory      bool
 	Buffer, Queued int
+	ReceiveBuffer  int // sk_rcvbuf; 0 unless HasMemory
 	// Info is TCP_INFO, and zero unless HasInfo: of a connection in TIME_WAIT or a
 	// handshake there is none. Kernels have more or less of it.
 	HasInfo bool
 	Info    unix.TCPInfo
 	// AppLimited: the last rate that was measured was the application's.
 	AppLimited bool
+	// Options are there with Query.Options.
+	Options Options
+	// Storage is the value that the map of Query.Storage has for the socket, nil for
+	// none. It is overwritten after the visit.
+	Storage []byte
+}
+
+// Options are socket options as sock_diag tells them.
+type Options struct {
+	TOS          Option // of sockets of both families
+	TrafficClass Option // of IPv6 sockets
+	Mark         Option // needs CAP_NET_ADMIN over the network namespace
+	// Priority is the class of the controller net_cls of cgroup v1 instead, where the
+	// socket has one.
+	Priority Option
+}
+
+// Option is the value of a socket option.
+type Option struct {
+	Value uint32
+	Known bool // sock_diag told it
 }
 
 // Snapshot is what room has to know of the socket.
@@ -149,11 +185,43 @@ func (c *Conn) attribute(s *Socket, kind uint16, value []byte) {
 		s.HasMemory = true
 		s.Buffer = int(int32(binary.NativeEndian.Uint32(value[unix.SK_MEMINFO_SNDBUF*4:])))
 		s.Queued = int(int32(binary.NativeEndian.Uint32(value[unix.SK_MEMINFO_WMEM_QUEUED*4:])))
+		s.ReceiveBuffer = int(int32(binary.NativeEndian.Uint32(value[unix.SK_MEMINFO_RCVBUF*4:])))
+	case attrTOS:
+		s.Options.TOS = option(value)
+	case attrTrafficClass:
+		s.Options.TrafficClass = option(value)
+	case attrMark:
+		s.Options.Mark = option(value)
+	case attrClassID:
+		s.Options.Priority = option(value)
+	case attrStorages:
+		// The socket counts as one without a value if what is nested is broken.
+		_ = attributes(value, func(kind uint16, of []byte) {
+			if kind != storageOfMap {
+				return
+			}
+			_ = attributes(of, func(kind uint16, value []byte) {
+				if kind == storageValue {
+					s.Storage = value
+				}
+			})
+		})
 	case attrCgroup:
 		if len(value) >= 8 {
 			s.Cgroup = binary.NativeEndian.Uint64(value)
 		}
 	}
+}
+
+// option reads a number of one byte or four.
+func option(value []byte) Option {
+	switch len(value) {
+	case 1:
+		return Option{uint32(value[0]), true}
+	case 4:
+		return Option{binary.NativeEndian.Uint32(value), true}
+	}
+	return Option{}
 }
 
 // mostNames is more congestion controls than a kernel has.

@@ -3,9 +3,11 @@
 package sockdiag
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
@@ -132,6 +134,39 @@ func TestAttributes(t *testing.T) {
 	}
 }
 
+// The value of a map is nested in two attributes; what is broken counts as none.
+func TestStorage(t *testing.T) {
+	c := &Conn{names: make(map[string]string)}
+	value := []byte{1, 2, 3, 4, 5, 6, 7, 8}
+	of := func(value []byte) []byte {
+		return attr(attrStorages|unix.NLA_F_NESTED, attr(storageOfMap|unix.NLA_F_NESTED, slices.Concat(attr(2, []byte{9, 0, 0, 0}), attr(4, nil), value)))
+	}
+	number := binary.NativeEndian.AppendUint32(nil, 7)
+	var s Socket
+	err := c.parse(about(unix.AF_INET, 7, attr(attrTOS, []byte{16}), attr(attrMark, number), attr(attrClassID, []byte{1, 2}), of(attr(storageValue, value))), &s)
+	want := Options{TOS: Option{16, true}, Mark: Option{7, true}}
+	if err != nil || !slices.Equal(s.Storage, value) || s.Options != want {
+		t.Errorf("%v, %+v", err, s)
+	}
+	if err := c.parse(about(unix.AF_INET, 7, of([]byte{200, 0, 3, 0})), &s); err != nil || s.Storage != nil || s.Options != (Options{}) {
+		t.Errorf("%v, %+v", err, s)
+	}
+}
+
+func TestDumpRequest(t *testing.T) {
+	const usual = 1<<(attrInfo-1) | 1<<(attrCongestion-1) | 1<<(attrMemory-1)
+	b := dumpRequest(1, unix.AF_INET, Query{})
+	if len(b) != unix.SizeofNlMsghdr+sizeofRequest || binary.NativeEndian.Uint32(b) != uint32(len(b)) || b[extensions] != usual {
+		t.Errorf("%x", b)
+	}
+	b = dumpRequest(1, unix.AF_INET, Query{Options: true, Storage: 7})
+	storage := attr(requestStorages, attr(requestStorageMap, binary.NativeEndian.AppendUint32(nil, 7)))
+	if !bytes.HasSuffix(b, storage) || binary.NativeEndian.Uint32(b) != uint32(len(b)) || len(b) != unix.SizeofNlMsghdr+sizeofRequest+len(storage) ||
+		b[extensions] != usual|1<<(attrTOS-1)|1<<(attrTrafficClass-1) {
+		t.Errorf("%x", b)
+	}
+}
+
 // The interface is named for link-local addresses alone.
 func TestExact(t *testing.T) {
 	const device = unix.SizeofNlMsghdr + 44
@@ -147,7 +182,7 @@ func TestExact(t *testing.T) {
 func FuzzMessages(f *testing.F) {
 	f.Add(one(1, 0)(unix.AF_INET, 1))
 	f.Add(message(unix.SOCK_DIAG_BY_FAMILY, 0, 1, about(unix.AF_INET6, 7, attr(attrInfo, make([]byte, 248)), attr(attrMemory, make([]byte, 36)),
-		attr(attrCongestion, []byte("cubic\x00")), attr(attrCgroup, make([]byte, 8)))))
+		attr(attrCongestion, []byte("cubic\x00")), attr(attrCgroup, make([]byte, 8)), attr(attrStorages, attr(storageOfMap, attr(storageValue, make([]byte, 8)))))))
 	f.Add([]byte{1, 0, 0, 0})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		c := &Conn{seq: 1, names: make(map[string]string)}

@@ -40,7 +40,7 @@ type Socket struct {
 	Role   config.Role
 	Family int // unix.AF_INET or AF_INET6
 	// MPTCP sockets are no TCP sockets of their own: options of TCP can be
-	// neither read nor set.
+	// neither read nor set. Their connections are those of Subflows.
 	MPTCP bool
 
 	netns  uint64 // cookie of the network namespace
@@ -86,14 +86,14 @@ func Walk(cgroup string, visit func(*Socket) error) (problems []error, err error
 	})
 }
 
-// Find finds a connection by its addresses. The caller closes it. It fails
-// with fs.ErrNotExist if there is none.
+// Find finds a connection by its addresses, an MPTCP connection by those of any of its
+// subflows. The caller closes it. It fails with fs.ErrNotExist if there is none.
 func Find(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
 	local, remote = plain(local), plain(remote)
 	found := errors.New("found")
 	var socket *Socket
 	problems, err := Walk(cgroup, func(s *Socket) error {
-		if s.Listening || s.Local != local || s.Remote != remote {
+		if s.Listening || !s.has(local, remote) {
 			return nil
 		}
 		fd, err := unix.FcntlInt(uintptr(s.FD), unix.F_DUPFD_CLOEXEC, 0)

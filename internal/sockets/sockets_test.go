@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -178,6 +179,28 @@ func testMPTCP(t *testing.T) {
 		if !ok || !s.MPTCP || s.Listening != (name == "listener") {
 			t.Errorf("%s: visited %v, %+v", name, ok, s)
 		}
+	}
+	find := func(local, remote net.Addr) (list []sockets.Subflow, fellBack bool) {
+		t.Helper()
+		s, err := sockets.Find(testenv.Cgroup(), addrPort(local), addrPort(remote))
+		check(t, err)
+		defer s.Close()
+		list, fellBack, err = s.Subflows()
+		check(t, err)
+		return list, fellBack
+	}
+	for _, end := range []net.Conn{c, a} {
+		want := sockets.Subflow{Local: addrPort(end.LocalAddr()), Remote: addrPort(end.RemoteAddr())}
+		if list, fellBack := find(end.LocalAddr(), end.RemoteAddr()); fellBack || !slices.Equal(list, []sockets.Subflow{want}) {
+			t.Errorf("subflows %v, fell back %v, want %v", list, fellBack, want)
+		}
+	}
+	plain, err := d.DialContext(t.Context(), "tcp", listen(t, "[::]:0").Addr().String())
+	check(t, err)
+	defer plain.Close()
+	want := sockets.Subflow{Local: addrPort(plain.LocalAddr()), Remote: addrPort(plain.RemoteAddr())}
+	if list, fellBack := find(plain.LocalAddr(), plain.RemoteAddr()); !fellBack || !slices.Equal(list, []sockets.Subflow{want}) {
+		t.Errorf("after a fallback: subflows %v, fell back %v, want %v", list, fellBack, want)
 	}
 }
 

@@ -154,15 +154,31 @@ func Effective(s *sockets.Socket, rule config.TuneRule, c *bpf.TuneConnection) (
 	if s.MPTCP || s.Listening {
 		return nil, fmt.Errorf("read values of %s: it is no TCP connection", s)
 	}
+	info, err := unix.GetsockoptTCPInfo(s.FD, unix.SOL_TCP, unix.TCP_INFO)
+	if err != nil {
+		return nil, fmt.Errorf("read TCP_INFO of %s: %w", s, err)
+	}
+	l := &look{family: s.Family, found: s.Role, c: c, info: info, settings: rule.Set, lacks: "before Linux 6.15",
+		others: "set by the application or by another program, or refused by the kernel"}
+	l.read = func(o Option) (Reading, string, bool, error) {
+		r, ok, err := o.read(s.FD)
+		return r, readable[o.Name].name, ok, err
+	}
+	values, err := l.values(rule)
+	if err != nil {
+		return nil, fmt.Errorf("read values of %s: %w", s, err)
+	}
+	return values, nil
+}
+
+// values compares all that the rule sets, by its reaction too.
+func (l *look) values(rule config.TuneRule) ([]Value, error) {
 	hz, err := bpf.Hz()
 	if err != nil {
 		return nil, err
 	}
-	l := &look{s: s, c: c, hz: int64(hz), settings: rule.Set}
-	if l.info, err = unix.GetsockoptTCPInfo(s.FD, unix.SOL_TCP, unix.TCP_INFO); err != nil {
-		return nil, fmt.Errorf("read TCP_INFO of %s: %w", s, err)
-	}
-	if c != nil && c.Flags&bpf.TuneConnectionReacted != 0 && rule.React != nil {
+	l.hz = int64(hz)
+	if c := l.c; c != nil && c.Flags&bpf.TuneConnectionReacted != 0 && rule.React != nil {
 		l.reacted = rule.React.Set
 		l.settings = slices.Clone(l.settings)
 		for _, r := range l.reacted {
@@ -182,7 +198,7 @@ func Effective(s *sockets.Socket, rule config.TuneRule, c *bpf.TuneConnection) (
 		}
 		v, err := l.value(o, setting)
 		if err != nil {
-			return nil, fmt.Errorf("read values of %s: %w", s, err)
+			return nil, err
 		}
 		values = append(values, v)
 	}
@@ -191,12 +207,19 @@ func Effective(s *sockets.Socket, rule config.TuneRule, c *bpf.TuneConnection) (
 
 // look is one look at a connection.
 type look struct {
-	s        *sockets.Socket
+	family   int         // unix.AF_INET or AF_INET6
+	found    config.Role // as the socket was found
 	c        *bpf.TuneConnection
 	info     *unix.TCPInfo
 	hz       int64
 	settings []config.Setting
 	reacted  []config.Setting
+	// read gives an option and where it was read. It says no if nothing tells it.
+	read func(Option) (r Reading, source string, ok bool, err error)
+	// mptcp: the connection is a subflow.
+	mptcp bool
+	// lacks says where options cannot be read, others who has set what differs.
+	lacks, others string
 }
 
 func (l *look) value(o Option, s config.Setting) (Value, error) {
@@ -204,13 +227,13 @@ func (l *look) value(o Option, s config.Setting) (Value, error) {
 	if v.Note = l.notFor(o); v.Note != "" {
 		return v, nil
 	}
-	r, ok, err := o.read(l.s.FD)
+	r, source, ok, err := l.read(o)
 	if err != nil {
 		return v, err
 	}
 	var notes []string
 	if ok {
-		v.Source, v.Effective = readable[o.Name].name, o.format(r)
+		v.Source, v.Effective = source, o.format(r)
 		v.Differs, notes, err = l.compare(o, s, r)
 		if err != nil {
 			return v, err
@@ -223,7 +246,7 @@ func (l *look) value(o Option, s config.Setting) (Value, error) {
 	case unset != "":
 		notes = []string{unset}
 	case v.Differs && len(notes) == 0:
-		notes = []string{"set by the application or by another program, or refused by the kernel"}
+		notes = []string{l.others}
 	case slices.ContainsFunc(l.reacted, func(r config.Setting) bool { return r.Option == o.Name }):
 		notes = append(notes, "the rule's reaction")
 	}
@@ -257,7 +280,7 @@ func (l *look) requested(o Option, s config.Setting) string {
 func (l *look) role() config.Role {
 	switch {
 	case l.c == nil:
-		return l.s.Role
+		return l.found
 	case uint32(l.c.Role) == bpf.MatchAccept:
 		return config.RoleAccept
 	}
@@ -267,9 +290,9 @@ func (l *look) role() config.Role {
 // notFor says why an option is not for this connection, "" if it is.
 func (l *look) notFor(o Option) string {
 	switch {
-	case !o.isFor(l.s.Family) && l.s.Family == unix.AF_INET6:
+	case !o.isFor(l.family) && l.family == unix.AF_INET6:
 		return "only on IPv4 sockets; an IPv6 socket with an IPv4 peer is none"
-	case !o.isFor(l.s.Family):
+	case !o.isFor(l.family):
 		return "only on IPv6 sockets"
 	case l.role() == config.RoleConnect && o.Name == "synack_rto":
 		return "only on connections that are accepted"
@@ -305,6 +328,9 @@ func (l *look) compare(o Option, s config.Setting, r Reading) (differs bool, not
 	case "sndbuf", "rcvbuf":
 		return l.compareBuffer(o, s.Value, r)
 	case "rcvlowat":
+		if l.mptcp {
+			return r.Number != s.Value, []string{lowWaterMPTCP}, nil
+		}
 		if r.Number < s.Value {
 			notes, err = l.lowWater(r.Number)
 		}
@@ -326,7 +352,7 @@ func (l *look) compare(o Option, s config.Setting, r Reading) (differs bool, not
 	if o.Name == "delack_max" {
 		minimum, _ := FindOption("rto_min")
 		// tcp_delack_max (net/ipv4/tcp_output.c, Linux 6.18).
-		rto, ok, err := minimum.read(l.s.FD)
+		rto, _, ok, err := l.read(minimum)
 		if err == nil && ok && rto.Number <= r.Number {
 			notes = append(notes, "acknowledgements wait for less than the smallest RTO, "+minimum.format(rto))
 		}
@@ -389,7 +415,7 @@ func (l *look) compareBuffer(o Option, want int64, r Reading) (differs bool, not
 		return differs, notes, nil
 	}
 	clamp, _ := FindOption("window_clamp")
-	window, ok, err := clamp.read(l.s.FD)
+	window, _, ok, err := l.read(clamp)
 	if err != nil {
 		return differs, notes, err
 	}
@@ -432,7 +458,7 @@ const timestamps = 12
 // lowWater says why SO_RCVLOWAT is less than what was asked for.
 func (l *look) lowWater(got int64) ([]string, error) {
 	buffer, _ := FindOption("rcvbuf")
-	r, ok, err := buffer.read(l.s.FD)
+	r, _, ok, err := l.read(buffer)
 	if err != nil {
 		return nil, err
 	}
@@ -508,10 +534,10 @@ func (l *look) shown(v *Value, o Option, s config.Setting) (notes []string) {
 	case "rto_min":
 		show("rto", int64(info.Rto))
 		v.Differs = int64(info.Rto) < s.Value
-		notes = append(notes, "the timeout is shown, its minimum cannot be read before Linux 6.15")
+		notes = append(notes, "the timeout is shown, its minimum cannot be read "+l.lacks)
 	case "delack_max":
 		show("ato", int64(info.Ato))
-		notes = append(notes, "the present delay is shown, its maximum cannot be read before Linux 6.15")
+		notes = append(notes, "the present delay is shown, its maximum cannot be read "+l.lacks)
 	case "mss":
 		show("advmss", int64(info.Advmss))
 		got := int64(info.Advmss)
@@ -523,6 +549,10 @@ func (l *look) shown(v *Value, o Option, s config.Setting) (notes []string) {
 			notes = append(notes, "bounded by the MTU of the route")
 		}
 		notes = append(notes, fmt.Sprintf("segments carry %d bytes", info.Snd_mss))
+	default:
+		if _, known := readable[o.Name]; known && l.mptcp {
+			notes = append(notes, "it cannot be read "+l.lacks)
+		}
 	}
 	return notes
 }

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/match"
+	"sockeye/internal/sockdiag"
+	"sockeye/internal/sockets"
+	"sockeye/internal/tune"
+)
+
+// showSubflows fills in what is known of an MPTCP socket. The rules' programs run for its
+// subflows, to which no descriptor leads: sock_diag(7) reads the rule of each, and the
+// options that it knows.
+func (t *tuner) showSubflows(s *sockets.Socket, view *TuneSocket) error {
+	ends, fellBack, err := s.Subflows()
+	if errors.Is(err, sockets.ErrNoSubflows) {
+		return &Error{Err: err, Hint: "it needs Linux 5.16 or later", Code: CodeUnsupported}
+	}
+	if err != nil {
+		return err
+	}
+	view.MPTCP = MPTCPMultipath
+	if fellBack {
+		view.MPTCP = MPTCPFallback
+	}
+	diag, err := diagOf(s)
+	if err != nil {
+		return fmt.Errorf("read subflows of %s: %w", s, err)
+	}
+	defer diag.Close()
+	for _, end := range ends {
+		subflow, c, err := t.findSubflow(diag, end)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // it has ended since
+		}
+		if err != nil {
+			return fmt.Errorf("read subflow %s -> %s of %s: %w", end.Local, end.Remote, s, err)
+		}
+		f := TuneSubflow{Local: end.Local.String(), Remote: end.Remote.String()}
+		q := match.Question{Local: end.Local, Remote: end.Remote, Role: s.Role}
+		f.Role, f.Tuned, err = t.tuned(q, c, func(rule config.TuneRule) ([]tune.Value, error) {
+			return tune.EffectiveSubflow(s, subflow, fellBack, rule, c)
+		})
+		if err != nil {
+			return err
+		}
+		view.Subflows = append(view.Subflows, f)
+	}
+	return nil
+}
+
+// findSubflow reads a subflow, and what the program knows of it: nil if no rule has
+// matched it. It fails with fs.ErrNotExist if there is no such subflow.
+func (t *tuner) findSubflow(diag *sockdiag.Conn, end sockets.Subflow) (subflow *sockdiag.Socket, c *bpf.TuneConnection, err error) {
+	var value []byte
+	q := sockdiag.Query{States: sockdiag.Connected, LocalPort: end.Local.Port(), RemotePort: end.Remote.Port(), Options: true, Storage: t.tune.Storage()}
+	begin := func() { subflow, value = nil, nil }
+	err = diag.Dump(q, begin, func(s *sockdiag.Socket) {
+		if s.Local.Addr().WithZone("") == end.Local.Addr() && s.Remote.Addr().WithZone("") == end.Remote.Addr() {
+			found := *s
+			subflow, value = &found, slices.Clone(s.Storage)
+		}
+	})
+	if err == nil && subflow == nil {
+		err = fs.ErrNotExist
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	c, err = bpf.DecodeConnection(value)
+	return subflow, c, err
+}
+
+// diagOf opens sock_diag in the network namespace of a socket. Another one than the
+// agent's needs CAP_SYS_ADMIN.
+func diagOf(s *sockets.Socket) (conn *sockdiag.Conn, err error) {
+	fd, err := unix.IoctlRetInt(s.FD, unix.SIOCGSKNS)
+	if err != nil {
+		return nil, fmt.Errorf("find its network namespace: %w", err)
+	}
+	netns := os.NewFile(uintptr(fd), fmt.Sprintf("of pid %d", s.PID))
+	defer netns.Close()
+	theirs, err := netns.Stat()
+	if err != nil {
+		return nil, fmt.Errorf("find its network namespace: %w", err)
+	}
+	ours, err := os.Stat("/proc/thread-self/ns/net")
+	if err != nil {
+		return nil, fmt.Errorf("find network namespace: %w", err)
+	}
+	where := netns
+	if os.SameFile(theirs, ours) {
+		where = nil
+	}
+	err = inNetns(where, func() error {
+		conn, err = sockdiag.Open()
+		return err
+	})
+	return conn, err
+}
