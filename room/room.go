@@ -12,7 +12,7 @@
 //
 //	kernel, err := room.Calibrate()          // once
 //	s, err := room.Take(fd)                  // a moment
-//	e := kernel.Estimate(s, len(next))       // arithmetic only
+//	e := kernel.Estimate(s, len(next), nil)  // arithmetic only
 //	if s.Arming() { _, err = room.Arm(fd) }  // have the kernel grow the buffer
 //
 // Nothing here changes a socket's settings: setting SO_SNDBUF would end the
@@ -36,6 +36,9 @@ type Snapshot struct {
 	// congestion window.
 	Sendable int
 	Burst    int
+	// Quota is how many segments more the congestion window lets out now, Flying how many
+	// are on the way.
+	Quota, Flying int
 	// Recovering: the peer acknowledges selectively, or packets were lost. What it has then
 	// lets others leave before its memory is free.
 	Recovering bool
@@ -212,10 +215,20 @@ func (s *Snapshot) leaving() int {
 // alone is how many packets of so many bytes the writes to come may leave in, each with its
 // overhead: as many as the windows let out behind what is not sent yet. Later writes share a packet.
 // An acknowledgement lets another one out, and frees the memory of one packet at least.
+// The congestion window counts packets, the peer's window bytes.
 func (s *Snapshot) alone(packet int) int {
-	segments := (packet + s.MSS - 1) / s.MSS
-	return max(s.leaving()-s.Unsent, 0)/(segments*s.MSS) + 1
+	quota := s.Quota - s.segments(s.Unsent)
+	if s.Recovering {
+		quota += s.Flying
+	}
+	n := max(quota, 0) / s.segments(packet)
+	if s.SendWindow > 0 {
+		n = min(n, max(s.SendWindow-s.Payload, 0)/packet)
+	}
+	return n + 1
 }
+
+func (s *Snapshot) segments(bytes int) int { return (bytes + s.MSS - 1) / s.MSS }
 
 // goal is the payload of a full packet by the peer's largest window (tcp_xmit_size_goal), or less where
 // only a smaller window was seen.

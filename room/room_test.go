@@ -44,15 +44,20 @@ func TestArithmetic(t *testing.T) {
 			s.Queued, s.Payload, s.Unsent = 1<<20, 1<<20-20*overhead, 1448
 		}), 0, 0, goal - 1448},
 		// Ten bytes leave, each in a packet of its own; the others wait in full ones.
-		{"small writes", with(func(s *room.Snapshot) { s.Sendable, s.Burst = 10*1448, goal }), 1, 15*goal + 33*1448, 16*goal + 14480},
+		{"small writes", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 10, 10*1448, goal }), 1, 15*goal + 33*1448, 16*goal + 14480},
 		// A byte a packet: what it costs is the overhead.
-		{"small writes that all leave", with(func(s *room.Snapshot) { s.Sendable, s.Burst = 10000*1448, goal }), 1, 0, 16 * goal},
-		{"writes of a segment", with(func(s *room.Snapshot) { s.Sendable, s.Burst = 100*1448, goal }), 1448, 101*1448 + 12*goal + 15*1448, 16*goal + 14480},
+		{"small writes that all leave", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 10000, 10000*1448, goal }), 1, 0, 16 * goal},
+		{"writes of a segment", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 100, 100*1448, goal }), 1448, 101*1448 + 12*goal + 15*1448, 16*goal + 14480},
 		// A segment of each leaves, and what is left of it with the next.
-		{"writes of more than a segment", with(func(s *room.Snapshot) { s.Sendable, s.Burst = 100*1448, goal }), 2000, 101*1448 + 12*goal + 15*1448, 16*goal + 14480},
+		{"writes of more than a segment", with(func(s *room.Snapshot) { s.Quota, s.Sendable, s.Burst = 100, 100*1448, goal }), 2000, 101*1448 + 12*goal + 15*1448, 16*goal + 14480},
+		// The peer's window has place for ten segments, or for 144 writes of a hundred bytes.
+		{"small writes into a small window", with(func(s *room.Snapshot) {
+			s.SendBuffer, s.SendWindow, s.Quota, s.Sendable, s.Burst = 100000, 14480, 200, 14480, goal
+		}), 100, 7 * 1448, 65 * 1448},
 		// All that is on the way may be acknowledged selectively, and lets others leave.
 		{"small writes while packets are lost", with(func(s *room.Snapshot) {
 			s.Sendable, s.Burst, s.Recovering, s.Queued, s.Payload = 10*1448, goal, true, 10*(goal+overhead), 10*goal
+			s.Quota, s.Flying = 10, 450
 		}), 1448, 168 * 1448, 405440},
 		{"small writes behind unsent data", with(func(s *room.Snapshot) { s.Queued, s.Payload, s.Unsent = goal+overhead, goal, goal }), 1,
 			14*goal + 39*1448, 15 * goal},

@@ -72,7 +72,8 @@ func FromInfo(info *unix.TCPInfo, sendBuffer, queued, payload int) Snapshot {
 	}
 	s.Recovering = info.Ca_state != open || info.Sacked > 0
 	flying := int(info.Unacked+info.Retrans) - int(info.Sacked+info.Lost)
-	s.Sendable = max(int(info.Snd_cwnd)-flying, 0) * s.MSS
+	s.Quota, s.Flying = max(int(info.Snd_cwnd)-flying, 0), max(flying, 0)
+	s.Sendable = s.Quota * s.MSS
 	if s.SendWindow > 0 {
 		s.Sendable = min(s.Sendable, max(s.SendWindow-flying*s.MSS, 0))
 	}

@@ -107,6 +107,7 @@ type scene struct {
 	most   int           // bytes of a write, at least 1
 	pause  time.Duration // of the reader after each read
 	buffer int           // SO_RCVBUF of the peer as it is set, 0: the kernel's own
+	whole  bool          // TCP_NODELAY: each write leaves by itself
 }
 
 func (s scene) String() string {
@@ -117,6 +118,9 @@ func (s scene) String() string {
 	}
 	if s.buffer > 0 {
 		text += fmt.Sprintf(" rcvbuf %d", s.buffer)
+	}
+	if s.whole {
+		text += " nodelay"
 	}
 	return text
 }
@@ -130,6 +134,10 @@ func scenes(all bool) (list []scene) {
 		if n++; all || n%37 == 0 || grow {
 			s.link.Seed = uint64(n)
 			list = append(list, s)
+			if !all {
+				s.whole = true
+				list = append(list, s)
+			}
 		}
 	}
 	for _, cc := range []string{"cubic", "bbr", "reno"} {
@@ -139,11 +147,11 @@ func scenes(all bool) (list []scene) {
 					for _, loss := range []float64{0, 0.001} {
 						for _, most := range []int{1400, 1 << 20} {
 							for _, pause := range []time.Duration{0, 5 * time.Millisecond} {
-								add(scene{cc, family, lab.LinkOptions{MTU: mtu, Delay: rtt / 2, Loss: loss, Rate: 1e9}, most, pause, 0})
+								add(scene{cc, family, lab.LinkOptions{MTU: mtu, Delay: rtt / 2, Loss: loss, Rate: 1e9}, most, pause, 0, false})
 								// Peers with small buffers: the window is 0 again and again.
 								if cc != "reno" && family == unix.AF_INET && loss == 0 && (mtu == 1500 || mtu == 65520) {
 									for _, buffer := range []int{4000, 20000} {
-										add(scene{cc, family, lab.LinkOptions{MTU: mtu, Delay: rtt / 2, Rate: 1e9}, most, pause, buffer})
+										add(scene{cc, family, lab.LinkOptions{MTU: mtu, Delay: rtt / 2, Rate: 1e9}, most, pause, buffer, false})
 									}
 								}
 							}
@@ -291,6 +299,9 @@ func (s scene) connect(t *testing.T) (fd int) {
 	to, _, err := unix.Accept4(listener, unix.SOCK_CLOEXEC)
 	check(t, err)
 	check(t, unix.SetNonblock(fd, true))
+	if s.whole {
+		check(t, unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1))
+	}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)

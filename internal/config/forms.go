@@ -155,6 +155,10 @@ func parseAddress(s string) (a netip.AddrPort, message, hint string) {
 
 func parseCgroup(s string) (any, string, string) {
 	if rest, ok := strings.CutPrefix(s, "/sys/fs/cgroup"); ok && (rest == "" || rest[0] == '/') {
+		// Beside cgroup v1, systemd mounts v2 there.
+		if below, ok := strings.CutPrefix(rest, "/unified"); ok && (below == "" || below[0] == '/') {
+			rest = below
+		}
 		return nil, "must be relative to the cgroup v2 mount, is " + strconv.Quote(s), "write " + path.Clean("/"+rest)
 	}
 	for part := range strings.SplitSeq(s, "/") {

@@ -44,6 +44,10 @@ p.yaml:1:18: trace[0].cgroup: must not hold .., is "../a.slice"`},
 `, `
 p.yaml:1:18: trace[0].cgroup: must be relative to the cgroup v2 mount, is "/sys/fs/cgroup/a"
   hint: write /a`},
+	{"trace: cgroup with the mount beside cgroup v1", `trace: [{cgroup: /sys/fs/cgroup/unified/a/b}]
+`, `
+p.yaml:1:18: trace[0].cgroup: must be relative to the cgroup v2 mount, is "/sys/fs/cgroup/unified/a/b"
+  hint: write /a/b`},
 	{"trace: name twice", `trace:
   - {name: r, cgroup: a}
   - {name: s, cgroup: b}

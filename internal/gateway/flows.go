@@ -187,10 +187,11 @@ func (l *flows) countOwn(u *udpFlow, n int) {
 	l.tidy(u.flow.guest)
 }
 
-// first is the flow whose patience ends first; nil if there are none.
+// first is the flow whose patience ends first; nil if there are none. Questions to name servers are bounded by
+// themselves (aliasShare): no other flow takes the place of one that waits for its answer, while there are others.
 func (all *order) first() (first *udpFlow) {
 	var end time.Time
-	for c := range classes {
+	for c := passing; c < classes; c++ {
 		u := all.class[c].oldest
 		if u == nil {
 			continue
@@ -198,6 +199,9 @@ func (all *order) first() (first *udpFlow) {
 		if e := u.seen.Add(c.patience()); first == nil || e.Before(end) {
 			first, end = u, e
 		}
+	}
+	if first == nil {
+		return all.class[naming].oldest
 	}
 	return first
 }

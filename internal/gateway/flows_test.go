@@ -181,6 +181,34 @@ func TestUDPEviction(t *testing.T) {
 	}
 }
 
+// A question to a name server waits for its answer while other flows, which were answered, take
+// each other's places.
+func TestQuestionsKeepTheirFlows(t *testing.T) {
+	alias, server := netip.MustParseAddr("169.254.53.53"), netip.AddrPortFrom(host4, 53)
+	p := newPuppet(t, Config{Outbound: Outbound{All: true, DNS: []NameServer{{alias, server}}}, Outgoing: 40})
+	lasting := func(i int) {
+		for range 2 {
+			p.put(datagram(netip.AddrPortFrom(guest4, uint16(10000+i)), netip.AddrPortFrom(host4, 9), []byte("x")))
+		}
+		p.turn(0)
+	}
+	for i := range 60 {
+		lasting(i)
+	}
+	question := flow{netip.AddrPortFrom(guest4, 5000), netip.AddrPortFrom(alias, 53)}
+	p.put(datagram(question.guest, question.remote, []byte("?")))
+	p.turn(0)
+	for i := range 200 {
+		lasting(100 + i)
+		if p.g.datagram.by[question] == nil {
+			t.Fatalf("the question's flow was evicted by flow %d", i)
+		}
+	}
+	if n := len(p.g.datagram.by); n > 41 {
+		t.Errorf("%d flows", n)
+	}
+}
+
 // TestFlowsLeaveTime: a guest that sends to ever other places does not have the gateway open flows all the time.
 // Questions to name servers, and flows that are there, go on.
 func TestFlowsLeaveTime(t *testing.T) {
