@@ -42,7 +42,7 @@ var emulated = map[string]string{
 	"NoNewPrivileges": "yes", "LockPersonality": "yes", "MemoryDenyWriteExecute": "yes", "ProtectClock": "yes", "ProtectHostname": "yes",
 	"RestrictRealtime": "yes", "RestrictSUIDSGID": "yes", "SystemCallArchitectures": "native", "SystemCallErrorNumber": "EPERM",
 	// Of no effect on what the agent may do.
-	"Type": "notify", "Restart": "always", "RestartSec": "100ms", "KillMode": "process", "LimitMEMLOCK": "infinity",
+	"Type": "notify", "Restart": "always", "RestartSec": "500ms", "KillMode": "process", "LimitMEMLOCK": "infinity",
 	"RuntimeDirectory": "sockeye", "RuntimeDirectoryPreserve": "yes", "StateDirectory": "sockeye", "StateDirectoryMode": "0700",
 }
 
