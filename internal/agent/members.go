@@ -226,7 +226,9 @@ func (s *service) memberBy(p *member.Process, seat *seat) (slot int, err error) 
 			}
 			continue
 		}
-		s.known[self] = p
+		if len(p.Args) > 0 { // within execve(2) it has the executable, and no arguments yet
+			s.known[self] = p
+		}
 		seat.source, seat.owners = source, s.ownersOf(p, rule.Users(s.users))
 		return rule.Slot(p, s.config.Slots)
 	}
