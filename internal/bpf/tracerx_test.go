@@ -911,10 +911,10 @@ func newVeth(t testing.TB) (there func(func())) {
 	}))
 	address(1)
 	t.Cleanup(func() {
-		check(t, other.Close())
 		link, err := netlink.LinkByName("veth")
 		check(t, err)
 		check(t, netlink.LinkDel(link))
+		check(t, other.Close()) // then: with the namespace, the kernel deletes its devices
 	})
 	return func(f func()) {
 		check(t, testenv.OnThread(func() error {
