@@ -485,8 +485,11 @@ __noinline int rx_oldest(__u64 cookie, __u64 after)
 	return slot;
 }
 
-/* Ends the wait of the datagram in a slot, if it has left the socket, which is
- * a pointer as a number. Returns whether there is one. */
+/*
+ * Ends the wait of the datagram in a slot, if it has left the socket. The socket
+ * is a pointer as a number; since gets the time at which the datagram reached it.
+ * Returns 0 if the slot is free.
+ */
 __noinline int rx_look(__u64 socket, __u64 cookie, __u32 slot, __u64 *since)
 {
 	struct trace_reader *r = rx_reader(cookie);

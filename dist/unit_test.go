@@ -8,8 +8,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"sockeye/tools/security/exposure"
 )
@@ -115,5 +117,35 @@ func TestUnitVerifies(t *testing.T) {
 		if err != nil || len(out) > 0 {
 			t.Errorf("drop-ins %v: %v\n%s", dropIns, err, out)
 		}
+	}
+}
+
+// TestAgentRestartsFirst: if everything is killed, the agent holds the ports before the members bind them.
+func TestAgentRestartsFirst(t *testing.T) {
+	restart := func(unit string) time.Duration {
+		t.Helper()
+		text, err := os.ReadFile(unit)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for line := range strings.Lines(string(text)) {
+			value, ok := strings.CutPrefix(strings.TrimSpace(line), "RestartSec=")
+			if !ok {
+				continue
+			}
+			if _, err := strconv.Atoi(value); err == nil {
+				value += "s"
+			}
+			wait, err := time.ParseDuration(value)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return wait
+		}
+		t.Fatalf("%s has no RestartSec", unit)
+		return 0
+	}
+	if agent, member := restart("sockeye.service"), restart("examples/nfacctd@.service"); agent > member/2 {
+		t.Errorf("the agent restarts after %v, a member after %v", agent, member)
 	}
 }

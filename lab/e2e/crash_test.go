@@ -179,17 +179,22 @@ func TestAgentAndKeeperKilled(t *testing.T) {
 	})
 }
 
+// allKilled is a host on which agent, keeper and four members have died, where the devices of some addresses were at home.
+func allKilled(t *testing.T, mode config.Steering) (h *host, home func(netip.Addr) int, all []netip.Addr) {
+	h = up(t, mode, 4)
+	home, all = h.homes(4), addresses(200)
+	keeper := h.service().Keeper
+	h.killAgent()
+	h.killKeeper(keeper)
+	h.kill(0, 1, 2, 3)
+	return h, home, all
+}
+
 // The limit: agent, keeper and all members die. With reuseport the group is gone, and with it the program: members that
 // start then share the ports by the kernel's hash, until there is an agent again. The link of lookup outlives them all.
 func TestAllKilled(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := up(t, mode, 4)
-		home := h.homes(4)
-		all := addresses(200)
-		keeper := h.service().Keeper
-		h.killAgent()
-		h.killKeeper(keeper)
-		h.kill(0, 1, 2, 3)
+		h, home, all := allKilled(t, mode)
 		h.lands("all are dead", all, nowhere)
 		h.start(0, 1, 2, 3)
 		h.open(0, 1, 2, 3)
@@ -230,13 +235,7 @@ func TestAllKilled(t *testing.T) {
 // An agent that is back before the members have bound holds the ports: nothing is parted.
 func TestAllKilledAgentFirst(t *testing.T) {
 	inBothModes(t, func(t *testing.T, mode config.Steering) {
-		h := up(t, mode, 4)
-		home := h.homes(4)
-		all := addresses(200)
-		keeper := h.service().Keeper
-		h.killAgent()
-		h.killKeeper(keeper)
-		h.kill(0, 1, 2, 3)
+		h, home, all := allKilled(t, mode)
 		h.startAgent()
 		h.start(0, 1, 2, 3)
 		h.open(0, 1, 2, 3)
