@@ -28,7 +28,8 @@ time: by their bytes and by the segments of which they are made, TCP over IPv4
 and over IPv6 by itself. It shows which share of TCP's bytes travelled in
 packets above 64 KB, and why the others did not. What is sent is counted as the
 kernel makes it and, after what is too large for the device was cut, as the
-driver gets it. What was set, and is not there any more, is told besides.
+driver gets it. If somebody has changed the sizes since Sockeye set them, a
+note says so.
 
 It changes no packet and leaves nothing behind. An interrupt ends it, and shows
 what was seen so far.`,
@@ -53,7 +54,7 @@ what was seen so far.`,
 			if err != nil {
 				return err
 			}
-			if note := setNote(network, args[0], where.state); note != "" {
+			if note := changedNote(network, args[0], where.state); note != "" {
 				proof.Notes = append(proof.Notes, note)
 			}
 			return c.print(proof, func(t *text) { verifyText(t, proof) })
@@ -65,16 +66,16 @@ what was seen so far.`,
 	return cmd
 }
 
-// setNote says what became of the sizes that were set, "" if they are there, or if there
-// were none.
-func setNote(network *bigtcp.Network, name, stateDir string) string {
+// changedNote tells that somebody has changed the sizes of an interface since they were set;
+// "" if nobody has, or if none were set.
+func changedNote(network *bigtcp.Network, name, stateDir string) string {
 	records, _, err := recordsOf(network, stateDir)
 	if err != nil {
-		return fmt.Sprintf("what was set is not known: %v", err)
+		return fmt.Sprintf("the sizes that were set are not known: %v", err)
 	}
 	list, err := network.Interfaces()
 	if err != nil {
-		return fmt.Sprintf("what was set is not known: %v", err)
+		return fmt.Sprintf("the sizes that were set are not known: %v", err)
 	}
 	i := slices.IndexFunc(list, func(i bigtcp.Interface) bool { return i.Name == name })
 	if i < 0 {
