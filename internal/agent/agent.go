@@ -21,6 +21,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/cilium/ebpf/rlimit"
 	"github.com/coreos/go-systemd/v22/daemon"
 	"golang.org/x/sys/unix"
@@ -78,8 +80,8 @@ func Run(ctx context.Context, o Options) (err error) {
 	if missing, err := missingCapabilities(); err != nil {
 		return err
 	} else if len(missing) > 0 {
-		return &Error{Err: fmt.Errorf("start agent: missing %s", strings.Join(missing, ", ")),
-			Hint: "run as root, or give these capabilities to the service", Code: CodeNotPermitted}
+		return &fault.Error{Err: fmt.Errorf("start agent: missing %s", strings.Join(missing, ", ")),
+			Hint: "run as root, or give these capabilities to the service", Code: fault.CodeNotPermitted}
 	}
 	// What is told to others, a keeper or a person, holds in any directory.
 	for _, path := range []*string{&o.Policy, &o.StateDir, &o.RunDir, &o.Pins} {
@@ -182,7 +184,7 @@ func Run(ctx context.Context, o Options) (err error) {
 func readPolicy(path string) (*config.Policy, []byte, error) {
 	text, err := os.ReadFile(path)
 	if err != nil {
-		return nil, nil, Unreadable(fmt.Errorf("read policy file: %w", err), "write one (sockeye check FILE tells whether it is right), or name it with --policy of the agent")
+		return nil, nil, fault.Unreadable(fmt.Errorf("read policy file: %w", err), "write one (sockeye check FILE tells whether it is right), or name it with --policy of the agent")
 	}
 	policy, err := config.Parse(text, path)
 	return policy, text, err
@@ -194,7 +196,7 @@ func checkMountPoint(dir string) error {
 		return nil
 	}
 	if entries, err := os.ReadDir(dir); err == nil && len(entries) > 0 {
-		return Usage(fmt.Errorf("%s is not in a bpffs and not empty, so none can be mounted there", dir),
+		return fault.Usage(fmt.Errorf("%s is not in a bpffs and not empty, so none can be mounted there", dir),
 			"give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye")
 	}
 	return nil
@@ -218,8 +220,8 @@ func CgroupMount() (string, error) {
 	if err := lines.Err(); err != nil {
 		return "", fmt.Errorf("find cgroup v2: %w", err)
 	}
-	return "", &Error{Err: errors.New("find cgroup v2: it is not mounted"),
-		Hint: "mount -t cgroup2 none /sys/fs/cgroup/unified", Code: CodeUnsupported}
+	return "", &fault.Error{Err: errors.New("find cgroup v2: it is not mounted"),
+		Hint: "mount -t cgroup2 none /sys/fs/cgroup/unified", Code: fault.CodeUnsupported}
 }
 
 // agentFile is in every agent's state directory.
@@ -283,7 +285,7 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 	}
 	if a.metrics, err = a.serveMetrics(policy.Metrics.Listen); err != nil {
 		// Steering is worth more than figures of it.
-		a.log.Error("metrics are not served", "error", err, "hint", Hint(err))
+		a.log.Error("metrics are not served", "error", err, "hint", fault.Hint(err))
 		a.metrics, a.metricsProblem = &metricsServer{}, err
 	}
 	a.policy = policy
@@ -365,7 +367,7 @@ func (a *Agent) read(c Candidate) (*config.Policy, []byte, error) {
 	case c.Previous:
 		policy, text, err := a.saved(previousFile)
 		if errors.Is(err, os.ErrNotExist) && text == nil {
-			return nil, nil, Usage(errors.New("there is no previous policy"), "apply keeps the policy that it replaces")
+			return nil, nil, fault.Usage(errors.New("there is no previous policy"), "apply keeps the policy that it replaces")
 		}
 		return policy, text, err
 	case c.Text != "" || c.Path != "":
@@ -569,7 +571,7 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 		}
 		for _, back := range slices.Backward(undo) {
 			if failed := back(); failed != nil {
-				err = joined(err, fmt.Errorf("go back to the policy before: %w", failed))
+				err = fault.Join(err, fmt.Errorf("go back to the policy before: %w", failed))
 			}
 		}
 		a.watchCgroups()
@@ -621,7 +623,7 @@ func (a *Agent) take(step step) (back func() error, err error) {
 		back = func() error { return a.open(before.config, before.mapping.Devices) }
 		delete(a.services, step.name)
 		if err := s.retire(); err != nil {
-			return nil, ofService(step.name, joined(err, back()))
+			return nil, ofService(step.name, fault.Join(err, back()))
 		}
 	case s == nil:
 		back = func() error {
@@ -643,7 +645,7 @@ func (a *Agent) take(step step) (back func() error, err error) {
 }
 
 func ofService(name string, err error) error {
-	return &Error{Err: fmt.Errorf("service %s: %w", name, err), Hint: Hint(err), Code: Code(err)}
+	return &fault.Error{Err: fmt.Errorf("service %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }
 
 // service finds a service by name; where there is only one the name may be
@@ -669,9 +671,9 @@ func (a *Agent) service(name string) (*service, error) {
 		hint = "did you mean " + near + "?"
 	}
 	if name == "" {
-		return nil, Usage(errors.New("which service?"), "name one with --service; "+hint)
+		return nil, fault.Usage(errors.New("which service?"), "name one with --service; "+hint)
 	}
-	return nil, Usage(fmt.Errorf("there is no service %q", name), hint)
+	return nil, fault.Usage(fmt.Errorf("there is no service %q", name), hint)
 }
 
 // selected returns the named service, or all, by name.

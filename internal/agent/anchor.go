@@ -9,6 +9,8 @@ import (
 	"os"
 	"runtime"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -148,14 +150,14 @@ func inNetns(netns *os.File, f func() error) error {
 		runtime.UnlockOSThread()
 		err = fmt.Errorf("enter network namespace %s: %w", netns.Name(), err)
 		if errors.Is(err, unix.EPERM) {
-			err = &Error{Err: err, Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: CodeNotPermitted}
+			err = &fault.Error{Err: err, Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: fault.CodeNotPermitted}
 		}
 		return err
 	}
 	err = f()
 	// A thread that cannot come back stays locked, and ends with its goroutine.
 	if back := unix.Setns(int(home.Fd()), unix.CLONE_NEWNET); back != nil {
-		return joined(err, fmt.Errorf("leave network namespace %s: %w", netns.Name(), back))
+		return fault.Join(err, fmt.Errorf("leave network namespace %s: %w", netns.Name(), back))
 	}
 	runtime.UnlockOSThread()
 	return err

@@ -9,6 +9,8 @@ import (
 	"path/filepath"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
@@ -153,11 +155,11 @@ func (a *Agent) remember(policy *config.Policy, text []byte, from string) error 
 	}
 	if err == nil {
 		before := []byte(a.from(appliedFile) + "\n")
-		if err := joined(writeFile(previous, last), writeFile(previous+fromSuffix, before)); err != nil {
+		if err := fault.Join(writeFile(previous, last), writeFile(previous+fromSuffix, before)); err != nil {
 			return err
 		}
 	}
-	return joined(writeFile(applied, text), writeFile(applied+fromSuffix, []byte(from+"\n")))
+	return fault.Join(writeFile(applied, text), writeFile(applied+fromSuffix, []byte(from+"\n")))
 }
 
 // checkNames fails if a service names what the host has not.
@@ -200,7 +202,7 @@ func (a *Agent) policyProblem() (problem, hint string) {
 		}
 	}
 	if metrics != nil {
-		return Message(metrics), Hint(metrics) + ", then sockeye apply"
+		return fault.Message(metrics), fault.Hint(metrics) + ", then sockeye apply"
 	}
 	return "", ""
 }
@@ -209,7 +211,7 @@ func (a *Agent) policyProblem() (problem, hint string) {
 func firstLine(err error) string {
 	var flaws config.Errors
 	if !errors.As(err, &flaws) {
-		return Message(err)
+		return fault.Message(err)
 	}
 	first := *flaws[0]
 	first.Hint = ""

@@ -16,6 +16,8 @@ import (
 	"syscall"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp"
@@ -89,7 +91,7 @@ func where(netns string) string { return cmp.Or(netns, "the agent's network name
 func (s *sizer) enter() error {
 	place, err := placeOf(s.netns)
 	if errors.Is(err, fs.ErrNotExist) {
-		s.fail(withHint(fmt.Errorf("there is no network namespace %s", s.netns), "its interfaces are set when it appears"))
+		s.fail(fault.WithHint(fmt.Errorf("there is no network namespace %s", s.netns), "its interfaces are set when it appears"))
 		return nil
 	}
 	if err != nil {
@@ -122,7 +124,7 @@ const recheckAfter = 6 * time.Second
 
 // noEntry is the error of an agent without CAP_SYS_ADMIN.
 func noEntry() error {
-	return &Error{Err: errors.New("the agent has no right to enter network namespaces"), Code: CodeNotPermitted,
+	return &fault.Error{Err: errors.New("the agent has no right to enter network namespaces"), Code: fault.CodeNotPermitted,
 		Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if the policy names a netns then")}
 }
 
@@ -388,7 +390,7 @@ func (s *sizer) note(o *outlook) {
 				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4)
 		case SizesChanged:
 			log.Warn("sizes changed by somebody else, and left", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
-				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4, "hint", Hint(i.err))
+				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4, "hint", fault.Hint(i.err))
 		default:
 			log.Warn("sizes not set", "state", i.state, "error", i.err)
 		}
@@ -471,7 +473,7 @@ func (s *sizer) change(rules []config.BigTCPRule) (back func() error, err error)
 		return s.become(before, foreign)
 	}
 	if err := s.become(rules, nil); err != nil {
-		return nil, joined(err, s.become(before, foreign))
+		return nil, fault.Join(err, s.become(before, foreign))
 	}
 	return back, nil
 }
@@ -494,7 +496,7 @@ func (s *sizer) become(rules []config.BigTCPRule, foreign map[int]bigtcp.Sizes) 
 	if len(foreign) > 0 {
 		errs = append(errs, s.reconcile(false))
 	}
-	return joined(errs...)
+	return fault.Join(errs...)
 }
 
 // takeBigTCP carries a change out, and returns what takes it back.
@@ -505,7 +507,7 @@ func (a *Agent) takeBigTCP(c bigTCPChange) (back func() error, err error) {
 		back = func() error { return a.openSizer(before, true) }
 		delete(a.sizers, c.netns)
 		if err := s.retire(); err != nil {
-			return nil, ofNetwork(c.netns, joined(err, back()))
+			return nil, ofNetwork(c.netns, fault.Join(err, back()))
 		}
 	case s == nil:
 		back = func() error {
@@ -514,7 +516,7 @@ func (a *Agent) takeBigTCP(c bigTCPChange) (back func() error, err error) {
 			return s.retire()
 		}
 		if err := a.openSizer(c, true); err != nil {
-			return nil, ofNetwork(c.netns, joined(err, back()))
+			return nil, ofNetwork(c.netns, fault.Join(err, back()))
 		}
 	default:
 		if back, err = s.change(c.rules); err != nil {
@@ -570,7 +572,7 @@ func (a *Agent) startBigTCP(policy *config.Policy) error {
 }
 
 func ofNetwork(netns string, err error) error {
-	return &Error{Err: fmt.Errorf("bigtcp in %s: %w", where(netns), err), Hint: Hint(err), Code: Code(err)}
+	return &fault.Error{Err: fmt.Errorf("bigtcp in %s: %w", where(netns), err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }
 
 // recordsDir is where the records of sizes are, those of commands too.
@@ -597,7 +599,7 @@ func RevertSizes(stateDir string) ([]string, error) {
 	}
 	var refused *bigtcp.Error
 	if errors.As(err, &refused) && refused.Kind == bigtcp.KindConflict {
-		err = conflict(err, "sockeye bigtcp revert --force gives back all the same what was there before")
+		err = fault.Conflict(err, "sockeye bigtcp revert --force gives back all the same what was there before")
 	}
 	return reverted, err
 }

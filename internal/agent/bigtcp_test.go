@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -282,8 +284,8 @@ func TestBigTCPAppearsAndVanishes(t *testing.T) {
 		records, err := a.records.Records()
 		return err == nil && len(records) == 1 && records[0].Interface == "big1"
 	})
-	if _, err := a.BigTCPStatus("", "big0"); Code(err) != CodeUsage || Hint(err) != "did you mean big1?" {
-		t.Errorf("an interface that has vanished: %v, hint %q", err, Hint(err))
+	if _, err := a.BigTCPStatus("", "big0"); fault.Code(err) != fault.CodeUsage || fault.Hint(err) != "did you mean big1?" {
+		t.Errorf("an interface that has vanished: %v, hint %q", err, fault.Hint(err))
 	}
 	// An interface that is named otherwise now is no longer meant.
 	l, err := netlink.LinkByName("big1")
@@ -528,8 +530,8 @@ func TestBigTCPImpossible(t *testing.T) {
 	wantChanges(t, "nothing", a.apply(t, bigTCPPolicy))
 	text := "bigtcp:\n  - {interface: bigtun, ipv6: 192KB}\n  - {interface: \"big*\", ipv6: 180KB}\n"
 	for name, try := range map[string]func(Candidate) (*Plan, error){"plan": a.Plan, "apply": a.Apply} {
-		if _, err := try(Candidate{Text: text, Path: a.options.Policy}); Code(err) != CodeUnsupported || !strings.Contains(err.Error(), "bigtun") {
-			t.Errorf("%s: %v, code %d", name, err, Code(err))
+		if _, err := try(Candidate{Text: text, Path: a.options.Policy}); fault.Code(err) != fault.CodeUnsupported || !strings.Contains(err.Error(), "bigtun") {
+			t.Errorf("%s: %v, code %d", name, err, fault.Code(err))
 		}
 	}
 	wantSizes(t, "big0", sizesOn)
@@ -677,8 +679,8 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := a.Apply(Candidate{Text: strings.ReplaceAll(text, path, file), Path: a.options.Policy}); Code(err) != CodeUsage {
-		t.Errorf("a file: %v, code %d", err, Code(err))
+	if _, err := a.Apply(Candidate{Text: strings.ReplaceAll(text, path, file), Path: a.options.Policy}); fault.Code(err) != fault.CodeUsage {
+		t.Errorf("a file: %v, code %d", err, fault.Code(err))
 	}
 	wantSizes(t, "big0", sizesOff)
 }

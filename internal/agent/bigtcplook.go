@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
 )
@@ -62,7 +64,7 @@ func (s *sizer) outlook(n *bigtcp.Network, rules []config.BigTCPRule, explicit b
 			o.gone = append(o.gone, r)
 		case touched(r, all[at].Sizes) && all[at].Sizes != r.Before:
 			o.interfaces[index] = &sized{name: all[at].Name, index: index, want: r.Want, from: all[at].Sizes, to: r.Before, state: SizesChanged,
-				err: withHint(errors.New("no rule is for it any more, but somebody else has set its sizes, which are left alone"),
+				err: fault.WithHint(errors.New("no rule is for it any more, but somebody else has set its sizes, which are left alone"),
 					revertCommand(r.Netns, "--force "+all[at].Name)+" gives it what it had before")}
 		default:
 			o.unwanted = append(o.unwanted, r)
@@ -225,7 +227,7 @@ func (s *sizer) decide(i *sized, r bigtcp.Record, explicit bool) {
 		i.state = SizesApplied
 	case changed && !explicit:
 		i.state = SizesChanged
-		i.err = withHint(errors.New("somebody else has set its sizes since, which are left alone"), "sockeye apply sets them as the policy says")
+		i.err = fault.WithHint(errors.New("somebody else has set its sizes since, which are left alone"), "sockeye apply sets them as the policy says")
 	default:
 		i.state, i.todo, i.force = SizesWaiting, true, changed
 	}
@@ -237,7 +239,7 @@ func held(name string, r bigtcp.Record) error {
 	if r.Owner == bigtcp.ByBench {
 		command = "sockeye bigtcp bench"
 	}
-	return conflict(fmt.Errorf("%s has set its sizes", command), revertCommand(r.Netns, name)+" leaves it to the policy")
+	return fault.Conflict(fmt.Errorf("%s has set its sizes", command), revertCommand(r.Netns, name)+" leaves it to the policy")
 }
 
 // revertCommand is the command that takes back what is in a network namespace.
@@ -279,7 +281,7 @@ func (o *outlook) gather(members []int) {
 	for _, index := range p.members {
 		if i := o.interfaces[index]; i.todo {
 			i.state, i.todo = SizesConflict, false
-			i.err = &Error{Err: fmt.Errorf("%s is on its path: %w", obstacle.name, obstacle.err), Hint: Hint(obstacle.err), Code: CodeConflict}
+			i.err = &fault.Error{Err: fmt.Errorf("%s is on its path: %w", obstacle.name, obstacle.err), Hint: fault.Hint(obstacle.err), Code: fault.CodeConflict}
 		}
 	}
 }

@@ -11,6 +11,8 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp"
@@ -147,7 +149,7 @@ func (o *outlook) effect(rules []config.BigTCPRule, row Change) string {
 		}
 		matched++
 		if i.state == SizesImpossible || i.state == SizesConflict {
-			not = append(not, fmt.Sprintf("%s (%s)", i.name, Message(i.err)))
+			not = append(not, fmt.Sprintf("%s (%s)", i.name, fault.Message(i.err)))
 		}
 	}
 	effect := "for " + counted(matched, "interface", "interfaces") + " now, and those that appear"

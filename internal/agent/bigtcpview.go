@@ -9,6 +9,8 @@ import (
 	"slices"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
 )
@@ -45,7 +47,7 @@ func (a *Agent) BigTCPStatus(netns, name string) (*BigTCPStatus, error) {
 		if near := config.Nearest(name, known); near != "" {
 			hint = "did you mean " + near + "?"
 		}
-		return nil, Usage(fmt.Errorf("the policy sets no interface %q", name), hint)
+		return nil, fault.Usage(fmt.Errorf("the policy sets no interface %q", name), hint)
 	}
 	return status, nil
 }
@@ -57,7 +59,7 @@ func (s *sizer) status() []BigTCPInterface {
 	list := []BigTCPInterface{}
 	waiting := func(rule config.BigTCPRule, err error, since time.Time) {
 		list = append(list, BigTCPInterface{Netns: s.netns, Interface: rule.Interface, Rule: rule.String(), Want: wanted(rule),
-			State: SizesWaiting, Problem: Message(err), Hint: Hint(err), Since: since})
+			State: SizesWaiting, Problem: fault.Message(err), Hint: fault.Hint(err), Since: since})
 	}
 	if s.problem != nil && len(s.interfaces) == 0 {
 		for _, rule := range s.rules {
@@ -72,7 +74,7 @@ func (s *sizer) status() []BigTCPInterface {
 			status.Rule = i.rule.String()
 		}
 		if i.err != nil {
-			status.Problem, status.Hint = Message(i.err), Hint(i.err)
+			status.Problem, status.Hint = fault.Message(i.err), fault.Hint(i.err)
 		}
 		list = append(list, status)
 	}
@@ -84,7 +86,7 @@ func (s *sizer) status() []BigTCPInterface {
 	return list
 }
 
-var errNoneYet = withHint(errors.New("there is no such interface"), "one that appears is set")
+var errNoneYet = fault.WithHint(errors.New("there is no such interface"), "one that appears is set")
 
 func wanted(rule config.BigTCPRule) bigtcp.Want {
 	return bigtcp.Want{IPv6: rule.IPv6, IPv4: rule.IPv4}
@@ -96,7 +98,7 @@ func (s *sizer) summary() BigTCPNetwork {
 	defer s.mu.Unlock()
 	n := BigTCPNetwork{Netns: s.netns, Rules: len(s.rules), Problems: []BigTCPInterface{}}
 	if s.problem != nil {
-		n.Problem, n.Hint = Message(s.problem), Hint(s.problem)
+		n.Problem, n.Hint = fault.Message(s.problem), fault.Hint(s.problem)
 	}
 	for _, i := range all {
 		if i.Index == 0 {

@@ -15,6 +15,8 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -93,9 +95,9 @@ func (s *cgroupScope) open(h *host, name string) error {
 // noCgroup is the problem of a cgroup that is not there, with what is done to it once it is.
 func noCgroup(name, done string) error {
 	if isUnit(name) {
-		return withHint(fmt.Errorf("there is no unit %s", name), done+" from the moment it starts")
+		return fault.WithHint(fmt.Errorf("there is no unit %s", name), done+" from the moment it starts")
 	}
-	return withHint(fmt.Errorf("there is no cgroup %s", name), done+" from the moment it is made again")
+	return fault.WithHint(fmt.Errorf("there is no cgroup %s", name), done+" from the moment it is made again")
 }
 
 // below is the path below the cgroup v2 mount.
@@ -117,7 +119,7 @@ func removeCreated(scopes []cgroupScope) error {
 			}
 		}
 	}
-	return joined(errs...)
+	return fault.Join(errs...)
 }
 
 // makeCgroup makes a cgroup and those above it, and returns what it made.
@@ -134,7 +136,7 @@ func makeCgroup(mount, path string) (created []string, err error) {
 			continue
 		}
 		if errors.Is(err, unix.EROFS) || errors.Is(err, fs.ErrPermission) {
-			return created, &Error{Err: fmt.Errorf("create cgroup: %w", err), Code: CodeNotPermitted,
+			return created, &fault.Error{Err: fmt.Errorf("create cgroup: %w", err), Code: fault.CodeNotPermitted,
 				Hint: missingHint(unix.CAP_DAC_OVERRIDE, "create it, or restart the agent: it keeps that right if the policy names such a cgroup then")}
 		}
 		if err != nil {
@@ -170,7 +172,7 @@ func (h *host) mayCreate(name string) error {
 		return nil
 	}
 	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
-		return &Error{Err: fmt.Errorf("create cgroup %s: %w", name, err), Code: CodeNotPermitted,
+		return &fault.Error{Err: fmt.Errorf("create cgroup %s: %w", name, err), Code: fault.CodeNotPermitted,
 			Hint: missingHint(unix.CAP_DAC_OVERRIDE, "create it, or restart the agent: it keeps that right if the policy names such a cgroup then")}
 	}
 	return nil
@@ -214,7 +216,7 @@ func (h *host) findCgroup(name string) (string, error) {
 	case len(found) == 0:
 		return "", fmt.Errorf("find unit %s: %w", name, fs.ErrNotExist)
 	case len(found) > 1:
-		return "", conflict(fmt.Errorf("find unit %s: there are %d: %s", name, len(found), strings.Join(found, ", ")), "name one by its path")
+		return "", fault.Conflict(fmt.Errorf("find unit %s: there are %d: %s", name, len(found), strings.Join(found, ", ")), "name one by its path")
 	}
 	return found[0], nil
 }
@@ -299,7 +301,7 @@ func (h *host) checkNested(all []tuneChange) error {
 			if outer == inner || !within(paths[inner], paths[outer]) {
 				continue
 			}
-			return conflict(fmt.Errorf("tune: cgroup %s is in cgroup %s, whose rules would override its own", inner, outer),
+			return fault.Conflict(fmt.Errorf("tune: cgroup %s is in cgroup %s, whose rules would override its own", inner, outer),
 				"write all rules for one of them, or for cgroups beside each other")
 		}
 	}

@@ -8,6 +8,8 @@ import (
 	"io/fs"
 	"slices"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/config"
 	"sockeye/internal/member"
 )
@@ -35,7 +37,7 @@ func (s *service) claim(pid int, slot *int, source string, by *caller) (int, err
 			if slot == nil || *slot == seat.slot {
 				return seat.slot, nil
 			}
-			return 0, conflict(fmt.Errorf("process %d is in slot %d already", pid, seat.slot),
+			return 0, fault.Conflict(fmt.Errorf("process %d is in slot %d already", pid, seat.slot),
 				fmt.Sprintf("sockeye unregister --service %s --slot %d first", s.config.Name, seat.slot))
 		}
 	}
@@ -58,8 +60,8 @@ func (s *service) claim(pid int, slot *int, source string, by *caller) (int, err
 			if errors.Is(err, fs.ErrNotExist) {
 				return 0, absent(pid, err)
 			}
-			if Hint(err) == "" {
-				err = withHint(err, "register it once it listens, or start it with sockeye run, which waits for that")
+			if fault.Hint(err) == "" {
+				err = fault.WithHint(err, "register it once it listens, or start it with sockeye run, which waits for that")
 			}
 			return 0, fmt.Errorf("register process %d in slot %d: %w", pid, want, err)
 		}
@@ -98,7 +100,7 @@ func (s *service) memberListeners() []MemberListener {
 // absent says that a process has ended, if that is what the error means.
 func absent(pid int, err error) error {
 	if errors.Is(err, fs.ErrNotExist) {
-		return Usage(fmt.Errorf("there is no process %d", pid), "it may have ended; name another with --pid")
+		return fault.Usage(fmt.Errorf("there is no process %d", pid), "it may have ended; name another with --pid")
 	}
 	return err
 }
@@ -109,12 +111,12 @@ func (s *service) reserve(self process, slot *int) (int, error) {
 		return s.findSlot(member.AnySlot)
 	}
 	if *slot < 0 || *slot >= s.config.Slots {
-		return 0, Usage(fmt.Errorf("slot %d is out of range", *slot),
+		return 0, fault.Usage(fmt.Errorf("slot %d is out of range", *slot),
 			fmt.Sprintf("service %s has slots 0 to %d", s.config.Name, s.config.Slots-1))
 	}
 	for _, c := range s.liveClaims(self) {
 		if c.Slot == *slot {
-			return 0, conflict(fmt.Errorf("slot %d is claimed by process %d", c.Slot, c.PID),
+			return 0, fault.Conflict(fmt.Errorf("slot %d is claimed by process %d", c.Slot, c.PID),
 				"end that process, or give this one another slot")
 		}
 	}
@@ -134,12 +136,12 @@ func (s *service) unregister(slot int) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if slot < 0 || slot >= s.config.Slots {
-		return Usage(fmt.Errorf("slot %d is out of range", slot),
+		return fault.Usage(fmt.Errorf("slot %d is out of range", slot),
 			fmt.Sprintf("service %s has slots 0 to %d", s.config.Name, s.config.Slots-1))
 	}
 	seat := s.seats[slot]
 	if seat == nil {
-		return conflict(fmt.Errorf("slot %d is empty", slot), "sockeye slots shows who is where")
+		return fault.Conflict(fmt.Errorf("slot %d is empty", slot), "sockeye slots shows who is where")
 	}
 	self := process{seat.process.PID, seat.process.StartTime}
 	s.state.Claims = s.liveClaims(self)

@@ -16,6 +16,8 @@ import (
 	"os"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 )
 
@@ -132,10 +134,10 @@ func (c *Client) send(by *http.Client, r *http.Request) (*http.Response, error) 
 	}
 	switch {
 	case errors.Is(err, os.ErrNotExist), errors.Is(err, unix.ECONNREFUSED):
-		return nil, withHint(fmt.Errorf("%w on %s", ErrNoAgent, c.path),
+		return nil, fault.WithHint(fmt.Errorf("%w on %s", ErrNoAgent, c.path),
 			"start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered")
 	case errors.Is(err, os.ErrPermission):
-		return nil, &Error{Err: fmt.Errorf("connect to agent: %w", err), Hint: "run as root, or as a member of the agent's --group", Code: CodeNotPermitted}
+		return nil, &fault.Error{Err: fmt.Errorf("connect to agent: %w", err), Hint: "run as root, or as a member of the agent's --group", Code: fault.CodeNotPermitted}
 	case err != nil:
 		return nil, fmt.Errorf("ask agent: %w", err)
 	}
@@ -147,5 +149,5 @@ func (c *Client) send(by *http.Client, r *http.Request) (*http.Response, error) 
 	if err := json.NewDecoder(response.Body).Decode(&f); err != nil || f.Code == 0 {
 		return nil, fmt.Errorf("ask agent: unexpected answer %s", response.Status)
 	}
-	return nil, &Error{Err: errors.New(f.Error), Hint: f.Hint, Code: f.Code}
+	return nil, &fault.Error{Err: errors.New(f.Error), Hint: f.Hint, Code: f.Code}
 }

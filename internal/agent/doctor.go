@@ -12,6 +12,8 @@ import (
 	"strconv"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/rlimit"
 	"golang.org/x/sys/unix"
@@ -89,9 +91,9 @@ func (d *doctor) capabilities() {
 	missing, err := missingCapabilities()
 	switch {
 	case err != nil:
-		d.fail("rights", "capabilities", CodeFailed, err.Error(), "")
+		d.fail("rights", "capabilities", fault.CodeFailed, err.Error(), "")
 	case len(missing) > 0:
-		d.fail("rights", "capabilities", CodeNotPermitted, "missing "+strings.Join(missing, ", "),
+		d.fail("rights", "capabilities", fault.CodeNotPermitted, "missing "+strings.Join(missing, ", "),
 			"run as root, or give these capabilities to the agent's service")
 	default:
 		d.add("rights", "capabilities", ResultOK, "all that the agent needs", "")
@@ -119,11 +121,11 @@ func (d *doctor) kernel() {
 		case err == nil:
 			d.add("kernel", f.Name, ResultOK, "", "")
 		case !errors.Is(err, ebpf.ErrNotSupported):
-			d.add("kernel", f.Name, ResultWarning, "not known: "+err.Error(), Hint(err))
+			d.add("kernel", f.Name, ResultWarning, "not known: "+err.Error(), fault.Hint(err))
 		case f.Optional:
 			d.add("kernel", f.Name, ResultNote, f.Needed, f.Hint(err))
 		default:
-			d.fail("kernel", f.Name, CodeUnsupported, "needed for "+f.Needed, f.Hint(err))
+			d.fail("kernel", f.Name, fault.CodeUnsupported, "needed for "+f.Needed, f.Hint(err))
 		}
 	}
 }
@@ -142,7 +144,7 @@ func (d *doctor) destroy() {
 	case errors.Is(err, sockdiag.ErrCannotDestroy), errors.Is(err, sockdiag.ErrUnsupported):
 		d.add("kernel", check, ResultNote, needed, "came with Linux 4.9, needs CONFIG_INET_DIAG_DESTROY")
 	default:
-		d.add("kernel", check, ResultWarning, "not known: "+err.Error(), Hint(err))
+		d.add("kernel", check, ResultWarning, "not known: "+err.Error(), fault.Hint(err))
 	}
 }
 
@@ -151,7 +153,7 @@ func (d *doctor) bigTCP() {
 	const ipv6, ipv4 = "BIG TCP for IPv6", "BIG TCP for IPv4"
 	n, err := bigtcp.OpenNetwork("")
 	if err != nil {
-		d.add("kernel", ipv6, ResultWarning, "not known: "+err.Error(), Hint(err))
+		d.add("kernel", ipv6, ResultWarning, "not known: "+err.Error(), fault.Hint(err))
 		return
 	}
 	defer n.Close()
@@ -171,7 +173,7 @@ func (d *doctor) bigTCP() {
 
 func (d *doctor) mounts(pins string) {
 	if mount, err := CgroupMount(); err != nil {
-		d.fail("mounts", "cgroup v2", Code(err), err.Error(), Hint(err))
+		d.fail("mounts", "cgroup v2", fault.Code(err), err.Error(), fault.Hint(err))
 	} else {
 		d.add("mounts", "cgroup v2", ResultOK, mount, "")
 	}
@@ -230,19 +232,19 @@ func (d *doctor) service(c config.Service) {
 	s := &service{config: c}
 	s.assignRows([bpf.MaxListeners]bpf.Listener{})
 	if err := s.openNetns(); err != nil {
-		d.fail(area, "network namespace", Code(err), err.Error(), "create it, or correct netns")
+		d.fail(area, "network namespace", fault.Code(err), err.Error(), "create it, or correct netns")
 		return
 	}
 	defer s.netns.Close()
 	d.foreign(area, int(s.netns.Fd()))
 	holders, err := s.holders()
 	if err != nil {
-		d.add(area, "sockets", ResultWarning, "not known: "+err.Error(), Hint(err))
+		d.add(area, "sockets", ResultWarning, "not known: "+err.Error(), fault.Hint(err))
 		return
 	}
 	rules, users, err := resolveMembers(c)
 	if err != nil {
-		d.fail(area, "user", Code(err), err.Error(), Hint(err))
+		d.fail(area, "user", fault.Code(err), err.Error(), fault.Hint(err))
 		return
 	}
 	if c.Steering == config.Lookup {
@@ -262,7 +264,7 @@ func (d *doctor) service(c config.Service) {
 func (d *doctor) foreign(area string, netns int) {
 	programs, err := bpf.ForeignPrograms(netns)
 	if err != nil {
-		d.add(area, "foreign programs", ResultWarning, "not known: "+err.Error(), Hint(err))
+		d.add(area, "foreign programs", ResultWarning, "not known: "+err.Error(), fault.Hint(err))
 		return
 	}
 	for _, p := range programs {

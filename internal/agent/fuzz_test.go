@@ -13,6 +13,8 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
@@ -82,8 +84,8 @@ func FuzzParseAddresses(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text string) {
 		addresses, err := ParseAddresses([]string{text})
 		if err != nil {
-			if Code(err) != CodeUsage || Hint(err) == "" || strings.Contains(err.Error(), "\n") {
-				t.Errorf("%q: %d, %q, hint %q", text, Code(err), err, Hint(err))
+			if fault.Code(err) != fault.CodeUsage || fault.Hint(err) == "" || strings.Contains(err.Error(), "\n") {
+				t.Errorf("%q: %d, %q, hint %q", text, fault.Code(err), err, fault.Hint(err))
 			}
 			return
 		}

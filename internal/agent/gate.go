@@ -12,6 +12,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 )
 
@@ -198,7 +200,7 @@ func (g *gate) leave(c net.Conn) {
 func (a *Agent) guardAPI(s *server) *server {
 	g := &gate{
 		Listener: s.listener, name: "API", log: a.log, most: share(apiShare, leastAPI, mostAPI), user: userOf,
-		refusal: refusalOf(Failure{Error: "the agent has too many connections", Hint: "try again; who has them: ss -xp", Code: CodeFailed}),
+		refusal: refusalOf(Failure{Error: "the agent has too many connections", Hint: "try again; who has them: ss -xp", Code: fault.CodeFailed}),
 	}
 	g.guard(s.http)
 	// No answer takes so long but those that go on, which lift it.

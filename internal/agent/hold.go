@@ -12,6 +12,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -60,10 +62,10 @@ func (s *service) hold() error {
 	if changed {
 		errs = append(errs, s.replaceKeeper())
 	}
-	if s.problem = joined(errs...); errors.Is(s.problem, unix.EADDRINUSE) {
-		s.problem = conflict(s.problem, "a socket of another user, or without SO_REUSEPORT, has the port: end its process, or set user to the members' user; the agent tries again")
+	if s.problem = fault.Join(errs...); errors.Is(s.problem, unix.EADDRINUSE) {
+		s.problem = fault.Conflict(s.problem, "a socket of another user, or without SO_REUSEPORT, has the port: end its process, or set user to the members' user; the agent tries again")
 	} else if errors.Is(s.problem, unix.EACCES) {
-		s.problem = withHint(s.problem, missingHint(unix.CAP_NET_BIND_SERVICE, "restart the agent with CAP_NET_BIND_SERVICE"))
+		s.problem = fault.WithHint(s.problem, missingHint(unix.CAP_NET_BIND_SERVICE, "restart the agent with CAP_NET_BIND_SERVICE"))
 	}
 	return nil
 }
@@ -224,7 +226,7 @@ func (s *service) retire() error {
 	}
 	errs = append(errs, bpf.Remove(s.host.root.Service(s.config.Name)))
 	s.release()
-	return joined(errs...)
+	return fault.Join(errs...)
 }
 
 // detach takes the programs off the groups, the keeper's sockets first: without
@@ -236,7 +238,7 @@ func (s *service) detach() error {
 		errs = append(errs, bpf.Detach(fd))
 		unix.Close(fd)
 	}
-	return joined(errs...)
+	return fault.Join(errs...)
 }
 
 // groups returns a descriptor of each SO_REUSEPORT group that has a program,
@@ -298,13 +300,13 @@ func Reset(pins string) (removed bool, err error) {
 			errs = append(errs, k.end())
 		}
 		scopes = cgroupScopes(pins)
-		return joined(errs...)
+		return fault.Join(errs...)
 	})
 	if err == nil {
 		err = removeCreated(scopes)
 	}
 	if errors.Is(err, bpf.ErrLocked) {
-		err = conflict(err, "stop the agent first")
+		err = fault.Conflict(err, "stop the agent first")
 	}
 	return err == nil, err
 }
@@ -318,7 +320,7 @@ func IsState(dir string) error {
 // RemoveState removes an agent's state directory, and no other directory.
 func RemoveState(dir string) error {
 	if err := IsState(dir); err != nil {
-		return Usage(fmt.Errorf("%s is not the state directory of an agent: %w", dir, err), "name the agent's directory with --state-dir")
+		return fault.Usage(fmt.Errorf("%s is not the state directory of an agent: %w", dir, err), "name the agent's directory with --state-dir")
 	}
 	if err := os.RemoveAll(dir); err != nil {
 		return fmt.Errorf("remove state directory: %w", err)
@@ -341,7 +343,7 @@ func isPinDirectory(pins string) (bool, error) {
 			func(prefix string) bool { return strings.HasPrefix(e.Name(), prefix) })
 	}
 	if !isBPFFS(pins) || slices.ContainsFunc(entries, foreign) {
-		return false, Usage(fmt.Errorf("%s is not a directory of an agent's pins", pins), "name the agent's directory with --pins")
+		return false, fault.Usage(fmt.Errorf("%s is not a directory of an agent's pins", pins), "name the agent's directory with --pins")
 	}
 	return true, nil
 }

@@ -12,6 +12,8 @@ import (
 	"slices"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -281,7 +283,7 @@ func (s *service) learnOwner(seat *seat) {
 // explainRefusal makes an error for a person of a member.Refusal.
 func explainRefusal(err error) error {
 	if refusal, ok := errors.AsType[*member.Refusal](err); ok {
-		return conflict(err, refusal.Hint)
+		return fault.Conflict(err, refusal.Hint)
 	}
 	return err
 }
@@ -430,17 +432,17 @@ func (s *service) forget(pid int) {
 
 // errInherited means that a process holds sockets of another member, as the
 // plugins do that nfacctd forks.
-var errInherited = conflict(errors.New("its sockets are another member's"), "name the process that opened them")
+var errInherited = fault.Conflict(errors.New("its sockets are another member's"), "name the process that opened them")
 
 // register takes a process' sockets and opens the slot of the seat, which has the source and the
 // slot, or member.AnySlot.
 func (s *service) register(p *member.Process, seat *seat) error {
 	if seat.slot >= s.config.Slots {
-		return Usage(fmt.Errorf("slot %d is out of range, the service has %d", seat.slot, s.config.Slots),
+		return fault.Usage(fmt.Errorf("slot %d is out of range, the service has %d", seat.slot, s.config.Slots),
 			fmt.Sprintf("slots are numbered 0 to %d", s.config.Slots-1))
 	}
 	if p.Netns != s.inode {
-		return conflict(errors.New("it is in another network namespace than the service"),
+		return fault.Conflict(errors.New("it is in another network namespace than the service"),
 			"set netns of the service to the members' namespace")
 	}
 	handle, err := member.Open(p.PID)
@@ -509,7 +511,7 @@ func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.
 			}
 			if chosen[row] != nil {
 				if socket.Listening && socket.Twin(chosen[row]) {
-					return nil, conflict(fmt.Errorf("it has more than one socket %s: a slot has one for a listener, the others would get nothing", socket), twinHint)
+					return nil, fault.Conflict(fmt.Errorf("it has more than one socket %s: a slot has one for a listener, the others would get nothing", socket), twinHint)
 				}
 				continue
 			}
@@ -555,7 +557,7 @@ func (s *service) findTwin(seat *seat) {
 		}
 		for _, socket := range sockets {
 			if socket.Cookie != registered.Cookie && socket.Listening && socket.Twin(registered) {
-				seat.twin = conflict(fmt.Errorf("process %d in slot %d has another socket %s, which gets nothing: a slot has one for a listener",
+				seat.twin = fault.Conflict(fmt.Errorf("process %d in slot %d has another socket %s, which gets nothing: a slot has one for a listener",
 					seat.process.PID, seat.slot, socket), twinHint)
 			}
 		}
@@ -579,14 +581,14 @@ func (s *service) twinProblem() error {
 // another network namespace, and handed to the process.
 func (s *service) foreign(seat *seat, socket *member.Socket) error {
 	if !slices.Contains(seat.owners, socket.UID) {
-		return conflict(fmt.Errorf("its socket %s belongs to user %s, not to %s", socket, member.UserName(socket.UID), member.UserNames(seat.owners)),
+		return fault.Conflict(fmt.Errorf("its socket %s belongs to user %s, not to %s", socket, member.UserName(socket.UID), member.UserNames(seat.owners)),
 			"start the program as that user, or name the owner in user of the service")
 	}
 	switch netns, err := socket.Netns(); {
 	case err != nil:
 		return err
 	case netns != s.inode:
-		return conflict(fmt.Errorf("its socket %s was opened in another network namespace than the service's", socket),
+		return fault.Conflict(fmt.Errorf("its socket %s was opened in another network namespace than the service's", socket),
 			"have the program open it in the service's namespace")
 	}
 	return nil
@@ -617,23 +619,23 @@ func (s *service) verify(seat *seat) error {
 func (s *service) unfit(l config.Listener, socket *member.Socket) error {
 	switch {
 	case socket.Protocol == unix.IPPROTO_MPTCP:
-		return conflict(fmt.Errorf("its socket %s is MPTCP, which the kernel does not steer", socket),
+		return fault.Conflict(fmt.Errorf("its socket %s is MPTCP, which the kernel does not steer", socket),
 			"programs in Go: GODEBUG=multipathtcp=0, or ListenConfig.SetMultipathTCP(false)")
 	case socket.Connected:
-		return conflict(fmt.Errorf("its socket %s is connected to one peer, and gets nothing from others", socket),
+		return fault.Conflict(fmt.Errorf("its socket %s is connected to one peer, and gets nothing from others", socket),
 			"make the program receive on a socket that is not connected")
 	case !socket.Listening:
 		return fmt.Errorf("its socket %s does not listen yet", socket)
 	case s.lookup():
 		return unfitFamily(l, socket)
 	case socket.Local.Addr() != l.Address.Addr():
-		return conflict(fmt.Errorf("its socket %s is not bound to the listener's address %s", socket, l.Address.Addr()),
+		return fault.Conflict(fmt.Errorf("its socket %s is not bound to the listener's address %s", socket, l.Address.Addr()),
 			"make the listener's address what the member binds, or use steering: lookup")
 	case socket.Local.Addr().Is6() && socket.V6Only != l.V6Only:
-		return conflict(fmt.Errorf("its socket %s has IPV6_V6ONLY %v, the listener %v", socket, socket.V6Only, l.V6Only),
+		return fault.Conflict(fmt.Errorf("its socket %s has IPV6_V6ONLY %v, the listener %v", socket, socket.V6Only, l.V6Only),
 			"set v6only of the listener to what the member does")
 	case !socket.ReusePort:
-		return conflict(fmt.Errorf("its socket %s lacks SO_REUSEPORT", socket),
+		return fault.Conflict(fmt.Errorf("its socket %s lacks SO_REUSEPORT", socket),
 			"make the program set SO_REUSEPORT before bind, or use steering: lookup")
 	}
 	return nil
@@ -644,7 +646,7 @@ func (s *service) unfit(l config.Listener, socket *member.Socket) error {
 func unfitFamily(l config.Listener, socket *member.Socket) error {
 	address := l.Address.Addr()
 	if socket.IPv6Alone && (address.Is4() || address.IsUnspecified() && !l.V6Only) {
-		return conflict(fmt.Errorf("its socket %s takes IPv6 alone, the listener %s IPv4, too", socket, l),
+		return fault.Conflict(fmt.Errorf("its socket %s takes IPv6 alone, the listener %s IPv4, too", socket, l),
 			"make the program clear IPV6_V6ONLY, or set v6only of the listener and give the service another one for IPv4")
 	}
 	return nil
@@ -665,7 +667,7 @@ func (s *service) parted(chosen map[int]*member.Socket) error {
 	if alone == nil || both == nil {
 		return nil
 	}
-	return conflict(fmt.Errorf("its socket %s takes IPv4 alone, its socket %s IPv6, too", alone, both),
+	return fault.Conflict(fmt.Errorf("its socket %s takes IPv4 alone, its socket %s IPv6, too", alone, both),
 		"make the program listen on addresses of the same family with all sockets")
 }
 
@@ -673,7 +675,7 @@ func (s *service) parted(chosen map[int]*member.Socket) error {
 func (s *service) findSlot(slot int) (int, error) {
 	if slot != member.AnySlot {
 		if seat := s.seats[slot]; seat != nil {
-			return 0, conflict(fmt.Errorf("slot %d is taken by process %d", slot, seat.process.PID),
+			return 0, fault.Conflict(fmt.Errorf("slot %d is taken by process %d", slot, seat.process.PID),
 				"end that process, or give this one another slot")
 		}
 		return slot, nil
@@ -687,7 +689,7 @@ func (s *service) findSlot(slot int) (int, error) {
 			return slot, nil
 		}
 	}
-	return 0, conflict(fmt.Errorf("all %d slots are taken", s.config.Slots), "raise slots in the policy")
+	return 0, fault.Conflict(fmt.Errorf("all %d slots are taken", s.config.Slots), "raise slots in the policy")
 }
 
 // openSlot registers a member's sockets and, when all are in, opens its slot
@@ -695,7 +697,7 @@ func (s *service) findSlot(slot int) (int, error) {
 func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err error) {
 	defer func() {
 		if err != nil {
-			err = joined(err, s.clearSlot(seat.slot))
+			err = fault.Join(err, s.clearSlot(seat.slot))
 		}
 	}()
 	if err := s.clearSlot(seat.slot); err != nil {
@@ -770,9 +772,9 @@ func explainInsert(socket *member.Socket, err error) error {
 	where := fmt.Errorf("its socket %s is refused: %w", socket, err)
 	switch {
 	case errors.Is(err, unix.EBUSY):
-		return conflict(where, "another service, or another program's SOCKMAP, holds this socket")
+		return fault.Conflict(where, "another service, or another program's SOCKMAP, holds this socket")
 	case errors.Is(err, unix.EINVAL):
-		return conflict(where, "it was bound before it set SO_REUSEPORT; the program must set it first")
+		return fault.Conflict(where, "it was bound before it set SO_REUSEPORT; the program must set it first")
 	}
 	return where
 }
@@ -830,5 +832,5 @@ func (s *service) clearSlot(slot int) error {
 	for row := range bpf.MaxListeners {
 		errs = append(errs, s.path.Delete(row, slot))
 	}
-	return joined(errs...)
+	return fault.Join(errs...)
 }

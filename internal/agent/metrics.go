@@ -12,6 +12,8 @@ import (
 	"strconv"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -175,7 +177,7 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	}
 	listener, err := net.Listen("tcp", address)
 	if err != nil {
-		return nil, withHint(fmt.Errorf("serve metrics: %w", err), "set metrics.listen to a free address")
+		return nil, fault.WithHint(fmt.Errorf("serve metrics: %w", err), "set metrics.listen to a free address")
 	}
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(a, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))

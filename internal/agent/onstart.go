@@ -11,6 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
@@ -509,5 +511,5 @@ func (s *service) splitProblem() error {
 			hint = "the agent needs CAP_NET_ADMIN"
 		}
 	}
-	return withHint(errors.New(what), hint)
+	return fault.WithHint(errors.New(what), hint)
 }

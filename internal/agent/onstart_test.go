@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/config"
 	"sockeye/internal/sockdiag"
 )
@@ -28,7 +30,7 @@ func TestSplitHint(t *testing.T) {
 	} {
 		s := &service{config: config.Service{OnStart: test.onStart}}
 		s.checks.split, s.checks.left, s.checks.suspects = split, test.left, map[uint64]bool{test.suspect: true}
-		if hint := Hint(s.splitProblem()); !strings.HasPrefix(hint, test.hint) {
+		if hint := fault.Hint(s.splitProblem()); !strings.HasPrefix(hint, test.hint) {
 			t.Errorf("%+v: %q", test, hint)
 		}
 	}

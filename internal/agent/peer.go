@@ -9,6 +9,8 @@ import (
 	"net"
 	"net/http"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/member"
@@ -81,9 +83,9 @@ func (k *caller) identify(byNumber bool) error {
 	return k.alive() // so all of this was about the one that connected
 }
 
-var errCallerGone = &Error{
+var errCallerGone = &fault.Error{
 	Err:  errors.New("the process that connected to the agent has ended"),
-	Hint: "send a request over a connection of one's own", Code: CodeNotPermitted,
+	Hint: "send a request over a connection of one's own", Code: fault.CodeNotPermitted,
 }
 
 // alive returns an error once the process has ended: its number may be another
@@ -155,9 +157,9 @@ func known(next http.Handler) http.Handler {
 		case k == nil || k.alive() != nil:
 			refuse(errCallerGone)
 		case k.stranger:
-			refuse(&Error{
+			refuse(&fault.Error{
 				Err:  errors.New("the agent does not answer processes in another user namespace, as isolated programs are"),
-				Hint: "ask from outside", Code: CodeNotPermitted,
+				Hint: "ask from outside", Code: fault.CodeNotPermitted,
 			})
 		default:
 			next.ServeHTTP(w, r)

@@ -14,6 +14,8 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -40,7 +42,7 @@ func resolveMembers(c config.Service) ([]member.Rule, []uint32, error) {
 		users, err = member.Users(c.Users, rules)
 	}
 	if err != nil {
-		return nil, nil, Usage(err, "create it, or correct user")
+		return nil, nil, fault.Usage(err, "create it, or correct user")
 	}
 	return rules, users, nil
 }
@@ -53,7 +55,7 @@ func (s *service) prepare(c config.Service, devices *steer.DeviceMap) (*target, 
 		return nil, err
 	}
 	if _, err := os.Stat(filepath.Join(s.host.cgroups, c.Cgroup)); err != nil {
-		return nil, Unreadable(fmt.Errorf("find cgroup: %w", err), "create it, or correct cgroup")
+		return nil, fault.Unreadable(fmt.Errorf("find cgroup: %w", err), "create it, or correct cgroup")
 	}
 	if c.Netns != "" {
 		probe := &service{config: c}
@@ -62,8 +64,8 @@ func (s *service) prepare(c config.Service, devices *steer.DeviceMap) (*target, 
 		}
 		probe.netns.Close()
 		if c.Steering == config.Reuseport && !hasCapability(unix.CAP_SYS_ADMIN) {
-			return nil, &Error{Err: errors.New("the agent has no right to enter network namespaces"),
-				Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: CodeNotPermitted}
+			return nil, &fault.Error{Err: errors.New("the agent has no right to enter network namespaces"),
+				Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: fault.CodeNotPermitted}
 		}
 	}
 	nonce, err := s.nonceFor(c)
@@ -272,7 +274,7 @@ func (s *service) apply(t *target) error {
 		return nil
 	}
 	if back := s.become(before); back != nil {
-		return joined(err, fmt.Errorf("go back to the policy before: %w", back))
+		return fault.Join(err, fmt.Errorf("go back to the policy before: %w", back))
 	}
 	return err
 }
@@ -347,7 +349,7 @@ func (s *service) begin(t *target) error {
 	for _, fd := range groups {
 		unix.Close(fd)
 	}
-	return joined(err, old.Retire())
+	return fault.Join(err, old.Retire())
 }
 
 // restart opens the new data path, takes the programs off the groups of the
@@ -372,7 +374,7 @@ func (s *service) restart(t *target, groups []int) error {
 	for _, fd := range groups {
 		errs = append(errs, bpf.Detach(fd))
 	}
-	if err := joined(append(errs, s.letGo())...); err != nil {
+	if err := fault.Join(append(errs, s.letGo())...); err != nil {
 		return err
 	}
 	return s.adopt()
@@ -418,7 +420,7 @@ func (s *service) dropRows(old [bpf.MaxListeners]bpf.Listener) error {
 		errs = append(errs, bpf.Detach(fd))
 		unix.Close(fd)
 	}
-	return joined(errs...)
+	return fault.Join(errs...)
 }
 
 func (s *service) raiseBacklog(seat *seat) {

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/config"
 	"sockeye/internal/testenv"
 )
@@ -83,7 +85,7 @@ func TestPreviousPolicy(t *testing.T) {
 	defer a.stop()
 	a.begin(t, policyText(onePolicy))
 	defer retire(t, a)
-	if _, err := a.Apply(Candidate{Previous: true}); Code(err) != CodeUsage {
+	if _, err := a.Apply(Candidate{Previous: true}); fault.Code(err) != fault.CodeUsage {
 		t.Errorf("without a previous policy: %v", err)
 	}
 	next := policyText(onePolicy, "slots: 4", "slots: 2")
@@ -100,7 +102,7 @@ func TestPreviousPolicy(t *testing.T) {
 			t.Errorf("want %d slots in %+v, %v", want, status, err)
 		}
 	}
-	if _, err := a.Apply(Candidate{}); Code(err) != CodeUsage || !strings.Contains(err.Error(), "no such file") {
+	if _, err := a.Apply(Candidate{}); fault.Code(err) != fault.CodeUsage || !strings.Contains(err.Error(), "no such file") {
 		t.Errorf("without a policy file: %v", err)
 	}
 	if a.policy.Services[0].Slots != 2 {
@@ -123,7 +125,7 @@ func TestSelected(t *testing.T) {
 	if s, err := a.service(""); err != nil || s != one {
 		t.Error(err)
 	}
-	if _, err := a.service("onee"); Code(err) != CodeUsage || Hint(err) != "did you mean one?" {
-		t.Error(err, Hint(err))
+	if _, err := a.service("onee"); fault.Code(err) != fault.CodeUsage || fault.Hint(err) != "did you mean one?" {
+		t.Error(err, fault.Hint(err))
 	}
 }

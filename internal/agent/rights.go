@@ -11,6 +11,8 @@ import (
 	"strconv"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
@@ -140,7 +142,7 @@ func ExamineRights(policy *config.Policy, pid int) []Finding {
 		case pid == 0:
 			d.add("rights", r.name, ResultNote, detail+"; the drop-in "+r.dropIn+" gives it to the unit", dropInHint(r.dropIn))
 		case err != nil:
-			d.add("rights", r.name, ResultWarning, detail+"; whether the agent has it is not known: "+err.Error(), Hint(err))
+			d.add("rights", r.name, ResultWarning, detail+"; whether the agent has it is not known: "+err.Error(), fault.Hint(err))
 		case permitted&(1<<r.capability) != 0:
 			d.add("rights", r.name, ResultOK, detail, "")
 		case bounding&(1<<r.capability) != 0:

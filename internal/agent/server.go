@@ -16,6 +16,8 @@ import (
 	"strconv"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 )
 
@@ -36,7 +38,7 @@ func (a *Agent) listen() (*server, error) {
 	if a.options.Group != "" {
 		group, err := user.LookupGroup(a.options.Group)
 		if err != nil {
-			return nil, Usage(fmt.Errorf("look up group %s: %w", a.options.Group, err), "create the group, or leave --group out")
+			return nil, fault.Usage(fmt.Errorf("look up group %s: %w", a.options.Group, err), "create the group, or leave --group out")
 		}
 		if gid, err = strconv.Atoi(group.Gid); err != nil {
 			return nil, fmt.Errorf("look up group %s: %w", a.options.Group, err)
@@ -44,7 +46,7 @@ func (a *Agent) listen() (*server, error) {
 	}
 	if other, err := net.DialTimeout("unix", path, time.Second); err == nil {
 		other.Close()
-		return nil, conflict(fmt.Errorf("listen on %s: another agent does", path), "give this one its own --run-dir")
+		return nil, fault.Conflict(fmt.Errorf("listen on %s: another agent does", path), "give this one its own --run-dir")
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, fmt.Errorf("replace socket: %w", err)
@@ -155,7 +157,7 @@ func (a *Agent) handler() http.Handler {
 			return nil, err
 		}
 		if m.PID == 0 {
-			return nil, Usage(errors.New("which process?"), "name one with --pid")
+			return nil, fault.Usage(errors.New("which process?"), "name one with --pid")
 		}
 		slot, err := s.claim(m.PID, m.Slot, "register", nil)
 		return Membership{Service: s.config.Name, Slot: &slot, PID: m.PID}, err
@@ -166,7 +168,7 @@ func (a *Agent) handler() http.Handler {
 			return nil, err
 		}
 		if m.Slot == nil {
-			return nil, Usage(errors.New("which slot?"), "name one with --slot")
+			return nil, fault.Usage(errors.New("which slot?"), "name one with --slot")
 		}
 		return Membership{Service: s.config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
 	})
@@ -205,7 +207,7 @@ func (a *Agent) handler() http.Handler {
 	})
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
 		reply(w, r, func(r *http.Request) (any, error) {
-			return nil, Usage(fmt.Errorf("the agent has no %s %s", r.Method, r.URL.Path), "is it of another version? see sockeye version and status")
+			return nil, fault.Usage(fmt.Errorf("the agent has no %s %s", r.Method, r.URL.Path), "is it of another version? see sockeye version and status")
 		})
 	})
 	return mux
@@ -213,14 +215,14 @@ func (a *Agent) handler() http.Handler {
 
 func mustBeRoot(r *http.Request) error {
 	if k := callerFrom(r); k == nil || k.cred.Uid != 0 {
-		return &Error{Err: errors.New("only root may change what the agent does, or have it read a file"), Hint: "run it with sudo", Code: CodeNotPermitted}
+		return &fault.Error{Err: errors.New("only root may change what the agent does, or have it read a file"), Hint: "run it with sudo", Code: fault.CodeNotPermitted}
 	}
 	return nil
 }
 
 func (a *Agent) membership(r *http.Request, root bool) (m Membership, s *service, err error) {
 	if callerFrom(r) == nil {
-		return m, nil, &Error{Err: errors.New("the caller is not known"), Code: CodeNotPermitted}
+		return m, nil, &fault.Error{Err: errors.New("the caller is not known"), Code: fault.CodeNotPermitted}
 	}
 	if root {
 		if err := mustBeRoot(r); err != nil {
@@ -242,10 +244,10 @@ func decode(r *http.Request, into any) error {
 	if err := d.Decode(into); errors.Is(err, io.EOF) {
 		return nil // no body: all by default
 	} else if err != nil {
-		return Usage(fmt.Errorf("read request: %w", err), requestHint)
+		return fault.Usage(fmt.Errorf("read request: %w", err), requestHint)
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return Usage(errors.New("read request: something follows the JSON object"), requestHint)
+		return fault.Usage(errors.New("read request: something follows the JSON object"), requestHint)
 	}
 	return nil
 }
@@ -256,7 +258,7 @@ func ParseAddresses(texts []string) ([]netip.Addr, error) {
 	for i, text := range texts {
 		addr, err := netip.ParseAddr(text)
 		if err != nil {
-			return nil, Usage(fmt.Errorf("%q is not an IP address", text), "as in 192.0.2.1 or 2001:db8::1")
+			return nil, fault.Usage(fmt.Errorf("%q is not an IP address", text), "as in 192.0.2.1 or 2001:db8::1")
 		}
 		addresses[i] = addr
 	}
@@ -281,19 +283,19 @@ func collect[T any](a *Agent, r *http.Request, ask func(*service) ([]T, error)) 
 }
 
 var httpStatus = map[int]int{
-	CodeFailed:       http.StatusInternalServerError,
-	CodeUsage:        http.StatusBadRequest,
-	CodeUnsupported:  http.StatusNotImplemented,
-	CodeNotPermitted: http.StatusForbidden,
-	CodeConflict:     http.StatusConflict,
+	fault.CodeFailed:       http.StatusInternalServerError,
+	fault.CodeUsage:        http.StatusBadRequest,
+	fault.CodeUnsupported:  http.StatusNotImplemented,
+	fault.CodeNotPermitted: http.StatusForbidden,
+	fault.CodeConflict:     http.StatusConflict,
 }
 
 func reply(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (any, error)) {
 	body, err := answer(r)
 	w.Header().Set("Content-Type", "application/json")
 	if err != nil {
-		w.WriteHeader(httpStatus[Code(err)])
-		body = Failure{Error: Message(err), Hint: Hint(err), Code: Code(err)}
+		w.WriteHeader(httpStatus[fault.Code(err)])
+		body = Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)}
 	}
 	// The caller may be gone; nothing is to be done about that.
 	_ = json.NewEncoder(w).Encode(body)

@@ -15,6 +15,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -240,7 +242,7 @@ func (s *service) openNetns() error {
 	// A FIFO that is named by mistake must not be waited for.
 	netns, err := os.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
-		return Unreadable(fmt.Errorf("open network namespace: %w", err), "create it, or correct netns")
+		return fault.Unreadable(fmt.Errorf("open network namespace: %w", err), "create it, or correct netns")
 	}
 	var stat unix.Stat_t
 	if err := unix.Fstat(int(netns.Fd()), &stat); err != nil {
@@ -249,7 +251,7 @@ func (s *service) openNetns() error {
 	}
 	if kind, err := unix.IoctlRetInt(int(netns.Fd()), unix.NS_GET_NSTYPE); err != nil || kind != unix.CLONE_NEWNET {
 		netns.Close()
-		return Usage(fmt.Errorf("open network namespace: %s is none", name), "correct netns, as in /run/netns/NAME")
+		return fault.Usage(fmt.Errorf("open network namespace: %s is none", name), "correct netns, as in /run/netns/NAME")
 	}
 	s.netns, s.inode = netns, stat.Ino
 	return nil
@@ -262,7 +264,7 @@ func readDevices(c config.Service) (*steer.DeviceMap, error) {
 	}
 	devices, err := steer.LoadDeviceMap(c.DeviceMap)
 	if err != nil {
-		return nil, Unreadable(err, "")
+		return nil, fault.Unreadable(err, "")
 	}
 	return devices, nil
 }

@@ -13,6 +13,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/member"
 )
 
@@ -89,7 +91,7 @@ func loadState(path string) (s state, known bool, err error) {
 		return s, false, fmt.Errorf("read state: %w", err)
 	}
 	if err := json.Unmarshal(data, &s); err != nil {
-		return s, false, withHint(fmt.Errorf("read state %s: %w", path, err),
+		return s, false, fault.WithHint(fmt.Errorf("read state %s: %w", path, err),
 			"remove the file: the nonce is also pinned, and members are found again")
 	}
 	if id := bootID(); s.BootID != id {

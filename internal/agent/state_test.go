@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/member"
 )
 
@@ -62,8 +64,8 @@ func TestDamagedState(t *testing.T) {
 			t.Errorf("%q: %v", text, err)
 			continue
 		}
-		if Code(err) != CodeFailed || Hint(err) != "remove the file: the nonce is also pinned, and members are found again" {
-			t.Errorf("%q: code %d, hint %q", text, Code(err), Hint(err))
+		if fault.Code(err) != fault.CodeFailed || fault.Hint(err) != "remove the file: the nonce is also pinned, and members are found again" {
+			t.Errorf("%q: code %d, hint %q", text, fault.Code(err), fault.Hint(err))
 		}
 	}
 }

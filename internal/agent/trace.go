@@ -17,6 +17,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/cilium/ebpf"
 
 	"sockeye/internal/bpf"
@@ -120,7 +122,7 @@ func (a *Agent) openTracer(c traceChange) error {
 	}
 	if err := t.open(); err != nil {
 		t.release()
-		return ofTraced(c.name, joined(err, bpf.RemoveTrace(dir), removeCreated([]cgroupScope{t.scope.cgroupScope})))
+		return ofTraced(c.name, fault.Join(err, bpf.RemoveTrace(dir), removeCreated([]cgroupScope{t.scope.cgroupScope})))
 	}
 	t.start()
 	a.tracers[c.name] = t
@@ -264,7 +266,7 @@ func compileTrace(rules []config.TraceRule, services []config.Service, skipped m
 	}
 	compiled, err := trace.Compile(able, services)
 	if err != nil {
-		return nil, Usage(err, "join rules that trace the same")
+		return nil, fault.Usage(err, "join rules that trace the same")
 	}
 	return compiled, nil
 }
@@ -432,7 +434,7 @@ func (t *tracing) letGo(log *slog.Logger) {
 func (t *tracer) retire() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return joined(t.end(), removeCreated([]cgroupScope{t.scope.cgroupScope}))
+	return fault.Join(t.end(), removeCreated([]cgroupScope{t.scope.cgroupScope}))
 }
 
 // asidePins ends the name of the folder of pins that others take the place of.
@@ -445,14 +447,14 @@ func (t *tracer) change(c traceChange) error {
 	defer t.mu.Unlock()
 	before, dir := t.tracing, t.host.tracingDir(t.name)
 	aside := dir + asidePins
-	if err := joined(bpf.RemoveTrace(aside), bpf.MoveTrace(dir, aside)); err != nil {
+	if err := fault.Join(bpf.RemoveTrace(aside), bpf.MoveTrace(dir, aside)); err != nil {
 		return err
 	}
 	t.tracing = tracing{rules: c.rules, services: c.services, scope: traceScope{cgroupScope: before.scope.cgroupScope}}
 	if err := t.open(); err != nil {
 		t.release()
 		t.tracing = before
-		err = joined(err, bpf.RemoveTrace(dir), bpf.MoveTrace(aside, dir))
+		err = fault.Join(err, bpf.RemoveTrace(dir), bpf.MoveTrace(aside, dir))
 		t.start()
 		return err
 	}
@@ -485,7 +487,7 @@ func (a *Agent) trace(c traceChange) error {
 	case c.rules == nil:
 		delete(a.tracers, c.name)
 		if err := t.retire(); err != nil {
-			return ofTraced(c.name, joined(err, a.openTracer(traceChange{c.name, t.rules, t.services})))
+			return ofTraced(c.name, fault.Join(err, a.openTracer(traceChange{c.name, t.rules, t.services})))
 		}
 	case t == nil:
 		if err := a.openTracer(c); err != nil {
@@ -603,9 +605,9 @@ func (a *Agent) prepareTrace(policy *config.Policy) ([]traceChange, []Change, er
 func nothingLeft(rules []config.TraceRule, skipped map[string][]TraceSkipped) error {
 	for _, rule := range rules {
 		if len(measured(rule, skipped[rule.Name])) == 0 {
-			return &Error{Err: fmt.Errorf("trace rule %s: this kernel can measure none of its stages: %s needs %s", rule.Name,
+			return &fault.Error{Err: fmt.Errorf("trace rule %s: this kernel can measure none of its stages: %s needs %s", rule.Name,
 				skipped[rule.Name][0].Stage, skipped[rule.Name][0].Needs),
-				Hint: "stages rx_stack and reader, and sockeye trace packets, need no such kernel", Code: CodeUnsupported}
+				Hint: "stages rx_stack and reader, and sockeye trace packets, need no such kernel", Code: fault.CodeUnsupported}
 		}
 	}
 	return nil
@@ -668,7 +670,7 @@ func (a *Agent) startTrace(policy *config.Policy) error {
 			// Without its record there is nothing more to remove.
 			_ = json.Unmarshal(data, &scope)
 		}
-		if err := joined(a.forget(dir, scope), removeCreated([]cgroupScope{scope.cgroupScope})); err != nil {
+		if err := fault.Join(a.forget(dir, scope), removeCreated([]cgroupScope{scope.cgroupScope})); err != nil {
 			return err
 		}
 		a.log.Info("tracing removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
@@ -702,5 +704,5 @@ func (a *Agent) forget(dir string, scope traceScope) error {
 }
 
 func ofTraced(name string, err error) error {
-	return &Error{Err: fmt.Errorf("trace %s: %w", name, err), Hint: Hint(err), Code: Code(err)}
+	return &fault.Error{Err: fmt.Errorf("trace %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }

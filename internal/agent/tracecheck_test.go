@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/fault"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/rlimit"
 
@@ -88,8 +90,8 @@ func TestCheckTrace(t *testing.T) {
 func checkNothingLeft(t *testing.T, err error, first TraceSkipped) {
 	t.Helper()
 	text := fmt.Sprintf("trace rule x: this kernel can measure none of its stages: %s needs %s", first.Stage, first.Needs)
-	if err == nil || err.Error() != text || Code(err) != CodeUnsupported || !strings.Contains(Hint(err), "sockeye trace packets") {
-		t.Errorf("%v, code %d, hint %q; want %s", err, Code(err), Hint(err), text)
+	if err == nil || err.Error() != text || fault.Code(err) != fault.CodeUnsupported || !strings.Contains(fault.Hint(err), "sockeye trace packets") {
+		t.Errorf("%v, code %d, hint %q; want %s", err, fault.Code(err), fault.Hint(err), text)
 	}
 }
 
@@ -178,7 +180,7 @@ func TestTraceNothingThatThisKernelCan(t *testing.T) {
 	if c.Attached || len(c.Programs) > 0 || len(c.Rules[0].Stages) > 0 {
 		t.Errorf("%+v", c)
 	}
-	checkNothingLeft(t, &Error{Err: errors.New(c.Problem), Hint: c.Hint, Code: CodeUnsupported}, first)
+	checkNothingLeft(t, &fault.Error{Err: errors.New(c.Problem), Hint: c.Hint, Code: fault.CodeUnsupported}, first)
 	if left, err := bpf.Pinned(a.host.tracingDir(testenv.CgroupPath())); left || err != nil {
 		t.Errorf("pins: %v", err)
 	}

@@ -16,6 +16,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/cilium/ebpf"
 
 	"sockeye/internal/bpf"
@@ -107,7 +109,7 @@ func queryNumber(q url.Values, key string, otherwise, most int) (int, error) {
 	}
 	n, err := strconv.Atoi(text)
 	if err != nil || n < 1 || n > most {
-		return 0, Usage(fmt.Errorf("%s %q is no number from 1 to %d", key, text, most), "")
+		return 0, fault.Usage(fmt.Errorf("%s %q is no number from 1 to %d", key, text, most), "")
 	}
 	return n, nil
 }
@@ -116,10 +118,10 @@ func queryNumber(q url.Values, key string, otherwise, most int) (int, error) {
 func ofBuffer(err error) error {
 	var buffer *bpf.BufferError
 	if errors.As(err, &buffer) {
-		return Usage(err, "")
+		return fault.Usage(err, "")
 	}
 	if errors.Is(err, ebpf.ErrNotSupported) {
-		return &Error{Err: err, Code: CodeUnsupported}
+		return &fault.Error{Err: err, Code: fault.CodeUnsupported}
 	}
 	return err
 }
@@ -135,7 +137,7 @@ func (a *Agent) streamSamples(ctx context.Context, w http.ResponseWriter, q url.
 		return err
 	}
 	if len(tracers) == 0 {
-		return Usage(errors.New("nothing is traced"), "add a trace rule to the policy")
+		return fault.Usage(errors.New("nothing is traced"), "add a trace rule to the policy")
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -194,7 +196,7 @@ func (t *tracer) sample(buffer int) (*sampler, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.sampler != nil {
-		return nil, conflict(fmt.Errorf("samples of cgroup %s are being read already", t.name), "end the other sockeye trace samples")
+		return nil, fault.Conflict(fmt.Errorf("samples of cgroup %s are being read already", t.name), "end the other sockeye trace samples")
 	}
 	s := &sampler{tracer: t, buffer: buffer, changed: make(chan struct{}, 1)}
 	if t.trace != nil {
@@ -239,7 +241,7 @@ func (s *sampler) begin(t *bpf.Trace) (err error) {
 func (s *sampler) end() error {
 	lost, err := s.reader.Lost()
 	s.lost += lost
-	err = joined(err, s.reader.Close())
+	err = fault.Join(err, s.reader.Close())
 	s.trace, s.reader = nil, nil
 	s.tell()
 	return err
@@ -356,7 +358,7 @@ func (a *Agent) streamPackets(ctx context.Context, w http.ResponseWriter, q url.
 	if text := q.Get("for"); text != "" {
 		var err error
 		if during, err = time.ParseDuration(text); err != nil || during <= 0 || during > maxPacketsFor {
-			return Usage(fmt.Errorf("%q is no time span up to %v", text, maxPacketsFor), "as in 10s")
+			return fault.Usage(fmt.Errorf("%q is no time span up to %v", text, maxPacketsFor), "as in 10s")
 		}
 	}
 	limit, err := queryNumber(q, "limit", maxPacketEvents, maxPacketEvents)
@@ -435,7 +437,7 @@ func (a *Agent) connectionOf(q url.Values) (*sockets.Socket, error) {
 		pid, errPID := strconv.Atoi(q.Get("pid"))
 		fd, errFD := strconv.Atoi(q.Get("fd"))
 		if errPID != nil || errFD != nil || pid <= 0 || fd < 0 {
-			return nil, Usage(fmt.Errorf("%q is no socket", q.Get("pid")+":"+q.Get("fd")), packetsHint)
+			return nil, fault.Usage(fmt.Errorf("%q is no socket", q.Get("pid")+":"+q.Get("fd")), packetsHint)
 		}
 		socket, err = sockets.Take(pid, fd)
 	} else {
@@ -450,10 +452,10 @@ func (a *Agent) connectionOf(q url.Values) (*sockets.Socket, error) {
 		socket, err = sockets.Find(a.host.cgroups, local, remote)
 	}
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, Usage(err, packetsHint)
+		return nil, fault.Usage(err, packetsHint)
 	}
 	if err == nil && (socket.Listening || socket.MPTCP) {
-		err = Usage(fmt.Errorf("%s is no TCP connection", socket), packetsHint)
+		err = fault.Usage(fmt.Errorf("%s is no TCP connection", socket), packetsHint)
 		socket.Close()
 	}
 	return socket, err

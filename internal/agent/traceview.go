@@ -16,6 +16,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
@@ -39,7 +41,7 @@ func (a *Agent) tracersOf(cgroup string) ([]*tracer, error) {
 		if len(a.tracers) > 0 {
 			hint = "it traces " + strings.Join(slices.Sorted(maps.Keys(a.tracers)), ", ")
 		}
-		return nil, Usage(fmt.Errorf("the policy traces no cgroup %q", cgroup), hint)
+		return nil, fault.Usage(fmt.Errorf("the policy traces no cgroup %q", cgroup), hint)
 	}
 	return all, nil
 }
@@ -125,7 +127,7 @@ func (t *tracer) status() (TracedCgroup, error) {
 	s := TracedCgroup{Cgroup: t.name, Attached: t.problem == nil && t.trace != nil && t.trace.Attached(), Created: len(t.scope.Created) > 0,
 		Programs: []string{}, Rules: []TraceRuleStatus{}}
 	if t.problem != nil {
-		s.Problem, s.Hint = Message(t.problem), Hint(t.problem)
+		s.Problem, s.Hint = fault.Message(t.problem), fault.Hint(t.problem)
 	}
 	groups := make(map[uint32]int)
 	if t.trace != nil {
@@ -177,11 +179,11 @@ func parseTraceQuery(q url.Values) (traceQuery, error) {
 	}
 	if text := q.Get("since"); text != "" {
 		if q.Get("from")+q.Get("to") != "" {
-			return query, Usage(errors.New("since goes with neither from nor to"), "a time that has ended has a from and a to")
+			return query, fault.Usage(errors.New("since goes with neither from nor to"), "a time that has ended has a from and a to")
 		}
 		since, err := time.ParseDuration(text)
 		if err != nil || since <= 0 {
-			return query, Usage(fmt.Errorf("%q is no time span", text), "as in 5m or 90s")
+			return query, fault.Usage(fmt.Errorf("%q is no time span", text), "as in 5m or 90s")
 		}
 		query.from = query.to.Add(-since)
 	}
@@ -195,15 +197,15 @@ func parseTraceQuery(q url.Values) (traceQuery, error) {
 		}
 		at, err := time.Parse(time.RFC3339Nano, text)
 		if err != nil {
-			return query, Usage(fmt.Errorf("%q is no time", text), "as in 2026-01-31T14:05:00Z")
+			return query, fault.Usage(fmt.Errorf("%q is no time", text), "as in 2026-01-31T14:05:00Z")
 		}
 		*bound.to = at
 	}
 	if query.from.IsZero() && q.Get("to") != "" {
-		return query, Usage(errors.New("to goes with from"), "give a from that is before to")
+		return query, fault.Usage(errors.New("to goes with from"), "give a from that is before to")
 	}
 	if !query.from.IsZero() && !query.from.Before(query.to) {
-		return query, Usage(errors.New("the time ends before it begins"), "give a from that is before to")
+		return query, fault.Usage(errors.New("the time ends before it begins"), "give a from that is before to")
 	}
 	return query, nil
 }
@@ -239,7 +241,7 @@ func (t *tracer) inForce() []config.TraceRule {
 func ofSelector(err error) error {
 	var selector *trace.SelectorError
 	if errors.As(err, &selector) {
-		return Usage(err, selector.Hint)
+		return fault.Usage(err, selector.Hint)
 	}
 	return err
 }
@@ -309,7 +311,7 @@ func (a *Agent) TraceSlow(q url.Values) ([]TraceSlow, error) {
 	n := 10
 	if text := q.Get("n"); text != "" {
 		if n, err = strconv.Atoi(text); err != nil || n < 1 || n > maxSlow {
-			return nil, Usage(fmt.Errorf("%q is no number of messages", text), fmt.Sprintf("1 to %d", maxSlow))
+			return nil, fault.Usage(fmt.Errorf("%q is no number of messages", text), fmt.Sprintf("1 to %d", maxSlow))
 		}
 	}
 	var samples []trace.Sample

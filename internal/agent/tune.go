@@ -12,6 +12,8 @@ import (
 	"slices"
 	"sync"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/tune"
@@ -59,7 +61,7 @@ func openTuner(h *host, log *slog.Logger, c tuneChange) (*tuner, error) {
 	if err := t.open(); err != nil {
 		t.release()
 		if !pinned {
-			err = joined(err, bpf.RemoveTune(dir), removeCreated([]cgroupScope{t.scope}))
+			err = fault.Join(err, bpf.RemoveTune(dir), removeCreated([]cgroupScope{t.scope}))
 		}
 		return nil, err
 	}
@@ -90,7 +92,7 @@ func (t *tuner) open() error {
 	}
 	t.tune, err = bpf.OpenTune(bpf.TuneConfig{Dir: t.host.tuningDir(t.name), Cgroup: t.scope.Path,
 		Ready: func(opened *bpf.Tune) error {
-			return joined(t.record(opened), t.installIn(opened, t.rules, t.services))
+			return fault.Join(t.record(opened), t.installIn(opened, t.rules, t.services))
 		}})
 	return err
 }
@@ -139,7 +141,7 @@ func compileTune(rules []config.TuneRule, services []config.Service, skipped map
 		return slices.ContainsFunc(skipped[rule.Name], func(s TuneSkipped) bool { return s.Option == option })
 	})
 	if err != nil {
-		return nil, Usage(err, "join prefixes of rules that set the same")
+		return nil, fault.Usage(err, "join prefixes of rules that set the same")
 	}
 	return compiled, nil
 }
@@ -231,7 +233,7 @@ func (a *Agent) takeTune(c tuneChange) (back func() error, err error) {
 		back = func() error { return a.openTuner(before) }
 		delete(a.tuners, c.name)
 		if err := t.retire(); err != nil {
-			return nil, ofCgroup(c.name, joined(err, back()))
+			return nil, ofCgroup(c.name, fault.Join(err, back()))
 		}
 	case t == nil:
 		back = func() error {
@@ -285,7 +287,7 @@ func (a *Agent) startTune(policy *config.Policy) error {
 			// Without its record there is nothing more to remove.
 			_ = json.Unmarshal(data, &scope)
 		}
-		if err := joined(bpf.RemoveTune(dir), removeCreated([]cgroupScope{scope})); err != nil {
+		if err := fault.Join(bpf.RemoveTune(dir), removeCreated([]cgroupScope{scope})); err != nil {
 			return err
 		}
 		a.log.Info("tuning removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
@@ -309,5 +311,5 @@ func (a *Agent) startTune(policy *config.Policy) error {
 }
 
 func ofCgroup(name string, err error) error {
-	return &Error{Err: fmt.Errorf("tune %s: %w", name, err), Hint: Hint(err), Code: Code(err)}
+	return &fault.Error{Err: fmt.Errorf("tune %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }

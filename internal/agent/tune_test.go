@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/testenv"
 )
 
@@ -94,11 +96,11 @@ func TestPlanTune(t *testing.T) {
 	}
 
 	for text, code := range map[string]int{
-		policyText(tunePolicy, "reno", "westwood"):                 CodeUnsupported,
-		policyText(tunePolicy, "/telemetry\n    set", "\n    set"): CodeConflict,
+		policyText(tunePolicy, "reno", "westwood"):                 fault.CodeUnsupported,
+		policyText(tunePolicy, "/telemetry\n    set", "\n    set"): fault.CodeConflict,
 	} {
-		if _, err := a.Plan(Candidate{Text: text, Path: a.options.Policy}); Code(err) != code || Hint(err) == "" {
-			t.Errorf("%s: code %d: %v, hint %q", text, Code(err), err, Hint(err))
+		if _, err := a.Plan(Candidate{Text: text, Path: a.options.Policy}); fault.Code(err) != code || fault.Hint(err) == "" {
+			t.Errorf("%s: code %d: %v, hint %q", text, fault.Code(err), err, fault.Hint(err))
 		}
 	}
 	if _, err := a.Apply(Candidate{Text: policyText("tune: []\nmetrics: {listen: \"127.0.0.1:0\"}\n"), Path: a.options.Policy}); err == nil {

@@ -14,6 +14,8 @@ import (
 	"strconv"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/rlimit"
 
@@ -50,22 +52,22 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *sockets.Socket, erro
 		pid, errPID := strconv.Atoi(q.Get("pid"))
 		fd, errFD := strconv.Atoi(q.Get("fd"))
 		if errPID != nil || errFD != nil || pid <= 0 || fd < 0 {
-			return nil, nil, Usage(fmt.Errorf("%q is no socket", q.Get("pid")+":"+q.Get("fd")), "as in 812:7, process and descriptor")
+			return nil, nil, fault.Usage(fmt.Errorf("%q is no socket", q.Get("pid")+":"+q.Get("fd")), "as in 812:7, process and descriptor")
 		}
 		path, err := cgroupOf(pid)
 		if errors.Is(err, fs.ErrNotExist) {
-			return nil, nil, Usage(fmt.Errorf("there is no process %d", pid), socketHint)
+			return nil, nil, fault.Usage(fmt.Errorf("there is no process %d", pid), socketHint)
 		}
 		if err != nil {
 			return nil, nil, err
 		}
 		i := slices.IndexFunc(tuners, func(t *tuner) bool { return t.holds(path) })
 		if i < 0 {
-			return nil, nil, Usage(fmt.Errorf("process %d is in cgroup %s, which is not tuned", pid, path), socketHint)
+			return nil, nil, fault.Usage(fmt.Errorf("process %d is in cgroup %s, which is not tuned", pid, path), socketHint)
 		}
 		socket, err := sockets.Take(pid, fd)
 		if errors.Is(err, fs.ErrNotExist) {
-			return nil, nil, Usage(err, socketHint)
+			return nil, nil, fault.Usage(err, socketHint)
 		}
 		return tuners[i], socket, err
 	}
@@ -89,7 +91,7 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *sockets.Socket, erro
 			return nil, nil, err
 		}
 	}
-	return nil, nil, Usage(fmt.Errorf("no process of a cgroup that is tuned has the connection %s -> %s", local, remote), socketHint)
+	return nil, nil, fault.Usage(fmt.Errorf("no process of a cgroup that is tuned has the connection %s -> %s", local, remote), socketHint)
 }
 
 // path is the folder of the cgroup, "" while there is none.
@@ -130,10 +132,10 @@ func (t *tuner) show(s *sockets.Socket) (*TuneSocket, error) {
 		Role: string(s.Role), Cgroup: t.name, Tuned: Tuned{Values: []tune.Value{}, Steps: []match.Step{}},
 	}
 	if s.Listening || !s.Remote.IsValid() {
-		return nil, Usage(fmt.Errorf("%v is no connection", s), socketHint)
+		return nil, fault.Usage(fmt.Errorf("%v is no connection", s), socketHint)
 	}
 	if t.tune == nil {
-		return nil, conflict(fmt.Errorf("cgroup %s is not tuned now", t.name), "see sockeye tune")
+		return nil, fault.Conflict(fmt.Errorf("cgroup %s is not tuned now", t.name), "see sockeye tune")
 	}
 	if s.MPTCP {
 		return view, t.showSubflows(s, view)
@@ -203,7 +205,7 @@ func (t *tuner) loadLive() (tune.Saved, error) {
 	}
 	var kept liveState
 	if err := json.Unmarshal(data, &kept); err != nil {
-		return nil, withHint(fmt.Errorf("read values before, %s: %w", t.livePath(), err), "remove the file; what was applied live stays then")
+		return nil, fault.WithHint(fmt.Errorf("read values before, %s: %w", t.livePath(), err), "remove the file; what was applied live stays then")
 	}
 	if kept.BootID != bootID() || kept.Saved == nil {
 		return make(tune.Saved), nil
@@ -252,7 +254,7 @@ func (t *tuner) applyLive(all *TuneLive) error {
 	}
 	report, err := tune.Apply(t.tune, t.scope.Path, nil)
 	saved.Merge(report.Saved)
-	if err := joined(err, t.saveLive(saved)); err != nil {
+	if err := fault.Join(err, t.saveLive(saved)); err != nil {
 		return err
 	}
 	for rule, n := range report.ByRule {
@@ -305,7 +307,7 @@ func (t *tuner) revertLive(rules []string, all *TuneLive) error {
 			return err // it did not begin
 		}
 		others.Merge(reverted.Remaining)
-		return joined(err, t.saveLive(others))
+		return fault.Join(err, t.saveLive(others))
 	}
 	all.Reverted += reverted.Connections
 	all.Options += reverted.Options
@@ -339,10 +341,10 @@ func ProbeOptions() (_ []TuneSkipped, err error) {
 	if missing, err := missingCapabilities(); err != nil {
 		return nil, err
 	} else if len(missing) > 0 {
-		return nil, &Error{Err: fmt.Errorf("try options: missing %s", strings.Join(missing, ", ")), Hint: "run as root", Code: CodeNotPermitted}
+		return nil, &fault.Error{Err: fmt.Errorf("try options: missing %s", strings.Join(missing, ", ")), Hint: "run as root", Code: fault.CodeNotPermitted}
 	}
 	if !isBPFFS(bpffs) {
-		return nil, &Error{Err: fmt.Errorf("try options: %s is no bpffs", bpffs), Hint: "mount -t bpf bpf " + bpffs, Code: CodeFailed}
+		return nil, &fault.Error{Err: fmt.Errorf("try options: %s is no bpffs", bpffs), Hint: "mount -t bpf bpf " + bpffs, Code: fault.CodeFailed}
 	}
 	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
 	if err := rlimit.RemoveMemlock(); err != nil {
@@ -356,7 +358,7 @@ func ProbeOptions() (_ []TuneSkipped, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("try options: %w", err)
 	}
-	defer func() { err = joined(err, os.RemoveAll(dir)) }()
+	defer func() { err = fault.Join(err, os.RemoveAll(dir)) }()
 	a := &Agent{host: &host{root: &bpf.Root{Dir: dir}, cgroups: cgroups}}
 	return a.TuneOptions()
 }

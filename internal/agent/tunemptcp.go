@@ -9,6 +9,8 @@ import (
 	"os"
 	"slices"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -25,7 +27,7 @@ import (
 func (t *tuner) showSubflows(s *sockets.Socket, view *TuneSocket) error {
 	ends, fellBack, err := s.Subflows()
 	if errors.Is(err, sockets.ErrNoSubflows) {
-		return &Error{Err: err, Hint: "it needs Linux 5.16 or later", Code: CodeUnsupported}
+		return &fault.Error{Err: err, Hint: "it needs Linux 5.16 or later", Code: fault.CodeUnsupported}
 	}
 	if err != nil {
 		return err

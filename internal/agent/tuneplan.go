@@ -14,6 +14,8 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"github.com/cilium/ebpf"
 
 	"sockeye/internal/config"
@@ -229,8 +231,8 @@ func (h *host) lacking(rules []config.TuneRule) (map[string][]TuneSkipped, error
 				continue
 			}
 			if !rule.Optional {
-				return nil, &Error{Err: fmt.Errorf("rule %s: this kernel cannot set %s: it needs %s", rule.Name, s.Option, needs),
-					Hint: "leave it out, or give the rule optional: true to have it skipped", Code: CodeUnsupported}
+				return nil, &fault.Error{Err: fmt.Errorf("rule %s: this kernel cannot set %s: it needs %s", rule.Name, s.Option, needs),
+					Hint: "leave it out, or give the rule optional: true to have it skipped", Code: fault.CodeUnsupported}
 			}
 			skipped[rule.Name] = append(skipped[rule.Name], TuneSkipped{s.Option, needs})
 		}

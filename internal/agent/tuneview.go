@@ -16,6 +16,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -35,7 +37,7 @@ func (a *Agent) tunersOf(cgroup string) ([]*tuner, error) {
 		}
 	}
 	if cgroup != "" && len(all) == 0 {
-		return nil, Usage(fmt.Errorf("the policy tunes no cgroup %q", cgroup), a.tunedHint())
+		return nil, fault.Usage(fmt.Errorf("the policy tunes no cgroup %q", cgroup), a.tunedHint())
 	}
 	return all, nil
 }
@@ -71,7 +73,7 @@ func (a *Agent) ruleOf(name string) (*tuner, config.TuneRule, error) {
 	} else if len(known) > 0 {
 		hint = "the policy has " + strings.Join(known, ", ")
 	}
-	return nil, config.TuneRule{}, Usage(fmt.Errorf("there is no rule %q", name), hint)
+	return nil, config.TuneRule{}, fault.Usage(fmt.Errorf("there is no rule %q", name), hint)
 }
 
 // numbers maps the names of rules to those in force, and counts their older
@@ -119,7 +121,7 @@ func (t *tuner) status(own []uint32) (TuneStatus, error) {
 	s := TuneStatus{Cgroup: t.name, Attached: t.inForce(), Created: len(t.scope.Created) > 0,
 		Foreign: []TuneForeign{}, Rules: []TuneRuleStatus{}}
 	if t.problem != nil {
-		s.Problem, s.Hint = Message(t.problem), Hint(t.problem)
+		s.Problem, s.Hint = fault.Message(t.problem), fault.Hint(t.problem)
 	}
 	if t.tune != nil {
 		s.Path = t.scope.below(t.host)
@@ -155,7 +157,7 @@ func (t *tuner) summary() TunedCgroup {
 	defer t.mu.Unlock()
 	s := TunedCgroup{Cgroup: t.name, Attached: t.inForce(), Rules: len(t.rules)}
 	if t.problem != nil {
-		s.Problem, s.Hint = Message(t.problem), Hint(t.problem)
+		s.Problem, s.Hint = fault.Message(t.problem), fault.Hint(t.problem)
 	}
 	return s
 }
@@ -350,11 +352,11 @@ func tuneQuestion(r *http.Request) (questions []match.Question, err error) {
 		return nil, err
 	}
 	if base.Local.Addr().Is4() != base.Remote.Addr().Is4() {
-		return nil, Usage(fmt.Errorf("%s and %s are of different families", base.Local.Addr(), base.Remote.Addr()), "give two IPv4 or two IPv6 addresses")
+		return nil, fault.Usage(fmt.Errorf("%s and %s are of different families", base.Local.Addr(), base.Remote.Addr()), "give two IPv4 or two IPv6 addresses")
 	}
 	if text := q.Get("tag"); text != "" {
 		if base.Tag, err = config.ParseTag(text); err != nil {
-			return nil, Usage(err, "1 to 16 printable characters, or 0x and hexadecimal digits")
+			return nil, fault.Usage(err, "1 to 16 printable characters, or 0x and hexadecimal digits")
 		}
 	}
 	for _, role := range []config.Role{config.RoleConnect, config.RoleAccept} {
@@ -364,7 +366,7 @@ func tuneQuestion(r *http.Request) (questions []match.Question, err error) {
 			questions = append(questions, base)
 		case string(config.RoleConnect), string(config.RoleAccept):
 		default:
-			return nil, Usage(fmt.Errorf("the role is %q", wanted), "connect or accept")
+			return nil, fault.Usage(fmt.Errorf("the role is %q", wanted), "connect or accept")
 		}
 	}
 	return questions, nil
@@ -377,7 +379,7 @@ func parseEnd(what, text string) (netip.AddrPort, error) {
 	}
 	a, err := netip.ParseAddr(text)
 	if err != nil {
-		return netip.AddrPort{}, Usage(fmt.Errorf("the %s end %q is no address", what, text), "as in 192.0.2.1:1790, [2001:db8::1]:1790 or 192.0.2.1")
+		return netip.AddrPort{}, fault.Usage(fmt.Errorf("the %s end %q is no address", what, text), "as in 192.0.2.1:1790, [2001:db8::1]:1790 or 192.0.2.1")
 	}
 	return netip.AddrPortFrom(a.Unmap().WithZone(""), 0), nil
 }
@@ -389,7 +391,7 @@ func (a *Agent) TuneExplain(cgroup string, questions []match.Question) ([]TuneEx
 		return nil, err
 	}
 	if len(tuners) == 0 {
-		return nil, Usage(errors.New("nothing is tuned"), "the policy has no tune rules")
+		return nil, fault.Usage(errors.New("nothing is tuned"), "the policy has no tune rules")
 	}
 	list := []TuneExplanation{}
 	for _, t := range tuners {
@@ -423,7 +425,7 @@ func (a *Agent) TuneTrial(name string) (*TuneTrial, error) {
 		return nil, err
 	}
 	if rule.Trial == nil {
-		return nil, Usage(fmt.Errorf("rule %s has no trial", name), "give it trial: {control: 10%}")
+		return nil, fault.Usage(fmt.Errorf("rule %s has no trial", name), "give it trial: {control: 10%}")
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -462,7 +464,7 @@ func (a *Agent) TuneLearned(name string) ([]TuneLearned, error) {
 			return nil, err
 		}
 		if exploreOf(rule) == nil {
-			return nil, Usage(fmt.Errorf("rule %s learns nothing", name), "give it set: {initial_cwnd: {explore: [10, 16, 24, 40, 64]}}")
+			return nil, fault.Usage(fmt.Errorf("rule %s learns nothing", name), "give it set: {initial_cwnd: {explore: [10, 16, 24, 40, 64]}}")
 		}
 	}
 	tuners, err := a.tunersOf("")

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -145,7 +147,7 @@ func TestFindUnit(t *testing.T) {
 			t.Errorf("%s: %s, %v, want %q", name, path, err, want)
 		}
 	}
-	if path, err := h.findCgroup("twice.service"); Code(err) != CodeConflict || Hint(err) == "" {
+	if path, err := h.findCgroup("twice.service"); fault.Code(err) != fault.CodeConflict || fault.Hint(err) == "" {
 		t.Errorf("a unit in two slices: %s, %v", path, err)
 	}
 }
@@ -169,7 +171,7 @@ func TestCheckNested(t *testing.T) {
 		{[]string{"/", "/x"}, true}, {[]string{"/x/y", "/x"}, true}, {[]string{"here.service", "system.slice"}, true},
 		{[]string{"a.slice", "ab.slice"}, false}, {[]string{"/x", "/xy"}, false}, {[]string{"there.service", "system.slice"}, false},
 	} {
-		if err := h.checkNested(rules(c.names...)); (Code(err) == CodeConflict) != c.nested {
+		if err := h.checkNested(rules(c.names...)); (fault.Code(err) == fault.CodeConflict) != c.nested {
 			t.Errorf("%v: %v, want nested %v", c.names, err, c.nested)
 		}
 	}

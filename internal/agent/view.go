@@ -11,6 +11,8 @@ import (
 	"slices"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -46,21 +48,21 @@ func (s *service) status() ServiceStatus {
 	split, twin := s.splitProblem(), s.twinProblem()
 	switch {
 	case s.problem != nil:
-		status.Problem, status.Hint = s.problem.Error(), Hint(s.problem)
+		status.Problem, status.Hint = s.problem.Error(), fault.Hint(s.problem)
 	case !status.Held:
 		status.Problem = "the members' user is not known before the first member; until then the ports are not held"
 		status.Hint = "set user of the service"
 	case split != nil:
-		status.Problem, status.Hint = split.Error(), Hint(split)
+		status.Problem, status.Hint = split.Error(), fault.Hint(split)
 	case twin != nil:
-		status.Problem, status.Hint = twin.Error(), Hint(twin)
+		status.Problem, status.Hint = twin.Error(), fault.Hint(twin)
 	}
 	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waiting) int {
 		return cmp.Compare(a.process.PID, b.process.PID)
 	}) {
 		status.Waiting = append(status.Waiting, WaitingStatus{
 			Slot: slotOrNil(w.slot), PID: w.process.PID, Command: w.process.Command(),
-			Source: w.source, Problem: w.problem.Error(), Hint: cmp.Or(Hint(w.problem), waitingHint(w.problem)),
+			Source: w.source, Problem: w.problem.Error(), Hint: cmp.Or(fault.Hint(w.problem), waitingHint(w.problem)),
 		})
 	}
 	status.Refused = s.refused.list()

@@ -9,6 +9,8 @@ package bigtcp
 import (
 	"fmt"
 	"time"
+
+	"sockeye/internal/fault"
 )
 
 const (
@@ -190,6 +192,19 @@ type Error struct {
 func (e *Error) Error() string { return e.Err.Error() }
 
 func (e *Error) Unwrap() error { return e.Err }
+
+// Explain returns the hint and the exit code of the error.
+func (e *Error) Explain() (hint string, code int) {
+	switch e.Kind {
+	case KindUsage:
+		code = fault.CodeUsage
+	case KindUnsupported:
+		code = fault.CodeUnsupported
+	case KindConflict:
+		code = fault.CodeConflict
+	}
+	return e.Hint, code
+}
 
 func refuse(kind Kind, hint, format string, args ...any) error {
 	return &Error{kind, fmt.Errorf(format, args...), hint}

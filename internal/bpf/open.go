@@ -20,6 +20,8 @@ import (
 	"github.com/cilium/ebpf/features"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fault"
 )
 
 // OpenSteer makes the data path of a service, or adopts what is pinned in
@@ -410,6 +412,11 @@ func (e *RefusedError) Error() string {
 }
 
 func (e *RefusedError) Unwrap() error { return e.Err }
+
+// Explain returns the hint and the exit code of the error.
+func (e *RefusedError) Explain() (hint string, code int) {
+	return "this kernel and this version of Sockeye do not fit together: report the message with what uname -r and sockeye version print", fault.CodeUnsupported
+}
 
 // loadError makes an error of what the kernel answers to programs.
 func loadError(what string, err error) error {

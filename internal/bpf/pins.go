@@ -13,6 +13,7 @@ import (
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/fault"
 	"sockeye/internal/owned"
 )
 
@@ -30,6 +31,11 @@ func (e *IncompatibleError) Error() string {
 
 func (e *IncompatibleError) Unwrap() error { return e.Err }
 
+// Explain returns the hint and the exit code of the error.
+func (e *IncompatibleError) Explain() (hint string, code int) {
+	return "sockeye reset removes the pins of another version; steering stops until the agent starts again", fault.CodeConflict
+}
+
 // Root is Sockeye's directory in a bpffs.
 type Root struct {
 	Dir  string
@@ -37,7 +43,8 @@ type Root struct {
 }
 
 // ErrLocked means that another agent works with the pin directory.
-var ErrLocked = errors.New("another agent holds the pin directory")
+var ErrLocked error = &fault.Error{Err: errors.New("another agent holds the pin directory"), Code: fault.CodeConflict,
+	Hint: "one agent works with a pin directory; see sockeye status, or give this one its own --pins"}
 
 const pinSchema = "schema"
 

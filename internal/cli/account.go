@@ -15,9 +15,10 @@ import (
 	"syscall"
 	"unsafe"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/member"
 )
 
@@ -33,11 +34,11 @@ func (i *isolation) account(service string) (*account, error) {
 	root := os.Geteuid() == 0
 	switch {
 	case i.user != "" && i.asRoot:
-		return nil, agent.Usage(errors.New("--user and --as-root do not go together"), "each says who the program is")
+		return nil, fault.Usage(errors.New("--user and --as-root do not go together"), "each says who the program is")
 	case !root && i.user != "":
-		return nil, &agent.Error{Err: errors.New("only root may become another user"), Hint: "leave --user out: the program has your own user", Code: agent.CodeNotPermitted}
+		return nil, &fault.Error{Err: errors.New("only root may become another user"), Hint: "leave --user out: the program has your own user", Code: fault.CodeNotPermitted}
 	case !root && i.asRoot:
-		return nil, agent.Usage(errors.New("--as-root is for root"), "leave it out: the program has your own user")
+		return nil, fault.Usage(errors.New("--as-root is for root"), "leave it out: the program has your own user")
 	case !root, i.asRoot:
 		return nil, nil
 	}
@@ -46,17 +47,17 @@ func (i *isolation) account(service string) (*account, error) {
 		name = service
 	}
 	if name == "" {
-		return nil, agent.Usage(errors.New("the program would be root to the host's files"), userHint(""))
+		return nil, fault.Usage(errors.New("the program would be root to the host's files"), userHint(""))
 	}
 	a, err := findAccount(name)
 	if err != nil {
-		return nil, agent.Usage(fmt.Errorf("user %q: %w", name, err), "as in --user nobody, --user 1000 or --user 1000:1000")
+		return nil, fault.Usage(fmt.Errorf("user %q: %w", name, err), "as in --user nobody, --user 1000 or --user 1000:1000")
 	}
 	if a.uid == 0 {
-		return nil, agent.Usage(fmt.Errorf("user %q is root, also to the host's files", name), userHint(service))
+		return nil, fault.Usage(fmt.Errorf("user %q is root, also to the host's files", name), userHint(service))
 	}
 	if a.gid == 0 {
-		return nil, agent.Usage(fmt.Errorf("user %q has root's group, also to the host's files", name), "name another group behind a colon, as in --user nobody:nogroup, or say --as-root")
+		return nil, fault.Usage(fmt.Errorf("user %q has root's group, also to the host's files", name), "name another group behind a colon, as in --user nobody:nogroup, or say --as-root")
 	}
 	return a, nil
 }
@@ -80,7 +81,7 @@ func (a *account) isMember(service string) error {
 	}
 	members, err := uidOf(service)
 	if err != nil {
-		return agent.Usage(fmt.Errorf("the members' user %q: %w", service, err), "the policy names a user whom the agent knows, and this command does not")
+		return fault.Usage(fmt.Errorf("the members' user %q: %w", service, err), "the policy names a user whom the agent knows, and this command does not")
 	}
 	uid := os.Geteuid()
 	if a != nil {
@@ -96,7 +97,7 @@ func (a *account) isMember(service string) error {
 			hint = "say --as-root"
 		}
 	}
-	return &agent.Error{Err: fmt.Errorf("user %s is not the members' user %s", member.UserName(uint32(uid)), service), Hint: hint, Code: agent.CodeConflict}
+	return &fault.Error{Err: fmt.Errorf("user %s is not the members' user %s", member.UserName(uint32(uid)), service), Hint: hint, Code: fault.CodeConflict}
 }
 
 // uidOf is the number of a user that is named by name or number.

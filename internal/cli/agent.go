@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"log/slog"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -30,12 +32,12 @@ What goes to systemd's journal has a priority before each line, and no time.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var l slog.Level
 			if err := l.UnmarshalText([]byte(level)); err != nil {
-				return agent.Usage(fmt.Errorf("--log-level is %q", level), "debug, info, warn or error")
+				return fault.Usage(fmt.Errorf("--log-level is %q", level), "debug, info, warn or error")
 			}
 			options := &slog.HandlerOptions{Level: l}
 			switch {
 			case format != "text" && format != "json":
-				return agent.Usage(fmt.Errorf("--log-format is %q", format), "text or json")
+				return fault.Usage(fmt.Errorf("--log-format is %q", format), "text or json")
 			case c.toJournal():
 				o.Log = slog.New(journal.NewHandler(c.Err, l, format == "json"))
 			case format == "json":

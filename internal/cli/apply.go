@@ -6,6 +6,8 @@ import (
 	"errors"
 	"io"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -29,7 +31,7 @@ as far as an open connection can be changed; sockeye tune revert takes it back.`
 		Args: arguments(0, 1, ""),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if candidate.Previous && len(args) > 0 {
-				return agent.Usage(errors.New("--previous and FILE do not go together"), "usage: "+cmd.UseLine())
+				return fault.Usage(errors.New("--previous and FILE do not go together"), "usage: "+cmd.UseLine())
 			}
 			if len(args) == 1 {
 				live := candidate.Live

@@ -9,10 +9,11 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
 )
@@ -285,7 +286,7 @@ func maySet() error {
 		return fmt.Errorf("read capabilities: %w", err)
 	}
 	if has[0].Effective&(1<<unix.CAP_NET_ADMIN) == 0 {
-		return &agent.Error{Err: errors.New("setting the sizes of interfaces needs CAP_NET_ADMIN"), Hint: "run as root, or with that capability", Code: agent.CodeNotPermitted}
+		return &fault.Error{Err: errors.New("setting the sizes of interfaces needs CAP_NET_ADMIN"), Hint: "run as root, or with that capability", Code: fault.CodeNotPermitted}
 	}
 	return nil
 }

@@ -9,11 +9,12 @@ import (
 	"slices"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bigtcp/bench"
 	"sockeye/internal/config"
@@ -113,7 +114,7 @@ func (b *bigtcpBench) read(cmd *cobra.Command) error {
 	way := "HOST"
 	switch {
 	case b.serve && b.local:
-		return agent.Usage(errors.New("--serve and --local do not go together"), "--local needs no other end")
+		return fault.Usage(errors.New("--serve and --local do not go together"), "--local needs no other end")
 	case b.serve:
 		way = "--serve"
 	case b.local:
@@ -128,17 +129,17 @@ func (b *bigtcpBench) read(cmd *cobra.Command) error {
 		}
 	})
 	if other != "" {
-		return agent.Usage(fmt.Errorf("--%s and %s do not go together", other, way), cmd.CommandPath()+" --help says what does")
+		return fault.Usage(fmt.Errorf("--%s and %s do not go together", other, way), cmd.CommandPath()+" --help says what does")
 	}
 	if b.serve {
 		return nil
 	}
 	if way == "HOST" && b.key == "" {
-		return agent.Usage(errors.New("--key is missing"), "it is what sockeye bigtcp bench --serve prints on the other host")
+		return fault.Usage(errors.New("--key is missing"), "it is what sockeye bigtcp bench --serve prints on the other host")
 	}
 	size, err := config.ParseBigTCPSize(b.size)
 	if err != nil {
-		return agent.Usage(fmt.Errorf("--size: %w", err), "")
+		return fault.Usage(fmt.Errorf("--size: %w", err), "")
 	}
 	b.Size = size
 	during, err := span(cmd, "for")

@@ -8,9 +8,10 @@ import (
 	"os"
 	"slices"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
 )
@@ -133,7 +134,7 @@ func (r *bigtcpRequest) aims(cmd *cobra.Command, names []string) (bigtcpAims, []
 	usage := "usage: " + cmd.UseLine()
 	switch {
 	case len(names) > 0 && changed("policy"):
-		return nil, nil, agent.Usage(errors.New("--policy and INTERFACE do not go together"), usage)
+		return nil, nil, fault.Usage(errors.New("--policy and INTERFACE do not go together"), usage)
 	case len(names) > 0:
 		network, err := bigtcp.OpenNetwork(r.netns)
 		if err != nil {
@@ -147,20 +148,20 @@ func (r *bigtcpRequest) aims(cmd *cobra.Command, names []string) (bigtcpAims, []
 	}
 	for _, flag := range []string{"ipv6", "ipv4", "netns"} {
 		if changed(flag) {
-			return nil, nil, agent.Usage(fmt.Errorf("--%s goes with INTERFACE", flag), usage)
+			return nil, nil, fault.Usage(fmt.Errorf("--%s goes with INTERFACE", flag), usage)
 		}
 	}
 	rules, err := bigtcpRules(r.policy)
 	switch {
 	case errors.Is(err, os.ErrNotExist) && !changed("policy"):
-		return nil, nil, agent.Usage(fmt.Errorf("INTERFACE is missing, and there is no %s", r.policy), usage)
+		return nil, nil, fault.Usage(fmt.Errorf("INTERFACE is missing, and there is no %s", r.policy), usage)
 	case err != nil:
 		if _, ok := errors.AsType[*os.PathError](err); ok {
-			err = agent.Unreadable(err, "name a policy file")
+			err = fault.Unreadable(err, "name a policy file")
 		}
 		return nil, nil, err
 	case len(rules) == 0:
-		return nil, nil, agent.Usage(fmt.Errorf("%s has no bigtcp rules", r.policy), "name an interface, or another file with --policy")
+		return nil, nil, fault.Usage(fmt.Errorf("%s has no bigtcp rules", r.policy), "name an interface, or another file with --policy")
 	}
 	return aimsOfRules(rules)
 }
@@ -178,7 +179,7 @@ func (r *bigtcpRequest) want(cmd *cobra.Command) (want bigtcp.Want, err error) {
 			continue
 		}
 		if *f.size, err = config.ParseBigTCPSize(f.value); err != nil {
-			return want, agent.Usage(fmt.Errorf("--%s is %q", f.flag, f.value), "65536 to 524280 bytes, as in 192KB or 192KiB, or off")
+			return want, fault.Usage(fmt.Errorf("--%s is %q", f.flag, f.value), "65536 to 524280 bytes, as in 192KB or 192KiB, or off")
 		}
 	}
 	return want, nil

@@ -9,9 +9,10 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/bigtcp"
 )
 
@@ -50,7 +51,7 @@ has set for its policy too.`,
 			}
 			answer := bigtcpReverted{Reverted: append([]bigtcp.Reverted{}, done...)}
 			if err != nil {
-				answer.Error, answer.Hint, answer.Code = agent.Message(err), agent.Hint(err), agent.Code(err)
+				answer.Error, answer.Hint, answer.Code = fault.Message(err), fault.Hint(err), fault.Code(err)
 			}
 			if failed := c.print(answer, func(t *text) { revertedText(t, &answer) }); failed != nil {
 				return failed

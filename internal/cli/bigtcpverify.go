@@ -10,9 +10,10 @@ import (
 	"strconv"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/bigtcp"
 )
 
@@ -43,7 +44,7 @@ what was seen so far.`,
 				return err
 			}
 			if during > bigtcp.VerifyLongest {
-				return agent.Usage(fmt.Errorf("--for is %q", cmd.Flag("for").Value), "at most "+bigtcp.VerifyLongest.String())
+				return fault.Usage(fmt.Errorf("--for is %q", cmd.Flag("for").Value), "at most "+bigtcp.VerifyLongest.String())
 			}
 			network, err := bigtcp.OpenNetwork(where.netns)
 			if err != nil {

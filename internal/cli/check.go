@@ -9,6 +9,8 @@ import (
 	"os"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -159,7 +161,7 @@ func contents(policy *config.Policy) string {
 func loadPolicy(file string) (*config.Policy, error) {
 	policy, err := config.Load(file)
 	if _, ok := errors.AsType[*os.PathError](err); ok {
-		err = agent.Unreadable(err, "name a policy file")
+		err = fault.Unreadable(err, "name a policy file")
 	}
 	return policy, err
 }
@@ -172,7 +174,7 @@ func checkNamed(policy *config.Policy) error {
 	for _, s := range policy.Services {
 		if s.DeviceMap != "" {
 			if _, err := steer.LoadDeviceMap(s.DeviceMap); err != nil {
-				return agent.Unreadable(fmt.Errorf("service %s: %w", s.Name, err), "")
+				return fault.Unreadable(fmt.Errorf("service %s: %w", s.Name, err), "")
 			}
 		}
 	}

@@ -8,6 +8,8 @@ import (
 	"io"
 	"os"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -34,10 +36,10 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 			case errors.Is(err, os.ErrNotExist) && !cmd.Flags().Changed("policy"):
 				broken = append(broken, agent.Finding{Area: "policy", Check: file, Result: agent.ResultNote, Detail: "there is none", Hint: "name one with --policy"})
 			case errors.As(err, &flaws):
-				broken = append(broken, agent.Finding{Area: "policy", Check: file, Result: agent.ResultFailure, Code: agent.CodeUsage,
+				broken = append(broken, agent.Finding{Area: "policy", Check: file, Result: agent.ResultFailure, Code: fault.CodeUsage,
 					Detail: count(len(flaws), "error", "errors") + "; its services are not looked at", Hint: "sockeye check " + file})
 			default:
-				return agent.Unreadable(err, "name a policy file with --policy")
+				return fault.Unreadable(err, "name a policy file with --policy")
 			}
 			findings := append(broken, agent.Examine(policy, pins, c.known(cmd))...)
 			findings = append(findings, c.askAgent(cmd, policy)...)
@@ -51,7 +53,7 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 				}
 			}
 			if worst > 0 {
-				return &silent{&agent.Error{Err: errors.New("the host is not ready"), Code: worst}}
+				return &silent{&fault.Error{Err: errors.New("the host is not ready"), Code: worst}}
 			}
 			return nil
 		},
@@ -92,7 +94,7 @@ func (c *command) askAgent(cmd *cobra.Command, policy *config.Policy) []agent.Fi
 	var status agent.Status
 	err := c.client().Get(cmd.Context(), "/v1/status", nil, &status)
 	if err != nil {
-		findings := []agent.Finding{{Area: "agent", Check: "running", Result: agent.ResultNote, Detail: err.Error(), Hint: agent.Hint(err)}}
+		findings := []agent.Finding{{Area: "agent", Check: "running", Result: agent.ResultNote, Detail: err.Error(), Hint: fault.Hint(err)}}
 		if policy != nil {
 			findings = append(findings, agent.ExamineRights(policy, 0)...)
 		}
@@ -126,7 +128,7 @@ func (c *command) askAgent(cmd *cobra.Command, policy *config.Policy) []agent.Fi
 func (c *command) askTune(cmd *cobra.Command) []agent.Finding {
 	var list []agent.TuneStatus
 	if err := c.client().Get(cmd.Context(), "/v1/tune", nil, &list); err != nil {
-		return []agent.Finding{{Area: "tune", Check: "rules", Result: agent.ResultWarning, Detail: "not known: " + err.Error(), Hint: agent.Hint(err)}}
+		return []agent.Finding{{Area: "tune", Check: "rules", Result: agent.ResultWarning, Detail: "not known: " + err.Error(), Hint: fault.Hint(err)}}
 	}
 	var findings []agent.Finding
 	for _, s := range list {

@@ -17,10 +17,11 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/gateway"
 )
 
@@ -210,12 +211,12 @@ func (c *command) insideCommand() *cobra.Command {
 			err := gateway.Inside()
 			switch {
 			case errors.Is(err, unix.EACCES):
-				return &agent.Error{
+				return &fault.Error{
 					Err: err, Hint: "the program's user may not execute that path, or the interpreter that it names: see their modes, and those of the folders above",
-					Code: agent.CodeNotPermitted,
+					Code: fault.CodeNotPermitted,
 				}
 			case err != nil:
-				return agent.Usage(err, "")
+				return fault.Usage(err, "")
 			}
 			return nil
 		},
@@ -236,9 +237,9 @@ func (c *command) isolate(ctx context.Context, i *isolation, args []string) erro
 	}
 	switch {
 	case guest.Existing == nil && len(args) == 0:
-		return agent.Usage(errors.New("PROGRAM is missing"), "name one behind --, or a namespace that is there with --netns or --pid")
+		return fault.Usage(errors.New("PROGRAM is missing"), "name one behind --, or a namespace that is there with --netns or --pid")
 	case guest.Existing != nil && len(args) > 0:
-		return agent.Usage(errors.New("a namespace that is there and PROGRAM do not go together"), "start the program in it by nsenter or ip netns exec")
+		return fault.Usage(errors.New("a namespace that is there and PROGRAM do not go together"), "start the program in it by nsenter or ip netns exec")
 	case guest.Existing == nil:
 		if guest.Program, err = findProgram(args[0]); err != nil {
 			return err
@@ -266,7 +267,7 @@ func (i *isolation) onlyGateway() error {
 		"--read": len(i.read) > 0, "--write": len(i.write) > 0,
 	} {
 		if given {
-			return agent.Usage(fmt.Errorf("%s and a namespace that is there do not go together", name), "it is for a PROGRAM that this command starts")
+			return fault.Usage(fmt.Errorf("%s and a namespace that is there do not go together", name), "it is for a PROGRAM that this command starts")
 		}
 	}
 	return nil
@@ -277,12 +278,12 @@ func (i *isolation) forwards() (specs []gateway.ForwardSpec, err error) {
 	for _, text := range i.publish {
 		f, err := gateway.ParseForward(text)
 		if err != nil {
-			return nil, agent.Usage(fmt.Errorf("--publish %w", err), "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp")
+			return nil, fault.Usage(fmt.Errorf("--publish %w", err), "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp")
 		}
 		specs = append(specs, f)
 	}
 	if err := gateway.Overlap(specs); err != nil {
-		return nil, agent.Usage(fmt.Errorf("--publish %w", err), "a port of the host leads to one port inside")
+		return nil, fault.Usage(fmt.Errorf("--publish %w", err), "a port of the host leads to one port inside")
 	}
 	return specs, nil
 }
@@ -290,17 +291,17 @@ func (i *isolation) forwards() (specs []gateway.ForwardSpec, err error) {
 // outbound reads where the program may go, and what it finds in resolv.conf.
 func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error) {
 	if i.noOutbound && len(i.allow) > 0 {
-		return out, "", agent.Usage(errors.New("--no-outbound and --allow do not go together"), "with --allow the program may go nowhere else")
+		return out, "", fault.Usage(errors.New("--no-outbound and --allow do not go together"), "with --allow the program may go nowhere else")
 	}
 	out.All = !i.noOutbound && len(i.allow) == 0
 	out.Host = []netip.Addr{host4, host6}
 	for _, text := range i.allow {
 		r, err := gateway.ParseRule(text)
 		if errors.Is(err, gateway.ErrNeverOutside) {
-			return out, "", agent.Usage(fmt.Errorf("--allow %w", err), hostHint)
+			return out, "", fault.Usage(fmt.Errorf("--allow %w", err), hostHint)
 		}
 		if err != nil {
-			return out, "", agent.Usage(fmt.Errorf("--allow %w", err), "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443")
+			return out, "", fault.Usage(fmt.Errorf("--allow %w", err), "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443")
 		}
 		out.Rules = append(out.Rules, r)
 	}
@@ -342,14 +343,14 @@ const pathHint = "name a path that is there, and that the program's user may rea
 func (i *isolation) existing() (n *gateway.Namespace, err error) {
 	switch {
 	case i.pidGiven && i.netns != "":
-		return nil, agent.Usage(errors.New("--netns and --pid do not go together"), "each names a namespace")
+		return nil, fault.Usage(errors.New("--netns and --pid do not go together"), "each names a namespace")
 	case i.pidGiven:
 		n, err = gateway.OpenPID(i.pid)
 		switch {
 		case errors.Is(err, unix.ESRCH):
-			return nil, agent.Usage(fmt.Errorf("there is no process %d", i.pid), "it may have ended; name another with --pid")
+			return nil, fault.Usage(fmt.Errorf("there is no process %d", i.pid), "it may have ended; name another with --pid")
 		case errors.Is(err, gateway.ErrOwnNamespace):
-			return nil, agent.Usage(fmt.Errorf("the network of process %d %w", i.pid, err), "name a process that has a network namespace of its own")
+			return nil, fault.Usage(fmt.Errorf("the network of process %d %w", i.pid, err), "name a process that has a network namespace of its own")
 		case err != nil:
 			return nil, notPermitted(fmt.Errorf("open network namespace of process %d: %w", i.pid, err), "the process must be your own")
 		}
@@ -357,9 +358,9 @@ func (i *isolation) existing() (n *gateway.Namespace, err error) {
 		n, err = gateway.OpenNetns(i.netns)
 		switch {
 		case errors.Is(err, gateway.ErrNoNamespace), errors.Is(err, gateway.ErrOwnNamespace):
-			return nil, agent.Usage(fmt.Errorf("%s %w", i.netns, err), "as in /run/netns/NAME; ip netns lists them")
+			return nil, fault.Usage(fmt.Errorf("%s %w", i.netns, err), "as in /run/netns/NAME; ip netns lists them")
 		case errors.Is(err, unix.ESRCH), errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):
-			return nil, agent.Usage(fmt.Errorf("there is no namespace %s", i.netns), "as in /run/netns/NAME; ip netns lists them")
+			return nil, fault.Usage(fmt.Errorf("there is no namespace %s", i.netns), "as in /run/netns/NAME; ip netns lists them")
 		case err != nil:
 			return nil, notPermitted(fmt.Errorf("open network namespace %s: %w", i.netns, err), "it must be your own")
 		}
@@ -370,7 +371,7 @@ func (i *isolation) existing() (n *gateway.Namespace, err error) {
 // notPermitted gives an error a hint, and its code if it is one of rights.
 func notPermitted(err error, hint string) error {
 	if errors.Is(err, fs.ErrPermission) {
-		return &agent.Error{Err: err, Hint: hint, Code: agent.CodeNotPermitted}
+		return &fault.Error{Err: err, Hint: hint, Code: fault.CodeNotPermitted}
 	}
 	return err
 }
@@ -387,7 +388,7 @@ func findProgram(name string) (string, error) {
 	if file, ok := errors.AsType[*fs.PathError](err); ok {
 		err = file.Err
 	}
-	return "", agent.Usage(fmt.Errorf("find program %s: %w", name, err), "name it as in the shell, or with its path")
+	return "", fault.Usage(fmt.Errorf("find program %s: %w", name, err), "name it as in the shell, or with its path")
 }
 
 // ownEnvironment is that of this process, without what an agent told it.
@@ -405,7 +406,7 @@ func refuseDirectories() error {
 	for fd, name := range []string{"input", "output", "error"} {
 		var st unix.Stat_t
 		if unix.Fstat(fd, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR {
-			return agent.Usage(fmt.Errorf("standard %s is a directory, which would lead out of the isolation", name), "redirect it from a file, or from /dev/null")
+			return fault.Usage(fmt.Errorf("standard %s is a directory, which would lead out of the isolation", name), "redirect it from a file, or from /dev/null")
 		}
 	}
 	return nil
@@ -416,14 +417,14 @@ func refuseDirectories() error {
 // listen opens lead inside; they are open before the program starts. Both processes become who, unless it is nil.
 func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, who *account, listen func() ([]gateway.Forward, error)) (err error) {
 	if i.mtu < leastMTU || i.mtu > mostMTU {
-		return agent.Usage(fmt.Errorf("--mtu is %d", i.mtu), fmt.Sprintf("%d to %d bytes", leastMTU, mostMTU))
+		return fault.Usage(fmt.Errorf("--mtu is %d", i.mtu), fmt.Sprintf("%d to %d bytes", leastMTU, mostMTU))
 	}
 	for _, list := range []struct {
 		option string
 		paths  []string
 	}{{"--expose", i.expose}, {"--read", i.read}, {"--write", i.write}} {
 		if slices.Contains(list.paths, "") {
-			return agent.Usage(fmt.Errorf("%s names no path", list.option), pathHint)
+			return fault.Usage(fmt.Errorf("%s names no path", list.option), pathHint)
 		}
 	}
 	if guest.Existing == nil {
@@ -471,7 +472,7 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 	}
 	for n, r := range out.Rules {
 		if a := r.Prefix.Addr(); r.Prefix.IsSingleIP() && (a == a4 || a == a6) {
-			return agent.Usage(fmt.Errorf("--allow %q: the program has that address itself, as the host has", i.allow[n]), hostHint)
+			return fault.Usage(fmt.Errorf("--allow %q: the program has that address itself, as the host has", i.allow[n]), hostHint)
 		}
 	}
 	guest.Interface = gateway.Interface{Name: interfaceName, MTU: i.mtu, Addresses: []netip.Addr{a4, a6}}
@@ -548,9 +549,9 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 // lacks says by what the kernel does not confine the program or its gateway, or fails if all was asked for.
 func (c *command) lacks(i *isolation, missing []string) error {
 	if len(missing) > 0 && i.requireSandbox {
-		return &agent.Error{
+		return &fault.Error{
 			Err:  fmt.Errorf("the sandbox is incomplete: %s", strings.Join(missing, "; ")),
-			Hint: "without --require-sandbox the program starts nonetheless", Code: agent.CodeUnsupported,
+			Hint: "without --require-sandbox the program starts nonetheless", Code: fault.CodeUnsupported,
 		}
 	}
 	for _, m := range missing {
@@ -607,7 +608,7 @@ func runProgram(ctx context.Context, p *gateway.Prepared, got <-chan os.Signal, 
 
 // exitCode is the end of the program, which needs no words.
 func exitCode(code int) error {
-	return &silent{&agent.Error{Err: errors.New("the program failed"), Code: code}}
+	return &silent{&fault.Error{Err: errors.New("the program failed"), Code: code}}
 }
 
 // terminal is the terminal that controls this process.
@@ -654,7 +655,7 @@ func listenError(err error, member bool) error {
 		if member {
 			another = "the members of a service are of one user, and no other program may have the port"
 		}
-		return &agent.Error{Err: err, Hint: another, Code: agent.CodeConflict}
+		return &fault.Error{Err: err, Hint: another, Code: fault.CodeConflict}
 	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
 		var hints []string
 		if first, ok := readSysctl("net/ipv4/ip_unprivileged_port_start"); ok && port < first {
@@ -663,11 +664,11 @@ func listenError(err error, member bool) error {
 		if !member {
 			hints = append(hints, another)
 		}
-		return &agent.Error{Err: err, Hint: strings.Join(hints, "; "), Code: agent.CodeNotPermitted}
+		return &fault.Error{Err: err, Hint: strings.Join(hints, "; "), Code: fault.CodeNotPermitted}
 	case errors.Is(err, unix.EADDRNOTAVAIL):
-		return agent.Usage(err, "the host has no such address")
+		return fault.Usage(err, "the host has no such address")
 	case errors.Is(err, unix.EAFNOSUPPORT):
-		return &agent.Error{Err: err, Hint: "this kernel has no IPv6", Code: agent.CodeUnsupported}
+		return &fault.Error{Err: err, Hint: "this kernel has no IPv6", Code: fault.CodeUnsupported}
 	}
 	return tooManyFiles(err)
 }
@@ -682,7 +683,7 @@ func freePort(port int) int {
 
 func tooManyFiles(err error) error {
 	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) {
-		return &agent.Error{Err: err, Hint: "publish fewer ports, or raise the limit of open files (ulimit -Hn)", Code: agent.CodeFailed}
+		return &fault.Error{Err: err, Hint: "publish fewer ports, or raise the limit of open files (ulimit -Hn)", Code: fault.CodeFailed}
 	}
 	return err
 }
@@ -707,44 +708,44 @@ func guestError(err error, exists bool) error {
 		return tooManyFiles(err)
 	}
 	refused := errors.Is(err, fs.ErrPermission)
-	hint, code := "", agent.CodeFailed
+	hint, code := "", fault.CodeFailed
 	switch failed.Step {
 	case gateway.StepNamespaces, gateway.StepRights:
 		switch {
 		case refused, errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EUSERS):
-			hint, code = userNamespaceHint(), agent.CodeNotPermitted
+			hint, code = userNamespaceHint(), fault.CodeNotPermitted
 		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOSYS):
-			hint, code = "the kernel has no user namespaces (CONFIG_USER_NS)", agent.CodeUnsupported
+			hint, code = "the kernel has no user namespaces (CONFIG_USER_NS)", fault.CodeUnsupported
 		}
 	case gateway.StepDevice:
 		switch {
 		case refused:
-			hint, code = "it is open to all on most hosts: chmod 0666 /dev/net/tun", agent.CodeNotPermitted
+			hint, code = "it is open to all on most hosts: chmod 0666 /dev/net/tun", fault.CodeNotPermitted
 		case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):
-			hint, code = "load it by modprobe tun; in a container, give it the device", agent.CodeUnsupported
+			hint, code = "load it by modprobe tun; in a container, give it the device", fault.CodeUnsupported
 		}
 	case gateway.StepInterface:
 		switch {
 		case refused && exists:
-			hint, code = "you must be root in the namespace's user namespace", agent.CodeNotPermitted
+			hint, code = "you must be root in the namespace's user namespace", fault.CodeNotPermitted
 		case refused:
-			hint, code = userNamespaceHint(), agent.CodeNotPermitted
+			hint, code = userNamespaceHint(), fault.CodeNotPermitted
 		case errors.Is(err, unix.EBUSY), errors.Is(err, fs.ErrExist):
-			hint, code = "it must have no interface "+interfaceName+", as another gateway makes, and no default route", agent.CodeConflict
+			hint, code = "it must have no interface "+interfaceName+", as another gateway makes, and no default route", fault.CodeConflict
 		}
 	case gateway.StepExpose, gateway.StepFiles:
-		hint, code = pathHint, agent.CodeUsage
+		hint, code = pathHint, fault.CodeUsage
 	case gateway.StepLandlock:
-		hint, code = "--read and --write need landlock, of Linux 5.13", agent.CodeUnsupported
+		hint, code = "--read and --write need landlock, of Linux 5.13", fault.CodeUnsupported
 	case gateway.StepResolver:
 		hint = "--no-dns leaves it as it is"
 	case gateway.StepJoin:
-		hint, code = "you must be root in the namespace's user namespace", agent.CodeNotPermitted
+		hint, code = "you must be root in the namespace's user namespace", fault.CodeNotPermitted
 		if errors.Is(err, exec.ErrNotFound) {
-			hint, code = "install util-linux", agent.CodeFailed
+			hint, code = "install util-linux", fault.CodeFailed
 		}
 	}
-	return &agent.Error{Err: err, Hint: hint, Code: code}
+	return &fault.Error{Err: err, Hint: hint, Code: code}
 }
 
 // userNamespaceHint names the sysctl that forbids user namespaces, or those that may.

@@ -24,10 +24,11 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/gateway"
 	"sockeye/internal/testenv"
 )
@@ -1100,7 +1101,7 @@ func TestIsolateWithoutUserNamespaces(t *testing.T) {
 		{unix.EPERM, 4}, {unix.EACCES, 4}, {unix.EUSERS, 4}, {unix.ENOSPC, 4}, {unix.EINVAL, 3}, {unix.ENOSYS, 3}, {unix.ENOMEM, 1},
 	} {
 		err := guestError(&gateway.StepError{Step: gateway.StepNamespaces, Err: test.err}, false)
-		if code := agent.Code(err); code != test.code {
+		if code := fault.Code(err); code != test.code {
 			t.Errorf("%v: code %d, want %d", test.err, code, test.code)
 		}
 	}
@@ -1109,8 +1110,8 @@ func TestIsolateWithoutUserNamespaces(t *testing.T) {
 // Who cannot have a file mounted over can do without.
 func TestIsolateResolverError(t *testing.T) {
 	err := guestError(&gateway.StepError{Step: gateway.StepResolver, Err: unix.EACCES}, false)
-	if agent.Code(err) != 1 || agent.Hint(err) != "--no-dns leaves it as it is" {
-		t.Errorf("code %d, hint %q", agent.Code(err), agent.Hint(err))
+	if fault.Code(err) != 1 || fault.Hint(err) != "--no-dns leaves it as it is" {
+		t.Errorf("code %d, hint %q", fault.Code(err), fault.Hint(err))
 	}
 }
 
@@ -1124,8 +1125,8 @@ func TestMemberListenError(t *testing.T) {
 		unix.EACCES:     {4, "ports below 1024 are for root (sysctl net.ipv4.ip_unprivileged_port_start)"},
 	} {
 		err := listenError(&gateway.ListenError{At: netip.MustParseAddrPort("[::]:179"), Protocol: unix.IPPROTO_TCP, Err: errno}, true)
-		if agent.Code(err) != want.code || agent.Hint(err) != want.hint {
-			t.Errorf("%v: code %d, hint %q", errno, agent.Code(err), agent.Hint(err))
+		if fault.Code(err) != want.code || fault.Hint(err) != want.hint {
+			t.Errorf("%v: code %d, hint %q", errno, fault.Code(err), fault.Hint(err))
 		}
 	}
 }

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"unsafe"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
@@ -173,14 +175,14 @@ func TestMemberOfAnotherUser(t *testing.T) {
 			}
 			continue
 		}
-		if err == nil || err.Error() != test.want || agent.Hint(err) != test.hint || agent.Code(err) != agent.CodeConflict {
-			t.Errorf("%v of %q: %v, hint %q, code %d", test.who, test.service, err, agent.Hint(err), agent.Code(err))
+		if err == nil || err.Error() != test.want || fault.Hint(err) != test.hint || fault.Code(err) != fault.CodeConflict {
+			t.Errorf("%v of %q: %v, hint %q, code %d", test.who, test.service, err, fault.Hint(err), fault.Code(err))
 		}
 	}
 	i := isolation{user: "nobody"}
 	slot := 0
 	place := agent.Place{Membership: agent.Membership{Slot: &slot}, User: "daemon", Listeners: []agent.MemberListener{{Protocol: "tcp"}}}
-	if err := (&command{}).runIsolated(t.Context(), &i, &place, gateway.Setup{}); agent.Code(err) != agent.CodeConflict {
+	if err := (&command{}).runIsolated(t.Context(), &i, &place, gateway.Setup{}); fault.Code(err) != fault.CodeConflict {
 		t.Errorf("run --isolated --user nobody: %v", err)
 	}
 }
@@ -222,7 +224,7 @@ func TestIsolateIncomplete(t *testing.T) {
 				}
 			}
 			if flag == "--require-sandbox" && len(test.missing) > 0 {
-				want, wantCode = "", agent.CodeUnsupported
+				want, wantCode = "", fault.CodeUnsupported
 				wantErr = "sockeye: the sandbox is incomplete: " + test.missing[0] + "\nhint: without --require-sandbox the program starts nonetheless\n"
 			}
 			if out != want || stderr != wantErr || code != wantCode {
@@ -236,7 +238,7 @@ func TestIsolateIncomplete(t *testing.T) {
 		cmd.Args[n] = strings.Replace(arg, " /proc/self/fd/9 sockeye", " /proc/self/fd/9 without-landlock /proc/self/fd/9 sockeye", 1)
 	}
 	_, stderr, code := resultOf(t, cmd)
-	if want := "sockeye: restrict files (landlock): function not implemented\nhint: --read and --write need landlock, of Linux 5.13\n"; stderr != want || code != agent.CodeUnsupported {
+	if want := "sockeye: restrict files (landlock): function not implemented\nhint: --read and --write need landlock, of Linux 5.13\n"; stderr != want || code != fault.CodeUnsupported {
 		t.Errorf("code %d\n%s", code, stderr)
 	}
 }

@@ -18,6 +18,8 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/agent"
 )
 
@@ -197,7 +199,7 @@ tune:
 	if got, want := must[[]agent.SlotStatus](h, "slots")[0].Command, strings.ToValidUTF8(name, "�"); !strings.HasPrefix(got, want[:60]) {
 		t.Errorf("JSON says %q", got)
 	}
-	h.refused(agent.CodeUsage, `there is no command "\x1b[2J"`, "sockeye --help lists the commands", nil, "\x1b[2J")
+	h.refused(fault.CodeUsage, `there is no command "\x1b[2J"`, "sockeye --help lists the commands", nil, "\x1b[2J")
 	if r := h.sockeye("check", "/\x1b[2J\u202e\xff"); !safe(r.err) || r.code == 0 {
 		t.Errorf("check: %d %q", r.code, r.err)
 	}

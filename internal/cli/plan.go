@@ -9,6 +9,8 @@ import (
 	"os"
 	"path/filepath"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -25,7 +27,7 @@ tells what would change and what that does to devices, members and connections.`
 		RunE: func(cmd *cobra.Command, args []string) error {
 			candidate := agent.Candidate{Previous: previous}
 			if previous && len(args) > 0 {
-				return agent.Usage(errors.New("--previous and FILE do not go together"), "usage: "+cmd.UseLine())
+				return fault.Usage(errors.New("--previous and FILE do not go together"), "usage: "+cmd.UseLine())
 			}
 			if len(args) == 1 {
 				var err error
@@ -48,7 +50,7 @@ tells what would change and what that does to devices, members and connections.`
 func candidateOf(file string) (candidate agent.Candidate, err error) {
 	text, err := os.ReadFile(file)
 	if err != nil {
-		return candidate, agent.Unreadable(fmt.Errorf("read policy file: %w", err), "name a policy file")
+		return candidate, fault.Unreadable(fmt.Errorf("read policy file: %w", err), "name a policy file")
 	}
 	candidate.Text = string(text)
 	candidate.Path, err = filepath.Abs(file)

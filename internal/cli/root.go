@@ -16,6 +16,8 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
@@ -64,7 +66,7 @@ func Run(ctx context.Context, args []string, env Environment) int {
 	if !errors.As(err, &reported) {
 		c.report(err)
 	}
-	return agent.Code(err)
+	return fault.Code(err)
 }
 
 // wantedOutput is the output that errors have which come before the flags are
@@ -130,7 +132,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 		},
 		PersistentPreRunE: func(*cobra.Command, []string) error {
 			if c.output != "table" && c.output != "json" {
-				return agent.Usage(fmt.Errorf("--output is %q", c.output), "table or json")
+				return fault.Usage(fmt.Errorf("--output is %q", c.output), "table or json")
 			}
 			return nil
 		},
@@ -214,7 +216,7 @@ func badFlag(cmd *cobra.Command, err error) error {
 			hint = "a whole number"
 		}
 	}
-	return agent.Usage(err, hint)
+	return fault.Usage(err, hint)
 }
 
 // arguments bounds the number of a command's arguments, which are called
@@ -223,9 +225,9 @@ func arguments(least, most int, name string) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		switch {
 		case len(args) < least:
-			return agent.Usage(fmt.Errorf("%s is missing", name), "usage: "+cmd.UseLine())
+			return fault.Usage(fmt.Errorf("%s is missing", name), "usage: "+cmd.UseLine())
 		case most >= 0 && len(args) > most:
-			return agent.Usage(fmt.Errorf("there is one argument too many: %q", args[most]), "usage: "+cmd.UseLine())
+			return fault.Usage(fmt.Errorf("there is one argument too many: %q", args[most]), "usage: "+cmd.UseLine())
 		}
 		return nil
 	}
@@ -246,7 +248,7 @@ func noCommand(cmd *cobra.Command, args []string) error {
 	if near := config.Nearest(args[0], known); near != "" {
 		hint = fmt.Sprintf("did you mean %s %s?", cmd.CommandPath(), near)
 	}
-	return agent.Usage(fmt.Errorf("there is no command %q", args[0]), hint)
+	return fault.Usage(fmt.Errorf("there is no command %q", args[0]), hint)
 }
 
 // usage gives errors of arguments their exit code.
@@ -256,11 +258,11 @@ func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 	}
 	return func(cmd *cobra.Command, args []string) error {
 		err := check(cmd, args)
-		var own *agent.Error
+		var own *fault.Error
 		if err == nil || errors.As(err, &own) {
 			return err
 		}
-		return agent.Usage(err, "usage: "+cmd.UseLine())
+		return fault.Usage(err, "usage: "+cmd.UseLine())
 	}
 }
 
@@ -268,11 +270,11 @@ func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 func (c *command) report(err error) {
 	if c.output == "json" {
 		// With no output there is nobody to tell.
-		_ = c.json(agent.Failure{Error: agent.Message(err), Hint: agent.Hint(err), Code: agent.Code(err)})
+		_ = c.json(agent.Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)})
 		return
 	}
-	text := fmt.Sprintf("sockeye: %s\n", agent.Message(err))
-	if hint := agent.Hint(err); hint != "" {
+	text := fmt.Sprintf("sockeye: %s\n", fault.Message(err))
+	if hint := fault.Hint(err); hint != "" {
 		text += fmt.Sprintf("hint: %s\n", hint)
 	}
 	if c.toJournal() {

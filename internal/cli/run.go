@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
@@ -53,7 +55,7 @@ sockeye isolate.`,
 			if !isolated {
 				for _, name := range []string{"allow", "no-dns", "mtu", "verbose", "user", "as-root", "expose", "read", "write", "allow-userns", "require-sandbox"} {
 					if cmd.Flags().Changed(name) {
-						return agent.Usage(fmt.Errorf("--%s goes with --isolated", name), "without it the program has the host's network")
+						return fault.Usage(fmt.Errorf("--%s goes with --isolated", name), "without it the program has the host's network")
 					}
 				}
 			}
@@ -113,7 +115,7 @@ func (c *command) runIsolated(ctx context.Context, i *isolation, m *agent.Place,
 		})
 	}
 	if len(sockets) == 0 {
-		return agent.Usage(errors.New("run member: the agent does not say what it listens on"), "the agent may be older than this command: restart it")
+		return fault.Usage(errors.New("run member: the agent does not say what it listens on"), "the agent may be older than this command: restart it")
 	}
 	who, err := i.account(m.User)
 	if err != nil {

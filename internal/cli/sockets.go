@@ -14,6 +14,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -111,7 +113,7 @@ const endHint = "as in 192.0.2.1, 192.0.2.0/24:1790, [2001:db8::]/32:1790 or :17
 
 // readEnd reads an address or a prefix, a port, or both.
 func readEnd(flag, text string) (f endFilter, err error) {
-	bad := agent.Usage(fmt.Errorf("--%s is %q", flag, text), endHint)
+	bad := fault.Usage(fmt.Errorf("--%s is %q", flag, text), endHint)
 	address, port := text, ""
 	if inner, ok := strings.CutPrefix(text, "["); ok {
 		var rest string
@@ -210,12 +212,12 @@ is what the kernel accounted for between two looks, with its share of that time.
 			v.query.LocalPort, v.query.RemotePort = v.local.port, v.remote.port
 			if given("port") {
 				if port < 1 || port > 65535 {
-					return agent.Usage(fmt.Errorf("--port is %d", port), "1 to 65535")
+					return fault.Usage(fmt.Errorf("--port is %d", port), "1 to 65535")
 				}
 				v.port = uint16(port)
 			}
 			if given("number") && v.number < 1 {
-				return agent.Usage(fmt.Errorf("--number is %d", v.number), "1 or more")
+				return fault.Usage(fmt.Errorf("--number is %d", v.number), "1 or more")
 			}
 			if v.limits, err = readLimits(limits); err != nil {
 				return err
@@ -225,7 +227,7 @@ is what the kernel accounted for between two looks, with its share of that time.
 			}
 			v.sort = byName
 			if watch && c.output == "json" {
-				return agent.Usage(errors.New("--watch and --output json do not go together"), "without --watch there is one answer")
+				return fault.Usage(errors.New("--watch and --output json do not go together"), "without --watch there is one answer")
 			}
 			if err := v.findCgroup(cgroup, given("cgroup")); err != nil {
 				return err
@@ -261,7 +263,7 @@ func unknownWord(what, word string, known []string) error {
 	if near := config.Nearest(word, known); near != "" && word != "" {
 		hint = "did you mean " + near + "?"
 	}
-	return agent.Usage(fmt.Errorf("there is no %s %q", what, word), hint)
+	return fault.Usage(fmt.Errorf("there is no %s %q", what, word), hint)
 }
 
 // shortStates are what ss(8) prints, where it is not what it reads.
@@ -275,7 +277,7 @@ func readStates(names []string, all bool) (sockdiag.States, error) {
 		return sockdiag.Connected, nil
 	}
 	if all {
-		return 0, agent.Usage(errors.New("--all and --state do not go together"), "--all is all states")
+		return 0, fault.Usage(errors.New("--all and --state do not go together"), "--all is all states")
 	}
 	var states sockdiag.States
 	for _, name := range names {
@@ -320,7 +322,7 @@ func (v *socketsView) findCgroup(name string, given bool) (err error) {
 	}
 	below := filepath.Clean("/" + strings.TrimPrefix(name, v.mount))
 	if info, err := os.Stat(v.mount + below); name == "" || err != nil || !info.IsDir() {
-		return agent.Usage(fmt.Errorf("there is no cgroup %q", name), "name it by its path below "+v.mount+", as in telemetry.slice")
+		return fault.Usage(fmt.Errorf("there is no cgroup %q", name), "name it by its path below "+v.mount+", as in telemetry.slice")
 	}
 	v.cgroup = below
 	return nil
@@ -368,7 +370,7 @@ func (c *command) sockets(cmd *cobra.Command, v *socketsView, watch bool) error 
 // socketsFailure gives an error of the kernel its exit code.
 func socketsFailure(err error) error {
 	if errors.Is(err, sockdiag.ErrUnsupported) {
-		return &agent.Error{Err: err, Hint: "load the modules inet_diag and tcp_diag", Code: agent.CodeUnsupported}
+		return &fault.Error{Err: err, Hint: "load the modules inet_diag and tcp_diag", Code: fault.CodeUnsupported}
 	}
 	return err
 }

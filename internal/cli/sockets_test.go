@@ -17,6 +17,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
@@ -116,8 +118,8 @@ func TestSocketsRefusals(t *testing.T) {
 // A kernel without sock_diag has its own exit code.
 func TestSocketsUnsupported(t *testing.T) {
 	err := socketsFailure(fmt.Errorf("read TCP sockets: %w", sockdiag.ErrUnsupported))
-	if agent.Code(err) != agent.CodeUnsupported || agent.Hint(err) == "" {
-		t.Errorf("%v: code %d, hint %q", err, agent.Code(err), agent.Hint(err))
+	if fault.Code(err) != fault.CodeUnsupported || fault.Hint(err) == "" {
+		t.Errorf("%v: code %d, hint %q", err, fault.Code(err), fault.Hint(err))
 	}
 }
 

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
@@ -72,7 +74,7 @@ of the last time only; the agent remembers an hour.`,
 				return c.print(t, func(l *text) { c.tracing(l, t, v) })
 			}
 			if c.output == "json" {
-				return agent.Usage(errors.New("--watch and --output json do not go together"), "without --watch there is one answer")
+				return fault.Usage(errors.New("--watch and --output json do not go together"), "without --watch there is one answer")
 			}
 			return c.watch(cmd.Context(), func() (*text, error) {
 				t, err := c.traced(cmd.Context(), v)
@@ -136,7 +138,7 @@ func (c *command) traceStatus(ctx context.Context, cgroup string) (*agent.TraceS
 
 // lacksTimestamps says what this kernel lacks.
 func lacksTimestamps(s *agent.TraceStatus, hint string) error {
-	return &agent.Error{Err: errors.New(untimed(s)), Hint: hint, Code: agent.CodeUnsupported}
+	return &fault.Error{Err: errors.New(untimed(s)), Hint: hint, Code: fault.CodeUnsupported}
 }
 
 func untimed(s *agent.TraceStatus) string {

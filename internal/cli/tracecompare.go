@@ -9,6 +9,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -74,23 +76,23 @@ remembers an hour.`,
 		switch {
 		case changed("period-a") || changed("period-b"):
 			if !changed("period-a") || !changed("period-b") {
-				return agent.Usage(errors.New("--period-a and --period-b go together"), "usage: "+cmd.UseLine())
+				return fault.Usage(errors.New("--period-a and --period-b go together"), "usage: "+cmd.UseLine())
 			}
 			for _, other := range []string{"trial", "since"} {
 				if changed(other) {
-					return agent.Usage(fmt.Errorf("--period-a and --%s do not go together", other), "--select names the groups")
+					return fault.Usage(fmt.Errorf("--period-a and --%s do not go together", other), "--select names the groups")
 				}
 			}
 			r, err = c.comparePeriods(cmd.Context(), selector, periodA, periodB)
 		case changed("select"):
-			return agent.Usage(errors.New("--select goes with --period-a and --period-b"), "without them, A and B name the groups")
+			return fault.Usage(errors.New("--select goes with --period-a and --period-b"), "without them, A and B name the groups")
 		case changed("trial"):
 			if trial == "" || strings.Contains(trial, ",") {
-				return agent.Usage(fmt.Errorf("--trial is %q", trial), "sockeye tune lists the rules")
+				return fault.Usage(fmt.Errorf("--trial is %q", trial), "sockeye tune lists the rules")
 			}
 			r, err = c.compareGroups(cmd.Context(), since, "tune_rule="+trial+",arm=control", "tune_rule="+trial+",arm=treated")
 			if failed, ok := errors.AsType[*noGroup](err); ok {
-				return agent.Usage(fmt.Errorf("no message of the trial of %s was measured: no group is %s", trial, failed.selector),
+				return fault.Usage(fmt.Errorf("no message of the trial of %s was measured: no group is %s", trial, failed.selector),
 					"a trace rule tells the arms apart with group_by: [rule, arm]; "+failed.hint)
 			}
 		default:
@@ -102,7 +104,7 @@ remembers an hour.`,
 			r, err = c.compareGroups(cmd.Context(), since, args[0], args[1])
 		}
 		if failed, ok := errors.AsType[*noGroup](err); ok {
-			return agent.Usage(err, failed.hint)
+			return fault.Usage(err, failed.hint)
 		}
 		if err != nil {
 			return err
@@ -129,7 +131,7 @@ func (e *noGroup) Error() string { return fmt.Sprintf("no group that was measure
 // compareGroups compares two selections of groups in one time.
 func (c *command) compareGroups(ctx context.Context, since time.Duration, a, b string) (*compared, error) {
 	if a == b {
-		return nil, agent.Usage(errors.New("both sides are the same"), "name two different groups, or two times by --period-a and --period-b")
+		return nil, fault.Usage(errors.New("both sides are the same"), "name two different groups, or two times by --period-a and --period-b")
 	}
 	history, err := c.history(ctx, given("since", spanText(since)))
 	if err != nil {
@@ -146,7 +148,7 @@ func (c *command) compareGroups(ctx context.Context, since time.Duration, a, b s
 				return nil, err
 			}
 			if inA && inB {
-				return nil, agent.Usage(fmt.Errorf("both sides mean the group %s", printable(r.Group.Label())), "name groups of which none is in both")
+				return nil, fault.Usage(fmt.Errorf("both sides mean the group %s", printable(r.Group.Label())), "name groups of which none is in both")
 			}
 		}
 	}
@@ -167,7 +169,7 @@ func (c *command) comparePeriods(ctx context.Context, selector, periodA, periodB
 		return nil, err
 	}
 	if fromA.Before(toB) && fromB.Before(toA) {
-		return nil, agent.Usage(errors.New("--period-a and --period-b overlap"), "messages of both times would be compared with themselves")
+		return nil, fault.Usage(errors.New("--period-a and --period-b overlap"), "messages of both times would be compared with themselves")
 	}
 	from, to := fromA, toA
 	if fromB.Before(from) {
@@ -187,7 +189,7 @@ func (c *command) comparePeriods(ctx context.Context, selector, periodA, periodB
 		slices []trace.Period
 	}{{"period-a", a.slices}, {"period-b", b.slices}} {
 		if len(side.slices) == 0 {
-			return nil, agent.Usage(fmt.Errorf("the agent has no slice of time of --%s", side.flag), "it remembers an hour, in slices of 10 s: take a later or a longer time")
+			return nil, fault.Usage(fmt.Errorf("the agent has no slice of time of --%s", side.flag), "it remembers an hour, in slices of 10 s: take a later or a longer time")
 		}
 	}
 	return compare(history.Partial, a, b)
@@ -234,7 +236,7 @@ const timesHint = "FROM..TO, each as 14:05, 2026-01-31T14:05:00Z or -10m; withou
 // times reads a time from one moment to another.
 func (c *command) times(flag, text string) (from, to time.Time, err error) {
 	refuse := func(why string) error {
-		return agent.Usage(fmt.Errorf("--%s is %q%s", flag, text, why), timesHint)
+		return fault.Usage(fmt.Errorf("--%s is %q%s", flag, text, why), timesHint)
 	}
 	first, last, ok := strings.Cut(text, "..")
 	if !ok {

@@ -9,9 +9,9 @@ import (
 	"os"
 	"path/filepath"
 
-	"golang.org/x/sys/unix"
+	"sockeye/internal/fault"
 
-	"sockeye/internal/agent"
+	"golang.org/x/sys/unix"
 )
 
 // newFile is a file that gets its name when it is whole. Until then it has another
@@ -32,7 +32,7 @@ func createFile(path string, force bool) (*newFile, error) {
 	case err != nil:
 		return nil, f.failed(err)
 	case !info.Mode().IsRegular():
-		return nil, agent.Usage(fmt.Errorf("%s is there, and is not a regular file", path), "name another file")
+		return nil, fault.Usage(fmt.Errorf("%s is there, and is not a regular file", path), "name another file")
 	case !force:
 		return nil, f.taken()
 	}
@@ -47,7 +47,7 @@ func createFile(path string, force bool) (*newFile, error) {
 }
 
 func (f *newFile) taken() error {
-	return agent.Usage(fmt.Errorf("%s is there already", f.path), "name another file, or give --force to replace it")
+	return fault.Usage(fmt.Errorf("%s is there already", f.path), "name another file, or give --force to replace it")
 }
 
 // failed names the file that was meant, not the one that is being written.
@@ -55,7 +55,7 @@ func (f *newFile) failed(err error) error {
 	if wrapped, ok := errors.AsType[*fs.PathError](err); ok {
 		err = wrapped.Err
 	}
-	return agent.Unreadable(fmt.Errorf("write %s: %w", f.path, err), "name a file in a directory that is there")
+	return fault.Unreadable(fmt.Errorf("write %s: %w", f.path, err), "name a file in a directory that is there")
 }
 
 // finish gives the file its name.

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -61,7 +63,7 @@ the times as comments.`,
 				return err
 			}
 			if during > mostPacketsFor {
-				return agent.Usage(fmt.Errorf("--for is %q", cmd.Flag("for").Value), "at most "+mostPacketsFor.String())
+				return fault.Usage(fmt.Errorf("--for is %q", cmd.Flag("for").Value), "at most "+mostPacketsFor.String())
 			}
 			if during > 0 {
 				q.Set("for", during.String())
@@ -75,15 +77,15 @@ the times as comments.`,
 			}
 			if cmd.Flags().Changed("limit") {
 				if limit < 1 || limit > mostEvents {
-					return agent.Usage(fmt.Errorf("--limit is %d", limit), fmt.Sprintf("1 to %d", mostEvents))
+					return fault.Usage(fmt.Errorf("--limit is %d", limit), fmt.Sprintf("1 to %d", mostEvents))
 				}
 				q.Set("limit", strconv.Itoa(limit))
 			}
 			if force && !cmd.Flags().Changed("write") {
-				return agent.Usage(errors.New("--force goes with --write"), "it replaces a file that is there")
+				return fault.Usage(errors.New("--force goes with --write"), "it replaces a file that is there")
 			}
 			if cmd.Flags().Changed("write") && path == "" {
-				return agent.Usage(errors.New(`--write is ""`), "name a file")
+				return fault.Usage(errors.New(`--write is ""`), "name a file")
 			}
 			return c.packets(cmd.Context(), q, path, force)
 		},
@@ -110,13 +112,13 @@ func connectionQuery(cmd *cobra.Command, pid, fd int, local, remote string) (url
 	byDescriptor, byAddress := given("pid") || given("fd"), given("local") || given("remote")
 	switch {
 	case byDescriptor && byAddress:
-		return nil, agent.Usage(errors.New("a descriptor and addresses do not go together"), usage)
+		return nil, fault.Usage(errors.New("a descriptor and addresses do not go together"), usage)
 	case byDescriptor && (!given("pid") || !given("fd")), byAddress && (!given("local") || !given("remote")), !byDescriptor && !byAddress:
-		return nil, agent.Usage(errors.New("which connection?"), usage)
+		return nil, fault.Usage(errors.New("which connection?"), usage)
 	case byDescriptor && pid < 1:
-		return nil, agent.Usage(fmt.Errorf("--pid is %d", pid), "the id of a process, 1 or more")
+		return nil, fault.Usage(fmt.Errorf("--pid is %d", pid), "the id of a process, 1 or more")
 	case byDescriptor && fd < 0:
-		return nil, agent.Usage(fmt.Errorf("--fd is %d", fd), "the number of a descriptor, 0 or more")
+		return nil, fault.Usage(fmt.Errorf("--fd is %d", fd), "the number of a descriptor, 0 or more")
 	case byDescriptor:
 		return url.Values{"pid": {strconv.Itoa(pid)}, "fd": {strconv.Itoa(fd)}}, nil
 	}
@@ -125,7 +127,7 @@ func connectionQuery(cmd *cobra.Command, pid, fd int, local, remote string) (url
 		return nil, err
 	}
 	if l.Port() == 0 || r.Port() == 0 {
-		return nil, agent.Usage(errors.New("a port is missing"), "both ports are needed to find a connection, as in --local 10.0.0.1:1790 --remote 192.0.2.1:40000")
+		return nil, fault.Usage(errors.New("a port is missing"), "both ports are needed to find a connection, as in --local 10.0.0.1:1790 --remote 192.0.2.1:40000")
 	}
 	return url.Values{"local": {l.String()}, "remote": {r.String()}}, nil
 }

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/agent"
 	"sockeye/internal/bpf"
 	"sockeye/internal/trace/packets"
@@ -147,7 +149,7 @@ func TestTracePackets(t *testing.T) {
 		}
 	}
 
-	f.answers["GET /v1/trace/packets"] = agent.Failure{Error: "there is no process 812", Hint: "name another", Code: agent.CodeUsage}
+	f.answers["GET /v1/trace/packets"] = agent.Failure{Error: "there is no process 812", Hint: "name another", Code: fault.CodeUsage}
 	f.refused(2, "there is no process 812", "name another", nil, "trace", "packets", "--pid", "812", "--fd", "7", "-w", f.dir+"/z.pcapng")
 	f.leaves("policy.yaml", "run", "x.pcapng", "y.pcapng")
 }

@@ -9,6 +9,8 @@ import (
 	"os"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -51,7 +53,7 @@ hour, in slices of 10 s; --since takes only the last of it.`,
 				return err
 			}
 			if args[0] == "" {
-				return agent.Usage(fmt.Errorf("FILE is %q", args[0]), "usage: "+cmd.UseLine())
+				return fault.Usage(fmt.Errorf("FILE is %q", args[0]), "usage: "+cmd.UseLine())
 			}
 			file, err := createFile(args[0], force)
 			if err != nil {

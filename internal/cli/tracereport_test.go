@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/agent"
 	"sockeye/internal/trace"
 )
@@ -84,7 +86,7 @@ func TestTraceReport(t *testing.T) {
 	taken("write DIR/trace.html/x.html: not a directory", "name a file in a directory that is there", file+"/x.html")
 
 	// An agent that fails leaves no file behind.
-	f.answers["GET /v1/trace/slow"] = agent.Failure{Error: "no more", Code: agent.CodeFailed}
+	f.answers["GET /v1/trace/slow"] = agent.Failure{Error: "no more", Code: fault.CodeFailed}
 	f.refused(1, "no more", "", nil, "trace", "report", f.dir+"/new.html")
 	f.refused(1, "no more", "", nil, "trace", "report", "--force", file)
 	if _, again := f.page(file); again != page {

@@ -16,10 +16,11 @@ import (
 	"strconv"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/internal/trace"
 )
@@ -42,13 +43,13 @@ While nobody reads, nothing is kept. Each cgroup has one reader at a time.`,
   sockeye trace samples -o jsonl --select rule=replies | jq .stages_ns.network`,
 		PersistentPreRunE: func(*cobra.Command, []string) error {
 			if c.output != "table" && c.output != "json" && c.output != "jsonl" {
-				return agent.Usage(fmt.Errorf("--output is %q", c.output), "table or jsonl")
+				return fault.Usage(fmt.Errorf("--output is %q", c.output), "table or jsonl")
 			}
 			return nil
 		},
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("count") && number < 1 {
-				return agent.Usage(fmt.Errorf("--count is %d", number), "1 or more")
+				return fault.Usage(fmt.Errorf("--count is %d", number), "1 or more")
 			}
 			during, err := span(cmd, "for")
 			if err != nil {
@@ -112,7 +113,7 @@ func bufferSize(cmd *cobra.Command, text string) (int, error) {
 	}
 	parts := sizeText.FindStringSubmatch(text)
 	if parts == nil {
-		return 0, agent.Usage(fmt.Errorf("--buffer is %q", text), "a size, as in 256KB or 4MB")
+		return 0, fault.Usage(fmt.Errorf("--buffer is %q", text), "a size, as in 256KB or 4MB")
 	}
 	n, err := strconv.Atoi(parts[1])
 	if err != nil {
@@ -122,7 +123,7 @@ func bufferSize(cmd *cobra.Command, text string) (int, error) {
 		n = 1 << bits.Len(uint(n-1))
 	}
 	if n < leastBuffer || n > mostBuffer {
-		return 0, agent.Usage(fmt.Errorf("--buffer is %q", text), "4KB to 256MB")
+		return 0, fault.Usage(fmt.Errorf("--buffer is %q", text), "4KB to 256MB")
 	}
 	return max(n, os.Getpagesize()), nil
 }
@@ -182,15 +183,15 @@ func (c *command) samples(ctx context.Context, q map[string][]string, number int
 		return err
 	}
 	if lost > 0 {
-		return &agent.Error{Err: fmt.Errorf("%s lost: the buffer was full", count(lost, "message was", "messages were")),
-			Hint: "take a larger --buffer, or have the policy choose fewer messages", Code: agent.CodeFailed}
+		return &fault.Error{Err: fmt.Errorf("%s lost: the buffer was full", count(lost, "message was", "messages were")),
+			Hint: "take a larger --buffer, or have the policy choose fewer messages", Code: fault.CodeFailed}
 	}
 	return nil
 }
 
 // brokeOff says that the agent ended an answer before it was complete.
 func brokeOff(err error) error {
-	return &agent.Error{Err: fmt.Errorf("the agent broke off its answer: %w", err), Hint: "it may have ended; see sockeye status", Code: agent.CodeFailed}
+	return &fault.Error{Err: fmt.Errorf("the agent broke off its answer: %w", err), Hint: "it may have ended; see sockeye status", Code: fault.CodeFailed}
 }
 
 // unlessDone is the error, unless it is that ctx has ended.

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"sockeye/internal/agent"
 	"sockeye/internal/trace"
 )
@@ -122,7 +124,7 @@ func TestTraceSamples(t *testing.T) {
 	}
 
 	// What only the agent knows it says itself.
-	f.answers["GET /v1/trace/samples"] = agent.Failure{Error: "no memory for the buffer", Hint: "take a smaller one", Code: agent.CodeUsage}
+	f.answers["GET /v1/trace/samples"] = agent.Failure{Error: "no memory for the buffer", Hint: "take a smaller one", Code: fault.CodeUsage}
 	f.refused(2, "no memory for the buffer", "take a smaller one", nil, "trace", "samples", "--buffer", "256MB")
 }
 

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -35,7 +37,7 @@ for 6 minutes.`,
   sockeye trace slow -n 3 --since 1m --select remote=192.0.2.0/24`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if number < 1 || number > maxSlow {
-				return agent.Usage(fmt.Errorf("--number is %d", number), fmt.Sprintf("1 to %d", maxSlow))
+				return fault.Usage(fmt.Errorf("--number is %d", number), fmt.Sprintf("1 to %d", maxSlow))
 			}
 			since, err := span(cmd, "since")
 			if err != nil {

@@ -12,9 +12,10 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/internal/trace"
 )
@@ -107,7 +108,7 @@ func span(cmd *cobra.Command, flag string) (time.Duration, error) {
 	value := cmd.Flag(flag).Value.String()
 	d, err := time.ParseDuration(value)
 	if err != nil || d <= 0 {
-		return 0, agent.Usage(fmt.Errorf("--%s is %q", flag, value), spanHint)
+		return 0, fault.Usage(fmt.Errorf("--%s is %q", flag, value), spanHint)
 	}
 	return d, nil
 }
@@ -124,7 +125,7 @@ func spanText(d time.Duration) string {
 func selection(name, selector string) error {
 	_, err := trace.MatchGroup(selector, trace.Group{})
 	if bad, ok := errors.AsType[*trace.SelectorError](err); ok {
-		return agent.Usage(fmt.Errorf("%s is %q: %s", name, selector, bad.Message), bad.Hint)
+		return fault.Usage(fmt.Errorf("%s is %q: %s", name, selector, bad.Message), bad.Hint)
 	}
 	return err
 }
@@ -163,7 +164,7 @@ func readStages(names []string) ([]config.Stage, error) {
 			if near := config.Nearest(name, known); near != "" && name != "" {
 				hint = "did you mean " + near + "?"
 			}
-			return nil, agent.Usage(fmt.Errorf("there is no stage %q", name), hint)
+			return nil, fault.Usage(fmt.Errorf("there is no stage %q", name), hint)
 		}
 		stages = append(stages, config.Stage(name))
 	}

@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -54,7 +56,7 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	f.asked = append(f.asked, strings.TrimSpace(r.Method+" "+r.URL.Path+" "+queryText(r)+string(body)))
 	answer, ok := f.answers[r.Method+" "+r.URL.Path]
 	if !ok {
-		answer = agent.Failure{Error: "the agent has no " + r.URL.Path, Code: agent.CodeUsage}
+		answer = agent.Failure{Error: "the agent has no " + r.URL.Path, Code: fault.CodeUsage}
 	}
 	switch answer := answer.(type) {
 	case http.HandlerFunc:
@@ -542,7 +544,7 @@ func TestTuneRefusals(t *testing.T) {
 	// What only the agent knows it says itself, with its code.
 	for _, args := range []string{"tune", "tune explain ::1 ::1", "tune explain --socket 812:7", "tune trial bulk", "tune learned", "tune revert"} {
 		for _, key := range []string{"GET /v1/tune", "GET /v1/tune/explain", "GET /v1/tune/socket", "GET /v1/tune/trial", "GET /v1/tune/learned", "POST /v1/tune/revert"} {
-			f.answers[key] = agent.Failure{Error: "this kernel cannot", Hint: "another may", Code: agent.CodeUnsupported}
+			f.answers[key] = agent.Failure{Error: "this kernel cannot", Hint: "another may", Code: fault.CodeUnsupported}
 		}
 		f.refused(3, "this kernel cannot", "another may", nil, strings.Fields(args)...)
 	}

@@ -12,6 +12,8 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -50,7 +52,7 @@ this of each subflow; the addresses of any subflow name it.`,
 			if cmd.Flags().Changed("socket") {
 				for _, other := range []string{"role", "tag", "cgroup"} {
 					if cmd.Flags().Changed(other) {
-						return agent.Usage(fmt.Errorf("--socket and --%s do not go together", other), "an open connection has its own")
+						return fault.Usage(fmt.Errorf("--socket and --%s do not go together", other), "an open connection has its own")
 					}
 				}
 				return c.explainSocket(cmd, socket)
@@ -60,11 +62,11 @@ this of each subflow; the addresses of any subflow name it.`,
 				return err
 			}
 			if r := config.Role(role); cmd.Flags().Changed("role") && r != config.RoleConnect && r != config.RoleAccept {
-				return agent.Usage(fmt.Errorf("--role is %q", role), "connect or accept")
+				return fault.Usage(fmt.Errorf("--role is %q", role), "connect or accept")
 			}
 			if cmd.Flags().Changed("tag") {
 				if _, err := config.ParseTag(tag); err != nil {
-					return agent.Usage(fmt.Errorf("--tag is %q", tag), "1 to 16 printable ASCII characters, or 0x and 1 to 16 bytes in hexadecimal")
+					return fault.Usage(fmt.Errorf("--tag is %q", tag), "1 to 16 printable ASCII characters, or 0x and 1 to 16 bytes in hexadecimal")
 				}
 			}
 			var list []agent.TuneExplanation
@@ -99,7 +101,7 @@ func end(text string) (netip.AddrPort, error) {
 	if err != nil {
 		addr, err := netip.ParseAddr(text)
 		if err != nil {
-			return netip.AddrPort{}, agent.Usage(fmt.Errorf("%q is not an IP address or IP:port", text),
+			return netip.AddrPort{}, fault.Usage(fmt.Errorf("%q is not an IP address or IP:port", text),
 				"as in 192.0.2.1, 192.0.2.1:1790 or [2001:db8::1]:1790")
 		}
 		at = netip.AddrPortFrom(addr, 0)
@@ -116,7 +118,7 @@ func ends(localText, remoteText string) (local, remote netip.AddrPort, err error
 		return local, remote, err
 	}
 	if local.Addr().Is4() != remote.Addr().Is4() {
-		return local, remote, agent.Usage(fmt.Errorf("%s and %s are of different families", local.Addr(), remote.Addr()),
+		return local, remote, fault.Usage(fmt.Errorf("%s and %s are of different families", local.Addr(), remote.Addr()),
 			"a connection has two IPv4 or two IPv6 addresses")
 	}
 	return local, remote, nil
@@ -178,7 +180,7 @@ func socketQuery(text string) (url.Values, error) {
 	if !isPair {
 		parts := pidFD.FindStringSubmatch(text)
 		if parts == nil {
-			return nil, agent.Usage(fmt.Errorf("--socket is %q", text),
+			return nil, fault.Usage(fmt.Errorf("--socket is %q", text),
 				"PID:FD as in 812:7, or LOCAL,REMOTE as in 10.0.0.1:1790,192.0.2.1:40000")
 		}
 		return given("pid", parts[1], "fd", parts[2]), nil
@@ -188,7 +190,7 @@ func socketQuery(text string) (url.Values, error) {
 		return nil, err
 	}
 	if local.Port() == 0 || remote.Port() == 0 {
-		return nil, agent.Usage(errors.New("--socket names no port"), "both ports are needed to find a connection, as in 10.0.0.1:1790,192.0.2.1:40000")
+		return nil, fault.Usage(errors.New("--socket names no port"), "both ports are needed to find a connection, as in 10.0.0.1:1790,192.0.2.1:40000")
 	}
 	return given("local", local.String(), "remote", remote.String()), nil
 }

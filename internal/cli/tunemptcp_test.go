@@ -13,6 +13,8 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/fault"
+
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
@@ -334,7 +336,7 @@ func TestTuneExplainMPTCP(t *testing.T) {
 	t.Run("OtherNetns", func(t *testing.T) {
 		r := h.sockeye("tune", "explain", "--socket", fmt.Sprintf("%d:%d", os.Getpid(), elsewhere))
 		message := fmt.Sprintf("-> 127.0.0.1:1 (descriptor %d of pid %d): enter network namespace of pid %[2]d: operation not permitted\n", elsewhere, os.Getpid())
-		if r.code != agent.CodeNotPermitted || !strings.HasPrefix(r.err, "sockeye: read subflows of 127.0.0.1:") || !strings.Contains(r.err, message) || !strings.Contains(r.err, "netns.conf") {
+		if r.code != fault.CodeNotPermitted || !strings.HasPrefix(r.err, "sockeye: read subflows of 127.0.0.1:") || !strings.Contains(r.err, message) || !strings.Contains(r.err, "netns.conf") {
 			t.Errorf("%+v", r)
 		}
 	})

@@ -8,6 +8,8 @@ import (
 	"math"
 	"strings"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -44,7 +46,7 @@ about how many more connections are needed.`,
 // ruleName refuses a name that is empty, which a request takes as none.
 func ruleName(name string) (string, error) {
 	if name == "" {
-		return "", agent.Usage(fmt.Errorf("RULE is %q", name), "sockeye tune lists the rules")
+		return "", fault.Usage(fmt.Errorf("RULE is %q", name), "sockeye tune lists the rules")
 	}
 	return name, nil
 }

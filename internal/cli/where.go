@@ -12,6 +12,8 @@ import (
 	"path/filepath"
 	"strconv"
 
+	"sockeye/internal/fault"
+
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
@@ -48,13 +50,13 @@ tells what they would have under another policy file, and with --slots and
 		var list []agent.WhereStatus
 		switch {
 		case changed("slots") && (plan != "" || offline) || plan != "" && offline:
-			return agent.Usage(errors.New("--slots, --plan and --offline do not go together"), "each names another table")
+			return fault.Usage(errors.New("--slots, --plan and --offline do not go together"), "each names another table")
 		case changed("device-map") && !changed("slots"):
-			return agent.Usage(errors.New("--device-map goes with --slots"), "without --slots the service's own device map counts")
+			return fault.Usage(errors.New("--device-map goes with --slots"), "without --slots the service's own device map counts")
 		case changed("slots") && service != "":
-			return agent.Usage(errors.New("--slots and --service do not go together"), "a table given by --slots belongs to no service")
+			return fault.Usage(errors.New("--slots and --service do not go together"), "a table given by --slots belongs to no service")
 		case changed("slots") != changed("nonce"):
-			return agent.Usage(fmt.Errorf("--slots and --nonce go together"), "sockeye status -o json shows a service's nonce")
+			return fault.Usage(fmt.Errorf("--slots and --nonce go together"), "sockeye status -o json shows a service's nonce")
 		case changed("slots"):
 			list, err = whereTable(addresses, slots, nonce, devices)
 		case plan != "":
@@ -96,15 +98,15 @@ tells what they would have under another policy file, and with --slots and
 func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]agent.WhereStatus, error) {
 	seed, err := strconv.ParseUint(nonce, 0, 64)
 	if err != nil {
-		return nil, agent.Usage(fmt.Errorf("--nonce is %q", nonce), "a number of 64 bits, as in 0x5eed")
+		return nil, fault.Usage(fmt.Errorf("--nonce is %q", nonce), "a number of 64 bits, as in 0x5eed")
 	}
 	if slots < 1 || slots > bpf.MaxSlots {
-		return nil, agent.Usage(fmt.Errorf("--slots is %d", slots), fmt.Sprintf("1 to %d", bpf.MaxSlots))
+		return nil, fault.Usage(fmt.Errorf("--slots is %d", slots), fmt.Sprintf("1 to %d", bpf.MaxSlots))
 	}
 	var devices *steer.DeviceMap
 	if file != "" {
 		if devices, err = steer.LoadDeviceMap(file); err != nil {
-			return nil, agent.Unreadable(err, "")
+			return nil, fault.Unreadable(err, "")
 		}
 	}
 	mapping, err := steer.NewMapping(slots, bpf.NoSlot, seed, devices)
@@ -137,7 +139,7 @@ func (c *command) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service,
 		name := cmp.Or(s.SlotsAs, s.Name)
 		nonce, ok := nonces[name]
 		if !ok {
-			return nil, agent.Usage(fmt.Errorf("service %s does not run, so its nonce is not known", name), "use --slots and --nonce, or --service for one that runs")
+			return nil, fault.Usage(fmt.Errorf("service %s does not run, so its nonce is not known", name), "use --slots and --nonce, or --service for one that runs")
 		}
 		part, err := whereTable(addresses, s.Slots, nonce, s.DeviceMap)
 		if err != nil {
@@ -149,7 +151,7 @@ func (c *command) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service,
 		list = append(list, part...)
 	}
 	if service != "" && len(list) == 0 {
-		return nil, agent.Usage(fmt.Errorf("%s has no service %q", file, service), "name one of its services, or leave --service out")
+		return nil, fault.Usage(fmt.Errorf("%s has no service %q", file, service), "name one of its services, or leave --service out")
 	}
 	return list, nil
 }
@@ -168,7 +170,7 @@ func whereOffline(addresses []netip.Addr, service, pins string) ([]agent.WhereSt
 		if service != "" {
 			what = "service " + service
 		}
-		return nil, agent.Usage(fmt.Errorf("%s has no pins of %s", pins, what), "name the agent's directory with --pins")
+		return nil, fault.Usage(fmt.Errorf("%s has no pins of %s", pins, what), "name the agent's directory with --pins")
 	}
 	list := []agent.WhereStatus{}
 	for _, dir := range dirs {

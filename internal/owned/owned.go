@@ -15,6 +15,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fault"
 )
 
 // UntrustedError says that somebody other than root decides what a path is.
@@ -24,6 +26,11 @@ type UntrustedError struct {
 }
 
 func (e *UntrustedError) Error() string { return fmt.Sprintf("%s %s", e.Path, e.Reason) }
+
+// Explain returns the hint and the exit code of the error.
+func (e *UntrustedError) Explain() (hint string, code int) {
+	return "somebody else than root could put files there: remove it, or name a directory that only root may write, with all above it", fault.CodeConflict
+}
 
 // maxLinks bounds the symbolic links of one path, as path_resolution(7) does.
 const maxLinks = 40

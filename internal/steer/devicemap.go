@@ -21,6 +21,8 @@ import (
 	"unicode/utf8"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fault"
 )
 
 // Limits of a device map.
@@ -62,6 +64,9 @@ type DeviceMapError struct {
 }
 
 // Error is one line, followed by a line "  hint: ..." where there is a hint.
+// Explain returns the exit code of the error, which has its hint in its text.
+func (e *DeviceMapError) Explain() (hint string, code int) { return "", fault.CodeUsage }
+
 func (e *DeviceMapError) Error() string {
 	s := e.File + ": " + e.Message
 	if e.Line > 0 {

@@ -17,6 +17,8 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/fault"
+
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
@@ -400,7 +402,7 @@ func TestIsolatedAsks(t *testing.T) {
 	h.startAgent()
 	for _, args := range [][]string{{"status"}, {"apply"}, {"run", "--service", "telemetry", "--", "true"}} {
 		inside := append([]string{"isolate", "--as-root", "--", os.Getenv(binaryEnv), "--run-dir", h.dir}, args...)
-		h.refuse(agent.CodeNotPermitted, []string{"another user namespace", "hint:"}, inside...)
+		h.refuse(fault.CodeNotPermitted, []string{"another user namespace", "hint:"}, inside...)
 	}
 	var s agent.Status
 	h.show(&s, "status")

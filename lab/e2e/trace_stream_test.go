@@ -17,7 +17,10 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/fault"
+
 	"github.com/cilium/ebpf"
+
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/internal/trace"
@@ -44,13 +47,13 @@ func (h *tuned) samples(args ...string) *agent.Stream {
 // refused fails the test unless an error has this code, a hint and these words.
 func (h *tuned) refused(what string, err error, code int, words ...string) {
 	h.Helper()
-	if agent.Code(err) != code {
-		h.Errorf("%s: code %d, want %d: %v", what, agent.Code(err), code, err)
+	if fault.Code(err) != code {
+		h.Errorf("%s: code %d, want %d: %v", what, fault.Code(err), code, err)
 		return
 	}
 	for _, word := range words {
-		if !strings.Contains(err.Error()+"\nhint: "+agent.Hint(err), word) {
-			h.Errorf("%s lacks %q: %v, hint: %s", what, word, err, agent.Hint(err))
+		if !strings.Contains(err.Error()+"\nhint: "+fault.Hint(err), word) {
+			h.Errorf("%s lacks %q: %v, hint: %s", what, word, err, fault.Hint(err))
 		}
 	}
 }
@@ -65,7 +68,7 @@ func TestTraceSamples(t *testing.T) {
 	h.setPolicyText("tune: []\n")
 	h.startAgent()
 	_, err := h.stream("/samples")
-	h.refused("without rules", err, agent.CodeUsage, "nothing is traced", "hint: add a trace rule")
+	h.refused("without rules", err, fault.CodeUsage, "nothing is traced", "hint: add a trace rule")
 	h.applyTrace(all, late)
 	p, far := h.startNear("near"), h.startFar()
 	far.listen(tracePort)
@@ -110,7 +113,7 @@ func TestTraceSamples(t *testing.T) {
 
 	// One reader at a time, also by command, until it leaves.
 	_, err = h.stream("/samples")
-	h.refused("a second reader", err, agent.CodeConflict, near, "being read already", "hint:")
+	h.refused("a second reader", err, fault.CodeConflict, near, "being read already", "hint:")
 	h.refuse(5, []string{"being read already", "hint:"}, "trace", "samples", "--count", "1")
 	s.Close()
 	h.eventually("the reader to be gone", func() error {
@@ -493,11 +496,11 @@ func TestTraceRefused(t *testing.T) {
 		what := fmt.Sprintf("%s %v", c.path, c.args)
 		if c.path == "/samples" || c.path == "/packets" {
 			_, err := h.stream(c.path, c.args...)
-			h.refused(what, err, agent.CodeUsage, c.words...)
+			h.refused(what, err, fault.CodeUsage, c.words...)
 			continue
 		}
 		var answer json.RawMessage
-		h.refused(what, h.tryQuery(c.path, &answer, c.args...), agent.CodeUsage, c.words...)
+		h.refused(what, h.tryQuery(c.path, &answer, c.args...), fault.CodeUsage, c.words...)
 	}
 	if h.sampling() || h.packetPrograms() > 0 {
 		t.Error("questions that are refused leave something attached")

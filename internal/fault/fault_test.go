@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package fault_test
 
 import (
 	"errors"
@@ -8,6 +8,8 @@ import (
 	"io/fs"
 	"strings"
 	"testing"
+
+	"sockeye/internal/fault"
 
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
@@ -28,7 +30,7 @@ func TestCodeAndHint(t *testing.T) {
 		reset   = "sockeye reset removes the pins of another version; steering stops until the agent starts again"
 		oneEach = "one agent works with a pin directory; see sockeye status, or give this one its own --pins"
 	)
-	wrap := func(err error) error { return fmt.Errorf("service a: %w", joined(errors.New("first"), err)) }
+	wrap := func(err error) error { return fmt.Errorf("service a: %w", fault.Join(errors.New("first"), err)) }
 	for _, c := range []struct {
 		name string
 		err  error
@@ -37,7 +39,7 @@ func TestCodeAndHint(t *testing.T) {
 	}{
 		{"none", nil, 0, ""},
 		{"any", errors.New("x"), 1, ""},
-		{"usage", Usage(errors.New("x"), "y"), 2, "y"},
+		{"usage", fault.Usage(errors.New("x"), "y"), 2, "y"},
 		{"policy", badPolicy, 2, ""},
 		{"device map", badMap, 2, ""},
 		{"wrapped device map", wrap(badMap), 2, ""},
@@ -47,40 +49,36 @@ func TestCodeAndHint(t *testing.T) {
 		{"permission", wrap(fs.ErrPermission), 4, asRoot},
 		{"verifier", wrap(&bpf.RefusedError{What: "program p", Err: &ebpf.VerifierError{Cause: unix.EACCES, Log: []string{"invalid access to map value"}}}), 3, report},
 		{"verifier, an old kernel", wrap(fmt.Errorf("%w before 5.15: %w", ebpf.ErrNotSupported, &bpf.RefusedError{What: "program p", Err: &ebpf.VerifierError{Cause: unix.EINVAL, Log: []string{"unknown func"}}})), 3, doctor},
-		{"conflict", wrap(conflict(errors.New("x"), "y")), 5, "y"},
+		{"conflict", wrap(fault.Conflict(errors.New("x"), "y")), 5, "y"},
 		{"locked", wrap(bpf.ErrLocked), 5, oneEach},
 		{"pins", wrap(&bpf.IncompatibleError{Path: "p", Err: unix.EPERM}), 5, reset},
 		{"address", wrap(unix.EADDRINUSE), 5, ""},
-		{"hint kept", withHint(bpf.ErrLocked, "y"), 5, "y"},
-		{"an own error without a hint", Usage(unix.EPERM, ""), 2, asRoot},
-		{"unreadable", Unreadable(fs.ErrNotExist, "y"), 2, "y"},
-		{"unreadable for rights", Unreadable(fs.ErrPermission, "y"), 4, asRoot},
+		{"hint kept", fault.WithHint(bpf.ErrLocked, "y"), 5, "y"},
+		{"an own error without a hint", fault.Usage(unix.EPERM, ""), 2, asRoot},
+		{"unreadable", fault.Unreadable(fs.ErrNotExist, "y"), 2, "y"},
+		{"unreadable for rights", fault.Unreadable(fs.ErrPermission, "y"), 4, asRoot},
 		{"no such interface", wrap(&bigtcp.Error{Kind: bigtcp.KindUsage, Err: errors.New("x"), Hint: "y"}), 2, "y"},
 		{"device cannot", wrap(&bigtcp.Error{Kind: bigtcp.KindUnsupported, Err: errors.New("x")}), 3, ""},
 		{"sizes held by another", wrap(&bigtcp.Error{Kind: bigtcp.KindConflict, Err: unix.EPERM, Hint: "y"}), 5, "y"},
-		{"inherited", errInherited, 5, "name the process that opened them"},
 	} {
-		if code, hint := Code(c.err), Hint(c.err); code != c.code || hint != c.hint {
+		if code, hint := fault.Code(c.err), fault.Hint(c.err); code != c.code || hint != c.hint {
 			t.Errorf("%s: code %d, hint %q; want %d, %q", c.name, code, hint, c.code, c.hint)
-		}
-		if code := Code(c.err); code != 0 && httpStatus[code] == 0 {
-			t.Errorf("%s: code %d has no HTTP status", c.name, code)
 		}
 	}
 }
 
 func TestJoined(t *testing.T) {
 	a, b := errors.New("a"), errors.New("b")
-	if err := joined(); err != nil {
+	if err := fault.Join(); err != nil {
 		t.Error(err)
 	}
-	if err := joined(nil, nil); err != nil {
+	if err := fault.Join(nil, nil); err != nil {
 		t.Error(err)
 	}
-	if err := joined(nil, a); !errors.Is(err, a) || errors.Is(err, b) {
+	if err := fault.Join(nil, a); !errors.Is(err, a) || errors.Is(err, b) {
 		t.Error(err)
 	}
-	err := joined(a, nil, b)
+	err := fault.Join(a, nil, b)
 	if err.Error() != "a; b" || !errors.Is(err, a) || !errors.Is(err, b) {
 		t.Error(err)
 	}
@@ -92,12 +90,12 @@ func TestMessage(t *testing.T) {
 		flaws = append(flaws, &config.Error{File: "p", Line: n + 1, Column: 1, Message: "is wrong"})
 	}
 	for n, last := range map[int]string{1: "p:1:1: is wrong", 20: "p:20:1: is wrong", 21: "and 1 more", 25: "and 5 more"} {
-		lines := strings.Split(Message(fmt.Errorf("apply: %w", flaws[:n])), "\n")
+		lines := strings.Split(fault.Message(fmt.Errorf("apply: %w", flaws[:n])), "\n")
 		if got := strings.TrimPrefix(lines[len(lines)-1], "apply: "); got != last || !strings.HasPrefix(lines[0], "apply: p:1:1: ") {
 			t.Errorf("%d errors: the last line is %q, want %q", n, got, last)
 		}
 	}
-	if got := Message(errors.New("x")); got != "x" {
+	if got := fault.Message(errors.New("x")); got != "x" {
 		t.Error(got)
 	}
 }

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"testing"
+
+	"sockeye/internal/fault"
+)
+
+func TestHTTPStatus(t *testing.T) {
+	for _, code := range []int{fault.CodeFailed, fault.CodeUsage, fault.CodeUnsupported, fault.CodeNotPermitted, fault.CodeConflict} {
+		if httpStatus[code] == 0 {
+			t.Errorf("code %d has no HTTP status", code)
+		}
+	}
+}
+
+func TestInheritedSockets(t *testing.T) {
+	if code, hint := fault.Code(errInherited), fault.Hint(errInherited); code != fault.CodeConflict || hint != "name the process that opened them" {
+		t.Errorf("code %d, hint %q", code, hint)
+	}
+}
