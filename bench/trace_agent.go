@@ -13,12 +13,13 @@ import (
 	"slices"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/trace"
 )
 
 // tracePolicies are by what they attach.
@@ -210,7 +211,7 @@ func (t *traceBench) tracedRules(ctx context.Context) (rules []tracedRule, err e
 		for _, n := range r.Outcomes {
 			rules[i].Accounted += n
 		}
-		rules[i].Acked += r.Outcomes[trace.Acked]
+		rules[i].Acked += r.Outcomes[measure.Acked]
 		rules[i].Received += r.RXChosen
 	}
 	return rules, nil

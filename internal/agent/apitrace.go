@@ -5,8 +5,9 @@ package agent
 import (
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/bpf"
-	"sockeye/internal/trace"
 )
 
 // TraceStatus is the answer to GET /v1/trace.
@@ -57,7 +58,7 @@ type TraceSkipped struct {
 // the counts began or as the query asks. The query's since is a duration, or
 // from and to are times (RFC 3339); select is as trace.MatchGroup reads it.
 type TraceResults struct {
-	trace.Period
+	measure.Period
 	// Partial: the history does not go back as far as was asked for.
 	Partial bool `json:"partial"`
 }
@@ -65,23 +66,23 @@ type TraceResults struct {
 // TraceHistory is the answer to GET /v1/trace/history, with the same query:
 // slices of 10 s, the oldest first.
 type TraceHistory struct {
-	Slices  []trace.Period `json:"slices"`
-	Partial bool           `json:"partial"`
+	Slices  []measure.Period `json:"slices"`
+	Partial bool             `json:"partial"`
 }
 
 // TraceSlow is one message of the answer to GET /v1/trace/slow?n=..&since=..&select=..,
 // the slowest first.
 type TraceSlow struct {
-	trace.Sample
-	Explanation trace.Explanation `json:"explanation"`
+	measure.Sample
+	Explanation measure.Explanation `json:"explanation"`
 }
 
 // TraceSampleLine is one line of the answer to GET /v1/trace/samples?buffer=..&select=..,
 // which goes on until the caller leaves. Lost counts the samples that found no
 // room since the answer began; it comes at least once a second.
 type TraceSampleLine struct {
-	Sample *trace.Sample `json:"sample,omitempty"`
-	Lost   uint64        `json:"lost,omitempty"`
+	Sample *measure.Sample `json:"sample,omitempty"`
+	Lost   uint64          `json:"lost,omitempty"`
 }
 
 // TracePacketLine is one line of the answer to

@@ -11,10 +11,10 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/trace/measure"
+
 	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
-
-	"sockeye/internal/trace"
 )
 
 type dashboard struct {
@@ -70,7 +70,7 @@ func traceMetrics(t *testing.T) map[string]storedMetric {
 			descTraceBytes, descTraceReceived, descTraceWaiting, descTraceOldest, descTraceStage} {
 			values := make([]string, len(prometheus.MakeLabelPairs(desc, make([]string, 64))))
 			if desc == descTraceStage {
-				out <- stageMetric{values, &trace.Histogram{}}
+				out <- stageMetric{values, &measure.Histogram{}}
 			} else {
 				out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, 1, values...)
 			}
@@ -198,12 +198,12 @@ func readMatchers(tokens []string, i int, m storedMetric) (end int, variables []
 			return i, nil, fmt.Errorf("%s has no label %s", m.family, label)
 		}
 		var known []string
-		for _, s := range trace.Stages {
+		for _, s := range measure.Stages {
 			if label == "stage" {
 				known = append(known, string(s))
 			}
 		}
-		for _, o := range slices.Concat(trace.Outcomes, trace.RXOutcomes) {
+		for _, o := range slices.Concat(measure.Outcomes, measure.RXOutcomes) {
 			if label == "outcome" {
 				known = append(known, string(o))
 			}
@@ -249,7 +249,7 @@ func TestDashboardQueries(t *testing.T) {
 		}
 		if v.Name == "stage" {
 			var stages []string
-			for _, s := range trace.Stages {
+			for _, s := range measure.Stages {
 				stages = append(stages, string(s))
 			}
 			got := strings.Split(v.Query.(string), ",")

@@ -9,10 +9,10 @@ import (
 	"strconv"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
-
-	"sockeye/internal/trace"
 )
 
 // Counters are since the cgroup's trace rules have their content: a change of
@@ -53,7 +53,7 @@ const traceSchema = 3
 // stageMetric is one histogram, classic and native at once.
 type stageMetric struct {
 	labels    []string
-	histogram *trace.Histogram
+	histogram *measure.Histogram
 }
 
 func (m stageMetric) Desc() *prometheus.Desc { return descTraceStage }
@@ -68,7 +68,7 @@ func (m stageMetric) Write(out *dto.Metric) error {
 		native.Bucket = append(native.Bucket, &dto.Bucket{UpperBound: &bound, CumulativeCount: &n})
 	}
 	positive, zero := h.Native(traceSchema)
-	schema, threshold := int32(traceSchema), trace.NativeZero
+	schema, threshold := int32(traceSchema), measure.NativeZero
 	native.Schema, native.ZeroThreshold, native.ZeroCount = &schema, &threshold, &zero
 	next, last := 0, int64(0)
 	for _, index := range slices.Sorted(maps.Keys(positive)) {
@@ -121,7 +121,7 @@ func (t *tracer) collect(out chan<- prometheus.Metric) error {
 	return nil
 }
 
-func (t *tracer) labels(g trace.Group) []string {
+func (t *tracer) labels(g measure.Group) []string {
 	remote, port := "", ""
 	switch {
 	case g.Other:

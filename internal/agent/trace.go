@@ -17,6 +17,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/fault"
 
 	"github.com/cilium/ebpf"
@@ -48,12 +50,12 @@ type tracing struct {
 	compiled *bpf.TraceRules
 	skipped  map[string][]TraceSkipped // by rule
 	scope    traceScope
-	tuning   string        // folder of the pins of the cgroup's tuning, "" for none
-	tuner    *tuner        // with them
-	trace    *bpf.Trace    // nil while there is no such cgroup
-	idle     *bpf.Trace    // of the cgroup that was there before, by the same rules; or nil
-	stamping *bpf.Stamping // of what arrives, nil if no rule asks for it
-	before   trace.Period  // what was counted when this agent began with the rules
+	tuning   string         // folder of the pins of the cgroup's tuning, "" for none
+	tuner    *tuner         // with them
+	trace    *bpf.Trace     // nil while there is no such cgroup
+	idle     *bpf.Trace     // of the cgroup that was there before, by the same rules; or nil
+	stamping *bpf.Stamping  // of what arrives, nil if no rule asks for it
+	before   measure.Period // what was counted when this agent began with the rules
 	problem  error
 }
 
@@ -195,7 +197,7 @@ func (t *tracer) open() error {
 		}
 	}
 	if !c.Adopt {
-		t.scope.Rules, t.scope.Groups, t.scope.Since, t.before = hash, t.compiled.Groups, time.Now(), trace.Period{}
+		t.scope.Rules, t.scope.Groups, t.scope.Since, t.before = hash, t.compiled.Groups, time.Now(), measure.Period{}
 	}
 	if tuned != 0 {
 		t.scope.Tuned = tuned

@@ -12,7 +12,7 @@ import (
 	"sync"
 	"time"
 
-	"sockeye/internal/trace"
+	"sockeye/internal/trace/measure"
 )
 
 const (
@@ -32,7 +32,7 @@ type traceHistory struct {
 // traceReading are the counts of a tracer, since its rules are in force.
 type traceReading struct {
 	since  time.Time
-	period trace.Period
+	period measure.Period
 	absent bool // there is no cgroup now; its counts go on with the next
 }
 
@@ -42,7 +42,7 @@ type packedPeriod struct {
 	data     []byte
 }
 
-func pack(p trace.Period) (packedPeriod, error) {
+func pack(p measure.Period) (packedPeriod, error) {
 	var b bytes.Buffer
 	w, err := flate.NewWriter(&b, flate.BestSpeed)
 	if err == nil {
@@ -57,8 +57,8 @@ func pack(p trace.Period) (packedPeriod, error) {
 	return packedPeriod{p.From, p.To, bytes.Clone(b.Bytes())}, nil
 }
 
-func (p packedPeriod) unpack() (trace.Period, error) {
-	var period trace.Period
+func (p packedPeriod) unpack() (measure.Period, error) {
+	var period measure.Period
 	r := flate.NewReader(bytes.NewReader(p.data))
 	defer r.Close()
 	data, err := io.ReadAll(r)
@@ -138,9 +138,9 @@ func (a *Agent) endSlice(h *traceHistory) error {
 }
 
 // sinceLast is what was measured since the last slice ended.
-func (a *Agent) sinceLast(h *traceHistory) (trace.Period, map[*tracer]traceReading, error) {
+func (a *Agent) sinceLast(h *traceHistory) (measure.Period, map[*tracer]traceReading, error) {
 	now := time.Now()
-	slice := trace.Period{From: now, To: now, Results: []trace.Result{}}
+	slice := measure.Period{From: now, To: now, Results: []measure.Result{}}
 	last := make(map[*tracer]traceReading)
 	for _, t := range a.tracers {
 		reading, err := t.read()
@@ -157,7 +157,7 @@ func (a *Agent) sinceLast(h *traceHistory) (trace.Period, map[*tracer]traceReadi
 			before = traceReading{period: t.adopted()}
 		}
 		last[t] = reading
-		part := trace.Diff(before.period, reading.period)
+		part := measure.Diff(before.period, reading.period)
 		if before.period.To.Before(slice.From) {
 			slice.From = before.period.To
 		}
@@ -167,7 +167,7 @@ func (a *Agent) sinceLast(h *traceHistory) (trace.Period, map[*tracer]traceReadi
 }
 
 // adopted is what was counted before this agent began with the rules.
-func (t *tracer) adopted() trace.Period {
+func (t *tracer) adopted() measure.Period {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.before
@@ -182,7 +182,7 @@ func (t *tracer) read() (traceReading, error) {
 
 func (t *tracer) readLocked() (traceReading, error) {
 	r := traceReading{since: t.scope.Since, absent: t.trace == nil,
-		period: trace.Period{From: t.scope.Since, To: time.Now(), Results: []trace.Result{}}}
+		period: measure.Period{From: t.scope.Since, To: time.Now(), Results: []measure.Result{}}}
 	if r.absent {
 		return r, nil
 	}
@@ -192,13 +192,13 @@ func (t *tracer) readLocked() (traceReading, error) {
 	}
 	r.period.Results = results
 	// Groups that differed by what is gone now have one name.
-	r.period = trace.Merge([]trace.Period{r.period})
+	r.period = measure.Merge([]measure.Period{r.period})
 	return r, nil
 }
 
 // window gives the slices of a time, the one that has not ended included.
 // Partial: they do not go back that far.
-func (a *Agent) window(from, to time.Time) (periods []trace.Period, partial bool, err error) {
+func (a *Agent) window(from, to time.Time) (periods []measure.Period, partial bool, err error) {
 	packed, current, oldest, err := a.remembered()
 	if err != nil || current == nil {
 		return nil, false, err
@@ -220,7 +220,7 @@ func (a *Agent) window(from, to time.Time) (periods []trace.Period, partial bool
 
 // remembered gives the slices that have ended, the one that has not, and when
 // the first of them began; nil if nothing is traced.
-func (a *Agent) remembered() (ended []packedPeriod, current *trace.Period, oldest time.Time, err error) {
+func (a *Agent) remembered() (ended []packedPeriod, current *measure.Period, oldest time.Time, err error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	h := a.history

@@ -16,13 +16,14 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/fault"
 
 	"github.com/cilium/ebpf"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/sockets"
-	"sockeye/internal/trace"
 )
 
 const (
@@ -296,8 +297,8 @@ func (s *sampler) current() (*bpf.Trace, *bpf.TraceReader, uint64) {
 // read gives the samples of one reader until that is closed.
 func (s *sampler) read(ctx context.Context, of *bpf.Trace, reader *bpf.TraceReader, lines chan<- TraceSampleLine, told *uint64) error {
 	var (
-		groups    map[uint32]trace.Group
-		translate func(*bpf.TraceSample) trace.Sample
+		groups    map[uint32]measure.Group
+		translate func(*bpf.TraceSample) measure.Sample
 		renewed   time.Time
 	)
 	send := func(line TraceSampleLine) {
@@ -334,7 +335,7 @@ func (s *sampler) read(ctx context.Context, of *bpf.Trace, reader *bpf.TraceRead
 }
 
 // translator gives what makes samples readable, for the groups that there are.
-func (t *tracer) translator(of *bpf.Trace) (map[uint32]trace.Group, func(*bpf.TraceSample) trace.Sample, error) {
+func (t *tracer) translator(of *bpf.Trace) (map[uint32]measure.Group, func(*bpf.TraceSample) measure.Sample, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.trace != of {

@@ -16,6 +16,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/fault"
 
 	"github.com/cilium/ebpf"
@@ -23,7 +25,6 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 )
 
 // tracersOf returns the tracing of the named cgroup, or all by name.
@@ -47,13 +48,13 @@ func (a *Agent) tracersOf(cgroup string) ([]*tracer, error) {
 }
 
 // names tell what the numbers of the tracer's programs stand for.
-func (t *tracer) names() trace.Names {
+func (t *tracer) names() measure.Names {
 	tuned := make(map[uint32]string)
 	if t.tuner != nil {
 		tuned = t.tuner.ruleNames()
 	}
 	cgroups := sync.OnceValue(func() map[uint64]string { return t.host.cgroupNames(t.scope.Path) })
-	return trace.Names{
+	return measure.Names{
 		Rules: t.rules, Services: t.services,
 		TuneRule: func(id uint32) string { return tuned[id] },
 		Cgroup:   func(id uint64) string { return cgroups()[id] },
@@ -164,17 +165,17 @@ func (t *tracer) status() (TracedCgroup, error) {
 // traceQuery is what a request asks for.
 type traceQuery struct {
 	from, to time.Time // zero from: since the counts began
-	selected func(trace.Group) bool
+	selected func(measure.Group) bool
 }
 
 func parseTraceQuery(q url.Values) (traceQuery, error) {
 	query := traceQuery{to: time.Now()}
 	selector := q.Get("select")
-	if _, err := trace.MatchGroup(selector, trace.Group{}); err != nil {
+	if _, err := measure.MatchGroup(selector, measure.Group{}); err != nil {
 		return query, ofSelector(err)
 	}
-	query.selected = func(g trace.Group) bool {
-		ok, _ := trace.MatchGroup(selector, g) // parsed above
+	query.selected = func(g measure.Group) bool {
+		ok, _ := measure.MatchGroup(selector, g) // parsed above
 		return ok
 	}
 	if text := q.Get("since"); text != "" {
@@ -228,7 +229,7 @@ func (a *Agent) traceQuery(q url.Values) (traceQuery, []*tracer, error) {
 		}
 	}
 	selected := query.selected
-	query.selected = func(g trace.Group) bool { return rules[g.Rule] && selected(g) }
+	query.selected = func(g measure.Group) bool { return rules[g.Rule] && selected(g) }
 	return query, tracers, nil
 }
 
@@ -239,7 +240,7 @@ func (t *tracer) inForce() []config.TraceRule {
 }
 
 func ofSelector(err error) error {
-	var selector *trace.SelectorError
+	var selector *measure.SelectorError
 	if errors.As(err, &selector) {
 		return fault.Usage(err, selector.Hint)
 	}
@@ -247,8 +248,8 @@ func ofSelector(err error) error {
 }
 
 // pick keeps the groups that a query selects.
-func (q traceQuery) pick(p trace.Period) trace.Period {
-	results := []trace.Result{}
+func (q traceQuery) pick(p measure.Period) measure.Period {
+	results := []measure.Result{}
 	for _, r := range p.Results {
 		if q.selected(r.Group) {
 			results = append(results, r)
@@ -269,9 +270,9 @@ func (a *Agent) TraceResults(q url.Values) (*TraceResults, error) {
 		if err != nil {
 			return nil, err
 		}
-		return &TraceResults{query.pick(trace.Merge(periods)), partial}, nil
+		return &TraceResults{query.pick(measure.Merge(periods)), partial}, nil
 	}
-	var periods []trace.Period
+	var periods []measure.Period
 	for _, t := range tracers {
 		reading, err := t.read()
 		if err != nil {
@@ -279,7 +280,7 @@ func (a *Agent) TraceResults(q url.Values) (*TraceResults, error) {
 		}
 		periods = append(periods, reading.period)
 	}
-	return &TraceResults{Period: query.pick(trace.Merge(periods))}, nil
+	return &TraceResults{Period: query.pick(measure.Merge(periods))}, nil
 }
 
 // TraceHistory is what was measured in a time, in slices.
@@ -292,7 +293,7 @@ func (a *Agent) TraceHistory(q url.Values) (*TraceHistory, error) {
 	if err != nil {
 		return nil, err
 	}
-	h := &TraceHistory{Slices: []trace.Period{}, Partial: partial && !query.from.IsZero()}
+	h := &TraceHistory{Slices: []measure.Period{}, Partial: partial && !query.from.IsZero()}
 	for _, p := range periods {
 		h.Slices = append(h.Slices, query.pick(p))
 	}
@@ -314,7 +315,7 @@ func (a *Agent) TraceSlow(q url.Values) ([]TraceSlow, error) {
 			return nil, fault.Usage(fmt.Errorf("%q is no number of messages", text), fmt.Sprintf("1 to %d", maxSlow))
 		}
 	}
-	var samples []trace.Sample
+	var samples []measure.Sample
 	for _, t := range tracers {
 		found, err := t.slowest()
 		if err != nil {
@@ -322,18 +323,18 @@ func (a *Agent) TraceSlow(q url.Values) ([]TraceSlow, error) {
 		}
 		samples = append(samples, found...)
 	}
-	slices.SortStableFunc(samples, func(a, b trace.Sample) int { return int(b.Stages[trace.Total] - a.Stages[trace.Total]) })
+	slices.SortStableFunc(samples, func(a, b measure.Sample) int { return int(b.Stages[measure.Total] - a.Stages[measure.Total]) })
 	list := []TraceSlow{}
 	for i := range samples {
 		s := &samples[i]
 		if len(list) < n && query.selected(s.Group) && !s.Ended.Before(query.from) && !s.Ended.After(query.to) {
-			list = append(list, TraceSlow{*s, trace.Explain(s)})
+			list = append(list, TraceSlow{*s, measure.Explain(s)})
 		}
 	}
 	return list, nil
 }
 
-func (t *tracer) slowest() ([]trace.Sample, error) {
+func (t *tracer) slowest() ([]measure.Sample, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.trace == nil {

@@ -15,10 +15,11 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/agent"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bigtcp/bench"
-	"sockeye/internal/trace"
 )
 
 // answers are the types that commands print with -o json.
@@ -40,7 +41,7 @@ var answers = []struct {
 	{"tune revert", agent.TuneLive{}},
 	{"trace", traced{}},
 	{"trace slow", []agent.TraceSlow{}},
-	{"trace samples", trace.Sample{}},
+	{"trace samples", measure.Sample{}},
 	{"trace report", written{}},
 	{"trace compare", compared{}},
 	{"trace packets", tracedPackets{}},
@@ -69,7 +70,7 @@ func fieldsOf(path string, t reflect.Type, optional bool) []string {
 		return []string{path + " time" + suffix}
 	case t == reflect.TypeFor[netip.Addr]():
 		return []string{path + " address" + suffix}
-	case t == reflect.TypeFor[trace.Histogram]():
+	case t == reflect.TypeFor[measure.Histogram]():
 		return []string{path + ".count number", path + ".sum_ns number", path + ".max_ns number", path + ".buckets[][] number"}
 	case t.Kind() != reflect.Pointer && t.Implements(reflect.TypeFor[encoding.TextMarshaler]()):
 		return []string{path + " string" + suffix}

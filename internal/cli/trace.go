@@ -12,6 +12,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
@@ -19,7 +21,6 @@ import (
 
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 )
 
 // traced is the answer of trace -o json.
@@ -94,7 +95,7 @@ of the last time only; the agent remembers an hour.`,
 	selectFlag(cmd, &v.selector)
 	completeFlag(cmd, "since")
 	var words []cobra.Completion
-	for _, s := range trace.Stages {
+	for _, s := range measure.Stages {
 		words = append(words, string(s))
 	}
 	completeFlag(cmd, "stage", words...)
@@ -176,8 +177,8 @@ func (c *command) tracing(l *text, t *traced, v traceView) {
 	for _, g := range t.Cgroups {
 		c.tracedCgroup(l, &g)
 	}
-	shown := slices.DeleteFunc(slices.Clone(t.Results), func(r trace.Result) bool {
-		return !slices.ContainsFunc(v.stages, func(s config.Stage) bool { return measuredIn(&r, s) }) && len(v.stages) < len(trace.Stages)
+	shown := slices.DeleteFunc(slices.Clone(t.Results), func(r measure.Result) bool {
+		return !slices.ContainsFunc(v.stages, func(s config.Stage) bool { return measuredIn(&r, s) }) && len(v.stages) < len(measure.Stages)
 	})
 	l.line("")
 	l.line("%s", c.period(t, v, len(shown)))
@@ -201,12 +202,12 @@ func (c *command) tracing(l *text, t *traced, v traceView) {
 	l.table("lrrrrrr", rows)
 }
 
-func measuredIn(r *trace.Result, s config.Stage) bool {
+func measuredIn(r *measure.Result, s config.Stage) bool {
 	h := r.Stages[s]
 	return h != nil && h.Count > 0
 }
 
-func stageRow(s config.Stage, h *trace.Histogram) []string {
+func stageRow(s config.Stage, h *measure.Histogram) []string {
 	row := []string{"  " + string(s), fmt.Sprint(h.Count)}
 	for _, q := range []float64{0.5, 0.9, 0.99, 0.999} {
 		row = append(row, took(h.Quantile(q)))
@@ -231,7 +232,7 @@ func (c *command) period(t *traced, v traceView, groups int) string {
 	if groups > 0 {
 		return words
 	}
-	if v.selector != "" || len(v.stages) < len(trace.Stages) {
+	if v.selector != "" || len(v.stages) < len(measure.Stages) {
 		return words + ": no such message was chosen"
 	}
 	return words + ": no message was chosen"
@@ -273,10 +274,10 @@ func (c *command) tracedCgroup(l *text, g *agent.TracedCgroup) {
 
 // accounts tells what became of all messages of a group, and what is not known of
 // them.
-func accounts(r *trace.Result) []string {
+func accounts(r *measure.Result) []string {
 	var notes []string
 	if r.Chosen > 0 || r.InFlight > 0 || len(r.Outcomes) > 0 {
-		notes = append(notes, balance(r.Chosen, "chosen", r.Outcomes, trace.Outcomes, r.InFlight, "in flight"))
+		notes = append(notes, balance(r.Chosen, "chosen", r.Outcomes, measure.Outcomes, r.InFlight, "in flight"))
 	}
 	for _, lack := range []struct {
 		n    uint64
@@ -292,7 +293,7 @@ func accounts(r *trace.Result) []string {
 	if r.RXChosen == 0 && r.RXWaiting == 0 && len(r.RXOutcomes) == 0 {
 		return notes
 	}
-	received := balance(r.RXChosen, "received", r.RXOutcomes, trace.RXOutcomes, r.RXWaiting, "waiting")
+	received := balance(r.RXChosen, "received", r.RXOutcomes, measure.RXOutcomes, r.RXWaiting, "waiting")
 	switch {
 	case r.RXWaiting > 0:
 		received += "; the reader is " + took(r.RXOldest) + " behind"

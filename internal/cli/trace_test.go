@@ -16,12 +16,13 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 )
 
 // noon is when the tests of trace are.
@@ -87,8 +88,8 @@ func printableOnly(t testing.TB, out string) {
 const hostile = "a\x1b[2J\x07\nb\u202ec\u009b31m\xff"
 
 // times are counted in a histogram: each n times.
-func counted(n int, times ...time.Duration) *trace.Histogram {
-	h := &trace.Histogram{}
+func counted(n int, times ...time.Duration) *measure.Histogram {
+	h := &measure.Histogram{}
 	for _, d := range times {
 		for range n {
 			h.Observe(uint64(d))
@@ -123,32 +124,32 @@ func oldKernel(cgroups ...agent.TracedCgroup) agent.TraceStatus {
 
 const untimedText = "this kernel cannot trace what is sent over TCP: it needs BPF timestamping, Linux 6.15 or later"
 
-func replies(remote string) trace.Group {
-	return trace.Group{Rule: "replies", Protocol: config.TCP, Remote: netip.MustParsePrefix(remote), Port: 1790}
+func replies(remote string) measure.Group {
+	return measure.Group{Rule: "replies", Protocol: config.TCP, Remote: netip.MustParsePrefix(remote), Port: 1790}
 }
 
 // measurements are of groups of all kinds.
-func measurements() trace.Period {
+func measurements() measure.Period {
 	ns, us, ms := time.Nanosecond, time.Microsecond, time.Millisecond
-	return trace.Period{From: noon.Add(-time.Hour), To: noon, Results: []trace.Result{{
+	return measure.Period{From: noon.Add(-time.Hour), To: noon, Results: []measure.Result{{
 		Group: replies("192.0.2.0/24"), Chosen: 12400, InFlight: 5, Bytes: 1 << 30, Unqueued: 12,
-		Outcomes: map[trace.Outcome]uint64{trace.Acked: 12345, trace.Retransmitted: 30, trace.Coalesced: 20},
-		Stages: map[config.Stage]*trace.Histogram{
+		Outcomes: map[measure.Outcome]uint64{measure.Acked: 12345, measure.Retransmitted: 30, measure.Coalesced: 20},
+		Stages: map[config.Stage]*measure.Histogram{
 			config.StageStack: counted(4115, 12*us, 13*us, 1240*us), config.StageQdisc: counted(6187, 850*ns, 900*ns),
-			config.StageNetwork: counted(4125, 10*ms, 11*ms, 2100*ms), trace.Total: counted(4125, 10*ms, 11*ms, 2101*ms),
+			config.StageNetwork: counted(4125, 10*ms, 11*ms, 2100*ms), measure.Total: counted(4125, 10*ms, 11*ms, 2101*ms),
 		},
 	}, {
-		Group: replies("2001:db8::/48"), Chosen: 3, InFlight: 3, Stages: map[config.Stage]*trace.Histogram{},
+		Group: replies("2001:db8::/48"), Chosen: 3, InFlight: 3, Stages: map[config.Stage]*measure.Histogram{},
 	}, {
-		Group: trace.Group{Rule: "replies", Other: true}, Chosen: math.MaxUint64, Outcomes: map[trace.Outcome]uint64{trace.Acked: math.MaxUint64 - 1, "vanished_at_sea": 1}, Undriven: 7,
-		Stages: map[config.Stage]*trace.Histogram{config.StageStack: {Count: math.MaxUint64, Sum: math.MaxUint64, Max: math.MaxUint64, Buckets: [512]uint64{511: math.MaxUint64}}},
+		Group: measure.Group{Rule: "replies", Other: true}, Chosen: math.MaxUint64, Outcomes: map[measure.Outcome]uint64{measure.Acked: math.MaxUint64 - 1, "vanished_at_sea": 1}, Undriven: 7,
+		Stages: map[config.Stage]*measure.Histogram{config.StageStack: {Count: math.MaxUint64, Sum: math.MaxUint64, Max: math.MaxUint64, Buckets: [512]uint64{511: math.MaxUint64}}},
 	}, {
-		Group:    trace.Group{Rule: "flows", Protocol: config.UDP, Service: hostile, Cgroup: "/x\x1b]0;y\x07"},
-		RXChosen: 500, RXOutcomes: map[trace.Outcome]uint64{trace.Read: 490, trace.Dropped: 3}, RXWaiting: 7, RXOldest: 1234 * ms, RXUnstamped: 1,
-		Stages: map[config.Stage]*trace.Histogram{config.StageRXStack: counted(500, 4*us), config.StageReader: counted(245, 20*us, 900*ms)},
+		Group:    measure.Group{Rule: "flows", Protocol: config.UDP, Service: hostile, Cgroup: "/x\x1b]0;y\x07"},
+		RXChosen: 500, RXOutcomes: map[measure.Outcome]uint64{measure.Read: 490, measure.Dropped: 3}, RXWaiting: 7, RXOldest: 1234 * ms, RXUnstamped: 1,
+		Stages: map[config.Stage]*measure.Histogram{config.StageRXStack: counted(500, 4*us), config.StageReader: counted(245, 20*us, 900*ms)},
 	}, {
-		Group: trace.Group{Rule: "flows", Protocol: config.UDP}, RXChosen: 2, RXOutcomes: map[trace.Outcome]uint64{trace.Read: 2},
-		Stages: map[config.Stage]*trace.Histogram{config.StageReader: counted(1, 0, 16*ns)},
+		Group: measure.Group{Rule: "flows", Protocol: config.UDP}, RXChosen: 2, RXOutcomes: map[measure.Outcome]uint64{measure.Read: 2},
+		Stages: map[config.Stage]*measure.Histogram{config.StageReader: counted(1, 0, 16*ns)},
 	}}}
 }
 
@@ -196,10 +197,10 @@ func TestTrace(t *testing.T) {
 
 	// A time that others were under way before, and counts that do not fit.
 	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
-	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: trace.Period{From: noon.Add(-time.Minute), To: noon, Results: []trace.Result{
-		{Group: replies("192.0.2.0/24"), Chosen: 10, Outcomes: map[trace.Outcome]uint64{trace.Acked: 12}, InFlight: 1},
-		{Group: replies("198.51.100.0/24"), Chosen: 10, Outcomes: map[trace.Outcome]uint64{trace.Acked: 7}, InFlight: 1},
-		{Group: replies("203.0.113.0/24"), RXChosen: 10, RXOutcomes: map[trace.Outcome]uint64{trace.Read: 10, trace.RXFull: 3}},
+	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: measure.Period{From: noon.Add(-time.Minute), To: noon, Results: []measure.Result{
+		{Group: replies("192.0.2.0/24"), Chosen: 10, Outcomes: map[measure.Outcome]uint64{measure.Acked: 12}, InFlight: 1},
+		{Group: replies("198.51.100.0/24"), Chosen: 10, Outcomes: map[measure.Outcome]uint64{measure.Acked: 7}, InFlight: 1},
+		{Group: replies("203.0.113.0/24"), RXChosen: 10, RXOutcomes: map[measure.Outcome]uint64{measure.Read: 10, measure.RXFull: 3}},
 	}}}
 	r := f.at("trace", "--since", "1m")
 	for _, want := range []string{
@@ -215,7 +216,7 @@ func TestTrace(t *testing.T) {
 // What there is to say where nothing is.
 func TestTraceNothing(t *testing.T) {
 	f := newFake(t)
-	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: trace.Period{Results: []trace.Result{}}}
+	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: measure.Period{Results: []measure.Result{}}}
 	f.answers["GET /v1/trace/slow"] = []agent.TraceSlow{}
 	rules := "there are no trace rules\nhint: add one to the policy, as in trace: [{cgroup: telemetry.slice, group_by: remote/24}], and run sockeye apply\n"
 	f.answers["GET /v1/trace"] = tracedStatus([]agent.TracedCgroup{}...)
@@ -226,7 +227,7 @@ func TestTraceNothing(t *testing.T) {
 	lab := "/lab: attached\n  rule lab: 1/1 of the connections, 1/1 of their messages\n\n"
 	f.shows(lab+"no message was chosen yet\n", nil, "trace")
 	f.shows("no message that was chosen has ended in this time\n", nil, "trace", "slow")
-	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: trace.Period{From: time.Now().Add(-90 * time.Second), To: time.Now(), Results: []trace.Result{}}}
+	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: measure.Period{From: time.Now().Add(-90 * time.Second), To: time.Now(), Results: []measure.Result{}}}
 	f.shows(lab+"the last 5m0s: no message was chosen\n", nil, "trace", "--since", "5m")
 	f.shows(lab+"the last 5m0s: no such message was chosen\n", nil, "trace", "--since", "5m", "--select", "rule=x")
 	if r := f.at("trace", "--stage", "nic"); !strings.HasSuffix(r.out, ": no such message was chosen\n") || r.code != 0 {
@@ -251,7 +252,7 @@ func TestTraceNothing(t *testing.T) {
 		t.Errorf("a report that was refused: %v", err)
 	}
 	f.answers["GET /v1/trace"] = oldKernel(telemetry())
-	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: trace.Period{From: noon, To: noon, Results: measurements().Results[4:]}}
+	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: measure.Period{From: noon, To: noon, Results: measurements().Results[4:]}}
 	r := f.at("trace")
 	if !strings.HasPrefix(r.out, untimedText+"\ntelemetry.slice (") || !strings.Contains(r.out, "\n  reader      2") || r.code != 0 {
 		t.Errorf("%+v", r)

@@ -9,21 +9,22 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/trace"
 )
 
 // compared is the answer of trace compare -o json.
 type compared struct {
-	A          comparedSide     `json:"a"`
-	B          comparedSide     `json:"b"`
-	Partial    bool             `json:"partial"` // the agent does not remember all of the time
-	Comparison trace.Comparison `json:"comparison"`
-	Summary    string           `json:"summary"`
+	A          comparedSide       `json:"a"`
+	B          comparedSide       `json:"b"`
+	Partial    bool               `json:"partial"` // the agent does not remember all of the time
+	Comparison measure.Comparison `json:"comparison"`
+	Summary    string             `json:"summary"`
 }
 
 // comparedSide is what is compared.
@@ -31,7 +32,7 @@ type comparedSide struct {
 	Select string    `json:"select"`
 	From   time.Time `json:"from"` // of what the agent remembers
 	To     time.Time `json:"to"`
-	slices []trace.Period
+	slices []measure.Period
 }
 
 func (c *command) traceCompareCommand() *cobra.Command {
@@ -139,11 +140,11 @@ func (c *command) compareGroups(ctx context.Context, since time.Duration, a, b s
 	}
 	for _, p := range history.Slices {
 		for _, r := range p.Results {
-			inA, err := trace.MatchGroup(a, r.Group)
+			inA, err := measure.MatchGroup(a, r.Group)
 			if err != nil {
 				return nil, err
 			}
-			inB, err := trace.MatchGroup(b, r.Group)
+			inB, err := measure.MatchGroup(b, r.Group)
 			if err != nil {
 				return nil, err
 			}
@@ -182,11 +183,11 @@ func (c *command) comparePeriods(ctx context.Context, selector, periodA, periodB
 	if err != nil {
 		return nil, err
 	}
-	a := comparedSide{Select: selector, slices: trace.Trim(history.Slices, fromA, toA)}
-	b := comparedSide{Select: selector, slices: trace.Trim(history.Slices, fromB, toB)}
+	a := comparedSide{Select: selector, slices: measure.Trim(history.Slices, fromA, toA)}
+	b := comparedSide{Select: selector, slices: measure.Trim(history.Slices, fromB, toB)}
 	for _, side := range []struct {
 		flag   string
-		slices []trace.Period
+		slices []measure.Period
 	}{{"period-a", a.slices}, {"period-b", b.slices}} {
 		if len(side.slices) == 0 {
 			return nil, fault.Usage(fmt.Errorf("the agent has no slice of time of --%s", side.flag), "it remembers an hour, in slices of 10 s: take a later or a longer time")
@@ -214,18 +215,18 @@ func compare(partial bool, a, b comparedSide) (*compared, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &compared{A: a, B: b, Partial: partial, Comparison: trace.Compare(resultsA, resultsB)}
+	r := &compared{A: a, B: b, Partial: partial, Comparison: measure.Compare(resultsA, resultsB)}
 	r.Summary = r.Comparison.Summary()
 	return r, nil
 }
 
 // find gives what a side means.
-func (s *comparedSide) find() ([]*trace.Result, error) {
+func (s *comparedSide) find() ([]*measure.Result, error) {
 	if n := len(s.slices); n > 0 {
 		s.From, s.To = s.slices[0].From, s.slices[n-1].To
 	}
-	found, err := trace.Find(s.slices, s.Select)
-	if bad, ok := errors.AsType[*trace.SelectorError](err); ok {
+	found, err := measure.Find(s.slices, s.Select)
+	if bad, ok := errors.AsType[*measure.SelectorError](err); ok {
 		return nil, &noGroup{s.Select, printable(bad.Hint)}
 	}
 	return found, err
@@ -283,7 +284,7 @@ func (c *command) comparison(l *text, r *compared) {
 	for _, side := range []struct {
 		name string
 		of   *comparedSide
-		has  trace.Side
+		has  measure.Side
 	}{{"A", &r.A, r.Comparison.A}, {"B", &r.B, r.Comparison.B}} {
 		words := side.of.Select
 		if words == "" {
@@ -297,7 +298,7 @@ func (c *command) comparison(l *text, r *compared) {
 	}
 	rows := [][]string{{"STAGE", "FIGURE", "A", "B", "RATIO", "95 % INTERVAL", "VERDICT"}}
 	for _, row := range r.Comparison.Rows {
-		if row.Figure != "p50" && row.Figure != "p99" && row.Verdict != trace.Real {
+		if row.Figure != "p50" && row.Figure != "p99" && row.Verdict != measure.Real {
 			continue
 		}
 		rows = append(rows, []string{string(row.Stage), row.Figure, took(row.A), took(row.B), times(row.Ratio), ratioInterval(row.Low, row.High), string(row.Verdict)})

@@ -7,24 +7,25 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 )
 
 // twoArms are slices of a trial whose treated connections are faster in the stack.
 func twoArms(n int) agent.TraceHistory {
-	return hour(n, func(i int) []trace.Result {
-		var results []trace.Result
+	return hour(n, func(i int) []measure.Result {
+		var results []measure.Result
 		for _, arm := range []string{"control", "treated"} {
 			stack := time.Millisecond
 			if arm == "treated" {
 				stack /= 2
 			}
 			jitter := time.Duration(i%7) * 10 * time.Microsecond
-			results = append(results, trace.Result{
-				Group: trace.Group{Rule: "replies", Protocol: config.TCP, TuneRule: "bulk", Arm: arm}, Chosen: 1000, Outcomes: map[trace.Outcome]uint64{trace.Acked: 1000},
-				Stages: map[config.Stage]*trace.Histogram{
+			results = append(results, measure.Result{
+				Group: measure.Group{Rule: "replies", Protocol: config.TCP, TuneRule: "bulk", Arm: arm}, Chosen: 1000, Outcomes: map[measure.Outcome]uint64{measure.Acked: 1000},
+				Stages: map[config.Stage]*measure.Histogram{
 					config.StageStack:   counted(100, stack+jitter, stack+2*jitter, stack, stack-jitter/2, stack, stack, stack, stack, stack, 3*stack),
 					config.StageNetwork: counted(100, 10*time.Millisecond+jitter, 10*time.Millisecond, 10*time.Millisecond, 10*time.Millisecond, 10*time.Millisecond, 10*time.Millisecond, 10*time.Millisecond, 10*time.Millisecond, 10*time.Millisecond, 30*time.Millisecond),
 				},
@@ -57,7 +58,7 @@ func TestTraceCompare(t *testing.T) {
 
 	// Two arms.
 	c := must[compared](f.host, "trace", "compare", "--trial", "bulk")
-	if c.A.Select != "tune_rule=bulk,arm=control" || c.B.Select != "tune_rule=bulk,arm=treated" || !c.A.From.Equal(noon.Add(-10*time.Minute)) || !c.B.To.Equal(noon) || c.Comparison.A != (trace.Side{Slices: 60, Messages: 60000}) {
+	if c.A.Select != "tune_rule=bulk,arm=control" || c.B.Select != "tune_rule=bulk,arm=treated" || !c.A.From.Equal(noon.Add(-10*time.Minute)) || !c.B.To.Equal(noon) || c.Comparison.A != (measure.Side{Slices: 60, Messages: 60000}) {
 		t.Errorf("%+v", c)
 	}
 	check("--trial bulk", "", "A: tune_rule=bulk,arm=control, 11:50:00 to 12:00:00: 60000 messages in 60 slices of 10 s\n", "B: tune_rule=bulk,arm=treated, 11:50:00 to 12:00:00: 60000 messages",
@@ -114,7 +115,7 @@ func TestTraceCompareRefusals(t *testing.T) {
 	}
 
 	// Nothing was measured, or hardly anything.
-	f.answers["GET /v1/trace/history"] = agent.TraceHistory{Slices: []trace.Period{}}
+	f.answers["GET /v1/trace/history"] = agent.TraceHistory{Slices: []measure.Period{}}
 	f.refused(2, `no group that was measured is "rule=a"`, "nothing was measured in this time", nil, "trace", "compare", "rule=a", "rule=b")
 	little := twoArms(1)
 	little.Partial = true

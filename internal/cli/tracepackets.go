@@ -11,13 +11,14 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 	"sockeye/internal/trace/packets"
 )
 
@@ -182,7 +183,7 @@ type packetView struct {
 	file           *packets.Writer // nil: none
 	begun          bool
 	first          time.Time
-	qdisc, network trace.Histogram
+	qdisc, network measure.Histogram
 }
 
 // follow reads what happens until its end.
@@ -308,7 +309,7 @@ func (v *packetView) end() error {
 	}
 	for _, of := range []struct {
 		name config.Stage
-		*trace.Histogram
+		*measure.Histogram
 	}{{"qdisc", &v.qdisc}, {"driver to ACK", &v.network}} {
 		if of.Count > 0 {
 			l.line("%s: p50 %s, p99 %s, max %s", of.name, took(of.Quantile(0.5)), took(of.Quantile(0.99)), took(time.Duration(of.Max)))

@@ -9,13 +9,15 @@ import (
 	"os"
 	"time"
 
+	"sockeye/internal/trace/measure"
+	"sockeye/internal/trace/report"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 )
 
 // written is the answer of trace report -o json.
@@ -90,7 +92,7 @@ func (c *command) traceReport(ctx context.Context, file *newFile, since time.Dur
 	if err := c.client().Get(ctx, "/v1/trace/history", query(since, selector), &history); err != nil {
 		return nil, err
 	}
-	r := trace.Report{Version: Version, Periods: history.Slices, Notes: c.reportNotes(status, &history, since, selector)}
+	r := report.Report{Version: Version, Periods: history.Slices, Notes: c.reportNotes(status, &history, since, selector)}
 	if r.Host, err = os.Hostname(); err != nil {
 		return nil, fmt.Errorf("write %s: %w", file.path, err)
 	}
@@ -104,7 +106,7 @@ func (c *command) traceReport(ctx context.Context, file *newFile, since time.Dur
 		r.Slow = append(r.Slow, m.Sample)
 	}
 	out := bufio.NewWriter(file)
-	if err := trace.WriteReport(out, r); err != nil {
+	if err := report.WriteReport(out, r); err != nil {
 		return nil, fmt.Errorf("write %s: %w", file.path, err)
 	}
 	if err := out.Flush(); err != nil {
@@ -114,7 +116,7 @@ func (c *command) traceReport(ctx context.Context, file *newFile, since time.Dur
 	if err != nil {
 		return nil, fmt.Errorf("write %s: %w", file.path, err)
 	}
-	whole := trace.Merge(history.Slices)
+	whole := measure.Merge(history.Slices)
 	w := &written{File: file.path, Bytes: info.Size(), From: whole.From, To: whole.To, Slices: len(history.Slices),
 		Groups: len(whole.Results), Slow: len(list), Partial: history.Partial}
 	for _, result := range whole.Results {

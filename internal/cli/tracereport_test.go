@@ -9,18 +9,19 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/fault"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/trace"
 )
 
 // hour is a history of slices of 10 s that end at noon, each made by of.
-func hour(slices int, of func(i int) []trace.Result) agent.TraceHistory {
-	h := agent.TraceHistory{Slices: []trace.Period{}}
+func hour(slices int, of func(i int) []measure.Result) agent.TraceHistory {
+	h := agent.TraceHistory{Slices: []measure.Period{}}
 	for i := range slices {
 		from := noon.Add(time.Duration(i-slices) * 10 * time.Second)
-		h.Slices = append(h.Slices, trace.Period{From: from, To: from.Add(10 * time.Second), Results: of(i)})
+		h.Slices = append(h.Slices, measure.Period{From: from, To: from.Add(10 * time.Second), Results: of(i)})
 	}
 	return h
 }
@@ -29,7 +30,7 @@ func hour(slices int, of func(i int) []trace.Result) agent.TraceHistory {
 func reporting(t *testing.T) *fake {
 	f := newFake(t)
 	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
-	f.answers["GET /v1/trace/history"] = hour(6, func(int) []trace.Result { return measurements().Results[:2] })
+	f.answers["GET /v1/trace/history"] = hour(6, func(int) []measure.Result { return measurements().Results[:2] })
 	f.answers["GET /v1/trace/slow"] = slowMessages()
 	return f
 }
@@ -122,7 +123,7 @@ func (f *fake) leaves(names ...string) {
 // Nothing, little and too late to report is said.
 func TestTraceReportLittle(t *testing.T) {
 	f := reporting(t)
-	f.answers["GET /v1/trace/history"] = agent.TraceHistory{Slices: []trace.Period{}}
+	f.answers["GET /v1/trace/history"] = agent.TraceHistory{Slices: []measure.Period{}}
 	f.answers["GET /v1/trace/slow"] = []agent.TraceSlow{}
 	file := f.dir + "/trace.html"
 	r := f.at("trace", "report", file)
@@ -131,7 +132,7 @@ func TestTraceReportLittle(t *testing.T) {
 		t.Errorf("got %+v, want %s", r, want)
 	}
 
-	h := hour(6, func(int) []trace.Result { return measurements().Results[3:4] })
+	h := hour(6, func(int) []measure.Result { return measurements().Results[3:4] })
 	h.Partial = true
 	f.answers["GET /v1/trace/history"] = h
 	gone := telemetry()

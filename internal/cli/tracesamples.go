@@ -16,13 +16,14 @@ import (
 	"strconv"
 	"strings"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 )
 
 func (c *command) traceSamplesCommand() *cobra.Command {
@@ -208,7 +209,7 @@ func (c *command) sample(out *bufio.Writer, raw json.RawMessage) error {
 		_, err := fmt.Fprintf(out, "%s\n", escapeJSON(raw))
 		return err
 	}
-	var s trace.Sample
+	var s measure.Sample
 	if err := json.Unmarshal(raw, &s); err != nil {
 		return fmt.Errorf("read agent's answer: %w", err)
 	}
@@ -218,11 +219,11 @@ func (c *command) sample(out *bufio.Writer, raw json.RawMessage) error {
 			stages = append(stages, string(stage)+" "+took(d))
 		}
 	}
-	if s.Outcome != trace.Acked {
+	if s.Outcome != measure.Acked {
 		stages = append(stages, outcome(s.Outcome))
 	}
 	var l text
-	l.line("%s  %8s  %8s  %s  %s to %s  %s", c.moment(s.Ended), took(s.Stages[trace.Total]), volume(s.Length),
+	l.line("%s  %8s  %8s  %s  %s to %s  %s", c.moment(s.Ended), took(s.Stages[measure.Total]), volume(s.Length),
 		s.Group.Label(), s.Local, s.Remote, strings.Join(stages, ", "))
 	_, err := l.WriteTo(out)
 	return err

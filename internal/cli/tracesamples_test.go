@@ -12,10 +12,11 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/fault"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/trace"
 )
 
 // lines answers with lines, each sent at once, and then calls last, or ends.
@@ -58,7 +59,7 @@ func TestTraceSamples(t *testing.T) {
 		for line := range strings.Lines(out) {
 			d := json.NewDecoder(strings.NewReader(line))
 			d.DisallowUnknownFields()
-			var s trace.Sample
+			var s measure.Sample
 			if err := d.Decode(&s); err != nil || d.More() {
 				t.Errorf("%v in %q", err, line)
 			}
@@ -82,7 +83,7 @@ func TestTraceSamples(t *testing.T) {
 
 	// For a person.
 	odd := message()
-	odd.Outcome, odd.Group.Rule, odd.Stages = trace.Unacknowledged, hostile, nil
+	odd.Outcome, odd.Group.Rule, odd.Stages = measure.Unacknowledged, hostile, nil
 	samples(untilGone, numbered(1), agent.TraceSampleLine{Sample: &odd})
 	f.printsGolden("trace-samples", "trace", "samples", "--count", "2")
 	f.wasAsked("GET /v1/trace", "GET /v1/trace/samples")

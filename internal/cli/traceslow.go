@@ -11,13 +11,14 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 )
 
 // maxSlow is how many messages the agent gives at most.
@@ -96,7 +97,7 @@ func (c *command) slow(l *text, list []agent.TraceSlow, status *agent.TraceStatu
 			l.line("")
 		}
 		s := &m.Sample
-		l.line("%d. %s  %s  %s", i+1, took(s.Stages[trace.Total]), c.moment(s.Ended), s.Group.Label())
+		l.line("%d. %s  %s  %s", i+1, took(s.Stages[measure.Total]), c.moment(s.Ended), s.Group.Label())
 		l.line("   %s to %s, %s, %s, %s", s.Local, s.Remote, s.Role, volume(s.Length), outcome(s.Outcome))
 		if bar := wayBar(s); bar != "" {
 			l.line("   %s", bar)
@@ -118,9 +119,9 @@ const barWidth = 40
 
 // wayBar shows how much of the whole each stage is: each as its name and a line as
 // long as its share.
-func wayBar(s *trace.Sample) string {
+func wayBar(s *measure.Sample) string {
 	var parts []string
-	total := s.Stages[trace.Total]
+	total := s.Stages[measure.Total]
 	left := total
 	add := func(name string, d time.Duration) {
 		share := min(max(float64(d)/float64(total), 0), 1)

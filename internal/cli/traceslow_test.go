@@ -9,18 +9,19 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 )
 
 // message is one that the receiver's window held.
-func message() trace.Sample {
+func message() measure.Sample {
 	ms := time.Millisecond
-	return trace.Sample{
-		Ended: noon.Add(-90*time.Second + 345*ms), Group: replies("192.0.2.0/24"), Cookie: 17, Role: config.RoleAccept, Outcome: trace.Acked,
+	return measure.Sample{
+		Ended: noon.Add(-90*time.Second + 345*ms), Group: replies("192.0.2.0/24"), Cookie: 17, Role: config.RoleAccept, Outcome: measure.Acked,
 		Local: netip.MustParseAddrPort("10.0.0.1:1790"), Remote: netip.MustParseAddrPort("192.0.2.7:40000"), Key: 4294967295, Length: 65536,
-		Stages: map[config.Stage]time.Duration{config.StageStack: 200 * ms, config.StageQdisc: 12_300, config.StageNIC: 3000, config.StageNetwork: 11_800_000, trace.Total: 211_812_300},
+		Stages: map[config.Stage]time.Duration{config.StageStack: 200 * ms, config.StageQdisc: 12_300, config.StageNIC: 3000, config.StageNetwork: 11_800_000, measure.Total: 211_812_300},
 		Cwnd:   10, InFlight: 4, Outstanding: 5792, Unsent: 65536, Window: 5792, MSS: 1448, SRTT: 11 * ms, MinRTT: 10 * ms, WindowLimited: 200 * ms,
 	}
 }
@@ -28,18 +29,18 @@ func message() trace.Sample {
 func slowMessages() []agent.TraceSlow {
 	lost := message()
 	lost.Ended = noon.Add(-26 * time.Hour)
-	lost.Group = trace.Group{Rule: hostile, Other: true}
+	lost.Group = measure.Group{Rule: hostile, Other: true}
 	lost.Outcome = "rx_odd" + hostile
-	lost.Stages = map[config.Stage]time.Duration{config.StageQdisc: 10 * time.Millisecond, trace.Total: 100 * time.Millisecond}
+	lost.Stages = map[config.Stage]time.Duration{config.StageQdisc: 10 * time.Millisecond, measure.Total: 100 * time.Millisecond}
 	lost.Requeued = 30 * time.Millisecond
 	bare := message()
-	bare.Stages = map[config.Stage]time.Duration{trace.Total: 0}
+	bare.Stages = map[config.Stage]time.Duration{measure.Total: 0}
 	return []agent.TraceSlow{
-		{Sample: message(), Explanation: trace.Explanation{Stage: config.StageStack, Cause: trace.CauseWindow,
+		{Sample: message(), Explanation: measure.Explanation{Stage: config.StageStack, Cause: measure.CauseWindow,
 			Text:    "200 ms of 212 ms before it was sent: the peer's window was full",
 			Details: []string{"stack 200 ms, qdisc 12.3 µs, network 11.8 ms", "the peer's window held the connection for 200 ms"}}},
-		{Sample: lost, Explanation: trace.Explanation{Stage: trace.Total, Cause: trace.CauseLocalDrop, Text: "dropped\x1b]52;c;eA==\x07 here", Details: []string{}}},
-		{Sample: bare, Explanation: trace.Explanation{Stage: trace.Total, Cause: trace.CauseUnknown, Text: "nothing is known", Details: []string{}}},
+		{Sample: lost, Explanation: measure.Explanation{Stage: measure.Total, Cause: measure.CauseLocalDrop, Text: "dropped\x1b]52;c;eA==\x07 here", Details: []string{}}},
+		{Sample: bare, Explanation: measure.Explanation{Stage: measure.Total, Cause: measure.CauseUnknown, Text: "nothing is known", Details: []string{}}},
 	}
 }
 
@@ -56,7 +57,7 @@ func TestTraceSlow(t *testing.T) {
 
 	// The real explanation of a message is shown whole.
 	m := message()
-	e := trace.Explain(&m)
+	e := measure.Explain(&m)
 	f.answers["GET /v1/trace/slow"] = []agent.TraceSlow{{Sample: m, Explanation: e}}
 	r := f.at("trace", "slow")
 	for _, want := range append([]string{e.Text}, e.Details...) {
@@ -72,13 +73,13 @@ func TestWayBar(t *testing.T) {
 		stages map[config.Stage]time.Duration
 		want   string
 	}{
-		{map[config.Stage]time.Duration{config.StageStack: 50, config.StageNetwork: 50, trace.Total: 100}, "stack " + strings.Repeat("█", 20) + " network " + strings.Repeat("█", 20)},
-		{map[config.Stage]time.Duration{config.StageStack: 1, trace.Total: 1 << 62}, "stack not known " + strings.Repeat("█", 40)},
-		{map[config.Stage]time.Duration{config.StageStack: 1 << 62, trace.Total: 1}, "stack " + strings.Repeat("█", 40)},
-		{map[config.Stage]time.Duration{config.StageStack: -5, trace.Total: 100}, "stack not known " + strings.Repeat("█", 40)},
+		{map[config.Stage]time.Duration{config.StageStack: 50, config.StageNetwork: 50, measure.Total: 100}, "stack " + strings.Repeat("█", 20) + " network " + strings.Repeat("█", 20)},
+		{map[config.Stage]time.Duration{config.StageStack: 1, measure.Total: 1 << 62}, "stack not known " + strings.Repeat("█", 40)},
+		{map[config.Stage]time.Duration{config.StageStack: 1 << 62, measure.Total: 1}, "stack " + strings.Repeat("█", 40)},
+		{map[config.Stage]time.Duration{config.StageStack: -5, measure.Total: 100}, "stack not known " + strings.Repeat("█", 40)},
 		{nil, ""},
 	} {
-		if got := wayBar(&trace.Sample{Stages: c.stages}); got != c.want {
+		if got := wayBar(&measure.Sample{Stages: c.stages}); got != c.want {
 			t.Errorf("%v: %q, want %q", c.stages, got, c.want)
 		}
 	}

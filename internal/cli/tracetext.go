@@ -12,12 +12,13 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 )
 
 // text is made of lines that a terminal shows as they are: what comes from outside
@@ -123,8 +124,8 @@ func spanText(d time.Duration) string {
 
 // selection reads what selects groups, called name.
 func selection(name, selector string) error {
-	_, err := trace.MatchGroup(selector, trace.Group{})
-	if bad, ok := errors.AsType[*trace.SelectorError](err); ok {
+	_, err := measure.MatchGroup(selector, measure.Group{})
+	if bad, ok := errors.AsType[*measure.SelectorError](err); ok {
 		return fault.Usage(fmt.Errorf("%s is %q: %s", name, selector, bad.Message), bad.Hint)
 	}
 	return err
@@ -151,10 +152,10 @@ func completeSelector(_ *cobra.Command, _ []string, typed string) ([]cobra.Compl
 // readStages reads the names of stages; none are all.
 func readStages(names []string) ([]config.Stage, error) {
 	if len(names) == 0 {
-		return trace.Stages, nil
+		return measure.Stages, nil
 	}
 	var known []string
-	for _, s := range trace.Stages {
+	for _, s := range measure.Stages {
 		known = append(known, string(s))
 	}
 	var stages []config.Stage
@@ -172,11 +173,11 @@ func readStages(names []string) ([]config.Stage, error) {
 }
 
 // outcome writes what became of a message.
-func outcome(o trace.Outcome) string { return strings.ReplaceAll(string(o), "_", " ") }
+func outcome(o measure.Outcome) string { return strings.ReplaceAll(string(o), "_", " ") }
 
 // became writes what became of messages, in the order of known, those that none
 // had left out. It has also what this program does not know.
-func became(outcomes map[trace.Outcome]uint64, known []trace.Outcome) (parts []string, sum uint64) {
+func became(outcomes map[measure.Outcome]uint64, known []measure.Outcome) (parts []string, sum uint64) {
 	order := slices.Clone(known)
 	for _, o := range slices.Sorted(maps.Keys(outcomes)) {
 		if !slices.Contains(known, o) {
@@ -193,7 +194,7 @@ func became(outcomes map[trace.Outcome]uint64, known []trace.Outcome) (parts []s
 }
 
 // balance writes that what was chosen is what became of it, and what is open.
-func balance(chosen uint64, word string, outcomes map[trace.Outcome]uint64, known []trace.Outcome, open uint64, openWord string) string {
+func balance(chosen uint64, word string, outcomes map[measure.Outcome]uint64, known []measure.Outcome, open uint64, openWord string) string {
 	parts, sum := became(outcomes, known)
 	left := fmt.Sprintf("%d %s", chosen, word)
 	if open > 0 || len(parts) == 0 {

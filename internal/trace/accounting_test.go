@@ -17,6 +17,8 @@ import (
 	"time"
 	"unsafe"
 
+	"sockeye/internal/trace/measure"
+
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -92,7 +94,7 @@ func (k *tracing) watch(connections int) (stop func()) {
 	ended, done := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(done)
-		var last trace.Result
+		var last measure.Result
 		for tick := time.NewTicker(10 * time.Millisecond); ; {
 			select {
 			case <-ended:
@@ -143,10 +145,10 @@ func TestAccounting(t *testing.T) {
 		world func(*testing.T) *world
 		sending
 		// split: the kernel sends what an application has not finished.
-		want []trace.Outcome // that must be there
+		want []measure.Outcome // that must be there
 	}{
 		{"small", local, sending{connections: 4, messages: 120_000},
-			[]trace.Outcome{trace.Overwritten}},
+			[]measure.Outcome{measure.Overwritten}},
 		{"nodelay", local, sending{connections: 4, messages: 50_000, options: []option{noDelay}},
 			nil},
 		{"records", local, sending{connections: 4, messages: 30_000, flags: func(int) int { return unix.MSG_EOR }},
@@ -158,24 +160,24 @@ func TestAccounting(t *testing.T) {
 				return 0
 			}
 			return unix.MSG_MORE
-		}}, []trace.Outcome{trace.Overwritten}},
+		}}, []measure.Outcome{measure.Overwritten}},
 		{"cork", local, sending{connections: 4, messages: 20_000, before: func(fd, i int) {
 			if i%20 == 0 || i%20 == 15 {
 				_ = unix.SetsockoptInt(fd, unix.SOL_TCP, unix.TCP_CORK, 1-i%20/15) // it is always there
 			}
-		}}, []trace.Outcome{trace.Overwritten}},
+		}}, []measure.Outcome{measure.Overwritten}},
 		{"wrap", local, sending{connections: 10, messages: 5_000, options: []option{noDelay, firstSeq(0xfffc0000)}},
 			nil},
 		// As many under emulation, or none that is marked is lost.
 		{"loss", lossy, sending{connections: 8, messages: 5_000 * fewer, domain: unix.AF_INET6, length: mixed},
-			[]trace.Outcome{trace.Retransmitted, trace.Overwritten}},
+			[]measure.Outcome{measure.Retransmitted, measure.Overwritten}},
 		{"records, loss", lossy, sending{connections: 8, messages: 5_000, options: []option{noDelay},
 			flags: func(int) int { return unix.MSG_EOR }},
-			[]trace.Outcome{trace.Retransmitted, trace.Full}},
+			[]measure.Outcome{measure.Retransmitted, measure.Full}},
 		{"a few records, loss", lossy, sending{connections: 8, messages: 3_000,
 			options: []option{noDelay, with(unix.SOL_SOCKET, unix.SO_SNDBUF, 1<<13)}, length: mixed,
 			flags: func(int) int { return unix.MSG_EOR }},
-			[]trace.Outcome{trace.Retransmitted}},
+			[]measure.Outcome{measure.Retransmitted}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			k := newTracing(t, everything)
@@ -194,12 +196,12 @@ func TestAccounting(t *testing.T) {
 			if cut := calls - uint64(test.connections*test.messages); r.Chosen > calls || calls-r.Chosen > cut || r.Unqueued > cut {
 				t.Errorf("%d chosen of %d calls, %d of them cut short, %d gone before", r.Chosen, calls, cut, r.Unqueued)
 			}
-			for _, outcome := range append(test.want, trace.Acked) {
+			for _, outcome := range append(test.want, measure.Acked) {
 				if r.Outcomes[outcome] == 0 {
 					t.Errorf("none is %s", outcome)
 				}
 			}
-			for _, outcome := range []trace.Outcome{trace.Application, trace.Refused, trace.Missed, trace.Unacknowledged} {
+			for _, outcome := range []measure.Outcome{measure.Application, measure.Refused, measure.Missed, measure.Unacknowledged} {
 				if n := r.Outcomes[outcome]; n > 0 {
 					t.Errorf("%d are %s", n, outcome)
 				}
@@ -276,15 +278,15 @@ func TestFull(t *testing.T) {
 		check(t, send(c.connected, make([]byte, 100), unix.MSG_EOR))
 	}
 	r := k.result()
-	if r.Chosen != 100 || r.InFlight != 64 || r.Outcomes[trace.Full] != 36 {
+	if r.Chosen != 100 || r.InFlight != 64 || r.Outcomes[measure.Full] != 36 {
 		t.Errorf("%s, want 64 in flight of 100, the rest full", account(r))
 	}
 	within(t, "packets that are lost", func() bool { return w.link.Counts().AToB.Dropped > 0 })
 	lost.Store(false)
 	shut(c.connected)
 	<-done
-	if r := k.settled(); r.Chosen != 100 || r.Outcomes[trace.Full] != 36 || r.Outcomes[trace.Retransmitted] == 0 ||
-		r.Outcomes[trace.Acked]+r.Outcomes[trace.Retransmitted]+r.Outcomes[trace.Coalesced] != 64 {
+	if r := k.settled(); r.Chosen != 100 || r.Outcomes[measure.Full] != 36 || r.Outcomes[measure.Retransmitted] == 0 ||
+		r.Outcomes[measure.Acked]+r.Outcomes[measure.Retransmitted]+r.Outcomes[measure.Coalesced] != 64 {
 		t.Errorf("at the end %s", account(r))
 	}
 }
@@ -316,7 +318,7 @@ func TestKeys(t *testing.T) {
 			t.Errorf("message %d has key %#x, want %#x, length %d, outcome %d", i, m.Key, want[i], m.Length, sample.Outcome)
 		}
 	}
-	if r := k.settled(); r.Outcomes[trace.Acked] != uint64(len(want)) {
+	if r := k.settled(); r.Outcomes[measure.Acked] != uint64(len(want)) {
 		t.Errorf("%s, want all of %d to be acked", account(r), len(want))
 	}
 }
@@ -393,7 +395,7 @@ func TestEnds(t *testing.T) {
 			if test.lost {
 				unacknowledged = messages
 			}
-			if r.Chosen != messages+1 || r.Outcomes[trace.Unacknowledged] != unacknowledged {
+			if r.Chosen != messages+1 || r.Outcomes[measure.Unacknowledged] != unacknowledged {
 				t.Errorf("%s, want %d to be unacknowledged of %d", account(r), unacknowledged, messages+1)
 			}
 		})
@@ -525,7 +527,7 @@ func TestAdoptedWhileSending(t *testing.T) {
 	wait.Wait()
 	r := k.settled()
 	t.Log(account(r))
-	if n := r.Outcomes[trace.Unacknowledged]; n > 2*64*connections {
+	if n := r.Outcomes[measure.Unacknowledged]; n > 2*64*connections {
 		t.Errorf("%d messages were under way when their connections were let go", n)
 	}
 }

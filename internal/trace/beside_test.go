@@ -10,6 +10,8 @@ import (
 	"time"
 	"unsafe"
 
+	"sockeye/internal/trace/measure"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/link"
@@ -128,7 +130,7 @@ func TestTwoTracings(t *testing.T) {
 	one, two := all.settled(), some.settled()
 	t.Log(account(one))
 	t.Log(account(two))
-	if n := one.Outcomes[trace.Missed] + two.Outcomes[trace.Missed]; n > 0 {
+	if n := one.Outcomes[measure.Missed] + two.Outcomes[measure.Missed]; n > 0 {
 		t.Errorf("%d messages were missed", n)
 	}
 	if n := one.Undriven + two.Undriven; n > 0 {
@@ -204,7 +206,7 @@ func TestForeignProgram(t *testing.T) {
 			check(t, unix.SetsockoptLinger(c.connected, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}))
 			shut(c.connected)
 			<-done
-			if r := k.settled(); r.Chosen != 30 || r.Outcomes[trace.Unacknowledged] != 10 {
+			if r := k.settled(); r.Chosen != 30 || r.Outcomes[measure.Unacknowledged] != 10 {
 				t.Errorf("%s, want 10 of 30 to be unacknowledged", account(r))
 			}
 		})

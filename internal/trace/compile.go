@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Package trace measures where messages spend their time.
 package trace
 
 import (

@@ -15,6 +15,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
@@ -32,7 +34,7 @@ type tracing struct {
 	dir      string
 	cgroup   string
 	compiled *bpf.TraceRules
-	names    trace.Names
+	names    measure.Names
 }
 
 // everything traces every message of all that connects.
@@ -61,7 +63,7 @@ func openTracing(t testing.TB, policy, cgroup, dir, tuning string) *tracing {
 	check(t, err)
 	compiled, err := trace.Compile(p.Trace, p.Services)
 	check(t, err)
-	k := &tracing{t: t, dir: dir, cgroup: cgroup, compiled: compiled, names: trace.Names{
+	k := &tracing{t: t, dir: dir, cgroup: cgroup, compiled: compiled, names: measure.Names{
 		Rules: p.Trace, Services: p.Services,
 		TuneRule: func(uint32) string { return "" },
 		Cgroup:   func(uint64) string { return "" },
@@ -85,7 +87,7 @@ func (k *tracing) open(c bpf.TraceConfig) {
 }
 
 // results are those of all groups.
-func (k *tracing) results() []trace.Result {
+func (k *tracing) results() []measure.Result {
 	k.t.Helper()
 	results, err := k.names.Results(k.Trace, k.compiled.Rules)
 	check(k.t, err)
@@ -93,13 +95,13 @@ func (k *tracing) results() []trace.Result {
 }
 
 // result adds up all groups.
-func (k *tracing) result() trace.Result {
+func (k *tracing) result() measure.Result {
 	k.t.Helper()
 	return sum(k.results())
 }
 
-func sum(results []trace.Result) trace.Result {
-	sum := trace.Result{Outcomes: make(map[trace.Outcome]uint64), Stages: make(map[config.Stage]*trace.Histogram)}
+func sum(results []measure.Result) measure.Result {
+	sum := measure.Result{Outcomes: make(map[measure.Outcome]uint64), Stages: make(map[config.Stage]*measure.Histogram)}
 	for _, r := range results {
 		sum.Chosen += r.Chosen
 		sum.InFlight += r.InFlight
@@ -111,7 +113,7 @@ func sum(results []trace.Result) trace.Result {
 		}
 		for stage, h := range r.Stages {
 			if sum.Stages[stage] == nil {
-				sum.Stages[stage] = &trace.Histogram{}
+				sum.Stages[stage] = &measure.Histogram{}
 			}
 			sum.Stages[stage].Add(h)
 		}
@@ -121,7 +123,7 @@ func sum(results []trace.Result) trace.Result {
 
 // settled waits until all messages have ended, and checks that they are all
 // accounted for.
-func (k *tracing) settled() trace.Result {
+func (k *tracing) settled() measure.Result {
 	k.t.Helper()
 	within(k.t, "the end of all messages", func() bool { return k.result().InFlight == 0 })
 	r := k.result()
@@ -133,11 +135,11 @@ func (k *tracing) settled() trace.Result {
 }
 
 // stamped are the outcomes of messages that are in the histograms.
-var stamped = []trace.Outcome{trace.Acked, trace.Retransmitted, trace.Coalesced}
+var stamped = []measure.Outcome{measure.Acked, measure.Retransmitted, measure.Coalesced}
 
 // checkAccount checks that each message has one outcome or is in flight, and
 // that the histograms have those that were stamped.
-func checkAccount(t testing.TB, r trace.Result) {
+func checkAccount(t testing.TB, r measure.Result) {
 	t.Helper()
 	var ended, timed uint64
 	for outcome, n := range r.Outcomes {
@@ -150,7 +152,7 @@ func checkAccount(t testing.TB, r trace.Result) {
 		t.Errorf("%d chosen, %d ended and %d in flight", r.Chosen, ended, r.InFlight)
 	}
 	for stage, want := range map[config.Stage]uint64{
-		trace.Total: timed, config.StageStack: timed - r.Unqueued, config.StageNetwork: timed - r.Undriven,
+		measure.Total: timed, config.StageStack: timed - r.Unqueued, config.StageNetwork: timed - r.Undriven,
 	} {
 		var got uint64
 		if h := r.Stages[stage]; h != nil {
@@ -163,10 +165,10 @@ func checkAccount(t testing.TB, r trace.Result) {
 }
 
 // account says what became of messages.
-func account(r trace.Result) string {
+func account(r measure.Result) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%d chosen", r.Chosen)
-	for _, outcome := range trace.Outcomes {
+	for _, outcome := range measure.Outcomes {
 		if n := r.Outcomes[outcome]; n > 0 {
 			fmt.Fprintf(&b, ", %s %d (%.2f %%)", outcome, n, 100*float64(n)/float64(r.Chosen))
 		}

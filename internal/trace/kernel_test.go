@@ -13,12 +13,13 @@ import (
 	"time"
 	"unsafe"
 
+	"sockeye/internal/trace/measure"
+
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 	"sockeye/lab"
 )
 
@@ -36,11 +37,11 @@ func checkSamples(t testing.TB, k *tracing, samples []bpf.TraceSample) {
 			t.Errorf("times %v are not in their order", known)
 		}
 		s := translate(&raw)
-		stamps := s.Outcome == trace.Acked || s.Outcome == trace.Retransmitted || s.Outcome == trace.Coalesced
-		if stamps && s.Stages[config.StageStack]+s.Stages[config.StageQdisc]+s.Requeued+s.Stages[config.StageNetwork] > s.Stages[trace.Total] {
+		stamps := s.Outcome == measure.Acked || s.Outcome == measure.Retransmitted || s.Outcome == measure.Coalesced
+		if stamps && s.Stages[config.StageStack]+s.Stages[config.StageQdisc]+s.Requeued+s.Stages[config.StageNetwork] > s.Stages[measure.Total] {
 			t.Errorf("stages of %v are longer than all: %v", s.Outcome, s.Stages)
 		}
-		if s.Outcome == trace.Acked && s.Repeats != 0 || s.Outcome == trace.Retransmitted && (s.Repeats == 0 || s.Retransmits == 0) {
+		if s.Outcome == measure.Acked && s.Repeats != 0 || s.Outcome == measure.Retransmitted && (s.Repeats == 0 || s.Retransmits == 0) {
 			t.Errorf("%s, and was sent %d times more, of %d retransmits", s.Outcome, s.Repeats, s.Retransmits)
 		}
 	}
@@ -103,7 +104,7 @@ func TestWorlds(t *testing.T) {
 		prepare func(w *world)
 		options []option
 		run     func(w *world, c ends)
-		checks  func(t *testing.T, r trace.Result, samples []trace.Sample)
+		checks  func(t *testing.T, r measure.Result, samples []measure.Sample)
 	}{
 		{name: "large packets", link: offload, domain: unix.AF_INET, run: bulk, checks: driven},
 		// The host splits them after the queueing discipline.
@@ -154,14 +155,14 @@ func TestWorlds(t *testing.T) {
 			<-done
 			r := k.settled()
 			t.Log(account(r))
-			if r.Outcomes[trace.Missed]+r.Outcomes[trace.Unacknowledged]+r.Outcomes[trace.Refused]+r.Outcomes[trace.Application] > 0 {
+			if r.Outcomes[measure.Missed]+r.Outcomes[measure.Unacknowledged]+r.Outcomes[measure.Refused]+r.Outcomes[measure.Application] > 0 {
 				t.Errorf("%s, want them to be acknowledged", account(r))
 			}
-			raw := s.wait(int(r.Chosen - r.Outcomes[trace.Full]))
+			raw := s.wait(int(r.Chosen - r.Outcomes[measure.Full]))
 			checkSamples(t, k, raw)
 			translate, err := k.names.Translator(k.Trace, k.compiled.Rules)
 			check(t, err)
-			var samples []trace.Sample
+			var samples []measure.Sample
 			for i := range raw {
 				samples = append(samples, translate(&raw[i]))
 			}
@@ -173,7 +174,7 @@ func TestWorlds(t *testing.T) {
 }
 
 // driven: the driver's stamp is there, of packets that are split, too.
-func driven(t *testing.T, r trace.Result, _ []trace.Sample) {
+func driven(t *testing.T, r measure.Result, _ []measure.Sample) {
 	t.Helper()
 	if r.Undriven > 0 || r.Unqueued > 0 {
 		t.Errorf("%s, want all to have all stamps", account(r))
@@ -181,7 +182,7 @@ func driven(t *testing.T, r trace.Result, _ []trace.Sample) {
 }
 
 // inQueue: the time is spent there.
-func inQueue(t *testing.T, r trace.Result, _ []trace.Sample) {
+func inQueue(t *testing.T, r measure.Result, _ []measure.Sample) {
 	t.Helper()
 	if p50 := r.Stages[config.StageQdisc].Quantile(0.5); p50 < time.Millisecond {
 		t.Errorf("half of the messages were in the queue for %v at most", p50)
@@ -193,7 +194,7 @@ func inQueue(t *testing.T, r trace.Result, _ []trace.Sample) {
 
 // dropped: what the host dropped before the driver had it is no loss of the
 // network, and was not in the queue for so long.
-func dropped(t *testing.T, r trace.Result, samples []trace.Sample) {
+func dropped(t *testing.T, r measure.Result, samples []measure.Sample) {
 	t.Helper()
 	var again int
 	for _, s := range samples {
@@ -263,7 +264,7 @@ func TestStacked(t *testing.T) {
 	retransmits := tcpInfo(t, c.connected).Total_retrans
 	shut(c.connected)
 	r := k.settled()
-	if n := r.Outcomes[trace.Retransmitted]; r.Chosen != messages || n > uint64(retransmits) {
+	if n := r.Outcomes[measure.Retransmitted]; r.Chosen != messages || n > uint64(retransmits) {
 		t.Errorf("%s, and %d retransmits", account(r), retransmits)
 	}
 	checkSamples(t, k, s.wait(messages))
@@ -294,7 +295,7 @@ func TestZeroWindow(t *testing.T) {
 	<-done
 	r := k.settled()
 	t.Log(account(r))
-	raw := s.wait(int(r.Chosen - r.Outcomes[trace.Full]))
+	raw := s.wait(int(r.Chosen - r.Outcomes[measure.Full]))
 	checkSamples(t, k, raw)
 	translate, err := k.names.Translator(k.Trace, k.compiled.Rules)
 	check(t, err)
@@ -541,7 +542,7 @@ func TestStateInRecovery(t *testing.T) {
 	<-done
 	r := k.settled()
 	byKey := make(map[uint32]bpf.TraceMessage)
-	samples := s.wait(int(r.Chosen - r.Outcomes[trace.Full]))
+	samples := s.wait(int(r.Chosen - r.Outcomes[measure.Full]))
 	first := samples[0].Message.Key
 	for _, sample := range samples {
 		byKey[(sample.Message.Key-first)/500] = sample.Message
@@ -641,8 +642,8 @@ func TestCoalescedTimes(t *testing.T) {
 	check(t, err)
 	coalesced, wrong := 0, 0
 	var worst time.Duration
-	for _, sample := range s.wait(int(r.Chosen - r.Outcomes[trace.Full])) {
-		if translate(&sample).Outcome != trace.Coalesced {
+	for _, sample := range s.wait(int(r.Chosen - r.Outcomes[measure.Full])) {
+		if translate(&sample).Outcome != measure.Coalesced {
 			continue
 		}
 		at, ok := packets.first(sample.Message.Key)
@@ -655,11 +656,11 @@ func TestCoalescedTimes(t *testing.T) {
 			worst = max(worst, late)
 		}
 	}
-	t.Logf("%d shared a packet, %d more one that was split again", coalesced, r.Outcomes[trace.Parted])
+	t.Logf("%d shared a packet, %d more one that was split again", coalesced, r.Outcomes[measure.Parted])
 	if wrong > 0 {
 		t.Errorf("of %d coalesced messages the driver had %d after the link, by up to %v", coalesced, wrong, worst)
 	}
-	if n := coalesced + int(r.Outcomes[trace.Parted]); n == 0 {
+	if n := coalesced + int(r.Outcomes[measure.Parted]); n == 0 {
 		t.Errorf("no message shared a packet")
 	}
 }

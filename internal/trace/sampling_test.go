@@ -17,6 +17,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -71,7 +73,7 @@ func TestShares(t *testing.T) {
 			flags: func(int) int { return unix.MSG_EOR }}.run(loopback(t))
 		r := k.settled()
 		seen := make(map[uint32]uint64)
-		samples := s.wait(int(r.Chosen - r.Outcomes[trace.Full]))
+		samples := s.wait(int(r.Chosen - r.Outcomes[measure.Full]))
 		for _, sample := range samples {
 			seen[sample.Message.Length-100]++
 		}
@@ -139,7 +141,7 @@ func TestRates(t *testing.T) {
 				t.Errorf("%d chosen in %v, want %d at most, and most of them", r.Chosen, took, limit)
 			}
 			last := make(map[uint64]uint64)
-			samples := s.wait(int(r.Chosen - r.Outcomes[trace.Full]))
+			samples := s.wait(int(r.Chosen - r.Outcomes[measure.Full]))
 			slices.SortFunc(samples, func(a, b bpf.TraceSample) int { return cmp.Compare(a.Message.Sent, b.Message.Sent) })
 			for _, sample := range samples {
 				sent := sample.Message.Sent
@@ -171,9 +173,9 @@ func TestSlowest(t *testing.T) {
 		minute uint64
 	}
 	all, kept := make(map[place][]uint64), make(map[place][]uint64)
-	for _, sample := range s.wait(int(r.Chosen - r.Outcomes[trace.Full])) {
+	for _, sample := range s.wait(int(r.Chosen - r.Outcomes[measure.Full])) {
 		at := place{sample.Group, sample.Ended >> bpf.TraceMinuteShift}
-		if outcome := trace.Outcomes[sample.Outcome]; outcome != trace.Overwritten && outcome != trace.Missed {
+		if outcome := measure.Outcomes[sample.Outcome]; outcome != measure.Overwritten && outcome != measure.Missed {
 			all[at] = append(all[at], sample.Total)
 		}
 	}
@@ -200,8 +202,8 @@ func TestSlowest(t *testing.T) {
 	// As a user asks for them: the slowest of all come first.
 	first, err := k.names.Slowest(k.Trace, k.compiled.Rules)
 	check(t, err)
-	if len(first) < 3*bpf.TraceSlowestOf || !slices.IsSortedFunc(first, func(a, b trace.Sample) int {
-		return cmp.Compare(b.Stages[trace.Total], a.Stages[trace.Total])
+	if len(first) < 3*bpf.TraceSlowestOf || !slices.IsSortedFunc(first, func(a, b measure.Sample) int {
+		return cmp.Compare(b.Stages[measure.Total], a.Stages[measure.Total])
 	}) {
 		t.Errorf("%d messages are not in their order", len(first))
 	}
@@ -434,7 +436,7 @@ func TestBesideTune(t *testing.T) {
 	}
 	check(t, unix.SetsockoptLinger(c.connected, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}))
 	shut(c.connected)
-	if r := k.settled(); r.Outcomes[trace.Unacknowledged] != 10 {
+	if r := k.settled(); r.Outcomes[measure.Unacknowledged] != 10 {
 		t.Errorf("%s, want 10 to be unacknowledged", account(r))
 	}
 }

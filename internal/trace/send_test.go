@@ -8,12 +8,13 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 )
 
 // newSending traces with the stage send.
@@ -92,7 +93,7 @@ func TestSend(t *testing.T) {
 	<-done
 	r := k.settled()
 	t.Log(account(r))
-	raw := s.wait(int(r.Chosen - r.Outcomes[trace.Full]))
+	raw := s.wait(int(r.Chosen - r.Outcomes[measure.Full]))
 	checkSamples(t, k, raw)
 	translate, err := k.names.Translator(k.Trace, k.compiled.Rules)
 	check(t, err)
@@ -110,10 +111,10 @@ func TestSend(t *testing.T) {
 		if took := sample.Stages[config.StageSend]; took < least {
 			t.Errorf("%v in sendmsg, want %v at least", took, least)
 		}
-		if total := sample.Stages[trace.Total]; total != time.Duration(raw[i].Ended-m.Started) {
+		if total := sample.Stages[measure.Total]; total != time.Duration(raw[i].Ended-m.Started) {
 			t.Errorf("%v in all, from %d to %d", total, m.Started, raw[i].Ended)
 		}
-		if e := trace.Explain(&sample); e.Stage != config.StageSend || e.Cause != trace.CauseSendBuffer {
+		if e := measure.Explain(&sample); e.Stage != config.StageSend || e.Cause != measure.CauseSendBuffer {
 			t.Errorf("it is explained as %s in %s: %s", e.Cause, e.Stage, e.Text)
 		}
 	}
@@ -128,9 +129,9 @@ func TestSend(t *testing.T) {
 
 // checkSendHistogram checks that all messages that are in the histogram of the
 // whole have the stage send.
-func checkSendHistogram(t testing.TB, r trace.Result) {
+func checkSendHistogram(t testing.TB, r measure.Result) {
 	t.Helper()
-	send, total := r.Stages[config.StageSend], r.Stages[trace.Total]
+	send, total := r.Stages[config.StageSend], r.Stages[measure.Total]
 	if send == nil || total == nil || send.Count != total.Count || send.Sum > total.Sum || send.Max > total.Max {
 		t.Errorf("histogram of send %+v, of the whole %+v", send, total)
 	}
@@ -153,7 +154,7 @@ func TestSendRefused(t *testing.T) {
 	<-done
 	r := k.settled()
 	checkSendHistogram(t, r)
-	last := s.wait(int(r.Chosen - r.Outcomes[trace.Full]))
+	last := s.wait(int(r.Chosen - r.Outcomes[measure.Full]))
 	m := last[len(last)-1].Message
 	if m.Length != length || m.Started < began || m.Sent > ended {
 		t.Errorf("%d bytes from %d to %d, want %d from %d to %d", m.Length, m.Started, m.Sent, length, began, ended)

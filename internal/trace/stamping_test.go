@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -182,7 +184,7 @@ func TestAgainstTimestamping(t *testing.T) {
 		<-done
 	}
 	// The machine may be slow to acknowledge.
-	if r := k.settled(); r.Outcomes[trace.Acked]+r.Outcomes[trace.Retransmitted] != r.Chosen {
+	if r := k.settled(); r.Outcomes[measure.Acked]+r.Outcomes[measure.Retransmitted] != r.Chosen {
 		t.Errorf("%s, want all to be acked", account(r))
 	}
 }
@@ -296,10 +298,10 @@ func TestTimestampingIsLeftAlone(t *testing.T) {
 					if policy == everything && r.Chosen != uint64(test.messages) {
 						t.Errorf("%s, want %d to be chosen", account(r), test.messages)
 					}
-					if n := r.Outcomes[trace.Coalesced]; n > 0 && test.joined == 0 {
+					if n := r.Outcomes[measure.Coalesced]; n > 0 && test.joined == 0 {
 						t.Errorf("%d are coalesced, though no packets are joined", n)
 					}
-					if policy == everything && asks.name == "every" && r.Outcomes[trace.Application] > 0 {
+					if policy == everything && asks.name == "every" && r.Outcomes[measure.Application] > 0 {
 						t.Errorf("%s, though the application's keys are the messages'", account(r))
 					}
 					check(t, bpf.RemoveTrace(k.dir))
@@ -340,7 +342,7 @@ func TestTimestampingAdopted(t *testing.T) {
 	shut(c.connected)
 	<-done
 	// Those that were sent beside the stamp are left to the application.
-	if r := k.settled(); r.Chosen != 8 || r.Outcomes[trace.Application] != 4 {
+	if r := k.settled(); r.Chosen != 8 || r.Outcomes[measure.Application] != 4 {
 		t.Errorf("%s, want 4 of 8 to be left to the application", account(r))
 	}
 }

@@ -16,12 +16,13 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 	"sockeye/lab"
 )
 
@@ -189,21 +190,21 @@ func (h *tuned) traced(cgroup string) agent.TracedCgroup {
 }
 
 // results are what was measured of the groups of a selector, together.
-func (h *tuned) results(selector string, args ...string) trace.Result {
+func (h *tuned) results(selector string, args ...string) measure.Result {
 	h.Helper()
 	var r agent.TraceResults
 	h.query("/results", &r, append([]string{"select", selector}, args...)...)
 	if len(r.Results) == 0 {
-		return trace.Result{}
+		return measure.Result{}
 	}
-	found, err := trace.Find([]trace.Period{r.Period}, "")
+	found, err := measure.Find([]measure.Period{r.Period}, "")
 	h.must(err)
 	return *found[0]
 }
 
 // ended waits until so many messages that a selector means have ended and none is under way, and returns what was
 // measured of them.
-func (h *tuned) ended(selector string, n uint64, args ...string) (r trace.Result) {
+func (h *tuned) ended(selector string, n uint64, args ...string) (r measure.Result) {
 	h.Helper()
 	h.eventually("messages to end", func() error {
 		r = h.results(selector, args...)
@@ -218,7 +219,7 @@ func (h *tuned) ended(selector string, n uint64, args ...string) (r trace.Result
 	return r
 }
 
-func ended(outcomes map[trace.Outcome]uint64) (sum uint64) {
+func ended(outcomes map[measure.Outcome]uint64) (sum uint64) {
 	for _, n := range outcomes {
 		sum += n
 	}
@@ -228,7 +229,7 @@ func ended(outcomes map[trace.Outcome]uint64) (sum uint64) {
 // took fails the test unless a stage's times are what they should be: most no less than that, and the quicker ones no more
 // than a share above it for what the wire adds, and a bit. On a busy host the others may take any time; if all do, more is
 // measured again, and again.
-func (h *tuned) took(what string, r trace.Result, stage config.Stage, want time.Duration, again ...func() trace.Result) {
+func (h *tuned) took(what string, r measure.Result, stage config.Stage, want time.Duration, again ...func() measure.Result) {
 	h.Helper()
 	const slack, most = 5 * time.Millisecond, 10
 	// A bucket is 1/16 wide.

@@ -12,18 +12,19 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 	"sockeye/lab"
 )
 
 // groups are the groups of a rule, with their numbers of messages.
-func (h *tuned) groups(rule string) map[trace.Group]uint64 {
+func (h *tuned) groups(rule string) map[measure.Group]uint64 {
 	h.Helper()
 	var r agent.TraceResults
 	h.query("/results", &r, "select", "rule="+rule)
-	groups := map[trace.Group]uint64{}
+	groups := map[measure.Group]uint64{}
 	for _, result := range r.Results {
 		if groups[result.Group] > 0 {
 			h.Errorf("there are two of %+v", result.Group)
@@ -82,13 +83,13 @@ func TestTraceGroups(t *testing.T) {
 
 	p.connect(12, at(tracePort+1, to...)...)
 	h.ended("rule=bits", 12)
-	want := map[trace.Group]uint64{
+	want := map[measure.Group]uint64{
 		{Rule: "bits", Protocol: config.TCP, Port: tracePort + 1, Remote: netip.MustParsePrefix("10.91.0.0/20")}:  2,
 		{Rule: "bits", Protocol: config.TCP, Port: tracePort + 1, Remote: netip.MustParsePrefix("10.91.16.0/20")}: 2,
 		{Rule: "bits", Protocol: config.TCP, Port: tracePort + 1, Remote: netip.MustParsePrefix("10.91.32.0/20")}: 2,
 	}
 	for i := range 6 {
-		want[trace.Group{Rule: "bits", Protocol: config.TCP, Port: tracePort + 1, Remote: netip.MustParsePrefix(fmt.Sprintf("fd91:%x::/32", i))}] = 1
+		want[measure.Group{Rule: "bits", Protocol: config.TCP, Port: tracePort + 1, Remote: netip.MustParsePrefix(fmt.Sprintf("fd91:%x::/32", i))}] = 1
 	}
 	if got := h.groups("bits"); fmt.Sprint(got) != fmt.Sprint(want) {
 		t.Errorf("groups: %v\nwant %v", got, want)
@@ -97,7 +98,7 @@ func TestTraceGroups(t *testing.T) {
 	far.connect(6, at(tracePort, near4, near6)...)
 	far.connect(4, at(tracePort+1, near4, near6)...)
 	h.ended("rule=accepts", 10)
-	want = map[trace.Group]uint64{
+	want = map[measure.Group]uint64{
 		{Rule: "accepts", Protocol: config.TCP, Port: tracePort, Cgroup: near + "/near"}:     6,
 		{Rule: "accepts", Protocol: config.TCP, Port: tracePort + 1, Cgroup: near + "/near"}: 4,
 	}
@@ -155,17 +156,17 @@ func TestTraceArms(t *testing.T) {
 	arms("at first", map[string]uint64{"control": 5 * control, "treated": 5 * (connections - control)})
 	// On a busy host the slowest of all may be slow for another reason.
 	slow := h.slowest("arm=treated", 100)
-	small := slices.DeleteFunc(slices.Clone(slow), func(m agent.TraceSlow) bool { return m.Explanation.Cause != trace.CauseCwnd || m.Cwnd != 3 })
+	small := slices.DeleteFunc(slices.Clone(slow), func(m agent.TraceSlow) bool { return m.Explanation.Cause != measure.CauseCwnd || m.Cwnd != 3 })
 	if len(slow) == 0 || len(small) <= len(slow)/2 {
 		t.Errorf("of the slowest of the small window %d of %d are explained by it: %+v", len(small), len(slow), slow)
 	}
 	var compared struct {
-		Comparison trace.Comparison `json:"comparison"`
-		Summary    string           `json:"summary"`
+		Comparison measure.Comparison `json:"comparison"`
+		Summary    string             `json:"summary"`
 	}
 	h.show(&compared, "trace", "compare", "--trial", "window")
-	i := slices.IndexFunc(compared.Comparison.Rows, func(r trace.Row) bool { return r.Stage == config.StageStack && r.Figure == "p50" })
-	if i < 0 || compared.Comparison.Rows[i].Verdict != trace.Real || compared.Comparison.Rows[i].B < 12*time.Millisecond || compared.Comparison.Rows[i].A > 3*time.Millisecond {
+	i := slices.IndexFunc(compared.Comparison.Rows, func(r measure.Row) bool { return r.Stage == config.StageStack && r.Figure == "p50" })
+	if i < 0 || compared.Comparison.Rows[i].Verdict != measure.Real || compared.Comparison.Rows[i].B < 12*time.Millisecond || compared.Comparison.Rows[i].A > 3*time.Millisecond {
 		t.Errorf("a window of 3 packets: %+v", compared)
 	}
 	if !strings.Contains(compared.Summary, "stack") {
@@ -256,7 +257,7 @@ func TestTraceService(t *testing.T) {
 	h.lands("with rules", all, h.homes(2))
 	traced := &tuned{host: h}
 	r := traced.ended("rule=served", 20)
-	want := trace.Group{Rule: "served", Protocol: config.TCP, Service: "telemetry", Port: bmpPort}
+	want := measure.Group{Rule: "served", Protocol: config.TCP, Service: "telemetry", Port: bmpPort}
 	if r.Chosen != 20 || r.Group != want {
 		t.Errorf("%d messages of %+v, want 20 of %+v", r.Chosen, r.Group, want)
 	}

@@ -14,17 +14,18 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 	"sockeye/lab"
 )
 
 // received waits until so much that a selector means was received, and all of it has ended.
-func (h *tuned) received(selector string, n uint64) (r trace.Result) {
+func (h *tuned) received(selector string, n uint64) (r measure.Result) {
 	h.Helper()
 	h.eventually("it to be received", func() error {
 		r = h.results(selector)
@@ -57,7 +58,7 @@ func TestTraceReader(t *testing.T) {
 		r := h.received("protocol="+protocol, n)
 		h.took(protocol+", running", r, config.StageRXStack, 0)
 		h.took(protocol+", running", r, config.StageReader, 0)
-		if r.RXChosen < n || r.RXOutcomes[trace.Read] != r.RXChosen || r.Chosen != 0 {
+		if r.RXChosen < n || r.RXOutcomes[measure.Read] != r.RXChosen || r.Chosen != 0 {
 			t.Errorf("%s, running: %+v", protocol, r)
 		}
 	}
@@ -72,7 +73,7 @@ func TestTraceReader(t *testing.T) {
 	far2 := h.startPeer(h.devices, "others", "far2")
 	far2.do(order{Do: "datagrams", To: at(tracePort, near4, near6), traceOrder: traceOrder{Count: 3, Size: 500}})
 	for protocol, n := range map[string]uint64{"tcp": 2, "udp": 6} {
-		var r trace.Result
+		var r measure.Result
 		h.eventually("the reader to be behind", func() error {
 			r = h.results("protocol=" + protocol)
 			if r.RXWaiting != n || r.RXOldest < stopped {
@@ -167,7 +168,7 @@ func TestTraceUnread(t *testing.T) {
 	far2 := h.startPeer(h.devices, "others", "far2")
 	far2.do(order{Do: "datagrams", To: at(tracePort, near4), traceOrder: traceOrder{Count: datagrams, Size: 1000}})
 	h.eventually("some to be dropped", func() error {
-		if r := h.results("protocol=udp"); r.RXChosen != datagrams || r.RXOutcomes[trace.Dropped]+r.RXWaiting != datagrams {
+		if r := h.results("protocol=udp"); r.RXChosen != datagrams || r.RXOutcomes[measure.Dropped]+r.RXWaiting != datagrams {
 			return fmt.Errorf("%d chosen, %v, %d wait", r.RXChosen, r.RXOutcomes, r.RXWaiting)
 		}
 		if r := h.results("protocol=tcp"); r.RXWaiting != 4 {
@@ -177,11 +178,11 @@ func TestTraceUnread(t *testing.T) {
 	})
 	h.must(p.Kill())
 	r := h.received("protocol=tcp", 8)
-	if r.RXOutcomes[trace.Unread] != 4 || r.RXOutcomes[trace.Read] != 4 {
+	if r.RXOutcomes[measure.Unread] != 4 || r.RXOutcomes[measure.Read] != 4 {
 		t.Errorf("tcp: %v", r.RXOutcomes)
 	}
 	r = h.received("protocol=udp", datagrams)
-	if r.RXOutcomes[trace.Dropped] == 0 || r.RXOutcomes[trace.Unread] == 0 || r.RXOutcomes[trace.Read] != 0 {
+	if r.RXOutcomes[measure.Dropped] == 0 || r.RXOutcomes[measure.Unread] == 0 || r.RXOutcomes[measure.Read] != 0 {
 		t.Errorf("udp: %v", r.RXOutcomes)
 	}
 }

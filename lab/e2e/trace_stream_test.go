@@ -17,13 +17,14 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/fault"
 
 	"github.com/cilium/ebpf"
 
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 	"sockeye/lab"
 )
 
@@ -84,16 +85,16 @@ func TestTraceSamples(t *testing.T) {
 	}
 	p.exchanges(5)
 	var of4, of6 int
-	var last *trace.Sample
+	var last *measure.Sample
 	for range 20 {
 		line := next(s)
 		if line.Sample == nil {
 			t.Fatalf("lost %d", line.Lost)
 		}
 		m := line.Sample
-		if m.Group.Rule != "all" || m.Group.Port != tracePort || m.Length != 1008 || m.Outcome != trace.Acked || m.Role != config.RoleConnect ||
+		if m.Group.Rule != "all" || m.Group.Port != tracePort || m.Length != 1008 || m.Outcome != measure.Acked || m.Role != config.RoleConnect ||
 			m.Local.Addr() != near4 && m.Local.Addr() != near6 || m.Remote.Port() != tracePort || m.Cookie == 0 ||
-			m.Stages[config.StageNetwork] < 2*time.Millisecond || m.Stages[trace.Total] < m.Stages[config.StageNetwork]+m.Stages[config.StageQdisc] ||
+			m.Stages[config.StageNetwork] < 2*time.Millisecond || m.Stages[measure.Total] < m.Stages[config.StageNetwork]+m.Stages[config.StageQdisc] ||
 			time.Since(m.Ended) > patience || time.Since(m.Ended) < -time.Second {
 			t.Errorf("%+v", m)
 		}
@@ -200,7 +201,7 @@ func TestTraceSamples(t *testing.T) {
 	})
 	lines := strings.Split(strings.TrimSuffix(out.String(), "\n"), "\n")
 	for _, text := range lines {
-		var m trace.Sample
+		var m measure.Sample
 		if err := json.Unmarshal([]byte(text), &m); err != nil || m.Group.Rule != "all" {
 			t.Errorf("sockeye trace samples: %v: %s", err, text)
 		}

@@ -12,11 +12,12 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/trace"
 	"sockeye/lab"
 )
 
@@ -36,7 +37,7 @@ func TestTraceNetwork(t *testing.T) {
 		far.listen(port)
 		p.connect(4, at(port, far4, far6)...)
 		n := uint64(4)
-		more := func() trace.Result {
+		more := func() measure.Result {
 			p.do(order{Do: "exchanges", Parallel: 4, Up: 1000, traceOrder: traceOrder{Count: 10}})
 			n += 40
 			return h.ended(fmt.Sprintf("port=%d", port), n)
@@ -44,10 +45,10 @@ func TestTraceNetwork(t *testing.T) {
 		what := fmt.Sprintf("a delay of %v", delay)
 		r := more()
 		h.took(what, r, config.StageNetwork, 2*delay, more)
-		h.took(what, r, trace.Total, 2*delay, more)
+		h.took(what, r, measure.Total, 2*delay, more)
 		h.took(what, r, config.StageStack, 0)
 		h.took(what, r, config.StageQdisc, 0)
-		if r.Outcomes[trace.Acked]+r.Outcomes[trace.Retransmitted] != 44 || r.Bytes != 44*1008 {
+		if r.Outcomes[measure.Acked]+r.Outcomes[measure.Retransmitted] != 44 || r.Bytes != 44*1008 {
 			t.Errorf("%s: %v, %d bytes", what, r.Outcomes, r.Bytes)
 		}
 		p.do(order{Do: "close"})
@@ -56,7 +57,7 @@ func TestTraceNetwork(t *testing.T) {
 
 // explained fails the test unless the slowest message of this length that a selector means is explained by this, and returns
 // it.
-func (h *tuned) explained(selector string, length uint32, stage config.Stage, cause trace.Cause, words ...string) (m agent.TraceSlow) {
+func (h *tuned) explained(selector string, length uint32, stage config.Stage, cause measure.Cause, words ...string) (m agent.TraceSlow) {
 	h.Helper()
 	list := h.slowest(selector, 100)
 	i := slices.IndexFunc(list, func(m agent.TraceSlow) bool { return m.Length == length })
@@ -96,11 +97,11 @@ func TestTraceStack(t *testing.T) {
 	h.sink(h.farListener(paced, nil))
 	shut := h.farListener(window, func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, 8000) })
 	// connect makes a connection, and returns what sends so many messages over it and waits for their end.
-	connect := func(rule string, port uint16, count int) (send func() trace.Result) {
+	connect := func(rule string, port uint16, count int) (send func() measure.Result) {
 		t.Helper()
 		p.do(order{Do: "connect", N: 1, To: at(port, far4), Keep: true})
 		n := uint64(0)
-		return func() (r trace.Result) {
+		return func() (r measure.Result) {
 			t.Helper()
 			for range count {
 				p.do(order{Do: "send", traceOrder: traceOrder{Count: 1, Size: size}})
@@ -117,7 +118,7 @@ func TestTraceStack(t *testing.T) {
 	h.took("a small congestion window", r, config.StageStack, 6*2*delay, send)
 	h.took("a small congestion window", r, config.StageNetwork, 2*delay, send)
 	p.do(order{Do: "close"})
-	m := h.explained(fmt.Sprintf("port=%d", cwnd), size, config.StageStack, trace.CauseCwnd, "the congestion window, 10 packets of 1448 B")
+	m := h.explained(fmt.Sprintf("port=%d", cwnd), size, config.StageStack, measure.CauseCwnd, "the congestion window, 10 packets of 1448 B")
 	if m.Group.TuneRule != "cwnd" || m.Cwnd != 10 || m.Length != size || m.Role != config.RoleConnect {
 		t.Errorf("a small congestion window: %+v", m)
 	}
@@ -126,7 +127,7 @@ func TestTraceStack(t *testing.T) {
 	send = connect("paced", paced, 2)
 	h.took("pacing", send(), config.StageStack, 180*time.Millisecond, send)
 	p.do(order{Do: "close"})
-	h.explained("tune_rule=paced", size, config.StageStack, trace.CausePacing, "pacing at ", "Mbit/s")
+	h.explained("tune_rule=paced", size, config.StageStack, measure.CausePacing, "pacing at ", "Mbit/s")
 
 	// A reader that is stopped for a while.
 	const stopped = 400 * time.Millisecond
@@ -155,7 +156,7 @@ func TestTraceStack(t *testing.T) {
 	if stack := r.Stages[config.StageStack]; stack == nil || stack.Quantile(0.5) < stopped-50*time.Millisecond {
 		t.Errorf("a closed window: %+v", r)
 	}
-	m = h.explained("tune_rule=window", size, config.StageStack, trace.CauseWindow, "the peer's window")
+	m = h.explained("tune_rule=window", size, config.StageStack, measure.CauseWindow, "the peer's window")
 	if m.WindowLimited < stopped/2 || m.Window > 8000 {
 		t.Errorf("a closed window: %+v", m)
 	}
@@ -190,7 +191,7 @@ func TestTraceQdisc(t *testing.T) {
 		}
 		h.took("a rate limit", r, config.StageStack, 0)
 		h.took("a rate limit", r, config.StageNetwork, 2*time.Millisecond)
-		h.explained(fmt.Sprintf("port=%d", port), size, config.StageQdisc, trace.CauseLocalQueue, "queued on this host")
+		h.explained(fmt.Sprintf("port=%d", port), size, config.StageQdisc, measure.CauseLocalQueue, "queued on this host")
 		h.sink(h.farListener(port+100, nil))
 		p.do(order{Do: "connect", N: connections, Parallel: 8, To: at(port+100, far4), Keep: true})
 		p.do(order{Do: "send", Parallel: connections, traceOrder: traceOrder{Count: 1, Size: size}})
@@ -246,11 +247,11 @@ func TestTraceLoss(t *testing.T) {
 	send(tracePort, func(n int) bool { return n == 7 })
 	r := h.ended(fmt.Sprintf("port=%d", tracePort), before+1)
 	losing(nil)
-	if r.Outcomes[trace.Retransmitted] != 1 {
+	if r.Outcomes[measure.Retransmitted] != 1 {
 		t.Errorf("the last segment is lost: %v", r.Outcomes)
 	}
-	m := h.explained(fmt.Sprintf("port=%d", tracePort), size, config.StageNetwork, trace.CauseLoss, "its last segment was lost", "sent again")
-	if m.Repeats == 0 || m.Outcome != trace.Retransmitted {
+	m := h.explained(fmt.Sprintf("port=%d", tracePort), size, config.StageNetwork, measure.CauseLoss, "its last segment was lost", "sent again")
+	if m.Repeats == 0 || m.Outcome != measure.Retransmitted {
 		t.Errorf("the last segment is lost: %+v", m)
 	}
 	p.do(order{Do: "close"})
@@ -258,10 +259,10 @@ func TestTraceLoss(t *testing.T) {
 	send(tracePort+1, func(n int) bool { return n == 3 })
 	r = h.ended(fmt.Sprintf("port=%d", tracePort+1), before+1)
 	losing(nil)
-	if r.Outcomes[trace.Acked] != before+1 {
+	if r.Outcomes[measure.Acked] != before+1 {
 		t.Errorf("a segment before the last is lost: %v", r.Outcomes)
 	}
-	m = h.explained(fmt.Sprintf("port=%d", tracePort+1), size, config.StageNetwork, trace.CauseLoss, "segments before its last were lost")
+	m = h.explained(fmt.Sprintf("port=%d", tracePort+1), size, config.StageNetwork, measure.CauseLoss, "segments before its last were lost")
 	if m.Retransmits == 0 || m.Repeats != 0 {
 		t.Errorf("a segment before the last is lost: %+v", m)
 	}
@@ -283,8 +284,8 @@ func TestTraceLoss(t *testing.T) {
 	h.must(c.SetLinger(0))
 	c.Close()
 	r = h.ended(fmt.Sprintf("port=%d", tracePort+2), before+1)
-	if r.Outcomes[trace.Unacknowledged] != 1 || r.Bytes != before*100 {
+	if r.Outcomes[measure.Unacknowledged] != 1 || r.Bytes != before*100 {
 		t.Errorf("the peer vanishes: %v", r.Outcomes)
 	}
-	h.explained(fmt.Sprintf("port=%d", tracePort+2), size, config.StageNetwork, trace.CauseUnacknowledged, "given up after")
+	h.explained(fmt.Sprintf("port=%d", tracePort+2), size, config.StageNetwork, measure.CauseUnacknowledged, "given up after")
 }

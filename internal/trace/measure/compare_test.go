@@ -2,7 +2,7 @@
 
 //go:build !vm
 
-package trace
+package measure
 
 import (
 	"encoding/json"
@@ -187,9 +187,9 @@ func TestAnIncidentIsNoDifference(t *testing.T) {
 
 // asOne makes one result of several.
 func asOne(results []*Result) []*Result {
-	var s sum
+	var s Sum
 	for _, r := range results {
-		s.add(r, time.Time{})
+		s.Add(r, time.Time{})
 	}
 	return []*Result{&s.Result}
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package trace
+// Package report writes the measurements of trace as one HTML page.
+package report
 
 import (
 	"bytes"
@@ -18,6 +19,8 @@ import (
 	"time"
 	"unicode"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/config"
 )
 
@@ -28,9 +31,9 @@ type Report struct {
 	// Periods are slices of the time reported, oldest first; those of an agent are
 	// 10 s long. Times are shown in the location of the first. What a slice says is
 	// under way or waiting is so at its end.
-	Periods []Period
-	Slow    []Sample // in any order
-	Notes   []string // what the reader should know, a sentence each
+	Periods []measure.Period
+	Slow    []measure.Sample // in any order
+	Notes   []string         // what the reader should know, a sentence each
 }
 
 // Bounds of a page. What is beyond is summed up or left out, and the page says so.
@@ -45,11 +48,11 @@ const (
 )
 
 var (
-	//go:embed report/report.html
+	//go:embed report.html
 	reportHTML string
-	//go:embed report/report.css
+	//go:embed report.css
 	reportStyle string
-	//go:embed report/report.js
+	//go:embed report.js
 	reportScript string
 )
 
@@ -256,7 +259,7 @@ func newReportPage(r Report) *reportPage {
 	page.fillGroups(all, axis)
 	page.fillLedgers(all)
 	page.fillReaders(all, axis)
-	for _, stage := range Stages {
+	for _, stage := range measure.Stages {
 		if slices.ContainsFunc(all, func(s *series) bool { return s.has(stage) }) {
 			page.Stages = append(page.Stages, stageMeaning{stage, stageName(stage), stageMeanings[stage]})
 		}
@@ -266,7 +269,7 @@ func newReportPage(r Report) *reportPage {
 
 // series is a group over time, or several together.
 type series struct {
-	sum
+	measure.Sum
 	label   string
 	several bool
 	slices  []slice
@@ -274,24 +277,24 @@ type series struct {
 
 // slice is what one period has of a series.
 type slice struct {
-	period *Period
-	result *Result
+	period *measure.Period
+	result *measure.Result
 }
 
 // newSeries sorts the groups, those with most messages first.
-func newSeries(periods []Period) []*series {
-	ordered := make([]*Period, len(periods))
+func newSeries(periods []measure.Period) []*series {
+	ordered := make([]*measure.Period, len(periods))
 	for i := range periods {
 		ordered[i] = &periods[i]
 	}
-	slices.SortStableFunc(ordered, func(a, b *Period) int { return a.From.Compare(b.From) })
-	byGroup := map[Group]*series{}
+	slices.SortStableFunc(ordered, func(a, b *measure.Period) int { return a.From.Compare(b.From) })
+	byGroup := map[measure.Group]*series{}
 	for _, p := range ordered {
 		for i := range p.Results {
 			result := &p.Results[i]
 			s := byGroup[result.Group]
 			if s == nil {
-				s = &series{sum: sum{Result: Result{Group: result.Group}}, label: labelText(result.Group.Label())}
+				s = &series{Sum: measure.Sum{Result: measure.Result{Group: result.Group}}, label: labelText(result.Group.Label())}
 				byGroup[result.Group] = s
 			}
 			s.append(slice{p, result})
@@ -307,7 +310,7 @@ func newSeries(periods []Period) []*series {
 
 func (s *series) append(part slice) {
 	s.slices = append(s.slices, part)
-	s.add(part.result, part.period.To)
+	s.Add(part.result, part.period.To)
 }
 
 // together makes one series of several.
@@ -328,17 +331,17 @@ func (s *series) has(stage config.Stage) bool { h := s.Stages[stage]; return h !
 // whole is the stage that stands for a series: the whole way where it is known,
 // else what there is most of.
 func (s *series) whole() config.Stage {
-	for _, stage := range []config.Stage{Total, config.StageNetwork, config.StageStack, config.StageQdisc, config.StageSend, config.StageReader, config.StageRXStack} {
+	for _, stage := range []config.Stage{measure.Total, config.StageNetwork, config.StageStack, config.StageQdisc, config.StageSend, config.StageReader, config.StageRXStack} {
 		if s.has(stage) {
 			return stage
 		}
 	}
-	return Total
+	return measure.Total
 }
 
 // columns sums up a stage by the columns of a time axis; nil: no values.
-func (s *series) columns(stage config.Stage, axis timeAxis) []*Histogram {
-	columns := make([]*Histogram, axis.columns)
+func (s *series) columns(stage config.Stage, axis timeAxis) []*measure.Histogram {
+	columns := make([]*measure.Histogram, axis.columns)
 	for _, part := range s.slices {
 		h := part.result.Stages[stage]
 		if h == nil || h.Count == 0 {
@@ -346,7 +349,7 @@ func (s *series) columns(stage config.Stage, axis timeAxis) []*Histogram {
 		}
 		c := axis.middle(*part.period)
 		if columns[c] == nil {
-			columns[c] = &Histogram{}
+			columns[c] = &measure.Histogram{}
 		}
 		columns[c].Add(h)
 	}
@@ -354,7 +357,7 @@ func (s *series) columns(stage config.Stage, axis timeAxis) []*Histogram {
 }
 
 // course gives a figure of each column; NaN where there is none.
-func course(columns []*Histogram, of func(*Histogram) float64) []float64 {
+func course(columns []*measure.Histogram, of func(*measure.Histogram) float64) []float64 {
 	values := make([]float64, len(columns))
 	for c, h := range columns {
 		values[c] = math.NaN()
@@ -412,7 +415,7 @@ func (page *reportPage) fillFigures(all []*series) {
 	whole := together(all)
 	if n := whole.Chosen; n > 0 {
 		var stamped uint64
-		for _, o := range Stamped {
+		for _, o := range measure.Stamped {
 			stamped += whole.Outcomes[o]
 		}
 		ended := sumOf(whole.Outcomes)
@@ -424,14 +427,14 @@ func (page *reportPage) fillFigures(all []*series) {
 			reportFigure{"Messages sent", countText(n), "in " + countOf(len(all), "group", "groups")},
 			reportFigure{"Stamped", cmp.Or(shareText(stamped, ended), "none"), lost})
 	}
-	if h := whole.Stages[Total]; h != nil && h.Count > 0 {
+	if h := whole.Stages[measure.Total]; h != nil && h.Count > 0 {
 		page.Figures = append(page.Figures,
 			reportFigure{"Typical", durationText(h.Quantile(0.5)), "p50 of the whole way"},
 			reportFigure{"Slow", durationText(h.Quantile(0.99)), "p99; the slowest " + durationText(time.Duration(h.Max))})
 	}
 	if n := whole.RXChosen; n > 0 {
 		room := "all found room in the socket"
-		if dropped := whole.RXOutcomes[Dropped]; dropped > 0 {
+		if dropped := whole.RXOutcomes[measure.Dropped]; dropped > 0 {
 			room = countText(dropped) + " found no room in the socket"
 		}
 		page.Figures = append(page.Figures, reportFigure{"Received", countText(n), room})
@@ -441,7 +444,7 @@ func (page *reportPage) fillFigures(all []*series) {
 	}
 }
 
-func newFigure(h *Histogram, q float64) figure {
+func newFigure(h *measure.Histogram, q float64) figure {
 	if h == nil || h.Count == 0 {
 		return figure{Text: "–", Sort: -1}
 	}
@@ -453,7 +456,7 @@ func newFigure(h *Histogram, q float64) figure {
 	return f
 }
 
-func newMaxFigure(h *Histogram) figure {
+func newMaxFigure(h *measure.Histogram) figure {
 	if h == nil || h.Count == 0 {
 		return figure{Text: "–", Sort: -1}
 	}
@@ -474,10 +477,10 @@ func newOverviewRow(s *series, id string, axis timeAxis, of uint64) overviewRow 
 		P50: newFigure(h, 0.5), P99: newFigure(h, 0.99), Max: newMaxFigure(h),
 		Sum: s.messages(), Read: s.RXChosen, Received: countOrNone(s.RXChosen), ReaderP99: newFigure(s.Stages[config.StageReader], 0.99),
 	}
-	if whole != Total {
+	if whole != measure.Total {
 		row.Whole = stageName(whole)
 	}
-	values := course(s.columns(whole, axis), func(h *Histogram) float64 { return float64(h.Quantile(0.99)) })
+	values := course(s.columns(whole, axis), func(h *measure.Histogram) float64 { return float64(h.Quantile(0.99)) })
 	row.Course = newSpark(values, "p99 over time, at most "+durationText(time.Duration(slices.Max(append(known(values), 0)))))
 	legs := legsOut
 	if s.Chosen == 0 {
@@ -492,7 +495,7 @@ func known(values []float64) []float64 {
 }
 
 // composition is the stages' shares of the sum of their quantiles, of 160.
-func composition(stages map[config.Stage]*Histogram, legs []config.Stage, q float64) []part {
+func composition(stages map[config.Stage]*measure.Histogram, legs []config.Stage, q float64) []part {
 	const width = 160
 	sum := 0.0
 	for _, leg := range legs {
@@ -520,7 +523,7 @@ func (page *reportPage) addCard(s *series, axis timeAxis) int {
 	card := groupCard{ID: fmt.Sprintf("g%d", len(page.Cards)+1), Label: s.label, Whole: s.whole()}
 	if s.Chosen > 0 {
 		card.Facts = append(card.Facts, countText(s.Chosen)+" messages sent", bytesText(s.Bytes)+" acknowledged")
-		if n := s.Outcomes[Retransmitted]; n > 0 {
+		if n := s.Outcomes[measure.Retransmitted]; n > 0 {
 			card.Facts = append(card.Facts, countText(n)+" retransmitted")
 		}
 	}
@@ -539,13 +542,13 @@ func (page *reportPage) addCard(s *series, axis timeAxis) int {
 			card.Notes = append(card.Notes, countText(lack.n)+" "+lack.text)
 		}
 	}
-	for _, outcome := range slices.Concat(Outcomes, RXOutcomes) {
+	for _, outcome := range slices.Concat(measure.Outcomes, measure.RXOutcomes) {
 		if n := s.Outcomes[outcome] + s.RXOutcomes[outcome]; n > 0 {
 			card.Ends = append(card.Ends, entry{Name: outcomeNames[outcome], Meaning: outcomeMeanings[outcome], Count: countText(n)})
 		}
 	}
-	columns := map[config.Stage][]*Histogram{}
-	for _, stage := range Stages {
+	columns := map[config.Stage][]*measure.Histogram{}
+	for _, stage := range measure.Stages {
 		h := s.Stages[stage]
 		if !s.has(stage) {
 			continue
@@ -562,7 +565,7 @@ func (page *reportPage) addCard(s *series, axis timeAxis) int {
 		title string
 		legs  []config.Stage
 		whole config.Stage
-	}{{"Sent", legsOut, Total}, {"Received", legsIn, ""}} {
+	}{{"Sent", legsOut, measure.Total}, {"Received", legsIn, ""}} {
 		if chart := newBars(side.title, s.Stages, side.legs, side.whole, quantiles...); chart != nil {
 			card.Bars = append(card.Bars, chart)
 		}
@@ -598,7 +601,7 @@ type peak struct {
 // findPeak looks for columns whose 99th percentile is at least 3 times the usual,
 // with those beside them that are slow too, and takes the slowest that are not so
 // by chance. It is nil if there are none.
-func findPeak(columns map[config.Stage][]*Histogram, whole config.Stage) *peak {
+func findPeak(columns map[config.Stage][]*measure.Histogram, whole config.Stage) *peak {
 	const minColumns, minValues, factor = 8, 50, 3
 	of := columns[whole]
 	p99 := make([]time.Duration, len(of))
@@ -632,7 +635,7 @@ func findPeak(columns map[config.Stage][]*Histogram, whole config.Stage) *peak {
 			break
 		}
 	}
-	for _, stage := range Stages {
+	for _, stage := range measure.Stages {
 		if stage == whole || stage == config.StageNIC || slices.Contains(legsIn, stage) != slices.Contains(legsIn, whole) {
 			continue
 		}
@@ -646,8 +649,8 @@ func findPeak(columns map[config.Stage][]*Histogram, whole config.Stage) *peak {
 }
 
 // split sums up what is of the peak and what is not.
-func (p *peak) split(columns []*Histogram) (within, outside *Histogram) {
-	within, outside = &Histogram{}, &Histogram{}
+func (p *peak) split(columns []*measure.Histogram) (within, outside *measure.Histogram) {
+	within, outside = &measure.Histogram{}, &measure.Histogram{}
 	for c, h := range columns {
 		switch {
 		case h == nil:
@@ -660,9 +663,9 @@ func (p *peak) split(columns []*Histogram) (within, outside *Histogram) {
 	return within, outside
 }
 
-func countAbove(h *Histogram, d time.Duration) uint64 {
+func countAbove(h *measure.Histogram, d time.Duration) uint64 {
 	var n uint64
-	for _, count := range h.Buckets[Bucket(uint64(d))+1:] {
+	for _, count := range h.Buckets[measure.Bucket(uint64(d))+1:] {
 		n += count
 	}
 	return n
@@ -696,7 +699,7 @@ type balance struct {
 
 // balance checks each slice: what was under way, and what was chosen, ended or is
 // under way. A group that a slice does not have stayed as it was.
-func (s *series) balance(of func(*Result) (chosen, ended, open uint64)) balance {
+func (s *series) balance(of func(*measure.Result) (chosen, ended, open uint64)) balance {
 	var b balance
 	for i, part := range s.slices {
 		chosen, ended, open := of(part.result)
@@ -714,7 +717,7 @@ func (s *series) balance(of func(*Result) (chosen, ended, open uint64)) balance 
 	return b
 }
 
-func sumOf(outcomes map[Outcome]uint64) uint64 {
+func sumOf(outcomes map[measure.Outcome]uint64) uint64 {
 	var all uint64
 	for _, n := range outcomes {
 		all += n
@@ -727,16 +730,16 @@ func (page *reportPage) fillLedgers(all []*series) {
 	sides := []struct {
 		title    string
 		chosen   uint64
-		outcomes map[Outcome]uint64
-		order    []Outcome
-		stamped  []Outcome
+		outcomes map[measure.Outcome]uint64
+		order    []measure.Outcome
+		stamped  []measure.Outcome
 		open     string
-		of       func(*Result) (chosen, ended, open uint64)
+		of       func(*measure.Result) (chosen, ended, open uint64)
 	}{
-		{"Messages sent", whole.Chosen, whole.Outcomes, Outcomes, Stamped, "under way",
-			func(r *Result) (uint64, uint64, uint64) { return r.Chosen, sumOf(r.Outcomes), r.InFlight }},
-		{"Received", whole.RXChosen, whole.RXOutcomes, RXOutcomes, []Outcome{Read}, "waiting",
-			func(r *Result) (uint64, uint64, uint64) { return r.RXChosen, sumOf(r.RXOutcomes), r.RXWaiting }},
+		{"Messages sent", whole.Chosen, whole.Outcomes, measure.Outcomes, measure.Stamped, "under way",
+			func(r *measure.Result) (uint64, uint64, uint64) { return r.Chosen, sumOf(r.Outcomes), r.InFlight }},
+		{"Received", whole.RXChosen, whole.RXOutcomes, measure.RXOutcomes, []measure.Outcome{measure.Read}, "waiting",
+			func(r *measure.Result) (uint64, uint64, uint64) { return r.RXChosen, sumOf(r.RXOutcomes), r.RXWaiting }},
 	}
 	for _, side := range sides {
 		if side.chosen == 0 {
@@ -797,13 +800,13 @@ func (page *reportPage) fillReaders(all []*series, axis timeAxis) {
 			continue
 		}
 		row := readerRow{Label: s.label, Stack: newFigure(s.Stages[config.StageRXStack], 0.99),
-			ReaderP50: newFigure(s.Stages[config.StageReader], 0.5), Reader: newFigure(s.Stages[config.StageReader], 0.99), Dropped: countText(s.RXOutcomes[Dropped])}
+			ReaderP50: newFigure(s.Stages[config.StageReader], 0.5), Reader: newFigure(s.Stages[config.StageReader], 0.99), Dropped: countText(s.RXOutcomes[measure.Dropped])}
 		if i < len(page.Rows) && page.Rows[i].Label == s.label {
 			row.ID = page.Rows[i].ID
 		}
 		last := s.slices[len(s.slices)-1].result
 		row.Waiting, row.Oldest, row.Behind = countText(last.RXWaiting), durationText(last.RXOldest), last.RXWaiting > 0
-		row.WaitingSort, row.OldestSort, row.DroppedSort = int64(last.RXWaiting), int64(last.RXOldest), int64(s.RXOutcomes[Dropped])
+		row.WaitingSort, row.OldestSort, row.DroppedSort = int64(last.RXWaiting), int64(last.RXOldest), int64(s.RXOutcomes[measure.Dropped])
 		oldest := slices.Repeat([]float64{math.NaN()}, axis.columns)
 		var most time.Duration
 		for _, part := range s.slices {
@@ -818,15 +821,15 @@ func (page *reportPage) fillReaders(all []*series, axis timeAxis) {
 	}
 }
 
-func (page *reportPage) fillSlow(samples []Sample, location *time.Location) {
-	ordered := make([]*Sample, len(samples))
+func (page *reportPage) fillSlow(samples []measure.Sample, location *time.Location) {
+	ordered := make([]*measure.Sample, len(samples))
 	for i := range samples {
 		ordered[i] = &samples[i]
 	}
-	slices.SortStableFunc(ordered, func(a, b *Sample) int {
-		return cmp.Or(cmp.Compare(b.Stages[Total], a.Stages[Total]), a.Ended.Compare(b.Ended), cmp.Compare(a.Cookie, b.Cookie), cmp.Compare(a.Key, b.Key))
+	slices.SortStableFunc(ordered, func(a, b *measure.Sample) int {
+		return cmp.Or(cmp.Compare(b.Stages[measure.Total], a.Stages[measure.Total]), a.Ended.Compare(b.Ended), cmp.Compare(a.Cookie, b.Cookie), cmp.Compare(a.Key, b.Key))
 	})
-	alike := map[Group]int{}
+	alike := map[measure.Group]int{}
 	for _, s := range ordered {
 		if len(page.Slow) == reportSlow {
 			break
@@ -841,17 +844,17 @@ func (page *reportPage) fillSlow(samples []Sample, location *time.Location) {
 	}
 }
 
-func newSlowMessage(s *Sample, rank int, location *time.Location) slowMessage {
-	explanation := Explain(s)
+func newSlowMessage(s *measure.Sample, rank int, location *time.Location) slowMessage {
+	explanation := measure.Explain(s)
 	m := slowMessage{
-		Rank: rank, Total: durationText(s.Stages[Total]), When: s.Ended.In(location).Format("15:04:05.000"),
+		Rank: rank, Total: durationText(s.Stages[measure.Total]), When: s.Ended.In(location).Format("15:04:05.000"),
 		Label: labelText(s.Group.Label()), Local: s.Local.String(), Remote: s.Remote.String(), Role: plainText(string(s.Role)),
 		Length: bytesText(uint64(s.Length)), Cause: plainText(string(explanation.Cause)), Text: sentence(explanation.Text),
 	}
-	if s.Outcome != Acked && string(s.Outcome) != string(explanation.Cause) {
+	if s.Outcome != measure.Acked && string(s.Outcome) != string(explanation.Cause) {
 		m.Ended = cmp.Or(outcomeNames[s.Outcome], plainText(string(s.Outcome)))
 	}
-	stages := s.state()[0] // which the bar tells
+	stages := s.State()[0] // which the bar tells
 	for _, detail := range explanation.Details {
 		if detail != stages {
 			m.Details = append(m.Details, sentence(detail))
@@ -866,13 +869,13 @@ const wayWidth = 640
 
 // wayOf lays the legs of a message one after the other, on an axis of its own.
 // The NIC's time is part of the network's and lies inside it.
-func wayOf(s *Sample) ([]part, []tick) {
-	legs := s.legs()
+func wayOf(s *measure.Sample) ([]part, []tick) {
+	legs := s.Legs()
 	var sum time.Duration
 	for _, l := range legs {
-		sum += l.took
+		sum += l.Took
 	}
-	whole := max(s.Stages[Total], sum)
+	whole := max(s.Stages[measure.Total], sum)
 	if whole <= 0 {
 		return nil, nil
 	}
@@ -880,16 +883,16 @@ func wayOf(s *Sample) ([]part, []tick) {
 	var parts []part
 	at := 0.0
 	for _, l := range legs {
-		p := part{Stage: l.stage, At: at, Length: float64(l.took) * scale, Title: l.name + ": " + durationText(l.took)}
-		if l.stage == Total {
+		p := part{Stage: l.Stage, At: at, Length: float64(l.Took) * scale, Title: l.Name + ": " + durationText(l.Took)}
+		if l.Stage == measure.Total {
 			p.Stage = ""
-			if s.Outcome == Unacknowledged {
-				p.Title = "not acknowledged: " + durationText(l.took)
+			if s.Outcome == measure.Unacknowledged {
+				p.Title = "not acknowledged: " + durationText(l.Took)
 			}
 		}
 		parts = append(parts, p)
-		if nic, ok := s.Stages[config.StageNIC]; ok && l.stage == config.StageNetwork {
-			parts = append(parts, part{Stage: config.StageNIC, At: at, Length: float64(min(max(nic, 0), l.took)) * scale, Inside: true,
+		if nic, ok := s.Stages[config.StageNIC]; ok && l.Stage == config.StageNetwork {
+			parts = append(parts, part{Stage: config.StageNIC, At: at, Length: float64(min(max(nic, 0), l.Took)) * scale, Inside: true,
 				Title: "nic, in network: " + durationText(nic)})
 		}
 		at += p.Length
@@ -958,7 +961,7 @@ func countOf(n int, one, several string) string {
 }
 
 // measured is how long the periods are together.
-func measured(periods []Period) time.Duration {
+func measured(periods []measure.Period) time.Duration {
 	var sum time.Duration
 	for _, p := range periods {
 		sum += p.To.Sub(p.From)
@@ -993,34 +996,34 @@ var stageMeanings = map[config.Stage]string{
 	config.StageQdisc:   "in the queueing discipline, until the driver has it",
 	config.StageNIC:     "from the driver to the hardware's stamp; part of network",
 	config.StageNetwork: "from the driver to the peer's acknowledgement",
-	Total:               "the whole way, to the peer's acknowledgement",
+	measure.Total:       "the whole way, to the peer's acknowledgement",
 	config.StageRXStack: "received: from reaching the host to reaching the socket",
 	config.StageReader:  "received: in the socket, until the application takes it",
 }
 
-var outcomeNames = map[Outcome]string{
-	Acked: "acknowledged", Retransmitted: "retransmitted", Overwritten: "overwritten", Coalesced: "coalesced", Missed: "missed",
-	Unacknowledged: "unacknowledged", Full: "too many", Application: "the application's", Refused: "refused",
-	Sent: "sent", Discarded: "discarded", Split: "split", Parted: "parted",
-	Read: "read", Dropped: "dropped", Unread: "unread", RXFull: "too many",
+var outcomeNames = map[measure.Outcome]string{
+	measure.Acked: "acknowledged", measure.Retransmitted: "retransmitted", measure.Overwritten: "overwritten", measure.Coalesced: "coalesced", measure.Missed: "missed",
+	measure.Unacknowledged: "unacknowledged", measure.Full: "too many", measure.Application: "the application's", measure.Refused: "refused",
+	measure.Sent: "sent", measure.Discarded: "discarded", measure.Split: "split", measure.Parted: "parted",
+	measure.Read: "read", measure.Dropped: "dropped", measure.Unread: "unread", measure.RXFull: "too many",
 }
 
-var outcomeMeanings = map[Outcome]string{
-	Acked:          "stamped, and acknowledged by the peer",
-	Retransmitted:  "stamped, and acknowledged after the last segment was sent again",
-	Overwritten:    "a later message took its key before it was sent",
-	Coalesced:      "stamped, by the packet of a later message, to which its own was joined",
-	Missed:         "acknowledged, and the kernel gave no stamp",
-	Unacknowledged: "the connection ended first",
-	Full:           "too many of its connection were under way",
-	Application:    "left to the application's own timestamps",
-	Refused:        "the kernel did not take the request",
-	Sent:           "a datagram, stamped until a driver had it",
-	Discarded:      "a datagram that the host dropped before a driver had it",
-	Split:          "a datagram that was cut into fragments",
-	Parted:         "acknowledged; its packet was joined to that of a later message, and split again before its end",
-	Read:           "reached its reader, or its socket where no more was asked",
-	Dropped:        "no room in the socket",
-	Unread:         "the connection ended first",
-	RXFull:         "too many were waiting",
+var outcomeMeanings = map[measure.Outcome]string{
+	measure.Acked:          "stamped, and acknowledged by the peer",
+	measure.Retransmitted:  "stamped, and acknowledged after the last segment was sent again",
+	measure.Overwritten:    "a later message took its key before it was sent",
+	measure.Coalesced:      "stamped, by the packet of a later message, to which its own was joined",
+	measure.Missed:         "acknowledged, and the kernel gave no stamp",
+	measure.Unacknowledged: "the connection ended first",
+	measure.Full:           "too many of its connection were under way",
+	measure.Application:    "left to the application's own timestamps",
+	measure.Refused:        "the kernel did not take the request",
+	measure.Sent:           "a datagram, stamped until a driver had it",
+	measure.Discarded:      "a datagram that the host dropped before a driver had it",
+	measure.Split:          "a datagram that was cut into fragments",
+	measure.Parted:         "acknowledged; its packet was joined to that of a later message, and split again before its end",
+	measure.Read:           "reached its reader, or its socket where no more was asked",
+	measure.Dropped:        "no room in the socket",
+	measure.Unread:         "the connection ended first",
+	measure.RXFull:         "too many were waiting",
 }

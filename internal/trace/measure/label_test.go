@@ -2,7 +2,7 @@
 
 //go:build !vm
 
-package trace
+package measure
 
 import (
 	"errors"

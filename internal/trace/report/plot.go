@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package trace
+package report
 
 import (
 	"fmt"
@@ -10,6 +10,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"sockeye/internal/trace/measure"
 
 	"sockeye/internal/config"
 )
@@ -41,8 +43,8 @@ type tick struct {
 // place gives where a time lies on the log axis: the index of its bucket and how
 // far into it, so that what was counted in buckets is drawn as it was counted.
 func place(ns uint64) float64 {
-	i := Bucket(ns)
-	lo, hi := Bounds(i)
+	i := measure.Bucket(ns)
+	lo, hi := measure.Bounds(i)
 	return float64(i) + min(float64(ns-lo)/float64(hi-lo), 1)
 }
 
@@ -61,7 +63,7 @@ func newLogAxis(first, last int, length float64) logAxis {
 		lo = max(lo-lack/2, 0)
 		hi = lo + octaves
 	}
-	return logAxis{first: float64(lo), last: float64(min(hi, len(Histogram{}.Buckets))), length: length}
+	return logAxis{first: float64(lo), last: float64(min(hi, len(measure.Histogram{}.Buckets))), length: length}
 }
 
 func (a logAxis) at(place float64) float64 {
@@ -114,7 +116,7 @@ func (a logAxis) ticks(room float64) []tick {
 }
 
 // buckets gives the first and the last bucket that is not empty.
-func buckets(h *Histogram) (first, last int, ok bool) {
+func buckets(h *measure.Histogram) (first, last int, ok bool) {
 	first = -1
 	for i, n := range h.Buckets {
 		if n == 0 {
@@ -149,7 +151,7 @@ type distribution struct {
 	Curves      []curve
 }
 
-func newDistribution(title string, stages map[config.Stage]*Histogram) *distribution {
+func newDistribution(title string, stages map[config.Stage]*measure.Histogram) *distribution {
 	lo, hi := math.MaxInt, -1
 	var most uint64
 	for _, h := range stages {
@@ -172,7 +174,7 @@ func newDistribution(title string, stages map[config.Stage]*Histogram) *distribu
 		share := 1 - math.Pow10(-n)
 		d.Tail = append(d.Tail, tick{tailHeight(share, nines), strconv.FormatFloat(100*share, 'f', max(n-2, 0), 64) + " %"})
 	}
-	for _, stage := range Stages {
+	for _, stage := range measure.Stages {
 		h := stages[stage]
 		if h == nil || h.Count == 0 {
 			continue
@@ -188,7 +190,7 @@ func tailHeight(share, nines float64) float64 {
 	return (1 - min(-math.Log10(max(1-share, 1e-9)), nines)/nines) * plotInnerHeight
 }
 
-func newCurve(stage config.Stage, h *Histogram, axis logAxis, nines float64) curve {
+func newCurve(stage config.Stage, h *measure.Histogram, axis logAxis, nines float64) curve {
 	var even, tail, data strings.Builder
 	command := "M"
 	for _, p := range h.CDF() {
@@ -225,7 +227,7 @@ type timeAxis struct {
 
 // newTimeAxis makes the columns as wide as a slice, or as several, so that they
 // are at most heatColumns.
-func newTimeAxis(periods []Period) timeAxis {
+func newTimeAxis(periods []measure.Period) timeAxis {
 	if len(periods) == 0 {
 		return timeAxis{}
 	}
@@ -268,7 +270,7 @@ func (a timeAxis) column(t time.Time) int {
 }
 
 // middle is the column to which a slice's results belong.
-func (a timeAxis) middle(p Period) int { return a.column(p.From.Add(p.To.Sub(p.From) / 2)) }
+func (a timeAxis) middle(p measure.Period) int { return a.column(p.From.Add(p.To.Sub(p.From) / 2)) }
 
 // start gives when column c begins; that of the column after the last is the end.
 func (a timeAxis) start(c int) time.Time {
@@ -344,7 +346,7 @@ type span struct{ At, Length float64 }
 
 // newHeat draws the histograms of the columns of a time axis; those that are nil
 // have no values. It is nil where there is no course over time to show.
-func newHeat(stage config.Stage, axis timeAxis, columns []*Histogram, peak *peak) *heat {
+func newHeat(stage config.Stage, axis timeAxis, columns []*measure.Histogram, peak *peak) *heat {
 	lo, hi := math.MaxInt, -1
 	for _, h := range columns {
 		if h == nil {
@@ -457,7 +459,7 @@ func gaps(covered []bool) string {
 }
 
 // quantileLine draws a quantile of each column that has at least so many values.
-func quantileLine(axis timeAxis, y logAxis, columns []*Histogram, q float64, least uint64) string {
+func quantileLine(axis timeAxis, y logAxis, columns []*measure.Histogram, q float64, least uint64) string {
 	wide := float64(plotInnerWidth) / float64(axis.columns)
 	var b strings.Builder
 	pen := false
@@ -478,7 +480,7 @@ func quantileLine(axis timeAxis, y logAxis, columns []*Histogram, q float64, lea
 	return b.String()
 }
 
-func cellData(cells [][]uint64, columns []*Histogram) string {
+func cellData(cells [][]uint64, columns []*measure.Histogram) string {
 	var b strings.Builder
 	for c, counts := range cells {
 		if c > 0 {
@@ -590,7 +592,7 @@ const barsWidth = 455
 
 // newBars stacks a quantile of each stage. The NIC's time is part of the
 // network's and lies inside it.
-func newBars(title string, stages map[config.Stage]*Histogram, order []config.Stage, whole config.Stage, quantiles ...quantile) *bars {
+func newBars(title string, stages map[config.Stage]*measure.Histogram, order []config.Stage, whole config.Stage, quantiles ...quantile) *bars {
 	most := 0.0
 	type length struct{ parts, whole float64 }
 	sums := make([]length, len(quantiles))

@@ -2,7 +2,7 @@
 
 //go:build !vm
 
-package trace
+package report
 
 import (
 	"bytes"
@@ -22,6 +22,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/trace/measure"
+
 	"sockeye/internal/config"
 )
 
@@ -30,11 +32,11 @@ type world struct {
 	random *rand.Rand
 	from   time.Time
 	slice  time.Duration
-	open   map[Group]uint64
+	open   map[measure.Group]uint64
 }
 
 func newWorld() *world {
-	return &world{rand.New(rand.NewPCG(1, 2)), time.Date(2026, 11, 21, 14, 0, 0, 0, time.UTC), 10 * time.Second, map[Group]uint64{}}
+	return &world{rand.New(rand.NewPCG(1, 2)), time.Date(2026, 11, 21, 14, 0, 0, 0, time.UTC), 10 * time.Second, map[measure.Group]uint64{}}
 }
 
 // around is a time with a long tail.
@@ -43,25 +45,25 @@ func (w *world) around(middle time.Duration, spread float64) time.Duration {
 }
 
 // sent is a result of n messages, of which message gives the stages' times.
-func (w *world) sent(g Group, n int, message func() map[config.Stage]time.Duration) Result {
-	r := Result{Group: g, Chosen: uint64(n), Outcomes: map[Outcome]uint64{}, Stages: map[config.Stage]*Histogram{}}
+func (w *world) sent(g measure.Group, n int, message func() map[config.Stage]time.Duration) measure.Result {
+	r := measure.Result{Group: g, Chosen: uint64(n), Outcomes: map[measure.Outcome]uint64{}, Stages: map[config.Stage]*measure.Histogram{}}
 	before := w.open[g]
 	r.InFlight = w.random.Uint64N(6)
 	w.open[g] = r.InFlight
 	for range before + r.Chosen - min(r.InFlight, before+r.Chosen) {
 		switch dice := w.random.IntN(1000); {
 		case dice < 12:
-			r.Outcomes[Coalesced]++
+			r.Outcomes[measure.Coalesced]++
 		case dice < 16:
-			r.Outcomes[Overwritten]++
+			r.Outcomes[measure.Overwritten]++
 			continue
 		case dice < 17:
-			r.Outcomes[Missed]++
+			r.Outcomes[measure.Missed]++
 			continue
 		case dice < 25:
-			r.Outcomes[Retransmitted]++
+			r.Outcomes[measure.Retransmitted]++
 		default:
-			r.Outcomes[Acked]++
+			r.Outcomes[measure.Acked]++
 		}
 		r.Bytes += 1 + w.random.Uint64N(16000)
 		var total time.Duration
@@ -71,23 +73,23 @@ func (w *world) sent(g Group, n int, message func() map[config.Stage]time.Durati
 				total += d
 			}
 		}
-		observe(&r, Total, total)
+		observe(&r, measure.Total, total)
 	}
 	r.InFlight = before + r.Chosen - sumOf(r.Outcomes)
 	w.open[g] = r.InFlight
 	return r
 }
 
-func (w *world) received(g Group, n int, waiting uint64, oldest time.Duration, message func() map[config.Stage]time.Duration) Result {
+func (w *world) received(g measure.Group, n int, waiting uint64, oldest time.Duration, message func() map[config.Stage]time.Duration) measure.Result {
 	before := w.open[g]
-	r := Result{Group: g, RXChosen: uint64(n), RXOutcomes: map[Outcome]uint64{}, RXWaiting: min(waiting, before+uint64(n)), RXOldest: oldest, Stages: map[config.Stage]*Histogram{}}
+	r := measure.Result{Group: g, RXChosen: uint64(n), RXOutcomes: map[measure.Outcome]uint64{}, RXWaiting: min(waiting, before+uint64(n)), RXOldest: oldest, Stages: map[config.Stage]*measure.Histogram{}}
 	w.open[g] = r.RXWaiting
 	for range before + r.RXChosen - r.RXWaiting {
 		if oldest > time.Second && w.random.IntN(6) == 0 {
-			r.RXOutcomes[Dropped]++
+			r.RXOutcomes[measure.Dropped]++
 			continue
 		}
-		r.RXOutcomes[Read]++
+		r.RXOutcomes[measure.Read]++
 		for stage, d := range message() {
 			observe(&r, stage, d)
 		}
@@ -95,15 +97,15 @@ func (w *world) received(g Group, n int, waiting uint64, oldest time.Duration, m
 	return r
 }
 
-func observe(r *Result, stage config.Stage, d time.Duration) {
+func observe(r *measure.Result, stage config.Stage, d time.Duration) {
 	if r.Stages[stage] == nil {
-		r.Stages[stage] = &Histogram{}
+		r.Stages[stage] = &measure.Histogram{}
 	}
 	r.Stages[stage].Observe(uint64(d))
 }
 
-func bmpGroup(remote, arm string) Group {
-	return Group{Rule: "replies", Protocol: config.TCP, Remote: netip.MustParsePrefix(remote), Port: 1790, Service: "telemetry", TuneRule: "far", Arm: arm}
+func bmpGroup(remote, arm string) measure.Group {
+	return measure.Group{Rule: "replies", Protocol: config.TCP, Remote: netip.MustParsePrefix(remote), Port: 1790, Service: "telemetry", TuneRule: "far", Arm: arm}
 }
 
 // An hour of a collector: a far group with two ways to it, of which one is
@@ -117,14 +119,14 @@ func hour() Report {
 	near := bmpGroup("192.0.2.0/24", "")
 	near.TuneRule = ""
 	few := bmpGroup("2001:db8:7::/48", "")
-	flows := Group{Rule: "flows", Protocol: config.UDP, Port: 4739, Service: "telemetry", Cgroup: "telemetry.slice/nfacctd@2.service"}
+	flows := measure.Group{Rule: "flows", Protocol: config.UDP, Port: 4739, Service: "telemetry", Cgroup: "telemetry.slice/nfacctd@2.service"}
 	r := Report{Host: "collector-3.example.net", Version: "1.4.0"}
 	for i := range slices {
 		if i >= 270 && i < 282 {
 			continue
 		}
 		from := w.from.Add(time.Duration(i) * w.slice)
-		p := Period{From: from, To: from.Add(w.slice)}
+		p := measure.Period{From: from, To: from.Add(w.slice)}
 		incident := i >= 150 && i < 174
 		tide := 1 + 0.4*math.Sin(float64(i)/40)
 		way := func(scale float64, congested bool) func() map[config.Stage]time.Duration {
@@ -179,15 +181,15 @@ func hour() Report {
 	return r
 }
 
-func slowSamples(w *world, far, near, few Group) []Sample {
-	base := func(g Group, minute float64, remote string, stages map[config.Stage]time.Duration) Sample {
-		s := Sample{
+func slowSamples(w *world, far, near, few measure.Group) []measure.Sample {
+	base := func(g measure.Group, minute float64, remote string, stages map[config.Stage]time.Duration) measure.Sample {
+		s := measure.Sample{
 			Ended: w.from.Add(time.Duration(minute * float64(time.Minute))), Group: g, Cookie: 0x5103, Local: netip.MustParseAddrPort("203.0.113.10:1790"),
-			Remote: netip.MustParseAddrPort(remote), Role: config.RoleAccept, Outcome: Acked, Key: 88210, Length: 4096, Stages: stages,
+			Remote: netip.MustParseAddrPort(remote), Role: config.RoleAccept, Outcome: measure.Acked, Key: 88210, Length: 4096, Stages: stages,
 			Cwnd: 42, InFlight: 6, Outstanding: 8688, Unsent: 4096, Window: 262144, MSS: 1448, SRTT: 12600 * time.Microsecond, MinRTT: 10900 * time.Microsecond,
 		}
 		for _, leg := range legsOut {
-			stages[Total] += stages[leg]
+			stages[measure.Total] += stages[leg]
 		}
 		return s
 	}
@@ -201,13 +203,13 @@ func slowSamples(w *world, far, near, few Group) []Sample {
 	receiver := base(far, 44.6, "198.51.100.9:51514", times(6*us, 92*ms, 3*us, 9*us, 14*ms))
 	receiver.Window, receiver.Outstanding, receiver.Unsent, receiver.WindowLimited = 16384, 15928, 65536, 88*ms
 	lost := base(few, 33.9, "[2001:db8:7::53]:50122", times(4*us, 22*us, 3*us, 8*us, 742*ms))
-	lost.Outcome, lost.Repeats, lost.Retransmits, lost.SRTT, lost.MinRTT = Retransmitted, 2, 3, 139*ms, 131*ms
+	lost.Outcome, lost.Repeats, lost.Retransmits, lost.SRTT, lost.MinRTT = measure.Retransmitted, 2, 3, 139*ms, 131*ms
 	ended := base(near, 51.2, "192.0.2.77:33900", map[config.Stage]time.Duration{config.StageStack: 12 * us, config.StageQdisc: 2 * us})
-	ended.Outcome = Unacknowledged
-	ended.Stages[Total] = 3200 * ms
+	ended.Outcome = measure.Unacknowledged
+	ended.Stages[measure.Total] = 3200 * ms
 	paced := base(near, 58.8, "192.0.2.14:42214", map[config.Stage]time.Duration{config.StageStack: 31 * ms, config.StageQdisc: 2 * us, config.StageNetwork: 230 * us})
 	paced.PacingRate, paced.Unsent, paced.SRTT, paced.MinRTT = 2_000_000, 65536, 240*us, 180*us
-	return []Sample{queued, window, receiver, lost, ended, paced}
+	return []measure.Sample{queued, window, receiver, lost, ended, paced}
 }
 
 func render(t *testing.T, r Report) string {
@@ -393,8 +395,8 @@ func TestReportIsDetermined(t *testing.T) {
 
 func TestReportEscapes(t *testing.T) {
 	const script, image = `</script><script>alert(1)</script>`, `"><img src=x onerror=alert(1)>`
-	hostile := Group{Rule: script, Protocol: config.TCP, Service: image, Cgroup: "a' onclick='x' \u202e\x00\x1b[31m\xff", TuneRule: "{{.Host}}<!--", Arm: "</style>&amp;"}
-	h := &Histogram{}
+	hostile := measure.Group{Rule: script, Protocol: config.TCP, Service: image, Cgroup: "a' onclick='x' \u202e\x00\x1b[31m\xff", TuneRule: "{{.Host}}<!--", Arm: "</style>&amp;"}
+	h := &measure.Histogram{}
 	for i := range uint64(2000) {
 		h.Observe(1000 + i*i)
 	}
@@ -402,11 +404,11 @@ func TestReportEscapes(t *testing.T) {
 	r := Report{Host: script, Version: image, Notes: []string{script, image, "javascript:alert(1)\x1b\u202e"}}
 	for i := range 12 {
 		from := w.from.Add(time.Duration(i) * w.slice)
-		r.Periods = append(r.Periods, Period{From: from, To: from.Add(w.slice), Results: []Result{{
-			Group: hostile, Chosen: 2000, Outcomes: map[Outcome]uint64{Acked: 2000}, RXChosen: 3, RXOutcomes: map[Outcome]uint64{Read: 3},
-			Stages: map[config.Stage]*Histogram{Total: h, config.StageNetwork: h, config.StageReader: h}}}})
+		r.Periods = append(r.Periods, measure.Period{From: from, To: from.Add(w.slice), Results: []measure.Result{{
+			Group: hostile, Chosen: 2000, Outcomes: map[measure.Outcome]uint64{measure.Acked: 2000}, RXChosen: 3, RXOutcomes: map[measure.Outcome]uint64{measure.Read: 3},
+			Stages: map[config.Stage]*measure.Histogram{measure.Total: h, config.StageNetwork: h, config.StageReader: h}}}})
 	}
-	r.Slow = []Sample{{Ended: w.from, Group: hostile, Role: config.Role(image), Outcome: Outcome(script), Stages: map[config.Stage]time.Duration{Total: 5}}}
+	r.Slow = []measure.Sample{{Ended: w.from, Group: hostile, Role: config.Role(image), Outcome: measure.Outcome(script), Stages: map[config.Stage]time.Duration{measure.Total: 5}}}
 	page := render(t, r)
 	if n := count(contained(t, page), "script"); n != 1 {
 		t.Errorf("the page has %d scripts", n)
@@ -426,15 +428,15 @@ func TestReportEscapes(t *testing.T) {
 
 func TestReportWithoutData(t *testing.T) {
 	at := newWorld().from
-	quiet := Period{From: at, To: at.Add(10 * time.Second), Results: []Result{{Group: bmpGroup("192.0.2.0/24", "")}}}
+	quiet := measure.Period{From: at, To: at.Add(10 * time.Second), Results: []measure.Result{{Group: bmpGroup("192.0.2.0/24", "")}}}
 	for _, test := range []struct {
 		name   string
 		report Report
 		want   string
 	}{
 		{"nothing", Report{Host: "a"}, "Nothing was measured in this time"},
-		{"no group", Report{Host: "a", Periods: []Period{{From: at, To: at.Add(time.Minute)}}}, "No message was chosen between 2026-11-21 14:00:00 and 14:01:00 UTC"},
-		{"silence", Report{Host: "a", Periods: []Period{quiet, quiet}}, "No message was chosen"},
+		{"no group", Report{Host: "a", Periods: []measure.Period{{From: at, To: at.Add(time.Minute)}}}, "No message was chosen between 2026-11-21 14:00:00 and 14:01:00 UTC"},
+		{"silence", Report{Host: "a", Periods: []measure.Period{quiet, quiet}}, "No message was chosen"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			page := render(t, test.report)
@@ -528,7 +530,7 @@ func TestReportAddsUp(t *testing.T) {
 			chosen += result.Chosen
 			received += result.RXChosen
 			for outcome, n := range result.Outcomes {
-				if slices.Contains(Stamped, outcome) {
+				if slices.Contains(measure.Stamped, outcome) {
 					stamped += n
 				} else {
 					lost += n
@@ -560,24 +562,24 @@ func TestReportAddsUp(t *testing.T) {
 func TestReportAccountsForWhatIsUnderWay(t *testing.T) {
 	at := newWorld().from
 	g := bmpGroup("192.0.2.0/24", "")
-	slice := func(i int, chosen, acked, lost, open uint64) Period {
+	slice := func(i int, chosen, acked, lost, open uint64) measure.Period {
 		from := at.Add(time.Duration(i) * 10 * time.Second)
-		return Period{From: from, To: from.Add(10 * time.Second), Results: []Result{{Group: g, Chosen: chosen, InFlight: open,
-			Outcomes: map[Outcome]uint64{Acked: acked, Overwritten: lost}}}}
+		return measure.Period{From: from, To: from.Add(10 * time.Second), Results: []measure.Result{{Group: g, Chosen: chosen, InFlight: open,
+			Outcomes: map[measure.Outcome]uint64{measure.Acked: acked, measure.Overwritten: lost}}}}
 	}
 	for _, test := range []struct {
 		name    string
-		periods []Period
+		periods []measure.Period
 		want    map[string]uint64
 		absent  string
 	}{
-		{"before", []Period{slice(0, 10, 12, 1, 4), slice(1, 5, 5, 1, 3)},
+		{"before", []measure.Period{slice(0, 10, 12, 1, 4), slice(1, 5, 5, 1, 3)},
 			map[string]uint64{"chosen in this time": 15, "under way before chosen before this time": 7, "under way at the end of this time": 3, "stamped": 17, "lost": 2}, "not accounted for"},
-		{"silent slice", []Period{slice(0, 10, 7, 0, 3), {From: at.Add(10 * time.Second), To: at.Add(20 * time.Second)}, slice(2, 1, 4, 0, 0)},
+		{"silent slice", []measure.Period{slice(0, 10, 7, 0, 3), {From: at.Add(10 * time.Second), To: at.Add(20 * time.Second)}, slice(2, 1, 4, 0, 0)},
 			map[string]uint64{"chosen in this time": 11, "under way at the end of this time": 0, "stamped": 11}, "not accounted for"},
-		{"gap", []Period{slice(0, 10, 2, 0, 8), slice(9, 10, 9, 0, 1)},
+		{"gap", []measure.Period{slice(0, 10, 2, 0, 8), slice(9, 10, 9, 0, 1)},
 			map[string]uint64{"not accounted for chosen, and no slice tells how it ended": 8, "under way at the end of this time": 1}, "it adds up"},
-		{"other gap", []Period{slice(0, 10, 10, 0, 0), slice(9, 10, 14, 0, 1)},
+		{"other gap", []measure.Period{slice(0, 10, 10, 0, 0), slice(9, 10, 14, 0, 1)},
 			map[string]uint64{"not accounted for ended, and no slice tells when it was chosen": 5}, "it adds up"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -603,15 +605,15 @@ func TestReportAccountsForWhatIsUnderWay(t *testing.T) {
 }
 
 func TestReportStages(t *testing.T) {
-	h, few := &Histogram{}, &Histogram{}
+	h, few := &measure.Histogram{}, &measure.Histogram{}
 	for range 1000 {
 		h.Observe(10_000_000)
 	}
 	few.Observe(700)
 	at := newWorld().from
-	p := Period{From: at, To: at.Add(time.Minute), Results: []Result{{Group: bmpGroup("192.0.2.0/24", ""), Chosen: 1000, Bytes: 1_500_000, Undriven: 3,
-		Outcomes: map[Outcome]uint64{Acked: 1000}, Stages: map[config.Stage]*Histogram{config.StageNetwork: h, config.StageQdisc: few, Total: h}}}}
-	page := render(t, Report{Periods: []Period{p}})
+	p := measure.Period{From: at, To: at.Add(time.Minute), Results: []measure.Result{{Group: bmpGroup("192.0.2.0/24", ""), Chosen: 1000, Bytes: 1_500_000, Undriven: 3,
+		Outcomes: map[measure.Outcome]uint64{measure.Acked: 1000}, Stages: map[config.Stage]*measure.Histogram{config.StageNetwork: h, config.StageQdisc: few, measure.Total: h}}}}
+	page := render(t, Report{Periods: []measure.Period{p}})
 	groups := section(t, page, "groups")
 	var stages []string
 	for _, row := range tables(t, groups)[0][1:] {
@@ -676,14 +678,14 @@ func points(t *testing.T, path string) [][2]float64 {
 }
 
 func TestDistributionPlot(t *testing.T) {
-	h := &Histogram{}
+	h := &measure.Histogram{}
 	for range 300 {
 		h.Observe(1_000_000)
 	}
 	for range 700 {
 		h.Observe(100_000_000)
 	}
-	d := newDistribution("", map[config.Stage]*Histogram{config.StageNetwork: h})
+	d := newDistribution("", map[config.Stage]*measure.Histogram{config.StageNetwork: h})
 	axis := logAxis{d.First, d.Last, plotInnerWidth}
 	height := func(path string, at time.Duration) float64 {
 		x := axis.at(place(uint64(at)))
@@ -712,7 +714,7 @@ func TestDistributionPlot(t *testing.T) {
 			t.Fatalf("the curve goes back at %v", corners[i])
 		}
 	}
-	if newDistribution("", map[config.Stage]*Histogram{config.StageNetwork: {}}) != nil {
+	if newDistribution("", map[config.Stage]*measure.Histogram{config.StageNetwork: {}}) != nil {
 		t.Error("there is a plot of nothing")
 	}
 }
@@ -747,27 +749,27 @@ func cellsOf(t *testing.T, levels []level) map[[2]int]int {
 
 func TestHeatMap(t *testing.T) {
 	at := newWorld().from
-	var periods []Period
+	var periods []measure.Period
 	for i := range 6 {
 		if i == 3 {
 			continue
 		}
 		from := at.Add(time.Duration(i) * 10 * time.Second)
-		periods = append(periods, Period{From: from, To: from.Add(10 * time.Second)})
+		periods = append(periods, measure.Period{From: from, To: from.Add(10 * time.Second)})
 	}
 	axis := newTimeAxis(periods)
 	if axis.columns != 6 {
 		t.Fatalf("%d columns of 6 slices", axis.columns)
 	}
 	random := rand.New(rand.NewPCG(5, 6))
-	columns := make([]*Histogram, axis.columns)
+	columns := make([]*measure.Histogram, axis.columns)
 	for _, c := range []int{0, 1, 2, 5} {
-		columns[c] = &Histogram{}
+		columns[c] = &measure.Histogram{}
 		for range 300 * (c + 1) {
 			columns[c].Observe(uint64(float64(uint64(1)<<(14+c)) * math.Exp(random.NormFloat64())))
 		}
 	}
-	d := newHeat(Total, axis, columns, nil)
+	d := newHeat(measure.Total, axis, columns, nil)
 	cells := cellsOf(t, d.Levels)
 	var most uint64
 	counts := map[[2]int]uint64{}
@@ -822,15 +824,15 @@ func TestHeatMap(t *testing.T) {
 
 func TestTimeAxis(t *testing.T) {
 	at := newWorld().from.In(time.FixedZone("IST", 5*3600+1800))
-	row := func(n int, length time.Duration) (periods []Period) {
+	row := func(n int, length time.Duration) (periods []measure.Period) {
 		for i := range n {
 			from := at.Add(time.Duration(i) * length)
-			periods = append(periods, Period{From: from, To: from.Add(length)})
+			periods = append(periods, measure.Period{From: from, To: from.Add(length)})
 		}
 		return periods
 	}
 	for _, test := range []struct {
-		periods []Period
+		periods []measure.Period
 		columns int
 		width   time.Duration // 0: any
 	}{
@@ -839,7 +841,7 @@ func TestTimeAxis(t *testing.T) {
 		{row(360, 10*time.Second), 120, 30 * time.Second},
 		{row(361, 10003*time.Millisecond), 120, 3 * 10003 * time.Millisecond},
 		{row(8640, 10*time.Second), 96, 15 * time.Minute},
-		{append(row(1, time.Second), Period{From: at.AddDate(1, 0, 0), To: at.AddDate(1, 0, 0).Add(time.Second)}), 120, 0},
+		{append(row(1, time.Second), measure.Period{From: at.AddDate(1, 0, 0), To: at.AddDate(1, 0, 0).Add(time.Second)}), 120, 0},
 	} {
 		axis := newTimeAxis(test.periods)
 		if axis.columns != test.columns || test.width != 0 && axis.width != test.width {
@@ -914,10 +916,10 @@ func TestReportFindsWhatIsOutOfTheUsual(t *testing.T) {
 // is nothing to tell.
 func TestPeakIsNotChance(t *testing.T) {
 	random := rand.New(rand.NewPCG(9, 10))
-	world := func(slow func(column int) bool) map[config.Stage][]*Histogram {
-		columns := map[config.Stage][]*Histogram{}
+	world := func(slow func(column int) bool) map[config.Stage][]*measure.Histogram {
+		columns := map[config.Stage][]*measure.Histogram{}
 		for c := range 120 {
-			total, stack, network := &Histogram{}, &Histogram{}, &Histogram{}
+			total, stack, network := &measure.Histogram{}, &measure.Histogram{}, &measure.Histogram{}
 			for range 60 {
 				a, b := math.Exp(9+random.NormFloat64()), math.Exp(13+2*random.NormFloat64())
 				if slow(c) && random.IntN(3) == 0 {
@@ -927,17 +929,17 @@ func TestPeakIsNotChance(t *testing.T) {
 				network.Observe(uint64(b))
 				total.Observe(uint64(a + b))
 			}
-			columns[Total] = append(columns[Total], total)
+			columns[measure.Total] = append(columns[measure.Total], total)
 			columns[config.StageStack] = append(columns[config.StageStack], stack)
 			columns[config.StageNetwork] = append(columns[config.StageNetwork], network)
 		}
 		return columns
 	}
 	for range 20 {
-		if p := findPeak(world(func(int) bool { return false }), Total); p != nil {
+		if p := findPeak(world(func(int) bool { return false }), measure.Total); p != nil {
 			t.Errorf("columns %d to %d of a steady time are out of the usual: %v, usually %v", p.first, p.last, p.worst, p.usual)
 		}
-		p := findPeak(world(func(c int) bool { return c >= 70 && c <= 73 }), Total)
+		p := findPeak(world(func(c int) bool { return c >= 70 && c <= 73 }), measure.Total)
 		if p == nil || p.first > 70 || p.last < 73 || p.first < 65 || p.last > 78 || p.cause != config.StageStack {
 			t.Errorf("the slow columns 70 to 73 are found as %+v", p)
 		}
@@ -948,13 +950,13 @@ func TestReportReaders(t *testing.T) {
 	r := hour()
 	rows := tables(t, section(t, render(t, r), "readers"))[0]
 	results := r.Periods[len(r.Periods)-1].Results
-	flows := results[slices.IndexFunc(results, func(result Result) bool { return result.RXChosen > 0 })]
+	flows := results[slices.IndexFunc(results, func(result measure.Result) bool { return result.RXChosen > 0 })]
 	label, waiting, oldest := flows.Group.Label(), countText(flows.RXWaiting), oneLine(durationText(flows.RXOldest))
 	if len(rows) != 2 || strings.ReplaceAll(rows[1][0], "= ", "=") != label || rows[1][1] != waiting || rows[1][2] != oldest {
 		t.Errorf("readers %q, not %s with %s waiting, the oldest for %s", rows[1:], label, waiting, oldest)
 	}
 	for i := range r.Periods {
-		r.Periods[i].Results = slices.DeleteFunc(r.Periods[i].Results, func(result Result) bool { return result.RXChosen > 0 })
+		r.Periods[i].Results = slices.DeleteFunc(r.Periods[i].Results, func(result measure.Result) bool { return result.RXChosen > 0 })
 	}
 	if page := render(t, r); strings.Contains(page, `id="readers"`) || strings.Contains(page, "Received") {
 		t.Error("there are readers where nothing was received")
@@ -978,15 +980,15 @@ func TestReportSlowMessages(t *testing.T) {
 	}
 	text := pageText(t, page)
 	for i := range r.Slow {
-		e := Explain(&r.Slow[i])
+		e := measure.Explain(&r.Slow[i])
 		if !strings.Contains(text, oneLine(sentence(e.Text))) || !strings.Contains(text, string(e.Cause)) {
 			t.Errorf("the page does not explain: %s: %s", e.Cause, e.Text)
 		}
 	}
-	var many []Sample
+	var many []measure.Sample
 	for i := range 100 {
 		for _, g := range []string{"192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24"} {
-			many = append(many, Sample{Ended: newWorld().from, Group: bmpGroup(g, ""), Outcome: Acked, Key: uint32(i), Stages: map[config.Stage]time.Duration{Total: time.Duration(i) * time.Millisecond}})
+			many = append(many, measure.Sample{Ended: newWorld().from, Group: bmpGroup(g, ""), Outcome: measure.Acked, Key: uint32(i), Stages: map[config.Stage]time.Duration{measure.Total: time.Duration(i) * time.Millisecond}})
 		}
 	}
 	page = render(t, Report{Slow: many})
@@ -1014,16 +1016,16 @@ func TestWayOfMessage(t *testing.T) {
 	ms := time.Millisecond
 	for _, test := range []struct {
 		name   string
-		sample Sample
+		sample measure.Sample
 		want   string // stages, and how many hundredths of the bar they have
 	}{
-		{"all", Sample{Outcome: Acked, Stages: map[config.Stage]time.Duration{config.StageSend: 10 * ms, config.StageStack: 20 * ms, config.StageQdisc: 30 * ms, config.StageNIC: 5 * ms, config.StageNetwork: 40 * ms, Total: 100 * ms}},
+		{"all", measure.Sample{Outcome: measure.Acked, Stages: map[config.Stage]time.Duration{config.StageSend: 10 * ms, config.StageStack: 20 * ms, config.StageQdisc: 30 * ms, config.StageNIC: 5 * ms, config.StageNetwork: 40 * ms, measure.Total: 100 * ms}},
 			"send 10, stack 20, qdisc 30, network 40, nic inside 5"},
-		{"no driver", Sample{Outcome: Acked, Stages: map[config.Stage]time.Duration{config.StageStack: 25 * ms, Total: 100 * ms}}, "stack 25, ? 75"},
-		{"given up", Sample{Outcome: Unacknowledged, Stages: map[config.Stage]time.Duration{config.StageStack: 1 * ms, config.StageQdisc: 9 * ms, Total: 100 * ms}}, "stack 1, qdisc 9, ? 90"},
-		{"dropped here", Sample{Outcome: Acked, Requeued: 60 * ms, Stages: map[config.Stage]time.Duration{config.StageStack: 0, config.StageQdisc: 10 * ms, config.StageNetwork: 30 * ms, Total: 100 * ms}}, "stack 0, qdisc 60, qdisc 10, network 30"},
-		{"no total", Sample{Outcome: Acked, Stages: map[config.Stage]time.Duration{config.StageStack: 5 * ms, config.StageQdisc: 5 * ms, config.StageNetwork: 10 * ms}}, "stack 25, qdisc 25, network 50"},
-		{"nothing", Sample{Outcome: Acked}, ""},
+		{"no driver", measure.Sample{Outcome: measure.Acked, Stages: map[config.Stage]time.Duration{config.StageStack: 25 * ms, measure.Total: 100 * ms}}, "stack 25, ? 75"},
+		{"given up", measure.Sample{Outcome: measure.Unacknowledged, Stages: map[config.Stage]time.Duration{config.StageStack: 1 * ms, config.StageQdisc: 9 * ms, measure.Total: 100 * ms}}, "stack 1, qdisc 9, ? 90"},
+		{"dropped here", measure.Sample{Outcome: measure.Acked, Requeued: 60 * ms, Stages: map[config.Stage]time.Duration{config.StageStack: 0, config.StageQdisc: 10 * ms, config.StageNetwork: 30 * ms, measure.Total: 100 * ms}}, "stack 0, qdisc 60, qdisc 10, network 30"},
+		{"no total", measure.Sample{Outcome: measure.Acked, Stages: map[config.Stage]time.Duration{config.StageStack: 5 * ms, config.StageQdisc: 5 * ms, config.StageNetwork: 10 * ms}}, "stack 25, qdisc 25, network 50"},
+		{"nothing", measure.Sample{Outcome: measure.Acked}, ""},
 	} {
 		parts, ticks := wayOf(&test.sample)
 		var texts []string
@@ -1056,36 +1058,36 @@ func TestWayOfMessage(t *testing.T) {
 // and a while of 70 more.
 func TestReportIsBounded(t *testing.T) {
 	random := rand.New(rand.NewPCG(7, 8))
-	var pool []*Histogram
+	var pool []*measure.Histogram
 	for range 40 {
-		h := &Histogram{}
+		h := &measure.Histogram{}
 		for range 4000 {
 			h.Observe(uint64(math.Exp(random.Float64() * 26)))
 		}
 		pool = append(pool, h)
 	}
-	var groups []Group
+	var groups []measure.Group
 	for i := range 134 {
-		groups = append(groups, Group{Rule: "r", Protocol: config.TCP, Port: uint16(1000 + i), Cgroup: fmt.Sprintf("%s/%d", strings.Repeat("a-long-name/", 300), i)})
+		groups = append(groups, measure.Group{Rule: "r", Protocol: config.TCP, Port: uint16(1000 + i), Cgroup: fmt.Sprintf("%s/%d", strings.Repeat("a-long-name/", 300), i)})
 	}
 	w := newWorld()
 	r := Report{Host: "h"}
 	var messages uint64
 	for i := range 360 {
 		from := w.from.Add(time.Duration(i) * w.slice)
-		p := Period{From: from, To: from.Add(w.slice)}
+		p := measure.Period{From: from, To: from.Add(w.slice)}
 		for j, g := range groups {
 			if j >= 64 && i > 0 {
 				break
 			}
-			result := Result{Group: g, Chosen: 4000 + uint64(j), Outcomes: map[Outcome]uint64{Acked: 4000 + uint64(j)}, RXChosen: 4000, RXOutcomes: map[Outcome]uint64{Read: 4000}, Stages: map[config.Stage]*Histogram{}}
-			for _, stage := range Stages {
+			result := measure.Result{Group: g, Chosen: 4000 + uint64(j), Outcomes: map[measure.Outcome]uint64{measure.Acked: 4000 + uint64(j)}, RXChosen: 4000, RXOutcomes: map[measure.Outcome]uint64{measure.Read: 4000}, Stages: map[config.Stage]*measure.Histogram{}}
+			for _, stage := range measure.Stages {
 				result.Stages[stage] = pool[random.IntN(len(pool))]
 			}
 			messages += result.Chosen + result.RXChosen
 			p.Results = append(p.Results, result)
 			if i%6 == 0 {
-				r.Slow = append(r.Slow, Sample{Ended: from, Group: g, Stages: map[config.Stage]time.Duration{Total: time.Duration(i)}})
+				r.Slow = append(r.Slow, measure.Sample{Ended: from, Group: g, Stages: map[config.Stage]time.Duration{measure.Total: time.Duration(i)}})
 			}
 		}
 		r.Periods = append(r.Periods, p)

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package trace makes something of what the trace programs measure: where
-// messages spend their time, by group, why one was slow, and whether two groups
-// differ.
-package trace
+// Package measure reads the figures of the trace programs: where messages spend their time, by group
+// and period, why one message was slow, and whether two groups differ.
+package measure
 
 import (
 	"net/netip"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package trace
+package measure
 
 import (
 	"fmt"
@@ -69,15 +69,15 @@ func Explain(s *Sample) Explanation {
 	case Unacknowledged:
 		return s.explainGivenUp()
 	case Overwritten, Missed, Parted, Full, Application, Refused:
-		return Explanation{Stage: Total, Cause: CauseUnknown, Text: "it was not measured: " + unmeasured[s.Outcome], Details: s.state()}
+		return Explanation{Stage: Total, Cause: CauseUnknown, Text: "it was not measured: " + unmeasured[s.Outcome], Details: s.State()}
 	}
-	legs := s.legs()
+	legs := s.Legs()
 	worst, most := 0, 0
 	for i, l := range legs {
 		if l.beyond() > legs[worst].beyond() {
 			worst = i
 		}
-		if l.took > legs[most].took {
+		if l.Took > legs[most].Took {
 			most = i
 		}
 	}
@@ -86,18 +86,18 @@ func Explain(s *Sample) Explanation {
 		worst = most
 	}
 	l := legs[worst]
-	found := l.why(s, l.took)
+	found := l.why(s, l.Took)
 	e := Explanation{
-		Stage: l.stage, Cause: found.cause,
-		Text:    fmt.Sprintf("%s of %s %s: %s", FormatDuration(l.took), FormatDuration(total), l.place, found.text),
-		Details: append(s.state(), found.details...),
+		Stage: l.Stage, Cause: found.cause,
+		Text:    fmt.Sprintf("%s of %s %s: %s", FormatDuration(l.Took), FormatDuration(total), l.place, found.text),
+		Details: append(s.State(), found.details...),
 	}
 	if found.nic {
 		e.Stage = config.StageNIC
 	}
 	for i, other := range legs {
-		if i != worst && other.took > slight && other.beyond() >= total/4 {
-			e.Details = append(e.Details, fmt.Sprintf("besides, %s %s: %s", FormatDuration(other.took), other.place, other.why(s, other.took).text))
+		if i != worst && other.Took > slight && other.beyond() >= total/4 {
+			e.Details = append(e.Details, fmt.Sprintf("besides, %s %s: %s", FormatDuration(other.Took), other.place, other.why(s, other.Took).text))
 		}
 	}
 	return e
@@ -120,27 +120,27 @@ type finding struct {
 	nic     bool // it was in the NIC
 }
 
-// leg is a part of a message's way.
-type leg struct {
-	stage config.Stage
-	name  string // in a list
+// Leg is a part of a message's way.
+type Leg struct {
+	Stage config.Stage
+	Name  string // in a list
 	place string // in a sentence
-	took  time.Duration
+	Took  time.Duration
 	away  time.Duration // of it, what distance alone takes
 	why   func(s *Sample, took time.Duration) finding
 }
 
-func (l leg) beyond() time.Duration { return l.took - l.away }
+func (l Leg) beyond() time.Duration { return l.Took - l.away }
 
-// legs are the known parts of the way, and the part where stamps are missing. It
+// Legs are the known parts of the way, and the part where stamps are missing. It
 // is never empty.
-func (s *Sample) legs() []leg {
-	var legs []leg
+func (s *Sample) Legs() []Leg {
+	var legs []Leg
 	rest := s.Stages[Total]
-	add := func(l leg, took time.Duration) {
-		l.took = max(took, 0)
-		l.away = min(max(l.away, 0), l.took)
-		rest -= l.took
+	add := func(l Leg, took time.Duration) {
+		l.Took = max(took, 0)
+		l.away = min(max(l.away, 0), l.Took)
+		rest -= l.Took
 		legs = append(legs, l)
 	}
 	send, sent := s.Stages[config.StageSend]
@@ -148,22 +148,22 @@ func (s *Sample) legs() []leg {
 	qdisc, driven := s.Stages[config.StageQdisc]
 	network, acked := s.Stages[config.StageNetwork]
 	if sent {
-		add(leg{stage: config.StageSend, name: "send", place: "in sendmsg", why: (*Sample).whySend}, send)
+		add(Leg{Stage: config.StageSend, Name: "send", place: "in sendmsg", why: (*Sample).whySend}, send)
 	}
 	if queued {
-		add(leg{stage: config.StageStack, name: "stack", place: "before it was sent", why: (*Sample).whyStack}, stack)
+		add(Leg{Stage: config.StageStack, Name: "stack", place: "before it was sent", why: (*Sample).whyStack}, stack)
 	}
 	if driven {
 		// Without the driver's stamp, any retransmission looks like a drop.
 		if s.Requeued > 0 {
-			add(leg{stage: config.StageQdisc, name: "dropped and sent again", place: "until the host sent it again", why: (*Sample).whyRequeued}, s.Requeued)
+			add(Leg{Stage: config.StageQdisc, Name: "dropped and sent again", place: "until the host sent it again", why: (*Sample).whyRequeued}, s.Requeued)
 		}
-		add(leg{stage: config.StageQdisc, name: "qdisc", place: "in the queueing discipline", why: (*Sample).whyQdisc}, qdisc)
+		add(Leg{Stage: config.StageQdisc, Name: "qdisc", place: "in the queueing discipline", why: (*Sample).whyQdisc}, qdisc)
 	}
 	if acked {
-		add(leg{stage: config.StageNetwork, name: "network", place: "from the driver to the acknowledgement", away: s.MinRTT, why: (*Sample).whyNetwork}, network)
+		add(Leg{Stage: config.StageNetwork, Name: "network", place: "from the driver to the acknowledgement", away: s.MinRTT, why: (*Sample).whyNetwork}, network)
 	}
-	missing := leg{stage: Total, name: "not stamped", place: "until the acknowledgement", away: s.MinRTT, why: (*Sample).whyNetwork}
+	missing := Leg{Stage: Total, Name: "not stamped", place: "until the acknowledgement", away: s.MinRTT, why: (*Sample).whyNetwork}
 	switch {
 	case acked:
 		missing.place, missing.away, missing.why = "before the driver had it", 0, (*Sample).whyStack
@@ -182,15 +182,15 @@ func (s *Sample) total() time.Duration {
 		return max(total, 0)
 	}
 	var total time.Duration
-	for _, l := range s.legs() {
-		total += l.took
+	for _, l := range s.Legs() {
+		total += l.Took
 	}
 	return total
 }
 
 // explainGivenUp is Explain of a message without an acknowledgement.
 func (s *Sample) explainGivenUp() Explanation {
-	e := Explanation{Cause: CauseUnacknowledged, Details: s.state()}
+	e := Explanation{Cause: CauseUnacknowledged, Details: s.State()}
 	total := s.total()
 	_, queued := s.Stages[config.StageStack]
 	_, driven := s.Stages[config.StageQdisc]
@@ -481,12 +481,12 @@ func (s *Sample) lateDetails(took time.Duration) []string {
 	return details
 }
 
-// state tells all stages, and the connection as it was.
-func (s *Sample) state() []string {
+// State tells all stages, and the connection as it was.
+func (s *Sample) State() []string {
 	var parts []string
-	for _, l := range s.legs() {
-		parts = append(parts, l.name+" "+FormatDuration(l.took))
-		if nic, ok := s.Stages[config.StageNIC]; ok && l.stage == config.StageNetwork {
+	for _, l := range s.Legs() {
+		parts = append(parts, l.Name+" "+FormatDuration(l.Took))
+		if nic, ok := s.Stages[config.StageNIC]; ok && l.Stage == config.StageNetwork {
 			parts[len(parts)-1] += " (until the NIC's stamp " + FormatDuration(nic) + ")"
 		}
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package trace
+package measure
 
 import (
 	"cmp"
@@ -19,7 +19,7 @@ import (
 // of other last. Nothing is shared with the periods.
 func Merge(periods []Period) Period {
 	var merged Period
-	groups := map[Group]*sum{}
+	groups := map[Group]*Sum{}
 	for i, p := range periods {
 		if i == 0 || p.From.Before(merged.From) {
 			merged.From = p.From
@@ -31,10 +31,10 @@ func Merge(periods []Period) Period {
 			r := &p.Results[j]
 			s := groups[r.Group]
 			if s == nil {
-				s = &sum{Result: Result{Group: r.Group}}
+				s = &Sum{Result: Result{Group: r.Group}}
 				groups[r.Group] = s
 			}
-			s.add(r, p.To)
+			s.Add(r, p.To)
 		}
 	}
 	merged.Results = make([]Result, 0, len(groups))
@@ -64,14 +64,14 @@ func order(results []Result) {
 	})
 }
 
-// sum is a result that others are added to.
-type sum struct {
+// Sum is a result that others are added to.
+type Sum struct {
 	Result
 	latest time.Time // of what is so at a time
 }
 
-// add adds a result of a period that ended then.
-func (s *sum) add(r *Result, ended time.Time) {
+// Add adds a result of a period that ended then.
+func (s *Sum) Add(r *Result, ended time.Time) {
 	s.Chosen += r.Chosen
 	s.Bytes += r.Bytes
 	s.Unqueued += r.Unqueued
@@ -226,7 +226,7 @@ func Find(periods []Period, selector string) ([]*Result, error) {
 	selected := map[Group]bool{}
 	found := make([]*Result, len(periods))
 	for i, p := range periods {
-		var s sum
+		var s Sum
 		for j := range p.Results {
 			r := &p.Results[j]
 			meant, known := selected[r.Group]
@@ -238,7 +238,7 @@ func Find(periods []Period, selector string) ([]*Result, error) {
 				}
 			}
 			if meant {
-				s.add(r, p.To)
+				s.Add(r, p.To)
 			}
 		}
 		found[i] = &s.Result

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package trace
+package measure
 
 import (
 	"cmp"
@@ -8,6 +8,8 @@ import (
 	"net/netip"
 	"slices"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
@@ -30,7 +32,7 @@ var txStages = [...]config.Stage{
 // group says whose messages are counted with an index.
 func (n Names) group(key bpf.TraceGroup) Group {
 	g := Group{Protocol: config.TCP, Port: key.Port}
-	if key.Protocol == protocolNumbers[config.UDP] {
+	if key.Protocol == unix.IPPROTO_UDP {
 		g.Protocol = config.UDP
 	}
 	if int(key.Rule) < 1 || int(key.Rule) > len(n.Rules) {
