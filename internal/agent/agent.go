@@ -46,9 +46,6 @@ type Options struct {
 	Log      *slog.Logger
 }
 
-// SocketPath is where the agent of a run directory listens.
-func SocketPath(runDir string) string { return filepath.Join(runDir, "agent.sock") }
-
 // Agent is a running agent.
 type Agent struct {
 	options Options

@@ -3,8 +3,11 @@
 package agent
 
 import (
+	"fmt"
 	"net/netip"
 	"time"
+
+	"sockeye/internal/fault"
 )
 
 // The API is HTTP with JSON on the agent's Unix socket. The names of fields
@@ -192,4 +195,17 @@ type Failure struct {
 	Error string `json:"error"`
 	Hint  string `json:"hint,omitempty"`
 	Code  int    `json:"code"`
+}
+
+// ParseAddresses reads IP addresses.
+func ParseAddresses(texts []string) ([]netip.Addr, error) {
+	addresses := make([]netip.Addr, len(texts))
+	for i, text := range texts {
+		addr, err := netip.ParseAddr(text)
+		if err != nil {
+			return nil, fault.Usage(fmt.Errorf("%q is not an IP address", text), "as in 192.0.2.1 or 2001:db8::1")
+		}
+		addresses[i] = addr
+	}
+	return addresses, nil
 }

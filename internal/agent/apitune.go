@@ -5,6 +5,8 @@ package agent
 import (
 	"time"
 
+	"sockeye/internal/tune/trial"
+
 	"sockeye/internal/match"
 	"sockeye/internal/tune"
 )
@@ -132,11 +134,11 @@ type Tuned struct {
 
 // TuneTrial is the answer to GET /v1/tune/trial.
 type TuneTrial struct {
-	Cgroup     string          `json:"cgroup"`
-	Rule       string          `json:"rule"`
-	Share      float64         `json:"share"` // of the connections that are left alone
-	Comparison tune.Comparison `json:"comparison"`
-	Summary    string          `json:"summary"`
+	Cgroup     string           `json:"cgroup"`
+	Rule       string           `json:"rule"`
+	Share      float64          `json:"share"` // of the connections that are left alone
+	Comparison trial.Comparison `json:"comparison"`
+	Summary    string           `json:"summary"`
 }
 
 // TuneLearned is one prefix of the answer to GET /v1/tune/learned.

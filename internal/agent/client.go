@@ -14,12 +14,16 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"path/filepath"
 	"time"
 
 	"sockeye/internal/fault"
 
 	"golang.org/x/sys/unix"
 )
+
+// SocketPath is where the agent of a run directory listens.
+func SocketPath(runDir string) string { return filepath.Join(runDir, "agent.sock") }
 
 // Client talks to an agent.
 type Client struct {

@@ -5,8 +5,9 @@ package agent
 import (
 	"github.com/prometheus/client_golang/prometheus"
 
+	"sockeye/internal/tune/trial"
+
 	"sockeye/internal/bpf"
-	"sockeye/internal/tune"
 )
 
 // Counters are since the rule has its content: a rule that is changed begins
@@ -100,7 +101,7 @@ func (t *tuner) collect(out chan<- prometheus.Metric) error {
 	return nil
 }
 
-func histogram(out chan<- prometheus.Metric, desc *prometheus.Desc, h tune.Histogram, labels ...string) {
+func histogram(out chan<- prometheus.Metric, desc *prometheus.Desc, h trial.Histogram, labels ...string) {
 	buckets := make(map[float64]uint64, len(tuneBounds))
 	for i, below := range h.Cumulative(tuneBounds...) {
 		buckets[float64(tuneBounds[i])/1e6] = below

@@ -10,7 +10,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"net/netip"
 	"os"
 	"os/user"
 	"strconv"
@@ -250,19 +249,6 @@ func decode(r *http.Request, into any) error {
 		return fault.Usage(errors.New("read request: something follows the JSON object"), requestHint)
 	}
 	return nil
-}
-
-// ParseAddresses reads IP addresses.
-func ParseAddresses(texts []string) ([]netip.Addr, error) {
-	addresses := make([]netip.Addr, len(texts))
-	for i, text := range texts {
-		addr, err := netip.ParseAddr(text)
-		if err != nil {
-			return nil, fault.Usage(fmt.Errorf("%q is not an IP address", text), "as in 192.0.2.1 or 2001:db8::1")
-		}
-		addresses[i] = addr
-	}
-	return addresses, nil
 }
 
 // collect asks the services that a request names, or all.

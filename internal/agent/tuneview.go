@@ -16,6 +16,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/tune/trial"
+
 	"sockeye/internal/fault"
 
 	"golang.org/x/sys/unix"
@@ -208,7 +210,7 @@ func (t *tuner) ruleStatus(rule config.TuneRule, id uint32, failures map[bpf.Tun
 	return r, nil
 }
 
-func spreadOf(h tune.Histogram) *TuneSpread {
+func spreadOf(h trial.Histogram) *TuneSpread {
 	if h.Count() == 0 {
 		return nil
 	}
@@ -433,7 +435,7 @@ func (a *Agent) TuneTrial(name string) (*TuneTrial, error) {
 	if err != nil {
 		return nil, err
 	}
-	var arms [bpf.TuneArms]tune.Sample
+	var arms [bpf.TuneArms]trial.Sample
 	if id := ids[name]; id != 0 {
 		for arm := range arms {
 			s, err := t.tune.Stats(id, arm)
@@ -443,12 +445,12 @@ func (a *Agent) TuneTrial(name string) (*TuneTrial, error) {
 			arms[arm] = sampleOf(s)
 		}
 	}
-	c := tune.Compare(arms[bpf.TuneArmTreated], arms[bpf.TuneArmControl], tune.Options{})
+	c := trial.Compare(arms[bpf.TuneArmTreated], arms[bpf.TuneArmControl], trial.Options{})
 	return &TuneTrial{Cgroup: t.name, Rule: name, Share: rule.Trial.Control, Comparison: c, Summary: c.Summary()}, nil
 }
 
-func sampleOf(s *bpf.TuneStats) tune.Sample {
-	return tune.Sample{
+func sampleOf(s *bpf.TuneStats) trial.Sample {
+	return trial.Sample{
 		Connections: s.Connections, Established: s.Established, Closed: s.Closed,
 		Bytes: s.Bytes, Segments: s.Segments, Retransmits: s.Retransmits, RTOs: s.Rtos,
 		Segments2: s.Segments2, Retransmits2: s.Retransmits2, SegmentsRetransmits: s.SegmentsRetransmits,

@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/tune/trial"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
@@ -291,16 +293,16 @@ cgroup -, no rule
 
 func TestTuneTrial(t *testing.T) {
 	f := newFake(t)
-	bulk := tune.Row{Name: "retransmits", Unit: "per million segments", Treated: new(12.5), Control: new(139.0), Difference: new(-91.0), Low: new(-95.2), High: new(-84.0), Verdict: tune.Lower}
+	bulk := trial.Row{Name: "retransmits", Unit: "per million segments", Treated: new(12.5), Control: new(139.0), Difference: new(-91.0), Low: new(-95.2), High: new(-84.0), Verdict: trial.Lower}
 	asks(f, agent.TuneTrial{
 		Cgroup: "/lab", Rule: "bulk", Share: 0.1, Summary: "treated connections lose 91 % fewer segments",
-		Comparison: tune.Comparison{Treated: 900, Control: 100, Rows: []tune.Row{
-			{Name: "connect_median", Unit: "us", Treated: new(312.4), Control: new(31_240.0), Difference: new(0.001), Low: new(-0.5), High: new(5.25), Verdict: tune.NoDifference},
-			{Name: "rtt_p99", Unit: "us", Treated: new(3_124_000.0), Verdict: tune.NotEnough, More: 1300},
-			{Name: "rate_median", Unit: "kB/s", Treated: new(124.0), Control: new(1_250_000.0), Difference: new(150.0), Low: new(12.0), Verdict: tune.Higher},
+		Comparison: trial.Comparison{Treated: 900, Control: 100, Rows: []trial.Row{
+			{Name: "connect_median", Unit: "us", Treated: new(312.4), Control: new(31_240.0), Difference: new(0.001), Low: new(-0.5), High: new(5.25), Verdict: trial.NoDifference},
+			{Name: "rtt_p99", Unit: "us", Treated: new(3_124_000.0), Verdict: trial.NotEnough, More: 1300},
+			{Name: "rate_median", Unit: "kB/s", Treated: new(124.0), Control: new(1_250_000.0), Difference: new(150.0), Low: new(12.0), Verdict: trial.Higher},
 			bulk,
-			{Name: "rtos", Unit: "per 1000 connections", Treated: new(0.0), Control: new(0.0), High: new(12.0), Verdict: tune.NotEnough, More: 1},
-			{Name: "bytes", Unit: "bytes per connection", Treated: new(999.0), Control: new(1.5e9), Verdict: tune.NotEnough},
+			{Name: "rtos", Unit: "per 1000 connections", Treated: new(0.0), Control: new(0.0), High: new(12.0), Verdict: trial.NotEnough, More: 1},
+			{Name: "bytes", Unit: "bytes per connection", Treated: new(999.0), Control: new(1.5e9), Verdict: trial.NotEnough},
 		}},
 	}, "GET /v1/tune/trial rule=bulk", `
 rule bulk of /lab: 900 connections tuned, 100 left alone (10 %)
@@ -317,7 +319,7 @@ treated connections lose 91 % fewer segments
 `, "tune", "trial", "bulk")
 
 	// The real comparison of nearly nothing.
-	c := tune.Compare(tune.Sample{Connections: 1}, tune.Sample{}, tune.Options{})
+	c := trial.Compare(trial.Sample{Connections: 1}, trial.Sample{}, trial.Options{})
 	f.answers["GET /v1/tune/trial"] = agent.TuneTrial{Cgroup: "/lab", Rule: "bulk", Share: 0.001, Comparison: c, Summary: c.Summary()}
 	r := f.sockeye("tune", "trial", "bulk")
 	if !strings.HasPrefix(r.out, "rule bulk of /lab: 1 connection tuned, 0 left alone (0.1 %)\n") || r.code != 0 ||

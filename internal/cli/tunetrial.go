@@ -9,11 +9,11 @@ import (
 	"strings"
 
 	"sockeye/internal/fault"
+	"sockeye/internal/tune/trial"
 
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/tune"
 )
 
 func (c *command) tuneTrialCommand() *cobra.Command {
@@ -38,7 +38,7 @@ about how many more connections are needed.`,
 			if err := c.client().Get(cmd.Context(), "/v1/tune/trial", given("rule", rule), &t); err != nil {
 				return err
 			}
-			return c.show(&t, func(w io.Writer) { trial(w, &t) })
+			return c.show(&t, func(w io.Writer) { trialTable(w, &t) })
 		},
 	}
 }
@@ -51,7 +51,7 @@ func ruleName(name string) (string, error) {
 	return name, nil
 }
 
-func trial(w io.Writer, t *agent.TuneTrial) {
+func trialTable(w io.Writer, t *agent.TuneTrial) {
 	fmt.Fprintf(w, "rule %s of %s: %s tuned, %d left alone (%s)\n\n", t.Rule, t.Cgroup,
 		count(t.Comparison.Treated, "connection", "connections"), t.Comparison.Control, percentage(t.Share))
 	fmt.Fprintln(w, "FIGURE\tTUNED\tLEFT ALONE\tDIFFERENCE\t95 % INTERVAL\tVERDICT")
@@ -70,7 +70,7 @@ func trial(w io.Writer, t *agent.TuneTrial) {
 
 // figure is what a row is about, as "connect median" or "retransmits per million
 // segments".
-func figure(r tune.Row) string {
+func figure(r trial.Row) string {
 	name := strings.NewReplacer("_", " ", "rtt", "RTT", "rtos", "RTOs").Replace(r.Name)
 	if _, per, ok := strings.Cut(r.Unit, "per "); ok {
 		name += " per " + per

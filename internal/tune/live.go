@@ -46,14 +46,6 @@ type Report struct {
 	Saved Saved `json:"-"`
 }
 
-// LiveFailure counts connections on which an option could not be set.
-type LiveFailure struct {
-	Rule   string `json:"rule"`
-	Option string `json:"option"`
-	Error  string `json:"error"`
-	Count  uint64 `json:"count"`
-}
-
 // Saved is what connections had before Apply, by the sockets' cookies, which
 // are valid until the host is booted again.
 type Saved map[uint64]SavedConnection
@@ -389,14 +381,6 @@ type Reverted struct {
 	// Remaining are connections that were not found while there were problems:
 	// they may be among what could not be read.
 	Remaining Saved `json:"-"`
-}
-
-// Left counts connections on which an option was not taken back.
-type Left struct {
-	Rule        string `json:"rule"`
-	Option      string `json:"option"`
-	Reason      string `json:"reason"`
-	Connections int    `json:"connections"`
 }
 
 // Why options are left.

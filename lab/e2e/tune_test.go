@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/tune/trial"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 
@@ -667,9 +669,9 @@ func TestTuneExplain(t *testing.T) {
 }
 
 // row is a figure of a trial.
-func (h *tuned) row(t agent.TuneTrial, name string) tune.Row {
+func (h *tuned) row(t agent.TuneTrial, name string) trial.Row {
 	h.Helper()
-	i := slices.IndexFunc(t.Comparison.Rows, func(r tune.Row) bool { return r.Name == name })
+	i := slices.IndexFunc(t.Comparison.Rows, func(r trial.Row) bool { return r.Name == name })
 	if i < 0 {
 		h.Fatalf("the trial has no %s: %+v", name, t)
 	}
@@ -722,7 +724,7 @@ func TestTuneTrial(t *testing.T) {
 		t.Helper()
 		tr := ask("window")
 		for _, row := range tr.Comparison.Rows {
-			if row.Verdict != tune.NotEnough {
+			if row.Verdict != trial.NotEnough {
 				t.Errorf("%s: %+v", when, row)
 			}
 		}
@@ -737,7 +739,7 @@ func TestTuneTrial(t *testing.T) {
 	connect("window", tunePort, 150)
 	tr := ask("window")
 	lost := h.row(tr, "retransmits")
-	if lost.Verdict != tune.Lower || lost.High == nil || *lost.High >= 0 || *lost.Treated < 5_000 {
+	if lost.Verdict != trial.Lower || lost.High == nil || *lost.High >= 0 || *lost.Treated < 5_000 {
 		t.Errorf("a window that fits the queue: %+v: %s", lost, tr.Summary)
 	}
 	if r := h.rule("window"); tr.Comparison.Treated+tr.Comparison.Control != 160 || r.Connections != 160 || r.Control != tr.Comparison.Control ||
@@ -754,11 +756,11 @@ func TestTuneTrial(t *testing.T) {
 		tr := ask(name)
 		real = nil
 		for _, row := range tr.Comparison.Rows {
-			if row.Verdict == tune.Lower || row.Verdict == tune.Higher {
+			if row.Verdict == trial.Lower || row.Verdict == trial.Higher {
 				real = append(real, fmt.Sprintf("%s: %+v", tr.Summary, row))
 			}
 		}
-		if v := h.row(tr, "retransmits").Verdict; v == tune.NotEnough {
+		if v := h.row(tr, "retransmits").Verdict; v == trial.NotEnough {
 			t.Errorf("100 connections are not enough: %+v", tr)
 		}
 		if len(real) == 0 {

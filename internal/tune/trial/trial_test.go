@@ -2,7 +2,7 @@
 
 //go:build !vm
 
-package tune
+package trial
 
 import (
 	"bytes"

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package tune
+// Package trial compares the two arms of a trial: connections that a rule tuned, and those that it left
+// alone.
+package trial
 
 import (
 	"cmp"
