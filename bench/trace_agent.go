@@ -13,13 +13,13 @@ import (
 	"slices"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
-
-	"sockeye/internal/agent"
 )
 
 // tracePolicies are by what they attach.
@@ -85,9 +85,9 @@ func (t *traceBench) startTracing(ctx context.Context, state string) error {
 	}
 	t.agent = p
 	return t.lab.WaitFor(ctx, "the agent's programs", func() (bool, error) {
-		var s agent.TraceStatus
+		var s api.TraceStatus
 		err := t.ask(ctx, "/v1/trace", &s)
-		if errors.Is(err, agent.ErrNoAgent) || errors.Is(err, unix.ECONNRESET) { // of an agent that is on its way up, or has failed
+		if errors.Is(err, api.ErrNoAgent) || errors.Is(err, unix.ECONNRESET) { // of an agent that is on its way up, or has failed
 			return false, p.Err()
 		}
 		if err != nil {
@@ -196,7 +196,7 @@ type tracedRule struct {
 }
 
 func (t *traceBench) tracedRules(ctx context.Context) (rules []tracedRule, err error) {
-	var results agent.TraceResults
+	var results api.TraceResults
 	if err := t.ask(ctx, "/v1/trace/results", &results); err != nil {
 		return nil, err
 	}

@@ -11,9 +11,9 @@ import (
 	"path/filepath"
 	"strings"
 
-	"golang.org/x/sys/unix"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"golang.org/x/sys/unix"
 )
 
 // tuneRules is the policy. The cgroups are those of the tuned arms; what the
@@ -100,9 +100,9 @@ func (t *tuneBench) startAgent(ctx context.Context) error {
 		return err
 	}
 	return t.lab.WaitFor(ctx, "the agent's rules", func() (bool, error) {
-		var groups []agent.TuneStatus
+		var groups []api.TuneStatus
 		err := t.ask(ctx, "/v1/tune", &groups)
-		if errors.Is(err, agent.ErrNoAgent) {
+		if errors.Is(err, api.ErrNoAgent) {
 			return false, p.Err()
 		}
 		if err != nil {
@@ -121,12 +121,12 @@ func (t *tuneBench) runDir() string { return filepath.Join(t.lab.Dir(), "run") }
 
 // ask asks the agent.
 func (t *tuneBench) ask(ctx context.Context, path string, into any) error {
-	return agent.NewClient(agent.SocketPath(t.runDir())).Get(ctx, path, nil, into)
+	return api.NewClient(api.SocketPath(t.runDir())).Get(ctx, path, nil, into)
 }
 
 // rules is what the agent says that its rules have done.
-func (t *tuneBench) rules(ctx context.Context) (rules []agent.TuneRuleStatus, err error) {
-	var groups []agent.TuneStatus
+func (t *tuneBench) rules(ctx context.Context) (rules []api.TuneRuleStatus, err error) {
+	var groups []api.TuneStatus
 	if err := t.ask(ctx, "/v1/tune", &groups); err != nil {
 		return nil, err
 	}

@@ -10,7 +10,8 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/api"
+
 	"sockeye/lab"
 )
 
@@ -30,7 +31,7 @@ const (
 // A learnedPrefix is what the rule has settled on for a prefix, and on what
 // evidence.
 type learnedPrefix struct {
-	agent.TuneLearned
+	api.TuneLearned
 	Link      string `json:"link"`
 	Transfers int    `json:"transfers"`
 	Dropped   uint64 `json:"dropped"` // packets, by the link's queue
@@ -102,10 +103,10 @@ func (t *tuneBench) learning(ctx context.Context) ([]learnedPrefix, error) {
 }
 
 // learned is what the rule knows of a link's client.
-func (t *tuneBench) learned(ctx context.Context, n *linkNet) (agent.TuneLearned, error) {
-	var all []agent.TuneLearned
+func (t *tuneBench) learned(ctx context.Context, n *linkNet) (api.TuneLearned, error) {
+	var all []api.TuneLearned
 	if err := t.ask(ctx, "/v1/tune/learned", &all); err != nil {
-		return agent.TuneLearned{}, err
+		return api.TuneLearned{}, err
 	}
 	want := fmt.Sprintf("10.81.%d.0/24", n.address.As4()[2])
 	for _, l := range all {
@@ -113,5 +114,5 @@ func (t *tuneBench) learned(ctx context.Context, n *linkNet) (agent.TuneLearned,
 			return l, nil
 		}
 	}
-	return agent.TuneLearned{}, errors.New("nothing was learned about " + want)
+	return api.TuneLearned{}, errors.New("nothing was learned about " + want)
 }

@@ -14,7 +14,8 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/api"
+
 	"sockeye/lab/plot"
 )
 
@@ -32,7 +33,7 @@ type tuneReport struct {
 	learned   []learnedPrefix
 	cost      cost
 
-	rules []agent.TuneRuleStatus
+	rules []api.TuneRuleStatus
 }
 
 // A figure is NaN if it was not measured, and then null in JSON.

@@ -13,7 +13,8 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/api"
+
 	"sockeye/lab"
 )
 
@@ -135,7 +136,7 @@ func TestTuneReport(t *testing.T) {
 		},
 		iw:        []iwPoint{{RTT: 15, Bytes: 10_000, Baseline: spread{45, 44, 46}, Tuned: spread{30, 29, 31}}},
 		handshake: &handshakeLosses{},
-		learned:   []learnedPrefix{{TuneLearned: agent.TuneLearned{Prefix: "10.81.20.0/24", Window: 64}}},
+		learned:   []learnedPrefix{{TuneLearned: api.TuneLearned{Prefix: "10.81.20.0/24", Window: 64}}},
 		cost:      cost{costNone: {10, 20}, costUnmatched: {11, 20.5}, costMany: {11, 21}, costMatched: {13, 22}},
 	}
 	p := r.point(baseline, 1)

@@ -21,6 +21,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/cilium/ebpf/rlimit"
@@ -171,7 +173,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		case err := <-failed:
 			return err
 		case <-reload:
-			if _, err := a.Apply(Candidate{}); err != nil {
+			if _, err := a.Apply(api.Candidate{}); err != nil {
 				a.log.Error("policy not applied", "policy", o.Policy, "error", firstLine(err))
 			}
 		}
@@ -351,7 +353,7 @@ func (a *Agent) close() {
 }
 
 // candidate finds the policy that a request is about, whose users the host has.
-func (a *Agent) candidate(c Candidate) (*config.Policy, []byte, error) {
+func (a *Agent) candidate(c api.Candidate) (*config.Policy, []byte, error) {
 	policy, text, err := a.read(c)
 	if err == nil {
 		err = member.CheckUsers(policy)
@@ -359,7 +361,7 @@ func (a *Agent) candidate(c Candidate) (*config.Policy, []byte, error) {
 	return policy, text, err
 }
 
-func (a *Agent) read(c Candidate) (*config.Policy, []byte, error) {
+func (a *Agent) read(c api.Candidate) (*config.Policy, []byte, error) {
 	switch {
 	case c.Previous:
 		policy, text, err := a.saved(previousFile)
@@ -428,13 +430,13 @@ func closeBuilt(all map[string]builtDevices) {
 	}
 }
 
-func (a *Agent) prepare(policy *config.Policy, devices map[string]*steer.DeviceMap) ([]step, []Change, error) {
-	changes := []Change{}
+func (a *Agent) prepare(policy *config.Policy, devices map[string]*steer.DeviceMap) ([]step, []api.Change, error) {
+	changes := []api.Change{}
 	var steps []step
 	for _, name := range slices.Sorted(maps.Keys(a.services)) {
 		if !slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Name == name }) {
 			steps = append(steps, step{name: name})
-			changes = append(changes, Change{Service: name, Action: "remove", What: "service", Effect: "the kernel's hash decides from then on"})
+			changes = append(changes, api.Change{Service: name, Action: "remove", What: "service", Effect: "the kernel's hash decides from then on"})
 		}
 	}
 	for _, c := range policy.Services {
@@ -449,7 +451,7 @@ func (a *Agent) prepare(policy *config.Policy, devices map[string]*steer.DeviceM
 		}
 		if fresh {
 			steps = append(steps, step{name: c.Name, config: &c, devices: devices[c.Name]})
-			changes = append(changes, Change{Service: c.Name, Action: "add", What: "service"})
+			changes = append(changes, api.Change{Service: c.Name, Action: "add", What: "service"})
 			continue
 		}
 		if diff := s.plan(t); len(diff) > 0 {
@@ -482,7 +484,7 @@ func (a *Agent) prepare(policy *config.Policy, devices map[string]*steer.DeviceM
 	}
 	changes = append(changes, sized...)
 	if a.policy.Metrics != policy.Metrics {
-		changes = append(changes, Change{Action: "change",
+		changes = append(changes, api.Change{Action: "change",
 			What: fmt.Sprintf("metrics: %s -> %s", orNone(a.policy.Metrics.Listen), orNone(policy.Metrics.Listen))})
 	}
 	return steps, changes, nil
@@ -496,7 +498,7 @@ func orNone(s string) string {
 }
 
 // Plan says what Apply would change.
-func (a *Agent) Plan(c Candidate) (*Plan, error) {
+func (a *Agent) Plan(c api.Candidate) (*api.Plan, error) {
 	policy, _, err := a.candidate(c)
 	if err != nil {
 		return nil, err
@@ -511,11 +513,11 @@ func (a *Agent) Plan(c Candidate) (*Plan, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Plan{Policy: a.options.Policy, Changes: changes}, nil
+	return &api.Plan{Policy: a.options.Policy, Changes: changes}, nil
 }
 
 // Apply makes a policy true. If a step fails, those before it are taken back.
-func (a *Agent) Apply(c Candidate) (*Plan, error) {
+func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
 	a.applying.Lock()
 	defer a.applying.Unlock()
 	policy, text, err := a.candidate(c)
@@ -588,7 +590,7 @@ func (a *Agent) Apply(c Candidate) (*Plan, error) {
 	for _, change := range changes {
 		a.log.Info("policy applied", "service", change.Service, "cgroup", change.Cgroup, "netns", change.Netns, "interface", change.Interface, "action", change.Action, "what", change.What, "effect", change.Effect)
 	}
-	plan := &Plan{Policy: a.options.Policy, Changes: changes}
+	plan := &api.Plan{Policy: a.options.Policy, Changes: changes}
 	from := cmp.Or(c.Path, a.options.Policy)
 	if c.Previous {
 		from = a.from(previousFile)
@@ -691,14 +693,14 @@ func (a *Agent) selected(name string) ([]*service, error) {
 }
 
 // Status is the agent and its services.
-func (a *Agent) Status() (*Status, error) {
+func (a *Agent) Status() (*api.Status, error) {
 	services, err := a.selected("")
 	if err != nil {
 		return nil, err
 	}
-	status := &Status{
+	status := &api.Status{
 		Version: a.options.Version, PID: os.Getpid(), Started: a.started, Starts: a.starts,
-		Policy: a.options.Policy, Services: []ServiceStatus{}, Tune: []TunedCgroup{}, Trace: []TracedCgroup{}, BigTCP: []BigTCPNetwork{},
+		Policy: a.options.Policy, Services: []api.ServiceStatus{}, Tune: []api.TunedCgroup{}, Trace: []api.TracedCgroup{}, BigTCP: []api.BigTCPNetwork{},
 	}
 	status.PolicyProblem, status.PolicyHint = a.policyProblem()
 	for _, s := range services {

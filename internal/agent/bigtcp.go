@@ -16,6 +16,8 @@ import (
 	"syscall"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"golang.org/x/sys/unix"
@@ -376,7 +378,7 @@ func (s *sizer) note(o *outlook) {
 		if told {
 			i.since = before.since
 		}
-		if i.state == SizesChanged && (!told || before.from != i.from) {
+		if i.state == api.SizesChanged && (!told || before.from != i.from) {
 			s.changes++
 			told = false
 		}
@@ -385,10 +387,10 @@ func (s *sizer) note(o *outlook) {
 		}
 		log := s.log.With("netns", s.netns, "interface", i.name)
 		switch i.state {
-		case SizesApplied:
+		case api.SizesApplied:
 			log.Info("sizes as the policy says", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
 				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4)
-		case SizesChanged:
+		case api.SizesChanged:
 			log.Warn("sizes changed by somebody else, and left", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
 				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4, "hint", fault.Hint(i.err))
 		default:
@@ -463,7 +465,7 @@ func (s *sizer) change(rules []config.BigTCPRule) (back func() error, err error)
 	before := s.rules
 	foreign := make(map[int]bigtcp.Sizes)
 	for index, i := range s.interfaces {
-		if i.state == SizesChanged && i.rule != nil {
+		if i.state == api.SizesChanged && i.rule != nil {
 			foreign[index] = i.from
 		}
 	}

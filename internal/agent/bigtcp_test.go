@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
@@ -136,11 +138,11 @@ func until(t *testing.T, what string, so func() bool) {
 }
 
 // sized is the status of the interface or the rule with a name.
-func (a *Agent) sized(t *testing.T, name string) BigTCPInterface {
+func (a *Agent) sized(t *testing.T, name string) api.BigTCPInterface {
 	t.Helper()
 	status, err := a.BigTCPStatus("", name)
 	if err != nil || len(status.Interfaces) != 1 {
-		return BigTCPInterface{State: fmt.Sprintf("%+v, %v", status, err)}
+		return api.BigTCPInterface{State: fmt.Sprintf("%+v, %v", status, err)}
 	}
 	return status.Interfaces[0]
 }
@@ -156,11 +158,11 @@ func wantState(t *testing.T, a *Agent, name, state, problem string) {
 // apply makes a policy true, and returns the changes as texts.
 func (a *Agent) apply(t *testing.T, text string) []string {
 	t.Helper()
-	planned, err := a.Plan(Candidate{Text: text, Path: a.options.Policy})
+	planned, err := a.Plan(api.Candidate{Text: text, Path: a.options.Policy})
 	if err != nil {
 		t.Fatal(err)
 	}
-	plan, err := a.Apply(Candidate{Text: text, Path: a.options.Policy})
+	plan, err := a.Apply(api.Candidate{Text: text, Path: a.options.Policy})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -193,7 +195,7 @@ func TestBigTCPApply(t *testing.T) {
 	wantSizes(t, "big0", sizesOn)
 	wantSizes(t, "other0", sizesOff)
 	wantSizes(t, "peer-big0", sizesOff)
-	wantState(t, a, "big0", SizesApplied, "")
+	wantState(t, a, "big0", api.SizesApplied, "")
 	if got := a.sized(t, "big0"); got.Rule != "big*: ipv6 192KB, ipv4 160KB" || got.Want != (bigtcp.Want{IPv6: 192000, IPv4: 160000}) || got.Sizes != sizesOn {
 		t.Errorf("%+v", got)
 	}
@@ -207,8 +209,8 @@ func TestBigTCPApply(t *testing.T) {
 		"big* change rule big*: ipv6 200KB, ipv4 160KB -> big*: ipv6 192KB, ipv4 160KB (there is none now: one that appears is set)",
 		"big0 change sizes ipv6 200000 -> 65536, ipv4 160000 -> 65536 (for new connections)")
 	wantSizes(t, "big0", sizesOff)
-	wantState(t, a, "big*", SizesWaiting, "there is no such interface")
-	if _, err := a.Apply(Candidate{Previous: true}); err != nil {
+	wantState(t, a, "big*", api.SizesWaiting, "there is no such interface")
+	if _, err := a.Apply(api.Candidate{Previous: true}); err != nil {
 		t.Fatal(err)
 	}
 	wantSizes(t, "big0", bigtcp.Sizes{GSO: 200000, GRO: 200000, GSOIPv4: 160000, GROIPv4: 160000})
@@ -245,21 +247,21 @@ func TestBigTCPPath(t *testing.T) {
 		"port0 change "+on+" (for new connections; it is below bigbr)")
 	wantSizes(t, "bigbr", sizesOn)
 	wantSizes(t, "port0", sizesOn)
-	if got := a.sized(t, "port0"); got.Because != "bigbr" || got.State != SizesApplied {
+	if got := a.sized(t, "port0"); got.Because != "bigbr" || got.State != api.SizesApplied {
 		t.Errorf("%+v", got)
 	}
 
 	// What is on a path that somebody else has changed is left as it is.
 	other := bigtcp.Sizes{GSO: 100000, GRO: 100000, GSOIPv4: 100000, GROIPv4: 100000}
 	meddle(t, "port0", other)
-	until(t, "the port is seen to be changed", func() bool { return a.sized(t, "port0").State == SizesChanged })
-	wantState(t, a, "bigbr", SizesApplied, "")
+	until(t, "the port is seen to be changed", func() bool { return a.sized(t, "port0").State == api.SizesChanged })
+	wantState(t, a, "bigbr", api.SizesApplied, "")
 	a.stop()
 	a = a.again(t)
 	a.begin(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "180KB"))
 	wantSizes(t, "port0", other)
 	wantSizes(t, "bigbr", sizesOn)
-	wantState(t, a, "bigbr", SizesConflict, "port0 is on its path: somebody else has set its sizes since")
+	wantState(t, a, "bigbr", api.SizesConflict, "port0 is on its path: somebody else has set its sizes since")
 	a.apply(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "180KB"))
 	sizes := bigtcp.Sizes{GSO: 180000, GRO: 180000, GSOIPv4: 160000, GROIPv4: 160000}
 	wantSizes(t, "port0", sizes)
@@ -272,12 +274,12 @@ func TestBigTCPPath(t *testing.T) {
 func TestBigTCPAppearsAndVanishes(t *testing.T) {
 	a := newSizingAgent(t)
 	a.begin(t, bigTCPPolicy)
-	wantState(t, a, "big*", SizesWaiting, "there is no such interface")
+	wantState(t, a, "big*", api.SizesWaiting, "there is no such interface")
 	addVeth(t, "big0")
-	until(t, "big0 is set", func() bool { return a.sized(t, "big0").State == SizesApplied })
+	until(t, "big0 is set", func() bool { return a.sized(t, "big0").State == api.SizesApplied })
 	wantSizes(t, "big0", sizesOn)
 	addVeth(t, "big1")
-	until(t, "big1 is set", func() bool { return a.sized(t, "big1").State == SizesApplied })
+	until(t, "big1 is set", func() bool { return a.sized(t, "big1").State == api.SizesApplied })
 	wantSizes(t, "big1", sizesOn)
 	removeLink(t, "big0")
 	until(t, "big0 is forgotten", func() bool {
@@ -297,7 +299,7 @@ func TestBigTCPAppearsAndVanishes(t *testing.T) {
 	}
 	defer removeLink(t, "small1")
 	until(t, "small1 has what it had before", func() bool { return sizesOf(t, "small1") == sizesOff })
-	until(t, "the rule waits", func() bool { return a.sized(t, "big*").State == SizesWaiting })
+	until(t, "the rule waits", func() bool { return a.sized(t, "big*").State == api.SizesWaiting })
 }
 
 // record is a log that is read while it is written.
@@ -331,11 +333,11 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 	meddle(t, "big0", other)
 	meddle(t, "big1", sizesOff) // as it was before: somebody else's act all the same
 	until(t, "changes are seen", func() bool {
-		return a.sized(t, "big0").State == SizesChanged && a.sized(t, "big1").State == SizesChanged
+		return a.sized(t, "big0").State == api.SizesChanged && a.sized(t, "big1").State == api.SizesChanged
 	})
-	wantState(t, a, "big0", SizesChanged, "somebody else has set its sizes since")
+	wantState(t, a, "big0", api.SizesChanged, "somebody else has set its sizes since")
 	addVeth(t, "big2") // another look leaves them alone, too
-	until(t, "big2 is set", func() bool { return a.sized(t, "big2").State == SizesApplied })
+	until(t, "big2 is set", func() bool { return a.sized(t, "big2").State == api.SizesApplied })
 	wantSizes(t, "big0", other)
 	wantSizes(t, "big1", sizesOff)
 	for _, name := range []string{"big0", "big1"} {
@@ -360,8 +362,8 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantSizes(t, "big0", other)
-	wantState(t, a, "big0", SizesChanged, "somebody else has set its sizes since")
-	wantState(t, a, "big1", SizesChanged, "somebody else has set its sizes since")
+	wantState(t, a, "big0", api.SizesChanged, "somebody else has set its sizes since")
+	wantState(t, a, "big1", api.SizesChanged, "somebody else has set its sizes since")
 
 	// So does the next agent.
 	a.stop()
@@ -369,26 +371,26 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 	a.begin(t, bigTCPPolicy)
 	wantSizes(t, "big0", other)
 	wantSizes(t, "big1", sizesOff)
-	wantState(t, a, "big0", SizesChanged, "somebody else has set its sizes since")
-	wantState(t, a, "big1", SizesChanged, "somebody else has set its sizes since")
+	wantState(t, a, "big0", api.SizesChanged, "somebody else has set its sizes since")
+	wantState(t, a, "big1", api.SizesChanged, "somebody else has set its sizes since")
 	wantChanges(t, "set again", a.apply(t, bigTCPPolicy),
 		"big0 change sizes ipv6 sent 100000 -> 192000 (somebody else has set them since, which is lost)",
 		"big1 change sizes ipv6 65536 -> 192000, ipv4 65536 -> 160000 (somebody else has set them since, which is lost)")
 	for _, name := range []string{"big0", "big1", "big2"} {
 		wantSizes(t, name, sizesOn)
-		wantState(t, a, name, SizesApplied, "")
+		wantState(t, a, name, api.SizesApplied, "")
 	}
 
 	// What a command takes back by force stays so.
 	if _, err := a.records.Revert(func(r bigtcp.Record) bool { return r.Interface == "big1" }, true); err != nil {
 		t.Fatal(err)
 	}
-	until(t, "the revert is seen", func() bool { return a.sized(t, "big1").State == SizesChanged })
+	until(t, "the revert is seen", func() bool { return a.sized(t, "big1").State == api.SizesChanged })
 	wantSizes(t, "big1", sizesOff)
 
 	// What somebody else has set when the rule ends stays, and is shown for as long as there are rules.
 	meddle(t, "big0", other)
-	until(t, "the change is seen", func() bool { return a.sized(t, "big0").State == SizesChanged })
+	until(t, "the change is seen", func() bool { return a.sized(t, "big0").State == api.SizesChanged })
 	wantChanges(t, "another rule", a.apply(t, "bigtcp: [{interface: big1, ipv6: 192KB}]\n"),
 		"big* remove rule big*: ipv6 192KB, ipv4 160KB (its interfaces get the sizes that they had before; not big0, big1, which somebody else has set since)",
 		"big1 add rule big1: ipv6 192KB (for new connections)",
@@ -397,7 +399,7 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 	wantSizes(t, "big0", other)
 	wantSizes(t, "big1", bigtcp.Sizes{GSO: 192000, GRO: 192000, GSOIPv4: 65536, GROIPv4: 65536})
 	wantSizes(t, "big2", sizesOff)
-	wantState(t, a, "big0", SizesChanged, "no rule is for it any more")
+	wantState(t, a, "big0", api.SizesChanged, "no rule is for it any more")
 	wantChanges(t, "nothing more", a.apply(t, "bigtcp: [{interface: big1, ipv6: 192KB}]\n"))
 }
 
@@ -416,7 +418,7 @@ func TestBigTCPRestart(t *testing.T) {
 	a.begin(t, bigTCPPolicy)
 	wantSizes(t, "big0", sizesOn)
 	wantSizes(t, "big2", sizesOn)
-	wantState(t, a, "big0", SizesApplied, "")
+	wantState(t, a, "big0", api.SizesApplied, "")
 	a.stop()
 
 	// As if it had been killed between the record and the change.
@@ -447,7 +449,7 @@ func TestBigTCPRestart(t *testing.T) {
 	wantSizes(t, "big0", sizesOn)
 	wantSizes(t, "big2", sizesOn)
 	meddle(t, "big2", sizesOff) // its record is finished by now
-	until(t, "the change is seen", func() bool { return a.sized(t, "big2").State == SizesChanged })
+	until(t, "the change is seen", func() bool { return a.sized(t, "big2").State == api.SizesChanged })
 	a.stop()
 
 	a = a.again(t)
@@ -478,12 +480,12 @@ func TestBigTCPConflict(t *testing.T) {
 	held := bigtcp.Sizes{GSO: 100000, GRO: 100000, GSOIPv4: 65536, GROIPv4: 65536}
 	a.begin(t, bigTCPPolicy)
 	wantSizes(t, "big0", held)
-	wantState(t, a, "big0", SizesConflict, "sockeye bigtcp apply has set its sizes")
+	wantState(t, a, "big0", api.SizesConflict, "sockeye bigtcp apply has set its sizes")
 	if got := a.sized(t, "big0").Hint; got != "sockeye bigtcp revert big0 leaves it to the policy" {
 		t.Errorf("hint %q", got)
 	}
 	addVeth(t, "big1")
-	until(t, "another is set", func() bool { return a.sized(t, "big1").State == SizesApplied })
+	until(t, "another is set", func() bool { return a.sized(t, "big1").State == api.SizesApplied })
 	wantChanges(t, "nothing to take", a.apply(t, bigTCPPolicy))
 	wantSizes(t, "big0", held)
 	wantChanges(t, "larger", a.apply(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "180KB")),
@@ -493,7 +495,7 @@ func TestBigTCPConflict(t *testing.T) {
 	if _, err := store.Revert(func(r bigtcp.Record) bool { return r.Owner == bigtcp.ByCommand }, false); err != nil {
 		t.Fatal(err)
 	}
-	until(t, "the policy has it", func() bool { return a.sized(t, "big0").State == SizesApplied })
+	until(t, "the policy has it", func() bool { return a.sized(t, "big0").State == api.SizesApplied })
 	wantSizes(t, "big0", sizesOn)
 
 	// It may be borrowed by force.
@@ -506,7 +508,7 @@ func TestBigTCPConflict(t *testing.T) {
 	if _, err := store.Revert(func(r bigtcp.Record) bool { return r.Owner == bigtcp.ByBench }, false); err != nil {
 		t.Fatal(err)
 	}
-	until(t, "the policy has it again", func() bool { return a.sized(t, "big0").State == SizesApplied })
+	until(t, "the policy has it again", func() bool { return a.sized(t, "big0").State == api.SizesApplied })
 	wantSizes(t, "big0", sizesOn)
 }
 
@@ -526,24 +528,24 @@ func TestBigTCPImpossible(t *testing.T) {
 	a.begin(t, bigTCPPolicy)
 	wantSizes(t, "big0", sizesOn)
 	wantSizes(t, "bigtun", sizesOff)
-	wantState(t, a, "bigtun", SizesImpossible, "65536 bytes")
+	wantState(t, a, "bigtun", api.SizesImpossible, "65536 bytes")
 	wantChanges(t, "nothing", a.apply(t, bigTCPPolicy))
 	text := "bigtcp:\n  - {interface: bigtun, ipv6: 192KB}\n  - {interface: \"big*\", ipv6: 180KB}\n"
-	for name, try := range map[string]func(Candidate) (*Plan, error){"plan": a.Plan, "apply": a.Apply} {
-		if _, err := try(Candidate{Text: text, Path: a.options.Policy}); fault.Code(err) != fault.CodeUnsupported || !strings.Contains(err.Error(), "bigtun") {
+	for name, try := range map[string]func(api.Candidate) (*api.Plan, error){"plan": a.Plan, "apply": a.Apply} {
+		if _, err := try(api.Candidate{Text: text, Path: a.options.Policy}); fault.Code(err) != fault.CodeUnsupported || !strings.Contains(err.Error(), "bigtun") {
 			t.Errorf("%s: %v, code %d", name, err, fault.Code(err))
 		}
 	}
 	wantSizes(t, "big0", sizesOn)
 	// Off is possible.
 	a.apply(t, strings.Replace(text, "192KB", "off", 1))
-	wantState(t, a, "bigtun", SizesApplied, "")
+	wantState(t, a, "bigtun", api.SizesApplied, "")
 	a.stop()
 
 	// At a start it is no reason not to do the rest.
 	a = a.again(t)
 	a.begin(t, text)
-	wantState(t, a, "bigtun", SizesImpossible, "65536 bytes")
+	wantState(t, a, "bigtun", api.SizesImpossible, "65536 bytes")
 	wantSizes(t, "big0", bigtcp.Sizes{GSO: 180000, GRO: 180000, GSOIPv4: 65536, GROIPv4: 65536})
 }
 
@@ -616,7 +618,7 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 	wantChanges(t, "a namespace that is not there", a.apply(t, text),
 		path+"inner add rule inner of "+path+": ipv6 192KB, ipv4 160KB (there is no such network namespace now: when it appears)")
 	wantSizes(t, "big0", sizesOn)
-	wantState(t, a, "inner", SizesWaiting, "there is no network namespace "+path)
+	wantState(t, a, "inner", api.SizesWaiting, "there is no network namespace "+path)
 	wantChanges(t, "nor any more", a.apply(t, bigTCPPolicy), path+"inner remove rule inner of "+path+": ipv6 192KB, ipv4 160KB ()")
 	wantChanges(t, "and again", a.apply(t, text),
 		path+"inner add rule inner of "+path+": ipv6 192KB, ipv4 160KB (there is no such network namespace now: when it appears)")
@@ -625,10 +627,10 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 	newNetns(t, path)
 	until(t, "the namespace is entered", func() bool {
 		got := a.sized(t, "inner")
-		return got.State == SizesWaiting && got.Problem == "there is no such interface"
+		return got.State == api.SizesWaiting && got.Problem == "there is no such interface"
 	})
 	vethInto(t, path, "inner", "outer")
-	until(t, "inner is set", func() bool { return a.sized(t, "inner").State == SizesApplied })
+	until(t, "inner is set", func() bool { return a.sized(t, "inner").State == api.SizesApplied })
 	if got := sizesIn(t, path, "inner"); got != sizesOn {
 		t.Errorf("inner has %+v", got)
 	}
@@ -664,7 +666,7 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 	// Another one at its place.
 	newNetns(t, path)
 	vethInto(t, path, "inner", "outer")
-	until(t, "inner is set again", func() bool { return a.sized(t, "inner").State == SizesApplied })
+	until(t, "inner is set again", func() bool { return a.sized(t, "inner").State == api.SizesApplied })
 	a.stop()
 
 	a = a.again(t)
@@ -679,7 +681,7 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := a.Apply(Candidate{Text: strings.ReplaceAll(text, path, file), Path: a.options.Policy}); fault.Code(err) != fault.CodeUsage {
+	if _, err := a.Apply(api.Candidate{Text: strings.ReplaceAll(text, path, file), Path: a.options.Policy}); fault.Code(err) != fault.CodeUsage {
 		t.Errorf("a file: %v, code %d", err, fault.Code(err))
 	}
 	wantSizes(t, "big0", sizesOff)
@@ -714,7 +716,7 @@ func TestBigTCPUndone(t *testing.T) {
 			t.Fatal(err)
 		}
 		wantSizes(t, "big0", sizesOn)
-		wantState(t, a, "big0", SizesApplied, "")
+		wantState(t, a, "big0", api.SizesApplied, "")
 	}
 }
 

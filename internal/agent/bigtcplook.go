@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"sockeye/internal/bigtcp"
@@ -63,7 +65,7 @@ func (s *sizer) outlook(n *bigtcp.Network, rules []config.BigTCPRule, explicit b
 		case at < 0:
 			o.gone = append(o.gone, r)
 		case touched(r, all[at].Sizes) && all[at].Sizes != r.Before:
-			o.interfaces[index] = &sized{name: all[at].Name, index: index, want: r.Want, from: all[at].Sizes, to: r.Before, state: SizesChanged,
+			o.interfaces[index] = &sized{name: all[at].Name, index: index, want: r.Want, from: all[at].Sizes, to: r.Before, state: api.SizesChanged,
 				err: fault.WithHint(errors.New("no rule is for it any more, but somebody else has set its sizes, which are left alone"),
 					revertCommand(r.Netns, "--force "+all[at].Name)+" gives it what it had before")}
 		default:
@@ -213,23 +215,23 @@ func (s *sizer) decide(i *sized, r bigtcp.Record, explicit bool) {
 		changed = touched(r, i.from)
 	case before != nil:
 		// It had what the rule asks for, or its record was taken away.
-		changed = before.state == SizesChanged || before.state == SizesApplied && i.from != before.from
+		changed = before.state == api.SizesChanged || before.state == api.SizesApplied && i.from != before.from
 	}
 	var unable *bigtcp.Error
 	switch {
 	case errors.As(i.err, &unable) && unable.Kind == bigtcp.KindUsage:
-		i.state, i.err = SizesWaiting, errors.New("it has vanished")
+		i.state, i.err = api.SizesWaiting, errors.New("it has vanished")
 	case i.err != nil:
-		i.state = SizesImpossible
+		i.state = api.SizesImpossible
 	case r.Owner != "" && !recorded:
-		i.state, i.err = SizesConflict, held(i.name, r)
+		i.state, i.err = api.SizesConflict, held(i.name, r)
 	case i.from == i.to && r.From == (bigtcp.Sizes{}) && (!explicit || !recorded || r.Applied == i.to):
-		i.state = SizesApplied
+		i.state = api.SizesApplied
 	case changed && !explicit:
-		i.state = SizesChanged
+		i.state = api.SizesChanged
 		i.err = fault.WithHint(errors.New("somebody else has set its sizes since, which are left alone"), "sockeye apply sets them as the policy says")
 	default:
-		i.state, i.todo, i.force = SizesWaiting, true, changed
+		i.state, i.todo, i.force = api.SizesWaiting, true, changed
 	}
 }
 
@@ -267,7 +269,7 @@ func (o *outlook) gather(members []int) {
 		}
 		p.force = p.force || i.force
 		todo = todo || i.todo
-		if obstacle == nil && (i.state == SizesConflict || i.state == SizesChanged) {
+		if obstacle == nil && (i.state == api.SizesConflict || i.state == api.SizesChanged) {
 			obstacle = i
 		}
 	}
@@ -280,7 +282,7 @@ func (o *outlook) gather(members []int) {
 	}
 	for _, index := range p.members {
 		if i := o.interfaces[index]; i.todo {
-			i.state, i.todo = SizesConflict, false
+			i.state, i.todo = api.SizesConflict, false
 			i.err = &fault.Error{Err: fmt.Errorf("%s is on its path: %w", obstacle.name, obstacle.err), Hint: fault.Hint(obstacle.err), Code: fault.CodeConflict}
 		}
 	}

@@ -11,6 +11,8 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"golang.org/x/sys/unix"
@@ -24,10 +26,10 @@ const maxRows = 8
 
 // prepareBigTCP says what a policy changes in the sizes of interfaces, and checks that
 // it can be done.
-func (a *Agent) prepareBigTCP(policy *config.Policy) ([]bigTCPChange, []Change, error) {
+func (a *Agent) prepareBigTCP(policy *config.Policy) ([]bigTCPChange, []api.Change, error) {
 	var (
 		steps   []bigTCPChange
-		changes []Change
+		changes []api.Change
 	)
 	wanted := sizings(policy)
 	for _, netns := range slices.Sorted(maps.Keys(a.sizers)) {
@@ -49,7 +51,7 @@ func (a *Agent) prepareBigTCP(policy *config.Policy) ([]bigTCPChange, []Change, 
 }
 
 // planSizes says what a change does in one network namespace.
-func (a *Agent) planSizes(c bigTCPChange) ([]Change, error) {
+func (a *Agent) planSizes(c bigTCPChange) ([]api.Change, error) {
 	s := a.sizers[c.netns]
 	if s == nil {
 		s = &sizer{store: a.records, log: a.log, netns: c.netns}
@@ -96,7 +98,7 @@ func (a *Agent) planSizes(c bigTCPChange) ([]Change, error) {
 // possible refuses a rule that names an interface which cannot have what it says.
 func (o *outlook) possible() error {
 	for _, i := range inOrder(o.interfaces) {
-		if i.state == SizesImpossible && i.target && i.rule.Named() {
+		if i.state == api.SizesImpossible && i.target && i.rule.Named() {
 			return fmt.Errorf("interface %s: %w", i.name, i.err)
 		}
 	}
@@ -108,10 +110,10 @@ func inOrder(interfaces map[int]*sized) []*sized {
 }
 
 // changedSizes compares lists of rules, by what they are for.
-func changedSizes(netns string, from, to []config.BigTCPRule) []Change {
-	var changes []Change
+func changedSizes(netns string, from, to []config.BigTCPRule) []api.Change {
+	var changes []api.Change
 	add := func(action string, rule config.BigTCPRule, what string) {
-		changes = append(changes, Change{Netns: netns, Interface: rule.Interface, Action: action, What: what})
+		changes = append(changes, api.Change{Netns: netns, Interface: rule.Interface, Action: action, What: what})
 	}
 	find := func(rules []config.BigTCPRule, name string) int {
 		return slices.IndexFunc(rules, func(r config.BigTCPRule) bool { return r.Interface == name })
@@ -130,13 +132,13 @@ func changedSizes(netns string, from, to []config.BigTCPRule) []Change {
 		}
 	}
 	if len(changes) == 0 && !slices.Equal(from, to) {
-		changes = append(changes, Change{Netns: netns, Interface: to[0].Interface, Action: "change", What: "order of rules"})
+		changes = append(changes, api.Change{Netns: netns, Interface: to[0].Interface, Action: "change", What: "order of rules"})
 	}
 	return changes
 }
 
 // effect says what a rule does now.
-func (o *outlook) effect(rules []config.BigTCPRule, row Change) string {
+func (o *outlook) effect(rules []config.BigTCPRule, row api.Change) string {
 	at := slices.IndexFunc(rules, func(r config.BigTCPRule) bool { return r.Interface == row.Interface })
 	if at < 0 {
 		return "its interfaces get the sizes that they had before"
@@ -148,7 +150,7 @@ func (o *outlook) effect(rules []config.BigTCPRule, row Change) string {
 			continue
 		}
 		matched++
-		if i.state == SizesImpossible || i.state == SizesConflict {
+		if i.state == api.SizesImpossible || i.state == api.SizesConflict {
 			not = append(not, fmt.Sprintf("%s (%s)", i.name, fault.Message(i.err)))
 		}
 	}
@@ -172,7 +174,7 @@ func (o *outlook) effect(rules []config.BigTCPRule, row Change) string {
 func (s *sizer) except(rule string) string {
 	var names []string
 	for _, i := range inOrder(s.interfaces) {
-		if i.rule != nil && i.rule.Interface == rule && i.state == SizesChanged {
+		if i.rule != nil && i.rule.Interface == rule && i.state == api.SizesChanged {
 			names = append(names, i.name)
 		}
 	}
@@ -186,8 +188,8 @@ func (s *sizer) except(rule string) string {
 }
 
 // rows say which interfaces change. Many that change alike are one row.
-func (o *outlook) rows(netns string) []Change {
-	var rows []Change
+func (o *outlook) rows(netns string) []api.Change {
+	var rows []api.Change
 	for _, i := range inOrder(o.interfaces) {
 		if !i.todo || i.from == i.to {
 			continue
@@ -202,11 +204,11 @@ func (o *outlook) rows(netns string) []Change {
 		for _, note := range i.notes {
 			effect += "; " + note
 		}
-		rows = append(rows, Change{Netns: netns, Interface: i.name, Action: "change", What: "sizes " + describeSizes(i.from, i.to), Effect: effect})
+		rows = append(rows, api.Change{Netns: netns, Interface: i.name, Action: "change", What: "sizes " + describeSizes(i.from, i.to), Effect: effect})
 	}
 	for _, r := range o.unwanted {
 		if r.Applied != r.Before {
-			rows = append(rows, Change{Netns: netns, Interface: r.Interface, Action: "change", What: "sizes " + describeSizes(r.Applied, r.Before),
+			rows = append(rows, api.Change{Netns: netns, Interface: r.Interface, Action: "change", What: "sizes " + describeSizes(r.Applied, r.Before),
 				Effect: "as they were before"})
 		}
 	}
@@ -214,16 +216,16 @@ func (o *outlook) rows(netns string) []Change {
 }
 
 // shortened makes one row of many that differ in the interface only.
-func shortened(rows []Change) []Change {
-	alike := make(map[Change][]string)
-	same := func(row Change) Change {
+func shortened(rows []api.Change) []api.Change {
+	alike := make(map[api.Change][]string)
+	same := func(row api.Change) api.Change {
 		row.Interface = ""
 		return row
 	}
 	for _, row := range rows {
 		alike[same(row)] = append(alike[same(row)], row.Interface)
 	}
-	var short []Change
+	var short []api.Change
 	for _, row := range rows {
 		names := alike[same(row)]
 		switch {

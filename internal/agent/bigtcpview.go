@@ -9,6 +9,8 @@ import (
 	"slices"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"sockeye/internal/bigtcp"
@@ -31,8 +33,8 @@ func (a *Agent) allSizers() []*sizer {
 
 // BigTCPStatus is all interfaces that rules are for, or those of a namespace or with a
 // name.
-func (a *Agent) BigTCPStatus(netns, name string) (*BigTCPStatus, error) {
-	status := &BigTCPStatus{Interfaces: []BigTCPInterface{}}
+func (a *Agent) BigTCPStatus(netns, name string) (*api.BigTCPStatus, error) {
+	status := &api.BigTCPStatus{Interfaces: []api.BigTCPInterface{}}
 	var known []string
 	for _, s := range a.allSizers() {
 		for _, i := range s.status() {
@@ -53,13 +55,13 @@ func (a *Agent) BigTCPStatus(netns, name string) (*BigTCPStatus, error) {
 }
 
 // status is the interfaces, by index, and then the rules that wait for one.
-func (s *sizer) status() []BigTCPInterface {
+func (s *sizer) status() []api.BigTCPInterface {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	list := []BigTCPInterface{}
+	list := []api.BigTCPInterface{}
 	waiting := func(rule config.BigTCPRule, err error, since time.Time) {
-		list = append(list, BigTCPInterface{Netns: s.netns, Interface: rule.Interface, Rule: rule.String(), Want: wanted(rule),
-			State: SizesWaiting, Problem: fault.Message(err), Hint: fault.Hint(err), Since: since})
+		list = append(list, api.BigTCPInterface{Netns: s.netns, Interface: rule.Interface, Rule: rule.String(), Want: wanted(rule),
+			State: api.SizesWaiting, Problem: fault.Message(err), Hint: fault.Hint(err), Since: since})
 	}
 	if s.problem != nil && len(s.interfaces) == 0 {
 		for _, rule := range s.rules {
@@ -68,7 +70,7 @@ func (s *sizer) status() []BigTCPInterface {
 		return list
 	}
 	for _, i := range inOrder(s.interfaces) {
-		status := BigTCPInterface{Netns: s.netns, Interface: i.name, Index: i.index, Because: i.because, Want: i.want, Sizes: i.from,
+		status := api.BigTCPInterface{Netns: s.netns, Interface: i.name, Index: i.index, Because: i.because, Want: i.want, Sizes: i.from,
 			State: i.state, Notes: i.notes, Since: i.since}
 		if i.rule != nil {
 			status.Rule = i.rule.String()
@@ -92,11 +94,11 @@ func wanted(rule config.BigTCPRule) bigtcp.Want {
 	return bigtcp.Want{IPv6: rule.IPv6, IPv4: rule.IPv4}
 }
 
-func (s *sizer) summary() BigTCPNetwork {
+func (s *sizer) summary() api.BigTCPNetwork {
 	all := s.status()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	n := BigTCPNetwork{Netns: s.netns, Rules: len(s.rules), Problems: []BigTCPInterface{}}
+	n := api.BigTCPNetwork{Netns: s.netns, Rules: len(s.rules), Problems: []api.BigTCPInterface{}}
 	if s.problem != nil {
 		n.Problem, n.Hint = fault.Message(s.problem), fault.Hint(s.problem)
 	}
@@ -106,16 +108,16 @@ func (s *sizer) summary() BigTCPNetwork {
 			continue
 		}
 		switch i.State {
-		case SizesApplied:
+		case api.SizesApplied:
 			n.Applied++
 			continue
-		case SizesChanged:
+		case api.SizesChanged:
 			n.Changed++
-		case SizesImpossible:
+		case api.SizesImpossible:
 			n.Impossible++
-		case SizesConflict:
+		case api.SizesConflict:
 			n.Conflict++
-		case SizesWaiting:
+		case api.SizesWaiting:
 			n.Waiting++
 		}
 		if len(n.Problems) < maxProblems {

@@ -8,6 +8,8 @@ import (
 	"io/fs"
 	"slices"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"sockeye/internal/config"
@@ -83,12 +85,12 @@ func (s *service) soleUser() string {
 }
 
 // memberListeners are what members listen on.
-func (s *service) memberListeners() []MemberListener {
+func (s *service) memberListeners() []api.MemberListener {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var list []MemberListener
+	var list []api.MemberListener
 	for _, l := range s.config.Listeners {
-		m := MemberListener{Protocol: string(l.Protocol), Address: l.Address, V6Only: l.V6Only, First: l.Address.Port(), Last: l.Address.Port()}
+		m := api.MemberListener{Protocol: string(l.Protocol), Address: l.Address, V6Only: l.V6Only, First: l.Address.Port(), Last: l.Address.Port()}
 		if l.MemberPorts != (config.PortRange{}) {
 			m.First, m.Last = l.MemberPorts.First, l.MemberPorts.Last
 		}

@@ -13,6 +13,8 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"golang.org/x/sys/unix"
@@ -39,7 +41,7 @@ func FuzzAPI(f *testing.F) {
 			return
 		}
 		// A policy would be applied: this agent has no kernel to do it with.
-		var c Candidate
+		var c api.Candidate
 		if json.Unmarshal([]byte(body), &c) == nil {
 			if _, err := config.Parse([]byte(c.Text), "p"); err == nil {
 				return
@@ -62,7 +64,7 @@ func FuzzAPI(f *testing.F) {
 			return // the path has .. or //
 		}
 		if w.Code != http.StatusOK {
-			var failure Failure
+			var failure api.Failure
 			if err := json.Unmarshal(w.Body.Bytes(), &failure); err != nil || failure.Error == "" || httpStatus[failure.Code] != w.Code {
 				t.Errorf("%s %s %q: %d %s", method, path, body, w.Code, w.Body)
 			}
@@ -82,7 +84,7 @@ func FuzzParseAddresses(f *testing.F) {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
-		addresses, err := ParseAddresses([]string{text})
+		addresses, err := api.ParseAddresses([]string{text})
 		if err != nil {
 			if fault.Code(err) != fault.CodeUsage || fault.Hint(err) == "" || strings.Contains(err.Error(), "\n") {
 				t.Errorf("%q: %d, %q, hint %q", text, fault.Code(err), err, fault.Hint(err))
@@ -92,7 +94,7 @@ func FuzzParseAddresses(f *testing.F) {
 		if len(addresses) != 1 || !addresses[0].IsValid() {
 			t.Fatalf("%q: %v", text, addresses)
 		}
-		again, err := ParseAddresses([]string{addresses[0].String()})
+		again, err := api.ParseAddresses([]string{addresses[0].String()})
 		if err != nil || again[0] != addresses[0] {
 			t.Errorf("%q: %v, then %v %v", text, addresses, again, err)
 		}

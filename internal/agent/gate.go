@@ -12,6 +12,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"golang.org/x/sys/unix"
@@ -200,7 +202,7 @@ func (g *gate) leave(c net.Conn) {
 func (a *Agent) guardAPI(s *server) *server {
 	g := &gate{
 		Listener: s.listener, name: "API", log: a.log, most: share(apiShare, leastAPI, mostAPI), user: userOf,
-		refusal: refusalOf(Failure{Error: "the agent has too many connections", Hint: "try again; who has them: ss -xp", Code: fault.CodeFailed}),
+		refusal: refusalOf(api.Failure{Error: "the agent has too many connections", Hint: "try again; who has them: ss -xp", Code: fault.CodeFailed}),
 	}
 	g.guard(s.http)
 	// No answer takes so long but those that go on, which lift it.
@@ -218,7 +220,7 @@ func userOf(c net.Conn) uint32 {
 }
 
 // refusalOf is an answer of the API to whoever cannot come in.
-func refusalOf(f Failure) []byte {
+func refusalOf(f api.Failure) []byte {
 	body, err := json.Marshal(f)
 	if err != nil {
 		return nil

@@ -14,6 +14,8 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"golang.org/x/sys/unix"
@@ -82,12 +84,12 @@ func (s *service) prepare(c config.Service, devices *steer.DeviceMap) (*target, 
 
 // plan says what applying the target changes, in the order of the policy's
 // keys.
-func (s *service) plan(t *target) []Change {
+func (s *service) plan(t *target) []api.Change {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var changes []Change
+	var changes []api.Change
 	add := func(what, effect string) {
-		changes = append(changes, Change{Service: s.config.Name, Action: "change", What: what, Effect: effect})
+		changes = append(changes, api.Change{Service: s.config.Name, Action: "change", What: what, Effect: effect})
 	}
 	from, to := s.config, t.config
 	if from.Steering != to.Steering {
@@ -116,12 +118,12 @@ func (s *service) plan(t *target) []Change {
 	}
 	for _, l := range to.Listeners {
 		if !slices.Contains(from.Listeners, l) {
-			changes = append(changes, Change{Service: s.config.Name, Action: "add", What: "listener " + l.String(), Effect: "slots are not ready until their members listen on it"})
+			changes = append(changes, api.Change{Service: s.config.Name, Action: "add", What: "listener " + l.String(), Effect: "slots are not ready until their members listen on it"})
 		}
 	}
 	for _, l := range from.Listeners {
 		if !slices.Contains(to.Listeners, l) {
-			changes = append(changes, Change{Service: s.config.Name, Action: "remove", What: "listener " + l.String(), Effect: "the kernel's hash decides there from then on"})
+			changes = append(changes, api.Change{Service: s.config.Name, Action: "remove", What: "listener " + l.String(), Effect: "the kernel's hash decides there from then on"})
 		}
 	}
 	if !s.mapping.Devices.Equal(t.mapping.Devices) {

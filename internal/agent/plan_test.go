@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"sockeye/internal/config"
@@ -62,7 +64,7 @@ func TestPlanTexts(t *testing.T) {
 		{"metrics", []string{"services:", "metrics: {listen: \"127.0.0.1:9732\"}\nservices:"}, []string{" change metrics: none -> 127.0.0.1:9732 ()"}},
 		{"two", []string{"slots: 4", "slots: 3\n    backlog: 9"}, []string{"telemetry change slots: 4 -> 3 (0 of 0 devices seen move)", "telemetry change backlog: 0 -> 9 ()"}},
 	} {
-		plan, err := a.Plan(Candidate{Text: policyText(onePolicy, c.replace...), Path: a.options.Policy})
+		plan, err := a.Plan(api.Candidate{Text: policyText(onePolicy, c.replace...), Path: a.options.Policy})
 		if err != nil {
 			t.Errorf("%s: %v", c.name, err)
 			continue
@@ -85,14 +87,14 @@ func TestPreviousPolicy(t *testing.T) {
 	defer a.stop()
 	a.begin(t, policyText(onePolicy))
 	defer retire(t, a)
-	if _, err := a.Apply(Candidate{Previous: true}); fault.Code(err) != fault.CodeUsage {
+	if _, err := a.Apply(api.Candidate{Previous: true}); fault.Code(err) != fault.CodeUsage {
 		t.Errorf("without a previous policy: %v", err)
 	}
 	next := policyText(onePolicy, "slots: 4", "slots: 2")
 	for _, want := range []int{2, 4, 2} {
-		c := Candidate{Previous: true}
+		c := api.Candidate{Previous: true}
 		if want == 2 && a.policy.Services[0].Slots == 4 && !exists(filepath.Join(dir, previousFile)) {
-			c = Candidate{Text: next, Path: a.options.Policy}
+			c = api.Candidate{Text: next, Path: a.options.Policy}
 		}
 		if _, err := a.Apply(c); err != nil {
 			t.Fatal(err)
@@ -102,7 +104,7 @@ func TestPreviousPolicy(t *testing.T) {
 			t.Errorf("want %d slots in %+v, %v", want, status, err)
 		}
 	}
-	if _, err := a.Apply(Candidate{}); fault.Code(err) != fault.CodeUsage || !strings.Contains(err.Error(), "no such file") {
+	if _, err := a.Apply(api.Candidate{}); fault.Code(err) != fault.CodeUsage || !strings.Contains(err.Error(), "no such file") {
 		t.Errorf("without a policy file: %v", err)
 	}
 	if a.policy.Services[0].Slots != 2 {

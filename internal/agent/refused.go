@@ -7,6 +7,8 @@ import (
 	"slices"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/member"
 )
 
@@ -70,12 +72,12 @@ func (r refusals) prune() {
 }
 
 // list gives them by process id.
-func (r refusals) list() []RefusedStatus {
+func (r refusals) list() []api.RefusedStatus {
 	r.prune()
-	list := []RefusedStatus{}
+	list := []api.RefusedStatus{}
 	for _, self := range slices.SortedFunc(maps.Keys(r), func(a, b process) int { return a.PID - b.PID }) {
 		x := r[self]
-		list = append(list, RefusedStatus{
+		list = append(list, api.RefusedStatus{
 			PID: self.PID, Command: x.process.Command(), Source: x.source, Problem: x.refusal.Reason, Hint: x.refusal.Hint,
 		})
 	}

@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"github.com/godbus/dbus/v5"
 	"golang.org/x/sys/unix"
 
@@ -141,7 +143,7 @@ func TestKeeperScope(t *testing.T) {
 		a.begin(t, policy)
 		return a
 	}
-	status := func(a *Agent) ServiceStatus { return a.services["telemetry"].status() }
+	status := func(a *Agent) api.ServiceStatus { return a.services["telemetry"].status() }
 	ownUnit := func(pid int) string {
 		return fmt.Sprintf("%s/sockeye-keeper-telemetry-%d.scope", testenv.CgroupPath(), pid)
 	}

@@ -15,6 +15,8 @@ import (
 	"strconv"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"golang.org/x/sys/unix"
@@ -32,7 +34,7 @@ type server struct {
 // listen opens the agent's socket. A socket that is left from an agent that
 // was killed is replaced.
 func (a *Agent) listen() (*server, error) {
-	path := SocketPath(a.options.RunDir)
+	path := api.SocketPath(a.options.RunDir)
 	gid := -1
 	if a.options.Group != "" {
 		group, err := user.LookupGroup(a.options.Group)
@@ -108,14 +110,14 @@ func (a *Agent) handler() http.Handler {
 		return collect(a, r, (*service).slots)
 	})
 	show("/v1/devices", func(r *http.Request) (any, error) {
-		return collect(a, r, func(s *service) ([]DeviceStatus, error) { return s.devices(), nil })
+		return collect(a, r, func(s *service) ([]api.DeviceStatus, error) { return s.devices(), nil })
 	})
 	show("/v1/where", func(r *http.Request) (any, error) {
-		addresses, err := ParseAddresses(r.URL.Query()["address"])
+		addresses, err := api.ParseAddresses(r.URL.Query()["address"])
 		if err != nil {
 			return nil, err
 		}
-		return collect(a, r, func(s *service) ([]WhereStatus, error) { return s.where(addresses), nil })
+		return collect(a, r, func(s *service) ([]api.WhereStatus, error) { return s.where(addresses), nil })
 	})
 	show("/v1/tune", func(r *http.Request) (any, error) { return a.TuneStatus(r.URL.Query().Get("cgroup")) })
 	show("/v1/tune/options", func(*http.Request) (any, error) { return a.TuneOptions() })
@@ -139,7 +141,7 @@ func (a *Agent) handler() http.Handler {
 		if err := mustBeRoot(r); err != nil {
 			return nil, err
 		}
-		var which TuneRevert
+		var which api.TuneRevert
 		if err := decode(r, &which); err != nil {
 			return nil, err
 		}
@@ -159,7 +161,7 @@ func (a *Agent) handler() http.Handler {
 			return nil, fault.Usage(errors.New("which process?"), "name one with --pid")
 		}
 		slot, err := s.claim(m.PID, m.Slot, "register", nil)
-		return Membership{Service: s.config.Name, Slot: &slot, PID: m.PID}, err
+		return api.Membership{Service: s.config.Name, Slot: &slot, PID: m.PID}, err
 	})
 	change("/v1/unregister", func(r *http.Request) (any, error) {
 		m, s, err := a.membership(r, true)
@@ -169,7 +171,7 @@ func (a *Agent) handler() http.Handler {
 		if m.Slot == nil {
 			return nil, fault.Usage(errors.New("which slot?"), "name one with --slot")
 		}
-		return Membership{Service: s.config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
+		return api.Membership{Service: s.config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
 	})
 	change("/v1/run", func(r *http.Request) (any, error) {
 		m, s, err := a.membership(r, false)
@@ -179,10 +181,10 @@ func (a *Agent) handler() http.Handler {
 		// A caller makes itself a member, nobody else.
 		k := callerFrom(r)
 		slot, err := s.claim(k.self.PID, m.Slot, "run", k)
-		return Place{Membership{s.config.Name, &slot, k.self.PID}, s.memberListeners(), s.soleUser()}, err
+		return api.Place{Membership: api.Membership{Service: s.config.Name, Slot: &slot, PID: k.self.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
 	})
 	change("/v1/plan", func(r *http.Request) (any, error) {
-		var c Candidate
+		var c api.Candidate
 		if err := decode(r, &c); err != nil {
 			return nil, err
 		}
@@ -198,7 +200,7 @@ func (a *Agent) handler() http.Handler {
 		if err := mustBeRoot(r); err != nil {
 			return nil, err
 		}
-		var c Candidate
+		var c api.Candidate
 		if err := decode(r, &c); err != nil {
 			return nil, err
 		}
@@ -219,7 +221,7 @@ func mustBeRoot(r *http.Request) error {
 	return nil
 }
 
-func (a *Agent) membership(r *http.Request, root bool) (m Membership, s *service, err error) {
+func (a *Agent) membership(r *http.Request, root bool) (m api.Membership, s *service, err error) {
 	if callerFrom(r) == nil {
 		return m, nil, &fault.Error{Err: errors.New("the caller is not known"), Code: fault.CodeNotPermitted}
 	}
@@ -281,7 +283,7 @@ func reply(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (a
 	w.Header().Set("Content-Type", "application/json")
 	if err != nil {
 		w.WriteHeader(httpStatus[fault.Code(err)])
-		body = Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)}
+		body = api.Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)}
 	}
 	// The caller may be gone; nothing is to be done about that.
 	_ = json.NewEncoder(w).Encode(body)

@@ -17,6 +17,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"sockeye/internal/fault"
@@ -48,7 +50,7 @@ type tracing struct {
 	rules    []config.TraceRule
 	services []config.Service
 	compiled *bpf.TraceRules
-	skipped  map[string][]TraceSkipped // by rule
+	skipped  map[string][]api.TraceSkipped // by rule
 	scope    traceScope
 	tuning   string         // folder of the pins of the cgroup's tuning, "" for none
 	tuner    *tuner         // with them
@@ -261,7 +263,7 @@ func (t *tracer) adopt() {
 	}
 }
 
-func compileTrace(rules []config.TraceRule, services []config.Service, skipped map[string][]TraceSkipped) (*bpf.TraceRules, error) {
+func compileTrace(rules []config.TraceRule, services []config.Service, skipped map[string][]api.TraceSkipped) (*bpf.TraceRules, error) {
 	able := slices.Clone(rules)
 	for i, rule := range able {
 		able[i].Stages = measured(rule, skipped[rule.Name])
@@ -274,9 +276,9 @@ func compileTrace(rules []config.TraceRule, services []config.Service, skipped m
 }
 
 // measured are the stages of a rule that the kernel has.
-func measured(rule config.TraceRule, skipped []TraceSkipped) []config.Stage {
+func measured(rule config.TraceRule, skipped []api.TraceSkipped) []config.Stage {
 	return slices.DeleteFunc(slices.Clone(rule.Stages), func(s config.Stage) bool {
-		return slices.ContainsFunc(skipped, func(skip TraceSkipped) bool { return skip.Stage == string(s) })
+		return slices.ContainsFunc(skipped, func(skip api.TraceSkipped) bool { return skip.Stage == string(s) })
 	})
 }
 
@@ -303,8 +305,8 @@ func (t *tracer) wantedTuning() (string, *tuner) {
 }
 
 // lackingStages says which stages of each rule the kernel cannot measure.
-func (h *host) lackingStages(rules []config.TraceRule) (map[string][]TraceSkipped, error) {
-	skipped := make(map[string][]TraceSkipped)
+func (h *host) lackingStages(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
+	skipped := make(map[string][]api.TraceSkipped)
 	for _, rule := range rules {
 		for _, stage := range rule.Stages {
 			needs, err := h.lacksStage(rule, stage)
@@ -312,7 +314,7 @@ func (h *host) lackingStages(rules []config.TraceRule) (map[string][]TraceSkippe
 				return nil, err
 			}
 			if needs != "" {
-				skipped[rule.Name] = append(skipped[rule.Name], TraceSkipped{string(stage), needs})
+				skipped[rule.Name] = append(skipped[rule.Name], api.TraceSkipped{Stage: string(stage), Needs: needs})
 			}
 		}
 	}
@@ -541,10 +543,10 @@ func within(path, dir string) bool {
 
 // prepareTrace says what a policy changes in the tracing of cgroups, and checks
 // that it can be done.
-func (a *Agent) prepareTrace(policy *config.Policy) ([]traceChange, []Change, error) {
+func (a *Agent) prepareTrace(policy *config.Policy) ([]traceChange, []api.Change, error) {
 	var (
 		steps   []traceChange
-		changes []Change
+		changes []api.Change
 	)
 	wanted := tracings(policy)
 	names := make([]string, len(wanted))
@@ -555,7 +557,7 @@ func (a *Agent) prepareTrace(policy *config.Policy) ([]traceChange, []Change, er
 		if !slices.Contains(names, name) {
 			steps = append(steps, traceChange{name: name})
 			for _, rule := range a.tracers[name].rules {
-				changes = append(changes, Change{Cgroup: name, Action: "remove", What: "trace " + rule.Name, Effect: "its counts are gone"})
+				changes = append(changes, api.Change{Cgroup: name, Action: "remove", What: "trace " + rule.Name, Effect: "its counts are gone"})
 			}
 		}
 	}
@@ -604,7 +606,7 @@ func (a *Agent) prepareTrace(policy *config.Policy) ([]traceChange, []Change, er
 }
 
 // nothingLeft refuses a rule of which the kernel can measure nothing.
-func nothingLeft(rules []config.TraceRule, skipped map[string][]TraceSkipped) error {
+func nothingLeft(rules []config.TraceRule, skipped map[string][]api.TraceSkipped) error {
 	for _, rule := range rules {
 		if len(measured(rule, skipped[rule.Name])) == 0 {
 			return &fault.Error{Err: fmt.Errorf("trace rule %s: this kernel can measure none of its stages: %s needs %s", rule.Name,
@@ -615,8 +617,8 @@ func nothingLeft(rules []config.TraceRule, skipped map[string][]TraceSkipped) er
 	return nil
 }
 
-func addedTrace(cgroup string, rule config.TraceRule, skipped []TraceSkipped) Change {
-	c := Change{Cgroup: cgroup, Action: "add", Effect: "of " + rule.Match.String(),
+func addedTrace(cgroup string, rule config.TraceRule, skipped []api.TraceSkipped) api.Change {
+	c := api.Change{Cgroup: cgroup, Action: "add", Effect: "of " + rule.Match.String(),
 		What: fmt.Sprintf("trace %s: %s of connections, %s of their messages", rule.Name, oneIn(rule.Connections), rule.Messages)}
 	for _, s := range skipped {
 		c.Effect += fmt.Sprintf("; without %s, which needs %s", s.Stage, s.Needs)
@@ -628,15 +630,15 @@ func oneIn(n int) string { return fmt.Sprintf("1/%d", n) }
 
 // changedTrace compares rules by name. A change of one is a new beginning for
 // all of the cgroup.
-func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][]TraceSkipped) []Change {
-	var changes []Change
+func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][]api.TraceSkipped) []api.Change {
+	var changes []api.Change
 	text := func(r config.TraceRule) string {
 		encoded, _ := json.Marshal(r) // plain values
 		return string(encoded)
 	}
 	for _, old := range before {
 		if !slices.ContainsFunc(c.rules, func(r config.TraceRule) bool { return r.Name == old.Name }) {
-			changes = append(changes, Change{Cgroup: c.name, Action: "remove", What: "trace " + old.Name, Effect: "its counts are gone"})
+			changes = append(changes, api.Change{Cgroup: c.name, Action: "remove", What: "trace " + old.Name, Effect: "its counts are gone"})
 		}
 	}
 	for _, rule := range c.rules {
@@ -645,11 +647,11 @@ func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][
 		case i < 0:
 			changes = append(changes, addedTrace(c.name, rule, skipped[rule.Name]))
 		case text(before[i]) != text(rule):
-			changes = append(changes, Change{Cgroup: c.name, Action: "change", What: "trace " + rule.Name, Effect: "counts begin anew"})
+			changes = append(changes, api.Change{Cgroup: c.name, Action: "change", What: "trace " + rule.Name, Effect: "counts begin anew"})
 		}
 	}
 	if len(changes) == 0 {
-		changes = append(changes, Change{Cgroup: c.name, Action: "change", What: "trace: order, or listeners of services", Effect: "counts begin anew"})
+		changes = append(changes, api.Change{Cgroup: c.name, Action: "change", What: "trace: order, or listeners of services", Effect: "counts begin anew"})
 	}
 	return changes
 }

@@ -19,6 +19,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
@@ -79,7 +81,7 @@ func TestPlanTrace(t *testing.T) {
 			"add trace rest: 1/1 of connections, 100/s of their messages (of all)",
 			"remove trace rest (its counts are gone)"}},
 	} {
-		plan, err := a.Plan(Candidate{Text: policyText(tracePolicy, c.replace...), Path: a.options.Policy})
+		plan, err := a.Plan(api.Candidate{Text: policyText(tracePolicy, c.replace...), Path: a.options.Policy})
 		if err != nil {
 			t.Errorf("%s: %v", c.name, err)
 			continue
@@ -94,7 +96,7 @@ func TestPlanTrace(t *testing.T) {
 			t.Errorf("%s:\ngot  %q\nwant %q", c.name, got, c.want)
 		}
 	}
-	if plan, err := a.Plan(Candidate{Text: policyText("tune: []\n"), Path: a.options.Policy}); err != nil || len(plan.Changes) != 2 || plan.Changes[0].Cgroup != name {
+	if plan, err := a.Plan(api.Candidate{Text: policyText("tune: []\n"), Path: a.options.Policy}); err != nil || len(plan.Changes) != 2 || plan.Changes[0].Cgroup != name {
 		t.Errorf("the end: %+v, %v", plan, err)
 	}
 }
@@ -118,7 +120,7 @@ func TestStartWithoutTrace(t *testing.T) {
 		t.Errorf("%+v, %v", status, err)
 	}
 	depth("max")
-	if _, err := a.Apply(Candidate{Text: policyText(tracePolicy, "1/10", "1/20"), Path: a.options.Policy}); err != nil {
+	if _, err := a.Apply(api.Candidate{Text: policyText(tracePolicy, "1/10", "1/20"), Path: a.options.Policy}); err != nil {
 		t.Error(err)
 	}
 	if status, err = a.TraceStatus(""); err != nil || !status.Cgroups[0].Attached || status.Cgroups[0].Problem != "" {
@@ -253,12 +255,12 @@ func TestTraceHistory(t *testing.T) {
 	// Other rules, another cgroup.
 	talk(t, 4)
 	other := strings.Replace(policy, "1/1", "1000/s", 1) + "  - {name: beside, cgroup: " + name + "/beside}\n"
-	if _, err := a.Apply(Candidate{Text: other, Path: a.options.Policy}); err != nil {
+	if _, err := a.Apply(api.Candidate{Text: other, Path: a.options.Policy}); err != nil {
 		t.Fatal(err)
 	}
 	check("other rules", a, 10, 6, 0, 6, 8, 0)
 	talk(t, 1)
-	if _, err := a.Apply(Candidate{Text: policy, Path: a.options.Policy}); err != nil {
+	if _, err := a.Apply(api.Candidate{Text: policy, Path: a.options.Policy}); err != nil {
 		t.Fatal(err)
 	}
 	talk(t, 1)
@@ -342,7 +344,7 @@ func TestTraceMetrics(t *testing.T) {
 		}
 		var applying sync.WaitGroup
 		applying.Go(func() {
-			if _, err := a.Apply(Candidate{Text: text, Path: a.options.Policy}); err != nil {
+			if _, err := a.Apply(api.Candidate{Text: text, Path: a.options.Policy}); err != nil {
 				t.Error(err)
 			}
 		})

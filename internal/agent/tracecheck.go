@@ -6,6 +6,8 @@ import (
 	"errors"
 	"io/fs"
 
+	"sockeye/internal/api"
+
 	"github.com/cilium/ebpf/rlimit"
 
 	"sockeye/internal/config"
@@ -13,7 +15,7 @@ import (
 
 // CheckTrace says which stages each rule goes without on this kernel, as far as
 // the caller may know. It fails for a rule that none are left of.
-func CheckTrace(rules []config.TraceRule) (map[string][]TraceSkipped, error) {
+func CheckTrace(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
 	// Probes load programs, which kernels before 5.11 charge to RLIMIT_MEMLOCK.
 	// Where it cannot be raised, they say so.
 	_ = rlimit.RemoveMemlock()

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/cilium/ebpf"
@@ -67,10 +69,10 @@ func TestCheckTrace(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var want []TraceSkipped
+		var want []api.TraceSkipped
 		for i, stage := range test.stages {
 			if lacks[test.needs[i]] {
-				want = append(want, TraceSkipped{stage, test.needs[i]})
+				want = append(want, api.TraceSkipped{Stage: stage, Needs: test.needs[i]})
 			}
 		}
 		skipped, err := CheckTrace(policy.Trace)
@@ -87,7 +89,7 @@ func TestCheckTrace(t *testing.T) {
 	}
 }
 
-func checkNothingLeft(t *testing.T, err error, first TraceSkipped) {
+func checkNothingLeft(t *testing.T, err error, first api.TraceSkipped) {
 	t.Helper()
 	text := fmt.Sprintf("trace rule x: this kernel can measure none of its stages: %s needs %s", first.Stage, first.Needs)
 	if err == nil || err.Error() != text || fault.Code(err) != fault.CodeUnsupported || !strings.Contains(fault.Hint(err), "sockeye trace packets") {
@@ -101,11 +103,11 @@ func TestNothingLeft(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	stack, network := TraceSkipped{"stack", needsTimestamps}, TraceSkipped{"network", needsTimestamps}
-	if err := nothingLeft(policy.Trace, map[string][]TraceSkipped{"y": {stack}, "x": {network}}); err != nil {
+	stack, network := api.TraceSkipped{Stage: "stack", Needs: needsTimestamps}, api.TraceSkipped{Stage: "network", Needs: needsTimestamps}
+	if err := nothingLeft(policy.Trace, map[string][]api.TraceSkipped{"y": {stack}, "x": {network}}); err != nil {
 		t.Error(err)
 	}
-	checkNothingLeft(t, nothingLeft(policy.Trace, map[string][]TraceSkipped{"y": {stack}, "x": {stack, network}}), stack)
+	checkNothingLeft(t, nothingLeft(policy.Trace, map[string][]api.TraceSkipped{"y": {stack}, "x": {stack, network}}), stack)
 }
 
 // An agent whose policy asks for what this kernel cannot measure traces the
@@ -146,8 +148,8 @@ func TestTraceWhatThisKernelCan(t *testing.T) {
 	if lacks[needsTimestamps] != (sent == 0) || received == 0 {
 		t.Errorf("%d messages sent and %d segments received are counted", sent, received)
 	}
-	_, err = a.Apply(Candidate{Text: policyText("trace:\n  - {name: x, cgroup: CGROUP, stages: [send]}\n"), Path: a.options.Policy})
-	first := TraceSkipped{"send", needsTimestamps}
+	_, err = a.Apply(api.Candidate{Text: policyText("trace:\n  - {name: x, cgroup: CGROUP, stages: [send]}\n"), Path: a.options.Policy})
+	first := api.TraceSkipped{Stage: "send", Needs: needsTimestamps}
 	if lacks[needsSend] {
 		first.Needs = needsSend
 	}
@@ -161,7 +163,7 @@ func TestTraceWhatThisKernelCan(t *testing.T) {
 // so, and attaches nothing.
 func TestTraceNothingThatThisKernelCan(t *testing.T) {
 	lacks := lacks(t)
-	first := TraceSkipped{"send", needsTimestamps}
+	first := api.TraceSkipped{Stage: "send", Needs: needsTimestamps}
 	switch {
 	case lacks[needsSend]:
 		first.Needs = needsSend
@@ -186,7 +188,7 @@ func TestTraceNothingThatThisKernelCan(t *testing.T) {
 	}
 	// A policy that it can heals it.
 	policy := policyText("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [rx_stack]}\n")
-	if _, err := a.Apply(Candidate{Text: policy, Path: a.options.Policy}); err != nil {
+	if _, err := a.Apply(api.Candidate{Text: policy, Path: a.options.Policy}); err != nil {
 		t.Error(err)
 	}
 	if status, err = a.TraceStatus(""); err != nil || !status.Cgroups[0].Attached || status.Cgroups[0].Problem != "" {

@@ -16,6 +16,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"sockeye/internal/fault"
@@ -142,7 +144,7 @@ func (a *Agent) streamSamples(ctx context.Context, w http.ResponseWriter, q url.
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	lines := make(chan TraceSampleLine, 256)
+	lines := make(chan api.TraceSampleLine, 256)
 	for _, t := range tracers {
 		r, err := t.sample(buffer)
 		if err != nil {
@@ -263,7 +265,7 @@ func (s *sampler) close() {
 }
 
 // run gives samples, and how many more were lost.
-func (s *sampler) run(ctx context.Context, lines chan<- TraceSampleLine) {
+func (s *sampler) run(ctx context.Context, lines chan<- api.TraceSampleLine) {
 	var told uint64
 	for ctx.Err() == nil {
 		t, reader, _ := s.current()
@@ -295,13 +297,13 @@ func (s *sampler) current() (*bpf.Trace, *bpf.TraceReader, uint64) {
 }
 
 // read gives the samples of one reader until that is closed.
-func (s *sampler) read(ctx context.Context, of *bpf.Trace, reader *bpf.TraceReader, lines chan<- TraceSampleLine, told *uint64) error {
+func (s *sampler) read(ctx context.Context, of *bpf.Trace, reader *bpf.TraceReader, lines chan<- api.TraceSampleLine, told *uint64) error {
 	var (
 		groups    map[uint32]measure.Group
 		translate func(*bpf.TraceSample) measure.Sample
 		renewed   time.Time
 	)
-	send := func(line TraceSampleLine) {
+	send := func(line api.TraceSampleLine) {
 		select {
 		case lines <- line:
 		case <-ctx.Done():
@@ -322,13 +324,13 @@ func (s *sampler) read(ctx context.Context, of *bpf.Trace, reader *bpf.TraceRead
 			}
 			renewed = time.Now()
 			if _, _, lost := s.current(); due && lost > *told {
-				send(TraceSampleLine{Lost: lost - *told})
+				send(api.TraceSampleLine{Lost: lost - *told})
 				*told = lost
 			}
 		}
 		if raw != nil {
 			sample := translate(raw)
-			send(TraceSampleLine{Sample: &sample})
+			send(api.TraceSampleLine{Sample: &sample})
 		}
 	}
 	return nil
@@ -374,7 +376,7 @@ func (a *Agent) streamPackets(ctx context.Context, w http.ResponseWriter, q url.
 	if err != nil {
 		return err
 	}
-	c := &TraceConnection{Local: socket.Local.String(), Remote: socket.Remote.String(), PID: socket.PID, FD: socket.Number,
+	c := &api.TraceConnection{Local: socket.Local.String(), Remote: socket.Remote.String(), PID: socket.PID, FD: socket.Number,
 		Command: socket.Command, Cookie: socket.Cookie}
 	// The copy would keep the connection open.
 	if err := socket.Close(); err != nil {
@@ -394,11 +396,11 @@ func (a *Agent) streamPackets(ctx context.Context, w http.ResponseWriter, q url.
 		return err
 	}
 	defer ended()
-	if err := s.line(TracePacketLine{Connection: c}); err != nil {
+	if err := s.line(api.TracePacketLine{Connection: c}); err != nil {
 		return nil // the caller has left
 	}
 	_ = s.flush()
-	end := TracePacketsEnd{Reason: "time"}
+	end := api.TracePacketsEnd{Reason: "time"}
 	deadline := time.Now().Add(during)
 	var event bpf.PacketEvent
 	for n := 0; ; n++ {
@@ -411,7 +413,7 @@ func (a *Agent) streamPackets(ctx context.Context, w http.ResponseWriter, q url.
 			break
 		}
 		if err == nil {
-			err = s.line(TracePacketLine{Event: &event})
+			err = s.line(api.TracePacketLine{Event: &event})
 		}
 		if err == nil && event.Kind == bpf.PacketState && event.State == tcpClose {
 			end.Reason = "closed"
@@ -424,7 +426,7 @@ func (a *Agent) streamPackets(ctx context.Context, w http.ResponseWriter, q url.
 	if end.Lost, err = p.Lost(); err != nil {
 		return nil
 	}
-	_ = s.line(TracePacketLine{End: &end})
+	_ = s.line(api.TracePacketLine{End: &end})
 	return nil
 }
 

@@ -16,6 +16,8 @@ import (
 	"sync"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"sockeye/internal/fault"
@@ -98,12 +100,12 @@ func (h *host) cgroupNames(dir string) map[uint64]string {
 }
 
 // TraceStatus is what is traced, and whether the kernel can.
-func (a *Agent) TraceStatus(cgroup string) (*TraceStatus, error) {
+func (a *Agent) TraceStatus(cgroup string) (*api.TraceStatus, error) {
 	tracers, err := a.tracersOf(cgroup)
 	if err != nil {
 		return nil, err
 	}
-	s := &TraceStatus{Cgroups: []TracedCgroup{}}
+	s := &api.TraceStatus{Cgroups: []api.TracedCgroup{}}
 	switch err := bpf.HaveTimestamps(); {
 	case err == nil:
 		s.Timestamps = true
@@ -122,11 +124,11 @@ func (a *Agent) TraceStatus(cgroup string) (*TraceStatus, error) {
 	return s, nil
 }
 
-func (t *tracer) status() (TracedCgroup, error) {
+func (t *tracer) status() (api.TracedCgroup, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	s := TracedCgroup{Cgroup: t.name, Attached: t.problem == nil && t.trace != nil && t.trace.Attached(), Created: len(t.scope.Created) > 0,
-		Programs: []string{}, Rules: []TraceRuleStatus{}}
+	s := api.TracedCgroup{Cgroup: t.name, Attached: t.problem == nil && t.trace != nil && t.trace.Attached(), Created: len(t.scope.Created) > 0,
+		Programs: []string{}, Rules: []api.TraceRuleStatus{}}
 	if t.problem != nil {
 		s.Problem, s.Hint = fault.Message(t.problem), fault.Hint(t.problem)
 	}
@@ -143,10 +145,10 @@ func (t *tracer) status() (TracedCgroup, error) {
 		}
 	}
 	for i, rule := range t.rules {
-		r := TraceRuleStatus{
+		r := api.TraceRuleStatus{
 			Name: rule.Name, Match: rule.Match.String(), Connections: oneIn(rule.Connections), Messages: rule.Messages.String(),
 			GroupBy: []string{}, Groups: groups[uint32(i+1)], Limit: rule.Groups, Stages: []string{}, Protocols: []string{},
-			Skipped: append([]TraceSkipped{}, t.skipped[rule.Name]...),
+			Skipped: append([]api.TraceSkipped{}, t.skipped[rule.Name]...),
 		}
 		for _, by := range rule.GroupBy {
 			r.GroupBy = append(r.GroupBy, by.String())
@@ -260,7 +262,7 @@ func (q traceQuery) pick(p measure.Period) measure.Period {
 }
 
 // TraceResults is what was measured in a time, or since the counts began.
-func (a *Agent) TraceResults(q url.Values) (*TraceResults, error) {
+func (a *Agent) TraceResults(q url.Values) (*api.TraceResults, error) {
 	query, tracers, err := a.traceQuery(q)
 	if err != nil {
 		return nil, err
@@ -270,7 +272,7 @@ func (a *Agent) TraceResults(q url.Values) (*TraceResults, error) {
 		if err != nil {
 			return nil, err
 		}
-		return &TraceResults{query.pick(measure.Merge(periods)), partial}, nil
+		return &api.TraceResults{Period: query.pick(measure.Merge(periods)), Partial: partial}, nil
 	}
 	var periods []measure.Period
 	for _, t := range tracers {
@@ -280,11 +282,11 @@ func (a *Agent) TraceResults(q url.Values) (*TraceResults, error) {
 		}
 		periods = append(periods, reading.period)
 	}
-	return &TraceResults{Period: query.pick(measure.Merge(periods))}, nil
+	return &api.TraceResults{Period: query.pick(measure.Merge(periods))}, nil
 }
 
 // TraceHistory is what was measured in a time, in slices.
-func (a *Agent) TraceHistory(q url.Values) (*TraceHistory, error) {
+func (a *Agent) TraceHistory(q url.Values) (*api.TraceHistory, error) {
 	query, _, err := a.traceQuery(q)
 	if err != nil {
 		return nil, err
@@ -293,7 +295,7 @@ func (a *Agent) TraceHistory(q url.Values) (*TraceHistory, error) {
 	if err != nil {
 		return nil, err
 	}
-	h := &TraceHistory{Slices: []measure.Period{}, Partial: partial && !query.from.IsZero()}
+	h := &api.TraceHistory{Slices: []measure.Period{}, Partial: partial && !query.from.IsZero()}
 	for _, p := range periods {
 		h.Slices = append(h.Slices, query.pick(p))
 	}
@@ -304,7 +306,7 @@ func (a *Agent) TraceHistory(q url.Values) (*TraceHistory, error) {
 const maxSlow = 1000
 
 // TraceSlow are the slowest messages of the last minutes, the slowest first.
-func (a *Agent) TraceSlow(q url.Values) ([]TraceSlow, error) {
+func (a *Agent) TraceSlow(q url.Values) ([]api.TraceSlow, error) {
 	query, tracers, err := a.traceQuery(q)
 	if err != nil {
 		return nil, err
@@ -324,11 +326,11 @@ func (a *Agent) TraceSlow(q url.Values) ([]TraceSlow, error) {
 		samples = append(samples, found...)
 	}
 	slices.SortStableFunc(samples, func(a, b measure.Sample) int { return int(b.Stages[measure.Total] - a.Stages[measure.Total]) })
-	list := []TraceSlow{}
+	list := []api.TraceSlow{}
 	for i := range samples {
 		s := &samples[i]
 		if len(list) < n && query.selected(s.Group) && !s.Ended.Before(query.from) && !s.Ended.After(query.to) {
-			list = append(list, TraceSlow{*s, measure.Explain(s)})
+			list = append(list, api.TraceSlow{Sample: *s, Explanation: measure.Explain(s)})
 		}
 	}
 	return list, nil

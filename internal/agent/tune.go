@@ -12,6 +12,8 @@ import (
 	"slices"
 	"sync"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"sockeye/internal/bpf"
@@ -29,7 +31,7 @@ type tuner struct {
 	mu       sync.Mutex
 	rules    []config.TuneRule
 	services []config.Service
-	skipped  map[string][]TuneSkipped // by rule
+	skipped  map[string][]api.TuneSkipped // by rule
 	scope    cgroupScope
 	tune     *bpf.Tune // nil while there is no such cgroup
 	idle     *bpf.Tune // with the rules in force, of the cgroup that was there before; or nil
@@ -136,9 +138,9 @@ func (t *tuner) installIn(tuning *bpf.Tune, rules []config.TuneRule, services []
 	return nil
 }
 
-func compileTune(rules []config.TuneRule, services []config.Service, skipped map[string][]TuneSkipped) (*bpf.TuneRules, error) {
+func compileTune(rules []config.TuneRule, services []config.Service, skipped map[string][]api.TuneSkipped) (*bpf.TuneRules, error) {
 	compiled, err := tune.Compile(rules, services, func(rule config.TuneRule, option string) bool {
-		return slices.ContainsFunc(skipped[rule.Name], func(s TuneSkipped) bool { return s.Option == option })
+		return slices.ContainsFunc(skipped[rule.Name], func(s api.TuneSkipped) bool { return s.Option == option })
 	})
 	if err != nil {
 		return nil, fault.Usage(err, "join prefixes of rules that set the same")

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"sockeye/internal/testenv"
@@ -68,7 +70,7 @@ func TestPlanTune(t *testing.T) {
 			"add rule rest: congestion reno (for new connections: all)",
 			"remove rule rest" + later}},
 	} {
-		plan, err := a.Plan(Candidate{Text: policyText(tunePolicy, c.replace...), Path: a.options.Policy})
+		plan, err := a.Plan(api.Candidate{Text: policyText(tunePolicy, c.replace...), Path: a.options.Policy})
 		if err != nil {
 			t.Errorf("%s: %v", c.name, err)
 			continue
@@ -90,7 +92,7 @@ func TestPlanTune(t *testing.T) {
 	swapped := "tune:\n" + strings.Join(append(strings.SplitAfter(tunePolicy, "\n")[5:8], strings.SplitAfter(tunePolicy, "\n")[1:5]...), "")
 	// A rule for all before the other would take all.
 	swapped = strings.Replace(swapped, "set: {congestion", "match: {role: accept}\n    set: {congestion", 1)
-	plan, err := a.Plan(Candidate{Text: policyText(swapped), Path: a.options.Policy})
+	plan, err := a.Plan(api.Candidate{Text: policyText(swapped), Path: a.options.Policy})
 	if err != nil || len(plan.Changes) != 2 || plan.Changes[1].What != "order: bmp, rest -> rest, bmp" {
 		t.Errorf("order: %+v, %v", plan, err)
 	}
@@ -99,21 +101,21 @@ func TestPlanTune(t *testing.T) {
 		policyText(tunePolicy, "reno", "westwood"):                 fault.CodeUnsupported,
 		policyText(tunePolicy, "/telemetry\n    set", "\n    set"): fault.CodeConflict,
 	} {
-		if _, err := a.Plan(Candidate{Text: text, Path: a.options.Policy}); fault.Code(err) != code || fault.Hint(err) == "" {
+		if _, err := a.Plan(api.Candidate{Text: text, Path: a.options.Policy}); fault.Code(err) != code || fault.Hint(err) == "" {
 			t.Errorf("%s: code %d: %v, hint %q", text, fault.Code(err), err, fault.Hint(err))
 		}
 	}
-	if _, err := a.Apply(Candidate{Text: policyText("tune: []\nmetrics: {listen: \"127.0.0.1:0\"}\n"), Path: a.options.Policy}); err == nil {
+	if _, err := a.Apply(api.Candidate{Text: policyText("tune: []\nmetrics: {listen: \"127.0.0.1:0\"}\n"), Path: a.options.Policy}); err == nil {
 		t.Error("a policy of nothing was applied")
 	}
-	if _, err := a.Apply(Candidate{Text: policyText(strings.Replace(tunePolicy, "reno", "westwood}\n    optional: true # {", 1)), Path: a.options.Policy}); err != nil {
+	if _, err := a.Apply(api.Candidate{Text: policyText(strings.Replace(tunePolicy, "reno", "westwood}\n    optional: true # {", 1)), Path: a.options.Policy}); err != nil {
 		t.Fatal(err)
 	}
 	status, err := a.TuneStatus("")
 	if err != nil || len(status) != 1 || !status[0].Attached || !status[0].Created {
 		t.Fatalf("%+v, %v", status, err)
 	}
-	if s := status[0].Rules[1].Skipped; len(s) != 1 || s[0] != (TuneSkipped{"congestion", "the module tcp_westwood, loaded"}) {
+	if s := status[0].Rules[1].Skipped; len(s) != 1 || s[0] != (api.TuneSkipped{Option: "congestion", Needs: "the module tcp_westwood, loaded"}) {
 		t.Errorf("skipped: %+v", s)
 	}
 	a.endTuning(t)
@@ -150,7 +152,7 @@ func TestStartWithoutTune(t *testing.T) {
 			}
 		}
 		// A better one heals it.
-		if _, err := a.Apply(Candidate{Text: policyText(tunePolicy), Path: a.options.Policy}); err != nil {
+		if _, err := a.Apply(api.Candidate{Text: policyText(tunePolicy), Path: a.options.Policy}); err != nil {
 			t.Error(err)
 		}
 		if status, err = a.TuneStatus(""); err != nil || len(status) != 1 || !status[0].Attached || status[0].Problem != "" {

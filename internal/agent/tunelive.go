@@ -14,6 +14,8 @@ import (
 	"strconv"
 	"strings"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/cilium/ebpf"
@@ -28,7 +30,7 @@ import (
 
 // TuneSocket shows a connection that is open: what its rule asked for, and
 // what it has.
-func (a *Agent) TuneSocket(r *http.Request) (*TuneSocket, error) {
+func (a *Agent) TuneSocket(r *http.Request) (*api.TuneSocket, error) {
 	tuners, err := a.tunersOf(r.URL.Query().Get("cgroup"))
 	if err != nil {
 		return nil, err
@@ -126,10 +128,10 @@ func cgroupOf(pid int) (string, error) {
 	return "", fmt.Errorf("read cgroup of process %d: it is in no cgroup v2: %w", pid, fs.ErrNotExist)
 }
 
-func (t *tuner) show(s *sockets.Socket) (*TuneSocket, error) {
-	view := &TuneSocket{
+func (t *tuner) show(s *sockets.Socket) (*api.TuneSocket, error) {
+	view := &api.TuneSocket{
 		PID: s.PID, FD: s.Number, Command: s.Command, Local: s.Local.String(), Remote: s.Remote.String(),
-		Role: string(s.Role), Cgroup: t.name, Tuned: Tuned{Values: []tune.Value{}, Steps: []match.Step{}},
+		Role: string(s.Role), Cgroup: t.name, Tuned: api.Tuned{Values: []api.TuneValue{}, Steps: []match.Step{}},
 	}
 	if s.Listening || !s.Remote.IsValid() {
 		return nil, fault.Usage(fmt.Errorf("%v is no connection", s), socketHint)
@@ -145,15 +147,15 @@ func (t *tuner) show(s *sockets.Socket) (*TuneSocket, error) {
 		return nil, err
 	}
 	q := match.Question{Local: s.Local, Remote: s.Remote, Role: s.Role}
-	view.Role, view.Tuned, err = t.tuned(q, c, func(rule config.TuneRule) ([]tune.Value, error) { return tune.Effective(s, rule, c) })
+	view.Role, view.Tuned, err = t.tuned(q, c, func(rule config.TuneRule) ([]api.TuneValue, error) { return tune.Effective(s, rule, c) })
 	return view, err
 }
 
 // tuned tells what a connection has got from the rules, and its role. c is what the
 // program knows of it, nil if no rule has matched it; effective reads the values of a
 // rule.
-func (t *tuner) tuned(q match.Question, c *bpf.TuneConnection, effective func(config.TuneRule) ([]tune.Value, error)) (role string, view Tuned, err error) {
-	view = Tuned{Values: []tune.Value{}, Steps: tune.Explain(t.rules, t.services, q)}
+func (t *tuner) tuned(q match.Question, c *bpf.TuneConnection, effective func(config.TuneRule) ([]api.TuneValue, error)) (role string, view api.Tuned, err error) {
+	view = api.Tuned{Values: []api.TuneValue{}, Steps: tune.Explain(t.rules, t.services, q)}
 	if c == nil {
 		return string(q.Role), view, nil
 	}
@@ -227,12 +229,12 @@ func (t *tuner) saveLive(saved tune.Saved) error {
 	return writeFile(t.livePath(), append(data, '\n'))
 }
 
-func newTuneLive() *TuneLive {
-	return &TuneLive{Rules: make(map[string]int), Failures: []tune.LiveFailure{}, Left: []tune.Left{}, Problems: []string{}}
+func newTuneLive() *api.TuneLive {
+	return &api.TuneLive{Rules: make(map[string]int), Failures: []api.TuneLiveFailure{}, Left: []api.TuneLeft{}, Problems: []string{}}
 }
 
 // applyLive gives the rules to the connections that are open.
-func (a *Agent) applyLive() (*TuneLive, error) {
+func (a *Agent) applyLive() (*api.TuneLive, error) {
 	all := newTuneLive()
 	for _, t := range a.tuners {
 		if err := t.applyLive(all); err != nil {
@@ -242,7 +244,7 @@ func (a *Agent) applyLive() (*TuneLive, error) {
 	return all, nil
 }
 
-func (t *tuner) applyLive(all *TuneLive) error {
+func (t *tuner) applyLive(all *api.TuneLive) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.tune == nil {
@@ -269,7 +271,7 @@ func (t *tuner) applyLive(all *TuneLive) error {
 }
 
 // TuneRevert takes back what apply --live did.
-func (a *Agent) TuneRevert(which TuneRevert) (*TuneLive, error) {
+func (a *Agent) TuneRevert(which api.TuneRevert) (*api.TuneLive, error) {
 	for _, name := range which.Rules {
 		if _, _, err := a.ruleOf(name); err != nil {
 			return nil, err
@@ -286,7 +288,7 @@ func (a *Agent) TuneRevert(which TuneRevert) (*TuneLive, error) {
 	return all, nil
 }
 
-func (t *tuner) revertLive(rules []string, all *TuneLive) error {
+func (t *tuner) revertLive(rules []string, all *api.TuneLive) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	saved, err := t.loadLive()
@@ -320,15 +322,15 @@ func (t *tuner) revertLive(rules []string, all *TuneLive) error {
 
 // TuneOptions tells what the running kernel cannot set, and what it would
 // need.
-func (a *Agent) TuneOptions() ([]TuneSkipped, error) {
+func (a *Agent) TuneOptions() ([]api.TuneSkipped, error) {
 	probed, err := a.host.probeTune()
 	if err != nil {
 		return nil, err
 	}
-	list := []TuneSkipped{}
+	list := []api.TuneSkipped{}
 	for _, o := range tune.AllOptions() {
 		if err := probed[o.Name]; err != nil {
-			list = append(list, TuneSkipped{o.Name, "Linux " + o.Since + " or later"})
+			list = append(list, api.TuneSkipped{Option: o.Name, Needs: "Linux " + o.Since + " or later"})
 		}
 	}
 	return list, nil
@@ -336,7 +338,7 @@ func (a *Agent) TuneOptions() ([]TuneSkipped, error) {
 
 // ProbeOptions is TuneOptions without an agent. It needs an agent's rights, and
 // leaves nothing behind.
-func ProbeOptions() (_ []TuneSkipped, err error) {
+func ProbeOptions() (_ []api.TuneSkipped, err error) {
 	const bpffs = "/sys/fs/bpf"
 	if missing, err := missingCapabilities(); err != nil {
 		return nil, err
@@ -366,7 +368,7 @@ func ProbeOptions() (_ []TuneSkipped, err error) {
 // CheckTune holds rules against what TuneOptions or ProbeOptions says that the
 // kernel cannot set, and against its congestion controls. It fails for what a
 // rule without optional needs, and returns what others skip, by rule.
-func CheckTune(rules []config.TuneRule, lacks []TuneSkipped) (map[string][]TuneSkipped, error) {
+func CheckTune(rules []config.TuneRule, lacks []api.TuneSkipped) (map[string][]api.TuneSkipped, error) {
 	h := &host{probed: make(map[string]error)}
 	for _, l := range lacks {
 		h.probed[l.Option] = ebpf.ErrNotSupported

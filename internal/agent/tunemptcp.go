@@ -9,6 +9,8 @@ import (
 	"os"
 	"slices"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"golang.org/x/sys/unix"
@@ -24,7 +26,7 @@ import (
 // showSubflows fills in what is known of an MPTCP socket. The rules' programs run for its
 // subflows, to which no descriptor leads: sock_diag(7) reads the rule of each, and the
 // options that it knows.
-func (t *tuner) showSubflows(s *sockets.Socket, view *TuneSocket) error {
+func (t *tuner) showSubflows(s *sockets.Socket, view *api.TuneSocket) error {
 	ends, fellBack, err := s.Subflows()
 	if errors.Is(err, sockets.ErrNoSubflows) {
 		return &fault.Error{Err: err, Hint: "it needs Linux 5.16 or later", Code: fault.CodeUnsupported}
@@ -32,9 +34,9 @@ func (t *tuner) showSubflows(s *sockets.Socket, view *TuneSocket) error {
 	if err != nil {
 		return err
 	}
-	view.MPTCP = MPTCPMultipath
+	view.MPTCP = api.MPTCPMultipath
 	if fellBack {
-		view.MPTCP = MPTCPFallback
+		view.MPTCP = api.MPTCPFallback
 	}
 	diag, err := diagOf(s)
 	if err != nil {
@@ -49,9 +51,9 @@ func (t *tuner) showSubflows(s *sockets.Socket, view *TuneSocket) error {
 		if err != nil {
 			return fmt.Errorf("read subflow %s -> %s of %s: %w", end.Local, end.Remote, s, err)
 		}
-		f := TuneSubflow{Local: end.Local.String(), Remote: end.Remote.String()}
+		f := api.TuneSubflow{Local: end.Local.String(), Remote: end.Remote.String()}
 		q := match.Question{Local: end.Local, Remote: end.Remote, Role: s.Role}
-		f.Role, f.Tuned, err = t.tuned(q, c, func(rule config.TuneRule) ([]tune.Value, error) {
+		f.Role, f.Tuned, err = t.tuned(q, c, func(rule config.TuneRule) ([]api.TuneValue, error) {
 			return tune.EffectiveSubflow(s, subflow, fellBack, rule, c)
 		})
 		if err != nil {

@@ -14,6 +14,8 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/cilium/ebpf"
@@ -38,10 +40,10 @@ func tunings(policy *config.Policy) []tuneChange {
 
 // prepareTune says what a policy changes in the tuning of cgroups, and checks
 // that it can be done.
-func (a *Agent) prepareTune(policy *config.Policy) ([]tuneChange, []Change, error) {
+func (a *Agent) prepareTune(policy *config.Policy) ([]tuneChange, []api.Change, error) {
 	var (
 		steps   []tuneChange
-		changes []Change
+		changes []api.Change
 	)
 	wanted := tunings(policy)
 	if err := a.host.checkNested(wanted); err != nil {
@@ -100,27 +102,27 @@ func servicesMatter(rules []config.TuneRule) bool {
 
 // newCgroup says what beginning with a cgroup does to it. Done is what it will
 // be.
-func (h *host) newCgroup(name, done string) []Change {
+func (h *host) newCgroup(name, done string) []api.Change {
 	_, err := h.findCgroup(name)
 	switch {
 	case !errors.Is(err, fs.ErrNotExist):
 		return nil
 	case isUnit(name):
-		return []Change{{Cgroup: name, Action: "add", What: "unit", Effect: "there is none now: it is " + done + " from the moment it starts"}}
+		return []api.Change{{Cgroup: name, Action: "add", What: "unit", Effect: "there is none now: it is " + done + " from the moment it starts"}}
 	}
-	return []Change{{Cgroup: name, Action: "add", What: "cgroup", Effect: "it is created, and removed when the policy names it no more"}}
+	return []api.Change{{Cgroup: name, Action: "add", What: "cgroup", Effect: "it is created, and removed when the policy names it no more"}}
 }
 
-func addedRule(cgroup string, rule config.TuneRule) Change {
+func addedRule(cgroup string, rule config.TuneRule) api.Change {
 	what := "rule " + rule.Name
 	if set := describeSet(rule); set != "" {
 		what += ": " + set
 	}
-	return Change{Cgroup: cgroup, Action: "add", What: what, Effect: "for new connections: " + rule.Match.String()}
+	return api.Change{Cgroup: cgroup, Action: "add", What: what, Effect: "for new connections: " + rule.Match.String()}
 }
 
-func removedRule(cgroup string, rule config.TuneRule) Change {
-	return Change{Cgroup: cgroup, Action: "remove", What: "rule " + rule.Name,
+func removedRule(cgroup string, rule config.TuneRule) api.Change {
+	return api.Change{Cgroup: cgroup, Action: "remove", What: "rule " + rule.Name,
 		Effect: "new connections get a later rule or the kernel's defaults, open ones keep what they have"}
 }
 
@@ -137,8 +139,8 @@ func describeSet(rule config.TuneRule) string {
 }
 
 // changedRules compares lists of rules, by name.
-func changedRules(cgroup string, from, to []config.TuneRule) []Change {
-	var changes []Change
+func changedRules(cgroup string, from, to []config.TuneRule) []api.Change {
+	var changes []api.Change
 	find := func(rules []config.TuneRule, name string) int {
 		return slices.IndexFunc(rules, func(r config.TuneRule) bool { return r.Name == name })
 	}
@@ -174,11 +176,11 @@ func changedRules(cgroup string, from, to []config.TuneRule) []Change {
 			parts = append(parts, "match: other prefixes or ports") // which the text shortens
 		}
 		for _, part := range parts {
-			changes = append(changes, Change{Cgroup: cgroup, Action: "change", What: "rule " + rule.Name + ": " + part, Effect: "for new connections"})
+			changes = append(changes, api.Change{Cgroup: cgroup, Action: "change", What: "rule " + rule.Name + ": " + part, Effect: "for new connections"})
 		}
 	}
 	if !slices.Equal(before, after) {
-		changes = append(changes, Change{Cgroup: cgroup, Action: "change", Effect: "the first rule that matches decides",
+		changes = append(changes, api.Change{Cgroup: cgroup, Action: "change", Effect: "the first rule that matches decides",
 			What: fmt.Sprintf("order: %s -> %s", strings.Join(before, ", "), strings.Join(after, ", "))})
 	}
 	return changes
@@ -215,8 +217,8 @@ func textOf[T any](v *T) string {
 
 // lacking tells which options of rules the kernel cannot set. It fails for a
 // rule that does not say optional.
-func (h *host) lacking(rules []config.TuneRule) (map[string][]TuneSkipped, error) {
-	skipped := make(map[string][]TuneSkipped)
+func (h *host) lacking(rules []config.TuneRule) (map[string][]api.TuneSkipped, error) {
+	skipped := make(map[string][]api.TuneSkipped)
 	for _, rule := range rules {
 		settings := rule.Set
 		if rule.React != nil {
@@ -234,7 +236,7 @@ func (h *host) lacking(rules []config.TuneRule) (map[string][]TuneSkipped, error
 				return nil, &fault.Error{Err: fmt.Errorf("rule %s: this kernel cannot set %s: it needs %s", rule.Name, s.Option, needs),
 					Hint: "leave it out, or give the rule optional: true to have it skipped", Code: fault.CodeUnsupported}
 			}
-			skipped[rule.Name] = append(skipped[rule.Name], TuneSkipped{s.Option, needs})
+			skipped[rule.Name] = append(skipped[rule.Name], api.TuneSkipped{Option: s.Option, Needs: needs})
 		}
 	}
 	return skipped, nil

@@ -16,6 +16,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/tune/trial"
 
 	"sockeye/internal/fault"
@@ -97,7 +99,7 @@ func (t *tuner) numbers() (current map[string]uint32, older map[string]int, all 
 }
 
 // TuneStatus is all cgroups that are tuned, or the one named.
-func (a *Agent) TuneStatus(cgroup string) ([]TuneStatus, error) {
+func (a *Agent) TuneStatus(cgroup string) ([]api.TuneStatus, error) {
 	tuners, err := a.tunersOf(cgroup)
 	if err != nil {
 		return nil, err
@@ -106,7 +108,7 @@ func (a *Agent) TuneStatus(cgroup string) ([]TuneStatus, error) {
 	if err != nil {
 		return nil, err
 	}
-	list := []TuneStatus{}
+	list := []api.TuneStatus{}
 	for _, t := range tuners {
 		status, err := t.status(own)
 		if err != nil {
@@ -117,11 +119,11 @@ func (a *Agent) TuneStatus(cgroup string) ([]TuneStatus, error) {
 	return list, nil
 }
 
-func (t *tuner) status(own []uint32) (TuneStatus, error) {
+func (t *tuner) status(own []uint32) (api.TuneStatus, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	s := TuneStatus{Cgroup: t.name, Attached: t.inForce(), Created: len(t.scope.Created) > 0,
-		Foreign: []TuneForeign{}, Rules: []TuneRuleStatus{}}
+	s := api.TuneStatus{Cgroup: t.name, Attached: t.inForce(), Created: len(t.scope.Created) > 0,
+		Foreign: []api.TuneForeign{}, Rules: []api.TuneRuleStatus{}}
 	if t.problem != nil {
 		s.Problem, s.Hint = fault.Message(t.problem), fault.Hint(t.problem)
 	}
@@ -154,10 +156,10 @@ func (t *tuner) status(own []uint32) (TuneStatus, error) {
 }
 
 // summary is what status shows.
-func (t *tuner) summary() TunedCgroup {
+func (t *tuner) summary() api.TunedCgroup {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	s := TunedCgroup{Cgroup: t.name, Attached: t.inForce(), Rules: len(t.rules)}
+	s := api.TunedCgroup{Cgroup: t.name, Attached: t.inForce(), Rules: len(t.rules)}
 	if t.problem != nil {
 		s.Problem, s.Hint = fault.Message(t.problem), fault.Hint(t.problem)
 	}
@@ -176,11 +178,11 @@ func ruleTexts(rule config.TuneRule) []string {
 	return texts
 }
 
-func (t *tuner) ruleStatus(rule config.TuneRule, id uint32, failures map[bpf.TuneFailure]uint64) (TuneRuleStatus, error) {
-	r := TuneRuleStatus{
+func (t *tuner) ruleStatus(rule config.TuneRule, id uint32, failures map[bpf.TuneFailure]uint64) (api.TuneRuleStatus, error) {
+	r := api.TuneRuleStatus{
 		Name: rule.Name, Match: rule.Match.String(), Set: ruleTexts(rule), Observe: string(rule.Observe),
 		React: textOf(rule.React), Trial: textOf(rule.Trial),
-		Skipped: slices.Concat([]TuneSkipped{}, t.skipped[rule.Name]), Failures: failuresOf(id, failures),
+		Skipped: slices.Concat([]api.TuneSkipped{}, t.skipped[rule.Name]), Failures: failuresOf(id, failures),
 	}
 	if id == 0 {
 		return r, nil
@@ -210,22 +212,22 @@ func (t *tuner) ruleStatus(rule config.TuneRule, id uint32, failures map[bpf.Tun
 	return r, nil
 }
 
-func spreadOf(h trial.Histogram) *TuneSpread {
+func spreadOf(h trial.Histogram) *api.TuneSpread {
 	if h.Count() == 0 {
 		return nil
 	}
-	return &TuneSpread{h.Quantile(0.5), h.Quantile(0.9), h.Quantile(0.99)}
+	return &api.TuneSpread{P50: h.Quantile(0.5), P90: h.Quantile(0.9), P99: h.Quantile(0.99)}
 }
 
-func failuresOf(id uint32, all map[bpf.TuneFailure]uint64) []TuneFailure {
-	list := []TuneFailure{}
+func failuresOf(id uint32, all map[bpf.TuneFailure]uint64) []api.TuneFailure {
+	list := []api.TuneFailure{}
 	options := tune.AllOptions()
 	for f, count := range all {
 		if f.Rule == id && int(f.Option) < len(options) {
-			list = append(list, TuneFailure{options[f.Option].Name, cmp.Or(unix.ErrnoName(unix.Errno(f.Error)), strconv.Itoa(int(f.Error))), count})
+			list = append(list, api.TuneFailure{Option: options[f.Option].Name, Error: cmp.Or(unix.ErrnoName(unix.Errno(f.Error)), strconv.Itoa(int(f.Error))), Count: count})
 		}
 	}
-	slices.SortFunc(list, func(a, b TuneFailure) int {
+	slices.SortFunc(list, func(a, b api.TuneFailure) int {
 		return cmp.Or(strings.Compare(a.Option, b.Option), strings.Compare(a.Error, b.Error))
 	})
 	return list
@@ -273,8 +275,8 @@ const maxBelow = 4096
 // kernel runs those of a socket's own cgroup first, then those of the groups
 // above, and in one group in the order of their coming (compute_effective_progs
 // in kernel/bpf/cgroup.c, Linux 6.18): the last one has the last word.
-func (t *tuner) foreign(own []uint32) ([]TuneForeign, error) {
-	list := []TuneForeign{}
+func (t *tuner) foreign(own []uint32) ([]api.TuneForeign, error) {
+	list := []api.TuneForeign{}
 	mine, err := t.tune.ProgramID()
 	if err != nil {
 		return list, nil // the cgroup is gone
@@ -289,13 +291,13 @@ func (t *tuner) foreign(own []uint32) ([]TuneForeign, error) {
 				effect = "may override " + strings.Join(t.exposed(), ", ")
 			}
 			name := "/" + strings.TrimPrefix(strings.TrimPrefix(dir, t.host.cgroups), "/")
-			list = append(list, TuneForeign{id, name, order, effect})
+			list = append(list, api.TuneForeign{ID: id, Cgroup: name, Order: order, Effect: effect})
 		}
 	}
 	for dir := t.scope.Path; ; dir = filepath.Dir(dir) {
 		ids, err := bpf.SockOps(dir)
 		if errors.Is(err, fs.ErrNotExist) {
-			return []TuneForeign{}, nil // it is gone, its programs go a moment later
+			return []api.TuneForeign{}, nil // it is gone, its programs go a moment later
 		}
 		if err != nil {
 			return nil, err
@@ -387,7 +389,7 @@ func parseEnd(what, text string) (netip.AddrPort, error) {
 }
 
 // TuneExplain says which rule a connection would have in each cgroup, and why.
-func (a *Agent) TuneExplain(cgroup string, questions []match.Question) ([]TuneExplanation, error) {
+func (a *Agent) TuneExplain(cgroup string, questions []match.Question) ([]api.TuneExplanation, error) {
 	tuners, err := a.tunersOf(cgroup)
 	if err != nil {
 		return nil, err
@@ -395,11 +397,11 @@ func (a *Agent) TuneExplain(cgroup string, questions []match.Question) ([]TuneEx
 	if len(tuners) == 0 {
 		return nil, fault.Usage(errors.New("nothing is tuned"), "the policy has no tune rules")
 	}
-	list := []TuneExplanation{}
+	list := []api.TuneExplanation{}
 	for _, t := range tuners {
 		t.mu.Lock()
 		for _, q := range questions {
-			e := TuneExplanation{Cgroup: t.name, Role: string(q.Role), Set: []string{}, Steps: tune.Explain(t.rules, t.services, q)}
+			e := api.TuneExplanation{Cgroup: t.name, Role: string(q.Role), Set: []string{}, Steps: tune.Explain(t.rules, t.services, q)}
 			if rule := matched(e.Steps, t.rules); rule != nil {
 				e.Rule, e.Set = rule.Name, ruleTexts(*rule)
 			}
@@ -421,7 +423,7 @@ func matched(steps []match.Step, rules []config.TuneRule) *config.TuneRule {
 }
 
 // TuneTrial compares the arms of a rule's trial.
-func (a *Agent) TuneTrial(name string) (*TuneTrial, error) {
+func (a *Agent) TuneTrial(name string) (*api.TuneTrial, error) {
 	t, rule, err := a.ruleOf(name)
 	if err != nil {
 		return nil, err
@@ -446,7 +448,7 @@ func (a *Agent) TuneTrial(name string) (*TuneTrial, error) {
 		}
 	}
 	c := trial.Compare(arms[bpf.TuneArmTreated], arms[bpf.TuneArmControl], trial.Options{})
-	return &TuneTrial{Cgroup: t.name, Rule: name, Share: rule.Trial.Control, Comparison: c, Summary: c.Summary()}, nil
+	return &api.TuneTrial{Cgroup: t.name, Rule: name, Share: rule.Trial.Control, Comparison: c, Summary: c.Summary()}, nil
 }
 
 func sampleOf(s *bpf.TuneStats) trial.Sample {
@@ -459,7 +461,7 @@ func sampleOf(s *bpf.TuneStats) trial.Sample {
 }
 
 // TuneLearned is what is known of prefixes, of one rule or of all.
-func (a *Agent) TuneLearned(name string) ([]TuneLearned, error) {
+func (a *Agent) TuneLearned(name string) ([]api.TuneLearned, error) {
 	if name != "" {
 		_, rule, err := a.ruleOf(name)
 		if err != nil {
@@ -473,7 +475,7 @@ func (a *Agent) TuneLearned(name string) ([]TuneLearned, error) {
 	if err != nil {
 		return nil, err
 	}
-	list := []TuneLearned{}
+	list := []api.TuneLearned{}
 	for _, t := range tuners {
 		part, err := t.learned(name)
 		if err != nil {
@@ -493,7 +495,7 @@ func exploreOf(rule config.TuneRule) *config.Explore {
 	return nil
 }
 
-func (t *tuner) learned(name string) ([]TuneLearned, error) {
+func (t *tuner) learned(name string) ([]api.TuneLearned, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.tune == nil {
@@ -507,7 +509,7 @@ func (t *tuner) learned(name string) ([]TuneLearned, error) {
 	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &now); err != nil {
 		return nil, fmt.Errorf("read clock: %w", err)
 	}
-	var list []TuneLearned
+	var list []api.TuneLearned
 	for _, rule := range t.rules {
 		e := exploreOf(rule)
 		if e == nil || name != "" && name != rule.Name {
@@ -517,12 +519,12 @@ func (t *tuner) learned(name string) ([]TuneLearned, error) {
 			if key.Learn != tune.LearnKey(rule.Name) {
 				continue
 			}
-			entry := TuneLearned{
+			entry := api.TuneLearned{
 				Cgroup: t.name, Rule: rule.Name, Prefix: tune.LearnedPrefix(key).String(), Settled: l.Settled != 0,
 				Last: time.Now().Add(time.Duration(int64(l.Last) - now.Nano())),
 			}
 			for i, window := range e.Candidates {
-				c := TuneCandidate{Window: window, Tries: l.Candidate[i].Tries, Connections: l.Candidate[i].Connections, Lossy: l.Candidate[i].Lossy}
+				c := api.TuneCandidate{Window: window, Tries: l.Candidate[i].Tries, Connections: l.Candidate[i].Connections, Lossy: l.Candidate[i].Lossy}
 				if c.Connections > 0 {
 					c.Time = float64(l.Candidate[i].Time) / float64(c.Connections) / 1000
 				}
@@ -534,7 +536,7 @@ func (t *tuner) learned(name string) ([]TuneLearned, error) {
 			list = append(list, entry)
 		}
 	}
-	slices.SortFunc(list, func(a, b TuneLearned) int {
+	slices.SortFunc(list, func(a, b api.TuneLearned) int {
 		return cmp.Or(strings.Compare(a.Rule, b.Rule), strings.Compare(a.Prefix, b.Prefix))
 	})
 	return list, nil

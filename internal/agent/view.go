@@ -11,6 +11,8 @@ import (
 	"slices"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"golang.org/x/sys/unix"
@@ -20,15 +22,15 @@ import (
 	"sockeye/internal/steer"
 )
 
-func (s *service) status() ServiceStatus {
+func (s *service) status() api.ServiceStatus {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.reconsider()
-	status := ServiceStatus{
+	status := api.ServiceStatus{
 		Name: s.config.Name, Steering: string(s.config.Steering), WhenEmpty: "reject",
 		Slots: s.config.Slots, SlotsAs: s.config.SlotsAs, Ready: len(s.seats), Nonce: fmt.Sprintf("%#x", s.state.Nonce),
 		Held:    s.lookup() || (s.problem == nil && len(s.anchors) == len(s.source) && s.keeper != nil),
-		Waiting: []WaitingStatus{},
+		Waiting: []api.WaitingStatus{},
 	}
 	if s.config.Standby != nil {
 		status.WhenEmpty = fmt.Sprintf("standby %d", *s.config.Standby)
@@ -40,7 +42,7 @@ func (s *service) status() ServiceStatus {
 		status.Listeners = append(status.Listeners, l.String())
 	}
 	if s.mapping.Devices != nil {
-		status.DeviceMap = &DeviceMapStatus{
+		status.DeviceMap = &api.DeviceMapStatus{
 			Path: s.config.DeviceMap, Prefixes: s.mapping.Devices.Len(), Devices: len(s.mapping.Devices.Devices()),
 		}
 	}
@@ -60,7 +62,7 @@ func (s *service) status() ServiceStatus {
 	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waiting) int {
 		return cmp.Compare(a.process.PID, b.process.PID)
 	}) {
-		status.Waiting = append(status.Waiting, WaitingStatus{
+		status.Waiting = append(status.Waiting, api.WaitingStatus{
 			Slot: slotOrNil(w.slot), PID: w.process.PID, Command: w.process.Command(),
 			Source: w.source, Problem: w.problem.Error(), Hint: cmp.Or(fault.Hint(w.problem), waitingHint(w.problem)),
 		})
@@ -84,16 +86,16 @@ func slotOrNil(slot int) *int {
 	return &slot
 }
 
-func (s *service) slots() ([]SlotStatus, error) {
+func (s *service) slots() ([]api.SlotStatus, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	counters, err := s.path.Counters(s.config.Slots)
 	if err != nil {
 		return nil, err
 	}
-	list := make([]SlotStatus, s.config.Slots)
+	list := make([]api.SlotStatus, s.config.Slots)
 	for slot := range list {
-		status := SlotStatus{Service: s.config.Name, Slot: slot, Counts: counts(counters[slot]), Sockets: []SocketStatus{}}
+		status := api.SlotStatus{Service: s.config.Name, Slot: slot, Counts: counts(counters[slot]), Sockets: []api.SocketStatus{}}
 		if seat := s.seats[slot]; seat != nil {
 			// The boot's time is a difference of two clocks, read one after the other.
 			since := startedAt(seat.process.StartTime, bootTime()).Round(time.Second)
@@ -101,7 +103,7 @@ func (s *service) slots() ([]SlotStatus, error) {
 			status.Command, status.Since = seat.process.Command(), &since
 			for _, row := range slices.Sorted(maps.Keys(seat.sockets)) {
 				socket := seat.sockets[row]
-				status.Sockets = append(status.Sockets, SocketStatus{s.source[row].String(), socket.local, socket.cookie})
+				status.Sockets = append(status.Sockets, api.SocketStatus{Listener: s.source[row].String(), Local: socket.local, Cookie: socket.cookie})
 			}
 		}
 		list[slot] = status
@@ -109,8 +111,8 @@ func (s *service) slots() ([]SlotStatus, error) {
 	return list, nil
 }
 
-func counts(c bpf.Counters) Counts {
-	out := Counts{Connections: c.Connections, Datagrams: c.Datagrams, Diverted: c.Diverted, Refused: make(map[string]uint64)}
+func counts(c bpf.Counters) api.Counts {
+	out := api.Counts{Connections: c.Connections, Datagrams: c.Datagrams, Diverted: c.Diverted, Refused: make(map[string]uint64)}
 	for reason, name := range bpf.Reasons {
 		out.Refused[name] = c.RefusedConnections[reason] + c.RefusedDatagrams[reason]
 	}
@@ -129,10 +131,10 @@ func since(clock int32) time.Duration {
 	return time.Duration(now.Nano())
 }
 
-func (s *service) devices() []DeviceStatus {
+func (s *service) devices() []api.DeviceStatus {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	list := []DeviceStatus{}
+	list := []api.DeviceStatus{}
 	if s.config.TrackDevices == 0 {
 		return list
 	}
@@ -140,17 +142,17 @@ func (s *service) devices() []DeviceStatus {
 	for address, seen := range s.path.Devices() {
 		addr := steer.Addr(address)
 		slot, name := s.mapping.Slot(addr)
-		list = append(list, DeviceStatus{
+		list = append(list, api.DeviceStatus{
 			Service: s.config.Name, Address: addr, Device: name, Slot: slot, Served: slotOrNil(int(seen.Slot)),
 			Datagrams: seen.Datagrams, Connections: seen.Connections, Refused: seen.Refused,
 			LastSeen: monotonic.Add(time.Duration(seen.LastSeen)),
 		})
 	}
-	slices.SortFunc(list, func(a, b DeviceStatus) int { return a.Address.Compare(b.Address) })
+	slices.SortFunc(list, func(a, b api.DeviceStatus) int { return a.Address.Compare(b.Address) })
 	return list
 }
 
-func (s *service) where(addresses []netip.Addr) []WhereStatus {
+func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	list := Where(s.config.Name, s.mapping, addresses)
@@ -162,10 +164,10 @@ func (s *service) where(addresses []netip.Addr) []WhereStatus {
 }
 
 // Where says which slots addresses have by a mapping.
-func Where(service string, mapping *steer.Mapping, addresses []netip.Addr) []WhereStatus {
-	list := make([]WhereStatus, len(addresses))
+func Where(service string, mapping *steer.Mapping, addresses []netip.Addr) []api.WhereStatus {
+	list := make([]api.WhereStatus, len(addresses))
 	for i, addr := range addresses {
-		list[i] = WhereStatus{Service: service, Address: addr.Unmap().WithZone("")}
+		list[i] = api.WhereStatus{Service: service, Address: addr.Unmap().WithZone("")}
 		list[i].Slot, list[i].Device = mapping.Slot(addr)
 		list[i].Bucket = mapping.Bucket(addr)
 	}

@@ -6,15 +6,15 @@ import (
 	"errors"
 	"io"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
-
-	"sockeye/internal/agent"
 )
 
 func (c *command) applyCommand() *cobra.Command {
-	var candidate agent.Candidate
+	var candidate api.Candidate
 	cmd := &cobra.Command{
 		Use:   "apply [FILE]",
 		Short: "Make the agent's policy file true, or another one",
@@ -41,7 +41,7 @@ as far as an open connection can be changed; sockeye tune revert takes it back.`
 				}
 				candidate.Live = live
 			}
-			var plan agent.Plan
+			var plan api.Plan
 			if err := c.client().Post(cmd.Context(), "/v1/apply", candidate, &plan); err != nil {
 				return err
 			}

@@ -9,6 +9,8 @@ import (
 	"os"
 	"strings"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
@@ -76,14 +78,14 @@ func (c *command) check(cmd *cobra.Command, file string) error {
 		err = agent.CheckNested(policy)
 	}
 	untried := ""
-	var skipped map[string][]agent.TuneSkipped
+	var skipped map[string][]api.TuneSkipped
 	if err == nil && len(policy.Tune) > 0 {
-		var lacks []agent.TuneSkipped
+		var lacks []api.TuneSkipped
 		if lacks, untried, err = c.kernelLacks(cmd); err == nil && untried == "" {
 			skipped, err = agent.CheckTune(policy.Tune, lacks)
 		}
 	}
-	var unmeasured map[string][]agent.TraceSkipped
+	var unmeasured map[string][]api.TraceSkipped
 	if err == nil {
 		unmeasured, err = agent.CheckTrace(policy.Trace)
 	}
@@ -124,7 +126,7 @@ func (c *command) check(cmd *cobra.Command, file string) error {
 
 // kernelLacks asks the agent which options the kernel lacks, or without an
 // agent tries them itself. Who can do neither is told so in untried.
-func (c *command) kernelLacks(cmd *cobra.Command) (lacks []agent.TuneSkipped, untried string, err error) {
+func (c *command) kernelLacks(cmd *cobra.Command) (lacks []api.TuneSkipped, untried string, err error) {
 	err = c.client().Get(cmd.Context(), "/v1/tune/options", nil, &lacks)
 	if err == nil {
 		return lacks, "", nil

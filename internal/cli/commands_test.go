@@ -10,9 +10,9 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"golang.org/x/sys/unix"
 )
 
 var gaps = regexp.MustCompile(`  +`)
@@ -68,7 +68,7 @@ spare  1  no  -  0  0  0  0  -
 			"register", "--service", "telemetry", "--pid", strconv.Itoa(pid))
 		pids = append(pids, pid)
 	}
-	slot := must[[]agent.WhereStatus](h, "where", "127.0.0.1", "--service", "telemetry")[0].Slot
+	slot := must[[]api.WhereStatus](h, "where", "127.0.0.1", "--service", "telemetry")[0].Slot
 	for _, network := range []string{"tcp", "udp"} {
 		if got, want := ask(network, "127.0.0.1"), strconv.Itoa(pids[slot]); got != want {
 			t.Errorf("%s: %s answers, want %s", network, got, want)
@@ -91,15 +91,15 @@ $`)
 		t.Errorf("where:\n%s", live.out)
 	}
 	// All ways to ask agree.
-	nonce := must[agent.Status](h, "status").Services[1].Nonce
+	nonce := must[api.Status](h, "status").Services[1].Nonce
 	for _, way := range [][]string{
 		{"--offline", "--pins", h.pins, "--service", "telemetry"},
 		{"--plan", h.policy, "--service", "telemetry"},
 		{"--slots", "4", "--nonce", nonce, "--device-map", h.dir + "/devices.csv"},
 	} {
 		addresses := []string{"where", "127.0.0.1", "127.0.0.9", "2001:db8::1"}
-		want := must[[]agent.WhereStatus](h, append(addresses, "--service", "telemetry")...)
-		for i, got := range must[[]agent.WhereStatus](h, append(addresses, way...)...) {
+		want := must[[]api.WhereStatus](h, append(addresses, "--service", "telemetry")...)
+		for i, got := range must[[]api.WhereStatus](h, append(addresses, way...)...) {
 			if got.Slot != want[i].Slot || got.Bucket != want[i].Bucket {
 				t.Errorf("where %q: %+v, want %+v", way, got, want[i])
 			}
@@ -108,7 +108,7 @@ $`)
 
 	h.write("policy.yaml", strings.Replace(twoServices, "slots: 4", "slots: 3\n    when_empty: {standby: 0}", 1))
 	moves := "0"
-	if after := must[[]agent.WhereStatus](h, "where", "127.0.0.1", "--plan", h.policy, "--service", "telemetry"); after[0].Slot != slot {
+	if after := must[[]api.WhereStatus](h, "where", "127.0.0.1", "--plan", h.policy, "--service", "telemetry"); after[0].Slot != slot {
 		moves = "1"
 	}
 	steps := `
@@ -145,7 +145,7 @@ func TestRun(t *testing.T) {
 	in := func(slot int, cmd *exec.Cmd) {
 		t.Helper()
 		h.eventually("the program is registered", func() bool {
-			s := must[[]agent.SlotStatus](h, "slots", "--service", "telemetry")[slot]
+			s := must[[]api.SlotStatus](h, "slots", "--service", "telemetry")[slot]
 			return s.PID == cmd.Process.Pid && s.Ready && s.Source == "run" && strings.HasSuffix(s.Command, "exe member tcp [::]:1790 udp [::]:4739")
 		})
 	}

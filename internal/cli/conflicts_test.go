@@ -16,10 +16,10 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/api"
+
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
-
-	"sockeye/internal/agent"
 )
 
 func TestNoAgent(t *testing.T) {
@@ -94,7 +94,7 @@ func TestMetricsPortTaken(t *testing.T) {
 	h.write("devices.csv", "")
 	h.start()
 	const problem = "serve metrics: listen tcp 127.0.0.1:9732: bind: address already in use"
-	if s := must[agent.Status](h, "status"); s.PolicyProblem != problem || s.PolicyHint != "set metrics.listen to a free address, then sockeye apply" {
+	if s := must[api.Status](h, "status"); s.PolicyProblem != problem || s.PolicyHint != "set metrics.listen to a free address, then sockeye apply" {
 		t.Errorf("status: %q, hint %q", s.PolicyProblem, s.PolicyHint)
 	}
 	if r := h.sockeye("apply"); r.code != 5 || !strings.Contains(r.err, problem) {
@@ -104,7 +104,7 @@ func TestMetricsPortTaken(t *testing.T) {
 	if r := h.sockeye("apply"); r.code != 0 {
 		t.Errorf("apply: %+v", r)
 	}
-	if s := must[agent.Status](h, "status"); s.PolicyProblem != "" {
+	if s := must[api.Status](h, "status"); s.PolicyProblem != "" {
 		t.Errorf("status: %q", s.PolicyProblem)
 	}
 	c, err := net.Dial("tcp", "127.0.0.1:9732")
@@ -247,7 +247,7 @@ func TestApplyFailsMidway(t *testing.T) {
 	h.refused(5, "service zebra: adopt pin PINS/steer_zebra/slots: ValueSize: 4 changed to 16, MaxEntries: 1 changed to 1024: map spec is incompatible with existing map",
 		"sockeye reset removes the pins of another version; steering stops until the agent starts again", nil, "apply")
 	h.unchanged(before)
-	if plan := must[agent.Plan](h, "plan"); len(plan.Changes) != 5 {
+	if plan := must[api.Plan](h, "plan"); len(plan.Changes) != 5 {
 		t.Errorf("the plan is %+v", plan)
 	}
 	h.write("policy.yaml", twoServices)
@@ -262,7 +262,7 @@ func TestGarbage(t *testing.T) {
 	before := h.standing()
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return new(net.Dialer).DialContext(ctx, "unix", agent.SocketPath(h.run))
+			return new(net.Dialer).DialContext(ctx, "unix", api.SocketPath(h.run))
 		}}}
 	const hint = "send one JSON object of at most 8 MiB"
 	const version = "is it of another version? see sockeye version and status"
@@ -301,7 +301,7 @@ func TestGarbage(t *testing.T) {
 		}
 		text, _ := io.ReadAll(answer.Body)
 		answer.Body.Close()
-		var f agent.Failure
+		var f api.Failure
 		if err := json.Unmarshal(text, &f); err != nil || answer.StatusCode != c.status || f.Code != 2 ||
 			c.message != "" && (f.Error != c.message || f.Hint != c.hint) {
 			t.Errorf("%s %s %.60s: %v, %d %s", c.method, c.path, c.body, err, answer.StatusCode, text)
@@ -309,7 +309,7 @@ func TestGarbage(t *testing.T) {
 		h.unchanged(before)
 	}
 	for _, raw := range []string{"\x00\x01\x02\r\n\r\n", "GET\r\n\r\n", "POST /v1/apply HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{}", strings.Repeat("A", 2<<20)} {
-		conn, err := net.Dial("unix", agent.SocketPath(h.run))
+		conn, err := net.Dial("unix", api.SocketPath(h.run))
 		if err != nil {
 			t.Fatal(err)
 		}

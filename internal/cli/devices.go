@@ -7,9 +7,9 @@ import (
 	"io"
 	"time"
 
-	"github.com/spf13/cobra"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"github.com/spf13/cobra"
 )
 
 func (c *command) devicesCommand() *cobra.Command {
@@ -22,7 +22,7 @@ track_devices says.`,
 	}
 	query := serviceFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		var devices []agent.DeviceStatus
+		var devices []api.DeviceStatus
 		if err := c.client().Get(cmd.Context(), "/v1/devices", query(), &devices); err != nil {
 			return err
 		}

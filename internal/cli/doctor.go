@@ -8,6 +8,8 @@ import (
 	"io"
 	"os"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
@@ -65,8 +67,8 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 
 // known is what a running agent knows of processes on its services' ports; nil without one.
 func (c *command) known(cmd *cobra.Command) *agent.Known {
-	var status agent.Status
-	var slots []agent.SlotStatus
+	var status api.Status
+	var slots []api.SlotStatus
 	if c.client().Get(cmd.Context(), "/v1/status", nil, &status) != nil || c.client().Get(cmd.Context(), "/v1/slots", nil, &slots) != nil {
 		return nil
 	}
@@ -91,7 +93,7 @@ func (c *command) known(cmd *cobra.Command) *agent.Known {
 // askAgent adds what a running agent knows of its members and rules, and the rights
 // that it needs for the policy; nil is none.
 func (c *command) askAgent(cmd *cobra.Command, policy *config.Policy) []agent.Finding {
-	var status agent.Status
+	var status api.Status
 	err := c.client().Get(cmd.Context(), "/v1/status", nil, &status)
 	if err != nil {
 		findings := []agent.Finding{{Area: "agent", Check: "running", Result: agent.ResultNote, Detail: err.Error(), Hint: fault.Hint(err)}}
@@ -126,7 +128,7 @@ func (c *command) askAgent(cmd *cobra.Command, policy *config.Policy) []agent.Fi
 
 // askTune adds what a running agent knows of the cgroups that it tunes.
 func (c *command) askTune(cmd *cobra.Command) []agent.Finding {
-	var list []agent.TuneStatus
+	var list []api.TuneStatus
 	if err := c.client().Get(cmd.Context(), "/v1/tune", nil, &list); err != nil {
 		return []agent.Finding{{Area: "tune", Check: "rules", Result: agent.ResultWarning, Detail: "not known: " + err.Error(), Hint: fault.Hint(err)}}
 	}

@@ -16,10 +16,11 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/testenv"
 )
 
@@ -108,7 +109,7 @@ func TestHardenedUnit(t *testing.T) {
 	var ends []func()
 	for slot := range 3 {
 		pid, end := h.member(inWork, "tcp [::]:1790", "udp [::]:4739")
-		must[agent.Membership](h, "register", "--service", "telemetry", "--slot", strconv.Itoa(slot), "--pid", strconv.Itoa(pid))
+		must[api.Membership](h, "register", "--service", "telemetry", "--slot", strconv.Itoa(slot), "--pid", strconv.Itoa(pid))
 		pids, ends = append(pids, pid), append(ends, end)
 	}
 	ok := func(args ...string) string {
@@ -121,7 +122,7 @@ func TestHardenedUnit(t *testing.T) {
 	}
 	whole := func(when string) {
 		t.Helper()
-		status := must[agent.Status](h, "status")
+		status := must[api.Status](h, "status")
 		if status.PolicyProblem != "" {
 			t.Errorf("%s: %s", when, status.PolicyProblem)
 		}
@@ -212,7 +213,7 @@ func TestHardenedUnit(t *testing.T) {
 	ends[1]()
 	h.start()
 	pid, _ := h.member(inWork, "tcp [::]:1790", "udp [::]:4739")
-	must[agent.Membership](h, "register", "--service", "telemetry", "--slot", "1", "--pid", strconv.Itoa(pid))
+	must[api.Membership](h, "register", "--service", "telemetry", "--slot", "1", "--pid", strconv.Itoa(pid))
 	pids[1] = pid
 	whole("restarted")
 	log, err := os.ReadFile(h.log)
@@ -366,7 +367,7 @@ func TestHardenedDropIns(t *testing.T) {
 				return err
 			})
 			problems := func() (list []string) {
-				status := must[agent.Status](h, "status")
+				status := must[api.Status](h, "status")
 				for _, s := range status.Services {
 					if !s.Held {
 						list = append(list, s.Problem+": "+s.Hint)
@@ -409,7 +410,7 @@ func TestHardenedDropIns(t *testing.T) {
 			}
 			if c.dropIn == "cgroups.conf" {
 				h.write("policy.yaml", "tune: []\n")
-				must[agent.Plan](h, "apply") // removes the cgroup
+				must[api.Plan](h, "apply") // removes the cgroup
 			}
 		})
 	}

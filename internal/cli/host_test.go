@@ -23,6 +23,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
@@ -471,13 +473,13 @@ func (h *host) refused(code int, message, hint string, pids []int, args ...strin
 
 func (h *host) isFailure(r result, code int, message, hint string, pids ...int) {
 	h.t.Helper()
-	var f agent.Failure
+	var f api.Failure
 	d := json.NewDecoder(strings.NewReader(h.plain(r.out, pids...)))
 	d.DisallowUnknownFields()
 	if err := d.Decode(&f); err != nil {
 		h.t.Errorf("%v in %q", err, r.out)
 	}
-	if want := (agent.Failure{Error: message, Hint: hint, Code: code}); f != want || r.code != code || r.err != "" {
+	if want := (api.Failure{Error: message, Hint: hint, Code: code}); f != want || r.code != code || r.err != "" {
 		h.t.Errorf("got  %d %+v %s\nwant %d %+v", r.code, f, r.err, code, want)
 	}
 }
@@ -485,19 +487,19 @@ func (h *host) isFailure(r result, code int, message, hint string, pids ...int) 
 // standing is all that bad input must leave as it is: what the agent says of
 // its services, and where packets really go.
 type standing struct {
-	Status   []agent.ServiceStatus
-	Slots    []agent.SlotStatus
+	Status   []api.ServiceStatus
+	Slots    []api.SlotStatus
 	Steering map[string]string
 }
 
 func (h *host) standing() string {
 	h.t.Helper()
 	s := standing{Steering: make(map[string]string)}
-	s.Status = must[agent.Status](h, "status").Services
-	s.Slots = must[[]agent.SlotStatus](h, "slots")
+	s.Status = must[api.Status](h, "status").Services
+	s.Slots = must[[]api.SlotStatus](h, "slots")
 	for i := range s.Slots {
-		s.Slots[i].Counts = agent.Counts{} // they count this very look
-		s.Slots[i].Since = nil             // rounded, from two clocks
+		s.Slots[i].Counts = api.Counts{} // they count this very look
+		s.Slots[i].Since = nil           // rounded, from two clocks
 	}
 	for n := 1; n <= 6; n++ {
 		for _, network := range []string{"tcp", "udp"} {
@@ -604,7 +606,7 @@ func running(t testing.TB, extra ...string) (*host, []int) {
 	var pids []int
 	for slot := range 3 {
 		pid, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
-		must[agent.Membership](h, "register", "--service", "telemetry", "--slot", strconv.Itoa(slot), "--pid", strconv.Itoa(pid))
+		must[api.Membership](h, "register", "--service", "telemetry", "--slot", strconv.Itoa(slot), "--pid", strconv.Itoa(pid))
 		pids = append(pids, pid)
 	}
 	return h, pids

@@ -12,11 +12,12 @@ import (
 	"testing"
 	"unsafe"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/gateway"
 )
 
@@ -181,7 +182,7 @@ func TestMemberOfAnotherUser(t *testing.T) {
 	}
 	i := isolation{user: "nobody"}
 	slot := 0
-	place := agent.Place{Membership: agent.Membership{Slot: &slot}, User: "daemon", Listeners: []agent.MemberListener{{Protocol: "tcp"}}}
+	place := api.Place{Membership: api.Membership{Slot: &slot}, User: "daemon", Listeners: []api.MemberListener{{Protocol: "tcp"}}}
 	if err := (&command{}).runIsolated(t.Context(), &i, &place, gateway.Setup{}); fault.Code(err) != fault.CodeConflict {
 		t.Errorf("run --isolated --user nobody: %v", err)
 	}

@@ -15,6 +15,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"sockeye/internal/agent"
@@ -27,20 +29,20 @@ var answers = []struct {
 	command string
 	value   any
 }{
-	{"status", agent.Status{}},
-	{"slots", []agent.SlotStatus{}},
-	{"devices", []agent.DeviceStatus{}},
-	{"where", []agent.WhereStatus{}},
+	{"status", api.Status{}},
+	{"slots", []api.SlotStatus{}},
+	{"devices", []api.DeviceStatus{}},
+	{"where", []api.WhereStatus{}},
 	{"check", checked{}},
-	{"plan, apply", agent.Plan{}},
-	{"tune", []agent.TuneStatus{}},
-	{"tune explain", []agent.TuneExplanation{}},
-	{"tune explain --socket", agent.TuneSocket{}},
-	{"tune trial", agent.TuneTrial{}},
-	{"tune learned", []agent.TuneLearned{}},
-	{"tune revert", agent.TuneLive{}},
+	{"plan, apply", api.Plan{}},
+	{"tune", []api.TuneStatus{}},
+	{"tune explain", []api.TuneExplanation{}},
+	{"tune explain --socket", api.TuneSocket{}},
+	{"tune trial", api.TuneTrial{}},
+	{"tune learned", []api.TuneLearned{}},
+	{"tune revert", api.TuneLive{}},
 	{"trace", traced{}},
-	{"trace slow", []agent.TraceSlow{}},
+	{"trace slow", []api.TraceSlow{}},
 	{"trace samples", measure.Sample{}},
 	{"trace report", written{}},
 	{"trace compare", compared{}},
@@ -52,11 +54,11 @@ var answers = []struct {
 	{"bigtcp bench", bench.Result{}},
 	{"bigtcp bench --serve", benchServing{}},
 	{"sockets", socketsShown{}},
-	{"register, unregister", agent.Membership{}},
+	{"register, unregister", api.Membership{}},
 	{"doctor", []agent.Finding{}},
 	{"version", version{}},
 	{"reset", removal{}},
-	{"errors", agent.Failure{}},
+	{"errors", api.Failure{}},
 }
 
 // fieldsOf lists the fields of a type as it is in JSON, as "path type".

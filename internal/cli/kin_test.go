@@ -13,9 +13,9 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"golang.org/x/sys/unix"
 )
 
 // becomeParent opens sockets, and starts a child that inherits them and outlives it.
@@ -86,13 +86,13 @@ func TestOrphan(t *testing.T) {
 				end()
 			} else {
 				end()
-				h.eventually("the slot is empty", func() bool { return !must[[]agent.SlotStatus](h, "slots")[0].Ready })
+				h.eventually("the slot is empty", func() bool { return !must[[]api.SlotStatus](h, "slots")[0].Ready })
 				h.kill()
 			}
 			for range 2 { // also for the agent after the one that saw it
 				h.start()
 				time.Sleep(1500 * time.Millisecond) // it looks again a second after a bind
-				if s := must[[]agent.SlotStatus](h, "slots")[0]; s.Ready {
+				if s := must[[]api.SlotStatus](h, "slots")[0]; s.Ready {
 					t.Fatalf("slot 0 has process %d, whose parent %d was the member", s.PID, parent)
 				}
 				h.kill()
@@ -129,7 +129,7 @@ func TestTwinSockets(t *testing.T) {
 	}
 	want = fmt.Sprintf("process %d in slot 0 has another socket tcp [::]:1790, which gets nothing: a slot has one for a listener", pid)
 	h.eventually("status names the socket", func() bool { return h.service().Problem == want })
-	if s := must[[]agent.SlotStatus](h, "slots")[0]; !s.Ready || s.PID != pid {
+	if s := must[[]api.SlotStatus](h, "slots")[0]; !s.Ready || s.PID != pid {
 		t.Errorf("the member lost its slot: %+v", s)
 	}
 }

@@ -8,9 +8,9 @@ import (
 	"strings"
 	"testing"
 
-	"golang.org/x/sys/unix"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"golang.org/x/sys/unix"
 )
 
 // A service lives in the network namespace that the policy names: its members
@@ -25,11 +25,11 @@ func TestServiceInAnotherNamespace(t *testing.T) {
 			netns := fmt.Sprintf("steering: %s\n    netns: /proc/%d/ns/net\n    members: [{match: {command_line: ^collector}, slot: free}]", steering, pid)
 			h.write("policy.yaml", strings.Replace(oneService, "user: root", "user: root\n    "+netns, 1))
 			h.start()
-			slots := must[[]agent.SlotStatus](h, "slots")
+			slots := must[[]api.SlotStatus](h, "slots")
 			if !slots[0].Ready || slots[0].PID != pid || slots[1].Ready {
 				t.Errorf("slots: %+v, want process %d in slot 0 alone", slots, pid)
 			}
-			status := must[agent.Status](h, "status").Services[0]
+			status := must[api.Status](h, "status").Services[0]
 			if !status.Held || len(status.Waiting) != 1 || status.Waiting[0].PID != stranger ||
 				status.Waiting[0].Problem != "it is in another network namespace than the service" {
 				t.Errorf("status: %+v, want the ports held and process %d waiting", status, stranger)
@@ -39,7 +39,7 @@ func TestServiceInAnotherNamespace(t *testing.T) {
 				t.Errorf("in the agent's namespace %s answers, want %d", got, stranger)
 			}
 			end()
-			h.eventually("the slot is empty", func() bool { return !must[[]agent.SlotStatus](h, "slots")[0].Ready })
+			h.eventually("the slot is empty", func() bool { return !must[[]api.SlotStatus](h, "slots")[0].Ready })
 		})
 	}
 }
@@ -60,11 +60,11 @@ func TestRuleForEverybody(t *testing.T) {
 	h := newHost(t, oneService+"    members: [{match: {user: root}, slot: free}]\n")
 	h.start()
 	pid, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739")
-	ready := func() bool { return must[[]agent.SlotStatus](h, "slots")[0].PID == pid }
+	ready := func() bool { return must[[]api.SlotStatus](h, "slots")[0].PID == pid }
 	h.eventually("the member is registered", ready)
 	h.kill()
 	h.start() // and finds a keeper
-	if slots := must[[]agent.SlotStatus](h, "slots"); !ready() || slots[1].Ready {
+	if slots := must[[]api.SlotStatus](h, "slots"); !ready() || slots[1].Ready {
 		t.Errorf("slots: %+v, want process %d in slot 0 alone", slots, pid)
 	}
 }
@@ -75,7 +75,7 @@ func TestNamedLate(t *testing.T) {
 	h := newHost(t, oneService+"    members: [{match: {command_line: ^late}, slot: 1}]\n")
 	h.start()
 	pid, _ := h.as("renamed", nil, "tcp [::]:1790", "udp [::]:4739")
-	h.eventually("the member is registered", func() bool { return must[[]agent.SlotStatus](h, "slots")[1].PID == pid })
+	h.eventually("the member is registered", func() bool { return must[[]api.SlotStatus](h, "slots")[1].PID == pid })
 }
 
 // The port of a listener that is taken out of the policy is the members' own
@@ -86,13 +86,13 @@ func TestListenerRemoved(t *testing.T) {
 	h := newHost(t, strings.Replace(without, "    user: root\n", third+"    user: root\n", 1))
 	h.start()
 	pid, _ := h.member(nil, "tcp [::]:1790", "udp [::]:4739", "tcp [::]:1799")
-	ready := func() bool { return must[[]agent.SlotStatus](h, "slots")[0].PID == pid }
+	ready := func() bool { return must[[]api.SlotStatus](h, "slots")[0].PID == pid }
 	h.eventually("the member is registered", ready)
 	h.write("policy.yaml", without)
 	if r := h.sockeye("apply"); r.code != 0 {
 		t.Fatalf("apply: %+v", r)
 	}
-	if !ready() || !must[agent.Status](h, "status").Services[0].Held {
+	if !ready() || !must[api.Status](h, "status").Services[0].Held {
 		t.Error("the member is out, or the other ports are not held")
 	}
 	for i := range 32 {

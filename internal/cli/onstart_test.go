@@ -15,6 +15,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -195,15 +197,15 @@ func beforeAgent(t *testing.T, steering, address, onStart string, flags ...strin
 		devices = append(devices, connectEarly(t, address))
 	}
 	h.start()
-	h.eventually("the members are registered", func() bool { return must[agent.Status](h, "status").Services[0].Ready == 4 })
+	h.eventually("the members are registered", func() bool { return must[api.Status](h, "status").Services[0].Ready == 4 })
 	return h, pids, ends, devices
 }
 
 // rightful is the member of a device's slot.
 func (h *host) rightful(address string) string {
 	h.t.Helper()
-	where := must[[]agent.WhereStatus](h, "where", address)
-	for _, slot := range must[[]agent.SlotStatus](h, "slots") {
+	where := must[[]api.WhereStatus](h, "where", address)
+	for _, slot := range must[[]api.SlotStatus](h, "slots") {
 		if slot.Slot == where[0].Slot {
 			return strconv.Itoa(slot.PID)
 		}
@@ -231,7 +233,7 @@ func TestOnStartReset(t *testing.T) {
 						t.Errorf("%s: TCP at %s, UDP at %s, should be at %s", d.address, again.pid, udp, rightful)
 					}
 				}
-				h.eventually("no device is split", func() bool { return must[agent.Status](h, "status").Services[0].SplitDevices == 0 })
+				h.eventually("no device is split", func() bool { return must[api.Status](h, "status").Services[0].SplitDevices == 0 })
 				for _, d := range devices {
 					if d.pid == h.rightful(d.address) && !d.lives(t) {
 						t.Errorf("%s was at its member, and was reset", d.address)
@@ -266,7 +268,7 @@ func TestOnStartForked(t *testing.T) {
 			h.eventually(d.address+" is reset", func() bool { return !d.lives(t) })
 		}
 	}
-	h.eventually("no device is split", func() bool { return must[agent.Status](h, "status").Services[0].SplitDevices == 0 })
+	h.eventually("no device is split", func() bool { return must[api.Status](h, "status").Services[0].SplitDevices == 0 })
 	for _, d := range devices {
 		if d.pid == h.rightful(d.address) && !d.lives(t) {
 			t.Errorf("%s was at its member, and was reset", d.address)
@@ -291,10 +293,10 @@ func TestOnStartManyConnections(t *testing.T) {
 	}
 	h.start()
 	began, slowest := time.Now(), time.Duration(0)
-	h.eventually("the members are registered", func() bool { return must[agent.Status](h, "status").Services[0].Ready == 4 })
+	h.eventually("the members are registered", func() bool { return must[api.Status](h, "status").Services[0].Ready == 4 })
 	for {
 		asked := time.Now()
-		status := must[agent.Status](h, "status").Services[0]
+		status := must[api.Status](h, "status").Services[0]
 		slowest = max(slowest, time.Since(asked))
 		log, err := os.ReadFile(h.log)
 		if err != nil {
@@ -313,13 +315,13 @@ func TestOnStartManyConnections(t *testing.T) {
 		addresses = append(addresses, d.address)
 	}
 	pids := make(map[int]string)
-	for _, slot := range must[[]agent.SlotStatus](h, "slots") {
+	for _, slot := range must[[]api.SlotStatus](h, "slots") {
 		pids[slot.Slot] = strconv.Itoa(slot.PID)
 	}
 	// A command line has room for a part of them.
 	closed, wrong := 0, 0
 	for part := range slices.Chunk(addresses, 500) {
-		for _, where := range must[[]agent.WhereStatus](h, append([]string{"where"}, part...)...) {
+		for _, where := range must[[]api.WhereStatus](h, append([]string{"where"}, part...)...) {
 			d := devices[slices.Index(addresses, where.Address.String())]
 			poll := []unix.PollFd{{Fd: descriptor(t, d.conn), Events: unix.POLLIN}}
 			_, err := unix.Poll(poll, 0)
@@ -375,7 +377,7 @@ func TestOnStartAdopt(t *testing.T) {
 			}
 			var adopted int
 			h.eventually("no device is split", func() bool {
-				status := must[agent.Status](h, "status").Services[0]
+				status := must[api.Status](h, "status").Services[0]
 				adopted = status.AdoptedDevices
 				return status.SplitDevices == 0 && adopted > 0
 			})
@@ -394,17 +396,17 @@ func TestOnStartAdopt(t *testing.T) {
 			together2()
 			h.start()
 			together("the next agent")
-			if now := must[agent.Status](h, "status").Services[0].AdoptedDevices; now != adopted {
+			if now := must[api.Status](h, "status").Services[0].AdoptedDevices; now != adopted {
 				t.Errorf("%d devices adopted, %d before", now, adopted)
 			}
 			// A member ends: its guests go home.
 			ends[0]()
 			gone := strconv.Itoa(pids[0])
 			h.eventually("the guests of slot 0 went home", func() bool {
-				return must[agent.Status](h, "status").Services[0].AdoptedDevices < adopted
+				return must[api.Status](h, "status").Services[0].AdoptedDevices < adopted
 			})
 			for _, d := range devices {
-				if where := must[[]agent.WhereStatus](h, "where", d.address)[0]; d.pid != gone && !d.lives(t) {
+				if where := must[[]api.WhereStatus](h, "where", d.address)[0]; d.pid != gone && !d.lives(t) {
 					t.Errorf("%s was reset when another member ended", d.address)
 				} else if udp := datagram(t, d.address); d.pid == gone && where.Slot != 0 && udp != strconv.Itoa(pids[where.Slot]) {
 					t.Errorf("%s: UDP at %s, its slot is %d", d.address, udp, where.Slot)
@@ -430,7 +432,7 @@ func TestOnStartAdoptTwo(t *testing.T) {
 		}
 	}
 	h.start()
-	h.eventually("the members are registered", func() bool { return must[agent.Status](h, "status").Services[0].Ready == 4 })
+	h.eventually("the members are registered", func() bool { return must[api.Status](h, "status").Services[0].Ready == 4 })
 	rightful := h.rightful("127.0.0.9")
 	for _, d := range all {
 		if d.pid != rightful {
@@ -439,7 +441,7 @@ func TestOnStartAdoptTwo(t *testing.T) {
 			t.Error("a connection to its member was closed")
 		}
 	}
-	if status := must[agent.Status](h, "status").Services[0]; status.AdoptedDevices != 0 {
+	if status := must[api.Status](h, "status").Services[0]; status.AdoptedDevices != 0 {
 		t.Errorf("%d devices adopted", status.AdoptedDevices)
 	}
 }
@@ -453,9 +455,9 @@ func TestOnStartReport(t *testing.T) {
 			split++
 		}
 	}
-	var status agent.ServiceStatus
+	var status api.ServiceStatus
 	h.eventually("status counts the devices", func() bool {
-		status = must[agent.Status](h, "status").Services[0]
+		status = must[api.Status](h, "status").Services[0]
 		return status.SplitDevices > 0
 	})
 	if status.SplitDevices != split || status.AdoptedDevices != 0 ||
@@ -480,7 +482,7 @@ func TestOnStartReport(t *testing.T) {
 		d.conn.Close()
 	}
 	h.eventually("no device is split once they are gone", func() bool {
-		return must[agent.Status](h, "status").Services[0].SplitDevices == 0
+		return must[api.Status](h, "status").Services[0].SplitDevices == 0
 	})
 }
 
@@ -505,7 +507,7 @@ func TestOnStartRegisteredLater(t *testing.T) {
 		}
 	}
 	for slot, pid := range pids {
-		must[agent.Membership](h, "register", "--slot", strconv.Itoa(slot), "--pid", strconv.Itoa(pid))
+		must[api.Membership](h, "register", "--slot", strconv.Itoa(slot), "--pid", strconv.Itoa(pid))
 	}
 	for _, d := range devices {
 		if rightful := h.rightful(d.address); d.pid != rightful {

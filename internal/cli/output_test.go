@@ -18,9 +18,9 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"sockeye/internal/fault"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/fault"
 )
 
 // commands are what terminals obey, or show as something else, in all forms.
@@ -177,9 +177,9 @@ tune:
 		cmd.ExtraFiles = []*os.File{file}
 	}
 	pid, _ := h.member(hostile, "tcp [::]:1790", "udp [::]:4739")
-	h.eventually("the member is registered", func() bool { return must[[]agent.SlotStatus](h, "slots")[0].PID == pid })
+	h.eventually("the member is registered", func() bool { return must[[]api.SlotStatus](h, "slots")[0].PID == pid })
 	h.member(hostile, "tcp [::]:1790")
-	h.eventually("another one waits", func() bool { return len(must[agent.Status](h, "status").Services[0].Waiting) == 1 })
+	h.eventually("another one waits", func() bool { return len(must[api.Status](h, "status").Services[0].Waiting) == 1 })
 	for _, args := range [][]string{
 		{"slots"}, {"status"}, {"tune", "explain", "--socket", fmt.Sprintf("%d:3", pid)}, {"sockets", "--processes"}, {"doctor"}, {"where", "192.0.2.1"},
 	} {
@@ -196,7 +196,7 @@ tune:
 		}
 	}
 	// A program still gets what the process is called.
-	if got, want := must[[]agent.SlotStatus](h, "slots")[0].Command, strings.ToValidUTF8(name, "�"); !strings.HasPrefix(got, want[:60]) {
+	if got, want := must[[]api.SlotStatus](h, "slots")[0].Command, strings.ToValidUTF8(name, "�"); !strings.HasPrefix(got, want[:60]) {
 		t.Errorf("JSON says %q", got)
 	}
 	h.refused(fault.CodeUsage, `there is no command "\x1b[2J"`, "sockeye --help lists the commands", nil, "\x1b[2J")

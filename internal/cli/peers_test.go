@@ -18,9 +18,9 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"golang.org/x/sys/unix"
 )
 
 // disguised is the environment variable that makes this program a member with
@@ -62,7 +62,7 @@ func TestPIDReused(t *testing.T) {
 	defer file.Close()
 	first, end := h.as("connector", func(cmd *exec.Cmd) {
 		cmd.ExtraFiles = []*os.File{file}
-	}, agent.SocketPath(h.run))
+	}, api.SocketPath(h.run))
 	conn, err := net.FileConn(file)
 	if err != nil {
 		t.Fatal(err)
@@ -92,14 +92,14 @@ func TestPIDReused(t *testing.T) {
 	if code != http.StatusForbidden {
 		t.Errorf("process %d was made a member by another that had its number: %d %s", victim, code, text)
 	}
-	var failure agent.Failure
+	var failure api.Failure
 	if err := json.Unmarshal([]byte(text), &failure); err != nil || failure.Error != "the process that connected to the agent has ended" {
 		t.Errorf("%v: %s", err, text)
 	}
 	if code, text := request("GET", "/v1/status", ""); code != http.StatusForbidden {
 		t.Errorf("a request after the process ended: %d %s", code, text)
 	}
-	for _, slot := range must[[]agent.SlotStatus](h, "slots") {
+	for _, slot := range must[[]api.SlotStatus](h, "slots") {
 		if slot.Ready {
 			t.Errorf("slot %d: process %d by %s", slot.Slot, slot.PID, slot.Source)
 		}
@@ -171,7 +171,7 @@ func TestFakeKeeper(t *testing.T) {
 	}
 	h.start()
 	lives("the agent's start")
-	status := must[agent.Status](h, "status")
+	status := must[api.Status](h, "status")
 	keeper := status.Services[0].Keeper
 	if keeper == fake || keeper == 0 || !status.Services[0].Held {
 		t.Errorf("keeper %d, the fake is %d, held %v", keeper, fake, status.Services[0].Held)
@@ -205,7 +205,7 @@ func TestFakeKeeper(t *testing.T) {
 		}
 		h.start()
 		lives("the next agent's start")
-		if now := must[agent.Status](h, "status").Services[0].Keeper; now != keeper {
+		if now := must[api.Status](h, "status").Services[0].Keeper; now != keeper {
 			t.Errorf("record %v: keeper %d, was %d", record, now, keeper)
 		}
 	}
@@ -226,7 +226,7 @@ func TestMemberCalledKeeper(t *testing.T) {
 		asNobody(cmd)
 	}, "--pins", h.pins, "--service", "telemetry")
 	h.eventually("it is a member", func() bool {
-		for _, slot := range must[[]agent.SlotStatus](h, "slots") {
+		for _, slot := range must[[]api.SlotStatus](h, "slots") {
 			if slot.PID == pid {
 				return true
 			}

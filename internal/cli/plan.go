@@ -9,11 +9,11 @@ import (
 	"os"
 	"path/filepath"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
-
-	"sockeye/internal/agent"
 )
 
 func (c *command) planCommand() *cobra.Command {
@@ -25,7 +25,7 @@ func (c *command) planCommand() *cobra.Command {
 tells what would change and what that does to devices, members and connections.`,
 		Args: arguments(0, 1, ""),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			candidate := agent.Candidate{Previous: previous}
+			candidate := api.Candidate{Previous: previous}
 			if previous && len(args) > 0 {
 				return fault.Usage(errors.New("--previous and FILE do not go together"), "usage: "+cmd.UseLine())
 			}
@@ -35,7 +35,7 @@ tells what would change and what that does to devices, members and connections.`
 					return err
 				}
 			}
-			var plan agent.Plan
+			var plan api.Plan
 			if err := c.client().Post(cmd.Context(), "/v1/plan", candidate, &plan); err != nil {
 				return err
 			}
@@ -47,7 +47,7 @@ tells what would change and what that does to devices, members and connections.`
 }
 
 // candidateOf reads a policy file for the agent, which may not see it where it is.
-func candidateOf(file string) (candidate agent.Candidate, err error) {
+func candidateOf(file string) (candidate api.Candidate, err error) {
 	text, err := os.ReadFile(file)
 	if err != nil {
 		return candidate, fault.Unreadable(fmt.Errorf("read policy file: %w", err), "name a policy file")
@@ -57,7 +57,7 @@ func candidateOf(file string) (candidate agent.Candidate, err error) {
 	return candidate, err
 }
 
-func changes(w io.Writer, list []agent.Change, none string) {
+func changes(w io.Writer, list []api.Change, none string) {
 	if len(list) == 0 {
 		fmt.Fprintln(w, none)
 		return

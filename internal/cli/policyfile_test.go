@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/api"
 )
 
 const mappedService = `services:
@@ -41,7 +41,7 @@ func TestBrokenPolicyAtStart(t *testing.T) {
 		}
 		h.write("policy.yaml", broken)
 		h.start()
-		status := must[agent.Status](h, "status")
+		status := must[api.Status](h, "status")
 		if len(status.Services) != 1 || status.Services[0].Slots != 4 {
 			t.Errorf("%s: services %+v", name, status.Services)
 		}
@@ -61,11 +61,11 @@ func TestBrokenPolicyAtStart(t *testing.T) {
 		}
 	}
 	h.write("policy.yaml", strings.Replace(mappedService, "slots: 4", "slots: 3", 1))
-	if status := must[agent.Status](h, "status"); !strings.Contains(status.PolicyProblem, "differs") {
+	if status := must[api.Status](h, "status"); !strings.Contains(status.PolicyProblem, "differs") {
 		t.Errorf("corrected: problem %q", status.PolicyProblem)
 	}
-	must[agent.Plan](h, "apply")
-	if status := must[agent.Status](h, "status"); status.PolicyProblem != "" || status.Services[0].Slots != 3 {
+	must[api.Plan](h, "apply")
+	if status := must[api.Status](h, "status"); status.PolicyProblem != "" || status.Services[0].Slots != 3 {
 		t.Errorf("applied: problem %q, %+v", status.PolicyProblem, status.Services)
 	}
 }
@@ -117,7 +117,7 @@ func TestStatusTellsOfPolicyFile(t *testing.T) {
 	h.start()
 	expect := func(want string) {
 		t.Helper()
-		problem := h.plain(must[agent.Status](h, "status").PolicyProblem)
+		problem := h.plain(must[api.Status](h, "status").PolicyProblem)
 		if want == "" && problem != "" || !strings.Contains(problem, want) {
 			t.Errorf("problem %q, want %q", problem, want)
 		}
@@ -125,11 +125,11 @@ func TestStatusTellsOfPolicyFile(t *testing.T) {
 	expect("")
 	h.write("policy.yaml", mappedService+"# a remark\n")
 	expect("the policy file differs from the policy in force")
-	must[agent.Plan](h, "apply")
+	must[api.Plan](h, "apply")
 	expect("")
 	h.write("devices.csv", "127.0.0.1,edge\n127.0.0.2,edge\n")
 	expect("DIR/devices.csv, which the policy names, has changed since it was applied")
-	must[agent.Plan](h, "apply")
+	must[api.Plan](h, "apply")
 	expect("")
 	h.write("policy.yaml", strings.Replace(mappedService, "slots: 4", "slots: none", 1))
 	expect("the policy file is not in force, it is broken: DIR/policy.yaml:3:12")
@@ -142,7 +142,7 @@ func TestStatusTellsOfPolicyFile(t *testing.T) {
 	expect("read policy file: open DIR/policy.yaml: no such file")
 	h.write("policy.yaml", mappedService)
 	expect("differs")
-	must[agent.Plan](h, "apply")
+	must[api.Plan](h, "apply")
 	expect("")
 }
 
@@ -166,20 +166,20 @@ func TestApplyFile(t *testing.T) {
 	other := h.write("other/policy.yaml", strings.Replace(mappedService, "slots: 4", "slots: 3", 1))
 	expect := func(when string, slots, prefixes int, differs bool) {
 		t.Helper()
-		status := must[agent.Status](h, "status")
+		status := must[api.Status](h, "status")
 		s := status.Services[0]
 		if s.Slots != slots || s.DeviceMap.Prefixes != prefixes || strings.Contains(status.PolicyProblem, "differs") != differs {
 			t.Errorf("%s: %d slots, %d prefixes, problem %q", when, s.Slots, s.DeviceMap.Prefixes, status.PolicyProblem)
 		}
 	}
 	expect("started", 4, 1, false)
-	if plan := must[agent.Plan](h, "apply", other); len(plan.Changes) != 2 {
+	if plan := must[api.Plan](h, "apply", other); len(plan.Changes) != 2 {
 		t.Errorf("%+v", plan)
 	}
 	expect("applied the other", 3, 2, true)
-	must[agent.Plan](h, "apply")
+	must[api.Plan](h, "apply")
 	expect("applied its own", 4, 1, false)
-	must[agent.Plan](h, "apply", "--previous")
+	must[api.Plan](h, "apply", "--previous")
 	expect("applied the previous", 3, 2, true)
 	h.kill()
 	h.write("policy.yaml", "services: [\n")

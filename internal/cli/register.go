@@ -6,13 +6,13 @@ import (
 	"fmt"
 	"io"
 
-	"github.com/spf13/cobra"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"github.com/spf13/cobra"
 )
 
 func (c *command) registerCommand() *cobra.Command {
-	var m agent.Membership
+	var m api.Membership
 	var slot int
 	cmd := &cobra.Command{
 		Use:   "register --pid PID [--service S] [--slot N]",
@@ -23,7 +23,7 @@ slot. The process and its sockets must belong to a user of the service.`,
 			if cmd.Flags().Changed("slot") {
 				m.Slot = &slot
 			}
-			var got agent.Membership
+			var got api.Membership
 			if err := c.client().Post(cmd.Context(), "/v1/register", m, &got); err != nil {
 				return err
 			}

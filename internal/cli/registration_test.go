@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/api"
 )
 
 // What a registration costs does not depend on how many members there are: the agent
@@ -21,7 +21,7 @@ func TestRegistrationReads(t *testing.T) {
 	// reads are the system calls by which the agent has read, once all is at rest.
 	reads := func(ready int) (n int) {
 		t.Helper()
-		h.eventually("they are members", func() bool { return must[agent.Status](h, "status").Services[0].Ready == ready })
+		h.eventually("they are members", func() bool { return must[api.Status](h, "status").Services[0].Ready == ready })
 		text, err := os.ReadFile(fmt.Sprintf("/proc/%d/io", h.agent.Process.Pid))
 		if err != nil {
 			t.Fatal(err)

@@ -16,13 +16,14 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/internal/journal"
 )
@@ -270,7 +271,7 @@ func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 func (c *command) report(err error) {
 	if c.output == "json" {
 		// With no output there is nobody to tell.
-		_ = c.json(agent.Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)})
+		_ = c.json(api.Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)})
 		return
 	}
 	text := fmt.Sprintf("sockeye: %s\n", fault.Message(err))
@@ -289,7 +290,7 @@ func (c *command) toJournal() bool {
 	return ok && journal.Connected(f)
 }
 
-func (c *command) client() *agent.Client { return agent.NewClient(agent.SocketPath(c.runDir)) }
+func (c *command) client() *api.Client { return api.NewClient(api.SocketPath(c.runDir)) }
 
 func (c *command) json(v any) error {
 	var text bytes.Buffer

@@ -8,12 +8,13 @@ import (
 	"fmt"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/gateway"
 )
 
@@ -59,11 +60,11 @@ sockeye isolate.`,
 					}
 				}
 			}
-			m := agent.Membership{Service: service}
+			m := api.Membership{Service: service}
 			if cmd.Flags().Changed("slot") {
 				m.Slot = &slot
 			}
-			var got agent.Place
+			var got api.Place
 			if err := c.postToNewAgent(cmd.Context(), "/v1/run", m, &got); err != nil {
 				return err
 			}
@@ -94,7 +95,7 @@ const patienceForAgent = 5 * time.Second
 func (c *command) postToNewAgent(ctx context.Context, path string, body, into any) error {
 	for end := time.Now().Add(patienceForAgent); ; {
 		err := c.client().Post(ctx, path, body, into)
-		if !errors.Is(err, agent.ErrNoAgent) || time.Now().After(end) {
+		if !errors.Is(err, api.ErrNoAgent) || time.Now().After(end) {
 			return err
 		}
 		select {
@@ -106,7 +107,7 @@ func (c *command) postToNewAgent(ctx context.Context, path string, body, into an
 }
 
 // runIsolated is the member itself, and the gateway of the program.
-func (c *command) runIsolated(ctx context.Context, i *isolation, m *agent.Place, program gateway.Setup) error {
+func (c *command) runIsolated(ctx context.Context, i *isolation, m *api.Place, program gateway.Setup) error {
 	protocols := map[string]uint8{"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP}
 	var sockets []gateway.MemberSocket
 	for _, l := range m.Listeners {

@@ -12,10 +12,11 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/api"
+
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/bigtcp"
 )
 
@@ -110,13 +111,13 @@ func TestSizesByAgent(t *testing.T) {
 		return strings.Contains(table(), "DIR/netns/blue 1 1 0 0 0 0\n")
 	})
 
-	var all agent.BigTCPStatus
-	if err := agent.NewClient(agent.SocketPath(h.run)).Get(t.Context(), "/v1/bigtcp", nil, &all); err != nil || len(all.Interfaces) != 3 {
+	var all api.BigTCPStatus
+	if err := api.NewClient(api.SocketPath(h.run)).Get(t.Context(), "/v1/bigtcp", nil, &all); err != nil || len(all.Interfaces) != 3 {
 		t.Errorf("%+v, %v", all, err)
 	}
-	var one agent.BigTCPStatus
+	var one api.BigTCPStatus
 	query := url.Values{"netns": {blue}, "interface": {"inner"}}
-	if err := agent.NewClient(agent.SocketPath(h.run)).Get(t.Context(), "/v1/bigtcp", query, &one); err != nil || len(one.Interfaces) != 1 ||
+	if err := api.NewClient(api.SocketPath(h.run)).Get(t.Context(), "/v1/bigtcp", query, &one); err != nil || len(one.Interfaces) != 1 ||
 		one.Interfaces[0].Rule != "inner of "+blue+": ipv6 192KB" || one.Interfaces[0].Sizes.GSO != 192000 || one.Interfaces[0].Index == 0 {
 		t.Errorf("%+v, %v", one, err)
 	}
@@ -132,7 +133,7 @@ func TestSizesByAgent(t *testing.T) {
 	h.eventually("the change is seen", func() bool {
 		return strings.Contains(table(), "\nbig1: changed: somebody else has set its sizes since, which are left alone\nhint: sockeye apply sets them as the policy says\n")
 	})
-	status := must[agent.Status](h, "status")
+	status := must[api.Status](h, "status")
 	if n := status.BigTCP[0]; n.Applied != 1 || n.Changed != 1 || len(n.Problems) != 1 || n.Problems[0].Sizes.GSO != 100000 {
 		t.Errorf("%+v", status.BigTCP)
 	}
@@ -267,7 +268,7 @@ func TestSizesOfKilledAgent(t *testing.T) {
 	for _, name := range names {
 		h.wantSize(name, 192000)
 	}
-	if n := must[agent.Status](h, "status").BigTCP[0]; n.Applied != len(names) {
+	if n := must[api.Status](h, "status").BigTCP[0]; n.Applied != len(names) {
 		t.Errorf("%+v", n)
 	}
 	h.write("policy.yaml", "bigtcp: []\n")

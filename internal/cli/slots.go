@@ -7,9 +7,9 @@ import (
 	"io"
 	"net/url"
 
-	"github.com/spf13/cobra"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"github.com/spf13/cobra"
 )
 
 // serviceFlag adds --service to a command that shows, and returns the query
@@ -31,7 +31,7 @@ func (c *command) slotsCommand() *cobra.Command {
 	}
 	query := serviceFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		var slots []agent.SlotStatus
+		var slots []api.SlotStatus
 		if err := c.client().Get(cmd.Context(), "/v1/slots", query(), &slots); err != nil {
 			return err
 		}

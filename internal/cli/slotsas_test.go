@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/api"
 )
 
 const twoParts = `services:
@@ -32,7 +32,7 @@ func TestSlotsAs(t *testing.T) {
 		addresses = append(addresses, fmt.Sprintf("192.0.2.%d", i))
 	}
 	// apart counts the addresses of which the services have different slots.
-	apart := func(list []agent.WhereStatus) (n int) {
+	apart := func(list []api.WhereStatus) (n int) {
 		slots := map[string]int{}
 		for _, w := range list {
 			if slot, ok := slots[w.Address.String()]; ok && slot != w.Slot {
@@ -42,9 +42,9 @@ func TestSlotsAs(t *testing.T) {
 		}
 		return n
 	}
-	where := func(args ...string) []agent.WhereStatus {
+	where := func(args ...string) []api.WhereStatus {
 		t.Helper()
-		return must[[]agent.WhereStatus](h, append(append([]string{"where"}, args...), addresses...)...)
+		return must[[]api.WhereStatus](h, append(append([]string{"where"}, args...), addresses...)...)
 	}
 	if n := apart(where()); n == 0 {
 		t.Fatal("services of their own agree on every device")
@@ -86,7 +86,7 @@ func TestSlotsAs(t *testing.T) {
 				t.Errorf("%s, TCP of %s reaches %s, UDP %s", when, address, tcp, udp)
 			}
 		}
-		for _, s := range must[agent.Status](h, "status").Services {
+		for _, s := range must[api.Status](h, "status").Services {
 			if want := map[string]string{"ipfix": "bmp"}[s.Name]; s.SlotsAs != want {
 				t.Errorf("service %s has the slots of %q", s.Name, s.SlotsAs)
 			}
@@ -109,7 +109,7 @@ func TestSlotsAs(t *testing.T) {
 func TestSlotsAsFromTheStart(t *testing.T) {
 	h := newHost(t, strings.Replace(twoParts, "  bmp:\n", "  bmp:\n    slots_as: ipfix\n", 1))
 	h.start()
-	s := must[agent.Status](h, "status").Services
+	s := must[api.Status](h, "status").Services
 	if s[0].Nonce != s[1].Nonce {
 		t.Errorf("nonces %s and %s", s[0].Nonce, s[1].Nonce)
 	}

@@ -8,9 +8,9 @@ import (
 	"strings"
 	"time"
 
-	"github.com/spf13/cobra"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"github.com/spf13/cobra"
 )
 
 func (c *command) statusCommand() *cobra.Command {
@@ -18,7 +18,7 @@ func (c *command) statusCommand() *cobra.Command {
 		Use:   "status",
 		Short: "Show the agent, its services, tuned and traced cgroups, sized interfaces, and what is wrong",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			var s agent.Status
+			var s api.Status
 			if err := c.client().Get(cmd.Context(), "/v1/status", nil, &s); err != nil {
 				return err
 			}
@@ -27,7 +27,7 @@ func (c *command) statusCommand() *cobra.Command {
 	}
 }
 
-func (c *command) status(w io.Writer, s *agent.Status) {
+func (c *command) status(w io.Writer, s *api.Status) {
 	fmt.Fprintf(w, "agent %s, pid %d, up %s, policy %s\n\n", s.Version, s.PID,
 		c.Now().Sub(s.Started).Round(time.Second), s.Policy)
 	if s.PolicyProblem != "" {
@@ -94,7 +94,7 @@ func (c *command) status(w io.Writer, s *agent.Status) {
 }
 
 // sized shows what the bigtcp rules have come to, by network namespace.
-func (c *command) sized(w io.Writer, s *agent.Status) {
+func (c *command) sized(w io.Writer, s *api.Status) {
 	for i, n := range s.BigTCP {
 		if i == 0 && len(s.Services)+len(s.Tune)+len(s.Trace) > 0 {
 			fmt.Fprintln(w)

@@ -17,6 +17,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
@@ -168,10 +170,10 @@ func inOwnNetwork(cmd *exec.Cmd) { cmd.SysProcAttr.Cloneflags |= unix.CLONE_NEWN
 
 func inOwnMounts(cmd *exec.Cmd) { cmd.SysProcAttr.Cloneflags |= unix.CLONE_NEWNS }
 
-func (h *host) service() agent.ServiceStatus { return must[agent.Status](h, "status").Services[0] }
+func (h *host) service() api.ServiceStatus { return must[api.Status](h, "status").Services[0] }
 
 func (h *host) slotPIDs() (pids []int) {
-	for _, slot := range must[[]agent.SlotStatus](h, "slots") {
+	for _, slot := range must[[]api.SlotStatus](h, "slots") {
 		pids = append(pids, slot.PID)
 	}
 	return pids
@@ -526,7 +528,7 @@ func TestLearnedUser(t *testing.T) {
 	}
 	h.start()
 	member, _ := h.member(nil, sharedSpecs...)
-	must[agent.Membership](h, "register", "--pid", fmt.Sprint(member))
+	must[api.Membership](h, "register", "--pid", fmt.Sprint(member))
 	h.served(0, member)
 	if status := h.service(); !status.Held || status.Problem != "" {
 		t.Errorf("status: %+v", status)

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"sockeye/internal/fault"
@@ -19,14 +21,13 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 )
 
 // traced is the answer of trace -o json.
 type traced struct {
-	agent.TraceStatus
-	agent.TraceResults
+	api.TraceStatus
+	api.TraceResults
 }
 
 // traceView is what trace shows.
@@ -106,7 +107,7 @@ of the last time only; the agent remembers an hour.`,
 
 // tracedCgroups completes names of cgroups.
 func (c *command) tracedCgroups(cmd *cobra.Command, _ []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
-	var s agent.TraceStatus
+	var s api.TraceStatus
 	if err := c.client().Get(cmd.Context(), "/v1/trace", nil, &s); err != nil {
 		return nil, cobra.ShellCompDirectiveError
 	}
@@ -119,8 +120,8 @@ func (c *command) tracedCgroups(cmd *cobra.Command, _ []string, _ string) ([]cob
 
 // traceStatus asks what is traced. The error has code 3 where this kernel can
 // trace nothing of what the rules ask for.
-func (c *command) traceStatus(ctx context.Context, cgroup string) (*agent.TraceStatus, error) {
-	var s agent.TraceStatus
+func (c *command) traceStatus(ctx context.Context, cgroup string) (*api.TraceStatus, error) {
+	var s api.TraceStatus
 	if err := c.client().Get(ctx, "/v1/trace", given("cgroup", cgroup), &s); err != nil {
 		return nil, err
 	}
@@ -138,11 +139,11 @@ func (c *command) traceStatus(ctx context.Context, cgroup string) (*agent.TraceS
 }
 
 // lacksTimestamps says what this kernel lacks.
-func lacksTimestamps(s *agent.TraceStatus, hint string) error {
+func lacksTimestamps(s *api.TraceStatus, hint string) error {
 	return &fault.Error{Err: errors.New(untimed(s)), Hint: hint, Code: fault.CodeUnsupported}
 }
 
-func untimed(s *agent.TraceStatus) string {
+func untimed(s *api.TraceStatus) string {
 	return "this kernel cannot trace what is sent over TCP: it needs " + s.Needs
 }
 
@@ -239,7 +240,7 @@ func (c *command) period(t *traced, v traceView, groups int) string {
 }
 
 // tracedCgroup shows a cgroup and its rules.
-func (c *command) tracedCgroup(l *text, g *agent.TracedCgroup) {
+func (c *command) tracedCgroup(l *text, g *api.TracedCgroup) {
 	words := g.Cgroup
 	if g.Path != "" && g.Path != g.Cgroup {
 		words += " (" + g.Path + ")"

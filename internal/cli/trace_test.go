@@ -16,12 +16,13 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 )
 
@@ -99,27 +100,27 @@ func counted(n int, times ...time.Duration) *measure.Histogram {
 }
 
 // telemetry is a cgroup that is traced.
-func telemetry() agent.TracedCgroup {
-	return agent.TracedCgroup{
+func telemetry() api.TracedCgroup {
+	return api.TracedCgroup{
 		Cgroup: "telemetry.slice", Path: "/main.slice/telemetry.slice", Attached: true, Since: noon.Add(-time.Hour), Programs: []string{"trace_sockops"}, Memory: 1 << 20,
-		Rules: []agent.TraceRuleStatus{{
+		Rules: []api.TraceRuleStatus{{
 			Name: "replies", Match: "port 1790", Connections: "1/10", Messages: "1/100", GroupBy: []string{"remote/24", "port"}, Groups: 2, Limit: 64,
 			Stages: []string{"stack", "qdisc", "network"}, Protocols: []string{"tcp"},
-			Skipped: []agent.TraceSkipped{{Stage: "send", Needs: "fentry, which this architecture lacks"}},
+			Skipped: []api.TraceSkipped{{Stage: "send", Needs: "fentry, which this architecture lacks"}},
 		}, {
 			Name: "flows", Match: "all", Connections: "1/1", Messages: "100/s", GroupBy: []string{}, Groups: 1, Limit: 1, Stages: []string{"rx_stack", "reader"},
-			Protocols: []string{"udp"}, Skipped: []agent.TraceSkipped{},
+			Protocols: []string{"udp"}, Skipped: []api.TraceSkipped{},
 		}},
 	}
 }
 
-func tracedStatus(cgroups ...agent.TracedCgroup) agent.TraceStatus {
-	return agent.TraceStatus{Timestamps: true, Cgroups: cgroups}
+func tracedStatus(cgroups ...api.TracedCgroup) api.TraceStatus {
+	return api.TraceStatus{Timestamps: true, Cgroups: cgroups}
 }
 
 // oldKernel is a status without BPF timestamping.
-func oldKernel(cgroups ...agent.TracedCgroup) agent.TraceStatus {
-	return agent.TraceStatus{Needs: "BPF timestamping, Linux 6.15 or later", Cgroups: append([]agent.TracedCgroup{}, cgroups...)}
+func oldKernel(cgroups ...api.TracedCgroup) api.TraceStatus {
+	return api.TraceStatus{Needs: "BPF timestamping, Linux 6.15 or later", Cgroups: append([]api.TracedCgroup{}, cgroups...)}
 }
 
 const untimedText = "this kernel cannot trace what is sent over TCP: it needs BPF timestamping, Linux 6.15 or later"
@@ -157,7 +158,7 @@ func measurements() measure.Period {
 func tracing(t *testing.T) *fake {
 	f := newFake(t)
 	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
-	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: measurements()}
+	f.answers["GET /v1/trace/results"] = api.TraceResults{Period: measurements()}
 	return f
 }
 
@@ -191,13 +192,13 @@ func TestTrace(t *testing.T) {
 	f.answers["GET /v1/trace"] = tracedStatus(other)
 	some := measurements()
 	some.Results = some.Results[3:]
-	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: some, Partial: true}
+	f.answers["GET /v1/trace/results"] = api.TraceResults{Period: some, Partial: true}
 	f.printsGolden("trace-cgroup", "trace", "--cgroup", "/lab", "--since=1h30m")
 	f.wasAsked("GET /v1/trace cgroup=/lab", "GET /v1/trace/results cgroup=/lab since=1h30m0s")
 
 	// A time that others were under way before, and counts that do not fit.
 	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
-	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: measure.Period{From: noon.Add(-time.Minute), To: noon, Results: []measure.Result{
+	f.answers["GET /v1/trace/results"] = api.TraceResults{Period: measure.Period{From: noon.Add(-time.Minute), To: noon, Results: []measure.Result{
 		{Group: replies("192.0.2.0/24"), Chosen: 10, Outcomes: map[measure.Outcome]uint64{measure.Acked: 12}, InFlight: 1},
 		{Group: replies("198.51.100.0/24"), Chosen: 10, Outcomes: map[measure.Outcome]uint64{measure.Acked: 7}, InFlight: 1},
 		{Group: replies("203.0.113.0/24"), RXChosen: 10, RXOutcomes: map[measure.Outcome]uint64{measure.Read: 10, measure.RXFull: 3}},
@@ -216,18 +217,18 @@ func TestTrace(t *testing.T) {
 // What there is to say where nothing is.
 func TestTraceNothing(t *testing.T) {
 	f := newFake(t)
-	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: measure.Period{Results: []measure.Result{}}}
-	f.answers["GET /v1/trace/slow"] = []agent.TraceSlow{}
+	f.answers["GET /v1/trace/results"] = api.TraceResults{Period: measure.Period{Results: []measure.Result{}}}
+	f.answers["GET /v1/trace/slow"] = []api.TraceSlow{}
 	rules := "there are no trace rules\nhint: add one to the policy, as in trace: [{cgroup: telemetry.slice, group_by: remote/24}], and run sockeye apply\n"
-	f.answers["GET /v1/trace"] = tracedStatus([]agent.TracedCgroup{}...)
+	f.answers["GET /v1/trace"] = tracedStatus([]api.TracedCgroup{}...)
 	f.shows(rules, nil, "trace")
 	f.shows(rules, nil, "trace", "slow")
 
-	f.answers["GET /v1/trace"] = tracedStatus(agent.TracedCgroup{Cgroup: "/lab", Path: "/lab", Attached: true, Rules: []agent.TraceRuleStatus{{Name: "lab", Connections: "1/1", Messages: "1/1", Limit: 64, Stages: []string{"stack"}}}})
+	f.answers["GET /v1/trace"] = tracedStatus(api.TracedCgroup{Cgroup: "/lab", Path: "/lab", Attached: true, Rules: []api.TraceRuleStatus{{Name: "lab", Connections: "1/1", Messages: "1/1", Limit: 64, Stages: []string{"stack"}}}})
 	lab := "/lab: attached\n  rule lab: 1/1 of the connections, 1/1 of their messages\n\n"
 	f.shows(lab+"no message was chosen yet\n", nil, "trace")
 	f.shows("no message that was chosen has ended in this time\n", nil, "trace", "slow")
-	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: measure.Period{From: time.Now().Add(-90 * time.Second), To: time.Now(), Results: []measure.Result{}}}
+	f.answers["GET /v1/trace/results"] = api.TraceResults{Period: measure.Period{From: time.Now().Add(-90 * time.Second), To: time.Now(), Results: []measure.Result{}}}
 	f.shows(lab+"the last 5m0s: no message was chosen\n", nil, "trace", "--since", "5m")
 	f.shows(lab+"the last 5m0s: no such message was chosen\n", nil, "trace", "--since", "5m", "--select", "rule=x")
 	if r := f.at("trace", "--stage", "nic"); !strings.HasSuffix(r.out, ": no such message was chosen\n") || r.code != 0 {
@@ -239,7 +240,7 @@ func TestTraceNothing(t *testing.T) {
 	send := telemetry()
 	send.Rules = send.Rules[:1]
 	send.Rules[0].Stages = []string{}
-	for _, s := range []agent.TraceStatus{oldKernel(), oldKernel(send)} {
+	for _, s := range []api.TraceStatus{oldKernel(), oldKernel(send)} {
 		f.answers["GET /v1/trace"] = s
 		for _, args := range []string{"trace", "trace slow", "trace samples", "trace report DIR/x.html", "trace compare rule=a rule=b", "trace compare --trial x"} {
 			f.refused(3, untimedText, works, nil, strings.Fields(strings.ReplaceAll(args, "DIR", f.dir))...)
@@ -252,7 +253,7 @@ func TestTraceNothing(t *testing.T) {
 		t.Errorf("a report that was refused: %v", err)
 	}
 	f.answers["GET /v1/trace"] = oldKernel(telemetry())
-	f.answers["GET /v1/trace/results"] = agent.TraceResults{Period: measure.Period{From: noon, To: noon, Results: measurements().Results[4:]}}
+	f.answers["GET /v1/trace/results"] = api.TraceResults{Period: measure.Period{From: noon, To: noon, Results: measurements().Results[4:]}}
 	r := f.at("trace")
 	if !strings.HasPrefix(r.out, untimedText+"\ntelemetry.slice (") || !strings.Contains(r.out, "\n  reader      2") || r.code != 0 {
 		t.Errorf("%+v", r)
@@ -270,7 +271,7 @@ func TestTraceWatch(t *testing.T) {
 			stop()
 			return
 		}
-		writeJSON(t, w, agent.TraceResults{Period: measurements()})
+		writeJSON(t, w, api.TraceResults{Period: measurements()})
 	})
 	r := f.during(ctx, "trace", "--watch")
 	once, err := os.ReadFile("testdata/trace.golden")
@@ -287,10 +288,10 @@ func TestTraceWatch(t *testing.T) {
 	f.answers["GET /v1/trace/results"] = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		if screens++; screens == 2 {
 			w.WriteHeader(http.StatusInternalServerError)
-			writeJSON(t, w, agent.Failure{Error: "no more", Code: 1})
+			writeJSON(t, w, api.Failure{Error: "no more", Code: 1})
 			return
 		}
-		writeJSON(t, w, agent.TraceResults{Period: measurements()})
+		writeJSON(t, w, api.TraceResults{Period: measurements()})
 	})
 	if r := f.at("trace", "--watch"); r.out != screen+"\x1b[?7h" || r.code != 1 || r.err != "sockeye: no more\n" {
 		t.Errorf("%+v", r)
@@ -390,8 +391,8 @@ func TestTraceWithoutAgent(t *testing.T) {
 // Status names what is traced.
 func TestStatusTrace(t *testing.T) {
 	f := newFake(t)
-	gone := agent.TracedCgroup{Cgroup: "gone.service", Problem: "there is no unit gone.service", Hint: "it is traced from the moment it starts"}
-	f.answers["GET /v1/status"] = agent.Status{Version: "1", PID: 812, Started: noon, Policy: "/p", Trace: []agent.TracedCgroup{telemetry(), gone}}
+	gone := api.TracedCgroup{Cgroup: "gone.service", Problem: "there is no unit gone.service", Hint: "it is traced from the moment it starts"}
+	f.answers["GET /v1/status"] = api.Status{Version: "1", PID: 812, Started: noon, Policy: "/p", Trace: []api.TracedCgroup{telemetry(), gone}}
 	want := `agent 1, pid 812, up 0s, policy /p
 
 TRACED CGROUP    RULES  ATTACHED

@@ -9,13 +9,13 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
-
-	"sockeye/internal/agent"
 )
 
 // compared is the answer of trace compare -o json.
@@ -198,11 +198,11 @@ func (c *command) comparePeriods(ctx context.Context, selector, periodA, periodB
 
 // history asks for what was measured, in slices. The error has code 3 where this
 // kernel measures nothing.
-func (c *command) history(ctx context.Context, q map[string][]string) (*agent.TraceHistory, error) {
+func (c *command) history(ctx context.Context, q map[string][]string) (*api.TraceHistory, error) {
 	if _, err := c.traceStatus(ctx, ""); err != nil {
 		return nil, err
 	}
-	var h agent.TraceHistory
+	var h api.TraceHistory
 	return &h, c.client().Get(ctx, "/v1/trace/history", q, &h)
 }
 

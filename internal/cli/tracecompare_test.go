@@ -7,14 +7,15 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 )
 
 // twoArms are slices of a trial whose treated connections are faster in the stack.
-func twoArms(n int) agent.TraceHistory {
+func twoArms(n int) api.TraceHistory {
 	return hour(n, func(i int) []measure.Result {
 		var results []measure.Result
 		for _, arm := range []string{"control", "treated"} {
@@ -115,7 +116,7 @@ func TestTraceCompareRefusals(t *testing.T) {
 	}
 
 	// Nothing was measured, or hardly anything.
-	f.answers["GET /v1/trace/history"] = agent.TraceHistory{Slices: []measure.Period{}}
+	f.answers["GET /v1/trace/history"] = api.TraceHistory{Slices: []measure.Period{}}
 	f.refused(2, `no group that was measured is "rule=a"`, "nothing was measured in this time", nil, "trace", "compare", "rule=a", "rule=b")
 	little := twoArms(1)
 	little.Partial = true

@@ -11,23 +11,24 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/internal/trace/packets"
 )
 
 // tracedPackets is the answer of trace packets -o json.
 type tracedPackets struct {
-	Connection agent.TraceConnection `json:"connection"`
-	Packets    []packets.Packet      `json:"packets"`
-	Summary    packets.Summary       `json:"summary"`
-	File       string                `json:"file,omitempty"`
+	Connection api.TraceConnection `json:"connection"`
+	Packets    []packets.Packet    `json:"packets"`
+	Summary    packets.Summary     `json:"summary"`
+	File       string              `json:"file,omitempty"`
 }
 
 // Bounds of the agent.
@@ -148,7 +149,7 @@ func (c *command) packets(ctx context.Context, q url.Values, path string, force 
 		return unlessDone(ctx, err)
 	}
 	defer s.Close()
-	var line agent.TracePacketLine
+	var line api.TracePacketLine
 	if err := s.Next(&line); err != nil {
 		return unlessDone(ctx, brokeOff(err))
 	}
@@ -187,11 +188,11 @@ type packetView struct {
 }
 
 // follow reads what happens until its end.
-func (v *packetView) follow(ctx context.Context, s *agent.Stream) error {
+func (v *packetView) follow(ctx context.Context, s *api.Stream) error {
 	a := packets.NewAssembler(packets.Clock(v.answer.Connection.Clock), 0, v.packet)
-	var end *agent.TracePacketsEnd
+	var end *api.TracePacketsEnd
 	for end == nil && ctx.Err() == nil {
-		var line agent.TracePacketLine
+		var line api.TracePacketLine
 		err := s.Next(&line)
 		switch {
 		case ctx.Err() != nil:

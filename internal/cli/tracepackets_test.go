@@ -12,15 +12,16 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/bpf"
 	"sockeye/internal/trace/packets"
 )
 
 // event is something that happened at so many microseconds to a packet.
-func event(kind uint8, at uint64, seq, ack, length uint32) agent.TracePacketLine {
+func event(kind uint8, at uint64, seq, ack, length uint32) api.TracePacketLine {
 	e := &bpf.PacketEvent{}
 	e.Kind, e.Time, e.Flags, e.Ifindex = kind, at*1000, bpf.PacketTCP, 2
 	e.Skb, e.Seq, e.Ack, e.Length, e.Size, e.Window, e.Tcp = uint64(seq), seq, ack, length, length+40, 65535, 1<<4
@@ -31,7 +32,7 @@ func event(kind uint8, at uint64, seq, ack, length uint32) agent.TracePacketLine
 		e.Bytes = header(seq, ack, length)
 		e.Captured = uint16(len(e.Bytes))
 	}
-	return agent.TracePacketLine{Event: e}
+	return api.TracePacketLine{Event: e}
 }
 
 // header is how an IPv4 packet with a TCP header begins.
@@ -48,14 +49,14 @@ func header(seq, ack, length uint32) []byte {
 }
 
 // connection is the first line of an answer. Its clock begins at noon.
-func connection() agent.TracePacketLine {
-	return agent.TracePacketLine{Connection: &agent.TraceConnection{
+func connection() api.TracePacketLine {
+	return api.TracePacketLine{Connection: &api.TraceConnection{
 		Local: "10.0.0.1:1790", Remote: "192.0.2.7:40000", PID: 812, FD: 7, Command: "nfacctd -f " + hostile, Cookie: 17, Clock: noon.UnixNano(), Missing: []string{},
 	}}
 }
 
-func ending(lost uint64, reason string) agent.TracePacketLine {
-	return agent.TracePacketLine{End: &agent.TracePacketsEnd{Lost: lost, Reason: reason}}
+func ending(lost uint64, reason string) api.TracePacketLine {
+	return api.TracePacketLine{End: &api.TracePacketsEnd{Lost: lost, Reason: reason}}
 }
 
 // exchange is two packets sent, the second one twice, and what acknowledges them.
@@ -149,7 +150,7 @@ func TestTracePackets(t *testing.T) {
 		}
 	}
 
-	f.answers["GET /v1/trace/packets"] = agent.Failure{Error: "there is no process 812", Hint: "name another", Code: fault.CodeUsage}
+	f.answers["GET /v1/trace/packets"] = api.Failure{Error: "there is no process 812", Hint: "name another", Code: fault.CodeUsage}
 	f.refused(2, "there is no process 812", "name another", nil, "trace", "packets", "--pid", "812", "--fd", "7", "-w", f.dir+"/z.pcapng")
 	f.leaves("policy.yaml", "run", "x.pcapng", "y.pcapng")
 }

@@ -6,9 +6,9 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/fault"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/fault"
 )
 
 func TestTraceRefusals(t *testing.T) {
@@ -140,7 +140,7 @@ func TestTraceRefusals(t *testing.T) {
 
 	// What only the agent knows it says itself, with its code.
 	for _, key := range []string{"trace", "trace/results", "trace/history", "trace/slow", "trace/samples", "trace/packets"} {
-		f.answers["GET /v1/"+key] = agent.Failure{Error: "not for you", Hint: "ask root", Code: fault.CodeNotPermitted}
+		f.answers["GET /v1/"+key] = api.Failure{Error: "not for you", Hint: "ask root", Code: fault.CodeNotPermitted}
 	}
 	for _, args := range []string{"trace", "trace slow", "trace samples", "trace report DIR/x.html", "trace compare rule=a rule=b", "trace packets --pid 1 --fd 1"} {
 		f.refused(4, "not for you", "ask root", nil, strings.Fields(strings.ReplaceAll(args, "DIR", f.dir))...)

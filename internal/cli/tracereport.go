@@ -9,6 +9,8 @@ import (
 	"os"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 	"sockeye/internal/trace/report"
 
@@ -16,7 +18,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 )
 
@@ -88,7 +89,7 @@ func (c *command) traceReport(ctx context.Context, file *newFile, since time.Dur
 	if err != nil {
 		return nil, err
 	}
-	var history agent.TraceHistory
+	var history api.TraceHistory
 	if err := c.client().Get(ctx, "/v1/trace/history", query(since, selector), &history); err != nil {
 		return nil, err
 	}
@@ -96,7 +97,7 @@ func (c *command) traceReport(ctx context.Context, file *newFile, since time.Dur
 	if r.Host, err = os.Hostname(); err != nil {
 		return nil, fmt.Errorf("write %s: %w", file.path, err)
 	}
-	var list []agent.TraceSlow
+	var list []api.TraceSlow
 	q := query(since, selector)
 	q.Set("n", fmt.Sprint(reportSlow))
 	if err := c.client().Get(ctx, "/v1/trace/slow", q, &list); err != nil {
@@ -126,7 +127,7 @@ func (c *command) traceReport(ctx context.Context, file *newFile, since time.Dur
 }
 
 // reportNotes say what a reader of the report should know.
-func (c *command) reportNotes(status *agent.TraceStatus, history *agent.TraceHistory, since time.Duration, selector string) []string {
+func (c *command) reportNotes(status *api.TraceStatus, history *api.TraceHistory, since time.Duration, selector string) []string {
 	var notes []string
 	note := func(format string, args ...any) { notes = append(notes, fmt.Sprintf(format, args...)) }
 	if history.Partial && len(history.Slices) > 0 {

@@ -9,16 +9,16 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"sockeye/internal/fault"
-
-	"sockeye/internal/agent"
 )
 
 // hour is a history of slices of 10 s that end at noon, each made by of.
-func hour(slices int, of func(i int) []measure.Result) agent.TraceHistory {
-	h := agent.TraceHistory{Slices: []measure.Period{}}
+func hour(slices int, of func(i int) []measure.Result) api.TraceHistory {
+	h := api.TraceHistory{Slices: []measure.Period{}}
 	for i := range slices {
 		from := noon.Add(time.Duration(i-slices) * 10 * time.Second)
 		h.Slices = append(h.Slices, measure.Period{From: from, To: from.Add(10 * time.Second), Results: of(i)})
@@ -87,7 +87,7 @@ func TestTraceReport(t *testing.T) {
 	taken("write DIR/trace.html/x.html: not a directory", "name a file in a directory that is there", file+"/x.html")
 
 	// An agent that fails leaves no file behind.
-	f.answers["GET /v1/trace/slow"] = agent.Failure{Error: "no more", Code: fault.CodeFailed}
+	f.answers["GET /v1/trace/slow"] = api.Failure{Error: "no more", Code: fault.CodeFailed}
 	f.refused(1, "no more", "", nil, "trace", "report", f.dir+"/new.html")
 	f.refused(1, "no more", "", nil, "trace", "report", "--force", file)
 	if _, again := f.page(file); again != page {
@@ -123,8 +123,8 @@ func (f *fake) leaves(names ...string) {
 // Nothing, little and too late to report is said.
 func TestTraceReportLittle(t *testing.T) {
 	f := reporting(t)
-	f.answers["GET /v1/trace/history"] = agent.TraceHistory{Slices: []measure.Period{}}
-	f.answers["GET /v1/trace/slow"] = []agent.TraceSlow{}
+	f.answers["GET /v1/trace/history"] = api.TraceHistory{Slices: []measure.Period{}}
+	f.answers["GET /v1/trace/slow"] = []api.TraceSlow{}
 	file := f.dir + "/trace.html"
 	r := f.at("trace", "report", file)
 	size, _ := f.page(file)
@@ -163,7 +163,7 @@ func TestTraceReportRace(t *testing.T) {
 	file := f.dir + "/trace.html"
 	f.answers["GET /v1/trace/slow"] = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		f.write("trace.html", "somebody else's")
-		writeJSON(t, w, []agent.TraceSlow{})
+		writeJSON(t, w, []api.TraceSlow{})
 	})
 	if r := f.at("trace", "report", file); r.code != 2 || r.err != "sockeye: "+file+" is there already\nhint: name another file, or give --force to replace it\n" || r.out != "" {
 		t.Errorf("%+v", r)

@@ -12,11 +12,11 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"sockeye/internal/fault"
-
-	"sockeye/internal/agent"
 )
 
 // lines answers with lines, each sent at once, and then calls last, or ends.
@@ -41,10 +41,10 @@ func untilGone(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }
 func breakOff(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }
 
 // numbered is a message that can be told from others.
-func numbered(key int) agent.TraceSampleLine {
+func numbered(key int) api.TraceSampleLine {
 	s := message()
 	s.Key = uint32(key)
-	return agent.TraceSampleLine{Sample: &s}
+	return api.TraceSampleLine{Sample: &s}
 }
 
 func TestTraceSamples(t *testing.T) {
@@ -69,7 +69,7 @@ func TestTraceSamples(t *testing.T) {
 	}
 
 	// As many as asked for, and then it leaves.
-	samples(untilGone, numbered(1), numbered(2), agent.TraceSampleLine{}, numbered(3))
+	samples(untilGone, numbered(1), numbered(2), api.TraceSampleLine{}, numbered(3))
 	r := f.at("trace", "samples", "-o", "jsonl", "--count", "2", "--select", "rule=replies", "--cgroup", "/lab", "--buffer", "3MB")
 	f.wasAsked("GET /v1/trace cgroup=/lab", "GET /v1/trace/samples buffer=4194304 cgroup=/lab select=rule=replies")
 	if got := fmt.Sprint(keys(r.out)); got != "[1 2]" || r.code != 0 || r.err != "" {
@@ -84,7 +84,7 @@ func TestTraceSamples(t *testing.T) {
 	// For a person.
 	odd := message()
 	odd.Outcome, odd.Group.Rule, odd.Stages = measure.Unacknowledged, hostile, nil
-	samples(untilGone, numbered(1), agent.TraceSampleLine{Sample: &odd})
+	samples(untilGone, numbered(1), api.TraceSampleLine{Sample: &odd})
 	f.printsGolden("trace-samples", "trace", "samples", "--count", "2")
 	f.wasAsked("GET /v1/trace", "GET /v1/trace/samples")
 
@@ -100,13 +100,13 @@ func TestTraceSamples(t *testing.T) {
 	}
 
 	// What was lost is told once, in the end, and makes the exit code.
-	samples(untilGone, agent.TraceSampleLine{Lost: 3}, numbered(1), agent.TraceSampleLine{Lost: 12}, numbered(2))
+	samples(untilGone, api.TraceSampleLine{Lost: 3}, numbered(1), api.TraceSampleLine{Lost: 12}, numbered(2))
 	r = f.at("trace", "samples", "-o", "jsonl", "--count", "2")
 	if got := fmt.Sprint(keys(r.out)); got != "[1 2]" || r.code != 1 ||
 		r.err != "sockeye: 12 messages were lost: the buffer was full\nhint: take a larger --buffer, or have the policy choose fewer messages\n" {
 		t.Errorf("%s: %+v", got, r)
 	}
-	samples(untilGone, agent.TraceSampleLine{Lost: 1})
+	samples(untilGone, api.TraceSampleLine{Lost: 1})
 	if r := f.at("trace", "samples", "--for", "1s"); r.code != 1 || !strings.HasPrefix(r.err, "sockeye: 1 message was lost: the buffer was full\n") || r.out != "" {
 		t.Errorf("%+v", r)
 	}
@@ -125,7 +125,7 @@ func TestTraceSamples(t *testing.T) {
 	}
 
 	// What only the agent knows it says itself.
-	f.answers["GET /v1/trace/samples"] = agent.Failure{Error: "no memory for the buffer", Hint: "take a smaller one", Code: fault.CodeUsage}
+	f.answers["GET /v1/trace/samples"] = api.Failure{Error: "no memory for the buffer", Hint: "take a smaller one", Code: fault.CodeUsage}
 	f.refused(2, "no memory for the buffer", "take a smaller one", nil, "trace", "samples", "--buffer", "256MB")
 }
 

@@ -11,13 +11,14 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 )
 
@@ -64,9 +65,9 @@ for 6 minutes.`,
 
 // slowest asks for the slowest messages. If there are none, the status tells why;
 // else it is nil.
-func (c *command) slowest(ctx context.Context, q url.Values, number int) ([]agent.TraceSlow, *agent.TraceStatus, error) {
+func (c *command) slowest(ctx context.Context, q url.Values, number int) ([]api.TraceSlow, *api.TraceStatus, error) {
 	q.Set("n", strconv.Itoa(number))
-	var list []agent.TraceSlow
+	var list []api.TraceSlow
 	if err := c.client().Get(ctx, "/v1/trace/slow", q, &list); err != nil || len(list) > 0 {
 		return list, nil, err
 	}
@@ -76,7 +77,7 @@ func (c *command) slowest(ctx context.Context, q url.Values, number int) ([]agen
 
 // sendStatus asks what is traced. The error has code 3 where nothing that is sent
 // over TCP is.
-func (c *command) sendStatus(ctx context.Context, cgroup string) (*agent.TraceStatus, error) {
+func (c *command) sendStatus(ctx context.Context, cgroup string) (*api.TraceStatus, error) {
 	s, err := c.traceStatus(ctx, cgroup)
 	if err == nil && !s.Timestamps {
 		err = lacksTimestamps(s, "sockeye trace shows what is traced here")
@@ -84,7 +85,7 @@ func (c *command) sendStatus(ctx context.Context, cgroup string) (*agent.TraceSt
 	return s, err
 }
 
-func (c *command) slow(l *text, list []agent.TraceSlow, status *agent.TraceStatus) {
+func (c *command) slow(l *text, list []api.TraceSlow, status *api.TraceStatus) {
 	switch {
 	case len(list) > 0:
 	case len(status.Cgroups) == 0:

@@ -9,9 +9,10 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 )
 
@@ -26,7 +27,7 @@ func message() measure.Sample {
 	}
 }
 
-func slowMessages() []agent.TraceSlow {
+func slowMessages() []api.TraceSlow {
 	lost := message()
 	lost.Ended = noon.Add(-26 * time.Hour)
 	lost.Group = measure.Group{Rule: hostile, Other: true}
@@ -35,7 +36,7 @@ func slowMessages() []agent.TraceSlow {
 	lost.Requeued = 30 * time.Millisecond
 	bare := message()
 	bare.Stages = map[config.Stage]time.Duration{measure.Total: 0}
-	return []agent.TraceSlow{
+	return []api.TraceSlow{
 		{Sample: message(), Explanation: measure.Explanation{Stage: config.StageStack, Cause: measure.CauseWindow,
 			Text:    "200 ms of 212 ms before it was sent: the peer's window was full",
 			Details: []string{"stack 200 ms, qdisc 12.3 µs, network 11.8 ms", "the peer's window held the connection for 200 ms"}}},
@@ -49,7 +50,7 @@ func TestTraceSlow(t *testing.T) {
 	f.answers["GET /v1/trace/slow"] = slowMessages()
 	f.printsGolden("trace-slow", "trace", "slow")
 	f.wasAsked("GET /v1/trace/slow n=10")
-	got := must[[]agent.TraceSlow](f.host, "trace", "slow", "-n", "3", "--since", "90s", "--select", "arm=treated")
+	got := must[[]api.TraceSlow](f.host, "trace", "slow", "-n", "3", "--since", "90s", "--select", "arm=treated")
 	f.wasAsked("GET /v1/trace/slow n=3 select=arm=treated since=1m30s")
 	if len(got) != 3 || !reflect.DeepEqual(got[0], slowMessages()[0]) {
 		t.Errorf("%+v", got)
@@ -58,7 +59,7 @@ func TestTraceSlow(t *testing.T) {
 	// The real explanation of a message is shown whole.
 	m := message()
 	e := measure.Explain(&m)
-	f.answers["GET /v1/trace/slow"] = []agent.TraceSlow{{Sample: m, Explanation: e}}
+	f.answers["GET /v1/trace/slow"] = []api.TraceSlow{{Sample: m, Explanation: e}}
 	r := f.at("trace", "slow")
 	for _, want := range append([]string{e.Text}, e.Details...) {
 		if !strings.Contains(r.out, " "+want+"\n") {

@@ -11,9 +11,10 @@ import (
 	"strings"
 	"text/tabwriter"
 
+	"sockeye/internal/api"
+
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 )
 
@@ -33,7 +34,7 @@ kernel, and those that are skipped because the kernel lacks them.`,
   sockeye tune --cgroup telemetry.slice
   sockeye tune explain 10.0.0.1:1790 192.0.2.1 --role accept`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			var list []agent.TuneStatus
+			var list []api.TuneStatus
 			if err := c.client().Get(cmd.Context(), "/v1/tune", given("cgroup", cgroup), &list); err != nil {
 				return err
 			}
@@ -70,7 +71,7 @@ func given(pairs ...string) url.Values {
 // -1 is no bound.
 func (c *command) ruleNames(most int) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, args []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
-		var list []agent.TuneStatus
+		var list []api.TuneStatus
 		if err := c.client().Get(cmd.Context(), "/v1/tune", nil, &list); err != nil {
 			return nil, cobra.ShellCompDirectiveError
 		}
@@ -91,7 +92,7 @@ func (c *command) ruleNames(most int) cobra.CompletionFunc {
 }
 
 // tuning shows a cgroup and its rules.
-func tuning(w io.Writer, s *agent.TuneStatus) {
+func tuning(w io.Writer, s *api.TuneStatus) {
 	fmt.Fprint(w, s.Cgroup)
 	if s.Path != "" && s.Path != s.Cgroup {
 		fmt.Fprintf(w, " (%s)", s.Path)
@@ -135,19 +136,19 @@ func tuning(w io.Writer, s *agent.TuneStatus) {
 	}
 }
 
-func foreign(f agent.TuneForeign) string {
+func foreign(f api.TuneForeign) string {
 	return fmt.Sprintf("program %d of somebody else, in %s, runs %s the rules: %s", f.ID, f.Cgroup, f.Order, f.Effect)
 }
 
-func failed(f agent.TuneFailure) string {
+func failed(f api.TuneFailure) string {
 	return fmt.Sprintf("%s failed %s: %s", f.Option, count(f.Count, "time", "times"), f.Error)
 }
 
-func skipped(s agent.TuneSkipped) string {
+func skipped(s api.TuneSkipped) string {
 	return fmt.Sprintf("%s is skipped: it needs %s", s.Option, s.Needs)
 }
 
-func ruleRow(r *agent.TuneRuleStatus) string {
+func ruleRow(r *api.TuneRuleStatus) string {
 	var failures uint64
 	for _, f := range r.Failures {
 		failures += f.Count
@@ -172,7 +173,7 @@ func ruleRow(r *agent.TuneRuleStatus) string {
 const matchWidth = 50
 
 // ruleNotes are the lines below a rule: what the table has no room for.
-func ruleNotes(r *agent.TuneRuleStatus) []string {
+func ruleNotes(r *api.TuneRuleStatus) []string {
 	var notes []string
 	if len(r.Match) > matchWidth {
 		notes = append(notes, "match "+r.Match)

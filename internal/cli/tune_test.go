@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/tune/trial"
 
 	"sockeye/internal/fault"
@@ -22,7 +24,6 @@ import (
 
 	"sockeye/internal/agent"
 	"sockeye/internal/match"
-	"sockeye/internal/tune"
 )
 
 // fake answers in an agent's place, and keeps what it was asked.
@@ -40,7 +41,7 @@ func newFake(t *testing.T) *fake {
 	if err := os.Mkdir(f.run, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	listener, err := net.Listen("unix", agent.SocketPath(f.run))
+	listener, err := net.Listen("unix", api.SocketPath(f.run))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -58,13 +59,13 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	f.asked = append(f.asked, strings.TrimSpace(r.Method+" "+r.URL.Path+" "+queryText(r)+string(body)))
 	answer, ok := f.answers[r.Method+" "+r.URL.Path]
 	if !ok {
-		answer = agent.Failure{Error: "the agent has no " + r.URL.Path, Code: fault.CodeUsage}
+		answer = api.Failure{Error: "the agent has no " + r.URL.Path, Code: fault.CodeUsage}
 	}
 	switch answer := answer.(type) {
 	case http.HandlerFunc:
 		answer(w, r)
 		return
-	case agent.Failure:
+	case api.Failure:
 		w.WriteHeader(http.StatusBadRequest)
 	}
 	if err := json.NewEncoder(w).Encode(answer); err != nil {
@@ -106,36 +107,36 @@ func asks[T any](f *fake, answer T, request, want string, args ...string) {
 	}
 }
 
-func tuned() []agent.TuneStatus {
-	return []agent.TuneStatus{{
+func tuned() []api.TuneStatus {
+	return []api.TuneStatus{{
 		Cgroup: "telemetry.slice", Path: "/main.slice/telemetry.slice", Attached: true,
-		Foreign: []agent.TuneForeign{
+		Foreign: []api.TuneForeign{
 			{ID: 812, Cgroup: "/", Order: "after", Effect: "may override sndbuf, cwnd_clamp"},
 			{ID: 7, Cgroup: "/main.slice/telemetry.slice/a", Order: "before", Effect: "a rule overrides what it sets"},
 		},
-		Rules: []agent.TuneRuleStatus{{
+		Rules: []api.TuneRuleStatus{{
 			Name: "same-datacentre", Match: "same_prefix 44; port 1790", Set: []string{"sndbuf 150KB", "cwnd_clamp 100"},
 			React: "rtos > 2, sample 1/100: congestion reno", Reactions: 1, Trial: "control 10%", Control: 119,
-			Skipped:     []agent.TuneSkipped{{Option: "rto_max", Needs: "Linux 6.15 or later"}},
-			Failures:    []agent.TuneFailure{{Option: "congestion", Error: "ENOENT", Count: 1}, {Option: "sndbuf", Error: "EPERM", Count: 12}},
+			Skipped:     []api.TuneSkipped{{Option: "rto_max", Needs: "Linux 6.15 or later"}},
+			Failures:    []api.TuneFailure{{Option: "congestion", Error: "ENOENT", Count: 1}, {Option: "sndbuf", Error: "EPERM", Count: 12}},
 			Connections: 1234, Established: 1200, Closed: 1183, Adopted: 2, OptionsSet: 2230, Bytes: 1 << 40, Segments: 1_000_000,
 			Retransmits: 31, RTOs: 3, Tags: 4, Older: 1, Observe: "live",
-			RTT: &agent.TuneSpread{P50: 312.4, P90: 400, P99: 9000}, Connect: &agent.TuneSpread{P50: 400, P90: 500, P99: 600},
+			RTT: &api.TuneSpread{P50: 312.4, P90: 400, P99: 9000}, Connect: &api.TuneSpread{P50: 400, P90: 500, P99: 600},
 		}, {
 			Name: "bulk", Match: "remote 2001:db8:1234:5678:9abc:def0:1234:5678/128, 9999 more; port 20000-20003; role accept",
-			Set: []string{"initial_cwnd explore 10, 40 by remote/24, share 10%, probe 2%, bytes 64KB, evidence 8, forget 1h"}, Skipped: []agent.TuneSkipped{},
-			Failures: []agent.TuneFailure{}, Connections: 40, Established: 30, Closed: 31, OptionsSet: 0, Segments: 10, Retransmits: 2, RTOs: 1, Observe: "close",
-			RTT: &agent.TuneSpread{P50: 1_234_567},
+			Set: []string{"initial_cwnd explore 10, 40 by remote/24, share 10%, probe 2%, bytes 64KB, evidence 8, forget 1h"}, Skipped: []api.TuneSkipped{},
+			Failures: []api.TuneFailure{}, Connections: 40, Established: 30, Closed: 31, OptionsSet: 0, Segments: 10, Retransmits: 2, RTOs: 1, Observe: "close",
+			RTT: &api.TuneSpread{P50: 1_234_567},
 		}, {
-			Name: "rest", Match: "all", Set: []string{}, Trial: "control 50%", Control: 1, Skipped: []agent.TuneSkipped{}, Failures: []agent.TuneFailure{}, Connections: 2,
+			Name: "rest", Match: "all", Set: []string{}, Trial: "control 50%", Control: 1, Skipped: []api.TuneSkipped{}, Failures: []api.TuneFailure{}, Connections: 2,
 			Observe: "off",
 		}},
 	}, {
-		Cgroup: "/lab", Path: "/lab", Attached: true, Created: true, Foreign: []agent.TuneForeign{},
-		Rules: []agent.TuneRuleStatus{{Name: "lab", Match: "all", Set: []string{"nodelay true"}, Skipped: []agent.TuneSkipped{}, Failures: []agent.TuneFailure{}, Observe: "live"}},
+		Cgroup: "/lab", Path: "/lab", Attached: true, Created: true, Foreign: []api.TuneForeign{},
+		Rules: []api.TuneRuleStatus{{Name: "lab", Match: "all", Set: []string{"nodelay true"}, Skipped: []api.TuneSkipped{}, Failures: []api.TuneFailure{}, Observe: "live"}},
 	}, {
-		Cgroup: "gone.service", Problem: "there is no unit gone.service", Hint: "its connections are tuned from the moment it starts", Foreign: []agent.TuneForeign{},
-		Rules: []agent.TuneRuleStatus{{Name: "gone", Match: "all", Set: []string{"nodelay true"}, Skipped: []agent.TuneSkipped{}, Failures: []agent.TuneFailure{}, Observe: "live"}},
+		Cgroup: "gone.service", Problem: "there is no unit gone.service", Hint: "its connections are tuned from the moment it starts", Foreign: []api.TuneForeign{},
+		Rules: []api.TuneRuleStatus{{Name: "gone", Match: "all", Set: []string{"nodelay true"}, Skipped: []api.TuneSkipped{}, Failures: []api.TuneFailure{}, Observe: "live"}},
 	}}
 }
 
@@ -183,14 +184,14 @@ func TestTune(t *testing.T) {
 	if r := f.sockeye("tune"); r.out != tunedText {
 		t.Errorf("the columns are\n%s\nwant\n%s", r.out, tunedText)
 	}
-	asks(f, []agent.TuneStatus{}, "GET /v1/tune cgroup=/lab", "there are no tune rules\n", "tune", "--cgroup", "/lab")
+	asks(f, []api.TuneStatus{}, "GET /v1/tune cgroup=/lab", "there are no tune rules\n", "tune", "--cgroup", "/lab")
 }
 
 func TestTuneExplain(t *testing.T) {
 	f := newFake(t)
 	miss := match.Step{Rule: "same-datacentre", Why: "addresses share 21 bits, not 44"}
 	hit := match.Step{Rule: "bulk", Matches: true, Why: "remote 10.1.2.3 is in 10.0.0.0/8"}
-	asks(f, []agent.TuneExplanation{{Cgroup: "/lab", Role: "accept", Rule: "bulk", Steps: []match.Step{miss, hit}, Set: []string{"sndbuf 150KB", "cwnd_clamp 100"}}},
+	asks(f, []api.TuneExplanation{{Cgroup: "/lab", Role: "accept", Rule: "bulk", Steps: []match.Step{miss, hit}, Set: []string{"sndbuf 150KB", "cwnd_clamp 100"}}},
 		"GET /v1/tune/explain cgroup=/lab local=10.0.0.1:1790 remote=10.1.2.3:40000 role=accept tag=rack 12", `
 /lab, accept
 
@@ -202,8 +203,8 @@ rule bulk: sndbuf 150KB, cwnd_clamp 100
 `, "tune", "explain", "10.0.0.1:1790", "10.1.2.3:40000", "--role", "accept", "--tag", "rack 12", "--cgroup", "/lab")
 
 	// A role that makes no difference is not told twice, and IPv4-mapped addresses are IPv4.
-	both := func(cgroup, rule string, s ...match.Step) []agent.TuneExplanation {
-		return []agent.TuneExplanation{{Cgroup: cgroup, Role: "connect", Rule: rule, Steps: s, Set: []string{}}, {Cgroup: cgroup, Role: "accept", Rule: rule, Steps: s, Set: []string{}}}
+	both := func(cgroup, rule string, s ...match.Step) []api.TuneExplanation {
+		return []api.TuneExplanation{{Cgroup: cgroup, Role: "connect", Rule: rule, Steps: s, Set: []string{}}, {Cgroup: cgroup, Role: "accept", Rule: rule, Steps: s, Set: []string{}}}
 	}
 	differs := both("/c", "", miss)
 	differs[1].Steps = []match.Step{{Rule: "same-datacentre", Why: "it accepts, the rule is for connect"}}
@@ -241,19 +242,19 @@ no local port is given: rules on it do not match
 
 no remote port is given: rules on it do not match
 `, "tune", "explain", "::ffff:10.0.0.1", "10.1.2.3:0", "--tag", "0x5eed")
-	asks(f, []agent.TuneExplanation{}, "GET /v1/tune/explain local=[fe80::1]:0 remote=[2001:db8::1]:1790 role=connect",
+	asks(f, []api.TuneExplanation{}, "GET /v1/tune/explain local=[fe80::1]:0 remote=[2001:db8::1]:1790 role=connect",
 		"there are no tune rules\n", "tune", "explain", "fe80::1%eth0", "[2001:db8::1]:1790", "--role", "connect")
 }
 
 func TestTuneExplainSocket(t *testing.T) {
 	f := newFake(t)
 	window := 40
-	s := agent.TuneSocket{
+	s := api.TuneSocket{
 		PID: 812, FD: 7, Command: "nfacctd -f /etc/pmacct/nfacctd-2.conf", Local: "10.0.0.1:1790", Remote: "192.0.2.1:40000", Role: "accept",
 		Cgroup: "/lab",
-		Tuned: agent.Tuned{
+		Tuned: api.Tuned{
 			Rule: "bulk", Current: true, Arm: "treated", Candidate: &window,
-			Values: []tune.Value{
+			Values: []api.TuneValue{
 				{Option: "sndbuf", Requested: "1.5MB", Effective: "425984B", Source: "SO_SNDBUF", Note: "capped by net.core.wmem_max 212992", Differs: true},
 				{Option: "cwnd_clamp", Requested: "100", Effective: "80", Source: "TCP_INFO snd_cwnd_clamp", Differs: true},
 				{Option: "initial_rwnd", Requested: "40", Note: "only at the start of a connection"},
@@ -274,7 +275,7 @@ nodelay  true  true  TCP_NODELAY  -
 `, "tune", "explain", "--socket", "812:7")
 
 	// Of a rule that is gone it also shows what the rules say now.
-	s.Current, s.Adopted, s.Reacted, s.Arm, s.Candidate, s.Values = false, true, true, "control", nil, []tune.Value{}
+	s.Current, s.Adopted, s.Reacted, s.Arm, s.Candidate, s.Values = false, true, true, "control", nil, []api.TuneValue{}
 	s.Steps = []match.Step{{Rule: "rest", Why: "port 1790 is not 80"}}
 	asks(f, s, "GET /v1/tune/socket local=10.0.0.1:1790 remote=192.0.2.1:40000", `
 10.0.0.1:1790 to 192.0.2.1:40000, accept: descriptor 7 of process 812 (nfacctd -f /etc/pmacct/nfacctd-2.conf)
@@ -284,7 +285,7 @@ by the rules in force:
 RULE  MATCHES  WHY
 rest  no  port 1790 is not 80
 `, "tune", "explain", "--socket", "10.0.0.1:1790,192.0.2.1:40000")
-	s = agent.TuneSocket{PID: 1, FD: 0, Command: "x", Local: "[::1]:1", Remote: "[::1]:2", Role: "connect", Cgroup: "", Tuned: agent.Tuned{Values: []tune.Value{}, Steps: []match.Step{}}}
+	s = api.TuneSocket{PID: 1, FD: 0, Command: "x", Local: "[::1]:1", Remote: "[::1]:2", Role: "connect", Cgroup: "", Tuned: api.Tuned{Values: []api.TuneValue{}, Steps: []match.Step{}}}
 	asks(f, s, "GET /v1/tune/socket local=[::1]:1 remote=[::1]:2", `
 [::1]:1 to [::1]:2, connect: descriptor 0 of process 1 (x)
 cgroup -, no rule
@@ -294,7 +295,7 @@ cgroup -, no rule
 func TestTuneTrial(t *testing.T) {
 	f := newFake(t)
 	bulk := trial.Row{Name: "retransmits", Unit: "per million segments", Treated: new(12.5), Control: new(139.0), Difference: new(-91.0), Low: new(-95.2), High: new(-84.0), Verdict: trial.Lower}
-	asks(f, agent.TuneTrial{
+	asks(f, api.TuneTrial{
 		Cgroup: "/lab", Rule: "bulk", Share: 0.1, Summary: "treated connections lose 91 % fewer segments",
 		Comparison: trial.Comparison{Treated: 900, Control: 100, Rows: []trial.Row{
 			{Name: "connect_median", Unit: "us", Treated: new(312.4), Control: new(31_240.0), Difference: new(0.001), Low: new(-0.5), High: new(5.25), Verdict: trial.NoDifference},
@@ -320,7 +321,7 @@ treated connections lose 91 % fewer segments
 
 	// The real comparison of nearly nothing.
 	c := trial.Compare(trial.Sample{Connections: 1}, trial.Sample{}, trial.Options{})
-	f.answers["GET /v1/tune/trial"] = agent.TuneTrial{Cgroup: "/lab", Rule: "bulk", Share: 0.001, Comparison: c, Summary: c.Summary()}
+	f.answers["GET /v1/tune/trial"] = api.TuneTrial{Cgroup: "/lab", Rule: "bulk", Share: 0.001, Comparison: c, Summary: c.Summary()}
 	r := f.sockeye("tune", "trial", "bulk")
 	if !strings.HasPrefix(r.out, "rule bulk of /lab: 1 connection tuned, 0 left alone (0.1 %)\n") || r.code != 0 ||
 		strings.Count(r.out, "  not enough data") != len(c.Rows) || !strings.HasSuffix(r.out, "\n\n"+c.Summary()+"\n") {
@@ -331,11 +332,11 @@ treated connections lose 91 % fewer segments
 func TestTuneLearned(t *testing.T) {
 	f := newFake(t)
 	last := time.Now().Add(-90 * time.Minute).Round(0).UTC()
-	asks(f, []agent.TuneLearned{
-		{Cgroup: "/lab", Rule: "bulk", Prefix: "192.0.2.0/24", Settled: true, Window: 40, Last: last, Candidates: []agent.TuneCandidate{
+	asks(f, []api.TuneLearned{
+		{Cgroup: "/lab", Rule: "bulk", Prefix: "192.0.2.0/24", Settled: true, Window: 40, Last: last, Candidates: []api.TuneCandidate{
 			{Window: 10, Tries: 14, Connections: 12, Lossy: 1, Time: 31}, {Window: 40, Tries: 400, Connections: 400, Time: 1234.5}, {Window: 48, Tries: 1}, {Window: 64},
 		}},
-		{Cgroup: "/lab", Rule: "bulk", Prefix: "2001:db8::/48", Last: last.Add(3 * time.Hour), Candidates: []agent.TuneCandidate{}},
+		{Cgroup: "/lab", Rule: "bulk", Prefix: "2001:db8::/48", Last: last.Add(3 * time.Hour), Candidates: []api.TuneCandidate{}},
 	}, "GET /v1/tune/learned", `
 CGROUP  RULE  PREFIX  WINDOW  SETTLED  LAST  EVIDENCE
 /lab  bulk  192.0.2.0/24  40  yes  1h30m0s ago  10: 14 tries, 12 timed, 8.33 % lossy, 31 ms
@@ -344,12 +345,12 @@ CGROUP  RULE  PREFIX  WINDOW  SETTLED  LAST  EVIDENCE
   64: not tried
 /lab  bulk  2001:db8::/48  kernel's  no  0s ago  -
 `, "tune", "learned")
-	asks(f, []agent.TuneLearned{}, "GET /v1/tune/learned rule=bulk", "nothing learned yet; only rules with explore learn\n", "tune", "learned", "bulk")
+	asks(f, []api.TuneLearned{}, "GET /v1/tune/learned rule=bulk", "nothing learned yet; only rules with explore learn\n", "tune", "learned", "bulk")
 }
 
 // live is what an answer has where nothing happened.
-func live() agent.TuneLive {
-	return agent.TuneLive{Rules: map[string]int{}, Failures: []tune.LiveFailure{}, Left: []tune.Left{}, Problems: []string{}}
+func live() api.TuneLive {
+	return api.TuneLive{Rules: map[string]int{}, Failures: []api.TuneLiveFailure{}, Left: []api.TuneLeft{}, Problems: []string{}}
 }
 
 func TestTuneRevert(t *testing.T) {
@@ -359,7 +360,7 @@ func TestTuneRevert(t *testing.T) {
 	l.Reverted, l.Options = 1, 1
 	asks(f, l, `POST /v1/tune/revert {"rules":["rpc","bulk"]}`, "1 open connection taken back, 1 option\n", "tune", "revert", "rpc", "bulk")
 	l.Reverted, l.Options, l.Gone = 12, 34, 5
-	l.Left = []tune.Left{{Rule: "bulk", Option: "pacing_rate", Reason: "pacing goes on", Connections: 2}, {Rule: "rpc", Option: "nodelay", Reason: "changed since", Connections: 1}}
+	l.Left = []api.TuneLeft{{Rule: "bulk", Option: "pacing_rate", Reason: "pacing goes on", Connections: 2}, {Rule: "rpc", Option: "nodelay", Reason: "changed since", Connections: 1}}
 	l.Problems = []string{"process 812: permission denied"}
 	asks(f, l, "POST /v1/tune/revert {}", `
 12 open connections taken back, 34 options; 5 closed since
@@ -371,7 +372,7 @@ problem: process 812: permission denied
 
 func TestApplyLive(t *testing.T) {
 	f := newFake(t)
-	list := []agent.Change{
+	list := []api.Change{
 		{Service: "telemetry", Action: "change", What: "slots: 4 -> 6", Effect: "1 of 8 devices seen move"},
 		{Cgroup: "/lab", Action: "remove", What: "rule bulk", Effect: "open connections keep what they have"},
 		{Cgroup: "telemetry.slice", Action: "add", What: "rule rpc: sndbuf 150KB"},
@@ -384,19 +385,19 @@ cgroup /lab  remove  rule bulk  open connections keep what they have
 cgroup telemetry.slice  add  rule rpc: sndbuf 150KB  -
 -  change  metrics: none -> 127.0.0.1:9732  -
 `
-	asks(f, agent.Plan{Policy: "/p", Changes: list}, "POST /v1/plan {}", table, "plan")
-	asks(f, agent.Plan{Policy: "/p", Changes: list}, "POST /v1/apply {}", table, "apply")
+	asks(f, api.Plan{Policy: "/p", Changes: list}, "POST /v1/plan {}", table, "plan")
+	asks(f, api.Plan{Policy: "/p", Changes: list}, "POST /v1/apply {}", table, "apply")
 	l := live()
 	l.Rules, l.Options, l.Already, l.NoRule = map[string]int{"rpc": 2, "bulk": 10}, 34, 3, 40
-	l.Failures = []tune.LiveFailure{{Rule: "bulk", Option: "congestion", Error: "no such file or directory", Count: 10}}
+	l.Failures = []api.TuneLiveFailure{{Rule: "bulk", Option: "congestion", Error: "no such file or directory", Count: 10}}
 	l.Problems = []string{"process 812: permission denied"}
-	asks(f, agent.Plan{Policy: "/p", Changes: list, Live: &l}, `POST /v1/apply {"live":true}`, table+`
+	asks(f, api.Plan{Policy: "/p", Changes: list, Live: &l}, `POST /v1/apply {"live":true}`, table+`
 12 open connections got a rule (bulk 10, rpc 2), 34 options set; 3 had theirs already, no rule matches 40
 rule bulk: congestion failed 10 times: no such file or directory
 problem: process 812: permission denied
 `, "apply", "--live")
 	l = live()
-	asks(f, agent.Plan{Policy: "/p", Changes: []agent.Change{}, Live: &l}, `POST /v1/apply {"previous":true,"live":true}`, `
+	asks(f, api.Plan{Policy: "/p", Changes: []api.Change{}, Live: &l}, `POST /v1/apply {"previous":true,"live":true}`, `
 nothing changed
 
 0 open connections got a rule, 0 options set; 0 had theirs already, no rule matches 0
@@ -407,25 +408,25 @@ const tuneOnly = "tune:\n  - {name: bulk, cgroup: /lab, set: {sndbuf: 150KB}}\n"
 
 func TestCheckTune(t *testing.T) {
 	f := newFake(t)
-	f.answers["GET /v1/tune/options"] = []agent.TuneSkipped{}
+	f.answers["GET /v1/tune/options"] = []api.TuneSkipped{}
 	f.shows("DIR/tune.yaml is valid, 1 tune rule\n", nil, "check", f.write("tune.yaml", tuneOnly))
 	both := f.write("both.yaml", oneService+tuneOnly+"  - {name: rest, cgroup: /other, set: {nodelay: true}}\n")
 	f.shows("DIR/both.yaml is valid, 1 service, 2 tune rules\n", nil, "check", both)
 	if got, want := must[checked](f.host, "check", both), (checked{File: both, Valid: true, Services: 1, TuneRules: 2, Errors: []checkedFlaw{}}); !reflect.DeepEqual(got, want) {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
-	f.answers["GET /v1/tune/options"] = []agent.TuneSkipped{{Option: "sndbuf", Needs: "Linux 4.13 or later"}}
+	f.answers["GET /v1/tune/options"] = []api.TuneSkipped{{Option: "sndbuf", Needs: "Linux 4.13 or later"}}
 	f.refused(3, "rule bulk: this kernel cannot set sndbuf: it needs Linux 4.13 or later", "leave it out, or give the rule optional: true to have it skipped", nil, "check", both)
 	skips := f.write("skips.yaml", strings.Replace(tuneOnly, "set:", "optional: true, set:", 1))
 	f.shows("DIR/skips.yaml is valid, 1 tune rule\nrule bulk skips sndbuf, which needs Linux 4.13 or later\n", nil, "check", skips)
-	f.answers["GET /v1/status"] = agent.Status{}
+	f.answers["GET /v1/status"] = api.Status{}
 	f.shows("there are no services\n", nil, "where", "192.0.2.1", "--plan", f.dir+"/tune.yaml")
 }
 
 // The doctor tells what the agent knows of its rules.
 func TestDoctorTune(t *testing.T) {
 	f := newFake(t)
-	f.answers["GET /v1/status"] = agent.Status{PID: 812}
+	f.answers["GET /v1/status"] = api.Status{PID: 812}
 	f.answers["GET /v1/tune"] = tuned()
 	ask := func() (list []agent.Finding) {
 		t.Helper()
@@ -450,7 +451,7 @@ func TestDoctorTune(t *testing.T) {
 	if got := ask(); !slices.Equal(got, want) {
 		t.Errorf("got\n%+v\nwant\n%+v", got, want)
 	}
-	f.answers["GET /v1/tune"] = []agent.TuneStatus{{Cgroup: "/lab"}}
+	f.answers["GET /v1/tune"] = []api.TuneStatus{{Cgroup: "/lab"}}
 	if got, want := ask(), []agent.Finding{{Area: "tune /lab", Check: "attached", Result: "warning", Detail: "no"}}; !slices.Equal(got, want) {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
@@ -546,7 +547,7 @@ func TestTuneRefusals(t *testing.T) {
 	// What only the agent knows it says itself, with its code.
 	for _, args := range []string{"tune", "tune explain ::1 ::1", "tune explain --socket 812:7", "tune trial bulk", "tune learned", "tune revert"} {
 		for _, key := range []string{"GET /v1/tune", "GET /v1/tune/explain", "GET /v1/tune/socket", "GET /v1/tune/trial", "GET /v1/tune/learned", "POST /v1/tune/revert"} {
-			f.answers[key] = agent.Failure{Error: "this kernel cannot", Hint: "another may", Code: fault.CodeUnsupported}
+			f.answers[key] = api.Failure{Error: "this kernel cannot", Hint: "another may", Code: fault.CodeUnsupported}
 		}
 		f.refused(3, "this kernel cannot", "another may", nil, strings.Fields(args)...)
 	}

@@ -12,11 +12,12 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/internal/match"
 )
@@ -69,7 +70,7 @@ this of each subflow; the addresses of any subflow name it.`,
 					return fault.Usage(fmt.Errorf("--tag is %q", tag), "1 to 16 printable ASCII characters, or 0x and 1 to 16 bytes in hexadecimal")
 				}
 			}
-			var list []agent.TuneExplanation
+			var list []api.TuneExplanation
 			q := given("local", local.String(), "remote", remote.String(), "role", role, "tag", tag, "cgroup", cgroup)
 			if err := c.client().Get(cmd.Context(), "/v1/tune/explain", q, &list); err != nil {
 				return err
@@ -124,7 +125,7 @@ func ends(localText, remoteText string) (local, remote netip.AddrPort, err error
 	return local, remote, nil
 }
 
-func explanations(w io.Writer, list []agent.TuneExplanation, local, remote netip.AddrPort) {
+func explanations(w io.Writer, list []api.TuneExplanation, local, remote netip.AddrPort) {
 	if len(list) == 0 {
 		fmt.Fprintln(w, "there are no tune rules")
 	}
@@ -161,7 +162,7 @@ func explanations(w io.Writer, list []agent.TuneExplanation, local, remote netip
 }
 
 // sameAnswer tells whether the role makes no difference.
-func sameAnswer(a, b agent.TuneExplanation) bool {
+func sameAnswer(a, b api.TuneExplanation) bool {
 	return a.Cgroup == b.Cgroup && a.Rule == b.Rule && slices.Equal(a.Steps, b.Steps)
 }
 
@@ -200,21 +201,21 @@ func (c *command) explainSocket(cmd *cobra.Command, text string) error {
 	if err != nil {
 		return err
 	}
-	var s agent.TuneSocket
+	var s api.TuneSocket
 	if err := c.client().Get(cmd.Context(), "/v1/tune/socket", q, &s); err != nil {
 		return err
 	}
 	return c.show(&s, func(w io.Writer) { openConnection(w, &s) })
 }
 
-func openConnection(w io.Writer, s *agent.TuneSocket) {
+func openConnection(w io.Writer, s *api.TuneSocket) {
 	fmt.Fprintf(w, "%s to %s, %s: descriptor %d of process %d (%s)\n", s.Local, s.Remote, s.Role, s.FD, s.PID, shorten(s.Command, 50))
 	fmt.Fprintf(w, "cgroup %s, ", orDash(s.Cgroup))
 	switch s.MPTCP {
 	case "":
 		tunedConnection(w, &s.Tuned)
 		return
-	case agent.MPTCPFallback:
+	case api.MPTCPFallback:
 		fmt.Fprintln(w, "MPTCP socket that fell back to TCP")
 	default:
 		fmt.Fprintf(w, "MPTCP socket with %s\n", count(len(s.Subflows), "subflow", "subflows"))
@@ -227,7 +228,7 @@ func openConnection(w io.Writer, s *agent.TuneSocket) {
 }
 
 // tunedConnection ends a line with the rule, and goes on with values and steps.
-func tunedConnection(w io.Writer, s *agent.Tuned) {
+func tunedConnection(w io.Writer, s *api.Tuned) {
 	if s.Rule == "" {
 		fmt.Fprint(w, "no rule")
 	} else {

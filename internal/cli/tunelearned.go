@@ -8,9 +8,9 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/spf13/cobra"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"github.com/spf13/cobra"
 )
 
 func (c *command) tuneLearnedCommand() *cobra.Command {
@@ -36,7 +36,7 @@ candidates. Evidence is forgotten in time, so these counts also fall.`,
 					return err
 				}
 			}
-			var list []agent.TuneLearned
+			var list []api.TuneLearned
 			if err := c.client().Get(cmd.Context(), "/v1/tune/learned", given("rule", rule), &list); err != nil {
 				return err
 			}
@@ -45,7 +45,7 @@ candidates. Evidence is forgotten in time, so these counts also fall.`,
 	}
 }
 
-func (c *command) learned(w io.Writer, list []agent.TuneLearned) {
+func (c *command) learned(w io.Writer, list []api.TuneLearned) {
 	if len(list) == 0 {
 		fmt.Fprintln(w, "nothing learned yet; only rules with explore learn")
 		return
@@ -71,7 +71,7 @@ func (c *command) learned(w io.Writer, list []agent.TuneLearned) {
 }
 
 // evidence is what is known of an initial window.
-func evidence(c agent.TuneCandidate) string {
+func evidence(c api.TuneCandidate) string {
 	switch {
 	case c.Tries == 0:
 		return fmt.Sprintf("%d: not tried", c.Window)

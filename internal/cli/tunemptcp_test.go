@@ -13,16 +13,16 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/match"
 	"sockeye/internal/testenv"
-	"sockeye/internal/tune"
 )
 
 // listenAs makes a listener of MPTCP, or of TCP alone.
@@ -194,9 +194,9 @@ func setMark(t testing.TB, c *net.TCPConn, mark int) {
 }
 
 // valueOf finds the value of an option of a connection.
-func valueOf(t testing.TB, of agent.Tuned, option string) tune.Value {
+func valueOf(t testing.TB, of api.Tuned, option string) api.TuneValue {
 	t.Helper()
-	i := slices.IndexFunc(of.Values, func(v tune.Value) bool { return v.Option == option })
+	i := slices.IndexFunc(of.Values, func(v api.TuneValue) bool { return v.Option == option })
 	if i < 0 {
 		t.Fatalf("no value of %s in %+v", option, of)
 	}
@@ -212,11 +212,11 @@ func TestTuneExplainMPTCP(t *testing.T) {
 	elsewhere := connectElsewhere(t)
 	h.sandbox = h.harden()
 	h.start()
-	explain := func(name string) agent.TuneSocket {
+	explain := func(name string) api.TuneSocket {
 		t.Helper()
-		return must[agent.TuneSocket](h, "tune", "explain", "--socket", name)
+		return must[api.TuneSocket](h, "tune", "explain", "--socket", name)
 	}
-	sees := func(v tune.Value, effective, source string, differs bool, note string) {
+	sees := func(v api.TuneValue, effective, source string, differs bool, note string) {
 		t.Helper()
 		if v.Effective != effective || v.Source != source || v.Differs != differs || !strings.Contains(v.Note, note) || note == "" && v.Note != "" {
 			t.Errorf("%+v, want %q from %q, differs %v, note %q", v, effective, source, differs, note)
@@ -227,7 +227,7 @@ func TestTuneExplainMPTCP(t *testing.T) {
 	connected, accepted := connectMultipath(t, listenAs(t, true, "127.0.0.1:0"))
 	s := explain(nameOf(t, connected))
 	local, remote := connected.LocalAddr().String(), connected.RemoteAddr().String()
-	if s.MPTCP != agent.MPTCPMultipath || s.Local != local || s.Rule != "" || len(s.Subflows) != 1 {
+	if s.MPTCP != api.MPTCPMultipath || s.Local != local || s.Rule != "" || len(s.Subflows) != 1 {
 		t.Fatalf("%+v", s)
 	}
 	f := s.Subflows[0]
@@ -267,7 +267,7 @@ func TestTuneExplainMPTCP(t *testing.T) {
 		h.eventually("a second subflow is there", func() bool { return len(explain(nameOf(t, connected)).Subflows) == 2 })
 		h.eventually("the other side has it, too", func() bool { return len(explain(nameOf(t, accepted)).Subflows) == 2 })
 		s := explain(nameOf(t, connected))
-		i := slices.IndexFunc(s.Subflows, func(f agent.TuneSubflow) bool { return strings.HasPrefix(f.Local, "127.0.0.2:") })
+		i := slices.IndexFunc(s.Subflows, func(f api.TuneSubflow) bool { return strings.HasPrefix(f.Local, "127.0.0.2:") })
 		if i < 0 {
 			t.Fatalf("%+v", s)
 		}
@@ -290,7 +290,7 @@ func TestTuneExplainMPTCP(t *testing.T) {
 	t.Run("Fallback", func(t *testing.T) {
 		connected, accepted := connectMultipath(t, listenAs(t, false, "127.0.0.1:0"))
 		s := explain(nameOf(t, connected))
-		if s.MPTCP != agent.MPTCPFallback || len(s.Subflows) != 1 || s.Subflows[0].Rule != "made" || s.Subflows[0].Local != s.Local {
+		if s.MPTCP != api.MPTCPFallback || len(s.Subflows) != 1 || s.Subflows[0].Rule != "made" || s.Subflows[0].Local != s.Local {
 			t.Fatalf("%+v", s)
 		}
 		f := s.Subflows[0]
@@ -345,19 +345,19 @@ func TestTuneExplainMPTCP(t *testing.T) {
 // TestTuneExplainSubflows shows what an agent tells of an MPTCP connection.
 func TestTuneExplainSubflows(t *testing.T) {
 	f := newFake(t)
-	none := agent.Tuned{Values: []tune.Value{}, Steps: []match.Step{}}
-	s := agent.TuneSocket{
+	none := api.Tuned{Values: []api.TuneValue{}, Steps: []match.Step{}}
+	s := api.TuneSocket{
 		PID: 812, FD: 7, Command: "collector", Local: "10.0.0.1:1790", Remote: "192.0.2.1:40000", Role: "accept", Cgroup: "/lab",
-		Tuned: none, MPTCP: agent.MPTCPMultipath, Subflows: []agent.TuneSubflow{
-			{Local: "10.0.0.1:1790", Remote: "192.0.2.1:40000", Role: "accept", Tuned: agent.Tuned{
+		Tuned: none, MPTCP: api.MPTCPMultipath, Subflows: []api.TuneSubflow{
+			{Local: "10.0.0.1:1790", Remote: "192.0.2.1:40000", Role: "accept", Tuned: api.Tuned{
 				Rule: "bulk", Current: true, Arm: "treated", Steps: []match.Step{{Rule: "bulk", Matches: true, Why: "all match"}},
-				Values: []tune.Value{
+				Values: []api.TuneValue{
 					{Option: "sndbuf", Requested: "150KB", Effective: "300KB", Source: "SK_MEMINFO_SNDBUF", Note: "the kernel doubles it"},
 					{Option: "nodelay", Requested: "true", Source: "not readable", Note: "it cannot be read of a subflow, which has no descriptor"},
 				},
 			}},
-			{Local: "10.0.0.1:1790", Remote: "198.51.100.1:40001", Role: "accept", Tuned: agent.Tuned{
-				Values: []tune.Value{}, Steps: []match.Step{{Rule: "bulk", Why: "198.51.100.1 is in none"}},
+			{Local: "10.0.0.1:1790", Remote: "198.51.100.1:40001", Role: "accept", Tuned: api.Tuned{
+				Values: []api.TuneValue{}, Steps: []match.Step{{Rule: "bulk", Why: "198.51.100.1 is in none"}},
 			}},
 		},
 	}
@@ -377,7 +377,7 @@ by the rules in force:
 RULE  MATCHES  WHY
 bulk  no  198.51.100.1 is in none
 `, "tune", "explain", "--socket", "812:7")
-	s.MPTCP, s.Subflows = agent.MPTCPFallback, s.Subflows[1:]
+	s.MPTCP, s.Subflows = api.MPTCPFallback, s.Subflows[1:]
 	asks(f, s, "GET /v1/tune/socket fd=7 pid=812", `
 10.0.0.1:1790 to 192.0.2.1:40000, accept: descriptor 7 of process 812 (collector)
 cgroup /lab, MPTCP socket that fell back to TCP
@@ -388,7 +388,7 @@ by the rules in force:
 RULE  MATCHES  WHY
 bulk  no  198.51.100.1 is in none
 `, "tune", "explain", "--socket", "812:7")
-	s.MPTCP, s.Subflows = agent.MPTCPMultipath, nil
+	s.MPTCP, s.Subflows = api.MPTCPMultipath, nil
 	asks(f, s, "GET /v1/tune/socket fd=7 pid=812", `
 10.0.0.1:1790 to 192.0.2.1:40000, accept: descriptor 7 of process 812 (collector)
 cgroup /lab, MPTCP socket with 0 subflows

@@ -9,9 +9,9 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/spf13/cobra"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"github.com/spf13/cobra"
 )
 
 func (c *command) tuneRevertCommand() *cobra.Command {
@@ -32,8 +32,8 @@ connections still get its rules.`,
 					return err
 				}
 			}
-			var l agent.TuneLive
-			if err := c.client().Post(cmd.Context(), "/v1/tune/revert", agent.TuneRevert{Rules: args}, &l); err != nil {
+			var l api.TuneLive
+			if err := c.client().Post(cmd.Context(), "/v1/tune/revert", api.TuneRevert{Rules: args}, &l); err != nil {
 				return err
 			}
 			return c.show(&l, func(w io.Writer) { reverted(w, &l) })
@@ -41,7 +41,7 @@ connections still get its rules.`,
 	}
 }
 
-func reverted(w io.Writer, l *agent.TuneLive) {
+func reverted(w io.Writer, l *api.TuneLive) {
 	fmt.Fprintf(w, "%s taken back, %s", count(l.Reverted, "open connection", "open connections"), count(l.Options, "option", "options"))
 	if l.Gone > 0 {
 		fmt.Fprintf(w, "; %d closed since", l.Gone)
@@ -54,7 +54,7 @@ func reverted(w io.Writer, l *agent.TuneLive) {
 }
 
 // adopted tells what an apply did to connections that were open.
-func adopted(w io.Writer, l *agent.TuneLive) {
+func adopted(w io.Writer, l *api.TuneLive) {
 	n := 0
 	for _, connections := range l.Rules {
 		n += connections
@@ -65,7 +65,7 @@ func adopted(w io.Writer, l *agent.TuneLive) {
 }
 
 // byRule lists how many connections each rule has, as " (bulk 10, rpc 2)".
-func byRule(l *agent.TuneLive) string {
+func byRule(l *api.TuneLive) string {
 	if len(l.Rules) == 0 {
 		return ""
 	}
@@ -76,9 +76,9 @@ func byRule(l *agent.TuneLive) string {
 	return " (" + strings.Join(parts, ", ") + ")"
 }
 
-func problems(w io.Writer, l *agent.TuneLive) {
+func problems(w io.Writer, l *api.TuneLive) {
 	for _, f := range l.Failures {
-		fmt.Fprintf(w, "rule %s: %s\n", f.Rule, failed(agent.TuneFailure{Option: f.Option, Error: f.Error, Count: f.Count}))
+		fmt.Fprintf(w, "rule %s: %s\n", f.Rule, failed(api.TuneFailure{Option: f.Option, Error: f.Error, Count: f.Count}))
 	}
 	for _, p := range l.Problems {
 		fmt.Fprintln(w, "problem:", p)

@@ -8,12 +8,12 @@ import (
 	"math"
 	"strings"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 	"sockeye/internal/tune/trial"
 
 	"github.com/spf13/cobra"
-
-	"sockeye/internal/agent"
 )
 
 func (c *command) tuneTrialCommand() *cobra.Command {
@@ -34,7 +34,7 @@ about how many more connections are needed.`,
 			if err != nil {
 				return err
 			}
-			var t agent.TuneTrial
+			var t api.TuneTrial
 			if err := c.client().Get(cmd.Context(), "/v1/tune/trial", given("rule", rule), &t); err != nil {
 				return err
 			}
@@ -51,7 +51,7 @@ func ruleName(name string) (string, error) {
 	return name, nil
 }
 
-func trialTable(w io.Writer, t *agent.TuneTrial) {
+func trialTable(w io.Writer, t *api.TuneTrial) {
 	fmt.Fprintf(w, "rule %s of %s: %s tuned, %d left alone (%s)\n\n", t.Rule, t.Cgroup,
 		count(t.Comparison.Treated, "connection", "connections"), t.Comparison.Control, percentage(t.Share))
 	fmt.Fprintln(w, "FIGURE\tTUNED\tLEFT ALONE\tDIFFERENCE\t95 % INTERVAL\tVERDICT")

@@ -6,13 +6,13 @@ import (
 	"fmt"
 	"io"
 
-	"github.com/spf13/cobra"
+	"sockeye/internal/api"
 
-	"sockeye/internal/agent"
+	"github.com/spf13/cobra"
 )
 
 func (c *command) unregisterCommand() *cobra.Command {
-	var m agent.Membership
+	var m api.Membership
 	var slot int
 	cmd := &cobra.Command{
 		Use:   "unregister --slot N [--service S]",
@@ -24,7 +24,7 @@ registered by command, or started again.`,
 			if cmd.Flags().Changed("slot") {
 				m.Slot = &slot
 			}
-			var got agent.Membership
+			var got api.Membership
 			if err := c.client().Post(cmd.Context(), "/v1/unregister", m, &got); err != nil {
 				return err
 			}

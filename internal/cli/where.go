@@ -12,6 +12,8 @@ import (
 	"path/filepath"
 	"strconv"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/spf13/cobra"
@@ -41,13 +43,13 @@ tells what they would have under another policy file, and with --slots and
 	}
 	query := serviceFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		addresses, err := agent.ParseAddresses(args)
+		addresses, err := api.ParseAddresses(args)
 		if err != nil {
 			return err
 		}
 		service := query().Get("service")
 		changed := cmd.Flags().Changed
-		var list []agent.WhereStatus
+		var list []api.WhereStatus
 		switch {
 		case changed("slots") && (plan != "" || offline) || plan != "" && offline:
 			return fault.Usage(errors.New("--slots, --plan and --offline do not go together"), "each names another table")
@@ -95,7 +97,7 @@ tells what they would have under another policy file, and with --slots and
 	return cmd
 }
 
-func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]agent.WhereStatus, error) {
+func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]api.WhereStatus, error) {
 	seed, err := strconv.ParseUint(nonce, 0, 64)
 	if err != nil {
 		return nil, fault.Usage(fmt.Errorf("--nonce is %q", nonce), "a number of 64 bits, as in 0x5eed")
@@ -118,12 +120,12 @@ func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]agent.
 
 // wherePlan uses the nonces of the running services, which a new policy does
 // not change.
-func (c *command) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service, file string) ([]agent.WhereStatus, error) {
+func (c *command) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service, file string) ([]api.WhereStatus, error) {
 	policy, err := loadPolicy(file)
 	if err != nil {
 		return nil, err
 	}
-	var status agent.Status
+	var status api.Status
 	if err := c.client().Get(cmd.Context(), "/v1/status", nil, &status); err != nil {
 		return nil, err
 	}
@@ -131,7 +133,7 @@ func (c *command) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service,
 	for _, s := range status.Services {
 		nonces[s.Name] = s.Nonce
 	}
-	list := []agent.WhereStatus{}
+	list := []api.WhereStatus{}
 	for _, s := range policy.Services {
 		if service != "" && s.Name != service {
 			continue
@@ -156,7 +158,7 @@ func (c *command) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service,
 	return list, nil
 }
 
-func whereOffline(addresses []netip.Addr, service, pins string) ([]agent.WhereStatus, error) {
+func whereOffline(addresses []netip.Addr, service, pins string) ([]api.WhereStatus, error) {
 	pattern := service
 	if pattern == "" {
 		pattern = "*"
@@ -172,7 +174,7 @@ func whereOffline(addresses []netip.Addr, service, pins string) ([]agent.WhereSt
 		}
 		return nil, fault.Usage(fmt.Errorf("%s has no pins of %s", pins, what), "name the agent's directory with --pins")
 	}
-	list := []agent.WhereStatus{}
+	list := []api.WhereStatus{}
 	for _, dir := range dirs {
 		table, err := bpf.ReadTable(dir)
 		if err != nil {
@@ -188,7 +190,7 @@ func whereOffline(addresses []netip.Addr, service, pins string) ([]agent.WhereSt
 				hash = steer.Hash(address, table.Nonce)
 			}
 			bucket := int(hash % uint32(bpf.Buckets))
-			list = append(list, agent.WhereStatus{
+			list = append(list, api.WhereStatus{
 				Service: filepath.Base(dir)[len(bpf.ServicePrefix):], Address: addr.Unmap().WithZone(""),
 				Bucket: bucket, Slot: int(table.Bucket[bucket]),
 			})

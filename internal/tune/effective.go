@@ -12,6 +12,8 @@ import (
 	"strings"
 	"unsafe"
 
+	"sockeye/internal/api"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -132,7 +134,7 @@ func (o Option) isFor(family int) bool {
 
 // Effective compares what a rule asks of a connection with what the kernel
 // reports. c is what Tune.Connection knows of it, nil if no rule has matched it.
-func Effective(s *sockets.Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]Value, error) {
+func Effective(s *sockets.Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
 	if s.MPTCP || s.Listening {
 		return nil, fmt.Errorf("read values of %s: it is no TCP connection", s)
 	}
@@ -154,7 +156,7 @@ func Effective(s *sockets.Socket, rule config.TuneRule, c *bpf.TuneConnection) (
 }
 
 // values compares all that the rule sets, by its reaction too.
-func (l *look) values(rule config.TuneRule) ([]Value, error) {
+func (l *look) values(rule config.TuneRule) ([]api.TuneValue, error) {
 	hz, err := bpf.Hz()
 	if err != nil {
 		return nil, err
@@ -172,7 +174,7 @@ func (l *look) values(rule config.TuneRule) ([]Value, error) {
 			}
 		}
 	}
-	values := make([]Value, 0, len(l.settings))
+	values := make([]api.TuneValue, 0, len(l.settings))
 	for _, setting := range l.settings {
 		o, ok := FindOption(setting.Option)
 		if !ok {
@@ -204,8 +206,8 @@ type look struct {
 	lacks, others string
 }
 
-func (l *look) value(o Option, s config.Setting) (Value, error) {
-	v := Value{Option: o.Name, Requested: l.requested(o, s)}
+func (l *look) value(o Option, s config.Setting) (api.TuneValue, error) {
+	v := api.TuneValue{Option: o.Name, Requested: l.requested(o, s)}
 	if v.Note = l.notFor(o); v.Note != "" {
 		return v, nil
 	}
@@ -454,7 +456,7 @@ func (l *look) lowWater(got int64) ([]string, error) {
 }
 
 // shown fills in what TCP_INFO shows of an option that cannot be read.
-func (l *look) shown(v *Value, o Option, s config.Setting) (notes []string) {
+func (l *look) shown(v *api.TuneValue, o Option, s config.Setting) (notes []string) {
 	v.Source = notReadable
 	show := func(field string, n int64) {
 		v.Source, v.Effective = "TCP_INFO "+field, o.format(Reading{Number: n})

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/api"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -22,9 +24,9 @@ import (
 
 // effective looks at a connection with the rule in force that it has, or with
 // the first where it has none, after f may have changed what is known of it.
-func (k *tuning) effective(c *net.TCPConn, f func(*bpf.TuneConnection)) map[string]tune.Value {
+func (k *tuning) effective(c *net.TCPConn, f func(*bpf.TuneConnection)) map[string]api.TuneValue {
 	k.t.Helper()
-	values := make(map[string]tune.Value)
+	values := make(map[string]api.TuneValue)
 	control(k.t, c, func(fd int) {
 		s, err := sockets.Take(os.Getpid(), fd)
 		check(k.t, err)
@@ -51,7 +53,7 @@ func (k *tuning) effective(c *net.TCPConn, f func(*bpf.TuneConnection)) map[stri
 }
 
 // expect compares a value; of the note, each part must be there, "" for no note.
-func expect(t testing.TB, got tune.Value, requested, effective, source string, differs bool, notes ...string) {
+func expect(t testing.TB, got api.TuneValue, requested, effective, source string, differs bool, notes ...string) {
 	t.Helper()
 	if got.Requested != requested || got.Effective != effective || got.Source != source || got.Differs != differs {
 		t.Errorf("%+v, want requested %q, effective %q, source %q, differs %v", got, requested, effective, source, differs)
@@ -64,7 +66,7 @@ func expect(t testing.TB, got tune.Value, requested, effective, source string, d
 }
 
 // seeing compares values, except those of options that the kernel cannot set.
-func seeing(t testing.TB, values map[string]tune.Value) func(option, requested, effective, source string, differs bool, notes ...string) {
+func seeing(t testing.TB, values map[string]api.TuneValue) func(option, requested, effective, source string, differs bool, notes ...string) {
 	return func(option, requested, effective, source string, differs bool, notes ...string) {
 		t.Helper()
 		if lacks(t, option) == nil {
@@ -141,7 +143,7 @@ func TestEffective(t *testing.T) {
 				}
 			}
 			// The window grows while it is used up, which depends on who runs when.
-			var v map[string]tune.Value
+			var v map[string]api.TuneValue
 			within(t, "a window that has grown", func() bool {
 				transferBetween(t, p.connected, p.accepted, 1<<20)
 				v = k.effective(p.connected, nil)

@@ -12,6 +12,8 @@ import (
 	"os"
 	"slices"
 
+	"sockeye/internal/api"
+
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
@@ -38,7 +40,7 @@ type Report struct {
 	Options int `json:"options"`
 	// Failures are what the kernel refused meanwhile, new connections of the same
 	// rules included.
-	Failures []LiveFailure `json:"failures"`
+	Failures []api.TuneLiveFailure `json:"failures"`
 	// Problems are sockets and processes that could not be dealt with, wholly or
 	// at all, and why.
 	Problems []string `json:"problems"`
@@ -128,7 +130,7 @@ type plan struct {
 // error wraps ebpf.ErrNotSupported if the kernel cannot do it.
 func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool) (Report, error) {
 	a := &adoption{tune: t, only: only, plans: make(map[uint64]plan),
-		made: Report{ByRule: make(map[string]int), Failures: []LiveFailure{}, Problems: []string{}, Saved: make(Saved)}}
+		made: Report{ByRule: make(map[string]int), Failures: []api.TuneLiveFailure{}, Problems: []string{}, Saved: make(Saved)}}
 	var err error
 	if a.rules, err = t.Rules(); err != nil {
 		return a.made, err
@@ -355,14 +357,14 @@ func (a *adoption) countFailures(before map[bpf.TuneFailure]uint64) error {
 			continue
 		}
 		count -= before[f]
-		failure := LiveFailure{Rule: bpf.Text(rule.Name[:]), Error: unix.Errno(f.Error).Error(), Count: count}
+		failure := api.TuneLiveFailure{Rule: bpf.Text(rule.Name[:]), Error: unix.Errno(f.Error).Error(), Count: count}
 		if int(f.Option) < len(config.TuneOptions) {
 			failure.Option = config.TuneOptions[f.Option].Name
 		}
 		a.made.Failures = append(a.made.Failures, failure)
 		a.made.Options -= min(int(count), a.made.Options)
 	}
-	slices.SortFunc(a.made.Failures, func(a, b LiveFailure) int {
+	slices.SortFunc(a.made.Failures, func(a, b api.TuneLiveFailure) int {
 		return cmp.Or(cmp.Compare(a.Rule, b.Rule), cmp.Compare(a.Option, b.Option), cmp.Compare(a.Error, b.Error))
 	})
 	return nil
@@ -376,8 +378,8 @@ type Reverted struct {
 	// Gone are closed, or not among the sockets of the cgroup any more.
 	Gone int `json:"gone"`
 	// Left is what was not taken back, or not wholly, and why.
-	Left     []Left   `json:"left"`
-	Problems []string `json:"problems"`
+	Left     []api.TuneLeft `json:"left"`
+	Problems []string       `json:"problems"`
 	// Remaining are connections that were not found while there were problems:
 	// they may be among what could not be read.
 	Remaining Saved `json:"-"`
@@ -408,7 +410,7 @@ var defaults = map[string]struct {
 type reversion struct {
 	live  *bpf.Live
 	saved Saved
-	left  map[Left]int
+	left  map[api.TuneLeft]int
 	made  Reverted
 }
 
@@ -417,8 +419,8 @@ type reversion struct {
 // again, and no rule counts the connections any more. Connections that had a
 // rule from their start are not touched.
 func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
-	r := &reversion{saved: maps.Clone(saved), left: make(map[Left]int),
-		made: Reverted{Left: []Left{}, Problems: []string{}, Remaining: make(Saved)}}
+	r := &reversion{saved: maps.Clone(saved), left: make(map[api.TuneLeft]int),
+		made: Reverted{Left: []api.TuneLeft{}, Problems: []string{}, Remaining: make(Saved)}}
 	live, err := t.Live()
 	if err != nil {
 		return r.made, err
@@ -437,7 +439,7 @@ func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 		left.Connections = n
 		r.made.Left = append(r.made.Left, left)
 	}
-	slices.SortFunc(r.made.Left, func(a, b Left) int {
+	slices.SortFunc(r.made.Left, func(a, b api.TuneLeft) int {
 		return cmp.Or(cmp.Compare(a.Rule, b.Rule), cmp.Compare(optionIndex(a.Option), optionIndex(b.Option)), cmp.Compare(a.Reason, b.Reason))
 	})
 	return r.made, errors.Join(err, live.Close())
@@ -482,7 +484,7 @@ func (r *reversion) visit(s *sockets.Socket) error {
 }
 
 func (r *reversion) leave(rule, option, reason string) {
-	r.left[Left{Rule: rule, Option: option, Reason: reason}]++
+	r.left[api.TuneLeft{Rule: rule, Option: option, Reason: reason}]++
 }
 
 // unchanged tells whether an option is still as Apply left it. The bound of the

@@ -21,6 +21,8 @@ import (
 	"syscall"
 	"testing"
 
+	"sockeye/internal/api"
+
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
@@ -425,7 +427,7 @@ func TestApplyCountsFailures(t *testing.T) {
 	k := newTuning(t, "")
 	k.installRules(config.TuneRule{Name: "r", Set: []config.Setting{{Option: "priority", Value: 3}, {Option: "congestion", Text: "nonesuch"}}})
 	r := k.apply(nil)
-	want := tune.LiveFailure{Rule: "r", Option: "congestion", Error: unix.ENOENT.Error(), Count: 2}
+	want := api.TuneLiveFailure{Rule: "r", Option: "congestion", Error: unix.ENOENT.Error(), Count: 2}
 	if r.Adopted != 2 || r.Options != 2 || len(r.Failures) != 1 || r.Failures[0] != want {
 		t.Errorf("report %+v, want the failure %+v", r, want)
 	}

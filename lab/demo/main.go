@@ -24,9 +24,10 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"sockeye/internal/api"
+
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/lab"
 	"sockeye/lab/plot"
 )
@@ -256,10 +257,10 @@ func (d *demo) startSockeye(ctx context.Context) error {
 	if err := p.Start(); err != nil {
 		return err
 	}
-	var status agent.Status
+	var status api.Status
 	err = d.WaitFor(ctx, "the agent", func() (bool, error) {
-		err := agent.NewClient(agent.SocketPath(d.runDir)).Get(ctx, "/v1/status", nil, &status)
-		if errors.Is(err, agent.ErrNoAgent) {
+		err := api.NewClient(api.SocketPath(d.runDir)).Get(ctx, "/v1/status", nil, &status)
+		if errors.Is(err, api.ErrNoAgent) {
 			return false, p.Err()
 		}
 		return err == nil, err
@@ -278,8 +279,8 @@ func (d *demo) startSockeye(ctx context.Context) error {
 // waitReady shows the slots as they become ready.
 func (d *demo) waitReady(ctx context.Context, want int) error {
 	return d.WaitFor(ctx, "ready slots", func() (bool, error) {
-		var slots []agent.SlotStatus
-		if err := agent.NewClient(agent.SocketPath(d.runDir)).Get(ctx, "/v1/slots", nil, &slots); err != nil {
+		var slots []api.SlotStatus
+		if err := api.NewClient(api.SocketPath(d.runDir)).Get(ctx, "/v1/slots", nil, &slots); err != nil {
 			return false, err
 		}
 		ready := 0
@@ -432,8 +433,8 @@ func (d *demo) crash(ctx context.Context, o lab.Outcome) error {
 // connections counts how often each router connected, but for those of one
 // slot.
 func (d *demo) connections(ctx context.Context, but int) (map[netip.Addr]uint64, error) {
-	var devices []agent.DeviceStatus
-	if err := agent.NewClient(agent.SocketPath(d.runDir)).Get(ctx, "/v1/devices", nil, &devices); err != nil {
+	var devices []api.DeviceStatus
+	if err := api.NewClient(api.SocketPath(d.runDir)).Get(ctx, "/v1/devices", nil, &devices); err != nil {
 		return nil, err
 	}
 	count := make(map[netip.Addr]uint64)

@@ -19,10 +19,11 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
 	"sockeye/lab"
@@ -285,7 +286,7 @@ func TestBigTCPCrash(t *testing.T) {
 	w.startAgent()
 	w.expectSizes("with the next agent,", 192000, 192000, "a0")
 	w.expectSizes("changed by somebody else,", 100000, 192000, "b0")
-	var s agent.BigTCPStatus
+	var s api.BigTCPStatus
 	w.must(w.get("/v1/bigtcp", &s))
 	states := map[string]string{}
 	for _, i := range s.Interfaces {

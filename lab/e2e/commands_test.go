@@ -17,12 +17,13 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/fault"
 
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/lab"
 )
@@ -97,7 +98,7 @@ func TestMembersByCommand(t *testing.T) {
 		one := h.startReceiver("one", h.spec(1))
 		h.open(1)
 		h.lands("before register", all, home.but(1))
-		var m agent.Membership
+		var m api.Membership
 		h.show(&m, "register", "--slot", "1", "--pid", strconv.Itoa(one.Pid()))
 		if m.PID != one.Pid() || m.Slot == nil || *m.Slot != 1 || m.Service != "telemetry" {
 			t.Errorf("register: %+v", m)
@@ -157,14 +158,14 @@ func TestShown(t *testing.T) {
 			share[home(a)]++
 		}
 
-		var status agent.Status
+		var status api.Status
 		h.show(&status, "status")
 		if s := status.Services[0]; status.PID != h.agent.Pid() || s.Ready != 3 || s.Slots != 4 || !s.Held ||
 			s.Steering != string(mode) || s.Problem != "" || len(s.Waiting) > 0 || s.WhenEmpty != "reject" ||
 			!slices.Equal(s.Listeners, []string{"tcp [::]:1790", "udp [::]:4739"}) {
 			t.Errorf("status: %+v", status)
 		}
-		var slots []agent.SlotStatus
+		var slots []api.SlotStatus
 		h.show(&slots, "slots")
 		metrics := h.scrape("127.0.0.1:9732")
 		metric := func(name string, labels ...any) uint64 {
@@ -210,15 +211,15 @@ func TestShown(t *testing.T) {
 			t.Errorf("metrics are\n%q, want\n%q", names, metricNames)
 		}
 
-		var devices []agent.DeviceStatus
+		var devices []api.DeviceStatus
 		h.show(&devices, "devices")
 		if len(devices) != len(all) {
 			t.Errorf("%d devices", len(devices))
 		}
 		for _, d := range devices {
-			want := agent.DeviceStatus{Connections: rounds + 1, Datagrams: rounds + 1}
+			want := api.DeviceStatus{Connections: rounds + 1, Datagrams: rounds + 1}
 			if home(d.Address) == 1 {
-				want = agent.DeviceStatus{Connections: rounds, Datagrams: rounds, Refused: 2}
+				want = api.DeviceStatus{Connections: rounds, Datagrams: rounds, Refused: 2}
 			}
 			served := d.Served != nil && *d.Served == home(d.Address)
 			if d.Connections != want.Connections || d.Datagrams != want.Datagrams || d.Refused != want.Refused ||
@@ -226,7 +227,7 @@ func TestShown(t *testing.T) {
 				t.Errorf("device %+v, want %+v", d, want)
 			}
 		}
-		var where []agent.WhereStatus
+		var where []api.WhereStatus
 		h.show(&where, "where", all[0].String(), "::ffff:"+all[0].String(), all[1].String())
 		for i, a := range []netip.Addr{all[0], all[0], all[1]} {
 			if w := where[i]; w.Address != a || w.Slot != home(a) || w.Ready == nil || *w.Ready != (home(a) != 1) {
@@ -404,6 +405,6 @@ func TestIsolatedAsks(t *testing.T) {
 		inside := append([]string{"isolate", "--as-root", "--", os.Getenv(binaryEnv), "--run-dir", h.dir}, args...)
 		h.refuse(fault.CodeNotPermitted, []string{"another user namespace", "hint:"}, inside...)
 	}
-	var s agent.Status
+	var s api.Status
 	h.show(&s, "status")
 }

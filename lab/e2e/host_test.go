@@ -21,9 +21,10 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/internal/steer"
 	"sockeye/internal/testenv"
@@ -101,7 +102,7 @@ func newHostWith(t *testing.T, mode config.Steering, routers int) *host {
 			t.Logf("the agent's log ends with:\n%s", h.agent.LogTail(40))
 			ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 			defer cancel()
-			if err := h.ask(ctx, "/v1/status", &agent.Status{}); err != nil && h.agent.Running() {
+			if err := h.ask(ctx, "/v1/status", &api.Status{}); err != nil && h.agent.Running() {
 				_ = h.agent.Signal(unix.SIGQUIT)
 				<-h.agent.Done()
 				t.Logf("the agent does not answer (%v):\n%s", err, h.agent.LogTail(300))
@@ -223,7 +224,7 @@ func (h *host) launchAgent() {
 }
 
 func (h *host) ask(ctx context.Context, path string, into any) error {
-	return agent.NewClient(agent.SocketPath(h.dir)).Get(ctx, path, nil, into)
+	return api.NewClient(api.SocketPath(h.dir)).Get(ctx, path, nil, into)
 }
 
 func (h *host) get(path string, into any) error {
@@ -232,10 +233,10 @@ func (h *host) get(path string, into any) error {
 	return h.ask(ctx, path, into)
 }
 
-func (h *host) askStatus() (s agent.Status, err error) { return s, h.get("/v1/status", &s) }
+func (h *host) askStatus() (s api.Status, err error) { return s, h.get("/v1/status", &s) }
 
 // service is the status of telemetry.
-func (h *host) service() agent.ServiceStatus {
+func (h *host) service() api.ServiceStatus {
 	h.Helper()
 	s, err := h.askStatus()
 	h.must(err)
@@ -245,9 +246,9 @@ func (h *host) service() agent.ServiceStatus {
 	return s.Services[0]
 }
 
-func (h *host) slots() []agent.SlotStatus {
+func (h *host) slots() []api.SlotStatus {
 	h.Helper()
-	var s []agent.SlotStatus
+	var s []api.SlotStatus
 	h.must(h.get("/v1/slots", &s))
 	return s
 }

@@ -13,13 +13,14 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/api"
+
 	"sockeye/internal/config"
 	"sockeye/internal/steer"
 )
 
 // effect is what plan or apply says of a change of what begins like this.
-func (h *host) effect(plan agent.Plan, what string) string {
+func (h *host) effect(plan api.Plan, what string) string {
 	h.Helper()
 	for _, c := range plan.Changes {
 		if strings.HasPrefix(c.What, what) {
@@ -94,7 +95,7 @@ func TestDeviceMap(t *testing.T) {
 				moved++
 			}
 		}
-		var plan, applied agent.Plan
+		var plan, applied api.Plan
 		h.show(&plan, "plan")
 		want := fmt.Sprintf("%d of 52 devices seen move", moved)
 		if got := h.effect(plan, "device_map"); got != want || moved == 0 {
@@ -278,7 +279,7 @@ func TestApply(t *testing.T) {
 		want := fmt.Sprintf("%d of %d devices seen move", moved, len(all))
 
 		h.setPolicy(5)
-		var plan agent.Plan
+		var plan api.Plan
 		h.show(&plan, "plan")
 		if got := h.effect(plan, "slots: 4 -> 5"); got != want {
 			t.Errorf("plan: %q, want %q", got, want)
@@ -375,7 +376,7 @@ func TestApplySteering(t *testing.T) {
 			traffic := h.startTraffic(all)
 			h.more(traffic, 20)
 			h.setPolicy(4, "steering: "+mode)
-			var plan agent.Plan
+			var plan api.Plan
 			h.show(&plan, "apply")
 			h.ready(0, 1, 2, 3)
 			h.more(traffic, 20)

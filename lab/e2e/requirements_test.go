@@ -13,9 +13,10 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 )
 
@@ -288,7 +289,7 @@ func TestRequirement8NoPerDeviceConfiguration(t *testing.T) {
 		for _, a := range all {
 			args = append(args, a.String())
 		}
-		var where, offline []agent.WhereStatus
+		var where, offline []api.WhereStatus
 		h.show(&where, args...)
 		h.show(&offline, append(args, "--offline", "--pins", h.pins)...)
 		if len(where) != len(all) || len(offline) != len(all) {

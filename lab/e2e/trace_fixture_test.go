@@ -16,12 +16,13 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/lab"
 )
@@ -149,7 +150,7 @@ func policySection(name string, rules ...string) string {
 }
 
 // applyTrace makes trace rules true.
-func (h *tuned) applyTrace(rules ...string) (plan agent.Plan) {
+func (h *tuned) applyTrace(rules ...string) (plan api.Plan) {
 	h.Helper()
 	h.setTrace(rules...)
 	h.show(&plan, "apply")
@@ -165,7 +166,7 @@ func (h *tuned) query(path string, into any, args ...string) {
 func (h *tuned) tryQuery(path string, into any, args ...string) error {
 	ctx, cancel := context.WithTimeout(h.Context(), patience)
 	defer cancel()
-	return agent.NewClient(agent.SocketPath(h.dir)).Get(ctx, "/v1/trace"+path, pairs(args...), into)
+	return api.NewClient(api.SocketPath(h.dir)).Get(ctx, "/v1/trace"+path, pairs(args...), into)
 }
 
 // pairs are a query: key, value, key, value ...
@@ -178,11 +179,11 @@ func pairs(args ...string) url.Values {
 }
 
 // traced is what is traced of one cgroup.
-func (h *tuned) traced(cgroup string) agent.TracedCgroup {
+func (h *tuned) traced(cgroup string) api.TracedCgroup {
 	h.Helper()
-	var s agent.TraceStatus
+	var s api.TraceStatus
 	h.query("", &s)
-	i := slices.IndexFunc(s.Cgroups, func(c agent.TracedCgroup) bool { return c.Cgroup == cgroup })
+	i := slices.IndexFunc(s.Cgroups, func(c api.TracedCgroup) bool { return c.Cgroup == cgroup })
 	if i < 0 {
 		h.Fatalf("%s is not traced: %+v", cgroup, s)
 	}
@@ -192,7 +193,7 @@ func (h *tuned) traced(cgroup string) agent.TracedCgroup {
 // results are what was measured of the groups of a selector, together.
 func (h *tuned) results(selector string, args ...string) measure.Result {
 	h.Helper()
-	var r agent.TraceResults
+	var r api.TraceResults
 	h.query("/results", &r, append([]string{"select", selector}, args...)...)
 	if len(r.Results) == 0 {
 		return measure.Result{}
@@ -253,7 +254,7 @@ func (h *tuned) took(what string, r measure.Result, stage config.Stage, want tim
 }
 
 // slowest are the slowest messages that a selector means.
-func (h *tuned) slowest(selector string, n int) (list []agent.TraceSlow) {
+func (h *tuned) slowest(selector string, n int) (list []api.TraceSlow) {
 	h.Helper()
 	h.query("/slow", &list, "select", selector, "n", fmt.Sprint(n))
 	return list

@@ -12,9 +12,10 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/lab"
 )
@@ -22,7 +23,7 @@ import (
 // groups are the groups of a rule, with their numbers of messages.
 func (h *tuned) groups(rule string) map[measure.Group]uint64 {
 	h.Helper()
-	var r agent.TraceResults
+	var r api.TraceResults
 	h.query("/results", &r, "select", "rule="+rule)
 	groups := map[measure.Group]uint64{}
 	for _, result := range r.Results {
@@ -156,7 +157,7 @@ func TestTraceArms(t *testing.T) {
 	arms("at first", map[string]uint64{"control": 5 * control, "treated": 5 * (connections - control)})
 	// On a busy host the slowest of all may be slow for another reason.
 	slow := h.slowest("arm=treated", 100)
-	small := slices.DeleteFunc(slices.Clone(slow), func(m agent.TraceSlow) bool { return m.Explanation.Cause != measure.CauseCwnd || m.Cwnd != 3 })
+	small := slices.DeleteFunc(slices.Clone(slow), func(m api.TraceSlow) bool { return m.Explanation.Cause != measure.CauseCwnd || m.Cwnd != 3 })
 	if len(slow) == 0 || len(small) <= len(slow)/2 {
 		t.Errorf("of the slowest of the small window %d of %d are explained by it: %+v", len(small), len(slow), slow)
 	}
@@ -184,7 +185,7 @@ func TestTraceArms(t *testing.T) {
 
 	// Another version of the rule has another number, and the same name.
 	set(strings.Replace(tune, "cwnd_clamp: 3", "cwnd_clamp: 4", 1))
-	var plan agent.Plan
+	var plan api.Plan
 	h.show(&plan, "apply")
 	for _, c := range plan.Changes {
 		if strings.Contains(c.What, "trace") {

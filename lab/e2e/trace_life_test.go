@@ -13,11 +13,12 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/link"
 
-	"sockeye/internal/agent"
 	"sockeye/lab"
 )
 
@@ -96,7 +97,7 @@ func TestTraceLifecycle(t *testing.T) {
 
 	// Connections that are open are traced from then on, too.
 	h.setTrace(base, fresh)
-	var plan, applied agent.Plan
+	var plan, applied api.Plan
 	h.show(&plan, "plan")
 	for what, want := range map[[2]string]string{
 		{near, "trace base: 1/1 of connections, 1/1 of their messages"}: "add: of all",
@@ -321,7 +322,7 @@ func TestTraceAgentKilled(t *testing.T) {
 	if r := h.ended("", 44, "since", "1m"); r.Chosen != 44 {
 		t.Errorf("the last minute: %+v", r)
 	}
-	var results agent.TraceResults
+	var results api.TraceResults
 	h.query("/results", &results, "since", "1h")
 	if !results.Partial {
 		t.Error("an agent that has just started remembers an hour")
@@ -364,7 +365,7 @@ func TestTraceUnit(t *testing.T) {
 	h.startAgent()
 	rule := "{name: unit, cgroup: " + unit + ", messages: 1/1}"
 	h.setTrace(rule)
-	var plan agent.Plan
+	var plan api.Plan
 	h.show(&plan, "plan")
 	if effect := h.change(plan, unit, "unit"); !strings.Contains(effect, "it is traced from the moment it starts") {
 		t.Errorf("plan of a unit that is not there: %q", effect)
@@ -467,7 +468,7 @@ func TestTraceNested(t *testing.T) {
 	apply := func(text string) {
 		t.Helper()
 		h.setPolicyText(text)
-		var plan agent.Plan
+		var plan api.Plan
 		h.show(&plan, "apply")
 	}
 	apply(both2)

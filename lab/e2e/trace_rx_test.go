@@ -14,12 +14,13 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/lab"
 )
@@ -116,7 +117,7 @@ func TestTraceReader(t *testing.T) {
 		t.Errorf("without stages of what is received, programs %v are attached", links)
 	}
 	h.setPolicyText("trace: []\n")
-	var plan agent.Plan
+	var plan api.Plan
 	h.show(&plan, "apply")
 	if links := h.links(); len(links) > 0 || len(h.tracePins()) > 0 {
 		t.Errorf("without rules, programs %v are attached, pins are %v", links, h.tracePins())

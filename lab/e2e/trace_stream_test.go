@@ -17,20 +17,21 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"sockeye/internal/fault"
 
 	"github.com/cilium/ebpf"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/lab"
 )
 
 // stream begins an answer that goes on.
-func (h *tuned) stream(path string, args ...string) (*agent.Stream, error) {
-	s, err := agent.NewClient(agent.SocketPath(h.dir)).Stream(h.Context(), "/v1/trace"+path, pairs(args...))
+func (h *tuned) stream(path string, args ...string) (*api.Stream, error) {
+	s, err := api.NewClient(api.SocketPath(h.dir)).Stream(h.Context(), "/v1/trace"+path, pairs(args...))
 	if err == nil {
 		h.Cleanup(func() { s.Close() })
 	}
@@ -38,7 +39,7 @@ func (h *tuned) stream(path string, args ...string) (*agent.Stream, error) {
 }
 
 // samples begins to read samples.
-func (h *tuned) samples(args ...string) *agent.Stream {
+func (h *tuned) samples(args ...string) *api.Stream {
 	h.Helper()
 	s, err := h.stream("/samples", args...)
 	h.must(err)
@@ -78,7 +79,7 @@ func TestTraceSamples(t *testing.T) {
 	p.connect(4, both...)
 
 	s := h.samples()
-	next := func(s *agent.Stream) (line agent.TraceSampleLine) {
+	next := func(s *api.Stream) (line api.TraceSampleLine) {
 		t.Helper()
 		h.must(s.Next(&line))
 		return line
@@ -156,7 +157,7 @@ func TestTraceSamples(t *testing.T) {
 
 	// The agent stops in the middle: the answer ends. While nobody reads, nothing is kept.
 	h.stopAgent()
-	var line agent.TraceSampleLine
+	var line api.TraceSampleLine
 	if err := s.Next(&line); err == nil {
 		t.Errorf("a line of an agent that has stopped: %+v", line)
 	}
@@ -251,7 +252,7 @@ func TestTraceSamplesLost(t *testing.T) {
 	p.exchanges(messages / 4)
 	h.ended("", 4+messages)
 	var got, lost uint64
-	h.must(agentLines(s, func(line agent.TraceSampleLine) bool {
+	h.must(agentLines(s, func(line api.TraceSampleLine) bool {
 		if line.Sample != nil {
 			got++
 		}
@@ -269,9 +270,9 @@ func TestTraceSamplesLost(t *testing.T) {
 }
 
 // agentLines calls f for each line until it is false.
-func agentLines(s *agent.Stream, f func(agent.TraceSampleLine) bool) error {
+func agentLines(s *api.Stream, f func(api.TraceSampleLine) bool) error {
 	for {
-		var line agent.TraceSampleLine
+		var line api.TraceSampleLine
 		if err := s.Next(&line); err != nil {
 			return err
 		}
@@ -301,7 +302,7 @@ func TestTracePackets(t *testing.T) {
 	} {
 		s, err := h.stream("/packets", append(c.args, "for", "1m", "limit", "60")...)
 		h.must(err)
-		var line agent.TracePacketLine
+		var line api.TracePacketLine
 		h.must(s.Next(&line))
 		if l := line.Connection; l == nil || l.Local != c.end.Local.String() || l.Remote != c.end.Remote.String() || l.PID != p.Pid() || l.FD != c.end.FD ||
 			l.Cookie == 0 || l.Clock == 0 || l.Missing == nil {
@@ -309,16 +310,16 @@ func TestTracePackets(t *testing.T) {
 		}
 		p.exchanges(1)
 		// They come as they happen, not when it ends.
-		line = agent.TracePacketLine{}
+		line = api.TracePacketLine{}
 		h.must(s.Next(&line))
 		if line.Event == nil {
 			t.Fatalf("%s: %+v", name, line)
 		}
 		done := make(chan error, 1)
-		events, end := 1, (*agent.TracePacketsEnd)(nil)
+		events, end := 1, (*api.TracePacketsEnd)(nil)
 		go func() {
 			for {
-				var line agent.TracePacketLine
+				var line api.TracePacketLine
 				if err := s.Next(&line); err != nil {
 					done <- err
 					return
@@ -367,9 +368,9 @@ func TestTracePackets(t *testing.T) {
 	// A time that is over, a caller that leaves, an agent that stops: nothing is left of it.
 	s, err := h.stream("/packets", "pid", fmt.Sprint(p.Pid()), "fd", fmt.Sprint(ends[0].FD), "for", "10ms")
 	h.must(err)
-	var end agent.TracePacketLine
+	var end api.TracePacketLine
 	for end.End == nil {
-		end = agent.TracePacketLine{}
+		end = api.TracePacketLine{}
 		h.must(s.Next(&end))
 	}
 	if end.End.Reason != "time" {

@@ -12,11 +12,12 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/trace/measure"
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/lab"
 )
@@ -57,10 +58,10 @@ func TestTraceNetwork(t *testing.T) {
 
 // explained fails the test unless the slowest message of this length that a selector means is explained by this, and returns
 // it.
-func (h *tuned) explained(selector string, length uint32, stage config.Stage, cause measure.Cause, words ...string) (m agent.TraceSlow) {
+func (h *tuned) explained(selector string, length uint32, stage config.Stage, cause measure.Cause, words ...string) (m api.TraceSlow) {
 	h.Helper()
 	list := h.slowest(selector, 100)
-	i := slices.IndexFunc(list, func(m agent.TraceSlow) bool { return m.Length == length })
+	i := slices.IndexFunc(list, func(m api.TraceSlow) bool { return m.Length == length })
 	if i < 0 {
 		h.Fatalf("%s: nothing of %d bytes is slow: %+v", selector, length, list)
 	}

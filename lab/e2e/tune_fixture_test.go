@@ -20,11 +20,12 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
 	"sockeye/lab"
 )
@@ -382,7 +383,7 @@ func (h *tuned) setPolicyText(text string) {
 }
 
 // apply makes the rules true.
-func (h *tuned) apply(rules ...string) (plan agent.Plan) {
+func (h *tuned) apply(rules ...string) (plan api.Plan) {
 	h.Helper()
 	h.setRules(rules...)
 	h.show(&plan, "apply")
@@ -399,17 +400,17 @@ func (h *tuned) stopAgent() {
 }
 
 // tunings is what sockeye tune shows.
-func (h *tuned) tunings() (list []agent.TuneStatus) {
+func (h *tuned) tunings() (list []api.TuneStatus) {
 	h.Helper()
 	h.show(&list, "tune")
 	return list
 }
 
 // tuning is that of one cgroup.
-func (h *tuned) tuning(cgroup string) agent.TuneStatus {
+func (h *tuned) tuning(cgroup string) api.TuneStatus {
 	h.Helper()
 	list := h.tunings()
-	i := slices.IndexFunc(list, func(s agent.TuneStatus) bool { return s.Cgroup == cgroup })
+	i := slices.IndexFunc(list, func(s api.TuneStatus) bool { return s.Cgroup == cgroup })
 	if i < 0 {
 		h.Fatalf("sockeye tune has no %s: %+v", cgroup, list)
 	}
@@ -417,7 +418,7 @@ func (h *tuned) tuning(cgroup string) agent.TuneStatus {
 }
 
 // rule is what sockeye tune shows of a rule.
-func (h *tuned) rule(name string) agent.TuneRuleStatus {
+func (h *tuned) rule(name string) api.TuneRuleStatus {
 	h.Helper()
 	for _, s := range h.tunings() {
 		for _, r := range s.Rules {
@@ -427,11 +428,11 @@ func (h *tuned) rule(name string) agent.TuneRuleStatus {
 		}
 	}
 	h.Fatalf("sockeye tune has no rule %s", name)
-	return agent.TuneRuleStatus{}
+	return api.TuneRuleStatus{}
 }
 
 // socket is what sockeye tune explain says of a connection of a peer.
-func (h *tuned) socket(p *peer, end connectionEnd) (s agent.TuneSocket) {
+func (h *tuned) socket(p *peer, end connectionEnd) (s api.TuneSocket) {
 	h.Helper()
 	h.show(&s, "tune", "explain", "--socket", fmt.Sprintf("%d:%d", p.Pid(), end.FD))
 	return s

@@ -16,21 +16,21 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/api"
+
 	"sockeye/internal/tune/trial"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/config"
-	"sockeye/internal/tune"
 	"sockeye/lab"
 )
 
 const tunePort = 5000
 
 // change is the effect of a change of what begins like this.
-func (h *tuned) change(plan agent.Plan, cgroup, what string) string {
+func (h *tuned) change(plan api.Plan, cgroup, what string) string {
 	h.Helper()
 	for _, c := range plan.Changes {
 		if c.Cgroup == cgroup && strings.HasPrefix(c.What, what) {
@@ -83,7 +83,7 @@ func TestTuneLifecycle(t *testing.T) {
 	elsewhere := fmt.Sprintf("{name: elsewhere, cgroup: %s, set: {nodelay: true}}", other)
 	smaller := strings.Replace(base, "50KB", "40KB", 1)
 	h.setRules(smaller, elsewhere)
-	var plan, applied agent.Plan
+	var plan, applied api.Plan
 	h.show(&plan, "plan")
 	for what, want := range map[[2]string]string{
 		{near, "rule base: sndbuf: 50KB -> 40KB"}: "change: for new connections",
@@ -363,7 +363,7 @@ func TestTuneUnit(t *testing.T) {
 	h.setRules(beside)
 	h.startAgent()
 	h.setRules(rule, beside)
-	var plan agent.Plan
+	var plan api.Plan
 	h.show(&plan, "plan")
 	if effect := h.change(plan, unit, "unit"); !strings.Contains(effect, "from the moment it starts") {
 		t.Errorf("plan of a unit that is not there: %q", effect)
@@ -587,7 +587,7 @@ func TestTuneExplain(t *testing.T) {
 		}
 		delete(want, k)
 		ends[rule] = e
-		var said []agent.TuneExplanation
+		var said []api.TuneExplanation
 		h.show(&said, "tune", "explain", e.Local.String(), e.Remote.String(), "--role", role)
 		if len(said) != 1 || said[0].Rule != rule || said[0].Role != role || said[0].Cgroup != near {
 			t.Errorf("explain %+v: %+v, want rule %q", k, said, rule)
@@ -597,9 +597,9 @@ func TestTuneExplain(t *testing.T) {
 			t.Errorf("explain %+v in both roles: %+v", k, said)
 		}
 		byNumber := h.socket(p, e)
-		var byAddress agent.TuneSocket
+		var byAddress api.TuneSocket
 		h.show(&byAddress, "tune", "explain", "--socket", e.Local.String()+","+e.Remote.String())
-		for _, s := range []agent.TuneSocket{byNumber, byAddress} {
+		for _, s := range []api.TuneSocket{byNumber, byAddress} {
 			if s.Rule != rule || s.Role != role || s.PID != p.Pid() || s.FD != e.FD || s.Local != e.Local.String() || s.Remote != e.Remote.String() ||
 				s.Cgroup != near || s.Current != (rule != "") || s.Adopted || s.Reacted || (rule == "") != (len(s.Values) == 0) {
 				t.Errorf("explain --socket %+v: %+v, want rule %q", k, s, rule)
@@ -611,7 +611,7 @@ func TestTuneExplain(t *testing.T) {
 	}
 
 	// Requested beside effective.
-	value := func(rule, option string) tune.Value {
+	value := func(rule, option string) api.TuneValue {
 		t.Helper()
 		s := h.socket(p, ends[rule])
 		for _, v := range s.Values {
@@ -620,7 +620,7 @@ func TestTuneExplain(t *testing.T) {
 			}
 		}
 		t.Errorf("rule %s: nothing about %s: %+v", rule, option, s)
-		return tune.Value{}
+		return api.TuneValue{}
 	}
 	for _, c := range []struct {
 		rule, option         string
@@ -669,7 +669,7 @@ func TestTuneExplain(t *testing.T) {
 }
 
 // row is a figure of a trial.
-func (h *tuned) row(t agent.TuneTrial, name string) trial.Row {
+func (h *tuned) row(t api.TuneTrial, name string) trial.Row {
 	h.Helper()
 	i := slices.IndexFunc(t.Comparison.Rows, func(r trial.Row) bool { return r.Name == name })
 	if i < 0 {
@@ -700,7 +700,7 @@ func TestTuneTrial(t *testing.T) {
 	for i := range rules {
 		far.listen(uint16(tunePort + i))
 	}
-	ask := func(name string) (tr agent.TuneTrial) {
+	ask := func(name string) (tr api.TuneTrial) {
 		t.Helper()
 		h.show(&tr, "tune", "trial", name)
 		if tr.Rule != name || tr.Cgroup != near || tr.Share != 0.5 || tr.Summary == "" {
@@ -801,11 +801,11 @@ func TestTuneLearn(t *testing.T) {
 		"fd91:0:1::/48": {40, at(tunePort, netip.MustParseAddr("fd91:0:1::1"), netip.MustParseAddr("fd91:0:1:7::1"))},
 		"fd91:0:2::/48": {10, at(tunePort, netip.MustParseAddr("fd91:0:2::1"), netip.MustParseAddr("fd91:0:2:7::1"))},
 	}
-	learned := func() map[string]agent.TuneLearned {
+	learned := func() map[string]api.TuneLearned {
 		t.Helper()
-		var list []agent.TuneLearned
+		var list []api.TuneLearned
 		h.show(&list, "tune", "learned", "learns")
-		known := map[string]agent.TuneLearned{}
+		known := map[string]api.TuneLearned{}
 		for _, l := range list {
 			known[l.Prefix] = l
 		}
@@ -917,7 +917,7 @@ func TestTuneLostSYN(t *testing.T) {
 	const n = 8
 	p.do(order{Do: "connect", N: n, Parallel: n, To: at(tunePort, far4, far6), Up: 60_000})
 	far.do(order{Do: "connect", N: n, Parallel: n, To: at(tunePort, near4, near6), Down: 60_000})
-	var r agent.TuneRuleStatus
+	var r api.TuneRuleStatus
 	h.eventually("the connections' ends", func() error {
 		if r = h.rule("both"); r.Closed != 2*n {
 			return fmt.Errorf("%+v", r)
@@ -927,7 +927,7 @@ func TestTuneLostSYN(t *testing.T) {
 	if r.Retransmits != 0 || r.RTOs != 0 || r.Reactions != 0 || r.Established != 2*n || r.Segments < 2*n*30 {
 		t.Errorf("%+v", r)
 	}
-	var list []agent.TuneLearned
+	var list []api.TuneLearned
 	h.show(&list, "tune", "learned")
 	timed := uint32(0)
 	for _, l := range list {
@@ -974,9 +974,9 @@ func TestTuneLearnShort(t *testing.T) {
 				}
 				return first
 			}
-			learned := func() agent.TuneLearned {
+			learned := func() api.TuneLearned {
 				t.Helper()
-				var list []agent.TuneLearned
+				var list []api.TuneLearned
 				h.show(&list, "tune", "learned", "learns")
 				for _, l := range list {
 					if l.Prefix == test.prefix {
@@ -984,7 +984,7 @@ func TestTuneLearnShort(t *testing.T) {
 					}
 				}
 				t.Fatalf("nothing is known of %s: %+v", test.prefix, list)
-				return agent.TuneLearned{}
+				return api.TuneLearned{}
 			}
 			// Too short to be timed: tried all the same, each as often.
 			test.uncountable.Parallel = 4
@@ -1152,7 +1152,7 @@ func TestTuneLive(t *testing.T) {
 
 	h.apply(rest, rule)
 	without("apply without --live", p.look())
-	var plan agent.Plan
+	var plan api.Plan
 	busy(func() { h.show(&plan, "apply", "--live") })
 	if l := plan.Live; l == nil || l.Rules["live"] != 10 || len(l.Rules) != 1 || l.Already != 0 || l.NoRule != 0 || len(l.Failures) > 0 || len(l.Problems) > 0 {
 		t.Errorf("apply --live: %+v", l)
@@ -1179,7 +1179,7 @@ func TestTuneLive(t *testing.T) {
 	h.killAgent()
 	h.startAgent()
 	h.refuse(2, []string{`no rule "lives"`, "live"}, "tune", "revert", "lives")
-	var back agent.TuneLive
+	var back api.TuneLive
 	busy(func() { h.show(&back, "tune", "revert", "live") })
 	if back.Reverted != 10 || len(back.Problems) > 0 {
 		t.Errorf("revert: %+v", back)
@@ -1334,7 +1334,7 @@ metrics: {listen: "127.0.0.1:9732"}
 			}
 			return n
 		}
-		for _, r := range []agent.TuneRuleStatus{one, two} {
+		for _, r := range []api.TuneRuleStatus{one, two} {
 			for name, want := range map[string]uint64{
 				"connections_total": r.Connections, "established_total": r.Established, "closed_total": r.Closed, "acked_bytes_total": r.Bytes,
 				"segments_total": r.Segments, "retransmits_total": r.Retransmits, "rtos_total": r.RTOs, "connect_seconds_count": r.Established,
@@ -1442,7 +1442,7 @@ func TestTuneTags(t *testing.T) {
 	if s := h.socket(server, e); s.Rule != "known" || s.Role != "accept" {
 		t.Errorf("explain of a connection with a tag: %+v", s)
 	}
-	var said []agent.TuneExplanation
+	var said []api.TuneExplanation
 	for tag, rule := range map[string]string{"rack-12": "known", "rack-13": "unknown"} {
 		h.show(&said, "tune", "explain", e.Local.String(), e.Remote.String(), "--role", "accept", "--tag", tag, "--cgroup", servers)
 		if len(said) != 1 || said[0].Rule != rule {
@@ -1471,7 +1471,7 @@ func TestTuneService(t *testing.T) {
 		h.lands("with rules", all, home)
 		served := func() (n, rest uint64, foreign int) {
 			t.Helper()
-			var list []agent.TuneStatus
+			var list []api.TuneStatus
 			h.show(&list, "tune")
 			return list[0].Rules[0].Connections, list[0].Rules[1].Connections, len(list[0].Foreign)
 		}
@@ -1489,7 +1489,7 @@ func TestTuneService(t *testing.T) {
 			t.Errorf("a new agent: %d connections of the service, want %d, %d others, want %d, %d foreign programs", n, 2*want, rest, ends, foreign)
 		}
 		setPolicy(3)
-		var plan agent.Plan
+		var plan api.Plan
 		h.show(&plan, "apply")
 		for _, c := range plan.Changes {
 			if c.Cgroup != "" {
@@ -1525,7 +1525,7 @@ func TestTuneNothingLeft(t *testing.T) {
 		for _, p := range []*peer{p, q, r} {
 			p.connect(4, at(tunePort, far4, far6)...)
 		}
-		var plan agent.Plan
+		var plan api.Plan
 		h.show(&plan, "apply", "--live")
 		h.killAgent()
 		h.startAgent()
@@ -1571,7 +1571,7 @@ func TestTuneNothingLeft(t *testing.T) {
 }
 
 // rulesOf is what does not change while nothing takes effect and nobody connects.
-func rulesOf(list []agent.TuneStatus) (rules []string) {
+func rulesOf(list []api.TuneStatus) (rules []string) {
 	for _, s := range list {
 		for _, r := range s.Rules {
 			rules = append(rules, fmt.Sprint(s.Path, s.Created, r.Name, r.Match, r.Set, r.Connections))

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/api"
 )
 
 // The attacker is an ordinary user whose service manager runs without a login.
@@ -133,7 +133,7 @@ func steal(t *testing.T, args ...string) int {
 func notStolen(t *testing.T, pid int) {
 	t.Helper()
 	for begin := time.Now(); time.Since(begin) < 3*time.Second; time.Sleep(time.Second) {
-		for _, s := range query[[]agent.SlotStatus](t, "/v1/slots", nil) {
+		for _, s := range query[[]api.SlotStatus](t, "/v1/slots", nil) {
 			if s.PID != 0 && (s.PID == pid || systemUnit(s.PID) != fmt.Sprintf("nfacctd@%d.service", s.Slot)) {
 				t.Fatalf("slot %d has process %d (%s), the attacker's is %d", s.Slot, s.PID, s.Command, pid)
 			}

@@ -19,7 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/api"
 )
 
 // placesPath keeps where the routers were, over a reboot.
@@ -332,15 +332,15 @@ func memberGone(t *testing.T, w *world, end func(unit string)) {
 }
 
 // tuned returns what tune says of a cgroup.
-func tuned(t *testing.T, cgroup string) agent.TuneStatus {
+func tuned(t *testing.T, cgroup string) api.TuneStatus {
 	t.Helper()
-	for _, v := range query[[]agent.TuneStatus](t, "/v1/tune", nil) {
+	for _, v := range query[[]api.TuneStatus](t, "/v1/tune", nil) {
 		if v.Cgroup == cgroup {
 			return v
 		}
 	}
 	t.Fatalf("tune does not show %s", cgroup)
-	return agent.TuneStatus{}
+	return api.TuneStatus{}
 }
 
 // waitDomains waits until all rules of domains are in force, and proves it by

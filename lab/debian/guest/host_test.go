@@ -21,7 +21,7 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/api"
 )
 
 const (
@@ -82,7 +82,7 @@ func must(t *testing.T, args ...string) string {
 func ask[V any](path string, query url.Values) (v V, err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), commandTimeout)
 	defer cancel()
-	err = agent.NewClient(agent.SocketPath("/run/sockeye")).Get(ctx, path, query, &v)
+	err = api.NewClient(api.SocketPath("/run/sockeye")).Get(ctx, path, query, &v)
 	return v, err
 }
 
@@ -180,12 +180,12 @@ func mainPID(t *testing.T, unit string) int {
 }
 
 // waitAgent waits until the agent answers, and returns its status.
-func waitAgent(t *testing.T) agent.Status {
+func waitAgent(t *testing.T) api.Status {
 	t.Helper()
-	var s agent.Status
+	var s api.Status
 	wait(t, "the agent answers", func() string {
 		var err error
-		if s, err = ask[agent.Status]("/v1/status", nil); err != nil {
+		if s, err = ask[api.Status]("/v1/status", nil); err != nil {
 			return err.Error()
 		}
 		return ""
@@ -202,7 +202,7 @@ func waitReady(t *testing.T, slots ...int) {
 		want[s] = true
 	}
 	wait(t, fmt.Sprintf("slots %v are ready", slots), func() string {
-		all, err := ask[[]agent.SlotStatus]("/v1/slots", nil)
+		all, err := ask[[]api.SlotStatus]("/v1/slots", nil)
 		if err != nil {
 			return err.Error()
 		}

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/api"
 )
 
 // TestReboot is the boot after a host's first one: the agent and the members, which
@@ -118,7 +118,7 @@ func TestMembersBeforeAgent(t *testing.T) {
 		}
 		n := 0
 		for _, r := range w.routers {
-			where := query[[]agent.WhereStatus](t, "/v1/where", url.Values{"address": {r.address.String()}})
+			where := query[[]api.WhereStatus](t, "/v1/where", url.Values{"address": {r.address.String()}})
 			if slot, ok := sessions[netip.AddrPortFrom(r.address, r.port())]; !ok || slot != where[0].Slot {
 				n++
 			}

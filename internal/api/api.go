@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+// Package api has everything that travels over the agent's socket: the requests, the answers, and the
+// client. The API is HTTP with JSON on a Unix socket. Names of fields are stable.
+package api
 
 import (
 	"fmt"
@@ -9,9 +11,6 @@ import (
 
 	"sockeye/internal/fault"
 )
-
-// The API is HTTP with JSON on the agent's Unix socket. The names of fields
-// are stable: fields are added, never renamed or removed.
 
 // Status is the answer to GET /v1/status.
 type Status struct {

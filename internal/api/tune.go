@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package api
 
 import (
 	"time"
@@ -8,7 +8,6 @@ import (
 	"sockeye/internal/tune/trial"
 
 	"sockeye/internal/match"
-	"sockeye/internal/tune"
 )
 
 // TuneStatus is one cgroup of the answer to GET /v1/tune.
@@ -128,7 +127,7 @@ type Tuned struct {
 	Adopted   bool         `json:"adopted"`
 	Reacted   bool         `json:"reacted"`
 	Candidate *int         `json:"candidate,omitempty"` // initial window that was tried
-	Values    []tune.Value `json:"values"`
+	Values    []TuneValue  `json:"values"`
 	Steps     []match.Step `json:"steps"` // what the rules of now say
 }
 
@@ -164,18 +163,52 @@ type TuneCandidate struct {
 // TuneLive is the answer to POST /v1/tune/revert, and part of the answer to an
 // apply that asks for it: what happened to connections that were open.
 type TuneLive struct {
-	Rules    map[string]int     `json:"rules"`    // connections that got a rule
-	Options  int                `json:"options"`  // set, or set back
-	Already  int                `json:"already"`  // connections that had their rule
-	NoRule   int                `json:"no_rule"`  // connections that no rule matches
-	Reverted int                `json:"reverted"` // connections that lost what they had got
-	Gone     int                `json:"gone"`     // connections that have closed since
-	Failures []tune.LiveFailure `json:"failures"` // options that the kernel refused
-	Left     []tune.Left        `json:"left"`     // options that were not taken back
-	Problems []string           `json:"problems"` // processes and sockets that could not be read
+	Rules    map[string]int    `json:"rules"`    // connections that got a rule
+	Options  int               `json:"options"`  // set, or set back
+	Already  int               `json:"already"`  // connections that had their rule
+	NoRule   int               `json:"no_rule"`  // connections that no rule matches
+	Reverted int               `json:"reverted"` // connections that lost what they had got
+	Gone     int               `json:"gone"`     // connections that have closed since
+	Failures []TuneLiveFailure `json:"failures"` // options that the kernel refused
+	Left     []TuneLeft        `json:"left"`     // options that were not taken back
+	Problems []string          `json:"problems"` // processes and sockets that could not be read
 }
 
 // TuneRevert is the body of POST /v1/tune/revert: which rules; none are all.
 type TuneRevert struct {
 	Rules []string `json:"rules,omitempty"`
+}
+
+// TuneValue is a setting of a rule on one connection: what was asked for beside
+// what the kernel reports.
+type TuneValue struct {
+	Option    string `json:"option"`
+	Requested string `json:"requested"`
+	// Effective is "" if nothing shows it.
+	Effective string `json:"effective"`
+	// Source is what the kernel was asked: an option of getsockopt(2) or a field
+	// of TCP_INFO; "not readable" if nothing shows the value, "" if the option is
+	// not for this connection.
+	Source string `json:"source"`
+	// Note names what the kernel makes of the value, and why it is not set.
+	Note string `json:"note,omitempty"`
+	// Differs says that the connection does not run with what was asked for. The
+	// kernel's units alone are no difference, its bounds are.
+	Differs bool `json:"differs"`
+}
+
+// TuneLiveFailure counts connections on which an option could not be set.
+type TuneLiveFailure struct {
+	Rule   string `json:"rule"`
+	Option string `json:"option"`
+	Error  string `json:"error"`
+	Count  uint64 `json:"count"`
+}
+
+// TuneLeft counts connections on which an option was not taken back.
+type TuneLeft struct {
+	Rule        string `json:"rule"`
+	Option      string `json:"option"`
+	Reason      string `json:"reason"`
+	Connections int    `json:"connections"`
 }
