@@ -13,13 +13,12 @@ import (
 	"slices"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
+	"sockeye/internal/trace/measure"
 )
 
 // tracePolicies are by what they attach.

@@ -11,9 +11,9 @@ import (
 	"path/filepath"
 	"strings"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
 )
 
 // tuneRules is the policy. The cgroups are those of the tuned arms; what the

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-
 	"sockeye/lab"
 )
 

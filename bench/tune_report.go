@@ -15,7 +15,6 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-
 	"sockeye/lab/plot"
 )
 

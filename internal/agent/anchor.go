@@ -9,11 +9,10 @@ import (
 	"os"
 	"runtime"
 
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
 )
 
 // An anchor is a socket in the SO_REUSEPORT group of a listener that the

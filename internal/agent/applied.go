@@ -9,11 +9,10 @@ import (
 	"path/filepath"
 	"strings"
 
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/member"
 )
 

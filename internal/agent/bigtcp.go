@@ -16,14 +16,12 @@ import (
 	"syscall"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 )
 
 // sizer keeps the sizes of the interfaces of one network namespace in step with the

@@ -16,16 +16,14 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/testenv"
 )
 

@@ -10,11 +10,9 @@ import (
 	"strings"
 
 	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 )
 
 // outlook is what rules make of a network namespace as it is.

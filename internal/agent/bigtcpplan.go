@@ -11,14 +11,12 @@ import (
 	"slices"
 	"strings"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 )
 
 // maxRows bounds the rows of a plan that differ in the interface only.

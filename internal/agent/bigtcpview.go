@@ -10,11 +10,9 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 )
 
 // maxProblems bounds the interfaces of a status that are not applied.

@@ -15,12 +15,11 @@ import (
 	"slices"
 	"strings"
 
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 )
 
 func (h *host) tuningDir(cgroup string) string { return h.root.Tuning(pinName(cgroup)) }

@@ -9,10 +9,8 @@ import (
 	"slices"
 
 	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/member"
 )
 

@@ -11,10 +11,10 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/trace/measure"
-
 	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
+
+	"sockeye/internal/trace/measure"
 )
 
 type dashboard struct {

@@ -12,8 +12,6 @@ import (
 	"strconv"
 	"strings"
 
-	"sockeye/internal/fault"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/rlimit"
 	"golang.org/x/sys/unix"
@@ -21,6 +19,7 @@ import (
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/sockdiag"
 )

@@ -13,13 +13,11 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 )
 
 // Whatever comes, the agent answers with JSON and a code of its own, and does

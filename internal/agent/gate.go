@@ -12,11 +12,10 @@ import (
 	"sync"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
+	"sockeye/internal/fault"
 )
 
 // Bounds of connections, by the descriptors that the agent may have. All together are a

@@ -12,11 +12,10 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
 	"sockeye/internal/member"
 )
 

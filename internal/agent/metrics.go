@@ -12,13 +12,12 @@ import (
 	"strconv"
 	"time"
 
-	"sockeye/internal/fault"
-
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
 )
 
 // Counters are totals since the pins were made: an agent's restart does not

@@ -9,10 +9,10 @@ import (
 	"strconv"
 	"time"
 
-	"sockeye/internal/trace/measure"
-
 	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
+
+	"sockeye/internal/trace/measure"
 )
 
 // Counters are since the cgroup's trace rules have their content: a change of

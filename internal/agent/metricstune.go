@@ -5,9 +5,8 @@ package agent
 import (
 	"github.com/prometheus/client_golang/prometheus"
 
-	"sockeye/internal/tune/trial"
-
 	"sockeye/internal/bpf"
+	"sockeye/internal/tune/trial"
 )
 
 // Counters are since the rule has its content: a rule that is changed begins

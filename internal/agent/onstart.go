@@ -11,11 +11,10 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer"

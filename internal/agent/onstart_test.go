@@ -7,9 +7,8 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/fault"
-
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/sockdiag"
 )
 

@@ -9,10 +9,9 @@ import (
 	"net"
 	"net/http"
 
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/fault"
 	"sockeye/internal/member"
 )
 

@@ -14,14 +14,12 @@ import (
 	"slices"
 	"strings"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/steer"
 )

@@ -10,10 +10,8 @@ import (
 	"testing"
 
 	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/testenv"
 )
 

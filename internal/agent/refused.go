@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-
 	"sockeye/internal/member"
 )
 

@@ -11,11 +11,10 @@ import (
 	"strconv"
 	"strings"
 
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 )
 
 // right is a capability that only some policies need. The agent's unit has it in

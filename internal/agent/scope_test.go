@@ -16,11 +16,10 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"github.com/godbus/dbus/v5"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/member"
 	"sockeye/internal/testenv"
 )

@@ -15,11 +15,10 @@ import (
 	"strconv"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
+	"sockeye/internal/fault"
 )
 
 // maxBody bounds a request: a policy file has at most 1 MiB, and its text

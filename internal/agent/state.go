@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"sockeye/internal/fault"
-
 	"sockeye/internal/member"
 )
 

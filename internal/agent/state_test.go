@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"sockeye/internal/fault"
-
 	"sockeye/internal/member"
 )
 

@@ -17,17 +17,14 @@ import (
 	"sync"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
-	"sockeye/internal/fault"
-
 	"github.com/cilium/ebpf"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/trace"
+	"sockeye/internal/trace/measure"
 )
 
 // tracer keeps the tracing of one cgroup in step with the policy. Messages

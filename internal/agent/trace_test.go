@@ -19,12 +19,11 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/testenv"
 )

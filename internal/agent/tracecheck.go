@@ -6,10 +6,9 @@ import (
 	"errors"
 	"io/fs"
 
-	"sockeye/internal/api"
-
 	"github.com/cilium/ebpf/rlimit"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
 )
 

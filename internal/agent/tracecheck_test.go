@@ -8,15 +8,13 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/rlimit"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/testenv"
 )
 

@@ -16,16 +16,13 @@ import (
 	"sync"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
-	"sockeye/internal/fault"
-
 	"github.com/cilium/ebpf"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
 	"sockeye/internal/sockets"
+	"sockeye/internal/trace/measure"
 )
 
 const (

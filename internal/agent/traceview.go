@@ -16,17 +16,14 @@ import (
 	"sync"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
-	"sockeye/internal/fault"
-
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
 )
 
 // tracersOf returns the tracing of the named cgroup, or all by name.

@@ -13,11 +13,9 @@ import (
 	"sync"
 
 	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/tune"
 )
 

@@ -10,9 +10,7 @@ import (
 	"testing"
 
 	"sockeye/internal/api"
-
 	"sockeye/internal/fault"
-
 	"sockeye/internal/testenv"
 )
 

@@ -14,15 +14,13 @@ import (
 	"strconv"
 	"strings"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/rlimit"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/match"
 	"sockeye/internal/sockets"
 	"sockeye/internal/tune"

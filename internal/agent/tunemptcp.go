@@ -9,14 +9,12 @@ import (
 	"os"
 	"slices"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/match"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/sockets"

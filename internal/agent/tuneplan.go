@@ -14,13 +14,11 @@ import (
 	"slices"
 	"strings"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/cilium/ebpf"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/tune"
 )
 

@@ -16,18 +16,15 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/tune/trial"
-
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/match"
 	"sockeye/internal/tune"
+	"sockeye/internal/tune/trial"
 )
 
 // tunersOf returns the tuning of the named cgroup, or all by name.

@@ -12,12 +12,11 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/testenv"
 )
 

@@ -11,13 +11,11 @@ import (
 	"slices"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/steer"
 )

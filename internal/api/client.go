@@ -17,9 +17,9 @@ import (
 	"path/filepath"
 	"time"
 
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fault"
 )
 
 // SocketPath is where the agent of a run directory listens.

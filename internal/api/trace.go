@@ -5,9 +5,8 @@ package api
 import (
 	"time"
 
-	"sockeye/internal/trace/measure"
-
 	"sockeye/internal/bpf"
+	"sockeye/internal/trace/measure"
 )
 
 // TraceStatus is the answer to GET /v1/trace.

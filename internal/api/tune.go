@@ -5,9 +5,8 @@ package api
 import (
 	"time"
 
-	"sockeye/internal/tune/trial"
-
 	"sockeye/internal/match"
+	"sockeye/internal/tune/trial"
 )
 
 // TuneStatus is one cgroup of the answer to GET /v1/tune.

@@ -15,10 +15,9 @@ import (
 	"syscall"
 	"unsafe"
 
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/fault"
 	"sockeye/internal/member"
 )
 

@@ -6,11 +6,10 @@ import (
 	"fmt"
 	"log/slog"
 
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/fault"
 	"sockeye/internal/journal"
 )
 

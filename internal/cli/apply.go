@@ -6,11 +6,10 @@ import (
 	"errors"
 	"io"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/fault"
 )
 
 func (c *command) applyCommand() *cobra.Command {

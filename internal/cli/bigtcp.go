@@ -9,13 +9,12 @@ import (
 	"slices"
 	"strings"
 
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 )
 
 // bigtcpShown is the answer of bigtcp -o json.

@@ -9,8 +9,6 @@ import (
 	"slices"
 	"time"
 
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
@@ -18,6 +16,7 @@ import (
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bigtcp/bench"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 )
 
 // benchPort is where a server listens by default, and a client looks for it.

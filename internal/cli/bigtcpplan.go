@@ -8,12 +8,11 @@ import (
 	"os"
 	"slices"
 
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 )
 
 // bigtcpChanges is the answer of bigtcp plan and bigtcp apply.

@@ -9,11 +9,10 @@ import (
 	"slices"
 	"strings"
 
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/bigtcp"
+	"sockeye/internal/fault"
 )
 
 // bigtcpReverted is the answer of bigtcp revert.

@@ -10,11 +10,10 @@ import (
 	"strconv"
 	"time"
 
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/bigtcp"
+	"sockeye/internal/fault"
 )
 
 const verifyFor = 10 * time.Second

@@ -9,14 +9,12 @@ import (
 	"os"
 	"strings"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/steer"
 )

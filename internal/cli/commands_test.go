@@ -10,9 +10,9 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
 )
 
 var gaps = regexp.MustCompile(`  +`)

@@ -16,10 +16,10 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/api"
-
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
 )
 
 func TestNoAgent(t *testing.T) {

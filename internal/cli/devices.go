@@ -7,9 +7,9 @@ import (
 	"io"
 	"time"
 
-	"sockeye/internal/api"
-
 	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
 )
 
 func (c *command) devicesCommand() *cobra.Command {

@@ -8,14 +8,12 @@ import (
 	"io"
 	"os"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 )
 
 func (c *command) doctorCommand() *cobra.Command {

@@ -16,11 +16,10 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/testenv"
 )
 

@@ -23,11 +23,10 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/api"
 	"sockeye/internal/gateway"
 	"sockeye/internal/testenv"
 )

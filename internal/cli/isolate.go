@@ -17,11 +17,10 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/fault"
 	"sockeye/internal/gateway"
 )
 

@@ -24,11 +24,10 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/fault"
-
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/fault"
 	"sockeye/internal/gateway"
 	"sockeye/internal/testenv"
 )

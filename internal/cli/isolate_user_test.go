@@ -12,12 +12,10 @@ import (
 	"testing"
 	"unsafe"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
+	"sockeye/internal/fault"
 	"sockeye/internal/gateway"
 )
 

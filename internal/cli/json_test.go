@@ -15,13 +15,11 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
 	"sockeye/internal/agent"
+	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bigtcp/bench"
+	"sockeye/internal/trace/measure"
 )
 
 // answers are the types that commands print with -o json.

@@ -13,9 +13,9 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
 )
 
 // becomeParent opens sockets, and starts a child that inherits them and outlives it.

@@ -8,9 +8,9 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
 )
 
 // A service lives in the network namespace that the policy names: its members

@@ -15,12 +15,11 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/api"
 )
 
 // Its ports are those of no other test: a member that ends first leaves its

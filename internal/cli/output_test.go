@@ -19,7 +19,6 @@ import (
 	"unicode/utf8"
 
 	"sockeye/internal/api"
-
 	"sockeye/internal/fault"
 )
 

@@ -18,9 +18,9 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/api"
 )
 
 // disguised is the environment variable that makes this program a member with

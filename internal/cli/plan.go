@@ -9,11 +9,10 @@ import (
 	"os"
 	"path/filepath"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/fault"
 )
 
 func (c *command) planCommand() *cobra.Command {

@@ -6,9 +6,9 @@ import (
 	"fmt"
 	"io"
 
-	"sockeye/internal/api"
-
 	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
 )
 
 func (c *command) registerCommand() *cobra.Command {

@@ -16,15 +16,13 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/journal"
 )
 

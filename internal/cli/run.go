@@ -8,13 +8,11 @@ import (
 	"fmt"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
+	"sockeye/internal/fault"
 	"sockeye/internal/gateway"
 )
 

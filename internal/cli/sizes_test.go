@@ -12,11 +12,10 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/api"
-
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 )
 

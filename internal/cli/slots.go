@@ -7,9 +7,9 @@ import (
 	"io"
 	"net/url"
 
-	"sockeye/internal/api"
-
 	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
 )
 
 // serviceFlag adds --service to a command that shows, and returns the query

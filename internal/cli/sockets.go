@@ -14,13 +14,12 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/sockdiag"
 	"sockeye/room"
 )

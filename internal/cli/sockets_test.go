@@ -17,11 +17,10 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/fault"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/testenv"
 	"sockeye/lab"

@@ -8,9 +8,9 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/internal/api"
-
 	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
 )
 
 func (c *command) statusCommand() *cobra.Command {

@@ -17,11 +17,10 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/api"
 	"sockeye/internal/testenv"
 )
 

@@ -16,14 +16,12 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/trace/measure"
 )
 
 // noon is when the tests of trace are.

@@ -9,13 +9,11 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
 )
 
 // compared is the answer of trace compare -o json.

@@ -8,10 +8,8 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
 	"sockeye/internal/config"
+	"sockeye/internal/trace/measure"
 )
 
 // twoArms are slices of a trial whose treated connections are faster in the stack.

@@ -9,9 +9,9 @@ import (
 	"os"
 	"path/filepath"
 
-	"sockeye/internal/fault"
-
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fault"
 )
 
 // newFile is a file that gets its name when it is whole. Until then it has another

@@ -11,15 +11,12 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
 	"sockeye/internal/trace/packets"
 )
 

@@ -13,10 +13,8 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
 	"sockeye/internal/trace/packets"
 )
 

@@ -7,7 +7,6 @@ import (
 	"testing"
 
 	"sockeye/internal/api"
-
 	"sockeye/internal/fault"
 )
 

@@ -9,16 +9,13 @@ import (
 	"os"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-	"sockeye/internal/trace/report"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
+	"sockeye/internal/trace/report"
 )
 
 // written is the answer of trace report -o json.

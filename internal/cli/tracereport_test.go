@@ -10,10 +10,8 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
 	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
 )
 
 // hour is a history of slices of 10 s that end at noon, each made by of.

@@ -16,14 +16,12 @@ import (
 	"strconv"
 	"strings"
 
-	"sockeye/internal/trace/measure"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
 )
 
 func (c *command) traceSamplesCommand() *cobra.Command {

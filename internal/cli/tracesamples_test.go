@@ -13,10 +13,8 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
 	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
 )
 
 // lines answers with lines, each sent at once, and then calls last, or ends.

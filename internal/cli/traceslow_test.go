@@ -10,10 +10,8 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
 	"sockeye/internal/config"
+	"sockeye/internal/trace/measure"
 )
 
 // message is one that the receiver's window held.

@@ -12,13 +12,11 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"sockeye/internal/trace/measure"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
 )
 
 // text is made of lines that a terminal shows as they are: what comes from outside

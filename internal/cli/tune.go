@@ -11,10 +11,9 @@ import (
 	"strings"
 	"text/tabwriter"
 
-	"sockeye/internal/api"
-
 	"github.com/spf13/cobra"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
 )
 

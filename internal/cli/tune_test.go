@@ -14,16 +14,13 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/tune/trial"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/api"
+	"sockeye/internal/fault"
 	"sockeye/internal/match"
+	"sockeye/internal/tune/trial"
 )
 
 // fake answers in an agent's place, and keeps what it was asked.

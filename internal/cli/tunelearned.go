@@ -8,9 +8,9 @@ import (
 	"strconv"
 	"time"
 
-	"sockeye/internal/api"
-
 	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
 )
 
 func (c *command) tuneLearnedCommand() *cobra.Command {

@@ -13,14 +13,12 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
+	"sockeye/internal/fault"
 	"sockeye/internal/match"
 	"sockeye/internal/testenv"
 )

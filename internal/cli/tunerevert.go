@@ -9,9 +9,9 @@ import (
 	"slices"
 	"strings"
 
-	"sockeye/internal/api"
-
 	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
 )
 
 func (c *command) tuneRevertCommand() *cobra.Command {

@@ -8,12 +8,11 @@ import (
 	"math"
 	"strings"
 
-	"sockeye/internal/api"
+	"github.com/spf13/cobra"
 
+	"sockeye/internal/api"
 	"sockeye/internal/fault"
 	"sockeye/internal/tune/trial"
-
-	"github.com/spf13/cobra"
 )
 
 func (c *command) tuneTrialCommand() *cobra.Command {

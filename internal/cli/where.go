@@ -12,14 +12,12 @@ import (
 	"path/filepath"
 	"strconv"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
 	"sockeye/internal/steer"
 )
 

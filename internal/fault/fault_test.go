@@ -9,14 +9,13 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/fault"
-
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/steer"
 )
 

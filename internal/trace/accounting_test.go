@@ -17,12 +17,11 @@ import (
 	"time"
 	"unsafe"
 
-	"sockeye/internal/trace/measure"
-
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/trace"
+	"sockeye/internal/trace/measure"
 	"sockeye/lab"
 )
 

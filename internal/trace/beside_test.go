@@ -10,8 +10,6 @@ import (
 	"time"
 	"unsafe"
 
-	"sockeye/internal/trace/measure"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/link"
@@ -20,6 +18,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/testenv"
 	"sockeye/internal/trace"
+	"sockeye/internal/trace/measure"
 	"sockeye/lab"
 )
 

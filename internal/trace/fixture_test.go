@@ -15,8 +15,6 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/trace/measure"
-
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
@@ -24,6 +22,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/testenv"
 	"sockeye/internal/trace"
+	"sockeye/internal/trace/measure"
 	"sockeye/lab"
 )
 

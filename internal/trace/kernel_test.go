@@ -13,13 +13,12 @@ import (
 	"time"
 	"unsafe"
 
-	"sockeye/internal/trace/measure"
-
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/trace/measure"
 	"sockeye/lab"
 )
 

@@ -17,8 +17,6 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/trace/measure"
-
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -27,6 +25,7 @@ import (
 	"sockeye/internal/match"
 	"sockeye/internal/testenv"
 	"sockeye/internal/trace"
+	"sockeye/internal/trace/measure"
 	"sockeye/lab"
 )
 

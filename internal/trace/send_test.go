@@ -8,13 +8,12 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/trace/measure"
-
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/trace/measure"
 )
 
 // newSending traces with the stage send.

@@ -13,12 +13,11 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/trace/measure"
-
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/trace"
+	"sockeye/internal/trace/measure"
 	"sockeye/lab"
 )
 

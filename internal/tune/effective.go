@@ -12,10 +12,9 @@ import (
 	"strings"
 	"unsafe"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/sockets"

@@ -12,10 +12,9 @@ import (
 	"os"
 	"slices"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/match"

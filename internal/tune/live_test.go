@@ -21,11 +21,10 @@ import (
 	"syscall"
 	"testing"
 
-	"sockeye/internal/api"
-
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/testenv"

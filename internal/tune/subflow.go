@@ -5,10 +5,9 @@ package tune
 import (
 	"fmt"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/sockdiag"

@@ -24,10 +24,9 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/lab"
 	"sockeye/lab/plot"
 )

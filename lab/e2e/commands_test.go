@@ -17,14 +17,12 @@ import (
 	"strings"
 	"testing"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/fault"
-
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/lab"
 )
 

@@ -21,10 +21,9 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/internal/steer"
 	"sockeye/internal/testenv"

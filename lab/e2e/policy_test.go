@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-
 	"sockeye/internal/config"
 	"sockeye/internal/steer"
 )

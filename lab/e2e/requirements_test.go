@@ -13,10 +13,9 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
 )
 

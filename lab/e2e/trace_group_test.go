@@ -13,10 +13,8 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
 	"sockeye/internal/config"
+	"sockeye/internal/trace/measure"
 	"sockeye/lab"
 )
 

@@ -13,12 +13,11 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/link"
 
+	"sockeye/internal/api"
 	"sockeye/lab"
 )
 

@@ -12,13 +12,11 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/trace/measure"
-
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/trace/measure"
 	"sockeye/lab"
 )
 

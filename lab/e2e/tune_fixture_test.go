@@ -20,12 +20,11 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/lab"
 )

@@ -16,14 +16,12 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/api"
-
-	"sockeye/internal/tune/trial"
-
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 
+	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/tune/trial"
 	"sockeye/lab"
 )
 

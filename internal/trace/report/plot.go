@@ -11,9 +11,8 @@ import (
 	"strings"
 	"time"
 
-	"sockeye/internal/trace/measure"
-
 	"sockeye/internal/config"
+	"sockeye/internal/trace/measure"
 )
 
 // Sizes of the plots, in the units of their viewBox. All have the same frame.

@@ -19,9 +19,8 @@ import (
 	"time"
 	"unicode"
 
-	"sockeye/internal/trace/measure"
-
 	"sockeye/internal/config"
+	"sockeye/internal/trace/measure"
 )
 
 // Report is what WriteReport writes.

@@ -22,9 +22,8 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/trace/measure"
-
 	"sockeye/internal/config"
+	"sockeye/internal/trace/measure"
 )
 
 // A world makes the slices of an hour as an agent would have them.
