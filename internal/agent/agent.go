@@ -5,14 +5,12 @@
 package agent
 
 import (
-	"bufio"
 	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -26,13 +24,10 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
-	"sockeye/internal/member"
 	"sockeye/internal/owned"
-	"sockeye/internal/steer"
 )
 
 // Options are the agent's flags.
@@ -51,25 +46,18 @@ type Agent struct {
 	options Options
 	log     *slog.Logger
 	host    *host
+	domains []Domain
 	started time.Time
 	starts  int
 
-	applying sync.Mutex // one Apply at a time; taken before mu
-	mu       sync.Mutex // held while the policy changes
+	applying sync.Mutex // one Plan or Apply at a time; taken before mu
+	mu       sync.Mutex // of what follows
 	policy   *config.Policy
 	// metricsProblem is why there is no endpoint although the policy names one.
 	metricsProblem error
 	inForce        inForce
-	services       map[string]*service
-	tuners         map[string]*tuner  // by cgroup
-	tracers        map[string]*tracer // likewise
-	history        *traceHistory      // nil while nothing is traced
-	watch          *folderWatch       // nil while nothing is tuned or traced
-	sizers         map[string]*sizer  // by network namespace
-	records        *bigtcp.Store      // of sizes that were set
-	networks       *networkWatch      // nil while no sizes are set
 	metrics        *metricsServer
-	sockets        socketMetrics
+	sockets        *socketMetrics
 }
 
 // Run is an agent's life: it returns when ctx ends. Steering goes on.
@@ -110,16 +98,8 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := os.Chmod(o.StateDir, 0o700); err != nil {
 		return fmt.Errorf("set mode of state directory: %w", err)
 	}
-	a := &Agent{
-		options: o, log: o.Log, started: time.Now(),
-		host:     &host{root: root, stateDir: o.StateDir, cgroups: cgroups, systemd: findServiceManager()},
-		policy:   &config.Policy{},
-		services: make(map[string]*service),
-		tuners:   make(map[string]*tuner),
-		tracers:  make(map[string]*tracer),
-	}
+	a := newAgent(o, root, cgroupTree{cgroups})
 	defer a.close()
-	a.host.reserve.fill()
 	if err := a.countStart(); err != nil {
 		return err
 	}
@@ -147,10 +127,8 @@ func Run(ctx context.Context, o Options) (err error) {
 	a.inForce.refused, a.inForce.refusedText = first.refused, first.refusedText
 	a.mu.Unlock()
 	var extra []uintptr
-	for _, r := range rights {
-		if r.needed(policy) != "" {
-			extra = append(extra, r.capability)
-		}
+	for _, n := range a.needs(policy) {
+		extra = append(extra, n.Capability)
 	}
 	if err := dropCapabilities(extra...); err != nil {
 		return err
@@ -162,7 +140,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
 		a.log.Warn("service manager not notified", "error", err)
 	}
-	a.log.Info("agent started", "version", o.Version, "policy", o.Policy, "services", len(a.services), "tuned", len(a.tuners), "traced", len(a.tracers), "bigtcp", len(policy.BigTCP))
+	a.log.Info("agent started", "version", o.Version, "policy", o.Policy, "services", len(policy.Services), "tune", len(policy.Tune), "trace", len(policy.Trace), "bigtcp", len(policy.BigTCP))
 	for {
 		select {
 		case <-ctx.Done():
@@ -175,6 +153,19 @@ func Run(ctx context.Context, o Options) (err error) {
 				a.log.Error("policy not applied", "policy", o.Policy, "error", firstLine(err))
 			}
 		}
+	}
+}
+
+// newAgent returns an agent that has not started.
+func newAgent(o Options, root *bpf.Root, cgroups cgroupTree) *Agent {
+	h := &host{log: o.Log, root: root, stateDir: o.StateDir, cgroups: cgroups, watch: &cgroupWatch{tree: cgroups, log: o.Log}}
+	services := newSteer(h)
+	tuning := newTune(h)
+	tracing := newTrace(h, tuning)
+	return &Agent{
+		options: o, log: o.Log, started: time.Now(), host: h, policy: &config.Policy{},
+		domains: []Domain{services, tuning, tracing, newBigTCP(h)},
+		sockets: &socketMetrics{log: o.Log, cgroups: cgroups, services: services.Listening, paths: []func() map[string]string{tuning.Paths, tracing.Paths}},
 	}
 }
 
@@ -199,31 +190,6 @@ func checkMountPoint(dir string) error {
 	return nil
 }
 
-// CgroupMount finds where cgroup v2 is mounted.
-func CgroupMount() (string, error) {
-	f, err := os.Open("/proc/self/mountinfo")
-	if err != nil {
-		return "", fmt.Errorf("find cgroup v2: %w", err)
-	}
-	defer f.Close()
-	lines := bufio.NewScanner(f)
-	for lines.Scan() {
-		// ... root mountpoint options ... - type source options (proc(5))
-		fields := strings.Fields(lines.Text())
-		if i := slices.Index(fields, "-"); i > 5 && i+1 < len(fields) && fields[i+1] == "cgroup2" {
-			return fields[4], nil
-		}
-	}
-	if err := lines.Err(); err != nil {
-		return "", fmt.Errorf("find cgroup v2: %w", err)
-	}
-	return "", &fault.Error{Err: errors.New("find cgroup v2: it is not mounted"),
-		Hint: "mount -t cgroup2 none /sys/fs/cgroup/unified", Code: fault.CodeUnsupported}
-}
-
-// agentFile is in every agent's state directory.
-const agentFile = ".agent.json"
-
 // countStart keeps the number of the agent's starts, and what was measured of the kernel,
 // for metrics.
 func (a *Agent) countStart() error {
@@ -238,7 +204,7 @@ func (a *Agent) countStart() error {
 	}
 	record.Starts++
 	a.starts = record.Starts
-	a.sockets.calibrate(a.log, &record.Room)
+	a.sockets.calibrate(&record.Room)
 	data, err := json.Marshal(record)
 	if err != nil {
 		return err
@@ -246,119 +212,7 @@ func (a *Agent) countStart() error {
 	return writeFile(path, append(data, '\n'))
 }
 
-// start makes the policy true for the first time in this agent's life. What
-// an earlier agent left of services that are not in the policy is removed.
-func (a *Agent) start(policy *config.Policy, text []byte) error {
-	pinned, err := a.host.root.Services()
-	if err != nil {
-		return err
-	}
-	for _, name := range pinned {
-		if !slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Name == name }) {
-			if err := a.removeLeftover(name); err != nil {
-				return err
-			}
-		}
-	}
-	for _, c := range policy.Services {
-		devices, err := readDevices(c)
-		if err != nil {
-			return ofService(c.Name, err)
-		}
-		if err := a.open(c, devices); err != nil {
-			return err
-		}
-	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if err := a.startTune(policy); err != nil {
-		return err
-	}
-	if err := a.startTrace(policy); err != nil {
-		return err
-	}
-	if err := a.startBigTCP(policy); err != nil {
-		return err
-	}
-	if a.metrics, err = a.serveMetrics(policy.Metrics.Listen); err != nil {
-		// Steering is worth more than figures of it.
-		a.log.Error("metrics are not served", "error", err, "hint", fault.Hint(err))
-		a.metrics, a.metricsProblem = &metricsServer{}, err
-	}
-	a.policy = policy
-	return a.remember(policy, text, a.options.Policy)
-}
-
-func (a *Agent) open(c config.Service, devices *steer.DeviceMap) error {
-	s, err := openService(a.host, a.log, c, devices)
-	if err != nil {
-		return ofService(c.Name, err)
-	}
-	a.services[c.Name] = s
-	return nil
-}
-
-// removeLeftover ends a service that only its pins remember.
-func (a *Agent) removeLeftover(name string) error {
-	keepers, err := findKeepers(a.host.root.Dir, name, nil, pinnedRows(a.host.root.Dir))
-	if err != nil {
-		return err
-	}
-	for _, k := range keepers {
-		for _, socket := range k.sockets {
-			if err := bpf.Detach(socket.FD()); err != nil {
-				a.log.Warn("program not detached", "service", name, "error", err)
-			}
-		}
-		if err := k.end(); err != nil {
-			return err
-		}
-	}
-	a.log.Info("service removed, it is not in the policy", "service", name)
-	return bpf.Remove(a.host.root.Service(name))
-}
-
-func (a *Agent) close() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.watch != nil {
-		a.watch.close()
-		a.watch = nil
-	}
-	if a.networks != nil {
-		a.networks.close()
-		a.networks = nil
-	}
-	for _, s := range a.sizers {
-		s.close()
-	}
-	for _, s := range a.services {
-		s.close()
-	}
-	for _, t := range a.tuners {
-		t.close()
-	}
-	if a.history != nil {
-		a.history.close()
-		a.history = nil
-	}
-	for _, t := range a.tracers {
-		t.close()
-	}
-	if a.metrics != nil {
-		a.metrics.close()
-	}
-}
-
-// candidate finds the policy that a request is about, whose users the host has.
-func (a *Agent) candidate(c api.Candidate) (*config.Policy, []byte, error) {
-	policy, text, err := a.read(c)
-	if err == nil {
-		err = member.CheckUsers(policy)
-	}
-	return policy, text, err
-}
-
+// read returns the policy of a candidate, and its text.
 func (a *Agent) read(c api.Candidate) (*config.Policy, []byte, error) {
 	switch {
 	case c.Previous:
@@ -374,356 +228,183 @@ func (a *Agent) read(c api.Candidate) (*config.Policy, []byte, error) {
 	return readPolicy(a.options.Policy)
 }
 
-// step is a change of one service, where target is nil for one that is added
-// or removed, or of one cgroup's tuning or tracing, or of the sizes in one network
-// namespace.
-type step struct {
-	name    string
-	config  *config.Service
-	devices *steer.DeviceMap // of a service that is added
-	target  *target
-	tune    *tuneChange
-	trace   *traceChange
-	bigtcp  *bigTCPChange
-}
-
-// readDeviceMaps reads the device maps of a policy, by service. The agent's lock is not held: a large one
-// takes seconds.
-func readDeviceMaps(policy *config.Policy) (map[string]*steer.DeviceMap, error) {
-	all := make(map[string]*steer.DeviceMap)
-	for _, c := range policy.Services {
-		devices, err := readDevices(c)
-		if err != nil {
-			return nil, ofService(c.Name, err)
-		}
-		all[c.Name] = devices
-	}
-	return all, nil
-}
-
-// buildDeviceMaps makes those that are to change for the kernel, without the agent's lock. The caller
-// closes them.
-func (a *Agent) buildDeviceMaps(policy *config.Policy, devices map[string]*steer.DeviceMap) (all map[string]builtDevices, err error) {
-	all = make(map[string]builtDevices)
-	for _, c := range policy.Services {
-		a.mu.Lock()
-		s := a.services[c.Name]
-		a.mu.Unlock()
-		if s == nil {
-			continue
-		}
-		built, err := s.build(c, devices[c.Name])
-		if err != nil {
-			closeBuilt(all)
-			return nil, ofService(c.Name, err)
-		}
-		all[c.Name] = built
-	}
-	return all, nil
-}
-
-func closeBuilt(all map[string]builtDevices) {
-	for _, b := range all {
-		b.close()
-	}
-}
-
-func (a *Agent) prepare(policy *config.Policy, devices map[string]*steer.DeviceMap) ([]step, []api.Change, error) {
-	changes := []api.Change{}
-	var steps []step
-	for _, name := range slices.Sorted(maps.Keys(a.services)) {
-		if !slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Name == name }) {
-			steps = append(steps, step{name: name})
-			changes = append(changes, api.Change{Service: name, Action: "remove", What: "service", Effect: "the kernel's hash decides from then on"})
+// start carries out the first policy of this agent's life.
+func (a *Agent) start(policy *config.Policy, text []byte) error {
+	for _, d := range a.domains {
+		if err := d.Start(policy); err != nil {
+			return err
 		}
 	}
-	for _, c := range policy.Services {
-		s := a.services[c.Name]
-		fresh := s == nil
-		if fresh {
-			s = &service{host: a.host}
-		}
-		t, err := s.prepare(c, devices[c.Name])
-		if err != nil {
-			return nil, nil, ofService(c.Name, err)
-		}
-		if fresh {
-			steps = append(steps, step{name: c.Name, config: &c, devices: devices[c.Name]})
-			changes = append(changes, api.Change{Service: c.Name, Action: "add", What: "service"})
-			continue
-		}
-		if diff := s.plan(t); len(diff) > 0 {
-			steps = append(steps, step{name: c.Name, config: &c, target: t})
-			changes = append(changes, diff...)
-		}
-	}
-	tunings, tuned, err := a.prepareTune(policy)
+	metrics, err := a.serveMetrics(policy.Metrics.Listen)
 	if err != nil {
-		return nil, nil, err
-	}
-	for _, c := range tunings {
-		steps = append(steps, step{tune: &c})
-	}
-	changes = append(changes, tuned...)
-	tracings, traced, err := a.prepareTrace(policy)
-	if err != nil {
-		return nil, nil, err
-	}
-	for _, c := range tracings {
-		steps = append(steps, step{trace: &c})
-	}
-	changes = append(changes, traced...)
-	sizings, sized, err := a.prepareBigTCP(policy)
-	if err != nil {
-		return nil, nil, err
-	}
-	for _, c := range sizings {
-		steps = append(steps, step{bigtcp: &c})
-	}
-	changes = append(changes, sized...)
-	if a.policy.Metrics != policy.Metrics {
-		changes = append(changes, api.Change{Action: "change",
-			What: fmt.Sprintf("metrics: %s -> %s", orNone(a.policy.Metrics.Listen), orNone(policy.Metrics.Listen))})
-	}
-	return steps, changes, nil
-}
-
-func orNone(s string) string {
-	if s == "" {
-		return "none"
-	}
-	return s
-}
-
-// Plan says what Apply would change.
-func (a *Agent) Plan(c api.Candidate) (*api.Plan, error) {
-	policy, _, err := a.candidate(c)
-	if err != nil {
-		return nil, err
-	}
-	devices, err := readDeviceMaps(policy)
-	if err != nil {
-		return nil, err
+		// Steering is worth more than figures of it.
+		a.log.Error("metrics are not served", "error", err, "hint", fault.Hint(err))
+		metrics = &metricsServer{}
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	_, changes, err := a.prepare(policy, devices)
+	a.policy, a.metrics, a.metricsProblem = policy, metrics, err
+	return a.remember(policy, text, a.options.Policy)
+}
+
+func (a *Agent) close() {
+	a.host.watch.close()
+	for _, d := range a.domains {
+		d.Close()
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.metrics != nil {
+		a.metrics.close()
+	}
+}
+
+// steps returns the way from the policy in force to another one.
+func (a *Agent) steps(policy *config.Policy) ([]Step, error) {
+	var steps []Step
+	for _, d := range a.domains {
+		part, err := d.Plan(policy)
+		if err != nil {
+			return nil, err
+		}
+		steps = append(steps, part...)
+	}
+	return steps, nil
+}
+
+// Plan returns what Apply would change.
+func (a *Agent) Plan(c api.Candidate) (*api.Plan, error) {
+	a.applying.Lock()
+	defer a.applying.Unlock()
+	policy, _, err := a.read(c)
 	if err != nil {
 		return nil, err
 	}
-	return &api.Plan{Policy: a.options.Policy, Changes: changes}, nil
+	steps, err := a.steps(policy)
+	if err != nil {
+		return nil, err
+	}
+	return a.describe(policy, steps), nil
 }
 
-// Apply makes a policy true. If a step fails, those before it are taken back.
+func (a *Agent) describe(policy *config.Policy, steps []Step) *api.Plan {
+	plan := &api.Plan{Policy: a.options.Policy, Changes: []api.Change{}}
+	for _, s := range steps {
+		plan.Changes = append(plan.Changes, s.Changes...)
+	}
+	if a.policy.Metrics != policy.Metrics {
+		plan.Changes = append(plan.Changes, api.Change{Action: "change",
+			What: fmt.Sprintf("metrics: %s -> %s", orNone(a.policy.Metrics.Listen), orNone(policy.Metrics.Listen))})
+	}
+	return plan
+}
+
+// Apply carries out a policy. If a step fails, those before it are rolled back.
 func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
 	a.applying.Lock()
 	defer a.applying.Unlock()
-	policy, text, err := a.candidate(c)
+	policy, text, err := a.read(c)
 	if err != nil {
 		return nil, err
 	}
-	devices, err := readDeviceMaps(policy)
+	steps, err := a.steps(policy)
 	if err != nil {
 		return nil, err
 	}
-	for _, c := range policy.Services {
-		if c.SlotsAs == "" {
-			continue
-		}
-		if _, err := a.host.nonce(c.SlotsAs); err != nil {
-			return nil, ofService(c.SlotsAs, err)
-		}
-	}
-	built, err := a.buildDeviceMaps(policy, devices)
+	metrics, err := a.openMetrics(policy)
 	if err != nil {
 		return nil, err
 	}
-	defer closeBuilt(built)
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	steps, changes, err := a.prepare(policy, devices)
-	if err != nil {
+	if err := carryOut(steps); err != nil {
+		metrics.close()
 		return nil, err
 	}
-	for _, step := range steps {
-		if step.target != nil {
-			step.target.built = built[step.name]
-		}
-	}
-	metrics := a.metrics
-	if a.policy.Metrics != policy.Metrics || a.metricsProblem != nil {
-		if metrics, err = a.serveMetrics(policy.Metrics.Listen); err != nil {
-			return nil, err
-		}
-	}
-	var undo []func() error
-	for _, step := range steps {
-		back, err := a.take(step)
-		if err == nil {
-			undo = append(undo, back)
-			continue
-		}
-		if metrics != a.metrics {
-			metrics.close()
-		}
-		for _, back := range slices.Backward(undo) {
-			if failed := back(); failed != nil {
-				err = fault.Join(err, fmt.Errorf("go back to the policy before: %w", failed))
-			}
-		}
-		a.watchCgroups()
-		a.watchNetworks()
-		return nil, err
-	}
-	if metrics != a.metrics {
-		a.metrics.close()
-		a.metrics, a.metricsProblem = metrics, nil
-	}
-	a.policy = policy
-	for _, s := range a.services {
-		s.mu.Lock()
-		s.scanOnce() // also for what no event has told of
-		s.mu.Unlock()
-	}
-	for _, change := range changes {
+	plan := a.describe(policy, steps)
+	for _, change := range plan.Changes {
 		a.log.Info("policy applied", "service", change.Service, "cgroup", change.Cgroup, "netns", change.Netns, "interface", change.Interface, "action", change.Action, "what", change.What, "effect", change.Effect)
 	}
-	plan := &api.Plan{Policy: a.options.Policy, Changes: changes}
 	from := cmp.Or(c.Path, a.options.Policy)
 	if c.Previous {
 		from = a.from(previousFile)
 	}
-	if err := a.remember(policy, text, from); err != nil {
+	if err := a.keep(policy, text, from, metrics); err != nil {
 		return nil, err
 	}
-	if c.Live {
-		plan.Live, err = a.applyLive()
-	}
-	return plan, err
-}
-
-// take carries a step out, and returns what takes it back. A step that fails
-// leaves its service as it was.
-func (a *Agent) take(step step) (back func() error, err error) {
-	if step.tune != nil {
-		return a.takeTune(*step.tune)
-	}
-	if step.trace != nil {
-		return a.takeTrace(*step.trace)
-	}
-	if step.bigtcp != nil {
-		return a.takeBigTCP(*step.bigtcp)
-	}
-	switch s := a.services[step.name]; {
-	case step.config == nil:
-		before := s.now()
-		back = func() error { return a.open(before.config, before.mapping.Devices) }
-		delete(a.services, step.name)
-		if err := s.retire(); err != nil {
-			return nil, ofService(step.name, fault.Join(err, back()))
-		}
-	case s == nil:
-		back = func() error {
-			s := a.services[step.name]
-			delete(a.services, step.name)
-			return s.retire()
-		}
-		if err := a.open(*step.config, step.devices); err != nil {
+	for _, d := range a.domains {
+		if err := d.Applied(policy, c, plan); err != nil {
 			return nil, err
 		}
-	default:
-		before := s.now()
-		back = func() error { return s.apply(before) }
-		if err := s.apply(step.target); err != nil {
-			return nil, ofService(step.name, err)
-		}
 	}
-	return back, nil
+	return plan, nil
 }
 
-func ofService(name string, err error) error {
-	return &fault.Error{Err: fmt.Errorf("service %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
+// carryOut carries out steps. If one fails, those before it are rolled back, the last one first.
+func carryOut(steps []Step) error {
+	var rollbacks []func() error
+	for _, step := range steps {
+		rollback, err := step.Apply()
+		if err == nil {
+			rollbacks = append(rollbacks, rollback)
+			continue
+		}
+		for _, rollback := range slices.Backward(rollbacks) {
+			if failed := rollback(); failed != nil {
+				err = fault.Join(err, fmt.Errorf("go back to the policy before: %w", failed))
+			}
+		}
+		return err
+	}
+	return nil
 }
 
-// service finds a service by name; where there is only one the name may be
-// left out.
-func (a *Agent) service(name string) (*service, error) {
+// openMetrics serves the metrics where a policy has them served; nil if they are served there already.
+func (a *Agent) openMetrics(policy *config.Policy) (*metricsServer, error) {
+	if a.policy.Metrics == policy.Metrics && a.metricsProblem == nil {
+		return nil, nil
+	}
+	return a.serveMetrics(policy.Metrics.Listen)
+}
+
+// keep makes a policy the one in force, with another server of metrics unless that is nil.
+func (a *Agent) keep(policy *config.Policy, text []byte, from string, metrics *metricsServer) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if name == "" && len(a.services) == 1 {
-		for _, s := range a.services {
-			return s, nil
-		}
+	if metrics != nil {
+		a.metrics.close()
+		a.metrics, a.metricsProblem = metrics, nil
 	}
-	if s := a.services[name]; s != nil {
-		return s, nil
-	}
-	known := make([]string, 0, len(a.services))
-	for name := range a.services {
-		known = append(known, name)
-	}
-	slices.Sort(known)
-	hint := "the policy has " + strings.Join(known, ", ")
-	if near := config.Nearest(name, known); near != "" {
-		hint = "did you mean " + near + "?"
-	}
-	if name == "" {
-		return nil, fault.Usage(errors.New("which service?"), "name one with --service; "+hint)
-	}
-	return nil, fault.Usage(fmt.Errorf("there is no service %q", name), hint)
+	a.policy = policy
+	return a.remember(policy, text, from)
 }
 
-// selected returns the named service, or all, by name.
-func (a *Agent) selected(name string) ([]*service, error) {
-	if name != "" {
-		s, err := a.service(name)
-		return []*service{s}, err
-	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	var all []*service
-	for _, c := range a.policy.Services {
-		if s := a.services[c.Name]; s != nil {
-			all = append(all, s)
-		}
-	}
-	return all, nil
-}
-
-// Status is the agent and its services.
+// Status is the agent and its domains.
 func (a *Agent) Status() (*api.Status, error) {
-	services, err := a.selected("")
-	if err != nil {
-		return nil, err
-	}
 	status := &api.Status{
-		Version: a.options.Version, PID: os.Getpid(), Started: a.started, Starts: a.starts,
-		Policy: a.options.Policy, Services: []api.ServiceStatus{}, Tune: []api.TunedCgroup{}, Trace: []api.TracedCgroup{}, BigTCP: []api.BigTCPNetwork{},
+		Version: a.options.Version, PID: os.Getpid(), Started: a.started, Starts: a.starts, Policy: a.options.Policy,
 	}
 	status.PolicyProblem, status.PolicyHint = a.policyProblem()
-	for _, s := range services {
-		status.Services = append(status.Services, s.status())
-	}
-	tuners, err := a.tunersOf("")
-	if err != nil {
-		return nil, err
-	}
-	for _, t := range tuners {
-		status.Tune = append(status.Tune, t.summary())
-	}
-	tracers, err := a.tracersOf("")
-	if err != nil {
-		return nil, err
-	}
-	for _, t := range tracers {
-		traced, err := t.status()
-		if err != nil {
-			return nil, ofTraced(t.name, err)
+	for _, d := range a.domains {
+		if err := d.Status(status); err != nil {
+			return nil, err
 		}
-		status.Trace = append(status.Trace, traced)
-	}
-	for _, s := range a.allSizers() {
-		status.BigTCP = append(status.BigTCP, s.summary())
 	}
 	return status, nil
+}
+
+// needs lists the capabilities that a policy needs beyond those of the unit, each once.
+func (a *Agent) needs(policy *config.Policy) []Need {
+	var all []Need
+	for _, d := range a.domains {
+		all = append(all, d.Needs(policy)...)
+	}
+	return FirstNeeds(append(all, MetricsNeeds(policy)...))
+}
+
+// warnOfRights logs the capabilities that the policy needs and this process lacks.
+func (a *Agent) warnOfRights(policy *config.Policy) {
+	for _, n := range a.needs(policy) {
+		if !hasCapability(n.Capability) {
+			a.log.Warn("right missing", "capability", n.Name, "needed_for", n.For, "hint", n.DropInHint())
+		}
+	}
 }

@@ -7,12 +7,10 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
-	"runtime"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
-	"sockeye/internal/fault"
 )
 
 // An anchor is a socket in the SO_REUSEPORT group of a listener that the
@@ -130,34 +128,4 @@ func bind(fd int, address netip.AddrPort) error {
 		return fmt.Errorf("bind to %s: %w", address, err)
 	}
 	return nil
-}
-
-// inNetns runs f with the thread in the network namespace; nil is that of the
-// caller.
-func inNetns(netns *os.File, f func() error) error {
-	if netns == nil {
-		return f()
-	}
-	runtime.LockOSThread()
-	home, err := os.Open("/proc/thread-self/ns/net")
-	if err != nil {
-		runtime.UnlockOSThread()
-		return fmt.Errorf("remember network namespace: %w", err)
-	}
-	defer home.Close()
-	if err := unix.Setns(int(netns.Fd()), unix.CLONE_NEWNET); err != nil {
-		runtime.UnlockOSThread()
-		err = fmt.Errorf("enter network namespace %s: %w", netns.Name(), err)
-		if errors.Is(err, unix.EPERM) {
-			err = &fault.Error{Err: err, Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: fault.CodeNotPermitted}
-		}
-		return err
-	}
-	err = f()
-	// A thread that cannot come back stays locked, and ends with its goroutine.
-	if back := unix.Setns(int(home.Fd()), unix.CLONE_NEWNET); back != nil {
-		return fault.Join(err, fmt.Errorf("leave network namespace %s: %w", netns.Name(), back))
-	}
-	runtime.UnlockOSThread()
-	return err
 }

@@ -13,7 +13,6 @@ import (
 
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
-	"sockeye/internal/member"
 )
 
 // inForce is the policy that the agent works by, and what is known of how it
@@ -79,7 +78,7 @@ type chosen struct {
 func (a *Agent) choosePolicy() (*chosen, error) {
 	policy, text, err := readPolicy(a.options.Policy)
 	if err == nil {
-		err = a.checkNames(policy)
+		err = a.check(policy)
 	}
 	if err == nil {
 		return &chosen{policy: policy, text: text}, nil
@@ -94,7 +93,7 @@ func (a *Agent) choosePolicy() (*chosen, error) {
 		return nil, fmt.Errorf("the policy that was applied last is the same as the file, and refused, too: %w", err)
 	}
 	if failed == nil {
-		failed = a.checkNames(c.policy)
+		failed = a.check(c.policy)
 	}
 	if failed != nil {
 		return nil, fmt.Errorf("the policy that was applied last (%s) was tried, and refused, too: %s; the policy file: %w",
@@ -161,18 +160,11 @@ func (a *Agent) remember(policy *config.Policy, text []byte, from string) error 
 	return fault.Join(writeFile(applied, text), writeFile(applied+fromSuffix, []byte(from+"\n")))
 }
 
-// checkNames fails if a service names what the host has not.
-func (a *Agent) checkNames(policy *config.Policy) error {
-	if err := member.CheckUsers(policy); err != nil {
-		return err
-	}
-	devices, err := readDeviceMaps(policy)
-	if err != nil {
-		return err
-	}
-	for _, c := range policy.Services {
-		if _, err := (&service{host: a.host}).prepare(c, devices[c.Name]); err != nil {
-			return ofService(c.Name, err)
+// check fails if a policy names something that the host does not have.
+func (a *Agent) check(policy *config.Policy) error {
+	for _, d := range a.domains {
+		if err := d.Check(policy); err != nil {
+			return err
 		}
 	}
 	return nil

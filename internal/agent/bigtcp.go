@@ -24,6 +24,23 @@ import (
 	"sockeye/internal/fault"
 )
 
+// bigTCPDomain carries out the bigtcp rules of the policy.
+type bigTCPDomain struct {
+	host *host
+	log  *slog.Logger
+
+	mu      sync.Mutex
+	sizers  map[string]*sizer // by network namespace
+	records *bigtcp.Store     // of sizes that were set
+	watch   *networkWatch     // nil while no sizes are set
+	closed  bool
+}
+
+// newBigTCP returns the domain without any rules.
+func newBigTCP(h *host) *bigTCPDomain {
+	return &bigTCPDomain{host: h, log: h.log, sizers: make(map[string]*sizer)}
+}
+
 // sizer keeps the sizes of the interfaces of one network namespace in step with the
 // policy.
 type sizer struct {
@@ -499,76 +516,112 @@ func (s *sizer) become(rules []config.BigTCPRule, foreign map[int]bigtcp.Sizes) 
 	return fault.Join(errs...)
 }
 
-// takeBigTCP carries a change out, and returns what takes it back.
-func (a *Agent) takeBigTCP(c bigTCPChange) (back func() error, err error) {
-	switch s := a.sizers[c.netns]; {
-	case c.rules == nil:
-		before := bigTCPChange{c.netns, s.rules}
-		back = func() error { return a.openSizer(before, true) }
-		delete(a.sizers, c.netns)
-		if err := s.retire(); err != nil {
-			return nil, ofNetwork(c.netns, fault.Join(err, back()))
-		}
-	case s == nil:
-		back = func() error {
-			s := a.sizers[c.netns]
-			delete(a.sizers, c.netns)
-			return s.retire()
-		}
-		if err := a.openSizer(c, true); err != nil {
-			return nil, ofNetwork(c.netns, fault.Join(err, back()))
-		}
-	default:
-		if back, err = s.change(c.rules); err != nil {
-			return nil, ofNetwork(c.netns, err)
-		}
+// apply carries a change out, and returns how to roll it back.
+func (d *bigTCPDomain) apply(c bigTCPChange) (rollback func() error, err error) {
+	defer d.look()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	undo, err := d.become(c)
+	if err != nil {
+		return nil, ofNetwork(c.netns, err)
 	}
-	a.watchNetworks()
-	return back, nil
+	return func() error {
+		defer d.look()
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		return undo()
+	}, nil
 }
 
-// openSizer begins with a network namespace.
-func (a *Agent) openSizer(c bigTCPChange, explicit bool) error {
-	s := &sizer{store: a.records, log: a.log, netns: c.netns}
-	a.sizers[c.netns] = s
+// become gives a network namespace the rules of a change. The caller holds the lock, also when it calls
+// what is returned.
+func (d *bigTCPDomain) become(c bigTCPChange) (rollback func() error, err error) {
+	switch s := d.sizers[c.netns]; {
+	case c.rules == nil:
+		before := bigTCPChange{c.netns, s.rules}
+		rollback = func() error { return d.open(before, true) }
+		delete(d.sizers, c.netns)
+		if err := s.retire(); err != nil {
+			return nil, fault.Join(err, rollback())
+		}
+	case s == nil:
+		rollback = func() error {
+			s := d.sizers[c.netns]
+			delete(d.sizers, c.netns)
+			return s.retire()
+		}
+		if err := d.open(c, true); err != nil {
+			return nil, fault.Join(err, rollback())
+		}
+	default:
+		return s.change(c.rules)
+	}
+	return rollback, nil
+}
+
+// open begins with a network namespace.
+func (d *bigTCPDomain) open(c bigTCPChange, explicit bool) error {
+	s := &sizer{store: d.records, log: d.log, netns: c.netns}
+	d.sizers[c.netns] = s
 	return s.begin(c.rules, explicit)
 }
 
-// startBigTCP makes the policy's sizes true for the first time in this agent's life,
-// and takes back what an earlier one has set in other network namespaces.
-func (a *Agent) startBigTCP(policy *config.Policy) error {
+// Check finds nothing: what a rule names is waited for, or refused by Plan.
+func (d *bigTCPDomain) Check(*config.Policy) error { return nil }
+
+// Start takes back what an earlier agent has set in network namespaces that are not in the policy, and
+// sets the sizes in those that are.
+func (d *bigTCPDomain) Start(policy *config.Policy) error {
+	defer d.look()
+	d.mu.Lock()
+	defer d.mu.Unlock()
 	var err error
-	if a.records, err = bigtcp.OpenStore(a.options.StateDir); err != nil {
+	if d.records, err = bigtcp.OpenStore(d.host.stateDir); err != nil {
 		return err
 	}
-	a.sizers = make(map[string]*sizer)
 	wanted := sizings(policy)
-	leftover := &sizer{store: a.records, log: a.log}
+	leftover := &sizer{store: d.records, log: d.log}
 	err = leftover.giveBack(func(r bigtcp.Record) bool {
 		return !slices.ContainsFunc(wanted, func(c bigTCPChange) bool { return c.netns == r.Netns })
 	})
 	if err != nil {
-		a.log.Warn("sizes not taken back", "error", err)
+		d.log.Warn("sizes not taken back", "error", err)
 	}
-	damaged, err := a.records.Damaged()
+	damaged, err := d.records.Damaged()
 	if err != nil {
-		a.log.Warn("damaged records of sizes not looked for", "error", err)
+		d.log.Warn("damaged records of sizes not looked for", "error", err)
 	}
 	for _, path := range damaged {
-		a.log.Warn("record of sizes is damaged, what it was about is not taken back", "path", path)
+		d.log.Warn("record of sizes is damaged, what it was about is not taken back", "path", path)
 	}
 	for _, c := range wanted {
 		// What cannot be set today is no reason not to do the rest.
-		if err := a.openSizer(c, false); err != nil {
-			a.log.Warn("sizes not set", "netns", c.netns, "error", err)
-			s := a.sizers[c.netns]
+		if err := d.open(c, false); err != nil {
+			d.log.Warn("sizes not set", "netns", c.netns, "error", err)
+			s := d.sizers[c.netns]
 			s.mu.Lock()
 			s.fail(err)
 			s.mu.Unlock()
 		}
 	}
-	a.watchNetworks()
 	return nil
+}
+
+// Applied has nothing to do.
+func (d *bigTCPDomain) Applied(*config.Policy, api.Candidate, *api.Plan) error { return nil }
+
+// Close ends the watch of the interfaces. Their sizes stay.
+func (d *bigTCPDomain) Close() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.closed = true
+	if d.watch != nil {
+		d.watch.close()
+		d.watch = nil
+	}
+	for _, s := range d.sizers {
+		s.close()
+	}
 }
 
 func ofNetwork(netns string, err error) error {
@@ -576,7 +629,7 @@ func ofNetwork(netns string, err error) error {
 }
 
 // recordsDir is where the records of sizes are, those of commands too.
-func (a *Agent) recordsDir() string { return filepath.Join(a.options.StateDir, "bigtcp") }
+func (d *bigTCPDomain) recordsDir() string { return filepath.Join(d.host.stateDir, "bigtcp") }
 
 // RevertSizes gives interfaces the sizes that they had before, whoever had them set,
 // and names them.
@@ -603,3 +656,17 @@ func RevertSizes(stateDir string) ([]string, error) {
 	}
 	return reverted, err
 }
+
+// BigTCPNeeds lists the capabilities that the bigtcp rules of a policy need beyond those of the unit.
+func BigTCPNeeds(policy *config.Policy) []Need {
+	var needs []Need
+	for _, r := range policy.BigTCP {
+		if r.Netns != "" {
+			needs = append(needs, Need{SysAdmin, "netns " + r.Netns + " of a bigtcp rule"})
+		}
+	}
+	return needs
+}
+
+// Needs lists the capabilities that the bigtcp rules of a policy need beyond those of the unit.
+func (d *bigTCPDomain) Needs(policy *config.Policy) []Need { return BigTCPNeeds(policy) }

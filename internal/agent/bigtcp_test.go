@@ -48,7 +48,7 @@ func newSizingAgent(t *testing.T) *Agent {
 	if s := n.Support(); !s.IPv6 || !s.IPv4 {
 		t.Skip("kernel: BIG TCP for both families came with Linux 6.3")
 	}
-	a := newAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
 	t.Cleanup(a.stop)
 	return a
 }
@@ -56,7 +56,7 @@ func newSizingAgent(t *testing.T) *Agent {
 // again is the next agent, after this one was stopped.
 func (a *Agent) again(t *testing.T) *Agent {
 	t.Helper()
-	next := newAgent(t, a.options.StateDir, a.host.root.Dir)
+	next := testAgent(t, a.options.StateDir, a.host.root.Dir)
 	t.Cleanup(next.stop)
 	return next
 }
@@ -138,7 +138,7 @@ func until(t *testing.T, what string, so func() bool) {
 // sized is the status of the interface or the rule with a name.
 func (a *Agent) sized(t *testing.T, name string) api.BigTCPInterface {
 	t.Helper()
-	status, err := a.BigTCPStatus("", name)
+	status, err := a.sizing().Interfaces("", name)
 	if err != nil || len(status.Interfaces) != 1 {
 		return api.BigTCPInterface{State: fmt.Sprintf("%+v, %v", status, err)}
 	}
@@ -216,7 +216,7 @@ func TestBigTCPApply(t *testing.T) {
 		"big* remove rule big*: ipv6 200KB, ipv4 160KB (its interfaces get the sizes that they had before)",
 		"big0 change sizes ipv6 200000 -> 65536, ipv4 160000 -> 65536 (as they were before)")
 	wantSizes(t, "big0", sizesOff)
-	if left, err := a.records.Records(); err != nil || len(left) > 0 {
+	if left, err := a.sizing().records.Records(); err != nil || len(left) > 0 {
 		t.Errorf("records are left: %+v, %v", left, err)
 	}
 }
@@ -281,10 +281,10 @@ func TestBigTCPAppearsAndVanishes(t *testing.T) {
 	wantSizes(t, "big1", sizesOn)
 	removeLink(t, "big0")
 	until(t, "big0 is forgotten", func() bool {
-		records, err := a.records.Records()
+		records, err := a.sizing().records.Records()
 		return err == nil && len(records) == 1 && records[0].Interface == "big1"
 	})
-	if _, err := a.BigTCPStatus("", "big0"); fault.Code(err) != fault.CodeUsage || fault.Hint(err) != "did you mean big1?" {
+	if _, err := a.sizing().Interfaces("", "big0"); fault.Code(err) != fault.CodeUsage || fault.Hint(err) != "did you mean big1?" {
 		t.Errorf("an interface that has vanished: %v, hint %q", err, fault.Hint(err))
 	}
 	// An interface that is named otherwise now is no longer meant.
@@ -323,7 +323,7 @@ func (r *record) count(part string) int {
 func TestBigTCPChangedByOthers(t *testing.T) {
 	a := newSizingAgent(t)
 	var log record
-	a.log = slog.New(slog.NewTextHandler(&log, nil))
+	a.sizing().log = slog.New(slog.NewTextHandler(&log, nil))
 	addVeth(t, "big0")
 	addVeth(t, "big1")
 	a.begin(t, bigTCPPolicy)
@@ -350,8 +350,8 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 	}
 
 	// A change that is taken back leaves what somebody else had set.
-	s := a.sizers[""]
-	back, err := a.takeBigTCP(bigTCPChange{rules: s.rules})
+	s := a.sizing().sizers[""]
+	back, err := a.sizing().apply(bigTCPChange{rules: s.rules})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -380,7 +380,7 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 	}
 
 	// What a command takes back by force stays so.
-	if _, err := a.records.Revert(func(r bigtcp.Record) bool { return r.Interface == "big1" }, true); err != nil {
+	if _, err := a.sizing().records.Revert(func(r bigtcp.Record) bool { return r.Interface == "big1" }, true); err != nil {
 		t.Fatal(err)
 	}
 	until(t, "the revert is seen", func() bool { return a.sized(t, "big1").State == api.SizesChanged })
@@ -420,7 +420,7 @@ func TestBigTCPRestart(t *testing.T) {
 	a.stop()
 
 	// As if it had been killed between the record and the change.
-	files, err := filepath.Glob(filepath.Join(a.recordsDir(), "*.json"))
+	files, err := filepath.Glob(filepath.Join(a.sizing().recordsDir(), "*.json"))
 	if err != nil || len(files) != 2 {
 		t.Fatalf("%v, %v", files, err)
 	}
@@ -454,7 +454,7 @@ func TestBigTCPRestart(t *testing.T) {
 	a.begin(t, noSizes)
 	wantSizes(t, "big0", sizesOff)
 	wantSizes(t, "big2", sizesOff)
-	if left, err := a.records.Records(); err != nil || len(left) > 0 {
+	if left, err := a.sizing().records.Records(); err != nil || len(left) > 0 {
 		t.Errorf("records are left: %+v, %v", left, err)
 	}
 }
@@ -656,7 +656,7 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 		return strings.HasPrefix(a.sized(t, "inner").Problem, "there is no network namespace")
 	})
 	wantSizes(t, "big0", sizesOn)
-	records, err := a.records.Records()
+	records, err := a.sizing().records.Records()
 	if err != nil || len(records) != 1 || records[0].Interface != "big0" {
 		t.Errorf("records %+v, %v", records, err)
 	}
@@ -690,7 +690,7 @@ func TestBigTCPUndone(t *testing.T) {
 	a := newSizingAgent(t)
 	addVeth(t, "big0")
 	a.begin(t, noSizes)
-	back, err := a.takeBigTCP(sizings(parsed(t, bigTCPPolicy))[0])
+	back, err := a.sizing().apply(sizings(parsed(t, bigTCPPolicy))[0])
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -704,7 +704,7 @@ func TestBigTCPUndone(t *testing.T) {
 		c := bigTCPChange{}
 		for _, c = range sizings(parsed(t, text)) {
 		}
-		if back, err = a.takeBigTCP(c); err != nil {
+		if back, err = a.sizing().apply(c); err != nil {
 			t.Fatal(err)
 		}
 		if got := sizesOf(t, "big0"); got == sizesOn {

@@ -22,37 +22,35 @@ import (
 // maxRows bounds the rows of a plan that differ in the interface only.
 const maxRows = 8
 
-// prepareBigTCP says what a policy changes in the sizes of interfaces, and checks that
-// it can be done.
-func (a *Agent) prepareBigTCP(policy *config.Policy) ([]bigTCPChange, []api.Change, error) {
-	var (
-		steps   []bigTCPChange
-		changes []api.Change
-	)
+// Plan compares the rules of a policy with those in force, and checks that the kernel and the interfaces
+// can have the sizes.
+func (d *bigTCPDomain) Plan(policy *config.Policy) ([]Step, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
 	wanted := sizings(policy)
-	for _, netns := range slices.Sorted(maps.Keys(a.sizers)) {
+	for _, netns := range slices.Sorted(maps.Keys(d.sizers)) {
 		if !slices.ContainsFunc(wanted, func(c bigTCPChange) bool { return c.netns == netns }) {
 			wanted = append(wanted, bigTCPChange{netns: netns})
 		}
 	}
+	var steps []Step
 	for _, c := range wanted {
-		diff, err := a.planSizes(c)
+		changes, err := d.planSizes(c)
 		if err != nil {
-			return nil, nil, ofNetwork(c.netns, err)
+			return nil, ofNetwork(c.netns, err)
 		}
-		if len(diff) > 0 {
-			steps = append(steps, c)
-			changes = append(changes, diff...)
+		if len(changes) > 0 {
+			steps = append(steps, Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
 		}
 	}
-	return steps, changes, nil
+	return steps, nil
 }
 
 // planSizes says what a change does in one network namespace.
-func (a *Agent) planSizes(c bigTCPChange) ([]api.Change, error) {
-	s := a.sizers[c.netns]
+func (d *bigTCPDomain) planSizes(c bigTCPChange) ([]api.Change, error) {
+	s := d.sizers[c.netns]
 	if s == nil {
-		s = &sizer{store: a.records, log: a.log, netns: c.netns}
+		s = &sizer{store: d.records, log: d.log, netns: c.netns}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

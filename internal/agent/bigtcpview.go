@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/http"
 	"slices"
 	"time"
 
@@ -19,22 +20,22 @@ import (
 const maxProblems = 20
 
 // allSizers are those of all network namespaces that have rules, by path.
-func (a *Agent) allSizers() []*sizer {
-	a.mu.Lock()
-	defer a.mu.Unlock()
+func (d *bigTCPDomain) allSizers() []*sizer {
+	d.mu.Lock()
+	defer d.mu.Unlock()
 	var all []*sizer
-	for _, netns := range slices.Sorted(maps.Keys(a.sizers)) {
-		all = append(all, a.sizers[netns])
+	for _, netns := range slices.Sorted(maps.Keys(d.sizers)) {
+		all = append(all, d.sizers[netns])
 	}
 	return all
 }
 
-// BigTCPStatus is all interfaces that rules are for, or those of a namespace or with a
+// Interfaces is all interfaces that rules are for, or those of a namespace or with a
 // name.
-func (a *Agent) BigTCPStatus(netns, name string) (*api.BigTCPStatus, error) {
+func (d *bigTCPDomain) Interfaces(netns, name string) (*api.BigTCPStatus, error) {
 	status := &api.BigTCPStatus{Interfaces: []api.BigTCPInterface{}}
 	var known []string
-	for _, s := range a.allSizers() {
+	for _, s := range d.allSizers() {
 		for _, i := range s.status() {
 			if (netns == "" || netns == i.Netns) && (name == "" || name == i.Interface) {
 				status.Interfaces = append(status.Interfaces, i)
@@ -123,4 +124,20 @@ func (s *sizer) summary() api.BigTCPNetwork {
 		}
 	}
 	return n
+}
+
+// Status adds the network namespaces that have rules.
+func (d *bigTCPDomain) Status(status *api.Status) error {
+	status.BigTCP = []api.BigTCPNetwork{}
+	for _, s := range d.allSizers() {
+		status.BigTCP = append(status.BigTCP, s.summary())
+	}
+	return nil
+}
+
+// Routes adds the requests about sizes.
+func (d *bigTCPDomain) Routes(r *Router) {
+	r.Get("/v1/bigtcp", func(r *http.Request) (any, error) {
+		return d.Interfaces(r.URL.Query().Get("netns"), r.URL.Query().Get("interface"))
+	})
 }

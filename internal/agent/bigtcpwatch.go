@@ -7,9 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"slices"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -41,33 +39,34 @@ func (w *networkWatch) close() {
 	}
 }
 
-// watchNetworks watches where the network namespaces of the policy may come and go,
-// and looks whether they did. ip netns makes a file and then mounts the namespace
-// there, of which only the list of mounts tells.
-func (a *Agent) watchNetworks() {
-	if len(a.sizers) == 0 {
+// look watches where the network namespaces of the policy may come and go, and looks whether they did.
+// ip netns makes a file and then mounts the namespace there, of which only the list of mounts tells.
+func (d *bigTCPDomain) look() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed || len(d.sizers) == 0 {
 		return
 	}
-	if a.networks == nil {
-		w, err := a.newNetworkWatch()
+	if d.watch == nil {
+		w, err := d.newNetworkWatch()
 		if err != nil {
-			a.log.Warn("network namespaces not watched: one that appears is left as it is", "error", err)
+			d.log.Warn("network namespaces not watched: one that appears is left as it is", "error", err)
 			return
 		}
-		a.networks = w
+		d.watch = w
 	}
-	if err := a.networks.records.add(a.recordsDir()); err != nil {
-		a.log.Warn("records of sizes not watched", "error", err)
+	if err := d.watch.records.add(d.recordsDir()); err != nil {
+		d.log.Warn("records of sizes not watched", "error", err)
 	}
-	for netns, s := range a.sizers {
+	for netns, s := range d.sizers {
 		if netns != "" {
-			if err := a.networks.folders.addWay(netns); err != nil {
-				a.log.Warn("network namespace not watched", "netns", netns, "error", err)
+			if err := d.watch.folders.addWay(netns); err != nil {
+				d.log.Warn("network namespace not watched", "netns", netns, "error", err)
 			}
 		}
 		s.renew()
 		if _, err := os.Stat(netns); netns != "" && err == nil && !s.entered() {
-			a.networks.again(a.renewNetworks)
+			d.watch.again(d.look)
 		}
 	}
 }
@@ -81,52 +80,30 @@ func (w *networkWatch) again(look func()) {
 	w.retry.Reset(retryAfter)
 }
 
-func (a *Agent) newNetworkWatch() (w *networkWatch, err error) {
+func (d *bigTCPDomain) newNetworkWatch() (w *networkWatch, err error) {
 	w = &networkWatch{}
 	defer func() {
 		if err != nil {
 			w.close()
 		}
 	}()
-	if err := os.Mkdir(a.recordsDir(), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+	if err := os.Mkdir(d.recordsDir(), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, fmt.Errorf("create folder of records: %w", err)
 	}
-	if w.records, err = newFolderWatch(a.recordsChanged); err != nil {
+	if w.records, err = newFolderWatch(d.recordsChanged); err != nil {
 		return nil, err
 	}
-	if w.folders, err = newFolderWatch(a.renewNetworks); err != nil {
+	if w.folders, err = newFolderWatch(d.look); err != nil {
 		return nil, err
 	}
-	w.mounts, err = newMountWatch(a.renewNetworks)
+	w.mounts, err = newMountWatch(d.look)
 	return w, err
-}
-
-// addWay watches the folders on the way to a file, from the top, so that none of them
-// appears unseen.
-func (w *folderWatch) addWay(path string) error {
-	dir := "/"
-	for part := range strings.SplitSeq(strings.Trim(filepath.Dir(path), "/"), "/") {
-		dir = filepath.Join(dir, part)
-		if err := w.add(dir); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// renewNetworks looks whether network namespaces of the policy have come or gone.
-func (a *Agent) renewNetworks() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.networks != nil {
-		a.watchNetworks()
-	}
 }
 
 // recordsChanged looks whether a command has left interfaces to the policy, or taken
 // some.
-func (a *Agent) recordsChanged() {
-	for _, s := range a.allSizers() {
+func (d *bigTCPDomain) recordsChanged() {
+	for _, s := range d.allSizers() {
 		s.again()
 	}
 }

@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"bufio"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
@@ -17,14 +18,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
-	"sockeye/internal/config"
 	"sockeye/internal/fault"
 )
-
-func (h *host) tuningDir(cgroup string) string { return h.root.Tuning(pinName(cgroup)) }
-
-func (h *host) tracingDir(cgroup string) string { return h.root.Tracing(pinName(cgroup)) }
 
 // pinName is a cgroup's name as a folder's. Names in a bpffs have no dots.
 func pinName(cgroup string) string {
@@ -36,6 +33,11 @@ func pinName(cgroup string) string {
 	}, cgroup), "_")
 	sum := sha256.Sum256([]byte(cgroup))
 	return readable[:min(len(readable), 40)] + "_" + hex.EncodeToString(sum[:4])
+}
+
+// cgroupTree is the cgroup v2 hierarchy of the host.
+type cgroupTree struct {
+	Mount string // its mount point
 }
 
 // cgroupScope is kept with the pins: what to undo, whoever does it.
@@ -69,12 +71,12 @@ func cgroupScopes(pins string) []cgroupScope {
 // open finds the cgroup of a policy, or makes it. A unit that is not there is
 // fs.ErrNotExist, and so is a cgroup that was there: whoever has removed it may make it
 // again, which fails if it is there already.
-func (s *cgroupScope) open(h *host, name string) error {
-	path, err := h.findCgroup(name)
+func (s *cgroupScope) open(tree cgroupTree, name string) error {
+	path, err := tree.find(name)
 	if errors.Is(err, fs.ErrNotExist) && !isUnit(name) && !s.opened {
-		path = filepath.Join(h.cgroups, name)
+		path = filepath.Join(tree.Mount, name)
 		var created []string
-		created, err = makeCgroup(h.cgroups, path)
+		created, err = makeCgroup(tree.Mount, path)
 		// Some may have been made before, and removed by others.
 		s.Created = slices.Compact(slices.Sorted(slices.Values(append(s.Created, created...))))
 	}
@@ -100,8 +102,11 @@ func noCgroup(name, done string) error {
 }
 
 // below is the path below the cgroup v2 mount.
-func (s *cgroupScope) below(h *host) string {
-	return "/" + strings.TrimPrefix(strings.TrimPrefix(s.Path, h.cgroups), "/")
+func (s *cgroupScope) below(tree cgroupTree) string { return tree.below(s.Path) }
+
+// below is the path of a folder below the mount point.
+func (t cgroupTree) below(dir string) string {
+	return "/" + strings.TrimPrefix(strings.TrimPrefix(dir, t.Mount), "/")
 }
 
 // removeCreated removes the cgroups that were made, unless somebody uses them.
@@ -152,22 +157,22 @@ func isTop(name string) bool { return filepath.Dir(name) == "/" && name != "/" }
 
 // mayCreate fails if the cgroup of a policy is to be made and this process has
 // no right to.
-func (h *host) mayCreate(name string) error {
+func (t cgroupTree) mayCreate(name string) error {
 	if isUnit(name) {
 		return nil
 	}
-	dir := filepath.Join(h.cgroups, name)
+	dir := filepath.Join(t.Mount, name)
 	for {
 		_, err := os.Stat(dir)
 		if err == nil {
 			break
 		}
-		if !errors.Is(err, fs.ErrNotExist) || dir == h.cgroups {
+		if !errors.Is(err, fs.ErrNotExist) || dir == t.Mount {
 			return err
 		}
 		dir = filepath.Dir(dir)
 	}
-	if dir == filepath.Join(h.cgroups, name) {
+	if dir == filepath.Join(t.Mount, name) {
 		return nil
 	}
 	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
@@ -186,19 +191,19 @@ func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
 // a slice at the path that its name gives, any other unit in a slice. What is below
 // a service or a scope is another's, such as all units of a user's own service
 // manager, which may have any name.
-func (h *host) findCgroup(name string) (string, error) {
+func (t cgroupTree) find(name string) (string, error) {
 	if !isUnit(name) {
-		path := filepath.Join(h.cgroups, name)
+		path := filepath.Join(t.Mount, name)
 		_, err := os.Stat(path)
 		return path, err
 	}
 	if strings.HasSuffix(name, ".slice") {
-		path := filepath.Join(h.cgroups, slicePath(name))
+		path := filepath.Join(t.Mount, slicePath(name))
 		_, err := os.Stat(path)
 		return path, err
 	}
 	var found []string
-	err := h.eachSlice(func(dir string) error {
+	err := t.eachSlice(func(dir string) error {
 		path := filepath.Join(dir, cgroupName(name))
 		info, err := os.Stat(path)
 		if err == nil && info.IsDir() {
@@ -221,10 +226,10 @@ func (h *host) findCgroup(name string) (string, error) {
 }
 
 // eachSlice calls f with the folder of each slice of the system, the root first.
-func (h *host) eachSlice(f func(dir string) error) error {
+func (t cgroupTree) eachSlice(f func(dir string) error) error {
 	var visit func(path string) error
 	visit = func(path string) error {
-		dir := filepath.Join(h.cgroups, path)
+		dir := filepath.Join(t.Mount, path)
 		if err := f(dir); err != nil {
 			return err
 		}
@@ -278,41 +283,119 @@ func slicePath(name string) string {
 // checkNested refuses cgroups of which one holds another: the programs of both
 // would run, and the outer one's would have the last word. Where a unit is that has
 // not started is not known, unless it is a slice.
-func (h *host) checkNested(all []tuneChange) error {
+func (t cgroupTree) checkNested(names ...string) error {
 	paths := make(map[string]string)
-	for _, c := range all {
-		path, err := h.findCgroup(c.name)
+	for _, name := range names {
+		path, err := t.find(name)
 		switch {
 		case err == nil:
 		case !errors.Is(err, fs.ErrNotExist):
-			return ofCgroup(c.name, err)
-		case strings.HasSuffix(c.name, ".slice") && isUnit(c.name):
-			path = filepath.Join(h.cgroups, slicePath(c.name))
-		case isUnit(c.name):
+			return fmt.Errorf("cgroup %s: %w", name, err)
+		case strings.HasSuffix(name, ".slice") && isUnit(name):
+			path = filepath.Join(t.Mount, slicePath(name))
+		case isUnit(name):
 			continue
 		default:
-			path = filepath.Join(h.cgroups, c.name)
+			path = filepath.Join(t.Mount, name)
 		}
-		paths[c.name] = path
+		paths[name] = path
 	}
 	for _, outer := range slices.Sorted(maps.Keys(paths)) {
 		for _, inner := range slices.Sorted(maps.Keys(paths)) {
 			if outer == inner || !within(paths[inner], paths[outer]) {
 				continue
 			}
-			return fault.Conflict(fmt.Errorf("tune: cgroup %s is in cgroup %s, whose rules would override its own", inner, outer),
+			return fault.Conflict(fmt.Errorf("cgroup %s is in cgroup %s, whose rules would override its own", inner, outer),
 				"write all rules for one of them, or for cgroups beside each other")
 		}
 	}
 	return nil
 }
 
-// CheckNested refuses a policy that tunes cgroups of which one holds another, as far
-// as that is known: by their paths, and of units by where they are on this host.
-func CheckNested(policy *config.Policy) error {
-	mount, err := CgroupMount()
-	if err != nil {
-		mount = "/nonexistent" // paths and slices are known without a host
+// added says what beginning with a cgroup does to it. Done is what it will
+// be.
+func (t cgroupTree) added(name, done string) []api.Change {
+	_, err := t.find(name)
+	switch {
+	case !errors.Is(err, fs.ErrNotExist):
+		return nil
+	case isUnit(name):
+		return []api.Change{{Cgroup: name, Action: "add", What: "unit", Effect: "there is none now: it is " + done + " from the moment it starts"}}
 	}
-	return (&host{cgroups: mount}).checkNested(tunings(policy))
+	return []api.Change{{Cgroup: name, Action: "add", What: "cgroup", Effect: "it is created, and removed when the policy names it no more"}}
+}
+
+// maxBelow bounds how many cgroups below one are looked at.
+const maxBelow = 4096
+
+// names are the cgroups at or below a folder, by their id, which is the
+// inode of their folder (cgroup_id in include/linux/cgroup.h, Linux 6.18).
+func (t cgroupTree) names(dir string) map[uint64]string {
+	names := make(map[uint64]string)
+	_ = filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
+		if err != nil || !d.IsDir() {
+			return nil // gone meanwhile
+		}
+		if len(names) == maxBelow {
+			return filepath.SkipAll
+		}
+		var stat unix.Stat_t
+		if unix.Stat(path, &stat) == nil {
+			names[stat.Ino] = "/" + strings.TrimPrefix(strings.TrimPrefix(path, t.Mount), "/")
+		}
+		return nil
+	})
+	return names
+}
+
+// cgroupOf is the cgroup v2 path of a process.
+func cgroupOf(pid int) (string, error) {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
+	if err != nil {
+		return "", fmt.Errorf("read cgroup of process: %w", err)
+	}
+	for line := range strings.Lines(string(data)) {
+		if path, ok := strings.CutPrefix(line, "0::"); ok {
+			return strings.TrimSuffix(strings.TrimSpace(path), " (deleted)"), nil
+		}
+	}
+	return "", fmt.Errorf("read cgroup of process %d: it is in no cgroup v2: %w", pid, fs.ErrNotExist)
+}
+
+// within tells whether a folder is at or below another.
+func within(path, dir string) bool {
+	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
+}
+
+// CgroupMount finds where cgroup v2 is mounted.
+func CgroupMount() (string, error) {
+	f, err := os.Open("/proc/self/mountinfo")
+	if err != nil {
+		return "", fmt.Errorf("find cgroup v2: %w", err)
+	}
+	defer f.Close()
+	lines := bufio.NewScanner(f)
+	for lines.Scan() {
+		// ... root mountpoint options ... - type source options (proc(5))
+		fields := strings.Fields(lines.Text())
+		if i := slices.Index(fields, "-"); i > 5 && i+1 < len(fields) && fields[i+1] == "cgroup2" {
+			return fields[4], nil
+		}
+	}
+	if err := lines.Err(); err != nil {
+		return "", fmt.Errorf("find cgroup v2: %w", err)
+	}
+	return "", &fault.Error{Err: errors.New("find cgroup v2: it is not mounted"),
+		Hint: "mount -t cgroup2 none /sys/fs/cgroup/unified", Code: fault.CodeUnsupported}
+}
+
+// createsCgroup tells whether the agent may have to create a cgroup of a policy, with a right to write
+// at the root: a reboot removes one that is at the root.
+func createsCgroup(name string) bool {
+	mount, err := CgroupMount()
+	if err != nil || isUnit(name) {
+		return false
+	}
+	_, err = os.Stat(filepath.Join(mount, name))
+	return err != nil || isTop(name)
 }

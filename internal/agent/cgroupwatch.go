@@ -3,117 +3,93 @@
 package agent
 
 import (
-	"errors"
-	"fmt"
-	"maps"
-	"os"
+	"log/slog"
 	"path/filepath"
-	"slices"
 	"strings"
-
-	"golang.org/x/sys/unix"
+	"sync"
 )
 
-// folderWatch tells when files and folders, such as cgroups, come and go.
-type folderWatch struct {
-	inotify *os.File
-	fd      int
+// cgroupWatch notices when cgroups of the policy come and go, and tells those who subscribed, in the
+// order in which they subscribed.
+type cgroupWatch struct {
+	tree cgroupTree
+	log  *slog.Logger
+
+	mu          sync.Mutex
+	folders     *folderWatch // nil while no cgroup is watched
+	closed      bool
+	subscribers []cgroupSubscriber
 }
 
-const folderEvents = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO | unix.IN_ONLYDIR
+// cgroupSubscriber names the cgroups of the policy, and opens those that were made anew.
+type cgroupSubscriber struct {
+	names func() []string
+	renew func()
+}
 
-// newFolderWatch calls changed after every change in the folders that are
-// added, from one goroutine, until it is closed.
-func newFolderWatch(changed func()) (*folderWatch, error) {
-	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
-	if err != nil {
-		return nil, fmt.Errorf("watch folders: %w", err)
+// subscribe is to be called before the first look. The functions must not call look.
+func (w *cgroupWatch) subscribe(names func() []string, renew func()) {
+	w.subscribers = append(w.subscribers, cgroupSubscriber{names, renew})
+}
+
+// look watches the folders in which the cgroups of the policy may come and go: those on the way to a
+// path or a slice, and all slices for another unit. Then it calls the subscribers, as no event tells of
+// what came before the watch.
+func (w *cgroupWatch) look() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var names []string
+	for _, s := range w.subscribers {
+		names = append(names, s.names()...)
 	}
-	w := &folderWatch{os.NewFile(uintptr(fd), "inotify"), fd}
-	go func() {
-		events := make([]byte, 64<<10)
-		for {
-			// Which change it was is found by looking.
-			if _, err := w.inotify.Read(events); err != nil {
-				return
-			}
-			changed()
-		}
-	}()
-	return w, nil
-}
-
-// add watches a folder; again is once. A folder that is gone is no error.
-func (w *folderWatch) add(dir string) error {
-	_, err := unix.InotifyAddWatch(w.fd, dir, folderEvents)
-	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("watch folder %s: %w", dir, err)
-	}
-	return nil
-}
-
-func (w *folderWatch) close() { w.inotify.Close() }
-
-// watchCgroups watches where the cgroups of the policy may come and go: the
-// folders on the way to a path or a slice, and all slices for another unit. Then it
-// looks whether they did.
-func (a *Agent) watchCgroups() {
-	if len(a.tuners) == 0 && len(a.tracers) == 0 {
+	if w.closed || len(names) == 0 {
 		return
 	}
-	if a.watch == nil {
-		w, err := newFolderWatch(a.renewCgroups)
+	if w.folders == nil {
+		folders, err := newFolderWatch(w.look)
 		if err != nil {
-			a.log.Warn("cgroups not watched: a unit that is started again is neither tuned nor traced", "error", err)
+			w.log.Warn("cgroups not watched: a unit that is started again is neither tuned nor traced", "error", err)
 			return
 		}
-		a.watch = w
+		w.folders = folders
 	}
-	for _, name := range slices.Concat(slices.Collect(maps.Keys(a.tuners)), slices.Collect(maps.Keys(a.tracers))) {
-		if err := a.watchCgroup(name); err != nil {
-			a.log.Warn("cgroup not watched", "cgroup", name, "error", err)
+	for _, name := range names {
+		if err := w.add(name); err != nil {
+			w.log.Warn("cgroup not watched", "cgroup", name, "error", err)
 		}
 	}
-	// What came before the watch is heard of in no other way.
-	var all []tuneChange
-	for name := range a.tuners {
-		all = append(all, tuneChange{name: name})
-	}
-	for _, t := range a.tuners {
-		t.renew(all)
-	}
-	// After those that tune, as groups may ask for their rules.
-	for _, t := range a.tracers {
-		t.renew()
+	for _, s := range w.subscribers {
+		s.renew()
 	}
 }
 
-func (a *Agent) watchCgroup(name string) error {
+func (w *cgroupWatch) add(name string) error {
 	path := name
 	switch {
 	case isUnit(name) && !strings.HasSuffix(name, ".slice"):
-		return a.host.eachSlice(a.watch.add)
+		return w.tree.eachSlice(w.folders.add)
 	case isUnit(name):
 		path = slicePath(name)
 	}
-	dir := a.host.cgroups
-	if err := a.watch.add(dir); err != nil {
+	dir := w.tree.Mount
+	if err := w.folders.add(dir); err != nil {
 		return err
 	}
 	for part := range strings.SplitSeq(strings.Trim(filepath.Dir(path), "/"), "/") {
 		dir = filepath.Join(dir, part)
-		if err := a.watch.add(dir); err != nil {
+		if err := w.folders.add(dir); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// renewCgroups looks whether cgroups of the policy were made anew.
-func (a *Agent) renewCgroups() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.watch != nil {
-		a.watchCgroups()
+// close ends the watch. It waits for a look that has begun.
+func (w *cgroupWatch) close() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.closed = true
+	if w.folders != nil {
+		w.folders.close()
 	}
 }

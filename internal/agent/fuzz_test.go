@@ -45,11 +45,8 @@ func FuzzAPI(f *testing.F) {
 				return
 			}
 		}
-		a := &Agent{
-			options: Options{StateDir: dir, Policy: filepath.Join(dir, "none.yaml")},
-			log:     slog.New(slog.DiscardHandler), host: &host{stateDir: dir, cgroups: dir + "/none"},
-			policy: &config.Policy{}, services: map[string]*service{}, metrics: &metricsServer{},
-		}
+		a := newAgent(Options{StateDir: dir, Policy: filepath.Join(dir, "none.yaml"), Log: slog.New(slog.DiscardHandler)}, nil, cgroupTree{dir + "/none"})
+		a.metrics = &metricsServer{}
 		ctx := context.WithValue(context.Background(), callerKey{}, &caller{cred: unix.Ucred{Uid: 0, Pid: 1}, self: process{PID: 1}})
 		r, err := http.NewRequestWithContext(ctx, method, "http://agent/", strings.NewReader(body))
 		if err != nil {
@@ -69,7 +66,7 @@ func FuzzAPI(f *testing.F) {
 		} else if !json.Valid(w.Body.Bytes()) {
 			t.Errorf("%s %s %q: %s", method, path, body, w.Body)
 		}
-		if len(a.services) != 0 || len(a.policy.Services) != 0 {
+		if len(a.steering().services) != 0 || len(a.policy.Services) != 0 {
 			t.Errorf("%s %s %q: the agent has services now", method, path, body)
 		}
 	})

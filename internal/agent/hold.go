@@ -6,10 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"os"
-	"path/filepath"
 	"slices"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -273,81 +270,4 @@ func (s *service) groups() (fds []int) {
 		member.CloseAll(sockets)
 	}
 	return fds
-}
-
-// Reset removes everything that agents left under a pin directory: pins,
-// programs on groups, keepers. Members' sockets go back to the kernel's hash.
-// It tells whether there was anything, and touches no other directory.
-func Reset(pins string) (removed bool, err error) {
-	if pins, err = filepath.Abs(pins); err != nil {
-		return false, err
-	}
-	if removed, err = isPinDirectory(pins); err != nil || !removed {
-		return false, err
-	}
-	var scopes []cgroupScope
-	err = bpf.RemoveRoot(pins, func() error {
-		keepers, err := findKeepers(pins, "", nil, pinnedRows(pins))
-		if err != nil {
-			return err
-		}
-		var errs []error
-		for _, k := range keepers {
-			for _, socket := range k.sockets {
-				errs = append(errs, bpf.Detach(socket.FD()))
-			}
-			errs = append(errs, k.end())
-		}
-		scopes = cgroupScopes(pins)
-		return fault.Join(errs...)
-	})
-	if err == nil {
-		err = removeCreated(scopes)
-	}
-	if errors.Is(err, bpf.ErrLocked) {
-		err = fault.Conflict(err, "stop the agent first")
-	}
-	return err == nil, err
-}
-
-// IsState fails if a directory is not an agent's state directory.
-func IsState(dir string) error {
-	_, err := os.Lstat(filepath.Join(dir, agentFile))
-	return err
-}
-
-// RemoveState removes an agent's state directory, and no other directory.
-func RemoveState(dir string) error {
-	if err := IsState(dir); err != nil {
-		return fault.Usage(fmt.Errorf("%s is not the state directory of an agent: %w", dir, err), "name the agent's directory with --state-dir")
-	}
-	if err := os.RemoveAll(dir); err != nil {
-		return fmt.Errorf("remove state directory: %w", err)
-	}
-	return nil
-}
-
-// isPinDirectory tells whether there is a directory that is an agent's: what
-// is removed with all its contents must not be anybody else's.
-func isPinDirectory(pins string) (bool, error) {
-	entries, err := os.ReadDir(pins)
-	if errors.Is(err, os.ErrNotExist) {
-		return false, nil
-	}
-	if err != nil {
-		return false, fmt.Errorf("read pin directory: %w", err)
-	}
-	foreign := func(e os.DirEntry) bool {
-		return e.Name() != "schema" && !slices.ContainsFunc([]string{bpf.ServicePrefix, bpf.TunePins, bpf.TracePins},
-			func(prefix string) bool { return strings.HasPrefix(e.Name(), prefix) })
-	}
-	if !isBPFFS(pins) || slices.ContainsFunc(entries, foreign) {
-		return false, fault.Usage(fmt.Errorf("%s is not a directory of an agent's pins", pins), "name the agent's directory with --pins")
-	}
-	return true, nil
-}
-
-func isBPFFS(dir string) bool {
-	var fs unix.Statfs_t
-	return unix.Statfs(dir, &fs) == nil && fs.Type == unix.BPF_FS_MAGIC
 }

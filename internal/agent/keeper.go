@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
 	"sockeye/internal/member"
 )
 
@@ -242,4 +243,21 @@ func Hold(ctx context.Context) error {
 	}
 	<-ctx.Done()
 	return nil
+}
+
+// EndKeepers ends the keepers of a service whose sockets are in a pin directory, and takes the programs off the
+// sockets, which go back to the kernel's hash. An empty service means all.
+func EndKeepers(pins, service string) error {
+	keepers, err := findKeepers(pins, service, nil, pinnedRows(pins))
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, k := range keepers {
+		for _, socket := range k.sockets {
+			errs = append(errs, bpf.Detach(socket.FD()))
+		}
+		errs = append(errs, k.end())
+	}
+	return fault.Join(errs...)
 }

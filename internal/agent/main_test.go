@@ -29,23 +29,17 @@ func TestMain(m *testing.M) {
 	testenv.Main(m)
 }
 
-// newAgent makes an agent in this process, without its socket, that keeps its
+// testAgent makes an agent in this process, without its socket, that keeps its
 // capabilities.
-func newAgent(t testing.TB, dir, pins string) *Agent {
+func testAgent(t testing.TB, dir, pins string) *Agent {
 	t.Helper()
 	root, err := bpf.OpenRoot(pins)
 	if err != nil {
 		t.Fatal(err)
 	}
-	a := &Agent{
-		options: Options{StateDir: dir, RunDir: dir, Policy: filepath.Join(dir, "policy.yaml"), Version: "1.2.3"},
-		log:     slog.New(slog.DiscardHandler), starts: 7,
-		host:     &host{root: root, stateDir: dir, cgroups: filepath.Dir(testenv.Cgroup())},
-		policy:   &config.Policy{},
-		services: make(map[string]*service),
-		tuners:   make(map[string]*tuner),
-		tracers:  make(map[string]*tracer),
-	}
+	a := newAgent(Options{StateDir: dir, RunDir: dir, Policy: filepath.Join(dir, "policy.yaml"), Version: "1.2.3",
+		Log: slog.New(slog.DiscardHandler)}, root, cgroupTree{filepath.Dir(testenv.Cgroup())})
+	a.starts = 7
 	return a
 }
 
@@ -58,7 +52,7 @@ func (a *Agent) stop() {
 // retire takes the telemetry service off the host.
 func retire(t testing.TB, a *Agent) {
 	t.Helper()
-	if err := a.services["telemetry"].retire(); err != nil {
+	if err := a.steering().services["telemetry"].retire(); err != nil {
 		t.Error(err)
 	}
 }
@@ -73,4 +67,17 @@ func (a *Agent) begin(t testing.TB, text string) {
 	if err := a.start(policy, []byte(text)); err != nil {
 		t.Fatal(err)
 	}
+}
+
+func (a *Agent) steering() *steerDomain { return a.domains[0].(*steerDomain) }
+
+func (a *Agent) tuning() *tuneDomain { return a.domains[1].(*tuneDomain) }
+
+func (a *Agent) tracing() *traceDomain { return a.domains[2].(*traceDomain) }
+
+func (a *Agent) sizing() *bigTCPDomain { return a.domains[3].(*bigTCPDomain) }
+
+// moveTo has an agent that has not begun find cgroups below another folder.
+func (a *Agent) moveTo(root string) {
+	a.host.cgroups, a.host.watch.tree = cgroupTree{root}, cgroupTree{root}
 }

@@ -42,7 +42,7 @@ const metricsPolicy = onePolicy + "metrics: {listen: \"127.0.0.1:9732\"}\n"
 // over a restart of the agent.
 func TestMetrics(t *testing.T) {
 	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
-	a := newAgent(t, dir, pins)
+	a := testAgent(t, dir, pins)
 	a.begin(t, policyText(metricsPolicy, "slots: 4", "slots: 2"))
 	stopped := false
 	defer func() {
@@ -110,7 +110,7 @@ func TestMetrics(t *testing.T) {
 	a.stop()
 	stopped = true
 	refused("udp", "127.0.0.1:4739") // nobody looks, it counts all the same
-	b := newAgent(t, dir, pins)
+	b := testAgent(t, dir, pins)
 	defer b.stop()
 	b.begin(t, policyText(metricsPolicy, "slots: 4", "slots: 2"))
 	defer retire(t, b)
@@ -125,7 +125,7 @@ func TestTuneMetrics(t *testing.T) {
 	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
 	policy := policyText(tunePolicy, "/telemetry\n", "\n", "    set: {congestion", "    trial: {control: 50%}\n    set: {congestion",
 		"tune:", "metrics: {listen: \"127.0.0.1:9733\"}\ntune:")
-	a := newAgent(t, dir, pins)
+	a := testAgent(t, dir, pins)
 	a.begin(t, policy)
 	address := "127.0.0.1:9733"
 	text := ""
@@ -169,7 +169,7 @@ func TestTuneMetrics(t *testing.T) {
 		t.Errorf("%d connections", before)
 	}
 	a.stop()
-	b := newAgent(t, dir, pins)
+	b := testAgent(t, dir, pins)
 	defer b.stop()
 	b.begin(t, policy)
 	if after := connections(scrape(t, address)); after <= before {

@@ -13,6 +13,13 @@ var (
 	descBigTCPEntered = prometheus.NewDesc("sockeye_bigtcp_network_entered", "1 while the network namespace is there and looked after.", []string{"netns"}, nil)
 )
 
+// Collect sends the metrics of all network namespaces that have rules.
+func (d *bigTCPDomain) Collect(out chan<- prometheus.Metric) {
+	for _, s := range d.allSizers() {
+		s.collect(out)
+	}
+}
+
 func (s *sizer) collect(out chan<- prometheus.Metric) {
 	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, append([]string{s.netns}, labels...)...)

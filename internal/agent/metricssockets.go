@@ -37,6 +37,13 @@ const socketsHold = 5 * time.Second
 
 // socketMetrics looks at the sockets of services and cgroups, for whoever scrapes.
 type socketMetrics struct {
+	log     *slog.Logger
+	cgroups cgroupTree
+	// services calls a function for each service, with the network namespace that the service is in.
+	services func(func(c config.Service, inode uint64, enter *os.File))
+	// paths are folders of cgroups, with their names in the policy.
+	paths []func() map[string]string
+
 	mu     sync.Mutex
 	at     time.Time
 	sums   map[socketKey]*socketSum
@@ -81,19 +88,19 @@ type calibratedRoom struct {
 
 // calibrate finds out what room has to know, once a kernel. It makes a connection, which
 // programs of an earlier agent may count that tunes or traces the agent's own cgroup.
-func (m *socketMetrics) calibrate(log *slog.Logger, known *calibratedRoom) {
+func (m *socketMetrics) calibrate(known *calibratedRoom) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	var name unix.Utsname
 	if err := unix.Uname(&name); err != nil {
-		log.Warn("room of sockets is not known", "error", err)
+		m.log.Warn("room of sockets is not known", "error", err)
 		return
 	}
 	running := unix.ByteSliceToString(name.Release[:]) + " " + unix.ByteSliceToString(name.Version[:])
 	if known.Kernel != running || known.Room.Overhead <= 0 {
 		kernel, err := room.Calibrate()
 		if err != nil {
-			log.Warn("room of sockets is not known", "error", err)
+			m.log.Warn("room of sockets is not known", "error", err)
 			return
 		}
 		*known = calibratedRoom{running, kernel}
@@ -102,14 +109,13 @@ func (m *socketMetrics) calibrate(log *slog.Logger, known *calibratedRoom) {
 	m.kernel = &kernel
 }
 
-// collectSockets gives the metrics of connections of services and of cgroups that are tuned
+// collect gives the metrics of connections of services and of cgroups that are tuned
 // or traced. A connection counts once.
-func (a *Agent) collectSockets(out chan<- prometheus.Metric) error {
-	m := &a.sockets
+func (m *socketMetrics) collect(out chan<- prometheus.Metric) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if now := time.Now(); m.at.IsZero() || now.Sub(m.at) > socketsHold {
-		m.sums, m.err = a.sumSockets(m.kernel)
+		m.sums, m.err = m.sumSockets()
 		m.at = time.Now()
 	}
 	if m.err != nil {
@@ -133,15 +139,14 @@ func (a *Agent) collectSockets(out chan<- prometheus.Metric) error {
 	return nil
 }
 
-// sumSockets reads the sockets of all namespaces that have services, once each. The kernel may
-// be nil.
-func (a *Agent) sumSockets(kernel *room.Kernel) (map[socketKey]*socketSum, error) {
+// sumSockets reads the sockets of all namespaces that have services, once each.
+func (m *socketMetrics) sumSockets() (map[socketKey]*socketSum, error) {
 	sums := make(map[socketKey]*socketSum)
-	cgroups, err := a.policyCgroups(sums)
+	cgroups, err := m.policyCgroups(sums)
 	if err != nil {
 		return nil, err
 	}
-	networks, err := a.socketNetworks(len(cgroups) > 0, sums)
+	networks, err := m.socketNetworks(len(cgroups) > 0, sums)
 	defer func() {
 		for _, n := range networks {
 			n.diag.Close()
@@ -161,7 +166,7 @@ func (a *Agent) sumSockets(kernel *room.Kernel) (map[socketKey]*socketSum, error
 			if here[key] == nil {
 				here[key] = newSocketSum()
 			}
-			here[key].add(s, n.diag.Settings, kernel)
+			here[key].add(s, n.diag.Settings, m.kernel)
 		})
 		if err != nil {
 			return nil, err
@@ -204,30 +209,16 @@ func (t *socketSum) join(o *socketSum) {
 
 // policyCgroups finds the cgroups that are tuned or traced, and those below, by their ids: each
 // has the name of the nearest one above it that the policy names. These are added to the sums.
-func (a *Agent) policyCgroups(sums map[socketKey]*socketSum) (map[uint64]string, error) {
-	tuners, err := a.tunersOf("")
-	if err != nil {
-		return nil, err
-	}
-	tracers, err := a.tracersOf("")
-	if err != nil {
-		return nil, err
-	}
+func (m *socketMetrics) policyCgroups(sums map[socketKey]*socketSum) (map[uint64]string, error) {
 	names := make(map[string]string) // by folder
-	for _, t := range tuners {
-		names[t.path()] = t.name
+	for _, paths := range m.paths {
+		maps.Copy(names, paths())
 	}
-	for _, t := range tracers {
-		t.mu.Lock()
-		names[t.scope.Path] = t.name
-		t.mu.Unlock()
-	}
-	delete(names, "") // of a unit that has not started
 	byID := make(map[uint64]string)
 	for _, folder := range slices.Sorted(maps.Keys(names)) { // those below come later
 		name := names[folder]
 		sums[socketKey{cgroup: name}] = newSocketSum()
-		below, err := sockdiag.ReadCgroups(a.host.cgroups, folder)
+		below, err := sockdiag.ReadCgroups(m.cgroups.Mount, folder)
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
 		}
@@ -244,36 +235,25 @@ func (a *Agent) policyCgroups(sums map[socketKey]*socketSum) (map[uint64]string,
 // socketNetworks opens the namespaces that have services over TCP, and the agent's own if that
 // is wanted, each once. The services are added to the sums; one that fails gives no metrics, the
 // others theirs. The caller closes what is returned, also with an error.
-func (a *Agent) socketNetworks(own bool, sums map[socketKey]*socketSum) (networks []*socketNetwork, err error) {
-	services, err := a.selected("")
-	if err != nil {
-		return nil, err
-	}
+func (m *socketMetrics) socketNetworks(own bool, sums map[socketKey]*socketSum) (networks []*socketNetwork, err error) {
 	byInode := make(map[uint64]*socketNetwork)
-	for _, s := range services {
-		err := func() error {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			if !slices.ContainsFunc(s.config.Listeners, func(l config.Listener) bool { return l.Protocol == config.TCP }) {
-				return nil
-			}
-			n := byInode[s.inode]
-			if n == nil {
-				var err error
-				if n, err = openSocketNetwork(s.enter()); err != nil {
-					return err
-				}
-				byInode[s.inode] = n
-				networks = append(networks, n)
-			}
-			sums[socketKey{service: s.config.Name}] = newSocketSum()
-			n.services = append(n.services, s.config)
-			return nil
-		}()
-		if err != nil {
-			a.log.Error("metrics failed", "service", s.config.Name, "error", err)
+	m.services(func(c config.Service, inode uint64, enter *os.File) {
+		if !slices.ContainsFunc(c.Listeners, func(l config.Listener) bool { return l.Protocol == config.TCP }) {
+			return
 		}
-	}
+		n := byInode[inode]
+		if n == nil {
+			var err error
+			if n, err = openSocketNetwork(enter); err != nil {
+				m.log.Error("metrics failed", "service", c.Name, "error", err)
+				return
+			}
+			byInode[inode] = n
+			networks = append(networks, n)
+		}
+		sums[socketKey{service: c.Name}] = newSocketSum()
+		n.services = append(n.services, c)
+	})
 	var stat unix.Stat_t
 	if err := unix.Stat("/proc/thread-self/ns/net", &stat); err != nil {
 		return networks, fmt.Errorf("find network namespace: %w", err)

@@ -23,10 +23,10 @@ import (
 func TestSocketMetrics(t *testing.T) {
 	const address = "127.0.0.1:9734"
 	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
-	a := newAgent(t, dir, pins)
+	a := testAgent(t, dir, pins)
 	defer a.stop()
 	policy := policyText(onePolicy+tunePolicy+"metrics: {listen: \""+address+"\"}\n", "slots: 4", "slots: 2", "CGROUP/telemetry", testenv.CgroupPath())
-	a.sockets.calibrate(a.log, &calibratedRoom{})
+	a.sockets.calibrate(&calibratedRoom{})
 	a.begin(t, policy)
 	defer retire(t, a)
 	defer a.endTuning(t)

@@ -84,6 +84,20 @@ func (m stageMetric) Write(out *dto.Metric) error {
 	return nil
 }
 
+// Collect sends the metrics of all cgroups that are traced.
+func (d *traceDomain) Collect(out chan<- prometheus.Metric) {
+	tracers, err := d.tracersOf("")
+	if err != nil {
+		d.log.Error("metrics failed", "error", err)
+		return
+	}
+	for _, t := range tracers {
+		if err := t.collect(out); err != nil {
+			d.log.Error("metrics failed", "cgroup", t.name, "error", err)
+		}
+	}
+}
+
 func (t *tracer) collect(out chan<- prometheus.Metric) error {
 	t.mu.Lock()
 	attached := t.trace != nil && t.trace.Attached()

@@ -51,6 +51,20 @@ var tuneBounds = func() (bounds []uint64) {
 	return bounds
 }()
 
+// Collect sends the metrics of all cgroups that are tuned.
+func (d *tuneDomain) Collect(out chan<- prometheus.Metric) {
+	tuners, err := d.tunersOf("")
+	if err != nil {
+		d.log.Error("metrics failed", "error", err)
+		return
+	}
+	for _, t := range tuners {
+		if err := t.collect(out); err != nil {
+			d.log.Error("metrics failed", "cgroup", t.name, "error", err)
+		}
+	}
+}
+
 func (t *tuner) collect(out chan<- prometheus.Metric) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()

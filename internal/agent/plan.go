@@ -54,7 +54,7 @@ func (s *service) prepare(c config.Service, devices *steer.DeviceMap) (*target, 
 	if t.rules, t.users, err = resolveMembers(c); err != nil {
 		return nil, err
 	}
-	if _, err := os.Stat(filepath.Join(s.host.cgroups, c.Cgroup)); err != nil {
+	if _, err := os.Stat(filepath.Join(s.host.cgroups.Mount, c.Cgroup)); err != nil {
 		return nil, fault.Unreadable(fmt.Errorf("find cgroup: %w", err), "create it, or correct cgroup")
 	}
 	if c.Netns != "" {
@@ -226,13 +226,6 @@ func extent(m *steer.DeviceMap) string {
 		return "none"
 	}
 	return fmt.Sprintf("%s of %s", counted(m.Len(), "prefix", "prefixes"), counted(len(m.Devices()), "device", "devices"))
-}
-
-func counted(n int, one, many string) string {
-	if n == 1 {
-		return "1 " + one
-	}
-	return fmt.Sprintf("%d %s", n, many)
 }
 
 // build makes the device map of a policy for the kernel, if it is another one than that in force. It

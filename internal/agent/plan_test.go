@@ -32,7 +32,7 @@ func policyText(text string, replace ...string) string {
 // The texts of plans, key by key.
 func TestPlanTexts(t *testing.T) {
 	dir := t.TempDir()
-	a := newAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
+	a := testAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
 	defer a.stop()
 	a.begin(t, policyText(onePolicy))
 	defer retire(t, a)
@@ -81,7 +81,7 @@ func TestPlanTexts(t *testing.T) {
 // previous one, and the other way round.
 func TestPreviousPolicy(t *testing.T) {
 	dir := t.TempDir()
-	a := newAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
+	a := testAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
 	defer a.stop()
 	a.begin(t, policyText(onePolicy))
 	defer retire(t, a)
@@ -116,16 +116,16 @@ func exists(path string) bool {
 }
 
 func TestSelected(t *testing.T) {
-	a := &Agent{services: map[string]*service{}, policy: &config.Policy{}}
-	if _, err := a.service(""); err == nil || err.Error() != "which service?" {
+	d := &steerDomain{services: make(map[string]*service)}
+	if _, err := d.service(""); err == nil || err.Error() != "which service?" {
 		t.Error(err)
 	}
 	one := &service{config: config.Service{Name: "one"}}
-	a.services["one"] = one
-	if s, err := a.service(""); err != nil || s != one {
+	d.services["one"] = one
+	if s, err := d.service(""); err != nil || s != one {
 		t.Error(err)
 	}
-	if _, err := a.service("onee"); fault.Code(err) != fault.CodeUsage || fault.Hint(err) != "did you mean one?" {
+	if _, err := d.service("onee"); fault.Code(err) != fault.CodeUsage || fault.Hint(err) != "did you mean one?" {
 		t.Error(err, fault.Hint(err))
 	}
 }

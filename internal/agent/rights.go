@@ -8,78 +8,56 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
-	"sockeye/internal/fault"
 )
 
-// right is a capability that only some policies need. The agent's unit has it in
-// a drop-in alone.
-type right struct {
-	capability uintptr
-	name       string
-	dropIn     string // file name
-	// needed says what of a policy needs it, "" if nothing does.
-	needed func(*config.Policy) string
+// Right is a capability that only some policies need. The unit of the agent has the capability in a
+// drop-in alone.
+type Right struct {
+	Capability uintptr
+	Name       string
+	DropIn     string // file name
 }
 
-var rights = []right{
-	{unix.CAP_SYS_ADMIN, "CAP_SYS_ADMIN", "netns.conf", func(policy *config.Policy) string {
-		for _, s := range policy.Services {
-			if s.Netns != "" {
-				return "netns of service " + s.Name
-			}
+// The capabilities that only some policies need.
+var (
+	SysAdmin       = Right{unix.CAP_SYS_ADMIN, "CAP_SYS_ADMIN", "netns.conf"}
+	DACOverride    = Right{unix.CAP_DAC_OVERRIDE, "CAP_DAC_OVERRIDE", "cgroups.conf"}
+	NetBindService = Right{unix.CAP_NET_BIND_SERVICE, "CAP_NET_BIND_SERVICE", "ports.conf"}
+
+	optionalRights = []Right{SysAdmin, DACOverride, NetBindService}
+)
+
+// DropInHint is how to give the capability to the unit.
+func (r Right) DropInHint() string {
+	from := r.DropIn
+	if exe, err := os.Executable(); err == nil {
+		from = filepath.Join(filepath.Dir(filepath.Dir(exe)), "share/sockeye/sockeye.service.d", r.DropIn)
+	}
+	return fmt.Sprintf("install -D -m 644 %s /etc/systemd/system/sockeye.service.d/%s; systemctl daemon-reload; systemctl restart sockeye", from, r.DropIn)
+}
+
+// Need is a capability that a policy needs.
+type Need struct {
+	Right
+	For string // the part of the policy that needs the capability
+}
+
+// FirstNeeds keeps the first need of each capability, in the order in which they are declared.
+func FirstNeeds(all []Need) []Need {
+	var first []Need
+	for _, r := range optionalRights {
+		if i := slices.IndexFunc(all, func(n Need) bool { return n.Right == r }); i >= 0 {
+			first = append(first, all[i])
 		}
-		for _, r := range policy.BigTCP {
-			if r.Netns != "" {
-				return "netns " + r.Netns + " of a bigtcp rule"
-			}
-		}
-		return ""
-	}},
-	{unix.CAP_DAC_OVERRIDE, "CAP_DAC_OVERRIDE", "cgroups.conf", func(policy *config.Policy) string {
-		mount, err := CgroupMount()
-		if err != nil {
-			return ""
-		}
-		// What is at the root may be the agent's own, which a reboot removes.
-		made := func(name string) bool {
-			_, err := os.Stat(filepath.Join(mount, name))
-			return !isUnit(name) && (err != nil || isTop(name))
-		}
-		for _, r := range policy.Tune {
-			if made(r.Cgroup) {
-				return "cgroup " + r.Cgroup + " of tune rule " + r.Name + ", which the agent creates where there is none"
-			}
-		}
-		for _, r := range policy.Trace {
-			if made(r.Cgroup) {
-				return "cgroup " + r.Cgroup + " of trace rule " + r.Name + ", which the agent creates where there is none"
-			}
-		}
-		return ""
-	}},
-	{unix.CAP_NET_BIND_SERVICE, "CAP_NET_BIND_SERVICE", "ports.conf", func(policy *config.Policy) string {
-		first := unprivilegedPorts()
-		for _, s := range policy.Services {
-			if s.Steering == config.Lookup {
-				continue // no socket of the agent's is bound
-			}
-			for _, l := range s.Listeners {
-				if l.Address.Port() < first {
-					return fmt.Sprintf("listener %s of service %s, which the agent holds", l, s.Name)
-				}
-			}
-		}
-		if at, err := netip.ParseAddrPort(policy.Metrics.Listen); err == nil && at.Port() < first {
-			return "metrics on " + policy.Metrics.Listen
-		}
-		return ""
-	}},
+	}
+	return first
 }
 
 // unprivilegedPorts is the first port that everybody may bind in this network
@@ -94,64 +72,18 @@ func unprivilegedPorts() uint16 {
 	return 1024
 }
 
-// dropInHint says how the unit is given a right.
-func dropInHint(file string) string {
-	from := file
-	if exe, err := os.Executable(); err == nil {
-		from = filepath.Join(filepath.Dir(filepath.Dir(exe)), "share/sockeye/sockeye.service.d", file)
-	}
-	return fmt.Sprintf("install -D -m 644 %s /etc/systemd/system/sockeye.service.d/%s; systemctl daemon-reload; systemctl restart sockeye", from, file)
-}
-
 // missingHint says how a running agent is given a right that it has not: one that
 // it gave up comes back with a restart.
 func missingHint(capability uintptr, restart string) string {
 	if _, bounding, err := capabilitiesOf(os.Getpid()); err != nil || bounding&(1<<capability) != 0 {
 		return restart
 	}
-	for _, r := range rights {
-		if r.capability == capability {
-			return dropInHint(r.dropIn)
+	for _, r := range optionalRights {
+		if r.Capability == capability {
+			return r.DropInHint()
 		}
 	}
 	return restart
-}
-
-// warnOfRights logs what the policy needs and this process has not.
-func (a *Agent) warnOfRights(policy *config.Policy) {
-	for _, r := range rights {
-		if why := r.needed(policy); why != "" && !hasCapability(r.capability) {
-			a.log.Warn("right missing", "capability", r.name, "needed_for", why, "hint", dropInHint(r.dropIn))
-		}
-	}
-}
-
-// ExamineRights tells which rights beyond those of the unit a policy needs, and
-// whether the agent, by its process id, has them; 0: no agent runs.
-func ExamineRights(policy *config.Policy, pid int) []Finding {
-	d := &doctor{}
-	permitted, bounding, err := capabilitiesOf(pid)
-	for _, r := range rights {
-		why := r.needed(policy)
-		if why == "" {
-			continue
-		}
-		detail := "needed for " + why
-		switch {
-		case pid == 0:
-			d.add("rights", r.name, ResultNote, detail+"; the drop-in "+r.dropIn+" gives it to the unit", dropInHint(r.dropIn))
-		case err != nil:
-			d.add("rights", r.name, ResultWarning, detail+"; whether the agent has it is not known: "+err.Error(), fault.Hint(err))
-		case permitted&(1<<r.capability) != 0:
-			d.add("rights", r.name, ResultOK, detail, "")
-		case bounding&(1<<r.capability) != 0:
-			d.add("rights", r.name, ResultWarning, detail+"; the agent gave it up, as its policy did not need it when it started",
-				"restart the agent")
-		default:
-			d.add("rights", r.name, ResultWarning, detail+"; the agent lacks it", dropInHint(r.dropIn))
-		}
-	}
-	return d.findings
 }
 
 // capabilitiesOf reads the permitted and the bounding set of a process.
@@ -173,4 +105,12 @@ func capabilitiesOf(pid int) (permitted, bounding uint64, err error) {
 		}
 	}
 	return permitted, bounding, lines.Err()
+}
+
+// MetricsNeeds lists the capabilities that the metrics of a policy need beyond those of the unit.
+func MetricsNeeds(policy *config.Policy) []Need {
+	if at, err := netip.ParseAddrPort(policy.Metrics.Listen); err == nil && at.Port() < unprivilegedPorts() {
+		return []Need{{NetBindService, "metrics on " + policy.Metrics.Listen}}
+	}
+	return nil
 }

@@ -137,12 +137,12 @@ func TestKeeperScope(t *testing.T) {
 	manager := startBus(t, u)
 	begin := func() *Agent {
 		t.Helper()
-		a := newAgent(t, dir, pins)
-		a.host.systemd = manager
+		a := testAgent(t, dir, pins)
+		a.steering().host.systemd = manager
 		a.begin(t, policy)
 		return a
 	}
-	status := func(a *Agent) api.ServiceStatus { return a.services["telemetry"].status() }
+	status := func(a *Agent) api.ServiceStatus { return a.steering().services["telemetry"].status() }
 	ownUnit := func(pid int) string {
 		return fmt.Sprintf("%s/sockeye-keeper-telemetry-%d.scope", testenv.CgroupPath(), pid)
 	}

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -20,10 +19,6 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/fault"
 )
-
-// maxBody bounds a request: a policy file has at most 1 MiB, and its text
-// grows when it is written as JSON.
-const maxBody = 8 << 20
 
 type server struct {
 	listener net.Listener
@@ -93,96 +88,12 @@ func (s *server) close() {
 
 func (a *Agent) handler() http.Handler {
 	mux := http.NewServeMux()
-	show := func(path string, answer func(*http.Request) (any, error)) {
-		mux.HandleFunc("GET "+path, func(w http.ResponseWriter, r *http.Request) {
-			reply(w, r, answer)
-		})
+	router := &Router{mux, reply}
+	for _, d := range a.domains {
+		d.Routes(router)
 	}
-	change := func(path string, answer func(*http.Request) (any, error)) {
-		mux.HandleFunc("POST "+path, func(w http.ResponseWriter, r *http.Request) {
-			r.Body = http.MaxBytesReader(w, r.Body, maxBody)
-			reply(w, r, answer)
-		})
-	}
-	show("/v1/status", func(*http.Request) (any, error) { return a.Status() })
-	show("/v1/slots", func(r *http.Request) (any, error) {
-		return collect(a, r, (*service).slots)
-	})
-	show("/v1/devices", func(r *http.Request) (any, error) {
-		return collect(a, r, func(s *service) ([]api.DeviceStatus, error) { return s.devices(), nil })
-	})
-	show("/v1/where", func(r *http.Request) (any, error) {
-		addresses, err := api.ParseAddresses(r.URL.Query()["address"])
-		if err != nil {
-			return nil, err
-		}
-		return collect(a, r, func(s *service) ([]api.WhereStatus, error) { return s.where(addresses), nil })
-	})
-	show("/v1/tune", func(r *http.Request) (any, error) { return a.TuneStatus(r.URL.Query().Get("cgroup")) })
-	show("/v1/tune/options", func(*http.Request) (any, error) { return a.TuneOptions() })
-	show("/v1/tune/explain", func(r *http.Request) (any, error) {
-		questions, err := tuneQuestion(r)
-		if err != nil {
-			return nil, err
-		}
-		return a.TuneExplain(r.URL.Query().Get("cgroup"), questions)
-	})
-	show("/v1/tune/socket", func(r *http.Request) (any, error) {
-		// What a process has open is nobody's business but root's.
-		if err := mustBeRoot(r); err != nil {
-			return nil, err
-		}
-		return a.TuneSocket(r)
-	})
-	show("/v1/tune/trial", func(r *http.Request) (any, error) { return a.TuneTrial(r.URL.Query().Get("rule")) })
-	show("/v1/tune/learned", func(r *http.Request) (any, error) { return a.TuneLearned(r.URL.Query().Get("rule")) })
-	change("/v1/tune/revert", func(r *http.Request) (any, error) {
-		if err := mustBeRoot(r); err != nil {
-			return nil, err
-		}
-		var which api.TuneRevert
-		if err := decode(r, &which); err != nil {
-			return nil, err
-		}
-		return a.TuneRevert(which)
-	})
-	show("/v1/bigtcp", func(r *http.Request) (any, error) {
-		return a.BigTCPStatus(r.URL.Query().Get("netns"), r.URL.Query().Get("interface"))
-	})
-	a.traceRoutes(show)
-	a.traceStreams(mux)
-	change("/v1/register", func(r *http.Request) (any, error) {
-		m, s, err := a.membership(r, true)
-		if err != nil {
-			return nil, err
-		}
-		if m.PID == 0 {
-			return nil, fault.Usage(errors.New("which process?"), "name one with --pid")
-		}
-		slot, err := s.claim(m.PID, m.Slot, "register", nil)
-		return api.Membership{Service: s.config.Name, Slot: &slot, PID: m.PID}, err
-	})
-	change("/v1/unregister", func(r *http.Request) (any, error) {
-		m, s, err := a.membership(r, true)
-		if err != nil {
-			return nil, err
-		}
-		if m.Slot == nil {
-			return nil, fault.Usage(errors.New("which slot?"), "name one with --slot")
-		}
-		return api.Membership{Service: s.config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
-	})
-	change("/v1/run", func(r *http.Request) (any, error) {
-		m, s, err := a.membership(r, false)
-		if err != nil {
-			return nil, err
-		}
-		// A caller makes itself a member, nobody else.
-		k := callerFrom(r)
-		slot, err := s.claim(k.self.PID, m.Slot, "run", k)
-		return api.Place{Membership: api.Membership{Service: s.config.Name, Slot: &slot, PID: k.self.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
-	})
-	change("/v1/plan", func(r *http.Request) (any, error) {
+	router.Get("/v1/status", func(*http.Request) (any, error) { return a.Status() })
+	router.Post("/v1/plan", func(r *http.Request) (any, error) {
 		var c api.Candidate
 		if err := decode(r, &c); err != nil {
 			return nil, err
@@ -195,7 +106,7 @@ func (a *Agent) handler() http.Handler {
 		}
 		return a.Plan(c)
 	})
-	change("/v1/apply", func(r *http.Request) (any, error) {
+	router.Post("/v1/apply", func(r *http.Request) (any, error) {
 		if err := mustBeRoot(r); err != nil {
 			return nil, err
 		}
@@ -211,62 +122,6 @@ func (a *Agent) handler() http.Handler {
 		})
 	})
 	return mux
-}
-
-func mustBeRoot(r *http.Request) error {
-	if k := callerFrom(r); k == nil || k.cred.Uid != 0 {
-		return &fault.Error{Err: errors.New("only root may change what the agent does, or have it read a file"), Hint: "run it with sudo", Code: fault.CodeNotPermitted}
-	}
-	return nil
-}
-
-func (a *Agent) membership(r *http.Request, root bool) (m api.Membership, s *service, err error) {
-	if callerFrom(r) == nil {
-		return m, nil, &fault.Error{Err: errors.New("the caller is not known"), Code: fault.CodeNotPermitted}
-	}
-	if root {
-		if err := mustBeRoot(r); err != nil {
-			return m, nil, err
-		}
-	}
-	if err := decode(r, &m); err != nil {
-		return m, nil, err
-	}
-	s, err = a.service(m.Service)
-	return m, s, err
-}
-
-const requestHint = "send one JSON object of at most 8 MiB"
-
-func decode(r *http.Request, into any) error {
-	d := json.NewDecoder(r.Body)
-	d.DisallowUnknownFields()
-	if err := d.Decode(into); errors.Is(err, io.EOF) {
-		return nil // no body: all by default
-	} else if err != nil {
-		return fault.Usage(fmt.Errorf("read request: %w", err), requestHint)
-	}
-	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return fault.Usage(errors.New("read request: something follows the JSON object"), requestHint)
-	}
-	return nil
-}
-
-// collect asks the services that a request names, or all.
-func collect[T any](a *Agent, r *http.Request, ask func(*service) ([]T, error)) ([]T, error) {
-	services, err := a.selected(r.URL.Query().Get("service"))
-	if err != nil {
-		return nil, err
-	}
-	all := []T{}
-	for _, s := range services {
-		part, err := ask(s)
-		if err != nil {
-			return nil, fmt.Errorf("service %s: %w", s.config.Name, err)
-		}
-		all = append(all, part...)
-	}
-	return all, nil
 }
 
 var httpStatus = map[int]int{
@@ -286,4 +141,27 @@ func reply(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (a
 	}
 	// The caller may be gone; nothing is to be done about that.
 	_ = json.NewEncoder(w).Encode(body)
+}
+
+// known lets only requests through whose caller still lives and is in the
+// agent's user namespace: a program that is isolated keeps its user, whose the
+// socket may be, or even root's. It asks anew for each request, because a
+// connection can outlive the process that made it.
+func known(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		refuse := func(err error) {
+			reply(w, r, func(*http.Request) (any, error) { return nil, err })
+		}
+		switch k := callerFrom(r); {
+		case k == nil || k.alive() != nil:
+			refuse(errCallerGone)
+		case k.stranger:
+			refuse(&fault.Error{
+				Err:  errors.New("the agent does not answer processes in another user namespace, as isolated programs are"),
+				Hint: "ask from outside", Code: fault.CodeNotPermitted,
+			})
+		default:
+			next.ServeHTTP(w, r)
+		}
+	})
 }

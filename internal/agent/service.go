@@ -24,25 +24,10 @@ import (
 	"sockeye/internal/steer"
 )
 
-// host is where services find what they share.
-type host struct {
-	root     *bpf.Root
-	stateDir string
-	cgroups  string // mount point of cgroup v2
-	reserve  reserve
-	systemd  *serviceManager
-
-	probing sync.Mutex
-	probed  map[string]error // what tune can set; nil before it was tried
-	// Whether fentry programs are allowed, once it was tried.
-	sendProbed bool
-	sendError  error
-}
-
 // service keeps one service of the policy in step with the host: its data
 // path, and who sits in which slot. Packets never wait for it.
 type service struct {
-	host *host
+	host *steerHost
 	log  *slog.Logger
 
 	mu      sync.Mutex
@@ -120,7 +105,7 @@ type waiting struct {
 }
 
 // openService makes or adopts a service and finds its members.
-func openService(h *host, log *slog.Logger, c config.Service, devices *steer.DeviceMap) (_ *service, err error) {
+func openService(h *steerHost, log *slog.Logger, c config.Service, devices *steer.DeviceMap) (_ *service, err error) {
 	s := &service{
 		host: h, log: log.With("service", c.Name), config: c,
 		known: make(map[process]*member.Process),
@@ -185,12 +170,12 @@ func openService(h *host, log *slog.Logger, c config.Service, devices *steer.Dev
 
 func (s *service) statePath() string { return s.host.statePath(s.config.Name) }
 
-func (h *host) statePath(service string) string {
+func (h *steerHost) statePath(service string) string {
 	return filepath.Join(h.stateDir, service+".json")
 }
 
 // findNonce is that of a service of this host, running or not: what is pinned counts.
-func (h *host) findNonce(name string) (nonce uint64, known bool, err error) {
+func (h *steerHost) findNonce(name string) (nonce uint64, known bool, err error) {
 	switch nonce, err := bpf.ReadNonce(h.root.Service(name)); {
 	case err == nil:
 		return nonce, true, nil
@@ -202,7 +187,7 @@ func (h *host) findNonce(name string) (nonce uint64, known bool, err error) {
 }
 
 // nonce is that of a service, which is made and kept where there is none.
-func (h *host) nonce(name string) (uint64, error) {
+func (h *steerHost) nonce(name string) (uint64, error) {
 	nonce, known, err := h.findNonce(name)
 	if err != nil || known {
 		return nonce, err
@@ -330,7 +315,7 @@ func (s *service) open() error {
 		Listeners: s.rows,
 		Devices:   s.config.TrackDevices,
 		Netns:     s.netns,
-		Cgroup:    filepath.Join(s.host.cgroups, s.config.Cgroup),
+		Cgroup:    filepath.Join(s.host.cgroups.Mount, s.config.Cgroup),
 	}
 	for _, row := range slices.Sorted(maps.Keys(s.source)) {
 		first, last := memberPorts(s.source[row])

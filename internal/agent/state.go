@@ -9,8 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
-	"strings"
 	"time"
 
 	"sockeye/internal/fault"
@@ -42,12 +40,6 @@ type state struct {
 	Adopted []adopted `json:"adopted,omitempty"`
 }
 
-// process names a process for as long as the host is up.
-type process struct {
-	PID       int    `json:"pid"`
-	StartTime uint64 `json:"start_time"`
-}
-
 // seen is what a process was when it was first seen. Some programs write over
 // their arguments and their environment, and upgrades replace executables.
 type seen struct {
@@ -69,14 +61,6 @@ type claim struct {
 	process
 	Slot   int    `json:"slot"`
 	Source string `json:"source"` // run or register
-}
-
-func bootID() string {
-	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return ""
-	}
-	return strings.TrimSpace(string(id))
 }
 
 // loadState reads the state of a service. known says whether there was one.
@@ -105,31 +89,6 @@ func (s *state) save(path string) error {
 		return fmt.Errorf("save state: %w", err)
 	}
 	return writeFile(path, append(data, '\n'))
-}
-
-// writeFile replaces a file in one step, so that a crash leaves the old
-// contents or the new.
-func writeFile(path string, data []byte) (err error) {
-	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*")
-	if err != nil {
-		return fmt.Errorf("write %s: %w", path, err)
-	}
-	defer func() {
-		f.Close()
-		if err != nil {
-			os.Remove(f.Name())
-		}
-	}()
-	if _, err := f.Write(data); err != nil {
-		return fmt.Errorf("write %s: %w", path, err)
-	}
-	if err := f.Sync(); err != nil {
-		return fmt.Errorf("write %s: %w", path, err)
-	}
-	if err := os.Rename(f.Name(), path); err != nil {
-		return fmt.Errorf("write %s: %w", path, err)
-	}
-	return nil
 }
 
 func newNonce() uint64 {

@@ -13,7 +13,6 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -27,15 +26,43 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
+// Tuning tells how connections of a cgroup are tuned, for rules that group messages by that.
+type Tuning interface {
+	// Pins is the folder of the pins of a cgroup's tuning, "" if the cgroup is not tuned now.
+	Pins(cgroup string) string
+	// RuleNames are the names of all rules that connections of a cgroup may have, by number.
+	RuleNames(cgroup string) map[uint32]string
+}
+
+// traceDomain carries out the trace rules of the policy.
+type traceDomain struct {
+	host   *host
+	log    *slog.Logger
+	kernel *sendProbe
+	tuning Tuning
+
+	mu      sync.Mutex
+	tracers map[string]*tracer // by cgroup
+	history *traceHistory      // nil while nothing is traced
+}
+
+// newTrace returns the domain without any rules. Cgroups are to be tuned before they are traced: the
+// domain is to be made after the tuning.
+func newTrace(h *host, tuning Tuning) *traceDomain {
+	d := &traceDomain{host: h, log: h.log, kernel: new(sendProbe), tuning: tuning, tracers: make(map[string]*tracer)}
+	h.addPrograms(d.programs)
+	h.watch.subscribe(d.cgroups, d.renew)
+	return d
+}
+
 // tracer keeps the tracing of one cgroup in step with the policy. Messages
 // never wait for it.
 type tracer struct {
-	host *host
-	log  *slog.Logger
-	name string // of the cgroup in the policy
-	// tuned finds what tunes the same cgroup, nil if nothing does. The agent's
-	// lock is held.
-	tuned func() *tuner
+	host    *host
+	log     *slog.Logger
+	name    string // of the cgroup in the policy
+	kernel  *sendProbe
+	rulesOf Tuning
 
 	mu sync.Mutex
 	tracing
@@ -106,17 +133,16 @@ func (c traceChange) hash() (string, error) {
 	return hex.EncodeToString(sum[:]), nil
 }
 
-func (a *Agent) newTracer(c traceChange) *tracer {
-	return &tracer{host: a.host, log: a.log.With("cgroup", c.name), name: c.name,
-		tuned:   func() *tuner { return a.tuners[c.name] },
+func (d *traceDomain) newTracer(c traceChange) *tracer {
+	return &tracer{host: d.host, log: d.log.With("cgroup", c.name), name: c.name, kernel: d.kernel, rulesOf: d.tuning,
 		tracing: tracing{rules: c.rules, services: c.services}}
 }
 
-func (a *Agent) openTracer(c traceChange) error {
-	t := a.newTracer(c)
+func (d *traceDomain) openTracer(c traceChange) error {
+	t := d.newTracer(c)
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	dir := a.host.tracingDir(c.name)
+	dir := d.host.tracingDir(c.name)
 	if data, err := bpf.ReadScope(dir); err == nil {
 		// A damaged record is made anew.
 		_ = json.Unmarshal(data, &t.scope)
@@ -126,7 +152,7 @@ func (a *Agent) openTracer(c traceChange) error {
 		return ofTraced(c.name, fault.Join(err, bpf.RemoveTrace(dir), removeCreated([]cgroupScope{t.scope.cgroupScope})))
 	}
 	t.start()
-	a.tracers[c.name] = t
+	d.tracers[c.name] = t
 	return nil
 }
 
@@ -136,7 +162,7 @@ func (a *Agent) openTracer(c traceChange) error {
 func (t *tracer) open() error {
 	t.problem = nil
 	var err error
-	if t.skipped, err = t.host.lackingStages(t.rules); err != nil {
+	if t.skipped, err = t.kernel.lackingStages(t.rules); err != nil {
 		return err
 	}
 	if !slices.ContainsFunc(t.rules, func(r config.TraceRule) bool { return len(measured(r, t.skipped[r.Name])) > 0 }) {
@@ -146,7 +172,7 @@ func (t *tracer) open() error {
 	if t.compiled, err = compileTrace(t.rules, t.services, t.skipped); err != nil {
 		return err
 	}
-	err = t.scope.open(t.host, t.name)
+	err = t.scope.open(t.host.cgroups, t.name)
 	if errors.Is(err, fs.ErrNotExist) {
 		t.problem = noCgroup(t.name, "its messages are traced")
 		return nil
@@ -159,7 +185,7 @@ func (t *tracer) open() error {
 		return err
 	}
 	was := t.tuning
-	t.tuning, t.tuner = t.wantedTuning()
+	t.tuning = t.wantedTuning()
 	tuned, err := tuningID(t.tuning)
 	if err != nil {
 		return err
@@ -288,25 +314,30 @@ func (t *tracer) measures(stage config.Stage) bool {
 
 // wantedTuning is the folder with the pins of the cgroup's tuning, if a rule
 // groups by it and there is one.
-func (t *tracer) wantedTuning() (string, *tuner) {
+func (t *tracer) wantedTuning() string {
 	asks := slices.ContainsFunc(t.rules, func(r config.TraceRule) bool {
 		return slices.ContainsFunc(r.GroupBy, func(by config.TraceGroupBy) bool {
 			return by.Kind == config.GroupRule || by.Kind == config.GroupArm
 		})
 	})
-	tuner := t.tuned()
-	if !asks || tuner == nil || tuner.path() == "" {
-		return "", nil
+	if !asks {
+		return ""
 	}
-	return t.host.tuningDir(t.name), tuner
+	return t.rulesOf.Pins(t.name)
+}
+
+// sendProbe finds out, once, whether the kernel allows fentry programs.
+type sendProbe struct {
+	once sync.Once
+	err  error
 }
 
 // lackingStages says which stages of each rule the kernel cannot measure.
-func (h *host) lackingStages(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
+func (p *sendProbe) lackingStages(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
 	skipped := make(map[string][]api.TraceSkipped)
 	for _, rule := range rules {
 		for _, stage := range rule.Stages {
-			needs, err := h.lacksStage(rule, stage)
+			needs, err := p.lacksStage(rule, stage)
 			if err != nil {
 				return nil, err
 			}
@@ -319,7 +350,7 @@ func (h *host) lackingStages(rules []config.TraceRule) (map[string][]api.TraceSk
 }
 
 // lacksStage says what the kernel would need for a stage of TCP, "" if nothing.
-func (h *host) lacksStage(rule config.TraceRule, stage config.Stage) (string, error) {
+func (p *sendProbe) lacksStage(rule config.TraceRule, stage config.Stage) (string, error) {
 	if !slices.Contains(rule.Protocols, config.TCP) {
 		return "", nil
 	}
@@ -331,7 +362,7 @@ func (h *host) lacksStage(rule config.TraceRule, stage config.Stage) (string, er
 			return "", nil
 		}
 	case config.StageSend:
-		err := h.probeSend()
+		err := p.probeSend()
 		if errors.Is(err, ebpf.ErrNotSupported) {
 			return "fentry programs, which this kernel does not allow", nil
 		}
@@ -347,22 +378,17 @@ func (h *host) lacksStage(rule config.TraceRule, stage config.Stage) (string, er
 }
 
 // probeSend tries, once, whether the kernel allows what the stage send needs.
-func (h *host) probeSend() error {
-	h.probing.Lock()
-	defer h.probing.Unlock()
-	if !h.sendProbed {
-		h.sendError = bpf.HaveSend()
-		h.sendProbed = true
-	}
-	return h.sendError
+func (p *sendProbe) probeSend() error {
+	p.once.Do(func() { p.err = bpf.HaveSend() })
+	return p.err
 }
 
 // renew attaches again if the cgroup was made anew, or what tunes it.
 func (t *tracer) renew() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	path, err := t.host.findCgroup(t.name)
-	wanted, _ := t.wantedTuning()
+	path, err := t.host.cgroups.find(t.name)
+	wanted := t.wantedTuning()
 	if t.trace != nil && t.trace.Attached() && err == nil && path == t.scope.Path && t.tuning == wanted {
 		return
 	}
@@ -469,29 +495,34 @@ func (t *tracer) change(c traceChange) error {
 	return nil
 }
 
-// takeTrace carries a change out, and returns what takes it back.
-func (a *Agent) takeTrace(c traceChange) (back func() error, err error) {
+// apply carries a change out, and returns how to roll it back.
+func (d *traceDomain) apply(c traceChange) (rollback func() error, err error) {
 	before := traceChange{name: c.name}
-	if t := a.tracers[c.name]; t != nil {
+	d.mu.Lock()
+	if t := d.tracers[c.name]; t != nil {
 		before.rules, before.services = t.rules, t.services
 	}
-	return func() error { return a.trace(before) }, a.trace(c)
+	d.mu.Unlock()
+	return func() error { return d.become(before) }, d.become(c)
 }
 
-// trace makes a change true. One that fails leaves the cgroup as it was.
-func (a *Agent) trace(c traceChange) error {
-	t := a.tracers[c.name]
+// become gives a cgroup the rules of a change. If that fails, the cgroup has the rules that it had.
+func (d *traceDomain) become(c traceChange) error {
+	defer d.host.watch.look()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	t := d.tracers[c.name]
 	if t != nil {
-		a.sliceNow() // its counts end
+		d.sliceNow() // its counts end
 	}
 	switch {
 	case c.rules == nil:
-		delete(a.tracers, c.name)
+		delete(d.tracers, c.name)
 		if err := t.retire(); err != nil {
-			return ofTraced(c.name, fault.Join(err, a.openTracer(traceChange{c.name, t.rules, t.services})))
+			return ofTraced(c.name, fault.Join(err, d.openTracer(traceChange{c.name, t.rules, t.services})))
 		}
 	case t == nil:
-		if err := a.openTracer(c); err != nil {
+		if err := d.openTracer(c); err != nil {
 			return err
 		}
 	default:
@@ -499,16 +530,62 @@ func (a *Agent) trace(c traceChange) error {
 			return ofTraced(c.name, err)
 		}
 	}
-	a.watchCgroups()
-	a.recordTrace()
+	d.recordTrace()
 	if t != nil {
-		for _, other := range a.tracers {
+		for _, other := range d.tracers {
 			if other != t {
 				other.again(t.scope.Path)
 			}
 		}
 	}
 	return nil
+}
+
+// cgroups are the names of the cgroups that are traced.
+func (d *traceDomain) cgroups() []string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return slices.Collect(maps.Keys(d.tracers))
+}
+
+// renew attaches to cgroups that were made anew.
+func (d *traceDomain) renew() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, t := range d.tracers {
+		t.renew()
+	}
+}
+
+// programs are the ids of the programs that are attached.
+func (d *traceDomain) programs() ([]uint32, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var ids []uint32
+	for _, t := range d.tracers {
+		t.mu.Lock()
+		if t.trace != nil && t.trace.Attached() {
+			if id, err := t.trace.ProgramID(); err == nil {
+				ids = append(ids, id)
+			}
+		}
+		t.mu.Unlock()
+	}
+	return ids, nil
+}
+
+// Paths are the folders of the cgroups that are traced, with their names in the policy.
+func (d *traceDomain) Paths() map[string]string {
+	tracers, _ := d.tracersOf("") // all: no name can be wrong
+	paths := make(map[string]string)
+	for _, t := range tracers {
+		t.mu.Lock()
+		if t.scope.Path != "" {
+			paths[t.scope.Path] = t.name
+		}
+		t.mu.Unlock()
+	}
+	return paths
 }
 
 // again has connections traced that the tracing of another cgroup has let go, if
@@ -533,73 +610,73 @@ func (t *tracer) setClock() {
 	}
 }
 
-// within tells whether a folder is at or below another.
-func within(path, dir string) bool {
-	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
-}
+// Check finds nothing: what a rule names is waited for, or refused by Plan.
+func (d *traceDomain) Check(*config.Policy) error { return nil }
 
-// prepareTrace says what a policy changes in the tracing of cgroups, and checks
-// that it can be done.
-func (a *Agent) prepareTrace(policy *config.Policy) ([]traceChange, []api.Change, error) {
-	var (
-		steps   []traceChange
-		changes []api.Change
-	)
+// Plan compares the rules of a policy with those in force, and checks that the kernel can measure what
+// they ask for.
+func (d *traceDomain) Plan(policy *config.Policy) ([]Step, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var steps []Step
+	add := func(c traceChange, changes []api.Change) {
+		steps = append(steps, Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
+	}
 	wanted := tracings(policy)
 	names := make([]string, len(wanted))
 	for i, c := range wanted {
 		names[i] = c.name
 	}
-	for _, name := range slices.Sorted(maps.Keys(a.tracers)) {
+	for _, name := range slices.Sorted(maps.Keys(d.tracers)) {
 		if !slices.Contains(names, name) {
-			steps = append(steps, traceChange{name: name})
-			for _, rule := range a.tracers[name].rules {
+			var changes []api.Change
+			for _, rule := range d.tracers[name].rules {
 				changes = append(changes, api.Change{Cgroup: name, Action: "remove", What: "trace " + rule.Name, Effect: "its counts are gone"})
 			}
+			add(traceChange{name: name}, changes)
 		}
 	}
 	for _, c := range wanted {
-		t := a.tracers[c.name]
-		if _, err := a.host.findCgroup(c.name); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return nil, nil, ofTraced(c.name, err)
+		t := d.tracers[c.name]
+		if _, err := d.host.cgroups.find(c.name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, ofTraced(c.name, err)
 		}
 		if t == nil {
-			if err := a.host.mayCreate(c.name); err != nil {
-				return nil, nil, ofTraced(c.name, err)
+			if err := d.host.cgroups.mayCreate(c.name); err != nil {
+				return nil, ofTraced(c.name, err)
 			}
 		}
-		skipped, err := a.host.lackingStages(c.rules)
+		skipped, err := d.kernel.lackingStages(c.rules)
 		if err != nil {
-			return nil, nil, ofTraced(c.name, err)
+			return nil, ofTraced(c.name, err)
 		}
 		if _, err := compileTrace(c.rules, c.services, skipped); err != nil {
-			return nil, nil, ofTraced(c.name, err)
+			return nil, ofTraced(c.name, err)
 		}
 		if err := nothingLeft(c.rules, skipped); err != nil {
-			return nil, nil, err
+			return nil, err
 		}
 		if t == nil {
-			steps = append(steps, c)
-			changes = append(changes, a.host.newCgroup(c.name, "traced")...)
+			changes := d.host.cgroups.added(c.name, "traced")
 			for _, rule := range c.rules {
 				changes = append(changes, addedTrace(c.name, rule, skipped[rule.Name]))
 			}
+			add(c, changes)
 			continue
 		}
 		before, err := traceChange{c.name, t.rules, t.services}.hash()
 		if err != nil {
-			return nil, nil, err
+			return nil, err
 		}
 		after, err := c.hash()
 		if err != nil {
-			return nil, nil, err
+			return nil, err
 		}
 		if before != after {
-			steps = append(steps, c)
-			changes = append(changes, changedTrace(c, t.rules, skipped)...)
+			add(c, changedTrace(c, t.rules, skipped))
 		}
 	}
-	return steps, changes, nil
+	return steps, nil
 }
 
 // nothingLeft refuses a rule of which the kernel can measure nothing.
@@ -653,17 +730,37 @@ func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][
 	return changes
 }
 
-// startTrace makes the policy's tracing true for the first time in this agent's
-// life, and removes what an earlier one left of other cgroups.
-func (a *Agent) startTrace(policy *config.Policy) error {
-	pinned, err := a.host.root.Tracings()
+// Start removes what an earlier agent left of cgroups that are not in the policy, and traces those that
+// are.
+func (d *traceDomain) Start(policy *config.Policy) error {
+	defer d.host.watch.look()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	wanted := tracings(policy)
+	if err := d.removeOthers(wanted); err != nil {
+		return err
+	}
+	for _, c := range wanted {
+		if err := d.openTracer(c); err != nil {
+			// What cannot be traced today is no reason not to do the rest.
+			d.log.Warn("cgroup not traced", "cgroup", c.name, "error", err)
+			t := d.newTracer(c)
+			t.problem = err
+			d.tracers[c.name] = t
+		}
+	}
+	d.recordTrace()
+	return nil
+}
+
+func (d *traceDomain) removeOthers(wanted []traceChange) error {
+	pinned, err := d.host.root.Tracings()
 	if err != nil {
 		return err
 	}
-	wanted := tracings(policy)
 	for _, name := range pinned {
-		dir := a.host.root.Tracing(name)
-		if slices.ContainsFunc(wanted, func(c traceChange) bool { return a.host.tracingDir(c.name) == dir }) {
+		dir := d.host.root.Tracing(name)
+		if slices.ContainsFunc(wanted, func(c traceChange) bool { return d.host.tracingDir(c.name) == dir }) {
 			continue
 		}
 		var scope traceScope
@@ -671,35 +768,40 @@ func (a *Agent) startTrace(policy *config.Policy) error {
 			// Without its record there is nothing more to remove.
 			_ = json.Unmarshal(data, &scope)
 		}
-		if err := fault.Join(a.forget(dir, scope), removeCreated([]cgroupScope{scope.cgroupScope})); err != nil {
+		if err := fault.Join(d.forget(dir, scope), removeCreated([]cgroupScope{scope.cgroupScope})); err != nil {
 			return err
 		}
-		a.log.Info("tracing removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
+		d.log.Info("tracing removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
 	}
-	for _, c := range wanted {
-		if err := a.openTracer(c); err != nil {
-			// What cannot be traced today is no reason not to do the rest.
-			a.log.Warn("cgroup not traced", "cgroup", c.name, "error", err)
-			t := a.newTracer(c)
-			t.problem = err
-			a.tracers[c.name] = t
-		}
-	}
-	a.watchCgroups()
-	a.recordTrace()
 	return nil
 }
 
+// Applied has nothing to do.
+func (d *traceDomain) Applied(*config.Policy, api.Candidate, *api.Plan) error { return nil }
+
+// Close ends the tracing in this process. The programs stay attached.
+func (d *traceDomain) Close() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.history != nil {
+		d.history.close()
+		d.history = nil
+	}
+	for _, t := range d.tracers {
+		t.close()
+	}
+}
+
 // forget removes what only its pins remember.
-func (a *Agent) forget(dir string, scope traceScope) error {
+func (d *traceDomain) forget(dir string, scope traceScope) error {
 	old := tracing{scope: scope}
 	var err error
 	old.trace, err = bpf.OpenTrace(bpf.TraceConfig{Dir: dir, Cgroup: scope.Path, Rules: &bpf.TraceRules{Groups: scope.Groups}, Adopt: true})
 	if err != nil {
-		a.log.Debug("connections keep the flag of those that were traced", "cgroup", scope.Cgroup, "reason", err)
+		d.log.Debug("connections keep the flag of those that were traced", "cgroup", scope.Cgroup, "reason", err)
 		return bpf.RemoveTrace(dir)
 	}
-	old.letGo(a.log)
+	old.letGo(d.log)
 	old.drop()
 	return bpf.RemoveTrace(dir)
 }
@@ -707,3 +809,17 @@ func (a *Agent) forget(dir string, scope traceScope) error {
 func ofTraced(name string, err error) error {
 	return &fault.Error{Err: fmt.Errorf("trace %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }
+
+// TraceNeeds lists the capabilities that the trace rules of a policy need beyond those of the unit.
+func TraceNeeds(policy *config.Policy) []Need {
+	var needs []Need
+	for _, r := range policy.Trace {
+		if createsCgroup(r.Cgroup) {
+			needs = append(needs, Need{DACOverride, "cgroup " + r.Cgroup + " of trace rule " + r.Name + ", which the agent creates where there is none"})
+		}
+	}
+	return needs
+}
+
+// Needs lists the capabilities that the trace rules of a policy need beyond those of the unit.
+func (d *traceDomain) Needs(policy *config.Policy) []Need { return TraceNeeds(policy) }

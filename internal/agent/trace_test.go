@@ -45,8 +45,8 @@ func (a *Agent) endTracing(t testing.TB) {
 	t.Helper()
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	for name, tracer := range a.tracers {
-		delete(a.tracers, name) // or the end of its cgroup would begin it anew
+	for name, tracer := range a.tracing().tracers {
+		delete(a.tracing().tracers, name) // or the end of its cgroup would begin it anew
 		if err := tracer.retire(); err != nil {
 			t.Error(err)
 		}
@@ -56,7 +56,7 @@ func (a *Agent) endTracing(t testing.TB) {
 // The texts of plans that change rules.
 func TestPlanTrace(t *testing.T) {
 	dir := t.TempDir()
-	a := newAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
+	a := testAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
 	defer a.stop()
 	a.begin(t, policyText(tracePolicy))
 	defer a.endTracing(t)
@@ -102,7 +102,7 @@ func TestPlanTrace(t *testing.T) {
 
 // What a policy cannot trace on this host is no reason not to start: it is shown, and a better one heals it.
 func TestStartWithoutTrace(t *testing.T) {
-	a := newAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
 	defer a.stop()
 	depth := func(most string) {
 		t.Helper()
@@ -114,7 +114,7 @@ func TestStartWithoutTrace(t *testing.T) {
 	defer depth("max")
 	a.begin(t, policyText(tracePolicy))
 	defer a.endTracing(t)
-	status, err := a.TraceStatus("")
+	status, err := a.tracing().Cgroups("")
 	if err != nil || len(status.Cgroups) != 1 || status.Cgroups[0].Attached || !strings.Contains(status.Cgroups[0].Problem, "create cgroup") {
 		t.Errorf("%+v, %v", status, err)
 	}
@@ -122,7 +122,7 @@ func TestStartWithoutTrace(t *testing.T) {
 	if _, err := a.Apply(api.Candidate{Text: policyText(tracePolicy, "1/10", "1/20"), Path: a.options.Policy}); err != nil {
 		t.Error(err)
 	}
-	if status, err = a.TraceStatus(""); err != nil || !status.Cgroups[0].Attached || status.Cgroups[0].Problem != "" {
+	if status, err = a.tracing().Cgroups(""); err != nil || !status.Cgroups[0].Attached || status.Cgroups[0].Problem != "" {
 		t.Errorf("then: %+v, %v", status, err)
 	}
 }
@@ -130,21 +130,21 @@ func TestStartWithoutTrace(t *testing.T) {
 // A change takes place beside what is there. Whoever is killed in between leaves both; the next agent has what the policy says.
 func TestTraceKilledBetween(t *testing.T) {
 	pins := testenv.BPFFS(t) + "/sockeye"
-	a := newAgent(t, t.TempDir(), pins)
+	a := testAgent(t, t.TempDir(), pins)
 	a.begin(t, policyText(tracePolicy))
 	dir := a.host.tracingDir(testenv.CgroupPath() + "/telemetry")
 	a.stop()
 	if err := bpf.MoveTrace(dir, dir+asidePins); err != nil {
 		t.Fatal(err)
 	}
-	b := newAgent(t, t.TempDir(), pins)
+	b := testAgent(t, t.TempDir(), pins)
 	defer b.stop()
 	b.begin(t, policyText(tracePolicy))
 	defer b.endTracing(t)
 	if left, err := bpf.Pinned(dir + asidePins); left || err != nil {
 		t.Errorf("pins of the rules before: %v, %v", left, err)
 	}
-	if status, err := b.TraceStatus(""); err != nil || !status.Cgroups[0].Attached {
+	if status, err := b.tracing().Cgroups(""); err != nil || !status.Cgroups[0].Attached {
 		t.Errorf("%+v, %v", status, err)
 	}
 }
@@ -187,8 +187,8 @@ func talk(t *testing.T, messages int) {
 func (a *Agent) sliceByHand() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.history.close()
-	a.history = &traceHistory{stop: make(chan struct{})}
+	a.tracing().history.close()
+	a.tracing().history = &traceHistory{stop: make(chan struct{})}
 }
 
 // The history has each message once, in the slice in which it was chosen, wherever its cgroup, its rules and its agent are in
@@ -196,7 +196,7 @@ func (a *Agent) sliceByHand() {
 func TestTraceHistory(t *testing.T) {
 	pins := testenv.BPFFS(t) + "/sockeye"
 	policy := policyText(tracePolicy, "/telemetry\n", "\n", "    match: {port: 1790}\n", "", "1/10", "1/1", "  - name: rest\n    cgroup: CGROUP/telemetry\n    messages: 100/s\n    group_by: remote/24\n", "")
-	a := newAgent(t, t.TempDir(), pins)
+	a := testAgent(t, t.TempDir(), pins)
 	a.begin(t, policy)
 	a.sliceByHand()
 	name := testenv.CgroupPath()
@@ -204,13 +204,13 @@ func TestTraceHistory(t *testing.T) {
 		t.Helper()
 		a.mu.Lock()
 		defer a.mu.Unlock()
-		if err := a.endSlice(a.history); err != nil {
+		if err := a.tracing().endSlice(a.tracing().history); err != nil {
 			t.Error(err)
 		}
 	}
 	check := func(when string, a *Agent, want ...uint64) {
 		t.Helper()
-		h, err := a.TraceHistory(url.Values{})
+		h, err := a.tracing().History(url.Values{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -239,7 +239,7 @@ func TestTraceHistory(t *testing.T) {
 	check("two slices", a, 10, 6, 0)
 
 	// Gone, and back, with its counts.
-	tracer := a.tracers[name]
+	tracer := a.tracing().tracers[name]
 	talk(t, 2)
 	tracer.mu.Lock()
 	tracer.release()
@@ -271,7 +271,7 @@ func TestTraceHistory(t *testing.T) {
 	talk(t, 1)
 	a.stop()
 	talk(t, 7)
-	b := newAgent(t, t.TempDir(), pins)
+	b := testAgent(t, t.TempDir(), pins)
 	defer b.stop()
 	b.begin(t, policy)
 	b.sliceByHand()
@@ -282,12 +282,12 @@ func TestTraceHistory(t *testing.T) {
 	talk(t, 1)
 	slice(b)
 	check("another agent", b, 4, 2, 0)
-	results, err := b.TraceResults(url.Values{})
+	results, err := b.tracing().Results(url.Values{})
 	if err != nil || len(results.Results) != 1 || results.Results[0].Chosen != 2+2+14+4+2 || results.Partial {
 		t.Errorf("since the rules are in force: %+v, %v", results, err)
 	}
 	for since, partial := range map[string]bool{"1h": true, "1us": false} {
-		if results, err := b.TraceResults(url.Values{"since": {since}}); err != nil || results.Partial != partial {
+		if results, err := b.tracing().Results(url.Values{"since": {since}}); err != nil || results.Partial != partial {
 			t.Errorf("since %s: partial %v, %v", since, results.Partial, err)
 		}
 	}
@@ -299,7 +299,7 @@ func TestTraceMetrics(t *testing.T) {
 	const address = "127.0.0.1:9734"
 	policy := policyText(tracePolicy, "/telemetry\n", "\n", "1790", "9734", "1/10", "1/1",
 		"trace:", "metrics: {listen: \""+address+"\"}\ntrace:")
-	a := newAgent(t, dir, pins)
+	a := testAgent(t, dir, pins)
 	a.begin(t, policy)
 	acked := regexp.MustCompile(`sockeye_trace_messages_total\{.*outcome="acked".*rule="bmp".*\} (\d+)\n`)
 	messages := func(text string) (n int) {
@@ -353,7 +353,7 @@ func TestTraceMetrics(t *testing.T) {
 
 	before := messages(scrape(t, address))
 	a.stop()
-	b := newAgent(t, dir, pins)
+	b := testAgent(t, dir, pins)
 	defer b.stop()
 	b.begin(t, policy)
 	defer b.endTracing(t)

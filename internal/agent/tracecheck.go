@@ -18,7 +18,7 @@ func CheckTrace(rules []config.TraceRule) (map[string][]api.TraceSkipped, error)
 	// Probes load programs, which kernels before 5.11 charge to RLIMIT_MEMLOCK.
 	// Where it cannot be raised, they say so.
 	_ = rlimit.RemoveMemlock()
-	skipped, err := new(host).lackingStages(rules)
+	skipped, err := new(sendProbe).lackingStages(rules)
 	if errors.Is(err, fs.ErrPermission) {
 		return nil, nil
 	}

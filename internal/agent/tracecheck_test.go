@@ -115,11 +115,11 @@ func TestTraceWhatThisKernelCan(t *testing.T) {
 	if !lacks[needsSend] && !lacks[needsTimestamps] {
 		t.Skip("kernel: it can measure all")
 	}
-	a := newAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
 	defer a.stop()
 	a.begin(t, policyText("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [send, stack, rx_stack]}\n"))
 	defer a.endTracing(t)
-	status, err := a.TraceStatus("")
+	status, err := a.tracing().Cgroups("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -134,7 +134,7 @@ func TestTraceWhatThisKernelCan(t *testing.T) {
 		t.Errorf("timestamps %v, %q", status.Timestamps, status.Needs)
 	}
 	talk(t, 3)
-	results, err := a.TraceResults(nil)
+	results, err := a.tracing().Results(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -152,7 +152,7 @@ func TestTraceWhatThisKernelCan(t *testing.T) {
 		first.Needs = needsSend
 	}
 	checkNothingLeft(t, err, first)
-	if status, err = a.TraceStatus(""); err != nil || fmt.Sprint(status.Cgroups[0].Rules[0].Stages) != fmt.Sprint(want) {
+	if status, err = a.tracing().Cgroups(""); err != nil || fmt.Sprint(status.Cgroups[0].Rules[0].Stages) != fmt.Sprint(want) {
 		t.Errorf("after a policy that was refused: %+v, %v", status, err)
 	}
 }
@@ -168,11 +168,11 @@ func TestTraceNothingThatThisKernelCan(t *testing.T) {
 	case !lacks[needsTimestamps]:
 		t.Skip("kernel: it can measure all")
 	}
-	a := newAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
 	defer a.stop()
 	a.begin(t, policyText("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [send]}\n"))
 	defer a.endTracing(t)
-	status, err := a.TraceStatus("")
+	status, err := a.tracing().Cgroups("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -189,7 +189,7 @@ func TestTraceNothingThatThisKernelCan(t *testing.T) {
 	if _, err := a.Apply(api.Candidate{Text: policy, Path: a.options.Policy}); err != nil {
 		t.Error(err)
 	}
-	if status, err = a.TraceStatus(""); err != nil || !status.Cgroups[0].Attached || status.Cgroups[0].Problem != "" {
+	if status, err = a.tracing().Cgroups(""); err != nil || !status.Cgroups[0].Attached || status.Cgroups[0].Problem != "" {
 		t.Errorf("then: %+v, %v", status, err)
 	}
 }

@@ -72,18 +72,18 @@ func (p packedPeriod) unpack() (measure.Period, error) {
 }
 
 // recordTrace begins the history, or ends it where nothing is traced.
-func (a *Agent) recordTrace() {
+func (d *traceDomain) recordTrace() {
 	switch {
-	case len(a.tracers) > 0 && a.history == nil:
-		a.history = &traceHistory{stop: make(chan struct{})}
-		go a.keepHistory(a.history)
-	case len(a.tracers) == 0 && a.history != nil:
-		a.history.close()
-		a.history = nil
+	case len(d.tracers) > 0 && d.history == nil:
+		d.history = &traceHistory{stop: make(chan struct{})}
+		go d.keepHistory(d.history)
+	case len(d.tracers) == 0 && d.history != nil:
+		d.history.close()
+		d.history = nil
 	}
 }
 
-func (a *Agent) keepHistory(h *traceHistory) {
+func (d *traceDomain) keepHistory(h *traceHistory) {
 	ticker := time.NewTicker(traceSlice)
 	defer ticker.Stop()
 	for {
@@ -92,24 +92,24 @@ func (a *Agent) keepHistory(h *traceHistory) {
 			return
 		case <-ticker.C:
 		}
-		a.mu.Lock()
-		if a.history == h {
-			a.sliceNow()
-			for _, t := range a.tracers {
+		d.mu.Lock()
+		if d.history == h {
+			d.sliceNow()
+			for _, t := range d.tracers {
 				t.setClock()
 			}
 		}
-		a.mu.Unlock()
+		d.mu.Unlock()
 	}
 }
 
 // sliceNow ends a slice, if there is a history.
-func (a *Agent) sliceNow() {
-	if a.history == nil {
+func (d *traceDomain) sliceNow() {
+	if d.history == nil {
 		return
 	}
-	if err := a.endSlice(a.history); err != nil {
-		a.log.Warn("history of trace not kept", "error", err)
+	if err := d.endSlice(d.history); err != nil {
+		d.log.Warn("history of trace not kept", "error", err)
 	}
 }
 
@@ -118,10 +118,10 @@ func (a *Agent) sliceNow() {
 func (h *traceHistory) close() { close(h.stop) }
 
 // endSlice ends a slice, and begins the next.
-func (a *Agent) endSlice(h *traceHistory) error {
+func (d *traceDomain) endSlice(h *traceHistory) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	slice, last, err := a.sinceLast(h)
+	slice, last, err := d.sinceLast(h)
 	if err != nil {
 		return err
 	}
@@ -138,11 +138,11 @@ func (a *Agent) endSlice(h *traceHistory) error {
 }
 
 // sinceLast is what was measured since the last slice ended.
-func (a *Agent) sinceLast(h *traceHistory) (measure.Period, map[*tracer]traceReading, error) {
+func (d *traceDomain) sinceLast(h *traceHistory) (measure.Period, map[*tracer]traceReading, error) {
 	now := time.Now()
 	slice := measure.Period{From: now, To: now, Results: []measure.Result{}}
 	last := make(map[*tracer]traceReading)
-	for _, t := range a.tracers {
+	for _, t := range d.tracers {
 		reading, err := t.read()
 		if err != nil {
 			return slice, nil, err
@@ -198,8 +198,8 @@ func (t *tracer) readLocked() (traceReading, error) {
 
 // window gives the slices of a time, the one that has not ended included.
 // Partial: they do not go back that far.
-func (a *Agent) window(from, to time.Time) (periods []measure.Period, partial bool, err error) {
-	packed, current, oldest, err := a.remembered()
+func (d *traceDomain) window(from, to time.Time) (periods []measure.Period, partial bool, err error) {
+	packed, current, oldest, err := d.remembered()
 	if err != nil || current == nil {
 		return nil, false, err
 	}
@@ -220,16 +220,16 @@ func (a *Agent) window(from, to time.Time) (periods []measure.Period, partial bo
 
 // remembered gives the slices that have ended, the one that has not, and when
 // the first of them began; nil if nothing is traced.
-func (a *Agent) remembered() (ended []packedPeriod, current *measure.Period, oldest time.Time, err error) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	h := a.history
+func (d *traceDomain) remembered() (ended []packedPeriod, current *measure.Period, oldest time.Time, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	h := d.history
 	if h == nil {
 		return nil, nil, oldest, nil
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	slice, _, err := a.sinceLast(h)
+	slice, _, err := d.sinceLast(h)
 	if err != nil {
 		return nil, nil, oldest, err
 	}

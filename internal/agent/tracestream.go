@@ -82,25 +82,6 @@ func (s *stream) flush() error {
 	return s.control.Flush()
 }
 
-// traceStreams has the answers that go on. An error before the first line is
-// answered as any other.
-func (a *Agent) traceStreams(mux *http.ServeMux) {
-	for path, answer := range map[string]func(context.Context, http.ResponseWriter, url.Values) error{
-		"/v1/trace/samples": a.streamSamples,
-		"/v1/trace/packets": a.streamPackets,
-	} {
-		mux.HandleFunc("GET "+path, func(w http.ResponseWriter, r *http.Request) {
-			err := mustBeRoot(r)
-			if err == nil {
-				err = answer(r.Context(), w, r.URL.Query())
-			}
-			if err != nil && r.Context().Err() == nil {
-				reply(w, r, func(*http.Request) (any, error) { return nil, err })
-			}
-		})
-	}
-}
-
 // number reads a number of a query, or takes the default.
 func queryNumber(q url.Values, key string, otherwise, most int) (int, error) {
 	text := q.Get(key)
@@ -127,8 +108,8 @@ func ofBuffer(err error) error {
 }
 
 // streamSamples gives each message that ends.
-func (a *Agent) streamSamples(ctx context.Context, w http.ResponseWriter, q url.Values) error {
-	query, tracers, err := a.traceQuery(q)
+func (d *traceDomain) streamSamples(ctx context.Context, w http.ResponseWriter, q url.Values) error {
+	query, tracers, err := d.traceQuery(q)
 	if err != nil {
 		return err
 	}
@@ -353,7 +334,7 @@ const tcpClose = 7 // TCP_CLOSE of linux/tcp_states.h
 const packetsHint = "name an open TCP connection as ss -tnp shows it, by --pid and --fd or by --local and --remote"
 
 // streamPackets gives what happens to the packets of one connection.
-func (a *Agent) streamPackets(ctx context.Context, w http.ResponseWriter, q url.Values) error {
+func (d *traceDomain) streamPackets(ctx context.Context, w http.ResponseWriter, q url.Values) error {
 	during := 10 * time.Second
 	if text := q.Get("for"); text != "" {
 		var err error
@@ -369,7 +350,7 @@ func (a *Agent) streamPackets(ctx context.Context, w http.ResponseWriter, q url.
 	if err != nil {
 		return err
 	}
-	socket, err := a.connectionOf(q)
+	socket, err := d.connectionOf(q)
 	if err != nil {
 		return err
 	}
@@ -428,7 +409,7 @@ func (a *Agent) streamPackets(ctx context.Context, w http.ResponseWriter, q url.
 }
 
 // connectionOf takes the connection that a request names, of any process.
-func (a *Agent) connectionOf(q url.Values) (*sockets.Socket, error) {
+func (d *traceDomain) connectionOf(q url.Values) (*sockets.Socket, error) {
 	var (
 		socket *sockets.Socket
 		err    error
@@ -449,7 +430,7 @@ func (a *Agent) connectionOf(q url.Values) (*sockets.Socket, error) {
 		if failed != nil {
 			return nil, failed
 		}
-		socket, err = sockets.Find(a.host.cgroups, local, remote)
+		socket, err = sockets.Find(d.host.cgroups.Mount, local, remote)
 	}
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fault.Usage(err, packetsHint)

@@ -3,13 +3,12 @@
 package agent
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"net/http"
 	"net/url"
-	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -17,7 +16,6 @@ import (
 	"time"
 
 	"github.com/cilium/ebpf"
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
@@ -27,19 +25,19 @@ import (
 )
 
 // tracersOf returns the tracing of the named cgroup, or all by name.
-func (a *Agent) tracersOf(cgroup string) ([]*tracer, error) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
+func (d *traceDomain) tracersOf(cgroup string) ([]*tracer, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
 	var all []*tracer
-	for _, name := range slices.Sorted(maps.Keys(a.tracers)) {
+	for _, name := range slices.Sorted(maps.Keys(d.tracers)) {
 		if cgroup == "" || cgroup == name || "/"+cgroup == name {
-			all = append(all, a.tracers[name])
+			all = append(all, d.tracers[name])
 		}
 	}
 	if cgroup != "" && len(all) == 0 {
 		hint := "it has no trace rules"
-		if len(a.tracers) > 0 {
-			hint = "it traces " + strings.Join(slices.Sorted(maps.Keys(a.tracers)), ", ")
+		if len(d.tracers) > 0 {
+			hint = "it traces " + strings.Join(slices.Sorted(maps.Keys(d.tracers)), ", ")
 		}
 		return nil, fault.Usage(fmt.Errorf("the policy traces no cgroup %q", cgroup), hint)
 	}
@@ -49,10 +47,10 @@ func (a *Agent) tracersOf(cgroup string) ([]*tracer, error) {
 // names tell what the numbers of the tracer's programs stand for.
 func (t *tracer) names() measure.Names {
 	tuned := make(map[uint32]string)
-	if t.tuner != nil {
-		tuned = t.tuner.ruleNames()
+	if t.tuning != "" {
+		tuned = t.rulesOf.RuleNames(t.name)
 	}
-	cgroups := sync.OnceValue(func() map[uint64]string { return t.host.cgroupNames(t.scope.Path) })
+	cgroups := sync.OnceValue(func() map[uint64]string { return t.host.cgroups.names(t.scope.Path) })
 	return measure.Names{
 		Rules: t.rules, Services: t.services,
 		TuneRule: func(id uint32) string { return tuned[id] },
@@ -60,45 +58,9 @@ func (t *tracer) names() measure.Names {
 	}
 }
 
-// ruleNames are the names of all rules that connections may have, by number.
-func (t *tuner) ruleNames() map[uint32]string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	names := make(map[uint32]string)
-	_, _, all, err := t.numbers()
-	if err != nil {
-		// They are shown by number then.
-		return names
-	}
-	for id, rule := range all {
-		names[id] = bpf.Text(rule.Name[:])
-	}
-	return names
-}
-
-// cgroupNames are the cgroups at or below a folder, by their id, which is the
-// inode of their folder (cgroup_id in include/linux/cgroup.h, Linux 6.18).
-func (h *host) cgroupNames(dir string) map[uint64]string {
-	names := make(map[uint64]string)
-	_ = filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
-		if err != nil || !d.IsDir() {
-			return nil // gone meanwhile
-		}
-		if len(names) == maxBelow {
-			return filepath.SkipAll
-		}
-		var stat unix.Stat_t
-		if unix.Stat(path, &stat) == nil {
-			names[stat.Ino] = "/" + strings.TrimPrefix(strings.TrimPrefix(path, h.cgroups), "/")
-		}
-		return nil
-	})
-	return names
-}
-
-// TraceStatus is what is traced, and whether the kernel can.
-func (a *Agent) TraceStatus(cgroup string) (*api.TraceStatus, error) {
-	tracers, err := a.tracersOf(cgroup)
+// Cgroups is what is traced, and whether the kernel can.
+func (d *traceDomain) Cgroups(cgroup string) (*api.TraceStatus, error) {
+	tracers, err := d.tracersOf(cgroup)
 	if err != nil {
 		return nil, err
 	}
@@ -131,7 +93,7 @@ func (t *tracer) status() (api.TracedCgroup, error) {
 	}
 	groups := make(map[uint32]int)
 	if t.trace != nil {
-		s.Path, s.Since = t.scope.below(t.host), t.scope.Since
+		s.Path, s.Since = t.scope.below(t.host.cgroups), t.scope.Since
 		s.Programs, s.Memory = t.trace.Programs(), t.trace.Memory()
 		keys, err := t.trace.Groups()
 		if err != nil {
@@ -212,12 +174,12 @@ func parseTraceQuery(q url.Values) (traceQuery, error) {
 
 // traceQuery reads a query, and finds the tracers that it is about: that of a
 // cgroup, or all.
-func (a *Agent) traceQuery(q url.Values) (traceQuery, []*tracer, error) {
+func (d *traceDomain) traceQuery(q url.Values) (traceQuery, []*tracer, error) {
 	query, err := parseTraceQuery(q)
 	if err != nil {
 		return query, nil, err
 	}
-	tracers, err := a.tracersOf(q.Get("cgroup"))
+	tracers, err := d.tracersOf(q.Get("cgroup"))
 	if err != nil || q.Get("cgroup") == "" {
 		return query, tracers, err
 	}
@@ -258,14 +220,14 @@ func (q traceQuery) pick(p measure.Period) measure.Period {
 	return p
 }
 
-// TraceResults is what was measured in a time, or since the counts began.
-func (a *Agent) TraceResults(q url.Values) (*api.TraceResults, error) {
-	query, tracers, err := a.traceQuery(q)
+// Results is what was measured in a time, or since the counts began.
+func (d *traceDomain) Results(q url.Values) (*api.TraceResults, error) {
+	query, tracers, err := d.traceQuery(q)
 	if err != nil {
 		return nil, err
 	}
 	if !query.from.IsZero() {
-		periods, partial, err := a.window(query.from, query.to)
+		periods, partial, err := d.window(query.from, query.to)
 		if err != nil {
 			return nil, err
 		}
@@ -282,13 +244,13 @@ func (a *Agent) TraceResults(q url.Values) (*api.TraceResults, error) {
 	return &api.TraceResults{Period: query.pick(measure.Merge(periods))}, nil
 }
 
-// TraceHistory is what was measured in a time, in slices.
-func (a *Agent) TraceHistory(q url.Values) (*api.TraceHistory, error) {
-	query, _, err := a.traceQuery(q)
+// History is what was measured in a time, in slices.
+func (d *traceDomain) History(q url.Values) (*api.TraceHistory, error) {
+	query, _, err := d.traceQuery(q)
 	if err != nil {
 		return nil, err
 	}
-	periods, partial, err := a.window(query.from, query.to)
+	periods, partial, err := d.window(query.from, query.to)
 	if err != nil {
 		return nil, err
 	}
@@ -302,9 +264,9 @@ func (a *Agent) TraceHistory(q url.Values) (*api.TraceHistory, error) {
 // maxSlow bounds the messages of an answer.
 const maxSlow = 1000
 
-// TraceSlow are the slowest messages of the last minutes, the slowest first.
-func (a *Agent) TraceSlow(q url.Values) ([]api.TraceSlow, error) {
-	query, tracers, err := a.traceQuery(q)
+// Slow are the slowest messages of the last minutes, the slowest first.
+func (d *traceDomain) Slow(q url.Values) ([]api.TraceSlow, error) {
+	query, tracers, err := d.traceQuery(q)
 	if err != nil {
 		return nil, err
 	}
@@ -346,15 +308,44 @@ func (t *tracer) slowest() ([]measure.Sample, error) {
 	return samples, nil
 }
 
-func (a *Agent) traceRoutes(show func(string, func(*http.Request) (any, error))) {
-	show("/v1/trace", func(r *http.Request) (any, error) { return a.TraceStatus(r.URL.Query().Get("cgroup")) })
-	show("/v1/trace/results", func(r *http.Request) (any, error) { return a.TraceResults(r.URL.Query()) })
-	show("/v1/trace/history", func(r *http.Request) (any, error) { return a.TraceHistory(r.URL.Query()) })
-	show("/v1/trace/slow", func(r *http.Request) (any, error) {
+// Routes adds the requests about tracing.
+func (d *traceDomain) Routes(r *Router) {
+	r.Get("/v1/trace", func(r *http.Request) (any, error) { return d.Cgroups(r.URL.Query().Get("cgroup")) })
+	r.Get("/v1/trace/results", func(r *http.Request) (any, error) { return d.Results(r.URL.Query()) })
+	r.Get("/v1/trace/history", func(r *http.Request) (any, error) { return d.History(r.URL.Query()) })
+	r.Get("/v1/trace/slow", func(r *http.Request) (any, error) {
 		// Addresses of connections are nobody's business but root's.
 		if err := mustBeRoot(r); err != nil {
 			return nil, err
 		}
-		return a.TraceSlow(r.URL.Query())
+		return d.Slow(r.URL.Query())
 	})
+	for path, answer := range map[string]func(context.Context, http.ResponseWriter, url.Values) error{
+		"/v1/trace/samples": d.streamSamples,
+		"/v1/trace/packets": d.streamPackets,
+	} {
+		r.Stream(path, func(w http.ResponseWriter, r *http.Request) error {
+			if err := mustBeRoot(r); err != nil {
+				return err
+			}
+			return answer(r.Context(), w, r.URL.Query())
+		})
+	}
+}
+
+// Status adds the cgroups that are traced.
+func (d *traceDomain) Status(status *api.Status) error {
+	tracers, err := d.tracersOf("")
+	if err != nil {
+		return err
+	}
+	status.Trace = []api.TracedCgroup{}
+	for _, t := range tracers {
+		traced, err := t.status()
+		if err != nil {
+			return ofTraced(t.name, err)
+		}
+		status.Trace = append(status.Trace, traced)
+	}
+	return nil
 }

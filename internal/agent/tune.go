@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"slices"
 	"sync"
 
@@ -22,9 +23,10 @@ import (
 // tuner keeps the tuning of one cgroup in step with the policy. Connections
 // never wait for it.
 type tuner struct {
-	host *host
-	log  *slog.Logger
-	name string // of the cgroup in the policy
+	host   *host
+	log    *slog.Logger
+	kernel *optionProbe
+	name   string // of the cgroup in the policy
 
 	mu       sync.Mutex
 	rules    []config.TuneRule
@@ -36,6 +38,24 @@ type tuner struct {
 	problem  error
 }
 
+// tuneDomain carries out the tune rules of the policy.
+type tuneDomain struct {
+	host   *host
+	log    *slog.Logger
+	kernel *optionProbe
+
+	mu     sync.Mutex
+	tuners map[string]*tuner // by cgroup
+}
+
+// newTune returns the domain without any rules.
+func newTune(h *host) *tuneDomain {
+	d := &tuneDomain{host: h, log: h.log, kernel: &optionProbe{host: h}, tuners: make(map[string]*tuner)}
+	h.addPrograms(d.programs)
+	h.watch.subscribe(d.cgroups, d.renew)
+	return d
+}
+
 // tuneChange is what a new policy makes of one cgroup's tuning. Rules is nil
 // where there is none any more.
 type tuneChange struct {
@@ -44,11 +64,16 @@ type tuneChange struct {
 	services []config.Service
 }
 
-func openTuner(h *host, log *slog.Logger, c tuneChange) (*tuner, error) {
-	t := &tuner{host: h, log: log.With("cgroup", c.name), name: c.name}
+// newTuner returns the tuning of a cgroup that is not attached.
+func (d *tuneDomain) newTuner(name string) *tuner {
+	return &tuner{host: d.host, log: d.log.With("cgroup", name), kernel: d.kernel, name: name}
+}
+
+func (d *tuneDomain) openTuner(c tuneChange) (*tuner, error) {
+	t := d.newTuner(c.name)
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	dir := h.tuningDir(c.name)
+	dir := d.host.tuningDir(c.name)
 	pinned, err := bpf.Pinned(dir)
 	if err != nil {
 		return nil, err
@@ -72,7 +97,7 @@ func openTuner(h *host, log *slog.Logger, c tuneChange) (*tuner, error) {
 // there is waited for.
 func (t *tuner) open() error {
 	t.problem = nil
-	err := t.scope.open(t.host, t.name)
+	err := t.scope.open(t.host.cgroups, t.name)
 	if errors.Is(err, fs.ErrNotExist) {
 		t.problem = noCgroup(t.name, "its connections are tuned")
 		return nil
@@ -113,7 +138,7 @@ func (t *tuner) install(rules []config.TuneRule, services []config.Service) erro
 
 // installIn is install for a tuning that may not be attached yet, or nil.
 func (t *tuner) installIn(tuning *bpf.Tune, rules []config.TuneRule, services []config.Service) error {
-	skipped, err := t.host.lacking(rules)
+	skipped, err := t.kernel.lacking(rules)
 	if err != nil {
 		return err
 	}
@@ -151,7 +176,7 @@ func compileTune(rules []config.TuneRule, services []config.Service, skipped map
 func (t *tuner) renew(others []tuneChange) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	path, err := t.host.findCgroup(t.name)
+	path, err := t.host.cgroups.find(t.name)
 	if t.inForce() && err == nil && path == t.scope.Path {
 		return
 	}
@@ -178,7 +203,7 @@ func (t *tuner) inForce() bool {
 func (t *tuner) reopen(others []tuneChange) error {
 	for _, other := range others {
 		// A unit may start anywhere.
-		if err := t.host.checkNested([]tuneChange{{name: t.name}, other}); err != nil {
+		if err := checkNested(t.host.cgroups, []tuneChange{{name: t.name}, other}); err != nil {
 			return err
 		}
 	}
@@ -225,61 +250,92 @@ func (t *tuner) retire() error {
 	return removeCreated([]cgroupScope{t.scope})
 }
 
-// takeTune carries a change out, and returns what takes it back.
-func (a *Agent) takeTune(c tuneChange) (back func() error, err error) {
-	switch t := a.tuners[c.name]; {
-	case c.rules == nil:
-		before := tuneChange{c.name, t.rules, t.services}
-		back = func() error { return a.openTuner(before) }
-		delete(a.tuners, c.name)
-		if err := t.retire(); err != nil {
-			return nil, ofCgroup(c.name, fault.Join(err, back()))
-		}
-	case t == nil:
-		back = func() error {
-			t := a.tuners[c.name]
-			delete(a.tuners, c.name)
-			return t.retire()
-		}
-		if err := a.openTuner(c); err != nil {
-			return nil, err
-		}
-	default:
-		before := tuneChange{c.name, t.rules, t.services}
-		change := func(c tuneChange) error {
-			t.mu.Lock()
-			defer t.mu.Unlock()
-			return t.install(c.rules, c.services)
-		}
-		back = func() error { return change(before) }
-		if err := change(c); err != nil {
-			return nil, ofCgroup(c.name, err)
-		}
+// apply carries a change out, and returns how to roll it back.
+func (d *tuneDomain) apply(c tuneChange) (rollback func() error, err error) {
+	defer d.host.watch.look()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	before := tuneChange{name: c.name}
+	if t := d.tuners[c.name]; t != nil {
+		before.rules, before.services = t.rules, t.services
 	}
-	a.watchCgroups()
-	return back, nil
+	rollback = func() error {
+		defer d.host.watch.look()
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		return d.become(before)
+	}
+	return rollback, d.become(c)
 }
 
-func (a *Agent) openTuner(c tuneChange) error {
-	t, err := openTuner(a.host, a.log, c)
-	if err != nil {
-		return ofCgroup(c.name, err)
+// become gives a cgroup the rules of a change. If that fails, the cgroup has the rules that it had.
+func (d *tuneDomain) become(c tuneChange) error {
+	switch t := d.tuners[c.name]; {
+	case c.rules == nil:
+		delete(d.tuners, c.name)
+		if err := t.retire(); err != nil {
+			return ofCgroup(c.name, fault.Join(err, d.open(tuneChange{c.name, t.rules, t.services})))
+		}
+	case t == nil:
+		return d.open(c)
+	default:
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		if err := t.install(c.rules, c.services); err != nil {
+			return ofCgroup(c.name, err)
+		}
 	}
-	a.tuners[c.name] = t
 	return nil
 }
 
-// startTune makes the policy's tuning true for the first time in this agent's
-// life, and removes what an earlier one left of other cgroups.
-func (a *Agent) startTune(policy *config.Policy) error {
-	pinned, err := a.host.root.Tunings()
+func (d *tuneDomain) open(c tuneChange) error {
+	t, err := d.openTuner(c)
+	if err != nil {
+		return ofCgroup(c.name, err)
+	}
+	d.tuners[c.name] = t
+	return nil
+}
+
+// Check finds nothing: what a rule names is waited for, or refused by Plan.
+func (d *tuneDomain) Check(*config.Policy) error { return nil }
+
+// Start removes what an earlier agent left of cgroups that are not in the policy, and tunes those that
+// are.
+func (d *tuneDomain) Start(policy *config.Policy) error {
+	defer d.host.watch.look()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	wanted := tunings(policy)
+	if err := d.removeOthers(wanted); err != nil {
+		return err
+	}
+	for _, c := range wanted {
+		err := checkNested(d.host.cgroups, wanted)
+		if err == nil {
+			err = d.open(c)
+		}
+		if err == nil {
+			continue
+		}
+		// What a policy that was good cannot do on this host today, such as after a
+		// reboot with another kernel, is no reason not to do the rest.
+		d.log.Warn("cgroup not tuned", "cgroup", c.name, "error", err)
+		t := d.newTuner(c.name)
+		t.rules, t.services, t.problem = c.rules, c.services, err
+		d.tuners[c.name] = t
+	}
+	return nil
+}
+
+func (d *tuneDomain) removeOthers(wanted []tuneChange) error {
+	pinned, err := d.host.root.Tunings()
 	if err != nil {
 		return err
 	}
-	wanted := tunings(policy)
 	for _, name := range pinned {
-		dir := a.host.root.Tuning(name)
-		if slices.ContainsFunc(wanted, func(c tuneChange) bool { return a.host.tuningDir(c.name) == dir }) {
+		dir := d.host.root.Tuning(name)
+		if slices.ContainsFunc(wanted, func(c tuneChange) bool { return d.host.tuningDir(c.name) == dir }) {
 			continue
 		}
 		var scope cgroupScope
@@ -290,26 +346,113 @@ func (a *Agent) startTune(policy *config.Policy) error {
 		if err := fault.Join(bpf.RemoveTune(dir), removeCreated([]cgroupScope{scope})); err != nil {
 			return err
 		}
-		a.log.Info("tuning removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
+		d.log.Info("tuning removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
 	}
-	for _, c := range wanted {
-		err := a.host.checkNested(wanted)
-		if err == nil {
-			err = a.openTuner(c)
-		}
-		if err == nil {
-			continue
-		}
-		// What a policy that was good cannot do on this host today, such as after a
-		// reboot with another kernel, is no reason not to do the rest.
-		a.log.Warn("cgroup not tuned", "cgroup", c.name, "error", err)
-		a.tuners[c.name] = &tuner{host: a.host, log: a.log.With("cgroup", c.name), name: c.name,
-			rules: c.rules, services: c.services, problem: err}
-	}
-	a.watchCgroups()
 	return nil
+}
+
+// Close ends the tuning in this process. The programs stay attached.
+func (d *tuneDomain) Close() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, t := range d.tuners {
+		t.close()
+	}
+}
+
+// cgroups are the names of the cgroups that are tuned.
+func (d *tuneDomain) cgroups() []string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return slices.Collect(maps.Keys(d.tuners))
+}
+
+// renew attaches to cgroups that were made anew.
+func (d *tuneDomain) renew() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var all []tuneChange
+	for name := range d.tuners {
+		all = append(all, tuneChange{name: name})
+	}
+	for _, t := range d.tuners {
+		t.renew(all)
+	}
+}
+
+// programs are the ids of the programs that are attached.
+func (d *tuneDomain) programs() ([]uint32, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var ids []uint32
+	for _, t := range d.tuners {
+		t.mu.Lock()
+		if t.tune != nil && t.tune.Attached() {
+			if id, err := t.tune.ProgramID(); err == nil {
+				ids = append(ids, id)
+			}
+		}
+		t.mu.Unlock()
+	}
+	return ids, nil
+}
+
+// Paths are the folders of the cgroups that are tuned, with their names in the policy.
+func (d *tuneDomain) Paths() map[string]string {
+	tuners, _ := d.tunersOf("") // all: no name can be wrong
+	paths := make(map[string]string)
+	for _, t := range tuners {
+		if path := t.path(); path != "" {
+			paths[path] = t.name
+		}
+	}
+	return paths
+}
+
+// Pins is the folder of the pins of a cgroup's tuning, "" if the cgroup is not tuned now.
+func (d *tuneDomain) Pins(cgroup string) string {
+	d.mu.Lock()
+	t := d.tuners[cgroup]
+	d.mu.Unlock()
+	if t == nil || t.path() == "" {
+		return ""
+	}
+	return d.host.tuningDir(cgroup)
+}
+
+// RuleNames are the names of all rules that connections of a cgroup may have, by number.
+func (d *tuneDomain) RuleNames(cgroup string) map[uint32]string {
+	d.mu.Lock()
+	t := d.tuners[cgroup]
+	d.mu.Unlock()
+	if t == nil {
+		return map[uint32]string{}
+	}
+	return t.ruleNames()
+}
+
+// ofNested adds the domain to the error of cgroups that hold one another.
+func ofNested(err error) error {
+	if err == nil {
+		return nil
+	}
+	return &fault.Error{Err: fmt.Errorf("tune: %w", err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }
 
 func ofCgroup(name string, err error) error {
 	return &fault.Error{Err: fmt.Errorf("tune %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }
+
+// TuneNeeds lists the capabilities that the tune rules of a policy need beyond those of the unit.
+func TuneNeeds(policy *config.Policy) []Need {
+	var needs []Need
+	for _, r := range policy.Tune {
+		if createsCgroup(r.Cgroup) {
+			needs = append(needs, Need{DACOverride, "cgroup " + r.Cgroup + " of tune rule " + r.Name + ", which the agent creates where there is none"})
+		}
+	}
+	return needs
+}
+
+// Needs lists the capabilities that the tune rules of a policy need beyond those of the unit.
+func (d *tuneDomain) Needs(policy *config.Policy) []Need { return TuneNeeds(policy) }

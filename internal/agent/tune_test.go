@@ -29,8 +29,8 @@ func (a *Agent) endTuning(t testing.TB) {
 	t.Helper()
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	for name, tuner := range a.tuners {
-		delete(a.tuners, name) // or the end of its cgroup would begin it anew
+	for name, tuner := range a.tuning().tuners {
+		delete(a.tuning().tuners, name) // or the end of its cgroup would begin it anew
 		if err := tuner.retire(); err != nil {
 			t.Error(err)
 		}
@@ -40,7 +40,7 @@ func (a *Agent) endTuning(t testing.TB) {
 // The texts of plans that change rules.
 func TestPlanTune(t *testing.T) {
 	dir := t.TempDir()
-	a := newAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
+	a := testAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
 	defer a.stop()
 	a.begin(t, policyText(tunePolicy))
 	cgroup := filepath.Join(testenv.Cgroup(), "telemetry")
@@ -109,7 +109,7 @@ func TestPlanTune(t *testing.T) {
 	if _, err := a.Apply(api.Candidate{Text: policyText(strings.Replace(tunePolicy, "reno", "westwood}\n    optional: true # {", 1)), Path: a.options.Policy}); err != nil {
 		t.Fatal(err)
 	}
-	status, err := a.TuneStatus("")
+	status, err := a.tuning().Cgroups("")
 	if err != nil || len(status) != 1 || !status[0].Attached || !status[0].Created {
 		t.Fatalf("%+v, %v", status, err)
 	}
@@ -138,9 +138,9 @@ func TestStartWithoutTune(t *testing.T) {
 		"congestion": policyText(tunePolicy, "reno", "westwood"),
 		"override":   policyText(tunePolicy, "/telemetry\n    set", "\n    set"),
 	} {
-		a := newAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+		a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
 		a.begin(t, policy)
-		status, err := a.TuneStatus("")
+		status, err := a.tuning().Cgroups("")
 		if err != nil || len(status) == 0 {
 			t.Fatalf("%+v, %v", status, err)
 		}
@@ -153,7 +153,7 @@ func TestStartWithoutTune(t *testing.T) {
 		if _, err := a.Apply(api.Candidate{Text: policyText(tunePolicy), Path: a.options.Policy}); err != nil {
 			t.Error(err)
 		}
-		if status, err = a.TuneStatus(""); err != nil || len(status) != 1 || !status[0].Attached || status[0].Problem != "" {
+		if status, err = a.tuning().Cgroups(""); err != nil || len(status) != 1 || !status[0].Attached || status[0].Problem != "" {
 			t.Errorf("%s, then: %+v, %v", problem, status, err)
 		}
 		a.endTuning(t)

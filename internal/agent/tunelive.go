@@ -14,9 +14,6 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/cilium/ebpf"
-	"github.com/cilium/ebpf/rlimit"
-
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
@@ -26,10 +23,10 @@ import (
 	"sockeye/internal/tune"
 )
 
-// TuneSocket shows a connection that is open: what its rule asked for, and
+// Socket shows a connection that is open: what its rule asked for, and
 // what it has.
-func (a *Agent) TuneSocket(r *http.Request) (*api.TuneSocket, error) {
-	tuners, err := a.tunersOf(r.URL.Query().Get("cgroup"))
+func (d *tuneDomain) Socket(r *http.Request) (*api.TuneSocket, error) {
+	tuners, err := d.tunersOf(r.URL.Query().Get("cgroup"))
 	if err != nil {
 		return nil, err
 	}
@@ -108,22 +105,8 @@ func (t *tuner) path() string {
 // or below it.
 func (t *tuner) holds(cgroup string) bool {
 	path := t.path()
-	below, err := filepath.Rel(path, filepath.Join(t.host.cgroups, cgroup))
+	below, err := filepath.Rel(path, filepath.Join(t.host.cgroups.Mount, cgroup))
 	return path != "" && err == nil && below != ".." && !strings.HasPrefix(below, "../")
-}
-
-// cgroupOf is the cgroup v2 path of a process.
-func cgroupOf(pid int) (string, error) {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
-	if err != nil {
-		return "", fmt.Errorf("read cgroup of process: %w", err)
-	}
-	for line := range strings.Lines(string(data)) {
-		if path, ok := strings.CutPrefix(line, "0::"); ok {
-			return strings.TrimSuffix(strings.TrimSpace(path), " (deleted)"), nil
-		}
-	}
-	return "", fmt.Errorf("read cgroup of process %d: it is in no cgroup v2: %w", pid, fs.ErrNotExist)
 }
 
 func (t *tuner) show(s *sockets.Socket) (*api.TuneSocket, error) {
@@ -231,15 +214,21 @@ func newTuneLive() *api.TuneLive {
 	return &api.TuneLive{Rules: make(map[string]int), Failures: []api.TuneLiveFailure{}, Left: []api.TuneLeft{}, Problems: []string{}}
 }
 
-// applyLive gives the rules to the connections that are open.
-func (a *Agent) applyLive() (*api.TuneLive, error) {
+// Applied gives the rules to the connections that are open, if the candidate asks for that.
+func (d *tuneDomain) Applied(_ *config.Policy, c api.Candidate, plan *api.Plan) error {
+	if !c.Live {
+		return nil
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
 	all := newTuneLive()
-	for _, t := range a.tuners {
+	for _, t := range d.tuners {
 		if err := t.applyLive(all); err != nil {
-			return nil, ofCgroup(t.name, err)
+			return ofCgroup(t.name, err)
 		}
 	}
-	return all, nil
+	plan.Live = all
+	return nil
 }
 
 func (t *tuner) applyLive(all *api.TuneLive) error {
@@ -268,17 +257,17 @@ func (t *tuner) applyLive(all *api.TuneLive) error {
 	return nil
 }
 
-// TuneRevert takes back what apply --live did.
-func (a *Agent) TuneRevert(which api.TuneRevert) (*api.TuneLive, error) {
+// Revert takes back what apply --live did.
+func (d *tuneDomain) Revert(which api.TuneRevert) (*api.TuneLive, error) {
 	for _, name := range which.Rules {
-		if _, _, err := a.ruleOf(name); err != nil {
+		if _, _, err := d.ruleOf(name); err != nil {
 			return nil, err
 		}
 	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
+	d.mu.Lock()
+	defer d.mu.Unlock()
 	all := newTuneLive()
-	for _, t := range a.tuners {
+	for _, t := range d.tuners {
 		if err := t.revertLive(which.Rules, all); err != nil {
 			return nil, ofCgroup(t.name, err)
 		}
@@ -318,58 +307,5 @@ func (t *tuner) revertLive(rules []string, all *api.TuneLive) error {
 	return t.saveLive(others)
 }
 
-// TuneOptions tells what the running kernel cannot set, and what it would
-// need.
-func (a *Agent) TuneOptions() ([]api.TuneSkipped, error) {
-	probed, err := a.host.probeTune()
-	if err != nil {
-		return nil, err
-	}
-	list := []api.TuneSkipped{}
-	for _, o := range tune.AllOptions() {
-		if err := probed[o.Name]; err != nil {
-			list = append(list, api.TuneSkipped{Option: o.Name, Needs: "Linux " + o.Since + " or later"})
-		}
-	}
-	return list, nil
-}
-
-// ProbeOptions is TuneOptions without an agent. It needs an agent's rights, and
-// leaves nothing behind.
-func ProbeOptions() (_ []api.TuneSkipped, err error) {
-	const bpffs = "/sys/fs/bpf"
-	if missing, err := missingCapabilities(); err != nil {
-		return nil, err
-	} else if len(missing) > 0 {
-		return nil, &fault.Error{Err: fmt.Errorf("try options: missing %s", strings.Join(missing, ", ")), Hint: "run as root", Code: fault.CodeNotPermitted}
-	}
-	if !isBPFFS(bpffs) {
-		return nil, &fault.Error{Err: fmt.Errorf("try options: %s is no bpffs", bpffs), Hint: "mount -t bpf bpf " + bpffs, Code: fault.CodeFailed}
-	}
-	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
-	if err := rlimit.RemoveMemlock(); err != nil {
-		return nil, fmt.Errorf("raise RLIMIT_MEMLOCK: %w", err)
-	}
-	cgroups, err := CgroupMount()
-	if err != nil {
-		return nil, err
-	}
-	dir, err := os.MkdirTemp(bpffs, "sockeye_check_")
-	if err != nil {
-		return nil, fmt.Errorf("try options: %w", err)
-	}
-	defer func() { err = fault.Join(err, os.RemoveAll(dir)) }()
-	a := &Agent{host: &host{root: &bpf.Root{Dir: dir}, cgroups: cgroups}}
-	return a.TuneOptions()
-}
-
-// CheckTune holds rules against what TuneOptions or ProbeOptions says that the
-// kernel cannot set, and against its congestion controls. It fails for what a
-// rule without optional needs, and returns what others skip, by rule.
-func CheckTune(rules []config.TuneRule, lacks []api.TuneSkipped) (map[string][]api.TuneSkipped, error) {
-	h := &host{probed: make(map[string]error)}
-	for _, l := range lacks {
-		h.probed[l.Option] = ebpf.ErrNotSupported
-	}
-	return h.lacking(rules)
-}
+// Options lists the options that the running kernel cannot set.
+func (d *tuneDomain) Options() ([]api.TuneSkipped, error) { return d.kernel.unsupported() }

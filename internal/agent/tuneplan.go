@@ -4,22 +4,14 @@ package agent
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
-	"io/fs"
 	"maps"
-	"os"
-	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
 
-	"github.com/cilium/ebpf"
-
 	"sockeye/internal/api"
 	"sockeye/internal/config"
-	"sockeye/internal/fault"
-	"sockeye/internal/tune"
 )
 
 // tunings splits the rules of a policy by cgroup.
@@ -36,54 +28,56 @@ func tunings(policy *config.Policy) []tuneChange {
 	return all
 }
 
-// prepareTune says what a policy changes in the tuning of cgroups, and checks
-// that it can be done.
-func (a *Agent) prepareTune(policy *config.Policy) ([]tuneChange, []api.Change, error) {
-	var (
-		steps   []tuneChange
-		changes []api.Change
-	)
-	wanted := tunings(policy)
-	if err := a.host.checkNested(wanted); err != nil {
-		return nil, nil, err
+// Plan compares the rules of a policy with those in force, and checks that the kernel can set what they
+// ask for.
+func (d *tuneDomain) Plan(policy *config.Policy) ([]Step, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var steps []Step
+	add := func(c tuneChange, changes []api.Change) {
+		steps = append(steps, Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
 	}
-	for _, name := range slices.Sorted(maps.Keys(a.tuners)) {
+	wanted := tunings(policy)
+	if err := checkNested(d.host.cgroups, wanted); err != nil {
+		return nil, err
+	}
+	for _, name := range slices.Sorted(maps.Keys(d.tuners)) {
 		if !slices.ContainsFunc(wanted, func(c tuneChange) bool { return c.name == name }) {
-			steps = append(steps, tuneChange{name: name})
-			for _, rule := range a.tuners[name].rules {
+			var changes []api.Change
+			for _, rule := range d.tuners[name].rules {
 				changes = append(changes, removedRule(name, rule))
 			}
+			add(tuneChange{name: name}, changes)
 		}
 	}
 	for _, c := range wanted {
-		t := a.tuners[c.name]
+		t := d.tuners[c.name]
 		if t == nil {
-			if err := a.host.mayCreate(c.name); err != nil {
-				return nil, nil, ofCgroup(c.name, err)
+			if err := d.host.cgroups.mayCreate(c.name); err != nil {
+				return nil, ofCgroup(c.name, err)
 			}
 		}
-		skipped, err := a.host.lacking(c.rules)
+		skipped, err := d.kernel.lacking(c.rules)
 		if err != nil {
-			return nil, nil, ofCgroup(c.name, err)
+			return nil, ofCgroup(c.name, err)
 		}
 		if _, err := compileTune(c.rules, c.services, skipped); err != nil {
-			return nil, nil, ofCgroup(c.name, err)
+			return nil, ofCgroup(c.name, err)
 		}
 		if t == nil {
-			steps = append(steps, c)
-			changes = append(changes, a.host.newCgroup(c.name, "tuned")...)
+			changes := d.host.cgroups.added(c.name, "tuned")
 			for _, rule := range c.rules {
 				changes = append(changes, addedRule(c.name, rule))
 			}
+			add(c, changes)
 			continue
 		}
 		diff := changedRules(c.name, t.rules, c.rules)
 		if len(diff) > 0 || servicesMatter(c.rules) && !reflect.DeepEqual(listenersOf(t.services), listenersOf(c.services)) {
-			steps = append(steps, c)
-			changes = append(changes, diff...)
+			add(c, diff)
 		}
 	}
-	return steps, changes, nil
+	return steps, nil
 }
 
 func listenersOf(services []config.Service) map[string][]config.Listener {
@@ -96,19 +90,6 @@ func listenersOf(services []config.Service) map[string][]config.Listener {
 
 func servicesMatter(rules []config.TuneRule) bool {
 	return slices.ContainsFunc(rules, func(r config.TuneRule) bool { return r.Match.Service != "" })
-}
-
-// newCgroup says what beginning with a cgroup does to it. Done is what it will
-// be.
-func (h *host) newCgroup(name, done string) []api.Change {
-	_, err := h.findCgroup(name)
-	switch {
-	case !errors.Is(err, fs.ErrNotExist):
-		return nil
-	case isUnit(name):
-		return []api.Change{{Cgroup: name, Action: "add", What: "unit", Effect: "there is none now: it is " + done + " from the moment it starts"}}
-	}
-	return []api.Change{{Cgroup: name, Action: "add", What: "cgroup", Effect: "it is created, and removed when the policy names it no more"}}
 }
 
 func addedRule(cgroup string, rule config.TuneRule) api.Change {
@@ -213,77 +194,21 @@ func textOf[T any](v *T) string {
 	return fmt.Sprint(any(v))
 }
 
-// lacking tells which options of rules the kernel cannot set. It fails for a
-// rule that does not say optional.
-func (h *host) lacking(rules []config.TuneRule) (map[string][]api.TuneSkipped, error) {
-	skipped := make(map[string][]api.TuneSkipped)
-	for _, rule := range rules {
-		settings := rule.Set
-		if rule.React != nil {
-			settings = slices.Concat(settings, rule.React.Set)
-		}
-		for _, s := range settings {
-			needs, err := h.lacks(s)
-			if err != nil {
-				return nil, err
-			}
-			if needs == "" {
-				continue
-			}
-			if !rule.Optional {
-				return nil, &fault.Error{Err: fmt.Errorf("rule %s: this kernel cannot set %s: it needs %s", rule.Name, s.Option, needs),
-					Hint: "leave it out, or give the rule optional: true to have it skipped", Code: fault.CodeUnsupported}
-			}
-			skipped[rule.Name] = append(skipped[rule.Name], api.TuneSkipped{Option: s.Option, Needs: needs})
-		}
-	}
-	return skipped, nil
-}
-
-// lacks says what the kernel would need for a setting, "" if nothing.
-func (h *host) lacks(s config.Setting) (string, error) {
-	supported, err := h.probeTune()
+// CheckNested refuses a policy that tunes cgroups of which one holds another, as far
+// as that is known: by their paths, and of units by where they are on this host.
+func CheckNested(policy *config.Policy) error {
+	mount, err := CgroupMount()
 	if err != nil {
-		return "", err
+		mount = "/nonexistent" // paths and slices are known without a host
 	}
-	o, _ := tune.FindOption(s.Option)
-	if err := supported[s.Option]; errors.Is(err, ebpf.ErrNotSupported) {
-		return "Linux " + o.Since + " or later", nil
-	} else if err != nil {
-		return "", fmt.Errorf("probe %s: %w", s.Option, err)
-	}
-	if s.Option == "congestion" {
-		available, err := os.ReadFile("/proc/sys/net/ipv4/tcp_available_congestion_control")
-		if err != nil {
-			return "", fmt.Errorf("read congestion controls: %w", err)
-		}
-		if !slices.Contains(strings.Fields(string(available)), s.Text) {
-			return fmt.Sprintf("the module tcp_%s, loaded", s.Text), nil
-		}
-	}
-	return "", nil
+	return checkNested(cgroupTree{mount}, tunings(policy))
 }
 
-// probeTune tries, once, what the kernel can set.
-func (h *host) probeTune() (map[string]error, error) {
-	h.probing.Lock()
-	defer h.probing.Unlock()
-	if h.probed == nil {
-		probed, err := h.probeOptions()
-		if err != nil {
-			return nil, fmt.Errorf("probe options: %w", err)
-		}
-		h.probed = probed
+// checkNested refuses cgroups of which one holds another.
+func checkNested(tree cgroupTree, all []tuneChange) error {
+	names := make([]string, len(all))
+	for i, c := range all {
+		names[i] = c.name
 	}
-	return h.probed, nil
-}
-
-// probeOptions probes in the agent's own cgroup, which it needs no right to
-// write to.
-func (h *host) probeOptions() (map[string]error, error) {
-	own, err := cgroupOf(os.Getpid())
-	if err != nil {
-		return nil, err
-	}
-	return tune.Probe(filepath.Join(h.cgroups, own), h.root.Dir)
+	return ofNested(tree.checkNested(names...))
 }

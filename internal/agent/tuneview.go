@@ -9,7 +9,6 @@ import (
 	"io/fs"
 	"maps"
 	"net/http"
-	"net/netip"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -28,31 +27,31 @@ import (
 )
 
 // tunersOf returns the tuning of the named cgroup, or all by name.
-func (a *Agent) tunersOf(cgroup string) ([]*tuner, error) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
+func (d *tuneDomain) tunersOf(cgroup string) ([]*tuner, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
 	var all []*tuner
-	for _, name := range slices.Sorted(maps.Keys(a.tuners)) {
+	for _, name := range slices.Sorted(maps.Keys(d.tuners)) {
 		if cgroup == "" || cgroup == name || "/"+cgroup == name {
-			all = append(all, a.tuners[name])
+			all = append(all, d.tuners[name])
 		}
 	}
 	if cgroup != "" && len(all) == 0 {
-		return nil, fault.Usage(fmt.Errorf("the policy tunes no cgroup %q", cgroup), a.tunedHint())
+		return nil, fault.Usage(fmt.Errorf("the policy tunes no cgroup %q", cgroup), d.tunedHint())
 	}
 	return all, nil
 }
 
-func (a *Agent) tunedHint() string {
-	if len(a.tuners) == 0 {
+func (d *tuneDomain) tunedHint() string {
+	if len(d.tuners) == 0 {
 		return "it has no tune rules"
 	}
-	return "it tunes " + strings.Join(slices.Sorted(maps.Keys(a.tuners)), ", ")
+	return "it tunes " + strings.Join(slices.Sorted(maps.Keys(d.tuners)), ", ")
 }
 
 // ruleOf finds the rule with a name, which is one of a kind in a policy.
-func (a *Agent) ruleOf(name string) (*tuner, config.TuneRule, error) {
-	tuners, err := a.tunersOf("")
+func (d *tuneDomain) ruleOf(name string) (*tuner, config.TuneRule, error) {
+	tuners, err := d.tunersOf("")
 	if err != nil {
 		return nil, config.TuneRule{}, err
 	}
@@ -95,13 +94,13 @@ func (t *tuner) numbers() (current map[string]uint32, older map[string]int, all 
 	return current, older, all, err
 }
 
-// TuneStatus is all cgroups that are tuned, or the one named.
-func (a *Agent) TuneStatus(cgroup string) ([]api.TuneStatus, error) {
-	tuners, err := a.tunersOf(cgroup)
+// Cgroups is all cgroups that are tuned, or the one named.
+func (d *tuneDomain) Cgroups(cgroup string) ([]api.TuneStatus, error) {
+	tuners, err := d.tunersOf(cgroup)
 	if err != nil {
 		return nil, err
 	}
-	own, err := a.ownPrograms()
+	own, err := d.host.ownPrograms()
 	if err != nil {
 		return nil, err
 	}
@@ -125,7 +124,7 @@ func (t *tuner) status(own []uint32) (api.TuneStatus, error) {
 		s.Problem, s.Hint = fault.Message(t.problem), fault.Hint(t.problem)
 	}
 	if t.tune != nil {
-		s.Path = t.scope.below(t.host)
+		s.Path = t.scope.below(t.host.cgroups)
 		var err error
 		if s.Foreign, err = t.foreign(own); err != nil {
 			return s, err
@@ -230,44 +229,6 @@ func failuresOf(id uint32, all map[bpf.TuneFailure]uint64) []api.TuneFailure {
 	return list
 }
 
-// ownPrograms are the sock_ops programs that are Sockeye's.
-func (a *Agent) ownPrograms() ([]uint32, error) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	var own []uint32
-	for _, s := range a.services {
-		s.mu.Lock()
-		ids, err := s.path.ProgramIDs()
-		s.mu.Unlock()
-		if err != nil {
-			return nil, err
-		}
-		own = append(own, ids...)
-	}
-	for _, t := range a.tuners {
-		t.mu.Lock()
-		if t.tune != nil && t.tune.Attached() {
-			if id, err := t.tune.ProgramID(); err == nil {
-				own = append(own, id)
-			}
-		}
-		t.mu.Unlock()
-	}
-	for _, t := range a.tracers {
-		t.mu.Lock()
-		if t.trace != nil && t.trace.Attached() {
-			if id, err := t.trace.ProgramID(); err == nil {
-				own = append(own, id)
-			}
-		}
-		t.mu.Unlock()
-	}
-	return own, nil
-}
-
-// maxBelow bounds how many cgroups below one are looked at.
-const maxBelow = 4096
-
 // foreign lists the programs of others that run for the same connections. The
 // kernel runs those of a socket's own cgroup first, then those of the groups
 // above, and in one group in the order of their coming (compute_effective_progs
@@ -287,7 +248,7 @@ func (t *tuner) foreign(own []uint32) ([]api.TuneForeign, error) {
 			if order == "after" {
 				effect = "may override " + strings.Join(t.exposed(), ", ")
 			}
-			name := "/" + strings.TrimPrefix(strings.TrimPrefix(dir, t.host.cgroups), "/")
+			name := t.host.cgroups.below(dir)
 			list = append(list, api.TuneForeign{ID: id, Cgroup: name, Order: order, Effect: effect})
 		}
 	}
@@ -304,7 +265,7 @@ func (t *tuner) foreign(own []uint32) ([]api.TuneForeign, error) {
 			ids = ids[at+1:]
 		}
 		add(dir, "after", ids)
-		if dir == t.host.cgroups || len(dir) <= len(t.host.cgroups) {
+		if dir == t.host.cgroups.Mount || len(dir) <= len(t.host.cgroups.Mount) {
 			break
 		}
 	}
@@ -373,21 +334,9 @@ func tuneQuestion(r *http.Request) (questions []match.Question, err error) {
 	return questions, nil
 }
 
-// parseEnd reads an end of a connection: IP:port, or an IP alone.
-func parseEnd(what, text string) (netip.AddrPort, error) {
-	if a, err := netip.ParseAddrPort(text); err == nil {
-		return netip.AddrPortFrom(a.Addr().Unmap().WithZone(""), a.Port()), nil
-	}
-	a, err := netip.ParseAddr(text)
-	if err != nil {
-		return netip.AddrPort{}, fault.Usage(fmt.Errorf("the %s end %q is no address", what, text), "as in 192.0.2.1:1790, [2001:db8::1]:1790 or 192.0.2.1")
-	}
-	return netip.AddrPortFrom(a.Unmap().WithZone(""), 0), nil
-}
-
-// TuneExplain says which rule a connection would have in each cgroup, and why.
-func (a *Agent) TuneExplain(cgroup string, questions []match.Question) ([]api.TuneExplanation, error) {
-	tuners, err := a.tunersOf(cgroup)
+// Explain says which rule a connection would have in each cgroup, and why.
+func (d *tuneDomain) Explain(cgroup string, questions []match.Question) ([]api.TuneExplanation, error) {
+	tuners, err := d.tunersOf(cgroup)
 	if err != nil {
 		return nil, err
 	}
@@ -419,9 +368,9 @@ func matched(steps []match.Step, rules []config.TuneRule) *config.TuneRule {
 	return nil
 }
 
-// TuneTrial compares the arms of a rule's trial.
-func (a *Agent) TuneTrial(name string) (*api.TuneTrial, error) {
-	t, rule, err := a.ruleOf(name)
+// Trial compares the arms of a rule's trial.
+func (d *tuneDomain) Trial(name string) (*api.TuneTrial, error) {
+	t, rule, err := d.ruleOf(name)
 	if err != nil {
 		return nil, err
 	}
@@ -457,10 +406,10 @@ func sampleOf(s *bpf.TuneStats) trial.Sample {
 	}
 }
 
-// TuneLearned is what is known of prefixes, of one rule or of all.
-func (a *Agent) TuneLearned(name string) ([]api.TuneLearned, error) {
+// Learned is what is known of prefixes, of one rule or of all.
+func (d *tuneDomain) Learned(name string) ([]api.TuneLearned, error) {
 	if name != "" {
-		_, rule, err := a.ruleOf(name)
+		_, rule, err := d.ruleOf(name)
 		if err != nil {
 			return nil, err
 		}
@@ -468,7 +417,7 @@ func (a *Agent) TuneLearned(name string) ([]api.TuneLearned, error) {
 			return nil, fault.Usage(fmt.Errorf("rule %s learns nothing", name), "give it set: {initial_cwnd: {explore: [10, 16, 24, 40, 64]}}")
 		}
 	}
-	tuners, err := a.tunersOf("")
+	tuners, err := d.tunersOf("")
 	if err != nil {
 		return nil, err
 	}
@@ -537,4 +486,65 @@ func (t *tuner) learned(name string) ([]api.TuneLearned, error) {
 		return cmp.Or(strings.Compare(a.Rule, b.Rule), strings.Compare(a.Prefix, b.Prefix))
 	})
 	return list, nil
+}
+
+// Status adds the cgroups that are tuned.
+func (d *tuneDomain) Status(status *api.Status) error {
+	tuners, err := d.tunersOf("")
+	if err != nil {
+		return err
+	}
+	status.Tune = []api.TunedCgroup{}
+	for _, t := range tuners {
+		status.Tune = append(status.Tune, t.summary())
+	}
+	return nil
+}
+
+// Routes adds the requests about tuning.
+func (d *tuneDomain) Routes(r *Router) {
+	r.Get("/v1/tune", func(r *http.Request) (any, error) { return d.Cgroups(r.URL.Query().Get("cgroup")) })
+	r.Get("/v1/tune/options", func(*http.Request) (any, error) { return d.Options() })
+	r.Get("/v1/tune/explain", func(r *http.Request) (any, error) {
+		questions, err := tuneQuestion(r)
+		if err != nil {
+			return nil, err
+		}
+		return d.Explain(r.URL.Query().Get("cgroup"), questions)
+	})
+	r.Get("/v1/tune/socket", func(r *http.Request) (any, error) {
+		// What a process has open is nobody's business but root's.
+		if err := mustBeRoot(r); err != nil {
+			return nil, err
+		}
+		return d.Socket(r)
+	})
+	r.Get("/v1/tune/trial", func(r *http.Request) (any, error) { return d.Trial(r.URL.Query().Get("rule")) })
+	r.Get("/v1/tune/learned", func(r *http.Request) (any, error) { return d.Learned(r.URL.Query().Get("rule")) })
+	r.Post("/v1/tune/revert", func(r *http.Request) (any, error) {
+		if err := mustBeRoot(r); err != nil {
+			return nil, err
+		}
+		var which api.TuneRevert
+		if err := decode(r, &which); err != nil {
+			return nil, err
+		}
+		return d.Revert(which)
+	})
+}
+
+// ruleNames are the names of all rules that connections may have, by number.
+func (t *tuner) ruleNames() map[uint32]string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	names := make(map[uint32]string)
+	_, _, all, err := t.numbers()
+	if err != nil {
+		// They are shown by number then.
+		return names
+	}
+	for id, rule := range all {
+		names[id] = bpf.Text(rule.Name[:])
+	}
+	return names
 }

@@ -89,10 +89,10 @@ func TestUnitsOfUser(t *testing.T) {
 	}
 	const policy = "tune:\n  - {name: a, cgroup: telemetry.slice, set: {sndbuf: 100KB}}\n  - {name: b, cgroup: nfacctd@1.service, set: {sndbuf: 100KB}}\n" +
 		"trace:\n  - {name: c, cgroup: telemetry.slice}\n"
-	a := newAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
 	defer a.stop()
-	a.host.cgroups = root
-	a.host.probed = map[string]error{}
+	a.moveTo(root)
+	a.tuning().kernel.probed = map[string]error{}
 	a.begin(t, policy)
 	defer a.endTuning(t)
 	if list := attachedAt(t, root); len(list) > 0 {
@@ -110,7 +110,7 @@ func TestUnitsOfUser(t *testing.T) {
 	}
 	// More of theirs, now that the system's are there.
 	mkdir(userUnit + "more.slice/nfacctd@1.service")
-	a.renewCgroups()
+	a.host.watch.look()
 	status, err := a.Status()
 	if err != nil {
 		t.Fatal(err)
@@ -127,7 +127,7 @@ func TestUnitsOfUser(t *testing.T) {
 
 func TestFindUnit(t *testing.T) {
 	root, mkdir := newTree(t)
-	h := &host{cgroups: root}
+	h := cgroupTree{root}
 	for _, path := range []string{
 		"a.slice/a-b.slice/x.service", "a-b.slice/y.service", "a.slice/b.slice/y.service", "_cpu.service", "one.slice/twice.service", "two.slice/twice.service",
 		"-.slice/z.service", "system.slice/x.service.d/z.service",
@@ -138,7 +138,7 @@ func TestFindUnit(t *testing.T) {
 		"a.slice": "a.slice", "a-b.slice": "a.slice/a-b.slice", "b.slice": "", "x.service": "a.slice/a-b.slice/x.service", "y.service": "",
 		"cpu.service": "_cpu.service", "z.service": "", "-.slice": ".", "/a-b.slice": "a-b.slice",
 	} {
-		path, err := h.findCgroup(name)
+		path, err := h.find(name)
 		if want == "" && errors.Is(err, fs.ErrNotExist) {
 			continue
 		}
@@ -146,7 +146,7 @@ func TestFindUnit(t *testing.T) {
 			t.Errorf("%s: %s, %v, want %q", name, path, err, want)
 		}
 	}
-	if path, err := h.findCgroup("twice.service"); fault.Code(err) != fault.CodeConflict || fault.Hint(err) == "" {
+	if path, err := h.find("twice.service"); fault.Code(err) != fault.CodeConflict || fault.Hint(err) == "" {
 		t.Errorf("a unit in two slices: %s, %v", path, err)
 	}
 }
@@ -155,7 +155,7 @@ func TestFindUnit(t *testing.T) {
 func TestCheckNested(t *testing.T) {
 	root, mkdir := newTree(t)
 	mkdir("system.slice/here.service")
-	h := &host{cgroups: root}
+	h := cgroupTree{root}
 	rules := func(names ...string) (all []tuneChange) {
 		for _, name := range names {
 			all = append(all, tuneChange{name: name, rules: []config.TuneRule{{}}})
@@ -170,7 +170,7 @@ func TestCheckNested(t *testing.T) {
 		{[]string{"/", "/x"}, true}, {[]string{"/x/y", "/x"}, true}, {[]string{"here.service", "system.slice"}, true},
 		{[]string{"a.slice", "ab.slice"}, false}, {[]string{"/x", "/xy"}, false}, {[]string{"there.service", "system.slice"}, false},
 	} {
-		if err := h.checkNested(rules(c.names...)); (fault.Code(err) == fault.CodeConflict) != c.nested {
+		if err := checkNested(h, rules(c.names...)); (fault.Code(err) == fault.CodeConflict) != c.nested {
 			t.Errorf("%v: %v, want nested %v", c.names, err, c.nested)
 		}
 	}
@@ -185,13 +185,13 @@ func TestUnitStartsAgain(t *testing.T) {
 	for i := range 200 {
 		mkdir(fmt.Sprintf("system.slice/other-%d.service", i))
 	}
-	a := newAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
 	defer a.stop()
-	a.host.cgroups = root
-	a.host.probed = map[string]error{}
+	a.moveTo(root)
+	a.tuning().kernel.probed = map[string]error{}
 	a.begin(t, "tune:\n  - {name: b, cgroup: collector.service, set: {sndbuf: 100KB}}\ntrace:\n  - {name: c, cgroup: collector.service}\n")
 	defer a.endTuning(t)
-	loaded := a.tuners["collector.service"].tune
+	loaded := a.tuning().tuners["collector.service"].tune
 	var took []time.Duration
 	for range 20 {
 		if err := unix.Rmdir(dir); err != nil {
@@ -212,7 +212,7 @@ func TestUnitStartsAgain(t *testing.T) {
 		took = append(took, time.Since(began))
 	}
 	a.mu.Lock()
-	if tuner := a.tuners["collector.service"]; tuner.path() != dir || tuner.tune != loaded {
+	if tuner := a.tuning().tuners["collector.service"]; tuner.path() != dir || tuner.tune != loaded {
 		t.Error("the program was loaded again")
 	}
 	a.mu.Unlock()
@@ -224,10 +224,10 @@ func TestUnitStartsAgain(t *testing.T) {
 // makes it again can, and finds it tuned and traced.
 func TestRemovedCgroupIsNotMadeAgain(t *testing.T) {
 	root, _ := newTree(t)
-	a := newAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
 	defer a.stop()
-	a.host.cgroups = root
-	a.host.probed = map[string]error{}
+	a.moveTo(root)
+	a.tuning().kernel.probed = map[string]error{}
 	a.begin(t, "tune:\n  - {name: b, cgroup: /lab, set: {sndbuf: 100KB}}\ntrace:\n  - {name: c, cgroup: /lab}\n")
 	defer a.endTracing(t)
 	defer a.endTuning(t)

@@ -41,7 +41,7 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 			default:
 				return fault.Unreadable(err, "name a policy file with --policy")
 			}
-			findings := append(broken, agent.Examine(policy, pins, c.known(cmd))...)
+			findings := append(broken, examine(policy, pins, c.known(cmd))...)
 			findings = append(findings, c.askAgent(cmd, policy)...)
 			if err := c.show(findings, func(w io.Writer) { diagnosis(w, findings) }); err != nil {
 				return err
@@ -90,19 +90,48 @@ func (c *command) known(cmd *cobra.Command) *agent.Known {
 
 // askAgent adds what a running agent knows of its members and rules, and the rights
 // that it needs for the policy; nil is none.
+// examine looks at the host and, with a policy, at what the policy names. Known is nil without an agent.
+func examine(policy *config.Policy, pins string, known *agent.Known) []agent.Finding {
+	report := agent.NewReport(known)
+	report.Kernel()
+	agent.ExamineBigTCP(report)
+	report.Host(pins)
+	if policy != nil {
+		agent.ExamineServices(report, policy)
+	}
+	return report.Findings
+}
+
+// examineRights looks whether the agent, by its process id, has the capabilities beyond those of the unit
+// that a policy needs; 0: no agent runs.
+func examineRights(policy *config.Policy, pid int) []agent.Finding {
+	report := agent.NewReport(nil)
+	report.Rights(needsOf(policy), pid)
+	return report.Findings
+}
+
+// needsOf lists the capabilities that a policy needs beyond those of the unit, each once.
+func needsOf(policy *config.Policy) []agent.Need {
+	var all []agent.Need
+	for _, needs := range []func(*config.Policy) []agent.Need{agent.SteerNeeds, agent.TuneNeeds, agent.TraceNeeds, agent.BigTCPNeeds, agent.MetricsNeeds} {
+		all = append(all, needs(policy)...)
+	}
+	return agent.FirstNeeds(all)
+}
+
 func (c *command) askAgent(cmd *cobra.Command, policy *config.Policy) []agent.Finding {
 	var status api.Status
 	err := c.client().Get(cmd.Context(), "/v1/status", nil, &status)
 	if err != nil {
 		findings := []agent.Finding{{Area: "agent", Check: "running", Result: agent.ResultNote, Detail: err.Error(), Hint: fault.Hint(err)}}
 		if policy != nil {
-			findings = append(findings, agent.ExamineRights(policy, 0)...)
+			findings = append(findings, examineRights(policy, 0)...)
 		}
 		return findings
 	}
 	findings := []agent.Finding{{Area: "agent", Check: "running", Result: agent.ResultOK, Detail: fmt.Sprintf("pid %d", status.PID)}}
 	if policy != nil {
-		findings = append(findings, agent.ExamineRights(policy, status.PID)...)
+		findings = append(findings, examineRights(policy, status.PID)...)
 	}
 	for _, s := range status.Services {
 		if s.Problem != "" {

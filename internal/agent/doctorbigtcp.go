@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"sockeye/internal/bigtcp"
+	"sockeye/internal/fault"
+)
+
+// ExamineBigTCP tells which families may have packets above 64 KiB.
+func ExamineBigTCP(d *doctor) {
+	const ipv6, ipv4 = "BIG TCP for IPv6", "BIG TCP for IPv4"
+	n, err := bigtcp.OpenNetwork("")
+	if err != nil {
+		d.add("kernel", ipv6, ResultWarning, "not known: "+err.Error(), fault.Hint(err))
+		return
+	}
+	defer n.Close()
+	support := n.Support()
+	for _, family := range []struct {
+		check     string
+		supported bool
+		since     string
+	}{{ipv6, support.IPv6, "5.19"}, {ipv4, support.IPv4, "6.3"}} {
+		if family.supported {
+			d.add("kernel", family.check, ResultOK, "", "")
+		} else {
+			d.add("kernel", family.check, ResultNote, "bigtcp, for packets above 64 KiB", "came with Linux "+family.since)
+		}
+	}
+}

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/member"
+)
+
+// ExamineServices looks at the sockets on the ports of a policy's services.
+func ExamineServices(report *doctor, policy *config.Policy) {
+	for _, c := range policy.Services {
+		checkup{report}.service(c)
+	}
+}
+
+// checkup adds findings about services.
+type checkup struct{ *doctor }
+
+// holder is a socket on one of a service's ports, and whose it is.
+type holder struct {
+	process *member.Process
+	socket  *member.Socket
+	backlog uint32 // of a listening TCP socket
+}
+
+func (d checkup) service(c config.Service) {
+	area := "service " + c.Name
+	s := &service{config: c}
+	s.assignRows([bpf.MaxListeners]bpf.Listener{})
+	if err := s.openNetns(); err != nil {
+		d.fail(area, "network namespace", fault.Code(err), err.Error(), "create it, or correct netns")
+		return
+	}
+	defer s.netns.Close()
+	d.foreign(area, int(s.netns.Fd()))
+	holders, err := s.holders()
+	if err != nil {
+		d.add(area, "sockets", ResultWarning, "not known: "+err.Error(), fault.Hint(err))
+		return
+	}
+	rules, users, err := resolveMembers(c)
+	if err != nil {
+		d.fail(area, "user", fault.Code(err), err.Error(), fault.Hint(err))
+		return
+	}
+	if c.Steering == config.Lookup {
+		for _, rule := range rules {
+			for _, uid := range rule.Users(nil) { // those of the service are there already
+				if !slices.Contains(users, uid) {
+					users = append(users, uid)
+				}
+			}
+		}
+	}
+	for _, l := range c.Listeners {
+		d.listener(area, c, l, users, holders)
+	}
+}
+
+func (d checkup) foreign(area string, netns int) {
+	programs, err := bpf.ForeignPrograms(netns)
+	if err != nil {
+		d.add(area, "foreign programs", ResultWarning, "not known: "+err.Error(), fault.Hint(err))
+		return
+	}
+	for _, p := range programs {
+		d.add(area, "foreign programs", ResultWarning, fmt.Sprintf("%s program %d (%s) of somebody else", p.Kind, p.ID, p.Name),
+			"if it decides about the same ports, the last one attached wins")
+	}
+	if len(programs) == 0 {
+		d.add(area, "foreign programs", ResultOK, "none", "")
+	}
+}
+
+// holders finds the sockets on the service's ports, keepers' included. The
+// copies are closed, only what they tell is returned.
+func (s *service) holders() ([]holder, error) {
+	processes, err := member.All()
+	if err != nil {
+		return nil, err
+	}
+	var holders []holder
+	seen := make(map[uint64]bool)
+	for _, p := range processes {
+		if p.Netns != s.inode {
+			continue
+		}
+		handle, err := member.Open(p.PID)
+		if err != nil {
+			continue
+		}
+		sockets, err := handle.Sockets(s.onPort)
+		handle.Close()
+		if err != nil {
+			if errors.Is(err, os.ErrPermission) {
+				return nil, err
+			}
+			continue
+		}
+		for _, socket := range sockets {
+			if !seen[socket.Cookie] {
+				seen[socket.Cookie] = true
+				h := holder{process: p, socket: socket}
+				// Of a listening socket, tcpi_sacked is the backlog (tcp_get_info).
+				if info, err := unix.GetsockoptTCPInfo(socket.FD(), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
+					h.backlog = info.Sacked
+				}
+				holders = append(holders, h)
+			}
+		}
+		member.CloseAll(sockets)
+	}
+	return holders, nil
+}
+
+// onPort tells whether a socket is on a listener's port or where its members
+// should be.
+func (s *service) onPort(socket *member.Socket) bool {
+	if socket.Connected {
+		return false
+	}
+	if s.wants(socket) {
+		return true
+	}
+	return slices.ContainsFunc(s.config.Listeners, func(l config.Listener) bool {
+		return (socket.Protocol == unix.IPPROTO_UDP) == (l.Protocol == config.UDP) &&
+			socket.Local.Port() == l.Address.Port()
+	})
+}
+
+// inNoSlot tells whether a process that could be a member is none, and nobody has told of that.
+func (d checkup) inNoSlot(h holder, users []uint32) bool {
+	return d.known != nil && !isKeeper(h.process) && h.socket.Listening && slices.Contains(users, h.socket.UID) &&
+		!d.known.Sockets[h.socket.Cookie] && !d.known.Processes[h.process.PID]
+}
+
+func (d checkup) listener(area string, c config.Service, l config.Listener, users []uint32, all []holder) {
+	first, last := memberPorts(l)
+	var here []holder
+	for _, h := range all {
+		port := h.socket.Local.Port()
+		if (h.socket.Protocol == unix.IPPROTO_UDP) == (l.Protocol == config.UDP) && port >= first && port <= last {
+			here = append(here, h)
+		}
+	}
+	check := l.String()
+	before := len(d.Findings)
+	uids := make(map[uint32]bool)
+	wildcards := make(map[netip.Addr]bool)
+	for _, h := range here {
+		who := fmt.Sprintf("%s of process %d (%s)", h.socket, h.process.PID, h.process.Args[0])
+		if h.socket.Protocol == unix.IPPROTO_MPTCP {
+			d.add(area, check, ResultWarning, who+" is MPTCP, which the kernel does not steer",
+				"programs in Go: GODEBUG=multipathtcp=0")
+		}
+		if len(users) > 0 && !slices.Contains(users, h.socket.UID) {
+			d.add(area, check, ResultWarning, fmt.Sprintf("%s belongs to user %s, members to %s", who, member.UserName(h.socket.UID), member.UserNames(users)),
+				"start the program as that user, or name the owner in user of the service")
+		}
+		if d.inNoSlot(h, users) {
+			d.add(area, check, ResultWarning, who+" is in no slot, and gets nothing of the service",
+				fmt.Sprintf("sockeye register --service %s --pid %d, or add a rule to members", c.Name, h.process.PID))
+		}
+		if c.Steering == config.Lookup {
+			continue
+		}
+		uids[h.socket.UID] = true
+		if h.socket.Local.Addr().IsUnspecified() && !h.socket.V6Only {
+			wildcards[h.socket.Local.Addr()] = true
+		}
+		switch {
+		case !h.socket.ReusePort:
+			d.add(area, check, ResultWarning, who+" lacks SO_REUSEPORT: it keeps the port for itself",
+				"make the program set it before bind, or use steering: lookup")
+		case h.socket.Local.Addr() != l.Address.Addr():
+			d.add(area, check, ResultWarning, who+" is another group than the listener's",
+				"make the listener's address what the members bind; a more specific address takes its packets past the service")
+		}
+		if l.Protocol == config.TCP && h.socket.Listening && h.backlog < 128 && filepath.Base(h.process.Args[0]) != "sockeye" {
+			d.add(area, check, ResultNote, fmt.Sprintf("%s has a backlog of %d", who, h.backlog),
+				"the agent raises it when the member is registered")
+		}
+	}
+	if len(uids) > 1 {
+		var list []string
+		for uid := range uids {
+			list = append(list, strconv.FormatUint(uint64(uid), 10))
+		}
+		slices.Sort(list)
+		d.add(area, check, ResultWarning, "sockets of several users: "+strings.Join(list, ", "),
+			"a SO_REUSEPORT group has one user; use steering: lookup")
+	}
+	if len(wildcards) > 1 {
+		d.add(area, check, ResultWarning, "0.0.0.0 and [::] are both bound: two groups, IPv4 goes to the first",
+			"bind all members to [::], which serves IPv4 too")
+	}
+	if len(d.Findings) == before {
+		d.add(area, check, ResultOK, counted(len(here), "socket", "sockets"), "")
+	}
+}

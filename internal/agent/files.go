@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"sockeye/internal/fault"
+)
+
+// writeFile replaces a file in one step, so that a crash leaves the old
+// contents or the new.
+func writeFile(path string, data []byte) (err error) {
+	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*")
+	if err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	defer func() {
+		f.Close()
+		if err != nil {
+			os.Remove(f.Name())
+		}
+	}()
+	if _, err := f.Write(data); err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	if err := f.Sync(); err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	if err := os.Rename(f.Name(), path); err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	return nil
+}
+
+func bootID() string {
+	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(id))
+}
+
+// agentFile is in every agent's state directory.
+const agentFile = ".agent.json"
+
+// IsState fails if a directory is not an agent's state directory.
+func IsState(dir string) error {
+	_, err := os.Lstat(filepath.Join(dir, agentFile))
+	return err
+}
+
+// RemoveState removes an agent's state directory, and no other directory.
+func RemoveState(dir string) error {
+	if err := IsState(dir); err != nil {
+		return fault.Usage(fmt.Errorf("%s is not the state directory of an agent: %w", dir, err), "name the agent's directory with --state-dir")
+	}
+	if err := os.RemoveAll(dir); err != nil {
+		return fmt.Errorf("remove state directory: %w", err)
+	}
+	return nil
+}

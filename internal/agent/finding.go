@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+// Finding is one thing that the doctor looked at.
+type Finding struct {
+	Area   string `json:"area"`
+	Check  string `json:"check"`
+	Result string `json:"result"` // ok, note, warning, failure
+	Detail string `json:"detail,omitempty"`
+	Hint   string `json:"hint,omitempty"`
+	// Code is the exit code that a failure stands for.
+	Code int `json:"code,omitempty"`
+}
+
+// The results of findings.
+const (
+	ResultOK      = "ok"
+	ResultNote    = "note"
+	ResultWarning = "warning"
+	ResultFailure = "failure"
+)
+
+// doctor collects findings.
+type doctor struct {
+	Findings []Finding
+	known    *Known
+}
+
+// Known is what an agent knows of processes on its services' ports: sockets of members by cookie, and processes
+// that status tells of.
+type Known struct {
+	Sockets   map[uint64]bool
+	Processes map[int]bool
+}
+
+func (d *doctor) add(area, check, result, detail, hint string) {
+	d.Findings = append(d.Findings, Finding{Area: area, Check: check, Result: result, Detail: detail, Hint: hint})
+}
+
+func (d *doctor) fail(area, check string, code int, detail, hint string) {
+	d.Findings = append(d.Findings, Finding{area, check, ResultFailure, detail, hint, code})
+}

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"strconv"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"sockeye/internal/bpf"
+)
+
+// Counters are totals since the pins were made: an agent's restart does not
+// reset them.
+var (
+	descReady = prometheus.NewDesc("sockeye_slot_ready",
+		"1 while the slot has a member that listens on all listeners.", []string{"service", "slot"}, nil)
+	descConnections = prometheus.NewDesc("sockeye_connections_total",
+		"TCP connection requests steered to the slot.", []string{"service", "slot"}, nil)
+	descDatagrams = prometheus.NewDesc("sockeye_datagrams_total",
+		"UDP datagrams steered to the slot.", []string{"service", "slot"}, nil)
+	descDiverted = prometheus.NewDesc("sockeye_diverted_total",
+		"Connection requests and datagrams meant for the slot that the standby slot got.", []string{"service", "slot"}, nil)
+	descRefused = prometheus.NewDesc("sockeye_refused_total",
+		"Connection requests (tcp) and datagrams (udp) refused, by the slot that they were meant for, which has no name where none was found.",
+		[]string{"service", "slot", "protocol", "reason"}, nil)
+	descRegistrations = prometheus.NewDesc("sockeye_registrations_total",
+		"Members registered since the agent started.", []string{"service"}, nil)
+	descWaiting = prometheus.NewDesc("sockeye_members_waiting",
+		"Processes that would be members and lack something.", []string{"service"}, nil)
+	descHeld = prometheus.NewDesc("sockeye_service_held",
+		"1 while the service's ports stay steered even if all members end.", []string{"service"}, nil)
+	descUnlisted = prometheus.NewDesc("sockeye_unlisted_total",
+		"Connection requests and datagrams from sources for which the table of devices had no place.", []string{"service"}, nil)
+	descRuns = prometheus.NewDesc("sockeye_program_runs_total",
+		"Runs of the steering programs; counted while kernel.bpf_stats_enabled is 1.", []string{"service"}, nil)
+	descRunSeconds = prometheus.NewDesc("sockeye_program_run_seconds_total",
+		"Time spent in the steering programs; counted while kernel.bpf_stats_enabled is 1.", []string{"service"}, nil)
+	descSplit = prometheus.NewDesc("sockeye_devices_split",
+		"Devices whose TCP connections are at another member than that of their slot.", []string{"service"}, nil)
+	descAdopted = prometheus.NewDesc("sockeye_devices_adopted",
+		"Devices that stay with a member that is not that of their slot by the hash.", []string{"service"}, nil)
+)
+
+// Collect sends the metrics of all services.
+func (d *steerDomain) Collect(out chan<- prometheus.Metric) {
+	services, err := d.selected("")
+	if err != nil {
+		d.log.Error("metrics failed", "error", err)
+		return
+	}
+	for _, s := range services {
+		if err := s.collect(out); err != nil {
+			d.log.Error("metrics failed", "service", s.config.Name, "error", err)
+		}
+	}
+}
+
+func (s *service) collect(out chan<- prometheus.Metric) error {
+	status := s.status()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	counters, err := s.path.Counters(s.config.Slots)
+	if err != nil {
+		return err
+	}
+	stats, err := s.path.RunStats()
+	if err != nil {
+		return err
+	}
+	unlisted, err := s.path.Unlisted()
+	if err != nil {
+		return err
+	}
+	name := s.config.Name
+	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, append([]string{name}, labels...)...)
+	}
+	counter := func(desc *prometheus.Desc, value float64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(desc, prometheus.CounterValue, value, append([]string{name}, labels...)...)
+	}
+	counter(descRegistrations, float64(s.registrations))
+	gauge(descWaiting, float64(len(status.Waiting)))
+	gauge(descHeld, number(status.Held))
+	gauge(descSplit, float64(status.SplitDevices))
+	gauge(descAdopted, float64(status.AdoptedDevices))
+	counter(descUnlisted, float64(unlisted))
+	counter(descRuns, float64(stats.Runs))
+	counter(descRunSeconds, time.Duration(stats.Nanoseconds).Seconds())
+	for i, c := range counters {
+		slot := strconv.Itoa(i)
+		if i == s.config.Slots {
+			slot = ""
+		} else {
+			gauge(descReady, number(s.seats[i] != nil), slot)
+			counter(descConnections, float64(c.Connections), slot)
+			counter(descDatagrams, float64(c.Datagrams), slot)
+			counter(descDiverted, float64(c.Diverted), slot)
+		}
+		for reason, text := range bpf.Reasons {
+			if (slot != "") != bpf.ReasonOfSlot(reason) {
+				continue
+			}
+			counter(descRefused, float64(c.RefusedConnections[reason]), slot, "tcp", text)
+			counter(descRefused, float64(c.RefusedDatagrams[reason]), slot, "udp", text)
+		}
+	}
+	return nil
+}

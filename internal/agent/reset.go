@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
+)
+
+// Reset removes everything that agents left under a pin directory: pins,
+// programs on groups, keepers. Members' sockets go back to the kernel's hash.
+// It tells whether there was anything, and touches no other directory.
+func Reset(pins string) (removed bool, err error) {
+	if pins, err = filepath.Abs(pins); err != nil {
+		return false, err
+	}
+	if removed, err = isPinDirectory(pins); err != nil || !removed {
+		return false, err
+	}
+	var scopes []cgroupScope
+	err = bpf.RemoveRoot(pins, func() error {
+		if err := EndKeepers(pins, ""); err != nil {
+			return err
+		}
+		scopes = cgroupScopes(pins)
+		return nil
+	})
+	if err == nil {
+		err = removeCreated(scopes)
+	}
+	if errors.Is(err, bpf.ErrLocked) {
+		err = fault.Conflict(err, "stop the agent first")
+	}
+	return err == nil, err
+}
+
+// isPinDirectory tells whether there is a directory that is an agent's: what
+// is removed with all its contents must not be anybody else's.
+func isPinDirectory(pins string) (bool, error) {
+	entries, err := os.ReadDir(pins)
+	if errors.Is(err, os.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("read pin directory: %w", err)
+	}
+	foreign := func(e os.DirEntry) bool {
+		return e.Name() != "schema" && !slices.ContainsFunc([]string{bpf.ServicePrefix, bpf.TunePins, bpf.TracePins},
+			func(prefix string) bool { return strings.HasPrefix(e.Name(), prefix) })
+	}
+	if !isBPFFS(pins) || slices.ContainsFunc(entries, foreign) {
+		return false, fault.Usage(fmt.Errorf("%s is not a directory of an agent's pins", pins), "name the agent's directory with --pins")
+	}
+	return true, nil
+}

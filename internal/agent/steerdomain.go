@@ -1,0 +1,505 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/http"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+
+	"sockeye/internal/api"
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/member"
+	"sockeye/internal/steer"
+)
+
+// steerHost is what the services share.
+type steerHost struct {
+	*host
+	reserve reserve
+	systemd *serviceManager
+}
+
+// steerDomain carries out the services of the policy.
+type steerDomain struct {
+	host *steerHost
+	log  *slog.Logger
+
+	mu       sync.Mutex
+	services map[string]*service
+	order    []string // of the services in the policy
+}
+
+// newSteer returns the domain without any services.
+func newSteer(h *host) *steerDomain {
+	d := &steerDomain{host: &steerHost{host: h, systemd: findServiceManager()}, log: h.log, services: make(map[string]*service)}
+	h.addPrograms(d.programs)
+	return d
+}
+
+// Check fails if a service names a user, a device map, a cgroup or a network namespace that the host
+// does not have.
+func (d *steerDomain) Check(policy *config.Policy) error {
+	if err := member.CheckUsers(policy); err != nil {
+		return err
+	}
+	devices, err := readDeviceMaps(policy)
+	if err != nil {
+		return err
+	}
+	for _, c := range policy.Services {
+		if _, err := (&service{host: d.host}).prepare(c, devices[c.Name]); err != nil {
+			return ofService(c.Name, err)
+		}
+	}
+	return nil
+}
+
+// Start removes what an earlier agent left of services that are not in the policy, and adopts or makes
+// those that are.
+func (d *steerDomain) Start(policy *config.Policy) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.host.reserve.fill()
+	pinned, err := d.host.root.Services()
+	if err != nil {
+		return err
+	}
+	for _, name := range pinned {
+		if !slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Name == name }) {
+			if err := d.removeLeftover(name); err != nil {
+				return err
+			}
+		}
+	}
+	for _, c := range policy.Services {
+		devices, err := readDevices(c)
+		if err != nil {
+			return ofService(c.Name, err)
+		}
+		if err := d.open(c, devices); err != nil {
+			return err
+		}
+	}
+	d.order = namesOf(policy)
+	return nil
+}
+
+func namesOf(policy *config.Policy) []string {
+	names := make([]string, len(policy.Services))
+	for i, c := range policy.Services {
+		names[i] = c.Name
+	}
+	return names
+}
+
+func (d *steerDomain) open(c config.Service, devices *steer.DeviceMap) error {
+	s, err := openService(d.host, d.log, c, devices)
+	if err != nil {
+		return ofService(c.Name, err)
+	}
+	d.services[c.Name] = s
+	return nil
+}
+
+// removeLeftover ends a service that only its pins remember.
+func (d *steerDomain) removeLeftover(name string) error {
+	keepers, err := findKeepers(d.host.root.Dir, name, nil, pinnedRows(d.host.root.Dir))
+	if err != nil {
+		return err
+	}
+	for _, k := range keepers {
+		for _, socket := range k.sockets {
+			if err := bpf.Detach(socket.FD()); err != nil {
+				d.log.Warn("program not detached", "service", name, "error", err)
+			}
+		}
+		if err := k.end(); err != nil {
+			return err
+		}
+	}
+	d.log.Info("service removed, it is not in the policy", "service", name)
+	return bpf.Remove(d.host.root.Service(name))
+}
+
+// readDeviceMaps reads the device maps of a policy, by service. The agent's lock is not held: a large one
+// takes seconds.
+func readDeviceMaps(policy *config.Policy) (map[string]*steer.DeviceMap, error) {
+	all := make(map[string]*steer.DeviceMap)
+	for _, c := range policy.Services {
+		devices, err := readDevices(c)
+		if err != nil {
+			return nil, ofService(c.Name, err)
+		}
+		all[c.Name] = devices
+	}
+	return all, nil
+}
+
+// serviceChange is what a new policy makes of one service.
+type serviceChange struct {
+	name    string
+	config  *config.Service  // nil where there is none any more
+	devices *steer.DeviceMap // of the policy
+}
+
+// Plan compares the services of a policy with those in force, and checks that the host has what they
+// name.
+func (d *steerDomain) Plan(policy *config.Policy) ([]Step, error) {
+	if err := member.CheckUsers(policy); err != nil {
+		return nil, err
+	}
+	// Without the lock: a large device map takes seconds.
+	devices, err := readDeviceMaps(policy)
+	if err != nil {
+		return nil, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var steps []Step
+	var changes []serviceChange
+	prepare := sync.OnceValues(func() (map[string]*target, error) { return d.targets(policy, changes) })
+	add := func(c serviceChange, what ...api.Change) {
+		changes = append(changes, c)
+		steps = append(steps, Step{Changes: what, Apply: func() (func() error, error) {
+			targets, err := prepare()
+			if err != nil {
+				return nil, err
+			}
+			rollback, err := d.apply(c, targets[c.name])
+			if err != nil {
+				closeTargets(targets)
+			}
+			return rollback, err
+		}})
+	}
+	for _, name := range slices.Sorted(maps.Keys(d.services)) {
+		if !slices.ContainsFunc(policy.Services, func(c config.Service) bool { return c.Name == name }) {
+			add(serviceChange{name: name}, api.Change{Service: name, Action: "remove", What: "service", Effect: "the kernel's hash decides from then on"})
+		}
+	}
+	for _, c := range policy.Services {
+		change := serviceChange{c.Name, &c, devices[c.Name]}
+		s := d.services[c.Name]
+		if s == nil {
+			if _, err := (&service{host: d.host}).prepare(c, devices[c.Name]); err != nil {
+				return nil, ofService(c.Name, err)
+			}
+			add(change, api.Change{Service: c.Name, Action: "add", What: "service"})
+			continue
+		}
+		t, err := s.prepare(c, devices[c.Name])
+		if err != nil {
+			return nil, ofService(c.Name, err)
+		}
+		if diff := s.plan(t); len(diff) > 0 {
+			add(change, diff...)
+		}
+	}
+	return steps, nil
+}
+
+// targets prepares the services that change, before the first of them does: a large device map takes
+// seconds to be made for the kernel, and services that share slots are to differ for as short a time as
+// possible. The nonce of a service that others share slots with is made here.
+func (d *steerDomain) targets(policy *config.Policy, changes []serviceChange) (targets map[string]*target, err error) {
+	targets = make(map[string]*target)
+	defer func() {
+		if err != nil {
+			closeTargets(targets)
+		}
+	}()
+	for _, c := range policy.Services {
+		if c.SlotsAs == "" {
+			continue
+		}
+		if _, err := d.host.nonce(c.SlotsAs); err != nil {
+			return nil, ofService(c.SlotsAs, err)
+		}
+	}
+	for _, c := range changes {
+		d.mu.Lock()
+		s := d.services[c.name]
+		d.mu.Unlock()
+		if s == nil || c.config == nil {
+			continue
+		}
+		t, err := s.prepare(*c.config, c.devices)
+		if err == nil {
+			t.built, err = s.build(*c.config, c.devices)
+		}
+		if err != nil {
+			return nil, ofService(c.name, err)
+		}
+		targets[c.name] = t
+	}
+	return targets, nil
+}
+
+// closeTargets closes the device maps that no service has taken.
+func closeTargets(targets map[string]*target) {
+	for _, t := range targets {
+		t.built.close()
+	}
+}
+
+// apply carries a change out, and returns how to roll it back. A change that fails leaves its service as
+// it was.
+func (d *steerDomain) apply(c serviceChange, t *target) (rollback func() error, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var undo func() error
+	switch s := d.services[c.name]; {
+	case c.config == nil:
+		before := s.now()
+		undo = func() error { return d.open(before.config, before.mapping.Devices) }
+		delete(d.services, c.name)
+		if err := s.retire(); err != nil {
+			return nil, ofService(c.name, fault.Join(err, undo()))
+		}
+	case s == nil:
+		undo = func() error {
+			s := d.services[c.name]
+			delete(d.services, c.name)
+			return s.retire()
+		}
+		if err := d.open(*c.config, c.devices); err != nil {
+			return nil, err
+		}
+	default:
+		before := s.now()
+		undo = func() error { return s.apply(before) }
+		if err := s.apply(t); err != nil {
+			return nil, ofService(c.name, err)
+		}
+	}
+	return func() error {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		return undo()
+	}, nil
+}
+
+// Applied looks for members that no event has told of.
+func (d *steerDomain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Plan) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.order = namesOf(policy)
+	for _, s := range d.services {
+		s.mu.Lock()
+		s.scanOnce()
+		s.mu.Unlock()
+	}
+	return nil
+}
+
+// Close ends what this process does for the services. Steering goes on.
+func (d *steerDomain) Close() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, s := range d.services {
+		s.close()
+	}
+}
+
+// programs are the ids of the sock_ops programs of the services.
+func (d *steerDomain) programs() ([]uint32, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var ids []uint32
+	for _, s := range d.services {
+		s.mu.Lock()
+		of, err := s.path.ProgramIDs()
+		s.mu.Unlock()
+		if err != nil {
+			return nil, err
+		}
+		ids = append(ids, of...)
+	}
+	return ids, nil
+}
+
+// Listening calls f for each service, in the order of the policy, with the network namespace that it is
+// in: its inode, and what to enter it by; nil is that of the agent.
+func (d *steerDomain) Listening(f func(c config.Service, inode uint64, enter *os.File)) {
+	services, _ := d.selected("") // all: no name can be wrong
+	for _, s := range services {
+		s.mu.Lock()
+		f(s.config, s.inode, s.enter())
+		s.mu.Unlock()
+	}
+}
+
+// service finds a service by name; where there is only one the name may be
+// left out.
+func (d *steerDomain) service(name string) (*service, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if name == "" && len(d.services) == 1 {
+		for _, s := range d.services {
+			return s, nil
+		}
+	}
+	if s := d.services[name]; s != nil {
+		return s, nil
+	}
+	known := make([]string, 0, len(d.services))
+	for name := range d.services {
+		known = append(known, name)
+	}
+	slices.Sort(known)
+	hint := "the policy has " + strings.Join(known, ", ")
+	if near := config.Nearest(name, known); near != "" {
+		hint = "did you mean " + near + "?"
+	}
+	if name == "" {
+		return nil, fault.Usage(errors.New("which service?"), "name one with --service; "+hint)
+	}
+	return nil, fault.Usage(fmt.Errorf("there is no service %q", name), hint)
+}
+
+// selected returns the named service, or all, by name.
+func (d *steerDomain) selected(name string) ([]*service, error) {
+	if name != "" {
+		s, err := d.service(name)
+		return []*service{s}, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var all []*service
+	for _, name := range d.order {
+		if s := d.services[name]; s != nil {
+			all = append(all, s)
+		}
+	}
+	return all, nil
+}
+
+func ofService(name string, err error) error {
+	return &fault.Error{Err: fmt.Errorf("service %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
+}
+
+// Routes adds the requests about services, slots and devices.
+func (d *steerDomain) Routes(r *Router) {
+	r.Get("/v1/slots", func(r *http.Request) (any, error) {
+		return collect(d, r, (*service).slots)
+	})
+	r.Get("/v1/devices", func(r *http.Request) (any, error) {
+		return collect(d, r, func(s *service) ([]api.DeviceStatus, error) { return s.devices(), nil })
+	})
+	r.Get("/v1/where", func(r *http.Request) (any, error) {
+		addresses, err := api.ParseAddresses(r.URL.Query()["address"])
+		if err != nil {
+			return nil, err
+		}
+		return collect(d, r, func(s *service) ([]api.WhereStatus, error) { return s.where(addresses), nil })
+	})
+	r.Post("/v1/register", func(r *http.Request) (any, error) {
+		m, s, err := d.membership(r, true)
+		if err != nil {
+			return nil, err
+		}
+		if m.PID == 0 {
+			return nil, fault.Usage(errors.New("which process?"), "name one with --pid")
+		}
+		slot, err := s.claim(m.PID, m.Slot, "register", nil)
+		return api.Membership{Service: s.config.Name, Slot: &slot, PID: m.PID}, err
+	})
+	r.Post("/v1/unregister", func(r *http.Request) (any, error) {
+		m, s, err := d.membership(r, true)
+		if err != nil {
+			return nil, err
+		}
+		if m.Slot == nil {
+			return nil, fault.Usage(errors.New("which slot?"), "name one with --slot")
+		}
+		return api.Membership{Service: s.config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
+	})
+	r.Post("/v1/run", func(r *http.Request) (any, error) {
+		m, s, err := d.membership(r, false)
+		if err != nil {
+			return nil, err
+		}
+		// A caller makes itself a member, nobody else.
+		k := callerFrom(r)
+		slot, err := s.claim(k.self.PID, m.Slot, "run", k)
+		return api.Place{Membership: api.Membership{Service: s.config.Name, Slot: &slot, PID: k.self.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
+	})
+}
+
+func (d *steerDomain) membership(r *http.Request, root bool) (m api.Membership, s *service, err error) {
+	if callerFrom(r) == nil {
+		return m, nil, &fault.Error{Err: errors.New("the caller is not known"), Code: fault.CodeNotPermitted}
+	}
+	if root {
+		if err := mustBeRoot(r); err != nil {
+			return m, nil, err
+		}
+	}
+	if err := decode(r, &m); err != nil {
+		return m, nil, err
+	}
+	s, err = d.service(m.Service)
+	return m, s, err
+}
+
+// collect asks the services that a request names, or all.
+func collect[T any](d *steerDomain, r *http.Request, ask func(*service) ([]T, error)) ([]T, error) {
+	services, err := d.selected(r.URL.Query().Get("service"))
+	if err != nil {
+		return nil, err
+	}
+	all := []T{}
+	for _, s := range services {
+		part, err := ask(s)
+		if err != nil {
+			return nil, fmt.Errorf("service %s: %w", s.config.Name, err)
+		}
+		all = append(all, part...)
+	}
+	return all, nil
+}
+
+// Status adds the services.
+func (d *steerDomain) Status(status *api.Status) error {
+	services, err := d.selected("")
+	if err != nil {
+		return err
+	}
+	status.Services = []api.ServiceStatus{}
+	for _, s := range services {
+		status.Services = append(status.Services, s.status())
+	}
+	return nil
+}
+
+// Needs lists the capabilities that the services of a policy need beyond those of the unit.
+func (d *steerDomain) Needs(policy *config.Policy) []Need { return SteerNeeds(policy) }
+
+// SteerNeeds lists the capabilities that the services of a policy need beyond those of the unit.
+func SteerNeeds(policy *config.Policy) []Need {
+	var needs []Need
+	first := unprivilegedPorts()
+	for _, s := range policy.Services {
+		if s.Netns != "" {
+			needs = append(needs, Need{SysAdmin, "netns of service " + s.Name})
+		}
+		if s.Steering == config.Lookup {
+			continue // no socket of the agent's is bound
+		}
+		for _, l := range s.Listeners {
+			if l.Address.Port() < first {
+				needs = append(needs, Need{NetBindService, fmt.Sprintf("listener %s of service %s, which the agent holds", l, s.Name)})
+			}
+		}
+	}
+	return needs
+}
