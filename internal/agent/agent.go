@@ -26,8 +26,14 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/doctor"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/owned"
+	"sockeye/internal/rights"
+	"sockeye/internal/scope"
+	"sockeye/internal/statedir"
 )
 
 // Options are the agent's flags.
@@ -45,8 +51,8 @@ type Options struct {
 type Agent struct {
 	options Options
 	log     *slog.Logger
-	host    *host
-	domains []Domain
+	host    *domain.Host
+	domains []domain.Domain
 	started time.Time
 	starts  int
 
@@ -62,7 +68,7 @@ type Agent struct {
 
 // Run is an agent's life: it returns when ctx ends. Steering goes on.
 func Run(ctx context.Context, o Options) (err error) {
-	if missing, err := missingCapabilities(); err != nil {
+	if missing, err := rights.Missing(); err != nil {
 		return err
 	} else if len(missing) > 0 {
 		return &fault.Error{Err: fmt.Errorf("start agent: missing %s", strings.Join(missing, ", ")),
@@ -81,7 +87,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := rlimit.RemoveMemlock(); err != nil {
 		return fmt.Errorf("raise RLIMIT_MEMLOCK: %w", err)
 	}
-	cgroups, err := CgroupMount()
+	cgroups, err := scope.Mount()
 	if err != nil {
 		return err
 	}
@@ -98,7 +104,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := os.Chmod(o.StateDir, 0o700); err != nil {
 		return fmt.Errorf("set mode of state directory: %w", err)
 	}
-	a := newAgent(o, root, cgroupTree{cgroups})
+	a := newAgent(o, root, scope.Tree{Mount: cgroups})
 	defer a.close()
 	if err := a.countStart(); err != nil {
 		return err
@@ -112,8 +118,8 @@ func Run(ctx context.Context, o Options) (err error) {
 		a.log.Error("policy file not in force, the policy that was applied last is", "policy", o.Policy, "error", firstLine(first.refused), "hint", "sockeye check "+o.Policy)
 	}
 	a.warnOfRights(policy)
-	if inOwnPIDs() && len(policy.Services) > 0 {
-		a.log.Warn("the agent is in " + ownPIDs)
+	if doctor.InOwnPIDs() && len(policy.Services) > 0 {
+		a.log.Warn("the agent is in " + doctor.OwnPIDs)
 	}
 	server, err := a.listen()
 	if err != nil {
@@ -130,7 +136,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	for _, n := range a.needs(policy) {
 		extra = append(extra, n.Capability)
 	}
-	if err := dropCapabilities(extra...); err != nil {
+	if err := rights.Drop(extra...); err != nil {
 		return err
 	}
 	reload := make(chan os.Signal, 1)
@@ -157,14 +163,14 @@ func Run(ctx context.Context, o Options) (err error) {
 }
 
 // newAgent returns an agent that has not started.
-func newAgent(o Options, root *bpf.Root, cgroups cgroupTree) *Agent {
-	h := &host{log: o.Log, root: root, stateDir: o.StateDir, cgroups: cgroups, watch: &cgroupWatch{tree: cgroups, log: o.Log}}
+func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
+	h := &domain.Host{Log: o.Log, Root: root, StateDir: o.StateDir, Cgroups: cgroups, Watch: &scope.Watch{Tree: cgroups, Log: o.Log}}
 	services := newSteer(h)
 	tuning := newTune(h)
 	tracing := newTrace(h, tuning)
 	return &Agent{
 		options: o, log: o.Log, started: time.Now(), host: h, policy: &config.Policy{},
-		domains: []Domain{services, tuning, tracing, newBigTCP(h)},
+		domains: []domain.Domain{services, tuning, tracing, newBigTCP(h)},
 		sockets: &socketMetrics{log: o.Log, cgroups: cgroups, services: services.Listening, paths: []func() map[string]string{tuning.Paths, tracing.Paths}},
 	}
 }
@@ -180,7 +186,7 @@ func readPolicy(path string) (*config.Policy, []byte, error) {
 
 // checkMountPoint refuses to hide files under a bpffs.
 func checkMountPoint(dir string) error {
-	if isBPFFS(dir) {
+	if bpf.IsBPFFS(dir) {
 		return nil
 	}
 	if entries, err := os.ReadDir(dir); err == nil && len(entries) > 0 {
@@ -193,7 +199,7 @@ func checkMountPoint(dir string) error {
 // countStart keeps the number of the agent's starts, and what was measured of the kernel,
 // for metrics.
 func (a *Agent) countStart() error {
-	path := filepath.Join(a.options.StateDir, agentFile)
+	path := filepath.Join(a.options.StateDir, statedir.AgentFile)
 	var record struct {
 		Starts int            `json:"starts"`
 		Room   calibratedRoom `json:"room"`
@@ -209,7 +215,7 @@ func (a *Agent) countStart() error {
 	if err != nil {
 		return err
 	}
-	return writeFile(path, append(data, '\n'))
+	return statedir.Write(path, append(data, '\n'))
 }
 
 // read returns the policy of a candidate, and its text.
@@ -248,7 +254,7 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 }
 
 func (a *Agent) close() {
-	a.host.watch.close()
+	a.host.Watch.Close()
 	for _, d := range a.domains {
 		d.Close()
 	}
@@ -260,8 +266,8 @@ func (a *Agent) close() {
 }
 
 // steps returns the way from the policy in force to another one.
-func (a *Agent) steps(policy *config.Policy) ([]Step, error) {
-	var steps []Step
+func (a *Agent) steps(policy *config.Policy) ([]domain.Step, error) {
+	var steps []domain.Step
 	for _, d := range a.domains {
 		part, err := d.Plan(policy)
 		if err != nil {
@@ -287,14 +293,14 @@ func (a *Agent) Plan(c api.Candidate) (*api.Plan, error) {
 	return a.describe(policy, steps), nil
 }
 
-func (a *Agent) describe(policy *config.Policy, steps []Step) *api.Plan {
+func (a *Agent) describe(policy *config.Policy, steps []domain.Step) *api.Plan {
 	plan := &api.Plan{Policy: a.options.Policy, Changes: []api.Change{}}
 	for _, s := range steps {
 		plan.Changes = append(plan.Changes, s.Changes...)
 	}
 	if a.policy.Metrics != policy.Metrics {
 		plan.Changes = append(plan.Changes, api.Change{Action: "change",
-			What: fmt.Sprintf("metrics: %s -> %s", orNone(a.policy.Metrics.Listen), orNone(policy.Metrics.Listen))})
+			What: fmt.Sprintf("metrics: %s -> %s", format.OrNone(a.policy.Metrics.Listen), format.OrNone(policy.Metrics.Listen))})
 	}
 	return plan
 }
@@ -339,7 +345,7 @@ func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
 }
 
 // carryOut carries out steps. If one fails, those before it are rolled back, the last one first.
-func carryOut(steps []Step) error {
+func carryOut(steps []domain.Step) error {
 	var rollbacks []func() error
 	for _, step := range steps {
 		rollback, err := step.Apply()
@@ -392,18 +398,18 @@ func (a *Agent) Status() (*api.Status, error) {
 }
 
 // needs lists the capabilities that a policy needs beyond those of the unit, each once.
-func (a *Agent) needs(policy *config.Policy) []Need {
-	var all []Need
+func (a *Agent) needs(policy *config.Policy) []rights.Need {
+	var all []rights.Need
 	for _, d := range a.domains {
 		all = append(all, d.Needs(policy)...)
 	}
-	return FirstNeeds(append(all, MetricsNeeds(policy)...))
+	return rights.FirstNeeds(append(all, rights.MetricsNeeds(policy)...))
 }
 
 // warnOfRights logs the capabilities that the policy needs and this process lacks.
 func (a *Agent) warnOfRights(policy *config.Policy) {
 	for _, n := range a.needs(policy) {
-		if !hasCapability(n.Capability) {
+		if !rights.Has(n.Capability) {
 			a.log.Warn("right missing", "capability", n.Name, "needed_for", n.For, "hint", n.DropInHint())
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/netns"
 )
 
 // An anchor is a socket in the SO_REUSEPORT group of a listener that the
@@ -21,18 +22,18 @@ import (
 
 // openAnchor makes the anchor of a listener and attaches the program before a
 // packet can reach it. All sockets of a group belong to one user.
-func openAnchor(l bpf.Listener, uid uint32, netns *os.File, attach func(fd int) error) (int, error) {
+func openAnchor(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error) (int, error) {
 	// With a program a socket is the first of its group or is refused
 	// (inet_csk_bind_conflict). Then there are others, and their program
 	// decides already.
-	fd, err := tryAnchor(l, uid, netns, attach, true)
+	fd, err := tryAnchor(l, uid, network, attach, true)
 	if errors.Is(err, unix.EADDRINUSE) {
-		return tryAnchor(l, uid, netns, attach, false)
+		return tryAnchor(l, uid, network, attach, false)
 	}
 	return fd, err
 }
 
-func tryAnchor(l bpf.Listener, uid uint32, netns *os.File, attach func(fd int) error, attachFirst bool) (fd int, err error) {
+func tryAnchor(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error, attachFirst bool) (fd int, err error) {
 	domain, kind := unix.AF_INET6, unix.SOCK_DGRAM
 	if l.Address.Addr().Is4() {
 		domain = unix.AF_INET
@@ -40,7 +41,7 @@ func tryAnchor(l bpf.Listener, uid uint32, netns *os.File, attach func(fd int) e
 	if l.Protocol == unix.IPPROTO_TCP {
 		kind = unix.SOCK_STREAM
 	}
-	err = inNetns(netns, func() error {
+	err = netns.Do(network, func() error {
 		fd, err = unix.Socket(domain, kind|unix.SOCK_CLOEXEC, int(l.Protocol))
 		return err
 	})

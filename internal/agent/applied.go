@@ -13,6 +13,8 @@ import (
 
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
+	"sockeye/internal/statedir"
 )
 
 // inForce is the policy that the agent works by, and what is known of how it
@@ -149,15 +151,15 @@ func (a *Agent) remember(policy *config.Policy, text []byte, from string) error 
 		return fmt.Errorf("read applied policy: %w", err)
 	}
 	if err == nil && string(last) == string(text) {
-		return writeFile(applied+fromSuffix, []byte(from+"\n"))
+		return statedir.Write(applied+fromSuffix, []byte(from+"\n"))
 	}
 	if err == nil {
 		before := []byte(a.from(appliedFile) + "\n")
-		if err := fault.Join(writeFile(previous, last), writeFile(previous+fromSuffix, before)); err != nil {
+		if err := fault.Join(statedir.Write(previous, last), statedir.Write(previous+fromSuffix, before)); err != nil {
 			return err
 		}
 	}
-	return fault.Join(writeFile(applied, text), writeFile(applied+fromSuffix, []byte(from+"\n")))
+	return fault.Join(statedir.Write(applied, text), statedir.Write(applied+fromSuffix, []byte(from+"\n")))
 }
 
 // check fails if a policy names something that the host does not have.
@@ -207,7 +209,7 @@ func firstLine(err error) string {
 	first := *flaws[0]
 	first.Hint = ""
 	if len(flaws) > 1 {
-		return fmt.Sprintf("%v, and %s", &first, counted(len(flaws)-1, "more error", "more errors"))
+		return fmt.Sprintf("%v, and %s", &first, format.Count(len(flaws)-1, "more error", "more errors"))
 	}
 	return first.Error()
 }

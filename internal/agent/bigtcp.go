@@ -21,12 +21,14 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
+	"sockeye/internal/rights"
 )
 
 // bigTCPDomain carries out the bigtcp rules of the policy.
 type bigTCPDomain struct {
-	host *host
+	host *domain.Host
 	log  *slog.Logger
 
 	mu      sync.Mutex
@@ -37,8 +39,8 @@ type bigTCPDomain struct {
 }
 
 // newBigTCP returns the domain without any rules.
-func newBigTCP(h *host) *bigTCPDomain {
-	return &bigTCPDomain{host: h, log: h.log, sizers: make(map[string]*sizer)}
+func newBigTCP(h *domain.Host) *bigTCPDomain {
+	return &bigTCPDomain{host: h, log: h.Log, sizers: make(map[string]*sizer)}
 }
 
 // sizer keeps the sizes of the interfaces of one network namespace in step with the
@@ -115,7 +117,7 @@ func (s *sizer) enter() error {
 		return fmt.Errorf("find network namespace: %w", err)
 	}
 	network, err := bigtcp.OpenNetwork(s.netns)
-	if errors.Is(err, fs.ErrPermission) && !hasCapability(unix.CAP_SYS_ADMIN) {
+	if errors.Is(err, fs.ErrPermission) && !rights.Has(unix.CAP_SYS_ADMIN) {
 		return noEntry()
 	}
 	if err != nil {
@@ -142,7 +144,7 @@ const recheckAfter = 6 * time.Second
 // noEntry is the error of an agent without CAP_SYS_ADMIN.
 func noEntry() error {
 	return &fault.Error{Err: errors.New("the agent has no right to enter network namespaces"), Code: fault.CodeNotPermitted,
-		Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if the policy names a netns then")}
+		Hint: rights.MissingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if the policy names a netns then")}
 }
 
 // follow looks again whenever an interface has changed, until ctx ends, and closes
@@ -576,7 +578,7 @@ func (d *bigTCPDomain) Start(policy *config.Policy) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var err error
-	if d.records, err = bigtcp.OpenStore(d.host.stateDir); err != nil {
+	if d.records, err = bigtcp.OpenStore(d.host.StateDir); err != nil {
 		return err
 	}
 	wanted := sizings(policy)
@@ -629,7 +631,7 @@ func ofNetwork(netns string, err error) error {
 }
 
 // recordsDir is where the records of sizes are, those of commands too.
-func (d *bigTCPDomain) recordsDir() string { return filepath.Join(d.host.stateDir, "bigtcp") }
+func (d *bigTCPDomain) recordsDir() string { return filepath.Join(d.host.StateDir, "bigtcp") }
 
 // RevertSizes gives interfaces the sizes that they had before, whoever had them set,
 // and names them.
@@ -658,15 +660,15 @@ func RevertSizes(stateDir string) ([]string, error) {
 }
 
 // BigTCPNeeds lists the capabilities that the bigtcp rules of a policy need beyond those of the unit.
-func BigTCPNeeds(policy *config.Policy) []Need {
-	var needs []Need
+func BigTCPNeeds(policy *config.Policy) []rights.Need {
+	var needs []rights.Need
 	for _, r := range policy.BigTCP {
 		if r.Netns != "" {
-			needs = append(needs, Need{SysAdmin, "netns " + r.Netns + " of a bigtcp rule"})
+			needs = append(needs, rights.Need{Right: rights.SysAdmin, For: "netns " + r.Netns + " of a bigtcp rule"})
 		}
 	}
 	return needs
 }
 
 // Needs lists the capabilities that the bigtcp rules of a policy need beyond those of the unit.
-func (d *bigTCPDomain) Needs(policy *config.Policy) []Need { return BigTCPNeeds(policy) }
+func (d *bigTCPDomain) Needs(policy *config.Policy) []rights.Need { return BigTCPNeeds(policy) }

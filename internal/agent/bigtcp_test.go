@@ -56,7 +56,7 @@ func newSizingAgent(t *testing.T) *Agent {
 // again is the next agent, after this one was stopped.
 func (a *Agent) again(t *testing.T) *Agent {
 	t.Helper()
-	next := testAgent(t, a.options.StateDir, a.host.root.Dir)
+	next := testAgent(t, a.options.StateDir, a.host.Root.Dir)
 	t.Cleanup(next.stop)
 	return next
 }

@@ -16,7 +16,10 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
+	"sockeye/internal/rights"
 )
 
 // maxRows bounds the rows of a plan that differ in the interface only.
@@ -24,7 +27,7 @@ const maxRows = 8
 
 // Plan compares the rules of a policy with those in force, and checks that the kernel and the interfaces
 // can have the sizes.
-func (d *bigTCPDomain) Plan(policy *config.Policy) ([]Step, error) {
+func (d *bigTCPDomain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	wanted := sizings(policy)
@@ -33,14 +36,14 @@ func (d *bigTCPDomain) Plan(policy *config.Policy) ([]Step, error) {
 			wanted = append(wanted, bigTCPChange{netns: netns})
 		}
 	}
-	var steps []Step
+	var steps []domain.Step
 	for _, c := range wanted {
 		changes, err := d.planSizes(c)
 		if err != nil {
 			return nil, ofNetwork(c.netns, err)
 		}
 		if len(changes) > 0 {
-			steps = append(steps, Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
+			steps = append(steps, domain.Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
 		}
 	}
 	return steps, nil
@@ -60,7 +63,7 @@ func (d *bigTCPDomain) planSizes(c bigTCPChange) ([]api.Change, error) {
 		if c.rules == nil {
 			return rules, nil
 		}
-		if c.netns != "" && !hasCapability(unix.CAP_SYS_ADMIN) {
+		if c.netns != "" && !rights.Has(unix.CAP_SYS_ADMIN) {
 			return nil, noEntry()
 		}
 		if _, err := placeOf(c.netns); errors.Is(err, fs.ErrNotExist) {
@@ -150,7 +153,7 @@ func (o *outlook) effect(rules []config.BigTCPRule, row api.Change) string {
 			not = append(not, fmt.Sprintf("%s (%s)", i.name, fault.Message(i.err)))
 		}
 	}
-	effect := "for " + counted(matched, "interface", "interfaces") + " now, and those that appear"
+	effect := "for " + format.Count(matched, "interface", "interfaces") + " now, and those that appear"
 	if rules[at].Named() {
 		effect = "for new connections"
 	}

@@ -13,6 +13,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 )
 
@@ -136,7 +137,7 @@ func (d *bigTCPDomain) Status(status *api.Status) error {
 }
 
 // Routes adds the requests about sizes.
-func (d *bigTCPDomain) Routes(r *Router) {
+func (d *bigTCPDomain) Routes(r *domain.Router) {
 	r.Get("/v1/bigtcp", func(r *http.Request) (any, error) {
 		return d.Interfaces(r.URL.Query().Get("netns"), r.URL.Query().Get("interface"))
 	})

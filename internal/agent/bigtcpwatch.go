@@ -11,12 +11,14 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/watch"
 )
 
 // networkWatch tells when network namespaces come and go, and when records of sizes
 // do.
 type networkWatch struct {
-	folders, records *folderWatch
+	folders, records *watch.Folders
 	mounts           *mountWatch
 	retry            *time.Timer // nil until it is needed
 }
@@ -26,9 +28,9 @@ type networkWatch struct {
 const retryAfter = time.Second
 
 func (w *networkWatch) close() {
-	for _, folders := range []*folderWatch{w.folders, w.records} {
+	for _, folders := range []*watch.Folders{w.folders, w.records} {
 		if folders != nil {
-			folders.close()
+			folders.Close()
 		}
 	}
 	if w.mounts != nil {
@@ -55,12 +57,12 @@ func (d *bigTCPDomain) look() {
 		}
 		d.watch = w
 	}
-	if err := d.watch.records.add(d.recordsDir()); err != nil {
+	if err := d.watch.records.Add(d.recordsDir()); err != nil {
 		d.log.Warn("records of sizes not watched", "error", err)
 	}
 	for netns, s := range d.sizers {
 		if netns != "" {
-			if err := d.watch.folders.addWay(netns); err != nil {
+			if err := d.watch.folders.AddWay(netns); err != nil {
 				d.log.Warn("network namespace not watched", "netns", netns, "error", err)
 			}
 		}
@@ -90,10 +92,10 @@ func (d *bigTCPDomain) newNetworkWatch() (w *networkWatch, err error) {
 	if err := os.Mkdir(d.recordsDir(), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, fmt.Errorf("create folder of records: %w", err)
 	}
-	if w.records, err = newFolderWatch(d.recordsChanged); err != nil {
+	if w.records, err = watch.NewFolders(d.recordsChanged); err != nil {
 		return nil, err
 	}
-	if w.folders, err = newFolderWatch(d.look); err != nil {
+	if w.folders, err = watch.NewFolders(d.look); err != nil {
 		return nil, err
 	}
 	w.mounts, err = newMountWatch(d.look)

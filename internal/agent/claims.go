@@ -12,12 +12,13 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/peer"
 )
 
 // claim makes a process a member by command. Its sockets must be there already,
 // unless it asks itself: then it is registered when they are. by is the process
 // that asks for itself, or nil.
-func (s *service) claim(pid int, slot *int, source string, by *caller) (int, error) {
+func (s *service) claim(pid int, slot *int, source string, by *peer.Caller) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.host.reserve.lend()()
@@ -27,13 +28,13 @@ func (s *service) claim(pid int, slot *int, source string, by *caller) (int, err
 	}
 	if by != nil {
 		// What was read is of the caller only if that lives now.
-		if err := by.alive(); err != nil || p.StartTime != by.self.StartTime {
-			return 0, errCallerGone
+		if err := by.Alive(); err != nil || p.StartTime != by.ID.StartTime {
+			return 0, peer.ErrGone
 		}
 	}
-	self := process{p.PID, p.StartTime}
+	self := member.ID{PID: p.PID, StartTime: p.StartTime}
 	for _, seat := range s.seats {
-		if (process{seat.process.PID, seat.process.StartTime}) == self {
+		if (member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}) == self {
 			if slot == nil || *slot == seat.slot {
 				return seat.slot, nil
 			}
@@ -52,7 +53,7 @@ func (s *service) claim(pid int, slot *int, source string, by *caller) (int, err
 		return 0, err
 	}
 	before := s.state
-	s.state.Released = slices.DeleteFunc(slices.Clone(s.state.Released), func(r process) bool { return r == self })
+	s.state.Released = slices.DeleteFunc(slices.Clone(s.state.Released), func(r member.ID) bool { return r == self })
 	s.state.Claims = append(s.liveClaims(self), claim{self, want, source})
 	if by == nil {
 		if err := s.register(p, &seat{slot: want, source: source}); err != nil {
@@ -106,7 +107,7 @@ func absent(pid int, err error) error {
 }
 
 // reserve finds a slot for a process that has none yet.
-func (s *service) reserve(self process, slot *int) (int, error) {
+func (s *service) reserve(self member.ID, slot *int) (int, error) {
 	if slot == nil {
 		return s.findSlot(member.AnySlot)
 	}
@@ -124,9 +125,9 @@ func (s *service) reserve(self process, slot *int) (int, error) {
 }
 
 // liveClaims are the claims of processes that still run, without except.
-func (s *service) liveClaims(except process) []claim {
+func (s *service) liveClaims(except member.ID) []claim {
 	return slices.DeleteFunc(slices.Clone(s.state.Claims), func(c claim) bool {
-		return c.process == except || !member.Alive(c.PID, c.StartTime)
+		return c.ID == except || !member.Alive(c.PID, c.StartTime)
 	})
 }
 
@@ -143,9 +144,9 @@ func (s *service) unregister(slot int) error {
 	if seat == nil {
 		return fault.Conflict(fmt.Errorf("slot %d is empty", slot), "sockeye slots shows who is where")
 	}
-	self := process{seat.process.PID, seat.process.StartTime}
+	self := member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}
 	s.state.Claims = s.liveClaims(self)
-	s.state.Released = append(slices.DeleteFunc(slices.Clone(s.state.Released), func(r process) bool {
+	s.state.Released = append(slices.DeleteFunc(slices.Clone(s.state.Released), func(r member.ID) bool {
 		return !member.Alive(r.PID, r.StartTime)
 	}), self)
 	if err := s.state.save(s.statePath()); err != nil {

@@ -4,15 +4,16 @@ package agent
 
 import (
 	"sockeye/internal/bigtcp"
+	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
 )
 
 // ExamineBigTCP tells which families may have packets above 64 KiB.
-func ExamineBigTCP(d *doctor) {
+func ExamineBigTCP(d *doctor.Report) {
 	const ipv6, ipv4 = "BIG TCP for IPv6", "BIG TCP for IPv4"
 	n, err := bigtcp.OpenNetwork("")
 	if err != nil {
-		d.add("kernel", ipv6, ResultWarning, "not known: "+err.Error(), fault.Hint(err))
+		d.Add("kernel", ipv6, doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
 		return
 	}
 	defer n.Close()
@@ -23,9 +24,9 @@ func ExamineBigTCP(d *doctor) {
 		since     string
 	}{{ipv6, support.IPv6, "5.19"}, {ipv4, support.IPv4, "6.3"}} {
 		if family.supported {
-			d.add("kernel", family.check, ResultOK, "", "")
+			d.Add("kernel", family.check, doctor.OK, "", "")
 		} else {
-			d.add("kernel", family.check, ResultNote, "bigtcp, for packets above 64 KiB", "came with Linux "+family.since)
+			d.Add("kernel", family.check, doctor.Note, "bigtcp, for packets above 64 KiB", "came with Linux "+family.since)
 		}
 	}
 }

@@ -16,19 +16,21 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/member"
 )
 
 // ExamineServices looks at the sockets on the ports of a policy's services.
-func ExamineServices(report *doctor, policy *config.Policy) {
+func ExamineServices(report *doctor.Report, policy *config.Policy) {
 	for _, c := range policy.Services {
 		checkup{report}.service(c)
 	}
 }
 
 // checkup adds findings about services.
-type checkup struct{ *doctor }
+type checkup struct{ *doctor.Report }
 
 // holder is a socket on one of a service's ports, and whose it is.
 type holder struct {
@@ -42,19 +44,19 @@ func (d checkup) service(c config.Service) {
 	s := &service{config: c}
 	s.assignRows([bpf.MaxListeners]bpf.Listener{})
 	if err := s.openNetns(); err != nil {
-		d.fail(area, "network namespace", fault.Code(err), err.Error(), "create it, or correct netns")
+		d.Fail(area, "network namespace", fault.Code(err), err.Error(), "create it, or correct netns")
 		return
 	}
 	defer s.netns.Close()
 	d.foreign(area, int(s.netns.Fd()))
 	holders, err := s.holders()
 	if err != nil {
-		d.add(area, "sockets", ResultWarning, "not known: "+err.Error(), fault.Hint(err))
+		d.Add(area, "sockets", doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
 		return
 	}
 	rules, users, err := resolveMembers(c)
 	if err != nil {
-		d.fail(area, "user", fault.Code(err), err.Error(), fault.Hint(err))
+		d.Fail(area, "user", fault.Code(err), err.Error(), fault.Hint(err))
 		return
 	}
 	if c.Steering == config.Lookup {
@@ -74,15 +76,15 @@ func (d checkup) service(c config.Service) {
 func (d checkup) foreign(area string, netns int) {
 	programs, err := bpf.ForeignPrograms(netns)
 	if err != nil {
-		d.add(area, "foreign programs", ResultWarning, "not known: "+err.Error(), fault.Hint(err))
+		d.Add(area, "foreign programs", doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
 		return
 	}
 	for _, p := range programs {
-		d.add(area, "foreign programs", ResultWarning, fmt.Sprintf("%s program %d (%s) of somebody else", p.Kind, p.ID, p.Name),
+		d.Add(area, "foreign programs", doctor.Warning, fmt.Sprintf("%s program %d (%s) of somebody else", p.Kind, p.ID, p.Name),
 			"if it decides about the same ports, the last one attached wins")
 	}
 	if len(programs) == 0 {
-		d.add(area, "foreign programs", ResultOK, "none", "")
+		d.Add(area, "foreign programs", doctor.OK, "none", "")
 	}
 }
 
@@ -144,8 +146,8 @@ func (s *service) onPort(socket *member.Socket) bool {
 
 // inNoSlot tells whether a process that could be a member is none, and nobody has told of that.
 func (d checkup) inNoSlot(h holder, users []uint32) bool {
-	return d.known != nil && !isKeeper(h.process) && h.socket.Listening && slices.Contains(users, h.socket.UID) &&
-		!d.known.Sockets[h.socket.Cookie] && !d.known.Processes[h.process.PID]
+	return d.Known != nil && !isKeeper(h.process) && h.socket.Listening && slices.Contains(users, h.socket.UID) &&
+		!d.Known.Sockets[h.socket.Cookie] && !d.Known.Processes[h.process.PID]
 }
 
 func (d checkup) listener(area string, c config.Service, l config.Listener, users []uint32, all []holder) {
@@ -164,15 +166,15 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 	for _, h := range here {
 		who := fmt.Sprintf("%s of process %d (%s)", h.socket, h.process.PID, h.process.Args[0])
 		if h.socket.Protocol == unix.IPPROTO_MPTCP {
-			d.add(area, check, ResultWarning, who+" is MPTCP, which the kernel does not steer",
+			d.Add(area, check, doctor.Warning, who+" is MPTCP, which the kernel does not steer",
 				"programs in Go: GODEBUG=multipathtcp=0")
 		}
 		if len(users) > 0 && !slices.Contains(users, h.socket.UID) {
-			d.add(area, check, ResultWarning, fmt.Sprintf("%s belongs to user %s, members to %s", who, member.UserName(h.socket.UID), member.UserNames(users)),
+			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s belongs to user %s, members to %s", who, member.UserName(h.socket.UID), member.UserNames(users)),
 				"start the program as that user, or name the owner in user of the service")
 		}
 		if d.inNoSlot(h, users) {
-			d.add(area, check, ResultWarning, who+" is in no slot, and gets nothing of the service",
+			d.Add(area, check, doctor.Warning, who+" is in no slot, and gets nothing of the service",
 				fmt.Sprintf("sockeye register --service %s --pid %d, or add a rule to members", c.Name, h.process.PID))
 		}
 		if c.Steering == config.Lookup {
@@ -184,14 +186,14 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 		}
 		switch {
 		case !h.socket.ReusePort:
-			d.add(area, check, ResultWarning, who+" lacks SO_REUSEPORT: it keeps the port for itself",
+			d.Add(area, check, doctor.Warning, who+" lacks SO_REUSEPORT: it keeps the port for itself",
 				"make the program set it before bind, or use steering: lookup")
 		case h.socket.Local.Addr() != l.Address.Addr():
-			d.add(area, check, ResultWarning, who+" is another group than the listener's",
+			d.Add(area, check, doctor.Warning, who+" is another group than the listener's",
 				"make the listener's address what the members bind; a more specific address takes its packets past the service")
 		}
 		if l.Protocol == config.TCP && h.socket.Listening && h.backlog < 128 && filepath.Base(h.process.Args[0]) != "sockeye" {
-			d.add(area, check, ResultNote, fmt.Sprintf("%s has a backlog of %d", who, h.backlog),
+			d.Add(area, check, doctor.Note, fmt.Sprintf("%s has a backlog of %d", who, h.backlog),
 				"the agent raises it when the member is registered")
 		}
 	}
@@ -201,14 +203,14 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 			list = append(list, strconv.FormatUint(uint64(uid), 10))
 		}
 		slices.Sort(list)
-		d.add(area, check, ResultWarning, "sockets of several users: "+strings.Join(list, ", "),
+		d.Add(area, check, doctor.Warning, "sockets of several users: "+strings.Join(list, ", "),
 			"a SO_REUSEPORT group has one user; use steering: lookup")
 	}
 	if len(wildcards) > 1 {
-		d.add(area, check, ResultWarning, "0.0.0.0 and [::] are both bound: two groups, IPv4 goes to the first",
+		d.Add(area, check, doctor.Warning, "0.0.0.0 and [::] are both bound: two groups, IPv4 goes to the first",
 			"bind all members to [::], which serves IPv4 too")
 	}
 	if len(d.Findings) == before {
-		d.add(area, check, ResultOK, counted(len(here), "socket", "sockets"), "")
+		d.Add(area, check, doctor.OK, format.Count(len(here), "socket", "sockets"), "")
 	}
 }

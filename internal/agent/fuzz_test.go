@@ -18,6 +18,9 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/member"
+	"sockeye/internal/peer"
+	"sockeye/internal/scope"
 )
 
 // Whatever comes, the agent answers with JSON and a code of its own, and does
@@ -45,9 +48,9 @@ func FuzzAPI(f *testing.F) {
 				return
 			}
 		}
-		a := newAgent(Options{StateDir: dir, Policy: filepath.Join(dir, "none.yaml"), Log: slog.New(slog.DiscardHandler)}, nil, cgroupTree{dir + "/none"})
+		a := newAgent(Options{StateDir: dir, Policy: filepath.Join(dir, "none.yaml"), Log: slog.New(slog.DiscardHandler)}, nil, scope.Tree{Mount: dir + "/none"})
 		a.metrics = &metricsServer{}
-		ctx := context.WithValue(context.Background(), callerKey{}, &caller{cred: unix.Ucred{Uid: 0, Pid: 1}, self: process{PID: 1}})
+		ctx := context.WithValue(context.Background(), peer.Key{}, &peer.Caller{Cred: unix.Ucred{Uid: 0, Pid: 1}, ID: member.ID{PID: 1}})
 		r, err := http.NewRequestWithContext(ctx, method, "http://agent/", strings.NewReader(body))
 		if err != nil {
 			return

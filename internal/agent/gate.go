@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/fault"
+	"sockeye/internal/peer"
 )
 
 // Bounds of connections, by the descriptors that the agent may have. All together are a
@@ -212,8 +213,8 @@ func (a *Agent) guardAPI(s *server) *server {
 
 // userOf is who connected to the agent's socket.
 func userOf(c net.Conn) uint32 {
-	if k := c.(*callerConn).caller; k != nil {
-		return k.cred.Uid
+	if k := c.(*peer.Conn).Caller; k != nil {
+		return k.Cred.Uid
 	}
 	return ^uint32(0)
 }

@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/rights"
 )
 
 // hold keeps the groups of all listeners alive, with the program of now, by
@@ -61,7 +62,7 @@ func (s *service) hold() error {
 	if s.problem = fault.Join(errs...); errors.Is(s.problem, unix.EADDRINUSE) {
 		s.problem = fault.Conflict(s.problem, "a socket of another user, or without SO_REUSEPORT, has the port: end its process, or set user to the members' user; the agent tries again")
 	} else if errors.Is(s.problem, unix.EACCES) {
-		s.problem = fault.WithHint(s.problem, missingHint(unix.CAP_NET_BIND_SERVICE, "restart the agent with CAP_NET_BIND_SERVICE"))
+		s.problem = fault.WithHint(s.problem, rights.MissingHint(unix.CAP_NET_BIND_SERVICE, "restart the agent with CAP_NET_BIND_SERVICE"))
 	}
 	return nil
 }
@@ -107,7 +108,7 @@ func (s *service) replaceKeeper() error {
 	old := s.keeper
 	s.keeper = nil
 	if len(s.anchors) > 0 {
-		fresh, err := startKeeper(s.log, s.host.root.Dir, s.config.Name, slices.Collect(maps.Values(s.anchors)))
+		fresh, err := startKeeper(s.log, s.host.Root.Dir, s.config.Name, slices.Collect(maps.Values(s.anchors)))
 		if err != nil {
 			s.keeper = old
 			return err
@@ -167,7 +168,7 @@ func (s *service) restoreKeeper() {
 func (s *service) adoptKeeper() error {
 	// Those of the policy in force before are no longer in the pins.
 	rows := slices.DeleteFunc(slices.Concat(s.rows[:], s.before[:]), func(l bpf.Listener) bool { return l == (bpf.Listener{}) })
-	keepers, err := findKeepers(s.host.root.Dir, s.config.Name, s.state.Keeper, func(string) []bpf.Listener { return rows })
+	keepers, err := findKeepers(s.host.Root.Dir, s.config.Name, s.state.Keeper, func(string) []bpf.Listener { return rows })
 	if err != nil {
 		return err
 	}
@@ -220,7 +221,7 @@ func (s *service) retire() error {
 	for slot := range s.seats {
 		s.clear(slot, "service removed")
 	}
-	errs = append(errs, bpf.Remove(s.host.root.Service(s.config.Name)))
+	errs = append(errs, bpf.Remove(s.host.Root.Service(s.config.Name)))
 	s.release()
 	return fault.Join(errs...)
 }

@@ -20,6 +20,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/rights"
 )
 
 // KeeperCommand is the hidden command that a keeper runs. Its arguments tell
@@ -30,7 +31,7 @@ const KeeperCommand = "hold"
 type keeper struct {
 	handle  *member.Handle
 	pid     int
-	self    process
+	self    member.ID
 	service string
 	sockets []*member.Socket
 }
@@ -50,7 +51,7 @@ func keeperOf(pins string, args []string) (service string, ok bool) {
 
 // isKeeper tells a keeper from members: it holds sockets on their ports too.
 func isKeeper(p *member.Process) bool {
-	return len(p.Args) > 1 && p.Args[1] == KeeperCommand && genuine(process{p.PID, p.StartTime})
+	return len(p.Args) > 1 && p.Args[1] == KeeperCommand && genuine(member.ID{PID: p.PID, StartTime: p.StartTime})
 }
 
 // genuine tells whether a process can be a keeper that an agent started, of this
@@ -58,7 +59,7 @@ func isKeeper(p *member.Process) bool {
 // user namespace, and its program is one that only root can have written. What
 // sudo(8) runs for a user, while it waits for a password, has that user's real
 // id.
-func genuine(self process) bool {
+func genuine(self member.ID) bool {
 	if !ownIDs(self.PID) || !sameFile(procFile(self.PID, "ns/user"), "/proc/self/ns/user") {
 		return false
 	}
@@ -141,14 +142,14 @@ func startKeeper(log *slog.Logger, pins, service string, fds []int) (*keeper, er
 			log.Debug("keeper ended", "pid", pid, "error", err)
 		}
 	}()
-	return &keeper{handle: handle, pid: pid, self: process{pid, p.StartTime}, service: service}, nil
+	return &keeper{handle: handle, pid: pid, self: member.ID{PID: pid, StartTime: p.StartTime}, service: service}, nil
 }
 
 // findKeepers returns the keepers of a service that run, with copies of their
 // sockets. An empty service means all. record is the keeper that the state
 // directory names, if any. Any other process must hold sockets of the service's
 // listeners and no more; rows has these.
-func findKeepers(pins, service string, record *process, rows func(service string) []bpf.Listener) ([]*keeper, error) {
+func findKeepers(pins, service string, record *member.ID, rows func(service string) []bpf.Listener) ([]*keeper, error) {
 	processes, err := member.All()
 	if err != nil {
 		return nil, err
@@ -167,12 +168,12 @@ func findKeepers(pins, service string, record *process, rows func(service string
 }
 
 // openKeeper returns nil for a process that is no keeper, or has ended.
-func openKeeper(p *member.Process, service string, record *process, rows []bpf.Listener) *keeper {
+func openKeeper(p *member.Process, service string, record *member.ID, rows []bpf.Listener) *keeper {
 	handle, err := member.Open(p.PID)
 	if err != nil {
 		return nil
 	}
-	k := &keeper{handle: handle, pid: p.PID, self: process{p.PID, p.StartTime}, service: service}
+	k := &keeper{handle: handle, pid: p.PID, self: member.ID{PID: p.PID, StartTime: p.StartTime}, service: service}
 	if k.sockets, err = handle.Sockets(func(*member.Socket) bool { return true }); err != nil {
 		handle.Close()
 		return nil
@@ -238,7 +239,7 @@ func (k *keeper) close() {
 // ends, at SIGTERM: systemd would wait 90 s at shutdown for one that ignores it. The
 // sockets that it inherited need nothing done.
 func Hold(ctx context.Context) error {
-	if err := dropAll(); err != nil {
+	if err := rights.DropAll(); err != nil {
 		return err
 	}
 	<-ctx.Done()

@@ -14,6 +14,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
 )
 
@@ -38,7 +39,7 @@ func testAgent(t testing.TB, dir, pins string) *Agent {
 		t.Fatal(err)
 	}
 	a := newAgent(Options{StateDir: dir, RunDir: dir, Policy: filepath.Join(dir, "policy.yaml"), Version: "1.2.3",
-		Log: slog.New(slog.DiscardHandler)}, root, cgroupTree{filepath.Dir(testenv.Cgroup())})
+		Log: slog.New(slog.DiscardHandler)}, root, scope.Tree{Mount: filepath.Dir(testenv.Cgroup())})
 	a.starts = 7
 	return a
 }
@@ -46,7 +47,7 @@ func testAgent(t testing.TB, dir, pins string) *Agent {
 // stop ends an agent as a crash would: the data path goes on.
 func (a *Agent) stop() {
 	a.close()
-	a.host.root.Close()
+	a.host.Root.Close()
 }
 
 // retire takes the telemetry service off the host.
@@ -79,5 +80,5 @@ func (a *Agent) sizing() *bigTCPDomain { return a.domains[3].(*bigTCPDomain) }
 
 // moveTo has an agent that has not begun find cgroups below another folder.
 func (a *Agent) moveTo(root string) {
-	a.host.cgroups, a.host.watch.tree = cgroupTree{root}, cgroupTree{root}
+	a.host.Cgroups, a.host.Watch.Tree = scope.Tree{Mount: root}, scope.Tree{Mount: root}
 }

@@ -28,12 +28,12 @@ func (s *service) scan() error {
 		return err
 	}
 	s.probes = maxProbes
-	alive := make(map[process]bool)
+	alive := make(map[member.ID]bool)
 	for _, p := range processes {
-		alive[process{p.PID, p.StartTime}] = true
+		alive[member.ID{PID: p.PID, StartTime: p.StartTime}] = true
 		s.consider(s.recognize(p))
 	}
-	maps.DeleteFunc(s.known, func(self process, _ *member.Process) bool { return !alive[self] })
+	maps.DeleteFunc(s.known, func(self member.ID, _ *member.Process) bool { return !alive[self] })
 	return nil
 }
 
@@ -121,7 +121,7 @@ func (s *service) read(pid int) (*member.Process, error) {
 }
 
 func (s *service) recognize(p *member.Process) *member.Process {
-	self := process{p.PID, p.StartTime}
+	self := member.ID{PID: p.PID, StartTime: p.StartTime}
 	first := s.known[self]
 	switch {
 	case first == nil:
@@ -167,9 +167,9 @@ func (s *service) finishSaving() {
 func (s *service) writeMembers() {
 	s.saved = time.Now()
 	s.state.Members = nil
-	seated := make(map[process]bool) // the end of these is noticed
+	seated := make(map[member.ID]bool) // the end of these is noticed
 	for _, seat := range s.seats {
-		seated[process{seat.process.PID, seat.process.StartTime}] = true
+		seated[member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}] = true
 	}
 	for self, p := range s.known {
 		if !seated[self] && !member.Alive(self.PID, self.StartTime) {
@@ -179,7 +179,7 @@ func (s *service) writeMembers() {
 		exe, file := p.Proven()
 		s.state.Members = append(s.state.Members, seen{self, p.Args, p.SlotVariable(), exe, file})
 	}
-	cookies := make(map[process][]uint64)
+	cookies := make(map[member.ID][]uint64)
 	for cookie, self := range s.owners {
 		cookies[self] = append(cookies[self], cookie)
 	}
@@ -201,12 +201,12 @@ var errNotMember = errors.New("not a member")
 // memberBy tells what makes a process a member, and of which slot. It notes in the seat the source,
 // and to whom the sockets must belong. A process that only looks like a member gives a member.Refusal.
 func (s *service) memberBy(p *member.Process, seat *seat) (slot int, err error) {
-	self := process{p.PID, p.StartTime}
+	self := member.ID{PID: p.PID, StartTime: p.StartTime}
 	if p.PID == os.Getpid() || isKeeper(p) || slices.Contains(s.state.Released, self) {
 		return 0, errNotMember
 	}
 	for _, c := range s.state.Claims {
-		if c.process == self {
+		if c.ID == self {
 			seat.source, seat.claimed, seat.owners = c.Source, true, s.ownersOf(p, s.users)
 			return c.Slot, s.admitClaim(p)
 		}
@@ -294,7 +294,7 @@ func (s *service) consider(p *member.Process) {
 	slot, err := s.memberBy(p, candidate)
 	if errors.Is(err, errNotMember) {
 		s.forget(p.PID)
-		delete(s.refused, process{p.PID, p.StartTime})
+		delete(s.refused, member.ID{PID: p.PID, StartTime: p.StartTime})
 		return
 	}
 	for _, seat := range s.seats {
@@ -319,7 +319,7 @@ func (s *service) consider(p *member.Process) {
 }
 
 func (s *service) claimed(p *member.Process) bool {
-	return slices.ContainsFunc(s.state.Claims, func(c claim) bool { return c.process == process{p.PID, p.StartTime} })
+	return slices.ContainsFunc(s.state.Claims, func(c claim) bool { return c.ID == member.ID{PID: p.PID, StartTime: p.StartTime} })
 }
 
 // related tells whether a process is the parent or a child, however far, of a
@@ -496,7 +496,7 @@ const twinHint = "make the program open one, as nginx without reuseport, or star
 
 // choose finds the socket for each row, or says what is in the way.
 func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.Socket, error) {
-	self := process{seat.process.PID, seat.process.StartTime}
+	self := member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}
 	chosen := make(map[int]*member.Socket)
 	for _, row := range slices.Sorted(maps.Keys(s.source)) {
 		l := s.source[row]
@@ -680,7 +680,7 @@ func (s *service) findSlot(slot int) (int, error) {
 		return slot, nil
 	}
 	reserved := make(map[int]bool)
-	for _, c := range s.liveClaims(process{}) {
+	for _, c := range s.liveClaims(member.ID{}) {
 		reserved[c.Slot] = true
 	}
 	for slot := range s.config.Slots {
@@ -736,7 +736,7 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 		}
 	}
 	s.registrations++
-	delete(s.refused, process{seat.process.PID, seat.process.StartTime})
+	delete(s.refused, member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime})
 	s.seat(seat)
 	_, held := s.owner()
 	s.learnOwner(seat)
@@ -804,7 +804,7 @@ func (s *service) clear(slot int, reason string) {
 }
 
 // own notes whose registered sockets are.
-func (s *service) own(self process, cookies ...uint64) {
+func (s *service) own(self member.ID, cookies ...uint64) {
 	for _, cookie := range cookies {
 		s.owners[cookie] = self
 	}
@@ -815,10 +815,10 @@ func (s *service) dropOwners() {
 	if len(s.owners) <= 8*bpf.MaxSlots {
 		return
 	}
-	live := make(map[uint64]process)
+	live := make(map[uint64]member.ID)
 	for _, seat := range s.seats {
 		for _, socket := range seat.sockets {
-			live[socket.cookie] = process{seat.process.PID, seat.process.StartTime}
+			live[socket.cookie] = member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}
 		}
 	}
 	s.owners = live

@@ -30,8 +30,8 @@ func TestSeenBeforeExecve(t *testing.T) {
 		return p
 	}
 	before := read()
-	self := process{before.PID, before.StartTime}
-	s := &service{known: map[process]*member.Process{self: before}}
+	self := member.ID{PID: before.PID, StartTime: before.StartTime}
+	s := &service{known: map[member.ID]*member.Process{self: before}}
 	if got := s.recognize(read()).Command(); got != before.Command() {
 		t.Errorf("%q, want %q as long as it runs the same program", got, before.Command())
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 )
 
 var (
@@ -34,7 +35,7 @@ func (a *Agent) Describe(chan<- *prometheus.Desc) {}
 func (a *Agent) Collect(out chan<- prometheus.Metric) {
 	out <- prometheus.MustNewConstMetric(descBuild, prometheus.GaugeValue, 1, a.options.Version)
 	problem, _ := a.policyProblem()
-	out <- prometheus.MustNewConstMetric(descInForce, prometheus.GaugeValue, number(problem == ""))
+	out <- prometheus.MustNewConstMetric(descInForce, prometheus.GaugeValue, format.Bool(problem == ""))
 	out <- prometheus.MustNewConstMetric(descStarts, prometheus.CounterValue, float64(a.starts))
 	for _, d := range a.domains {
 		d.Collect(out)

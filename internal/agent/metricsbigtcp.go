@@ -2,7 +2,11 @@
 
 package agent
 
-import "github.com/prometheus/client_golang/prometheus"
+import (
+	"github.com/prometheus/client_golang/prometheus"
+
+	"sockeye/internal/format"
+)
 
 var (
 	bigTCPLabels    = []string{"netns", "interface"}
@@ -45,6 +49,6 @@ func (s *sizer) collect(out chan<- prometheus.Metric) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	gauge(descBigTCPEntered, number(s.network != nil && s.problem == nil))
+	gauge(descBigTCPEntered, format.Bool(s.network != nil && s.problem == nil))
 	out <- prometheus.MustNewConstMetric(descBigTCPSeen, prometheus.CounterValue, float64(s.changes), s.netns)
 }

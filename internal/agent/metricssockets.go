@@ -18,6 +18,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/netns"
+	"sockeye/internal/scope"
 	"sockeye/internal/sockdiag"
 	"sockeye/room"
 )
@@ -38,7 +40,7 @@ const socketsHold = 5 * time.Second
 // socketMetrics looks at the sockets of services and cgroups, for whoever scrapes.
 type socketMetrics struct {
 	log     *slog.Logger
-	cgroups cgroupTree
+	cgroups scope.Tree
 	// services calls a function for each service, with the network namespace that the service is in.
 	services func(func(c config.Service, inode uint64, enter *os.File))
 	// paths are folders of cgroups, with their names in the policy.
@@ -268,9 +270,9 @@ func (m *socketMetrics) socketNetworks(own bool, sums map[socketKey]*socketSum) 
 	return networks, nil
 }
 
-func openSocketNetwork(netns *os.File) (*socketNetwork, error) {
+func openSocketNetwork(network *os.File) (*socketNetwork, error) {
 	n := &socketNetwork{}
-	err := inNetns(netns, func() (err error) {
+	err := netns.Do(network, func() (err error) {
 		n.diag, err = sockdiag.Open()
 		return err
 	})

@@ -9,6 +9,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/format"
 )
 
 // Counters are totals since the pins were made: an agent's restart does not
@@ -82,7 +83,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	}
 	counter(descRegistrations, float64(s.registrations))
 	gauge(descWaiting, float64(len(status.Waiting)))
-	gauge(descHeld, number(status.Held))
+	gauge(descHeld, format.Bool(status.Held))
 	gauge(descSplit, float64(status.SplitDevices))
 	gauge(descAdopted, float64(status.AdoptedDevices))
 	counter(descUnlisted, float64(unlisted))
@@ -93,7 +94,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 		if i == s.config.Slots {
 			slot = ""
 		} else {
-			gauge(descReady, number(s.seats[i] != nil), slot)
+			gauge(descReady, format.Bool(s.seats[i] != nil), slot)
 			counter(descConnections, float64(c.Connections), slot)
 			counter(descDatagrams, float64(c.Datagrams), slot)
 			counter(descDiverted, float64(c.Diverted), slot)

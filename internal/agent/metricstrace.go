@@ -12,6 +12,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
 
+	"sockeye/internal/format"
 	"sockeye/internal/trace/measure"
 )
 
@@ -102,7 +103,7 @@ func (t *tracer) collect(out chan<- prometheus.Metric) error {
 	t.mu.Lock()
 	attached := t.trace != nil && t.trace.Attached()
 	t.mu.Unlock()
-	out <- prometheus.MustNewConstMetric(descTraceAttached, prometheus.GaugeValue, number(attached), t.name)
+	out <- prometheus.MustNewConstMetric(descTraceAttached, prometheus.GaugeValue, format.Bool(attached), t.name)
 	reading, err := t.read()
 	if err != nil {
 		return err

@@ -6,6 +6,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/format"
 	"sockeye/internal/tune/trial"
 )
 
@@ -68,7 +69,7 @@ func (d *tuneDomain) Collect(out chan<- prometheus.Metric) {
 func (t *tuner) collect(out chan<- prometheus.Metric) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	out <- prometheus.MustNewConstMetric(descTuneAttached, prometheus.GaugeValue, number(t.inForce()), t.name)
+	out <- prometheus.MustNewConstMetric(descTuneAttached, prometheus.GaugeValue, format.Bool(t.inForce()), t.name)
 	if t.tune == nil {
 		return nil
 	}

@@ -15,7 +15,9 @@ import (
 
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/member"
+	"sockeye/internal/netns"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/steer"
 )
@@ -54,7 +56,7 @@ const (
 // adopted is a device that stays with a member that is not that of its slot by
 // the hash, until this process ends.
 type adopted struct {
-	process
+	member.ID
 	Device  string     `json:"device,omitempty"` // its name in the device map
 	Address netip.Addr `json:"address"`          // if it has no name
 	Slot    int        `json:"slot"`
@@ -204,7 +206,7 @@ func (s *service) suspects(devices []splitDevice) (list []splitDevice) {
 
 // openDiag opens sock_diag in the service's network namespace.
 func (s *service) openDiag() (conn *sockdiag.Conn, err error) {
-	err = inNetns(s.enter(), func() error {
+	err = netns.Do(s.enter(), func() error {
 		conn, err = sockdiag.Open()
 		return err
 	})
@@ -405,7 +407,7 @@ func (s *service) adoptDevices(devices []splitDevice) (others []splitDevice) {
 			continue
 		}
 		p := s.seats[at[0]].process
-		a := adopted{process: process{p.PID, p.StartTime}, Device: d.name, Slot: at[0]}
+		a := adopted{ID: member.ID{PID: p.PID, StartTime: p.StartTime}, Device: d.name, Slot: at[0]}
 		if d.name == "" {
 			a.Address = d.address
 		}
@@ -495,7 +497,7 @@ func (s *service) splitProblem() error {
 		names = append(names, devices[i].String())
 	}
 	what := fmt.Sprintf("%s TCP connections at another member than their slot's: %s",
-		counted(len(devices), "device has", "devices have"), strings.Join(names, ", "))
+		format.Count(len(devices), "device has", "devices have"), strings.Join(names, ", "))
 	hint := fmt.Sprintf("restart the agent, and on_start: %s acts on them; or restart the member", s.config.OnStart)
 	switch {
 	case s.config.OnStart == config.Report:

@@ -20,7 +20,9 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/format"
 	"sockeye/internal/member"
+	"sockeye/internal/rights"
 	"sockeye/internal/steer"
 )
 
@@ -54,7 +56,7 @@ func (s *service) prepare(c config.Service, devices *steer.DeviceMap) (*target, 
 	if t.rules, t.users, err = resolveMembers(c); err != nil {
 		return nil, err
 	}
-	if _, err := os.Stat(filepath.Join(s.host.cgroups.Mount, c.Cgroup)); err != nil {
+	if _, err := os.Stat(filepath.Join(s.host.Cgroups.Mount, c.Cgroup)); err != nil {
 		return nil, fault.Unreadable(fmt.Errorf("find cgroup: %w", err), "create it, or correct cgroup")
 	}
 	if c.Netns != "" {
@@ -63,9 +65,9 @@ func (s *service) prepare(c config.Service, devices *steer.DeviceMap) (*target, 
 			return nil, err
 		}
 		probe.netns.Close()
-		if c.Steering == config.Reuseport && !hasCapability(unix.CAP_SYS_ADMIN) {
+		if c.Steering == config.Reuseport && !rights.Has(unix.CAP_SYS_ADMIN) {
 			return nil, &fault.Error{Err: errors.New("the agent has no right to enter network namespaces"),
-				Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: fault.CodeNotPermitted}
+				Hint: rights.MissingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: fault.CodeNotPermitted}
 		}
 	}
 	nonce, err := s.nonceFor(c)
@@ -97,7 +99,7 @@ func (s *service) plan(t *target) []api.Change {
 	if from.Slots != to.Slots {
 		effect := s.moves(t)
 		if lost := s.seatsFrom(to.Slots); lost > 0 {
-			effect += "; " + counted(lost, "member loses its slot", "members lose their slots")
+			effect += "; " + format.Count(lost, "member loses its slot", "members lose their slots")
 		}
 		add(fmt.Sprintf("slots: %d -> %d", from.Slots, to.Slots), effect)
 	}
@@ -175,7 +177,7 @@ func (s *service) leaving(t *target) string {
 	if lost == 0 {
 		return "no member loses its slot"
 	}
-	return counted(lost, "member loses its slot", "members lose their slots")
+	return format.Count(lost, "member loses its slot", "members lose their slots")
 }
 
 func whenEmpty(c config.Service) string {
@@ -218,14 +220,14 @@ func (s *service) moves(t *target) string {
 		}
 		moves[d] = moves[d] || before != after
 	}
-	return fmt.Sprintf("%d of %s seen move", moved, counted(len(moves), "device", "devices"))
+	return fmt.Sprintf("%d of %s seen move", moved, format.Count(len(moves), "device", "devices"))
 }
 
 func extent(m *steer.DeviceMap) string {
 	if m == nil {
 		return "none"
 	}
-	return fmt.Sprintf("%s of %s", counted(m.Len(), "prefix", "prefixes"), counted(len(m.Devices()), "device", "devices"))
+	return fmt.Sprintf("%s of %s", format.Count(m.Len(), "prefix", "prefixes"), format.Count(len(m.Devices()), "device", "devices"))
 }
 
 // build makes the device map of a policy for the kernel, if it is another one than that in force. It
@@ -324,7 +326,7 @@ func (s *service) begin(t *target) error {
 		s.forget(pid)
 	}
 	if s.path == nil {
-		if err := bpf.Remove(s.host.root.Service(s.config.Name)); err != nil {
+		if err := bpf.Remove(s.host.Root.Service(s.config.Name)); err != nil {
 			return err
 		}
 		return s.restart(t, nil)
@@ -335,7 +337,7 @@ func (s *service) begin(t *target) error {
 	}
 	s.events.Close()
 	s.events, s.path = nil, nil
-	err := bpf.Unpin(s.host.root.Service(s.config.Name))
+	err := bpf.Unpin(s.host.Root.Service(s.config.Name))
 	if err == nil {
 		err = s.restart(t, groups)
 	}

@@ -14,7 +14,7 @@ import (
 // refusals are processes that a rule describes, that have the service's ports, and that are no members:
 // of another user, or in namespaces of their own. They are kept to be shown, no handle of them is
 // held, and there are few: any user can start as many as he likes.
-type refusals map[process]refused
+type refusals map[member.ID]refused
 
 type refused struct {
 	process *member.Process
@@ -35,7 +35,7 @@ func (s *service) refuse(p *member.Process, source string, why *member.Refusal) 
 	if s.related(p) || s.isolated(p) {
 		return
 	}
-	self := process{p.PID, p.StartTime}
+	self := member.ID{PID: p.PID, StartTime: p.StartTime}
 	if _, known := s.refused[self]; !known {
 		if len(s.refused) >= maxRefusals {
 			s.refused.prune()
@@ -65,7 +65,7 @@ func (s *service) hasPorts(pid int) bool {
 
 // prune forgets those that have ended.
 func (r refusals) prune() {
-	maps.DeleteFunc(r, func(self process, _ refused) bool {
+	maps.DeleteFunc(r, func(self member.ID, _ refused) bool {
 		return !member.Alive(self.PID, self.StartTime)
 	})
 }
@@ -74,7 +74,7 @@ func (r refusals) prune() {
 func (r refusals) list() []api.RefusedStatus {
 	r.prune()
 	list := []api.RefusedStatus{}
-	for _, self := range slices.SortedFunc(maps.Keys(r), func(a, b process) int { return a.PID - b.PID }) {
+	for _, self := range slices.SortedFunc(maps.Keys(r), func(a, b member.ID) int { return a.PID - b.PID }) {
 		x := r[self]
 		list = append(list, api.RefusedStatus{
 			PID: self.PID, Command: x.process.Command(), Source: x.source, Problem: x.refusal.Reason, Hint: x.refusal.Hint,

@@ -12,6 +12,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
+	"sockeye/internal/scope"
 )
 
 // Reset removes everything that agents left under a pin directory: pins,
@@ -24,16 +25,16 @@ func Reset(pins string) (removed bool, err error) {
 	if removed, err = isPinDirectory(pins); err != nil || !removed {
 		return false, err
 	}
-	var scopes []cgroupScope
+	var scopes []scope.Scope
 	err = bpf.RemoveRoot(pins, func() error {
 		if err := EndKeepers(pins, ""); err != nil {
 			return err
 		}
-		scopes = cgroupScopes(pins)
+		scopes = scope.Scopes(pins)
 		return nil
 	})
 	if err == nil {
-		err = removeCreated(scopes)
+		err = scope.RemoveCreated(scopes)
 	}
 	if errors.Is(err, bpf.ErrLocked) {
 		err = fault.Conflict(err, "stop the agent first")
@@ -55,7 +56,7 @@ func isPinDirectory(pins string) (bool, error) {
 		return e.Name() != "schema" && !slices.ContainsFunc([]string{bpf.ServicePrefix, bpf.TunePins, bpf.TracePins},
 			func(prefix string) bool { return strings.HasPrefix(e.Name(), prefix) })
 	}
-	if !isBPFFS(pins) || slices.ContainsFunc(entries, foreign) {
+	if !bpf.IsBPFFS(pins) || slices.ContainsFunc(entries, foreign) {
 		return false, fault.Usage(fmt.Errorf("%s is not a directory of an agent's pins", pins), "name the agent's directory with --pins")
 	}
 	return true, nil

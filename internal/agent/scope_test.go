@@ -200,7 +200,7 @@ func TestKeeperScopeRefused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	k := &keeper{pid: self.PID, self: process{self.PID, self.StartTime}, service: "a"}
+	k := &keeper{pid: self.PID, self: member.ID{PID: self.PID, StartTime: self.StartTime}, service: "a"}
 	m := &serviceManager{func(ctx context.Context) (*dbus.Conn, error) {
 		return dbus.Connect("unix:path=/nonexistent", dbus.WithContext(ctx))
 	}, self.Cgroup}

@@ -17,7 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
+	"sockeye/internal/peer"
 )
 
 type server struct {
@@ -62,12 +64,12 @@ func (a *Agent) listen() (*server, error) {
 			return nil, fmt.Errorf("give socket to group %s: %w", a.options.Group, err)
 		}
 	}
-	return a.guardAPI(&server{listener: callerListener{listener}, http: &http.Server{
+	return a.guardAPI(&server{listener: peer.Listener{Listener: listener}, http: &http.Server{
 		Handler:           known(a.handler()),
 		ReadHeaderTimeout: 5 * time.Second,
 		ReadTimeout:       30 * time.Second,
 		ErrorLog:          slog.NewLogLogger(a.log.Handler(), slog.LevelWarn),
-		ConnContext:       withCaller,
+		ConnContext:       peer.WithCaller,
 	}}), nil
 }
 
@@ -88,30 +90,30 @@ func (s *server) close() {
 
 func (a *Agent) handler() http.Handler {
 	mux := http.NewServeMux()
-	router := &Router{mux, reply}
+	router := domain.NewRouter(mux, reply)
 	for _, d := range a.domains {
 		d.Routes(router)
 	}
 	router.Get("/v1/status", func(*http.Request) (any, error) { return a.Status() })
 	router.Post("/v1/plan", func(r *http.Request) (any, error) {
 		var c api.Candidate
-		if err := decode(r, &c); err != nil {
+		if err := domain.Decode(r, &c); err != nil {
 			return nil, err
 		}
 		// A policy names files, and errors quote them.
 		if c.Text != "" || c.Path != "" {
-			if err := mustBeRoot(r); err != nil {
+			if err := peer.MustBeRoot(r); err != nil {
 				return nil, err
 			}
 		}
 		return a.Plan(c)
 	})
 	router.Post("/v1/apply", func(r *http.Request) (any, error) {
-		if err := mustBeRoot(r); err != nil {
+		if err := peer.MustBeRoot(r); err != nil {
 			return nil, err
 		}
 		var c api.Candidate
-		if err := decode(r, &c); err != nil {
+		if err := domain.Decode(r, &c); err != nil {
 			return nil, err
 		}
 		return a.Apply(c)
@@ -152,10 +154,10 @@ func known(next http.Handler) http.Handler {
 		refuse := func(err error) {
 			reply(w, r, func(*http.Request) (any, error) { return nil, err })
 		}
-		switch k := callerFrom(r); {
-		case k == nil || k.alive() != nil:
-			refuse(errCallerGone)
-		case k.stranger:
+		switch k := peer.From(r); {
+		case k == nil || k.Alive() != nil:
+			refuse(peer.ErrGone)
+		case k.Stranger:
 			refuse(&fault.Error{
 				Err:  errors.New("the agent does not answer processes in another user namespace, as isolated programs are"),
 				Hint: "ask from outside", Code: fault.CodeNotPermitted,

@@ -47,17 +47,17 @@ type service struct {
 	rows      [bpf.MaxListeners]bpf.Listener // zero: free
 	source    map[int]config.Listener        // by row
 
-	known   map[process]*member.Process // as first seen: nfacctd writes over its arguments
-	seats   map[int]*seat               // by slot
-	waiting map[int]*waiting            // by process id
-	refused refusals                    // processes that only look like members
-	probes  int                         // how many more processes may be looked into for a refusal
-	warned  time.Time                   // when one was logged last
-	crowded bool                        // others wait, too
-	owners  map[uint64]process          // whose a registered socket is, or was
-	bound   map[uint64]int              // process id by cookie, of sockets not yet listening
-	looking map[int]*looks              // by process id, of processes that bound sockets lately
-	anchors map[int]int                 // descriptor by row
+	known   map[member.ID]*member.Process // as first seen: nfacctd writes over its arguments
+	seats   map[int]*seat                 // by slot
+	waiting map[int]*waiting              // by process id
+	refused refusals                      // processes that only look like members
+	probes  int                           // how many more processes may be looked into for a refusal
+	warned  time.Time                     // when one was logged last
+	crowded bool                          // others wait, too
+	owners  map[uint64]member.ID          // whose a registered socket is, or was
+	bound   map[uint64]int                // process id by cookie, of sockets not yet listening
+	looking map[int]*looks                // by process id, of processes that bound sockets lately
+	anchors map[int]int                   // descriptor by row
 	keeper  *keeper
 	before  [bpf.MaxListeners]bpf.Listener // the rows of the agent before
 	lost    uint64
@@ -108,9 +108,9 @@ type waiting struct {
 func openService(h *steerHost, log *slog.Logger, c config.Service, devices *steer.DeviceMap) (_ *service, err error) {
 	s := &service{
 		host: h, log: log.With("service", c.Name), config: c,
-		known: make(map[process]*member.Process),
+		known: make(map[member.ID]*member.Process),
 		seats: make(map[int]*seat), waiting: make(map[int]*waiting),
-		owners: make(map[uint64]process), bound: make(map[uint64]int), looking: make(map[int]*looks),
+		owners: make(map[uint64]member.ID), bound: make(map[uint64]int), looking: make(map[int]*looks),
 		opened: make(map[int]bool), checks: checks{fresh: make(map[int]bool)}, hosts: make(map[*member.Handle]bool),
 		anchors: make(map[int]int), refused: make(refusals),
 	}
@@ -135,12 +135,12 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *stee
 		return nil, err
 	}
 	s.state.Nonce = nonce
-	dir := h.root.Service(c.Name)
+	dir := h.Root.Service(c.Name)
 	for _, m := range s.state.Members {
-		s.known[m.process] = member.Remembered(m.PID, m.StartTime, m.Args, m.SlotVariable, m.Exe, m.File)
+		s.known[m.ID] = member.Remembered(m.PID, m.StartTime, m.Args, m.SlotVariable, m.Exe, m.File)
 	}
 	for _, o := range s.state.Sockets {
-		s.own(o.process, o.Cookies...)
+		s.own(o.ID, o.Cookies...)
 	}
 	if err := s.saveOwner(); err != nil {
 		return nil, err
@@ -171,12 +171,12 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *stee
 func (s *service) statePath() string { return s.host.statePath(s.config.Name) }
 
 func (h *steerHost) statePath(service string) string {
-	return filepath.Join(h.stateDir, service+".json")
+	return filepath.Join(h.StateDir, service+".json")
 }
 
 // findNonce is that of a service of this host, running or not: what is pinned counts.
 func (h *steerHost) findNonce(name string) (nonce uint64, known bool, err error) {
-	switch nonce, err := bpf.ReadNonce(h.root.Service(name)); {
+	switch nonce, err := bpf.ReadNonce(h.Root.Service(name)); {
 	case err == nil:
 		return nonce, true, nil
 	case !errors.Is(err, os.ErrNotExist):
@@ -310,12 +310,12 @@ func (s *service) lookup() bool { return s.config.Steering == config.Lookup }
 // open makes the data path what the policy says, and the mapping with it.
 func (s *service) open() error {
 	c := bpf.SteerConfig{
-		Dir:       s.host.root.Service(s.config.Name),
+		Dir:       s.host.Root.Service(s.config.Name),
 		Lookup:    s.lookup(),
 		Listeners: s.rows,
 		Devices:   s.config.TrackDevices,
 		Netns:     s.netns,
-		Cgroup:    filepath.Join(s.host.cgroups.Mount, s.config.Cgroup),
+		Cgroup:    filepath.Join(s.host.Cgroups.Mount, s.config.Cgroup),
 	}
 	for _, row := range slices.Sorted(maps.Keys(s.source)) {
 		first, last := memberPorts(s.source[row])
@@ -442,7 +442,7 @@ func (s *service) adoptSlot(slot int) error {
 	// A process that it forked may hold its sockets on.
 	for row := range s.source {
 		if cookie, err := s.path.Cookie(row, slot); err == nil && cookie != 0 {
-			s.own(process{int(value.Pid), value.StartTime}, cookie)
+			s.own(member.ID{PID: int(value.Pid), StartTime: value.StartTime}, cookie)
 		}
 	}
 	switch {
@@ -490,7 +490,7 @@ func (s *service) seat(seat *seat) {
 	s.seats[seat.slot] = seat
 	seat.up = ancestors(seat.process)
 	for _, socket := range seat.sockets {
-		s.own(process{seat.process.PID, seat.process.StartTime}, socket.cookie)
+		s.own(member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}, socket.cookie)
 	}
 	handle := seat.handle
 	go func() {

@@ -13,6 +13,7 @@ import (
 
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/statedir"
 )
 
 // state is what a service keeps over restarts and reboots, in a file of the
@@ -33,9 +34,9 @@ type state struct {
 	// Claims are processes that were made members by run or register.
 	Claims []claim `json:"claims,omitempty"`
 	// Released are processes that unregister took out of their slot.
-	Released []process `json:"released,omitempty"`
+	Released []member.ID `json:"released,omitempty"`
 	// Keeper is the process that holds the anchors.
-	Keeper *process `json:"keeper,omitempty"`
+	Keeper *member.ID `json:"keeper,omitempty"`
 	// Adopted are devices that stay with a member by on_start.
 	Adopted []adopted `json:"adopted,omitempty"`
 }
@@ -43,7 +44,7 @@ type state struct {
 // seen is what a process was when it was first seen. Some programs write over
 // their arguments and their environment, and upgrades replace executables.
 type seen struct {
-	process
+	member.ID
 	Args         []string `json:"args"`
 	SlotVariable string   `json:"slot_variable,omitempty"`
 	// Exe is the path at which the host had the executable, which is File; "" where no rule asked.
@@ -53,12 +54,12 @@ type seen struct {
 
 // openedSockets are the registered sockets of a member, by cookie.
 type openedSockets struct {
-	process
+	member.ID
 	Cookies []uint64 `json:"cookies"`
 }
 
 type claim struct {
-	process
+	member.ID
 	Slot   int    `json:"slot"`
 	Source string `json:"source"` // run or register
 }
@@ -67,7 +68,7 @@ type claim struct {
 func loadState(path string) (s state, known bool, err error) {
 	data, err := os.ReadFile(path)
 	if errors.Is(err, os.ErrNotExist) {
-		s.BootID = bootID()
+		s.BootID = statedir.BootID()
 		return s, false, nil
 	}
 	if err != nil {
@@ -77,7 +78,7 @@ func loadState(path string) (s state, known bool, err error) {
 		return s, false, fault.WithHint(fmt.Errorf("read state %s: %w", path, err),
 			"remove the file: the nonce is also pinned, and members are found again")
 	}
-	if id := bootID(); s.BootID != id {
+	if id := statedir.BootID(); s.BootID != id {
 		s.BootID, s.Members, s.Sockets, s.Claims, s.Released, s.Keeper, s.Adopted = id, nil, nil, nil, nil, nil, nil
 	}
 	return s, true, nil
@@ -88,7 +89,7 @@ func (s *state) save(path string) error {
 	if err != nil {
 		return fmt.Errorf("save state: %w", err)
 	}
-	return writeFile(path, append(data, '\n'))
+	return statedir.Write(path, append(data, '\n'))
 }
 
 func newNonce() uint64 {

@@ -12,20 +12,21 @@ import (
 
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/statedir"
 )
 
 func TestStateRoundTrip(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "telemetry.json")
 	fresh, known, err := loadState(path)
-	if err != nil || known || fresh.BootID != bootID() || bootID() == "" {
+	if err != nil || known || fresh.BootID != statedir.BootID() || statedir.BootID() == "" {
 		t.Fatalf("no file: %+v %v %v", fresh, known, err)
 	}
 	uid := uint32(0)
 	s := state{
-		Nonce: 1<<64 - 1, ClaimedUID: &uid, BootID: bootID(),
-		Members:  []seen{{process{1, 2}, []string{"a", "b c"}, "3", "/usr/sbin/a", member.FileID{Device: 4, Inode: 5}}, {process{1, 3}, nil, "", "", member.FileID{}}},
-		Claims:   []claim{{process{4, 5}, 6, "run"}},
-		Released: []process{{7, 8}},
+		Nonce: 1<<64 - 1, ClaimedUID: &uid, BootID: statedir.BootID(),
+		Members:  []seen{{member.ID{PID: 1, StartTime: 2}, []string{"a", "b c"}, "3", "/usr/sbin/a", member.FileID{Device: 4, Inode: 5}}, {member.ID{PID: 1, StartTime: 3}, nil, "", "", member.FileID{}}},
+		Claims:   []claim{{member.ID{PID: 4, StartTime: 5}, 6, "run"}},
+		Released: []member.ID{{PID: 7, StartTime: 8}},
 	}
 	if err := s.save(path); err != nil {
 		t.Fatal(err)
@@ -40,7 +41,7 @@ func TestStateRoundTrip(t *testing.T) {
 	if err := s.save(path); err != nil {
 		t.Fatal(err)
 	}
-	want := state{Nonce: s.Nonce, ClaimedUID: &uid, BootID: bootID()}
+	want := state{Nonce: s.Nonce, ClaimedUID: &uid, BootID: statedir.BootID()}
 	if back, _, err := loadState(path); err != nil || !reflect.DeepEqual(back, want) {
 		t.Errorf("after a reboot: got %+v %v, want %+v", back, err, want)
 	}
@@ -75,13 +76,13 @@ func TestWriteFileIsAtomic(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "f")
 	contents := []string{strings.Repeat("a", 1<<16), strings.Repeat("b", 1<<15)}
-	if err := writeFile(path, []byte(contents[0])); err != nil {
+	if err := statedir.Write(path, []byte(contents[0])); err != nil {
 		t.Fatal(err)
 	}
 	done := make(chan error)
 	go func() {
 		for n := range 100 {
-			if err := writeFile(path, []byte(contents[n%2])); err != nil {
+			if err := statedir.Write(path, []byte(contents[n%2])); err != nil {
 				done <- err
 				return
 			}
@@ -117,14 +118,14 @@ func TestWriteFileFails(t *testing.T) {
 	if err := os.MkdirAll(filepath.Join(path, "full"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	err := writeFile(path, []byte("x"))
+	err := statedir.Write(path, []byte("x"))
 	if err == nil || !strings.HasPrefix(err.Error(), "write "+path+": ") {
 		t.Errorf("over a directory: %v", err)
 	}
 	if entries, _ := os.ReadDir(dir); len(entries) != 1 {
 		t.Errorf("left over: %v", entries)
 	}
-	if err := writeFile(filepath.Join(dir, "none", "f"), nil); err == nil {
+	if err := statedir.Write(filepath.Join(dir, "none", "f"), nil); err == nil {
 		t.Error("a file in no directory was written")
 	}
 }

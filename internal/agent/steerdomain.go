@@ -16,14 +16,17 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
+	"sockeye/internal/peer"
+	"sockeye/internal/rights"
 	"sockeye/internal/steer"
 )
 
 // steerHost is what the services share.
 type steerHost struct {
-	*host
+	*domain.Host
 	reserve reserve
 	systemd *serviceManager
 }
@@ -39,9 +42,9 @@ type steerDomain struct {
 }
 
 // newSteer returns the domain without any services.
-func newSteer(h *host) *steerDomain {
-	d := &steerDomain{host: &steerHost{host: h, systemd: findServiceManager()}, log: h.log, services: make(map[string]*service)}
-	h.addPrograms(d.programs)
+func newSteer(h *domain.Host) *steerDomain {
+	d := &steerDomain{host: &steerHost{Host: h, systemd: findServiceManager()}, log: h.Log, services: make(map[string]*service)}
+	h.AddPrograms(d.programs)
 	return d
 }
 
@@ -69,7 +72,7 @@ func (d *steerDomain) Start(policy *config.Policy) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.host.reserve.fill()
-	pinned, err := d.host.root.Services()
+	pinned, err := d.host.Root.Services()
 	if err != nil {
 		return err
 	}
@@ -112,7 +115,7 @@ func (d *steerDomain) open(c config.Service, devices *steer.DeviceMap) error {
 
 // removeLeftover ends a service that only its pins remember.
 func (d *steerDomain) removeLeftover(name string) error {
-	keepers, err := findKeepers(d.host.root.Dir, name, nil, pinnedRows(d.host.root.Dir))
+	keepers, err := findKeepers(d.host.Root.Dir, name, nil, pinnedRows(d.host.Root.Dir))
 	if err != nil {
 		return err
 	}
@@ -127,7 +130,7 @@ func (d *steerDomain) removeLeftover(name string) error {
 		}
 	}
 	d.log.Info("service removed, it is not in the policy", "service", name)
-	return bpf.Remove(d.host.root.Service(name))
+	return bpf.Remove(d.host.Root.Service(name))
 }
 
 // readDeviceMaps reads the device maps of a policy, by service. The agent's lock is not held: a large one
@@ -153,7 +156,7 @@ type serviceChange struct {
 
 // Plan compares the services of a policy with those in force, and checks that the host has what they
 // name.
-func (d *steerDomain) Plan(policy *config.Policy) ([]Step, error) {
+func (d *steerDomain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	if err := member.CheckUsers(policy); err != nil {
 		return nil, err
 	}
@@ -164,12 +167,12 @@ func (d *steerDomain) Plan(policy *config.Policy) ([]Step, error) {
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	var steps []Step
+	var steps []domain.Step
 	var changes []serviceChange
 	prepare := sync.OnceValues(func() (map[string]*target, error) { return d.targets(policy, changes) })
 	add := func(c serviceChange, what ...api.Change) {
 		changes = append(changes, c)
-		steps = append(steps, Step{Changes: what, Apply: func() (func() error, error) {
+		steps = append(steps, domain.Step{Changes: what, Apply: func() (func() error, error) {
 			targets, err := prepare()
 			if err != nil {
 				return nil, err
@@ -388,7 +391,7 @@ func ofService(name string, err error) error {
 }
 
 // Routes adds the requests about services, slots and devices.
-func (d *steerDomain) Routes(r *Router) {
+func (d *steerDomain) Routes(r *domain.Router) {
 	r.Get("/v1/slots", func(r *http.Request) (any, error) {
 		return collect(d, r, (*service).slots)
 	})
@@ -429,22 +432,22 @@ func (d *steerDomain) Routes(r *Router) {
 			return nil, err
 		}
 		// A caller makes itself a member, nobody else.
-		k := callerFrom(r)
-		slot, err := s.claim(k.self.PID, m.Slot, "run", k)
-		return api.Place{Membership: api.Membership{Service: s.config.Name, Slot: &slot, PID: k.self.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
+		k := peer.From(r)
+		slot, err := s.claim(k.ID.PID, m.Slot, "run", k)
+		return api.Place{Membership: api.Membership{Service: s.config.Name, Slot: &slot, PID: k.ID.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
 	})
 }
 
 func (d *steerDomain) membership(r *http.Request, root bool) (m api.Membership, s *service, err error) {
-	if callerFrom(r) == nil {
+	if peer.From(r) == nil {
 		return m, nil, &fault.Error{Err: errors.New("the caller is not known"), Code: fault.CodeNotPermitted}
 	}
 	if root {
-		if err := mustBeRoot(r); err != nil {
+		if err := peer.MustBeRoot(r); err != nil {
 			return m, nil, err
 		}
 	}
-	if err := decode(r, &m); err != nil {
+	if err := domain.Decode(r, &m); err != nil {
 		return m, nil, err
 	}
 	s, err = d.service(m.Service)
@@ -482,22 +485,22 @@ func (d *steerDomain) Status(status *api.Status) error {
 }
 
 // Needs lists the capabilities that the services of a policy need beyond those of the unit.
-func (d *steerDomain) Needs(policy *config.Policy) []Need { return SteerNeeds(policy) }
+func (d *steerDomain) Needs(policy *config.Policy) []rights.Need { return SteerNeeds(policy) }
 
 // SteerNeeds lists the capabilities that the services of a policy need beyond those of the unit.
-func SteerNeeds(policy *config.Policy) []Need {
-	var needs []Need
-	first := unprivilegedPorts()
+func SteerNeeds(policy *config.Policy) []rights.Need {
+	var needs []rights.Need
+	first := rights.FirstUnprivilegedPort()
 	for _, s := range policy.Services {
 		if s.Netns != "" {
-			needs = append(needs, Need{SysAdmin, "netns of service " + s.Name})
+			needs = append(needs, rights.Need{Right: rights.SysAdmin, For: "netns of service " + s.Name})
 		}
 		if s.Steering == config.Lookup {
 			continue // no socket of the agent's is bound
 		}
 		for _, l := range s.Listeners {
 			if l.Address.Port() < first {
-				needs = append(needs, Need{NetBindService, fmt.Sprintf("listener %s of service %s, which the agent holds", l, s.Name)})
+				needs = append(needs, rights.Need{Right: rights.NetBindService, For: fmt.Sprintf("listener %s of service %s, which the agent holds", l, s.Name)})
 			}
 		}
 	}

@@ -21,7 +21,10 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
+	"sockeye/internal/rights"
+	"sockeye/internal/scope"
 	"sockeye/internal/trace"
 	"sockeye/internal/trace/measure"
 )
@@ -36,7 +39,7 @@ type Tuning interface {
 
 // traceDomain carries out the trace rules of the policy.
 type traceDomain struct {
-	host   *host
+	host   *domain.Host
 	log    *slog.Logger
 	kernel *sendProbe
 	tuning Tuning
@@ -48,17 +51,17 @@ type traceDomain struct {
 
 // newTrace returns the domain without any rules. Cgroups are to be tuned before they are traced: the
 // domain is to be made after the tuning.
-func newTrace(h *host, tuning Tuning) *traceDomain {
-	d := &traceDomain{host: h, log: h.log, kernel: new(sendProbe), tuning: tuning, tracers: make(map[string]*tracer)}
-	h.addPrograms(d.programs)
-	h.watch.subscribe(d.cgroups, d.renew)
+func newTrace(h *domain.Host, tuning Tuning) *traceDomain {
+	d := &traceDomain{host: h, log: h.Log, kernel: new(sendProbe), tuning: tuning, tracers: make(map[string]*tracer)}
+	h.AddPrograms(d.programs)
+	h.Watch.Subscribe(d.cgroups, d.renew)
 	return d
 }
 
 // tracer keeps the tracing of one cgroup in step with the policy. Messages
 // never wait for it.
 type tracer struct {
-	host    *host
+	host    *domain.Host
 	log     *slog.Logger
 	name    string // of the cgroup in the policy
 	kernel  *sendProbe
@@ -88,7 +91,7 @@ type tracing struct {
 // traceScope is kept with the pins. They are adopted by those who want the same
 // rules.
 type traceScope struct {
-	cgroupScope
+	scope.Scope
 	Rules  string    `json:"rules"`  // hash
 	Groups int       `json:"groups"` // indexes
 	Since  time.Time `json:"since"`
@@ -142,14 +145,14 @@ func (d *traceDomain) openTracer(c traceChange) error {
 	t := d.newTracer(c)
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	dir := d.host.tracingDir(c.name)
+	dir := d.host.Root.Tracing(scope.PinName(c.name))
 	if data, err := bpf.ReadScope(dir); err == nil {
 		// A damaged record is made anew.
 		_ = json.Unmarshal(data, &t.scope)
 	}
 	if err := t.open(); err != nil {
 		t.release()
-		return ofTraced(c.name, fault.Join(err, bpf.RemoveTrace(dir), removeCreated([]cgroupScope{t.scope.cgroupScope})))
+		return ofTraced(c.name, fault.Join(err, bpf.RemoveTrace(dir), scope.RemoveCreated([]scope.Scope{t.scope.Scope})))
 	}
 	t.start()
 	d.tracers[c.name] = t
@@ -167,14 +170,14 @@ func (t *tracer) open() error {
 	}
 	if !slices.ContainsFunc(t.rules, func(r config.TraceRule) bool { return len(measured(r, t.skipped[r.Name])) > 0 }) {
 		t.problem = nothingLeft(t.rules, t.skipped)
-		return bpf.RemoveTrace(t.host.tracingDir(t.name))
+		return bpf.RemoveTrace(t.host.Root.Tracing(scope.PinName(t.name)))
 	}
 	if t.compiled, err = compileTrace(t.rules, t.services, t.skipped); err != nil {
 		return err
 	}
-	err = t.scope.open(t.host.cgroups, t.name)
+	err = t.scope.Open(t.host.Cgroups, t.name)
 	if errors.Is(err, fs.ErrNotExist) {
-		t.problem = noCgroup(t.name, "its messages are traced")
+		t.problem = scope.Absent(t.name, "its messages are traced")
 		return nil
 	}
 	if err != nil {
@@ -190,7 +193,7 @@ func (t *tracer) open() error {
 	if err != nil {
 		return err
 	}
-	c := bpf.TraceConfig{Dir: t.host.tracingDir(t.name), Cgroup: t.scope.Path, Rules: t.compiled,
+	c := bpf.TraceConfig{Dir: t.host.Root.Tracing(scope.PinName(t.name)), Cgroup: t.scope.Path, Rules: t.compiled,
 		Tuning: t.tuning, Send: t.measures(config.StageSend)}
 	// In a new tuning, a number is another rule's.
 	c.Adopt = t.scope.Rules == hash && (tuned == 0 || t.scope.Tuned == 0 || tuned == t.scope.Tuned)
@@ -387,7 +390,7 @@ func (p *sendProbe) probeSend() error {
 func (t *tracer) renew() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	path, err := t.host.cgroups.find(t.name)
+	path, err := t.host.Cgroups.Find(t.name)
 	wanted := t.wantedTuning()
 	if t.trace != nil && t.trace.Attached() && err == nil && path == t.scope.Path && t.tuning == wanted {
 		return
@@ -444,7 +447,7 @@ func (t *tracer) close() {
 func (t *tracer) end() error {
 	t.letGo(t.log)
 	t.release()
-	return bpf.RemoveTrace(t.host.tracingDir(t.name))
+	return bpf.RemoveTrace(t.host.Root.Tracing(scope.PinName(t.name)))
 }
 
 // letGo has the kernel forget that connections were chosen.
@@ -461,7 +464,7 @@ func (t *tracing) letGo(log *slog.Logger) {
 func (t *tracer) retire() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return fault.Join(t.end(), removeCreated([]cgroupScope{t.scope.cgroupScope}))
+	return fault.Join(t.end(), scope.RemoveCreated([]scope.Scope{t.scope.Scope}))
 }
 
 // asidePins ends the name of the folder of pins that others take the place of.
@@ -472,12 +475,12 @@ const asidePins = "_before"
 func (t *tracer) change(c traceChange) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	before, dir := t.tracing, t.host.tracingDir(t.name)
+	before, dir := t.tracing, t.host.Root.Tracing(scope.PinName(t.name))
 	aside := dir + asidePins
 	if err := fault.Join(bpf.RemoveTrace(aside), bpf.MoveTrace(dir, aside)); err != nil {
 		return err
 	}
-	t.tracing = tracing{rules: c.rules, services: c.services, scope: traceScope{cgroupScope: before.scope.cgroupScope}}
+	t.tracing = tracing{rules: c.rules, services: c.services, scope: traceScope{Scope: before.scope.Scope}}
 	if err := t.open(); err != nil {
 		t.release()
 		t.tracing = before
@@ -508,7 +511,7 @@ func (d *traceDomain) apply(c traceChange) (rollback func() error, err error) {
 
 // become gives a cgroup the rules of a change. If that fails, the cgroup has the rules that it had.
 func (d *traceDomain) become(c traceChange) error {
-	defer d.host.watch.look()
+	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	t := d.tracers[c.name]
@@ -593,7 +596,7 @@ func (d *traceDomain) Paths() map[string]string {
 func (t *tracer) again(cgroup string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if within(cgroup, t.scope.Path) || within(t.scope.Path, cgroup) {
+	if scope.Within(cgroup, t.scope.Path) || scope.Within(t.scope.Path, cgroup) {
 		t.adopt()
 	}
 }
@@ -615,12 +618,12 @@ func (d *traceDomain) Check(*config.Policy) error { return nil }
 
 // Plan compares the rules of a policy with those in force, and checks that the kernel can measure what
 // they ask for.
-func (d *traceDomain) Plan(policy *config.Policy) ([]Step, error) {
+func (d *traceDomain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	var steps []Step
+	var steps []domain.Step
 	add := func(c traceChange, changes []api.Change) {
-		steps = append(steps, Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
+		steps = append(steps, domain.Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
 	}
 	wanted := tracings(policy)
 	names := make([]string, len(wanted))
@@ -638,11 +641,11 @@ func (d *traceDomain) Plan(policy *config.Policy) ([]Step, error) {
 	}
 	for _, c := range wanted {
 		t := d.tracers[c.name]
-		if _, err := d.host.cgroups.find(c.name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		if _, err := d.host.Cgroups.Find(c.name); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return nil, ofTraced(c.name, err)
 		}
 		if t == nil {
-			if err := d.host.cgroups.mayCreate(c.name); err != nil {
+			if err := d.host.Cgroups.MayCreate(c.name); err != nil {
 				return nil, ofTraced(c.name, err)
 			}
 		}
@@ -657,7 +660,7 @@ func (d *traceDomain) Plan(policy *config.Policy) ([]Step, error) {
 			return nil, err
 		}
 		if t == nil {
-			changes := d.host.cgroups.added(c.name, "traced")
+			changes := d.host.Cgroups.Added(c.name, "traced")
 			for _, rule := range c.rules {
 				changes = append(changes, addedTrace(c.name, rule, skipped[rule.Name]))
 			}
@@ -733,7 +736,7 @@ func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][
 // Start removes what an earlier agent left of cgroups that are not in the policy, and traces those that
 // are.
 func (d *traceDomain) Start(policy *config.Policy) error {
-	defer d.host.watch.look()
+	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	wanted := tracings(policy)
@@ -754,24 +757,24 @@ func (d *traceDomain) Start(policy *config.Policy) error {
 }
 
 func (d *traceDomain) removeOthers(wanted []traceChange) error {
-	pinned, err := d.host.root.Tracings()
+	pinned, err := d.host.Root.Tracings()
 	if err != nil {
 		return err
 	}
 	for _, name := range pinned {
-		dir := d.host.root.Tracing(name)
-		if slices.ContainsFunc(wanted, func(c traceChange) bool { return d.host.tracingDir(c.name) == dir }) {
+		dir := d.host.Root.Tracing(name)
+		if slices.ContainsFunc(wanted, func(c traceChange) bool { return d.host.Root.Tracing(scope.PinName(c.name)) == dir }) {
 			continue
 		}
-		var scope traceScope
+		var left traceScope
 		if data, err := bpf.ReadScope(dir); err == nil {
 			// Without its record there is nothing more to remove.
-			_ = json.Unmarshal(data, &scope)
+			_ = json.Unmarshal(data, &left)
 		}
-		if err := fault.Join(d.forget(dir, scope), removeCreated([]cgroupScope{scope.cgroupScope})); err != nil {
+		if err := fault.Join(d.forget(dir, left), scope.RemoveCreated([]scope.Scope{left.Scope})); err != nil {
 			return err
 		}
-		d.log.Info("tracing removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
+		d.log.Info("tracing removed, it is not in the policy", "cgroup", cmp.Or(left.Cgroup, name))
 	}
 	return nil
 }
@@ -811,15 +814,15 @@ func ofTraced(name string, err error) error {
 }
 
 // TraceNeeds lists the capabilities that the trace rules of a policy need beyond those of the unit.
-func TraceNeeds(policy *config.Policy) []Need {
-	var needs []Need
+func TraceNeeds(policy *config.Policy) []rights.Need {
+	var needs []rights.Need
 	for _, r := range policy.Trace {
-		if createsCgroup(r.Cgroup) {
-			needs = append(needs, Need{DACOverride, "cgroup " + r.Cgroup + " of trace rule " + r.Name + ", which the agent creates where there is none"})
+		if scope.Creates(r.Cgroup) {
+			needs = append(needs, rights.Need{Right: rights.DACOverride, For: "cgroup " + r.Cgroup + " of trace rule " + r.Name + ", which the agent creates where there is none"})
 		}
 	}
 	return needs
 }
 
 // Needs lists the capabilities that the trace rules of a policy need beyond those of the unit.
-func (d *traceDomain) Needs(policy *config.Policy) []Need { return TraceNeeds(policy) }
+func (d *traceDomain) Needs(policy *config.Policy) []rights.Need { return TraceNeeds(policy) }

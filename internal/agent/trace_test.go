@@ -25,6 +25,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
 )
 
@@ -132,7 +133,7 @@ func TestTraceKilledBetween(t *testing.T) {
 	pins := testenv.BPFFS(t) + "/sockeye"
 	a := testAgent(t, t.TempDir(), pins)
 	a.begin(t, policyText(tracePolicy))
-	dir := a.host.tracingDir(testenv.CgroupPath() + "/telemetry")
+	dir := a.host.Root.Tracing(scope.PinName(testenv.CgroupPath() + "/telemetry"))
 	a.stop()
 	if err := bpf.MoveTrace(dir, dir+asidePins); err != nil {
 		t.Fatal(err)

@@ -15,6 +15,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
 )
 
@@ -181,7 +182,7 @@ func TestTraceNothingThatThisKernelCan(t *testing.T) {
 		t.Errorf("%+v", c)
 	}
 	checkNothingLeft(t, &fault.Error{Err: errors.New(c.Problem), Hint: c.Hint, Code: fault.CodeUnsupported}, first)
-	if left, err := bpf.Pinned(a.host.tracingDir(testenv.CgroupPath())); left || err != nil {
+	if left, err := bpf.Pinned(a.host.Root.Tracing(scope.PinName(testenv.CgroupPath()))); left || err != nil {
 		t.Errorf("pins: %v", err)
 	}
 	// A policy that it can heals it.

@@ -422,15 +422,15 @@ func (d *traceDomain) connectionOf(q url.Values) (*sockets.Socket, error) {
 		}
 		socket, err = sockets.Take(pid, fd)
 	} else {
-		local, failed := parseEnd("local", q.Get("local"))
+		local, failed := api.ParseEndpoint("local", q.Get("local"))
 		if failed != nil {
 			return nil, failed
 		}
-		remote, failed := parseEnd("remote", q.Get("remote"))
+		remote, failed := api.ParseEndpoint("remote", q.Get("remote"))
 		if failed != nil {
 			return nil, failed
 		}
-		socket, err = sockets.Find(d.host.cgroups.Mount, local, remote)
+		socket, err = sockets.Find(d.host.Cgroups.Mount, local, remote)
 	}
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fault.Usage(err, packetsHint)

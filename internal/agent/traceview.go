@@ -20,7 +20,9 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
+	"sockeye/internal/peer"
 	"sockeye/internal/trace/measure"
 )
 
@@ -50,7 +52,7 @@ func (t *tracer) names() measure.Names {
 	if t.tuning != "" {
 		tuned = t.rulesOf.RuleNames(t.name)
 	}
-	cgroups := sync.OnceValue(func() map[uint64]string { return t.host.cgroups.names(t.scope.Path) })
+	cgroups := sync.OnceValue(func() map[uint64]string { return t.host.Cgroups.Names(t.scope.Path) })
 	return measure.Names{
 		Rules: t.rules, Services: t.services,
 		TuneRule: func(id uint32) string { return tuned[id] },
@@ -93,7 +95,7 @@ func (t *tracer) status() (api.TracedCgroup, error) {
 	}
 	groups := make(map[uint32]int)
 	if t.trace != nil {
-		s.Path, s.Since = t.scope.below(t.host.cgroups), t.scope.Since
+		s.Path, s.Since = t.scope.Below(t.host.Cgroups), t.scope.Since
 		s.Programs, s.Memory = t.trace.Programs(), t.trace.Memory()
 		keys, err := t.trace.Groups()
 		if err != nil {
@@ -309,13 +311,13 @@ func (t *tracer) slowest() ([]measure.Sample, error) {
 }
 
 // Routes adds the requests about tracing.
-func (d *traceDomain) Routes(r *Router) {
+func (d *traceDomain) Routes(r *domain.Router) {
 	r.Get("/v1/trace", func(r *http.Request) (any, error) { return d.Cgroups(r.URL.Query().Get("cgroup")) })
 	r.Get("/v1/trace/results", func(r *http.Request) (any, error) { return d.Results(r.URL.Query()) })
 	r.Get("/v1/trace/history", func(r *http.Request) (any, error) { return d.History(r.URL.Query()) })
 	r.Get("/v1/trace/slow", func(r *http.Request) (any, error) {
 		// Addresses of connections are nobody's business but root's.
-		if err := mustBeRoot(r); err != nil {
+		if err := peer.MustBeRoot(r); err != nil {
 			return nil, err
 		}
 		return d.Slow(r.URL.Query())
@@ -325,7 +327,7 @@ func (d *traceDomain) Routes(r *Router) {
 		"/v1/trace/packets": d.streamPackets,
 	} {
 		r.Stream(path, func(w http.ResponseWriter, r *http.Request) error {
-			if err := mustBeRoot(r); err != nil {
+			if err := peer.MustBeRoot(r); err != nil {
 				return err
 			}
 			return answer(r.Context(), w, r.URL.Query())

@@ -16,14 +16,17 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
+	"sockeye/internal/rights"
+	"sockeye/internal/scope"
 	"sockeye/internal/tune"
 )
 
 // tuner keeps the tuning of one cgroup in step with the policy. Connections
 // never wait for it.
 type tuner struct {
-	host   *host
+	host   *domain.Host
 	log    *slog.Logger
 	kernel *optionProbe
 	name   string // of the cgroup in the policy
@@ -32,7 +35,7 @@ type tuner struct {
 	rules    []config.TuneRule
 	services []config.Service
 	skipped  map[string][]api.TuneSkipped // by rule
-	scope    cgroupScope
+	scope    scope.Scope
 	tune     *bpf.Tune // nil while there is no such cgroup
 	idle     *bpf.Tune // with the rules in force, of the cgroup that was there before; or nil
 	problem  error
@@ -40,7 +43,7 @@ type tuner struct {
 
 // tuneDomain carries out the tune rules of the policy.
 type tuneDomain struct {
-	host   *host
+	host   *domain.Host
 	log    *slog.Logger
 	kernel *optionProbe
 
@@ -49,10 +52,10 @@ type tuneDomain struct {
 }
 
 // newTune returns the domain without any rules.
-func newTune(h *host) *tuneDomain {
-	d := &tuneDomain{host: h, log: h.log, kernel: &optionProbe{host: h}, tuners: make(map[string]*tuner)}
-	h.addPrograms(d.programs)
-	h.watch.subscribe(d.cgroups, d.renew)
+func newTune(h *domain.Host) *tuneDomain {
+	d := &tuneDomain{host: h, log: h.Log, kernel: &optionProbe{host: h}, tuners: make(map[string]*tuner)}
+	h.AddPrograms(d.programs)
+	h.Watch.Subscribe(d.cgroups, d.renew)
 	return d
 }
 
@@ -73,7 +76,7 @@ func (d *tuneDomain) openTuner(c tuneChange) (*tuner, error) {
 	t := d.newTuner(c.name)
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	dir := d.host.tuningDir(c.name)
+	dir := d.host.Root.Tuning(scope.PinName(c.name))
 	pinned, err := bpf.Pinned(dir)
 	if err != nil {
 		return nil, err
@@ -86,7 +89,7 @@ func (d *tuneDomain) openTuner(c tuneChange) (*tuner, error) {
 	if err := t.open(); err != nil {
 		t.release()
 		if !pinned {
-			err = fault.Join(err, bpf.RemoveTune(dir), removeCreated([]cgroupScope{t.scope}))
+			err = fault.Join(err, bpf.RemoveTune(dir), scope.RemoveCreated([]scope.Scope{t.scope}))
 		}
 		return nil, err
 	}
@@ -97,9 +100,9 @@ func (d *tuneDomain) openTuner(c tuneChange) (*tuner, error) {
 // there is waited for.
 func (t *tuner) open() error {
 	t.problem = nil
-	err := t.scope.open(t.host.cgroups, t.name)
+	err := t.scope.Open(t.host.Cgroups, t.name)
 	if errors.Is(err, fs.ErrNotExist) {
-		t.problem = noCgroup(t.name, "its connections are tuned")
+		t.problem = scope.Absent(t.name, "its connections are tuned")
 		return nil
 	}
 	if err != nil {
@@ -115,7 +118,7 @@ func (t *tuner) open() error {
 		t.log.Debug("program loaded again", "reason", err)
 		idle.Close()
 	}
-	t.tune, err = bpf.OpenTune(bpf.TuneConfig{Dir: t.host.tuningDir(t.name), Cgroup: t.scope.Path,
+	t.tune, err = bpf.OpenTune(bpf.TuneConfig{Dir: t.host.Root.Tuning(scope.PinName(t.name)), Cgroup: t.scope.Path,
 		Ready: func(opened *bpf.Tune) error {
 			return fault.Join(t.record(opened), t.installIn(opened, t.rules, t.services))
 		}})
@@ -176,7 +179,7 @@ func compileTune(rules []config.TuneRule, services []config.Service, skipped map
 func (t *tuner) renew(others []tuneChange) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	path, err := t.host.cgroups.find(t.name)
+	path, err := t.host.Cgroups.Find(t.name)
 	if t.inForce() && err == nil && path == t.scope.Path {
 		return
 	}
@@ -203,7 +206,7 @@ func (t *tuner) inForce() bool {
 func (t *tuner) reopen(others []tuneChange) error {
 	for _, other := range others {
 		// A unit may start anywhere.
-		if err := checkNested(t.host.cgroups, []tuneChange{{name: t.name}, other}); err != nil {
+		if err := checkNested(t.host.Cgroups, []tuneChange{{name: t.name}, other}); err != nil {
 			return err
 		}
 	}
@@ -244,15 +247,15 @@ func (t *tuner) retire() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.release()
-	if err := bpf.RemoveTune(t.host.tuningDir(t.name)); err != nil {
+	if err := bpf.RemoveTune(t.host.Root.Tuning(scope.PinName(t.name))); err != nil {
 		return err
 	}
-	return removeCreated([]cgroupScope{t.scope})
+	return scope.RemoveCreated([]scope.Scope{t.scope})
 }
 
 // apply carries a change out, and returns how to roll it back.
 func (d *tuneDomain) apply(c tuneChange) (rollback func() error, err error) {
-	defer d.host.watch.look()
+	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	before := tuneChange{name: c.name}
@@ -260,7 +263,7 @@ func (d *tuneDomain) apply(c tuneChange) (rollback func() error, err error) {
 		before.rules, before.services = t.rules, t.services
 	}
 	rollback = func() error {
-		defer d.host.watch.look()
+		defer d.host.Watch.Look()
 		d.mu.Lock()
 		defer d.mu.Unlock()
 		return d.become(before)
@@ -303,7 +306,7 @@ func (d *tuneDomain) Check(*config.Policy) error { return nil }
 // Start removes what an earlier agent left of cgroups that are not in the policy, and tunes those that
 // are.
 func (d *tuneDomain) Start(policy *config.Policy) error {
-	defer d.host.watch.look()
+	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	wanted := tunings(policy)
@@ -311,7 +314,7 @@ func (d *tuneDomain) Start(policy *config.Policy) error {
 		return err
 	}
 	for _, c := range wanted {
-		err := checkNested(d.host.cgroups, wanted)
+		err := checkNested(d.host.Cgroups, wanted)
 		if err == nil {
 			err = d.open(c)
 		}
@@ -329,24 +332,24 @@ func (d *tuneDomain) Start(policy *config.Policy) error {
 }
 
 func (d *tuneDomain) removeOthers(wanted []tuneChange) error {
-	pinned, err := d.host.root.Tunings()
+	pinned, err := d.host.Root.Tunings()
 	if err != nil {
 		return err
 	}
 	for _, name := range pinned {
-		dir := d.host.root.Tuning(name)
-		if slices.ContainsFunc(wanted, func(c tuneChange) bool { return d.host.tuningDir(c.name) == dir }) {
+		dir := d.host.Root.Tuning(name)
+		if slices.ContainsFunc(wanted, func(c tuneChange) bool { return d.host.Root.Tuning(scope.PinName(c.name)) == dir }) {
 			continue
 		}
-		var scope cgroupScope
+		var left scope.Scope
 		if data, err := bpf.ReadScope(dir); err == nil {
 			// Without its record there is nothing more to remove.
-			_ = json.Unmarshal(data, &scope)
+			_ = json.Unmarshal(data, &left)
 		}
-		if err := fault.Join(bpf.RemoveTune(dir), removeCreated([]cgroupScope{scope})); err != nil {
+		if err := fault.Join(bpf.RemoveTune(dir), scope.RemoveCreated([]scope.Scope{left})); err != nil {
 			return err
 		}
-		d.log.Info("tuning removed, it is not in the policy", "cgroup", cmp.Or(scope.Cgroup, name))
+		d.log.Info("tuning removed, it is not in the policy", "cgroup", cmp.Or(left.Cgroup, name))
 	}
 	return nil
 }
@@ -417,7 +420,7 @@ func (d *tuneDomain) Pins(cgroup string) string {
 	if t == nil || t.path() == "" {
 		return ""
 	}
-	return d.host.tuningDir(cgroup)
+	return d.host.Root.Tuning(scope.PinName(cgroup))
 }
 
 // RuleNames are the names of all rules that connections of a cgroup may have, by number.
@@ -444,15 +447,15 @@ func ofCgroup(name string, err error) error {
 }
 
 // TuneNeeds lists the capabilities that the tune rules of a policy need beyond those of the unit.
-func TuneNeeds(policy *config.Policy) []Need {
-	var needs []Need
+func TuneNeeds(policy *config.Policy) []rights.Need {
+	var needs []rights.Need
 	for _, r := range policy.Tune {
-		if createsCgroup(r.Cgroup) {
-			needs = append(needs, Need{DACOverride, "cgroup " + r.Cgroup + " of tune rule " + r.Name + ", which the agent creates where there is none"})
+		if scope.Creates(r.Cgroup) {
+			needs = append(needs, rights.Need{Right: rights.DACOverride, For: "cgroup " + r.Cgroup + " of tune rule " + r.Name + ", which the agent creates where there is none"})
 		}
 	}
 	return needs
 }
 
 // Needs lists the capabilities that the tune rules of a policy need beyond those of the unit.
-func (d *tuneDomain) Needs(policy *config.Policy) []Need { return TuneNeeds(policy) }
+func (d *tuneDomain) Needs(policy *config.Policy) []rights.Need { return TuneNeeds(policy) }

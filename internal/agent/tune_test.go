@@ -11,6 +11,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/fault"
+	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
 )
 
@@ -126,7 +127,7 @@ func TestSlicePath(t *testing.T) {
 	for name, want := range map[string]string{
 		"-.slice": "/", "a.slice": "/a.slice", "a-b.slice": "/a.slice/a-b.slice", "a-b-c.slice": "/a.slice/a-b.slice/a-b-c.slice",
 	} {
-		if got := slicePath(name); got != want {
+		if got := scope.SlicePath(name); got != want {
 			t.Errorf("%s: %s, want %s", name, got, want)
 		}
 	}

@@ -19,7 +19,9 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/match"
+	"sockeye/internal/scope"
 	"sockeye/internal/sockets"
+	"sockeye/internal/statedir"
 	"sockeye/internal/tune"
 )
 
@@ -51,7 +53,7 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *sockets.Socket, erro
 		if errPID != nil || errFD != nil || pid <= 0 || fd < 0 {
 			return nil, nil, fault.Usage(fmt.Errorf("%q is no socket", q.Get("pid")+":"+q.Get("fd")), "as in 812:7, process and descriptor")
 		}
-		path, err := cgroupOf(pid)
+		path, err := scope.Of(pid)
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil, nil, fault.Usage(fmt.Errorf("there is no process %d", pid), socketHint)
 		}
@@ -68,11 +70,11 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *sockets.Socket, erro
 		}
 		return tuners[i], socket, err
 	}
-	local, err := parseEnd("local", q.Get("local"))
+	local, err := api.ParseEndpoint("local", q.Get("local"))
 	if err != nil {
 		return nil, nil, err
 	}
-	remote, err := parseEnd("remote", q.Get("remote"))
+	remote, err := api.ParseEndpoint("remote", q.Get("remote"))
 	if err != nil {
 		return nil, nil, err
 	}
@@ -105,7 +107,7 @@ func (t *tuner) path() string {
 // or below it.
 func (t *tuner) holds(cgroup string) bool {
 	path := t.path()
-	below, err := filepath.Rel(path, filepath.Join(t.host.cgroups.Mount, cgroup))
+	below, err := filepath.Rel(path, filepath.Join(t.host.Cgroups.Mount, cgroup))
 	return path != "" && err == nil && below != ".." && !strings.HasPrefix(below, "../")
 }
 
@@ -175,7 +177,7 @@ type liveState struct {
 }
 
 func (t *tuner) livePath() string {
-	return filepath.Join(t.host.stateDir, "."+filepath.Base(t.host.tuningDir(t.name))+".live.json")
+	return filepath.Join(t.host.StateDir, "."+filepath.Base(t.host.Root.Tuning(scope.PinName(t.name)))+".live.json")
 }
 
 func (t *tuner) loadLive() (tune.Saved, error) {
@@ -190,7 +192,7 @@ func (t *tuner) loadLive() (tune.Saved, error) {
 	if err := json.Unmarshal(data, &kept); err != nil {
 		return nil, fault.WithHint(fmt.Errorf("read values before, %s: %w", t.livePath(), err), "remove the file; what was applied live stays then")
 	}
-	if kept.BootID != bootID() || kept.Saved == nil {
+	if kept.BootID != statedir.BootID() || kept.Saved == nil {
 		return make(tune.Saved), nil
 	}
 	return kept.Saved, nil
@@ -203,11 +205,11 @@ func (t *tuner) saveLive(saved tune.Saved) error {
 		}
 		return nil
 	}
-	data, err := json.Marshal(liveState{bootID(), saved})
+	data, err := json.Marshal(liveState{statedir.BootID(), saved})
 	if err != nil {
 		return err
 	}
-	return writeFile(t.livePath(), append(data, '\n'))
+	return statedir.Write(t.livePath(), append(data, '\n'))
 }
 
 func newTuneLive() *api.TuneLive {

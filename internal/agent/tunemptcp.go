@@ -16,6 +16,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/match"
+	"sockeye/internal/netns"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/sockets"
 	"sockeye/internal/tune"
@@ -91,9 +92,9 @@ func diagOf(s *sockets.Socket) (conn *sockdiag.Conn, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("find its network namespace: %w", err)
 	}
-	netns := os.NewFile(uintptr(fd), fmt.Sprintf("of pid %d", s.PID))
-	defer netns.Close()
-	theirs, err := netns.Stat()
+	network := os.NewFile(uintptr(fd), fmt.Sprintf("of pid %d", s.PID))
+	defer network.Close()
+	theirs, err := network.Stat()
 	if err != nil {
 		return nil, fmt.Errorf("find its network namespace: %w", err)
 	}
@@ -101,11 +102,11 @@ func diagOf(s *sockets.Socket) (conn *sockdiag.Conn, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("find network namespace: %w", err)
 	}
-	where := netns
+	where := network
 	if os.SameFile(theirs, ours) {
 		where = nil
 	}
-	err = inNetns(where, func() error {
+	err = netns.Do(where, func() error {
 		conn, err = sockdiag.Open()
 		return err
 	})

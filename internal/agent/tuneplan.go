@@ -12,6 +12,9 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
+	"sockeye/internal/format"
+	"sockeye/internal/scope"
 )
 
 // tunings splits the rules of a policy by cgroup.
@@ -30,15 +33,15 @@ func tunings(policy *config.Policy) []tuneChange {
 
 // Plan compares the rules of a policy with those in force, and checks that the kernel can set what they
 // ask for.
-func (d *tuneDomain) Plan(policy *config.Policy) ([]Step, error) {
+func (d *tuneDomain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	var steps []Step
+	var steps []domain.Step
 	add := func(c tuneChange, changes []api.Change) {
-		steps = append(steps, Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
+		steps = append(steps, domain.Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
 	}
 	wanted := tunings(policy)
-	if err := checkNested(d.host.cgroups, wanted); err != nil {
+	if err := checkNested(d.host.Cgroups, wanted); err != nil {
 		return nil, err
 	}
 	for _, name := range slices.Sorted(maps.Keys(d.tuners)) {
@@ -53,7 +56,7 @@ func (d *tuneDomain) Plan(policy *config.Policy) ([]Step, error) {
 	for _, c := range wanted {
 		t := d.tuners[c.name]
 		if t == nil {
-			if err := d.host.cgroups.mayCreate(c.name); err != nil {
+			if err := d.host.Cgroups.MayCreate(c.name); err != nil {
 				return nil, ofCgroup(c.name, err)
 			}
 		}
@@ -65,7 +68,7 @@ func (d *tuneDomain) Plan(policy *config.Policy) ([]Step, error) {
 			return nil, ofCgroup(c.name, err)
 		}
 		if t == nil {
-			changes := d.host.cgroups.added(c.name, "tuned")
+			changes := d.host.Cgroups.Added(c.name, "tuned")
 			for _, rule := range c.rules {
 				changes = append(changes, addedRule(c.name, rule))
 			}
@@ -148,7 +151,7 @@ func changedRules(cgroup string, from, to []config.TuneRule) []api.Change {
 			{"optional", fmt.Sprint(old.Optional), fmt.Sprint(rule.Optional)},
 		} {
 			if part.from != part.to {
-				parts = append(parts, fmt.Sprintf("%s: %s -> %s", part.what, orNone(part.from), orNone(part.to)))
+				parts = append(parts, fmt.Sprintf("%s: %s -> %s", part.what, format.OrNone(part.from), format.OrNone(part.to)))
 			}
 		}
 		if len(parts) == 0 && !reflect.DeepEqual(old, rule) {
@@ -182,7 +185,7 @@ func changedSettings(from, to config.TuneRule) []string {
 		}
 	}
 	if a, b := config.FormatTag(from.Tag), config.FormatTag(to.Tag); a != b {
-		changed = append(changed, fmt.Sprintf("tag: %s -> %s", orNone(a), orNone(b)))
+		changed = append(changed, fmt.Sprintf("tag: %s -> %s", format.OrNone(a), format.OrNone(b)))
 	}
 	return changed
 }
@@ -197,18 +200,18 @@ func textOf[T any](v *T) string {
 // CheckNested refuses a policy that tunes cgroups of which one holds another, as far
 // as that is known: by their paths, and of units by where they are on this host.
 func CheckNested(policy *config.Policy) error {
-	mount, err := CgroupMount()
+	mount, err := scope.Mount()
 	if err != nil {
 		mount = "/nonexistent" // paths and slices are known without a host
 	}
-	return checkNested(cgroupTree{mount}, tunings(policy))
+	return checkNested(scope.Tree{Mount: mount}, tunings(policy))
 }
 
 // checkNested refuses cgroups of which one holds another.
-func checkNested(tree cgroupTree, all []tuneChange) error {
+func checkNested(tree scope.Tree, all []tuneChange) error {
 	names := make([]string, len(all))
 	for i, c := range all {
 		names[i] = c.name
 	}
-	return ofNested(tree.checkNested(names...))
+	return ofNested(tree.CheckNested(names...))
 }

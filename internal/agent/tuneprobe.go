@@ -17,13 +17,16 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
+	"sockeye/internal/rights"
+	"sockeye/internal/scope"
 	"sockeye/internal/tune"
 )
 
 // optionProbe finds out, once, what the kernel can set.
 type optionProbe struct {
-	host *host
+	host *domain.Host
 
 	mu     sync.Mutex
 	probed map[string]error // by option; nil before the kernel was asked
@@ -97,11 +100,11 @@ func (p *optionProbe) probe() (map[string]error, error) {
 // probeOptions probes in the agent's own cgroup, which it needs no right to
 // write to.
 func (p *optionProbe) probeOptions() (map[string]error, error) {
-	own, err := cgroupOf(os.Getpid())
+	own, err := scope.Of(os.Getpid())
 	if err != nil {
 		return nil, err
 	}
-	return tune.Probe(filepath.Join(p.host.cgroups.Mount, own), p.host.root.Dir)
+	return tune.Probe(filepath.Join(p.host.Cgroups.Mount, own), p.host.Root.Dir)
 }
 
 // unsupported lists the options that the running kernel cannot set.
@@ -123,19 +126,19 @@ func (p *optionProbe) unsupported() ([]api.TuneSkipped, error) {
 // leaves nothing behind.
 func ProbeOptions() (_ []api.TuneSkipped, err error) {
 	const bpffs = "/sys/fs/bpf"
-	if missing, err := missingCapabilities(); err != nil {
+	if missing, err := rights.Missing(); err != nil {
 		return nil, err
 	} else if len(missing) > 0 {
 		return nil, &fault.Error{Err: fmt.Errorf("try options: missing %s", strings.Join(missing, ", ")), Hint: "run as root", Code: fault.CodeNotPermitted}
 	}
-	if !isBPFFS(bpffs) {
+	if !bpf.IsBPFFS(bpffs) {
 		return nil, &fault.Error{Err: fmt.Errorf("try options: %s is no bpffs", bpffs), Hint: "mount -t bpf bpf " + bpffs, Code: fault.CodeFailed}
 	}
 	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
 	if err := rlimit.RemoveMemlock(); err != nil {
 		return nil, fmt.Errorf("raise RLIMIT_MEMLOCK: %w", err)
 	}
-	cgroups, err := CgroupMount()
+	cgroups, err := scope.Mount()
 	if err != nil {
 		return nil, err
 	}
@@ -144,7 +147,7 @@ func ProbeOptions() (_ []api.TuneSkipped, err error) {
 		return nil, fmt.Errorf("try options: %w", err)
 	}
 	defer func() { err = fault.Join(err, os.RemoveAll(dir)) }()
-	p := &optionProbe{host: &host{root: &bpf.Root{Dir: dir}, cgroups: cgroupTree{cgroups}}}
+	p := &optionProbe{host: &domain.Host{Root: &bpf.Root{Dir: dir}, Cgroups: scope.Tree{Mount: cgroups}}}
 	return p.unsupported()
 }
 

@@ -20,8 +20,11 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/match"
+	"sockeye/internal/peer"
+	"sockeye/internal/scope"
 	"sockeye/internal/tune"
 	"sockeye/internal/tune/trial"
 )
@@ -100,7 +103,7 @@ func (d *tuneDomain) Cgroups(cgroup string) ([]api.TuneStatus, error) {
 	if err != nil {
 		return nil, err
 	}
-	own, err := d.host.ownPrograms()
+	own, err := d.host.OwnPrograms()
 	if err != nil {
 		return nil, err
 	}
@@ -124,7 +127,7 @@ func (t *tuner) status(own []uint32) (api.TuneStatus, error) {
 		s.Problem, s.Hint = fault.Message(t.problem), fault.Hint(t.problem)
 	}
 	if t.tune != nil {
-		s.Path = t.scope.below(t.host.cgroups)
+		s.Path = t.scope.Below(t.host.Cgroups)
 		var err error
 		if s.Foreign, err = t.foreign(own); err != nil {
 			return s, err
@@ -248,7 +251,7 @@ func (t *tuner) foreign(own []uint32) ([]api.TuneForeign, error) {
 			if order == "after" {
 				effect = "may override " + strings.Join(t.exposed(), ", ")
 			}
-			name := t.host.cgroups.below(dir)
+			name := t.host.Cgroups.Below(dir)
 			list = append(list, api.TuneForeign{ID: id, Cgroup: name, Order: order, Effect: effect})
 		}
 	}
@@ -265,7 +268,7 @@ func (t *tuner) foreign(own []uint32) ([]api.TuneForeign, error) {
 			ids = ids[at+1:]
 		}
 		add(dir, "after", ids)
-		if dir == t.host.cgroups.Mount || len(dir) <= len(t.host.cgroups.Mount) {
+		if dir == t.host.Cgroups.Mount || len(dir) <= len(t.host.Cgroups.Mount) {
 			break
 		}
 	}
@@ -277,7 +280,7 @@ func (t *tuner) foreign(own []uint32) ([]api.TuneForeign, error) {
 		if err != nil {
 			return err
 		}
-		if seen++; seen > maxBelow {
+		if seen++; seen > scope.MaxBelow {
 			return filepath.SkipAll
 		}
 		ids, err := bpf.SockOps(path)
@@ -307,10 +310,10 @@ func (t *tuner) exposed() []string {
 func tuneQuestion(r *http.Request) (questions []match.Question, err error) {
 	q := r.URL.Query()
 	var base match.Question
-	if base.Local, err = parseEnd("local", q.Get("local")); err != nil {
+	if base.Local, err = api.ParseEndpoint("local", q.Get("local")); err != nil {
 		return nil, err
 	}
-	if base.Remote, err = parseEnd("remote", q.Get("remote")); err != nil {
+	if base.Remote, err = api.ParseEndpoint("remote", q.Get("remote")); err != nil {
 		return nil, err
 	}
 	if base.Local.Addr().Is4() != base.Remote.Addr().Is4() {
@@ -502,7 +505,7 @@ func (d *tuneDomain) Status(status *api.Status) error {
 }
 
 // Routes adds the requests about tuning.
-func (d *tuneDomain) Routes(r *Router) {
+func (d *tuneDomain) Routes(r *domain.Router) {
 	r.Get("/v1/tune", func(r *http.Request) (any, error) { return d.Cgroups(r.URL.Query().Get("cgroup")) })
 	r.Get("/v1/tune/options", func(*http.Request) (any, error) { return d.Options() })
 	r.Get("/v1/tune/explain", func(r *http.Request) (any, error) {
@@ -514,7 +517,7 @@ func (d *tuneDomain) Routes(r *Router) {
 	})
 	r.Get("/v1/tune/socket", func(r *http.Request) (any, error) {
 		// What a process has open is nobody's business but root's.
-		if err := mustBeRoot(r); err != nil {
+		if err := peer.MustBeRoot(r); err != nil {
 			return nil, err
 		}
 		return d.Socket(r)
@@ -522,11 +525,11 @@ func (d *tuneDomain) Routes(r *Router) {
 	r.Get("/v1/tune/trial", func(r *http.Request) (any, error) { return d.Trial(r.URL.Query().Get("rule")) })
 	r.Get("/v1/tune/learned", func(r *http.Request) (any, error) { return d.Learned(r.URL.Query().Get("rule")) })
 	r.Post("/v1/tune/revert", func(r *http.Request) (any, error) {
-		if err := mustBeRoot(r); err != nil {
+		if err := peer.MustBeRoot(r); err != nil {
 			return nil, err
 		}
 		var which api.TuneRevert
-		if err := decode(r, &which); err != nil {
+		if err := domain.Decode(r, &which); err != nil {
 			return nil, err
 		}
 		return d.Revert(which)

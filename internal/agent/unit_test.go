@@ -17,6 +17,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
 )
 
@@ -110,7 +111,7 @@ func TestUnitsOfUser(t *testing.T) {
 	}
 	// More of theirs, now that the system's are there.
 	mkdir(userUnit + "more.slice/nfacctd@1.service")
-	a.host.watch.look()
+	a.host.Watch.Look()
 	status, err := a.Status()
 	if err != nil {
 		t.Fatal(err)
@@ -127,7 +128,7 @@ func TestUnitsOfUser(t *testing.T) {
 
 func TestFindUnit(t *testing.T) {
 	root, mkdir := newTree(t)
-	h := cgroupTree{root}
+	h := scope.Tree{Mount: root}
 	for _, path := range []string{
 		"a.slice/a-b.slice/x.service", "a-b.slice/y.service", "a.slice/b.slice/y.service", "_cpu.service", "one.slice/twice.service", "two.slice/twice.service",
 		"-.slice/z.service", "system.slice/x.service.d/z.service",
@@ -138,7 +139,7 @@ func TestFindUnit(t *testing.T) {
 		"a.slice": "a.slice", "a-b.slice": "a.slice/a-b.slice", "b.slice": "", "x.service": "a.slice/a-b.slice/x.service", "y.service": "",
 		"cpu.service": "_cpu.service", "z.service": "", "-.slice": ".", "/a-b.slice": "a-b.slice",
 	} {
-		path, err := h.find(name)
+		path, err := h.Find(name)
 		if want == "" && errors.Is(err, fs.ErrNotExist) {
 			continue
 		}
@@ -146,7 +147,7 @@ func TestFindUnit(t *testing.T) {
 			t.Errorf("%s: %s, %v, want %q", name, path, err, want)
 		}
 	}
-	if path, err := h.find("twice.service"); fault.Code(err) != fault.CodeConflict || fault.Hint(err) == "" {
+	if path, err := h.Find("twice.service"); fault.Code(err) != fault.CodeConflict || fault.Hint(err) == "" {
 		t.Errorf("a unit in two slices: %s, %v", path, err)
 	}
 }
@@ -155,7 +156,7 @@ func TestFindUnit(t *testing.T) {
 func TestCheckNested(t *testing.T) {
 	root, mkdir := newTree(t)
 	mkdir("system.slice/here.service")
-	h := cgroupTree{root}
+	h := scope.Tree{Mount: root}
 	rules := func(names ...string) (all []tuneChange) {
 		for _, name := range names {
 			all = append(all, tuneChange{name: name, rules: []config.TuneRule{{}}})

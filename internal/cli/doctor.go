@@ -13,7 +13,9 @@ import (
 	"sockeye/internal/agent"
 	"sockeye/internal/api"
 	"sockeye/internal/config"
+	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
+	"sockeye/internal/rights"
 )
 
 func (c *command) doctorCommand() *cobra.Command {
@@ -27,16 +29,16 @@ agent; with one it also shows which members are not ready, and which rules of
 tune lack something, and why. The exit code is that of the worst finding.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var policy *config.Policy
-			var broken []agent.Finding
+			var broken []doctor.Finding
 			var flaws config.Errors
 			loaded, err := config.Load(file)
 			switch {
 			case err == nil:
 				policy = loaded
 			case errors.Is(err, os.ErrNotExist) && !cmd.Flags().Changed("policy"):
-				broken = append(broken, agent.Finding{Area: "policy", Check: file, Result: agent.ResultNote, Detail: "there is none", Hint: "name one with --policy"})
+				broken = append(broken, doctor.Finding{Area: "policy", Check: file, Result: doctor.Note, Detail: "there is none", Hint: "name one with --policy"})
 			case errors.As(err, &flaws):
-				broken = append(broken, agent.Finding{Area: "policy", Check: file, Result: agent.ResultFailure, Code: fault.CodeUsage,
+				broken = append(broken, doctor.Finding{Area: "policy", Check: file, Result: doctor.Failure, Code: fault.CodeUsage,
 					Detail: count(len(flaws), "error", "errors") + "; its services are not looked at", Hint: "sockeye check " + file})
 			default:
 				return fault.Unreadable(err, "name a policy file with --policy")
@@ -48,7 +50,7 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 			}
 			worst := 0
 			for _, f := range findings {
-				if f.Result == agent.ResultFailure {
+				if f.Result == doctor.Failure {
 					worst = max(worst, f.Code)
 				}
 			}
@@ -64,13 +66,13 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 }
 
 // known is what a running agent knows of processes on its services' ports; nil without one.
-func (c *command) known(cmd *cobra.Command) *agent.Known {
+func (c *command) known(cmd *cobra.Command) *doctor.Known {
 	var status api.Status
 	var slots []api.SlotStatus
 	if c.client().Get(cmd.Context(), "/v1/status", nil, &status) != nil || c.client().Get(cmd.Context(), "/v1/slots", nil, &slots) != nil {
 		return nil
 	}
-	known := &agent.Known{Sockets: make(map[uint64]bool), Processes: map[int]bool{status.PID: true}} // it has the anchors
+	known := &doctor.Known{Sockets: make(map[uint64]bool), Processes: map[int]bool{status.PID: true}} // it has the anchors
 	for _, s := range slots {
 		for _, socket := range s.Sockets {
 			known.Sockets[socket.Cookie] = true
@@ -91,8 +93,8 @@ func (c *command) known(cmd *cobra.Command) *agent.Known {
 // askAgent adds what a running agent knows of its members and rules, and the rights
 // that it needs for the policy; nil is none.
 // examine looks at the host and, with a policy, at what the policy names. Known is nil without an agent.
-func examine(policy *config.Policy, pins string, known *agent.Known) []agent.Finding {
-	report := agent.NewReport(known)
+func examine(policy *config.Policy, pins string, known *doctor.Known) []doctor.Finding {
+	report := doctor.NewReport(known)
 	report.Kernel()
 	agent.ExamineBigTCP(report)
 	report.Host(pins)
@@ -104,32 +106,32 @@ func examine(policy *config.Policy, pins string, known *agent.Known) []agent.Fin
 
 // examineRights looks whether the agent, by its process id, has the capabilities beyond those of the unit
 // that a policy needs; 0: no agent runs.
-func examineRights(policy *config.Policy, pid int) []agent.Finding {
-	report := agent.NewReport(nil)
+func examineRights(policy *config.Policy, pid int) []doctor.Finding {
+	report := doctor.NewReport(nil)
 	report.Rights(needsOf(policy), pid)
 	return report.Findings
 }
 
 // needsOf lists the capabilities that a policy needs beyond those of the unit, each once.
-func needsOf(policy *config.Policy) []agent.Need {
-	var all []agent.Need
-	for _, needs := range []func(*config.Policy) []agent.Need{agent.SteerNeeds, agent.TuneNeeds, agent.TraceNeeds, agent.BigTCPNeeds, agent.MetricsNeeds} {
+func needsOf(policy *config.Policy) []rights.Need {
+	var all []rights.Need
+	for _, needs := range []func(*config.Policy) []rights.Need{agent.SteerNeeds, agent.TuneNeeds, agent.TraceNeeds, agent.BigTCPNeeds, rights.MetricsNeeds} {
 		all = append(all, needs(policy)...)
 	}
-	return agent.FirstNeeds(all)
+	return rights.FirstNeeds(all)
 }
 
-func (c *command) askAgent(cmd *cobra.Command, policy *config.Policy) []agent.Finding {
+func (c *command) askAgent(cmd *cobra.Command, policy *config.Policy) []doctor.Finding {
 	var status api.Status
 	err := c.client().Get(cmd.Context(), "/v1/status", nil, &status)
 	if err != nil {
-		findings := []agent.Finding{{Area: "agent", Check: "running", Result: agent.ResultNote, Detail: err.Error(), Hint: fault.Hint(err)}}
+		findings := []doctor.Finding{{Area: "agent", Check: "running", Result: doctor.Note, Detail: err.Error(), Hint: fault.Hint(err)}}
 		if policy != nil {
 			findings = append(findings, examineRights(policy, 0)...)
 		}
 		return findings
 	}
-	findings := []agent.Finding{{Area: "agent", Check: "running", Result: agent.ResultOK, Detail: fmt.Sprintf("pid %d", status.PID)}}
+	findings := []doctor.Finding{{Area: "agent", Check: "running", Result: doctor.OK, Detail: fmt.Sprintf("pid %d", status.PID)}}
 	if policy != nil {
 		findings = append(findings, examineRights(policy, status.PID)...)
 	}
@@ -139,63 +141,63 @@ func (c *command) askAgent(cmd *cobra.Command, policy *config.Policy) []agent.Fi
 			if s.Held {
 				check = "devices" // that are split
 			}
-			findings = append(findings, agent.Finding{Area: "service " + s.Name, Check: check, Result: agent.ResultWarning, Detail: s.Problem, Hint: s.Hint})
+			findings = append(findings, doctor.Finding{Area: "service " + s.Name, Check: check, Result: doctor.Warning, Detail: s.Problem, Hint: s.Hint})
 		}
 		for _, w := range s.Waiting {
-			findings = append(findings, agent.Finding{Area: "service " + s.Name, Check: fmt.Sprintf("process %d", w.PID),
-				Result: agent.ResultWarning, Detail: w.Problem, Hint: w.Hint})
+			findings = append(findings, doctor.Finding{Area: "service " + s.Name, Check: fmt.Sprintf("process %d", w.PID),
+				Result: doctor.Warning, Detail: w.Problem, Hint: w.Hint})
 		}
 		for _, r := range s.Refused {
-			findings = append(findings, agent.Finding{Area: "service " + s.Name, Check: fmt.Sprintf("process %d", r.PID),
-				Result: agent.ResultWarning, Detail: "refused as a member: " + r.Problem, Hint: r.Hint})
+			findings = append(findings, doctor.Finding{Area: "service " + s.Name, Check: fmt.Sprintf("process %d", r.PID),
+				Result: doctor.Warning, Detail: "refused as a member: " + r.Problem, Hint: r.Hint})
 		}
 	}
 	return append(findings, c.askTune(cmd)...)
 }
 
 // askTune adds what a running agent knows of the cgroups that it tunes.
-func (c *command) askTune(cmd *cobra.Command) []agent.Finding {
+func (c *command) askTune(cmd *cobra.Command) []doctor.Finding {
 	var list []api.TuneStatus
 	if err := c.client().Get(cmd.Context(), "/v1/tune", nil, &list); err != nil {
-		return []agent.Finding{{Area: "tune", Check: "rules", Result: agent.ResultWarning, Detail: "not known: " + err.Error(), Hint: fault.Hint(err)}}
+		return []doctor.Finding{{Area: "tune", Check: "rules", Result: doctor.Warning, Detail: "not known: " + err.Error(), Hint: fault.Hint(err)}}
 	}
-	var findings []agent.Finding
+	var findings []doctor.Finding
 	for _, s := range list {
 		add := func(check, result, detail, hint string) {
-			findings = append(findings, agent.Finding{Area: "tune " + s.Cgroup, Check: check, Result: result, Detail: detail, Hint: hint})
+			findings = append(findings, doctor.Finding{Area: "tune " + s.Cgroup, Check: check, Result: result, Detail: detail, Hint: hint})
 		}
 		switch {
 		case s.Problem != "":
-			add("attached", agent.ResultWarning, s.Problem, s.Hint)
+			add("attached", doctor.Warning, s.Problem, s.Hint)
 		case !s.Attached:
-			add("attached", agent.ResultWarning, "no", "")
+			add("attached", doctor.Warning, "no", "")
 		default:
-			add("attached", agent.ResultOK, count(len(s.Rules), "rule", "rules"), "")
+			add("attached", doctor.OK, count(len(s.Rules), "rule", "rules"), "")
 		}
 		for _, f := range s.Foreign {
-			result := agent.ResultNote
+			result := doctor.Note
 			if f.Order == "after" {
-				result = agent.ResultWarning
+				result = doctor.Warning
 			}
 			add("foreign programs", result, foreign(f), "")
 		}
 		for _, r := range s.Rules {
 			for _, f := range r.Failures {
-				add("rule "+r.Name, agent.ResultWarning, failed(f), "")
+				add("rule "+r.Name, doctor.Warning, failed(f), "")
 			}
 			for _, k := range r.Skipped {
-				add("rule "+r.Name, agent.ResultNote, skipped(k), "")
+				add("rule "+r.Name, doctor.Note, skipped(k), "")
 			}
 		}
 	}
 	return findings
 }
 
-func diagnosis(w io.Writer, findings []agent.Finding) {
+func diagnosis(w io.Writer, findings []doctor.Finding) {
 	fmt.Fprintln(w, "RESULT\tAREA\tCHECK\tDETAIL")
 	for _, f := range findings {
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", f.Result, f.Area, f.Check, orDash(f.Detail))
-		if f.Hint != "" && f.Result != agent.ResultOK {
+		if f.Hint != "" && f.Result != doctor.OK {
 			fmt.Fprintf(w, "\t\t\thint: %s\n", f.Hint)
 		}
 	}

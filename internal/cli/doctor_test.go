@@ -16,16 +16,16 @@ import (
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
+	"sockeye/internal/doctor"
 )
 
 // examine returns the findings of a doctor that runs as a child, and its exit
 // code.
-func (h *host) examine(change func(*exec.Cmd), role ...string) ([]agent.Finding, int) {
+func (h *host) examine(change func(*exec.Cmd), role ...string) ([]doctor.Finding, int) {
 	h.t.Helper()
 	args := append(role[1:], "doctor", "--run-dir", h.run, "--policy", h.policy, "--pins", h.pins, "-o", "json")
 	r := h.child(change, role[0], args...)
-	var findings []agent.Finding
+	var findings []doctor.Finding
 	if err := json.Unmarshal([]byte(r.out), &findings); err != nil || r.err != "" {
 		h.t.Fatalf("doctor: %v in %+v", err, r)
 	}
@@ -39,53 +39,53 @@ func TestDoctorFindings(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		prepare func(t *testing.T, h *host)
-		want    agent.Finding
+		want    doctor.Finding
 	}{
 		{"no sockets", nil,
-			agent.Finding{Area: "service telemetry", Check: tcp, Result: "ok", Detail: "0 sockets"}},
+			doctor.Finding{Area: "service telemetry", Check: tcp, Result: "ok", Detail: "0 sockets"}},
 		{"a member", func(_ *testing.T, h *host) { h.member(nil, tcp, udp) },
-			agent.Finding{Area: "service telemetry", Check: udp, Result: "ok", Detail: "1 socket"}},
+			doctor.Finding{Area: "service telemetry", Check: udp, Result: "ok", Detail: "1 socket"}},
 		{"small backlog", func(_ *testing.T, h *host) { h.member(nil, tcp, udp) },
-			agent.Finding{Area: "service telemetry", Check: tcp, Result: "note", Detail: "tcp [::]:1790 of process PID (collector) has a backlog of 1", Hint: "the agent raises it when the member is registered"}},
+			doctor.Finding{Area: "service telemetry", Check: tcp, Result: "note", Detail: "tcp [::]:1790 of process PID (collector) has a backlog of 1", Hint: "the agent raises it when the member is registered"}},
 		{"no SO_REUSEPORT", func(_ *testing.T, h *host) { h.member(nil, tcp+" alone", udp) },
-			agent.Finding{Area: "service telemetry", Check: tcp, Result: "warning", Detail: "tcp [::]:1790 of process PID (collector) lacks SO_REUSEPORT: it keeps the port for itself", Hint: "make the program set it before bind, or use steering: lookup"}},
+			doctor.Finding{Area: "service telemetry", Check: tcp, Result: "warning", Detail: "tcp [::]:1790 of process PID (collector) lacks SO_REUSEPORT: it keeps the port for itself", Hint: "make the program set it before bind, or use steering: lookup"}},
 		{"both wildcards", func(_ *testing.T, h *host) {
 			h.member(nil, "udp 0.0.0.0:4739")
 			h.member(nil, udp)
 		},
-			agent.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "0.0.0.0 and [::] are both bound: two groups, IPv4 goes to the first", Hint: "bind all members to [::], which serves IPv4 too"}},
+			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "0.0.0.0 and [::] are both bound: two groups, IPv4 goes to the first", Hint: "bind all members to [::], which serves IPv4 too"}},
 		{"several users", func(_ *testing.T, h *host) {
 			h.member(nil, "udp [::1]:4739")
 			h.member(other, "udp 127.0.0.1:4739")
 		},
-			agent.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "sockets of several users: 0, 65534", Hint: "a SO_REUSEPORT group has one user; use steering: lookup"}},
+			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "sockets of several users: 0, 65534", Hint: "a SO_REUSEPORT group has one user; use steering: lookup"}},
 		{"not of the users", func(_ *testing.T, h *host) {
 			h.write("policy.yaml", strings.Replace(twoServices, "user: root", `steering: lookup
     user: [root, daemon]
     members: [{match: {command_line: x}, slot: free}, {match: {user: daemon}, slot: free}, {match: {user: bin}, slot: free}]`, 1))
 			h.member(other, "udp 127.0.0.1:4739")
 		},
-			agent.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp 127.0.0.1:4739 of process PID (collector) belongs to user nobody, members to root, daemon or bin", Hint: "start the program as that user, or name the owner in user of the service"}},
+			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp 127.0.0.1:4739 of process PID (collector) belongs to user nobody, members to root, daemon or bin", Hint: "start the program as that user, or name the owner in user of the service"}},
 		{"another group", func(_ *testing.T, h *host) { h.member(nil, "udp [::1]:4739") },
-			agent.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp [::1]:4739 of process PID (collector) is another group than the listener's", Hint: "make the listener's address what the members bind; a more specific address takes its packets past the service"}},
+			doctor.Finding{Area: "service telemetry", Check: udp, Result: "warning", Detail: "udp [::1]:4739 of process PID (collector) is another group than the listener's", Hint: "make the listener's address what the members bind; a more specific address takes its packets past the service"}},
 		{"MPTCP", func(_ *testing.T, h *host) { h.member(nil, tcp+" mptcp") },
-			agent.Finding{Area: "service telemetry", Check: tcp, Result: "warning", Detail: "mptcp [::]:1790 of process PID (collector) is MPTCP, which the kernel does not steer", Hint: "programs in Go: GODEBUG=multipathtcp=0"}},
+			doctor.Finding{Area: "service telemetry", Check: tcp, Result: "warning", Detail: "mptcp [::]:1790 of process PID (collector) is MPTCP, which the kernel does not steer", Hint: "programs in Go: GODEBUG=multipathtcp=0"}},
 		{"foreign sk_lookup", func(t *testing.T, _ *host) {
 			id := load(t, ebpf.SkLookup, true)
 			t.Setenv("FOREIGN", id)
 		},
-			agent.Finding{Area: "service telemetry", Check: "foreign programs", Result: "warning", Detail: "SkLookup program FOREIGN (stranger) of somebody else", Hint: "if it decides about the same ports, the last one attached wins"}},
+			doctor.Finding{Area: "service telemetry", Check: "foreign programs", Result: "warning", Detail: "SkLookup program FOREIGN (stranger) of somebody else", Hint: "if it decides about the same ports, the last one attached wins"}},
 		{"foreign sk_reuseport", func(t *testing.T, _ *host) {
 			id := load(t, ebpf.SkReuseport, false)
 			t.Setenv("FOREIGN", id)
 		},
-			agent.Finding{Area: "service telemetry", Check: "foreign programs", Result: "warning", Detail: "SkReuseport program FOREIGN (stranger) of somebody else", Hint: "if it decides about the same ports, the last one attached wins"}},
+			doctor.Finding{Area: "service telemetry", Check: "foreign programs", Result: "warning", Detail: "SkReuseport program FOREIGN (stranger) of somebody else", Hint: "if it decides about the same ports, the last one attached wins"}},
 		{"small somaxconn", func(t *testing.T, _ *host) { sysctl(t, "net/core/somaxconn", "128") },
-			agent.Finding{Area: "sysctl", Check: "net.core.somaxconn", Result: "warning", Detail: "128; it bounds the members' backlogs", Hint: "sysctl -w net.core.somaxconn=4096, or more than devices that may connect at once"}},
+			doctor.Finding{Area: "sysctl", Check: "net.core.somaxconn", Result: "warning", Detail: "128; it bounds the members' backlogs", Hint: "sysctl -w net.core.somaxconn=4096, or more than devices that may connect at once"}},
 		{"tcp_migrate_req", func(t *testing.T, _ *host) { sysctl(t, "net/ipv4/tcp_migrate_req", "1") },
-			agent.Finding{Area: "sysctl", Check: "net.ipv4.tcp_migrate_req", Result: "ok", Detail: "1; the program decides about migration"}},
+			doctor.Finding{Area: "sysctl", Check: "net.ipv4.tcp_migrate_req", Result: "ok", Detail: "1; the program decides about migration"}},
 		{"no bpffs", func(_ *testing.T, h *host) { h.pins = h.dir + "/bpf/sockeye" },
-			agent.Finding{Area: "mounts", Check: "bpffs", Result: "note", Detail: "DIR/bpf is no bpffs, the agent mounts one"}},
+			doctor.Finding{Area: "mounts", Check: "bpffs", Result: "note", Detail: "DIR/bpf is no bpffs, the agent mounts one"}},
 		{"open pin directory", func(t *testing.T, h *host) {
 			if err := os.Mkdir(h.pins, 0o700); err != nil {
 				t.Fatal(err)
@@ -94,15 +94,15 @@ func TestDoctorFindings(t *testing.T) {
 				t.Fatal(err)
 			}
 		},
-			agent.Finding{Area: "mounts", Check: "pin directory", Result: "warning", Detail: "PINS has mode 0755", Hint: "chmod 700 PINS"}},
+			doctor.Finding{Area: "mounts", Check: "pin directory", Result: "warning", Detail: "PINS has mode 0755", Hint: "chmod 700 PINS"}},
 		{"no agent", nil,
-			agent.Finding{Area: "agent", Check: "running", Result: "note", Detail: "no agent answers on DIR/run/agent.sock", Hint: "start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered"}},
+			doctor.Finding{Area: "agent", Check: "running", Result: "note", Detail: "no agent answers on DIR/run/agent.sock", Hint: "start it with sockeye agent, or name its directory with --run-dir; services that were set up are still steered"}},
 		{"no namespace", func(_ *testing.T, h *host) {
 			h.write("policy.yaml", strings.Replace(twoServices, "user: root", "netns: DIR/netns", 1))
 		},
-			agent.Finding{Area: "service telemetry", Check: "network namespace", Result: "failure", Detail: "open network namespace: open DIR/netns: no such file or directory", Hint: "create it, or correct netns", Code: 2}},
+			doctor.Finding{Area: "service telemetry", Check: "network namespace", Result: "failure", Detail: "open network namespace: open DIR/netns: no such file or directory", Hint: "create it, or correct netns", Code: 2}},
 		{"broken policy", func(_ *testing.T, h *host) { h.write("policy.yaml", "services: []\nspeed: fast\n") },
-			agent.Finding{Area: "policy", Check: "DIR/policy.yaml", Result: "failure", Detail: "2 errors; its services are not looked at", Hint: "sockeye check DIR/policy.yaml", Code: 2}},
+			doctor.Finding{Area: "policy", Check: "DIR/policy.yaml", Result: "failure", Detail: "2 errors; its services are not looked at", Hint: "sockeye check DIR/policy.yaml", Code: 2}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			h := newHost(t, twoServices)
@@ -134,7 +134,7 @@ func TestDoctorFindings(t *testing.T) {
 // Without a right or a mount the doctor says which, and ends with its code.
 func TestDoctorFailures(t *testing.T) {
 	h := newHost(t, twoServices)
-	find := func(findings []agent.Finding, want agent.Finding) {
+	find := func(findings []doctor.Finding, want doctor.Finding) {
 		t.Helper()
 		if !slices.Contains(findings, want) {
 			t.Errorf("want %+v in\n%+v", want, findings)
@@ -142,18 +142,18 @@ func TestDoctorFailures(t *testing.T) {
 	}
 	right := "run as root, or give these capabilities to the agent's service"
 	findings, code := h.examine(nil, "limited", fmt.Sprint(unix.CAP_SYS_PTRACE))
-	find(findings, agent.Finding{Area: "rights", Check: "capabilities", Result: "failure", Code: 4, Detail: "missing CAP_SYS_PTRACE", Hint: right})
+	find(findings, doctor.Finding{Area: "rights", Check: "capabilities", Result: "failure", Code: 4, Detail: "missing CAP_SYS_PTRACE", Hint: right})
 	if code != 4 {
 		t.Errorf("exit code %d, want 4", code)
 	}
 	findings, code = h.examine(asNobody, "sockeye")
-	find(findings, agent.Finding{Area: "rights", Check: "capabilities", Result: "failure", Code: 4, Hint: right,
+	find(findings, doctor.Finding{Area: "rights", Check: "capabilities", Result: "failure", Code: 4, Hint: right,
 		Detail: "missing CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH, CAP_CHOWN"})
 	if code != 4 {
 		t.Errorf("exit code %d, want 4", code)
 	}
 	findings, code = h.examine(func(cmd *exec.Cmd) { cmd.SysProcAttr.Cloneflags = unix.CLONE_NEWNS }, "without-cgroups")
-	find(findings, agent.Finding{Area: "mounts", Check: "cgroup v2", Result: "failure", Code: 3, Detail: "find cgroup v2: it is not mounted",
+	find(findings, doctor.Finding{Area: "mounts", Check: "cgroup v2", Result: "failure", Code: 3, Detail: "find cgroup v2: it is not mounted",
 		Hint: "mount -t cgroup2 none /sys/fs/cgroup/unified"})
 	if code != 3 {
 		t.Errorf("exit code %d, want 3", code)
@@ -164,7 +164,7 @@ func TestDoctorFailures(t *testing.T) {
 func TestDoctorAsksAgent(t *testing.T) {
 	h, _ := running(t)
 	findings, code := h.examine(nil, "sockeye")
-	for _, want := range []agent.Finding{
+	for _, want := range []doctor.Finding{
 		{Area: "agent", Check: "running", Result: "ok", Detail: fmt.Sprintf("pid %d", h.agent.Process.Pid)},
 		{Area: "service telemetry", Check: "tcp [::]:1790", Result: "ok", Detail: "4 sockets"},
 		{Area: "service spare", Check: "ports held", Result: "warning", Detail: "the members' user is not known before the first member; until then the ports are not held", Hint: "set user of the service"},

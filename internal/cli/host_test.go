@@ -28,6 +28,7 @@ import (
 	"sockeye/internal/agent"
 	"sockeye/internal/api"
 	"sockeye/internal/gateway"
+	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
 )
 
@@ -233,10 +234,10 @@ func becomeFew(args []string) {
 
 // becomeCgroupless runs a command where no cgroup v2 is mounted.
 func becomeCgroupless(args []string) {
-	mount, err := agent.CgroupMount()
+	mount, err := scope.Mount()
 	for err == nil {
 		if err = unix.Unmount(mount, unix.MNT_DETACH); err == nil {
-			mount, err = agent.CgroupMount()
+			mount, err = scope.Mount()
 		}
 	}
 	os.Exit(Main(args, Host()))

@@ -15,10 +15,10 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bigtcp/bench"
+	"sockeye/internal/doctor"
 	"sockeye/internal/trace/measure"
 )
 
@@ -53,7 +53,7 @@ var answers = []struct {
 	{"bigtcp bench --serve", benchServing{}},
 	{"sockets", socketsShown{}},
 	{"register, unregister", api.Membership{}},
-	{"doctor", []agent.Finding{}},
+	{"doctor", []doctor.Finding{}},
 	{"version", version{}},
 	{"reset", removal{}},
 	{"errors", api.Failure{}},

@@ -18,8 +18,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/api"
+	"sockeye/internal/doctor"
 )
 
 // Its ports are those of no other test: a member that ends first leaves its
@@ -471,7 +471,7 @@ func TestOnStartReport(t *testing.T) {
 		t.Errorf("status: %s", r.out)
 	}
 	findings, _ := h.examine(nil, "sockeye")
-	if want := (agent.Finding{Area: "service telemetry", Check: "devices", Result: "warning", Detail: status.Problem, Hint: status.Hint}); !slices.Contains(findings, want) {
+	if want := (doctor.Finding{Area: "service telemetry", Check: "devices", Result: "warning", Detail: status.Problem, Hint: status.Hint}); !slices.Contains(findings, want) {
 		t.Errorf("doctor: want %+v in\n%+v", want, findings)
 	}
 	for _, d := range devices {

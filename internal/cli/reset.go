@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/statedir"
 )
 
 // removal is the answer of reset -o json.
@@ -50,11 +51,11 @@ every device in the slot where it was.`,
 				pins = ""
 			}
 			r := removal{Removed: pins, Reverted: reverted}
-			if agent.IsState(stateDir) == nil {
+			if statedir.Is(stateDir) == nil {
 				r.State = stateDir
 			}
 			if _, err := os.Stat(stateDir); state && err == nil {
-				if err := agent.RemoveState(stateDir); err != nil {
+				if err := statedir.Remove(stateDir); err != nil {
 					return err
 				}
 				r.StateRemoved = true

@@ -16,10 +16,10 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/scope"
 	"sockeye/internal/sockdiag"
 	"sockeye/room"
 )
@@ -309,7 +309,7 @@ func readLimits(names []string) (limits []sockdiag.Limit, err error) {
 
 // findCgroup finds where cgroups are, and the folder of the one that is named.
 func (v *socketsView) findCgroup(name string, given bool) (err error) {
-	v.mount, err = agent.CgroupMount()
+	v.mount, err = scope.Mount()
 	if !given {
 		if err != nil {
 			v.problems = append(v.problems, "the cgroups of sockets: "+err.Error())

@@ -19,8 +19,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/fault"
+	"sockeye/internal/scope"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/testenv"
 	"sockeye/lab"
@@ -67,7 +67,7 @@ func TestSocketsText(t *testing.T) {
 func TestSocketsRefusals(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	limits, states := strings.Join(limitNames(), ", "), strings.Join(sockdiag.StateNames(), ", ")
-	mount, err := agent.CgroupMount()
+	mount, err := scope.Mount()
 	if err != nil {
 		t.Fatal(err)
 	}

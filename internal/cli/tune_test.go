@@ -16,8 +16,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/api"
+	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
 	"sockeye/internal/match"
 	"sockeye/internal/tune/trial"
@@ -425,9 +425,9 @@ func TestDoctorTune(t *testing.T) {
 	f := newFake(t)
 	f.answers["GET /v1/status"] = api.Status{PID: 812}
 	f.answers["GET /v1/tune"] = tuned()
-	ask := func() (list []agent.Finding) {
+	ask := func() (list []doctor.Finding) {
 		t.Helper()
-		for _, found := range must[[]agent.Finding](f.host, "doctor", "--policy", f.write("tune.yaml", tuneOnly), "--pins", f.pins) {
+		for _, found := range must[[]doctor.Finding](f.host, "doctor", "--policy", f.write("tune.yaml", tuneOnly), "--pins", f.pins) {
 			if strings.HasPrefix(found.Area, "tune") {
 				list = append(list, found)
 			}
@@ -435,7 +435,7 @@ func TestDoctorTune(t *testing.T) {
 		return list
 	}
 	slice := "tune telemetry.slice"
-	want := []agent.Finding{
+	want := []doctor.Finding{
 		{Area: slice, Check: "attached", Result: "ok", Detail: "3 rules"},
 		{Area: slice, Check: "foreign programs", Result: "warning", Detail: "program 812 of somebody else, in /, runs after the rules: may override sndbuf, cwnd_clamp"},
 		{Area: slice, Check: "foreign programs", Result: "note", Detail: "program 7 of somebody else, in /main.slice/telemetry.slice/a, runs before the rules: a rule overrides what it sets"},
@@ -449,11 +449,11 @@ func TestDoctorTune(t *testing.T) {
 		t.Errorf("got\n%+v\nwant\n%+v", got, want)
 	}
 	f.answers["GET /v1/tune"] = []api.TuneStatus{{Cgroup: "/lab"}}
-	if got, want := ask(), []agent.Finding{{Area: "tune /lab", Check: "attached", Result: "warning", Detail: "no"}}; !slices.Equal(got, want) {
+	if got, want := ask(), []doctor.Finding{{Area: "tune /lab", Check: "attached", Result: "warning", Detail: "no"}}; !slices.Equal(got, want) {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
 	delete(f.answers, "GET /v1/tune")
-	if got, want := ask(), []agent.Finding{{Area: "tune", Check: "rules", Result: "warning", Detail: "not known: the agent has no /v1/tune"}}; !slices.Equal(got, want) {
+	if got, want := ask(), []doctor.Finding{{Area: "tune", Check: "rules", Result: "warning", Detail: "not known: the agent has no /v1/tune"}}; !slices.Equal(got, want) {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
 }

@@ -9,11 +9,12 @@ import (
 	"net/netip"
 	"os"
 	"slices"
-	"sockeye/internal/testenv"
 	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/testenv"
 )
 
 func TestHandle(t *testing.T) {

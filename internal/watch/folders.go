@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+// Package watch tells when files and folders, such as cgroups, appear and vanish.
+package watch
 
 import (
 	"errors"
@@ -12,22 +13,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// folderWatch tells when files and folders, such as cgroups, come and go.
-type folderWatch struct {
+// Folders tells when files and folders, such as cgroups, come and go.
+type Folders struct {
 	inotify *os.File
 	fd      int
 }
 
 const folderEvents = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO | unix.IN_ONLYDIR
 
-// newFolderWatch calls changed after every change in the folders that are
+// NewFolders calls changed after every change in the folders that are
 // added, from one goroutine, until it is closed.
-func newFolderWatch(changed func()) (*folderWatch, error) {
+func NewFolders(changed func()) (*Folders, error) {
 	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
 	if err != nil {
 		return nil, fmt.Errorf("watch folders: %w", err)
 	}
-	w := &folderWatch{os.NewFile(uintptr(fd), "inotify"), fd}
+	w := &Folders{os.NewFile(uintptr(fd), "inotify"), fd}
 	go func() {
 		events := make([]byte, 64<<10)
 		for {
@@ -41,8 +42,8 @@ func newFolderWatch(changed func()) (*folderWatch, error) {
 	return w, nil
 }
 
-// add watches a folder; again is once. A folder that is gone is no error.
-func (w *folderWatch) add(dir string) error {
+// Add watches a folder; again is once. A folder that is gone is no error.
+func (w *Folders) Add(dir string) error {
 	_, err := unix.InotifyAddWatch(w.fd, dir, folderEvents)
 	if err != nil && !errors.Is(err, unix.ENOENT) {
 		return fmt.Errorf("watch folder %s: %w", dir, err)
@@ -50,15 +51,15 @@ func (w *folderWatch) add(dir string) error {
 	return nil
 }
 
-func (w *folderWatch) close() { w.inotify.Close() }
+func (w *Folders) Close() { w.inotify.Close() }
 
-// addWay watches the folders on the way to a file, from the top, so that none of them
+// AddWay watches the folders on the way to a file, from the top, so that none of them
 // appears unseen.
-func (w *folderWatch) addWay(path string) error {
+func (w *Folders) AddWay(path string) error {
 	dir := "/"
 	for part := range strings.SplitSeq(strings.Trim(filepath.Dir(path), "/"), "/") {
 		dir = filepath.Join(dir, part)
-		if err := w.add(dir); err != nil {
+		if err := w.Add(dir); err != nil {
 			return err
 		}
 	}

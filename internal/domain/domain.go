@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+// Package domain has what the agent and its domains share: the interface of a domain, the steps of a plan, and
+// the host.
+package domain
 
 import (
 	"encoding/json"
@@ -16,6 +18,8 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/rights"
+	"sockeye/internal/scope"
 )
 
 // Domain carries out one part of the policy: steer, tune, trace, or bigtcp. A domain looks after its own
@@ -23,12 +27,12 @@ import (
 // a Step, Applied and Close at a time.
 type Domain interface {
 	// Needs lists the capabilities beyond those of the unit that a policy needs.
-	Needs(policy *config.Policy) []Need
+	Needs(policy *config.Policy) []rights.Need
 	// Check fails if the policy names something that the host does not have. It is called before Start:
 	// a policy that fails here is not in force.
 	Check(policy *config.Policy) error
 	// Start carries out the first policy of this process. It adopts what an earlier agent has left on the
-	// host, and removes the parts of it that are not in the policy.
+	// Host, and removes the parts of it that are not in the policy.
 	Start(policy *config.Policy) error
 	// Plan returns the steps from the policy in force to another one, in order. It changes nothing.
 	Plan(policy *config.Policy) ([]Step, error)
@@ -52,21 +56,21 @@ type Step struct {
 	Apply   func() (rollback func() error, err error)
 }
 
-// host is what the domains share.
-type host struct {
-	log      *slog.Logger
-	root     *bpf.Root // of the pins
-	stateDir string    // kept over reboots
-	cgroups  cgroupTree
-	watch    *cgroupWatch
+// Host is what the domains share.
+type Host struct {
+	Log      *slog.Logger
+	Root     *bpf.Root // of the pins
+	StateDir string    // kept over reboots
+	Cgroups  scope.Tree
+	Watch    *scope.Watch
 	programs []func() ([]uint32, error)
 }
 
-// ownPrograms adds a source of the ids of sock_ops programs that are Sockeye's.
-func (h *host) addPrograms(ids func() ([]uint32, error)) { h.programs = append(h.programs, ids) }
+// OwnPrograms adds a source of the ids of sock_ops programs that are Sockeye's.
+func (h *Host) AddPrograms(ids func() ([]uint32, error)) { h.programs = append(h.programs, ids) }
 
-// ownPrograms returns the ids of all sock_ops programs that are Sockeye's.
-func (h *host) ownPrograms() ([]uint32, error) {
+// OwnPrograms returns the ids of all sock_ops programs that are Sockeye's.
+func (h *Host) OwnPrograms() ([]uint32, error) {
 	var own []uint32
 	for _, ids := range h.programs {
 		part, err := ids()
@@ -84,6 +88,11 @@ type Router struct {
 	reply func(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (any, error))
 }
 
+// NewRouter returns a router that adds requests to mux, and answers them by reply.
+func NewRouter(mux *http.ServeMux, reply func(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (any, error))) *Router {
+	return &Router{mux, reply}
+}
+
 // Get answers GET requests to a path.
 func (r *Router) Get(path string, answer func(*http.Request) (any, error)) {
 	r.mux.HandleFunc("GET "+path, func(w http.ResponseWriter, request *http.Request) { r.reply(w, request, answer) })
@@ -92,7 +101,7 @@ func (r *Router) Get(path string, answer func(*http.Request) (any, error)) {
 // Post answers POST requests to a path, with a body of at most 8 MiB.
 func (r *Router) Post(path string, answer func(*http.Request) (any, error)) {
 	r.mux.HandleFunc("POST "+path, func(w http.ResponseWriter, request *http.Request) {
-		request.Body = http.MaxBytesReader(w, request.Body, maxBody)
+		request.Body = http.MaxBytesReader(w, request.Body, MaxBody)
 		r.reply(w, request, answer)
 	})
 }
@@ -107,14 +116,14 @@ func (r *Router) Stream(path string, answer func(http.ResponseWriter, *http.Requ
 	})
 }
 
-// maxBody bounds a request: a policy file has at most 1 MiB, and its text
+// MaxBody bounds a request: a policy file has at most 1 MiB, and its text
 // grows when it is written as JSON.
-const maxBody = 8 << 20
+const MaxBody = 8 << 20
 
 const requestHint = "send one JSON object of at most 8 MiB"
 
-// decode reads the JSON object that is the body of a request. A request without a body leaves into as it is.
-func decode(r *http.Request, into any) error {
+// Decode reads the JSON object that is the body of a request. A request without a body leaves into as it is.
+func Decode(r *http.Request, into any) error {
 	d := json.NewDecoder(r.Body)
 	d.DisallowUnknownFields()
 	if err := d.Decode(into); errors.Is(err, io.EOF) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package api
 
 import (
 	"fmt"
@@ -9,8 +9,8 @@ import (
 	"sockeye/internal/fault"
 )
 
-// parseEnd reads an end of a connection: IP:port, or an IP alone.
-func parseEnd(what, text string) (netip.AddrPort, error) {
+// ParseEndpoint reads an end of a connection: IP:port, or an IP alone.
+func ParseEndpoint(what, text string) (netip.AddrPort, error) {
 	if a, err := netip.ParseAddrPort(text); err == nil {
 		return netip.AddrPortFrom(a.Addr().Unmap().WithZone(""), a.Port()), nil
 	}

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+// Package netns enters network namespaces.
+package netns
 
 import (
 	"errors"
@@ -11,11 +12,12 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fault"
+	"sockeye/internal/rights"
 )
 
-// inNetns runs f with the thread in the network namespace; nil is that of the
+// Do runs f with the thread in the network namespace; nil is that of the
 // caller.
-func inNetns(netns *os.File, f func() error) error {
+func Do(netns *os.File, f func() error) error {
 	if netns == nil {
 		return f()
 	}
@@ -30,7 +32,7 @@ func inNetns(netns *os.File, f func() error) error {
 		runtime.UnlockOSThread()
 		err = fmt.Errorf("enter network namespace %s: %w", netns.Name(), err)
 		if errors.Is(err, unix.EPERM) {
-			err = &fault.Error{Err: err, Hint: missingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: fault.CodeNotPermitted}
+			err = &fault.Error{Err: err, Hint: rights.MissingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if a service names a netns then"), Code: fault.CodeNotPermitted}
 		}
 		return err
 	}

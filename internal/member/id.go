@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package member
 
-// process names a process for as long as the host is up.
-type process struct {
+// ID names a process for as long as the host is up.
+type ID struct {
 	PID       int    `json:"pid"`
 	StartTime uint64 `json:"start_time"`
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+// Package statedir reads and writes files of the state directory, which is kept over reboots.
+package statedir
 
 import (
 	"fmt"
@@ -11,9 +12,9 @@ import (
 	"sockeye/internal/fault"
 )
 
-// writeFile replaces a file in one step, so that a crash leaves the old
+// Write replaces a file in one step, so that a crash leaves the old
 // contents or the new.
-func writeFile(path string, data []byte) (err error) {
+func Write(path string, data []byte) (err error) {
 	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*")
 	if err != nil {
 		return fmt.Errorf("write %s: %w", path, err)
@@ -36,7 +37,7 @@ func writeFile(path string, data []byte) (err error) {
 	return nil
 }
 
-func bootID() string {
+func BootID() string {
 	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
 		return ""
@@ -44,18 +45,18 @@ func bootID() string {
 	return strings.TrimSpace(string(id))
 }
 
-// agentFile is in every agent's state directory.
-const agentFile = ".agent.json"
+// AgentFile is in every agent's state directory.
+const AgentFile = ".agent.json"
 
-// IsState fails if a directory is not an agent's state directory.
-func IsState(dir string) error {
-	_, err := os.Lstat(filepath.Join(dir, agentFile))
+// Is fails if a directory is not an agent's state directory.
+func Is(dir string) error {
+	_, err := os.Lstat(filepath.Join(dir, AgentFile))
 	return err
 }
 
-// RemoveState removes an agent's state directory, and no other directory.
-func RemoveState(dir string) error {
-	if err := IsState(dir); err != nil {
+// Remove removes an agent's state directory, and no other directory.
+func Remove(dir string) error {
+	if err := Is(dir); err != nil {
 		return fault.Usage(fmt.Errorf("%s is not the state directory of an agent: %w", dir, err), "name the agent's directory with --state-dir")
 	}
 	if err := os.RemoveAll(dir); err != nil {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+// Package rights knows the capabilities that the agent needs: which it always keeps, which only some policies
+// need, and how to give up the others.
+package rights
 
 import (
 	"bufio"
@@ -31,7 +33,7 @@ var (
 	DACOverride    = Right{unix.CAP_DAC_OVERRIDE, "CAP_DAC_OVERRIDE", "cgroups.conf"}
 	NetBindService = Right{unix.CAP_NET_BIND_SERVICE, "CAP_NET_BIND_SERVICE", "ports.conf"}
 
-	optionalRights = []Right{SysAdmin, DACOverride, NetBindService}
+	optional = []Right{SysAdmin, DACOverride, NetBindService}
 )
 
 // DropInHint is how to give the capability to the unit.
@@ -52,7 +54,7 @@ type Need struct {
 // FirstNeeds keeps the first need of each capability, in the order in which they are declared.
 func FirstNeeds(all []Need) []Need {
 	var first []Need
-	for _, r := range optionalRights {
+	for _, r := range optional {
 		if i := slices.IndexFunc(all, func(n Need) bool { return n.Right == r }); i >= 0 {
 			first = append(first, all[i])
 		}
@@ -60,9 +62,9 @@ func FirstNeeds(all []Need) []Need {
 	return first
 }
 
-// unprivilegedPorts is the first port that everybody may bind in this network
+// FirstUnprivilegedPort is the first port that everybody may bind in this network
 // namespace; in others of the host it may differ.
-func unprivilegedPorts() uint16 {
+func FirstUnprivilegedPort() uint16 {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 	if err == nil {
 		if n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 16); err == nil {
@@ -72,13 +74,13 @@ func unprivilegedPorts() uint16 {
 	return 1024
 }
 
-// missingHint says how a running agent is given a right that it has not: one that
+// MissingHint says how a running agent is given a right that it has not: one that
 // it gave up comes back with a restart.
-func missingHint(capability uintptr, restart string) string {
-	if _, bounding, err := capabilitiesOf(os.Getpid()); err != nil || bounding&(1<<capability) != 0 {
+func MissingHint(capability uintptr, restart string) string {
+	if _, bounding, err := Of(os.Getpid()); err != nil || bounding&(1<<capability) != 0 {
 		return restart
 	}
-	for _, r := range optionalRights {
+	for _, r := range optional {
 		if r.Capability == capability {
 			return r.DropInHint()
 		}
@@ -86,8 +88,8 @@ func missingHint(capability uintptr, restart string) string {
 	return restart
 }
 
-// capabilitiesOf reads the permitted and the bounding set of a process.
-func capabilitiesOf(pid int) (permitted, bounding uint64, err error) {
+// Of reads the permitted and the bounding set of a process.
+func Of(pid int) (permitted, bounding uint64, err error) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {
 		return 0, 0, fmt.Errorf("read capabilities of process: %w", err)
@@ -109,7 +111,7 @@ func capabilitiesOf(pid int) (permitted, bounding uint64, err error) {
 
 // MetricsNeeds lists the capabilities that the metrics of a policy need beyond those of the unit.
 func MetricsNeeds(policy *config.Policy) []Need {
-	if at, err := netip.ParseAddrPort(policy.Metrics.Listen); err == nil && at.Port() < unprivilegedPorts() {
+	if at, err := netip.ParseAddrPort(policy.Metrics.Listen); err == nil && at.Port() < FirstUnprivilegedPort() {
 		return []Need{{NetBindService, "metrics on " + policy.Metrics.Listen}}
 	}
 	return nil

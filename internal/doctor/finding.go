@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package doctor
 
 // Finding is one thing that the doctor looked at.
 type Finding struct {
@@ -15,16 +15,16 @@ type Finding struct {
 
 // The results of findings.
 const (
-	ResultOK      = "ok"
-	ResultNote    = "note"
-	ResultWarning = "warning"
-	ResultFailure = "failure"
+	OK      = "ok"
+	Note    = "note"
+	Warning = "warning"
+	Failure = "failure"
 )
 
-// doctor collects findings.
-type doctor struct {
+// Report collects findings.
+type Report struct {
 	Findings []Finding
-	known    *Known
+	Known    *Known
 }
 
 // Known is what an agent knows of processes on its services' ports: sockets of members by cookie, and processes
@@ -34,10 +34,10 @@ type Known struct {
 	Processes map[int]bool
 }
 
-func (d *doctor) add(area, check, result, detail, hint string) {
+func (d *Report) Add(area, check, result, detail, hint string) {
 	d.Findings = append(d.Findings, Finding{Area: area, Check: check, Result: result, Detail: detail, Hint: hint})
 }
 
-func (d *doctor) fail(area, check string, code int, detail, hint string) {
-	d.Findings = append(d.Findings, Finding{area, check, ResultFailure, detail, hint, code})
+func (d *Report) Fail(area, check string, code int, detail, hint string) {
+	d.Findings = append(d.Findings, Finding{area, check, Failure, detail, hint, code})
 }

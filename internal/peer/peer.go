@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+// Package peer identifies the process that connected to the agent's socket, by what the kernel says.
+package peer
 
 import (
 	"context"
@@ -15,25 +16,25 @@ import (
 	"sockeye/internal/member"
 )
 
-// caller is the process that connected to the agent's socket. Its number alone
+// Caller is the process that connected to the agent's socket. Its number alone
 // says nothing: a process can connect, hand the connection to a child and end,
 // and another process gets its number. The handle is that of the process that
 // called connect(2).
-type caller struct {
-	cred   unix.Ucred
-	self   process
+type Caller struct {
+	Cred   unix.Ucred
+	ID     member.ID
 	handle *member.Handle
-	// stranger: it is in another user namespace than the agent.
-	stranger bool
+	// Stranger: it is in another user namespace than the agent.
+	Stranger bool
 }
 
-// callerOf finds out who connected. It returns an error if that process has
+// of finds out who connected. It returns an error if that process has
 // ended. The caller closes the result.
 //
 // Linux 6.5 and later tell by SO_PEERPIDFD. Earlier kernels have only the
 // number: the process that has it when the agent accepts the connection is
 // taken for the peer if it has the peer's user.
-func callerOf(c net.Conn) (*caller, error) {
+func of(c net.Conn) (*Caller, error) {
 	conn, err := c.(*net.UnixConn).SyscallConn()
 	if err != nil {
 		return nil, err
@@ -49,7 +50,7 @@ func callerOf(c net.Conn) (*caller, error) {
 	if err = errors.Join(err, asked); err != nil && (cred == nil || !errors.Is(err, unix.ENOPROTOOPT)) {
 		return nil, fmt.Errorf("read the caller's credentials: %w", err)
 	}
-	k := &caller{cred: *cred}
+	k := &Caller{Cred: *cred}
 	byNumber := err != nil
 	if byNumber {
 		k.handle, err = member.Open(int(cred.Pid))
@@ -60,92 +61,92 @@ func callerOf(c net.Conn) (*caller, error) {
 		return nil, err
 	}
 	if err := k.identify(byNumber); err != nil {
-		k.close()
+		k.Close()
 		return nil, err
 	}
 	return k, nil
 }
 
-func (k *caller) identify(byNumber bool) error {
-	pid := int(k.cred.Pid)
+func (k *Caller) identify(byNumber bool) error {
+	pid := int(k.Cred.Pid)
 	p, err := member.Read(pid)
 	if err != nil {
 		return err
 	}
-	if byNumber && p.UIDs[1] != k.cred.Uid { // the effective one
-		return errCallerGone
+	if byNumber && p.UIDs[1] != k.Cred.Uid { // the effective one
+		return ErrGone
 	}
-	k.self = process{p.PID, p.StartTime}
+	k.ID = member.ID{PID: p.PID, StartTime: p.StartTime}
 	var theirs, ours unix.Stat_t
-	k.stranger = unix.Stat(fmt.Sprintf("/proc/%d/ns/user", pid), &theirs) != nil ||
+	k.Stranger = unix.Stat(fmt.Sprintf("/proc/%d/ns/user", pid), &theirs) != nil ||
 		unix.Stat("/proc/self/ns/user", &ours) != nil || theirs.Dev != ours.Dev || theirs.Ino != ours.Ino
-	return k.alive() // so all of this was about the one that connected
+	return k.Alive() // so all of this was about the one that connected
 }
 
-var errCallerGone = &fault.Error{
+var ErrGone = &fault.Error{
 	Err:  errors.New("the process that connected to the agent has ended"),
 	Hint: "send a request over a connection of one's own", Code: fault.CodeNotPermitted,
 }
 
-// alive returns an error once the process has ended: its number may be another
+// Alive returns an error once the process has ended: its number may be another
 // one's from then on.
-func (k *caller) alive() error {
+func (k *Caller) Alive() error {
 	if k.handle == nil || k.handle.Ended() {
-		return errCallerGone
+		return ErrGone
 	}
 	return nil
 }
 
-func (k *caller) close() {
+func (k *Caller) Close() {
 	if k.handle != nil {
 		k.handle.Close()
 	}
 }
 
-// callerConn closes what is kept of the caller with the connection.
-type callerConn struct {
+// Conn closes what is kept of the caller with the connection.
+type Conn struct {
 	net.Conn
-	caller *caller // nil: it had ended
+	Caller *Caller // nil: it had ended
 }
 
-func (c *callerConn) Close() error {
-	if c.caller != nil {
-		c.caller.close()
+func (c *Conn) Close() error {
+	if c.Caller != nil {
+		c.Caller.Close()
 	}
 	return c.Conn.Close()
 }
 
-// callerListener finds out who connects, at once.
-type callerListener struct{ net.Listener }
+// Listener finds out who connects, at once.
+type Listener struct{ net.Listener }
 
-func (l callerListener) Accept() (net.Conn, error) {
+func (l Listener) Accept() (net.Conn, error) {
 	conn, err := l.Listener.Accept()
 	if err != nil {
 		return nil, err
 	}
 	// Without a caller every request is refused.
-	k, err := callerOf(conn)
+	k, err := of(conn)
 	if err != nil {
 		k = nil
 	}
-	return &callerConn{conn, k}, nil
+	return &Conn{conn, k}, nil
 }
 
-type callerKey struct{}
+type Key struct{}
 
-func withCaller(ctx context.Context, c net.Conn) context.Context {
-	return context.WithValue(ctx, callerKey{}, c.(*callerConn).caller)
+func WithCaller(ctx context.Context, c net.Conn) context.Context {
+	return context.WithValue(ctx, Key{}, c.(*Conn).Caller)
 }
 
-// callerFrom is who sent a request; nil if that is not known.
-func callerFrom(r *http.Request) *caller {
-	k, _ := r.Context().Value(callerKey{}).(*caller)
+// From is who sent a request; nil if that is not known.
+func From(r *http.Request) *Caller {
+	k, _ := r.Context().Value(Key{}).(*Caller)
 	return k
 }
 
-// mustBeRoot fails unless the caller of a request is root.
-func mustBeRoot(r *http.Request) error {
-	if k := callerFrom(r); k == nil || k.cred.Uid != 0 {
+// MustBeRoot fails unless the caller of a request is root.
+func MustBeRoot(r *http.Request) error {
+	if k := From(r); k == nil || k.Cred.Uid != 0 {
 		return &fault.Error{Err: errors.New("only root may change what the agent does, or have it read a file"), Hint: "run it with sudo", Code: fault.CodeNotPermitted}
 	}
 	return nil

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package rights
 
 import (
 	"fmt"
@@ -24,10 +24,10 @@ var kept = []struct {
 	{unix.CAP_CHOWN, "CAP_CHOWN", "give anchors to the members' user"},
 }
 
-// dropCapabilities gives up, for all threads and all programs started from
+// Drop gives up, for all threads and all programs started from
 // here on, every capability but those kept, the extra ones, and that to bind low
 // ports, which a later policy may ask for.
-func dropCapabilities(extra ...uintptr) error {
+func Drop(extra ...uintptr) error {
 	mask := uint64(1) << unix.CAP_NET_BIND_SERVICE
 	for _, c := range kept {
 		mask |= 1 << c.Number
@@ -38,7 +38,7 @@ func dropCapabilities(extra ...uintptr) error {
 	return limitCapabilities(mask)
 }
 
-func dropAll() error { return limitCapabilities(0) }
+func DropAll() error { return limitCapabilities(0) }
 
 // limitCapabilities leaves the bounding set alone: with no_new_privs set, no
 // program started from here gains a capability, root's included
@@ -67,8 +67,8 @@ func limitCapabilities(mask uint64) error {
 	return nil
 }
 
-// missingCapabilities names the capabilities that the agent needs and lacks.
-func missingCapabilities() ([]string, error) {
+// Missing names the capabilities that the agent needs and lacks.
+func Missing() ([]string, error) {
 	effective, err := effectiveCapabilities()
 	if err != nil {
 		return nil, err
@@ -91,7 +91,7 @@ func effectiveCapabilities() (uint64, error) {
 	return uint64(has[1].Effective)<<32 | uint64(has[0].Effective), nil
 }
 
-func hasCapability(c uintptr) bool {
+func Has(c uintptr) bool {
 	effective, err := effectiveCapabilities()
 	return err == nil && effective&(1<<c) != 0
 }

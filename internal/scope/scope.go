@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+// Package scope finds the cgroups that a policy names, creates those that do not exist, and records with the
+// pins what is to be removed again. A policy names a cgroup by its path, or a systemd unit.
+package scope
 
 import (
 	"bufio"
@@ -21,10 +23,11 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
+	"sockeye/internal/rights"
 )
 
-// pinName is a cgroup's name as a folder's. Names in a bpffs have no dots.
-func pinName(cgroup string) string {
+// PinName is a cgroup's name as a folder's. Names in a bpffs have no dots.
+func PinName(cgroup string) string {
 	readable := strings.Trim(strings.Map(func(r rune) rune {
 		if r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '-' {
 			return r
@@ -35,13 +38,13 @@ func pinName(cgroup string) string {
 	return readable[:min(len(readable), 40)] + "_" + hex.EncodeToString(sum[:4])
 }
 
-// cgroupTree is the cgroup v2 hierarchy of the host.
-type cgroupTree struct {
+// Tree is the cgroup v2 hierarchy of the host.
+type Tree struct {
 	Mount string // its mount point
 }
 
-// cgroupScope is kept with the pins: what to undo, whoever does it.
-type cgroupScope struct {
+// Scope is kept with the pins: what to undo, whoever does it.
+type Scope struct {
 	Cgroup string `json:"cgroup"` // as in the policy
 	Path   string `json:"path"`   // absolute
 	// Created are the folders that were made for it, outermost first.
@@ -50,16 +53,16 @@ type cgroupScope struct {
 	opened bool // in this agent's life
 }
 
-// cgroupScopes reads the records of all that is pinned of cgroups.
-func cgroupScopes(pins string) []cgroupScope {
-	var scopes []cgroupScope
+// Scopes reads the records of all that is pinned of cgroups.
+func Scopes(pins string) []Scope {
+	var scopes []Scope
 	for _, prefix := range []string{bpf.TunePins, bpf.TracePins} {
 		names, err := bpf.PinnedNames(pins, prefix)
 		if err != nil {
 			return nil
 		}
 		for _, name := range names {
-			var s cgroupScope
+			var s Scope
 			if data, err := bpf.ReadScope(filepath.Join(pins, prefix+name)); err == nil && json.Unmarshal(data, &s) == nil {
 				scopes = append(scopes, s)
 			}
@@ -68,11 +71,11 @@ func cgroupScopes(pins string) []cgroupScope {
 	return scopes
 }
 
-// open finds the cgroup of a policy, or makes it. A unit that is not there is
+// Open finds the cgroup of a policy, or makes it. A unit that is not there is
 // fs.ErrNotExist, and so is a cgroup that was there: whoever has removed it may make it
 // again, which fails if it is there already.
-func (s *cgroupScope) open(tree cgroupTree, name string) error {
-	path, err := tree.find(name)
+func (s *Scope) Open(tree Tree, name string) error {
+	path, err := tree.Find(name)
 	if errors.Is(err, fs.ErrNotExist) && !isUnit(name) && !s.opened {
 		path = filepath.Join(tree.Mount, name)
 		var created []string
@@ -93,24 +96,24 @@ func (s *cgroupScope) open(tree cgroupTree, name string) error {
 	return nil
 }
 
-// noCgroup is the problem of a cgroup that is not there, with what is done to it once it is.
-func noCgroup(name, done string) error {
+// Absent is the problem of a cgroup that is not there, with what is done to it once it is.
+func Absent(name, done string) error {
 	if isUnit(name) {
 		return fault.WithHint(fmt.Errorf("there is no unit %s", name), done+" from the moment it starts")
 	}
 	return fault.WithHint(fmt.Errorf("there is no cgroup %s", name), done+" from the moment it is made again")
 }
 
-// below is the path below the cgroup v2 mount.
-func (s *cgroupScope) below(tree cgroupTree) string { return tree.below(s.Path) }
+// Below is the path below the cgroup v2 mount.
+func (s *Scope) Below(tree Tree) string { return tree.Below(s.Path) }
 
-// below is the path of a folder below the mount point.
-func (t cgroupTree) below(dir string) string {
+// Below is the path of a folder below the mount point.
+func (t Tree) Below(dir string) string {
 	return "/" + strings.TrimPrefix(strings.TrimPrefix(dir, t.Mount), "/")
 }
 
-// removeCreated removes the cgroups that were made, unless somebody uses them.
-func removeCreated(scopes []cgroupScope) error {
+// RemoveCreated removes the cgroups that were made, unless somebody uses them.
+func RemoveCreated(scopes []Scope) error {
 	var errs []error
 	for _, s := range scopes {
 		for _, dir := range slices.Backward(s.Created) {
@@ -141,7 +144,7 @@ func makeCgroup(mount, path string) (created []string, err error) {
 		}
 		if errors.Is(err, unix.EROFS) || errors.Is(err, fs.ErrPermission) {
 			return created, &fault.Error{Err: fmt.Errorf("create cgroup: %w", err), Code: fault.CodeNotPermitted,
-				Hint: missingHint(unix.CAP_DAC_OVERRIDE, "create it, or restart the agent: it keeps that right if the policy names such a cgroup then")}
+				Hint: rights.MissingHint(unix.CAP_DAC_OVERRIDE, "create it, or restart the agent: it keeps that right if the policy names such a cgroup then")}
 		}
 		if err != nil {
 			return created, fmt.Errorf("create cgroup: %w", err)
@@ -155,9 +158,9 @@ func makeCgroup(mount, path string) (created []string, err error) {
 // make one who may write everywhere.
 func isTop(name string) bool { return filepath.Dir(name) == "/" && name != "/" }
 
-// mayCreate fails if the cgroup of a policy is to be made and this process has
+// MayCreate fails if the cgroup of a policy is to be made and this process has
 // no right to.
-func (t cgroupTree) mayCreate(name string) error {
+func (t Tree) MayCreate(name string) error {
 	if isUnit(name) {
 		return nil
 	}
@@ -177,7 +180,7 @@ func (t cgroupTree) mayCreate(name string) error {
 	}
 	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
 		return &fault.Error{Err: fmt.Errorf("create cgroup %s: %w", name, err), Code: fault.CodeNotPermitted,
-			Hint: missingHint(unix.CAP_DAC_OVERRIDE, "create it, or restart the agent: it keeps that right if the policy names such a cgroup then")}
+			Hint: rights.MissingHint(unix.CAP_DAC_OVERRIDE, "create it, or restart the agent: it keeps that right if the policy names such a cgroup then")}
 	}
 	return nil
 }
@@ -191,14 +194,14 @@ func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
 // a slice at the path that its name gives, any other unit in a slice. What is below
 // a service or a scope is another's, such as all units of a user's own service
 // manager, which may have any name.
-func (t cgroupTree) find(name string) (string, error) {
+func (t Tree) Find(name string) (string, error) {
 	if !isUnit(name) {
 		path := filepath.Join(t.Mount, name)
 		_, err := os.Stat(path)
 		return path, err
 	}
 	if strings.HasSuffix(name, ".slice") {
-		path := filepath.Join(t.Mount, slicePath(name))
+		path := filepath.Join(t.Mount, SlicePath(name))
 		_, err := os.Stat(path)
 		return path, err
 	}
@@ -226,7 +229,7 @@ func (t cgroupTree) find(name string) (string, error) {
 }
 
 // eachSlice calls f with the folder of each slice of the system, the root first.
-func (t cgroupTree) eachSlice(f func(dir string) error) error {
+func (t Tree) eachSlice(f func(dir string) error) error {
 	var visit func(path string) error
 	visit = func(path string) error {
 		dir := filepath.Join(t.Mount, path)
@@ -239,7 +242,7 @@ func (t cgroupTree) eachSlice(f func(dir string) error) error {
 		}
 		for _, e := range entries {
 			below := filepath.Join(path, e.Name())
-			if e.IsDir() && strings.HasSuffix(e.Name(), ".slice") && slicePath(e.Name()) == below {
+			if e.IsDir() && strings.HasSuffix(e.Name(), ".slice") && SlicePath(e.Name()) == below {
 				if err := visit(below); err != nil {
 					return err
 				}
@@ -264,9 +267,9 @@ func cgroupName(unit string) string {
 	return unit
 }
 
-// slicePath is where systemd puts a slice: a-b.slice is in a.slice
+// SlicePath is where systemd puts a slice: a-b.slice is in a.slice
 // (systemd.slice(5)).
-func slicePath(name string) string {
+func SlicePath(name string) string {
 	if name == "-.slice" {
 		return "/"
 	}
@@ -280,19 +283,19 @@ func slicePath(name string) string {
 	return path.String() + "/" + name
 }
 
-// checkNested refuses cgroups of which one holds another: the programs of both
+// CheckNested refuses cgroups of which one holds another: the programs of both
 // would run, and the outer one's would have the last word. Where a unit is that has
 // not started is not known, unless it is a slice.
-func (t cgroupTree) checkNested(names ...string) error {
+func (t Tree) CheckNested(names ...string) error {
 	paths := make(map[string]string)
 	for _, name := range names {
-		path, err := t.find(name)
+		path, err := t.Find(name)
 		switch {
 		case err == nil:
 		case !errors.Is(err, fs.ErrNotExist):
 			return fmt.Errorf("cgroup %s: %w", name, err)
 		case strings.HasSuffix(name, ".slice") && isUnit(name):
-			path = filepath.Join(t.Mount, slicePath(name))
+			path = filepath.Join(t.Mount, SlicePath(name))
 		case isUnit(name):
 			continue
 		default:
@@ -302,7 +305,7 @@ func (t cgroupTree) checkNested(names ...string) error {
 	}
 	for _, outer := range slices.Sorted(maps.Keys(paths)) {
 		for _, inner := range slices.Sorted(maps.Keys(paths)) {
-			if outer == inner || !within(paths[inner], paths[outer]) {
+			if outer == inner || !Within(paths[inner], paths[outer]) {
 				continue
 			}
 			return fault.Conflict(fmt.Errorf("cgroup %s is in cgroup %s, whose rules would override its own", inner, outer),
@@ -312,10 +315,10 @@ func (t cgroupTree) checkNested(names ...string) error {
 	return nil
 }
 
-// added says what beginning with a cgroup does to it. Done is what it will
+// Added says what beginning with a cgroup does to it. Done is what it will
 // be.
-func (t cgroupTree) added(name, done string) []api.Change {
-	_, err := t.find(name)
+func (t Tree) Added(name, done string) []api.Change {
+	_, err := t.Find(name)
 	switch {
 	case !errors.Is(err, fs.ErrNotExist):
 		return nil
@@ -325,18 +328,18 @@ func (t cgroupTree) added(name, done string) []api.Change {
 	return []api.Change{{Cgroup: name, Action: "add", What: "cgroup", Effect: "it is created, and removed when the policy names it no more"}}
 }
 
-// maxBelow bounds how many cgroups below one are looked at.
-const maxBelow = 4096
+// MaxBelow bounds how many cgroups below one are looked at.
+const MaxBelow = 4096
 
-// names are the cgroups at or below a folder, by their id, which is the
+// Names are the cgroups at or below a folder, by their id, which is the
 // inode of their folder (cgroup_id in include/linux/cgroup.h, Linux 6.18).
-func (t cgroupTree) names(dir string) map[uint64]string {
+func (t Tree) Names(dir string) map[uint64]string {
 	names := make(map[uint64]string)
 	_ = filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
 		if err != nil || !d.IsDir() {
 			return nil // gone meanwhile
 		}
-		if len(names) == maxBelow {
+		if len(names) == MaxBelow {
 			return filepath.SkipAll
 		}
 		var stat unix.Stat_t
@@ -348,8 +351,8 @@ func (t cgroupTree) names(dir string) map[uint64]string {
 	return names
 }
 
-// cgroupOf is the cgroup v2 path of a process.
-func cgroupOf(pid int) (string, error) {
+// Of is the cgroup v2 path of a process.
+func Of(pid int) (string, error) {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
 	if err != nil {
 		return "", fmt.Errorf("read cgroup of process: %w", err)
@@ -362,13 +365,13 @@ func cgroupOf(pid int) (string, error) {
 	return "", fmt.Errorf("read cgroup of process %d: it is in no cgroup v2: %w", pid, fs.ErrNotExist)
 }
 
-// within tells whether a folder is at or below another.
-func within(path, dir string) bool {
+// Within tells whether a folder is at or below another.
+func Within(path, dir string) bool {
 	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
 }
 
-// CgroupMount finds where cgroup v2 is mounted.
-func CgroupMount() (string, error) {
+// Mount finds where cgroup v2 is mounted.
+func Mount() (string, error) {
 	f, err := os.Open("/proc/self/mountinfo")
 	if err != nil {
 		return "", fmt.Errorf("find cgroup v2: %w", err)
@@ -389,10 +392,10 @@ func CgroupMount() (string, error) {
 		Hint: "mount -t cgroup2 none /sys/fs/cgroup/unified", Code: fault.CodeUnsupported}
 }
 
-// createsCgroup tells whether the agent may have to create a cgroup of a policy, with a right to write
+// Creates tells whether the agent may have to create a cgroup of a policy, with a right to write
 // at the root: a reboot removes one that is at the root.
-func createsCgroup(name string) bool {
-	mount, err := CgroupMount()
+func Creates(name string) bool {
+	mount, err := Mount()
 	if err != nil || isUnit(name) {
 		return false
 	}

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package doctor looks for what keeps Sockeye from working on a host.
+package doctor
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/rlimit"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
+	"sockeye/internal/rights"
+	"sockeye/internal/scope"
+	"sockeye/internal/sockdiag"
+)
+
+// NewReport returns a report without findings. Known is nil without an agent.
+func NewReport(known *Known) *Report { return &Report{Known: known} }
+
+// Kernel looks at the rights of the caller and at the kernel.
+func (d *Report) Kernel() {
+	// Probes load programs, which kernels before 5.11 charge to RLIMIT_MEMLOCK.
+	// Where it cannot be raised, they say so.
+	_ = rlimit.RemoveMemlock()
+	d.capabilities()
+	d.pidNamespace()
+	d.kernel()
+	d.destroy()
+}
+
+// Host looks at the mounts and the sysctls.
+func (d *Report) Host(pins string) {
+	d.mounts(pins)
+	d.sysctls()
+}
+
+func (d *Report) capabilities() {
+	missing, err := rights.Missing()
+	switch {
+	case err != nil:
+		d.Fail("rights", "capabilities", fault.CodeFailed, err.Error(), "")
+	case len(missing) > 0:
+		d.Fail("rights", "capabilities", fault.CodeNotPermitted, "missing "+strings.Join(missing, ", "),
+			"run as root, or give these capabilities to the agent's service")
+	default:
+		d.Add("rights", "capabilities", OK, "all that the agent needs", "")
+	}
+}
+
+// InOwnPIDs tells whether this process is in a PID namespace that is not the host's (PROC_PID_INIT_INO of
+// include/linux/proc_ns.h). BPF programs report processes by the numbers that the host knows them by.
+func InOwnPIDs() bool {
+	link, err := os.Readlink("/proc/self/ns/pid")
+	return err == nil && link != "pid:[4026531836]"
+}
+
+const OwnPIDs = "a PID namespace of its own: new members are found when the agent starts, when a policy is applied, and when a process that waits is looked at by sockeye status"
+
+func (d *Report) pidNamespace() {
+	if InOwnPIDs() {
+		d.Add("host", "PID namespace", Warning, OwnPIDs, "run the agent in the host's PID namespace")
+	}
+}
+
+func (d *Report) kernel() {
+	for _, f := range bpf.Features {
+		switch err := f.Probe(); {
+		case err == nil:
+			d.Add("kernel", f.Name, OK, "", "")
+		case !errors.Is(err, ebpf.ErrNotSupported):
+			d.Add("kernel", f.Name, Warning, "not known: "+err.Error(), fault.Hint(err))
+		case f.Optional:
+			d.Add("kernel", f.Name, Note, f.Needed, f.Hint(err))
+		default:
+			d.Fail("kernel", f.Name, fault.CodeUnsupported, "needed for "+f.Needed, f.Hint(err))
+		}
+	}
+}
+
+// destroy tells whether connections of other processes can be closed.
+func (d *Report) destroy() {
+	const check, needed = "SOCK_DESTROY", "without it on_start: reset closes no connections"
+	conn, err := sockdiag.Open()
+	if err == nil {
+		err = conn.CanDestroy()
+		conn.Close()
+	}
+	switch {
+	case err == nil:
+		d.Add("kernel", check, OK, "", "")
+	case errors.Is(err, sockdiag.ErrCannotDestroy), errors.Is(err, sockdiag.ErrUnsupported):
+		d.Add("kernel", check, Note, needed, "came with Linux 4.9, needs CONFIG_INET_DIAG_DESTROY")
+	default:
+		d.Add("kernel", check, Warning, "not known: "+err.Error(), fault.Hint(err))
+	}
+}
+
+func (d *Report) mounts(pins string) {
+	if mount, err := scope.Mount(); err != nil {
+		d.Fail("mounts", "cgroup v2", fault.Code(err), err.Error(), fault.Hint(err))
+	} else {
+		d.Add("mounts", "cgroup v2", OK, mount, "")
+	}
+	if dir := filepath.Dir(pins); bpf.IsBPFFS(dir) {
+		d.Add("mounts", "bpffs", OK, dir, "")
+	} else {
+		d.Add("mounts", "bpffs", Note, dir+" is no bpffs, the agent mounts one", "")
+	}
+	info, err := os.Stat(pins)
+	switch {
+	case err == nil && info.Mode().Perm() != 0o700:
+		d.Add("mounts", "pin directory", Warning, fmt.Sprintf("%s has mode %#o", pins, info.Mode().Perm()), "chmod 700 "+pins)
+	case err == nil:
+		d.Add("mounts", "pin directory", OK, pins, "")
+	}
+}
+
+func (d *Report) sysctls() {
+	read := func(name string) (int, bool) {
+		text, err := os.ReadFile("/proc/sys/" + name)
+		if err != nil {
+			return 0, false
+		}
+		n, err := strconv.Atoi(strings.TrimSpace(string(text)))
+		return n, err == nil
+	}
+	if n, ok := read("net/core/somaxconn"); ok && n < 1024 {
+		d.Add("sysctl", "net.core.somaxconn", Warning, fmt.Sprintf("%d; it bounds the members' backlogs", n),
+			"sysctl -w net.core.somaxconn=4096, or more than devices that may connect at once")
+	} else if ok {
+		d.Add("sysctl", "net.core.somaxconn", OK, strconv.Itoa(n), "")
+	}
+	migrate := errors.Is(probe("sk_reuseport migration"), ebpf.ErrNotSupported)
+	if n, ok := read("net/ipv4/tcp_migrate_req"); ok && n == 1 && migrate {
+		d.Add("sysctl", "net.ipv4.tcp_migrate_req", Warning, "1: the kernel's hash moves connections of a closing listener to other members",
+			"sysctl -w net.ipv4.tcp_migrate_req=0")
+	} else if ok {
+		d.Add("sysctl", "net.ipv4.tcp_migrate_req", OK, fmt.Sprintf("%d; the program decides about migration", n), "")
+	}
+}
+
+func probe(name string) error {
+	i := slices.IndexFunc(bpf.Features, func(f bpf.Feature) bool { return f.Name == name })
+	return bpf.Features[i].Probe()
+}
+
+// Rights tells whether the agent, by its process id, has the capabilities beyond those of the unit
+// that a policy needs; 0: no agent runs.
+func (d *Report) Rights(needs []rights.Need, pid int) {
+	permitted, bounding, err := rights.Of(pid)
+	for _, n := range needs {
+		detail := "needed for " + n.For
+		switch {
+		case pid == 0:
+			d.Add("rights", n.Name, Note, detail+"; the drop-in "+n.DropIn+" gives it to the unit", n.DropInHint())
+		case err != nil:
+			d.Add("rights", n.Name, Warning, detail+"; whether the agent has it is not known: "+err.Error(), fault.Hint(err))
+		case permitted&(1<<n.Capability) != 0:
+			d.Add("rights", n.Name, OK, detail, "")
+		case bounding&(1<<n.Capability) != 0:
+			d.Add("rights", n.Name, Warning, detail+"; the agent gave it up, as its policy did not need it when it started",
+				"restart the agent")
+		default:
+			d.Add("rights", n.Name, Warning, detail+"; the agent lacks it", n.DropInHint())
+		}
+	}
+}
