@@ -15,9 +15,9 @@ import (
 	"time"
 
 	"github.com/vishvananda/netlink"
-	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/netns"
 	"sockeye/lab"
 )
 
@@ -245,17 +245,19 @@ func (s *gatewaySide) choose(to netip.Addr, cc string) error {
 	if err != nil {
 		return err
 	}
-	ns, err := netns.GetFromPid(pid)
+	inside, err := netns.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
 	if err != nil {
-		return fmt.Errorf("open namespace of %s: %w", s.name, err)
+		return fmt.Errorf("of %s: %w", s.name, err)
 	}
-	defer ns.Close()
-	nl, err := netlink.NewHandleAt(ns, unix.NETLINK_ROUTE)
-	if err != nil {
-		return fmt.Errorf("enter namespace of %s: %w", s.name, err)
-	}
-	defer nl.Close()
-	return chooseByRoute(nl, s.device, to, cc)
+	defer inside.Close()
+	return netns.Do(inside, func() error {
+		nl, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+		if err != nil {
+			return fmt.Errorf("open route socket of %s: %w", s.name, err)
+		}
+		defer nl.Close()
+		return chooseByRoute(nl, s.device, to, cc)
+	})
 }
 
 // pasta is the command before that of a program. Root's needs are written there: it would

@@ -13,16 +13,15 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
 
-	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway"
+	"sockeye/internal/netns"
 	"sockeye/room"
 )
 
@@ -417,24 +416,16 @@ func gatewayWorker(args []string) error {
 	return err
 }
 
-// openGuestTUN uses a thread of its own, which ends with it.
+// openGuestTUN makes the TUN interface in the guest's network namespace.
 func openGuestTUN(path string, i gateway.Interface) (fd int, err error) {
-	opened := make(chan struct{})
-	go func() {
-		defer close(opened)
-		runtime.LockOSThread() // and never unlocked, as it stays in the namespace
-		ns, nsErr := netns.GetFromPath(path)
-		if nsErr != nil {
-			err = fmt.Errorf("open namespace of the guest: %w", nsErr)
-			return
-		}
-		defer ns.Close()
-		if err = netns.Set(ns); err != nil {
-			err = fmt.Errorf("enter namespace of the guest: %w", err)
-			return
-		}
+	guest, err := netns.Open(path)
+	if err != nil {
+		return -1, err
+	}
+	defer guest.Close()
+	err = netns.Do(guest, func() error {
 		fd, err = gateway.OpenTUN(i)
-	}()
-	<-opened
+		return err
+	})
 	return fd, err
 }

@@ -30,15 +30,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
 
-	"github.com/vishvananda/netns"
-	"golang.org/x/sys/unix"
+	"sockeye/internal/netns"
 )
 
 // MaxRouters is the largest number of routers in one lab: their addresses end below the collector's.
@@ -118,17 +116,17 @@ func New(ctx context.Context, o Options) (_ *Lab, err error) {
 	}
 	// The parent whose death PDEATHSIG reports is a thread, not a process: one thread, which lives as long as the lab,
 	// starts all children.
-	l.background.Add(1)
-	onThread(func() bool {
-		defer l.background.Done()
-		for {
-			select {
-			case f := <-l.starts:
-				f()
-			case <-l.stopping:
-				return false
+	l.background.Go(func() {
+		_ = netns.Thread(func() error {
+			for {
+				select {
+				case f := <-l.starts:
+					f()
+				case <-l.stopping:
+					return nil
+				}
 			}
-		}
+		})
 	})
 	if err = l.buildNetwork(ctx, o.Routers); err != nil {
 		return nil, err
@@ -270,51 +268,4 @@ func (w *watchdog) stop() error {
 		return fmt.Errorf("watchdog: %w", err)
 	}
 	return nil
-}
-
-// onThread starts f on a thread that runs nothing else, and that ends with f unless f returns true. It is never the main
-// thread: that one cannot end, and /proc/self shows its namespaces.
-func onThread(f func() (reusable bool)) {
-	go func() {
-		runtime.LockOSThread()
-		if unix.Gettid() != unix.Getpid() {
-			if f() {
-				runtime.UnlockOSThread()
-			}
-			return
-		}
-		defer runtime.UnlockOSThread()
-		done := make(chan struct{})
-		go func() { // cannot be on the main thread, which waits here
-			defer close(done)
-			runtime.LockOSThread()
-			if f() {
-				runtime.UnlockOSThread()
-			}
-		}()
-		<-done
-	}()
-}
-
-// inNamespace runs f on a thread of its own in the network namespace ns (the caller's if ns is negative).
-func inNamespace(ns netns.NsHandle, f func() error) error {
-	result := make(chan error, 1)
-	onThread(func() bool {
-		home, err := netns.Get()
-		if err != nil {
-			result <- err
-			return true
-		}
-		defer home.Close()
-		if ns >= 0 {
-			err = netns.Set(ns)
-		}
-		if err == nil {
-			err = f()
-		}
-		reusable := netns.Set(home) == nil
-		result <- err
-		return reusable
-	})
-	return <-result
 }

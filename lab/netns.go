@@ -13,8 +13,9 @@ import (
 	"strings"
 
 	"github.com/vishvananda/netlink"
-	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/netns"
 )
 
 // Addresses of the collector namespace.
@@ -27,7 +28,7 @@ var (
 type Namespace struct {
 	lab  *Lab
 	name string
-	fd   netns.NsHandle
+	file *os.File
 	nl   *netlink.Handle
 }
 
@@ -36,14 +37,16 @@ func (n *Namespace) Name() string { return n.name }
 
 // Path names the namespace in /proc, for programs that take a namespace by its path. It is valid as long as this process
 // and the lab live.
-func (n *Namespace) Path() string { return fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), int(n.fd)) }
+func (n *Namespace) Path() string { return fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), n.file.Fd()) }
 
 // Netlink is a handle that works in the namespace. The lab closes it.
 func (n *Namespace) Netlink() *netlink.Handle { return n.nl }
 
 // Do runs f on a thread inside the namespace. Sockets made by f stay in the namespace. f must neither start goroutines that
 // are to be inside, nor processes: use Command for these. Several calls run side by side.
-func (n *Namespace) Do(f func() error) error { return inNamespace(n.fd, f) }
+func (n *Namespace) Do(f func() error) error {
+	return netns.Thread(func() error { return netns.Do(n.file, f) })
+}
 
 // Namespace returns the namespace of that name ("switch", "collector", "router-0" ...), or a new one with nothing but
 // loopback, which is up.
@@ -56,22 +59,21 @@ func (l *Lab) Namespace(name string) (*Namespace, error) {
 	if l.closed {
 		return nil, fmt.Errorf("make namespace %s: lab is closed", name)
 	}
-	n := &Namespace{lab: l, name: name, fd: netns.None()}
-	err := inNamespace(netns.None(), func() (err error) {
-		if n.fd, err = netns.New(); err != nil { // the thread is in it now; inNamespace brings it back
-			return err
-		}
+	n := &Namespace{lab: l, name: name}
+	var err error
+	if n.file, err = netns.New(); err != nil {
+		return nil, fmt.Errorf("make namespace %s: %w", name, err)
+	}
+	err = n.Do(func() (err error) {
 		// No duplicate address detection: addresses can be used, and links answer, at once.
 		for _, s := range []string{"all", "default"} {
 			if err := sysctl("ipv6/conf/"+s+"/accept_dad", "0"); err != nil {
 				return err
 			}
 		}
-		return nil
+		n.nl, err = netlink.NewHandle(unix.NETLINK_ROUTE) // others may not be in the kernel
+		return err
 	})
-	if err == nil {
-		n.nl, err = netlink.NewHandleAt(n.fd, unix.NETLINK_ROUTE) // others may not be in the kernel
-	}
 	if err == nil {
 		err = n.up("lo")
 	}
@@ -86,10 +88,7 @@ func (n *Namespace) close() error {
 	if n.nl != nil {
 		n.nl.Close()
 	}
-	if !n.fd.IsOpen() {
-		return nil
-	}
-	return n.fd.Close()
+	return n.file.Close()
 }
 
 // sysctl writes a value of the calling thread's network namespace.
@@ -232,7 +231,7 @@ func (l *Lab) Attach(name string, addresses ...netip.Prefix) (*Namespace, error)
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name = fmt.Sprintf("port%d", l.ports.Add(1))
 	attrs.MasterIndex = br.Attrs().Index
-	veth := &netlink.Veth{LinkAttrs: attrs, PeerName: "eth0", PeerNamespace: netlink.NsFd(int(n.fd))}
+	veth := &netlink.Veth{LinkAttrs: attrs, PeerName: "eth0", PeerNamespace: netlink.NsFd(int(n.file.Fd()))}
 	if err := sw.nl.LinkAdd(veth); err != nil {
 		return nil, fmt.Errorf("attach %s: make veth: %w", name, err)
 	}

@@ -17,7 +17,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/vishvananda/netns"
+	"sockeye/internal/netns"
 )
 
 // Process is a program in a namespace and a cgroup of the lab. It dies with the lab. Set its fields before Start.
@@ -100,7 +100,7 @@ func (p *Process) Start() (err error) {
 	result := make(chan error)
 	l.starts <- func() {
 		// The thread stays in the last namespace: each start sets its own.
-		err := netns.Set(p.ns.fd)
+		err := netns.Enter(p.ns.file)
 		if err == nil {
 			err = p.Cmd.Start()
 		}

@@ -24,6 +24,7 @@ import (
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
+	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 )
 
@@ -553,7 +554,7 @@ func newNetns(t *testing.T, path string) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	err := testenv.OnThread(func() error {
+	err := netns.Thread(func() error {
 		f, err := os.OpenFile(path, os.O_RDONLY|os.O_CREATE|os.O_EXCL, 0)
 		if err != nil {
 			return err

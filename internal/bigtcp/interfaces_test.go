@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp"
+	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 )
 
@@ -403,7 +404,7 @@ func rename(h *netlink.Handle, i int) error {
 // comeAndGoElsewhere makes a pair with a namespace that goes at once, and takes it
 // along.
 func comeAndGoElsewhere(h *netlink.Handle, i int) error {
-	return testenv.OnThread(func() error {
+	return netns.Thread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			return err
 		}

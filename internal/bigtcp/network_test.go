@@ -15,10 +15,10 @@ import (
 	"testing"
 
 	"github.com/vishvananda/netlink"
-	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp"
+	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 )
 
@@ -68,7 +68,7 @@ func heldNetns(t testing.TB) *os.File {
 
 func inNewNetns(t testing.TB, f func() error) {
 	t.Helper()
-	err := testenv.OnThread(func() error {
+	err := netns.Thread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			return err
 		}
@@ -130,16 +130,19 @@ func network(t testing.TB, path string) *bigtcp.Network {
 // kernel talks to the kernel in a namespace, beside what is tested.
 func kernel(t testing.TB, path string) *netlink.Handle {
 	t.Helper()
-	at := netns.None()
+	var at *os.File
+	var err error
 	if path != "" {
-		var err error
-		if at, err = netns.GetFromPath(path); err != nil {
+		if at, err = netns.Open(path); err != nil {
 			t.Fatal(err)
 		}
 		defer at.Close()
 	}
-	h, err := netlink.NewHandleAt(at, unix.NETLINK_ROUTE)
-	if err != nil {
+	var h *netlink.Handle
+	if err := netns.Do(at, func() error {
+		h, err = netlink.NewHandle(unix.NETLINK_ROUTE)
+		return err
+	}); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(h.Close)

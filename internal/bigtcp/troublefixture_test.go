@@ -18,7 +18,7 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/testenv"
+	"sockeye/internal/netns"
 )
 
 // troubleNetwork makes a network namespace, with lo up.
@@ -26,7 +26,7 @@ func troubleNetwork(t testing.TB) *Network {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "netns")
 	must(t, os.WriteFile(path, nil, 0o600))
-	must(t, testenv.OnThread(func() error {
+	must(t, netns.Thread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			return err
 		}

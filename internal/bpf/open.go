@@ -9,7 +9,6 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 	"time"
@@ -22,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fault"
+	"sockeye/internal/netns"
 )
 
 // OpenSteer makes the data path of a service, or adopts what is pinned in
@@ -575,56 +575,16 @@ func attachedTo(l link.Link, target *os.File) (bool, error) {
 // netnsCookie is the number of a network namespace as programs see it. It is 0
 // where that is not known: before Linux 5.14, without a namespace, or without the
 // right to enter it (CAP_SYS_ADMIN), which the namespace of the thread needs not.
-func netnsCookie(netns *os.File) (uint64, error) {
-	if netns == nil {
+func netnsCookie(namespace *os.File) (uint64, error) {
+	if namespace == nil {
 		return 0, nil
 	}
-	var theirs, ours unix.Stat_t
-	if err := unix.Fstat(int(netns.Fd()), &theirs); err != nil {
-		return 0, fmt.Errorf("look at network namespace: %w", err)
-	}
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	home, err := os.Open("/proc/thread-self/ns/net")
-	if err != nil {
-		return 0, fmt.Errorf("remember network namespace: %w", err)
-	}
-	defer home.Close()
-	if err := unix.Fstat(int(home.Fd()), &ours); err != nil {
-		return 0, fmt.Errorf("remember network namespace: %w", err)
-	}
-	if ours.Dev == theirs.Dev && ours.Ino == theirs.Ino {
-		return ownNetnsCookie()
-	}
-	if err := unix.Setns(int(netns.Fd()), unix.CLONE_NEWNET); errors.Is(err, unix.EPERM) {
+	cookie, err := netns.Cookie(namespace)
+	var enter *netns.EnterError
+	if errors.As(err, &enter) && errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOPROTOOPT) {
 		return 0, nil
-	} else if err != nil {
-		return 0, fmt.Errorf("enter network namespace %s: %w", netns.Name(), err)
-	}
-	cookie, err := ownNetnsCookie()
-	if back := unix.Setns(int(home.Fd()), unix.CLONE_NEWNET); back != nil {
-		// Locked once more, the thread ends with its goroutine.
-		runtime.LockOSThread()
-		return 0, fmt.Errorf("leave network namespace %s: %w", netns.Name(), back)
 	}
 	return cookie, err
-}
-
-// ownNetnsCookie is netnsCookie of the calling thread's namespace.
-func ownNetnsCookie() (uint64, error) {
-	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return 0, fmt.Errorf("create socket: %w", err)
-	}
-	defer unix.Close(fd)
-	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
-	if errors.Is(err, unix.ENOPROTOOPT) {
-		return 0, nil
-	}
-	if err != nil {
-		return 0, fmt.Errorf("read SO_NETNS_COOKIE: %w", err)
-	}
-	return cookie, nil
 }
 
 // openHooks attaches what watches members. Only the release hook is pinned:

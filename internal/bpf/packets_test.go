@@ -20,7 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
-	"sockeye/internal/testenv"
+	"sockeye/internal/netns"
 )
 
 // tcpPair is both ends of a connection through lo.
@@ -429,7 +429,7 @@ func TestPacketsCapabilities(t *testing.T) {
 // withRights runs f on a thread with these capabilities alone.
 func withRights(t testing.TB, caps []int, f func()) {
 	t.Helper()
-	check(t, testenv.OnThread(func() error {
+	check(t, netns.Thread(func() error {
 		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 		var data [2]unix.CapUserData
 		for _, c := range caps {

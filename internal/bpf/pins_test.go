@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/netns"
 	"sockeye/internal/steer"
 	"sockeye/internal/testenv"
 )
@@ -188,7 +189,7 @@ func TestLookupMovesToAnotherNamespace(t *testing.T) {
 	c := config(t, true, pair...)
 	open(t, c)
 	before := pinned(t, c.Dir)
-	check(t, testenv.OnThread(func() error {
+	check(t, netns.Thread(func() error {
 		err := unix.Unshare(unix.CLONE_NEWNET)
 		if err == nil {
 			c.Netns, err = os.Open("/proc/thread-self/ns/net")

@@ -24,6 +24,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 )
 
@@ -782,7 +783,7 @@ func TestRXAdopted(t *testing.T) {
 		e.send(t, 1, 100)
 	}
 	tr.config.Adopt = true
-	check(t, testenv.OnThread(func() error {
+	check(t, netns.Thread(func() error {
 		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 		var caps [2]unix.CapUserData
 		for _, c := range []int{unix.CAP_BPF, unix.CAP_NET_ADMIN, unix.CAP_PERFMON} {
@@ -901,7 +902,7 @@ func newVeth(t testing.TB) (there func(func())) {
 		}
 	}
 	var other *os.File
-	check(t, testenv.OnThread(func() error {
+	check(t, netns.Thread(func() error {
 		check(t, unix.Unshare(unix.CLONE_NEWNET))
 		other, err = os.Open("/proc/thread-self/ns/net")
 		check(t, err)
@@ -917,7 +918,7 @@ func newVeth(t testing.TB) (there func(func())) {
 		check(t, other.Close()) // then: with the namespace, the kernel deletes its devices
 	})
 	return func(f func()) {
-		check(t, testenv.OnThread(func() error {
+		check(t, netns.Thread(func() error {
 			check(t, unix.Setns(int(other.Fd()), unix.CLONE_NEWNET))
 			f()
 			return nil

@@ -20,7 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp"
-	"sockeye/internal/testenv"
+	"sockeye/internal/netns"
 )
 
 // newBigTCPHost is a host without an agent. Its state directory is not there yet.
@@ -131,7 +131,7 @@ func (h *host) tamper(name string, gso int) {
 func (h *host) newNetns(name string, f func() error) string {
 	h.t.Helper()
 	path := h.write(name, "")
-	err := testenv.OnThread(func() error {
+	err := netns.Thread(func() error {
 		err := unix.Unshare(unix.CLONE_NEWNET)
 		if err == nil {
 			err = unix.Mount("/proc/thread-self/ns/net", path, "", unix.MS_BIND, "")

@@ -8,18 +8,18 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/vishvananda/netlink"
-	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bigtcp/bench"
-	"sockeye/internal/testenv"
+	"sockeye/internal/netns"
 )
 
 func TestBenchRefusals(t *testing.T) {
@@ -92,26 +92,26 @@ func TestBenchLocal(t *testing.T) {
 // benchHosts are two network namespaces with a link between them, by their paths.
 func benchHosts(t *testing.T) (paths [2]string) {
 	t.Helper()
-	var fds [2]netns.NsHandle
-	for i := range fds {
-		err := testenv.OnThread(func() (err error) {
-			fds[i], err = netns.New()
-			return err
-		})
+	var hosts [2]*os.File
+	for i := range hosts {
+		host, err := netns.New()
 		if err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { fds[i].Close() })
-		paths[i] = fmt.Sprintf("/proc/self/fd/%d", int(fds[i]))
+		t.Cleanup(func() { host.Close() })
+		hosts[i], paths[i] = host, fmt.Sprintf("/proc/self/fd/%d", host.Fd())
 	}
-	for i := range fds {
-		nl, err := netlink.NewHandleAt(fds[i], unix.NETLINK_ROUTE)
-		if err != nil {
+	for i, host := range hosts {
+		var nl *netlink.Handle
+		if err := netns.Do(host, func() (err error) {
+			nl, err = netlink.NewHandle(unix.NETLINK_ROUTE)
+			return err
+		}); err != nil {
 			t.Fatal(err)
 		}
 		defer nl.Close()
 		if i == 0 {
-			if err := nl.LinkAdd(&netlink.Veth{LinkAttrs: attributesOf("eth0"), PeerName: "eth0", PeerNamespace: netlink.NsFd(fds[1])}); err != nil {
+			if err := nl.LinkAdd(&netlink.Veth{LinkAttrs: attributesOf("eth0"), PeerName: "eth0", PeerNamespace: netlink.NsFd(int(hosts[1].Fd()))}); err != nil {
 				t.Fatal(err)
 			}
 		}

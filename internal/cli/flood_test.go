@@ -19,7 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/testenv"
+	"sockeye/internal/netns"
 )
 
 // attacker keeps connections open, and opens others when they are closed.
@@ -109,7 +109,7 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 	anybody := attack(t, 1500, func() (net.Conn, error) { return net.DialTimeout("tcp", "127.0.0.1:9745", 5*time.Second) },
 		"", "GET /metrics HTTP/1.1\r\n", unread)
 	nobody := attack(t, 1500, func() (c net.Conn, err error) {
-		failed := testenv.OnThread(func() error {
+		failed := netns.Thread(func() error {
 			for _, trap := range []uintptr{unix.SYS_SETRESGID, unix.SYS_SETRESUID} {
 				if _, _, errno := unix.RawSyscall(trap, 65534, 65534, 65534); errno != 0 {
 					return errno

@@ -29,6 +29,7 @@ import (
 
 	"sockeye/internal/fault"
 	"sockeye/internal/gateway"
+	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 )
 
@@ -1237,7 +1238,7 @@ func newNetns(t *testing.T) string {
 	if err := os.WriteFile(path, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := testenv.OnThread(func() error {
+	if err := netns.Thread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			return err
 		}

@@ -20,7 +20,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/fault"
 	"sockeye/internal/match"
-	"sockeye/internal/testenv"
+	"sockeye/internal/netns"
 )
 
 // listenAs makes a listener of MPTCP, or of TCP alone.
@@ -144,7 +144,7 @@ func connectElsewhere(t testing.TB) (fd int) {
 	t.Helper()
 	at := &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}, Port: 1}
 	listener := -1
-	err := testenv.OnThread(func() (err error) {
+	err := netns.Thread(func() (err error) {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			return err
 		}

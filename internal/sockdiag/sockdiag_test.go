@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/netns"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/testenv"
 	"sockeye/room"
@@ -249,7 +250,7 @@ func TestVanishing(t *testing.T) {
 func TestNamespaces(t *testing.T) {
 	l := listen(t, "127.0.0.1:0")
 	connect(t, l, l.Addr().String())
-	check(t, testenv.OnThread(func() error {
+	check(t, netns.Thread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			return err
 		}

@@ -12,7 +12,6 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -22,6 +21,8 @@ import (
 	"github.com/cilium/ebpf"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/netns"
 )
 
 const marker = "SOCKEYE_TEST_NAMESPACE"
@@ -178,22 +179,6 @@ func BPFFS(t testing.TB) string {
 	return dir
 }
 
-// OnThread runs f on a thread that ends with it: not on the process' first one,
-// which never ends and stands for the process in /proc.
-func OnThread(f func() error) error {
-	done := make(chan error)
-	go func() {
-		runtime.LockOSThread()
-		if unix.Gettid() == unix.Getpid() {
-			defer runtime.UnlockOSThread()
-			done <- OnThread(f)
-			return
-		}
-		done <- f()
-	}()
-	return <-done
-}
-
 // WithoutRights runs f on a thread without capabilities.
 func WithoutRights(t testing.TB, f func()) {
 	t.Helper()
@@ -204,7 +189,7 @@ func WithoutRights(t testing.TB, f func()) {
 		t.Fatal(err)
 	}
 	m.Close()
-	err = OnThread(func() error {
+	err = netns.Thread(func() error {
 		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 		var none [2]unix.CapUserData
 		err := unix.Capset(&header, &none[0])

@@ -20,6 +20,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 	"sockeye/internal/tune"
 )
@@ -149,7 +150,7 @@ func TestProbe(t *testing.T) {
 // TestProbeWithoutSysAdmin has the capabilities alone that an agent keeps.
 func TestProbeWithoutSysAdmin(t *testing.T) {
 	mount, pins := probeFolders(t)
-	err := testenv.OnThread(func() error {
+	err := netns.Thread(func() error {
 		header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 		var caps [2]unix.CapUserData
 		for _, c := range []int{unix.CAP_BPF, unix.CAP_NET_ADMIN, unix.CAP_PERFMON} {
@@ -231,7 +232,7 @@ func TestProbeFails(t *testing.T) {
 // started in a cgroup.
 func TestProbeReadOnlyCgroups(t *testing.T) {
 	cgroup, pins := probeFolders(t)
-	err := testenv.OnThread(func() error {
+	err := netns.Thread(func() error {
 		// The thread's own mounts: its end undoes all.
 		if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
 			return os.NewSyscallError("unshare", err)

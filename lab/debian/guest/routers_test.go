@@ -12,7 +12,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -21,9 +20,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/netns"
 	"sockeye/lab/traffic"
 )
 
@@ -140,18 +139,19 @@ func startRouters(t *testing.T) *world {
 	return w
 }
 
-// inRouters runs f on a thread in the routers' namespace, which ends with f.
+// inRouters runs f on a thread in the routers' namespace.
 func inRouters(f func()) {
-	runtime.LockOSThread() // for good
-	ns, err := netns.GetFromName("routers")
+	namespace, err := netns.Open("/run/netns/routers")
 	if err == nil {
-		err = netns.Set(ns)
+		defer namespace.Close()
+		err = netns.Do(namespace, func() error {
+			f()
+			return nil
+		})
 	}
 	if err != nil {
 		panic(fmt.Sprintf("enter the routers' namespace: %v", err))
 	}
-	ns.Close()
-	f()
 }
 
 // keepSession keeps a BMP session open, and speaks in it every second.
