@@ -14,7 +14,6 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -321,7 +320,7 @@ func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := carryOut(steps); err != nil {
+	if err := domain.CarryOut(steps); err != nil {
 		metrics.close()
 		return nil, err
 	}
@@ -342,25 +341,6 @@ func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
 		}
 	}
 	return plan, nil
-}
-
-// carryOut carries out steps. If one fails, those before it are rolled back, the last one first.
-func carryOut(steps []domain.Step) error {
-	var rollbacks []func() error
-	for _, step := range steps {
-		rollback, err := step.Apply()
-		if err == nil {
-			rollbacks = append(rollbacks, rollback)
-			continue
-		}
-		for _, rollback := range slices.Backward(rollbacks) {
-			if failed := rollback(); failed != nil {
-				err = fault.Join(err, fmt.Errorf("go back to the policy before: %w", failed))
-			}
-		}
-		return err
-	}
-	return nil
 }
 
 // openMetrics serves the metrics where a policy has them served; nil if they are served there already.

@@ -69,7 +69,7 @@ func FuzzAPI(f *testing.F) {
 		} else if !json.Valid(w.Body.Bytes()) {
 			t.Errorf("%s %s %q: %s", method, path, body, w.Body)
 		}
-		if len(a.steering().services) != 0 || len(a.policy.Services) != 0 {
+		if len(servicesOf(t, a)) != 0 || len(a.policy.Services) != 0 {
 			t.Errorf("%s %s %q: the agent has services now", method, path, body)
 		}
 	})

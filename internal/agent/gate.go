@@ -12,9 +12,8 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"sockeye/internal/api"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/peer"
 )
@@ -29,19 +28,6 @@ const (
 	// idleTime is how long a connection stays open without a request.
 	idleTime = 30 * time.Second
 )
-
-// descriptors is how many the agent may have. Go has raised the soft limit to the hard
-// one when it started.
-func descriptors() int {
-	var limit unix.Rlimit
-	if unix.Getrlimit(unix.RLIMIT_NOFILE, &limit) != nil {
-		return 1024
-	}
-	return int(min(limit.Cur, 1<<20))
-}
-
-// share is so large a part of all descriptors, within bounds.
-func share(part, least, most int) int { return min(max(descriptors()/part, least), most) }
 
 // gate bounds the connections of a server. At the bound, the oldest connection goes that
 // waits for a request, or else a new one is refused.
@@ -201,7 +187,7 @@ func (g *gate) leave(c net.Conn) {
 // guardAPI bounds the connections to the agent's socket.
 func (a *Agent) guardAPI(s *server) *server {
 	g := &gate{
-		Listener: s.listener, name: "API", log: a.log, most: share(apiShare, leastAPI, mostAPI), user: userOf,
+		Listener: s.listener, name: "API", log: a.log, most: domain.ShareOfDescriptors(apiShare, leastAPI, mostAPI), user: userOf,
 		refusal: refusalOf(api.Failure{Error: "the agent has too many connections", Hint: "try again; who has them: ss -xp", Code: fault.CodeFailed}),
 	}
 	g.guard(s.http)

@@ -12,8 +12,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
 )
@@ -50,12 +52,25 @@ func (a *Agent) stop() {
 	a.host.Root.Close()
 }
 
-// retire takes the telemetry service off the host.
+// retire takes everything off the host that an agent has set up.
 func retire(t testing.TB, a *Agent) {
 	t.Helper()
-	if err := a.steering().services["telemetry"].retire(); err != nil {
+	steps, err := a.steps(&config.Policy{})
+	if err == nil {
+		err = domain.CarryOut(steps)
+	}
+	if err != nil {
 		t.Error(err)
 	}
+}
+
+func servicesOf(t testing.TB, a *Agent) []api.ServiceStatus {
+	t.Helper()
+	status, err := a.Status()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return status.Services
 }
 
 // begin starts an agent with the policy of the text.

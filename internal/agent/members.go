@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 )
@@ -383,7 +384,7 @@ func (s *service) wait(p *member.Process, source string, slot int, problem error
 		return
 	}
 	s.forget(p.PID)
-	if len(s.waiting) >= share(waitingShare, leastWaiting, mostWaiting) {
+	if len(s.waiting) >= domain.ShareOfDescriptors(waitingShare, leastWaiting, mostWaiting) {
 		if !s.crowded {
 			s.log.Warn("too many processes wait to be members: others are not noted", "noted", len(s.waiting))
 		}

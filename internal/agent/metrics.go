@@ -15,6 +15,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/format"
 )
@@ -64,7 +65,7 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	mux.Handle("GET /metrics", oneAtATime(promhttp.HandlerFor(registry, promhttp.HandlerOpts{})))
 	m := &metricsServer{&http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second, MaxHeaderBytes: 16 << 10,
 		ErrorLog: slog.NewLogLogger(a.log.Handler(), slog.LevelWarn)}}
-	g := &gate{Listener: listener, name: "metrics", log: a.log, most: share(metricsShare, leastMetrics, mostMetrics), pushes: true}
+	g := &gate{Listener: listener, name: "metrics", log: a.log, most: domain.ShareOfDescriptors(metricsShare, leastMetrics, mostMetrics), pushes: true}
 	g.guard(m.http)
 	go func() {
 		if err := m.http.Serve(g); !errors.Is(err, http.ErrServerClosed) {

@@ -10,7 +10,6 @@ import (
 	"testing"
 
 	"sockeye/internal/api"
-	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/testenv"
 )
@@ -113,19 +112,4 @@ func TestPreviousPolicy(t *testing.T) {
 func exists(path string) bool {
 	_, err := os.Stat(path)
 	return err == nil
-}
-
-func TestSelected(t *testing.T) {
-	d := &steerDomain{services: make(map[string]*service)}
-	if _, err := d.service(""); err == nil || err.Error() != "which service?" {
-		t.Error(err)
-	}
-	one := &service{config: config.Service{Name: "one"}}
-	d.services["one"] = one
-	if s, err := d.service(""); err != nil || s != one {
-		t.Error(err)
-	}
-	if _, err := d.service("onee"); fault.Code(err) != fault.CodeUsage || fault.Hint(err) != "did you mean one?" {
-		t.Error(err, fault.Hint(err))
-	}
 }

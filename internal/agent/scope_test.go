@@ -6,6 +6,7 @@ import (
 	"bufio"
 	"context"
 	"fmt"
+	"log/slog"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -20,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/member"
 	"sockeye/internal/testenv"
 )
@@ -127,22 +129,33 @@ func keepersCgroup(pid int) string {
 	return p.Cgroup
 }
 
+const keptPolicy = `services:
+  telemetry:
+    slots: 4
+    listeners:
+      - {protocol: tcp, address: "[::]:1790"}
+      - {protocol: udp, address: "[::]:4739"}
+    user: root
+    cgroup: CGROUP
+`
+
 // A keeper gets a unit of its own, once; so does the one that replaces it. It is
 // no member by that, and an agent on which systemd does not answer works as well.
 func TestKeeperScope(t *testing.T) {
 	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
-	policy := policyText(onePolicy, "cgroup: CGROUP", "cgroup: CGROUP\n    members: [{match: {user: root, systemd_unit: \"sockeye-keeper-*.scope\"}, slot: free}]")
-	policy = policyText(policy)
+	policy := domaintest.Policy(keptPolicy, "cgroup: CGROUP", "cgroup: CGROUP\n    members: [{match: {user: root, systemd_unit: \"sockeye-keeper-*.scope\"}, slot: free}]")
+	policy = domaintest.Policy(policy)
 	u := new(units)
 	manager := startBus(t, u)
-	begin := func() *Agent {
+	begin := func() *domaintest.Runner {
 		t.Helper()
-		a := testAgent(t, dir, pins)
-		a.steering().host.systemd = manager
-		a.begin(t, policy)
+		d := newSteer(domaintest.Host(t, dir, pins, slog.DiscardHandler))
+		d.host.systemd = manager
+		a := domaintest.New(d.host.Host, d)
+		a.Start(t, policy)
 		return a
 	}
-	status := func(a *Agent) api.ServiceStatus { return a.steering().services["telemetry"].status() }
+	status := func(a *domaintest.Runner) api.ServiceStatus { return a.Status(t).Services[0] }
 	ownUnit := func(pid int) string {
 		return fmt.Sprintf("%s/sockeye-keeper-telemetry-%d.scope", testenv.CgroupPath(), pid)
 	}
@@ -150,7 +163,7 @@ func TestKeeperScope(t *testing.T) {
 	a := begin()
 	first := status(a).Keeper
 	comesTrue(t, "the keeper has a unit", func() bool { return keepersCgroup(first) == ownUnit(first) })
-	a.stop()
+	a.Stop()
 	a = begin()
 	if again := status(a).Keeper; again != first {
 		t.Errorf("keeper %d, was %d", again, first)
@@ -171,8 +184,8 @@ func TestKeeperScope(t *testing.T) {
 	if s := status(a); s.Ready != 0 || len(s.Waiting) != 0 || !s.Held {
 		t.Errorf("%+v", s)
 	}
-	retire(t, a)
-	a.stop()
+	a.Retire(t)
+	a.Stop()
 
 	// systemd does not answer: nothing waits for it.
 	block := make(chan struct{})
@@ -190,8 +203,8 @@ func TestKeeperScope(t *testing.T) {
 	}
 	close(block)
 	comesTrue(t, "the keeper has a unit", func() bool { return keepersCgroup(third) == ownUnit(third) })
-	retire(t, a)
-	a.stop()
+	a.Retire(t)
+	a.Stop()
 }
 
 // There is no bus: an error, at once. A keeper elsewhere is left where it is.

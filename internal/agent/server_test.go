@@ -15,9 +15,3 @@ func TestHTTPStatus(t *testing.T) {
 		}
 	}
 }
-
-func TestInheritedSockets(t *testing.T) {
-	if code, hint := fault.Code(errInherited), fault.Hint(errInherited); code != fault.CodeConflict || hint != "name the process that opened them" {
-		t.Errorf("code %d, hint %q", code, hint)
-	}
-}

@@ -11,6 +11,7 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"slices"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -54,6 +55,25 @@ type Domain interface {
 type Step struct {
 	Changes []api.Change
 	Apply   func() (rollback func() error, err error)
+}
+
+// CarryOut carries out steps. If one fails, those before it are rolled back, the last one first.
+func CarryOut(steps []Step) error {
+	var rollbacks []func() error
+	for _, step := range steps {
+		rollback, err := step.Apply()
+		if err == nil {
+			rollbacks = append(rollbacks, rollback)
+			continue
+		}
+		for _, rollback := range slices.Backward(rollbacks) {
+			if failed := rollback(); failed != nil {
+				err = fault.Join(err, fmt.Errorf("go back to the policy before: %w", failed))
+			}
+		}
+		return err
+	}
+	return nil
 }
 
 // Host is what the domains share.

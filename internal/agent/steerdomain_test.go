@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"testing"
+
+	"sockeye/internal/config"
+	"sockeye/internal/fault"
+)
+
+func TestSelected(t *testing.T) {
+	d := &steerDomain{services: make(map[string]*service)}
+	if _, err := d.service(""); err == nil || err.Error() != "which service?" {
+		t.Error(err)
+	}
+	one := &service{config: config.Service{Name: "one"}}
+	d.services["one"] = one
+	if s, err := d.service(""); err != nil || s != one {
+		t.Error(err)
+	}
+	if _, err := d.service("onee"); fault.Code(err) != fault.CodeUsage || fault.Hint(err) != "did you mean one?" {
+		t.Error(err, fault.Hint(err))
+	}
+}
+
+func TestInheritedSockets(t *testing.T) {
+	if code, hint := fault.Code(errInherited), fault.Hint(errInherited); code != fault.CodeConflict || hint != "name the process that opened them" {
+		t.Errorf("code %d, hint %q", code, hint)
+	}
+}

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package domaintest drives domains in tests as the agent does: with the text of a policy.
+package domaintest
+
+import (
+	"log/slog"
+	"net/http"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"sockeye/internal/api"
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/domain"
+	"sockeye/internal/scope"
+	"sockeye/internal/testenv"
+)
+
+// Policy returns the text of a policy, with CGROUP replaced by the cgroup of the test, and pairs of texts by
+// each other.
+func Policy(text string, replace ...string) string {
+	return strings.NewReplacer(append(replace, "CGROUP", testenv.CgroupPath())...).Replace(text)
+}
+
+// Runner has domains that are driven together.
+type Runner struct {
+	Host    *domain.Host
+	Domains []domain.Domain
+	// Path is where policies are said to be: relative paths in them are relative to its directory.
+	Path string
+}
+
+// Host returns what domains share, with a state directory, a pin directory, and the cgroups of the host.
+// The pin directory is locked until the test calls Runner.Stop.
+func Host(t testing.TB, stateDir, pins string, log slog.Handler) *domain.Host {
+	t.Helper()
+	root, err := bpf.OpenRoot(pins)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tree := scope.Tree{Mount: filepath.Dir(testenv.Cgroup())}
+	l := slog.New(log)
+	return &domain.Host{Log: l, Root: root, StateDir: stateDir, Cgroups: tree, Watch: &scope.Watch{Tree: tree, Log: l}}
+}
+
+// New returns a runner of domains that share a host.
+func New(h *domain.Host, domains ...domain.Domain) *Runner {
+	return &Runner{Host: h, Domains: domains, Path: filepath.Join(h.StateDir, "policy.yaml")}
+}
+
+func (r *Runner) parse(t testing.TB, text string) *config.Policy {
+	t.Helper()
+	policy, err := config.Parse([]byte(text), r.Path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return policy
+}
+
+// Start carries out the first policy.
+func (r *Runner) Start(t testing.TB, text string) {
+	t.Helper()
+	policy := r.parse(t, text)
+	for _, d := range r.Domains {
+		if err := d.Start(policy); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func (r *Runner) steps(policy *config.Policy) (steps []domain.Step, changes []api.Change, err error) {
+	for _, d := range r.Domains {
+		part, err := d.Plan(policy)
+		if err != nil {
+			return nil, nil, err
+		}
+		for _, s := range part {
+			changes = append(changes, s.Changes...)
+		}
+		steps = append(steps, part...)
+	}
+	return steps, changes, nil
+}
+
+// Plan returns what a policy changes.
+func (r *Runner) Plan(t testing.TB, text string) ([]api.Change, error) {
+	t.Helper()
+	_, changes, err := r.steps(r.parse(t, text))
+	return changes, err
+}
+
+// Apply carries out a policy.
+func (r *Runner) Apply(t testing.TB, text string) ([]api.Change, error) {
+	t.Helper()
+	policy := r.parse(t, text)
+	steps, changes, err := r.steps(policy)
+	if err == nil {
+		err = domain.CarryOut(steps)
+	}
+	if err != nil {
+		return nil, err
+	}
+	for _, d := range r.Domains {
+		if err := d.Applied(policy, api.Candidate{}, &api.Plan{}); err != nil {
+			return nil, err
+		}
+	}
+	return changes, nil
+}
+
+// Status returns the state of the domains.
+func (r *Runner) Status(t testing.TB) *api.Status {
+	t.Helper()
+	status := new(api.Status)
+	for _, d := range r.Domains {
+		if err := d.Status(status); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return status
+}
+
+// Retire takes everything off the host that the domains have set up.
+func (r *Runner) Retire(t testing.TB) {
+	t.Helper()
+	if _, err := r.Apply(t, "tune: []\n"); err != nil {
+		t.Error(err)
+	}
+}
+
+// Stop ends the domains as a crash of the agent would: what they have set up goes on.
+func (r *Runner) Stop() {
+	r.Host.Watch.Close()
+	for _, d := range r.Domains {
+		d.Close()
+	}
+	r.Host.Root.Close()
+}
+
+// collector gathers the metrics of a runner.
+type collector struct{ r *Runner }
+
+func (c collector) Describe(chan<- *prometheus.Desc) {}
+
+func (c collector) Collect(out chan<- prometheus.Metric) {
+	for _, d := range c.r.Domains {
+		d.Collect(out)
+	}
+}
+
+// Metrics answers scrapes with the metrics of the domains.
+func (r *Runner) Metrics() http.Handler {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collector{r})
+	return promhttp.HandlerFor(registry, promhttp.HandlerOpts{})
+}
