@@ -33,6 +33,7 @@ import (
 	"sockeye/internal/rights"
 	"sockeye/internal/scope"
 	"sockeye/internal/statedir"
+	"sockeye/internal/steer"
 )
 
 // Options are the agent's flags.
@@ -164,7 +165,7 @@ func Run(ctx context.Context, o Options) (err error) {
 // newAgent returns an agent that has not started.
 func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 	h := &domain.Host{Log: o.Log, Root: root, StateDir: o.StateDir, Cgroups: cgroups, Watch: &scope.Watch{Tree: cgroups, Log: o.Log}}
-	services := newSteer(h)
+	services := steer.New(h)
 	tuning := newTune(h)
 	tracing := newTrace(h, tuning)
 	return &Agent{

@@ -17,14 +17,15 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/scope"
+	"sockeye/internal/steer"
 	"sockeye/internal/testenv"
 )
 
 // TestMain also plays the keeper, which an agent starts as itself.
 func TestMain(m *testing.M) {
-	if len(os.Args) > 1 && os.Args[1] == KeeperCommand {
+	if len(os.Args) > 1 && os.Args[1] == steer.KeeperCommand {
 		ctx, _ := signal.NotifyContext(context.Background(), unix.SIGTERM)
-		if Hold(ctx) != nil {
+		if steer.Hold(ctx) != nil {
 			os.Exit(1)
 		}
 		os.Exit(0)
@@ -85,7 +86,7 @@ func (a *Agent) begin(t testing.TB, text string) {
 	}
 }
 
-func (a *Agent) steering() *steerDomain { return a.domains[0].(*steerDomain) }
+func (a *Agent) steering() *steer.Domain { return a.domains[0].(*steer.Domain) }
 
 func (a *Agent) tuning() *tuneDomain { return a.domains[1].(*tuneDomain) }
 

@@ -13,6 +13,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
 	"sockeye/internal/scope"
+	"sockeye/internal/steer"
 )
 
 // Reset removes everything that agents left under a pin directory: pins,
@@ -27,7 +28,7 @@ func Reset(pins string) (removed bool, err error) {
 	}
 	var scopes []scope.Scope
 	err = bpf.RemoveRoot(pins, func() error {
-		if err := EndKeepers(pins, ""); err != nil {
+		if err := steer.EndKeepers(pins, ""); err != nil {
 			return err
 		}
 		scopes = scope.Scopes(pins)

@@ -20,7 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 	"sockeye/internal/testenv"
 )
 
@@ -94,15 +94,15 @@ type service struct {
 	*bpf.Steer
 	t       testing.TB
 	config  bpf.SteerConfig
-	mapping *steer.Mapping
+	mapping *placement.Mapping
 	seats   map[int]map[int]*socket // by slot and row
 	anchors map[int]*socket         // by row; never selected
 }
 
 // serve opens a service, with an anchor in each group.
-func serve(t testing.TB, c bpf.SteerConfig, slots, standby int, devices *steer.DeviceMap) *service {
+func serve(t testing.TB, c bpf.SteerConfig, slots, standby int, devices *placement.DeviceMap) *service {
 	t.Helper()
-	mapping, err := steer.NewMapping(slots, standby, 0x5eed_0f_50c4e7e, devices)
+	mapping, err := placement.NewMapping(slots, standby, 0x5eed_0f_50c4e7e, devices)
 	check(t, err)
 	s := &service{
 		Steer: open(t, c), t: t, config: c, mapping: mapping,
@@ -119,13 +119,13 @@ func serve(t testing.TB, c bpf.SteerConfig, slots, standby int, devices *steer.D
 	return s
 }
 
-func (s *service) install(m *steer.Mapping) {
+func (s *service) install(m *placement.Mapping) {
 	s.t.Helper()
 	check(s.t, setMapping(s.Steer, m))
 	s.mapping = m
 }
 
-func setMapping(s *bpf.Steer, m *steer.Mapping) error {
+func setMapping(s *bpf.Steer, m *placement.Mapping) error {
 	entries := m.Entries()
 	if entries.Size() == 0 {
 		return s.SetMapping(&m.Table, nil)

@@ -19,7 +19,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/netns"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 	"sockeye/internal/testenv"
 )
 
@@ -283,7 +283,7 @@ func TestDeviceHash(t *testing.T) {
 	s := serve(t, config(t, false, pair[0]), 4, bpf.NoSlot, m)
 	for text, in := range map[string]bool{"127.1.2.3": true, "127.2.0.0": true, "128.0.0.1": false, "::1": true} {
 		a := netip.MustParseAddr(text)
-		hash, found, err := bpf.ReadDeviceHash(s.config.Dir, steer.Address(a))
+		hash, found, err := bpf.ReadDeviceHash(s.config.Dir, placement.Address(a))
 		check(t, err)
 		if found != in {
 			t.Errorf("%s: found %v", a, found)
@@ -294,7 +294,7 @@ func TestDeviceHash(t *testing.T) {
 	}
 	check(t, s.SetMapping(&s.mapping.Table, nil))
 	check(t, s.SetMapping(&s.mapping.Table, nil))
-	if _, found, err := bpf.ReadDeviceHash(s.config.Dir, steer.Address(netip.MustParseAddr("127.1.0.1"))); found || err != nil {
+	if _, found, err := bpf.ReadDeviceHash(s.config.Dir, placement.Address(netip.MustParseAddr("127.1.0.1"))); found || err != nil {
 		t.Errorf("without a device map: %v, %v", found, err)
 	}
 }

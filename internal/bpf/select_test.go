@@ -16,12 +16,12 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 )
 
-func deviceMap(t testing.TB, lines ...string) *steer.DeviceMap {
+func deviceMap(t testing.TB, lines ...string) *placement.DeviceMap {
 	t.Helper()
-	m, err := steer.ParseDeviceMap(strings.NewReader(strings.Join(lines, "\n")), "devices.csv")
+	m, err := placement.ParseDeviceMap(strings.NewReader(strings.Join(lines, "\n")), "devices.csv")
 	check(t, err)
 	return m
 }
@@ -48,7 +48,7 @@ func TestDevicesLandInTheirSlots(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			both(t, func(t *testing.T, lookup bool) {
 				devices := deviceMap(t, "127.16.0.0/12,a", "127.32.0.0/11,b", "fd00::/66,c", "::/0,d")
-				for _, m := range []*steer.DeviceMap{nil, devices} {
+				for _, m := range []*placement.DeviceMap{nil, devices} {
 					s := serve(t, config(t, lookup, listeners...), slots, bpf.NoSlot, m)
 					s.seat(allSlots(slots)...)
 					udp := newSender(t)
@@ -441,30 +441,30 @@ func TestTablesFlipAtomically(t *testing.T) {
 	const slots = 4
 	var port atomic.Uint32
 	port.Store(5000)
-	mapping := func(nonce uint64, devices *steer.DeviceMap) *steer.Mapping {
-		m, err := steer.NewMapping(slots, bpf.NoSlot, nonce, devices)
+	mapping := func(nonce uint64, devices *placement.DeviceMap) *placement.Mapping {
+		m, err := placement.NewMapping(slots, bpf.NoSlot, nonce, devices)
 		check(t, err)
 		return m
 	}
 	for _, test := range []struct {
 		name  string
 		flips int
-		two   [2]*steer.Mapping
-		flip  func(s *bpf.Steer, m *steer.Mapping) error
+		two   [2]*placement.Mapping
+		flip  func(s *bpf.Steer, m *placement.Mapping) error
 	}{
-		{"tables", flips, [2]*steer.Mapping{mapping(1, nil), mapping(2, nil)}, func(s *bpf.Steer, m *steer.Mapping) error {
+		{"tables", flips, [2]*placement.Mapping{mapping(1, nil), mapping(2, nil)}, func(s *bpf.Steer, m *placement.Mapping) error {
 			return s.SetTable(&m.Table)
 		}},
-		{"device maps", flips / 5, [2]*steer.Mapping{
+		{"device maps", flips / 5, [2]*placement.Mapping{
 			mapping(1, deviceMap(t, "127.0.0.0/10,a", "127.64.0.0/10,b", "127.128.0.0/9,c")),
 			mapping(1, deviceMap(t, "127.0.0.0/9,d", "127.128.0.0/10,e")),
 		}, setMapping},
 		// With the table of the one and the device map of the other, devices would have a third slot.
-		{"both", flips / 5, [2]*steer.Mapping{
+		{"both", flips / 5, [2]*placement.Mapping{
 			mapping(1, deviceMap(t, "127.0.0.0/10,a", "127.64.0.0/10,b", "127.128.0.0/9,c")),
 			mapping(2, deviceMap(t, "127.0.0.0/9,d", "127.128.0.0/10,e")),
 		}, setMapping},
-		{"with and without a device map", flips / 5, [2]*steer.Mapping{
+		{"with and without a device map", flips / 5, [2]*placement.Mapping{
 			mapping(1, deviceMap(t, "127.0.0.0/8,a")), mapping(2, nil),
 		}, setMapping},
 	} {
@@ -572,10 +572,10 @@ func TestDevicesSeen(t *testing.T) {
 		got := make(map[netip.Addr]bpf.Seen)
 		for a, seen := range s.Devices() {
 			if seen.LastSeen < begin || seen.LastSeen > end {
-				t.Errorf("%s was last seen at %d, not in %d to %d", steer.Addr(a), seen.LastSeen, begin, end)
+				t.Errorf("%s was last seen at %d, not in %d to %d", placement.Addr(a), seen.LastSeen, begin, end)
 			}
 			seen.LastSeen = 0
-			got[steer.Addr(a)] = seen
+			got[placement.Addr(a)] = seen
 		}
 		for a := range want {
 			if got[a] != want[a] {

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 )
 
 // lookupContext is struct bpf_sk_lookup of linux/bpf.h; ports in the order of
@@ -67,8 +67,8 @@ func TestTwinAgreesWithTheProgram(t *testing.T) {
 		}
 		seen[p] = true
 	}
-	for _, devices := range []*steer.DeviceMap{nil, deviceMap(t, prefixes.String())} {
-		m, err := steer.NewMapping(slots, bpf.NoSlot, rnd.Uint64(), devices)
+	for _, devices := range []*placement.DeviceMap{nil, deviceMap(t, prefixes.String())} {
+		m, err := placement.NewMapping(slots, bpf.NoSlot, rnd.Uint64(), devices)
 		check(t, err)
 		s.install(m)
 		named := 0

@@ -11,6 +11,7 @@ import (
 	"sockeye/internal/agent"
 	"sockeye/internal/fault"
 	"sockeye/internal/journal"
+	"sockeye/internal/steer"
 )
 
 func (c *command) agentCommand() *cobra.Command {
@@ -59,10 +60,10 @@ What goes to systemd's journal has a priority before each line, and no time.`,
 
 func (c *command) holdCommand() *cobra.Command {
 	cmd := &cobra.Command{
-		Use:    agent.KeeperCommand,
+		Use:    steer.KeeperCommand,
 		Short:  "Hold the sockets that the agent hands over, while it is away",
 		Hidden: true,
-		RunE:   func(cmd *cobra.Command, _ []string) error { return agent.Hold(cmd.Context()) },
+		RunE:   func(cmd *cobra.Command, _ []string) error { return steer.Hold(cmd.Context()) },
 	}
 	// Read by the next agent in /proc, not here.
 	cmd.Flags().String("pins", "", "")

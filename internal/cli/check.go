@@ -16,7 +16,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 )
 
 // checked is the answer of check -o json.
@@ -173,7 +173,7 @@ func checkNamed(policy *config.Policy) error {
 	}
 	for _, s := range policy.Services {
 		if s.DeviceMap != "" {
-			if _, err := steer.LoadDeviceMap(s.DeviceMap); err != nil {
+			if _, err := placement.LoadDeviceMap(s.DeviceMap); err != nil {
 				return fault.Unreadable(fmt.Errorf("service %s: %w", s.Name, err), "")
 			}
 		}

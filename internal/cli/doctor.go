@@ -16,6 +16,7 @@ import (
 	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
+	"sockeye/internal/steer"
 )
 
 func (c *command) doctorCommand() *cobra.Command {
@@ -99,7 +100,7 @@ func examine(policy *config.Policy, pins string, known *doctor.Known) []doctor.F
 	agent.ExamineBigTCP(report)
 	report.Host(pins)
 	if policy != nil {
-		agent.ExamineServices(report, policy)
+		steer.Examine(report, policy)
 	}
 	return report.Findings
 }
@@ -115,7 +116,7 @@ func examineRights(policy *config.Policy, pid int) []doctor.Finding {
 // needsOf lists the capabilities that a policy needs beyond those of the unit, each once.
 func needsOf(policy *config.Policy) []rights.Need {
 	var all []rights.Need
-	for _, needs := range []func(*config.Policy) []rights.Need{agent.SteerNeeds, agent.TuneNeeds, agent.TraceNeeds, agent.BigTCPNeeds, rights.MetricsNeeds} {
+	for _, needs := range []func(*config.Policy) []rights.Need{steer.Needs, agent.TuneNeeds, agent.TraceNeeds, agent.BigTCPNeeds, rights.MetricsNeeds} {
 		all = append(all, needs(policy)...)
 	}
 	return rights.FirstNeeds(all)

@@ -14,11 +14,11 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
 	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 )
 
 func (c *command) whereCommand() *cobra.Command {
@@ -103,17 +103,17 @@ func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]api.Wh
 	if slots < 1 || slots > bpf.MaxSlots {
 		return nil, fault.Usage(fmt.Errorf("--slots is %d", slots), fmt.Sprintf("1 to %d", bpf.MaxSlots))
 	}
-	var devices *steer.DeviceMap
+	var devices *placement.DeviceMap
 	if file != "" {
-		if devices, err = steer.LoadDeviceMap(file); err != nil {
+		if devices, err = placement.LoadDeviceMap(file); err != nil {
 			return nil, fault.Unreadable(err, "")
 		}
 	}
-	mapping, err := steer.NewMapping(slots, bpf.NoSlot, seed, devices)
+	mapping, err := placement.NewMapping(slots, bpf.NoSlot, seed, devices)
 	if err != nil {
 		return nil, err
 	}
-	return agent.Where("", mapping, addresses), nil
+	return steer.Where("", mapping, addresses), nil
 }
 
 // wherePlan uses the nonces of the running services, which a new policy does
@@ -179,13 +179,13 @@ func whereOffline(addresses []netip.Addr, service, pins string) ([]api.WhereStat
 			return nil, err
 		}
 		for _, addr := range addresses {
-			address := steer.Address(addr)
+			address := placement.Address(addr)
 			hash, found, err := bpf.ReadDeviceHash(dir, address)
 			if err != nil {
 				return nil, err
 			}
 			if !found {
-				hash = steer.Hash(address, table.Nonce)
+				hash = placement.Hash(address, table.Nonce)
 			}
 			bucket := int(hash % uint32(bpf.Buckets))
 			list = append(list, api.WhereStatus{

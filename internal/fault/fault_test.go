@@ -16,11 +16,11 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 )
 
 func TestCodeAndHint(t *testing.T) {
-	_, badMap := steer.ParseDeviceMap(strings.NewReader("nonsense"), "devices.csv")
+	_, badMap := placement.ParseDeviceMap(strings.NewReader("nonsense"), "devices.csv")
 	_, badPolicy := config.Parse([]byte("[]"), "policy.yaml")
 	const (
 		asRoot  = "run as root, or with the capabilities that sockeye doctor names"

@@ -25,7 +25,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 	"sockeye/internal/testenv"
 	"sockeye/lab"
 )
@@ -434,12 +434,12 @@ func (h *host) ready(slots ...int) {
 }
 
 // mapping is where addresses belong, by the nonce of the service.
-func (h *host) mapping(slots int, devices *steer.DeviceMap) *steer.Mapping {
+func (h *host) mapping(slots int, devices *placement.DeviceMap) *placement.Mapping {
 	h.Helper()
 	var nonce uint64
 	_, err := fmt.Sscanf(h.service().Nonce, "0x%x", &nonce)
 	h.must(err)
-	m, err := steer.NewMapping(slots, 0, nonce, devices)
+	m, err := placement.NewMapping(slots, 0, nonce, devices)
 	h.must(err)
 	return m
 }

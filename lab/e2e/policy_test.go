@@ -15,7 +15,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 )
 
 // effect is what plan or apply says of a change of what begins like this.
@@ -211,7 +211,7 @@ func newHostWithMap(t *testing.T, mode config.Steering, csv string) *host {
 // homesBy is where devices belong by the device map's file as it is now.
 func (h *host) homesBy(slots int) home {
 	h.Helper()
-	devices, err := steer.LoadDeviceMap(filepath.Join(h.dir, "devices.csv"))
+	devices, err := placement.LoadDeviceMap(filepath.Join(h.dir, "devices.csv"))
 	h.must(err)
 	m := h.mapping(slots, devices)
 	return func(a netip.Addr) int { slot, _ := m.Slot(a); return slot }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package steer
 
 import (
 	"strconv"
@@ -45,7 +45,7 @@ var (
 )
 
 // Collect sends the metrics of all services.
-func (d *steerDomain) Collect(out chan<- prometheus.Metric) {
+func (d *Domain) Collect(out chan<- prometheus.Metric) {
 	services, err := d.selected("")
 	if err != nil {
 		d.log.Error("metrics failed", "error", err)

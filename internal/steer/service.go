@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package steer
 
 import (
 	"cmp"
@@ -21,7 +21,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 )
 
 // service keeps one service of the policy in step with the host: its data
@@ -35,9 +35,9 @@ type service struct {
 	rules   []member.Rule
 	users   []uint32 // to whom members and their sockets belong; none: those of claims decide
 	self    *member.Host
-	mapping *steer.Mapping
+	mapping *placement.Mapping
 	// The contents of the device map in force; nil: not known. And the one to come.
-	installed *steer.Entries
+	installed *placement.Entries
 	built     builtDevices
 	state     state
 	path      *bpf.Steer
@@ -105,7 +105,7 @@ type waiting struct {
 }
 
 // openService makes or adopts a service and finds its members.
-func openService(h *steerHost, log *slog.Logger, c config.Service, devices *steer.DeviceMap) (_ *service, err error) {
+func openService(h *steerHost, log *slog.Logger, c config.Service, devices *placement.DeviceMap) (_ *service, err error) {
 	s := &service{
 		host: h, log: log.With("service", c.Name), config: c,
 		known: make(map[member.ID]*member.Process),
@@ -242,23 +242,23 @@ func (s *service) openNetns() error {
 }
 
 // readDevices reads the device map of a service, if it has one. That takes a second for a million lines.
-func readDevices(c config.Service) (*steer.DeviceMap, error) {
+func readDevices(c config.Service) (*placement.DeviceMap, error) {
 	if c.DeviceMap == "" {
 		return nil, nil
 	}
-	devices, err := steer.LoadDeviceMap(c.DeviceMap)
+	devices, err := placement.LoadDeviceMap(c.DeviceMap)
 	if err != nil {
 		return nil, fault.Unreadable(err, "")
 	}
 	return devices, nil
 }
 
-func newMapping(c config.Service, nonce uint64, devices *steer.DeviceMap) (*steer.Mapping, error) {
+func newMapping(c config.Service, nonce uint64, devices *placement.DeviceMap) (*placement.Mapping, error) {
 	standby := bpf.NoSlot
 	if c.Standby != nil {
 		standby = *c.Standby
 	}
-	return steer.NewMapping(c.Slots, standby, nonce, devices)
+	return placement.NewMapping(c.Slots, standby, nonce, devices)
 }
 
 func bpfListener(l config.Listener) bpf.Listener {
@@ -347,12 +347,12 @@ func (s *service) open() error {
 
 // builtDevices is a device map for the kernel, and its contents.
 type builtDevices struct {
-	entries *steer.Entries
+	entries *placement.Entries
 	trie    *bpf.DeviceTrie // nil if it is empty
 }
 
 // buildDevices takes seconds for a million prefixes.
-func buildDevices(entries *steer.Entries) (b builtDevices, err error) {
+func buildDevices(entries *placement.Entries) (b builtDevices, err error) {
 	b.entries = entries
 	if size := entries.Size(); size > 0 {
 		b.trie, err = bpf.NewDeviceTrie(size, entries.All())

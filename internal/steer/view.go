@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package steer
 
 import (
 	"cmp"
@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 )
 
 func (s *service) status() api.ServiceStatus {
@@ -138,7 +138,7 @@ func (s *service) devices() []api.DeviceStatus {
 	}
 	monotonic := time.Now().Add(-since(unix.CLOCK_MONOTONIC))
 	for address, seen := range s.path.Devices() {
-		addr := steer.Addr(address)
+		addr := placement.Addr(address)
 		slot, name := s.mapping.Slot(addr)
 		list = append(list, api.DeviceStatus{
 			Service: s.config.Name, Address: addr, Device: name, Slot: slot, Served: slotOrNil(int(seen.Slot)),
@@ -162,7 +162,7 @@ func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
 }
 
 // Where says which slots addresses have by a mapping.
-func Where(service string, mapping *steer.Mapping, addresses []netip.Addr) []api.WhereStatus {
+func Where(service string, mapping *placement.Mapping, addresses []netip.Addr) []api.WhereStatus {
 	list := make([]api.WhereStatus, len(addresses))
 	for i, addr := range addresses {
 		list[i] = api.WhereStatus{Service: service, Address: addr.Unmap().WithZone("")}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package steer
 
 import (
 	"testing"
@@ -10,7 +10,7 @@ import (
 )
 
 func TestSelected(t *testing.T) {
-	d := &steerDomain{services: make(map[string]*service)}
+	d := &Domain{services: make(map[string]*service)}
 	if _, err := d.service(""); err == nil || err.Error() != "which service?" {
 		t.Error(err)
 	}

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+// Package steer carries out the services of the policy: it finds the processes that serve a service,
+// registers their sockets in slots, and holds the ports when no process runs. Packets never wait for it.
+package steer
 
 import (
 	"errors"
@@ -21,7 +23,7 @@ import (
 	"sockeye/internal/member"
 	"sockeye/internal/peer"
 	"sockeye/internal/rights"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 )
 
 // steerHost is what the services share.
@@ -31,8 +33,8 @@ type steerHost struct {
 	systemd *serviceManager
 }
 
-// steerDomain carries out the services of the policy.
-type steerDomain struct {
+// Domain carries out the services of the policy.
+type Domain struct {
 	host *steerHost
 	log  *slog.Logger
 
@@ -41,16 +43,16 @@ type steerDomain struct {
 	order    []string // of the services in the policy
 }
 
-// newSteer returns the domain without any services.
-func newSteer(h *domain.Host) *steerDomain {
-	d := &steerDomain{host: &steerHost{Host: h, systemd: findServiceManager()}, log: h.Log, services: make(map[string]*service)}
+// New returns the domain without any services.
+func New(h *domain.Host) *Domain {
+	d := &Domain{host: &steerHost{Host: h, systemd: findServiceManager()}, log: h.Log, services: make(map[string]*service)}
 	h.AddPrograms(d.programs)
 	return d
 }
 
 // Check fails if a service names a user, a device map, a cgroup or a network namespace that the host
 // does not have.
-func (d *steerDomain) Check(policy *config.Policy) error {
+func (d *Domain) Check(policy *config.Policy) error {
 	if err := member.CheckUsers(policy); err != nil {
 		return err
 	}
@@ -68,7 +70,7 @@ func (d *steerDomain) Check(policy *config.Policy) error {
 
 // Start removes what an earlier agent left of services that are not in the policy, and adopts or makes
 // those that are.
-func (d *steerDomain) Start(policy *config.Policy) error {
+func (d *Domain) Start(policy *config.Policy) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.host.reserve.fill()
@@ -104,7 +106,7 @@ func namesOf(policy *config.Policy) []string {
 	return names
 }
 
-func (d *steerDomain) open(c config.Service, devices *steer.DeviceMap) error {
+func (d *Domain) open(c config.Service, devices *placement.DeviceMap) error {
 	s, err := openService(d.host, d.log, c, devices)
 	if err != nil {
 		return ofService(c.Name, err)
@@ -114,7 +116,7 @@ func (d *steerDomain) open(c config.Service, devices *steer.DeviceMap) error {
 }
 
 // removeLeftover ends a service that only its pins remember.
-func (d *steerDomain) removeLeftover(name string) error {
+func (d *Domain) removeLeftover(name string) error {
 	keepers, err := findKeepers(d.host.Root.Dir, name, nil, pinnedRows(d.host.Root.Dir))
 	if err != nil {
 		return err
@@ -135,8 +137,8 @@ func (d *steerDomain) removeLeftover(name string) error {
 
 // readDeviceMaps reads the device maps of a policy, by service. The agent's lock is not held: a large one
 // takes seconds.
-func readDeviceMaps(policy *config.Policy) (map[string]*steer.DeviceMap, error) {
-	all := make(map[string]*steer.DeviceMap)
+func readDeviceMaps(policy *config.Policy) (map[string]*placement.DeviceMap, error) {
+	all := make(map[string]*placement.DeviceMap)
 	for _, c := range policy.Services {
 		devices, err := readDevices(c)
 		if err != nil {
@@ -150,13 +152,13 @@ func readDeviceMaps(policy *config.Policy) (map[string]*steer.DeviceMap, error) 
 // serviceChange is what a new policy makes of one service.
 type serviceChange struct {
 	name    string
-	config  *config.Service  // nil where there is none any more
-	devices *steer.DeviceMap // of the policy
+	config  *config.Service      // nil where there is none any more
+	devices *placement.DeviceMap // of the policy
 }
 
 // Plan compares the services of a policy with those in force, and checks that the host has what they
 // name.
-func (d *steerDomain) Plan(policy *config.Policy) ([]domain.Step, error) {
+func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	if err := member.CheckUsers(policy); err != nil {
 		return nil, err
 	}
@@ -213,7 +215,7 @@ func (d *steerDomain) Plan(policy *config.Policy) ([]domain.Step, error) {
 // targets prepares the services that change, before the first of them does: a large device map takes
 // seconds to be made for the kernel, and services that share slots are to differ for as short a time as
 // possible. The nonce of a service that others share slots with is made here.
-func (d *steerDomain) targets(policy *config.Policy, changes []serviceChange) (targets map[string]*target, err error) {
+func (d *Domain) targets(policy *config.Policy, changes []serviceChange) (targets map[string]*target, err error) {
 	targets = make(map[string]*target)
 	defer func() {
 		if err != nil {
@@ -256,7 +258,7 @@ func closeTargets(targets map[string]*target) {
 
 // apply carries a change out, and returns how to roll it back. A change that fails leaves its service as
 // it was.
-func (d *steerDomain) apply(c serviceChange, t *target) (rollback func() error, err error) {
+func (d *Domain) apply(c serviceChange, t *target) (rollback func() error, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var undo func() error
@@ -292,7 +294,7 @@ func (d *steerDomain) apply(c serviceChange, t *target) (rollback func() error, 
 }
 
 // Applied looks for members that no event has told of.
-func (d *steerDomain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Plan) error {
+func (d *Domain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Plan) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.order = namesOf(policy)
@@ -305,7 +307,7 @@ func (d *steerDomain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Pla
 }
 
 // Close ends what this process does for the services. Steering goes on.
-func (d *steerDomain) Close() {
+func (d *Domain) Close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, s := range d.services {
@@ -314,7 +316,7 @@ func (d *steerDomain) Close() {
 }
 
 // programs are the ids of the sock_ops programs of the services.
-func (d *steerDomain) programs() ([]uint32, error) {
+func (d *Domain) programs() ([]uint32, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var ids []uint32
@@ -332,7 +334,7 @@ func (d *steerDomain) programs() ([]uint32, error) {
 
 // Listening calls f for each service, in the order of the policy, with the network namespace that it is
 // in: its inode, and what to enter it by; nil is that of the agent.
-func (d *steerDomain) Listening(f func(c config.Service, inode uint64, enter *os.File)) {
+func (d *Domain) Listening(f func(c config.Service, inode uint64, enter *os.File)) {
 	services, _ := d.selected("") // all: no name can be wrong
 	for _, s := range services {
 		s.mu.Lock()
@@ -343,7 +345,7 @@ func (d *steerDomain) Listening(f func(c config.Service, inode uint64, enter *os
 
 // service finds a service by name; where there is only one the name may be
 // left out.
-func (d *steerDomain) service(name string) (*service, error) {
+func (d *Domain) service(name string) (*service, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if name == "" && len(d.services) == 1 {
@@ -370,7 +372,7 @@ func (d *steerDomain) service(name string) (*service, error) {
 }
 
 // selected returns the named service, or all, by name.
-func (d *steerDomain) selected(name string) ([]*service, error) {
+func (d *Domain) selected(name string) ([]*service, error) {
 	if name != "" {
 		s, err := d.service(name)
 		return []*service{s}, err
@@ -391,7 +393,7 @@ func ofService(name string, err error) error {
 }
 
 // Routes adds the requests about services, slots and devices.
-func (d *steerDomain) Routes(r *domain.Router) {
+func (d *Domain) Routes(r *domain.Router) {
 	r.Get("/v1/slots", func(r *http.Request) (any, error) {
 		return collect(d, r, (*service).slots)
 	})
@@ -438,7 +440,7 @@ func (d *steerDomain) Routes(r *domain.Router) {
 	})
 }
 
-func (d *steerDomain) membership(r *http.Request, root bool) (m api.Membership, s *service, err error) {
+func (d *Domain) membership(r *http.Request, root bool) (m api.Membership, s *service, err error) {
 	if peer.From(r) == nil {
 		return m, nil, &fault.Error{Err: errors.New("the caller is not known"), Code: fault.CodeNotPermitted}
 	}
@@ -455,7 +457,7 @@ func (d *steerDomain) membership(r *http.Request, root bool) (m api.Membership, 
 }
 
 // collect asks the services that a request names, or all.
-func collect[T any](d *steerDomain, r *http.Request, ask func(*service) ([]T, error)) ([]T, error) {
+func collect[T any](d *Domain, r *http.Request, ask func(*service) ([]T, error)) ([]T, error) {
 	services, err := d.selected(r.URL.Query().Get("service"))
 	if err != nil {
 		return nil, err
@@ -472,7 +474,7 @@ func collect[T any](d *steerDomain, r *http.Request, ask func(*service) ([]T, er
 }
 
 // Status adds the services.
-func (d *steerDomain) Status(status *api.Status) error {
+func (d *Domain) Status(status *api.Status) error {
 	services, err := d.selected("")
 	if err != nil {
 		return err
@@ -485,10 +487,10 @@ func (d *steerDomain) Status(status *api.Status) error {
 }
 
 // Needs lists the capabilities that the services of a policy need beyond those of the unit.
-func (d *steerDomain) Needs(policy *config.Policy) []rights.Need { return SteerNeeds(policy) }
+func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }
 
-// SteerNeeds lists the capabilities that the services of a policy need beyond those of the unit.
-func SteerNeeds(policy *config.Policy) []rights.Need {
+// Needs lists the capabilities that the services of a policy need beyond those of the unit.
+func Needs(policy *config.Policy) []rights.Need {
 	var needs []rights.Need
 	first := rights.FirstUnprivilegedPort()
 	for _, s := range policy.Services {

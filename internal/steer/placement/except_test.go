@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package placement
 
 import (
 	"maps"
@@ -18,7 +18,7 @@ func TestExcept(t *testing.T) {
 		"no device map": nil,
 		"a device map":  parseMap(t, "10.0.0.0/8,edge\n2001:db8::/32,edge\n::/0,rest\n"),
 	} {
-		plain, m := newMapping(t, 5, 7, devices), newMapping(t, 5, 7, devices)
+		plain, m := testMapping(t, 5, 7, devices), testMapping(t, 5, 7, devices)
 		all := []string{"10.1.2.3", "192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db9::1", "2001:db9::2"}
 		for slot := range 5 {
 			m.Except(Exceptions{

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package steer
 
 import (
 	"cmp"
@@ -23,7 +23,7 @@ import (
 	"sockeye/internal/format"
 	"sockeye/internal/member"
 	"sockeye/internal/rights"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 )
 
 // target is what a service is to become: a policy with all that it names
@@ -32,7 +32,7 @@ type target struct {
 	config  config.Service
 	rules   []member.Rule
 	users   []uint32
-	mapping *steer.Mapping
+	mapping *placement.Mapping
 	built   builtDevices // of a mapping that is to be applied, where it is another one
 }
 
@@ -50,7 +50,7 @@ func resolveMembers(c config.Service) ([]member.Rule, []uint32, error) {
 }
 
 // prepare reads what the new policy of a service names, but its device map. It changes nothing.
-func (s *service) prepare(c config.Service, devices *steer.DeviceMap) (*target, error) {
+func (s *service) prepare(c config.Service, devices *placement.DeviceMap) (*target, error) {
 	t := &target{config: c}
 	var err error
 	if t.rules, t.users, err = resolveMembers(c); err != nil {
@@ -208,7 +208,7 @@ func (s *service) moves(t *target) string {
 	}
 	moves, moved := make(map[device]bool), 0
 	for address := range s.path.Devices() {
-		addr := steer.Addr(address)
+		addr := placement.Addr(address)
 		d := device{addr: addr}
 		if id, ok := s.mapping.Devices.Lookup(addr); ok {
 			d = device{id: id + 1}
@@ -223,7 +223,7 @@ func (s *service) moves(t *target) string {
 	return fmt.Sprintf("%d of %s seen move", moved, format.Count(len(moves), "device", "devices"))
 }
 
-func extent(m *steer.DeviceMap) string {
+func extent(m *placement.DeviceMap) string {
 	if m == nil {
 		return "none"
 	}
@@ -232,7 +232,7 @@ func extent(m *steer.DeviceMap) string {
 
 // build makes the device map of a policy for the kernel, if it is another one than that in force. It
 // holds no lock meanwhile.
-func (s *service) build(c config.Service, devices *steer.DeviceMap) (builtDevices, error) {
+func (s *service) build(c config.Service, devices *placement.DeviceMap) (builtDevices, error) {
 	nonce, err := s.nonceFor(c)
 	if err != nil {
 		return builtDevices{}, err

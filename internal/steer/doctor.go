@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package steer
 
 import (
 	"errors"
@@ -22,8 +22,8 @@ import (
 	"sockeye/internal/member"
 )
 
-// ExamineServices looks at the sockets on the ports of a policy's services.
-func ExamineServices(report *doctor.Report, policy *config.Policy) {
+// Examine looks at the sockets on the ports of a policy's services.
+func Examine(report *doctor.Report, policy *config.Policy) {
 	for _, c := range policy.Services {
 		checkup{report}.service(c)
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package steer
 
 import (
 	"bufio"
@@ -149,7 +149,7 @@ func TestKeeperScope(t *testing.T) {
 	manager := startBus(t, u)
 	begin := func() *domaintest.Runner {
 		t.Helper()
-		d := newSteer(domaintest.Host(t, dir, pins, slog.DiscardHandler))
+		d := New(domaintest.Host(t, dir, pins, slog.DiscardHandler))
 		d.host.systemd = manager
 		a := domaintest.New(d.host.Host, d)
 		a.Start(t, policy)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package steer
+package placement
 
 import (
 	"crypto/sha256"
@@ -112,7 +112,7 @@ func TestAddress(t *testing.T) {
 	}
 }
 
-func newMapping(t testing.TB, slots int, nonce uint64, devices *DeviceMap) *Mapping {
+func testMapping(t testing.TB, slots int, nonce uint64, devices *DeviceMap) *Mapping {
 	t.Helper()
 	m, err := NewMapping(slots, bpf.NoSlot, nonce, devices)
 	if err != nil {
@@ -131,7 +131,7 @@ func TestNewMapping(t *testing.T) {
 	if err != nil || m.Table.Slots != 7 || m.Table.Standby != 3 || m.Table.Nonce != 5 {
 		t.Errorf("%d slots, standby %d, nonce %d, %v", m.Table.Slots, m.Table.Standby, m.Table.Nonce, err)
 	}
-	if m := newMapping(t, 7, 0, nil); int(m.Table.Standby) != bpf.NoSlot {
+	if m := testMapping(t, 7, 0, nil); int(m.Table.Standby) != bpf.NoSlot {
 		t.Errorf("standby %d", m.Table.Standby)
 	}
 }
@@ -197,7 +197,7 @@ func TestBucketsStay(t *testing.T) {
 // TestSlotsAreEven spreads random addresses: no slot has far more than others.
 func TestSlotsAreEven(t *testing.T) {
 	const slots, addresses = 8, 80_000
-	m := newMapping(t, slots, 0xfeed, nil)
+	m := testMapping(t, slots, 0xfeed, nil)
 	rnd := rand.New(rand.NewPCG(1, 2))
 	var count [slots]int
 	for i := range addresses {
@@ -221,7 +221,7 @@ func TestSlotsAreEven(t *testing.T) {
 func TestMappedAddressIsIPv4(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(1, 2))
 	for _, devices := range []*DeviceMap{nil, parseMap(t, "10.0.0.0/8,a\n::ffff:128.0.0.0/97,b\n::/0,c")} {
-		m := newMapping(t, 512, 7, devices)
+		m := testMapping(t, 512, 7, devices)
 		for range 1000 {
 			b := randomAddr(rnd).As16()
 			v4 := netip.AddrFrom4([4]byte(b[:4]))
@@ -238,7 +238,7 @@ func TestMappedAddressIsIPv4(t *testing.T) {
 func TestDevicesOfAMapping(t *testing.T) {
 	devices := parseMap(t, "192.0.2.1,r1\n198.51.100.0/24,r1\n2001:db8::/64,r1\n10.0.0.0/8,r2\n::/0,six\n")
 	const slots = 1024
-	m, plain := newMapping(t, slots, 7, devices), newMapping(t, slots, 7, nil)
+	m, plain := testMapping(t, slots, 7, devices), testMapping(t, slots, 7, nil)
 	slotOf := make(map[string]int)
 	for _, test := range []struct{ addr, device string }{
 		{"192.0.2.1", "r1"}, {"198.51.100.0", "r1"}, {"198.51.100.255", "r1"}, {"2001:db8::", "r1"}, {"2001:db8::ffff", "r1"}, {"::ffff:192.0.2.1", "r1"},
@@ -261,7 +261,7 @@ func TestDevicesOfAMapping(t *testing.T) {
 		}
 		slotOf[device] = slot
 	}
-	renumbered := newMapping(t, slots, 7, parseMap(t, "203.0.113.9,r1\n"))
+	renumbered := testMapping(t, slots, 7, parseMap(t, "203.0.113.9,r1\n"))
 	if slot, _ := renumbered.Slot(netip.MustParseAddr("203.0.113.9")); slot != slotOf["r1"] {
 		t.Errorf("r1 with another address: slot %d, was %d", slot, slotOf["r1"])
 	}
@@ -273,7 +273,7 @@ func TestDevicesOfAMapping(t *testing.T) {
 // TestEntries looks addresses up in the entries as an LPM trie does, and finds
 // the hash that the twin has.
 func TestEntries(t *testing.T) {
-	none := newMapping(t, 4, 7, nil).Entries()
+	none := testMapping(t, 4, 7, nil).Entries()
 	if n := len(maps.Collect(none.All())); n != 0 || none.Size() != 0 {
 		t.Errorf("%d entries without a device map, room for %d", n, none.Size())
 	}
@@ -286,7 +286,7 @@ func TestEntries(t *testing.T) {
 		"IPv6 only":       {"::/0,six", 2},
 	} {
 		t.Run(name, func(t *testing.T) {
-			m := newMapping(t, 1024, 7, parseMap(t, test.text))
+			m := testMapping(t, 1024, 7, parseMap(t, test.text))
 			size, all := m.Entries().Size(), m.Entries().All()
 			if size != test.size {
 				t.Errorf("room for %d entries, want %d", size, test.size)
@@ -321,7 +321,7 @@ func TestEntries(t *testing.T) {
 		})
 	}
 	// The caller may stop.
-	for range newMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/8,b")).Entries().All() {
+	for range testMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/8,b")).Entries().All() {
 		break
 	}
 }
@@ -329,19 +329,19 @@ func TestEntries(t *testing.T) {
 // TestEntriesEqual: what makes another trie makes other entries, and nothing else does.
 func TestEntriesEqual(t *testing.T) {
 	const text = "10.0.0.0/8,a\n11.0.0.0/8,b\n"
-	m := newMapping(t, 4, 7, parseMap(t, text))
-	same := newMapping(t, 5, 7, parseMap(t, "\n# a comment\n"+text))
+	m := testMapping(t, 4, 7, parseMap(t, text))
+	same := testMapping(t, 5, 7, parseMap(t, "\n# a comment\n"+text))
 	if !m.Entries().Equal(same.Entries()) {
 		t.Error("another number of slots makes another trie")
 	}
 	before := m.Entries()
 	m.Except(Exceptions{Names: map[string]int{"a": 3}})
 	for name, other := range map[string]*Entries{
-		"nonce":     newMapping(t, 4, 8, parseMap(t, text)).Entries(),
-		"prefix":    newMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/9,b\n")).Entries(),
-		"names":     newMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/8,c\n")).Entries(),
-		"device":    newMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/8,b\n11.0.0.0/9,a\n")).Entries(),
-		"no map":    newMapping(t, 4, 7, nil).Entries(),
+		"nonce":     testMapping(t, 4, 8, parseMap(t, text)).Entries(),
+		"prefix":    testMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/9,b\n")).Entries(),
+		"names":     testMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/8,c\n")).Entries(),
+		"device":    testMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/8,b\n11.0.0.0/9,a\n")).Entries(),
+		"no map":    testMapping(t, 4, 7, nil).Entries(),
 		"exception": m.Entries(),
 	} {
 		if before.Equal(other) || other.Equal(before) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package steer
 
 import (
 	"errors"
@@ -19,7 +19,7 @@ import (
 	"sockeye/internal/member"
 	"sockeye/internal/netns"
 	"sockeye/internal/sockdiag"
-	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
 )
 
 // A device is split if its TCP connections are at another process than the
@@ -470,8 +470,8 @@ func (s *service) guestsLeave(handle *member.Handle) {
 }
 
 // exceptions are the adopted devices, for the mapping.
-func (s *service) exceptions() steer.Exceptions {
-	e := steer.Exceptions{Names: make(map[string]int), Addresses: make(map[netip.Addr]int)}
+func (s *service) exceptions() placement.Exceptions {
+	e := placement.Exceptions{Names: make(map[string]int), Addresses: make(map[netip.Addr]int)}
 	for _, a := range s.state.Adopted {
 		if a.Device != "" {
 			e.Names[a.Device] = a.Slot

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package steer decides in user space what the steering programs decide in
-// the kernel: which slot a source address has. It is the programs' twin, bit
-// by bit, and makes the tables that they read.
-package steer
+// Package placement computes in user space, bit by bit as the steering programs do in the kernel, which slot
+// a source address has. It makes the tables that the programs read.
+package placement
 
 import (
 	"crypto/sha256"

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"context"
+	"os"
+	"os/signal"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/testenv"
+)
+
+// TestMain also plays the keeper, which a service starts as itself.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == KeeperCommand {
+		ctx, _ := signal.NotifyContext(context.Background(), unix.SIGTERM)
+		if Hold(ctx) != nil {
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	testenv.Main(m)
+}
