@@ -23,6 +23,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
+	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/fault"
 	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
@@ -755,7 +756,7 @@ func TestBigTCPMetrics(t *testing.T) {
 	address := "127.0.0.1:9735"
 	a.begin(t, bigTCPPolicy+"  - {interface: inner, netns: /run/netns/sockeye-none, ipv6: 192KB}\nmetrics: {listen: \""+address+"\"}\n")
 	mine := regexp.MustCompile(`(?m)^(# (HELP|TYPE) )?sockeye_bigtcp_.*\n`)
-	text := strings.Join(mine.FindAllString(scrape(t, address), -1), "")
+	text := strings.Join(mine.FindAllString(domaintest.Scrape(t, address), -1), "")
 	problems, err := promlint.New(strings.NewReader(text)).Lint()
 	if err != nil || len(problems) > 0 {
 		t.Errorf("promlint: %v %v", problems, err)
@@ -779,7 +780,7 @@ func TestBigTCPMetrics(t *testing.T) {
 		`sockeye_bigtcp_state{interface="big0",netns="",state="changed"} 1`,
 		`sockeye_bigtcp_max_size_bytes{direction="send",family="ipv4",interface="big0",netns=""} 65536`,
 	} {
-		until(t, line, func() bool { return strings.Contains(scrape(t, address), line+"\n") })
+		until(t, line, func() bool { return strings.Contains(domaintest.Scrape(t, address), line+"\n") })
 	}
 }
 

@@ -4,12 +4,10 @@ package agent
 
 import (
 	"errors"
-	"io"
 	"net"
-	"net/http"
 	"os"
+	"path/filepath"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -17,25 +15,11 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 
+	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/testenv"
 )
 
 // scrape reads the metrics over HTTP.
-func scrape(t *testing.T, address string) string {
-	t.Helper()
-	client := &http.Client{Timeout: time.Minute, Transport: &http.Transport{DisableKeepAlives: true}}
-	answer, err := client.Get("http://" + address + "/metrics")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer answer.Body.Close()
-	text, err := io.ReadAll(answer.Body)
-	if err != nil || answer.StatusCode != http.StatusOK {
-		t.Fatalf("%s: %v\n%s", answer.Status, err, text)
-	}
-	return string(text)
-}
-
 const metricsPolicy = onePolicy + "metrics: {listen: \"127.0.0.1:9732\"}\n"
 
 // The names and labels of the metrics are an interface; the counters go on
@@ -68,7 +52,7 @@ func TestMetrics(t *testing.T) {
 	refused("udp", "127.0.0.1:4739")
 	refused("udp", "127.0.0.1:4739")
 	mine := regexp.MustCompile(`(?m)^(# (HELP|TYPE) )?sockeye_.*\n`)
-	text := strings.Join(mine.FindAllString(scrape(t, "127.0.0.1:9732"), -1), "")
+	text := strings.Join(mine.FindAllString(domaintest.Scrape(t, "127.0.0.1:9732"), -1), "")
 
 	problems, err := promlint.New(strings.NewReader(text)).Lint()
 	if err != nil || len(problems) > 0 {
@@ -114,93 +98,26 @@ func TestMetrics(t *testing.T) {
 	defer b.stop()
 	b.begin(t, policyText(metricsPolicy, "slots: 4", "slots: 2"))
 	defer retire(t, b)
-	text = scrape(t, "127.0.0.1:9732")
+	text = domaintest.Scrape(t, "127.0.0.1:9732")
 	if tcp, udp := sum(text, "tcp"), sum(text, "udp"); tcp != 1 || udp != 3 {
 		t.Errorf("after a restart refused %d and %d, want 1 and 3\n%s", tcp, udp, text)
 	}
 }
 
-// The same for tuning, where counts go on over a restart of the agent too.
-func TestTuneMetrics(t *testing.T) {
-	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
-	policy := policyText(tunePolicy, "/telemetry\n", "\n", "    set: {congestion", "    trial: {control: 50%}\n    set: {congestion",
-		"tune:", "metrics: {listen: \"127.0.0.1:9733\"}\ntune:")
-	a := testAgent(t, dir, pins)
-	a.begin(t, policy)
-	address := "127.0.0.1:9733"
-	text := ""
-	for range 2 { // the first connections are of the scrape itself
-		text = scrape(t, address)
-	}
-	mine := regexp.MustCompile(`(?m)^(# (HELP|TYPE) )?sockeye_tune_.*\n`)
-	text = strings.Join(mine.FindAllString(text, -1), "")
-	problems, err := promlint.New(strings.NewReader(text)).Lint()
-	if err != nil || len(problems) > 0 {
-		t.Errorf("promlint: %v %v", problems, err)
-	}
-	got := regexp.MustCompile(`(?m)^(sockeye_.*) \S+$`).ReplaceAllString(text, "$1 N")
-	got = strings.ReplaceAll(got, testenv.CgroupPath(), "CGROUP")
-	const file = "testdata/metrics-tune.golden"
-	if os.Getenv("UPDATE") != "" {
-		if err := os.WriteFile(file, []byte(got), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	want, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if got != string(want) {
-		t.Errorf("the metrics changed; run with UPDATE=1 if they should, and mend docs/metrics.md.\ngot\n%s\nwant\n%s", got, want)
-	}
-
-	connections := func(text string) (n int) {
-		for _, m := range regexp.MustCompile(`sockeye_tune_connections_total\{.*rule="rest"\} (\d+)\n`).FindAllStringSubmatch(text, -1) {
-			one, err := strconv.Atoi(m[1])
-			if err != nil {
-				t.Error(err)
-			}
-			n += one
-		}
-		return n
-	}
-	before := connections(text)
-	if before < 2 {
-		t.Errorf("%d connections", before)
-	}
-	a.stop()
-	b := testAgent(t, dir, pins)
-	defer b.stop()
-	b.begin(t, policy)
-	if after := connections(scrape(t, address)); after <= before {
-		t.Errorf("%d connections after a restart, %d before", after, before)
-	}
-	b.endTuning(t)
-}
-
 // Every metric of the golden files is in the documentation, and no other.
 func TestMetricsDocumented(t *testing.T) {
-	golden, err := os.ReadFile("testdata/metrics.golden")
-	if err != nil {
-		t.Fatal(err)
+	files, err := filepath.Glob("../*/testdata/metrics*.golden")
+	if err != nil || len(files) != 5 {
+		t.Fatalf("%q, %v", files, err)
 	}
-	tuning, err := os.ReadFile("testdata/metrics-tune.golden")
-	if err != nil {
-		t.Fatal(err)
+	var golden []byte
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		golden = append(golden, text...)
 	}
-	tracing, err := os.ReadFile("testdata/metrics-trace.golden")
-	if err != nil {
-		t.Fatal(err)
-	}
-	sizing, err := os.ReadFile("testdata/metrics-bigtcp.golden")
-	if err != nil {
-		t.Fatal(err)
-	}
-	sockets, err := os.ReadFile("testdata/metrics-sockets.golden")
-	if err != nil {
-		t.Fatal(err)
-	}
-	golden = slices.Concat(golden, tuning, tracing, sizing, sockets)
 	docs, err := os.ReadFile("../../docs/metrics.md")
 	if err != nil {
 		t.Fatal(err)

@@ -16,6 +16,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/testenv"
 )
 
@@ -25,12 +26,11 @@ func TestSocketMetrics(t *testing.T) {
 	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
 	a := testAgent(t, dir, pins)
 	defer a.stop()
-	policy := policyText(onePolicy+tunePolicy+"metrics: {listen: \""+address+"\"}\n", "slots: 4", "slots: 2", "CGROUP/telemetry", testenv.CgroupPath())
+	policy := policyText(onePolicy+"tune: [{name: rest, cgroup: CGROUP/telemetry, set: {congestion: reno}}]\nmetrics: {listen: \""+address+"\"}\n", "slots: 4", "slots: 2", "CGROUP/telemetry", testenv.CgroupPath())
 	a.sockets.calibrate(&calibratedRoom{})
 	a.begin(t, policy)
 	defer retire(t, a)
-	defer a.endTuning(t)
-	text := scrape(t, address)
+	text := domaintest.Scrape(t, address)
 	share := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var err error
 		return errors.Join(c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1) }), err)
@@ -66,13 +66,13 @@ func TestSocketMetrics(t *testing.T) {
 		if strings.Contains(text, accepted) {
 			t.Errorf("connections before there is one:\n%s", text)
 		}
-		text = scrape(t, address)
+		text = domaintest.Scrape(t, address)
 	}
 	before := value(text, other)
 	a.sockets.mu.Lock()
 	a.sockets.at = time.Now().Add(-socketsHold - time.Second)
 	a.sockets.mu.Unlock()
-	text = scrape(t, address)
+	text = domaintest.Scrape(t, address)
 	if n := value(text, accepted); n != 1 {
 		t.Errorf("%d connections", n)
 	}

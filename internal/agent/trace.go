@@ -80,7 +80,6 @@ type tracing struct {
 	skipped  map[string][]api.TraceSkipped // by rule
 	scope    traceScope
 	tuning   string         // folder of the pins of the cgroup's tuning, "" for none
-	tuner    *tuner         // with them
 	trace    *bpf.Trace     // nil while there is no such cgroup
 	idle     *bpf.Trace     // of the cgroup that was there before, by the same rules; or nil
 	stamping *bpf.Stamping  // of what arrives, nil if no rule asks for it
@@ -122,13 +121,22 @@ func tracings(policy *config.Policy) []traceChange {
 	return all
 }
 
+// listeners are those of the services, by service.
+func (c traceChange) listeners() map[string][]config.Listener {
+	listeners := make(map[string][]config.Listener)
+	for _, s := range c.services {
+		listeners[s.Name] = s.Listeners
+	}
+	return listeners
+}
+
 // hash stands for all that the programs are given.
 func (c traceChange) hash() (string, error) {
 	text, err := json.Marshal(struct {
 		Version   int
 		Rules     []config.TraceRule
 		Listeners map[string][]config.Listener
-	}{1, c.rules, listenersOf(c.services)})
+	}{1, c.rules, c.listeners()})
 	if err != nil {
 		return "", err
 	}

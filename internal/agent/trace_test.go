@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"errors"
 	"io"
+	"log/slog"
 	"math"
 	"net"
 	"net/http"
@@ -23,8 +24,8 @@ import (
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 
-	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
 )
@@ -41,26 +42,28 @@ const tracePolicy = `trace:
     group_by: remote/24
 `
 
-// endTracing takes all tracing off the host.
-func (a *Agent) endTracing(t testing.TB) {
+// traceRunner drives the domain, of cgroups that nothing tunes.
+func traceRunner(t testing.TB, dir, pins string) *domaintest.Runner {
 	t.Helper()
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	for name, tracer := range a.tracing().tracers {
-		delete(a.tracing().tracers, name) // or the end of its cgroup would begin it anew
-		if err := tracer.retire(); err != nil {
-			t.Error(err)
-		}
-	}
+	h := domaintest.Host(t, dir, pins, slog.DiscardHandler)
+	return domaintest.New(h, newTrace(h, untuned{}))
 }
+
+type untuned struct{}
+
+func (untuned) Pins(string) string { return "" }
+
+func (untuned) RuleNames(string) map[uint32]string { return nil }
+
+func tracingOf(r *domaintest.Runner) *traceDomain { return r.Domains[0].(*traceDomain) }
 
 // The texts of plans that change rules.
 func TestPlanTrace(t *testing.T) {
 	dir := t.TempDir()
-	a := testAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
-	defer a.stop()
-	a.begin(t, policyText(tracePolicy))
-	defer a.endTracing(t)
+	a := traceRunner(t, dir, testenv.BPFFS(t)+"/sockeye")
+	defer a.Stop()
+	a.Start(t, domaintest.Policy(tracePolicy))
+	defer a.Retire(t)
 	name := testenv.CgroupPath() + "/telemetry"
 	for _, c := range []struct {
 		name    string
@@ -81,13 +84,13 @@ func TestPlanTrace(t *testing.T) {
 			"add trace rest: 1/1 of connections, 100/s of their messages (of all)",
 			"remove trace rest (its counts are gone)"}},
 	} {
-		plan, err := a.Plan(api.Candidate{Text: policyText(tracePolicy, c.replace...), Path: a.options.Policy})
+		changes, err := a.Plan(domaintest.Policy(tracePolicy, c.replace...))
 		if err != nil {
 			t.Errorf("%s: %v", c.name, err)
 			continue
 		}
 		var got []string
-		for _, change := range plan.Changes {
+		for _, change := range changes {
 			got = append(got, change.Action+" "+change.What+" ("+change.Effect+")")
 		}
 		slices.Sort(got)
@@ -96,15 +99,15 @@ func TestPlanTrace(t *testing.T) {
 			t.Errorf("%s:\ngot  %q\nwant %q", c.name, got, c.want)
 		}
 	}
-	if plan, err := a.Plan(api.Candidate{Text: policyText("tune: []\n"), Path: a.options.Policy}); err != nil || len(plan.Changes) != 2 || plan.Changes[0].Cgroup != name {
-		t.Errorf("the end: %+v, %v", plan, err)
+	if changes, err := a.Plan(domaintest.Policy("tune: []\n")); err != nil || len(changes) != 2 || changes[0].Cgroup != name {
+		t.Errorf("the end: %+v, %v", changes, err)
 	}
 }
 
 // What a policy cannot trace on this host is no reason not to start: it is shown, and a better one heals it.
 func TestStartWithoutTrace(t *testing.T) {
-	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
-	defer a.stop()
+	a := traceRunner(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	defer a.Stop()
 	depth := func(most string) {
 		t.Helper()
 		if err := os.WriteFile(testenv.Cgroup()+"/cgroup.max.depth", []byte(most), 0); err != nil {
@@ -113,17 +116,17 @@ func TestStartWithoutTrace(t *testing.T) {
 	}
 	depth("0")
 	defer depth("max")
-	a.begin(t, policyText(tracePolicy))
-	defer a.endTracing(t)
-	status, err := a.tracing().Cgroups("")
+	a.Start(t, domaintest.Policy(tracePolicy))
+	defer a.Retire(t)
+	status, err := tracingOf(a).Cgroups("")
 	if err != nil || len(status.Cgroups) != 1 || status.Cgroups[0].Attached || !strings.Contains(status.Cgroups[0].Problem, "create cgroup") {
 		t.Errorf("%+v, %v", status, err)
 	}
 	depth("max")
-	if _, err := a.Apply(api.Candidate{Text: policyText(tracePolicy, "1/10", "1/20"), Path: a.options.Policy}); err != nil {
+	if _, err := a.Apply(domaintest.Policy(tracePolicy, "1/10", "1/20")); err != nil {
 		t.Error(err)
 	}
-	if status, err = a.tracing().Cgroups(""); err != nil || !status.Cgroups[0].Attached || status.Cgroups[0].Problem != "" {
+	if status, err = tracingOf(a).Cgroups(""); err != nil || !status.Cgroups[0].Attached || status.Cgroups[0].Problem != "" {
 		t.Errorf("then: %+v, %v", status, err)
 	}
 }
@@ -131,21 +134,21 @@ func TestStartWithoutTrace(t *testing.T) {
 // A change takes place beside what is there. Whoever is killed in between leaves both; the next agent has what the policy says.
 func TestTraceKilledBetween(t *testing.T) {
 	pins := testenv.BPFFS(t) + "/sockeye"
-	a := testAgent(t, t.TempDir(), pins)
-	a.begin(t, policyText(tracePolicy))
-	dir := a.host.Root.Tracing(scope.PinName(testenv.CgroupPath() + "/telemetry"))
-	a.stop()
+	a := traceRunner(t, t.TempDir(), pins)
+	a.Start(t, domaintest.Policy(tracePolicy))
+	dir := a.Host.Root.Tracing(scope.PinName(testenv.CgroupPath() + "/telemetry"))
+	a.Stop()
 	if err := bpf.MoveTrace(dir, dir+asidePins); err != nil {
 		t.Fatal(err)
 	}
-	b := testAgent(t, t.TempDir(), pins)
-	defer b.stop()
-	b.begin(t, policyText(tracePolicy))
-	defer b.endTracing(t)
+	b := traceRunner(t, t.TempDir(), pins)
+	defer b.Stop()
+	b.Start(t, domaintest.Policy(tracePolicy))
+	defer b.Retire(t)
 	if left, err := bpf.Pinned(dir + asidePins); left || err != nil {
 		t.Errorf("pins of the rules before: %v, %v", left, err)
 	}
-	if status, err := b.tracing().Cgroups(""); err != nil || !status.Cgroups[0].Attached {
+	if status, err := tracingOf(b).Cgroups(""); err != nil || !status.Cgroups[0].Attached {
 		t.Errorf("%+v, %v", status, err)
 	}
 }
@@ -185,33 +188,34 @@ func talk(t *testing.T, messages int) {
 }
 
 // sliceByHand begins the history anew, and has none of its slices end after a time: a slow host would be too late for that.
-func (a *Agent) sliceByHand() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.tracing().history.close()
-	a.tracing().history = &traceHistory{stop: make(chan struct{})}
+func sliceByHand(d *traceDomain) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.history.close()
+	d.history = &traceHistory{stop: make(chan struct{})}
 }
 
 // The history has each message once, in the slice in which it was chosen, wherever its cgroup, its rules and its agent are in
 // between.
 func TestTraceHistory(t *testing.T) {
 	pins := testenv.BPFFS(t) + "/sockeye"
-	policy := policyText(tracePolicy, "/telemetry\n", "\n", "    match: {port: 1790}\n", "", "1/10", "1/1", "  - name: rest\n    cgroup: CGROUP/telemetry\n    messages: 100/s\n    group_by: remote/24\n", "")
-	a := testAgent(t, t.TempDir(), pins)
-	a.begin(t, policy)
-	a.sliceByHand()
+	policy := domaintest.Policy(tracePolicy, "/telemetry\n", "\n", "    match: {port: 1790}\n", "", "1/10", "1/1", "  - name: rest\n    cgroup: CGROUP/telemetry\n    messages: 100/s\n    group_by: remote/24\n", "")
+	a := traceRunner(t, t.TempDir(), pins)
+	a.Start(t, policy)
+	sliceByHand(tracingOf(a))
 	name := testenv.CgroupPath()
-	slice := func(a *Agent) {
+	slice := func(a *domaintest.Runner) {
 		t.Helper()
-		a.mu.Lock()
-		defer a.mu.Unlock()
-		if err := a.tracing().endSlice(a.tracing().history); err != nil {
+		d := tracingOf(a)
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		if err := d.endSlice(d.history); err != nil {
 			t.Error(err)
 		}
 	}
-	check := func(when string, a *Agent, want ...uint64) {
+	check := func(when string, a *domaintest.Runner, want ...uint64) {
 		t.Helper()
-		h, err := a.tracing().History(url.Values{})
+		h, err := tracingOf(a).History(url.Values{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -240,7 +244,7 @@ func TestTraceHistory(t *testing.T) {
 	check("two slices", a, 10, 6, 0)
 
 	// Gone, and back, with its counts.
-	tracer := a.tracing().tracers[name]
+	tracer := tracingOf(a).tracers[name]
 	talk(t, 2)
 	tracer.mu.Lock()
 	tracer.release()
@@ -255,12 +259,12 @@ func TestTraceHistory(t *testing.T) {
 	// Other rules, another cgroup.
 	talk(t, 4)
 	other := strings.Replace(policy, "1/1", "1000/s", 1) + "  - {name: beside, cgroup: " + name + "/beside}\n"
-	if _, err := a.Apply(api.Candidate{Text: other, Path: a.options.Policy}); err != nil {
+	if _, err := a.Apply(other); err != nil {
 		t.Fatal(err)
 	}
 	check("other rules", a, 10, 6, 0, 6, 8, 0)
 	talk(t, 1)
-	if _, err := a.Apply(api.Candidate{Text: policy, Path: a.options.Policy}); err != nil {
+	if _, err := a.Apply(policy); err != nil {
 		t.Fatal(err)
 	}
 	talk(t, 1)
@@ -270,25 +274,25 @@ func TestTraceHistory(t *testing.T) {
 
 	// Another agent.
 	talk(t, 1)
-	a.stop()
+	a.Stop()
 	talk(t, 7)
-	b := testAgent(t, t.TempDir(), pins)
-	defer b.stop()
-	b.begin(t, policy)
-	b.sliceByHand()
-	defer b.endTracing(t)
+	b := traceRunner(t, t.TempDir(), pins)
+	defer b.Stop()
+	b.Start(t, policy)
+	sliceByHand(tracingOf(b))
+	defer b.Retire(t)
 	talk(t, 2)
 	check("another agent", b, 4)
 	slice(b)
 	talk(t, 1)
 	slice(b)
 	check("another agent", b, 4, 2, 0)
-	results, err := b.tracing().Results(url.Values{})
+	results, err := tracingOf(b).Results(url.Values{})
 	if err != nil || len(results.Results) != 1 || results.Results[0].Chosen != 2+2+14+4+2 || results.Partial {
 		t.Errorf("since the rules are in force: %+v, %v", results, err)
 	}
 	for since, partial := range map[string]bool{"1h": true, "1us": false} {
-		if results, err := b.tracing().Results(url.Values{"since": {since}}); err != nil || results.Partial != partial {
+		if results, err := tracingOf(b).Results(url.Values{"since": {since}}); err != nil || results.Partial != partial {
 			t.Errorf("since %s: partial %v, %v", since, results.Partial, err)
 		}
 	}
@@ -298,10 +302,10 @@ func TestTraceHistory(t *testing.T) {
 func TestTraceMetrics(t *testing.T) {
 	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
 	const address = "127.0.0.1:9734"
-	policy := policyText(tracePolicy, "/telemetry\n", "\n", "1790", "9734", "1/10", "1/1",
-		"trace:", "metrics: {listen: \""+address+"\"}\ntrace:")
-	a := testAgent(t, dir, pins)
-	a.begin(t, policy)
+	policy := domaintest.Policy(tracePolicy, "/telemetry\n", "\n", "1790", "9734", "1/10", "1/1")
+	a := traceRunner(t, dir, pins)
+	a.Start(t, policy)
+	stop := a.Serve(t, address)
 	acked := regexp.MustCompile(`sockeye_trace_messages_total\{.*outcome="acked".*rule="bmp".*\} (\d+)\n`)
 	messages := func(text string) (n int) {
 		if m := acked.FindStringSubmatch(text); m != nil {
@@ -311,7 +315,7 @@ func TestTraceMetrics(t *testing.T) {
 	}
 	text := ""
 	for deadline := time.Now().Add(time.Minute); messages(text) < 4 && time.Now().Before(deadline); {
-		text = scrape(t, address) // connections and messages of its own
+		text = domaintest.Scrape(t, address) // connections and messages of its own
 	}
 	mine := regexp.MustCompile(`(?m)^(# (HELP|TYPE) )?sockeye_trace_.*\n`)
 	text = strings.Join(mine.FindAllString(text, -1), "")
@@ -321,7 +325,7 @@ func TestTraceMetrics(t *testing.T) {
 	}
 	got := regexp.MustCompile(`(?m)^(sockeye_.*) \S+$`).ReplaceAllString(text, "$1 N")
 	got = strings.ReplaceAll(got, testenv.CgroupPath(), "CGROUP")
-	const file = "testdata/metrics-trace.golden"
+	const file = "testdata/metrics.golden"
 	if os.Getenv("UPDATE") != "" {
 		if err := os.WriteFile(file, []byte(got), 0o644); err != nil {
 			t.Fatal(err)
@@ -344,21 +348,23 @@ func TestTraceMetrics(t *testing.T) {
 		}
 		var applying sync.WaitGroup
 		applying.Go(func() {
-			if _, err := a.Apply(api.Candidate{Text: text, Path: a.options.Policy}); err != nil {
+			if _, err := a.Apply(text); err != nil {
 				t.Error(err)
 			}
 		})
-		scrape(t, address)
+		domaintest.Scrape(t, address)
 		applying.Wait()
 	}
 
-	before := messages(scrape(t, address))
-	a.stop()
-	b := testAgent(t, dir, pins)
-	defer b.stop()
-	b.begin(t, policy)
-	defer b.endTracing(t)
-	if after := messages(scrape(t, address)); after < before || before == 0 {
+	before := messages(domaintest.Scrape(t, address))
+	stop()
+	a.Stop()
+	b := traceRunner(t, dir, pins)
+	defer b.Stop()
+	b.Start(t, policy)
+	defer b.Serve(t, address)()
+	defer b.Retire(t)
+	if after := messages(domaintest.Scrape(t, address)); after < before || before == 0 {
 		t.Errorf("%d messages after a restart, %d before", after, before)
 	}
 }

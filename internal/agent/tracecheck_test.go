@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/fault"
 	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
@@ -116,11 +117,11 @@ func TestTraceWhatThisKernelCan(t *testing.T) {
 	if !lacks[needsSend] && !lacks[needsTimestamps] {
 		t.Skip("kernel: it can measure all")
 	}
-	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
-	defer a.stop()
-	a.begin(t, policyText("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [send, stack, rx_stack]}\n"))
-	defer a.endTracing(t)
-	status, err := a.tracing().Cgroups("")
+	a := traceRunner(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	defer a.Stop()
+	a.Start(t, domaintest.Policy("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [send, stack, rx_stack]}\n"))
+	defer a.Retire(t)
+	status, err := tracingOf(a).Cgroups("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -135,7 +136,7 @@ func TestTraceWhatThisKernelCan(t *testing.T) {
 		t.Errorf("timestamps %v, %q", status.Timestamps, status.Needs)
 	}
 	talk(t, 3)
-	results, err := a.tracing().Results(nil)
+	results, err := tracingOf(a).Results(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -147,13 +148,13 @@ func TestTraceWhatThisKernelCan(t *testing.T) {
 	if lacks[needsTimestamps] != (sent == 0) || received == 0 {
 		t.Errorf("%d messages sent and %d segments received are counted", sent, received)
 	}
-	_, err = a.Apply(api.Candidate{Text: policyText("trace:\n  - {name: x, cgroup: CGROUP, stages: [send]}\n"), Path: a.options.Policy})
+	_, err = a.Apply(domaintest.Policy("trace:\n  - {name: x, cgroup: CGROUP, stages: [send]}\n"))
 	first := api.TraceSkipped{Stage: "send", Needs: needsTimestamps}
 	if lacks[needsSend] {
 		first.Needs = needsSend
 	}
 	checkNothingLeft(t, err, first)
-	if status, err = a.tracing().Cgroups(""); err != nil || fmt.Sprint(status.Cgroups[0].Rules[0].Stages) != fmt.Sprint(want) {
+	if status, err = tracingOf(a).Cgroups(""); err != nil || fmt.Sprint(status.Cgroups[0].Rules[0].Stages) != fmt.Sprint(want) {
 		t.Errorf("after a policy that was refused: %+v, %v", status, err)
 	}
 }
@@ -169,11 +170,11 @@ func TestTraceNothingThatThisKernelCan(t *testing.T) {
 	case !lacks[needsTimestamps]:
 		t.Skip("kernel: it can measure all")
 	}
-	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
-	defer a.stop()
-	a.begin(t, policyText("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [send]}\n"))
-	defer a.endTracing(t)
-	status, err := a.tracing().Cgroups("")
+	a := traceRunner(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+	defer a.Stop()
+	a.Start(t, domaintest.Policy("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [send]}\n"))
+	defer a.Retire(t)
+	status, err := tracingOf(a).Cgroups("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -182,15 +183,15 @@ func TestTraceNothingThatThisKernelCan(t *testing.T) {
 		t.Errorf("%+v", c)
 	}
 	checkNothingLeft(t, &fault.Error{Err: errors.New(c.Problem), Hint: c.Hint, Code: fault.CodeUnsupported}, first)
-	if left, err := bpf.Pinned(a.host.Root.Tracing(scope.PinName(testenv.CgroupPath()))); left || err != nil {
+	if left, err := bpf.Pinned(a.Host.Root.Tracing(scope.PinName(testenv.CgroupPath()))); left || err != nil {
 		t.Errorf("pins: %v", err)
 	}
 	// A policy that it can heals it.
-	policy := policyText("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [rx_stack]}\n")
-	if _, err := a.Apply(api.Candidate{Text: policy, Path: a.options.Policy}); err != nil {
+	policy := domaintest.Policy("trace:\n  - {name: x, cgroup: CGROUP, messages: 1/1, stages: [rx_stack]}\n")
+	if _, err := a.Apply(policy); err != nil {
 		t.Error(err)
 	}
-	if status, err = a.tracing().Cgroups(""); err != nil || !status.Cgroups[0].Attached || status.Cgroups[0].Problem != "" {
+	if status, err = tracingOf(a).Cgroups(""); err != nil || !status.Cgroups[0].Attached || status.Cgroups[0].Problem != "" {
 		t.Errorf("then: %+v, %v", status, err)
 	}
 }

@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
@@ -10,8 +11,8 @@ import (
 	"testing"
 
 	"sockeye/internal/api"
+	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/fault"
-	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
 )
 
@@ -25,25 +26,21 @@ const tunePolicy = `tune:
     set: {congestion: reno}
 `
 
-// endTuning takes all tuning off the host.
-func (a *Agent) endTuning(t testing.TB) {
+// testRunner drives the domain.
+func testRunner(t testing.TB, dir, pins string) *domaintest.Runner {
 	t.Helper()
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	for name, tuner := range a.tuning().tuners {
-		delete(a.tuning().tuners, name) // or the end of its cgroup would begin it anew
-		if err := tuner.retire(); err != nil {
-			t.Error(err)
-		}
-	}
+	h := domaintest.Host(t, dir, pins, slog.DiscardHandler)
+	return domaintest.New(h, newTune(h))
 }
+
+func tuningOf(r *domaintest.Runner) *tuneDomain { return r.Domains[0].(*tuneDomain) }
 
 // The texts of plans that change rules.
 func TestPlanTune(t *testing.T) {
 	dir := t.TempDir()
-	a := testAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
-	defer a.stop()
-	a.begin(t, policyText(tunePolicy))
+	a := testRunner(t, dir, testenv.BPFFS(t)+"/sockeye")
+	defer a.Stop()
+	a.Start(t, domaintest.Policy(tunePolicy))
 	cgroup := filepath.Join(testenv.Cgroup(), "telemetry")
 	if _, err := os.Stat(cgroup); err != nil {
 		t.Errorf("the cgroup that the policy names: %v", err)
@@ -69,13 +66,13 @@ func TestPlanTune(t *testing.T) {
 			"add rule rest: congestion reno (for new connections: all)",
 			"remove rule rest" + later}},
 	} {
-		plan, err := a.Plan(api.Candidate{Text: policyText(tunePolicy, c.replace...), Path: a.options.Policy})
+		changes, err := a.Plan(domaintest.Policy(tunePolicy, c.replace...))
 		if err != nil {
 			t.Errorf("%s: %v", c.name, err)
 			continue
 		}
 		var got []string
-		for _, change := range plan.Changes {
+		for _, change := range changes {
 			if change.Service != "" || change.Cgroup != name && change.Cgroup != testenv.CgroupPath()+"/other" {
 				t.Errorf("%s: of %q and %q", c.name, change.Service, change.Cgroup)
 			}
@@ -91,57 +88,47 @@ func TestPlanTune(t *testing.T) {
 	swapped := "tune:\n" + strings.Join(append(strings.SplitAfter(tunePolicy, "\n")[5:8], strings.SplitAfter(tunePolicy, "\n")[1:5]...), "")
 	// A rule for all before the other would take all.
 	swapped = strings.Replace(swapped, "set: {congestion", "match: {role: accept}\n    set: {congestion", 1)
-	plan, err := a.Plan(api.Candidate{Text: policyText(swapped), Path: a.options.Policy})
-	if err != nil || len(plan.Changes) != 2 || plan.Changes[1].What != "order: bmp, rest -> rest, bmp" {
-		t.Errorf("order: %+v, %v", plan, err)
+	changes, err := a.Plan(domaintest.Policy(swapped))
+	if err != nil || len(changes) != 2 || changes[1].What != "order: bmp, rest -> rest, bmp" {
+		t.Errorf("order: %+v, %v", changes, err)
 	}
 
 	for text, code := range map[string]int{
-		policyText(tunePolicy, "reno", "westwood"):                 fault.CodeUnsupported,
-		policyText(tunePolicy, "/telemetry\n    set", "\n    set"): fault.CodeConflict,
+		domaintest.Policy(tunePolicy, "reno", "westwood"):                 fault.CodeUnsupported,
+		domaintest.Policy(tunePolicy, "/telemetry\n    set", "\n    set"): fault.CodeConflict,
 	} {
-		if _, err := a.Plan(api.Candidate{Text: text, Path: a.options.Policy}); fault.Code(err) != code || fault.Hint(err) == "" {
+		if _, err := a.Plan(text); fault.Code(err) != code || fault.Hint(err) == "" {
 			t.Errorf("%s: code %d: %v, hint %q", text, fault.Code(err), err, fault.Hint(err))
 		}
 	}
-	if _, err := a.Apply(api.Candidate{Text: policyText("tune: []\nmetrics: {listen: \"127.0.0.1:0\"}\n"), Path: a.options.Policy}); err == nil {
+	if _, err := a.Apply(domaintest.Policy("tune: []\nmetrics: {listen: \"127.0.0.1:0\"}\n")); err == nil {
 		t.Error("a policy of nothing was applied")
 	}
-	if _, err := a.Apply(api.Candidate{Text: policyText(strings.Replace(tunePolicy, "reno", "westwood}\n    optional: true # {", 1)), Path: a.options.Policy}); err != nil {
+	if _, err := a.Apply(domaintest.Policy(strings.Replace(tunePolicy, "reno", "westwood}\n    optional: true # {", 1))); err != nil {
 		t.Fatal(err)
 	}
-	status, err := a.tuning().Cgroups("")
+	status, err := tuningOf(a).Cgroups("")
 	if err != nil || len(status) != 1 || !status[0].Attached || !status[0].Created {
 		t.Fatalf("%+v, %v", status, err)
 	}
 	if s := status[0].Rules[1].Skipped; len(s) != 1 || s[0] != (api.TuneSkipped{Option: "congestion", Needs: "the module tcp_westwood, loaded"}) {
 		t.Errorf("skipped: %+v", s)
 	}
-	a.endTuning(t)
+	a.Retire(t)
 	if _, err := os.Stat(cgroup); !os.IsNotExist(err) {
 		t.Errorf("the cgroup after the policy: %v", err)
-	}
-}
-
-func TestSlicePath(t *testing.T) {
-	for name, want := range map[string]string{
-		"-.slice": "/", "a.slice": "/a.slice", "a-b.slice": "/a.slice/a-b.slice", "a-b-c.slice": "/a.slice/a-b.slice/a-b-c.slice",
-	} {
-		if got := scope.SlicePath(name); got != want {
-			t.Errorf("%s: %s, want %s", name, got, want)
-		}
 	}
 }
 
 // A policy that this host cannot tune by is no reason not to start: it is shown.
 func TestStartWithoutTune(t *testing.T) {
 	for problem, policy := range map[string]string{
-		"congestion": policyText(tunePolicy, "reno", "westwood"),
-		"override":   policyText(tunePolicy, "/telemetry\n    set", "\n    set"),
+		"congestion": domaintest.Policy(tunePolicy, "reno", "westwood"),
+		"override":   domaintest.Policy(tunePolicy, "/telemetry\n    set", "\n    set"),
 	} {
-		a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
-		a.begin(t, policy)
-		status, err := a.tuning().Cgroups("")
+		a := testRunner(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
+		a.Start(t, policy)
+		status, err := tuningOf(a).Cgroups("")
 		if err != nil || len(status) == 0 {
 			t.Fatalf("%+v, %v", status, err)
 		}
@@ -151,13 +138,13 @@ func TestStartWithoutTune(t *testing.T) {
 			}
 		}
 		// A better one heals it.
-		if _, err := a.Apply(api.Candidate{Text: policyText(tunePolicy), Path: a.options.Policy}); err != nil {
+		if _, err := a.Apply(domaintest.Policy(tunePolicy)); err != nil {
 			t.Error(err)
 		}
-		if status, err = a.tuning().Cgroups(""); err != nil || len(status) != 1 || !status[0].Attached || status[0].Problem != "" {
+		if status, err = tuningOf(a).Cgroups(""); err != nil || len(status) != 1 || !status[0].Attached || status[0].Problem != "" {
 			t.Errorf("%s, then: %+v, %v", problem, status, err)
 		}
-		a.endTuning(t)
-		a.stop()
+		a.Retire(t)
+		a.Stop()
 	}
 }

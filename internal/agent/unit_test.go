@@ -3,9 +3,9 @@
 package agent
 
 import (
-	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
@@ -16,41 +16,19 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/fault"
 	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
 )
 
-// newTree is a root for cgroups, laid out as systemd does below its own. Folders
-// are removed at the end, in whatever order they were made.
-func newTree(t *testing.T) (root string, mkdir func(path string) string) {
-	t.Helper()
-	root = filepath.Join(testenv.Cgroup(), "tree")
-	t.Cleanup(func() {
-		var dirs []string
-		err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
-			if err == nil && d.IsDir() {
-				dirs = append(dirs, path)
-			}
-			return err
-		})
-		for _, dir := range slices.Backward(dirs) {
-			err = errors.Join(err, unix.Rmdir(dir))
-		}
-		if err != nil {
-			t.Error(err)
-		}
-	})
-	mkdir = func(path string) string {
-		t.Helper()
-		dir := filepath.Join(root, path)
-		if err := os.MkdirAll(dir, 0o755); err != nil {
-			t.Fatal(err)
-		}
-		return dir
-	}
-	mkdir("")
-	return root, mkdir
+// tuneAndTrace drives tune and trace with cgroups below a root.
+func tuneAndTrace(t *testing.T, root string) *domaintest.Runner {
+	h := domaintest.Host(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye", slog.DiscardHandler)
+	h.Cgroups, h.Watch.Tree = scope.Tree{Mount: root}, scope.Tree{Mount: root}
+	d := newTune(h)
+	d.kernel.probed = map[string]error{}
+	return domaintest.New(h, d, newTrace(h, d))
 }
 
 const userUnit = "user.slice/user-1000.slice/user@1000.service/"
@@ -79,7 +57,7 @@ func attachedAt(t *testing.T, root string) (list []string) {
 // the names of those in the policy: nothing is attached to them, and they keep
 // nothing from being attached to the system's.
 func TestUnitsOfUser(t *testing.T) {
-	root, mkdir := newTree(t)
+	root, mkdir := testenv.CgroupTree(t)
 	theirs := []string{
 		userUnit + "telemetry.slice", userUnit + "app.slice/nfacctd@1.service", userUnit + "system.slice/nfacctd@1.service",
 		"user.slice/user-1000.slice/session-1.scope/nfacctd@1.service", "system.slice/docker.service/telemetry.slice",
@@ -90,12 +68,10 @@ func TestUnitsOfUser(t *testing.T) {
 	}
 	const policy = "tune:\n  - {name: a, cgroup: telemetry.slice, set: {sndbuf: 100KB}}\n  - {name: b, cgroup: nfacctd@1.service, set: {sndbuf: 100KB}}\n" +
 		"trace:\n  - {name: c, cgroup: telemetry.slice}\n"
-	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
-	defer a.stop()
-	a.moveTo(root)
-	a.tuning().kernel.probed = map[string]error{}
-	a.begin(t, policy)
-	defer a.endTuning(t)
+	a := tuneAndTrace(t, root)
+	defer a.Stop()
+	a.Start(t, policy)
+	defer a.Retire(t)
 	if list := attachedAt(t, root); len(list) > 0 {
 		t.Errorf("attached to the units of others: %q", list)
 	}
@@ -111,11 +87,8 @@ func TestUnitsOfUser(t *testing.T) {
 	}
 	// More of theirs, now that the system's are there.
 	mkdir(userUnit + "more.slice/nfacctd@1.service")
-	a.host.Watch.Look()
-	status, err := a.Status()
-	if err != nil {
-		t.Fatal(err)
-	}
+	a.Host.Watch.Look()
+	status := a.Status(t)
 	for _, s := range status.Tune {
 		if !s.Attached || s.Problem != "" {
 			t.Errorf("tune %s: attached %v, %s", s.Cgroup, s.Attached, s.Problem)
@@ -126,35 +99,9 @@ func TestUnitsOfUser(t *testing.T) {
 	}
 }
 
-func TestFindUnit(t *testing.T) {
-	root, mkdir := newTree(t)
-	h := scope.Tree{Mount: root}
-	for _, path := range []string{
-		"a.slice/a-b.slice/x.service", "a-b.slice/y.service", "a.slice/b.slice/y.service", "_cpu.service", "one.slice/twice.service", "two.slice/twice.service",
-		"-.slice/z.service", "system.slice/x.service.d/z.service",
-	} {
-		mkdir(path)
-	}
-	for name, want := range map[string]string{
-		"a.slice": "a.slice", "a-b.slice": "a.slice/a-b.slice", "b.slice": "", "x.service": "a.slice/a-b.slice/x.service", "y.service": "",
-		"cpu.service": "_cpu.service", "z.service": "", "-.slice": ".", "/a-b.slice": "a-b.slice",
-	} {
-		path, err := h.Find(name)
-		if want == "" && errors.Is(err, fs.ErrNotExist) {
-			continue
-		}
-		if below, failed := filepath.Rel(root, path); err != nil || failed != nil || below != want {
-			t.Errorf("%s: %s, %v, want %q", name, path, err, want)
-		}
-	}
-	if path, err := h.Find("twice.service"); fault.Code(err) != fault.CodeConflict || fault.Hint(err) == "" {
-		t.Errorf("a unit in two slices: %s, %v", path, err)
-	}
-}
-
 // TestCheckNested is what check says without an agent, and plan with one.
 func TestCheckNested(t *testing.T) {
-	root, mkdir := newTree(t)
+	root, mkdir := testenv.CgroupTree(t)
 	mkdir("system.slice/here.service")
 	h := scope.Tree{Mount: root}
 	rules := func(names ...string) (all []tuneChange) {
@@ -180,19 +127,17 @@ func TestCheckNested(t *testing.T) {
 // TestUnitStartsAgain restarts a unit many times: its cgroup is made anew, and tuned
 // and traced again by the programs that are loaded. It logs how long that takes.
 func TestUnitStartsAgain(t *testing.T) {
-	root, mkdir := newTree(t)
+	root, mkdir := testenv.CgroupTree(t)
 	const unit = "system.slice/collector.service"
 	dir := mkdir(unit)
 	for i := range 200 {
 		mkdir(fmt.Sprintf("system.slice/other-%d.service", i))
 	}
-	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
-	defer a.stop()
-	a.moveTo(root)
-	a.tuning().kernel.probed = map[string]error{}
-	a.begin(t, "tune:\n  - {name: b, cgroup: collector.service, set: {sndbuf: 100KB}}\ntrace:\n  - {name: c, cgroup: collector.service}\n")
-	defer a.endTuning(t)
-	loaded := a.tuning().tuners["collector.service"].tune
+	a := tuneAndTrace(t, root)
+	defer a.Stop()
+	a.Start(t, "tune:\n  - {name: b, cgroup: collector.service, set: {sndbuf: 100KB}}\ntrace:\n  - {name: c, cgroup: collector.service}\n")
+	defer a.Retire(t)
+	loaded := tuningOf(a).tuners["collector.service"].tune
 	var took []time.Duration
 	for range 20 {
 		if err := unix.Rmdir(dir); err != nil {
@@ -212,11 +157,11 @@ func TestUnitStartsAgain(t *testing.T) {
 		}
 		took = append(took, time.Since(began))
 	}
-	a.mu.Lock()
-	if tuner := a.tuning().tuners["collector.service"]; tuner.path() != dir || tuner.tune != loaded {
+	tuningOf(a).mu.Lock()
+	if tuner := tuningOf(a).tuners["collector.service"]; tuner.path() != dir || tuner.tune != loaded {
 		t.Error("the program was loaded again")
 	}
-	a.mu.Unlock()
+	tuningOf(a).mu.Unlock()
 	slices.Sort(took)
 	t.Logf("attached again after %v at the median, %v at most", took[len(took)/2], took[len(took)-1])
 }
@@ -224,20 +169,14 @@ func TestUnitStartsAgain(t *testing.T) {
 // TestRemovedCgroupIsNotMadeAgain removes a cgroup that the agent has made: whoever
 // makes it again can, and finds it tuned and traced.
 func TestRemovedCgroupIsNotMadeAgain(t *testing.T) {
-	root, _ := newTree(t)
-	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
-	defer a.stop()
-	a.moveTo(root)
-	a.tuning().kernel.probed = map[string]error{}
-	a.begin(t, "tune:\n  - {name: b, cgroup: /lab, set: {sndbuf: 100KB}}\ntrace:\n  - {name: c, cgroup: /lab}\n")
-	defer a.endTracing(t)
-	defer a.endTuning(t)
+	root, _ := testenv.CgroupTree(t)
+	a := tuneAndTrace(t, root)
+	defer a.Stop()
+	a.Start(t, "tune:\n  - {name: b, cgroup: /lab, set: {sndbuf: 100KB}}\ntrace:\n  - {name: c, cgroup: /lab}\n")
+	defer a.Retire(t)
 	dir := filepath.Join(root, "lab")
 	problems := func() []string {
-		status, err := a.Status()
-		if err != nil {
-			t.Fatal(err)
-		}
+		status := a.Status(t)
 		return []string{status.Tune[0].Problem, status.Trace[0].Problem}
 	}
 	eventually := func(want string) {

@@ -201,7 +201,7 @@ func (t Tree) Find(name string) (string, error) {
 		return path, err
 	}
 	if strings.HasSuffix(name, ".slice") {
-		path := filepath.Join(t.Mount, SlicePath(name))
+		path := filepath.Join(t.Mount, slicePath(name))
 		_, err := os.Stat(path)
 		return path, err
 	}
@@ -242,7 +242,7 @@ func (t Tree) eachSlice(f func(dir string) error) error {
 		}
 		for _, e := range entries {
 			below := filepath.Join(path, e.Name())
-			if e.IsDir() && strings.HasSuffix(e.Name(), ".slice") && SlicePath(e.Name()) == below {
+			if e.IsDir() && strings.HasSuffix(e.Name(), ".slice") && slicePath(e.Name()) == below {
 				if err := visit(below); err != nil {
 					return err
 				}
@@ -267,9 +267,9 @@ func cgroupName(unit string) string {
 	return unit
 }
 
-// SlicePath is where systemd puts a slice: a-b.slice is in a.slice
+// slicePath is where systemd puts a slice: a-b.slice is in a.slice
 // (systemd.slice(5)).
-func SlicePath(name string) string {
+func slicePath(name string) string {
 	if name == "-.slice" {
 		return "/"
 	}
@@ -295,7 +295,7 @@ func (t Tree) CheckNested(names ...string) error {
 		case !errors.Is(err, fs.ErrNotExist):
 			return fmt.Errorf("cgroup %s: %w", name, err)
 		case strings.HasSuffix(name, ".slice") && isUnit(name):
-			path = filepath.Join(t.Mount, SlicePath(name))
+			path = filepath.Join(t.Mount, slicePath(name))
 		case isUnit(name):
 			continue
 		default:

@@ -71,7 +71,7 @@ func (w *Watch) add(name string) error {
 	case isUnit(name) && !strings.HasSuffix(name, ".slice"):
 		return w.Tree.eachSlice(w.folders.Add)
 	case isUnit(name):
-		path = SlicePath(name)
+		path = slicePath(name)
 	}
 	dir := w.Tree.Mount
 	if err := w.folders.Add(dir); err != nil {

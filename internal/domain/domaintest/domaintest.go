@@ -4,11 +4,14 @@
 package domaintest
 
 import (
+	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -53,19 +56,13 @@ func New(h *domain.Host, domains ...domain.Domain) *Runner {
 	return &Runner{Host: h, Domains: domains, Path: filepath.Join(h.StateDir, "policy.yaml")}
 }
 
-func (r *Runner) parse(t testing.TB, text string) *config.Policy {
+// Start carries out the first policy.
+func (r *Runner) Start(t testing.TB, text string) {
 	t.Helper()
 	policy, err := config.Parse([]byte(text), r.Path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return policy
-}
-
-// Start carries out the first policy.
-func (r *Runner) Start(t testing.TB, text string) {
-	t.Helper()
-	policy := r.parse(t, text)
 	for _, d := range r.Domains {
 		if err := d.Start(policy); err != nil {
 			t.Fatal(err)
@@ -88,16 +85,25 @@ func (r *Runner) steps(policy *config.Policy) (steps []domain.Step, changes []ap
 }
 
 // Plan returns what a policy changes.
-func (r *Runner) Plan(t testing.TB, text string) ([]api.Change, error) {
-	t.Helper()
-	_, changes, err := r.steps(r.parse(t, text))
+func (r *Runner) Plan(text string) ([]api.Change, error) {
+	policy, err := config.Parse([]byte(text), r.Path)
+	if err != nil {
+		return nil, err
+	}
+	_, changes, err := r.steps(policy)
 	return changes, err
 }
 
 // Apply carries out a policy.
-func (r *Runner) Apply(t testing.TB, text string) ([]api.Change, error) {
-	t.Helper()
-	policy := r.parse(t, text)
+func (r *Runner) Apply(text string) ([]api.Change, error) {
+	policy, err := config.Parse([]byte(text), r.Path)
+	if err != nil {
+		return nil, err
+	}
+	return r.apply(policy)
+}
+
+func (r *Runner) apply(policy *config.Policy) ([]api.Change, error) {
 	steps, changes, err := r.steps(policy)
 	if err == nil {
 		err = domain.CarryOut(steps)
@@ -128,7 +134,7 @@ func (r *Runner) Status(t testing.TB) *api.Status {
 // Retire takes everything off the host that the domains have set up.
 func (r *Runner) Retire(t testing.TB) {
 	t.Helper()
-	if _, err := r.Apply(t, "tune: []\n"); err != nil {
+	if _, err := r.apply(&config.Policy{}); err != nil {
 		t.Error(err)
 	}
 }
@@ -153,9 +159,37 @@ func (c collector) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
-// Metrics answers scrapes with the metrics of the domains.
-func (r *Runner) Metrics() http.Handler {
+// metrics answers scrapes with the metrics of the domains.
+func (r *Runner) metrics() http.Handler {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collector{r})
 	return promhttp.HandlerFor(registry, promhttp.HandlerOpts{})
+}
+
+// Serve answers scrapes at an address, until the result is called.
+func (r *Runner) Serve(t testing.TB, address string) (stop func()) {
+	t.Helper()
+	l, err := net.Listen("tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := &http.Server{Handler: r.metrics(), ReadHeaderTimeout: time.Minute}
+	go func() { _ = server.Serve(l) }()
+	return func() { server.Close() }
+}
+
+// Scrape reads the metrics that are served at an address.
+func Scrape(t testing.TB, address string) string {
+	t.Helper()
+	client := &http.Client{Timeout: time.Minute, Transport: &http.Transport{DisableKeepAlives: true}}
+	answer, err := client.Get("http://" + address + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	text, err := io.ReadAll(answer.Body)
+	if err != nil || answer.StatusCode != http.StatusOK {
+		t.Fatalf("%s: %v\n%s", answer.Status, err, text)
+	}
+	return string(text)
 }
