@@ -34,7 +34,7 @@ BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 # What "make check" runs in VMs; "make test-vm" runs all.
 CHECK_KERNELS := 5.10,newest
 VM_KERNELS := 5.10,6.1,6.12,newest
-CHECK_VM_TESTS := ./internal/bpf ./internal/member ./internal/steer ./lab/vm/selftest
+CHECK_VM_TESTS := ./internal/bpf ./internal/member ./internal/steer/placement ./lab/vm/selftest
 VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/sockets ./internal/tune ./internal/trace ./internal/trace/packets ./internal/bigtcp ./room
 
 .PHONY: help

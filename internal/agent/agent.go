@@ -34,6 +34,8 @@ import (
 	"sockeye/internal/scope"
 	"sockeye/internal/statedir"
 	"sockeye/internal/steer"
+	"sockeye/internal/trace"
+	"sockeye/internal/tune"
 )
 
 // Options are the agent's flags.
@@ -166,8 +168,8 @@ func Run(ctx context.Context, o Options) (err error) {
 func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 	h := &domain.Host{Log: o.Log, Root: root, StateDir: o.StateDir, Cgroups: cgroups, Watch: &scope.Watch{Tree: cgroups, Log: o.Log}}
 	services := steer.New(h)
-	tuning := newTune(h)
-	tracing := newTrace(h, tuning)
+	tuning := tune.New(h)
+	tracing := trace.New(h, tuning)
 	return &Agent{
 		options: o, log: o.Log, started: time.Now(), host: h, policy: &config.Policy{},
 		domains: []domain.Domain{services, tuning, tracing, newBigTCP(h)},

@@ -19,6 +19,8 @@ import (
 	"sockeye/internal/scope"
 	"sockeye/internal/steer"
 	"sockeye/internal/testenv"
+	"sockeye/internal/trace"
+	"sockeye/internal/tune"
 )
 
 // TestMain also plays the keeper, which an agent starts as itself.
@@ -88,9 +90,9 @@ func (a *Agent) begin(t testing.TB, text string) {
 
 func (a *Agent) steering() *steer.Domain { return a.domains[0].(*steer.Domain) }
 
-func (a *Agent) tuning() *tuneDomain { return a.domains[1].(*tuneDomain) }
+func (a *Agent) tuning() *tune.Domain { return a.domains[1].(*tune.Domain) }
 
-func (a *Agent) tracing() *traceDomain { return a.domains[2].(*traceDomain) }
+func (a *Agent) tracing() *trace.Domain { return a.domains[2].(*trace.Domain) }
 
 func (a *Agent) sizing() *bigTCPDomain { return a.domains[3].(*bigTCPDomain) }
 

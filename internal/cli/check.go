@@ -11,12 +11,13 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/api"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
 	"sockeye/internal/steer/placement"
+	"sockeye/internal/trace"
+	"sockeye/internal/tune"
 )
 
 // checked is the answer of check -o json.
@@ -73,19 +74,19 @@ func (c *command) check(cmd *cobra.Command, file string) error {
 		err = checkNamed(policy)
 	}
 	if err == nil {
-		err = agent.CheckNested(policy)
+		err = tune.CheckNested(policy)
 	}
 	untried := ""
 	var skipped map[string][]api.TuneSkipped
 	if err == nil && len(policy.Tune) > 0 {
 		var lacks []api.TuneSkipped
 		if lacks, untried, err = c.kernelLacks(cmd); err == nil && untried == "" {
-			skipped, err = agent.CheckTune(policy.Tune, lacks)
+			skipped, err = tune.Check(policy.Tune, lacks)
 		}
 	}
 	var unmeasured map[string][]api.TraceSkipped
 	if err == nil {
-		unmeasured, err = agent.CheckTrace(policy.Trace)
+		unmeasured, err = trace.Check(policy.Trace)
 	}
 	result := checked{File: file, Valid: err == nil, Errors: []checkedFlaw{}}
 	var flaws config.Errors
@@ -129,7 +130,7 @@ func (c *command) kernelLacks(cmd *cobra.Command) (lacks []api.TuneSkipped, untr
 	if err == nil {
 		return lacks, "", nil
 	}
-	if lacks, err = agent.ProbeOptions(); err != nil {
+	if lacks, err = tune.ProbeOptions(); err != nil {
 		return nil, err.Error(), nil
 	}
 	return lacks, "", nil

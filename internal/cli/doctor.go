@@ -17,6 +17,8 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
 	"sockeye/internal/steer"
+	"sockeye/internal/trace"
+	"sockeye/internal/tune"
 )
 
 func (c *command) doctorCommand() *cobra.Command {
@@ -116,7 +118,7 @@ func examineRights(policy *config.Policy, pid int) []doctor.Finding {
 // needsOf lists the capabilities that a policy needs beyond those of the unit, each once.
 func needsOf(policy *config.Policy) []rights.Need {
 	var all []rights.Need
-	for _, needs := range []func(*config.Policy) []rights.Need{steer.Needs, agent.TuneNeeds, agent.TraceNeeds, agent.BigTCPNeeds, rights.MetricsNeeds} {
+	for _, needs := range []func(*config.Policy) []rights.Need{steer.Needs, tune.Needs, trace.Needs, agent.BigTCPNeeds, rights.MetricsNeeds} {
 		all = append(all, needs(policy)...)
 	}
 	return rights.FirstNeeds(all)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package tune
 
 import (
 	"cmp"
@@ -20,7 +20,6 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
 	"sockeye/internal/scope"
-	"sockeye/internal/tune"
 )
 
 // tuner keeps the tuning of one cgroup in step with the policy. Connections
@@ -41,8 +40,8 @@ type tuner struct {
 	problem  error
 }
 
-// tuneDomain carries out the tune rules of the policy.
-type tuneDomain struct {
+// Domain carries out the tune rules of the policy.
+type Domain struct {
 	host   *domain.Host
 	log    *slog.Logger
 	kernel *optionProbe
@@ -51,9 +50,9 @@ type tuneDomain struct {
 	tuners map[string]*tuner // by cgroup
 }
 
-// newTune returns the domain without any rules.
-func newTune(h *domain.Host) *tuneDomain {
-	d := &tuneDomain{host: h, log: h.Log, kernel: &optionProbe{host: h}, tuners: make(map[string]*tuner)}
+// New returns the domain without any rules.
+func New(h *domain.Host) *Domain {
+	d := &Domain{host: h, log: h.Log, kernel: &optionProbe{host: h}, tuners: make(map[string]*tuner)}
 	h.AddPrograms(d.programs)
 	h.Watch.Subscribe(d.cgroups, d.renew)
 	return d
@@ -68,11 +67,11 @@ type tuneChange struct {
 }
 
 // newTuner returns the tuning of a cgroup that is not attached.
-func (d *tuneDomain) newTuner(name string) *tuner {
+func (d *Domain) newTuner(name string) *tuner {
 	return &tuner{host: d.host, log: d.log.With("cgroup", name), kernel: d.kernel, name: name}
 }
 
-func (d *tuneDomain) openTuner(c tuneChange) (*tuner, error) {
+func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
 	t := d.newTuner(c.name)
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -165,7 +164,7 @@ func (t *tuner) installIn(tuning *bpf.Tune, rules []config.TuneRule, services []
 }
 
 func compileTune(rules []config.TuneRule, services []config.Service, skipped map[string][]api.TuneSkipped) (*bpf.TuneRules, error) {
-	compiled, err := tune.Compile(rules, services, func(rule config.TuneRule, option string) bool {
+	compiled, err := Compile(rules, services, func(rule config.TuneRule, option string) bool {
 		return slices.ContainsFunc(skipped[rule.Name], func(s api.TuneSkipped) bool { return s.Option == option })
 	})
 	if err != nil {
@@ -254,7 +253,7 @@ func (t *tuner) retire() error {
 }
 
 // apply carries a change out, and returns how to roll it back.
-func (d *tuneDomain) apply(c tuneChange) (rollback func() error, err error) {
+func (d *Domain) apply(c tuneChange) (rollback func() error, err error) {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -272,7 +271,7 @@ func (d *tuneDomain) apply(c tuneChange) (rollback func() error, err error) {
 }
 
 // become gives a cgroup the rules of a change. If that fails, the cgroup has the rules that it had.
-func (d *tuneDomain) become(c tuneChange) error {
+func (d *Domain) become(c tuneChange) error {
 	switch t := d.tuners[c.name]; {
 	case c.rules == nil:
 		delete(d.tuners, c.name)
@@ -291,7 +290,7 @@ func (d *tuneDomain) become(c tuneChange) error {
 	return nil
 }
 
-func (d *tuneDomain) open(c tuneChange) error {
+func (d *Domain) open(c tuneChange) error {
 	t, err := d.openTuner(c)
 	if err != nil {
 		return ofCgroup(c.name, err)
@@ -301,11 +300,11 @@ func (d *tuneDomain) open(c tuneChange) error {
 }
 
 // Check finds nothing: what a rule names is waited for, or refused by Plan.
-func (d *tuneDomain) Check(*config.Policy) error { return nil }
+func (d *Domain) Check(*config.Policy) error { return nil }
 
 // Start removes what an earlier agent left of cgroups that are not in the policy, and tunes those that
 // are.
-func (d *tuneDomain) Start(policy *config.Policy) error {
+func (d *Domain) Start(policy *config.Policy) error {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -331,7 +330,7 @@ func (d *tuneDomain) Start(policy *config.Policy) error {
 	return nil
 }
 
-func (d *tuneDomain) removeOthers(wanted []tuneChange) error {
+func (d *Domain) removeOthers(wanted []tuneChange) error {
 	pinned, err := d.host.Root.Tunings()
 	if err != nil {
 		return err
@@ -355,7 +354,7 @@ func (d *tuneDomain) removeOthers(wanted []tuneChange) error {
 }
 
 // Close ends the tuning in this process. The programs stay attached.
-func (d *tuneDomain) Close() {
+func (d *Domain) Close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, t := range d.tuners {
@@ -364,14 +363,14 @@ func (d *tuneDomain) Close() {
 }
 
 // cgroups are the names of the cgroups that are tuned.
-func (d *tuneDomain) cgroups() []string {
+func (d *Domain) cgroups() []string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return slices.Collect(maps.Keys(d.tuners))
 }
 
 // renew attaches to cgroups that were made anew.
-func (d *tuneDomain) renew() {
+func (d *Domain) renew() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var all []tuneChange
@@ -384,7 +383,7 @@ func (d *tuneDomain) renew() {
 }
 
 // programs are the ids of the programs that are attached.
-func (d *tuneDomain) programs() ([]uint32, error) {
+func (d *Domain) programs() ([]uint32, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var ids []uint32
@@ -401,7 +400,7 @@ func (d *tuneDomain) programs() ([]uint32, error) {
 }
 
 // Paths are the folders of the cgroups that are tuned, with their names in the policy.
-func (d *tuneDomain) Paths() map[string]string {
+func (d *Domain) Paths() map[string]string {
 	tuners, _ := d.tunersOf("") // all: no name can be wrong
 	paths := make(map[string]string)
 	for _, t := range tuners {
@@ -413,7 +412,7 @@ func (d *tuneDomain) Paths() map[string]string {
 }
 
 // Pins is the folder of the pins of a cgroup's tuning, "" if the cgroup is not tuned now.
-func (d *tuneDomain) Pins(cgroup string) string {
+func (d *Domain) Pins(cgroup string) string {
 	d.mu.Lock()
 	t := d.tuners[cgroup]
 	d.mu.Unlock()
@@ -424,7 +423,7 @@ func (d *tuneDomain) Pins(cgroup string) string {
 }
 
 // RuleNames are the names of all rules that connections of a cgroup may have, by number.
-func (d *tuneDomain) RuleNames(cgroup string) map[uint32]string {
+func (d *Domain) RuleNames(cgroup string) map[uint32]string {
 	d.mu.Lock()
 	t := d.tuners[cgroup]
 	d.mu.Unlock()
@@ -446,8 +445,8 @@ func ofCgroup(name string, err error) error {
 	return &fault.Error{Err: fmt.Errorf("tune %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }
 
-// TuneNeeds lists the capabilities that the tune rules of a policy need beyond those of the unit.
-func TuneNeeds(policy *config.Policy) []rights.Need {
+// Needs lists the capabilities that the tune rules of a policy need beyond those of the unit.
+func Needs(policy *config.Policy) []rights.Need {
 	var needs []rights.Need
 	for _, r := range policy.Tune {
 		if scope.Creates(r.Cgroup) {
@@ -458,4 +457,4 @@ func TuneNeeds(policy *config.Policy) []rights.Need {
 }
 
 // Needs lists the capabilities that the tune rules of a policy need beyond those of the unit.
-func (d *tuneDomain) Needs(policy *config.Policy) []rights.Need { return TuneNeeds(policy) }
+func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }

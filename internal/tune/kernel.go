@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package tune
 
 import (
 	"errors"
@@ -21,7 +21,6 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
 	"sockeye/internal/scope"
-	"sockeye/internal/tune"
 )
 
 // optionProbe finds out, once, what the kernel can set.
@@ -65,7 +64,7 @@ func (p *optionProbe) lacks(s config.Setting) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	o, _ := tune.FindOption(s.Option)
+	o, _ := FindOption(s.Option)
 	if err := supported[s.Option]; errors.Is(err, ebpf.ErrNotSupported) {
 		return "Linux " + o.Since + " or later", nil
 	} else if err != nil {
@@ -104,7 +103,7 @@ func (p *optionProbe) probeOptions() (map[string]error, error) {
 	if err != nil {
 		return nil, err
 	}
-	return tune.Probe(filepath.Join(p.host.Cgroups.Mount, own), p.host.Root.Dir)
+	return Probe(filepath.Join(p.host.Cgroups.Mount, own), p.host.Root.Dir)
 }
 
 // unsupported lists the options that the running kernel cannot set.
@@ -114,7 +113,7 @@ func (p *optionProbe) unsupported() ([]api.TuneSkipped, error) {
 		return nil, err
 	}
 	list := []api.TuneSkipped{}
-	for _, o := range tune.AllOptions() {
+	for _, o := range AllOptions() {
 		if err := probed[o.Name]; err != nil {
 			list = append(list, api.TuneSkipped{Option: o.Name, Needs: "Linux " + o.Since + " or later"})
 		}
@@ -151,10 +150,10 @@ func ProbeOptions() (_ []api.TuneSkipped, err error) {
 	return p.unsupported()
 }
 
-// CheckTune holds rules against what Options or ProbeOptions says that the
+// Check holds rules against what Options or ProbeOptions says that the
 // kernel cannot set, and against its congestion controls. It fails for what a
 // rule without optional needs, and returns what others skip, by rule.
-func CheckTune(rules []config.TuneRule, lacks []api.TuneSkipped) (map[string][]api.TuneSkipped, error) {
+func Check(rules []config.TuneRule, lacks []api.TuneSkipped) (map[string][]api.TuneSkipped, error) {
 	p := &optionProbe{probed: make(map[string]error)}
 	for _, l := range lacks {
 		p.probed[l.Option] = ebpf.ErrNotSupported

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+//go:build !vm
+
+package tune
 
 import (
 	"os"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package tune
 
 import (
 	"cmp"
@@ -33,7 +33,7 @@ func tunings(policy *config.Policy) []tuneChange {
 
 // Plan compares the rules of a policy with those in force, and checks that the kernel can set what they
 // ask for.
-func (d *tuneDomain) Plan(policy *config.Policy) ([]domain.Step, error) {
+func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var steps []domain.Step

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package trace
 
 import (
 	"context"
@@ -108,7 +108,7 @@ func ofBuffer(err error) error {
 }
 
 // streamSamples gives each message that ends.
-func (d *traceDomain) streamSamples(ctx context.Context, w http.ResponseWriter, q url.Values) error {
+func (d *Domain) streamSamples(ctx context.Context, w http.ResponseWriter, q url.Values) error {
 	query, tracers, err := d.traceQuery(q)
 	if err != nil {
 		return err
@@ -334,7 +334,7 @@ const tcpClose = 7 // TCP_CLOSE of linux/tcp_states.h
 const packetsHint = "name an open TCP connection as ss -tnp shows it, by --pid and --fd or by --local and --remote"
 
 // streamPackets gives what happens to the packets of one connection.
-func (d *traceDomain) streamPackets(ctx context.Context, w http.ResponseWriter, q url.Values) error {
+func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url.Values) error {
 	during := 10 * time.Second
 	if text := q.Get("for"); text != "" {
 		var err error
@@ -409,7 +409,7 @@ func (d *traceDomain) streamPackets(ctx context.Context, w http.ResponseWriter, 
 }
 
 // connectionOf takes the connection that a request names, of any process.
-func (d *traceDomain) connectionOf(q url.Values) (*sockets.Socket, error) {
+func (d *Domain) connectionOf(q url.Values) (*sockets.Socket, error) {
 	var (
 		socket *sockets.Socket
 		err    error

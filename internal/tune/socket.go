@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package tune
 
 import (
 	"encoding/json"
@@ -22,12 +22,11 @@ import (
 	"sockeye/internal/scope"
 	"sockeye/internal/sockets"
 	"sockeye/internal/statedir"
-	"sockeye/internal/tune"
 )
 
 // Socket shows a connection that is open: what its rule asked for, and
 // what it has.
-func (d *tuneDomain) Socket(r *http.Request) (*api.TuneSocket, error) {
+func (d *Domain) Socket(r *http.Request) (*api.TuneSocket, error) {
 	tuners, err := d.tunersOf(r.URL.Query().Get("cgroup"))
 	if err != nil {
 		return nil, err
@@ -130,7 +129,7 @@ func (t *tuner) show(s *sockets.Socket) (*api.TuneSocket, error) {
 		return nil, err
 	}
 	q := match.Question{Local: s.Local, Remote: s.Remote, Role: s.Role}
-	view.Role, view.Tuned, err = t.tuned(q, c, func(rule config.TuneRule) ([]api.TuneValue, error) { return tune.Effective(s, rule, c) })
+	view.Role, view.Tuned, err = t.tuned(q, c, func(rule config.TuneRule) ([]api.TuneValue, error) { return Effective(s, rule, c) })
 	return view, err
 }
 
@@ -138,7 +137,7 @@ func (t *tuner) show(s *sockets.Socket) (*api.TuneSocket, error) {
 // program knows of it, nil if no rule has matched it; effective reads the values of a
 // rule.
 func (t *tuner) tuned(q match.Question, c *bpf.TuneConnection, effective func(config.TuneRule) ([]api.TuneValue, error)) (role string, view api.Tuned, err error) {
-	view = api.Tuned{Values: []api.TuneValue{}, Steps: tune.Explain(t.rules, t.services, q)}
+	view = api.Tuned{Values: []api.TuneValue{}, Steps: Explain(t.rules, t.services, q)}
 	if c == nil {
 		return string(q.Role), view, nil
 	}
@@ -172,18 +171,18 @@ func (t *tuner) tuned(q match.Question, c *bpf.TuneConnection, effective func(co
 // liveState is what revert needs, kept over the agent's restarts. A reboot
 // ends all connections.
 type liveState struct {
-	BootID string     `json:"boot_id"`
-	Saved  tune.Saved `json:"saved"`
+	BootID string `json:"boot_id"`
+	Saved  Saved  `json:"saved"`
 }
 
 func (t *tuner) livePath() string {
 	return filepath.Join(t.host.StateDir, "."+filepath.Base(t.host.Root.Tuning(scope.PinName(t.name)))+".live.json")
 }
 
-func (t *tuner) loadLive() (tune.Saved, error) {
+func (t *tuner) loadLive() (Saved, error) {
 	data, err := os.ReadFile(t.livePath())
 	if errors.Is(err, fs.ErrNotExist) {
-		return make(tune.Saved), nil
+		return make(Saved), nil
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read values before: %w", err)
@@ -193,12 +192,12 @@ func (t *tuner) loadLive() (tune.Saved, error) {
 		return nil, fault.WithHint(fmt.Errorf("read values before, %s: %w", t.livePath(), err), "remove the file; what was applied live stays then")
 	}
 	if kept.BootID != statedir.BootID() || kept.Saved == nil {
-		return make(tune.Saved), nil
+		return make(Saved), nil
 	}
 	return kept.Saved, nil
 }
 
-func (t *tuner) saveLive(saved tune.Saved) error {
+func (t *tuner) saveLive(saved Saved) error {
 	if len(saved) == 0 {
 		if err := os.Remove(t.livePath()); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("remove values before: %w", err)
@@ -217,7 +216,7 @@ func newTuneLive() *api.TuneLive {
 }
 
 // Applied gives the rules to the connections that are open, if the candidate asks for that.
-func (d *tuneDomain) Applied(_ *config.Policy, c api.Candidate, plan *api.Plan) error {
+func (d *Domain) Applied(_ *config.Policy, c api.Candidate, plan *api.Plan) error {
 	if !c.Live {
 		return nil
 	}
@@ -243,7 +242,7 @@ func (t *tuner) applyLive(all *api.TuneLive) error {
 	if err != nil {
 		return err
 	}
-	report, err := tune.Apply(t.tune, t.scope.Path, nil)
+	report, err := Apply(t.tune, t.scope.Path, nil)
 	saved.Merge(report.Saved)
 	if err := fault.Join(err, t.saveLive(saved)); err != nil {
 		return err
@@ -260,7 +259,7 @@ func (t *tuner) applyLive(all *api.TuneLive) error {
 }
 
 // Revert takes back what apply --live did.
-func (d *tuneDomain) Revert(which api.TuneRevert) (*api.TuneLive, error) {
+func (d *Domain) Revert(which api.TuneRevert) (*api.TuneLive, error) {
 	for _, name := range which.Rules {
 		if _, _, err := d.ruleOf(name); err != nil {
 			return nil, err
@@ -284,7 +283,7 @@ func (t *tuner) revertLive(rules []string, all *api.TuneLive) error {
 	if err != nil || t.tune == nil || len(saved) == 0 {
 		return err
 	}
-	wanted, others := make(tune.Saved), make(tune.Saved)
+	wanted, others := make(Saved), make(Saved)
 	for cookie, c := range saved {
 		if len(rules) == 0 || slices.Contains(rules, c.Rule) {
 			wanted[cookie] = c
@@ -292,7 +291,7 @@ func (t *tuner) revertLive(rules []string, all *api.TuneLive) error {
 			others[cookie] = c
 		}
 	}
-	reverted, err := tune.Revert(t.tune, t.scope.Path, wanted)
+	reverted, err := Revert(t.tune, t.scope.Path, wanted)
 	if err != nil {
 		if len(reverted.Remaining) == 0 && reverted.Connections == 0 {
 			return err // it did not begin
@@ -310,4 +309,4 @@ func (t *tuner) revertLive(rules []string, all *api.TuneLive) error {
 }
 
 // Options lists the options that the running kernel cannot set.
-func (d *tuneDomain) Options() ([]api.TuneSkipped, error) { return d.kernel.unsupported() }
+func (d *Domain) Options() ([]api.TuneSkipped, error) { return d.kernel.unsupported() }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+//go:build !vm
+
+package tune
 
 import (
 	"log/slog"
@@ -30,10 +32,10 @@ const tunePolicy = `tune:
 func testRunner(t testing.TB, dir, pins string) *domaintest.Runner {
 	t.Helper()
 	h := domaintest.Host(t, dir, pins, slog.DiscardHandler)
-	return domaintest.New(h, newTune(h))
+	return domaintest.New(h, New(h))
 }
 
-func tuningOf(r *domaintest.Runner) *tuneDomain { return r.Domains[0].(*tuneDomain) }
+func tuningOf(r *domaintest.Runner) *Domain { return r.Domains[0].(*Domain) }
 
 // The texts of plans that change rules.
 func TestPlanTune(t *testing.T) {

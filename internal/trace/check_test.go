@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+//go:build !vm
+
+package trace
 
 import (
 	"errors"
@@ -75,7 +77,7 @@ func TestCheckTrace(t *testing.T) {
 				want = append(want, api.TraceSkipped{Stage: stage, Needs: test.needs[i]})
 			}
 		}
-		skipped, err := CheckTrace(policy.Trace)
+		skipped, err := Check(policy.Trace)
 		if fmt.Sprint(skipped["x"]) != fmt.Sprint(want) {
 			t.Errorf("%s: skipped are %v, want %v", test.rule, skipped["x"], want)
 		}

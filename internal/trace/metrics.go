@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package trace
 
 import (
 	"cmp"
@@ -86,7 +86,7 @@ func (m stageMetric) Write(out *dto.Metric) error {
 }
 
 // Collect sends the metrics of all cgroups that are traced.
-func (d *traceDomain) Collect(out chan<- prometheus.Metric) {
+func (d *Domain) Collect(out chan<- prometheus.Metric) {
 	tracers, err := d.tracersOf("")
 	if err != nil {
 		d.log.Error("metrics failed", "error", err)

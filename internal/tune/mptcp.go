@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package tune
 
 import (
 	"errors"
@@ -19,7 +19,6 @@ import (
 	"sockeye/internal/netns"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/sockets"
-	"sockeye/internal/tune"
 )
 
 // showSubflows fills in what is known of an MPTCP socket. The rules' programs run for its
@@ -53,7 +52,7 @@ func (t *tuner) showSubflows(s *sockets.Socket, view *api.TuneSocket) error {
 		f := api.TuneSubflow{Local: end.Local.String(), Remote: end.Remote.String()}
 		q := match.Question{Local: end.Local, Remote: end.Remote, Role: s.Role}
 		f.Role, f.Tuned, err = t.tuned(q, c, func(rule config.TuneRule) ([]api.TuneValue, error) {
-			return tune.EffectiveSubflow(s, subflow, fellBack, rule, c)
+			return EffectiveSubflow(s, subflow, fellBack, rule, c)
 		})
 		if err != nil {
 			return err

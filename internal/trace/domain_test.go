@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+//go:build !vm
+
+package trace
 
 import (
 	"bytes"
@@ -46,7 +48,7 @@ const tracePolicy = `trace:
 func traceRunner(t testing.TB, dir, pins string) *domaintest.Runner {
 	t.Helper()
 	h := domaintest.Host(t, dir, pins, slog.DiscardHandler)
-	return domaintest.New(h, newTrace(h, untuned{}))
+	return domaintest.New(h, New(h, untuned{}))
 }
 
 type untuned struct{}
@@ -55,7 +57,7 @@ func (untuned) Pins(string) string { return "" }
 
 func (untuned) RuleNames(string) map[uint32]string { return nil }
 
-func tracingOf(r *domaintest.Runner) *traceDomain { return r.Domains[0].(*traceDomain) }
+func tracingOf(r *domaintest.Runner) *Domain { return r.Domains[0].(*Domain) }
 
 // The texts of plans that change rules.
 func TestPlanTrace(t *testing.T) {
@@ -188,7 +190,7 @@ func talk(t *testing.T, messages int) {
 }
 
 // sliceByHand begins the history anew, and has none of its slices end after a time: a slow host would be too late for that.
-func sliceByHand(d *traceDomain) {
+func sliceByHand(d *Domain) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.history.close()

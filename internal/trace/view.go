@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package trace
 
 import (
 	"context"
@@ -27,7 +27,7 @@ import (
 )
 
 // tracersOf returns the tracing of the named cgroup, or all by name.
-func (d *traceDomain) tracersOf(cgroup string) ([]*tracer, error) {
+func (d *Domain) tracersOf(cgroup string) ([]*tracer, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var all []*tracer
@@ -61,7 +61,7 @@ func (t *tracer) names() measure.Names {
 }
 
 // Cgroups is what is traced, and whether the kernel can.
-func (d *traceDomain) Cgroups(cgroup string) (*api.TraceStatus, error) {
+func (d *Domain) Cgroups(cgroup string) (*api.TraceStatus, error) {
 	tracers, err := d.tracersOf(cgroup)
 	if err != nil {
 		return nil, err
@@ -176,7 +176,7 @@ func parseTraceQuery(q url.Values) (traceQuery, error) {
 
 // traceQuery reads a query, and finds the tracers that it is about: that of a
 // cgroup, or all.
-func (d *traceDomain) traceQuery(q url.Values) (traceQuery, []*tracer, error) {
+func (d *Domain) traceQuery(q url.Values) (traceQuery, []*tracer, error) {
 	query, err := parseTraceQuery(q)
 	if err != nil {
 		return query, nil, err
@@ -223,7 +223,7 @@ func (q traceQuery) pick(p measure.Period) measure.Period {
 }
 
 // Results is what was measured in a time, or since the counts began.
-func (d *traceDomain) Results(q url.Values) (*api.TraceResults, error) {
+func (d *Domain) Results(q url.Values) (*api.TraceResults, error) {
 	query, tracers, err := d.traceQuery(q)
 	if err != nil {
 		return nil, err
@@ -247,7 +247,7 @@ func (d *traceDomain) Results(q url.Values) (*api.TraceResults, error) {
 }
 
 // History is what was measured in a time, in slices.
-func (d *traceDomain) History(q url.Values) (*api.TraceHistory, error) {
+func (d *Domain) History(q url.Values) (*api.TraceHistory, error) {
 	query, _, err := d.traceQuery(q)
 	if err != nil {
 		return nil, err
@@ -267,7 +267,7 @@ func (d *traceDomain) History(q url.Values) (*api.TraceHistory, error) {
 const maxSlow = 1000
 
 // Slow are the slowest messages of the last minutes, the slowest first.
-func (d *traceDomain) Slow(q url.Values) ([]api.TraceSlow, error) {
+func (d *Domain) Slow(q url.Values) ([]api.TraceSlow, error) {
 	query, tracers, err := d.traceQuery(q)
 	if err != nil {
 		return nil, err
@@ -311,7 +311,7 @@ func (t *tracer) slowest() ([]measure.Sample, error) {
 }
 
 // Routes adds the requests about tracing.
-func (d *traceDomain) Routes(r *domain.Router) {
+func (d *Domain) Routes(r *domain.Router) {
 	r.Get("/v1/trace", func(r *http.Request) (any, error) { return d.Cgroups(r.URL.Query().Get("cgroup")) })
 	r.Get("/v1/trace/results", func(r *http.Request) (any, error) { return d.Results(r.URL.Query()) })
 	r.Get("/v1/trace/history", func(r *http.Request) (any, error) { return d.History(r.URL.Query()) })
@@ -336,7 +336,7 @@ func (d *traceDomain) Routes(r *domain.Router) {
 }
 
 // Status adds the cgroups that are traced.
-func (d *traceDomain) Status(status *api.Status) error {
+func (d *Domain) Status(status *api.Status) error {
 	tracers, err := d.tracersOf("")
 	if err != nil {
 		return err

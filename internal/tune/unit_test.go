@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+//go:build !vm
+
+package tune
 
 import (
 	"fmt"
@@ -20,15 +22,16 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
+	"sockeye/internal/trace"
 )
 
 // tuneAndTrace drives tune and trace with cgroups below a root.
 func tuneAndTrace(t *testing.T, root string) *domaintest.Runner {
 	h := domaintest.Host(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye", slog.DiscardHandler)
 	h.Cgroups, h.Watch.Tree = scope.Tree{Mount: root}, scope.Tree{Mount: root}
-	d := newTune(h)
+	d := New(h)
 	d.kernel.probed = map[string]error{}
-	return domaintest.New(h, d, newTrace(h, d))
+	return domaintest.New(h, d, trace.New(h, d))
 }
 
 const userUnit = "user.slice/user-1000.slice/user@1000.service/"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package tune
 
 import (
 	"github.com/prometheus/client_golang/prometheus"
@@ -53,7 +53,7 @@ var tuneBounds = func() (bounds []uint64) {
 }()
 
 // Collect sends the metrics of all cgroups that are tuned.
-func (d *tuneDomain) Collect(out chan<- prometheus.Metric) {
+func (d *Domain) Collect(out chan<- prometheus.Metric) {
 	tuners, err := d.tunersOf("")
 	if err != nil {
 		d.log.Error("metrics failed", "error", err)

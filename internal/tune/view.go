@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package tune
 
 import (
 	"cmp"
@@ -25,12 +25,11 @@ import (
 	"sockeye/internal/match"
 	"sockeye/internal/peer"
 	"sockeye/internal/scope"
-	"sockeye/internal/tune"
 	"sockeye/internal/tune/trial"
 )
 
 // tunersOf returns the tuning of the named cgroup, or all by name.
-func (d *tuneDomain) tunersOf(cgroup string) ([]*tuner, error) {
+func (d *Domain) tunersOf(cgroup string) ([]*tuner, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var all []*tuner
@@ -45,7 +44,7 @@ func (d *tuneDomain) tunersOf(cgroup string) ([]*tuner, error) {
 	return all, nil
 }
 
-func (d *tuneDomain) tunedHint() string {
+func (d *Domain) tunedHint() string {
 	if len(d.tuners) == 0 {
 		return "it has no tune rules"
 	}
@@ -53,7 +52,7 @@ func (d *tuneDomain) tunedHint() string {
 }
 
 // ruleOf finds the rule with a name, which is one of a kind in a policy.
-func (d *tuneDomain) ruleOf(name string) (*tuner, config.TuneRule, error) {
+func (d *Domain) ruleOf(name string) (*tuner, config.TuneRule, error) {
 	tuners, err := d.tunersOf("")
 	if err != nil {
 		return nil, config.TuneRule{}, err
@@ -98,7 +97,7 @@ func (t *tuner) numbers() (current map[string]uint32, older map[string]int, all 
 }
 
 // Cgroups is all cgroups that are tuned, or the one named.
-func (d *tuneDomain) Cgroups(cgroup string) ([]api.TuneStatus, error) {
+func (d *Domain) Cgroups(cgroup string) ([]api.TuneStatus, error) {
 	tuners, err := d.tunersOf(cgroup)
 	if err != nil {
 		return nil, err
@@ -220,7 +219,7 @@ func spreadOf(h trial.Histogram) *api.TuneSpread {
 
 func failuresOf(id uint32, all map[bpf.TuneFailure]uint64) []api.TuneFailure {
 	list := []api.TuneFailure{}
-	options := tune.AllOptions()
+	options := AllOptions()
 	for f, count := range all {
 		if f.Rule == id && int(f.Option) < len(options) {
 			list = append(list, api.TuneFailure{Option: options[f.Option].Name, Error: cmp.Or(unix.ErrnoName(unix.Errno(f.Error)), strconv.Itoa(int(f.Error))), Count: count})
@@ -338,7 +337,7 @@ func tuneQuestion(r *http.Request) (questions []match.Question, err error) {
 }
 
 // Explain says which rule a connection would have in each cgroup, and why.
-func (d *tuneDomain) Explain(cgroup string, questions []match.Question) ([]api.TuneExplanation, error) {
+func (d *Domain) Explain(cgroup string, questions []match.Question) ([]api.TuneExplanation, error) {
 	tuners, err := d.tunersOf(cgroup)
 	if err != nil {
 		return nil, err
@@ -350,7 +349,7 @@ func (d *tuneDomain) Explain(cgroup string, questions []match.Question) ([]api.T
 	for _, t := range tuners {
 		t.mu.Lock()
 		for _, q := range questions {
-			e := api.TuneExplanation{Cgroup: t.name, Role: string(q.Role), Set: []string{}, Steps: tune.Explain(t.rules, t.services, q)}
+			e := api.TuneExplanation{Cgroup: t.name, Role: string(q.Role), Set: []string{}, Steps: Explain(t.rules, t.services, q)}
 			if rule := matched(e.Steps, t.rules); rule != nil {
 				e.Rule, e.Set = rule.Name, ruleTexts(*rule)
 			}
@@ -372,7 +371,7 @@ func matched(steps []match.Step, rules []config.TuneRule) *config.TuneRule {
 }
 
 // Trial compares the arms of a rule's trial.
-func (d *tuneDomain) Trial(name string) (*api.TuneTrial, error) {
+func (d *Domain) Trial(name string) (*api.TuneTrial, error) {
 	t, rule, err := d.ruleOf(name)
 	if err != nil {
 		return nil, err
@@ -410,7 +409,7 @@ func sampleOf(s *bpf.TuneStats) trial.Sample {
 }
 
 // Learned is what is known of prefixes, of one rule or of all.
-func (d *tuneDomain) Learned(name string) ([]api.TuneLearned, error) {
+func (d *Domain) Learned(name string) ([]api.TuneLearned, error) {
 	if name != "" {
 		_, rule, err := d.ruleOf(name)
 		if err != nil {
@@ -465,11 +464,11 @@ func (t *tuner) learned(name string) ([]api.TuneLearned, error) {
 			continue
 		}
 		for key, l := range known {
-			if key.Learn != tune.LearnKey(rule.Name) {
+			if key.Learn != LearnKey(rule.Name) {
 				continue
 			}
 			entry := api.TuneLearned{
-				Cgroup: t.name, Rule: rule.Name, Prefix: tune.LearnedPrefix(key).String(), Settled: l.Settled != 0,
+				Cgroup: t.name, Rule: rule.Name, Prefix: LearnedPrefix(key).String(), Settled: l.Settled != 0,
 				Last: time.Now().Add(time.Duration(int64(l.Last) - now.Nano())),
 			}
 			for i, window := range e.Candidates {
@@ -492,7 +491,7 @@ func (t *tuner) learned(name string) ([]api.TuneLearned, error) {
 }
 
 // Status adds the cgroups that are tuned.
-func (d *tuneDomain) Status(status *api.Status) error {
+func (d *Domain) Status(status *api.Status) error {
 	tuners, err := d.tunersOf("")
 	if err != nil {
 		return err
@@ -505,7 +504,7 @@ func (d *tuneDomain) Status(status *api.Status) error {
 }
 
 // Routes adds the requests about tuning.
-func (d *tuneDomain) Routes(r *domain.Router) {
+func (d *Domain) Routes(r *domain.Router) {
 	r.Get("/v1/tune", func(r *http.Request) (any, error) { return d.Cgroups(r.URL.Query().Get("cgroup")) })
 	r.Get("/v1/tune/options", func(*http.Request) (any, error) { return d.Options() })
 	r.Get("/v1/tune/explain", func(r *http.Request) (any, error) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package trace
 
 import (
 	"cmp"
@@ -25,7 +25,6 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
 	"sockeye/internal/scope"
-	"sockeye/internal/trace"
 	"sockeye/internal/trace/measure"
 )
 
@@ -37,8 +36,8 @@ type Tuning interface {
 	RuleNames(cgroup string) map[uint32]string
 }
 
-// traceDomain carries out the trace rules of the policy.
-type traceDomain struct {
+// Domain carries out the trace rules of the policy.
+type Domain struct {
 	host   *domain.Host
 	log    *slog.Logger
 	kernel *sendProbe
@@ -49,10 +48,10 @@ type traceDomain struct {
 	history *traceHistory      // nil while nothing is traced
 }
 
-// newTrace returns the domain without any rules. Cgroups are to be tuned before they are traced: the
+// New returns the domain without any rules. Cgroups are to be tuned before they are traced: the
 // domain is to be made after the tuning.
-func newTrace(h *domain.Host, tuning Tuning) *traceDomain {
-	d := &traceDomain{host: h, log: h.Log, kernel: new(sendProbe), tuning: tuning, tracers: make(map[string]*tracer)}
+func New(h *domain.Host, tuning Tuning) *Domain {
+	d := &Domain{host: h, log: h.Log, kernel: new(sendProbe), tuning: tuning, tracers: make(map[string]*tracer)}
 	h.AddPrograms(d.programs)
 	h.Watch.Subscribe(d.cgroups, d.renew)
 	return d
@@ -144,12 +143,12 @@ func (c traceChange) hash() (string, error) {
 	return hex.EncodeToString(sum[:]), nil
 }
 
-func (d *traceDomain) newTracer(c traceChange) *tracer {
+func (d *Domain) newTracer(c traceChange) *tracer {
 	return &tracer{host: d.host, log: d.log.With("cgroup", c.name), name: c.name, kernel: d.kernel, rulesOf: d.tuning,
 		tracing: tracing{rules: c.rules, services: c.services}}
 }
 
-func (d *traceDomain) openTracer(c traceChange) error {
+func (d *Domain) openTracer(c traceChange) error {
 	t := d.newTracer(c)
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -283,7 +282,7 @@ func (t *tracer) adopt() {
 	if t.trace == nil {
 		return
 	}
-	adopted, err := trace.Adopt(t.trace, t.scope.Path)
+	adopted, err := Adopt(t.trace, t.scope.Path)
 	switch {
 	case errors.Is(err, ebpf.ErrNotSupported):
 		t.log.Info("connections that were open before are not traced", "reason", err)
@@ -302,7 +301,7 @@ func compileTrace(rules []config.TraceRule, services []config.Service, skipped m
 	for i, rule := range able {
 		able[i].Stages = measured(rule, skipped[rule.Name])
 	}
-	compiled, err := trace.Compile(able, services)
+	compiled, err := Compile(able, services)
 	if err != nil {
 		return nil, fault.Usage(err, "join rules that trace the same")
 	}
@@ -463,7 +462,7 @@ func (t *tracing) letGo(log *slog.Logger) {
 	if t.trace == nil {
 		return
 	}
-	if err := trace.Release(t.trace, t.scope.Path); err != nil {
+	if err := Release(t.trace, t.scope.Path); err != nil {
 		log.Info("connections keep the flag of those that were traced", "reason", err)
 	}
 }
@@ -507,7 +506,7 @@ func (t *tracer) change(c traceChange) error {
 }
 
 // apply carries a change out, and returns how to roll it back.
-func (d *traceDomain) apply(c traceChange) (rollback func() error, err error) {
+func (d *Domain) apply(c traceChange) (rollback func() error, err error) {
 	before := traceChange{name: c.name}
 	d.mu.Lock()
 	if t := d.tracers[c.name]; t != nil {
@@ -518,7 +517,7 @@ func (d *traceDomain) apply(c traceChange) (rollback func() error, err error) {
 }
 
 // become gives a cgroup the rules of a change. If that fails, the cgroup has the rules that it had.
-func (d *traceDomain) become(c traceChange) error {
+func (d *Domain) become(c traceChange) error {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -553,14 +552,14 @@ func (d *traceDomain) become(c traceChange) error {
 }
 
 // cgroups are the names of the cgroups that are traced.
-func (d *traceDomain) cgroups() []string {
+func (d *Domain) cgroups() []string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return slices.Collect(maps.Keys(d.tracers))
 }
 
 // renew attaches to cgroups that were made anew.
-func (d *traceDomain) renew() {
+func (d *Domain) renew() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, t := range d.tracers {
@@ -569,7 +568,7 @@ func (d *traceDomain) renew() {
 }
 
 // programs are the ids of the programs that are attached.
-func (d *traceDomain) programs() ([]uint32, error) {
+func (d *Domain) programs() ([]uint32, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var ids []uint32
@@ -586,7 +585,7 @@ func (d *traceDomain) programs() ([]uint32, error) {
 }
 
 // Paths are the folders of the cgroups that are traced, with their names in the policy.
-func (d *traceDomain) Paths() map[string]string {
+func (d *Domain) Paths() map[string]string {
 	tracers, _ := d.tracersOf("") // all: no name can be wrong
 	paths := make(map[string]string)
 	for _, t := range tracers {
@@ -622,11 +621,11 @@ func (t *tracer) setClock() {
 }
 
 // Check finds nothing: what a rule names is waited for, or refused by Plan.
-func (d *traceDomain) Check(*config.Policy) error { return nil }
+func (d *Domain) Check(*config.Policy) error { return nil }
 
 // Plan compares the rules of a policy with those in force, and checks that the kernel can measure what
 // they ask for.
-func (d *traceDomain) Plan(policy *config.Policy) ([]domain.Step, error) {
+func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var steps []domain.Step
@@ -743,7 +742,7 @@ func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][
 
 // Start removes what an earlier agent left of cgroups that are not in the policy, and traces those that
 // are.
-func (d *traceDomain) Start(policy *config.Policy) error {
+func (d *Domain) Start(policy *config.Policy) error {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -764,7 +763,7 @@ func (d *traceDomain) Start(policy *config.Policy) error {
 	return nil
 }
 
-func (d *traceDomain) removeOthers(wanted []traceChange) error {
+func (d *Domain) removeOthers(wanted []traceChange) error {
 	pinned, err := d.host.Root.Tracings()
 	if err != nil {
 		return err
@@ -788,10 +787,10 @@ func (d *traceDomain) removeOthers(wanted []traceChange) error {
 }
 
 // Applied has nothing to do.
-func (d *traceDomain) Applied(*config.Policy, api.Candidate, *api.Plan) error { return nil }
+func (d *Domain) Applied(*config.Policy, api.Candidate, *api.Plan) error { return nil }
 
 // Close ends the tracing in this process. The programs stay attached.
-func (d *traceDomain) Close() {
+func (d *Domain) Close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.history != nil {
@@ -804,7 +803,7 @@ func (d *traceDomain) Close() {
 }
 
 // forget removes what only its pins remember.
-func (d *traceDomain) forget(dir string, scope traceScope) error {
+func (d *Domain) forget(dir string, scope traceScope) error {
 	old := tracing{scope: scope}
 	var err error
 	old.trace, err = bpf.OpenTrace(bpf.TraceConfig{Dir: dir, Cgroup: scope.Path, Rules: &bpf.TraceRules{Groups: scope.Groups}, Adopt: true})
@@ -821,8 +820,8 @@ func ofTraced(name string, err error) error {
 	return &fault.Error{Err: fmt.Errorf("trace %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }
 
-// TraceNeeds lists the capabilities that the trace rules of a policy need beyond those of the unit.
-func TraceNeeds(policy *config.Policy) []rights.Need {
+// Needs lists the capabilities that the trace rules of a policy need beyond those of the unit.
+func Needs(policy *config.Policy) []rights.Need {
 	var needs []rights.Need
 	for _, r := range policy.Trace {
 		if scope.Creates(r.Cgroup) {
@@ -833,4 +832,4 @@ func TraceNeeds(policy *config.Policy) []rights.Need {
 }
 
 // Needs lists the capabilities that the trace rules of a policy need beyond those of the unit.
-func (d *traceDomain) Needs(policy *config.Policy) []rights.Need { return TraceNeeds(policy) }
+func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package trace
 
 import (
 	"errors"
@@ -12,9 +12,9 @@ import (
 	"sockeye/internal/config"
 )
 
-// CheckTrace says which stages each rule goes without on this kernel, as far as
+// Check says which stages each rule goes without on this kernel, as far as
 // the caller may know. It fails for a rule that none are left of.
-func CheckTrace(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
+func Check(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
 	// Probes load programs, which kernels before 5.11 charge to RLIMIT_MEMLOCK.
 	// Where it cannot be raised, they say so.
 	_ = rlimit.RemoveMemlock()

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+//go:build !vm
+
+package trace
 
 import (
 	"encoding/json"
@@ -97,7 +99,7 @@ func traceMetrics(t *testing.T) map[string]storedMetric {
 		}
 		stored[name] = m
 	}
-	source, err := os.ReadFile("metricstrace.go")
+	source, err := os.ReadFile("metrics.go")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -107,7 +109,7 @@ func traceMetrics(t *testing.T) map[string]storedMetric {
 	}
 	slices.Sort(defined)
 	if !slices.Equal(names, defined) {
-		t.Fatalf("this test knows %q, metricstrace.go has %q", names, defined)
+		t.Fatalf("this test knows %q, metrics.go has %q", names, defined)
 	}
 	return stored
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package trace
 
 import (
 	"bytes"
@@ -72,7 +72,7 @@ func (p packedPeriod) unpack() (measure.Period, error) {
 }
 
 // recordTrace begins the history, or ends it where nothing is traced.
-func (d *traceDomain) recordTrace() {
+func (d *Domain) recordTrace() {
 	switch {
 	case len(d.tracers) > 0 && d.history == nil:
 		d.history = &traceHistory{stop: make(chan struct{})}
@@ -83,7 +83,7 @@ func (d *traceDomain) recordTrace() {
 	}
 }
 
-func (d *traceDomain) keepHistory(h *traceHistory) {
+func (d *Domain) keepHistory(h *traceHistory) {
 	ticker := time.NewTicker(traceSlice)
 	defer ticker.Stop()
 	for {
@@ -104,7 +104,7 @@ func (d *traceDomain) keepHistory(h *traceHistory) {
 }
 
 // sliceNow ends a slice, if there is a history.
-func (d *traceDomain) sliceNow() {
+func (d *Domain) sliceNow() {
 	if d.history == nil {
 		return
 	}
@@ -118,7 +118,7 @@ func (d *traceDomain) sliceNow() {
 func (h *traceHistory) close() { close(h.stop) }
 
 // endSlice ends a slice, and begins the next.
-func (d *traceDomain) endSlice(h *traceHistory) error {
+func (d *Domain) endSlice(h *traceHistory) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	slice, last, err := d.sinceLast(h)
@@ -138,7 +138,7 @@ func (d *traceDomain) endSlice(h *traceHistory) error {
 }
 
 // sinceLast is what was measured since the last slice ended.
-func (d *traceDomain) sinceLast(h *traceHistory) (measure.Period, map[*tracer]traceReading, error) {
+func (d *Domain) sinceLast(h *traceHistory) (measure.Period, map[*tracer]traceReading, error) {
 	now := time.Now()
 	slice := measure.Period{From: now, To: now, Results: []measure.Result{}}
 	last := make(map[*tracer]traceReading)
@@ -198,7 +198,7 @@ func (t *tracer) readLocked() (traceReading, error) {
 
 // window gives the slices of a time, the one that has not ended included.
 // Partial: they do not go back that far.
-func (d *traceDomain) window(from, to time.Time) (periods []measure.Period, partial bool, err error) {
+func (d *Domain) window(from, to time.Time) (periods []measure.Period, partial bool, err error) {
 	packed, current, oldest, err := d.remembered()
 	if err != nil || current == nil {
 		return nil, false, err
@@ -220,7 +220,7 @@ func (d *traceDomain) window(from, to time.Time) (periods []measure.Period, part
 
 // remembered gives the slices that have ended, the one that has not, and when
 // the first of them began; nil if nothing is traced.
-func (d *traceDomain) remembered() (ended []packedPeriod, current *measure.Period, oldest time.Time, err error) {
+func (d *Domain) remembered() (ended []packedPeriod, current *measure.Period, oldest time.Time, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	h := d.history
