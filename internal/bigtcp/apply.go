@@ -31,7 +31,7 @@ func (s *Store) Plan(n *Network, owner Owner, targets []Target, force bool) ([]C
 	if err != nil {
 		return nil, err
 	}
-	return n.changes(stepsOf(jobs)), nil
+	return changes(n, stepsOf(jobs)), nil
 }
 
 // Apply sets the targets and the devices below them to what is wanted, all of them
@@ -42,7 +42,7 @@ func (s *Store) Plan(n *Network, owner Owner, targets []Target, force bool) ([]C
 // KindConflict if the sizes of an interface were changed by somebody else since they
 // were set, or if another owner has it, unless force; and if another process works
 // with the store for too long. KindUsage and KindUnsupported are those of
-// [Network.Plan]. A family that a policy does not ask for any more goes back to what
+// [Plan]. A family that a policy does not ask for any more goes back to what
 // it was; for other owners it stays.
 func (s *Store) Apply(n *Network, owner Owner, targets []Target, force bool) ([]Change, error) {
 	d, err := s.create()
@@ -60,7 +60,7 @@ func (s *Store) Apply(n *Network, owner Owner, targets []Target, force bool) ([]
 	if err := d.run(n, jobs); err != nil {
 		return nil, err
 	}
-	return n.changes(stepsOf(jobs)), nil
+	return changes(n, stepsOf(jobs)), nil
 }
 
 func stepsOf(jobs []job) []step {
@@ -78,7 +78,7 @@ func prepare(d *folder, n *Network, owner Owner, targets []Target, force bool) (
 	if err != nil {
 		return nil, err
 	}
-	if targets, err = n.named(ifaces, targets); err != nil {
+	if targets, err = canonical(n, ifaces, targets); err != nil {
 		return nil, err
 	}
 	records := map[int]*Record{}

@@ -31,7 +31,7 @@ func TestForwardingTrouble(t *testing.T) {
 		{"a router of a kernel that does not mark", "1", large, fixed, 0},
 	} {
 		setSysctl(t, "net/ipv6/conf/all/forwarding", test.forwarding)
-		found, err := n.forwardingTrouble(test.ifaces, test.kernel)
+		found, err := forwardingTrouble(n, test.ifaces, test.kernel)
 		if err != nil || len(found) != test.want {
 			t.Errorf("%s: %v, %v", test.name, found, err)
 		}

@@ -210,25 +210,6 @@ func linkInfo(info attributes) (kind string, data attributes) {
 	return kind, data
 }
 
-// attributes are those of a netlink message, one after another.
-type attributes []byte
-
-// all goes through the attributes, up to one that is cut off.
-func (a attributes) all(yield func(kind uint16, value []byte) bool) {
-	for len(a) >= unix.SizeofNlAttr {
-		length := int(binary.NativeEndian.Uint16(a))
-		if length < unix.SizeofNlAttr || length > len(a) {
-			return
-		}
-		kind := binary.NativeEndian.Uint16(a[2:]) &^ (unix.NLA_F_NESTED | unix.NLA_F_NET_BYTEORDER)
-		if !yield(kind, a[unix.SizeofNlAttr:length]) {
-			return
-		}
-		next := (length + unix.NLA_ALIGNTO - 1) &^ (unix.NLA_ALIGNTO - 1)
-		a = a[min(next, len(a)):]
-	}
-}
-
 // number is the value of an attribute of 32 bits; 0 if it is shorter.
 func number(value []byte) uint32 {
 	if len(value) < 4 {

@@ -257,26 +257,3 @@ func (p *nftParser) extension(data []byte) {
 		p.sees |= nextHeader
 	}
 }
-
-// attribute is the value of the first attribute of a kind, nil if there is none.
-func attribute(b []byte, kind uint16) []byte {
-	for k, value := range attributes(b).all {
-		if k == kind {
-			return value
-		}
-	}
-	return nil
-}
-
-func attributeString(b []byte, kind uint16) string {
-	return unix.ByteSliceToString(attribute(b, kind))
-}
-
-// attributeUint32 reads a number, which nftables has in network byte order.
-func attributeUint32(b []byte, kind uint16) (uint32, bool) {
-	value := attribute(b, kind)
-	if len(value) != 4 {
-		return 0, false
-	}
-	return binary.BigEndian.Uint32(value), true
-}

@@ -19,24 +19,24 @@ type Target struct {
 // they and the devices below them, in the order in which it is to be done. Devices
 // that have it already are in the list too. KindUsage for what does not exist or
 // makes no sense, KindUnsupported for what the kernel or a device cannot.
-func (n *Network) Plan(targets []Target) ([]Change, error) {
+func Plan(n *Network, targets []Target) ([]Change, error) {
 	ifaces, err := n.Interfaces()
 	if err != nil {
 		return nil, err
 	}
-	if targets, err = n.named(ifaces, targets); err != nil {
+	if targets, err = canonical(n, ifaces, targets); err != nil {
 		return nil, err
 	}
 	steps, err := plan(ifaces, n.Support(), targets, nil)
 	if err != nil {
 		return nil, err
 	}
-	return n.changes(steps), nil
+	return changes(n, steps), nil
 }
 
-// named replaces alternative names of interfaces by those that ifaces have.
+// canonical replaces alternative names of interfaces by those that ifaces have.
 // KindUsage for a name that no interface has.
-func (n *Network) named(ifaces []Interface, targets []Target) ([]Target, error) {
+func canonical(n *Network, ifaces []Interface, targets []Target) ([]Target, error) {
 	targets = slices.Clone(targets)
 	for i, t := range targets {
 		if byName(ifaces, t.Interface) != nil {
@@ -51,13 +51,13 @@ func (n *Network) named(ifaces []Interface, targets []Target) ([]Target, error) 
 	return targets, nil
 }
 
-func (n *Network) changes(steps []step) []Change {
-	changes := make([]Change, len(steps))
+func changes(n *Network, steps []step) []Change {
+	list := make([]Change, len(steps))
 	for i, s := range steps {
-		changes[i] = s.Change
-		changes[i].Netns = n.path
+		list[i] = s.Change
+		list[i].Netns = n.Path()
 	}
-	return changes
+	return list
 }
 
 // step is a change of one interface, and whom it is for.
@@ -163,7 +163,7 @@ func newStep(i *Interface) *step {
 func (p *step) spare(ifaces []Interface, i *Interface, steps map[int]*step) {
 	for j := range ifaces {
 		above := &ifaces[j]
-		if steps[above.Index] != nil || !above.over(i) {
+		if steps[above.Index] != nil || !over(above, i) {
 			continue
 		}
 		for _, f := range []struct {
@@ -183,7 +183,7 @@ func (p *step) spare(ifaces []Interface, i *Interface, steps map[int]*step) {
 }
 
 // over tells whether i sends through another interface of its namespace.
-func (i *Interface) over(other *Interface) bool {
+func over(i, other *Interface) bool {
 	return slices.ContainsFunc(i.Related, func(r Related) bool {
 		return r.Relation == Lower && r.Netns == "" && r.Index == other.Index
 	})
@@ -198,18 +198,18 @@ func (p *step) fit(i *Interface, s Support) {
 	size4 := p.size("IPv4", p.want.IPv4, p.carry.IPv4)
 	switch {
 	case s.IPv6 && size6 != 0:
-		p.To.GSO, p.To.GRO = least.bounded(size6), size6
+		p.To.GSO, p.To.GRO = bounded(&least, size6), size6
 	case size6 > Legacy:
 		p.note("IPv6 is left as it is: %s", lacking(s))
 	}
 	switch {
 	case s.IPv4 && size4 != 0:
-		p.To.GSOIPv4, p.To.GROIPv4 = least.bounded(size4), size4
+		p.To.GSOIPv4, p.To.GROIPv4 = bounded(&least, size4), size4
 	case size4 > Legacy:
 		p.note("IPv4 is left as it is: %s", lacking(s))
 	}
-	if size := max(size6, size4); size > Legacy && least.bounded(size) < size {
-		p.note("sends packets of at most %d bytes: %s takes no larger ones", least.TSOMaxSize, least.described())
+	if size := max(size6, size4); size > Legacy && bounded(&least, size) < size {
+		p.note("sends packets of at most %d bytes: %s takes no larger ones", least.TSOMaxSize, described(&least))
 	}
 }
 
@@ -228,7 +228,7 @@ func (p *step) size(family string, want, carry uint32) uint32 {
 }
 
 // bounded is a size for sending, no larger than what the device takes.
-func (r *Related) bounded(size uint32) uint32 {
+func bounded(r *Related, size uint32) uint32 {
 	if r.TSOMaxSize == 0 {
 		return size
 	}
@@ -236,7 +236,7 @@ func (r *Related) bounded(size uint32) uint32 {
 }
 
 // described is the device's name, with its driver or kind.
-func (r *Related) described() string {
+func described(r *Related) string {
 	if driver := cmp.Or(r.Driver, r.Kind); driver != "" {
 		return fmt.Sprintf("%s (%s)", r.place(), driver)
 	}
@@ -291,7 +291,7 @@ func possible(i *Interface, w Want, s Support) error {
 		if least.place() != i.Name {
 			hint = fmt.Sprintf("%s sends through %s", i.Name, least.place())
 		}
-		return refuse(KindUnsupported, hint, "%s takes packets of at most %d bytes", least.described(), least.TSOMaxSize)
+		return refuse(KindUnsupported, hint, "%s takes packets of at most %d bytes", described(&least), least.TSOMaxSize)
 	}
 	return nil
 }

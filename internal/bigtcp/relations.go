@@ -47,7 +47,7 @@ func (n *Network) snapshot() (*snapshot, error) {
 		if err != nil {
 			return nil, fmt.Errorf("read interface %s: %w", l.Name, err)
 		}
-		l.small = smallTunnel(&l.Interface, kernel)
+		l.LegacyTunnel = smallTunnel(&l.Interface, kernel)
 		kept = append(kept, l)
 	}
 	links = kept
@@ -167,15 +167,15 @@ func foreign(r Relation, l *link, elsewhere map[int32]*snapshot) []Related {
 
 func (l *link) related(r Relation, netns string) Related {
 	return Related{
-		Relation:   r,
-		Index:      l.Index,
-		Name:       l.Name,
-		Netns:      netns,
-		Kind:       l.Kind,
-		Driver:     l.Driver,
-		TSOMaxSize: l.TSOMaxSize,
-		small:      l.small,
-		Sizes:      l.Sizes,
+		Relation:     r,
+		Index:        l.Index,
+		Name:         l.Name,
+		Netns:        netns,
+		Kind:         l.Kind,
+		Driver:       l.Driver,
+		TSOMaxSize:   l.TSOMaxSize,
+		LegacyTunnel: l.LegacyTunnel,
+		Sizes:        l.Sizes,
 	}
 }
 

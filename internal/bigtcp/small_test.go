@@ -12,9 +12,9 @@ import (
 func TestSmallTunnel(t *testing.T) {
 	both := Support{IPv6: true, IPv4: true}
 	legacy := Sizes{Legacy, Legacy, Legacy, Legacy}
-	tunnel := Interface{Index: 2, Name: "vx0", Kind: "vxlan", TSOMaxSize: Most, Sizes: legacy, small: true}
+	tunnel := Interface{Index: 2, Name: "vx0", Kind: "vxlan", TSOMaxSize: Most, Sizes: legacy, LegacyTunnel: true}
 	bridge := Interface{Index: 3, Name: "br0", Kind: "bridge", TSOMaxSize: Most, Sizes: legacy, Related: []Related{
-		{Relation: Lower, Index: 2, Name: "vx0", Kind: "vxlan", TSOMaxSize: Most, Sizes: legacy, small: true},
+		{Relation: Lower, Index: 2, Name: "vx0", Kind: "vxlan", TSOMaxSize: Most, Sizes: legacy, LegacyTunnel: true},
 	}}
 	ifaces := []Interface{tunnel, bridge}
 	for _, name := range []string{"vx0", "br0"} {
@@ -28,7 +28,7 @@ func TestSmallTunnel(t *testing.T) {
 			t.Errorf("%s is %s: %s", i.Name, v.State, v.Text)
 		}
 	}
-	if tunnel.small = false; Judge(&tunnel, both).State != Off {
+	if tunnel.LegacyTunnel = false; Judge(&tunnel, both).State != Off {
 		t.Error("a tunnel that takes large packets is refused")
 	}
 }

@@ -15,6 +15,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// Trouble is something on the host that does not go with large packets, or makes
+// them look wrong.
+type Trouble struct {
+	// Name is a short fixed one: length_filter, header_filter, queue, shaper, ipsec,
+	// capture, ipv4_alone, ipv6_forwarding, small_frags, driver, tunnel, offload_off.
+	Name   string `json:"name"`
+	Detail string `json:"detail"` // what was found, and what comes of it
+	Hint   string `json:"hint,omitempty"`
+}
+
 // The names of troubles.
 const (
 	troubleLength     = "length_filter" // packet filters that look at the length
@@ -41,7 +51,7 @@ const shown = 5
 // fixed order, those of interfaces are under their names; ifaces are all that there
 // are, or tunnels over others are missed. What may not be looked at is a trouble too;
 // any other failure is an error, beside which the rest is still returned.
-func (n *Network) Troubles(ifaces []Interface, s Support) (host []Trouble, byInterface map[string][]Trouble, err error) {
+func Troubles(n *Network, ifaces []Interface, s Support) (host []Trouble, byInterface map[string][]Trouble, err error) {
 	kernel, err := runningKernel()
 	if err != nil {
 		return nil, nil, err
@@ -51,21 +61,21 @@ func (n *Network) Troubles(ifaces []Interface, s Support) (host []Trouble, byInt
 		host = append(host, t...)
 		failed = append(failed, err)
 	}
-	found(n.filterTroubles(kernel))
-	captures, err := n.captures()
+	found(filterTroubles(n, kernel))
+	captures, err := captures(n)
 	found(captureTrouble(captures[0], kernel), err)
-	shapers, err := n.shapers()
+	shapers, err := shapers(n)
 	found(nil, err)
-	found(n.ipsecTrouble())
+	found(ipsecTrouble(n))
 	found(fragsTrouble(ifaces))
-	found(n.forwardingTrouble(ifaces, kernel))
+	found(forwardingTrouble(n, ifaces, kernel))
 	byInterface = map[string][]Trouble{}
 	over := tunnelsOver(ifaces, kernel)
 	for k := range ifaces {
 		i := &ifaces[k]
 		troubles := slices.Concat(
 			captureTrouble(captures[i.Index], kernel),
-			ipv4AloneTrouble(i, s, kernel, n.path),
+			ipv4AloneTrouble(i, s, kernel, n.Path()),
 			deviceTrouble(i),
 			offloadTrouble(i),
 			tunnelTrouble(i, over[i.Index], kernel),
@@ -85,7 +95,7 @@ var jumbogramsUntil = kernelVersion{7, 0, 0}
 // forwardingTrouble is of a router whose packets that fill the MTU are 8 bytes too
 // large with the option (ip6_forward, ip6_pkt_too_big); TestVerifyRefusedByRouter has
 // seen it.
-func (n *Network) forwardingTrouble(ifaces []Interface, kernel kernelVersion) ([]Trouble, error) {
+func forwardingTrouble(n *Network, ifaces []Interface, kernel kernelVersion) ([]Trouble, error) {
 	joined := slices.ContainsFunc(ifaces, func(i Interface) bool { return i.Name != "lo" && max(i.Sizes.GSO, i.Sizes.GRO) > Legacy })
 	if !joined || !kernel.before(jumbogramsUntil) {
 		return nil, nil
@@ -110,7 +120,7 @@ func (n *Network) forwardingTrouble(ifaces []Interface, kernel kernelVersion) ([
 }
 
 // filterTroubles looks through the packet filters.
-func (n *Network) filterTroubles(kernel kernelVersion) ([]Trouble, error) {
+func filterTroubles(n *Network, kernel kernelVersion) ([]Trouble, error) {
 	var rules []filterRule
 	var unseen, failed []error
 	err := n.Do(func() error {
@@ -232,7 +242,7 @@ func captureTrouble(processes []string, kernel kernelVersion) []Trouble {
 }
 
 // ipsecTrouble tells of transformations: net/core/sock.c, sk_setup_caps.
-func (n *Network) ipsecTrouble() ([]Trouble, error) {
+func ipsecTrouble(n *Network) ([]Trouble, error) {
 	var policies []netlink.XfrmPolicy
 	err := n.Do(func() error {
 		there, err := subsystemThere("xfrm_user")
@@ -312,7 +322,7 @@ func judgeFrags(frags, page uint64, ifaces []Interface) []Trouble {
 // ipv4AloneTrouble tells of kernels that compare packets of both families with the
 // size of IPv6.
 func ipv4AloneTrouble(i *Interface, s Support, kernel kernelVersion, netns string) []Trouble {
-	if !s.IPv4 || i.Sizes.GSOIPv4 <= Legacy || i.Sizes.GSOIPv4 <= i.Sizes.GSO || !kernel.cutsIPv4Alone() {
+	if !s.IPv4 || i.Sizes.GSOIPv4 <= Legacy || i.Sizes.GSOIPv4 <= i.Sizes.GSO || !cutsIPv4Alone(kernel) {
 		return nil
 	}
 	command := fmt.Sprintf("sockeye bigtcp apply %s --ipv6 %d --ipv4 %[2]d", i.Name, i.Sizes.GSOIPv4)
@@ -325,6 +335,22 @@ func ipv4AloneTrouble(i *Interface, s Support, kernel kernelVersion, netns strin
 			i.Sizes.GSOIPv4, i.Sizes.GSO, kernel),
 		Hint: command + "; Linux 6.12, 6.11.3, 6.10.14 and 6.6.55 have it right",
 	}}
+}
+
+// cutsIPv4Alone says whether gso_features_check compares packets of IPv4 with
+// gso_max_size: since commit 24ab059d2ebd (6.7, 6.6.9) and until e609c959a939
+// (6.12, 6.11.3, 6.10.14, 6.6.55).
+func cutsIPv4Alone(v kernelVersion) bool {
+	for _, r := range []struct{ from, until kernelVersion }{
+		{kernelVersion{6, 6, 9}, kernelVersion{6, 6, 55}},
+		{kernelVersion{6, 7, 0}, kernelVersion{6, 10, 14}},
+		{kernelVersion{6, 11, 0}, kernelVersion{6, 11, 3}},
+	} {
+		if !v.before(r.from) && v.before(r.until) {
+			return true
+		}
+	}
+	return false
 }
 
 // deviceTrouble tells of a device that takes no large packets itself; those that
@@ -384,21 +410,6 @@ func offloadTrouble(i *Interface) []Trouble {
 		})
 	}
 	return troubles
-}
-
-// tunnelKinds are the kinds of interfaces that wrap packets into others; true are
-// those that Linux 7.3 taught to wrap large ones.
-var tunnelKinds = map[string]bool{
-	"vxlan": true, "geneve": true,
-	"gre": false, "gretap": false, "erspan": false, "ip6gre": false, "ip6gretap": false, "ip6erspan": false,
-	"ipip": false, "sit": false, "ip6tnl": false, "vti": false, "vti6": false, "xfrm": false,
-	"wireguard": false, "ovpn": false, "bareudp": false, "gtp": false, "amt": false, "l2tpeth": false,
-}
-
-// smallTunnel says whether an interface is a tunnel that wraps no large packets.
-func smallTunnel(i *Interface, kernel kernelVersion) bool {
-	large, tunnel := tunnelKinds[i.Kind]
-	return tunnel && (!large || kernel.before(kernelVersion{7, 3, 0}) || i.TSOMaxSize <= Legacy)
 }
 
 // tunnelsOver are the names of such tunnels by the index of the device through which

@@ -21,47 +21,6 @@ import (
 	"sockeye/internal/testenv"
 )
 
-func TestKernelOf(t *testing.T) {
-	for _, c := range []struct {
-		release, version, signature string
-		want                        kernelVersion
-	}{
-		{"6.18.44-fc-v669", "#1 SMP PREEMPT_DYNAMIC @0", "", kernelVersion{6, 18, 44}},
-		{"5.19.0", "", "", kernelVersion{5, 19, 0}},
-		{"6.7-rc3", "", "", kernelVersion{6, 7, 0}},
-		{"6.7.", "", "", kernelVersion{6, 7, 0}},
-		{"6.7.x", "", "", kernelVersion{6, 7, 0}},
-		{"7.0", "", "", kernelVersion{7, 0, 0}},
-		{"6.11.3+", "", "", kernelVersion{6, 11, 3}},
-		{"5.14.0-427.13.1.el9_4.x86_64", "#1 SMP PREEMPT_DYNAMIC Wed May 1", "", kernelVersion{5, 14, 0}},
-		{"6.1.0-46-cloud-amd64", "#1 SMP PREEMPT_DYNAMIC Debian 6.1.158-1 (2025-11-09)", "", kernelVersion{6, 1, 158}},
-		{"6.12.48+deb13-amd64", "#1 SMP PREEMPT_DYNAMIC Debian 6.12.48-1 (2025-09-20)", "", kernelVersion{6, 12, 48}},
-		{"6.8.0-45-generic", "#45-Ubuntu SMP", "Ubuntu 6.8.0-45.45-generic 6.8.12\n", kernelVersion{6, 8, 12}},
-		{"6.8.0-45-generic", "#45-Ubuntu SMP", "garbage", kernelVersion{6, 8, 0}},
-		{"6.6.9", "# Debian", "", kernelVersion{6, 6, 9}},
-		{"6.6.9", " Debian garbage", "a b c", kernelVersion{6, 6, 9}},
-	} {
-		got, ok := kernelOf(c.release, c.version, c.signature)
-		if !ok || got != c.want {
-			t.Errorf("%q, %q, %q: %v (%v), not %v", c.release, c.version, c.signature, got, ok, c.want)
-		}
-	}
-	for _, release := range []string{"", "6", "6.", "x", "6.x", "six.7", "-6.7", ".6.7", "99999999999.1", " 6.7"} {
-		if got, ok := kernelOf(release, "", ""); ok {
-			t.Errorf("%q: %v", release, got)
-		}
-	}
-}
-
-func FuzzKernelOf(f *testing.F) {
-	f.Add("6.1.0-46-cloud-amd64", "#1 SMP Debian 6.1.158-1 (2025-11-09)", "Ubuntu 6.8.0-45.45-generic 6.8.12")
-	f.Fuzz(func(t *testing.T, release, version, signature string) {
-		if v, ok := kernelOf(release, version, signature); ok && (v.major < 0 || v.minor < 0 || v.patch < 0) {
-			t.Errorf("%q, %q, %q: %v", release, version, signature, v)
-		}
-	})
-}
-
 func TestIPv4Alone(t *testing.T) {
 	for version, cut := range map[kernelVersion]bool{
 		{6, 3, 0}: false, {6, 5, 13}: false, {6, 6, 8}: false,
@@ -410,7 +369,7 @@ func TestShaper(t *testing.T) {
 		} else {
 			wantNoTrouble(t, byInterface["va"], troubleShaper)
 		}
-		shapers, err := a.shapers()
+		shapers, err := shapers(a)
 		must(t, err)
 		for _, of := range shapers {
 			// The kernel counts time in ticks of 64 ns.
@@ -500,7 +459,7 @@ func TestTroublesWithoutRights(t *testing.T) {
 	ifaces, err := n.Interfaces()
 	must(t, err)
 	testenv.WithoutRights(t, func() {
-		host, _, err := n.Troubles(ifaces, n.Support())
+		host, _, err := Troubles(n, ifaces, n.Support())
 		if err != nil {
 			t.Error(err)
 			return

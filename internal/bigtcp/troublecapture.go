@@ -17,7 +17,7 @@ import (
 
 // captures are the processes that have packet sockets in the namespace which get
 // IP packets, by the index of the interface; 0 is all.
-func (n *Network) captures() (map[int][]string, error) {
+func captures(n *Network) (map[int][]string, error) {
 	var table []byte
 	err := n.Do(func() error {
 		var err error
@@ -36,20 +36,20 @@ func (n *Network) captures() (map[int][]string, error) {
 		return nil, nil
 	}
 	owners := socketOwners(sockets)
-	captures := map[int][]string{}
+	byIndex := map[int][]string{}
 	for inode, index := range sockets {
 		owner, known := owners[inode]
 		if !known {
 			owner = "a process that cannot be seen"
 		}
-		if !slices.Contains(captures[index], owner) {
-			captures[index] = append(captures[index], owner)
+		if !slices.Contains(byIndex[index], owner) {
+			byIndex[index] = append(byIndex[index], owner)
 		}
 	}
-	for _, c := range captures {
+	for _, c := range byIndex {
 		slices.Sort(c)
 	}
-	return captures, nil
+	return byIndex, nil
 }
 
 // packetSockets reads the sockets that run and get IP packets from /proc/net/packet:

@@ -335,7 +335,7 @@ func troublesOf(t testing.TB, n *Network) (host []Trouble, byInterface map[strin
 	t.Helper()
 	ifaces, err := n.Interfaces()
 	must(t, err)
-	host, byInterface, err = n.Troubles(ifaces, n.Support())
+	host, byInterface, err = Troubles(n, ifaces, n.Support())
 	must(t, err)
 	return host, byInterface
 }

@@ -15,31 +15,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// kernelVersion is one of Linux.
-type kernelVersion struct{ major, minor, patch int }
+// kernelVersion is a version of Linux: major, minor, patch.
+type kernelVersion [3]int
 
 func (v kernelVersion) String() string {
-	return fmt.Sprintf("%d.%d.%d", v.major, v.minor, v.patch)
+	return fmt.Sprintf("%d.%d.%d", v[0], v[1], v[2])
 }
 
 func (v kernelVersion) before(w kernelVersion) bool {
-	return slices.Compare([]int{v.major, v.minor, v.patch}, []int{w.major, w.minor, w.patch}) < 0
-}
-
-// cutsIPv4Alone says whether gso_features_check compares packets of IPv4 with
-// gso_max_size: since commit 24ab059d2ebd (6.7, 6.6.9) and until e609c959a939
-// (6.12, 6.11.3, 6.10.14, 6.6.55).
-func (v kernelVersion) cutsIPv4Alone() bool {
-	for _, r := range []struct{ from, until kernelVersion }{
-		{kernelVersion{6, 6, 9}, kernelVersion{6, 6, 55}},
-		{kernelVersion{6, 7, 0}, kernelVersion{6, 10, 14}},
-		{kernelVersion{6, 11, 0}, kernelVersion{6, 11, 3}},
-	} {
-		if !v.before(r.from) && v.before(r.until) {
-			return true
-		}
-	}
-	return false
+	return slices.Compare(v[:], w[:]) < 0
 }
 
 // runningKernel is the version of the running kernel, as kernel.org numbers it.
@@ -83,13 +67,13 @@ func kernelOf(release, version, signature string) (kernelVersion, bool) {
 // parseVersion reads a version of two or three numbers, whatever follows.
 func parseVersion(text string) (v kernelVersion, ok bool) {
 	rest := text
-	for k, to := range []*int{&v.major, &v.minor, &v.patch} {
+	for k := range v {
 		digits := len(rest) - len(strings.TrimLeft(rest, "0123456789"))
 		number, err := strconv.ParseUint(rest[:digits], 10, 31)
 		if err != nil {
 			return kernelVersion{}, false
 		}
-		*to, rest = int(number), rest[digits:]
+		v[k], rest = int(number), rest[digits:]
 		after, dot := strings.CutPrefix(rest, ".")
 		if k > 0 && (!dot || after == "" || after[0] < '0' || after[0] > '9') {
 			return v, true

@@ -18,26 +18,30 @@ type shaper struct {
 }
 
 // shapers are those of the namespace, by the index of the interface.
-func (n *Network) shapers() (map[int][]shaper, error) {
+func shapers(n *Network) (map[int][]shaper, error) {
 	var messages [][]byte
 	var err error
 	for range 3 {
-		r := n.request(unix.RTM_GETQDISC, unix.NLM_F_DUMP)
-		r.AddData(&nl.TcMsg{Family: unix.AF_UNSPEC})
-		if messages, err = r.Execute(unix.NETLINK_ROUTE, unix.RTM_NEWQDISC); !errors.Is(err, nl.ErrDumpInterrupted) {
+		err = n.Do(func() (err error) {
+			r := nl.NewNetlinkRequest(unix.RTM_GETQDISC, unix.NLM_F_DUMP)
+			r.AddData(&nl.TcMsg{Family: unix.AF_UNSPEC})
+			messages, err = r.Execute(unix.NETLINK_ROUTE, unix.RTM_NEWQDISC)
+			return err
+		})
+		if !errors.Is(err, nl.ErrDumpInterrupted) {
 			break
 		}
 	}
 	if err != nil && !errors.Is(err, nl.ErrDumpInterrupted) {
 		return nil, fmt.Errorf("read queueing disciplines: %w", err)
 	}
-	shapers := map[int][]shaper{}
+	byIndex := map[int][]shaper{}
 	for _, m := range messages {
 		if index, s, ok := parseShaper(m); ok {
-			shapers[index] = append(shapers[index], s)
+			byIndex[index] = append(byIndex[index], s)
 		}
 	}
-	return shapers, nil
+	return byIndex, nil
 }
 
 // tcaCakeSplitGSO is TCA_CAKE_SPLIT_GSO of <linux/pkt_sched.h>.

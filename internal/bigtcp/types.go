@@ -6,10 +6,7 @@
 // IPv6 needs Linux 5.19, IPv4 Linux 6.3. The sizes are those of ip-link(8).
 package bigtcp
 
-import (
-	"fmt"
-	"time"
-)
+import "fmt"
 
 const (
 	// Legacy is the largest size without BIG TCP, in bytes (GSO_LEGACY_MAX_SIZE in
@@ -30,13 +27,6 @@ type Sizes struct {
 	GROIPv4 uint32 `json:"gro_ipv4_max_size,omitempty"`
 }
 
-// Want is what somebody asks for, in bytes; 0 leaves a family as it is. Legacy turns
-// it off.
-type Want struct {
-	IPv6 uint32 `json:"ipv6,omitempty"` // Legacy to Most
-	IPv4 uint32 `json:"ipv4,omitempty"` // likewise
-}
-
 // Interface is a network interface, as the kernel shows it.
 type Interface struct {
 	Index  int    `json:"index"`
@@ -55,7 +45,9 @@ type Interface struct {
 	// bond that it is in.
 	Related []Related `json:"related"`
 
-	small bool // a tunnel that wraps no packets above Legacy, whatever TSOMaxSize says
+	// LegacyTunnel is a tunnel that encapsulates no packets above Legacy, whatever
+	// TSOMaxSize says.
+	LegacyTunnel bool `json:"-"`
 }
 
 // Offloads are the settings of ethtool -k that matter here.
@@ -92,7 +84,7 @@ type Related struct {
 	TSOMaxSize uint32 `json:"tso_max_size,omitempty"`
 	Sizes      Sizes  `json:"sizes,omitzero"`
 
-	small bool // as of Interface
+	LegacyTunnel bool `json:"-"` // as of Interface
 }
 
 // State is the verdict on an interface in a word.
@@ -113,61 +105,6 @@ type Verdict struct {
 	// which the devices below bound too.
 	UpTo uint32 `json:"up_to,omitempty"`
 	Text string `json:"text"` // as in "off, possible up to 524280 bytes"
-}
-
-// Change is a change of one interface's sizes.
-type Change struct {
-	Netns     string `json:"netns,omitempty"` // path; "" for that of the caller
-	Interface string `json:"interface"`
-	Index     int    `json:"index"`
-	From      Sizes  `json:"from"`
-	To        Sizes  `json:"to"` // the same as From: nothing to do
-	// Because names the interface for whose sake this one, which is below it, is
-	// changed; "" for one that was asked for.
-	Because string `json:"because,omitempty"`
-	// Notes say what is not as was asked for: a size that the device bounds, a family
-	// that the kernel does not have.
-	Notes []string `json:"notes,omitempty"`
-}
-
-// Owner is who had sizes set.
-type Owner string
-
-// The owners.
-const (
-	ByCommand Owner = "command" // sockeye bigtcp apply
-	ByPolicy  Owner = "policy"  // the agent
-	ByBench   Owner = "bench"   // for as long as it runs
-)
-
-// Record is what is remembered of an interface whose sizes were set, in the state
-// directory. It is of one life of the host: sizes do not outlive a reboot.
-type Record struct {
-	BootID    string `json:"boot_id"`
-	Netns     string `json:"netns,omitempty"` // path; "" for that of the host
-	NetnsID   uint64 `json:"netns_id,string"` // SO_NETNS_COOKIE, or the inode before 5.14
-	Interface string `json:"interface"`
-	Index     int    `json:"index"`
-	Owner     Owner  `json:"owner"`
-	Want      Want   `json:"want"`
-	Before    Sizes  `json:"before"`  // to go back to
-	Applied   Sizes  `json:"applied"` // written before they are set
-	// From is what it had when Applied was written, until that is set; zero then.
-	From Sizes `json:"from,omitzero"`
-	// For are the indexes of the interfaces that were asked for and led to this: its
-	// own, or those above it, in its namespace.
-	For   []int     `json:"for"`
-	Since time.Time `json:"since"`
-}
-
-// Trouble is something on the host that does not go with large packets, or makes
-// them look wrong.
-type Trouble struct {
-	// Name is a short fixed one: length_filter, header_filter, queue, shaper, ipsec,
-	// capture, ipv4_alone, ipv6_forwarding, small_frags, driver, tunnel, offload_off.
-	Name   string `json:"name"`
-	Detail string `json:"detail"` // what was found, and what comes of it
-	Hint   string `json:"hint,omitempty"`
 }
 
 // Kind is what kind of error an Error is.

@@ -17,7 +17,7 @@ func (i *Interface) Bound() (size uint32, by string) {
 }
 
 func (i *Interface) least() Related {
-	least := Related{Name: i.Name, Kind: i.Kind, Driver: i.Driver, TSOMaxSize: i.TSOMaxSize, small: i.small}
+	least := Related{Name: i.Name, Kind: i.Kind, Driver: i.Driver, TSOMaxSize: i.TSOMaxSize, LegacyTunnel: i.LegacyTunnel}
 	least.TSOMaxSize = least.takes()
 	for _, r := range i.Related {
 		if size := r.takes(); r.Relation == Lower && size != 0 && size <= least.TSOMaxSize {
@@ -32,7 +32,7 @@ func (i *Interface) least() Related {
 // have the size of the device below, and then writes lengths that do not fit into what
 // they put around a packet.
 func (r *Related) takes() uint32 {
-	if r.small {
+	if r.LegacyTunnel {
 		return min(r.TSOMaxSize, Legacy)
 	}
 	return r.TSOMaxSize

@@ -104,11 +104,11 @@ type verifyOptions struct {
 // until ctx ends, and finds out why those of TCP are not larger. It needs CAP_BPF,
 // CAP_NET_ADMIN and, for what the driver gets, CAP_PERFMON. An interface that
 // vanishes meanwhile is an [Error] of KindConflict.
-func (n *Network) Verify(ctx context.Context, name string, during time.Duration) (*Proof, error) {
-	return n.verify(ctx, name, during, verifyOptions{})
+func Verify(ctx context.Context, n *Network, name string, during time.Duration) (*Proof, error) {
+	return verify(ctx, n, name, during, verifyOptions{})
 }
 
-func (n *Network) verify(ctx context.Context, name string, during time.Duration, o verifyOptions) (_ *Proof, err error) {
+func verify(ctx context.Context, n *Network, name string, during time.Duration, o verifyOptions) (_ *Proof, err error) {
 	if during <= 0 || during > VerifyLongest {
 		return nil, refuse(KindUsage, "at most "+VerifyLongest.String(), "count packets for %v", during)
 	}
@@ -170,7 +170,7 @@ func (v *verifier) attach(o verifyOptions) error {
 		Ethernet: encapsulation == "ether" || encapsulation == "loopback",
 	}
 	for f := range c.Limits {
-		c.Limits[f] = v.before.Sizes.gso(familyNames[f])
+		c.Limits[f] = gsoSize(v.before.Sizes, familyNames[f])
 	}
 	if v.counting, err = bpf.OpenBigTCP(c); err != nil {
 		return fmt.Errorf("count packets of %s: %w", v.before.Name, err)
@@ -208,8 +208,8 @@ func (v *verifier) attach(o verifyOptions) error {
 	return nil
 }
 
-// gso is the size that bounds what is sent of a family, in bytes.
-func (s Sizes) gso(f Family) uint32 {
+// gsoSize is the size that bounds what is sent of a family, in bytes.
+func gsoSize(s Sizes, f Family) uint32 {
 	switch {
 	case f != TCP4:
 		return s.GSO
@@ -219,8 +219,8 @@ func (s Sizes) gso(f Family) uint32 {
 	return s.GSOIPv4
 }
 
-// gro is the same of what is received.
-func (s Sizes) gro(f Family) uint32 {
+// groSize is the same of what is received.
+func groSize(s Sizes, f Family) uint32 {
 	switch {
 	case f != TCP4:
 		return s.GRO

@@ -14,6 +14,6 @@ type VerifyOptions struct {
 }
 
 // VerifyWith is Verify with options.
-func (n *Network) VerifyWith(ctx context.Context, name string, during time.Duration, o VerifyOptions) (*Proof, error) {
-	return n.verify(ctx, name, during, verifyOptions{clsact: o.Clsact, noDriver: o.NoDriver, attached: o.Attached})
+func VerifyWith(ctx context.Context, n *Network, name string, during time.Duration, o VerifyOptions) (*Proof, error) {
+	return verify(ctx, n, name, during, verifyOptions{clsact: o.Clsact, noDriver: o.NoDriver, attached: o.Attached})
 }

@@ -189,7 +189,7 @@ func prove(t testing.TB, h *host, name string, o bigtcp.VerifyOptions, f func())
 	}
 	done := make(chan outcome, 1)
 	go func() {
-		p, err := h.VerifyWith(ctx, name, bigtcp.VerifyLongest, o)
+		p, err := bigtcp.VerifyWith(ctx, h.Network, name, bigtcp.VerifyLongest, o)
 		done <- outcome{p, err}
 	}()
 	select {
@@ -509,7 +509,7 @@ func TestVerifyNothing(t *testing.T) {
 	n := network(t, "")
 	k := kernel(t, "")
 	addVeth(t, k, "silent", "silent-peer", nil) // down
-	p, err := n.Verify(t.Context(), "silent", time.Millisecond)
+	p, err := bigtcp.Verify(t.Context(), n, "silent", time.Millisecond)
 	must(t, err)
 	if p.Share != nil || p.Interrupted || len(p.Counts) > 0 || len(p.Causes) > 0 || len(p.Notes) == 0 || !strings.Contains(p.Notes[0], "nothing is proven") {
 		t.Error(text(t, p))
@@ -574,7 +574,7 @@ func TestVerifyVanishes(t *testing.T) {
 		} {
 			t.Run(fmt.Sprintf("%s, clsact %v", name, clsact), func(t *testing.T) {
 				a, _ := pair(t)
-				_, err := a.VerifyWith(t.Context(), "va", time.Minute, bigtcp.VerifyOptions{Clsact: clsact, Attached: func() { must(t, vanish(t, a)) }})
+				_, err := bigtcp.VerifyWith(t.Context(), a.Network, "va", time.Minute, bigtcp.VerifyOptions{Clsact: clsact, Attached: func() { must(t, vanish(t, a)) }})
 				var refused *bigtcp.Error
 				if !errors.As(err, &refused) || refused.Kind != bigtcp.KindConflict || !strings.Contains(err.Error(), "va has vanished") {
 					t.Errorf("error %v", err)
@@ -600,18 +600,18 @@ func TestVerifyVanishes(t *testing.T) {
 func TestVerifyRefuses(t *testing.T) {
 	n := network(t, "")
 	for _, during := range []time.Duration{0, -1, bigtcp.VerifyLongest + 1} {
-		_, err := n.Verify(t.Context(), "lo", during)
+		_, err := bigtcp.Verify(t.Context(), n, "lo", during)
 		var refused *bigtcp.Error
 		if !errors.As(err, &refused) || refused.Kind != bigtcp.KindUsage {
 			t.Errorf("for %v: %v", during, err)
 		}
 	}
 	var refused *bigtcp.Error
-	if _, err := n.Verify(t.Context(), "loo", time.Second); !errors.As(err, &refused) || refused.Kind != bigtcp.KindUsage {
+	if _, err := bigtcp.Verify(t.Context(), n, "loo", time.Second); !errors.As(err, &refused) || refused.Kind != bigtcp.KindUsage {
 		t.Errorf("no such interface: %v", err)
 	}
 	testenv.WithoutRights(t, func() {
-		if _, err := n.Verify(t.Context(), "lo", time.Second); !errors.Is(err, os.ErrPermission) {
+		if _, err := bigtcp.Verify(t.Context(), n, "lo", time.Second); !errors.Is(err, os.ErrPermission) {
 			t.Errorf("without rights: %v", err)
 		}
 	})

@@ -261,7 +261,7 @@ func TestVerifyClsactConflict(t *testing.T) {
 	must(t, a.kernel.QdiscAdd(&netlink.Ingress{QdiscAttrs: netlink.QdiscAttrs{
 		LinkIndex: a.link("va").Attrs().Index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_INGRESS,
 	}}))
-	_, err := a.VerifyWith(t.Context(), "va", time.Second, bigtcp.VerifyOptions{Clsact: true})
+	_, err := bigtcp.VerifyWith(t.Context(), a.Network, "va", time.Second, bigtcp.VerifyOptions{Clsact: true})
 	var refused *bigtcp.Error
 	if !errors.As(err, &refused) || refused.Kind != bigtcp.KindConflict || refused.Hint == "" {
 		t.Errorf("error %v", err)
@@ -283,7 +283,7 @@ func TestVerifyLeavesNothing(t *testing.T) {
 	}
 	verify := func() {
 		for _, clsact := range []bool{false, true} {
-			_, err := a.VerifyWith(t.Context(), "va", time.Millisecond, bigtcp.VerifyOptions{Clsact: clsact})
+			_, err := bigtcp.VerifyWith(t.Context(), a.Network, "va", time.Millisecond, bigtcp.VerifyOptions{Clsact: clsact})
 			must(t, err)
 		}
 	}

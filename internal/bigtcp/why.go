@@ -141,7 +141,7 @@ func (v *verifier) look() error {
 		if f.socket == nil {
 			f.socket = &socketSeen{}
 		}
-		f.socket.see(i, v.before.Sizes.gso(f.family), v.rttLog)
+		f.socket.see(i, gsoSize(v.before.Sizes, f.family), v.rttLog)
 	}
 	return nil
 }
@@ -334,7 +334,7 @@ func (s *scene) sentCause(f *flow) Cause {
 	}
 	limits := []limit{window, congestion, pacing}
 	// Two segments that fill a large MTU are more than an interface that is off takes.
-	if f.Largest <= Legacy || s.Sizes.gso(f.family) <= Legacy {
+	if f.Largest <= Legacy || gsoSize(s.Sizes, f.family) <= Legacy {
 		limits = append(limits, base)
 	}
 	least := limit{size: math.MaxUint64}
@@ -372,7 +372,7 @@ func variedCause(f *flow) Cause {
 
 // base is what bounds packets if nothing of the connection does.
 func (s *scene) base(f *flow) limit {
-	size := s.Sizes.gso(f.family)
+	size := gsoSize(s.Sizes, f.family)
 	l := limit{size: Legacy}
 	switch {
 	case isTunnel(s.Kind):
@@ -427,11 +427,11 @@ func (s *scene) receivedCause(f *flow) Cause {
 		}
 	}
 	for _, r := range s.Related {
-		if r.Relation == Peer && r.Sizes.GSO != 0 && r.Sizes.gso(f.family) <= Legacy {
+		if r.Relation == Peer && r.Sizes.GSO != 0 && gsoSize(r.Sizes, f.family) <= Legacy {
 			return s.off(fmt.Sprintf("BIG TCP is off for %s packets that the other end, %s, sends", familyText(f.family), r.place()), r.Name)
 		}
 	}
-	if s.Name == "lo" && s.Sizes.gso(f.family) <= Legacy {
+	if s.Name == "lo" && gsoSize(s.Sizes, f.family) <= Legacy {
 		return s.off(fmt.Sprintf("BIG TCP is off for %s packets that lo sends, to itself", familyText(f.family)), s.Name)
 	}
 	if s.isVirtual() {
@@ -446,7 +446,7 @@ func (s *scene) receivedCause(f *flow) Cause {
 		return Cause{Name: "kernel", Detail: "this kernel has no BIG TCP for IPv4", Hint: "Linux 6.3 has it"}
 	case !s.Offloads.GRO:
 		return Cause{Name: "offload_off", Detail: "joining of received packets (GRO) is off", Hint: "turn it on: ethtool -K " + s.Name + " gro on"}
-	case s.Sizes.gro(f.family) <= Legacy:
+	case groSize(s.Sizes, f.family) <= Legacy:
 		return s.off(fmt.Sprintf("BIG TCP is off for %s packets that %s receives", familyText(f.family), s.Name), s.Name)
 	}
 	return Cause{

@@ -147,7 +147,7 @@ func bigtcpLook(cmd *cobra.Command, names []string, where bigtcpPlace, policy st
 			shown.Problems = append(shown.Problems, fmt.Sprintf("%s: %v", what, err))
 		}
 	}
-	troubles, ofInterfaces, err := network.Troubles(list, shown.Support)
+	troubles, ofInterfaces, err := bigtcp.Troubles(network, list, shown.Support)
 	see("what does not go well with large packets", err)
 	shown.Troubles = append(shown.Troubles, troubles...)
 	records, damaged, err := recordsOf(network, where.state)

@@ -112,7 +112,7 @@ func (a bigtcpAims) plan(r *bigtcpRequest) (*bigtcpChanges, error) {
 		changes, err := store.Plan(aim.network, bigtcp.ByCommand, aim.targets, r.force)
 		if errors.Is(err, os.ErrPermission) {
 			answer.Problems = []string{fmt.Sprintf("who has set sizes before: %v", err)}
-			changes, err = aim.network.Plan(aim.targets)
+			changes, err = bigtcp.Plan(aim.network, aim.targets)
 		}
 		if err != nil {
 			return nil, flagged(err)

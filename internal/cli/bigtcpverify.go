@@ -50,7 +50,7 @@ what was seen so far.`,
 				return err
 			}
 			defer network.Close()
-			proof, err := network.Verify(cmd.Context(), args[0], cmp.Or(during, verifyFor))
+			proof, err := bigtcp.Verify(cmd.Context(), network, args[0], cmp.Or(during, verifyFor))
 			if err != nil {
 				return err
 			}
