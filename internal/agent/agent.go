@@ -25,7 +25,7 @@ import (
 	"github.com/coreos/go-systemd/v22/daemon"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/member"
@@ -67,7 +67,7 @@ type Agent struct {
 	history        *traceHistory      // nil while nothing is traced
 	watch          *folderWatch       // nil while nothing is tuned or traced
 	sizers         map[string]*sizer  // by network namespace
-	records        *bigtcp.Store      // of sizes that were set
+	records        *sizing.Store      // of sizes that were set
 	networks       *networkWatch      // nil while no sizes are set
 	metrics        *metricsServer
 	sockets        socketMetrics

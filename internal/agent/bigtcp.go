@@ -18,21 +18,22 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
 )
 
 // sizer keeps the sizes of the interfaces of one network namespace in step with the
 // policy.
 type sizer struct {
-	store *bigtcp.Store
+	store *sizing.Store
 	log   *slog.Logger
 	netns string // path; "" for the agent's own
 
 	mu         sync.Mutex
 	rules      []config.BigTCPRule
-	network    *bigtcp.Network // nil while there is none
-	leave      func()          // ends the watch of it
+	network    *netif.Network // nil while there is none
+	leave      func()         // ends the watch of it
 	place      placeID
 	problem    error                           // of the namespace
 	since      time.Time                       // of the problem
@@ -50,8 +51,8 @@ type sized struct {
 	rule     *config.BigTCPRule // nil: none is for it any more
 	target   bool               // the rule is for itself
 	because  string             // the interface above it, of one that is no target
-	want     bigtcp.Want
-	from, to bigtcp.Sizes // that it has, and is to have
+	want     sizing.Want
+	from, to netif.Sizes // that it has, and is to have
 	notes    []string
 	planned  bool
 	todo     bool // it is to be set
@@ -63,7 +64,7 @@ type sized struct {
 
 // attempt is what was tried to set.
 type attempt struct {
-	from, to bigtcp.Sizes
+	from, to netif.Sizes
 	err      error
 }
 
@@ -95,7 +96,7 @@ func (s *sizer) enter() error {
 	if err != nil {
 		return fmt.Errorf("find network namespace: %w", err)
 	}
-	network, err := bigtcp.OpenNetwork(s.netns)
+	network, err := netif.OpenNetwork(s.netns)
 	if errors.Is(err, fs.ErrPermission) && !hasCapability(unix.CAP_SYS_ADMIN) {
 		return noEntry()
 	}
@@ -113,7 +114,7 @@ func (s *sizer) enter() error {
 	s.recheck = time.NewTimer(recheckAfter)
 	go s.follow(ctx, network, changes, s.recheck.C)
 	// Another namespace may have been here before.
-	return s.giveBack(func(r bigtcp.Record) bool { return r.Netns == s.netns && r.NetnsID != network.ID() })
+	return s.giveBack(func(r sizing.Record) bool { return r.Netns == s.netns && r.NetnsID != network.ID() })
 }
 
 // recheckAfter is when to look again after sizes were set: later than the watch has
@@ -128,7 +129,7 @@ func noEntry() error {
 
 // follow looks again whenever an interface has changed, until ctx ends, and closes
 // the network.
-func (s *sizer) follow(ctx context.Context, network *bigtcp.Network, changes <-chan struct{}, recheck <-chan time.Time) {
+func (s *sizer) follow(ctx context.Context, network *netif.Network, changes <-chan struct{}, recheck <-chan time.Time) {
 	defer network.Close()
 	for {
 		more := true
@@ -189,7 +190,7 @@ func (s *sizer) renew() {
 		s.exit()
 		s.log.Info("network namespace has vanished", "netns", s.netns)
 		// Nobody can give back what was in there.
-		if err := s.giveBack(func(r bigtcp.Record) bool { return r.NetnsID == id }); err != nil {
+		if err := s.giveBack(func(r sizing.Record) bool { return r.NetnsID == id }); err != nil {
 			s.log.Debug("records of a network namespace not removed", "netns", s.netns, "error", err)
 		}
 	}
@@ -266,7 +267,7 @@ func (s *sizer) reconcile(explicit bool) error {
 func (s *sizer) act(o *outlook, explicit bool) (bool, error) {
 	lost := len(o.gone)+len(o.unwanted) > 0
 	if lost {
-		err := s.giveBack(func(r bigtcp.Record) bool {
+		err := s.giveBack(func(r sizing.Record) bool {
 			return r.NetnsID == s.network.ID() && o.interfaces[r.Index] == nil && !o.needs(r)
 		})
 		if err != nil && explicit {
@@ -287,15 +288,15 @@ func (s *sizer) act(o *outlook, explicit bool) (bool, error) {
 
 // giveBack takes the policy's records back that are chosen. What somebody else has
 // set since is left.
-func (s *sizer) giveBack(only func(bigtcp.Record) bool) error {
-	done, err := s.store.Revert(func(r bigtcp.Record) bool { return r.Owner == bigtcp.ByPolicy && only(r) }, false)
+func (s *sizer) giveBack(only func(sizing.Record) bool) error {
+	done, err := s.store.Revert(func(r sizing.Record) bool { return r.Owner == sizing.ByPolicy && only(r) }, false)
 	for _, r := range done {
-		if r.Result == bigtcp.ResultReverted {
+		if r.Result == sizing.ResultReverted {
 			s.log.Info("sizes taken back", "netns", r.Netns, "interface", r.Interface)
 		}
 	}
-	var refused *bigtcp.Error
-	if errors.As(err, &refused) && refused.Kind == bigtcp.KindConflict {
+	var refused *netif.Error
+	if errors.As(err, &refused) && refused.Kind == netif.KindConflict {
 		s.log.Warn("sizes not taken back", "netns", s.netns, "reason", err)
 		return nil
 	}
@@ -333,18 +334,18 @@ func (s *sizer) failed(o *outlook, p *sizedPath) bool {
 }
 
 func (s *sizer) setPaths(o *outlook, paths []*sizedPath) error {
-	var targets []bigtcp.Target
+	var targets []sizing.Target
 	force := false
 	for _, p := range paths {
 		targets = append(targets, p.targets...)
 		force = force || p.force
 	}
-	_, err := s.store.Apply(s.network, bigtcp.ByPolicy, targets, force)
+	_, err := s.store.Apply(s.network, sizing.ByPolicy, targets, force)
 	if s.tried == nil {
 		s.tried = make(map[int]attempt)
 	}
-	var refused *bigtcp.Error
-	again := errors.As(err, &refused) && refused.Kind == bigtcp.KindConflict
+	var refused *netif.Error
+	again := errors.As(err, &refused) && refused.Kind == netif.KindConflict
 	for _, p := range paths {
 		for _, index := range p.members {
 			i := o.interfaces[index]
@@ -416,7 +417,7 @@ func (s *sizer) retire() error {
 	s.rules = nil
 	defer s.exit()
 	if s.network == nil {
-		return s.giveBack(func(r bigtcp.Record) bool { return r.Netns == s.netns })
+		return s.giveBack(func(r sizing.Record) bool { return r.Netns == s.netns })
 	}
 	return s.reconcile(true)
 }
@@ -459,7 +460,7 @@ func (s *sizer) change(rules []config.BigTCPRule) (back func() error, err error)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	before := s.rules
-	foreign := make(map[int]bigtcp.Sizes)
+	foreign := make(map[int]netif.Sizes)
 	for index, i := range s.interfaces {
 		if i.state == SizesChanged && i.rule != nil {
 			foreign[index] = i.from
@@ -477,7 +478,7 @@ func (s *sizer) change(rules []config.BigTCPRule) (back func() error, err error)
 }
 
 // become makes rules true, and gives interfaces the sizes of somebody else.
-func (s *sizer) become(rules []config.BigTCPRule, foreign map[int]bigtcp.Sizes) error {
+func (s *sizer) become(rules []config.BigTCPRule, foreign map[int]netif.Sizes) error {
 	s.rules = rules
 	if s.network == nil {
 		if err := s.enter(); err != nil || s.network == nil {
@@ -536,13 +537,13 @@ func (a *Agent) openSizer(c bigTCPChange, explicit bool) error {
 // and takes back what an earlier one has set in other network namespaces.
 func (a *Agent) startBigTCP(policy *config.Policy) error {
 	var err error
-	if a.records, err = bigtcp.OpenStore(a.options.StateDir); err != nil {
+	if a.records, err = sizing.OpenStore(a.options.StateDir); err != nil {
 		return err
 	}
 	a.sizers = make(map[string]*sizer)
 	wanted := sizings(policy)
 	leftover := &sizer{store: a.records, log: a.log}
-	err = leftover.giveBack(func(r bigtcp.Record) bool {
+	err = leftover.giveBack(func(r sizing.Record) bool {
 		return !slices.ContainsFunc(wanted, func(c bigTCPChange) bool { return c.netns == r.Netns })
 	})
 	if err != nil {
@@ -579,14 +580,14 @@ func (a *Agent) recordsDir() string { return filepath.Join(a.options.StateDir, "
 // RevertSizes gives interfaces the sizes that they had before, whoever had them set,
 // and names them.
 func RevertSizes(stateDir string) ([]string, error) {
-	store, err := bigtcp.OpenStore(stateDir)
+	store, err := sizing.OpenStore(stateDir)
 	if err != nil {
 		return nil, err
 	}
 	done, err := store.Revert(nil, false)
 	reverted := []string{}
 	for _, r := range done {
-		if r.Result != bigtcp.ResultReverted {
+		if r.Result != sizing.ResultReverted {
 			continue
 		}
 		name := r.Interface
@@ -595,8 +596,8 @@ func RevertSizes(stateDir string) ([]string, error) {
 		}
 		reverted = append(reverted, name)
 	}
-	var refused *bigtcp.Error
-	if errors.As(err, &refused) && refused.Kind == bigtcp.KindConflict {
+	var refused *netif.Error
+	if errors.As(err, &refused) && refused.Kind == netif.KindConflict {
 		err = conflict(err, "sockeye bigtcp revert --force gives back all the same what was there before")
 	}
 	return reverted, err

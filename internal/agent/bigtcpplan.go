@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/config"
 )
 
@@ -70,7 +70,7 @@ func (a *Agent) planSizes(c bigTCPChange) ([]Change, error) {
 			return rules, nil
 		}
 		var err error
-		if network, err = bigtcp.OpenNetwork(c.netns); err != nil {
+		if network, err = netif.OpenNetwork(c.netns); err != nil {
 			return nil, err
 		}
 		defer network.Close()
@@ -237,7 +237,7 @@ func shortened(rows []Change) []Change {
 
 // describeSizes says what becomes of sizes, in bytes: those of sending and receiving
 // together where they are the same.
-func describeSizes(from, to bigtcp.Sizes) string {
+func describeSizes(from, to netif.Sizes) string {
 	var parts []string
 	family := func(name string, sendFrom, sendTo, receiveFrom, receiveTo uint32) {
 		switch {

@@ -9,7 +9,7 @@ import (
 	"slices"
 	"time"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
 )
 
@@ -86,8 +86,8 @@ func (s *sizer) status() []BigTCPInterface {
 
 var errNoneYet = withHint(errors.New("there is no such interface"), "one that appears is set")
 
-func wanted(rule config.BigTCPRule) bigtcp.Want {
-	return bigtcp.Want{IPv6: rule.IPv6, IPv4: rule.IPv4}
+func wanted(rule config.BigTCPRule) sizing.Want {
+	return sizing.Want{IPv6: rule.IPv6, IPv4: rule.IPv4}
 }
 
 func (s *sizer) summary() BigTCPNetwork {

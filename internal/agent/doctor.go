@@ -16,7 +16,7 @@ import (
 	"github.com/cilium/ebpf/rlimit"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/member"
@@ -149,7 +149,7 @@ func (d *doctor) destroy() {
 // bigTCP tells which families may have packets above 64 KiB.
 func (d *doctor) bigTCP() {
 	const ipv6, ipv4 = "BIG TCP for IPv6", "BIG TCP for IPv4"
-	n, err := bigtcp.OpenNetwork("")
+	n, err := netif.OpenNetwork("")
 	if err != nil {
 		d.add("kernel", ipv6, ResultWarning, "not known: "+err.Error(), Hint(err))
 		return

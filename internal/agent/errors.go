@@ -12,7 +12,7 @@ import (
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/owned"
@@ -99,17 +99,17 @@ func (l *list) Error() string {
 func (l *list) Unwrap() []error { return l.errs }
 
 // codeOfKind has the exit codes of what package bigtcp refuses.
-var codeOfKind = map[bigtcp.Kind]int{
-	bigtcp.KindUsage:       CodeUsage,
-	bigtcp.KindUnsupported: CodeUnsupported,
-	bigtcp.KindConflict:    CodeConflict,
+var codeOfKind = map[netif.Kind]int{
+	netif.KindUsage:       CodeUsage,
+	netif.KindUnsupported: CodeUnsupported,
+	netif.KindConflict:    CodeConflict,
 }
 
 // Code finds the exit code of an error by its kind.
 func Code(err error) int {
 	var (
 		own          *Error
-		sizes        *bigtcp.Error
+		sizes        *netif.Error
 		policy       *config.Error
 		devices      *steer.DeviceMapError
 		incompatible *bpf.IncompatibleError
@@ -139,7 +139,7 @@ func Code(err error) int {
 func Hint(err error) string {
 	var (
 		own          *Error
-		sizes        *bigtcp.Error
+		sizes        *netif.Error
 		incompatible *bpf.IncompatibleError
 		untrusted    *owned.UntrustedError
 		refused      *bpf.RefusedError

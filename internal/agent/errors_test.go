@@ -12,7 +12,7 @@ import (
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/steer"
@@ -55,9 +55,9 @@ func TestCodeAndHint(t *testing.T) {
 		{"an own error without a hint", Usage(unix.EPERM, ""), 2, asRoot},
 		{"unreadable", Unreadable(fs.ErrNotExist, "y"), 2, "y"},
 		{"unreadable for rights", Unreadable(fs.ErrPermission, "y"), 4, asRoot},
-		{"no such interface", wrap(&bigtcp.Error{Kind: bigtcp.KindUsage, Err: errors.New("x"), Hint: "y"}), 2, "y"},
-		{"device cannot", wrap(&bigtcp.Error{Kind: bigtcp.KindUnsupported, Err: errors.New("x")}), 3, ""},
-		{"sizes held by another", wrap(&bigtcp.Error{Kind: bigtcp.KindConflict, Err: unix.EPERM, Hint: "y"}), 5, "y"},
+		{"no such interface", wrap(&netif.Error{Kind: netif.KindUsage, Err: errors.New("x"), Hint: "y"}), 2, "y"},
+		{"device cannot", wrap(&netif.Error{Kind: netif.KindUnsupported, Err: errors.New("x")}), 3, ""},
+		{"sizes held by another", wrap(&netif.Error{Kind: netif.KindConflict, Err: unix.EPERM, Hint: "y"}), 5, "y"},
 		{"inherited", errInherited, 5, "name the process that opened them"},
 	} {
 		if code, hint := Code(c.err), Hint(c.err); code != c.code || hint != c.hint {

@@ -13,25 +13,27 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/compat"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
 )
 
 // bigtcpShown is the answer of bigtcp -o json.
 type bigtcpShown struct {
 	Netns      string            `json:"netns,omitempty"`
-	Support    bigtcp.Support    `json:"support"`
+	Support    netif.Support     `json:"support"`
 	Interfaces []bigtcpInterface `json:"interfaces"`
-	Troubles   []bigtcp.Trouble  `json:"troubles"`
+	Troubles   []compat.Trouble  `json:"troubles"`
 	Problems   []string          `json:"problems"` // what could not be seen, and why
 }
 
 type bigtcpInterface struct {
-	bigtcp.Interface
+	netif.Interface
 	Bound    bigtcpBound      `json:"bound"`
 	Wanted   *bigtcpWanted    `json:"wanted,omitempty"`
-	Verdict  bigtcp.Verdict   `json:"verdict"`
-	Troubles []bigtcp.Trouble `json:"troubles"`
+	Verdict  netif.Verdict    `json:"verdict"`
+	Troubles []compat.Trouble `json:"troubles"`
 }
 
 // bigtcpBound is what bounds the packets that an interface sends.
@@ -42,7 +44,7 @@ type bigtcpBound struct {
 
 // bigtcpWanted is what somebody asked for.
 type bigtcpWanted struct {
-	bigtcp.Want
+	sizing.Want
 	By    string `json:"by"`    // an owner, or byFile
 	State string `json:"state"` // wantedSet, wantedChanged or wantedUnset
 	// For names the interfaces above, for one that was not asked for itself.
@@ -108,7 +110,7 @@ func policyFlag(cmd *cobra.Command, file *string) {
 
 // interfaces completes names of interfaces that are not there yet.
 func (p *bigtcpPlace) interfaces(_ *cobra.Command, args []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
-	network, err := bigtcp.OpenNetwork(p.netns)
+	network, err := netif.OpenNetwork(p.netns)
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveError
 	}
@@ -128,7 +130,7 @@ func (p *bigtcpPlace) interfaces(_ *cobra.Command, args []string, _ string) ([]c
 
 // bigtcpLook looks at the interfaces that are named, or at all.
 func bigtcpLook(cmd *cobra.Command, names []string, where bigtcpPlace, policy string) (*bigtcpShown, error) {
-	network, err := bigtcp.OpenNetwork(where.netns)
+	network, err := netif.OpenNetwork(where.netns)
 	if err != nil {
 		return nil, err
 	}
@@ -141,13 +143,13 @@ func bigtcpLook(cmd *cobra.Command, names []string, where bigtcpPlace, policy st
 	if err != nil {
 		return nil, err
 	}
-	shown := &bigtcpShown{Netns: where.netns, Support: network.Support(), Interfaces: []bigtcpInterface{}, Troubles: []bigtcp.Trouble{}, Problems: []string{}}
+	shown := &bigtcpShown{Netns: where.netns, Support: network.Support(), Interfaces: []bigtcpInterface{}, Troubles: []compat.Trouble{}, Problems: []string{}}
 	see := func(what string, err error) {
 		if err != nil {
 			shown.Problems = append(shown.Problems, fmt.Sprintf("%s: %v", what, err))
 		}
 	}
-	troubles, ofInterfaces, err := bigtcp.Troubles(network, list, shown.Support)
+	troubles, ofInterfaces, err := compat.Find(network, list, shown.Support)
 	see("what does not go well with large packets", err)
 	shown.Troubles = append(shown.Troubles, troubles...)
 	records, damaged, err := recordsOf(network, where.state)
@@ -168,10 +170,10 @@ func bigtcpLook(cmd *cobra.Command, names []string, where bigtcpPlace, policy st
 		if len(names) > 0 && !slices.Contains(named, i.Index) {
 			continue
 		}
-		one := bigtcpInterface{Interface: i, Verdict: bigtcp.Judge(&i, shown.Support), Troubles: ofInterfaces[i.Name], Wanted: wantedOf(&i, list, records, rules)}
+		one := bigtcpInterface{Interface: i, Verdict: netif.Judge(&i, shown.Support), Troubles: ofInterfaces[i.Name], Wanted: wantedOf(&i, list, records, rules)}
 		one.Bound.Size, one.Bound.By = i.Bound()
 		if one.Troubles == nil {
-			one.Troubles = []bigtcp.Trouble{}
+			one.Troubles = []compat.Trouble{}
 		}
 		shown.Interfaces = append(shown.Interfaces, one)
 	}
@@ -180,7 +182,7 @@ func bigtcpLook(cmd *cobra.Command, names []string, where bigtcpPlace, policy st
 
 // bigtcpNamed finds the indexes of interfaces that are named. A first one that there is not
 // may be a command.
-func bigtcpNamed(cmd *cobra.Command, network *bigtcp.Network, names []string) ([]int, error) {
+func bigtcpNamed(cmd *cobra.Command, network *netif.Network, names []string) ([]int, error) {
 	var indexes []int
 	for n, name := range names {
 		i, err := network.Interface(name)
@@ -199,8 +201,8 @@ func bigtcpNamed(cmd *cobra.Command, network *bigtcp.Network, names []string) ([
 
 // recordsOf reads what was set in a namespace, by the index of the interface, and the
 // paths of what cannot be read.
-func recordsOf(network *bigtcp.Network, stateDir string) (records map[int]*bigtcp.Record, damaged []string, err error) {
-	store, err := bigtcp.OpenStore(stateDir)
+func recordsOf(network *netif.Network, stateDir string) (records map[int]*sizing.Record, damaged []string, err error) {
+	store, err := sizing.OpenStore(stateDir)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -211,7 +213,7 @@ func recordsOf(network *bigtcp.Network, stateDir string) (records map[int]*bigtc
 	if damaged, err = store.Damaged(); err != nil {
 		return nil, nil, err
 	}
-	records = make(map[int]*bigtcp.Record)
+	records = make(map[int]*sizing.Record)
 	for i, r := range list {
 		if r.NetnsID == network.ID() {
 			records[r.Index] = &list[i]
@@ -231,12 +233,12 @@ func bigtcpRules(file string) ([]config.BigTCPRule, error) {
 
 // rulesOf are the rules for a namespace. Those for one that is not there, or that the
 // caller may not enter, are for another.
-func rulesOf(network *bigtcp.Network, rules []config.BigTCPRule) []config.BigTCPRule {
+func rulesOf(network *netif.Network, rules []config.BigTCPRule) []config.BigTCPRule {
 	same := map[string]bool{network.Path(): true}
 	return slices.DeleteFunc(slices.Clone(rules), func(r config.BigTCPRule) bool {
 		if _, known := same[r.Netns]; !known {
 			same[r.Netns] = false
-			if other, err := bigtcp.OpenNetwork(r.Netns); err == nil {
+			if other, err := netif.OpenNetwork(r.Netns); err == nil {
 				same[r.Netns] = other.ID() == network.ID()
 				other.Close()
 			}
@@ -247,7 +249,7 @@ func rulesOf(network *bigtcp.Network, rules []config.BigTCPRule) []config.BigTCP
 
 // wantedOf is what is wanted of an interface of the list: by a record, else by the
 // first rule that matches; nil for nothing.
-func wantedOf(i *bigtcp.Interface, list []bigtcp.Interface, records map[int]*bigtcp.Record, rules []config.BigTCPRule) *bigtcpWanted {
+func wantedOf(i *netif.Interface, list []netif.Interface, records map[int]*sizing.Record, rules []config.BigTCPRule) *bigtcpWanted {
 	if r := records[i.Index]; r != nil {
 		w := &bigtcpWanted{Want: r.Want, By: string(r.Owner), State: wantedSet}
 		if i.Sizes != r.Applied {
@@ -260,14 +262,14 @@ func wantedOf(i *bigtcp.Interface, list []bigtcp.Interface, records map[int]*big
 	}
 	for _, r := range rules {
 		if r.Matches(i.Name) {
-			return &bigtcpWanted{Want: bigtcp.Want{IPv6: r.IPv6, IPv4: r.IPv4}, By: byFile, State: wantedUnset}
+			return &bigtcpWanted{Want: sizing.Want{IPv6: r.IPv6, IPv4: r.IPv4}, By: byFile, State: wantedUnset}
 		}
 	}
 	return nil
 }
 
 // namesOf are the names of those of the list that have one of the indexes.
-func namesOf(list []bigtcp.Interface, indexes []int) []string {
+func namesOf(list []netif.Interface, indexes []int) []string {
 	var names []string
 	for _, i := range list {
 		if slices.Contains(indexes, i.Index) {
@@ -292,8 +294,8 @@ func maySet() error {
 
 // flagged gives a hint about force the name of the flag.
 func flagged(err error) error {
-	if known, ok := errors.AsType[*bigtcp.Error](err); ok && strings.HasPrefix(known.Hint, "force ") {
-		return &bigtcp.Error{Kind: known.Kind, Err: err, Hint: "--" + known.Hint}
+	if known, ok := errors.AsType[*netif.Error](err); ok && strings.HasPrefix(known.Hint, "force ") {
+		return &netif.Error{Kind: known.Kind, Err: err, Hint: "--" + known.Hint}
 	}
 	return err
 }

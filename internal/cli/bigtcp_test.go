@@ -19,7 +19,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/testenv"
 )
 
@@ -27,7 +28,7 @@ import (
 func newBigTCPHost(t testing.TB) *host {
 	t.Helper()
 	h := newHost(t, "bigtcp: []\n")
-	network, err := bigtcp.OpenNetwork("")
+	network, err := netif.OpenNetwork("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -177,20 +178,20 @@ func asJSON[T any](h *host, args string) T {
 }
 
 // setBy has sizes set by somebody with a record.
-func (h *host) setBy(owner bigtcp.Owner, size uint32, names ...string) {
+func (h *host) setBy(owner sizing.Owner, size uint32, names ...string) {
 	h.t.Helper()
-	store, err := bigtcp.OpenStore(h.state)
+	store, err := sizing.OpenStore(h.state)
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	network, err := bigtcp.OpenNetwork("")
+	network, err := netif.OpenNetwork("")
 	if err != nil {
 		h.t.Fatal(err)
 	}
 	defer network.Close()
-	var targets []bigtcp.Target
+	var targets []sizing.Target
 	for _, name := range names {
-		targets = append(targets, bigtcp.Target{Interface: name, Want: bigtcp.Want{IPv6: size, IPv4: size}})
+		targets = append(targets, sizing.Target{Interface: name, Want: sizing.Want{IPv6: size, IPv4: size}})
 	}
 	if _, err := store.Apply(network, owner, targets, false); err != nil {
 		h.t.Fatal(err)
@@ -238,9 +239,9 @@ cli0  veth  524280  192000/192000  192000/192000  192000/192000
 		t.Fatalf("%+v", shown)
 	}
 	i := shown.Interfaces[at]
-	want := bigtcpWanted{Want: bigtcp.Want{IPv6: 192000, IPv4: 192000}, By: "command", State: "set"}
+	want := bigtcpWanted{Want: sizing.Want{IPv6: 192000, IPv4: 192000}, By: "command", State: "set"}
 	if !reflect.DeepEqual(i.Wanted, &want) ||
-		i.Bound != (bigtcpBound{524280, "cli0"}) || i.Verdict.State != bigtcp.On || i.Sizes != sameSizes(192000) || len(i.Related) != 1 {
+		i.Bound != (bigtcpBound{524280, "cli0"}) || i.Verdict.State != netif.On || i.Sizes != sameSizes(192000) || len(i.Related) != 1 {
 		t.Errorf("%+v, wanted %+v", i, i.Wanted)
 	}
 	h.prints(`
@@ -374,9 +375,9 @@ func TestBigTCPChangedSince(t *testing.T) {
 func TestBigTCPOfThePolicy(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1", "cli2")
-	h.setBy(bigtcp.ByPolicy, 192000, "cli0")
-	h.setBy(bigtcp.ByBench, 185000, "cli1")
-	h.setBy(bigtcp.ByCommand, 185000, "cli2")
+	h.setBy(sizing.ByPolicy, 192000, "cli0")
+	h.setBy(sizing.ByBench, 185000, "cli1")
+	h.setBy(sizing.ByCommand, 185000, "cli2")
 	for _, args := range []string{"plan cli0 --ipv6 off", "apply cli0 --ipv6 off", "apply cli2 cli0"} {
 		h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; what it had before is kept", args)
 	}
@@ -398,7 +399,7 @@ func TestBigTCPOfThePolicy(t *testing.T) {
 	}
 	h.has("cli0", 65536)
 
-	h.setBy(bigtcp.ByPolicy, 192000, "cli0")
+	h.setBy(sizing.ByPolicy, 192000, "cli0")
 	if r := h.bigtcp("apply cli0 --ipv6 200KB --force"); r.code != 0 {
 		t.Errorf("%+v", r)
 	}
@@ -644,7 +645,7 @@ func TestBigTCPRefusals(t *testing.T) {
 func TestBigTCPWithoutRights(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
-	h.setBy(bigtcp.ByCommand, 192000, "cli0")
+	h.setBy(sizing.ByCommand, 192000, "cli0")
 	ask := func(args string) result {
 		t.Helper()
 		return h.child(asNobody, "sockeye", h.bigtcpArgs(args)...)
@@ -697,7 +698,7 @@ func TestBigTCPInterrupted(t *testing.T) {
 	h.has("cli0", 65536)
 
 	// While it waits for its turn.
-	h.setBy(bigtcp.ByCommand, 70000, "cli0")
+	h.setBy(sizing.ByCommand, 70000, "cli0")
 	folder, err := os.Open(filepath.Join(h.state, "bigtcp"))
 	if err != nil {
 		t.Fatal(err)

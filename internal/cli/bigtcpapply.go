@@ -8,7 +8,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/sizing"
 )
 
 func (c *command) bigtcpApplyCommand() *cobra.Command {
@@ -59,14 +59,14 @@ is looked up again.`,
 }
 
 // apply reaches all aims, each of them whole or not at all.
-func (a bigtcpAims) apply(r *bigtcpRequest) ([]bigtcp.Change, error) {
-	store, err := bigtcp.OpenStore(r.state)
+func (a bigtcpAims) apply(r *bigtcpRequest) ([]sizing.Change, error) {
+	store, err := sizing.OpenStore(r.state)
 	if err != nil {
 		return nil, err
 	}
-	all := []bigtcp.Change{}
+	all := []sizing.Change{}
 	for _, aim := range a {
-		changes, err := store.Apply(aim.network, bigtcp.ByCommand, aim.targets, r.force)
+		changes, err := store.Apply(aim.network, sizing.ByCommand, aim.targets, r.force)
 		err = flagged(err)
 		if err != nil && changesAny(all) {
 			return nil, fmt.Errorf("%w; what was set in other network namespaces before stays, until sockeye bigtcp revert", err)
@@ -79,6 +79,6 @@ func (a bigtcpAims) apply(r *bigtcpRequest) ([]bigtcp.Change, error) {
 	return all, nil
 }
 
-func changesAny(changes []bigtcp.Change) bool {
-	return slices.ContainsFunc(changes, func(c bigtcp.Change) bool { return c.From != c.To })
+func changesAny(changes []sizing.Change) bool {
+	return slices.ContainsFunc(changes, func(c sizing.Change) bool { return c.From != c.To })
 }

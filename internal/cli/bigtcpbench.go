@@ -14,8 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/bigtcp"
 	"sockeye/internal/bigtcp/bench"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
 )
 
@@ -184,12 +185,12 @@ func benchPortFlag(listen string) string {
 }
 
 // open opens the namespace and the store.
-func (p *bigtcpPlace) open() (*bigtcp.Network, *bigtcp.Store, error) {
-	network, err := bigtcp.OpenNetwork(p.netns)
+func (p *bigtcpPlace) open() (*netif.Network, *sizing.Store, error) {
+	network, err := netif.OpenNetwork(p.netns)
 	if err != nil {
 		return nil, nil, err
 	}
-	store, err := bigtcp.OpenStore(p.state)
+	store, err := sizing.OpenStore(p.state)
 	if err != nil {
 		network.Close()
 		return nil, nil, err

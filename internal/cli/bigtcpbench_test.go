@@ -17,8 +17,8 @@ import (
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
 	"sockeye/internal/bigtcp/bench"
+	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/testenv"
 )
 
@@ -135,9 +135,9 @@ func benchHosts(t *testing.T) (paths [2]string) {
 func TestBenchServe(t *testing.T) {
 	h := newBigTCPHost(t)
 	paths := benchHosts(t)
-	sizes := func(path string) bigtcp.Sizes {
+	sizes := func(path string) netif.Sizes {
 		t.Helper()
-		n, err := bigtcp.OpenNetwork(path)
+		n, err := netif.OpenNetwork(path)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -148,7 +148,7 @@ func TestBenchServe(t *testing.T) {
 		}
 		return i.Sizes
 	}
-	before := [2]bigtcp.Sizes{sizes(paths[0]), sizes(paths[1])}
+	before := [2]netif.Sizes{sizes(paths[0]), sizes(paths[1])}
 	ctx, stop := context.WithTimeout(context.Background(), patience)
 	defer stop()
 	out, in := io.Pipe()
@@ -183,7 +183,7 @@ func TestBenchServe(t *testing.T) {
 			t.Errorf("the server does not say %q: %s", want, errs)
 		}
 	}
-	if got := [2]bigtcp.Sizes{sizes(paths[0]), sizes(paths[1])}; got != before {
+	if got := [2]netif.Sizes{sizes(paths[0]), sizes(paths[1])}; got != before {
 		t.Errorf("sizes %+v, were %+v", got, before)
 	}
 }

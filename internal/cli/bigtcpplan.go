@@ -11,13 +11,14 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
 )
 
 // bigtcpChanges is the answer of bigtcp plan and bigtcp apply.
 type bigtcpChanges struct {
-	Changes []bigtcp.Change `json:"changes"` // in the order in which they are made
+	Changes []sizing.Change `json:"changes"` // in the order in which they are made
 	Skipped []bigtcpSkipped `json:"skipped"`
 	// Problems are what could not be looked at, and why.
 	Problems []string `json:"problems"`
@@ -88,8 +89,8 @@ func (c *command) bigtcpChanged(answer bigtcpChanges, verb string) error {
 
 // bigtcpAim is what is wanted of interfaces of one namespace.
 type bigtcpAim struct {
-	network *bigtcp.Network
-	targets []bigtcp.Target
+	network *netif.Network
+	targets []sizing.Target
 }
 
 type bigtcpAims []bigtcpAim
@@ -103,16 +104,16 @@ func (a bigtcpAims) close() {
 // plan plans all aims. Who may not read the records cannot be told what is refused
 // because of them.
 func (a bigtcpAims) plan(r *bigtcpRequest) (*bigtcpChanges, error) {
-	store, err := bigtcp.OpenStore(r.state)
+	store, err := sizing.OpenStore(r.state)
 	if err != nil {
 		return nil, err
 	}
-	answer := &bigtcpChanges{[]bigtcp.Change{}, nil, []string{}}
+	answer := &bigtcpChanges{[]sizing.Change{}, nil, []string{}}
 	for _, aim := range a {
-		changes, err := store.Plan(aim.network, bigtcp.ByCommand, aim.targets, r.force)
+		changes, err := store.Plan(aim.network, sizing.ByCommand, aim.targets, r.force)
 		if errors.Is(err, os.ErrPermission) {
 			answer.Problems = []string{fmt.Sprintf("who has set sizes before: %v", err)}
-			changes, err = bigtcp.Plan(aim.network, aim.targets)
+			changes, err = sizing.Plan(aim.network, aim.targets)
 		}
 		if err != nil {
 			return nil, flagged(err)
@@ -135,13 +136,13 @@ func (r *bigtcpRequest) aims(cmd *cobra.Command, names []string) (bigtcpAims, []
 	case len(names) > 0 && changed("policy"):
 		return nil, nil, agent.Usage(errors.New("--policy and INTERFACE do not go together"), usage)
 	case len(names) > 0:
-		network, err := bigtcp.OpenNetwork(r.netns)
+		network, err := netif.OpenNetwork(r.netns)
 		if err != nil {
 			return nil, nil, err
 		}
 		aim := bigtcpAim{network: network}
 		for _, name := range names {
-			aim.targets = append(aim.targets, bigtcp.Target{Interface: name, Want: want})
+			aim.targets = append(aim.targets, sizing.Target{Interface: name, Want: want})
 		}
 		return bigtcpAims{aim}, []bigtcpSkipped{}, nil
 	}
@@ -166,7 +167,7 @@ func (r *bigtcpRequest) aims(cmd *cobra.Command, names []string) (bigtcpAims, []
 }
 
 // want reads the sizes. Both families have a default, together.
-func (r *bigtcpRequest) want(cmd *cobra.Command) (want bigtcp.Want, err error) {
+func (r *bigtcpRequest) want(cmd *cobra.Command) (want sizing.Want, err error) {
 	if !cmd.Flags().Changed("ipv6") && !cmd.Flags().Changed("ipv4") {
 		r.ipv6, r.ipv4 = bigtcpSize, bigtcpSize
 	}
@@ -197,7 +198,7 @@ func aimsOfRules(rules []config.BigTCPRule) (aims bigtcpAims, skipped []bigtcpSk
 		byNetns[r.Netns] = append(byNetns[r.Netns], r)
 	}
 	for _, netns := range order {
-		network, err := bigtcp.OpenNetwork(netns)
+		network, err := netif.OpenNetwork(netns)
 		if errors.Is(err, os.ErrNotExist) {
 			for _, r := range byNetns[netns] {
 				skipped = append(skipped, bigtcpSkipped{netns, r.Interface, "there is no such network namespace"})
@@ -219,7 +220,7 @@ func aimsOfRules(rules []config.BigTCPRule) (aims bigtcpAims, skipped []bigtcpSk
 	return aims, skipped, nil
 }
 
-func targetsOfRules(network *bigtcp.Network, rules []config.BigTCPRule) (targets []bigtcp.Target, skipped []bigtcpSkipped, err error) {
+func targetsOfRules(network *netif.Network, rules []config.BigTCPRule) (targets []sizing.Target, skipped []bigtcpSkipped, err error) {
 	list, err := network.Interfaces()
 	if err != nil {
 		return nil, nil, err
@@ -235,13 +236,13 @@ func targetsOfRules(network *bigtcp.Network, rules []config.BigTCPRule) (targets
 			continue
 		}
 		matched[at] = true
-		want := bigtcp.Want{IPv6: rules[at].IPv6, IPv4: rules[at].IPv4}
-		verdict := bigtcp.Judge(&i, support)
-		if !rules[at].Named() && verdict.State == bigtcp.Impossible && max(want.IPv6, want.IPv4) > bigtcp.Legacy {
+		want := sizing.Want{IPv6: rules[at].IPv6, IPv4: rules[at].IPv4}
+		verdict := netif.Judge(&i, support)
+		if !rules[at].Named() && verdict.State == netif.Impossible && max(want.IPv6, want.IPv4) > netif.Legacy {
 			skip(i.Name, verdict.Text)
 			continue
 		}
-		targets = append(targets, bigtcp.Target{Interface: i.Name, Want: want})
+		targets = append(targets, sizing.Target{Interface: i.Name, Want: want})
 	}
 	for at, r := range rules {
 		if !matched[at] {

@@ -12,12 +12,13 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 )
 
 // bigtcpReverted is the answer of bigtcp revert.
 type bigtcpReverted struct {
-	Reverted []bigtcp.Reverted `json:"reverted"`
+	Reverted []sizing.Reverted `json:"reverted"`
 	// Error, Hint and Code are those of what was not taken back.
 	Error string `json:"error,omitempty"`
 	Hint  string `json:"hint,omitempty"`
@@ -48,7 +49,7 @@ has set for its policy too.`,
 			if err != nil && len(done) == 0 {
 				return err
 			}
-			answer := bigtcpReverted{Reverted: append([]bigtcp.Reverted{}, done...)}
+			answer := bigtcpReverted{Reverted: append([]sizing.Reverted{}, done...)}
 			if err != nil {
 				answer.Error, answer.Hint, answer.Code = agent.Message(err), agent.Hint(err), agent.Code(err)
 			}
@@ -66,8 +67,8 @@ has set for its policy too.`,
 	return cmd
 }
 
-func bigtcpRevert(cmd *cobra.Command, names []string, where bigtcpPlace, force bool) ([]bigtcp.Reverted, error) {
-	store, err := bigtcp.OpenStore(where.state)
+func bigtcpRevert(cmd *cobra.Command, names []string, where bigtcpPlace, force bool) ([]sizing.Reverted, error) {
+	store, err := sizing.OpenStore(where.state)
 	if err != nil {
 		return nil, err
 	}
@@ -75,7 +76,7 @@ func bigtcpRevert(cmd *cobra.Command, names []string, where bigtcpPlace, force b
 	if err != nil {
 		return nil, err
 	}
-	chosen := func(r bigtcp.Record) bool { return r.Owner != bigtcp.ByPolicy }
+	chosen := func(r sizing.Record) bool { return r.Owner != sizing.ByPolicy }
 	if len(names) > 0 || where.netns != "" {
 		if chosen, err = chooseRecords(records, names, where.netns, force); err != nil {
 			return nil, err
@@ -95,24 +96,24 @@ func bigtcpRevert(cmd *cobra.Command, names []string, where bigtcpPlace, force b
 
 // chooseRecords tells which records are those of the interfaces that are named, or of
 // all in a network namespace. It refuses, unless force, what others rely on.
-func chooseRecords(records []bigtcp.Record, names []string, netns string, force bool) (func(bigtcp.Record) bool, error) {
-	network, err := bigtcp.OpenNetwork(netns)
-	here := func(r bigtcp.Record) bool { return r.Netns == netns }
+func chooseRecords(records []sizing.Record, names []string, netns string, force bool) (func(sizing.Record) bool, error) {
+	network, err := netif.OpenNetwork(netns)
+	here := func(r sizing.Record) bool { return r.Netns == netns }
 	switch {
 	case err == nil:
 		defer network.Close()
 		id := network.ID()
-		here = func(r bigtcp.Record) bool { return r.NetnsID == id }
+		here = func(r sizing.Record) bool { return r.NetnsID == id }
 	case !errors.Is(err, os.ErrNotExist):
 		return nil, err
 	}
 	if len(names) == 0 {
-		return func(r bigtcp.Record) bool { return here(r) && r.Owner != bigtcp.ByPolicy }, nil
+		return func(r sizing.Record) bool { return here(r) && r.Owner != sizing.ByPolicy }, nil
 	}
 	var present []int
 	var gone []string
 	for _, name := range names {
-		recorded := slices.ContainsFunc(records, func(r bigtcp.Record) bool { return here(r) && r.Interface == name })
+		recorded := slices.ContainsFunc(records, func(r sizing.Record) bool { return here(r) && r.Interface == name })
 		if network == nil && !recorded {
 			return nil, err
 		}
@@ -128,7 +129,7 @@ func chooseRecords(records []bigtcp.Record, names []string, netns string, force 
 		}
 		gone = append(gone, name)
 	}
-	chosen := func(r bigtcp.Record) bool {
+	chosen := func(r sizing.Record) bool {
 		return here(r) && (slices.Contains(present, r.Index) || slices.Contains(gone, r.Interface))
 	}
 	if force {
@@ -138,8 +139,8 @@ func chooseRecords(records []bigtcp.Record, names []string, netns string, force 
 		if !chosen(r) {
 			continue
 		}
-		if r.Owner == bigtcp.ByPolicy {
-			return nil, &bigtcp.Error{Kind: bigtcp.KindConflict, Err: fmt.Errorf("%s was set by the agent, for its policy", r.Interface),
+		if r.Owner == sizing.ByPolicy {
+			return nil, &netif.Error{Kind: netif.KindConflict, Err: fmt.Errorf("%s was set by the agent, for its policy", r.Interface),
 				Hint: "take it out of the policy file and run sockeye apply, or use --force"}
 		}
 		if network == nil || slices.Contains(r.For, r.Index) || slices.ContainsFunc(r.For, func(index int) bool { return slices.Contains(present, index) }) {
@@ -150,7 +151,7 @@ func chooseRecords(records []bigtcp.Record, names []string, netns string, force 
 			return nil, err
 		}
 		if above := namesOf(list, r.For); len(above) > 0 {
-			return nil, &bigtcp.Error{Kind: bigtcp.KindConflict, Err: fmt.Errorf("%s was set because it is below %s", r.Interface, strings.Join(above, ", ")),
+			return nil, &netif.Error{Kind: netif.KindConflict, Err: fmt.Errorf("%s was set because it is below %s", r.Interface, strings.Join(above, ", ")),
 				Hint: "take that back, or use --force"}
 		}
 	}

@@ -9,7 +9,9 @@ import (
 	"strings"
 	"unicode/utf8"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/compat"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 )
 
 const (
@@ -44,7 +46,7 @@ func (t *text) paragraph(indent, format string, args ...any) {
 
 // trouble adds what was found, on which interfaces if it is not plain, and what to do
 // about it.
-func (t *text) trouble(indent string, of bigtcp.Trouble, names ...string) {
+func (t *text) trouble(indent string, of compat.Trouble, names ...string) {
 	where := ""
 	if len(names) > 0 {
 		where = " on " + firstNames(names)
@@ -72,15 +74,15 @@ func wantedSize(size uint32) string {
 	switch size {
 	case 0:
 		return "-"
-	case bigtcp.Legacy:
+	case netif.Legacy:
 		return "off"
 	}
 	return fmt.Sprint(size)
 }
 
 // sizesText writes the sizes of a device in words.
-func sizesText(s bigtcp.Sizes) string {
-	if s == (bigtcp.Sizes{GSO: s.GSO, GRO: s.GSO, GSOIPv4: s.GSO, GROIPv4: s.GSO}) {
+func sizesText(s netif.Sizes) string {
+	if s == (netif.Sizes{GSO: s.GSO, GRO: s.GSO, GSOIPv4: s.GSO, GROIPv4: s.GSO}) {
 		return fmt.Sprintf("sizes %d", s.GSO)
 	}
 	text := "IPv6 " + bothWays(s.GSO, s.GRO)
@@ -144,12 +146,12 @@ func bigtcpText(t *text, s *bigtcpShown, all bool) {
 
 // shared are troubles that several rows have, with the names of their interfaces.
 type shared struct {
-	order []bigtcp.Trouble
-	names map[bigtcp.Trouble][]string
+	order []compat.Trouble
+	names map[compat.Trouble][]string
 }
 
 func sharedTroubles(rows []alike) shared {
-	s := shared{names: make(map[bigtcp.Trouble][]string)}
+	s := shared{names: make(map[compat.Trouble][]string)}
 	for _, row := range rows {
 		for _, trouble := range row[0].Troubles {
 			s.names[trouble] = append(s.names[trouble], row[0].Name)
@@ -163,7 +165,7 @@ func sharedTroubles(rows []alike) shared {
 
 // dull tells whether nobody would miss the interface.
 func (i *bigtcpInterface) dull() bool {
-	if i.Wanted != nil || i.Verdict.State == bigtcp.On || i.Verdict.State == bigtcp.Partly {
+	if i.Wanted != nil || i.Verdict.State == netif.On || i.Verdict.State == netif.Partly {
 		return false
 	}
 	return i.Name == "lo" || !i.Up && i.Kind != "" && len(i.Related) == 0
@@ -217,8 +219,8 @@ func withoutName(said, name string) string {
 }
 
 // neighbours are the devices above and below.
-func (i *bigtcpInterface) neighbours() []bigtcp.Related {
-	return slices.DeleteFunc(slices.Clone(i.Related), func(r bigtcp.Related) bool { return r.Relation == bigtcp.Peer })
+func (i *bigtcpInterface) neighbours() []netif.Related {
+	return slices.DeleteFunc(slices.Clone(i.Related), func(r netif.Related) bool { return r.Relation == netif.Peer })
 }
 
 func (a alike) rank() int {
@@ -285,9 +287,9 @@ func writeNotes(t *text, row alike, shared shared) {
 // words say who wants the sizes, and what became of that.
 func (w *bigtcpWanted) words() string {
 	text := map[string]string{
-		string(bigtcp.ByCommand): "wanted by sockeye bigtcp apply",
-		string(bigtcp.ByPolicy):  "wanted by the agent's policy",
-		string(bigtcp.ByBench):   "wanted by sockeye bigtcp bench",
+		string(sizing.ByCommand): "wanted by sockeye bigtcp apply",
+		string(sizing.ByPolicy):  "wanted by the agent's policy",
+		string(sizing.ByBench):   "wanted by sockeye bigtcp bench",
 		byFile:                   "wanted by the policy file",
 	}[w.By]
 	if len(w.For) > 0 {
@@ -312,12 +314,12 @@ func firstNames(names []string) string {
 
 // writeRelated adds the devices that an interface is bound to, those that are
 // alike on one line.
-func writeRelated(t *text, related []bigtcp.Related) {
+func writeRelated(t *text, related []netif.Related) {
 	type sort struct {
-		relation            bigtcp.Relation
+		relation            netif.Relation
 		netns, kind, driver string
 		most                uint32
-		sizes               bigtcp.Sizes
+		sizes               netif.Sizes
 	}
 	var order []sort
 	names := make(map[sort][]string)
@@ -348,7 +350,7 @@ func writeRelated(t *text, related []bigtcp.Related) {
 		if s.most > 0 {
 			parts = append(parts, fmt.Sprintf("TSO max %d", s.most))
 		}
-		if s.sizes != (bigtcp.Sizes{}) {
+		if s.sizes != (netif.Sizes{}) {
 			parts = append(parts, sizesText(s.sizes))
 		}
 		if len(parts) > 0 {
@@ -368,7 +370,7 @@ func fromTo(from, to uint32) string {
 
 // changesText writes what changes, or would, and what that is good for.
 func changesText(t *text, answer *bigtcpChanges, verb string) {
-	var worth []bigtcp.Change
+	var worth []sizing.Change
 	var already []string
 	changed := 0
 	for _, c := range answer.Changes {
@@ -410,12 +412,12 @@ func placeText(name, netns string) string {
 
 // changeRow is a change, and the other interfaces that have the same.
 type changeRow struct {
-	bigtcp.Change
+	sizing.Change
 	others []string
 }
 
 // changeGroups makes rows of changes: each its own if they are few.
-func changeGroups(changes []bigtcp.Change) []changeRow {
+func changeGroups(changes []sizing.Change) []changeRow {
 	var rows []changeRow
 	places := make(map[string]int)
 	for _, c := range changes {
@@ -432,7 +434,7 @@ func changeGroups(changes []bigtcp.Change) []changeRow {
 
 // writeChanges writes a row for each family of each interface that changes, and below
 // it what is to be said of the interface.
-func writeChanges(t *text, changes []bigtcp.Change) {
+func writeChanges(t *text, changes []sizing.Change) {
 	if len(changes) == 0 {
 		return
 	}
@@ -456,7 +458,7 @@ func writeChanges(t *text, changes []bigtcp.Change) {
 }
 
 // sizeRows has a row for each family that changes, the first with the interface.
-func sizeRows(c *bigtcp.Change) [][]string {
+func sizeRows(c *sizing.Change) [][]string {
 	var rows [][]string
 	name := c.Interface
 	for _, f := range []struct {
@@ -498,19 +500,19 @@ func revertedText(t *text, answer *bigtcpReverted) {
 		t.line("there is nothing to take back")
 		return
 	}
-	var back []bigtcp.Change
+	var back []sizing.Change
 	names := make(map[string][]string)
 	for _, r := range answer.Reverted {
-		if r.Result == bigtcp.ResultReverted {
+		if r.Result == sizing.ResultReverted {
 			back = append(back, r.Change)
 		}
 		names[r.Result] = append(names[r.Result], placeText(r.Interface, r.Netns))
 	}
 	writeChanges(t, back)
 	for _, became := range []struct{ result, words string }{
-		{bigtcp.ResultAlready, "as before already"},
-		{bigtcp.ResultGone, "gone"},
-		{bigtcp.ResultChanged, "left, since somebody else has set other sizes"},
+		{sizing.ResultAlready, "as before already"},
+		{sizing.ResultGone, "gone"},
+		{sizing.ResultChanged, "left, since somebody else has set other sizes"},
 	} {
 		if names := names[became.result]; len(names) > 0 {
 			t.paragraph("", "%s: %s", became.words, firstNames(names))

@@ -13,7 +13,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/verify"
 )
 
 const verifyFor = 10 * time.Second
@@ -42,15 +43,15 @@ what was seen so far.`,
 			if err != nil {
 				return err
 			}
-			if during > bigtcp.VerifyLongest {
-				return agent.Usage(fmt.Errorf("--for is %q", cmd.Flag("for").Value), "at most "+bigtcp.VerifyLongest.String())
+			if during > verify.Longest {
+				return agent.Usage(fmt.Errorf("--for is %q", cmd.Flag("for").Value), "at most "+verify.Longest.String())
 			}
-			network, err := bigtcp.OpenNetwork(where.netns)
+			network, err := netif.OpenNetwork(where.netns)
 			if err != nil {
 				return err
 			}
 			defer network.Close()
-			proof, err := bigtcp.Verify(cmd.Context(), network, args[0], cmp.Or(during, verifyFor))
+			proof, err := verify.Run(cmd.Context(), network, args[0], cmp.Or(during, verifyFor))
 			if err != nil {
 				return err
 			}
@@ -68,7 +69,7 @@ what was seen so far.`,
 
 // changedNote tells that somebody has changed the sizes of an interface since they were set;
 // "" if nobody has, or if none were set.
-func changedNote(network *bigtcp.Network, name, stateDir string) string {
+func changedNote(network *netif.Network, name, stateDir string) string {
 	records, _, err := recordsOf(network, stateDir)
 	if err != nil {
 		return fmt.Sprintf("the sizes that were set are not known: %v", err)
@@ -77,7 +78,7 @@ func changedNote(network *bigtcp.Network, name, stateDir string) string {
 	if err != nil {
 		return fmt.Sprintf("the sizes that were set are not known: %v", err)
 	}
-	i := slices.IndexFunc(list, func(i bigtcp.Interface) bool { return i.Name == name })
+	i := slices.IndexFunc(list, func(i netif.Interface) bool { return i.Name == name })
 	if i < 0 {
 		return ""
 	}
@@ -89,7 +90,7 @@ func changedNote(network *bigtcp.Network, name, stateDir string) string {
 }
 
 // verifyText shows a proof: the answer first, then what it comes from.
-func verifyText(t *text, p *bigtcp.Proof) {
+func verifyText(t *text, p *verify.Proof) {
 	name := p.Interface
 	if p.Netns != "" {
 		name += " in " + p.Netns
@@ -110,8 +111,8 @@ func verifyText(t *text, p *bigtcp.Proof) {
 	}
 	t.line("")
 	verifyTotals(t, p)
-	verifyClasses(t, p, "PACKETS OF TCP, BYTES", func(c *bigtcp.Count) []bigtcp.Class { return c.Sizes })
-	verifyClasses(t, p, "PACKETS OF TCP, SEGMENTS", func(c *bigtcp.Count) []bigtcp.Class { return c.BySegments })
+	verifyClasses(t, p, "PACKETS OF TCP, BYTES", func(c *verify.Count) []verify.Class { return c.Sizes })
+	verifyClasses(t, p, "PACKETS OF TCP, SEGMENTS", func(c *verify.Count) []verify.Class { return c.BySegments })
 	if len(p.Causes) > 0 {
 		t.line("why the others were not larger, by their share of TCP's bytes:")
 		for _, why := range p.Causes {
@@ -120,7 +121,7 @@ func verifyText(t *text, p *bigtcp.Proof) {
 	}
 }
 
-func verifyCause(t *text, why *bigtcp.Cause) {
+func verifyCause(t *text, why *verify.Cause) {
 	of := ""
 	if why.Connections > 0 {
 		of = ", " + count(why.Connections, "connection", "connections")
@@ -135,9 +136,9 @@ func verifyCause(t *text, why *bigtcp.Cause) {
 
 func percent(share float64) string { return strconv.FormatFloat(100*share, 'f', 1, 64) + " %" }
 
-var familyNames = map[bigtcp.Family]string{bigtcp.TCP4: "TCP, IPv4", bigtcp.TCP6: "TCP, IPv6", bigtcp.Other: "other"}
+var familyNames = map[verify.Family]string{verify.TCP4: "TCP, IPv4", verify.TCP6: "TCP, IPv6", verify.Other: "other"}
 
-func verifyTotals(t *text, p *bigtcp.Proof) {
+func verifyTotals(t *text, p *verify.Proof) {
 	rows := [][]string{{"", "", "PACKETS", "BYTES", "SEGMENTS", "LARGEST", "ABOVE 64 KB"}}
 	for _, c := range p.Counts {
 		rows = append(rows, []string{
@@ -151,20 +152,20 @@ func verifyTotals(t *text, p *bigtcp.Proof) {
 
 // verifyClasses shows how many packets of TCP have so many bytes or segments, at
 // each point, and the share of the point's bytes that they have.
-func verifyClasses(t *text, p *bigtcp.Proof, title string, classes func(*bigtcp.Count) []bigtcp.Class) {
-	points := []bigtcp.Point{bigtcp.Received, bigtcp.Sent, bigtcp.Driver}
+func verifyClasses(t *text, p *verify.Proof, title string, classes func(*verify.Count) []verify.Class) {
+	points := []verify.Point{verify.Received, verify.Sent, verify.Driver}
 	if p.NoDriver != "" {
 		points = points[:2]
 	}
 	type cell struct{ packets, bytes uint64 }
-	cells := make(map[bigtcp.Point]map[uint32]cell)
+	cells := make(map[verify.Point]map[uint32]cell)
 	upTo := make(map[uint32]uint32)
-	all := make(map[bigtcp.Point]uint64)
+	all := make(map[verify.Point]uint64)
 	for _, point := range points {
 		cells[point] = make(map[uint32]cell)
 	}
 	for _, c := range p.Counts {
-		if c.Family == bigtcp.Other {
+		if c.Family == verify.Other {
 			continue
 		}
 		for _, class := range classes(&c) {

@@ -16,8 +16,8 @@ import (
 	"time"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/bigtcp"
 	"sockeye/internal/bigtcp/bench"
+	"sockeye/internal/bigtcp/verify"
 	"sockeye/internal/trace"
 )
 
@@ -47,7 +47,7 @@ var answers = []struct {
 	{"bigtcp", bigtcpShown{}},
 	{"bigtcp plan, bigtcp apply", bigtcpChanges{}},
 	{"bigtcp revert", bigtcpReverted{}},
-	{"bigtcp verify", bigtcp.Proof{}},
+	{"bigtcp verify", verify.Proof{}},
 	{"bigtcp bench", bench.Result{}},
 	{"bigtcp bench --serve", benchServing{}},
 	{"sockets", socketsShown{}},

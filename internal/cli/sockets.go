@@ -17,7 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/config"
 	"sockeye/internal/sockdiag"
 	"sockeye/room"
@@ -328,7 +328,7 @@ func (v *socketsView) findCgroup(name string, given bool) (err error) {
 
 // sockets looks once, or each second.
 func (c *command) sockets(cmd *cobra.Command, v *socketsView, watch bool) error {
-	network, err := bigtcp.OpenNetwork(v.netns)
+	network, err := netif.OpenNetwork(v.netns)
 	if err != nil {
 		return err
 	}

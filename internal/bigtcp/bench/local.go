@@ -16,7 +16,7 @@ import (
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 )
 
 // Local measures between two network namespaces that it makes. Nothing else on the
@@ -104,7 +104,7 @@ type lab struct {
 }
 
 type space struct {
-	network *bigtcp.Network
+	network *netif.Network
 	nl      *netlink.Handle
 	fd      netns.NsHandle
 }
@@ -142,7 +142,7 @@ func (s *space) open() error {
 	if err != nil {
 		return err
 	}
-	if s.network, err = bigtcp.OpenNetwork(fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), int(s.fd))); err != nil {
+	if s.network, err = netif.OpenNetwork(fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), int(s.fd))); err != nil {
 		return err
 	}
 	if s.nl, err = netlink.NewHandleAt(s.fd, unix.NETLINK_ROUTE); err != nil {
@@ -346,7 +346,7 @@ func (l *lab) route(family string, host int) error {
 
 // set sets all devices on the way.
 func (l *lab) set(on bool) error {
-	size := uint32(bigtcp.Legacy)
+	size := uint32(netif.Legacy)
 	if on {
 		size = l.size
 	}
@@ -360,7 +360,7 @@ func (l *lab) set(on bool) error {
 			if link.Attrs().Name == "lo" {
 				continue
 			}
-			sizes := bigtcp.Sizes{GSO: size, GRO: size}
+			sizes := netif.Sizes{GSO: size, GRO: size}
 			if support.IPv4 {
 				sizes.GSOIPv4, sizes.GROIPv4 = size, size
 			}

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 )
 
 func TestLocal(t *testing.T) {
@@ -54,7 +54,7 @@ func TestLocal(t *testing.T) {
 					}
 				}
 				packets, _ := r.Row(f.Family, "stream_packet")
-				if packets.Off > bigtcp.Legacy || packets.On <= bigtcp.Legacy {
+				if packets.Off > netif.Legacy || packets.On <= netif.Legacy {
 					t.Errorf("%s, %s: packets of %.0f bytes off, %.0f on", path, f.Family, packets.Off, packets.On)
 				}
 				if packets, _ := r.Row(f.Family, "rr_packets"); packets.Off < 4 || packets.On < 2 || packets.On >= packets.Off {
@@ -108,8 +108,8 @@ func TestLocalInterrupted(t *testing.T) {
 
 func TestOptions(t *testing.T) {
 	for name, change := range map[string]func(*Options){
-		"size of off":     func(o *Options) { o.Size = bigtcp.Legacy },
-		"size":            func(o *Options) { o.Size = bigtcp.Most + 1 },
+		"size of off":     func(o *Options) { o.Size = netif.Legacy },
+		"size":            func(o *Options) { o.Size = netif.Most + 1 },
 		"no message":      func(o *Options) { o.Message = 0 },
 		"small message":   func(o *Options) { o.Message = sequenceSize + checkedSize - 1 },
 		"large message":   func(o *Options) { o.Message = maxMessage + 1 },
@@ -124,7 +124,7 @@ func TestOptions(t *testing.T) {
 		o := quick()
 		change(&o)
 		_, err := Local(t.Context(), o)
-		if kind, ok := kindOf(err); !ok || kind != bigtcp.KindUsage {
+		if kind, ok := kindOf(err); !ok || kind != netif.KindUsage {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

@@ -10,7 +10,8 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/testenv"
 )
 
@@ -34,13 +35,13 @@ type hosts struct {
 	*lab
 	client, server         *space
 	clientStore, serverDir string
-	store                  *bigtcp.Store
-	before                 map[*space]bigtcp.Sizes
+	store                  *sizing.Store
+	before                 map[*space]netif.Sizes
 }
 
 func newHosts(t *testing.T) *hosts {
 	t.Helper()
-	h := &hosts{lab: &lab{}, clientStore: t.TempDir(), serverDir: t.TempDir(), before: map[*space]bigtcp.Sizes{}}
+	h := &hosts{lab: &lab{}, clientStore: t.TempDir(), serverDir: t.TempDir(), before: map[*space]netif.Sizes{}}
 	t.Cleanup(func() {
 		if err := h.close(); err != nil {
 			t.Error(err)
@@ -51,12 +52,12 @@ func newHosts(t *testing.T) *hosts {
 	}
 	h.client, h.server = h.spaces[0], h.spaces[1]
 	var err error
-	if h.store, err = bigtcp.OpenStore(h.clientStore); err != nil {
+	if h.store, err = sizing.OpenStore(h.clientStore); err != nil {
 		t.Fatal(err)
 	}
 	for i, s := range h.spaces {
 		size := uint32(70000 + 1000*i)
-		sizes := bigtcp.Sizes{GSO: size, GRO: size + 100, GSOIPv4: size + 200, GROIPv4: size + 300}
+		sizes := netif.Sizes{GSO: size, GRO: size + 100, GSOIPv4: size + 200, GROIPv4: size + 300}
 		dev, err := s.nl.LinkByName(device)
 		if err == nil {
 			err = s.network.Set(dev.Attrs().Index, sizes)
@@ -69,7 +70,7 @@ func newHosts(t *testing.T) *hosts {
 	return h
 }
 
-func (s *space) sizes(t *testing.T) bigtcp.Sizes {
+func (s *space) sizes(t *testing.T) netif.Sizes {
 	t.Helper()
 	i, err := s.network.Interface(device)
 	if err != nil {
@@ -87,7 +88,7 @@ func (h *hosts) asBefore(t *testing.T) {
 		}
 	}
 	for _, dir := range []string{h.clientStore, h.serverDir} {
-		store, err := bigtcp.OpenStore(dir)
+		store, err := sizing.OpenStore(dir)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -114,8 +115,8 @@ func (h *hosts) run(t *testing.T, s *Server, o Options) (*Result, error) {
 	return Run(t.Context(), h.client.network, h.store, h.address(IPv6).String(), portOf(t, s), s.Key(), o)
 }
 
-func kindOf(err error) (bigtcp.Kind, bool) {
-	known, ok := errors.AsType[*bigtcp.Error](err)
+func kindOf(err error) (netif.Kind, bool) {
+	known, ok := errors.AsType[*netif.Error](err)
 	if !ok {
 		return 0, false
 	}

@@ -9,7 +9,7 @@ import (
 	"fmt"
 	"time"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 )
 
 // Families are the IP families, in the order in which they are measured.
@@ -75,8 +75,8 @@ func Defaults() Options {
 // Check returns a [bigtcp.Error] if an option is out of bounds.
 func (o *Options) Check() error {
 	switch {
-	case o.Size <= bigtcp.Legacy || o.Size > bigtcp.Most:
-		return usage(fmt.Sprintf("above %d, up to %d", bigtcp.Legacy, bigtcp.Most), "the size is %d bytes", o.Size)
+	case o.Size <= netif.Legacy || o.Size > netif.Most:
+		return usage(fmt.Sprintf("above %d, up to %d", netif.Legacy, netif.Most), "the size is %d bytes", o.Size)
 	case o.Message < sequenceSize+checkedSize || o.Message > maxMessage:
 		return usage(fmt.Sprintf("%d to %d", sequenceSize+checkedSize, maxMessage), "the message is of %d bytes", o.Message)
 	case o.Rounds < 1 || o.Rounds > maxRounds:
@@ -90,7 +90,7 @@ func (o *Options) Check() error {
 }
 
 func usage(hint, format string, args ...any) error {
-	return &bigtcp.Error{Kind: bigtcp.KindUsage, Err: fmt.Errorf(format, args...), Hint: hint}
+	return &netif.Error{Kind: netif.KindUsage, Err: fmt.Errorf(format, args...), Hint: hint}
 }
 
 // joined is one error of one line of several, of which any may be nil.

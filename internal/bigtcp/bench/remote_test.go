@@ -19,7 +19,8 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 )
 
 // log gathers what a server tells.
@@ -43,7 +44,7 @@ func (l *log) String() string {
 // serve starts a server on its host, which ends with the test or by stop.
 func (h *hosts) serve(t *testing.T) (s *Server, l *log, stop func()) {
 	t.Helper()
-	store, err := bigtcp.OpenStore(h.serverDir)
+	store, err := sizing.OpenStore(h.serverDir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -93,7 +94,7 @@ func TestRemote(t *testing.T) {
 	s, _, stop := h.serve(t)
 	for _, family := range Families {
 		// While it runs, the sizes are those of off or of on, at both ends.
-		seen := map[bigtcp.Sizes]bool{}
+		seen := map[netif.Sizes]bool{}
 		o := quick()
 		o.For = 50 * time.Millisecond
 		o.Progress = func(int, int) {
@@ -107,7 +108,7 @@ func TestRemote(t *testing.T) {
 			t.Fatal(err)
 		}
 		h.asBefore(t)
-		off, on := bigtcp.Sizes{GSO: 65536, GRO: 65536, GSOIPv4: 65536, GROIPv4: 65536}, bigtcp.Sizes{GSO: o.Size, GRO: o.Size, GSOIPv4: o.Size, GROIPv4: o.Size}
+		off, on := netif.Sizes{GSO: 65536, GRO: 65536, GSOIPv4: 65536, GROIPv4: 65536}, netif.Sizes{GSO: o.Size, GRO: o.Size, GSOIPv4: o.Size, GROIPv4: o.Size}
 		if len(seen) != 2 || !seen[off] || !seen[on] {
 			t.Errorf("sizes while it ran: %v", seen)
 		}
@@ -143,14 +144,14 @@ func TestRefusals(t *testing.T) {
 	server := h.address(IPv4).String()
 	for _, c := range []struct {
 		name, host, key, want string
-		kind                  bigtcp.Kind
+		kind                  netif.Kind
 	}{
-		{"wrong key", server, newKey().String(), "the key is wrong", bigtcp.KindUsage},
-		{"no key", server, "", "this is no key", bigtcp.KindUsage},
-		{"nonsense", server, "abc\x1b[2J", "this is no key", bigtcp.KindUsage},
-		{"itself", h.prefix(IPv4, 0).Addr().String(), s.Key(), "this host itself", bigtcp.KindUsage},
-		{"loopback", "127.0.0.1", s.Key(), "this host itself", bigtcp.KindUsage},
-		{"no host", "no.such.host.invalid", s.Key(), "no.such.host.invalid", bigtcp.KindUsage},
+		{"wrong key", server, newKey().String(), "the key is wrong", netif.KindUsage},
+		{"no key", server, "", "this is no key", netif.KindUsage},
+		{"nonsense", server, "abc\x1b[2J", "this is no key", netif.KindUsage},
+		{"itself", h.prefix(IPv4, 0).Addr().String(), s.Key(), "this host itself", netif.KindUsage},
+		{"loopback", "127.0.0.1", s.Key(), "this host itself", netif.KindUsage},
+		{"no host", "no.such.host.invalid", s.Key(), "no.such.host.invalid", netif.KindUsage},
 	} {
 		err := run(c.host, c.key, quick())
 		if kind, ok := kindOf(err); !ok || kind != c.kind || !strings.Contains(err.Error(), c.want) || strings.Contains(err.Error(), "\x1b") {
@@ -161,8 +162,8 @@ func TestRefusals(t *testing.T) {
 		t.Errorf("the server says %q", got)
 	}
 	o := quick()
-	o.Size = bigtcp.Most + 1
-	if kind, ok := kindOf(run(server, s.Key(), o)); !ok || kind != bigtcp.KindUsage {
+	o.Size = netif.Most + 1
+	if kind, ok := kindOf(run(server, s.Key(), o)); !ok || kind != netif.KindUsage {
 		t.Error("a size above the most was not refused")
 	}
 }
@@ -176,22 +177,22 @@ func TestHeldByOthers(t *testing.T) {
 		if end == "server" {
 			at, dir = h.server, h.serverDir
 		}
-		store, err := bigtcp.OpenStore(dir)
+		store, err := sizing.OpenStore(dir)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := store.Apply(at.network, bigtcp.ByCommand, []bigtcp.Target{{Interface: device, Want: bigtcp.Want{IPv6: 100000}}}, false); err != nil {
+		if _, err := store.Apply(at.network, sizing.ByCommand, []sizing.Target{{Interface: device, Want: sizing.Want{IPv6: 100000}}}, false); err != nil {
 			t.Fatal(err)
 		}
 		set := at.sizes(t)
 		_, err = h.run(t, s, quick())
-		if kind, ok := kindOf(err); !ok || kind != bigtcp.KindConflict {
+		if kind, ok := kindOf(err); !ok || kind != netif.KindConflict {
 			t.Errorf("%s: %v", end, err)
 		}
 		if got := at.sizes(t); got != set {
 			t.Errorf("%s: sizes %+v, were %+v", end, got, set)
 		}
-		if _, err := store.Revert(func(bigtcp.Record) bool { return true }, false); err != nil {
+		if _, err := store.Revert(func(sizing.Record) bool { return true }, false); err != nil {
 			t.Error(err)
 		}
 		h.serverAsBefore(t)
@@ -308,7 +309,7 @@ func TestClientVanishes(t *testing.T) {
 			w.Close()
 		},
 		"a second hello": func(t *testing.T, w *wire) {
-			if err := w.write(request{Op: opHello, Nonce: newNonce(), MAC: strings.Repeat("0", 64), Size: bigtcp.Most}); err != nil {
+			if err := w.write(request{Op: opHello, Nonce: newNonce(), MAC: strings.Repeat("0", 64), Size: netif.Most}); err != nil {
 				t.Fatal(err)
 			}
 		},
@@ -344,7 +345,7 @@ func TestOneClientAtATime(t *testing.T) {
 	s, _, _ := h.serve(t)
 	w := h.begin(t, s)
 	_, err := h.run(t, s, quick())
-	if kind, ok := kindOf(err); !ok || kind != bigtcp.KindConflict {
+	if kind, ok := kindOf(err); !ok || kind != netif.KindConflict {
 		t.Errorf("a second client: %v", err)
 	}
 	if h.client.sizes(t) != h.before[h.client] {
@@ -441,12 +442,12 @@ func TestServeProcess(t *testing.T) {
 	if dir == "" {
 		return
 	}
-	n, err := bigtcp.OpenNetwork("")
+	n, err := netif.OpenNetwork("")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer n.Close()
-	store, err := bigtcp.OpenStore(dir)
+	store, err := sizing.OpenStore(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -511,11 +512,11 @@ func TestServerKilled(t *testing.T) {
 	}
 	// Its namespace was its own. From here it has another path, which is not recorded.
 	err := h.server.network.Do(func() error {
-		store, err := bigtcp.OpenStore(h.serverDir)
+		store, err := sizing.OpenStore(h.serverDir)
 		if err != nil {
 			return err
 		}
-		_, err = store.Revert(func(r bigtcp.Record) bool { return r.Owner == bigtcp.ByBench }, false)
+		_, err = store.Revert(func(r sizing.Record) bool { return r.Owner == sizing.ByBench }, false)
 		return err
 	})
 	if err != nil {

@@ -14,13 +14,14 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 )
 
 // Run measures from a network to the server at a host's port, for each family of
 // which the host has an address. What it changes is recorded in the store, and
 // given back before it returns, also when ctx ends.
-func Run(ctx context.Context, n *bigtcp.Network, store *bigtcp.Store, host string, port uint16, key string, o Options) (*Result, error) {
+func Run(ctx context.Context, n *netif.Network, store *sizing.Store, host string, port uint16, key string, o Options) (*Result, error) {
 	if err := o.Check(); err != nil {
 		return nil, err
 	}
@@ -75,7 +76,7 @@ func resolve(ctx context.Context, host string) ([]netip.Addr, error) {
 // A client measures one family.
 type client struct {
 	Options
-	network *bigtcp.Network
+	network *netif.Network
 	key     key
 	cpu     int
 	sizes   setter
@@ -89,7 +90,7 @@ type client struct {
 type counters struct{ sent, sentBytes, received uint64 }
 
 // remote measures with a server of another host.
-func (c *client) remote(ctx context.Context, store *bigtcp.Store, server netip.AddrPort) (f *Family, err error) {
+func (c *client) remote(ctx context.Context, store *sizing.Store, server netip.AddrPort) (f *Family, err error) {
 	if err := lacks(c.network, familyOf(server.Addr())); err != nil {
 		return nil, err
 	}

@@ -16,7 +16,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 )
 
 // maxWaiting are the connections that have not yet said what they are for.
@@ -24,8 +25,8 @@ const maxWaiting = 16
 
 // A Server is the other end of a bench, for one client at a time.
 type Server struct {
-	network  *bigtcp.Network
-	store    *bigtcp.Store
+	network  *netif.Network
+	store    *sizing.Store
 	listener net.Listener
 	key      key
 	cpu      int
@@ -49,7 +50,7 @@ type awaited struct {
 
 // Listen makes a server in a network, which records in the store what it changes
 // there. It tells log of each client that comes and goes.
-func Listen(n *bigtcp.Network, store *bigtcp.Store, address string, log func(format string, args ...any)) (*Server, error) {
+func Listen(n *netif.Network, store *sizing.Store, address string, log func(format string, args ...any)) (*Server, error) {
 	s := &Server{network: n, store: store, key: newKey(), log: log, waiting: make(chan struct{}, maxWaiting), busy: make(chan struct{}, 1)}
 	var err error
 	if s.cpu, _, err = lastCPUs(); err != nil {
@@ -141,7 +142,7 @@ func (s *Server) receive(ctx context.Context, conn net.Conn) {
 			}
 			return
 		}
-		err = &bigtcp.Error{Kind: bigtcp.KindConflict, Err: errors.New("it measures with another client"), Hint: "try again when that is done"}
+		err = &netif.Error{Kind: netif.KindConflict, Err: errors.New("it measures with another client"), Hint: "try again when that is done"}
 	}
 	s.log("%s: refused: %s", conn.RemoteAddr(), plain(err.Error()))
 	// Who is refused may be gone.

@@ -13,7 +13,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 )
 
 // A setter turns BIG TCP on and off at one end.
@@ -26,11 +27,11 @@ type setter interface {
 // recorded sets the sizes of an interface and of what is below it, as records of
 // the store, so that what is left of a killed bench can be reverted.
 type recorded struct {
-	network *bigtcp.Network
-	store   *bigtcp.Store
+	network *netif.Network
+	store   *sizing.Store
 	name    string
 	size    uint32
-	changes []bigtcp.Change // what turning it on did
+	changes []sizing.Change // what turning it on did
 }
 
 // begin turns it on, to see what comes of it.
@@ -41,7 +42,7 @@ func (r *recorded) begin() error {
 }
 
 func (r *recorded) set(on bool) error {
-	size := uint32(bigtcp.Legacy)
+	size := uint32(netif.Legacy)
 	if on {
 		size = r.size
 	}
@@ -49,15 +50,15 @@ func (r *recorded) set(on bool) error {
 	return err
 }
 
-func (r *recorded) apply(size uint32) ([]bigtcp.Change, error) {
-	targets := []bigtcp.Target{{Interface: r.name, Want: bigtcp.Want{IPv6: size, IPv4: size}}}
-	return r.store.Apply(r.network, bigtcp.ByBench, targets, false)
+func (r *recorded) apply(size uint32) ([]sizing.Change, error) {
+	targets := []sizing.Target{{Interface: r.name, Want: sizing.Want{IPv6: size, IPv4: size}}}
+	return r.store.Apply(r.network, sizing.ByBench, targets, false)
 }
 
 func (r *recorded) restore() error {
-	_, err := r.store.Revert(func(rec bigtcp.Record) bool {
-		return rec.Owner == bigtcp.ByBench && rec.NetnsID == r.network.ID() &&
-			slices.ContainsFunc(r.changes, func(c bigtcp.Change) bool { return c.Index == rec.Index })
+	_, err := r.store.Revert(func(rec sizing.Record) bool {
+		return rec.Owner == sizing.ByBench && rec.NetnsID == r.network.ID() &&
+			slices.ContainsFunc(r.changes, func(c sizing.Change) bool { return c.Index == rec.Index })
 	}, false)
 	if err != nil {
 		return fmt.Errorf("give %s back its sizes: %w", r.name, err)
@@ -87,7 +88,7 @@ func notPermitted(err error) bool {
 }
 
 // towards finds the interface through which the network sends to an address.
-func towards(n *bigtcp.Network, to netip.Addr) (name string, err error) {
+func towards(n *netif.Network, to netip.Addr) (name string, err error) {
 	var link netlink.Link
 	err = n.Do(func() error {
 		if to.Zone() != "" {
@@ -114,7 +115,7 @@ func towards(n *bigtcp.Network, to netip.Addr) (name string, err error) {
 }
 
 // lacks returns an error if the kernel does not have BIG TCP for a family.
-func lacks(n *bigtcp.Network, family string) error {
+func lacks(n *netif.Network, family string) error {
 	s, since := n.Support(), ""
 	switch {
 	case family == IPv6 && !s.IPv6:
@@ -124,5 +125,5 @@ func lacks(n *bigtcp.Network, family string) error {
 	default:
 		return nil
 	}
-	return &bigtcp.Error{Kind: bigtcp.KindUnsupported, Err: fmt.Errorf("this kernel has no BIG TCP for %s", since)}
+	return &netif.Error{Kind: netif.KindUnsupported, Err: fmt.Errorf("this kernel has no BIG TCP for %s", since)}
 }

@@ -19,7 +19,7 @@ import (
 	"time"
 	"unicode"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 )
 
 // Two hosts talk in lines of JSON over a control connection, which the client opens
@@ -86,14 +86,14 @@ type reply struct {
 }
 
 // kinds are the words for what kind of error the server had.
-var kinds = map[string]bigtcp.Kind{
-	"usage": bigtcp.KindUsage, "unsupported": bigtcp.KindUnsupported, "conflict": bigtcp.KindConflict,
+var kinds = map[string]netif.Kind{
+	"usage": netif.KindUsage, "unsupported": netif.KindUnsupported, "conflict": netif.KindConflict,
 }
 
 // refusal is a reply that tells an error.
 func refusal(err error) reply {
 	r := reply{Error: plain(err.Error())}
-	var known *bigtcp.Error
+	var known *netif.Error
 	if errors.As(err, &known) {
 		r.Hint = plain(known.Hint)
 		for word, kind := range kinds {
@@ -115,7 +115,7 @@ func (r *reply) err(peer string) error {
 	if !ok {
 		return err
 	}
-	return &bigtcp.Error{Kind: kind, Err: err, Hint: plain(r.Hint)}
+	return &netif.Error{Kind: kind, Err: err, Hint: plain(r.Hint)}
 }
 
 // plain is a text of the peer as it may be shown: one line of bounded length.
@@ -138,11 +138,11 @@ func decodeRequest(line []byte) (r request, err error) {
 	}
 	switch r.Op {
 	case opHello:
-		if r.Size <= bigtcp.Legacy || r.Size > bigtcp.Most || len(r.Nonce) != 2*nonceSize || len(r.MAC) != 2*sha256.Size {
+		if r.Size <= netif.Legacy || r.Size > netif.Most || len(r.Nonce) != 2*nonceSize || len(r.MAC) != 2*sha256.Size {
 			return r, errors.New("hello: out of bounds")
 		}
 	case opRun:
-		o := Options{Size: bigtcp.Most, Message: r.Message, Rounds: 1, For: time.Duration(r.ForNS), Warmup: time.Duration(r.WarmupNS)}
+		o := Options{Size: netif.Most, Message: r.Message, Rounds: 1, For: time.Duration(r.ForNS), Warmup: time.Duration(r.WarmupNS)}
 		if err := o.Check(); err != nil {
 			return r, fmt.Errorf("run: %w", err)
 		}

@@ -1,0 +1,497 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package compat
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bigtcp/linux"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/testenv"
+)
+
+func TestIPv4Alone(t *testing.T) {
+	for version, cut := range map[linux.Version]bool{
+		{6, 3, 0}: false, {6, 5, 13}: false, {6, 6, 8}: false,
+		{6, 6, 9}: true, {6, 6, 54}: true, {6, 6, 55}: false, {6, 6, 120}: false,
+		{6, 7, 0}: true, {6, 8, 12}: true, {6, 9, 12}: true, {6, 10, 13}: true, {6, 10, 14}: false,
+		{6, 11, 0}: true, {6, 11, 2}: true, {6, 11, 3}: false, {6, 12, 0}: false, {6, 18, 44}: false, {7, 1, 0}: false,
+	} {
+		for sizes, matters := range map[netif.Sizes]bool{
+			{GSO: 65536, GRO: 65536, GSOIPv4: 196608, GROIPv4: 196608}:   true,
+			{GSO: 100000, GRO: 65536, GSOIPv4: 196608, GROIPv4: 65536}:   true,
+			{GSO: 196608, GRO: 196608, GSOIPv4: 196608, GROIPv4: 196608}: false,
+			{GSO: 196608, GRO: 196608, GSOIPv4: 65536, GROIPv4: 65536}:   false,
+			{GSO: 30000, GRO: 65536, GSOIPv4: 65536, GROIPv4: 65536}:     false,
+		} {
+			i := &netif.Interface{Name: "eth0", Sizes: sizes}
+			got := ipv4AloneTrouble(i, netif.Support{IPv6: true, IPv4: true}, version, "/run/netns/x")
+			if len(got) > 0 != (cut && matters) {
+				t.Errorf("%v with %+v: %+v", version, sizes, got)
+			}
+			for _, x := range got {
+				wantTrouble(t, got, troubleIPv4Alone, version.String())
+				if want := fmt.Sprintf("sockeye bigtcp apply eth0 --ipv6 %d --ipv4 %[1]d --netns /run/netns/x;", sizes.GSOIPv4); !strings.HasPrefix(x.Hint, want) {
+					t.Errorf("the hint is %q, not %q", x.Hint, want)
+				}
+			}
+		}
+	}
+}
+
+func TestDeviceTrouble(t *testing.T) {
+	lower := []netif.Related{{Relation: netif.Lower, Index: 2, Name: "eth0", Driver: "virtio_net", TSOMaxSize: 65536}}
+	for _, c := range []struct {
+		i    netif.Interface
+		want string // in the detail; "" for no trouble
+	}{
+		{netif.Interface{Driver: "virtio_net", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1500}, "virtio_net takes packets of at most 65536 bytes"},
+		{netif.Interface{Kind: "tun", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1500}, "tun takes packets of at most 65536 bytes"},
+		{netif.Interface{Driver: "r8169", TSOMaxSize: 64000, TSOMaxSegs: 64, MTU: 1500}, "r8169 takes packets of at most 64000 bytes"},
+		{netif.Interface{Driver: "mlx5_core", TSOMaxSize: 524280, TSOMaxSegs: 65535, MTU: 1500}, ""},
+		{netif.Interface{Driver: "few", TSOMaxSize: 524280, TSOMaxSegs: 40, MTU: 1500}, "few takes at most 40 segments a packet (tso_max_segs), 57920 bytes"},
+		{netif.Interface{Driver: "few", TSOMaxSize: 524280, TSOMaxSegs: 40, MTU: 9000}, ""},
+		{netif.Interface{Driver: "old", MTU: 1500}, ""}, // before 5.19 the kernel does not say
+		{netif.Interface{Kind: "vlan", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1500, Related: lower}, ""},
+		{netif.Interface{Kind: "gre", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1476}, ""}, // a trouble of its own
+	} {
+		got := deviceTrouble(&c.i)
+		if c.want == "" {
+			wantNoTrouble(t, got, troubleDriver)
+		} else {
+			wantTrouble(t, got, troubleDriver, c.want)
+		}
+	}
+}
+
+func TestOffloadTrouble(t *testing.T) {
+	large := netif.Sizes{GSO: 196608, GRO: 196608}
+	for _, c := range []struct {
+		i    netif.Interface
+		want []string
+	}{
+		{netif.Interface{Sizes: large, Offloads: netif.Offloads{GSO: true, TSO: true, GRO: true}}, nil},
+		{netif.Interface{Sizes: large, Offloads: netif.Offloads{GSO: false, TSO: true, GRO: true}}, nil},
+		{netif.Interface{Sizes: large, Offloads: netif.Offloads{GSO: true, GRO: true}}, []string{"TSO is off"}},
+		{netif.Interface{Sizes: large, Offloads: netif.Offloads{GSO: true, TSO: true}}, []string{"GRO is off"}},
+		{netif.Interface{Sizes: netif.Sizes{GSO: 65536, GRO: 65536}, Offloads: netif.Offloads{TSO: true}}, nil},
+		{netif.Interface{Sizes: large}, []string{"TSO is off", "GRO is off"}},
+		{netif.Interface{Kind: "veth", Sizes: large, Offloads: netif.Offloads{TSO: true}}, nil}, // it gets what the peer built
+	} {
+		got := offloadTrouble(&c.i)
+		if len(got) != len(c.want) {
+			t.Errorf("%+v: %+v", c.i, got)
+		}
+		for _, w := range c.want {
+			wantTrouble(t, got, troubleOffloadOff, w)
+		}
+	}
+}
+
+func TestTunnelTrouble(t *testing.T) {
+	now, then := linux.Version{6, 18, 0}, linux.Version{7, 3, 0}
+	for _, c := range []struct {
+		i      netif.Interface
+		kernel linux.Version
+		want   string
+	}{
+		{netif.Interface{Kind: "vxlan", TSOMaxSize: 524280, Sizes: netif.Sizes{GSO: 65536}}, now, "vxlan wraps packets of at most 65536 bytes"},
+		{netif.Interface{Kind: "vxlan", TSOMaxSize: 524280, Sizes: netif.Sizes{GSO: 65536}}, then, ""},
+		{netif.Interface{Kind: "vxlan", TSOMaxSize: 65536, Sizes: netif.Sizes{GSO: 65536}}, then, "vxlan wraps packets of at most 65536 bytes"},
+		{netif.Interface{Kind: "vxlan", TSOMaxSize: 524280, Sizes: netif.Sizes{GSO: 192000}}, now, "can be many times slower"},
+		{netif.Interface{Kind: "vxlan", TSOMaxSize: 524280, Sizes: netif.Sizes{GSO: 65536, GSOIPv4: 192000}}, now, "can be many times slower"},
+		{netif.Interface{Kind: "geneve", TSOMaxSize: 524280, Sizes: netif.Sizes{GSO: 192000}}, then, ""},
+		{netif.Interface{Kind: "wireguard", TSOMaxSize: 65536, Sizes: netif.Sizes{GSO: 65536}}, then, "wireguard wraps packets of at most 65536 bytes"},
+		{netif.Interface{Kind: "veth", TSOMaxSize: 524280}, now, ""},
+		{netif.Interface{Driver: "mlx5_core", TSOMaxSize: 524280}, now, ""},
+	} {
+		got := tunnelTrouble(&c.i, nil, c.kernel)
+		if c.want == "" {
+			wantNoTrouble(t, got, troubleTunnel)
+		} else {
+			wantTrouble(t, got, troubleTunnel, c.want)
+		}
+	}
+	var ifaces []netif.Interface
+	for k := range 7 {
+		ifaces = append(ifaces, netif.Interface{Index: 10 + k, Name: fmt.Sprintf("gre%d", k), Kind: "gre", TSOMaxSize: 65536,
+			Related: []netif.Related{{Relation: netif.Lower, Index: 2, Name: "eth0"}}})
+	}
+	ifaces = append(ifaces, netif.Interface{Index: 20, Name: "gre7", Kind: "gre", Related: []netif.Related{{Relation: netif.Lower, Index: 2, Netns: "/run/netns/x"}}})
+	over := tunnelsOver(ifaces, now)
+	wantTrouble(t, tunnelTrouble(&netif.Interface{Index: 2, Name: "eth0"}, over[2], now), troubleTunnel, "(gre0, gre1, gre2, gre3, gre4 and 2 more)")
+}
+
+func TestJudgeFrags(t *testing.T) {
+	with := func(size uint32) []netif.Interface {
+		return []netif.Interface{{Sizes: netif.Sizes{GSO: 65536}}, {Sizes: netif.Sizes{GSOIPv4: size}}}
+	}
+	for _, c := range []struct {
+		frags, page uint64
+		ifaces      []netif.Interface
+		want        string
+	}{
+		{17, 4096, nil, "17: a packet"},
+		{17, 4096, with(192000), "17: a packet"},
+		{17, 4096, with(69632), ""},
+		{17, 4096, with(69633), "of 4096 bytes, 69632 bytes"},
+		{45, 4096, with(192000), "45: a packet"},
+		{45, 4096, with(184320), ""},
+		{17, 65536, with(524280), ""},
+	} {
+		got := judgeFrags(c.frags, c.page, c.ifaces)
+		if c.want == "" {
+			wantNoTrouble(t, got, troubleSmallFrags)
+		} else {
+			wantTrouble(t, got, troubleSmallFrags, c.want)
+		}
+	}
+}
+
+func TestPacketSockets(t *testing.T) {
+	const table = `sk               RefCnt Type Proto  Iface R Rmem   User   Inode
+000000004a7a449d 3      3    0003   2     1 0      0      32331023
+00000000aaaaaaaa 3      3    88cc   2     1 0      0      1
+00000000bbbbbbbb 3      2    0800   0     1 0      0      22
+00000000cccccccc 3      3    0003   0     0 0      0      3
+00000000dddddddd 3      3    86dd   7     1 0      0      44
+garbage
+`
+	want := map[string]int{"32331023": 2, "22": 0, "44": 7}
+	got := packetSockets(table)
+	if len(got) != len(want) {
+		t.Errorf("got %v, not %v", got, want)
+	}
+	for inode, index := range want {
+		if got[inode] != index {
+			t.Errorf("got %v, not %v", got, want)
+		}
+	}
+}
+
+// TestNothingWrong looks at a pair that has all that is to be had.
+func TestNothingWrong(t *testing.T) {
+	a, _ := troublePair(t)
+	host, byInterface := troublesOf(t, a)
+	for _, x := range host {
+		// They are of the whole host.
+		if x.Name != troubleSmallFrags {
+			t.Errorf("trouble %+v", x)
+		}
+	}
+	if len(byInterface) != 0 {
+		t.Errorf("troubles %+v", byInterface)
+	}
+}
+
+func TestCaptures(t *testing.T) {
+	a, b := troublePair(t)
+	open := func(name string) {
+		t.Helper()
+		var socket int
+		inside(t, a, func() (err error) {
+			protocol := binary.BigEndian.Uint16(binary.NativeEndian.AppendUint16(nil, unix.ETH_P_ALL))
+			socket, err = unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, int(protocol))
+			if err != nil || name == "" {
+				return err
+			}
+			link, err := net.InterfaceByName(name)
+			if err != nil {
+				return err
+			}
+			return unix.Bind(socket, &unix.SockaddrLinklayer{Protocol: protocol, Ifindex: link.Index})
+		})
+		t.Cleanup(func() { must(t, unix.Close(socket)) })
+	}
+	name, err := os.ReadFile("/proc/self/comm")
+	must(t, err)
+	us := fmt.Sprintf("packet sockets are open in %s (%d):", strings.TrimSpace(string(name)), os.Getpid())
+	open("va")
+	host, byInterface := troublesOf(t, a)
+	wantTrouble(t, byInterface["va"], troubleCapture, us)
+	wantNoTrouble(t, byInterface["lo"], troubleCapture)
+	wantNoTrouble(t, host, troubleCapture)
+	open("")
+	host, _ = troublesOf(t, a)
+	wantTrouble(t, host, troubleCapture, us)
+	host, byInterface = troublesOf(t, b)
+	wantNoTrouble(t, host, troubleCapture)
+	wantNoTrouble(t, byInterface["vb"], troubleCapture)
+}
+
+func TestTSOOff(t *testing.T) {
+	a, _ := troublePair(t)
+	inside(t, a, func() error {
+		socket, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(socket)
+		value := struct{ command, data uint32 }{unix.ETHTOOL_STSO, 0}
+		request := struct {
+			name [unix.IFNAMSIZ]byte
+			data unsafe.Pointer
+			_    [16]byte
+		}{data: unsafe.Pointer(&value)}
+		copy(request.name[:], "va")
+		if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(socket), unix.SIOCETHTOOL, uintptr(unsafe.Pointer(&request))); errno != 0 {
+			return errno
+		}
+		return nil
+	})
+	_, byInterface := troublesOf(t, a)
+	wantTrouble(t, byInterface["va"], troubleOffloadOff, "TSO is off")
+}
+
+func TestIPsec(t *testing.T) {
+	n := troubleNetwork(t)
+	policy := func(dir netlink.Dir) {
+		err := n.Do(func() error {
+			return netlink.XfrmPolicyAdd(&netlink.XfrmPolicy{
+				Src: &net.IPNet{IP: net.IP{10, 0, 0, 1}, Mask: net.CIDRMask(32, 32)},
+				Dst: &net.IPNet{IP: net.IP{10, 0, 0, 2}, Mask: net.CIDRMask(32, 32)},
+				Dir: dir,
+				Tmpls: []netlink.XfrmPolicyTmpl{{
+					Src: net.IP{10, 0, 0, 1}, Dst: net.IP{10, 0, 0, 2}, Proto: netlink.XFRM_PROTO_ESP, Mode: netlink.XFRM_MODE_TUNNEL,
+				}},
+			})
+		})
+		if errors.Is(err, unix.EPROTONOSUPPORT) {
+			t.Skip("kernel: it has no IPsec")
+		}
+		must(t, err)
+	}
+	policy(netlink.XFRM_DIR_IN)
+	host, _ := troublesOf(t, n)
+	wantNoTrouble(t, host, troubleIPsec)
+	policy(netlink.XFRM_DIR_OUT)
+	host, _ = troublesOf(t, n)
+	wantTrouble(t, host, troubleIPsec, "1 IPsec policies")
+}
+
+// TestVXLAN sends through a tunnel, with sizes that the kernel takes and with those
+// that a tunnel can have.
+func TestVXLAN(t *testing.T) {
+	kernel := mustKernel(t)
+	if kernel.Before(linux.Version{6, 3, 0}) {
+		t.Skip("kernel: there are no large packets of IPv4 before 6.3")
+	}
+	a, b := troublePair(t)
+	for k, n := range []*netif.Network{a, b} {
+		device, other, address := "va", net.IP{10, 9, 0, 2}, "10.8.0.1/24"
+		if k == 1 {
+			device, other, address = "vb", net.IP{10, 9, 0, 1}, "10.8.0.2/24"
+		}
+		inside(t, n, func() error {
+			below, err := net.InterfaceByName(device)
+			if err != nil {
+				return err
+			}
+			return netlink.LinkAdd(&netlink.Vxlan{LinkAttrs: netlink.LinkAttrs{Name: "vx"}, VxlanId: 7, Group: other, Port: 4789, VtepDevIndex: below.Index})
+		})
+		troubleLink(t, n, "vx", 0, address)
+	}
+	largeOf := func(protocol byte) []*nl.RtAttr {
+		return slices.Concat([]*nl.RtAttr{payload(network, 9, 1), compare(unix.NFT_CMP_EQ, protocol)}, longer(65535), []*nl.RtAttr{counter()})
+	}
+	// What wraps is UDP, what is wrapped TCP.
+	nftTable(t, b, unix.NFPROTO_IPV4, unix.NF_INET_LOCAL_IN, largeOf(unix.IPPROTO_UDP), largeOf(unix.IPPROTO_TCP))
+	small := kernel.Before(linux.Version{7, 3, 0})
+	_, byInterface := troublesOf(t, a)
+	if small {
+		wantTrouble(t, byInterface["vx"], troubleTunnel, "vxlan wraps packets of at most 65536 bytes")
+		wantTrouble(t, byInterface["va"], troubleTunnel, "tunnels send through it (vx)")
+	}
+	legacy := troubleStream(t, a, b, "10.8.0.2", time.Second)
+	troubleSizes(t, a, "vx", 196608)
+	troubleSizes(t, b, "vx", 196608)
+	_, byInterface = troublesOf(t, a)
+	large := troubleStream(t, a, b, "10.8.0.2", time.Second)
+	if small {
+		wantTrouble(t, byInterface["vx"], troubleTunnel, "can be many times slower")
+	} else {
+		wantNoTrouble(t, byInterface["vx"], troubleTunnel)
+		wantNoTrouble(t, byInterface["va"], troubleTunnel)
+	}
+	counters := nftCounters(t, b, unix.NFPROTO_IPV4)
+	arrived, unwrapped := counters[2], counters[3]
+	t.Logf("%d bytes arrive in a second with sizes of 65536, %d with 196608, of which %d packets above 65535 bytes arrive and %d come out",
+		legacy, large, arrived, unwrapped)
+	if arrived == 0 {
+		t.Error("no packet above 65535 bytes is wrapped")
+	}
+	if small != (unwrapped == 0) {
+		t.Errorf("%d packets above 65535 bytes come out of the tunnel", unwrapped)
+	}
+}
+
+// TestShaper sends through token buckets with bursts below and above the sizes.
+func TestShaper(t *testing.T) {
+	kernel := mustKernel(t)
+	if kernel.Before(linux.Version{6, 3, 0}) {
+		t.Skip("kernel: there are no large packets of IPv4 before 6.3")
+	}
+	a, b := troublePair(t)
+	nftTable(t, b, unix.NFPROTO_IPV4, unix.NF_INET_LOCAL_IN, append(longer(65535), counter()))
+	for _, c := range []struct {
+		burst uint32
+		cut   bool
+	}{{60_000, true}, {190_000, true}, {400_000, false}} {
+		inside(t, a, func() error {
+			link, err := netlink.LinkByName("va")
+			if err != nil {
+				return err
+			}
+			const rate = 1 << 30 // bytes a second
+			err = netlink.QdiscReplace(&netlink.Tbf{
+				QdiscAttrs: netlink.QdiscAttrs{LinkIndex: link.Attrs().Index, Handle: netlink.MakeHandle(1, 0), Parent: netlink.HANDLE_ROOT},
+				Rate:       rate, Limit: 10 << 20, Buffer: netlink.Xmittime(rate, c.burst),
+			})
+			if errors.Is(err, unix.ENOENT) {
+				t.Skip("kernel: it has no token bucket filter")
+			}
+			return err
+		})
+		_, byInterface := troublesOf(t, a)
+		if c.cut {
+			wantTrouble(t, byInterface["va"], troubleShaper, "tbf cuts packets")
+		} else {
+			wantNoTrouble(t, byInterface["va"], troubleShaper)
+		}
+		shapers, err := shapers(a)
+		must(t, err)
+		for _, of := range shapers {
+			// The kernel counts time in ticks of 64 ns.
+			if got, want := float64(of[0].burst), float64(c.burst); got < 0.95*want || got > 1.05*want {
+				t.Errorf("a burst of %v is %v", want, got)
+			}
+		}
+		if len(shapers) != 1 {
+			t.Errorf("shapers: %+v", shapers)
+		}
+		before := nftCounters(t, b, unix.NFPROTO_IPV4)[2]
+		troubleStream(t, a, b, "10.9.0.2", 500*time.Millisecond)
+		passed := nftCounters(t, b, unix.NFPROTO_IPV4)[2] - before
+		// A burst between 65536 bytes and the size lets some pass.
+		if c.burst < netif.Legacy && passed > 0 || !c.cut && passed == 0 {
+			t.Errorf("with a burst of %d, %d packets above 65535 bytes pass", c.burst, passed)
+		}
+	}
+}
+
+func TestShaperTrouble(t *testing.T) {
+	const index = 7
+	message := func(kind string, options ...*nl.RtAttr) []byte {
+		m := (&nl.TcMsg{Ifindex: index}).Serialize()
+		m = append(m, nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated(kind)).Serialize()...)
+		list := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
+		for _, o := range options {
+			list.AddChild(o)
+		}
+		return append(m, list.Serialize()...)
+	}
+	split := func(on uint32) *nl.RtAttr { return nl.NewRtAttr(tcaCakeSplitGSO, nl.Uint32Attr(on)) }
+	for _, c := range []struct {
+		message []byte
+		size    uint32
+		want    string
+	}{
+		{message("cake", split(1)), 196608, "cake cuts all packets"},
+		{message("cake", split(1)), 65536, ""},
+		{message("cake", split(0)), 196608, ""},
+		{message("cake"), 196608, ""},
+		{message("fq", split(1)), 196608, ""},
+		{message("tbf"), 196608, ""},
+	} {
+		var shapers []shaper
+		if got, s, ok := parseShaper(c.message); ok {
+			if got != index {
+				t.Errorf("the index is %d, not %d", got, index)
+			}
+			shapers = append(shapers, s)
+		}
+		troubles := shaperTrouble(&netif.Interface{Name: "eth0", Sizes: netif.Sizes{GSO: c.size}}, shapers)
+		if c.want == "" {
+			wantNoTrouble(t, troubles, troubleShaper)
+		} else {
+			wantTrouble(t, troubles, troubleShaper, c.want)
+		}
+	}
+}
+
+func FuzzParseShaper(f *testing.F) {
+	f.Add((&nl.TcMsg{}).Serialize())
+	m := (&nl.TcMsg{Ifindex: 1}).Serialize()
+	m = append(m, nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("tbf")).Serialize()...)
+	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
+	options.AddRtAttr(nl.TCA_TBF_PARMS, slices.Repeat([]byte{1}, nl.SizeofTcTbfQopt))
+	options.AddRtAttr(nl.TCA_TBF_RATE64, slices.Repeat([]byte{1}, 8))
+	f.Add(append(m, options.Serialize()...))
+	f.Fuzz(func(t *testing.T, m []byte) {
+		if _, s, ok := parseShaper(m); ok && s.kind != "tbf" && s.kind != "cake" {
+			t.Errorf("%q is a shaper", s.kind)
+		}
+	})
+}
+
+// TestTroublesWithoutRights sees what may be seen.
+func TestTroublesWithoutRights(t *testing.T) {
+	socket, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
+	if errors.Is(err, unix.EPROTONOSUPPORT) {
+		t.Skip("kernel: it has no packet filters")
+	}
+	must(t, err)
+	must(t, unix.Close(socket))
+	n, err := netif.OpenNetwork("")
+	must(t, err)
+	defer n.Close()
+	ifaces, err := n.Interfaces()
+	must(t, err)
+	testenv.WithoutRights(t, func() {
+		host, _, err := Find(n, ifaces, n.Support())
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		wantTrouble(t, host, troubleLength, "packet filters that match on length are not known")
+	})
+}
+
+func TestTroublesLeaveNothingOpen(t *testing.T) {
+	n := troubleNetwork(t)
+	troublesOf(t, n)
+	count := func() int {
+		list, err := os.ReadDir("/proc/self/fd")
+		must(t, err)
+		return len(list)
+	}
+	before := count()
+	for range 20 {
+		troublesOf(t, n)
+	}
+	if after := count(); after > before {
+		t.Errorf("%d descriptors are open, %d before", after, before)
+	}
+}
+
+func TestListed(t *testing.T) {
+	words := strings.Fields("a b c d e f g")
+	for n, want := range map[int]string{1: "a", 5: "a; b; c; d; e", 6: "a; b; c; d; e and 1 more", 7: "a; b; c; d; e and 2 more"} {
+		if got := listed(slices.Clone(words[:n]), "; "); got != want {
+			t.Errorf("%d: %q, not %q", n, got, want)
+		}
+	}
+}

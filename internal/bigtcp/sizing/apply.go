@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sizing
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"slices"
+	"strings"
+	"time"
+
+	"sockeye/internal/bigtcp/netif"
+)
+
+// job is a step, and what is remembered of its interface.
+type job struct {
+	step
+	old    *Record // nil if there is none yet
+	record *Record // nil if nothing is to be remembered
+}
+
+// Plan says what Apply would do, and fails as it would.
+func (s *Store) Plan(n *netif.Network, owner Owner, targets []Target, force bool) ([]Change, error) {
+	d, err := s.open()
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	if d != nil {
+		defer d.Close()
+	}
+	jobs, err := prepare(d, n, owner, targets, force)
+	if err != nil {
+		return nil, err
+	}
+	return changes(n, stepsOf(jobs)), nil
+}
+
+// Apply sets the targets and the devices below them to what is wanted, all of them
+// or none, and remembers what they had. It returns the changes in the order in which
+// they were made, with the interfaces that had the sizes already: these are not
+// remembered, since there is nothing to take back.
+//
+// KindConflict if the sizes of an interface were changed by somebody else since they
+// were set, or if another owner has it, unless force; and if another process works
+// with the store for too long. KindUsage and KindUnsupported are those of
+// [Plan]. A family that a policy does not ask for any more goes back to what
+// it was; for other owners it stays.
+func (s *Store) Apply(n *netif.Network, owner Owner, targets []Target, force bool) ([]Change, error) {
+	d, err := s.create()
+	if err != nil {
+		return nil, err
+	}
+	defer d.Close()
+	if err := s.lock(d); err != nil {
+		return nil, err
+	}
+	jobs, err := prepare(d, n, owner, targets, force)
+	if err != nil {
+		return nil, err
+	}
+	if err := d.run(n, jobs); err != nil {
+		return nil, err
+	}
+	return changes(n, stepsOf(jobs)), nil
+}
+
+func stepsOf(jobs []job) []step {
+	steps := make([]step, len(jobs))
+	for i, j := range jobs {
+		steps[i] = j.step
+	}
+	return steps
+}
+
+// prepare plans, and says what is to be remembered. There is nothing remembered yet
+// if d is nil.
+func prepare(d *folder, n *netif.Network, owner Owner, targets []Target, force bool) ([]job, error) {
+	ifaces, err := n.Interfaces()
+	if err != nil {
+		return nil, err
+	}
+	if targets, err = canonical(n, ifaces, targets); err != nil {
+		return nil, err
+	}
+	records := map[int]*Record{}
+	if d != nil {
+		if records, err = d.about(n, ifaces, targets); err != nil {
+			return nil, err
+		}
+	}
+	held := map[int]Want{}
+	for index, r := range records {
+		if slices.Contains(r.For, index) {
+			held[index] = r.Want
+		}
+	}
+	steps, err := plan(ifaces, n.Support(), targets, held)
+	if err != nil {
+		return nil, err
+	}
+	boot, err := bootID()
+	if err != nil {
+		return nil, err
+	}
+	if owner == ByPolicy {
+		for i := range steps {
+			if r := records[steps[i].Index]; r != nil && r.Owner == owner {
+				steps[i].giveUp(r)
+			}
+		}
+		order(steps)
+	}
+	jobs := make([]job, len(steps))
+	for i, p := range steps {
+		j := job{step: p, old: records[p.Index]}
+		if err := j.allowed(owner, force); err != nil {
+			return nil, err
+		}
+		j.remember(n, boot, owner)
+		jobs[i] = j
+	}
+	return jobs, nil
+}
+
+// about finds the records of the targets and of what is below them, by index.
+func (d *folder) about(n *netif.Network, ifaces []netif.Interface, targets []Target) (map[int]*Record, error) {
+	records := map[int]*Record{}
+	for _, t := range targets {
+		i := byName(ifaces, t.Interface)
+		if i == nil {
+			continue
+		}
+		indexes := []int{i.Index}
+		for _, r := range i.Related {
+			if r.Relation == netif.Lower && r.Netns == "" {
+				indexes = append(indexes, r.Index)
+			}
+		}
+		for _, index := range indexes {
+			if records[index] != nil {
+				continue
+			}
+			r, err := d.find(n.ID(), index)
+			if err != nil {
+				return nil, err
+			}
+			if r != nil {
+				records[index] = r
+			}
+		}
+	}
+	return records, nil
+}
+
+// giveUp takes families back that are not asked for any more, unless the device has
+// them for others above it, which are not asked for now.
+func (p *step) giveUp(r *Record) {
+	for _, index := range r.For {
+		if index != p.Index && !slices.Contains(p.above, index) || index == p.Index && !p.asked {
+			return
+		}
+	}
+	// Who was killed may have given one up in the record alone.
+	unfinished := r.From != (netif.Sizes{})
+	if (r.Want.IPv6 != 0 || unfinished) && p.want.IPv6 == 0 && p.carry.IPv6 == 0 {
+		p.To.GSO, p.To.GRO = r.Before.GSO, r.Before.GRO
+	}
+	if (r.Want.IPv4 != 0 || unfinished) && p.want.IPv4 == 0 && p.carry.IPv4 == 0 {
+		p.To.GSOIPv4, p.To.GROIPv4 = r.Before.GSOIPv4, r.Before.GROIPv4
+	}
+}
+
+// allowed refuses what would be at the cost of somebody else.
+func (j *job) allowed(owner Owner, force bool) error {
+	changed := j.From != j.To
+	switch {
+	case j.old == nil || force || !changed && !j.asked:
+		return nil
+	case j.old.Owner != owner:
+		return netif.Refuse(netif.KindConflict, "force takes it over; what it had before is kept",
+			"sizes of %s were set by %s", j.Interface, j.old.Owner.words())
+	case changed && !j.old.set(j.From):
+		return netif.Refuse(netif.KindConflict, "force sets it all the same; what it had before is kept",
+			"somebody else has changed %s since: %s", j.Interface, difference(j.old.Applied, j.From))
+	}
+	return nil
+}
+
+func (o Owner) words() string {
+	switch o {
+	case ByCommand:
+		return "a command (sockeye bigtcp apply)"
+	case ByPolicy:
+		return "the agent's policy"
+	case ByBench:
+		return "a benchmark (sockeye bigtcp bench)"
+	}
+	return string(o)
+}
+
+// set tells sizes that the interface has had since it was recorded, unless somebody
+// else set them.
+func (r *Record) set(now netif.Sizes) bool {
+	return now == r.Applied || now == r.Before || r.From != (netif.Sizes{}) && now == r.From
+}
+
+// difference says which sizes are not what they were.
+func difference(was, is netif.Sizes) string {
+	var list []string
+	for _, f := range []struct {
+		name    string
+		was, is uint32
+	}{
+		{"gso_max_size", was.GSO, is.GSO},
+		{"gro_max_size", was.GRO, is.GRO},
+		{"gso_ipv4_max_size", was.GSOIPv4, is.GSOIPv4},
+		{"gro_ipv4_max_size", was.GROIPv4, is.GROIPv4},
+	} {
+		if f.was != f.is {
+			list = append(list, fmt.Sprintf("%s %d instead of %d", f.name, f.is, f.was))
+		}
+	}
+	return strings.Join(list, ", ")
+}
+
+// remember makes the record. An interface that had the sizes already gets none, and
+// one of another owner that needs no change stays that owner's.
+func (j *job) remember(n *netif.Network, boot string, owner Owner) {
+	changed := j.From != j.To
+	if j.old == nil && !changed || j.old != nil && j.old.Owner != owner && !changed && !j.asked {
+		return
+	}
+	r := Record{
+		BootID: boot, Netns: n.Path(), NetnsID: n.ID(), Interface: j.Interface, Index: j.Index, Owner: owner,
+		Before: j.From, From: j.From, Applied: j.To, For: slices.Clone(j.above), Since: time.Now(),
+	}
+	if j.old != nil {
+		r.Before = j.old.Before
+		if !changed && j.old.Applied == j.To {
+			r.Since = j.old.Since
+		}
+	}
+	if j.asked {
+		r.For, r.Want = append(r.For, j.Index), j.want
+	} else {
+		r.Want = j.carry
+	}
+	if j.old != nil && j.old.Owner == owner {
+		switch asked := j.old.asked(); {
+		case asked && !j.asked:
+			r.Want = j.old.Want
+		case asked == j.asked && owner != ByPolicy:
+			r.Want = merge(r.Want, j.old.Want)
+		}
+		r.For = append(r.For, j.old.For...)
+	}
+	slices.Sort(r.For)
+	r.For = slices.Compact(r.For)
+	j.record = &r
+}
+
+// merge takes from w what is wanted, and the rest from old.
+func merge(w, old Want) Want {
+	if w.IPv6 == 0 {
+		w.IPv6 = old.IPv6
+	}
+	if w.IPv4 == 0 {
+		w.IPv4 = old.IPv4
+	}
+	return w
+}
+
+// settled is the record when its sizes have been set.
+func (r *Record) settled() *Record {
+	s := *r
+	s.From = netif.Sizes{}
+	return &s
+}
+
+// run writes the records, sets the sizes, and notes that they are set. If one thing
+// fails, all is as before.
+func (d *folder) run(n *netif.Network, jobs []job) (err error) {
+	var written, set []job
+	defer func() {
+		if err != nil {
+			err = d.takeBack(n, written, set, err)
+		}
+	}()
+	for _, j := range jobs {
+		if j.record == nil || j.From == j.To {
+			continue
+		}
+		written = append(written, j)
+		if err := d.write(j.record, true); err != nil {
+			return err
+		}
+	}
+	for _, j := range jobs {
+		if j.From == j.To {
+			continue
+		}
+		d.before()
+		if err := n.Set(j.Index, j.To); err != nil {
+			return err
+		}
+		set = append(set, j)
+	}
+	for _, j := range jobs {
+		changed := j.From != j.To
+		if j.record == nil || !changed && j.old != nil && sameRecord(j.old, j.record.settled()) {
+			continue
+		}
+		if !changed {
+			written = append(written, j)
+		}
+		if err := d.write(j.record.settled(), false); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func sameRecord(a, b *Record) bool {
+	return a.Netns == b.Netns && a.Interface == b.Interface && a.Owner == b.Owner && a.Want == b.Want &&
+		a.Before == b.Before && a.Applied == b.Applied && a.From == b.From && slices.Equal(a.For, b.For)
+}
+
+// takeBack undoes what was done, the latest first: sizes, then records. A record of
+// which the interface could not be taken back stays.
+func (d *folder) takeBack(n *netif.Network, written, set []job, why error) error {
+	stuck := map[int]bool{}
+	for _, j := range slices.Backward(set) {
+		d.before()
+		if err := n.Set(j.Index, j.From); err != nil && !isGone(err) {
+			stuck[j.Index] = true
+			why = fmt.Errorf("%w; and what was done before could not be taken back: %w", why, err)
+		}
+	}
+	for _, j := range slices.Backward(written) {
+		if stuck[j.Index] {
+			continue
+		}
+		undo := d.drop
+		if j.old != nil {
+			undo = func(*Record) error { return d.write(j.old, false) }
+		}
+		if err := undo(j.record); err != nil {
+			why = fmt.Errorf("%w; and what was done before could not be taken back: %w", why, err)
+		}
+	}
+	return why
+}

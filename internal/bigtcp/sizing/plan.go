@@ -1,0 +1,344 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package sizing plans, applies, records and reverts changes of the GSO and GRO
+// maximum sizes of interfaces and of their lower interfaces. A change is applied as a
+// whole or not at all. Its record in the state directory is written first, so that the
+// change of a killed process can be reverted.
+package sizing
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+
+	"sockeye/internal/bigtcp/netif"
+)
+
+// Target is an interface and what is wanted of it.
+type Target struct {
+	Interface string // name
+	Want      Want
+}
+
+// Plan says what has to be changed so that the targets have what is wanted of them:
+// they and the devices below them, in the order in which it is to be done. Devices
+// that have it already are in the list too. KindUsage for what does not exist or
+// makes no sense, KindUnsupported for what the kernel or a device cannot.
+func Plan(n *netif.Network, targets []Target) ([]Change, error) {
+	ifaces, err := n.Interfaces()
+	if err != nil {
+		return nil, err
+	}
+	if targets, err = canonical(n, ifaces, targets); err != nil {
+		return nil, err
+	}
+	steps, err := plan(ifaces, n.Support(), targets, nil)
+	if err != nil {
+		return nil, err
+	}
+	return changes(n, steps), nil
+}
+
+// canonical replaces alternative names of interfaces by those that ifaces have.
+// KindUsage for a name that no interface has.
+func canonical(n *netif.Network, ifaces []netif.Interface, targets []Target) ([]Target, error) {
+	targets = slices.Clone(targets)
+	for i, t := range targets {
+		if byName(ifaces, t.Interface) != nil {
+			continue
+		}
+		found, err := n.Interface(t.Interface)
+		if err != nil {
+			return nil, err
+		}
+		targets[i].Interface = found.Name
+	}
+	return targets, nil
+}
+
+func changes(n *netif.Network, steps []step) []Change {
+	list := make([]Change, len(steps))
+	for i, s := range steps {
+		list[i] = s.Change
+		list[i].Netns = n.Path()
+	}
+	return list
+}
+
+// step is a change of one interface, and whom it is for.
+type step struct {
+	Change
+	asked bool  // itself, not only for what is above it
+	want  Want  // of itself, now or before
+	carry Want  // what the targets above it need
+	above []int // indexes of these
+	depth int   // how many devices are below it
+	item  *item // if it is taken back
+}
+
+// plan plans what Plan says. Held is what was wanted before of interfaces that were
+// asked for; where they are below a target, they keep that.
+func plan(ifaces []netif.Interface, s netif.Support, targets []Target, held map[int]Want) ([]step, error) {
+	steps := map[int]*step{}
+	tops := map[int]Want{}
+	for _, t := range targets {
+		if err := check(t); err != nil {
+			return nil, err
+		}
+		i := byName(ifaces, t.Interface)
+		if i == nil {
+			return nil, netif.Refuse(netif.KindUsage, "", "there is no interface %q", t.Interface)
+		}
+		if err := possible(i, t.Want, s); err != nil {
+			return nil, err
+		}
+		tops[i.Index] = t.Want
+		p := steps[i.Index]
+		if p == nil {
+			p = newStep(i)
+			steps[i.Index] = p
+		}
+		if p.asked && p.want != t.Want {
+			return nil, netif.Refuse(netif.KindUsage, "", "two different sizes are asked for %s", t.Interface)
+		}
+		p.asked, p.want = true, t.Want
+	}
+	for _, index := range slices.Sorted(maps.Keys(tops)) {
+		target := byIndex(ifaces, index)
+		for _, r := range target.Related {
+			if r.Relation == netif.Lower {
+				below(ifaces, target, r, tops[index], steps)
+			}
+		}
+	}
+	for index, p := range steps {
+		i := byIndex(ifaces, index)
+		if !p.asked {
+			p.want = held[index]
+			p.spare(ifaces, i, steps)
+		}
+		p.fit(i, s)
+	}
+	ordered := make([]step, 0, len(steps))
+	for _, p := range steps {
+		ordered = append(ordered, *p)
+	}
+	order(ordered)
+	return ordered, nil
+}
+
+// below adds to the plan a device that is below a target.
+func below(ifaces []netif.Interface, target *netif.Interface, r netif.Related, want Want, steps map[int]*step) {
+	top := steps[target.Index]
+	if r.Netns != "" {
+		name := r.Name
+		if name == "" {
+			name = fmt.Sprintf("interface %d", r.Index)
+		}
+		top.note("%s, which is below it in another network namespace (%s), is left as it is", name, r.Netns)
+		return
+	}
+	i := byIndex(ifaces, r.Index)
+	if i == nil {
+		return // it came after the list of interfaces was read
+	}
+	p := steps[i.Index]
+	if p == nil {
+		p = newStep(i)
+		p.Because = target.Name
+		steps[i.Index] = p
+	}
+	p.above = append(p.above, target.Index)
+	p.carry.IPv6 = max(p.carry.IPv6, want.IPv6)
+	p.carry.IPv4 = max(p.carry.IPv4, want.IPv4)
+}
+
+func newStep(i *netif.Interface) *step {
+	p := &step{Change: Change{Interface: i.Name, Index: i.Index, From: i.Sizes, To: i.Sizes}}
+	for _, r := range i.Related {
+		if r.Relation == netif.Lower {
+			p.depth++
+		}
+	}
+	return p
+}
+
+// spare keeps a device that is below a target as large as others above it are, which
+// are no part of the plan.
+func (p *step) spare(ifaces []netif.Interface, i *netif.Interface, steps map[int]*step) {
+	for j := range ifaces {
+		above := &ifaces[j]
+		if steps[above.Index] != nil || !over(above, i) {
+			continue
+		}
+		for _, f := range []struct {
+			family string
+			carry  *uint32
+			size   uint32
+		}{
+			{"IPv6", &p.carry.IPv6, min(above.Sizes.GSO, i.Sizes.GSO)},
+			{"IPv4", &p.carry.IPv4, min(above.Sizes.GSOIPv4, i.Sizes.GSOIPv4)},
+		} {
+			if *f.carry != 0 && *f.carry < f.size {
+				*f.carry = f.size
+				p.note("keeps %d bytes for %s, as %s has, which is above it too", f.size, f.family, above.Name)
+			}
+		}
+	}
+}
+
+// over tells whether i sends through another interface of its namespace.
+func over(i, other *netif.Interface) bool {
+	return slices.ContainsFunc(i.Related, func(r netif.Related) bool {
+		return r.Relation == netif.Lower && r.Netns == "" && r.Index == other.Index
+	})
+}
+
+// fit makes sizes of what is wanted, as far as the kernel and the devices can. The
+// sizes of a family that is left as it is are set too, since the kernel resets those
+// of IPv4 together with others.
+func (p *step) fit(i *netif.Interface, s netif.Support) {
+	least := i.LimitedBy()
+	size6 := p.size("IPv6", p.want.IPv6, p.carry.IPv6)
+	size4 := p.size("IPv4", p.want.IPv4, p.carry.IPv4)
+	switch {
+	case s.IPv6 && size6 != 0:
+		p.To.GSO, p.To.GRO = bounded(&least, size6), size6
+	case size6 > netif.Legacy:
+		p.note("IPv6 is left as it is: %s", lacking(s))
+	}
+	switch {
+	case s.IPv4 && size4 != 0:
+		p.To.GSOIPv4, p.To.GROIPv4 = bounded(&least, size4), size4
+	case size4 > netif.Legacy:
+		p.note("IPv4 is left as it is: %s", lacking(s))
+	}
+	if size := max(size6, size4); size > netif.Legacy && bounded(&least, size) < size {
+		p.note("sends packets of at most %d bytes: %s takes no larger ones", least.TSOMaxSize, described(&least))
+	}
+}
+
+// size is that of a family: what is wanted of the device itself decides.
+func (p *step) size(family string, want, carry uint32) uint32 {
+	if want == 0 || carry == 0 {
+		return max(want, carry)
+	}
+	if !p.asked && want != carry {
+		p.note("keeps %d bytes for %s, as was asked for", want, family)
+	}
+	if want < carry {
+		p.note("the kernel cuts larger %s packets of what is above it", family)
+	}
+	return want
+}
+
+// bounded is a size for sending, no larger than what the device takes.
+func bounded(r *netif.Related, size uint32) uint32 {
+	if r.TSOMaxSize == 0 {
+		return size
+	}
+	return min(size, r.TSOMaxSize)
+}
+
+// described is the device's name, with its driver or kind.
+func described(r *netif.Related) string {
+	if driver := cmp.Or(r.Driver, r.Kind); driver != "" {
+		return fmt.Sprintf("%s (%s)", r.Place(), driver)
+	}
+	return r.Place()
+}
+
+func (p *step) note(format string, args ...any) {
+	p.Notes = append(p.Notes, fmt.Sprintf(format, args...))
+}
+
+// lacking says what the kernel lacks first.
+func lacking(s netif.Support) string {
+	if s.IPv6 {
+		return fmt.Sprintf("IPv4 packets above %d bytes need Linux 6.3", netif.Legacy)
+	}
+	return fmt.Sprintf("packets above %d bytes need Linux 5.19", netif.Legacy)
+}
+
+// check refuses sizes that make no sense.
+func check(t Target) error {
+	if t.Want == (Want{}) {
+		return netif.Refuse(netif.KindUsage, "", "no size is asked for %s", t.Interface)
+	}
+	for _, f := range []struct {
+		family string
+		size   uint32
+	}{{"IPv6", t.Want.IPv6}, {"IPv4", t.Want.IPv4}} {
+		if f.size != 0 && (f.size < netif.Legacy || f.size > netif.Most) {
+			return netif.Refuse(netif.KindUsage, fmt.Sprintf("%d turns it off", netif.Legacy),
+				"%s size of %s: %d is not from %d to %d bytes", f.family, t.Interface, f.size, netif.Legacy, netif.Most)
+		}
+	}
+	return nil
+}
+
+// possible refuses a want of which nothing can be had.
+func possible(i *netif.Interface, w Want, s netif.Support) error {
+	large6, large4 := w.IPv6 > netif.Legacy, w.IPv4 > netif.Legacy
+	if !large6 && !large4 {
+		return nil
+	}
+	lacks6, lacks4 := large6 && !s.IPv6, large4 && !s.IPv4
+	if (w.IPv6 == 0 || lacks6) && (w.IPv4 == 0 || lacks4) {
+		hint := ""
+		if s.IPv6 {
+			hint = "this kernel has it for IPv6"
+		}
+		return netif.Refuse(netif.KindUnsupported, hint, "%s: %s", i.Name, lacking(s))
+	}
+	if least := i.LimitedBy(); least.TSOMaxSize != 0 && least.TSOMaxSize <= netif.Legacy {
+		hint := ""
+		if least.Place() != i.Name {
+			hint = fmt.Sprintf("%s sends through %s", i.Name, least.Place())
+		}
+		return netif.Refuse(netif.KindUnsupported, hint, "%s takes packets of at most %d bytes", described(&least), least.TSOMaxSize)
+	}
+	return nil
+}
+
+// order puts growing interfaces first, the lowest at the beginning, so that none sends
+// what those below it cannot take, and then shrinking ones, the highest at the beginning.
+func order(steps []step) {
+	slices.SortStableFunc(steps, func(a, b step) int {
+		shrinkA, shrinkB := shrinks(a.From, a.To), shrinks(b.From, b.To)
+		switch {
+		case shrinkA != shrinkB && shrinkA:
+			return 1
+		case shrinkA != shrinkB:
+			return -1
+		case shrinkA:
+			return cmp.Or(cmp.Compare(b.depth, a.depth), cmp.Compare(a.Index, b.Index))
+		}
+		return cmp.Or(cmp.Compare(a.depth, b.depth), cmp.Compare(a.Index, b.Index))
+	})
+}
+
+// shrinks tells sizes of which some become smaller and none larger.
+func shrinks(from, to netif.Sizes) bool {
+	larger := to.GSO > from.GSO || to.GRO > from.GRO || to.GSOIPv4 > from.GSOIPv4 || to.GROIPv4 > from.GROIPv4
+	return from != to && !larger
+}
+
+func byName(ifaces []netif.Interface, name string) *netif.Interface {
+	for i := range ifaces {
+		if ifaces[i].Name == name {
+			return &ifaces[i]
+		}
+	}
+	return nil
+}
+
+func byIndex(ifaces []netif.Interface, index int) *netif.Interface {
+	for i := range ifaces {
+		if ifaces[i].Index == index {
+			return &ifaces[i]
+		}
+	}
+	return nil
+}
