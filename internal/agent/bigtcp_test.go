@@ -496,13 +496,13 @@ func TestBigTCPConflict(t *testing.T) {
 	wantSizes(t, "big0", sizesOn)
 
 	// It may be borrowed by force.
-	if _, err := store.Apply(n, sizing.ByBench, []sizing.Target{{Interface: "big0", Want: sizing.Want{IPv6: 100000, IPv4: 100000}}}, true); err != nil {
+	if _, err := store.Apply(n, sizing.ByCommand, []sizing.Target{{Interface: "big0", Want: sizing.Want{IPv6: 100000, IPv4: 100000}}}, true); err != nil {
 		t.Fatal(err)
 	}
 	until(t, "that is seen", func() bool {
-		return strings.HasPrefix(a.sized(t, "big0").Problem, "sockeye bigtcp bench has set its sizes")
+		return strings.HasPrefix(a.sized(t, "big0").Problem, "sockeye bigtcp apply has set its sizes")
 	})
-	if _, err := store.Revert(func(r sizing.Record) bool { return r.Owner == sizing.ByBench }, false); err != nil {
+	if _, err := store.Revert(func(r sizing.Record) bool { return r.Owner == sizing.ByCommand }, false); err != nil {
 		t.Fatal(err)
 	}
 	until(t, "the policy has it again", func() bool { return a.sized(t, "big0").State == SizesApplied })

@@ -234,11 +234,7 @@ func (s *sizer) decide(i *sized, r sizing.Record, explicit bool) {
 
 // held says who has the record of an interface that the policy wants.
 func held(name string, r sizing.Record) error {
-	command := "sockeye bigtcp apply"
-	if r.Owner == sizing.ByBench {
-		command = "sockeye bigtcp bench"
-	}
-	return conflict(fmt.Errorf("%s has set its sizes", command), revertCommand(r.Netns, name)+" leaves it to the policy")
+	return conflict(errors.New("sockeye bigtcp apply has set its sizes"), revertCommand(r.Netns, name)+" leaves it to the policy")
 }
 
 // revertCommand is the command that takes back what is in a network namespace.

@@ -92,7 +92,7 @@ It needs no agent, and no rights for what the caller may see.`,
 	where.flags(cmd)
 	policyFlag(cmd, &policy)
 	cmd.Flags().BoolVar(&all, "all", false, "each interface on its own, and those too that are not in use")
-	cmd.AddCommand(c.bigtcpPlanCommand(), c.bigtcpApplyCommand(), c.bigtcpRevertCommand(), c.bigtcpVerifyCommand(), c.bigtcpBenchCommand())
+	cmd.AddCommand(c.bigtcpPlanCommand(), c.bigtcpApplyCommand(), c.bigtcpRevertCommand(), c.bigtcpVerifyCommand())
 	return cmd
 }
 

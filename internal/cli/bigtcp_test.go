@@ -376,7 +376,7 @@ func TestBigTCPOfThePolicy(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1", "cli2")
 	h.setBy(sizing.ByPolicy, 192000, "cli0")
-	h.setBy(sizing.ByBench, 185000, "cli1")
+	h.setBy(sizing.ByCommand, 185000, "cli1")
 	h.setBy(sizing.ByCommand, 185000, "cli2")
 	for _, args := range []string{"plan cli0 --ipv6 off", "apply cli0 --ipv6 off", "apply cli2 cli0"} {
 		h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; what it had before is kept", args)

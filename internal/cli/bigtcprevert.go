@@ -34,9 +34,9 @@ func (c *command) bigtcpRevertCommand() *cobra.Command {
 		Use:   "revert [INTERFACE...]",
 		Short: "Take back what bigtcp apply set",
 		Long: `Revert gives the interfaces named, and the devices below them, the sizes that
-they had before: without INTERFACE, all for which bigtcp apply was the reason,
-and what a benchmark that was killed left. It can be called at any time, also
-after a crash; an interface that is gone is forgotten.
+they had before: without INTERFACE, all for which bigtcp apply was the reason.
+It can be called at any time, also after a crash; an interface that is gone is
+forgotten.
 
 What somebody else has changed since is left, without --force; what the agent
 has set for its policy too.`,

@@ -289,7 +289,6 @@ func (w *bigtcpWanted) words() string {
 	text := map[string]string{
 		string(sizing.ByCommand): "wanted by sockeye bigtcp apply",
 		string(sizing.ByPolicy):  "wanted by the agent's policy",
-		string(sizing.ByBench):   "wanted by sockeye bigtcp bench",
 		byFile:                   "wanted by the policy file",
 	}[w.By]
 	if len(w.For) > 0 {

@@ -73,7 +73,7 @@ func shownHost() *bigtcpShown {
 	s.Interfaces[2].Wanted = &bigtcpWanted{Want: large, By: "command", State: wantedSet, For: []string{"bond0"}}
 	s.Interfaces[3].Wanted = &bigtcpWanted{Want: large, By: "command", State: wantedSet}
 	s.Interfaces[5].Wanted = &bigtcpWanted{Want: sizing.Want{IPv6: 192000, IPv4: 65536}, By: "policy", State: wantedSet}
-	s.Interfaces[6].Wanted = &bigtcpWanted{Want: sizing.Want{IPv6: 192000}, By: "bench", State: wantedChanged}
+	s.Interfaces[6].Wanted = &bigtcpWanted{Want: sizing.Want{IPv6: 192000}, By: "command", State: wantedChanged}
 	tunnel := compat.Trouble{Name: "tunnel", Detail: "vxlan7 sends through it: packets that are wrapped have at most 65536 bytes before", Hint: "connections that do not go through it have large packets all the same"}
 	for _, n := range []int{2, 3, 4} {
 		s.Interfaces[n].Troubles = []compat.Trouble{tunnel}

@@ -29,8 +29,9 @@ const (
 const (
 	// streamBuffer is what is sent and read at a time, in bytes: more than a packet.
 	streamBuffer = 256 << 10
-	sequenceSize = 8  // number of a request, at its beginning
-	checkedSize  = 64 // compared of each message or read, once warmed up
+	sequenceSize = 8    // number of a request, at its beginning
+	startByte    = '\n' // of the server, once its thread runs
+	checkedSize  = 64   // compared of each message or read, once warmed up
 	// stall is how long an end waits for the other.
 	stall = 5 * time.Second
 	// fastest is of a transaction; there is room for so many.
@@ -161,6 +162,29 @@ func (l *load) end(fd int) *end {
 		size = l.Message
 	}
 	return &end{load: l, fd: fd, content: content(l.Seed, size), buf: make([]byte, size), clock: openCPUClock(l.CPU, !l.Beside), begun: time.Now()}
+}
+
+// drive is the client's end of a load. The first byte of the server begins it.
+func (e *end) drive() (measured, error) {
+	if n, err := e.read(e.buf[:1]); err != nil || n != 1 || e.buf[0] != startByte {
+		return measured{}, joined(errors.New("the server does not begin"), err)
+	}
+	e.begun = time.Now()
+	if e.Kind == loadRR {
+		return e.ask()
+	}
+	return e.pour()
+}
+
+// serve is the server's end of a load.
+func (e *end) serve() (measured, error) {
+	if err := e.send([]byte{startByte}); err != nil {
+		return measured{}, err
+	}
+	if e.Kind == loadRR {
+		return e.answer()
+	}
+	return e.drain()
 }
 
 // ask sends requests and receives their responses, which are the same.

@@ -32,64 +32,62 @@ func Local(ctx context.Context, o Options) (result *Result, err error) {
 	if err != nil {
 		return nil, err
 	}
-	l := &lab{}
+	l := &lab{size: o.Size}
 	defer func() { err = joined(err, l.close()) }()
 	if err := l.build(o.Path); err != nil {
 		return nil, fmt.Errorf("make namespaces: %w", err)
 	}
-	here, there := l.spaces[0].network, l.spaces[1].network
-	result = &Result{Path: o.Path, Message: o.Message, Size: o.Size, Rounds: o.Rounds, ForNS: o.For.Nanoseconds(), Families: []Family{}}
+	result = &Result{
+		Path: o.Path, Kernel: kernelRelease(), ClientCPU: last, ServerCPU: last,
+		Message: o.Message, Size: o.Size, Rounds: o.Rounds, ForNS: o.For.Nanoseconds(), Families: []Family{},
+	}
+	if o.TwoCPUs {
+		result.ServerCPU = other
+	}
+	support := l.spaces[0].network.Support()
 	var families []string
 	for _, family := range Families {
-		if err := lacks(here, family); err != nil {
+		if err := unsupported(support, family); err != nil {
 			result.Notes = append(result.Notes, fmt.Sprintf("%s was not measured: %v", familyName(family), err))
 			continue
 		}
 		families = append(families, family)
 	}
 	if len(families) == 0 {
-		return nil, lacks(here, IPv6)
+		return nil, unsupported(support, IPv6)
 	}
-	s, err := Listen(there, nil, "[::]:0", func(string, ...any) {})
-	if err != nil {
-		return nil, err
-	}
-	s.setter, s.cpu = l, last
-	if o.TwoCPUs {
-		s.cpu = other
-	}
-	s.beside = s.cpu == last
-	// An interrupt is the client's.
-	serving, stop := context.WithCancel(context.WithoutCancel(ctx))
-	served := make(chan error, 1)
-	go func() { served <- s.Serve(serving) }()
-	defer func() {
-		stop()
-		err = joined(err, <-served)
-	}()
-	port := netip.MustParseAddrPort(s.Address().String()).Port()
-	l.size = o.Size
+	runs := o.Rounds * runsPerRound
 	for i, family := range families {
-		c := &client{
-			Options: o, network: here, key: s.key, cpu: last, sizes: l, counted: l.counted,
-			runs: o.Rounds * runsOfRound * len(families), done: i * o.Rounds * runsOfRound,
+		m := &measurement{
+			Options: o, lab: l, family: family, clientCPU: result.ClientCPU, serverCPU: result.ServerCPU,
+			done: i * runs, runs: len(families) * runs,
 		}
-		address := netip.AddrPortFrom(l.address(family), port)
-		w, host, err := c.hello(ctx, address)
+		f, err := m.measure(ctx)
 		if err != nil {
 			return nil, err
 		}
-		f, err := c.measure(ctx, w, address)
-		w.Close()
-		if err != nil {
-			return nil, err
-		}
-		f.Client = Host{Kernel: host.Kernel, Interface: device, CPU: last, Changed: true}
-		f.Server = *host
-		f.Server.Interface = device
 		result.Families = append(result.Families, *f)
 	}
 	return result, nil
+}
+
+// unsupported returns an error if the kernel has no BIG TCP for a family.
+func unsupported(s netif.Support, family string) error {
+	switch {
+	case family == IPv6 && !s.IPv6:
+		return netif.Refuse(netif.KindUnsupported, "", "this kernel has no BIG TCP for IPv6, which needs Linux 5.19")
+	case family == IPv4 && !s.IPv4:
+		return netif.Refuse(netif.KindUnsupported, "", "this kernel has no BIG TCP for IPv4, which needs Linux 6.3")
+	}
+	return nil
+}
+
+func kernelRelease() string {
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return "unknown"
+	}
+	return unix.ByteSliceToString(u.Release[:])
 }
 
 // device is that of both ends.
@@ -372,8 +370,8 @@ func (l *lab) set(on bool) error {
 	return nil
 }
 
-// restore has nothing to do: all devices are the bench's own.
-func (l *lab) restore() error { return nil }
+// counters are of all packets that an interface has sent and received.
+type counters struct{ sent, sentBytes, received uint64 }
 
 // counted is of the client's device, where a packet counts as one however large it
 // is.

@@ -31,7 +31,7 @@ func TestLocal(t *testing.T) {
 			o.For, o.Warmup = 50*time.Millisecond, 50*time.Millisecond
 			told := 0
 			o.Progress = func(done, of int) {
-				if told++; done != told || of != o.Rounds*runsOfRound*2 {
+				if told++; done != told || of != o.Rounds*runsPerRound*2 {
 					t.Errorf("%s: progress %d of %d, after %d", path, done, of, told-1)
 				}
 			}
@@ -39,11 +39,11 @@ func TestLocal(t *testing.T) {
 			if err != nil {
 				t.Fatalf("%s: %v", path, err)
 			}
-			if told != o.Rounds*runsOfRound*2 || len(r.Families) != 2 {
+			if told != o.Rounds*runsPerRound*2 || len(r.Families) != 2 {
 				t.Fatalf("%s: %d runs of %d families", path, told, len(r.Families))
 			}
 			for _, f := range r.Families {
-				if len(f.Rows) != len(measures(o.Message)) || len(f.Runs) != o.Rounds*runsOfRound {
+				if len(f.Rows) != len(measures(o.Message)) || len(f.Runs) != o.Rounds*runsPerRound {
 					t.Errorf("%s, %s: %d rows of %d runs", path, f.Family, len(f.Rows), len(f.Runs))
 				}
 				for _, row := range f.Rows {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bench measures what BIG TCP gives between two hosts, or between two
-// network namespaces of its own: request-response and streams, with it off and on
-// in turns. It leaves the hosts as they were.
+// Package bench measures what BIG TCP gives between two network namespaces that it
+// makes: requests and responses, and streams, with BIG TCP off and on in turns.
 package bench
 
 import (
@@ -32,14 +31,11 @@ const (
 	// (until early 2026), which Linux counts for each segment when it forwards, so that
 	// it drops what is to go out by an MTU of 1500.
 	PathRouter = "router"
-	// pathNetwork is that to another host.
-	pathNetwork = "network"
 )
 
 // Paths are those that Local makes.
 var Paths = []string{PathBridge, PathVeth, PathRouter}
 
-// What is asked of a peer is bounded by these, too.
 const (
 	maxMessage = 1 << 20
 	maxRounds  = 100
@@ -65,7 +61,8 @@ type Options struct {
 	Progress func(done, of int)
 }
 
-// Defaults are the article's sizes, and ten rounds.
+// Defaults are the sizes of published measurements (netperf TCP_RR of 80000 bytes, with
+// packets of up to 185000), and ten rounds.
 func Defaults() Options {
 	return Options{
 		Size: 185000, Message: 80000, Rounds: 10, For: time.Second, Warmup: 200 * time.Millisecond, Path: PathBridge,
@@ -90,7 +87,7 @@ func (o *Options) Check() error {
 }
 
 func usage(hint, format string, args ...any) error {
-	return &netif.Error{Kind: netif.KindUsage, Err: fmt.Errorf(format, args...), Hint: hint}
+	return netif.Refuse(netif.KindUsage, hint, format, args...)
 }
 
 // joined is one error of one line of several, of which any may be nil.

@@ -15,44 +15,23 @@ import (
 
 // Result is what was measured.
 type Result struct {
-	Path     string   `json:"path"`          // of Paths, or network
-	Message  int      `json:"message_bytes"` // of a request, and of its response
-	Size     uint32   `json:"size_bytes"`    // of the largest packet while on
-	Rounds   int      `json:"rounds"`
-	ForNS    int64    `json:"for_ns"` // measured of each run
-	Families []Family `json:"families"`
-	Notes    []string `json:"notes,omitempty"` // of what could not be measured
+	Path      string   `json:"path"`       // of Paths
+	Kernel    string   `json:"kernel"`     // release
+	ClientCPU int      `json:"client_cpu"` // to which that end was bound
+	ServerCPU int      `json:"server_cpu"`
+	Message   int      `json:"message_bytes"` // of a request, and of its response
+	Size      uint32   `json:"size_bytes"`    // of the largest packet while on
+	Rounds    int      `json:"rounds"`
+	ForNS     int64    `json:"for_ns"` // measured of each run
+	Families  []Family `json:"families"`
+	Notes     []string `json:"notes,omitempty"` // of what could not be measured
 }
 
 // Family is what was measured over one IP family.
 type Family struct {
 	Family string   `json:"family"` // ipv6 or ipv4
-	Client Host     `json:"client"`
-	Server Host     `json:"server"`
 	Rows   []Row    `json:"rows"`
 	Runs   []Sample `json:"runs"`
-}
-
-// Host is an end.
-type Host struct {
-	Kernel    string   `json:"kernel"`
-	Interface string   `json:"interface"`
-	CPU       int      `json:"cpu"`     // to which it was bound
-	Changed   bool     `json:"changed"` // false: it had no right to change its sizes
-	Notes     []string `json:"notes,omitempty"`
-}
-
-// maxNotes of a host are told.
-const maxNotes = 5
-
-// plain is what may be shown of a host that describes itself.
-func (h *Host) plain() *Host {
-	p := *h
-	p.Kernel, p.Interface, p.Notes = plain(h.Kernel), plain(h.Interface), nil
-	for _, n := range h.Notes[:min(len(h.Notes), maxNotes)] {
-		p.Notes = append(p.Notes, plain(n))
-	}
-	return &p
 }
 
 // Row is a figure, off and on.
@@ -89,26 +68,20 @@ type Sample struct {
 	CPU float64 `json:"cpu_s"`
 	// Share is how much of one CPU both ends together have worked.
 	Share float64 `json:"cpu_share"`
-	// Of the paths on one host: packets of each transaction, in both directions, and the
-	// mean size of those of a stream.
+	// Packets of each transaction, in both directions, and the mean size of those of a
+	// stream.
 	Packets     float64 `json:"packets,omitempty"`
 	PacketBytes float64 `json:"packet_bytes,omitempty"`
 }
 
-func sample(kind string, own *measured, peer *reply) (*Sample, error) {
-	const most = 1 << 50 // of what a peer says, so that sums do not overflow
-	for _, v := range []int64{peer.Count, peer.Bytes, peer.ElapsedNS, peer.CPUNS} {
-		if v < 0 || v > most {
-			return nil, errors.New("what the server has measured makes no sense")
-		}
-	}
+func sample(kind string, own, peer *measured) (*Sample, error) {
 	s := &Sample{}
 	if kind == loadStream {
-		if own.Bytes == 0 || peer.Bytes == 0 || peer.ElapsedNS == 0 {
+		if own.Bytes == 0 || peer.Bytes == 0 || peer.Elapsed == 0 {
 			return nil, errors.New("nothing got through")
 		}
 		s.Rate = 8 * median(own.rates)
-		s.CPU = own.CPU.Seconds()/float64(own.Bytes) + time.Duration(peer.CPUNS).Seconds()/float64(peer.Bytes)
+		s.CPU = own.CPU.Seconds()/float64(own.Bytes) + peer.CPU.Seconds()/float64(peer.Bytes)
 		s.Share = s.CPU * float64(own.Bytes) / own.Elapsed.Seconds()
 		return s, nil
 	}
@@ -126,7 +99,7 @@ func sample(kind string, own *measured, peer *reply) (*Sample, error) {
 	all := piece{took: own.took} // each of its pieces is sorted
 	slices.Sort(all.took)
 	s.Min, s.Max = all.at(0), all.at(1)
-	s.CPU = own.CPU.Seconds()/float64(own.Count) + time.Duration(peer.CPUNS).Seconds()/float64(peer.Count)
+	s.CPU = own.CPU.Seconds()/float64(own.Count) + peer.CPU.Seconds()/float64(peer.Count)
 	s.Share = s.CPU * float64(own.Count) / own.Elapsed.Seconds()
 	return s, nil
 }
@@ -275,7 +248,7 @@ func (r *Result) Text() []string {
 	if share, ok := r.share(); ok {
 		p("The ends had %.0f %% of their CPU, by the median; less than 95 %% makes all uncertain but the minimum and CPU.\n", 100*share)
 	}
-	for _, note := range r.notes() {
+	for _, note := range r.Notes {
 		p("%s\n", note)
 	}
 	return strings.Split(strings.TrimRight(text.String(), "\n"), "\n")
@@ -321,37 +294,26 @@ func number(v float64) string {
 
 // path says where it was measured.
 func (r *Result) path() string {
-	if len(r.Families) == 0 {
-		return "Nothing was measured"
-	}
-	f := &r.Families[0]
-	cpus := fmt.Sprintf("CPU %d for both ends", f.Client.CPU)
-	if f.Client.CPU != f.Server.CPU || r.Path == pathNetwork {
-		cpus = fmt.Sprintf("CPU %d for the client and %d for the server", f.Client.CPU, f.Server.CPU)
-	}
-	kernels := "Linux " + f.Client.Kernel
-	if f.Server.Kernel != f.Client.Kernel {
-		kernels += " and " + f.Server.Kernel
+	cpus := fmt.Sprintf("CPU %d for both ends", r.ClientCPU)
+	if r.ClientCPU != r.ServerCPU {
+		cpus = fmt.Sprintf("CPU %d for the client and %d for the server", r.ClientCPU, r.ServerCPU)
 	}
 	where := map[string]string{
 		PathVeth:   "A veth pair between two namespaces",
 		PathBridge: "Two namespaces at a bridge, by a veth pair each",
 		PathRouter: "Two namespaces with a third between them that forwards",
 	}[r.Path]
-	if r.Path == pathNetwork {
-		where = fmt.Sprintf("%s of this host to %s of the server", f.Client.Interface, f.Server.Interface)
-	}
-	return fmt.Sprintf("%s; %s; %s.", where, cpus, kernels)
+	return fmt.Sprintf("%s; %s; Linux %s.", where, cpus, r.Kernel)
 }
 
-// share is the median of what the ends had of their CPU, which is never idle if they
-// have one together.
+// share is the median share of their CPU that the ends had, which is never idle if
+// they have one together.
 func (r *Result) share() (share float64, ok bool) {
+	if r.ClientCPU != r.ServerCPU {
+		return 0, false
+	}
 	var shares []float64
 	for _, f := range r.Families {
-		if r.Path == pathNetwork || f.Client.CPU != f.Server.CPU {
-			return 0, false
-		}
 		for _, s := range f.Runs {
 			shares = append(shares, s.Share)
 		}
@@ -360,21 +322,4 @@ func (r *Result) share() (share float64, ok bool) {
 		return 0, false
 	}
 	return min(1, median(shares)), true
-}
-
-// notes are what is not as was asked for.
-func (r *Result) notes() []string {
-	notes := slices.Clone(r.Notes)
-	for _, f := range r.Families {
-		if !f.Server.Changed {
-			notes = append(notes, fmt.Sprintf("%s: the server has no right to change its sizes: what it sends and receives is the same, off and on", familyName(f.Family)))
-		}
-		for _, n := range f.Client.Notes {
-			notes = append(notes, familyName(f.Family)+": "+n)
-		}
-		for _, n := range f.Server.Notes {
-			notes = append(notes, familyName(f.Family)+": the server: "+n)
-		}
-	}
-	return notes
 }

@@ -193,8 +193,6 @@ func (o Owner) words() string {
 		return "a command (sockeye bigtcp apply)"
 	case ByPolicy:
 		return "the agent's policy"
-	case ByBench:
-		return "a benchmark (sockeye bigtcp bench)"
 	}
 	return string(o)
 }

@@ -37,7 +37,6 @@ type Owner string
 const (
 	ByCommand Owner = "command" // sockeye bigtcp apply
 	ByPolicy  Owner = "policy"  // the agent
-	ByBench   Owner = "bench"   // for as long as it runs
 )
 
 // Record is what is remembered of an interface whose sizes were set, in the state
