@@ -35,6 +35,25 @@ type filterRule struct {
 	where string // as in "nft inet filter input, handle 7"
 }
 
+// matchSees is what a match of xtables looks at, and targetSees the like of a target:
+// iptables-nft has rules of nftables with them.
+func matchSees(name string) sees {
+	switch name {
+	case "length":
+		return xtLength
+	case "hbh", "ipv6header":
+		return nextHeader
+	}
+	return 0
+}
+
+func targetSees(name string) sees {
+	if name == "NFQUEUE" {
+		return queued
+	}
+	return 0
+}
+
 // nftFamilies are the names that nft(8) has for families.
 var nftFamilies = map[uint8]string{
 	unix.NFPROTO_INET:   "inet",
