@@ -32,8 +32,8 @@ type sizer struct {
 
 	mu         sync.Mutex
 	rules      []config.BigTCPRule
-	network    *netif.Network // nil while there is none
-	leave      func()         // ends the watch of it
+	network    *netif.Namespace // nil while there is none
+	leave      func()           // ends the watch of it
 	place      placeID
 	problem    error                           // of the namespace
 	since      time.Time                       // of the problem
@@ -96,7 +96,7 @@ func (s *sizer) enter() error {
 	if err != nil {
 		return fmt.Errorf("find network namespace: %w", err)
 	}
-	network, err := netif.OpenNetwork(s.netns)
+	network, err := netif.OpenNamespace(s.netns)
 	if errors.Is(err, fs.ErrPermission) && !hasCapability(unix.CAP_SYS_ADMIN) {
 		return noEntry()
 	}
@@ -129,7 +129,7 @@ func noEntry() error {
 
 // follow looks again whenever an interface has changed, until ctx ends, and closes
 // the network.
-func (s *sizer) follow(ctx context.Context, network *netif.Network, changes <-chan struct{}, recheck <-chan time.Time) {
+func (s *sizer) follow(ctx context.Context, network *netif.Namespace, changes <-chan struct{}, recheck <-chan time.Time) {
 	defer network.Close()
 	for {
 		more := true

@@ -39,7 +39,7 @@ var (
 // newSizingAgent is an agent, without a policy yet, on a kernel that has BIG TCP.
 func newSizingAgent(t *testing.T) *Agent {
 	t.Helper()
-	n, err := netif.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -106,7 +106,7 @@ func wantSizes(t *testing.T, name string, want netif.Sizes) {
 // meddle sets sizes as somebody else would.
 func meddle(t *testing.T, name string, s netif.Sizes) {
 	t.Helper()
-	n, err := netif.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -466,7 +466,7 @@ func TestBigTCPConflict(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n, err := netif.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -594,7 +594,7 @@ func vethInto(t *testing.T, path, name, peer string) {
 // sizesIn reads the sizes of an interface of another namespace.
 func sizesIn(t *testing.T, path, name string) netif.Sizes {
 	t.Helper()
-	n, err := netif.OpenNetwork(path)
+	n, err := netif.OpenNamespace(path)
 	if err != nil {
 		t.Fatal(err)
 	}

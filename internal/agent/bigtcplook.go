@@ -34,7 +34,7 @@ type sizedPath struct {
 
 // outlook looks at what the rules ask for, and at what can be done about it. If that
 // is explicit, what somebody else has set is to be set again.
-func (s *sizer) outlook(n *netif.Network, rules []config.BigTCPRule, explicit bool) (*outlook, error) {
+func (s *sizer) outlook(n *netif.Namespace, rules []config.BigTCPRule, explicit bool) (*outlook, error) {
 	all, err := n.Interfaces()
 	if err != nil {
 		return nil, err
@@ -86,7 +86,7 @@ func touched(r sizing.Record, now netif.Sizes) bool {
 }
 
 // records are those of a namespace, by index, whoever had them made.
-func (s *sizer) records(n *netif.Network) (map[int]sizing.Record, error) {
+func (s *sizer) records(n *netif.Namespace) (map[int]sizing.Record, error) {
 	all, err := s.store.Records()
 	if err != nil {
 		return nil, err
@@ -149,7 +149,7 @@ func (o *outlook) match(all []netif.Interface, rules []config.BigTCPRule) [][]in
 
 // plan finds what is to be changed so that all have what the rules say, and what is
 // impossible.
-func (s *sizer) plan(o *outlook, n *netif.Network, all []netif.Interface) error {
+func (s *sizer) plan(o *outlook, n *netif.Namespace, all []netif.Interface) error {
 	support := n.Support()
 	var targets []sizing.Target
 	for index := range all {
@@ -158,7 +158,7 @@ func (s *sizer) plan(o *outlook, n *netif.Network, all []netif.Interface) error 
 			continue
 		}
 		if i.want.IPv6 > netif.Legacy || i.want.IPv4 > netif.Legacy {
-			if verdict := netif.Judge(&all[index], support); verdict.State == netif.Impossible {
+			if verdict := all[index].Verdict(support); verdict.State == netif.Impossible {
 				i.err = &netif.Error{Kind: netif.KindUnsupported, Err: errors.New(strings.TrimPrefix(verdict.Text, "impossible: "))}
 				continue
 			}

@@ -70,7 +70,7 @@ func (a *Agent) planSizes(c bigTCPChange) ([]Change, error) {
 			return rules, nil
 		}
 		var err error
-		if network, err = netif.OpenNetwork(c.netns); err != nil {
+		if network, err = netif.OpenNamespace(c.netns); err != nil {
 			return nil, err
 		}
 		defer network.Close()

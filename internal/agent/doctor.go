@@ -149,7 +149,7 @@ func (d *doctor) destroy() {
 // bigTCP tells which families may have packets above 64 KiB.
 func (d *doctor) bigTCP() {
 	const ipv6, ipv4 = "BIG TCP for IPv6", "BIG TCP for IPv4"
-	n, err := netif.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		d.add("kernel", ipv6, ResultWarning, "not known: "+err.Error(), Hint(err))
 		return

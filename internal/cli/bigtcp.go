@@ -21,19 +21,19 @@ import (
 
 // bigtcpShown is the answer of bigtcp -o json.
 type bigtcpShown struct {
-	Netns      string            `json:"netns,omitempty"`
-	Support    netif.Support     `json:"support"`
-	Interfaces []bigtcpInterface `json:"interfaces"`
-	Troubles   []compat.Trouble  `json:"troubles"`
-	Problems   []string          `json:"problems"` // what could not be seen, and why
+	Netns             string                   `json:"netns,omitempty"`
+	Support           netif.Support            `json:"support"`
+	Interfaces        []bigtcpInterface        `json:"interfaces"`
+	Incompatibilities []compat.Incompatibility `json:"troubles"`
+	Problems          []string                 `json:"problems"` // what could not be seen, and why
 }
 
 type bigtcpInterface struct {
 	netif.Interface
-	Bound    bigtcpBound      `json:"bound"`
-	Wanted   *bigtcpWanted    `json:"wanted,omitempty"`
-	Verdict  netif.Verdict    `json:"verdict"`
-	Troubles []compat.Trouble `json:"troubles"`
+	Bound             bigtcpBound              `json:"bound"`
+	Wanted            *bigtcpWanted            `json:"wanted,omitempty"`
+	Verdict           netif.Verdict            `json:"verdict"`
+	Incompatibilities []compat.Incompatibility `json:"troubles"`
 }
 
 // bigtcpBound is what bounds the packets that an interface sends.
@@ -82,7 +82,7 @@ It needs no agent, and no rights for what the caller may see.`,
 		Args:              arguments(0, -1, ""),
 		ValidArgsFunction: where.interfaces,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			shown, err := bigtcpLook(cmd, args, where, policy)
+			shown, err := inspectBigTCP(cmd, args, where, policy)
 			if err != nil {
 				return err
 			}
@@ -110,7 +110,7 @@ func policyFlag(cmd *cobra.Command, file *string) {
 
 // interfaces completes names of interfaces that are not there yet.
 func (p *bigtcpPlace) interfaces(_ *cobra.Command, args []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
-	network, err := netif.OpenNetwork(p.netns)
+	network, err := netif.OpenNamespace(p.netns)
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveError
 	}
@@ -122,15 +122,15 @@ func (p *bigtcpPlace) interfaces(_ *cobra.Command, args []string, _ string) ([]c
 	var names []cobra.Completion
 	for _, i := range list {
 		if !slices.Contains(args, i.Name) {
-			names = append(names, cobra.CompletionWithDesc(i.Name, deviceSort(i.Kind, i.Driver)))
+			names = append(names, cobra.CompletionWithDesc(i.Name, interfaceKind(i.Kind, i.Driver)))
 		}
 	}
 	return names, cobra.ShellCompDirectiveNoFileComp
 }
 
 // bigtcpLook looks at the interfaces that are named, or at all.
-func bigtcpLook(cmd *cobra.Command, names []string, where bigtcpPlace, policy string) (*bigtcpShown, error) {
-	network, err := netif.OpenNetwork(where.netns)
+func inspectBigTCP(cmd *cobra.Command, names []string, where bigtcpPlace, policy string) (*bigtcpShown, error) {
+	network, err := netif.OpenNamespace(where.netns)
 	if err != nil {
 		return nil, err
 	}
@@ -143,7 +143,7 @@ func bigtcpLook(cmd *cobra.Command, names []string, where bigtcpPlace, policy st
 	if err != nil {
 		return nil, err
 	}
-	shown := &bigtcpShown{Netns: where.netns, Support: network.Support(), Interfaces: []bigtcpInterface{}, Troubles: []compat.Trouble{}, Problems: []string{}}
+	shown := &bigtcpShown{Netns: where.netns, Support: network.Support(), Interfaces: []bigtcpInterface{}, Incompatibilities: []compat.Incompatibility{}, Problems: []string{}}
 	see := func(what string, err error) {
 		if err != nil {
 			shown.Problems = append(shown.Problems, fmt.Sprintf("%s: %v", what, err))
@@ -151,7 +151,7 @@ func bigtcpLook(cmd *cobra.Command, names []string, where bigtcpPlace, policy st
 	}
 	troubles, ofInterfaces, err := compat.Find(network, list, shown.Support)
 	see("what does not go well with large packets", err)
-	shown.Troubles = append(shown.Troubles, troubles...)
+	shown.Incompatibilities = append(shown.Incompatibilities, troubles...)
 	records, damaged, err := recordsOf(network, where.state)
 	see("what was set", err)
 	for _, path := range damaged {
@@ -170,10 +170,10 @@ func bigtcpLook(cmd *cobra.Command, names []string, where bigtcpPlace, policy st
 		if len(names) > 0 && !slices.Contains(named, i.Index) {
 			continue
 		}
-		one := bigtcpInterface{Interface: i, Verdict: netif.Judge(&i, shown.Support), Troubles: ofInterfaces[i.Name], Wanted: wantedOf(&i, list, records, rules)}
+		one := bigtcpInterface{Interface: i, Verdict: i.Verdict(shown.Support), Incompatibilities: ofInterfaces[i.Name], Wanted: wantedOf(&i, list, records, rules)}
 		one.Bound.Size, one.Bound.By = i.Bound()
-		if one.Troubles == nil {
-			one.Troubles = []compat.Trouble{}
+		if one.Incompatibilities == nil {
+			one.Incompatibilities = []compat.Incompatibility{}
 		}
 		shown.Interfaces = append(shown.Interfaces, one)
 	}
@@ -182,7 +182,7 @@ func bigtcpLook(cmd *cobra.Command, names []string, where bigtcpPlace, policy st
 
 // bigtcpNamed finds the indexes of interfaces that are named. A first one that there is not
 // may be a command.
-func bigtcpNamed(cmd *cobra.Command, network *netif.Network, names []string) ([]int, error) {
+func bigtcpNamed(cmd *cobra.Command, network *netif.Namespace, names []string) ([]int, error) {
 	var indexes []int
 	for n, name := range names {
 		i, err := network.Interface(name)
@@ -201,7 +201,7 @@ func bigtcpNamed(cmd *cobra.Command, network *netif.Network, names []string) ([]
 
 // recordsOf reads what was set in a namespace, by the index of the interface, and the
 // paths of what cannot be read.
-func recordsOf(network *netif.Network, stateDir string) (records map[int]*sizing.Record, damaged []string, err error) {
+func recordsOf(network *netif.Namespace, stateDir string) (records map[int]*sizing.Record, damaged []string, err error) {
 	store, err := sizing.OpenStore(stateDir)
 	if err != nil {
 		return nil, nil, err
@@ -233,12 +233,12 @@ func bigtcpRules(file string) ([]config.BigTCPRule, error) {
 
 // rulesOf are the rules for a namespace. Those for one that is not there, or that the
 // caller may not enter, are for another.
-func rulesOf(network *netif.Network, rules []config.BigTCPRule) []config.BigTCPRule {
+func rulesOf(network *netif.Namespace, rules []config.BigTCPRule) []config.BigTCPRule {
 	same := map[string]bool{network.Path(): true}
 	return slices.DeleteFunc(slices.Clone(rules), func(r config.BigTCPRule) bool {
 		if _, known := same[r.Netns]; !known {
 			same[r.Netns] = false
-			if other, err := netif.OpenNetwork(r.Netns); err == nil {
+			if other, err := netif.OpenNamespace(r.Netns); err == nil {
 				same[r.Netns] = other.ID() == network.ID()
 				other.Close()
 			}
@@ -280,7 +280,7 @@ func namesOf(list []netif.Interface, indexes []int) []string {
 }
 
 // maySet refuses who may not set sizes, before anything is changed.
-func maySet() error {
+func checkMaySet() error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var has [2]unix.CapUserData
 	if err := unix.Capget(&header, &has[0]); err != nil {
@@ -293,7 +293,7 @@ func maySet() error {
 }
 
 // flagged gives a hint about force the name of the flag.
-func flagged(err error) error {
+func flagHint(err error) error {
 	if known, ok := errors.AsType[*netif.Error](err); ok && strings.HasPrefix(known.Hint, "force ") {
 		return &netif.Error{Kind: known.Kind, Err: err, Hint: "--" + known.Hint}
 	}

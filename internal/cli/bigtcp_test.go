@@ -28,7 +28,7 @@ import (
 func newBigTCPHost(t testing.TB) *host {
 	t.Helper()
 	h := newHost(t, "bigtcp: []\n")
-	network, err := netif.OpenNetwork("")
+	network, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -184,7 +184,7 @@ func (h *host) setBy(owner sizing.Owner, size uint32, names ...string) {
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	network, err := netif.OpenNetwork("")
+	network, err := netif.OpenNamespace("")
 	if err != nil {
 		h.t.Fatal(err)
 	}
@@ -318,7 +318,7 @@ clibr  IPv6  65536 -> 300000  65536 -> 300000
 	}
 
 	h.tun("clitun")
-	impossible := "clitun (tun) takes packets of at most 65536 bytes"
+	impossible := "clitun (tun) supports packets of at most 65536 bytes"
 	h.refuses(3, impossible, "", "plan cli0 clitun")
 	h.refuses(3, impossible, "", "apply cli0 clitun")
 	h.has("cli0", 65536)
@@ -507,7 +507,7 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}
-	h.refuses(2, "open network namespace: open DIR/blue: no such file or directory", "name one by its path, as in /run/netns/NAME", "revert cli7 --netns DIR/blue")
+	h.refuses(2, "open network namespace: open DIR/blue: no such file or directory", "give the path of a network namespace, as in /run/netns/NAME", "revert cli7 --netns DIR/blue")
 	h.prints("gone: cli0 in DIR/blue\n", "revert cli0 --netns DIR/blue")
 	h.prints("there is nothing to take back\n", "revert")
 }
@@ -541,7 +541,7 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 cli1  IPv6  65536 -> 185000  65536 -> 185000
 inner0  IPv6  65536 -> 192000  65536 -> 192000
   in DIR/blue
-skipped clitun: impossible: clitun is tun, which takes packets of at most 65536 bytes
+skipped clitun: impossible: clitun (tun) supports packets of at most 65536 bytes
 skipped eth9: there is no such interface
 skipped * in DIR/red: there is no such network namespace
 3 interfaces `
@@ -567,7 +567,7 @@ skipped * in DIR/red: there is no such network namespace
 
 	// What is named must be possible.
 	h.write("policy.yaml", "bigtcp:\n  - {interface: cli0, ipv6: 192KB}\n  - {interface: clitun, ipv6: 192KB}\n")
-	h.refuses(3, "clitun (tun) takes packets of at most 65536 bytes", "", "apply --policy DIR/policy.yaml")
+	h.refuses(3, "clitun (tun) supports packets of at most 65536 bytes", "", "apply --policy DIR/policy.yaml")
 	h.has("cli0", 65536)
 }
 
@@ -582,7 +582,7 @@ func TestBigTCPRefusals(t *testing.T) {
 		t.Fatal(err)
 	}
 	size := "65536 to 524280 bytes, as in 192KB or 192KiB, or off"
-	netns := "name one by its path, as in /run/netns/NAME"
+	netns := "give the path of a network namespace, as in /run/netns/NAME"
 	for _, c := range []struct {
 		args          string
 		code          int
@@ -607,13 +607,13 @@ func TestBigTCPRefusals(t *testing.T) {
 		{"apply cli0 --ipv4 99999999999999999999KB", 2, `--ipv4 is "99999999999999999999KB"`, size},
 		{"plan cli0 --ipv6 0", 2, `--ipv6 is "0"`, size},
 		{"plan cli0 --ip6 192KB", 2, "unknown flag: --ip6", "did you mean --ipv6?"},
-		{"apply cli0 --netns /etc/passwd", 2, "open network namespace: /etc/passwd is none", netns},
-		{"apply cli0 --netns DIR", 2, "open network namespace: DIR is none", netns},
-		{"apply cli0 --netns DIR/fifo", 2, "open network namespace: DIR/fifo is none", netns},
-		{"apply cli0 --netns /proc/self/ns/mnt", 2, "open network namespace: /proc/self/ns/mnt is none", netns},
+		{"apply cli0 --netns /etc/passwd", 2, "open network namespace: /etc/passwd is not a network namespace", netns},
+		{"apply cli0 --netns DIR", 2, "open network namespace: DIR is not a network namespace", netns},
+		{"apply cli0 --netns DIR/fifo", 2, "open network namespace: DIR/fifo is not a network namespace", netns},
+		{"apply cli0 --netns /proc/self/ns/mnt", 2, "open network namespace: /proc/self/ns/mnt is not a network namespace", netns},
 		{"apply cli0 --netns /run/netns/nosuch", 2, "open network namespace: open /run/netns/nosuch: no such file or directory", netns},
 		{"cli0 --netns /run/netns/nosuch", 2, "open network namespace: open /run/netns/nosuch: no such file or directory", netns},
-		{"revert cli0 --netns /etc/passwd", 2, "open network namespace: /etc/passwd is none", netns},
+		{"revert cli0 --netns /etc/passwd", 2, "open network namespace: /etc/passwd is not a network namespace", netns},
 		{"apply cli0 --policy DIR/policy.yaml", 2, "--policy and INTERFACE do not go together", "usage: sockeye bigtcp apply [INTERFACE...] [flags]"},
 		{"apply --ipv6 192KB", 2, "--ipv6 goes with INTERFACE", "usage: sockeye bigtcp apply [INTERFACE...] [flags]"},
 		{"plan --ipv4 192KB", 2, "--ipv4 goes with INTERFACE", "usage: sockeye bigtcp plan [INTERFACE...] [flags]"},

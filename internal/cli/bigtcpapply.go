@@ -31,12 +31,12 @@ is looked up again.`,
   sockeye bigtcp apply veth1 veth2 --ipv6 192KB
   sockeye bigtcp apply eth0 --ipv4 off`,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			aims, skipped, err := request.aims(cmd, args)
+			aims, skipped, err := request.tasks(cmd, args)
 			if err != nil {
 				return err
 			}
 			defer aims.close()
-			if err := maySet(); err != nil {
+			if err := checkMaySet(); err != nil {
 				return err
 			}
 			// What would be refused is refused before the first change.
@@ -59,7 +59,7 @@ is looked up again.`,
 }
 
 // apply reaches all aims, each of them whole or not at all.
-func (a bigtcpAims) apply(r *bigtcpRequest) ([]sizing.Change, error) {
+func (a bigtcpTasks) apply(r *bigtcpRequest) ([]sizing.Change, error) {
 	store, err := sizing.OpenStore(r.state)
 	if err != nil {
 		return nil, err
@@ -67,7 +67,7 @@ func (a bigtcpAims) apply(r *bigtcpRequest) ([]sizing.Change, error) {
 	all := []sizing.Change{}
 	for _, aim := range a {
 		changes, err := store.Apply(aim.network, sizing.ByCommand, aim.targets, r.force)
-		err = flagged(err)
+		err = flagHint(err)
 		if err != nil && changesAny(all) {
 			return nil, fmt.Errorf("%w; what was set in other network namespaces before stays, until sockeye bigtcp revert", err)
 		}

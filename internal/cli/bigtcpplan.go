@@ -65,7 +65,7 @@ INTERFACE it is about the bigtcp section of the policy file.`,
 		Example: `  sockeye bigtcp plan eth0
   sockeye bigtcp plan --policy new-policy.yaml`,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			aims, skipped, err := request.aims(cmd, args)
+			aims, skipped, err := request.tasks(cmd, args)
 			if err != nil {
 				return err
 			}
@@ -88,14 +88,14 @@ func (c *command) bigtcpChanged(answer bigtcpChanges, verb string) error {
 }
 
 // bigtcpAim is what is wanted of interfaces of one namespace.
-type bigtcpAim struct {
-	network *netif.Network
+type bigtcpTask struct {
+	network *netif.Namespace
 	targets []sizing.Target
 }
 
-type bigtcpAims []bigtcpAim
+type bigtcpTasks []bigtcpTask
 
-func (a bigtcpAims) close() {
+func (a bigtcpTasks) close() {
 	for _, aim := range a {
 		aim.network.Close()
 	}
@@ -103,7 +103,7 @@ func (a bigtcpAims) close() {
 
 // plan plans all aims. Who may not read the records cannot be told what is refused
 // because of them.
-func (a bigtcpAims) plan(r *bigtcpRequest) (*bigtcpChanges, error) {
+func (a bigtcpTasks) plan(r *bigtcpRequest) (*bigtcpChanges, error) {
 	store, err := sizing.OpenStore(r.state)
 	if err != nil {
 		return nil, err
@@ -116,7 +116,7 @@ func (a bigtcpAims) plan(r *bigtcpRequest) (*bigtcpChanges, error) {
 			changes, err = sizing.Plan(aim.network, aim.targets)
 		}
 		if err != nil {
-			return nil, flagged(err)
+			return nil, flagHint(err)
 		}
 		answer.Changes = append(answer.Changes, changes...)
 	}
@@ -125,7 +125,7 @@ func (a bigtcpAims) plan(r *bigtcpRequest) (*bigtcpChanges, error) {
 
 // aims reads what is wanted: of the interfaces that are named, or of those that the
 // policy file has rules for.
-func (r *bigtcpRequest) aims(cmd *cobra.Command, names []string) (bigtcpAims, []bigtcpSkipped, error) {
+func (r *bigtcpRequest) tasks(cmd *cobra.Command, names []string) (bigtcpTasks, []bigtcpSkipped, error) {
 	want, err := r.want(cmd)
 	if err != nil {
 		return nil, nil, err
@@ -136,15 +136,15 @@ func (r *bigtcpRequest) aims(cmd *cobra.Command, names []string) (bigtcpAims, []
 	case len(names) > 0 && changed("policy"):
 		return nil, nil, agent.Usage(errors.New("--policy and INTERFACE do not go together"), usage)
 	case len(names) > 0:
-		network, err := netif.OpenNetwork(r.netns)
+		network, err := netif.OpenNamespace(r.netns)
 		if err != nil {
 			return nil, nil, err
 		}
-		aim := bigtcpAim{network: network}
+		aim := bigtcpTask{network: network}
 		for _, name := range names {
 			aim.targets = append(aim.targets, sizing.Target{Interface: name, Want: want})
 		}
-		return bigtcpAims{aim}, []bigtcpSkipped{}, nil
+		return bigtcpTasks{aim}, []bigtcpSkipped{}, nil
 	}
 	for _, flag := range []string{"ipv6", "ipv4", "netns"} {
 		if changed(flag) {
@@ -163,7 +163,7 @@ func (r *bigtcpRequest) aims(cmd *cobra.Command, names []string) (bigtcpAims, []
 	case len(rules) == 0:
 		return nil, nil, agent.Usage(fmt.Errorf("%s has no bigtcp rules", r.policy), "name an interface, or another file with --policy")
 	}
-	return aimsOfRules(rules)
+	return tasksOfRules(rules)
 }
 
 // want reads the sizes. Both families have a default, together.
@@ -187,7 +187,7 @@ func (r *bigtcpRequest) want(cmd *cobra.Command) (want sizing.Want, err error) {
 
 // aimsOfRules finds the interfaces that rules are for. As for the agent, what is not
 // there, and of what a glob is for what cannot have large packets, is skipped.
-func aimsOfRules(rules []config.BigTCPRule) (aims bigtcpAims, skipped []bigtcpSkipped, err error) {
+func tasksOfRules(rules []config.BigTCPRule) (aims bigtcpTasks, skipped []bigtcpSkipped, err error) {
 	skipped = []bigtcpSkipped{}
 	byNetns := make(map[string][]config.BigTCPRule)
 	var order []string
@@ -198,7 +198,7 @@ func aimsOfRules(rules []config.BigTCPRule) (aims bigtcpAims, skipped []bigtcpSk
 		byNetns[r.Netns] = append(byNetns[r.Netns], r)
 	}
 	for _, netns := range order {
-		network, err := netif.OpenNetwork(netns)
+		network, err := netif.OpenNamespace(netns)
 		if errors.Is(err, os.ErrNotExist) {
 			for _, r := range byNetns[netns] {
 				skipped = append(skipped, bigtcpSkipped{netns, r.Interface, "there is no such network namespace"})
@@ -207,7 +207,7 @@ func aimsOfRules(rules []config.BigTCPRule) (aims bigtcpAims, skipped []bigtcpSk
 		}
 		if err == nil {
 			var out []bigtcpSkipped
-			aim := bigtcpAim{network: network}
+			aim := bigtcpTask{network: network}
 			aim.targets, out, err = targetsOfRules(network, byNetns[netns])
 			aims = append(aims, aim)
 			skipped = append(skipped, out...)
@@ -220,7 +220,7 @@ func aimsOfRules(rules []config.BigTCPRule) (aims bigtcpAims, skipped []bigtcpSk
 	return aims, skipped, nil
 }
 
-func targetsOfRules(network *netif.Network, rules []config.BigTCPRule) (targets []sizing.Target, skipped []bigtcpSkipped, err error) {
+func targetsOfRules(network *netif.Namespace, rules []config.BigTCPRule) (targets []sizing.Target, skipped []bigtcpSkipped, err error) {
 	list, err := network.Interfaces()
 	if err != nil {
 		return nil, nil, err
@@ -237,7 +237,7 @@ func targetsOfRules(network *netif.Network, rules []config.BigTCPRule) (targets 
 		}
 		matched[at] = true
 		want := sizing.Want{IPv6: rules[at].IPv6, IPv4: rules[at].IPv4}
-		verdict := netif.Judge(&i, support)
+		verdict := i.Verdict(support)
 		if !rules[at].Named() && verdict.State == netif.Impossible && max(want.IPv6, want.IPv4) > netif.Legacy {
 			skip(i.Name, verdict.Text)
 			continue

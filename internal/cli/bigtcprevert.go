@@ -83,7 +83,7 @@ func bigtcpRevert(cmd *cobra.Command, names []string, where bigtcpPlace, force b
 		}
 	}
 	if slices.ContainsFunc(records, chosen) {
-		if err := maySet(); err != nil {
+		if err := checkMaySet(); err != nil {
 			return nil, err
 		}
 	}
@@ -91,13 +91,13 @@ func bigtcpRevert(cmd *cobra.Command, names []string, where bigtcpPlace, force b
 		return nil, fmt.Errorf("take sizes back: %w", err)
 	}
 	done, err := store.Revert(chosen, force)
-	return done, flagged(err)
+	return done, flagHint(err)
 }
 
 // chooseRecords tells which records are those of the interfaces that are named, or of
 // all in a network namespace. It refuses, unless force, what others rely on.
 func chooseRecords(records []sizing.Record, names []string, netns string, force bool) (func(sizing.Record) bool, error) {
-	network, err := netif.OpenNetwork(netns)
+	network, err := netif.OpenNamespace(netns)
 	here := func(r sizing.Record) bool { return r.Netns == netns }
 	switch {
 	case err == nil:

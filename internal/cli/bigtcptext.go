@@ -46,7 +46,7 @@ func (t *text) paragraph(indent, format string, args ...any) {
 
 // trouble adds what was found, on which interfaces if it is not plain, and what to do
 // about it.
-func (t *text) trouble(indent string, of compat.Trouble, names ...string) {
+func (t *text) incompatibility(indent string, of compat.Incompatibility, names ...string) {
 	where := ""
 	if len(names) > 0 {
 		where = " on " + firstNames(names)
@@ -93,7 +93,7 @@ func sizesText(s netif.Sizes) string {
 }
 
 // deviceSort is what a device is: its kind, or its driver where it is hardware.
-func deviceSort(kind, driver string) string {
+func interfaceKind(kind, driver string) string {
 	if kind != "" {
 		return kind
 	}
@@ -101,7 +101,7 @@ func deviceSort(kind, driver string) string {
 }
 
 // alike are interfaces that one row stands for.
-type alike []*bigtcpInterface
+type similar []*bigtcpInterface
 
 // bigtcpText writes the interfaces, all of them or what fits a screen, and the
 // troubles of the host.
@@ -112,10 +112,10 @@ func bigtcpText(t *text, s *bigtcpShown, all bool) {
 	}
 	shown := s.Interfaces
 	if !all {
-		shown = slices.DeleteFunc(slices.Clone(shown), func(i bigtcpInterface) bool { return i.dull() })
+		shown = slices.DeleteFunc(slices.Clone(shown), func(i bigtcpInterface) bool { return i.isIdle() })
 	}
 	rows, cut := bigtcpGroups(shown, all)
-	shared := sharedTroubles(rows)
+	shared := sharedIncompatibilities(rows)
 	if len(rows) > 0 {
 		writeInterfaces(t, rows, shared)
 	} else {
@@ -127,14 +127,14 @@ func bigtcpText(t *text, s *bigtcpShown, all bool) {
 	if hidden := len(s.Interfaces) - len(shown); hidden > 0 {
 		t.paragraph("", "%s left out: lo, and what is down, virtual and bound to nothing; --all shows all", count(hidden, "interface is", "interfaces are"))
 	}
-	if len(s.Troubles)+len(shared.order) > 0 {
+	if len(s.Incompatibilities)+len(shared.order) > 0 {
 		t.line("")
 	}
 	for _, trouble := range shared.order {
-		t.trouble("", trouble, shared.names[trouble]...)
+		t.incompatibility("", trouble, shared.names[trouble]...)
 	}
-	for _, trouble := range s.Troubles {
-		t.trouble("", trouble)
+	for _, trouble := range s.Incompatibilities {
+		t.incompatibility("", trouble)
 	}
 	if len(s.Problems) > 0 {
 		t.line("")
@@ -146,14 +146,14 @@ func bigtcpText(t *text, s *bigtcpShown, all bool) {
 
 // shared are troubles that several rows have, with the names of their interfaces.
 type shared struct {
-	order []compat.Trouble
-	names map[compat.Trouble][]string
+	order []compat.Incompatibility
+	names map[compat.Incompatibility][]string
 }
 
-func sharedTroubles(rows []alike) shared {
-	s := shared{names: make(map[compat.Trouble][]string)}
+func sharedIncompatibilities(rows []similar) shared {
+	s := shared{names: make(map[compat.Incompatibility][]string)}
 	for _, row := range rows {
-		for _, trouble := range row[0].Troubles {
+		for _, trouble := range row[0].Incompatibilities {
 			s.names[trouble] = append(s.names[trouble], row[0].Name)
 			if len(s.names[trouble]) == 2 {
 				s.order = append(s.order, trouble)
@@ -164,7 +164,7 @@ func sharedTroubles(rows []alike) shared {
 }
 
 // dull tells whether nobody would miss the interface.
-func (i *bigtcpInterface) dull() bool {
+func (i *bigtcpInterface) isIdle() bool {
 	if i.Wanted != nil || i.Verdict.State == netif.On || i.Verdict.State == netif.Partly {
 		return false
 	}
@@ -173,16 +173,16 @@ func (i *bigtcpInterface) dull() bool {
 
 // bigtcpGroups makes rows of interfaces: each its own if they are few or all are
 // wanted. The rest is the number of those that are in no row.
-func bigtcpGroups(interfaces []bigtcpInterface, all bool) (rows []alike, rest int) {
+func bigtcpGroups(interfaces []bigtcpInterface, all bool) (rows []similar, rest int) {
 	if all || len(interfaces) <= bigtcpRows {
 		for i := range interfaces {
-			rows = append(rows, alike{&interfaces[i]})
+			rows = append(rows, similar{&interfaces[i]})
 		}
 		return rows, 0
 	}
 	places := make(map[string]int)
 	for i := range interfaces {
-		key := interfaces[i].likeness()
+		key := interfaces[i].similarityKey()
 		place, ok := places[key]
 		if !ok {
 			place = len(rows)
@@ -193,7 +193,7 @@ func bigtcpGroups(interfaces []bigtcpInterface, all bool) (rows []alike, rest in
 	}
 	if len(rows) > bigtcpRows {
 		// What somebody set stays.
-		slices.SortStableFunc(rows, func(a, b alike) int { return a.rank() - b.rank() })
+		slices.SortStableFunc(rows, func(a, b similar) int { return a.rank() - b.rank() })
 		for _, row := range rows[bigtcpRows:] {
 			rest += len(row)
 		}
@@ -204,13 +204,13 @@ func bigtcpGroups(interfaces []bigtcpInterface, all bool) (rows []alike, rest in
 
 // likeness is equal for interfaces of which the same is to be said, names and peers
 // aside.
-func (i *bigtcpInterface) likeness() string {
+func (i *bigtcpInterface) similarityKey() string {
 	wanted := bigtcpWanted{}
 	if i.Wanted != nil {
 		wanted = *i.Wanted
 	}
 	return fmt.Sprintf("%q %q %d %d %v %v %v %s", i.Kind, i.Driver, i.TSOMaxSize, i.Bound.Size, i.Sizes, wanted, i.neighbours(),
-		withoutName(fmt.Sprint(i.Verdict.Text, i.Troubles), i.Name))
+		withoutName(fmt.Sprint(i.Verdict.Text, i.Incompatibilities), i.Name))
 }
 
 // withoutName is what is said of an interface, without its name.
@@ -223,14 +223,14 @@ func (i *bigtcpInterface) neighbours() []netif.Related {
 	return slices.DeleteFunc(slices.Clone(i.Related), func(r netif.Related) bool { return r.Relation == netif.Peer })
 }
 
-func (a alike) rank() int {
+func (a similar) rank() int {
 	if a[0].Wanted != nil {
 		return 0
 	}
 	return 1
 }
 
-func writeInterfaces(t *text, rows []alike, shared shared) {
+func writeInterfaces(t *text, rows []similar, shared shared) {
 	table := [][]string{{"INTERFACE", "DEVICE", "TSO MAX", "IPV6 SEND/RECEIVE", "IPV4 SEND/RECEIVE", "WANTED IPV6/IPV4"}}
 	for _, row := range rows {
 		i := row[0]
@@ -241,7 +241,7 @@ func writeInterfaces(t *text, rows []alike, shared shared) {
 		if i.Wanted != nil {
 			wanted = wantedSize(i.Wanted.IPv6) + "/" + wantedSize(i.Wanted.IPv4)
 		}
-		table = append(table, []string{i.Name, deviceSort(i.Kind, i.Driver), most,
+		table = append(table, []string{i.Name, interfaceKind(i.Kind, i.Driver), most,
 			bothWays(i.Sizes.GSO, i.Sizes.GRO), bothWays(i.Sizes.GSOIPv4, i.Sizes.GROIPv4), wanted})
 	}
 	var lines text
@@ -256,7 +256,7 @@ func writeInterfaces(t *text, rows []alike, shared shared) {
 }
 
 // writeNotes adds what stands below a row.
-func writeNotes(t *text, row alike, shared shared) {
+func writeNotes(t *text, row similar, shared shared) {
 	i := row[0]
 	t.paragraph("  ", "%s", i.Verdict.Text)
 	if i.Wanted != nil {
@@ -270,9 +270,9 @@ func writeNotes(t *text, row alike, shared shared) {
 	} else {
 		writeRelated(t, i.neighbours())
 	}
-	for _, trouble := range i.Troubles {
+	for _, trouble := range i.Incompatibilities {
 		if len(shared.names[trouble]) == 1 {
-			t.trouble("  ", trouble)
+			t.incompatibility("  ", trouble)
 		}
 	}
 	if len(row) > 1 {
@@ -343,7 +343,7 @@ func writeRelated(t *text, related []netif.Related) {
 			line += " in " + s.netns
 		}
 		var parts []string
-		if what := deviceSort(s.kind, s.driver); what != "-" {
+		if what := interfaceKind(s.kind, s.driver); what != "-" {
 			parts = append(parts, what)
 		}
 		if s.most > 0 {

@@ -19,7 +19,7 @@ func sameSizes(n uint32) netif.Sizes { return netif.Sizes{GSO: n, GRO: n, GSOIPv
 // judged is an interface with the verdict and the bound that follow.
 func judged(i netif.Interface, support netif.Support) bigtcpInterface {
 	i.Offloads = netif.Offloads{GSO: true, TSO: true, GRO: true}
-	one := bigtcpInterface{Interface: i, Verdict: netif.Judge(&i, support)}
+	one := bigtcpInterface{Interface: i, Verdict: i.Verdict(support)}
 	one.Bound.Size, one.Bound.By = i.Bound()
 	return one
 }
@@ -74,12 +74,12 @@ func shownHost() *bigtcpShown {
 	s.Interfaces[3].Wanted = &bigtcpWanted{Want: large, By: "command", State: wantedSet}
 	s.Interfaces[5].Wanted = &bigtcpWanted{Want: sizing.Want{IPv6: 192000, IPv4: 65536}, By: "policy", State: wantedSet}
 	s.Interfaces[6].Wanted = &bigtcpWanted{Want: sizing.Want{IPv6: 192000}, By: "command", State: wantedChanged}
-	tunnel := compat.Trouble{Name: "tunnel", Detail: "vxlan7 sends through it: packets that are wrapped have at most 65536 bytes before", Hint: "connections that do not go through it have large packets all the same"}
+	tunnel := compat.Incompatibility{Name: "tunnel", Detail: "vxlan7 sends through it: packets that are wrapped have at most 65536 bytes before", Hint: "connections that do not go through it have large packets all the same"}
 	for _, n := range []int{2, 3, 4} {
-		s.Interfaces[n].Troubles = []compat.Trouble{tunnel}
+		s.Interfaces[n].Incompatibilities = []compat.Incompatibility{tunnel}
 	}
-	s.Interfaces[1].Troubles = []compat.Trouble{{Name: "driver", Detail: "virtio_net takes no large packets"}}
-	s.Troubles = []compat.Trouble{{Name: "length_filter", Detail: "rule 4 of chain input of table inet filter matches on ip length, which is 0 in the header of a packet above 65535 bytes, so that it does not match these",
+	s.Interfaces[1].Incompatibilities = []compat.Incompatibility{{Name: "driver", Detail: "virtio_net takes no large packets"}}
+	s.Incompatibilities = []compat.Incompatibility{{Name: "length_filter", Detail: "rule 4 of chain input of table inet filter matches on ip length, which is 0 in the header of a packet above 65535 bytes, so that it does not match these",
 		Hint: "match on meta length, or on nothing"}}
 	s.Problems = []string{"what was set: open /var/lib/sockeye/bigtcp: permission denied"}
 	return s
@@ -129,10 +129,10 @@ func TestBigTCPManyInterfaces(t *testing.T) {
 		if n%4 == 3 {
 			one.Wanted = &bigtcpWanted{Want: sizing.Want{IPv6: 192000, IPv4: 192000}, By: "policy", State: wantedSet}
 		}
-		one.Troubles = []compat.Trouble{{Name: "capture", Detail: "tcpdump listens on " + i.Name}}
+		one.Incompatibilities = []compat.Incompatibility{{Name: "capture", Detail: "tcpdump listens on " + i.Name}}
 		if n == 7 {
 			one.Name = "v6" // as in IPv6
-			one.Troubles[0].Detail = "tcpdump listens on v6"
+			one.Incompatibilities[0].Detail = "tcpdump listens on v6"
 		}
 		s.Interfaces = append(s.Interfaces, one)
 	}
@@ -188,13 +188,13 @@ func TestBigTCPChangesText(t *testing.T) {
 	elsewhere.Netns = "/run/netns/blue"
 	answer := &bigtcpChanges{
 		Changes: []sizing.Change{
-			change("enp129s0f0np0", "bond0", off, bounded, "IPv6: 185000 bytes instead of 192000 for sending, since enp129s0f0np0 (mlx5_core) takes packets of at most 185000 bytes"),
+			change("enp129s0f0np0", "bond0", off, bounded, "IPv6: 185000 bytes instead of 192000 for sending, since enp129s0f0np0 (mlx5_core) supports packets of at most 185000 bytes"),
 			change("enp129s0f1np1", "bond0", on, on),
 			change("bond0", "", off, netif.Sizes{GSO: 192000, GRO: 65536, GSOIPv4: 65536, GROIPv4: 65536}),
 			change("lo", "", on, on, "keeps what it has"),
 			elsewhere,
 		},
-		Skipped:  []bigtcpSkipped{{Interface: "eth0", Reason: "impossible: eth0 is virtio_net, which takes packets of at most 65536 bytes"}, {Netns: "/run/netns/red", Interface: "eth*", Reason: "there is no such network namespace"}},
+		Skipped:  []bigtcpSkipped{{Interface: "eth0", Reason: "impossible: eth0 (virtio_net) supports packets of at most 65536 bytes"}, {Netns: "/run/netns/red", Interface: "eth*", Reason: "there is no such network namespace"}},
 		Problems: []string{"who has set sizes before: open /var/lib/sockeye/bigtcp: permission denied"},
 	}
 	textGolden(t, "bigtcp-plan", func(t *text) { changesText(t, answer, "would change") })

@@ -43,10 +43,10 @@ what was seen so far.`,
 			if err != nil {
 				return err
 			}
-			if during > verify.Longest {
-				return agent.Usage(fmt.Errorf("--for is %q", cmd.Flag("for").Value), "at most "+verify.Longest.String())
+			if during > verify.MaxDuration {
+				return agent.Usage(fmt.Errorf("--for is %q", cmd.Flag("for").Value), "at most "+verify.MaxDuration.String())
 			}
-			network, err := netif.OpenNetwork(where.netns)
+			network, err := netif.OpenNamespace(where.netns)
 			if err != nil {
 				return err
 			}
@@ -69,7 +69,7 @@ what was seen so far.`,
 
 // changedNote tells that somebody has changed the sizes of an interface since they were set;
 // "" if nobody has, or if none were set.
-func changedNote(network *netif.Network, name, stateDir string) string {
+func changedNote(network *netif.Namespace, name, stateDir string) string {
 	records, _, err := recordsOf(network, stateDir)
 	if err != nil {
 		return fmt.Sprintf("the sizes that were set are not known: %v", err)
@@ -90,7 +90,7 @@ func changedNote(network *netif.Network, name, stateDir string) string {
 }
 
 // verifyText shows a proof: the answer first, then what it comes from.
-func verifyText(t *text, p *verify.Proof) {
+func verifyText(t *text, p *verify.Report) {
 	name := p.Interface
 	if p.Netns != "" {
 		name += " in " + p.Netns
@@ -138,7 +138,7 @@ func percent(share float64) string { return strconv.FormatFloat(100*share, 'f', 
 
 var familyNames = map[verify.Family]string{verify.TCP4: "TCP, IPv4", verify.TCP6: "TCP, IPv6", verify.Other: "other"}
 
-func verifyTotals(t *text, p *verify.Proof) {
+func verifyTotals(t *text, p *verify.Report) {
 	rows := [][]string{{"", "", "PACKETS", "BYTES", "SEGMENTS", "LARGEST", "ABOVE 64 KB"}}
 	for _, c := range p.Counts {
 		rows = append(rows, []string{
@@ -152,7 +152,7 @@ func verifyTotals(t *text, p *verify.Proof) {
 
 // verifyClasses shows how many packets of TCP have so many bytes or segments, at
 // each point, and the share of the point's bytes that they have.
-func verifyClasses(t *text, p *verify.Proof, title string, classes func(*verify.Count) []verify.Class) {
+func verifyClasses(t *text, p *verify.Report, title string, classes func(*verify.Count) []verify.Class) {
 	points := []verify.Point{verify.Received, verify.Sent, verify.Driver}
 	if p.NoDriver != "" {
 		points = points[:2]

@@ -39,7 +39,7 @@ func TestBigTCPVerifyText(t *testing.T) {
 		}
 		return c
 	}
-	whole := &verify.Proof{
+	whole := &verify.Report{
 		Netns: "/run/netns/blue", Interface: "eth0", Index: 2, Seconds: 10.02, Method: "tcx",
 		Verdict: netif.Verdict{State: netif.On, Text: "on: IPv6 196608 bytes, IPv4 196608 bytes"},
 		Counts: []verify.Count{
@@ -63,8 +63,8 @@ func TestBigTCPVerifyText(t *testing.T) {
 		}},
 		Notes: []string{"what the sockets wrote\x1b[31m was odd"},
 	}
-	nothing := &verify.Proof{Interface: "eth1", Seconds: 10, Verdict: netif.Verdict{Text: "off, possible up to 524280 bytes"}, NoDriver: "refused", Notes: []string{"no packet was seen: nothing is proven"}}
-	for name, p := range map[string]*verify.Proof{"bigtcp-verify": whole, "bigtcp-verify-nothing": nothing} {
+	nothing := &verify.Report{Interface: "eth1", Seconds: 10, Verdict: netif.Verdict{Text: "off, possible up to 524280 bytes"}, NoDriver: "refused", Notes: []string{"no packet was seen: nothing is proven"}}
+	for name, p := range map[string]*verify.Report{"bigtcp-verify": whole, "bigtcp-verify-nothing": nothing} {
 		var got text
 		verifyText(&got, p)
 		golden(t, name, got.String())
@@ -116,7 +116,7 @@ func TestBigTCPVerify(t *testing.T) {
 	h := newHost(t, "bigtcp: []\n")
 	end := loStream(t)
 	t.Cleanup(end)
-	p := must[verify.Proof](h, "bigtcp", "verify", "lo", "--for", "1s")
+	p := must[verify.Report](h, "bigtcp", "verify", "lo", "--for", "1s")
 	if p.Share == nil || p.TCPBytes < 1<<20 || p.Interrupted || p.Interface != "lo" || p.Seconds < 1 {
 		t.Errorf("proof %+v", p)
 	}
@@ -136,7 +136,7 @@ func TestBigTCPVerify(t *testing.T) {
 	}()
 	h.eventually("it counts", func() bool { return loHasProgram(t) })
 	interrupt()
-	var seen verify.Proof
+	var seen verify.Report
 	if got := <-code; got != 0 || errs.Len() > 0 {
 		t.Fatalf("interrupted: %d %s", got, &errs)
 	}

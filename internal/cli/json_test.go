@@ -46,7 +46,7 @@ var answers = []struct {
 	{"bigtcp", bigtcpShown{}},
 	{"bigtcp plan, bigtcp apply", bigtcpChanges{}},
 	{"bigtcp revert", bigtcpReverted{}},
-	{"bigtcp verify", verify.Proof{}},
+	{"bigtcp verify", verify.Report{}},
 	{"sockets", socketsShown{}},
 	{"register, unregister", agent.Membership{}},
 	{"doctor", []agent.Finding{}},

@@ -26,7 +26,7 @@ const sizingPolicy = "bigtcp:\n  - {interface: \"big*\", ipv6: 192KB, ipv4: 192K
 // interface NAME for each name.
 func newSizingHost(t *testing.T, policy string, names ...string) *host {
 	t.Helper()
-	n, err := netif.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -152,7 +152,7 @@ func TestSizesByAgent(t *testing.T) {
 	h.start()
 	h.wantSize("big0", 65536)
 	h.wantSize("big1", 192000)
-	n, err := netif.OpenNetwork(blue)
+	n, err := netif.OpenNamespace(blue)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -180,7 +180,7 @@ func TestSizesByAgent(t *testing.T) {
 func TestResetSizes(t *testing.T) {
 	h := newSizingHost(t, sizingPolicy, "big0", "own0")
 	h.start()
-	n, err := netif.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -328,7 +328,7 @@ func (v *socketsView) findCgroup(name string, given bool) (err error) {
 
 // sockets looks once, or each second.
 func (c *command) sockets(cmd *cobra.Command, v *socketsView, watch bool) error {
-	network, err := netif.OpenNetwork(v.netns)
+	network, err := netif.OpenNamespace(v.netns)
 	if err != nil {
 		return err
 	}

@@ -48,7 +48,7 @@ type load struct {
 	CPU     int    // to run on
 	// Beside is an end that the other, which counts the CPU's softirq thread, shares its
 	// CPU with.
-	Beside bool
+	SharesCPU bool
 }
 
 // measured is what an end has seen after the warm-up.
@@ -77,7 +77,7 @@ func (l *load) on(ctx context.Context, fd int, run func(*end) (measured, error))
 		return m, err
 	}
 	defer context.AfterFunc(ctx, func() { _ = unix.Shutdown(fd, unix.SHUT_RDWR) })()
-	defer quiet()()
+	defer pauseGC()()
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -129,7 +129,7 @@ var collector struct {
 }
 
 // quiet collects garbage, and then not before its result is called.
-func quiet() (end func()) {
+func pauseGC() (end func()) {
 	c := &collector
 	c.Lock()
 	defer c.Unlock()
@@ -161,7 +161,7 @@ func (l *load) end(fd int) *end {
 	if l.Kind == loadRR {
 		size = l.Message
 	}
-	return &end{load: l, fd: fd, content: content(l.Seed, size), buf: make([]byte, size), clock: openCPUClock(l.CPU, !l.Beside), begun: time.Now()}
+	return &end{load: l, fd: fd, content: content(l.Seed, size), buf: make([]byte, size), clock: openCPUClock(l.CPU, !l.SharesCPU), begun: time.Now()}
 }
 
 // drive is the client's end of a load. The first byte of the server begins it.
@@ -171,9 +171,9 @@ func (e *end) drive() (measured, error) {
 	}
 	e.begun = time.Now()
 	if e.Kind == loadRR {
-		return e.ask()
+		return e.sendRequests()
 	}
-	return e.pour()
+	return e.sendStream()
 }
 
 // serve is the server's end of a load.
@@ -182,13 +182,13 @@ func (e *end) serve() (measured, error) {
 		return measured{}, err
 	}
 	if e.Kind == loadRR {
-		return e.answer()
+		return e.answerRequests()
 	}
-	return e.drain()
+	return e.receiveStream()
 }
 
 // ask sends requests and receives their responses, which are the same.
-func (e *end) ask() (m measured, err error) {
+func (e *end) sendRequests() (m measured, err error) {
 	request := slices.Clone(e.content)
 	var sequence uint64
 	exchange := func() error {
@@ -237,7 +237,7 @@ func (e *end) ask() (m measured, err error) {
 }
 
 // answer sends what it receives.
-func (e *end) answer() (m measured, err error) {
+func (e *end) answerRequests() (m measured, err error) {
 	var cpu, start time.Duration
 	for measuring := false; ; {
 		err := e.receive()
@@ -264,7 +264,7 @@ func (e *end) answer() (m measured, err error) {
 }
 
 // pour sends a stream.
-func (e *end) pour() (m measured, err error) {
+func (e *end) sendStream() (m measured, err error) {
 	for time.Since(e.begun) < e.Warmup {
 		if err := e.send(e.content); err != nil {
 			return m, err
@@ -289,7 +289,7 @@ func (e *end) pour() (m measured, err error) {
 }
 
 // drain receives a stream.
-func (e *end) drain() (m measured, err error) {
+func (e *end) receiveStream() (m measured, err error) {
 	var cpu, start, last time.Duration
 	at := 0 // in the content
 	for measuring := false; ; {

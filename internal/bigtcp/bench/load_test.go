@@ -69,7 +69,7 @@ func TestCorruption(t *testing.T) {
 			}
 		}()
 		l := &load{Kind: loadRR, Message: message, Warmup: c.warmup, For: 10 * time.Second, Seed: "x"}
-		if _, err := l.on(t.Context(), fd, (*end).ask); !errors.Is(err, errCorrupt) {
+		if _, err := l.on(t.Context(), fd, (*end).sendRequests); !errors.Is(err, errCorrupt) {
 			t.Errorf("%s: %v", c.name, err)
 		}
 	}
@@ -81,7 +81,7 @@ func TestCorruption(t *testing.T) {
 		other.Close()
 	}()
 	l := &load{Kind: loadStream, Warmup: time.Minute, Seed: "x"}
-	if _, err := l.on(t.Context(), fd, (*end).drain); !errors.Is(err, errCorrupt) {
+	if _, err := l.on(t.Context(), fd, (*end).receiveStream); !errors.Is(err, errCorrupt) {
 		t.Errorf("a byte is missing: %v", err)
 	}
 }
@@ -95,7 +95,7 @@ func TestShort(t *testing.T) {
 			_ = other.(*net.TCPConn).CloseWrite()
 		}()
 		l := &load{Kind: loadRR, Message: 1000, For: time.Second, Seed: "x"}
-		if _, err := l.on(t.Context(), fd, (*end).ask); err == nil {
+		if _, err := l.on(t.Context(), fd, (*end).sendRequests); err == nil {
 			t.Errorf("%s: no error", name)
 		}
 	}

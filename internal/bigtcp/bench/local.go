@@ -44,7 +44,7 @@ func Local(ctx context.Context, o Options) (result *Result, err error) {
 	if o.TwoCPUs {
 		result.ServerCPU = other
 	}
-	support := l.spaces[0].network.Support()
+	support := l.namespaces[0].network.Support()
 	var families []string
 	for _, family := range Families {
 		if err := unsupported(support, family); err != nil {
@@ -75,9 +75,9 @@ func Local(ctx context.Context, o Options) (result *Result, err error) {
 func unsupported(s netif.Support, family string) error {
 	switch {
 	case family == IPv6 && !s.IPv6:
-		return netif.Refuse(netif.KindUnsupported, "", "this kernel has no BIG TCP for IPv6, which needs Linux 5.19")
+		return netif.NewError(netif.KindUnsupported, "", "this kernel has no BIG TCP for IPv6, which needs Linux 5.19")
 	case family == IPv4 && !s.IPv4:
-		return netif.Refuse(netif.KindUnsupported, "", "this kernel has no BIG TCP for IPv4, which needs Linux 6.3")
+		return netif.NewError(netif.KindUnsupported, "", "this kernel has no BIG TCP for IPv4, which needs Linux 6.3")
 	}
 	return nil
 }
@@ -96,20 +96,20 @@ const device = "eth0"
 // A lab is the client's namespace, the server's, and that between them if there is
 // one.
 type lab struct {
-	path   string
-	size   uint32
-	spaces []*space
+	path       string
+	size       uint32
+	namespaces []*namespace
 }
 
-type space struct {
-	network *netif.Network
+type namespace struct {
+	network *netif.Namespace
 	nl      *netlink.Handle
 	fd      netns.NsHandle
 }
 
 // newSpace makes a network namespace with lo up.
-func newSpace() (*space, error) {
-	s := &space{fd: netns.None()}
+func newNamespace() (*namespace, error) {
+	s := &namespace{fd: netns.None()}
 	err := s.open()
 	if err != nil {
 		return nil, joined(err, s.close())
@@ -117,7 +117,7 @@ func newSpace() (*space, error) {
 	return s, nil
 }
 
-func (s *space) open() error {
+func (s *namespace) open() error {
 	made := make(chan error)
 	go func() {
 		runtime.LockOSThread()
@@ -140,7 +140,7 @@ func (s *space) open() error {
 	if err != nil {
 		return err
 	}
-	if s.network, err = netif.OpenNetwork(fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), int(s.fd))); err != nil {
+	if s.network, err = netif.OpenNamespace(fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), int(s.fd))); err != nil {
 		return err
 	}
 	if s.nl, err = netlink.NewHandleAt(s.fd, unix.NETLINK_ROUTE); err != nil {
@@ -163,7 +163,7 @@ func sysctls() error {
 	return nil
 }
 
-func (s *space) close() (err error) {
+func (s *namespace) close() (err error) {
 	if s.nl != nil {
 		s.nl.Close()
 	}
@@ -176,7 +176,7 @@ func (s *space) close() (err error) {
 	return err
 }
 
-func (s *space) up(names ...string) error {
+func (s *namespace) up(names ...string) error {
 	for _, name := range names {
 		link, err := s.nl.LinkByName(name)
 		if err == nil {
@@ -190,7 +190,7 @@ func (s *space) up(names ...string) error {
 }
 
 // join makes a veth pair between two namespaces.
-func join(a *space, nameA string, b *space, nameB string) error {
+func addVeth(a *namespace, nameA string, b *namespace, nameB string) error {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name = nameA
 	pair := &netlink.Veth{LinkAttrs: attrs, PeerName: nameB, PeerNamespace: netlink.NsFd(b.fd)}
@@ -203,7 +203,7 @@ func join(a *space, nameA string, b *space, nameB string) error {
 // routerMTU leaves room for 8 bytes more than the hosts' MTU.
 const routerMTU = 1508
 
-func (s *space) widen(name string) error {
+func (s *namespace) setRouterMTU(name string) error {
 	link, err := s.nl.LinkByName(name)
 	if err == nil {
 		err = s.nl.LinkSetMTU(link, routerMTU)
@@ -245,18 +245,18 @@ func (l *lab) build(path string) error {
 		count = 2
 	}
 	for range count {
-		s, err := newSpace()
+		s, err := newNamespace()
 		if err != nil {
 			return err
 		}
-		l.spaces = append(l.spaces, s)
+		l.namespaces = append(l.namespaces, s)
 	}
 	if err := l.connect(); err != nil {
 		return err
 	}
 	for host := range 2 {
 		for _, family := range Families {
-			if err := l.spaces[host].give(device, l.prefix(family, host)); err != nil {
+			if err := l.namespaces[host].addAddress(device, l.prefix(family, host)); err != nil {
 				return err
 			}
 			if path == PathRouter {
@@ -273,15 +273,15 @@ func port(host int) string { return fmt.Sprintf("port%d", host) }
 
 func (l *lab) connect() error {
 	if l.path == PathVeth {
-		return join(l.spaces[0], device, l.spaces[1], device)
+		return addVeth(l.namespaces[0], device, l.namespaces[1], device)
 	}
-	middle := l.spaces[2]
+	middle := l.namespaces[2]
 	for host := range 2 {
-		if err := join(middle, port(host), l.spaces[host], device); err != nil {
+		if err := addVeth(middle, port(host), l.namespaces[host], device); err != nil {
 			return err
 		}
 		if l.path == PathRouter {
-			if err := middle.widen(port(host)); err != nil {
+			if err := middle.setRouterMTU(port(host)); err != nil {
 				return err
 			}
 		}
@@ -315,7 +315,7 @@ func (l *lab) connect() error {
 }
 
 // give gives a device an address that can be used at once.
-func (s *space) give(name string, p netip.Prefix) error {
+func (s *namespace) addAddress(name string, p netip.Prefix) error {
 	link, err := s.nl.LinkByName(name)
 	if err == nil {
 		a := &netlink.Addr{IPNet: &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}}
@@ -333,10 +333,10 @@ func (s *space) give(name string, p netip.Prefix) error {
 // route sends what a host sends through the router, by its default route.
 func (l *lab) route(family string, host int) error {
 	gateway := l.gateway(family, host)
-	if err := l.spaces[2].give(port(host), gateway); err != nil {
+	if err := l.namespaces[2].addAddress(port(host), gateway); err != nil {
 		return err
 	}
-	if err := l.spaces[host].nl.RouteAdd(&netlink.Route{Gw: gateway.Addr().AsSlice()}); err != nil {
+	if err := l.namespaces[host].nl.RouteAdd(&netlink.Route{Gw: gateway.Addr().AsSlice()}); err != nil {
 		return fmt.Errorf("add route by %s: %w", gateway.Addr(), err)
 	}
 	return nil
@@ -348,7 +348,7 @@ func (l *lab) set(on bool) error {
 	if on {
 		size = l.size
 	}
-	for _, s := range l.spaces {
+	for _, s := range l.namespaces {
 		links, err := s.nl.LinkList()
 		if err != nil {
 			return fmt.Errorf("list devices: %w", err)
@@ -375,8 +375,8 @@ type counters struct{ sent, sentBytes, received uint64 }
 
 // counted is of the client's device, where a packet counts as one however large it
 // is.
-func (l *lab) counted() (counters, error) {
-	link, err := l.spaces[0].nl.LinkByName(device)
+func (l *lab) countPackets() (counters, error) {
+	link, err := l.namespaces[0].nl.LinkByName(device)
 	if err != nil {
 		return counters{}, fmt.Errorf("count packets: %w", err)
 	}
@@ -385,7 +385,7 @@ func (l *lab) counted() (counters, error) {
 }
 
 func (l *lab) close() (err error) {
-	for _, s := range l.spaces {
+	for _, s := range l.namespaces {
 		err = joined(err, s.close())
 	}
 	return err

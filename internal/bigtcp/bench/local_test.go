@@ -109,7 +109,7 @@ func TestLocalInterrupted(t *testing.T) {
 func TestOptions(t *testing.T) {
 	for name, change := range map[string]func(*Options){
 		"size of off":     func(o *Options) { o.Size = netif.Legacy },
-		"size":            func(o *Options) { o.Size = netif.Most + 1 },
+		"size":            func(o *Options) { o.Size = netif.MaxSize + 1 },
 		"no message":      func(o *Options) { o.Message = 0 },
 		"small message":   func(o *Options) { o.Message = sequenceSize + checkedSize - 1 },
 		"large message":   func(o *Options) { o.Message = maxMessage + 1 },

@@ -72,8 +72,8 @@ func Defaults() Options {
 // Check returns a [bigtcp.Error] if an option is out of bounds.
 func (o *Options) Check() error {
 	switch {
-	case o.Size <= netif.Legacy || o.Size > netif.Most:
-		return usage(fmt.Sprintf("above %d, up to %d", netif.Legacy, netif.Most), "the size is %d bytes", o.Size)
+	case o.Size <= netif.Legacy || o.Size > netif.MaxSize:
+		return usage(fmt.Sprintf("above %d, up to %d", netif.Legacy, netif.MaxSize), "the size is %d bytes", o.Size)
 	case o.Message < sequenceSize+checkedSize || o.Message > maxMessage:
 		return usage(fmt.Sprintf("%d to %d", sequenceSize+checkedSize, maxMessage), "the message is of %d bytes", o.Message)
 	case o.Rounds < 1 || o.Rounds > maxRounds:
@@ -87,7 +87,7 @@ func (o *Options) Check() error {
 }
 
 func usage(hint, format string, args ...any) error {
-	return netif.Refuse(netif.KindUsage, hint, format, args...)
+	return netif.NewError(netif.KindUsage, hint, format, args...)
 }
 
 // joined is one error of one line of several, of which any may be nil.

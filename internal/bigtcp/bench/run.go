@@ -79,14 +79,14 @@ func (m *measurement) run(ctx context.Context, kind string, on bool) (*Sample, e
 		return nil, err
 	}
 	defer unix.Close(client)
-	before, err := m.lab.counted()
+	before, err := m.lab.countPackets()
 	if err != nil {
 		unix.Close(server)
 		return nil, err
 	}
 	l := load{Kind: kind, Message: m.Message, Warmup: m.Warmup, For: m.For, Seed: rand.Text(), CPU: m.clientCPU}
 	atServer := l
-	atServer.CPU, atServer.Beside = m.serverCPU, m.serverCPU == m.clientCPU
+	atServer.CPU, atServer.SharesCPU = m.serverCPU, m.serverCPU == m.clientCPU
 	// The failure of one end ends the other.
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -108,7 +108,7 @@ func (m *measurement) run(ctx context.Context, kind string, on bool) (*Sample, e
 	if ctx.Err() != nil {
 		return nil, context.Cause(ctx)
 	}
-	after, err := m.lab.counted()
+	after, err := m.lab.countPackets()
 	if err != nil {
 		return nil, err
 	}
@@ -131,7 +131,7 @@ const connectTimeout = 10 * time.Second
 // listen listens in the server's namespace, on a port of the kernel's choice.
 func (l *lab) listen(family string) (*net.TCPListener, error) {
 	var listener net.Listener
-	err := l.spaces[1].network.Do(func() (err error) {
+	err := l.namespaces[1].network.Do(func() (err error) {
 		var c net.ListenConfig
 		c.SetMultipathTCP(false)
 		listener, err = c.Listen(context.Background(), "tcp", netip.AddrPortFrom(l.address(family), 0).String())
@@ -146,7 +146,7 @@ func (l *lab) listen(family string) (*net.TCPListener, error) {
 // connect establishes a connection, and returns the descriptors of both ends.
 func (m *measurement) connect(ctx context.Context) (client, server int, err error) {
 	var dialed net.Conn
-	err = m.lab.spaces[0].network.Do(func() (err error) {
+	err = m.lab.namespaces[0].network.Do(func() (err error) {
 		d := net.Dialer{Timeout: connectTimeout}
 		d.SetMultipathTCP(false)
 		dialed, err = d.DialContext(ctx, "tcp", m.listener.Addr().String())

@@ -19,7 +19,7 @@ import (
 
 // captures are the processes that have packet sockets in the namespace which get
 // IP packets, by the index of the interface; 0 is all.
-func captures(n *netif.Network) (map[int][]string, error) {
+func captures(n *netif.Namespace) (map[int][]string, error) {
 	var table []byte
 	err := n.Do(func() error {
 		var err error

@@ -22,7 +22,7 @@ import (
 
 // Trouble is something on the host that does not go with large packets, or makes
 // them look wrong.
-type Trouble struct {
+type Incompatibility struct {
 	// Name is a short fixed one: length_filter, header_filter, queue, shaper, ipsec,
 	// capture, ipv4_alone, ipv6_forwarding, small_frags, driver, tunnel, offload_off,
 	// iptables_legacy.
@@ -33,24 +33,24 @@ type Trouble struct {
 
 // The names of troubles.
 const (
-	troubleLength     = "length_filter" // packet filters that look at the length
-	troubleHeader     = "header_filter" // packet filters that look at the next header of IPv6
-	troubleQueue      = "queue"         // packet filters that give packets to programs
-	troubleCapture    = "capture"
-	troubleIPsec      = "ipsec"
-	troubleSmallFrags = "small_frags"
-	troubleForwarding = "ipv6_forwarding"
-	troubleIPv4Alone  = "ipv4_alone"
-	troubleDriver     = "driver"
-	troubleOffloadOff = "offload_off"
-	troubleTunnel     = "tunnel"
-	troubleShaper     = "shaper"
-	troubleLegacy     = "iptables_legacy"
+	lengthFilter   = "length_filter" // packet filters that look at the length
+	headerFilter   = "header_filter" // packet filters that look at the next header of IPv6
+	queueFilter    = "queue"         // packet filters that give packets to programs
+	capture        = "capture"
+	ipsec          = "ipsec"
+	smallFrags     = "small_frags"
+	ipv6Forwarding = "ipv6_forwarding"
+	ipv4Alone      = "ipv4_alone"
+	driver         = "driver"
+	offloadOff     = "offload_off"
+	tunnel         = "tunnel"
+	shaperCuts     = "shaper"
+	iptablesLegacy = "iptables_legacy"
 )
 
 // shown is how many rules, processes or interfaces a trouble names; of more it says
 // how many.
-const shown = 5
+const maxListed = 5
 
 // Troubles looks for what is on the host that does not go with large packets, or
 // makes them look wrong. It changes nothing, and asks no module of the kernel that
@@ -58,35 +58,35 @@ const shown = 5
 // fixed order, those of interfaces are under their names; ifaces are all that there
 // are, or tunnels over others are missed. What may not be looked at is a trouble too;
 // any other failure is an error, beside which the rest is still returned.
-func Find(n *netif.Network, ifaces []netif.Interface, s netif.Support) (host []Trouble, byInterface map[string][]Trouble, err error) {
+func Find(n *netif.Namespace, ifaces []netif.Interface, s netif.Support) (host []Incompatibility, byInterface map[string][]Incompatibility, err error) {
 	kernel, err := linux.Running()
 	if err != nil {
 		return nil, nil, err
 	}
 	var failed []error
-	found := func(t []Trouble, err error) {
+	found := func(t []Incompatibility, err error) {
 		host = append(host, t...)
 		failed = append(failed, err)
 	}
-	found(filterTroubles(n, kernel))
+	found(checkFilters(n, kernel))
 	captures, err := captures(n)
-	found(captureTrouble(captures[0], kernel), err)
+	found(checkCaptures(captures[0], kernel), err)
 	shapers, err := shapers(n)
 	found(nil, err)
-	found(ipsecTrouble(n))
-	found(fragsTrouble(ifaces))
-	found(forwardingTrouble(n, ifaces, kernel))
-	byInterface = map[string][]Trouble{}
-	over := tunnelsOver(ifaces, kernel)
+	found(checkIPsec(n))
+	found(checkFragments(ifaces))
+	found(checkForwarding(n, ifaces, kernel))
+	byInterface = map[string][]Incompatibility{}
+	over := tunnelsByLower(ifaces, kernel)
 	for k := range ifaces {
 		i := &ifaces[k]
 		troubles := slices.Concat(
-			captureTrouble(captures[i.Index], kernel),
-			ipv4AloneTrouble(i, s, kernel, n.Path()),
-			deviceTrouble(i),
-			offloadTrouble(i),
-			tunnelTrouble(i, over[i.Index], kernel),
-			shaperTrouble(i, shapers[i.Index]),
+			checkCaptures(captures[i.Index], kernel),
+			checkIPv4Alone(i, s, kernel, n.Path()),
+			checkDriver(i),
+			checkOffloads(i),
+			checkTunnels(i, over[i.Index], kernel),
+			checkShapers(i, shapers[i.Index]),
 		)
 		if len(troubles) > 0 {
 			byInterface[i.Name] = troubles
@@ -102,7 +102,7 @@ var jumbogramsUntil = linux.Version{7, 0, 0}
 // forwardingTrouble is of a router whose packets that fill the MTU are 8 bytes too
 // large with the option (ip6_forward, ip6_pkt_too_big); TestVerifyRefusedByRouter has
 // seen it.
-func forwardingTrouble(n *netif.Network, ifaces []netif.Interface, kernel linux.Version) ([]Trouble, error) {
+func checkForwarding(n *netif.Namespace, ifaces []netif.Interface, kernel linux.Version) ([]Incompatibility, error) {
 	joined := slices.ContainsFunc(ifaces, func(i netif.Interface) bool { return i.Name != "lo" && max(i.Sizes.GSO, i.Sizes.GRO) > netif.Legacy })
 	if !joined || !kernel.Before(jumbogramsUntil) {
 		return nil, nil
@@ -118,8 +118,8 @@ func forwardingTrouble(n *netif.Network, ifaces []netif.Interface, kernel linux.
 	if err != nil {
 		return nil, fmt.Errorf("read whether IPv6 is forwarded: %w", err)
 	}
-	return []Trouble{{
-		Name: troubleForwarding,
+	return []Incompatibility{{
+		Name: ipv6Forwarding,
 		Detail: "this host forwards IPv6, and kernels before 7.0 count 8 bytes more for each segment of a packet above 65535 bytes: " +
 			"to an interface with the MTU that the connection has, they refuse it as too big",
 		Hint: "let MTUs grow by 8 bytes or more along the way, or keep the IPv6 sizes of the interfaces on which it comes in at 65536",
@@ -128,14 +128,14 @@ func forwardingTrouble(n *netif.Network, ifaces []netif.Interface, kernel linux.
 
 // listed joins the first few words, and says how many more there are.
 func listed(words []string, separator string) string {
-	if len(words) <= shown {
+	if len(words) <= maxListed {
 		return strings.Join(words, separator)
 	}
-	return fmt.Sprintf("%s and %d more", strings.Join(words[:shown], separator), len(words)-shown)
+	return fmt.Sprintf("%s and %d more", strings.Join(words[:maxListed], separator), len(words)-maxListed)
 }
 
 // captureTrouble is that of packet sockets, by the names of their processes.
-func captureTrouble(processes []string, kernel linux.Version) []Trouble {
+func checkCaptures(processes []string, kernel linux.Version) []Incompatibility {
 	if len(processes) == 0 {
 		return nil
 	}
@@ -144,8 +144,8 @@ func captureTrouble(processes []string, kernel linux.Version) []Trouble {
 	if kernel.Before(linux.Version{7, 0, 0}) {
 		detail += "; capture filters as \"tcp\" and \"port 443\" leave those of IPv6 out, which have hop-by-hop options before TCP"
 	}
-	return []Trouble{{
-		Name:   troubleCapture,
+	return []Incompatibility{{
+		Name:   capture,
 		Detail: detail,
 		Hint: "the length of the captured packet is the true one, up to the capture's snapshot length " +
 			"(tcpdump's is 262144 bytes); set the sizes to 65536 for as long as captures are to look as before",
@@ -153,10 +153,10 @@ func captureTrouble(processes []string, kernel linux.Version) []Trouble {
 }
 
 // ipsecTrouble tells of transformations: net/core/sock.c, sk_setup_caps.
-func ipsecTrouble(n *netif.Network) ([]Trouble, error) {
+func checkIPsec(n *netif.Namespace) ([]Incompatibility, error) {
 	var policies []netlink.XfrmPolicy
 	err := n.Do(func() error {
-		there, err := subsystemThere("xfrm_user")
+		there, err := moduleLoaded("xfrm_user")
 		if err != nil || !there {
 			return err
 		}
@@ -179,8 +179,8 @@ func ipsecTrouble(n *netif.Network) ([]Trouble, error) {
 	if out == 0 {
 		return nil, nil
 	}
-	return []Trouble{{
-		Name: troubleIPsec,
+	return []Incompatibility{{
+		Name: ipsec,
 		Detail: fmt.Sprintf("%d IPsec policies for what is sent: connections that they are for send packets of one segment each, "+
 			"unless the device encrypts", out),
 		Hint: "the sizes are of use to the other connections only",
@@ -191,7 +191,7 @@ const maxSkbFrags = "/proc/sys/net/core/max_skb_frags"
 
 // fragsTrouble tells of packets with few fragments: the kernel's net/Kconfig,
 // MAX_SKB_FRAGS, and net/core/skbuff.c, skb_splice_from_iter.
-func fragsTrouble(ifaces []netif.Interface) ([]Trouble, error) {
+func checkFragments(ifaces []netif.Interface) ([]Incompatibility, error) {
 	text, err := os.ReadFile(maxSkbFrags)
 	// Only the host's own network namespace shows it.
 	if errors.Is(err, fs.ErrNotExist) {
@@ -204,12 +204,12 @@ func fragsTrouble(ifaces []netif.Interface) ([]Trouble, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read number of fragments: %w", err)
 	}
-	return judgeFrags(frags, uint64(os.Getpagesize()), ifaces), nil
+	return compareFragments(frags, uint64(os.Getpagesize()), ifaces), nil
 }
 
 // judgeFrags compares with the largest size that is set, if there is one, else with
 // what would be.
-func judgeFrags(frags, page uint64, ifaces []netif.Interface) []Trouble {
+func compareFragments(frags, page uint64, ifaces []netif.Interface) []Incompatibility {
 	const usual = 192000
 	var largest uint32
 	for _, i := range ifaces {
@@ -221,8 +221,8 @@ func judgeFrags(frags, page uint64, ifaces []netif.Interface) []Trouble {
 	if frags*page >= uint64(largest) {
 		return nil
 	}
-	return []Trouble{{
-		Name: troubleSmallFrags,
+	return []Incompatibility{{
+		Name: smallFrags,
 		Detail: fmt.Sprintf("net.core.max_skb_frags is %d: a packet of what is sent without a copy (sendfile, splice, MSG_ZEROCOPY) "+
 			"has as many pages of %d bytes, %d bytes, unless pages lie side by side in memory; "+
 			"what programs write otherwise is not concerned, it has 32768 bytes a fragment", frags, page, frags*page),
@@ -232,7 +232,7 @@ func judgeFrags(frags, page uint64, ifaces []netif.Interface) []Trouble {
 
 // ipv4AloneTrouble tells of kernels that compare packets of both families with the
 // size of IPv6.
-func ipv4AloneTrouble(i *netif.Interface, s netif.Support, kernel linux.Version, netns string) []Trouble {
+func checkIPv4Alone(i *netif.Interface, s netif.Support, kernel linux.Version, netns string) []Incompatibility {
 	if !s.IPv4 || i.Sizes.GSOIPv4 <= netif.Legacy || i.Sizes.GSOIPv4 <= i.Sizes.GSO || !cutsIPv4Alone(kernel) {
 		return nil
 	}
@@ -240,8 +240,8 @@ func ipv4AloneTrouble(i *netif.Interface, s netif.Support, kernel linux.Version,
 	if netns != "" {
 		command += " --netns " + netns
 	}
-	return []Trouble{{
-		Name: troubleIPv4Alone,
+	return []Incompatibility{{
+		Name: ipv4Alone,
 		Detail: fmt.Sprintf("IPv4 has %d bytes and IPv6 %d: Linux %s cuts packets of both above the size of IPv6 in software, before the driver",
 			i.Sizes.GSOIPv4, i.Sizes.GSO, kernel),
 		Hint: command + "; Linux 6.12, 6.11.3, 6.10.14 and 6.6.55 have it right",
@@ -266,8 +266,8 @@ func cutsIPv4Alone(v linux.Version) bool {
 
 // deviceTrouble tells of a device that takes no large packets itself; those that
 // inherit it from another have that one's.
-func deviceTrouble(i *netif.Interface) []Trouble {
-	if _, tunnel := netif.TunnelKinds[i.Kind]; tunnel || i.TSOMaxSize == 0 {
+func checkDriver(i *netif.Interface) []Incompatibility {
+	if netif.IsTunnel(i.Kind) || i.TSOMaxSize == 0 {
 		return nil
 	}
 	named := i.Driver
@@ -278,9 +278,9 @@ func deviceTrouble(i *netif.Interface) []Trouble {
 		if slices.ContainsFunc(i.Related, func(r netif.Related) bool { return r.Relation == netif.Lower && r.TSOMaxSize == i.TSOMaxSize }) {
 			return nil
 		}
-		return []Trouble{{
-			Name: troubleDriver,
-			Detail: strings.TrimSpace(fmt.Sprintf("%s takes packets of at most %d bytes (tso_max_size), so that none larger can be sent; "+
+		return []Incompatibility{{
+			Name: driver,
+			Detail: strings.TrimSpace(fmt.Sprintf("%s supports packets of at most %d bytes (tso_max_size), so that none larger can be sent; "+
 				"those that are received may be joined to more", named, i.TSOMaxSize)),
 			Hint: "drivers that take more are mlx5, mlx4, bnxt, ice, gve and mana, and lo, veth and netkit; later kernels may have others",
 		}}
@@ -288,8 +288,8 @@ func deviceTrouble(i *netif.Interface) []Trouble {
 	// With the timestamps that TCP mostly has.
 	const headers = 52
 	if most := uint64(i.TSOMaxSegs) * uint64(max(i.MTU-headers, 0)); i.TSOMaxSegs > 0 && most <= netif.Legacy {
-		return []Trouble{{
-			Name:   troubleDriver,
+		return []Incompatibility{{
+			Name:   driver,
 			Detail: fmt.Sprintf("%s takes at most %d segments a packet (tso_max_segs), %d bytes with an MTU of %d", named, i.TSOMaxSegs, most, i.MTU),
 			Hint:   "a larger MTU makes larger packets",
 		}}
@@ -300,22 +300,22 @@ func deviceTrouble(i *netif.Interface) []Trouble {
 // offloadTrouble tells of what was turned off. GSO is not of them: TCP builds large
 // packets all the same (net/core/sock.c, sk_setup_caps), and a device that has TSO
 // gets them.
-func offloadTrouble(i *netif.Interface) []Trouble {
-	var troubles []Trouble
+func checkOffloads(i *netif.Interface) []Incompatibility {
+	var troubles []Incompatibility
 	if !i.Offloads.TSO {
 		hint := fmt.Sprintf("ethtool -K %s sg on tso on", i.Name)
 		if i.Kind == "veth" {
 			hint += "; an XDP program in driver mode on the other end turns it off for as long as it is attached"
 		}
-		troubles = append(troubles, Trouble{
-			Name:   troubleOffloadOff,
+		troubles = append(troubles, Incompatibility{
+			Name:   offloadOff,
 			Detail: "TSO is off: the kernel cuts packets to the MTU in software, before the driver",
 			Hint:   hint,
 		})
 	}
 	if !i.Offloads.GRO && i.Kind != "veth" && i.Sizes.GRO > netif.Legacy {
-		troubles = append(troubles, Trouble{
-			Name:   troubleOffloadOff,
+		troubles = append(troubles, Incompatibility{
+			Name:   offloadOff,
 			Detail: "GRO is off: packets that are received are not joined, whatever gro_max_size is",
 			Hint:   fmt.Sprintf("ethtool -K %s gro on", i.Name),
 		})
@@ -325,7 +325,7 @@ func offloadTrouble(i *netif.Interface) []Trouble {
 
 // tunnelsOver are the names of such tunnels by the index of the device through which
 // they send.
-func tunnelsOver(ifaces []netif.Interface, kernel linux.Version) map[int][]string {
+func tunnelsByLower(ifaces []netif.Interface, kernel linux.Version) map[int][]string {
 	over := map[int][]string{}
 	for _, i := range ifaces {
 		if !netif.LegacyTunnel(&i, kernel) {
@@ -341,8 +341,8 @@ func tunnelsOver(ifaces []netif.Interface, kernel linux.Version) map[int][]strin
 }
 
 // tunnelTrouble is that of a tunnel, or of the device below tunnels.
-func tunnelTrouble(i *netif.Interface, over []string, kernel linux.Version) []Trouble {
-	var troubles []Trouble
+func checkTunnels(i *netif.Interface, over []string, kernel linux.Version) []Incompatibility {
+	var troubles []Incompatibility
 	switch {
 	case !netif.LegacyTunnel(i, kernel):
 	case i.Sizes.GSO > netif.Legacy || i.Sizes.GSOIPv4 > netif.Legacy:
@@ -351,22 +351,22 @@ func tunnelTrouble(i *netif.Interface, over []string, kernel linux.Version) []Tr
 			// The kernel resets it with the other one only where that changes.
 			hint = fmt.Sprintf("ip link set %s gso_ipv4_max_size %d", i.Name, netif.Legacy)
 		}
-		troubles = append(troubles, Trouble{
-			Name: troubleTunnel,
+		troubles = append(troubles, Incompatibility{
+			Name: tunnel,
 			Detail: fmt.Sprintf("%s has sizes above %d bytes: what it wraps has a length of 16 bits, wrong in packets above it, "+
 				"which the other end drops: connections through it can be many times slower", i.Kind, netif.Legacy),
 			Hint: hint,
 		})
 	default:
-		troubles = append(troubles, Trouble{
-			Name:   troubleTunnel,
+		troubles = append(troubles, Incompatibility{
+			Name:   tunnel,
 			Detail: fmt.Sprintf("%s wraps packets of at most %d bytes", i.Kind, netif.Legacy),
 			Hint:   "leave its sizes as they are, also where the kernel would take larger ones, as for VXLAN before Linux 7.3",
 		})
 	}
 	if len(over) > 0 {
-		troubles = append(troubles, Trouble{
-			Name:   troubleTunnel,
+		troubles = append(troubles, Incompatibility{
+			Name:   tunnel,
 			Detail: fmt.Sprintf("tunnels send through it (%s): what they wrap has at most %d bytes before", listed(over, ", "), netif.Legacy),
 			Hint:   "connections that do not go through the tunnel have large packets all the same",
 		})

@@ -38,12 +38,12 @@ func TestIPv4Alone(t *testing.T) {
 			{GSO: 30000, GRO: 65536, GSOIPv4: 65536, GROIPv4: 65536}:     false,
 		} {
 			i := &netif.Interface{Name: "eth0", Sizes: sizes}
-			got := ipv4AloneTrouble(i, netif.Support{IPv6: true, IPv4: true}, version, "/run/netns/x")
+			got := checkIPv4Alone(i, netif.Support{IPv6: true, IPv4: true}, version, "/run/netns/x")
 			if len(got) > 0 != (cut && matters) {
 				t.Errorf("%v with %+v: %+v", version, sizes, got)
 			}
 			for _, x := range got {
-				wantTrouble(t, got, troubleIPv4Alone, version.String())
+				wantFound(t, got, ipv4Alone, version.String())
 				if want := fmt.Sprintf("sockeye bigtcp apply eth0 --ipv6 %d --ipv4 %[1]d --netns /run/netns/x;", sizes.GSOIPv4); !strings.HasPrefix(x.Hint, want) {
 					t.Errorf("the hint is %q, not %q", x.Hint, want)
 				}
@@ -52,15 +52,15 @@ func TestIPv4Alone(t *testing.T) {
 	}
 }
 
-func TestDeviceTrouble(t *testing.T) {
+func TestDriver(t *testing.T) {
 	lower := []netif.Related{{Relation: netif.Lower, Index: 2, Name: "eth0", Driver: "virtio_net", TSOMaxSize: 65536}}
 	for _, c := range []struct {
 		i    netif.Interface
 		want string // in the detail; "" for no trouble
 	}{
-		{netif.Interface{Driver: "virtio_net", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1500}, "virtio_net takes packets of at most 65536 bytes"},
-		{netif.Interface{Kind: "tun", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1500}, "tun takes packets of at most 65536 bytes"},
-		{netif.Interface{Driver: "r8169", TSOMaxSize: 64000, TSOMaxSegs: 64, MTU: 1500}, "r8169 takes packets of at most 64000 bytes"},
+		{netif.Interface{Driver: "virtio_net", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1500}, "virtio_net supports packets of at most 65536 bytes"},
+		{netif.Interface{Kind: "tun", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1500}, "tun supports packets of at most 65536 bytes"},
+		{netif.Interface{Driver: "r8169", TSOMaxSize: 64000, TSOMaxSegs: 64, MTU: 1500}, "r8169 supports packets of at most 64000 bytes"},
 		{netif.Interface{Driver: "mlx5_core", TSOMaxSize: 524280, TSOMaxSegs: 65535, MTU: 1500}, ""},
 		{netif.Interface{Driver: "few", TSOMaxSize: 524280, TSOMaxSegs: 40, MTU: 1500}, "few takes at most 40 segments a packet (tso_max_segs), 57920 bytes"},
 		{netif.Interface{Driver: "few", TSOMaxSize: 524280, TSOMaxSegs: 40, MTU: 9000}, ""},
@@ -68,16 +68,16 @@ func TestDeviceTrouble(t *testing.T) {
 		{netif.Interface{Kind: "vlan", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1500, Related: lower}, ""},
 		{netif.Interface{Kind: "gre", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1476}, ""}, // a trouble of its own
 	} {
-		got := deviceTrouble(&c.i)
+		got := checkDriver(&c.i)
 		if c.want == "" {
-			wantNoTrouble(t, got, troubleDriver)
+			wantNotFound(t, got, driver)
 		} else {
-			wantTrouble(t, got, troubleDriver, c.want)
+			wantFound(t, got, driver, c.want)
 		}
 	}
 }
 
-func TestOffloadTrouble(t *testing.T) {
+func TestOffloads(t *testing.T) {
 	large := netif.Sizes{GSO: 196608, GRO: 196608}
 	for _, c := range []struct {
 		i    netif.Interface
@@ -91,17 +91,17 @@ func TestOffloadTrouble(t *testing.T) {
 		{netif.Interface{Sizes: large}, []string{"TSO is off", "GRO is off"}},
 		{netif.Interface{Kind: "veth", Sizes: large, Offloads: netif.Offloads{TSO: true}}, nil}, // it gets what the peer built
 	} {
-		got := offloadTrouble(&c.i)
+		got := checkOffloads(&c.i)
 		if len(got) != len(c.want) {
 			t.Errorf("%+v: %+v", c.i, got)
 		}
 		for _, w := range c.want {
-			wantTrouble(t, got, troubleOffloadOff, w)
+			wantFound(t, got, offloadOff, w)
 		}
 	}
 }
 
-func TestTunnelTrouble(t *testing.T) {
+func TestTunnels(t *testing.T) {
 	now, then := linux.Version{6, 18, 0}, linux.Version{7, 3, 0}
 	for _, c := range []struct {
 		i      netif.Interface
@@ -118,11 +118,11 @@ func TestTunnelTrouble(t *testing.T) {
 		{netif.Interface{Kind: "veth", TSOMaxSize: 524280}, now, ""},
 		{netif.Interface{Driver: "mlx5_core", TSOMaxSize: 524280}, now, ""},
 	} {
-		got := tunnelTrouble(&c.i, nil, c.kernel)
+		got := checkTunnels(&c.i, nil, c.kernel)
 		if c.want == "" {
-			wantNoTrouble(t, got, troubleTunnel)
+			wantNotFound(t, got, tunnel)
 		} else {
-			wantTrouble(t, got, troubleTunnel, c.want)
+			wantFound(t, got, tunnel, c.want)
 		}
 	}
 	var ifaces []netif.Interface
@@ -131,11 +131,11 @@ func TestTunnelTrouble(t *testing.T) {
 			Related: []netif.Related{{Relation: netif.Lower, Index: 2, Name: "eth0"}}})
 	}
 	ifaces = append(ifaces, netif.Interface{Index: 20, Name: "gre7", Kind: "gre", Related: []netif.Related{{Relation: netif.Lower, Index: 2, Netns: "/run/netns/x"}}})
-	over := tunnelsOver(ifaces, now)
-	wantTrouble(t, tunnelTrouble(&netif.Interface{Index: 2, Name: "eth0"}, over[2], now), troubleTunnel, "(gre0, gre1, gre2, gre3, gre4 and 2 more)")
+	over := tunnelsByLower(ifaces, now)
+	wantFound(t, checkTunnels(&netif.Interface{Index: 2, Name: "eth0"}, over[2], now), tunnel, "(gre0, gre1, gre2, gre3, gre4 and 2 more)")
 }
 
-func TestJudgeFrags(t *testing.T) {
+func TestCompareFragments(t *testing.T) {
 	with := func(size uint32) []netif.Interface {
 		return []netif.Interface{{Sizes: netif.Sizes{GSO: 65536}}, {Sizes: netif.Sizes{GSOIPv4: size}}}
 	}
@@ -152,11 +152,11 @@ func TestJudgeFrags(t *testing.T) {
 		{45, 4096, with(184320), ""},
 		{17, 65536, with(524280), ""},
 	} {
-		got := judgeFrags(c.frags, c.page, c.ifaces)
+		got := compareFragments(c.frags, c.page, c.ifaces)
 		if c.want == "" {
-			wantNoTrouble(t, got, troubleSmallFrags)
+			wantNotFound(t, got, smallFrags)
 		} else {
-			wantTrouble(t, got, troubleSmallFrags, c.want)
+			wantFound(t, got, smallFrags, c.want)
 		}
 	}
 }
@@ -184,11 +184,11 @@ garbage
 
 // TestNothingWrong looks at a pair that has all that is to be had.
 func TestNothingWrong(t *testing.T) {
-	a, _ := troublePair(t)
-	host, byInterface := troublesOf(t, a)
+	a, _ := newPair(t)
+	host, byInterface := findAll(t, a)
 	for _, x := range host {
 		// They are of the whole host.
-		if x.Name != troubleSmallFrags {
+		if x.Name != smallFrags {
 			t.Errorf("trouble %+v", x)
 		}
 	}
@@ -198,7 +198,7 @@ func TestNothingWrong(t *testing.T) {
 }
 
 func TestCaptures(t *testing.T) {
-	a, b := troublePair(t)
+	a, b := newPair(t)
 	open := func(name string) {
 		t.Helper()
 		var socket int
@@ -220,20 +220,20 @@ func TestCaptures(t *testing.T) {
 	must(t, err)
 	us := fmt.Sprintf("packet sockets are open in %s (%d):", strings.TrimSpace(string(name)), os.Getpid())
 	open("va")
-	host, byInterface := troublesOf(t, a)
-	wantTrouble(t, byInterface["va"], troubleCapture, us)
-	wantNoTrouble(t, byInterface["lo"], troubleCapture)
-	wantNoTrouble(t, host, troubleCapture)
+	host, byInterface := findAll(t, a)
+	wantFound(t, byInterface["va"], capture, us)
+	wantNotFound(t, byInterface["lo"], capture)
+	wantNotFound(t, host, capture)
 	open("")
-	host, _ = troublesOf(t, a)
-	wantTrouble(t, host, troubleCapture, us)
-	host, byInterface = troublesOf(t, b)
-	wantNoTrouble(t, host, troubleCapture)
-	wantNoTrouble(t, byInterface["vb"], troubleCapture)
+	host, _ = findAll(t, a)
+	wantFound(t, host, capture, us)
+	host, byInterface = findAll(t, b)
+	wantNotFound(t, host, capture)
+	wantNotFound(t, byInterface["vb"], capture)
 }
 
 func TestTSOOff(t *testing.T) {
-	a, _ := troublePair(t)
+	a, _ := newPair(t)
 	inside(t, a, func() error {
 		socket, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 		if err != nil {
@@ -252,12 +252,12 @@ func TestTSOOff(t *testing.T) {
 		}
 		return nil
 	})
-	_, byInterface := troublesOf(t, a)
-	wantTrouble(t, byInterface["va"], troubleOffloadOff, "TSO is off")
+	_, byInterface := findAll(t, a)
+	wantFound(t, byInterface["va"], offloadOff, "TSO is off")
 }
 
 func TestIPsec(t *testing.T) {
-	n := troubleNetwork(t)
+	n := newNamespace(t)
 	policy := func(dir netlink.Dir) {
 		err := n.Do(func() error {
 			return netlink.XfrmPolicyAdd(&netlink.XfrmPolicy{
@@ -275,11 +275,11 @@ func TestIPsec(t *testing.T) {
 		must(t, err)
 	}
 	policy(netlink.XFRM_DIR_IN)
-	host, _ := troublesOf(t, n)
-	wantNoTrouble(t, host, troubleIPsec)
+	host, _ := findAll(t, n)
+	wantNotFound(t, host, ipsec)
 	policy(netlink.XFRM_DIR_OUT)
-	host, _ = troublesOf(t, n)
-	wantTrouble(t, host, troubleIPsec, "1 IPsec policies")
+	host, _ = findAll(t, n)
+	wantFound(t, host, ipsec, "1 IPsec policies")
 }
 
 // TestVXLAN sends through a tunnel, with sizes that the kernel takes and with those
@@ -289,8 +289,8 @@ func TestVXLAN(t *testing.T) {
 	if kernel.Before(linux.Version{6, 3, 0}) {
 		t.Skip("kernel: there are no large packets of IPv4 before 6.3")
 	}
-	a, b := troublePair(t)
-	for k, n := range []*netif.Network{a, b} {
+	a, b := newPair(t)
+	for k, n := range []*netif.Namespace{a, b} {
 		device, other, address := "va", net.IP{10, 9, 0, 2}, "10.8.0.1/24"
 		if k == 1 {
 			device, other, address = "vb", net.IP{10, 9, 0, 1}, "10.8.0.2/24"
@@ -302,7 +302,7 @@ func TestVXLAN(t *testing.T) {
 			}
 			return netlink.LinkAdd(&netlink.Vxlan{LinkAttrs: netlink.LinkAttrs{Name: "vx"}, VxlanId: 7, Group: other, Port: 4789, VtepDevIndex: below.Index})
 		})
-		troubleLink(t, n, "vx", 0, address)
+		setUp(t, n, "vx", 0, address)
 	}
 	largeOf := func(protocol byte) []*nl.RtAttr {
 		return slices.Concat([]*nl.RtAttr{payload(network, 9, 1), compare(unix.NFT_CMP_EQ, protocol)}, longer(65535), []*nl.RtAttr{counter()})
@@ -310,21 +310,21 @@ func TestVXLAN(t *testing.T) {
 	// What wraps is UDP, what is wrapped TCP.
 	nftTable(t, b, unix.NFPROTO_IPV4, unix.NF_INET_LOCAL_IN, largeOf(unix.IPPROTO_UDP), largeOf(unix.IPPROTO_TCP))
 	small := kernel.Before(linux.Version{7, 3, 0})
-	_, byInterface := troublesOf(t, a)
+	_, byInterface := findAll(t, a)
 	if small {
-		wantTrouble(t, byInterface["vx"], troubleTunnel, "vxlan wraps packets of at most 65536 bytes")
-		wantTrouble(t, byInterface["va"], troubleTunnel, "tunnels send through it (vx)")
+		wantFound(t, byInterface["vx"], tunnel, "vxlan wraps packets of at most 65536 bytes")
+		wantFound(t, byInterface["va"], tunnel, "tunnels send through it (vx)")
 	}
-	legacy := troubleStream(t, a, b, "10.8.0.2", time.Second)
-	troubleSizes(t, a, "vx", 196608)
-	troubleSizes(t, b, "vx", 196608)
-	_, byInterface = troublesOf(t, a)
-	large := troubleStream(t, a, b, "10.8.0.2", time.Second)
+	legacy := stream(t, a, b, "10.8.0.2", time.Second)
+	setSizes(t, a, "vx", 196608)
+	setSizes(t, b, "vx", 196608)
+	_, byInterface = findAll(t, a)
+	large := stream(t, a, b, "10.8.0.2", time.Second)
 	if small {
-		wantTrouble(t, byInterface["vx"], troubleTunnel, "can be many times slower")
+		wantFound(t, byInterface["vx"], tunnel, "can be many times slower")
 	} else {
-		wantNoTrouble(t, byInterface["vx"], troubleTunnel)
-		wantNoTrouble(t, byInterface["va"], troubleTunnel)
+		wantNotFound(t, byInterface["vx"], tunnel)
+		wantNotFound(t, byInterface["va"], tunnel)
 	}
 	counters := nftCounters(t, b, unix.NFPROTO_IPV4)
 	arrived, unwrapped := counters[2], counters[3]
@@ -344,7 +344,7 @@ func TestShaper(t *testing.T) {
 	if kernel.Before(linux.Version{6, 3, 0}) {
 		t.Skip("kernel: there are no large packets of IPv4 before 6.3")
 	}
-	a, b := troublePair(t)
+	a, b := newPair(t)
 	nftTable(t, b, unix.NFPROTO_IPV4, unix.NF_INET_LOCAL_IN, append(longer(65535), counter()))
 	for _, c := range []struct {
 		burst uint32
@@ -365,11 +365,11 @@ func TestShaper(t *testing.T) {
 			}
 			return err
 		})
-		_, byInterface := troublesOf(t, a)
+		_, byInterface := findAll(t, a)
 		if c.cut {
-			wantTrouble(t, byInterface["va"], troubleShaper, "tbf cuts packets")
+			wantFound(t, byInterface["va"], shaperCuts, "tbf cuts packets")
 		} else {
-			wantNoTrouble(t, byInterface["va"], troubleShaper)
+			wantNotFound(t, byInterface["va"], shaperCuts)
 		}
 		shapers, err := shapers(a)
 		must(t, err)
@@ -383,7 +383,7 @@ func TestShaper(t *testing.T) {
 			t.Errorf("shapers: %+v", shapers)
 		}
 		before := nftCounters(t, b, unix.NFPROTO_IPV4)[2]
-		troubleStream(t, a, b, "10.9.0.2", 500*time.Millisecond)
+		stream(t, a, b, "10.9.0.2", 500*time.Millisecond)
 		passed := nftCounters(t, b, unix.NFPROTO_IPV4)[2] - before
 		// A burst between 65536 bytes and the size lets some pass.
 		if c.burst < netif.Legacy && passed > 0 || !c.cut && passed == 0 {
@@ -392,7 +392,7 @@ func TestShaper(t *testing.T) {
 	}
 }
 
-func TestShaperTrouble(t *testing.T) {
+func TestCheckShapers(t *testing.T) {
 	const index = 7
 	message := func(kind string, options ...*nl.RtAttr) []byte {
 		m := (&nl.TcMsg{Ifindex: index}).Serialize()
@@ -423,11 +423,11 @@ func TestShaperTrouble(t *testing.T) {
 			}
 			shapers = append(shapers, s)
 		}
-		troubles := shaperTrouble(&netif.Interface{Name: "eth0", Sizes: netif.Sizes{GSO: c.size}}, shapers)
+		troubles := checkShapers(&netif.Interface{Name: "eth0", Sizes: netif.Sizes{GSO: c.size}}, shapers)
 		if c.want == "" {
-			wantNoTrouble(t, troubles, troubleShaper)
+			wantNotFound(t, troubles, shaperCuts)
 		} else {
-			wantTrouble(t, troubles, troubleShaper, c.want)
+			wantFound(t, troubles, shaperCuts, c.want)
 		}
 	}
 }
@@ -448,14 +448,14 @@ func FuzzParseShaper(f *testing.F) {
 }
 
 // TestTroublesWithoutRights sees what may be seen.
-func TestTroublesWithoutRights(t *testing.T) {
+func TestWithoutRights(t *testing.T) {
 	socket, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
 	if errors.Is(err, unix.EPROTONOSUPPORT) {
 		t.Skip("kernel: it has no packet filters")
 	}
 	must(t, err)
 	must(t, unix.Close(socket))
-	n, err := netif.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	must(t, err)
 	defer n.Close()
 	ifaces, err := n.Interfaces()
@@ -466,13 +466,13 @@ func TestTroublesWithoutRights(t *testing.T) {
 			t.Error(err)
 			return
 		}
-		wantTrouble(t, host, troubleLength, "packet filters that match on length are not known")
+		wantFound(t, host, lengthFilter, "packet filters that match on length are not known")
 	})
 }
 
-func TestTroublesLeaveNothingOpen(t *testing.T) {
-	n := troubleNetwork(t)
-	troublesOf(t, n)
+func TestLeavesNothingOpen(t *testing.T) {
+	n := newNamespace(t)
+	findAll(t, n)
 	count := func() int {
 		list, err := os.ReadDir("/proc/self/fd")
 		must(t, err)
@@ -480,7 +480,7 @@ func TestTroublesLeaveNothingOpen(t *testing.T) {
 	}
 	before := count()
 	for range 20 {
-		troublesOf(t, n)
+		findAll(t, n)
 	}
 	if after := count(); after > before {
 		t.Errorf("%d descriptors are open, %d before", after, before)

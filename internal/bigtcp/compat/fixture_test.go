@@ -26,7 +26,7 @@ import (
 )
 
 // troubleNetwork makes a network namespace, with lo up.
-func troubleNetwork(t testing.TB) *netif.Network {
+func newNamespace(t testing.TB) *netif.Namespace {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "netns")
 	must(t, os.WriteFile(path, nil, 0o600))
@@ -37,7 +37,7 @@ func troubleNetwork(t testing.TB) *netif.Network {
 		return unix.Mount("/proc/thread-self/ns/net", path, "", unix.MS_BIND, "")
 	}))
 	t.Cleanup(func() { must(t, unix.Unmount(path, unix.MNT_DETACH)) })
-	n, err := netif.OpenNetwork(path)
+	n, err := netif.OpenNamespace(path)
 	must(t, err)
 	t.Cleanup(func() { must(t, n.Close()) })
 	inside(t, n, func() error {
@@ -57,29 +57,29 @@ func must(t testing.TB, err error) {
 	}
 }
 
-func inside(t testing.TB, n *netif.Network, f func() error) {
+func inside(t testing.TB, n *netif.Namespace, f func() error) {
 	t.Helper()
 	must(t, n.Do(f))
 }
 
 // troublePair is two namespaces with a veth pair between them, each end of which
 // has sizes of 196608 bytes: a with 10.9.0.1 and fd09::1, b with 10.9.0.2 and fd09::2.
-func troublePair(t testing.TB) (a, b *netif.Network) {
+func newPair(t testing.TB) (a, b *netif.Namespace) {
 	t.Helper()
 	if mustKernel(t).Before(linux.Version{5, 19, 0}) {
 		t.Skip("kernel: there are no large packets before 5.19")
 	}
-	a, b = troubleNetwork(t), troubleNetwork(t)
+	a, b = newNamespace(t), newNamespace(t)
 	inside(t, a, func() error {
 		return netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "va"}, PeerName: "vb", PeerNamespace: netlink.NsFd(netiftest.OpenFile(t, b.Path()).Fd())})
 	})
-	troubleLink(t, a, "va", 196608, "10.9.0.1/24", "fd09::1/64")
-	troubleLink(t, b, "vb", 196608, "10.9.0.2/24", "fd09::2/64")
+	setUp(t, a, "va", 196608, "10.9.0.1/24", "fd09::1/64")
+	setUp(t, b, "vb", 196608, "10.9.0.2/24", "fd09::2/64")
 	return a, b
 }
 
 // troubleLink sets an interface up, with addresses, and sizes unless they are 0.
-func troubleLink(t testing.TB, n *netif.Network, name string, size uint32, addresses ...string) {
+func setUp(t testing.TB, n *netif.Namespace, name string, size uint32, addresses ...string) {
 	t.Helper()
 	inside(t, n, func() error {
 		link, err := netlink.LinkByName(name)
@@ -99,11 +99,11 @@ func troubleLink(t testing.TB, n *netif.Network, name string, size uint32, addre
 		return netlink.LinkSetUp(link)
 	})
 	if size != 0 {
-		troubleSizes(t, n, name, size)
+		setSizes(t, n, name, size)
 	}
 }
 
-func troubleSizes(t testing.TB, n *netif.Network, name string, size uint32) {
+func setSizes(t testing.TB, n *netif.Namespace, name string, size uint32) {
 	t.Helper()
 	inside(t, n, func() error {
 		link, err := netlink.LinkByName(name)
@@ -124,7 +124,7 @@ func troubleSizes(t testing.TB, n *netif.Network, name string, size uint32) {
 
 // troubleStream sends as much as it can for a time to an address of b, and returns
 // how many bytes arrived.
-func troubleStream(t testing.TB, a, b *netif.Network, address string, d time.Duration) int64 {
+func stream(t testing.TB, a, b *netif.Namespace, address string, d time.Duration) int64 {
 	t.Helper()
 	var listener net.Listener
 	inside(t, b, func() (err error) {
@@ -235,7 +235,7 @@ func nftMessage(kind int, family uint8, flags int, attributes ...*nl.RtAttr) *nl
 
 // nftTable makes a table t with a chain c, in the hook, and its rules. The handles
 // of the rules count from 2.
-func nftTable(t testing.TB, n *netif.Network, family uint8, hook uint32, rules ...[]*nl.RtAttr) {
+func nftTable(t testing.TB, n *netif.Namespace, family uint8, hook uint32, rules ...[]*nl.RtAttr) {
 	t.Helper()
 	table := nl.ZeroTerminated("t")
 	where := nl.NewRtAttr(unix.NFTA_CHAIN_HOOK|unix.NLA_F_NESTED, nil)
@@ -315,7 +315,7 @@ func nftCommit(messages []*nl.NetlinkRequest) error {
 
 // nftCounters are the packets that each rule of a family with a counter has seen, by
 // handle.
-func nftCounters(t testing.TB, n *netif.Network, family uint8) map[uint64]uint64 {
+func nftCounters(t testing.TB, n *netif.Namespace, family uint8) map[uint64]uint64 {
 	t.Helper()
 	counters := map[uint64]uint64{}
 	inside(t, n, func() error {
@@ -335,7 +335,7 @@ func nftCounters(t testing.TB, n *netif.Network, family uint8) map[uint64]uint64
 }
 
 // troublesOf are all troubles of a namespace.
-func troublesOf(t testing.TB, n *netif.Network) (host []Trouble, byInterface map[string][]Trouble) {
+func findAll(t testing.TB, n *netif.Namespace) (host []Incompatibility, byInterface map[string][]Incompatibility) {
 	t.Helper()
 	ifaces, err := n.Interfaces()
 	must(t, err)
@@ -345,18 +345,18 @@ func troublesOf(t testing.TB, n *netif.Network) (host []Trouble, byInterface map
 }
 
 // findTrouble is the one of a name of which the detail has all the words.
-func findTrouble(troubles []Trouble, name string, words ...string) (Trouble, bool) {
+func find(troubles []Incompatibility, name string, words ...string) (Incompatibility, bool) {
 	for _, x := range troubles {
 		if x.Name == name && !slices.ContainsFunc(words, func(w string) bool { return !strings.Contains(x.Detail, w) }) {
 			return x, true
 		}
 	}
-	return Trouble{}, false
+	return Incompatibility{}, false
 }
 
-func wantTrouble(t testing.TB, troubles []Trouble, name string, words ...string) {
+func wantFound(t testing.TB, troubles []Incompatibility, name string, words ...string) {
 	t.Helper()
-	found, ok := findTrouble(troubles, name, words...)
+	found, ok := find(troubles, name, words...)
 	if !ok {
 		t.Errorf("no trouble %s with %q in %+v", name, words, troubles)
 	} else if found.Hint == "" {
@@ -364,9 +364,9 @@ func wantTrouble(t testing.TB, troubles []Trouble, name string, words ...string)
 	}
 }
 
-func wantNoTrouble(t testing.TB, troubles []Trouble, name string, words ...string) {
+func wantNotFound(t testing.TB, troubles []Incompatibility, name string, words ...string) {
 	t.Helper()
-	if found, ok := findTrouble(troubles, name, words...); ok {
+	if found, ok := find(troubles, name, words...); ok {
 		t.Errorf("trouble %+v", found)
 	}
 }

@@ -12,14 +12,14 @@ import (
 
 // TestForwardingTrouble looks at routers with large IPv6 packets, of kernels that
 // mark them.
-func TestForwardingTrouble(t *testing.T) {
-	n, err := netif.OpenNetwork("")
+func TestForwarding(t *testing.T) {
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer n.Close()
 	large := []netif.Interface{{Name: "eth0", Sizes: netif.Sizes{GSO: netif.Legacy, GRO: 192000}}}
-	small := []netif.Interface{{Name: "eth0", Sizes: netif.Sizes{GSO: netif.Legacy, GRO: netif.Legacy}}, {Name: "lo", Sizes: netif.Sizes{GSO: netif.Most}}}
+	small := []netif.Interface{{Name: "eth0", Sizes: netif.Sizes{GSO: netif.Legacy, GRO: netif.Legacy}}, {Name: "lo", Sizes: netif.Sizes{GSO: netif.MaxSize}}}
 	old, fixed := linux.Version{6, 18, 0}, jumbogramsUntil
 	for _, test := range []struct {
 		name       string
@@ -34,7 +34,7 @@ func TestForwardingTrouble(t *testing.T) {
 		{"a router of a kernel that does not mark", "1", large, fixed, 0},
 	} {
 		setSysctl(t, "net/ipv6/conf/all/forwarding", test.forwarding)
-		found, err := forwardingTrouble(n, test.ifaces, test.kernel)
+		found, err := checkForwarding(n, test.ifaces, test.kernel)
 		if err != nil || len(found) != test.want {
 			t.Errorf("%s: %v, %v", test.name, found, err)
 		}

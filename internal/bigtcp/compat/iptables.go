@@ -35,12 +35,12 @@ func legacyTables() ([]string, error) {
 }
 
 // legacyTrouble reports tables of iptables-legacy: what their rules match is not known.
-func legacyTrouble(tables []string) []Trouble {
+func checkLegacyTables(tables []string) []Incompatibility {
 	if len(tables) == 0 {
 		return nil
 	}
-	return []Trouble{{
-		Name: troubleLegacy,
+	return []Incompatibility{{
+		Name: iptablesLegacy,
 		Detail: fmt.Sprintf("tables of iptables-legacy exist (%s), whose rules are not inspected: those that match -m length, -m hbh "+
 			"or -m ipv6header, and those that queue to NFQUEUE, are incompatible with packets above 65535 bytes", listed(tables, ", ")),
 		Hint: "look for such rules with iptables-legacy-save and ip6tables-legacy-save; rules of iptables-nft are inspected",

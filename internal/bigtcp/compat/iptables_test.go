@@ -13,9 +13,9 @@ import (
 // TestLegacyTables has the kernel make the tables filter in a namespace, as
 // iptables-legacy does, and looks for them there.
 func TestLegacyTables(t *testing.T) {
-	n := troubleNetwork(t)
-	host, _ := troublesOf(t, n)
-	wantNoTrouble(t, host, troubleLegacy)
+	n := newNamespace(t)
+	host, _ := findAll(t, n)
+	wantNotFound(t, host, iptablesLegacy)
 	for _, c := range []struct {
 		table         string
 		domain, level int
@@ -25,8 +25,8 @@ func TestLegacyTables(t *testing.T) {
 			t.Skipf("kernel: it has no %s: %v", c.table, err)
 		}
 		must(t, err)
-		host, _ = troublesOf(t, n)
-		wantTrouble(t, host, troubleLegacy, c.table)
+		host, _ = findAll(t, n)
+		wantFound(t, host, iptablesLegacy, c.table)
 	}
 }
 

@@ -18,26 +18,26 @@ import (
 
 // sees is a set of what a rule of a packet filter looks at that is not the same in
 // large packets.
-type sees uint8
+type inspected uint8
 
 const (
-	ipv4Field  sees = 1 << iota // the length in the IPv4 header
-	ipv6Field                   // the length in the IPv6 header
-	trueLength                  // the number of bytes that there are
-	xtLength                    // the same, by a range that ends at 65535
-	nextHeader                  // the next header in the IPv6 header, or hop-by-hop options
-	queued                      // nothing: it gives packets to a program
+	ipv4TotalLength   inspected = 1 << iota // the length in the IPv4 header
+	ipv6PayloadLength                       // the length in the IPv6 header
+	packetLength                            // the number of bytes that there are
+	xtLength                                // the same, by a range that ends at 65535
+	nextHeader                              // the next header in the IPv6 header, or hop-by-hop options
+	queued                                  // nothing: it gives packets to a program
 )
 
 // filterRule is a rule that looks at something of the kind.
 type filterRule struct {
-	sees  sees
-	where string // as in "nft inet filter input, handle 7"
+	inspects inspected
+	where    string // as in "nft inet filter input, handle 7"
 }
 
 // matchSees is what a match of xtables looks at, and targetSees the like of a target:
 // iptables-nft has rules of nftables with them.
-func matchSees(name string) sees {
+func inspectedByMatch(name string) inspected {
 	switch name {
 	case "length":
 		return xtLength
@@ -47,7 +47,7 @@ func matchSees(name string) sees {
 	return 0
 }
 
-func targetSees(name string) sees {
+func inspectedByTarget(name string) inspected {
 	if name == "NFQUEUE" {
 		return queued
 	}
@@ -67,7 +67,7 @@ var nftFamilies = map[uint8]string{
 // nftRules lists the rules of nftables in the thread's network namespace that look
 // at what differs in large packets. It needs CAP_NET_ADMIN.
 func nftRules() ([]filterRule, error) {
-	if there, err := subsystemThere("nf_tables"); err != nil || !there {
+	if there, err := moduleLoaded("nf_tables"); err != nil || !there {
 		return nil, err
 	}
 	var rules []filterRule
@@ -78,7 +78,7 @@ func nftRules() ([]filterRule, error) {
 		request := nl.NewNetlinkRequest(unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_GETRULE, unix.NLM_F_DUMP)
 		request.AddData(&nl.Nfgenmsg{NfgenFamily: unix.NFPROTO_UNSPEC, Version: nl.NFNETLINK_V0})
 		err := request.ExecuteIter(unix.NETLINK_NETFILTER, 0, func(message []byte) bool {
-			if r := parseNftRule(message); r.sees != 0 {
+			if r := parseNftRule(message); r.inspects != 0 {
 				rules = append(rules, r)
 			}
 			return true
@@ -98,7 +98,7 @@ func nftRules() ([]filterRule, error) {
 
 // subsystemThere is false for a part of the kernel that is a module and not loaded.
 // To ask it something would load it.
-func subsystemThere(module string) (bool, error) {
+func moduleLoaded(module string) (bool, error) {
 	if _, err := os.Stat("/sys/module/" + module); err == nil {
 		return true, nil
 	}
@@ -150,7 +150,7 @@ func parseNftRule(message []byte) filterRule {
 	if !known {
 		name = fmt.Sprintf("family %d", family)
 	}
-	return filterRule{parser.sees, fmt.Sprintf("nft %s %s %s, handle %d", name, table, chain, handle)}
+	return filterRule{parser.inspects, fmt.Sprintf("nft %s %s %s, handle %d", name, table, chain, handle)}
 }
 
 // nftParser reads the expressions of a rule in their order.
@@ -160,7 +160,7 @@ type nftParser struct {
 	// has compared so far; loaded says that the last expression loaded what tells.
 	protocol uint8
 	loaded   bool
-	sees     sees
+	inspects inspected
 }
 
 func (p *nftParser) expression(expression []byte) {
@@ -188,11 +188,11 @@ func (p *nftParser) expression(expression []byte) {
 	case "exthdr":
 		p.extension(data)
 	case "match":
-		p.sees |= matchSees(nlattr.String(data, unix.NFTA_MATCH_NAME))
+		p.inspects |= inspectedByMatch(nlattr.String(data, unix.NFTA_MATCH_NAME))
 	case "target":
-		p.sees |= targetSees(nlattr.String(data, unix.NFTA_TARGET_NAME))
+		p.inspects |= inspectedByTarget(nlattr.String(data, unix.NFTA_TARGET_NAME))
 	case "queue":
-		p.sees |= queued
+		p.inspects |= queued
 	}
 }
 
@@ -201,7 +201,7 @@ func (p *nftParser) meta(data []byte) {
 	switch {
 	case !ok:
 	case key == unix.NFT_META_LEN:
-		p.sees |= trueLength
+		p.inspects |= packetLength
 	case key == unix.NFT_META_NFPROTO, key == unix.NFT_META_PROTOCOL:
 		p.loaded = true
 	}
@@ -249,22 +249,22 @@ func (p *nftParser) payload(data []byte) {
 	switch p.protocol {
 	case unix.NFPROTO_IPV4:
 		if covers(2, 4) {
-			p.sees |= ipv4Field
+			p.inspects |= ipv4TotalLength
 		}
 	case unix.NFPROTO_IPV6:
 		if covers(4, 6) {
-			p.sees |= ipv6Field
+			p.inspects |= ipv6PayloadLength
 		}
 		if covers(6, 7) {
-			p.sees |= nextHeader
+			p.inspects |= nextHeader
 		}
 	default:
 		// Nothing has told the protocol: a load of just the field is meant so.
 		if offset == 2 && size == 2 {
-			p.sees |= ipv4Field
+			p.inspects |= ipv4TotalLength
 		}
 		if offset == 4 && size == 2 {
-			p.sees |= ipv6Field
+			p.inspects |= ipv6PayloadLength
 		}
 	}
 }
@@ -275,6 +275,6 @@ func (p *nftParser) extension(data []byte) {
 	op, _ := nlattr.Uint32(data, unix.NFTA_EXTHDR_OP)
 	kind := nlattr.Find(data, unix.NFTA_EXTHDR_TYPE)
 	if op == 0 && len(kind) == 1 && kind[0] == unix.IPPROTO_HOPOPTS {
-		p.sees |= nextHeader
+		p.inspects |= nextHeader
 	}
 }

@@ -22,21 +22,21 @@ var ruleCases = []struct {
 	name        string
 	family      uint8
 	expressions []*nl.RtAttr
-	sees        sees
+	inspects    inspected
 }{
-	{"meta length", unix.NFPROTO_INET, longer(1500), trueLength},
-	{"ip length", unix.NFPROTO_IPV4, []*nl.RtAttr{payload(network, 2, 2), compare(unix.NFT_CMP_GT, 5, 220)}, ipv4Field},
-	{"ip length in inet", unix.NFPROTO_INET, slices.Concat(isIPv4, []*nl.RtAttr{payload(network, 2, 2)}), ipv4Field},
-	{"ip6 length", unix.NFPROTO_IPV6, []*nl.RtAttr{payload(network, 4, 2), compare(unix.NFT_CMP_LT, 0, 100)}, ipv6Field},
-	{"ip6 length in inet", unix.NFPROTO_INET, slices.Concat(isIPv6, []*nl.RtAttr{payload(network, 4, 2)}), ipv6Field},
-	{"ip6 length and nexthdr as one", unix.NFPROTO_IPV6, []*nl.RtAttr{payload(network, 4, 3)}, ipv6Field | nextHeader},
+	{"meta length", unix.NFPROTO_INET, longer(1500), packetLength},
+	{"ip length", unix.NFPROTO_IPV4, []*nl.RtAttr{payload(network, 2, 2), compare(unix.NFT_CMP_GT, 5, 220)}, ipv4TotalLength},
+	{"ip length in inet", unix.NFPROTO_INET, slices.Concat(isIPv4, []*nl.RtAttr{payload(network, 2, 2)}), ipv4TotalLength},
+	{"ip6 length", unix.NFPROTO_IPV6, []*nl.RtAttr{payload(network, 4, 2), compare(unix.NFT_CMP_LT, 0, 100)}, ipv6PayloadLength},
+	{"ip6 length in inet", unix.NFPROTO_INET, slices.Concat(isIPv6, []*nl.RtAttr{payload(network, 4, 2)}), ipv6PayloadLength},
+	{"ip6 length and nexthdr as one", unix.NFPROTO_IPV6, []*nl.RtAttr{payload(network, 4, 3)}, ipv6PayloadLength | nextHeader},
 	{"ip length in bridge", unix.NFPROTO_BRIDGE, []*nl.RtAttr{
 		meta(unix.NFT_META_PROTOCOL), compare(unix.NFT_CMP_EQ, 0x08, 0x00), payload(network, 2, 2),
-	}, ipv4Field},
+	}, ipv4TotalLength},
 	{"ip6 length by ether type", unix.NFPROTO_BRIDGE, []*nl.RtAttr{
 		payload(unix.NFT_PAYLOAD_LL_HEADER, 12, 2), compare(unix.NFT_CMP_EQ, 0x86, 0xdd), payload(network, 4, 2),
-	}, ipv6Field},
-	{"@nh,16,16", unix.NFPROTO_INET, []*nl.RtAttr{payload(network, 2, 2)}, ipv4Field},
+	}, ipv6PayloadLength},
+	{"@nh,16,16", unix.NFPROTO_INET, []*nl.RtAttr{payload(network, 2, 2)}, ipv4TotalLength},
 	{"ip6 nexthdr", unix.NFPROTO_IPV6, []*nl.RtAttr{payload(network, 6, 1), compare(unix.NFT_CMP_EQ, 6)}, nextHeader},
 	{"exthdr hbh", unix.NFPROTO_INET, slices.Concat(isIPv6, []*nl.RtAttr{extension(unix.IPPROTO_HOPOPTS)}), nextHeader},
 	{"queue", unix.NFPROTO_IPV4, []*nl.RtAttr{expr("queue")}, queued},
@@ -46,7 +46,7 @@ var ruleCases = []struct {
 
 	{"ip length in netdev", unix.NFPROTO_NETDEV, []*nl.RtAttr{
 		meta(unix.NFT_META_PROTOCOL), compare(unix.NFT_CMP_EQ, 0x08, 0x00), payload(network, 2, 2),
-	}, ipv4Field},
+	}, ipv4TotalLength},
 
 	{"ip id", unix.NFPROTO_IPV4, []*nl.RtAttr{payload(network, 4, 2)}, 0},
 	{"ip saddr", unix.NFPROTO_IPV4, []*nl.RtAttr{payload(network, 12, 4)}, 0},
@@ -82,8 +82,8 @@ func nftMessageOf(family uint8, expressions []*nl.RtAttr) []byte {
 func TestParseNftRule(t *testing.T) {
 	for _, c := range ruleCases {
 		r := parseNftRule(nftMessageOf(c.family, c.expressions))
-		if r.sees != c.sees {
-			t.Errorf("%s: sees %b, not %b", c.name, r.sees, c.sees)
+		if r.inspects != c.inspects {
+			t.Errorf("%s: sees %b, not %b", c.name, r.inspects, c.inspects)
 		}
 		if want := fmt.Sprintf("nft %s filter input, handle 258", nftFamilies[c.family]); r.where != want {
 			t.Errorf("%s: is at %q, not %q", c.name, r.where, want)
@@ -112,28 +112,28 @@ func TestNftRulesAreFound(t *testing.T) {
 	kernel := mustKernel(t)
 	for family, name := range nftFamilies {
 		t.Run(name, func(t *testing.T) {
-			n := troubleNetwork(t)
-			host, _ := troublesOf(t, n)
+			n := newNamespace(t)
+			host, _ := findAll(t, n)
 			for _, kind := range filterKinds {
-				wantNoTrouble(t, host, kind.name)
+				wantNotFound(t, host, kind.name)
 			}
-			var cases []sees
+			var cases []inspected
 			var rules [][]*nl.RtAttr
 			for _, c := range ruleCases {
 				// Kernels may lack queue; -j NFQUEUE they mostly have.
 				if c.family == family && c.name != "queue" {
-					cases, rules = append(cases, c.sees), append(rules, c.expressions)
+					cases, rules = append(cases, c.inspects), append(rules, c.expressions)
 				}
 			}
 			nftTable(t, n, family, unix.NF_INET_LOCAL_IN, rules...)
-			host, _ = troublesOf(t, n)
+			host, _ = findAll(t, n)
 			for k, s := range cases {
 				where := fmt.Sprintf("nft %s t c, handle %d", name, k+2)
 				for _, kind := range filterKinds {
 					there := kind.until == linux.Version{} || kernel.Before(kind.until)
 					// The kinds of one name tell themselves apart by their details.
 					found := mentions(host, kind.name, kind.detail, where+";", where+":")
-					if want := there && s&kind.sees != 0; found != want {
+					if want := there && s&kind.inspects != 0; found != want {
 						t.Errorf("%s is in a trouble %s: %v, not %v: %+v", where, kind.name, found, want, host)
 					}
 				}
@@ -143,9 +143,9 @@ func TestNftRulesAreFound(t *testing.T) {
 }
 
 // mentions says whether a trouble has this name, the detail and one of the words.
-func mentions(troubles []Trouble, name, detail string, words ...string) bool {
+func mentions(troubles []Incompatibility, name, detail string, words ...string) bool {
 	return slices.ContainsFunc(words, func(w string) bool {
-		_, found := findTrouble(troubles, name, detail, w)
+		_, found := find(troubles, name, detail, w)
 		return found
 	})
 }
@@ -159,12 +159,12 @@ func mustKernel(t testing.TB) linux.Version {
 
 // TestFiltersSeeWhatIsSaid sends large packets through rules that count, and
 // compares with what is said of such rules.
-func TestFiltersSeeWhatIsSaid(t *testing.T) {
+func TestFiltersMatchAsDescribed(t *testing.T) {
 	kernel := mustKernel(t)
 	if kernel.Before(linux.Version{6, 3, 0}) {
 		t.Skip("kernel: there are no large packets of IPv4 before 6.3")
 	}
-	a, b := troublePair(t)
+	a, b := newPair(t)
 	counted := func(expressions ...*nl.RtAttr) []*nl.RtAttr { return append(expressions, counter()) }
 	large := counted(longer(65535)...)
 	nftTable(t, b, unix.NFPROTO_IPV4, unix.NF_INET_LOCAL_IN,
@@ -192,7 +192,7 @@ func TestFiltersSeeWhatIsSaid(t *testing.T) {
 		{"fd09::2", unix.NFPROTO_IPV6, []uint64{3, 4, 5, 6}, []uint64{7}},
 	} {
 		before := nftCounters(t, b, c.family)
-		troubleStream(t, a, b, c.address, time.Second)
+		stream(t, a, b, c.address, time.Second)
 		after := nftCounters(t, b, c.family)
 		many := after[2] - before[2]
 		if many == 0 {
@@ -228,7 +228,7 @@ func longer(size uint32) []*nl.RtAttr {
 }
 
 func TestManyNftRules(t *testing.T) {
-	n := troubleNetwork(t)
+	n := newNamespace(t)
 	const many = 30_000
 	rules := make([][]*nl.RtAttr, many)
 	for k := range rules {
@@ -239,11 +239,11 @@ func TestManyNftRules(t *testing.T) {
 	}
 	nftTable(t, n, unix.NFPROTO_IPV4, unix.NF_INET_LOCAL_IN, rules...)
 	start := time.Now()
-	host, _ := troublesOf(t, n)
+	host, _ := findAll(t, n)
 	took := time.Since(start)
 	t.Logf("%d rules take %v", many, took)
 	if took > 20*time.Second {
 		t.Errorf("%d rules take %v", many, took)
 	}
-	wantTrouble(t, host, troubleLength, "nft ip t c, handle 2;", "and 25 more:")
+	wantFound(t, host, lengthFilter, "nft ip t c, handle 2;", "and 25 more:")
 }

@@ -21,7 +21,7 @@ type shaper struct {
 }
 
 // shapers are those of the namespace, by the index of the interface.
-func shapers(n *netif.Network) (map[int][]shaper, error) {
+func shapers(n *netif.Namespace) (map[int][]shaper, error) {
 	var messages [][]byte
 	var err error
 	for range 3 {
@@ -98,21 +98,21 @@ func tbfBurst(options []byte) (uint64, bool) {
 
 // shaperTrouble is that of an interface on which large packets are on: the kernel's
 // tbf_enqueue and cake_enqueue.
-func shaperTrouble(i *netif.Interface, shapers []shaper) []Trouble {
-	var troubles []Trouble
+func checkShapers(i *netif.Interface, shapers []shaper) []Incompatibility {
+	var troubles []Incompatibility
 	size := uint64(max(i.Sizes.GSO, i.Sizes.GSOIPv4))
 	for _, s := range shapers {
 		switch {
 		case size <= netif.Legacy:
 		case s.burst == 0:
-			troubles = append(troubles, Trouble{
-				Name:   troubleShaper,
+			troubles = append(troubles, Incompatibility{
+				Name:   shaperCuts,
 				Detail: fmt.Sprintf("%s cuts all packets to the MTU before it queues them (split-gso)", s.kind),
 				Hint:   fmt.Sprintf("tc qdisc change dev %s root cake no-split-gso, which makes other packets wait longer for large ones", i.Name),
 			})
 		case s.burst < size:
-			troubles = append(troubles, Trouble{
-				Name:   troubleShaper,
+			troubles = append(troubles, Incompatibility{
+				Name:   shaperCuts,
 				Detail: fmt.Sprintf("%s cuts packets that are larger than its burst, about %d bytes, to the MTU before it queues them", s.kind, s.burst),
 				Hint:   fmt.Sprintf("a burst of %d bytes or more lets all pass", size+maxHeaders),
 			})

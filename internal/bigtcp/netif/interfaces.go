@@ -16,16 +16,16 @@ import (
 	"sockeye/internal/config"
 )
 
-// Support is what a kernel has BIG TCP for.
+// Support is the support of the kernel for BIG TCP.
 type Support struct {
 	IPv6 bool `json:"ipv6"` // Linux 5.19
 	IPv4 bool `json:"ipv4"` // Linux 6.3
 }
 
-// Support is what the kernel has, by the attributes that it gives of lo.
-func (n *Network) Support() Support { return n.has }
+// Support returns the support of the kernel, as the netlink attributes of lo show it.
+func (n *Namespace) Support() Support { return n.has }
 
-func (n *Network) readSupport() (Support, error) {
+func (n *Namespace) readSupport() (Support, error) {
 	lo, err := n.link(1) // in every namespace
 	if err != nil {
 		return Support{}, fmt.Errorf("read interface lo: %w", err)
@@ -33,15 +33,15 @@ func (n *Network) readSupport() (Support, error) {
 	return Support{IPv6: lo.TSOMaxSize > 0, IPv4: lo.Sizes.GSOIPv4 > 0}, nil
 }
 
-// Interfaces reads all interfaces, sorted by index, with what they are bound to.
-// The namespaces of peers are looked for among those that have names and those of
-// processes.
-func (n *Network) Interfaces() ([]Interface, error) {
+// Interfaces returns all interfaces with their relations, sorted by index. The
+// namespaces of peers and lower interfaces are searched among the named namespaces and
+// those of processes.
+func (n *Namespace) Interfaces() ([]Interface, error) {
 	here, err := n.snapshot()
 	if err != nil {
 		return nil, err
 	}
-	elsewhere := n.elsewhere(here.links)
+	elsewhere := n.foreignSnapshots(here.links)
 	list := make([]Interface, len(here.links))
 	for i := range here.links {
 		list[i] = here.describe(&here.links[i], elsewhere)
@@ -49,9 +49,9 @@ func (n *Network) Interfaces() ([]Interface, error) {
 	return list, nil
 }
 
-// Interface reads one interface by its name or an alternative one. If there is
-// none, that is an [Error] of KindUsage.
-func (n *Network) Interface(name string) (*Interface, error) {
+// Interface returns the interface with a name or an alternative name. An unknown name
+// is an [Error] of KindUsage.
+func (n *Namespace) Interface(name string) (*Interface, error) {
 	here, err := n.snapshot()
 	if err != nil {
 		return nil, err
@@ -60,7 +60,7 @@ func (n *Network) Interface(name string) (*Interface, error) {
 	for i := range here.links {
 		l := &here.links[i]
 		if l.Name == name || slices.Contains(l.names, name) {
-			found := here.describe(l, n.elsewhere(here.abroad(l)))
+			found := here.describe(l, n.foreignSnapshots(here.foreignLinks(l)))
 			return &found, nil
 		}
 		names = append(names, l.Name)
@@ -73,32 +73,32 @@ func (n *Network) Interface(name string) (*Interface, error) {
 	if near := config.Nearest(name, names); near != "" {
 		hint = fmt.Sprintf("did you mean %s?", near)
 	}
-	return nil, Refuse(KindUsage, hint, "there is no interface %q%s", name, where)
+	return nil, NewError(KindUsage, hint, "there is no interface %q%s", name, where)
 }
 
-// link is an interface, and the numbers that the kernel gives for its relations.
+// link is an interface with the netlink attributes that describe its relations.
 type link struct {
 	Interface
-	names []string // alternative ones
-	// lower is the index of the device below or of the peer, 0 for none. Where
-	// foreign, it is in another namespace, that of netnsid.
+	names []string // alternative names
+	// lower is the index of the lower interface or of the peer (IFLA_LINK); 0 for
+	// none. If foreign, the index is of another namespace, with the nsid netnsid.
 	lower   int
 	foreign bool
-	netnsid int32 // as namespaces have them for each other; -1 for none
+	netnsid int32 // of the namespace of the lower interface; -1 for none
 	master  int   // index; 0 for none
 }
 
-// tries bounds how often is read again what changed meanwhile.
-const tries = 10
+// maxRetries bounds repeated reads of a list that changes meanwhile.
+const maxRetries = 10
 
-// links reads all interfaces, sorted by index, without driver and offloads.
-func (n *Network) links() ([]link, error) {
+// links returns all interfaces without driver and offloads, sorted by index.
+func (n *Namespace) links() ([]link, error) {
 	var messages [][]byte
 	var err error
-	for range tries {
+	for range maxRetries {
 		r := n.request(unix.RTM_GETLINK, unix.NLM_F_DUMP)
 		r.AddData(nl.NewIfInfomsg(unix.AF_UNSPEC))
-		r.AddData(nl.NewRtAttr(unix.IFLA_EXT_MASK, nl.Uint32Attr(withoutStatistics)))
+		r.AddData(nl.NewRtAttr(unix.IFLA_EXT_MASK, nl.Uint32Attr(skipStatistics)))
 		if messages, err = r.Execute(unix.NETLINK_ROUTE, unix.RTM_NEWLINK); !errors.Is(err, nl.ErrDumpInterrupted) {
 			break
 		}
@@ -118,8 +118,9 @@ func (n *Network) links() ([]link, error) {
 	return links, nil
 }
 
-// link reads one interface, without driver and offloads; ENODEV if there is none.
-func (n *Network) link(index int) (link, error) {
+// link returns one interface without driver and offloads. Returns ENODEV if there is
+// no such interface.
+func (n *Namespace) link(index int) (link, error) {
 	r := n.request(unix.RTM_GETLINK, 0)
 	wanted := nl.NewIfInfomsg(unix.AF_UNSPEC)
 	wanted.Index = int32(index)
@@ -129,15 +130,15 @@ func (n *Network) link(index int) (link, error) {
 		return link{}, err
 	}
 	if len(messages) != 1 {
-		return link{}, fmt.Errorf("%d answers about interface %d", len(messages), index)
+		return link{}, fmt.Errorf("%d replies for interface %d", len(messages), index)
 	}
 	return parseLink(messages[0])
 }
 
-// withoutStatistics is RTEXT_FILTER_SKIP_STATS of <linux/rtnetlink.h>.
-const withoutStatistics = 1 << 3
+// skipStatistics is RTEXT_FILTER_SKIP_STATS of <linux/rtnetlink.h>.
+const skipStatistics = 1 << 3
 
-// parseLink reads a message of RTM_NEWLINK, from behind its first header.
+// parseLink parses the payload of a message RTM_NEWLINK.
 func parseLink(m []byte) (link, error) {
 	if len(m) < unix.SizeofIfInfomsg {
 		return link{}, fmt.Errorf("message of %d bytes", len(m))
@@ -158,25 +159,25 @@ func parseLink(m []byte) (link, error) {
 		case unix.IFLA_LINKINFO:
 			l.Kind, vxlan = linkInfo(value)
 		case unix.IFLA_MTU:
-			l.MTU = int(number(value))
+			l.MTU = int(uint32Value(value))
 		case unix.IFLA_LINK:
-			l.lower = int(number(value))
+			l.lower = int(uint32Value(value))
 		case unix.IFLA_LINK_NETNSID:
-			l.foreign, l.netnsid = true, int32(number(value))
+			l.foreign, l.netnsid = true, int32(uint32Value(value))
 		case unix.IFLA_MASTER:
-			l.master = int(number(value))
+			l.master = int(uint32Value(value))
 		case unix.IFLA_TSO_MAX_SIZE:
-			l.TSOMaxSize = number(value)
+			l.TSOMaxSize = uint32Value(value)
 		case unix.IFLA_TSO_MAX_SEGS:
-			l.TSOMaxSegs = number(value)
+			l.TSOMaxSegs = uint32Value(value)
 		case unix.IFLA_GSO_MAX_SIZE:
-			l.Sizes.GSO = number(value)
+			l.Sizes.GSO = uint32Value(value)
 		case unix.IFLA_GRO_MAX_SIZE:
-			l.Sizes.GRO = number(value)
+			l.Sizes.GRO = uint32Value(value)
 		case unix.IFLA_GSO_IPV4_MAX_SIZE:
-			l.Sizes.GSOIPv4 = number(value)
+			l.Sizes.GSOIPv4 = uint32Value(value)
 		case unix.IFLA_GRO_IPV4_MAX_SIZE:
-			l.Sizes.GROIPv4 = number(value)
+			l.Sizes.GROIPv4 = uint32Value(value)
 		}
 	}
 	switch l.Kind {
@@ -184,11 +185,11 @@ func parseLink(m []byte) (link, error) {
 		l.lower = 0
 		for kind, value := range vxlan.All {
 			if kind == unix.IFLA_VXLAN_LINK {
-				l.lower = int(number(value))
+				l.lower = int(uint32Value(value))
 			}
 		}
 	case "geneve", "bareudp", "gtp", "amt", "wireguard":
-		// They have no device below; the kernel gives their own index where they were
+		// These have no lower interface. The kernel reports their own index if they were
 		// moved to another namespace.
 		l.lower = 0
 	}
@@ -198,7 +199,7 @@ func parseLink(m []byte) (link, error) {
 	return l, nil
 }
 
-// linkInfo returns the kind of an interface and what is particular to it.
+// linkInfo returns IFLA_INFO_KIND and IFLA_INFO_DATA.
 func linkInfo(info nlattr.Attributes) (kind string, data nlattr.Attributes) {
 	for k, value := range info.All {
 		switch k {
@@ -211,8 +212,9 @@ func linkInfo(info nlattr.Attributes) (kind string, data nlattr.Attributes) {
 	return kind, data
 }
 
-// number is the value of an attribute of 32 bits; 0 if it is shorter.
-func number(value []byte) uint32 {
+// uint32Value returns the value of an attribute of 32 bits, or 0 if the attribute is
+// shorter.
+func uint32Value(value []byte) uint32 {
 	if len(value) < 4 {
 		return 0
 	}

@@ -22,7 +22,7 @@ import (
 var legacy = netif.Sizes{GSO: netif.Legacy, GRO: netif.Legacy, GSOIPv4: netif.Legacy, GROIPv4: netif.Legacy}
 
 // interfaces reads all of a namespace, by name.
-func interfaces(t testing.TB, n *netif.Network) map[string]netif.Interface {
+func interfaces(t testing.TB, n *netif.Namespace) map[string]netif.Interface {
 	t.Helper()
 	list, err := n.Interfaces()
 	if err != nil {
@@ -124,7 +124,7 @@ func TestInterfaces(t *testing.T) {
 	if v := got["veth3"]; v.MTU != 9000 || !v.Up || v.Sizes != sizes {
 		t.Errorf("veth3 is %+v", v)
 	}
-	if v := got["veth2"]; v.MTU != 1500 || v.Up || v.Sizes != none || v.TSOMaxSize != netif.Most || v.TSOMaxSegs != 65535 ||
+	if v := got["veth2"]; v.MTU != 1500 || v.Up || v.Sizes != none || v.TSOMaxSize != netif.MaxSize || v.TSOMaxSegs != 65535 ||
 		v.Offloads != (netif.Offloads{GSO: true, TSO: true}) || v.Related[0].Sizes != got["veth3"].Sizes {
 		t.Errorf("veth2 is %+v", v)
 	}
@@ -142,7 +142,7 @@ func TestInterfaces(t *testing.T) {
 }
 
 // addTun makes a tun device, of a program that knows no offloads.
-func addTun(t testing.TB, n *netif.Network, name string) {
+func addTun(t testing.TB, n *netif.Namespace, name string) {
 	t.Helper()
 	err := n.Do(func() error {
 		tun, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC, 0)
@@ -226,7 +226,7 @@ func TestPeerElsewhere(t *testing.T) {
 		"process0": "peer end1 in " + process,
 		"held0":    "peer  in unknown",
 	})
-	if r := got["named0"].Related[0]; r.Sizes.GSO != 150000 || r.Driver != "veth" || r.TSOMaxSize != netif.Most || r.Index != end.Attrs().Index {
+	if r := got["named0"].Related[0]; r.Sizes.GSO != 150000 || r.Driver != "veth" || r.TSOMaxSize != netif.MaxSize || r.Index != end.Attrs().Index {
 		t.Errorf("the peer of named0 is %+v", r)
 	}
 	if r := got["held0"].Related[0]; r.Sizes != (netif.Sizes{}) || r.Index == 0 {
@@ -281,7 +281,7 @@ func TestLowerElsewhere(t *testing.T) {
 	below := fmt.Sprintf("lower bridge0 in %s, lower port0 in %[1]s", host)
 	checkRelations(t, got, map[string]string{"macvlan0": below, "vxlan0": below, "vxlan1": ""})
 	macvlan := got["macvlan0"]
-	if size, by := macvlan.Bound(); size != netif.Most || by != "port0 in "+host {
+	if size, by := macvlan.Bound(); size != netif.MaxSize || by != "port0 in "+host {
 		t.Errorf("macvlan0 is bound to %d by %s", size, by)
 	}
 }
@@ -292,7 +292,7 @@ func TestPeerWithoutRights(t *testing.T) {
 	h := netiftest.Kernel(t, "")
 	netiftest.AddVeth(t, h, "here0", "there0", netiftest.OpenFile(t, there))
 	testenv.WithoutRights(t, func() {
-		n, err := netif.OpenNetwork("")
+		n, err := netif.OpenNamespace("")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -310,7 +310,7 @@ func TestNamespaceVanishes(t *testing.T) {
 	// An open network keeps its namespace, without its name.
 	netiftest.RemoveNetns(there)
 	checkRelations(t, interfaces(t, gone), map[string]string{"there0": "peer here0 in " + here})
-	if _, err := netif.OpenNetwork(there); err == nil {
+	if _, err := netif.OpenNamespace(there); err == nil {
 		t.Error("the path still leads to a namespace")
 	}
 }
@@ -428,7 +428,7 @@ func TestNoDescriptorLeaks(t *testing.T) {
 	netiftest.AddVeth(t, h, "process0", "end1", netiftest.OpenFile(t, process))
 	netiftest.AddVeth(t, h, "held0", "end2", netiftest.HeldNetns(t))
 	use := func() {
-		n, err := netif.OpenNetwork(here)
+		n, err := netif.OpenNamespace(here)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -448,12 +448,12 @@ func TestNoDescriptorLeaks(t *testing.T) {
 			t.Error(err)
 		}
 		for _, path := range []string{"/no/such", "/dev/null", "/etc/passwd"} {
-			if _, err := netif.OpenNetwork(path); err == nil {
+			if _, err := netif.OpenNamespace(path); err == nil {
 				t.Errorf("%s is a network namespace", path)
 			}
 		}
 		testenv.WithoutRights(t, func() {
-			if _, err := netif.OpenNetwork(there); err == nil {
+			if _, err := netif.OpenNamespace(there); err == nil {
 				t.Error("entered without rights")
 			}
 		})

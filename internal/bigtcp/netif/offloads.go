@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// offloads reads what ethtool -k shows of an interface. Any socket of its
-// namespace will do.
+// offloads reads features of ethtool -k by ioctl(SIOCETHTOOL) on any socket of the
+// interface's namespace.
 func offloads(socket int, name string) (Offloads, error) {
 	var o Offloads
 	for command, on := range map[uint32]*bool{
@@ -27,10 +27,10 @@ func offloads(socket int, name string) (Offloads, error) {
 	return o, nil
 }
 
-// ethtoolValue runs a command whose answer is one number.
+// ethtoolValue runs an ethtool command whose reply is struct ethtool_value.
 func ethtoolValue(socket int, name string, command uint32) (uint32, error) {
 	value := struct{ command, data uint32 }{command, 0}
-	// struct ifreq of <linux/if.h>, which x/sys has for its own commands only.
+	// struct ifreq of <linux/if.h>; the one of x/sys is for its own commands.
 	request := struct {
 		name [unix.IFNAMSIZ]byte
 		data unsafe.Pointer
@@ -44,7 +44,7 @@ func ethtoolValue(socket int, name string, command uint32) (uint32, error) {
 	return value.data, nil
 }
 
-// driver is that of the interface, or "" where there is none.
+// driver returns the name of the interface's driver, or "" if it has none.
 func driver(socket int, name string) (string, error) {
 	info, err := unix.IoctlGetEthtoolDrvinfo(socket, name)
 	switch err {

@@ -15,9 +15,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func openOwn(t testing.TB) *Network {
+func openOwn(t testing.TB) *Namespace {
 	t.Helper()
-	n, err := OpenNetwork("")
+	n, err := OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -16,20 +16,20 @@ import (
 	"sockeye/internal/bigtcp/nlattr"
 )
 
-// unknown is the namespace of a device where it cannot be found or entered.
-const unknown = "unknown"
+// unknownNamespace is Related.Netns if the namespace cannot be found or entered.
+const unknownNamespace = "unknown"
 
-// snapshot is what a namespace had in one moment.
+// snapshot is the interfaces of a namespace at one moment.
 type snapshot struct {
 	path    string
 	links   []link
 	byIndex map[int]*link
-	ports   map[int][]*link // of a bridge or bond, by its index
+	ports   map[int][]*link // by the index of their bridge or bond
 }
 
-// snapshot reads all interfaces with their drivers and offloads, and what they are
-// bound to inside the namespace.
-func (n *Network) snapshot() (*snapshot, error) {
+// snapshot reads all interfaces with their drivers, offloads and relations within the
+// namespace.
+func (n *Namespace) snapshot() (*snapshot, error) {
 	links, err := n.links()
 	if err != nil {
 		return nil, err
@@ -40,9 +40,9 @@ func (n *Network) snapshot() (*snapshot, error) {
 	}
 	kept := links[:0]
 	for _, l := range links {
-		err := n.ask(&l)
+		err := n.readEthtool(&l)
 		if errors.Is(err, unix.ENODEV) {
-			err = n.askAgain(&l)
+			err = n.retryEthtool(&l)
 			if errors.Is(err, unix.ENODEV) {
 				continue
 			}
@@ -65,8 +65,8 @@ func (n *Network) snapshot() (*snapshot, error) {
 	return s, nil
 }
 
-// ask reads what only ethtool's commands tell.
-func (n *Network) ask(l *link) (err error) {
+// readEthtool adds the driver and the offloads, which netlink does not report.
+func (n *Namespace) readEthtool(l *link) (err error) {
 	socket := n.rtnl.Socket.GetFd()
 	if l.Driver, err = driver(socket, l.Name); err != nil {
 		return err
@@ -75,27 +75,27 @@ func (n *Network) ask(l *link) (err error) {
 	return err
 }
 
-// askAgain is for an interface of which ask said that there is none: it has vanished
-// (ENODEV) or was renamed, or its driver resets it and gives no answer.
-func (n *Network) askAgain(l *link) error {
-	for range tries {
+// retryEthtool repeats readEthtool after ENODEV: the interface has vanished (ENODEV),
+// was renamed, or its driver resets it and does not reply.
+func (n *Namespace) retryEthtool(l *link) error {
+	for range maxRetries {
 		now, err := n.link(l.Index)
 		if err != nil {
 			return err
 		}
 		*l = now
-		if err := n.ask(l); !errors.Is(err, unix.ENODEV) {
+		if err := n.readEthtool(l); !errors.Is(err, unix.ENODEV) {
 			return err
 		}
 	}
 	return nil
 }
 
-// isPeer tells kinds of which the lower device is the other end.
+// isPeer tells whether IFLA_LINK is the other end of a pair.
 func (l *link) isPeer() bool { return l.Kind == "veth" || l.Kind == "netkit" || l.Kind == "vxcan" }
 
-// below are the devices right below one, in the same namespace.
-func (s *snapshot) below(l *link) []*link {
+// lower returns the direct lower interfaces in the same namespace.
+func (s *snapshot) lower(l *link) []*link {
 	below := slices.Clone(s.ports[l.Index])
 	if lower := s.byIndex[l.lower]; lower != nil && !l.foreign && !l.isPeer() {
 		below = append(below, lower)
@@ -103,12 +103,13 @@ func (s *snapshot) below(l *link) []*link {
 	return below
 }
 
-// withBelow are a device and all below it, in the same namespace, nearest first.
-func (s *snapshot) withBelow(l *link) []link {
+// withLower returns an interface and all lower interfaces in the same namespace,
+// nearest first.
+func (s *snapshot) withLower(l *link) []link {
 	seen := map[int]bool{l.Index: true}
 	list := []link{*l}
 	for i := 0; i < len(list); i++ {
-		for _, b := range s.below(&list[i]) {
+		for _, b := range s.lower(&list[i]) {
 			if !seen[b.Index] {
 				seen[b.Index] = true
 				list = append(list, *b)
@@ -118,31 +119,32 @@ func (s *snapshot) withBelow(l *link) []link {
 	return list
 }
 
-// abroad are the devices whose place in other namespaces is to be known to describe l.
-func (s *snapshot) abroad(l *link) []link {
-	list := s.withBelow(l)
+// foreignLinks returns the interfaces whose related interfaces in other namespaces
+// must be known to describe l.
+func (s *snapshot) foreignLinks(l *link) []link {
+	list := s.withLower(l)
 	below := slices.DeleteFunc(list[1:], func(b link) bool { return b.isPeer() })
 	return list[:1+len(below)]
 }
 
-// describe gives an interface its relations. Elsewhere are the other namespaces, by
-// their numbers in this one.
-func (s *snapshot) describe(l *link, elsewhere map[int32]*snapshot) Interface {
+// describe returns an interface with its relations. others has the snapshots of other
+// namespaces by their nsid.
+func (s *snapshot) describe(l *link, others map[int32]*snapshot) Interface {
 	i := l.Interface
 	i.Related = []Related{}
 	if l.isPeer() && l.lower != 0 {
 		if l.foreign {
-			i.Related = append(i.Related, foreign(Peer, l, elsewhere)...)
+			i.Related = append(i.Related, foreign(Peer, l, others)...)
 		} else if peer := s.byIndex[l.lower]; peer != nil {
 			i.Related = append(i.Related, peer.related(Peer, ""))
 		}
 	}
-	for n, b := range s.withBelow(l) {
+	for n, b := range s.withLower(l) {
 		if n > 0 {
 			i.Related = append(i.Related, b.related(Lower, ""))
 		}
 		if b.foreign && b.lower != 0 && !b.isPeer() {
-			i.Related = append(i.Related, foreign(Lower, &b, elsewhere)...)
+			i.Related = append(i.Related, foreign(Lower, &b, others)...)
 		}
 	}
 	if master := s.byIndex[l.master]; master != nil {
@@ -151,18 +153,19 @@ func (s *snapshot) describe(l *link, elsewhere map[int32]*snapshot) Interface {
 	return i
 }
 
-// foreign are the device in another namespace to which l is bound, and those below it.
-func foreign(r Relation, l *link, elsewhere map[int32]*snapshot) []Related {
-	there := elsewhere[l.netnsid]
+// foreign returns the interface of another namespace to which l is related, and the
+// lower interfaces of that one.
+func foreign(r Relation, l *link, others map[int32]*snapshot) []Related {
+	there := others[l.netnsid]
 	if there == nil || there.byIndex[l.lower] == nil {
-		return []Related{{Relation: r, Index: l.lower, Netns: unknown}}
+		return []Related{{Relation: r, Index: l.lower, Netns: unknownNamespace}}
 	}
 	other := there.byIndex[l.lower]
 	if r == Peer {
 		return []Related{other.related(r, there.path)}
 	}
 	var list []Related
-	for _, b := range there.withBelow(other) {
+	for _, b := range there.withLower(other) {
 		list = append(list, b.related(r, there.path))
 	}
 	return list
@@ -182,9 +185,9 @@ func (l *link) related(r Relation, netns string) Related {
 	}
 }
 
-// elsewhere reads the other namespaces that links lead to, by their numbers in this
-// one. Those that cannot be found or entered are left out.
-func (n *Network) elsewhere(links []link) map[int32]*snapshot {
+// foreignSnapshots reads the namespaces to which links lead, by their nsid in this
+// namespace. Namespaces that cannot be found or entered are left out.
+func (n *Namespace) foreignSnapshots(links []link) map[int32]*snapshot {
 	wanted := map[int32]bool{}
 	for _, l := range links {
 		if l.foreign && l.lower != 0 && l.netnsid >= 0 {
@@ -196,7 +199,7 @@ func (n *Network) elsewhere(links []link) map[int32]*snapshot {
 		return found
 	}
 	for path, netns := range namespaces {
-		id, s := n.visit(path, netns, wanted)
+		id, s := n.snapshotOf(path, netns, wanted)
 		if s != nil {
 			found[id] = s
 		}
@@ -208,14 +211,14 @@ func (n *Network) elsewhere(links []link) map[int32]*snapshot {
 	return found
 }
 
-// visit reads a namespace if its number is wanted. It closes netns.
-func (n *Network) visit(path string, netns *os.File, wanted map[int32]bool) (id int32, s *snapshot) {
-	id, err := n.numberOf(netns)
+// snapshotOf reads a namespace if its nsid is wanted, and closes netns.
+func (n *Namespace) snapshotOf(path string, netns *os.File, wanted map[int32]bool) (id int32, s *snapshot) {
+	id, err := n.nsid(netns)
 	if err != nil || !wanted[id] {
 		netns.Close()
 		return -1, nil
 	}
-	other, err := openNetwork(path, netns)
+	other, err := openNamespace(path, netns)
 	if err != nil {
 		return id, nil
 	}
@@ -227,36 +230,37 @@ func (n *Network) visit(path string, netns *os.File, wanted map[int32]bool) (id 
 	return id, s
 }
 
-// numberOf is the number that another namespace has in this one; -1 if none.
-func (n *Network) numberOf(netns *os.File) (int32, error) {
+// nsid returns the nsid of another namespace in this one (RTM_GETNSID), or -1 if it
+// has none.
+func (n *Namespace) nsid(netns *os.File) (int32, error) {
 	r := n.request(unix.RTM_GETNSID, 0)
 	r.AddData(nl.NewRtGenMsg())
 	r.AddData(nl.NewRtAttr(unix.NETNSA_FD, nl.Uint32Attr(uint32(netns.Fd()))))
 	messages, err := r.Execute(unix.NETLINK_ROUTE, unix.RTM_NEWNSID)
 	if err != nil {
-		return -1, fmt.Errorf("ask for the number of a network namespace: %w", err)
+		return -1, fmt.Errorf("read nsid of a network namespace: %w", err)
 	}
 	for _, m := range messages {
-		// Behind struct rtgenmsg, aligned.
+		// The attributes follow struct rtgenmsg, aligned to 4 bytes.
 		for kind, value := range nlattr.Attributes(m[min(len(m), 4):]).All {
 			if kind == unix.NETNSA_NSID {
-				return int32(number(value)), nil
+				return int32(uint32Value(value)), nil
 			}
 		}
 	}
 	return -1, nil
 }
 
-// maxNamespaces bounds how many namespaces are looked at.
+// maxNamespaces bounds the namespaces of a search.
 const maxNamespaces = 1 << 14
 
-// namespaces goes through the network namespaces that can be found, each once: by
-// name where they have one, else by the process of the lowest number. It opens them,
-// since a process may go elsewhere meanwhile.
+// namespaces yields all network namespaces that have a name or a process, each once:
+// by name, otherwise by the process with the lowest PID. The namespaces are open,
+// because a process may change to another one meanwhile.
 func namespaces(yield func(path string, netns *os.File) bool) {
 	seen := map[uint64]bool{}
-	// Without the names there are the processes.
-	paths, _ := NetworkPaths()
+	// If the names cannot be read, the processes remain.
+	paths, _ := NamedNamespaces()
 	for _, path := range append(paths, processPaths()...) {
 		var stat unix.Stat_t
 		if unix.Stat(path, &stat) != nil || seen[stat.Ino] {
@@ -273,8 +277,9 @@ func namespaces(yield func(path string, netns *os.File) bool) {
 	}
 }
 
-// candidates are the paths that namespaces goes through.
-func AllNetworkPaths() []string {
+// AllNamespaces returns the paths of all network namespaces that have a name or a
+// process.
+func AllNamespaces() []string {
 	var paths []string
 	for path, netns := range namespaces {
 		netns.Close()
@@ -283,14 +288,14 @@ func AllNetworkPaths() []string {
 	return paths
 }
 
-// processPaths are the network namespaces of all processes, by their numbers.
+// processPaths returns the network namespaces of all processes, sorted by PID.
 func processPaths() []string {
 	proc, err := os.Open("/proc")
 	if err != nil {
 		return nil
 	}
 	defer proc.Close()
-	// What vanishes meanwhile is not looked for.
+	// An incomplete list is used as it is.
 	names, _ := proc.Readdirnames(-1)
 	var pids []int
 	for _, name := range names {

@@ -9,16 +9,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Set sets the sizes of the interface with an index, all of them or none. Those of 0
-// stay as they are. Needs CAP_NET_ADMIN; ENODEV if there is no such interface, EINVAL
-// for sizes above what the device or the kernel takes.
-func (n *Network) Set(index int, s Sizes) error {
+// Set sets the sizes of an interface, all of them or none. Sizes of 0 are not changed.
+// Needs CAP_NET_ADMIN. Returns ENODEV if there is no such interface, and EINVAL for
+// sizes above MaxSize or, for GSO, above tso_max_size.
+func (n *Namespace) Set(index int, s Sizes) error {
 	r := n.request(unix.RTM_SETLINK, unix.NLM_F_ACK)
 	m := nl.NewIfInfomsg(unix.AF_UNSPEC)
 	m.Index = int32(index)
 	r.AddData(m)
-	// The kernel checks all before it sets the first, and sets those of IPv4 last,
-	// which the others reset.
+	// One message: the kernel validates all sizes before it sets the first
+	// (validate_linkmsg), and sets those of IPv4 last, because a GSO or GRO size of at
+	// most Legacy resets them (do_setlink).
 	for _, a := range []struct {
 		kind int
 		size uint32
@@ -38,8 +39,8 @@ func (n *Network) Set(index int, s Sizes) error {
 	return nil
 }
 
-// nameOf is the name of an interface, or its index in words if it has vanished.
-func (n *Network) nameOf(index int) string {
+// nameOf returns the name of an interface, or "interface INDEX" if it has vanished.
+func (n *Namespace) nameOf(index int) string {
 	r := n.request(unix.RTM_GETLINK, 0)
 	m := nl.NewIfInfomsg(unix.AF_UNSPEC)
 	m.Index = int32(index)

@@ -38,14 +38,14 @@ func TestSet(t *testing.T) {
 		want netif.Sizes
 		err  error
 	}{
-		"all":               {netiftest.Sizes(netif.Most, large, 100000, netif.Legacy), netiftest.Sizes(netif.Most, large, 100000, netif.Legacy), nil},
+		"all":               {netiftest.Sizes(netif.MaxSize, large, 100000, netif.Legacy), netiftest.Sizes(netif.MaxSize, large, 100000, netif.Legacy), nil},
 		"IPv6 alone":        {netif.Sizes{GSO: large, GRO: large}, netiftest.Sizes(large, large, 90000, 100000), nil},
 		"IPv4 alone":        {netif.Sizes{GSOIPv4: large, GROIPv4: large}, netiftest.Sizes(70000, 80000, large, large), nil},
-		"IPv6 off, IPv4 on": {netiftest.Sizes(netif.Legacy, netif.Legacy, large, netif.Most), netiftest.Sizes(netif.Legacy, netif.Legacy, large, netif.Most), nil},
-		"too large GSO":     {netiftest.Sizes(netif.Most+1, large, large, large), start, unix.EINVAL},
-		"too large GRO":     {netiftest.Sizes(large, netif.Most+1, large, large), start, unix.EINVAL},
-		"too large IPv4":    {netiftest.Sizes(large, large, netif.Most+1, large), start, unix.EINVAL},
-		"too large GRO4":    {netiftest.Sizes(large, large, large, netif.Most+1), start, unix.EINVAL},
+		"IPv6 off, IPv4 on": {netiftest.Sizes(netif.Legacy, netif.Legacy, large, netif.MaxSize), netiftest.Sizes(netif.Legacy, netif.Legacy, large, netif.MaxSize), nil},
+		"too large GSO":     {netiftest.Sizes(netif.MaxSize+1, large, large, large), start, unix.EINVAL},
+		"too large GRO":     {netiftest.Sizes(large, netif.MaxSize+1, large, large), start, unix.EINVAL},
+		"too large IPv4":    {netiftest.Sizes(large, large, netif.MaxSize+1, large), start, unix.EINVAL},
+		"too large GRO4":    {netiftest.Sizes(large, large, large, netif.MaxSize+1), start, unix.EINVAL},
 		"too small":         {netiftest.Sizes(large, large, 1, large), start, unix.ERANGE},
 	}
 	for name, test := range tests {
@@ -84,7 +84,7 @@ func TestSetElsewhere(t *testing.T) {
 	checkSizes(t, there, "lo", sizesOn)
 }
 
-func checkSizes(t *testing.T, n *netif.Network, name string, want netif.Sizes) {
+func checkSizes(t *testing.T, n *netif.Namespace, name string, want netif.Sizes) {
 	t.Helper()
 	i, err := n.Interface(name)
 	if err != nil {

@@ -8,40 +8,40 @@ package netif
 import "fmt"
 
 const (
-	// Legacy is the largest size without BIG TCP, in bytes (GSO_LEGACY_MAX_SIZE in
-	// the kernel); every interface begins with it.
+	// Legacy is the default GSO and GRO maximum size of every interface, and the
+	// largest without BIG TCP, in bytes (GSO_LEGACY_MAX_SIZE in the kernel).
 	Legacy = 65536
-	// Most is the largest size that the kernel takes, in bytes (GSO_MAX_SIZE and
-	// GRO_MAX_SIZE, 8 * 65535). For sending, the device may have less.
-	Most = 8 * 65535
+	// MaxSize is the largest size that the kernel accepts, in bytes (GSO_MAX_SIZE and
+	// GRO_MAX_SIZE, 8 * 65535). tso_max_size may bound GSO sizes to less.
+	MaxSize = 8 * 65535
 )
 
-// Sizes are the four sizes of an interface, in bytes. An IPv4 size of 0 is one that
-// the kernel does not have: before 6.3 the others are for both families, and only
-// IPv6 may exceed Legacy.
+// Sizes are the GSO and GRO maximum sizes of an interface, in bytes. An IPv4 size of 0
+// means that the kernel has no size of its own for IPv4 (before 6.3): GSO and GRO are
+// for both families then, and only IPv6 packets may exceed Legacy.
 type Sizes struct {
-	GSO     uint32 `json:"gso_max_size"`                // packets that are sent
-	GRO     uint32 `json:"gro_max_size"`                // packets that are received
-	GSOIPv4 uint32 `json:"gso_ipv4_max_size,omitempty"` // the same of IPv4
-	GROIPv4 uint32 `json:"gro_ipv4_max_size,omitempty"`
+	GSO     uint32 `json:"gso_max_size"`                // sent packets
+	GRO     uint32 `json:"gro_max_size"`                // received packets
+	GSOIPv4 uint32 `json:"gso_ipv4_max_size,omitempty"` // sent IPv4 packets
+	GROIPv4 uint32 `json:"gro_ipv4_max_size,omitempty"` // received IPv4 packets
 }
 
-// Interface is a network interface, as the kernel shows it.
+// Interface is a network interface.
 type Interface struct {
 	Index  int    `json:"index"`
 	Name   string `json:"name"`
-	Kind   string `json:"kind"`             // veth, vlan, bridge ... as ip -d link shows it; "" for hardware
-	Driver string `json:"driver,omitempty"` // of ETHTOOL_GDRVINFO; "" where there is none
+	Kind   string `json:"kind"`             // IFLA_INFO_KIND: veth, vlan, bridge ...; "" for hardware
+	Driver string `json:"driver,omitempty"` // of ETHTOOL_GDRVINFO; "" if there is none
 	MTU    int    `json:"mtu"`
 	Up     bool   `json:"up"`
-	// TSOMaxSize bounds GSO sizes, in bytes; TSOMaxSegs the segments of a packet.
-	// They are 0 where the kernel does not say (before 5.19).
+	// TSOMaxSize bounds the GSO sizes, in bytes; TSOMaxSegs bounds the segments of a
+	// packet. Both are 0 on kernels without the attributes (before 5.19).
 	TSOMaxSize uint32   `json:"tso_max_size,omitempty"`
 	TSOMaxSegs uint32   `json:"tso_max_segs,omitempty"`
 	Sizes      Sizes    `json:"sizes"`
 	Offloads   Offloads `json:"offloads"`
-	// Related are the devices below it, the ends that it talks to and the bridge or
-	// bond that it is in.
+	// Related are the lower interfaces, the peer, and the bridge or bond of which the
+	// interface is a port.
 	Related []Related `json:"related"`
 
 	// LegacyTunnel is a tunnel that encapsulates no packets above Legacy, whatever
@@ -49,34 +49,34 @@ type Interface struct {
 	LegacyTunnel bool `json:"-"`
 }
 
-// Offloads are the settings of ethtool -k that matter here.
+// Offloads are the features of ethtool -k that concern BIG TCP.
 type Offloads struct {
-	GSO bool `json:"gso"` // generic segmentation
-	TSO bool `json:"tso"` // segmentation by the device
-	GRO bool `json:"gro"` // joining of received packets
+	GSO bool `json:"gso"` // generic segmentation offload
+	TSO bool `json:"tso"` // TCP segmentation offload
+	GRO bool `json:"gro"` // generic receive offload
 }
 
-// Relation is how an interface is bound to another.
+// Relation is the relation of an interface to another.
 type Relation string
 
 // The relations.
 const (
-	// Lower is a device through which this one sends: that of a VLAN, a port of a
-	// bridge or bond, the device of a macvlan or of a tunnel.
+	// Lower is an interface through which the interface sends: the parent of a VLAN or
+	// macvlan, a port of a bridge or bond, the underlay of a tunnel.
 	Lower Relation = "lower"
-	// Peer is the other end of a veth pair.
+	// Peer is the other end of a veth, netkit or vxcan pair.
 	Peer Relation = "peer"
-	// Upper is the bridge or bond that this one is a port of.
+	// Upper is the bridge or bond of which the interface is a port.
 	Upper Relation = "upper"
 )
 
-// Related is a device that an interface is bound to.
+// Related is an interface that is related to another.
 type Related struct {
 	Relation Relation `json:"relation"`
 	Index    int      `json:"index"`
-	Name     string   `json:"name,omitempty"` // "" where its namespace cannot be found
-	// Netns is the path of its namespace where that is another one; "unknown" where
-	// it cannot be found.
+	Name     string   `json:"name,omitempty"` // "" if its namespace is unknown
+	// Netns is the path of the network namespace of the related interface if that is
+	// another one, or "unknown" if no path to it is known.
 	Netns      string `json:"netns,omitempty"`
 	Kind       string `json:"kind,omitempty"`
 	Driver     string `json:"driver,omitempty"`
@@ -86,47 +86,48 @@ type Related struct {
 	LegacyTunnel bool `json:"-"` // as of Interface
 }
 
-// State is the verdict on an interface in a word.
+// State is the state of BIG TCP on an interface.
 type State string
 
 // The states.
 const (
-	On         State = "on"         // for all families that the kernel has it for
+	On         State = "on"         // for all families that the kernel supports
 	Partly     State = "partly"     // for one family, or in one direction
 	Off        State = "off"        // possible up to Verdict.UpTo
-	Impossible State = "impossible" // because of what Verdict.Text says
+	Impossible State = "impossible" // Verdict.Text has the reason
 )
 
-// Verdict is what is to be said of an interface.
+// Verdict is the state of BIG TCP on an interface, and the reason.
 type Verdict struct {
 	State State `json:"state"`
-	// UpTo is the largest size that can be set for packets that are sent, in bytes,
-	// which the devices below bound too.
+	// UpTo is the largest possible GSO size, in bytes, which lower interfaces bound
+	// too.
 	UpTo uint32 `json:"up_to,omitempty"`
 	Text string `json:"text"` // as in "off, possible up to 524280 bytes"
 }
 
-// Kind is what kind of error an Error is.
+// Kind is the kind of an Error.
 type Kind int
 
 // The kinds of Error.
 const (
-	KindUsage       Kind = iota // what was asked for does not exist or makes no sense
-	KindUnsupported             // the kernel or the device cannot
-	KindConflict                // somebody else has changed it meanwhile, or holds it
+	KindUsage       Kind = iota // the request is invalid or names what does not exist
+	KindUnsupported             // the kernel or an interface does not support the request
+	KindConflict                // another owner holds or has changed the object
 )
 
-// Error is an error of which the kind is known, and what to do about it.
+// Error is an error of a known kind, with a hint for the user.
 type Error struct {
 	Kind Kind
 	Err  error
-	Hint string // "" for none
+	Hint string // "" if there is none
 }
 
 func (e *Error) Error() string { return e.Err.Error() }
 
 func (e *Error) Unwrap() error { return e.Err }
 
-func Refuse(kind Kind, hint, format string, args ...any) error {
+// NewError returns an *Error with a formatted message.
+func NewError(kind Kind, hint, format string, args ...any) error {
 	return &Error{kind, fmt.Errorf(format, args...), hint}
 }

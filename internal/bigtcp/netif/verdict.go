@@ -8,19 +8,22 @@ import (
 	"strings"
 )
 
-// Bound is the largest size in bytes of packets that the interface and all devices
-// below it take, and the name of the one that takes the least: of equal ones the
-// lowest, from which the others have it. The size is 0 where the kernel does not say.
+// Bound returns the largest GSO size in bytes that the interface and all its lower
+// interfaces support, and the name of the interface with the lowest tso_max_size; of
+// equal ones the lowest interface. The size is 0 if the kernel does not report
+// tso_max_size.
 func (i *Interface) Bound() (size uint32, by string) {
 	least := i.LimitedBy()
 	return least.TSOMaxSize, least.Place()
 }
 
+// LimitedBy returns the interface of [Interface.Bound], with the bound as its
+// TSOMaxSize.
 func (i *Interface) LimitedBy() Related {
 	least := Related{Name: i.Name, Kind: i.Kind, Driver: i.Driver, TSOMaxSize: i.TSOMaxSize, LegacyTunnel: i.LegacyTunnel}
-	least.TSOMaxSize = least.takes()
+	least.TSOMaxSize = least.maxEncapsulated()
 	for _, r := range i.Related {
-		if size := r.takes(); r.Relation == Lower && size != 0 && size <= least.TSOMaxSize {
+		if size := r.maxEncapsulated(); r.Relation == Lower && size != 0 && size <= least.TSOMaxSize {
 			least = r
 			least.TSOMaxSize = size
 		}
@@ -28,17 +31,17 @@ func (i *Interface) LimitedBy() Related {
 	return least
 }
 
-// takes is the largest packet that comes out whole, in bytes: the kernel lets tunnels
-// have the size of the device below, and then writes lengths that do not fit into what
-// they put around a packet.
-func (r *Related) takes() uint32 {
+// maxEncapsulated is tso_max_size, but Legacy for a tunnel that damages larger
+// packets: the kernel gives such a tunnel the tso_max_size of its lower interface, and
+// then writes truncated lengths into the outer headers.
+func (r *Related) maxEncapsulated() uint32 {
 	if r.LegacyTunnel {
 		return min(r.TSOMaxSize, Legacy)
 	}
 	return r.TSOMaxSize
 }
 
-// place is the name, with the namespace if that is another one.
+// Place returns the name of the interface, with its namespace if that is another one.
 func (r *Related) Place() string {
 	if r.Netns == "" {
 		return r.Name
@@ -46,8 +49,9 @@ func (r *Related) Place() string {
 	return r.Name + " in " + r.Netns
 }
 
-// Judge says what is to be said of an interface.
-func Judge(i *Interface, s Support) Verdict {
+// Verdict says whether BIG TCP is on for an interface, could be, or why not. Support is
+// that of the kernel.
+func (i *Interface) Verdict(s Support) Verdict {
 	if !s.IPv6 && !s.IPv4 {
 		return Verdict{State: Impossible, Text: "impossible: needs Linux 5.19 for IPv6, 6.3 for IPv4"}
 	}
@@ -62,7 +66,7 @@ func Judge(i *Interface, s Support) Verdict {
 		on += f.directions()
 	}
 	if on == 0 {
-		v.State, v.Text = i.judgeOff(least)
+		v.State, v.Text = i.offVerdict(least)
 		if v.State == Off && !s.IPv4 {
 			v.Text += lacksIPv4
 		}
@@ -85,20 +89,20 @@ func Judge(i *Interface, s Support) Verdict {
 
 const (
 	lacksIPv4  = " (IPv4 needs Linux 6.3)"
-	withoutTSO = "TSO is off: the kernel cuts packets to the MTU before the device gets them"
+	withoutTSO = "TSO is off: the kernel segments packets to the MTU before the driver"
 )
 
-// judgeOff is for an interface with all sizes at Legacy or below.
-func (i *Interface) judgeOff(least Related) (State, string) {
+// offVerdict is the verdict on an interface whose sizes are all Legacy or less.
+func (i *Interface) offVerdict(least Related) (State, string) {
 	switch {
 	case least.TSOMaxSize == 0:
 		return Off, "off"
 	case least.TSOMaxSize <= Legacy:
-		return Impossible, "impossible: " + i.limit(least)
+		return Impossible, "impossible: " + i.limitText(least)
 	}
 	text := fmt.Sprintf("off, possible up to %d bytes", least.TSOMaxSize)
 	if least.TSOMaxSize < i.TSOMaxSize {
-		text += ", as many as " + least.Place() + " takes"
+		text += ", the tso_max_size of " + least.Place()
 	}
 	if !i.Offloads.TSO {
 		text += "; but " + withoutTSO
@@ -106,51 +110,51 @@ func (i *Interface) judgeOff(least Related) (State, string) {
 	return Off, text
 }
 
-// limit says which device bounds what is sent.
-func (i *Interface) limit(least Related) string {
+// limitText names the interface that bounds GSO sizes.
+func (i *Interface) limitText(least Related) string {
 	what := cmp.Or(least.Driver, least.Kind)
 	name := least.Place()
 	switch {
 	case least.Relation == Lower && what != "":
-		name = fmt.Sprintf("it sends through %s (%s), which", name, what)
+		name = fmt.Sprintf("its lower interface %s (%s)", name, what)
 	case least.Relation == Lower:
-		name = fmt.Sprintf("it sends through %s, which", name)
+		name = fmt.Sprintf("its lower interface %s", name)
 	case what != "":
-		name = fmt.Sprintf("%s is %s, which", name, what)
+		name = fmt.Sprintf("%s (%s)", name, what)
 	}
-	return fmt.Sprintf("%s takes packets of at most %d bytes", name, least.TSOMaxSize)
+	return fmt.Sprintf("%s supports packets of at most %d bytes", name, least.TSOMaxSize)
 }
 
-// flaws are why large packets do not get through though the sizes are set.
+// flaws are the reasons why packets are not large although the sizes are set.
 func (i *Interface) flaws(least Related) []string {
 	var flaws []string
 	if least.TSOMaxSize != 0 && least.TSOMaxSize <= Legacy {
-		flaws = append(flaws, i.limit(least))
+		flaws = append(flaws, i.limitText(least))
 	}
 	sends := max(i.Sizes.GSO, i.Sizes.GSOIPv4) > Legacy
 	var smaller []Related
 	for _, r := range i.Related {
-		if r.Relation == Lower && r.Sizes.GSO != 0 && i.Sizes.exceed(r.Sizes) {
+		if r.Relation == Lower && r.Sizes.GSO != 0 && i.Sizes.exceeds(r.Sizes) {
 			smaller = append(smaller, r)
 		}
 	}
 	if len(smaller) > 0 {
-		flaws = append(flaws, smallerText(smaller))
+		flaws = append(flaws, lowerSizesText(smaller))
 	}
 	if sends {
-		flaws = append(flaws, i.ownFlaws()...)
+		flaws = append(flaws, i.offloadFlaws()...)
 	}
 	if hardware := i.Kind == "" && i.Driver != ""; hardware && !i.Offloads.GRO && max(i.Sizes.GRO, i.Sizes.GROIPv4) > Legacy {
-		flaws = append(flaws, "GRO is off: received packets are not joined")
+		flaws = append(flaws, "GRO is off: received packets are not merged")
 	}
 	return flaws
 }
 
-// ownFlaws are those of the interface itself, for packets that are sent.
-func (i *Interface) ownFlaws() []string {
+// offloadFlaws are reasons in the interface itself, for sent packets.
+func (i *Interface) offloadFlaws() []string {
 	var flaws []string
 	if most := uint64(i.TSOMaxSegs) * uint64(i.MTU); most != 0 && most < uint64(max(i.Sizes.GSO, i.Sizes.GSOIPv4)) {
-		flaws = append(flaws, fmt.Sprintf("it takes at most %d segments, %d bytes at an MTU of %d", i.TSOMaxSegs, most, i.MTU))
+		flaws = append(flaws, fmt.Sprintf("it supports at most %d segments per packet, %d bytes at an MTU of %d", i.TSOMaxSegs, most, i.MTU))
 	}
 	if !i.Offloads.TSO {
 		flaws = append(flaws, withoutTSO)
@@ -158,14 +162,14 @@ func (i *Interface) ownFlaws() []string {
 	return flaws
 }
 
-// exceed tells whether packets of these sizes are sent that are too large for a
-// device below: at its GSO sizes the kernel cuts.
-func (s Sizes) exceed(below Sizes) bool {
+// exceeds tells whether a lower interface has GSO sizes at which the kernel segments
+// packets of these sizes.
+func (s Sizes) exceeds(below Sizes) bool {
 	return s.GSO > Legacy && s.GSO > below.GSO ||
 		s.GSOIPv4 > Legacy && s.GSOIPv4 > below.GSOIPv4
 }
 
-func smallerText(below []Related) string {
+func lowerSizesText(below []Related) string {
 	name, s := below[0].Place(), below[0].Sizes
 	size := fmt.Sprintf("%d", s.GSO)
 	if s.GSOIPv4 != 0 && s.GSOIPv4 != s.GSO {
@@ -177,10 +181,10 @@ func smallerText(below []Related) string {
 	case others > 1:
 		name += fmt.Sprintf(" and %d others", others)
 	}
-	return fmt.Sprintf("the kernel cuts those above %s bytes to the MTU at %s", size, name)
+	return fmt.Sprintf("the kernel segments packets above %s bytes to the MTU at %s", size, name)
 }
 
-// family is what is set for one, in bytes.
+// family has the sizes of an IP family, in bytes.
 type family struct {
 	name           string
 	sent, received uint32
@@ -197,7 +201,7 @@ func (i *Interface) families(s Support) []family {
 	return list
 }
 
-// directions counts those in which packets may be large.
+// directions counts the directions with a size above Legacy.
 func (f family) directions() int {
 	n := 0
 	if f.sent > Legacy {

@@ -8,7 +8,7 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-func TestJudge(t *testing.T) {
+func TestVerdict(t *testing.T) {
 	both := netif.Support{IPv6: true, IPv4: true}
 	only6 := netif.Support{IPv6: true}
 	all := netif.Offloads{GSO: true, TSO: true, GRO: true}
@@ -57,52 +57,52 @@ func TestJudge(t *testing.T) {
 			"partly: IPv6 65536 bytes sent, 192000 received, IPv4 65536 bytes sent, 192000 received"},
 
 		"virtio": {virtio(legacy), both, netif.Impossible, 0,
-			"impossible: eth0 is virtio_net, which takes packets of at most 65536 bytes"},
+			"impossible: eth0 (virtio_net) supports packets of at most 65536 bytes"},
 		"virtio that receives": {virtio(sizes(65536, 192000, 65536, 65536)), both, netif.Partly, 0,
-			"partly: IPv6 only: 65536 bytes sent, 192000 received; but eth0 is virtio_net, which takes packets of at most 65536 bytes"},
+			"partly: IPv6 only: 65536 bytes sent, 192000 received; but eth0 (virtio_net) supports packets of at most 65536 bytes"},
 		"no driver": {with(virtio(legacy), func(i *netif.Interface) { i.Driver = "" }), both, netif.Impossible, 0,
-			"impossible: eth0 takes packets of at most 65536 bytes"},
+			"impossible: eth0 supports packets of at most 65536 bytes"},
 		"kind only": {with(virtio(legacy), func(i *netif.Interface) { i.Kind, i.Driver = "tun", "" }), both, netif.Impossible, 0,
-			"impossible: eth0 is tun, which takes packets of at most 65536 bytes"},
+			"impossible: eth0 (tun) supports packets of at most 65536 bytes"},
 		"above virtio": {vlan(legacy, 65536, lower("eth0", "virtio_net", 65536, 65536)), both, netif.Impossible, 0,
-			"impossible: it sends through eth0 (virtio_net), which takes packets of at most 65536 bytes"},
+			"impossible: its lower interface eth0 (virtio_net) supports packets of at most 65536 bytes"},
 		"above virtio elsewhere": {vlan(legacy, 524280, elsewhere(lower("eth0", "virtio_net", 65536, 65536))), both, netif.Impossible, 0,
-			"impossible: it sends through eth0 in /run/netns/x (virtio_net), which takes packets of at most 65536 bytes"},
+			"impossible: its lower interface eth0 in /run/netns/x (virtio_net) supports packets of at most 65536 bytes"},
 		"above an unknown one": {vlan(legacy, 524280, netif.Related{Relation: netif.Lower, Index: 2, Netns: "unknown"}), both, netif.Off, 524280,
 			"off, possible up to 524280 bytes"},
 		"peer of a small one": {with(nic(legacy), func(i *netif.Interface) {
 			i.Related = []netif.Related{{Relation: netif.Peer, Name: "small", TSOMaxSize: 65536}, {Relation: netif.Upper, Name: "br", TSOMaxSize: 65536}}
 		}), both, netif.Off, 524280, "off, possible up to 524280 bytes"},
 		"the smallest of several": {vlan(legacy, 524280, lower("bond0", "bonding", 524280, 65536), lower("eth0", "a", 185000, 65536), lower("eth1", "b", 300000, 65536)),
-			both, netif.Off, 185000, "off, possible up to 185000 bytes, as many as eth0 takes"},
+			both, netif.Off, 185000, "off, possible up to 185000 bytes, the tso_max_size of eth0"},
 
 		"cut below": {vlan(on, 524280, lower("eth0", "mlx5_core", 524280, 65536)), both, netif.Partly, 524280,
-			"partly: IPv6 192000 bytes, IPv4 192000 bytes; but the kernel cuts those above 65536 bytes to the MTU at eth0"},
+			"partly: IPv6 192000 bytes, IPv4 192000 bytes; but the kernel segments packets above 65536 bytes to the MTU at eth0"},
 		"cut at many": {vlan(on, 524280, lower("p1", "a", 524280, 100000), lower("p2", "a", 524280, 192000), lower("p3", "a", 524280, 1), lower("p4", "a", 524280, 1)),
 			both, netif.Partly, 524280,
-			"partly: IPv6 192000 bytes, IPv4 192000 bytes; but the kernel cuts those above 100000 bytes to the MTU at p1 and 2 others"},
+			"partly: IPv6 192000 bytes, IPv4 192000 bytes; but the kernel segments packets above 100000 bytes to the MTU at p1 and 2 others"},
 		"not cut below": {vlan(on, 524280, lower("eth0", "mlx5_core", 524280, 192000)), both, netif.On, 524280,
 			"on: IPv6 192000 bytes, IPv4 192000 bytes"},
 		"no TSO": {with(nic(on), func(i *netif.Interface) { i.Offloads.TSO = false }), both, netif.Partly, 524280,
-			"partly: IPv6 192000 bytes, IPv4 192000 bytes; but TSO is off: the kernel cuts packets to the MTU before the device gets them"},
+			"partly: IPv6 192000 bytes, IPv4 192000 bytes; but TSO is off: the kernel segments packets to the MTU before the driver"},
 		"off without TSO": {with(nic(legacy), func(i *netif.Interface) { i.Offloads.TSO = false }), both, netif.Off, 524280,
-			"off, possible up to 524280 bytes; but TSO is off: the kernel cuts packets to the MTU before the device gets them"},
+			"off, possible up to 524280 bytes; but TSO is off: the kernel segments packets to the MTU before the driver"},
 		"no GRO": {with(nic(on), func(i *netif.Interface) { i.Offloads.GRO = false }), both, netif.Partly, 524280,
-			"partly: IPv6 192000 bytes, IPv4 192000 bytes; but GRO is off: received packets are not joined"},
+			"partly: IPv6 192000 bytes, IPv4 192000 bytes; but GRO is off: received packets are not merged"},
 		"veth, which needs no GRO": {with(nic(on), func(i *netif.Interface) { i.Kind, i.Driver, i.Offloads.GRO = "veth", "veth", false }), both, netif.On, 524280,
 			"on: IPv6 192000 bytes, IPv4 192000 bytes"},
 		"few segments": {with(nic(on), func(i *netif.Interface) { i.TSOMaxSegs = 64 }), both, netif.Partly, 524280,
-			"partly: IPv6 192000 bytes, IPv4 192000 bytes; but it takes at most 64 segments, 96000 bytes at an MTU of 1500"},
+			"partly: IPv6 192000 bytes, IPv4 192000 bytes; but it supports at most 64 segments per packet, 96000 bytes at an MTU of 1500"},
 
 		"Linux 6.1, off": {nic(sizes(65536, 65536, 0, 0)), only6, netif.Off, 524280, "off, possible up to 524280 bytes (IPv4 needs Linux 6.3)"},
 		"Linux 6.1, on":  {nic(sizes(192000, 192000, 0, 0)), only6, netif.On, 524280, "on: IPv6 192000 bytes (IPv4 needs Linux 6.3)"},
 		"Linux 6.1, virtio": {virtio(sizes(65536, 65536, 0, 0)), only6, netif.Impossible, 0,
-			"impossible: eth0 is virtio_net, which takes packets of at most 65536 bytes"},
+			"impossible: eth0 (virtio_net) supports packets of at most 65536 bytes"},
 		"Linux 5.15": {with(nic(sizes(65536, 0, 0, 0)), func(i *netif.Interface) { i.TSOMaxSize, i.TSOMaxSegs = 0, 0 }), netif.Support{},
 			netif.Impossible, 0, "impossible: needs Linux 5.19 for IPv6, 6.3 for IPv4"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got := netif.Judge(&c.i, c.support)
+			got := c.i.Verdict(c.support)
 			if want := (netif.Verdict{State: c.state, UpTo: c.upTo, Text: c.text}); got != want {
 				t.Errorf("got  %+v\nwant %+v", got, want)
 			}

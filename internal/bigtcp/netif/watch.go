@@ -13,14 +13,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lookEvery bounds how late a change of sizes is seen.
-const lookEvery = 5 * time.Second
+// pollInterval bounds the delay with which a change of sizes is noticed.
+const pollInterval = 5 * time.Second
 
-// Watch tells of interfaces that appear, vanish or change, perhaps of several changes
-// at once, until ctx ends; then the channel is closed. The network must stay open for
-// so long. The kernel (6.18) has no message for a change of sizes, so these are read
-// every five seconds.
-func (n *Network) Watch(ctx context.Context) (<-chan struct{}, error) {
+// Watch signals that interfaces have appeared, vanished or changed, until ctx ends,
+// when the channel is closed. Several changes may be one signal. The namespace must
+// stay open until then. The kernel (6.18) sends no notification for a change of sizes,
+// so that these are polled every five seconds.
+func (n *Namespace) Watch(ctx context.Context) (<-chan struct{}, error) {
 	var events *os.File
 	err := n.Do(func() error {
 		var err error
@@ -30,11 +30,12 @@ func (n *Network) Watch(ctx context.Context) (<-chan struct{}, error) {
 	if err != nil {
 		return nil, fmt.Errorf("watch interfaces: %w", err)
 	}
-	return n.follow(ctx, events, lookEvery)
+	return n.follow(ctx, events, pollInterval)
 }
 
-// follow is Watch, with a socket that it closes and a time for looking at sizes.
-func (n *Network) follow(ctx context.Context, events *os.File, every time.Duration) (<-chan struct{}, error) {
+// follow implements Watch with a socket, which it closes, and an interval for polling
+// sizes.
+func (n *Namespace) follow(ctx context.Context, events *os.File, every time.Duration) (<-chan struct{}, error) {
 	known, err := n.links()
 	if err != nil {
 		events.Close()
@@ -56,7 +57,7 @@ func (n *Network) follow(ctx context.Context, events *os.File, every time.Durati
 					continue
 				}
 				known = now
-			case err != nil && !errors.Is(err, unix.ENOBUFS): // an overrun
+			case err != nil && !errors.Is(err, unix.ENOBUFS): // ENOBUFS: messages were lost
 				return
 			}
 			select {
@@ -72,8 +73,7 @@ func sameSizes(a, b link) bool {
 	return a.Index == b.Index && a.Sizes == b.Sizes && a.TSOMaxSize == b.TSOMaxSize
 }
 
-// subscribe opens a socket, in the thread's namespace, that gets a message for every
-// interface that appears, vanishes or changes.
+// subscribe opens a netlink socket in the thread's namespace that joins RTNLGRP_LINK.
 func subscribe() (*os.File, error) {
 	socket, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
 	if err != nil {

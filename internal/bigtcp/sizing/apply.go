@@ -21,7 +21,7 @@ type job struct {
 }
 
 // Plan says what Apply would do, and fails as it would.
-func (s *Store) Plan(n *netif.Network, owner Owner, targets []Target, force bool) ([]Change, error) {
+func (s *Store) Plan(n *netif.Namespace, owner Owner, targets []Target, force bool) ([]Change, error) {
 	d, err := s.open()
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
@@ -46,7 +46,7 @@ func (s *Store) Plan(n *netif.Network, owner Owner, targets []Target, force bool
 // with the store for too long. KindUsage and KindUnsupported are those of
 // [Plan]. A family that a policy does not ask for any more goes back to what
 // it was; for other owners it stays.
-func (s *Store) Apply(n *netif.Network, owner Owner, targets []Target, force bool) ([]Change, error) {
+func (s *Store) Apply(n *netif.Namespace, owner Owner, targets []Target, force bool) ([]Change, error) {
 	d, err := s.create()
 	if err != nil {
 		return nil, err
@@ -59,7 +59,7 @@ func (s *Store) Apply(n *netif.Network, owner Owner, targets []Target, force boo
 	if err != nil {
 		return nil, err
 	}
-	if err := d.run(n, jobs); err != nil {
+	if err := d.applyJobs(n, jobs); err != nil {
 		return nil, err
 	}
 	return changes(n, stepsOf(jobs)), nil
@@ -75,7 +75,7 @@ func stepsOf(jobs []job) []step {
 
 // prepare plans, and says what is to be remembered. There is nothing remembered yet
 // if d is nil.
-func prepare(d *folder, n *netif.Network, owner Owner, targets []Target, force bool) ([]job, error) {
+func prepare(d *folder, n *netif.Namespace, owner Owner, targets []Target, force bool) ([]job, error) {
 	ifaces, err := n.Interfaces()
 	if err != nil {
 		return nil, err
@@ -85,7 +85,7 @@ func prepare(d *folder, n *netif.Network, owner Owner, targets []Target, force b
 	}
 	records := map[int]*Record{}
 	if d != nil {
-		if records, err = d.about(n, ifaces, targets); err != nil {
+		if records, err = d.recordsOf(n, ifaces, targets); err != nil {
 			return nil, err
 		}
 	}
@@ -106,25 +106,25 @@ func prepare(d *folder, n *netif.Network, owner Owner, targets []Target, force b
 	if owner == ByPolicy {
 		for i := range steps {
 			if r := records[steps[i].Index]; r != nil && r.Owner == owner {
-				steps[i].giveUp(r)
+				steps[i].restoreUnwanted(r)
 			}
 		}
-		order(steps)
+		sortSteps(steps)
 	}
 	jobs := make([]job, len(steps))
 	for i, p := range steps {
 		j := job{step: p, old: records[p.Index]}
-		if err := j.allowed(owner, force); err != nil {
+		if err := j.checkOwner(owner, force); err != nil {
 			return nil, err
 		}
-		j.remember(n, boot, owner)
+		j.makeRecord(n, boot, owner)
 		jobs[i] = j
 	}
 	return jobs, nil
 }
 
 // about finds the records of the targets and of what is below them, by index.
-func (d *folder) about(n *netif.Network, ifaces []netif.Interface, targets []Target) (map[int]*Record, error) {
+func (d *folder) recordsOf(n *netif.Namespace, ifaces []netif.Interface, targets []Target) (map[int]*Record, error) {
 	records := map[int]*Record{}
 	for _, t := range targets {
 		i := byName(ifaces, t.Interface)
@@ -155,33 +155,33 @@ func (d *folder) about(n *netif.Network, ifaces []netif.Interface, targets []Tar
 
 // giveUp takes families back that are not asked for any more, unless the device has
 // them for others above it, which are not asked for now.
-func (p *step) giveUp(r *Record) {
+func (p *step) restoreUnwanted(r *Record) {
 	for _, index := range r.For {
-		if index != p.Index && !slices.Contains(p.above, index) || index == p.Index && !p.asked {
+		if index != p.Index && !slices.Contains(p.upper, index) || index == p.Index && !p.requested {
 			return
 		}
 	}
 	// Who was killed may have given one up in the record alone.
 	unfinished := r.From != (netif.Sizes{})
-	if (r.Want.IPv6 != 0 || unfinished) && p.want.IPv6 == 0 && p.carry.IPv6 == 0 {
+	if (r.Want.IPv6 != 0 || unfinished) && p.want.IPv6 == 0 && p.forUpper.IPv6 == 0 {
 		p.To.GSO, p.To.GRO = r.Before.GSO, r.Before.GRO
 	}
-	if (r.Want.IPv4 != 0 || unfinished) && p.want.IPv4 == 0 && p.carry.IPv4 == 0 {
+	if (r.Want.IPv4 != 0 || unfinished) && p.want.IPv4 == 0 && p.forUpper.IPv4 == 0 {
 		p.To.GSOIPv4, p.To.GROIPv4 = r.Before.GSOIPv4, r.Before.GROIPv4
 	}
 }
 
 // allowed refuses what would be at the cost of somebody else.
-func (j *job) allowed(owner Owner, force bool) error {
+func (j *job) checkOwner(owner Owner, force bool) error {
 	changed := j.From != j.To
 	switch {
-	case j.old == nil || force || !changed && !j.asked:
+	case j.old == nil || force || !changed && !j.requested:
 		return nil
 	case j.old.Owner != owner:
-		return netif.Refuse(netif.KindConflict, "force takes it over; what it had before is kept",
+		return netif.NewError(netif.KindConflict, "force takes it over; what it had before is kept",
 			"sizes of %s were set by %s", j.Interface, j.old.Owner.words())
-	case changed && !j.old.set(j.From):
-		return netif.Refuse(netif.KindConflict, "force sets it all the same; what it had before is kept",
+	case changed && !j.old.isOurs(j.From):
+		return netif.NewError(netif.KindConflict, "force sets it all the same; what it had before is kept",
 			"somebody else has changed %s since: %s", j.Interface, difference(j.old.Applied, j.From))
 	}
 	return nil
@@ -199,7 +199,7 @@ func (o Owner) words() string {
 
 // set tells sizes that the interface has had since it was recorded, unless somebody
 // else set them.
-func (r *Record) set(now netif.Sizes) bool {
+func (r *Record) isOurs(now netif.Sizes) bool {
 	return now == r.Applied || now == r.Before || r.From != (netif.Sizes{}) && now == r.From
 }
 
@@ -224,14 +224,14 @@ func difference(was, is netif.Sizes) string {
 
 // remember makes the record. An interface that had the sizes already gets none, and
 // one of another owner that needs no change stays that owner's.
-func (j *job) remember(n *netif.Network, boot string, owner Owner) {
+func (j *job) makeRecord(n *netif.Namespace, boot string, owner Owner) {
 	changed := j.From != j.To
-	if j.old == nil && !changed || j.old != nil && j.old.Owner != owner && !changed && !j.asked {
+	if j.old == nil && !changed || j.old != nil && j.old.Owner != owner && !changed && !j.requested {
 		return
 	}
 	r := Record{
 		BootID: boot, Netns: n.Path(), NetnsID: n.ID(), Interface: j.Interface, Index: j.Index, Owner: owner,
-		Before: j.From, From: j.From, Applied: j.To, For: slices.Clone(j.above), Since: time.Now(),
+		Before: j.From, From: j.From, Applied: j.To, For: slices.Clone(j.upper), Since: time.Now(),
 	}
 	if j.old != nil {
 		r.Before = j.old.Before
@@ -239,16 +239,16 @@ func (j *job) remember(n *netif.Network, boot string, owner Owner) {
 			r.Since = j.old.Since
 		}
 	}
-	if j.asked {
+	if j.requested {
 		r.For, r.Want = append(r.For, j.Index), j.want
 	} else {
-		r.Want = j.carry
+		r.Want = j.forUpper
 	}
 	if j.old != nil && j.old.Owner == owner {
-		switch asked := j.old.asked(); {
-		case asked && !j.asked:
+		switch asked := j.old.requested(); {
+		case asked && !j.requested:
 			r.Want = j.old.Want
-		case asked == j.asked && owner != ByPolicy:
+		case asked == j.requested && owner != ByPolicy:
 			r.Want = merge(r.Want, j.old.Want)
 		}
 		r.For = append(r.For, j.old.For...)
@@ -270,7 +270,7 @@ func merge(w, old Want) Want {
 }
 
 // settled is the record when its sizes have been set.
-func (r *Record) settled() *Record {
+func (r *Record) completed() *Record {
 	s := *r
 	s.From = netif.Sizes{}
 	return &s
@@ -278,11 +278,11 @@ func (r *Record) settled() *Record {
 
 // run writes the records, sets the sizes, and notes that they are set. If one thing
 // fails, all is as before.
-func (d *folder) run(n *netif.Network, jobs []job) (err error) {
+func (d *folder) applyJobs(n *netif.Namespace, jobs []job) (err error) {
 	var written, set []job
 	defer func() {
 		if err != nil {
-			err = d.takeBack(n, written, set, err)
+			err = d.rollBack(n, written, set, err)
 		}
 	}()
 	for _, j := range jobs {
@@ -306,13 +306,13 @@ func (d *folder) run(n *netif.Network, jobs []job) (err error) {
 	}
 	for _, j := range jobs {
 		changed := j.From != j.To
-		if j.record == nil || !changed && j.old != nil && sameRecord(j.old, j.record.settled()) {
+		if j.record == nil || !changed && j.old != nil && sameRecord(j.old, j.record.completed()) {
 			continue
 		}
 		if !changed {
 			written = append(written, j)
 		}
-		if err := d.write(j.record.settled(), false); err != nil {
+		if err := d.write(j.record.completed(), false); err != nil {
 			return err
 		}
 	}
@@ -326,7 +326,7 @@ func sameRecord(a, b *Record) bool {
 
 // takeBack undoes what was done, the latest first: sizes, then records. A record of
 // which the interface could not be taken back stays.
-func (d *folder) takeBack(n *netif.Network, written, set []job, why error) error {
+func (d *folder) rollBack(n *netif.Namespace, written, set []job, why error) error {
 	stuck := map[int]bool{}
 	for _, j := range slices.Backward(set) {
 		d.before()
@@ -339,7 +339,7 @@ func (d *folder) takeBack(n *netif.Network, written, set []job, why error) error
 		if stuck[j.Index] {
 			continue
 		}
-		undo := d.drop
+		undo := d.remove
 		if j.old != nil {
 			undo = func(*Record) error { return d.write(j.old, false) }
 		}

@@ -15,7 +15,7 @@ import (
 )
 
 // steps of the sizes that tests go through, in bytes.
-var ladder = []uint32{netif.Legacy, 100000, large, netif.Most}
+var ladder = []uint32{netif.Legacy, 100000, large, netif.MaxSize}
 
 // TestTransitions goes from each of the four sizes to each, for both families.
 func TestTransitions(t *testing.T) {
@@ -114,7 +114,7 @@ func TestEveryOrder(t *testing.T) {
 	h.macvlan("bigmac", bridge)
 	targets := []Target{
 		{"big0", Want{IPv6: large}}, {"big1", Want{IPv4: 100000}},
-		{"bigbr", Want{IPv6: 100000, IPv4: large}}, {"bigmac", Want{IPv6: netif.Most, IPv4: netif.Most}},
+		{"bigbr", Want{IPv6: 100000, IPv4: large}}, {"bigmac", Want{IPv6: netif.MaxSize, IPv4: netif.MaxSize}},
 	}
 	after := func(names ...string) map[string]netif.Sizes {
 		now := map[string]netif.Sizes{}
@@ -124,10 +124,10 @@ func TestEveryOrder(t *testing.T) {
 		return now
 	}
 	want := map[string]netif.Sizes{
-		"big0":   netiftest.Sizes(large, large, netif.Most, netif.Most),
-		"big1":   netiftest.Sizes(netif.Most, netif.Most, 100000, 100000),
+		"big0":   netiftest.Sizes(large, large, netif.MaxSize, netif.MaxSize),
+		"big1":   netiftest.Sizes(netif.MaxSize, netif.MaxSize, 100000, 100000),
 		"bigbr":  netiftest.Sizes(100000, 100000, large, large),
-		"bigmac": netiftest.Sizes(netif.Most, netif.Most, netif.Most, netif.Most),
+		"bigmac": netiftest.Sizes(netif.MaxSize, netif.MaxSize, netif.MaxSize, netif.MaxSize),
 	}
 	for _, order := range permutations(targets) {
 		h.apply(order...)
@@ -215,7 +215,7 @@ func TestKeepsBefore(t *testing.T) {
 	h.veth("big0")
 	before := netiftest.Sizes(70000, 80000, 90000, 100000)
 	h.set("big0", before)
-	for _, w := range []Want{{IPv6: large}, {IPv4: large}, wantOn, {IPv6: netif.Most}, {IPv6: netif.Legacy, IPv4: netif.Legacy}, {IPv4: 70000}} {
+	for _, w := range []Want{{IPv6: large}, {IPv4: large}, wantOn, {IPv6: netif.MaxSize}, {IPv6: netif.Legacy, IPv4: netif.Legacy}, {IPv4: 70000}} {
 		h.apply(Target{"big0", w})
 	}
 	h.is(netiftest.Sizes(netif.Legacy, netif.Legacy, 70000, 70000), "big0")
@@ -311,7 +311,7 @@ func TestRefusesWhole(t *testing.T) {
 	h.add(&netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "bigtun"}, Mode: netlink.TUNTAP_MODE_TUN})
 	_, err := h.Apply(h.network, ByCommand, []Target{{"big0", wantOn}, {"bigtun", wantOn}}, false)
 	failsAs(t, err, netif.KindUnsupported)
-	if want := "bigtun (tun) takes packets of at most 65536 bytes"; err.Error() != want {
+	if want := "bigtun (tun) supports packets of at most 65536 bytes"; err.Error() != want {
 		t.Errorf("error is %q, not %q", err, want)
 	}
 	_, err = h.Apply(h.network, ByCommand, []Target{{"big0", wantOn}, {"bigtum", wantOn}}, false)
@@ -390,7 +390,7 @@ func TestMeanwhile(t *testing.T) {
 			}
 		}
 
-		_, err = h.Apply(h.network, ByCommand, []Target{{"big0", Want{IPv6: netif.Most}}, {"big1", Want{IPv6: netif.Most}}}, false)
+		_, err = h.Apply(h.network, ByCommand, []Target{{"big0", Want{IPv6: netif.MaxSize}}, {"big1", Want{IPv6: netif.MaxSize}}}, false)
 		failsAs(t, err, netif.KindConflict)
 		if err.Error() != what {
 			t.Errorf("error is %q, not %q", err, what)
@@ -416,8 +416,8 @@ func TestMeanwhile(t *testing.T) {
 		}
 
 		// Whoever sets what was wanted anyway changes nothing of ours.
-		h.set("big0", netiftest.Sizes(netif.Most, netif.Most, large, large))
-		h.apply(Target{"big0", Want{IPv6: netif.Most}})
+		h.set("big0", netiftest.Sizes(netif.MaxSize, netif.MaxSize, large, large))
+		h.apply(Target{"big0", Want{IPv6: netif.MaxSize}})
 		h.set("big0", theirs)
 		if _, err := h.Apply(h.network, ByCommand, []Target{{"big0", wantOn}}, true); err != nil {
 			t.Fatal(err)
@@ -468,16 +468,16 @@ func TestOwners(t *testing.T) {
 			if want := "sizes of big0 were set by " + first.words(); err.Error() != want {
 				t.Errorf("error is %q, not %q", err, want)
 			}
-			_, err = h.Apply(h.network, second, []Target{{"bigmac", Want{IPv6: netif.Most}}}, false)
+			_, err = h.Apply(h.network, second, []Target{{"bigmac", Want{IPv6: netif.MaxSize}}}, false)
 			// What was asked for itself stays as it is.
 			if err != nil {
 				t.Errorf("%s above what %s has: %v", second, first, err)
 			}
 			h.is(sizesOn, "big0")
-			if _, err := h.Apply(h.network, second, []Target{{"big0", Want{IPv6: netif.Most}}}, true); err != nil {
+			if _, err := h.Apply(h.network, second, []Target{{"big0", Want{IPv6: netif.MaxSize}}}, true); err != nil {
 				t.Fatal(err)
 			}
-			h.is(netiftest.Sizes(netif.Most, netif.Most, large, large), "big0")
+			h.is(netiftest.Sizes(netif.MaxSize, netif.MaxSize, large, large), "big0")
 			mine := func(o Owner) func(Record) bool { return func(r Record) bool { return r.Owner == o } }
 			if done, err := h.Revert(mine(first), false); err != nil || len(done) != 0 {
 				t.Errorf("%s still has %v, %v", first, done, err)

@@ -112,7 +112,7 @@ func TestKilled(t *testing.T) {
 	}{
 		"apply": {nil, childWork{Owner: ByCommand, Targets: first}, 2 * 5},
 		"apply again": {first, childWork{Owner: ByCommand, Targets: []Target{
-			{"bigbr", Want{IPv6: netif.Most}}, {"big0", Want{IPv6: 100000, IPv4: 100000}}}}, 2 * 5},
+			{"bigbr", Want{IPv6: netif.MaxSize}}, {"big0", Want{IPv6: 100000, IPv4: 100000}}}}, 2 * 5},
 		"give up": {first, childWork{Owner: ByPolicy, Targets: []Target{{"bigbr", Want{IPv6: large}}}}, 2 * 5},
 		"revert":  {first, childWork{Owner: ByCommand}, 2 * 2},
 	}
@@ -152,9 +152,9 @@ func TestKilled(t *testing.T) {
 					}
 					switch then {
 					case "another":
-						third := Want{IPv6: 80000, IPv4: netif.Most}
+						third := Want{IPv6: 80000, IPv4: netif.MaxSize}
 						apply([]Target{{"bigbr", third}, {"big0", third}})
-						h.is(netiftest.Sizes(80000, 80000, netif.Most, netif.Most), names...)
+						h.is(netiftest.Sizes(80000, 80000, netif.MaxSize, netif.MaxSize), names...)
 					case "the same":
 						apply(w.Targets)
 						if got := now(); got != after && len(w.Targets) > 0 {
@@ -258,7 +258,7 @@ func TestTwoProcesses(t *testing.T) {
 		t.Fatal(err)
 	}
 	who := fmt.Sprintf("process %d (%s) works with %s", cmd.Process.Pid, strings.TrimSpace(string(name)), h.dir)
-	_, err = h.Apply(h.network, ByCommand, []Target{{"big0", Want{IPv6: netif.Most}}}, false)
+	_, err = h.Apply(h.network, ByCommand, []Target{{"big0", Want{IPv6: netif.MaxSize}}}, false)
 	failsAs(t, err, netif.KindConflict)
 	if err.Error() != who {
 		t.Errorf("error is %q, not %q", err, who)
@@ -278,14 +278,14 @@ func TestTwoProcesses(t *testing.T) {
 	h.wait = time.Minute
 	done := make(chan error, 1)
 	go func() {
-		_, err := h.Apply(h.network, ByCommand, []Target{{"big0", Want{IPv6: netif.Most}}}, false)
+		_, err := h.Apply(h.network, ByCommand, []Target{{"big0", Want{IPv6: netif.MaxSize}}}, false)
 		done <- err
 	}()
 	hold.Close()
 	if err := <-done; err != nil {
 		t.Fatal(err)
 	}
-	h.is(netiftest.Sizes(netif.Most, netif.Most, large, large), "big0")
+	h.is(netiftest.Sizes(netif.MaxSize, netif.MaxSize, large, large), "big0")
 	h.revert()
 
 	// It is free when the other was killed.
@@ -421,7 +421,7 @@ func TestFails(t *testing.T) {
 				}
 			}
 		}
-		_, err := h.Apply(h.network, ByCommand, []Target{{"big0", Want{IPv6: netif.Most}}, {"big1", Want{IPv6: netif.Most}}, {"bigbr", Want{IPv6: netif.Most}}}, false)
+		_, err := h.Apply(h.network, ByCommand, []Target{{"big0", Want{IPv6: netif.MaxSize}}, {"big1", Want{IPv6: netif.MaxSize}}, {"bigbr", Want{IPv6: netif.MaxSize}}}, false)
 		h.before = func() {}
 		if err == nil || !strings.Contains(err.Error(), "set sizes of bigbr: ") {
 			t.Errorf("error is %v", err)

@@ -25,7 +25,7 @@ type Target struct {
 // they and the devices below them, in the order in which it is to be done. Devices
 // that have it already are in the list too. KindUsage for what does not exist or
 // makes no sense, KindUnsupported for what the kernel or a device cannot.
-func Plan(n *netif.Network, targets []Target) ([]Change, error) {
+func Plan(n *netif.Namespace, targets []Target) ([]Change, error) {
 	ifaces, err := n.Interfaces()
 	if err != nil {
 		return nil, err
@@ -42,7 +42,7 @@ func Plan(n *netif.Network, targets []Target) ([]Change, error) {
 
 // canonical replaces alternative names of interfaces by those that ifaces have.
 // KindUsage for a name that no interface has.
-func canonical(n *netif.Network, ifaces []netif.Interface, targets []Target) ([]Target, error) {
+func canonical(n *netif.Namespace, ifaces []netif.Interface, targets []Target) ([]Target, error) {
 	targets = slices.Clone(targets)
 	for i, t := range targets {
 		if byName(ifaces, t.Interface) != nil {
@@ -57,7 +57,7 @@ func canonical(n *netif.Network, ifaces []netif.Interface, targets []Target) ([]
 	return targets, nil
 }
 
-func changes(n *netif.Network, steps []step) []Change {
+func changes(n *netif.Namespace, steps []step) []Change {
 	list := make([]Change, len(steps))
 	for i, s := range steps {
 		list[i] = s.Change
@@ -69,12 +69,12 @@ func changes(n *netif.Network, steps []step) []Change {
 // step is a change of one interface, and whom it is for.
 type step struct {
 	Change
-	asked bool  // itself, not only for what is above it
-	want  Want  // of itself, now or before
-	carry Want  // what the targets above it need
-	above []int // indexes of these
-	depth int   // how many devices are below it
-	item  *item // if it is taken back
+	requested bool  // itself, not only for what is above it
+	want      Want  // of itself, now or before
+	forUpper  Want  // what the targets above it need
+	upper     []int // indexes of these
+	depth     int   // how many devices are below it
+	item      *item // if it is taken back
 }
 
 // plan plans what Plan says. Held is what was wanted before of interfaces that were
@@ -83,14 +83,14 @@ func plan(ifaces []netif.Interface, s netif.Support, targets []Target, held map[
 	steps := map[int]*step{}
 	tops := map[int]Want{}
 	for _, t := range targets {
-		if err := check(t); err != nil {
+		if err := checkSizes(t); err != nil {
 			return nil, err
 		}
 		i := byName(ifaces, t.Interface)
 		if i == nil {
-			return nil, netif.Refuse(netif.KindUsage, "", "there is no interface %q", t.Interface)
+			return nil, netif.NewError(netif.KindUsage, "", "there is no interface %q", t.Interface)
 		}
-		if err := possible(i, t.Want, s); err != nil {
+		if err := checkPossible(i, t.Want, s); err != nil {
 			return nil, err
 		}
 		tops[i.Index] = t.Want
@@ -99,37 +99,37 @@ func plan(ifaces []netif.Interface, s netif.Support, targets []Target, held map[
 			p = newStep(i)
 			steps[i.Index] = p
 		}
-		if p.asked && p.want != t.Want {
-			return nil, netif.Refuse(netif.KindUsage, "", "two different sizes are asked for %s", t.Interface)
+		if p.requested && p.want != t.Want {
+			return nil, netif.NewError(netif.KindUsage, "", "two different sizes are asked for %s", t.Interface)
 		}
-		p.asked, p.want = true, t.Want
+		p.requested, p.want = true, t.Want
 	}
 	for _, index := range slices.Sorted(maps.Keys(tops)) {
 		target := byIndex(ifaces, index)
 		for _, r := range target.Related {
 			if r.Relation == netif.Lower {
-				below(ifaces, target, r, tops[index], steps)
+				addLower(ifaces, target, r, tops[index], steps)
 			}
 		}
 	}
 	for index, p := range steps {
 		i := byIndex(ifaces, index)
-		if !p.asked {
+		if !p.requested {
 			p.want = held[index]
-			p.spare(ifaces, i, steps)
+			p.keepForOthers(ifaces, i, steps)
 		}
-		p.fit(i, s)
+		p.chooseSizes(i, s)
 	}
 	ordered := make([]step, 0, len(steps))
 	for _, p := range steps {
 		ordered = append(ordered, *p)
 	}
-	order(ordered)
+	sortSteps(ordered)
 	return ordered, nil
 }
 
 // below adds to the plan a device that is below a target.
-func below(ifaces []netif.Interface, target *netif.Interface, r netif.Related, want Want, steps map[int]*step) {
+func addLower(ifaces []netif.Interface, target *netif.Interface, r netif.Related, want Want, steps map[int]*step) {
 	top := steps[target.Index]
 	if r.Netns != "" {
 		name := r.Name
@@ -149,9 +149,9 @@ func below(ifaces []netif.Interface, target *netif.Interface, r netif.Related, w
 		p.Because = target.Name
 		steps[i.Index] = p
 	}
-	p.above = append(p.above, target.Index)
-	p.carry.IPv6 = max(p.carry.IPv6, want.IPv6)
-	p.carry.IPv4 = max(p.carry.IPv4, want.IPv4)
+	p.upper = append(p.upper, target.Index)
+	p.forUpper.IPv6 = max(p.forUpper.IPv6, want.IPv6)
+	p.forUpper.IPv4 = max(p.forUpper.IPv4, want.IPv4)
 }
 
 func newStep(i *netif.Interface) *step {
@@ -166,22 +166,22 @@ func newStep(i *netif.Interface) *step {
 
 // spare keeps a device that is below a target as large as others above it are, which
 // are no part of the plan.
-func (p *step) spare(ifaces []netif.Interface, i *netif.Interface, steps map[int]*step) {
+func (p *step) keepForOthers(ifaces []netif.Interface, i *netif.Interface, steps map[int]*step) {
 	for j := range ifaces {
 		above := &ifaces[j]
-		if steps[above.Index] != nil || !over(above, i) {
+		if steps[above.Index] != nil || !sendsThrough(above, i) {
 			continue
 		}
 		for _, f := range []struct {
-			family string
-			carry  *uint32
-			size   uint32
+			family   string
+			forUpper *uint32
+			size     uint32
 		}{
-			{"IPv6", &p.carry.IPv6, min(above.Sizes.GSO, i.Sizes.GSO)},
-			{"IPv4", &p.carry.IPv4, min(above.Sizes.GSOIPv4, i.Sizes.GSOIPv4)},
+			{"IPv6", &p.forUpper.IPv6, min(above.Sizes.GSO, i.Sizes.GSO)},
+			{"IPv4", &p.forUpper.IPv4, min(above.Sizes.GSOIPv4, i.Sizes.GSOIPv4)},
 		} {
-			if *f.carry != 0 && *f.carry < f.size {
-				*f.carry = f.size
+			if *f.forUpper != 0 && *f.forUpper < f.size {
+				*f.forUpper = f.size
 				p.note("keeps %d bytes for %s, as %s has, which is above it too", f.size, f.family, above.Name)
 			}
 		}
@@ -189,7 +189,7 @@ func (p *step) spare(ifaces []netif.Interface, i *netif.Interface, steps map[int
 }
 
 // over tells whether i sends through another interface of its namespace.
-func over(i, other *netif.Interface) bool {
+func sendsThrough(i, other *netif.Interface) bool {
 	return slices.ContainsFunc(i.Related, func(r netif.Related) bool {
 		return r.Relation == netif.Lower && r.Netns == "" && r.Index == other.Index
 	})
@@ -198,21 +198,21 @@ func over(i, other *netif.Interface) bool {
 // fit makes sizes of what is wanted, as far as the kernel and the devices can. The
 // sizes of a family that is left as it is are set too, since the kernel resets those
 // of IPv4 together with others.
-func (p *step) fit(i *netif.Interface, s netif.Support) {
+func (p *step) chooseSizes(i *netif.Interface, s netif.Support) {
 	least := i.LimitedBy()
-	size6 := p.size("IPv6", p.want.IPv6, p.carry.IPv6)
-	size4 := p.size("IPv4", p.want.IPv4, p.carry.IPv4)
+	size6 := p.size("IPv6", p.want.IPv6, p.forUpper.IPv6)
+	size4 := p.size("IPv4", p.want.IPv4, p.forUpper.IPv4)
 	switch {
 	case s.IPv6 && size6 != 0:
 		p.To.GSO, p.To.GRO = bounded(&least, size6), size6
 	case size6 > netif.Legacy:
-		p.note("IPv6 is left as it is: %s", lacking(s))
+		p.note("IPv6 is left as it is: %s", missingSupport(s))
 	}
 	switch {
 	case s.IPv4 && size4 != 0:
 		p.To.GSOIPv4, p.To.GROIPv4 = bounded(&least, size4), size4
 	case size4 > netif.Legacy:
-		p.note("IPv4 is left as it is: %s", lacking(s))
+		p.note("IPv4 is left as it is: %s", missingSupport(s))
 	}
 	if size := max(size6, size4); size > netif.Legacy && bounded(&least, size) < size {
 		p.note("sends packets of at most %d bytes: %s takes no larger ones", least.TSOMaxSize, described(&least))
@@ -224,7 +224,7 @@ func (p *step) size(family string, want, carry uint32) uint32 {
 	if want == 0 || carry == 0 {
 		return max(want, carry)
 	}
-	if !p.asked && want != carry {
+	if !p.requested && want != carry {
 		p.note("keeps %d bytes for %s, as was asked for", want, family)
 	}
 	if want < carry {
@@ -254,7 +254,7 @@ func (p *step) note(format string, args ...any) {
 }
 
 // lacking says what the kernel lacks first.
-func lacking(s netif.Support) string {
+func missingSupport(s netif.Support) string {
 	if s.IPv6 {
 		return fmt.Sprintf("IPv4 packets above %d bytes need Linux 6.3", netif.Legacy)
 	}
@@ -262,24 +262,24 @@ func lacking(s netif.Support) string {
 }
 
 // check refuses sizes that make no sense.
-func check(t Target) error {
+func checkSizes(t Target) error {
 	if t.Want == (Want{}) {
-		return netif.Refuse(netif.KindUsage, "", "no size is asked for %s", t.Interface)
+		return netif.NewError(netif.KindUsage, "", "no size is asked for %s", t.Interface)
 	}
 	for _, f := range []struct {
 		family string
 		size   uint32
 	}{{"IPv6", t.Want.IPv6}, {"IPv4", t.Want.IPv4}} {
-		if f.size != 0 && (f.size < netif.Legacy || f.size > netif.Most) {
-			return netif.Refuse(netif.KindUsage, fmt.Sprintf("%d turns it off", netif.Legacy),
-				"%s size of %s: %d is not from %d to %d bytes", f.family, t.Interface, f.size, netif.Legacy, netif.Most)
+		if f.size != 0 && (f.size < netif.Legacy || f.size > netif.MaxSize) {
+			return netif.NewError(netif.KindUsage, fmt.Sprintf("%d turns it off", netif.Legacy),
+				"%s size of %s: %d is not from %d to %d bytes", f.family, t.Interface, f.size, netif.Legacy, netif.MaxSize)
 		}
 	}
 	return nil
 }
 
 // possible refuses a want of which nothing can be had.
-func possible(i *netif.Interface, w Want, s netif.Support) error {
+func checkPossible(i *netif.Interface, w Want, s netif.Support) error {
 	large6, large4 := w.IPv6 > netif.Legacy, w.IPv4 > netif.Legacy
 	if !large6 && !large4 {
 		return nil
@@ -290,21 +290,21 @@ func possible(i *netif.Interface, w Want, s netif.Support) error {
 		if s.IPv6 {
 			hint = "this kernel has it for IPv6"
 		}
-		return netif.Refuse(netif.KindUnsupported, hint, "%s: %s", i.Name, lacking(s))
+		return netif.NewError(netif.KindUnsupported, hint, "%s: %s", i.Name, missingSupport(s))
 	}
 	if least := i.LimitedBy(); least.TSOMaxSize != 0 && least.TSOMaxSize <= netif.Legacy {
 		hint := ""
 		if least.Place() != i.Name {
 			hint = fmt.Sprintf("%s sends through %s", i.Name, least.Place())
 		}
-		return netif.Refuse(netif.KindUnsupported, hint, "%s takes packets of at most %d bytes", described(&least), least.TSOMaxSize)
+		return netif.NewError(netif.KindUnsupported, hint, "%s supports packets of at most %d bytes", described(&least), least.TSOMaxSize)
 	}
 	return nil
 }
 
 // order puts growing interfaces first, the lowest at the beginning, so that none sends
 // what those below it cannot take, and then shrinking ones, the highest at the beginning.
-func order(steps []step) {
+func sortSteps(steps []step) {
 	slices.SortStableFunc(steps, func(a, b step) int {
 		shrinkA, shrinkB := shrinks(a.From, a.To), shrinks(b.From, b.To)
 		switch {

@@ -19,7 +19,7 @@ func tree(lines ...string) []netif.Interface {
 	find := func(name string) netif.Interface { return *byName(ifaces, name) }
 	for n, line := range lines {
 		head, lowers, _ := strings.Cut(line, ":")
-		i := netif.Interface{Index: n + 1, TSOMaxSize: netif.Most, Sizes: sizesOff, Driver: "mlx5_core"}
+		i := netif.Interface{Index: n + 1, TSOMaxSize: netif.MaxSize, Sizes: sizesOff, Driver: "mlx5_core"}
 		var name string
 		if _, err := fmt.Sscanf(strings.NewReplacer("(", " ", ")", "").Replace(head), "%s %d", &name, &i.TSOMaxSize); err != nil {
 			name = head
@@ -81,11 +81,11 @@ func TestPlan(t *testing.T) {
 		return ifaces
 	}
 	tests := map[string]struct {
-		ifaces  []netif.Interface
-		support netif.Support
-		held    map[int]Want
-		targets []Target
-		want    string
+		interfaces []netif.Interface
+		support    netif.Support
+		held       map[int]Want
+		targets    []Target
+		want       string
 	}{
 		"one": {
 			tree("eth0", "eth1"), supportBoth, nil,
@@ -186,7 +186,7 @@ br0 131072,196608/131072,196608 [sends packets of at most 131072 bytes: eth0 (ml
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			for _, targets := range permutations(test.targets) {
-				steps, err := plan(test.ifaces, test.support, targets, test.held)
+				steps, err := plan(test.interfaces, test.support, targets, test.held)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -273,25 +273,25 @@ func TestPlanRefuses(t *testing.T) {
 	virtio[0].Driver = "virtio_net"
 	virtio[1].Related[0].Driver = "virtio_net"
 	tests := map[string]struct {
-		ifaces  []netif.Interface
-		support netif.Support
-		targets []Target
-		kind    netif.Kind
-		want    string
+		interfaces []netif.Interface
+		support    netif.Support
+		targets    []Target
+		kind       netif.Kind
+		want       string
 	}{
 		"none":         {tree("eth0"), supportBoth, []Target{{"eth1", wantOn}}, netif.KindUsage, `there is no interface "eth1"`},
 		"nothing":      {tree("eth0"), supportBoth, []Target{{"eth0", Want{}}}, netif.KindUsage, "no size is asked for eth0"},
 		"small":        {tree("eth0"), supportBoth, []Target{{"eth0", Want{IPv4: 65535}}}, netif.KindUsage, "IPv4 size of eth0: 65535 is not from 65536 to 524280 bytes"},
 		"large":        {tree("eth0"), supportBoth, []Target{{"eth0", Want{IPv6: 524281}}}, netif.KindUsage, "IPv6 size of eth0: 524281 is not from 65536 to 524280 bytes"},
-		"twice":        {tree("eth0"), supportBoth, []Target{{"eth0", wantOn}, {"eth0", Want{IPv6: netif.Most}}}, netif.KindUsage, "two different sizes are asked for eth0"},
-		"virtio":       {virtio, supportBoth, []Target{{"eth0", wantOn}}, netif.KindUnsupported, "eth0 (virtio_net) takes packets of at most 65536 bytes"},
-		"above virtio": {virtio, supportBoth, []Target{{"vlan1", Want{IPv4: large}}}, netif.KindUnsupported, "eth0 (virtio_net) takes packets of at most 65536 bytes"},
+		"twice":        {tree("eth0"), supportBoth, []Target{{"eth0", wantOn}, {"eth0", Want{IPv6: netif.MaxSize}}}, netif.KindUsage, "two different sizes are asked for eth0"},
+		"virtio":       {virtio, supportBoth, []Target{{"eth0", wantOn}}, netif.KindUnsupported, "eth0 (virtio_net) supports packets of at most 65536 bytes"},
+		"above virtio": {virtio, supportBoth, []Target{{"vlan1", Want{IPv4: large}}}, netif.KindUnsupported, "eth0 (virtio_net) supports packets of at most 65536 bytes"},
 		"no IPv4":      {tree("eth0"), netif.Support{IPv6: true}, []Target{{"eth0", Want{IPv4: large}}}, netif.KindUnsupported, "eth0: IPv4 packets above 65536 bytes need Linux 6.3"},
 		"neither":      {tree("eth0(0)"), netif.Support{}, []Target{{"eth0", wantOn}}, netif.KindUnsupported, "eth0: packets above 65536 bytes need Linux 5.19"},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
-			steps, err := plan(test.ifaces, test.support, test.targets, nil)
+			steps, err := plan(test.interfaces, test.support, test.targets, nil)
 			failsAs(t, err, test.kind)
 			if err.Error() != test.want {
 				t.Errorf("error is %q, not %q", err, test.want)

@@ -55,22 +55,22 @@ func (s *Store) Revert(only func(Record) bool, force bool) ([]Reverted, error) {
 	if only == nil {
 		only = func(Record) bool { return true }
 	}
-	places := places{}
+	places := namespaces{}
 	defer places.close()
 	items := make([]*item, len(records))
 	for i := range records {
 		items[i] = places.locate(&records[i])
 	}
-	done, err := d.giveBack(choose(items, only, force), force)
-	err = and(err, d.release(items))
+	done, err := d.revert(selectItems(items, only, force), force)
+	err = joined(err, d.dropReferences(items))
 	if len(damaged) > 0 {
-		err = and(err, fmt.Errorf("take back what is in damaged records: %s", strings.Join(damaged, ", ")))
+		err = joined(err, fmt.Errorf("take back what is in damaged records: %s", strings.Join(damaged, ", ")))
 	}
 	return done, err
 }
 
 // and joins two errors in one line; either may be nil.
-func and(a, b error) error {
+func joined(a, b error) error {
 	if a == nil || b == nil {
 		return errors.Join(a, b)
 	}
@@ -78,16 +78,16 @@ func and(a, b error) error {
 }
 
 // place is a network namespace, and what is in it.
-type place struct {
-	network *netif.Network // nil if it has vanished, or where err
-	ifaces  []netif.Interface
-	err     error // why it cannot be said whether it has vanished
+type namespace struct {
+	network    *netif.Namespace // nil if it has vanished, or where err
+	interfaces []netif.Interface
+	err        error // why it cannot be said whether it has vanished
 }
 
 // places are the namespaces of records, by their IDs.
-type places map[uint64]place
+type namespaces map[uint64]namespace
 
-func (p places) close() {
+func (p namespaces) close() {
 	for _, place := range p {
 		if place.network != nil {
 			place.network.Close()
@@ -98,52 +98,52 @@ func (p places) close() {
 // item is a record that is dealt with.
 type item struct {
 	*Record
-	place
-	here    *netif.Interface // nil if it has vanished, or where err
+	namespace
+	current *netif.Interface // nil if it has vanished, or where err
 	dropped bool             // the record
 }
 
 // locate finds the interface of a record. It gives the record the interface's name of
 // now.
-func (p places) locate(r *Record) *item {
+func (p namespaces) locate(r *Record) *item {
 	there, known := p[r.NetnsID]
 	if !known {
-		there = find(r.Netns, r.NetnsID)
+		there = findNamespace(r.Netns, r.NetnsID)
 		p[r.NetnsID] = there
 	}
-	i := &item{Record: r, place: there, here: byIndex(there.ifaces, r.Index)}
-	if i.here != nil {
-		r.Interface = i.here.Name
+	i := &item{Record: r, namespace: there, current: byIndex(there.interfaces, r.Index)}
+	if i.current != nil {
+		r.Interface = i.current.Name
 	}
 	return i
 }
 
 // find looks for the namespace with an ID: at its path, else the caller's own, those
 // that have names and those of processes.
-func find(path string, id uint64) place {
-	n, err := among([]string{path, ""}, id)
+func findNamespace(path string, id uint64) namespace {
+	n, err := findAmong([]string{path, ""}, id)
 	if n == nil {
 		var others error
-		n, others = among(netif.AllNetworkPaths(), id)
-		err = and(err, others)
+		n, others = findAmong(netif.AllNamespaces(), id)
+		err = joined(err, others)
 	}
 	if n == nil {
-		return place{err: err}
+		return namespace{err: err}
 	}
 	ifaces, err := n.Interfaces()
 	if err != nil {
 		n.Close()
-		return place{err: err}
+		return namespace{err: err}
 	}
-	return place{network: n, ifaces: ifaces}
+	return namespace{network: n, interfaces: ifaces}
 }
 
 // among opens the one of the namespaces that has the ID; nil if none has it. What can
 // not be entered may be that one, and is an error then.
-func among(paths []string, id uint64) (*netif.Network, error) {
+func findAmong(paths []string, id uint64) (*netif.Namespace, error) {
 	var failed error
 	for _, path := range paths {
-		n, err := netif.OpenNetwork(path)
+		n, err := netif.OpenNamespace(path)
 		var none *netif.Error
 		switch {
 		case errors.As(err, &none): // it has vanished
@@ -159,25 +159,25 @@ func among(paths []string, id uint64) (*netif.Network, error) {
 }
 
 // choose finds the items that are to be taken back.
-func choose(items []*item, only func(Record) bool, force bool) []*item {
+func selectItems(items []*item, only func(Record) bool, force bool) []*item {
 	type key struct {
 		netns uint64
 		index int
 	}
 	chosen := map[key]bool{}
 	for _, i := range items {
-		if i.asked() {
+		if i.requested() {
 			chosen[key{i.NetnsID, i.Index}] = only(*i.Record)
 		}
 	}
 	return slices.DeleteFunc(slices.Clone(items), func(i *item) bool {
-		if i.asked() {
+		if i.requested() {
 			return !chosen[key{i.NetnsID, i.Index}]
 		}
 		itself := only(*i.Record)
 		needed, above := false, 0
 		for _, index := range i.For {
-			there := byIndex(i.ifaces, index)
+			there := byIndex(i.interfaces, index)
 			if there == nil {
 				continue
 			}
@@ -199,32 +199,32 @@ func choose(items []*item, only func(Record) bool, force bool) []*item {
 }
 
 // asked tells whether the interface was asked for itself, not only what is above it.
-func (r *Record) asked() bool { return len(r.For) == 0 || slices.Contains(r.For, r.Index) }
+func (r *Record) requested() bool { return len(r.For) == 0 || slices.Contains(r.For, r.Index) }
 
 // giveBack takes items back, and drops their records.
-func (d *folder) giveBack(items []*item, force bool) ([]Reverted, error) {
+func (d *folder) revert(items []*item, force bool) ([]Reverted, error) {
 	steps := make([]step, len(items))
 	for n, i := range items {
 		p := step{Change: Change{Netns: i.Netns, Interface: i.Interface, Index: i.Index, To: i.Before}}
-		if i.here != nil {
-			p = *newStep(i.here)
+		if i.current != nil {
+			p = *newStep(i.current)
 			p.Netns, p.To = i.network.Path(), i.Before
-			if bound := i.here.TSOMaxSize; bound != 0 && max(p.To.GSO, p.To.GSOIPv4) > bound {
-				p.note("it takes packets of at most %d bytes now", bound)
+			if bound := i.current.TSOMaxSize; bound != 0 && max(p.To.GSO, p.To.GSOIPv4) > bound {
+				p.note("it supports packets of at most %d bytes now", bound)
 				p.To.GSO, p.To.GSOIPv4 = min(p.To.GSO, bound), min(p.To.GSOIPv4, bound)
 			}
 		}
 		p.item = i
 		steps[n] = p
 	}
-	order(steps)
+	sortSteps(steps)
 	done := []Reverted{}
 	var failed error
 	var changed []string
 	for _, p := range steps {
-		result, err := d.giveBackOne(p, force)
+		result, err := d.revertOne(p, force)
 		if err != nil {
-			failed = and(failed, err)
+			failed = joined(failed, err)
 			continue
 		}
 		if result == ResultChanged {
@@ -233,22 +233,22 @@ func (d *folder) giveBack(items []*item, force bool) ([]Reverted, error) {
 		done = append(done, Reverted{p.Change, result})
 	}
 	if len(changed) > 0 {
-		failed = and(failed, netif.Refuse(netif.KindConflict, "force gives back all the same what was there before",
+		failed = joined(failed, netif.NewError(netif.KindConflict, "force gives back all the same what was there before",
 			"somebody else has changed since: %s", strings.Join(changed, ", ")))
 	}
 	return done, failed
 }
 
-func (d *folder) giveBackOne(p step, force bool) (result string, err error) {
+func (d *folder) revertOne(p step, force bool) (result string, err error) {
 	i := p.item
 	switch {
 	case i.err != nil:
 		return "", fmt.Errorf("take back %s: %w", i.Interface, i.err)
-	case i.here == nil:
+	case i.current == nil:
 		result = ResultGone
 	case p.From == i.Before:
 		result = ResultAlready
-	case !i.set(p.From) && !force:
+	case !i.isOurs(p.From) && !force:
 		return ResultChanged, nil
 	default:
 		d.before()
@@ -262,18 +262,18 @@ func (d *folder) giveBackOne(p step, force bool) (result string, err error) {
 		}
 	}
 	i.dropped = true
-	return result, d.drop(i.Record)
+	return result, d.remove(i.Record)
 }
 
 // release takes out of the records that stay the interfaces for which they are not
 // needed any more.
-func (d *folder) release(items []*item) error {
+func (d *folder) dropReferences(items []*item) error {
 	for _, i := range items {
 		if i.dropped || i.network == nil {
 			continue
 		}
 		needed := slices.DeleteFunc(slices.Clone(i.For), func(index int) bool {
-			return byIndex(i.ifaces, index) == nil || slices.ContainsFunc(items, func(above *item) bool {
+			return byIndex(i.interfaces, index) == nil || slices.ContainsFunc(items, func(above *item) bool {
 				return above.dropped && above.NetnsID == i.NetnsID && above.Index == index
 			})
 		})

@@ -107,7 +107,7 @@ func TestRenamed(t *testing.T) {
 	if status, err := h.Check(h.network); err != nil || len(status) != 1 || status[0].State != StatusOK || status[0].Interface != "bigname" {
 		t.Errorf("status is %v, %v", status, err)
 	}
-	h.apply(Target{"bigname", Want{IPv6: netif.Most}})
+	h.apply(Target{"bigname", Want{IPv6: netif.MaxSize}})
 	if got := h.revert("big0"); len(got) > 0 {
 		t.Errorf("reverted by the old name: %v", got)
 	}
@@ -118,7 +118,7 @@ func TestRenamed(t *testing.T) {
 }
 
 // sizesIn reads the sizes of lo in another namespace.
-func sizesIn(t *testing.T, n *netif.Network) netif.Sizes {
+func sizesIn(t *testing.T, n *netif.Namespace) netif.Sizes {
 	t.Helper()
 	var s netif.Sizes
 	err := n.Do(func() error {
@@ -137,7 +137,7 @@ func sizesIn(t *testing.T, n *netif.Network) netif.Sizes {
 // TestNamespaces applies to interfaces of the same name and index in three namespaces.
 func TestNamespaces(t *testing.T) {
 	h := newChangeHost(t)
-	networks := []*netif.Network{openTestNetwork(t, newNamespace(t)), openTestNetwork(t, newNamespace(t)), h.network}
+	networks := []*netif.Namespace{openTestNetwork(t, newNamespace(t)), openTestNetwork(t, newNamespace(t)), h.network}
 	for _, n := range networks {
 		changes, err := h.Apply(n, ByCommand, []Target{{"lo", wantOn}}, false)
 		if err != nil || len(changes) != 1 || changes[0].Netns != n.Path() {
@@ -177,7 +177,7 @@ func TestNamespaceVanished(t *testing.T) {
 			h.veth("big0")
 			h.apply(Target{"big0", wantOn})
 			path := newNamespace(t)
-			n, err := netif.OpenNetwork(path)
+			n, err := netif.OpenNamespace(path)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -391,7 +391,7 @@ func TestNotPermitted(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, errApply := h.Apply(h.network, ByCommand, []Target{{"big0", wantOn}}, false)
-	_, errAgain := h.Apply(h.network, ByCommand, []Target{{"big1", Want{IPv6: netif.Most}}}, false)
+	_, errAgain := h.Apply(h.network, ByCommand, []Target{{"big1", Want{IPv6: netif.MaxSize}}}, false)
 	_, errRevert := h.Revert(nil, false)
 	_, errCheck := h.Check(h.network)
 	if err := unix.Capset(&header, &all[0]); err != nil {

@@ -25,7 +25,7 @@ type Status struct {
 
 // Check compares the records of a namespace with its interfaces, which have their
 // names of now.
-func (s *Store) Check(n *netif.Network) ([]Status, error) {
+func (s *Store) Check(n *netif.Namespace) ([]Status, error) {
 	records, err := s.Records()
 	if err != nil {
 		return nil, err
@@ -54,7 +54,7 @@ func (r *Record) status(now *netif.Interface) Status {
 	switch {
 	case now.Sizes == r.Applied:
 		s.State = StatusOK
-	case r.From != (netif.Sizes{}) && r.set(now.Sizes):
+	case r.From != (netif.Sizes{}) && r.isOurs(now.Sizes):
 		s.State = StatusUnfinished
 	}
 	return s

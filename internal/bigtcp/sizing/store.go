@@ -24,7 +24,7 @@ import (
 )
 
 const (
-	storeDir = "bigtcp"
+	recordsDir = "bigtcp"
 	// damagedSuffix ends the names of records that were moved aside.
 	damagedSuffix = ".damaged"
 	// maxRecordSize is larger than any record, in bytes.
@@ -35,7 +35,7 @@ const (
 var (
 	recordName = regexp.MustCompile(`^[0-9]+-[0-9]+\.json$`)
 	// leftName is that of a record that was being written when its writer was killed.
-	leftName = regexp.MustCompile(`^\.[0-9]+-[0-9]+\.json\.[0-9A-Z]+$`)
+	temporaryName = regexp.MustCompile(`^\.[0-9]+-[0-9]+\.json\.[0-9A-Z]+$`)
 )
 
 // Store keeps the records of what was set, a file each, in a folder of the state
@@ -52,18 +52,18 @@ type Store struct {
 // something to record. KindUsage if something else has its name.
 func OpenStore(stateDir string) (*Store, error) {
 	if stateDir == "" {
-		return nil, netif.Refuse(netif.KindUsage, "", "no state directory")
+		return nil, netif.NewError(netif.KindUsage, "", "no state directory")
 	}
 	dir, err := filepath.Abs(stateDir)
 	if err != nil {
 		return nil, fmt.Errorf("find state directory: %w", err)
 	}
-	s := &Store{filepath.Join(dir, storeDir), lockWait, func() {}}
+	s := &Store{filepath.Join(dir, recordsDir), lockWait, func() {}}
 	switch info, err := os.Lstat(s.dir); {
 	case errors.Is(err, unix.ENOTDIR):
-		return nil, netif.Refuse(netif.KindUsage, "", "state directory %s is no folder", dir)
+		return nil, netif.NewError(netif.KindUsage, "", "state directory %s is no folder", dir)
 	case err == nil && !info.IsDir():
-		return nil, netif.Refuse(netif.KindUsage, "remove it, or name another state directory", "%s is no folder", s.dir)
+		return nil, netif.NewError(netif.KindUsage, "remove it, or name another state directory", "%s is no folder", s.dir)
 	}
 	return s, nil
 }
@@ -88,7 +88,7 @@ func (s *Store) open() (*folder, error) {
 	}
 	if euid := os.Geteuid(); st.Uid != 0 && int(st.Uid) != euid {
 		d.Close()
-		return nil, netif.Refuse(netif.KindUsage, "", "open %s: it belongs to user %d, who could make this host's records", s.dir, st.Uid)
+		return nil, netif.NewError(netif.KindUsage, "", "open %s: it belongs to user %d, who could make this host's records", s.dir, st.Uid)
 	}
 	return d, nil
 }
@@ -137,7 +137,7 @@ func (s *Store) lock(d *folder) error {
 	case err := <-locked:
 		return err
 	case <-timeout.C:
-		return netif.Refuse(netif.KindConflict, "try again when it is done", "%s works with %s", holder(d), s.dir)
+		return netif.NewError(netif.KindConflict, "try again when it is done", "%s works with %s", holder(d), s.dir)
 	}
 }
 
@@ -224,7 +224,7 @@ func (s *Store) Damaged() ([]string, error) {
 }
 
 // errVoid means that a record is of an earlier life of the host.
-var errVoid = errors.New("the host was booted since")
+var errEarlierBoot = errors.New("the host was booted since")
 
 // list reads the records, and names the files that are to be cleaned away, with
 // the reason: errVoid, or the damage.
@@ -238,8 +238,8 @@ func (d *folder) list() (records []Record, rest map[string]error, err error) {
 	}
 	rest = map[string]error{}
 	for _, name := range names {
-		if leftName.MatchString(name) {
-			rest[name] = errVoid
+		if temporaryName.MatchString(name) {
+			rest[name] = errEarlierBoot
 		}
 		if !recordName.MatchString(name) {
 			continue
@@ -249,7 +249,7 @@ func (d *folder) list() (records []Record, rest map[string]error, err error) {
 		case err == nil:
 			records = append(records, r)
 		case errors.Is(err, fs.ErrNotExist): // dropped meanwhile
-		case errors.Is(err, errVoid), errors.As(err, &damage):
+		case errors.Is(err, errEarlierBoot), errors.As(err, &damage):
 			rest[name] = err
 		default:
 			return nil, nil, err
@@ -267,7 +267,7 @@ func (d *folder) clean() (records []Record, damaged []string, err error) {
 		return nil, nil, err
 	}
 	for name, why := range rest {
-		if errors.Is(why, errVoid) {
+		if errors.Is(why, errEarlierBoot) {
 			if err := d.unlink(name); err != nil {
 				return nil, nil, err
 			}
@@ -318,7 +318,7 @@ func (d *folder) read(name string) (r Record, err error) {
 		return r, &damageError{errors.New("it is no file of a record")}
 	}
 	if info.Size() == 0 {
-		return r, errVoid // as a file may be after a loss of power
+		return r, errEarlierBoot // as a file may be after a loss of power
 	}
 	data, err := io.ReadAll(io.LimitReader(f, maxRecordSize))
 	if err != nil {
@@ -335,7 +335,7 @@ func (d *folder) read(name string) (r Record, err error) {
 		return r, err
 	}
 	if r.BootID != id {
-		return r, errVoid
+		return r, errEarlierBoot
 	}
 	if name != fileName(r.NetnsID, r.Index) {
 		return r, &damageError{errors.New("it is of another interface")}
@@ -349,7 +349,7 @@ func (d *folder) find(netns uint64, index int) (*Record, error) {
 	switch r, err := d.read(fileName(netns, index)); {
 	case err == nil:
 		return &r, nil
-	case errors.Is(err, fs.ErrNotExist), errors.Is(err, errVoid), errors.As(err, &damage):
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, errEarlierBoot), errors.As(err, &damage):
 		return nil, nil
 	default:
 		return nil, err
@@ -399,7 +399,7 @@ func (d *folder) write(r *Record, sync bool) (err error) {
 }
 
 // drop removes a record.
-func (d *folder) drop(r *Record) error { return d.unlink(fileName(r.NetnsID, r.Index)) }
+func (d *folder) remove(r *Record) error { return d.unlink(fileName(r.NetnsID, r.Index)) }
 
 func (d *folder) unlink(name string) error {
 	d.before()

@@ -49,7 +49,7 @@ func TestStoreIsPrivate(t *testing.T) {
 	if err := os.Chmod(filepath.Join(h.state, "bigtcp"), 0o777); err != nil {
 		t.Fatal(err)
 	}
-	h.apply(Target{"big0", Want{IPv6: netif.Most}})
+	h.apply(Target{"big0", Want{IPv6: netif.MaxSize}})
 	if info, err := os.Stat(filepath.Join(h.state, "bigtcp")); err != nil || info.Mode().Perm() != 0o700 {
 		t.Errorf("the folder is %v, %v", info.Mode(), err)
 	}
@@ -339,7 +339,7 @@ func FuzzRecord(f *testing.F) {
 		switch {
 		case err == nil && (r.BootID != id || r.NetnsID != 1 || r.Index != 2 || r.Before.GSO == 0):
 			t.Errorf("%q is read as %+v", data, r)
-		case err != nil && !errors.Is(err, errVoid) && !errors.As(err, &damage):
+		case err != nil && !errors.Is(err, errEarlierBoot) && !errors.As(err, &damage):
 			t.Errorf("%q: %v", data, err)
 		}
 	})
@@ -350,7 +350,7 @@ func TestLeavesNothingOpen(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
 	path := newNamespace(t)
-	n, err := netif.OpenNetwork(path)
+	n, err := netif.OpenNamespace(path)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -37,13 +37,13 @@ type Cause struct {
 }
 
 const (
-	mostCauses = 5
+	maxCauses = 5
 	// leastCause is the least share that a cause is told of for.
-	leastCause = 0.005
+	minShare = 0.005
 	// mostLooked bounds the connections whose sockets are looked at, at a time.
-	mostLooked = 200
+	maxSampled = 200
 	// mostFlows bounds those that are remembered.
-	mostFlows = 16384
+	maxFlows = 16384
 	// pacingShift is that of sk_pacing_shift: packets of a millisecond or so.
 	pacingShift = 10
 )
@@ -54,12 +54,12 @@ type flow struct {
 	source, destination netip.AddrPort
 	sent                bool // not received
 	family              Family
-	socket              *socketSeen // nil: none was found
+	socket              *socketHistory // nil: none was found
 }
 
 // socketSeen is what was seen of the end of a connection that is in the namespace:
 // of all but the times the largest. Sizes are in bytes; 0 is not known.
-type socketSeen struct {
+type socketHistory struct {
 	window     uint64 // of the receiver, as the sender knows it
 	ownWindow  uint64 // offered by this end
 	congestion uint64 // window
@@ -74,7 +74,7 @@ type socketSeen struct {
 
 // see adds what the kernel tells now. gso is the size in bytes that the interface
 // allows, rttLog the sysctl tcp_tso_rtt_log.
-func (s *socketSeen) see(i *unix.TCPInfo, gso uint32, rttLog uint) {
+func (s *socketHistory) add(i *unix.TCPInfo, gso uint32, rttLog uint) {
 	if s.first == nil {
 		s.first = i
 	}
@@ -106,11 +106,11 @@ func pacedSize(rate uint64, minRTT, gso uint32, rttLog uint) uint64 {
 
 // look reads the flows, and looks at the sockets of those with most bytes in packets
 // that are not large.
-func (v *verifier) look() error {
+func (v *verifier) sampleFlows() error {
 	err := v.counting.Flows(func(k *bpf.BigTCPFlowKey, f *bpf.BigTCPFlow) {
 		known := v.flows[*k]
 		if known == nil {
-			if len(v.flows) >= mostFlows {
+			if len(v.flows) >= maxFlows {
 				return
 			}
 			known = &flow{sent: int(k.Point) == bpf.BigTCPEgress, family: familyNames[k.Family]}
@@ -127,7 +127,7 @@ func (v *verifier) look() error {
 		all = append(all, f)
 	}
 	slices.SortFunc(all, func(a, b *flow) int { return cmp.Compare(b.small(), a.small()) })
-	for _, f := range all[:min(len(all), mostLooked)] {
+	for _, f := range all[:min(len(all), maxSampled)] {
 		local, remote := f.source, f.destination
 		if !f.sent {
 			local, remote = remote, local
@@ -140,9 +140,9 @@ func (v *verifier) look() error {
 			continue
 		}
 		if f.socket == nil {
-			f.socket = &socketSeen{}
+			f.socket = &socketHistory{}
 		}
-		f.socket.see(i, gsoSize(v.before.Sizes, f.family), v.rttLog)
+		f.socket.add(i, gsoSize(v.before.Sizes, f.family), v.rttLog)
 	}
 	return nil
 }
@@ -191,7 +191,7 @@ func tsoRTTLog() uint {
 }
 
 // scene is all that causes are found by.
-type scene struct {
+type evidence struct {
 	*netif.Interface
 	support netif.Support
 	verdict netif.Verdict
@@ -200,7 +200,7 @@ type scene struct {
 }
 
 // why names the causes, with at most mostCauses of the most bytes.
-func (s *scene) why(flows []*flow, p *Proof) []Cause {
+func (s *evidence) causes(flows []*flow, p *Report) []Cause {
 	byName := make(map[string]*Cause)
 	most := make(map[string]uint64)
 	for _, f := range flows {
@@ -228,18 +228,18 @@ func (s *scene) why(flows []*flow, p *Proof) []Cause {
 	}
 	causes := []Cause{}
 	for _, c := range byName {
-		if c.Share = share(c.Bytes, p.TCPBytes); c.Share >= leastCause {
+		if c.Share = share(c.Bytes, p.TCPBytes); c.Share >= minShare {
 			causes = append(causes, *c)
 		}
 	}
 	slices.SortFunc(causes, func(a, b Cause) int {
 		return cmp.Or(cmp.Compare(b.Bytes, a.Bytes), strings.Compare(a.Name, b.Name))
 	})
-	return causes[:min(len(causes), mostCauses)]
+	return causes[:min(len(causes), maxCauses)]
 }
 
 // sentBytes are those of TCP, as the driver got them if that was counted.
-func (p *Proof) sentBytes() (n uint64) {
+func (p *Report) sentBytes() (n uint64) {
 	at := Driver
 	if p.NoDriver != "" {
 		at = Sent
@@ -253,7 +253,7 @@ func (p *Proof) sentBytes() (n uint64) {
 }
 
 // cut is for packets that are large before the driver and not at it.
-func (s *scene) cut() Cause {
+func (s *evidence) cut() Cause {
 	c := Cause{
 		Name:   "cut",
 		Detail: fmt.Sprintf("the kernel cuts packets before the driver: the interface takes at most %s", sizesOf(s.Sizes)),
@@ -280,7 +280,7 @@ type limit struct {
 }
 
 // cause finds why a flow's packets are not larger.
-func (s *scene) cause(f *flow) Cause {
+func (s *evidence) cause(f *flow) Cause {
 	if f.sent && f.socket == nil && !s.locals[f.source.Addr()] {
 		return Cause{
 			Name:   "forwarded",
@@ -294,7 +294,7 @@ func (s *scene) cause(f *flow) Cause {
 	return s.sentCause(f)
 }
 
-func (s *scene) sentCause(f *flow) Cause {
+func (s *evidence) sentCause(f *flow) Cause {
 	base := s.base(f)
 	if f.socket == nil {
 		if f.NearlyBytes*2 >= f.Bytes {
@@ -372,11 +372,11 @@ func variedCause(f *flow) Cause {
 }
 
 // base is what bounds packets if nothing of the connection does.
-func (s *scene) base(f *flow) limit {
+func (s *evidence) base(f *flow) limit {
 	size := gsoSize(s.Sizes, f.family)
 	l := limit{size: netif.Legacy}
 	switch {
-	case isTunnel(s.Kind):
+	case netif.IsTunnel(s.Kind):
 		l.cause = Cause{
 			Name:   "tunnel",
 			Detail: fmt.Sprintf("%s is a tunnel (%s): what it wraps is to fit into a packet of %d bytes", s.Name, s.Kind, netif.Legacy),
@@ -398,7 +398,7 @@ func (s *scene) base(f *flow) limit {
 	return l
 }
 
-func (s *scene) off(detail, name string) Cause {
+func (s *evidence) off(detail, name string) Cause {
 	return Cause{Name: "off", Detail: detail, Hint: "sockeye bigtcp apply " + name}
 }
 
@@ -409,14 +409,8 @@ func familyText(f Family) string {
 	return "IPv6"
 }
 
-func isTunnel(kind string) bool {
-	return slices.Contains([]string{
-		"vxlan", "geneve", "gre", "gretap", "erspan", "ip6gre", "ip6gretap", "ip6erspan", "ipip", "sit", "ip6tnl", "vti", "vti6", "xfrm", "wireguard",
-	}, kind)
-}
-
 // receivedCause is for what the interface receives.
-func (s *scene) receivedCause(f *flow) Cause {
+func (s *evidence) receivedCause(f *flow) Cause {
 	if f.Largest > netif.Legacy {
 		return variedCause(f)
 	}
@@ -458,10 +452,10 @@ func (s *scene) receivedCause(f *flow) Cause {
 }
 
 // isVirtual tells whether packets come as another interface of this host sent them.
-func (s *scene) isVirtual() bool { return s.Kind != "" || s.Name == "lo" }
+func (s *evidence) isVirtual() bool { return s.Kind != "" || s.Name == "lo" }
 
 // notes are what else is to be known to read the proof.
-func (p *Proof) notes(before *netif.Interface, refused tooBig) []string {
+func (p *Report) notes(before *netif.Interface, refused tooBigCounters) []string {
 	notes := []string{}
 	var other, all uint64
 	for _, c := range p.Counts {
@@ -501,10 +495,10 @@ const lossHint = "look for loss on the path (nstat TcpRetransSegs)"
 const jumbogramText = "kernels before 2026 mark large IPv6 packets by a header of 8 bytes, and count it when they forward them, so that those whose segments fill the MTU are lost; turn BIG TCP for IPv6 off where these packets begin or are joined, or make the MTU of the way out larger by 8"
 
 // tooBig are IPv6 packets that were refused for their size, in a namespace.
-type tooBig struct{ byUs, byOthers uint64 }
+type tooBigCounters struct{ byUs, byOthers uint64 }
 
 // readTooBig reads the counters. It runs in the namespace.
-func readTooBig() (n tooBig, err error) {
+func readTooBig() (n tooBigCounters, err error) {
 	text, err := os.ReadFile("/proc/thread-self/net/snmp6")
 	if errors.Is(err, os.ErrNotExist) {
 		return n, nil // a kernel without IPv6

@@ -60,7 +60,7 @@ func attachClsact(index int, ingress, egress *ebpf.Program) (_ *clsact, err erro
 		}
 		err = handle.FilterAdd(&netlink.BpfFilter{
 			FilterAttrs: netlink.FilterAttrs{
-				LinkIndex: index, Parent: clsactParents[i], Priority: firstPriority(filters), Protocol: unix.ETH_P_ALL,
+				LinkIndex: index, Parent: clsactParents[i], Priority: freePriority(filters), Protocol: unix.ETH_P_ALL,
 			},
 			Fd: program.FD(), Name: c.name, DirectAction: true,
 		})
@@ -72,7 +72,7 @@ func attachClsact(index int, ingress, egress *ebpf.Program) (_ *clsact, err erro
 }
 
 // firstPriority is the first that is free, or has filters of our kind.
-func firstPriority(filters []netlink.Filter) uint16 {
+func freePriority(filters []netlink.Filter) uint16 {
 	for priority := uint16(1); ; priority++ {
 		taken := slices.ContainsFunc(filters, func(f netlink.Filter) bool {
 			a := f.Attrs()
@@ -113,7 +113,7 @@ func (c *clsact) addQdisc() error {
 	}
 	for _, q := range qdiscs {
 		if q.Type() == "ingress" {
-			return netif.Refuse(netif.KindConflict, "replace it by clsact, which has its place and egress too; Linux 6.6 needs neither",
+			return netif.NewError(netif.KindConflict, "replace it by clsact, which has its place and egress too; Linux 6.6 needs neither",
 				"count packets: the interface has a queueing discipline ingress, beside which nothing can be put")
 		}
 	}
@@ -132,7 +132,7 @@ func (c *clsact) removeStale() error {
 			return err
 		}
 		for _, f := range filters {
-			owner, isOurs := verifierOf(f)
+			owner, isOurs := filterOwner(f)
 			if !isOurs {
 				continue
 			}
@@ -150,7 +150,7 @@ func (c *clsact) removeStale() error {
 }
 
 // verifierOf tells who made a filter, if it is one of ours.
-func verifierOf(f netlink.Filter) (owner string, ok bool) {
+func filterOwner(f netlink.Filter) (owner string, ok bool) {
 	b, ok := f.(*netlink.BpfFilter)
 	if !ok {
 		return "", false

@@ -16,6 +16,6 @@ type Options struct {
 }
 
 // VerifyWith is Verify with options.
-func RunWith(ctx context.Context, n *netif.Network, name string, during time.Duration, o Options) (*Proof, error) {
+func RunWith(ctx context.Context, n *netif.Namespace, name string, during time.Duration, o Options) (*Report, error) {
 	return run(ctx, n, name, during, options{clsact: o.Clsact, noDriver: o.NoDriver, attached: o.Attached})
 }

@@ -21,11 +21,11 @@ import (
 )
 
 // VerifyLongest is the longest that Verify counts.
-const Longest = 10 * time.Minute
+const MaxDuration = 10 * time.Minute
 
 // Proof is what was seen of an interface's packets. Bytes are those of IP packets;
 // large ones have more than Legacy.
-type Proof struct {
+type Report struct {
 	Netns       string        `json:"netns,omitempty"` // path; "" for that of the caller
 	Interface   string        `json:"interface"`
 	Index       int           `json:"index"`
@@ -107,13 +107,13 @@ type options struct {
 // until ctx ends, and finds out why those of TCP are not larger. It needs CAP_BPF,
 // CAP_NET_ADMIN and, for what the driver gets, CAP_PERFMON. An interface that
 // vanishes meanwhile is an [Error] of KindConflict.
-func Run(ctx context.Context, n *netif.Network, name string, during time.Duration) (*Proof, error) {
+func Run(ctx context.Context, n *netif.Namespace, name string, during time.Duration) (*Report, error) {
 	return run(ctx, n, name, during, options{})
 }
 
-func run(ctx context.Context, n *netif.Network, name string, during time.Duration, o options) (_ *Proof, err error) {
-	if during <= 0 || during > Longest {
-		return nil, netif.Refuse(netif.KindUsage, "at most "+Longest.String(), "count packets for %v", during)
+func run(ctx context.Context, n *netif.Namespace, name string, during time.Duration, o options) (_ *Report, err error) {
+	if during <= 0 || during > MaxDuration {
+		return nil, netif.NewError(netif.KindUsage, "at most "+MaxDuration.String(), "count packets for %v", during)
 	}
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
@@ -130,7 +130,7 @@ func run(ctx context.Context, n *netif.Network, name string, during time.Duratio
 	if err := n.Do(func() error { return v.attach(o) }); err != nil {
 		return nil, err
 	}
-	v.proof = Proof{
+	v.result = Report{
 		Netns: n.Path(), Interface: i.Name, Index: i.Index, Since: time.Now(),
 		Method: v.method, NoDriver: v.noDriver, Counts: []Count{}, Causes: []Cause{},
 	}
@@ -140,20 +140,20 @@ func run(ctx context.Context, n *netif.Network, name string, during time.Duratio
 	if err := v.watch(ctx, changes, during); err != nil {
 		return nil, err
 	}
-	return v.finish()
+	return v.report()
 }
 
 type verifier struct {
-	network  *netif.Network
+	network  *netif.Namespace
 	before   *netif.Interface // as it was at the beginning
-	proof    Proof
+	result   Report
 	counting *bpf.BigTCP
 	filters  *clsact // nil: attached by TCX
 	method   string
 	noDriver string
 	diag     *diag
-	rttLog   uint   // sysctl tcp_tso_rtt_log
-	refused  tooBig // at the beginning
+	rttLog   uint           // sysctl tcp_tso_rtt_log
+	refused  tooBigCounters // at the beginning
 	flows    map[bpf.BigTCPFlowKey]*flow
 }
 
@@ -203,7 +203,7 @@ func (v *verifier) attach(o options) error {
 		v.filters, err = attachClsact(v.before.Index, ingress, egress)
 	}
 	if errors.Is(err, unix.ENODEV) {
-		return v.gone()
+		return v.vanished()
 	}
 	if err != nil {
 		return fmt.Errorf("count packets of %s: %w", v.before.Name, err)
@@ -233,28 +233,28 @@ func groSize(s netif.Sizes, f Family) uint32 {
 	return s.GROIPv4
 }
 
-func (v *verifier) gone() error {
-	return netif.Refuse(netif.KindConflict, "", "interface %s has vanished from its network namespace while its packets were counted", v.before.Name)
+func (v *verifier) vanished() error {
+	return netif.NewError(netif.KindConflict, "", "interface %s has vanished from its network namespace while its packets were counted", v.before.Name)
 }
 
 // lookEverySockets is how often connections are looked at.
-const lookEverySockets = 500 * time.Millisecond
+const sampleInterval = 500 * time.Millisecond
 
 // watch looks at the connections until the time is over or ctx ends.
 func (v *verifier) watch(ctx context.Context, changes <-chan struct{}, during time.Duration) error {
 	end := time.NewTimer(during)
 	defer end.Stop()
-	look := time.NewTicker(lookEverySockets)
+	look := time.NewTicker(sampleInterval)
 	defer look.Stop()
 	for {
 		select {
 		case <-ctx.Done():
-			v.proof.Interrupted = true
-			return v.look()
+			v.result.Interrupted = true
+			return v.sampleFlows()
 		case <-end.C:
-			return v.look()
+			return v.sampleFlows()
 		case <-look.C:
-			if err := v.look(); err != nil {
+			if err := v.sampleFlows(); err != nil {
 				return err
 			}
 		case _, open := <-changes:
@@ -276,7 +276,7 @@ func (v *verifier) watch(ctx context.Context, changes <-chan struct{}, during ti
 func (v *verifier) link() (netlink.Link, error) {
 	l, err := netlink.LinkByIndex(v.before.Index)
 	if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing || errors.Is(err, unix.ENODEV) {
-		return nil, v.gone()
+		return nil, v.vanished()
 	}
 	if err != nil {
 		return nil, fmt.Errorf("look for interface %s: %w", v.before.Name, err)
@@ -285,25 +285,25 @@ func (v *verifier) link() (netlink.Link, error) {
 }
 
 // finish says what was seen.
-func (v *verifier) finish() (*Proof, error) {
-	p := &v.proof
+func (v *verifier) report() (*Report, error) {
+	p := &v.result
 	p.Seconds = time.Since(p.Since).Seconds()
 	counts, err := v.counting.Counts()
 	if err != nil {
 		return nil, err
 	}
-	after, err := v.after()
+	after, err := v.current()
 	if err != nil {
 		return nil, err
 	}
-	p.Sizes, p.Verdict = after.Sizes, netif.Judge(after, v.network.Support())
-	v.tell(&counts)
+	p.Sizes, p.Verdict = after.Sizes, after.Verdict(v.network.Support())
+	v.fillCounts(&counts)
 	locals, err := v.localAddresses()
 	if err != nil {
 		return nil, err
 	}
 	var inUse bool
-	var refused tooBig
+	var refused tooBigCounters
 	err = v.network.Do(func() (err error) {
 		inUse = hasQueues()
 		refused, err = readTooBig()
@@ -312,14 +312,14 @@ func (v *verifier) finish() (*Proof, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &scene{Interface: after, support: v.network.Support(), verdict: p.Verdict, locals: locals, queued: inUse}
-	p.Causes = s.why(slices.Collect(maps.Values(v.flows)), p)
-	p.Notes = p.notes(v.before, tooBig{refused.byUs - v.refused.byUs, refused.byOthers - v.refused.byOthers})
+	s := &evidence{Interface: after, support: v.network.Support(), verdict: p.Verdict, locals: locals, queued: inUse}
+	p.Causes = s.causes(slices.Collect(maps.Values(v.flows)), p)
+	p.Notes = p.notes(v.before, tooBigCounters{refused.byUs - v.refused.byUs, refused.byOthers - v.refused.byOthers})
 	return p, nil
 }
 
 // after is the interface as it is now, under whatever name.
-func (v *verifier) after() (*netif.Interface, error) {
+func (v *verifier) current() (*netif.Interface, error) {
 	all, err := v.network.Interfaces()
 	if err != nil {
 		return nil, err
@@ -329,12 +329,12 @@ func (v *verifier) after() (*netif.Interface, error) {
 			return &all[i], nil
 		}
 	}
-	return nil, v.gone()
+	return nil, v.vanished()
 }
 
 // tell fills in the counts.
-func (v *verifier) tell(counts *[bpf.BigTCPPoints][bpf.BigTCPFamilies]bpf.BigTCPCounts) {
-	p := &v.proof
+func (v *verifier) fillCounts(counts *[bpf.BigTCPPoints][bpf.BigTCPFamilies]bpf.BigTCPCounts) {
+	p := &v.result
 	var tcp, large [bpf.BigTCPPoints]uint64
 	var over uint64
 	for point := range counts {

@@ -41,7 +41,7 @@ const verifyPatience = time.Minute
 
 // host is a network namespace with a name.
 type host struct {
-	*netif.Network
+	*netif.Namespace
 	t      testing.TB
 	path   string
 	kernel *netlink.Handle
@@ -50,7 +50,7 @@ type host struct {
 func newHost(t testing.TB, name string) *host {
 	t.Helper()
 	path := netiftest.NamedNetns(t, name)
-	h := &host{Network: netiftest.Open(t, path), t: t, path: path, kernel: netiftest.Kernel(t, path)}
+	h := &host{Namespace: netiftest.Open(t, path), t: t, path: path, kernel: netiftest.Kernel(t, path)}
 	h.up("lo")
 	return h
 }
@@ -179,19 +179,19 @@ func (c *connection) send(bytes, write int) {
 }
 
 // prove verifies an interface while f runs.
-func prove(t testing.TB, h *host, name string, o verify.Options, f func()) *verify.Proof {
+func prove(t testing.TB, h *host, name string, o verify.Options, f func()) *verify.Report {
 	t.Helper()
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
 	attached := make(chan struct{})
 	o.Attached = func() { close(attached) }
 	type outcome struct {
-		*verify.Proof
+		*verify.Report
 		error
 	}
 	done := make(chan outcome, 1)
 	go func() {
-		p, err := verify.RunWith(ctx, h.Network, name, verify.Longest, o)
+		p, err := verify.RunWith(ctx, h.Namespace, name, verify.MaxDuration, o)
 		done <- outcome{p, err}
 	}()
 	select {
@@ -206,7 +206,7 @@ func prove(t testing.TB, h *host, name string, o verify.Options, f func()) *veri
 	if !o2.Interrupted {
 		t.Error("it is not told that the proof was interrupted")
 	}
-	return o2.Proof
+	return o2.Report
 }
 
 // needs skips a test of a family that the kernel has no sizes for.
@@ -235,7 +235,7 @@ var method = sync.OnceValue(func() string {
 	return "tcx"
 })
 
-func shareOf(t testing.TB, p *verify.Proof) float64 {
+func shareOf(t testing.TB, p *verify.Report) float64 {
 	t.Helper()
 	if p.Share == nil {
 		t.Fatalf("no share: %s", text(t, p))
@@ -243,7 +243,7 @@ func shareOf(t testing.TB, p *verify.Proof) float64 {
 	return *p.Share
 }
 
-func text(t testing.TB, p *verify.Proof) string {
+func text(t testing.TB, p *verify.Report) string {
 	t.Helper()
 	short := *p
 	short.Counts = slices.Clone(p.Counts)
@@ -256,7 +256,7 @@ func text(t testing.TB, p *verify.Proof) string {
 }
 
 // first is the first cause, which is to have a name and a share.
-func first(t testing.TB, p *verify.Proof, name string, least float64) {
+func first(t testing.TB, p *verify.Report, name string, least float64) {
 	t.Helper()
 	if len(p.Causes) == 0 || p.Causes[0].Name != name || p.Causes[0].Share < least {
 		t.Errorf("want %s for %.0f %% of the bytes, got %s", name, 100*least, text(t, p))
@@ -306,7 +306,7 @@ func TestVerifyStreams(t *testing.T) {
 }
 
 // checkCounts adds up what was counted.
-func checkCounts(t testing.TB, p *verify.Proof, sends bool, address string) {
+func checkCounts(t testing.TB, p *verify.Report, sends bool, address string) {
 	t.Helper()
 	family, data := verify.TCP4, verify.Received
 	if netip.MustParseAddr(address).Is6() {
@@ -576,7 +576,7 @@ func TestVerifyVanishes(t *testing.T) {
 		} {
 			t.Run(fmt.Sprintf("%s, clsact %v", name, clsact), func(t *testing.T) {
 				a, _ := pair(t)
-				_, err := verify.RunWith(t.Context(), a.Network, "va", time.Minute, verify.Options{Clsact: clsact, Attached: func() { must(t, vanish(t, a)) }})
+				_, err := verify.RunWith(t.Context(), a.Namespace, "va", time.Minute, verify.Options{Clsact: clsact, Attached: func() { must(t, vanish(t, a)) }})
 				var refused *netif.Error
 				if !errors.As(err, &refused) || refused.Kind != netif.KindConflict || !strings.Contains(err.Error(), "va has vanished") {
 					t.Errorf("error %v", err)
@@ -601,7 +601,7 @@ func TestVerifyVanishes(t *testing.T) {
 // TestVerifyRefuses what makes no sense, and who may not.
 func TestVerifyRefuses(t *testing.T) {
 	n := netiftest.Open(t, "")
-	for _, during := range []time.Duration{0, -1, verify.Longest + 1} {
+	for _, during := range []time.Duration{0, -1, verify.MaxDuration + 1} {
 		_, err := verify.Run(t.Context(), n, "lo", during)
 		var refused *netif.Error
 		if !errors.As(err, &refused) || refused.Kind != netif.KindUsage {

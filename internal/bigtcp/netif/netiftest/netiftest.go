@@ -80,9 +80,9 @@ func InNewNetns(t testing.TB, f func() error) {
 }
 
 // network opens a namespace, "" for that of the tests.
-func Open(t testing.TB, path string) *netif.Network {
+func Open(t testing.TB, path string) *netif.Namespace {
 	t.Helper()
-	n, err := netif.OpenNetwork(path)
+	n, err := netif.OpenNamespace(path)
 	if err != nil {
 		t.Fatal(err)
 	}

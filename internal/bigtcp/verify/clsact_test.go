@@ -262,7 +262,7 @@ func TestVerifyClsactConflict(t *testing.T) {
 	must(t, a.kernel.QdiscAdd(&netlink.Ingress{QdiscAttrs: netlink.QdiscAttrs{
 		LinkIndex: a.link("va").Attrs().Index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_INGRESS,
 	}}))
-	_, err := verify.RunWith(t.Context(), a.Network, "va", time.Second, verify.Options{Clsact: true})
+	_, err := verify.RunWith(t.Context(), a.Namespace, "va", time.Second, verify.Options{Clsact: true})
 	var refused *netif.Error
 	if !errors.As(err, &refused) || refused.Kind != netif.KindConflict || refused.Hint == "" {
 		t.Errorf("error %v", err)
@@ -284,7 +284,7 @@ func TestVerifyLeavesNothing(t *testing.T) {
 	}
 	verify := func() {
 		for _, clsact := range []bool{false, true} {
-			_, err := verify.RunWith(t.Context(), a.Network, "va", time.Millisecond, verify.Options{Clsact: clsact})
+			_, err := verify.RunWith(t.Context(), a.Namespace, "va", time.Millisecond, verify.Options{Clsact: clsact})
 			must(t, err)
 		}
 	}

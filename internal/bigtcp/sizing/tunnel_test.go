@@ -10,14 +10,14 @@ import (
 	"sockeye/internal/bigtcp/netif/netiftest"
 )
 
-// TestSmallTunnel never has a tunnel that damages large packets send them, itself or
+// TestLegacyTunnel never has a tunnel that damages large packets send them, itself or
 // below a bridge.
-func TestSmallTunnel(t *testing.T) {
+func TestLegacyTunnel(t *testing.T) {
 	both := netif.Support{IPv6: true, IPv4: true}
 	legacy := netiftest.Sizes(netif.Legacy, netif.Legacy, netif.Legacy, netif.Legacy)
-	tunnel := netif.Interface{Index: 2, Name: "vx0", Kind: "vxlan", TSOMaxSize: netif.Most, Sizes: legacy, LegacyTunnel: true}
-	bridge := netif.Interface{Index: 3, Name: "br0", Kind: "bridge", TSOMaxSize: netif.Most, Sizes: legacy, Related: []netif.Related{
-		{Relation: netif.Lower, Index: 2, Name: "vx0", Kind: "vxlan", TSOMaxSize: netif.Most, Sizes: legacy, LegacyTunnel: true},
+	tunnel := netif.Interface{Index: 2, Name: "vx0", Kind: "vxlan", TSOMaxSize: netif.MaxSize, Sizes: legacy, LegacyTunnel: true}
+	bridge := netif.Interface{Index: 3, Name: "br0", Kind: "bridge", TSOMaxSize: netif.MaxSize, Sizes: legacy, Related: []netif.Related{
+		{Relation: netif.Lower, Index: 2, Name: "vx0", Kind: "vxlan", TSOMaxSize: netif.MaxSize, Sizes: legacy, LegacyTunnel: true},
 	}}
 	ifaces := []netif.Interface{tunnel, bridge}
 	for _, name := range []string{"vx0", "br0"} {
@@ -27,11 +27,11 @@ func TestSmallTunnel(t *testing.T) {
 		}
 	}
 	for _, i := range ifaces {
-		if v := netif.Judge(&i, both); v.State != netif.Impossible {
+		if v := i.Verdict(both); v.State != netif.Impossible {
 			t.Errorf("%s is %s: %s", i.Name, v.State, v.Text)
 		}
 	}
-	if tunnel.LegacyTunnel = false; netif.Judge(&tunnel, both).State != netif.Off {
+	if tunnel.LegacyTunnel = false; tunnel.Verdict(both).State != netif.Off {
 		t.Error("a tunnel that takes large packets is refused")
 	}
 }

@@ -58,7 +58,7 @@ func processNetns(t testing.TB) string {
 	return fmt.Sprintf("/proc/%d/ns/net", cmd.Process.Pid)
 }
 
-func TestOpenNetwork(t *testing.T) {
+func TestOpenNamespace(t *testing.T) {
 	path := netiftest.NamedNetns(t, "first")
 	other := netiftest.NamedNetns(t, "second")
 	own, first, again, second := netiftest.Open(t, ""), netiftest.Open(t, path), netiftest.Open(t, path), netiftest.Open(t, other)
@@ -70,14 +70,14 @@ func TestOpenNetwork(t *testing.T) {
 	}
 }
 
-func TestOpenNetworkRefuses(t *testing.T) {
+func TestOpenNamespaceRefuses(t *testing.T) {
 	dir := t.TempDir()
 	fifo := filepath.Join(dir, "fifo")
 	if err := unix.Mkfifo(fifo, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	for _, path := range []string{"/no/such", dir, fifo, "/dev/null", "/proc/self/ns/mnt", "/etc/passwd", "\x00"} {
-		n, err := netif.OpenNetwork(path)
+		n, err := netif.OpenNamespace(path)
 		var e *netif.Error
 		if !errors.As(err, &e) || e.Kind != netif.KindUsage || e.Hint == "" {
 			t.Errorf("%q gives %v, %v", path, n, err)
@@ -85,13 +85,13 @@ func TestOpenNetworkRefuses(t *testing.T) {
 	}
 }
 
-func TestOpenNetworkWithoutRights(t *testing.T) {
+func TestOpenNamespaceWithoutRights(t *testing.T) {
 	path := netiftest.NamedNetns(t, "locked")
 	testenv.WithoutRights(t, func() {
-		if n, err := netif.OpenNetwork(path); !errors.Is(err, fs.ErrPermission) {
+		if n, err := netif.OpenNamespace(path); !errors.Is(err, fs.ErrPermission) {
 			t.Errorf("another namespace gives %v, %v", n, err)
 		}
-		own, err := netif.OpenNetwork("")
+		own, err := netif.OpenNamespace("")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -130,13 +130,13 @@ func TestDo(t *testing.T) {
 	}
 }
 
-func TestNetworkPaths(t *testing.T) {
+func TestNamedNamespaces(t *testing.T) {
 	b, a := netiftest.NamedNetns(t, "b"), netiftest.NamedNetns(t, "a")
 	if err := os.WriteFile(filepath.Join(netiftest.NamedDir, "none"), nil, 0o444); err != nil {
 		t.Fatal(err)
 	}
 	defer os.Remove(filepath.Join(netiftest.NamedDir, "none"))
-	paths, err := netif.NetworkPaths()
+	paths, err := netif.NamedNamespaces()
 	if err != nil || !slices.Equal(paths, []string{a, b}) {
 		t.Errorf("got %v, %v", paths, err)
 	}

@@ -28,7 +28,7 @@ var (
 type changeHost struct {
 	*Store
 	*testing.T
-	network *netif.Network
+	network *netif.Namespace
 	state   string
 }
 
@@ -46,9 +46,9 @@ func newChangeHost(t *testing.T) *changeHost {
 	return h
 }
 
-func openTestNetwork(t *testing.T, path string) *netif.Network {
+func openTestNetwork(t *testing.T, path string) *netif.Namespace {
 	t.Helper()
-	n, err := netif.OpenNetwork(path)
+	n, err := netif.OpenNamespace(path)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -15,44 +15,43 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Network is a network namespace, by sockets that were opened in it. Its methods
-// may be called from several goroutines.
-type Network struct {
+// Namespace is an open network namespace. Its methods are safe for concurrent use.
+type Namespace struct {
 	path  string
-	netns *os.File // nil for the caller's own
+	netns *os.File // nil for the namespace of the caller
 	id    uint64
 	has   Support
 	rtnl  *nl.SocketHandle
 }
 
-// OpenNetwork opens the network namespace of a path, as in /run/netns/NAME; "" is
-// the caller's own. Another one needs CAP_SYS_ADMIN. What is no network namespace
-// is an [Error] of KindUsage.
-func OpenNetwork(path string) (*Network, error) {
+// OpenNamespace opens the network namespace at a path, as in /run/netns/NAME; "" is
+// the namespace of the caller. Another namespace needs CAP_SYS_ADMIN. A path without a
+// network namespace is an [Error] of KindUsage.
+func OpenNamespace(path string) (*Namespace, error) {
 	if path == "" {
-		return openNetwork("", nil)
+		return openNamespace("", nil)
 	}
-	// A FIFO that is named by mistake must not be waited for.
+	// O_NONBLOCK keeps a FIFO that is named by mistake from blocking.
 	netns, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if errors.Is(err, fs.ErrPermission) {
 		return nil, fmt.Errorf("open network namespace: %w", err)
 	}
 	if err != nil {
-		return nil, Refuse(KindUsage, namedHint, "open network namespace: %w", err)
+		return nil, NewError(KindUsage, namedHint, "open network namespace: %w", err)
 	}
 	kind, err := unix.IoctlRetInt(int(netns.Fd()), unix.NS_GET_NSTYPE)
 	if err != nil || kind != unix.CLONE_NEWNET {
 		netns.Close()
-		return nil, Refuse(KindUsage, namedHint, "open network namespace: %s is none", path)
+		return nil, NewError(KindUsage, namedHint, "open network namespace: %s is not a network namespace", path)
 	}
-	return openNetwork(path, netns)
+	return openNamespace(path, netns)
 }
 
-const namedHint = "name one by its path, as in /run/netns/NAME"
+const namedHint = "give the path of a network namespace, as in /run/netns/NAME"
 
-// openNetwork takes netns, and closes it if it fails.
-func openNetwork(path string, netns *os.File) (*Network, error) {
-	n := &Network{path: path, netns: netns}
+// openNamespace takes ownership of netns, also if it fails.
+func openNamespace(path string, netns *os.File) (*Namespace, error) {
+	n := &Namespace{path: path, netns: netns}
 	if err := n.Do(n.open); err != nil {
 		if netns != nil {
 			netns.Close()
@@ -67,12 +66,12 @@ func openNetwork(path string, netns *os.File) (*Network, error) {
 	return n, nil
 }
 
-func (n *Network) open() error {
+func (n *Namespace) open() error {
 	socket, err := nl.Subscribe(unix.NETLINK_ROUTE)
 	if err != nil {
 		return fmt.Errorf("open route socket: %w", err)
 	}
-	// They only remember it.
+	// These calls only store the timeout.
 	_ = socket.SetSendTimeout(&nl.SocketTimeoutTv)
 	_ = socket.SetReceiveTimeout(&nl.SocketTimeoutTv)
 	n.id, err = namespaceID(socket.GetFd())
@@ -87,6 +86,8 @@ func (n *Network) open() error {
 	return nil
 }
 
+// namespaceID returns the cookie of a socket's network namespace (SO_NETNS_COOKIE), or
+// the inode of the thread's before Linux 5.14.
 func namespaceID(socket int) (uint64, error) {
 	id, err := unix.GetsockoptUint64(socket, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
 	if !errors.Is(err, unix.ENOPROTOOPT) {
@@ -97,15 +98,16 @@ func namespaceID(socket int) (uint64, error) {
 	return stat.Ino, err
 }
 
-// Path is what the namespace was opened by; "" for the caller's own.
-func (n *Network) Path() string { return n.path }
+// Path returns the path with which the namespace was opened; "" for that of the
+// caller.
+func (n *Namespace) Path() string { return n.path }
 
-// ID tells the namespace from others of this life of the host: its cookie
-// (SO_NETNS_COOKIE), or before Linux 5.14 its inode.
-func (n *Network) ID() uint64 { return n.id }
+// ID identifies the namespace until the next boot: its cookie (SO_NETNS_COOKIE), or
+// before Linux 5.14 its inode.
+func (n *Namespace) ID() uint64 { return n.id }
 
-// Close closes the sockets.
-func (n *Network) Close() error {
+// Close releases the sockets and the namespace.
+func (n *Namespace) Close() error {
 	n.rtnl.Close()
 	if n.netns == nil {
 		return nil
@@ -113,8 +115,8 @@ func (n *Network) Close() error {
 	return n.netns.Close()
 }
 
-// Do runs f with the thread in the namespace.
-func (n *Network) Do(f func() error) error {
+// Do calls f on a thread that is in the namespace.
+func (n *Namespace) Do(f func() error) error {
 	if n.netns == nil {
 		return f()
 	}
@@ -122,7 +124,7 @@ func (n *Network) Do(f func() error) error {
 	home, err := os.Open("/proc/thread-self/ns/net")
 	if err != nil {
 		runtime.UnlockOSThread()
-		return fmt.Errorf("remember network namespace: %w", err)
+		return fmt.Errorf("open the thread's network namespace: %w", err)
 	}
 	defer home.Close()
 	if err := unix.Setns(int(n.netns.Fd()), unix.CLONE_NEWNET); err != nil {
@@ -130,7 +132,7 @@ func (n *Network) Do(f func() error) error {
 		return fmt.Errorf("enter network namespace %s: %w", n.path, err)
 	}
 	err = f()
-	// A thread that cannot come back stays locked, and ends with its goroutine.
+	// A thread that cannot return stays locked and ends with its goroutine.
 	if back := unix.Setns(int(home.Fd()), unix.CLONE_NEWNET); back != nil {
 		back = fmt.Errorf("leave network namespace %s: %w", n.path, back)
 		if err != nil {
@@ -142,18 +144,19 @@ func (n *Network) Do(f func() error) error {
 	return err
 }
 
-// request is a message to the kernel's routing sockets, in the namespace.
-func (n *Network) request(kind, flags int) *nl.NetlinkRequest {
+// request returns a request on the rtnetlink socket of the namespace.
+func (n *Namespace) request(kind, flags int) *nl.NetlinkRequest {
 	r := nl.NewNetlinkRequest(kind, flags)
 	r.Sockets = map[int]*nl.SocketHandle{unix.NETLINK_ROUTE: n.rtnl}
 	return r
 }
 
-// namedDirs are where ip-netns(8) names namespaces; mostly both are one.
+// namedDirs are the directories of ip-netns(8). Usually one is a link to the other.
 var namedDirs = []string{"/run/netns", "/var/run/netns"}
 
-// NetworkPaths lists the network namespaces that have names, each once.
-func NetworkPaths() ([]string, error) {
+// NamedNamespaces returns the sorted paths of the network namespaces with a name of
+// ip-netns(8), each namespace once.
+func NamedNamespaces() ([]string, error) {
 	var paths []string
 	seen := map[uint64]bool{}
 	for _, dir := range namedDirs {
@@ -173,7 +176,8 @@ func NetworkPaths() ([]string, error) {
 	return paths, nil
 }
 
-// namespaceInode is the inode of the namespace at a path; false if there is none.
+// namespaceInode returns the inode of the namespace at a path, or false if there is
+// none.
 func namespaceInode(path string) (uint64, bool) {
 	var fs unix.Statfs_t
 	var stat unix.Stat_t
