@@ -347,12 +347,12 @@ func TestBigTCPChangedSince(t *testing.T) {
 		}
 	}
 	for _, args := range []string{"plan cli0 --ipv6 200KB", "apply cli0 --ipv6 200KB"} {
-		h.refuses(5, "somebody else has changed cli0 since: gso_max_size 100000 instead of 192000", "--force sets it all the same; what it had before is kept", args)
+		h.refuses(5, "the sizes of cli0 were changed by somebody else: gso_max_size 100000 instead of 192000", "--force overwrites them; its previous sizes stay recorded", args)
 	}
 	h.has("cli0", 100000, 192000, 192000, 192000)
 
 	// The others go back all the same.
-	message, hint := "somebody else has changed since: cli0 (gso_max_size 100000 instead of 192000)", "--force gives back all the same what was there before"
+	message, hint := "sizes changed by somebody else: cli0 (gso_max_size 100000 instead of 192000)", "--force restores the previous sizes"
 	r := h.bigtcp("revert")
 	if r.code != 5 || !strings.Contains(r.out, "1 interface taken back\n") || !strings.Contains(r.out, "left, since somebody else has set other sizes: cli0\n") || r.err != "sockeye: "+message+"\nhint: "+hint+"\n" {
 		t.Errorf("%+v", r)
@@ -379,7 +379,7 @@ func TestBigTCPOfThePolicy(t *testing.T) {
 	h.setBy(sizing.ByCommand, 185000, "cli1")
 	h.setBy(sizing.ByCommand, 185000, "cli2")
 	for _, args := range []string{"plan cli0 --ipv6 off", "apply cli0 --ipv6 off", "apply cli2 cli0"} {
-		h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; what it had before is kept", args)
+		h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; its previous sizes stay recorded", args)
 	}
 	h.refuses(5, "cli0 was set by the agent, for its policy", "take it out of the policy file and run sockeye apply, or use --force", "revert cli0")
 	h.refuses(5, "cli0 was set by the agent, for its policy", "take it out of the policy file and run sockeye apply, or use --force", "revert cli2 cli0")
@@ -417,8 +417,8 @@ func TestBigTCPBesideAgent(t *testing.T) {
 	h.write("policy.yaml", "bigtcp:\n  - {interface: cli0, ipv6: 192KB, ipv4: 192KB}\n")
 	h.start()
 	h.eventually("the agent sets what its policy says", func() bool { return h.sizes("cli0") == [4]int{192000, 192000, 192000, 192000} })
-	h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; what it had before is kept", "apply cli0 --ipv4 off")
-	h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; what it had before is kept", "apply --policy DIR/policy.yaml")
+	h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; its previous sizes stay recorded", "apply cli0 --ipv4 off")
+	h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; its previous sizes stay recorded", "apply --policy DIR/policy.yaml")
 	h.refuses(5, "cli0 was set by the agent, for its policy", "take it out of the policy file and run sockeye apply, or use --force", "revert cli0")
 	h.has("cli0", 192000)
 	if r := h.bigtcp("apply cli1"); r.code != 0 {
@@ -632,7 +632,7 @@ func TestBigTCPRefusals(t *testing.T) {
 		code          int
 		message, hint string
 	}{
-		{"DIR/file", 2, "state directory DIR/file is no folder", ""},
+		{"DIR/file", 2, "state directory DIR/file is not a directory", ""},
 		{"/proc/nosuch", 1, "create state directory: mkdir /proc/nosuch: no such file or directory", ""},
 		{"", 2, "no state directory", ""},
 	} {
@@ -678,7 +678,7 @@ func TestBigTCPWithoutRights(t *testing.T) {
 	if err := os.Mkdir(h.state, 0o500); err != nil {
 		t.Fatal(err)
 	}
-	h.isFailure(limited(unix.CAP_DAC_OVERRIDE, "apply cli1 -o json"), 4, "create folder of records: mkdir DIR/state/bigtcp: permission denied",
+	h.isFailure(limited(unix.CAP_DAC_OVERRIDE, "apply cli1 -o json"), 4, "create directory of records: mkdir DIR/state/bigtcp: permission denied",
 		"run as root, or with the capabilities that sockeye doctor names")
 	h.has("cli1", 65536)
 }

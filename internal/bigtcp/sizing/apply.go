@@ -13,14 +13,15 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// job is a step, and what is remembered of its interface.
+// job is a step and the record of its interface.
 type job struct {
 	step
-	old    *Record // nil if there is none yet
-	record *Record // nil if nothing is to be remembered
+	old    *Record // nil if there is none
+	record *Record // nil if nothing is to be recorded
 }
 
-// Plan says what Apply would do, and fails as it would.
+// Plan returns the changes that Apply would make, or the error that Apply would
+// return.
 func (s *Store) Plan(n *netif.Namespace, owner Owner, targets []Target, force bool) ([]Change, error) {
 	d, err := s.open()
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -36,16 +37,16 @@ func (s *Store) Plan(n *netif.Namespace, owner Owner, targets []Target, force bo
 	return changes(n, stepsOf(jobs)), nil
 }
 
-// Apply sets the targets and the devices below them to what is wanted, all of them
-// or none, and remembers what they had. It returns the changes in the order in which
-// they were made, with the interfaces that had the sizes already: these are not
-// remembered, since there is nothing to take back.
+// Apply gives the targets and their lower interfaces their sizes, all of them or none,
+// and records the previous sizes. It returns the changes in the order in which they
+// were made, with the interfaces that had their sizes already; these have no record,
+// because there is nothing to revert.
 //
-// KindConflict if the sizes of an interface were changed by somebody else since they
-// were set, or if another owner has it, unless force; and if another process works
-// with the store for too long. KindUsage and KindUnsupported are those of
-// [Plan]. A family that a policy does not ask for any more goes back to what
-// it was; for other owners it stays.
+// Returns KindConflict if the sizes of an interface are not those of its record any
+// more, or if the record has another owner, unless force is set, and if another
+// process holds the lock of the store for too long. KindUsage and KindUnsupported are
+// those of [Plan]. A family that a policy does not request any more is reverted; for
+// other owners it does not change.
 func (s *Store) Apply(n *netif.Namespace, owner Owner, targets []Target, force bool) ([]Change, error) {
 	d, err := s.create()
 	if err != nil {
@@ -73,8 +74,7 @@ func stepsOf(jobs []job) []step {
 	return steps
 }
 
-// prepare plans, and says what is to be remembered. There is nothing remembered yet
-// if d is nil.
+// prepare plans the steps and makes the new records. d is nil if there are no records.
 func prepare(d *folder, n *netif.Namespace, owner Owner, targets []Target, force bool) ([]job, error) {
 	ifaces, err := n.Interfaces()
 	if err != nil {
@@ -123,7 +123,8 @@ func prepare(d *folder, n *netif.Namespace, owner Owner, targets []Target, force
 	return jobs, nil
 }
 
-// about finds the records of the targets and of what is below them, by index.
+// recordsOf returns the records of the targets and of their lower interfaces, by
+// index.
 func (d *folder) recordsOf(n *netif.Namespace, ifaces []netif.Interface, targets []Target) (map[int]*Record, error) {
 	records := map[int]*Record{}
 	for _, t := range targets {
@@ -153,15 +154,16 @@ func (d *folder) recordsOf(n *netif.Namespace, ifaces []netif.Interface, targets
 	return records, nil
 }
 
-// giveUp takes families back that are not asked for any more, unless the device has
-// them for others above it, which are not asked for now.
+// restoreUnwanted reverts the families that are not requested any more, unless the
+// interface has them for upper interfaces outside the plan.
 func (p *step) restoreUnwanted(r *Record) {
 	for _, index := range r.For {
 		if index != p.Index && !slices.Contains(p.upper, index) || index == p.Index && !p.requested {
 			return
 		}
 	}
-	// Who was killed may have given one up in the record alone.
+	// The process that restored the family may have been killed after it wrote the
+	// record.
 	unfinished := r.From != (netif.Sizes{})
 	if (r.Want.IPv6 != 0 || unfinished) && p.want.IPv6 == 0 && p.forUpper.IPv6 == 0 {
 		p.To.GSO, p.To.GRO = r.Before.GSO, r.Before.GRO
@@ -171,18 +173,18 @@ func (p *step) restoreUnwanted(r *Record) {
 	}
 }
 
-// allowed refuses what would be at the cost of somebody else.
+// checkOwner rejects a change of sizes that belong to another owner.
 func (j *job) checkOwner(owner Owner, force bool) error {
 	changed := j.From != j.To
 	switch {
 	case j.old == nil || force || !changed && !j.requested:
 		return nil
 	case j.old.Owner != owner:
-		return netif.NewError(netif.KindConflict, "force takes it over; what it had before is kept",
+		return netif.NewError(netif.KindConflict, "force takes it over; its previous sizes stay recorded",
 			"sizes of %s were set by %s", j.Interface, j.old.Owner.words())
 	case changed && !j.old.isOurs(j.From):
-		return netif.NewError(netif.KindConflict, "force sets it all the same; what it had before is kept",
-			"somebody else has changed %s since: %s", j.Interface, difference(j.old.Applied, j.From))
+		return netif.NewError(netif.KindConflict, "force overwrites them; its previous sizes stay recorded",
+			"the sizes of %s were changed by somebody else: %s", j.Interface, difference(j.old.Applied, j.From))
 	}
 	return nil
 }
@@ -197,13 +199,13 @@ func (o Owner) words() string {
 	return string(o)
 }
 
-// set tells sizes that the interface has had since it was recorded, unless somebody
-// else set them.
+// isOurs tells whether sizes are of this record: applied, from before, or those of an
+// interrupted change.
 func (r *Record) isOurs(now netif.Sizes) bool {
 	return now == r.Applied || now == r.Before || r.From != (netif.Sizes{}) && now == r.From
 }
 
-// difference says which sizes are not what they were.
+// difference lists the sizes that differ.
 func difference(was, is netif.Sizes) string {
 	var list []string
 	for _, f := range []struct {
@@ -222,8 +224,8 @@ func difference(was, is netif.Sizes) string {
 	return strings.Join(list, ", ")
 }
 
-// remember makes the record. An interface that had the sizes already gets none, and
-// one of another owner that needs no change stays that owner's.
+// makeRecord makes the new record. An interface that had its sizes already gets none,
+// and an interface of another owner that does not change keeps that record.
 func (j *job) makeRecord(n *netif.Namespace, boot string, owner Owner) {
 	changed := j.From != j.To
 	if j.old == nil && !changed || j.old != nil && j.old.Owner != owner && !changed && !j.requested {
@@ -258,7 +260,7 @@ func (j *job) makeRecord(n *netif.Namespace, boot string, owner Owner) {
 	j.record = &r
 }
 
-// merge takes from w what is wanted, and the rest from old.
+// merge adds the families of old that w does not request.
 func merge(w, old Want) Want {
 	if w.IPv6 == 0 {
 		w.IPv6 = old.IPv6
@@ -269,15 +271,15 @@ func merge(w, old Want) Want {
 	return w
 }
 
-// settled is the record when its sizes have been set.
+// completed returns the record after its sizes have been set.
 func (r *Record) completed() *Record {
 	s := *r
 	s.From = netif.Sizes{}
 	return &s
 }
 
-// run writes the records, sets the sizes, and notes that they are set. If one thing
-// fails, all is as before.
+// applyJobs writes the records, sets the sizes, and completes the records. If a step
+// fails, all steps are rolled back.
 func (d *folder) applyJobs(n *netif.Namespace, jobs []job) (err error) {
 	var written, set []job
 	defer func() {
@@ -324,15 +326,15 @@ func sameRecord(a, b *Record) bool {
 		a.Before == b.Before && a.Applied == b.Applied && a.From == b.From && slices.Equal(a.For, b.For)
 }
 
-// takeBack undoes what was done, the latest first: sizes, then records. A record of
-// which the interface could not be taken back stays.
+// rollBack reverts sizes and then records, the latest first. The record of an
+// interface whose sizes cannot be reverted is kept.
 func (d *folder) rollBack(n *netif.Namespace, written, set []job, why error) error {
 	stuck := map[int]bool{}
 	for _, j := range slices.Backward(set) {
 		d.before()
 		if err := n.Set(j.Index, j.From); err != nil && !isGone(err) {
 			stuck[j.Index] = true
-			why = fmt.Errorf("%w; and what was done before could not be taken back: %w", why, err)
+			why = fmt.Errorf("%w; and the change could not be rolled back: %w", why, err)
 		}
 	}
 	for _, j := range slices.Backward(written) {
@@ -344,7 +346,7 @@ func (d *folder) rollBack(n *netif.Namespace, written, set []job, why error) err
 			undo = func(*Record) error { return d.write(j.old, false) }
 		}
 		if err := undo(j.record); err != nil {
-			why = fmt.Errorf("%w; and what was done before could not be taken back: %w", why, err)
+			why = fmt.Errorf("%w; and the change could not be rolled back: %w", why, err)
 		}
 	}
 	return why

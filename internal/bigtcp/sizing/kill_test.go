@@ -22,7 +22,7 @@ import (
 	"sockeye/internal/bigtcp/netif/netiftest"
 )
 
-// childVariable makes the test binary a process that works with a store.
+// childVariable makes the test binary a process that has locked a store.
 const childVariable = "SOCKEYE_TEST_STORE"
 
 // childWork is what such a process does.
@@ -257,7 +257,7 @@ func TestTwoProcesses(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	who := fmt.Sprintf("process %d (%s) works with %s", cmd.Process.Pid, strings.TrimSpace(string(name)), h.dir)
+	who := fmt.Sprintf("process %d (%s) has locked %s", cmd.Process.Pid, strings.TrimSpace(string(name)), h.dir)
 	_, err = h.Apply(h.network, ByCommand, []Target{{"big0", Want{IPv6: netif.MaxSize}}}, false)
 	failsAs(t, err, netif.KindConflict)
 	if err.Error() != who {

@@ -15,16 +15,16 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// Target is an interface and what is wanted of it.
+// Target is an interface and the sizes that it is to get.
 type Target struct {
 	Interface string // name
 	Want      Want
 }
 
-// Plan says what has to be changed so that the targets have what is wanted of them:
-// they and the devices below them, in the order in which it is to be done. Devices
-// that have it already are in the list too. KindUsage for what does not exist or
-// makes no sense, KindUnsupported for what the kernel or a device cannot.
+// Plan returns the changes that give the targets their sizes: the targets and their
+// lower interfaces, in the order of the changes. Interfaces that have their sizes
+// already are included. Returns KindUsage for unknown interfaces and invalid sizes,
+// and KindUnsupported for what the kernel or an interface does not support.
 func Plan(n *netif.Namespace, targets []Target) ([]Change, error) {
 	ifaces, err := n.Interfaces()
 	if err != nil {
@@ -40,8 +40,8 @@ func Plan(n *netif.Namespace, targets []Target) ([]Change, error) {
 	return changes(n, steps), nil
 }
 
-// canonical replaces alternative names of interfaces by those that ifaces have.
-// KindUsage for a name that no interface has.
+// canonical replaces alternative names of interfaces. Returns KindUsage for an unknown
+// name.
 func canonical(n *netif.Namespace, ifaces []netif.Interface, targets []Target) ([]Target, error) {
 	targets = slices.Clone(targets)
 	for i, t := range targets {
@@ -66,19 +66,19 @@ func changes(n *netif.Namespace, steps []step) []Change {
 	return list
 }
 
-// step is a change of one interface, and whom it is for.
+// step is the change of one interface.
 type step struct {
 	Change
-	requested bool  // itself, not only for what is above it
-	want      Want  // of itself, now or before
-	forUpper  Want  // what the targets above it need
-	upper     []int // indexes of these
-	depth     int   // how many devices are below it
-	item      *item // if it is taken back
+	requested bool  // for itself, not only for upper interfaces
+	want      Want  // for itself, now or before
+	forUpper  Want  // what the upper targets need
+	upper     []int // indexes of the upper targets
+	depth     int   // number of lower interfaces
+	item      *item // of a revert
 }
 
-// plan plans what Plan says. Held is what was wanted before of interfaces that were
-// asked for; where they are below a target, they keep that.
+// plan implements Plan. held has the recorded requests by index: a lower interface of
+// a target keeps its own request.
 func plan(ifaces []netif.Interface, s netif.Support, targets []Target, held map[int]Want) ([]step, error) {
 	steps := map[int]*step{}
 	tops := map[int]Want{}
@@ -100,7 +100,7 @@ func plan(ifaces []netif.Interface, s netif.Support, targets []Target, held map[
 			steps[i.Index] = p
 		}
 		if p.requested && p.want != t.Want {
-			return nil, netif.NewError(netif.KindUsage, "", "two different sizes are asked for %s", t.Interface)
+			return nil, netif.NewError(netif.KindUsage, "", "two different sizes are requested for %s", t.Interface)
 		}
 		p.requested, p.want = true, t.Want
 	}
@@ -128,7 +128,7 @@ func plan(ifaces []netif.Interface, s netif.Support, targets []Target, held map[
 	return ordered, nil
 }
 
-// below adds to the plan a device that is below a target.
+// addLower adds a lower interface of a target to the plan.
 func addLower(ifaces []netif.Interface, target *netif.Interface, r netif.Related, want Want, steps map[int]*step) {
 	top := steps[target.Index]
 	if r.Netns != "" {
@@ -136,12 +136,12 @@ func addLower(ifaces []netif.Interface, target *netif.Interface, r netif.Related
 		if name == "" {
 			name = fmt.Sprintf("interface %d", r.Index)
 		}
-		top.note("%s, which is below it in another network namespace (%s), is left as it is", name, r.Netns)
+		top.note("its lower interface %s in another network namespace (%s) is not changed", name, r.Netns)
 		return
 	}
 	i := byIndex(ifaces, r.Index)
 	if i == nil {
-		return // it came after the list of interfaces was read
+		return // it is newer than the list of interfaces
 	}
 	p := steps[i.Index]
 	if p == nil {
@@ -164,8 +164,8 @@ func newStep(i *netif.Interface) *step {
 	return p
 }
 
-// spare keeps a device that is below a target as large as others above it are, which
-// are no part of the plan.
+// keepForOthers keeps a lower interface as large as the upper interfaces outside the
+// plan are.
 func (p *step) keepForOthers(ifaces []netif.Interface, i *netif.Interface, steps map[int]*step) {
 	for j := range ifaces {
 		above := &ifaces[j]
@@ -182,22 +182,22 @@ func (p *step) keepForOthers(ifaces []netif.Interface, i *netif.Interface, steps
 		} {
 			if *f.forUpper != 0 && *f.forUpper < f.size {
 				*f.forUpper = f.size
-				p.note("keeps %d bytes for %s, as %s has, which is above it too", f.size, f.family, above.Name)
+				p.note("keeps %d bytes for %s, which its upper interface %s has", f.size, f.family, above.Name)
 			}
 		}
 	}
 }
 
-// over tells whether i sends through another interface of its namespace.
+// sendsThrough tells whether other is a lower interface of i in the same namespace.
 func sendsThrough(i, other *netif.Interface) bool {
 	return slices.ContainsFunc(i.Related, func(r netif.Related) bool {
 		return r.Relation == netif.Lower && r.Netns == "" && r.Index == other.Index
 	})
 }
 
-// fit makes sizes of what is wanted, as far as the kernel and the devices can. The
-// sizes of a family that is left as it is are set too, since the kernel resets those
-// of IPv4 together with others.
+// chooseSizes sets the new sizes, as far as the kernel and the interfaces support
+// them. Sizes of a family that does not change are written too, because the kernel
+// resets the sizes of IPv4 when a GSO or GRO size becomes Legacy or less.
 func (p *step) chooseSizes(i *netif.Interface, s netif.Support) {
 	least := i.LimitedBy()
 	size6 := p.size("IPv6", p.want.IPv6, p.forUpper.IPv6)
@@ -206,34 +206,35 @@ func (p *step) chooseSizes(i *netif.Interface, s netif.Support) {
 	case s.IPv6 && size6 != 0:
 		p.To.GSO, p.To.GRO = bounded(&least, size6), size6
 	case size6 > netif.Legacy:
-		p.note("IPv6 is left as it is: %s", missingSupport(s))
+		p.note("IPv6 is not changed: %s", missingSupport(s))
 	}
 	switch {
 	case s.IPv4 && size4 != 0:
 		p.To.GSOIPv4, p.To.GROIPv4 = bounded(&least, size4), size4
 	case size4 > netif.Legacy:
-		p.note("IPv4 is left as it is: %s", missingSupport(s))
+		p.note("IPv4 is not changed: %s", missingSupport(s))
 	}
 	if size := max(size6, size4); size > netif.Legacy && bounded(&least, size) < size {
-		p.note("sends packets of at most %d bytes: %s takes no larger ones", least.TSOMaxSize, described(&least))
+		p.note("sends packets of at most %d bytes, the tso_max_size of %s", least.TSOMaxSize, described(&least))
 	}
 }
 
-// size is that of a family: what is wanted of the device itself decides.
+// size returns the size of a family: a request for the interface itself takes
+// precedence.
 func (p *step) size(family string, want, carry uint32) uint32 {
 	if want == 0 || carry == 0 {
 		return max(want, carry)
 	}
 	if !p.requested && want != carry {
-		p.note("keeps %d bytes for %s, as was asked for", want, family)
+		p.note("keeps %d bytes for %s, which were requested for it", want, family)
 	}
 	if want < carry {
-		p.note("the kernel cuts larger %s packets of what is above it", family)
+		p.note("the kernel segments larger %s packets of its upper interfaces", family)
 	}
 	return want
 }
 
-// bounded is a size for sending, no larger than what the device takes.
+// bounded returns a GSO size of at most tso_max_size.
 func bounded(r *netif.Related, size uint32) uint32 {
 	if r.TSOMaxSize == 0 {
 		return size
@@ -241,7 +242,7 @@ func bounded(r *netif.Related, size uint32) uint32 {
 	return min(size, r.TSOMaxSize)
 }
 
-// described is the device's name, with its driver or kind.
+// described returns the name of the interface, with its driver or kind.
 func described(r *netif.Related) string {
 	if driver := cmp.Or(r.Driver, r.Kind); driver != "" {
 		return fmt.Sprintf("%s (%s)", r.Place(), driver)
@@ -253,7 +254,7 @@ func (p *step) note(format string, args ...any) {
 	p.Notes = append(p.Notes, fmt.Sprintf(format, args...))
 }
 
-// lacking says what the kernel lacks first.
+// missingSupport names the first feature that the kernel does not have.
 func missingSupport(s netif.Support) string {
 	if s.IPv6 {
 		return fmt.Sprintf("IPv4 packets above %d bytes need Linux 6.3", netif.Legacy)
@@ -261,24 +262,24 @@ func missingSupport(s netif.Support) string {
 	return fmt.Sprintf("packets above %d bytes need Linux 5.19", netif.Legacy)
 }
 
-// check refuses sizes that make no sense.
+// checkSizes rejects invalid sizes.
 func checkSizes(t Target) error {
 	if t.Want == (Want{}) {
-		return netif.NewError(netif.KindUsage, "", "no size is asked for %s", t.Interface)
+		return netif.NewError(netif.KindUsage, "", "no size is requested for %s", t.Interface)
 	}
 	for _, f := range []struct {
 		family string
 		size   uint32
 	}{{"IPv6", t.Want.IPv6}, {"IPv4", t.Want.IPv4}} {
 		if f.size != 0 && (f.size < netif.Legacy || f.size > netif.MaxSize) {
-			return netif.NewError(netif.KindUsage, fmt.Sprintf("%d turns it off", netif.Legacy),
+			return netif.NewError(netif.KindUsage, fmt.Sprintf("%d turns BIG TCP off", netif.Legacy),
 				"%s size of %s: %d is not from %d to %d bytes", f.family, t.Interface, f.size, netif.Legacy, netif.MaxSize)
 		}
 	}
 	return nil
 }
 
-// possible refuses a want of which nothing can be had.
+// checkPossible rejects a request of which nothing is possible.
 func checkPossible(i *netif.Interface, w Want, s netif.Support) error {
 	large6, large4 := w.IPv6 > netif.Legacy, w.IPv4 > netif.Legacy
 	if !large6 && !large4 {
@@ -288,22 +289,23 @@ func checkPossible(i *netif.Interface, w Want, s netif.Support) error {
 	if (w.IPv6 == 0 || lacks6) && (w.IPv4 == 0 || lacks4) {
 		hint := ""
 		if s.IPv6 {
-			hint = "this kernel has it for IPv6"
+			hint = "this kernel supports BIG TCP for IPv6"
 		}
 		return netif.NewError(netif.KindUnsupported, hint, "%s: %s", i.Name, missingSupport(s))
 	}
 	if least := i.LimitedBy(); least.TSOMaxSize != 0 && least.TSOMaxSize <= netif.Legacy {
 		hint := ""
 		if least.Place() != i.Name {
-			hint = fmt.Sprintf("%s sends through %s", i.Name, least.Place())
+			hint = fmt.Sprintf("%s is a lower interface of %s", least.Place(), i.Name)
 		}
 		return netif.NewError(netif.KindUnsupported, hint, "%s supports packets of at most %d bytes", described(&least), least.TSOMaxSize)
 	}
 	return nil
 }
 
-// order puts growing interfaces first, the lowest at the beginning, so that none sends
-// what those below it cannot take, and then shrinking ones, the highest at the beginning.
+// sortSteps puts growing interfaces first, the lowest first, so that no interface
+// sends what its lower interfaces do not support, and then shrinking interfaces, the
+// highest first.
 func sortSteps(steps []step) {
 	slices.SortStableFunc(steps, func(a, b step) int {
 		shrinkA, shrinkB := shrinks(a.From, a.To), shrinks(b.From, b.To)
@@ -319,7 +321,7 @@ func sortSteps(steps []step) {
 	})
 }
 
-// shrinks tells sizes of which some become smaller and none larger.
+// shrinks tells whether some sizes decrease and none increases.
 func shrinks(from, to netif.Sizes) bool {
 	larger := to.GSO > from.GSO || to.GRO > from.GRO || to.GSOIPv4 > from.GSOIPv4 || to.GROIPv4 > from.GROIPv4
 	return from != to && !larger

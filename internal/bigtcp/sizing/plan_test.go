@@ -125,9 +125,9 @@ func TestPlan(t *testing.T) {
 		"another sends as much": {
 			with(sizesOn, stack, "eth0", "eth1", "bond0", "vlan1", "vlan2"), supportBoth, nil,
 			[]Target{{"vlan1", Want{IPv6: netif.Legacy}}},
-			`eth0 stays for vlan1 [keeps 196608 bytes for IPv6, as vlan2 has, which is above it too]
-eth1 stays for vlan1 [keeps 196608 bytes for IPv6, as vlan2 has, which is above it too]
-bond0 stays for vlan1 [keeps 196608 bytes for IPv6, as vlan2 has, which is above it too]
+			`eth0 stays for vlan1 [keeps 196608 bytes for IPv6, which its upper interface vlan2 has]
+eth1 stays for vlan1 [keeps 196608 bytes for IPv6, which its upper interface vlan2 has]
+bond0 stays for vlan1 [keeps 196608 bytes for IPv6, which its upper interface vlan2 has]
 vlan1 65536/196608`,
 		},
 		"the larger of two": {
@@ -139,28 +139,28 @@ vlan1 65536/196608`,
 			tree(stack...), supportBoth, nil,
 			[]Target{{"vlan1", wantOn}, {"eth1", Want{IPv6: 100000}}},
 			`eth0 196608/196608 for vlan1
-eth1 100000/196608 [the kernel cuts larger IPv6 packets of what is above it]
+eth1 100000/196608 [the kernel segments larger IPv6 packets of its upper interfaces]
 bond0 196608/196608 for vlan1
 vlan1 196608/196608`,
 		},
 		"one below was asked for before": {
 			with(netiftest.Sizes(100000, 100000, netif.Legacy, netif.Legacy), []string{"eth0", "vlan1: eth0"}, "eth0"), supportBoth, map[int]Want{1: {IPv6: 100000}},
 			[]Target{{"vlan1", wantOn}},
-			`eth0 100000/196608 for vlan1 [keeps 100000 bytes for IPv6, as was asked for; the kernel cuts larger IPv6 packets of what is above it]
+			`eth0 100000/196608 for vlan1 [keeps 100000 bytes for IPv6, which were requested for it; the kernel segments larger IPv6 packets of its upper interfaces]
 vlan1 196608/196608`,
 		},
 		"one below was asked for more before": {
 			with(sizesOn, []string{"eth0", "vlan1: eth0"}, "eth0", "vlan1"), supportBoth, map[int]Want{1: wantOn},
 			[]Target{{"vlan1", off}},
-			`eth0 stays for vlan1 [keeps 196608 bytes for IPv6, as was asked for; keeps 196608 bytes for IPv4, as was asked for]
+			`eth0 stays for vlan1 [keeps 196608 bytes for IPv6, which were requested for it; keeps 196608 bytes for IPv4, which were requested for it]
 vlan1 65536/65536`,
 		},
 		"clamped": {
 			tree("eth0(131072)", "eth1", "br0(131072): eth0 eth1"), supportBoth, nil,
 			[]Target{{"br0", wantOn}},
-			`eth0 131072,196608/131072,196608 for br0 [sends packets of at most 131072 bytes: eth0 (mlx5_core) takes no larger ones]
+			`eth0 131072,196608/131072,196608 for br0 [sends packets of at most 131072 bytes, the tso_max_size of eth0 (mlx5_core)]
 eth1 196608/196608 for br0
-br0 131072,196608/131072,196608 [sends packets of at most 131072 bytes: eth0 (mlx5_core) takes no larger ones]`,
+br0 131072,196608/131072,196608 [sends packets of at most 131072 bytes, the tso_max_size of eth0 (mlx5_core)]`,
 		},
 		"off where the device takes less": {
 			with(netiftest.Sizes(32768, netif.Legacy, 32768, netif.Legacy), []string{"eth0(32768)"}, "eth0"), supportBoth, nil,
@@ -170,7 +170,7 @@ br0 131072,196608/131072,196608 [sends packets of at most 131072 bytes: eth0 (ml
 		"a kernel without IPv4": {
 			with(netiftest.Sizes(netif.Legacy, netif.Legacy, 0, 0), []string{"eth0"}, "eth0"), netif.Support{IPv6: true}, nil,
 			[]Target{{"eth0", wantOn}},
-			"eth0 196608/0 [IPv4 is left as it is: IPv4 packets above 65536 bytes need Linux 6.3]",
+			"eth0 196608/0 [IPv4 is not changed: IPv4 packets above 65536 bytes need Linux 6.3]",
 		},
 		"a kernel without IPv4, which is off": {
 			with(netiftest.Sizes(netif.Legacy, netif.Legacy, 0, 0), []string{"eth0"}, "eth0"), netif.Support{IPv6: true}, nil,
@@ -261,8 +261,8 @@ func TestPlanElsewhere(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	const want = "macvlan0 131072,196608/65536,65536 [eth0, which is below it in another network namespace (/run/netns/a), is left as it is; " +
-		"sends packets of at most 131072 bytes: eth0 in /run/netns/a takes no larger ones]"
+	const want = "macvlan0 131072,196608/65536,65536 [its lower interface eth0 in another network namespace (/run/netns/a) is not changed; " +
+		"sends packets of at most 131072 bytes, the tso_max_size of eth0 in /run/netns/a]"
 	if got := list(steps); got != want {
 		t.Errorf("the plan is\n%s\nnot\n%s", got, want)
 	}
@@ -280,10 +280,10 @@ func TestPlanRefuses(t *testing.T) {
 		want       string
 	}{
 		"none":         {tree("eth0"), supportBoth, []Target{{"eth1", wantOn}}, netif.KindUsage, `there is no interface "eth1"`},
-		"nothing":      {tree("eth0"), supportBoth, []Target{{"eth0", Want{}}}, netif.KindUsage, "no size is asked for eth0"},
+		"nothing":      {tree("eth0"), supportBoth, []Target{{"eth0", Want{}}}, netif.KindUsage, "no size is requested for eth0"},
 		"small":        {tree("eth0"), supportBoth, []Target{{"eth0", Want{IPv4: 65535}}}, netif.KindUsage, "IPv4 size of eth0: 65535 is not from 65536 to 524280 bytes"},
 		"large":        {tree("eth0"), supportBoth, []Target{{"eth0", Want{IPv6: 524281}}}, netif.KindUsage, "IPv6 size of eth0: 524281 is not from 65536 to 524280 bytes"},
-		"twice":        {tree("eth0"), supportBoth, []Target{{"eth0", wantOn}, {"eth0", Want{IPv6: netif.MaxSize}}}, netif.KindUsage, "two different sizes are asked for eth0"},
+		"twice":        {tree("eth0"), supportBoth, []Target{{"eth0", wantOn}, {"eth0", Want{IPv6: netif.MaxSize}}}, netif.KindUsage, "two different sizes are requested for eth0"},
 		"virtio":       {virtio, supportBoth, []Target{{"eth0", wantOn}}, netif.KindUnsupported, "eth0 (virtio_net) supports packets of at most 65536 bytes"},
 		"above virtio": {virtio, supportBoth, []Target{{"vlan1", Want{IPv4: large}}}, netif.KindUnsupported, "eth0 (virtio_net) supports packets of at most 65536 bytes"},
 		"no IPv4":      {tree("eth0"), netif.Support{IPv6: true}, []Target{{"eth0", Want{IPv4: large}}}, netif.KindUnsupported, "eth0: IPv4 packets above 65536 bytes need Linux 6.3"},

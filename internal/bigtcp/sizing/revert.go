@@ -17,25 +17,27 @@ import (
 // The results of reverting.
 const (
 	ResultReverted = "reverted"
-	ResultAlready  = "already" // it had the sizes from before
+	ResultAlready  = "already" // it has its previous sizes
 	ResultGone     = "gone"    // the interface or its namespace has vanished
-	ResultChanged  = "changed" // by somebody else, and left
+	ResultChanged  = "changed" // by somebody else; not reverted
 )
 
-// Reverted is what became of an interface that was to be taken back.
+// Reverted is the result of reverting one interface.
 type Reverted struct {
 	Change
 	Result string `json:"result"`
 }
 
-// Revert gives back what was there before, for the records that only selects, nil for
-// all. Only sees an interface that was renamed by the name that it has now. A device
-// that was changed for the sake of others above it, and was not asked for itself, goes
-// with the last of these; selecting it alone does nothing, unless force.
+// Revert restores the previous sizes of the interfaces of the records for which only
+// returns true; nil selects all. Records have the current names of their interfaces. A
+// lower interface that was changed for its upper interfaces alone is reverted with the
+// last of these; selecting only the lower interface has no effect, unless force is
+// set.
 //
-// What somebody else has changed since is left, and its record kept, unless force:
-// then the error is one of KindConflict. A failure does not keep others from being
-// taken back. It may be called again at any time, also after a call was cut short.
+// Sizes that somebody else has changed are not reverted, and their record is kept,
+// unless force is set; the error is then of KindConflict. A failure does not keep
+// other interfaces from being reverted. Revert may be repeated at any time, also after
+// an interrupted call.
 func (s *Store) Revert(only func(Record) bool, force bool) ([]Reverted, error) {
 	d, err := s.open()
 	if errors.Is(err, fs.ErrNotExist) {
@@ -64,12 +66,12 @@ func (s *Store) Revert(only func(Record) bool, force bool) ([]Reverted, error) {
 	done, err := d.revert(selectItems(items, only, force), force)
 	err = joined(err, d.dropReferences(items))
 	if len(damaged) > 0 {
-		err = joined(err, fmt.Errorf("take back what is in damaged records: %s", strings.Join(damaged, ", ")))
+		err = joined(err, fmt.Errorf("revert damaged records: %s", strings.Join(damaged, ", ")))
 	}
 	return done, err
 }
 
-// and joins two errors in one line; either may be nil.
+// joined joins two errors in one line; either may be nil.
 func joined(a, b error) error {
 	if a == nil || b == nil {
 		return errors.Join(a, b)
@@ -77,14 +79,14 @@ func joined(a, b error) error {
 	return fmt.Errorf("%w; %w", a, b)
 }
 
-// place is a network namespace, and what is in it.
+// namespace is the network namespace of a record, with its interfaces.
 type namespace struct {
-	network    *netif.Namespace // nil if it has vanished, or where err
+	network    *netif.Namespace // nil if it has vanished, or if err is set
 	interfaces []netif.Interface
-	err        error // why it cannot be said whether it has vanished
+	err        error // why it is unknown whether it has vanished
 }
 
-// places are the namespaces of records, by their IDs.
+// namespaces are the network namespaces of records, by ID.
 type namespaces map[uint64]namespace
 
 func (p namespaces) close() {
@@ -95,16 +97,15 @@ func (p namespaces) close() {
 	}
 }
 
-// item is a record that is dealt with.
+// item is a record that is processed.
 type item struct {
 	*Record
 	namespace
-	current *netif.Interface // nil if it has vanished, or where err
-	dropped bool             // the record
+	current *netif.Interface // nil if it has vanished, or if err is set
+	dropped bool             // the record was removed
 }
 
-// locate finds the interface of a record. It gives the record the interface's name of
-// now.
+// locate finds the interface of a record and updates its name in the record.
 func (p namespaces) locate(r *Record) *item {
 	there, known := p[r.NetnsID]
 	if !known {
@@ -118,8 +119,8 @@ func (p namespaces) locate(r *Record) *item {
 	return i
 }
 
-// find looks for the namespace with an ID: at its path, else the caller's own, those
-// that have names and those of processes.
+// findNamespace searches the namespace with an ID: at its recorded path, then that of
+// the caller, then all namespaces with a name or a process.
 func findNamespace(path string, id uint64) namespace {
 	n, err := findAmong([]string{path, ""}, id)
 	if n == nil {
@@ -138,8 +139,8 @@ func findNamespace(path string, id uint64) namespace {
 	return namespace{network: n, interfaces: ifaces}
 }
 
-// among opens the one of the namespaces that has the ID; nil if none has it. What can
-// not be entered may be that one, and is an error then.
+// findAmong opens the namespace with an ID among paths; nil if none has the ID. The ID
+// of a namespace that cannot be entered is unknown, which is an error then.
 func findAmong(paths []string, id uint64) (*netif.Namespace, error) {
 	var failed error
 	for _, path := range paths {
@@ -158,7 +159,7 @@ func findAmong(paths []string, id uint64) (*netif.Namespace, error) {
 	return nil, failed
 }
 
-// choose finds the items that are to be taken back.
+// selectItems returns the items that are to be reverted.
 func selectItems(items []*item, only func(Record) bool, force bool) []*item {
 	type key struct {
 		netns uint64
@@ -184,7 +185,7 @@ func selectItems(items []*item, only func(Record) bool, force bool) []*item {
 			above++
 			goes, recorded := chosen[key{i.NetnsID, index}]
 			if !recorded {
-				// It had its sizes already.
+				// It has no record because it had its sizes already.
 				stand := *i.Record
 				stand.Interface, stand.Index = there.Name, index
 				goes = itself || only(stand)
@@ -198,10 +199,10 @@ func selectItems(items []*item, only func(Record) bool, force bool) []*item {
 	})
 }
 
-// asked tells whether the interface was asked for itself, not only what is above it.
+// requested tells whether the sizes were requested for the interface itself.
 func (r *Record) requested() bool { return len(r.For) == 0 || slices.Contains(r.For, r.Index) }
 
-// giveBack takes items back, and drops their records.
+// revert reverts items and removes their records.
 func (d *folder) revert(items []*item, force bool) ([]Reverted, error) {
 	steps := make([]step, len(items))
 	for n, i := range items {
@@ -210,7 +211,7 @@ func (d *folder) revert(items []*item, force bool) ([]Reverted, error) {
 			p = *newStep(i.current)
 			p.Netns, p.To = i.network.Path(), i.Before
 			if bound := i.current.TSOMaxSize; bound != 0 && max(p.To.GSO, p.To.GSOIPv4) > bound {
-				p.note("it supports packets of at most %d bytes now", bound)
+				p.note("its tso_max_size is %d bytes now", bound)
 				p.To.GSO, p.To.GSOIPv4 = min(p.To.GSO, bound), min(p.To.GSOIPv4, bound)
 			}
 		}
@@ -233,8 +234,8 @@ func (d *folder) revert(items []*item, force bool) ([]Reverted, error) {
 		done = append(done, Reverted{p.Change, result})
 	}
 	if len(changed) > 0 {
-		failed = joined(failed, netif.NewError(netif.KindConflict, "force gives back all the same what was there before",
-			"somebody else has changed since: %s", strings.Join(changed, ", ")))
+		failed = joined(failed, netif.NewError(netif.KindConflict, "force restores the previous sizes",
+			"sizes changed by somebody else: %s", strings.Join(changed, ", ")))
 	}
 	return done, failed
 }
@@ -243,7 +244,7 @@ func (d *folder) revertOne(p step, force bool) (result string, err error) {
 	i := p.item
 	switch {
 	case i.err != nil:
-		return "", fmt.Errorf("take back %s: %w", i.Interface, i.err)
+		return "", fmt.Errorf("revert %s: %w", i.Interface, i.err)
 	case i.current == nil:
 		result = ResultGone
 	case p.From == i.Before:
@@ -265,8 +266,8 @@ func (d *folder) revertOne(p step, force bool) (result string, err error) {
 	return result, d.remove(i.Record)
 }
 
-// release takes out of the records that stay the interfaces for which they are not
-// needed any more.
+// dropReferences removes interfaces that were reverted or have vanished from For of
+// the remaining records.
 func (d *folder) dropReferences(items []*item) error {
 	for _, i := range items {
 		if i.dropped || i.network == nil {
@@ -288,5 +289,5 @@ func (d *folder) dropReferences(items []*item) error {
 	return nil
 }
 
-// isGone tells the error of an interface that has vanished.
+// isGone tells whether an interface has vanished.
 func isGone(err error) bool { return errors.Is(err, unix.ENODEV) }

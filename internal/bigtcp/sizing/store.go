@@ -25,31 +25,31 @@ import (
 
 const (
 	recordsDir = "bigtcp"
-	// damagedSuffix ends the names of records that were moved aside.
+	// damagedSuffix is appended to the names of invalid records.
 	damagedSuffix = ".damaged"
-	// maxRecordSize is larger than any record, in bytes.
+	// maxRecordSize bounds the size of a record, in bytes.
 	maxRecordSize = 64 << 10
 	lockWait      = 10 * time.Second
 )
 
 var (
 	recordName = regexp.MustCompile(`^[0-9]+-[0-9]+\.json$`)
-	// leftName is that of a record that was being written when its writer was killed.
+	// temporaryName matches a record whose writer was killed before the rename.
 	temporaryName = regexp.MustCompile(`^\.[0-9]+-[0-9]+\.json\.[0-9A-Z]+$`)
 )
 
-// Store keeps the records of what was set, a file each, in a folder of the state
-// directory. Processes share it: who changes something has a lock on the folder,
-// which the kernel gives up for a process that dies.
+// Store keeps the records, one file each, in a subdirectory of the state directory.
+// Processes share it: a writer holds a lock on the directory (flock(2)), which the
+// kernel releases when the process ends.
 type Store struct {
 	dir  string
 	wait time.Duration
-	// before is called before each change of the folder and of an interface, by tests.
+	// before is a hook of tests, called before each change of the directory and of an interface.
 	before func()
 }
 
-// OpenStore is the store in a state directory. The folder is made when there is
-// something to record. KindUsage if something else has its name.
+// OpenStore returns the store of a state directory. The subdirectory is created with
+// the first record. Returns KindUsage if its name is not that of a directory.
 func OpenStore(stateDir string) (*Store, error) {
 	if stateDir == "" {
 		return nil, netif.NewError(netif.KindUsage, "", "no state directory")
@@ -61,20 +61,20 @@ func OpenStore(stateDir string) (*Store, error) {
 	s := &Store{filepath.Join(dir, recordsDir), lockWait, func() {}}
 	switch info, err := os.Lstat(s.dir); {
 	case errors.Is(err, unix.ENOTDIR):
-		return nil, netif.NewError(netif.KindUsage, "", "state directory %s is no folder", dir)
+		return nil, netif.NewError(netif.KindUsage, "", "state directory %s is not a directory", dir)
 	case err == nil && !info.IsDir():
-		return nil, netif.NewError(netif.KindUsage, "remove it, or name another state directory", "%s is no folder", s.dir)
+		return nil, netif.NewError(netif.KindUsage, "remove it, or name another state directory", "%s is not a directory", s.dir)
 	}
 	return s, nil
 }
 
-// folder is the store's folder, open.
+// folder is the open directory of the store.
 type folder struct {
 	*os.File
 	before func()
 }
 
-// open opens the folder: fs.ErrNotExist if there is none.
+// open opens the directory. Returns fs.ErrNotExist if there is none.
 func (s *Store) open() (*folder, error) {
 	fd, err := unix.Open(s.dir, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -88,18 +88,18 @@ func (s *Store) open() (*folder, error) {
 	}
 	if euid := os.Geteuid(); st.Uid != 0 && int(st.Uid) != euid {
 		d.Close()
-		return nil, netif.NewError(netif.KindUsage, "", "open %s: it belongs to user %d, who could make this host's records", s.dir, st.Uid)
+		return nil, netif.NewError(netif.KindUsage, "", "open %s: it belongs to user %d, who could forge records", s.dir, st.Uid)
 	}
 	return d, nil
 }
 
-// create makes the folder where there is none, and opens it.
+// create opens the directory, and creates it if there is none.
 func (s *Store) create() (*folder, error) {
 	if err := os.MkdirAll(filepath.Dir(s.dir), 0o700); err != nil {
 		return nil, fmt.Errorf("create state directory: %w", err)
 	}
 	if err := os.Mkdir(s.dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return nil, fmt.Errorf("create folder of records: %w", err)
+		return nil, fmt.Errorf("create directory of records: %w", err)
 	}
 	d, err := s.open()
 	if err != nil {
@@ -112,15 +112,15 @@ func (s *Store) create() (*folder, error) {
 	return d, nil
 }
 
-// lock takes the folder for this process until it is closed, and waits for another
-// process that has it: KindConflict if that takes too long.
+// lock locks the directory until d is closed. Returns KindConflict if another process
+// holds the lock for too long.
 func (s *Store) lock(d *folder) error {
 	err := flock(d, unix.LOCK_EX|unix.LOCK_NB)
 	if err == nil || !errors.Is(err, unix.EWOULDBLOCK) {
 		return err
 	}
-	// By a descriptor of its own, which outlives a wait that is given up; the lock
-	// is that of the open file, so it counts for both.
+	// The waiter has a descriptor of its own, which may outlive d. The lock belongs to
+	// the open file description, and so to both.
 	fd, err := unix.FcntlInt(d.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		return fmt.Errorf("lock %s: %w", s.dir, err)
@@ -137,7 +137,7 @@ func (s *Store) lock(d *folder) error {
 	case err := <-locked:
 		return err
 	case <-timeout.C:
-		return netif.NewError(netif.KindConflict, "try again when it is done", "%s works with %s", holder(d), s.dir)
+		return netif.NewError(netif.KindConflict, "try again later", "%s has locked %s", holder(d), s.dir)
 	}
 }
 
@@ -153,7 +153,7 @@ func flock(d *folder, how int) error {
 	}
 }
 
-// holder says who has the folder's lock, as /proc/locks shows it.
+// holder names the process that holds the lock, from /proc/locks.
 func holder(d *folder) string {
 	const unknown = "another process"
 	var st unix.Stat_t
@@ -173,7 +173,7 @@ func holder(d *folder) string {
 		}
 		pid, err := strconv.Atoi(fields[4])
 		if err != nil || pid <= 0 {
-			return unknown // of another PID namespace
+			return unknown // the process is in another PID namespace
 		}
 		name, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
 		if err != nil {
@@ -184,9 +184,9 @@ func holder(d *folder) string {
 	return unknown
 }
 
-// Records are the records of this life of the host, by namespace and index. Files
-// that are no records are moved aside (see Damaged), and those of an earlier life
-// removed. It fails with fs.ErrPermission for who may not read them.
+// Records returns the records of the current boot, sorted by namespace and index.
+// Invalid files are moved aside (see Damaged), and records of earlier boots are
+// removed. Returns fs.ErrPermission if the caller may not read the directory.
 func (s *Store) Records() ([]Record, error) {
 	d, err := s.open()
 	if errors.Is(err, fs.ErrNotExist) {
@@ -207,12 +207,12 @@ func (s *Store) Records() ([]Record, error) {
 	return records, err
 }
 
-// Damaged are the paths of files that were moved aside because they are no records.
-// What they were about cannot be reverted.
+// Damaged returns the paths of files that were moved aside because they are not valid
+// records.
 func (s *Store) Damaged() ([]string, error) {
 	entries, err := os.ReadDir(s.dir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("read folder of records: %w", err)
+		return nil, fmt.Errorf("read directory of records: %w", err)
 	}
 	var paths []string
 	for _, e := range entries {
@@ -223,18 +223,18 @@ func (s *Store) Damaged() ([]string, error) {
 	return paths, nil
 }
 
-// errVoid means that a record is of an earlier life of the host.
-var errEarlierBoot = errors.New("the host was booted since")
+// errEarlierBoot means that a record is of an earlier boot.
+var errEarlierBoot = errors.New("record of an earlier boot")
 
-// list reads the records, and names the files that are to be cleaned away, with
-// the reason: errVoid, or the damage.
+// list returns the valid records, and the names of the other files with the reason:
+// errEarlierBoot or a *damageError.
 func (d *folder) list() (records []Record, rest map[string]error, err error) {
 	if _, err := d.Seek(0, io.SeekStart); err != nil {
-		return nil, nil, fmt.Errorf("read folder of records: %w", err)
+		return nil, nil, fmt.Errorf("read directory of records: %w", err)
 	}
 	names, err := d.Readdirnames(-1)
 	if err != nil {
-		return nil, nil, fmt.Errorf("read folder of records: %w", err)
+		return nil, nil, fmt.Errorf("read directory of records: %w", err)
 	}
 	rest = map[string]error{}
 	for _, name := range names {
@@ -248,7 +248,7 @@ func (d *folder) list() (records []Record, rest map[string]error, err error) {
 		switch r, err := d.read(name); {
 		case err == nil:
 			records = append(records, r)
-		case errors.Is(err, fs.ErrNotExist): // dropped meanwhile
+		case errors.Is(err, fs.ErrNotExist): // removed meanwhile
 		case errors.Is(err, errEarlierBoot), errors.As(err, &damage):
 			rest[name] = err
 		default:
@@ -259,8 +259,8 @@ func (d *folder) list() (records []Record, rest map[string]error, err error) {
 	return records, rest, nil
 }
 
-// clean is list with the folder locked: it removes what is void, moves aside what
-// is damaged, and returns the paths of these.
+// clean returns the valid records with the directory locked. It removes records of
+// earlier boots, moves invalid files aside, and returns the new paths of these.
 func (d *folder) clean() (records []Record, damaged []string, err error) {
 	records, rest, err := d.list()
 	if err != nil {
@@ -292,15 +292,15 @@ func compareRecords(a, b Record) int {
 	return a.Index - b.Index
 }
 
-// damageError says that a file is no record.
+// damageError means that a file is not a valid record.
 type damageError struct{ error }
 
 func fileName(netns uint64, index int) string { return fmt.Sprintf("%d-%d.json", netns, index) }
 
-// read fails with errVoid for a record of an earlier life of the host, and with a
-// *damageError for what is none.
+// read returns errEarlierBoot for a record of an earlier boot, and a *damageError for
+// a file that is not a valid record.
 func (d *folder) read(name string) (r Record, err error) {
-	// It may be a symlink or a pipe.
+	// The file may be a symlink or a FIFO.
 	fd, err := unix.Openat(int(d.Fd()), name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
 	switch {
 	case errors.Is(err, unix.ELOOP), errors.Is(err, unix.ENXIO):
@@ -315,10 +315,10 @@ func (d *folder) read(name string) (r Record, err error) {
 		return r, fmt.Errorf("read record %s: %w", name, err)
 	}
 	if !info.Mode().IsRegular() || info.Size() > maxRecordSize {
-		return r, &damageError{errors.New("it is no file of a record")}
+		return r, &damageError{errors.New("not a regular file of bounded size")}
 	}
 	if info.Size() == 0 {
-		return r, errEarlierBoot // as a file may be after a loss of power
+		return r, errEarlierBoot // possible after a power failure
 	}
 	data, err := io.ReadAll(io.LimitReader(f, maxRecordSize))
 	if err != nil {
@@ -338,12 +338,12 @@ func (d *folder) read(name string) (r Record, err error) {
 		return r, errEarlierBoot
 	}
 	if name != fileName(r.NetnsID, r.Index) {
-		return r, &damageError{errors.New("it is of another interface")}
+		return r, &damageError{errors.New("record of another interface")}
 	}
 	return r, nil
 }
 
-// find is the record of an interface, nil if there is none that is good.
+// find returns the record of an interface, nil if there is no valid one.
 func (d *folder) find(netns uint64, index int) (*Record, error) {
 	var damage *damageError
 	switch r, err := d.read(fileName(netns, index)); {
@@ -356,9 +356,9 @@ func (d *folder) find(netns uint64, index int) (*Record, error) {
 	}
 }
 
-// write puts a record in the folder, in one step; if sync, it is on the disk before
-// it gets its name. Who is killed loses nothing either way, and after a reboot all
-// records are void.
+// write writes a record by a rename. With sync the file is on disk before the rename.
+// Without sync nothing is lost when the process is killed; after a reboot no record is
+// valid anyway.
 func (d *folder) write(r *Record, sync bool) (err error) {
 	data, err := json.MarshalIndent(r, "", "  ")
 	if err != nil {
@@ -398,7 +398,7 @@ func (d *folder) write(r *Record, sync bool) (err error) {
 	return err
 }
 
-// drop removes a record.
+// remove removes a record.
 func (d *folder) remove(r *Record) error { return d.unlink(fileName(r.NetnsID, r.Index)) }
 
 func (d *folder) unlink(name string) error {
@@ -414,7 +414,7 @@ func (d *folder) moveAside(name string) error {
 	aside := name + damagedSuffix
 	err := unix.Renameat(int(d.Fd()), name, int(d.Fd()), aside)
 	if errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.EISDIR) || errors.Is(err, unix.ENOTEMPTY) || errors.Is(err, unix.EEXIST) {
-		// Something of another kind was moved aside before.
+		// A directory and a file cannot replace each other.
 		aside = name + "." + rand.Text() + damagedSuffix
 		err = unix.Renameat(int(d.Fd()), name, int(d.Fd()), aside)
 	}

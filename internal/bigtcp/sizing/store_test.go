@@ -259,7 +259,7 @@ func TestGarbage(t *testing.T) {
 	// Revert says what it cannot give back, once, and gives back the rest.
 	write(filepath.Base(good), data[1:])
 	done, err := h.Revert(nil, false)
-	if want := "take back what is in damaged records: " + good + ".damaged"; err == nil || err.Error() != want {
+	if want := "revert damaged records: " + good + ".damaged"; err == nil || err.Error() != want {
 		t.Errorf("error is %v, not %q", err, want)
 	}
 	if got := fmt.Sprint(results(done)); got != "map[big1:reverted]" {
