@@ -17,8 +17,8 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// captures are the processes that have packet sockets in the namespace which get
-// IP packets, by the index of the interface; 0 is all.
+// captures returns the processes with packet sockets in the namespace that receive IP
+// packets, by the index of the interface; 0 means all interfaces.
 func captures(n *netif.Namespace) (map[int][]string, error) {
 	var table []byte
 	err := n.Do(func() error {
@@ -26,7 +26,7 @@ func captures(n *netif.Namespace) (map[int][]string, error) {
 		table, err = os.ReadFile("/proc/thread-self/net/packet")
 		return err
 	})
-	// A kernel without packet sockets has no file.
+	// The kernel may have no packet sockets.
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fs.ErrPermission) {
 		return nil, nil
 	}
@@ -42,7 +42,7 @@ func captures(n *netif.Namespace) (map[int][]string, error) {
 	for inode, index := range sockets {
 		owner, known := owners[inode]
 		if !known {
-			owner = "a process that cannot be seen"
+			owner = "an unknown process"
 		}
 		if !slices.Contains(byIndex[index], owner) {
 			byIndex[index] = append(byIndex[index], owner)
@@ -54,8 +54,8 @@ func captures(n *netif.Namespace) (map[int][]string, error) {
 	return byIndex, nil
 }
 
-// packetSockets reads the sockets that run and get IP packets from /proc/net/packet:
-// the interface's index by the socket's inode.
+// packetSockets parses /proc/net/packet: the interface index of each running socket
+// that receives IP packets, by the inode of the socket.
 func packetSockets(table string) map[string]int {
 	const (
 		protocol, index, running, inode = 3, 4, 5, 8
@@ -67,7 +67,7 @@ func packetSockets(table string) map[string]int {
 		if len(f) != fields || f[running] != "1" {
 			continue
 		}
-		// The first line has names, of which none is a number.
+		// The first line has the titles of the columns, which are not numbers.
 		p, err := strconv.ParseUint(f[protocol], 16, 16)
 		if err != nil || p != unix.ETH_P_ALL && p != unix.ETH_P_IP && p != unix.ETH_P_IPV6 {
 			continue
@@ -79,11 +79,11 @@ func packetSockets(table string) map[string]int {
 	return sockets
 }
 
-// socketOwners finds the processes that have the sockets of these inodes, as far as
-// they may be seen: "tcpdump (812)".
+// socketOwners finds the processes that hold the sockets with these inodes, as in
+// "tcpdump (812)". Processes that the caller may not inspect are skipped.
 func socketOwners(sockets map[string]int) map[string]string {
 	owners := map[string]string{}
-	// A process that ends meanwhile has none.
+	// A process that ends meanwhile is skipped.
 	processes, _ := filepath.Glob("/proc/[0-9]*")
 	for _, process := range processes {
 		descriptors, err := os.ReadDir(filepath.Join(process, "fd"))

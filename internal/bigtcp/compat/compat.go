@@ -20,22 +20,22 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// Trouble is something on the host that does not go with large packets, or makes
-// them look wrong.
+// Incompatibility is something on the host that does not work with large packets, or
+// that reports them wrongly.
 type Incompatibility struct {
-	// Name is a short fixed one: length_filter, header_filter, queue, shaper, ipsec,
+	// Name is a fixed identifier: length_filter, header_filter, queue, shaper, ipsec,
 	// capture, ipv4_alone, ipv6_forwarding, small_frags, driver, tunnel, offload_off,
 	// iptables_legacy.
 	Name   string `json:"name"`
-	Detail string `json:"detail"` // what was found, and what comes of it
+	Detail string `json:"detail"` // the finding and its consequence
 	Hint   string `json:"hint,omitempty"`
 }
 
-// The names of troubles.
+// The names of incompatibilities.
 const (
-	lengthFilter   = "length_filter" // packet filters that look at the length
-	headerFilter   = "header_filter" // packet filters that look at the next header of IPv6
-	queueFilter    = "queue"         // packet filters that give packets to programs
+	lengthFilter   = "length_filter" // packet filters that match on the length
+	headerFilter   = "header_filter" // packet filters that match on the next header of IPv6
+	queueFilter    = "queue"         // packet filters that queue packets to programs
 	capture        = "capture"
 	ipsec          = "ipsec"
 	smallFrags     = "small_frags"
@@ -48,16 +48,15 @@ const (
 	iptablesLegacy = "iptables_legacy"
 )
 
-// shown is how many rules, processes or interfaces a trouble names; of more it says
-// how many.
+// maxListed bounds the rules, processes and interfaces that an incompatibility names.
 const maxListed = 5
 
-// Troubles looks for what is on the host that does not go with large packets, or
-// makes them look wrong. It changes nothing, and asks no module of the kernel that
-// would be loaded for it, where that can be seen. The troubles of the host are in a
-// fixed order, those of interfaces are under their names; ifaces are all that there
-// are, or tunnels over others are missed. What may not be looked at is a trouble too;
-// any other failure is an error, beside which the rest is still returned.
+// Find returns the known incompatibilities of a namespace and of its interfaces, the
+// latter by name. It changes nothing, and loads no kernel module where that can be
+// avoided. ifaces must be all interfaces of the namespace, because tunnels are
+// reported for their lower interfaces. Missing permission is reported as an
+// incompatibility. Other failures are returned as an error beside the results of the
+// remaining checks.
 func Find(n *netif.Namespace, ifaces []netif.Interface, s netif.Support) (host []Incompatibility, byInterface map[string][]Incompatibility, err error) {
 	kernel, err := linux.Running()
 	if err != nil {
@@ -80,7 +79,7 @@ func Find(n *netif.Namespace, ifaces []netif.Interface, s netif.Support) (host [
 	over := tunnelsByLower(ifaces, kernel)
 	for k := range ifaces {
 		i := &ifaces[k]
-		troubles := slices.Concat(
+		ofInterface := slices.Concat(
 			checkCaptures(captures[i.Index], kernel),
 			checkIPv4Alone(i, s, kernel, n.Path()),
 			checkDriver(i),
@@ -88,20 +87,20 @@ func Find(n *netif.Namespace, ifaces []netif.Interface, s netif.Support) (host [
 			checkTunnels(i, over[i.Index], kernel),
 			checkShapers(i, shapers[i.Index]),
 		)
-		if len(troubles) > 0 {
-			byInterface[i.Name] = troubles
+		if len(ofInterface) > 0 {
+			byInterface[i.Name] = ofInterface
 		}
 	}
 	return host, byInterface, errors.Join(failed...)
 }
 
-// jumbogramsUntil is the first kernel that does not mark IPv6 packets above 65535 bytes
-// by a hop-by-hop option.
+// jumbogramsUntil is the first kernel that does not insert a hop-by-hop option into
+// IPv6 packets above 65535 bytes.
 var jumbogramsUntil = linux.Version{7, 0, 0}
 
-// forwardingTrouble is of a router whose packets that fill the MTU are 8 bytes too
-// large with the option (ip6_forward, ip6_pkt_too_big); TestVerifyRefusedByRouter has
-// seen it.
+// checkForwarding reports routers whose kernel counts the option: packets with
+// segments that fill the MTU are 8 bytes too large (ip6_forward, ip6_pkt_too_big).
+// TestVerifyRefusedByRouter reproduces it.
 func checkForwarding(n *netif.Namespace, ifaces []netif.Interface, kernel linux.Version) ([]Incompatibility, error) {
 	joined := slices.ContainsFunc(ifaces, func(i netif.Interface) bool { return i.Name != "lo" && max(i.Sizes.GSO, i.Sizes.GRO) > netif.Legacy })
 	if !joined || !kernel.Before(jumbogramsUntil) {
@@ -116,17 +115,17 @@ func checkForwarding(n *netif.Namespace, ifaces []netif.Interface, kernel linux.
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("read whether IPv6 is forwarded: %w", err)
+		return nil, fmt.Errorf("read sysctl net.ipv6.conf.all.forwarding: %w", err)
 	}
 	return []Incompatibility{{
 		Name: ipv6Forwarding,
 		Detail: "this host forwards IPv6, and kernels before 7.0 count 8 bytes more for each segment of a packet above 65535 bytes: " +
-			"to an interface with the MTU that the connection has, they refuse it as too big",
-		Hint: "let MTUs grow by 8 bytes or more along the way, or keep the IPv6 sizes of the interfaces on which it comes in at 65536",
+			"on an interface with the MTU of the connection they drop the packet as too big",
+		Hint: "raise the MTU of the outgoing interfaces by 8 bytes or more, or keep the IPv6 sizes of the incoming interfaces at 65536",
 	}}, nil
 }
 
-// listed joins the first few words, and says how many more there are.
+// listed joins the first maxListed words and counts the others.
 func listed(words []string, separator string) string {
 	if len(words) <= maxListed {
 		return strings.Join(words, separator)
@@ -134,25 +133,26 @@ func listed(words []string, separator string) string {
 	return fmt.Sprintf("%s and %d more", strings.Join(words[:maxListed], separator), len(words)-maxListed)
 }
 
-// captureTrouble is that of packet sockets, by the names of their processes.
+// checkCaptures reports packet sockets, by the names of their processes.
 func checkCaptures(processes []string, kernel linux.Version) []Incompatibility {
 	if len(processes) == 0 {
 		return nil
 	}
 	detail := "packet sockets are open in " + listed(processes, ", ") + ": in captures, packets above 65535 bytes have " +
-		"a length of 0 in their headers, of which tcpdump 4.99.3 makes \"IP bad-len 0\""
+		"a length of 0 in their headers, which tcpdump 4.99.3 prints as \"IP bad-len 0\""
 	if kernel.Before(linux.Version{7, 0, 0}) {
-		detail += "; capture filters as \"tcp\" and \"port 443\" leave those of IPv6 out, which have hop-by-hop options before TCP"
+		detail += "; capture filters such as \"tcp\" and \"port 443\" do not match those of IPv6, which have hop-by-hop options before TCP"
 	}
 	return []Incompatibility{{
 		Name:   capture,
 		Detail: detail,
-		Hint: "the length of the captured packet is the true one, up to the capture's snapshot length " +
-			"(tcpdump's is 262144 bytes); set the sizes to 65536 for as long as captures are to look as before",
+		Hint: "the length of the captured packet is correct up to the snapshot length (262144 bytes for tcpdump); " +
+			"set the sizes to 65536 while captures need correct headers",
 	}}
 }
 
-// ipsecTrouble tells of transformations: net/core/sock.c, sk_setup_caps.
+// checkIPsec reports transformations: sk_setup_caps of net/core/sock.c turns GSO off
+// for their sockets.
 func checkIPsec(n *netif.Namespace) ([]Incompatibility, error) {
 	var policies []netlink.XfrmPolicy
 	err := n.Do(func() error {
@@ -164,7 +164,7 @@ func checkIPsec(n *netif.Namespace) ([]Incompatibility, error) {
 		return err
 	})
 	switch {
-	// A kernel without it, or no right to look.
+	// The kernel has no IPsec, or permission is missing.
 	case errors.Is(err, unix.EPROTONOSUPPORT), errors.Is(err, unix.EINVAL), errors.Is(err, fs.ErrPermission):
 		return nil, nil
 	case err != nil && !errors.Is(err, netlink.ErrDumpInterrupted):
@@ -181,34 +181,34 @@ func checkIPsec(n *netif.Namespace) ([]Incompatibility, error) {
 	}
 	return []Incompatibility{{
 		Name: ipsec,
-		Detail: fmt.Sprintf("%d IPsec policies for what is sent: connections that they are for send packets of one segment each, "+
-			"unless the device encrypts", out),
-		Hint: "the sizes are of use to the other connections only",
+		Detail: fmt.Sprintf("%d outbound IPsec policies: the connections that match send packets of one segment each, "+
+			"unless the interface offloads the encryption", out),
+		Hint: "only connections without IPsec have large packets",
 	}}, nil
 }
 
 const maxSkbFrags = "/proc/sys/net/core/max_skb_frags"
 
-// fragsTrouble tells of packets with few fragments: the kernel's net/Kconfig,
-// MAX_SKB_FRAGS, and net/core/skbuff.c, skb_splice_from_iter.
+// checkFragments reports a small max_skb_frags: MAX_SKB_FRAGS in net/Kconfig,
+// skb_splice_from_iter in net/core/skbuff.c.
 func checkFragments(ifaces []netif.Interface) ([]Incompatibility, error) {
 	text, err := os.ReadFile(maxSkbFrags)
-	// Only the host's own network namespace shows it.
+	// The sysctl exists in the initial network namespace only.
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("read number of fragments: %w", err)
+		return nil, fmt.Errorf("read sysctl net.core.max_skb_frags: %w", err)
 	}
 	frags, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 31)
 	if err != nil {
-		return nil, fmt.Errorf("read number of fragments: %w", err)
+		return nil, fmt.Errorf("read sysctl net.core.max_skb_frags: %w", err)
 	}
 	return compareFragments(frags, uint64(os.Getpagesize()), ifaces), nil
 }
 
-// judgeFrags compares with the largest size that is set, if there is one, else with
-// what would be.
+// compareFragments compares the capacity of a packet's fragments with the largest GSO
+// size of all interfaces, or with 192 KB if BIG TCP is off.
 func compareFragments(frags, page uint64, ifaces []netif.Interface) []Incompatibility {
 	const usual = 192000
 	var largest uint32
@@ -223,14 +223,14 @@ func compareFragments(frags, page uint64, ifaces []netif.Interface) []Incompatib
 	}
 	return []Incompatibility{{
 		Name: smallFrags,
-		Detail: fmt.Sprintf("net.core.max_skb_frags is %d: a packet of what is sent without a copy (sendfile, splice, MSG_ZEROCOPY) "+
-			"has as many pages of %d bytes, %d bytes, unless pages lie side by side in memory; "+
-			"what programs write otherwise is not concerned, it has 32768 bytes a fragment", frags, page, frags*page),
-		Hint: "the most that can be set is the kernel's CONFIG_MAX_SKB_FRAGS, 17 unless it was built with more (up to 45, from Linux 6.4)",
+		Detail: fmt.Sprintf("net.core.max_skb_frags is %d: a packet of zero-copy data (sendfile, splice, MSG_ZEROCOPY) "+
+			"has as many pages of %d bytes, %d bytes, unless the pages are contiguous in memory; "+
+			"ordinary writes are not affected, their fragments have 32768 bytes", frags, page, frags*page),
+		Hint: "the maximum is the kernel's CONFIG_MAX_SKB_FRAGS: 17 by default, up to 45 from Linux 6.4",
 	}}
 }
 
-// ipv4AloneTrouble tells of kernels that compare packets of both families with the
+// checkIPv4Alone reports kernels that compare packets of both families with the GSO
 // size of IPv6.
 func checkIPv4Alone(i *netif.Interface, s netif.Support, kernel linux.Version, netns string) []Incompatibility {
 	if !s.IPv4 || i.Sizes.GSOIPv4 <= netif.Legacy || i.Sizes.GSOIPv4 <= i.Sizes.GSO || !cutsIPv4Alone(kernel) {
@@ -242,15 +242,15 @@ func checkIPv4Alone(i *netif.Interface, s netif.Support, kernel linux.Version, n
 	}
 	return []Incompatibility{{
 		Name: ipv4Alone,
-		Detail: fmt.Sprintf("IPv4 has %d bytes and IPv6 %d: Linux %s cuts packets of both above the size of IPv6 in software, before the driver",
+		Detail: fmt.Sprintf("IPv4 has %d bytes and IPv6 %d: Linux %s segments packets of both families above the size of IPv6 in software, before the driver",
 			i.Sizes.GSOIPv4, i.Sizes.GSO, kernel),
-		Hint: command + "; Linux 6.12, 6.11.3, 6.10.14 and 6.6.55 have it right",
+		Hint: command + "; fixed in Linux 6.12, 6.11.3, 6.10.14 and 6.6.55",
 	}}
 }
 
-// cutsIPv4Alone says whether gso_features_check compares packets of IPv4 with
-// gso_max_size: since commit 24ab059d2ebd (6.7, 6.6.9) and until e609c959a939
-// (6.12, 6.11.3, 6.10.14, 6.6.55).
+// cutsIPv4Alone tells whether gso_features_check compares IPv4 packets with
+// gso_max_size: since commit 24ab059d2ebd (6.7, 6.6.9) and until e609c959a939 (6.12,
+// 6.11.3, 6.10.14, 6.6.55).
 func cutsIPv4Alone(v linux.Version) bool {
 	for _, r := range []struct{ from, until linux.Version }{
 		{linux.Version{6, 6, 9}, linux.Version{6, 6, 55}},
@@ -264,8 +264,8 @@ func cutsIPv4Alone(v linux.Version) bool {
 	return false
 }
 
-// deviceTrouble tells of a device that takes no large packets itself; those that
-// inherit it from another have that one's.
+// checkDriver reports an interface that does not support large packets itself;
+// interfaces that inherit the limit are not reported.
 func checkDriver(i *netif.Interface) []Incompatibility {
 	if netif.IsTunnel(i.Kind) || i.TSOMaxSize == 0 {
 		return nil
@@ -280,51 +280,51 @@ func checkDriver(i *netif.Interface) []Incompatibility {
 		}
 		return []Incompatibility{{
 			Name: driver,
-			Detail: strings.TrimSpace(fmt.Sprintf("%s supports packets of at most %d bytes (tso_max_size), so that none larger can be sent; "+
-				"those that are received may be joined to more", named, i.TSOMaxSize)),
-			Hint: "drivers that take more are mlx5, mlx4, bnxt, ice, gve and mana, and lo, veth and netkit; later kernels may have others",
+			Detail: strings.TrimSpace(fmt.Sprintf("%s supports packets of at most %d bytes (tso_max_size): larger packets cannot be sent; "+
+				"received packets may be merged to larger ones", named, i.TSOMaxSize)),
+			Hint: "drivers with larger packets are mlx5, mlx4, bnxt, ice, gve and mana, and lo, veth and netkit; later kernels may have others",
 		}}
 	}
-	// With the timestamps that TCP mostly has.
+	// IPv4 and TCP with timestamps.
 	const headers = 52
 	if most := uint64(i.TSOMaxSegs) * uint64(max(i.MTU-headers, 0)); i.TSOMaxSegs > 0 && most <= netif.Legacy {
 		return []Incompatibility{{
 			Name:   driver,
-			Detail: fmt.Sprintf("%s takes at most %d segments a packet (tso_max_segs), %d bytes with an MTU of %d", named, i.TSOMaxSegs, most, i.MTU),
-			Hint:   "a larger MTU makes larger packets",
+			Detail: fmt.Sprintf("%s supports at most %d segments per packet (tso_max_segs), %d bytes at an MTU of %d", named, i.TSOMaxSegs, most, i.MTU),
+			Hint:   "a larger MTU allows larger packets",
 		}}
 	}
 	return nil
 }
 
-// offloadTrouble tells of what was turned off. GSO is not of them: TCP builds large
-// packets all the same (net/core/sock.c, sk_setup_caps), and a device that has TSO
-// gets them.
+// checkOffloads reports features that are off. GSO is not among them: TCP builds large
+// packets without it (sk_setup_caps in net/core/sock.c), which an interface with TSO
+// gets.
 func checkOffloads(i *netif.Interface) []Incompatibility {
-	var troubles []Incompatibility
+	var found []Incompatibility
 	if !i.Offloads.TSO {
 		hint := fmt.Sprintf("ethtool -K %s sg on tso on", i.Name)
 		if i.Kind == "veth" {
-			hint += "; an XDP program in driver mode on the other end turns it off for as long as it is attached"
+			hint += "; a native XDP program on the peer turns TSO off while it is attached"
 		}
-		troubles = append(troubles, Incompatibility{
+		found = append(found, Incompatibility{
 			Name:   offloadOff,
-			Detail: "TSO is off: the kernel cuts packets to the MTU in software, before the driver",
+			Detail: "TSO is off: the kernel segments packets to the MTU in software, before the driver",
 			Hint:   hint,
 		})
 	}
 	if !i.Offloads.GRO && i.Kind != "veth" && i.Sizes.GRO > netif.Legacy {
-		troubles = append(troubles, Incompatibility{
+		found = append(found, Incompatibility{
 			Name:   offloadOff,
-			Detail: "GRO is off: packets that are received are not joined, whatever gro_max_size is",
+			Detail: "GRO is off: received packets are not merged, whatever gro_max_size is",
 			Hint:   fmt.Sprintf("ethtool -K %s gro on", i.Name),
 		})
 	}
-	return troubles
+	return found
 }
 
-// tunnelsOver are the names of such tunnels by the index of the device through which
-// they send.
+// tunnelsByLower returns the names of tunnels without large packets, by the index of
+// their lower interfaces.
 func tunnelsByLower(ifaces []netif.Interface, kernel linux.Version) map[int][]string {
 	over := map[int][]string{}
 	for _, i := range ifaces {
@@ -340,36 +340,36 @@ func tunnelsByLower(ifaces []netif.Interface, kernel linux.Version) map[int][]st
 	return over
 }
 
-// tunnelTrouble is that of a tunnel, or of the device below tunnels.
+// checkTunnels reports a tunnel, and the lower interface of tunnels.
 func checkTunnels(i *netif.Interface, over []string, kernel linux.Version) []Incompatibility {
-	var troubles []Incompatibility
+	var found []Incompatibility
 	switch {
 	case !netif.LegacyTunnel(i, kernel):
 	case i.Sizes.GSO > netif.Legacy || i.Sizes.GSOIPv4 > netif.Legacy:
 		hint := fmt.Sprintf("ip link set %s gso_max_size %d", i.Name, netif.Legacy)
 		if i.Sizes.GSO <= netif.Legacy {
-			// The kernel resets it with the other one only where that changes.
+			// The kernel resets this size only if gso_max_size changes.
 			hint = fmt.Sprintf("ip link set %s gso_ipv4_max_size %d", i.Name, netif.Legacy)
 		}
-		troubles = append(troubles, Incompatibility{
+		found = append(found, Incompatibility{
 			Name: tunnel,
-			Detail: fmt.Sprintf("%s has sizes above %d bytes: what it wraps has a length of 16 bits, wrong in packets above it, "+
-				"which the other end drops: connections through it can be many times slower", i.Kind, netif.Legacy),
+			Detail: fmt.Sprintf("%s has sizes above %d bytes: the outer headers have lengths of 16 bits, which are truncated for larger packets; "+
+				"the receiver drops these, so that connections can be many times slower", i.Kind, netif.Legacy),
 			Hint: hint,
 		})
 	default:
-		troubles = append(troubles, Incompatibility{
+		found = append(found, Incompatibility{
 			Name:   tunnel,
-			Detail: fmt.Sprintf("%s wraps packets of at most %d bytes", i.Kind, netif.Legacy),
-			Hint:   "leave its sizes as they are, also where the kernel would take larger ones, as for VXLAN before Linux 7.3",
+			Detail: fmt.Sprintf("%s encapsulates packets of at most %d bytes", i.Kind, netif.Legacy),
+			Hint:   "do not raise its sizes, even where the kernel accepts larger ones, as for VXLAN before Linux 7.3",
 		})
 	}
 	if len(over) > 0 {
-		troubles = append(troubles, Incompatibility{
+		found = append(found, Incompatibility{
 			Name:   tunnel,
-			Detail: fmt.Sprintf("tunnels send through it (%s): what they wrap has at most %d bytes before", listed(over, ", "), netif.Legacy),
-			Hint:   "connections that do not go through the tunnel have large packets all the same",
+			Detail: fmt.Sprintf("it is the lower interface of tunnels (%s), which encapsulate packets of at most %d bytes", listed(over, ", "), netif.Legacy),
+			Hint:   "connections outside the tunnels have large packets",
 		})
 	}
-	return troubles
+	return found
 }

@@ -56,17 +56,17 @@ func TestDriver(t *testing.T) {
 	lower := []netif.Related{{Relation: netif.Lower, Index: 2, Name: "eth0", Driver: "virtio_net", TSOMaxSize: 65536}}
 	for _, c := range []struct {
 		i    netif.Interface
-		want string // in the detail; "" for no trouble
+		want string // in the detail; "" for none
 	}{
 		{netif.Interface{Driver: "virtio_net", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1500}, "virtio_net supports packets of at most 65536 bytes"},
 		{netif.Interface{Kind: "tun", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1500}, "tun supports packets of at most 65536 bytes"},
 		{netif.Interface{Driver: "r8169", TSOMaxSize: 64000, TSOMaxSegs: 64, MTU: 1500}, "r8169 supports packets of at most 64000 bytes"},
 		{netif.Interface{Driver: "mlx5_core", TSOMaxSize: 524280, TSOMaxSegs: 65535, MTU: 1500}, ""},
-		{netif.Interface{Driver: "few", TSOMaxSize: 524280, TSOMaxSegs: 40, MTU: 1500}, "few takes at most 40 segments a packet (tso_max_segs), 57920 bytes"},
+		{netif.Interface{Driver: "few", TSOMaxSize: 524280, TSOMaxSegs: 40, MTU: 1500}, "few supports at most 40 segments per packet (tso_max_segs), 57920 bytes"},
 		{netif.Interface{Driver: "few", TSOMaxSize: 524280, TSOMaxSegs: 40, MTU: 9000}, ""},
 		{netif.Interface{Driver: "old", MTU: 1500}, ""}, // before 5.19 the kernel does not say
 		{netif.Interface{Kind: "vlan", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1500, Related: lower}, ""},
-		{netif.Interface{Kind: "gre", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1476}, ""}, // a trouble of its own
+		{netif.Interface{Kind: "gre", TSOMaxSize: 65536, TSOMaxSegs: 65535, MTU: 1476}, ""}, // reported as a tunnel
 	} {
 		got := checkDriver(&c.i)
 		if c.want == "" {
@@ -108,13 +108,13 @@ func TestTunnels(t *testing.T) {
 		kernel linux.Version
 		want   string
 	}{
-		{netif.Interface{Kind: "vxlan", TSOMaxSize: 524280, Sizes: netif.Sizes{GSO: 65536}}, now, "vxlan wraps packets of at most 65536 bytes"},
+		{netif.Interface{Kind: "vxlan", TSOMaxSize: 524280, Sizes: netif.Sizes{GSO: 65536}}, now, "vxlan encapsulates packets of at most 65536 bytes"},
 		{netif.Interface{Kind: "vxlan", TSOMaxSize: 524280, Sizes: netif.Sizes{GSO: 65536}}, then, ""},
-		{netif.Interface{Kind: "vxlan", TSOMaxSize: 65536, Sizes: netif.Sizes{GSO: 65536}}, then, "vxlan wraps packets of at most 65536 bytes"},
+		{netif.Interface{Kind: "vxlan", TSOMaxSize: 65536, Sizes: netif.Sizes{GSO: 65536}}, then, "vxlan encapsulates packets of at most 65536 bytes"},
 		{netif.Interface{Kind: "vxlan", TSOMaxSize: 524280, Sizes: netif.Sizes{GSO: 192000}}, now, "can be many times slower"},
 		{netif.Interface{Kind: "vxlan", TSOMaxSize: 524280, Sizes: netif.Sizes{GSO: 65536, GSOIPv4: 192000}}, now, "can be many times slower"},
 		{netif.Interface{Kind: "geneve", TSOMaxSize: 524280, Sizes: netif.Sizes{GSO: 192000}}, then, ""},
-		{netif.Interface{Kind: "wireguard", TSOMaxSize: 65536, Sizes: netif.Sizes{GSO: 65536}}, then, "wireguard wraps packets of at most 65536 bytes"},
+		{netif.Interface{Kind: "wireguard", TSOMaxSize: 65536, Sizes: netif.Sizes{GSO: 65536}}, then, "wireguard encapsulates packets of at most 65536 bytes"},
 		{netif.Interface{Kind: "veth", TSOMaxSize: 524280}, now, ""},
 		{netif.Interface{Driver: "mlx5_core", TSOMaxSize: 524280}, now, ""},
 	} {
@@ -189,11 +189,11 @@ func TestNothingWrong(t *testing.T) {
 	for _, x := range host {
 		// They are of the whole host.
 		if x.Name != smallFrags {
-			t.Errorf("trouble %+v", x)
+			t.Errorf("incompatibility %+v", x)
 		}
 	}
 	if len(byInterface) != 0 {
-		t.Errorf("troubles %+v", byInterface)
+		t.Errorf("incompatibilities %+v", byInterface)
 	}
 }
 
@@ -279,7 +279,7 @@ func TestIPsec(t *testing.T) {
 	wantNotFound(t, host, ipsec)
 	policy(netlink.XFRM_DIR_OUT)
 	host, _ = findAll(t, n)
-	wantFound(t, host, ipsec, "1 IPsec policies")
+	wantFound(t, host, ipsec, "1 outbound IPsec policies")
 }
 
 // TestVXLAN sends through a tunnel, with sizes that the kernel takes and with those
@@ -312,8 +312,8 @@ func TestVXLAN(t *testing.T) {
 	small := kernel.Before(linux.Version{7, 3, 0})
 	_, byInterface := findAll(t, a)
 	if small {
-		wantFound(t, byInterface["vx"], tunnel, "vxlan wraps packets of at most 65536 bytes")
-		wantFound(t, byInterface["va"], tunnel, "tunnels send through it (vx)")
+		wantFound(t, byInterface["vx"], tunnel, "vxlan encapsulates packets of at most 65536 bytes")
+		wantFound(t, byInterface["va"], tunnel, "lower interface of tunnels (vx)")
 	}
 	legacy := stream(t, a, b, "10.8.0.2", time.Second)
 	setSizes(t, a, "vx", 196608)
@@ -367,7 +367,7 @@ func TestShaper(t *testing.T) {
 		})
 		_, byInterface := findAll(t, a)
 		if c.cut {
-			wantFound(t, byInterface["va"], shaperCuts, "tbf cuts packets")
+			wantFound(t, byInterface["va"], shaperCuts, "tbf segments packets")
 		} else {
 			wantNotFound(t, byInterface["va"], shaperCuts)
 		}
@@ -409,7 +409,7 @@ func TestCheckShapers(t *testing.T) {
 		size    uint32
 		want    string
 	}{
-		{message("cake", split(1)), 196608, "cake cuts all packets"},
+		{message("cake", split(1)), 196608, "cake segments all packets"},
 		{message("cake", split(1)), 65536, ""},
 		{message("cake", split(0)), 196608, ""},
 		{message("cake"), 196608, ""},
@@ -423,11 +423,11 @@ func TestCheckShapers(t *testing.T) {
 			}
 			shapers = append(shapers, s)
 		}
-		troubles := checkShapers(&netif.Interface{Name: "eth0", Sizes: netif.Sizes{GSO: c.size}}, shapers)
+		found := checkShapers(&netif.Interface{Name: "eth0", Sizes: netif.Sizes{GSO: c.size}}, shapers)
 		if c.want == "" {
-			wantNotFound(t, troubles, shaperCuts)
+			wantNotFound(t, found, shaperCuts)
 		} else {
-			wantFound(t, troubles, shaperCuts, c.want)
+			wantFound(t, found, shaperCuts, c.want)
 		}
 	}
 }
@@ -447,7 +447,7 @@ func FuzzParseShaper(f *testing.F) {
 	})
 }
 
-// TestTroublesWithoutRights sees what may be seen.
+// TestWithoutRights sees what may be seen.
 func TestWithoutRights(t *testing.T) {
 	socket, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
 	if errors.Is(err, unix.EPROTONOSUPPORT) {
@@ -466,7 +466,7 @@ func TestWithoutRights(t *testing.T) {
 			t.Error(err)
 			return
 		}
-		wantFound(t, host, lengthFilter, "packet filters that match on length are not known")
+		wantFound(t, host, lengthFilter, "packet filters cannot be inspected")
 	})
 }
 

@@ -25,7 +25,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// troubleNetwork makes a network namespace, with lo up.
+// newNamespace makes a network namespace, with lo up.
 func newNamespace(t testing.TB) *netif.Namespace {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "netns")
@@ -62,7 +62,7 @@ func inside(t testing.TB, n *netif.Namespace, f func() error) {
 	must(t, n.Do(f))
 }
 
-// troublePair is two namespaces with a veth pair between them, each end of which
+// newPair is two namespaces with a veth pair between them, each end of which
 // has sizes of 196608 bytes: a with 10.9.0.1 and fd09::1, b with 10.9.0.2 and fd09::2.
 func newPair(t testing.TB) (a, b *netif.Namespace) {
 	t.Helper()
@@ -78,7 +78,7 @@ func newPair(t testing.TB) (a, b *netif.Namespace) {
 	return a, b
 }
 
-// troubleLink sets an interface up, with addresses, and sizes unless they are 0.
+// setUp sets an interface up, with addresses, and sizes unless they are 0.
 func setUp(t testing.TB, n *netif.Namespace, name string, size uint32, addresses ...string) {
 	t.Helper()
 	inside(t, n, func() error {
@@ -122,7 +122,7 @@ func setSizes(t testing.TB, n *netif.Namespace, name string, size uint32) {
 	})
 }
 
-// troubleStream sends as much as it can for a time to an address of b, and returns
+// stream sends as much as it can for a time to an address of b, and returns
 // how many bytes arrived.
 func stream(t testing.TB, a, b *netif.Namespace, address string, d time.Duration) int64 {
 	t.Helper()
@@ -334,7 +334,7 @@ func nftCounters(t testing.TB, n *netif.Namespace, family uint8) map[uint64]uint
 	return counters
 }
 
-// troublesOf are all troubles of a namespace.
+// findAll returns all incompatibilities of a namespace.
 func findAll(t testing.TB, n *netif.Namespace) (host []Incompatibility, byInterface map[string][]Incompatibility) {
 	t.Helper()
 	ifaces, err := n.Interfaces()
@@ -344,9 +344,9 @@ func findAll(t testing.TB, n *netif.Namespace) (host []Incompatibility, byInterf
 	return host, byInterface
 }
 
-// findTrouble is the one of a name of which the detail has all the words.
-func find(troubles []Incompatibility, name string, words ...string) (Incompatibility, bool) {
-	for _, x := range troubles {
+// find returns the one of a name of which the detail has all the words.
+func find(all []Incompatibility, name string, words ...string) (Incompatibility, bool) {
+	for _, x := range all {
 		if x.Name == name && !slices.ContainsFunc(words, func(w string) bool { return !strings.Contains(x.Detail, w) }) {
 			return x, true
 		}
@@ -354,19 +354,19 @@ func find(troubles []Incompatibility, name string, words ...string) (Incompatibi
 	return Incompatibility{}, false
 }
 
-func wantFound(t testing.TB, troubles []Incompatibility, name string, words ...string) {
+func wantFound(t testing.TB, all []Incompatibility, name string, words ...string) {
 	t.Helper()
-	found, ok := find(troubles, name, words...)
+	found, ok := find(all, name, words...)
 	if !ok {
-		t.Errorf("no trouble %s with %q in %+v", name, words, troubles)
+		t.Errorf("no incompatibility %s with %q in %+v", name, words, all)
 	} else if found.Hint == "" {
 		t.Errorf("no hint of %+v", found)
 	}
 }
 
-func wantNotFound(t testing.TB, troubles []Incompatibility, name string, words ...string) {
+func wantNotFound(t testing.TB, all []Incompatibility, name string, words ...string) {
 	t.Helper()
-	if found, ok := find(troubles, name, words...); ok {
-		t.Errorf("trouble %+v", found)
+	if found, ok := find(all, name, words...); ok {
+		t.Errorf("incompatibility %+v", found)
 	}
 }

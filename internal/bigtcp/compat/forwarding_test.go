@@ -10,7 +10,7 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// TestForwardingTrouble looks at routers with large IPv6 packets, of kernels that
+// TestForwarding looks at routers with large IPv6 packets, of kernels that
 // mark them.
 func TestForwarding(t *testing.T) {
 	n, err := netif.OpenNamespace("")

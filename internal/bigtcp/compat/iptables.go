@@ -34,7 +34,7 @@ func legacyTables() ([]string, error) {
 	return tables, nil
 }
 
-// legacyTrouble reports tables of iptables-legacy: what their rules match is not known.
+// checkLegacyTables reports tables of iptables-legacy: what their rules match is not known.
 func checkLegacyTables(tables []string) []Incompatibility {
 	if len(tables) == 0 {
 		return nil

@@ -16,27 +16,28 @@ import (
 	"sockeye/internal/bigtcp/nlattr"
 )
 
-// sees is a set of what a rule of a packet filter looks at that is not the same in
-// large packets.
+// inspected is a set of properties that a rule of a packet filter inspects and that
+// differ in large packets.
 type inspected uint8
 
 const (
-	ipv4TotalLength   inspected = 1 << iota // the length in the IPv4 header
-	ipv6PayloadLength                       // the length in the IPv6 header
-	packetLength                            // the number of bytes that there are
-	xtLength                                // the same, by a range that ends at 65535
-	nextHeader                              // the next header in the IPv6 header, or hop-by-hop options
-	queued                                  // nothing: it gives packets to a program
+	ipv4TotalLength   inspected = 1 << iota // total length in the IPv4 header
+	ipv6PayloadLength                       // payload length in the IPv6 header
+	packetLength                            // length of the packet in memory
+	xtLength                                // the same, with a range that ends at 65535
+	nextHeader                              // next header in the IPv6 header, or hop-by-hop options
+	queued                                  // the rule queues packets to a program
 )
 
-// filterRule is a rule that looks at something of the kind.
+// filterRule is a rule that inspects such a property.
 type filterRule struct {
 	inspects inspected
 	where    string // as in "nft inet filter input, handle 7"
 }
 
-// matchSees is what a match of xtables looks at, and targetSees the like of a target:
-// iptables-nft has rules of nftables with them.
+// inspectedByMatch returns what a match of xtables inspects, and inspectedByTarget the
+// same of a target: iptables-nft has such expressions in rules of nftables
+// (nft_compat).
 func inspectedByMatch(name string) inspected {
 	switch name {
 	case "length":
@@ -54,7 +55,7 @@ func inspectedByTarget(name string) inspected {
 	return 0
 }
 
-// nftFamilies are the names that nft(8) has for families.
+// nftFamilies has the names of the families in nft(8).
 var nftFamilies = map[uint8]string{
 	unix.NFPROTO_INET:   "inet",
 	unix.NFPROTO_IPV4:   "ip",
@@ -64,15 +65,17 @@ var nftFamilies = map[uint8]string{
 	unix.NFPROTO_IPV6:   "ip6",
 }
 
-// nftRules lists the rules of nftables in the thread's network namespace that look
-// at what differs in large packets. It needs CAP_NET_ADMIN.
+// nftRules returns the rules of nftables in the thread's network namespace that
+// inspect what differs in large packets. Needs CAP_NET_ADMIN. The rules of all tables
+// come in one dump, of which each message is parsed as it arrives: an unknown
+// expression is skipped, and an interrupted dump repeated.
 func nftRules() ([]filterRule, error) {
 	if there, err := moduleLoaded("nf_tables"); err != nil || !there {
 		return nil, err
 	}
 	var rules []filterRule
-	// A change of the rules meanwhile interrupts a dump. If they change all the time,
-	// what was seen is good enough.
+	// A change of the rules interrupts a dump. If they change continuously, the last
+	// dump is used.
 	for range 3 {
 		rules = nil
 		request := nl.NewNetlinkRequest(unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_GETRULE, unix.NLM_F_DUMP)
@@ -87,7 +90,7 @@ func nftRules() ([]filterRule, error) {
 		case errors.Is(err, nl.ErrDumpInterrupted), errors.Is(err, unix.EINTR):
 			continue
 		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.EPROTONOSUPPORT):
-			return nil, nil // a kernel without nftables
+			return nil, nil // the kernel has no nftables
 		case err != nil:
 			return nil, fmt.Errorf("read rules of nftables: %w", err)
 		}
@@ -96,8 +99,8 @@ func nftRules() ([]filterRule, error) {
 	return rules, nil
 }
 
-// subsystemThere is false for a part of the kernel that is a module and not loaded.
-// To ask it something would load it.
+// moduleLoaded returns false for a part of the kernel that is a module and not loaded.
+// A request to it would load the module.
 func moduleLoaded(module string) (bool, error) {
 	if _, err := os.Stat("/sys/module/" + module); err == nil {
 		return true, nil
@@ -108,14 +111,14 @@ func moduleLoaded(module string) (bool, error) {
 	}
 	modules, err := os.ReadFile(filepath.Join("/lib/modules", unix.ByteSliceToString(name.Release[:]), "modules.dep"))
 	if err != nil {
-		// Where the modules cannot be seen, in a container say, there is only to ask.
+		// The list of modules may be invisible, as in a container.
 		return true, nil
 	}
 	return !bytes.Contains(modules, []byte("/"+module+".ko")), nil
 }
 
-// parseNftRule reads a message NFT_MSG_NEWRULE, from its struct nfgenmsg on. What
-// it cannot read it leaves out.
+// parseNftRule parses a message NFT_MSG_NEWRULE, from struct nfgenmsg on. What it does
+// not know it skips.
 func parseNftRule(message []byte) filterRule {
 	if len(message) < nl.SizeofNfgenmsg {
 		return filterRule{}
@@ -153,11 +156,12 @@ func parseNftRule(message []byte) filterRule {
 	return filterRule{parser.inspects, fmt.Sprintf("nft %s %s %s, handle %d", name, table, chain, handle)}
 }
 
-// nftParser reads the expressions of a rule in their order.
+// nftParser parses the expressions of a rule in their order.
 type nftParser struct {
 	family uint8
-	// protocol is NFPROTO_IPV4 or NFPROTO_IPV6 where the rule is for one, by what it
-	// has compared so far; loaded says that the last expression loaded what tells.
+	// protocol is NFPROTO_IPV4 or NFPROTO_IPV6 if the preceding expressions match only
+	// one of them; loaded says that the previous expression loaded a field that tells
+	// the protocol.
 	protocol uint8
 	loaded   bool
 	inspects inspected
@@ -228,8 +232,7 @@ func (p *nftParser) compare(data []byte) {
 	}
 }
 
-// payload is a load of header bytes. nft(8) makes one load of fields that are
-// beside each other.
+// payload parses a load of header bytes. nft(8) merges loads of adjacent fields.
 func (p *nftParser) payload(data []byte) {
 	base, ok := nlattr.Uint32(data, unix.NFTA_PAYLOAD_BASE)
 	if !ok || p.family == unix.NFPROTO_ARP {
@@ -259,7 +262,7 @@ func (p *nftParser) payload(data []byte) {
 			p.inspects |= nextHeader
 		}
 	default:
-		// Nothing has told the protocol: a load of just the field is meant so.
+		// The protocol is unknown: a load of exactly the field is taken for it.
 		if offset == 2 && size == 2 {
 			p.inspects |= ipv4TotalLength
 		}
@@ -269,8 +272,8 @@ func (p *nftParser) payload(data []byte) {
 	}
 }
 
-// extension is a look for an IPv6 extension header; that of hop-by-hop options has
-// the number 0.
+// extension parses a match on an IPv6 extension header; the number of hop-by-hop
+// options is 0.
 func (p *nftParser) extension(data []byte) {
 	op, _ := nlattr.Uint32(data, unix.NFTA_EXTHDR_OP)
 	kind := nlattr.Find(data, unix.NFTA_EXTHDR_TYPE)

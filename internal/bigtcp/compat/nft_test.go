@@ -134,7 +134,7 @@ func TestNftRulesAreFound(t *testing.T) {
 					// The kinds of one name tell themselves apart by their details.
 					found := mentions(host, kind.name, kind.detail, where+";", where+":")
 					if want := there && s&kind.inspects != 0; found != want {
-						t.Errorf("%s is in a trouble %s: %v, not %v: %+v", where, kind.name, found, want, host)
+						t.Errorf("%s is in an incompatibility %s: %v, not %v: %+v", where, kind.name, found, want, host)
 					}
 				}
 			}
@@ -142,10 +142,10 @@ func TestNftRulesAreFound(t *testing.T) {
 	}
 }
 
-// mentions says whether a trouble has this name, the detail and one of the words.
-func mentions(troubles []Incompatibility, name, detail string, words ...string) bool {
+// mentions says whether an incompatibility has this name, the detail and one of the words.
+func mentions(all []Incompatibility, name, detail string, words ...string) bool {
 	return slices.ContainsFunc(words, func(w string) bool {
-		_, found := find(troubles, name, detail, w)
+		_, found := find(all, name, detail, w)
 		return found
 	})
 }

@@ -14,13 +14,13 @@ import (
 	"sockeye/internal/bigtcp/nlattr"
 )
 
-// shaper is a queueing discipline that cuts packets before it queues them.
+// shaper is a qdisc that segments packets before it queues them.
 type shaper struct {
 	kind  string
-	burst uint64 // above which it does, in bytes; 0: always
+	burst uint64 // larger packets are segmented, in bytes; 0: all are
 }
 
-// shapers are those of the namespace, by the index of the interface.
+// shapers returns the shapers of the namespace, by the index of the interface.
 func shapers(n *netif.Namespace) (map[int][]shaper, error) {
 	var messages [][]byte
 	var err error
@@ -50,8 +50,8 @@ func shapers(n *netif.Namespace) (map[int][]shaper, error) {
 // tcaCakeSplitGSO is TCA_CAKE_SPLIT_GSO of <linux/pkt_sched.h>.
 const tcaCakeSplitGSO = 17
 
-// parseShaper reads a message RTM_NEWQDISC, from its struct tcmsg on. False is what
-// cuts no packets.
+// parseShaper parses a message RTM_NEWQDISC, from struct tcmsg on. ok is false for a
+// qdisc that segments no packets.
 func parseShaper(m []byte) (index int, s shaper, ok bool) {
 	if len(m) < nl.SizeofTcMsg {
 		return 0, shaper{}, false
@@ -76,8 +76,8 @@ func parseShaper(m []byte) (index int, s shaper, ok bool) {
 	return index, s, ok
 }
 
-// tbfBurst is what fits into the bucket, in bytes: the kernel tells how long it takes
-// at the rate.
+// tbfBurst returns the size of the token bucket in bytes, which the kernel reports as
+// the time to fill it at the rate.
 func tbfBurst(options []byte) (uint64, bool) {
 	const (
 		rateAt, bufferAt = 8, 28 // in struct tc_tbf_qopt
@@ -96,30 +96,30 @@ func tbfBurst(options []byte) (uint64, bool) {
 	return uint64(float64(rate) * float64(ticks) * nanosecondsATick / 1e9), true
 }
 
-// shaperTrouble is that of an interface on which large packets are on: the kernel's
-// tbf_enqueue and cake_enqueue.
+// checkShapers reports shapers of an interface with large packets (tbf_enqueue and
+// cake_enqueue of the kernel).
 func checkShapers(i *netif.Interface, shapers []shaper) []Incompatibility {
-	var troubles []Incompatibility
+	var found []Incompatibility
 	size := uint64(max(i.Sizes.GSO, i.Sizes.GSOIPv4))
 	for _, s := range shapers {
 		switch {
 		case size <= netif.Legacy:
 		case s.burst == 0:
-			troubles = append(troubles, Incompatibility{
+			found = append(found, Incompatibility{
 				Name:   shaperCuts,
-				Detail: fmt.Sprintf("%s cuts all packets to the MTU before it queues them (split-gso)", s.kind),
-				Hint:   fmt.Sprintf("tc qdisc change dev %s root cake no-split-gso, which makes other packets wait longer for large ones", i.Name),
+				Detail: fmt.Sprintf("%s segments all packets to the MTU before it queues them (split-gso)", s.kind),
+				Hint:   fmt.Sprintf("tc qdisc change dev %s root cake no-split-gso; other packets then wait longer behind large ones", i.Name),
 			})
 		case s.burst < size:
-			troubles = append(troubles, Incompatibility{
+			found = append(found, Incompatibility{
 				Name:   shaperCuts,
-				Detail: fmt.Sprintf("%s cuts packets that are larger than its burst, about %d bytes, to the MTU before it queues them", s.kind, s.burst),
-				Hint:   fmt.Sprintf("a burst of %d bytes or more lets all pass", size+maxHeaders),
+				Detail: fmt.Sprintf("%s segments packets larger than its burst, about %d bytes, to the MTU before it queues them", s.kind, s.burst),
+				Hint:   fmt.Sprintf("a burst of %d bytes or more passes all packets", size+maxHeaders),
 			})
 		}
 	}
-	return troubles
+	return found
 }
 
-// maxHeaders is more than the headers before TCP's data take, in bytes.
+// maxHeaders is more than the bytes of all headers before the TCP payload.
 const maxHeaders = 1000

@@ -16,18 +16,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// kernelVersion is a version of Linux: major, minor, patch.
+// Version is a version of Linux as kernel.org numbers it: major, minor, patch.
 type Version [3]int
 
 func (v Version) String() string {
 	return fmt.Sprintf("%d.%d.%d", v[0], v[1], v[2])
 }
 
+// Before tells whether v is older than w.
 func (v Version) Before(w Version) bool {
 	return slices.Compare(v[:], w[:]) < 0
 }
 
-// runningKernel is the version of the running kernel, as kernel.org numbers it.
+// Running returns the version of the running kernel, which it reads once.
 var Running = sync.OnceValues(readKernel)
 
 func readKernel() (Version, error) {
@@ -35,7 +36,7 @@ func readKernel() (Version, error) {
 	if err := unix.Uname(&name); err != nil {
 		return Version{}, fmt.Errorf("read kernel version: %w", err)
 	}
-	// Ubuntu's release ends in .0 whatever it was made of.
+	// The release of Ubuntu ends in .0 whatever the upstream version is.
 	signature, err := os.ReadFile("/proc/version_signature")
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return Version{}, fmt.Errorf("read kernel version: %w", err)
@@ -43,20 +44,20 @@ func readKernel() (Version, error) {
 	release := unix.ByteSliceToString(name.Release[:])
 	v, ok := kernelOf(release, unix.ByteSliceToString(name.Version[:]), string(signature))
 	if !ok {
-		return Version{}, fmt.Errorf("read kernel version: %q is none", release)
+		return Version{}, fmt.Errorf("read kernel version: %q is not a version", release)
 	}
 	return v, nil
 }
 
-// kernelOf is the version behind the release and version of uname(2) and Ubuntu's
-// /proc/version_signature.
+// kernelOf returns the upstream version of a kernel, by the release and version of
+// uname(2) and by Ubuntu's /proc/version_signature.
 func kernelOf(release, version, signature string) (Version, bool) {
 	if fields := strings.Fields(signature); len(fields) == 3 {
 		if v, ok := parseVersion(fields[2]); ok {
 			return v, true
 		}
 	}
-	// Debian's, as in "#1 SMP Debian 6.1.158-1 (2025-11-09)".
+	// Debian has the version there, as in "#1 SMP Debian 6.1.158-1 (2025-11-09)".
 	if _, after, found := strings.Cut(version, " Debian "); found {
 		if v, ok := parseVersion(after); ok {
 			return v, true
@@ -65,7 +66,7 @@ func kernelOf(release, version, signature string) (Version, bool) {
 	return parseVersion(release)
 }
 
-// parseVersion reads a version of two or three numbers, whatever follows.
+// parseVersion parses a version of two or three numbers and ignores the rest.
 func parseVersion(text string) (v Version, ok bool) {
 	rest := text
 	for k := range v {

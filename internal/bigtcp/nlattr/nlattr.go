@@ -9,10 +9,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// attributes are those of a netlink message, one after another.
+// Attributes are consecutive netlink attributes.
 type Attributes []byte
 
-// all goes through the attributes, up to one that is cut off.
+// All yields the type and the value of each attribute, up to a truncated one. Flags of
+// the type are cleared.
 func (a Attributes) All(yield func(kind uint16, value []byte) bool) {
 	for len(a) >= unix.SizeofNlAttr {
 		length := int(binary.NativeEndian.Uint16(a))
@@ -28,7 +29,7 @@ func (a Attributes) All(yield func(kind uint16, value []byte) bool) {
 	}
 }
 
-// attribute is the value of the first attribute of a kind, nil if there is none.
+// Find returns the value of the first attribute of a type, or nil.
 func Find(b []byte, kind uint16) []byte {
 	for k, value := range Attributes(b).All {
 		if k == kind {
@@ -38,12 +39,15 @@ func Find(b []byte, kind uint16) []byte {
 	return nil
 }
 
+// String returns the first attribute of a type as a string, without the terminating
+// zero.
 func String(b []byte, kind uint16) string {
 	return unix.ByteSliceToString(Find(b, kind))
 }
 
-// attributeUint32 reads a number, which nftables has in network byte order.
-func Uint32(b []byte, kind uint16) (uint32, bool) {
+// Uint32 returns the first attribute of a type as a number in network byte order, as
+// nftables has them. ok is false if there is none of four bytes.
+func Uint32(b []byte, kind uint16) (number uint32, ok bool) {
 	value := Find(b, kind)
 	if len(value) != 4 {
 		return 0, false
