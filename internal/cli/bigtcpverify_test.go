@@ -54,16 +54,16 @@ func TestBigTCPVerifyText(t *testing.T) {
 		TCPBytes: 32e6, LargeBytes: 14e6, Share: &share, Cut: 0.25,
 		Causes: []verify.Cause{{
 			Name: "old_connection", Share: 0.25, Bytes: 8e6, Connections: 2, Example: "[fd09::1]:1790 to [fd09::2]:40000",
-			Detail: "they fill packets up to 65232 bytes and never more, though 196608 are allowed: connections older than the change keep their size until their route is looked up again",
-			Hint:   "close them and connect again (restart the program, or ss -K); new connections have the new size",
+			Detail: "their packets have up to 65232 bytes, although 196608 are allowed: connections older than the change keep their size until their route is looked up again",
+			Hint:   "close the connections (restart the program, or ss -K); new ones have the new size",
 		}, {
 			Name: "cut", Share: 0.251, Bytes: 8e6,
-			Detail: "the kernel cuts packets before the driver: the interface takes at most 65536 bytes of IPv6, 65536 of IPv4",
-			Hint:   "give it the sizes of the interface from which they come (sockeye bigtcp apply), if its device takes them",
+			Detail: "the kernel segments packets before the driver: the sizes of the interface are 65536 bytes of IPv6, 65536 of IPv4",
+			Hint:   "give the interface the sizes of the one from which the packets come (sockeye bigtcp apply), if its tso_max_size permits",
 		}},
 		Notes: []string{"what the sockets wrote\x1b[31m was odd"},
 	}
-	nothing := &verify.Report{Interface: "eth1", Seconds: 10, Verdict: netif.Verdict{Text: "off, possible up to 524280 bytes"}, NoDriver: "refused", Notes: []string{"no packet was seen: nothing is proven"}}
+	nothing := &verify.Report{Interface: "eth1", Seconds: 10, Verdict: netif.Verdict{Text: "off, possible up to 524280 bytes"}, NoDriver: "refused", Notes: []string{"no packets were counted: nothing is proven"}}
 	for name, p := range map[string]*verify.Report{"bigtcp-verify": whole, "bigtcp-verify-nothing": nothing} {
 		var got text
 		verifyText(&got, p)

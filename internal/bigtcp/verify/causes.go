@@ -22,58 +22,57 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// Cause is why bytes did not travel in large packets.
+// Cause is a reason why bytes did not travel in large packets.
 type Cause struct {
-	// Name is a short fixed one: off, kernel, driver, offload_off, cut, old_connection,
-	// receive_window, congestion_window, pacing, loss, small_writes, varied, nfqueue, tunnel, forwarded,
-	// sender, ended.
+	// Name is a fixed identifier: off, kernel, driver, offload_off, cut,
+	// old_connection, receive_window, congestion_window, pacing, loss, small_writes,
+	// varied, nfqueue, tunnel, forwarded, sender, ended.
 	Name        string  `json:"name"`
 	Share       float64 `json:"share"` // of Proof.TCPBytes
 	Bytes       uint64  `json:"bytes"`
-	Connections int     `json:"connections,omitempty"` // each direction by itself
-	Detail      string  `json:"detail"`                // of that with most bytes, where it has figures
+	Connections int     `json:"connections,omitempty"` // each direction counts
+	Detail      string  `json:"detail"`                // figures are those of the connection with most bytes
 	Example     string  `json:"example,omitempty"`     // that connection
 	Hint        string  `json:"hint"`
 }
 
 const (
 	maxCauses = 5
-	// leastCause is the least share that a cause is told of for.
+	// minShare is the least share of a reported cause.
 	minShare = 0.005
-	// mostLooked bounds the connections whose sockets are looked at, at a time.
+	// maxSampled bounds the connections whose sockets are read in one sample.
 	maxSampled = 200
-	// mostFlows bounds those that are remembered.
+	// maxFlows bounds the flows that are kept.
 	maxFlows = 16384
-	// pacingShift is that of sk_pacing_shift: packets of a millisecond or so.
+	// pacingShift is the default of sk_pacing_shift: packets of about a millisecond.
 	pacingShift = 10
 )
 
-// flow is a connection in one direction.
+// flow is one direction of a connection.
 type flow struct {
 	bpf.BigTCPFlow
 	source, destination netip.AddrPort
-	sent                bool // not received
+	sent                bool // otherwise received
 	family              Family
-	socket              *socketHistory // nil: none was found
+	socket              *socketHistory // nil if none was found
 }
 
-// socketSeen is what was seen of the end of a connection that is in the namespace:
-// of all but the times the largest. Sizes are in bytes; 0 is not known.
+// socketHistory has the maxima of all samples of a socket, in bytes; 0 if unknown.
 type socketHistory struct {
-	window     uint64 // of the receiver, as the sender knows it
-	ownWindow  uint64 // offered by this end
-	congestion uint64 // window
-	pacing     uint64 // packet that pacing allows; math.MaxUint64 for all
+	window     uint64 // receive window that the peer advertised
+	ownWindow  uint64 // receive window that this end advertised
+	congestion uint64 // congestion window
+	pacing     uint64 // packet size that pacing permits; math.MaxUint64 if unbounded
 	unsent     uint64
 	resent     bool
 	first      *unix.TCPInfo
-	// Since it was first seen, time that it had data under way, and of that the time
-	// that it was held up by the receiver's window.
+	// Since the first sample: the time with data in flight, and the part of it that
+	// was limited by the receive window.
 	busy, byWindow time.Duration
 }
 
-// see adds what the kernel tells now. gso is the size in bytes that the interface
-// allows, rttLog the sysctl tcp_tso_rtt_log.
+// add adds a sample. gso is the GSO size of the interface in bytes, rttLog the sysctl
+// tcp_tso_rtt_log.
 func (s *socketHistory) add(i *unix.TCPInfo, gso uint32, rttLog uint) {
 	if s.first == nil {
 		s.first = i
@@ -91,8 +90,8 @@ func (s *socketHistory) add(i *unix.TCPInfo, gso uint32, rttLog uint) {
 	s.byWindow = since(i.Rwnd_limited, s.first.Rwnd_limited)
 }
 
-// pacedSize is the packet that tcp_tso_autosize makes: of a rate in bytes a second,
-// and a round trip in microseconds.
+// pacedSize returns the packet size of tcp_tso_autosize in bytes, for a rate in bytes
+// per second and a round trip in microseconds.
 func pacedSize(rate uint64, minRTT, gso uint32, rttLog uint) uint64 {
 	if rate == math.MaxUint64 {
 		return rate
@@ -104,8 +103,8 @@ func pacedSize(rate uint64, minRTT, gso uint32, rttLog uint) uint64 {
 	return size
 }
 
-// look reads the flows, and looks at the sockets of those with most bytes in packets
-// that are not large.
+// sampleFlows reads the flows, and the sockets of those with most bytes in small
+// packets.
 func (v *verifier) sampleFlows() error {
 	err := v.counting.Flows(func(k *bpf.BigTCPFlowKey, f *bpf.BigTCPFlow) {
 		known := v.flows[*k]
@@ -147,12 +146,12 @@ func (v *verifier) sampleFlows() error {
 	return nil
 }
 
-// small are the bytes in packets that are not large.
+// small returns the bytes in packets that are not large.
 func (f *flow) small() uint64 { return f.Bytes - min(f.LargeBytes, f.Bytes) }
 
 func (f *flow) String() string { return f.source.String() + " to " + f.destination.String() }
 
-// localAddresses are those of the namespace's interfaces.
+// localAddresses returns the addresses of the namespace's interfaces.
 func (v *verifier) localAddresses() (map[netip.Addr]bool, error) {
 	locals := make(map[netip.Addr]bool)
 	err := v.network.Do(func() error {
@@ -170,14 +169,15 @@ func (v *verifier) localAddresses() (map[netip.Addr]bool, error) {
 	return locals, err
 }
 
-// hasQueues tells whether a program takes packets from netfilter in the namespace. It
-// runs there.
+// hasQueues tells whether a program receives packets from NFQUEUE. It must run in the
+// namespace.
 func hasQueues() bool {
 	queues, err := os.ReadFile("/proc/thread-self/net/netfilter/nfnetlink_queue")
 	return err == nil && len(bytes.TrimSpace(queues)) > 0
 }
 
-// tsoRTTLog is the sysctl tcp_tso_rtt_log, of Linux 5.18. It runs in the namespace.
+// tsoRTTLog returns the sysctl tcp_tso_rtt_log (Linux 5.18). It must run in the
+// namespace.
 func tsoRTTLog() uint {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_tso_rtt_log")
 	if err != nil {
@@ -190,16 +190,16 @@ func tsoRTTLog() uint {
 	return uint(n)
 }
 
-// scene is all that causes are found by.
+// evidence is what causes are derived from.
 type evidence struct {
 	*netif.Interface
 	support netif.Support
 	verdict netif.Verdict
 	locals  map[netip.Addr]bool
-	queued  bool // a program takes packets from netfilter
+	queued  bool // a program receives packets from NFQUEUE
 }
 
-// why names the causes, with at most mostCauses of the most bytes.
+// causes returns at most maxCauses causes, those of most bytes.
 func (s *evidence) causes(flows []*flow, p *Report) []Cause {
 	byName := make(map[string]*Cause)
 	most := make(map[string]uint64)
@@ -238,7 +238,7 @@ func (s *evidence) causes(flows []*flow, p *Report) []Cause {
 	return causes[:min(len(causes), maxCauses)]
 }
 
-// sentBytes are those of TCP, as the driver got them if that was counted.
+// sentBytes returns the bytes that TCP sent, at the driver if counted there.
 func (p *Report) sentBytes() (n uint64) {
 	at := Driver
 	if p.NoDriver != "" {
@@ -252,16 +252,16 @@ func (p *Report) sentBytes() (n uint64) {
 	return n
 }
 
-// cut is for packets that are large before the driver and not at it.
+// cut is the cause of packets that are large before the driver and not at the driver.
 func (s *evidence) cut() Cause {
 	c := Cause{
 		Name:   "cut",
-		Detail: fmt.Sprintf("the kernel cuts packets before the driver: the interface takes at most %s", sizesOf(s.Sizes)),
-		Hint:   "give it the sizes of the interface from which they come (sockeye bigtcp apply), if its device takes them",
+		Detail: fmt.Sprintf("the kernel segments packets before the driver: the sizes of the interface are %s", sizesOf(s.Sizes)),
+		Hint:   "give the interface the sizes of the one from which the packets come (sockeye bigtcp apply), if its tso_max_size permits",
 	}
 	if !s.Offloads.TSO {
-		c.Detail = "the kernel cuts packets before the driver: segmentation by the device (TSO) is off"
-		c.Hint = "turn it on: ethtool -K " + s.Name + " tso on"
+		c.Detail = "the kernel segments packets before the driver: TSO is off"
+		c.Hint = "turn TSO on: ethtool -K " + s.Name + " tso on"
 	}
 	return c
 }
@@ -273,19 +273,19 @@ func sizesOf(s netif.Sizes) string {
 	return fmt.Sprintf("%d bytes of IPv6, %d of IPv4", s.GSO, s.GSOIPv4)
 }
 
-// limit is what bounds the size of a flow's packets, in bytes.
+// limit is a bound of the packet size of a flow, in bytes.
 type limit struct {
 	size  uint64
 	cause Cause
 }
 
-// cause finds why a flow's packets are not larger.
+// cause returns why the packets of a flow are not larger.
 func (s *evidence) cause(f *flow) Cause {
 	if f.sent && f.socket == nil && !s.locals[f.source.Addr()] {
 		return Cause{
 			Name:   "forwarded",
-			Detail: fmt.Sprintf("they pass through this host, in packets of at most %d bytes: where they come in decides", f.Largest),
-			Hint:   "look at the interface on which they come in (sockeye bigtcp verify there): what it receives is joined up to its gro sizes",
+			Detail: fmt.Sprintf("the packets are forwarded, with at most %d bytes: the incoming interface decides their size", f.Largest),
+			Hint:   "verify the incoming interface (sockeye bigtcp verify): it merges received packets up to its GRO sizes",
 		}
 	}
 	if !f.sent {
@@ -302,39 +302,39 @@ func (s *evidence) sentCause(f *flow) Cause {
 		}
 		return Cause{
 			Name:   "ended",
-			Detail: "they had ended before their sockets could be looked at: short connections send small packets, as they start slowly",
-			Hint:   "keep connections open, for many transfers",
+			Detail: "the connections closed before their sockets could be read: short connections send small packets during slow start",
+			Hint:   "reuse connections for many transfers",
 		}
 	}
 	k := f.socket
 	mean := f.Bytes / max(f.Packets, 1)
 	window := limit{k.window / 2, Cause{
 		Name:   "receive_window",
-		Detail: fmt.Sprintf("the receiver's window is at most %d bytes, and a packet has at most half of it", k.window),
-		Hint:   "a larger receive buffer there: net.ipv4.tcp_rmem, and no SO_RCVBUF in the program; and a program that reads faster",
+		Detail: fmt.Sprintf("the receive window of the peer is at most %d bytes, and a packet has at most half of it", k.window),
+		Hint:   "raise net.ipv4.tcp_rmem at the receiver, do not set SO_RCVBUF there, and read faster",
 	}}
 	congestion := limit{k.congestion / 2, Cause{
 		Name:   "congestion_window",
 		Detail: fmt.Sprintf("the congestion window is at most %d bytes, and a packet has at most half of it", k.congestion),
-		Hint:   lossHint + "; for pauses, net.ipv4.tcp_slow_start_after_idle=0; a larger initial window on the route (ip route ... initcwnd)",
+		Hint:   lossHint + "; after idle periods set net.ipv4.tcp_slow_start_after_idle=0; raise the initial window of the route (ip route ... initcwnd)",
 	}}
 	pacing := limit{k.pacing, Cause{
 		Name:   "pacing",
-		Detail: fmt.Sprintf("at its pacing rate and round trip a packet has about %d bytes, what it sends in a millisecond", k.pacing),
-		Hint:   "this is meant for long ways; for paths below half a millisecond see net.ipv4.tcp_tso_rtt_log",
+		Detail: fmt.Sprintf("at the pacing rate and round trip of the connection a packet has about %d bytes, the bytes of a millisecond", k.pacing),
+		Hint:   "this is intended on long paths; for a round trip below half a millisecond see net.ipv4.tcp_tso_rtt_log",
 	}}
 	if s.queued && k.unsent > 0 && f.Mss == 0 {
 		return Cause{
 			Name:   "nfqueue",
-			Detail: "a program takes packets from netfilter (NFQUEUE), for which the kernel cuts them into segments",
-			Hint:   "the program can ask for whole packets (NFQA_CFG_F_GSO); or let such connections pass by it",
+			Detail: "a program receives packets from netfilter (NFQUEUE), for which the kernel segments them",
+			Hint:   "request whole packets in the program (NFQA_CFG_F_GSO), or accept such connections before the queue",
 		}
 	}
 	if k.window/2 <= netif.Legacy && k.byWindow*2 > k.busy {
 		return window.cause
 	}
 	limits := []limit{window, congestion, pacing}
-	// Two segments that fill a large MTU are more than an interface that is off takes.
+	// With BIG TCP off, two segments of a large MTU may exceed Legacy.
 	if f.Largest <= netif.Legacy || gsoSize(s.Sizes, f.family) <= netif.Legacy {
 		limits = append(limits, base)
 	}
@@ -350,7 +350,7 @@ func (s *evidence) sentCause(f *flow) Cause {
 	case f.Largest > netif.Legacy && k.resent:
 		return Cause{
 			Name:   "loss",
-			Detail: fmt.Sprintf("their connections have large packets too, of up to %d bytes, but sent some again: after a loss the congestion window is small", f.Largest),
+			Detail: fmt.Sprintf("their connections have large packets too, of up to %d bytes, but retransmitted some: after a loss the congestion window is small", f.Largest),
 			Hint:   lossHint,
 		}
 	case f.Largest > netif.Legacy:
@@ -358,20 +358,20 @@ func (s *evidence) sentCause(f *flow) Cause {
 	}
 	return Cause{
 		Name:   "small_writes",
-		Detail: fmt.Sprintf("the program gives less at a time: packets have %d bytes on average, and nothing holds them up", mean),
-		Hint:   "larger writes, or several in one (writev, MSG_MORE, TCP_CORK); for what is small by nature BIG TCP changes nothing",
+		Detail: fmt.Sprintf("the application writes less at a time: packets have %d bytes on average, and no window or rate limits them", mean),
+		Hint:   "write more at a time (writev, MSG_MORE, TCP_CORK); small messages do not benefit from BIG TCP",
 	}
 }
 
 func variedCause(f *flow) Cause {
 	return Cause{
 		Name:   "varied",
-		Detail: fmt.Sprintf("their connections have large packets too, of up to %d bytes: the others are from slow beginnings, and of what the program had to send just then", f.Largest),
-		Hint:   "nothing is wrong; if it is much, larger writes help",
+		Detail: fmt.Sprintf("their connections have large packets too, of up to %d bytes: the others are from slow start and from small writes", f.Largest),
+		Hint:   "this is normal; if the share is large, write more at a time",
 	}
 }
 
-// base is what bounds packets if nothing of the connection does.
+// base is the bound if the connection has none.
 func (s *evidence) base(f *flow) limit {
 	size := gsoSize(s.Sizes, f.family)
 	l := limit{size: netif.Legacy}
@@ -379,20 +379,20 @@ func (s *evidence) base(f *flow) limit {
 	case netif.IsTunnel(s.Kind):
 		l.cause = Cause{
 			Name:   "tunnel",
-			Detail: fmt.Sprintf("%s is a tunnel (%s): what it wraps is to fit into a packet of %d bytes", s.Name, s.Kind, netif.Legacy),
-			Hint:   "without a tunnel packets can be larger",
+			Detail: fmt.Sprintf("%s is a tunnel (%s), which encapsulates packets of at most %d bytes", s.Name, s.Kind, netif.Legacy),
+			Hint:   "packets outside a tunnel can be larger",
 		}
 	case f.family == TCP4 && !s.support.IPv4:
-		l.cause = Cause{Name: "kernel", Detail: "this kernel has no BIG TCP for IPv4", Hint: "Linux 6.3 has it"}
+		l.cause = Cause{Name: "kernel", Detail: "this kernel does not support BIG TCP for IPv4", Hint: "Linux 6.3 does"}
 	case size <= netif.Legacy && s.verdict.State == netif.Impossible:
-		l.cause = Cause{Name: "driver", Detail: s.verdict.Text, Hint: "another device or driver; sockeye bigtcp shows what bounds each interface"}
+		l.cause = Cause{Name: "driver", Detail: s.verdict.Text, Hint: "use another interface or driver; sockeye bigtcp shows what bounds each interface"}
 	case size <= netif.Legacy:
 		l.cause = s.off(fmt.Sprintf("BIG TCP is off for %s packets that %s sends", familyText(f.family), s.Name), s.Name)
 	default:
 		l.cause = Cause{
 			Name:   "old_connection",
-			Detail: fmt.Sprintf("they fill packets up to %d bytes and never more, though %d are allowed: connections older than the change keep their size until their route is looked up again", f.Largest, size),
-			Hint:   "close them and connect again (restart the program, or ss -K); new connections have the new size",
+			Detail: fmt.Sprintf("their packets have up to %d bytes, although %d are allowed: connections older than the change keep their size until their route is looked up again", f.Largest, size),
+			Hint:   "close the connections (restart the program, or ss -K); new ones have the new size",
 		}
 	}
 	return l
@@ -409,7 +409,7 @@ func familyText(f Family) string {
 	return "IPv6"
 }
 
-// receivedCause is for what the interface receives.
+// receivedCause is the cause of received packets.
 func (s *evidence) receivedCause(f *flow) Cause {
 	if f.Largest > netif.Legacy {
 		return variedCause(f)
@@ -417,13 +417,13 @@ func (s *evidence) receivedCause(f *flow) Cause {
 	if f.socket != nil && f.socket.ownWindow > 0 && f.socket.ownWindow/2 < netif.Legacy {
 		return Cause{
 			Name:   "receive_window",
-			Detail: fmt.Sprintf("the window that this host offers is at most %d bytes, and a packet has at most half of it", f.socket.ownWindow),
-			Hint:   "a larger receive buffer here: net.ipv4.tcp_rmem, and no SO_RCVBUF in the program; and a program that reads faster",
+			Detail: fmt.Sprintf("the receive window of this host is at most %d bytes, and a packet has at most half of it", f.socket.ownWindow),
+			Hint:   "raise net.ipv4.tcp_rmem here, do not set SO_RCVBUF in the program, and read faster",
 		}
 	}
 	for _, r := range s.Related {
 		if r.Relation == netif.Peer && r.Sizes.GSO != 0 && gsoSize(r.Sizes, f.family) <= netif.Legacy {
-			return s.off(fmt.Sprintf("BIG TCP is off for %s packets that the other end, %s, sends", familyText(f.family), r.Place()), r.Name)
+			return s.off(fmt.Sprintf("BIG TCP is off for %s packets that the peer %s sends", familyText(f.family), r.Place()), r.Name)
 		}
 	}
 	if s.Name == "lo" && gsoSize(s.Sizes, f.family) <= netif.Legacy {
@@ -432,29 +432,30 @@ func (s *evidence) receivedCause(f *flow) Cause {
 	if s.isVirtual() {
 		return Cause{
 			Name:   "sender",
-			Detail: fmt.Sprintf("the sender makes packets of at most %d bytes", f.Largest),
-			Hint:   "look at its side: sockeye bigtcp verify there, on the interface that sends",
+			Detail: fmt.Sprintf("the sender sends packets of at most %d bytes", f.Largest),
+			Hint:   "run sockeye bigtcp verify on the sending interface",
 		}
 	}
 	switch {
 	case f.family == TCP4 && !s.support.IPv4:
-		return Cause{Name: "kernel", Detail: "this kernel has no BIG TCP for IPv4", Hint: "Linux 6.3 has it"}
+		return Cause{Name: "kernel", Detail: "this kernel does not support BIG TCP for IPv4", Hint: "Linux 6.3 does"}
 	case !s.Offloads.GRO:
-		return Cause{Name: "offload_off", Detail: "joining of received packets (GRO) is off", Hint: "turn it on: ethtool -K " + s.Name + " gro on"}
+		return Cause{Name: "offload_off", Detail: "GRO is off: received packets are not merged", Hint: "turn GRO on: ethtool -K " + s.Name + " gro on"}
 	case groSize(s.Sizes, f.family) <= netif.Legacy:
 		return s.off(fmt.Sprintf("BIG TCP is off for %s packets that %s receives", familyText(f.family), s.Name), s.Name)
 	}
 	return Cause{
 		Name:   "sender",
-		Detail: fmt.Sprintf("what comes in at a time was joined to at most %d bytes: the sender sends less in one go, or the device gives the kernel few packets at a time", f.Largest),
-		Hint:   "look at the sender's side; on this one ethtool -C (rx-usecs) and net.core.netdev_budget decide how many packets come at a time",
+		Detail: fmt.Sprintf("received packets were merged to at most %d bytes: the sender sends less at a time, or the interface delivers few packets at a time", f.Largest),
+		Hint:   "verify the sender; on this host ethtool -C (rx-usecs) and net.core.netdev_budget decide how many packets are delivered at a time",
 	}
 }
 
-// isVirtual tells whether packets come as another interface of this host sent them.
+// isVirtual tells whether the received packets are those that another interface of
+// this host sent.
 func (s *evidence) isVirtual() bool { return s.Kind != "" || s.Name == "lo" }
 
-// notes are what else is to be known to read the proof.
+// notes are what the reader of a report must know besides.
 func (p *Report) notes(before *netif.Interface, refused tooBigCounters) []string {
 	notes := []string{}
 	var other, all uint64
@@ -469,39 +470,39 @@ func (p *Report) notes(before *netif.Interface, refused tooBigCounters) []string
 	}
 	switch {
 	case all == 0:
-		notes = append(notes, "no packet was seen: nothing is proven")
+		notes = append(notes, "no packets were counted: nothing is proven")
 	case other == all:
-		notes = append(notes, "no TCP was seen, and nothing else has large packets: nothing is proven")
+		notes = append(notes, "no TCP packets were counted, and other protocols have no large packets: nothing is proven")
 	case other*2 > all:
-		notes = append(notes, fmt.Sprintf("%.0f %% of all bytes are not TCP (UDP, or what tunnels wrap): such packets are not made larger", 100*share(other, all)))
+		notes = append(notes, fmt.Sprintf("%.0f %% of all bytes are not TCP (UDP, or encapsulated): BIG TCP does not apply to them", 100*share(other, all)))
 	}
 	if p.Sizes != before.Sizes {
-		notes = append(notes, fmt.Sprintf("the sizes were changed meanwhile: before, the interface took at most %s", sizesOf(before.Sizes)))
+		notes = append(notes, fmt.Sprintf("the sizes changed during the run; they were %s", sizesOf(before.Sizes)))
 	}
 	if refused.byUs > 0 {
-		notes = append(notes, fmt.Sprintf("this host refused to forward %d IPv6 packets as too big (Ip6InTooBigErrors): %s", refused.byUs, jumbogramText))
+		notes = append(notes, fmt.Sprintf("this host dropped %d forwarded IPv6 packets as too big (Ip6InTooBigErrors): %s", refused.byUs, jumbogramText))
 	}
 	if refused.byOthers > 0 {
-		notes = append(notes, fmt.Sprintf("routers on the way refused %d IPv6 packets as too big (Icmp6InPktTooBigs): if they are Linux, %s", refused.byOthers, jumbogramText))
+		notes = append(notes, fmt.Sprintf("routers on the path rejected %d IPv6 packets as too big (Icmp6InPktTooBigs): if they run Linux, %s", refused.byOthers, jumbogramText))
 	}
 	if p.NoDriver != "" {
-		notes = append(notes, "what the driver gets was not counted: what the kernel cuts before it is judged by the interface's sizes")
+		notes = append(notes, "packets were not counted at the driver: which packets the kernel segments is derived from the sizes of the interface")
 	}
 	return notes
 }
 
 const lossHint = "look for loss on the path (nstat TcpRetransSegs)"
 
-const jumbogramText = "kernels before 2026 mark large IPv6 packets by a header of 8 bytes, and count it when they forward them, so that those whose segments fill the MTU are lost; turn BIG TCP for IPv6 off where these packets begin or are joined, or make the MTU of the way out larger by 8"
+const jumbogramText = "kernels before 7.0 insert an option of 8 bytes into large IPv6 packets and count it for each segment when they forward the packet, so that packets with segments that fill the MTU are lost; turn BIG TCP for IPv6 off where these packets are sent or merged, or raise the MTU of the outgoing interface by 8"
 
-// tooBig are IPv6 packets that were refused for their size, in a namespace.
+// tooBigCounters count IPv6 packets of a namespace that were rejected for their size.
 type tooBigCounters struct{ byUs, byOthers uint64 }
 
-// readTooBig reads the counters. It runs in the namespace.
+// readTooBig reads the counters. It must run in the namespace.
 func readTooBig() (n tooBigCounters, err error) {
 	text, err := os.ReadFile("/proc/thread-self/net/snmp6")
 	if errors.Is(err, os.ErrNotExist) {
-		return n, nil // a kernel without IPv6
+		return n, nil // the kernel has no IPv6
 	}
 	if err != nil {
 		return n, fmt.Errorf("read counters of IPv6: %w", err)

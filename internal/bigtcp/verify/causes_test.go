@@ -79,7 +79,7 @@ func TestCause(t *testing.T) {
 		want string
 		text string // in its detail
 	}{
-		{"full packets, on", on, sends(TCP6, 65232, 64000, &wide), "old_connection", "65232 bytes and never more, though 196608"},
+		{"full packets, on", on, sends(TCP6, 65232, 64000, &wide), "old_connection", "65232 bytes, although 196608"},
 		{"full packets, off", off, sends(TCP6, 65232, 64000, &wide), "off", "IPv6 packets that eth0 sends"},
 		{"full packets of IPv4, on for IPv6", only6, sends(TCP4, 65232, 64000, &wide), "off", "IPv4"},
 		{"full packets, device cannot", virtio, sends(TCP6, 65232, 64000, &wide), "driver", "virtio_net"},

@@ -16,23 +16,23 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// filterPrefix begins the names of our filters. The id of the process follows, the
-// descriptor of a program, and "/q" if the queueing discipline is ours too.
+// filterPrefix begins the names of our filters. The PID follows, the descriptor of a
+// program, and "/q" if the qdisc is ours too.
 const filterPrefix = "sockeye-verify/"
 
-// clsact holds filters on an interface, for kernels without TCX links. They do not
-// end with the process: the next one removes what a killed one left.
+// clsact has our filters on an interface, for kernels without TCX links. Filters
+// outlive their process: the next verification removes those of a killed one.
 type clsact struct {
 	handle *netlink.Handle
 	index  int
-	ours   bool // the queueing discipline goes with the last of our filters
+	ours   bool // the qdisc is removed with the last of our filters
 	name   string
 }
 
 var clsactParents = []uint32{netlink.HANDLE_MIN_INGRESS, netlink.HANDLE_MIN_EGRESS}
 
-// attachClsact puts the programs before the filters that are there, as far as these
-// leave room. It is to run in the interface's namespace.
+// attachClsact adds the programs before the existing filters as far as their
+// priorities permit. It must run in the interface's namespace.
 func attachClsact(index int, ingress, egress *ebpf.Program) (_ *clsact, err error) {
 	handle, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -71,7 +71,8 @@ func attachClsact(index int, ingress, egress *ebpf.Program) (_ *clsact, err erro
 	return c, nil
 }
 
-// firstPriority is the first that is free, or has filters of our kind.
+// freePriority returns the first priority that is free, or is used by bpf filters for
+// all protocols.
 func freePriority(filters []netlink.Filter) uint16 {
 	for priority := uint16(1); ; priority++ {
 		taken := slices.ContainsFunc(filters, func(f netlink.Filter) bool {
@@ -109,24 +110,24 @@ func (c *clsact) addQdisc() error {
 	}
 	qdiscs, err := c.handle.QdiscList(&netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: c.index}})
 	if err != nil {
-		return fmt.Errorf("list queueing disciplines of interface %d: %w", c.index, err)
+		return fmt.Errorf("list qdiscs of interface %d: %w", c.index, err)
 	}
 	for _, q := range qdiscs {
 		if q.Type() == "ingress" {
-			return netif.NewError(netif.KindConflict, "replace it by clsact, which has its place and egress too; Linux 6.6 needs neither",
-				"count packets: the interface has a queueing discipline ingress, beside which nothing can be put")
+			return netif.NewError(netif.KindConflict, "replace it by clsact, which has an ingress hook too; Linux 6.6 needs neither",
+				"count packets: the interface has an ingress qdisc, which excludes clsact")
 		}
 	}
 	return nil
 }
 
-// removeStale removes filters of processes that are gone. The queueing discipline
-// that one of ours made is ours from then on.
+// removeStale removes the filters of processes that have ended. A qdisc that one of
+// them added becomes ours.
 func (c *clsact) removeStale() error {
 	for _, parent := range clsactParents {
 		filters, err := c.filters(parent)
 		if errors.Is(err, unix.EINVAL) {
-			return nil // there is no queueing discipline for them
+			return nil // there is no clsact or ingress qdisc
 		}
 		if err != nil {
 			return err
@@ -149,7 +150,7 @@ func (c *clsact) removeStale() error {
 	return nil
 }
 
-// verifierOf tells who made a filter, if it is one of ours.
+// filterOwner returns the PID and flags in the name of a filter of ours.
 func filterOwner(f netlink.Filter) (owner string, ok bool) {
 	b, ok := f.(*netlink.BpfFilter)
 	if !ok {
@@ -165,8 +166,8 @@ func (c *clsact) remove(f netlink.Filter) error {
 	return nil
 }
 
-// Close removes our filters, and the queueing discipline if it is ours and nobody
-// has put a filter there. An interface that is gone has taken all with it.
+// Close removes our filters, and the qdisc if it is ours and has no other filters. An
+// interface that has vanished has no filters.
 func (c *clsact) Close() error {
 	defer c.handle.Close()
 	left := 0

@@ -10,10 +10,10 @@ import (
 	"sockeye/internal/sockdiag"
 )
 
-// diag asks the kernel of the TCP sockets of a namespace (sock_diag(7)).
+// diag finds TCP sockets of a namespace by sock_diag(7).
 type diag struct{ *sockdiag.Conn }
 
-// openDiag is to run in the namespace.
+// openDiag must run in the namespace.
 func openDiag() (*diag, error) {
 	c, err := sockdiag.Open()
 	if err != nil {
@@ -22,9 +22,9 @@ func openDiag() (*diag, error) {
 	return &diag{c}, nil
 }
 
-// find gives what is known of the TCP socket with these two ends; nil if there is none, or
-// if it is about to go, when nothing is told of it. Link-local ones are of the interface with
-// that index.
+// find returns the state of the TCP socket with these two ends, or nil if there is
+// none or the socket is closing. Link-local addresses are those of the interface with
+// the index.
 func (d *diag) find(local, remote netip.AddrPort, index int) (*unix.TCPInfo, error) {
 	s, err := d.Find(local, remote, index)
 	if err != nil || s == nil || !s.HasInfo {

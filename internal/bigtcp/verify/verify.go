@@ -20,33 +20,34 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// VerifyLongest is the longest that Verify counts.
+// MaxDuration bounds the duration of Run.
 const MaxDuration = 10 * time.Minute
 
-// Proof is what was seen of an interface's packets. Bytes are those of IP packets;
-// large ones have more than Legacy.
+// Report is the result of counting an interface's packets. Bytes are those of IP
+// packets; large packets have more than netif.Legacy.
 type Report struct {
-	Netns       string        `json:"netns,omitempty"` // path; "" for that of the caller
+	Netns       string        `json:"netns,omitempty"` // path; "" for the namespace of the caller
 	Interface   string        `json:"interface"`
 	Index       int           `json:"index"`
-	Sizes       netif.Sizes   `json:"sizes"` // at the end
+	Sizes       netif.Sizes   `json:"sizes"` // at the end of the run
 	Verdict     netif.Verdict `json:"verdict"`
 	Since       time.Time     `json:"since"`
 	Seconds     float64       `json:"seconds"`
-	Interrupted bool          `json:"interrupted"` // before its time
+	Interrupted bool          `json:"interrupted"` // ended early
 	Method      string        `json:"method"`      // tcx or clsact
-	// NoDriver says why what the driver gets was not counted; "" if it was.
+	// NoDriver is the reason why packets were not counted at the driver; "" if they
+	// were.
 	NoDriver string  `json:"no_driver,omitempty"`
-	Counts   []Count `json:"counts"` // of each point and family that had packets
-	// TCPBytes and LargeBytes are of both directions; of what was sent as the driver
-	// got it, where that was counted. Share is LargeBytes of TCPBytes; nil without any.
+	Counts   []Count `json:"counts"` // of each point and family with packets
+	// TCPBytes and LargeBytes are the bytes of both directions; sent bytes are those
+	// at the driver if counted there. Share is LargeBytes/TCPBytes; nil without TCP.
 	TCPBytes   uint64   `json:"tcp_bytes"`
 	LargeBytes uint64   `json:"large_bytes"`
 	Share      *float64 `json:"share,omitempty"`
-	// Cut is the share of the bytes sent by TCP that were in large packets, and were
-	// cut by the kernel before the driver.
+	// Cut is the share of the bytes that TCP sent in large packets which the kernel
+	// segmented before the driver.
 	Cut    float64  `json:"cut"`
-	Causes []Cause  `json:"causes"` // why the others were not in large packets, the one with most bytes first
+	Causes []Cause  `json:"causes"` // why other packets were not large, the cause of most bytes first
 	Notes  []string `json:"notes"`
 }
 
@@ -56,11 +57,11 @@ type Point string
 // The points.
 const (
 	Received Point = "received"
-	Sent     Point = "sent"   // before the kernel cuts what is too large
-	Driver   Point = "driver" // sent, as the driver gets it
+	Sent     Point = "sent"   // before the kernel segments too large packets
+	Driver   Point = "driver" // sent, as the driver gets them
 )
 
-// Family is which packets are counted together.
+// Family is a class of packets that are counted together.
 type Family string
 
 // The families.
@@ -75,38 +76,38 @@ var (
 	familyNames = [bpf.BigTCPFamilies]Family{bpf.BigTCPIPv4: TCP4, bpf.BigTCPIPv6: TCP6, bpf.BigTCPOther: Other}
 )
 
-// Count are the packets of a family at a point.
+// Count has the packets of a family at a point.
 type Count struct {
 	Point      Point   `json:"point"`
 	Family     Family  `json:"family"`
 	Packets    uint64  `json:"packets"`
 	Bytes      uint64  `json:"bytes"`
-	Segments   uint64  `json:"segments"` // of which they are made; each is a packet on the wire
+	Segments   uint64  `json:"segments"` // each is a packet on the wire
 	LargeBytes uint64  `json:"large_bytes"`
 	Largest    uint64  `json:"largest"`     // bytes
-	Sizes      []Class `json:"sizes"`       // by bytes, those with packets
-	BySegments []Class `json:"by_segments"` // by segments, those with packets
+	Sizes      []Class `json:"sizes"`       // by bytes, without empty classes
+	BySegments []Class `json:"by_segments"` // by segments, without empty classes
 }
 
-// Class are packets of more than Above, up to UpTo, bytes or segments.
+// Class has the packets of more than Above and up to UpTo bytes or segments.
 type Class struct {
 	Above   uint32 `json:"above"`
-	UpTo    uint32 `json:"up_to,omitempty"` // 0: no bound
+	UpTo    uint32 `json:"up_to,omitempty"` // 0: unbounded
 	Packets uint64 `json:"packets"`
 	Bytes   uint64 `json:"bytes"`
 }
 
-// verifyOptions are for tests.
+// options are for tests.
 type options struct {
-	clsact   bool   // as if there were no TCX
-	noDriver bool   // as if raw tracepoints were refused
-	attached func() // called once packets are counted
+	clsact   bool   // use clsact although there is TCX
+	noDriver bool   // do not attach the raw tracepoint
+	attached func() // called when all programs are attached
 }
 
-// Verify counts the packets of an interface for a time, at most VerifyLongest, or
-// until ctx ends, and finds out why those of TCP are not larger. It needs CAP_BPF,
-// CAP_NET_ADMIN and, for what the driver gets, CAP_PERFMON. An interface that
-// vanishes meanwhile is an [Error] of KindConflict.
+// Run counts the packets of an interface for a duration of at most MaxDuration, or
+// until ctx ends, and finds out why those of TCP are not larger. Needs CAP_BPF and
+// CAP_NET_ADMIN, and CAP_PERFMON for counting at the driver. An interface that
+// vanishes meanwhile is a [netif.Error] of KindConflict.
 func Run(ctx context.Context, n *netif.Namespace, name string, during time.Duration) (*Report, error) {
 	return run(ctx, n, name, during, options{})
 }
@@ -145,19 +146,19 @@ func run(ctx context.Context, n *netif.Namespace, name string, during time.Durat
 
 type verifier struct {
 	network  *netif.Namespace
-	before   *netif.Interface // as it was at the beginning
+	before   *netif.Interface // at the start
 	result   Report
 	counting *bpf.BigTCP
-	filters  *clsact // nil: attached by TCX
+	filters  *clsact // nil if attached by TCX
 	method   string
 	noDriver string
 	diag     *diag
 	rttLog   uint           // sysctl tcp_tso_rtt_log
-	refused  tooBigCounters // at the beginning
+	refused  tooBigCounters // at the start
 	flows    map[bpf.BigTCPFlowKey]*flow
 }
 
-// attach begins to count. It runs in the interface's namespace.
+// attach starts counting. It must run in the interface's namespace.
 func (v *verifier) attach(o options) error {
 	l, err := v.link()
 	if err != nil {
@@ -185,7 +186,7 @@ func (v *verifier) attach(o options) error {
 	if v.diag, err = openDiag(); err != nil {
 		return err
 	}
-	// The driver comes first, so that nothing that is sent is missing there.
+	// The driver's program comes first, so that it sees all packets that are counted before.
 	err = ebpf.ErrNotSupported
 	if !o.noDriver {
 		err = v.counting.AttachDriver()
@@ -211,7 +212,7 @@ func (v *verifier) attach(o options) error {
 	return nil
 }
 
-// gsoSize is the size that bounds what is sent of a family, in bytes.
+// gsoSize returns the size that bounds sent packets of a family, in bytes.
 func gsoSize(s netif.Sizes, f Family) uint32 {
 	switch {
 	case f != TCP4:
@@ -222,7 +223,7 @@ func gsoSize(s netif.Sizes, f Family) uint32 {
 	return s.GSOIPv4
 }
 
-// groSize is the same of what is received.
+// groSize returns the size that bounds received packets of a family, in bytes.
 func groSize(s netif.Sizes, f Family) uint32 {
 	switch {
 	case f != TCP4:
@@ -237,10 +238,10 @@ func (v *verifier) vanished() error {
 	return netif.NewError(netif.KindConflict, "", "interface %s has vanished from its network namespace while its packets were counted", v.before.Name)
 }
 
-// lookEverySockets is how often connections are looked at.
+// sampleInterval is the time between two samples of the connections.
 const sampleInterval = 500 * time.Millisecond
 
-// watch looks at the connections until the time is over or ctx ends.
+// watch samples the connections until the duration is over or ctx ends.
 func (v *verifier) watch(ctx context.Context, changes <-chan struct{}, during time.Duration) error {
 	end := time.NewTimer(during)
 	defer end.Stop()
@@ -272,7 +273,7 @@ func (v *verifier) watch(ctx context.Context, changes <-chan struct{}, during ti
 	}
 }
 
-// link is the interface as the kernel has it. It runs in the interface's namespace.
+// link returns the interface of the kernel. It must run in the interface's namespace.
 func (v *verifier) link() (netlink.Link, error) {
 	l, err := netlink.LinkByIndex(v.before.Index)
 	if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing || errors.Is(err, unix.ENODEV) {
@@ -284,7 +285,7 @@ func (v *verifier) link() (netlink.Link, error) {
 	return l, nil
 }
 
-// finish says what was seen.
+// report completes the report.
 func (v *verifier) report() (*Report, error) {
 	p := &v.result
 	p.Seconds = time.Since(p.Since).Seconds()
@@ -318,7 +319,7 @@ func (v *verifier) report() (*Report, error) {
 	return p, nil
 }
 
-// after is the interface as it is now, under whatever name.
+// current returns the interface as it is now, whatever its name.
 func (v *verifier) current() (*netif.Interface, error) {
 	all, err := v.network.Interfaces()
 	if err != nil {
@@ -332,7 +333,7 @@ func (v *verifier) current() (*netif.Interface, error) {
 	return nil, v.vanished()
 }
 
-// tell fills in the counts.
+// fillCounts adds the counters to the report.
 func (v *verifier) fillCounts(counts *[bpf.BigTCPPoints][bpf.BigTCPFamilies]bpf.BigTCPCounts) {
 	p := &v.result
 	var tcp, large [bpf.BigTCPPoints]uint64
@@ -358,8 +359,8 @@ func (v *verifier) fillCounts(counts *[bpf.BigTCPPoints][bpf.BigTCPFamilies]bpf.
 		large[sent] -= min(over, large[sent])
 		p.Cut = share(over, tcp[sent])
 	} else if tcp[bpf.BigTCPDriver] > 0 {
-		// By shares: what a queueing discipline drops or holds was not cut, nor was a
-		// packet that the tracepoint misses, which it was seen to do.
+		// Shares are compared, because a qdisc drops or holds packets, and the tracepoint
+		// was seen to miss some.
 		p.Cut = max(0, share(large[bpf.BigTCPEgress], tcp[bpf.BigTCPEgress])-share(large[bpf.BigTCPDriver], tcp[bpf.BigTCPDriver]))
 	}
 	p.TCPBytes = tcp[bpf.BigTCPIngress] + tcp[sent]
@@ -410,7 +411,7 @@ func classOf(edges []uint32, i int, packets, bytes uint64) Class {
 	return c
 }
 
-// Close ends the counting, and takes away what it needed.
+// Close detaches the programs and releases all resources.
 func (v *verifier) Close() error {
 	var errs []error
 	if v.filters != nil {
