@@ -198,14 +198,14 @@ func (h *host) setBy(owner sizing.Owner, size uint32, names ...string) {
 	}
 }
 
-const forNew = "for new connections: those that are open keep their size until their route is looked up again\n"
+const forNew = "only new connections use the new sizes; open ones keep theirs until their route is looked up again\n"
 
 // The way of an operator: look, plan, apply, look, revert.
 func TestBigTCP(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0")
 	h.prints(`
-INTERFACE  DEVICE  TSO MAX  IPV6 SEND/RECEIVE  IPV4 SEND/RECEIVE  WANTED IPV6/IPV4
+INTERFACE  KIND  TSO MAX  IPV6 SEND/RECEIVE  IPV4 SEND/RECEIVE  WANTED IPV6/IPV4
 cli0  veth  524280  65536/65536  65536/65536  -
   off, possible up to 524280 bytes
   peer cli0p: veth, TSO max 524280, sizes 65536
@@ -220,14 +220,14 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 	if _, err := os.Stat(h.state); !os.IsNotExist(err) {
 		t.Errorf("plan made the state directory: %v", err)
 	}
-	h.prints("there is nothing to take back\n", "revert")
+	h.prints("nothing to revert\n", "revert")
 	h.prints(changes+"changed\n"+forNew, "apply cli0")
 	h.has("cli0", 192000)
 	h.has("cli0p", 65536)
-	h.prints("as wanted already: cli0\nnothing changed\n", "apply cli0")
-	h.prints("as wanted already: cli0\nnothing would change\n", "plan cli0")
+	h.prints("unchanged: cli0\nnothing changed\n", "apply cli0")
+	h.prints("unchanged: cli0\nnothing would change\n", "plan cli0")
 	h.prints(`
-INTERFACE  DEVICE  TSO MAX  IPV6 SEND/RECEIVE  IPV4 SEND/RECEIVE  WANTED IPV6/IPV4
+INTERFACE  KIND  TSO MAX  IPV6 SEND/RECEIVE  IPV4 SEND/RECEIVE  WANTED IPV6/IPV4
 cli0  veth  524280  192000/192000  192000/192000  192000/192000
   on: IPv6 192000 bytes, IPv4 192000 bytes
   wanted by sockeye bigtcp apply
@@ -248,11 +248,11 @@ cli0  veth  524280  192000/192000  192000/192000  192000/192000
 INTERFACE  FAMILY  SEND  RECEIVE
 cli0  IPv6  192000 -> 65536  192000 -> 65536
   IPv4  192000 -> 65536  192000 -> 65536
-1 interface taken back
+1 interface reverted
 `+forNew, "revert cli0")
 	h.has("cli0", 65536)
-	h.prints("there is nothing to take back\n", "revert cli0")
-	h.prints("there is nothing to take back\n", "revert")
+	h.prints("nothing to revert\n", "revert cli0")
+	h.prints("nothing to revert\n", "revert")
 }
 
 // Each family has a size of its own; one that is not named stays.
@@ -293,24 +293,24 @@ func TestBigTCPPath(t *testing.T) {
 	h.prints(`
 INTERFACE  FAMILY  SEND  RECEIVE
 cli0  IPv6  65536 -> 300000  65536 -> 300000
-  because it is below clibr
+  as a lower interface of clibr
 cli1  IPv6  65536 -> 300000  65536 -> 300000
-  because it is below clibr
+  as a lower interface of clibr
 clibr  IPv6  65536 -> 300000  65536 -> 300000
 3 interfaces changed
 `+forNew, "apply clibr --ipv6 300KB")
 	for _, name := range []string{"cli0", "cli1", "clibr"} {
 		h.has(name, 300000, 300000, 65536, 65536)
 	}
-	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  wanted by sockeye bigtcp apply, because it is below clibr\n") {
+	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  wanted by sockeye bigtcp apply, as a lower interface of clibr\n") {
 		t.Errorf("%+v", r)
 	}
 	if w := asJSON[bigtcpShown](h, "cli1").Interfaces[0].Wanted; w == nil || !slices.Equal(w.For, []string{"clibr"}) {
 		t.Errorf("%+v", w)
 	}
-	h.refuses(5, "cli0 was set because it is below clibr", "take that back, or use --force", "revert cli0")
+	h.refuses(5, "cli0 was set as a lower interface of clibr", "revert that one, or use --force", "revert cli0")
 	h.has("cli0", 300000, 300000, 65536, 65536)
-	if r := h.bigtcp("revert clibr"); r.code != 0 || !strings.HasSuffix(r.out, "\n3 interfaces taken back\n"+forNew) {
+	if r := h.bigtcp("revert clibr"); r.code != 0 || !strings.HasSuffix(r.out, "\n3 interfaces reverted\n"+forNew) {
 		t.Errorf("%+v", r)
 	}
 	for _, name := range []string{"cli0", "cli1", "clibr"} {
@@ -323,7 +323,7 @@ clibr  IPv6  65536 -> 300000  65536 -> 300000
 	h.refuses(3, impossible, "", "apply cli0 clitun")
 	h.has("cli0", 65536)
 	// Off is possible everywhere.
-	h.prints("as wanted already: clitun\nnothing changed\n", "apply clitun --ipv6 off")
+	h.prints("unchanged: clitun\nnothing changed\n", "apply clitun --ipv6 off")
 }
 
 // What somebody else has set since is seen, and left alone.
@@ -354,7 +354,7 @@ func TestBigTCPChangedSince(t *testing.T) {
 	// The others go back all the same.
 	message, hint := "sizes changed by somebody else: cli0 (gso_max_size 100000 instead of 192000)", "--force restores the previous sizes"
 	r := h.bigtcp("revert")
-	if r.code != 5 || !strings.Contains(r.out, "1 interface taken back\n") || !strings.Contains(r.out, "left, since somebody else has set other sizes: cli0\n") || r.err != "sockeye: "+message+"\nhint: "+hint+"\n" {
+	if r.code != 5 || !strings.Contains(r.out, "1 interface reverted\n") || !strings.Contains(r.out, "not reverted, because somebody else has changed the sizes: cli0\n") || r.err != "sockeye: "+message+"\nhint: "+hint+"\n" {
 		t.Errorf("%+v", r)
 	}
 	h.has("cli0", 100000, 192000, 192000, 192000)
@@ -381,20 +381,20 @@ func TestBigTCPOfThePolicy(t *testing.T) {
 	for _, args := range []string{"plan cli0 --ipv6 off", "apply cli0 --ipv6 off", "apply cli2 cli0"} {
 		h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; its previous sizes stay recorded", args)
 	}
-	h.refuses(5, "cli0 was set by the agent, for its policy", "take it out of the policy file and run sockeye apply, or use --force", "revert cli0")
-	h.refuses(5, "cli0 was set by the agent, for its policy", "take it out of the policy file and run sockeye apply, or use --force", "revert cli2 cli0")
+	h.refuses(5, "cli0 was set by the agent for its policy", "remove its rule from the policy file and run sockeye apply, or use --force", "revert cli0")
+	h.refuses(5, "cli0 was set by the agent for its policy", "remove its rule from the policy file and run sockeye apply, or use --force", "revert cli2 cli0")
 	h.has("cli2", 185000)
-	if r := h.bigtcp("revert"); r.code != 0 || !strings.HasSuffix(r.out, "\n2 interfaces taken back\n"+forNew) {
+	if r := h.bigtcp("revert"); r.code != 0 || !strings.HasSuffix(r.out, "\n2 interfaces reverted\n"+forNew) {
 		t.Errorf("%+v", r)
 	}
 	h.has("cli0", 192000)
 	h.has("cli1", 65536)
 	h.has("cli2", 65536)
-	h.prints("there is nothing to take back\n", "revert")
+	h.prints("nothing to revert\n", "revert")
 	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  wanted by the agent's policy\n") {
 		t.Errorf("%+v", r)
 	}
-	if r := h.bigtcp("revert cli0 --force"); r.code != 0 || !strings.HasSuffix(r.out, "\n1 interface taken back\n"+forNew) {
+	if r := h.bigtcp("revert cli0 --force"); r.code != 0 || !strings.HasSuffix(r.out, "\n1 interface reverted\n"+forNew) {
 		t.Errorf("%+v", r)
 	}
 	h.has("cli0", 65536)
@@ -419,7 +419,7 @@ func TestBigTCPBesideAgent(t *testing.T) {
 	h.eventually("the agent sets what its policy says", func() bool { return h.sizes("cli0") == [4]int{192000, 192000, 192000, 192000} })
 	h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; its previous sizes stay recorded", "apply cli0 --ipv4 off")
 	h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; its previous sizes stay recorded", "apply --policy DIR/policy.yaml")
-	h.refuses(5, "cli0 was set by the agent, for its policy", "take it out of the policy file and run sockeye apply, or use --force", "revert cli0")
+	h.refuses(5, "cli0 was set by the agent for its policy", "remove its rule from the policy file and run sockeye apply, or use --force", "revert cli0")
 	h.has("cli0", 192000)
 	if r := h.bigtcp("apply cli1"); r.code != 0 {
 		t.Errorf("%+v", r)
@@ -437,7 +437,7 @@ func TestBigTCPBesideAgent(t *testing.T) {
 	if r := h.bigtcp("apply cli0"); r.code != 0 {
 		t.Errorf("%+v", r)
 	}
-	if r := h.bigtcp("revert"); r.code != 0 || !strings.HasSuffix(r.out, "\n2 interfaces taken back\n"+forNew) {
+	if r := h.bigtcp("revert"); r.code != 0 || !strings.HasSuffix(r.out, "\n2 interfaces reverted\n"+forNew) {
 		t.Errorf("%+v", r)
 	}
 	h.has("cli0", 65536)
@@ -454,13 +454,13 @@ func TestBigTCPGone(t *testing.T) {
 	h.unlink("cli0")
 	h.veth("cli0")
 	h.tamper("cli0", 70000)
-	h.prints("there is nothing to take back\n", "revert cli0")
+	h.prints("nothing to revert\n", "revert cli0")
 	h.has("cli0", 70000, 65536, 65536, 65536)
 	h.unlink("cli1")
 	h.prints("gone: cli1\n", "revert cli1")
 	h.refuses(2, `there is no interface "cli1"`, "did you mean cli0?", "revert cli1")
 	h.prints("gone: cli0\n", "revert")
-	h.prints("there is nothing to take back\n", "revert")
+	h.prints("nothing to revert\n", "revert")
 	h.has("cli0", 70000, 65536, 65536, 65536)
 }
 
@@ -491,9 +491,9 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 	if r := h.bigtcp("cli0"); strings.Contains(r.out, "wanted by") {
 		t.Errorf("the namesake: %+v", r)
 	}
-	h.prints("there is nothing to take back\n", "revert cli0")
+	h.prints("nothing to revert\n", "revert cli0")
 	h.refuses(2, `there is no interface "cli00" in DIR/blue`, "did you mean cli0?", "revert cli00 --netns DIR/blue")
-	if r := h.bigtcp("revert --netns DIR/blue"); r.code != 0 || !strings.Contains(r.out, "1 interface taken back\n") {
+	if r := h.bigtcp("revert --netns DIR/blue"); r.code != 0 || !strings.Contains(r.out, "1 interface reverted\n") {
 		t.Errorf("%+v", r)
 	}
 	inside(65536)
@@ -509,7 +509,7 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 	}
 	h.refuses(2, "open network namespace: open DIR/blue: no such file or directory", "give the path of a network namespace, as in /run/netns/NAME", "revert cli7 --netns DIR/blue")
 	h.prints("gone: cli0 in DIR/blue\n", "revert cli0 --netns DIR/blue")
-	h.prints("there is nothing to take back\n", "revert")
+	h.prints("nothing to revert\n", "revert")
 }
 
 // Without INTERFACE it is about the policy file.
@@ -528,7 +528,7 @@ func TestBigTCPByFile(t *testing.T) {
   - {interface: inner0, ipv6: 192KB, ipv4: off, netns: DIR/blue}
   - {interface: "*", ipv6: 192KB, netns: DIR/red}
 `)
-	if r := h.bigtcp("cli0 --policy DIR/policy.yaml"); !strings.Contains(r.out, "192000/192000\n") || !strings.Contains(r.out, "\n  wanted by the policy file; nobody has set it\n") {
+	if r := h.bigtcp("cli0 --policy DIR/policy.yaml"); !strings.Contains(r.out, "192000/192000\n") || !strings.Contains(r.out, "\n  wanted by the policy file; not applied\n") {
 		t.Errorf("%+v", r)
 	}
 	if w := asJSON[bigtcpShown](h, "inner0 --policy DIR/policy.yaml --netns "+path).Interfaces[0].Wanted; w == nil || w.IPv4 != 65536 || w.By != "file" || w.State != "unset" {
@@ -550,7 +550,7 @@ skipped * in DIR/red: there is no such network namespace
 	h.prints(changes+"changed\n"+forNew, "apply --policy DIR/policy.yaml")
 	h.has("cli0", 192000)
 	h.has("cli1", 185000, 185000, 65536, 65536)
-	if r := h.bigtcp("revert"); r.code != 0 || !strings.Contains(r.out, "3 interfaces taken back\n") {
+	if r := h.bigtcp("revert"); r.code != 0 || !strings.Contains(r.out, "3 interfaces reverted\n") {
 		t.Errorf("%+v", r)
 	}
 
@@ -560,7 +560,7 @@ skipped * in DIR/red: there is no such network namespace
 	} {
 		h.write("bad.yaml", "bigtcp:\n  - {interface: cli0, ipv6: 1KB}\n  - {interface: cli1, ipv6: 1KB}\n")
 		shown := asJSON[bigtcpShown](h, "cli0 --policy DIR/"+file)
-		if len(shown.Problems) != 1 || h.plain(shown.Problems[0]) != "what the policy wants: "+want {
+		if len(shown.Problems) != 1 || h.plain(shown.Problems[0]) != "rules of the policy: "+want {
 			t.Errorf("%s: %q", file, shown.Problems)
 		}
 	}
@@ -651,12 +651,12 @@ func TestBigTCPWithoutRights(t *testing.T) {
 		return h.child(asNobody, "sockeye", h.bigtcpArgs(args)...)
 	}
 	r := ask("")
-	for _, want := range []string{"\n  on: IPv6 192000 bytes, IPv4 192000 bytes\n", "\nnot seen: what was set: open DIR/state/bigtcp: permission denied\n"} {
+	for _, want := range []string{"\n  on: IPv6 192000 bytes, IPv4 192000 bytes\n", "\nnot read: records of changed sizes: open DIR/state/bigtcp: permission denied\n"} {
 		if !strings.Contains(h.plain(r.out), want) || r.code != 0 || r.err != "" {
 			t.Errorf("%q is not in %+v", want, r)
 		}
 	}
-	if r := ask("plan cli1"); r.code != 0 || !strings.Contains(h.plain(r.out), "\nnot seen: who has set sizes before: open DIR/state/bigtcp: permission denied\n") {
+	if r := ask("plan cli1"); r.code != 0 || !strings.Contains(h.plain(r.out), "\nnot read: owners of the sizes: open DIR/state/bigtcp: permission denied\n") {
 		t.Errorf("%+v", r)
 	}
 	rights, hint := "setting the sizes of interfaces needs CAP_NET_ADMIN", "run as root, or with that capability"
@@ -778,14 +778,14 @@ func TestBigTCPDamagedRecord(t *testing.T) {
 	if err := os.WriteFile(records[0], []byte("{"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if r := h.bigtcp("revert"); !strings.Contains(r.out, "1 interface taken back\n") || r.code != 0 && r.code != 1 {
+	if r := h.bigtcp("revert"); !strings.Contains(r.out, "1 interface reverted\n") || r.code != 0 && r.code != 1 {
 		t.Errorf("%+v", r)
 	}
 	left, err := filepath.Glob(h.state + "/bigtcp/*.json.damaged")
 	if err != nil || len(left) != 1 {
 		t.Errorf("%v %q", err, left)
 	}
-	want := "not seen: what was set: " + h.plain(left[0]) + " is no record, and cannot be taken back\n"
+	want := "not read: records of changed sizes: " + h.plain(left[0]) + " is not a valid record and cannot be reverted\n"
 	if r := h.bigtcp("lo"); r.code != 0 || !strings.HasSuffix(h.plain(strings.ReplaceAll(r.out, "\n  ", " ")), want) {
 		t.Errorf("%q is not in %+v", want, r)
 	}

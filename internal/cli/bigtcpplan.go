@@ -16,7 +16,7 @@ import (
 	"sockeye/internal/config"
 )
 
-// bigtcpChanges is the answer of bigtcp plan and bigtcp apply.
+// bigtcpChanges is the output of bigtcp plan and bigtcp apply.
 type bigtcpChanges struct {
 	Changes []sizing.Change `json:"changes"` // in the order in which they are made
 	Skipped []bigtcpSkipped `json:"skipped"`
@@ -24,21 +24,21 @@ type bigtcpChanges struct {
 	Problems []string `json:"problems"`
 }
 
-// bigtcpSkipped is what a rule of the policy is for, and cannot have now.
+// bigtcpSkipped is an interface or rule of the policy that is not applied.
 type bigtcpSkipped struct {
 	Netns     string `json:"netns,omitempty"`
 	Interface string `json:"interface"` // or the glob of the rule
 	Reason    string `json:"reason"`
 }
 
-// bigtcpRequest is what plan and apply are asked for.
+// bigtcpRequest has the flags of plan and apply.
 type bigtcpRequest struct {
 	bigtcpPlace
 	ipv6, ipv4, policy string
 	force              bool
 }
 
-// bigtcpSize is the size that is set for a family where none is given.
+// bigtcpSize is the default size of a family.
 const bigtcpSize = "192KB"
 
 func (r *bigtcpRequest) flags(cmd *cobra.Command) {
@@ -46,12 +46,12 @@ func (r *bigtcpRequest) flags(cmd *cobra.Command) {
 	cmd.ValidArgsFunction = r.interfaces
 	r.bigtcpPlace.flags(cmd)
 	policyFlag(cmd, &r.policy)
-	const size = "largest packet over %s, 65536 to 524280 bytes as in 192KB or 192KiB, or off; " + bigtcpSize + " if neither family is given"
+	const size = "largest packet of %s, 65536 to 524280 bytes as in 192KB or 192KiB, or off (default " + bigtcpSize + " if neither family is given)"
 	cmd.Flags().StringVar(&r.ipv6, "ipv6", "", fmt.Sprintf(size, "IPv6"))
 	cmd.Flags().StringVar(&r.ipv4, "ipv4", "", fmt.Sprintf(size, "IPv4"))
 	completeFlag(cmd, "ipv6", bigtcpSize, "off")
 	completeFlag(cmd, "ipv4", bigtcpSize, "off")
-	cmd.Flags().BoolVar(&r.force, "force", false, "take over what the agent set, and overwrite what somebody else set")
+	cmd.Flags().BoolVar(&r.force, "force", false, "take over sizes of the agent, and overwrite sizes that somebody else has changed")
 }
 
 func (c *command) bigtcpPlanCommand() *cobra.Command {
@@ -59,9 +59,9 @@ func (c *command) bigtcpPlanCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "plan [INTERFACE...]",
 		Short: "Show what bigtcp apply would change",
-		Long: `Plan shows which sizes bigtcp apply would set, on the interfaces named and on
-the devices below them, and in which order; or why it would refuse to. Without
-INTERFACE it is about the bigtcp section of the policy file.`,
+		Long: `Plan shows which sizes bigtcp apply would set on the named interfaces and their
+lower interfaces, and in which order, or why it would refuse. Without INTERFACE
+it plans the bigtcp section of the policy file.`,
 		Example: `  sockeye bigtcp plan eth0
   sockeye bigtcp plan --policy new-policy.yaml`,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -82,12 +82,12 @@ INTERFACE it is about the bigtcp section of the policy file.`,
 	return cmd
 }
 
-// bigtcpChanged shows changes.
+// bigtcpChanged prints changes.
 func (c *command) bigtcpChanged(answer bigtcpChanges, verb string) error {
 	return c.print(answer, func(t *text) { changesText(t, &answer, verb) })
 }
 
-// bigtcpAim is what is wanted of interfaces of one namespace.
+// bigtcpTask is the targets of one namespace.
 type bigtcpTask struct {
 	network *netif.Namespace
 	targets []sizing.Target
@@ -101,8 +101,8 @@ func (a bigtcpTasks) close() {
 	}
 }
 
-// plan plans all aims. Who may not read the records cannot be told what is refused
-// because of them.
+// plan plans all tasks. A caller who may not read the records does not learn about
+// conflicts.
 func (a bigtcpTasks) plan(r *bigtcpRequest) (*bigtcpChanges, error) {
 	store, err := sizing.OpenStore(r.state)
 	if err != nil {
@@ -112,7 +112,7 @@ func (a bigtcpTasks) plan(r *bigtcpRequest) (*bigtcpChanges, error) {
 	for _, aim := range a {
 		changes, err := store.Plan(aim.network, sizing.ByCommand, aim.targets, r.force)
 		if errors.Is(err, os.ErrPermission) {
-			answer.Problems = []string{fmt.Sprintf("who has set sizes before: %v", err)}
+			answer.Problems = []string{fmt.Sprintf("owners of the sizes: %v", err)}
 			changes, err = sizing.Plan(aim.network, aim.targets)
 		}
 		if err != nil {
@@ -123,8 +123,8 @@ func (a bigtcpTasks) plan(r *bigtcpRequest) (*bigtcpChanges, error) {
 	return answer, nil
 }
 
-// aims reads what is wanted: of the interfaces that are named, or of those that the
-// policy file has rules for.
+// tasks returns the targets: the named interfaces, or those of the rules of the policy
+// file.
 func (r *bigtcpRequest) tasks(cmd *cobra.Command, names []string) (bigtcpTasks, []bigtcpSkipped, error) {
 	want, err := r.want(cmd)
 	if err != nil {
@@ -166,7 +166,7 @@ func (r *bigtcpRequest) tasks(cmd *cobra.Command, names []string) (bigtcpTasks, 
 	return tasksOfRules(rules)
 }
 
-// want reads the sizes. Both families have a default, together.
+// want parses the sizes. If neither is given, both have a default.
 func (r *bigtcpRequest) want(cmd *cobra.Command) (want sizing.Want, err error) {
 	if !cmd.Flags().Changed("ipv6") && !cmd.Flags().Changed("ipv4") {
 		r.ipv6, r.ipv4 = bigtcpSize, bigtcpSize
@@ -185,8 +185,8 @@ func (r *bigtcpRequest) want(cmd *cobra.Command) (want sizing.Want, err error) {
 	return want, nil
 }
 
-// aimsOfRules finds the interfaces that rules are for. As for the agent, what is not
-// there, and of what a glob is for what cannot have large packets, is skipped.
+// tasksOfRules finds the interfaces of rules. As the agent does, it skips what does
+// not exist, and interfaces of a glob that do not support large packets.
 func tasksOfRules(rules []config.BigTCPRule) (aims bigtcpTasks, skipped []bigtcpSkipped, err error) {
 	skipped = []bigtcpSkipped{}
 	byNetns := make(map[string][]config.BigTCPRule)

@@ -16,10 +16,10 @@ import (
 	"sockeye/internal/bigtcp/sizing"
 )
 
-// bigtcpReverted is the answer of bigtcp revert.
+// bigtcpReverted is the output of bigtcp revert.
 type bigtcpReverted struct {
 	Reverted []sizing.Reverted `json:"reverted"`
-	// Error, Hint and Code are those of what was not taken back.
+	// Error, Hint and Code are those of what was not reverted.
 	Error string `json:"error,omitempty"`
 	Hint  string `json:"hint,omitempty"`
 	Code  int    `json:"code,omitempty"`
@@ -32,14 +32,14 @@ func (c *command) bigtcpRevertCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "revert [INTERFACE...]",
-		Short: "Take back what bigtcp apply set",
-		Long: `Revert gives the interfaces named, and the devices below them, the sizes that
-they had before: without INTERFACE, all for which bigtcp apply was the reason.
-It can be called at any time, also after a crash; an interface that is gone is
-forgotten.
+		Short: "Restore the sizes from before bigtcp apply",
+		Long: `Revert restores the previous sizes of the named interfaces and of their lower
+interfaces; without INTERFACE, those of all changes by bigtcp apply. It can be
+called at any time, also after a crash. Records of interfaces that have vanished
+are removed.
 
-What somebody else has changed since is left, without --force; what the agent
-has set for its policy too.`,
+Without --force it does not change sizes that somebody else has changed since,
+or that the agent has set for its policy.`,
 		Example: `  sockeye bigtcp revert
   sockeye bigtcp revert eth0`,
 		Args:              arguments(0, -1, ""),
@@ -63,7 +63,7 @@ has set for its policy too.`,
 		},
 	}
 	where.flags(cmd)
-	cmd.Flags().BoolVar(&force, "force", false, "give back also what somebody else has changed since, and of INTERFACE what the agent set")
+	cmd.Flags().BoolVar(&force, "force", false, "restore also sizes that somebody else has changed, and for INTERFACE those of the agent")
 	return cmd
 }
 
@@ -88,14 +88,14 @@ func bigtcpRevert(cmd *cobra.Command, names []string, where bigtcpPlace, force b
 		}
 	}
 	if err := cmd.Context().Err(); err != nil {
-		return nil, fmt.Errorf("take sizes back: %w", err)
+		return nil, fmt.Errorf("revert sizes: %w", err)
 	}
 	done, err := store.Revert(chosen, force)
 	return done, flagHint(err)
 }
 
-// chooseRecords tells which records are those of the interfaces that are named, or of
-// all in a network namespace. It refuses, unless force, what others rely on.
+// chooseRecords returns a selection of the records of the named interfaces, or of all
+// in a network namespace. Without force it refuses records on which others rely.
 func chooseRecords(records []sizing.Record, names []string, netns string, force bool) (func(sizing.Record) bool, error) {
 	network, err := netif.OpenNamespace(netns)
 	here := func(r sizing.Record) bool { return r.Netns == netns }
@@ -140,8 +140,8 @@ func chooseRecords(records []sizing.Record, names []string, netns string, force 
 			continue
 		}
 		if r.Owner == sizing.ByPolicy {
-			return nil, &netif.Error{Kind: netif.KindConflict, Err: fmt.Errorf("%s was set by the agent, for its policy", r.Interface),
-				Hint: "take it out of the policy file and run sockeye apply, or use --force"}
+			return nil, &netif.Error{Kind: netif.KindConflict, Err: fmt.Errorf("%s was set by the agent for its policy", r.Interface),
+				Hint: "remove its rule from the policy file and run sockeye apply, or use --force"}
 		}
 		if network == nil || slices.Contains(r.For, r.Index) || slices.ContainsFunc(r.For, func(index int) bool { return slices.Contains(present, index) }) {
 			continue
@@ -151,8 +151,8 @@ func chooseRecords(records []sizing.Record, names []string, netns string, force 
 			return nil, err
 		}
 		if above := namesOf(list, r.For); len(above) > 0 {
-			return nil, &netif.Error{Kind: netif.KindConflict, Err: fmt.Errorf("%s was set because it is below %s", r.Interface, strings.Join(above, ", ")),
-				Hint: "take that back, or use --force"}
+			return nil, &netif.Error{Kind: netif.KindConflict, Err: fmt.Errorf("%s was set as a lower interface of %s", r.Interface, strings.Join(above, ", ")),
+				Hint: "revert that one, or use --force"}
 		}
 	}
 	return chosen, nil

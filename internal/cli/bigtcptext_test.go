@@ -81,7 +81,7 @@ func shownHost() *bigtcpShown {
 	s.Interfaces[1].Incompatibilities = []compat.Incompatibility{{Name: "driver", Detail: "virtio_net takes no large packets"}}
 	s.Incompatibilities = []compat.Incompatibility{{Name: "length_filter", Detail: "rule 4 of chain input of table inet filter matches on ip length, which is 0 in the header of a packet above 65535 bytes, so that it does not match these",
 		Hint: "match on meta length, or on nothing"}}
-	s.Problems = []string{"what was set: open /var/lib/sockeye/bigtcp: permission denied"}
+	s.Problems = []string{"records of changed sizes: open /var/lib/sockeye/bigtcp: permission denied"}
 	return s
 }
 
@@ -145,7 +145,7 @@ func TestBigTCPManyInterfaces(t *testing.T) {
 	s.Interfaces[len(s.Interfaces)-1].Wanted = &bigtcpWanted{Want: sizing.Want{IPv4: 192000}, By: byFile, State: wantedUnset}
 	var short, long text
 	bigtcpText(&short, s, false)
-	for _, want := range []string{"\nport39 ", "\nport20 ", "\nveth3 ", "and 18 interfaces more; --all shows all\n1 interface is left out: "} {
+	for _, want := range []string{"\nport39 ", "\nport20 ", "\nveth3 ", "and 18 interfaces more; --all shows all\n1 interface is not shown: "} {
 		if !strings.Contains(short.String(), want) {
 			t.Errorf("%q is not in\n%s", want, short.String())
 		}
@@ -195,7 +195,7 @@ func TestBigTCPChangesText(t *testing.T) {
 			elsewhere,
 		},
 		Skipped:  []bigtcpSkipped{{Interface: "eth0", Reason: "impossible: eth0 (virtio_net) supports packets of at most 65536 bytes"}, {Netns: "/run/netns/red", Interface: "eth*", Reason: "there is no such network namespace"}},
-		Problems: []string{"who has set sizes before: open /var/lib/sockeye/bigtcp: permission denied"},
+		Problems: []string{"owners of the sizes: open /var/lib/sockeye/bigtcp: permission denied"},
 	}
 	textGolden(t, "bigtcp-plan", func(t *text) { changesText(t, answer, "would change") })
 	answer.Changes = answer.Changes[1:2]

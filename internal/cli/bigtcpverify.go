@@ -25,15 +25,14 @@ func (c *command) bigtcpVerifyCommand() *cobra.Command {
 		Use:   "verify INTERFACE",
 		Short: "Prove how large the packets of an interface are",
 		Long: `Verify counts the packets that an interface receives and sends, for a bounded
-time: by their bytes and by the segments of which they are made, TCP over IPv4
-and over IPv6 by itself. It shows which share of TCP's bytes travelled in
-packets above 64 KB, and why the others did not. What is sent is counted as the
-kernel makes it and, after what is too large for the device was cut, as the
-driver gets it. If somebody has changed the sizes since Sockeye set them, a
-note says so.
+time, by their bytes and segments, separately for TCP over IPv4 and over IPv6.
+It shows which share of TCP's bytes travelled in packets above 64 KB, and why
+other packets were smaller. Sent packets are counted before the kernel segments
+those that are too large for the interface, and again at the driver. A note says
+if somebody has changed the sizes since Sockeye set them.
 
-It changes no packet and leaves nothing behind. An interrupt ends it, and shows
-what was seen so far.`,
+It changes no packet and leaves nothing attached. After an interrupt it shows
+the packets that were counted so far.`,
 		Example: `  sockeye bigtcp verify eth0
   sockeye bigtcp verify veth0 --netns /run/netns/blue --for 1m -o json`,
 		Args:              arguments(1, 1, "INTERFACE"),
@@ -67,16 +66,16 @@ what was seen so far.`,
 	return cmd
 }
 
-// changedNote tells that somebody has changed the sizes of an interface since they were set;
-// "" if nobody has, or if none were set.
+// changedNote returns a note if somebody has changed the sizes of an interface since
+// they were set; otherwise "".
 func changedNote(network *netif.Namespace, name, stateDir string) string {
 	records, _, err := recordsOf(network, stateDir)
 	if err != nil {
-		return fmt.Sprintf("the sizes that were set are not known: %v", err)
+		return fmt.Sprintf("the records of changed sizes are unknown: %v", err)
 	}
 	list, err := network.Interfaces()
 	if err != nil {
-		return fmt.Sprintf("the sizes that were set are not known: %v", err)
+		return fmt.Sprintf("the records of changed sizes are unknown: %v", err)
 	}
 	i := slices.IndexFunc(list, func(i netif.Interface) bool { return i.Name == name })
 	if i < 0 {
@@ -89,7 +88,7 @@ func changedNote(network *netif.Namespace, name, stateDir string) string {
 	return "sizes: " + wanted.words()
 }
 
-// verifyText shows a proof: the answer first, then what it comes from.
+// verifyText prints a report: the answer first, then the figures.
 func verifyText(t *text, p *verify.Report) {
 	name := p.Interface
 	if p.Netns != "" {
@@ -101,7 +100,7 @@ func verifyText(t *text, p *verify.Report) {
 		t.line("%s of TCP's bytes travelled in packets above 64 KB (%s of %s)", percent(*p.Share), volume(p.LargeBytes), volume(p.TCPBytes))
 	}
 	if p.Cut > 0 {
-		t.line("cut by the kernel before the driver: %s of the bytes that TCP sent", percent(p.Cut))
+		t.line("segmented by the kernel before the driver: %s of the bytes that TCP sent", percent(p.Cut))
 	}
 	for _, note := range p.Notes {
 		t.paragraph("", "%s", note)
@@ -114,7 +113,7 @@ func verifyText(t *text, p *verify.Report) {
 	verifyClasses(t, p, "PACKETS OF TCP, BYTES", func(c *verify.Count) []verify.Class { return c.Sizes })
 	verifyClasses(t, p, "PACKETS OF TCP, SEGMENTS", func(c *verify.Count) []verify.Class { return c.BySegments })
 	if len(p.Causes) > 0 {
-		t.line("why the others were not larger, by their share of TCP's bytes:")
+		t.line("why other packets were smaller, by share of TCP's bytes:")
 		for _, why := range p.Causes {
 			verifyCause(t, &why)
 		}
@@ -129,7 +128,7 @@ func verifyCause(t *text, why *verify.Cause) {
 	t.line("%6s  %s%s", percent(why.Share), why.Name, of)
 	t.paragraph("        ", "%s", why.Detail)
 	if why.Example != "" {
-		t.line("        most of it: %s", why.Example)
+		t.line("        example: %s", why.Example)
 	}
 	t.paragraph("        ", "hint: %s", why.Hint)
 }
@@ -150,8 +149,8 @@ func verifyTotals(t *text, p *verify.Report) {
 	t.line("")
 }
 
-// verifyClasses shows how many packets of TCP have so many bytes or segments, at
-// each point, and the share of the point's bytes that they have.
+// verifyClasses prints how many packets of TCP have so many bytes or segments at each
+// point, and their share of the bytes there.
 func verifyClasses(t *text, p *verify.Report, title string, classes func(*verify.Count) []verify.Class) {
 	points := []verify.Point{verify.Received, verify.Sent, verify.Driver}
 	if p.NoDriver != "" {

@@ -19,8 +19,8 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// Local measures between two network namespaces that it makes. Nothing else on the
-// host is changed, and nothing of it is left, however it ends. Needs root.
+// Local measures between two network namespaces that it creates. It changes nothing
+// else on the host and removes the namespaces when it returns. Needs root.
 func Local(ctx context.Context, o Options) (result *Result, err error) {
 	if err := o.Check(); err != nil {
 		return nil, err
@@ -35,7 +35,7 @@ func Local(ctx context.Context, o Options) (result *Result, err error) {
 	l := &lab{size: o.Size}
 	defer func() { err = joined(err, l.close()) }()
 	if err := l.build(o.Path); err != nil {
-		return nil, fmt.Errorf("make namespaces: %w", err)
+		return nil, fmt.Errorf("create namespaces: %w", err)
 	}
 	result = &Result{
 		Path: o.Path, Kernel: kernelRelease(), ClientCPU: last, ServerCPU: last,
@@ -90,11 +90,11 @@ func kernelRelease() string {
 	return unix.ByteSliceToString(u.Release[:])
 }
 
-// device is that of both ends.
+// device is the interface of both ends.
 const device = "eth0"
 
-// A lab is the client's namespace, the server's, and that between them if there is
-// one.
+// A lab has the namespaces of the client, of the server, and of what connects them, if
+// anything.
 type lab struct {
 	path       string
 	size       uint32
@@ -107,7 +107,7 @@ type namespace struct {
 	fd      netns.NsHandle
 }
 
-// newSpace makes a network namespace with lo up.
+// newNamespace creates a network namespace with lo up.
 func newNamespace() (*namespace, error) {
 	s := &namespace{fd: netns.None()}
 	err := s.open()
@@ -129,7 +129,7 @@ func (s *namespace) open() error {
 		if s.fd, err = netns.New(); err == nil {
 			err = sysctls()
 		}
-		// A thread that cannot come back ends with its goroutine.
+		// A thread that cannot return stays locked and ends with its goroutine.
 		if back := netns.Set(home); back == nil {
 			runtime.UnlockOSThread()
 		}
@@ -149,8 +149,8 @@ func (s *namespace) open() error {
 	return s.up("lo")
 }
 
-// sysctls has addresses usable at once, connections begin alike, and not begin
-// again slowly after each pause, as is set on hosts in data centres.
+// sysctls makes addresses usable at once, gives all connections the same initial
+// state, and disables slow start after idle periods, as is common in data centres.
 func sysctls() error {
 	for name, value := range map[string]string{
 		"ipv6/conf/all/accept_dad": "0", "ipv6/conf/default/accept_dad": "0",
@@ -189,18 +189,18 @@ func (s *namespace) up(names ...string) error {
 	return nil
 }
 
-// join makes a veth pair between two namespaces.
+// addVeth adds a veth pair between two namespaces.
 func addVeth(a *namespace, nameA string, b *namespace, nameB string) error {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name = nameA
 	pair := &netlink.Veth{LinkAttrs: attrs, PeerName: nameB, PeerNamespace: netlink.NsFd(b.fd)}
 	if err := a.nl.LinkAdd(pair); err != nil {
-		return fmt.Errorf("make veth pair: %w", err)
+		return fmt.Errorf("add veth pair: %w", err)
 	}
 	return joined(a.up(nameA), b.up(nameB))
 }
 
-// routerMTU leaves room for 8 bytes more than the hosts' MTU.
+// routerMTU is 8 bytes more than the MTU of the hosts.
 const routerMTU = 1508
 
 func (s *namespace) setRouterMTU(name string) error {
@@ -214,7 +214,8 @@ func (s *namespace) setRouterMTU(name string) error {
 	return nil
 }
 
-// prefixes are of the hosts: the same network without a router between them.
+// prefix returns the address of a host. Without a router both hosts are in one
+// network.
 func (l *lab) prefix(family string, host int) netip.Prefix {
 	network := byte(0)
 	if l.path == PathRouter {
@@ -226,10 +227,10 @@ func (l *lab) prefix(family string, host int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0: 0xfd, 1: 0x84, 7: network, 15: byte(1 + host)}), 64)
 }
 
-// address is the server's.
+// address returns the address of the server.
 func (l *lab) address(family string) netip.Addr { return l.prefix(family, 1).Addr() }
 
-// gateway is the router's address on the network of a host.
+// gateway returns the address of the router in the network of a host.
 func (l *lab) gateway(family string, host int) netip.Prefix {
 	p := l.prefix(family, host)
 	b := p.Addr().AsSlice()
@@ -290,7 +291,7 @@ func (l *lab) connect() error {
 		return middle.network.Do(func() error {
 			for _, name := range []string{"ipv4/ip_forward", "ipv6/conf/all/forwarding"} {
 				if err := os.WriteFile(filepath.Join("/proc/sys/net", name), []byte("1"), 0); err != nil {
-					return fmt.Errorf("have a namespace forward: %w", err)
+					return fmt.Errorf("enable forwarding: %w", err)
 				}
 			}
 			return nil
@@ -300,7 +301,7 @@ func (l *lab) connect() error {
 	attrs.Name = "bridge"
 	bridge := &netlink.Bridge{LinkAttrs: attrs}
 	if err := middle.nl.LinkAdd(bridge); err != nil {
-		return fmt.Errorf("make bridge: %w", err)
+		return fmt.Errorf("add bridge: %w", err)
 	}
 	for host := range 2 {
 		link, err := middle.nl.LinkByName(port(host))
@@ -308,13 +309,13 @@ func (l *lab) connect() error {
 			err = middle.nl.LinkSetMaster(link, bridge)
 		}
 		if err != nil {
-			return fmt.Errorf("join %s to the bridge: %w", port(host), err)
+			return fmt.Errorf("add %s to the bridge: %w", port(host), err)
 		}
 	}
 	return middle.up(attrs.Name)
 }
 
-// give gives a device an address that can be used at once.
+// addAddress adds an address without duplicate address detection.
 func (s *namespace) addAddress(name string, p netip.Prefix) error {
 	link, err := s.nl.LinkByName(name)
 	if err == nil {
@@ -325,24 +326,24 @@ func (s *namespace) addAddress(name string, p netip.Prefix) error {
 		err = s.nl.AddrAdd(link, a)
 	}
 	if err != nil {
-		return fmt.Errorf("give %s the address %s: %w", name, p, err)
+		return fmt.Errorf("add address to %s: %s: %w", name, p, err)
 	}
 	return nil
 }
 
-// route sends what a host sends through the router, by its default route.
+// route adds a default route of a host through the router.
 func (l *lab) route(family string, host int) error {
 	gateway := l.gateway(family, host)
 	if err := l.namespaces[2].addAddress(port(host), gateway); err != nil {
 		return err
 	}
 	if err := l.namespaces[host].nl.RouteAdd(&netlink.Route{Gw: gateway.Addr().AsSlice()}); err != nil {
-		return fmt.Errorf("add route by %s: %w", gateway.Addr(), err)
+		return fmt.Errorf("add route through %s: %w", gateway.Addr(), err)
 	}
 	return nil
 }
 
-// set sets all devices on the way.
+// set sets the sizes of all interfaces on the path.
 func (l *lab) set(on bool) error {
 	size := uint32(netif.Legacy)
 	if on {
@@ -351,7 +352,7 @@ func (l *lab) set(on bool) error {
 	for _, s := range l.namespaces {
 		links, err := s.nl.LinkList()
 		if err != nil {
-			return fmt.Errorf("list devices: %w", err)
+			return fmt.Errorf("list interfaces: %w", err)
 		}
 		support := s.network.Support()
 		for _, link := range links {
@@ -373,8 +374,8 @@ func (l *lab) set(on bool) error {
 // counters are of all packets that an interface has sent and received.
 type counters struct{ sent, sentBytes, received uint64 }
 
-// counted is of the client's device, where a packet counts as one however large it
-// is.
+// countPackets returns the counters of the client's interface, where a packet of any
+// size counts once.
 func (l *lab) countPackets() (counters, error) {
 	link, err := l.namespaces[0].nl.LinkByName(device)
 	if err != nil {

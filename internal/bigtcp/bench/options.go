@@ -11,7 +11,7 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// Families are the IP families, in the order in which they are measured.
+// Families are the IP families in the order of the measurement.
 var Families = []string{IPv6, IPv4}
 
 // The families.
@@ -24,16 +24,17 @@ const (
 const (
 	// PathVeth is a veth pair between two namespaces.
 	PathVeth = "veth"
-	// PathBridge is a bridge with two namespaces at it, as a host's containers are.
+	// PathBridge is a bridge between two namespaces, as between the containers of a
+	// host.
 	PathBridge = "bridge"
-	// PathRouter is a namespace that forwards between two others, whose MTU is 1500. Its
-	// own is 1508: an IPv6 packet above 65536 bytes has a hop-by-hop header of 8 bytes
-	// (until early 2026), which Linux counts for each segment when it forwards, so that
-	// it drops what is to go out by an MTU of 1500.
+	// PathRouter is a namespace that forwards between two others with an MTU of 1500.
+	// Its own MTU is 1508: before Linux 7.0 an IPv6 packet above 65535 bytes has a
+	// hop-by-hop option of 8 bytes, which Linux counts for each segment of a forwarded
+	// packet, so that it drops packets at an MTU of 1500.
 	PathRouter = "router"
 )
 
-// Paths are those that Local makes.
+// Paths are the paths of Local.
 var Paths = []string{PathBridge, PathVeth, PathRouter}
 
 const (
@@ -44,7 +45,7 @@ const (
 	maxWarmup  = 5 * time.Second
 )
 
-// Options say what is measured.
+// Options of a benchmark.
 type Options struct {
 	// Size is the largest packet while BIG TCP is on, in bytes: above bigtcp.Legacy, up
 	// to bigtcp.Most.
@@ -55,9 +56,10 @@ type Options struct {
 	Warmup  time.Duration // of its connection, before; up to 5 s
 	// Path is between the namespaces of Local.
 	Path string
-	// TwoCPUs puts the ends of Local on two CPUs.
+	// TwoCPUs binds the ends to two CPUs.
 	TwoCPUs bool
-	// Progress, unless nil, is told of each run that is over, and how many there are.
+	// Progress, unless nil, is called after each run with the number of completed runs
+	// and of all runs.
 	Progress func(done, of int)
 }
 
@@ -69,7 +71,7 @@ func Defaults() Options {
 	}
 }
 
-// Check returns a [bigtcp.Error] if an option is out of bounds.
+// Check returns a [netif.Error] if an option is out of bounds.
 func (o *Options) Check() error {
 	switch {
 	case o.Size <= netif.Legacy || o.Size > netif.MaxSize:
@@ -90,7 +92,7 @@ func usage(hint, format string, args ...any) error {
 	return netif.NewError(netif.KindUsage, hint, format, args...)
 }
 
-// joined is one error of one line of several, of which any may be nil.
+// joined joins errors in one line; any may be nil.
 func joined(errs ...error) (all error) {
 	for _, err := range errs {
 		switch {

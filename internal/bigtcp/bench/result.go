@@ -13,7 +13,7 @@ import (
 	"unicode/utf8"
 )
 
-// Result is what was measured.
+// Result is the result of a benchmark.
 type Result struct {
 	Path      string   `json:"path"`       // of Paths
 	Kernel    string   `json:"kernel"`     // release
@@ -27,21 +27,21 @@ type Result struct {
 	Notes     []string `json:"notes,omitempty"` // of what could not be measured
 }
 
-// Family is what was measured over one IP family.
+// Family is the results of one IP family.
 type Family struct {
 	Family string   `json:"family"` // ipv6 or ipv4
 	Rows   []Row    `json:"rows"`
 	Runs   []Sample `json:"runs"`
 }
 
-// Row is a figure, off and on.
+// Row is a figure with BIG TCP off and on.
 type Row struct {
 	Name  string `json:"name"` // fixed: rr_min, rr_p50, rr_p90, rr_p99, rr_rate, rr_cpu, rr_cpu_gb, rr_packets, stream_rate, stream_cpu_gb, stream_packet
 	Title string `json:"title"`
 	Unit  string `json:"unit"`
-	// Off and On are medians of the rounds, Ratio that of the rounds' ratios of on to
-	// off. The ratio that ever more rounds would have lies between Low and High, with a
-	// confidence of 95 %, from six rounds on; of fewer rounds these are the extremes.
+	// Off and On are medians of the rounds, Ratio is the median of the rounds' ratios
+	// of on to off. Low and High are its 95 % confidence interval for six rounds or
+	// more, and the extremes for fewer.
 	Off   float64 `json:"off"`
 	On    float64 `json:"on"`
 	Ratio float64 `json:"ratio"`
@@ -49,24 +49,24 @@ type Row struct {
 	High  float64 `json:"high"`
 }
 
-// Sample is a run.
+// Sample is one run.
 type Sample struct {
 	Round int    `json:"round"`
 	Load  string `json:"load"` // rr or stream
 	On    bool   `json:"on"`
-	// Of rr, in microseconds. Quantiles, and the rate, are medians of ten pieces of the
-	// run.
+	// Latencies of rr, in microseconds. Quantiles, and the rate, are medians of ten
+	// parts of the run.
 	Min float64 `json:"min_us,omitempty"`
 	P50 float64 `json:"p50_us,omitempty"`
 	P90 float64 `json:"p90_us,omitempty"`
 	P99 float64 `json:"p99_us,omitempty"`
 	Max float64 `json:"max_us,omitempty"`
-	// Rate is transactions a second of rr, and bits a second of a stream.
+	// Rate is transactions per second of rr, and bits per second of a stream.
 	Rate float64 `json:"rate"`
-	// CPU is of both ends, in seconds for each transaction of rr, or for each byte of
-	// a stream.
+	// CPU is the time of both ends, in seconds per transaction of rr or per byte of a
+	// stream.
 	CPU float64 `json:"cpu_s"`
-	// Share is how much of one CPU both ends together have worked.
+	// Share is the CPU time of both ends divided by the elapsed time.
 	Share float64 `json:"cpu_share"`
 	// Packets of each transaction, in both directions, and the mean size of those of a
 	// stream.
@@ -104,8 +104,8 @@ func sample(kind string, own, peer *measured) (*Sample, error) {
 	return s, nil
 }
 
-// pieces are the parts of a run of which a figure is the median, so that a moment's
-// disturbance is not in it.
+// pieces is the number of parts of a run. Figures are medians of the parts, which
+// excludes short disturbances.
 const pieces = 10
 
 type piece struct {
@@ -113,13 +113,13 @@ type piece struct {
 	took []uint32 // ns of each transaction, sorted
 }
 
-// at is a quantile, in microseconds.
+// at returns a quantile in microseconds.
 func (p piece) at(q float64) float64 {
 	return float64(p.took[int(q*float64(len(p.took)-1))]) / 1000
 }
 
-// inPieces cuts transactions that followed each other into pieces that took as long
-// as each other. Of few it makes one.
+// inPieces splits consecutive transactions into parts of equal duration; few
+// transactions are one part.
 func inPieces(took []uint32, elapsed time.Duration) iter.Seq[piece] {
 	count := pieces
 	if len(took) < 10*pieces {
@@ -142,7 +142,7 @@ func inPieces(took []uint32, elapsed time.Duration) iter.Seq[piece] {
 	}
 }
 
-// A measure is a row to be.
+// A measure defines a row.
 type measure struct {
 	name, load, title, unit string
 	figure                  func(*Sample) float64
@@ -164,7 +164,7 @@ func measures(message int) []measure {
 	}
 }
 
-// rows compares the runs, round by round.
+// rows compares the runs round by round.
 func rows(runs []Sample, message int) []Row {
 	rows := []Row{}
 	for _, m := range measures(message) {
@@ -191,7 +191,7 @@ func rows(runs []Sample, message int) []Row {
 	return rows
 }
 
-// median sorts the values.
+// median sorts the values and returns their median.
 func median(v []float64) float64 {
 	slices.Sort(v)
 	if n := len(v); n%2 == 0 {
@@ -200,10 +200,10 @@ func median(v []float64) float64 {
 	return v[len(v)/2]
 }
 
-// medianRank is the greatest rank so that the median lies between the value of
-// this rank, from below, and that from above, with 95 % at least: each value is
-// on either side of it as heads or tails (the sign test). Of fewer than six values
-// it is 1, and the confidence is less.
+// medianRank returns the greatest rank such that the interval from the value of this
+// rank to the value of the same rank from above contains the median with a confidence
+// of at least 95 % (sign test). For fewer than six values the rank is 1 and the
+// confidence is lower.
 func medianRank(n int) int {
 	rank := 1
 	term := math.Pow(0.5, float64(n)) // of rank-1 heads
@@ -229,7 +229,7 @@ func (r *Result) Row(family, name string) (Row, bool) {
 	return Row{}, false
 }
 
-// Text is the result as a table, in lines.
+// Text returns the result as a table, in lines.
 func (r *Result) Text() []string {
 	var text strings.Builder
 	p := func(format string, args ...any) { fmt.Fprintf(&text, format, args...) }
@@ -254,8 +254,8 @@ func (r *Result) Text() []string {
 	return strings.Split(strings.TrimRight(text.String(), "\n"), "\n")
 }
 
-// aligned puts figures under each other: the first two columns to the left, the
-// others to the right.
+// aligned formats a table: the first two columns left-aligned, the others
+// right-aligned.
 func aligned(table [][]string) string {
 	widths := make([]int, len(table[0]))
 	for _, row := range table {
@@ -279,7 +279,7 @@ func aligned(table [][]string) string {
 	return text.String()
 }
 
-// number has three digits or more.
+// number formats a value with at least three digits.
 func number(v float64) string {
 	switch {
 	case v >= 100:
@@ -292,7 +292,7 @@ func number(v float64) string {
 	return fmt.Sprintf("%.3f", v)
 }
 
-// path says where it was measured.
+// path describes where the measurement took place.
 func (r *Result) path() string {
 	cpus := fmt.Sprintf("CPU %d for both ends", r.ClientCPU)
 	if r.ClientCPU != r.ServerCPU {
@@ -306,8 +306,7 @@ func (r *Result) path() string {
 	return fmt.Sprintf("%s; %s; Linux %s.", where, cpus, r.Kernel)
 }
 
-// share is the median share of their CPU that the ends had, which is never idle if
-// they have one together.
+// share returns the median share of the CPU that two ends on the same CPU had.
 func (r *Result) share() (share float64, ok bool) {
 	if r.ClientCPU != r.ServerCPU {
 		return 0, false
