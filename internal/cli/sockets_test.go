@@ -310,7 +310,7 @@ func TestSocketsWithoutLoopback(t *testing.T) {
 		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Cloneflags: unix.CLONE_NEWNET}
 	}
 	r := h.child(alone, "sockeye", "sockets")
-	if r.code != 0 || !strings.HasPrefix(r.out, "0 sockets\nnot read: the room of sockets: calibrate: ") {
+	if r.code != 0 || !strings.HasPrefix(r.out, "0 sockets\nnot seen: the room of sockets: calibrate: ") {
 		t.Errorf("%+v", r)
 	}
 	// Those of ours, from there.
