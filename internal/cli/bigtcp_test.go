@@ -87,7 +87,7 @@ func (h *host) bridge(name string, ports ...string) {
 	}
 }
 
-// tun makes a device that takes no large packets.
+// tun makes an interface that supports no large packets.
 func (h *host) tun(name string) {
 	h.t.Helper()
 	h.link(&netlink.Tuntap{LinkAttrs: attributesOf(name), Mode: netlink.TUNTAP_MODE_TUN})
@@ -764,7 +764,7 @@ func TestBigTCPCompletion(t *testing.T) {
 	}
 }
 
-// A damaged record is told, and keeps nothing from working.
+// A damaged record is reported, and everything else works.
 func TestBigTCPDamagedRecord(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")

@@ -86,7 +86,7 @@ func TestCorruption(t *testing.T) {
 	}
 }
 
-// A peer that ends within a message, or too early, is told of.
+// A peer that closes within a message, or too early, is an error.
 func TestShort(t *testing.T) {
 	for name, send := range map[string]string{"within a message": "abc", "without one": ""} {
 		fd, other := connection(t)

@@ -90,8 +90,8 @@ func kernelRelease() string {
 	return unix.ByteSliceToString(u.Release[:])
 }
 
-// device is the interface of both ends.
-const device = "eth0"
+// interfaceName is that of both ends.
+const interfaceName = "eth0"
 
 // A lab has the namespaces of the client, of the server, and of what connects them, if
 // anything.
@@ -257,7 +257,7 @@ func (l *lab) build(path string) error {
 	}
 	for host := range 2 {
 		for _, family := range Families {
-			if err := l.namespaces[host].addAddress(device, l.prefix(family, host)); err != nil {
+			if err := l.namespaces[host].addAddress(interfaceName, l.prefix(family, host)); err != nil {
 				return err
 			}
 			if path == PathRouter {
@@ -274,11 +274,11 @@ func port(host int) string { return fmt.Sprintf("port%d", host) }
 
 func (l *lab) connect() error {
 	if l.path == PathVeth {
-		return addVeth(l.namespaces[0], device, l.namespaces[1], device)
+		return addVeth(l.namespaces[0], interfaceName, l.namespaces[1], interfaceName)
 	}
 	middle := l.namespaces[2]
 	for host := range 2 {
-		if err := addVeth(middle, port(host), l.namespaces[host], device); err != nil {
+		if err := addVeth(middle, port(host), l.namespaces[host], interfaceName); err != nil {
 			return err
 		}
 		if l.path == PathRouter {
@@ -377,7 +377,7 @@ type counters struct{ sent, sentBytes, received uint64 }
 // countPackets returns the counters of the client's interface, where a packet of any
 // size counts once.
 func (l *lab) countPackets() (counters, error) {
-	link, err := l.namespaces[0].nl.LinkByName(device)
+	link, err := l.namespaces[0].nl.LinkByName(interfaceName)
 	if err != nil {
 		return counters{}, fmt.Errorf("count packets: %w", err)
 	}

@@ -66,7 +66,7 @@ var ruleCases = []struct {
 	{"nothing", unix.NFPROTO_INET, nil, 0},
 }
 
-// nftMessageOf is the message in which the kernel tells of a rule.
+// nftMessageOf is the message with which the kernel reports a rule.
 func nftMessageOf(family uint8, expressions []*nl.RtAttr) []byte {
 	list := nl.NewRtAttr(unix.NFTA_RULE_EXPRESSIONS|unix.NLA_F_NESTED, nil)
 	for _, e := range expressions {

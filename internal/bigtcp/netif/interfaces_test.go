@@ -141,7 +141,7 @@ func TestInterfaces(t *testing.T) {
 	}
 }
 
-// addTun makes a tun device, of a program that knows no offloads.
+// addTun makes a tun interface without offloads.
 func addTun(t testing.TB, n *netif.Namespace, name string) {
 	t.Helper()
 	err := n.Do(func() error {
@@ -250,7 +250,7 @@ func TestPeerOfSameIndex(t *testing.T) {
 	}
 }
 
-// A device may have been moved away from the one below it.
+// An interface may have been moved away from its lower interface.
 func TestLowerElsewhere(t *testing.T) {
 	host, pod := netiftest.NamedNetns(t, "host"), netiftest.NamedNetns(t, "pod")
 	h := netiftest.Kernel(t, host)

@@ -104,7 +104,7 @@ func TestPath(t *testing.T) {
 	}
 }
 
-// TestEveryOrder asks for the devices of a path in every order, by one call and by
+// TestEveryOrder requests the interfaces of a path in every order, by one call and by
 // several, each with another size.
 func TestEveryOrder(t *testing.T) {
 	h := newChangeHost(t)
@@ -190,7 +190,7 @@ func TestNotOurs(t *testing.T) {
 	}
 	h.is(sizesOn, "big0", "bigmac")
 
-	// The device below it is changed for its sake, and goes with it.
+	// The lower interface is changed for it, and reverted with it.
 	h.set("big0", sizesOff)
 	h.apply(Target{"bigmac", wantOn})
 	h.is(sizesOn, "big0", "bigmac")

@@ -163,7 +163,7 @@ func (h *changeHost) apply(targets ...Target) []Change {
 	return changes
 }
 
-// revert takes back what was set on the interfaces, all if none is named, and
+// revert reverts the interfaces, all if none is named, and
 // returns the results in words.
 func (h *changeHost) revert(names ...string) map[string]string {
 	h.Helper()

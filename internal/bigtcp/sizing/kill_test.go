@@ -98,7 +98,7 @@ func (h *changeHost) killed(w childWork) bool {
 }
 
 // TestKilled kills a process before each of its changes. What it was about to do can
-// be taken back then, be done again, and be replaced by something else.
+// be reverted then, be done again, and be replaced by something else.
 func TestKilled(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")
@@ -180,7 +180,7 @@ func TestKilled(t *testing.T) {
 	}
 }
 
-// TestKilledTakingBack kills a process that takes back what it did, since a part of
+// TestKilledTakingBack kills a process that reverts its change, since a part of
 // it failed.
 func TestKilledTakingBack(t *testing.T) {
 	h := newChangeHost(t)
@@ -397,7 +397,7 @@ func TestBetween(t *testing.T) {
 	}
 }
 
-// TestFails has the kernel refuse the last of several: those before are taken back.
+// TestFails has the kernel refuse the last of several: those before are rolled back.
 func TestFails(t *testing.T) {
 	h := newChangeHost(t)
 	h.veth("big0")

@@ -213,7 +213,7 @@ func permutations[T any](list []T) [][]T {
 }
 
 // TestPlanOrder plans all mixtures of growing and shrinking of a stack: nothing may
-// be larger than what is below it at any moment at which it grows.
+// exceed its lower interfaces at any moment while it grows.
 func TestPlanOrder(t *testing.T) {
 	lines := []string{"eth0", "eth1", "bond0: eth0 eth1", "vlan1: bond0", "br0: vlan1"}
 	for _, before := range ladder {

@@ -238,7 +238,7 @@ func TestNamespaceMoved(t *testing.T) {
 	}
 }
 
-// TestOtherCaller takes back what was set from within another namespace, which has no
+// TestOtherCaller reverts from within another namespace, which has no
 // path in the record then.
 func TestOtherCaller(t *testing.T) {
 	h := newChangeHost(t)
@@ -339,7 +339,7 @@ func (h *changeHost) files() []string {
 	return names
 }
 
-// TestVanishesMeanwhile has an interface vanish while it is taken back.
+// TestVanishesMeanwhile has an interface vanish while it is reverted.
 func TestVanishesMeanwhile(t *testing.T) {
 	h := newChangeHost(t)
 	for at := 1; ; at++ {

@@ -256,7 +256,7 @@ func TestGarbage(t *testing.T) {
 		t.Errorf("what a symlink leads to has changed: %v", err)
 	}
 
-	// Revert says what it cannot give back, once, and gives back the rest.
+	// Revert reports once what it cannot revert, and reverts the rest.
 	write(filepath.Base(good), data[1:])
 	done, err := h.Revert(nil, false)
 	if want := "revert damaged records: " + good + ".damaged"; err == nil || err.Error() != want {

@@ -117,7 +117,7 @@ func TestCause(t *testing.T) {
 				Interface: &test.i, support: netif.Support{IPv6: true, IPv4: true},
 				locals: map[netip.Addr]bool{netip.MustParseAddr("10.0.0.1"): true},
 			}
-			s.verdict = s.Interface.Verdict(s.support)
+			s.verdict = s.Verdict(s.support)
 			f := test.flow
 			if !f.source.IsValid() && test.want != "forwarded" {
 				f.source, f.destination = netip.MustParseAddrPort("10.0.0.1:1790"), netip.MustParseAddrPort("192.0.2.7:40000")

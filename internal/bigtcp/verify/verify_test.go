@@ -620,7 +620,7 @@ func TestVerifyRefuses(t *testing.T) {
 	})
 }
 
-// TestVerifyChanged tells of sizes that were changed meanwhile.
+// TestVerifyChanged expects a note on sizes that changed during the run.
 func TestVerifyChanged(t *testing.T) {
 	a, b := pair(t)
 	p := prove(t, a, "va", verify.Options{}, func() {

@@ -9,12 +9,12 @@ import (
 	"sync"
 	"testing"
 
-	"sockeye/internal/bigtcp/netif"
-	"sockeye/internal/testenv"
-
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/testenv"
 )
 
 // Sizes are sizes in the order of their fields: GSO and GRO, then those of IPv4.
@@ -22,6 +22,7 @@ func Sizes(gso, gro, gsoIPv4, groIPv4 uint32) netif.Sizes {
 	return netif.Sizes{GSO: gso, GRO: gro, GSOIPv4: gsoIPv4, GROIPv4: groIPv4}
 }
 
+// NamedDir is the directory of named network namespaces.
 const NamedDir = "/run/netns"
 
 // hideNamed puts a folder of our own over that of the host's named namespaces.
@@ -32,8 +33,8 @@ var hideNamed = sync.OnceValue(func() error {
 	return unix.Mount("tmpfs", NamedDir, "tmpfs", 0, "mode=0755")
 })
 
-// namedNetns makes a network namespace with a name, as ip netns add does, and
-// returns its path.
+// NamedNetns makes a network namespace with a name, as ip netns add does, and returns
+// its path.
 func NamedNetns(t testing.TB, name string) string {
 	t.Helper()
 	if err := hideNamed(); err != nil {
@@ -48,12 +49,13 @@ func NamedNetns(t testing.TB, name string) string {
 	return path
 }
 
+// RemoveNetns removes a named network namespace.
 func RemoveNetns(path string) {
 	unix.Unmount(path, unix.MNT_DETACH)
 	os.Remove(path)
 }
 
-// heldNetns makes a network namespace that only a descriptor keeps: no name and no
+// HeldNetns makes a network namespace that only a descriptor keeps: no name and no
 // process leads to it.
 func HeldNetns(t testing.TB) *os.File {
 	t.Helper()
@@ -66,6 +68,7 @@ func HeldNetns(t testing.TB) *os.File {
 	return held
 }
 
+// InNewNetns calls f on a thread in a new network namespace.
 func InNewNetns(t testing.TB, f func() error) {
 	t.Helper()
 	err := testenv.OnThread(func() error {
@@ -79,7 +82,7 @@ func InNewNetns(t testing.TB, f func() error) {
 	}
 }
 
-// network opens a namespace, "" for that of the tests.
+// Open opens a namespace, "" for that of the tests.
 func Open(t testing.TB, path string) *netif.Namespace {
 	t.Helper()
 	n, err := netif.OpenNamespace(path)
@@ -90,7 +93,7 @@ func Open(t testing.TB, path string) *netif.Namespace {
 	return n
 }
 
-// kernel talks to the kernel in a namespace, beside what is tested.
+// Kernel returns a netlink handle of a namespace, independent of the tested code.
 func Kernel(t testing.TB, path string) *netlink.Handle {
 	t.Helper()
 	at := netns.None()
@@ -109,7 +112,7 @@ func Kernel(t testing.TB, path string) *netlink.Handle {
 	return h
 }
 
-// add makes an interface.
+// Add adds an interface for the duration of the test.
 func Add(t testing.TB, h *netlink.Handle, l netlink.Link) {
 	t.Helper()
 	if err := h.LinkAdd(l); err != nil {
@@ -119,13 +122,14 @@ func Add(t testing.TB, h *netlink.Handle, l netlink.Link) {
 	t.Cleanup(func() { _ = h.LinkDel(l) })
 }
 
+// Named returns attributes with a name.
 func Named(name string) netlink.LinkAttrs {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name = name
 	return attrs
 }
 
-// addVeth makes a pair, one end in the namespace of h and the other in that of a
+// AddVeth adds a veth pair, one end in the namespace of h and the other in that of a
 // file, nil for the same.
 func AddVeth(t testing.TB, h *netlink.Handle, name, peer string, other *os.File) {
 	t.Helper()
@@ -136,6 +140,7 @@ func AddVeth(t testing.TB, h *netlink.Handle, name, peer string, other *os.File)
 	Add(t, h, v)
 }
 
+// OpenFile opens a file for the duration of the test.
 func OpenFile(t testing.TB, path string) *os.File {
 	t.Helper()
 	f, err := os.Open(path)
@@ -146,7 +151,7 @@ func OpenFile(t testing.TB, path string) *os.File {
 	return f
 }
 
-// descriptors counts those that this process has open.
+// Descriptors counts the open descriptors of this process.
 func Descriptors(t testing.TB) int {
 	t.Helper()
 	open, err := os.ReadDir("/proc/self/fd")
