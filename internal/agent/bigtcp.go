@@ -19,7 +19,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
@@ -33,7 +34,7 @@ type bigTCPDomain struct {
 
 	mu      sync.Mutex
 	sizers  map[string]*sizer // by network namespace
-	records *bigtcp.Store     // of sizes that were set
+	records *sizing.Store     // of sizes that were set
 	watch   *networkWatch     // nil while no sizes are set
 	closed  bool
 }
@@ -46,14 +47,14 @@ func newBigTCP(h *domain.Host) *bigTCPDomain {
 // sizer keeps the sizes of the interfaces of one network namespace in step with the
 // policy.
 type sizer struct {
-	store *bigtcp.Store
+	store *sizing.Store
 	log   *slog.Logger
 	netns string // path; "" for the agent's own
 
 	mu         sync.Mutex
 	rules      []config.BigTCPRule
-	network    *bigtcp.Network // nil while there is none
-	leave      func()          // ends the watch of it
+	network    *netif.Namespace // nil while there is none
+	leave      func()           // ends the watch of it
 	place      placeID
 	problem    error                           // of the namespace
 	since      time.Time                       // of the problem
@@ -71,8 +72,8 @@ type sized struct {
 	rule     *config.BigTCPRule // nil: none is for it any more
 	target   bool               // the rule is for itself
 	because  string             // the interface above it, of one that is no target
-	want     bigtcp.Want
-	from, to bigtcp.Sizes // that it has, and is to have
+	want     sizing.Want
+	from, to netif.Sizes // that it has, and is to have
 	notes    []string
 	planned  bool
 	todo     bool // it is to be set
@@ -84,7 +85,7 @@ type sized struct {
 
 // attempt is what was tried to set.
 type attempt struct {
-	from, to bigtcp.Sizes
+	from, to netif.Sizes
 	err      error
 }
 
@@ -116,7 +117,7 @@ func (s *sizer) enter() error {
 	if err != nil {
 		return fmt.Errorf("find network namespace: %w", err)
 	}
-	network, err := bigtcp.OpenNetwork(s.netns)
+	network, err := netif.OpenNamespace(s.netns)
 	if errors.Is(err, fs.ErrPermission) && !rights.Has(unix.CAP_SYS_ADMIN) {
 		return noEntry()
 	}
@@ -134,7 +135,7 @@ func (s *sizer) enter() error {
 	s.recheck = time.NewTimer(recheckAfter)
 	go s.follow(ctx, network, changes, s.recheck.C)
 	// Another namespace may have been here before.
-	return s.giveBack(func(r bigtcp.Record) bool { return r.Netns == s.netns && r.NetnsID != network.ID() })
+	return s.giveBack(func(r sizing.Record) bool { return r.Netns == s.netns && r.NetnsID != network.ID() })
 }
 
 // recheckAfter is when to look again after sizes were set: later than the watch has
@@ -149,7 +150,7 @@ func noEntry() error {
 
 // follow looks again whenever an interface has changed, until ctx ends, and closes
 // the network.
-func (s *sizer) follow(ctx context.Context, network *bigtcp.Network, changes <-chan struct{}, recheck <-chan time.Time) {
+func (s *sizer) follow(ctx context.Context, network *netif.Namespace, changes <-chan struct{}, recheck <-chan time.Time) {
 	defer network.Close()
 	for {
 		more := true
@@ -210,7 +211,7 @@ func (s *sizer) renew() {
 		s.exit()
 		s.log.Info("network namespace has vanished", "netns", s.netns)
 		// Nobody can give back what was in there.
-		if err := s.giveBack(func(r bigtcp.Record) bool { return r.NetnsID == id }); err != nil {
+		if err := s.giveBack(func(r sizing.Record) bool { return r.NetnsID == id }); err != nil {
 			s.log.Debug("records of a network namespace not removed", "netns", s.netns, "error", err)
 		}
 	}
@@ -287,7 +288,7 @@ func (s *sizer) reconcile(explicit bool) error {
 func (s *sizer) act(o *outlook, explicit bool) (bool, error) {
 	lost := len(o.gone)+len(o.unwanted) > 0
 	if lost {
-		err := s.giveBack(func(r bigtcp.Record) bool {
+		err := s.giveBack(func(r sizing.Record) bool {
 			return r.NetnsID == s.network.ID() && o.interfaces[r.Index] == nil && !o.needs(r)
 		})
 		if err != nil && explicit {
@@ -308,15 +309,15 @@ func (s *sizer) act(o *outlook, explicit bool) (bool, error) {
 
 // giveBack takes the policy's records back that are chosen. What somebody else has
 // set since is left.
-func (s *sizer) giveBack(only func(bigtcp.Record) bool) error {
-	done, err := s.store.Revert(func(r bigtcp.Record) bool { return r.Owner == bigtcp.ByPolicy && only(r) }, false)
+func (s *sizer) giveBack(only func(sizing.Record) bool) error {
+	done, err := s.store.Revert(func(r sizing.Record) bool { return r.Owner == sizing.ByPolicy && only(r) }, false)
 	for _, r := range done {
-		if r.Result == bigtcp.ResultReverted {
+		if r.Result == sizing.ResultReverted {
 			s.log.Info("sizes taken back", "netns", r.Netns, "interface", r.Interface)
 		}
 	}
-	var refused *bigtcp.Error
-	if errors.As(err, &refused) && refused.Kind == bigtcp.KindConflict {
+	var refused *netif.Error
+	if errors.As(err, &refused) && refused.Kind == netif.KindConflict {
 		s.log.Warn("sizes not taken back", "netns", s.netns, "reason", err)
 		return nil
 	}
@@ -354,18 +355,18 @@ func (s *sizer) failed(o *outlook, p *sizedPath) bool {
 }
 
 func (s *sizer) setPaths(o *outlook, paths []*sizedPath) error {
-	var targets []bigtcp.Target
+	var targets []sizing.Target
 	force := false
 	for _, p := range paths {
 		targets = append(targets, p.targets...)
 		force = force || p.force
 	}
-	_, err := s.store.Apply(s.network, bigtcp.ByPolicy, targets, force)
+	_, err := s.store.Apply(s.network, sizing.ByPolicy, targets, force)
 	if s.tried == nil {
 		s.tried = make(map[int]attempt)
 	}
-	var refused *bigtcp.Error
-	again := errors.As(err, &refused) && refused.Kind == bigtcp.KindConflict
+	var refused *netif.Error
+	again := errors.As(err, &refused) && refused.Kind == netif.KindConflict
 	for _, p := range paths {
 		for _, index := range p.members {
 			i := o.interfaces[index]
@@ -437,7 +438,7 @@ func (s *sizer) retire() error {
 	s.rules = nil
 	defer s.exit()
 	if s.network == nil {
-		return s.giveBack(func(r bigtcp.Record) bool { return r.Netns == s.netns })
+		return s.giveBack(func(r sizing.Record) bool { return r.Netns == s.netns })
 	}
 	return s.reconcile(true)
 }
@@ -480,7 +481,7 @@ func (s *sizer) change(rules []config.BigTCPRule) (back func() error, err error)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	before := s.rules
-	foreign := make(map[int]bigtcp.Sizes)
+	foreign := make(map[int]netif.Sizes)
 	for index, i := range s.interfaces {
 		if i.state == api.SizesChanged && i.rule != nil {
 			foreign[index] = i.from
@@ -498,7 +499,7 @@ func (s *sizer) change(rules []config.BigTCPRule) (back func() error, err error)
 }
 
 // become makes rules true, and gives interfaces the sizes of somebody else.
-func (s *sizer) become(rules []config.BigTCPRule, foreign map[int]bigtcp.Sizes) error {
+func (s *sizer) become(rules []config.BigTCPRule, foreign map[int]netif.Sizes) error {
 	s.rules = rules
 	if s.network == nil {
 		if err := s.enter(); err != nil || s.network == nil {
@@ -578,12 +579,12 @@ func (d *bigTCPDomain) Start(policy *config.Policy) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var err error
-	if d.records, err = bigtcp.OpenStore(d.host.StateDir); err != nil {
+	if d.records, err = sizing.OpenStore(d.host.StateDir); err != nil {
 		return err
 	}
 	wanted := sizings(policy)
 	leftover := &sizer{store: d.records, log: d.log}
-	err = leftover.giveBack(func(r bigtcp.Record) bool {
+	err = leftover.giveBack(func(r sizing.Record) bool {
 		return !slices.ContainsFunc(wanted, func(c bigTCPChange) bool { return c.netns == r.Netns })
 	})
 	if err != nil {
@@ -636,14 +637,14 @@ func (d *bigTCPDomain) recordsDir() string { return filepath.Join(d.host.StateDi
 // RevertSizes gives interfaces the sizes that they had before, whoever had them set,
 // and names them.
 func RevertSizes(stateDir string) ([]string, error) {
-	store, err := bigtcp.OpenStore(stateDir)
+	store, err := sizing.OpenStore(stateDir)
 	if err != nil {
 		return nil, err
 	}
 	done, err := store.Revert(nil, false)
 	reverted := []string{}
 	for _, r := range done {
-		if r.Result != bigtcp.ResultReverted {
+		if r.Result != sizing.ResultReverted {
 			continue
 		}
 		name := r.Interface
@@ -652,8 +653,8 @@ func RevertSizes(stateDir string) ([]string, error) {
 		}
 		reverted = append(reverted, name)
 	}
-	var refused *bigtcp.Error
-	if errors.As(err, &refused) && refused.Kind == bigtcp.KindConflict {
+	var refused *netif.Error
+	if errors.As(err, &refused) && refused.Kind == netif.KindConflict {
 		err = fault.Conflict(err, "sockeye bigtcp revert --force gives back all the same what was there before")
 	}
 	return reverted, err

@@ -21,7 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
 	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/fault"
@@ -35,14 +36,14 @@ const (
 )
 
 var (
-	sizesOff = bigtcp.Sizes{GSO: 65536, GRO: 65536, GSOIPv4: 65536, GROIPv4: 65536}
-	sizesOn  = bigtcp.Sizes{GSO: 192000, GRO: 192000, GSOIPv4: 160000, GROIPv4: 160000}
+	sizesOff = netif.Sizes{GSO: 65536, GRO: 65536, GSOIPv4: 65536, GROIPv4: 65536}
+	sizesOn  = netif.Sizes{GSO: 192000, GRO: 192000, GSOIPv4: 160000, GROIPv4: 160000}
 )
 
 // newSizingAgent is an agent, without a policy yet, on a kernel that has BIG TCP.
 func newSizingAgent(t *testing.T) *Agent {
 	t.Helper()
-	n, err := bigtcp.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -89,17 +90,17 @@ func addVeth(t *testing.T, name string) {
 	addLink(t, &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: "peer-" + name})
 }
 
-func sizesOf(t *testing.T, name string) bigtcp.Sizes {
+func sizesOf(t *testing.T, name string) netif.Sizes {
 	t.Helper()
 	l, err := netlink.LinkByName(name)
 	if err != nil {
 		t.Fatalf("find %s: %v", name, err)
 	}
 	a := l.Attrs()
-	return bigtcp.Sizes{GSO: a.GSOMaxSize, GRO: a.GROMaxSize, GSOIPv4: a.GSOIPv4MaxSize, GROIPv4: a.GROIPv4MaxSize}
+	return netif.Sizes{GSO: a.GSOMaxSize, GRO: a.GROMaxSize, GSOIPv4: a.GSOIPv4MaxSize, GROIPv4: a.GROIPv4MaxSize}
 }
 
-func wantSizes(t *testing.T, name string, want bigtcp.Sizes) {
+func wantSizes(t *testing.T, name string, want netif.Sizes) {
 	t.Helper()
 	if got := sizesOf(t, name); got != want {
 		t.Errorf("%s has %+v, want %+v", name, got, want)
@@ -107,9 +108,9 @@ func wantSizes(t *testing.T, name string, want bigtcp.Sizes) {
 }
 
 // meddle sets sizes as somebody else would.
-func meddle(t *testing.T, name string, s bigtcp.Sizes) {
+func meddle(t *testing.T, name string, s netif.Sizes) {
 	t.Helper()
-	n, err := bigtcp.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -196,14 +197,14 @@ func TestBigTCPApply(t *testing.T) {
 	wantSizes(t, "other0", sizesOff)
 	wantSizes(t, "peer-big0", sizesOff)
 	wantState(t, a, "big0", api.SizesApplied, "")
-	if got := a.sized(t, "big0"); got.Rule != "big*: ipv6 192KB, ipv4 160KB" || got.Want != (bigtcp.Want{IPv6: 192000, IPv4: 160000}) || got.Sizes != sizesOn {
+	if got := a.sized(t, "big0"); got.Rule != "big*: ipv6 192KB, ipv4 160KB" || got.Want != (sizing.Want{IPv6: 192000, IPv4: 160000}) || got.Sizes != sizesOn {
 		t.Errorf("%+v", got)
 	}
 	wantChanges(t, "nothing", a.apply(t, bigTCPPolicy))
 	wantChanges(t, "larger", a.apply(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "200KB")),
 		"big* change rule big*: ipv6 192KB, ipv4 160KB -> big*: ipv6 200KB, ipv4 160KB (for 1 interface now, and those that appear)",
 		"big0 change sizes ipv6 192000 -> 200000 (for new connections)")
-	wantSizes(t, "big0", bigtcp.Sizes{GSO: 200000, GRO: 200000, GSOIPv4: 160000, GROIPv4: 160000})
+	wantSizes(t, "big0", netif.Sizes{GSO: 200000, GRO: 200000, GSOIPv4: 160000, GROIPv4: 160000})
 	wantChanges(t, "a name before a glob", a.apply(t, "bigtcp:\n  - {interface: big0, ipv6: off}\n  - {interface: \"big*\", ipv6: 192KB, ipv4: 160KB}\n"),
 		"big0 add rule big0: ipv6 off (for new connections)",
 		"big* change rule big*: ipv6 200KB, ipv4 160KB -> big*: ipv6 192KB, ipv4 160KB (there is none now: one that appears is set)",
@@ -213,7 +214,7 @@ func TestBigTCPApply(t *testing.T) {
 	if _, err := a.Apply(api.Candidate{Previous: true}); err != nil {
 		t.Fatal(err)
 	}
-	wantSizes(t, "big0", bigtcp.Sizes{GSO: 200000, GRO: 200000, GSOIPv4: 160000, GROIPv4: 160000})
+	wantSizes(t, "big0", netif.Sizes{GSO: 200000, GRO: 200000, GSOIPv4: 160000, GROIPv4: 160000})
 	wantChanges(t, "off", a.apply(t, noSizes),
 		"big* remove rule big*: ipv6 200KB, ipv4 160KB (its interfaces get the sizes that they had before)",
 		"big0 change sizes ipv6 200000 -> 65536, ipv4 160000 -> 65536 (as they were before)")
@@ -252,7 +253,7 @@ func TestBigTCPPath(t *testing.T) {
 	}
 
 	// What is on a path that somebody else has changed is left as it is.
-	other := bigtcp.Sizes{GSO: 100000, GRO: 100000, GSOIPv4: 100000, GROIPv4: 100000}
+	other := netif.Sizes{GSO: 100000, GRO: 100000, GSOIPv4: 100000, GROIPv4: 100000}
 	meddle(t, "port0", other)
 	until(t, "the port is seen to be changed", func() bool { return a.sized(t, "port0").State == api.SizesChanged })
 	wantState(t, a, "bigbr", api.SizesApplied, "")
@@ -263,7 +264,7 @@ func TestBigTCPPath(t *testing.T) {
 	wantSizes(t, "bigbr", sizesOn)
 	wantState(t, a, "bigbr", api.SizesConflict, "port0 is on its path: somebody else has set its sizes since")
 	a.apply(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "180KB"))
-	sizes := bigtcp.Sizes{GSO: 180000, GRO: 180000, GSOIPv4: 160000, GROIPv4: 160000}
+	sizes := netif.Sizes{GSO: 180000, GRO: 180000, GSOIPv4: 160000, GROIPv4: 160000}
 	wantSizes(t, "port0", sizes)
 	wantSizes(t, "bigbr", sizes)
 	a.apply(t, noSizes)
@@ -329,7 +330,7 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 	addVeth(t, "big0")
 	addVeth(t, "big1")
 	a.begin(t, bigTCPPolicy)
-	other := bigtcp.Sizes{GSO: 100000, GRO: 192000, GSOIPv4: 160000, GROIPv4: 160000}
+	other := netif.Sizes{GSO: 100000, GRO: 192000, GSOIPv4: 160000, GROIPv4: 160000}
 	meddle(t, "big0", other)
 	meddle(t, "big1", sizesOff) // as it was before: somebody else's act all the same
 	until(t, "changes are seen", func() bool {
@@ -382,7 +383,7 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 	}
 
 	// What a command takes back by force stays so.
-	if _, err := a.sizing().records.Revert(func(r bigtcp.Record) bool { return r.Interface == "big1" }, true); err != nil {
+	if _, err := a.sizing().records.Revert(func(r sizing.Record) bool { return r.Interface == "big1" }, true); err != nil {
 		t.Fatal(err)
 	}
 	until(t, "the revert is seen", func() bool { return a.sized(t, "big1").State == api.SizesChanged })
@@ -397,7 +398,7 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 		"big1 change sizes ipv6 65536 -> 192000 (somebody else has set them since, which is lost)",
 		"big2 change sizes ipv6 192000 -> 65536, ipv4 160000 -> 65536 (as they were before)")
 	wantSizes(t, "big0", other)
-	wantSizes(t, "big1", bigtcp.Sizes{GSO: 192000, GRO: 192000, GSOIPv4: 65536, GROIPv4: 65536})
+	wantSizes(t, "big1", netif.Sizes{GSO: 192000, GRO: 192000, GSOIPv4: 65536, GROIPv4: 65536})
 	wantSizes(t, "big2", sizesOff)
 	wantState(t, a, "big0", api.SizesChanged, "no rule is for it any more")
 	wantChanges(t, "nothing more", a.apply(t, "bigtcp: [{interface: big1, ipv6: 192KB}]\n"))
@@ -427,7 +428,7 @@ func TestBigTCPRestart(t *testing.T) {
 		t.Fatalf("%v, %v", files, err)
 	}
 	for _, file := range files {
-		var r bigtcp.Record
+		var r sizing.Record
 		data, err := os.ReadFile(file)
 		if err == nil {
 			err = json.Unmarshal(data, &r)
@@ -465,19 +466,19 @@ func TestBigTCPRestart(t *testing.T) {
 func TestBigTCPConflict(t *testing.T) {
 	a := newSizingAgent(t)
 	addVeth(t, "big0")
-	store, err := bigtcp.OpenStore(a.options.StateDir)
+	store, err := sizing.OpenStore(a.options.StateDir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	n, err := bigtcp.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer n.Close()
-	if _, err := store.Apply(n, bigtcp.ByCommand, []bigtcp.Target{{Interface: "big0", Want: bigtcp.Want{IPv6: 100000}}}, false); err != nil {
+	if _, err := store.Apply(n, sizing.ByCommand, []sizing.Target{{Interface: "big0", Want: sizing.Want{IPv6: 100000}}}, false); err != nil {
 		t.Fatal(err)
 	}
-	held := bigtcp.Sizes{GSO: 100000, GRO: 100000, GSOIPv4: 65536, GROIPv4: 65536}
+	held := netif.Sizes{GSO: 100000, GRO: 100000, GSOIPv4: 65536, GROIPv4: 65536}
 	a.begin(t, bigTCPPolicy)
 	wantSizes(t, "big0", held)
 	wantState(t, a, "big0", api.SizesConflict, "sockeye bigtcp apply has set its sizes")
@@ -492,20 +493,20 @@ func TestBigTCPConflict(t *testing.T) {
 		"big* change rule big*: ipv6 192KB, ipv4 160KB -> big*: ipv6 180KB, ipv4 160KB (for 2 interfaces now, and those that appear; not for big0 (sockeye bigtcp apply has set its sizes))",
 		"big1 change sizes ipv6 192000 -> 180000 (for new connections)")
 	a.apply(t, bigTCPPolicy)
-	if _, err := store.Revert(func(r bigtcp.Record) bool { return r.Owner == bigtcp.ByCommand }, false); err != nil {
+	if _, err := store.Revert(func(r sizing.Record) bool { return r.Owner == sizing.ByCommand }, false); err != nil {
 		t.Fatal(err)
 	}
 	until(t, "the policy has it", func() bool { return a.sized(t, "big0").State == api.SizesApplied })
 	wantSizes(t, "big0", sizesOn)
 
 	// It may be borrowed by force.
-	if _, err := store.Apply(n, bigtcp.ByBench, []bigtcp.Target{{Interface: "big0", Want: bigtcp.Want{IPv6: 100000, IPv4: 100000}}}, true); err != nil {
+	if _, err := store.Apply(n, sizing.ByCommand, []sizing.Target{{Interface: "big0", Want: sizing.Want{IPv6: 100000, IPv4: 100000}}}, true); err != nil {
 		t.Fatal(err)
 	}
 	until(t, "that is seen", func() bool {
-		return strings.HasPrefix(a.sized(t, "big0").Problem, "sockeye bigtcp bench has set its sizes")
+		return strings.HasPrefix(a.sized(t, "big0").Problem, "sockeye bigtcp apply has set its sizes")
 	})
-	if _, err := store.Revert(func(r bigtcp.Record) bool { return r.Owner == bigtcp.ByBench }, false); err != nil {
+	if _, err := store.Revert(func(r sizing.Record) bool { return r.Owner == sizing.ByCommand }, false); err != nil {
 		t.Fatal(err)
 	}
 	until(t, "the policy has it again", func() bool { return a.sized(t, "big0").State == api.SizesApplied })
@@ -546,7 +547,7 @@ func TestBigTCPImpossible(t *testing.T) {
 	a = a.again(t)
 	a.begin(t, text)
 	wantState(t, a, "bigtun", api.SizesImpossible, "65536 bytes")
-	wantSizes(t, "big0", bigtcp.Sizes{GSO: 180000, GRO: 180000, GSOIPv4: 65536, GROIPv4: 65536})
+	wantSizes(t, "big0", netif.Sizes{GSO: 180000, GRO: 180000, GSOIPv4: 65536, GROIPv4: 65536})
 }
 
 // newNetns mounts a network namespace of its own at a path, as ip netns does.
@@ -595,9 +596,9 @@ func vethInto(t *testing.T, path, name, peer string) {
 }
 
 // sizesIn reads the sizes of an interface of another namespace.
-func sizesIn(t *testing.T, path, name string) bigtcp.Sizes {
+func sizesIn(t *testing.T, path, name string) netif.Sizes {
 	t.Helper()
-	n, err := bigtcp.OpenNetwork(path)
+	n, err := netif.OpenNamespace(path)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,7 +10,8 @@ import (
 	"strings"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 )
@@ -22,20 +23,20 @@ type outlook struct {
 	paths      []*sizedPath        // with something to do
 	// unwanted are records of the policy on interfaces that no rule is for any more,
 	// gone those of interfaces that there are no more.
-	unwanted, gone []bigtcp.Record
+	unwanted, gone []sizing.Record
 }
 
 // sizedPath are interfaces that are bound to one another: all of them are set, or
 // none.
 type sizedPath struct {
-	targets []bigtcp.Target
+	targets []sizing.Target
 	members []int // indexes
 	force   bool  // somebody else's sizes are overwritten
 }
 
 // outlook looks at what the rules ask for, and at what can be done about it. If that
 // is explicit, what somebody else has set is to be set again.
-func (s *sizer) outlook(n *bigtcp.Network, rules []config.BigTCPRule, explicit bool) (*outlook, error) {
+func (s *sizer) outlook(n *netif.Namespace, rules []config.BigTCPRule, explicit bool) (*outlook, error) {
 	all, err := n.Interfaces()
 	if err != nil {
 		return nil, err
@@ -57,9 +58,9 @@ func (s *sizer) outlook(n *bigtcp.Network, rules []config.BigTCPRule, explicit b
 	}
 	for _, index := range slices.Sorted(maps.Keys(records)) {
 		r := records[index]
-		at := slices.IndexFunc(all, func(i bigtcp.Interface) bool { return i.Index == index })
+		at := slices.IndexFunc(all, func(i netif.Interface) bool { return i.Index == index })
 		switch {
-		case r.Owner != bigtcp.ByPolicy || o.interfaces[index] != nil || o.needs(r):
+		case r.Owner != sizing.ByPolicy || o.interfaces[index] != nil || o.needs(r):
 		case at < 0:
 			o.gone = append(o.gone, r)
 		case touched(r, all[at].Sizes) && all[at].Sizes != r.Before:
@@ -75,24 +76,24 @@ func (s *sizer) outlook(n *bigtcp.Network, rules []config.BigTCPRule, explicit b
 
 // needs tells whether a record of a device is for the sake of an interface above it
 // that a rule is for.
-func (o *outlook) needs(r bigtcp.Record) bool {
+func (o *outlook) needs(r sizing.Record) bool {
 	return slices.ContainsFunc(r.For, func(index int) bool { return o.interfaces[index] != nil && o.interfaces[index].target })
 }
 
 // touched tells whether somebody else has set sizes since the policy's record was
 // made. An agent that was killed may have left one of what it had not set yet.
-func touched(r bigtcp.Record, now bigtcp.Sizes) bool {
-	unfinished := r.From != (bigtcp.Sizes{}) && (now == r.From || now == r.Before)
+func touched(r sizing.Record, now netif.Sizes) bool {
+	unfinished := r.From != (netif.Sizes{}) && (now == r.From || now == r.Before)
 	return now != r.Applied && !unfinished
 }
 
 // records are those of a namespace, by index, whoever had them made.
-func (s *sizer) records(n *bigtcp.Network) (map[int]bigtcp.Record, error) {
+func (s *sizer) records(n *netif.Namespace) (map[int]sizing.Record, error) {
 	all, err := s.store.Records()
 	if err != nil {
 		return nil, err
 	}
-	here := make(map[int]bigtcp.Record)
+	here := make(map[int]sizing.Record)
 	for _, r := range all {
 		if r.NetnsID == n.ID() {
 			here[r.Index] = r
@@ -103,7 +104,7 @@ func (s *sizer) records(n *bigtcp.Network) (map[int]bigtcp.Record, error) {
 
 // match finds the interfaces that rules are for and those below them, and puts those
 // together that are bound to one another.
-func (o *outlook) match(all []bigtcp.Interface, rules []config.BigTCPRule) [][]int {
+func (o *outlook) match(all []netif.Interface, rules []config.BigTCPRule) [][]int {
 	used := make([]bool, len(rules))
 	var paths [][]int
 	for _, i := range all {
@@ -113,7 +114,7 @@ func (o *outlook) match(all []bigtcp.Interface, rules []config.BigTCPRule) [][]i
 		}
 		used[at] = true
 		o.interfaces[i.Index] = &sized{name: i.Name, index: i.Index, rule: &rules[at], target: true,
-			want: bigtcp.Want{IPv6: rules[at].IPv6, IPv4: rules[at].IPv4}, from: i.Sizes, to: i.Sizes}
+			want: sizing.Want{IPv6: rules[at].IPv6, IPv4: rules[at].IPv4}, from: i.Sizes, to: i.Sizes}
 	}
 	for _, i := range all {
 		target := o.interfaces[i.Index]
@@ -122,7 +123,7 @@ func (o *outlook) match(all []bigtcp.Interface, rules []config.BigTCPRule) [][]i
 		}
 		path := []int{i.Index}
 		for _, r := range i.Related {
-			if r.Relation != bigtcp.Lower || r.Netns != "" {
+			if r.Relation != netif.Lower || r.Netns != "" {
 				continue
 			}
 			path = append(path, r.Index)
@@ -150,24 +151,24 @@ func (o *outlook) match(all []bigtcp.Interface, rules []config.BigTCPRule) [][]i
 
 // plan finds what is to be changed so that all have what the rules say, and what is
 // impossible.
-func (s *sizer) plan(o *outlook, n *bigtcp.Network, all []bigtcp.Interface) error {
+func (s *sizer) plan(o *outlook, n *netif.Namespace, all []netif.Interface) error {
 	support := n.Support()
-	var targets []bigtcp.Target
+	var targets []sizing.Target
 	for index := range all {
 		i := o.interfaces[all[index].Index]
 		if i == nil || !i.target {
 			continue
 		}
-		if i.want.IPv6 > bigtcp.Legacy || i.want.IPv4 > bigtcp.Legacy {
-			if verdict := bigtcp.Judge(&all[index], support); verdict.State == bigtcp.Impossible {
-				i.err = &bigtcp.Error{Kind: bigtcp.KindUnsupported, Err: errors.New(strings.TrimPrefix(verdict.Text, "impossible: "))}
+		if i.want.IPv6 > netif.Legacy || i.want.IPv4 > netif.Legacy {
+			if verdict := all[index].Verdict(support); verdict.State == netif.Impossible {
+				i.err = &netif.Error{Kind: netif.KindUnsupported, Err: errors.New(strings.TrimPrefix(verdict.Text, "impossible: "))}
 				continue
 			}
 		}
-		targets = append(targets, bigtcp.Target{Interface: i.name, Want: i.want})
+		targets = append(targets, sizing.Target{Interface: i.name, Want: i.want})
 	}
-	changes, err := s.store.Plan(n, bigtcp.ByPolicy, targets, true)
-	var refused *bigtcp.Error
+	changes, err := s.store.Plan(n, sizing.ByPolicy, targets, true)
+	var refused *netif.Error
 	if err != nil && !errors.As(err, &refused) {
 		return err
 	}
@@ -175,7 +176,7 @@ func (s *sizer) plan(o *outlook, n *bigtcp.Network, all []bigtcp.Interface) erro
 		// One cannot, or has vanished: which one is found by asking for each.
 		able := targets[:0]
 		for _, t := range targets {
-			_, err := s.store.Plan(n, bigtcp.ByPolicy, []bigtcp.Target{t}, true)
+			_, err := s.store.Plan(n, sizing.ByPolicy, []sizing.Target{t}, true)
 			if err != nil && !errors.As(err, &refused) {
 				return err
 			}
@@ -189,7 +190,7 @@ func (s *sizer) plan(o *outlook, n *bigtcp.Network, all []bigtcp.Interface) erro
 				}
 			}
 		}
-		if changes, err = s.store.Plan(n, bigtcp.ByPolicy, able, true); err != nil {
+		if changes, err = s.store.Plan(n, sizing.ByPolicy, able, true); err != nil {
 			return err
 		}
 	}
@@ -204,9 +205,9 @@ func (s *sizer) plan(o *outlook, n *bigtcp.Network, all []bigtcp.Interface) erro
 }
 
 // decide finds the state of an interface. One that is to be set is waiting.
-func (s *sizer) decide(i *sized, r bigtcp.Record, explicit bool) {
+func (s *sizer) decide(i *sized, r sizing.Record, explicit bool) {
 	before := s.interfaces[i.index]
-	recorded := r.Owner == bigtcp.ByPolicy
+	recorded := r.Owner == sizing.ByPolicy
 	changed := false
 	switch {
 	case recorded:
@@ -215,15 +216,15 @@ func (s *sizer) decide(i *sized, r bigtcp.Record, explicit bool) {
 		// It had what the rule asks for, or its record was taken away.
 		changed = before.state == api.SizesChanged || before.state == api.SizesApplied && i.from != before.from
 	}
-	var unable *bigtcp.Error
+	var unable *netif.Error
 	switch {
-	case errors.As(i.err, &unable) && unable.Kind == bigtcp.KindUsage:
+	case errors.As(i.err, &unable) && unable.Kind == netif.KindUsage:
 		i.state, i.err = api.SizesWaiting, errors.New("it has vanished")
 	case i.err != nil:
 		i.state = api.SizesImpossible
 	case r.Owner != "" && !recorded:
 		i.state, i.err = api.SizesConflict, held(i.name, r)
-	case i.from == i.to && r.From == (bigtcp.Sizes{}) && (!explicit || !recorded || r.Applied == i.to):
+	case i.from == i.to && r.From == (netif.Sizes{}) && (!explicit || !recorded || r.Applied == i.to):
 		i.state = api.SizesApplied
 	case changed && !explicit:
 		i.state = api.SizesChanged
@@ -234,12 +235,8 @@ func (s *sizer) decide(i *sized, r bigtcp.Record, explicit bool) {
 }
 
 // held says who has the record of an interface that the policy wants.
-func held(name string, r bigtcp.Record) error {
-	command := "sockeye bigtcp apply"
-	if r.Owner == bigtcp.ByBench {
-		command = "sockeye bigtcp bench"
-	}
-	return fault.Conflict(fmt.Errorf("%s has set its sizes", command), revertCommand(r.Netns, name)+" leaves it to the policy")
+func held(name string, r sizing.Record) error {
+	return fault.Conflict(errors.New("sockeye bigtcp apply has set its sizes"), revertCommand(r.Netns, name)+" leaves it to the policy")
 }
 
 // revertCommand is the command that takes back what is in a network namespace.
@@ -263,7 +260,7 @@ func (o *outlook) gather(members []int) {
 		}
 		p.members = append(p.members, index)
 		if i.target && i.planned {
-			p.targets = append(p.targets, bigtcp.Target{Interface: i.name, Want: i.want})
+			p.targets = append(p.targets, sizing.Target{Interface: i.name, Want: i.want})
 		}
 		p.force = p.force || i.force
 		todo = todo || i.todo

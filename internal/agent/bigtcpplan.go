@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
@@ -73,7 +73,7 @@ func (d *bigTCPDomain) planSizes(c bigTCPChange) ([]api.Change, error) {
 			return rules, nil
 		}
 		var err error
-		if network, err = bigtcp.OpenNetwork(c.netns); err != nil {
+		if network, err = netif.OpenNamespace(c.netns); err != nil {
 			return nil, err
 		}
 		defer network.Close()
@@ -240,7 +240,7 @@ func shortened(rows []api.Change) []api.Change {
 
 // describeSizes says what becomes of sizes, in bytes: those of sending and receiving
 // together where they are the same.
-func describeSizes(from, to bigtcp.Sizes) string {
+func describeSizes(from, to netif.Sizes) string {
 	var parts []string
 	family := func(name string, sendFrom, sendTo, receiveFrom, receiveTo uint32) {
 		switch {

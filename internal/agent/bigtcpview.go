@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
@@ -90,8 +90,8 @@ func (s *sizer) status() []api.BigTCPInterface {
 
 var errNoneYet = fault.WithHint(errors.New("there is no such interface"), "one that appears is set")
 
-func wanted(rule config.BigTCPRule) bigtcp.Want {
-	return bigtcp.Want{IPv6: rule.IPv6, IPv4: rule.IPv4}
+func wanted(rule config.BigTCPRule) sizing.Want {
+	return sizing.Want{IPv6: rule.IPv6, IPv4: rule.IPv4}
 }
 
 func (s *sizer) summary() api.BigTCPNetwork {

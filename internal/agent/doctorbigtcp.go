@@ -3,7 +3,7 @@
 package agent
 
 import (
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
 )
@@ -11,7 +11,7 @@ import (
 // ExamineBigTCP tells which families may have packets above 64 KiB.
 func ExamineBigTCP(d *doctor.Report) {
 	const ipv6, ipv4 = "BIG TCP for IPv6", "BIG TCP for IPv4"
-	n, err := bigtcp.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		d.Add("kernel", ipv6, doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
 		return

@@ -5,7 +5,8 @@ package api
 import (
 	"time"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 )
 
 // BigTCPStatus is the answer to GET /v1/bigtcp. The query's netns and interface
@@ -22,9 +23,9 @@ type BigTCPInterface struct {
 	Index     int    `json:"index,omitempty"` // 0 if there is none
 	Rule      string `json:"rule,omitempty"`  // "" if none is for it any more
 	// Because names the interface for whose sake this one, which is below it, is set.
-	Because string       `json:"because,omitempty"`
-	Want    bigtcp.Want  `json:"want"`
-	Sizes   bigtcp.Sizes `json:"sizes,omitzero"` // that it has
+	Because string      `json:"because,omitempty"`
+	Want    sizing.Want `json:"want"`
+	Sizes   netif.Sizes `json:"sizes,omitzero"` // that it has
 	// State is applied, changed, impossible, conflict or waiting.
 	State   string    `json:"state"`
 	Notes   []string  `json:"notes,omitempty"` // what is not as was asked for

@@ -12,46 +12,49 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/compat"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 )
 
-// bigtcpShown is the answer of bigtcp -o json.
+// bigtcpShown is the output of bigtcp -o json.
 type bigtcpShown struct {
-	Netns      string            `json:"netns,omitempty"`
-	Support    bigtcp.Support    `json:"support"`
-	Interfaces []bigtcpInterface `json:"interfaces"`
-	Troubles   []bigtcp.Trouble  `json:"troubles"`
-	Problems   []string          `json:"problems"` // what could not be seen, and why
+	Netns             string                   `json:"netns,omitempty"`
+	Support           netif.Support            `json:"support"`
+	Interfaces        []bigtcpInterface        `json:"interfaces"`
+	Incompatibilities []compat.Incompatibility `json:"troubles"`
+	Problems          []string                 `json:"problems"` // what could not be read, and why
 }
 
 type bigtcpInterface struct {
-	bigtcp.Interface
-	Bound    bigtcpBound      `json:"bound"`
-	Wanted   *bigtcpWanted    `json:"wanted,omitempty"`
-	Verdict  bigtcp.Verdict   `json:"verdict"`
-	Troubles []bigtcp.Trouble `json:"troubles"`
+	netif.Interface
+	Bound             bigtcpBound              `json:"bound"`
+	Wanted            *bigtcpWanted            `json:"wanted,omitempty"`
+	Verdict           netif.Verdict            `json:"verdict"`
+	Incompatibilities []compat.Incompatibility `json:"troubles"`
 }
 
-// bigtcpBound is what bounds the packets that an interface sends.
+// bigtcpBound is the interface that bounds GSO sizes, and the bound.
 type bigtcpBound struct {
-	Size uint32 `json:"size,omitempty"` // bytes; 0 where the kernel does not say
+	Size uint32 `json:"size,omitempty"` // bytes; 0 if the kernel does not report tso_max_size
 	By   string `json:"by,omitempty"`
 }
 
-// bigtcpWanted is what somebody asked for.
+// bigtcpWanted is the request for an interface.
 type bigtcpWanted struct {
-	bigtcp.Want
+	sizing.Want
 	By    string `json:"by"`    // an owner, or byFile
 	State string `json:"state"` // wantedSet, wantedChanged or wantedUnset
-	// For names the interfaces above, for one that was not asked for itself.
+	// For names the upper interfaces for which the sizes were requested, if not for
+	// the interface itself.
 	For []string `json:"for,omitempty"`
 }
 
 const (
-	byFile        = "file"    // the policy file; nobody has set it
-	wantedSet     = "set"     // the sizes are those that were set
+	byFile        = "file"    // the policy file; not applied
+	wantedSet     = "set"     // the sizes are those of the record
 	wantedChanged = "changed" // somebody else has changed them since
 	wantedUnset   = "unset"
 )
@@ -64,14 +67,14 @@ func (c *command) bigtcpCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "bigtcp [INTERFACE...]",
-		Short: "Show how large packets may be inside this host",
-		Long: `Bigtcp shows how large the packets may be that the kernel builds for and from
-each interface (BIG TCP): in bytes, to send and to receive, for IPv6 and for
-IPv4, and what was asked for. TSO MAX is the most that the device takes. Below
-an interface stand a verdict, the devices that it is bound to, and what does not
-go well with large packets there; at the end stands that of the whole host.
+		Short: "Show the GSO and GRO maximum sizes of interfaces (BIG TCP)",
+		Long: `Bigtcp shows the GSO and GRO maximum sizes of each interface, in bytes, to send
+and to receive, for IPv6 and IPv4, and the requested sizes. TSO MAX is the
+largest size that the interface supports (tso_max_size). Each interface is
+followed by a verdict, its lower, peer and upper interfaces and known
+incompatibilities; those of the whole host follow at the end.
 
-It needs no agent, and no rights for what the caller may see.`,
+It needs no agent, and no privileges for what the caller may read.`,
 		Example: `  sockeye bigtcp
   sockeye bigtcp eth0 --netns /run/netns/blue
   sockeye bigtcp plan eth0
@@ -80,7 +83,7 @@ It needs no agent, and no rights for what the caller may see.`,
 		Args:              arguments(0, -1, ""),
 		ValidArgsFunction: where.interfaces,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			shown, err := bigtcpLook(cmd, args, where, policy)
+			shown, err := inspectBigTCP(cmd, args, where, policy)
 			if err != nil {
 				return err
 			}
@@ -89,26 +92,26 @@ It needs no agent, and no rights for what the caller may see.`,
 	}
 	where.flags(cmd)
 	policyFlag(cmd, &policy)
-	cmd.Flags().BoolVar(&all, "all", false, "each interface on its own, and those too that are not in use")
-	cmd.AddCommand(c.bigtcpPlanCommand(), c.bigtcpApplyCommand(), c.bigtcpRevertCommand(), c.bigtcpVerifyCommand(), c.bigtcpBenchCommand())
+	cmd.Flags().BoolVar(&all, "all", false, "a row for each interface, including unused ones")
+	cmd.AddCommand(c.bigtcpPlanCommand(), c.bigtcpApplyCommand(), c.bigtcpRevertCommand(), c.bigtcpVerifyCommand())
 	return cmd
 }
 
-// bigtcpPlace is where interfaces and records are.
+// bigtcpPlace is the namespace and the state directory of a command.
 type bigtcpPlace struct{ netns, state string }
 
 func (p *bigtcpPlace) flags(cmd *cobra.Command) {
-	cmd.Flags().StringVar(&p.netns, "netns", "", "network namespace, as in /run/netns/NAME; the caller's own by default")
-	cmd.Flags().StringVar(&p.state, "state-dir", defaultStateDir, "directory of what was set, and of what was there before")
+	cmd.Flags().StringVar(&p.netns, "netns", "", "network namespace, as in /run/netns/NAME (default: that of the caller)")
+	cmd.Flags().StringVar(&p.state, "state-dir", defaultStateDir, "state directory with the records of changed sizes")
 }
 
 func policyFlag(cmd *cobra.Command, file *string) {
 	cmd.Flags().StringVar(file, "policy", defaultPolicy, "policy file")
 }
 
-// interfaces completes names of interfaces that are not there yet.
+// interfaces completes names of interfaces that are not among the arguments.
 func (p *bigtcpPlace) interfaces(_ *cobra.Command, args []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
-	network, err := bigtcp.OpenNetwork(p.netns)
+	network, err := netif.OpenNamespace(p.netns)
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveError
 	}
@@ -120,15 +123,15 @@ func (p *bigtcpPlace) interfaces(_ *cobra.Command, args []string, _ string) ([]c
 	var names []cobra.Completion
 	for _, i := range list {
 		if !slices.Contains(args, i.Name) {
-			names = append(names, cobra.CompletionWithDesc(i.Name, deviceSort(i.Kind, i.Driver)))
+			names = append(names, cobra.CompletionWithDesc(i.Name, interfaceKind(i.Kind, i.Driver)))
 		}
 	}
 	return names, cobra.ShellCompDirectiveNoFileComp
 }
 
-// bigtcpLook looks at the interfaces that are named, or at all.
-func bigtcpLook(cmd *cobra.Command, names []string, where bigtcpPlace, policy string) (*bigtcpShown, error) {
-	network, err := bigtcp.OpenNetwork(where.netns)
+// inspectBigTCP inspects the named interfaces, or all.
+func inspectBigTCP(cmd *cobra.Command, names []string, where bigtcpPlace, policy string) (*bigtcpShown, error) {
+	network, err := netif.OpenNamespace(where.netns)
 	if err != nil {
 		return nil, err
 	}
@@ -141,46 +144,46 @@ func bigtcpLook(cmd *cobra.Command, names []string, where bigtcpPlace, policy st
 	if err != nil {
 		return nil, err
 	}
-	shown := &bigtcpShown{Netns: where.netns, Support: network.Support(), Interfaces: []bigtcpInterface{}, Troubles: []bigtcp.Trouble{}, Problems: []string{}}
+	shown := &bigtcpShown{Netns: where.netns, Support: network.Support(), Interfaces: []bigtcpInterface{}, Incompatibilities: []compat.Incompatibility{}, Problems: []string{}}
 	see := func(what string, err error) {
 		if err != nil {
 			shown.Problems = append(shown.Problems, fmt.Sprintf("%s: %v", what, err))
 		}
 	}
-	troubles, ofInterfaces, err := network.Troubles(list, shown.Support)
-	see("what does not go well with large packets", err)
-	shown.Troubles = append(shown.Troubles, troubles...)
+	troubles, ofInterfaces, err := compat.Find(network, list, shown.Support)
+	see("incompatibilities", err)
+	shown.Incompatibilities = append(shown.Incompatibilities, troubles...)
 	records, damaged, err := recordsOf(network, where.state)
-	see("what was set", err)
+	see("records of changed sizes", err)
 	for _, path := range damaged {
-		see("what was set", fmt.Errorf("%s is no record, and cannot be taken back", path))
+		see("records of changed sizes", fmt.Errorf("%s is not a valid record and cannot be reverted", path))
 	}
 	rules, err := bigtcpRules(policy)
 	var flaws config.Errors
 	switch {
 	case errors.As(err, &flaws):
-		see("what the policy wants", fmt.Errorf("%s has %s; sockeye check %s shows them", policy, count(len(flaws), "error", "errors"), policy))
+		see("rules of the policy", fmt.Errorf("%s has %s; sockeye check %s shows them", policy, count(len(flaws), "error", "errors"), policy))
 	case cmd.Flags().Changed("policy") || !errors.Is(err, os.ErrNotExist):
-		see("what the policy wants", err)
+		see("rules of the policy", err)
 	}
 	rules = rulesOf(network, rules)
 	for _, i := range list {
 		if len(names) > 0 && !slices.Contains(named, i.Index) {
 			continue
 		}
-		one := bigtcpInterface{Interface: i, Verdict: bigtcp.Judge(&i, shown.Support), Troubles: ofInterfaces[i.Name], Wanted: wantedOf(&i, list, records, rules)}
+		one := bigtcpInterface{Interface: i, Verdict: i.Verdict(shown.Support), Incompatibilities: ofInterfaces[i.Name], Wanted: wantedOf(&i, list, records, rules)}
 		one.Bound.Size, one.Bound.By = i.Bound()
-		if one.Troubles == nil {
-			one.Troubles = []bigtcp.Trouble{}
+		if one.Incompatibilities == nil {
+			one.Incompatibilities = []compat.Incompatibility{}
 		}
 		shown.Interfaces = append(shown.Interfaces, one)
 	}
 	return shown, nil
 }
 
-// bigtcpNamed finds the indexes of interfaces that are named. A first one that there is not
-// may be a command.
-func bigtcpNamed(cmd *cobra.Command, network *bigtcp.Network, names []string) ([]int, error) {
+// bigtcpNamed returns the indexes of named interfaces. An unknown first name may be a
+// mistyped subcommand.
+func bigtcpNamed(cmd *cobra.Command, network *netif.Namespace, names []string) ([]int, error) {
 	var indexes []int
 	for n, name := range names {
 		i, err := network.Interface(name)
@@ -197,10 +200,10 @@ func bigtcpNamed(cmd *cobra.Command, network *bigtcp.Network, names []string) ([
 	return indexes, nil
 }
 
-// recordsOf reads what was set in a namespace, by the index of the interface, and the
-// paths of what cannot be read.
-func recordsOf(network *bigtcp.Network, stateDir string) (records map[int]*bigtcp.Record, damaged []string, err error) {
-	store, err := bigtcp.OpenStore(stateDir)
+// recordsOf returns the records of a namespace by interface index, and the paths of
+// damaged records.
+func recordsOf(network *netif.Namespace, stateDir string) (records map[int]*sizing.Record, damaged []string, err error) {
+	store, err := sizing.OpenStore(stateDir)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -211,7 +214,7 @@ func recordsOf(network *bigtcp.Network, stateDir string) (records map[int]*bigtc
 	if damaged, err = store.Damaged(); err != nil {
 		return nil, nil, err
 	}
-	records = make(map[int]*bigtcp.Record)
+	records = make(map[int]*sizing.Record)
 	for i, r := range list {
 		if r.NetnsID == network.ID() {
 			records[r.Index] = &list[i]
@@ -220,7 +223,7 @@ func recordsOf(network *bigtcp.Network, stateDir string) (records map[int]*bigtc
 	return records, damaged, nil
 }
 
-// bigtcpRules reads the rules of a policy file.
+// bigtcpRules returns the bigtcp rules of a policy file.
 func bigtcpRules(file string) ([]config.BigTCPRule, error) {
 	policy, err := config.Load(file)
 	if err != nil {
@@ -229,14 +232,14 @@ func bigtcpRules(file string) ([]config.BigTCPRule, error) {
 	return policy.BigTCP, nil
 }
 
-// rulesOf are the rules for a namespace. Those for one that is not there, or that the
-// caller may not enter, are for another.
-func rulesOf(network *bigtcp.Network, rules []config.BigTCPRule) []config.BigTCPRule {
+// rulesOf returns the rules of a namespace. A rule whose namespace does not exist, or
+// may not be entered, is for another one.
+func rulesOf(network *netif.Namespace, rules []config.BigTCPRule) []config.BigTCPRule {
 	same := map[string]bool{network.Path(): true}
 	return slices.DeleteFunc(slices.Clone(rules), func(r config.BigTCPRule) bool {
 		if _, known := same[r.Netns]; !known {
 			same[r.Netns] = false
-			if other, err := bigtcp.OpenNetwork(r.Netns); err == nil {
+			if other, err := netif.OpenNamespace(r.Netns); err == nil {
 				same[r.Netns] = other.ID() == network.ID()
 				other.Close()
 			}
@@ -245,9 +248,9 @@ func rulesOf(network *bigtcp.Network, rules []config.BigTCPRule) []config.BigTCP
 	})
 }
 
-// wantedOf is what is wanted of an interface of the list: by a record, else by the
-// first rule that matches; nil for nothing.
-func wantedOf(i *bigtcp.Interface, list []bigtcp.Interface, records map[int]*bigtcp.Record, rules []config.BigTCPRule) *bigtcpWanted {
+// wantedOf returns the request for an interface: that of its record, otherwise that of
+// the first matching rule; nil if there is none.
+func wantedOf(i *netif.Interface, list []netif.Interface, records map[int]*sizing.Record, rules []config.BigTCPRule) *bigtcpWanted {
 	if r := records[i.Index]; r != nil {
 		w := &bigtcpWanted{Want: r.Want, By: string(r.Owner), State: wantedSet}
 		if i.Sizes != r.Applied {
@@ -260,14 +263,14 @@ func wantedOf(i *bigtcp.Interface, list []bigtcp.Interface, records map[int]*big
 	}
 	for _, r := range rules {
 		if r.Matches(i.Name) {
-			return &bigtcpWanted{Want: bigtcp.Want{IPv6: r.IPv6, IPv4: r.IPv4}, By: byFile, State: wantedUnset}
+			return &bigtcpWanted{Want: sizing.Want{IPv6: r.IPv6, IPv4: r.IPv4}, By: byFile, State: wantedUnset}
 		}
 	}
 	return nil
 }
 
-// namesOf are the names of those of the list that have one of the indexes.
-func namesOf(list []bigtcp.Interface, indexes []int) []string {
+// namesOf returns the names of the interfaces with the indexes.
+func namesOf(list []netif.Interface, indexes []int) []string {
 	var names []string
 	for _, i := range list {
 		if slices.Contains(indexes, i.Index) {
@@ -277,8 +280,9 @@ func namesOf(list []bigtcp.Interface, indexes []int) []string {
 	return names
 }
 
-// maySet refuses who may not set sizes, before anything is changed.
-func maySet() error {
+// checkMaySet returns an error if the caller may not set sizes, before anything is
+// changed.
+func checkMaySet() error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var has [2]unix.CapUserData
 	if err := unix.Capget(&header, &has[0]); err != nil {
@@ -290,10 +294,10 @@ func maySet() error {
 	return nil
 }
 
-// flagged gives a hint about force the name of the flag.
-func flagged(err error) error {
-	if known, ok := errors.AsType[*bigtcp.Error](err); ok && strings.HasPrefix(known.Hint, "force ") {
-		return &bigtcp.Error{Kind: known.Kind, Err: err, Hint: "--" + known.Hint}
+// flagHint adds the dashes of the flag to a hint about force.
+func flagHint(err error) error {
+	if known, ok := errors.AsType[*netif.Error](err); ok && strings.HasPrefix(known.Hint, "force ") {
+		return &netif.Error{Kind: known.Kind, Err: err, Hint: "--" + known.Hint}
 	}
 	return err
 }

@@ -19,7 +19,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/netns"
 )
 
@@ -27,7 +28,7 @@ import (
 func newBigTCPHost(t testing.TB) *host {
 	t.Helper()
 	h := newHost(t, "bigtcp: []\n")
-	network, err := bigtcp.OpenNetwork("")
+	network, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -86,7 +87,7 @@ func (h *host) bridge(name string, ports ...string) {
 	}
 }
 
-// tun makes a device that takes no large packets.
+// tun makes an interface that supports no large packets.
 func (h *host) tun(name string) {
 	h.t.Helper()
 	h.link(&netlink.Tuntap{LinkAttrs: attributesOf(name), Mode: netlink.TUNTAP_MODE_TUN})
@@ -177,34 +178,34 @@ func asJSON[T any](h *host, args string) T {
 }
 
 // setBy has sizes set by somebody with a record.
-func (h *host) setBy(owner bigtcp.Owner, size uint32, names ...string) {
+func (h *host) setBy(owner sizing.Owner, size uint32, names ...string) {
 	h.t.Helper()
-	store, err := bigtcp.OpenStore(h.state)
+	store, err := sizing.OpenStore(h.state)
 	if err != nil {
 		h.t.Fatal(err)
 	}
-	network, err := bigtcp.OpenNetwork("")
+	network, err := netif.OpenNamespace("")
 	if err != nil {
 		h.t.Fatal(err)
 	}
 	defer network.Close()
-	var targets []bigtcp.Target
+	var targets []sizing.Target
 	for _, name := range names {
-		targets = append(targets, bigtcp.Target{Interface: name, Want: bigtcp.Want{IPv6: size, IPv4: size}})
+		targets = append(targets, sizing.Target{Interface: name, Want: sizing.Want{IPv6: size, IPv4: size}})
 	}
 	if _, err := store.Apply(network, owner, targets, false); err != nil {
 		h.t.Fatal(err)
 	}
 }
 
-const forNew = "for new connections: those that are open keep their size until their route is looked up again\n"
+const forNew = "only new connections use the new sizes; open ones keep theirs until their route is looked up again\n"
 
 // The way of an operator: look, plan, apply, look, revert.
 func TestBigTCP(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0")
 	h.prints(`
-INTERFACE  DEVICE  TSO MAX  IPV6 SEND/RECEIVE  IPV4 SEND/RECEIVE  WANTED IPV6/IPV4
+INTERFACE  KIND  TSO MAX  IPV6 SEND/RECEIVE  IPV4 SEND/RECEIVE  WANTED IPV6/IPV4
 cli0  veth  524280  65536/65536  65536/65536  -
   off, possible up to 524280 bytes
   peer cli0p: veth, TSO max 524280, sizes 65536
@@ -219,14 +220,14 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 	if _, err := os.Stat(h.state); !os.IsNotExist(err) {
 		t.Errorf("plan made the state directory: %v", err)
 	}
-	h.prints("there is nothing to take back\n", "revert")
+	h.prints("nothing to revert\n", "revert")
 	h.prints(changes+"changed\n"+forNew, "apply cli0")
 	h.has("cli0", 192000)
 	h.has("cli0p", 65536)
-	h.prints("as wanted already: cli0\nnothing changed\n", "apply cli0")
-	h.prints("as wanted already: cli0\nnothing would change\n", "plan cli0")
+	h.prints("unchanged: cli0\nnothing changed\n", "apply cli0")
+	h.prints("unchanged: cli0\nnothing would change\n", "plan cli0")
 	h.prints(`
-INTERFACE  DEVICE  TSO MAX  IPV6 SEND/RECEIVE  IPV4 SEND/RECEIVE  WANTED IPV6/IPV4
+INTERFACE  KIND  TSO MAX  IPV6 SEND/RECEIVE  IPV4 SEND/RECEIVE  WANTED IPV6/IPV4
 cli0  veth  524280  192000/192000  192000/192000  192000/192000
   on: IPv6 192000 bytes, IPv4 192000 bytes
   wanted by sockeye bigtcp apply
@@ -238,20 +239,20 @@ cli0  veth  524280  192000/192000  192000/192000  192000/192000
 		t.Fatalf("%+v", shown)
 	}
 	i := shown.Interfaces[at]
-	want := bigtcpWanted{Want: bigtcp.Want{IPv6: 192000, IPv4: 192000}, By: "command", State: "set"}
+	want := bigtcpWanted{Want: sizing.Want{IPv6: 192000, IPv4: 192000}, By: "command", State: "set"}
 	if !reflect.DeepEqual(i.Wanted, &want) ||
-		i.Bound != (bigtcpBound{524280, "cli0"}) || i.Verdict.State != bigtcp.On || i.Sizes != sameSizes(192000) || len(i.Related) != 1 {
+		i.Bound != (bigtcpBound{524280, "cli0"}) || i.Verdict.State != netif.On || i.Sizes != sameSizes(192000) || len(i.Related) != 1 {
 		t.Errorf("%+v, wanted %+v", i, i.Wanted)
 	}
 	h.prints(`
 INTERFACE  FAMILY  SEND  RECEIVE
 cli0  IPv6  192000 -> 65536  192000 -> 65536
   IPv4  192000 -> 65536  192000 -> 65536
-1 interface taken back
+1 interface reverted
 `+forNew, "revert cli0")
 	h.has("cli0", 65536)
-	h.prints("there is nothing to take back\n", "revert cli0")
-	h.prints("there is nothing to take back\n", "revert")
+	h.prints("nothing to revert\n", "revert cli0")
+	h.prints("nothing to revert\n", "revert")
 }
 
 // Each family has a size of its own; one that is not named stays.
@@ -292,24 +293,24 @@ func TestBigTCPPath(t *testing.T) {
 	h.prints(`
 INTERFACE  FAMILY  SEND  RECEIVE
 cli0  IPv6  65536 -> 300000  65536 -> 300000
-  because it is below clibr
+  as a lower interface of clibr
 cli1  IPv6  65536 -> 300000  65536 -> 300000
-  because it is below clibr
+  as a lower interface of clibr
 clibr  IPv6  65536 -> 300000  65536 -> 300000
 3 interfaces changed
 `+forNew, "apply clibr --ipv6 300KB")
 	for _, name := range []string{"cli0", "cli1", "clibr"} {
 		h.has(name, 300000, 300000, 65536, 65536)
 	}
-	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  wanted by sockeye bigtcp apply, because it is below clibr\n") {
+	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  wanted by sockeye bigtcp apply, as a lower interface of clibr\n") {
 		t.Errorf("%+v", r)
 	}
 	if w := asJSON[bigtcpShown](h, "cli1").Interfaces[0].Wanted; w == nil || !slices.Equal(w.For, []string{"clibr"}) {
 		t.Errorf("%+v", w)
 	}
-	h.refuses(5, "cli0 was set because it is below clibr", "take that back, or use --force", "revert cli0")
+	h.refuses(5, "cli0 was set as a lower interface of clibr", "revert that one, or use --force", "revert cli0")
 	h.has("cli0", 300000, 300000, 65536, 65536)
-	if r := h.bigtcp("revert clibr"); r.code != 0 || !strings.HasSuffix(r.out, "\n3 interfaces taken back\n"+forNew) {
+	if r := h.bigtcp("revert clibr"); r.code != 0 || !strings.HasSuffix(r.out, "\n3 interfaces reverted\n"+forNew) {
 		t.Errorf("%+v", r)
 	}
 	for _, name := range []string{"cli0", "cli1", "clibr"} {
@@ -317,12 +318,12 @@ clibr  IPv6  65536 -> 300000  65536 -> 300000
 	}
 
 	h.tun("clitun")
-	impossible := "clitun (tun) takes packets of at most 65536 bytes"
+	impossible := "clitun (tun) supports packets of at most 65536 bytes"
 	h.refuses(3, impossible, "", "plan cli0 clitun")
 	h.refuses(3, impossible, "", "apply cli0 clitun")
 	h.has("cli0", 65536)
 	// Off is possible everywhere.
-	h.prints("as wanted already: clitun\nnothing changed\n", "apply clitun --ipv6 off")
+	h.prints("unchanged: clitun\nnothing changed\n", "apply clitun --ipv6 off")
 }
 
 // What somebody else has set since is seen, and left alone.
@@ -346,14 +347,14 @@ func TestBigTCPChangedSince(t *testing.T) {
 		}
 	}
 	for _, args := range []string{"plan cli0 --ipv6 200KB", "apply cli0 --ipv6 200KB"} {
-		h.refuses(5, "somebody else has changed cli0 since: gso_max_size 100000 instead of 192000", "--force sets it all the same; what it had before is kept", args)
+		h.refuses(5, "the sizes of cli0 were changed by somebody else: gso_max_size 100000 instead of 192000", "--force overwrites them; its previous sizes stay recorded", args)
 	}
 	h.has("cli0", 100000, 192000, 192000, 192000)
 
 	// The others go back all the same.
-	message, hint := "somebody else has changed since: cli0 (gso_max_size 100000 instead of 192000)", "--force gives back all the same what was there before"
+	message, hint := "sizes changed by somebody else: cli0 (gso_max_size 100000 instead of 192000)", "--force restores the previous sizes"
 	r := h.bigtcp("revert")
-	if r.code != 5 || !strings.Contains(r.out, "1 interface taken back\n") || !strings.Contains(r.out, "left, since somebody else has set other sizes: cli0\n") || r.err != "sockeye: "+message+"\nhint: "+hint+"\n" {
+	if r.code != 5 || !strings.Contains(r.out, "1 interface reverted\n") || !strings.Contains(r.out, "not reverted, because somebody else has changed the sizes: cli0\n") || r.err != "sockeye: "+message+"\nhint: "+hint+"\n" {
 		t.Errorf("%+v", r)
 	}
 	h.has("cli0", 100000, 192000, 192000, 192000)
@@ -374,31 +375,31 @@ func TestBigTCPChangedSince(t *testing.T) {
 func TestBigTCPOfThePolicy(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1", "cli2")
-	h.setBy(bigtcp.ByPolicy, 192000, "cli0")
-	h.setBy(bigtcp.ByBench, 185000, "cli1")
-	h.setBy(bigtcp.ByCommand, 185000, "cli2")
+	h.setBy(sizing.ByPolicy, 192000, "cli0")
+	h.setBy(sizing.ByCommand, 185000, "cli1")
+	h.setBy(sizing.ByCommand, 185000, "cli2")
 	for _, args := range []string{"plan cli0 --ipv6 off", "apply cli0 --ipv6 off", "apply cli2 cli0"} {
-		h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; what it had before is kept", args)
+		h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; its previous sizes stay recorded", args)
 	}
-	h.refuses(5, "cli0 was set by the agent, for its policy", "take it out of the policy file and run sockeye apply, or use --force", "revert cli0")
-	h.refuses(5, "cli0 was set by the agent, for its policy", "take it out of the policy file and run sockeye apply, or use --force", "revert cli2 cli0")
+	h.refuses(5, "cli0 was set by the agent for its policy", "remove its rule from the policy file and run sockeye apply, or use --force", "revert cli0")
+	h.refuses(5, "cli0 was set by the agent for its policy", "remove its rule from the policy file and run sockeye apply, or use --force", "revert cli2 cli0")
 	h.has("cli2", 185000)
-	if r := h.bigtcp("revert"); r.code != 0 || !strings.HasSuffix(r.out, "\n2 interfaces taken back\n"+forNew) {
+	if r := h.bigtcp("revert"); r.code != 0 || !strings.HasSuffix(r.out, "\n2 interfaces reverted\n"+forNew) {
 		t.Errorf("%+v", r)
 	}
 	h.has("cli0", 192000)
 	h.has("cli1", 65536)
 	h.has("cli2", 65536)
-	h.prints("there is nothing to take back\n", "revert")
+	h.prints("nothing to revert\n", "revert")
 	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  wanted by the agent's policy\n") {
 		t.Errorf("%+v", r)
 	}
-	if r := h.bigtcp("revert cli0 --force"); r.code != 0 || !strings.HasSuffix(r.out, "\n1 interface taken back\n"+forNew) {
+	if r := h.bigtcp("revert cli0 --force"); r.code != 0 || !strings.HasSuffix(r.out, "\n1 interface reverted\n"+forNew) {
 		t.Errorf("%+v", r)
 	}
 	h.has("cli0", 65536)
 
-	h.setBy(bigtcp.ByPolicy, 192000, "cli0")
+	h.setBy(sizing.ByPolicy, 192000, "cli0")
 	if r := h.bigtcp("apply cli0 --ipv6 200KB --force"); r.code != 0 {
 		t.Errorf("%+v", r)
 	}
@@ -416,9 +417,9 @@ func TestBigTCPBesideAgent(t *testing.T) {
 	h.write("policy.yaml", "bigtcp:\n  - {interface: cli0, ipv6: 192KB, ipv4: 192KB}\n")
 	h.start()
 	h.eventually("the agent sets what its policy says", func() bool { return h.sizes("cli0") == [4]int{192000, 192000, 192000, 192000} })
-	h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; what it had before is kept", "apply cli0 --ipv4 off")
-	h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; what it had before is kept", "apply --policy DIR/policy.yaml")
-	h.refuses(5, "cli0 was set by the agent, for its policy", "take it out of the policy file and run sockeye apply, or use --force", "revert cli0")
+	h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; its previous sizes stay recorded", "apply cli0 --ipv4 off")
+	h.refuses(5, "sizes of cli0 were set by the agent's policy", "--force takes it over; its previous sizes stay recorded", "apply --policy DIR/policy.yaml")
+	h.refuses(5, "cli0 was set by the agent for its policy", "remove its rule from the policy file and run sockeye apply, or use --force", "revert cli0")
 	h.has("cli0", 192000)
 	if r := h.bigtcp("apply cli1"); r.code != 0 {
 		t.Errorf("%+v", r)
@@ -436,7 +437,7 @@ func TestBigTCPBesideAgent(t *testing.T) {
 	if r := h.bigtcp("apply cli0"); r.code != 0 {
 		t.Errorf("%+v", r)
 	}
-	if r := h.bigtcp("revert"); r.code != 0 || !strings.HasSuffix(r.out, "\n2 interfaces taken back\n"+forNew) {
+	if r := h.bigtcp("revert"); r.code != 0 || !strings.HasSuffix(r.out, "\n2 interfaces reverted\n"+forNew) {
 		t.Errorf("%+v", r)
 	}
 	h.has("cli0", 65536)
@@ -453,13 +454,13 @@ func TestBigTCPGone(t *testing.T) {
 	h.unlink("cli0")
 	h.veth("cli0")
 	h.tamper("cli0", 70000)
-	h.prints("there is nothing to take back\n", "revert cli0")
+	h.prints("nothing to revert\n", "revert cli0")
 	h.has("cli0", 70000, 65536, 65536, 65536)
 	h.unlink("cli1")
 	h.prints("gone: cli1\n", "revert cli1")
 	h.refuses(2, `there is no interface "cli1"`, "did you mean cli0?", "revert cli1")
 	h.prints("gone: cli0\n", "revert")
-	h.prints("there is nothing to take back\n", "revert")
+	h.prints("nothing to revert\n", "revert")
 	h.has("cli0", 70000, 65536, 65536, 65536)
 }
 
@@ -490,9 +491,9 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 	if r := h.bigtcp("cli0"); strings.Contains(r.out, "wanted by") {
 		t.Errorf("the namesake: %+v", r)
 	}
-	h.prints("there is nothing to take back\n", "revert cli0")
+	h.prints("nothing to revert\n", "revert cli0")
 	h.refuses(2, `there is no interface "cli00" in DIR/blue`, "did you mean cli0?", "revert cli00 --netns DIR/blue")
-	if r := h.bigtcp("revert --netns DIR/blue"); r.code != 0 || !strings.Contains(r.out, "1 interface taken back\n") {
+	if r := h.bigtcp("revert --netns DIR/blue"); r.code != 0 || !strings.Contains(r.out, "1 interface reverted\n") {
 		t.Errorf("%+v", r)
 	}
 	inside(65536)
@@ -506,9 +507,9 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}
-	h.refuses(2, "open network namespace: open DIR/blue: no such file or directory", "name one by its path, as in /run/netns/NAME", "revert cli7 --netns DIR/blue")
+	h.refuses(2, "open network namespace: open DIR/blue: no such file or directory", "give the path of a network namespace, as in /run/netns/NAME", "revert cli7 --netns DIR/blue")
 	h.prints("gone: cli0 in DIR/blue\n", "revert cli0 --netns DIR/blue")
-	h.prints("there is nothing to take back\n", "revert")
+	h.prints("nothing to revert\n", "revert")
 }
 
 // Without INTERFACE it is about the policy file.
@@ -527,7 +528,7 @@ func TestBigTCPByFile(t *testing.T) {
   - {interface: inner0, ipv6: 192KB, ipv4: off, netns: DIR/blue}
   - {interface: "*", ipv6: 192KB, netns: DIR/red}
 `)
-	if r := h.bigtcp("cli0 --policy DIR/policy.yaml"); !strings.Contains(r.out, "192000/192000\n") || !strings.Contains(r.out, "\n  wanted by the policy file; nobody has set it\n") {
+	if r := h.bigtcp("cli0 --policy DIR/policy.yaml"); !strings.Contains(r.out, "192000/192000\n") || !strings.Contains(r.out, "\n  wanted by the policy file; not applied\n") {
 		t.Errorf("%+v", r)
 	}
 	if w := asJSON[bigtcpShown](h, "inner0 --policy DIR/policy.yaml --netns "+path).Interfaces[0].Wanted; w == nil || w.IPv4 != 65536 || w.By != "file" || w.State != "unset" {
@@ -540,7 +541,7 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 cli1  IPv6  65536 -> 185000  65536 -> 185000
 inner0  IPv6  65536 -> 192000  65536 -> 192000
   in DIR/blue
-skipped clitun: impossible: clitun is tun, which takes packets of at most 65536 bytes
+skipped clitun: impossible: clitun (tun) supports packets of at most 65536 bytes
 skipped eth9: there is no such interface
 skipped * in DIR/red: there is no such network namespace
 3 interfaces `
@@ -549,7 +550,7 @@ skipped * in DIR/red: there is no such network namespace
 	h.prints(changes+"changed\n"+forNew, "apply --policy DIR/policy.yaml")
 	h.has("cli0", 192000)
 	h.has("cli1", 185000, 185000, 65536, 65536)
-	if r := h.bigtcp("revert"); r.code != 0 || !strings.Contains(r.out, "3 interfaces taken back\n") {
+	if r := h.bigtcp("revert"); r.code != 0 || !strings.Contains(r.out, "3 interfaces reverted\n") {
 		t.Errorf("%+v", r)
 	}
 
@@ -559,14 +560,14 @@ skipped * in DIR/red: there is no such network namespace
 	} {
 		h.write("bad.yaml", "bigtcp:\n  - {interface: cli0, ipv6: 1KB}\n  - {interface: cli1, ipv6: 1KB}\n")
 		shown := asJSON[bigtcpShown](h, "cli0 --policy DIR/"+file)
-		if len(shown.Problems) != 1 || h.plain(shown.Problems[0]) != "what the policy wants: "+want {
+		if len(shown.Problems) != 1 || h.plain(shown.Problems[0]) != "rules of the policy: "+want {
 			t.Errorf("%s: %q", file, shown.Problems)
 		}
 	}
 
 	// What is named must be possible.
 	h.write("policy.yaml", "bigtcp:\n  - {interface: cli0, ipv6: 192KB}\n  - {interface: clitun, ipv6: 192KB}\n")
-	h.refuses(3, "clitun (tun) takes packets of at most 65536 bytes", "", "apply --policy DIR/policy.yaml")
+	h.refuses(3, "clitun (tun) supports packets of at most 65536 bytes", "", "apply --policy DIR/policy.yaml")
 	h.has("cli0", 65536)
 }
 
@@ -581,7 +582,7 @@ func TestBigTCPRefusals(t *testing.T) {
 		t.Fatal(err)
 	}
 	size := "65536 to 524280 bytes, as in 192KB or 192KiB, or off"
-	netns := "name one by its path, as in /run/netns/NAME"
+	netns := "give the path of a network namespace, as in /run/netns/NAME"
 	for _, c := range []struct {
 		args          string
 		code          int
@@ -606,13 +607,13 @@ func TestBigTCPRefusals(t *testing.T) {
 		{"apply cli0 --ipv4 99999999999999999999KB", 2, `--ipv4 is "99999999999999999999KB"`, size},
 		{"plan cli0 --ipv6 0", 2, `--ipv6 is "0"`, size},
 		{"plan cli0 --ip6 192KB", 2, "unknown flag: --ip6", "did you mean --ipv6?"},
-		{"apply cli0 --netns /etc/passwd", 2, "open network namespace: /etc/passwd is none", netns},
-		{"apply cli0 --netns DIR", 2, "open network namespace: DIR is none", netns},
-		{"apply cli0 --netns DIR/fifo", 2, "open network namespace: DIR/fifo is none", netns},
-		{"apply cli0 --netns /proc/self/ns/mnt", 2, "open network namespace: /proc/self/ns/mnt is none", netns},
+		{"apply cli0 --netns /etc/passwd", 2, "open network namespace: /etc/passwd is not a network namespace", netns},
+		{"apply cli0 --netns DIR", 2, "open network namespace: DIR is not a network namespace", netns},
+		{"apply cli0 --netns DIR/fifo", 2, "open network namespace: DIR/fifo is not a network namespace", netns},
+		{"apply cli0 --netns /proc/self/ns/mnt", 2, "open network namespace: /proc/self/ns/mnt is not a network namespace", netns},
 		{"apply cli0 --netns /run/netns/nosuch", 2, "open network namespace: open /run/netns/nosuch: no such file or directory", netns},
 		{"cli0 --netns /run/netns/nosuch", 2, "open network namespace: open /run/netns/nosuch: no such file or directory", netns},
-		{"revert cli0 --netns /etc/passwd", 2, "open network namespace: /etc/passwd is none", netns},
+		{"revert cli0 --netns /etc/passwd", 2, "open network namespace: /etc/passwd is not a network namespace", netns},
 		{"apply cli0 --policy DIR/policy.yaml", 2, "--policy and INTERFACE do not go together", "usage: sockeye bigtcp apply [INTERFACE...] [flags]"},
 		{"apply --ipv6 192KB", 2, "--ipv6 goes with INTERFACE", "usage: sockeye bigtcp apply [INTERFACE...] [flags]"},
 		{"plan --ipv4 192KB", 2, "--ipv4 goes with INTERFACE", "usage: sockeye bigtcp plan [INTERFACE...] [flags]"},
@@ -631,7 +632,7 @@ func TestBigTCPRefusals(t *testing.T) {
 		code          int
 		message, hint string
 	}{
-		{"DIR/file", 2, "state directory DIR/file is no folder", ""},
+		{"DIR/file", 2, "state directory DIR/file is not a directory", ""},
 		{"/proc/nosuch", 1, "create state directory: mkdir /proc/nosuch: no such file or directory", ""},
 		{"", 2, "no state directory", ""},
 	} {
@@ -644,18 +645,18 @@ func TestBigTCPRefusals(t *testing.T) {
 func TestBigTCPWithoutRights(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
-	h.setBy(bigtcp.ByCommand, 192000, "cli0")
+	h.setBy(sizing.ByCommand, 192000, "cli0")
 	ask := func(args string) result {
 		t.Helper()
 		return h.child(asNobody, "sockeye", h.bigtcpArgs(args)...)
 	}
 	r := ask("")
-	for _, want := range []string{"\n  on: IPv6 192000 bytes, IPv4 192000 bytes\n", "\nnot seen: what was set: open DIR/state/bigtcp: permission denied\n"} {
+	for _, want := range []string{"\n  on: IPv6 192000 bytes, IPv4 192000 bytes\n", "\nnot read: records of changed sizes: open DIR/state/bigtcp: permission denied\n"} {
 		if !strings.Contains(h.plain(r.out), want) || r.code != 0 || r.err != "" {
 			t.Errorf("%q is not in %+v", want, r)
 		}
 	}
-	if r := ask("plan cli1"); r.code != 0 || !strings.Contains(h.plain(r.out), "\nnot seen: who has set sizes before: open DIR/state/bigtcp: permission denied\n") {
+	if r := ask("plan cli1"); r.code != 0 || !strings.Contains(h.plain(r.out), "\nnot read: owners of the sizes: open DIR/state/bigtcp: permission denied\n") {
 		t.Errorf("%+v", r)
 	}
 	rights, hint := "setting the sizes of interfaces needs CAP_NET_ADMIN", "run as root, or with that capability"
@@ -677,7 +678,7 @@ func TestBigTCPWithoutRights(t *testing.T) {
 	if err := os.Mkdir(h.state, 0o500); err != nil {
 		t.Fatal(err)
 	}
-	h.isFailure(limited(unix.CAP_DAC_OVERRIDE, "apply cli1 -o json"), 4, "create folder of records: mkdir DIR/state/bigtcp: permission denied",
+	h.isFailure(limited(unix.CAP_DAC_OVERRIDE, "apply cli1 -o json"), 4, "create directory of records: mkdir DIR/state/bigtcp: permission denied",
 		"run as root, or with the capabilities that sockeye doctor names")
 	h.has("cli1", 65536)
 }
@@ -697,7 +698,7 @@ func TestBigTCPInterrupted(t *testing.T) {
 	h.has("cli0", 65536)
 
 	// While it waits for its turn.
-	h.setBy(bigtcp.ByCommand, 70000, "cli0")
+	h.setBy(sizing.ByCommand, 70000, "cli0")
 	folder, err := os.Open(filepath.Join(h.state, "bigtcp"))
 	if err != nil {
 		t.Fatal(err)
@@ -763,7 +764,7 @@ func TestBigTCPCompletion(t *testing.T) {
 	}
 }
 
-// A damaged record is told, and keeps nothing from working.
+// A damaged record is reported, and everything else works.
 func TestBigTCPDamagedRecord(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0", "cli1")
@@ -777,14 +778,14 @@ func TestBigTCPDamagedRecord(t *testing.T) {
 	if err := os.WriteFile(records[0], []byte("{"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if r := h.bigtcp("revert"); !strings.Contains(r.out, "1 interface taken back\n") || r.code != 0 && r.code != 1 {
+	if r := h.bigtcp("revert"); !strings.Contains(r.out, "1 interface reverted\n") || r.code != 0 && r.code != 1 {
 		t.Errorf("%+v", r)
 	}
 	left, err := filepath.Glob(h.state + "/bigtcp/*.json.damaged")
 	if err != nil || len(left) != 1 {
 		t.Errorf("%v %q", err, left)
 	}
-	want := "not seen: what was set: " + h.plain(left[0]) + " is no record, and cannot be taken back\n"
+	want := "not read: records of changed sizes: " + h.plain(left[0]) + " is not a valid record and cannot be reverted\n"
 	if r := h.bigtcp("lo"); r.code != 0 || !strings.HasSuffix(h.plain(strings.ReplaceAll(r.out, "\n  ", " ")), want) {
 		t.Errorf("%q is not in %+v", want, r)
 	}

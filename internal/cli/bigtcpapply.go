@@ -8,35 +8,35 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/sizing"
 )
 
 func (c *command) bigtcpApplyCommand() *cobra.Command {
 	var request bigtcpRequest
 	cmd := &cobra.Command{
 		Use:   "apply [INTERFACE...]",
-		Short: "Set how large packets may be inside this host",
-		Long: `Apply sets how large packets may be on the interfaces named and on the devices
-below them: all of them, or none if one fails or the command is interrupted.
-What was there before is kept in the state directory, for bigtcp revert; nothing
-outlives a reboot. Without INTERFACE it sets what the bigtcp section of the
-policy file says, once and without an agent.
+		Short: "Set GSO and GRO maximum sizes (BIG TCP)",
+		Long: `Apply sets the sizes of the named interfaces and of their lower interfaces: all
+of them, or none if one fails or the command is interrupted. The previous sizes
+are recorded in the state directory for bigtcp revert; sizes do not survive a
+reboot. Without INTERFACE it applies the bigtcp section of the policy file, once
+and without an agent.
 
-A size that a device does not take is bounded, and that is told. What somebody
-else has changed since, and what the agent set, is refused without --force.
+Sizes are bounded by tso_max_size, which the output notes. Sizes that somebody
+else has changed, or that the agent has set, are refused without --force.
 
-It is for new connections: those that are open keep their size until their route
-is looked up again.`,
+Only new connections have the new sizes: open ones keep their size until their
+route is looked up again.`,
 		Example: `  sockeye bigtcp apply eth0
   sockeye bigtcp apply veth1 veth2 --ipv6 192KB
   sockeye bigtcp apply eth0 --ipv4 off`,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			aims, skipped, err := request.aims(cmd, args)
+			aims, skipped, err := request.tasks(cmd, args)
 			if err != nil {
 				return err
 			}
 			defer aims.close()
-			if err := maySet(); err != nil {
+			if err := checkMaySet(); err != nil {
 				return err
 			}
 			// What would be refused is refused before the first change.
@@ -58,18 +58,18 @@ is looked up again.`,
 	return cmd
 }
 
-// apply reaches all aims, each of them whole or not at all.
-func (a bigtcpAims) apply(r *bigtcpRequest) ([]bigtcp.Change, error) {
-	store, err := bigtcp.OpenStore(r.state)
+// apply applies all tasks, each of them as a whole.
+func (a bigtcpTasks) apply(r *bigtcpRequest) ([]sizing.Change, error) {
+	store, err := sizing.OpenStore(r.state)
 	if err != nil {
 		return nil, err
 	}
-	all := []bigtcp.Change{}
+	all := []sizing.Change{}
 	for _, aim := range a {
-		changes, err := store.Apply(aim.network, bigtcp.ByCommand, aim.targets, r.force)
-		err = flagged(err)
+		changes, err := store.Apply(aim.network, sizing.ByCommand, aim.targets, r.force)
+		err = flagHint(err)
 		if err != nil && changesAny(all) {
-			return nil, fmt.Errorf("%w; what was set in other network namespaces before stays, until sockeye bigtcp revert", err)
+			return nil, fmt.Errorf("%w; sizes that were already set in other network namespaces stay until sockeye bigtcp revert", err)
 		}
 		if err != nil {
 			return nil, err
@@ -79,6 +79,6 @@ func (a bigtcpAims) apply(r *bigtcpRequest) ([]bigtcp.Change, error) {
 	return all, nil
 }
 
-func changesAny(changes []bigtcp.Change) bool {
-	return slices.ContainsFunc(changes, func(c bigtcp.Change) bool { return c.From != c.To })
+func changesAny(changes []sizing.Change) bool {
+	return slices.ContainsFunc(changes, func(c sizing.Change) bool { return c.From != c.To })
 }

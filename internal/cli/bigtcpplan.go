@@ -10,34 +10,35 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 )
 
-// bigtcpChanges is the answer of bigtcp plan and bigtcp apply.
+// bigtcpChanges is the output of bigtcp plan and bigtcp apply.
 type bigtcpChanges struct {
-	Changes []bigtcp.Change `json:"changes"` // in the order in which they are made
+	Changes []sizing.Change `json:"changes"` // in the order in which they are made
 	Skipped []bigtcpSkipped `json:"skipped"`
 	// Problems are what could not be looked at, and why.
 	Problems []string `json:"problems"`
 }
 
-// bigtcpSkipped is what a rule of the policy is for, and cannot have now.
+// bigtcpSkipped is an interface or rule of the policy that is not applied.
 type bigtcpSkipped struct {
 	Netns     string `json:"netns,omitempty"`
 	Interface string `json:"interface"` // or the glob of the rule
 	Reason    string `json:"reason"`
 }
 
-// bigtcpRequest is what plan and apply are asked for.
+// bigtcpRequest has the flags of plan and apply.
 type bigtcpRequest struct {
 	bigtcpPlace
 	ipv6, ipv4, policy string
 	force              bool
 }
 
-// bigtcpSize is the size that is set for a family where none is given.
+// bigtcpSize is the default size of a family.
 const bigtcpSize = "192KB"
 
 func (r *bigtcpRequest) flags(cmd *cobra.Command) {
@@ -45,12 +46,12 @@ func (r *bigtcpRequest) flags(cmd *cobra.Command) {
 	cmd.ValidArgsFunction = r.interfaces
 	r.bigtcpPlace.flags(cmd)
 	policyFlag(cmd, &r.policy)
-	const size = "largest packet over %s, 65536 to 524280 bytes as in 192KB or 192KiB, or off; " + bigtcpSize + " if neither family is given"
+	const size = "largest packet of %s, 65536 to 524280 bytes as in 192KB or 192KiB, or off (default " + bigtcpSize + " if neither family is given)"
 	cmd.Flags().StringVar(&r.ipv6, "ipv6", "", fmt.Sprintf(size, "IPv6"))
 	cmd.Flags().StringVar(&r.ipv4, "ipv4", "", fmt.Sprintf(size, "IPv4"))
 	completeFlag(cmd, "ipv6", bigtcpSize, "off")
 	completeFlag(cmd, "ipv4", bigtcpSize, "off")
-	cmd.Flags().BoolVar(&r.force, "force", false, "take over what the agent set, and overwrite what somebody else set")
+	cmd.Flags().BoolVar(&r.force, "force", false, "take over sizes of the agent, and overwrite sizes that somebody else has changed")
 }
 
 func (c *command) bigtcpPlanCommand() *cobra.Command {
@@ -58,13 +59,13 @@ func (c *command) bigtcpPlanCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "plan [INTERFACE...]",
 		Short: "Show what bigtcp apply would change",
-		Long: `Plan shows which sizes bigtcp apply would set, on the interfaces named and on
-the devices below them, and in which order; or why it would refuse to. Without
-INTERFACE it is about the bigtcp section of the policy file.`,
+		Long: `Plan shows which sizes bigtcp apply would set on the named interfaces and their
+lower interfaces, and in which order, or why it would refuse. Without INTERFACE
+it plans the bigtcp section of the policy file.`,
 		Example: `  sockeye bigtcp plan eth0
   sockeye bigtcp plan --policy new-policy.yaml`,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			aims, skipped, err := request.aims(cmd, args)
+			aims, skipped, err := request.tasks(cmd, args)
 			if err != nil {
 				return err
 			}
@@ -81,50 +82,50 @@ INTERFACE it is about the bigtcp section of the policy file.`,
 	return cmd
 }
 
-// bigtcpChanged shows changes.
+// bigtcpChanged prints changes.
 func (c *command) bigtcpChanged(answer bigtcpChanges, verb string) error {
 	return c.print(answer, func(t *text) { changesText(t, &answer, verb) })
 }
 
-// bigtcpAim is what is wanted of interfaces of one namespace.
-type bigtcpAim struct {
-	network *bigtcp.Network
-	targets []bigtcp.Target
+// bigtcpTask is the targets of one namespace.
+type bigtcpTask struct {
+	network *netif.Namespace
+	targets []sizing.Target
 }
 
-type bigtcpAims []bigtcpAim
+type bigtcpTasks []bigtcpTask
 
-func (a bigtcpAims) close() {
+func (a bigtcpTasks) close() {
 	for _, aim := range a {
 		aim.network.Close()
 	}
 }
 
-// plan plans all aims. Who may not read the records cannot be told what is refused
-// because of them.
-func (a bigtcpAims) plan(r *bigtcpRequest) (*bigtcpChanges, error) {
-	store, err := bigtcp.OpenStore(r.state)
+// plan plans all tasks. A caller who may not read the records does not learn about
+// conflicts.
+func (a bigtcpTasks) plan(r *bigtcpRequest) (*bigtcpChanges, error) {
+	store, err := sizing.OpenStore(r.state)
 	if err != nil {
 		return nil, err
 	}
-	answer := &bigtcpChanges{[]bigtcp.Change{}, nil, []string{}}
+	answer := &bigtcpChanges{[]sizing.Change{}, nil, []string{}}
 	for _, aim := range a {
-		changes, err := store.Plan(aim.network, bigtcp.ByCommand, aim.targets, r.force)
+		changes, err := store.Plan(aim.network, sizing.ByCommand, aim.targets, r.force)
 		if errors.Is(err, os.ErrPermission) {
-			answer.Problems = []string{fmt.Sprintf("who has set sizes before: %v", err)}
-			changes, err = aim.network.Plan(aim.targets)
+			answer.Problems = []string{fmt.Sprintf("owners of the sizes: %v", err)}
+			changes, err = sizing.Plan(aim.network, aim.targets)
 		}
 		if err != nil {
-			return nil, flagged(err)
+			return nil, flagHint(err)
 		}
 		answer.Changes = append(answer.Changes, changes...)
 	}
 	return answer, nil
 }
 
-// aims reads what is wanted: of the interfaces that are named, or of those that the
-// policy file has rules for.
-func (r *bigtcpRequest) aims(cmd *cobra.Command, names []string) (bigtcpAims, []bigtcpSkipped, error) {
+// tasks returns the targets: the named interfaces, or those of the rules of the policy
+// file.
+func (r *bigtcpRequest) tasks(cmd *cobra.Command, names []string) (bigtcpTasks, []bigtcpSkipped, error) {
 	want, err := r.want(cmd)
 	if err != nil {
 		return nil, nil, err
@@ -135,15 +136,15 @@ func (r *bigtcpRequest) aims(cmd *cobra.Command, names []string) (bigtcpAims, []
 	case len(names) > 0 && changed("policy"):
 		return nil, nil, fault.Usage(errors.New("--policy and INTERFACE do not go together"), usage)
 	case len(names) > 0:
-		network, err := bigtcp.OpenNetwork(r.netns)
+		network, err := netif.OpenNamespace(r.netns)
 		if err != nil {
 			return nil, nil, err
 		}
-		aim := bigtcpAim{network: network}
+		aim := bigtcpTask{network: network}
 		for _, name := range names {
-			aim.targets = append(aim.targets, bigtcp.Target{Interface: name, Want: want})
+			aim.targets = append(aim.targets, sizing.Target{Interface: name, Want: want})
 		}
-		return bigtcpAims{aim}, []bigtcpSkipped{}, nil
+		return bigtcpTasks{aim}, []bigtcpSkipped{}, nil
 	}
 	for _, flag := range []string{"ipv6", "ipv4", "netns"} {
 		if changed(flag) {
@@ -162,11 +163,11 @@ func (r *bigtcpRequest) aims(cmd *cobra.Command, names []string) (bigtcpAims, []
 	case len(rules) == 0:
 		return nil, nil, fault.Usage(fmt.Errorf("%s has no bigtcp rules", r.policy), "name an interface, or another file with --policy")
 	}
-	return aimsOfRules(rules)
+	return tasksOfRules(rules)
 }
 
-// want reads the sizes. Both families have a default, together.
-func (r *bigtcpRequest) want(cmd *cobra.Command) (want bigtcp.Want, err error) {
+// want parses the sizes. If neither is given, both have a default.
+func (r *bigtcpRequest) want(cmd *cobra.Command) (want sizing.Want, err error) {
 	if !cmd.Flags().Changed("ipv6") && !cmd.Flags().Changed("ipv4") {
 		r.ipv6, r.ipv4 = bigtcpSize, bigtcpSize
 	}
@@ -184,9 +185,9 @@ func (r *bigtcpRequest) want(cmd *cobra.Command) (want bigtcp.Want, err error) {
 	return want, nil
 }
 
-// aimsOfRules finds the interfaces that rules are for. As for the agent, what is not
-// there, and of what a glob is for what cannot have large packets, is skipped.
-func aimsOfRules(rules []config.BigTCPRule) (aims bigtcpAims, skipped []bigtcpSkipped, err error) {
+// tasksOfRules finds the interfaces of rules. As the agent does, it skips what does
+// not exist, and interfaces of a glob that do not support large packets.
+func tasksOfRules(rules []config.BigTCPRule) (aims bigtcpTasks, skipped []bigtcpSkipped, err error) {
 	skipped = []bigtcpSkipped{}
 	byNetns := make(map[string][]config.BigTCPRule)
 	var order []string
@@ -197,7 +198,7 @@ func aimsOfRules(rules []config.BigTCPRule) (aims bigtcpAims, skipped []bigtcpSk
 		byNetns[r.Netns] = append(byNetns[r.Netns], r)
 	}
 	for _, netns := range order {
-		network, err := bigtcp.OpenNetwork(netns)
+		network, err := netif.OpenNamespace(netns)
 		if errors.Is(err, os.ErrNotExist) {
 			for _, r := range byNetns[netns] {
 				skipped = append(skipped, bigtcpSkipped{netns, r.Interface, "there is no such network namespace"})
@@ -206,7 +207,7 @@ func aimsOfRules(rules []config.BigTCPRule) (aims bigtcpAims, skipped []bigtcpSk
 		}
 		if err == nil {
 			var out []bigtcpSkipped
-			aim := bigtcpAim{network: network}
+			aim := bigtcpTask{network: network}
 			aim.targets, out, err = targetsOfRules(network, byNetns[netns])
 			aims = append(aims, aim)
 			skipped = append(skipped, out...)
@@ -219,7 +220,7 @@ func aimsOfRules(rules []config.BigTCPRule) (aims bigtcpAims, skipped []bigtcpSk
 	return aims, skipped, nil
 }
 
-func targetsOfRules(network *bigtcp.Network, rules []config.BigTCPRule) (targets []bigtcp.Target, skipped []bigtcpSkipped, err error) {
+func targetsOfRules(network *netif.Namespace, rules []config.BigTCPRule) (targets []sizing.Target, skipped []bigtcpSkipped, err error) {
 	list, err := network.Interfaces()
 	if err != nil {
 		return nil, nil, err
@@ -235,13 +236,13 @@ func targetsOfRules(network *bigtcp.Network, rules []config.BigTCPRule) (targets
 			continue
 		}
 		matched[at] = true
-		want := bigtcp.Want{IPv6: rules[at].IPv6, IPv4: rules[at].IPv4}
-		verdict := bigtcp.Judge(&i, support)
-		if !rules[at].Named() && verdict.State == bigtcp.Impossible && max(want.IPv6, want.IPv4) > bigtcp.Legacy {
+		want := sizing.Want{IPv6: rules[at].IPv6, IPv4: rules[at].IPv4}
+		verdict := i.Verdict(support)
+		if !rules[at].Named() && verdict.State == netif.Impossible && max(want.IPv6, want.IPv4) > netif.Legacy {
 			skip(i.Name, verdict.Text)
 			continue
 		}
-		targets = append(targets, bigtcp.Target{Interface: i.Name, Want: want})
+		targets = append(targets, sizing.Target{Interface: i.Name, Want: want})
 	}
 	for at, r := range rules {
 		if !matched[at] {

@@ -11,14 +11,15 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 	"sockeye/internal/fault"
 )
 
-// bigtcpReverted is the answer of bigtcp revert.
+// bigtcpReverted is the output of bigtcp revert.
 type bigtcpReverted struct {
-	Reverted []bigtcp.Reverted `json:"reverted"`
-	// Error, Hint and Code are those of what was not taken back.
+	Reverted []sizing.Reverted `json:"reverted"`
+	// Error, Hint and Code are those of what was not reverted.
 	Error string `json:"error,omitempty"`
 	Hint  string `json:"hint,omitempty"`
 	Code  int    `json:"code,omitempty"`
@@ -31,14 +32,14 @@ func (c *command) bigtcpRevertCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "revert [INTERFACE...]",
-		Short: "Take back what bigtcp apply set",
-		Long: `Revert gives the interfaces named, and the devices below them, the sizes that
-they had before: without INTERFACE, all for which bigtcp apply was the reason,
-and what a benchmark that was killed left. It can be called at any time, also
-after a crash; an interface that is gone is forgotten.
+		Short: "Restore the sizes from before bigtcp apply",
+		Long: `Revert restores the previous sizes of the named interfaces and of their lower
+interfaces; without INTERFACE, those of all changes by bigtcp apply. It can be
+called at any time, also after a crash. Records of interfaces that have vanished
+are removed.
 
-What somebody else has changed since is left, without --force; what the agent
-has set for its policy too.`,
+Without --force it does not change sizes that somebody else has changed since,
+or that the agent has set for its policy.`,
 		Example: `  sockeye bigtcp revert
   sockeye bigtcp revert eth0`,
 		Args:              arguments(0, -1, ""),
@@ -48,7 +49,7 @@ has set for its policy too.`,
 			if err != nil && len(done) == 0 {
 				return err
 			}
-			answer := bigtcpReverted{Reverted: append([]bigtcp.Reverted{}, done...)}
+			answer := bigtcpReverted{Reverted: append([]sizing.Reverted{}, done...)}
 			if err != nil {
 				answer.Error, answer.Hint, answer.Code = fault.Message(err), fault.Hint(err), fault.Code(err)
 			}
@@ -62,12 +63,12 @@ has set for its policy too.`,
 		},
 	}
 	where.flags(cmd)
-	cmd.Flags().BoolVar(&force, "force", false, "give back also what somebody else has changed since, and of INTERFACE what the agent set")
+	cmd.Flags().BoolVar(&force, "force", false, "restore also sizes that somebody else has changed, and for INTERFACE those of the agent")
 	return cmd
 }
 
-func bigtcpRevert(cmd *cobra.Command, names []string, where bigtcpPlace, force bool) ([]bigtcp.Reverted, error) {
-	store, err := bigtcp.OpenStore(where.state)
+func bigtcpRevert(cmd *cobra.Command, names []string, where bigtcpPlace, force bool) ([]sizing.Reverted, error) {
+	store, err := sizing.OpenStore(where.state)
 	if err != nil {
 		return nil, err
 	}
@@ -75,44 +76,44 @@ func bigtcpRevert(cmd *cobra.Command, names []string, where bigtcpPlace, force b
 	if err != nil {
 		return nil, err
 	}
-	chosen := func(r bigtcp.Record) bool { return r.Owner != bigtcp.ByPolicy }
+	chosen := func(r sizing.Record) bool { return r.Owner != sizing.ByPolicy }
 	if len(names) > 0 || where.netns != "" {
 		if chosen, err = chooseRecords(records, names, where.netns, force); err != nil {
 			return nil, err
 		}
 	}
 	if slices.ContainsFunc(records, chosen) {
-		if err := maySet(); err != nil {
+		if err := checkMaySet(); err != nil {
 			return nil, err
 		}
 	}
 	if err := cmd.Context().Err(); err != nil {
-		return nil, fmt.Errorf("take sizes back: %w", err)
+		return nil, fmt.Errorf("revert sizes: %w", err)
 	}
 	done, err := store.Revert(chosen, force)
-	return done, flagged(err)
+	return done, flagHint(err)
 }
 
-// chooseRecords tells which records are those of the interfaces that are named, or of
-// all in a network namespace. It refuses, unless force, what others rely on.
-func chooseRecords(records []bigtcp.Record, names []string, netns string, force bool) (func(bigtcp.Record) bool, error) {
-	network, err := bigtcp.OpenNetwork(netns)
-	here := func(r bigtcp.Record) bool { return r.Netns == netns }
+// chooseRecords returns a selection of the records of the named interfaces, or of all
+// in a network namespace. Without force it refuses records on which others rely.
+func chooseRecords(records []sizing.Record, names []string, netns string, force bool) (func(sizing.Record) bool, error) {
+	network, err := netif.OpenNamespace(netns)
+	here := func(r sizing.Record) bool { return r.Netns == netns }
 	switch {
 	case err == nil:
 		defer network.Close()
 		id := network.ID()
-		here = func(r bigtcp.Record) bool { return r.NetnsID == id }
+		here = func(r sizing.Record) bool { return r.NetnsID == id }
 	case !errors.Is(err, os.ErrNotExist):
 		return nil, err
 	}
 	if len(names) == 0 {
-		return func(r bigtcp.Record) bool { return here(r) && r.Owner != bigtcp.ByPolicy }, nil
+		return func(r sizing.Record) bool { return here(r) && r.Owner != sizing.ByPolicy }, nil
 	}
 	var present []int
 	var gone []string
 	for _, name := range names {
-		recorded := slices.ContainsFunc(records, func(r bigtcp.Record) bool { return here(r) && r.Interface == name })
+		recorded := slices.ContainsFunc(records, func(r sizing.Record) bool { return here(r) && r.Interface == name })
 		if network == nil && !recorded {
 			return nil, err
 		}
@@ -128,7 +129,7 @@ func chooseRecords(records []bigtcp.Record, names []string, netns string, force 
 		}
 		gone = append(gone, name)
 	}
-	chosen := func(r bigtcp.Record) bool {
+	chosen := func(r sizing.Record) bool {
 		return here(r) && (slices.Contains(present, r.Index) || slices.Contains(gone, r.Interface))
 	}
 	if force {
@@ -138,9 +139,9 @@ func chooseRecords(records []bigtcp.Record, names []string, netns string, force 
 		if !chosen(r) {
 			continue
 		}
-		if r.Owner == bigtcp.ByPolicy {
-			return nil, &bigtcp.Error{Kind: bigtcp.KindConflict, Err: fmt.Errorf("%s was set by the agent, for its policy", r.Interface),
-				Hint: "take it out of the policy file and run sockeye apply, or use --force"}
+		if r.Owner == sizing.ByPolicy {
+			return nil, &netif.Error{Kind: netif.KindConflict, Err: fmt.Errorf("%s was set by the agent for its policy", r.Interface),
+				Hint: "remove its rule from the policy file and run sockeye apply, or use --force"}
 		}
 		if network == nil || slices.Contains(r.For, r.Index) || slices.ContainsFunc(r.For, func(index int) bool { return slices.Contains(present, index) }) {
 			continue
@@ -150,8 +151,8 @@ func chooseRecords(records []bigtcp.Record, names []string, netns string, force 
 			return nil, err
 		}
 		if above := namesOf(list, r.For); len(above) > 0 {
-			return nil, &bigtcp.Error{Kind: bigtcp.KindConflict, Err: fmt.Errorf("%s was set because it is below %s", r.Interface, strings.Join(above, ", ")),
-				Hint: "take that back, or use --force"}
+			return nil, &netif.Error{Kind: netif.KindConflict, Err: fmt.Errorf("%s was set as a lower interface of %s", r.Interface, strings.Join(above, ", ")),
+				Hint: "revert that one, or use --force"}
 		}
 	}
 	return chosen, nil

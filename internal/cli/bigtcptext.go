@@ -9,23 +9,25 @@ import (
 	"strings"
 	"unicode/utf8"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/compat"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 )
 
 const (
-	// bigtcpWidth is how long lines are at most, where no word is longer.
+	// bigtcpWidth is the maximum length of a line, unless a word is longer.
 	bigtcpWidth = 100
-	// bigtcpRows is how many interfaces are shown one by one; of more, those that are
-	// alike are one row, and there are at most as many rows.
+	// bigtcpRows is the number of interfaces up to which each has its own row; similar
+	// interfaces of a longer list share one, and there are at most as many rows.
 	bigtcpRows = 24
-	// bigtcpNames is how many devices a line names.
+	// bigtcpNames is the number of interfaces that a line names.
 	bigtcpNames = 6
 )
 
-const bigtcpEffect = "for new connections: those that are open keep their size until their route is looked up again"
+const bigtcpEffect = "only new connections use the new sizes; open ones keep theirs until their route is looked up again"
 
-// paragraph adds text in lines of at most bigtcpWidth: with an indent, which is
-// deeper from the second line on.
+// paragraph adds text in lines of at most bigtcpWidth. Lines after the first have a
+// deeper indent.
 func (t *text) paragraph(indent, format string, args ...any) {
 	line := indent
 	for i, word := range strings.Fields(printable(fmt.Sprintf(format, args...))) {
@@ -42,9 +44,9 @@ func (t *text) paragraph(indent, format string, args ...any) {
 	t.WriteString(line + "\n")
 }
 
-// trouble adds what was found, on which interfaces if it is not plain, and what to do
-// about it.
-func (t *text) trouble(indent string, of bigtcp.Trouble, names ...string) {
+// incompatibility adds an incompatibility with its hint. names are its interfaces, if
+// these are not evident from the context.
+func (t *text) incompatibility(indent string, of compat.Incompatibility, names ...string) {
 	where := ""
 	if len(names) > 0 {
 		where = " on " + firstNames(names)
@@ -55,8 +57,8 @@ func (t *text) trouble(indent string, of bigtcp.Trouble, names ...string) {
 	}
 }
 
-// bothWays writes the sizes of a family, to send and to receive. The kernel may have
-// none, or only the first.
+// bothWays formats the sizes of a family, to send and to receive; 0 means that the
+// kernel has no such size.
 func bothWays(send, receive uint32) string {
 	switch {
 	case send == 0:
@@ -67,20 +69,20 @@ func bothWays(send, receive uint32) string {
 	return fmt.Sprintf("%d/%d", send, receive)
 }
 
-// wantedSize writes a size that somebody asked for.
+// wantedSize formats a requested size.
 func wantedSize(size uint32) string {
 	switch size {
 	case 0:
 		return "-"
-	case bigtcp.Legacy:
+	case netif.Legacy:
 		return "off"
 	}
 	return fmt.Sprint(size)
 }
 
-// sizesText writes the sizes of a device in words.
-func sizesText(s bigtcp.Sizes) string {
-	if s == (bigtcp.Sizes{GSO: s.GSO, GRO: s.GSO, GSOIPv4: s.GSO, GROIPv4: s.GSO}) {
+// sizesText formats sizes in words.
+func sizesText(s netif.Sizes) string {
+	if s == (netif.Sizes{GSO: s.GSO, GRO: s.GSO, GSOIPv4: s.GSO, GROIPv4: s.GSO}) {
 		return fmt.Sprintf("sizes %d", s.GSO)
 	}
 	text := "IPv6 " + bothWays(s.GSO, s.GRO)
@@ -90,19 +92,18 @@ func sizesText(s bigtcp.Sizes) string {
 	return text
 }
 
-// deviceSort is what a device is: its kind, or its driver where it is hardware.
-func deviceSort(kind, driver string) string {
+// interfaceKind returns the kind of an interface, or the driver of hardware.
+func interfaceKind(kind, driver string) string {
 	if kind != "" {
 		return kind
 	}
 	return orDash(driver)
 }
 
-// alike are interfaces that one row stands for.
-type alike []*bigtcpInterface
+// similar are interfaces that share a row.
+type similar []*bigtcpInterface
 
-// bigtcpText writes the interfaces, all of them or what fits a screen, and the
-// troubles of the host.
+// bigtcpText prints the interfaces and the incompatibilities of the host.
 func bigtcpText(t *text, s *bigtcpShown, all bool) {
 	if s.Netns != "" {
 		t.line("network namespace %s", s.Netns)
@@ -110,10 +111,10 @@ func bigtcpText(t *text, s *bigtcpShown, all bool) {
 	}
 	shown := s.Interfaces
 	if !all {
-		shown = slices.DeleteFunc(slices.Clone(shown), func(i bigtcpInterface) bool { return i.dull() })
+		shown = slices.DeleteFunc(slices.Clone(shown), func(i bigtcpInterface) bool { return i.isIdle() })
 	}
 	rows, cut := bigtcpGroups(shown, all)
-	shared := sharedTroubles(rows)
+	shared := sharedIncompatibilities(rows)
 	if len(rows) > 0 {
 		writeInterfaces(t, rows, shared)
 	} else {
@@ -123,35 +124,35 @@ func bigtcpText(t *text, s *bigtcpShown, all bool) {
 		t.line("and %s; --all shows all", count(cut, "interface more", "interfaces more"))
 	}
 	if hidden := len(s.Interfaces) - len(shown); hidden > 0 {
-		t.paragraph("", "%s left out: lo, and what is down, virtual and bound to nothing; --all shows all", count(hidden, "interface is", "interfaces are"))
+		t.paragraph("", "%s not shown: lo, and virtual interfaces that are down and unrelated; --all shows all", count(hidden, "interface is", "interfaces are"))
 	}
-	if len(s.Troubles)+len(shared.order) > 0 {
+	if len(s.Incompatibilities)+len(shared.order) > 0 {
 		t.line("")
 	}
 	for _, trouble := range shared.order {
-		t.trouble("", trouble, shared.names[trouble]...)
+		t.incompatibility("", trouble, shared.names[trouble]...)
 	}
-	for _, trouble := range s.Troubles {
-		t.trouble("", trouble)
+	for _, trouble := range s.Incompatibilities {
+		t.incompatibility("", trouble)
 	}
 	if len(s.Problems) > 0 {
 		t.line("")
 	}
 	for _, problem := range s.Problems {
-		t.paragraph("", "not seen: %s", problem)
+		t.paragraph("", "not read: %s", problem)
 	}
 }
 
-// shared are troubles that several rows have, with the names of their interfaces.
+// shared are incompatibilities of several rows, with the names of their interfaces.
 type shared struct {
-	order []bigtcp.Trouble
-	names map[bigtcp.Trouble][]string
+	order []compat.Incompatibility
+	names map[compat.Incompatibility][]string
 }
 
-func sharedTroubles(rows []alike) shared {
-	s := shared{names: make(map[bigtcp.Trouble][]string)}
+func sharedIncompatibilities(rows []similar) shared {
+	s := shared{names: make(map[compat.Incompatibility][]string)}
 	for _, row := range rows {
-		for _, trouble := range row[0].Troubles {
+		for _, trouble := range row[0].Incompatibilities {
 			s.names[trouble] = append(s.names[trouble], row[0].Name)
 			if len(s.names[trouble]) == 2 {
 				s.order = append(s.order, trouble)
@@ -161,26 +162,26 @@ func sharedTroubles(rows []alike) shared {
 	return s
 }
 
-// dull tells whether nobody would miss the interface.
-func (i *bigtcpInterface) dull() bool {
-	if i.Wanted != nil || i.Verdict.State == bigtcp.On || i.Verdict.State == bigtcp.Partly {
+// isIdle tells whether an interface is omitted without --all.
+func (i *bigtcpInterface) isIdle() bool {
+	if i.Wanted != nil || i.Verdict.State == netif.On || i.Verdict.State == netif.Partly {
 		return false
 	}
 	return i.Name == "lo" || !i.Up && i.Kind != "" && len(i.Related) == 0
 }
 
-// bigtcpGroups makes rows of interfaces: each its own if they are few or all are
-// wanted. The rest is the number of those that are in no row.
-func bigtcpGroups(interfaces []bigtcpInterface, all bool) (rows []alike, rest int) {
+// bigtcpGroups groups interfaces into rows: one each if they are few or all are
+// requested. rest is the number of interfaces without a row.
+func bigtcpGroups(interfaces []bigtcpInterface, all bool) (rows []similar, rest int) {
 	if all || len(interfaces) <= bigtcpRows {
 		for i := range interfaces {
-			rows = append(rows, alike{&interfaces[i]})
+			rows = append(rows, similar{&interfaces[i]})
 		}
 		return rows, 0
 	}
 	places := make(map[string]int)
 	for i := range interfaces {
-		key := interfaces[i].likeness()
+		key := interfaces[i].similarityKey()
 		place, ok := places[key]
 		if !ok {
 			place = len(rows)
@@ -190,8 +191,8 @@ func bigtcpGroups(interfaces []bigtcpInterface, all bool) (rows []alike, rest in
 		rows[place] = append(rows[place], &interfaces[i])
 	}
 	if len(rows) > bigtcpRows {
-		// What somebody set stays.
-		slices.SortStableFunc(rows, func(a, b alike) int { return a.rank() - b.rank() })
+		// Interfaces with a request are kept.
+		slices.SortStableFunc(rows, func(a, b similar) int { return a.rank() - b.rank() })
 		for _, row := range rows[bigtcpRows:] {
 			rest += len(row)
 		}
@@ -200,36 +201,35 @@ func bigtcpGroups(interfaces []bigtcpInterface, all bool) (rows []alike, rest in
 	return rows, rest
 }
 
-// likeness is equal for interfaces of which the same is to be said, names and peers
-// aside.
-func (i *bigtcpInterface) likeness() string {
+// similarityKey is equal for interfaces that differ in their names and peers only.
+func (i *bigtcpInterface) similarityKey() string {
 	wanted := bigtcpWanted{}
 	if i.Wanted != nil {
 		wanted = *i.Wanted
 	}
 	return fmt.Sprintf("%q %q %d %d %v %v %v %s", i.Kind, i.Driver, i.TSOMaxSize, i.Bound.Size, i.Sizes, wanted, i.neighbours(),
-		withoutName(fmt.Sprint(i.Verdict.Text, i.Troubles), i.Name))
+		withoutName(fmt.Sprint(i.Verdict.Text, i.Incompatibilities), i.Name))
 }
 
-// withoutName is what is said of an interface, without its name.
+// withoutName removes the name of the interface from a text.
 func withoutName(said, name string) string {
 	return regexp.MustCompile(`\b`+regexp.QuoteMeta(name)+`\b`).ReplaceAllLiteralString(said, "")
 }
 
-// neighbours are the devices above and below.
-func (i *bigtcpInterface) neighbours() []bigtcp.Related {
-	return slices.DeleteFunc(slices.Clone(i.Related), func(r bigtcp.Related) bool { return r.Relation == bigtcp.Peer })
+// neighbours returns the lower and upper interfaces.
+func (i *bigtcpInterface) neighbours() []netif.Related {
+	return slices.DeleteFunc(slices.Clone(i.Related), func(r netif.Related) bool { return r.Relation == netif.Peer })
 }
 
-func (a alike) rank() int {
+func (a similar) rank() int {
 	if a[0].Wanted != nil {
 		return 0
 	}
 	return 1
 }
 
-func writeInterfaces(t *text, rows []alike, shared shared) {
-	table := [][]string{{"INTERFACE", "DEVICE", "TSO MAX", "IPV6 SEND/RECEIVE", "IPV4 SEND/RECEIVE", "WANTED IPV6/IPV4"}}
+func writeInterfaces(t *text, rows []similar, shared shared) {
+	table := [][]string{{"INTERFACE", "KIND", "TSO MAX", "IPV6 SEND/RECEIVE", "IPV4 SEND/RECEIVE", "WANTED IPV6/IPV4"}}
 	for _, row := range rows {
 		i := row[0]
 		most, wanted := "-", "-"
@@ -239,7 +239,7 @@ func writeInterfaces(t *text, rows []alike, shared shared) {
 		if i.Wanted != nil {
 			wanted = wantedSize(i.Wanted.IPv6) + "/" + wantedSize(i.Wanted.IPv4)
 		}
-		table = append(table, []string{i.Name, deviceSort(i.Kind, i.Driver), most,
+		table = append(table, []string{i.Name, interfaceKind(i.Kind, i.Driver), most,
 			bothWays(i.Sizes.GSO, i.Sizes.GRO), bothWays(i.Sizes.GSOIPv4, i.Sizes.GROIPv4), wanted})
 	}
 	var lines text
@@ -253,24 +253,24 @@ func writeInterfaces(t *text, rows []alike, shared shared) {
 	}
 }
 
-// writeNotes adds what stands below a row.
-func writeNotes(t *text, row alike, shared shared) {
+// writeNotes adds the lines below a row.
+func writeNotes(t *text, row similar, shared shared) {
 	i := row[0]
 	t.paragraph("  ", "%s", i.Verdict.Text)
 	if i.Wanted != nil {
 		t.paragraph("  ", "%s", i.Wanted.words())
 	}
 	if i.Bound.Size < i.TSOMaxSize && !strings.Contains(i.Verdict.Text, i.Bound.By) {
-		t.paragraph("  ", "%s, below it, bounds what it sends to %d bytes", i.Bound.By, i.Bound.Size)
+		t.paragraph("  ", "its lower interface %s bounds sent packets to %d bytes", i.Bound.By, i.Bound.Size)
 	}
 	if len(row) == 1 {
 		writeRelated(t, i.Related)
 	} else {
 		writeRelated(t, i.neighbours())
 	}
-	for _, trouble := range i.Troubles {
+	for _, trouble := range i.Incompatibilities {
 		if len(shared.names[trouble]) == 1 {
-			t.trouble("  ", trouble)
+			t.incompatibility("  ", trouble)
 		}
 	}
 	if len(row) > 1 {
@@ -282,27 +282,26 @@ func writeNotes(t *text, row alike, shared shared) {
 	}
 }
 
-// words say who wants the sizes, and what became of that.
+// words describe who requested the sizes, and whether they are set.
 func (w *bigtcpWanted) words() string {
 	text := map[string]string{
-		string(bigtcp.ByCommand): "wanted by sockeye bigtcp apply",
-		string(bigtcp.ByPolicy):  "wanted by the agent's policy",
-		string(bigtcp.ByBench):   "wanted by sockeye bigtcp bench",
+		string(sizing.ByCommand): "wanted by sockeye bigtcp apply",
+		string(sizing.ByPolicy):  "wanted by the agent's policy",
 		byFile:                   "wanted by the policy file",
 	}[w.By]
 	if len(w.For) > 0 {
-		text += ", because it is below " + firstNames(w.For)
+		text += ", as a lower interface of " + firstNames(w.For)
 	}
 	switch w.State {
 	case wantedChanged:
 		text += "; somebody else has changed it since"
 	case wantedUnset:
-		text += "; nobody has set it"
+		text += "; not applied"
 	}
 	return text
 }
 
-// firstNames writes the first of the names, and how many more there are.
+// firstNames lists the first names and counts the others.
 func firstNames(names []string) string {
 	if len(names) <= bigtcpNames {
 		return strings.Join(names, ", ")
@@ -310,14 +309,13 @@ func firstNames(names []string) string {
 	return fmt.Sprintf("%s and %d more", strings.Join(names[:bigtcpNames], ", "), len(names)-bigtcpNames)
 }
 
-// writeRelated adds the devices that an interface is bound to, those that are
-// alike on one line.
-func writeRelated(t *text, related []bigtcp.Related) {
+// writeRelated adds the related interfaces, similar ones on one line.
+func writeRelated(t *text, related []netif.Related) {
 	type sort struct {
-		relation            bigtcp.Relation
+		relation            netif.Relation
 		netns, kind, driver string
 		most                uint32
-		sizes               bigtcp.Sizes
+		sizes               netif.Sizes
 	}
 	var order []sort
 	names := make(map[sort][]string)
@@ -337,18 +335,18 @@ func writeRelated(t *text, related []bigtcp.Related) {
 		switch s.netns {
 		case "":
 		case "unknown":
-			line += " in a namespace that was not found"
+			line += " in an unknown namespace"
 		default:
 			line += " in " + s.netns
 		}
 		var parts []string
-		if what := deviceSort(s.kind, s.driver); what != "-" {
+		if what := interfaceKind(s.kind, s.driver); what != "-" {
 			parts = append(parts, what)
 		}
 		if s.most > 0 {
 			parts = append(parts, fmt.Sprintf("TSO max %d", s.most))
 		}
-		if s.sizes != (bigtcp.Sizes{}) {
+		if s.sizes != (netif.Sizes{}) {
 			parts = append(parts, sizesText(s.sizes))
 		}
 		if len(parts) > 0 {
@@ -358,7 +356,7 @@ func writeRelated(t *text, related []bigtcp.Related) {
 	}
 }
 
-// fromTo writes a size before and after; one that the kernel does not have is 0.
+// fromTo formats a size before and after a change.
 func fromTo(from, to uint32) string {
 	if from == to {
 		return fmt.Sprint(to)
@@ -366,9 +364,9 @@ func fromTo(from, to uint32) string {
 	return fmt.Sprintf("%d -> %d", from, to)
 }
 
-// changesText writes what changes, or would, and what that is good for.
+// changesText prints changes that are planned or were made.
 func changesText(t *text, answer *bigtcpChanges, verb string) {
-	var worth []bigtcp.Change
+	var worth []sizing.Change
 	var already []string
 	changed := 0
 	for _, c := range answer.Changes {
@@ -384,13 +382,13 @@ func changesText(t *text, answer *bigtcpChanges, verb string) {
 	}
 	writeChanges(t, worth)
 	if len(already) > 0 {
-		t.paragraph("", "as wanted already: %s", firstNames(already))
+		t.paragraph("", "unchanged: %s", firstNames(already))
 	}
 	for _, s := range answer.Skipped {
 		t.paragraph("", "skipped %s: %s", placeText(s.Interface, s.Netns), s.Reason)
 	}
 	for _, problem := range answer.Problems {
-		t.paragraph("", "not seen: %s", problem)
+		t.paragraph("", "not read: %s", problem)
 	}
 	if changed == 0 {
 		t.line("nothing %s", verb)
@@ -400,7 +398,7 @@ func changesText(t *text, answer *bigtcpChanges, verb string) {
 	t.line(bigtcpEffect)
 }
 
-// placeText names an interface, with its namespace where that was named.
+// placeText formats the name of an interface, with its namespace if one was named.
 func placeText(name, netns string) string {
 	if netns == "" {
 		return name
@@ -408,14 +406,14 @@ func placeText(name, netns string) string {
 	return name + " in " + netns
 }
 
-// changeRow is a change, and the other interfaces that have the same.
+// changeRow is a change, and the other interfaces with the same change.
 type changeRow struct {
-	bigtcp.Change
+	sizing.Change
 	others []string
 }
 
-// changeGroups makes rows of changes: each its own if they are few.
-func changeGroups(changes []bigtcp.Change) []changeRow {
+// changeGroups groups changes into rows: one each if they are few.
+func changeGroups(changes []sizing.Change) []changeRow {
 	var rows []changeRow
 	places := make(map[string]int)
 	for _, c := range changes {
@@ -430,9 +428,9 @@ func changeGroups(changes []bigtcp.Change) []changeRow {
 	return rows
 }
 
-// writeChanges writes a row for each family of each interface that changes, and below
-// it what is to be said of the interface.
-func writeChanges(t *text, changes []bigtcp.Change) {
+// writeChanges prints a row for each family of each interface that changes, followed
+// by notes.
+func writeChanges(t *text, changes []sizing.Change) {
 	if len(changes) == 0 {
 		return
 	}
@@ -455,8 +453,9 @@ func writeChanges(t *text, changes []bigtcp.Change) {
 	}
 }
 
-// sizeRows has a row for each family that changes, the first with the interface.
-func sizeRows(c *bigtcp.Change) [][]string {
+// sizeRows returns a row for each family that changes; the first row has the name of
+// the interface.
+func sizeRows(c *sizing.Change) [][]string {
 	var rows [][]string
 	name := c.Interface
 	for _, f := range []struct {
@@ -472,7 +471,7 @@ func sizeRows(c *bigtcp.Change) [][]string {
 		}
 	}
 	if rows == nil {
-		rows = [][]string{{name, "-", "as it is", "as it is"}}
+		rows = [][]string{{name, "-", "unchanged", "unchanged"}}
 	}
 	return rows
 }
@@ -483,7 +482,7 @@ func (c *changeRow) notes() []string {
 		notes = append(notes, "in "+c.Netns)
 	}
 	if c.Because != "" {
-		notes = append(notes, "because it is below "+c.Because)
+		notes = append(notes, "as a lower interface of "+c.Because)
 	}
 	notes = append(notes, c.Notes...)
 	if len(c.others) > 0 {
@@ -492,32 +491,32 @@ func (c *changeRow) notes() []string {
 	return notes
 }
 
-// revertedText writes what became of what was to be taken back.
+// revertedText prints the results of a revert.
 func revertedText(t *text, answer *bigtcpReverted) {
 	if len(answer.Reverted) == 0 {
-		t.line("there is nothing to take back")
+		t.line("nothing to revert")
 		return
 	}
-	var back []bigtcp.Change
+	var back []sizing.Change
 	names := make(map[string][]string)
 	for _, r := range answer.Reverted {
-		if r.Result == bigtcp.ResultReverted {
+		if r.Result == sizing.ResultReverted {
 			back = append(back, r.Change)
 		}
 		names[r.Result] = append(names[r.Result], placeText(r.Interface, r.Netns))
 	}
 	writeChanges(t, back)
 	for _, became := range []struct{ result, words string }{
-		{bigtcp.ResultAlready, "as before already"},
-		{bigtcp.ResultGone, "gone"},
-		{bigtcp.ResultChanged, "left, since somebody else has set other sizes"},
+		{sizing.ResultAlready, "already reverted"},
+		{sizing.ResultGone, "gone"},
+		{sizing.ResultChanged, "not reverted, because somebody else has changed the sizes"},
 	} {
 		if names := names[became.result]; len(names) > 0 {
 			t.paragraph("", "%s: %s", became.words, firstNames(names))
 		}
 	}
 	if len(back) > 0 {
-		t.line("%s taken back", count(len(back), "interface", "interfaces"))
+		t.line("%s reverted", count(len(back), "interface", "interfaces"))
 		t.line(bigtcpEffect)
 	}
 }

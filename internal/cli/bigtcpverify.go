@@ -12,7 +12,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/verify"
 	"sockeye/internal/fault"
 )
 
@@ -24,15 +25,14 @@ func (c *command) bigtcpVerifyCommand() *cobra.Command {
 		Use:   "verify INTERFACE",
 		Short: "Prove how large the packets of an interface are",
 		Long: `Verify counts the packets that an interface receives and sends, for a bounded
-time: by their bytes and by the segments of which they are made, TCP over IPv4
-and over IPv6 by itself. It shows which share of TCP's bytes travelled in
-packets above 64 KB, and why the others did not. What is sent is counted as the
-kernel makes it and, after what is too large for the device was cut, as the
-driver gets it. If somebody has changed the sizes since Sockeye set them, a
-note says so.
+time, by their bytes and segments, separately for TCP over IPv4 and over IPv6.
+It shows which share of TCP's bytes travelled in packets above 64 KB, and why
+other packets were smaller. Sent packets are counted before the kernel segments
+those that are too large for the interface, and again at the driver. A note says
+if somebody has changed the sizes since Sockeye set them.
 
-It changes no packet and leaves nothing behind. An interrupt ends it, and shows
-what was seen so far.`,
+It changes no packet and leaves nothing attached. After an interrupt it shows
+the packets that were counted so far.`,
 		Example: `  sockeye bigtcp verify eth0
   sockeye bigtcp verify veth0 --netns /run/netns/blue --for 1m -o json`,
 		Args:              arguments(1, 1, "INTERFACE"),
@@ -42,15 +42,15 @@ what was seen so far.`,
 			if err != nil {
 				return err
 			}
-			if during > bigtcp.VerifyLongest {
-				return fault.Usage(fmt.Errorf("--for is %q", cmd.Flag("for").Value), "at most "+bigtcp.VerifyLongest.String())
+			if during > verify.MaxDuration {
+				return fault.Usage(fmt.Errorf("--for is %q", cmd.Flag("for").Value), "at most "+verify.MaxDuration.String())
 			}
-			network, err := bigtcp.OpenNetwork(where.netns)
+			network, err := netif.OpenNamespace(where.netns)
 			if err != nil {
 				return err
 			}
 			defer network.Close()
-			proof, err := network.Verify(cmd.Context(), args[0], cmp.Or(during, verifyFor))
+			proof, err := verify.Run(cmd.Context(), network, args[0], cmp.Or(during, verifyFor))
 			if err != nil {
 				return err
 			}
@@ -66,18 +66,18 @@ what was seen so far.`,
 	return cmd
 }
 
-// changedNote tells that somebody has changed the sizes of an interface since they were set;
-// "" if nobody has, or if none were set.
-func changedNote(network *bigtcp.Network, name, stateDir string) string {
+// changedNote returns a note if somebody has changed the sizes of an interface since
+// they were set; otherwise "".
+func changedNote(network *netif.Namespace, name, stateDir string) string {
 	records, _, err := recordsOf(network, stateDir)
 	if err != nil {
-		return fmt.Sprintf("the sizes that were set are not known: %v", err)
+		return fmt.Sprintf("the records of changed sizes are unknown: %v", err)
 	}
 	list, err := network.Interfaces()
 	if err != nil {
-		return fmt.Sprintf("the sizes that were set are not known: %v", err)
+		return fmt.Sprintf("the records of changed sizes are unknown: %v", err)
 	}
-	i := slices.IndexFunc(list, func(i bigtcp.Interface) bool { return i.Name == name })
+	i := slices.IndexFunc(list, func(i netif.Interface) bool { return i.Name == name })
 	if i < 0 {
 		return ""
 	}
@@ -88,8 +88,8 @@ func changedNote(network *bigtcp.Network, name, stateDir string) string {
 	return "sizes: " + wanted.words()
 }
 
-// verifyText shows a proof: the answer first, then what it comes from.
-func verifyText(t *text, p *bigtcp.Proof) {
+// verifyText prints a report: the answer first, then the figures.
+func verifyText(t *text, p *verify.Report) {
 	name := p.Interface
 	if p.Netns != "" {
 		name += " in " + p.Netns
@@ -100,7 +100,7 @@ func verifyText(t *text, p *bigtcp.Proof) {
 		t.line("%s of TCP's bytes travelled in packets above 64 KB (%s of %s)", percent(*p.Share), volume(p.LargeBytes), volume(p.TCPBytes))
 	}
 	if p.Cut > 0 {
-		t.line("cut by the kernel before the driver: %s of the bytes that TCP sent", percent(p.Cut))
+		t.line("segmented by the kernel before the driver: %s of the bytes that TCP sent", percent(p.Cut))
 	}
 	for _, note := range p.Notes {
 		t.paragraph("", "%s", note)
@@ -110,17 +110,17 @@ func verifyText(t *text, p *bigtcp.Proof) {
 	}
 	t.line("")
 	verifyTotals(t, p)
-	verifyClasses(t, p, "PACKETS OF TCP, BYTES", func(c *bigtcp.Count) []bigtcp.Class { return c.Sizes })
-	verifyClasses(t, p, "PACKETS OF TCP, SEGMENTS", func(c *bigtcp.Count) []bigtcp.Class { return c.BySegments })
+	verifyClasses(t, p, "PACKETS OF TCP, BYTES", func(c *verify.Count) []verify.Class { return c.Sizes })
+	verifyClasses(t, p, "PACKETS OF TCP, SEGMENTS", func(c *verify.Count) []verify.Class { return c.BySegments })
 	if len(p.Causes) > 0 {
-		t.line("why the others were not larger, by their share of TCP's bytes:")
+		t.line("why other packets were smaller, by share of TCP's bytes:")
 		for _, why := range p.Causes {
 			verifyCause(t, &why)
 		}
 	}
 }
 
-func verifyCause(t *text, why *bigtcp.Cause) {
+func verifyCause(t *text, why *verify.Cause) {
 	of := ""
 	if why.Connections > 0 {
 		of = ", " + count(why.Connections, "connection", "connections")
@@ -128,16 +128,16 @@ func verifyCause(t *text, why *bigtcp.Cause) {
 	t.line("%6s  %s%s", percent(why.Share), why.Name, of)
 	t.paragraph("        ", "%s", why.Detail)
 	if why.Example != "" {
-		t.line("        most of it: %s", why.Example)
+		t.line("        example: %s", why.Example)
 	}
 	t.paragraph("        ", "hint: %s", why.Hint)
 }
 
 func percent(share float64) string { return strconv.FormatFloat(100*share, 'f', 1, 64) + " %" }
 
-var familyNames = map[bigtcp.Family]string{bigtcp.TCP4: "TCP, IPv4", bigtcp.TCP6: "TCP, IPv6", bigtcp.Other: "other"}
+var familyNames = map[verify.Family]string{verify.TCP4: "TCP, IPv4", verify.TCP6: "TCP, IPv6", verify.Other: "other"}
 
-func verifyTotals(t *text, p *bigtcp.Proof) {
+func verifyTotals(t *text, p *verify.Report) {
 	rows := [][]string{{"", "", "PACKETS", "BYTES", "SEGMENTS", "LARGEST", "ABOVE 64 KB"}}
 	for _, c := range p.Counts {
 		rows = append(rows, []string{
@@ -149,22 +149,22 @@ func verifyTotals(t *text, p *bigtcp.Proof) {
 	t.line("")
 }
 
-// verifyClasses shows how many packets of TCP have so many bytes or segments, at
-// each point, and the share of the point's bytes that they have.
-func verifyClasses(t *text, p *bigtcp.Proof, title string, classes func(*bigtcp.Count) []bigtcp.Class) {
-	points := []bigtcp.Point{bigtcp.Received, bigtcp.Sent, bigtcp.Driver}
+// verifyClasses prints how many packets of TCP have so many bytes or segments at each
+// point, and their share of the bytes there.
+func verifyClasses(t *text, p *verify.Report, title string, classes func(*verify.Count) []verify.Class) {
+	points := []verify.Point{verify.Received, verify.Sent, verify.Driver}
 	if p.NoDriver != "" {
 		points = points[:2]
 	}
 	type cell struct{ packets, bytes uint64 }
-	cells := make(map[bigtcp.Point]map[uint32]cell)
+	cells := make(map[verify.Point]map[uint32]cell)
 	upTo := make(map[uint32]uint32)
-	all := make(map[bigtcp.Point]uint64)
+	all := make(map[verify.Point]uint64)
 	for _, point := range points {
 		cells[point] = make(map[uint32]cell)
 	}
 	for _, c := range p.Counts {
-		if c.Family == bigtcp.Other {
+		if c.Family == verify.Other {
 			continue
 		}
 		for _, class := range classes(&c) {

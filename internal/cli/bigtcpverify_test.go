@@ -17,53 +17,54 @@ import (
 	"github.com/cilium/ebpf/link"
 	"github.com/vishvananda/netlink"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/verify"
 	"sockeye/internal/testenv"
 )
 
 // TestBigTCPVerifyText shows proofs as they are printed.
 func TestBigTCPVerifyText(t *testing.T) {
 	share := 0.4375
-	class := func(above, upTo uint32, packets, bytes uint64) bigtcp.Class {
-		return bigtcp.Class{Above: above, UpTo: upTo, Packets: packets, Bytes: bytes}
+	class := func(above, upTo uint32, packets, bytes uint64) verify.Class {
+		return verify.Class{Above: above, UpTo: upTo, Packets: packets, Bytes: bytes}
 	}
-	of := func(at bigtcp.Point, family bigtcp.Family, largest uint64, sizes, segments []bigtcp.Class) bigtcp.Count {
-		c := bigtcp.Count{Point: at, Family: family, Largest: largest, Segments: 22000, Sizes: sizes, BySegments: segments}
+	of := func(at verify.Point, family verify.Family, largest uint64, sizes, segments []verify.Class) verify.Count {
+		c := verify.Count{Point: at, Family: family, Largest: largest, Segments: 22000, Sizes: sizes, BySegments: segments}
 		for _, s := range sizes {
 			c.Packets += s.Packets
 			c.Bytes += s.Bytes
-			if s.Above >= bigtcp.Legacy {
+			if s.Above >= netif.Legacy {
 				c.LargeBytes += s.Bytes
 			}
 		}
 		return c
 	}
-	whole := &bigtcp.Proof{
+	whole := &verify.Report{
 		Netns: "/run/netns/blue", Interface: "eth0", Index: 2, Seconds: 10.02, Method: "tcx",
-		Verdict: bigtcp.Verdict{State: bigtcp.On, Text: "on: IPv6 196608 bytes, IPv4 196608 bytes"},
-		Counts: []bigtcp.Count{
-			of(bigtcp.Received, bigtcp.TCP6, 72, []bigtcp.Class{class(0, 128, 1000, 72000)}, []bigtcp.Class{class(0, 1, 1000, 72000)}),
-			of(bigtcp.Sent, bigtcp.TCP6, 196000,
-				[]bigtcp.Class{class(0, 128, 20, 2000), class(49152, 65536, 130, 7998000), class(163840, 196608, 150, 24e6)},
-				[]bigtcp.Class{class(0, 1, 20, 2000), class(16, 45, 130, 7998000), class(90, 180, 150, 24e6)}),
-			of(bigtcp.Sent, bigtcp.Other, 100, []bigtcp.Class{class(0, 128, 3, 300)}, []bigtcp.Class{class(0, 1, 3, 300)}),
-			of(bigtcp.Driver, bigtcp.TCP6, 600000,
-				[]bigtcp.Class{class(128, 1500, 6900, 18e6), class(524288, 0, 100, 14e6)}, []bigtcp.Class{class(360, 0, 7000, 32e6)}),
+		Verdict: netif.Verdict{State: netif.On, Text: "on: IPv6 196608 bytes, IPv4 196608 bytes"},
+		Counts: []verify.Count{
+			of(verify.Received, verify.TCP6, 72, []verify.Class{class(0, 128, 1000, 72000)}, []verify.Class{class(0, 1, 1000, 72000)}),
+			of(verify.Sent, verify.TCP6, 196000,
+				[]verify.Class{class(0, 128, 20, 2000), class(49152, 65536, 130, 7998000), class(163840, 196608, 150, 24e6)},
+				[]verify.Class{class(0, 1, 20, 2000), class(16, 45, 130, 7998000), class(90, 180, 150, 24e6)}),
+			of(verify.Sent, verify.Other, 100, []verify.Class{class(0, 128, 3, 300)}, []verify.Class{class(0, 1, 3, 300)}),
+			of(verify.Driver, verify.TCP6, 600000,
+				[]verify.Class{class(128, 1500, 6900, 18e6), class(524288, 0, 100, 14e6)}, []verify.Class{class(360, 0, 7000, 32e6)}),
 		},
 		TCPBytes: 32e6, LargeBytes: 14e6, Share: &share, Cut: 0.25,
-		Causes: []bigtcp.Cause{{
+		Causes: []verify.Cause{{
 			Name: "old_connection", Share: 0.25, Bytes: 8e6, Connections: 2, Example: "[fd09::1]:1790 to [fd09::2]:40000",
-			Detail: "they fill packets up to 65232 bytes and never more, though 196608 are allowed: connections older than the change keep their size until their route is looked up again",
-			Hint:   "close them and connect again (restart the program, or ss -K); new connections have the new size",
+			Detail: "their packets have up to 65232 bytes, although 196608 are allowed: connections older than the change keep their size until their route is looked up again",
+			Hint:   "close the connections (restart the program, or ss -K); new ones have the new size",
 		}, {
 			Name: "cut", Share: 0.251, Bytes: 8e6,
-			Detail: "the kernel cuts packets before the driver: the interface takes at most 65536 bytes of IPv6, 65536 of IPv4",
-			Hint:   "give it the sizes of the interface from which they come (sockeye bigtcp apply), if its device takes them",
+			Detail: "the kernel segments packets before the driver: the sizes of the interface are 65536 bytes of IPv6, 65536 of IPv4",
+			Hint:   "give the interface the sizes of the one from which the packets come (sockeye bigtcp apply), if its tso_max_size permits",
 		}},
 		Notes: []string{"what the sockets wrote\x1b[31m was odd"},
 	}
-	nothing := &bigtcp.Proof{Interface: "eth1", Seconds: 10, Verdict: bigtcp.Verdict{Text: "off, possible up to 524280 bytes"}, NoDriver: "refused", Notes: []string{"no packet was seen: nothing is proven"}}
-	for name, p := range map[string]*bigtcp.Proof{"bigtcp-verify": whole, "bigtcp-verify-nothing": nothing} {
+	nothing := &verify.Report{Interface: "eth1", Seconds: 10, Verdict: netif.Verdict{Text: "off, possible up to 524280 bytes"}, NoDriver: "refused", Notes: []string{"no packets were counted: nothing is proven"}}
+	for name, p := range map[string]*verify.Report{"bigtcp-verify": whole, "bigtcp-verify-nothing": nothing} {
 		var got text
 		verifyText(&got, p)
 		golden(t, name, got.String())
@@ -115,12 +116,12 @@ func TestBigTCPVerify(t *testing.T) {
 	h := newHost(t, "bigtcp: []\n")
 	end := loStream(t)
 	t.Cleanup(end)
-	p := must[bigtcp.Proof](h, "bigtcp", "verify", "lo", "--for", "1s")
+	p := must[verify.Report](h, "bigtcp", "verify", "lo", "--for", "1s")
 	if p.Share == nil || p.TCPBytes < 1<<20 || p.Interrupted || p.Interface != "lo" || p.Seconds < 1 {
 		t.Errorf("proof %+v", p)
 	}
 	r := h.sockeye("bigtcp", "verify", "lo", "--for", "1s")
-	for _, want := range []string{"lo, 1", "of TCP's bytes travelled in packets above 64 KB", "PACKETS OF TCP, BYTES", "PACKETS OF TCP, SEGMENTS", "received", "sent", "why the others were not larger"} {
+	for _, want := range []string{"lo, 1", "of TCP's bytes travelled in packets above 64 KB", "PACKETS OF TCP, BYTES", "PACKETS OF TCP, SEGMENTS", "received", "sent", "why other packets were smaller"} {
 		if r.code != 0 || !strings.Contains(r.out, want) {
 			t.Errorf("no %q in %d %s%s", want, r.code, r.out, r.err)
 		}
@@ -135,7 +136,7 @@ func TestBigTCPVerify(t *testing.T) {
 	}()
 	h.eventually("it counts", func() bool { return loHasProgram(t) })
 	interrupt()
-	var seen bigtcp.Proof
+	var seen verify.Report
 	if got := <-code; got != 0 || errs.Len() > 0 {
 		t.Fatalf("interrupted: %d %s", got, &errs)
 	}

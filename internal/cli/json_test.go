@@ -16,8 +16,7 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
-	"sockeye/internal/bigtcp/bench"
+	"sockeye/internal/bigtcp/verify"
 	"sockeye/internal/doctor"
 	"sockeye/internal/trace/measure"
 )
@@ -48,9 +47,7 @@ var answers = []struct {
 	{"bigtcp", bigtcpShown{}},
 	{"bigtcp plan, bigtcp apply", bigtcpChanges{}},
 	{"bigtcp revert", bigtcpReverted{}},
-	{"bigtcp verify", bigtcp.Proof{}},
-	{"bigtcp bench", bench.Result{}},
-	{"bigtcp bench --serve", benchServing{}},
+	{"bigtcp verify", verify.Report{}},
 	{"sockets", socketsShown{}},
 	{"register, unregister", api.Membership{}},
 	{"doctor", []doctor.Finding{}},
@@ -103,7 +100,7 @@ func fieldsOf(path string, t reflect.Type, optional bool) []string {
 		var fields []string
 		for _, f := range reflect.VisibleFields(t) {
 			name, options, _ := strings.Cut(f.Tag.Get("json"), ",")
-			if f.Anonymous || !f.IsExported() || len(f.Index) > 1 && !t.FieldByIndex(f.Index[:1]).Anonymous {
+			if f.Anonymous || name == "-" || !f.IsExported() || len(f.Index) > 1 && !t.FieldByIndex(f.Index[:1]).Anonymous {
 				continue
 			}
 			sub := strings.TrimPrefix(path+"."+name, ".")
@@ -200,8 +197,6 @@ func TestJSONAnswers(t *testing.T) {
 			args = [][]string{h.bigtcpArgs("plan lo"), h.bigtcpArgs("apply lo --ipv4 192KB")}
 		case "bigtcp revert":
 			args = [][]string{h.bigtcpArgs("revert"), h.bigtcpArgs("revert")}
-		case "bigtcp bench":
-			args = [][]string{{"bigtcp", "bench", "--local", "--path", "veth", "--rounds", "1", "--for", "20ms"}}
 		case "sockets":
 			args = [][]string{{"sockets"}, {"sockets", "--all", "--processes"}}
 		case "reset":

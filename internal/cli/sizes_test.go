@@ -16,7 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bigtcp/sizing"
 )
 
 const sizingPolicy = "bigtcp:\n  - {interface: \"big*\", ipv6: 192KB, ipv4: 192KB}\n"
@@ -25,7 +26,7 @@ const sizingPolicy = "bigtcp:\n  - {interface: \"big*\", ipv6: 192KB, ipv4: 192K
 // interface NAME for each name.
 func newSizingHost(t *testing.T, policy string, names ...string) *host {
 	t.Helper()
-	n, err := bigtcp.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -151,7 +152,7 @@ func TestSizesByAgent(t *testing.T) {
 	h.start()
 	h.wantSize("big0", 65536)
 	h.wantSize("big1", 192000)
-	n, err := bigtcp.OpenNetwork(blue)
+	n, err := netif.OpenNamespace(blue)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -179,16 +180,16 @@ func TestSizesByAgent(t *testing.T) {
 func TestResetSizes(t *testing.T) {
 	h := newSizingHost(t, sizingPolicy, "big0", "own0")
 	h.start()
-	n, err := bigtcp.OpenNetwork("")
+	n, err := netif.OpenNamespace("")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer n.Close()
-	store, err := bigtcp.OpenStore(h.state)
+	store, err := sizing.OpenStore(h.state)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := store.Apply(n, bigtcp.ByCommand, []bigtcp.Target{{Interface: "own0", Want: bigtcp.Want{IPv6: 100000}}}, false); err != nil {
+	if _, err := store.Apply(n, sizing.ByCommand, []sizing.Target{{Interface: "own0", Want: sizing.Want{IPv6: 100000}}}, false); err != nil {
 		t.Fatal(err)
 	}
 	h.kill()

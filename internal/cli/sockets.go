@@ -16,7 +16,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/scope"
@@ -329,7 +329,7 @@ func (v *socketsView) findCgroup(name string, given bool) (err error) {
 
 // sockets looks once, or each second.
 func (c *command) sockets(cmd *cobra.Command, v *socketsView, watch bool) error {
-	network, err := bigtcp.OpenNetwork(v.netns)
+	network, err := netif.OpenNamespace(v.netns)
 	if err != nil {
 		return err
 	}

@@ -71,7 +71,7 @@ func TestSocketsRefusals(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	netns := "name one by its path, as in /run/netns/NAME"
+	netns := "give the path of a network namespace, as in /run/netns/NAME"
 	for _, c := range []struct{ args, message, hint string }{
 		{"sokcets", `there is no command "sokcets"`, "did you mean sockeye sockets?"},
 		{"sockets all", `there is one argument too many: "all"`, "usage: sockeye sockets [flags]"},
@@ -103,7 +103,7 @@ func TestSocketsRefusals(t *testing.T) {
 		{"sockets --cgroup nosuch.slice", `there is no cgroup "nosuch.slice"`, "name it by its path below " + mount + ", as in telemetry.slice"},
 		{"sockets --cgroup=", `there is no cgroup ""`, "name it by its path below " + mount + ", as in telemetry.slice"},
 		{"sockets --netns /run/netns/nosuch", "open network namespace: open /run/netns/nosuch: no such file or directory", netns},
-		{"sockets --netns /etc/passwd", "open network namespace: /etc/passwd is none", netns},
+		{"sockets --netns /etc/passwd", "open network namespace: /etc/passwd is not a network namespace", netns},
 	} {
 		t.Run(strings.ReplaceAll(c.args, "/", "_"), func(t *testing.T) {
 			g := *h

@@ -23,7 +23,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/verify"
 	"sockeye/internal/config"
 	"sockeye/lab"
 )
@@ -181,9 +181,9 @@ func (w *way) stream(ctx context.Context, to netip.Addr) {
 }
 
 // verify counts at interfaces while a stream flows.
-func (w *way) verify(to netip.Addr, names ...string) map[string]bigtcp.Proof {
+func (w *way) verify(to netip.Addr, names ...string) map[string]verify.Report {
 	w.Helper()
-	proofs := make([]bigtcp.Proof, len(names))
+	proofs := make([]verify.Report, len(names))
 	done := make(chan bool)
 	for i, name := range names {
 		go func() {
@@ -199,7 +199,7 @@ func (w *way) verify(to netip.Addr, names ...string) map[string]bigtcp.Proof {
 		}
 	}()
 	w.stream(ctx, to)
-	byName := map[string]bigtcp.Proof{}
+	byName := map[string]verify.Report{}
 	for i, p := range proofs {
 		if p.TCPBytes < 10<<20 {
 			w.Errorf("%s has seen %d bytes", names[i], p.TCPBytes)
@@ -209,7 +209,7 @@ func (w *way) verify(to netip.Addr, names ...string) map[string]bigtcp.Proof {
 	return byName
 }
 
-func share(p bigtcp.Proof) float64 { return float64(p.LargeBytes) / float64(max(p.TCPBytes, 1)) }
+func share(p verify.Report) float64 { return float64(p.LargeBytes) / float64(max(p.TCPBytes, 1)) }
 
 // TestBigTCPPath has the agent keep a path of three namespaces as the policy says, and verify tell
 // the truth about it.

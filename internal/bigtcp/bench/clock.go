@@ -12,11 +12,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A cpuClock tells what the calling thread has worked, to the nanosecond, and, where
-// that is asked for, the kernel's thread that takes over when a CPU has more softirq
-// to do than it can on the back of others. What the kernel does in interrupts on a
-// thread's back counts as the thread's; what it does while the CPU is idle is
-// nobody's, and not in it.
+// A cpuClock counts the CPU time of the calling thread in nanoseconds, and optionally
+// that of the softirq thread of its CPU. The time includes interrupts during the
+// thread's execution, but not interrupts of an idle CPU.
 type cpuClock struct {
 	softirq int32 // clock of the softirq thread; 0: none
 }
@@ -47,12 +45,12 @@ func (c cpuClock) now() time.Duration {
 	return time.Duration(own.Nano() + softirq.Nano())
 }
 
-// lastCPUs are the last of the CPUs that this process may use, and the one before it,
-// or the same if there is only one.
+// lastCPUs returns the last of the CPUs that this process may use, and the one before
+// it; they are equal if there is only one.
 func lastCPUs() (last, other int, err error) {
 	var all unix.CPUSet
 	if err := unix.SchedGetaffinity(0, &all); err != nil {
-		return 0, 0, fmt.Errorf("find own CPUs: %w", err)
+		return 0, 0, fmt.Errorf("read CPU affinity: %w", err)
 	}
 	last, other = -1, -1
 	for cpu := range len(all) * 64 {

@@ -27,17 +27,20 @@ const (
 )
 
 const (
-	// streamBuffer is what is sent and read at a time, in bytes: more than a packet.
+	// streamBuffer is the size of a write and of a read of a stream, in bytes: more
+	// than a packet.
 	streamBuffer = 256 << 10
-	sequenceSize = 8  // number of a request, at its beginning
-	checkedSize  = 64 // compared of each message or read, once warmed up
-	// stall is how long an end waits for the other.
+	sequenceSize = 8    // number of a request, at its beginning
+	startByte    = '\n' // of the server, once its thread runs
+	checkedSize  = 64   // compared of each message or read, once warmed up
+	// stall bounds the time without progress of the other end.
 	stall = 5 * time.Second
-	// fastest is of a transaction; there is room for so many.
+	// fastest is the shortest transaction for which there is room in the list of
+	// latencies.
 	fastest = 5 * time.Microsecond
 )
 
-// A load is one run.
+// A load is one run, as one end runs it.
 type load struct {
 	Kind    string
 	Message int
@@ -45,12 +48,12 @@ type load struct {
 	For     time.Duration
 	Seed    string // of the data
 	CPU     int    // to run on
-	// Beside is an end that the other, which counts the CPU's softirq thread, shares its
-	// CPU with.
-	Beside bool
+	// SharesCPU is set for an end that shares its CPU with the other end, which counts
+	// the softirq thread of the CPU.
+	SharesCPU bool
 }
 
-// measured is what an end has seen after the warm-up.
+// measured is what an end has counted after the warm-up.
 type measured struct {
 	Count   int64 // transactions
 	Bytes   int64 // sent and received
@@ -61,7 +64,7 @@ type measured struct {
 	rates   []float64     // bytes a second, in each piece of a stream; of the client
 }
 
-// content is what the data of a run are, which both ends know.
+// content returns the data of a run, which both ends know.
 func content(seed string, size int) []byte {
 	source := rand.NewChaCha8(sha256.Sum256([]byte(seed)))
 	b := make([]byte, size)
@@ -69,14 +72,14 @@ func content(seed string, size int) []byte {
 	return b
 }
 
-// on runs a load on a thread of its own, bound to a CPU, and shuts the connection
-// down when ctx ends, so that it ends too.
+// on runs one end of a load on a thread of its own, bound to a CPU. When ctx ends, the
+// connection is shut down, which ends the run.
 func (l *load) on(ctx context.Context, fd int, run func(*end) (measured, error)) (m measured, err error) {
 	if err := prepare(fd); err != nil {
 		return m, err
 	}
 	defer context.AfterFunc(ctx, func() { _ = unix.Shutdown(fd, unix.SHUT_RDWR) })()
-	defer quiet()()
+	defer pauseGC()()
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -84,7 +87,7 @@ func (l *load) on(ctx context.Context, fd int, run func(*end) (measured, error))
 		defer runtime.UnlockOSThread()
 		var before, bound unix.CPUSet
 		if err = unix.SchedGetaffinity(0, &before); err != nil {
-			err = fmt.Errorf("find own CPUs: %w", err)
+			err = fmt.Errorf("read CPU affinity: %w", err)
 			return
 		}
 		bound.Set(l.CPU)
@@ -92,7 +95,7 @@ func (l *load) on(ctx context.Context, fd int, run func(*end) (measured, error))
 			err = fmt.Errorf("bind to CPU %d: %w", l.CPU, err)
 			return
 		}
-		// The thread is used for other things then.
+		// The thread returns to the Go runtime.
 		defer func() { _ = unix.SchedSetaffinity(0, &before) }()
 		m, err = run(l.end(fd))
 	}()
@@ -103,15 +106,15 @@ func (l *load) on(ctx context.Context, fd int, run func(*end) (measured, error))
 	return m, err
 }
 
-// prepare makes calls block, but not for ever.
+// prepare makes the calls of a socket block, for at most stall.
 func prepare(fd int) error {
 	if err := unix.SetNonblock(fd, false); err != nil {
-		return fmt.Errorf("have the connection block: %w", err)
+		return fmt.Errorf("set socket to blocking: %w", err)
 	}
 	limit := unix.NsecToTimeval(stall.Nanoseconds())
 	for _, option := range []int{unix.SO_RCVTIMEO, unix.SO_SNDTIMEO} {
 		if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, option, &limit); err != nil {
-			return fmt.Errorf("bound waiting: %w", err)
+			return fmt.Errorf("set socket timeout: %w", err)
 		}
 	}
 	if err := unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1); err != nil {
@@ -120,15 +123,15 @@ func prepare(fd int) error {
 	return nil
 }
 
-// collector counts the runs for which the garbage collector is off.
+// collector counts the runs that have paused the garbage collector.
 var collector struct {
 	sync.Mutex
 	runs    int
 	percent int
 }
 
-// quiet collects garbage, and then not before its result is called.
-func quiet() (end func()) {
+// pauseGC collects garbage and pauses the collector until its result is called.
+func pauseGC() (end func()) {
 	c := &collector
 	c.Lock()
 	defer c.Unlock()
@@ -145,7 +148,7 @@ func quiet() (end func()) {
 	}
 }
 
-// An end is an end of a connection. Its calls block, on a thread of their own.
+// An end is one end of a connection. Its calls block.
 type end struct {
 	*load
 	fd      int
@@ -160,11 +163,35 @@ func (l *load) end(fd int) *end {
 	if l.Kind == loadRR {
 		size = l.Message
 	}
-	return &end{load: l, fd: fd, content: content(l.Seed, size), buf: make([]byte, size), clock: openCPUClock(l.CPU, !l.Beside), begun: time.Now()}
+	return &end{load: l, fd: fd, content: content(l.Seed, size), buf: make([]byte, size), clock: openCPUClock(l.CPU, !l.SharesCPU), begun: time.Now()}
 }
 
-// ask sends requests and receives their responses, which are the same.
-func (e *end) ask() (m measured, err error) {
+// drive runs the client's end. It starts with the first byte of the server.
+func (e *end) drive() (measured, error) {
+	if n, err := e.read(e.buf[:1]); err != nil || n != 1 || e.buf[0] != startByte {
+		return measured{}, joined(errors.New("the server does not start"), err)
+	}
+	e.begun = time.Now()
+	if e.Kind == loadRR {
+		return e.sendRequests()
+	}
+	return e.sendStream()
+}
+
+// serve runs the server's end.
+func (e *end) serve() (measured, error) {
+	if err := e.send([]byte{startByte}); err != nil {
+		return measured{}, err
+	}
+	if e.Kind == loadRR {
+		return e.answerRequests()
+	}
+	return e.receiveStream()
+}
+
+// sendRequests sends requests and checks the responses, which are equal to the
+// requests.
+func (e *end) sendRequests() (m measured, err error) {
 	request := slices.Clone(e.content)
 	var sequence uint64
 	exchange := func() error {
@@ -191,7 +218,7 @@ func (e *end) ask() (m measured, err error) {
 	}
 	took := make([]uint32, e.For/fastest)
 	for i := range took {
-		took[i] = 1 // so that the memory is there
+		took[i] = 1 // touches the memory
 	}
 	cpu, start := e.clock.now(), time.Since(e.begun)
 	limit := start + e.For
@@ -212,8 +239,8 @@ func (e *end) ask() (m measured, err error) {
 	return m, e.finish()
 }
 
-// answer sends what it receives.
-func (e *end) answer() (m measured, err error) {
+// answerRequests returns what it receives, message by message.
+func (e *end) answerRequests() (m measured, err error) {
 	var cpu, start time.Duration
 	for measuring := false; ; {
 		err := e.receive()
@@ -239,8 +266,8 @@ func (e *end) answer() (m measured, err error) {
 	return m, nil
 }
 
-// pour sends a stream.
-func (e *end) pour() (m measured, err error) {
+// sendStream sends a stream.
+func (e *end) sendStream() (m measured, err error) {
 	for time.Since(e.begun) < e.Warmup {
 		if err := e.send(e.content); err != nil {
 			return m, err
@@ -264,8 +291,8 @@ func (e *end) pour() (m measured, err error) {
 	return m, e.finish()
 }
 
-// drain receives a stream.
-func (e *end) drain() (m measured, err error) {
+// receiveStream receives and checks a stream.
+func (e *end) receiveStream() (m measured, err error) {
 	var cpu, start, last time.Duration
 	at := 0 // in the content
 	for measuring := false; ; {
@@ -298,12 +325,12 @@ func (e *end) drain() (m measured, err error) {
 	return m, nil
 }
 
-var errCorrupt = errors.New("what came is not what was sent")
+var errCorrupt = errors.New("received data differ from those sent")
 
-// finish sends no more, and waits until the other end has closed.
+// finish closes the sending direction and waits until the other end has closed.
 func (e *end) finish() error {
 	if err := unix.Shutdown(e.fd, unix.SHUT_WR); err != nil {
-		return fmt.Errorf("end the connection: %w", err)
+		return fmt.Errorf("shut down the connection: %w", err)
 	}
 	switch _, err := e.read(e.buf); {
 	case errors.Is(err, io.EOF):
@@ -330,12 +357,12 @@ func (e *end) send(b []byte) error {
 	return nil
 }
 
-// receive receives one message; io.EOF if the other end is done.
+// receive receives one message. Returns io.EOF if the other end has closed.
 func (e *end) receive() error {
 	for done := 0; done < len(e.buf); {
 		n, err := e.read(e.buf[done:])
 		if errors.Is(err, io.EOF) && done > 0 {
-			return errors.New("receive: the connection ended within a message")
+			return errors.New("receive: the connection was closed within a message")
 		}
 		if err != nil {
 			return err

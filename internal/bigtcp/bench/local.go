@@ -16,11 +16,11 @@ import (
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 )
 
-// Local measures between two network namespaces that it makes. Nothing else on the
-// host is changed, and nothing of it is left, however it ends. Needs root.
+// Local measures between two network namespaces that it creates. It changes nothing
+// else on the host and removes the namespaces when it returns. Needs root.
 func Local(ctx context.Context, o Options) (result *Result, err error) {
 	if err := o.Check(); err != nil {
 		return nil, err
@@ -32,86 +32,84 @@ func Local(ctx context.Context, o Options) (result *Result, err error) {
 	if err != nil {
 		return nil, err
 	}
-	l := &lab{}
+	l := &lab{size: o.Size}
 	defer func() { err = joined(err, l.close()) }()
 	if err := l.build(o.Path); err != nil {
-		return nil, fmt.Errorf("make namespaces: %w", err)
+		return nil, fmt.Errorf("create namespaces: %w", err)
 	}
-	here, there := l.spaces[0].network, l.spaces[1].network
-	result = &Result{Path: o.Path, Message: o.Message, Size: o.Size, Rounds: o.Rounds, ForNS: o.For.Nanoseconds(), Families: []Family{}}
+	result = &Result{
+		Path: o.Path, Kernel: kernelRelease(), ClientCPU: last, ServerCPU: last,
+		Message: o.Message, Size: o.Size, Rounds: o.Rounds, ForNS: o.For.Nanoseconds(), Families: []Family{},
+	}
+	if o.TwoCPUs {
+		result.ServerCPU = other
+	}
+	support := l.namespaces[0].network.Support()
 	var families []string
 	for _, family := range Families {
-		if err := lacks(here, family); err != nil {
+		if err := unsupported(support, family); err != nil {
 			result.Notes = append(result.Notes, fmt.Sprintf("%s was not measured: %v", familyName(family), err))
 			continue
 		}
 		families = append(families, family)
 	}
 	if len(families) == 0 {
-		return nil, lacks(here, IPv6)
+		return nil, unsupported(support, IPv6)
 	}
-	s, err := Listen(there, nil, "[::]:0", func(string, ...any) {})
-	if err != nil {
-		return nil, err
-	}
-	s.setter, s.cpu = l, last
-	if o.TwoCPUs {
-		s.cpu = other
-	}
-	s.beside = s.cpu == last
-	// An interrupt is the client's.
-	serving, stop := context.WithCancel(context.WithoutCancel(ctx))
-	served := make(chan error, 1)
-	go func() { served <- s.Serve(serving) }()
-	defer func() {
-		stop()
-		err = joined(err, <-served)
-	}()
-	port := netip.MustParseAddrPort(s.Address().String()).Port()
-	l.size = o.Size
+	runs := o.Rounds * runsPerRound
 	for i, family := range families {
-		c := &client{
-			Options: o, network: here, key: s.key, cpu: last, sizes: l, counted: l.counted,
-			runs: o.Rounds * runsOfRound * len(families), done: i * o.Rounds * runsOfRound,
+		m := &measurement{
+			Options: o, lab: l, family: family, clientCPU: result.ClientCPU, serverCPU: result.ServerCPU,
+			done: i * runs, runs: len(families) * runs,
 		}
-		address := netip.AddrPortFrom(l.address(family), port)
-		w, host, err := c.hello(ctx, address)
+		f, err := m.measure(ctx)
 		if err != nil {
 			return nil, err
 		}
-		f, err := c.measure(ctx, w, address)
-		w.Close()
-		if err != nil {
-			return nil, err
-		}
-		f.Client = Host{Kernel: host.Kernel, Interface: device, CPU: last, Changed: true}
-		f.Server = *host
-		f.Server.Interface = device
 		result.Families = append(result.Families, *f)
 	}
 	return result, nil
 }
 
-// device is that of both ends.
-const device = "eth0"
-
-// A lab is the client's namespace, the server's, and that between them if there is
-// one.
-type lab struct {
-	path   string
-	size   uint32
-	spaces []*space
+// unsupported returns an error if the kernel has no BIG TCP for a family.
+func unsupported(s netif.Support, family string) error {
+	switch {
+	case family == IPv6 && !s.IPv6:
+		return netif.NewError(netif.KindUnsupported, "", "this kernel has no BIG TCP for IPv6, which needs Linux 5.19")
+	case family == IPv4 && !s.IPv4:
+		return netif.NewError(netif.KindUnsupported, "", "this kernel has no BIG TCP for IPv4, which needs Linux 6.3")
+	}
+	return nil
 }
 
-type space struct {
-	network *bigtcp.Network
+func kernelRelease() string {
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return "unknown"
+	}
+	return unix.ByteSliceToString(u.Release[:])
+}
+
+// interfaceName is that of both ends.
+const interfaceName = "eth0"
+
+// A lab has the namespaces of the client, of the server, and of what connects them, if
+// anything.
+type lab struct {
+	path       string
+	size       uint32
+	namespaces []*namespace
+}
+
+type namespace struct {
+	network *netif.Namespace
 	nl      *netlink.Handle
 	fd      netns.NsHandle
 }
 
-// newSpace makes a network namespace with lo up.
-func newSpace() (*space, error) {
-	s := &space{fd: netns.None()}
+// newNamespace creates a network namespace with lo up.
+func newNamespace() (*namespace, error) {
+	s := &namespace{fd: netns.None()}
 	err := s.open()
 	if err != nil {
 		return nil, joined(err, s.close())
@@ -119,7 +117,7 @@ func newSpace() (*space, error) {
 	return s, nil
 }
 
-func (s *space) open() error {
+func (s *namespace) open() error {
 	made := make(chan error)
 	go func() {
 		runtime.LockOSThread()
@@ -131,7 +129,7 @@ func (s *space) open() error {
 		if s.fd, err = netns.New(); err == nil {
 			err = sysctls()
 		}
-		// A thread that cannot come back ends with its goroutine.
+		// A thread that cannot return stays locked and ends with its goroutine.
 		if back := netns.Set(home); back == nil {
 			runtime.UnlockOSThread()
 		}
@@ -142,7 +140,7 @@ func (s *space) open() error {
 	if err != nil {
 		return err
 	}
-	if s.network, err = bigtcp.OpenNetwork(fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), int(s.fd))); err != nil {
+	if s.network, err = netif.OpenNamespace(fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), int(s.fd))); err != nil {
 		return err
 	}
 	if s.nl, err = netlink.NewHandleAt(s.fd, unix.NETLINK_ROUTE); err != nil {
@@ -151,8 +149,8 @@ func (s *space) open() error {
 	return s.up("lo")
 }
 
-// sysctls has addresses usable at once, connections begin alike, and not begin
-// again slowly after each pause, as is set on hosts in data centres.
+// sysctls makes addresses usable at once, gives all connections the same initial
+// state, and disables slow start after idle periods, as is common in data centres.
 func sysctls() error {
 	for name, value := range map[string]string{
 		"ipv6/conf/all/accept_dad": "0", "ipv6/conf/default/accept_dad": "0",
@@ -165,7 +163,7 @@ func sysctls() error {
 	return nil
 }
 
-func (s *space) close() (err error) {
+func (s *namespace) close() (err error) {
 	if s.nl != nil {
 		s.nl.Close()
 	}
@@ -178,7 +176,7 @@ func (s *space) close() (err error) {
 	return err
 }
 
-func (s *space) up(names ...string) error {
+func (s *namespace) up(names ...string) error {
 	for _, name := range names {
 		link, err := s.nl.LinkByName(name)
 		if err == nil {
@@ -191,21 +189,21 @@ func (s *space) up(names ...string) error {
 	return nil
 }
 
-// join makes a veth pair between two namespaces.
-func join(a *space, nameA string, b *space, nameB string) error {
+// addVeth adds a veth pair between two namespaces.
+func addVeth(a *namespace, nameA string, b *namespace, nameB string) error {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name = nameA
 	pair := &netlink.Veth{LinkAttrs: attrs, PeerName: nameB, PeerNamespace: netlink.NsFd(b.fd)}
 	if err := a.nl.LinkAdd(pair); err != nil {
-		return fmt.Errorf("make veth pair: %w", err)
+		return fmt.Errorf("add veth pair: %w", err)
 	}
 	return joined(a.up(nameA), b.up(nameB))
 }
 
-// routerMTU leaves room for 8 bytes more than the hosts' MTU.
+// routerMTU is 8 bytes more than the MTU of the hosts.
 const routerMTU = 1508
 
-func (s *space) widen(name string) error {
+func (s *namespace) setRouterMTU(name string) error {
 	link, err := s.nl.LinkByName(name)
 	if err == nil {
 		err = s.nl.LinkSetMTU(link, routerMTU)
@@ -216,7 +214,8 @@ func (s *space) widen(name string) error {
 	return nil
 }
 
-// prefixes are of the hosts: the same network without a router between them.
+// prefix returns the address of a host. Without a router both hosts are in one
+// network.
 func (l *lab) prefix(family string, host int) netip.Prefix {
 	network := byte(0)
 	if l.path == PathRouter {
@@ -228,10 +227,10 @@ func (l *lab) prefix(family string, host int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0: 0xfd, 1: 0x84, 7: network, 15: byte(1 + host)}), 64)
 }
 
-// address is the server's.
+// address returns the address of the server.
 func (l *lab) address(family string) netip.Addr { return l.prefix(family, 1).Addr() }
 
-// gateway is the router's address on the network of a host.
+// gateway returns the address of the router in the network of a host.
 func (l *lab) gateway(family string, host int) netip.Prefix {
 	p := l.prefix(family, host)
 	b := p.Addr().AsSlice()
@@ -247,18 +246,18 @@ func (l *lab) build(path string) error {
 		count = 2
 	}
 	for range count {
-		s, err := newSpace()
+		s, err := newNamespace()
 		if err != nil {
 			return err
 		}
-		l.spaces = append(l.spaces, s)
+		l.namespaces = append(l.namespaces, s)
 	}
 	if err := l.connect(); err != nil {
 		return err
 	}
 	for host := range 2 {
 		for _, family := range Families {
-			if err := l.spaces[host].give(device, l.prefix(family, host)); err != nil {
+			if err := l.namespaces[host].addAddress(interfaceName, l.prefix(family, host)); err != nil {
 				return err
 			}
 			if path == PathRouter {
@@ -275,15 +274,15 @@ func port(host int) string { return fmt.Sprintf("port%d", host) }
 
 func (l *lab) connect() error {
 	if l.path == PathVeth {
-		return join(l.spaces[0], device, l.spaces[1], device)
+		return addVeth(l.namespaces[0], interfaceName, l.namespaces[1], interfaceName)
 	}
-	middle := l.spaces[2]
+	middle := l.namespaces[2]
 	for host := range 2 {
-		if err := join(middle, port(host), l.spaces[host], device); err != nil {
+		if err := addVeth(middle, port(host), l.namespaces[host], interfaceName); err != nil {
 			return err
 		}
 		if l.path == PathRouter {
-			if err := middle.widen(port(host)); err != nil {
+			if err := middle.setRouterMTU(port(host)); err != nil {
 				return err
 			}
 		}
@@ -292,7 +291,7 @@ func (l *lab) connect() error {
 		return middle.network.Do(func() error {
 			for _, name := range []string{"ipv4/ip_forward", "ipv6/conf/all/forwarding"} {
 				if err := os.WriteFile(filepath.Join("/proc/sys/net", name), []byte("1"), 0); err != nil {
-					return fmt.Errorf("have a namespace forward: %w", err)
+					return fmt.Errorf("enable forwarding: %w", err)
 				}
 			}
 			return nil
@@ -302,7 +301,7 @@ func (l *lab) connect() error {
 	attrs.Name = "bridge"
 	bridge := &netlink.Bridge{LinkAttrs: attrs}
 	if err := middle.nl.LinkAdd(bridge); err != nil {
-		return fmt.Errorf("make bridge: %w", err)
+		return fmt.Errorf("add bridge: %w", err)
 	}
 	for host := range 2 {
 		link, err := middle.nl.LinkByName(port(host))
@@ -310,14 +309,14 @@ func (l *lab) connect() error {
 			err = middle.nl.LinkSetMaster(link, bridge)
 		}
 		if err != nil {
-			return fmt.Errorf("join %s to the bridge: %w", port(host), err)
+			return fmt.Errorf("add %s to the bridge: %w", port(host), err)
 		}
 	}
 	return middle.up(attrs.Name)
 }
 
-// give gives a device an address that can be used at once.
-func (s *space) give(name string, p netip.Prefix) error {
+// addAddress adds an address without duplicate address detection.
+func (s *namespace) addAddress(name string, p netip.Prefix) error {
 	link, err := s.nl.LinkByName(name)
 	if err == nil {
 		a := &netlink.Addr{IPNet: &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}}
@@ -327,40 +326,40 @@ func (s *space) give(name string, p netip.Prefix) error {
 		err = s.nl.AddrAdd(link, a)
 	}
 	if err != nil {
-		return fmt.Errorf("give %s the address %s: %w", name, p, err)
+		return fmt.Errorf("add address to %s: %s: %w", name, p, err)
 	}
 	return nil
 }
 
-// route sends what a host sends through the router, by its default route.
+// route adds a default route of a host through the router.
 func (l *lab) route(family string, host int) error {
 	gateway := l.gateway(family, host)
-	if err := l.spaces[2].give(port(host), gateway); err != nil {
+	if err := l.namespaces[2].addAddress(port(host), gateway); err != nil {
 		return err
 	}
-	if err := l.spaces[host].nl.RouteAdd(&netlink.Route{Gw: gateway.Addr().AsSlice()}); err != nil {
-		return fmt.Errorf("add route by %s: %w", gateway.Addr(), err)
+	if err := l.namespaces[host].nl.RouteAdd(&netlink.Route{Gw: gateway.Addr().AsSlice()}); err != nil {
+		return fmt.Errorf("add route through %s: %w", gateway.Addr(), err)
 	}
 	return nil
 }
 
-// set sets all devices on the way.
+// set sets the sizes of all interfaces on the path.
 func (l *lab) set(on bool) error {
-	size := uint32(bigtcp.Legacy)
+	size := uint32(netif.Legacy)
 	if on {
 		size = l.size
 	}
-	for _, s := range l.spaces {
+	for _, s := range l.namespaces {
 		links, err := s.nl.LinkList()
 		if err != nil {
-			return fmt.Errorf("list devices: %w", err)
+			return fmt.Errorf("list interfaces: %w", err)
 		}
 		support := s.network.Support()
 		for _, link := range links {
 			if link.Attrs().Name == "lo" {
 				continue
 			}
-			sizes := bigtcp.Sizes{GSO: size, GRO: size}
+			sizes := netif.Sizes{GSO: size, GRO: size}
 			if support.IPv4 {
 				sizes.GSOIPv4, sizes.GROIPv4 = size, size
 			}
@@ -372,13 +371,13 @@ func (l *lab) set(on bool) error {
 	return nil
 }
 
-// restore has nothing to do: all devices are the bench's own.
-func (l *lab) restore() error { return nil }
+// counters are of all packets that an interface has sent and received.
+type counters struct{ sent, sentBytes, received uint64 }
 
-// counted is of the client's device, where a packet counts as one however large it
-// is.
-func (l *lab) counted() (counters, error) {
-	link, err := l.spaces[0].nl.LinkByName(device)
+// countPackets returns the counters of the client's interface, where a packet of any
+// size counts once.
+func (l *lab) countPackets() (counters, error) {
+	link, err := l.namespaces[0].nl.LinkByName(interfaceName)
 	if err != nil {
 		return counters{}, fmt.Errorf("count packets: %w", err)
 	}
@@ -387,7 +386,7 @@ func (l *lab) counted() (counters, error) {
 }
 
 func (l *lab) close() (err error) {
-	for _, s := range l.spaces {
+	for _, s := range l.namespaces {
 		err = joined(err, s.close())
 	}
 	return err

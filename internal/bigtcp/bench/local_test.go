@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 )
 
 func TestLocal(t *testing.T) {
@@ -31,7 +31,7 @@ func TestLocal(t *testing.T) {
 			o.For, o.Warmup = 50*time.Millisecond, 50*time.Millisecond
 			told := 0
 			o.Progress = func(done, of int) {
-				if told++; done != told || of != o.Rounds*runsOfRound*2 {
+				if told++; done != told || of != o.Rounds*runsPerRound*2 {
 					t.Errorf("%s: progress %d of %d, after %d", path, done, of, told-1)
 				}
 			}
@@ -39,11 +39,11 @@ func TestLocal(t *testing.T) {
 			if err != nil {
 				t.Fatalf("%s: %v", path, err)
 			}
-			if told != o.Rounds*runsOfRound*2 || len(r.Families) != 2 {
+			if told != o.Rounds*runsPerRound*2 || len(r.Families) != 2 {
 				t.Fatalf("%s: %d runs of %d families", path, told, len(r.Families))
 			}
 			for _, f := range r.Families {
-				if len(f.Rows) != len(measures(o.Message)) || len(f.Runs) != o.Rounds*runsOfRound {
+				if len(f.Rows) != len(measures(o.Message)) || len(f.Runs) != o.Rounds*runsPerRound {
 					t.Errorf("%s, %s: %d rows of %d runs", path, f.Family, len(f.Rows), len(f.Runs))
 				}
 				for _, row := range f.Rows {
@@ -54,7 +54,7 @@ func TestLocal(t *testing.T) {
 					}
 				}
 				packets, _ := r.Row(f.Family, "stream_packet")
-				if packets.Off > bigtcp.Legacy || packets.On <= bigtcp.Legacy {
+				if packets.Off > netif.Legacy || packets.On <= netif.Legacy {
 					t.Errorf("%s, %s: packets of %.0f bytes off, %.0f on", path, f.Family, packets.Off, packets.On)
 				}
 				if packets, _ := r.Row(f.Family, "rr_packets"); packets.Off < 4 || packets.On < 2 || packets.On >= packets.Off {
@@ -108,8 +108,8 @@ func TestLocalInterrupted(t *testing.T) {
 
 func TestOptions(t *testing.T) {
 	for name, change := range map[string]func(*Options){
-		"size of off":     func(o *Options) { o.Size = bigtcp.Legacy },
-		"size":            func(o *Options) { o.Size = bigtcp.Most + 1 },
+		"size of off":     func(o *Options) { o.Size = netif.Legacy },
+		"size":            func(o *Options) { o.Size = netif.MaxSize + 1 },
 		"no message":      func(o *Options) { o.Message = 0 },
 		"small message":   func(o *Options) { o.Message = sequenceSize + checkedSize - 1 },
 		"large message":   func(o *Options) { o.Message = maxMessage + 1 },
@@ -124,7 +124,7 @@ func TestOptions(t *testing.T) {
 		o := quick()
 		change(&o)
 		_, err := Local(t.Context(), o)
-		if kind, ok := kindOf(err); !ok || kind != bigtcp.KindUsage {
+		if kind, ok := kindOf(err); !ok || kind != netif.KindUsage {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

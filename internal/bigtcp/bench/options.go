@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bench measures what BIG TCP gives between two hosts, or between two
-// network namespaces of its own: request-response and streams, with it off and on
-// in turns. It leaves the hosts as they were.
+// Package bench measures what BIG TCP gives between two network namespaces that it
+// makes: requests and responses, and streams, with BIG TCP off and on in turns.
 package bench
 
 import (
 	"fmt"
 	"time"
 
-	"sockeye/internal/bigtcp"
+	"sockeye/internal/bigtcp/netif"
 )
 
-// Families are the IP families, in the order in which they are measured.
+// Families are the IP families in the order of the measurement.
 var Families = []string{IPv6, IPv4}
 
 // The families.
@@ -25,21 +24,19 @@ const (
 const (
 	// PathVeth is a veth pair between two namespaces.
 	PathVeth = "veth"
-	// PathBridge is a bridge with two namespaces at it, as a host's containers are.
+	// PathBridge is a bridge between two namespaces, as between the containers of a
+	// host.
 	PathBridge = "bridge"
-	// PathRouter is a namespace that forwards between two others, whose MTU is 1500. Its
-	// own is 1508: an IPv6 packet above 65536 bytes has a hop-by-hop header of 8 bytes
-	// (until early 2026), which Linux counts for each segment when it forwards, so that
-	// it drops what is to go out by an MTU of 1500.
+	// PathRouter is a namespace that forwards between two others with an MTU of 1500.
+	// Its own MTU is 1508: before Linux 7.0 an IPv6 packet above 65535 bytes has a
+	// hop-by-hop option of 8 bytes, which Linux counts for each segment of a forwarded
+	// packet, so that it drops packets at an MTU of 1500.
 	PathRouter = "router"
-	// pathNetwork is that to another host.
-	pathNetwork = "network"
 )
 
-// Paths are those that Local makes.
+// Paths are the paths of Local.
 var Paths = []string{PathBridge, PathVeth, PathRouter}
 
-// What is asked of a peer is bounded by these, too.
 const (
 	maxMessage = 1 << 20
 	maxRounds  = 100
@@ -48,7 +45,7 @@ const (
 	maxWarmup  = 5 * time.Second
 )
 
-// Options say what is measured.
+// Options of a benchmark.
 type Options struct {
 	// Size is the largest packet while BIG TCP is on, in bytes: above bigtcp.Legacy, up
 	// to bigtcp.Most.
@@ -59,24 +56,26 @@ type Options struct {
 	Warmup  time.Duration // of its connection, before; up to 5 s
 	// Path is between the namespaces of Local.
 	Path string
-	// TwoCPUs puts the ends of Local on two CPUs.
+	// TwoCPUs binds the ends to two CPUs.
 	TwoCPUs bool
-	// Progress, unless nil, is told of each run that is over, and how many there are.
+	// Progress, unless nil, is called after each run with the number of completed runs
+	// and of all runs.
 	Progress func(done, of int)
 }
 
-// Defaults are the article's sizes, and ten rounds.
+// Defaults are the sizes of published measurements (netperf TCP_RR of 80000 bytes, with
+// packets of up to 185000), and ten rounds.
 func Defaults() Options {
 	return Options{
 		Size: 185000, Message: 80000, Rounds: 10, For: time.Second, Warmup: 200 * time.Millisecond, Path: PathBridge,
 	}
 }
 
-// Check returns a [bigtcp.Error] if an option is out of bounds.
+// Check returns a [netif.Error] if an option is out of bounds.
 func (o *Options) Check() error {
 	switch {
-	case o.Size <= bigtcp.Legacy || o.Size > bigtcp.Most:
-		return usage(fmt.Sprintf("above %d, up to %d", bigtcp.Legacy, bigtcp.Most), "the size is %d bytes", o.Size)
+	case o.Size <= netif.Legacy || o.Size > netif.MaxSize:
+		return usage(fmt.Sprintf("above %d, up to %d", netif.Legacy, netif.MaxSize), "the size is %d bytes", o.Size)
 	case o.Message < sequenceSize+checkedSize || o.Message > maxMessage:
 		return usage(fmt.Sprintf("%d to %d", sequenceSize+checkedSize, maxMessage), "the message is of %d bytes", o.Message)
 	case o.Rounds < 1 || o.Rounds > maxRounds:
@@ -90,10 +89,10 @@ func (o *Options) Check() error {
 }
 
 func usage(hint, format string, args ...any) error {
-	return &bigtcp.Error{Kind: bigtcp.KindUsage, Err: fmt.Errorf(format, args...), Hint: hint}
+	return netif.NewError(netif.KindUsage, hint, format, args...)
 }
 
-// joined is one error of one line of several, of which any may be nil.
+// joined joins errors in one line; any may be nil.
 func joined(errs ...error) (all error) {
 	for _, err := range errs {
 		switch {

@@ -13,56 +13,35 @@ import (
 	"unicode/utf8"
 )
 
-// Result is what was measured.
+// Result is the result of a benchmark.
 type Result struct {
-	Path     string   `json:"path"`          // of Paths, or network
-	Message  int      `json:"message_bytes"` // of a request, and of its response
-	Size     uint32   `json:"size_bytes"`    // of the largest packet while on
-	Rounds   int      `json:"rounds"`
-	ForNS    int64    `json:"for_ns"` // measured of each run
-	Families []Family `json:"families"`
-	Notes    []string `json:"notes,omitempty"` // of what could not be measured
+	Path      string   `json:"path"`       // of Paths
+	Kernel    string   `json:"kernel"`     // release
+	ClientCPU int      `json:"client_cpu"` // to which that end was bound
+	ServerCPU int      `json:"server_cpu"`
+	Message   int      `json:"message_bytes"` // of a request, and of its response
+	Size      uint32   `json:"size_bytes"`    // of the largest packet while on
+	Rounds    int      `json:"rounds"`
+	ForNS     int64    `json:"for_ns"` // measured of each run
+	Families  []Family `json:"families"`
+	Notes     []string `json:"notes,omitempty"` // of what could not be measured
 }
 
-// Family is what was measured over one IP family.
+// Family is the results of one IP family.
 type Family struct {
 	Family string   `json:"family"` // ipv6 or ipv4
-	Client Host     `json:"client"`
-	Server Host     `json:"server"`
 	Rows   []Row    `json:"rows"`
 	Runs   []Sample `json:"runs"`
 }
 
-// Host is an end.
-type Host struct {
-	Kernel    string   `json:"kernel"`
-	Interface string   `json:"interface"`
-	CPU       int      `json:"cpu"`     // to which it was bound
-	Changed   bool     `json:"changed"` // false: it had no right to change its sizes
-	Notes     []string `json:"notes,omitempty"`
-}
-
-// maxNotes of a host are told.
-const maxNotes = 5
-
-// plain is what may be shown of a host that describes itself.
-func (h *Host) plain() *Host {
-	p := *h
-	p.Kernel, p.Interface, p.Notes = plain(h.Kernel), plain(h.Interface), nil
-	for _, n := range h.Notes[:min(len(h.Notes), maxNotes)] {
-		p.Notes = append(p.Notes, plain(n))
-	}
-	return &p
-}
-
-// Row is a figure, off and on.
+// Row is a figure with BIG TCP off and on.
 type Row struct {
 	Name  string `json:"name"` // fixed: rr_min, rr_p50, rr_p90, rr_p99, rr_rate, rr_cpu, rr_cpu_gb, rr_packets, stream_rate, stream_cpu_gb, stream_packet
 	Title string `json:"title"`
 	Unit  string `json:"unit"`
-	// Off and On are medians of the rounds, Ratio that of the rounds' ratios of on to
-	// off. The ratio that ever more rounds would have lies between Low and High, with a
-	// confidence of 95 %, from six rounds on; of fewer rounds these are the extremes.
+	// Off and On are medians of the rounds, Ratio is the median of the rounds' ratios
+	// of on to off. Low and High are its 95 % confidence interval for six rounds or
+	// more, and the extremes for fewer.
 	Off   float64 `json:"off"`
 	On    float64 `json:"on"`
 	Ratio float64 `json:"ratio"`
@@ -70,45 +49,39 @@ type Row struct {
 	High  float64 `json:"high"`
 }
 
-// Sample is a run.
+// Sample is one run.
 type Sample struct {
 	Round int    `json:"round"`
 	Load  string `json:"load"` // rr or stream
 	On    bool   `json:"on"`
-	// Of rr, in microseconds. Quantiles, and the rate, are medians of ten pieces of the
-	// run.
+	// Latencies of rr, in microseconds. Quantiles, and the rate, are medians of ten
+	// parts of the run.
 	Min float64 `json:"min_us,omitempty"`
 	P50 float64 `json:"p50_us,omitempty"`
 	P90 float64 `json:"p90_us,omitempty"`
 	P99 float64 `json:"p99_us,omitempty"`
 	Max float64 `json:"max_us,omitempty"`
-	// Rate is transactions a second of rr, and bits a second of a stream.
+	// Rate is transactions per second of rr, and bits per second of a stream.
 	Rate float64 `json:"rate"`
-	// CPU is of both ends, in seconds for each transaction of rr, or for each byte of
-	// a stream.
+	// CPU is the time of both ends, in seconds per transaction of rr or per byte of a
+	// stream.
 	CPU float64 `json:"cpu_s"`
-	// Share is how much of one CPU both ends together have worked.
+	// Share is the CPU time of both ends divided by the elapsed time.
 	Share float64 `json:"cpu_share"`
-	// Of the paths on one host: packets of each transaction, in both directions, and the
-	// mean size of those of a stream.
+	// Packets of each transaction, in both directions, and the mean size of those of a
+	// stream.
 	Packets     float64 `json:"packets,omitempty"`
 	PacketBytes float64 `json:"packet_bytes,omitempty"`
 }
 
-func sample(kind string, own *measured, peer *reply) (*Sample, error) {
-	const most = 1 << 50 // of what a peer says, so that sums do not overflow
-	for _, v := range []int64{peer.Count, peer.Bytes, peer.ElapsedNS, peer.CPUNS} {
-		if v < 0 || v > most {
-			return nil, errors.New("what the server has measured makes no sense")
-		}
-	}
+func sample(kind string, own, peer *measured) (*Sample, error) {
 	s := &Sample{}
 	if kind == loadStream {
-		if own.Bytes == 0 || peer.Bytes == 0 || peer.ElapsedNS == 0 {
+		if own.Bytes == 0 || peer.Bytes == 0 || peer.Elapsed == 0 {
 			return nil, errors.New("nothing got through")
 		}
 		s.Rate = 8 * median(own.rates)
-		s.CPU = own.CPU.Seconds()/float64(own.Bytes) + time.Duration(peer.CPUNS).Seconds()/float64(peer.Bytes)
+		s.CPU = own.CPU.Seconds()/float64(own.Bytes) + peer.CPU.Seconds()/float64(peer.Bytes)
 		s.Share = s.CPU * float64(own.Bytes) / own.Elapsed.Seconds()
 		return s, nil
 	}
@@ -126,13 +99,13 @@ func sample(kind string, own *measured, peer *reply) (*Sample, error) {
 	all := piece{took: own.took} // each of its pieces is sorted
 	slices.Sort(all.took)
 	s.Min, s.Max = all.at(0), all.at(1)
-	s.CPU = own.CPU.Seconds()/float64(own.Count) + time.Duration(peer.CPUNS).Seconds()/float64(peer.Count)
+	s.CPU = own.CPU.Seconds()/float64(own.Count) + peer.CPU.Seconds()/float64(peer.Count)
 	s.Share = s.CPU * float64(own.Count) / own.Elapsed.Seconds()
 	return s, nil
 }
 
-// pieces are the parts of a run of which a figure is the median, so that a moment's
-// disturbance is not in it.
+// pieces is the number of parts of a run. Figures are medians of the parts, which
+// excludes short disturbances.
 const pieces = 10
 
 type piece struct {
@@ -140,13 +113,13 @@ type piece struct {
 	took []uint32 // ns of each transaction, sorted
 }
 
-// at is a quantile, in microseconds.
+// at returns a quantile in microseconds.
 func (p piece) at(q float64) float64 {
 	return float64(p.took[int(q*float64(len(p.took)-1))]) / 1000
 }
 
-// inPieces cuts transactions that followed each other into pieces that took as long
-// as each other. Of few it makes one.
+// inPieces splits consecutive transactions into parts of equal duration; few
+// transactions are one part.
 func inPieces(took []uint32, elapsed time.Duration) iter.Seq[piece] {
 	count := pieces
 	if len(took) < 10*pieces {
@@ -169,7 +142,7 @@ func inPieces(took []uint32, elapsed time.Duration) iter.Seq[piece] {
 	}
 }
 
-// A measure is a row to be.
+// A measure defines a row.
 type measure struct {
 	name, load, title, unit string
 	figure                  func(*Sample) float64
@@ -191,7 +164,7 @@ func measures(message int) []measure {
 	}
 }
 
-// rows compares the runs, round by round.
+// rows compares the runs round by round.
 func rows(runs []Sample, message int) []Row {
 	rows := []Row{}
 	for _, m := range measures(message) {
@@ -218,7 +191,7 @@ func rows(runs []Sample, message int) []Row {
 	return rows
 }
 
-// median sorts the values.
+// median sorts the values and returns their median.
 func median(v []float64) float64 {
 	slices.Sort(v)
 	if n := len(v); n%2 == 0 {
@@ -227,10 +200,10 @@ func median(v []float64) float64 {
 	return v[len(v)/2]
 }
 
-// medianRank is the greatest rank so that the median lies between the value of
-// this rank, from below, and that from above, with 95 % at least: each value is
-// on either side of it as heads or tails (the sign test). Of fewer than six values
-// it is 1, and the confidence is less.
+// medianRank returns the greatest rank such that the interval from the value of this
+// rank to the value of the same rank from above contains the median with a confidence
+// of at least 95 % (sign test). For fewer than six values the rank is 1 and the
+// confidence is lower.
 func medianRank(n int) int {
 	rank := 1
 	term := math.Pow(0.5, float64(n)) // of rank-1 heads
@@ -256,7 +229,7 @@ func (r *Result) Row(family, name string) (Row, bool) {
 	return Row{}, false
 }
 
-// Text is the result as a table, in lines.
+// Text returns the result as a table, in lines.
 func (r *Result) Text() []string {
 	var text strings.Builder
 	p := func(format string, args ...any) { fmt.Fprintf(&text, format, args...) }
@@ -275,14 +248,14 @@ func (r *Result) Text() []string {
 	if share, ok := r.share(); ok {
 		p("The ends had %.0f %% of their CPU, by the median; less than 95 %% makes all uncertain but the minimum and CPU.\n", 100*share)
 	}
-	for _, note := range r.notes() {
+	for _, note := range r.Notes {
 		p("%s\n", note)
 	}
 	return strings.Split(strings.TrimRight(text.String(), "\n"), "\n")
 }
 
-// aligned puts figures under each other: the first two columns to the left, the
-// others to the right.
+// aligned formats a table: the first two columns left-aligned, the others
+// right-aligned.
 func aligned(table [][]string) string {
 	widths := make([]int, len(table[0]))
 	for _, row := range table {
@@ -306,7 +279,7 @@ func aligned(table [][]string) string {
 	return text.String()
 }
 
-// number has three digits or more.
+// number formats a value with at least three digits.
 func number(v float64) string {
 	switch {
 	case v >= 100:
@@ -319,39 +292,27 @@ func number(v float64) string {
 	return fmt.Sprintf("%.3f", v)
 }
 
-// path says where it was measured.
+// path describes where the measurement took place.
 func (r *Result) path() string {
-	if len(r.Families) == 0 {
-		return "Nothing was measured"
-	}
-	f := &r.Families[0]
-	cpus := fmt.Sprintf("CPU %d for both ends", f.Client.CPU)
-	if f.Client.CPU != f.Server.CPU || r.Path == pathNetwork {
-		cpus = fmt.Sprintf("CPU %d for the client and %d for the server", f.Client.CPU, f.Server.CPU)
-	}
-	kernels := "Linux " + f.Client.Kernel
-	if f.Server.Kernel != f.Client.Kernel {
-		kernels += " and " + f.Server.Kernel
+	cpus := fmt.Sprintf("CPU %d for both ends", r.ClientCPU)
+	if r.ClientCPU != r.ServerCPU {
+		cpus = fmt.Sprintf("CPU %d for the client and %d for the server", r.ClientCPU, r.ServerCPU)
 	}
 	where := map[string]string{
 		PathVeth:   "A veth pair between two namespaces",
 		PathBridge: "Two namespaces at a bridge, by a veth pair each",
 		PathRouter: "Two namespaces with a third between them that forwards",
 	}[r.Path]
-	if r.Path == pathNetwork {
-		where = fmt.Sprintf("%s of this host to %s of the server", f.Client.Interface, f.Server.Interface)
-	}
-	return fmt.Sprintf("%s; %s; %s.", where, cpus, kernels)
+	return fmt.Sprintf("%s; %s; Linux %s.", where, cpus, r.Kernel)
 }
 
-// share is the median of what the ends had of their CPU, which is never idle if they
-// have one together.
+// share returns the median share of the CPU that two ends on the same CPU had.
 func (r *Result) share() (share float64, ok bool) {
+	if r.ClientCPU != r.ServerCPU {
+		return 0, false
+	}
 	var shares []float64
 	for _, f := range r.Families {
-		if r.Path == pathNetwork || f.Client.CPU != f.Server.CPU {
-			return 0, false
-		}
 		for _, s := range f.Runs {
 			shares = append(shares, s.Share)
 		}
@@ -360,21 +321,4 @@ func (r *Result) share() (share float64, ok bool) {
 		return 0, false
 	}
 	return min(1, median(shares)), true
-}
-
-// notes are what is not as was asked for.
-func (r *Result) notes() []string {
-	notes := slices.Clone(r.Notes)
-	for _, f := range r.Families {
-		if !f.Server.Changed {
-			notes = append(notes, fmt.Sprintf("%s: the server has no right to change its sizes: what it sends and receives is the same, off and on", familyName(f.Family)))
-		}
-		for _, n := range f.Client.Notes {
-			notes = append(notes, familyName(f.Family)+": "+n)
-		}
-		for _, n := range f.Server.Notes {
-			notes = append(notes, familyName(f.Family)+": the server: "+n)
-		}
-	}
-	return notes
 }

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package linux reads the version of the running kernel.
+package linux
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// Version is a version of Linux as kernel.org numbers it: major, minor, patch.
+type Version [3]int
+
+func (v Version) String() string {
+	return fmt.Sprintf("%d.%d.%d", v[0], v[1], v[2])
+}
+
+// Before tells whether v is older than w.
+func (v Version) Before(w Version) bool {
+	return slices.Compare(v[:], w[:]) < 0
+}
+
+// Running returns the version of the running kernel, which it reads once.
+var Running = sync.OnceValues(readKernel)
+
+func readKernel() (Version, error) {
+	var name unix.Utsname
+	if err := unix.Uname(&name); err != nil {
+		return Version{}, fmt.Errorf("read kernel version: %w", err)
+	}
+	// The release of Ubuntu ends in .0 whatever the upstream version is.
+	signature, err := os.ReadFile("/proc/version_signature")
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return Version{}, fmt.Errorf("read kernel version: %w", err)
+	}
+	release := unix.ByteSliceToString(name.Release[:])
+	v, ok := kernelOf(release, unix.ByteSliceToString(name.Version[:]), string(signature))
+	if !ok {
+		return Version{}, fmt.Errorf("read kernel version: %q is not a version", release)
+	}
+	return v, nil
+}
+
+// kernelOf returns the upstream version of a kernel, by the release and version of
+// uname(2) and by Ubuntu's /proc/version_signature.
+func kernelOf(release, version, signature string) (Version, bool) {
+	if fields := strings.Fields(signature); len(fields) == 3 {
+		if v, ok := parseVersion(fields[2]); ok {
+			return v, true
+		}
+	}
+	// Debian has the version there, as in "#1 SMP Debian 6.1.158-1 (2025-11-09)".
+	if _, after, found := strings.Cut(version, " Debian "); found {
+		if v, ok := parseVersion(after); ok {
+			return v, true
+		}
+	}
+	return parseVersion(release)
+}
+
+// parseVersion parses a version of two or three numbers and ignores the rest.
+func parseVersion(text string) (v Version, ok bool) {
+	rest := text
+	for k := range v {
+		digits := len(rest) - len(strings.TrimLeft(rest, "0123456789"))
+		number, err := strconv.ParseUint(rest[:digits], 10, 31)
+		if err != nil {
+			return Version{}, false
+		}
+		v[k], rest = int(number), rest[digits:]
+		after, dot := strings.CutPrefix(rest, ".")
+		if k > 0 && (!dot || after == "" || after[0] < '0' || after[0] > '9') {
+			return v, true
+		}
+		if !dot {
+			return Version{}, false
+		}
+		rest = after
+	}
+	return v, true
+}

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package netiftest makes network namespaces and interfaces for tests.
+package netiftest
+
+import (
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+	vnetns "github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/netns"
+)
+
+// Sizes are sizes in the order of their fields: GSO and GRO, then those of IPv4.
+func Sizes(gso, gro, gsoIPv4, groIPv4 uint32) netif.Sizes {
+	return netif.Sizes{GSO: gso, GRO: gro, GSOIPv4: gsoIPv4, GROIPv4: groIPv4}
+}
+
+// NamedDir is the directory of named network namespaces.
+const NamedDir = "/run/netns"
+
+// hideNamed puts a folder of our own over that of the host's named namespaces.
+var hideNamed = sync.OnceValue(func() error {
+	if err := os.MkdirAll(NamedDir, 0o755); err != nil {
+		return err
+	}
+	return unix.Mount("tmpfs", NamedDir, "tmpfs", 0, "mode=0755")
+})
+
+// NamedNetns makes a network namespace with a name, as ip netns add does, and returns
+// its path.
+func NamedNetns(t testing.TB, name string) string {
+	t.Helper()
+	if err := hideNamed(); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(NamedDir, name)
+	if err := os.WriteFile(path, nil, 0o444); err != nil {
+		t.Fatal(err)
+	}
+	InNewNetns(t, func() error { return unix.Mount("/proc/thread-self/ns/net", path, "", unix.MS_BIND, "") })
+	t.Cleanup(func() { RemoveNetns(path) })
+	return path
+}
+
+// RemoveNetns removes a named network namespace.
+func RemoveNetns(path string) {
+	unix.Unmount(path, unix.MNT_DETACH)
+	os.Remove(path)
+}
+
+// HeldNetns makes a network namespace that only a descriptor keeps: no name and no
+// process leads to it.
+func HeldNetns(t testing.TB) *os.File {
+	t.Helper()
+	var held *os.File
+	InNewNetns(t, func() (err error) {
+		held, err = os.Open("/proc/thread-self/ns/net")
+		return err
+	})
+	t.Cleanup(func() { held.Close() })
+	return held
+}
+
+// InNewNetns calls f on a thread in a new network namespace.
+func InNewNetns(t testing.TB, f func() error) {
+	t.Helper()
+	err := netns.Thread(func() error {
+		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			return err
+		}
+		return f()
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Open opens a namespace, "" for that of the tests.
+func Open(t testing.TB, path string) *netif.Namespace {
+	t.Helper()
+	n, err := netif.OpenNamespace(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { n.Close() })
+	return n
+}
+
+// Kernel returns a netlink handle of a namespace, independent of the tested code.
+func Kernel(t testing.TB, path string) *netlink.Handle {
+	t.Helper()
+	at := vnetns.None()
+	if path != "" {
+		var err error
+		if at, err = vnetns.GetFromPath(path); err != nil {
+			t.Fatal(err)
+		}
+		defer at.Close()
+	}
+	h, err := netlink.NewHandleAt(at, unix.NETLINK_ROUTE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(h.Close)
+	return h
+}
+
+// Add adds an interface for the duration of the test.
+func Add(t testing.TB, h *netlink.Handle, l netlink.Link) {
+	t.Helper()
+	if err := h.LinkAdd(l); err != nil {
+		t.Fatalf("add %s %s: %v", l.Type(), l.Attrs().Name, err)
+	}
+	// It may have gone with its namespace.
+	t.Cleanup(func() { _ = h.LinkDel(l) })
+}
+
+// Named returns attributes with a name.
+func Named(name string) netlink.LinkAttrs {
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = name
+	return attrs
+}
+
+// AddVeth adds a veth pair, one end in the namespace of h and the other in that of a
+// file, nil for the same.
+func AddVeth(t testing.TB, h *netlink.Handle, name, peer string, other *os.File) {
+	t.Helper()
+	v := &netlink.Veth{LinkAttrs: Named(name), PeerName: peer}
+	if other != nil {
+		v.PeerNamespace = netlink.NsFd(int(other.Fd()))
+	}
+	Add(t, h, v)
+}
+
+// OpenFile opens a file for the duration of the test.
+func OpenFile(t testing.TB, path string) *os.File {
+	t.Helper()
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.Close() })
+	return f
+}
+
+// Descriptors counts the open descriptors of this process.
+func Descriptors(t testing.TB) int {
+	t.Helper()
+	open, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(open)
+}

@@ -1,0 +1,527 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package verify
+
+import (
+	"bytes"
+	"cmp"
+	"errors"
+	"fmt"
+	"math"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/bpf"
+)
+
+// Cause is a reason why bytes did not travel in large packets.
+type Cause struct {
+	// Name is a fixed identifier: off, kernel, driver, offload_off, cut,
+	// old_connection, receive_window, congestion_window, pacing, loss, small_writes,
+	// varied, nfqueue, tunnel, forwarded, sender, ended.
+	Name        string  `json:"name"`
+	Share       float64 `json:"share"` // of Proof.TCPBytes
+	Bytes       uint64  `json:"bytes"`
+	Connections int     `json:"connections,omitempty"` // each direction counts
+	Detail      string  `json:"detail"`                // figures are those of the connection with most bytes
+	Example     string  `json:"example,omitempty"`     // that connection
+	Hint        string  `json:"hint"`
+}
+
+const (
+	maxCauses = 5
+	// minShare is the least share of a reported cause.
+	minShare = 0.005
+	// maxSampled bounds the connections whose sockets are read in one sample.
+	maxSampled = 200
+	// maxFlows bounds the flows that are kept.
+	maxFlows = 16384
+	// pacingShift is the default of sk_pacing_shift: packets of about a millisecond.
+	pacingShift = 10
+)
+
+// flow is one direction of a connection.
+type flow struct {
+	bpf.BigTCPFlow
+	source, destination netip.AddrPort
+	sent                bool // otherwise received
+	family              Family
+	socket              *socketHistory // nil if none was found
+}
+
+// socketHistory has the maxima of all samples of a socket, in bytes; 0 if unknown.
+type socketHistory struct {
+	window     uint64 // receive window that the peer advertised
+	ownWindow  uint64 // receive window that this end advertised
+	congestion uint64 // congestion window
+	pacing     uint64 // packet size that pacing permits; math.MaxUint64 if unbounded
+	unsent     uint64
+	resent     bool
+	first      *unix.TCPInfo
+	// Since the first sample: the time with data in flight, and the part of it that
+	// was limited by the receive window.
+	busy, byWindow time.Duration
+}
+
+// add adds a sample. gso is the GSO size of the interface in bytes, rttLog the sysctl
+// tcp_tso_rtt_log.
+func (s *socketHistory) add(i *unix.TCPInfo, gso uint32, rttLog uint) {
+	if s.first == nil {
+		s.first = i
+	}
+	s.window = max(s.window, uint64(i.Snd_wnd))
+	s.ownWindow = max(s.ownWindow, uint64(i.Rcv_wnd))
+	s.congestion = max(s.congestion, uint64(i.Snd_cwnd)*uint64(i.Snd_mss))
+	s.unsent = max(s.unsent, uint64(i.Notsent_bytes))
+	s.resent = s.resent || i.Total_retrans > s.first.Total_retrans
+	s.pacing = max(s.pacing, pacedSize(i.Pacing_rate, i.Min_rtt, gso, rttLog))
+	since := func(now, then uint64) time.Duration {
+		return time.Duration(now-min(then, now)) * time.Microsecond
+	}
+	s.busy = since(i.Busy_time, s.first.Busy_time)
+	s.byWindow = since(i.Rwnd_limited, s.first.Rwnd_limited)
+}
+
+// pacedSize returns the packet size of tcp_tso_autosize in bytes, for a rate in bytes
+// per second and a round trip in microseconds.
+func pacedSize(rate uint64, minRTT, gso uint32, rttLog uint) uint64 {
+	if rate == math.MaxUint64 {
+		return rate
+	}
+	size := rate >> pacingShift
+	if shift := minRTT >> min(rttLog, 31); shift < 32 {
+		size += uint64(gso) >> shift
+	}
+	return size
+}
+
+// sampleFlows reads the flows, and the sockets of those with most bytes in small
+// packets.
+func (v *verifier) sampleFlows() error {
+	err := v.counting.Flows(func(k *bpf.BigTCPFlowKey, f *bpf.BigTCPFlow) {
+		known := v.flows[*k]
+		if known == nil {
+			if len(v.flows) >= maxFlows {
+				return
+			}
+			known = &flow{sent: int(k.Point) == bpf.BigTCPEgress, family: familyNames[k.Family]}
+			known.source, known.destination = k.Ends()
+			v.flows[*k] = known
+		}
+		known.BigTCPFlow = *f
+	})
+	if err != nil {
+		return err
+	}
+	all := make([]*flow, 0, len(v.flows))
+	for _, f := range v.flows {
+		all = append(all, f)
+	}
+	slices.SortFunc(all, func(a, b *flow) int { return cmp.Compare(b.small(), a.small()) })
+	for _, f := range all[:min(len(all), maxSampled)] {
+		local, remote := f.source, f.destination
+		if !f.sent {
+			local, remote = remote, local
+		}
+		i, err := v.diag.find(local, remote, v.before.Index)
+		if err != nil {
+			return err
+		}
+		if i == nil {
+			continue
+		}
+		if f.socket == nil {
+			f.socket = &socketHistory{}
+		}
+		f.socket.add(i, gsoSize(v.before.Sizes, f.family), v.rttLog)
+	}
+	return nil
+}
+
+// small returns the bytes in packets that are not large.
+func (f *flow) small() uint64 { return f.Bytes - min(f.LargeBytes, f.Bytes) }
+
+func (f *flow) String() string { return f.source.String() + " to " + f.destination.String() }
+
+// localAddresses returns the addresses of the namespace's interfaces.
+func (v *verifier) localAddresses() (map[netip.Addr]bool, error) {
+	locals := make(map[netip.Addr]bool)
+	err := v.network.Do(func() error {
+		all, err := netlink.AddrList(nil, netlink.FAMILY_ALL)
+		if err != nil {
+			return fmt.Errorf("list addresses: %w", err)
+		}
+		for _, a := range all {
+			if ip, ok := netip.AddrFromSlice(a.IP); ok {
+				locals[ip.Unmap()] = true
+			}
+		}
+		return nil
+	})
+	return locals, err
+}
+
+// hasQueues tells whether a program receives packets from NFQUEUE. It must run in the
+// namespace.
+func hasQueues() bool {
+	queues, err := os.ReadFile("/proc/thread-self/net/netfilter/nfnetlink_queue")
+	return err == nil && len(bytes.TrimSpace(queues)) > 0
+}
+
+// tsoRTTLog returns the sysctl tcp_tso_rtt_log (Linux 5.18). It must run in the
+// namespace.
+func tsoRTTLog() uint {
+	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_tso_rtt_log")
+	if err != nil {
+		return 0
+	}
+	n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 8)
+	if err != nil {
+		return 0
+	}
+	return uint(n)
+}
+
+// evidence is what causes are derived from.
+type evidence struct {
+	*netif.Interface
+	support netif.Support
+	verdict netif.Verdict
+	locals  map[netip.Addr]bool
+	queued  bool // a program receives packets from NFQUEUE
+}
+
+// causes returns at most maxCauses causes, those of most bytes.
+func (s *evidence) causes(flows []*flow, p *Report) []Cause {
+	byName := make(map[string]*Cause)
+	most := make(map[string]uint64)
+	for _, f := range flows {
+		n := f.small()
+		if n == 0 {
+			continue
+		}
+		found := s.cause(f)
+		c := byName[found.Name]
+		if c == nil {
+			c = &Cause{Name: found.Name}
+			byName[found.Name] = c
+		}
+		c.Bytes += n
+		c.Connections++
+		if n > most[c.Name] {
+			most[c.Name] = n
+			c.Detail, c.Hint, c.Example = found.Detail, found.Hint, f.String()
+		}
+	}
+	if p.Cut > 0 {
+		c := s.cut()
+		c.Bytes = uint64(p.Cut * float64(p.sentBytes()))
+		byName[c.Name] = &c
+	}
+	causes := []Cause{}
+	for _, c := range byName {
+		if c.Share = share(c.Bytes, p.TCPBytes); c.Share >= minShare {
+			causes = append(causes, *c)
+		}
+	}
+	slices.SortFunc(causes, func(a, b Cause) int {
+		return cmp.Or(cmp.Compare(b.Bytes, a.Bytes), strings.Compare(a.Name, b.Name))
+	})
+	return causes[:min(len(causes), maxCauses)]
+}
+
+// sentBytes returns the bytes that TCP sent, at the driver if counted there.
+func (p *Report) sentBytes() (n uint64) {
+	at := Driver
+	if p.NoDriver != "" {
+		at = Sent
+	}
+	for _, c := range p.Counts {
+		if c.Point == at && c.Family != Other {
+			n += c.Bytes
+		}
+	}
+	return n
+}
+
+// cut is the cause of packets that are large before the driver and not at the driver.
+func (s *evidence) cut() Cause {
+	c := Cause{
+		Name:   "cut",
+		Detail: fmt.Sprintf("the kernel segments packets before the driver: the sizes of the interface are %s", sizesOf(s.Sizes)),
+		Hint:   "give the interface the sizes of the one from which the packets come (sockeye bigtcp apply), if its tso_max_size permits",
+	}
+	if !s.Offloads.TSO {
+		c.Detail = "the kernel segments packets before the driver: TSO is off"
+		c.Hint = "turn TSO on: ethtool -K " + s.Name + " tso on"
+	}
+	return c
+}
+
+func sizesOf(s netif.Sizes) string {
+	if s.GSOIPv4 == 0 {
+		return fmt.Sprintf("%d bytes", s.GSO)
+	}
+	return fmt.Sprintf("%d bytes of IPv6, %d of IPv4", s.GSO, s.GSOIPv4)
+}
+
+// limit is a bound of the packet size of a flow, in bytes.
+type limit struct {
+	size  uint64
+	cause Cause
+}
+
+// cause returns why the packets of a flow are not larger.
+func (s *evidence) cause(f *flow) Cause {
+	if f.sent && f.socket == nil && !s.locals[f.source.Addr()] {
+		return Cause{
+			Name:   "forwarded",
+			Detail: fmt.Sprintf("the packets are forwarded, with at most %d bytes: the incoming interface decides their size", f.Largest),
+			Hint:   "verify the incoming interface (sockeye bigtcp verify): it merges received packets up to its GRO sizes",
+		}
+	}
+	if !f.sent {
+		return s.receivedCause(f)
+	}
+	return s.sentCause(f)
+}
+
+func (s *evidence) sentCause(f *flow) Cause {
+	base := s.base(f)
+	if f.socket == nil {
+		if f.NearlyBytes*2 >= f.Bytes {
+			return base.cause
+		}
+		return Cause{
+			Name:   "ended",
+			Detail: "the connections closed before their sockets could be read: short connections send small packets during slow start",
+			Hint:   "reuse connections for many transfers",
+		}
+	}
+	k := f.socket
+	mean := f.Bytes / max(f.Packets, 1)
+	window := limit{k.window / 2, Cause{
+		Name:   "receive_window",
+		Detail: fmt.Sprintf("the receive window of the peer is at most %d bytes, and a packet has at most half of it", k.window),
+		Hint:   "raise net.ipv4.tcp_rmem at the receiver, do not set SO_RCVBUF there, and read faster",
+	}}
+	congestion := limit{k.congestion / 2, Cause{
+		Name:   "congestion_window",
+		Detail: fmt.Sprintf("the congestion window is at most %d bytes, and a packet has at most half of it", k.congestion),
+		Hint:   lossHint + "; after idle periods set net.ipv4.tcp_slow_start_after_idle=0; raise the initial window of the route (ip route ... initcwnd)",
+	}}
+	pacing := limit{k.pacing, Cause{
+		Name:   "pacing",
+		Detail: fmt.Sprintf("at the pacing rate and round trip of the connection a packet has about %d bytes, the bytes of a millisecond", k.pacing),
+		Hint:   "this is intended on long paths; for a round trip below half a millisecond see net.ipv4.tcp_tso_rtt_log",
+	}}
+	if s.queued && k.unsent > 0 && f.Mss == 0 {
+		return Cause{
+			Name:   "nfqueue",
+			Detail: "a program receives packets from netfilter (NFQUEUE), for which the kernel segments them",
+			Hint:   "request whole packets in the program (NFQA_CFG_F_GSO), or accept such connections before the queue",
+		}
+	}
+	if k.window/2 <= netif.Legacy && k.byWindow*2 > k.busy {
+		return window.cause
+	}
+	limits := []limit{window, congestion, pacing}
+	// With BIG TCP off, two segments of a large MTU may exceed Legacy.
+	if f.Largest <= netif.Legacy || gsoSize(s.Sizes, f.family) <= netif.Legacy {
+		limits = append(limits, base)
+	}
+	least := limit{size: math.MaxUint64}
+	for _, l := range limits {
+		if l.size != 0 && l.size <= netif.Legacy && l.size < least.size {
+			least = l
+		}
+	}
+	switch {
+	case least.size <= netif.Legacy && uint64(f.Largest)*5 >= least.size*3 && mean*4 >= least.size:
+		return least.cause
+	case f.Largest > netif.Legacy && k.resent:
+		return Cause{
+			Name:   "loss",
+			Detail: fmt.Sprintf("their connections have large packets too, of up to %d bytes, but retransmitted some: after a loss the congestion window is small", f.Largest),
+			Hint:   lossHint,
+		}
+	case f.Largest > netif.Legacy:
+		return variedCause(f)
+	}
+	return Cause{
+		Name:   "small_writes",
+		Detail: fmt.Sprintf("the application writes less at a time: packets have %d bytes on average, and no window or rate limits them", mean),
+		Hint:   "write more at a time (writev, MSG_MORE, TCP_CORK); small messages do not benefit from BIG TCP",
+	}
+}
+
+func variedCause(f *flow) Cause {
+	return Cause{
+		Name:   "varied",
+		Detail: fmt.Sprintf("their connections have large packets too, of up to %d bytes: the others are from slow start and from small writes", f.Largest),
+		Hint:   "this is normal; if the share is large, write more at a time",
+	}
+}
+
+// base is the bound if the connection has none.
+func (s *evidence) base(f *flow) limit {
+	size := gsoSize(s.Sizes, f.family)
+	l := limit{size: netif.Legacy}
+	switch {
+	case netif.IsTunnel(s.Kind):
+		l.cause = Cause{
+			Name:   "tunnel",
+			Detail: fmt.Sprintf("%s is a tunnel (%s), which encapsulates packets of at most %d bytes", s.Name, s.Kind, netif.Legacy),
+			Hint:   "packets outside a tunnel can be larger",
+		}
+	case f.family == TCP4 && !s.support.IPv4:
+		l.cause = Cause{Name: "kernel", Detail: "this kernel does not support BIG TCP for IPv4", Hint: "Linux 6.3 does"}
+	case size <= netif.Legacy && s.verdict.State == netif.Impossible:
+		l.cause = Cause{Name: "driver", Detail: s.verdict.Text, Hint: "use another interface or driver; sockeye bigtcp shows what bounds each interface"}
+	case size <= netif.Legacy:
+		l.cause = s.off(fmt.Sprintf("BIG TCP is off for %s packets that %s sends", familyText(f.family), s.Name), s.Name)
+	default:
+		l.cause = Cause{
+			Name:   "old_connection",
+			Detail: fmt.Sprintf("their packets have up to %d bytes, although %d are allowed: connections older than the change keep their size until their route is looked up again", f.Largest, size),
+			Hint:   "close the connections (restart the program, or ss -K); new ones have the new size",
+		}
+	}
+	return l
+}
+
+func (s *evidence) off(detail, name string) Cause {
+	return Cause{Name: "off", Detail: detail, Hint: "sockeye bigtcp apply " + name}
+}
+
+func familyText(f Family) string {
+	if f == TCP4 {
+		return "IPv4"
+	}
+	return "IPv6"
+}
+
+// receivedCause is the cause of received packets.
+func (s *evidence) receivedCause(f *flow) Cause {
+	if f.Largest > netif.Legacy {
+		return variedCause(f)
+	}
+	if f.socket != nil && f.socket.ownWindow > 0 && f.socket.ownWindow/2 < netif.Legacy {
+		return Cause{
+			Name:   "receive_window",
+			Detail: fmt.Sprintf("the receive window of this host is at most %d bytes, and a packet has at most half of it", f.socket.ownWindow),
+			Hint:   "raise net.ipv4.tcp_rmem here, do not set SO_RCVBUF in the program, and read faster",
+		}
+	}
+	for _, r := range s.Related {
+		if r.Relation == netif.Peer && r.Sizes.GSO != 0 && gsoSize(r.Sizes, f.family) <= netif.Legacy {
+			return s.off(fmt.Sprintf("BIG TCP is off for %s packets that the peer %s sends", familyText(f.family), r.Place()), r.Name)
+		}
+	}
+	if s.Name == "lo" && gsoSize(s.Sizes, f.family) <= netif.Legacy {
+		return s.off(fmt.Sprintf("BIG TCP is off for %s packets that lo sends, to itself", familyText(f.family)), s.Name)
+	}
+	if s.isVirtual() {
+		return Cause{
+			Name:   "sender",
+			Detail: fmt.Sprintf("the sender sends packets of at most %d bytes", f.Largest),
+			Hint:   "run sockeye bigtcp verify on the sending interface",
+		}
+	}
+	switch {
+	case f.family == TCP4 && !s.support.IPv4:
+		return Cause{Name: "kernel", Detail: "this kernel does not support BIG TCP for IPv4", Hint: "Linux 6.3 does"}
+	case !s.Offloads.GRO:
+		return Cause{Name: "offload_off", Detail: "GRO is off: received packets are not merged", Hint: "turn GRO on: ethtool -K " + s.Name + " gro on"}
+	case groSize(s.Sizes, f.family) <= netif.Legacy:
+		return s.off(fmt.Sprintf("BIG TCP is off for %s packets that %s receives", familyText(f.family), s.Name), s.Name)
+	}
+	return Cause{
+		Name:   "sender",
+		Detail: fmt.Sprintf("received packets were merged to at most %d bytes: the sender sends less at a time, or the interface delivers few packets at a time", f.Largest),
+		Hint:   "verify the sender; on this host ethtool -C (rx-usecs) and net.core.netdev_budget decide how many packets are delivered at a time",
+	}
+}
+
+// isVirtual tells whether the received packets are those that another interface of
+// this host sent.
+func (s *evidence) isVirtual() bool { return s.Kind != "" || s.Name == "lo" }
+
+// notes are what the reader of a report must know besides.
+func (p *Report) notes(before *netif.Interface, refused tooBigCounters) []string {
+	notes := []string{}
+	var other, all uint64
+	for _, c := range p.Counts {
+		if c.Point == Driver {
+			continue
+		}
+		all += c.Bytes
+		if c.Family == Other {
+			other += c.Bytes
+		}
+	}
+	switch {
+	case all == 0:
+		notes = append(notes, "no packets were counted: nothing is proven")
+	case other == all:
+		notes = append(notes, "no TCP packets were counted, and other protocols have no large packets: nothing is proven")
+	case other*2 > all:
+		notes = append(notes, fmt.Sprintf("%.0f %% of all bytes are not TCP (UDP, or encapsulated): BIG TCP does not apply to them", 100*share(other, all)))
+	}
+	if p.Sizes != before.Sizes {
+		notes = append(notes, fmt.Sprintf("the sizes changed during the run; they were %s", sizesOf(before.Sizes)))
+	}
+	if refused.byUs > 0 {
+		notes = append(notes, fmt.Sprintf("this host dropped %d forwarded IPv6 packets as too big (Ip6InTooBigErrors): %s", refused.byUs, jumbogramText))
+	}
+	if refused.byOthers > 0 {
+		notes = append(notes, fmt.Sprintf("routers on the path rejected %d IPv6 packets as too big (Icmp6InPktTooBigs): if they run Linux, %s", refused.byOthers, jumbogramText))
+	}
+	if p.NoDriver != "" {
+		notes = append(notes, "packets were not counted at the driver: which packets the kernel segments is derived from the sizes of the interface")
+	}
+	return notes
+}
+
+const lossHint = "look for loss on the path (nstat TcpRetransSegs)"
+
+const jumbogramText = "kernels before 7.0 insert an option of 8 bytes into large IPv6 packets and count it for each segment when they forward the packet, so that packets with segments that fill the MTU are lost; turn BIG TCP for IPv6 off where these packets are sent or merged, or raise the MTU of the outgoing interface by 8"
+
+// tooBigCounters count IPv6 packets of a namespace that were rejected for their size.
+type tooBigCounters struct{ byUs, byOthers uint64 }
+
+// readTooBig reads the counters. It must run in the namespace.
+func readTooBig() (n tooBigCounters, err error) {
+	text, err := os.ReadFile("/proc/thread-self/net/snmp6")
+	if errors.Is(err, os.ErrNotExist) {
+		return n, nil // the kernel has no IPv6
+	}
+	if err != nil {
+		return n, fmt.Errorf("read counters of IPv6: %w", err)
+	}
+	for line := range strings.Lines(string(text)) {
+		fields := strings.Fields(line)
+		if len(fields) != 2 {
+			continue
+		}
+		value, err := strconv.ParseUint(fields[1], 10, 64)
+		if err != nil {
+			continue
+		}
+		switch fields[0] {
+		case "Ip6InTooBigErrors":
+			n.byUs = value
+		case "Icmp6InPktTooBigs":
+			n.byOthers = value
+		}
+	}
+	return n, nil
+}

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package verify
+
+import (
+	"context"
+	"time"
+
+	"sockeye/internal/bigtcp/netif"
+)
+
+// VerifyOptions are what a test can ask for beside.
+type Options struct {
+	Clsact, NoDriver bool
+	Attached         func()
+}
+
+// VerifyWith is Verify with options.
+func RunWith(ctx context.Context, n *netif.Namespace, name string, during time.Duration, o Options) (*Report, error) {
+	return run(ctx, n, name, during, options{clsact: o.Clsact, noDriver: o.NoDriver, attached: o.Attached})
+}
