@@ -173,7 +173,7 @@ func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 	return &Agent{
 		options: o, log: o.Log, started: time.Now(), host: h, policy: &config.Policy{},
 		domains: []domain.Domain{services, tuning, tracing, newBigTCP(h)},
-		sockets: &socketMetrics{log: o.Log, cgroups: cgroups, services: services.Listening, paths: []func() map[string]string{tuning.Paths, tracing.Paths}},
+		sockets: newSocketMetrics(h, services.Listening, tuning.Paths, tracing.Paths),
 	}
 }
 

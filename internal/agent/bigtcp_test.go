@@ -40,8 +40,23 @@ var (
 	sizesOn  = netif.Sizes{GSO: 192000, GRO: 192000, GSOIPv4: 160000, GROIPv4: 160000}
 )
 
-// newSizingAgent is an agent, without a policy yet, on a kernel that has BIG TCP.
-func newSizingAgent(t *testing.T) *Agent {
+// runner drives the domain.
+type runner struct{ *domaintest.Runner }
+
+func newRunner(t *testing.T, stateDir, pins string, log slog.Handler) runner {
+	t.Helper()
+	h := domaintest.Host(t, stateDir, pins, log)
+	a := runner{domaintest.New(h, newBigTCP(h))}
+	t.Cleanup(a.Stop)
+	return a
+}
+
+func (a runner) sizing() *bigTCPDomain { return a.Domains[0].(*bigTCPDomain) }
+
+// newSizing drives the domain, without a policy yet, on a kernel that has BIG TCP.
+func newSizing(t *testing.T) runner { return newSizingWithLog(t, slog.DiscardHandler) }
+
+func newSizingWithLog(t *testing.T, log slog.Handler) runner {
 	t.Helper()
 	n, err := netif.OpenNamespace("")
 	if err != nil {
@@ -51,17 +66,13 @@ func newSizingAgent(t *testing.T) *Agent {
 	if s := n.Support(); !s.IPv6 || !s.IPv4 {
 		t.Skip("kernel: BIG TCP for both families came with Linux 6.3")
 	}
-	a := testAgent(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye")
-	t.Cleanup(a.stop)
-	return a
+	return newRunner(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye", log)
 }
 
-// again is the next agent, after this one was stopped.
-func (a *Agent) again(t *testing.T) *Agent {
+// again drives the domain of the next agent, after this one was stopped.
+func (a runner) again(t *testing.T) runner {
 	t.Helper()
-	next := testAgent(t, a.options.StateDir, a.host.Root.Dir)
-	t.Cleanup(next.stop)
-	return next
+	return newRunner(t, a.Host.StateDir, a.Host.Root.Dir, slog.DiscardHandler)
 }
 
 // addLink makes an interface that goes with the test.
@@ -139,7 +150,7 @@ func until(t *testing.T, what string, so func() bool) {
 }
 
 // sized is the status of the interface or the rule with a name.
-func (a *Agent) sized(t *testing.T, name string) api.BigTCPInterface {
+func (a runner) sized(t *testing.T, name string) api.BigTCPInterface {
 	t.Helper()
 	status, err := a.sizing().Interfaces("", name)
 	if err != nil || len(status.Interfaces) != 1 {
@@ -148,7 +159,7 @@ func (a *Agent) sized(t *testing.T, name string) api.BigTCPInterface {
 	return status.Interfaces[0]
 }
 
-func wantState(t *testing.T, a *Agent, name, state, problem string) {
+func wantState(t *testing.T, a runner, name, state, problem string) {
 	t.Helper()
 	got := a.sized(t, name)
 	if got.State != state || !strings.Contains(got.Problem, problem) || (problem == "") != (got.Problem == "") || got.Since.IsZero() {
@@ -157,21 +168,21 @@ func wantState(t *testing.T, a *Agent, name, state, problem string) {
 }
 
 // apply makes a policy true, and returns the changes as texts.
-func (a *Agent) apply(t *testing.T, text string) []string {
+func (a runner) apply(t *testing.T, text string) []string {
 	t.Helper()
-	planned, err := a.Plan(api.Candidate{Text: text, Path: a.options.Policy})
+	planned, err := a.Plan(text)
 	if err != nil {
 		t.Fatal(err)
 	}
-	plan, err := a.Apply(api.Candidate{Text: text, Path: a.options.Policy})
+	done, err := a.Apply(text)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !slices.Equal(planned.Changes, plan.Changes) {
-		t.Errorf("planned %+v, done %+v", planned.Changes, plan.Changes)
+	if !slices.Equal(planned, done) {
+		t.Errorf("planned %+v, done %+v", planned, done)
 	}
 	var texts []string
-	for _, c := range plan.Changes {
+	for _, c := range done {
 		texts = append(texts, fmt.Sprintf("%s%s %s %s (%s)", c.Netns, c.Interface, c.Action, c.What, c.Effect))
 	}
 	return texts
@@ -185,10 +196,10 @@ func wantChanges(t *testing.T, name string, got []string, want ...string) {
 }
 
 func TestBigTCPApply(t *testing.T) {
-	a := newSizingAgent(t)
+	a := newSizing(t)
 	addVeth(t, "big0")
 	addVeth(t, "other0")
-	a.begin(t, noSizes)
+	a.Start(t, noSizes)
 	const on = "sizes ipv6 65536 -> 192000, ipv4 65536 -> 160000"
 	wantChanges(t, "on", a.apply(t, bigTCPPolicy),
 		"big* add rule big*: ipv6 192KB, ipv4 160KB (for 1 interface now, and those that appear)",
@@ -211,7 +222,7 @@ func TestBigTCPApply(t *testing.T) {
 		"big0 change sizes ipv6 200000 -> 65536, ipv4 160000 -> 65536 (for new connections)")
 	wantSizes(t, "big0", sizesOff)
 	wantState(t, a, "big*", api.SizesWaiting, "there is no such interface")
-	if _, err := a.Apply(api.Candidate{Previous: true}); err != nil {
+	if _, err := a.Apply(strings.ReplaceAll(bigTCPPolicy, "192KB", "200KB")); err != nil {
 		t.Fatal(err)
 	}
 	wantSizes(t, "big0", netif.Sizes{GSO: 200000, GRO: 200000, GSOIPv4: 160000, GROIPv4: 160000})
@@ -226,7 +237,7 @@ func TestBigTCPApply(t *testing.T) {
 
 // The devices below an interface are set with it, and shown.
 func TestBigTCPPath(t *testing.T) {
-	a := newSizingAgent(t)
+	a := newSizing(t)
 	addLink(t, &netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bigbr"}})
 	addVeth(t, "port0")
 	bridge, err := netlink.LinkByName("bigbr")
@@ -240,7 +251,7 @@ func TestBigTCPPath(t *testing.T) {
 	if err := netlink.LinkSetMaster(port, bridge); err != nil {
 		t.Fatal(err)
 	}
-	a.begin(t, noSizes)
+	a.Start(t, noSizes)
 	const on = "sizes ipv6 65536 -> 192000, ipv4 65536 -> 160000"
 	wantChanges(t, "on", a.apply(t, bigTCPPolicy),
 		"big* add rule big*: ipv6 192KB, ipv4 160KB (for 1 interface now, and those that appear)",
@@ -257,9 +268,9 @@ func TestBigTCPPath(t *testing.T) {
 	meddle(t, "port0", other)
 	until(t, "the port is seen to be changed", func() bool { return a.sized(t, "port0").State == api.SizesChanged })
 	wantState(t, a, "bigbr", api.SizesApplied, "")
-	a.stop()
+	a.Stop()
 	a = a.again(t)
-	a.begin(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "180KB"))
+	a.Start(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "180KB"))
 	wantSizes(t, "port0", other)
 	wantSizes(t, "bigbr", sizesOn)
 	wantState(t, a, "bigbr", api.SizesConflict, "port0 is on its path: somebody else has set its sizes since")
@@ -273,8 +284,8 @@ func TestBigTCPPath(t *testing.T) {
 }
 
 func TestBigTCPAppearsAndVanishes(t *testing.T) {
-	a := newSizingAgent(t)
-	a.begin(t, bigTCPPolicy)
+	a := newSizing(t)
+	a.Start(t, bigTCPPolicy)
 	wantState(t, a, "big*", api.SizesWaiting, "there is no such interface")
 	addVeth(t, "big0")
 	until(t, "big0 is set", func() bool { return a.sized(t, "big0").State == api.SizesApplied })
@@ -324,12 +335,11 @@ func (r *record) count(part string) int {
 // What somebody else has set is seen, told once, and left until it is set again
 // explicitly.
 func TestBigTCPChangedByOthers(t *testing.T) {
-	a := newSizingAgent(t)
 	var log record
-	a.sizing().log = slog.New(slog.NewTextHandler(&log, nil))
+	a := newSizingWithLog(t, slog.NewTextHandler(&log, nil))
 	addVeth(t, "big0")
 	addVeth(t, "big1")
-	a.begin(t, bigTCPPolicy)
+	a.Start(t, bigTCPPolicy)
 	other := netif.Sizes{GSO: 100000, GRO: 192000, GSOIPv4: 160000, GROIPv4: 160000}
 	meddle(t, "big0", other)
 	meddle(t, "big1", sizesOff) // as it was before: somebody else's act all the same
@@ -347,9 +357,9 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 		}
 	}
 
-	status, err := a.Status()
-	if err != nil || len(status.BigTCP) != 1 || status.BigTCP[0].Applied != 1 || status.BigTCP[0].Changed != 2 || len(status.BigTCP[0].Problems) != 2 {
-		t.Errorf("%+v, %v", status, err)
+	status := a.Status(t)
+	if len(status.BigTCP) != 1 || status.BigTCP[0].Applied != 1 || status.BigTCP[0].Changed != 2 || len(status.BigTCP[0].Problems) != 2 {
+		t.Errorf("%+v", status)
 	}
 
 	// A change that is taken back leaves what somebody else had set.
@@ -367,9 +377,9 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 	wantState(t, a, "big1", api.SizesChanged, "somebody else has set its sizes since")
 
 	// So does the next agent.
-	a.stop()
+	a.Stop()
 	a = a.again(t)
-	a.begin(t, bigTCPPolicy)
+	a.Start(t, bigTCPPolicy)
 	wantSizes(t, "big0", other)
 	wantSizes(t, "big1", sizesOff)
 	wantState(t, a, "big0", api.SizesChanged, "somebody else has set its sizes since")
@@ -406,21 +416,21 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 
 // What an agent has set stays when it ends, and the next one goes on from there.
 func TestBigTCPRestart(t *testing.T) {
-	a := newSizingAgent(t)
+	a := newSizing(t)
 	addVeth(t, "big0")
 	addVeth(t, "big1")
-	a.begin(t, bigTCPPolicy)
-	a.stop()
+	a.Start(t, bigTCPPolicy)
+	a.Stop()
 	wantSizes(t, "big0", sizesOn)
 	removeLink(t, "big1")
 	addVeth(t, "big2")
 
 	a = a.again(t)
-	a.begin(t, bigTCPPolicy)
+	a.Start(t, bigTCPPolicy)
 	wantSizes(t, "big0", sizesOn)
 	wantSizes(t, "big2", sizesOn)
 	wantState(t, a, "big0", api.SizesApplied, "")
-	a.stop()
+	a.Stop()
 
 	// As if it had been killed between the record and the change.
 	files, err := filepath.Glob(filepath.Join(a.sizing().recordsDir(), "*.json"))
@@ -446,15 +456,15 @@ func TestBigTCPRestart(t *testing.T) {
 	}
 	meddle(t, "big0", sizesOff)
 	a = a.again(t)
-	a.begin(t, bigTCPPolicy)
+	a.Start(t, bigTCPPolicy)
 	wantSizes(t, "big0", sizesOn)
 	wantSizes(t, "big2", sizesOn)
 	meddle(t, "big2", sizesOff) // its record is finished by now
 	until(t, "the change is seen", func() bool { return a.sized(t, "big2").State == api.SizesChanged })
-	a.stop()
+	a.Stop()
 
 	a = a.again(t)
-	a.begin(t, noSizes)
+	a.Start(t, noSizes)
 	wantSizes(t, "big0", sizesOff)
 	wantSizes(t, "big2", sizesOff)
 	if left, err := a.sizing().records.Records(); err != nil || len(left) > 0 {
@@ -464,9 +474,9 @@ func TestBigTCPRestart(t *testing.T) {
 
 // What a command holds is left to it, until it takes that back.
 func TestBigTCPConflict(t *testing.T) {
-	a := newSizingAgent(t)
+	a := newSizing(t)
 	addVeth(t, "big0")
-	store, err := sizing.OpenStore(a.options.StateDir)
+	store, err := sizing.OpenStore(a.Host.StateDir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -479,7 +489,7 @@ func TestBigTCPConflict(t *testing.T) {
 		t.Fatal(err)
 	}
 	held := netif.Sizes{GSO: 100000, GRO: 100000, GSOIPv4: 65536, GROIPv4: 65536}
-	a.begin(t, bigTCPPolicy)
+	a.Start(t, bigTCPPolicy)
 	wantSizes(t, "big0", held)
 	wantState(t, a, "big0", api.SizesConflict, "sockeye bigtcp apply has set its sizes")
 	if got := a.sized(t, "big0").Hint; got != "sockeye bigtcp revert big0 leaves it to the policy" {
@@ -523,17 +533,17 @@ func addTun(t *testing.T, name string) {
 }
 
 func TestBigTCPImpossible(t *testing.T) {
-	a := newSizingAgent(t)
+	a := newSizing(t)
 	addTun(t, "bigtun")
 	addVeth(t, "big0")
-	a.begin(t, bigTCPPolicy)
+	a.Start(t, bigTCPPolicy)
 	wantSizes(t, "big0", sizesOn)
 	wantSizes(t, "bigtun", sizesOff)
 	wantState(t, a, "bigtun", api.SizesImpossible, "65536 bytes")
 	wantChanges(t, "nothing", a.apply(t, bigTCPPolicy))
 	text := "bigtcp:\n  - {interface: bigtun, ipv6: 192KB}\n  - {interface: \"big*\", ipv6: 180KB}\n"
-	for name, try := range map[string]func(api.Candidate) (*api.Plan, error){"plan": a.Plan, "apply": a.Apply} {
-		if _, err := try(api.Candidate{Text: text, Path: a.options.Policy}); fault.Code(err) != fault.CodeUnsupported || !strings.Contains(err.Error(), "bigtun") {
+	for name, try := range map[string]func(string) ([]api.Change, error){"plan": a.Plan, "apply": a.Apply} {
+		if _, err := try(text); fault.Code(err) != fault.CodeUnsupported || !strings.Contains(err.Error(), "bigtun") {
 			t.Errorf("%s: %v, code %d", name, err, fault.Code(err))
 		}
 	}
@@ -541,11 +551,11 @@ func TestBigTCPImpossible(t *testing.T) {
 	// Off is possible.
 	a.apply(t, strings.Replace(text, "192KB", "off", 1))
 	wantState(t, a, "bigtun", api.SizesApplied, "")
-	a.stop()
+	a.Stop()
 
 	// At a start it is no reason not to do the rest.
 	a = a.again(t)
-	a.begin(t, text)
+	a.Start(t, text)
 	wantState(t, a, "bigtun", api.SizesImpossible, "65536 bytes")
 	wantSizes(t, "big0", netif.Sizes{GSO: 180000, GRO: 180000, GSOIPv4: 65536, GROIPv4: 65536})
 }
@@ -611,11 +621,11 @@ func sizesIn(t *testing.T, path, name string) netif.Sizes {
 }
 
 func TestBigTCPNetworkNamespaces(t *testing.T) {
-	a := newSizingAgent(t)
+	a := newSizing(t)
 	path := filepath.Join(t.TempDir(), "netns", "blue")
 	text := bigTCPPolicy + "  - {interface: inner, netns: " + path + ", ipv6: 192KB, ipv4: 160KB}\n"
 	addVeth(t, "big0")
-	a.begin(t, bigTCPPolicy)
+	a.Start(t, bigTCPPolicy)
 	wantChanges(t, "a namespace that is not there", a.apply(t, text),
 		path+"inner add rule inner of "+path+": ipv6 192KB, ipv4 160KB (there is no such network namespace now: when it appears)")
 	wantSizes(t, "big0", sizesOn)
@@ -668,10 +678,10 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 	newNetns(t, path)
 	vethInto(t, path, "inner", "outer")
 	until(t, "inner is set again", func() bool { return a.sized(t, "inner").State == api.SizesApplied })
-	a.stop()
+	a.Stop()
 
 	a = a.again(t)
-	a.begin(t, noSizes)
+	a.Start(t, noSizes)
 	if got := sizesIn(t, path, "inner"); got != sizesOff {
 		t.Errorf("inner has %+v after the policy has ended", got)
 	}
@@ -682,7 +692,7 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := a.Apply(api.Candidate{Text: strings.ReplaceAll(text, path, file), Path: a.options.Policy}); fault.Code(err) != fault.CodeUsage {
+	if _, err := a.Apply(strings.ReplaceAll(text, path, file)); fault.Code(err) != fault.CodeUsage {
 		t.Errorf("a file: %v, code %d", err, fault.Code(err))
 	}
 	wantSizes(t, "big0", sizesOff)
@@ -690,9 +700,9 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 
 // All or nothing: where a later step fails, sizes are as they were.
 func TestBigTCPUndone(t *testing.T) {
-	a := newSizingAgent(t)
+	a := newSizing(t)
 	addVeth(t, "big0")
-	a.begin(t, noSizes)
+	a.Start(t, noSizes)
 	back, err := a.sizing().apply(sizings(parsed(t, bigTCPPolicy))[0])
 	if err != nil {
 		t.Fatal(err)
@@ -724,13 +734,13 @@ func TestBigTCPUndone(t *testing.T) {
 // Many interfaces that change alike are one row of a plan, and one that cannot is no
 // obstacle to them.
 func TestBigTCPCrowd(t *testing.T) {
-	a := newSizingAgent(t)
+	a := newSizing(t)
 	const crowd = 30
 	for i := range crowd {
 		addVeth(t, fmt.Sprintf("big%d", i))
 	}
 	addTun(t, "bigtun")
-	a.begin(t, noSizes)
+	a.Start(t, noSizes)
 	changes := a.apply(t, bigTCPPolicy)
 	wantChanges(t, "on", []string{changes[len(changes)-1]}, "big0 and 29 more change sizes ipv6 65536 -> 192000, ipv4 65536 -> 160000 (for new connections)")
 	if len(changes) != 2 || !strings.Contains(changes[0], "(for 31 interfaces now, and those that appear; not for bigtun (") {
@@ -739,9 +749,9 @@ func TestBigTCPCrowd(t *testing.T) {
 	for i := range crowd {
 		wantSizes(t, fmt.Sprintf("big%d", i), sizesOn)
 	}
-	status, err := a.Status()
-	if err != nil || status.BigTCP[0].Applied != crowd || status.BigTCP[0].Impossible != 1 || len(status.BigTCP[0].Problems) != 1 {
-		t.Errorf("%+v, %v", status, err)
+	status := a.Status(t)
+	if status.BigTCP[0].Applied != crowd || status.BigTCP[0].Impossible != 1 || len(status.BigTCP[0].Problems) != 1 {
+		t.Errorf("%+v", status)
 	}
 	wantChanges(t, "off", a.apply(t, noSizes),
 		"big* remove rule big*: ipv6 192KB, ipv4 160KB (its interfaces get the sizes that they had before)",
@@ -752,17 +762,18 @@ func TestBigTCPCrowd(t *testing.T) {
 }
 
 func TestBigTCPMetrics(t *testing.T) {
-	a := newSizingAgent(t)
+	a := newSizing(t)
 	addVeth(t, "big0")
 	address := "127.0.0.1:9735"
-	a.begin(t, bigTCPPolicy+"  - {interface: inner, netns: /run/netns/sockeye-none, ipv6: 192KB}\nmetrics: {listen: \""+address+"\"}\n")
+	a.Start(t, bigTCPPolicy+"  - {interface: inner, netns: /run/netns/sockeye-none, ipv6: 192KB}\n")
+	defer a.Serve(t, address)()
 	mine := regexp.MustCompile(`(?m)^(# (HELP|TYPE) )?sockeye_bigtcp_.*\n`)
 	text := strings.Join(mine.FindAllString(domaintest.Scrape(t, address), -1), "")
 	problems, err := promlint.New(strings.NewReader(text)).Lint()
 	if err != nil || len(problems) > 0 {
 		t.Errorf("promlint: %v %v", problems, err)
 	}
-	const file = "testdata/metrics-bigtcp.golden"
+	const file = "testdata/metrics.golden"
 	if os.Getenv("UPDATE") != "" {
 		if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
 			t.Fatal(err)

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/domain"
 	"sockeye/internal/netns"
 	"sockeye/internal/scope"
 	"sockeye/internal/sockdiag"
@@ -51,6 +52,14 @@ type socketMetrics struct {
 	sums   map[socketKey]*socketSum
 	err    error
 	kernel *room.Kernel // nil while it is not known
+}
+
+// newSocketMetrics returns metrics of the sockets of services and of cgroups of the policy. Services calls a
+// function for each service, with the network namespace that the service is in: its inode, and what to enter
+// it by, nil for that of the agent. Each of paths returns the folders of cgroups with their names in the
+// policy.
+func newSocketMetrics(h *domain.Host, services func(func(c config.Service, inode uint64, enter *os.File)), paths ...func() map[string]string) *socketMetrics {
+	return &socketMetrics{log: h.Log, cgroups: h.Cgroups, services: services, paths: paths}
 }
 
 // socketKey is a service and a cgroup of the policy; one of the two may be empty.

@@ -4,6 +4,7 @@ package agent
 
 import (
 	"errors"
+	"log/slog"
 	"net"
 	"os"
 	"regexp"
@@ -13,23 +14,44 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/domain/domaintest"
+	"sockeye/internal/steer"
 	"sockeye/internal/testenv"
+	"sockeye/internal/tune"
 )
+
+const socketsPolicy = `services:
+  telemetry:
+    slots: 2
+    listeners:
+      - {protocol: tcp, address: "[::]:1790"}
+      - {protocol: udp, address: "[::]:4739"}
+    user: root
+    cgroup: CGROUP
+tune: [{name: rest, cgroup: CGROUP, set: {congestion: reno}}]
+`
 
 // Connections are counted by service and by cgroup, and what limits them.
 func TestSocketMetrics(t *testing.T) {
 	const address = "127.0.0.1:9734"
-	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
-	a := testAgent(t, dir, pins)
-	defer a.stop()
-	policy := policyText(onePolicy+"tune: [{name: rest, cgroup: CGROUP/telemetry, set: {congestion: reno}}]\nmetrics: {listen: \""+address+"\"}\n", "slots: 4", "slots: 2", "CGROUP/telemetry", testenv.CgroupPath())
-	a.sockets.calibrate(&calibratedRoom{})
-	a.begin(t, policy)
-	defer retire(t, a)
+	h := domaintest.Host(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye", slog.DiscardHandler)
+	services, tuning := steer.New(h), tune.New(h)
+	sockets := newSocketMetrics(h, services.Listening, tuning.Paths)
+	sockets.calibrate(&calibratedRoom{})
+	a := domaintest.New(h, services, tuning)
+	a.Extra = func(out chan<- prometheus.Metric) {
+		if err := sockets.collect(out); err != nil {
+			t.Error(err)
+		}
+	}
+	defer a.Stop()
+	a.Start(t, domaintest.Policy(socketsPolicy))
+	defer a.Retire(t)
+	defer a.Serve(t, address)()
 	text := domaintest.Scrape(t, address)
 	share := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var err error
@@ -69,9 +91,9 @@ func TestSocketMetrics(t *testing.T) {
 		text = domaintest.Scrape(t, address)
 	}
 	before := value(text, other)
-	a.sockets.mu.Lock()
-	a.sockets.at = time.Now().Add(-socketsHold - time.Second)
-	a.sockets.mu.Unlock()
+	sockets.mu.Lock()
+	sockets.at = time.Now().Add(-socketsHold - time.Second)
+	sockets.mu.Unlock()
 	text = domaintest.Scrape(t, address)
 	if n := value(text, accepted); n != 1 {
 		t.Errorf("%d connections", n)
@@ -93,7 +115,7 @@ func TestSocketMetrics(t *testing.T) {
 	}
 	got := regexp.MustCompile(`(?m)^(sockeye_.*) \S+$`).ReplaceAllString(text, "$1 N")
 	got = strings.ReplaceAll(got, testenv.CgroupPath(), "CGROUP")
-	const file = "testdata/metrics-sockets.golden"
+	const file = "testdata/metrics.golden"
 	if os.Getenv("UPDATE") != "" {
 		if err := os.WriteFile(file, []byte(got), 0o644); err != nil {
 			t.Fatal(err)

@@ -36,6 +36,8 @@ type Runner struct {
 	Domains []domain.Domain
 	// Path is where policies are said to be: relative paths in them are relative to its directory.
 	Path string
+	// Extra sends metrics besides those of the domains; nil for none.
+	Extra func(chan<- prometheus.Metric)
 }
 
 // Host returns what domains share, with a state directory, a pin directory, and the cgroups of the host.
@@ -156,6 +158,9 @@ func (c collector) Describe(chan<- *prometheus.Desc) {}
 func (c collector) Collect(out chan<- prometheus.Metric) {
 	for _, d := range c.r.Domains {
 		d.Collect(out)
+	}
+	if c.r.Extra != nil {
+		c.r.Extra(out)
 	}
 }
 
