@@ -23,6 +23,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
@@ -32,6 +33,7 @@ import (
 	"sockeye/internal/owned"
 	"sockeye/internal/rights"
 	"sockeye/internal/scope"
+	"sockeye/internal/sockmetrics"
 	"sockeye/internal/statedir"
 	"sockeye/internal/steer"
 	"sockeye/internal/trace"
@@ -65,7 +67,7 @@ type Agent struct {
 	metricsProblem error
 	inForce        inForce
 	metrics        *metricsServer
-	sockets        *socketMetrics
+	sockets        *sockmetrics.Collector
 }
 
 // Run is an agent's life: it returns when ctx ends. Steering goes on.
@@ -172,8 +174,8 @@ func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 	tracing := trace.New(h, tuning)
 	return &Agent{
 		options: o, log: o.Log, started: time.Now(), host: h, policy: &config.Policy{},
-		domains: []domain.Domain{services, tuning, tracing, newBigTCP(h)},
-		sockets: newSocketMetrics(h, services.Listening, tuning.Paths, tracing.Paths),
+		domains: []domain.Domain{services, tuning, tracing, bigtcp.New(h)},
+		sockets: sockmetrics.New(h, services.Listening, tuning.Paths, tracing.Paths),
 	}
 }
 
@@ -203,8 +205,8 @@ func checkMountPoint(dir string) error {
 func (a *Agent) countStart() error {
 	path := filepath.Join(a.options.StateDir, statedir.AgentFile)
 	var record struct {
-		Starts int            `json:"starts"`
-		Room   calibratedRoom `json:"room"`
+		Starts int                     `json:"starts"`
+		Room   sockmetrics.Calibration `json:"room"`
 	}
 	if data, err := os.ReadFile(path); err == nil {
 		// A damaged count starts again: it is no reason not to run.
@@ -212,7 +214,7 @@ func (a *Agent) countStart() error {
 	}
 	record.Starts++
 	a.starts = record.Starts
-	a.sockets.calibrate(&record.Room)
+	a.sockets.Calibrate(&record.Room)
 	data, err := json.Marshal(record)
 	if err != nil {
 		return err

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
@@ -94,7 +95,7 @@ func (a *Agent) tuning() *tune.Domain { return a.domains[1].(*tune.Domain) }
 
 func (a *Agent) tracing() *trace.Domain { return a.domains[2].(*trace.Domain) }
 
-func (a *Agent) sizing() *bigTCPDomain { return a.domains[3].(*bigTCPDomain) }
+func (a *Agent) sizing() *bigtcp.Domain { return a.domains[3].(*bigtcp.Domain) }
 
 // moveTo has an agent that has not begun find cgroups below another folder.
 func (a *Agent) moveTo(root string) {

@@ -41,7 +41,7 @@ func (a *Agent) Collect(out chan<- prometheus.Metric) {
 	for _, d := range a.domains {
 		d.Collect(out)
 	}
-	if err := a.sockets.collect(out); err != nil {
+	if err := a.sockets.Collect(out); err != nil {
 		a.log.Error("metrics failed", "error", err)
 	}
 }

@@ -10,8 +10,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/api"
+	"sockeye/internal/bigtcp"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
@@ -99,7 +99,7 @@ func (c *command) known(cmd *cobra.Command) *doctor.Known {
 func examine(policy *config.Policy, pins string, known *doctor.Known) []doctor.Finding {
 	report := doctor.NewReport(known)
 	report.Kernel()
-	agent.ExamineBigTCP(report)
+	bigtcp.Examine(report)
 	report.Host(pins)
 	if policy != nil {
 		steer.Examine(report, policy)
@@ -118,7 +118,7 @@ func examineRights(policy *config.Policy, pid int) []doctor.Finding {
 // needsOf lists the capabilities that a policy needs beyond those of the unit, each once.
 func needsOf(policy *config.Policy) []rights.Need {
 	var all []rights.Need
-	for _, needs := range []func(*config.Policy) []rights.Need{steer.Needs, tune.Needs, trace.Needs, agent.BigTCPNeeds, rights.MetricsNeeds} {
+	for _, needs := range []func(*config.Policy) []rights.Need{steer.Needs, tune.Needs, trace.Needs, bigtcp.Needs, rights.MetricsNeeds} {
 		all = append(all, needs(policy)...)
 	}
 	return rights.FirstNeeds(all)

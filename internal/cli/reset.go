@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/bigtcp"
 	"sockeye/internal/statedir"
 )
 
@@ -43,7 +44,7 @@ every device in the slot where it was.`,
 			if err != nil {
 				return err
 			}
-			reverted, err := agent.RevertSizes(stateDir)
+			reverted, err := bigtcp.Revert(stateDir)
 			if err != nil {
 				return err
 			}

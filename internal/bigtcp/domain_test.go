@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package bigtcp
 
 import (
 	"encoding/json"
@@ -46,12 +46,12 @@ type runner struct{ *domaintest.Runner }
 func newRunner(t *testing.T, stateDir, pins string, log slog.Handler) runner {
 	t.Helper()
 	h := domaintest.Host(t, stateDir, pins, log)
-	a := runner{domaintest.New(h, newBigTCP(h))}
+	a := runner{domaintest.New(h, New(h))}
 	t.Cleanup(a.Stop)
 	return a
 }
 
-func (a runner) sizing() *bigTCPDomain { return a.Domains[0].(*bigTCPDomain) }
+func (a runner) sizing() *Domain { return a.Domains[0].(*Domain) }
 
 // newSizing drives the domain, without a policy yet, on a kernel that has BIG TCP.
 func newSizing(t *testing.T) runner { return newSizingWithLog(t, slog.DiscardHandler) }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+// Package sockmetrics has the metrics of TCP connections: what limits them, and how much they accept.
+package sockmetrics
 
 import (
 	"errors"
@@ -38,8 +39,8 @@ var (
 // socketsHold is how long a look at the sockets is good for.
 const socketsHold = 5 * time.Second
 
-// socketMetrics looks at the sockets of services and cgroups, for whoever scrapes.
-type socketMetrics struct {
+// Collector looks at the sockets of services and cgroups, for whoever scrapes.
+type Collector struct {
 	log     *slog.Logger
 	cgroups scope.Tree
 	// services calls a function for each service, with the network namespace that the service is in.
@@ -54,12 +55,12 @@ type socketMetrics struct {
 	kernel *room.Kernel // nil while it is not known
 }
 
-// newSocketMetrics returns metrics of the sockets of services and of cgroups of the policy. Services calls a
+// New returns metrics of the sockets of services and of cgroups of the policy. Services calls a
 // function for each service, with the network namespace that the service is in: its inode, and what to enter
 // it by, nil for that of the agent. Each of paths returns the folders of cgroups with their names in the
 // policy.
-func newSocketMetrics(h *domain.Host, services func(func(c config.Service, inode uint64, enter *os.File)), paths ...func() map[string]string) *socketMetrics {
-	return &socketMetrics{log: h.Log, cgroups: h.Cgroups, services: services, paths: paths}
+func New(h *domain.Host, services func(func(c config.Service, inode uint64, enter *os.File)), paths ...func() map[string]string) *Collector {
+	return &Collector{log: h.Log, cgroups: h.Cgroups, services: services, paths: paths}
 }
 
 // socketKey is a service and a cgroup of the policy; one of the two may be empty.
@@ -91,15 +92,15 @@ func (n *socketNetwork) of(local netip.AddrPort) string {
 	return ""
 }
 
-// calibratedRoom is what was measured of a kernel.
-type calibratedRoom struct {
+// Calibration is what was measured of a kernel.
+type Calibration struct {
 	Kernel string      `json:"kernel"` // its release and version, as uname(2) gives them
 	Room   room.Kernel `json:"room"`
 }
 
-// calibrate finds out what room has to know, once a kernel. It makes a connection, which
+// Calibrate finds out what room has to know, once a kernel. It makes a connection, which
 // programs of an earlier agent may count that tunes or traces the agent's own cgroup.
-func (m *socketMetrics) calibrate(known *calibratedRoom) {
+func (m *Collector) Calibrate(known *Calibration) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	var name unix.Utsname
@@ -114,15 +115,15 @@ func (m *socketMetrics) calibrate(known *calibratedRoom) {
 			m.log.Warn("room of sockets is not known", "error", err)
 			return
 		}
-		*known = calibratedRoom{running, kernel}
+		*known = Calibration{running, kernel}
 	}
 	kernel := known.Room
 	m.kernel = &kernel
 }
 
-// collect gives the metrics of connections of services and of cgroups that are tuned
+// Collect gives the metrics of connections of services and of cgroups that are tuned
 // or traced. A connection counts once.
-func (m *socketMetrics) collect(out chan<- prometheus.Metric) error {
+func (m *Collector) Collect(out chan<- prometheus.Metric) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if now := time.Now(); m.at.IsZero() || now.Sub(m.at) > socketsHold {
@@ -151,7 +152,7 @@ func (m *socketMetrics) collect(out chan<- prometheus.Metric) error {
 }
 
 // sumSockets reads the sockets of all namespaces that have services, once each.
-func (m *socketMetrics) sumSockets() (map[socketKey]*socketSum, error) {
+func (m *Collector) sumSockets() (map[socketKey]*socketSum, error) {
 	sums := make(map[socketKey]*socketSum)
 	cgroups, err := m.policyCgroups(sums)
 	if err != nil {
@@ -220,7 +221,7 @@ func (t *socketSum) join(o *socketSum) {
 
 // policyCgroups finds the cgroups that are tuned or traced, and those below, by their ids: each
 // has the name of the nearest one above it that the policy names. These are added to the sums.
-func (m *socketMetrics) policyCgroups(sums map[socketKey]*socketSum) (map[uint64]string, error) {
+func (m *Collector) policyCgroups(sums map[socketKey]*socketSum) (map[uint64]string, error) {
 	names := make(map[string]string) // by folder
 	for _, paths := range m.paths {
 		maps.Copy(names, paths())
@@ -246,7 +247,7 @@ func (m *socketMetrics) policyCgroups(sums map[socketKey]*socketSum) (map[uint64
 // socketNetworks opens the namespaces that have services over TCP, and the agent's own if that
 // is wanted, each once. The services are added to the sums; one that fails gives no metrics, the
 // others theirs. The caller closes what is returned, also with an error.
-func (m *socketMetrics) socketNetworks(own bool, sums map[socketKey]*socketSum) (networks []*socketNetwork, err error) {
+func (m *Collector) socketNetworks(own bool, sums map[socketKey]*socketSum) (networks []*socketNetwork, err error) {
 	byInode := make(map[uint64]*socketNetwork)
 	m.services(func(c config.Service, inode uint64, enter *os.File) {
 		if !slices.ContainsFunc(c.Listeners, func(l config.Listener) bool { return l.Protocol == config.TCP }) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package bigtcp
 
 import (
 	"github.com/prometheus/client_golang/prometheus"
@@ -18,7 +18,7 @@ var (
 )
 
 // Collect sends the metrics of all network namespaces that have rules.
-func (d *bigTCPDomain) Collect(out chan<- prometheus.Metric) {
+func (d *Domain) Collect(out chan<- prometheus.Metric) {
 	for _, s := range d.allSizers() {
 		s.collect(out)
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package bigtcp
 
 import (
 	"cmp"
@@ -27,8 +27,8 @@ import (
 	"sockeye/internal/rights"
 )
 
-// bigTCPDomain carries out the bigtcp rules of the policy.
-type bigTCPDomain struct {
+// Domain carries out the bigtcp rules of the policy.
+type Domain struct {
 	host *domain.Host
 	log  *slog.Logger
 
@@ -39,9 +39,9 @@ type bigTCPDomain struct {
 	closed  bool
 }
 
-// newBigTCP returns the domain without any rules.
-func newBigTCP(h *domain.Host) *bigTCPDomain {
-	return &bigTCPDomain{host: h, log: h.Log, sizers: make(map[string]*sizer)}
+// New returns the domain without any rules.
+func New(h *domain.Host) *Domain {
+	return &Domain{host: h, log: h.Log, sizers: make(map[string]*sizer)}
 }
 
 // sizer keeps the sizes of the interfaces of one network namespace in step with the
@@ -520,7 +520,7 @@ func (s *sizer) become(rules []config.BigTCPRule, foreign map[int]netif.Sizes) e
 }
 
 // apply carries a change out, and returns how to roll it back.
-func (d *bigTCPDomain) apply(c bigTCPChange) (rollback func() error, err error) {
+func (d *Domain) apply(c bigTCPChange) (rollback func() error, err error) {
 	defer d.look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -538,7 +538,7 @@ func (d *bigTCPDomain) apply(c bigTCPChange) (rollback func() error, err error) 
 
 // become gives a network namespace the rules of a change. The caller holds the lock, also when it calls
 // what is returned.
-func (d *bigTCPDomain) become(c bigTCPChange) (rollback func() error, err error) {
+func (d *Domain) become(c bigTCPChange) (rollback func() error, err error) {
 	switch s := d.sizers[c.netns]; {
 	case c.rules == nil:
 		before := bigTCPChange{c.netns, s.rules}
@@ -563,18 +563,18 @@ func (d *bigTCPDomain) become(c bigTCPChange) (rollback func() error, err error)
 }
 
 // open begins with a network namespace.
-func (d *bigTCPDomain) open(c bigTCPChange, explicit bool) error {
+func (d *Domain) open(c bigTCPChange, explicit bool) error {
 	s := &sizer{store: d.records, log: d.log, netns: c.netns}
 	d.sizers[c.netns] = s
 	return s.begin(c.rules, explicit)
 }
 
 // Check finds nothing: what a rule names is waited for, or refused by Plan.
-func (d *bigTCPDomain) Check(*config.Policy) error { return nil }
+func (d *Domain) Check(*config.Policy) error { return nil }
 
 // Start takes back what an earlier agent has set in network namespaces that are not in the policy, and
 // sets the sizes in those that are.
-func (d *bigTCPDomain) Start(policy *config.Policy) error {
+func (d *Domain) Start(policy *config.Policy) error {
 	defer d.look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -611,10 +611,10 @@ func (d *bigTCPDomain) Start(policy *config.Policy) error {
 }
 
 // Applied has nothing to do.
-func (d *bigTCPDomain) Applied(*config.Policy, api.Candidate, *api.Plan) error { return nil }
+func (d *Domain) Applied(*config.Policy, api.Candidate, *api.Plan) error { return nil }
 
 // Close ends the watch of the interfaces. Their sizes stay.
-func (d *bigTCPDomain) Close() {
+func (d *Domain) Close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.closed = true
@@ -632,11 +632,11 @@ func ofNetwork(netns string, err error) error {
 }
 
 // recordsDir is where the records of sizes are, those of commands too.
-func (d *bigTCPDomain) recordsDir() string { return filepath.Join(d.host.StateDir, "bigtcp") }
+func (d *Domain) recordsDir() string { return filepath.Join(d.host.StateDir, "bigtcp") }
 
-// RevertSizes gives interfaces the sizes that they had before, whoever had them set,
+// Revert gives interfaces the sizes that they had before, whoever had them set,
 // and names them.
-func RevertSizes(stateDir string) ([]string, error) {
+func Revert(stateDir string) ([]string, error) {
 	store, err := sizing.OpenStore(stateDir)
 	if err != nil {
 		return nil, err
@@ -660,8 +660,8 @@ func RevertSizes(stateDir string) ([]string, error) {
 	return reverted, err
 }
 
-// BigTCPNeeds lists the capabilities that the bigtcp rules of a policy need beyond those of the unit.
-func BigTCPNeeds(policy *config.Policy) []rights.Need {
+// Needs lists the capabilities that the bigtcp rules of a policy need beyond those of the unit.
+func Needs(policy *config.Policy) []rights.Need {
 	var needs []rights.Need
 	for _, r := range policy.BigTCP {
 		if r.Netns != "" {
@@ -672,4 +672,4 @@ func BigTCPNeeds(policy *config.Policy) []rights.Need {
 }
 
 // Needs lists the capabilities that the bigtcp rules of a policy need beyond those of the unit.
-func (d *bigTCPDomain) Needs(policy *config.Policy) []rights.Need { return BigTCPNeeds(policy) }
+func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }

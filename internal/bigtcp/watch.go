@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package bigtcp
 
 import (
 	"errors"
@@ -43,7 +43,7 @@ func (w *networkWatch) close() {
 
 // look watches where the network namespaces of the policy may come and go, and looks whether they did.
 // ip netns makes a file and then mounts the namespace there, of which only the list of mounts tells.
-func (d *bigTCPDomain) look() {
+func (d *Domain) look() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.closed || len(d.sizers) == 0 {
@@ -82,7 +82,7 @@ func (w *networkWatch) again(look func()) {
 	w.retry.Reset(retryAfter)
 }
 
-func (d *bigTCPDomain) newNetworkWatch() (w *networkWatch, err error) {
+func (d *Domain) newNetworkWatch() (w *networkWatch, err error) {
 	w = &networkWatch{}
 	defer func() {
 		if err != nil {
@@ -104,7 +104,7 @@ func (d *bigTCPDomain) newNetworkWatch() (w *networkWatch, err error) {
 
 // recordsChanged looks whether a command has left interfaces to the policy, or taken
 // some.
-func (d *bigTCPDomain) recordsChanged() {
+func (d *Domain) recordsChanged() {
 	for _, s := range d.allSizers() {
 		s.again()
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package sockmetrics
 
 import (
 	"errors"
@@ -40,11 +40,11 @@ func TestSocketMetrics(t *testing.T) {
 	const address = "127.0.0.1:9734"
 	h := domaintest.Host(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye", slog.DiscardHandler)
 	services, tuning := steer.New(h), tune.New(h)
-	sockets := newSocketMetrics(h, services.Listening, tuning.Paths)
-	sockets.calibrate(&calibratedRoom{})
+	sockets := New(h, services.Listening, tuning.Paths)
+	sockets.Calibrate(&Calibration{})
 	a := domaintest.New(h, services, tuning)
 	a.Extra = func(out chan<- prometheus.Metric) {
-		if err := sockets.collect(out); err != nil {
+		if err := sockets.Collect(out); err != nil {
 			t.Error(err)
 		}
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package bigtcp
 
 import (
 	"sockeye/internal/bigtcp/netif"
@@ -8,8 +8,8 @@ import (
 	"sockeye/internal/fault"
 )
 
-// ExamineBigTCP tells which families may have packets above 64 KiB.
-func ExamineBigTCP(d *doctor.Report) {
+// Examine tells which families may have packets above 64 KiB.
+func Examine(d *doctor.Report) {
 	const ipv6, ipv4 = "BIG TCP for IPv6", "BIG TCP for IPv4"
 	n, err := netif.OpenNamespace("")
 	if err != nil {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package bigtcp
 
 import (
 	"errors"
@@ -21,7 +21,7 @@ import (
 const maxProblems = 20
 
 // allSizers are those of all network namespaces that have rules, by path.
-func (d *bigTCPDomain) allSizers() []*sizer {
+func (d *Domain) allSizers() []*sizer {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var all []*sizer
@@ -33,7 +33,7 @@ func (d *bigTCPDomain) allSizers() []*sizer {
 
 // Interfaces is all interfaces that rules are for, or those of a namespace or with a
 // name.
-func (d *bigTCPDomain) Interfaces(netns, name string) (*api.BigTCPStatus, error) {
+func (d *Domain) Interfaces(netns, name string) (*api.BigTCPStatus, error) {
 	status := &api.BigTCPStatus{Interfaces: []api.BigTCPInterface{}}
 	var known []string
 	for _, s := range d.allSizers() {
@@ -128,7 +128,7 @@ func (s *sizer) summary() api.BigTCPNetwork {
 }
 
 // Status adds the network namespaces that have rules.
-func (d *bigTCPDomain) Status(status *api.Status) error {
+func (d *Domain) Status(status *api.Status) error {
 	status.BigTCP = []api.BigTCPNetwork{}
 	for _, s := range d.allSizers() {
 		status.BigTCP = append(status.BigTCP, s.summary())
@@ -137,7 +137,7 @@ func (d *bigTCPDomain) Status(status *api.Status) error {
 }
 
 // Routes adds the requests about sizes.
-func (d *bigTCPDomain) Routes(r *domain.Router) {
+func (d *Domain) Routes(r *domain.Router) {
 	r.Get("/v1/bigtcp", func(r *http.Request) (any, error) {
 		return d.Interfaces(r.URL.Query().Get("netns"), r.URL.Query().Get("interface"))
 	})

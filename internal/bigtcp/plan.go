@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package bigtcp
 
 import (
 	"cmp"
@@ -27,7 +27,7 @@ const maxRows = 8
 
 // Plan compares the rules of a policy with those in force, and checks that the kernel and the interfaces
 // can have the sizes.
-func (d *bigTCPDomain) Plan(policy *config.Policy) ([]domain.Step, error) {
+func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	wanted := sizings(policy)
@@ -50,7 +50,7 @@ func (d *bigTCPDomain) Plan(policy *config.Policy) ([]domain.Step, error) {
 }
 
 // planSizes says what a change does in one network namespace.
-func (d *bigTCPDomain) planSizes(c bigTCPChange) ([]api.Change, error) {
+func (d *Domain) planSizes(c bigTCPChange) ([]api.Change, error) {
 	s := d.sizers[c.netns]
 	if s == nil {
 		s = &sizer{store: d.records, log: d.log, netns: c.netns}

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sockmetrics
+
+import (
+	"context"
+	"os"
+	"os/signal"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/steer"
+	"sockeye/internal/testenv"
+)
+
+// TestMain also plays the keeper, which a service starts as itself.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == steer.KeeperCommand {
+		ctx, _ := signal.NotifyContext(context.Background(), unix.SIGTERM)
+		if steer.Hold(ctx) != nil {
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	testenv.Main(m)
+}
