@@ -9,7 +9,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"sockeye/internal/agent"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/statedir"
 )
@@ -40,7 +39,7 @@ that they had before bigtcp, of agents and commands. No agent may run.
 The state directory stays unless --state is given: with it, the next agent has
 every device in the slot where it was.`,
 		RunE: func(*cobra.Command, []string) error {
-			removed, err := agent.Reset(pins)
+			removed, err := resetPins(pins)
 			if err != nil {
 				return err
 			}

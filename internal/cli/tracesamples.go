@@ -127,7 +127,7 @@ func bufferSize(cmd *cobra.Command, text string) (int, error) {
 	return max(n, os.Getpagesize()), nil
 }
 
-// sampleLine is agent.TraceSampleLine, with the message as it came.
+// sampleLine is api.TraceSampleLine, with the message as it came.
 type sampleLine struct {
 	Sample json.RawMessage `json:"sample"`
 	Lost   uint64          `json:"lost"`

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package agent
+package cli
 
 import (
 	"errors"
@@ -16,10 +16,10 @@ import (
 	"sockeye/internal/steer"
 )
 
-// Reset removes everything that agents left under a pin directory: pins,
+// resetPins removes everything that agents left under a pin directory: pins,
 // programs on groups, keepers. Members' sockets go back to the kernel's hash.
 // It tells whether there was anything, and touches no other directory.
-func Reset(pins string) (removed bool, err error) {
+func resetPins(pins string) (removed bool, err error) {
 	if pins, err = filepath.Abs(pins); err != nil {
 		return false, err
 	}
