@@ -23,6 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway"
+	confine "sockeye/internal/sandbox"
+	"sockeye/internal/tun"
 	"sockeye/room"
 )
 
@@ -375,19 +377,19 @@ func gatewayWorker(args []string) error {
 	if err != nil {
 		return err
 	}
-	tun, err := openGuestTUN(*guest, gateway.Interface{Name: guestDevice, MTU: *mtu, Addresses: []netip.Addr{a}})
+	device, err := openGuestTUN(*guest, tun.Interface{Name: guestDevice, MTU: *mtu, Addresses: []netip.Addr{a}})
 	if err != nil {
 		return err
 	}
 	out := gateway.Outbound{All: true}
 	g, err := gateway.New(gateway.Config{
-		TUN: tun, MTU: *mtu, Guest4: a, Host4: netip.MustParseAddr("169.254.53.1"), Outbound: out, Kernel: kernel,
+		TUN: device, MTU: *mtu, Guest4: a, Host4: netip.MustParseAddr("169.254.53.1"), Outbound: out, Kernel: kernel,
 	})
 	if err != nil {
 		return err
 	}
 	// Its filter is asked for each system call, as that of pasta is.
-	missing, err := gateway.Sandbox{Outbound: out}.Enter()
+	missing, err := confine.Gateway{Outbound: out}.Enter()
 	if err != nil {
 		return err
 	}
@@ -418,7 +420,7 @@ func gatewayWorker(args []string) error {
 }
 
 // openGuestTUN uses a thread of its own, which ends with it.
-func openGuestTUN(path string, i gateway.Interface) (fd int, err error) {
+func openGuestTUN(path string, i tun.Interface) (fd int, err error) {
 	opened := make(chan struct{})
 	go func() {
 		defer close(opened)
@@ -433,7 +435,7 @@ func openGuestTUN(path string, i gateway.Interface) (fd int, err error) {
 			err = fmt.Errorf("enter namespace of the guest: %w", err)
 			return
 		}
-		fd, err = gateway.OpenTUN(i)
+		fd, err = tun.Open(i)
 	}()
 	<-opened
 	return fd, err

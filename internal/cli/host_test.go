@@ -26,7 +26,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/gateway"
+	"sockeye/internal/isolate"
 	"sockeye/internal/testenv"
 )
 
@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 	switch role {
 	case "sockeye":
 		os.Exit(Main(os.Args[2:], Host()))
-	case agent.KeeperCommand, gateway.InsideCommand:
+	case agent.KeeperCommand, isolate.InsideCommand:
 		os.Exit(Main(os.Args[1:], Host()))
 	case "inside":
 		becomeInside(os.Args[2:])

@@ -22,6 +22,9 @@ import (
 
 	"sockeye/internal/agent"
 	"sockeye/internal/gateway"
+	"sockeye/internal/isolate"
+	"sockeye/internal/sandbox"
+	"sockeye/internal/tun"
 )
 
 // Addresses that stand for something else inside.
@@ -203,11 +206,11 @@ func (i *isolation) flags(cmd *cobra.Command) {
 
 func (c *command) insideCommand() *cobra.Command {
 	return &cobra.Command{
-		Use:    gateway.InsideCommand,
+		Use:    isolate.InsideCommand,
 		Short:  "Prepare the network of an isolated program, and become it",
 		Hidden: true,
 		RunE: func(*cobra.Command, []string) error {
-			err := gateway.Inside()
+			err := isolate.Inside()
 			switch {
 			case errors.Is(err, unix.EACCES):
 				return &agent.Error{
@@ -227,7 +230,7 @@ func (c *command) isolate(ctx context.Context, i *isolation, args []string) erro
 	if err != nil {
 		return err
 	}
-	var guest gateway.Guest
+	var guest isolate.Guest
 	if guest.Existing, err = i.existing(); err != nil {
 		return err
 	}
@@ -312,14 +315,14 @@ func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error
 		return out, "", err
 	}
 	if !i.noDNS {
-		out.DNS, resolver = gateway.NameServers(conf, nameServers)
+		out.DNS, resolver = isolate.NameServers(conf, nameServers)
 		return out, resolver, nil
 	}
 	behind, err := readIfThere(behindStub)
 	if err != nil {
 		return out, "", err
 	}
-	out.Resolvers = gateway.Resolvers(conf + "\n" + behind)
+	out.Resolvers = isolate.Resolvers(conf + "\n" + behind)
 	return out, "", nil
 }
 
@@ -339,24 +342,24 @@ var hostHint = fmt.Sprintf("the loopback addresses of the host are %v and %v ins
 const pathHint = "name a path that is there, and that the program's user may reach"
 
 // existing opens the namespace that is to be joined, nil for none.
-func (i *isolation) existing() (n *gateway.Namespace, err error) {
+func (i *isolation) existing() (n *isolate.Namespace, err error) {
 	switch {
 	case i.pidGiven && i.netns != "":
 		return nil, agent.Usage(errors.New("--netns and --pid do not go together"), "each names a namespace")
 	case i.pidGiven:
-		n, err = gateway.OpenPID(i.pid)
+		n, err = isolate.OpenPID(i.pid)
 		switch {
 		case errors.Is(err, unix.ESRCH):
 			return nil, agent.Usage(fmt.Errorf("there is no process %d", i.pid), "it may have ended; name another with --pid")
-		case errors.Is(err, gateway.ErrOwnNamespace):
+		case errors.Is(err, isolate.ErrOwnNamespace):
 			return nil, agent.Usage(fmt.Errorf("the network of process %d %w", i.pid, err), "name a process that has a network namespace of its own")
 		case err != nil:
 			return nil, notPermitted(fmt.Errorf("open network namespace of process %d: %w", i.pid, err), "the process must be your own")
 		}
 	case i.netns != "":
-		n, err = gateway.OpenNetns(i.netns)
+		n, err = isolate.OpenNetns(i.netns)
 		switch {
-		case errors.Is(err, gateway.ErrNoNamespace), errors.Is(err, gateway.ErrOwnNamespace):
+		case errors.Is(err, isolate.ErrNoNamespace), errors.Is(err, isolate.ErrOwnNamespace):
 			return nil, agent.Usage(fmt.Errorf("%s %w", i.netns, err), "as in /run/netns/NAME; ip netns lists them")
 		case errors.Is(err, unix.ESRCH), errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):
 			return nil, agent.Usage(fmt.Errorf("there is no namespace %s", i.netns), "as in /run/netns/NAME; ip netns lists them")
@@ -414,7 +417,7 @@ func refuseDirectories() error {
 // join makes a guest and is its gateway, until the guest's program ends, or the namespace that
 // was there already. The program's exit code is an error without a message. The sockets that
 // listen opens lead inside; they are open before the program starts. Both processes become who, unless it is nil.
-func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, who *account, listen func() ([]gateway.Forward, error)) (err error) {
+func (c *command) join(ctx context.Context, i *isolation, guest *isolate.Guest, who *account, listen func() ([]gateway.Forward, error)) (err error) {
 	if i.mtu < leastMTU || i.mtu > mostMTU {
 		return agent.Usage(fmt.Errorf("--mtu is %d", i.mtu), fmt.Sprintf("%d to %d bytes", leastMTU, mostMTU))
 	}
@@ -441,7 +444,7 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 	got := make(chan os.Signal, 8)
 	if guest.Existing == nil {
 		// From here on they are the program's; what nohup(1) has ignored, it ignores.
-		for _, s := range gateway.PassedSignals {
+		for _, s := range isolate.PassedSignals {
 			if !signal.Ignored(s) {
 				signal.Notify(got, s)
 			}
@@ -462,7 +465,7 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 			return err
 		}
 	}
-	a4, a6 := gateway.HostAddresses()
+	a4, a6 := isolate.HostAddresses()
 	if !a4.IsValid() {
 		a4 = fallback4
 	}
@@ -474,12 +477,12 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 			return agent.Usage(fmt.Errorf("--allow %q: the program has that address itself, as the host has", i.allow[n]), hostHint)
 		}
 	}
-	guest.Interface = gateway.Interface{Name: interfaceName, MTU: i.mtu, Addresses: []netip.Addr{a4, a6}}
+	guest.Interface = tun.Interface{Name: interfaceName, MTU: i.mtu, Addresses: []netip.Addr{a4, a6}}
 	forwards, err := listen()
 	if err != nil {
 		return listenError(err, guest.Watched)
 	}
-	p, err := guest.Prepare([]string{"/proc/self/exe", gateway.InsideCommand})
+	p, err := guest.Prepare([]string{"/proc/self/exe", isolate.InsideCommand})
 	if err != nil {
 		select {
 		case s := <-got:
@@ -511,7 +514,7 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 		p.Kill()
 		return tooManyFiles(err)
 	}
-	box := gateway.Sandbox{Outbound: out, Listens: guest.Watched}
+	box := sandbox.Gateway{Outbound: out, Listens: guest.Watched}
 	if guest.Existing == nil {
 		box.Child = p.PID()
 	}
@@ -578,7 +581,7 @@ func serve(ctx context.Context, g *gateway.Gateway, work func(context.Context) e
 }
 
 // runProgram starts the program that was prepared, and stands for it until it ends.
-func runProgram(ctx context.Context, p *gateway.Prepared, got <-chan os.Signal, terminal terminal) error {
+func runProgram(ctx context.Context, p *isolate.Prepared, got <-chan os.Signal, terminal terminal) error {
 	if terminal.foreground() { // asked before a shell inside takes it
 		defer terminal.take()
 	}
@@ -699,31 +702,31 @@ func readSysctl(name string) (int, bool) {
 // guestError says what to do about a guest that could not be made. If it exists already,
 // it is its own kernel that refuses.
 func guestError(err error, exists bool) error {
-	if ended, ok := errors.AsType[*gateway.EndedError](err); ok && slices.Contains(gateway.PassedSignals, os.Signal(ended.Signal)) {
+	if ended, ok := errors.AsType[*isolate.EndedError](err); ok && slices.Contains(isolate.PassedSignals, os.Signal(ended.Signal)) {
 		return exitCode(128 + int(ended.Signal)) // by a key of the terminal
 	}
-	failed, ok := errors.AsType[*gateway.StepError](err)
+	failed, ok := errors.AsType[*isolate.StepError](err)
 	if !ok {
 		return tooManyFiles(err)
 	}
 	refused := errors.Is(err, fs.ErrPermission)
 	hint, code := "", agent.CodeFailed
 	switch failed.Step {
-	case gateway.StepNamespaces, gateway.StepRights:
+	case isolate.StepNamespaces, isolate.StepRights:
 		switch {
 		case refused, errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EUSERS):
 			hint, code = userNamespaceHint(), agent.CodeNotPermitted
 		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOSYS):
 			hint, code = "the kernel has no user namespaces (CONFIG_USER_NS)", agent.CodeUnsupported
 		}
-	case gateway.StepDevice:
+	case isolate.StepDevice:
 		switch {
 		case refused:
 			hint, code = "it is open to all on most hosts: chmod 0666 /dev/net/tun", agent.CodeNotPermitted
 		case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):
 			hint, code = "load it by modprobe tun; in a container, give it the device", agent.CodeUnsupported
 		}
-	case gateway.StepInterface:
+	case isolate.StepInterface:
 		switch {
 		case refused && exists:
 			hint, code = "you must be root in the namespace's user namespace", agent.CodeNotPermitted
@@ -732,13 +735,13 @@ func guestError(err error, exists bool) error {
 		case errors.Is(err, unix.EBUSY), errors.Is(err, fs.ErrExist):
 			hint, code = "it must have no interface "+interfaceName+", as another gateway makes, and no default route", agent.CodeConflict
 		}
-	case gateway.StepExpose, gateway.StepFiles:
+	case isolate.StepExpose, isolate.StepFiles:
 		hint, code = pathHint, agent.CodeUsage
-	case gateway.StepLandlock:
+	case isolate.StepLandlock:
 		hint, code = "--read and --write need landlock, of Linux 5.13", agent.CodeUnsupported
-	case gateway.StepResolver:
+	case isolate.StepResolver:
 		hint = "--no-dns leaves it as it is"
-	case gateway.StepJoin:
+	case isolate.StepJoin:
 		hint, code = "you must be root in the namespace's user namespace", agent.CodeNotPermitted
 		if errors.Is(err, exec.ErrNotFound) {
 			hint, code = "install util-linux", agent.CodeFailed

@@ -29,6 +29,7 @@ import (
 
 	"sockeye/internal/agent"
 	"sockeye/internal/gateway"
+	"sockeye/internal/isolate"
 	"sockeye/internal/testenv"
 )
 
@@ -912,7 +913,7 @@ func waitInside(t *testing.T, pid int) {
 			for _, child := range strings.Fields(string(children)) {
 				line, _ := os.ReadFile("/proc/" + child + "/cmdline")
 				// On a busy machine it may have become the program already.
-				if bytes.Contains(line, []byte(gateway.InsideCommand)) || bytes.HasPrefix(line, []byte("sleep")) {
+				if bytes.Contains(line, []byte(isolate.InsideCommand)) || bytes.HasPrefix(line, []byte("sleep")) {
 					return
 				}
 			}
@@ -1099,7 +1100,7 @@ func TestIsolateWithoutUserNamespaces(t *testing.T) {
 	}{
 		{unix.EPERM, 4}, {unix.EACCES, 4}, {unix.EUSERS, 4}, {unix.ENOSPC, 4}, {unix.EINVAL, 3}, {unix.ENOSYS, 3}, {unix.ENOMEM, 1},
 	} {
-		err := guestError(&gateway.StepError{Step: gateway.StepNamespaces, Err: test.err}, false)
+		err := guestError(&isolate.StepError{Step: isolate.StepNamespaces, Err: test.err}, false)
 		if code := agent.Code(err); code != test.code {
 			t.Errorf("%v: code %d, want %d", test.err, code, test.code)
 		}
@@ -1108,7 +1109,7 @@ func TestIsolateWithoutUserNamespaces(t *testing.T) {
 
 // Who cannot have a file mounted over can do without.
 func TestIsolateResolverError(t *testing.T) {
-	err := guestError(&gateway.StepError{Step: gateway.StepResolver, Err: unix.EACCES}, false)
+	err := guestError(&isolate.StepError{Step: isolate.StepResolver, Err: unix.EACCES}, false)
 	if agent.Code(err) != 1 || agent.Hint(err) != "--no-dns leaves it as it is" {
 		t.Errorf("code %d, hint %q", agent.Code(err), agent.Hint(err))
 	}

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/agent"
-	"sockeye/internal/gateway"
+	"sockeye/internal/isolate"
 )
 
 // openTUN is the part of a script that opens the TUN device to all, as it is on most hosts.
@@ -180,7 +180,7 @@ func TestMemberOfAnotherUser(t *testing.T) {
 	i := isolation{user: "nobody"}
 	slot := 0
 	place := agent.Place{Membership: agent.Membership{Slot: &slot}, User: "daemon", Listeners: []agent.MemberListener{{Protocol: "tcp"}}}
-	if err := (&command{}).runIsolated(t.Context(), &i, &place, gateway.Setup{}); agent.Code(err) != agent.CodeConflict {
+	if err := (&command{}).runIsolated(t.Context(), &i, &place, isolate.Setup{}); agent.Code(err) != agent.CodeConflict {
 		t.Errorf("run --isolated --user nobody: %v", err)
 	}
 }

@@ -205,7 +205,7 @@ func New(c Config) (_ *Gateway, err error) {
 	if err := g.register(g.wake, unix.EPOLLIN, wakeHandler{}); err != nil {
 		return nil, err
 	}
-	if err := g.register(c.TUN, unix.EPOLLIN, (*tun)(g)); err != nil {
+	if err := g.register(c.TUN, unix.EPOLLIN, (*guestPackets)(g)); err != nil {
 		return nil, err
 	}
 	if c.Diag != 0 {
@@ -492,10 +492,10 @@ func (g *Gateway) close() {
 	}
 }
 
-// tun handles the packets of the guest.
-type tun Gateway
+// guestPackets handles the packets of the guest.
+type guestPackets Gateway
 
-func (t *tun) event(uint32) {
+func (t *guestPackets) event(uint32) {
 	g := (*Gateway)(t)
 	for i, free := 0, g.packets; i < tunBudget; i++ {
 		n, err := direct(unix.SYS_READ, g.config.TUN, free[:mostRead], 0)

@@ -21,6 +21,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/tun"
 	"sockeye/lab"
 	"sockeye/room"
 )
@@ -76,7 +77,7 @@ func newSite(t testing.TB, mtu int, o lab.LinkOptions, linger time.Duration) *si
 		Outbound: Outbound{All: true}, Linger: linger,
 	}
 	if err := s.guest.Do(func() (err error) {
-		config.TUN, err = OpenTUN(Interface{Name: "guest0", MTU: mtu, Addresses: []netip.Addr{guest4, guest6}})
+		config.TUN, err = tun.Open(tun.Interface{Name: "guest0", MTU: mtu, Addresses: []netip.Addr{guest4, guest6}})
 		return err
 	}); err != nil {
 		t.Fatal(err)

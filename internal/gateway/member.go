@@ -96,9 +96,9 @@ func bindFirst(fd int, list []netip.AddrPort) (at netip.AddrPort, err error) {
 	return at, err
 }
 
-// openDiag opens a socket of sock_diag, in the network namespace of the calling thread. If it
+// OpenDiag opens a socket of sock_diag, in the network namespace of the calling thread. If it
 // watches, it is told of sockets that are closed.
-func openDiag(watches bool) (int, error) {
+func OpenDiag(watches bool) (int, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_SOCK_DIAG)
 	if err != nil {
 		return -1, fmt.Errorf("open sock_diag: %w", err)

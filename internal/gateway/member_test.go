@@ -59,7 +59,7 @@ func standBehind(t *testing.T, watches bool, forwards ...Forward) *behind {
 	}
 	c := Config{Forwards: forwards}
 	if err := b.inside.Do(func() (err error) {
-		c.Diag, err = openDiag(watches)
+		c.Diag, err = OpenDiag(watches)
 		return err
 	}); err != nil {
 		t.Fatal(err)

@@ -3,11 +3,8 @@
 package gateway
 
 import (
-	"net"
 	"net/netip"
 	"slices"
-	"strconv"
-	"strings"
 
 	"golang.org/x/sys/unix"
 )
@@ -91,8 +88,8 @@ func (o *Outbound) None() bool { return !o.All && len(o.Rules) == 0 && len(o.DNS
 // mostPorts bounds those that are named to landlock.
 const mostPorts = 1024
 
-// ports are those of TCP that the guest may connect to, unless they are too many to name.
-func (o *Outbound) ports() (list []uint16, few bool) {
+// TCPPorts are those of TCP that the guest may connect to, unless they are too many to name.
+func (o *Outbound) TCPPorts() (list []uint16, few bool) {
 	if o.All {
 		return nil, false
 	}
@@ -141,63 +138,4 @@ func (o *Outbound) Translate(to netip.AddrPort) netip.AddrPort {
 func forbidden(a netip.Addr) bool {
 	return a.IsUnspecified() || a.IsMulticast() || a.IsLoopback() || a.Is4In6() || a == netip.AddrFrom4([4]byte{255, 255, 255, 255}) ||
 		a.Is6() && a.IsLinkLocalUnicast()
-}
-
-// maxNameServers is how many of /etc/resolv.conf count (MAXNS in resolv.h).
-const maxNameServers = 3
-
-// NameServers reads the text of a host's resolv.conf(5): its name servers, and the text
-// for the guest, which has the aliases in their place. Where it names none, the host's own port
-// 53 counts, as for the C library. There must be three aliases.
-func NameServers(conf string, aliases []netip.Addr) (list []NameServer, text string) {
-	var rest strings.Builder
-	for line := range strings.Lines(conf) {
-		fields := strings.Fields(line)
-		if len(fields) < 2 {
-			continue
-		}
-		switch fields[0] {
-		case "nameserver":
-			a, err := netip.ParseAddr(fields[1])
-			if err != nil || len(list) == maxNameServers {
-				continue
-			}
-			list = append(list, NameServer{aliases[len(list)], netip.AddrPortFrom(numbered(a.Unmap()), dnsPort)})
-		case "search", "domain", "options", "sortlist":
-			rest.WriteString(strings.Join(fields, " ") + "\n")
-		}
-	}
-	if len(list) == 0 {
-		list = []NameServer{{aliases[0], netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), dnsPort)}}
-	}
-	for _, n := range list {
-		text += "nameserver " + n.Alias.String() + "\n"
-	}
-	return list, text + rest.String()
-}
-
-// Resolvers reads all name servers in the text of a resolv.conf(5).
-func Resolvers(conf string) (list []netip.Addr) {
-	for line := range strings.Lines(conf) {
-		fields := strings.Fields(line)
-		if len(fields) < 2 || fields[0] != "nameserver" {
-			continue
-		}
-		if a, err := netip.ParseAddr(fields[1]); err == nil {
-			list = append(list, a.WithZone("").Unmap())
-		}
-	}
-	return list
-}
-
-// numbered has the zone of an address be the number of its interface, which stays known
-// when names cannot be looked up any more.
-func numbered(a netip.Addr) netip.Addr {
-	if a.Zone() == "" {
-		return a
-	}
-	if dev, err := net.InterfaceByName(a.Zone()); err == nil {
-		return a.WithZone(strconv.Itoa(dev.Index))
-	}
-	return a
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/tun"
 	"sockeye/lab"
 	"sockeye/room"
 )
@@ -62,7 +63,7 @@ func joinLater(t testing.TB, mtu int, c Config) (j *joined, run func()) {
 		t.Fatal(err)
 	}
 	if err := j.Do(func() (err error) {
-		c.TUN, err = OpenTUN(Interface{Name: "guest0", MTU: mtu, Addresses: []netip.Addr{guest4, guest6}})
+		c.TUN, err = tun.Open(tun.Interface{Name: "guest0", MTU: mtu, Addresses: []netip.Addr{guest4, guest6}})
 		return err
 	}); err != nil {
 		t.Fatal(err)

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package gateway
+// Package sandbox confines two processes for good: a gateway, which needs little, and a program that nobody knows beforehand.
+// Both give up all capabilities and enter a landlock domain and a filter of system calls (seccomp).
+package sandbox
 
 import (
 	"errors"
@@ -11,15 +13,17 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway"
 )
 
-// Sandbox is what a gateway's process may still do once it is in.
-type Sandbox struct {
+// Gateway is what a gateway's process may still do once it is in.
+type Gateway struct {
 	// Child is a process that may be sent signals; 0 for none.
 	Child int
 	// Outbound is where the guest may go. Where it may go nowhere, no socket is opened any
 	// more: what is open stays in use, and listeners accept.
-	Outbound Outbound
+	Outbound gateway.Outbound
 	// Listens: sockets that are open may be bound to ports of UDP, and listen.
 	Listens bool
 }
@@ -31,7 +35,7 @@ type Sandbox struct {
 // What the kernel cannot take away is in missing; the rest holds all the same.
 //
 // All that the process needs must be open already, and its child started.
-func (s Sandbox) Enter() (missing []string, err error) {
+func (s Gateway) Enter() (missing []string, err error) {
 	// Logs tell the local time, whose rules are in a file.
 	_ = time.Now().Local().String()
 	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
@@ -84,7 +88,7 @@ type ruleset struct{ files, net, scoped uint64 }
 // ports of TCP that may be connected to all the same.
 // LANDLOCK_SCOPE_SIGNAL is not in it: the child was started outside, and the seccomp filter
 // names the only process that signals may go to.
-func (s Sandbox) handled(abi int) (r ruleset, ports []uint16) {
+func (s Gateway) handled(abi int) (r ruleset, ports []uint16) {
 	r.files = 1<<13 - 1
 	for version, rights := range map[int]uint64{
 		2: unix.LANDLOCK_ACCESS_FS_REFER, 3: unix.LANDLOCK_ACCESS_FS_TRUNCATE, 5: unix.LANDLOCK_ACCESS_FS_IOCTL_DEV,
@@ -96,7 +100,7 @@ func (s Sandbox) handled(abi int) (r ruleset, ports []uint16) {
 	if abi >= 4 {
 		r.net = unix.LANDLOCK_ACCESS_NET_BIND_TCP
 		few := false
-		if ports, few = s.Outbound.ports(); few {
+		if ports, few = s.Outbound.TCPPorts(); few {
 			r.net |= unix.LANDLOCK_ACCESS_NET_CONNECT_TCP
 		}
 	}
@@ -113,7 +117,7 @@ const ruleNetPort = 2
 type portRule struct{ access, port uint64 }
 
 // landlock forbids the file system, all of it, and of the network what it can.
-func (s Sandbox) landlock() error {
+func (s Gateway) landlock() error {
 	abi, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
 	if errno != 0 {
 		return errno
@@ -139,7 +143,7 @@ func (s Sandbox) landlock() error {
 }
 
 // seccomp sets the filter, in all threads.
-func (s Sandbox) seccomp() error {
+func (s Gateway) seccomp() error {
 	if auditArch == 0 {
 		return errors.ErrUnsupported
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package gateway
+package sandbox
 
 import (
 	"encoding/binary"
@@ -10,20 +10,52 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway"
 )
 
-// confine takes away, for good, what the program is not to have: from all threads the capabilities, from the calling one,
+// Program is what a program may do that is started by this process.
+type Program struct {
+	// Path is of the program's file.
+	Path string
+	// Read and Write are files and folders that the program may read, and also write. If there are any, it may reach no
+	// others but those that every program needs.
+	Read, Write []string
+	// AllowUserns: the program may make user namespaces.
+	AllowUserns bool
+}
+
+// LandlockError is of a kernel without landlock, where files are to be restricted.
+type LandlockError struct{ Err error }
+
+func (e *LandlockError) Error() string { return fmt.Sprintf("restrict files (landlock): %v", e.Err) }
+
+// Unwrap is the kernel's reason.
+func (e *LandlockError) Unwrap() error { return e.Err }
+
+// FileError is of a path in Read or Write that cannot be allowed.
+type FileError struct {
+	Option, Path string
+	Err          error
+}
+
+func (e *FileError) Error() string { return fmt.Sprintf("%s %s: %v", e.Option, e.Path, e.Err) }
+
+// Unwrap is the kernel's reason.
+func (e *FileError) Unwrap() error { return e.Err }
+
+// Enter takes away, for good, what the program is not to have: from all threads the capabilities, from the calling one,
 // which forks the program, the rest. What the kernel cannot take away is in missing, one line each.
-func (s *Setup) confine() (missing []string, err error) {
+func (p Program) Enter() (missing []string, err error) {
 	if err := dropCapabilities(); err != nil {
 		return nil, err
 	}
-	lacking, err := s.landlock()
+	lacking, err := p.landlock()
 	if err != nil {
 		return nil, err
 	}
 	missing = append(missing, lacking...)
-	if err := filterProgram(s.AllowUserns); noSuchSandbox(err) {
+	if err := filterProgram(p.AllowUserns); noSuchSandbox(err) {
 		missing = append(missing, fmt.Sprintf("system calls are not filtered: %v", err))
 	} else if err != nil {
 		return nil, fmt.Errorf("filter system calls: %w", err)
@@ -62,11 +94,11 @@ const (
 
 // landlock keeps, from Linux 6.12, signals and abstract sockets inside, and lets the program reach only files that were
 // named, if any were: without them nothing is denied.
-func (s *Setup) landlock() (missing []string, err error) {
-	named := len(s.Read)+len(s.Write) > 0
+func (p Program) landlock() (missing []string, err error) {
+	named := len(p.Read)+len(p.Write) > 0
 	abi, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
 	if errno != 0 && named {
-		return nil, &StepError{StepLandlock, fmt.Errorf("restrict files (landlock): %w", errno)}
+		return nil, &LandlockError{errno}
 	}
 	if errno != 0 {
 		abi = 0
@@ -74,7 +106,7 @@ func (s *Setup) landlock() (missing []string, err error) {
 	if abi < 6 {
 		missing = append(missing, "the program may send signals to its process group outside: landlock of Linux 6.12 is needed")
 	}
-	all, _ := Sandbox{Outbound: Outbound{All: true}}.handled(int(abi))
+	all, _ := Gateway{Outbound: gateway.Outbound{All: true}}.handled(int(abi))
 	var r ruleset
 	if named {
 		r.files = all.files
@@ -91,7 +123,7 @@ func (s *Setup) landlock() (missing []string, err error) {
 	}
 	defer unix.Close(int(fd))
 	if named {
-		if err := s.allowFiles(int(fd), r.files); err != nil {
+		if err := p.allowFiles(int(fd), r.files); err != nil {
 			return nil, err
 		}
 	}
@@ -102,7 +134,7 @@ func (s *Setup) landlock() (missing []string, err error) {
 }
 
 // allowFiles adds what the program may read and write. A path that was named must be there.
-func (s *Setup) allowFiles(rules int, handled uint64) error {
+func (p Program) allowFiles(rules int, handled uint64) error {
 	for _, list := range []struct {
 		paths  []string
 		rights uint64
@@ -110,9 +142,9 @@ func (s *Setup) allowFiles(rules int, handled uint64) error {
 	}{
 		{baseReadable, readRights, ""},
 		{baseWritable, deviceWrite, ""},
-		{[]string{s.Program}, readRights, ""},
-		{s.Read, readRights, "--read"},
-		{s.Write, handled, "--write"},
+		{[]string{p.Path}, readRights, ""},
+		{p.Read, readRights, "--read"},
+		{p.Write, handled, "--write"},
 	} {
 		for _, path := range list.paths {
 			err := allowFile(rules, path, list.rights&handled)
@@ -120,7 +152,7 @@ func (s *Setup) allowFiles(rules int, handled uint64) error {
 				continue
 			}
 			if err != nil {
-				return &StepError{StepFiles, fmt.Errorf("%s %s: %w", list.option, path, err)}
+				return &FileError{list.option, path, err}
 			}
 		}
 	}

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package gateway
+// Package tun makes a TUN interface, through which a program reads and writes the IP packets of a network namespace.
+package tun
 
 import (
 	"errors"
@@ -13,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Interface is the guest's side of a gateway.
+// Interface is a TUN interface.
 type Interface struct {
 	Name string
 	MTU  int // 1280 to 65520 bytes
@@ -21,14 +22,21 @@ type Interface struct {
 	Addresses []netip.Addr
 }
 
-// OpenTUN makes the guest's interface in the network namespace of the calling
-// thread, with a default route for each family that it has an address of. The
-// descriptor is for Config.TUN. Needs CAP_NET_ADMIN in the namespace, and a
-// /dev/net/tun that may be opened.
-func OpenTUN(i Interface) (_ int, err error) {
+// DeviceError is the failure to open /dev/net/tun. All other errors of Open are about the interface.
+type DeviceError struct{ Err error }
+
+func (e *DeviceError) Error() string { return fmt.Sprintf("open /dev/net/tun: %v", e.Err) }
+
+// Unwrap returns the error of open(2).
+func (e *DeviceError) Unwrap() error { return e.Err }
+
+// Open creates the interface in the network namespace of the calling thread, brings the interface and lo up, and adds a
+// default route for each address family of Addresses. The descriptor does not block and has IFF_NO_PI and IFF_VNET_HDR set:
+// each packet begins with a struct virtio_net_hdr. Open needs CAP_NET_ADMIN in the user namespace of the network namespace.
+func Open(i Interface) (_ int, err error) {
 	fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
-		return -1, &StepError{StepDevice, fmt.Errorf("open /dev/net/tun: %w", err)}
+		return -1, &DeviceError{err}
 	}
 	defer func() {
 		if err != nil {
@@ -41,13 +49,13 @@ func OpenTUN(i Interface) (_ int, err error) {
 	}
 	request.SetUint16(unix.IFF_TUN | unix.IFF_NO_PI | unix.IFF_VNET_HDR)
 	if err := unix.IoctlIfreq(fd, unix.TUNSETIFF, request); err != nil {
-		return -1, &StepError{StepInterface, fmt.Errorf("make interface %s: %w", i.Name, err)}
+		return -1, fmt.Errorf("make interface %s: %w", i.Name, err)
 	}
 	if err := unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, unix.TUN_F_CSUM|unix.TUN_F_TSO4|unix.TUN_F_TSO6); err != nil {
 		return -1, fmt.Errorf("set offloads of %s: %w", i.Name, err)
 	}
 	if err := i.configure(); err != nil {
-		return -1, &StepError{StepInterface, fmt.Errorf("set up interface %s: %w", i.Name, err)}
+		return -1, fmt.Errorf("set up interface %s: %w", i.Name, err)
 	}
 	return fd, nil
 }

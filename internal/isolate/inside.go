@@ -1,28 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package gateway
+package isolate
 
 import (
 	"encoding/gob"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net/netip"
 	"os"
 	"runtime"
-	"slices"
 	"strconv"
 	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway"
+	"sockeye/internal/sandbox"
+	"sockeye/internal/tun"
 	"sockeye/room"
 )
 
 // Setup is what the process that prepares the guest is told.
 type Setup struct {
-	Interface Interface
+	Interface tun.Interface
 	// ResolvConf is what the guest finds in /etc/resolv.conf; "" leaves it.
 	ResolvConf string
 	// Program is what the process becomes, "" for nothing: then it ends.
@@ -111,12 +112,12 @@ func (s *Setup) reply() (reply setupReply, fds []int) {
 }
 
 func (s *Setup) prepareAll(reply *setupReply, fds *[]int) error {
-	tun, err := s.prepare(reply)
+	device, err := s.prepare(reply)
 	if err != nil {
 		return err
 	}
-	*fds = []int{tun}
-	if diag, err := openDiag(s.Watched); err == nil {
+	*fds = []int{device}
+	if diag, err := gateway.OpenDiag(s.Watched); err == nil {
 		*fds = append(*fds, diag)
 	} else if s.Watched {
 		return err
@@ -132,8 +133,14 @@ func (s *Setup) prepareAll(reply *setupReply, fds *[]int) error {
 	if err := unix.Prctl(unix.PR_SET_PDEATHSIG, uintptr(unix.SIGKILL), 0, 0, 0); err != nil {
 		return fmt.Errorf("tie the program to the gateway: %w", err)
 	}
-	missing, err := s.confine()
+	missing, err := sandbox.Program{Path: s.Program, Read: s.Read, Write: s.Write, AllowUserns: s.AllowUserns}.Enter()
 	reply.Missing = append(reply.Missing, missing...)
+	switch {
+	case errors.As(err, new(*sandbox.LandlockError)):
+		return &StepError{StepLandlock, err}
+	case errors.As(err, new(*sandbox.FileError)):
+		return &StepError{StepFiles, err}
+	}
 	return err
 }
 
@@ -193,7 +200,7 @@ func lacksSysctl(err error) bool {
 	return errors.Is(err, unix.EROFS) || errors.Is(err, unix.ENOENT)
 }
 
-func (s *Setup) prepare(reply *setupReply) (tun int, err error) {
+func (s *Setup) prepare(reply *setupReply) (fd int, err error) {
 	if s.Program != "" {
 		if err := s.setSysctls(reply); err != nil {
 			return -1, &StepError{StepRights, err}
@@ -202,7 +209,14 @@ func (s *Setup) prepare(reply *setupReply) (tun int, err error) {
 			return -1, err
 		}
 	}
-	return OpenTUN(s.Interface)
+	fd, err = tun.Open(s.Interface)
+	switch {
+	case errors.As(err, new(*tun.DeviceError)):
+		return -1, &StepError{StepDevice, err}
+	case err != nil:
+		return -1, &StepError{StepInterface, err}
+	}
+	return fd, nil
 }
 
 // mostGuestBuffer bounds the send buffer of each connection inside, in bytes. The gateway answers in less than a
@@ -243,171 +257,4 @@ func (s *Setup) setSysctls(reply *setupReply) error {
 		return err
 	}
 	return nil
-}
-
-// mounts makes what of the host's files the guest is to have otherwise.
-func (s *Setup) mounts(reply *setupReply) error {
-	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
-		return &StepError{StepMounts, fmt.Errorf("make mounts private: %w", err)}
-	}
-	// Of the guest's own processes. A container whose /proc is covered in part may not have another.
-	if err := unix.Mount("proc", "/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); errors.Is(err, unix.EPERM) {
-		reply.Missing = append(reply.Missing, fmt.Sprintf("/proc shows the host's processes and their sockets: mount it: %v", err))
-	} else if err != nil {
-		return &StepError{StepMounts, fmt.Errorf("mount /proc: %w", err)}
-	}
-	list, err := mounted()
-	if err == nil {
-		err = errors.Join(sealCgroups(list), replaceNamespaces(list))
-	}
-	if err != nil {
-		reply.Missing = append(reply.Missing, err.Error())
-	}
-	warnings, err := s.hide()
-	reply.Warnings = append(reply.Warnings, warnings...)
-	if err != nil {
-		if step := new(StepError); !errors.As(err, &step) {
-			err = &StepError{StepMounts, err}
-		}
-		return err
-	}
-	if s.ResolvConf != "" {
-		if err := replaceFile("/etc/resolv.conf", s.ResolvConf); err != nil {
-			return &StepError{StepResolver, err}
-		}
-	}
-	return nil
-}
-
-// mount is a line of /proc/self/mountinfo.
-type mount struct {
-	point, kind string
-	options     []string
-}
-
-// mounted lists the mounts that the program can see, in the order in which they were made.
-func mounted() ([]mount, error) {
-	text, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil {
-		return nil, fmt.Errorf("list mounts: %w", err)
-	}
-	var list []mount
-	unescape := strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)
-	for line := range strings.Lines(string(text)) {
-		// proc(5): ID PARENT MAJOR:MINOR ROOT MOUNTPOINT OPTIONS [FIELDS] - TYPE SOURCE OPTIONS
-		before, after, _ := strings.Cut(line, " - ")
-		fields := strings.Fields(before)
-		if len(fields) < 6 {
-			continue
-		}
-		kind, _, _ := strings.Cut(after, " ")
-		list = append(list, mount{unescape.Replace(fields[4]), kind, strings.Split(fields[5], ",")})
-	}
-	return list, nil
-}
-
-// outOfReach tells an error of a path that the program cannot reach either.
-func outOfReach(err error) bool {
-	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EACCES)
-}
-
-// sealCgroups makes cgroup file systems read-only: the program's user may own groups, as user managers do, in which
-// the host's processes would be frozen and killed.
-func sealCgroups(list []mount) error {
-	var errs []error
-	for _, m := range list {
-		if !strings.HasPrefix(m.kind, "cgroup") {
-			continue
-		}
-		flags := uintptr(unix.MS_REMOUNT | unix.MS_BIND | unix.MS_RDONLY)
-		// Those of the mount above may not be taken back.
-		for option, flag := range map[string]uintptr{"nosuid": unix.MS_NOSUID, "nodev": unix.MS_NODEV, "noexec": unix.MS_NOEXEC} {
-			if slices.Contains(m.options, option) {
-				flags |= flag
-			}
-		}
-		if err := unix.Mount("", m.point, "", flags, ""); err != nil && !outOfReach(err) {
-			errs = append(errs, fmt.Errorf("cgroups may be written to: make %s read-only: %w", m.point, err))
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// replaceNamespaces has file systems that show the host's processes and message queues, in chroots or under names of
-// their own, show none: /proc is the guest's already, and its IPC namespace has queues of its own.
-func replaceNamespaces(list []mount) error {
-	const flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
-	var errs []error
-	for _, m := range list {
-		var err error
-		switch {
-		case m.kind == "proc" && m.point != "/proc" && !strings.HasPrefix(m.point, "/proc/"):
-			err = unix.Mount("tmpfs", m.point, "tmpfs", flags|unix.MS_RDONLY, "size=4k,mode=555")
-		case m.kind == "mqueue":
-			err = unix.Mount("mqueue", m.point, "mqueue", flags, "")
-		}
-		if err != nil && !outOfReach(err) {
-			errs = append(errs, fmt.Errorf("%s shows what is the host's: mount over it: %w", m.point, err))
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// scratch is a folder that every host has, and that is covered for a moment in the mount
-// namespace of the guest, which nobody else sees.
-const scratch = "/tmp"
-
-// replaceFile has a file be another one in this mount namespace. A file that is not there
-// is left alone. Nothing is written to any file system of the host.
-func replaceFile(path, text string) error {
-	target, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
-	if errors.Is(err, unix.ENOENT) {
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("open %s: %w", path, err)
-	}
-	defer unix.Close(target)
-	if err := unix.Mount("tmpfs", scratch, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "size=1m,mode=755"); err != nil {
-		return fmt.Errorf("mount over %s: %w", scratch, err)
-	}
-	file := scratch + "/resolv.conf"
-	err = os.WriteFile(file, []byte(text), 0o644)
-	if err == nil {
-		err = os.Chmod(file, 0o644) // whatever the umask
-	}
-	if err == nil {
-		err = unix.Mount(file, fmt.Sprintf("/proc/self/fd/%d", target), "", unix.MS_BIND, "")
-	}
-	if err != nil {
-		err = fmt.Errorf("mount over %s: %w", path, err)
-	}
-	return errors.Join(err, unix.Unmount(scratch, unix.MNT_DETACH))
-}
-
-// HostAddresses are the addresses that the host sends from by default, which the
-// guest has too; the zero value where it has none.
-func HostAddresses() (v4, v6 netip.Addr) {
-	return sourceTo(netip.MustParseAddr("192.0.2.1")), sourceTo(netip.MustParseAddr("2001:db8::1"))
-}
-
-// sourceTo is the address that the host would send from. Nothing is sent.
-func sourceTo(to netip.Addr) netip.Addr {
-	fd, err := unix.Socket(domain(to), unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return netip.Addr{}
-	}
-	defer unix.Close(fd)
-	if unix.Connect(fd, sockaddr(netip.AddrPortFrom(to, 9))) != nil {
-		return netip.Addr{}
-	}
-	own, err := unix.Getsockname(fd)
-	if err != nil {
-		return netip.Addr{}
-	}
-	a, ok := addrPort(own)
-	if !ok || a.Addr().IsLoopback() || a.Addr().IsUnspecified() || a.Addr().IsLinkLocalUnicast() {
-		return netip.Addr{}
-	}
-	return a.Addr()
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package gateway
+package sandbox
 
 import (
 	"slices"
@@ -27,7 +27,7 @@ const all = ^uint32(0)
 // calls are what the loop of the gateway, the Go runtime, signals and waiting for the
 // child need. Those with conditions are in the order of their frequency; the others cost nothing
 // since Linux 5.11, which knows that the filter always allows them.
-func (s Sandbox) calls(own int) []allowed {
+func (s Gateway) calls(own int) []allowed {
 	signalled := []uint32{uint32(own)}
 	if s.Child != 0 {
 		signalled = append(signalled, uint32(s.Child))
@@ -99,7 +99,7 @@ const (
 )
 
 // filter is the program for a process, in classic BPF.
-func (s Sandbox) filter(own int) []unix.SockFilter {
+func (s Gateway) filter(own int) []unix.SockFilter {
 	p := []unix.SockFilter{
 		load(dataArch),
 		jump(unix.BPF_JEQ, auditArch, 1, 0),

@@ -2,7 +2,7 @@
 
 //go:build !amd64 && !arm64
 
-package gateway
+package sandbox
 
 // auditArch is 0 where the numbers of the system calls were not looked at: there is no
 // filter then.

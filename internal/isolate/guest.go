@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package gateway
+// Package isolate runs a program in user, network, mount, process and IPC namespaces of its own, or joins a network namespace
+// that somebody else made. It creates the namespaces and the TUN interface, confines the program and its gateway, and connects
+// the TUN interface to a gateway (internal/gateway), which knows nothing of namespaces.
+package isolate
 
 import (
 	"bytes"

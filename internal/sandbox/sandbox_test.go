@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package gateway
+package sandbox
 
 import (
 	"bytes"
@@ -22,13 +22,37 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway"
+	"sockeye/internal/testenv"
+	"sockeye/internal/tun"
 	"sockeye/lab"
 	"sockeye/room"
 )
 
-var anywhere = Outbound{All: true}
+func TestMain(m *testing.M) { testenv.Main(m) }
+
+var (
+	guest4 = netip.MustParseAddr("10.95.0.1")
+	host4  = netip.MustParseAddr("10.96.0.1") // of the host, on lo
+)
+
+// listen opens a listener on a free port of an IPv4 address.
+func listen(a netip.Addr) (fd int, at netip.AddrPort, err error) {
+	list, err := gateway.Listen([]gateway.ForwardSpec{{Address: a, Protocol: unix.IPPROTO_TCP}})
+	if err != nil {
+		return -1, at, err
+	}
+	own, err := unix.Getsockname(list[0].FD)
+	if err != nil {
+		return -1, at, err
+	}
+	return list[0].FD, netip.AddrPortFrom(a, uint16(own.(*unix.SockaddrInet4).Port)), nil
+}
+
+var anywhere = gateway.Outbound{All: true}
 
 // roleVariable makes the test binary a process that enters a sandbox, for good.
 const roleVariable = "SOCKEYE_TEST_SANDBOX"
@@ -41,7 +65,7 @@ func TestSandboxRole(*testing.T) {
 	case "try":
 		tryAll()
 	case "die":
-		enterOrExit(Sandbox{Outbound: anywhere})
+		enterOrExit(Gateway{Outbound: anywhere})
 		call := deadlyCalls[name]
 		_, _, errno := unix.RawSyscall6(call[0], call[1], call[2], 0, 0, 0, 0)
 		fmt.Println("alive:", errno)
@@ -57,7 +81,7 @@ func TestSandboxRole(*testing.T) {
 	}
 }
 
-func enterOrExit(s Sandbox) {
+func enterOrExit(s Gateway) {
 	missing, err := s.Enter()
 	if err != nil || slices.Contains(missing, "seccomp") {
 		fmt.Println("enter:", missing, err)
@@ -160,7 +184,7 @@ func tryAll() {
 	for range threads / 2 {
 		go on()
 	}
-	enterOrExit(Sandbox{Outbound: anywhere})
+	enterOrExit(Gateway{Outbound: anywhere})
 	for range threads / 2 {
 		go on()
 	}
@@ -253,19 +277,13 @@ func TestSandboxKills(t *testing.T) {
 func tryLandlock() {
 	var at [2]netip.AddrPort
 	for i := range at {
-		fd, err := listen(netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), 0), unix.IPPROTO_TCP)
-		if err != nil {
+		var err error
+		if _, at[i], err = listen(netip.AddrFrom4([4]byte{127, 0, 0, 1})); err != nil {
 			fmt.Println(err)
 			os.Exit(1)
 		}
-		own, err := unix.Getsockname(fd)
-		if err != nil {
-			fmt.Println(err)
-			os.Exit(1)
-		}
-		at[i], _ = addrPort(own)
 	}
-	box := Sandbox{Outbound: Outbound{Rules: []Rule{{
+	box := Gateway{Outbound: gateway.Outbound{Rules: []gateway.Rule{{
 		Prefix: netip.PrefixFrom(at[0].Addr(), 32), Protocol: unix.IPPROTO_TCP, First: at[0].Port(), Last: at[0].Port(),
 	}}}}
 	if err := dropCapabilities(); err != nil {
@@ -279,12 +297,12 @@ func tryLandlock() {
 		fmt.Println(err)
 		os.Exit(1)
 	}
-	_, err := listen(netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), 0), unix.IPPROTO_TCP)
+	_, _, err := listen(netip.AddrFrom4([4]byte{127, 0, 0, 1}))
 	got := []any{errors.Is(err, unix.EACCES)}
 	for _, to := range at {
 		err := trySocket(unix.AF_INET, unix.SOCK_STREAM, 0)()
 		if fd, failed := unix.Socket(unix.AF_INET, unix.SOCK_STREAM, 0); failed == nil {
-			err = unix.Connect(fd, sockaddr(to))
+			err = unix.Connect(fd, &unix.SockaddrInet4{Addr: to.Addr().As4(), Port: int(to.Port())})
 		}
 		got = append(got, errors.Is(err, unix.EACCES))
 	}
@@ -329,33 +347,33 @@ func TestHandled(t *testing.T) {
 		{6, ruleset{files: 0xffff, net: 1, scoped: 1}},
 		{99, ruleset{files: 0xffff, net: 1, scoped: 1}},
 	} {
-		if got, _ := (Sandbox{Outbound: anywhere}).handled(test.abi); got != test.want {
+		if got, _ := (Gateway{Outbound: anywhere}).handled(test.abi); got != test.want {
 			t.Errorf("ABI %d: %+v, want %+v", test.abi, got, test.want)
 		}
 	}
 	for _, test := range []struct {
 		rules string
-		dns   []NameServer
+		dns   []gateway.NameServer
 		net   uint64
 		ports []uint16
 	}{
 		{"", nil, 3, nil},
-		{"", []NameServer{{}}, 3, []uint16{53}},
+		{"", []gateway.NameServer{{}}, 3, []uint16{53}},
 		{"10.0.0.0/8:80-81/tcp 10.0.0.0/8:90 10.0.0.0/8/udp 10.0.0.0/8/icmp", nil, 3, []uint16{80, 81, 90}},
 		{"10.0.0.0/8:80/tcp 10.0.0.0/8", nil, 1, nil},
 		{"10.0.0.0/8:1-1024", nil, 3, nil},
 		{"10.0.0.0/8:1-1025", nil, 1, nil},
 		{"10.0.0.0/8:1-1024 10.0.0.0/8:2000", nil, 1, nil},
 	} {
-		out := Outbound{DNS: test.dns}
+		out := gateway.Outbound{DNS: test.dns}
 		for _, text := range strings.Fields(test.rules) {
-			r, err := ParseRule(text)
+			r, err := gateway.ParseRule(text)
 			if err != nil {
 				t.Fatal(err)
 			}
 			out.Rules = append(out.Rules, r)
 		}
-		got, ports := (Sandbox{Outbound: out}).handled(4)
+		got, ports := (Gateway{Outbound: out}).handled(4)
 		if got.net != test.net || test.ports != nil && !slices.Equal(ports, test.ports) || test.net == 1 && ports != nil {
 			t.Errorf("%s: %+v, ports %v", test.rules, got, ports)
 		}
@@ -375,9 +393,9 @@ func confinedGateway() error {
 			return err
 		}
 	}
-	g, err := New(Config{
+	g, err := gateway.New(gateway.Config{
 		TUN: 3, MTU: 65520, Guest4: guest4, Outbound: anywhere, Kernel: kernel,
-		Forwards: []Forward{{FD: 4, Protocol: unix.IPPROTO_TCP, Port: 1790}},
+		Forwards: []gateway.Forward{{FD: 4, Protocol: unix.IPPROTO_TCP, Port: 1790}},
 	})
 	if err != nil {
 		return err
@@ -387,7 +405,7 @@ func confinedGateway() error {
 	if err := child.Start(); err != nil {
 		return err
 	}
-	enterOrExit(Sandbox{Child: child.Process.Pid, Outbound: anywhere})
+	enterOrExit(Gateway{Child: child.Process.Pid, Outbound: anywhere})
 	ctx, stop := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	go func() { ended <- g.Run(ctx) }()
@@ -427,24 +445,25 @@ func TestSandboxedGateway(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var tun int
+	var device int
 	if err := guest.Do(func() (err error) {
-		tun, err = OpenTUN(Interface{Name: "gw0", MTU: 65520, Addresses: []netip.Addr{guest4}})
+		device, err = tun.Open(tun.Interface{Name: "gw0", MTU: 65520, Addresses: []netip.Addr{guest4}})
 		return err
 	}); err != nil {
 		t.Fatal(err)
 	}
-	addHost(t)
-	inbound, err := listen(netip.AddrPortFrom(host4, 0), unix.IPPROTO_TCP)
+	lo, err := netlink.LinkByName("lo")
 	if err != nil {
 		t.Fatal(err)
 	}
-	at, err := unix.Getsockname(inbound)
+	if err := netlink.AddrReplace(lo, &netlink.Addr{IPNet: &net.IPNet{IP: host4.AsSlice(), Mask: net.CIDRMask(32, 32)}}); err != nil {
+		t.Fatal(err)
+	}
+	inbound, published, err := listen(host4)
 	if err != nil {
 		t.Fatal(err)
 	}
-	published, _ := addrPort(at)
-	files := []*os.File{os.NewFile(uintptr(tun), "tun"), os.NewFile(uintptr(inbound), "listener")}
+	files := []*os.File{os.NewFile(uintptr(device), "tun"), os.NewFile(uintptr(inbound), "listener")}
 	cmd := inRole(t, "gateway", files...)
 	in, err := cmd.StdinPipe()
 	if err != nil {
@@ -536,7 +555,7 @@ func exchange(t *testing.T, c net.Conn, data []byte) {
 // The filter has no jump beyond its end, and no call is named twice, of which the second
 // would never count.
 func TestFilter(t *testing.T) {
-	for _, s := range []Sandbox{{}, {Child: 7, Outbound: anywhere}, {Listens: true}} {
+	for _, s := range []Gateway{{}, {Child: 7, Outbound: anywhere}, {Listens: true}} {
 		p := s.filter(1)
 		for i, instruction := range p {
 			if instruction.Code&0x07 == unix.BPF_JMP && i+1+int(max(instruction.Jt, instruction.Jf)) >= len(p) {
