@@ -11,11 +11,8 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
-	"os/signal"
 	"slices"
-	"strconv"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -23,22 +20,6 @@ import (
 	"sockeye/internal/agent"
 	"sockeye/internal/gateway"
 	"sockeye/internal/isolate"
-	"sockeye/internal/sandbox"
-	"sockeye/internal/tun"
-)
-
-// Addresses that stand for something else inside.
-var (
-	// nameServers stand for the host's name servers.
-	nameServers = []netip.Addr{
-		netip.MustParseAddr("169.254.53.53"), netip.MustParseAddr("169.254.53.54"), netip.MustParseAddr("169.254.53.55"),
-	}
-	// host4 and host6 are from where connections of the host itself come.
-	host4 = netip.MustParseAddr("169.254.53.1")
-	host6 = netip.MustParseAddr("fd53:6f63:6b65:7965::1")
-	// fallback4 and fallback6 are the guest's where the host has none.
-	fallback4 = netip.MustParseAddr("169.254.53.2")
-	fallback6 = netip.MustParseAddr("fd53:6f63:6b65:7965::2")
 )
 
 // Of the guest's interface, in bytes: the least that IPv6 needs, and the largest that
@@ -47,13 +28,6 @@ const (
 	leastMTU = 1280
 	mostMTU  = 65520
 )
-
-// lingerTime is how long the gateway goes on when the program has ended, for what that has
-// sent and the host's sockets have not taken yet.
-const lingerTime = 5 * time.Second
-
-// interfaceName is that of the guest's interface.
-const interfaceName = "sockeye0"
 
 // resolvConf is where the host's name servers are, and behindStub where systemd-resolved names
 // those that it asks itself.
@@ -296,7 +270,7 @@ func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error
 		return out, "", agent.Usage(errors.New("--no-outbound and --allow do not go together"), "with --allow the program may go nowhere else")
 	}
 	out.All = !i.noOutbound && len(i.allow) == 0
-	out.Host = []netip.Addr{host4, host6}
+	out.Host = []netip.Addr{isolate.Host4, isolate.Host6}
 	for _, text := range i.allow {
 		r, err := gateway.ParseRule(text)
 		if errors.Is(err, gateway.ErrNeverOutside) {
@@ -315,7 +289,7 @@ func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error
 		return out, "", err
 	}
 	if !i.noDNS {
-		out.DNS, resolver = isolate.NameServers(conf, nameServers)
+		out.DNS, resolver = isolate.NameServers(conf, isolate.NameServerAliases)
 		return out, resolver, nil
 	}
 	behind, err := readIfThere(behindStub)
@@ -336,7 +310,7 @@ func readIfThere(path string) (string, error) {
 }
 
 // hostHint is for who names an address that the program has itself, inside.
-var hostHint = fmt.Sprintf("the loopback addresses of the host are %v and %v inside", host4, host6)
+var hostHint = fmt.Sprintf("the loopback addresses of the host are %v and %v inside", isolate.Host4, isolate.Host6)
 
 // pathHint is for who names what is no file or folder of the host.
 const pathHint = "name a path that is there, and that the program's user may reach"
@@ -414,10 +388,39 @@ func refuseDirectories() error {
 	return nil
 }
 
-// join makes a guest and is its gateway, until the guest's program ends, or the namespace that
-// was there already. The program's exit code is an error without a message. The sockets that
-// listen opens lead inside; they are open before the program starts. Both processes become who, unless it is nil.
-func (c *command) join(ctx context.Context, i *isolation, guest *isolate.Guest, who *account, listen func() ([]gateway.Forward, error)) (err error) {
+// join validates the options, runs the guest's program, or joins the existing namespace, and returns when that ends. A
+// program's exit code is an error without a message. The sockets that listen opens lead inside.
+func (c *command) join(ctx context.Context, i *isolation, guest *isolate.Guest, who *account, listen func() ([]gateway.Forward, error)) error {
+	o := &isolate.Options{MTU: i.mtu, Listen: listen, RequireSandbox: i.requireSandbox}
+	if err := i.complete(guest, o); err != nil {
+		return err
+	}
+	if guest.Existing == nil {
+		guest.AllowUserns, guest.Expose, guest.Read, guest.Write = i.allowUserns, i.expose, i.read, i.write
+	}
+	if who != nil {
+		guest.Env = who.environment(guest.Env)
+		o.User = &who.User
+	}
+	level := slog.LevelWarn
+	if i.verbose {
+		level = slog.LevelDebug
+	}
+	o.Log = slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: level}))
+	o.Warn = func(text string) { fmt.Fprintf(c.Err, "sockeye: %s\n", text) }
+	o.Joined = func() { fmt.Fprintf(c.Out, "joined by %s; interrupt it to end\n", isolate.InterfaceName) }
+	code, err := isolate.Run(ctx, guest, o)
+	if err != nil {
+		return guestError(err, guest)
+	}
+	if code != 0 {
+		return exitCode(code)
+	}
+	return nil
+}
+
+// complete checks the options that do not depend on a service, and adds where the program may go and its addresses.
+func (i *isolation) complete(guest *isolate.Guest, o *isolate.Options) (err error) {
 	if i.mtu < leastMTU || i.mtu > mostMTU {
 		return agent.Usage(fmt.Errorf("--mtu is %d", i.mtu), fmt.Sprintf("%d to %d bytes", leastMTU, mostMTU))
 	}
@@ -434,340 +437,18 @@ func (c *command) join(ctx context.Context, i *isolation, guest *isolate.Guest, 
 			return err
 		}
 	}
-	out, resolver, err := i.outbound()
-	if err != nil {
+	var resolver string
+	if o.Outbound, resolver, err = i.outbound(); err != nil {
 		return err
 	}
 	if guest.Existing == nil {
 		guest.ResolvConf = resolver
 	}
-	got := make(chan os.Signal, 8)
-	if guest.Existing == nil {
-		// From here on they are the program's; what nohup(1) has ignored, it ignores.
-		for _, s := range isolate.PassedSignals {
-			if !signal.Ignored(s) {
-				signal.Notify(got, s)
-			}
-		}
-		defer signal.Stop(got)
-	}
-	level := slog.LevelWarn
-	if i.verbose {
-		level = slog.LevelDebug
-	}
-	log := slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: level}))
-	if guest.Existing == nil {
-		guest.AllowUserns, guest.Expose, guest.Read, guest.Write = i.allowUserns, i.expose, i.read, i.write
-	}
-	if who != nil {
-		guest.Env = who.environment(guest.Env)
-		if err := who.become(); err != nil {
-			return err
-		}
-	}
-	a4, a6 := isolate.HostAddresses()
-	if !a4.IsValid() {
-		a4 = fallback4
-	}
-	if !a6.IsValid() {
-		a6 = fallback6
-	}
-	for n, r := range out.Rules {
-		if a := r.Prefix.Addr(); r.Prefix.IsSingleIP() && (a == a4 || a == a6) {
+	o.Guest4, o.Guest6 = isolate.GuestAddresses()
+	for n, r := range o.Outbound.Rules {
+		if a := r.Prefix.Addr(); r.Prefix.IsSingleIP() && (a == o.Guest4 || a == o.Guest6) {
 			return agent.Usage(fmt.Errorf("--allow %q: the program has that address itself, as the host has", i.allow[n]), hostHint)
 		}
 	}
-	guest.Interface = tun.Interface{Name: interfaceName, MTU: i.mtu, Addresses: []netip.Addr{a4, a6}}
-	forwards, err := listen()
-	if err != nil {
-		return listenError(err, guest.Watched)
-	}
-	p, err := guest.Prepare([]string{"/proc/self/exe", isolate.InsideCommand})
-	if err != nil {
-		select {
-		case s := <-got:
-			// A key of the terminal has ended the process inside, too, before it was ready for that.
-			if number, ok := s.(unix.Signal); ok {
-				return exitCode(128 + int(number))
-			}
-		default:
-		}
-		return guestError(err, guest.Existing != nil)
-	}
-	if err := c.lacks(i, p.Missing); err != nil {
-		p.Kill()
-		return err
-	}
-	for _, w := range p.Warnings {
-		fmt.Fprintf(c.Err, "sockeye: %s\n", w)
-	}
-	linger := lingerTime
-	if guest.Existing != nil {
-		linger = 0 // its programs go on, and their connections
-	}
-	g, err := gateway.New(gateway.Config{
-		TUN: p.TUN, MTU: i.mtu, Guest4: a4, Guest6: a6, Host4: host4, Host6: host6,
-		Forwards: forwards, Diag: p.Diag, Outbound: out, Kernel: p.Kernel, Log: log,
-		Linger: linger,
-	})
-	if err != nil {
-		p.Kill()
-		return tooManyFiles(err)
-	}
-	box := sandbox.Gateway{Outbound: out, Listens: guest.Watched}
-	if guest.Existing == nil {
-		box.Child = p.PID()
-	}
-	terminal := openTerminal()
-	gateway.OwnProcess()
-	missing, err := box.Enter()
-	if err != nil {
-		p.Kill()
-		return err
-	}
-	for n, name := range missing {
-		missing[n] = "the gateway is not confined by " + name
-	}
-	if err := c.lacks(i, missing); err != nil {
-		p.Kill()
-		return err
-	}
-	defer g.LogCounts(log, "ended")
-	log.Info("joined", "interface", interfaceName, "ipv4", a4, "ipv6", a6, "ports", len(forwards))
-	if guest.Existing != nil {
-		fmt.Fprintf(c.Out, "joined by %s; interrupt it to end\n", interfaceName)
-		return serve(ctx, g, guest.Existing.Ended)
-	}
-	if ctx.Err() != nil && len(got) == 0 {
-		// By a signal from before they were the program's.
-		p.Kill()
-		return errors.New("interrupted before the program started")
-	}
-	return serve(context.WithoutCancel(ctx), g, func(running context.Context) error {
-		return runProgram(running, p, got, terminal)
-	})
-}
-
-// lacks says by what the kernel does not confine the program or its gateway, or fails if all was asked for.
-func (c *command) lacks(i *isolation, missing []string) error {
-	if len(missing) > 0 && i.requireSandbox {
-		return &agent.Error{
-			Err:  fmt.Errorf("the sandbox is incomplete: %s", strings.Join(missing, "; ")),
-			Hint: "without --require-sandbox the program starts nonetheless", Code: agent.CodeUnsupported,
-		}
-	}
-	for _, m := range missing {
-		fmt.Fprintf(c.Err, "sockeye: the sandbox is incomplete: %s\n", m)
-	}
 	return nil
-}
-
-// serve is the gateway until work has ended, or ctx. If the gateway ends before, the context
-// of work ends.
-func serve(ctx context.Context, g *gateway.Gateway, work func(context.Context) error) error {
-	running, stop := context.WithCancel(ctx)
-	defer stop()
-	ended := make(chan error, 1)
-	go func() {
-		defer stop()
-		ended <- g.Run(running)
-	}()
-	err := work(running)
-	stop()
-	if failed := <-ended; failed != nil {
-		return failed
-	}
-	return err
-}
-
-// runProgram starts the program that was prepared, and stands for it until it ends.
-func runProgram(ctx context.Context, p *isolate.Prepared, got <-chan os.Signal, terminal terminal) error {
-	if terminal.foreground() { // asked before a shell inside takes it
-		defer terminal.take()
-	}
-	if err := p.Go(); err != nil {
-		p.Kill()
-		return err
-	}
-	early := len(got)
-	pass := make(chan os.Signal, 8)
-	go func() {
-		for s := range got {
-			// What a key makes, the terminal has sent to the program too, if that was there.
-			key := s == unix.SIGINT || s == unix.SIGQUIT
-			if early--; early < 0 && key && terminal.foreground() {
-				continue
-			}
-			pass <- s
-		}
-	}()
-	code, err := p.Wait(ctx, pass)
-	if err == nil && code != 0 {
-		return exitCode(code)
-	}
-	return err
-}
-
-// exitCode is the end of the program, which needs no words.
-func exitCode(code int) error {
-	return &silent{&agent.Error{Err: errors.New("the program failed"), Code: code}}
-}
-
-// terminal is the terminal that controls this process.
-type terminal struct {
-	file  *os.File // nil if there is none
-	group int      // of processes, this one's
-}
-
-func openTerminal() terminal {
-	f, err := os.OpenFile("/dev/tty", os.O_RDONLY|unix.O_NOCTTY, 0)
-	if err != nil {
-		return terminal{}
-	}
-	return terminal{f, unix.Getpgrp()}
-}
-
-// foreground tells whether its keys make signals for this process, and the program.
-func (t terminal) foreground() bool {
-	if t.file == nil {
-		return false
-	}
-	group, err := unix.IoctlGetInt(int(t.file.Fd()), unix.TIOCGPGRP)
-	return err == nil && group == t.group
-}
-
-// take gives the keys back to this process' group, which had them. A shell inside gave itself a group of its own, and does
-// not know the number of the one from before, which is outside its namespace.
-func (t terminal) take() {
-	signal.Ignore(unix.SIGTTOU)
-	_ = unix.IoctlSetPointerInt(int(t.file.Fd()), unix.TIOCSPGRP, t.group)
-}
-
-// listenError says what to do about a port of the host that could not be had, of a member's
-// service or published.
-func listenError(err error, member bool) error {
-	failed, ok := errors.AsType[*gateway.ListenError](err)
-	if !ok {
-		return err
-	}
-	port := int(failed.At.Port())
-	another := fmt.Sprintf("publish another port of the host, as in -p %d:%d", freePort(port), port)
-	switch {
-	case errors.Is(err, unix.EADDRINUSE):
-		if member {
-			another = "the members of a service are of one user, and no other program may have the port"
-		}
-		return &agent.Error{Err: err, Hint: another, Code: agent.CodeConflict}
-	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
-		var hints []string
-		if first, ok := readSysctl("net/ipv4/ip_unprivileged_port_start"); ok && port < first {
-			hints = append(hints, fmt.Sprintf("ports below %d are for root (sysctl net.ipv4.ip_unprivileged_port_start)", first))
-		}
-		if !member {
-			hints = append(hints, another)
-		}
-		return &agent.Error{Err: err, Hint: strings.Join(hints, "; "), Code: agent.CodeNotPermitted}
-	case errors.Is(err, unix.EADDRNOTAVAIL):
-		return agent.Usage(err, "the host has no such address")
-	case errors.Is(err, unix.EAFNOSUPPORT):
-		return &agent.Error{Err: err, Hint: "this kernel has no IPv6", Code: agent.CodeUnsupported}
-	}
-	return tooManyFiles(err)
-}
-
-// freePort is another port that an ordinary user may have, to name in a hint.
-func freePort(port int) int {
-	if port < 57536 {
-		return port + 8000
-	}
-	return port - 8000
-}
-
-func tooManyFiles(err error) error {
-	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) {
-		return &agent.Error{Err: err, Hint: "publish fewer ports, or raise the limit of open files (ulimit -Hn)", Code: agent.CodeFailed}
-	}
-	return err
-}
-
-func readSysctl(name string) (int, bool) {
-	text, err := os.ReadFile("/proc/sys/" + name)
-	if err != nil {
-		return 0, false
-	}
-	n, err := strconv.Atoi(strings.TrimSpace(string(text)))
-	return n, err == nil
-}
-
-// guestError says what to do about a guest that could not be made. If it exists already,
-// it is its own kernel that refuses.
-func guestError(err error, exists bool) error {
-	if ended, ok := errors.AsType[*isolate.EndedError](err); ok && slices.Contains(isolate.PassedSignals, os.Signal(ended.Signal)) {
-		return exitCode(128 + int(ended.Signal)) // by a key of the terminal
-	}
-	failed, ok := errors.AsType[*isolate.StepError](err)
-	if !ok {
-		return tooManyFiles(err)
-	}
-	refused := errors.Is(err, fs.ErrPermission)
-	hint, code := "", agent.CodeFailed
-	switch failed.Step {
-	case isolate.StepNamespaces, isolate.StepRights:
-		switch {
-		case refused, errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EUSERS):
-			hint, code = userNamespaceHint(), agent.CodeNotPermitted
-		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOSYS):
-			hint, code = "the kernel has no user namespaces (CONFIG_USER_NS)", agent.CodeUnsupported
-		}
-	case isolate.StepDevice:
-		switch {
-		case refused:
-			hint, code = "it is open to all on most hosts: chmod 0666 /dev/net/tun", agent.CodeNotPermitted
-		case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):
-			hint, code = "load it by modprobe tun; in a container, give it the device", agent.CodeUnsupported
-		}
-	case isolate.StepInterface:
-		switch {
-		case refused && exists:
-			hint, code = "you must be root in the namespace's user namespace", agent.CodeNotPermitted
-		case refused:
-			hint, code = userNamespaceHint(), agent.CodeNotPermitted
-		case errors.Is(err, unix.EBUSY), errors.Is(err, fs.ErrExist):
-			hint, code = "it must have no interface "+interfaceName+", as another gateway makes, and no default route", agent.CodeConflict
-		}
-	case isolate.StepExpose, isolate.StepFiles:
-		hint, code = pathHint, agent.CodeUsage
-	case isolate.StepLandlock:
-		hint, code = "--read and --write need landlock, of Linux 5.13", agent.CodeUnsupported
-	case isolate.StepResolver:
-		hint = "--no-dns leaves it as it is"
-	case isolate.StepJoin:
-		hint, code = "you must be root in the namespace's user namespace", agent.CodeNotPermitted
-		if errors.Is(err, exec.ErrNotFound) {
-			hint, code = "install util-linux", agent.CodeFailed
-		}
-	}
-	return &agent.Error{Err: err, Hint: hint, Code: code}
-}
-
-// userNamespaceHint names the sysctl that forbids user namespaces, or those that may.
-func userNamespaceHint() string {
-	for _, c := range []struct {
-		name   string
-		forbid int
-		hint   string
-	}{
-		{"kernel/unprivileged_userns_clone", 0, "set sysctl kernel.unprivileged_userns_clone to 1"},
-		{"user/max_user_namespaces", 0, "raise sysctl user.max_user_namespaces, which is 0; or, inside an isolated program, start that one with --allow-userns"},
-		{"user/max_pid_namespaces", 0, "raise sysctl user.max_pid_namespaces, which is 0"},
-		{"user/max_net_namespaces", 0, "raise sysctl user.max_net_namespaces, which is 0"},
-		{"user/max_mnt_namespaces", 0, "raise sysctl user.max_mnt_namespaces, which is 0"},
-		{"user/max_ipc_namespaces", 0, "raise sysctl user.max_ipc_namespaces, which is 0"},
-		{"kernel/apparmor_restrict_unprivileged_userns", 1, "set sysctl kernel.apparmor_restrict_unprivileged_userns to 0, or allow it to sockeye by an AppArmor profile"},
-	} {
-		if v, ok := readSysctl(c.name); ok && v == c.forbid {
-			return c.hint
-		}
-	}
-	return "user namespaces may be forbidden: see sysctls kernel.unprivileged_userns_clone, user.max_user_namespaces and kernel.apparmor_restrict_unprivileged_userns"
 }

@@ -495,7 +495,7 @@ func TestIsolateLeavesNothing(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if answer := hello(t, "tcp", "127.0.0.1:7080"); answer != host4.String() {
+			if answer := hello(t, "tcp", "127.0.0.1:7080"); answer != isolate.Host4.String() {
 				t.Errorf("inside, the host is %q", answer)
 			}
 			test.end(g)
@@ -567,11 +567,11 @@ func TestIsolatePublish(t *testing.T) {
 		{"tcp", "192.0.2.10:7001", "192.0.2.10"},
 		{"tcp", "[2001:db8::10]:7000", "2001:db8::10"},
 		{"tcp", "[2001:db8::10]:7003", "2001:db8::10"},
-		{"tcp", "[::1]:7001", host6.String()},
-		{"tcp", "127.0.0.1:7002", host4.String()},
+		{"tcp", "[::1]:7001", isolate.Host6.String()},
+		{"tcp", "127.0.0.1:7002", isolate.Host4.String()},
 		{"udp", "192.0.2.10:7000", "192.0.2.10"},
 		{"udp", "[2001:db8::10]:7000", "2001:db8::10"},
-		{"udp", "127.0.0.1:7000", host4.String()},
+		{"udp", "127.0.0.1:7000", isolate.Host4.String()},
 	} {
 		if got := hello(t, test.network, test.to); got != test.sees {
 			t.Errorf("%s %s: inside it is %q, want %q", test.network, test.to, got, test.sees)
@@ -1100,7 +1100,7 @@ func TestIsolateWithoutUserNamespaces(t *testing.T) {
 	}{
 		{unix.EPERM, 4}, {unix.EACCES, 4}, {unix.EUSERS, 4}, {unix.ENOSPC, 4}, {unix.EINVAL, 3}, {unix.ENOSYS, 3}, {unix.ENOMEM, 1},
 	} {
-		err := guestError(&isolate.StepError{Step: isolate.StepNamespaces, Err: test.err}, false)
+		err := guestError(&isolate.StepError{Step: isolate.StepNamespaces, Err: test.err}, &isolate.Guest{})
 		if code := agent.Code(err); code != test.code {
 			t.Errorf("%v: code %d, want %d", test.err, code, test.code)
 		}
@@ -1109,7 +1109,7 @@ func TestIsolateWithoutUserNamespaces(t *testing.T) {
 
 // Who cannot have a file mounted over can do without.
 func TestIsolateResolverError(t *testing.T) {
-	err := guestError(&isolate.StepError{Step: isolate.StepResolver, Err: unix.EACCES}, false)
+	err := guestError(&isolate.StepError{Step: isolate.StepResolver, Err: unix.EACCES}, &isolate.Guest{})
 	if agent.Code(err) != 1 || agent.Hint(err) != "--no-dns leaves it as it is" {
 		t.Errorf("code %d, hint %q", agent.Code(err), agent.Hint(err))
 	}

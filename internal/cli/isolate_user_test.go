@@ -152,7 +152,7 @@ func becomeWithoutLandlock(args []string) {
 
 // Of a service whose policy names a user, no other one starts a member.
 func TestMemberOfAnotherUser(t *testing.T) {
-	nobody := &account{uid: 65534, gid: 65534}
+	nobody := &account{User: isolate.User{UID: 65534, GID: 65534}}
 	for _, test := range []struct {
 		service    string
 		who        *account // nil: root, as the tests are

@@ -69,6 +69,9 @@ const (
 	StepExpose                     // find what is to be exposed
 	StepFiles                      // find what the program may read and write
 	StepLandlock                   // forbid it all other files
+	StepUser                       // become another user
+	StepListen                     // open the ports of the host
+	StepPrepare                    // all else
 )
 
 // StepError is a step that failed, with the kernel's reason.
