@@ -5,6 +5,7 @@ package gateway
 import (
 	"net/netip"
 	"strconv"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -40,53 +41,10 @@ func addrPort(a unix.Sockaddr) (netip.AddrPort, bool) {
 	return netip.AddrPort{}, false
 }
 
-// hostSocket is a socket of the host that is to be bound for the guest.
-type hostSocket struct {
-	family    int
-	protocol  uint8 // unix.IPPROTO_TCP or IPPROTO_UDP
-	reusePort bool
-	v6Only    bool // of IPv6: not for IPv4 as well
-}
-
 // receiveBuffer is what is asked for of UDP sockets, in bytes: datagrams come in bursts. The
 // kernel allows twice as much: 20,000 datagrams of 1400 bytes, which it counts as 2304 each.
 // Without CAP_NET_ADMIN net.core.rmem_max bounds it.
 const receiveBuffer = 24 << 20
-
-// open opens it. It does not wait, and no program inherits it.
-func (s hostSocket) open() (fd int, err error) {
-	kind := unix.SOCK_STREAM
-	if s.protocol == unix.IPPROTO_UDP {
-		kind = unix.SOCK_DGRAM
-	}
-	if fd, err = unix.Socket(s.family, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0); err != nil {
-		return -1, err
-	}
-	options := [][3]int{}
-	if s.protocol == unix.IPPROTO_TCP {
-		options = append(options, [3]int{unix.SOL_SOCKET, unix.SO_REUSEADDR, 1})
-	}
-	if s.reusePort {
-		options = append(options, [3]int{unix.SOL_SOCKET, unix.SO_REUSEPORT, 1})
-	}
-	if s.family == unix.AF_INET6 {
-		only := 0
-		if s.v6Only {
-			only = 1
-		}
-		options = append(options, [3]int{unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, only})
-	}
-	for _, o := range options {
-		if err := unix.SetsockoptInt(fd, o[0], o[1], o[2]); err != nil {
-			unix.Close(fd)
-			return -1, err
-		}
-	}
-	if s.protocol == unix.IPPROTO_UDP {
-		growReceiveBuffer(fd)
-	}
-	return fd, nil
-}
 
 // growReceiveBuffer gives a socket receiveBuffer, or as much of it as this user may have.
 func growReceiveBuffer(fd int) {
@@ -123,4 +81,55 @@ func receiveBehind(fd, sent int, p []byte) (int, error) {
 		return 0, unix.Errno(code)
 	}
 	return 0, nil
+}
+
+// writable tells whether a socket takes anything. If not, EPOLLOUT comes when it does, and
+// its buffer grows if the connection could use more.
+func writable(fd int) bool {
+	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
+	n, err := unix.Poll(fds, 0)
+	return err == nil && n > 0 && fds[0].Revents&unix.POLLOUT != 0
+}
+
+func resetOnClose(fd int) {
+	_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+}
+
+// sendTo is send(2), which neither waits nor raises SIGPIPE.
+func sendTo(fd int, p []byte) (int, error) {
+	return direct(unix.SYS_SENDTO, fd, p, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+}
+
+// sendNamed is sendto(2), which neither waits nor raises SIGPIPE; without a name, to where the socket is connected.
+func sendNamed(fd int, p, name []byte) error {
+	for {
+		_, _, errno := unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)),
+			unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, uintptr(unsafe.Pointer(unsafe.SliceData(name))), uintptr(len(name)))
+		switch errno {
+		case 0:
+			return nil
+		case unix.EINTR:
+		default:
+			return errno
+		}
+	}
+}
+
+// receive is recv(2). The flags have MSG_DONTWAIT.
+func receive(fd int, p []byte, flags int) (int, error) {
+	return direct(unix.SYS_RECVFROM, fd, p, flags)
+}
+
+// direct is a system call that does not wait, so that the Go runtime need not know of it.
+func direct(trap uintptr, fd int, p []byte, flags int) (int, error) {
+	for {
+		n, _, errno := unix.RawSyscall6(trap, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)), uintptr(flags), 0, 0)
+		switch errno {
+		case 0:
+			return int(n), nil
+		case unix.EINTR:
+		default:
+			return 0, errno
+		}
+	}
 }

@@ -9,92 +9,12 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
-	"os"
 	"slices"
-	"strconv"
-	"strings"
 	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
 )
-
-// MemberSocket is what a member of a service listens on, in whose place the gateway does.
-type MemberSocket struct {
-	Protocol uint8          // unix.IPPROTO_TCP or IPPROTO_UDP
-	Address  netip.AddrPort // the service's; inside, the program listens on its port
-	V6Only   bool
-	// First and Last are the ports of the host to choose from, mostly one.
-	First, Last uint16
-}
-
-// ListenAsMember opens the sockets of a member, which listen later: when the program inside
-// does. Of a range of ports it prefers the one at a place, which is the slot. If one fails,
-// with a ListenError, none stays open.
-func ListenAsMember(sockets []MemberSocket, place int) (list []Forward, err error) {
-	defer func() {
-		if err != nil {
-			for _, f := range list {
-				unix.Close(f.FD)
-			}
-			list = nil
-		}
-	}()
-	for _, s := range sockets {
-		f, err := s.open(place)
-		if err != nil {
-			return list, err
-		}
-		list = append(list, f)
-	}
-	return list, nil
-}
-
-func (s *MemberSocket) open(place int) (f Forward, err error) {
-	// Members that choose of several ports share none.
-	fd, err := hostSocket{domain(s.Address.Addr()), s.Protocol, s.First == s.Last, s.V6Only}.open()
-	if err != nil {
-		return f, &ListenError{netip.AddrPortFrom(s.Address.Addr(), s.First), s.Protocol, err}
-	}
-	f = Forward{FD: fd, Protocol: s.Protocol, Port: s.Address.Port()}
-	count := int(s.Last-s.First) + 1
-	for n := range count {
-		f.Later = append(f.Later, netip.AddrPortFrom(s.Address.Addr(), s.First+uint16((place+n)%count)))
-	}
-	if s.Protocol == unix.IPPROTO_UDP && !privileged(s.First) {
-		return f, nil
-	}
-	at, err := bindFirst(fd, f.Later)
-	if err != nil {
-		unix.Close(fd)
-		return f, &ListenError{at, s.Protocol, err}
-	}
-	f.Later = []netip.AddrPort{at}
-	return f, nil
-}
-
-// privileged tells whether only root may have a port. The gateway could not bind to it
-// later.
-func privileged(port uint16) bool {
-	first := 1024
-	if text, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start"); err == nil {
-		if n, err := strconv.Atoi(strings.TrimSpace(string(text))); err == nil {
-			first = n
-		}
-	}
-	return int(port) < first
-}
-
-// bindFirst binds a socket to the first address that is free, which it returns, or to
-// none: then it is the last one.
-func bindFirst(fd int, list []netip.AddrPort) (at netip.AddrPort, err error) {
-	for _, at = range list {
-		if err = unix.Bind(fd, sockaddr(at)); !errors.Is(err, unix.EADDRINUSE) {
-			break
-		}
-	}
-	return at, err
-}
 
 // OpenDiag opens a socket of sock_diag, in the network namespace of the calling thread. If it
 // watches, it is told of sockets that are closed.

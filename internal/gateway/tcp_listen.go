@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"errors"
+	"net/netip"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// listener accepts connections for the guest.
+type listener struct {
+	g *Gateway
+	Forward
+	timer timer
+}
+
+const (
+	// acceptBudget is how many connections are accepted in a turn.
+	acceptBudget = 64
+	// acceptPause is how long nobody is accepted after the host had no descriptor or
+	// memory for one. They wait in the backlog.
+	acceptPause = 100 * time.Millisecond
+)
+
+func (l *listener) event(uint32) {
+	for range acceptBudget {
+		fd, peer, err := unix.Accept4(l.FD, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC)
+		switch {
+		case err == nil:
+			l.accepted(fd, peer)
+		case errors.Is(err, unix.EAGAIN):
+			return
+		case errors.Is(err, unix.EMFILE), errors.Is(err, unix.ENFILE), errors.Is(err, unix.ENOBUFS), errors.Is(err, unix.ENOMEM),
+			errors.Is(err, unix.EINVAL):
+			if noDescriptor(err) && l.g.spare() {
+				continue
+			}
+			l.g.count(TooMany)
+			l.watch(0)
+			l.timer.owner = l
+			l.g.timers.set(&l.timer, l.g.now.Add(acceptPause))
+			return
+		}
+		// All other errors are of the connection (accept(2)).
+	}
+}
+
+// expired ends a pause.
+func (l *listener) expired() { l.watch(unix.EPOLLIN) }
+
+func (l *listener) watch(events uint32) {
+	// That fails for a descriptor only that is not registered.
+	_ = l.g.watch(unix.EPOLL_CTL_MOD, l.FD, events)
+}
+
+// aliasPorts is how many ports are tried for a connection of the host itself.
+const aliasPorts = 64
+
+func (l *listener) accepted(fd int, peer unix.Sockaddr) {
+	from, ok := addrPort(peer)
+	remote := l.g.seen(from)
+	guest := l.g.guest(remote.Addr())
+	f := flow{netip.AddrPortFrom(guest, l.Port), remote}
+	if remote != from {
+		// Several addresses have become one.
+		for i := 1; i < aliasPorts && l.g.conns[f] != nil; i++ {
+			f.remote = withPort(remote, max(remote.Port()+uint16(i), 1))
+		}
+	}
+	if c := l.g.conns[f]; c != nil && c.state == over {
+		c.drop()
+	}
+	if !ok || !guest.IsValid() || len(l.g.conns) >= l.g.config.Connections || l.g.conns[f] != nil {
+		l.g.count(TooMany)
+		resetOnClose(fd)
+		unix.Close(fd)
+		return
+	}
+	c := l.g.newConn(f, fd, calling)
+	if c == nil {
+		return
+	}
+	c.nxt = c.una + 1
+	c.hasScale = true // unless the guest has none
+	c.answer()
+}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+)
+
+// guestPackets handles the packets of the guest.
+type guestPackets Gateway
+
+func (t *guestPackets) event(uint32) {
+	g := (*Gateway)(t)
+	for i, free := 0, g.packets; i < tunBudget; i++ {
+		n, err := direct(unix.SYS_READ, g.config.TUN, free[:mostRead], 0)
+		if err != nil || n <= vnetHeader {
+			break
+		}
+		g.input(free[vnetHeader:n])
+		free = free[n:]
+	}
+	g.train.send()
+	for _, c := range g.holding {
+		c.conclude()
+	}
+	clear(g.holding)
+	g.holding = g.holding[:0]
+}
+
+// input takes a packet of the guest, from its IP header on.
+func (g *Gateway) input(p []byte) {
+	p, ok := g.whole(p)
+	if !ok {
+		return
+	}
+	s, ok := parse(p)
+	if !ok || !g.isGuest(s.from.Addr()) {
+		g.count(Malformed)
+		return
+	}
+	switch s.protocol {
+	case unix.IPPROTO_TCP:
+		g.tcp(&s)
+	case unix.IPPROTO_UDP:
+		g.udp(&s)
+	case unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6:
+		g.icmp(&s)
+	}
+}
+
+func (g *Gateway) isGuest(a netip.Addr) bool {
+	return a.IsValid() && (a == g.config.Guest4 || a == g.config.Guest6)
+}
+
+// guest is the guest's address of the family of another.
+func (g *Gateway) guest(remote netip.Addr) netip.Addr {
+	if remote.Is4() {
+		return g.config.Guest4
+	}
+	return g.config.Guest6
+}
+
+// seen is the address by which the guest knows a peer.
+func (g *Gateway) seen(peer netip.AddrPort) netip.AddrPort {
+	a := peer.Addr()
+	if !a.IsLoopback() && !g.isGuest(a) {
+		return peer
+	}
+	if a.Is4() {
+		return netip.AddrPortFrom(g.config.Host4, peer.Port())
+	}
+	return netip.AddrPortFrom(g.config.Host6, peer.Port())
+}
+
+// send gives a packet to the guest, with the header of the TUN. What the interface
+// does not take now is dropped, as a network does.
+func (g *Gateway) send(p []byte) {
+	if _, err := direct(unix.SYS_WRITE, g.config.TUN, p, 0); err != nil {
+		g.count(TUNFull)
+	}
+}
