@@ -76,38 +76,38 @@ type Gateway struct {
 	clock  func() time.Time
 	now    time.Time
 	// yielded is when other goroutines could run last.
-	yielded time.Time
-	seed    maphash.Seed // of sequence numbers
-	scale   uint8        // of the windows that the guest is told
+	yielded   time.Time
+	seed      maphash.Seed // of sequence numbers
+	windShift uint8        // of the windows that the guest is told
 
-	handlers  []registered // by descriptor
-	registers int32        // how many descriptors were registered so far
-	conns     map[flow]*conn
-	datagram  flows
-	outgoing  int // connections that the guest began and that have a socket
-	warned    [warnings]time.Time
-	files     uint64 // descriptors that the process may have
-	bounds    bounds
-	inbox     *inbox
-	parts     map[partsOf][]byte // of packets that came in fragments, so far
-	ports     *guestPorts        // nil where no forward is for later
-	failed    error              // what ends the gateway
-	ending    bool               // the guest's program has ended
-	fragments uint32             // identification of the last datagram that was sent in fragments
-	echoes    map[flow]*echo
-	timers    timers
-	dirty     []*conn  // that have something to acknowledge
-	ready     []*conn  // that have more to send than fit into their turn
-	turned    []*conn  // those of the turn before
-	packets   []byte   // of the guest, that were read in this turn
-	train     train    // of datagrams of these to send
-	holding   []*conn  // that these are of
-	batches   []*batch // not in use
-	buffer    []byte   // for what is sent to the guest
-	spilled   int      // bytes that are kept of segments which sockets did not take whole
-	memory    sendMemory
-	opening   opening
-	counts    [reasons]atomic.Uint64
+	handlers      []registered // by descriptor
+	registrations int32        // how many descriptors were registered so far
+	conns         map[flow]*conn
+	flows         udpFlows
+	outgoing      int // connections that the guest began and that have a socket
+	warned        [warnings]time.Time
+	maxFiles      uint64 // descriptors that the process may have
+	bound         boundSockets
+	inbox         *receiveBatch
+	partial       map[fragmentKey][]byte // of packets that came in fragments, so far
+	guestSockets  *guestSockets          // nil where no forward is for later
+	failed        error                  // what ends the gateway
+	ending        bool                   // the guest's program has ended
+	fragmentID    uint32                 // identification of the last datagram that was sent in fragments
+	echoes        map[flow]*echo
+	timers        timerQueue
+	ackQueue      []*conn         // that have something to acknowledge
+	outputQueue   []*conn         // that have more to send than fit into their turn
+	outputTurn    []*conn         // those of the turn before
+	readBuffer    []byte          // of the guest, that were read in this turn
+	gso           gsoBatch        // of datagrams of these to send
+	flushQueue    []*conn         // that these are of
+	freeBatches   []*segmentBatch // not in use
+	writeBuffer   []byte          // for what is sent to the guest
+	backlog       int             // bytes that are kept of segments which sockets did not take whole
+	memory        sendMemory
+	openingTime   timeShare
+	counts        [reasons]atomic.Uint64
 }
 
 // flow names a connection: the guest's end, and the other one. Of ICMP the port of
@@ -117,19 +117,19 @@ type flow struct{ guest, remote netip.AddrPort }
 const (
 	defaultConnections = 65536
 	maxPacket          = 1 << 16
-	mostRead           = vnetHeader + maxPacket + maxHeaders
+	readSize           = vnetHeader + maxPacket + maxHeaders
 	tunBudget          = 64 // packets that are read in a turn: what comes together goes to a socket together
 )
 
 // New makes a gateway. It owns the descriptors of the configuration from here on.
 func New(c Config) (_ *Gateway, err error) {
 	g := &Gateway{
-		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), scale: windowScale(),
-		conns: map[flow]*conn{}, datagram: flows{by: map[flow]*udpFlow{}, sources: map[netip.AddrPort]*source{}}, echoes: map[flow]*echo{},
-		bounds: bounds{}, inbox: newInbox(), parts: map[partsOf][]byte{},
-		packets: make([]byte, tunBudget*mostRead), buffer: make([]byte, mostRead),
+		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), windShift: chooseWindShift(),
+		conns: map[flow]*conn{}, flows: udpFlows{all: map[flow]*udpFlow{}, sources: map[netip.AddrPort]*source{}}, echoes: map[flow]*echo{},
+		bound: boundSockets{}, inbox: newReceiveBatch(), partial: map[fragmentKey][]byte{},
+		readBuffer: make([]byte, tunBudget*readSize), writeBuffer: make([]byte, readSize),
 	}
-	g.memory = sendMemory{g: g, most: cmp.Or(c.Memory, mostMemory()), waiting: map[*conn]bool{}}
+	g.memory = sendMemory{g: g, limit: cmp.Or(c.Memory, defaultMemory()), waiting: map[*conn]bool{}}
 	g.memory.timer.owner = &g.memory
 	if g.log == nil {
 		g.log = slog.New(slog.DiscardHandler)
@@ -138,13 +138,13 @@ func New(c Config) (_ *Gateway, err error) {
 		g.config.Connections = defaultConnections
 	}
 	if g.config.Outgoing == 0 {
-		g.config.Outgoing = portsOf()
+		g.config.Outgoing = defaultOutgoing()
 	}
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
 		return nil, fmt.Errorf("read the limit of descriptors: %w", err)
 	}
-	g.files = limit.Cur
+	g.maxFiles = limit.Cur
 	defer func() {
 		if err != nil {
 			g.close()
@@ -163,8 +163,8 @@ func New(c Config) (_ *Gateway, err error) {
 		return nil, err
 	}
 	if c.Diag != 0 {
-		g.ports = newGuestPorts(g)
-		if err := g.register(c.Diag, unix.EPOLLIN, g.ports); err != nil {
+		g.guestSockets = newGuestSockets(g)
+		if err := g.register(c.Diag, unix.EPOLLIN, g.guestSockets); err != nil {
 			return nil, err
 		}
 	}
@@ -187,29 +187,29 @@ func (g *Gateway) serve(f Forward) error {
 		if err != nil {
 			return fmt.Errorf("read family of socket: %w", err)
 		}
-		g.bounds[f.Port] = append(g.bounds[f.Port], b)
+		g.bound[f.Port] = append(g.bound[f.Port], b)
 		h = b
 	}
 	return g.register(f.FD, unix.EPOLLIN, h)
 }
 
 const (
-	// leastScale and mostScale are the window scales that the guest gets: the smallest
+	// minWindShift and mostScale are the window scales that the guest gets: the smallest
 	// that a whole send buffer fits in, as its steps are what rounding costs. Bytes of
 	// windows: up to 64 KB shifted so far.
-	leastScale = 6
-	mostScale  = 14 // RFC 7323, section 2.3
+	minWindShift = 6
+	maxWindShift = 14 // RFC 7323, section 2.3
 )
 
-// windowScale is by how much a send buffer may grow.
-func windowScale() uint8 {
+// chooseWindShift is by how much a send buffer may grow.
+func chooseWindShift() uint8 {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem")
 	if fields := strings.Fields(string(text)); err == nil && len(fields) == 3 {
 		if most, err := strconv.ParseUint(fields[2], 10, 32); err == nil && most > 0 {
-			return uint8(min(max(bits.Len64((most-1)>>16), leastScale), mostScale))
+			return uint8(min(max(bits.Len64((most-1)>>16), minWindShift), maxWindShift))
 		}
 	}
-	return leastScale
+	return minWindShift
 }
 
 // endConnections ends those of TCP, at both ends. A program that has ended leaves sockets inside, with what they
@@ -220,8 +220,8 @@ func (g *Gateway) endConnections() {
 			continue
 		}
 		c.resetGuest()
-		if !c.shut {
-			c.resetSocket() // what the guest sent was not all
+		if !c.rcv.finPassed {
+			c.resetHost() // what the guest sent was not all
 		}
 		unix.Close(c.fd)
 		c.fd = -1
@@ -230,7 +230,7 @@ func (g *Gateway) endConnections() {
 
 func (g *Gateway) close() {
 	g.endConnections()
-	for _, u := range g.datagram.by {
+	for _, u := range g.flows.all {
 		u.end()
 	}
 	for _, e := range g.echoes {

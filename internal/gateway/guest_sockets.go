@@ -37,23 +37,23 @@ func OpenDiag(watches bool) (int, error) {
 	return fd, nil
 }
 
-// guestPorts asks the guest's kernel for its sockets. It has the host's listen while the guest
+// guestSockets asks the guest's kernel for its sockets. It has the host's listen while the guest
 // does: from when it listens on all ports of forwards that are for later, until one of its
 // sockets there is closed.
-type guestPorts struct {
-	g       *Gateway
-	asking  int // the question that is being answered, of questions
-	found   map[port]bool
-	waiting bool // for an answer
-	again   bool // something was closed meanwhile
-	open    bool
-	ended   bool
-	why     string       // it has ended, until that is said
-	bound   map[int]bool // of UDP, by descriptor
-	giveUp  time.Time    // when a port must be free
-	timer   timer
-	buffer  []byte
-	memory  memory // what was answered last of one socket
+type guestSockets struct {
+	g            *Gateway
+	dump         int // the question that is being answered, of questions
+	found        map[port]bool
+	waiting      bool // for an answer
+	stale        bool // something was closed meanwhile
+	listening    bool
+	ended        bool
+	endReason    string       // it has ended, until that is said
+	bound        map[int]bool // of UDP, by descriptor
+	bindDeadline time.Time    // when a port must be free
+	timer        timer
+	buffer       []byte
+	reply        receiveMemory // what was answered last of one socket
 }
 
 type port struct {
@@ -61,8 +61,8 @@ type port struct {
 	number   uint16
 }
 
-// questions are the dumps that tell on which ports the guest listens.
-var questions = []struct{ family, protocol, state uint8 }{
+// dumps are the dumps that tell on which ports the guest listens.
+var dumps = []struct{ family, protocol, state uint8 }{
 	{unix.AF_INET, unix.IPPROTO_TCP, tcpListen}, {unix.AF_INET6, unix.IPPROTO_TCP, tcpListen},
 	{unix.AF_INET, unix.IPPROTO_UDP, tcpClose}, {unix.AF_INET6, unix.IPPROTO_UDP, tcpClose},
 }
@@ -73,9 +73,9 @@ const (
 	tcpListen = 10
 )
 
-// portsInterval is how often the guest is asked until it listens. The kernel tells of
+// dumpInterval is how often the guest is asked until it listens. The kernel tells of
 // sockets that are closed, not of those that are opened.
-const portsInterval = 50 * time.Millisecond
+const dumpInterval = 50 * time.Millisecond
 
 // bindPatience is how long a port may be taken when the guest listens: the member before may
 // not be gone.
@@ -91,8 +91,8 @@ const (
 	diagMessage = 72
 )
 
-func newGuestPorts(g *Gateway) *guestPorts {
-	p := &guestPorts{g: g, bound: map[int]bool{}, buffer: make([]byte, 1<<16)}
+func newGuestSockets(g *Gateway) *guestSockets {
+	p := &guestSockets{g: g, bound: map[int]bool{}, buffer: make([]byte, 1<<16)}
 	p.timer.owner = p
 	if slices.ContainsFunc(g.config.Forwards, func(f Forward) bool { return len(f.Later) > 0 }) {
 		g.now = g.clock()
@@ -102,25 +102,25 @@ func newGuestPorts(g *Gateway) *guestPorts {
 }
 
 // expired begins to ask, or says why it does no more.
-func (p *guestPorts) expired() {
-	if p.why != "" {
+func (p *guestSockets) expired() {
+	if p.endReason != "" {
 		level := slog.LevelWarn
 		if p.g.ending { // as every program does that ends
 			level = slog.LevelInfo
 		}
-		p.g.log.Log(context.Background(), level, "nothing more goes inside", "reason", p.why)
-		p.why = ""
+		p.g.log.Log(context.Background(), level, "nothing more goes inside", "reason", p.endReason)
+		p.endReason = ""
 	}
 	if p.waiting || p.ended {
 		return
 	}
-	p.found, p.asking, p.again = map[port]bool{}, 0, false
-	p.ask()
+	p.found, p.dump, p.stale = map[port]bool{}, 0, false
+	p.sendDump()
 }
 
-// ask asks the next question.
-func (p *guestPorts) ask() {
-	q := questions[p.asking]
+// sendDump asks the next question.
+func (p *guestSockets) sendDump() {
+	q := dumps[p.dump]
 	var m [unix.NLMSG_HDRLEN + diagRequest]byte
 	binary.NativeEndian.PutUint32(m[:], uint32(len(m)))
 	binary.NativeEndian.PutUint16(m[4:], unix.SOCK_DIAG_BY_FAMILY)
@@ -130,17 +130,17 @@ func (p *guestPorts) ask() {
 	p.waiting = true
 	if err := unix.Sendto(p.g.config.Diag, m[:], unix.MSG_DONTWAIT, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
 		p.waiting = false
-		p.later()
+		p.retry()
 	}
 }
 
-func (p *guestPorts) later() { p.g.timers.set(&p.timer, p.g.now.Add(portsInterval)) }
+func (p *guestSockets) retry() { p.g.timers.set(&p.timer, p.g.now.Add(dumpInterval)) }
 
-func (p *guestPorts) event(uint32) {
+func (p *guestSockets) event(uint32) {
 	for range udpBudget {
 		n, from, err := unix.Recvfrom(p.g.config.Diag, p.buffer, unix.MSG_DONTWAIT)
 		if errors.Is(err, unix.ENOBUFS) {
-			p.closed() // perhaps
+			p.socketClosed() // perhaps
 			continue
 		}
 		if err != nil {
@@ -153,7 +153,7 @@ func (p *guestPorts) event(uint32) {
 }
 
 // read takes messages of the kernel: answers, and sockets that were closed.
-func (p *guestPorts) read(b []byte) {
+func (p *guestSockets) read(b []byte) {
 	for len(b) >= unix.NLMSG_HDRLEN {
 		length := int(binary.NativeEndian.Uint32(b))
 		if length < unix.NLMSG_HDRLEN || length > len(b) {
@@ -161,46 +161,46 @@ func (p *guestPorts) read(b []byte) {
 		}
 		kind, flags, body := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint16(b[6:]), b[unix.NLMSG_HDRLEN:length]
 		switch {
-		case binary.NativeEndian.Uint32(b[8:]) == memoryQuestion:
-			p.memory = memoryOf(kind, body)
+		case binary.NativeEndian.Uint32(b[8:]) == memorySequence:
+			p.reply = memoryOf(kind, body)
 		case kind == unix.NLMSG_DONE:
-			p.answered()
+			p.dumpDone()
 		case kind == unix.NLMSG_ERROR:
-			p.refused(body)
+			p.dumpFailed(body)
 		case kind == unix.SOCK_DIAG_BY_FAMILY && len(body) >= diagMessage:
 			number, peer := binary.BigEndian.Uint16(body[4:]), binary.BigEndian.Uint16(body[6:])
 			if flags&unix.NLM_F_MULTI != 0 && p.waiting {
-				p.found[port{questions[p.asking].protocol, number}] = true
+				p.found[port{dumps[p.dump].protocol, number}] = true
 			} else if peer == 0 && p.isWanted(number) {
-				p.closed()
+				p.socketClosed()
 			}
 		}
 		b = b[min(len(b), (length+unix.NLMSG_ALIGNTO-1)&^(unix.NLMSG_ALIGNTO-1)):]
 	}
 }
 
-func (p *guestPorts) isWanted(number uint16) bool {
+func (p *guestSockets) isWanted(number uint16) bool {
 	return slices.ContainsFunc(p.g.config.Forwards, func(f Forward) bool { return len(f.Later) > 0 && f.Port == number })
 }
 
-// memory is the receive buffer of a socket, in bytes as the kernel counts them.
-type memory struct {
-	taken, size int
-	known       bool
+// receiveMemory is the receive buffer of a socket, in bytes as the kernel counts them.
+type receiveMemory struct {
+	allocated, limit int
+	known            bool
 }
 
-// memoryQuestion is the sequence number of the question for the memory of one socket. Others, and what the
+// memorySequence is the sequence number of the question for the memory of one socket. Others, and what the
 // kernel tells by itself, have 0.
-const memoryQuestion = 1
+const memorySequence = 1
 
 // memoryFor asks for the guest's socket that datagrams of a flow come to. The kernel answers before
 // this returns.
-func (p *guestPorts) memoryFor(f flow) memory {
+func (p *guestSockets) memoryFor(f flow) receiveMemory {
 	var m [unix.NLMSG_HDRLEN + diagRequest]byte
 	binary.NativeEndian.PutUint32(m[:], uint32(len(m)))
 	binary.NativeEndian.PutUint16(m[4:], unix.SOCK_DIAG_BY_FAMILY)
 	binary.NativeEndian.PutUint16(m[6:], unix.NLM_F_REQUEST)
-	binary.NativeEndian.PutUint32(m[8:], memoryQuestion)
+	binary.NativeEndian.PutUint32(m[8:], memorySequence)
 	q := m[unix.NLMSG_HDRLEN:]
 	q[0], q[1], q[2] = unix.AF_INET, unix.IPPROTO_UDP, 1<<(inetDiagSKMemInfo-1)
 	if f.guest.Addr().Is6() {
@@ -213,20 +213,20 @@ func (p *guestPorts) memoryFor(f flow) memory {
 	copy(id[4:20], f.remote.Addr().AsSlice())
 	copy(id[20:36], f.guest.Addr().AsSlice())
 	binary.NativeEndian.PutUint64(id[40:], ^uint64(0)) // any cookie
-	p.memory = memory{}
+	p.reply = receiveMemory{}
 	if err := unix.Sendto(p.g.config.Diag, m[:], unix.MSG_DONTWAIT, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err == nil {
 		p.event(0)
 	}
-	return p.memory
+	return p.reply
 }
 
 // inetDiagSKMemInfo is INET_DIAG_SKMEMINFO (linux/inet_diag.h): the attribute with what SO_MEMINFO gives.
 const inetDiagSKMemInfo = 7
 
 // memoryOf reads an answer, which may be an error.
-func memoryOf(kind uint16, body []byte) memory {
+func memoryOf(kind uint16, body []byte) receiveMemory {
 	if kind != unix.SOCK_DIAG_BY_FAMILY || len(body) < diagMessage {
-		return memory{}
+		return receiveMemory{}
 	}
 	for b := body[diagMessage:]; len(b) >= unix.SizeofRtAttr; {
 		length := int(binary.NativeEndian.Uint16(b))
@@ -235,19 +235,19 @@ func memoryOf(kind uint16, body []byte) memory {
 		}
 		value := b[unix.SizeofRtAttr:length]
 		if binary.NativeEndian.Uint16(b[2:]) == inetDiagSKMemInfo && len(value) >= 4*(unix.SK_MEMINFO_RCVBUF+1) {
-			return memory{
-				taken: int(binary.NativeEndian.Uint32(value[4*unix.SK_MEMINFO_RMEM_ALLOC:])),
-				size:  int(binary.NativeEndian.Uint32(value[4*unix.SK_MEMINFO_RCVBUF:])),
-				known: true,
+			return receiveMemory{
+				allocated: int(binary.NativeEndian.Uint32(value[4*unix.SK_MEMINFO_RMEM_ALLOC:])),
+				limit:     int(binary.NativeEndian.Uint32(value[4*unix.SK_MEMINFO_RCVBUF:])),
+				known:     true,
 			}
 		}
 		b = b[min(len(b), (length+unix.RTA_ALIGNTO-1)&^(unix.RTA_ALIGNTO-1)):]
 	}
-	return memory{}
+	return receiveMemory{}
 }
 
-// refused takes a question that was not answered.
-func (p *guestPorts) refused(body []byte) {
+// dumpFailed takes a question that was not answered.
+func (p *guestSockets) dumpFailed(body []byte) {
 	if len(body) < 4 || !p.waiting {
 		return
 	}
@@ -257,26 +257,26 @@ func (p *guestPorts) refused(body []byte) {
 		p.fail(fmt.Errorf("ask the guest for its sockets (tcp_diag, udp_diag): %w", err))
 		return
 	}
-	p.later()
+	p.retry()
 }
 
-// closed looks again, as a socket of a port was closed.
-func (p *guestPorts) closed() {
-	if p.open && !p.ended {
-		if p.again = p.waiting; !p.waiting {
+// socketClosed looks again, as a socket of a port was closed.
+func (p *guestSockets) socketClosed() {
+	if p.listening && !p.ended {
+		if p.stale = p.waiting; !p.waiting {
 			p.expired()
 		}
 	}
 }
 
-// answered is called when a question is answered.
-func (p *guestPorts) answered() {
+// dumpDone is called when a question is answered.
+func (p *guestSockets) dumpDone() {
 	if !p.waiting {
 		return
 	}
 	p.waiting = false
-	if p.asking++; p.asking < len(questions) {
-		p.ask()
+	if p.dump++; p.dump < len(dumps) {
+		p.sendDump()
 		return
 	}
 	listens := true
@@ -284,22 +284,22 @@ func (p *guestPorts) answered() {
 		listens = listens && (len(f.Later) == 0 || p.found[port{f.Protocol, f.Port}])
 	}
 	switch {
-	case p.again:
+	case p.stale:
 		p.expired()
-	case listens && !p.open:
-		p.begin()
-	case !listens && p.open:
-		p.end("a socket of the program was closed")
+	case listens && !p.listening:
+		p.beginListening()
+	case !listens && p.listening:
+		p.stopListening("a socket of the program was closed")
 	case !listens:
-		p.later()
+		p.retry()
 	}
 }
 
-// begin has the host's sockets listen, those of UDP first: one of TCP that listens says that
+// beginListening has the host's sockets listen, those of UDP first: one of TCP that listens says that
 // all do.
-func (p *guestPorts) begin() {
-	if p.giveUp.IsZero() {
-		p.giveUp = p.g.now.Add(bindPatience)
+func (p *guestSockets) beginListening() {
+	if p.bindDeadline.IsZero() {
+		p.bindDeadline = p.g.now.Add(bindPatience)
 	}
 	for _, protocol := range []uint8{unix.IPPROTO_UDP, unix.IPPROTO_TCP} {
 		for _, f := range p.g.config.Forwards {
@@ -308,8 +308,8 @@ func (p *guestPorts) begin() {
 			}
 			at, err := p.listen(f)
 			switch {
-			case errors.Is(err, unix.EADDRINUSE) && p.g.now.Before(p.giveUp):
-				p.later()
+			case errors.Is(err, unix.EADDRINUSE) && p.g.now.Before(p.bindDeadline):
+				p.retry()
 				return
 			case err != nil:
 				p.fail(&ListenError{at, protocol, err})
@@ -317,11 +317,11 @@ func (p *guestPorts) begin() {
 			}
 		}
 	}
-	p.open = true
+	p.listening = true
 	p.g.log.Info("the program listens")
 }
 
-func (p *guestPorts) listen(f Forward) (at netip.AddrPort, err error) {
+func (p *guestSockets) listen(f Forward) (at netip.AddrPort, err error) {
 	at = f.Later[0]
 	if f.Protocol == unix.IPPROTO_TCP {
 		err = unix.Listen(f.FD, unix.SOMAXCONN)
@@ -346,23 +346,23 @@ func isBound(fd int) bool {
 }
 
 // fail ends the gateway.
-func (p *guestPorts) fail(err error) {
+func (p *guestSockets) fail(err error) {
 	p.ended = true
 	p.g.failed = err
 }
 
-// end closes the host's sockets, for good: what is to come goes to no program that does
+// stopListening closes the host's sockets, for good: what is to come goes to no program that does
 // not listen to all of it.
-func (p *guestPorts) end(why string) {
-	p.ended, p.why = true, why
+func (p *guestSockets) stopListening(why string) {
+	p.ended, p.endReason = true, why
 	p.g.timers.set(&p.timer, p.g.now.Add(exitPatience))
 	for i := range p.g.config.Forwards {
 		if f := &p.g.config.Forwards[i]; len(f.Later) > 0 {
-			p.g.forget(f.FD)
+			p.g.closeFD(f.FD)
 			f.FD = -1
 		}
 	}
-	for number, list := range p.g.bounds {
-		p.g.bounds[number] = slices.DeleteFunc(list, func(b *bound) bool { return len(b.Later) > 0 })
+	for number, list := range p.g.bound {
+		p.g.bound[number] = slices.DeleteFunc(list, func(b *boundSocket) bool { return len(b.Later) > 0 })
 	}
 }

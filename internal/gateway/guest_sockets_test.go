@@ -101,7 +101,7 @@ func (b *behind) program(protocol uint8) interface{ Close() error } {
 func (b *behind) asked() {
 	b.Helper()
 	for range 3 {
-		b.wait(portsInterval)
+		b.wait(dumpInterval)
 		b.turn(1)
 	}
 }
@@ -147,10 +147,10 @@ func TestMemberListensWithItsProgram(t *testing.T) {
 			b.asked()
 			expect("without UDP", false)
 			open[unix.IPPROTO_UDP] = b.program(unix.IPPROTO_UDP)
-			b.until("the gateway to listen", func() bool { return b.g.ports.open })
+			b.until("the gateway to listen", func() bool { return b.g.guestSockets.listening })
 			expect("with both", true)
 			open[closes].Close()
-			b.until("the gateway to close", func() bool { return b.g.ports.ended })
+			b.until("the gateway to close", func() bool { return b.g.guestSockets.ended })
 			expect("without "+protocolName(closes), false)
 			b.program(closes)
 			b.asked()
@@ -166,9 +166,9 @@ func TestMemberClosesWarns(t *testing.T) {
 		var said bytes.Buffer
 		b.g.log = slog.New(slog.NewTextHandler(&said, nil))
 		program := b.program(unix.IPPROTO_UDP)
-		b.until("the gateway to listen", func() bool { return b.g.ports.open })
+		b.until("the gateway to listen", func() bool { return b.g.guestSockets.listening })
 		program.Close()
-		b.until("the gateway to close", func() bool { return b.g.ports.ended })
+		b.until("the gateway to close", func() bool { return b.g.guestSockets.ended })
 		if strings.Contains(said.String(), "nothing more") {
 			t.Errorf("said at once: %s", said.String())
 		}
@@ -204,7 +204,7 @@ func TestMemberPorts(t *testing.T) {
 	b := standFor(t, member(unix.IPPROTO_TCP, 22000, 22004), member(unix.IPPROTO_UDP, 22000, 22004))
 	b.program(unix.IPPROTO_TCP)
 	b.program(unix.IPPROTO_UDP)
-	b.until("the gateway to listen", func() bool { return b.g.ports.open })
+	b.until("the gateway to listen", func() bool { return b.g.guestSockets.listening })
 	if got := reachable(t, 22004, 22004); got != [2]bool{true, true} {
 		t.Errorf("TCP and UDP are open on the first free port: %v", got)
 	}
@@ -217,11 +217,11 @@ func TestMemberPortTaken(t *testing.T) {
 	b := standFor(t, member(unix.IPPROTO_UDP, 23739, 23739))
 	b.program(unix.IPPROTO_UDP)
 	b.asked()
-	if b.g.ports.open {
+	if b.g.guestSockets.listening {
 		t.Error("it has a port that is taken")
 	}
 	before.Close()
-	b.until("the port", func() bool { b.wait(portsInterval); return b.g.ports.open })
+	b.until("the port", func() bool { b.wait(dumpInterval); return b.g.guestSockets.listening })
 
 	before = take(t, 23740)
 	defer before.Close()
@@ -237,7 +237,7 @@ func TestMemberPortTaken(t *testing.T) {
 		if time.Now().After(end) {
 			t.Fatal("the gateway goes on without a port")
 		}
-		b.later += portsInterval
+		b.later += dumpInterval
 	}
 	if !errors.Is(failed, unix.EADDRINUSE) || failed.At.Port() != 23740 {
 		t.Errorf("it ends with %v", failed)
@@ -275,17 +275,17 @@ func TestMemberRefused(t *testing.T) {
 // TestMemberWithoutDiag: a guest's kernel that cannot tell of its sockets ends the gateway.
 func TestMemberWithoutDiag(t *testing.T) {
 	b := standFor(t, member(unix.IPPROTO_UDP, 24740, 24740))
-	b.g.ports.ask()
+	b.g.guestSockets.sendDump()
 	message := make([]byte, unix.NLMSG_HDRLEN+4)
 	binary.NativeEndian.PutUint32(message, uint32(len(message)))
 	binary.NativeEndian.PutUint16(message[4:], unix.NLMSG_ERROR)
 	code := -int32(unix.ENOENT)
 	binary.NativeEndian.PutUint32(message[unix.NLMSG_HDRLEN:], uint32(code))
-	b.g.ports.read(message)
+	b.g.guestSockets.read(message)
 	if _, err := b.g.poll(b.events, 0); !errors.Is(err, unix.ENOENT) {
 		t.Errorf("the gateway goes on: %v", err)
 	}
 	for n := range message { // what is cut short does no harm
-		b.g.ports.read(message[:n])
+		b.g.guestSockets.read(message[:n])
 	}
 }

@@ -419,12 +419,12 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 	}
 	s.stop()
 	for _, c := range s.g.conns {
-		if c.state != over {
+		if c.state != timeWait {
 			t.Errorf("connection %v is left", c.flow)
 		}
 	}
-	if s.g.spilled != 0 {
-		t.Errorf("%d bytes are left in spill", s.g.spilled)
+	if s.g.backlog != 0 {
+		t.Errorf("%d bytes are left in spill", s.g.backlog)
 	}
 	t.Logf("%d MB announced, counts %v", bytesMoved.Load()>>20, s.g.Counts())
 }

@@ -41,7 +41,7 @@ func (g *Gateway) Run(ctx context.Context) error {
 		}
 		n, err := g.poll(events, g.timeout(end))
 		switch {
-		case errors.Is(err, errGone):
+		case errors.Is(err, errInterfaceGone):
 			return nil
 		case err != nil:
 			return err
@@ -51,8 +51,8 @@ func (g *Gateway) Run(ctx context.Context) error {
 	}
 }
 
-// errGone is what poll returns when the guest's interface is gone.
-var errGone = errors.New("the interface of the guest is gone")
+// errInterfaceGone is what poll returns when the guest's interface is gone.
+var errInterfaceGone = errors.New("the interface of the guest is gone")
 
 // poll waits for events, in milliseconds, and handles them. It returns how many there were.
 func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error) {
@@ -67,7 +67,7 @@ func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error)
 			continue // closed in this turn
 		}
 		if e.Fd == int32(g.config.TUN) && e.Events&(unix.EPOLLERR|unix.EPOLLHUP) != 0 && e.Events&unix.EPOLLIN == 0 {
-			return 0, errGone
+			return 0, errInterfaceGone
 		}
 		h.event(e.Events)
 	}
@@ -76,19 +76,19 @@ func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error)
 }
 
 const (
-	// brief is how long the loop waits with its processor of the Go runtime. To hand that
+	// shortWait is how long the loop waits with its processor of the Go runtime. To hand that
 	// over, as it is done for system calls that may block, has the runtime look around many
 	// times, which takes more CPU time than packets do.
-	brief = 48 * time.Millisecond
-	// longestTurn is after what time the loop lets other goroutines run. The runtime sends a
+	shortWait = 48 * time.Millisecond
+	// yieldInterval is after what time the loop lets other goroutines run. The runtime sends a
 	// signal to who keeps a processor for 10 ms.
-	longestTurn = 8 * time.Millisecond
+	yieldInterval = 8 * time.Millisecond
 )
 
 // wait is epoll_wait(2). It tells the time after it.
 func (g *Gateway) wait(events []unix.EpollEvent, timeout int) (n int, err error) {
-	for short := 0; short < int(brief/time.Millisecond); short += int(longestTurn / time.Millisecond) {
-		part := int(longestTurn / time.Millisecond)
+	for short := 0; short < int(shortWait/time.Millisecond); short += int(yieldInterval / time.Millisecond) {
+		part := int(yieldInterval / time.Millisecond)
 		if timeout >= 0 {
 			part = min(part, timeout-short)
 		}
@@ -97,7 +97,7 @@ func (g *Gateway) wait(events []unix.EpollEvent, timeout int) (n int, err error)
 		if errno != 0 {
 			return 0, errno
 		}
-		if g.now = g.clock(); g.now.Sub(g.yielded) >= longestTurn {
+		if g.now = g.clock(); g.now.Sub(g.yielded) >= yieldInterval {
 			g.yielded = g.now
 			runtime.Gosched()
 		}
@@ -106,7 +106,7 @@ func (g *Gateway) wait(events []unix.EpollEvent, timeout int) (n int, err error)
 		}
 	}
 	if timeout > 0 {
-		timeout -= int(brief / time.Millisecond)
+		timeout -= int(shortWait / time.Millisecond)
 	}
 	n, err = unix.EpollWait(g.epoll, events, timeout)
 	g.now = g.clock()
@@ -114,17 +114,17 @@ func (g *Gateway) wait(events []unix.EpollEvent, timeout int) (n int, err error)
 	return n, err
 }
 
-// lingerTurn is how often Run looks whether it has to linger any more.
-const lingerTurn = 20 * time.Millisecond
+// lingerInterval is how often Run looks whether it has to linger any more.
+const lingerInterval = 20 * time.Millisecond
 
 // timeout is for epoll_wait(2), in milliseconds.
 func (g *Gateway) timeout(end time.Time) int {
-	if len(g.ready) > 0 {
+	if len(g.outputQueue) > 0 {
 		return 0
 	}
 	next, ok := g.timers.next()
 	if !end.IsZero() {
-		soon := g.clock().Add(lingerTurn)
+		soon := g.clock().Add(lingerInterval)
 		if soon.After(end) {
 			soon = end
 		}
@@ -142,7 +142,7 @@ func (g *Gateway) timeout(end time.Time) int {
 // established yet has nothing to deliver.
 func (g *Gateway) unfinished() bool {
 	for _, c := range g.conns {
-		if c.fd >= 0 && !c.shut && c.state != connecting {
+		if c.fd >= 0 && !c.rcv.finPassed && c.state != synPending {
 			return true
 		}
 	}
@@ -151,22 +151,22 @@ func (g *Gateway) unfinished() bool {
 
 // turn does what has come together: acknowledgements, what is left to be sent, timers.
 func (g *Gateway) turn() {
-	for _, c := range g.dirty {
-		c.dirty = false
+	for _, c := range g.ackQueue {
+		c.queued.ack = false
 		if c.fd >= 0 {
 			c.acknowledge()
 		}
 	}
-	clear(g.dirty)
-	g.dirty = g.dirty[:0]
-	g.ready, g.turned = g.turned[:0], g.ready
-	for _, c := range g.turned {
-		c.queued = false
+	clear(g.ackQueue)
+	g.ackQueue = g.ackQueue[:0]
+	g.outputQueue, g.outputTurn = g.outputTurn[:0], g.outputQueue
+	for _, c := range g.outputTurn {
+		c.queued.output = false
 		if c.fd >= 0 {
 			c.output()
 		}
 	}
-	clear(g.turned)
+	clear(g.outputTurn)
 	g.timers.run(g.now)
 }
 
@@ -189,8 +189,8 @@ func (g *Gateway) register(fd int, events uint32, h handler) error {
 	for fd >= len(g.handlers) {
 		g.handlers = append(g.handlers, registered{})
 	}
-	g.registers++
-	g.handlers[fd] = registered{h, g.registers}
+	g.registrations++
+	g.handlers[fd] = registered{h, g.registrations}
 	if err := g.watch(unix.EPOLL_CTL_ADD, fd, events); err != nil {
 		g.handlers[fd] = registered{}
 		return fmt.Errorf("watch descriptor: %w", err)
@@ -210,8 +210,8 @@ func (g *Gateway) ignore(fd int) {
 	_ = unix.EpollCtl(g.epoll, unix.EPOLL_CTL_DEL, fd, nil)
 }
 
-// forget closes a descriptor.
-func (g *Gateway) forget(fd int) {
+// closeFD closes a descriptor.
+func (g *Gateway) closeFD(fd int) {
 	if fd < len(g.handlers) {
 		g.handlers[fd] = registered{}
 	}

@@ -85,8 +85,8 @@ func (o *Outbound) resolver(to netip.AddrPort) bool {
 // None tells whether the guest may go nowhere at all.
 func (o *Outbound) None() bool { return !o.All && len(o.Rules) == 0 && len(o.DNS) == 0 }
 
-// mostPorts bounds those that are named to landlock.
-const mostPorts = 1024
+// maxPorts bounds those that are named to landlock.
+const maxPorts = 1024
 
 // TCPPorts are those of TCP that the guest may connect to, unless they are too many to name.
 func (o *Outbound) TCPPorts() (list []uint16, few bool) {
@@ -100,7 +100,7 @@ func (o *Outbound) TCPPorts() (list []uint16, few bool) {
 		if r.Protocol != 0 && r.Protocol != unix.IPPROTO_TCP {
 			continue
 		}
-		if int(r.Last-r.First)+len(list) >= mostPorts {
+		if int(r.Last-r.First)+len(list) >= maxPorts {
 			return nil, false
 		}
 		for n := range int(r.Last-r.First) + 1 {

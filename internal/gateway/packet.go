@@ -35,9 +35,9 @@ type segment struct {
 
 // synOptions are those of a SYN; 0 and false where it has none.
 type synOptions struct {
-	mss      uint16
-	scale    uint8
-	hasScale bool
+	mss           uint16
+	windShift     uint8
+	windowScaling bool
 }
 
 const (
@@ -175,7 +175,7 @@ func parseOptions(p []byte) (o synOptions) {
 		case p[0] == 2 && len(value) == 2:
 			o.mss = binary.BigEndian.Uint16(value)
 		case p[0] == 3 && len(value) == 1:
-			o.scale, o.hasScale = min(value[0], 14), true // RFC 7323, section 2.3
+			o.windShift, o.windowScaling = min(value[0], 14), true // RFC 7323, section 2.3
 		}
 		p = p[p[1]:]
 	}
@@ -206,25 +206,25 @@ const (
 )
 
 // An answer is a TCP segment to the guest.
-type answer struct {
-	from, to netip.AddrPort // remote, guest
-	seq, ack uint32
-	flags    uint8
-	window   uint16
-	mss      uint16 // of a SYN, as an option; else the size of segments
-	scale    uint8  // of a SYN, as an option
-	hasScale bool
+type outSegment struct {
+	from, to      netip.AddrPort // remote, guest
+	seq, ack      uint32
+	flags         uint8
+	window        uint16
+	mss           uint16 // of a SYN, as an option; else the size of segments
+	windShift     uint8  // of a SYN, as an option
+	windowScaling bool
 }
 
 // headers is how many bytes write puts before the payload, with the TUN's own.
-func (a *answer) headers() int {
+func (a *outSegment) headers() int {
 	n := vnetHeader + ipv4Header + tcpHeader
 	if a.to.Addr().Is6() {
 		n += ipv6Header - ipv4Header
 	}
 	if a.flags&flagSYN != 0 {
 		n += 4
-		if a.hasScale {
+		if a.windowScaling {
 			n += 4
 		}
 	}
@@ -234,7 +234,7 @@ func (a *answer) headers() int {
 // write writes the headers of a segment with a payload of that many bytes, which
 // stands behind them. The kernel fills in the checksum of TCP where it leaves the host
 // (CHECKSUM_PARTIAL), which in the guest is never.
-func (a *answer) write(b []byte, payload int) {
+func (a *outSegment) write(b []byte, payload int) {
 	headers := a.headers()
 	clear(b[:headers])
 	v6 := a.to.Addr().Is6()
@@ -267,8 +267,8 @@ func (a *answer) write(b []byte, payload int) {
 	if a.flags&flagSYN != 0 {
 		tcp[20], tcp[21] = 2, 4
 		binary.BigEndian.PutUint16(tcp[22:], a.mss)
-		if a.hasScale {
-			tcp[24], tcp[25], tcp[26], tcp[27] = 1, 3, 3, a.scale
+		if a.windowScaling {
+			tcp[24], tcp[25], tcp[26], tcp[27] = 1, 3, 3, a.windShift
 		}
 	}
 	binary.BigEndian.PutUint16(tcp[16:], fold(pseudo(a.from.Addr(), a.to.Addr(), unix.IPPROTO_TCP, length)))

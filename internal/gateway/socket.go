@@ -83,9 +83,9 @@ func receiveBehind(fd, sent int, p []byte) (int, error) {
 	return 0, nil
 }
 
-// writable tells whether a socket takes anything. If not, EPOLLOUT comes when it does, and
+// isWritable tells whether a socket takes anything. If not, EPOLLOUT comes when it does, and
 // its buffer grows if the connection could use more.
-func writable(fd int) bool {
+func isWritable(fd int) bool {
 	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
 	n, err := unix.Poll(fds, 0)
 	return err == nil && n > 0 && fds[0].Revents&unix.POLLOUT != 0

@@ -15,106 +15,130 @@ import (
 type state uint8
 
 const (
-	// connecting: the guest has sent a SYN, and the host's socket is not connected yet.
-	connecting state = iota
+	// synPending: the guest has sent a SYN, and the host's socket is not connected yet.
+	synPending state = iota
 	// answered: the guest has got a SYN-ACK.
-	answered
+	synReceived
 	// calling: the guest has got a SYN, for a connection that the host accepted.
-	calling
+	synSent
 	// open: both ends have agreed. Which of them has ended is in the flags.
-	open
+	established
 	// over: both ends have ended, and the socket is closed. The guest may not know yet that
 	// its FIN was taken.
-	over
+	timeWait
 )
 
-// conn is a TCP connection of the guest, and the host's socket that it is joined to.
+// conn is a TCP connection of the guest, joined to a socket of the host.
 type conn struct {
 	g     *Gateway
 	flow  flow
-	fd    int // -1: gone
+	fd    int // the host's socket; -1: closed
 	state state
 	timer timer
 
-	// What goes to the guest. It lies in the socket's receive queue from una on.
-	una, nxt uint32
-	spent    int    // bytes before una that the socket still has, until the end of the turn
-	recover  uint32 // what is not acknowledged before it is sent again, hole by hole (RFC 6582)
-	again    uint32 // end of what was sent again last
-	window   uint32 // of the guest, bytes
-	wl1      uint32 // segment that it is from (RFC 9293, SND.WL1)
-	mss      uint16
-	scale    uint8
-	dupAcks  uint8
-	tries    uint8 // since the guest acknowledged something, or opened its window
-	silent   uint8 // of them, since the guest sent anything
-	// What comes from the guest.
-	rcv  uint32 // the socket has taken all before
-	edge uint32 // right edge of the window that the guest knows of
-	// usual is how large writes to the socket are of late, in bytes, which is what room
-	// depends on; grain the MSS that the guest was told.
-	usual  int
-	grain  uint16
-	memory holding // as sendMemory knows it
-	// spill is what the socket did not take of what is at rcv.
-	spill   []byte
-	held    *batch // what came in this turn, at rcv, if there is no spill
-	tracker room.Tracker
-	// heard is when the guest sent something last; keepalive for how long nothing has to come
-	// before the socket asks its peer, in seconds. 0: as the host has it.
-	heard     time.Time
-	keepalive uint16
+	snd   sendSide
+	rcv   receiveSide
+	rtx   retransmission
+	alive keepalive
 
-	dirty, queued, holds bool // in the gateway's lists
-	ours                 bool // the guest began it, and it takes a port of the host
-	armed                bool // EPOLLOUT will come
-	more                 bool // the guest has more to send already
-	asked                bool // the guest waits for an acknowledgement of all
-	blocked              bool // by the guest's window
-	late                 bool // the guest was, before recover: it may have got all of it
-	drained              bool // the socket had nothing more, and no event came since
-	hasScale             bool
-	peeks                bool // the socket keeps the offset of MSG_PEEK itself
-	finSent              bool // to the guest, after all that the socket had
-	guestEnded           bool // its FIN is at rcv, or before
-	shut                 bool // it was passed on
-	broken               bool // the socket has an error: what it has still goes to the guest
-	lost                 bool // the error was read already, so that the socket's end looks like an orderly one
+	queued        queued
+	outgoing      bool // the guest opened the connection, which occupies a port of the host
+	windowScaling bool // both ends sent the window scale option (RFC 7323, section 2.2)
+	hostFailed    bool // the host's socket has an error: what it has still goes to the guest
+	hostErrorRead bool // the error was read already, so that the end of the socket's data looks like an orderly one
 }
 
-// tcp takes a segment of the guest.
-func (g *Gateway) tcp(s *segment) {
+// sendSide is what goes to the guest. The data from SND.UNA on are in the receive queue of the host's socket.
+type sendSide struct {
+	una uint32 // SND.UNA
+	nxt uint32 // SND.NXT
+	wnd uint32 // SND.WND, bytes
+	wl1 uint32 // SND.WL1
+
+	mss       uint16 // SMSS (RFC 5681)
+	windShift uint8  // Snd.Wind.Shift (RFC 7323)
+
+	// unconsumed is how many bytes before SND.UNA, which the guest has acknowledged, are in the socket's receive queue until
+	// the end of the turn.
+	unconsumed int
+	peekOffset bool // the kernel keeps the offset of MSG_PEEK (SO_PEEK_OFF)
+	drained    bool // the receive queue had nothing behind SND.NXT, and no event came since
+	blocked    bool // SND.WND is too small to send
+	finSent    bool
+}
+
+// receiveSide is what comes from the guest and goes to the host's socket with send(2).
+type receiveSide struct {
+	nxt  uint32 // RCV.NXT: the socket has accepted all before
+	edge uint32 // RCV.NXT + RCV.WND as the guest was told, the right edge of the window
+
+	mss         uint16       // MSS option that the guest was sent
+	recentWrite int          // mean size of recent writes to the socket, bytes: room's estimate depends on it
+	tracker     room.Tracker // of the estimate
+	memory      connMemory   // share of the guest's send memory
+
+	batch   *segmentBatch // payload of this turn, from RCV.NXT on
+	backlog []byte        // payload from RCV.NXT on that the socket did not accept; then there is no batch
+
+	armed       bool // EPOLLOUT will come
+	moreFollows bool // the last segment had neither PSH nor FIN
+	ackAll      bool // the guest repeats acknowledged data: acknowledge exactly RCV.NXT
+	finReceived bool // the guest's FIN is in the batch, in the backlog, or before RCV.NXT
+	finPassed   bool // the FIN was passed on to the socket by shutdown(2)
+}
+
+// retransmission is the state of timeouts and loss recovery toward the guest.
+type retransmission struct {
+	recover       uint32 // recover of RFC 6582: SND.NXT when the recovery began
+	highRxt       uint32 // HighRxt of RFC 6675: end of the last retransmission
+	dupAcks       uint8  // duplicate acknowledgements in a row, 4 at most
+	backoff       uint8  // doublings of the RTO since the guest acknowledged something or opened its window
+	unanswered    uint8  // timeouts since the guest sent anything
+	maybeSpurious bool   // a timeout without a duplicate acknowledgement began the recovery: the guest may have all data
+}
+
+// keepalive is what the gateway knows of the guest's keepalive (RFC 9293, section 3.8.4).
+type keepalive struct {
+	lastHeard time.Time // when the guest sent something last
+	idle      uint16    // TCP_KEEPIDLE of the host's socket, seconds; 0: the host's default
+}
+
+// queued tells which of the gateway's queues have the connection.
+type queued struct{ ack, output, flush bool }
+
+// tcpArrives takes a segment of the guest.
+func (g *Gateway) tcpArrives(s *segment) {
 	f := flow{s.from, s.to}
 	if c := g.conns[f]; c != nil {
-		c.input(s)
+		c.segmentArrives(s)
 		return
 	}
 	switch {
 	case s.flags&flagRST != 0:
 	case s.flags&(flagSYN|flagACK|flagFIN) == flagSYN:
-		g.connect(f, s)
+		g.acceptSYN(f, s)
 	default:
-		g.reset(s)
+		g.sendReset(s)
 	}
 }
 
 // newConn has a socket's events handled; nil if that cannot be, and the socket closed.
 func (g *Gateway) newConn(f flow, fd int, s state) *conn {
-	c := &conn{g: g, flow: f, fd: fd, state: s, mss: defaultMSS4, usual: maxPacket}
+	c := &conn{g: g, flow: f, fd: fd, state: s, snd: sendSide{mss: defaultMSS4}, rcv: receiveSide{recentWrite: maxPacket}}
 	if f.guest.Addr().Is6() {
-		c.mss = defaultMSS6
+		c.snd.mss = defaultMSS6
 	}
 	c.timer.owner = c
 	// By clock and flow (RFC 6528), so that a guest takes a SYN of a flow that it still
 	// waits for stragglers of.
-	c.una = uint32(g.now.UnixMicro()/4) + uint32(maphash.Comparable(g.seed, f))
-	c.nxt, c.recover = c.una, c.una
+	c.snd.una = uint32(g.now.UnixMicro()/4) + uint32(maphash.Comparable(g.seed, f))
+	c.snd.nxt, c.rtx.recover = c.snd.una, c.snd.una
 	// Segments come as the guest's own TCP has decided. Urgent data of the host's peer are
 	// data like others: apart they would leave a hole that SO_PEEK_OFF does not count.
 	_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1)
 	_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_OOBINLINE, 1)
 	_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1)
-	c.peeks = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEEK_OFF, 0) == nil
+	c.snd.peekOffset = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_PEEK_OFF, 0) == nil
 	if err := g.register(fd, unix.EPOLLIN|unix.EPOLLOUT|unix.EPOLLRDHUP|unix.EPOLLET, c); err != nil {
 		g.log.Warn("connection not joined", "error", err)
 		unix.Close(fd)
@@ -128,40 +152,40 @@ func (g *Gateway) newConn(f flow, fd int, s state) *conn {
 // event takes what happens to the host's socket.
 func (c *conn) event(events uint32) {
 	switch c.state {
-	case connecting:
+	case synPending:
 		if events&(unix.EPOLLOUT|unix.EPOLLERR|unix.EPOLLHUP) != 0 {
 			c.connected()
 		}
 		return
-	case answered, calling:
-		if events&unix.EPOLLERR != 0 && c.failed() {
+	case synReceived, synSent:
+		if events&unix.EPOLLERR != 0 && c.takeHostError() {
 			c.abort()
 		}
 		return
 	}
 	if events&unix.EPOLLERR != 0 {
-		if c.finSent {
-			if c.failed() {
+		if c.snd.finSent {
+			if c.takeHostError() {
 				c.abort()
 			}
 			return
 		}
 		// What was received before goes first; then output meets the error.
-		c.broken = true
+		c.hostFailed = true
 	}
 	if events&^unix.EPOLLOUT != 0 {
-		c.drained = false
+		c.snd.drained = false
 	}
-	if events&unix.EPOLLOUT != 0 && (c.armed || len(c.spill) > 0) {
-		c.writable()
+	if events&unix.EPOLLOUT != 0 && (c.rcv.armed || len(c.rcv.backlog) > 0) {
+		c.hostWritable()
 	}
 	if c.fd >= 0 && events&(unix.EPOLLIN|unix.EPOLLRDHUP|unix.EPOLLHUP|unix.EPOLLERR) != 0 {
 		c.output()
 	}
 }
 
-// failed takes the socket's error.
-func (c *conn) failed() bool {
+// takeHostError takes the socket's error.
+func (c *conn) takeHostError() bool {
 	code, err := unix.GetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_ERROR)
 	return err != nil || code != 0
 }

@@ -35,7 +35,7 @@ func (l *listener) event(uint32) {
 			return
 		case errors.Is(err, unix.EMFILE), errors.Is(err, unix.ENFILE), errors.Is(err, unix.ENOBUFS), errors.Is(err, unix.ENOMEM),
 			errors.Is(err, unix.EINVAL):
-			if noDescriptor(err) && l.g.spare() {
+			if noDescriptor(err) && l.g.freeDescriptor() {
 				continue
 			}
 			l.g.count(TooMany)
@@ -61,8 +61,8 @@ const aliasPorts = 64
 
 func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 	from, ok := addrPort(peer)
-	remote := l.g.seen(from)
-	guest := l.g.guest(remote.Addr())
+	remote := l.g.remoteAddr(from)
+	guest := l.g.guestAddr(remote.Addr())
 	f := flow{netip.AddrPortFrom(guest, l.Port), remote}
 	if remote != from {
 		// Several addresses have become one.
@@ -70,8 +70,8 @@ func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 			f.remote = withPort(remote, max(remote.Port()+uint16(i), 1))
 		}
 	}
-	if c := l.g.conns[f]; c != nil && c.state == over {
-		c.drop()
+	if c := l.g.conns[f]; c != nil && c.state == timeWait {
+		c.remove()
 	}
 	if !ok || !guest.IsValid() || len(l.g.conns) >= l.g.config.Connections || l.g.conns[f] != nil {
 		l.g.count(TooMany)
@@ -79,11 +79,11 @@ func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 		unix.Close(fd)
 		return
 	}
-	c := l.g.newConn(f, fd, calling)
+	c := l.g.newConn(f, fd, synSent)
 	if c == nil {
 		return
 	}
-	c.nxt = c.una + 1
-	c.hasScale = true // unless the guest has none
-	c.answer()
+	c.snd.nxt = c.snd.una + 1
+	c.windowScaling = true // unless the guest has none
+	c.sendSYN()
 }

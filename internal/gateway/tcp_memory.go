@@ -19,26 +19,26 @@ const (
 	// memoryShare is the part of the low mark of net.ipv4.tcp_mem, below which nothing is bounded, that a guest's
 	// uploads may hold in the host's sockets.
 	memoryShare = 4
-	// leastHeld is what each connection may hold even so, in bytes, and leastPromised what it may be told to send
+	// minHeld is what each connection may hold even so, in bytes, and leastPromised what it may be told to send
 	// while what all were told to send is more than that part, and what they hold is not.
-	leastHeld     = 1 << 16
-	leastPromised = 1 << 17
-	// memoryAgain is how often connections are looked at whose window stays closed for the lack of memory.
-	memoryAgain = 100 * time.Millisecond
+	minHeld     = 1 << 16
+	minPromised = 1 << 17
+	// memoryInterval is how often connections are looked at whose window stays closed for the lack of memory.
+	memoryInterval = 100 * time.Millisecond
 )
 
 // sendMemory is what the host's sockets of a guest hold to send, in bytes, as each was when it was looked at last,
 // and what the guest was told that it may send.
 type sendMemory struct {
 	g              *Gateway
-	most           int
+	limit          int
 	held, promised int
 	waiting        map[*conn]bool // that hold as much as they may
 	timer          timer
 }
 
-// mostMemory reads what a guest may hold.
-func mostMemory() int {
+// defaultMemory reads what a guest may hold.
+func defaultMemory() int {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_mem")
 	if fields := strings.Fields(string(text)); err == nil && len(fields) == 3 {
 		if pages, err := strconv.Atoi(fields[0]); err == nil && pages > 0 {
@@ -48,39 +48,39 @@ func mostMemory() int {
 	return 64 << 20
 }
 
-// holding is what one connection has of it.
-type holding struct{ held, promised int }
+// connMemory is what one connection has of it.
+type connMemory struct{ held, promised int }
 
-func (m *sendMemory) note(c *conn, s holding) {
-	m.held += s.held - c.memory.held
-	m.promised += s.promised - c.memory.promised
-	c.memory = s
+func (m *sendMemory) update(c *conn, s connMemory) {
+	m.held += s.held - c.rcv.memory.held
+	m.promised += s.promised - c.rcv.memory.promised
+	c.rcv.memory = s
 }
 
 // forget is for a connection whose socket is closed.
 func (m *sendMemory) forget(c *conn) {
-	m.note(c, holding{})
+	m.update(c, connMemory{})
 	delete(m.waiting, c)
 }
 
 // allow bounds how much a connection is told to send, of the room that its socket has.
 func (m *sendMemory) allow(c *conn, queued, room int) int {
-	outstanding := int(int32(c.edge - c.rcv))
-	m.note(c, holding{queued, outstanding})
+	outstanding := int(int32(c.rcv.edge - c.rcv.nxt))
+	m.update(c, connMemory{queued, outstanding})
 	delete(m.waiting, c)
 	switch {
-	case m.held > m.most:
-		if least := max(leastHeld-queued, 0); least < room {
+	case m.held > m.limit:
+		if least := max(minHeld-queued, 0); least < room {
 			room = least
 			m.waiting[c] = true
-			if m.timer.place == 0 {
-				m.g.timers.set(&m.timer, m.g.now.Add(memoryAgain))
+			if m.timer.index == 0 {
+				m.g.timers.set(&m.timer, m.g.now.Add(memoryInterval))
 			}
 		}
-	case m.held+m.promised-outstanding+room > m.most:
-		room = min(room, leastPromised)
+	case m.held+m.promised-outstanding+room > m.limit:
+		room = min(room, minPromised)
 	}
-	m.note(c, holding{queued, max(outstanding, room)})
+	m.update(c, connMemory{queued, max(outstanding, room)})
 	return room
 }
 
@@ -91,14 +91,14 @@ func (m *sendMemory) expired() {
 			continue
 		}
 		if s, err := room.Take(c.fd); err == nil {
-			m.note(c, holding{s.Queued, c.memory.promised})
+			m.update(c, connMemory{s.Queued, c.rcv.memory.promised})
 		}
 	}
 	waiting := m.waiting
 	m.waiting = make(map[*conn]bool)
 	for c := range waiting {
 		if c.fd >= 0 {
-			c.open()
+			c.offerWindow()
 		}
 	}
 }

@@ -59,19 +59,19 @@ func TestMemoryBound(t *testing.T) {
 			sent[i] += n
 			more = more || n > 0
 		}
-		p.wait(memoryAgain)
+		p.wait(memoryInterval)
 	}
 	total := 0
 	for i, n := range sent {
-		if n < leastHeld/2 {
+		if n < minHeld/2 {
 			t.Errorf("upload %d got %d bytes through", i, n)
 		}
 		total += n
 	}
-	if held, most := p.queued(), c.Memory+uploads*2*leastPromised; held > most {
+	if held, most := p.queued(), c.Memory+uploads*2*minPromised; held > most {
 		t.Errorf("the sockets hold %d bytes, want at most %d", held, most)
 	}
-	if alone := p.g.memory; alone.held > c.Memory+uploads*2*leastPromised || len(alone.waiting) == 0 {
+	if alone := p.g.memory; alone.held > c.Memory+uploads*2*minPromised || len(alone.waiting) == 0 {
 		t.Errorf("%d bytes are noted, %d connections wait", alone.held, len(alone.waiting))
 	}
 	t.Logf("%d bytes through, %d held", total, p.queued())
@@ -80,12 +80,12 @@ func TestMemoryBound(t *testing.T) {
 		l.read(sent[i])
 	}
 	for range 20 {
-		p.wait(memoryAgain)
+		p.wait(memoryInterval)
 		time.Sleep(time.Millisecond)
 		hearAll(p, links)
 	}
 	for i, l := range links {
-		if l.edge-l.seq < leastHeld/2 {
+		if l.edge-l.seq < minHeld/2 {
 			t.Errorf("upload %d may go on for %d bytes", i, l.edge-l.seq)
 		}
 		l.say(flagRST, nil)

@@ -10,30 +10,30 @@ import (
 )
 
 const (
-	// maxSpill and maxSpilled bound what is kept of segments that sockets did not take, in
+	// maxBacklog and maxSpilled bound what is kept of segments that sockets did not take, in
 	// bytes: of a connection, and of all together.
-	maxSpill   = 256 << 10
-	maxSpilled = 16 << 20
+	maxBacklog  = 256 << 10
+	maxBacklogs = 16 << 20
 )
 
-// batch is payload that a socket is given in one call. It stands where it was read.
-type batch struct {
+// segmentBatch is payload that a socket is given in one call. It stands where it was read.
+type segmentBatch struct {
 	parts []unix.Iovec
 	bytes int
 }
 
-// batch is an empty one.
-func (g *Gateway) batch() *batch {
-	last := len(g.batches) - 1
+// newBatch is an empty one.
+func (g *Gateway) newBatch() *segmentBatch {
+	last := len(g.freeBatches) - 1
 	if last < 0 {
-		return &batch{parts: make([]unix.Iovec, 0, tunBudget)}
+		return &segmentBatch{parts: make([]unix.Iovec, 0, tunBudget)}
 	}
-	b := g.batches[last]
-	g.batches = g.batches[:last]
+	b := g.freeBatches[last]
+	g.freeBatches = g.freeBatches[:last]
 	return b
 }
 
-func (b *batch) add(payload []byte) {
+func (b *segmentBatch) add(payload []byte) {
 	part := unix.Iovec{Base: unsafe.SliceData(payload)}
 	part.SetLen(len(payload))
 	b.parts = append(b.parts, part)
@@ -41,7 +41,7 @@ func (b *batch) add(payload []byte) {
 }
 
 // send gives it to a socket, which neither waits nor raises SIGPIPE.
-func (b *batch) send(fd int) (int, error) {
+func (b *segmentBatch) send(fd int) (int, error) {
 	if len(b.parts) == 1 {
 		return sendTo(fd, unsafe.Slice(b.parts[0].Base, b.bytes))
 	}
@@ -50,143 +50,143 @@ func (b *batch) send(fd int) (int, error) {
 	return sendMessage(fd, &h)
 }
 
-// take has payload given to the socket at the end of the turn. If the socket did not take
+// addToBatch has payload given to the socket at the end of the turn. If the socket did not take
 // all before it, it is kept, up to a bound: then it is false, and is to be sent again.
-func (c *conn) take(payload []byte) bool {
-	if len(c.spill) > 0 {
-		return c.keep(payload)
+func (c *conn) addToBatch(payload []byte) bool {
+	if len(c.rcv.backlog) > 0 {
+		return c.addToBacklog(payload)
 	}
-	c.usual += (len(payload) - c.usual) / 4
-	if c.held == nil {
-		c.held = c.g.batch()
-		c.hold()
+	c.rcv.recentWrite += (len(payload) - c.rcv.recentWrite) / 4
+	if c.rcv.batch == nil {
+		c.rcv.batch = c.g.newBatch()
+		c.scheduleFlush()
 	}
-	c.held.add(payload)
+	c.rcv.batch.add(payload)
 	return true
 }
 
-// mark has what came acknowledged at the end of the turn.
-func (c *conn) mark() {
-	if !c.dirty {
-		c.dirty = true
-		c.g.dirty = append(c.g.dirty, c)
+// scheduleAck has what came acknowledged at the end of the turn.
+func (c *conn) scheduleAck() {
+	if !c.queued.ack {
+		c.queued.ack = true
+		c.g.ackQueue = append(c.g.ackQueue, c)
 	}
 }
 
-// hold has conclude called at the end of the turn.
-func (c *conn) hold() {
-	if !c.holds {
-		c.holds = true
-		c.g.holding = append(c.g.holding, c)
+// scheduleFlush has conclude called at the end of the turn.
+func (c *conn) scheduleFlush() {
+	if !c.queued.flush {
+		c.queued.flush = true
+		c.g.flushQueue = append(c.g.flushQueue, c)
 	}
 }
 
-// conclude does what was left for the end of the turn.
-func (c *conn) conclude() {
-	c.holds = false
-	c.push()
-	if c.fd >= 0 && !c.discard() {
+// flush does what was left for the end of the turn.
+func (c *conn) flush() {
+	c.queued.flush = false
+	c.writeBatch()
+	if c.fd >= 0 && !c.consume() {
 		c.abort()
 	}
 }
 
-// push gives the socket what came in this turn. What it does not take is kept.
-func (c *conn) push() {
-	b := c.held
+// writeBatch gives the socket what came in this turn. What it does not take is kept.
+func (c *conn) writeBatch() {
+	b := c.rcv.batch
 	if b == nil {
 		return
 	}
 	n, err := b.send(c.fd)
 	if err != nil && !errors.Is(err, unix.EAGAIN) {
-		c.lose()
+		c.sendFailed()
 		return
 	}
-	c.rcv += uint32(n)
-	c.tracker.Wrote(n, b.bytes)
+	c.rcv.nxt += uint32(n)
+	c.rcv.tracker.Wrote(n, b.bytes)
 	if n < b.bytes {
 		c.g.count(PartialSend)
 		for _, part := range b.parts {
 			payload := unsafe.Slice(part.Base, part.Len)
 			taken := min(n, len(payload))
-			if n -= taken; !c.keep(payload[taken:]) {
-				c.guestEnded = false // what is before its FIN comes again
+			if n -= taken; !c.addToBacklog(payload[taken:]) {
+				c.rcv.finReceived = false // what is before its FIN comes again
 				break
 			}
 		}
 	}
-	c.unhold()
-	c.finish()
+	c.releaseBatch()
+	c.passFIN()
 }
 
-// unhold gives back what held the payload of this turn.
-func (c *conn) unhold() {
-	if b := c.held; b != nil {
+// releaseBatch gives back what held the payload of this turn.
+func (c *conn) releaseBatch() {
+	if b := c.rcv.batch; b != nil {
 		clear(b.parts)
 		b.parts, b.bytes = b.parts[:0], 0
-		c.held, c.g.batches = nil, append(c.g.batches, b)
+		c.rcv.batch, c.g.freeBatches = nil, append(c.g.freeBatches, b)
 	}
 }
 
-// keep keeps what the socket did not take; false if that is too much.
-func (c *conn) keep(payload []byte) bool {
-	if len(c.spill)+len(payload) > maxSpill || c.g.spilled+len(payload) > maxSpilled {
+// addToBacklog keeps what the socket did not take; false if that is too much.
+func (c *conn) addToBacklog(payload []byte) bool {
+	if len(c.rcv.backlog)+len(payload) > maxBacklog || c.g.backlog+len(payload) > maxBacklogs {
 		return false
 	}
-	c.spill = append(c.spill, payload...)
-	c.g.spilled += len(payload)
+	c.rcv.backlog = append(c.rcv.backlog, payload...)
+	c.g.backlog += len(payload)
 	return true
 }
 
-// flush gives the socket what it did not take before.
-func (c *conn) flush() {
-	n, err := sendTo(c.fd, c.spill)
+// writeBacklog gives the socket what it did not take before.
+func (c *conn) writeBacklog() {
+	n, err := sendTo(c.fd, c.rcv.backlog)
 	if err != nil && !errors.Is(err, unix.EAGAIN) {
-		c.lose()
+		c.sendFailed()
 		return
 	}
-	c.rcv += uint32(n)
-	c.g.spilled -= n
-	c.tracker.Wrote(n, len(c.spill))
-	if c.spill = c.spill[n:]; len(c.spill) == 0 {
-		c.spill = nil
-		c.finish()
+	c.rcv.nxt += uint32(n)
+	c.g.backlog -= n
+	c.rcv.tracker.Wrote(n, len(c.rcv.backlog))
+	if c.rcv.backlog = c.rcv.backlog[n:]; len(c.rcv.backlog) == 0 {
+		c.rcv.backlog = nil
+		c.passFIN()
 	}
 }
 
-func (c *conn) unspill() {
-	c.g.spilled -= len(c.spill)
-	c.spill = nil
+func (c *conn) dropBacklog() {
+	c.g.backlog -= len(c.rcv.backlog)
+	c.rcv.backlog = nil
 }
 
-// finish passes the guest's FIN on, when all before it is in the socket.
-func (c *conn) finish() {
-	if !c.guestEnded || c.shut || c.held != nil || len(c.spill) > 0 {
+// passFIN passes the guest's FIN on, when all before it is in the socket.
+func (c *conn) passFIN() {
+	if !c.rcv.finReceived || c.rcv.finPassed || c.rcv.batch != nil || len(c.rcv.backlog) > 0 {
 		return
 	}
-	c.shut = true
-	c.rcv++
+	c.rcv.finPassed = true
+	c.rcv.nxt++
 	if err := unix.Shutdown(c.fd, unix.SHUT_WR); err != nil {
-		c.lose()
+		c.sendFailed()
 		return
 	}
 	if !c.ended() {
-		c.mark()
+		c.scheduleAck()
 		return
 	}
-	c.tell()
+	c.sendAck()
 	c.g.count(Closed)
 	c.release()
-	c.state = over
-	c.g.timers.set(&c.timer, c.g.now.Add(overTime))
+	c.state = timeWait
+	c.g.timers.set(&c.timer, c.g.now.Add(timeWaitTimeout))
 }
 
-// lose: a send has met the socket's error. What it has received before is still for the
+// sendFailed: a send has met the socket's error. What it has received before is still for the
 // guest.
-func (c *conn) lose() {
-	c.broken, c.lost, c.drained = true, true, false
-	c.unhold()
-	c.unspill()
-	if c.finSent {
+func (c *conn) sendFailed() {
+	c.hostFailed, c.hostErrorRead, c.snd.drained = true, true, false
+	c.releaseBatch()
+	c.dropBacklog()
+	if c.snd.finSent {
 		c.abort()
 		return
 	}

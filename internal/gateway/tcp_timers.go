@@ -10,29 +10,29 @@ import (
 )
 
 const (
-	firstRTO      = 200 * time.Millisecond
-	maxRTO        = 60 * time.Second
-	maxTries      = 12                    // some six minutes
-	answerTries   = 6                     // of a SYN-ACK, some twelve seconds
-	firstCall     = 10 * time.Millisecond // a guest whose program accepts slowly drops SYNs
-	maxCall       = 320 * time.Millisecond
-	callTries     = 30                  // of a SYN, some twelve seconds
-	mostKeepalive = 32767 * time.Second // MAX_TCP_KEEPIDLE
-	// keepaliveEvery is the kernel's own time between two probes that are not answered
+	initialRTO        = 200 * time.Millisecond
+	maxRTO            = 60 * time.Second
+	maxTimeouts       = 12                    // some six minutes
+	maxSynAckTimeouts = 6                     // of a SYN-ACK, some twelve seconds
+	initialSynRTO     = 10 * time.Millisecond // a guest whose program accepts slowly drops SYNs
+	maxSynRTO         = 320 * time.Millisecond
+	maxSynTimeouts    = 30                  // of a SYN, some twelve seconds
+	maxKeepalive      = 32767 * time.Second // MAX_TCP_KEEPIDLE
+	// keepaliveInterval is the kernel's own time between two probes that are not answered
 	// (TCP_KEEPALIVE_INTVL).
-	keepaliveEvery = 75 * time.Second
-	idleTime       = 2 * time.Hour   // before the guest is asked whether it is there (RFC 9293, section 3.8.4)
-	overTime       = 2 * time.Second // the guest sends its FIN three times at least
+	keepaliveInterval = 75 * time.Second
+	idleTimeout       = 2 * time.Hour   // before the guest is asked whether it is there (RFC 9293, section 3.8.4)
+	timeWaitTimeout   = 2 * time.Second // the guest sends its FIN three times at least
 )
 
-// rest sets the timer for a connection with nothing under way.
-func (c *conn) rest() { c.g.timers.set(&c.timer, c.g.now.Add(idleTime)) }
+// startIdleTimer sets the timer for a connection with nothing under way.
+func (c *conn) startIdleTimer() { c.g.timers.set(&c.timer, c.g.now.Add(idleTimeout)) }
 
-// arm sets the timer for what the guest has not acknowledged, or for its window.
-func (c *conn) arm() {
-	wait := min(firstRTO<<min(c.tries, 16), maxRTO)
-	if c.state == calling {
-		wait = min(firstCall<<min(c.tries, 16), maxCall)
+// startRetransmitTimer sets the timer for what the guest has not acknowledged, or for its window.
+func (c *conn) startRetransmitTimer() {
+	wait := min(initialRTO<<min(c.rtx.backoff, 16), maxRTO)
+	if c.state == synSent {
+		wait = min(initialSynRTO<<min(c.rtx.backoff, 16), maxSynRTO)
 		wait += rand.N(wait) // not all that a short queue had no place for at once
 	}
 	c.g.timers.set(&c.timer, c.g.now.Add(wait))
@@ -40,52 +40,52 @@ func (c *conn) arm() {
 
 // expired is called when the guest has not answered in time.
 func (c *conn) expired() {
-	if c.state == over {
-		c.drop()
+	if c.state == timeWait {
+		c.remove()
 		return
 	}
 	// A guest that answers, but reads nothing, may take as long as it likes.
-	c.tries, c.silent = min(c.tries+1, maxTries), c.silent+1
-	if c.silent > c.patience() {
+	c.rtx.backoff, c.rtx.unanswered = min(c.rtx.backoff+1, maxTimeouts), c.rtx.unanswered+1
+	if c.rtx.unanswered > c.maxUnanswered() {
 		c.abort()
 		return
 	}
-	if c.state == open && c.una == c.nxt {
+	if c.state == established && c.snd.una == c.snd.nxt {
 		// A segment from before its window has the guest answer.
-		a := c.segment(c.una-1, flagACK)
+		a := c.newSegment(c.snd.una-1, flagACK)
 		c.transmit(&a, nil)
-		c.arm()
+		c.startRetransmitTimer()
 		return
 	}
-	c.recover, c.late = c.nxt, c.dupAcks == 0
-	c.resend()
+	c.rtx.recover, c.rtx.maybeSpurious = c.snd.nxt, c.rtx.dupAcks == 0
+	c.retransmit()
 	if c.fd >= 0 {
-		c.arm()
+		c.startRetransmitTimer()
 	}
 }
 
-// patience is how often the guest is asked in vain.
-func (c *conn) patience() uint8 {
+// maxUnanswered is how often the guest is asked in vain.
+func (c *conn) maxUnanswered() uint8 {
 	switch c.state {
-	case answered:
-		return answerTries
-	case calling:
-		return callTries
+	case synReceived:
+		return maxSynAckTimeouts
+	case synSent:
+		return maxSynTimeouts
 	}
-	return maxTries
+	return maxTimeouts
 }
 
-// ask has the socket ask its peer whether it is there, as the guest does, after the same
+// copyKeepalive has the socket ask its peer whether it is there, as the guest does, after the same
 // time without a word: a guest that would find out natively that its peer is gone would
 // hear from the gateway for ever.
-func (c *conn) ask() {
-	idle := uint16(min(max(c.g.now.Sub(c.heard).Round(time.Second), time.Second), mostKeepalive) / time.Second)
-	if idle == c.keepalive {
+func (c *conn) copyKeepalive() {
+	idle := uint16(min(max(c.g.now.Sub(c.alive.lastHeard).Round(time.Second), time.Second), maxKeepalive) / time.Second)
+	if idle == c.alive.idle {
 		return
 	}
-	c.keepalive = idle
+	c.alive.idle = idle
 	// The interval first: if the time is over, the kernel asks at once.
-	every := min(int(idle), int(keepaliveEvery/time.Second))
+	every := min(int(idle), int(keepaliveInterval/time.Second))
 	_ = unix.SetsockoptInt(c.fd, unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, every)
 	_ = unix.SetsockoptInt(c.fd, unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, int(idle))
 }

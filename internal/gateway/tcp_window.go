@@ -4,70 +4,70 @@ package gateway
 
 import "sockeye/room"
 
-// advance moves the right edge of the window as far as the socket has room. An edge
+// advanceWindow moves the right edge of the window as far as the socket has room. An edge
 // that the guest knows of stays.
-func (c *conn) advance() {
-	if c.shut || c.broken || len(c.spill) > 0 {
+func (c *conn) advanceWindow() {
+	if c.rcv.finPassed || c.hostFailed || len(c.rcv.backlog) > 0 {
 		return
 	}
 	s, err := room.Take(c.fd)
 	if err != nil {
 		return
 	}
-	c.armed = false
+	c.rcv.armed = false
 	if s.Arming() || s.NotSentLowat > 0 && 2*s.Unsent >= s.NotSentLowat {
 		// As room.Arm. What left the socket since then wakes nobody.
-		if c.armed = !writable(c.fd); !c.armed {
+		if c.rcv.armed = !isWritable(c.fd); !c.rcv.armed {
 			if s, err = room.Take(c.fd); err != nil {
 				return
 			}
 		}
 	}
-	safe := c.g.config.Kernel.Estimate(s, c.usual, &c.tracker).Safe
-	if !c.armed {
+	safe := c.g.config.Kernel.Estimate(s, c.rcv.recentWrite, &c.rcv.tracker).Safe
+	if !c.rcv.armed {
 		// The kernel takes a packet whole while it is writable at all, and nothing would
 		// say later that there is more room.
-		safe = max(safe, int(c.grain))
+		safe = max(safe, int(c.rcv.mss))
 	}
 	safe = c.g.memory.allow(c, s.Queued, safe)
-	window := min(safe, 65535<<c.shift())
+	window := min(safe, 65535<<c.rcvWindShift())
 	// In units of the scale, so that rounding takes no edge further.
-	if whole := window &^ (1<<c.shift() - 1); whole >= int(c.grain) {
+	if whole := window &^ (1<<c.rcvWindShift() - 1); whole >= int(c.rcv.mss) {
 		window = whole
 	}
-	gain := int(int32(c.rcv + uint32(window) - c.edge))
-	if gain <= 0 || c.armed && gain < min(s.SendBuffer/8, maxPacket) {
+	gain := int(int32(c.rcv.nxt + uint32(window) - c.rcv.edge))
+	if gain <= 0 || c.rcv.armed && gain < min(s.SendBuffer/8, maxPacket) {
 		return // crumbs (RFC 9293, section 3.8.6.2.2): more comes with EPOLLOUT
 	}
-	c.edge += uint32(gain)
+	c.rcv.edge += uint32(gain)
 }
 
-// shift is the scale of the window that the guest is told.
-func (c *conn) shift() uint8 {
-	if !c.hasScale {
+// rcvWindShift is the scale of the window that the guest is told.
+func (c *conn) rcvWindShift() uint8 {
+	if !c.windowScaling {
 		return 0
 	}
-	return c.g.scale
+	return c.g.windShift
 }
 
-// writable is called when the socket has room again.
-func (c *conn) writable() {
-	rcv, edge := c.rcv, c.edge
-	if len(c.spill) > 0 && !c.broken {
-		if c.flush(); c.fd < 0 {
+// hostWritable is called when the socket has room again.
+func (c *conn) hostWritable() {
+	rcv, edge := c.rcv.nxt, c.rcv.edge
+	if len(c.rcv.backlog) > 0 && !c.hostFailed {
+		if c.writeBacklog(); c.fd < 0 {
 			return
 		}
 	}
-	c.advance()
-	if c.rcv != rcv || c.edge != edge {
-		c.tell()
+	c.advanceWindow()
+	if c.rcv.nxt != rcv || c.rcv.edge != edge {
+		c.sendAck()
 	}
 }
 
-// open tells the guest of a larger window, if there is one.
-func (c *conn) open() {
-	edge := c.edge
-	if c.advance(); c.edge != edge {
-		c.tell()
+// offerWindow tells the guest of a larger window, if there is one.
+func (c *conn) offerWindow() {
+	edge := c.rcv.edge
+	if c.advanceWindow(); c.rcv.edge != edge {
+		c.sendAck()
 	}
 }

@@ -10,28 +10,28 @@ import (
 // timer is something that happens at a time. The zero value is not set.
 type timer struct {
 	due   time.Time
-	at    time.Time              // when it is looked at: not after due
-	place int                    // in the heap, from 1 on; 0: not set
+	wake  time.Time              // when it is looked at: not after due
+	index int                    // in the heap, from 1 on; 0: not set
 	owner interface{ expired() } // which may set it again
 }
 
-// timers are those that are set, the next one first.
-type timers struct{ list timerHeap }
+// timerQueue are those that are set, the next one first.
+type timerQueue struct{ list timerHeap }
 
 // next is when run is to be called.
-func (t *timers) next() (time.Time, bool) {
+func (t *timerQueue) next() (time.Time, bool) {
 	if len(t.list) == 0 {
 		return time.Time{}, false
 	}
-	return t.list[0].at, true
+	return t.list[0].wake, true
 }
 
 // run calls the owners of those that are due.
-func (t *timers) run(now time.Time) {
-	for len(t.list) > 0 && !t.list[0].at.After(now) {
+func (t *timerQueue) run(now time.Time) {
+	for len(t.list) > 0 && !t.list[0].wake.After(now) {
 		x := t.list[0]
 		if x.due.After(now) {
-			x.at = x.due
+			x.wake = x.due
 			heap.Fix(&t.list, 0)
 			continue
 		}
@@ -42,38 +42,38 @@ func (t *timers) run(now time.Time) {
 
 // set sets a timer, or moves it. One that is moved back, as by each acknowledgement, keeps
 // its place until then.
-func (t *timers) set(x *timer, due time.Time) {
+func (t *timerQueue) set(x *timer, due time.Time) {
 	x.due = due
 	switch {
-	case x.place == 0:
-		x.at = due
+	case x.index == 0:
+		x.wake = due
 		heap.Push(&t.list, x)
-	case due.Before(x.at):
-		x.at = due
-		heap.Fix(&t.list, x.place-1)
+	case due.Before(x.wake):
+		x.wake = due
+		heap.Fix(&t.list, x.index-1)
 	}
 }
 
-func (t *timers) stop(x *timer) {
-	if x.place > 0 {
-		heap.Remove(&t.list, x.place-1)
+func (t *timerQueue) stop(x *timer) {
+	if x.index > 0 {
+		heap.Remove(&t.list, x.index-1)
 	}
 }
 
 type timerHeap []*timer
 
 func (h timerHeap) Len() int           { return len(h) }
-func (h timerHeap) Less(i, j int) bool { return h[i].at.Before(h[j].at) }
+func (h timerHeap) Less(i, j int) bool { return h[i].wake.Before(h[j].wake) }
 func (h timerHeap) Swap(i, j int) {
 	h[i], h[j] = h[j], h[i]
-	h[i].place, h[j].place = i+1, j+1
+	h[i].index, h[j].index = i+1, j+1
 }
 
 // Push adds a timer, for container/heap.
 func (h *timerHeap) Push(x any) {
 	t := x.(*timer)
 	*h = append(*h, t)
-	t.place = len(*h)
+	t.index = len(*h)
 }
 
 // Pop takes the last timer off, for container/heap.
@@ -82,6 +82,6 @@ func (h *timerHeap) Pop() any {
 	t := (*h)[last]
 	(*h)[last] = nil
 	*h = (*h)[:last]
-	t.place = 0
+	t.index = 0
 	return t
 }

@@ -13,25 +13,25 @@ type guestPackets Gateway
 
 func (t *guestPackets) event(uint32) {
 	g := (*Gateway)(t)
-	for i, free := 0, g.packets; i < tunBudget; i++ {
-		n, err := direct(unix.SYS_READ, g.config.TUN, free[:mostRead], 0)
+	for i, free := 0, g.readBuffer; i < tunBudget; i++ {
+		n, err := direct(unix.SYS_READ, g.config.TUN, free[:readSize], 0)
 		if err != nil || n <= vnetHeader {
 			break
 		}
 		g.input(free[vnetHeader:n])
 		free = free[n:]
 	}
-	g.train.send()
-	for _, c := range g.holding {
-		c.conclude()
+	g.gso.send()
+	for _, c := range g.flushQueue {
+		c.flush()
 	}
-	clear(g.holding)
-	g.holding = g.holding[:0]
+	clear(g.flushQueue)
+	g.flushQueue = g.flushQueue[:0]
 }
 
 // input takes a packet of the guest, from its IP header on.
 func (g *Gateway) input(p []byte) {
-	p, ok := g.whole(p)
+	p, ok := g.reassemble(p)
 	if !ok {
 		return
 	}
@@ -42,11 +42,11 @@ func (g *Gateway) input(p []byte) {
 	}
 	switch s.protocol {
 	case unix.IPPROTO_TCP:
-		g.tcp(&s)
+		g.tcpArrives(&s)
 	case unix.IPPROTO_UDP:
-		g.udp(&s)
+		g.udpArrives(&s)
 	case unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6:
-		g.icmp(&s)
+		g.icmpArrives(&s)
 	}
 }
 
@@ -54,16 +54,16 @@ func (g *Gateway) isGuest(a netip.Addr) bool {
 	return a.IsValid() && (a == g.config.Guest4 || a == g.config.Guest6)
 }
 
-// guest is the guest's address of the family of another.
-func (g *Gateway) guest(remote netip.Addr) netip.Addr {
+// guestAddr is the guest's address of the family of another.
+func (g *Gateway) guestAddr(remote netip.Addr) netip.Addr {
 	if remote.Is4() {
 		return g.config.Guest4
 	}
 	return g.config.Guest6
 }
 
-// seen is the address by which the guest knows a peer.
-func (g *Gateway) seen(peer netip.AddrPort) netip.AddrPort {
+// remoteAddr is the address by which the guest knows a peer.
+func (g *Gateway) remoteAddr(peer netip.AddrPort) netip.AddrPort {
 	a := peer.Addr()
 	if !a.IsLoopback() && !g.isGuest(a) {
 		return peer

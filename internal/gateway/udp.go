@@ -22,51 +22,51 @@ const (
 
 // udpFlow is datagrams between a port of the guest and another place, which the guest began to send.
 type udpFlow struct {
-	g    *Gateway
-	flow flow
-	fd   int
-	hops hopLimit // of a socket of its own
+	g         *Gateway
+	addresses flow
+	fd        int
+	hops      hopLimit // of a socket of its own
 	// shared is the socket, if the flow has none of its own, and name the destination, as struct sockaddr.
-	shared *sharedSocket
-	name   []byte
-	apart  bool // its datagrams cannot be sent at once
-	seen   time.Time
-	timer  timer
+	shared      *sharedSocket
+	destination []byte
+	noGSO       bool // its datagrams cannot be sent at once
+	lastUsed    time.Time
+	timer       timer
 	// The place among the flows of its class.
 	class        class
 	older, newer *udpFlow
 }
 
-// udp takes a datagram of the guest.
-func (g *Gateway) udp(s *segment) {
-	if b, k := g.bounds.answerer(s, g.now); b != nil {
+// udpArrives takes a datagram of the guest.
+func (g *Gateway) udpArrives(s *segment) {
+	if b, k := g.bound.forReply(s, g.now); b != nil {
 		// Where the guest may go nowhere by itself, only what comes from the peer keeps it
 		// known: its address may be a forged one.
-		if g.now.Sub(k.seen) > udpIdle/2 && g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
-			k.seen = g.now
+		if g.now.Sub(k.lastSeen) > udpIdle/2 && g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
+			k.lastSeen = g.now
 		}
 		b.send(s, k)
 		return
 	}
 	f := flow{s.from, s.to}
-	u := g.datagram.by[f]
+	u := g.flows.all[f]
 	if u == nil {
 		if !g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
 			g.count(NotAllowed)
 			g.unreachable(s, prohibited)
 			return
 		}
-		if b := g.bounds.from(s, g.config.Outbound.Translate(s.to)); b != nil {
-			b.send(s, b.know(s.to, messageTo(b.v6, s.to), nil))
+		if b := g.bound.forSource(s, g.config.Outbound.Translate(s.to)); b != nil {
+			b.send(s, b.remember(s.to, messageTo(b.v6, s.to), nil))
 			return
 		}
 		if u = g.newUDP(f, s); u == nil {
 			return
 		}
 	} else {
-		g.datagram.used(u, g.now, true)
+		g.flows.used(u, g.now, true)
 	}
-	g.train.add(u, s)
+	g.gso.add(u, s)
 }
 
 func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
@@ -76,14 +76,14 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 	}
 	if c == passing {
 		begin := g.clock()
-		if !g.opening.allows(begin) {
+		if !g.openingTime.allows(begin) {
 			g.count(TooMany)
-			g.warnOf(warnOpening, "too many new UDP flows: datagrams to other places are dropped, so that the rest goes on")
+			g.warn(warnOpening, "too many new UDP flows: datagrams to other places are dropped, so that the rest goes on")
 			return nil
 		}
-		defer func() { g.opening.spend(g.clock().Sub(begin)) }()
+		defer func() { g.openingTime.spend(g.clock().Sub(begin)) }()
 	}
-	u := &udpFlow{g: g, flow: f, seen: g.now, class: c}
+	u := &udpFlow{g: g, addresses: f, lastUsed: g.now, class: c}
 	to := g.config.Outbound.Translate(f.remote)
 	shared, err := g.sharedFor(u, to)
 	switch {
@@ -95,7 +95,7 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 	case !g.connectFlow(u, to, s):
 		return nil
 	}
-	g.datagram.add(u)
+	g.flows.add(u)
 	u.timer.owner = u
 	g.timers.set(&u.timer, g.now.Add(u.idle()))
 	return u
@@ -103,8 +103,8 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 
 // connectFlow gives a flow a socket of its own.
 func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *segment) bool {
-	g.makeRoom(u.class)
-	fd, err := g.hostSocket(to.Addr(), unix.SOCK_DGRAM, 0)
+	g.makeRoomForFlow(u.class)
+	fd, err := g.openSocket(to.Addr(), unix.SOCK_DGRAM, 0)
 	if err != nil {
 		g.count(TooMany)
 		return false
@@ -127,7 +127,7 @@ func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *segment) bool {
 }
 
 func (u *udpFlow) idle() time.Duration {
-	if u.flow.remote.Port() == dnsPort {
+	if u.addresses.remote.Port() == dnsPort {
 		return dnsIdle
 	}
 	return udpIdle
@@ -192,36 +192,36 @@ func (g *Gateway) refuseDatagram(s *segment, err error) {
 }
 
 func (u *udpFlow) event(events uint32) {
-	u.g.datagram.used(u, u.g.now, false)
+	u.g.flows.used(u, u.g.now, false)
 	if events&unix.EPOLLERR != 0 {
-		u.errors()
+		u.passErrors()
 	}
-	for range udpBudget / inboxSize {
-		n, err := u.g.inbox.read(u.fd, inboxSize)
-		if err != nil && (errors.Is(err, unix.EAGAIN) || !u.errors()) {
+	for range udpBudget / receiveBatchSize {
+		n, err := u.g.inbox.read(u.fd, receiveBatchSize)
+		if err != nil && (errors.Is(err, unix.EAGAIN) || !u.passErrors()) {
 			return
 		}
-		u.g.datagram.used(u, u.g.now, true)
+		u.g.flows.used(u, u.g.now, true)
 		for i := range n {
-			u.g.deliver(u.g.inbox.buffers[i], u.flow, int(u.g.inbox.messages[i].Len))
+			u.g.deliver(u.g.inbox.buffers[i], u.addresses, int(u.g.inbox.messages[i].Len))
 		}
-		if n < inboxSize {
+		if n < receiveBatchSize {
 			return
 		}
 	}
 }
 
-// errors passes on what the network told of datagrams that were sent. It is false if it
+// passErrors passes on what the network told of datagrams that were sent. It is false if it
 // told nothing.
-func (u *udpFlow) errors() bool {
+func (u *udpFlow) passErrors() bool {
 	if u.shared != nil {
-		return u.shared.errors()
+		return u.shared.passErrors()
 	}
-	return u.g.passErrors(u.fd, unix.IPPROTO_UDP, u.flow.always)
+	return u.g.passErrors(u.fd, unix.IPPROTO_UDP, u.addresses.always)
 }
 
 func (u *udpFlow) expired() {
-	if end := u.seen.Add(u.idle()); end.After(u.g.now) {
+	if end := u.lastUsed.Add(u.idle()); end.After(u.g.now) {
 		u.g.timers.set(&u.timer, end)
 		return
 	}
@@ -230,12 +230,12 @@ func (u *udpFlow) expired() {
 
 // end forgets a flow.
 func (u *udpFlow) end() {
-	u.g.datagram.remove(u)
+	u.g.flows.remove(u)
 	if u.shared != nil {
 		u.shared.leave(u)
 		return
 	}
-	u.g.forget(u.fd)
+	u.g.closeFD(u.fd)
 }
 
 // headroom is what a datagram's buffer has before it: the headers of IPv6 are the longest.

@@ -23,18 +23,18 @@ const (
 	aliasShare = 4
 	// sharedShare is the part of a guest's ports for UDP that sockets which flows share may take.
 	sharedShare = 4
-	// mostSharing bounds the flows that share sockets, which take neither ports nor descriptors, but 513 bytes of memory
+	// maxSharing bounds the flows that share sockets, which take neither ports nor descriptors, but 513 bytes of memory
 	// each (measured on amd64): 34 MB.
-	mostSharing = 1 << 16
+	maxSharing = 1 << 16
 	// defaultPorts is how many the range has by default (ip_local_port_range, 32768 to 60999).
 	defaultPorts = 28232
 	// warnEvery bounds how often the log tells of a bound that is reached.
 	warnEvery = time.Minute
 )
 
-// portsOf is how many ports a guest may take: a share of the range that the host's
+// defaultOutgoing is how many ports a guest may take: a share of the range that the host's
 // network namespace chooses from.
-func portsOf() int {
+func defaultOutgoing() int {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
 	if fields := strings.Fields(string(text)); err == nil && len(fields) == 2 {
 		first, err1 := strconv.Atoi(fields[0])
@@ -46,30 +46,30 @@ func portsOf() int {
 	return defaultPorts / portShare
 }
 
-// opening bounds the time that the gateway spends on opening flows: a guest that sends to ever other places would
+// timeShare bounds the time that the gateway spends on opening flows: a guest that sends to ever other places would
 // have its own connections and questions to name servers wait behind them, or be lost with them.
-type opening struct {
-	left time.Duration
-	at   time.Time
+type timeShare struct {
+	remaining time.Duration
+	at        time.Time
 }
 
 const (
-	// openingShare is in percent of all time.
-	openingShare = 60
+	// openingPercent is in percent of all time.
+	openingPercent = 60
 	// openingBurst is what may be spent at once.
 	openingBurst = 50 * time.Millisecond
 )
 
-func (o *opening) allows(now time.Time) bool {
+func (o *timeShare) allows(now time.Time) bool {
 	if o.at.IsZero() {
-		o.left = openingBurst
+		o.remaining = openingBurst
 	}
-	o.left = min(o.left+now.Sub(o.at)*openingShare/100, openingBurst)
+	o.remaining = min(o.remaining+now.Sub(o.at)*openingPercent/100, openingBurst)
 	o.at = now
-	return o.left > 0
+	return o.remaining > 0
 }
 
-func (o *opening) spend(d time.Duration) { o.left -= d }
+func (o *timeShare) spend(d time.Duration) { o.remaining -= d }
 
 // class is what kind of flow it is: which one is evicted first depends on it.
 type class uint8
@@ -93,17 +93,17 @@ func (c class) patience() time.Duration {
 	return dnsIdle
 }
 
-// flows are those of UDP that the guest began: by name, and by when they were used last.
-type flows struct {
-	by      map[flow]*udpFlow
-	own     order // those with a socket of their own
-	sharing order // those that share one
+// udpFlows are those of UDP that the guest began: by name, and by when they were used last.
+type udpFlows struct {
+	all     map[flow]*udpFlow
+	own     flowLRU // those with a socket of their own
+	sharing flowLRU // those that share one
 	sources map[netip.AddrPort]*source
 	sockets int // that flows share
 }
 
-// order is flows by when they were used last, those of each class by themselves.
-type order struct {
+// flowLRU is flows by when they were used last, those of each class by themselves.
+type flowLRU struct {
 	class [classes]struct {
 		oldest, newest *udpFlow
 		n              int
@@ -112,7 +112,7 @@ type order struct {
 }
 
 // order is the one that a flow is in.
-func (l *flows) order(u *udpFlow) *order {
+func (l *udpFlows) order(u *udpFlow) *flowLRU {
 	if u.shared != nil {
 		return &l.sharing
 	}
@@ -120,7 +120,7 @@ func (l *flows) order(u *udpFlow) *order {
 }
 
 // link has a flow be the one of its class that was used last.
-func (all *order) link(u *udpFlow) {
+func (all *flowLRU) link(u *udpFlow) {
 	o := &all.class[u.class]
 	u.older, u.newer = o.newest, nil
 	if o.newest != nil {
@@ -133,7 +133,7 @@ func (all *order) link(u *udpFlow) {
 	all.n++
 }
 
-func (all *order) unlink(u *udpFlow) {
+func (all *flowLRU) unlink(u *udpFlow) {
 	o := &all.class[u.class]
 	if u.older != nil {
 		u.older.newer = u.newer
@@ -151,10 +151,10 @@ func (all *order) unlink(u *udpFlow) {
 }
 
 // used notes that a flow is in use, and whether it has shown to last.
-func (l *flows) used(u *udpFlow, now time.Time, lasts bool) {
-	u.seen = now
+func (l *udpFlows) used(u *udpFlow, now time.Time, lasts bool) {
+	u.lastUsed = now
 	to := u.class
-	if lasts && to == passing && u.flow.remote.Port() != dnsPort {
+	if lasts && to == passing && u.addresses.remote.Port() != dnsPort {
 		to = lasting
 	}
 	all := l.order(u)
@@ -166,37 +166,37 @@ func (l *flows) used(u *udpFlow, now time.Time, lasts bool) {
 	all.link(u)
 }
 
-func (l *flows) add(u *udpFlow) {
-	l.by[u.flow] = u
+func (l *udpFlows) add(u *udpFlow) {
+	l.all[u.addresses] = u
 	l.order(u).link(u)
 	l.countOwn(u, 1)
 }
 
-func (l *flows) remove(u *udpFlow) {
-	delete(l.by, u.flow)
+func (l *udpFlows) remove(u *udpFlow) {
+	delete(l.all, u.addresses)
 	l.order(u).unlink(u)
 	l.countOwn(u, -1)
 }
 
 // countOwn counts a flow among those of its source that have sockets of their own, if it is one.
-func (l *flows) countOwn(u *udpFlow, n int) {
-	if u.shared != nil || !u.mayShare() {
+func (l *udpFlows) countOwn(u *udpFlow, n int) {
+	if u.shared != nil || !u.sharable() {
 		return
 	}
-	l.source(u.flow.guest).own += n
-	l.tidy(u.flow.guest)
+	l.source(u.addresses.guest).own += n
+	l.tidy(u.addresses.guest)
 }
 
 // first is the flow whose patience ends first; nil if there are none. Questions to name servers are bounded by
 // themselves (aliasShare): no other flow takes the place of one that waits for its answer, while there are others.
-func (all *order) first() (first *udpFlow) {
+func (all *flowLRU) first() (first *udpFlow) {
 	var end time.Time
 	for c := passing; c < classes; c++ {
 		u := all.class[c].oldest
 		if u == nil {
 			continue
 		}
-		if e := u.seen.Add(c.patience()); first == nil || e.Before(end) {
+		if e := u.lastUsed.Add(c.patience()); first == nil || e.Before(end) {
 			first, end = u, e
 		}
 	}
@@ -206,9 +206,9 @@ func (all *order) first() (first *udpFlow) {
 	return first
 }
 
-// makeRoom evicts the flows in whose place one of a class comes, which has a socket of its own.
-func (g *Gateway) makeRoom(c class) {
-	names := &g.datagram.own.class[naming]
+// makeRoomForFlow evicts the flows in whose place one of a class comes, which has a socket of its own.
+func (g *Gateway) makeRoomForFlow(c class) {
+	names := &g.flows.own.class[naming]
 	if most := max(g.config.Outgoing/aliasShare, 1); c == naming && names.n >= most {
 		g.evict(names.oldest, "flows to name servers", most)
 	}
@@ -218,48 +218,48 @@ func (g *Gateway) makeRoom(c class) {
 // makeRoomForSocket evicts the flow in whose place a socket comes. There is one: of the ports, most are left to flows
 // with sockets of their own.
 func (g *Gateway) makeRoomForSocket() {
-	if g.datagram.own.n+g.datagram.sockets >= g.config.Outgoing {
-		g.evict(g.datagram.own.first(), "UDP flows", g.config.Outgoing)
+	if g.flows.own.n+g.flows.sockets >= g.config.Outgoing {
+		g.evict(g.flows.own.first(), "UDP flows", g.config.Outgoing)
 	}
 }
 
 // evict forgets a flow before its time.
 func (g *Gateway) evict(u *udpFlow, what string, most int) {
-	g.giveUp(u)
-	g.warnOf(warnEvicted, "too many "+what+": the oldest is forgotten", "most", most)
+	g.endFlow(u)
+	g.warn(warnEvicted, "too many "+what+": the oldest is forgotten", "most", most)
 }
 
-func (g *Gateway) giveUp(u *udpFlow) {
-	if g.train.of == u {
-		g.train.send()
+func (g *Gateway) endFlow(u *udpFlow) {
+	if g.gso.flow == u {
+		g.gso.send()
 	}
 	g.timers.stop(&u.timer)
 	u.end()
 	g.count(Evicted)
 }
 
-// hostSocket makes a socket of the host's. Where the process has no descriptor left, the UDP
+// openSocket makes a socket of the host's. Where the process has no descriptor left, the UDP
 // flow that is worth least gives up its own, or those that share one give up that: datagrams to many places keep neither
 // connections nor questions to name servers from going on.
-func (g *Gateway) hostSocket(to netip.Addr, kind, protocol int) (fd int, err error) {
+func (g *Gateway) openSocket(to netip.Addr, kind, protocol int) (fd int, err error) {
 	kind |= unix.SOCK_NONBLOCK | unix.SOCK_CLOEXEC
 	fd, err = unix.Socket(domain(to), kind, protocol)
-	if noDescriptor(err) && g.spare() {
+	if noDescriptor(err) && g.freeDescriptor() {
 		fd, err = unix.Socket(domain(to), kind, protocol)
 	}
 	return fd, err
 }
 
-// spare warns that there is no descriptor left, and tells whether a UDP flow had one to give.
-func (g *Gateway) spare() bool {
-	g.warnOf(warnFiles, "no file descriptors left: UDP flows end early, and more connections are refused; raise ulimit -n", "most", g.files)
-	if u := g.datagram.own.first(); u != nil {
-		g.giveUp(u)
+// freeDescriptor warns that there is no descriptor left, and tells whether a UDP flow had one to give.
+func (g *Gateway) freeDescriptor() bool {
+	g.warn(warnFiles, "no file descriptors left: UDP flows end early, and more connections are refused; raise ulimit -n", "most", g.maxFiles)
+	if u := g.flows.own.first(); u != nil {
+		g.endFlow(u)
 		return true
 	}
-	if u := g.datagram.sharing.first(); u != nil {
-		for _, other := range u.shared.by {
-			g.giveUp(other)
+	if u := g.flows.sharing.first(); u != nil {
+		for _, other := range u.shared.byPeer {
+			g.endFlow(other)
 		}
 		return true
 	}
@@ -280,8 +280,8 @@ const (
 	warnings
 )
 
-// warnOf logs a warning, from time to time.
-func (g *Gateway) warnOf(kind warning, text string, args ...any) {
+// warn logs a warning, from time to time.
+func (g *Gateway) warn(kind warning, text string, args ...any) {
 	if last := g.warned[kind]; !last.IsZero() && g.now.Sub(last) < warnEvery {
 		return
 	}

@@ -64,7 +64,7 @@ func TestUDPFlowsLeavePorts(t *testing.T) {
 	own(t, "10.99.0.0/16") // where nobody listens; its errors end nothing
 	var flood *net.UDPConn
 	for i := range 3 * ports {
-		if i%ownSockets == 0 {
+		if i%maxOwnSockets == 0 {
 			if flood != nil {
 				flood.Close()
 			}
@@ -138,7 +138,7 @@ func TestUDPEviction(t *testing.T) {
 			return netip.AddrPortFrom(guest4, uint16(10000+i)), netip.AddrPortFrom(alias, 53)
 		}, 10},
 		{"scan", func(i int) (from, to netip.AddrPort) {
-			return netip.AddrPortFrom(guest4, uint16(10000+i/ownSockets)), netip.AddrPortFrom(host4, uint16(10000+i))
+			return netip.AddrPortFrom(guest4, uint16(10000+i/maxOwnSockets)), netip.AddrPortFrom(host4, uint16(10000+i))
 		}, 39},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -147,17 +147,17 @@ func TestUDPEviction(t *testing.T) {
 			for range 2 { // it only sends
 				p.put(datagram(lasting.guest, lasting.remote, []byte("?")))
 			}
-			p.until("a flow", func() bool { return p.g.datagram.by[lasting] != nil })
+			p.until("a flow", func() bool { return p.g.flows.all[lasting] != nil })
 			p.wait(dnsIdle)
 			for i := range 3000 {
 				from, to := c.flood(i)
 				p.put(datagram(from, to, []byte("x")))
 				p.turn(0)
-				if n := len(p.g.datagram.by); n > c.most+1 {
+				if n := len(p.g.flows.all); n > c.most+1 {
 					t.Fatalf("%d flows", n)
 				}
 			}
-			if p.g.datagram.by[lasting] == nil {
+			if p.g.flows.all[lasting] == nil {
 				t.Error("the flow in use was evicted")
 			}
 			if n := p.g.Counts()[Evicted]; n != uint64(3000-c.most) {
@@ -165,17 +165,17 @@ func TestUDPEviction(t *testing.T) {
 			}
 			// The last one is there.
 			from, to := c.flood(2999)
-			if p.g.datagram.by[flow{from, to}] == nil {
+			if p.g.flows.all[flow{from, to}] == nil {
 				t.Error("the last one has no flow")
 			}
-			n := p.g.datagram.own.n
-			if n != len(p.g.datagram.by) || len(p.g.timers.list) != n {
-				t.Errorf("%d in order, %d by name, %d timers", n, len(p.g.datagram.by), len(p.g.timers.list))
+			n := p.g.flows.own.n
+			if n != len(p.g.flows.all) || len(p.g.timers.list) != n {
+				t.Errorf("%d in order, %d by name, %d timers", n, len(p.g.flows.all), len(p.g.timers.list))
 			}
 			p.wait(udpIdle + time.Second)
 			p.wait(udpIdle + time.Second)
-			if len(p.g.datagram.by) != 0 {
-				t.Errorf("%d flows at the end", len(p.g.datagram.by))
+			if len(p.g.flows.all) != 0 {
+				t.Errorf("%d flows at the end", len(p.g.flows.all))
 			}
 		})
 	}
@@ -200,11 +200,11 @@ func TestQuestionsKeepTheirFlows(t *testing.T) {
 	p.turn(0)
 	for i := range 200 {
 		lasting(100 + i)
-		if p.g.datagram.by[question] == nil {
+		if p.g.flows.all[question] == nil {
 			t.Fatalf("the question's flow was evicted by flow %d", i)
 		}
 	}
-	if n := len(p.g.datagram.by); n > 41 {
+	if n := len(p.g.flows.all); n > 41 {
 		t.Errorf("%d flows", n)
 	}
 }
@@ -228,26 +228,26 @@ func TestFlowsLeaveTime(t *testing.T) {
 		}
 	}
 	p.until("all are handled", func() bool {
-		return len(p.g.datagram.by)+int(p.g.Counts()[TooMany]) > flood
+		return len(p.g.flows.all)+int(p.g.Counts()[TooMany]) > flood
 	})
-	opened, spent := len(p.g.datagram.by), time.Duration(looks)*time.Millisecond
-	if most := int((spent*openingShare/100+openingBurst)/time.Millisecond) + 10; opened > most || opened < most/4 {
+	opened, spent := len(p.g.flows.all), time.Duration(looks)*time.Millisecond
+	if most := int((spent*openingPercent/100+openingBurst)/time.Millisecond) + 10; opened > most || opened < most/4 {
 		t.Errorf("%d flows were opened in %v, want up to %d", opened, spent, most)
 	}
-	if p.g.datagram.by[lasting] == nil {
+	if p.g.flows.all[lasting] == nil {
 		t.Error("the flow that was there is gone")
 	}
 	question := flow{netip.AddrPortFrom(guest4, 10000), netip.AddrPortFrom(alias, 53)}
 	p.put(datagram(question.guest, question.remote, []byte("?")))
 	p.turn(0)
-	if p.g.datagram.by[question] == nil {
+	if p.g.flows.all[question] == nil {
 		t.Error("a question to a name server is dropped")
 	}
 	looks += 1000 // the flood is over
 	after := flow{netip.AddrPortFrom(guest4, 9999), netip.AddrPortFrom(host4, 9998)}
 	p.put(datagram(after.guest, after.remote, []byte("x")))
 	p.turn(0)
-	if p.g.datagram.by[after] == nil {
+	if p.g.flows.all[after] == nil {
 		t.Error("after the flood, no flow is opened")
 	}
 }
@@ -274,7 +274,7 @@ func TestPinhole(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer peer.Close()
-			b := p.g.bounds[innerPort][0]
+			b := p.g.bound[innerPort][0]
 			say := func() {
 				t.Helper()
 				if _, err := peer.Write([]byte("!")); err != nil {
@@ -282,7 +282,7 @@ func TestPinhole(t *testing.T) {
 				}
 				p.until("a datagram", func() bool {
 					k := b.peers[peer.LocalAddr().(*net.UDPAddr).AddrPort()]
-					return k != nil && k.seen.Equal(p.g.now)
+					return k != nil && k.lastSeen.Equal(p.g.now)
 				})
 			}
 			say()

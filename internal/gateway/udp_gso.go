@@ -10,50 +10,50 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// train is datagrams of a flow that came one behind the other in a turn. One call sends them,
+// gsoBatch is datagrams of a flow that came one behind the other in a turn. One call sends them,
 // and the host's kernel takes them apart (UDP_SEGMENT, from Linux 4.18): all have one size, but for the
 // last one, which may be smaller.
-type train struct {
-	of       *udpFlow
+type gsoBatch struct {
+	flow     *udpFlow
 	segments []segment // of which the packets are there until the end of the turn
-	vectors  [trainDatagrams]unix.Iovec
+	vectors  [gsoMaxDatagrams]unix.Iovec
 }
 
 const (
-	trainDatagrams = 64    // UDP_MAX_SEGMENTS before Linux 6.9
-	trainBytes     = 65000 // of payload, at most
+	gsoMaxDatagrams = 64    // UDP_MAX_SEGMENTS before Linux 6.9
+	gsoMaxBytes     = 65000 // of payload, at most
 )
 
 // add takes a datagram, and sends those before it if it does not fit behind them.
-func (t *train) add(u *udpFlow, s *segment) {
+func (t *gsoBatch) add(u *udpFlow, s *segment) {
 	if n := len(t.segments); n > 0 {
 		first, last := &t.segments[0], &t.segments[n-1]
 		size := len(first.payload)
-		if t.of != u || u.apart || n == trainDatagrams || (n+1)*size > trainBytes || len(last.payload) != size ||
+		if t.flow != u || u.noGSO || n == gsoMaxDatagrams || (n+1)*size > gsoMaxBytes || len(last.payload) != size ||
 			len(s.payload) > size || len(s.payload) == 0 || s.hops() != first.hops() {
 			t.send()
 		}
 	}
-	t.of = u
+	t.flow = u
 	t.segments = append(t.segments, *s)
 }
 
 // send sends what there is.
-func (t *train) send() {
+func (t *gsoBatch) send() {
 	switch {
 	case len(t.segments) == 0:
 		return
-	case len(t.segments) == 1 || !t.sendAtOnce():
+	case len(t.segments) == 1 || !t.sendSegmented():
 		for i := range t.segments {
-			t.of.send(&t.segments[i])
+			t.flow.send(&t.segments[i])
 		}
 	}
 	clear(t.segments)
-	t.of, t.segments = nil, t.segments[:0]
+	t.flow, t.segments = nil, t.segments[:0]
 }
 
-// sendAtOnce is false if nothing was sent.
-func (t *train) sendAtOnce() bool {
+// sendSegmented is false if nothing was sent.
+func (t *gsoBatch) sendSegmented() bool {
 	for i := range t.segments {
 		p := t.segments[i].payload
 		t.vectors[i].Base = unsafe.SliceData(p)
@@ -69,18 +69,18 @@ func (t *train) sendAtOnce() bool {
 	h := unix.Msghdr{Iov: &t.vectors[0], Control: (*byte)(unsafe.Pointer(&size))}
 	h.SetIovlen(len(t.segments))
 	h.SetControllen(int(unsafe.Sizeof(size)))
-	if len(t.of.name) > 0 {
-		h.Name, h.Namelen = &t.of.name[0], uint32(len(t.of.name))
+	if len(t.flow.destination) > 0 {
+		h.Name, h.Namelen = &t.flow.destination[0], uint32(len(t.flow.destination))
 	}
-	t.of.hopLimit().set(t.of.fd, &t.segments[0])
+	t.flow.hopLimit().set(t.flow.fd, &t.segments[0])
 	var err error
 	for range sendTries {
-		if _, err = sendMessage(t.of.fd, &h); err == nil || !t.of.errors() {
+		if _, err = sendMessage(t.flow.fd, &h); err == nil || !t.flow.passErrors() {
 			break
 		}
 	}
 	// Larger than the path's MTU, or a kernel or an interface that does not.
-	t.of.apart = errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EMSGSIZE) || errors.Is(err, unix.EIO)
+	t.flow.noGSO = errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EMSGSIZE) || errors.Is(err, unix.EIO)
 	return err == nil
 }
 
@@ -92,11 +92,11 @@ const sendTries = 8
 func (u *udpFlow) send(s *segment) {
 	u.hopLimit().set(u.fd, s)
 	for range sendTries {
-		err := sendNamed(u.fd, s.payload, u.name)
+		err := sendNamed(u.fd, s.payload, u.destination)
 		if err == nil {
 			return
 		}
-		if u.errors() {
+		if u.passErrors() {
 			continue // that was of one before, maybe of another flow
 		}
 		if u.shared != nil && errors.Is(err, unix.EAGAIN) && !hasPort(u.fd) {

@@ -10,24 +10,24 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// inboxSize is how many datagrams are read at once.
-const inboxSize = 16
+// receiveBatchSize is how many datagrams are read at once.
+const receiveBatchSize = 16
 
-// inbox reads datagrams, several at once. They stand in the buffers behind the headroom.
-type inbox struct {
-	messages [inboxSize]unix.Mmsghdr
-	vectors  [inboxSize]unix.Iovec
-	names    [inboxSize]unix.RawSockaddrInet6 // large enough for IPv4
-	controls [inboxSize][controlSpace]byte
-	buffers  [inboxSize][]byte
+// receiveBatch reads datagrams, several at once. They stand in the buffers behind the headroom.
+type receiveBatch struct {
+	messages [receiveBatchSize]unix.Mmsghdr
+	vectors  [receiveBatchSize]unix.Iovec
+	names    [receiveBatchSize]unix.RawSockaddrInet6 // large enough for IPv4
+	controls [receiveBatchSize][controlSpace]byte
+	buffers  [receiveBatchSize][]byte
 }
 
 // controlSpace is for one message of IP_PKTINFO or IPV6_PKTINFO, in bytes.
 const controlSpace = 64
 
-func newInbox() *inbox {
-	in := &inbox{}
-	all := make([]byte, inboxSize*(headroom+maxPacket))
+func newReceiveBatch() *receiveBatch {
+	in := &receiveBatch{}
+	all := make([]byte, receiveBatchSize*(headroom+maxPacket))
 	for i := range in.messages {
 		in.buffers[i], all = all[:headroom+maxPacket:headroom+maxPacket], all[headroom+maxPacket:]
 		in.vectors[i].Base = &in.buffers[i][headroom]
@@ -42,7 +42,7 @@ func newInbox() *inbox {
 }
 
 // read is recvmmsg(2) of so many datagrams at most, which does not wait.
-func (in *inbox) read(fd, most int) (int, error) {
+func (in *receiveBatch) read(fd, most int) (int, error) {
 	for i := range in.messages[:most] {
 		h := &in.messages[i].Hdr
 		h.Namelen = unix.SizeofSockaddrInet6
@@ -61,12 +61,12 @@ func (in *inbox) read(fd, most int) (int, error) {
 }
 
 // name is the address from which a datagram came, for send.
-func (in *inbox) name(i int) []byte {
+func (in *receiveBatch) name(i int) []byte {
 	return unsafe.Slice(in.messages[i].Hdr.Name, in.messages[i].Hdr.Namelen)
 }
 
 // peer is the same as an address; one that is mapped is that of IPv4.
-func (in *inbox) peer(i int) netip.AddrPort {
+func (in *receiveBatch) peer(i int) netip.AddrPort {
 	name := in.name(i)
 	switch {
 	case len(name) >= unix.SizeofSockaddrInet4 && in.names[i].Family == unix.AF_INET:
@@ -79,7 +79,7 @@ func (in *inbox) peer(i int) netip.AddrPort {
 
 // control is the message by which an answer goes out from the address that a datagram
 // came to; nil where it has none of its own.
-func (in *inbox) control(i int) []byte {
+func (in *receiveBatch) control(i int) []byte {
 	b := in.controls[i][:in.messages[i].Hdr.Controllen]
 	if len(b) < unix.SizeofCmsghdr {
 		return nil
@@ -102,8 +102,8 @@ func (in *inbox) control(i int) []byte {
 	return b
 }
 
-// message is where a datagram goes, for sendmsg(2).
-type message struct {
+// destination is where a datagram goes, for sendmsg(2).
+type destination struct {
 	name    []byte // struct sockaddr
 	control []byte // from which address; may be empty
 }
@@ -127,7 +127,7 @@ func messageTo(v6 bool, a netip.AddrPort) []byte {
 }
 
 // send sends a datagram.
-func (m *message) send(fd int, p []byte) error {
+func (m *destination) send(fd int, p []byte) error {
 	vector := unix.Iovec{Base: unsafe.SliceData(p)}
 	vector.SetLen(len(p))
 	h := unix.Msghdr{Name: unsafe.SliceData(m.name), Namelen: uint32(len(m.name)), Iov: &vector}

@@ -9,18 +9,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// pace has datagrams of a bound socket go inside no faster than the program reads them,
+// pacer has datagrams of a bound socket go inside no faster than the program reads them,
 // where its kernel can be asked: what is too much for the buffer of its socket stays in that
 // of the host's, which is larger, mostly.
-type pace struct {
-	b       *bound
-	last    flow      // of the last datagram
-	payload int       // of the largest datagram between the last looks, or since
-	largest int       // since the last look
-	room    int       // of the program's socket, at least, in bytes as the kernel counts them
-	full    time.Time // when it was found full; zero: it is not
-	stuck   bool      // the program did not read for long: nothing waits for it
-	timer   timer     // while it is full
+type pacer struct {
+	b         *boundSocket
+	last      flow      // of the last datagram
+	payload   int       // of the largest datagram between the last looks, or since
+	largest   int       // since the last look
+	room      int       // of the program's socket, at least, in bytes as the kernel counts them
+	fullSince time.Time // when it was found full; zero: it is not
+	stalled   bool      // the program did not read for long: nothing waits for it
+	timer     timer     // while it is full
 }
 
 const (
@@ -35,52 +35,52 @@ const (
 
 // cost is what a datagram takes of the buffer of a socket, at most: a block of a power of two
 // that holds headers and payload, and the kernel's description of the packet.
-func (p *pace) cost() int { return 2*(p.payload+ipv6Header+udpHeader) + 1024 }
+func (p *pacer) cost() int { return 2*(p.payload+ipv6Header+udpHeader) + 1024 }
 
-// most is how many datagrams may go inside now. If there is no room for one, the socket
+// allowed is how many datagrams may go inside now. If there is no room for one, the socket
 // is left alone until there is.
-func (p *pace) most() int {
+func (p *pacer) allowed() int {
 	switch {
-	case p.b.g.ports == nil || !p.last.guest.IsValid():
-		return inboxSize
-	case !p.full.IsZero():
+	case p.b.g.guestSockets == nil || !p.last.guest.IsValid():
+		return receiveBatchSize
+	case !p.fullSince.IsZero():
 		return 0
 	}
-	if p.room < inboxSize*p.cost() && !p.look() {
+	if p.room < receiveBatchSize*p.cost() && !p.update() {
 		return 0
 	}
 	switch {
 	case p.room >= p.cost():
-		p.stuck = false
-		return min(p.room/p.cost(), inboxSize)
-	case p.stuck:
-		return inboxSize
+		p.stalled = false
+		return min(p.room/p.cost(), receiveBatchSize)
+	case p.stalled:
+		return receiveBatchSize
 	}
-	p.full = p.b.g.now
+	p.fullSince = p.b.g.now
 	_ = p.b.g.watch(unix.EPOLL_CTL_MOD, p.b.FD, 0) // it is registered
-	p.b.g.timers.set(&p.timer, p.full)             // at the end of this turn
+	p.b.g.timers.set(&p.timer, p.fullSince)        // at the end of this turn
 	return 0
 }
 
-// look asks for the room. It is false if the socket of the host was closed over that.
-func (p *pace) look() bool {
+// update asks for the room. It is false if the socket of the host was closed over that.
+func (p *pacer) update() bool {
 	if p.largest > 0 {
 		p.payload, p.largest = p.largest, 0
 	}
-	m := p.b.g.ports.memoryFor(p.last)
+	m := p.b.g.guestSockets.memoryFor(p.last)
 	switch {
 	case !m.known: // nobody listens there, or the kernel cannot tell
-		p.room = inboxSize * p.cost()
-	case m.taken == 0: // then it takes one of any size
-		p.room = max(m.size, p.cost())
+		p.room = receiveBatchSize * p.cost()
+	case m.allocated == 0: // then it takes one of any size
+		p.room = max(m.limit, p.cost())
 	default:
-		p.room = m.size - m.taken
+		p.room = m.limit - m.allocated
 	}
-	return !p.b.g.ports.ended
+	return !p.b.g.guestSockets.ended
 }
 
 // delivered takes note of a datagram.
-func (p *pace) delivered(f flow, payload int) {
+func (p *pacer) delivered(f flow, payload int) {
 	p.last = f
 	p.largest = max(p.largest, payload)
 	p.payload = max(p.payload, payload)
@@ -88,21 +88,21 @@ func (p *pace) delivered(f flow, payload int) {
 }
 
 // expired looks again at a socket that is full.
-func (p *pace) expired() {
-	if !p.look() {
+func (p *pacer) expired() {
+	if !p.update() {
 		return
 	}
 	g := p.b.g
-	since := g.now.Sub(p.full)
+	since := g.now.Sub(p.fullSince)
 	if p.room >= p.cost() || since >= readPatience {
-		p.stuck = p.room < p.cost()
-		p.full = time.Time{}
+		p.stalled = p.room < p.cost()
+		p.fullSince = time.Time{}
 		_ = g.watch(unix.EPOLL_CTL_MOD, p.b.FD, unix.EPOLLIN)
 		return
 	}
 	pause := min(max(since, shortestPause), longestPause)
 	g.timers.set(&p.timer, g.now.Add(pause))
-	if pause < time.Millisecond && len(g.ready) == 0 {
+	if pause < time.Millisecond && len(g.outputQueue) == 0 {
 		g.nap(pause)
 	}
 }

@@ -25,7 +25,7 @@ func newReader(t *testing.T, port uint16) *reader {
 	t.Helper()
 	r := &reader{behind: standFor(t, member(unix.IPPROTO_UDP, port, port))}
 	r.open(port)
-	r.until("the gateway to listen", func() bool { return r.g.ports.open })
+	r.until("the gateway to listen", func() bool { return r.g.guestSockets.listening })
 	return r
 }
 
@@ -132,7 +132,7 @@ func (r *reader) paced() {
 	}
 	r.keeps("a socket that is full", 0)
 	r.empty()
-	r.until("the rest", func() bool { return r.g.bounds[serviceUDP][0].pace.full.IsZero() })
+	r.until("the rest", func() bool { return r.g.bound[serviceUDP][0].pacer.fullSince.IsZero() })
 	r.write(r.peer, 1)
 	r.until("all datagrams", func() bool {
 		for s, ok := r.receive(); ok; s, ok = r.receive() {
@@ -208,7 +208,7 @@ func TestPaceEnds(t *testing.T) {
 	}
 	r.keeps("a socket that is full", 0)
 	r.c.Close()
-	r.until("the gateway to close", func() bool { return r.g.ports.ended })
+	r.until("the gateway to close", func() bool { return r.g.guestSockets.ended })
 	r.wait(2 * readPatience)
 	r.keeps("a program that is gone", 0)
 }

@@ -10,9 +10,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ownSockets is how many flows of one port of the guest have sockets of their own at a time. Connected sockets are the
+// maxOwnSockets is how many flows of one port of the guest have sockets of their own at a time. Connected sockets are the
 // faster ones: the kernel looks up the route once. Clients have few flows on a port; pollers and scans have more.
-const ownSockets = 8
+const maxOwnSockets = 8
 
 const (
 	// sharedSendBuffer is what is asked for of a shared socket for datagrams that wait for the interface, in bytes.
@@ -26,12 +26,12 @@ const (
 // send to it; what they send is dropped, as a connected socket would (RFC 4787, section 5: address and port-dependent
 // filtering).
 type sharedSocket struct {
-	g     *Gateway
-	guest netip.AddrPort
-	fd    int
-	hops  hopLimit
-	by    map[netip.AddrPort]*udpFlow // by where the host sends to, which is from where answers come
-	most  int                         // flows
+	g      *Gateway
+	guest  netip.AddrPort
+	fd     int
+	hops   hopLimit
+	byPeer map[netip.AddrPort]*udpFlow // by where the host sends to, which is from where answers come
+	limit  int                         // flows
 }
 
 // source is what leads out from an address and port of the guest. Flows that may not share a socket do not count.
@@ -42,7 +42,7 @@ type source struct {
 }
 
 // source is that of an address and port of the guest.
-func (l *flows) source(guest netip.AddrPort) *source {
+func (l *udpFlows) source(guest netip.AddrPort) *source {
 	from := l.sources[guest]
 	if from == nil {
 		from = &source{}
@@ -52,56 +52,56 @@ func (l *flows) source(guest netip.AddrPort) *source {
 }
 
 // tidy forgets a source that nothing leads out from.
-func (l *flows) tidy(guest netip.AddrPort) {
+func (l *udpFlows) tidy(guest netip.AddrPort) {
 	if from := l.sources[guest]; from.own+from.shared == 0 {
 		delete(l.sources, guest)
 	}
 }
 
-// mayShare tells whether other flows may use the same socket. Questions to name servers each have a port of their own,
+// sharable tells whether other flows may use the same socket. Questions to name servers each have a port of their own,
 // which whoever forges an answer has to guess.
-func (u *udpFlow) mayShare() bool {
-	return u.class != naming && u.flow.remote.Port() != dnsPort
+func (u *udpFlow) sharable() bool {
+	return u.class != naming && u.addresses.remote.Port() != dnsPort
 }
 
 // sharedFor is the socket that a flow is to share; nil if it is to have its own.
 func (g *Gateway) sharedFor(u *udpFlow, to netip.AddrPort) (*sharedSocket, error) {
-	from := g.datagram.sources[u.flow.guest]
-	if !u.mayShare() || from == nil || from.own < ownSockets {
+	from := g.flows.sources[u.addresses.guest]
+	if !u.sharable() || from == nil || from.own < maxOwnSockets {
 		return nil, nil
 	}
-	if g.datagram.sharing.n >= mostSharing {
-		g.evict(g.datagram.sharing.first(), "UDP flows that share sockets", mostSharing)
+	if g.flows.sharing.n >= maxSharing {
+		g.evict(g.flows.sharing.first(), "UDP flows that share sockets", maxSharing)
 	}
 	if n := len(from.free); n > 0 {
 		s := from.free[n-1]
-		if s.by[to] != nil {
+		if s.byPeer[to] != nil {
 			return nil, nil // two destinations that are one for the host: answers could not be told apart
 		}
 		return s, nil
 	}
-	if g.datagram.sockets >= g.config.Outgoing/sharedShare {
+	if g.flows.sockets >= g.config.Outgoing/sharedShare {
 		return nil, nil
 	}
-	return g.openShared(u.flow.guest)
+	return g.openShared(u.addresses.guest)
 }
 
 // openShared opens a socket that flows of a port of the guest share. It gets its port with the first datagram.
 func (g *Gateway) openShared(guest netip.AddrPort) (*sharedSocket, error) {
 	g.makeRoomForSocket()
-	fd, err := g.hostSocket(guest.Addr(), unix.SOCK_DGRAM, 0)
+	fd, err := g.openSocket(guest.Addr(), unix.SOCK_DGRAM, 0)
 	if err != nil {
 		return nil, err
 	}
-	s := &sharedSocket{g: g, guest: guest, fd: fd, by: map[netip.AddrPort]*udpFlow{}}
+	s := &sharedSocket{g: g, guest: guest, fd: fd, byPeer: map[netip.AddrPort]*udpFlow{}}
 	if err := s.prepare(); err != nil {
 		unix.Close(fd)
 		return nil, err
 	}
-	from := g.datagram.source(guest)
+	from := g.flows.source(guest)
 	from.free = append(from.free, s)
 	from.shared++
-	g.datagram.sockets++
+	g.flows.sockets++
 	return s, nil
 }
 
@@ -121,29 +121,29 @@ func (s *sharedSocket) prepare() error {
 	if err != nil {
 		return err
 	}
-	s.most = max(buffer/answerSpace, 1)
+	s.limit = max(buffer/answerSpace, 1)
 	return s.g.register(s.fd, unix.EPOLLIN, s)
 }
 
 // join has a flow share the socket, which is the last one of those that its source has places in.
 func (s *sharedSocket) join(u *udpFlow, to netip.AddrPort) {
-	u.shared, u.fd, u.name = s, s.fd, messageTo(to.Addr().Is6(), to)
-	s.by[to] = u
-	if len(s.by) == s.most {
-		from := s.g.datagram.sources[s.guest]
+	u.shared, u.fd, u.destination = s, s.fd, messageTo(to.Addr().Is6(), to)
+	s.byPeer[to] = u
+	if len(s.byPeer) == s.limit {
+		from := s.g.flows.sources[s.guest]
 		from.free = from.free[:len(from.free)-1]
 	}
 }
 
 // leave ends a flow's use of the socket. The last one closes it.
 func (s *sharedSocket) leave(u *udpFlow) {
-	l := &s.g.datagram
+	l := &s.g.flows
 	from := l.sources[s.guest]
-	if len(s.by) == s.most {
+	if len(s.byPeer) == s.limit {
 		from.free = append(from.free, s)
 	}
-	delete(s.by, s.g.config.Outbound.Translate(u.flow.remote))
-	if len(s.by) > 0 {
+	delete(s.byPeer, s.g.config.Outbound.Translate(u.addresses.remote))
+	if len(s.byPeer) > 0 {
 		return
 	}
 	i := slices.Index(from.free, s)
@@ -151,43 +151,43 @@ func (s *sharedSocket) leave(u *udpFlow) {
 	from.shared--
 	l.sockets--
 	l.tidy(s.guest)
-	s.g.forget(s.fd)
+	s.g.closeFD(s.fd)
 }
 
 func (s *sharedSocket) event(events uint32) {
 	if events&unix.EPOLLERR != 0 {
-		s.errors()
+		s.passErrors()
 	}
 	in := s.g.inbox
-	for range udpBudget / inboxSize {
-		n, err := in.read(s.fd, inboxSize)
-		if err != nil && (errors.Is(err, unix.EAGAIN) || !s.errors()) {
+	for range udpBudget / receiveBatchSize {
+		n, err := in.read(s.fd, receiveBatchSize)
+		if err != nil && (errors.Is(err, unix.EAGAIN) || !s.passErrors()) {
 			return
 		}
 		for i := range n {
-			u := s.by[in.peer(i)]
+			u := s.byPeer[in.peer(i)]
 			if u == nil {
 				s.g.count(Unsolicited)
 				continue
 			}
-			s.g.datagram.used(u, s.g.now, true)
-			s.g.deliver(in.buffers[i], u.flow, int(in.messages[i].Len))
+			s.g.flows.used(u, s.g.now, true)
+			s.g.deliver(in.buffers[i], u.addresses, int(in.messages[i].Len))
 		}
-		if n < inboxSize {
+		if n < receiveBatchSize {
 			return
 		}
 	}
 }
 
-// errors is that of a flow, for all that use the socket.
-func (s *sharedSocket) errors() bool {
+// passErrors is that of a flow, for all that use the socket.
+func (s *sharedSocket) passErrors() bool {
 	return s.g.passErrors(s.fd, unix.IPPROTO_UDP, func(to netip.AddrPort) (f flow, ok bool) {
-		u := s.by[to]
+		u := s.byPeer[to]
 		if u == nil {
 			return f, false // it has ended
 		}
-		s.g.datagram.used(u, s.g.now, false)
-		return u.flow, true
+		s.g.flows.used(u, s.g.now, false)
+		return u.addresses, true
 	})
 }
 
