@@ -220,7 +220,7 @@ func (g *Gateway) endConnections() {
 			continue
 		}
 		c.resetGuest()
-		if !c.rcv.finPassed {
+		if !c.state.finReceived() {
 			c.resetHost() // what the guest sent was not all
 		}
 		unix.Close(c.fd)

@@ -142,7 +142,7 @@ func (g *Gateway) timeout(end time.Time) int {
 // established yet has nothing to deliver.
 func (g *Gateway) unfinished() bool {
 	for _, c := range g.conns {
-		if c.fd >= 0 && !c.rcv.finPassed && c.state != synPending {
+		if c.fd >= 0 && !c.state.finReceived() && c.state != synPending {
 			return true
 		}
 	}

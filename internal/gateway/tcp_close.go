@@ -2,11 +2,50 @@
 
 package gateway
 
-// ended tells whether both ends have ended, and know it.
-func (c *conn) ended() bool { return c.snd.finSent && c.snd.una == c.snd.nxt && c.rcv.finPassed }
+import "golang.org/x/sys/unix"
 
-// abort ends the connection at both ends, after an error of the socket or a guest that
-// is gone.
+// passFIN processes the guest's FIN, once the socket has accepted all payload before it, by shutdown(2) of the socket's
+// write side.
+func (c *conn) passFIN() {
+	if !c.rcv.finPending || c.rcv.batch != nil || len(c.rcv.backlog) > 0 {
+		return
+	}
+	c.rcv.finPending = false
+	c.rcv.nxt++
+	switch c.state {
+	case established:
+		c.state = closeWait
+	case finWait1:
+		c.state = closing
+	case finWait2:
+		c.state = timeWait
+	}
+	if err := unix.Shutdown(c.fd, unix.SHUT_WR); err != nil {
+		c.sendFailed()
+		return
+	}
+	if c.state != timeWait {
+		c.scheduleAck()
+		return
+	}
+	c.sendAck()
+	c.g.count(Closed)
+	c.release()
+	c.g.timers.set(&c.timer, c.g.now.Add(timeWaitTimeout))
+}
+
+// finAcked processes the guest's acknowledgement of the gateway's FIN.
+func (c *conn) finAcked() {
+	switch c.state {
+	case finWait1:
+		c.state = finWait2
+	case closing, lastAck:
+		c.g.count(Closed)
+		c.remove()
+	}
+}
+
+// abort resets both ends, after an error of the host's socket or when the guest does not answer any more.
 func (c *conn) abort() {
 	c.g.count(Reset)
 	c.resetGuest()
@@ -14,7 +53,7 @@ func (c *conn) abort() {
 	c.remove()
 }
 
-// resetGuest ends the connection at the guest, whose socket gives its memory back.
+// resetGuest sends the guest a RST, upon which the guest's kernel frees its socket.
 func (c *conn) resetGuest() {
 	if c.state == synPending {
 		return
@@ -26,7 +65,7 @@ func (c *conn) resetGuest() {
 	c.transmit(&a, nil)
 }
 
-// resetByGuest ends the connection after the guest's RST. What it sent before goes first.
+// resetByGuest processes the guest's RST. Payload that arrived before it in the same turn is written first.
 func (c *conn) resetByGuest() {
 	if c.writeBatch(); c.fd < 0 {
 		return
@@ -36,13 +75,13 @@ func (c *conn) resetByGuest() {
 	c.remove()
 }
 
-// resetHost has the host's peer get an RST when the socket is closed.
+// resetHost makes the kernel send the host's peer a RST when the socket is closed.
 func (c *conn) resetHost() { resetOnClose(c.fd) }
 
-// release gives back what the connection holds of the host.
+// release closes the host's socket and frees what belongs to it.
 func (c *conn) release() {
 	c.g.memory.forget(c)
-	c.consume() // what is left there would be answered with an RST
+	c.consume() // close(2) of a socket with unread data sends a RST
 	c.g.closeFD(c.fd)
 	c.releaseBatch()
 	c.dropBacklog()
@@ -52,7 +91,7 @@ func (c *conn) release() {
 	}
 }
 
-// remove forgets the connection.
+// remove deletes the connection (CLOSED).
 func (c *conn) remove() {
 	c.g.timers.stop(&c.timer)
 	delete(c.g.conns, c.flow)

@@ -13,13 +13,13 @@ import (
 )
 
 const (
-	minMSS      = 88  // that Linux takes (TCP_MIN_MSS)
+	minMSS      = 88  // TCP_MIN_MSS of Linux, bytes
 	defaultMSS4 = 536 // RFC 9293, section 3.7.1
 	defaultMSS6 = 1220
 )
 
-// acceptSYN has the host connect to where the guest wants to. The guest gets its answer
-// when it is known.
+// acceptSYN starts a connection to the destination of the guest's SYN. The guest gets an answer when the host's socket is
+// connected, or has failed.
 func (g *Gateway) acceptSYN(f flow, s *segment) {
 	if !g.config.Outbound.Allowed(unix.IPPROTO_TCP, f.remote) {
 		g.count(NotAllowed)
@@ -45,7 +45,7 @@ func (g *Gateway) acceptSYN(f flow, s *segment) {
 		return
 	case err != nil:
 		g.count(TooMany)
-		g.unreachable(s, noNetwork) // nobody has refused it
+		g.unreachable(s, noNetwork) // no RST, as the destination refused nothing
 		return
 	}
 	if err := unix.Connect(fd, sockaddr(to)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
@@ -60,7 +60,7 @@ func (g *Gateway) acceptSYN(f flow, s *segment) {
 	}
 }
 
-// refuseSYN tells the guest why its SYN leads nowhere.
+// refuseSYN answers a SYN with the RST or ICMP error that stands for an error of connect(2).
 func (g *Gateway) refuseSYN(s *segment, err error) {
 	g.count(Refused)
 	switch {
@@ -71,31 +71,32 @@ func (g *Gateway) refuseSYN(s *segment, err error) {
 	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
 		g.unreachable(s, prohibited)
 	case errors.Is(err, unix.ETIMEDOUT):
-		// As a network that answers nothing: the guest has its own patience.
+		// No answer, as from the network: the guest's connect(2) has a timeout of its own.
 	default:
 		g.sendReset(s)
 	}
 }
 
-// acceptSYN starts a connection from the guest's SYN.
+// acceptSYN takes IRS and the options of the guest's SYN.
 func (c *conn) acceptSYN(s *segment) {
 	c.takeOptions(s)
+	c.rcv.irs = s.seq
 	c.rcv.nxt = s.seq + 1
 	c.rcv.edge = c.rcv.nxt
 }
 
-// takeOptions takes the options of the guest's SYN.
+// takeOptions takes the options and the window of the guest's SYN or SYN-ACK.
 func (c *conn) takeOptions(s *segment) {
 	if s.options.mss != 0 {
 		c.snd.mss = max(s.options.mss, minMSS)
 	}
 	c.snd.mss = min(c.snd.mss, c.g.mss(c.flow.guest.Addr()))
 	c.snd.windShift, c.windowScaling = s.options.windShift, s.options.windowScaling
-	c.snd.wnd = uint32(s.window) // that of a SYN is not scaled
+	c.snd.wnd = uint32(s.window) // not scaled in a SYN (RFC 7323, section 2.2)
 	c.snd.wl1 = s.seq
 }
 
-// mss is the largest segment that the guest's interface carries.
+// mss is the largest payload of a segment that fits the MTU of the guest's interface, bytes.
 func (g *Gateway) mss(a netip.Addr) uint16 {
 	headers := ipv4Header + tcpHeader
 	if a.Is6() {
@@ -104,25 +105,24 @@ func (g *Gateway) mss(a netip.Addr) uint16 {
 	return uint16(g.config.MTU - headers)
 }
 
-// chooseMSS decides the MSS that the guest is told. Its kernel waits until a window takes a
-// whole segment, and the room of a socket grows by segments of the host's path, beginning
-// with a third of its buffer: larger ones would make it wait for what does not come. What
-// is no multiple of these leaves a small one behind each packet.
+// chooseMSS chooses the MSS that the guest is sent. The guest's kernel waits for a window of a whole segment, and the free
+// space of the host's socket grows by segments of the host's path, at first to a third of the send buffer: the guest would
+// wait in vain for space for a larger segment. A multiple of the host's MSS leaves no small segment behind each write.
 func (c *conn) chooseMSS() {
 	c.rcv.mss = c.g.mss(c.flow.guest.Addr())
 	if s, err := room.Take(c.fd); err == nil && s.MSS > 0 {
-		grain := min(int(c.rcv.mss), max(s.SendBuffer/8, s.MSS))
-		if grain > s.MSS {
-			grain -= grain % s.MSS
+		mss := min(int(c.rcv.mss), max(s.SendBuffer/8, s.MSS))
+		if mss > s.MSS {
+			mss -= mss % s.MSS
 		}
-		c.rcv.mss = uint16(grain)
+		c.rcv.mss = uint16(mss)
 	}
 }
 
-// connected answers the guest, now that the host's socket is connected or has failed.
+// connected answers the guest's SYN when the host's socket is connected or has failed.
 func (c *conn) connected() {
 	if code, err := unix.GetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_ERROR); err != nil || code != 0 {
-		s := segment{from: c.flow.guest, to: c.flow.remote, flags: flagSYN, seq: c.rcv.nxt - 1, protocol: unix.IPPROTO_TCP}
+		s := segment{from: c.flow.guest, to: c.flow.remote, flags: flagSYN, seq: c.rcv.irs, protocol: unix.IPPROTO_TCP}
 		var short [ipv6Header + 8]byte
 		s.network = syntheticSYN(short[:], &s)
 		c.remove()
@@ -130,21 +130,20 @@ func (c *conn) connected() {
 		return
 	}
 	if _, err := unix.Getpeername(c.fd); err != nil {
-		return // not yet
+		return // still connecting
 	}
 	c.state = synReceived
-	c.snd.nxt = c.snd.una + 1
+	c.snd.nxt = c.snd.iss + 1
 	c.sendSYN()
 }
 
-// sendSYN sends the SYN-ACK of a connection that the guest opens, or the SYN of one
-// that the host has accepted.
+// sendSYN sends the SYN-ACK of a connection that the guest opens, or the SYN of a connection that the host accepted.
 func (c *conn) sendSYN() {
 	c.chooseMSS()
 	c.advanceWindow()
 	a := outSegment{
-		from: c.flow.remote, to: c.flow.guest, seq: c.snd.una, flags: flagSYN, mss: c.rcv.mss, windShift: c.g.windShift, windowScaling: c.windowScaling,
-		window: uint16(min(c.rcv.edge-c.rcv.nxt, 65535)), // not scaled
+		from: c.flow.remote, to: c.flow.guest, seq: c.snd.iss, flags: flagSYN, mss: c.rcv.mss, windShift: c.g.windShift, windowScaling: c.windowScaling,
+		window: uint16(min(c.rcv.wnd(), 65535)), // not scaled
 	}
 	if c.state == synReceived {
 		a.flags |= flagACK
@@ -155,7 +154,7 @@ func (c *conn) sendSYN() {
 	c.startRetransmitTimer()
 }
 
-// establish: the guest has acknowledged the SYN.
+// establish processes the guest's acknowledgement of the SYN.
 func (c *conn) establish(s *segment) {
 	c.state = established
 	c.snd.una, c.rtx.recover = s.ack, s.ack
@@ -164,7 +163,7 @@ func (c *conn) establish(s *segment) {
 	c.startIdleTimer()
 }
 
-// synSentArrives takes the guest's answer to a SYN.
+// synSentArrives processes a segment in SYN-SENT (RFC 9293, section 3.10.7.3).
 func (c *conn) synSentArrives(s *segment) {
 	if s.flags&flagACK != 0 && s.ack != c.snd.nxt {
 		if s.flags&flagRST == 0 {
@@ -178,10 +177,11 @@ func (c *conn) synSentArrives(s *segment) {
 		c.resetHost()
 		c.remove()
 	case s.flags&(flagSYN|flagACK|flagRST) == flagSYN|flagACK:
-		told := c.rcv.edge - c.rcv.nxt
+		advertised := c.rcv.wnd()
 		c.takeOptions(s)
+		c.rcv.irs = s.seq
 		c.rcv.nxt = s.seq + 1
-		c.rcv.edge = c.rcv.nxt + told
+		c.rcv.edge = c.rcv.nxt + advertised
 		c.establish(s)
 		c.acknowledge()
 		c.output()

@@ -2,15 +2,15 @@
 
 package gateway
 
-// segmentArrives takes a segment of the guest (RFC 9293, section 3.10.7).
+// segmentArrives processes a segment of the guest (SEGMENT ARRIVES of RFC 9293, section 3.10.7).
 func (c *conn) segmentArrives(s *segment) {
 	switch c.state {
 	case synPending:
 		switch {
 		case s.flags&flagRST != 0 && s.seq == c.rcv.nxt:
 			c.resetByGuest()
-		case s.flags&(flagRST|flagSYN|flagACK|flagFIN) == flagSYN && s.seq+1 != c.rcv.nxt:
-			c.acceptSYN(s) // the guest has given up the first one
+		case s.flags&(flagRST|flagSYN|flagACK|flagFIN) == flagSYN && s.seq != c.rcv.irs:
+			c.acceptSYN(s) // the guest has given up the first connection, and reuses its port
 		}
 		return
 	case synSent:
@@ -25,16 +25,16 @@ func (c *conn) segmentArrives(s *segment) {
 		case s.seq == c.nextExpected() || s.seq == c.rcv.nxt:
 			c.resetByGuest()
 		case before(c.rcv.nxt, s.seq) && before(s.seq, c.rcv.edge):
-			c.acknowledge() // RFC 5961, section 3.2
+			c.acknowledge() // challenge ACK (RFC 5961, section 3.2)
 		}
 		return
 	}
 	if s.flags&flagSYN != 0 {
-		if c.state == synReceived && s.flags&flagACK == 0 && s.seq+1 == c.rcv.nxt {
+		if c.state == synReceived && s.flags&flagACK == 0 && s.seq == c.rcv.irs {
 			c.sendSYN()
 			return
 		}
-		c.acknowledge() // RFC 5961, section 4.2
+		c.acknowledge() // challenge ACK (RFC 5961, section 4.2)
 		return
 	}
 	if s.flags&flagACK == 0 {
@@ -73,43 +73,45 @@ func (c *conn) segmentArrives(s *segment) {
 	}
 }
 
-// nextExpected is the sequence number of the guest's next segment.
+// nextExpected is the sequence number of the guest's next segment: RCV.NXT after all that was received is in the socket.
 func (c *conn) nextExpected() uint32 {
 	n := c.rcv.nxt + uint32(len(c.rcv.backlog))
 	if c.rcv.batch != nil {
 		n += uint32(c.rcv.batch.bytes)
 	}
-	if c.rcv.finReceived && !c.rcv.finPassed {
+	if c.rcv.finPending {
 		n++
 	}
 	return n
 }
 
-// processAck takes the guest's acknowledgement and its window.
+// processAck checks the acknowledgement and updates SND.UNA and SND.WND (RFC 9293, section 3.10.7.4, fifth check).
 func (c *conn) processAck(s *segment) {
 	if before(s.ack, c.snd.una) {
 		return
 	}
-	window, told := uint32(s.window), c.snd.wnd
+	wnd, previous := uint32(s.window), c.snd.wnd
 	if c.windowScaling {
-		window <<= c.snd.windShift
+		wnd <<= c.snd.windShift
 	}
 	n := s.ack - c.snd.una
-	// A segment that was sent again may have a new one, as it has a new acknowledgement. None
-	// overtakes another.
+	// SND.WL2 is not needed, as packets on the TUN are never reordered. But a retransmitted segment has an old sequence number
+	// with a current acknowledgement and window.
 	if n > 0 || !before(s.seq, c.snd.wl1) {
-		c.snd.wnd, c.snd.wl1 = window, s.seq
+		c.snd.wnd, c.snd.wl1 = wnd, s.seq
 	}
-	if window > told && c.rtx.backoff > 0 {
+	if wnd > previous && c.rtx.backoff > 0 {
 		c.rtx.backoff = 0
 		c.startRetransmitTimer()
 	}
+	finAcked := false
 	switch {
 	case n > 0:
 		c.snd.una = s.ack
 		c.rtx.dupAcks, c.rtx.backoff = 0, 0
-		if c.snd.finSent && c.snd.una == c.snd.nxt {
-			n-- // the FIN
+		if c.state.finSent() && c.snd.una == c.snd.nxt {
+			finAcked = true
+			n-- // the FIN is no byte of the socket
 		}
 		c.snd.unconsumed += int(n)
 		c.scheduleFlush()
@@ -119,26 +121,26 @@ func (c *conn) processAck(s *segment) {
 			c.startRetransmitTimer()
 		}
 		if before(c.snd.una, c.rtx.recover) && (!c.rtx.maybeSpurious || !before(c.rtx.highRxt, c.snd.una)) {
-			c.retransmit()
+			c.retransmit() // partial acknowledgement (RFC 6582, section 3.2, step 3)
 		} else {
 			c.rtx.recover = c.snd.una
 		}
-	case c.snd.una != c.snd.nxt && window == told && len(s.payload) == 0 && s.flags&flagFIN == 0 && s.seq == c.nextExpected():
+	case c.snd.una != c.snd.nxt && wnd == previous && len(s.payload) == 0 && s.flags&flagFIN == 0 && s.seq == c.nextExpected():
+		// A duplicate acknowledgement (RFC 5681, section 2).
 		if c.rtx.dupAcks = min(c.rtx.dupAcks+1, 4); c.rtx.dupAcks == 3 && !before(c.snd.una, c.rtx.recover) {
 			c.rtx.recover, c.rtx.maybeSpurious = c.snd.nxt, false
 			c.retransmit()
 		}
 	}
-	if c.fd >= 0 && c.ended() {
-		c.g.count(Closed)
-		c.remove()
+	if finAcked && c.fd >= 0 {
+		c.finAcked()
 	}
 }
 
-// processText takes the payload of a segment, and its FIN.
+// processText processes the payload of a segment, and its FIN (RFC 9293, section 3.10.7.4, seventh and eighth check).
 func (c *conn) processText(s *segment) {
 	if s.length() == 0 {
-		// A keepalive or a probe of a closed window is from before it.
+		// A keepalive or zero-window probe has a sequence number before RCV.NXT.
 		if before(s.seq, c.rcv.nxt) {
 			if c.rcv.edge != c.rcv.nxt {
 				c.copyKeepalive()
@@ -168,7 +170,7 @@ func (c *conn) processText(s *segment) {
 		payload = payload[min(int(old), len(payload)):]
 	}
 	c.scheduleAck()
-	if c.rcv.finReceived || c.hostFailed {
+	if c.rcv.finPending || c.state.finReceived() || c.host != hostOK {
 		return
 	}
 	c.rcv.moreFollows = s.flags&(flagPSH|flagFIN) == 0
@@ -179,20 +181,21 @@ func (c *conn) processText(s *segment) {
 		return
 	}
 	if fin {
-		c.rcv.finReceived = true
+		c.rcv.finPending = true
 		c.passFIN()
 	}
 }
 
-// fitToWindow is how many bytes from a sequence number on are inside the window.
+// fitToWindow returns how many of n bytes from a sequence number on are inside the window. Payload beyond the window may be
+// a zero-window probe, so the window is computed again.
 func (c *conn) fitToWindow(seq uint32, n int) int {
 	if n > int(int32(c.rcv.edge-seq)) {
-		c.advanceWindow() // as a probe asks for
+		c.advanceWindow()
 	}
 	return min(n, max(int(int32(c.rcv.edge-seq)), 0))
 }
 
-// timeWaitArrives takes what the guest sends after both ends have ended.
+// timeWaitArrives processes a segment in TIME-WAIT. A SYN opens a new connection at once (RFC 9293, section 3.6.1).
 func (c *conn) timeWaitArrives(s *segment) {
 	switch {
 	case s.flags&flagRST != 0:

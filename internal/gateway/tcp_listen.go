@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// listener accepts connections for the guest.
+// listener accepts connections of the host for a port of the guest.
 type listener struct {
 	g *Gateway
 	Forward
@@ -20,8 +20,7 @@ type listener struct {
 const (
 	// acceptBudget is how many connections are accepted in a turn.
 	acceptBudget = 64
-	// acceptPause is how long nobody is accepted after the host had no descriptor or
-	// memory for one. They wait in the backlog.
+	// acceptPause is how long connections wait in the accept queue after the host had no descriptor or no memory for one.
 	acceptPause = 100 * time.Millisecond
 )
 
@@ -44,28 +43,29 @@ func (l *listener) event(uint32) {
 			l.g.timers.set(&l.timer, l.g.now.Add(acceptPause))
 			return
 		}
-		// All other errors are of the connection (accept(2)).
+		// All other errors are of the accepted connection, which is gone (accept(2)).
 	}
 }
 
-// expired ends a pause.
+// expired ends the pause.
 func (l *listener) expired() { l.watch(unix.EPOLLIN) }
 
 func (l *listener) watch(events uint32) {
-	// That fails for a descriptor only that is not registered.
+	// epoll_ctl(2) fails only for a descriptor that is not registered.
 	_ = l.g.watch(unix.EPOLL_CTL_MOD, l.FD, events)
 }
 
-// aliasPorts is how many ports are tried for a connection of the host itself.
+// aliasPorts is how many source ports are tried for a connection of the host itself, whose addresses are one alias inside.
 const aliasPorts = 64
 
+// accepted opens a connection to the guest for an accepted connection of the host.
 func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 	from, ok := addrPort(peer)
 	remote := l.g.remoteAddr(from)
 	guest := l.g.guestAddr(remote.Addr())
 	f := flow{netip.AddrPortFrom(guest, l.Port), remote}
 	if remote != from {
-		// Several addresses have become one.
+		// Several addresses of the host are one alias, so that two connections may have the same ends.
 		for i := 1; i < aliasPorts && l.g.conns[f] != nil; i++ {
 			f.remote = withPort(remote, max(remote.Port()+uint16(i), 1))
 		}
@@ -83,7 +83,7 @@ func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 	if c == nil {
 		return
 	}
-	c.snd.nxt = c.snd.una + 1
-	c.windowScaling = true // unless the guest has none
+	c.snd.nxt = c.snd.iss + 1
+	c.windowScaling = true // offered; the SYN-ACK decides
 	c.sendSYN()
 }

@@ -368,7 +368,7 @@ func TestLinger(t *testing.T) {
 		t.Error("all is finished")
 	}
 	for _, c := range p.g.conns { // what close does
-		if !c.rcv.finPassed {
+		if !c.state.finReceived() {
 			c.resetHost()
 		}
 		c.release()

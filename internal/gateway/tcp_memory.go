@@ -11,33 +11,33 @@ import (
 	"sockeye/room"
 )
 
-// The kernel counts the memory of all TCP sockets of the host together, and when it reaches net.ipv4.tcp_mem every
-// program's connections suffer. A guest with many uploads whose peers do not read would get it there: each
-// takes a send buffer of megabytes. So the connections of a guest together hold no more than a part of that.
+// The kernel bounds the memory of all TCP sockets of the host together by net.ipv4.tcp_mem. Near the bound, connections of
+// every program slow down. A guest with many uploads whose peers do not read would reach the bound, as each upload fills a
+// send buffer of megabytes. All connections of a guest together may therefore hold a part of it only.
 
 const (
-	// memoryShare is the part of the low mark of net.ipv4.tcp_mem, below which nothing is bounded, that a guest's
-	// uploads may hold in the host's sockets.
+	// memoryShare is the part (one in so many) of the low mark of net.ipv4.tcp_mem that a guest's data may occupy in the send
+	// buffers of the host's sockets. Below the low mark the kernel bounds nothing.
 	memoryShare = 4
-	// minHeld is what each connection may hold even so, in bytes, and leastPromised what it may be told to send
-	// while what all were told to send is more than that part, and what they hold is not.
+	// minHeld is how many bytes each connection may hold in any case. minPromised is the largest window of a connection, in
+	// bytes, while all windows together exceed the limit and what the sockets hold does not.
 	minHeld     = 1 << 16
 	minPromised = 1 << 17
-	// memoryInterval is how often connections are looked at whose window stays closed for the lack of memory.
+	// memoryInterval is how often windows that are closed for lack of memory are computed again.
 	memoryInterval = 100 * time.Millisecond
 )
 
-// sendMemory is what the host's sockets of a guest hold to send, in bytes, as each was when it was looked at last,
-// and what the guest was told that it may send.
+// sendMemory accounts for the send buffers of the host's sockets of a guest.
 type sendMemory struct {
 	g              *Gateway
-	limit          int
-	held, promised int
-	waiting        map[*conn]bool // that hold as much as they may
-	timer          timer
+	limit    int            // bytes
+	held     int            // bytes in send buffers, each as of the last time that the connection's window was computed
+	promised int            // bytes of all receive windows
+	waiting  map[*conn]bool // connections whose window is closed for lack of memory
+	timer    timer
 }
 
-// defaultMemory reads what a guest may hold.
+// defaultMemory is the limit for a guest on this host, bytes; 64 MB if the kernel does not say.
 func defaultMemory() int {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_mem")
 	if fields := strings.Fields(string(text)); err == nil && len(fields) == 3 {
@@ -48,7 +48,7 @@ func defaultMemory() int {
 	return 64 << 20
 }
 
-// connMemory is what one connection has of it.
+// connMemory is the share of one connection.
 type connMemory struct{ held, promised int }
 
 func (m *sendMemory) update(c *conn, s connMemory) {
@@ -57,13 +57,13 @@ func (m *sendMemory) update(c *conn, s connMemory) {
 	c.rcv.memory = s
 }
 
-// forget is for a connection whose socket is closed.
+// forget removes the share of a connection whose socket is closed.
 func (m *sendMemory) forget(c *conn) {
 	m.update(c, connMemory{})
 	delete(m.waiting, c)
 }
 
-// allow bounds how much a connection is told to send, of the room that its socket has.
+// allow bounds the window of a connection, in bytes, whose socket has queued bytes and space for room more.
 func (m *sendMemory) allow(c *conn, queued, room int) int {
 	outstanding := int(int32(c.rcv.edge - c.rcv.nxt))
 	m.update(c, connMemory{queued, outstanding})
@@ -84,7 +84,7 @@ func (m *sendMemory) allow(c *conn, queued, room int) int {
 	return room
 }
 
-// expired looks at all connections anew.
+// expired updates the shares of all connections, and computes the windows of the waiting ones again.
 func (m *sendMemory) expired() {
 	for _, c := range m.g.conns {
 		if c.fd < 0 {

@@ -10,19 +10,18 @@ import (
 )
 
 const (
-	// maxBacklog and maxSpilled bound what is kept of segments that sockets did not take, in
-	// bytes: of a connection, and of all together.
-	maxBacklog  = 256 << 10
-	maxBacklogs = 16 << 20
+	maxBacklog  = 256 << 10 // bytes of a connection's backlog
+	maxBacklogs = 16 << 20  // bytes of all backlogs
 )
 
-// segmentBatch is payload that a socket is given in one call. It stands where it was read.
+// segmentBatch is the payload of a connection's segments of one turn, which one system call writes to the host's socket. The
+// payload is not copied: the parts point into the gateway's read buffer, which is overwritten in the next turn.
 type segmentBatch struct {
 	parts []unix.Iovec
 	bytes int
 }
 
-// newBatch is an empty one.
+// newBatch returns an empty batch. Batches are reused, so that the loop does not allocate.
 func (g *Gateway) newBatch() *segmentBatch {
 	last := len(g.freeBatches) - 1
 	if last < 0 {
@@ -40,7 +39,7 @@ func (b *segmentBatch) add(payload []byte) {
 	b.bytes += len(payload)
 }
 
-// send gives it to a socket, which neither waits nor raises SIGPIPE.
+// send writes the batch to a socket, without blocking and without SIGPIPE. It returns how many bytes the socket accepted.
 func (b *segmentBatch) send(fd int) (int, error) {
 	if len(b.parts) == 1 {
 		return sendTo(fd, unsafe.Slice(b.parts[0].Base, b.bytes))
@@ -50,8 +49,8 @@ func (b *segmentBatch) send(fd int) (int, error) {
 	return sendMessage(fd, &h)
 }
 
-// addToBatch has payload given to the socket at the end of the turn. If the socket did not take
-// all before it, it is kept, up to a bound: then it is false, and is to be sent again.
+// addToBatch adds payload to what is written at the end of the turn, or to the backlog if there is one. It returns false if
+// the backlog is full: then the payload is dropped, and the guest sends it again.
 func (c *conn) addToBatch(payload []byte) bool {
 	if len(c.rcv.backlog) > 0 {
 		return c.addToBacklog(payload)
@@ -65,7 +64,7 @@ func (c *conn) addToBatch(payload []byte) bool {
 	return true
 }
 
-// scheduleAck has what came acknowledged at the end of the turn.
+// scheduleAck has an acknowledgement sent at the end of the turn.
 func (c *conn) scheduleAck() {
 	if !c.queued.ack {
 		c.queued.ack = true
@@ -73,7 +72,7 @@ func (c *conn) scheduleAck() {
 	}
 }
 
-// scheduleFlush has conclude called at the end of the turn.
+// scheduleFlush has flush called at the end of the turn.
 func (c *conn) scheduleFlush() {
 	if !c.queued.flush {
 		c.queued.flush = true
@@ -81,7 +80,7 @@ func (c *conn) scheduleFlush() {
 	}
 }
 
-// flush does what was left for the end of the turn.
+// flush writes the batch to the host's socket, and removes what the guest acknowledged from the receive queue.
 func (c *conn) flush() {
 	c.queued.flush = false
 	c.writeBatch()
@@ -90,7 +89,7 @@ func (c *conn) flush() {
 	}
 }
 
-// writeBatch gives the socket what came in this turn. What it does not take is kept.
+// writeBatch writes the batch to the host's socket. What the socket does not accept becomes the backlog.
 func (c *conn) writeBatch() {
 	b := c.rcv.batch
 	if b == nil {
@@ -107,9 +106,9 @@ func (c *conn) writeBatch() {
 		c.g.count(PartialSend)
 		for _, part := range b.parts {
 			payload := unsafe.Slice(part.Base, part.Len)
-			taken := min(n, len(payload))
-			if n -= taken; !c.addToBacklog(payload[taken:]) {
-				c.rcv.finReceived = false // what is before its FIN comes again
+			accepted := min(n, len(payload))
+			if n -= accepted; !c.addToBacklog(payload[accepted:]) {
+				c.rcv.finPending = false // the guest sends it again, with the payload before it
 				break
 			}
 		}
@@ -118,7 +117,7 @@ func (c *conn) writeBatch() {
 	c.passFIN()
 }
 
-// releaseBatch gives back what held the payload of this turn.
+// releaseBatch returns the batch to the free ones.
 func (c *conn) releaseBatch() {
 	if b := c.rcv.batch; b != nil {
 		clear(b.parts)
@@ -127,7 +126,7 @@ func (c *conn) releaseBatch() {
 	}
 }
 
-// addToBacklog keeps what the socket did not take; false if that is too much.
+// addToBacklog copies payload that the socket did not accept. It returns false if the backlog is full.
 func (c *conn) addToBacklog(payload []byte) bool {
 	if len(c.rcv.backlog)+len(payload) > maxBacklog || c.g.backlog+len(payload) > maxBacklogs {
 		return false
@@ -137,7 +136,7 @@ func (c *conn) addToBacklog(payload []byte) bool {
 	return true
 }
 
-// writeBacklog gives the socket what it did not take before.
+// writeBacklog writes the backlog to the host's socket, as far as the socket accepts it.
 func (c *conn) writeBacklog() {
 	n, err := sendTo(c.fd, c.rcv.backlog)
 	if err != nil && !errors.Is(err, unix.EAGAIN) {
@@ -158,35 +157,12 @@ func (c *conn) dropBacklog() {
 	c.rcv.backlog = nil
 }
 
-// passFIN passes the guest's FIN on, when all before it is in the socket.
-func (c *conn) passFIN() {
-	if !c.rcv.finReceived || c.rcv.finPassed || c.rcv.batch != nil || len(c.rcv.backlog) > 0 {
-		return
-	}
-	c.rcv.finPassed = true
-	c.rcv.nxt++
-	if err := unix.Shutdown(c.fd, unix.SHUT_WR); err != nil {
-		c.sendFailed()
-		return
-	}
-	if !c.ended() {
-		c.scheduleAck()
-		return
-	}
-	c.sendAck()
-	c.g.count(Closed)
-	c.release()
-	c.state = timeWait
-	c.g.timers.set(&c.timer, c.g.now.Add(timeWaitTimeout))
-}
-
-// sendFailed: a send has met the socket's error. What it has received before is still for the
-// guest.
+// sendFailed processes an error that send(2) returned. What the socket received before the error still goes to the guest.
 func (c *conn) sendFailed() {
-	c.hostFailed, c.hostErrorRead, c.snd.drained = true, true, false
+	c.host, c.snd.drained = hostErrorRead, false
 	c.releaseBatch()
 	c.dropBacklog()
-	if c.snd.finSent {
+	if c.state.finSent() {
 		c.abort()
 		return
 	}

@@ -4,10 +4,9 @@ package gateway
 
 import "sockeye/room"
 
-// advanceWindow moves the right edge of the window as far as the socket has room. An edge
-// that the guest knows of stays.
+// advanceWindow moves the right edge of the receive window as far as the host's socket has space. The edge never moves left.
 func (c *conn) advanceWindow() {
-	if c.rcv.finPassed || c.hostFailed || len(c.rcv.backlog) > 0 {
+	if c.state.finReceived() || c.host != hostOK || len(c.rcv.backlog) > 0 {
 		return
 	}
 	s, err := room.Take(c.fd)
@@ -16,7 +15,7 @@ func (c *conn) advanceWindow() {
 	}
 	c.rcv.armed = false
 	if s.Arming() || s.NotSentLowat > 0 && 2*s.Unsent >= s.NotSentLowat {
-		// As room.Arm. What left the socket since then wakes nobody.
+		// As room.Arm does. If the socket became writable since the snapshot, no event comes, and a new snapshot is needed.
 		if c.rcv.armed = !isWritable(c.fd); !c.rcv.armed {
 			if s, err = room.Take(c.fd); err != nil {
 				return
@@ -25,24 +24,24 @@ func (c *conn) advanceWindow() {
 	}
 	safe := c.g.config.Kernel.Estimate(s, c.rcv.recentWrite, &c.rcv.tracker).Safe
 	if !c.rcv.armed {
-		// The kernel takes a packet whole while it is writable at all, and nothing would
-		// say later that there is more room.
+		// A writable socket accepts one segment whole, and no event would tell of more space later.
 		safe = max(safe, int(c.rcv.mss))
 	}
 	safe = c.g.memory.allow(c, s.Queued, safe)
-	window := min(safe, 65535<<c.rcvWindShift())
-	// In units of the scale, so that rounding takes no edge further.
-	if whole := window &^ (1<<c.rcvWindShift() - 1); whole >= int(c.rcv.mss) {
-		window = whole
+	shift := c.rcvWindShift()
+	wnd := min(safe, 65535<<shift)
+	// A multiple of the scale's unit, which rounding up in transmit leaves as it is.
+	if whole := wnd &^ (1<<shift - 1); whole >= int(c.rcv.mss) {
+		wnd = whole
 	}
-	gain := int(int32(c.rcv.nxt + uint32(window) - c.rcv.edge))
+	gain := int(int32(c.rcv.nxt + uint32(wnd) - c.rcv.edge))
 	if gain <= 0 || c.rcv.armed && gain < min(s.SendBuffer/8, maxPacket) {
-		return // crumbs (RFC 9293, section 3.8.6.2.2): more comes with EPOLLOUT
+		return // silly-window avoidance (RFC 9293, section 3.8.6.2.2): EPOLLOUT brings more
 	}
 	c.rcv.edge += uint32(gain)
 }
 
-// rcvWindShift is the scale of the window that the guest is told.
+// rcvWindShift is Rcv.Wind.Shift (RFC 7323, section 2.2).
 func (c *conn) rcvWindShift() uint8 {
 	if !c.windowScaling {
 		return 0
@@ -50,21 +49,21 @@ func (c *conn) rcvWindShift() uint8 {
 	return c.g.windShift
 }
 
-// hostWritable is called when the socket has room again.
+// hostWritable processes EPOLLOUT: the host's socket has space again.
 func (c *conn) hostWritable() {
-	rcv, edge := c.rcv.nxt, c.rcv.edge
-	if len(c.rcv.backlog) > 0 && !c.hostFailed {
+	nxt, edge := c.rcv.nxt, c.rcv.edge
+	if len(c.rcv.backlog) > 0 && c.host == hostOK {
 		if c.writeBacklog(); c.fd < 0 {
 			return
 		}
 	}
 	c.advanceWindow()
-	if c.rcv.nxt != rcv || c.rcv.edge != edge {
+	if c.rcv.nxt != nxt || c.rcv.edge != edge {
 		c.sendAck()
 	}
 }
 
-// offerWindow tells the guest of a larger window, if there is one.
+// offerWindow sends the guest a window update, if the window can grow.
 func (c *conn) offerWindow() {
 	edge := c.rcv.edge
 	if c.advanceWindow(); c.rcv.edge != edge {

@@ -151,7 +151,7 @@ func TestBeyondWindow(t *testing.T) {
 		l.sayAt(l.acked, flagACK, data[sent+int(l.acked-l.seq):][:60_000])
 		p.turn(0)
 		l.allAcked()
-		if c := p.g.conns[flow{l.local, l.remote}]; c == nil || c.rcv.finReceived {
+		if c := p.g.conns[flow{l.local, l.remote}]; c == nil || c.rcv.finPending || c.state.finReceived() {
 			t.Fatal("a FIN beyond the window was taken")
 		}
 	}
@@ -279,8 +279,8 @@ func TestTurn(t *testing.T) {
 		}
 		l.say(flagACK|flagFIN, nil)
 		p.turn(0)
-		if c.rcv.finReceived || len(c.rcv.backlog) == 0 || len(c.rcv.backlog) > maxBacklog || p.g.backlog != len(c.rcv.backlog) {
-			t.Errorf("ended %v, %d bytes kept, %d in all", c.rcv.finReceived, len(c.rcv.backlog), p.g.backlog)
+		if c.rcv.finPending || c.state.finReceived() || len(c.rcv.backlog) == 0 || len(c.rcv.backlog) > maxBacklog || p.g.backlog != len(c.rcv.backlog) {
+			t.Errorf("ended %v, %d bytes kept, %d in all", c.rcv.finPending || c.state.finReceived(), len(c.rcv.backlog), p.g.backlog)
 		}
 		if got := p.g.Counts()[PartialSend]; got != 1 {
 			t.Errorf("%d partial sends", got)

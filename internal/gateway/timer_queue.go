@@ -7,18 +7,18 @@ import (
 	"time"
 )
 
-// timer is something that happens at a time. The zero value is not set.
+// timer calls its owner at a time. The zero value is not set.
 type timer struct {
 	due   time.Time
-	wake  time.Time              // when it is looked at: not after due
+	wake  time.Time              // key in the heap; not after due
 	index int                    // in the heap, from 1 on; 0: not set
-	owner interface{ expired() } // which may set it again
+	owner interface{ expired() } // may set the timer again
 }
 
-// timerQueue are those that are set, the next one first.
+// timerQueue has the timers that are set, in the order of their times.
 type timerQueue struct{ list timerHeap }
 
-// next is when run is to be called.
+// next returns the time at which run must be called; false if no timer is set.
 func (t *timerQueue) next() (time.Time, bool) {
 	if len(t.list) == 0 {
 		return time.Time{}, false
@@ -26,7 +26,7 @@ func (t *timerQueue) next() (time.Time, bool) {
 	return t.list[0].wake, true
 }
 
-// run calls the owners of those that are due.
+// run calls the owners of timers that are due.
 func (t *timerQueue) run(now time.Time) {
 	for len(t.list) > 0 && !t.list[0].wake.After(now) {
 		x := t.list[0]
@@ -40,8 +40,8 @@ func (t *timerQueue) run(now time.Time) {
 	}
 }
 
-// set sets a timer, or moves it. One that is moved back, as by each acknowledgement, keeps
-// its place until then.
+// set sets a timer, or moves it. A timer that is moved to a later time, as by each acknowledgement, stays where it is in the heap
+// and is moved when its turn comes: the usual case costs an assignment.
 func (t *timerQueue) set(x *timer, due time.Time) {
 	x.due = due
 	switch {
