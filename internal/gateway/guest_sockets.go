@@ -4,38 +4,17 @@ package gateway
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
 	"slices"
-	"syscall"
 	"time"
+
+	"sockeye/internal/sockdiag"
 
 	"golang.org/x/sys/unix"
 )
-
-// OpenDiag opens a socket of sock_diag, in the network namespace of the calling thread. If it
-// watches, it is told of sockets that are closed.
-func OpenDiag(watches bool) (int, error) {
-	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_SOCK_DIAG)
-	if err != nil {
-		return -1, fmt.Errorf("open sock_diag: %w", err)
-	}
-	if !watches {
-		return fd, nil
-	}
-	var groups uint32
-	for _, g := range []int{unix.SKNLGRP_INET_TCP_DESTROY, unix.SKNLGRP_INET_UDP_DESTROY, unix.SKNLGRP_INET6_TCP_DESTROY, unix.SKNLGRP_INET6_UDP_DESTROY} {
-		groups |= 1 << (g - 1)
-	}
-	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: groups}); err != nil {
-		unix.Close(fd)
-		return -1, fmt.Errorf("watch sockets: %w", err)
-	}
-	return fd, nil
-}
 
 // guestSockets asks the guest's kernel for its sockets. It has the host's listen while the guest
 // does: from when it listens on all ports of forwards that are for later, until one of its
@@ -52,7 +31,8 @@ type guestSockets struct {
 	bound        map[int]bool // of UDP, by descriptor
 	bindDeadline time.Time    // when a port must be free
 	timer        timer
-	buffer       []byte
+	buffer       []byte // for answers
+	request      [sockdiag.RequestSize]byte
 	reply        receiveMemory // what was answered last of one socket
 }
 
@@ -61,17 +41,17 @@ type port struct {
 	number   uint16
 }
 
-// dumps are the dumps that tell on which ports the guest listens.
-var dumps = []struct{ family, protocol, state uint8 }{
-	{unix.AF_INET, unix.IPPROTO_TCP, tcpListen}, {unix.AF_INET6, unix.IPPROTO_TCP, tcpListen},
-	{unix.AF_INET, unix.IPPROTO_UDP, tcpClose}, {unix.AF_INET6, unix.IPPROTO_UDP, tcpClose},
+// dumps are the requests that tell on which ports the guest listens. A socket of UDP that is not connected is closed.
+var dumps = []sockdiag.Request{
+	dumpOf(unix.AF_INET, unix.IPPROTO_TCP, sockdiag.Listening), dumpOf(unix.AF_INET6, unix.IPPROTO_TCP, sockdiag.Listening),
+	dumpOf(unix.AF_INET, unix.IPPROTO_UDP, sockdiag.Closed), dumpOf(unix.AF_INET6, unix.IPPROTO_UDP, sockdiag.Closed),
 }
 
-// States of sockets (net/tcp_states.h). One of UDP that is not connected is closed.
-const (
-	tcpClose  = 7
-	tcpListen = 10
-)
+func dumpOf(family, protocol uint8, state sockdiag.State) sockdiag.Request {
+	return sockdiag.Request{
+		Type: unix.SOCK_DIAG_BY_FAMILY, Flags: unix.NLM_F_DUMP, Family: family, Protocol: protocol, States: sockdiag.States(0).With(state),
+	}
+}
 
 // dumpInterval is how often the guest is asked until it listens. The kernel tells of
 // sockets that are closed, not of those that are opened.
@@ -84,12 +64,6 @@ const bindPatience = 10 * time.Second
 // exitPatience is how long a program may take to end when it has closed a socket, which is no
 // reason for a warning then.
 const exitPatience = 2 * time.Second
-
-// Sizes of struct inet_diag_req_v2 and inet_diag_msg, in bytes.
-const (
-	diagRequest = 56
-	diagMessage = 72
-)
 
 func newGuestSockets(g *Gateway) *guestSockets {
 	p := &guestSockets{g: g, bound: map[int]bool{}, buffer: make([]byte, 1<<16)}
@@ -118,22 +92,22 @@ func (p *guestSockets) expired() {
 	p.sendDump()
 }
 
-// sendDump asks the next question.
+// sendDump sends the next request of dumps.
 func (p *guestSockets) sendDump() {
-	q := dumps[p.dump]
-	var m [unix.NLMSG_HDRLEN + diagRequest]byte
-	binary.NativeEndian.PutUint32(m[:], uint32(len(m)))
-	binary.NativeEndian.PutUint16(m[4:], unix.SOCK_DIAG_BY_FAMILY)
-	binary.NativeEndian.PutUint16(m[6:], unix.NLM_F_REQUEST|unix.NLM_F_DUMP)
-	m[unix.NLMSG_HDRLEN], m[unix.NLMSG_HDRLEN+1] = q.family, q.protocol
-	binary.NativeEndian.PutUint32(m[unix.NLMSG_HDRLEN+4:], 1<<q.state)
 	p.waiting = true
-	if err := unix.Sendto(p.g.config.Diag, m[:], unix.MSG_DONTWAIT, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
+	if err := p.send(&dumps[p.dump]); err != nil {
 		p.waiting = false
 		p.retry()
 	}
 }
 
+// send sends a request, whose answer is read by event.
+func (p *guestSockets) send(r *sockdiag.Request) error {
+	_, err := unix.Write(p.g.config.Diag, r.Append(p.request[:0]))
+	return err
+}
+
+// retry sends the dumps again after a time.
 func (p *guestSockets) retry() { p.g.timers.set(&p.timer, p.g.now.Add(dumpInterval)) }
 
 func (p *guestSockets) event(uint32) {
@@ -152,30 +126,31 @@ func (p *guestSockets) event(uint32) {
 	}
 }
 
-// read takes messages of the kernel: answers, and sockets that were closed.
+// read processes messages of the kernel: answers, and sockets that were closed.
 func (p *guestSockets) read(b []byte) {
-	for len(b) >= unix.NLMSG_HDRLEN {
-		length := int(binary.NativeEndian.Uint32(b))
-		if length < unix.NLMSG_HDRLEN || length > len(b) {
+	for len(b) >= sockdiag.HeaderSize {
+		m, rest, err := sockdiag.NextMessage(b)
+		if err != nil {
 			return
 		}
-		kind, flags, body := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint16(b[6:]), b[unix.NLMSG_HDRLEN:length]
+		b = rest
 		switch {
-		case binary.NativeEndian.Uint32(b[8:]) == memorySequence:
-			p.reply = memoryOf(kind, body)
-		case kind == unix.NLMSG_DONE:
+		case m.Sequence == memorySequence:
+			p.reply.allocated, p.reply.limit, p.reply.known = m.ReceiveMemory()
+		case m.Type == unix.NLMSG_DONE:
 			p.dumpDone()
-		case kind == unix.NLMSG_ERROR:
-			p.dumpFailed(body)
-		case kind == unix.SOCK_DIAG_BY_FAMILY && len(body) >= diagMessage:
-			number, peer := binary.BigEndian.Uint16(body[4:]), binary.BigEndian.Uint16(body[6:])
-			if flags&unix.NLM_F_MULTI != 0 && p.waiting {
-				p.found[port{dumps[p.dump].protocol, number}] = true
-			} else if peer == 0 && p.isWanted(number) {
+		case m.Type == unix.NLMSG_ERROR:
+			p.dumpFailed(&m)
+		default:
+			local, remote, ok := m.Ports()
+			switch {
+			case !ok:
+			case m.Flags&unix.NLM_F_MULTI != 0 && p.waiting:
+				p.found[port{dumps[p.dump].Protocol, local}] = true
+			case remote == 0 && p.isWanted(local):
 				p.socketClosed()
 			}
 		}
-		b = b[min(len(b), (length+unix.NLMSG_ALIGNTO-1)&^(unix.NLMSG_ALIGNTO-1)):]
 	}
 }
 
@@ -193,68 +168,32 @@ type receiveMemory struct {
 // kernel tells by itself, have 0.
 const memorySequence = 1
 
-// memoryFor asks for the guest's socket that datagrams of a flow come to. The kernel answers before
-// this returns.
+// memoryFor asks for the receive buffer of the guest's socket that datagrams of a flow arrive at. The kernel answers before
+// write(2) returns, so that the answer is read at once.
 func (p *guestSockets) memoryFor(f flow) receiveMemory {
-	var m [unix.NLMSG_HDRLEN + diagRequest]byte
-	binary.NativeEndian.PutUint32(m[:], uint32(len(m)))
-	binary.NativeEndian.PutUint16(m[4:], unix.SOCK_DIAG_BY_FAMILY)
-	binary.NativeEndian.PutUint16(m[6:], unix.NLM_F_REQUEST)
-	binary.NativeEndian.PutUint32(m[8:], memorySequence)
-	q := m[unix.NLMSG_HDRLEN:]
-	q[0], q[1], q[2] = unix.AF_INET, unix.IPPROTO_UDP, 1<<(inetDiagSKMemInfo-1)
-	if f.guest.Addr().Is6() {
-		q[0] = unix.AF_INET6
+	r := sockdiag.Request{
+		Type: unix.SOCK_DIAG_BY_FAMILY, Sequence: memorySequence, Family: unix.AF_INET, Protocol: unix.IPPROTO_UDP,
+		Attributes: sockdiag.WithReceiveMemory, Source: f.remote, Destination: f.guest, Cookie: sockdiag.AnyCookie,
 	}
-	// Of UDP source and destination are those of the datagram, not of the socket.
-	id := q[8:]
-	binary.BigEndian.PutUint16(id, f.remote.Port())
-	binary.BigEndian.PutUint16(id[2:], f.guest.Port())
-	copy(id[4:20], f.remote.Addr().AsSlice())
-	copy(id[20:36], f.guest.Addr().AsSlice())
-	binary.NativeEndian.PutUint64(id[40:], ^uint64(0)) // any cookie
+	if f.guest.Addr().Is6() {
+		r.Family = unix.AF_INET6
+	}
 	p.reply = receiveMemory{}
-	if err := unix.Sendto(p.g.config.Diag, m[:], unix.MSG_DONTWAIT, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err == nil {
+	if p.send(&r) == nil {
 		p.event(0)
 	}
 	return p.reply
 }
 
-// inetDiagSKMemInfo is INET_DIAG_SKMEMINFO (linux/inet_diag.h): the attribute with what SO_MEMINFO gives.
-const inetDiagSKMemInfo = 7
-
-// memoryOf reads an answer, which may be an error.
-func memoryOf(kind uint16, body []byte) receiveMemory {
-	if kind != unix.SOCK_DIAG_BY_FAMILY || len(body) < diagMessage {
-		return receiveMemory{}
-	}
-	for b := body[diagMessage:]; len(b) >= unix.SizeofRtAttr; {
-		length := int(binary.NativeEndian.Uint16(b))
-		if length < unix.SizeofRtAttr || length > len(b) {
-			break
-		}
-		value := b[unix.SizeofRtAttr:length]
-		if binary.NativeEndian.Uint16(b[2:]) == inetDiagSKMemInfo && len(value) >= 4*(unix.SK_MEMINFO_RCVBUF+1) {
-			return receiveMemory{
-				allocated: int(binary.NativeEndian.Uint32(value[4*unix.SK_MEMINFO_RMEM_ALLOC:])),
-				limit:     int(binary.NativeEndian.Uint32(value[4*unix.SK_MEMINFO_RCVBUF:])),
-				known:     true,
-			}
-		}
-		b = b[min(len(b), (length+unix.RTA_ALIGNTO-1)&^(unix.RTA_ALIGNTO-1)):]
-	}
-	return receiveMemory{}
-}
-
-// dumpFailed takes a question that was not answered.
-func (p *guestSockets) dumpFailed(body []byte) {
-	if len(body) < 4 || !p.waiting {
+// dumpFailed processes the error that answers a dump.
+func (p *guestSockets) dumpFailed(m *sockdiag.Message) {
+	errno := m.Errno()
+	if errno == 0 || !p.waiting {
 		return
 	}
 	p.waiting = false
-	err := syscall.Errno(-int32(binary.NativeEndian.Uint32(body)))
-	if errors.Is(err, unix.ENOENT) { // no module for it
-		p.fail(fmt.Errorf("ask the guest for its sockets (tcp_diag, udp_diag): %w", err))
+	if errno == unix.ENOENT { // the kernel has no module for the protocol
+		p.fail(fmt.Errorf("ask the guest for its sockets (tcp_diag, udp_diag): %w", errno))
 		return
 	}
 	p.retry()

@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/sockdiag"
 	"sockeye/lab"
 )
 
@@ -59,7 +60,7 @@ func standBehind(t *testing.T, watches bool, forwards ...Forward) *behind {
 	}
 	c := Config{Forwards: forwards}
 	if err := b.inside.Do(func() (err error) {
-		c.Diag, err = OpenDiag(watches)
+		c.Diag, err = sockdiag.OpenSocket(watches)
 		return err
 	}); err != nil {
 		t.Fatal(err)

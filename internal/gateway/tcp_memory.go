@@ -29,7 +29,7 @@ const (
 
 // sendMemory accounts for the send buffers of the host's sockets of a guest.
 type sendMemory struct {
-	g              *Gateway
+	g        *Gateway
 	limit    int            // bytes
 	held     int            // bytes in send buffers, each as of the last time that the connection's window was computed
 	promised int            // bytes of all receive windows

@@ -15,8 +15,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/gateway"
 	"sockeye/internal/sandbox"
+	"sockeye/internal/sockdiag"
 	"sockeye/internal/tun"
 	"sockeye/room"
 )
@@ -117,7 +117,7 @@ func (s *Setup) prepareAll(reply *setupReply, fds *[]int) error {
 		return err
 	}
 	*fds = []int{device}
-	if diag, err := gateway.OpenDiag(s.Watched); err == nil {
+	if diag, err := sockdiag.OpenSocket(s.Watched); err == nil {
 		*fds = append(*fds, diag)
 	} else if s.Watched {
 		return err
