@@ -15,6 +15,7 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+	"kernel.org/pub/linux/libs/security/libcap/cap"
 )
 
 // Errors of what is no namespace to join.
@@ -161,12 +162,11 @@ func (n *Namespace) enter(cmd *exec.Cmd) error {
 // owner is the user namespace that must be entered first, nil for none: this process has
 // the right to the network namespace as it is.
 func (n *Namespace) owner() (*os.File, error) {
-	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-	var has [2]unix.CapUserData
-	if err := unix.Capget(&header, &has[0]); err != nil {
+	admin, err := cap.GetProc().GetFlag(cap.Effective, cap.SYS_ADMIN)
+	if err != nil {
 		return nil, fmt.Errorf("read capabilities: %w", err)
 	}
-	if has[0].Effective&(1<<unix.CAP_SYS_ADMIN) != 0 {
+	if admin {
 		return nil, nil
 	}
 	fd, err := unix.IoctlRetInt(int(n.net.Fd()), unix.NS_GET_USERNS)

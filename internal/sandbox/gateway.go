@@ -13,6 +13,7 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+	"kernel.org/pub/linux/libs/security/libcap/cap"
 
 	"sockeye/internal/gateway"
 )
@@ -69,11 +70,8 @@ func noSuchSandbox(err error) bool {
 }
 
 func dropCapabilities() error {
-	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-	var none [2]unix.CapUserData
-	if _, _, errno := syscall.AllThreadsSyscall(unix.SYS_CAPSET,
-		uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&none[0])), 0); errno != 0 {
-		return fmt.Errorf("drop capabilities: %w", errno)
+	if err := cap.NewSet().SetProc(); err != nil {
+		return fmt.Errorf("drop capabilities: %w", err)
 	}
 	if _, _, errno := syscall.AllThreadsSyscall6(unix.SYS_PRCTL, unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0, 0); errno != 0 {
 		return fmt.Errorf("set no_new_privs: %w", errno)
