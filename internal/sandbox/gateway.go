@@ -10,7 +10,6 @@ import (
 	"os"
 	"syscall"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 	"kernel.org/pub/linux/libs/security/libcap/cap"
@@ -18,26 +17,25 @@ import (
 	"sockeye/internal/gateway"
 )
 
-// Gateway is what a gateway's process may still do once it is in.
+// Gateway describes what a gateway's process may do after Enter.
 type Gateway struct {
-	// Child is a process that may be sent signals; 0 for none.
+	// Child is the process that may be signalled; 0 for none.
 	Child int
-	// Outbound is where the guest may go. Where it may go nowhere, no socket is opened any
-	// more: what is open stays in use, and listeners accept.
+	// Outbound is where the guest may go. If the guest may go nowhere, the process can open no socket; open sockets and accept(2)
+	// still work.
 	Outbound gateway.Outbound
-	// Listens: sockets that are open may be bound to ports of UDP, and listen.
+	// Listens allows bind(2) of UDP sockets and listen(2) for sockets that are open already.
 	Listens bool
 }
 
-// Enter takes away, from all threads and for good, what a gateway does not need: every
-// capability, new programs, the file system, system calls that are not in the filter, and
-// sockets that are not TCP, UDP or ICMP echo over IP. A forbidden call fails with EPERM; one
-// that only an intruder would make (execve, ptrace, bpf, mount) ends the process by SIGSYS.
-// What the kernel cannot take away is in missing; the rest holds all the same.
+// Enter confines all threads of this process for good. The process loses every capability, execve(2), the file system, system
+// calls that are not in the filter, and sockets other than TCP, UDP and ICMP echo. A denied call fails with EPERM; a call that only
+// an intruder would make (execve, ptrace, bpf, mount) ends the process by SIGSYS. Restrictions that the kernel does not support are
+// named in missing; the others are in force.
 //
-// All that the process needs must be open already, and its child started.
+// Before the call, all files must be open and the child started.
 func (s Gateway) Enter() (missing []string, err error) {
-	// Logs tell the local time, whose rules are in a file.
+	// Logs have the local time, whose rules are read from a file at the first use.
 	_ = time.Now().Local().String()
 	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
 		return nil, fmt.Errorf("forbid dumps of memory: %w", err)
@@ -58,8 +56,8 @@ func (s Gateway) Enter() (missing []string, err error) {
 	return missing, nil
 }
 
-// noSuchSandbox tells errors of a kernel that has no landlock or seccomp, or has it turned
-// off, and of a container that hides it.
+// noSuchSandbox returns whether the error is of a kernel without landlock or seccomp, with either disabled, or of a container that
+// denies the system call.
 func noSuchSandbox(err error) bool {
 	for _, e := range []error{unix.ENOSYS, unix.EOPNOTSUPP, unix.EINVAL, unix.EPERM, errors.ErrUnsupported} {
 		if errors.Is(err, e) {
@@ -79,22 +77,11 @@ func dropCapabilities() error {
 	return nil
 }
 
-// ruleset is struct landlock_ruleset_attr.
-type ruleset struct{ files, net, scoped uint64 }
-
-// handled is all that landlock can forbid, by its ABI's version (linux/landlock.h), and the
-// ports of TCP that may be connected to all the same.
-// LANDLOCK_SCOPE_SIGNAL is not in it: the child was started outside, and the seccomp filter
-// names the only process that signals may go to.
+// handled returns what a version of landlock is to deny, and the ports of TCP that may be connected to all the same.
+// LANDLOCK_SCOPE_SIGNAL is not included: the child was started outside the domain, and the filter of system calls names the
+// only process that may be signalled.
 func (s Gateway) handled(abi int) (r ruleset, ports []uint16) {
-	r.files = 1<<13 - 1
-	for version, rights := range map[int]uint64{
-		2: unix.LANDLOCK_ACCESS_FS_REFER, 3: unix.LANDLOCK_ACCESS_FS_TRUNCATE, 5: unix.LANDLOCK_ACCESS_FS_IOCTL_DEV,
-	} {
-		if abi >= version {
-			r.files |= rights
-		}
-	}
+	r.files = fileRights(abi)
 	if abi >= 4 {
 		r.net = unix.LANDLOCK_ACCESS_NET_BIND_TCP
 		few := false
@@ -108,44 +95,34 @@ func (s Gateway) handled(abi int) (r ruleset, ports []uint16) {
 	return r, ports
 }
 
-// ruleNetPort is LANDLOCK_RULE_NET_PORT.
-const ruleNetPort = 2
-
-// portRule is struct landlock_net_port_attr.
-type portRule struct{ access, port uint64 }
-
-// landlock forbids the file system, all of it, and of the network what it can.
+// landlock denies all threads the file system, and of the network what landlock can deny.
 func (s Gateway) landlock() error {
-	abi, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
-	if errno != 0 {
-		return errno
+	abi, err := landlockABI()
+	if err != nil {
+		return err
 	}
-	r, ports := s.handled(int(abi))
-	// Older kernels take no larger structure than they know, unless the rest is zero.
-	fd, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, uintptr(unsafe.Pointer(&r)), unsafe.Sizeof(r), 0)
-	if errno != 0 {
-		return errno
+	r, ports := s.handled(abi)
+	rules, err := r.create()
+	if err != nil {
+		return err
 	}
-	defer unix.Close(int(fd))
+	defer unix.Close(rules)
 	for _, port := range ports {
-		rule := portRule{unix.LANDLOCK_ACCESS_NET_CONNECT_TCP, uint64(port)}
-		_, _, errno := unix.Syscall6(unix.SYS_LANDLOCK_ADD_RULE, fd, ruleNetPort, uintptr(unsafe.Pointer(&rule)), 0, 0, 0)
-		if errno != 0 {
-			return errno
+		if err := allowConnect(rules, port); err != nil {
+			return err
 		}
 	}
-	if _, _, errno := syscall.AllThreadsSyscall(unix.SYS_LANDLOCK_RESTRICT_SELF, fd, 0, 0); errno != 0 {
+	if _, _, errno := syscall.AllThreadsSyscall(unix.SYS_LANDLOCK_RESTRICT_SELF, uintptr(rules), 0, 0); errno != 0 {
 		return errno
 	}
 	return nil
 }
 
-// seccomp sets the filter, in all threads.
+// seccomp installs the filter in all threads.
 func (s Gateway) seccomp() error {
 	if auditArch == 0 {
 		return errors.ErrUnsupported
 	}
-	// SPEC_ALLOW: nothing runs in this process but its own code; kernels before 5.16 would
-	// slow all of it down.
+	// SPEC_ALLOW: the process runs no foreign code, and kernels before 5.16 would otherwise disable speculative store bypass.
 	return setFilter(s.filter(os.Getpid()), unix.SECCOMP_FILTER_FLAG_TSYNC|unix.SECCOMP_FILTER_FLAG_SPEC_ALLOW)
 }

@@ -8,14 +8,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// allowed is a system call that is allowed, if all conditions hold.
+// allowed is a system call that is allowed if all conditions hold.
 type allowed struct {
 	number uintptr
 	ifs    []condition
 }
 
-// condition holds if an argument's lower 32 bits, of which mask is looked at, are one of
-// the values. The arguments that it is used for are int, or have no meaning above.
+// condition holds if the lower 32 bits of an argument, masked, are one of the values. The arguments are of type int, or have no
+// meaning above 32 bits.
 type condition struct {
 	argument int
 	mask     uint32
@@ -24,9 +24,9 @@ type condition struct {
 
 const all = ^uint32(0)
 
-// calls are what the loop of the gateway, the Go runtime, signals and waiting for the
-// child need. Those with conditions are in the order of their frequency; the others cost nothing
-// since Linux 5.11, which knows that the filter always allows them.
+// calls lists the system calls of the gateway's loop, of the Go runtime, and for signals and the child's exit. Calls with conditions
+// are in the order of their frequency. Calls without conditions cost nothing from Linux 5.11 on, which caches that the filter always
+// allows them.
 func (s Gateway) calls(own int) []allowed {
 	signalled := []uint32{uint32(own)}
 	if s.Child != 0 {
@@ -57,7 +57,7 @@ func (s Gateway) calls(own int) []allowed {
 	return list
 }
 
-// namespaces are the flags of clone(2) that make one.
+// namespaces are the flags of clone(2) that create a namespace.
 const namespaces = unix.CLONE_NEWNS | unix.CLONE_NEWCGROUP | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC |
 	unix.CLONE_NEWUSER | unix.CLONE_NEWPID | unix.CLONE_NEWNET
 
@@ -68,8 +68,8 @@ var netCalls = []uintptr{
 	unix.SYS_EPOLL_PWAIT, unix.SYS_EPOLL_CTL, unix.SYS_PPOLL,
 }
 
-// runtimeCalls are those of Go's runtime (runtime/sys_linux_*.s, internal/runtime/syscall,
-// internal/runtime/cgroup) and of os.Process.
+// runtimeCalls are the system calls of Go's runtime (runtime/sys_linux_*.s, internal/runtime/syscall, internal/runtime/cgroup) and of
+// os.Process.
 var runtimeCalls = []uintptr{
 	unix.SYS_FUTEX, unix.SYS_MUNMAP, unix.SYS_MADVISE, unix.SYS_MINCORE, unix.SYS_BRK,
 	unix.SYS_RT_SIGACTION, unix.SYS_RT_SIGPROCMASK, unix.SYS_RT_SIGRETURN, unix.SYS_SIGALTSTACK, unix.SYS_RESTART_SYSCALL,
@@ -80,7 +80,7 @@ var runtimeCalls = []uintptr{
 	unix.SYS_WAITID, unix.SYS_WAIT4, unix.SYS_PIDFD_SEND_SIGNAL, unix.SYS_GETRUSAGE, unix.SYS_EXIT, unix.SYS_EXIT_GROUP,
 }
 
-// deadly are the calls that end the process.
+// deadly are the system calls that end the process.
 var deadly = []uintptr{
 	unix.SYS_EXECVE, unix.SYS_EXECVEAT, unix.SYS_PTRACE, unix.SYS_PROCESS_VM_READV, unix.SYS_PROCESS_VM_WRITEV,
 	unix.SYS_PIDFD_GETFD, unix.SYS_BPF, unix.SYS_PERF_EVENT_OPEN, unix.SYS_USERFAULTFD,
@@ -98,14 +98,14 @@ const (
 	dataArguments = 16
 )
 
-// filter is the program for a process, in classic BPF.
+// filter returns the filter of the process with the number own, in classic BPF.
 func (s Gateway) filter(own int) []unix.SockFilter {
 	p := []unix.SockFilter{
 		load(dataArch),
 		jump(unix.BPF_JEQ, auditArch, 1, 0),
 		verdict(unix.SECCOMP_RET_KILL_PROCESS),
 		load(dataNumber),
-		// On amd64 those of the x32 ABI are from here on.
+		// On amd64 the numbers of the x32 ABI begin here.
 		jump(unix.BPF_JGE, 0x40000000, 0, 1),
 		verdict(unix.SECCOMP_RET_KILL_PROCESS),
 	}
@@ -117,12 +117,12 @@ func (s Gateway) filter(own int) []unix.SockFilter {
 	for _, number := range slices.Concat(deadly, archDeadly) {
 		p = append(p, jump(unix.BPF_JEQ, uint32(number), 0, 1), verdict(unix.SECCOMP_RET_KILL_PROCESS))
 	}
-	// A C library that starts a thread by clone3 falls back to clone.
+	// clone3(2) has its flags in memory; C libraries fall back to clone(2).
 	p = append(p, jump(unix.BPF_JEQ, unix.SYS_CLONE3, 0, 1), verdict(unix.SECCOMP_RET_ERRNO|uint32(unix.ENOSYS)))
 	return append(p, refused)
 }
 
-// block decides about a call that is known to be this one.
+// block checks the conditions of a call whose number has matched.
 func (c allowed) block() (p []unix.SockFilter) {
 	for _, i := range c.ifs {
 		p = append(p, load(uint32(dataArguments+8*i.argument)))
@@ -143,7 +143,7 @@ func load(offset uint32) unix.SockFilter {
 	return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: offset}
 }
 
-// jump goes so many instructions further if the comparison holds, and if it does not.
+// jump skips yes instructions if the comparison holds, and no instructions otherwise.
 func jump(comparison uint16, k uint32, yes, no uint8) unix.SockFilter {
 	return unix.SockFilter{Code: unix.BPF_JMP | comparison | unix.BPF_K, Jt: yes, Jf: no, K: k}
 }
