@@ -4,25 +4,25 @@ package gateway
 
 import "log/slog"
 
-// Reason is why something was counted.
+// Reason is what is counted.
 type Reason int
 
 // The reasons.
 const (
-	Malformed     Reason = iota // packets that are none, or of a protocol that is not joined
-	NotAllowed                  // to where the guest may not go
-	TooMany                     // connections, or no descriptor or port for another one
-	PartialSend                 // a socket took less than it was given
-	Retransmitted               // segments to the guest, again
-	OutOfOrder                  // segments of the guest that were dropped, as one before is missing
+	Malformed     Reason = iota // packets of the guest that are broken, or of another protocol
+	NotAllowed                  // packets to where the guest may not go
+	TooMany                     // connections and flows beyond a bound, or without a descriptor or port
+	PartialSend                 // calls of send(2) that accepted less than the window
+	Retransmitted               // segments to the guest
+	OutOfOrder                  // segments of the guest that were dropped because an earlier one is missing
 	Opened                      // connections
-	Refused                     // connections that the other end did not take
+	Refused                     // connections that the other end refused
 	Reset                       // connections that ended by RST or an error
-	Closed                      // connections that ended in order
-	TUNFull                     // packets that the guest's interface did not take
-	UrgentData                  // connections ended for it
-	Evicted                     // flows of UDP that others took the place of
-	Unsolicited                 // datagrams from where the guest did not send to, or not for long
+	Closed                      // connections that both ends closed by FIN
+	TUNFull                     // packets that the queue of the guest's interface had no space for
+	UrgentData                  // connections that were reset for urgent data of the guest
+	Evicted                     // flows of UDP that were replaced by others
+	Unsolicited                 // datagrams from where no flow leads to
 	reasons
 )
 
@@ -33,7 +33,7 @@ var reasonNames = [reasons]string{
 	Evicted: "evicted", Unsolicited: "unsolicited",
 }
 
-// Counts are how often each thing happened.
+// Counts returns the counts by Reason. It may be called while Run runs.
 func (g *Gateway) Counts() (c [reasons]uint64) {
 	for i := range c {
 		c[i] = g.counts[i].Load()
@@ -43,7 +43,7 @@ func (g *Gateway) Counts() (c [reasons]uint64) {
 
 func (g *Gateway) count(r Reason) { g.counts[r].Add(1) }
 
-// LogCounts logs what was counted, and is not 0.
+// LogCounts logs the counts that are not 0.
 func (g *Gateway) LogCounts(log *slog.Logger, event string) {
 	var counts []any
 	for reason, n := range g.Counts() {

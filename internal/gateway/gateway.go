@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package gateway joins a network namespace to the host's own sockets. It reads IP
-// packets from a TUN interface in the namespace (the guest), speaks TCP, UDP and ICMP
-// echo to it, and copies payload into and out of ordinary sockets. It needs no
-// privilege, and keeps no data: what a socket has not taken is not acknowledged to the
-// guest, and what the guest has not acknowledged stays in the socket.
+// Package gateway is a packet engine: TCP, UDP and ICMP echo between a TUN interface and ordinary sockets of the host. The network
+// stack behind the TUN interface is called the guest. The package needs no privilege, knows nothing of namespaces, and stores no
+// payload: data that the host's socket has not accepted are not acknowledged to the guest, and data that the guest has not
+// acknowledged stay in the host's socket.
+//
+// A reader may begin with loop.go, the event loop; tun.go, where packets of the guest arrive; tcp.go, the theory of operation of
+// TCP; and udp.go.
 package gateway
 
 import (
@@ -25,33 +27,31 @@ import (
 	"sockeye/room"
 )
 
-// Config is what a gateway joins.
+// Config describes what a gateway joins.
 type Config struct {
 	TUN int // of an interface with IFF_TUN, IFF_NO_PI and IFF_VNET_HDR; the gateway closes it
 	MTU int // of the TUN interface, bytes
 	// Guest4 and Guest6 are the addresses of the guest; the zero value for none.
 	Guest4, Guest6 netip.Addr
-	// Host4 and Host6 are from where the guest sees connections of the host itself come,
-	// which it could not answer otherwise: from loopback, or the guest's own addresses.
+	// Host4 and Host6 replace source addresses of the host that the guest could not answer: loopback, and the guest's own.
 	Host4, Host6 netip.Addr
 	Forwards     []Forward
-	// Diag is a socket of the guest's sock_diag, by which datagrams go inside no faster than
-	// they are read; 0: none. Where a forward is for later, there must be one, which listens
-	// to what is closed (SKNLGRP_INET_TCP_DESTROY and its like).
+	// Diag is a sock_diag socket of the guest's network namespace (sockdiag.OpenSocket), for pacing datagrams by the guest's
+	// receive buffers; 0: no pacing. A Forward with Later requires a socket that watches closed sockets.
 	Diag     int
 	Outbound Outbound
 	Kernel   room.Kernel
-	// Connections bounds those of TCP, whoever begins them. Default: 65536.
+	// Connections bounds the TCP connections, whichever end opens them. Default: 65536.
 	Connections int
-	// Outgoing bounds the TCP connections that the guest begins, and the sockets of UDP, each:
-	// they take ports of the host. One more connection is refused, one more socket takes the
-	// place of the oldest flow that has one to itself. Default: a quarter of the host's port range.
+	// Outgoing bounds the TCP connections that the guest opens, and separately the UDP sockets: each occupies a port of the host.
+	// A connection beyond the bound is refused; a socket beyond the bound evicts the oldest flow with a socket of its own.
+	// Default: a quarter of the host's port range.
 	Outgoing int
-	// Memory bounds what the host's sockets of the guest's connections hold to send together, in bytes; each may
-	// hold 64 KB even so. Default: a quarter of the low mark of net.ipv4.tcp_mem.
+	// Memory bounds the send buffers of the host's sockets together, in bytes; each may hold 64 KB in any case. Default: a
+	// quarter of the low mark of net.ipv4.tcp_mem.
 	Memory int
-	// Linger is how long Run goes on after its context has ended, for what programs of
-	// the guest sent before they ended. 0: not at all.
+	// Linger is how long Run continues after its context has ended, to deliver what programs of the guest sent before they
+	// exited. 0: not at all.
 	Linger time.Duration
 	Log    *slog.Logger
 }
@@ -61,57 +61,62 @@ type Forward struct {
 	FD       int   // listening for TCP, bound for UDP; not blocking; the gateway closes it
 	Protocol uint8 // unix.IPPROTO_TCP or IPPROTO_UDP
 	Port     uint16
-	// Later is where a socket of UDP is bound, at the first of them that is free, and one of
-	// TCP, which is bound, listens, once the guest does on all such ports. None: it does so
-	// already.
+	// Later delays the forward until the guest listens on the ports of all such forwards: then a UDP socket is bound to the first
+	// of these addresses that is free, and a TCP socket, bound already, listens. Empty: the socket is bound or listens already.
 	Later []netip.AddrPort
 }
 
-// Gateway is a gateway at work.
+// Gateway is a running gateway. All fields but the counts belong to the goroutine of Run.
 type Gateway struct {
 	config Config
 	log    *slog.Logger
 	epoll  int
 	wake   int // eventfd that ends the loop
-	clock  func() time.Time
-	now    time.Time
-	// yielded is when other goroutines could run last.
-	yielded   time.Time
-	seed      maphash.Seed // of sequence numbers
-	windShift uint8        // of the windows that the guest is told
 
-	handlers      []registered // by descriptor
-	registrations int32        // how many descriptors were registered so far
-	conns         map[flow]*conn
-	flows         udpFlows
-	outgoing      int // connections that the guest began and that have a socket
-	warned        [warnings]time.Time
-	maxFiles      uint64 // descriptors that the process may have
-	bound         boundSockets
-	inbox         *receiveBatch
-	partial       map[fragmentKey][]byte // of packets that came in fragments, so far
-	guestSockets  *guestSockets          // nil where no forward is for later
-	failed        error                  // what ends the gateway
-	ending        bool                   // the guest's program has ended
-	fragmentID    uint32                 // identification of the last datagram that was sent in fragments
-	echoes        map[flow]*echo
+	// Of the event loop.
+	clock         func() time.Time
+	now           time.Time // of this turn
+	yielded       time.Time // when other goroutines last had an occasion to run
 	timers        timerQueue
-	ackQueue      []*conn         // that have something to acknowledge
-	outputQueue   []*conn         // that have more to send than fit into their turn
-	outputTurn    []*conn         // those of the turn before
-	readBuffer    []byte          // of the guest, that were read in this turn
-	gso           gsoBatch        // of datagrams of these to send
-	flushQueue    []*conn         // that these are of
-	freeBatches   []*segmentBatch // not in use
-	writeBuffer   []byte          // for what is sent to the guest
-	backlog       int             // bytes that are kept of segments which sockets did not take whole
-	memory        sendMemory
-	openingTime   timeShare
-	counts        [reasons]atomic.Uint64
+	handlers      []registered // by descriptor
+	registrations int32        // number of descriptors registered so far
+	failed        error        // the error that Run returns
+	ending        bool         // the context of Run has ended
+
+	// Of packets.
+	readBuffer  []byte                 // packets of the guest that were read in this turn
+	writeBuffer []byte                 // for a packet to the guest
+	partial     map[fragmentKey][]byte // datagrams of the guest of which fragments are missing
+	fragmentID  uint32                 // identification of the last datagram to the guest that was fragmented
+
+	// Of TCP.
+	conns       map[flow]*conn
+	outgoing    int             // connections that the guest opened and that have a socket
+	seed        maphash.Seed    // of initial sequence numbers
+	windShift   uint8           // Rcv.Wind.Shift of every connection with window scaling
+	ackQueue    []*conn         // connections that acknowledge at the end of the turn
+	outputQueue []*conn         // connections with more to send than their budget of a turn
+	outputTurn  []*conn         // the output queue of the previous turn
+	flushQueue  []*conn         // connections that write to, or consume from, their socket when the TUN's packets are read
+	freeBatches []*segmentBatch // for reuse
+	backlog     int             // bytes of all backlogs
+	memory      sendMemory
+
+	// Of UDP and ICMP.
+	flows        udpFlows
+	bound        boundSockets
+	inbox        *receiveBatch
+	gso          gsoBatch      // datagrams of this turn that are not sent yet
+	guestSockets *guestSockets // nil: the guest's sockets are not known
+	openingTime  timeShare
+	echoes       map[flow]*echo
+
+	maxFiles uint64 // RLIMIT_NOFILE
+	warned   [warnings]time.Time
+	counts   [reasons]atomic.Uint64
 }
 
-// flow names a connection: the guest's end, and the other one. Of ICMP the port of
-// the guest is the identifier.
+// flow identifies a connection by the guest's end and the remote end. For ICMP the guest's port is the identifier of the echo.
 type flow struct{ guest, remote netip.AddrPort }
 
 const (
@@ -121,7 +126,7 @@ const (
 	tunBudget          = 64 // packets that are read in a turn: what comes together goes to a socket together
 )
 
-// New makes a gateway. It owns the descriptors of the configuration from here on.
+// New makes a gateway, which owns the descriptors of the configuration from the call on, and closes them if New fails.
 func New(c Config) (_ *Gateway, err error) {
 	g := &Gateway{
 		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), windShift: chooseWindShift(),
@@ -179,7 +184,7 @@ func New(c Config) (_ *Gateway, err error) {
 	return g, nil
 }
 
-// serve has what comes to a socket of the host go inside.
+// serve registers a socket of the host whose connections or datagrams go to the guest.
 func (g *Gateway) serve(f Forward) error {
 	var h handler = &listener{g: g, Forward: f}
 	if f.Protocol == unix.IPPROTO_UDP {
@@ -194,14 +199,13 @@ func (g *Gateway) serve(f Forward) error {
 }
 
 const (
-	// minWindShift and mostScale are the window scales that the guest gets: the smallest
-	// that a whole send buffer fits in, as its steps are what rounding costs. Bytes of
-	// windows: up to 64 KB shifted so far.
+	// minWindShift and maxWindShift bound Rcv.Wind.Shift: the smallest shift with which a whole send buffer can be advertised, as
+	// a larger one makes the rounding coarser.
 	minWindShift = 6
 	maxWindShift = 14 // RFC 7323, section 2.3
 )
 
-// chooseWindShift is by how much a send buffer may grow.
+// chooseWindShift is the window scale for the largest send buffer that the host allows (net.ipv4.tcp_wmem).
 func chooseWindShift() uint8 {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem")
 	if fields := strings.Fields(string(text)); err == nil && len(fields) == 3 {
@@ -212,8 +216,8 @@ func chooseWindShift() uint8 {
 	return minWindShift
 }
 
-// endConnections ends those of TCP, at both ends. A program that has ended leaves sockets inside, with what they
-// could not send; their network namespace and their memory would stay for minutes.
+// endConnections resets all TCP connections at the guest. A program that has exited leaves sockets with unsent data in the guest's
+// kernel, which would keep their memory and the network namespace for minutes.
 func (g *Gateway) endConnections() {
 	for _, c := range g.conns {
 		if c.fd < 0 {
@@ -221,7 +225,7 @@ func (g *Gateway) endConnections() {
 		}
 		c.resetGuest()
 		if !c.state.finReceived() {
-			c.resetHost() // what the guest sent was not all
+			c.resetHost() // the peer must not take the end for an orderly one
 		}
 		unix.Close(c.fd)
 		c.fd = -1

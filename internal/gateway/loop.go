@@ -13,12 +13,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// OwnProcess prepares a process that does little else than to run a gateway: the Go
-// runtime gets one processor, and has no reason to look for work for others, which
-// would take a fifth of the CPU time.
+// OwnProcess prepares a process that does little else than run a gateway. With one processor (GOMAXPROCS) the Go runtime does not
+// search work for others, which took a fifth of the CPU time.
 func OwnProcess() { runtime.GOMAXPROCS(1) }
 
-// Run joins until ctx ends or the guest's interface is gone, which is no error.
+// Run processes packets until ctx ends, or the guest's interface is gone, which is no error. It closes all descriptors.
 func (g *Gateway) Run(ctx context.Context) error {
 	defer g.close()
 	woken := make(chan struct{})
@@ -33,7 +32,7 @@ func (g *Gateway) Run(ctx context.Context) error {
 		}
 	}()
 	events := make([]unix.EpollEvent, 256)
-	var end time.Time // when it lingers
+	var end time.Time // of lingering; zero: ctx has not ended
 	for {
 		if ctx.Err() != nil && end.IsZero() {
 			g.ending, end = true, g.clock().Add(g.config.Linger)
@@ -51,10 +50,11 @@ func (g *Gateway) Run(ctx context.Context) error {
 	}
 }
 
-// errInterfaceGone is what poll returns when the guest's interface is gone.
+// errInterfaceGone is returned by poll when the guest's interface is gone.
 var errInterfaceGone = errors.New("the interface of the guest is gone")
 
-// poll waits for events, in milliseconds, and handles them. It returns how many there were.
+// poll runs one turn of the loop: it waits up to timeout milliseconds for events (-1: for any time), handles the events, and then
+// what was deferred to the end of the turn. It returns the number of events.
 func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error) {
 	n, err = g.wait(events, timeout)
 	if err != nil && !errors.Is(err, unix.EINTR) {
@@ -64,7 +64,7 @@ func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error)
 	for _, e := range events[:n] {
 		h := g.handlers[e.Fd]
 		if h.handler == nil || h.number != e.Pad {
-			continue // closed in this turn
+			continue // the descriptor was closed in this turn
 		}
 		if e.Fd == int32(g.config.TUN) && e.Events&(unix.EPOLLERR|unix.EPOLLHUP) != 0 && e.Events&unix.EPOLLIN == 0 {
 			return 0, errInterfaceGone
@@ -76,16 +76,15 @@ func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error)
 }
 
 const (
-	// shortWait is how long the loop waits with its processor of the Go runtime. To hand that
-	// over, as it is done for system calls that may block, has the runtime look around many
-	// times, which takes more CPU time than packets do.
+	// shortWait is how long the loop waits in raw system calls, which keep the processor of the Go runtime. Handing the processor
+	// over, as for a system call that may block, makes the runtime search for work again and again, at a higher cost than that of
+	// the packets.
 	shortWait = 48 * time.Millisecond
-	// yieldInterval is after what time the loop lets other goroutines run. The runtime sends a
-	// signal to who keeps a processor for 10 ms.
+	// yieldInterval is after which time other goroutines may run. The runtime signals a thread that keeps a processor for 10 ms.
 	yieldInterval = 8 * time.Millisecond
 )
 
-// wait is epoll_wait(2). It tells the time after it.
+// wait is epoll_wait(2), and sets the time of the turn.
 func (g *Gateway) wait(events []unix.EpollEvent, timeout int) (n int, err error) {
 	for short := 0; short < int(shortWait/time.Millisecond); short += int(yieldInterval / time.Millisecond) {
 		part := int(yieldInterval / time.Millisecond)
@@ -114,10 +113,10 @@ func (g *Gateway) wait(events []unix.EpollEvent, timeout int) (n int, err error)
 	return n, err
 }
 
-// lingerInterval is how often Run looks whether it has to linger any more.
+// lingerInterval is how often a lingering Run checks whether all connections are finished.
 const lingerInterval = 20 * time.Millisecond
 
-// timeout is for epoll_wait(2), in milliseconds.
+// timeout returns the timeout for epoll_wait(2), in milliseconds; -1: none.
 func (g *Gateway) timeout(end time.Time) int {
 	if len(g.outputQueue) > 0 {
 		return 0
@@ -138,8 +137,8 @@ func (g *Gateway) timeout(end time.Time) int {
 	return int(max(next.Sub(g.clock())+time.Millisecond-1, 0) / time.Millisecond)
 }
 
-// unfinished tells whether there is a connection that the guest has not ended. One that is not
-// established yet has nothing to deliver.
+// unfinished returns whether a connection exists whose FIN the guest has not sent. A connection that is still opening has nothing to
+// deliver.
 func (g *Gateway) unfinished() bool {
 	for _, c := range g.conns {
 		if c.fd >= 0 && !c.state.finReceived() && c.state != synPending {
@@ -149,7 +148,7 @@ func (g *Gateway) unfinished() bool {
 	return false
 }
 
-// turn does what has come together: acknowledgements, what is left to be sent, timers.
+// turn ends a turn of the loop: acknowledgements, output of connections that exceeded their budget, timers.
 func (g *Gateway) turn() {
 	for _, c := range g.ackQueue {
 		c.queued.ack = false
@@ -170,11 +169,11 @@ func (g *Gateway) turn() {
 	g.timers.run(g.now)
 }
 
-// handler takes the events of a descriptor.
+// handler handles the events of a descriptor.
 type handler interface{ event(events uint32) }
 
-// registered is the handler of a descriptor, with a number that its events bear: those of
-// one that was closed, and whose number another descriptor has got, are nobody's.
+// registered is the handler of a descriptor. Events carry the number of the registration: an event of a closed descriptor, whose
+// descriptor number is in use again, belongs to no handler.
 type registered struct {
 	handler
 	number int32
@@ -184,7 +183,7 @@ type wakeHandler struct{}
 
 func (wakeHandler) event(uint32) {}
 
-// register has events of a descriptor handled. EPOLLET is up to the caller.
+// register adds a descriptor to epoll(7). The caller chooses EPOLLET.
 func (g *Gateway) register(fd int, events uint32, h handler) error {
 	for fd >= len(g.handlers) {
 		g.handlers = append(g.handlers, registered{})
@@ -198,19 +197,19 @@ func (g *Gateway) register(fd int, events uint32, h handler) error {
 	return nil
 }
 
-// watch is epoll_ctl(2) for a descriptor that is registered.
+// watch is epoll_ctl(2) for a registered descriptor.
 func (g *Gateway) watch(operation, fd int, events uint32) error {
 	return unix.EpollCtl(g.epoll, operation, fd, &unix.EpollEvent{Events: events, Fd: int32(fd), Pad: g.handlers[fd].number})
 }
 
-// ignore has events of a descriptor handled no more.
+// ignore removes a descriptor from epoll(7).
 func (g *Gateway) ignore(fd int) {
 	g.handlers[fd] = registered{}
-	// That fails for a descriptor only that is not registered.
+	// epoll_ctl(2) fails only for a descriptor that is not registered.
 	_ = unix.EpollCtl(g.epoll, unix.EPOLL_CTL_DEL, fd, nil)
 }
 
-// closeFD closes a descriptor.
+// closeFD closes a descriptor and removes its handler.
 func (g *Gateway) closeFD(fd int) {
 	if fd < len(g.handlers) {
 		g.handlers[fd] = registered{}

@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// guestPackets handles the packets of the guest.
+// guestPackets handles the readable TUN descriptor.
 type guestPackets Gateway
 
 func (t *guestPackets) event(uint32) {
@@ -29,7 +29,7 @@ func (t *guestPackets) event(uint32) {
 	g.flushQueue = g.flushQueue[:0]
 }
 
-// input takes a packet of the guest, from its IP header on.
+// input processes a packet of the guest, from its IP header on.
 func (g *Gateway) input(p []byte) {
 	p, ok := g.reassemble(p)
 	if !ok {
@@ -54,7 +54,7 @@ func (g *Gateway) isGuest(a netip.Addr) bool {
 	return a.IsValid() && (a == g.config.Guest4 || a == g.config.Guest6)
 }
 
-// guestAddr is the guest's address of the family of another.
+// guestAddr is the guest's address of the family of remote.
 func (g *Gateway) guestAddr(remote netip.Addr) netip.Addr {
 	if remote.Is4() {
 		return g.config.Guest4
@@ -62,7 +62,7 @@ func (g *Gateway) guestAddr(remote netip.Addr) netip.Addr {
 	return g.config.Guest6
 }
 
-// remoteAddr is the address by which the guest knows a peer.
+// remoteAddr is the address by which the guest sees a peer: an alias for the host itself, and the address itself otherwise.
 func (g *Gateway) remoteAddr(peer netip.AddrPort) netip.AddrPort {
 	a := peer.Addr()
 	if !a.IsLoopback() && !g.isGuest(a) {
@@ -74,8 +74,7 @@ func (g *Gateway) remoteAddr(peer netip.AddrPort) netip.AddrPort {
 	return netip.AddrPortFrom(g.config.Host6, peer.Port())
 }
 
-// send gives a packet to the guest, with the header of the TUN. What the interface
-// does not take now is dropped, as a network does.
+// send writes a packet, with a struct virtio_net_hdr before it, to the TUN. If the interface's queue is full, the packet is dropped.
 func (g *Gateway) send(p []byte) {
 	if _, err := direct(unix.SYS_WRITE, g.config.TUN, p, 0); err != nil {
 		g.count(TUNFull)
