@@ -9,24 +9,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxPartial bounds how many packets may wait for the rest of them. One more has another one
-// be forgotten.
+// maxPartial bounds the datagrams of which fragments are missing. One more replaces another.
 const maxPartial = 64
 
-// fragmentKey names a packet that came in fragments (RFC 791, section 3.2; RFC 8200, section
-// 4.5).
+// fragmentKey identifies the fragments of a datagram (RFC 791, section 3.2; RFC 8200, section 4.5).
 type fragmentKey struct {
 	from, to netip.Addr
 	protocol uint8
 	id       uint32
 }
 
-// fragmentHeader is that of IPv6, in bytes.
+// fragmentHeader is the length of the IPv6 fragment header, in bytes.
 const fragmentHeader = 8
 
-// reassemble puts the packets together that the guest sends in fragments. Its kernel sends these
-// in order, and all at once; others are dropped. It is false while there is no whole one. A
-// packet that is no fragment, or none at all, is returned as it is.
+// reassemble returns a packet of the guest that is no fragment as it is, and the whole packet with its last fragment; it returns
+// false while fragments are missing. The guest's kernel sends fragments in order, without others between; others are dropped.
 func (g *Gateway) reassemble(p []byte) ([]byte, bool) {
 	var key fragmentKey
 	var data []byte
@@ -96,7 +93,7 @@ func (g *Gateway) reassemble(p []byte) ([]byte, bool) {
 	return b, true
 }
 
-// fragment sends a transport's bytes in pieces that fit the guest's interface.
+// fragment sends a transport payload in fragments that fit the MTU of the guest's interface.
 func (g *Gateway) fragment(f flow, protocol uint8, transport []byte) {
 	g.fragmentID++
 	b := make([]byte, vnetHeader+g.config.MTU)

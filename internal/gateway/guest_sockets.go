@@ -16,24 +16,23 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// guestSockets asks the guest's kernel for its sockets. It has the host's listen while the guest
-// does: from when it listens on all ports of forwards that are for later, until one of its
-// sockets there is closed.
+// guestSockets reads the guest's sockets by sock_diag(7). The forwards with Later listen on the host while the guest listens: from
+// when the guest has a socket on each of their ports, until the guest closes one of these.
 type guestSockets struct {
 	g            *Gateway
-	dump         int // the question that is being answered, of questions
+	dump         int // index of the request in dumps that is being answered
 	found        map[port]bool
-	waiting      bool // for an answer
-	stale        bool // something was closed meanwhile
+	waiting      bool // for the answer
+	stale        bool // a socket was closed since the first of the dumps
 	listening    bool
 	ended        bool
-	endReason    string       // it has ended, until that is said
-	bound        map[int]bool // of UDP, by descriptor
-	bindDeadline time.Time    // when a port must be free
+	endReason    string       // why the forwards were closed, until that is logged
+	bound        map[int]bool // forwards that listen, by descriptor
+	bindDeadline time.Time    // until when a port of the host may be in use
 	timer        timer
 	buffer       []byte // for answers
 	request      [sockdiag.RequestSize]byte
-	reply        receiveMemory // what was answered last of one socket
+	reply        receiveMemory // the last answer to memoryFor
 }
 
 type port struct {
@@ -53,16 +52,13 @@ func dumpOf(family, protocol uint8, state sockdiag.State) sockdiag.Request {
 	}
 }
 
-// dumpInterval is how often the guest is asked until it listens. The kernel tells of
-// sockets that are closed, not of those that are opened.
+// dumpInterval is the time between dumps until the guest listens. The kernel notifies of closed sockets, not of new ones.
 const dumpInterval = 50 * time.Millisecond
 
-// bindPatience is how long a port may be taken when the guest listens: the member before may
-// not be gone.
+// bindPatience is how long a port may be in use when the guest listens: the previous member may not have exited yet.
 const bindPatience = 10 * time.Second
 
-// exitPatience is how long a program may take to end when it has closed a socket, which is no
-// reason for a warning then.
+// exitPatience is how long a program may take to exit after closing a socket, without a warning.
 const exitPatience = 2 * time.Second
 
 func newGuestSockets(g *Gateway) *guestSockets {
@@ -75,11 +71,11 @@ func newGuestSockets(g *Gateway) *guestSockets {
 	return p
 }
 
-// expired begins to ask, or says why it does no more.
+// expired starts the dumps, or logs why there are none any more.
 func (p *guestSockets) expired() {
 	if p.endReason != "" {
 		level := slog.LevelWarn
-		if p.g.ending { // as every program does that ends
+		if p.g.ending { // every program that exits closes its sockets
 			level = slog.LevelInfo
 		}
 		p.g.log.Log(context.Background(), level, "nothing more goes inside", "reason", p.endReason)
@@ -158,7 +154,7 @@ func (p *guestSockets) isWanted(number uint16) bool {
 	return slices.ContainsFunc(p.g.config.Forwards, func(f Forward) bool { return len(f.Later) > 0 && f.Port == number })
 }
 
-// receiveMemory is the receive buffer of a socket, in bytes as the kernel counts them.
+// receiveMemory is the receive buffer of a socket, in bytes of kernel memory.
 type receiveMemory struct {
 	allocated, limit int
 	known            bool
@@ -199,7 +195,7 @@ func (p *guestSockets) dumpFailed(m *sockdiag.Message) {
 	p.retry()
 }
 
-// socketClosed looks again, as a socket of a port was closed.
+// socketClosed starts the dumps again, because a socket on one of the ports was closed.
 func (p *guestSockets) socketClosed() {
 	if p.listening && !p.ended {
 		if p.stale = p.waiting; !p.waiting {
@@ -208,7 +204,7 @@ func (p *guestSockets) socketClosed() {
 	}
 }
 
-// dumpDone is called when a question is answered.
+// dumpDone processes the end of a dump: the next one follows, or the result of all is known.
 func (p *guestSockets) dumpDone() {
 	if !p.waiting {
 		return
@@ -234,8 +230,7 @@ func (p *guestSockets) dumpDone() {
 	}
 }
 
-// beginListening has the host's sockets listen, those of UDP first: one of TCP that listens says that
-// all do.
+// beginListening makes the host's sockets listen, those of UDP first: a peer takes a TCP socket that listens as a sign that all do.
 func (p *guestSockets) beginListening() {
 	if p.bindDeadline.IsZero() {
 		p.bindDeadline = p.g.now.Add(bindPatience)
@@ -274,7 +269,7 @@ func (p *guestSockets) listen(f Forward) (at netip.AddrPort, err error) {
 	return at, err
 }
 
-// isBound tells whether a socket has a port already.
+// isBound returns whether a socket has a port.
 func isBound(fd int) bool {
 	name, err := unix.Getsockname(fd)
 	if err != nil {
@@ -284,14 +279,13 @@ func isBound(fd int) bool {
 	return ok && at.Port() != 0
 }
 
-// fail ends the gateway.
+// fail makes Run return an error.
 func (p *guestSockets) fail(err error) {
 	p.ended = true
 	p.g.failed = err
 }
 
-// stopListening closes the host's sockets, for good: what is to come goes to no program that does
-// not listen to all of it.
+// stopListening closes the host's sockets for good: a program that does not listen on all ports gets nothing.
 func (p *guestSockets) stopListening(why string) {
 	p.ended, p.endReason = true, why
 	p.g.timers.set(&p.timer, p.g.now.Add(exitPatience))

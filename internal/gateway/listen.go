@@ -13,9 +13,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ListenError tells which port of the host could not be had.
+// ListenError is the failure to open a port of the host.
 type ListenError struct {
-	At       netip.AddrPort // the zero address: all
+	At       netip.AddrPort // the zero address: all addresses
 	Protocol uint8
 	Err      error
 }
@@ -30,8 +30,7 @@ func (e *ListenError) Error() string {
 
 func (e *ListenError) Unwrap() error { return e.Err }
 
-// Listen opens the host's sockets of what is forwarded, a socket a port. If one fails, with
-// a ListenError, none stays open.
+// Listen opens the host's sockets for published ports, one per port. If one fails, with a ListenError, none stays open.
 func Listen(specs []ForwardSpec) (list []Forward, err error) {
 	defer func() {
 		if err != nil {
@@ -54,8 +53,7 @@ func Listen(specs []ForwardSpec) (list []Forward, err error) {
 	return list, nil
 }
 
-// listen opens one. Without an address it is for all of the host, of both families where the
-// kernel has both.
+// listen opens one socket. Without an address the socket is bound to all addresses, of both families if the kernel has both.
 func listen(at netip.AddrPort, protocol uint8) (fd int, err error) {
 	s := hostSocket{family: domain(at.Addr()), protocol: protocol}
 	everywhere := !at.Addr().IsValid()
@@ -81,18 +79,17 @@ func listen(at netip.AddrPort, protocol uint8) (fd int, err error) {
 	return fd, nil
 }
 
-// MemberSocket is what a member of a service listens on, in whose place the gateway does.
+// MemberSocket is a listener of a service, which the gateway opens in place of the member inside.
 type MemberSocket struct {
 	Protocol uint8          // unix.IPPROTO_TCP or IPPROTO_UDP
-	Address  netip.AddrPort // the service's; inside, the program listens on its port
+	Address  netip.AddrPort // the service's listener; the program inside listens on its port
 	V6Only   bool
-	// First and Last are the ports of the host to choose from, mostly one.
+	// First and Last are the ports of the host to choose from, often one.
 	First, Last uint16
 }
 
-// ListenAsMember opens the sockets of a member, which listen later: when the program inside
-// does. Of a range of ports it prefers the one at a place, which is the slot. If one fails,
-// with a ListenError, none stays open.
+// ListenAsMember opens the sockets of a member, which listen when the program inside does. Of a range of ports the one at index
+// place, the slot, is preferred. If one fails, with a ListenError, none stays open.
 func ListenAsMember(sockets []MemberSocket, place int) (list []Forward, err error) {
 	defer func() {
 		if err != nil {
@@ -113,7 +110,7 @@ func ListenAsMember(sockets []MemberSocket, place int) (list []Forward, err erro
 }
 
 func (s *MemberSocket) open(place int) (f Forward, err error) {
-	// Members that choose of several ports share none.
+	// Members that choose from a range of ports must not share one.
 	fd, err := hostSocket{domain(s.Address.Addr()), s.Protocol, s.First == s.Last, s.V6Only}.open()
 	if err != nil {
 		return f, &ListenError{netip.AddrPortFrom(s.Address.Addr(), s.First), s.Protocol, err}
@@ -135,8 +132,7 @@ func (s *MemberSocket) open(place int) (f Forward, err error) {
 	return f, nil
 }
 
-// privileged tells whether only root may have a port. The gateway could not bind to it
-// later.
+// privileged returns whether a port needs CAP_NET_BIND_SERVICE, which the gateway does not have later.
 func privileged(port uint16) bool {
 	first := 1024
 	if text, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start"); err == nil {
@@ -147,8 +143,7 @@ func privileged(port uint16) bool {
 	return int(port) < first
 }
 
-// bindFirst binds a socket to the first address that is free, which it returns, or to
-// none: then it is the last one.
+// bindFirst binds a socket to the first address that is free, and returns that address, or the last one with its error.
 func bindFirst(fd int, list []netip.AddrPort) (at netip.AddrPort, err error) {
 	for _, at = range list {
 		if err = unix.Bind(fd, sockaddr(at)); !errors.Is(err, unix.EADDRINUSE) {
@@ -158,15 +153,15 @@ func bindFirst(fd int, list []netip.AddrPort) (at netip.AddrPort, err error) {
 	return at, err
 }
 
-// hostSocket is a socket of the host that is to be bound for the guest.
+// hostSocket describes a socket of the host that is to be bound for the guest.
 type hostSocket struct {
 	family    int
 	protocol  uint8 // unix.IPPROTO_TCP or IPPROTO_UDP
 	reusePort bool
-	v6Only    bool // of IPv6: not for IPv4 as well
+	v6Only    bool // IPV6_V6ONLY
 }
 
-// open opens it. It does not wait, and no program inherits it.
+// open opens the socket. It does not block, and is closed by execve(2).
 func (s hostSocket) open() (fd int, err error) {
 	kind := unix.SOCK_STREAM
 	if s.protocol == unix.IPPROTO_UDP {

@@ -12,36 +12,35 @@ import (
 )
 
 const (
-	// udpIdle is how long a flow of datagrams is remembered (RFC 4787, REQ-5: at least
-	// two minutes; it lets well-known ports have less).
+	// udpIdle is after which idle time a flow is forgotten (RFC 4787, REQ-5: at least two minutes, except for well-known ports).
 	udpIdle = 3 * time.Minute
-	// dnsIdle is for questions to name servers, each of which is a flow.
+	// dnsIdle is the same for queries to name servers, each of which is a flow.
 	dnsIdle   = 20 * time.Second
-	udpBudget = 64 // datagrams that are read in a turn
+	udpBudget = 64 // datagrams that are read from a socket in a turn
 )
 
-// udpFlow is datagrams between a port of the guest and another place, which the guest began to send.
+// udpFlow is the datagrams between a port of the guest and a destination that the guest sent to first.
 type udpFlow struct {
 	g         *Gateway
 	addresses flow
 	fd        int
 	hops      hopLimit // of a socket of its own
-	// shared is the socket, if the flow has none of its own, and name the destination, as struct sockaddr.
+	// shared is the socket that the flow shares with others; nil: it has one of its own. destination is a struct sockaddr for a
+	// shared socket.
 	shared      *sharedSocket
 	destination []byte
-	noGSO       bool // its datagrams cannot be sent at once
+	noGSO       bool // UDP_SEGMENT fails for the flow's datagrams
 	lastUsed    time.Time
 	timer       timer
-	// The place among the flows of its class.
+	// Links of the flow in flowLRU.
 	class        class
 	older, newer *udpFlow
 }
 
-// udpArrives takes a datagram of the guest.
+// udpArrives processes a datagram of the guest.
 func (g *Gateway) udpArrives(s *segment) {
 	if b, k := g.bound.forReply(s, g.now); b != nil {
-		// Where the guest may go nowhere by itself, only what comes from the peer keeps it
-		// known: its address may be a forged one.
+		// If the guest may not send there by itself, only datagrams of the peer refresh the peer: its address may be forged.
 		if g.now.Sub(k.lastSeen) > udpIdle/2 && g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
 			k.lastSeen = g.now
 		}
@@ -101,7 +100,7 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 	return u
 }
 
-// connectFlow gives a flow a socket of its own.
+// connectFlow opens a connected socket for a flow.
 func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *segment) bool {
 	g.makeRoomForFlow(u.class)
 	fd, err := g.openSocket(to.Addr(), unix.SOCK_DGRAM, 0)
@@ -112,7 +111,7 @@ func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *segment) bool {
 	if err := connectTold(fd, to); err != nil {
 		unix.Close(fd)
 		if errors.Is(err, unix.EAGAIN) {
-			g.count(TooMany) // the host has no port
+			g.count(TooMany) // the host has no free port
 		}
 		g.refuseDatagram(s, err)
 		return false
@@ -133,7 +132,7 @@ func (u *udpFlow) idle() time.Duration {
 	return udpIdle
 }
 
-// connectTold connects a socket that is told all that the network says of its datagrams.
+// connectTold connects a socket whose error queue gets the ICMP errors of the socket's datagrams.
 func connectTold(fd int, to netip.AddrPort) error {
 	if err := askErrors(fd, to.Addr()); err != nil {
 		return err
@@ -141,7 +140,7 @@ func connectTold(fd int, to netip.AddrPort) error {
 	return unix.Connect(fd, sockaddr(to))
 }
 
-// askErrors has a socket, which sends to addresses of a family, be told all that the network says of its datagrams.
+// askErrors enables the error queue of a socket that sends to addresses of one family (IP_RECVERR, IPV6_RECVERR).
 func askErrors(fd int, to netip.Addr) error {
 	level, option := unix.IPPROTO_IP, unix.IP_RECVERR
 	if to.Is6() {
@@ -150,11 +149,11 @@ func askErrors(fd int, to netip.Addr) error {
 	return unix.SetsockoptInt(fd, level, option, 1)
 }
 
-// hopLimit is what a socket's datagrams have, if not the host's default.
+// hopLimit is the TTL or hop limit that was set on a socket; 0: the host's default.
 type hopLimit uint8
 
-// set has a socket send with the guest's hop limit, as traceroute(8) sets it. The guest's
-// default is the host's.
+// set sets the hop limit of the guest's datagram on the socket, as traceroute(8) needs. The guest's default becomes the host's
+// default.
 func (h *hopLimit) set(fd int, s *segment) {
 	limit := s.hops()
 	if limit == hops {
@@ -172,10 +171,10 @@ func (h *hopLimit) set(fd int, s *segment) {
 	if family, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DOMAIN); err == nil && family == unix.AF_INET6 {
 		level, option = unix.IPPROTO_IPV6, unix.IPV6_UNICAST_HOPS
 	}
-	_ = unix.SetsockoptInt(fd, level, option, value) // what is left is the datagram with another one
+	_ = unix.SetsockoptInt(fd, level, option, value) // an error leaves the datagram with another hop limit
 }
 
-// hops is the TTL, or hop limit.
+// hops returns the TTL or hop limit.
 func (s *segment) hops() uint8 {
 	if s.network[0]>>4 == 4 {
 		return s.network[8]
@@ -183,8 +182,7 @@ func (s *segment) hops() uint8 {
 	return s.network[7]
 }
 
-// refuseDatagram tells the guest why a socket without connections did not take a
-// datagram.
+// refuseDatagram answers a datagram that the host's socket did not send with the ICMP error for the socket's errno.
 func (g *Gateway) refuseDatagram(s *segment, err error) {
 	if why, ok := failureOf(err); ok {
 		g.unreachable(s, why)
@@ -211,8 +209,7 @@ func (u *udpFlow) event(events uint32) {
 	}
 }
 
-// passErrors passes on what the network told of datagrams that were sent. It is false if it
-// told nothing.
+// passErrors forwards the ICMP errors of the flow's socket to the guest. It returns false if there were none.
 func (u *udpFlow) passErrors() bool {
 	if u.shared != nil {
 		return u.shared.passErrors()
@@ -228,7 +225,7 @@ func (u *udpFlow) expired() {
 	u.end()
 }
 
-// end forgets a flow.
+// end removes the flow, and closes the socket that no other flow uses.
 func (u *udpFlow) end() {
 	u.g.flows.remove(u)
 	if u.shared != nil {
@@ -238,11 +235,11 @@ func (u *udpFlow) end() {
 	u.g.closeFD(u.fd)
 }
 
-// headroom is what a datagram's buffer has before it: the headers of IPv6 are the longest.
+// headroom is the space in a buffer before a datagram's payload, for the longest headers, those of IPv6.
 const headroom = vnetHeader + ipv6Header + udpHeader
 
-// deliver gives the guest a datagram, which stands in a buffer behind the headroom. What
-// exceeds the MTU of the guest's interface is sent in fragments.
+// deliver sends the guest a datagram whose payload is behind the headroom in buffer. A packet larger than the MTU of the guest's
+// interface is fragmented.
 func (g *Gateway) deliver(buffer []byte, f flow, payload int) {
 	ip := ipv6Header
 	if f.guest.Addr().Is4() {
@@ -250,7 +247,7 @@ func (g *Gateway) deliver(buffer []byte, f flow, payload int) {
 	}
 	length := udpHeader + payload
 	if ip == ipv4Header && ip+length > maxPacket-1 {
-		return // from a name server with IPv6
+		return // too large for IPv4: the datagram came by IPv6 from a name server that has an IPv4 alias
 	}
 	p := buffer[ipv6Header-ip : headroom+payload]
 	clear(p[:vnetHeader+ip+udpHeader])

@@ -15,22 +15,21 @@ type boundSocket struct {
 	g *Gateway
 	Forward
 	v6    bool
-	peers map[netip.AddrPort]*boundPeer // as the guest knows them
+	peers map[netip.AddrPort]*boundPeer // by the address that the guest sees
 	timer timer
 	pacer pacer
 }
 
-// boundPeer is a peer of a bound socket.
+// boundPeer is a peer that sent to a bound socket, and may be answered.
 type boundPeer struct {
 	lastSeen time.Time
 	destination
 }
 
-// boundSockets are those by the guest's port.
+// boundSockets are the bound sockets by the guest's port.
 type boundSockets map[uint16][]*boundSocket
 
-// maxPeers bounds how many peers of a socket may be answered. Anybody can pretend to be
-// many: one more has another one be forgotten, and comes through.
+// maxPeers bounds the peers of a socket. Since source addresses can be forged, a peer beyond the bound replaces another one.
 const maxPeers = 1 << 16
 
 func newBound(g *Gateway, f Forward) (*boundSocket, error) {
@@ -48,8 +47,7 @@ func newBound(g *Gateway, f Forward) (*boundSocket, error) {
 	return b, unix.SetsockoptInt(f.FD, level, option, 1)
 }
 
-// forReply is the socket by which a peer sent to the guest, of several the last one, if a
-// datagram of the guest goes there.
+// forReply returns the socket that the destination of the guest's datagram sent to last; nil if the destination is no peer.
 func (all boundSockets) forReply(s *segment, now time.Time) (by *boundSocket, to *boundPeer) {
 	for _, b := range all[s.from.Port()] {
 		if k := b.peers[s.to]; k != nil && now.Sub(k.lastSeen) < udpIdle && (to == nil || k.lastSeen.After(to.lastSeen)) {
@@ -59,7 +57,7 @@ func (all boundSockets) forReply(s *segment, now time.Time) (by *boundSocket, to
 	return by, to
 }
 
-// forSource is the socket for what the guest sends by itself from a port that leads to it.
+// forSource returns the socket bound for the source port of a datagram that is no reply; nil: the datagram opens a flow.
 func (all boundSockets) forSource(s *segment, to netip.AddrPort) *boundSocket {
 	for _, b := range all[s.from.Port()] {
 		if to == s.to && (b.v6 && !b.v6Only() || b.v6 == to.Addr().Is6()) {
@@ -77,7 +75,7 @@ func (b *boundSocket) v6Only() bool {
 func (b *boundSocket) send(s *segment, k *boundPeer) {
 	err := k.send(b.FD, s.payload)
 	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EADDRNOTAVAIL) || errors.Is(err, unix.ENETUNREACH) {
-		k.control = k.control[:0] // the address was a broadcast's, or is gone
+		k.control = k.control[:0] // the local address was a broadcast address, or was removed
 		err = k.send(b.FD, s.payload)
 	}
 	if err != nil {
@@ -103,7 +101,7 @@ func (b *boundSocket) event(uint32) {
 			if !peer.IsValid() || !guest.IsValid() {
 				continue
 			}
-			// The sender's address may be a forged one, and whom the guest answers.
+			// The source address may be forged, and the guest would answer to it.
 			if o := &b.g.config.Outbound; o.named(remote) && !o.Allowed(unix.IPPROTO_UDP, remote) {
 				b.g.count(NotAllowed)
 				continue
@@ -119,8 +117,8 @@ func (b *boundSocket) event(uint32) {
 	}
 }
 
-// remember remembers a peer: its name for the socket, and the control message that has a
-// datagram sent from where it sent to.
+// remember adds or refreshes a peer, with the address and the control message for a reply from the local address that the peer
+// sent to.
 func (b *boundSocket) remember(remote netip.AddrPort, name, control []byte) *boundPeer {
 	k := b.peers[remote]
 	if k == nil {
@@ -141,7 +139,7 @@ func (b *boundSocket) remember(remote netip.AddrPort, name, control []byte) *bou
 	return k
 }
 
-// expired forgets peers that have been quiet.
+// expired removes idle peers.
 func (b *boundSocket) expired() {
 	for peer, k := range b.peers {
 		if b.g.now.Sub(k.lastSeen) >= udpIdle {

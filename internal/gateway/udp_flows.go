@@ -13,27 +13,26 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Each UDP flow that the guest begins takes a port of the host, unless it shares a socket, and so does each TCP connection.
+// Each UDP flow that the guest opens occupies a port of the host, unless the flow shares a socket, and so does each TCP
+// connection.
 const (
-	// portShare is the part of the host's port range that one guest may take for UDP, and
-	// the same again for TCP, whose ports are others.
+	// portShare is the part (one in so many) of the host's port range that a guest may occupy with UDP, and the same again with
+	// TCP, which has its own ports.
 	portShare = 4
-	// aliasShare is the part of its flows that may lead to name servers: each question is
-	// a flow.
+	// aliasShare is the part of the flows that may lead to name servers, as each query is a flow.
 	aliasShare = 4
-	// sharedShare is the part of a guest's ports for UDP that sockets which flows share may take.
+	// sharedShare is the part of a guest's UDP ports that shared sockets may occupy.
 	sharedShare = 4
-	// maxSharing bounds the flows that share sockets, which take neither ports nor descriptors, but 513 bytes of memory
-	// each (measured on amd64): 34 MB.
+	// maxSharing bounds the flows on shared sockets. These need no port and no descriptor, but 513 bytes of memory each (measured
+	// on amd64): 34 MB.
 	maxSharing = 1 << 16
-	// defaultPorts is how many the range has by default (ip_local_port_range, 32768 to 60999).
+	// defaultPorts is the size of the kernel's default port range (ip_local_port_range, 32768 to 60999).
 	defaultPorts = 28232
-	// warnEvery bounds how often the log tells of a bound that is reached.
+	// warnEvery is the shortest time between two warnings of a kind.
 	warnEvery = time.Minute
 )
 
-// defaultOutgoing is how many ports a guest may take: a share of the range that the host's
-// network namespace chooses from.
+// defaultOutgoing is how many ports a guest may occupy: a share of the port range of the host's network namespace.
 func defaultOutgoing() int {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
 	if fields := strings.Fields(string(text)); err == nil && len(fields) == 2 {
@@ -46,17 +45,17 @@ func defaultOutgoing() int {
 	return defaultPorts / portShare
 }
 
-// timeShare bounds the time that the gateway spends on opening flows: a guest that sends to ever other places would
-// have its own connections and questions to name servers wait behind them, or be lost with them.
+// timeShare bounds the time that the gateway spends on opening flows. Otherwise a guest that sends to ever new destinations would
+// delay its own connections and DNS queries.
 type timeShare struct {
 	remaining time.Duration
 	at        time.Time
 }
 
 const (
-	// openingPercent is in percent of all time.
+	// openingPercent is the share of all time, in percent.
 	openingPercent = 60
-	// openingBurst is what may be spent at once.
+	// openingBurst is how much time may be spent at once.
 	openingBurst = 50 * time.Millisecond
 )
 
@@ -71,21 +70,21 @@ func (o *timeShare) allows(now time.Time) bool {
 
 func (o *timeShare) spend(d time.Duration) { o.remaining -= d }
 
-// class is what kind of flow it is: which one is evicted first depends on it.
+// class is the kind of a flow, on which the order of eviction depends.
 type class uint8
 
 const (
 	// naming: to the alias of a name server.
 	naming class = iota
-	// passing: to another port of name servers, or one datagram was sent and none came.
+	// passing: to port 53 elsewhere, or the guest sent one datagram and got none.
 	passing
-	// lasting: all others.
+	// lasting: all other flows.
 	lasting
 	classes
 )
 
-// patience is how long a flow of a class that is idle is worth more than new ones. A
-// flood of questions, or a scan, so evicts its own flows before one that has been used for long.
+// patience is how long an idle flow of the class is preferred to a new one. A flood of queries, or a scan, thereby evicts its own
+// flows before one that is in regular use.
 func (c class) patience() time.Duration {
 	if c == lasting {
 		return udpIdle
@@ -93,16 +92,16 @@ func (c class) patience() time.Duration {
 	return dnsIdle
 }
 
-// udpFlows are those of UDP that the guest began: by name, and by when they were used last.
+// udpFlows are the flows that the guest opened, by address and by last use.
 type udpFlows struct {
 	all     map[flow]*udpFlow
-	own     flowLRU // those with a socket of their own
-	sharing flowLRU // those that share one
+	own     flowLRU // flows with a socket of their own
+	sharing flowLRU // flows on shared sockets
 	sources map[netip.AddrPort]*source
-	sockets int // that flows share
+	sockets int // number of shared sockets
 }
 
-// flowLRU is flows by when they were used last, those of each class by themselves.
+// flowLRU has a list of flows per class, in the order of their last use.
 type flowLRU struct {
 	class [classes]struct {
 		oldest, newest *udpFlow
@@ -111,7 +110,7 @@ type flowLRU struct {
 	n int
 }
 
-// order is the one that a flow is in.
+// order returns the lists that a flow is in.
 func (l *udpFlows) order(u *udpFlow) *flowLRU {
 	if u.shared != nil {
 		return &l.sharing
@@ -119,7 +118,7 @@ func (l *udpFlows) order(u *udpFlow) *flowLRU {
 	return &l.own
 }
 
-// link has a flow be the one of its class that was used last.
+// link adds a flow as the last used of its class.
 func (all *flowLRU) link(u *udpFlow) {
 	o := &all.class[u.class]
 	u.older, u.newer = o.newest, nil
@@ -150,7 +149,7 @@ func (all *flowLRU) unlink(u *udpFlow) {
 	all.n--
 }
 
-// used notes that a flow is in use, and whether it has shown to last.
+// used marks a flow as used now. With lasts it becomes a flow of the class lasting.
 func (l *udpFlows) used(u *udpFlow, now time.Time, lasts bool) {
 	u.lastUsed = now
 	to := u.class
@@ -178,7 +177,7 @@ func (l *udpFlows) remove(u *udpFlow) {
 	l.countOwn(u, -1)
 }
 
-// countOwn counts a flow among those of its source that have sockets of their own, if it is one.
+// countOwn adds n to the number of the source's flows with own sockets, if the flow is one of these.
 func (l *udpFlows) countOwn(u *udpFlow, n int) {
 	if u.shared != nil || !u.sharable() {
 		return
@@ -187,8 +186,8 @@ func (l *udpFlows) countOwn(u *udpFlow, n int) {
 	l.tidy(u.addresses.guest)
 }
 
-// first is the flow whose patience ends first; nil if there are none. Questions to name servers are bounded by
-// themselves (aliasShare): no other flow takes the place of one that waits for its answer, while there are others.
+// first returns the flow whose patience ends first; nil if there are none. Queries to name servers have a bound of their own
+// (aliasShare): no other flow evicts a query while there are other flows.
 func (all *flowLRU) first() (first *udpFlow) {
 	var end time.Time
 	for c := passing; c < classes; c++ {
@@ -206,7 +205,7 @@ func (all *flowLRU) first() (first *udpFlow) {
 	return first
 }
 
-// makeRoomForFlow evicts the flows in whose place one of a class comes, which has a socket of its own.
+// makeRoomForFlow evicts flows to make room for one of a class with a socket of its own.
 func (g *Gateway) makeRoomForFlow(c class) {
 	names := &g.flows.own.class[naming]
 	if most := max(g.config.Outgoing/aliasShare, 1); c == naming && names.n >= most {
@@ -215,15 +214,15 @@ func (g *Gateway) makeRoomForFlow(c class) {
 	g.makeRoomForSocket()
 }
 
-// makeRoomForSocket evicts the flow in whose place a socket comes. There is one: of the ports, most are left to flows
-// with sockets of their own.
+// makeRoomForSocket evicts a flow with an own socket if no further socket is allowed. There is such a flow, because shared
+// sockets may occupy only a part of the ports.
 func (g *Gateway) makeRoomForSocket() {
 	if g.flows.own.n+g.flows.sockets >= g.config.Outgoing {
 		g.evict(g.flows.own.first(), "UDP flows", g.config.Outgoing)
 	}
 }
 
-// evict forgets a flow before its time.
+// evict removes a flow, and warns.
 func (g *Gateway) evict(u *udpFlow, what string, most int) {
 	g.endFlow(u)
 	g.warn(warnEvicted, "too many "+what+": the oldest is forgotten", "most", most)
@@ -238,9 +237,8 @@ func (g *Gateway) endFlow(u *udpFlow) {
 	g.count(Evicted)
 }
 
-// openSocket makes a socket of the host's. Where the process has no descriptor left, the UDP
-// flow that is worth least gives up its own, or those that share one give up that: datagrams to many places keep neither
-// connections nor questions to name servers from going on.
+// openSocket opens a socket of the host. If the process has no descriptor left, UDP flows are closed to free one, so that
+// datagrams to many destinations stop neither connections nor DNS queries.
 func (g *Gateway) openSocket(to netip.Addr, kind, protocol int) (fd int, err error) {
 	kind |= unix.SOCK_NONBLOCK | unix.SOCK_CLOEXEC
 	fd, err = unix.Socket(domain(to), kind, protocol)
@@ -250,7 +248,7 @@ func (g *Gateway) openSocket(to netip.Addr, kind, protocol int) (fd int, err err
 	return fd, err
 }
 
-// freeDescriptor warns that there is no descriptor left, and tells whether a UDP flow had one to give.
+// freeDescriptor warns that no descriptor is left, and returns whether a UDP flow could be closed to free one.
 func (g *Gateway) freeDescriptor() bool {
 	g.warn(warnFiles, "no file descriptors left: UDP flows end early, and more connections are refused; raise ulimit -n", "most", g.maxFiles)
 	if u := g.flows.own.first(); u != nil {
@@ -268,7 +266,7 @@ func (g *Gateway) freeDescriptor() bool {
 
 func noDescriptor(err error) bool { return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) }
 
-// warning is a kind of them.
+// warning is a kind of warning.
 type warning int
 
 const (
@@ -280,7 +278,7 @@ const (
 	warnings
 )
 
-// warn logs a warning, from time to time.
+// warn logs a warning, at most once per warnEvery and kind.
 func (g *Gateway) warn(kind warning, text string, args ...any) {
 	if last := g.warned[kind]; !last.IsZero() && g.now.Sub(last) < warnEvery {
 		return

@@ -10,21 +10,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// gsoBatch is datagrams of a flow that came one behind the other in a turn. One call sends them,
-// and the host's kernel takes them apart (UDP_SEGMENT, from Linux 4.18): all have one size, but for the
-// last one, which may be smaller.
+// gsoBatch collects consecutive datagrams of a flow in a turn. One system call sends them, and the host's kernel splits them
+// (generic segmentation offload, UDP_SEGMENT, from Linux 4.18). All have one size, except that the last may be smaller.
 type gsoBatch struct {
 	flow     *udpFlow
-	segments []segment // of which the packets are there until the end of the turn
+	segments []segment // their packets are valid until the end of the turn
 	vectors  [gsoMaxDatagrams]unix.Iovec
 }
 
 const (
 	gsoMaxDatagrams = 64    // UDP_MAX_SEGMENTS before Linux 6.9
-	gsoMaxBytes     = 65000 // of payload, at most
+	gsoMaxBytes     = 65000 // bytes of payload
 )
 
-// add takes a datagram, and sends those before it if it does not fit behind them.
+// add adds a datagram. If the datagram cannot be sent together with the batch, the batch is sent first.
 func (t *gsoBatch) add(u *udpFlow, s *segment) {
 	if n := len(t.segments); n > 0 {
 		first, last := &t.segments[0], &t.segments[n-1]
@@ -38,7 +37,7 @@ func (t *gsoBatch) add(u *udpFlow, s *segment) {
 	t.segments = append(t.segments, *s)
 }
 
-// send sends what there is.
+// send sends the batch, and empties it.
 func (t *gsoBatch) send() {
 	switch {
 	case len(t.segments) == 0:
@@ -52,7 +51,7 @@ func (t *gsoBatch) send() {
 	t.flow, t.segments = nil, t.segments[:0]
 }
 
-// sendSegmented is false if nothing was sent.
+// sendSegmented sends the batch by one system call. It returns false if nothing was sent.
 func (t *gsoBatch) sendSegmented() bool {
 	for i := range t.segments {
 		p := t.segments[i].payload
@@ -79,16 +78,16 @@ func (t *gsoBatch) sendSegmented() bool {
 			break
 		}
 	}
-	// Larger than the path's MTU, or a kernel or an interface that does not.
+	// The datagrams exceed the path's MTU, or the kernel or the interface does not support segmentation.
 	t.flow.noGSO = errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EMSGSIZE) || errors.Is(err, unix.EIO)
 	return err == nil
 }
 
-// sendTries is how often datagrams are sent for which a socket returns errors of others. Each has to come from the
-// network in the microseconds between two tries.
+// sendTries bounds the retries of a send that returned the error of an earlier datagram. Each retry needs another error of the
+// network within microseconds.
 const sendTries = 8
 
-// send sends a datagram.
+// send sends one datagram.
 func (u *udpFlow) send(s *segment) {
 	u.hopLimit().set(u.fd, s)
 	for range sendTries {
@@ -97,7 +96,7 @@ func (u *udpFlow) send(s *segment) {
 			return
 		}
 		if u.passErrors() {
-			continue // that was of one before, maybe of another flow
+			continue // the error was of an earlier datagram, of this or another flow
 		}
 		if u.shared != nil && errors.Is(err, unix.EAGAIN) && !hasPort(u.fd) {
 			u.g.count(TooMany) // the host has no port
@@ -107,7 +106,7 @@ func (u *udpFlow) send(s *segment) {
 	}
 }
 
-// hopLimit is that of the flow's socket.
+// hopLimit returns the hop limit of the flow's socket.
 func (u *udpFlow) hopLimit() *hopLimit {
 	if u.shared != nil {
 		return &u.shared.hops

@@ -9,36 +9,34 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// pacer has datagrams of a bound socket go inside no faster than the program reads them,
-// where its kernel can be asked: what is too much for the buffer of its socket stays in that
-// of the host's, which is larger, mostly.
+// pacer delivers datagrams of a bound socket no faster than the program reads them. The free space in the receive buffer of the
+// program's socket is known from the guest's sock_diag; further datagrams stay in the receive buffer of the host's socket, which
+// is larger as a rule.
 type pacer struct {
 	b         *boundSocket
 	last      flow      // of the last datagram
-	payload   int       // of the largest datagram between the last looks, or since
-	largest   int       // since the last look
-	room      int       // of the program's socket, at least, in bytes as the kernel counts them
-	fullSince time.Time // when it was found full; zero: it is not
-	stalled   bool      // the program did not read for long: nothing waits for it
-	timer     timer     // while it is full
+	payload   int       // of the largest datagram since the update before the last one, bytes
+	largest   int       // of the largest datagram since the last update, bytes
+	room      int       // free space of the program's socket, at least, in bytes of kernel memory
+	fullSince time.Time // since when the socket is full; zero: it is not
+	stalled   bool      // the program has read nothing for readPatience: datagrams do not wait for it
+	timer     timer     // while the socket is full
 }
 
 const (
-	// shortestPause and longestPause are between looks at a socket that is full: a buffer
-	// of 208 KB is read in some hundred microseconds.
+	// shortestPause and longestPause bound the time between two updates for a full socket: a program reads a buffer of 208 KB
+	// within some hundred microseconds.
 	shortestPause = 100 * time.Microsecond
 	longestPause  = 20 * time.Millisecond
-	// readPatience is how long a program may read nothing. After that what comes is dropped
-	// by its own socket: it may have others, that are read.
+	// readPatience is how long a program may read nothing. After that its socket drops datagrams, so that the program's other
+	// sockets are served.
 	readPatience = time.Second
 )
 
-// cost is what a datagram takes of the buffer of a socket, at most: a block of a power of two
-// that holds headers and payload, and the kernel's description of the packet.
+// cost is the largest kernel memory of a datagram, bytes: a block of a power of two with headers and payload, and struct sk_buff.
 func (p *pacer) cost() int { return 2*(p.payload+ipv6Header+udpHeader) + 1024 }
 
-// allowed is how many datagrams may go inside now. If there is no room for one, the socket
-// is left alone until there is.
+// allowed returns how many datagrams may be delivered now. If none, the host's socket is not polled until some are.
 func (p *pacer) allowed() int {
 	switch {
 	case p.b.g.guestSockets == nil || !p.last.guest.IsValid():
@@ -62,16 +60,16 @@ func (p *pacer) allowed() int {
 	return 0
 }
 
-// update asks for the room. It is false if the socket of the host was closed over that.
+// update asks the guest's kernel for the free space. It returns false if an answer made the gateway close the host's socket.
 func (p *pacer) update() bool {
 	if p.largest > 0 {
 		p.payload, p.largest = p.largest, 0
 	}
 	m := p.b.g.guestSockets.memoryFor(p.last)
 	switch {
-	case !m.known: // nobody listens there, or the kernel cannot tell
+	case !m.known: // no socket receives there, or the kernel does not tell
 		p.room = receiveBatchSize * p.cost()
-	case m.allocated == 0: // then it takes one of any size
+	case m.allocated == 0: // an empty buffer accepts a datagram of any size
 		p.room = max(m.limit, p.cost())
 	default:
 		p.room = m.limit - m.allocated
@@ -79,7 +77,7 @@ func (p *pacer) update() bool {
 	return !p.b.g.guestSockets.ended
 }
 
-// delivered takes note of a datagram.
+// delivered accounts for a datagram.
 func (p *pacer) delivered(f flow, payload int) {
 	p.last = f
 	p.largest = max(p.largest, payload)
@@ -87,7 +85,7 @@ func (p *pacer) delivered(f flow, payload int) {
 	p.room -= p.cost()
 }
 
-// expired looks again at a socket that is full.
+// expired updates a full socket.
 func (p *pacer) expired() {
 	if !p.update() {
 		return
@@ -107,8 +105,7 @@ func (p *pacer) expired() {
 	}
 }
 
-// nap waits for events, for less than a millisecond, which is the least that epoll_wait(2)
-// waits.
+// nap waits for events for less than a millisecond, the unit of epoll_wait(2).
 func (g *Gateway) nap(d time.Duration) {
 	fd, timeout := unix.PollFd{Fd: int32(g.epoll), Events: unix.POLLIN}, unix.NsecToTimespec(int64(d))
 	_, _, _ = unix.RawSyscall6(unix.SYS_PPOLL, uintptr(unsafe.Pointer(&fd)), 1, uintptr(unsafe.Pointer(&timeout)), 0, 0, 0)

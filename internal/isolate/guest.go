@@ -24,57 +24,55 @@ import (
 	"sockeye/room"
 )
 
-// Guest is a program in namespaces of its own, or a network namespace that is there
-// already.
+// Guest is a program that gets namespaces of its own, or a network namespace that exists already.
 type Guest struct {
 	Setup
-	// Existing is the namespace to join, nil for a new one.
+	// Existing is the namespace to join; nil: new ones are created.
 	Existing *Namespace
 }
 
-// insideCaps are what the process inside needs to prepare the guest, in the guest's own
-// user namespace.
+// insideCaps are the capabilities, in the new user namespace, that the process inside needs to prepare the guest.
 var insideCaps = []uintptr{unix.CAP_NET_ADMIN, unix.CAP_SYS_ADMIN, unix.CAP_SYS_RESOURCE}
 
-// Prepared is a guest that waits for its gateway.
+// Prepared is a guest that is ready for its gateway.
 type Prepared struct {
 	TUN    int
-	Diag   int // for Config.Diag; 0 if there is none
+	Diag   int // for gateway.Config.Diag; 0: none
 	Kernel room.Kernel
-	// Warnings are what the program may miss, one line each.
+	// Warnings are features that the program may miss, one line each.
 	Warnings []string
-	// Missing are what the program is not confined by, one line each: the kernel, or a container, does not allow it.
+	// Missing are restrictions that the kernel or a container does not support, one line each.
 	Missing []string
 
 	process *exec.Cmd
 	socket  *os.File
-	done    chan error // of the process, once
+	done    chan error // receives the result of the process's exit, once
 }
 
-// prepareTime bounds how long the process inside may take.
+// prepareTime bounds the preparation by the process inside.
 const prepareTime = 20 * time.Second
 
-// Step is what was being done for a guest when it failed.
+// Step is a step of the preparation of a guest.
 type Step int
 
-// The steps.
+// The steps, for the hints that the command gives.
 const (
-	StepNamespaces Step = iota + 1 // make user and network namespaces
-	StepRights                     // set a sysctl in them
+	StepNamespaces Step = iota + 1 // create the namespaces
+	StepRights                     // set sysctls in them
 	StepDevice                     // open /dev/net/tun
-	StepInterface                  // make the interface, set it up
+	StepInterface                  // create and configure the interface
 	StepResolver                   // replace /etc/resolv.conf
-	StepJoin                       // enter a namespace that is there
-	StepMounts                     // have /proc and folders of sockets be the guest's own
-	StepExpose                     // find what is to be exposed
-	StepFiles                      // find what the program may read and write
-	StepLandlock                   // forbid it all other files
-	StepUser                       // become another user
+	StepJoin                       // enter an existing namespace
+	StepMounts                     // mount /proc, and hide directories of sockets
+	StepExpose                     // open the paths of Expose
+	StepFiles                      // open the paths of Read and Write
+	StepLandlock                   // restrict files by landlock
+	StepUser                       // change the user
 	StepListen                     // open the ports of the host
-	StepPrepare                    // all else
+	StepPrepare                    // everything else
 )
 
-// StepError is a step that failed, with the kernel's reason.
+// StepError is the failure of a step.
 type StepError struct {
 	Step Step
 	Err  error
@@ -83,15 +81,15 @@ type StepError struct {
 func (e *StepError) Error() string { return e.Err.Error() }
 func (e *StepError) Unwrap() error { return e.Err }
 
-// EndedError is the end of the process inside by a signal, before the program has started.
+// EndedError says that a signal ended the process inside before the program started.
 type EndedError struct{ Signal unix.Signal }
 
 func (e *EndedError) Error() string {
 	return fmt.Sprintf("prepare the guest: its process ended: %v", e.Signal)
 }
 
-// Prepare makes the guest's namespaces and its interface, or fails with a StepError, most
-// often. The command runs Inside in a process of its own, which dies with this one.
+// Prepare creates the guest's namespaces and interface, or joins the existing namespace. Most errors are a StepError. The command
+// must call Inside; its process ends with this one.
 func (g *Guest) Prepare(command []string) (p *Prepared, err error) {
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -107,7 +105,7 @@ func (g *Guest) Prepare(command []string) (p *Prepared, err error) {
 	cmd := exec.Command(command[0], command[1:]...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.ExtraFiles = []*os.File{theirs}
-	var said bytes.Buffer // by nsenter
+	var said bytes.Buffer // standard error of nsenter
 	if g.Existing != nil {
 		cmd.Stdin, cmd.Stdout, cmd.Stderr = nil, nil, &said
 		if err := g.Existing.enter(cmd); err != nil {
@@ -150,14 +148,14 @@ func (g *Guest) Prepare(command []string) (p *Prepared, err error) {
 	return p, nil
 }
 
-// lastLine is what a program said last.
+// lastLine returns the last line of a program's output.
 func lastLine(text string) string {
 	text = strings.TrimSpace(text)
 	return text[strings.LastIndexByte(text, '\n')+1:]
 }
 
-// start starts the process from a thread that lives until it has ended: the kernel kills it
-// when the thread goes, not when the gateway goes.
+// start starts the process from a thread that lives until the process has exited: PR_SET_PDEATHSIG regards the thread, not the
+// process.
 func (p *Prepared) start() error {
 	if p.process.SysProcAttr == nil {
 		p.process.SysProcAttr = &syscall.SysProcAttr{}
@@ -176,10 +174,10 @@ func (p *Prepared) start() error {
 	return <-started
 }
 
-// PID is the first process inside, the parent of the program.
+// PID is the number of the first process inside, the parent of the program.
 func (p *Prepared) PID() int { return p.process.Process.Pid }
 
-// prepare tells the process inside what to do, and takes the TUN's descriptor.
+// prepare sends the process inside its Setup, and receives the descriptors of the TUN and of sock_diag.
 func (p *Prepared) prepare(s *Setup) error {
 	var text bytes.Buffer
 	if err := gob.NewEncoder(&text).Encode(s); err != nil {
@@ -238,7 +236,7 @@ func receiveMessage(fd int, p, oob []byte) (n, oobn, flags int, from unix.Sockad
 	}
 }
 
-// insideError is an error that the process inside had.
+// insideError is an error of the process inside.
 type insideError struct {
 	text  string
 	errno syscall.Errno
@@ -253,18 +251,18 @@ func (e *insideError) Unwrap() error {
 	return e.errno
 }
 
-// Go has the program start, now that its gateway is at work, and returns when it has.
+// Go starts the program, and returns when the program has started or failed to start.
 func (p *Prepared) Go() error {
 	if _, err := p.socket.Write([]byte{1}); err != nil {
 		return fmt.Errorf("start the program: %w", err)
 	}
-	// It says so, or ends; which of these, Wait tells.
+	// Either the process inside answers, or it exits, which Wait reports.
 	_, _ = p.socket.Read(make([]byte, 1))
 	return nil
 }
 
-// Wait waits for the program's end: its exit code, or 128 and the signal that ended it.
-// Signals that come from the channel are passed on; when ctx ends, the program is killed.
+// Wait waits for the program's exit, passes signals from the channel on, and kills the program when ctx ends. It returns the exit
+// code, or 128 plus the number of the signal that ended the program.
 func (p *Prepared) Wait(ctx context.Context, signals <-chan os.Signal) (code int, err error) {
 	defer p.socket.Close()
 	done := ctx.Done()
@@ -274,7 +272,7 @@ func (p *Prepared) Wait(ctx context.Context, signals <-chan os.Signal) (code int
 			p.Kill()
 			done = nil
 		case s := <-signals:
-			// To the program, by the process that started it: its number in there is not known here.
+			// The process inside sends the signal: the program's number in the process namespace is not known here.
 			if number, ok := s.(syscall.Signal); ok {
 				_, _ = p.socket.Write([]byte{byte(number)})
 			}
@@ -292,5 +290,5 @@ func (p *Prepared) Wait(ctx context.Context, signals <-chan os.Signal) (code int
 	}
 }
 
-// Kill ends the program, and all processes that it has started.
+// Kill ends the process inside, and thereby all processes of the process namespace.
 func (p *Prepared) Kill() { _ = p.process.Process.Kill() }

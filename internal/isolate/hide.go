@@ -14,47 +14,47 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Sockets of the host that are files lead out of the namespaces: what listens there acts for the caller. The folders that
-// they usually are in are empty inside. Nothing else of the host's files changes.
+// Unix sockets of the host are a way out of the namespaces, since the services behind them act for the caller. The directories
+// where such sockets usually are become empty inside. Other files of the host are not changed.
 
-// servicesInRun are the folders of /run whose sockets lead to services of the host, besides sockets in /run itself.
+// servicesInRun are the directories of /run with sockets of services. Sockets in /run itself are hidden as well.
 var servicesInRun = []string{
 	"user", "dbus", "systemd", "nscd", "docker", "containerd", "podman", "crio", "buildkit", "lxd", "incus", "libvirt",
 	"screen", "tmux", "cups", "avahi-daemon", "pcscd", "pulse", "tailscale", "WSL", "postgresql", "mysqld", "mariadb", "redis",
 }
 
-// keptInRun are what of those stays. The log takes lines and tells who wrote them. sd_booted(3) looks for
-// /run/systemd/system. What resolv.conf may be a link to is replaced where the program may use name servers.
+// keptInRun are paths in these directories that stay: the journal, which records who wrote a line; /run/systemd/system, for which
+// sd_booted(3) looks; and targets of a link /etc/resolv.conf, whose content is replaced if the program may use name servers.
 var keptInRun = []string{"systemd/journal", "systemd/system", "systemd/resolve/resolv.conf", "systemd/resolve/stub-resolv.conf"}
 
-// socketFolders are such folders elsewhere, as patterns. HOME stands for the program's own.
+// socketFolders are patterns of such directories elsewhere. HOME stands for the program's home directory.
 var socketFolders = []string{
 	"/tmp/.X11-unix", "/tmp/.ICE-unix", "/tmp/ssh-*", "/tmp/tmux-*", "/tmp/.s.PGSQL.*", "/tmp/mysql.sock", "/var/lib/mysql/mysql.sock",
 	"HOME/.ssh/agent", "HOME/.gnupg/S.*",
 }
 
-// socketVariables are those of the environment that may name a socket, or a folder of sockets.
+// socketVariables are environment variables that may name a socket, or a directory of sockets.
 var socketVariables = []string{
 	"XDG_RUNTIME_DIR", "SSH_AUTH_SOCK", "DBUS_SESSION_BUS_ADDRESS", "DBUS_SYSTEM_BUS_ADDRESS", "DBUS_STARTER_ADDRESS",
 	"DOCKER_HOST", "CONTAINER_HOST", "NOTIFY_SOCKET", "PULSE_SERVER", "GPG_AGENT_INFO", "TMUX", "WAYLAND_DISPLAY", "DISPLAY",
 }
 
-// hidden is the file system of the guest while it is being made.
+// hidden is the state of the guest's file system during the preparation.
 type hidden struct {
 	setup   *Setup
-	folders []string // that were covered, which are writable until seal
-	owned   []string // of these, the user's own, which stay writable
+	folders []string // covered directories, which are writable until seal
+	owned   []string // those of the user, which stay writable
 	exposed []exposure
 }
 
-// exposure is a path that stays, without symbolic links, and what was there.
+// exposure is a path that stays visible, without symbolic links, and a descriptor of what was there.
 type exposure struct {
 	path string
 	fd   int
 }
 
-// hide makes the socket folders empty, but for what is exposed, and takes the variables that name what is hidden out of the
-// program's environment. It needs a mount namespace of its own.
+// hide empties the directories of sockets, except for what is exposed, and removes variables that name hidden sockets from the
+// program's environment. It must run in a mount namespace of its own.
 func (s *Setup) hide() (warnings []string, err error) {
 	h := hidden{setup: s}
 	defer func() {
@@ -110,8 +110,8 @@ func (s *Setup) hide() (warnings []string, err error) {
 	return h.enterAgain(wd), nil
 }
 
-// enterAgain enters the working directory by its path: the old one may lead to what is hidden. Without a path, or where the
-// path leads through what was covered and ends there, the program starts in /.
+// enterAgain enters the working directory by its path again, as the old one may be below a cover. If the path is unknown, or
+// leads below a cover where it does not exist, the program starts in /.
 func (h *hidden) enterAgain(wd string) (warnings []string) {
 	why := fmt.Sprintf("%s is hidden inside: --expose it", wd)
 	switch {
@@ -126,17 +126,17 @@ func (h *hidden) enterAgain(wd string) (warnings []string) {
 	return []string{"the program starts in /, as " + why}
 }
 
-// below tells whether a path is a folder or leads through it.
+// below returns whether a path is the folder or below it.
 func below(path, folder string) bool {
 	return path == folder || strings.HasPrefix(path, folder+"/")
 }
 
-// isExposed tells whether a path is, or is in, a folder that stays as a whole.
+// isExposed returns whether a path is exposed, or below a directory that is.
 func (h *hidden) isExposed(path string) bool {
 	return slices.ContainsFunc(h.exposed, func(e exposure) bool { return below(path, e.path) })
 }
 
-// find finds what is to be exposed.
+// find opens a path that is to be exposed.
 func find(path string) (e exposure, err error) {
 	if path, err = filepath.Abs(path); err != nil {
 		return e, err
@@ -148,7 +148,7 @@ func find(path string) (e exposure, err error) {
 	return exposure{path, fd}, err
 }
 
-// run makes /run anew, without sockets and the folders of services. On old hosts /var/run is a folder of its own.
+// run rebuilds /run without sockets and directories of services. On old hosts /var/run is a directory of its own.
 func (h *hidden) run() error {
 	done := ""
 	for _, run := range []string{"/run", "/var/run"} {
@@ -174,7 +174,7 @@ func (h *hidden) run() error {
 	return nil
 }
 
-// rebuild covers a folder with an empty one, and puts back what is to be kept, by names below it.
+// rebuild covers a directory with an empty one, and restores the entries of keep.
 func (h *hidden) rebuild(folder string, keep []string) error {
 	var kept []exposure
 	defer func() {
@@ -192,11 +192,11 @@ func (h *hidden) rebuild(folder string, keep []string) error {
 		}
 		fd, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
 		if err != nil {
-			continue // it is gone, or out of the user's reach
+			continue // removed, or not accessible to the user
 		}
 		kept = append(kept, exposure{path, fd})
 		if unix.Fstat(fd, &unix.Stat_t{}) != nil {
-			// A file system that only its owner may enter (FUSE).
+			// A FUSE file system that only its owner may enter.
 			kept = kept[:len(kept)-1]
 			unix.Close(fd)
 		}
@@ -217,7 +217,7 @@ func (h *hidden) rebuild(folder string, keep []string) error {
 	return nil
 }
 
-// empty mounts an empty folder over one. The kernel gives it to the program's user.
+// empty mounts an empty directory over another, which belongs to the program's user.
 func (h *hidden) empty(folder string, mode uint32) error {
 	if err := unix.Mount("tmpfs", folder, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, fmt.Sprintf("size=1m,mode=%o", mode)); err != nil {
 		return fmt.Errorf("hide %s: %w", folder, err)
@@ -226,9 +226,8 @@ func (h *hidden) empty(folder string, mode uint32) error {
 	return nil
 }
 
-// foreign tells whether a path that a pattern has found in a folder open to all, as /tmp, may be of another user: a
-// link would have what it leads to hidden, and any number of folders would be mounted over. What is of a fixed name
-// may be root's.
+// foreign returns whether a path that a pattern found in a world-writable directory, as /tmp, may be of another user. Such a user
+// could plant a link, whose target would be hidden, or any number of directories. A path without wildcards may be root's.
 func foreign(pattern, path string) bool {
 	var st, parent unix.Stat_t
 	if unix.Lstat(path, &st) != nil || unix.Stat(filepath.Dir(path), &parent) != nil {
@@ -247,14 +246,14 @@ func foreign(pattern, path string) bool {
 	return true
 }
 
-// mostCovers bounds what is hidden for one pattern.
+// mostCovers bounds the mounts for one pattern.
 const mostCovers = 64
 
-// readable is the mode of a folder that hides one of others.
+// readable is the mode of a directory that covers one of another user.
 const readable = 0o755
 
-// emptyLike mounts an empty folder over one. The user's own keeps its mode and stays writable: programs that make their
-// sockets there, as tmux and ssh-agent do, refuse a folder that others may enter.
+// emptyLike mounts an empty directory over another. The user's own keeps its mode and stays writable, because programs that make
+// sockets there, as tmux and ssh-agent do, refuse a directory that others may enter.
 func (h *hidden) emptyLike(folder string) error {
 	mode, own := ownMode(folder)
 	if !own {
@@ -264,8 +263,8 @@ func (h *hidden) emptyLike(folder string) error {
 	return h.empty(folder, mode)
 }
 
-// ownMode is the mode of a folder of this process' user. The owner that stat(2) gives does not tell: it is nobody for all
-// users that the namespace does not map, and nobody may be this process' user. O_NOATIME is for the owner only.
+// ownMode returns the mode of a directory of this process' user. The owner that stat(2) tells is nobody for every user that the
+// namespace does not map, and this process' user may be nobody; O_NOATIME works for the owner only.
 func ownMode(folder string) (mode uint32, own bool) {
 	fd, err := unix.Open(folder, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOATIME|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -279,11 +278,11 @@ func ownMode(folder string) (mode uint32, own bool) {
 	return st.Mode & 0o7777, true
 }
 
-// cover hides a folder, or a socket.
+// cover hides a directory or a socket.
 func (h *hidden) cover(path string) error {
 	path, err := filepath.EvalSymlinks(path)
 	if err != nil {
-		return nil // a link to nothing
+		return nil // a dangling link
 	}
 	st, err := os.Lstat(path)
 	switch {
@@ -300,8 +299,8 @@ func (h *hidden) cover(path string) error {
 	return nil
 }
 
-// coverNamed hides what a variable names: the whole folder if there is nothing in it but sockets, as those of agents,
-// so that the next one is hidden too.
+// coverNamed hides what a variable names. A directory that contains nothing but sockets is hidden as a whole, so that the next
+// socket is hidden, too.
 func (h *hidden) coverNamed(n namedSocket, home string) error {
 	st, err := os.Lstat(n.path)
 	if err != nil {
@@ -310,7 +309,7 @@ func (h *hidden) coverNamed(n namedSocket, home string) error {
 	if st.IsDir() {
 		const private = 0o700
 		if st.Mode().Perm() != private || n.path == home {
-			return nil // no runtime directory
+			return nil // not a runtime directory
 		}
 		return h.cover(n.path)
 	}
@@ -321,7 +320,7 @@ func (h *hidden) coverNamed(n namedSocket, home string) error {
 	return h.cover(n.path)
 }
 
-// expose puts back what was named.
+// expose restores the exposed paths.
 func (h *hidden) expose() error {
 	for _, e := range h.exposed {
 		if err := e.put(); err != nil {
@@ -331,7 +330,7 @@ func (h *hidden) expose() error {
 	return nil
 }
 
-// put has something be at its path again.
+// put mounts what was there at its path again.
 func (e *exposure) put() error {
 	var st unix.Stat_t
 	if err := unix.Fstat(e.fd, &st); err != nil {
@@ -356,7 +355,7 @@ func (e *exposure) put() error {
 	return nil
 }
 
-// seal lets nobody write to the folders that hide those of others.
+// seal makes the covers of other users' directories read-only.
 func (h *hidden) seal() error {
 	for _, folder := range h.folders {
 		if slices.Contains(h.owned, folder) {
@@ -370,13 +369,13 @@ func (h *hidden) seal() error {
 	return nil
 }
 
-// namedSocket is what a variable names, as it was before anything was hidden.
+// namedSocket is what a variable named before anything was hidden.
 type namedSocket struct {
 	variable, path string
 	was            os.FileInfo
 }
 
-// variable is one of the program's environment.
+// variable returns a variable of the program's environment.
 func (s *Setup) variable(name string) string {
 	for _, v := range s.Env {
 		if value, ok := strings.CutPrefix(v, name+"="); ok {
@@ -386,7 +385,7 @@ func (s *Setup) variable(name string) string {
 	return ""
 }
 
-// named are the sockets that the program's environment names, and that are there.
+// named returns the existing sockets and directories that the program's environment names.
 func (s *Setup) named() (list []namedSocket) {
 	for _, name := range socketVariables {
 		path := socketPath(name, s.variable(name))
@@ -405,7 +404,7 @@ func (s *Setup) named() (list []namedSocket) {
 	return list
 }
 
-// socketPath is the path in a variable's value, "" for none.
+// socketPath returns the path in a variable's value; "" for none.
 func socketPath(name, value string) string {
 	switch name {
 	case "DISPLAY":
@@ -434,7 +433,7 @@ func socketPath(name, value string) string {
 	return value
 }
 
-// forget removes the variables that name what is not there any more.
+// forget removes the variables whose sockets are hidden from the environment.
 func (s *Setup) forget(before []namedSocket) {
 	var gone []string
 	for _, n := range before {

@@ -12,16 +12,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// first is the first process of the guest's process namespace. A program is not made for that: signals that it does not
-// handle would not end it, and orphans would be its children. So it is the first one's child, which
+// runInit starts the program as a child of this process, which is the first one (init) of the process namespace. The program is not
+// that process itself, because the kernel would discard signals that the program does not handle, and orphans would become the
+// program's children. The program
 //
-//   - stays in the gateway's process group and session, so that keys of the terminal and job control reach it as before,
-//   - gets the signals that the gateway passes on, over the socket: those that come to this process itself, as from a key or
-//     from a service manager that signals all processes, come to the program, too,
-//   - ends it with its own exit code, upon which the kernel ends all that it has left behind.
+//   - stays in the gateway's process group and session, so that keys of the terminal and job control work,
+//   - gets the signals that the gateway sends over the socket, and those that are sent to the process group,
+//   - ends this process with its own exit code, upon which the kernel ends all processes of the namespace.
 //
-// It returns only if the program cannot be started.
-func (s *Setup) first(socket *os.File) error {
+// runInit returns only if the program cannot be started.
+func (s *Setup) runInit(socket *os.File) error {
 	program, err := syscall.ForkExec(s.Program, s.Args, &syscall.ProcAttr{Env: s.Env, Files: []uintptr{0, 1, 2}})
 	if err != nil {
 		return fmt.Errorf("start %s: %w", s.Program, err)
@@ -46,8 +46,8 @@ func (s *Setup) first(socket *os.File) error {
 	}
 }
 
-// passSignals sends the program the signals that the gateway names, one byte each. When the gateway has ended, so does all
-// that is inside.
+// passSignals sends the program the signals that arrive over the socket, one byte each. When the gateway has exited, this process
+// exits.
 func passSignals(socket *os.File, program int) {
 	var number [1]byte
 	for {
@@ -58,7 +58,7 @@ func passSignals(socket *os.File, program int) {
 	}
 }
 
-// holdSignals has signals do nothing to this process. Those that are ignored from the start, as by nohup(1), stay so, and
+// holdSignals makes signals have no effect on this process. Signals that are ignored already, as by nohup(1), stay ignored, and
 // the program inherits that.
 func holdSignals() {
 	for _, s := range PassedSignals {

@@ -21,26 +21,26 @@ import (
 	"sockeye/room"
 )
 
-// Setup is what the process that prepares the guest is told.
+// Setup is what the process inside is told.
 type Setup struct {
 	Interface tun.Interface
-	// ResolvConf is what the guest finds in /etc/resolv.conf; "" leaves it.
+	// ResolvConf is the content of /etc/resolv.conf inside; "": the host's file.
 	ResolvConf string
-	// Program is what the process becomes, "" for nothing: then it ends.
+	// Program is the path of the program; "": the process inside exits after the preparation.
 	Program   string
 	Args, Env []string // of any bytes
-	// Watched: the gateway is to know on which ports the guest listens.
+	// Watched has the gateway watch the ports on which the guest listens.
 	Watched bool
-	// AllowUserns: the program may make user namespaces.
+	// AllowUserns allows the program to create user namespaces.
 	AllowUserns bool
-	// Expose are sockets, or folders of sockets, of the host that the program may reach.
+	// Expose are sockets of the host, or directories of sockets, that the program may reach.
 	Expose []string
-	// Read and Write are files and folders that the program may read, and also write. If there are any, it may reach no
-	// others but those that every program needs.
+	// Read and Write are files and directories that the program may read, and read and write. If any is named, the program can
+	// open no others but those that every program needs.
 	Read, Write []string
 }
 
-// setupReply comes from inside, with the TUN's descriptor, or tells what went wrong.
+// setupReply is the answer of the process inside, sent with the descriptors.
 type setupReply struct {
 	Error    string        `json:"error,omitempty"`
 	Errno    syscall.Errno `json:"errno,omitempty"`
@@ -50,18 +50,18 @@ type setupReply struct {
 	Kernel   room.Kernel   `json:"kernel"`
 }
 
-// InsideFD is the socket to the gateway, in the process that prepares the guest.
+// InsideFD is the descriptor of the socket to the gateway in the process inside.
 const InsideFD = 3
 
-// maxSetup bounds what is told, in bytes: an environment may be large.
+// maxSetup bounds an encoded Setup, in bytes: environments may be large.
 const maxSetup = 8 << 20
 
-// InsideCommand is the word by which sockeye runs Inside.
+// InsideCommand is the hidden command of sockeye that calls Inside.
 const InsideCommand = "isolate-inside"
 
-// Inside prepares the guest, from within its namespaces, and stays as their first process, which starts the program and
-// ends with it. It returns only if that fails, or if there is no program. What went wrong before the program was to start is
-// told to the gateway, not returned.
+// Inside prepares the guest from within its namespaces, and stays as their first process, which starts the program and exits with
+// it. It returns if there is no program, or if the program cannot be started. Errors of the preparation are sent to the gateway
+// instead.
 func Inside() error {
 	runtime.LockOSThread()
 	holdSignals()
@@ -85,16 +85,15 @@ func Inside() error {
 	if reply.Error != "" || s.Program == "" {
 		return nil
 	}
-	// The gateway says when it is at work; if it has died instead, the program does not
-	// start.
+	// The gateway sends a byte when it is at work. If it has exited instead, the program does not start.
 	var ready [1]byte
 	if n, _ := socket.Read(ready[:]); n != 1 {
 		return errors.New("the gateway has ended")
 	}
-	return s.first(socket)
+	return s.runInit(socket)
 }
 
-// reply prepares the guest, and what the gateway is told of it: all that the program must not have is given up then.
+// reply prepares the guest and confines this process, and returns what the gateway is told.
 func (s *Setup) reply() (reply setupReply, fds []int) {
 	err := s.prepareAll(&reply, &fds)
 	if err == nil {
@@ -122,14 +121,14 @@ func (s *Setup) prepareAll(reply *setupReply, fds *[]int) error {
 	} else if s.Watched {
 		return err
 	}
-	// Here, as lo is up here for certain.
+	// lo of the namespace is up, which Calibrate needs.
 	if reply.Kernel, err = room.Calibrate(); err != nil || s.Program == "" {
 		return err
 	}
 	if err := closeOthers(); err != nil {
 		return err
 	}
-	// Now that this process has changed what it may: that would undo it.
+	// After all changes of credentials, which clear the setting.
 	if err := unix.Prctl(unix.PR_SET_PDEATHSIG, uintptr(unix.SIGKILL), 0, 0, 0); err != nil {
 		return fmt.Errorf("tie the program to the gateway: %w", err)
 	}
@@ -144,18 +143,17 @@ func (s *Setup) prepareAll(reply *setupReply, fds *[]int) error {
 	return err
 }
 
-// PassedSignals are those that the gateway passes on to the program.
+// PassedSignals are the signals that the gateway passes on to the program.
 var PassedSignals = []os.Signal{unix.SIGINT, unix.SIGQUIT, unix.SIGTERM, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2}
 
-// closeOthers has the program inherit no descriptor but the standard ones: one may be a
-// socket of the host's network.
+// closeOthers sets close-on-exec on all descriptors but the standard ones: one may be a socket of the host's network.
 func closeOthers() error {
 	const first = 3
 	err := unix.CloseRange(first, ^uint(0)>>1, unix.CLOSE_RANGE_CLOEXEC)
 	if err == nil {
 		return nil
 	}
-	// Linux before 5.11.
+	// Linux before 5.11 has no CLOSE_RANGE_CLOEXEC.
 	list, err := os.ReadDir("/proc/self/fd")
 	if err != nil {
 		return fmt.Errorf("list descriptors: %w", err)
@@ -168,7 +166,7 @@ func closeOthers() error {
 	return nil
 }
 
-// limited reads so many bytes at most.
+// limited reads at most left bytes.
 type limited struct {
 	f    *os.File
 	left int
@@ -184,7 +182,7 @@ func (l *limited) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// sysctl is one of the guest's own.
+// sysctl is a sysctl of the guest's namespaces.
 type sysctl struct{ name, value string }
 
 func (c sysctl) set() error {
@@ -195,7 +193,7 @@ func (c sysctl) set() error {
 	return nil
 }
 
-// lacksSysctl tells an error of a kernel, or a container, that does not let it be set.
+// lacksSysctl returns whether the error is of a kernel without the sysctl, or of a container that makes it read-only.
 func lacksSysctl(err error) bool {
 	return errors.Is(err, unix.EROFS) || errors.Is(err, unix.ENOENT)
 }
@@ -219,11 +217,11 @@ func (s *Setup) prepare(reply *setupReply) (fd int, err error) {
 	return fd, nil
 }
 
-// mostGuestBuffer bounds the send buffer of each connection inside, in bytes. The gateway answers in less than a
-// millisecond, and what is on its way further waits in the host's socket.
+// mostGuestBuffer bounds the send buffer of each connection inside, in bytes. The gateway acknowledges within a millisecond; data
+// in flight to the peer are in the host's socket.
 const mostGuestBuffer = 512 << 10
 
-// smallerWmem is net.ipv4.tcp_wmem with that bound.
+// smallerWmem is net.ipv4.tcp_wmem with mostGuestBuffer as the bound.
 func smallerWmem() string {
 	values := [3]int{4096, 16384, mostGuestBuffer}
 	if text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem"); err == nil {
@@ -236,9 +234,9 @@ func (s *Setup) setSysctls(reply *setupReply) error {
 	for c, without := range map[sysctl]string{
 		{"net/ipv4/ip_unprivileged_port_start", "0"}:                                    "ports below 1024 stay closed to the program",
 		{"net/ipv4/ping_group_range", fmt.Sprintf("%d %d", os.Getegid(), os.Getegid())}: "ping does not work inside",
-		// Its own end of the connections is no further than this host.
+		// The round trip of a connection inside is that to the gateway.
 		{"net/ipv4/tcp_wmem", smallerWmem()}: "its connections may hold much of the host's memory for TCP",
-		// A kernel that sends cookies forgets the connection when the program's queue is full.
+		// With SYN cookies the kernel forgets a connection while the program's accept queue is full.
 		{"net/ipv4/tcp_syncookies", "0"}: "of many connections at once some may not get through",
 	} {
 		if err := c.set(); lacksSysctl(err) {
@@ -250,7 +248,7 @@ func (s *Setup) setSysctls(reply *setupReply) error {
 	if s.AllowUserns {
 		return nil
 	}
-	// In the guest's user namespace: the filter of system calls is not the only one to forbid them.
+	// Of the guest's user namespace: a second barrier besides the filter of system calls.
 	if err := (sysctl{"user/max_user_namespaces", "0"}).set(); lacksSysctl(err) {
 		reply.Missing = append(reply.Missing, fmt.Sprintf("only the filter forbids user namespaces: %v", err))
 	} else if err != nil {

@@ -12,12 +12,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mounts makes what of the host's files the guest is to have otherwise.
+// mounts changes the guest's mount namespace.
 func (s *Setup) mounts(reply *setupReply) error {
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
 		return &StepError{StepMounts, fmt.Errorf("make mounts private: %w", err)}
 	}
-	// Of the guest's own processes. A container whose /proc is covered in part may not have another.
+	// /proc of the guest's process namespace. The kernel refuses it in a container whose /proc is covered in part.
 	if err := unix.Mount("proc", "/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); errors.Is(err, unix.EPERM) {
 		reply.Missing = append(reply.Missing, fmt.Sprintf("/proc shows the host's processes and their sockets: mount it: %v", err))
 	} else if err != nil {
@@ -52,7 +52,7 @@ type mount struct {
 	options     []string
 }
 
-// mounted lists the mounts that the program can see, in the order in which they were made.
+// mounted lists the visible mounts in the order of their creation.
 func mounted() ([]mount, error) {
 	text, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
@@ -73,13 +73,13 @@ func mounted() ([]mount, error) {
 	return list, nil
 }
 
-// outOfReach tells an error of a path that the program cannot reach either.
+// outOfReach returns whether the error is of a path that the program cannot reach either.
 func outOfReach(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EACCES)
 }
 
-// sealCgroups makes cgroup file systems read-only: the program's user may own groups, as user managers do, in which
-// the host's processes would be frozen and killed.
+// sealCgroups makes cgroup file systems read-only. The program's user may own cgroups, as user managers do, and could freeze or
+// kill processes of the host there.
 func sealCgroups(list []mount) error {
 	var errs []error
 	for _, m := range list {
@@ -87,7 +87,7 @@ func sealCgroups(list []mount) error {
 			continue
 		}
 		flags := uintptr(unix.MS_REMOUNT | unix.MS_BIND | unix.MS_RDONLY)
-		// Those of the mount above may not be taken back.
+		// The kernel refuses a remount that clears these flags.
 		for option, flag := range map[string]uintptr{"nosuid": unix.MS_NOSUID, "nodev": unix.MS_NODEV, "noexec": unix.MS_NOEXEC} {
 			if slices.Contains(m.options, option) {
 				flags |= flag
@@ -100,8 +100,7 @@ func sealCgroups(list []mount) error {
 	return errors.Join(errs...)
 }
 
-// replaceNamespaces has file systems that show the host's processes and message queues, in chroots or under names of
-// their own, show none: /proc is the guest's already, and its IPC namespace has queues of its own.
+// replaceNamespaces covers procfs and mqueue mounts elsewhere, as in chroots, which show the host's processes and message queues.
 func replaceNamespaces(list []mount) error {
 	const flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
 	var errs []error
@@ -120,12 +119,11 @@ func replaceNamespaces(list []mount) error {
 	return errors.Join(errs...)
 }
 
-// scratch is a folder that every host has, and that is covered for a moment in the mount
-// namespace of the guest, which nobody else sees.
+// scratch is a directory that exists on every host, and is covered for a moment in the guest's mount namespace.
 const scratch = "/tmp"
 
-// replaceFile has a file be another one in this mount namespace. A file that is not there
-// is left alone. Nothing is written to any file system of the host.
+// replaceFile mounts a file with the text over another one, in this mount namespace only. A file that does not exist is left
+// alone.
 func replaceFile(path, text string) error {
 	target, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.ENOENT) {
@@ -141,7 +139,7 @@ func replaceFile(path, text string) error {
 	file := scratch + "/resolv.conf"
 	err = os.WriteFile(file, []byte(text), 0o644)
 	if err == nil {
-		err = os.Chmod(file, 0o644) // whatever the umask
+		err = os.Chmod(file, 0o644) // regardless of the umask
 	}
 	if err == nil {
 		err = unix.Mount(file, fmt.Sprintf("/proc/self/fd/%d", target), "", unix.MS_BIND, "")

@@ -18,7 +18,7 @@ import (
 	"kernel.org/pub/linux/libs/security/libcap/cap"
 )
 
-// Errors of what is no namespace to join.
+// Errors of OpenPID and OpenNetns.
 var (
 	ErrNoNamespace  = errors.New("is no network namespace")
 	ErrOwnNamespace = errors.New("is the host's own network")
@@ -27,19 +27,19 @@ var (
 // Namespace is a network namespace that somebody else made.
 type Namespace struct {
 	net   *os.File
-	watch *os.File // readable when something happened to it
-	// name is what of the watched folder is the namespace, "" where a process is watched.
+	watch *os.File // readable when the process has exited, or the directory has changed
+	// name is the namespace's file in the watched directory; "": a process is watched.
 	name string
 }
 
-// OpenPID opens the network namespace of a process, which ends for the gateway with the
-// process. A process that is not there is ESRCH.
+// OpenPID opens the network namespace of a process. For the gateway the namespace ends when the process exits. Returns ESRCH if
+// there is no such process.
 func OpenPID(pid int) (_ *Namespace, err error) {
 	if pid <= 0 {
 		return nil, unix.ESRCH
 	}
 	fd, err := unix.PidfdOpen(pid, 0)
-	if errors.Is(err, unix.EINVAL) { // a thread
+	if errors.Is(err, unix.EINVAL) { // the number of a thread
 		err = unix.ESRCH
 	}
 	if err != nil {
@@ -58,16 +58,15 @@ func OpenPID(pid int) (_ *Namespace, err error) {
 	if err != nil {
 		return nil, err
 	}
-	// The number may have been another process' since.
+	// The process may have exited, and its number be in use again.
 	if err := unix.PidfdSendSignal(fd, 0, nil, 0); err != nil && !errors.Is(err, unix.EPERM) {
 		return nil, err
 	}
 	return n, n.notOwn()
 }
 
-// OpenNetns opens the network namespace that a path names, as in /run/netns/NAME, which ends
-// for the gateway when the path is removed. Of another kind of file the error is
-// ErrNoNamespace.
+// OpenNetns opens the network namespace that a path names, as in /run/netns/NAME. For the gateway the namespace ends when the
+// path is removed. Returns ErrNoNamespace for another kind of file.
 func OpenNetns(path string) (_ *Namespace, err error) {
 	if pid, ok := strings.CutPrefix(filepath.Clean(path), "/proc/"); ok {
 		if pid, ok = strings.CutSuffix(pid, "/ns/net"); ok {
@@ -100,7 +99,7 @@ func OpenNetns(path string) (_ *Namespace, err error) {
 	return n, n.notOwn()
 }
 
-// notOwn refuses this process' own network, of which a gateway would take the routes.
+// notOwn refuses the network namespace of this process, whose routes the gateway would take over.
 func (n *Namespace) notOwn() error {
 	if same, err := sameFile(n.net, "/proc/self/ns/net"); err != nil {
 		return err
@@ -131,15 +130,14 @@ func (n *Namespace) Close() {
 	}
 }
 
-// enter has a command run in the namespace, through nsenter: only a process of one thread
-// may enter a user namespace, which Go's are not. Descriptors from 4 on are the namespaces
-// and the command itself.
+// enter makes a command run in the namespace, by nsenter(1): only a process with a single thread may enter a user namespace, and
+// a Go process has several. Descriptors from 4 on are the namespaces and the command.
 func (n *Namespace) enter(cmd *exec.Cmd) error {
 	nsenter, err := exec.LookPath("nsenter")
 	if err != nil {
 		return &StepError{StepJoin, fmt.Errorf("find nsenter: %w", errors.Unwrap(err))}
 	}
-	// The path may lead elsewhere from within nsenter, as /proc/self/exe does.
+	// In the mount namespace of nsenter the path may be another file, as /proc/self/exe is.
 	itself, err := unix.Open(cmd.Path, unix.O_PATH|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return fmt.Errorf("open %s: %w", cmd.Path, err)
@@ -159,8 +157,7 @@ func (n *Namespace) enter(cmd *exec.Cmd) error {
 	return nil
 }
 
-// owner is the user namespace that must be entered first, nil for none: this process has
-// the right to the network namespace as it is.
+// owner returns the user namespace that must be entered first; nil if this process has CAP_SYS_ADMIN already.
 func (n *Namespace) owner() (*os.File, error) {
 	admin, err := cap.GetProc().GetFlag(cap.Effective, cap.SYS_ADMIN)
 	if err != nil {
@@ -185,7 +182,7 @@ func (n *Namespace) owner() (*os.File, error) {
 	return user, nil
 }
 
-// Ended returns when the namespace's process or path is gone, or ctx has ended.
+// Ended returns when the namespace's process has exited, the path was removed, or ctx has ended.
 func (n *Namespace) Ended(ctx context.Context) error {
 	wake, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
 	if err != nil {
@@ -218,7 +215,7 @@ func (n *Namespace) Ended(ctx context.Context) error {
 	}
 }
 
-// removed looks for the end of a name, or of its folder, in events of inotify(7).
+// removed returns whether events of inotify(7) tell of the removal of a name, or of its directory.
 func removed(events []byte, name string) bool {
 	for len(events) >= unix.SizeofInotifyEvent {
 		mask := binary.NativeEndian.Uint32(events[4:])

@@ -11,15 +11,14 @@ import (
 	"sockeye/internal/gateway"
 )
 
-// maxNameServers is how many of /etc/resolv.conf count (MAXNS in resolv.h).
+// maxNameServers is how many name servers of /etc/resolv.conf are used (MAXNS in resolv.h).
 const maxNameServers = 3
 
-// dnsPort is where name servers are asked.
+// dnsPort is the port of DNS.
 const dnsPort = 53
 
-// NameServers reads the text of a host's resolv.conf(5): its name servers, and the text
-// for the guest, which has the aliases in their place. Where it names none, the host's own port
-// 53 counts, as for the C library. There must be three aliases.
+// NameServers parses a host's resolv.conf(5) and returns its name servers, and the text for the guest, which has the aliases in
+// their place. Without a name server, 127.0.0.1:53 is one, as for the C library. There must be three aliases.
 func NameServers(conf string, aliases []netip.Addr) (list []gateway.NameServer, text string) {
 	var rest strings.Builder
 	for line := range strings.Lines(conf) {
@@ -47,7 +46,7 @@ func NameServers(conf string, aliases []netip.Addr) (list []gateway.NameServer, 
 	return list, text + rest.String()
 }
 
-// Resolvers reads all name servers in the text of a resolv.conf(5).
+// Resolvers returns all name servers in a resolv.conf(5).
 func Resolvers(conf string) (list []netip.Addr) {
 	for line := range strings.Lines(conf) {
 		fields := strings.Fields(line)
@@ -61,8 +60,7 @@ func Resolvers(conf string) (list []netip.Addr) {
 	return list
 }
 
-// numbered has the zone of an address be the number of its interface, which stays known
-// when names cannot be looked up any more.
+// numbered replaces a zone by the index of the interface, as names cannot be looked up in the sandbox.
 func numbered(a netip.Addr) netip.Addr {
 	if a.Zone() == "" {
 		return a
