@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// Lengths of what is sent and received.
 const (
 	HeaderSize  = unix.SizeofNlMsghdr        // length of a message's header, in bytes
 	RequestSize = HeaderSize + sizeofRequest // length of a Request, in bytes
