@@ -22,21 +22,19 @@ import (
 	"sockeye/internal/isolate"
 )
 
-// Of the guest's interface, in bytes: the least that IPv6 needs, and the largest that
-// TUN takes with whole packets.
+// Bounds of the MTU of the guest's interface, in bytes: the minimum of IPv6, and the largest packet of a TUN.
 const (
 	leastMTU = 1280
 	mostMTU  = 65520
 )
 
-// resolvConf is where the host's name servers are, and behindStub where systemd-resolved names
-// those that it asks itself.
+// resolvConf names the host's name servers. behindStub names those that systemd-resolved forwards to.
 const (
 	resolvConf = "/etc/resolv.conf"
 	behindStub = "/run/systemd/resolve/resolv.conf"
 )
 
-// isolation is what a program in a network of its own is given.
+// isolation has the options of an isolated program.
 type isolation struct {
 	publish, allow []string
 	noOutbound     bool
@@ -47,7 +45,7 @@ type isolation struct {
 	pidGiven       bool
 	verbose        bool
 
-	// Of the program.
+	// Options of the program.
 	user           string
 	asRoot         bool
 	allowUserns    bool
@@ -163,7 +161,7 @@ use, or the namespace has an interface sockeye0 or a default route.`,
 	return cmd
 }
 
-// flags are those that every isolated program has.
+// flags defines the options that sockeye isolate and sockeye run --isolated have in common.
 func (i *isolation) flags(cmd *cobra.Command) {
 	cmd.Flags().StringArrayVar(&i.allow, "allow", nil, "where the program may go, as in 10.0.0.0/8:9092/tcp; may be repeated")
 	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name server inside, nor ports 53 and 853 of the host's: questions to them can carry data out")
@@ -236,7 +234,7 @@ func (c *command) isolate(ctx context.Context, i *isolation, args []string) erro
 	return c.join(ctx, i, &guest, who, listen)
 }
 
-// onlyGateway refuses what is of a program, where there is none.
+// onlyGateway refuses options of a program for an existing namespace.
 func (i *isolation) onlyGateway() error {
 	for name, given := range map[string]bool{
 		"--user": i.user != "", "--as-root": i.asRoot, "--allow-userns": i.allowUserns, "--expose": len(i.expose) > 0,
@@ -249,7 +247,7 @@ func (i *isolation) onlyGateway() error {
 	return nil
 }
 
-// forwards reads what is published.
+// forwards parses the published ports.
 func (i *isolation) forwards() (specs []gateway.ForwardSpec, err error) {
 	for _, text := range i.publish {
 		f, err := gateway.ParseForward(text)
@@ -264,7 +262,7 @@ func (i *isolation) forwards() (specs []gateway.ForwardSpec, err error) {
 	return specs, nil
 }
 
-// outbound reads where the program may go, and what it finds in resolv.conf.
+// outbound parses where the program may go, and returns the text of resolv.conf inside.
 func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error) {
 	if i.noOutbound && len(i.allow) > 0 {
 		return out, "", agent.Usage(errors.New("--no-outbound and --allow do not go together"), "with --allow the program may go nowhere else")
@@ -300,7 +298,7 @@ func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error
 	return out, "", nil
 }
 
-// readIfThere reads a file of name servers, "" if there is none.
+// readIfThere returns the content of a file of name servers; "" if the file does not exist.
 func readIfThere(path string) (string, error) {
 	text, err := os.ReadFile(path)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -309,13 +307,13 @@ func readIfThere(path string) (string, error) {
 	return string(text), nil
 }
 
-// hostHint is for who names an address that the program has itself, inside.
+// hostHint is the hint for an address that the program has itself.
 var hostHint = fmt.Sprintf("the loopback addresses of the host are %v and %v inside", isolate.Host4, isolate.Host6)
 
-// pathHint is for who names what is no file or folder of the host.
+// pathHint is the hint for a path that does not exist.
 const pathHint = "name a path that is there, and that the program's user may reach"
 
-// existing opens the namespace that is to be joined, nil for none.
+// existing opens the namespace to join; nil for none.
 func (i *isolation) existing() (n *isolate.Namespace, err error) {
 	switch {
 	case i.pidGiven && i.netns != "":
@@ -344,7 +342,7 @@ func (i *isolation) existing() (n *isolate.Namespace, err error) {
 	return n, nil
 }
 
-// notPermitted gives an error a hint, and its code if it is one of rights.
+// notPermitted adds a hint, and the exit code for missing rights, to an error of permissions.
 func notPermitted(err error, hint string) error {
 	if errors.Is(err, fs.ErrPermission) {
 		return &agent.Error{Err: err, Hint: hint, Code: agent.CodeNotPermitted}
@@ -352,7 +350,7 @@ func notPermitted(err error, hint string) error {
 	return err
 }
 
-// findProgram finds a program as the shell does.
+// findProgram looks a program up in PATH.
 func findProgram(name string) (string, error) {
 	path, err := exec.LookPath(name)
 	if err == nil {
@@ -367,7 +365,7 @@ func findProgram(name string) (string, error) {
 	return "", agent.Usage(fmt.Errorf("find program %s: %w", name, err), "name it as in the shell, or with its path")
 }
 
-// ownEnvironment is that of this process, without what an agent told it.
+// ownEnvironment is the environment of this process without variables of an agent.
 func ownEnvironment() (env []string) {
 	for _, v := range os.Environ() {
 		if !strings.HasPrefix(v, "SOCKEYE_") {
@@ -377,7 +375,7 @@ func ownEnvironment() (env []string) {
 	return env
 }
 
-// refuseDirectories refuses a directory as a standard stream: the program could open what is hidden from there.
+// refuseDirectories refuses a directory as a standard stream, from which the program could open files that are hidden.
 func refuseDirectories() error {
 	for fd, name := range []string{"input", "output", "error"} {
 		var st unix.Stat_t

@@ -18,13 +18,12 @@ import (
 	"sockeye/internal/isolate"
 )
 
-// exitCode is the end of the program, which needs no words.
+// exitCode is an error without a message, with the program's exit code.
 func exitCode(code int) error {
 	return &silent{&agent.Error{Err: errors.New("the program failed"), Code: code}}
 }
 
-// listenError says what to do about a port of the host that could not be had, of a member's
-// service or published.
+// listenError adds a hint to the failure to open a port of the host, of a service's member or published.
 func listenError(err error, member bool) error {
 	failed, ok := errors.AsType[*gateway.ListenError](err)
 	if !ok {
@@ -55,7 +54,7 @@ func listenError(err error, member bool) error {
 	return tooManyFiles(err)
 }
 
-// freePort is another port that an ordinary user may have, to name in a hint.
+// freePort is another port that needs no rights, for a hint.
 func freePort(port int) int {
 	if port < 57536 {
 		return port + 8000
@@ -79,7 +78,7 @@ func readSysctl(name string) (int, bool) {
 	return n, err == nil
 }
 
-// guestError says what to do about an error of isolate.Run.
+// guestError adds a hint and an exit code to an error of isolate.Run.
 func guestError(err error, guest *isolate.Guest) error {
 	if incomplete, ok := errors.AsType[*isolate.IncompleteError](err); ok {
 		return &agent.Error{Err: incomplete, Hint: "without --require-sandbox the program starts nonetheless", Code: agent.CodeUnsupported}
@@ -100,8 +99,7 @@ func guestError(err error, guest *isolate.Guest) error {
 	return &agent.Error{Err: err, Hint: hint, Code: code}
 }
 
-// stepHint says what to do about a step of the guest's preparation that failed. In an existing namespace it is that
-// namespace's user namespace that refuses.
+// stepHint returns the hint and the exit code for a step that failed. An existing namespace has a user namespace of its own.
 func stepHint(failed *isolate.StepError, exists bool) (hint string, code int) {
 	err := failed.Err
 	refused := errors.Is(err, fs.ErrPermission)
@@ -145,7 +143,7 @@ func stepHint(failed *isolate.StepError, exists bool) (hint string, code int) {
 	return hint, code
 }
 
-// userNamespaceHint names the sysctl that forbids user namespaces, or those that may.
+// userNamespaceHint names the sysctl that forbids user namespaces, or the candidates.
 func userNamespaceHint() string {
 	for _, c := range []struct {
 		name   string

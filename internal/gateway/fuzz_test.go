@@ -165,15 +165,15 @@ func FuzzGuest(f *testing.F) {
 		if n := len(p.g.conns); n > 16 {
 			t.Errorf("%d connections", n)
 		}
-		spilled := 0
+		backlog := 0
 		for _, c := range p.g.conns {
 			if c.fd < 0 && c.state != timeWait {
 				t.Errorf("connection without a socket in state %d", c.state)
 			}
-			spilled += len(c.rcv.backlog)
+			backlog += len(c.rcv.backlog)
 		}
-		if spilled != p.g.backlog {
-			t.Errorf("%d bytes in spill, said to be %d", spilled, p.g.backlog)
+		if backlog != p.g.backlog {
+			t.Errorf("%d bytes in backlogs, said to be %d", backlog, p.g.backlog)
 		}
 		if n := len(p.g.timers.list); n > len(p.g.conns)+len(p.g.flows.all)+len(p.g.echoes)+len(p.g.bound)+8 {
 			t.Errorf("%d timers", n)

@@ -424,7 +424,7 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 		}
 	}
 	if s.g.backlog != 0 {
-		t.Errorf("%d bytes are left in spill", s.g.backlog)
+		t.Errorf("%d bytes are left in the backlog", s.g.backlog)
 	}
 	t.Logf("%d MB announced, counts %v", bytesMoved.Load()>>20, s.g.Counts())
 }

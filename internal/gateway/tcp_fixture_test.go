@@ -444,7 +444,7 @@ func (p *puppet) ended() {
 		p.Errorf("%d timers are left", n)
 	}
 	if p.g.backlog != 0 {
-		p.Errorf("%d bytes are left in spill", p.g.backlog)
+		p.Errorf("%d bytes are left in the backlog", p.g.backlog)
 	}
 	for _, ok := p.receive(); ok; _, ok = p.receive() {
 	}

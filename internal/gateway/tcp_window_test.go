@@ -163,9 +163,9 @@ func TestBeyondWindow(t *testing.T) {
 	p.ended()
 }
 
-// TestSpill: a send that the socket takes in part loses nothing, even if the guest had
+// TestBacklog: a send that the socket takes in part loses nothing, even if the guest had
 // sent more.
-func TestSpill(t *testing.T) {
+func TestBacklog(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(slow(t, host4))
 	data := text(64 << 20)
@@ -355,7 +355,7 @@ func TestGuestStops(t *testing.T) {
 	if !bytes.Equal(got, want) {
 		t.Error("data differ")
 	}
-	// A window that opens by crumbs does not get crumbs while something is under way.
+	// A window that opens in small steps does not cause silly-window segments while data are in flight.
 	l.write(want)
 	first := l.hear().payload
 	if len(first) != 5000 {

@@ -13,10 +13,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestUDPTrains: datagrams of sizes that fit behind each other, and that do not, and with hop
+// TestUDPSegmented: datagrams of sizes that fit behind each other, and that do not, and with hop
 // limits of their own, arrive as they were sent, in their order; over paths that take them at
 // once, and over one that does not.
-func TestUDPTrains(t *testing.T) {
+func TestUDPSegmented(t *testing.T) {
 	for _, mtu := range []int{65536, 1400} { // of the host
 		lo, err := netlink.LinkByName("lo")
 		if err == nil {
