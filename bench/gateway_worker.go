@@ -22,6 +22,8 @@ import (
 
 	"sockeye/internal/gateway"
 	"sockeye/internal/netns"
+	confine "sockeye/internal/sandbox"
+	"sockeye/internal/tun"
 	"sockeye/room"
 )
 
@@ -374,19 +376,19 @@ func gatewayWorker(args []string) error {
 	if err != nil {
 		return err
 	}
-	tun, err := openGuestTUN(*guest, gateway.Interface{Name: guestDevice, MTU: *mtu, Addresses: []netip.Addr{a}})
+	device, err := openGuestTUN(*guest, tun.Interface{Name: guestDevice, MTU: *mtu, Addresses: []netip.Addr{a}})
 	if err != nil {
 		return err
 	}
 	out := gateway.Outbound{All: true}
 	g, err := gateway.New(gateway.Config{
-		TUN: tun, MTU: *mtu, Guest4: a, Host4: netip.MustParseAddr("169.254.53.1"), Outbound: out, Kernel: kernel,
+		TUN: device, MTU: *mtu, Guest4: a, Host4: netip.MustParseAddr("169.254.53.1"), Outbound: out, Kernel: kernel,
 	})
 	if err != nil {
 		return err
 	}
 	// Its filter is asked for each system call, as that of pasta is.
-	missing, err := gateway.Sandbox{Outbound: out}.Enter()
+	missing, err := confine.Gateway{Outbound: out}.Enter()
 	if err != nil {
 		return err
 	}
@@ -417,14 +419,14 @@ func gatewayWorker(args []string) error {
 }
 
 // openGuestTUN makes the TUN interface in the guest's network namespace.
-func openGuestTUN(path string, i gateway.Interface) (fd int, err error) {
+func openGuestTUN(path string, i tun.Interface) (fd int, err error) {
 	guest, err := netns.Open(path)
 	if err != nil {
 		return -1, err
 	}
 	defer guest.Close()
 	err = netns.Do(guest, func() error {
-		fd, err = gateway.OpenTUN(i)
+		fd, err = tun.Open(i)
 		return err
 	})
 	return fd, err

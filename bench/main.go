@@ -17,7 +17,7 @@ import (
 	"os"
 
 	"sockeye/internal/cli"
-	"sockeye/internal/gateway"
+	"sockeye/internal/isolate"
 )
 
 func main() {
@@ -61,7 +61,7 @@ func main() {
 		err = gatewayDatagramWorker(args)
 	case isolateCommand:
 		err = isolateAsUser()
-	case gateway.InsideCommand: // of isolate
+	case isolate.InsideCommand: // of isolate
 		os.Exit(cli.Main(os.Args[1:], cli.Host()))
 	case "receiver":
 		err = receiver(args)

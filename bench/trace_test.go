@@ -20,13 +20,13 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
-	"sockeye/internal/gateway"
+	"sockeye/internal/isolate"
 )
 
 // TestMain is also the ends of loads, which hold their processor in system calls
 // and so cannot be goroutines of one process, and the gateway's workers.
 func TestMain(m *testing.M) {
-	if len(os.Args) > 1 && slices.Contains([]string{traceRole, gatewayServerRole, gatewayClientRole, gatewayRole, gatewayDatagramRole, isolateCommand, gateway.InsideCommand}, os.Args[1]) {
+	if len(os.Args) > 1 && slices.Contains([]string{traceRole, gatewayServerRole, gatewayClientRole, gatewayRole, gatewayDatagramRole, isolateCommand, isolate.InsideCommand}, os.Args[1]) {
 		main()
 		return
 	}

@@ -12,18 +12,15 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
-	"unsafe"
-
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fault"
+	"sockeye/internal/isolate"
 	"sockeye/internal/member"
 )
 
 // account is the user that the gateway and the program become, nil for the one that they are.
 type account struct {
-	uid, gid   int
+	isolate.User
 	name, home string // "" where /etc/passwd has none
 }
 
@@ -52,10 +49,10 @@ func (i *isolation) account(service string) (*account, error) {
 	if err != nil {
 		return nil, fault.Usage(fmt.Errorf("user %q: %w", name, err), "as in --user nobody, --user 1000 or --user 1000:1000")
 	}
-	if a.uid == 0 {
+	if a.UID == 0 {
 		return nil, fault.Usage(fmt.Errorf("user %q is root, also to the host's files", name), userHint(service))
 	}
-	if a.gid == 0 {
+	if a.GID == 0 {
 		return nil, fault.Usage(fmt.Errorf("user %q has root's group, also to the host's files", name), "name another group behind a colon, as in --user nobody:nogroup, or say --as-root")
 	}
 	return a, nil
@@ -84,7 +81,7 @@ func (a *account) isMember(service string) error {
 	}
 	uid := os.Geteuid()
 	if a != nil {
-		uid = a.uid
+		uid = a.UID
 	}
 	if uid == members {
 		return nil
@@ -128,7 +125,7 @@ func findAccount(text string) (*account, error) {
 		name, group = u.Uid, cmp.Or(group, u.Gid)
 	}
 	// A number needs no line in /etc/passwd.
-	if a.uid, err = number(name); err != nil {
+	if a.UID, err = number(name); err != nil {
 		return nil, errors.New("there is no such user")
 	}
 	if group == "" {
@@ -137,7 +134,7 @@ func findAccount(text string) (*account, error) {
 	if g, err := user.LookupGroup(group); err == nil {
 		group = g.Gid
 	}
-	if a.gid, err = number(group); err != nil {
+	if a.GID, err = number(group); err != nil {
 		return nil, fmt.Errorf("there is no group %q", group)
 	}
 	return a, nil
@@ -161,43 +158,4 @@ func (a *account) environment(env []string) []string {
 		}
 	}
 	return env
-}
-
-// keptToPrepare are what root keeps until the program starts: ports below 1024, large receive buffers, and user namespaces
-// where the host forbids them to others.
-const keptToPrepare = 1<<unix.CAP_NET_BIND_SERVICE | 1<<unix.CAP_NET_ADMIN | 1<<unix.CAP_SYS_ADMIN
-
-// become makes this process, which is root's, the user's, in all threads, without supplementary groups. The sockets that it
-// opens are the user's. The capabilities that it needs until the program starts are given up with the others then.
-func (a *account) become() error {
-	if _, _, errno := syscall.AllThreadsSyscall6(unix.SYS_PRCTL, unix.PR_SET_KEEPCAPS, 1, 0, 0, 0, 0); errno != 0 {
-		return fmt.Errorf("become user %d: keep capabilities: %w", a.uid, errno)
-	}
-	for _, step := range []struct {
-		name string
-		do   func() error
-	}{
-		{"drop groups", func() error { return syscall.Setgroups(nil) }},
-		{"set group", func() error { return syscall.Setresgid(a.gid, a.gid, a.gid) }},
-		{"set user", func() error { return syscall.Setresuid(a.uid, a.uid, a.uid) }},
-	} {
-		if err := step.do(); err != nil {
-			return notPermitted(fmt.Errorf("become user %d: %s: %w", a.uid, step.name, err), "this process lacks CAP_SETUID or CAP_SETGID: say --as-root")
-		}
-	}
-	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-	var caps [2]unix.CapUserData
-	if err := unix.Capget(&header, &caps[0]); err != nil {
-		return fmt.Errorf("read capabilities: %w", err)
-	}
-	kept := caps[0].Permitted & keptToPrepare
-	caps = [2]unix.CapUserData{{Permitted: kept, Effective: kept}}
-	if _, _, errno := syscall.AllThreadsSyscall(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&caps[0])), 0); errno != 0 {
-		return fmt.Errorf("become user %d: keep capabilities: %w", a.uid, errno)
-	}
-	// The change made the process root's in /proc, where it writes the mapping of the guest's user.
-	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 1, 0, 0, 0); err != nil {
-		return fmt.Errorf("become user %d: %w", a.uid, err)
-	}
-	return nil
 }

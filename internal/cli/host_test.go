@@ -26,7 +26,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/gateway"
+	"sockeye/internal/isolate"
 	"sockeye/internal/scope"
 	"sockeye/internal/steer"
 	"sockeye/internal/testenv"
@@ -45,7 +45,7 @@ func TestMain(m *testing.M) {
 	switch role {
 	case "sockeye":
 		os.Exit(Main(os.Args[2:], Host()))
-	case steer.KeeperCommand, gateway.InsideCommand:
+	case steer.KeeperCommand, isolate.InsideCommand:
 		os.Exit(Main(os.Args[1:], Host()))
 	case "inside":
 		becomeInside(os.Args[2:])

@@ -11,55 +11,30 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
-	"os/signal"
 	"slices"
-	"strconv"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/fault"
 	"sockeye/internal/gateway"
+	"sockeye/internal/isolate"
 )
 
-// Addresses that stand for something else inside.
-var (
-	// nameServers stand for the host's name servers.
-	nameServers = []netip.Addr{
-		netip.MustParseAddr("169.254.53.53"), netip.MustParseAddr("169.254.53.54"), netip.MustParseAddr("169.254.53.55"),
-	}
-	// host4 and host6 are from where connections of the host itself come.
-	host4 = netip.MustParseAddr("169.254.53.1")
-	host6 = netip.MustParseAddr("fd53:6f63:6b65:7965::1")
-	// fallback4 and fallback6 are the guest's where the host has none.
-	fallback4 = netip.MustParseAddr("169.254.53.2")
-	fallback6 = netip.MustParseAddr("fd53:6f63:6b65:7965::2")
-)
-
-// Of the guest's interface, in bytes: the least that IPv6 needs, and the largest that
-// TUN takes with whole packets.
+// Bounds of the MTU of the guest's interface, in bytes: the minimum of IPv6, and the largest packet of a TUN.
 const (
 	leastMTU = 1280
 	mostMTU  = 65520
 )
 
-// lingerTime is how long the gateway goes on when the program has ended, for what that has
-// sent and the host's sockets have not taken yet.
-const lingerTime = 5 * time.Second
-
-// interfaceName is that of the guest's interface.
-const interfaceName = "sockeye0"
-
-// resolvConf is where the host's name servers are, and behindStub where systemd-resolved names
-// those that it asks itself.
+// resolvConf names the host's name servers. behindStub names those that systemd-resolved forwards to.
 const (
 	resolvConf = "/etc/resolv.conf"
 	behindStub = "/run/systemd/resolve/resolv.conf"
 )
 
-// isolation is what a program in a network of its own is given.
+// isolation has the options of an isolated program.
 type isolation struct {
 	publish, allow []string
 	noOutbound     bool
@@ -70,7 +45,7 @@ type isolation struct {
 	pidGiven       bool
 	verbose        bool
 
-	// Of the program.
+	// Options of the program.
 	user           string
 	asRoot         bool
 	allowUserns    bool
@@ -186,7 +161,7 @@ use, or the namespace has an interface sockeye0 or a default route.`,
 	return cmd
 }
 
-// flags are those that every isolated program has.
+// flags defines the options that sockeye isolate and sockeye run --isolated have in common.
 func (i *isolation) flags(cmd *cobra.Command) {
 	cmd.Flags().StringArrayVar(&i.allow, "allow", nil, "where the program may go, as in 10.0.0.0/8:9092/tcp; may be repeated")
 	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name server inside, nor ports 53 and 853 of the host's: questions to them can carry data out")
@@ -203,11 +178,11 @@ func (i *isolation) flags(cmd *cobra.Command) {
 
 func (c *command) insideCommand() *cobra.Command {
 	return &cobra.Command{
-		Use:    gateway.InsideCommand,
+		Use:    isolate.InsideCommand,
 		Short:  "Prepare the network of an isolated program, and become it",
 		Hidden: true,
 		RunE: func(*cobra.Command, []string) error {
-			err := gateway.Inside()
+			err := isolate.Inside()
 			switch {
 			case errors.Is(err, unix.EACCES):
 				return &fault.Error{
@@ -227,7 +202,7 @@ func (c *command) isolate(ctx context.Context, i *isolation, args []string) erro
 	if err != nil {
 		return err
 	}
-	var guest gateway.Guest
+	var guest isolate.Guest
 	if guest.Existing, err = i.existing(); err != nil {
 		return err
 	}
@@ -259,7 +234,7 @@ func (c *command) isolate(ctx context.Context, i *isolation, args []string) erro
 	return c.join(ctx, i, &guest, who, listen)
 }
 
-// onlyGateway refuses what is of a program, where there is none.
+// onlyGateway refuses options of a program for an existing namespace.
 func (i *isolation) onlyGateway() error {
 	for name, given := range map[string]bool{
 		"--user": i.user != "", "--as-root": i.asRoot, "--allow-userns": i.allowUserns, "--expose": len(i.expose) > 0,
@@ -272,7 +247,7 @@ func (i *isolation) onlyGateway() error {
 	return nil
 }
 
-// forwards reads what is published.
+// forwards parses the published ports.
 func (i *isolation) forwards() (specs []gateway.ForwardSpec, err error) {
 	for _, text := range i.publish {
 		f, err := gateway.ParseForward(text)
@@ -287,13 +262,13 @@ func (i *isolation) forwards() (specs []gateway.ForwardSpec, err error) {
 	return specs, nil
 }
 
-// outbound reads where the program may go, and what it finds in resolv.conf.
+// outbound parses where the program may go, and returns the text of resolv.conf inside.
 func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error) {
 	if i.noOutbound && len(i.allow) > 0 {
 		return out, "", fault.Usage(errors.New("--no-outbound and --allow do not go together"), "with --allow the program may go nowhere else")
 	}
 	out.All = !i.noOutbound && len(i.allow) == 0
-	out.Host = []netip.Addr{host4, host6}
+	out.Host = []netip.Addr{isolate.Host4, isolate.Host6}
 	for _, text := range i.allow {
 		r, err := gateway.ParseRule(text)
 		if errors.Is(err, gateway.ErrNeverOutside) {
@@ -312,18 +287,18 @@ func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error
 		return out, "", err
 	}
 	if !i.noDNS {
-		out.DNS, resolver = gateway.NameServers(conf, nameServers)
+		out.DNS, resolver = isolate.NameServers(conf, isolate.NameServerAliases)
 		return out, resolver, nil
 	}
 	behind, err := readIfThere(behindStub)
 	if err != nil {
 		return out, "", err
 	}
-	out.Resolvers = gateway.Resolvers(conf + "\n" + behind)
+	out.Resolvers = isolate.Resolvers(conf + "\n" + behind)
 	return out, "", nil
 }
 
-// readIfThere reads a file of name servers, "" if there is none.
+// readIfThere returns the content of a file of name servers; "" if the file does not exist.
 func readIfThere(path string) (string, error) {
 	text, err := os.ReadFile(path)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -332,31 +307,31 @@ func readIfThere(path string) (string, error) {
 	return string(text), nil
 }
 
-// hostHint is for who names an address that the program has itself, inside.
-var hostHint = fmt.Sprintf("the loopback addresses of the host are %v and %v inside", host4, host6)
+// hostHint is the hint for an address that the program has itself.
+var hostHint = fmt.Sprintf("the loopback addresses of the host are %v and %v inside", isolate.Host4, isolate.Host6)
 
-// pathHint is for who names what is no file or folder of the host.
+// pathHint is the hint for a path that does not exist.
 const pathHint = "name a path that is there, and that the program's user may reach"
 
-// existing opens the namespace that is to be joined, nil for none.
-func (i *isolation) existing() (n *gateway.Namespace, err error) {
+// existing opens the namespace to join; nil for none.
+func (i *isolation) existing() (n *isolate.Namespace, err error) {
 	switch {
 	case i.pidGiven && i.netns != "":
 		return nil, fault.Usage(errors.New("--netns and --pid do not go together"), "each names a namespace")
 	case i.pidGiven:
-		n, err = gateway.OpenPID(i.pid)
+		n, err = isolate.OpenPID(i.pid)
 		switch {
 		case errors.Is(err, unix.ESRCH):
 			return nil, fault.Usage(fmt.Errorf("there is no process %d", i.pid), "it may have ended; name another with --pid")
-		case errors.Is(err, gateway.ErrOwnNamespace):
+		case errors.Is(err, isolate.ErrOwnNamespace):
 			return nil, fault.Usage(fmt.Errorf("the network of process %d %w", i.pid, err), "name a process that has a network namespace of its own")
 		case err != nil:
 			return nil, notPermitted(fmt.Errorf("open network namespace of process %d: %w", i.pid, err), "the process must be your own")
 		}
 	case i.netns != "":
-		n, err = gateway.OpenNetns(i.netns)
+		n, err = isolate.OpenNetns(i.netns)
 		switch {
-		case errors.Is(err, gateway.ErrNoNamespace), errors.Is(err, gateway.ErrOwnNamespace):
+		case errors.Is(err, isolate.ErrNoNamespace), errors.Is(err, isolate.ErrOwnNamespace):
 			return nil, fault.Usage(fmt.Errorf("%s %w", i.netns, err), "as in /run/netns/NAME; ip netns lists them")
 		case errors.Is(err, unix.ESRCH), errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):
 			return nil, fault.Usage(fmt.Errorf("there is no namespace %s", i.netns), "as in /run/netns/NAME; ip netns lists them")
@@ -367,7 +342,7 @@ func (i *isolation) existing() (n *gateway.Namespace, err error) {
 	return n, nil
 }
 
-// notPermitted gives an error a hint, and its code if it is one of rights.
+// notPermitted adds a hint, and the exit code for missing rights, to an error of permissions.
 func notPermitted(err error, hint string) error {
 	if errors.Is(err, fs.ErrPermission) {
 		return &fault.Error{Err: err, Hint: hint, Code: fault.CodeNotPermitted}
@@ -375,7 +350,7 @@ func notPermitted(err error, hint string) error {
 	return err
 }
 
-// findProgram finds a program as the shell does.
+// findProgram looks a program up in PATH.
 func findProgram(name string) (string, error) {
 	path, err := exec.LookPath(name)
 	if err == nil {
@@ -390,7 +365,7 @@ func findProgram(name string) (string, error) {
 	return "", fault.Usage(fmt.Errorf("find program %s: %w", name, err), "name it as in the shell, or with its path")
 }
 
-// ownEnvironment is that of this process, without what an agent told it.
+// ownEnvironment is the environment of this process without variables of an agent.
 func ownEnvironment() (env []string) {
 	for _, v := range os.Environ() {
 		if !strings.HasPrefix(v, "SOCKEYE_") {
@@ -400,7 +375,7 @@ func ownEnvironment() (env []string) {
 	return env
 }
 
-// refuseDirectories refuses a directory as a standard stream: the program could open what is hidden from there.
+// refuseDirectories refuses a directory as a standard stream, from which the program could open files that are hidden.
 func refuseDirectories() error {
 	for fd, name := range []string{"input", "output", "error"} {
 		var st unix.Stat_t
@@ -411,10 +386,39 @@ func refuseDirectories() error {
 	return nil
 }
 
-// join makes a guest and is its gateway, until the guest's program ends, or the namespace that
-// was there already. The program's exit code is an error without a message. The sockets that
-// listen opens lead inside; they are open before the program starts. Both processes become who, unless it is nil.
-func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, who *account, listen func() ([]gateway.Forward, error)) (err error) {
+// join validates the options, runs the guest's program, or joins the existing namespace, and returns when that ends. A
+// program's exit code is an error without a message. The sockets that listen opens lead inside.
+func (c *command) join(ctx context.Context, i *isolation, guest *isolate.Guest, who *account, listen func() ([]gateway.Forward, error)) error {
+	o := &isolate.Options{MTU: i.mtu, Listen: listen, RequireSandbox: i.requireSandbox}
+	if err := i.complete(guest, o); err != nil {
+		return err
+	}
+	if guest.Existing == nil {
+		guest.AllowUserns, guest.Expose, guest.Read, guest.Write = i.allowUserns, i.expose, i.read, i.write
+	}
+	if who != nil {
+		guest.Env = who.environment(guest.Env)
+		o.User = &who.User
+	}
+	level := slog.LevelWarn
+	if i.verbose {
+		level = slog.LevelDebug
+	}
+	o.Log = slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: level}))
+	o.Warn = func(text string) { fmt.Fprintf(c.Err, "sockeye: %s\n", text) }
+	o.Joined = func() { fmt.Fprintf(c.Out, "joined by %s; interrupt it to end\n", isolate.InterfaceName) }
+	code, err := isolate.Run(ctx, guest, o)
+	if err != nil {
+		return guestError(err, guest)
+	}
+	if code != 0 {
+		return exitCode(code)
+	}
+	return nil
+}
+
+// complete checks the options that do not depend on a service, and adds where the program may go and its addresses.
+func (i *isolation) complete(guest *isolate.Guest, o *isolate.Options) (err error) {
 	if i.mtu < leastMTU || i.mtu > mostMTU {
 		return fault.Usage(fmt.Errorf("--mtu is %d", i.mtu), fmt.Sprintf("%d to %d bytes", leastMTU, mostMTU))
 	}
@@ -431,340 +435,18 @@ func (c *command) join(ctx context.Context, i *isolation, guest *gateway.Guest, 
 			return err
 		}
 	}
-	out, resolver, err := i.outbound()
-	if err != nil {
+	var resolver string
+	if o.Outbound, resolver, err = i.outbound(); err != nil {
 		return err
 	}
 	if guest.Existing == nil {
 		guest.ResolvConf = resolver
 	}
-	got := make(chan os.Signal, 8)
-	if guest.Existing == nil {
-		// From here on they are the program's; what nohup(1) has ignored, it ignores.
-		for _, s := range gateway.PassedSignals {
-			if !signal.Ignored(s) {
-				signal.Notify(got, s)
-			}
-		}
-		defer signal.Stop(got)
-	}
-	level := slog.LevelWarn
-	if i.verbose {
-		level = slog.LevelDebug
-	}
-	log := slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: level}))
-	if guest.Existing == nil {
-		guest.AllowUserns, guest.Expose, guest.Read, guest.Write = i.allowUserns, i.expose, i.read, i.write
-	}
-	if who != nil {
-		guest.Env = who.environment(guest.Env)
-		if err := who.become(); err != nil {
-			return err
-		}
-	}
-	a4, a6 := gateway.HostAddresses()
-	if !a4.IsValid() {
-		a4 = fallback4
-	}
-	if !a6.IsValid() {
-		a6 = fallback6
-	}
-	for n, r := range out.Rules {
-		if a := r.Prefix.Addr(); r.Prefix.IsSingleIP() && (a == a4 || a == a6) {
+	o.Guest4, o.Guest6 = isolate.GuestAddresses()
+	for n, r := range o.Outbound.Rules {
+		if a := r.Prefix.Addr(); r.Prefix.IsSingleIP() && (a == o.Guest4 || a == o.Guest6) {
 			return fault.Usage(fmt.Errorf("--allow %q: the program has that address itself, as the host has", i.allow[n]), hostHint)
 		}
 	}
-	guest.Interface = gateway.Interface{Name: interfaceName, MTU: i.mtu, Addresses: []netip.Addr{a4, a6}}
-	forwards, err := listen()
-	if err != nil {
-		return listenError(err, guest.Watched)
-	}
-	p, err := guest.Prepare([]string{"/proc/self/exe", gateway.InsideCommand})
-	if err != nil {
-		select {
-		case s := <-got:
-			// A key of the terminal has ended the process inside, too, before it was ready for that.
-			if number, ok := s.(unix.Signal); ok {
-				return exitCode(128 + int(number))
-			}
-		default:
-		}
-		return guestError(err, guest.Existing != nil)
-	}
-	if err := c.lacks(i, p.Missing); err != nil {
-		p.Kill()
-		return err
-	}
-	for _, w := range p.Warnings {
-		fmt.Fprintf(c.Err, "sockeye: %s\n", w)
-	}
-	linger := lingerTime
-	if guest.Existing != nil {
-		linger = 0 // its programs go on, and their connections
-	}
-	g, err := gateway.New(gateway.Config{
-		TUN: p.TUN, MTU: i.mtu, Guest4: a4, Guest6: a6, Host4: host4, Host6: host6,
-		Forwards: forwards, Diag: p.Diag, Outbound: out, Kernel: p.Kernel, Log: log,
-		Linger: linger,
-	})
-	if err != nil {
-		p.Kill()
-		return tooManyFiles(err)
-	}
-	box := gateway.Sandbox{Outbound: out, Listens: guest.Watched}
-	if guest.Existing == nil {
-		box.Child = p.PID()
-	}
-	terminal := openTerminal()
-	gateway.OwnProcess()
-	missing, err := box.Enter()
-	if err != nil {
-		p.Kill()
-		return err
-	}
-	for n, name := range missing {
-		missing[n] = "the gateway is not confined by " + name
-	}
-	if err := c.lacks(i, missing); err != nil {
-		p.Kill()
-		return err
-	}
-	defer g.LogCounts(log, "ended")
-	log.Info("joined", "interface", interfaceName, "ipv4", a4, "ipv6", a6, "ports", len(forwards))
-	if guest.Existing != nil {
-		fmt.Fprintf(c.Out, "joined by %s; interrupt it to end\n", interfaceName)
-		return serve(ctx, g, guest.Existing.Ended)
-	}
-	if ctx.Err() != nil && len(got) == 0 {
-		// By a signal from before they were the program's.
-		p.Kill()
-		return errors.New("interrupted before the program started")
-	}
-	return serve(context.WithoutCancel(ctx), g, func(running context.Context) error {
-		return runProgram(running, p, got, terminal)
-	})
-}
-
-// lacks says by what the kernel does not confine the program or its gateway, or fails if all was asked for.
-func (c *command) lacks(i *isolation, missing []string) error {
-	if len(missing) > 0 && i.requireSandbox {
-		return &fault.Error{
-			Err:  fmt.Errorf("the sandbox is incomplete: %s", strings.Join(missing, "; ")),
-			Hint: "without --require-sandbox the program starts nonetheless", Code: fault.CodeUnsupported,
-		}
-	}
-	for _, m := range missing {
-		fmt.Fprintf(c.Err, "sockeye: the sandbox is incomplete: %s\n", m)
-	}
 	return nil
-}
-
-// serve is the gateway until work has ended, or ctx. If the gateway ends before, the context
-// of work ends.
-func serve(ctx context.Context, g *gateway.Gateway, work func(context.Context) error) error {
-	running, stop := context.WithCancel(ctx)
-	defer stop()
-	ended := make(chan error, 1)
-	go func() {
-		defer stop()
-		ended <- g.Run(running)
-	}()
-	err := work(running)
-	stop()
-	if failed := <-ended; failed != nil {
-		return failed
-	}
-	return err
-}
-
-// runProgram starts the program that was prepared, and stands for it until it ends.
-func runProgram(ctx context.Context, p *gateway.Prepared, got <-chan os.Signal, terminal terminal) error {
-	if terminal.foreground() { // asked before a shell inside takes it
-		defer terminal.take()
-	}
-	if err := p.Go(); err != nil {
-		p.Kill()
-		return err
-	}
-	early := len(got)
-	pass := make(chan os.Signal, 8)
-	go func() {
-		for s := range got {
-			// What a key makes, the terminal has sent to the program too, if that was there.
-			key := s == unix.SIGINT || s == unix.SIGQUIT
-			if early--; early < 0 && key && terminal.foreground() {
-				continue
-			}
-			pass <- s
-		}
-	}()
-	code, err := p.Wait(ctx, pass)
-	if err == nil && code != 0 {
-		return exitCode(code)
-	}
-	return err
-}
-
-// exitCode is the end of the program, which needs no words.
-func exitCode(code int) error {
-	return &silent{&fault.Error{Err: errors.New("the program failed"), Code: code}}
-}
-
-// terminal is the terminal that controls this process.
-type terminal struct {
-	file  *os.File // nil if there is none
-	group int      // of processes, this one's
-}
-
-func openTerminal() terminal {
-	f, err := os.OpenFile("/dev/tty", os.O_RDONLY|unix.O_NOCTTY, 0)
-	if err != nil {
-		return terminal{}
-	}
-	return terminal{f, unix.Getpgrp()}
-}
-
-// foreground tells whether its keys make signals for this process, and the program.
-func (t terminal) foreground() bool {
-	if t.file == nil {
-		return false
-	}
-	group, err := unix.IoctlGetInt(int(t.file.Fd()), unix.TIOCGPGRP)
-	return err == nil && group == t.group
-}
-
-// take gives the keys back to this process' group, which had them. A shell inside gave itself a group of its own, and does
-// not know the number of the one from before, which is outside its namespace.
-func (t terminal) take() {
-	signal.Ignore(unix.SIGTTOU)
-	_ = unix.IoctlSetPointerInt(int(t.file.Fd()), unix.TIOCSPGRP, t.group)
-}
-
-// listenError says what to do about a port of the host that could not be had, of a member's
-// service or published.
-func listenError(err error, member bool) error {
-	failed, ok := errors.AsType[*gateway.ListenError](err)
-	if !ok {
-		return err
-	}
-	port := int(failed.At.Port())
-	another := fmt.Sprintf("publish another port of the host, as in -p %d:%d", freePort(port), port)
-	switch {
-	case errors.Is(err, unix.EADDRINUSE):
-		if member {
-			another = "the members of a service are of one user, and no other program may have the port"
-		}
-		return &fault.Error{Err: err, Hint: another, Code: fault.CodeConflict}
-	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
-		var hints []string
-		if first, ok := readSysctl("net/ipv4/ip_unprivileged_port_start"); ok && port < first {
-			hints = append(hints, fmt.Sprintf("ports below %d are for root (sysctl net.ipv4.ip_unprivileged_port_start)", first))
-		}
-		if !member {
-			hints = append(hints, another)
-		}
-		return &fault.Error{Err: err, Hint: strings.Join(hints, "; "), Code: fault.CodeNotPermitted}
-	case errors.Is(err, unix.EADDRNOTAVAIL):
-		return fault.Usage(err, "the host has no such address")
-	case errors.Is(err, unix.EAFNOSUPPORT):
-		return &fault.Error{Err: err, Hint: "this kernel has no IPv6", Code: fault.CodeUnsupported}
-	}
-	return tooManyFiles(err)
-}
-
-// freePort is another port that an ordinary user may have, to name in a hint.
-func freePort(port int) int {
-	if port < 57536 {
-		return port + 8000
-	}
-	return port - 8000
-}
-
-func tooManyFiles(err error) error {
-	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) {
-		return &fault.Error{Err: err, Hint: "publish fewer ports, or raise the limit of open files (ulimit -Hn)", Code: fault.CodeFailed}
-	}
-	return err
-}
-
-func readSysctl(name string) (int, bool) {
-	text, err := os.ReadFile("/proc/sys/" + name)
-	if err != nil {
-		return 0, false
-	}
-	n, err := strconv.Atoi(strings.TrimSpace(string(text)))
-	return n, err == nil
-}
-
-// guestError says what to do about a guest that could not be made. If it exists already,
-// it is its own kernel that refuses.
-func guestError(err error, exists bool) error {
-	if ended, ok := errors.AsType[*gateway.EndedError](err); ok && slices.Contains(gateway.PassedSignals, os.Signal(ended.Signal)) {
-		return exitCode(128 + int(ended.Signal)) // by a key of the terminal
-	}
-	failed, ok := errors.AsType[*gateway.StepError](err)
-	if !ok {
-		return tooManyFiles(err)
-	}
-	refused := errors.Is(err, fs.ErrPermission)
-	hint, code := "", fault.CodeFailed
-	switch failed.Step {
-	case gateway.StepNamespaces, gateway.StepRights:
-		switch {
-		case refused, errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EUSERS):
-			hint, code = userNamespaceHint(), fault.CodeNotPermitted
-		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOSYS):
-			hint, code = "the kernel has no user namespaces (CONFIG_USER_NS)", fault.CodeUnsupported
-		}
-	case gateway.StepDevice:
-		switch {
-		case refused:
-			hint, code = "it is open to all on most hosts: chmod 0666 /dev/net/tun", fault.CodeNotPermitted
-		case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):
-			hint, code = "load it by modprobe tun; in a container, give it the device", fault.CodeUnsupported
-		}
-	case gateway.StepInterface:
-		switch {
-		case refused && exists:
-			hint, code = "you must be root in the namespace's user namespace", fault.CodeNotPermitted
-		case refused:
-			hint, code = userNamespaceHint(), fault.CodeNotPermitted
-		case errors.Is(err, unix.EBUSY), errors.Is(err, fs.ErrExist):
-			hint, code = "it must have no interface "+interfaceName+", as another gateway makes, and no default route", fault.CodeConflict
-		}
-	case gateway.StepExpose, gateway.StepFiles:
-		hint, code = pathHint, fault.CodeUsage
-	case gateway.StepLandlock:
-		hint, code = "--read and --write need landlock, of Linux 5.13", fault.CodeUnsupported
-	case gateway.StepResolver:
-		hint = "--no-dns leaves it as it is"
-	case gateway.StepJoin:
-		hint, code = "you must be root in the namespace's user namespace", fault.CodeNotPermitted
-		if errors.Is(err, exec.ErrNotFound) {
-			hint, code = "install util-linux", fault.CodeFailed
-		}
-	}
-	return &fault.Error{Err: err, Hint: hint, Code: code}
-}
-
-// userNamespaceHint names the sysctl that forbids user namespaces, or those that may.
-func userNamespaceHint() string {
-	for _, c := range []struct {
-		name   string
-		forbid int
-		hint   string
-	}{
-		{"kernel/unprivileged_userns_clone", 0, "set sysctl kernel.unprivileged_userns_clone to 1"},
-		{"user/max_user_namespaces", 0, "raise sysctl user.max_user_namespaces, which is 0; or, inside an isolated program, start that one with --allow-userns"},
-		{"user/max_pid_namespaces", 0, "raise sysctl user.max_pid_namespaces, which is 0"},
-		{"user/max_net_namespaces", 0, "raise sysctl user.max_net_namespaces, which is 0"},
-		{"user/max_mnt_namespaces", 0, "raise sysctl user.max_mnt_namespaces, which is 0"},
-		{"user/max_ipc_namespaces", 0, "raise sysctl user.max_ipc_namespaces, which is 0"},
-		{"kernel/apparmor_restrict_unprivileged_userns", 1, "set sysctl kernel.apparmor_restrict_unprivileged_userns to 0, or allow it to sockeye by an AppArmor profile"},
-	} {
-		if v, ok := readSysctl(c.name); ok && v == c.forbid {
-			return c.hint
-		}
-	}
-	return "user namespaces may be forbidden: see sysctls kernel.unprivileged_userns_clone, user.max_user_namespaces and kernel.apparmor_restrict_unprivileged_userns"
 }

@@ -29,6 +29,7 @@ import (
 
 	"sockeye/internal/fault"
 	"sockeye/internal/gateway"
+	"sockeye/internal/isolate"
 	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 )
@@ -495,7 +496,7 @@ func TestIsolateLeavesNothing(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if answer := hello(t, "tcp", "127.0.0.1:7080"); answer != host4.String() {
+			if answer := hello(t, "tcp", "127.0.0.1:7080"); answer != isolate.Host4.String() {
 				t.Errorf("inside, the host is %q", answer)
 			}
 			test.end(g)
@@ -567,11 +568,11 @@ func TestIsolatePublish(t *testing.T) {
 		{"tcp", "192.0.2.10:7001", "192.0.2.10"},
 		{"tcp", "[2001:db8::10]:7000", "2001:db8::10"},
 		{"tcp", "[2001:db8::10]:7003", "2001:db8::10"},
-		{"tcp", "[::1]:7001", host6.String()},
-		{"tcp", "127.0.0.1:7002", host4.String()},
+		{"tcp", "[::1]:7001", isolate.Host6.String()},
+		{"tcp", "127.0.0.1:7002", isolate.Host4.String()},
 		{"udp", "192.0.2.10:7000", "192.0.2.10"},
 		{"udp", "[2001:db8::10]:7000", "2001:db8::10"},
-		{"udp", "127.0.0.1:7000", host4.String()},
+		{"udp", "127.0.0.1:7000", isolate.Host4.String()},
 	} {
 		if got := hello(t, test.network, test.to); got != test.sees {
 			t.Errorf("%s %s: inside it is %q, want %q", test.network, test.to, got, test.sees)
@@ -913,7 +914,7 @@ func waitInside(t *testing.T, pid int) {
 			for _, child := range strings.Fields(string(children)) {
 				line, _ := os.ReadFile("/proc/" + child + "/cmdline")
 				// On a busy machine it may have become the program already.
-				if bytes.Contains(line, []byte(gateway.InsideCommand)) || bytes.HasPrefix(line, []byte("sleep")) {
+				if bytes.Contains(line, []byte(isolate.InsideCommand)) || bytes.HasPrefix(line, []byte("sleep")) {
 					return
 				}
 			}
@@ -1100,7 +1101,7 @@ func TestIsolateWithoutUserNamespaces(t *testing.T) {
 	}{
 		{unix.EPERM, 4}, {unix.EACCES, 4}, {unix.EUSERS, 4}, {unix.ENOSPC, 4}, {unix.EINVAL, 3}, {unix.ENOSYS, 3}, {unix.ENOMEM, 1},
 	} {
-		err := guestError(&gateway.StepError{Step: gateway.StepNamespaces, Err: test.err}, false)
+		err := guestError(&isolate.StepError{Step: isolate.StepNamespaces, Err: test.err}, &isolate.Guest{})
 		if code := fault.Code(err); code != test.code {
 			t.Errorf("%v: code %d, want %d", test.err, code, test.code)
 		}
@@ -1109,7 +1110,7 @@ func TestIsolateWithoutUserNamespaces(t *testing.T) {
 
 // Who cannot have a file mounted over can do without.
 func TestIsolateResolverError(t *testing.T) {
-	err := guestError(&gateway.StepError{Step: gateway.StepResolver, Err: unix.EACCES}, false)
+	err := guestError(&isolate.StepError{Step: isolate.StepResolver, Err: unix.EACCES}, &isolate.Guest{})
 	if fault.Code(err) != 1 || fault.Hint(err) != "--no-dns leaves it as it is" {
 		t.Errorf("code %d, hint %q", fault.Code(err), fault.Hint(err))
 	}

@@ -16,7 +16,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/fault"
-	"sockeye/internal/gateway"
+	"sockeye/internal/isolate"
 )
 
 // openTUN is the part of a script that opens the TUN device to all, as it is on most hosts.
@@ -153,7 +153,7 @@ func becomeWithoutLandlock(args []string) {
 
 // Of a service whose policy names a user, no other one starts a member.
 func TestMemberOfAnotherUser(t *testing.T) {
-	nobody := &account{uid: 65534, gid: 65534}
+	nobody := &account{User: isolate.User{UID: 65534, GID: 65534}}
 	for _, test := range []struct {
 		service    string
 		who        *account // nil: root, as the tests are
@@ -181,7 +181,7 @@ func TestMemberOfAnotherUser(t *testing.T) {
 	i := isolation{user: "nobody"}
 	slot := 0
 	place := api.Place{Membership: api.Membership{Slot: &slot}, User: "daemon", Listeners: []api.MemberListener{{Protocol: "tcp"}}}
-	if err := (&command{}).runIsolated(t.Context(), &i, &place, gateway.Setup{}); fault.Code(err) != fault.CodeConflict {
+	if err := (&command{}).runIsolated(t.Context(), &i, &place, isolate.Setup{}); fault.Code(err) != fault.CodeConflict {
 		t.Errorf("run --isolated --user nobody: %v", err)
 	}
 }

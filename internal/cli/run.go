@@ -14,6 +14,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/fault"
 	"sockeye/internal/gateway"
+	"sockeye/internal/isolate"
 )
 
 func (c *command) runCommand() *cobra.Command {
@@ -71,7 +72,7 @@ sockeye isolate.`,
 			}
 			env := append(ownEnvironment(), "SOCKEYE_SERVICE="+got.Service, fmt.Sprintf("SOCKEYE_SLOT=%d", *got.Slot))
 			if isolated {
-				return c.runIsolated(cmd.Context(), &i, &got, gateway.Setup{Program: path, Args: args, Env: env, Watched: true})
+				return c.runIsolated(cmd.Context(), &i, &got, isolate.Setup{Program: path, Args: args, Env: env, Watched: true})
 			}
 			if err := c.Exec(path, args, env); err != nil {
 				return fmt.Errorf("start %s: %w", path, err)
@@ -105,7 +106,7 @@ func (c *command) postToNewAgent(ctx context.Context, path string, body, into an
 }
 
 // runIsolated is the member itself, and the gateway of the program.
-func (c *command) runIsolated(ctx context.Context, i *isolation, m *api.Place, program gateway.Setup) error {
+func (c *command) runIsolated(ctx context.Context, i *isolation, m *api.Place, program isolate.Setup) error {
 	protocols := map[string]uint8{"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP}
 	var sockets []gateway.MemberSocket
 	for _, l := range m.Listeners {
@@ -125,5 +126,5 @@ func (c *command) runIsolated(ctx context.Context, i *isolation, m *api.Place, p
 	}
 	i.noOutbound = len(i.allow) == 0
 	listen := func() ([]gateway.Forward, error) { return gateway.ListenAsMember(sockets, *m.Slot) }
-	return c.join(ctx, i, &gateway.Guest{Setup: program}, who, listen)
+	return c.join(ctx, i, &isolate.Guest{Setup: program}, who, listen)
 }

@@ -30,7 +30,7 @@ type fake struct {
 	asked   []string       // method, path, query and body
 }
 
-// newFake starts a fake. Answers of type agent.Failure are failures, those of
+// newFake starts a fake. Answers of type api.Failure are failures, those of
 // type http.HandlerFunc answer themselves.
 func newFake(t *testing.T) *fake {
 	t.Helper()

@@ -9,26 +9,23 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxParts bounds how many packets may wait for the rest of them. One more has another one
-// be forgotten.
-const maxParts = 64
+// maxPartial bounds the datagrams of which fragments are missing. One more replaces another.
+const maxPartial = 64
 
-// partsOf names a packet that came in fragments (RFC 791, section 3.2; RFC 8200, section
-// 4.5).
-type partsOf struct {
+// fragmentKey identifies the fragments of a datagram (RFC 791, section 3.2; RFC 8200, section 4.5).
+type fragmentKey struct {
 	from, to netip.Addr
 	protocol uint8
 	id       uint32
 }
 
-// fragmentHeader is that of IPv6, in bytes.
+// fragmentHeader is the length of the IPv6 fragment header, in bytes.
 const fragmentHeader = 8
 
-// whole puts the packets together that the guest sends in fragments. Its kernel sends these
-// in order, and all at once; others are dropped. It is false while there is no whole one. A
-// packet that is no fragment, or none at all, is returned as it is.
-func (g *Gateway) whole(p []byte) ([]byte, bool) {
-	var key partsOf
+// reassemble returns a packet of the guest that is no fragment as it is, and the whole packet with its last fragment; it returns
+// false while fragments are missing. The guest's kernel sends fragments in order, without others between; others are dropped.
+func (g *Gateway) reassemble(p []byte) ([]byte, bool) {
+	var key fragmentKey
 	var data []byte
 	var offset, most int
 	var more bool
@@ -43,7 +40,7 @@ func (g *Gateway) whole(p []byte) ([]byte, bool) {
 		if start < ipv4Header || total < start || total > len(p) {
 			return p, true
 		}
-		key = partsOf{netip.AddrFrom4([4]byte(p[12:])), netip.AddrFrom4([4]byte(p[16:])), p[9], uint32(binary.BigEndian.Uint16(p[4:]))}
+		key = fragmentKey{netip.AddrFrom4([4]byte(p[12:])), netip.AddrFrom4([4]byte(p[16:])), p[9], uint32(binary.BigEndian.Uint16(p[4:]))}
 		offset, more, data = int(field&0x1fff)*8, field&0x2000 != 0, p[start:total]
 		most = maxPacket - 1 - ipv4Header
 	case len(p) >= ipv6Header+fragmentHeader && p[0]>>4 == 6 && p[6] == unix.IPPROTO_FRAGMENT:
@@ -54,18 +51,18 @@ func (g *Gateway) whole(p []byte) ([]byte, bool) {
 		header = ipv6Header
 		f := p[ipv6Header:]
 		field := binary.BigEndian.Uint16(f[2:])
-		key = partsOf{netip.AddrFrom16([16]byte(p[8:])), netip.AddrFrom16([16]byte(p[24:])), f[0], binary.BigEndian.Uint32(f[4:])}
+		key = fragmentKey{netip.AddrFrom16([16]byte(p[8:])), netip.AddrFrom16([16]byte(p[24:])), f[0], binary.BigEndian.Uint32(f[4:])}
 		offset, more, data = int(field&^7), field&1 != 0, f[fragmentHeader:length]
 		most = maxPacket - 1
 	default:
 		return p, true
 	}
-	b, known := g.parts[key]
+	b, known := g.partial[key]
 	switch {
 	case offset == 0:
-		if !known && len(g.parts) >= maxParts {
-			for other := range g.parts {
-				delete(g.parts, other)
+		if !known && len(g.partial) >= maxPartial {
+			for other := range g.partial {
+				delete(g.partial, other)
 				break
 			}
 		}
@@ -76,15 +73,15 @@ func (g *Gateway) whole(p []byte) ([]byte, bool) {
 	}
 	if len(b)-header != offset || offset+len(data) > most || len(data) == 0 || more && len(data)%8 != 0 {
 		g.count(Malformed)
-		delete(g.parts, key)
+		delete(g.partial, key)
 		return nil, false
 	}
 	b = append(b, data...)
 	if more {
-		g.parts[key] = b
+		g.partial[key] = b
 		return nil, false
 	}
-	delete(g.parts, key)
+	delete(g.partial, key)
 	if header == ipv4Header {
 		b[0] = 0x45
 		binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
@@ -96,9 +93,9 @@ func (g *Gateway) whole(p []byte) ([]byte, bool) {
 	return b, true
 }
 
-// fragment sends a transport's bytes in pieces that fit the guest's interface.
+// fragment sends a transport payload in fragments that fit the MTU of the guest's interface.
 func (g *Gateway) fragment(f flow, protocol uint8, transport []byte) {
-	g.fragments++
+	g.fragmentID++
 	b := make([]byte, vnetHeader+g.config.MTU)
 	v6 := f.guest.Addr().Is6()
 	headers := ipv4Header
@@ -119,14 +116,14 @@ func (g *Gateway) fragment(f flow, protocol uint8, transport []byte) {
 				offset |= 1
 			}
 			binary.BigEndian.PutUint16(p[ipv6Header+2:], offset)
-			binary.BigEndian.PutUint32(p[ipv6Header+4:], g.fragments)
+			binary.BigEndian.PutUint32(p[ipv6Header+4:], g.fragmentID)
 		} else {
 			writeIP(p, f.remote.Addr(), f.guest.Addr(), protocol, n)
 			offset := uint16(at / 8)
 			if more {
 				offset |= 0x2000
 			}
-			binary.BigEndian.PutUint16(p[4:], uint16(g.fragments))
+			binary.BigEndian.PutUint16(p[4:], uint16(g.fragmentID))
 			binary.BigEndian.PutUint16(p[6:], offset)
 			p[10], p[11] = 0, 0
 			binary.BigEndian.PutUint16(p[10:], ^fold(sum(p[:ipv4Header])))

@@ -165,17 +165,17 @@ func FuzzGuest(f *testing.F) {
 		if n := len(p.g.conns); n > 16 {
 			t.Errorf("%d connections", n)
 		}
-		spilled := 0
+		backlog := 0
 		for _, c := range p.g.conns {
-			if c.fd < 0 && c.state != over {
+			if c.fd < 0 && c.state != timeWait {
 				t.Errorf("connection without a socket in state %d", c.state)
 			}
-			spilled += len(c.spill)
+			backlog += len(c.rcv.backlog)
 		}
-		if spilled != p.g.spilled {
-			t.Errorf("%d bytes in spill, said to be %d", spilled, p.g.spilled)
+		if backlog != p.g.backlog {
+			t.Errorf("%d bytes in backlogs, said to be %d", backlog, p.g.backlog)
 		}
-		if n := len(p.g.timers.list); n > len(p.g.conns)+len(p.g.datagram.by)+len(p.g.echoes)+len(p.g.bounds)+8 {
+		if n := len(p.g.timers.list); n > len(p.g.conns)+len(p.g.flows.all)+len(p.g.echoes)+len(p.g.bound)+8 {
 			t.Errorf("%d timers", n)
 		}
 		if list := watch.strays(may); len(list) > 0 {
@@ -296,8 +296,8 @@ func TestFloodOfSYNs(t *testing.T) {
 			t.Fatalf("%d connections", n)
 		}
 	}
-	for i := range answerTries + 1 { // of which it takes the answer of none
-		p.wait(firstRTO<<(i+1) + time.Second)
+	for i := range maxSynAckTimeouts + 1 { // of which it takes the answer of none
+		p.wait(initialRTO<<(i+1) + time.Second)
 	}
 	p.ended()
 	if err := listener.SetDeadline(time.Now().Add(patience)); err != nil {

@@ -208,7 +208,7 @@ func (g *Gateway) passError(e *socketError, f flow, protocol uint8, sent []byte)
 		if kind, code = failures[why].type6, failures[why].code6; to.Is4() {
 			kind, code = failures[why].type4, failures[why].code4
 		}
-	} else if a := g.seen(netip.AddrPortFrom(e.offender, 0)).Addr(); e.offender.IsValid() && a.Is4() == to.Is4() && e.offender != g.config.Outbound.Translate(f.remote).Addr() {
+	} else if a := g.remoteAddr(netip.AddrPortFrom(e.offender, 0)).Addr(); e.offender.IsValid() && a.Is4() == to.Is4() && e.offender != g.config.Outbound.Translate(f.remote).Addr() {
 		from = a
 	}
 	ip := ipv6Header
@@ -241,16 +241,16 @@ const (
 
 // echo is a ping socket of the host for one identifier and address.
 type echo struct {
-	g     *Gateway
-	flow  flow
-	fd    int
-	hops  hopLimit
-	seen  time.Time
-	timer timer
+	g        *Gateway
+	flow     flow
+	fd       int
+	hops     hopLimit
+	lastUsed time.Time
+	timer    timer
 }
 
-// icmp takes an ICMP message of the guest. Only requests for an echo lead anywhere.
-func (g *Gateway) icmp(s *segment) {
+// icmpArrives takes an ICMP message of the guest. Only requests for an echo lead anywhere.
+func (g *Gateway) icmpArrives(s *segment) {
 	v6 := s.protocol == unix.IPPROTO_ICMPV6
 	if !v6 && (s.payload[0] != echo4 || s.payload[1] != 0) || v6 && (s.payload[0] != echo6 || s.payload[1] != 0) {
 		return
@@ -272,11 +272,11 @@ func (g *Gateway) icmp(s *segment) {
 			return
 		}
 	}
-	e.seen = g.now
+	e.lastUsed = g.now
 	e.hops.set(e.fd, s)
 	// The socket puts its own identifier in.
 	_, err := sendTo(e.fd, s.payload)
-	if err != nil && e.errors() {
+	if err != nil && e.passErrors() {
 		_, err = sendTo(e.fd, s.payload) // that was of one before
 	}
 	if err != nil {
@@ -285,10 +285,10 @@ func (g *Gateway) icmp(s *segment) {
 }
 
 func (g *Gateway) newEcho(f flow, s *segment) *echo {
-	fd, err := g.hostSocket(f.remote.Addr(), unix.SOCK_DGRAM, int(s.protocol))
+	fd, err := g.openSocket(f.remote.Addr(), unix.SOCK_DGRAM, int(s.protocol))
 	if err != nil {
 		if errors.Is(err, unix.EACCES) {
-			g.warnOf(warnEcho, "ping does not work: the host sends no echo for this user, see sysctl net.ipv4.ping_group_range")
+			g.warn(warnEcho, "ping does not work: the host sends no echo for this user, see sysctl net.ipv4.ping_group_range")
 		}
 		g.count(Refused)
 		g.refuseDatagram(s, err)
@@ -310,7 +310,7 @@ func (g *Gateway) newEcho(f flow, s *segment) *echo {
 	return e
 }
 
-func (e *echo) errors() bool {
+func (e *echo) passErrors() bool {
 	protocol := uint8(unix.IPPROTO_ICMP)
 	if e.flow.remote.Addr().Is6() {
 		protocol = unix.IPPROTO_ICMPV6
@@ -320,16 +320,16 @@ func (e *echo) errors() bool {
 
 func (e *echo) event(events uint32) {
 	if events&unix.EPOLLERR != 0 {
-		e.errors()
+		e.passErrors()
 	}
 	const start = vnetHeader + ipv6Header
 	for range udpBudget {
-		n, err := receive(e.fd, e.g.buffer[start:start+echoMessage], unix.MSG_DONTWAIT)
+		n, err := receive(e.fd, e.g.writeBuffer[start:start+echoMessage], unix.MSG_DONTWAIT)
 		switch {
-		case err != nil && (errors.Is(err, unix.EAGAIN) || !e.errors()):
+		case err != nil && (errors.Is(err, unix.EAGAIN) || !e.passErrors()):
 			return
 		case err == nil && n >= icmpHeader:
-			e.reply(e.g.buffer[:start+n], n)
+			e.reply(e.g.writeBuffer[:start+n], n)
 		}
 	}
 }
@@ -358,10 +358,10 @@ func (e *echo) reply(b []byte, n int) {
 }
 
 func (e *echo) expired() {
-	if end := e.seen.Add(echoIdle); end.After(e.g.now) {
+	if end := e.lastUsed.Add(echoIdle); end.After(e.g.now) {
 		e.g.timers.set(&e.timer, end)
 		return
 	}
 	delete(e.g.echoes, e.flow)
-	e.g.forget(e.fd)
+	e.g.closeFD(e.fd)
 }

@@ -21,6 +21,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/tun"
 	"sockeye/lab"
 	"sockeye/room"
 )
@@ -76,7 +77,7 @@ func newSite(t testing.TB, mtu int, o lab.LinkOptions, linger time.Duration) *si
 		Outbound: Outbound{All: true}, Linger: linger,
 	}
 	if err := s.guest.Do(func() (err error) {
-		config.TUN, err = OpenTUN(Interface{Name: "guest0", MTU: mtu, Addresses: []netip.Addr{guest4, guest6}})
+		config.TUN, err = tun.Open(tun.Interface{Name: "guest0", MTU: mtu, Addresses: []netip.Addr{guest4, guest6}})
 		return err
 	}); err != nil {
 		t.Fatal(err)
@@ -418,12 +419,12 @@ func integrity(t *testing.T, mtu int, duration time.Duration) {
 	}
 	s.stop()
 	for _, c := range s.g.conns {
-		if c.state != over {
+		if c.state != timeWait {
 			t.Errorf("connection %v is left", c.flow)
 		}
 	}
-	if s.g.spilled != 0 {
-		t.Errorf("%d bytes are left in spill", s.g.spilled)
+	if s.g.backlog != 0 {
+		t.Errorf("%d bytes are left in the backlog", s.g.backlog)
 	}
 	t.Logf("%d MB announced, counts %v", bytesMoved.Load()>>20, s.g.Counts())
 }

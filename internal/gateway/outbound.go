@@ -3,38 +3,34 @@
 package gateway
 
 import (
-	"net"
 	"net/netip"
 	"slices"
-	"strconv"
-	"strings"
 
 	"golang.org/x/sys/unix"
 )
 
-// Outbound says where the guest may go by itself.
+// Outbound says where the guest may open connections and send datagrams.
 type Outbound struct {
-	// All: everywhere but to Metadata and Resolvers. Otherwise where a rule lets it. These need a
-	// rule that names the address itself, as no prefix does, in either case.
+	// All allows everything but Metadata and Resolvers; otherwise a rule must allow a destination. Metadata and Resolvers need a
+	// rule with the very address (a prefix of full length) in either case.
 	All   bool
 	Rules []Rule
-	// DNS are the host's name servers, to which the guest may go in any case.
+	// DNS are the host's name servers, which are always allowed.
 	DNS []NameServer
-	// Resolvers are the host's name servers, at whose ports the guest may ask for no names.
+	// Resolvers are the host's name servers whose DNS ports are closed.
 	Resolvers []netip.Addr
-	// Host are addresses that stand for the host's loopback addresses of their family. The
-	// guest may go there only if a rule names the address itself, as no prefix does.
+	// Host are the addresses that stand for the host's loopback address of their family. They need a rule with the very address.
 	Host []netip.Addr
 }
 
-// NameServer is a name server of the host, and the address that stands for it inside:
-// its own may be one of loopback, or of the guest.
+// NameServer is a name server of the host, and the alias that stands for it inside: the server's own address may be a loopback
+// address, or the guest's.
 type NameServer struct {
 	Alias  netip.Addr
 	Server netip.AddrPort
 }
 
-// Rule lets the guest go to the ports First to Last of a prefix.
+// Rule allows the ports First to Last of a prefix.
 type Rule struct {
 	Prefix      netip.Prefix
 	Protocol    uint8 // unix.IPPROTO_*; 0: any
@@ -46,7 +42,7 @@ const (
 	dnsTLSPort = 853 // over TLS (RFC 7858) and QUIC (RFC 9250)
 )
 
-// Allowed tells whether the guest may send to an address. Of ICMP the port is 0.
+// Allowed returns whether the guest may send to an address. For ICMP the port is 0.
 func (o *Outbound) Allowed(protocol uint8, to netip.AddrPort) bool {
 	a := to.Addr()
 	if n := o.nameServer(a); n != nil {
@@ -74,10 +70,10 @@ func (o *Outbound) Allowed(protocol uint8, to netip.AddrPort) bool {
 	return false
 }
 
-// named tells whether only a rule that names the address itself leads there.
+// named returns whether only a rule with the very address allows a destination.
 func (o *Outbound) named(to netip.AddrPort) bool { return Metadata(to.Addr()) || o.resolver(to) }
 
-// resolver tells whether names are asked for there, in whatever form of the address.
+// resolver returns whether a destination is the DNS port of one of Resolvers, in any form of the address.
 func (o *Outbound) resolver(to netip.AddrPort) bool {
 	if len(o.Resolvers) == 0 || to.Port() != dnsPort && to.Port() != dnsTLSPort {
 		return false
@@ -85,14 +81,14 @@ func (o *Outbound) resolver(to netip.AddrPort) bool {
 	return anyForm(to.Addr(), func(a netip.Addr) bool { return slices.Contains(o.Resolvers, a) })
 }
 
-// None tells whether the guest may go nowhere at all.
+// None returns whether the guest may go nowhere.
 func (o *Outbound) None() bool { return !o.All && len(o.Rules) == 0 && len(o.DNS) == 0 }
 
-// mostPorts bounds those that are named to landlock.
-const mostPorts = 1024
+// maxPorts bounds the ports that landlock rules allow.
+const maxPorts = 1024
 
-// ports are those of TCP that the guest may connect to, unless they are too many to name.
-func (o *Outbound) ports() (list []uint16, few bool) {
+// TCPPorts returns the ports of TCP that the guest may connect to; false if they are too many to list.
+func (o *Outbound) TCPPorts() (list []uint16, few bool) {
 	if o.All {
 		return nil, false
 	}
@@ -103,7 +99,7 @@ func (o *Outbound) ports() (list []uint16, few bool) {
 		if r.Protocol != 0 && r.Protocol != unix.IPPROTO_TCP {
 			continue
 		}
-		if int(r.Last-r.First)+len(list) >= mostPorts {
+		if int(r.Last-r.First)+len(list) >= maxPorts {
 			return nil, false
 		}
 		for n := range int(r.Last-r.First) + 1 {
@@ -122,8 +118,7 @@ func (o *Outbound) nameServer(a netip.Addr) *NameServer {
 	return nil
 }
 
-// Translate is where the host is to send what the guest sends to an address. It may be of
-// another family.
+// Translate returns the destination on the host's side, which may be of another address family.
 func (o *Outbound) Translate(to netip.AddrPort) netip.AddrPort {
 	if n := o.nameServer(to.Addr()); n != nil {
 		return n.Server
@@ -137,67 +132,8 @@ func (o *Outbound) Translate(to netip.AddrPort) netip.AddrPort {
 	return netip.AddrPortFrom(netip.IPv6Loopback(), to.Port())
 }
 
-// forbidden tells whether the guest may go to an address in no case.
+// forbidden returns whether no rule can allow an address.
 func forbidden(a netip.Addr) bool {
 	return a.IsUnspecified() || a.IsMulticast() || a.IsLoopback() || a.Is4In6() || a == netip.AddrFrom4([4]byte{255, 255, 255, 255}) ||
 		a.Is6() && a.IsLinkLocalUnicast()
-}
-
-// maxNameServers is how many of /etc/resolv.conf count (MAXNS in resolv.h).
-const maxNameServers = 3
-
-// NameServers reads the text of a host's resolv.conf(5): its name servers, and the text
-// for the guest, which has the aliases in their place. Where it names none, the host's own port
-// 53 counts, as for the C library. There must be three aliases.
-func NameServers(conf string, aliases []netip.Addr) (list []NameServer, text string) {
-	var rest strings.Builder
-	for line := range strings.Lines(conf) {
-		fields := strings.Fields(line)
-		if len(fields) < 2 {
-			continue
-		}
-		switch fields[0] {
-		case "nameserver":
-			a, err := netip.ParseAddr(fields[1])
-			if err != nil || len(list) == maxNameServers {
-				continue
-			}
-			list = append(list, NameServer{aliases[len(list)], netip.AddrPortFrom(numbered(a.Unmap()), dnsPort)})
-		case "search", "domain", "options", "sortlist":
-			rest.WriteString(strings.Join(fields, " ") + "\n")
-		}
-	}
-	if len(list) == 0 {
-		list = []NameServer{{aliases[0], netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), dnsPort)}}
-	}
-	for _, n := range list {
-		text += "nameserver " + n.Alias.String() + "\n"
-	}
-	return list, text + rest.String()
-}
-
-// Resolvers reads all name servers in the text of a resolv.conf(5).
-func Resolvers(conf string) (list []netip.Addr) {
-	for line := range strings.Lines(conf) {
-		fields := strings.Fields(line)
-		if len(fields) < 2 || fields[0] != "nameserver" {
-			continue
-		}
-		if a, err := netip.ParseAddr(fields[1]); err == nil {
-			list = append(list, a.WithZone("").Unmap())
-		}
-	}
-	return list
-}
-
-// numbered has the zone of an address be the number of its interface, which stays known
-// when names cannot be looked up any more.
-func numbered(a netip.Addr) netip.Addr {
-	if a.Zone() == "" {
-		return a
-	}
-	if dev, err := net.InterfaceByName(a.Zone()); err == nil {
-		return a.WithZone(strconv.Itoa(dev.Index))
-	}
-	return a
 }

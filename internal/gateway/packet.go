@@ -19,25 +19,24 @@ const (
 	flagURG
 )
 
-// segment is a TCP segment, UDP datagram or ICMP message of the guest. Its payload is a
-// part of the buffer that it was parsed from.
+// segment is a TCP segment, UDP datagram or ICMP message of the guest. Payload and network point into the packet's buffer.
 type segment struct {
 	protocol uint8 // unix.IPPROTO_*
 	from, to netip.AddrPort
 	// TCP only.
 	seq, ack uint32
 	flags    uint8
-	window   uint16 // not scaled
+	window   uint16 // SEG.WND, not scaled
 	options  synOptions
-	payload  []byte // of ICMP: the whole message
+	payload  []byte // for ICMP the whole message
 	network  []byte // the packet from its IP header on
 }
 
-// synOptions are those of a SYN; 0 and false where it has none.
+// synOptions are the options of a SYN; zero values for those that are absent.
 type synOptions struct {
-	mss      uint16
-	scale    uint8
-	hasScale bool
+	mss           uint16
+	windShift     uint8
+	windowScaling bool
 }
 
 const (
@@ -48,8 +47,7 @@ const (
 	maxHeaders = vnetHeader + ipv6Header + tcpHeader + 8
 )
 
-// parse reads an IP packet. It is false for what is none, is cut short, is a fragment or
-// is of a protocol that is not joined.
+// parse parses an IP packet. It returns false for a packet that is broken, truncated, a fragment, or of another protocol.
 func parse(p []byte) (s segment, ok bool) {
 	if len(p) < 1 {
 		return s, false
@@ -94,10 +92,10 @@ func parse(p []byte) (s segment, ok bool) {
 	return s.transport(from, to, rest)
 }
 
-// maxExtensions bounds the extension headers of a packet.
+// maxExtensions bounds the IPv6 extension headers of a packet.
 const maxExtensions = 8
 
-// skipExtensions goes to the header of the transport.
+// skipExtensions skips IPv6 extension headers.
 func skipExtensions(next uint8, p []byte) (protocol uint8, rest []byte, ok bool) {
 	for range maxExtensions {
 		switch next {
@@ -158,7 +156,7 @@ func (s segment) transport(from, to netip.Addr, p []byte) (segment, bool) {
 	return s, false
 }
 
-// parseOptions reads TCP options, up to one that is cut off.
+// parseOptions parses TCP options until one is truncated.
 func parseOptions(p []byte) (o synOptions) {
 	for len(p) > 0 {
 		switch p[0] {
@@ -175,14 +173,14 @@ func parseOptions(p []byte) (o synOptions) {
 		case p[0] == 2 && len(value) == 2:
 			o.mss = binary.BigEndian.Uint16(value)
 		case p[0] == 3 && len(value) == 1:
-			o.scale, o.hasScale = min(value[0], 14), true // RFC 7323, section 2.3
+			o.windShift, o.windowScaling = min(value[0], 14), true // RFC 7323, section 2.3
 		}
 		p = p[p[1]:]
 	}
 	return o
 }
 
-// length is that in sequence numbers (RFC 9293, SEG.LEN).
+// length is SEG.LEN of RFC 9293.
 func (s *segment) length() uint32 {
 	n := uint32(len(s.payload))
 	if s.flags&flagSYN != 0 {
@@ -194,10 +192,10 @@ func (s *segment) length() uint32 {
 	return n
 }
 
-// before tells which of two sequence numbers is the earlier one.
+// before compares sequence numbers (RFC 9293, section 3.4).
 func before(a, b uint32) bool { return int32(a-b) < 0 }
 
-// The header of virtio-net, which TUN puts before each packet (struct virtio_net_hdr).
+// struct virtio_net_hdr, which precedes each packet on the TUN (IFF_VNET_HDR).
 const (
 	vnetHeader    = 10
 	vnetNeedsCsum = 1
@@ -205,36 +203,35 @@ const (
 	vnetGSOTCPv6  = 4
 )
 
-// An answer is a TCP segment to the guest.
-type answer struct {
-	from, to netip.AddrPort // remote, guest
-	seq, ack uint32
-	flags    uint8
-	window   uint16
-	mss      uint16 // of a SYN, as an option; else the size of segments
-	scale    uint8  // of a SYN, as an option
-	hasScale bool
+// outSegment is a TCP segment to the guest.
+type outSegment struct {
+	from, to      netip.AddrPort // remote, guest
+	seq, ack      uint32
+	flags         uint8
+	window        uint16
+	mss           uint16 // in a SYN the MSS option; else the size of segments for GSO
+	windShift     uint8  // in a SYN the window scale option
+	windowScaling bool
 }
 
-// headers is how many bytes write puts before the payload, with the TUN's own.
-func (a *answer) headers() int {
+// headers returns the length of the headers that write writes, including struct virtio_net_hdr, bytes.
+func (a *outSegment) headers() int {
 	n := vnetHeader + ipv4Header + tcpHeader
 	if a.to.Addr().Is6() {
 		n += ipv6Header - ipv4Header
 	}
 	if a.flags&flagSYN != 0 {
 		n += 4
-		if a.hasScale {
+		if a.windowScaling {
 			n += 4
 		}
 	}
 	return n
 }
 
-// write writes the headers of a segment with a payload of that many bytes, which
-// stands behind them. The kernel fills in the checksum of TCP where it leaves the host
-// (CHECKSUM_PARTIAL), which in the guest is never.
-func (a *answer) write(b []byte, payload int) {
+// write writes the headers of a segment whose payload of that many bytes is behind them. The TCP checksum is partial
+// (CHECKSUM_PARTIAL): a kernel completes it only if the packet leaves the host, which packets to the guest never do.
+func (a *outSegment) write(b []byte, payload int) {
 	headers := a.headers()
 	clear(b[:headers])
 	v6 := a.to.Addr().Is6()
@@ -244,7 +241,7 @@ func (a *answer) write(b []byte, payload int) {
 		ip = ipv6Header
 	}
 	tcp := network[ip:]
-	length := headers - vnetHeader - ip + payload // of TCP
+	length := headers - vnetHeader - ip + payload // of the TCP segment
 	b[0] = vnetNeedsCsum
 	if payload > int(a.mss) && a.flags&flagSYN == 0 {
 		b[1] = vnetGSOTCPv4
@@ -267,22 +264,22 @@ func (a *answer) write(b []byte, payload int) {
 	if a.flags&flagSYN != 0 {
 		tcp[20], tcp[21] = 2, 4
 		binary.BigEndian.PutUint16(tcp[22:], a.mss)
-		if a.hasScale {
-			tcp[24], tcp[25], tcp[26], tcp[27] = 1, 3, 3, a.scale
+		if a.windowScaling {
+			tcp[24], tcp[25], tcp[26], tcp[27] = 1, 3, 3, a.windShift
 		}
 	}
 	binary.BigEndian.PutUint16(tcp[16:], fold(pseudo(a.from.Addr(), a.to.Addr(), unix.IPPROTO_TCP, length)))
 }
 
-// hops is the TTL of what the guest receives.
+// hops is the TTL and hop limit of packets to the guest.
 const hops = 64
 
-// writeIP writes an IP header for a transport of that many bytes.
+// writeIP writes an IP header for a transport payload of length bytes.
 func writeIP(p []byte, from, to netip.Addr, protocol uint8, length int) {
 	if from.Is4() {
 		p[0] = 0x45
 		binary.BigEndian.PutUint16(p[2:], uint16(ipv4Header+length))
-		p[6] = 0x40 // don't fragment
+		p[6] = 0x40 // DF
 		p[8], p[9] = hops, protocol
 		f, t := from.As4(), to.As4()
 		copy(p[12:], f[:])
@@ -330,7 +327,7 @@ func pseudo(from, to netip.Addr, protocol uint8, length int) uint64 {
 	return n + sum(f[:]) + sum(t[:])
 }
 
-// segmentSum is the sum that an ICMP message begins with: ICMPv6 has a pseudo header.
+// segmentSum is the initial sum of an ICMP checksum: only ICMPv6 has a pseudo header.
 func segmentSum(from, to netip.Addr, protocol uint8, length int) uint64 {
 	if protocol == unix.IPPROTO_ICMP {
 		return 0
@@ -342,8 +339,7 @@ func withPort(a netip.AddrPort, port uint16) netip.AddrPort {
 	return netip.AddrPortFrom(a.Addr(), port)
 }
 
-// syntheticSYN writes what an error quotes of a SYN that is not at hand any more: its IP
-// header and its first eight bytes.
+// syntheticSYN writes what an ICMP error quotes of a SYN that is not stored: its IP header and first eight bytes.
 func syntheticSYN(b []byte, s *segment) []byte {
 	clear(b)
 	ip := ipv6Header

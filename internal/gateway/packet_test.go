@@ -71,7 +71,7 @@ func TestParse(t *testing.T) {
 			if s.from.Port() != 1234 || s.to.Port() != 80 || s.seq != 1 || s.ack != 2 || s.flags != flagSYN || s.window != 3 {
 				t.Errorf("%+v", s)
 			}
-			if s.options != (synOptions{mss: 1460, scale: 7, hasScale: true}) {
+			if s.options != (synOptions{mss: 1460, windShift: 7, windowScaling: true}) {
 				t.Errorf("options %+v", s.options)
 			}
 			if c.name != "larger than 64 KB" && !bytes.Equal(s.payload, payload) {
@@ -110,7 +110,7 @@ func TestOptions(t *testing.T) {
 func TestChecksums(t *testing.T) {
 	payload := text(1001)
 	for _, to := range []string{"10.95.0.1:5", "[fd95::1]:5"} {
-		a := answer{
+		a := outSegment{
 			from: netip.MustParseAddrPort(map[bool]string{true: "[2001:db8::1]:80", false: "192.0.2.1:80"}[to[0] == '[']),
 			to:   netip.MustParseAddrPort(to), seq: 0x89abcdef, ack: 0xfedcba98, flags: flagACK, window: 0xffff, mss: 1460,
 		}

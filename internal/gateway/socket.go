@@ -5,6 +5,7 @@ package gateway
 import (
 	"net/netip"
 	"strconv"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -16,7 +17,7 @@ func domain(a netip.Addr) int {
 	return unix.AF_INET6
 }
 
-// sockaddr takes a zone as the number of an interface only.
+// sockaddr converts an address. A zone must be the index of an interface.
 func sockaddr(a netip.AddrPort) unix.Sockaddr {
 	if a.Addr().Is4() {
 		return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
@@ -28,8 +29,7 @@ func sockaddr(a netip.AddrPort) unix.Sockaddr {
 	return to
 }
 
-// addrPort is the address of a peer, without a zone; an IPv4-mapped one is its IPv4
-// address.
+// addrPort converts the address of a peer, without its zone; an IPv4-mapped address becomes its IPv4 address.
 func addrPort(a unix.Sockaddr) (netip.AddrPort, bool) {
 	switch a := a.(type) {
 	case *unix.SockaddrInet4:
@@ -40,66 +40,21 @@ func addrPort(a unix.Sockaddr) (netip.AddrPort, bool) {
 	return netip.AddrPort{}, false
 }
 
-// hostSocket is a socket of the host that is to be bound for the guest.
-type hostSocket struct {
-	family    int
-	protocol  uint8 // unix.IPPROTO_TCP or IPPROTO_UDP
-	reusePort bool
-	v6Only    bool // of IPv6: not for IPv4 as well
-}
-
-// receiveBuffer is what is asked for of UDP sockets, in bytes: datagrams come in bursts. The
-// kernel allows twice as much: 20,000 datagrams of 1400 bytes, which it counts as 2304 each.
-// Without CAP_NET_ADMIN net.core.rmem_max bounds it.
+// receiveBuffer is the requested receive buffer of UDP sockets, bytes, since datagrams come in bursts. The kernel doubles it, for
+// 20,000 datagrams of 1400 bytes with 2304 bytes of kernel memory each. Without CAP_NET_ADMIN it is bounded by net.core.rmem_max.
 const receiveBuffer = 24 << 20
 
-// open opens it. It does not wait, and no program inherits it.
-func (s hostSocket) open() (fd int, err error) {
-	kind := unix.SOCK_STREAM
-	if s.protocol == unix.IPPROTO_UDP {
-		kind = unix.SOCK_DGRAM
-	}
-	if fd, err = unix.Socket(s.family, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0); err != nil {
-		return -1, err
-	}
-	options := [][3]int{}
-	if s.protocol == unix.IPPROTO_TCP {
-		options = append(options, [3]int{unix.SOL_SOCKET, unix.SO_REUSEADDR, 1})
-	}
-	if s.reusePort {
-		options = append(options, [3]int{unix.SOL_SOCKET, unix.SO_REUSEPORT, 1})
-	}
-	if s.family == unix.AF_INET6 {
-		only := 0
-		if s.v6Only {
-			only = 1
-		}
-		options = append(options, [3]int{unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, only})
-	}
-	for _, o := range options {
-		if err := unix.SetsockoptInt(fd, o[0], o[1], o[2]); err != nil {
-			unix.Close(fd)
-			return -1, err
-		}
-	}
-	if s.protocol == unix.IPPROTO_UDP {
-		growReceiveBuffer(fd)
-	}
-	return fd, nil
-}
-
-// growReceiveBuffer gives a socket receiveBuffer, or as much of it as this user may have.
+// growReceiveBuffer sets receiveBuffer, or as much of it as the user may have.
 func growReceiveBuffer(fd int) {
 	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, receiveBuffer) != nil {
 		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, receiveBuffer)
 	}
 }
 
-// behindBuffer is where receiveBehind puts what was sent already.
+// behindBuffer receives the bytes that receiveBehind skips.
 var behindBuffer [1 << 16]byte
 
-// receiveBehind peeks behind the first bytes of a socket, for kernels without
-// SO_PEEK_OFF for TCP (before 6.9).
+// receiveBehind peeks behind the first sent bytes of the receive queue, for kernels without SO_PEEK_OFF for TCP (before 6.9).
 func receiveBehind(fd, sent int, p []byte) (int, error) {
 	var parts [][]byte
 	for left := sent; left > 0; left -= len(behindBuffer) {
@@ -114,7 +69,7 @@ func receiveBehind(fd, sent int, p []byte) (int, error) {
 	case sent == 0:
 		return 0, nil
 	}
-	// All was sent that is there. Whether there will be more is for poll to say.
+	// The queue has nothing behind the sent bytes. poll(2) tells the end of the data or an error.
 	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
 	if _, err := unix.Poll(fds, 0); err != nil || fds[0].Revents == 0 {
 		return 0, unix.EAGAIN
@@ -123,4 +78,55 @@ func receiveBehind(fd, sent int, p []byte) (int, error) {
 		return 0, unix.Errno(code)
 	}
 	return 0, nil
+}
+
+// isWritable returns whether a socket accepts data. If not, EPOLLOUT comes when it does, and the kernel enlarges the send buffer
+// of a connection that can use more.
+func isWritable(fd int) bool {
+	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
+	n, err := unix.Poll(fds, 0)
+	return err == nil && n > 0 && fds[0].Revents&unix.POLLOUT != 0
+}
+
+func resetOnClose(fd int) {
+	_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+}
+
+// sendTo is send(2), without blocking and without SIGPIPE.
+func sendTo(fd int, p []byte) (int, error) {
+	return direct(unix.SYS_SENDTO, fd, p, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+}
+
+// sendNamed is sendto(2), without blocking and without SIGPIPE; an empty name sends to the connected peer.
+func sendNamed(fd int, p, name []byte) error {
+	for {
+		_, _, errno := unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)),
+			unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, uintptr(unsafe.Pointer(unsafe.SliceData(name))), uintptr(len(name)))
+		switch errno {
+		case 0:
+			return nil
+		case unix.EINTR:
+		default:
+			return errno
+		}
+	}
+}
+
+// receive is recv(2). The flags must have MSG_DONTWAIT.
+func receive(fd int, p []byte, flags int) (int, error) {
+	return direct(unix.SYS_RECVFROM, fd, p, flags)
+}
+
+// direct makes a system call that does not block, without the notice to the Go runtime that a blocking call needs.
+func direct(trap uintptr, fd int, p []byte, flags int) (int, error) {
+	for {
+		n, _, errno := unix.RawSyscall6(trap, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)), uintptr(flags), 0, 0)
+		switch errno {
+		case 0:
+			return int(n), nil
+		case unix.EINTR:
+		default:
+			return 0, errno
+		}
+	}
 }

@@ -229,56 +229,6 @@ func TestListen(t *testing.T) {
 	}
 }
 
-var aliases = []netip.Addr{
-	netip.MustParseAddr("169.254.53.53"), netip.MustParseAddr("169.254.53.54"), netip.MustParseAddr("169.254.53.55"),
-}
-
-func TestNameServers(t *testing.T) {
-	for _, test := range []struct{ conf, servers, text string }{
-		{"", "127.0.0.1:53", "nameserver 169.254.53.53\n"},
-		{"# nameserver 1.2.3.4\n;nameserver 1.2.3.4\nnameserver\nnameserver x\n", "127.0.0.1:53", "nameserver 169.254.53.53\n"},
-		{"nameserver 127.0.0.53\noptions edns0 trust-ad\nsearch a.example b.example\n", "127.0.0.53:53",
-			"nameserver 169.254.53.53\noptions edns0 trust-ad\nsearch a.example b.example\n"},
-		{"domain x.example\nnameserver 10.0.0.1\nnameserver 2001:db8::1\n  nameserver  ::ffff:10.0.0.3 # third\nnameserver 10.0.0.4",
-			"10.0.0.1:53 [2001:db8::1]:53 10.0.0.3:53",
-			"nameserver 169.254.53.53\nnameserver 169.254.53.54\nnameserver 169.254.53.55\ndomain x.example\n"},
-		{"nameserver fe80::1%lo", "[fe80::1%1]:53", "nameserver 169.254.53.53\n"},
-		{"nameserver fe80::1%nosuch0", "[fe80::1%nosuch0]:53", "nameserver 169.254.53.53\n"},
-	} {
-		list, text := NameServers(test.conf, aliases)
-		var servers []string
-		for i, n := range list {
-			servers = append(servers, n.Server.String())
-			if n.Alias != aliases[i] {
-				t.Errorf("%q: %v", test.conf, list)
-			}
-		}
-		if got := strings.Join(servers, " "); got != test.servers || text != test.text {
-			t.Errorf("%q: %s, %q, want %s, %q", test.conf, got, text, test.servers, test.text)
-		}
-	}
-}
-
-func FuzzNameServers(f *testing.F) {
-	f.Add("nameserver 10.0.0.1\nsearch example.net\noptions use-vc\nnameserver fe80::1%lo\n")
-	f.Fuzz(func(t *testing.T, conf string) {
-		list, text := NameServers(conf, aliases)
-		if len(list) == 0 || len(list) > len(aliases) {
-			t.Errorf("%q: %v", conf, list)
-		}
-		// Of the guest's text the servers are the aliases, and nothing else changes.
-		inside, again := NameServers(text, aliases)
-		for i, n := range inside {
-			if n.Server != netip.AddrPortFrom(aliases[i], 53) {
-				t.Errorf("%q becomes %q", conf, text)
-			}
-		}
-		if len(inside) != len(list) || again != text {
-			t.Errorf("%q becomes %q, which becomes %q", conf, text, again)
-		}
-	})
-}
-
 func TestAllowed(t *testing.T) {
 	rule := func(text string) Rule {
 		r, err := ParseRule(text)
@@ -287,7 +237,7 @@ func TestAllowed(t *testing.T) {
 		}
 		return r
 	}
-	dns := []NameServer{{aliases[0], netip.MustParseAddrPort("[2001:db8::53]:53")}}
+	dns := []NameServer{{netip.MustParseAddr("169.254.53.53"), netip.MustParseAddrPort("[2001:db8::53]:53")}}
 	everywhere := Outbound{All: true, DNS: dns}
 	some := Outbound{DNS: dns, Rules: []Rule{rule("10.0.0.0/8:9092/tcp"), rule("[2001:db8::/32]:53"), rule("192.0.2.0/24/icmp"),
 		{Prefix: netip.MustParsePrefix("127.0.0.1/32"), Last: 65535}}}
@@ -367,32 +317,6 @@ func TestAllowed(t *testing.T) {
 	}
 	if to := netip.MustParseAddrPort("10.0.0.1:53"); some.Translate(to) != to {
 		t.Errorf("%v is translated", to)
-	}
-}
-
-func TestRemoved(t *testing.T) {
-	event := func(mask uint32, name string) []byte {
-		p := make([]byte, unix.SizeofInotifyEvent+16)
-		p[4], p[5], p[6], p[7] = byte(mask), byte(mask>>8), byte(mask>>16), byte(mask>>24)
-		p[12] = 16
-		copy(p[16:], name)
-		return p
-	}
-	for _, test := range []struct {
-		events []byte
-		want   bool
-	}{
-		{nil, false},
-		{event(unix.IN_DELETE, "other"), false},
-		{event(unix.IN_DELETE, "netns1"), false},
-		{event(unix.IN_DELETE, "netns"), true},
-		{append(event(unix.IN_DELETE, "other"), event(unix.IN_MOVED_FROM, "netns")...), true},
-		{event(unix.IN_DELETE_SELF, ""), true},
-		{event(unix.IN_DELETE, "other")[:20], true},
-	} {
-		if got := removed(test.events, "netns"); got != test.want {
-			t.Errorf("%q: %v", test.events, got)
-		}
 	}
 }
 

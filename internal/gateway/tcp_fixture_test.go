@@ -374,12 +374,12 @@ func (p *puppet) dialWith(to *net.TCPListener, scale bool) *link {
 	if s.flags != flagSYN|flagACK || s.ack != l.seq {
 		p.Fatalf("answer to a SYN: %v", s)
 	}
-	if s.options.hasScale != scale {
-		p.Fatalf("scale offered: %v, of a guest with one: %v", s.options.hasScale, scale)
+	if s.options.windowScaling != scale {
+		p.Fatalf("scale offered: %v, of a guest with one: %v", s.options.windowScaling, scale)
 	}
 	l.scale = -1
 	if scale {
-		l.scale = int(s.options.scale)
+		l.scale = int(s.options.windShift)
 	}
 	l.ack = s.seq + 1
 	l.say(flagACK, nil)
@@ -430,21 +430,21 @@ func (p *puppet) ended() {
 	p.Helper()
 	p.until("the end of the connection", func() bool {
 		for _, c := range p.g.conns {
-			if c.state != over {
+			if c.state != timeWait {
 				return false
 			}
 		}
 		return true
 	})
-	p.wait(overTime + time.Second)
+	p.wait(timeWaitTimeout + time.Second)
 	if n := len(p.g.conns); n != 0 {
 		p.Errorf("%d connections are left", n)
 	}
 	if n := len(p.g.timers.list); n != 0 {
 		p.Errorf("%d timers are left", n)
 	}
-	if p.g.spilled != 0 {
-		p.Errorf("%d bytes are left in spill", p.g.spilled)
+	if p.g.backlog != 0 {
+		p.Errorf("%d bytes are left in the backlog", p.g.backlog)
 	}
 	for _, ok := p.receive(); ok; _, ok = p.receive() {
 	}

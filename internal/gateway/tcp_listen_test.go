@@ -56,7 +56,7 @@ func reach(t testing.TB, from netip.AddrPort, to netip.AddrPort) *net.TCPConn {
 func (p *puppet) called() (*link, seen) {
 	p.Helper()
 	s := p.next()
-	if s.flags != flagSYN || s.to.Port() != innerPort || !s.options.hasScale {
+	if s.flags != flagSYN || s.to.Port() != innerPort || !s.options.windowScaling {
 		p.Fatalf("in place of a SYN: %v", s)
 	}
 	return &link{puppet: p, local: s.to, remote: s.from, seq: 0x7ffffff0, ack: s.seq + 1, window: 65535}, s
@@ -67,7 +67,7 @@ func (l *link) accept(syn seen, scale bool) {
 	l.Helper()
 	l.scale = -1
 	if scale {
-		l.scale = int(syn.options.scale)
+		l.scale = int(syn.options.windShift)
 	}
 	l.edge = l.seq + 1 + uint32(syn.window)
 	l.put(build(l.local, l.remote, l.seq, l.ack, flagSYN|flagACK, l.window, guestOptions(scale), nil))
@@ -99,7 +99,7 @@ func TestInbound(t *testing.T) {
 			if l.remote.Addr() != c.seen || l.remote.Port() != conn.LocalAddr().(*net.TCPAddr).AddrPort().Port() {
 				t.Errorf("guest sees %v", l.remote)
 			}
-			p.wait(firstRTO + time.Millisecond)
+			p.wait(initialRTO + time.Millisecond)
 			if again := p.next(); again.flags != flagSYN || again.seq != syn.seq {
 				t.Errorf("after a while: %v", again)
 			}
@@ -136,8 +136,8 @@ func TestInboundRefused(t *testing.T) {
 			p.put(build(l.local, l.remote, 0, l.ack, flagRST|flagACK, 0, nil, nil))
 		},
 		func(*link) { // nobody is there
-			for i := range callTries + 1 {
-				p.wait(firstRTO<<i + time.Millisecond)
+			for i := range maxSynTimeouts + 1 {
+				p.wait(initialRTO<<i + time.Millisecond)
 			}
 		},
 	} {
@@ -298,7 +298,7 @@ func TestMemory(t *testing.T) {
 	for range connections {
 		l := p.syn(to, true)
 		s := l.next()
-		l.ack, l.scale = s.seq+1, int(s.options.scale)
+		l.ack, l.scale = s.seq+1, int(s.options.windShift)
 		l.say(flagACK|flagPSH, b)
 		l.acknowledged()
 	}
@@ -313,7 +313,7 @@ func TestMemory(t *testing.T) {
 }
 
 func TestTimers(t *testing.T) {
-	var list timers
+	var list timerQueue
 	var order []int
 	start := time.Now()
 	at := func(n int) time.Time { return start.Add(time.Duration(n) * time.Second) }
@@ -368,8 +368,8 @@ func TestLinger(t *testing.T) {
 		t.Error("all is finished")
 	}
 	for _, c := range p.g.conns { // what close does
-		if !c.shut {
-			c.resetSocket()
+		if !c.state.finReceived() {
+			c.resetHost()
 		}
 		c.release()
 		delete(p.g.conns, c.flow)

@@ -348,7 +348,7 @@ func TestSlowConnect(t *testing.T) {
 	}
 	defer unix.Close(peer)
 	s := l.hear() // after the host's kernel has sent its SYN again
-	if s.flags != flagSYN|flagACK || s.ack != l.seq || s.options.hasScale {
+	if s.flags != flagSYN|flagACK || s.ack != l.seq || s.options.windowScaling {
 		t.Errorf("answer to the second SYN: %v, %+v", s, s.options)
 	}
 	p.put(build(l.local, l.remote, l.seq, 0, flagRST, 0, nil, nil))
@@ -365,11 +365,11 @@ func TestSYNAgain(t *testing.T) {
 	if s := l.hear(); s.flags != flagSYN|flagACK || s.seq != first.seq {
 		t.Errorf("SYN sent again gets %v, not %v", s, first)
 	}
-	p.wait(firstRTO + time.Millisecond) // and by itself
+	p.wait(initialRTO + time.Millisecond) // and by itself
 	if s := l.hear(); s.flags != flagSYN|flagACK || s.seq != first.seq {
 		t.Errorf("after a while: %v, not %v", s, first)
 	}
-	l.ack, l.scale = first.seq+1, int(first.options.scale)
+	l.ack, l.scale = first.seq+1, int(first.options.windShift)
 	l.say(flagACK|flagPSH, []byte("x"))
 	l.acknowledged()
 	// In an open connection a SYN gets an ACK (RFC 5961), and only the RST for that ends it.
@@ -401,12 +401,12 @@ func TestHandshakeUnanswered(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.syn(listenOn(t, host4).Addr().(*net.TCPAddr).AddrPort(), true)
 	answers := 0
-	for range answerTries + 1 {
+	for range maxSynAckTimeouts + 1 {
 		if s := l.hear(); s.flags != flagSYN|flagACK {
 			t.Fatal(s)
 		}
 		answers++
-		p.wait(firstRTO<<answers + time.Millisecond)
+		p.wait(initialRTO<<answers + time.Millisecond)
 	}
 	if s := l.hear(); s.flags&flagRST == 0 {
 		t.Errorf("at the end: %v", s)
@@ -535,7 +535,7 @@ func TestKeepalive(t *testing.T) {
 		t.Errorf("keepalive gets %v", s)
 	}
 	for range 3 { // ours
-		p.wait(idleTime - 2*time.Minute)
+		p.wait(idleTimeout - 2*time.Minute)
 		p.quiet()
 		p.wait(3 * time.Minute)
 		if s := l.hear(); s.seq != l.ack-1 || s.length() != 0 {
@@ -547,16 +547,16 @@ func TestKeepalive(t *testing.T) {
 		p.quiet()
 	}
 	// A guest that is gone does not answer.
-	p.wait(idleTime)
+	p.wait(idleTimeout)
 	for asked := 0; ; asked++ {
 		s := l.hear()
 		if s.flags&flagRST != 0 {
-			if asked < maxTries {
+			if asked < maxTimeouts {
 				t.Errorf("given up after %d questions", asked)
 			}
 			break
 		}
-		if asked > maxTries {
+		if asked > maxTimeouts {
 			t.Fatal("does not give up")
 		}
 		p.wait(maxRTO + time.Millisecond)
@@ -603,7 +603,7 @@ func TestGuestKeepalive(t *testing.T) {
 	}
 	before := set()
 	l.pour(text(64<<20), 60_000)
-	c.edge = c.rcv // closed
+	c.rcv.edge = c.rcv.nxt // closed
 	p.wait(20 * time.Second)
 	l.sayAt(l.seq-1, flagACK, nil)
 	p.turn(0)
@@ -649,7 +649,7 @@ func TestStaleEvent(t *testing.T) {
 				return
 			}
 			replaced = fds[1-i]
-			p.g.forget(replaced)
+			p.g.closeFD(replaced)
 			other := event(0)
 			if err := unix.Dup3(other, replaced, unix.O_CLOEXEC); err != nil && other != replaced {
 				t.Error(err)
@@ -677,6 +677,6 @@ func TestStaleEvent(t *testing.T) {
 		t.Errorf("%d events of the new one", late.events)
 	}
 	for _, fd := range fds {
-		p.g.forget(fd)
+		p.g.closeFD(fd)
 	}
 }

@@ -151,37 +151,37 @@ func TestBeyondWindow(t *testing.T) {
 		l.sayAt(l.acked, flagACK, data[sent+int(l.acked-l.seq):][:60_000])
 		p.turn(0)
 		l.allAcked()
-		if c := p.g.conns[flow{l.local, l.remote}]; c == nil || c.guestEnded {
+		if c := p.g.conns[flow{l.local, l.remote}]; c == nil || c.rcv.finPending || c.state.finReceived() {
 			t.Fatal("a FIN beyond the window was taken")
 		}
 	}
-	if counts := p.g.Counts(); p.g.spilled != 0 || counts[PartialSend] != 0 {
-		t.Errorf("%d bytes kept, %d partial sends", p.g.spilled, counts[PartialSend])
+	if counts := p.g.Counts(); p.g.backlog != 0 || counts[PartialSend] != 0 {
+		t.Errorf("%d bytes kept, %d partial sends", p.g.backlog, counts[PartialSend])
 	}
 	l.seq = l.acked
 	l.say(flagRST, nil)
 	p.ended()
 }
 
-// TestSpill: a send that the socket takes in part loses nothing, even if the guest had
+// TestBacklog: a send that the socket takes in part loses nothing, even if the guest had
 // sent more.
-func TestSpill(t *testing.T) {
+func TestBacklog(t *testing.T) {
 	p := newPuppet(t, everywhere)
 	l := p.dial(slow(t, host4))
 	data := text(64 << 20)
 	sent := l.fill(data, 60_000)
 	c := p.g.conns[flow{l.local, l.remote}]
-	c.edge = l.seq + maxSpill // as if more had been promised
-	l.edge = c.edge
-	more := maxSpill/40_000*40_000 + 40_000
+	c.rcv.edge = l.seq + maxBacklog // as if more had been promised
+	l.edge = c.rcv.edge
+	more := maxBacklog/40_000*40_000 + 40_000
 	for i := 0; i < more; i += 40_000 {
 		l.say(flagACK, data[sent+i:sent+i+40_000])
 	}
 	for range 10 {
 		p.turn(1)
 	}
-	if len(c.spill) == 0 || len(c.spill) > maxSpill || p.g.spilled != len(c.spill) {
-		t.Errorf("%d bytes kept, %d in all", len(c.spill), p.g.spilled)
+	if len(c.rcv.backlog) == 0 || len(c.rcv.backlog) > maxBacklog || p.g.backlog != len(c.rcv.backlog) {
+		t.Errorf("%d bytes kept, %d in all", len(c.rcv.backlog), p.g.backlog)
 	}
 	if got := p.g.Counts()[PartialSend]; got == 0 {
 		t.Error("no partial send counted")
@@ -271,16 +271,16 @@ func TestTurn(t *testing.T) {
 		}
 		data := text(64 << 20)
 		sent := l.fill(data, 60_000)
-		c.edge = l.seq + 2*maxSpill // as if more had been promised
-		l.edge = c.edge
-		more := maxSpill + 200_000
+		c.rcv.edge = l.seq + 2*maxBacklog // as if more had been promised
+		l.edge = c.rcv.edge
+		more := maxBacklog + 200_000
 		for part := range slices.Chunk(data[sent:sent+more], 50_000) {
 			l.say(flagACK, part)
 		}
 		l.say(flagACK|flagFIN, nil)
 		p.turn(0)
-		if c.guestEnded || len(c.spill) == 0 || len(c.spill) > maxSpill || p.g.spilled != len(c.spill) {
-			t.Errorf("ended %v, %d bytes kept, %d in all", c.guestEnded, len(c.spill), p.g.spilled)
+		if c.rcv.finPending || c.state.finReceived() || len(c.rcv.backlog) == 0 || len(c.rcv.backlog) > maxBacklog || p.g.backlog != len(c.rcv.backlog) {
+			t.Errorf("ended %v, %d bytes kept, %d in all", c.rcv.finPending || c.state.finReceived(), len(c.rcv.backlog), p.g.backlog)
 		}
 		if got := p.g.Counts()[PartialSend]; got != 1 {
 			t.Errorf("%d partial sends", got)
@@ -338,8 +338,8 @@ func TestGuestStops(t *testing.T) {
 	l.window = 0
 	l.say(flagACK, nil)
 	p.quiet()
-	wait := firstRTO
-	for range maxTries + 5 { // it is there, and may take as long as it likes
+	wait := initialRTO
+	for range maxTimeouts + 5 { // it is there, and may take as long as it likes
 		p.wait(wait + time.Millisecond)
 		s := l.hear()
 		if s.seq != l.ack-1 || s.length() != 0 {
@@ -355,7 +355,7 @@ func TestGuestStops(t *testing.T) {
 	if !bytes.Equal(got, want) {
 		t.Error("data differ")
 	}
-	// A window that opens by crumbs does not get crumbs while something is under way.
+	// A window that opens in small steps does not cause silly-window segments while data are in flight.
 	l.write(want)
 	first := l.hear().payload
 	if len(first) != 5000 {
@@ -405,7 +405,7 @@ func TestLossToGuest(t *testing.T) {
 	}
 	t.Run("timeout", func(t *testing.T) {
 		l, sent, data := start(t)
-		wait := firstRTO
+		wait := initialRTO
 		for range 4 {
 			l.wait(wait + time.Millisecond)
 			if s := l.hear(); s.seq != sent[0].seq || len(s.payload) == 0 {
@@ -476,7 +476,7 @@ func TestLossToGuest(t *testing.T) {
 	})
 	t.Run("late acknowledgement", func(t *testing.T) {
 		l, sent, data := start(t)
-		l.wait(firstRTO + time.Millisecond)
+		l.wait(initialRTO + time.Millisecond)
 		l.hear()
 		l.ack = sent[0].seq + uint32(len(data)) // it had all
 		l.say(flagACK, nil)
@@ -493,7 +493,7 @@ func TestLossToGuest(t *testing.T) {
 		if s := l.hear(); s.flags&flagFIN == 0 {
 			t.Fatal(s)
 		}
-		l.wait(firstRTO + time.Millisecond)
+		l.wait(initialRTO + time.Millisecond)
 		s := l.hear()
 		if s.seq != sent[0].seq || len(s.payload) != len(data) || s.flags&flagFIN == 0 || !bytes.Equal(s.payload, data) {
 			t.Fatalf("again: %v", s)
@@ -564,7 +564,7 @@ func TestSegmentSize(t *testing.T) {
 		if got := int(s.options.mss); got < 536 || got > mtu-40 {
 			t.Errorf("MTU %d: MSS %d", mtu, got)
 		}
-		l.ack, l.scale = s.seq+1, int(s.options.scale)
+		l.ack, l.scale = s.seq+1, int(s.options.windShift)
 		l.say(flagACK, nil)
 		c, err := listener.AcceptTCP()
 		if err != nil {
@@ -628,7 +628,7 @@ func TestWithoutPeekOffset(t *testing.T) {
 	dial := func() *link {
 		l := p.dial(listener)
 		c := p.g.conns[flow{l.local, l.remote}]
-		c.peeks = false
+		c.snd.peekOffset = false
 		if err := unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_PEEK_OFF, -1); err != nil {
 			t.Fatal(err)
 		}
@@ -648,7 +648,7 @@ func TestWithoutPeekOffset(t *testing.T) {
 		for len(first.payload) == 0 {
 			first = l.hear()
 		}
-		l.wait(firstRTO + time.Millisecond) // the first one is lost
+		l.wait(initialRTO + time.Millisecond) // the first one is lost
 		var got []byte
 		ended := false
 		for !ended {

@@ -3,111 +3,80 @@
 package gateway
 
 import (
-	"errors"
-	"fmt"
-	"net"
 	"net/netip"
-	"os"
 
-	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 )
 
-// Interface is the guest's side of a gateway.
-type Interface struct {
-	Name string
-	MTU  int // 1280 to 65520 bytes
-	// Addresses are the guest's own, one a family at most.
-	Addresses []netip.Addr
-}
+// guestPackets handles the readable TUN descriptor.
+type guestPackets Gateway
 
-// OpenTUN makes the guest's interface in the network namespace of the calling
-// thread, with a default route for each family that it has an address of. The
-// descriptor is for Config.TUN. Needs CAP_NET_ADMIN in the namespace, and a
-// /dev/net/tun that may be opened.
-func OpenTUN(i Interface) (_ int, err error) {
-	fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
-	if err != nil {
-		return -1, &StepError{StepDevice, fmt.Errorf("open /dev/net/tun: %w", err)}
-	}
-	defer func() {
-		if err != nil {
-			unix.Close(fd)
+func (t *guestPackets) event(uint32) {
+	g := (*Gateway)(t)
+	for i, free := 0, g.readBuffer; i < tunBudget; i++ {
+		n, err := direct(unix.SYS_READ, g.config.TUN, free[:readSize], 0)
+		if err != nil || n <= vnetHeader {
+			break
 		}
-	}()
-	request, err := unix.NewIfreq(i.Name)
-	if err != nil {
-		return -1, fmt.Errorf("name interface %q: %w", i.Name, err)
+		g.input(free[vnetHeader:n])
+		free = free[n:]
 	}
-	request.SetUint16(unix.IFF_TUN | unix.IFF_NO_PI | unix.IFF_VNET_HDR)
-	if err := unix.IoctlIfreq(fd, unix.TUNSETIFF, request); err != nil {
-		return -1, &StepError{StepInterface, fmt.Errorf("make interface %s: %w", i.Name, err)}
+	g.gso.send()
+	for _, c := range g.flushQueue {
+		c.flush()
 	}
-	if err := unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, unix.TUN_F_CSUM|unix.TUN_F_TSO4|unix.TUN_F_TSO6); err != nil {
-		return -1, fmt.Errorf("set offloads of %s: %w", i.Name, err)
-	}
-	if err := i.configure(); err != nil {
-		return -1, &StepError{StepInterface, fmt.Errorf("set up interface %s: %w", i.Name, err)}
-	}
-	return fd, nil
+	clear(g.flushQueue)
+	g.flushQueue = g.flushQueue[:0]
 }
 
-// queueLength is how many packets may wait for the gateway: more than the windows of
-// some hundred connections, or the guest's kernel drops what it may send.
-const queueLength = 10000
-
-func (i Interface) configure() error {
-	nl, err := netlink.NewHandle(unix.NETLINK_ROUTE)
-	if err != nil {
-		return err
+// input processes a packet of the guest, from its IP header on.
+func (g *Gateway) input(p []byte) {
+	p, ok := g.reassemble(p)
+	if !ok {
+		return
 	}
-	defer nl.Close()
-	lo, err := nl.LinkByName("lo")
-	if err == nil {
-		err = nl.LinkSetUp(lo)
+	s, ok := parse(p)
+	if !ok || !g.isGuest(s.from.Addr()) {
+		g.count(Malformed)
+		return
 	}
-	if err != nil {
-		return fmt.Errorf("set lo up: %w", err)
+	switch s.protocol {
+	case unix.IPPROTO_TCP:
+		g.tcpArrives(&s)
+	case unix.IPPROTO_UDP:
+		g.udpArrives(&s)
+	case unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6:
+		g.icmpArrives(&s)
 	}
-	dev, err := nl.LinkByName(i.Name)
-	if err != nil {
-		return err
-	}
-	// No link-local address: nothing but the gateway is there.
-	mode := "/proc/sys/net/ipv6/conf/" + i.Name + "/addr_gen_mode"
-	if err := os.WriteFile(mode, []byte("1"), 0); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	if err := errors.Join(nl.LinkSetMTU(dev, i.MTU), nl.LinkSetTxQLen(dev, queueLength), nl.LinkSetUp(dev)); err != nil {
-		return err
-	}
-	for _, a := range i.Addresses {
-		err := i.address(nl, dev, a)
-		switch {
-		case err == nil:
-		case a.Is6() && (errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.EAFNOSUPPORT)):
-			// A host without IPv6 has none inside.
-		default:
-			return err
-		}
-	}
-	return nil
 }
 
-// address gives the interface an address, and a default route that prefers it.
-func (i Interface) address(nl *netlink.Handle, dev netlink.Link, a netip.Addr) error {
-	address := &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}}
-	everything := &net.IPNet{IP: make(net.IP, a.BitLen()/8), Mask: net.CIDRMask(0, a.BitLen())}
-	scope := netlink.Scope(unix.RT_SCOPE_LINK)
-	if a.Is6() {
-		address.Flags, scope = unix.IFA_F_NODAD, unix.RT_SCOPE_UNIVERSE
+func (g *Gateway) isGuest(a netip.Addr) bool {
+	return a.IsValid() && (a == g.config.Guest4 || a == g.config.Guest6)
+}
+
+// guestAddr is the guest's address of the family of remote.
+func (g *Gateway) guestAddr(remote netip.Addr) netip.Addr {
+	if remote.Is4() {
+		return g.config.Guest4
 	}
-	if err := nl.AddrAdd(dev, address); err != nil {
-		return fmt.Errorf("add address %v: %w", a, err)
+	return g.config.Guest6
+}
+
+// remoteAddr is the address by which the guest sees a peer: an alias for the host itself, and the address itself otherwise.
+func (g *Gateway) remoteAddr(peer netip.AddrPort) netip.AddrPort {
+	a := peer.Addr()
+	if !a.IsLoopback() && !g.isGuest(a) {
+		return peer
 	}
-	route := &netlink.Route{LinkIndex: dev.Attrs().Index, Dst: everything, Src: a.AsSlice(), Scope: scope}
-	if err := nl.RouteAdd(route); err != nil {
-		return fmt.Errorf("add default route: %w", err)
+	if a.Is4() {
+		return netip.AddrPortFrom(g.config.Host4, peer.Port())
 	}
-	return nil
+	return netip.AddrPortFrom(g.config.Host6, peer.Port())
+}
+
+// send writes a packet, with a struct virtio_net_hdr before it, to the TUN. If the interface's queue is full, the packet is dropped.
+func (g *Gateway) send(p []byte) {
+	if _, err := direct(unix.SYS_WRITE, g.config.TUN, p, 0); err != nil {
+		g.count(TUNFull)
+	}
 }

@@ -12,61 +12,60 @@ import (
 )
 
 const (
-	// udpIdle is how long a flow of datagrams is remembered (RFC 4787, REQ-5: at least
-	// two minutes; it lets well-known ports have less).
+	// udpIdle is after which idle time a flow is forgotten (RFC 4787, REQ-5: at least two minutes, except for well-known ports).
 	udpIdle = 3 * time.Minute
-	// dnsIdle is for questions to name servers, each of which is a flow.
+	// dnsIdle is the same for queries to name servers, each of which is a flow.
 	dnsIdle   = 20 * time.Second
-	udpBudget = 64 // datagrams that are read in a turn
+	udpBudget = 64 // datagrams that are read from a socket in a turn
 )
 
-// udpFlow is datagrams between a port of the guest and another place, which the guest began to send.
+// udpFlow is the datagrams between a port of the guest and a destination that the guest sent to first.
 type udpFlow struct {
-	g    *Gateway
-	flow flow
-	fd   int
-	hops hopLimit // of a socket of its own
-	// shared is the socket, if the flow has none of its own, and name the destination, as struct sockaddr.
-	shared *sharedSocket
-	name   []byte
-	apart  bool // its datagrams cannot be sent at once
-	seen   time.Time
-	timer  timer
-	// The place among the flows of its class.
+	g         *Gateway
+	addresses flow
+	fd        int
+	hops      hopLimit // of a socket of its own
+	// shared is the socket that the flow shares with others; nil: it has one of its own. destination is a struct sockaddr for a
+	// shared socket.
+	shared      *sharedSocket
+	destination []byte
+	noGSO       bool // UDP_SEGMENT fails for the flow's datagrams
+	lastUsed    time.Time
+	timer       timer
+	// Links of the flow in flowLRU.
 	class        class
 	older, newer *udpFlow
 }
 
-// udp takes a datagram of the guest.
-func (g *Gateway) udp(s *segment) {
-	if b, k := g.bounds.answerer(s, g.now); b != nil {
-		// Where the guest may go nowhere by itself, only what comes from the peer keeps it
-		// known: its address may be a forged one.
-		if g.now.Sub(k.seen) > udpIdle/2 && g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
-			k.seen = g.now
+// udpArrives processes a datagram of the guest.
+func (g *Gateway) udpArrives(s *segment) {
+	if b, k := g.bound.forReply(s, g.now); b != nil {
+		// If the guest may not send there by itself, only datagrams of the peer refresh the peer: its address may be forged.
+		if g.now.Sub(k.lastSeen) > udpIdle/2 && g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
+			k.lastSeen = g.now
 		}
 		b.send(s, k)
 		return
 	}
 	f := flow{s.from, s.to}
-	u := g.datagram.by[f]
+	u := g.flows.all[f]
 	if u == nil {
 		if !g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
 			g.count(NotAllowed)
 			g.unreachable(s, prohibited)
 			return
 		}
-		if b := g.bounds.from(s, g.config.Outbound.Translate(s.to)); b != nil {
-			b.send(s, b.know(s.to, messageTo(b.v6, s.to), nil))
+		if b := g.bound.forSource(s, g.config.Outbound.Translate(s.to)); b != nil {
+			b.send(s, b.remember(s.to, messageTo(b.v6, s.to), nil))
 			return
 		}
 		if u = g.newUDP(f, s); u == nil {
 			return
 		}
 	} else {
-		g.datagram.used(u, g.now, true)
+		g.flows.used(u, g.now, true)
 	}
-	g.train.add(u, s)
+	g.gso.add(u, s)
 }
 
 func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
@@ -76,14 +75,14 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 	}
 	if c == passing {
 		begin := g.clock()
-		if !g.opening.allows(begin) {
+		if !g.openingTime.allows(begin) {
 			g.count(TooMany)
-			g.warnOf(warnOpening, "too many new UDP flows: datagrams to other places are dropped, so that the rest goes on")
+			g.warn(warnOpening, "too many new UDP flows: datagrams to other places are dropped, so that the rest goes on")
 			return nil
 		}
-		defer func() { g.opening.spend(g.clock().Sub(begin)) }()
+		defer func() { g.openingTime.spend(g.clock().Sub(begin)) }()
 	}
-	u := &udpFlow{g: g, flow: f, seen: g.now, class: c}
+	u := &udpFlow{g: g, addresses: f, lastUsed: g.now, class: c}
 	to := g.config.Outbound.Translate(f.remote)
 	shared, err := g.sharedFor(u, to)
 	switch {
@@ -95,16 +94,16 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 	case !g.connectFlow(u, to, s):
 		return nil
 	}
-	g.datagram.add(u)
+	g.flows.add(u)
 	u.timer.owner = u
 	g.timers.set(&u.timer, g.now.Add(u.idle()))
 	return u
 }
 
-// connectFlow gives a flow a socket of its own.
+// connectFlow opens a connected socket for a flow.
 func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *segment) bool {
-	g.makeRoom(u.class)
-	fd, err := g.hostSocket(to.Addr(), unix.SOCK_DGRAM, 0)
+	g.makeRoomForFlow(u.class)
+	fd, err := g.openSocket(to.Addr(), unix.SOCK_DGRAM, 0)
 	if err != nil {
 		g.count(TooMany)
 		return false
@@ -112,7 +111,7 @@ func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *segment) bool {
 	if err := connectTold(fd, to); err != nil {
 		unix.Close(fd)
 		if errors.Is(err, unix.EAGAIN) {
-			g.count(TooMany) // the host has no port
+			g.count(TooMany) // the host has no free port
 		}
 		g.refuseDatagram(s, err)
 		return false
@@ -127,13 +126,13 @@ func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *segment) bool {
 }
 
 func (u *udpFlow) idle() time.Duration {
-	if u.flow.remote.Port() == dnsPort {
+	if u.addresses.remote.Port() == dnsPort {
 		return dnsIdle
 	}
 	return udpIdle
 }
 
-// connectTold connects a socket that is told all that the network says of its datagrams.
+// connectTold connects a socket whose error queue gets the ICMP errors of the socket's datagrams.
 func connectTold(fd int, to netip.AddrPort) error {
 	if err := askErrors(fd, to.Addr()); err != nil {
 		return err
@@ -141,7 +140,7 @@ func connectTold(fd int, to netip.AddrPort) error {
 	return unix.Connect(fd, sockaddr(to))
 }
 
-// askErrors has a socket, which sends to addresses of a family, be told all that the network says of its datagrams.
+// askErrors enables the error queue of a socket that sends to addresses of one family (IP_RECVERR, IPV6_RECVERR).
 func askErrors(fd int, to netip.Addr) error {
 	level, option := unix.IPPROTO_IP, unix.IP_RECVERR
 	if to.Is6() {
@@ -150,11 +149,11 @@ func askErrors(fd int, to netip.Addr) error {
 	return unix.SetsockoptInt(fd, level, option, 1)
 }
 
-// hopLimit is what a socket's datagrams have, if not the host's default.
+// hopLimit is the TTL or hop limit that was set on a socket; 0: the host's default.
 type hopLimit uint8
 
-// set has a socket send with the guest's hop limit, as traceroute(8) sets it. The guest's
-// default is the host's.
+// set sets the hop limit of the guest's datagram on the socket, as traceroute(8) needs. The guest's default becomes the host's
+// default.
 func (h *hopLimit) set(fd int, s *segment) {
 	limit := s.hops()
 	if limit == hops {
@@ -172,10 +171,10 @@ func (h *hopLimit) set(fd int, s *segment) {
 	if family, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DOMAIN); err == nil && family == unix.AF_INET6 {
 		level, option = unix.IPPROTO_IPV6, unix.IPV6_UNICAST_HOPS
 	}
-	_ = unix.SetsockoptInt(fd, level, option, value) // what is left is the datagram with another one
+	_ = unix.SetsockoptInt(fd, level, option, value) // an error leaves the datagram with another hop limit
 }
 
-// hops is the TTL, or hop limit.
+// hops returns the TTL or hop limit.
 func (s *segment) hops() uint8 {
 	if s.network[0]>>4 == 4 {
 		return s.network[8]
@@ -183,8 +182,7 @@ func (s *segment) hops() uint8 {
 	return s.network[7]
 }
 
-// refuseDatagram tells the guest why a socket without connections did not take a
-// datagram.
+// refuseDatagram answers a datagram that the host's socket did not send with the ICMP error for the socket's errno.
 func (g *Gateway) refuseDatagram(s *segment, err error) {
 	if why, ok := failureOf(err); ok {
 		g.unreachable(s, why)
@@ -192,57 +190,56 @@ func (g *Gateway) refuseDatagram(s *segment, err error) {
 }
 
 func (u *udpFlow) event(events uint32) {
-	u.g.datagram.used(u, u.g.now, false)
+	u.g.flows.used(u, u.g.now, false)
 	if events&unix.EPOLLERR != 0 {
-		u.errors()
+		u.passErrors()
 	}
-	for range udpBudget / inboxSize {
-		n, err := u.g.inbox.read(u.fd, inboxSize)
-		if err != nil && (errors.Is(err, unix.EAGAIN) || !u.errors()) {
+	for range udpBudget / receiveBatchSize {
+		n, err := u.g.inbox.read(u.fd, receiveBatchSize)
+		if err != nil && (errors.Is(err, unix.EAGAIN) || !u.passErrors()) {
 			return
 		}
-		u.g.datagram.used(u, u.g.now, true)
+		u.g.flows.used(u, u.g.now, true)
 		for i := range n {
-			u.g.deliver(u.g.inbox.buffers[i], u.flow, int(u.g.inbox.messages[i].Len))
+			u.g.deliver(u.g.inbox.buffers[i], u.addresses, int(u.g.inbox.messages[i].Len))
 		}
-		if n < inboxSize {
+		if n < receiveBatchSize {
 			return
 		}
 	}
 }
 
-// errors passes on what the network told of datagrams that were sent. It is false if it
-// told nothing.
-func (u *udpFlow) errors() bool {
+// passErrors forwards the ICMP errors of the flow's socket to the guest. It returns false if there were none.
+func (u *udpFlow) passErrors() bool {
 	if u.shared != nil {
-		return u.shared.errors()
+		return u.shared.passErrors()
 	}
-	return u.g.passErrors(u.fd, unix.IPPROTO_UDP, u.flow.always)
+	return u.g.passErrors(u.fd, unix.IPPROTO_UDP, u.addresses.always)
 }
 
 func (u *udpFlow) expired() {
-	if end := u.seen.Add(u.idle()); end.After(u.g.now) {
+	if end := u.lastUsed.Add(u.idle()); end.After(u.g.now) {
 		u.g.timers.set(&u.timer, end)
 		return
 	}
 	u.end()
 }
 
-// end forgets a flow.
+// end removes the flow, and closes the socket that no other flow uses.
 func (u *udpFlow) end() {
-	u.g.datagram.remove(u)
+	u.g.flows.remove(u)
 	if u.shared != nil {
 		u.shared.leave(u)
 		return
 	}
-	u.g.forget(u.fd)
+	u.g.closeFD(u.fd)
 }
 
-// headroom is what a datagram's buffer has before it: the headers of IPv6 are the longest.
+// headroom is the space in a buffer before a datagram's payload, for the longest headers, those of IPv6.
 const headroom = vnetHeader + ipv6Header + udpHeader
 
-// deliver gives the guest a datagram, which stands in a buffer behind the headroom. What
-// exceeds the MTU of the guest's interface is sent in fragments.
+// deliver sends the guest a datagram whose payload is behind the headroom in buffer. A packet larger than the MTU of the guest's
+// interface is fragmented.
 func (g *Gateway) deliver(buffer []byte, f flow, payload int) {
 	ip := ipv6Header
 	if f.guest.Addr().Is4() {
@@ -250,7 +247,7 @@ func (g *Gateway) deliver(buffer []byte, f flow, payload int) {
 	}
 	length := udpHeader + payload
 	if ip == ipv4Header && ip+length > maxPacket-1 {
-		return // from a name server with IPv6
+		return // too large for IPv4: the datagram came by IPv6 from a name server that has an IPv4 alias
 	}
 	p := buffer[ipv6Header-ip : headroom+payload]
 	clear(p[:vnetHeader+ip+udpHeader])
@@ -275,147 +272,4 @@ func (g *Gateway) deliver(buffer []byte, f flow, payload int) {
 	}
 	binary.BigEndian.PutUint16(udp[6:], check)
 	g.fragment(f, unix.IPPROTO_UDP, udp[:length])
-}
-
-// bound is a socket of the host that is bound to a port for the guest.
-type bound struct {
-	g *Gateway
-	Forward
-	v6    bool
-	peers map[netip.AddrPort]*known // as the guest knows them
-	timer timer
-	pace  pace
-}
-
-// known is a peer of a bound socket.
-type known struct {
-	seen time.Time
-	message
-}
-
-// bounds are those by the guest's port.
-type bounds map[uint16][]*bound
-
-// maxPeers bounds how many peers of a socket may be answered. Anybody can pretend to be
-// many: one more has another one be forgotten, and comes through.
-const maxPeers = 1 << 16
-
-func newBound(g *Gateway, f Forward) (*bound, error) {
-	family, err := unix.GetsockoptInt(f.FD, unix.SOL_SOCKET, unix.SO_DOMAIN)
-	if err != nil {
-		return nil, err
-	}
-	b := &bound{g: g, Forward: f, v6: family == unix.AF_INET6, peers: map[netip.AddrPort]*known{}}
-	b.timer.owner = b
-	b.pace.b, b.pace.timer.owner = b, &b.pace
-	level, option := unix.IPPROTO_IP, unix.IP_PKTINFO
-	if b.v6 {
-		level, option = unix.IPPROTO_IPV6, unix.IPV6_RECVPKTINFO
-	}
-	return b, unix.SetsockoptInt(f.FD, level, option, 1)
-}
-
-// answerer is the socket by which a peer sent to the guest, of several the last one, if a
-// datagram of the guest goes there.
-func (all bounds) answerer(s *segment, now time.Time) (by *bound, to *known) {
-	for _, b := range all[s.from.Port()] {
-		if k := b.peers[s.to]; k != nil && now.Sub(k.seen) < udpIdle && (to == nil || k.seen.After(to.seen)) {
-			by, to = b, k
-		}
-	}
-	return by, to
-}
-
-// from is the socket for what the guest sends by itself from a port that leads to it.
-func (all bounds) from(s *segment, to netip.AddrPort) *bound {
-	for _, b := range all[s.from.Port()] {
-		if to == s.to && (b.v6 && !b.v6Only() || b.v6 == to.Addr().Is6()) {
-			return b
-		}
-	}
-	return nil
-}
-
-func (b *bound) v6Only() bool {
-	only, err := unix.GetsockoptInt(b.FD, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY)
-	return err == nil && only != 0
-}
-
-func (b *bound) send(s *segment, k *known) {
-	err := k.send(b.FD, s.payload)
-	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EADDRNOTAVAIL) || errors.Is(err, unix.ENETUNREACH) {
-		k.control = k.control[:0] // the address was a broadcast's, or is gone
-		err = k.send(b.FD, s.payload)
-	}
-	if err != nil {
-		b.g.refuseDatagram(s, err)
-	}
-}
-
-func (b *bound) event(uint32) {
-	in := b.g.inbox
-	for range udpBudget / inboxSize {
-		most := b.pace.most()
-		if most == 0 {
-			return
-		}
-		n, err := in.read(b.FD, most)
-		if errors.Is(err, unix.EAGAIN) {
-			return
-		}
-		for i := range n {
-			peer := in.peer(i)
-			remote := b.g.seen(peer)
-			guest := b.g.guest(remote.Addr())
-			if !peer.IsValid() || !guest.IsValid() {
-				continue
-			}
-			// The sender's address may be a forged one, and whom the guest answers.
-			if o := &b.g.config.Outbound; o.named(remote) && !o.Allowed(unix.IPPROTO_UDP, remote) {
-				b.g.count(NotAllowed)
-				continue
-			}
-			b.know(remote, in.name(i), in.control(i))
-			f, payload := flow{netip.AddrPortFrom(guest, b.Port), remote}, int(in.messages[i].Len)
-			b.g.deliver(in.buffers[i], f, payload)
-			b.pace.delivered(f, payload)
-		}
-		if n < most {
-			return
-		}
-	}
-}
-
-// know remembers a peer: its name for the socket, and the control message that has a
-// datagram sent from where it sent to.
-func (b *bound) know(remote netip.AddrPort, name, control []byte) *known {
-	k := b.peers[remote]
-	if k == nil {
-		if len(b.peers) >= maxPeers {
-			for other := range b.peers {
-				delete(b.peers, other)
-				break
-			}
-		}
-		if len(b.peers) == 0 {
-			b.g.timers.set(&b.timer, b.g.now.Add(udpIdle))
-		}
-		k = &known{}
-		b.peers[remote] = k
-	}
-	k.seen = b.g.now
-	k.name, k.control = append(k.name[:0], name...), append(k.control[:0], control...)
-	return k
-}
-
-// expired forgets peers that have been quiet.
-func (b *bound) expired() {
-	for peer, k := range b.peers {
-		if b.g.now.Sub(k.seen) >= udpIdle {
-			delete(b.peers, peer)
-		}
-	}
-	if len(b.peers) > 0 {
-		b.g.timers.set(&b.timer, b.g.now.Add(udpIdle))
-	}
 }

@@ -10,39 +10,38 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ownSockets is how many flows of one port of the guest have sockets of their own at a time. Connected sockets are the
-// faster ones: the kernel looks up the route once. Clients have few flows on a port; pollers and scans have more.
-const ownSockets = 8
+// maxOwnSockets is how many flows of one port of the guest have connected sockets. Connected sockets are faster, because the
+// kernel looks up the route once. Clients have few flows per port; pollers and scanners have many.
+const maxOwnSockets = 8
 
 const (
-	// sharedSendBuffer is what is asked for of a shared socket for datagrams that wait for the interface, in bytes.
+	// sharedSendBuffer is the requested send buffer of a shared socket, bytes.
 	sharedSendBuffer = 4 << 20
-	// answerSpace is what the kernel counts for a datagram of 1400 bytes that waits in a socket, in bytes.
+	// answerSpace is the kernel memory of a received datagram of 1400 bytes, bytes.
 	answerSpace = 2304
 )
 
-// sharedSocket is an unconnected socket of the host that flows of one port of the guest share: with one port and one
-// descriptor it serves as many destinations as its buffer has space for, should all of them answer at once. Strangers may
-// send to it; what they send is dropped, as a connected socket would (RFC 4787, section 5: address and port-dependent
-// filtering).
+// sharedSocket is an unconnected socket of the host that several flows of one port of the guest share. It serves as many
+// destinations as its receive buffer has space for, should all of them answer at once. Datagrams from other addresses are
+// dropped, as a connected socket would (RFC 4787, section 5: address and port-dependent filtering).
 type sharedSocket struct {
-	g     *Gateway
-	guest netip.AddrPort
-	fd    int
-	hops  hopLimit
-	by    map[netip.AddrPort]*udpFlow // by where the host sends to, which is from where answers come
-	most  int                         // flows
+	g      *Gateway
+	guest  netip.AddrPort
+	fd     int
+	hops   hopLimit
+	byPeer map[netip.AddrPort]*udpFlow // by the address that the host sends to, from which replies come
+	limit  int                         // number of flows that the receive buffer has space for
 }
 
-// source is what leads out from an address and port of the guest. Flows that may not share a socket do not count.
+// source is the use of sockets by an address and port of the guest. Flows that must not share a socket are not counted.
 type source struct {
 	own    int             // flows with sockets of their own
-	shared int             // sockets that flows share
-	free   []*sharedSocket // those with a place for one flow more
+	shared int             // shared sockets
+	free   []*sharedSocket // shared sockets with space for one more flow
 }
 
-// source is that of an address and port of the guest.
-func (l *flows) source(guest netip.AddrPort) *source {
+// source returns the entry of an address and port of the guest, and adds it if necessary.
+func (l *udpFlows) source(guest netip.AddrPort) *source {
 	from := l.sources[guest]
 	if from == nil {
 		from = &source{}
@@ -51,61 +50,61 @@ func (l *flows) source(guest netip.AddrPort) *source {
 	return from
 }
 
-// tidy forgets a source that nothing leads out from.
-func (l *flows) tidy(guest netip.AddrPort) {
+// tidy removes a source without sockets.
+func (l *udpFlows) tidy(guest netip.AddrPort) {
 	if from := l.sources[guest]; from.own+from.shared == 0 {
 		delete(l.sources, guest)
 	}
 }
 
-// mayShare tells whether other flows may use the same socket. Questions to name servers each have a port of their own,
-// which whoever forges an answer has to guess.
-func (u *udpFlow) mayShare() bool {
-	return u.class != naming && u.flow.remote.Port() != dnsPort
+// sharable returns whether the flow may share a socket. Queries to name servers may not: the source port is part of what a forged
+// answer has to guess.
+func (u *udpFlow) sharable() bool {
+	return u.class != naming && u.addresses.remote.Port() != dnsPort
 }
 
-// sharedFor is the socket that a flow is to share; nil if it is to have its own.
+// sharedFor returns the socket that a flow is to share; nil if the flow is to have its own.
 func (g *Gateway) sharedFor(u *udpFlow, to netip.AddrPort) (*sharedSocket, error) {
-	from := g.datagram.sources[u.flow.guest]
-	if !u.mayShare() || from == nil || from.own < ownSockets {
+	from := g.flows.sources[u.addresses.guest]
+	if !u.sharable() || from == nil || from.own < maxOwnSockets {
 		return nil, nil
 	}
-	if g.datagram.sharing.n >= mostSharing {
-		g.evict(g.datagram.sharing.first(), "UDP flows that share sockets", mostSharing)
+	if g.flows.sharing.n >= maxSharing {
+		g.evict(g.flows.sharing.first(), "UDP flows that share sockets", maxSharing)
 	}
 	if n := len(from.free); n > 0 {
 		s := from.free[n-1]
-		if s.by[to] != nil {
-			return nil, nil // two destinations that are one for the host: answers could not be told apart
+		if s.byPeer[to] != nil {
+			return nil, nil // two destinations of the guest are one for the host, so that replies could not be told apart
 		}
 		return s, nil
 	}
-	if g.datagram.sockets >= g.config.Outgoing/sharedShare {
+	if g.flows.sockets >= g.config.Outgoing/sharedShare {
 		return nil, nil
 	}
-	return g.openShared(u.flow.guest)
+	return g.openShared(u.addresses.guest)
 }
 
-// openShared opens a socket that flows of a port of the guest share. It gets its port with the first datagram.
+// openShared opens a shared socket for a port of the guest. The socket gets its port with the first datagram.
 func (g *Gateway) openShared(guest netip.AddrPort) (*sharedSocket, error) {
 	g.makeRoomForSocket()
-	fd, err := g.hostSocket(guest.Addr(), unix.SOCK_DGRAM, 0)
+	fd, err := g.openSocket(guest.Addr(), unix.SOCK_DGRAM, 0)
 	if err != nil {
 		return nil, err
 	}
-	s := &sharedSocket{g: g, guest: guest, fd: fd, by: map[netip.AddrPort]*udpFlow{}}
+	s := &sharedSocket{g: g, guest: guest, fd: fd, byPeer: map[netip.AddrPort]*udpFlow{}}
 	if err := s.prepare(); err != nil {
 		unix.Close(fd)
 		return nil, err
 	}
-	from := g.datagram.source(guest)
+	from := g.flows.source(guest)
 	from.free = append(from.free, s)
 	from.shared++
-	g.datagram.sockets++
+	g.flows.sockets++
 	return s, nil
 }
 
-// prepare sets the options of the socket, and has its events handled.
+// prepare sets the options of the socket and registers it.
 func (s *sharedSocket) prepare() error {
 	if s.guest.Addr().Is6() {
 		if err := unix.SetsockoptInt(s.fd, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 1); err != nil {
@@ -116,34 +115,34 @@ func (s *sharedSocket) prepare() error {
 		return err
 	}
 	growReceiveBuffer(s.fd)
-	_ = unix.SetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, sharedSendBuffer) // net.core.wmem_max bounds it
+	_ = unix.SetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, sharedSendBuffer) // bounded by net.core.wmem_max
 	buffer, err := unix.GetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_RCVBUF)
 	if err != nil {
 		return err
 	}
-	s.most = max(buffer/answerSpace, 1)
+	s.limit = max(buffer/answerSpace, 1)
 	return s.g.register(s.fd, unix.EPOLLIN, s)
 }
 
-// join has a flow share the socket, which is the last one of those that its source has places in.
+// join adds a flow to the socket, which must be the last of its source's free ones.
 func (s *sharedSocket) join(u *udpFlow, to netip.AddrPort) {
-	u.shared, u.fd, u.name = s, s.fd, messageTo(to.Addr().Is6(), to)
-	s.by[to] = u
-	if len(s.by) == s.most {
-		from := s.g.datagram.sources[s.guest]
+	u.shared, u.fd, u.destination = s, s.fd, messageTo(to.Addr().Is6(), to)
+	s.byPeer[to] = u
+	if len(s.byPeer) == s.limit {
+		from := s.g.flows.sources[s.guest]
 		from.free = from.free[:len(from.free)-1]
 	}
 }
 
-// leave ends a flow's use of the socket. The last one closes it.
+// leave removes a flow from the socket. The last flow closes it.
 func (s *sharedSocket) leave(u *udpFlow) {
-	l := &s.g.datagram
+	l := &s.g.flows
 	from := l.sources[s.guest]
-	if len(s.by) == s.most {
+	if len(s.byPeer) == s.limit {
 		from.free = append(from.free, s)
 	}
-	delete(s.by, s.g.config.Outbound.Translate(u.flow.remote))
-	if len(s.by) > 0 {
+	delete(s.byPeer, s.g.config.Outbound.Translate(u.addresses.remote))
+	if len(s.byPeer) > 0 {
 		return
 	}
 	i := slices.Index(from.free, s)
@@ -151,47 +150,47 @@ func (s *sharedSocket) leave(u *udpFlow) {
 	from.shared--
 	l.sockets--
 	l.tidy(s.guest)
-	s.g.forget(s.fd)
+	s.g.closeFD(s.fd)
 }
 
 func (s *sharedSocket) event(events uint32) {
 	if events&unix.EPOLLERR != 0 {
-		s.errors()
+		s.passErrors()
 	}
 	in := s.g.inbox
-	for range udpBudget / inboxSize {
-		n, err := in.read(s.fd, inboxSize)
-		if err != nil && (errors.Is(err, unix.EAGAIN) || !s.errors()) {
+	for range udpBudget / receiveBatchSize {
+		n, err := in.read(s.fd, receiveBatchSize)
+		if err != nil && (errors.Is(err, unix.EAGAIN) || !s.passErrors()) {
 			return
 		}
 		for i := range n {
-			u := s.by[in.peer(i)]
+			u := s.byPeer[in.peer(i)]
 			if u == nil {
 				s.g.count(Unsolicited)
 				continue
 			}
-			s.g.datagram.used(u, s.g.now, true)
-			s.g.deliver(in.buffers[i], u.flow, int(in.messages[i].Len))
+			s.g.flows.used(u, s.g.now, true)
+			s.g.deliver(in.buffers[i], u.addresses, int(in.messages[i].Len))
 		}
-		if n < inboxSize {
+		if n < receiveBatchSize {
 			return
 		}
 	}
 }
 
-// errors is that of a flow, for all that use the socket.
-func (s *sharedSocket) errors() bool {
+// passErrors forwards ICMP errors to all flows of the socket. It returns false if there were none.
+func (s *sharedSocket) passErrors() bool {
 	return s.g.passErrors(s.fd, unix.IPPROTO_UDP, func(to netip.AddrPort) (f flow, ok bool) {
-		u := s.by[to]
+		u := s.byPeer[to]
 		if u == nil {
-			return f, false // it has ended
+			return f, false // the flow has ended
 		}
-		s.g.datagram.used(u, s.g.now, false)
-		return u.flow, true
+		s.g.flows.used(u, s.g.now, false)
+		return u.addresses, true
 	})
 }
 
-// hasPort tells whether the host has given a socket a port.
+// hasPort returns whether the socket is bound to a port.
 func hasPort(fd int) bool {
 	name, err := unix.Getsockname(fd)
 	if err != nil {

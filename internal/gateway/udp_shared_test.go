@@ -243,15 +243,15 @@ func sharing(p *puppet, host netip.Addr) (from netip.AddrPort, peers [2]*peer) {
 		from = netip.AddrPortFrom(guest6, 5000)
 	}
 	ports := map[netip.AddrPort]bool{}
-	for range ownSockets {
+	for range maxOwnSockets {
 		c := p.peer(host)
 		p.put(datagram(from, c.at, []byte("own")))
 		p.turn(0)
 		at, _ := c.hear(p, []byte("own"))
 		ports[at] = true
 	}
-	if len(ports) != ownSockets {
-		p.Fatalf("%d flows leave from %d ports", ownSockets, len(ports))
+	if len(ports) != maxOwnSockets {
+		p.Fatalf("%d flows leave from %d ports", maxOwnSockets, len(ports))
 	}
 	for i := range peers {
 		peers[i] = p.peer(host)
@@ -348,7 +348,7 @@ func TestUDPSharedErrors(t *testing.T) {
 		p.quiet()
 		// A socket that was told of others' errors receives, too.
 		text := []byte("!")
-		at := p.g.datagram.by[flow{from, peers[0].at}]
+		at := p.g.flows.all[flow{from, peers[0].at}]
 		p.put(datagram(from, peers[0].at, text))
 		p.turn(0)
 		back, _ := peers[0].hear(p, text)
@@ -361,7 +361,7 @@ func TestUDPSharedErrors(t *testing.T) {
 			s := p.next()
 			heard = heard || s.protocol == unix.IPPROTO_UDP && s.from == peers[0].at
 		}
-		if !heard || p.g.datagram.by[flow{from, peers[0].at}] != at {
+		if !heard || p.g.flows.all[flow{from, peers[0].at}] != at {
 			t.Error("the answer of the other one is lost")
 		}
 	})
@@ -401,15 +401,15 @@ func TestUDPSharedHops(t *testing.T) {
 			if !ok {
 				t.Fatal("no datagram")
 			}
-			p.g.udp(&s)
+			p.g.udpArrives(&s)
 		}
-		if !p.g.train.sendAtOnce() {
+		if !p.g.gso.sendSegmented() {
 			t.Error("datagrams to one peer do not leave at once")
 		}
-		p.g.train.segments = p.g.train.segments[:0]
+		p.g.gso.segments = p.g.gso.segments[:0]
 		for _, c := range peers {
-			if u := p.g.datagram.by[flow{from, c.at}]; u.shared == nil || u.apart {
-				t.Errorf("%v shares a socket: %v, sends one by one: %v", c.at, u.shared != nil, u.apart)
+			if u := p.g.flows.all[flow{from, c.at}]; u.shared == nil || u.noGSO {
+				t.Errorf("%v shares a socket: %v, sends one by one: %v", c.at, u.shared != nil, u.noGSO)
 			}
 		}
 	})
@@ -420,7 +420,7 @@ func TestUDPSharedForgotten(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
 		p := newPuppet(t, Config{Outbound: Outbound{All: true}})
 		from, peers := sharing(p, host)
-		empty := descriptors(t) - ownSockets
+		empty := descriptors(t) - maxOwnSockets
 		send := func(c *peer) {
 			p.put(datagram(from, c.at, []byte("?")))
 			p.turn(0)
@@ -428,20 +428,20 @@ func TestUDPSharedForgotten(t *testing.T) {
 		}
 		expect := func(flows, files int) {
 			t.Helper()
-			if n := descriptors(t) - empty; n != files || len(p.g.datagram.by) != flows || len(p.g.timers.list) != flows {
-				t.Errorf("%d flows, %d descriptors, %d timers, want %d flows and %d descriptors", len(p.g.datagram.by), n, len(p.g.timers.list), flows, files)
+			if n := descriptors(t) - empty; n != files || len(p.g.flows.all) != flows || len(p.g.timers.list) != flows {
+				t.Errorf("%d flows, %d descriptors, %d timers, want %d flows and %d descriptors", len(p.g.flows.all), n, len(p.g.timers.list), flows, files)
 			}
 		}
 		send(peers[0])
 		send(peers[1])
-		expect(ownSockets+2, ownSockets+1)
+		expect(maxOwnSockets+2, maxOwnSockets+1)
 		p.wait(udpIdle / 2)
 		send(peers[0])
 		p.wait(udpIdle/2 + time.Second)
 		expect(1, 1)
 		p.wait(udpIdle)
 		expect(0, 0)
-		if n := len(p.g.datagram.sources) + p.g.datagram.sockets; n != 0 {
+		if n := len(p.g.flows.sources) + p.g.flows.sockets; n != 0 {
 			t.Errorf("%d sources and shared sockets at the end", n)
 		}
 		send(peers[0])
@@ -455,14 +455,14 @@ func TestUDPSharedFull(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
 		p := newPuppet(t, Config{Outbound: Outbound{All: true}})
 		from, _ := sharing(p, host)
-		empty := descriptors(t) - ownSockets
-		keep := slices.Collect(maps.Keys(p.g.datagram.by)) // in use, so that the next ones share
+		empty := descriptors(t) - maxOwnSockets
+		keep := slices.Collect(maps.Keys(p.g.flows.all)) // in use, so that the next ones share
 		send := func(port uint16) *sharedSocket {
 			t.Helper()
 			f := flow{from, netip.AddrPortFrom(host, port)}
 			p.put(datagram(f.guest, f.remote, []byte("?")))
 			p.turn(0)
-			return p.g.datagram.by[f].shared
+			return p.g.flows.all[f].shared
 		}
 		wait := func(d time.Duration) {
 			p.wait(d)
@@ -472,7 +472,7 @@ func TestUDPSharedFull(t *testing.T) {
 			p.turn(0)
 		}
 		first := send(1)
-		first.most = 3
+		first.limit = 3
 		if first == nil || send(2) != first || send(3) != first {
 			t.Fatal("three flows do not share a socket")
 		}
@@ -488,13 +488,13 @@ func TestUDPSharedFull(t *testing.T) {
 		if send(6) != first || send(7) != second {
 			t.Error("the place of the flow that has ended is not taken")
 		}
-		if n := descriptors(t) - empty - ownSockets; n != 2 {
+		if n := descriptors(t) - empty - maxOwnSockets; n != 2 {
 			t.Errorf("%d shared sockets", n)
 		}
 		p.wait(udpIdle + time.Second)
 		p.wait(udpIdle + time.Second)
-		if n := descriptors(t) - empty; n != 0 || len(p.g.datagram.sources) != 0 {
-			t.Errorf("%d sockets, %d sources at the end", n, len(p.g.datagram.sources))
+		if n := descriptors(t) - empty; n != 0 || len(p.g.flows.sources) != 0 {
+			t.Errorf("%d sockets, %d sources at the end", n, len(p.g.flows.sources))
 		}
 	})
 }
@@ -519,7 +519,7 @@ func TestUDPSharedNot(t *testing.T) {
 	for i, shared := range []bool{true, false, false, true, false} {
 		p.put(datagram(from, to[i], []byte("?")))
 		p.turn(0)
-		if u := p.g.datagram.by[flow{from, to[i]}]; u == nil || (u.shared != nil) != shared {
+		if u := p.g.flows.all[flow{from, to[i]}]; u == nil || (u.shared != nil) != shared {
 			t.Errorf("flow to %v: %+v, shares a socket: want %v", to[i], u, shared)
 		}
 	}
@@ -558,41 +558,41 @@ func TestUDPSharedBounds(t *testing.T) {
 		if !ok {
 			t.Fatal("no datagram")
 		}
-		p.g.udp(&s)
+		p.g.udpArrives(&s)
 		return to
 	}
-	l := &p.g.datagram
+	l := &p.g.flows
 	var last netip.AddrPort
 	const more = 100
-	for i := range ownSockets + mostSharing + more {
+	for i := range maxOwnSockets + maxSharing + more {
 		last = send(1000, i)
 	}
-	p.g.train.send()
-	if l.sharing.n != mostSharing || l.own.n != ownSockets || p.g.Counts()[Evicted] != more {
+	p.g.gso.send()
+	if l.sharing.n != maxSharing || l.own.n != maxOwnSockets || p.g.Counts()[Evicted] != more {
 		t.Errorf("%d flows share sockets, %d have their own; %v", l.sharing.n, l.own.n, p.g.Counts())
 	}
-	if l.by[flow{netip.AddrPortFrom(guest4, 1000), last}] == nil {
+	if l.all[flow{netip.AddrPortFrom(guest4, 1000), last}] == nil {
 		t.Error("the last one has no flow")
 	}
 	for port := range 3 * outgoing {
-		for i := range 2 * ownSockets {
+		for i := range 2 * maxOwnSockets {
 			send(2000+port, i)
 		}
 		if l.sockets > outgoing/sharedShare || l.own.n+l.sockets > outgoing {
 			t.Fatalf("%d shared sockets and %d of their own, of %d", l.sockets, l.own.n, outgoing)
 		}
 	}
-	p.g.train.send()
+	p.g.gso.send()
 	if l.sockets != outgoing/sharedShare || l.own.n != outgoing-l.sockets {
 		t.Errorf("%d shared sockets and %d of their own, of %d", l.sockets, l.own.n, outgoing)
 	}
 	// Where there are no descriptors all of them are given up, those with one flow first.
-	for n := outgoing; p.g.spare(); n-- {
+	for n := outgoing; p.g.freeDescriptor(); n-- {
 		if l.own.n+l.sockets != n-1 || l.own.n > 0 && l.sockets != outgoing/sharedShare {
 			t.Fatalf("%d shared sockets and %d of their own, want %d", l.sockets, l.own.n, n-1)
 		}
 	}
-	if n := len(l.by) + l.own.n + l.sharing.n + l.sockets + len(l.sources) + len(p.g.timers.list); n != 0 {
+	if n := len(l.all) + l.own.n + l.sharing.n + l.sockets + len(l.sources) + len(p.g.timers.list); n != 0 {
 		t.Errorf("%d are left", n)
 	}
 }

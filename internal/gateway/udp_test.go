@@ -19,6 +19,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/tun"
 	"sockeye/lab"
 	"sockeye/room"
 )
@@ -62,7 +63,7 @@ func joinLater(t testing.TB, mtu int, c Config) (j *joined, run func()) {
 		t.Fatal(err)
 	}
 	if err := j.Do(func() (err error) {
-		c.TUN, err = OpenTUN(Interface{Name: "guest0", MTU: mtu, Addresses: []netip.Addr{guest4, guest6}})
+		c.TUN, err = tun.Open(tun.Interface{Name: "guest0", MTU: mtu, Addresses: []netip.Addr{guest4, guest6}})
 		return err
 	}); err != nil {
 		t.Fatal(err)
@@ -406,7 +407,7 @@ func TestUDPForgotten(t *testing.T) {
 		}
 		p.put(datagram(netip.AddrPortFrom(from, uint16(4000+i)), remote, []byte("?")))
 	}
-	p.until("three flows", func() bool { return len(p.g.datagram.by) == 3 })
+	p.until("three flows", func() bool { return len(p.g.flows.all) == 3 })
 	c, err := net.Dial("udp", netip.AddrPortFrom(host4, port).String())
 	if err != nil {
 		t.Fatal(err)
@@ -415,16 +416,16 @@ func TestUDPForgotten(t *testing.T) {
 	if _, err := c.Write([]byte("!")); err != nil {
 		t.Fatal(err)
 	}
-	b := p.g.bounds[innerPort][0]
+	b := p.g.bound[innerPort][0]
 	p.until("a peer", func() bool { return len(b.peers) == 1 })
 	p.wait(dnsIdle + time.Second)
-	if n := len(p.g.datagram.by); n != 2 {
+	if n := len(p.g.flows.all); n != 2 {
 		t.Errorf("%d flows after a while", n)
 	}
 	p.wait(udpIdle + time.Second)
 	p.wait(udpIdle + time.Second)
-	if len(p.g.datagram.by) != 0 || len(b.peers) != 0 || len(p.g.timers.list) != 0 {
-		t.Errorf("at the end: %d flows, %d peers, %d timers", len(p.g.datagram.by), len(b.peers), len(p.g.timers.list))
+	if len(p.g.flows.all) != 0 || len(b.peers) != 0 || len(p.g.timers.list) != 0 {
+		t.Errorf("at the end: %d flows, %d peers, %d timers", len(p.g.flows.all), len(b.peers), len(p.g.timers.list))
 	}
 }
 
@@ -432,9 +433,9 @@ func TestUDPForgotten(t *testing.T) {
 func TestUDPPeersBounded(t *testing.T) {
 	f, _ := forwardUDP(t)
 	p := newPuppet(t, Config{Forwards: []Forward{f}})
-	b := p.g.bounds[innerPort][0]
+	b := p.g.bound[innerPort][0]
 	for i := range maxPeers + 1000 {
-		b.know(netip.AddrPortFrom(netip.AddrFrom4([4]byte{11, byte(i >> 16), byte(i >> 8), byte(i)}), 5), nil, nil)
+		b.remember(netip.AddrPortFrom(netip.AddrFrom4([4]byte{11, byte(i >> 16), byte(i >> 8), byte(i)}), 5), nil, nil)
 	}
 	if len(b.peers) > maxPeers {
 		t.Errorf("%d peers", len(b.peers))
@@ -477,7 +478,7 @@ func TestFragments(t *testing.T) {
 	}
 	pieces := func(list ...[]byte) (whole []byte) {
 		for _, b := range list {
-			if w, ok := p.g.whole(b); ok {
+			if w, ok := p.g.reassemble(b); ok {
 				whole = w
 			}
 		}
@@ -501,7 +502,7 @@ func TestFragments(t *testing.T) {
 	for i := range 1000 {
 		pieces(piece(uint16(1000+i), 0, 8, true))
 	}
-	if n := len(p.g.parts); n > maxParts {
+	if n := len(p.g.partial); n > maxPartial {
 		t.Errorf("%d packets wait for the rest of them", n)
 	}
 }

@@ -3,7 +3,6 @@
 package sockdiag
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -52,22 +51,10 @@ func (c *Conn) CanDestroy() error {
 
 func (c *Conn) destroy(s *Socket) error {
 	c.seq++
-	b := header(unix.NLM_F_ACK, c.seq, s.Family, ^States(0))
-	binary.NativeEndian.PutUint16(b[4:], sockDestroy)
-	b = binary.BigEndian.AppendUint16(b, s.Local.Port())
-	b = binary.BigEndian.AppendUint16(b, s.Remote.Port())
-	for _, a := range []netip.Addr{s.Local.Addr(), s.Remote.Addr()} {
-		if s.Family == unix.AF_INET6 {
-			mapped := a.As16()
-			b = append(b, mapped[:]...)
-			continue
-		}
-		b = append(b, append(a.AsSlice(), make([]byte, 12)...)...)
-	}
-	b = binary.NativeEndian.AppendUint32(b, s.Device)
-	b = binary.NativeEndian.AppendUint32(b, uint32(s.Cookie))
-	b = binary.NativeEndian.AppendUint32(b, uint32(s.Cookie>>32))
-	if err := c.send(b); err != nil {
+	r := tcpRequest(c.seq, s.Family, unix.NLM_F_ACK)
+	r.Type, r.States = sockDestroy, ^States(0)
+	r.Source, r.Destination, r.Device, r.Cookie = s.Local, s.Remote, s.Device, s.Cookie
+	if err := c.send(r.Append(nil)); err != nil {
 		return err
 	}
 	var unused Socket

@@ -162,15 +162,23 @@ func (c *Conn) dump(family uint8, q Query, visit func(*Socket)) error {
 	}
 }
 
+// tcpRequest asks for sockets of TCP with what Socket has.
+func tcpRequest(seq uint32, family uint8, flags uint16) Request {
+	return Request{
+		Type: unix.SOCK_DIAG_BY_FAMILY, Flags: flags, Sequence: seq, Family: family, Protocol: unix.IPPROTO_TCP,
+		Attributes: 1<<(attrInfo-1) | 1<<(attrCongestion-1) | 1<<(attrMemory-1),
+	}
+}
+
 // dumpRequest asks for all sockets of a family.
 func dumpRequest(seq uint32, family uint8, q Query) []byte {
-	b := header(unix.NLM_F_DUMP, seq, family, q.States)
+	r := tcpRequest(seq, family, unix.NLM_F_DUMP)
+	r.States = q.States
+	r.Source, r.Destination = netip.AddrPortFrom(netip.Addr{}, q.LocalPort), netip.AddrPortFrom(netip.Addr{}, q.RemotePort)
 	if q.Options {
-		b[extensions] |= 1<<(attrTOS-1) | 1<<(attrTrafficClass-1)
+		r.Attributes |= 1<<(attrTOS-1) | 1<<(attrTrafficClass-1)
 	}
-	b = binary.BigEndian.AppendUint16(b, q.LocalPort)
-	b = binary.BigEndian.AppendUint16(b, q.RemotePort)
-	b = b[:cap(b)]
+	b := r.Append(nil)
 	if q.Storage == 0 {
 		return b
 	}
@@ -213,32 +221,12 @@ func exact(seq uint32, local, remote netip.AddrPort, device int) []byte {
 	if local.Addr().Is6() {
 		family = unix.AF_INET6
 	}
-	b := header(0, seq, family, ^States(0))
-	b = binary.BigEndian.AppendUint16(b, local.Port())
-	b = binary.BigEndian.AppendUint16(b, remote.Port())
-	for _, a := range []netip.Addr{local.Addr(), remote.Addr()} {
-		b = append(b, append(a.AsSlice(), make([]byte, 12)...)[:16]...)
+	r := tcpRequest(seq, family, 0)
+	r.States, r.Source, r.Destination, r.Cookie = ^States(0), local, remote, AnyCookie
+	if local.Addr().IsLinkLocalUnicast() || remote.Addr().IsLinkLocalUnicast() {
+		r.Device = uint32(device)
 	}
-	if !local.Addr().IsLinkLocalUnicast() && !remote.Addr().IsLinkLocalUnicast() {
-		device = 0 // any
-	}
-	b = binary.NativeEndian.AppendUint32(b, uint32(device))
-	return binary.NativeEndian.AppendUint64(b, ^uint64(0)) // any cookie
-}
-
-// extensions is the offset of idiag_ext in a request: which attributes are wanted.
-const extensions = unix.SizeofNlMsghdr + 2
-
-// header is how a request begins: a struct nlmsghdr and a struct inet_diag_req_v2 up to the
-// ends. There is room for these.
-func header(flags uint16, seq uint32, family uint8, states States) []byte {
-	b := make([]byte, unix.SizeofNlMsghdr, unix.SizeofNlMsghdr+sizeofRequest)
-	binary.NativeEndian.PutUint32(b, uint32(cap(b)))
-	binary.NativeEndian.PutUint16(b[4:], unix.SOCK_DIAG_BY_FAMILY)
-	binary.NativeEndian.PutUint16(b[6:], unix.NLM_F_REQUEST|flags)
-	binary.NativeEndian.PutUint32(b[8:], seq)
-	b = append(b, family, unix.IPPROTO_TCP, 1<<(attrInfo-1)|1<<(attrCongestion-1)|1<<(attrMemory-1), 0)
-	return binary.NativeEndian.AppendUint32(b, uint32(states))
+	return r.Append(nil)
 }
 
 func (c *Conn) send(message []byte) error {
@@ -262,23 +250,21 @@ func (c *Conn) receive() (n, flags int, err error) {
 // messages reads what one receive gave. An answer to an earlier request, which was not
 // read to its end, is passed over.
 func (c *Conn) messages(b []byte, s *Socket, visit func(*Socket)) (done, interrupted bool, err error) {
-	for len(b) >= unix.SizeofNlMsghdr {
-		length := int(binary.NativeEndian.Uint32(b))
-		if length < unix.SizeofNlMsghdr || length > len(b) {
-			return false, interrupted, fmt.Errorf("an answer has a message of %d bytes in %d", length, len(b))
+	for len(b) >= HeaderSize {
+		m, rest, err := NextMessage(b)
+		if err != nil {
+			return false, interrupted, err
 		}
-		kind, flags, seq := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint16(b[6:]), binary.NativeEndian.Uint32(b[8:])
-		body := b[unix.SizeofNlMsghdr:length]
-		b = b[min((length+3)&^3, len(b)):]
-		if seq != c.seq {
+		b = rest
+		if m.Sequence != c.seq {
 			continue
 		}
-		interrupted = interrupted || flags&unix.NLM_F_DUMP_INTR != 0
-		switch kind {
+		interrupted = interrupted || m.Flags&unix.NLM_F_DUMP_INTR != 0
+		switch m.Type {
 		case unix.NLMSG_DONE, unix.NLMSG_ERROR:
-			return true, interrupted, failure(body)
+			return true, interrupted, failure(&m)
 		case unix.SOCK_DIAG_BY_FAMILY:
-			if err := c.parse(body, s); err != nil {
+			if err := c.parse(m.Body, s); err != nil {
 				return false, interrupted, err
 			}
 			visit(s)
@@ -288,15 +274,11 @@ func (c *Conn) messages(b []byte, s *Socket, visit func(*Socket)) (done, interru
 }
 
 // failure is the error that ends an answer; nil for none.
-func failure(body []byte) error {
-	if len(body) < 4 {
+func failure(m *Message) error {
+	switch errno := m.Errno(); errno {
+	case 0:
 		return nil
-	}
-	code := int32(binary.NativeEndian.Uint32(body))
-	switch errno := unix.Errno(-code); {
-	case code >= 0:
-		return nil
-	case errno == unix.ENOENT:
+	case unix.ENOENT:
 		return ErrUnsupported
 	default:
 		return errno

@@ -153,6 +153,9 @@ func TestStorage(t *testing.T) {
 	}
 }
 
+// extensions is the offset of idiag_ext in a request.
+const extensions = unix.SizeofNlMsghdr + 2
+
 func TestDumpRequest(t *testing.T) {
 	const usual = 1<<(attrInfo-1) | 1<<(attrCongestion-1) | 1<<(attrMemory-1)
 	b := dumpRequest(1, unix.AF_INET, Query{})
@@ -208,4 +211,27 @@ func FuzzMessages(f *testing.F) {
 			t.Fatalf("%d sockets in %d bytes (%v)", visited, len(b), err)
 		}
 	})
+}
+
+// The gateway asks and reads in its packet loop: neither allocates.
+func TestCodecAllocatesNothing(t *testing.T) {
+	request := Request{
+		Type: unix.SOCK_DIAG_BY_FAMILY, Family: unix.AF_INET6, Protocol: unix.IPPROTO_UDP, Attributes: WithReceiveMemory,
+		Source: netip.MustParseAddrPort("[fd00::1]:1"), Destination: netip.MustParseAddrPort("[fd00::2]:2"), Cookie: AnyCookie,
+	}
+	memory := make([]byte, 36)
+	memory[4*unix.SK_MEMINFO_RMEM_ALLOC], memory[4*unix.SK_MEMINFO_RCVBUF] = 3, 7
+	answer := message(unix.SOCK_DIAG_BY_FAMILY, 0, 1, about(unix.AF_INET6, 7, attr(attrMemory, memory)))
+	var buffer [RequestSize]byte
+	if n := testing.AllocsPerRun(100, func() {
+		if b := request.Append(buffer[:0]); &b[0] != &buffer[0] || len(b) != RequestSize {
+			t.Fatalf("%d bytes", len(b))
+		}
+		m, rest, err := NextMessage(answer)
+		if allocated, limit, ok := m.ReceiveMemory(); err != nil || len(rest) > 0 || !ok || allocated != 3 || limit != 7 {
+			t.Fatal(m, allocated, limit, ok, err)
+		}
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
 }

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// ListenError is the failure to open a port of the host.
+type ListenError struct {
+	At       netip.AddrPort // the zero address: all addresses
+	Protocol uint8
+	Err      error
+}
+
+func (e *ListenError) Error() string {
+	at := fmt.Sprintf("port %d", e.At.Port())
+	if e.At.Addr().IsValid() {
+		at = e.At.String()
+	}
+	return fmt.Sprintf("listen on %s %s: %v", protocolName(e.Protocol), at, e.Err)
+}
+
+func (e *ListenError) Unwrap() error { return e.Err }
+
+// Listen opens the host's sockets for published ports, one per port. If one fails, with a ListenError, none stays open.
+func Listen(specs []ForwardSpec) (list []Forward, err error) {
+	defer func() {
+		if err != nil {
+			for _, f := range list {
+				unix.Close(f.FD)
+			}
+			list = nil
+		}
+	}()
+	for _, s := range specs {
+		for n := range int(s.Last-s.First) + 1 {
+			at := netip.AddrPortFrom(s.Address, s.First+uint16(n))
+			fd, err := listen(at, s.Protocol)
+			if err != nil {
+				return list, &ListenError{at, s.Protocol, err}
+			}
+			list = append(list, Forward{FD: fd, Protocol: s.Protocol, Port: s.Guest + uint16(n)})
+		}
+	}
+	return list, nil
+}
+
+// listen opens one socket. Without an address the socket is bound to all addresses, of both families if the kernel has both.
+func listen(at netip.AddrPort, protocol uint8) (fd int, err error) {
+	s := hostSocket{family: domain(at.Addr()), protocol: protocol}
+	everywhere := !at.Addr().IsValid()
+	if everywhere {
+		at = netip.AddrPortFrom(netip.IPv6Unspecified(), at.Port())
+	}
+	fd, err = s.open()
+	if everywhere && errors.Is(err, unix.EAFNOSUPPORT) {
+		s.family, at = unix.AF_INET, netip.AddrPortFrom(netip.IPv4Unspecified(), at.Port())
+		fd, err = s.open()
+	}
+	if err != nil {
+		return -1, err
+	}
+	err = unix.Bind(fd, sockaddr(at))
+	if err == nil && protocol == unix.IPPROTO_TCP {
+		err = unix.Listen(fd, unix.SOMAXCONN)
+	}
+	if err != nil {
+		unix.Close(fd)
+		return -1, err
+	}
+	return fd, nil
+}
+
+// MemberSocket is a listener of a service, which the gateway opens in place of the member inside.
+type MemberSocket struct {
+	Protocol uint8          // unix.IPPROTO_TCP or IPPROTO_UDP
+	Address  netip.AddrPort // the service's listener; the program inside listens on its port
+	V6Only   bool
+	// First and Last are the ports of the host to choose from, often one.
+	First, Last uint16
+}
+
+// ListenAsMember opens the sockets of a member, which listen when the program inside does. Of a range of ports the one at index
+// place, the slot, is preferred. If one fails, with a ListenError, none stays open.
+func ListenAsMember(sockets []MemberSocket, place int) (list []Forward, err error) {
+	defer func() {
+		if err != nil {
+			for _, f := range list {
+				unix.Close(f.FD)
+			}
+			list = nil
+		}
+	}()
+	for _, s := range sockets {
+		f, err := s.open(place)
+		if err != nil {
+			return list, err
+		}
+		list = append(list, f)
+	}
+	return list, nil
+}
+
+func (s *MemberSocket) open(place int) (f Forward, err error) {
+	// Members that choose from a range of ports must not share one.
+	fd, err := hostSocket{domain(s.Address.Addr()), s.Protocol, s.First == s.Last, s.V6Only}.open()
+	if err != nil {
+		return f, &ListenError{netip.AddrPortFrom(s.Address.Addr(), s.First), s.Protocol, err}
+	}
+	f = Forward{FD: fd, Protocol: s.Protocol, Port: s.Address.Port()}
+	count := int(s.Last-s.First) + 1
+	for n := range count {
+		f.Later = append(f.Later, netip.AddrPortFrom(s.Address.Addr(), s.First+uint16((place+n)%count)))
+	}
+	if s.Protocol == unix.IPPROTO_UDP && !privileged(s.First) {
+		return f, nil
+	}
+	at, err := bindFirst(fd, f.Later)
+	if err != nil {
+		unix.Close(fd)
+		return f, &ListenError{at, s.Protocol, err}
+	}
+	f.Later = []netip.AddrPort{at}
+	return f, nil
+}
+
+// privileged returns whether a port needs CAP_NET_BIND_SERVICE, which the gateway does not have later.
+func privileged(port uint16) bool {
+	first := 1024
+	if text, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start"); err == nil {
+		if n, err := strconv.Atoi(strings.TrimSpace(string(text))); err == nil {
+			first = n
+		}
+	}
+	return int(port) < first
+}
+
+// bindFirst binds a socket to the first address that is free, and returns that address, or the last one with its error.
+func bindFirst(fd int, list []netip.AddrPort) (at netip.AddrPort, err error) {
+	for _, at = range list {
+		if err = unix.Bind(fd, sockaddr(at)); !errors.Is(err, unix.EADDRINUSE) {
+			break
+		}
+	}
+	return at, err
+}
+
+// hostSocket describes a socket of the host that is to be bound for the guest.
+type hostSocket struct {
+	family    int
+	protocol  uint8 // unix.IPPROTO_TCP or IPPROTO_UDP
+	reusePort bool
+	v6Only    bool // IPV6_V6ONLY
+}
+
+// open opens the socket. It does not block, and is closed by execve(2).
+func (s hostSocket) open() (fd int, err error) {
+	kind := unix.SOCK_STREAM
+	if s.protocol == unix.IPPROTO_UDP {
+		kind = unix.SOCK_DGRAM
+	}
+	if fd, err = unix.Socket(s.family, kind|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0); err != nil {
+		return -1, err
+	}
+	options := [][3]int{}
+	if s.protocol == unix.IPPROTO_TCP {
+		options = append(options, [3]int{unix.SOL_SOCKET, unix.SO_REUSEADDR, 1})
+	}
+	if s.reusePort {
+		options = append(options, [3]int{unix.SOL_SOCKET, unix.SO_REUSEPORT, 1})
+	}
+	if s.family == unix.AF_INET6 {
+		only := 0
+		if s.v6Only {
+			only = 1
+		}
+		options = append(options, [3]int{unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, only})
+	}
+	for _, o := range options {
+		if err := unix.SetsockoptInt(fd, o[0], o[1], o[2]); err != nil {
+			unix.Close(fd)
+			return -1, err
+		}
+	}
+	if s.protocol == unix.IPPROTO_UDP {
+		growReceiveBuffer(fd)
+	}
+	return fd, nil
+}

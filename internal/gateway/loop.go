@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// OwnProcess prepares a process that does little else than run a gateway. With one processor (GOMAXPROCS) the Go runtime does not
+// search work for others, which took a fifth of the CPU time.
+func OwnProcess() { runtime.GOMAXPROCS(1) }
+
+// Run processes packets until ctx ends, or the guest's interface is gone, which is no error. It closes all descriptors.
+func (g *Gateway) Run(ctx context.Context) error {
+	defer g.close()
+	woken := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(woken)
+		var one = [8]byte{1}
+		_, _ = unix.Write(g.wake, one[:]) // it is never full
+	})
+	defer func() {
+		if !stop() {
+			<-woken
+		}
+	}()
+	events := make([]unix.EpollEvent, 256)
+	var end time.Time // of lingering; zero: ctx has not ended
+	for {
+		if ctx.Err() != nil && end.IsZero() {
+			g.ending, end = true, g.clock().Add(g.config.Linger)
+			g.ignore(g.wake)
+		}
+		n, err := g.poll(events, g.timeout(end))
+		switch {
+		case errors.Is(err, errInterfaceGone):
+			return nil
+		case err != nil:
+			return err
+		case !end.IsZero() && (!g.now.Before(end) || n == 0 && !g.unfinished()):
+			return nil
+		}
+	}
+}
+
+// errInterfaceGone is returned by poll when the guest's interface is gone.
+var errInterfaceGone = errors.New("the interface of the guest is gone")
+
+// poll runs one turn of the loop: it waits up to timeout milliseconds for events (-1: for any time), handles the events, and then
+// what was deferred to the end of the turn. It returns the number of events.
+func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error) {
+	n, err = g.wait(events, timeout)
+	if err != nil && !errors.Is(err, unix.EINTR) {
+		return 0, fmt.Errorf("wait for events: %w", err)
+	}
+	n = max(n, 0)
+	for _, e := range events[:n] {
+		h := g.handlers[e.Fd]
+		if h.handler == nil || h.number != e.Pad {
+			continue // the descriptor was closed in this turn
+		}
+		if e.Fd == int32(g.config.TUN) && e.Events&(unix.EPOLLERR|unix.EPOLLHUP) != 0 && e.Events&unix.EPOLLIN == 0 {
+			return 0, errInterfaceGone
+		}
+		h.event(e.Events)
+	}
+	g.turn()
+	return n, g.failed
+}
+
+const (
+	// shortWait is how long the loop waits in raw system calls, which keep the processor of the Go runtime. Handing the processor
+	// over, as for a system call that may block, makes the runtime search for work again and again, at a higher cost than that of
+	// the packets.
+	shortWait = 48 * time.Millisecond
+	// yieldInterval is after which time other goroutines may run. The runtime signals a thread that keeps a processor for 10 ms.
+	yieldInterval = 8 * time.Millisecond
+)
+
+// wait is epoll_wait(2), and sets the time of the turn.
+func (g *Gateway) wait(events []unix.EpollEvent, timeout int) (n int, err error) {
+	for short := 0; short < int(shortWait/time.Millisecond); short += int(yieldInterval / time.Millisecond) {
+		part := int(yieldInterval / time.Millisecond)
+		if timeout >= 0 {
+			part = min(part, timeout-short)
+		}
+		ready, _, errno := unix.RawSyscall6(unix.SYS_EPOLL_PWAIT, uintptr(g.epoll), uintptr(unsafe.Pointer(unsafe.SliceData(events))),
+			uintptr(len(events)), uintptr(part), 0, 0)
+		if errno != 0 {
+			return 0, errno
+		}
+		if g.now = g.clock(); g.now.Sub(g.yielded) >= yieldInterval {
+			g.yielded = g.now
+			runtime.Gosched()
+		}
+		if ready > 0 || timeout >= 0 && short+part >= timeout {
+			return int(ready), nil
+		}
+	}
+	if timeout > 0 {
+		timeout -= int(shortWait / time.Millisecond)
+	}
+	n, err = unix.EpollWait(g.epoll, events, timeout)
+	g.now = g.clock()
+	g.yielded = g.now
+	return n, err
+}
+
+// lingerInterval is how often a lingering Run checks whether all connections are finished.
+const lingerInterval = 20 * time.Millisecond
+
+// timeout returns the timeout for epoll_wait(2), in milliseconds; -1: none.
+func (g *Gateway) timeout(end time.Time) int {
+	if len(g.outputQueue) > 0 {
+		return 0
+	}
+	next, ok := g.timers.next()
+	if !end.IsZero() {
+		soon := g.clock().Add(lingerInterval)
+		if soon.After(end) {
+			soon = end
+		}
+		if !ok || soon.Before(next) {
+			next, ok = soon, true
+		}
+	}
+	if !ok {
+		return -1
+	}
+	return int(max(next.Sub(g.clock())+time.Millisecond-1, 0) / time.Millisecond)
+}
+
+// unfinished returns whether a connection exists whose FIN the guest has not sent. A connection that is still opening has nothing to
+// deliver.
+func (g *Gateway) unfinished() bool {
+	for _, c := range g.conns {
+		if c.fd >= 0 && !c.state.finReceived() && c.state != synPending {
+			return true
+		}
+	}
+	return false
+}
+
+// turn ends a turn of the loop: acknowledgements, output of connections that exceeded their budget, timers.
+func (g *Gateway) turn() {
+	for _, c := range g.ackQueue {
+		c.queued.ack = false
+		if c.fd >= 0 {
+			c.acknowledge()
+		}
+	}
+	clear(g.ackQueue)
+	g.ackQueue = g.ackQueue[:0]
+	g.outputQueue, g.outputTurn = g.outputTurn[:0], g.outputQueue
+	for _, c := range g.outputTurn {
+		c.queued.output = false
+		if c.fd >= 0 {
+			c.output()
+		}
+	}
+	clear(g.outputTurn)
+	g.timers.run(g.now)
+}
+
+// handler handles the events of a descriptor.
+type handler interface{ event(events uint32) }
+
+// registered is the handler of a descriptor. Events carry the number of the registration: an event of a closed descriptor, whose
+// descriptor number is in use again, belongs to no handler.
+type registered struct {
+	handler
+	number int32
+}
+
+type wakeHandler struct{}
+
+func (wakeHandler) event(uint32) {}
+
+// register adds a descriptor to epoll(7). The caller chooses EPOLLET.
+func (g *Gateway) register(fd int, events uint32, h handler) error {
+	for fd >= len(g.handlers) {
+		g.handlers = append(g.handlers, registered{})
+	}
+	g.registrations++
+	g.handlers[fd] = registered{h, g.registrations}
+	if err := g.watch(unix.EPOLL_CTL_ADD, fd, events); err != nil {
+		g.handlers[fd] = registered{}
+		return fmt.Errorf("watch descriptor: %w", err)
+	}
+	return nil
+}
+
+// watch is epoll_ctl(2) for a registered descriptor.
+func (g *Gateway) watch(operation, fd int, events uint32) error {
+	return unix.EpollCtl(g.epoll, operation, fd, &unix.EpollEvent{Events: events, Fd: int32(fd), Pad: g.handlers[fd].number})
+}
+
+// ignore removes a descriptor from epoll(7).
+func (g *Gateway) ignore(fd int) {
+	g.handlers[fd] = registered{}
+	// epoll_ctl(2) fails only for a descriptor that is not registered.
+	_ = unix.EpollCtl(g.epoll, unix.EPOLL_CTL_DEL, fd, nil)
+}
+
+// closeFD closes a descriptor and removes its handler.
+func (g *Gateway) closeFD(fd int) {
+	if fd < len(g.handlers) {
+		g.handlers[fd] = registered{}
+	}
+	unix.Close(fd)
+}

@@ -1,9 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-
-package gateway
-
-import "golang.org/x/sys/unix"
-
-const auditArch = unix.AUDIT_ARCH_AARCH64
-
-var archCalls, archDeadly []uintptr

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import "golang.org/x/sys/unix"
+
+// passFIN processes the guest's FIN, once the socket has accepted all payload before it, by shutdown(2) of the socket's
+// write side.
+func (c *conn) passFIN() {
+	if !c.rcv.finPending || c.rcv.batch != nil || len(c.rcv.backlog) > 0 {
+		return
+	}
+	c.rcv.finPending = false
+	c.rcv.nxt++
+	switch c.state {
+	case established:
+		c.state = closeWait
+	case finWait1:
+		c.state = closing
+	case finWait2:
+		c.state = timeWait
+	}
+	if err := unix.Shutdown(c.fd, unix.SHUT_WR); err != nil {
+		c.sendFailed()
+		return
+	}
+	if c.state != timeWait {
+		c.scheduleAck()
+		return
+	}
+	c.sendAck()
+	c.g.count(Closed)
+	c.release()
+	c.g.timers.set(&c.timer, c.g.now.Add(timeWaitTimeout))
+}
+
+// finAcked processes the guest's acknowledgement of the gateway's FIN.
+func (c *conn) finAcked() {
+	switch c.state {
+	case finWait1:
+		c.state = finWait2
+	case closing, lastAck:
+		c.g.count(Closed)
+		c.remove()
+	}
+}
+
+// abort resets both ends, after an error of the host's socket or when the guest does not answer any more.
+func (c *conn) abort() {
+	c.g.count(Reset)
+	c.resetGuest()
+	c.resetHost()
+	c.remove()
+}
+
+// resetGuest sends the guest a RST, upon which the guest's kernel frees its socket.
+func (c *conn) resetGuest() {
+	if c.state == synPending {
+		return
+	}
+	a := c.newSegment(c.snd.nxt, flagRST|flagACK)
+	if c.state == synSent {
+		a.flags = flagRST
+	}
+	c.transmit(&a, nil)
+}
+
+// resetByGuest processes the guest's RST. Payload that arrived before it in the same turn is written first.
+func (c *conn) resetByGuest() {
+	if c.writeBatch(); c.fd < 0 {
+		return
+	}
+	c.g.count(Reset)
+	c.resetHost()
+	c.remove()
+}
+
+// resetHost makes the kernel send the host's peer a RST when the socket is closed.
+func (c *conn) resetHost() { resetOnClose(c.fd) }
+
+// release closes the host's socket and frees what belongs to it.
+func (c *conn) release() {
+	c.g.memory.forget(c)
+	c.consume() // close(2) of a socket with unread data sends a RST
+	c.g.closeFD(c.fd)
+	c.releaseBatch()
+	c.dropBacklog()
+	c.fd = -1
+	if c.outgoing {
+		c.g.outgoing--
+	}
+}
+
+// remove deletes the connection (CLOSED).
+func (c *conn) remove() {
+	c.g.timers.stop(&c.timer)
+	delete(c.g.conns, c.flow)
+	if c.fd >= 0 {
+		c.release()
+	}
+}

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"errors"
+	"net/netip"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/room"
+)
+
+const (
+	minMSS      = 88  // TCP_MIN_MSS of Linux, bytes
+	defaultMSS4 = 536 // RFC 9293, section 3.7.1
+	defaultMSS6 = 1220
+)
+
+// acceptSYN starts a connection to the destination of the guest's SYN. The guest gets an answer when the host's socket is
+// connected, or has failed.
+func (g *Gateway) acceptSYN(f flow, s *segment) {
+	if !g.config.Outbound.Allowed(unix.IPPROTO_TCP, f.remote) {
+		g.count(NotAllowed)
+		g.unreachable(s, prohibited)
+		return
+	}
+	if len(g.conns) >= g.config.Connections {
+		g.count(TooMany)
+		g.sendReset(s)
+		return
+	}
+	if g.outgoing >= g.config.Outgoing {
+		g.count(TooMany)
+		g.warn(warnRefused, "too many TCP connections: more are refused", "most", g.config.Outgoing)
+		g.sendReset(s)
+		return
+	}
+	to := g.config.Outbound.Translate(f.remote)
+	fd, err := g.openSocket(to.Addr(), unix.SOCK_STREAM, 0)
+	switch {
+	case errors.Is(err, unix.EAFNOSUPPORT):
+		g.refuseSYN(s, err)
+		return
+	case err != nil:
+		g.count(TooMany)
+		g.unreachable(s, noNetwork) // no RST, as the destination refused nothing
+		return
+	}
+	if err := unix.Connect(fd, sockaddr(to)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
+		unix.Close(fd)
+		g.refuseSYN(s, err)
+		return
+	}
+	if c := g.newConn(f, fd, synPending); c != nil {
+		c.outgoing = true
+		g.outgoing++
+		c.acceptSYN(s)
+	}
+}
+
+// refuseSYN answers a SYN with the RST or ICMP error that stands for an error of connect(2).
+func (g *Gateway) refuseSYN(s *segment, err error) {
+	g.count(Refused)
+	switch {
+	case errors.Is(err, unix.EHOSTUNREACH), errors.Is(err, unix.EHOSTDOWN):
+		g.unreachable(s, noHost)
+	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EADDRNOTAVAIL), errors.Is(err, unix.EAFNOSUPPORT):
+		g.unreachable(s, noNetwork)
+	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
+		g.unreachable(s, prohibited)
+	case errors.Is(err, unix.ETIMEDOUT):
+		// No answer, as from the network: the guest's connect(2) has a timeout of its own.
+	default:
+		g.sendReset(s)
+	}
+}
+
+// acceptSYN takes IRS and the options of the guest's SYN.
+func (c *conn) acceptSYN(s *segment) {
+	c.takeOptions(s)
+	c.rcv.irs = s.seq
+	c.rcv.nxt = s.seq + 1
+	c.rcv.edge = c.rcv.nxt
+}
+
+// takeOptions takes the options and the window of the guest's SYN or SYN-ACK.
+func (c *conn) takeOptions(s *segment) {
+	if s.options.mss != 0 {
+		c.snd.mss = max(s.options.mss, minMSS)
+	}
+	c.snd.mss = min(c.snd.mss, c.g.mss(c.flow.guest.Addr()))
+	c.snd.windShift, c.windowScaling = s.options.windShift, s.options.windowScaling
+	c.snd.wnd = uint32(s.window) // not scaled in a SYN (RFC 7323, section 2.2)
+	c.snd.wl1 = s.seq
+}
+
+// mss is the largest payload of a segment that fits the MTU of the guest's interface, bytes.
+func (g *Gateway) mss(a netip.Addr) uint16 {
+	headers := ipv4Header + tcpHeader
+	if a.Is6() {
+		headers = ipv6Header + tcpHeader
+	}
+	return uint16(g.config.MTU - headers)
+}
+
+// chooseMSS chooses the MSS that the guest is sent. The guest's kernel waits for a window of a whole segment, and the free
+// space of the host's socket grows by segments of the host's path, at first to a third of the send buffer: the guest would
+// wait in vain for space for a larger segment. A multiple of the host's MSS leaves no small segment behind each write.
+func (c *conn) chooseMSS() {
+	c.rcv.mss = c.g.mss(c.flow.guest.Addr())
+	if s, err := room.Take(c.fd); err == nil && s.MSS > 0 {
+		mss := min(int(c.rcv.mss), max(s.SendBuffer/8, s.MSS))
+		if mss > s.MSS {
+			mss -= mss % s.MSS
+		}
+		c.rcv.mss = uint16(mss)
+	}
+}
+
+// connected answers the guest's SYN when the host's socket is connected or has failed.
+func (c *conn) connected() {
+	if code, err := unix.GetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_ERROR); err != nil || code != 0 {
+		s := segment{from: c.flow.guest, to: c.flow.remote, flags: flagSYN, seq: c.rcv.irs, protocol: unix.IPPROTO_TCP}
+		var short [ipv6Header + 8]byte
+		s.network = syntheticSYN(short[:], &s)
+		c.remove()
+		c.g.refuseSYN(&s, syscall.Errno(code))
+		return
+	}
+	if _, err := unix.Getpeername(c.fd); err != nil {
+		return // still connecting
+	}
+	c.state = synReceived
+	c.snd.nxt = c.snd.iss + 1
+	c.sendSYN()
+}
+
+// sendSYN sends the SYN-ACK of a connection that the guest opens, or the SYN of a connection that the host accepted.
+func (c *conn) sendSYN() {
+	c.chooseMSS()
+	c.advanceWindow()
+	a := outSegment{
+		from: c.flow.remote, to: c.flow.guest, seq: c.snd.iss, flags: flagSYN, mss: c.rcv.mss, windShift: c.g.windShift, windowScaling: c.windowScaling,
+		window: uint16(min(c.rcv.wnd(), 65535)), // not scaled
+	}
+	if c.state == synReceived {
+		a.flags |= flagACK
+		a.ack = c.rcv.nxt
+	}
+	c.rcv.edge = c.rcv.nxt + uint32(a.window)
+	c.transmit(&a, nil)
+	c.startRetransmitTimer()
+}
+
+// establish processes the guest's acknowledgement of the SYN.
+func (c *conn) establish(s *segment) {
+	c.state = established
+	c.snd.una, c.rtx.recover = s.ack, s.ack
+	c.rtx.backoff, c.rtx.unanswered = 0, 0
+	c.alive.lastHeard = c.g.now
+	c.startIdleTimer()
+}
+
+// synSentArrives processes a segment in SYN-SENT (RFC 9293, section 3.10.7.3).
+func (c *conn) synSentArrives(s *segment) {
+	if s.flags&flagACK != 0 && s.ack != c.snd.nxt {
+		if s.flags&flagRST == 0 {
+			c.g.sendReset(s)
+		}
+		return
+	}
+	switch {
+	case s.flags&(flagRST|flagACK) == flagRST|flagACK:
+		c.g.count(Refused)
+		c.resetHost()
+		c.remove()
+	case s.flags&(flagSYN|flagACK|flagRST) == flagSYN|flagACK:
+		advertised := c.rcv.wnd()
+		c.takeOptions(s)
+		c.rcv.irs = s.seq
+		c.rcv.nxt = s.seq + 1
+		c.rcv.edge = c.rcv.nxt + advertised
+		c.establish(s)
+		c.acknowledge()
+		c.output()
+	}
+}

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"errors"
+	"net/netip"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// listener accepts connections of the host for a port of the guest.
+type listener struct {
+	g *Gateway
+	Forward
+	timer timer
+}
+
+const (
+	// acceptBudget is how many connections are accepted in a turn.
+	acceptBudget = 64
+	// acceptPause is how long connections wait in the accept queue after the host had no descriptor or no memory for one.
+	acceptPause = 100 * time.Millisecond
+)
+
+func (l *listener) event(uint32) {
+	for range acceptBudget {
+		fd, peer, err := unix.Accept4(l.FD, unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC)
+		switch {
+		case err == nil:
+			l.accepted(fd, peer)
+		case errors.Is(err, unix.EAGAIN):
+			return
+		case errors.Is(err, unix.EMFILE), errors.Is(err, unix.ENFILE), errors.Is(err, unix.ENOBUFS), errors.Is(err, unix.ENOMEM),
+			errors.Is(err, unix.EINVAL):
+			if noDescriptor(err) && l.g.freeDescriptor() {
+				continue
+			}
+			l.g.count(TooMany)
+			l.watch(0)
+			l.timer.owner = l
+			l.g.timers.set(&l.timer, l.g.now.Add(acceptPause))
+			return
+		}
+		// All other errors are of the accepted connection, which is gone (accept(2)).
+	}
+}
+
+// expired ends the pause.
+func (l *listener) expired() { l.watch(unix.EPOLLIN) }
+
+func (l *listener) watch(events uint32) {
+	// epoll_ctl(2) fails only for a descriptor that is not registered.
+	_ = l.g.watch(unix.EPOLL_CTL_MOD, l.FD, events)
+}
+
+// aliasPorts is how many source ports are tried for a connection of the host itself, whose addresses are one alias inside.
+const aliasPorts = 64
+
+// accepted opens a connection to the guest for an accepted connection of the host.
+func (l *listener) accepted(fd int, peer unix.Sockaddr) {
+	from, ok := addrPort(peer)
+	remote := l.g.remoteAddr(from)
+	guest := l.g.guestAddr(remote.Addr())
+	f := flow{netip.AddrPortFrom(guest, l.Port), remote}
+	if remote != from {
+		// Several addresses of the host are one alias, so that two connections may have the same ends.
+		for i := 1; i < aliasPorts && l.g.conns[f] != nil; i++ {
+			f.remote = withPort(remote, max(remote.Port()+uint16(i), 1))
+		}
+	}
+	if c := l.g.conns[f]; c != nil && c.state == timeWait {
+		c.remove()
+	}
+	if !ok || !guest.IsValid() || len(l.g.conns) >= l.g.config.Connections || l.g.conns[f] != nil {
+		l.g.count(TooMany)
+		resetOnClose(fd)
+		unix.Close(fd)
+		return
+	}
+	c := l.g.newConn(f, fd, synSent)
+	if c == nil {
+		return
+	}
+	c.snd.nxt = c.snd.iss + 1
+	c.windowScaling = true // offered; the SYN-ACK decides
+	c.sendSYN()
+}

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"slices"
+	"testing"
+	"time"
+
+	"sockeye/room"
+)
+
+// queued is the memory of what the host's sockets have to send.
+func (p *puppet) queued() (total int) {
+	p.Helper()
+	for _, c := range p.g.conns {
+		if c.fd < 0 {
+			continue
+		}
+		s, err := room.Take(c.fd)
+		if err != nil {
+			p.Fatal(err)
+		}
+		total += s.Queued
+	}
+	return total
+}
+
+// hearAll gives what there is to the connections that it is of.
+func hearAll(p *puppet, links []*link) {
+	p.Helper()
+	for s, ok := p.receive(); ok; s, ok = p.receive() {
+		i := slices.IndexFunc(links, func(l *link) bool { return l.local == s.to })
+		if i < 0 {
+			p.Fatalf("a segment to %v", s.to)
+		}
+		links[i].note(s)
+	}
+}
+
+// Uploads whose peers do not read hold no more of the host's memory for TCP than the guest may, and go on when
+// their peers read.
+func TestMemoryBound(t *testing.T) {
+	c := everywhere
+	c.Memory = 8 << 20
+	p := newPuppet(t, c)
+	const uploads = 24
+	var links []*link
+	for range uploads {
+		links = append(links, p.dial(slow(t, host4)))
+	}
+	data := text(64 << 20)
+	sent := make([]int, uploads)
+	for more := true; more; {
+		more = false
+		for i, l := range links {
+			hearAll(p, links)
+			n := l.fill(data[sent[i]:min(sent[i]+1<<18, len(data))], 60_000)
+			sent[i] += n
+			more = more || n > 0
+		}
+		p.wait(memoryInterval)
+	}
+	total := 0
+	for i, n := range sent {
+		if n < minHeld/2 {
+			t.Errorf("upload %d got %d bytes through", i, n)
+		}
+		total += n
+	}
+	if held, most := p.queued(), c.Memory+uploads*2*minPromised; held > most {
+		t.Errorf("the sockets hold %d bytes, want at most %d", held, most)
+	}
+	if alone := p.g.memory; alone.held > c.Memory+uploads*2*minPromised || len(alone.waiting) == 0 {
+		t.Errorf("%d bytes are noted, %d connections wait", alone.held, len(alone.waiting))
+	}
+	t.Logf("%d bytes through, %d held", total, p.queued())
+	// One after the other reads, and all go on.
+	for i, l := range links {
+		l.read(sent[i])
+	}
+	for range 20 {
+		p.wait(memoryInterval)
+		time.Sleep(time.Millisecond)
+		hearAll(p, links)
+	}
+	for i, l := range links {
+		if l.edge-l.seq < minHeld/2 {
+			t.Errorf("upload %d may go on for %d bytes", i, l.edge-l.seq)
+		}
+		l.say(flagRST, nil)
+	}
+	p.turn(10)
+	hearAll(p, links)
+	p.ended()
+	if m := p.g.memory; m.held != 0 || m.promised != 0 || len(m.waiting) != 0 {
+		t.Errorf("without connections, %d bytes are held, %d promised, %d wait", m.held, m.promised, len(m.waiting))
+	}
+}
+
+// The gateway's end resets connections inside: the sockets of a program that has ended would keep their memory.
+func TestEndResetsGuest(t *testing.T) {
+	p := newPuppet(t, everywhere)
+	l := p.dial(slow(t, host4))
+	l.fill(text(8<<20), 60_000)
+	p.quiet()
+	p.g.endConnections()
+	s, ok := p.receive()
+	for ok && s.flags&flagRST == 0 {
+		s, ok = p.receive()
+	}
+	if !ok || s.seq != l.ack {
+		t.Errorf("the guest gets %v, want an RST at %d", s, l.ack)
+	}
+}

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"container/heap"
+	"time"
+)
+
+// timer calls its owner at a time. The zero value is not set.
+type timer struct {
+	due   time.Time
+	wake  time.Time              // key in the heap; not after due
+	index int                    // in the heap, from 1 on; 0: not set
+	owner interface{ expired() } // may set the timer again
+}
+
+// timerQueue has the timers that are set, in the order of their times.
+type timerQueue struct{ list timerHeap }
+
+// next returns the time at which run must be called; false if no timer is set.
+func (t *timerQueue) next() (time.Time, bool) {
+	if len(t.list) == 0 {
+		return time.Time{}, false
+	}
+	return t.list[0].wake, true
+}
+
+// run calls the owners of timers that are due.
+func (t *timerQueue) run(now time.Time) {
+	for len(t.list) > 0 && !t.list[0].wake.After(now) {
+		x := t.list[0]
+		if x.due.After(now) {
+			x.wake = x.due
+			heap.Fix(&t.list, 0)
+			continue
+		}
+		heap.Pop(&t.list)
+		x.owner.expired()
+	}
+}
+
+// set sets a timer, or moves it. A timer that is moved to a later time, as by each acknowledgement, stays where it is in the heap
+// and is moved when its turn comes: the usual case costs an assignment.
+func (t *timerQueue) set(x *timer, due time.Time) {
+	x.due = due
+	switch {
+	case x.index == 0:
+		x.wake = due
+		heap.Push(&t.list, x)
+	case due.Before(x.wake):
+		x.wake = due
+		heap.Fix(&t.list, x.index-1)
+	}
+}
+
+func (t *timerQueue) stop(x *timer) {
+	if x.index > 0 {
+		heap.Remove(&t.list, x.index-1)
+	}
+}
+
+type timerHeap []*timer
+
+func (h timerHeap) Len() int           { return len(h) }
+func (h timerHeap) Less(i, j int) bool { return h[i].wake.Before(h[j].wake) }
+func (h timerHeap) Swap(i, j int) {
+	h[i], h[j] = h[j], h[i]
+	h[i].index, h[j].index = i+1, j+1
+}
+
+// Push adds a timer, for container/heap.
+func (h *timerHeap) Push(x any) {
+	t := x.(*timer)
+	*h = append(*h, t)
+	t.index = len(*h)
+}
+
+// Pop takes the last timer off, for container/heap.
+func (h *timerHeap) Pop() any {
+	last := len(*h) - 1
+	t := (*h)[last]
+	(*h)[last] = nil
+	*h = (*h)[:last]
+	t.index = 0
+	return t
+}

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"errors"
+	"net/netip"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// boundSocket is a socket of the host that is bound to a port for the guest.
+type boundSocket struct {
+	g *Gateway
+	Forward
+	v6    bool
+	peers map[netip.AddrPort]*boundPeer // by the address that the guest sees
+	timer timer
+	pacer pacer
+}
+
+// boundPeer is a peer that sent to a bound socket, and may be answered.
+type boundPeer struct {
+	lastSeen time.Time
+	destination
+}
+
+// boundSockets are the bound sockets by the guest's port.
+type boundSockets map[uint16][]*boundSocket
+
+// maxPeers bounds the peers of a socket. Since source addresses can be forged, a peer beyond the bound replaces another one.
+const maxPeers = 1 << 16
+
+func newBound(g *Gateway, f Forward) (*boundSocket, error) {
+	family, err := unix.GetsockoptInt(f.FD, unix.SOL_SOCKET, unix.SO_DOMAIN)
+	if err != nil {
+		return nil, err
+	}
+	b := &boundSocket{g: g, Forward: f, v6: family == unix.AF_INET6, peers: map[netip.AddrPort]*boundPeer{}}
+	b.timer.owner = b
+	b.pacer.b, b.pacer.timer.owner = b, &b.pacer
+	level, option := unix.IPPROTO_IP, unix.IP_PKTINFO
+	if b.v6 {
+		level, option = unix.IPPROTO_IPV6, unix.IPV6_RECVPKTINFO
+	}
+	return b, unix.SetsockoptInt(f.FD, level, option, 1)
+}
+
+// forReply returns the socket that the destination of the guest's datagram sent to last; nil if the destination is no peer.
+func (all boundSockets) forReply(s *segment, now time.Time) (by *boundSocket, to *boundPeer) {
+	for _, b := range all[s.from.Port()] {
+		if k := b.peers[s.to]; k != nil && now.Sub(k.lastSeen) < udpIdle && (to == nil || k.lastSeen.After(to.lastSeen)) {
+			by, to = b, k
+		}
+	}
+	return by, to
+}
+
+// forSource returns the socket bound for the source port of a datagram that is no reply; nil: the datagram opens a flow.
+func (all boundSockets) forSource(s *segment, to netip.AddrPort) *boundSocket {
+	for _, b := range all[s.from.Port()] {
+		if to == s.to && (b.v6 && !b.v6Only() || b.v6 == to.Addr().Is6()) {
+			return b
+		}
+	}
+	return nil
+}
+
+func (b *boundSocket) v6Only() bool {
+	only, err := unix.GetsockoptInt(b.FD, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY)
+	return err == nil && only != 0
+}
+
+func (b *boundSocket) send(s *segment, k *boundPeer) {
+	err := k.send(b.FD, s.payload)
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EADDRNOTAVAIL) || errors.Is(err, unix.ENETUNREACH) {
+		k.control = k.control[:0] // the local address was a broadcast address, or was removed
+		err = k.send(b.FD, s.payload)
+	}
+	if err != nil {
+		b.g.refuseDatagram(s, err)
+	}
+}
+
+func (b *boundSocket) event(uint32) {
+	in := b.g.inbox
+	for range udpBudget / receiveBatchSize {
+		most := b.pacer.allowed()
+		if most == 0 {
+			return
+		}
+		n, err := in.read(b.FD, most)
+		if errors.Is(err, unix.EAGAIN) {
+			return
+		}
+		for i := range n {
+			peer := in.peer(i)
+			remote := b.g.remoteAddr(peer)
+			guest := b.g.guestAddr(remote.Addr())
+			if !peer.IsValid() || !guest.IsValid() {
+				continue
+			}
+			// The source address may be forged, and the guest would answer to it.
+			if o := &b.g.config.Outbound; o.named(remote) && !o.Allowed(unix.IPPROTO_UDP, remote) {
+				b.g.count(NotAllowed)
+				continue
+			}
+			b.remember(remote, in.name(i), in.control(i))
+			f, payload := flow{netip.AddrPortFrom(guest, b.Port), remote}, int(in.messages[i].Len)
+			b.g.deliver(in.buffers[i], f, payload)
+			b.pacer.delivered(f, payload)
+		}
+		if n < most {
+			return
+		}
+	}
+}
+
+// remember adds or refreshes a peer, with the address and the control message for a reply from the local address that the peer
+// sent to.
+func (b *boundSocket) remember(remote netip.AddrPort, name, control []byte) *boundPeer {
+	k := b.peers[remote]
+	if k == nil {
+		if len(b.peers) >= maxPeers {
+			for other := range b.peers {
+				delete(b.peers, other)
+				break
+			}
+		}
+		if len(b.peers) == 0 {
+			b.g.timers.set(&b.timer, b.g.now.Add(udpIdle))
+		}
+		k = &boundPeer{}
+		b.peers[remote] = k
+	}
+	k.lastSeen = b.g.now
+	k.name, k.control = append(k.name[:0], name...), append(k.control[:0], control...)
+	return k
+}
+
+// expired removes idle peers.
+func (b *boundSocket) expired() {
+	for peer, k := range b.peers {
+		if b.g.now.Sub(k.lastSeen) >= udpIdle {
+			delete(b.peers, peer)
+		}
+	}
+	if len(b.peers) > 0 {
+		b.g.timers.set(&b.timer, b.g.now.Add(udpIdle))
+	}
+}

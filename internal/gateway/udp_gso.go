@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"encoding/binary"
+	"errors"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// gsoBatch collects consecutive datagrams of a flow in a turn. One system call sends them, and the host's kernel splits them
+// (generic segmentation offload, UDP_SEGMENT, from Linux 4.18). All have one size, except that the last may be smaller.
+type gsoBatch struct {
+	flow     *udpFlow
+	segments []segment // their packets are valid until the end of the turn
+	vectors  [gsoMaxDatagrams]unix.Iovec
+}
+
+const (
+	gsoMaxDatagrams = 64    // UDP_MAX_SEGMENTS before Linux 6.9
+	gsoMaxBytes     = 65000 // bytes of payload
+)
+
+// add adds a datagram. If the datagram cannot be sent together with the batch, the batch is sent first.
+func (t *gsoBatch) add(u *udpFlow, s *segment) {
+	if n := len(t.segments); n > 0 {
+		first, last := &t.segments[0], &t.segments[n-1]
+		size := len(first.payload)
+		if t.flow != u || u.noGSO || n == gsoMaxDatagrams || (n+1)*size > gsoMaxBytes || len(last.payload) != size ||
+			len(s.payload) > size || len(s.payload) == 0 || s.hops() != first.hops() {
+			t.send()
+		}
+	}
+	t.flow = u
+	t.segments = append(t.segments, *s)
+}
+
+// send sends the batch, and empties it.
+func (t *gsoBatch) send() {
+	switch {
+	case len(t.segments) == 0:
+		return
+	case len(t.segments) == 1 || !t.sendSegmented():
+		for i := range t.segments {
+			t.flow.send(&t.segments[i])
+		}
+	}
+	clear(t.segments)
+	t.flow, t.segments = nil, t.segments[:0]
+}
+
+// sendSegmented sends the batch by one system call. It returns false if nothing was sent.
+func (t *gsoBatch) sendSegmented() bool {
+	for i := range t.segments {
+		p := t.segments[i].payload
+		t.vectors[i].Base = unsafe.SliceData(p)
+		t.vectors[i].SetLen(len(p))
+	}
+	var size struct {
+		unix.Cmsghdr
+		bytes [8]byte // a multiple of a header's alignment
+	}
+	size.Level, size.Type = unix.IPPROTO_UDP, unix.UDP_SEGMENT
+	size.SetLen(unix.CmsgLen(2))
+	binary.NativeEndian.PutUint16(size.bytes[:], uint16(len(t.segments[0].payload)))
+	h := unix.Msghdr{Iov: &t.vectors[0], Control: (*byte)(unsafe.Pointer(&size))}
+	h.SetIovlen(len(t.segments))
+	h.SetControllen(int(unsafe.Sizeof(size)))
+	if len(t.flow.destination) > 0 {
+		h.Name, h.Namelen = &t.flow.destination[0], uint32(len(t.flow.destination))
+	}
+	t.flow.hopLimit().set(t.flow.fd, &t.segments[0])
+	var err error
+	for range sendTries {
+		if _, err = sendMessage(t.flow.fd, &h); err == nil || !t.flow.passErrors() {
+			break
+		}
+	}
+	// The datagrams exceed the path's MTU, or the kernel or the interface does not support segmentation.
+	t.flow.noGSO = errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EMSGSIZE) || errors.Is(err, unix.EIO)
+	return err == nil
+}
+
+// sendTries bounds the retries of a send that returned the error of an earlier datagram. Each retry needs another error of the
+// network within microseconds.
+const sendTries = 8
+
+// send sends one datagram.
+func (u *udpFlow) send(s *segment) {
+	u.hopLimit().set(u.fd, s)
+	for range sendTries {
+		err := sendNamed(u.fd, s.payload, u.destination)
+		if err == nil {
+			return
+		}
+		if u.passErrors() {
+			continue // the error was of an earlier datagram, of this or another flow
+		}
+		if u.shared != nil && errors.Is(err, unix.EAGAIN) && !hasPort(u.fd) {
+			u.g.count(TooMany) // the host has no port
+		}
+		u.g.refuseDatagram(s, err)
+		return
+	}
+}
+
+// hopLimit returns the hop limit of the flow's socket.
+func (u *udpFlow) hopLimit() *hopLimit {
+	if u.shared != nil {
+		return &u.shared.hops
+	}
+	return &u.hops
+}

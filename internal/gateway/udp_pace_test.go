@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// reader is the socket of a program behind a member's gateway. What goes inside by the gateway is in the puppet's hands,
+// not in this socket, which the test fills and empties itself.
+type reader struct {
+	*behind
+	c      *net.UDPConn
+	peer   net.Conn // of the host
+	filler net.Conn // inside
+}
+
+func newReader(t *testing.T, port uint16) *reader {
+	t.Helper()
+	r := &reader{behind: standFor(t, member(unix.IPPROTO_UDP, port, port))}
+	r.open(port)
+	r.until("the gateway to listen", func() bool { return r.g.guestSockets.listening })
+	return r
+}
+
+// open opens the program's socket, and those of its peers.
+func (r *reader) open(port uint16) {
+	t := r.TB
+	t.Helper()
+	r.c = r.program(unix.IPPROTO_UDP).(*net.UDPConn)
+	dial := func(port uint16) net.Conn {
+		c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), port)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		return c
+	}
+	r.peer = dial(port)
+	if err := r.inside.Do(func() error { r.filler = dial(serviceUDP); return nil }); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// fill sends more to the program than its socket takes.
+func (r *reader) fill() {
+	r.Helper()
+	for range 400 {
+		r.write(r.filler, 1400)
+	}
+}
+
+// empty reads all of it.
+func (r *reader) empty() {
+	r.Helper()
+	b := make([]byte, 2048)
+	for {
+		if err := r.c.SetReadDeadline(time.Now().Add(time.Millisecond)); err != nil {
+			r.Fatal(err)
+		}
+		if _, err := r.c.Read(b); err != nil {
+			return
+		}
+	}
+}
+
+func (r *reader) write(c net.Conn, n int) {
+	r.Helper()
+	if _, err := c.Write(make([]byte, n)); err != nil {
+		r.Fatal(err)
+	}
+}
+
+// given counts datagrams that the gateway gave the guest.
+func (r *reader) given() (n int) {
+	r.Helper()
+	for _, ok := r.receive(); ok; _, ok = r.receive() {
+		n++
+	}
+	return n
+}
+
+// gets waits until so many datagrams went inside since the last call, and no more.
+func (r *reader) gets(what string, n int) {
+	r.Helper()
+	got := 0
+	r.until(fmt.Sprintf("%d datagrams %s", n, what), func() bool { got += r.given(); return got >= n })
+	r.turn(1)
+	if got += r.given(); got != n {
+		r.Errorf("%d datagrams %s, want %d", got, what, n)
+	}
+}
+
+// keeps lets the gateway work for a while, in which no more than so many datagrams may go inside.
+func (r *reader) keeps(where string, most int) {
+	r.Helper()
+	for range 20 {
+		r.turn(1)
+	}
+	if n := r.given(); n > most {
+		r.Errorf("%d datagrams go to %s, want %d or less", n, where, most)
+	}
+}
+
+// TestPace: what the program's socket has no room for waits in the host's, in order, and comes when there is.
+func TestPace(t *testing.T) {
+	newReader(t, 25739).paced()
+}
+
+// TestPaceForward: no less where the host's socket was open before the program's.
+func TestPaceForward(t *testing.T) {
+	f, port := forwardUDP(t)
+	f.Port = serviceUDP
+	r := &reader{behind: standBehind(t, false, f)}
+	r.open(port)
+	r.paced()
+}
+
+func (r *reader) paced() {
+	r.Helper()
+	r.write(r.peer, 1400)
+	r.gets("into an empty socket", 1)
+	r.fill()
+	for range 100 {
+		r.write(r.peer, 1400)
+	}
+	r.keeps("a socket that is full", 0)
+	r.empty()
+	r.until("the rest", func() bool { return r.g.bound[serviceUDP][0].pacer.fullSince.IsZero() })
+	r.write(r.peer, 1)
+	r.until("all datagrams", func() bool {
+		for s, ok := r.receive(); ok; s, ok = r.receive() {
+			if len(s.payload) == 1 {
+				return true
+			}
+		}
+		return false
+	})
+}
+
+// TestPaceSmallBuffer: a buffer that is smaller than a datagram takes one at a time.
+func TestPaceSmallBuffer(t *testing.T) {
+	r := newReader(t, 25740)
+	if err := r.c.SetReadBuffer(1); err != nil {
+		t.Fatal(err)
+	}
+	for range 40 {
+		r.write(r.peer, 1400)
+	}
+	r.gets("into a small, empty socket", 40)
+}
+
+// TestPaceShrunkBuffer: a socket may hold more than its buffer is, if the program makes that smaller.
+func TestPaceShrunkBuffer(t *testing.T) {
+	r := newReader(t, 25743)
+	r.write(r.peer, 1400)
+	r.gets("into an empty socket", 1)
+	r.fill()
+	if err := r.c.SetReadBuffer(1); err != nil {
+		t.Fatal(err)
+	}
+	r.write(r.peer, 1400)
+	r.keeps("a socket that is more than full", 0)
+	r.empty()
+	r.gets("into a small, empty socket", 1)
+}
+
+// TestPaceStuck: a program that does not read for long holds nothing up; its kernel drops what it has no room for. Once it
+// reads, it is waited for again.
+func TestPaceStuck(t *testing.T) {
+	r := newReader(t, 25741)
+	r.write(r.peer, 1400)
+	r.gets("into an empty socket", 1)
+	r.fill()
+	send := func() {
+		for range 40 {
+			r.write(r.peer, 1400)
+		}
+	}
+	send()
+	r.keeps("a socket that is full", 0)
+	r.wait(readPatience)
+	r.gets("into a socket that nobody reads", 40)
+	send()
+	r.gets("into a socket that nobody reads, without waiting again", 40)
+	r.empty()
+	send()
+	r.gets("into a socket that is read again", 40)
+	r.fill()
+	send()
+	r.keeps("a socket that was read, and is full again", 39) // it had room when it was looked at last
+}
+
+// TestPaceEnds: a program whose socket is closed while it is full ends the waiting, and the member.
+func TestPaceEnds(t *testing.T) {
+	r := newReader(t, 25742)
+	r.write(r.peer, 1400)
+	r.gets("into an empty socket", 1)
+	r.fill()
+	for range 100 {
+		r.write(r.peer, 1400)
+	}
+	r.keeps("a socket that is full", 0)
+	r.c.Close()
+	r.until("the gateway to close", func() bool { return r.g.guestSockets.ended })
+	r.wait(2 * readPatience)
+	r.keeps("a program that is gone", 0)
+}

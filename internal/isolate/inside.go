@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package isolate
+
+import (
+	"encoding/gob"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"strconv"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/sandbox"
+	"sockeye/internal/sockdiag"
+	"sockeye/internal/tun"
+	"sockeye/room"
+)
+
+// Setup is what the process inside is told.
+type Setup struct {
+	Interface tun.Interface
+	// ResolvConf is the content of /etc/resolv.conf inside; "": the host's file.
+	ResolvConf string
+	// Program is the path of the program; "": the process inside exits after the preparation.
+	Program   string
+	Args, Env []string // of any bytes
+	// Watched has the gateway watch the ports on which the guest listens.
+	Watched bool
+	// AllowUserns allows the program to create user namespaces.
+	AllowUserns bool
+	// Expose are sockets of the host, or directories of sockets, that the program may reach.
+	Expose []string
+	// Read and Write are files and directories that the program may read, and read and write. If any is named, the program can
+	// open no others but those that every program needs.
+	Read, Write []string
+}
+
+// setupReply is the answer of the process inside, sent with the descriptors.
+type setupReply struct {
+	Error    string        `json:"error,omitempty"`
+	Errno    syscall.Errno `json:"errno,omitempty"`
+	Step     Step          `json:"step,omitempty"`
+	Warnings []string      `json:"warnings,omitempty"`
+	Missing  []string      `json:"missing,omitempty"`
+	Kernel   room.Kernel   `json:"kernel"`
+}
+
+// InsideFD is the descriptor of the socket to the gateway in the process inside.
+const InsideFD = 3
+
+// maxSetup bounds an encoded Setup, in bytes: environments may be large.
+const maxSetup = 8 << 20
+
+// InsideCommand is the hidden command of sockeye that calls Inside.
+const InsideCommand = "isolate-inside"
+
+// Inside prepares the guest from within its namespaces, and stays as their first process, which starts the program and exits with
+// it. It returns if there is no program, or if the program cannot be started. Errors of the preparation are sent to the gateway
+// instead.
+func Inside() error {
+	runtime.LockOSThread()
+	holdSignals()
+	socket := os.NewFile(InsideFD, "gateway")
+	unix.CloseOnExec(InsideFD)
+	var s Setup
+	if err := gob.NewDecoder(&limited{socket, maxSetup}).Decode(&s); err != nil {
+		return fmt.Errorf("read what to prepare: %w", err)
+	}
+	reply, fds := s.reply()
+	text, err := json.Marshal(reply)
+	if err != nil {
+		return err
+	}
+	if err := unix.Sendmsg(InsideFD, text, unix.UnixRights(fds...), nil, 0); err != nil {
+		return fmt.Errorf("answer the gateway: %w", err)
+	}
+	for _, fd := range fds {
+		unix.Close(fd)
+	}
+	if reply.Error != "" || s.Program == "" {
+		return nil
+	}
+	// The gateway sends a byte when it is at work. If it has exited instead, the program does not start.
+	var ready [1]byte
+	if n, _ := socket.Read(ready[:]); n != 1 {
+		return errors.New("the gateway has ended")
+	}
+	return s.runInit(socket)
+}
+
+// reply prepares the guest and confines this process, and returns what the gateway is told.
+func (s *Setup) reply() (reply setupReply, fds []int) {
+	err := s.prepareAll(&reply, &fds)
+	if err == nil {
+		return reply, fds
+	}
+	for _, fd := range fds {
+		unix.Close(fd)
+	}
+	reply.Error = err.Error()
+	_ = errors.As(err, &reply.Errno)
+	if step := new(StepError); errors.As(err, &step) {
+		reply.Step = step.Step
+	}
+	return reply, nil
+}
+
+func (s *Setup) prepareAll(reply *setupReply, fds *[]int) error {
+	device, err := s.prepare(reply)
+	if err != nil {
+		return err
+	}
+	*fds = []int{device}
+	if diag, err := sockdiag.OpenSocket(s.Watched); err == nil {
+		*fds = append(*fds, diag)
+	} else if s.Watched {
+		return err
+	}
+	// lo of the namespace is up, which Calibrate needs.
+	if reply.Kernel, err = room.Calibrate(); err != nil || s.Program == "" {
+		return err
+	}
+	if err := closeOthers(); err != nil {
+		return err
+	}
+	// After all changes of credentials, which clear the setting.
+	if err := unix.Prctl(unix.PR_SET_PDEATHSIG, uintptr(unix.SIGKILL), 0, 0, 0); err != nil {
+		return fmt.Errorf("tie the program to the gateway: %w", err)
+	}
+	missing, err := sandbox.Program{Path: s.Program, Read: s.Read, Write: s.Write, AllowUserns: s.AllowUserns}.Enter()
+	reply.Missing = append(reply.Missing, missing...)
+	switch {
+	case errors.As(err, new(*sandbox.LandlockError)):
+		return &StepError{StepLandlock, err}
+	case errors.As(err, new(*sandbox.FileError)):
+		return &StepError{StepFiles, err}
+	}
+	return err
+}
+
+// PassedSignals are the signals that the gateway passes on to the program.
+var PassedSignals = []os.Signal{unix.SIGINT, unix.SIGQUIT, unix.SIGTERM, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2}
+
+// closeOthers sets close-on-exec on all descriptors but the standard ones: one may be a socket of the host's network.
+func closeOthers() error {
+	const first = 3
+	err := unix.CloseRange(first, ^uint(0)>>1, unix.CLOSE_RANGE_CLOEXEC)
+	if err == nil {
+		return nil
+	}
+	// Linux before 5.11 has no CLOSE_RANGE_CLOEXEC.
+	list, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		return fmt.Errorf("list descriptors: %w", err)
+	}
+	for _, entry := range list {
+		if fd, err := strconv.Atoi(entry.Name()); err == nil && fd >= first {
+			unix.CloseOnExec(fd)
+		}
+	}
+	return nil
+}
+
+// limited reads at most left bytes.
+type limited struct {
+	f    *os.File
+	left int
+}
+
+// Read reads from the file.
+func (l *limited) Read(p []byte) (int, error) {
+	if l.left <= 0 {
+		return 0, errors.New("too long")
+	}
+	n, err := l.f.Read(p[:min(len(p), l.left)])
+	l.left -= n
+	return n, err
+}
+
+// sysctl is a sysctl of the guest's namespaces.
+type sysctl struct{ name, value string }
+
+func (c sysctl) set() error {
+	err := os.WriteFile("/proc/sys/"+c.name, []byte(c.value), 0)
+	if err != nil {
+		return fmt.Errorf("set sysctl %s: %w", strings.ReplaceAll(c.name, "/", "."), errors.Unwrap(err))
+	}
+	return nil
+}
+
+// lacksSysctl returns whether the error is of a kernel without the sysctl, or of a container that makes it read-only.
+func lacksSysctl(err error) bool {
+	return errors.Is(err, unix.EROFS) || errors.Is(err, unix.ENOENT)
+}
+
+func (s *Setup) prepare(reply *setupReply) (fd int, err error) {
+	if s.Program != "" {
+		if err := s.setSysctls(reply); err != nil {
+			return -1, &StepError{StepRights, err}
+		}
+		if err := s.mounts(reply); err != nil {
+			return -1, err
+		}
+	}
+	fd, err = tun.Open(s.Interface)
+	switch {
+	case errors.As(err, new(*tun.DeviceError)):
+		return -1, &StepError{StepDevice, err}
+	case err != nil:
+		return -1, &StepError{StepInterface, err}
+	}
+	return fd, nil
+}
+
+// mostGuestBuffer bounds the send buffer of each connection inside, in bytes. The gateway acknowledges within a millisecond; data
+// in flight to the peer are in the host's socket.
+const mostGuestBuffer = 512 << 10
+
+// smallerWmem is net.ipv4.tcp_wmem with mostGuestBuffer as the bound.
+func smallerWmem() string {
+	values := [3]int{4096, 16384, mostGuestBuffer}
+	if text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem"); err == nil {
+		_, _ = fmt.Sscan(string(text), &values[0], &values[1], &values[2])
+	}
+	return fmt.Sprintf("%d %d %d", values[0], min(values[1], mostGuestBuffer), min(values[2], mostGuestBuffer))
+}
+
+func (s *Setup) setSysctls(reply *setupReply) error {
+	for c, without := range map[sysctl]string{
+		{"net/ipv4/ip_unprivileged_port_start", "0"}:                                    "ports below 1024 stay closed to the program",
+		{"net/ipv4/ping_group_range", fmt.Sprintf("%d %d", os.Getegid(), os.Getegid())}: "ping does not work inside",
+		// The round trip of a connection inside is that to the gateway.
+		{"net/ipv4/tcp_wmem", smallerWmem()}: "its connections may hold much of the host's memory for TCP",
+		// With SYN cookies the kernel forgets a connection while the program's accept queue is full.
+		{"net/ipv4/tcp_syncookies", "0"}: "of many connections at once some may not get through",
+	} {
+		if err := c.set(); lacksSysctl(err) {
+			reply.Warnings = append(reply.Warnings, fmt.Sprintf("%s: %v", without, err))
+		} else if err != nil {
+			return err
+		}
+	}
+	if s.AllowUserns {
+		return nil
+	}
+	// Of the guest's user namespace: a second barrier besides the filter of system calls.
+	if err := (sysctl{"user/max_user_namespaces", "0"}).set(); lacksSysctl(err) {
+		reply.Missing = append(reply.Missing, fmt.Sprintf("only the filter forbids user namespaces: %v", err))
+	} else if err != nil {
+		return err
+	}
+	return nil
+}

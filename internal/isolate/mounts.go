@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package isolate
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// mounts changes the guest's mount namespace.
+func (s *Setup) mounts(reply *setupReply) error {
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
+		return &StepError{StepMounts, fmt.Errorf("make mounts private: %w", err)}
+	}
+	// /proc of the guest's process namespace. The kernel refuses it in a container whose /proc is covered in part.
+	if err := unix.Mount("proc", "/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); errors.Is(err, unix.EPERM) {
+		reply.Missing = append(reply.Missing, fmt.Sprintf("/proc shows the host's processes and their sockets: mount it: %v", err))
+	} else if err != nil {
+		return &StepError{StepMounts, fmt.Errorf("mount /proc: %w", err)}
+	}
+	list, err := mounted()
+	if err == nil {
+		err = errors.Join(sealCgroups(list), replaceNamespaces(list))
+	}
+	if err != nil {
+		reply.Missing = append(reply.Missing, err.Error())
+	}
+	warnings, err := s.hide()
+	reply.Warnings = append(reply.Warnings, warnings...)
+	if err != nil {
+		if step := new(StepError); !errors.As(err, &step) {
+			err = &StepError{StepMounts, err}
+		}
+		return err
+	}
+	if s.ResolvConf != "" {
+		if err := replaceFile("/etc/resolv.conf", s.ResolvConf); err != nil {
+			return &StepError{StepResolver, err}
+		}
+	}
+	return nil
+}
+
+// mount is a line of /proc/self/mountinfo.
+type mount struct {
+	point, kind string
+	options     []string
+}
+
+// mounted lists the visible mounts in the order of their creation.
+func mounted() ([]mount, error) {
+	text, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return nil, fmt.Errorf("list mounts: %w", err)
+	}
+	var list []mount
+	unescape := strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)
+	for line := range strings.Lines(string(text)) {
+		// proc(5): ID PARENT MAJOR:MINOR ROOT MOUNTPOINT OPTIONS [FIELDS] - TYPE SOURCE OPTIONS
+		before, after, _ := strings.Cut(line, " - ")
+		fields := strings.Fields(before)
+		if len(fields) < 6 {
+			continue
+		}
+		kind, _, _ := strings.Cut(after, " ")
+		list = append(list, mount{unescape.Replace(fields[4]), kind, strings.Split(fields[5], ",")})
+	}
+	return list, nil
+}
+
+// outOfReach returns whether the error is of a path that the program cannot reach either.
+func outOfReach(err error) bool {
+	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EACCES)
+}
+
+// sealCgroups makes cgroup file systems read-only. The program's user may own cgroups, as user managers do, and could freeze or
+// kill processes of the host there.
+func sealCgroups(list []mount) error {
+	var errs []error
+	for _, m := range list {
+		if !strings.HasPrefix(m.kind, "cgroup") {
+			continue
+		}
+		flags := uintptr(unix.MS_REMOUNT | unix.MS_BIND | unix.MS_RDONLY)
+		// The kernel refuses a remount that clears these flags.
+		for option, flag := range map[string]uintptr{"nosuid": unix.MS_NOSUID, "nodev": unix.MS_NODEV, "noexec": unix.MS_NOEXEC} {
+			if slices.Contains(m.options, option) {
+				flags |= flag
+			}
+		}
+		if err := unix.Mount("", m.point, "", flags, ""); err != nil && !outOfReach(err) {
+			errs = append(errs, fmt.Errorf("cgroups may be written to: make %s read-only: %w", m.point, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// replaceNamespaces covers procfs and mqueue mounts elsewhere, as in chroots, which show the host's processes and message queues.
+func replaceNamespaces(list []mount) error {
+	const flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
+	var errs []error
+	for _, m := range list {
+		var err error
+		switch {
+		case m.kind == "proc" && m.point != "/proc" && !strings.HasPrefix(m.point, "/proc/"):
+			err = unix.Mount("tmpfs", m.point, "tmpfs", flags|unix.MS_RDONLY, "size=4k,mode=555")
+		case m.kind == "mqueue":
+			err = unix.Mount("mqueue", m.point, "mqueue", flags, "")
+		}
+		if err != nil && !outOfReach(err) {
+			errs = append(errs, fmt.Errorf("%s shows what is the host's: mount over it: %w", m.point, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// scratch is a directory that exists on every host, and is covered for a moment in the guest's mount namespace.
+const scratch = "/tmp"
+
+// replaceFile mounts a file with the text over another one, in this mount namespace only. A file that does not exist is left
+// alone.
+func replaceFile(path, text string) error {
+	target, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
+	if errors.Is(err, unix.ENOENT) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("open %s: %w", path, err)
+	}
+	defer unix.Close(target)
+	if err := unix.Mount("tmpfs", scratch, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "size=1m,mode=755"); err != nil {
+		return fmt.Errorf("mount over %s: %w", scratch, err)
+	}
+	file := scratch + "/resolv.conf"
+	err = os.WriteFile(file, []byte(text), 0o644)
+	if err == nil {
+		err = os.Chmod(file, 0o644) // regardless of the umask
+	}
+	if err == nil {
+		err = unix.Mount(file, fmt.Sprintf("/proc/self/fd/%d", target), "", unix.MS_BIND, "")
+	}
+	if err != nil {
+		err = fmt.Errorf("mount over %s: %w", path, err)
+	}
+	return errors.Join(err, unix.Unmount(scratch, unix.MNT_DETACH))
+}

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package isolate
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+	"kernel.org/pub/linux/libs/security/libcap/cap"
+)
+
+// Errors of OpenPID and OpenNetns.
+var (
+	ErrNoNamespace  = errors.New("is no network namespace")
+	ErrOwnNamespace = errors.New("is the host's own network")
+)
+
+// Namespace is a network namespace that somebody else made.
+type Namespace struct {
+	net   *os.File
+	watch *os.File // readable when the process has exited, or the directory has changed
+	// name is the namespace's file in the watched directory; "": a process is watched.
+	name string
+}
+
+// OpenPID opens the network namespace of a process. For the gateway the namespace ends when the process exits. Returns ESRCH if
+// there is no such process.
+func OpenPID(pid int) (_ *Namespace, err error) {
+	if pid <= 0 {
+		return nil, unix.ESRCH
+	}
+	fd, err := unix.PidfdOpen(pid, 0)
+	if errors.Is(err, unix.EINVAL) { // the number of a thread
+		err = unix.ESRCH
+	}
+	if err != nil {
+		return nil, err
+	}
+	n := &Namespace{watch: os.NewFile(uintptr(fd), "process")}
+	defer func() {
+		if err != nil {
+			n.Close()
+		}
+	}()
+	n.net, err = os.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
+	if errors.Is(err, fs.ErrNotExist) {
+		err = unix.ESRCH
+	}
+	if err != nil {
+		return nil, err
+	}
+	// The process may have exited, and its number be in use again.
+	if err := unix.PidfdSendSignal(fd, 0, nil, 0); err != nil && !errors.Is(err, unix.EPERM) {
+		return nil, err
+	}
+	return n, n.notOwn()
+}
+
+// OpenNetns opens the network namespace that a path names, as in /run/netns/NAME. For the gateway the namespace ends when the
+// path is removed. Returns ErrNoNamespace for another kind of file.
+func OpenNetns(path string) (_ *Namespace, err error) {
+	if pid, ok := strings.CutPrefix(filepath.Clean(path), "/proc/"); ok {
+		if pid, ok = strings.CutSuffix(pid, "/ns/net"); ok {
+			if number, err := strconv.Atoi(pid); err == nil {
+				return OpenPID(number)
+			}
+		}
+	}
+	n := &Namespace{name: filepath.Base(path)}
+	defer func() {
+		if err != nil {
+			n.Close()
+		}
+	}()
+	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("watch namespace: %w", err)
+	}
+	n.watch = os.NewFile(uintptr(fd), "folder")
+	if fd, err = unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err != nil {
+		return nil, err
+	}
+	n.net = os.NewFile(uintptr(fd), path)
+	if kind, err := unix.IoctlRetInt(fd, unix.NS_GET_NSTYPE); err != nil || kind != unix.CLONE_NEWNET {
+		return nil, ErrNoNamespace
+	}
+	if _, err := unix.InotifyAddWatch(int(n.watch.Fd()), filepath.Dir(path), unix.IN_DELETE|unix.IN_MOVED_FROM|unix.IN_DELETE_SELF); err != nil {
+		return nil, fmt.Errorf("watch namespace: %w", err)
+	}
+	return n, n.notOwn()
+}
+
+// notOwn refuses the network namespace of this process, whose routes the gateway would take over.
+func (n *Namespace) notOwn() error {
+	if same, err := sameFile(n.net, "/proc/self/ns/net"); err != nil {
+		return err
+	} else if same {
+		return ErrOwnNamespace
+	}
+	return nil
+}
+
+func sameFile(f *os.File, path string) (bool, error) {
+	a, err := f.Stat()
+	if err != nil {
+		return false, fmt.Errorf("compare namespaces: %w", err)
+	}
+	b, err := os.Stat(path)
+	if err != nil {
+		return false, fmt.Errorf("compare namespaces: %w", err)
+	}
+	return os.SameFile(a, b), nil
+}
+
+// Close closes the descriptors.
+func (n *Namespace) Close() {
+	for _, f := range []*os.File{n.net, n.watch} {
+		if f != nil {
+			f.Close()
+		}
+	}
+}
+
+// enter makes a command run in the namespace, by nsenter(1): only a process with a single thread may enter a user namespace, and
+// a Go process has several. Descriptors from 4 on are the namespaces and the command.
+func (n *Namespace) enter(cmd *exec.Cmd) error {
+	nsenter, err := exec.LookPath("nsenter")
+	if err != nil {
+		return &StepError{StepJoin, fmt.Errorf("find nsenter: %w", errors.Unwrap(err))}
+	}
+	// In the mount namespace of nsenter the path may be another file, as /proc/self/exe is.
+	itself, err := unix.Open(cmd.Path, unix.O_PATH|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("open %s: %w", cmd.Path, err)
+	}
+	args := []string{nsenter, "--preserve-credentials", "--net=/proc/self/fd/4"}
+	cmd.ExtraFiles = append(cmd.ExtraFiles, n.net, os.NewFile(uintptr(itself), cmd.Path))
+	user, err := n.owner()
+	if err != nil {
+		return &StepError{StepJoin, err}
+	}
+	if user != nil {
+		cmd.ExtraFiles = append(cmd.ExtraFiles, user)
+		args = append(args, "--user=/proc/self/fd/6")
+	}
+	cmd.Args = append(append(args, "--", "/proc/self/fd/5"), cmd.Args[1:]...)
+	cmd.Path = nsenter
+	return nil
+}
+
+// owner returns the user namespace that must be entered first; nil if this process has CAP_SYS_ADMIN already.
+func (n *Namespace) owner() (*os.File, error) {
+	admin, err := cap.GetProc().GetFlag(cap.Effective, cap.SYS_ADMIN)
+	if err != nil {
+		return nil, fmt.Errorf("read capabilities: %w", err)
+	}
+	if admin {
+		return nil, nil
+	}
+	fd, err := unix.IoctlRetInt(int(n.net.Fd()), unix.NS_GET_USERNS)
+	if err != nil {
+		return nil, fmt.Errorf("join the namespace: %w", err)
+	}
+	user := os.NewFile(uintptr(fd), "user")
+	same, err := sameFile(user, "/proc/self/ns/user")
+	if err == nil && same {
+		err = fmt.Errorf("join the namespace: %w", unix.EPERM)
+	}
+	if err != nil {
+		user.Close()
+		return nil, err
+	}
+	return user, nil
+}
+
+// Ended returns when the namespace's process has exited, the path was removed, or ctx has ended.
+func (n *Namespace) Ended(ctx context.Context) error {
+	wake, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
+	if err != nil {
+		return fmt.Errorf("make eventfd: %w", err)
+	}
+	defer unix.Close(wake)
+	stop := context.AfterFunc(ctx, func() {
+		_, _ = unix.Write(wake, []byte{1, 0, 0, 0, 0, 0, 0, 0}) // it is never full
+	})
+	defer stop()
+	watched := int(n.watch.Fd())
+	events := make([]byte, 1<<16)
+	for {
+		fds := []unix.PollFd{{Fd: int32(watched), Events: unix.POLLIN}, {Fd: int32(wake), Events: unix.POLLIN}}
+		if _, err := unix.Poll(fds, -1); err != nil && !errors.Is(err, unix.EINTR) {
+			return fmt.Errorf("watch the namespace: %w", err)
+		}
+		switch {
+		case fds[1].Revents != 0:
+			return nil
+		case fds[0].Revents == 0:
+		case n.name == "":
+			return nil
+		default:
+			size, err := unix.Read(watched, events)
+			if err == nil && removed(events[:size], n.name) {
+				return nil
+			}
+		}
+	}
+}
+
+// removed returns whether events of inotify(7) tell of the removal of a name, or of its directory.
+func removed(events []byte, name string) bool {
+	for len(events) >= unix.SizeofInotifyEvent {
+		mask := binary.NativeEndian.Uint32(events[4:])
+		length := int(binary.NativeEndian.Uint32(events[12:]))
+		events = events[unix.SizeofInotifyEvent:]
+		if length > len(events) {
+			return true
+		}
+		if mask&(unix.IN_DELETE_SELF|unix.IN_IGNORED) != 0 || strings.TrimRight(string(events[:length]), "\x00") == name {
+			return true
+		}
+		events = events[length:]
+	}
+	return false
+}

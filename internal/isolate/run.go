@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package isolate
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/signal"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway"
+	"sockeye/internal/sandbox"
+	"sockeye/internal/tun"
+)
+
+// InterfaceName is the name of the TUN interface inside.
+const InterfaceName = "sockeye0"
+
+// lingerTime is how long the gateway runs on after the program has exited, to deliver what the program sent and the host's
+// sockets have not taken yet.
+const lingerTime = 5 * time.Second
+
+// Options are what Run needs besides the guest.
+type Options struct {
+	MTU            int        // of the TUN interface, bytes
+	Guest4, Guest6 netip.Addr // addresses of the TUN interface
+	Outbound       gateway.Outbound
+	// User is the user that the gateway and the program become; nil: they keep the user of this process.
+	User *User
+	// Listen opens the sockets of the host that lead inside. Run calls Listen as User, before the program starts.
+	Listen func() ([]gateway.Forward, error)
+	// RequireSandbox makes an incomplete confinement an IncompleteError.
+	RequireSandbox bool
+	// Warn is called with each restriction that the kernel does not support, and with each thing that the program may miss.
+	Warn func(text string)
+	// Joined is called when the gateway of an existing namespace is at work.
+	Joined func()
+	Log    *slog.Logger
+}
+
+// IncompleteError lists the restrictions that the kernel does not support.
+type IncompleteError struct{ Missing []string }
+
+func (e *IncompleteError) Error() string {
+	return "the sandbox is incomplete: " + strings.Join(e.Missing, "; ")
+}
+
+// Run prepares a guest and is its gateway until the guest's program exits or the existing namespace is gone. The code is the
+// exit code of the program, or 128 plus the number of the signal that ended the program; 0 for an existing namespace. Signals
+// in PassedSignals go to the program, except those that are ignored when Run is called. A failure before the program starts is
+// a StepError or an IncompleteError, except for errors that have no remedy.
+func Run(ctx context.Context, guest *Guest, o *Options) (code int, err error) {
+	signals := make(chan os.Signal, 8)
+	if guest.Existing == nil {
+		for _, s := range PassedSignals {
+			if !signal.Ignored(s) { // as by nohup(1)
+				signal.Notify(signals, s)
+			}
+		}
+		defer signal.Stop(signals)
+	}
+	if o.User != nil {
+		if err := o.User.become(); err != nil {
+			return 0, err
+		}
+	}
+	guest.Interface = tun.Interface{Name: InterfaceName, MTU: o.MTU, Addresses: []netip.Addr{o.Guest4, o.Guest6}}
+	forwards, err := o.Listen()
+	if err != nil {
+		return 0, &StepError{StepListen, err}
+	}
+	p, err := guest.Prepare([]string{"/proc/self/exe", InsideCommand})
+	if err != nil {
+		return prepareFailed(err, signals)
+	}
+	g, terminal, err := o.start(guest, p, forwards)
+	if err != nil {
+		p.Kill()
+		return 0, err
+	}
+	defer g.LogCounts(o.Log, "ended")
+	o.Log.Info("joined", "interface", InterfaceName, "ipv4", o.Guest4, "ipv6", o.Guest6, "ports", len(forwards))
+	if guest.Existing != nil {
+		o.Joined()
+		return 0, serve(ctx, g, guest.Existing.Ended)
+	}
+	if ctx.Err() != nil && len(signals) == 0 {
+		// A signal came before Run passed signals on.
+		p.Kill()
+		return 0, errors.New("interrupted before the program started")
+	}
+	err = serve(context.WithoutCancel(ctx), g, func(running context.Context) (err error) {
+		code, err = runProgram(running, p, signals, terminal)
+		return err
+	})
+	return code, err
+}
+
+// prepareFailed returns the exit code 128 plus the number of the signal if a key of the terminal ended the process inside,
+// which shares the process group of the gateway.
+func prepareFailed(err error, signals <-chan os.Signal) (code int, _ error) {
+	select {
+	case s := <-signals:
+		if number, ok := s.(unix.Signal); ok {
+			return 128 + int(number), nil
+		}
+	default:
+	}
+	if ended, ok := errors.AsType[*EndedError](err); ok && slices.Contains(PassedSignals, os.Signal(ended.Signal)) {
+		return 128 + int(ended.Signal), nil
+	}
+	if _, ok := errors.AsType[*StepError](err); !ok {
+		err = &StepError{StepPrepare, err}
+	}
+	return 0, err
+}
+
+// start makes the gateway of a prepared guest and confines this process.
+func (o *Options) start(guest *Guest, p *Prepared, forwards []gateway.Forward) (g *gateway.Gateway, t terminal, err error) {
+	if err := o.report(p.Missing); err != nil {
+		return nil, t, err
+	}
+	for _, w := range p.Warnings {
+		o.Warn(w)
+	}
+	linger := lingerTime
+	if guest.Existing != nil {
+		linger = 0 // the programs in the namespace go on, and so do their connections
+	}
+	g, err = gateway.New(gateway.Config{
+		TUN: p.TUN, MTU: o.MTU, Guest4: o.Guest4, Guest6: o.Guest6, Host4: Host4, Host6: Host6,
+		Forwards: forwards, Diag: p.Diag, Outbound: o.Outbound, Kernel: p.Kernel, Log: o.Log,
+		Linger: linger,
+	})
+	if err != nil {
+		return nil, t, &StepError{StepPrepare, err}
+	}
+	box := sandbox.Gateway{Outbound: o.Outbound, Listens: guest.Watched}
+	if guest.Existing == nil {
+		box.Child = p.PID()
+	}
+	t = openTerminal()
+	gateway.OwnProcess()
+	missing, err := box.Enter()
+	if err != nil {
+		return nil, t, err
+	}
+	for n, name := range missing {
+		missing[n] = "the gateway is not confined by " + name
+	}
+	return g, t, o.report(missing)
+}
+
+// report warns of restrictions that the kernel does not support, or fails if all are required.
+func (o *Options) report(missing []string) error {
+	if len(missing) > 0 && o.RequireSandbox {
+		return &IncompleteError{missing}
+	}
+	for _, m := range missing {
+		o.Warn((&IncompleteError{[]string{m}}).Error())
+	}
+	return nil
+}
+
+// serve runs the gateway until work returns, or ctx ends. If the gateway ends first, the context of work ends.
+func serve(ctx context.Context, g *gateway.Gateway, work func(context.Context) error) error {
+	running, stop := context.WithCancel(ctx)
+	defer stop()
+	ended := make(chan error, 1)
+	go func() {
+		defer stop()
+		ended <- g.Run(running)
+	}()
+	err := work(running)
+	stop()
+	if failed := <-ended; failed != nil {
+		return failed
+	}
+	return err
+}
+
+// runProgram starts the prepared program, passes signals on, and returns the program's exit code.
+func runProgram(ctx context.Context, p *Prepared, signals <-chan os.Signal, t terminal) (code int, err error) {
+	if t.foreground() { // asked before a shell inside becomes the foreground process group
+		defer t.take()
+	}
+	if err := p.Go(); err != nil {
+		p.Kill()
+		return 0, err
+	}
+	early := len(signals)
+	pass := make(chan os.Signal, 8)
+	go func() {
+		for s := range signals {
+			// The terminal sends the signal of a key to the whole process group, and so to a program that has started.
+			key := s == unix.SIGINT || s == unix.SIGQUIT
+			if early--; early < 0 && key && t.foreground() {
+				continue
+			}
+			pass <- s
+		}
+	}()
+	return p.Wait(ctx, pass)
+}

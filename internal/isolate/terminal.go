@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package isolate
+
+import (
+	"os"
+	"os/signal"
+
+	"golang.org/x/sys/unix"
+)
+
+// terminal is the controlling terminal of this process.
+type terminal struct {
+	file  *os.File // nil if there is none
+	group int      // process group of this process
+}
+
+func openTerminal() terminal {
+	f, err := os.OpenFile("/dev/tty", os.O_RDONLY|unix.O_NOCTTY, 0)
+	if err != nil {
+		return terminal{}
+	}
+	return terminal{f, unix.Getpgrp()}
+}
+
+// foreground returns whether the process group of this process is the terminal's foreground process group, to which the
+// terminal sends the signals of keys.
+func (t terminal) foreground() bool {
+	if t.file == nil {
+		return false
+	}
+	group, err := unix.IoctlGetInt(int(t.file.Fd()), unix.TIOCGPGRP)
+	return err == nil && group == t.group
+}
+
+// take makes the process group of this process the foreground process group again. A shell inside made a group of its own
+// and cannot restore the previous one, whose number does not exist in the shell's process namespace.
+func (t terminal) take() {
+	signal.Ignore(unix.SIGTTOU)
+	_ = unix.IoctlSetPointerInt(int(t.file.Fd()), unix.TIOCSPGRP, t.group)
+}

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package sandbox confines two processes for good: a gateway, which needs little, and a program that nobody knows beforehand.
+// Both give up all capabilities and enter a landlock domain and a filter of system calls (seccomp).
+package sandbox
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"kernel.org/pub/linux/libs/security/libcap/cap"
+
+	"sockeye/internal/gateway"
+)
+
+// Gateway describes what a gateway's process may do after Enter.
+type Gateway struct {
+	// Child is the process that may be signalled; 0 for none.
+	Child int
+	// Outbound is where the guest may go. If the guest may go nowhere, the process can open no socket; open sockets and accept(2)
+	// still work.
+	Outbound gateway.Outbound
+	// Listens allows bind(2) of UDP sockets and listen(2) for sockets that are open already.
+	Listens bool
+}
+
+// Enter confines all threads of this process for good. The process loses every capability, execve(2), the file system, system
+// calls that are not in the filter, and sockets other than TCP, UDP and ICMP echo. A denied call fails with EPERM; a call that only
+// an intruder would make (execve, ptrace, bpf, mount) ends the process by SIGSYS. Restrictions that the kernel does not support are
+// named in missing; the others are in force.
+//
+// Before the call, all files must be open and the child started.
+func (s Gateway) Enter() (missing []string, err error) {
+	// Logs have the local time, whose rules are read from a file at the first use.
+	_ = time.Now().Local().String()
+	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
+		return nil, fmt.Errorf("forbid dumps of memory: %w", err)
+	}
+	if err := dropCapabilities(); err != nil {
+		return nil, err
+	}
+	if err := s.landlock(); noSuchSandbox(err) {
+		missing = append(missing, "landlock")
+	} else if err != nil {
+		return nil, fmt.Errorf("enter landlock: %w", err)
+	}
+	if err := s.seccomp(); noSuchSandbox(err) {
+		missing = append(missing, "seccomp")
+	} else if err != nil {
+		return nil, fmt.Errorf("enter seccomp filter: %w", err)
+	}
+	return missing, nil
+}
+
+// noSuchSandbox returns whether the error is of a kernel without landlock or seccomp, with either disabled, or of a container that
+// denies the system call.
+func noSuchSandbox(err error) bool {
+	for _, e := range []error{unix.ENOSYS, unix.EOPNOTSUPP, unix.EINVAL, unix.EPERM, errors.ErrUnsupported} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
+}
+
+func dropCapabilities() error {
+	if err := cap.NewSet().SetProc(); err != nil {
+		return fmt.Errorf("drop capabilities: %w", err)
+	}
+	if _, _, errno := syscall.AllThreadsSyscall6(unix.SYS_PRCTL, unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0, 0); errno != 0 {
+		return fmt.Errorf("set no_new_privs: %w", errno)
+	}
+	return nil
+}
+
+// handled returns what a version of landlock is to deny, and the ports of TCP that may be connected to all the same.
+// LANDLOCK_SCOPE_SIGNAL is not included: the child was started outside the domain, and the filter of system calls names the
+// only process that may be signalled.
+func (s Gateway) handled(abi int) (r ruleset, ports []uint16) {
+	r.files = fileRights(abi)
+	if abi >= 4 {
+		r.net = unix.LANDLOCK_ACCESS_NET_BIND_TCP
+		few := false
+		if ports, few = s.Outbound.TCPPorts(); few {
+			r.net |= unix.LANDLOCK_ACCESS_NET_CONNECT_TCP
+		}
+	}
+	if abi >= 6 {
+		r.scoped = unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET
+	}
+	return r, ports
+}
+
+// landlock denies all threads the file system, and of the network what landlock can deny.
+func (s Gateway) landlock() error {
+	abi, err := landlockABI()
+	if err != nil {
+		return err
+	}
+	r, ports := s.handled(abi)
+	rules, err := r.create()
+	if err != nil {
+		return err
+	}
+	defer unix.Close(rules)
+	for _, port := range ports {
+		if err := allowConnect(rules, port); err != nil {
+			return err
+		}
+	}
+	if _, _, errno := syscall.AllThreadsSyscall(unix.SYS_LANDLOCK_RESTRICT_SELF, uintptr(rules), 0, 0); errno != 0 {
+		return errno
+	}
+	return nil
+}
+
+// seccomp installs the filter in all threads.
+func (s Gateway) seccomp() error {
+	if auditArch == 0 {
+		return errors.ErrUnsupported
+	}
+	// SPEC_ALLOW: the process runs no foreign code, and kernels before 5.16 would otherwise disable speculative store bypass.
+	return setFilter(s.filter(os.Getpid()), unix.SECCOMP_FILTER_FLAG_TSYNC|unix.SECCOMP_FILTER_FLAG_SPEC_ALLOW)
+}

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package tun makes a TUN interface, through which a program reads and writes the IP packets of a network namespace.
+package tun
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// Interface is a TUN interface.
+type Interface struct {
+	Name string
+	MTU  int // 1280 to 65520 bytes
+	// Addresses are the guest's own, one a family at most.
+	Addresses []netip.Addr
+}
+
+// DeviceError is the failure to open /dev/net/tun. All other errors of Open are about the interface.
+type DeviceError struct{ Err error }
+
+func (e *DeviceError) Error() string { return fmt.Sprintf("open /dev/net/tun: %v", e.Err) }
+
+// Unwrap returns the error of open(2).
+func (e *DeviceError) Unwrap() error { return e.Err }
+
+// Open creates the interface in the network namespace of the calling thread, brings the interface and lo up, and adds a
+// default route for each address family of Addresses. The descriptor does not block and has IFF_NO_PI and IFF_VNET_HDR set:
+// each packet begins with a struct virtio_net_hdr. Open needs CAP_NET_ADMIN in the user namespace of the network namespace.
+func Open(i Interface) (_ int, err error) {
+	fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return -1, &DeviceError{err}
+	}
+	defer func() {
+		if err != nil {
+			unix.Close(fd)
+		}
+	}()
+	request, err := unix.NewIfreq(i.Name)
+	if err != nil {
+		return -1, fmt.Errorf("name interface %q: %w", i.Name, err)
+	}
+	request.SetUint16(unix.IFF_TUN | unix.IFF_NO_PI | unix.IFF_VNET_HDR)
+	if err := unix.IoctlIfreq(fd, unix.TUNSETIFF, request); err != nil {
+		return -1, fmt.Errorf("make interface %s: %w", i.Name, err)
+	}
+	if err := unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, unix.TUN_F_CSUM|unix.TUN_F_TSO4|unix.TUN_F_TSO6); err != nil {
+		return -1, fmt.Errorf("set offloads of %s: %w", i.Name, err)
+	}
+	if err := i.configure(); err != nil {
+		return -1, fmt.Errorf("set up interface %s: %w", i.Name, err)
+	}
+	return fd, nil
+}
+
+// queueLength is how many packets may wait for the gateway: more than the windows of
+// some hundred connections, or the guest's kernel drops what it may send.
+const queueLength = 10000
+
+func (i Interface) configure() error {
+	nl, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return err
+	}
+	defer nl.Close()
+	lo, err := nl.LinkByName("lo")
+	if err == nil {
+		err = nl.LinkSetUp(lo)
+	}
+	if err != nil {
+		return fmt.Errorf("set lo up: %w", err)
+	}
+	dev, err := nl.LinkByName(i.Name)
+	if err != nil {
+		return err
+	}
+	// No link-local address: nothing but the gateway is there.
+	mode := "/proc/sys/net/ipv6/conf/" + i.Name + "/addr_gen_mode"
+	if err := os.WriteFile(mode, []byte("1"), 0); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	if err := errors.Join(nl.LinkSetMTU(dev, i.MTU), nl.LinkSetTxQLen(dev, queueLength), nl.LinkSetUp(dev)); err != nil {
+		return err
+	}
+	for _, a := range i.Addresses {
+		err := i.address(nl, dev, a)
+		switch {
+		case err == nil:
+		case a.Is6() && (errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.EAFNOSUPPORT)):
+			// A host without IPv6 has none inside.
+		default:
+			return err
+		}
+	}
+	return nil
+}
+
+// address gives the interface an address, and a default route that prefers it.
+func (i Interface) address(nl *netlink.Handle, dev netlink.Link, a netip.Addr) error {
+	address := &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}}
+	everything := &net.IPNet{IP: make(net.IP, a.BitLen()/8), Mask: net.CIDRMask(0, a.BitLen())}
+	scope := netlink.Scope(unix.RT_SCOPE_LINK)
+	if a.Is6() {
+		address.Flags, scope = unix.IFA_F_NODAD, unix.RT_SCOPE_UNIVERSE
+	}
+	if err := nl.AddrAdd(dev, address); err != nil {
+		return fmt.Errorf("add address %v: %w", a, err)
+	}
+	route := &netlink.Route{LinkIndex: dev.Attrs().Index, Dst: everything, Src: a.AsSlice(), Scope: scope}
+	if err := nl.RouteAdd(route); err != nil {
+		return fmt.Errorf("add default route: %w", err)
+	}
+	return nil
+}
