@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway"
+	"sockeye/internal/gateway/access"
 	"sockeye/internal/netns"
 	confine "sockeye/internal/sandbox"
 	"sockeye/internal/tun"
@@ -380,7 +381,7 @@ func gatewayWorker(args []string) error {
 	if err != nil {
 		return err
 	}
-	out := gateway.Outbound{All: true}
+	out := access.Outbound{All: true}
 	g, err := gateway.New(gateway.Config{
 		TUN: device, MTU: *mtu, Guest4: a, Host4: netip.MustParseAddr("169.254.53.1"), Outbound: out, Kernel: kernel,
 	})

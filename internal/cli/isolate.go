@@ -19,6 +19,7 @@ import (
 
 	"sockeye/internal/fault"
 	"sockeye/internal/gateway"
+	"sockeye/internal/gateway/access"
 	"sockeye/internal/isolate"
 )
 
@@ -248,30 +249,30 @@ func (i *isolation) onlyGateway() error {
 }
 
 // forwards parses the published ports.
-func (i *isolation) forwards() (specs []gateway.ForwardSpec, err error) {
+func (i *isolation) forwards() (specs []access.ForwardSpec, err error) {
 	for _, text := range i.publish {
-		f, err := gateway.ParseForward(text)
+		f, err := access.ParseForward(text)
 		if err != nil {
 			return nil, fault.Usage(fmt.Errorf("--publish %w", err), "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp")
 		}
 		specs = append(specs, f)
 	}
-	if err := gateway.Overlap(specs); err != nil {
+	if err := access.Overlap(specs); err != nil {
 		return nil, fault.Usage(fmt.Errorf("--publish %w", err), "a port of the host leads to one port inside")
 	}
 	return specs, nil
 }
 
 // outbound parses where the program may go, and returns the text of resolv.conf inside.
-func (i *isolation) outbound() (out gateway.Outbound, resolver string, err error) {
+func (i *isolation) outbound() (out access.Outbound, resolver string, err error) {
 	if i.noOutbound && len(i.allow) > 0 {
 		return out, "", fault.Usage(errors.New("--no-outbound and --allow do not go together"), "with --allow the program may go nowhere else")
 	}
 	out.All = !i.noOutbound && len(i.allow) == 0
 	out.Host = []netip.Addr{isolate.Host4, isolate.Host6}
 	for _, text := range i.allow {
-		r, err := gateway.ParseRule(text)
-		if errors.Is(err, gateway.ErrNeverOutside) {
+		r, err := access.ParseRule(text)
+		if errors.Is(err, access.ErrNeverOutside) {
 			return out, "", fault.Usage(fmt.Errorf("--allow %w", err), hostHint)
 		}
 		if err != nil {

@@ -15,6 +15,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway/access"
 	"sockeye/room"
 )
 
@@ -144,7 +145,7 @@ func FuzzGuest(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	outbound := Outbound{Rules: []Rule{{Prefix: netip.PrefixFrom(own, 32), First: allowed.Port(), Last: allowed.Port()}}}
+	outbound := access.Outbound{Rules: []access.Rule{{Prefix: netip.PrefixFrom(own, 32), First: allowed.Port(), Last: allowed.Port()}}}
 	watch := newTap(f, own)
 	may := func(protocol uint8, to netip.AddrPort) bool {
 		return to == allowed && protocol == unix.IPPROTO_TCP || protocol != unix.IPPROTO_TCP && outbound.Allowed(protocol, to)
@@ -175,7 +176,7 @@ func FuzzGuest(f *testing.F) {
 		if backlog != p.g.backlog {
 			t.Errorf("%d bytes in backlogs, said to be %d", backlog, p.g.backlog)
 		}
-		if n := len(p.g.timers.list); n > len(p.g.conns)+len(p.g.flows.all)+len(p.g.echoes)+len(p.g.bound)+8 {
+		if n := len(p.g.timers.List); n > len(p.g.conns)+len(p.g.flows.all)+len(p.g.echoes)+len(p.g.bound)+8 {
 			t.Errorf("%d timers", n)
 		}
 		if list := watch.strays(may); len(list) > 0 {
@@ -285,7 +286,7 @@ func (p *puppet) script(script []byte, allowed netip.AddrPort) {
 
 // TestFloodOfSYNs: a guest that begins connections without end holds no more than it may.
 func TestFloodOfSYNs(t *testing.T) {
-	p := newPuppet(t, Config{Outbound: Outbound{All: true}, Connections: 50})
+	p := newPuppet(t, Config{Outbound: access.Outbound{All: true}, Connections: 50})
 	listener := listenOn(t, host4)
 	to := listener.Addr().(*net.TCPAddr).AddrPort()
 	for i := range 5000 {

@@ -24,6 +24,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/timer"
 	"sockeye/room"
 )
 
@@ -39,7 +41,7 @@ type Config struct {
 	// Diag is a sock_diag socket of the guest's network namespace (sockdiag.OpenSocket), for pacing datagrams by the guest's
 	// receive buffers; 0: no pacing. A Forward with Later requires a socket that watches closed sockets.
 	Diag     int
-	Outbound Outbound
+	Outbound access.Outbound
 	Kernel   room.Kernel
 	// Connections bounds the TCP connections, whichever end opens them. Default: 65536.
 	Connections int
@@ -77,7 +79,7 @@ type Gateway struct {
 	clock         func() time.Time
 	now           time.Time // of this turn
 	yielded       time.Time // when other goroutines last had an occasion to run
-	timers        timerQueue
+	timers        timer.Queue
 	handlers      []registered // by descriptor
 	registrations int32        // number of descriptors registered so far
 	failed        error        // the error that Run returns
@@ -135,7 +137,7 @@ func New(c Config) (_ *Gateway, err error) {
 		readBuffer: make([]byte, tunBudget*readSize), writeBuffer: make([]byte, readSize),
 	}
 	g.memory = sendMemory{g: g, limit: cmp.Or(c.Memory, defaultMemory()), waiting: map[*conn]bool{}}
-	g.memory.timer.owner = &g.memory
+	g.memory.timer.Owner = &g.memory
 	if g.log == nil {
 		g.log = slog.New(slog.DiscardHandler)
 	}

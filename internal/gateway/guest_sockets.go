@@ -11,9 +11,10 @@ import (
 	"slices"
 	"time"
 
-	"sockeye/internal/sockdiag"
-
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/timer"
+	"sockeye/internal/sockdiag"
 )
 
 // guestSockets reads the guest's sockets by sock_diag(7). The forwards with Later listen on the host while the guest listens: from
@@ -29,7 +30,7 @@ type guestSockets struct {
 	endReason    string       // why the forwards were closed, until that is logged
 	bound        map[int]bool // forwards that listen, by descriptor
 	bindDeadline time.Time    // until when a port of the host may be in use
-	timer        timer
+	timer        timer.Timer
 	buffer       []byte // for answers
 	request      [sockdiag.RequestSize]byte
 	reply        receiveMemory // the last answer to memoryFor
@@ -63,16 +64,16 @@ const exitPatience = 2 * time.Second
 
 func newGuestSockets(g *Gateway) *guestSockets {
 	p := &guestSockets{g: g, bound: map[int]bool{}, buffer: make([]byte, 1<<16)}
-	p.timer.owner = p
+	p.timer.Owner = p
 	if slices.ContainsFunc(g.config.Forwards, func(f Forward) bool { return len(f.Later) > 0 }) {
 		g.now = g.clock()
-		g.timers.set(&p.timer, g.now)
+		g.timers.Set(&p.timer, g.now)
 	}
 	return p
 }
 
-// expired starts the dumps, or logs why there are none any more.
-func (p *guestSockets) expired() {
+// Expired starts the dumps, or logs why there are none any more.
+func (p *guestSockets) Expired() {
 	if p.endReason != "" {
 		level := slog.LevelWarn
 		if p.g.ending { // every program that exits closes its sockets
@@ -104,7 +105,7 @@ func (p *guestSockets) send(r *sockdiag.Request) error {
 }
 
 // retry sends the dumps again after a time.
-func (p *guestSockets) retry() { p.g.timers.set(&p.timer, p.g.now.Add(dumpInterval)) }
+func (p *guestSockets) retry() { p.g.timers.Set(&p.timer, p.g.now.Add(dumpInterval)) }
 
 func (p *guestSockets) event(uint32) {
 	for range udpBudget {
@@ -199,7 +200,7 @@ func (p *guestSockets) dumpFailed(m *sockdiag.Message) {
 func (p *guestSockets) socketClosed() {
 	if p.listening && !p.ended {
 		if p.stale = p.waiting; !p.waiting {
-			p.expired()
+			p.Expired()
 		}
 	}
 }
@@ -220,7 +221,7 @@ func (p *guestSockets) dumpDone() {
 	}
 	switch {
 	case p.stale:
-		p.expired()
+		p.Expired()
 	case listens && !p.listening:
 		p.beginListening()
 	case !listens && p.listening:
@@ -288,7 +289,7 @@ func (p *guestSockets) fail(err error) {
 // stopListening closes the host's sockets for good: a program that does not listen on all ports gets nothing.
 func (p *guestSockets) stopListening(why string) {
 	p.ended, p.endReason = true, why
-	p.g.timers.set(&p.timer, p.g.now.Add(exitPatience))
+	p.g.timers.Set(&p.timer, p.g.now.Add(exitPatience))
 	for i := range p.g.config.Forwards {
 		if f := &p.g.config.Forwards[i]; len(f.Later) > 0 {
 			p.g.closeFD(f.FD)

@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway/access"
 	"sockeye/internal/sockdiag"
 	"sockeye/lab"
 )
@@ -134,7 +135,7 @@ func reachable(t testing.TB, tcp, udp uint16) [2]bool {
 // and nothing when it has closed one of them.
 func TestMemberListensWithItsProgram(t *testing.T) {
 	for _, closes := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
-		t.Run(protocolName(closes), func(t *testing.T) {
+		t.Run(access.ProtocolName(closes), func(t *testing.T) {
 			b := standFor(t, member(unix.IPPROTO_TCP, 21790, 21790), member(unix.IPPROTO_UDP, 24739, 24739))
 			expect := func(when string, want bool) {
 				t.Helper()
@@ -152,7 +153,7 @@ func TestMemberListensWithItsProgram(t *testing.T) {
 			expect("with both", true)
 			open[closes].Close()
 			b.until("the gateway to close", func() bool { return b.g.guestSockets.ended })
-			expect("without "+protocolName(closes), false)
+			expect("without "+access.ProtocolName(closes), false)
 			b.program(closes)
 			b.asked()
 			expect("after that, for good", false)

@@ -12,6 +12,9 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/timer"
 )
 
 // failure is why a packet of the guest leads nowhere.
@@ -73,11 +76,11 @@ const (
 func (g *Gateway) unreachable(s *segment, why failure) {
 	from, to := s.to.Addr(), s.from.Addr()
 	if why == prohibited && g.log.Enabled(context.Background(), slog.LevelInfo) && !g.config.Outbound.Allowed(s.protocol, s.to) {
-		args := []any{"protocol", protocolName(s.protocol), "to", s.to}
+		args := []any{"protocol", access.ProtocolName(s.protocol), "to", s.to}
 		switch {
-		case Metadata(from):
+		case access.Metadata(from):
 			args = append(args, "why", "metadata of clouds: an --allow must name the address")
-		case g.config.Outbound.resolver(s.to):
+		case g.config.Outbound.Resolver(s.to):
 			args = append(args, "why", "a name server of the host: with --no-dns an --allow must name the address")
 		}
 		g.log.Info("the program may not go there", args...)
@@ -246,7 +249,7 @@ type echo struct {
 	fd       int
 	hops     hopLimit
 	lastUsed time.Time
-	timer    timer
+	timer    timer.Timer
 }
 
 // icmpArrives takes an ICMP message of the guest. Only requests for an echo lead anywhere.
@@ -305,8 +308,8 @@ func (g *Gateway) newEcho(f flow, s *segment) *echo {
 		return nil
 	}
 	g.echoes[f] = e
-	e.timer.owner = e
-	g.timers.set(&e.timer, g.now.Add(echoIdle))
+	e.timer.Owner = e
+	g.timers.Set(&e.timer, g.now.Add(echoIdle))
 	return e
 }
 
@@ -357,9 +360,9 @@ func (e *echo) reply(b []byte, n int) {
 	e.g.send(p)
 }
 
-func (e *echo) expired() {
+func (e *echo) Expired() {
 	if end := e.lastUsed.Add(echoIdle); end.After(e.g.now) {
-		e.g.timers.set(&e.timer, end)
+		e.g.timers.Set(&e.timer, end)
 		return
 	}
 	delete(e.g.echoes, e.flow)

@@ -21,6 +21,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway/access"
 	"sockeye/internal/tun"
 	"sockeye/lab"
 	"sockeye/room"
@@ -74,7 +75,7 @@ func newSite(t testing.TB, mtu int, o lab.LinkOptions, linger time.Duration) *si
 	}
 	config := Config{
 		MTU: mtu, Guest4: guest4, Guest6: guest6, Host4: alias4, Host6: alias6, Kernel: kernel,
-		Outbound: Outbound{All: true}, Linger: linger,
+		Outbound: access.Outbound{All: true}, Linger: linger,
 	}
 	if err := s.guest.Do(func() (err error) {
 		config.TUN, err = tun.Open(tun.Interface{Name: "guest0", MTU: mtu, Addresses: []netip.Addr{guest4, guest6}})

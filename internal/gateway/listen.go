@@ -11,6 +11,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/access"
 )
 
 // ListenError is the failure to open a port of the host.
@@ -25,13 +27,13 @@ func (e *ListenError) Error() string {
 	if e.At.Addr().IsValid() {
 		at = e.At.String()
 	}
-	return fmt.Sprintf("listen on %s %s: %v", protocolName(e.Protocol), at, e.Err)
+	return fmt.Sprintf("listen on %s %s: %v", access.ProtocolName(e.Protocol), at, e.Err)
 }
 
 func (e *ListenError) Unwrap() error { return e.Err }
 
 // Listen opens the host's sockets for published ports, one per port. If one fails, with a ListenError, none stays open.
-func Listen(specs []ForwardSpec) (list []Forward, err error) {
+func Listen(specs []access.ForwardSpec) (list []Forward, err error) {
 	defer func() {
 		if err != nil {
 			for _, f := range list {

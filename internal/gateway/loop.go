@@ -121,7 +121,7 @@ func (g *Gateway) timeout(end time.Time) int {
 	if len(g.outputQueue) > 0 {
 		return 0
 	}
-	next, ok := g.timers.next()
+	next, ok := g.timers.Next()
 	if !end.IsZero() {
 		soon := g.clock().Add(lingerInterval)
 		if soon.After(end) {
@@ -166,7 +166,7 @@ func (g *Gateway) turn() {
 		}
 	}
 	clear(g.outputTurn)
-	g.timers.run(g.now)
+	g.timers.Run(g.now)
 }
 
 // handler handles the events of a descriptor.

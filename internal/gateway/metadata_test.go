@@ -9,12 +9,14 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/access"
 )
 
 // TestMetadataAddresses: no default and no prefix leads to the metadata of a cloud, in
 // whatever form of the address; its own name does.
 func TestMetadataAddresses(t *testing.T) {
-	everything := []Rule{{Prefix: netip.MustParsePrefix("0.0.0.0/0"), Last: 65535}, {Prefix: netip.MustParsePrefix("::/0"), Last: 65535}}
+	everything := []access.Rule{{Prefix: netip.MustParsePrefix("0.0.0.0/0"), Last: 65535}, {Prefix: netip.MustParsePrefix("::/0"), Last: 65535}}
 	for _, text := range []string{
 		"169.254.169.254", "169.254.170.2", "169.254.170.23", "100.100.100.200", "168.63.129.16", "192.0.0.192", "169.254.0.23", "169.254.42.42",
 		"fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fd00:42::42", "fd00:a9fe:a9fe::1",
@@ -23,9 +25,9 @@ func TestMetadataAddresses(t *testing.T) {
 	} {
 		a := netip.MustParseAddr(text)
 		near := netip.PrefixFrom(a, a.BitLen()-1)
-		for name, o := range map[string]Outbound{
-			"all": {All: true}, "everything": {Rules: everything}, "nearly": {All: true, Rules: []Rule{{Prefix: near.Masked(), Last: 65535}}},
-			"its other form": {Rules: append(everything, Rule{Prefix: netip.MustParsePrefix("169.254.169.255/32"), Last: 65535})},
+		for name, o := range map[string]access.Outbound{
+			"all": {All: true}, "everything": {Rules: everything}, "nearly": {All: true, Rules: []access.Rule{{Prefix: near.Masked(), Last: 65535}}},
+			"its other form": {Rules: append(everything, access.Rule{Prefix: netip.MustParsePrefix("169.254.169.255/32"), Last: 65535})},
 		} {
 			for _, protocol := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6} {
 				if o.Allowed(protocol, netip.AddrPortFrom(a, 80)) {
@@ -33,21 +35,21 @@ func TestMetadataAddresses(t *testing.T) {
 				}
 			}
 		}
-		r, err := ParseRule("[" + text + "]:80")
+		r, err := access.ParseRule("[" + text + "]:80")
 		if err != nil {
 			t.Fatal(err)
 		}
-		o := Outbound{Rules: append(everything, r)}
+		o := access.Outbound{Rules: append(everything, r)}
 		if !o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 80)) || o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 81)) {
 			t.Errorf("%v named with port 80: %v, with port 81: %v", a, o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 80)), o.Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(a, 81)))
 		}
 	}
 	// Mapped addresses of IPv4 are for nobody.
-	if (&Outbound{All: true}).Allowed(unix.IPPROTO_TCP, netip.MustParseAddrPort("[::ffff:169.254.169.254]:80")) {
+	if (&access.Outbound{All: true}).Allowed(unix.IPPROTO_TCP, netip.MustParseAddrPort("[::ffff:169.254.169.254]:80")) {
 		t.Error("a mapped address leads there")
 	}
 	for _, text := range []string{"169.254.169.253", "10.0.0.1", "64:ff9b::10.0.0.1", "2001:db8::a9fe:a9fe", "fd00:ec2::1"} {
-		if !(&Outbound{All: true}).Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(netip.MustParseAddr(text), 80)) {
+		if !(&access.Outbound{All: true}).Allowed(unix.IPPROTO_TCP, netip.AddrPortFrom(netip.MustParseAddr(text), 80)) {
 			t.Errorf("%s is refused", text)
 		}
 	}
@@ -58,8 +60,8 @@ func TestResolversAreNamed(t *testing.T) {
 	resolvers := []netip.Addr{
 		netip.MustParseAddr("192.0.2.53"), netip.MustParseAddr("2001:db8::53"), netip.MustParseAddr("fe80::1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr("192.0.2.4"),
 	}
-	everything := []Rule{{Prefix: netip.MustParsePrefix("0.0.0.0/0"), Last: 65535}, {Prefix: netip.MustParsePrefix("::/0"), Last: 65535}}
-	itself := append([]Rule{{Prefix: netip.MustParsePrefix("192.0.2.53/32"), Last: 53}, {Prefix: netip.MustParsePrefix("2001:db8::53/128"), Last: 53}}, everything...)
+	everything := []access.Rule{{Prefix: netip.MustParsePrefix("0.0.0.0/0"), Last: 65535}, {Prefix: netip.MustParsePrefix("::/0"), Last: 65535}}
+	itself := append([]access.Rule{{Prefix: netip.MustParsePrefix("192.0.2.53/32"), Last: 53}, {Prefix: netip.MustParsePrefix("2001:db8::53/128"), Last: 53}}, everything...)
 	for _, test := range []struct {
 		to      string
 		allowed [3]bool // with everything by default, by prefixes, by the address and port 53
@@ -74,7 +76,7 @@ func TestResolversAreNamed(t *testing.T) {
 		{"192.0.2.54:53", [3]bool{true, true, true}},
 	} {
 		to := netip.MustParseAddrPort(test.to)
-		for n, o := range []Outbound{{All: true}, {Rules: everything}, {Rules: itself}} {
+		for n, o := range []access.Outbound{{All: true}, {Rules: everything}, {Rules: itself}} {
 			o.Resolvers = resolvers
 			for _, protocol := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
 				if got := o.Allowed(protocol, to); got != test.allowed[n] {

@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/access"
 )
 
 func TestParseForward(t *testing.T) {
@@ -30,7 +32,7 @@ func TestParseForward(t *testing.T) {
 		"[2001:db8::1]:1-2:3-4":   "[2001:db8::1]:1-2:3-4/tcp",
 		"192.0.2.1:65535-65535:1": "192.0.2.1:65535:1/tcp",
 	} {
-		if got, err := ParseForward(text); err != nil || got.String() != want {
+		if got, err := access.ParseForward(text); err != nil || got.String() != want {
 			t.Errorf("%s: %v, %v, want %s", text, got, err, want)
 		}
 	}
@@ -58,7 +60,7 @@ func TestParseForward(t *testing.T) {
 		"1:2:3":              "is no port",
 		"127.0.0.1:80:80:80": "is no port",
 	} {
-		if got, err := ParseForward(text); err == nil || !strings.Contains(err.Error(), want) {
+		if got, err := access.ParseForward(text); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, %v, want %s", text, got, err, want)
 		}
 	}
@@ -69,17 +71,17 @@ func FuzzParseForward(f *testing.F) {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
-		a, err := ParseForward(text)
+		a, err := access.ParseForward(text)
 		if err != nil {
 			return
 		}
 		if a.First == 0 || a.Last < a.First || a.Guest == 0 || int(a.Guest)+int(a.Last-a.First) > 65535 {
 			t.Errorf("%q: %+v", text, a)
 		}
-		if b, err := ParseForward(a.String()); err != nil || a != b {
+		if b, err := access.ParseForward(a.String()); err != nil || a != b {
 			t.Errorf("%q is %v, which is %v, %v", text, a, b, err)
 		}
-		if Overlap([]ForwardSpec{a, a}) == nil {
+		if access.Overlap([]access.ForwardSpec{a, a}) == nil {
 			t.Errorf("%v does not overlap itself", a)
 		}
 	})
@@ -105,7 +107,7 @@ func TestParseRule(t *testing.T) {
 		"198.51.100.7:53-53/udp": "198.51.100.7/32:53/udp",
 	} {
 		want = strings.Replace(want, "9092-9092", "9092", 1)
-		if got, err := ParseRule(text); err != nil || got.String() != want {
+		if got, err := access.ParseRule(text); err != nil || got.String() != want {
 			t.Errorf("%s: %v, %v, want %s", text, got, err, want)
 		}
 	}
@@ -115,7 +117,7 @@ func TestParseRule(t *testing.T) {
 		"127.0.0.1:80", "127.0.0.0/8", "::1", "[::1]:80", "224.0.0.1", "ff02::/16", "fe80::/10", "0.0.0.0", "::", "255.255.255.255", "::ffff:127.0.0.1",
 		"192.0.2.1/24", "[2001:db8::1/32]:443", "::ffff:192.0.2.1/120",
 	} {
-		if got, err := ParseRule(text); err == nil {
+		if got, err := access.ParseRule(text); err == nil {
 			t.Errorf("%s: %v", text, got)
 		}
 	}
@@ -126,14 +128,14 @@ func FuzzParseRule(f *testing.F) {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
-		a, err := ParseRule(text)
+		a, err := access.ParseRule(text)
 		if err != nil {
 			return
 		}
 		if !a.Prefix.IsValid() || a.Prefix != a.Prefix.Masked() || a.Last < a.First {
 			t.Errorf("%q: %+v", text, a)
 		}
-		if b, err := ParseRule(a.String()); err != nil || a != b {
+		if b, err := access.ParseRule(a.String()); err != nil || a != b {
 			t.Errorf("%q is %v, which is %v, %v", text, a, b, err)
 		}
 	})
@@ -159,15 +161,15 @@ func TestOverlap(t *testing.T) {
 		"[::ffff:127.0.0.1]:80 [::]:1": false,
 		"[::1]:80 [::2]:80 127.0.0.1:1-1000 [::1]:80": true,
 	} {
-		var specs []ForwardSpec
+		var specs []access.ForwardSpec
 		for _, text := range strings.Fields(texts) {
-			f, err := ParseForward(text)
+			f, err := access.ParseForward(text)
 			if err != nil {
 				t.Fatal(err)
 			}
 			specs = append(specs, f)
 		}
-		if err := Overlap(specs); (err != nil) != want {
+		if err := access.Overlap(specs); (err != nil) != want {
 			t.Errorf("%s: %v", texts, err)
 		}
 	}
@@ -196,22 +198,22 @@ func TestListenBuffer(t *testing.T) {
 
 // If one of several ports cannot be had, none is kept.
 func TestListen(t *testing.T) {
-	busy, err := ParseForward("127.0.0.1:7402")
+	busy, err := access.ParseForward("127.0.0.1:7402")
 	if err != nil {
 		t.Fatal(err)
 	}
-	held, err := Listen([]ForwardSpec{busy})
+	held, err := Listen([]access.ForwardSpec{busy})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer unix.Close(held[0].FD)
-	wanted, err := ParseForward("7400-7402:80-82")
+	wanted, err := access.ParseForward("7400-7402:80-82")
 	if err != nil {
 		t.Fatal(err)
 	}
 	descriptors(t) // so that the runtime has its own
 	before := descriptors(t)
-	_, err = Listen([]ForwardSpec{wanted})
+	_, err = Listen([]access.ForwardSpec{wanted})
 	failed := new(ListenError)
 	if !errors.As(err, &failed) || failed.At.Port() != 7402 || !errors.Is(err, unix.EADDRINUSE) {
 		t.Errorf("%v", err)
@@ -220,7 +222,7 @@ func TestListen(t *testing.T) {
 		t.Errorf("%d descriptors before, %d after", before, now)
 	}
 	wanted.Last--
-	list, err := Listen([]ForwardSpec{wanted})
+	list, err := Listen([]access.ForwardSpec{wanted})
 	if err != nil || len(list) != 2 || list[1].Port != 81 {
 		t.Errorf("%v, %v", list, err)
 	}
@@ -230,16 +232,16 @@ func TestListen(t *testing.T) {
 }
 
 func TestAllowed(t *testing.T) {
-	rule := func(text string) Rule {
-		r, err := ParseRule(text)
+	rule := func(text string) access.Rule {
+		r, err := access.ParseRule(text)
 		if err != nil {
 			t.Fatal(err)
 		}
 		return r
 	}
-	dns := []NameServer{{netip.MustParseAddr("169.254.53.53"), netip.MustParseAddrPort("[2001:db8::53]:53")}}
-	everywhere := Outbound{All: true, DNS: dns}
-	some := Outbound{DNS: dns, Rules: []Rule{rule("10.0.0.0/8:9092/tcp"), rule("[2001:db8::/32]:53"), rule("192.0.2.0/24/icmp"),
+	dns := []access.NameServer{{Alias: netip.MustParseAddr("169.254.53.53"), Server: netip.MustParseAddrPort("[2001:db8::53]:53")}}
+	everywhere := access.Outbound{All: true, DNS: dns}
+	some := access.Outbound{DNS: dns, Rules: []access.Rule{rule("10.0.0.0/8:9092/tcp"), rule("[2001:db8::/32]:53"), rule("192.0.2.0/24/icmp"),
 		{Prefix: netip.MustParsePrefix("127.0.0.1/32"), Last: 65535}}}
 	const tcp, udp, icmp, icmp6 = unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6
 	for _, test := range []struct {
@@ -280,7 +282,7 @@ func TestAllowed(t *testing.T) {
 		if got := some.Allowed(test.protocol, to); got != test.some {
 			t.Errorf("with rules, %d %s: %v", test.protocol, to, got)
 		}
-		if nowhere := (Outbound{}); nowhere.Allowed(test.protocol, to) || !nowhere.None() || some.None() {
+		if nowhere := (access.Outbound{}); nowhere.Allowed(test.protocol, to) || !nowhere.None() || some.None() {
 			t.Errorf("nowhere, %d %s", test.protocol, to)
 		}
 	}
@@ -297,7 +299,7 @@ func TestAllowed(t *testing.T) {
 		{"192.0.2.9:80/udp", "192.0.2.9:80", ""},
 		{"[fd00::9]:80", "[fd00::9]:80", "[::1]:80"},
 	} {
-		out := Outbound{All: test.rules == "", Host: stands}
+		out := access.Outbound{All: test.rules == "", Host: stands}
 		for _, text := range strings.Fields(test.rules) {
 			out.Rules = append(out.Rules, rule(text))
 		}

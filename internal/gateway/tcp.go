@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway/timer"
 	"sockeye/room"
 )
 
@@ -130,7 +131,7 @@ type conn struct {
 	flow  flow
 	fd    int // the host's socket; -1: closed
 	state state
-	timer timer
+	timer timer.Timer
 
 	snd   sendSide
 	rcv   receiveSide
@@ -240,7 +241,7 @@ func (g *Gateway) newConn(f flow, fd int, s state) *conn {
 	if f.guest.Addr().Is6() {
 		c.snd.mss = defaultMSS6
 	}
-	c.timer.owner = c
+	c.timer.Owner = c
 	// By clock and flow (RFC 6528), so that the guest accepts a SYN for a flow that is in its TIME-WAIT.
 	c.snd.iss = uint32(g.now.UnixMicro()/4) + uint32(maphash.Comparable(g.seed, f))
 	c.snd.una, c.snd.nxt, c.rtx.recover = c.snd.iss, c.snd.iss, c.snd.iss

@@ -31,7 +31,7 @@ func (c *conn) passFIN() {
 	c.sendAck()
 	c.g.count(Closed)
 	c.release()
-	c.g.timers.set(&c.timer, c.g.now.Add(timeWaitTimeout))
+	c.g.timers.Set(&c.timer, c.g.now.Add(timeWaitTimeout))
 }
 
 // finAcked processes the guest's acknowledgement of the gateway's FIN.
@@ -93,7 +93,7 @@ func (c *conn) release() {
 
 // remove deletes the connection (CLOSED).
 func (c *conn) remove() {
-	c.g.timers.stop(&c.timer)
+	c.g.timers.Stop(&c.timer)
 	delete(c.g.conns, c.flow)
 	if c.fd >= 0 {
 		c.release()

@@ -8,13 +8,15 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/timer"
 )
 
 // listener accepts connections of the host for a port of the guest.
 type listener struct {
 	g *Gateway
 	Forward
-	timer timer
+	timer timer.Timer
 }
 
 const (
@@ -39,16 +41,16 @@ func (l *listener) event(uint32) {
 			}
 			l.g.count(TooMany)
 			l.watch(0)
-			l.timer.owner = l
-			l.g.timers.set(&l.timer, l.g.now.Add(acceptPause))
+			l.timer.Owner = l
+			l.g.timers.Set(&l.timer, l.g.now.Add(acceptPause))
 			return
 		}
 		// All other errors are of the accepted connection, which is gone (accept(2)).
 	}
 }
 
-// expired ends the pause.
-func (l *listener) expired() { l.watch(unix.EPOLLIN) }
+// Expired ends the pause.
+func (l *listener) Expired() { l.watch(unix.EPOLLIN) }
 
 func (l *listener) watch(events uint32) {
 	// epoll_ctl(2) fails only for a descriptor that is not registered.

@@ -16,6 +16,9 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/timer"
 )
 
 // innerPort is that of the guest's program.
@@ -176,7 +179,7 @@ func TestAliasPorts(t *testing.T) {
 
 func TestBound(t *testing.T) {
 	f, port := forward(t)
-	p := newPuppet(t, Config{Forwards: []Forward{f}, Connections: 2, Outbound: Outbound{All: true}})
+	p := newPuppet(t, Config{Forwards: []Forward{f}, Connections: 2, Outbound: access.Outbound{All: true}})
 	listener := listenOn(t, host4)
 	a, b := p.dial(listener), p.dial(listener)
 	if s := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true).next(); s.flags != flagRST|flagACK {
@@ -196,7 +199,7 @@ func TestBound(t *testing.T) {
 // TestNoDescriptors: without descriptors the gateway waits, and does not spin.
 func TestNoDescriptors(t *testing.T) {
 	f, port := forward(t)
-	p := newPuppet(t, Config{Forwards: []Forward{f}, Outbound: Outbound{All: true}})
+	p := newPuppet(t, Config{Forwards: []Forward{f}, Outbound: access.Outbound{All: true}})
 	c := reach(t, netip.AddrPortFrom(host4, 0), netip.AddrPortFrom(host4, port))
 	listener := listenOn(t, host4)
 	var old unix.Rlimit
@@ -279,7 +282,7 @@ func TestMemory(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = os.WriteFile(most, old, 0) }()
-	p := newPuppet(t, Config{Outbound: Outbound{All: true}, Outgoing: connections})
+	p := newPuppet(t, Config{Outbound: access.Outbound{All: true}, Outgoing: connections})
 	host, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -313,22 +316,22 @@ func TestMemory(t *testing.T) {
 }
 
 func TestTimers(t *testing.T) {
-	var list timerQueue
+	var list timer.Queue
 	var order []int
 	start := time.Now()
 	at := func(n int) time.Time { return start.Add(time.Duration(n) * time.Second) }
-	var all [100]struct{ timer }
+	var all [100]struct{ timer.Timer }
 	for i := range all {
-		all[i].owner = expirer(func() { order = append(order, i) })
-		list.set(&all[i].timer, at(i*37%100))
+		all[i].Owner = expirer(func() { order = append(order, i) })
+		list.Set(&all[i].Timer, at(i*37%100))
 	}
-	list.set(&all[0].timer, at(200))  // later
-	list.set(&all[50].timer, at(0))   // sooner
-	list.set(&all[50].timer, at(300)) // and later
-	list.stop(&all[60].timer)
-	list.stop(&all[60].timer)
+	list.Set(&all[0].Timer, at(200))  // later
+	list.Set(&all[50].Timer, at(0))   // sooner
+	list.Set(&all[50].Timer, at(300)) // and later
+	list.Stop(&all[60].Timer)
+	list.Stop(&all[60].Timer)
 	for now := range 400 {
-		list.run(at(now))
+		list.Run(at(now))
 		for _, i := range order {
 			want := i * 37 % 100
 			switch i {
@@ -343,14 +346,14 @@ func TestTimers(t *testing.T) {
 		}
 		order = order[:0]
 	}
-	if len(list.list) != 0 {
-		t.Errorf("%d are left", len(list.list))
+	if len(list.List) != 0 {
+		t.Errorf("%d are left", len(list.List))
 	}
 }
 
 type expirer func()
 
-func (f expirer) expired() { f() }
+func (f expirer) Expired() { f() }
 
 // TestLinger: what a program sent before it ended still gets out, and a connection that it
 // has not ended is no orderly end for the peer.

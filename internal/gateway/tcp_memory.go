@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/gateway/timer"
 	"sockeye/room"
 )
 
@@ -34,7 +35,7 @@ type sendMemory struct {
 	held     int            // bytes in send buffers, each as of the last time that the connection's window was computed
 	promised int            // bytes of all receive windows
 	waiting  map[*conn]bool // connections whose window is closed for lack of memory
-	timer    timer
+	timer    timer.Timer
 }
 
 // defaultMemory is the limit for a guest on this host, bytes; 64 MB if the kernel does not say.
@@ -73,8 +74,8 @@ func (m *sendMemory) allow(c *conn, queued, room int) int {
 		if least := max(minHeld-queued, 0); least < room {
 			room = least
 			m.waiting[c] = true
-			if m.timer.index == 0 {
-				m.g.timers.set(&m.timer, m.g.now.Add(memoryInterval))
+			if m.timer.Index == 0 {
+				m.g.timers.Set(&m.timer, m.g.now.Add(memoryInterval))
 			}
 		}
 	case m.held+m.promised-outstanding+room > m.limit:
@@ -84,8 +85,8 @@ func (m *sendMemory) allow(c *conn, queued, room int) int {
 	return room
 }
 
-// expired updates the shares of all connections, and computes the windows of the waiting ones again.
-func (m *sendMemory) expired() {
+// Expired updates the shares of all connections, and computes the windows of the waiting ones again.
+func (m *sendMemory) Expired() {
 	for _, c := range m.g.conns {
 		if c.fd < 0 {
 			continue

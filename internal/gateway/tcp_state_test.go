@@ -13,10 +13,12 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/access"
 )
 
 // everywhere lets the guest go anywhere.
-var everywhere = Config{Outbound: Outbound{All: true}}
+var everywhere = Config{Outbound: access.Outbound{All: true}}
 
 func text(n int) []byte {
 	b := make([]byte, n)
@@ -266,9 +268,9 @@ func TestUnknownSegments(t *testing.T) {
 }
 
 func TestConnectFails(t *testing.T) {
-	rule := Rule{Prefix: netip.PrefixFrom(host4, 32), First: 1, Last: 65535}
-	elsewhere := Rule{Prefix: netip.MustParsePrefix("192.0.2.0/24"), First: 80, Last: 80}
-	p := newPuppet(t, Config{Outbound: Outbound{Rules: []Rule{rule, elsewhere}}})
+	rule := access.Rule{Prefix: netip.PrefixFrom(host4, 32), First: 1, Last: 65535}
+	elsewhere := access.Rule{Prefix: netip.MustParsePrefix("192.0.2.0/24"), First: 80, Last: 80}
+	p := newPuppet(t, Config{Outbound: access.Outbound{Rules: []access.Rule{rule, elsewhere}}})
 	closed := listenOn(t, host4)
 	to := closed.Addr().(*net.TCPAddr).AddrPort()
 	closed.Close()

@@ -32,7 +32,7 @@ const (
 )
 
 // startIdleTimer sets the timer of a connection that has nothing in flight.
-func (c *conn) startIdleTimer() { c.g.timers.set(&c.timer, c.g.now.Add(idleTimeout)) }
+func (c *conn) startIdleTimer() { c.g.timers.Set(&c.timer, c.g.now.Add(idleTimeout)) }
 
 // startRetransmitTimer sets the timer for what the guest has not acknowledged, or for a zero-window probe.
 func (c *conn) startRetransmitTimer() {
@@ -41,11 +41,11 @@ func (c *conn) startRetransmitTimer() {
 		rto = min(initialSynRTO<<min(c.rtx.backoff, 16), maxSynRTO)
 		rto += rand.N(rto) // SYNs that a full queue dropped together do not come again together
 	}
-	c.g.timers.set(&c.timer, c.g.now.Add(rto))
+	c.g.timers.Set(&c.timer, c.g.now.Add(rto))
 }
 
-// expired processes a timeout.
-func (c *conn) expired() {
+// Expired processes a timeout.
+func (c *conn) Expired() {
 	if c.state == timeWait {
 		c.remove()
 		return

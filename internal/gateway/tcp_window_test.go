@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/access"
 )
 
 // slow is a listener whose connections have a receive buffer that does not grow.
@@ -557,7 +559,7 @@ func TestDisorder(t *testing.T) {
 // its windows hold.
 func TestSegmentSize(t *testing.T) {
 	for _, mtu := range []int{1500, 65520} {
-		p := newPuppet(t, Config{Outbound: Outbound{All: true}, MTU: mtu})
+		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}, MTU: mtu})
 		listener := listenOn(t, host4)
 		l := p.syn(listener.Addr().(*net.TCPAddr).AddrPort(), true)
 		s := l.hear()

@@ -9,6 +9,9 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/access"
+	"sockeye/internal/gateway/timer"
 )
 
 const (
@@ -31,7 +34,7 @@ type udpFlow struct {
 	destination []byte
 	noGSO       bool // UDP_SEGMENT fails for the flow's datagrams
 	lastUsed    time.Time
-	timer       timer
+	timer       timer.Timer
 	// Links of the flow in flowLRU.
 	class        class
 	older, newer *udpFlow
@@ -70,7 +73,7 @@ func (g *Gateway) udpArrives(s *segment) {
 
 func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 	c := passing
-	if g.config.Outbound.nameServer(f.remote.Addr()) != nil {
+	if g.config.Outbound.NameServer(f.remote.Addr()) != nil {
 		c = naming
 	}
 	if c == passing {
@@ -95,8 +98,8 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 		return nil
 	}
 	g.flows.add(u)
-	u.timer.owner = u
-	g.timers.set(&u.timer, g.now.Add(u.idle()))
+	u.timer.Owner = u
+	g.timers.Set(&u.timer, g.now.Add(u.idle()))
 	return u
 }
 
@@ -126,7 +129,7 @@ func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *segment) bool {
 }
 
 func (u *udpFlow) idle() time.Duration {
-	if u.addresses.remote.Port() == dnsPort {
+	if u.addresses.remote.Port() == access.DNSPort {
 		return dnsIdle
 	}
 	return udpIdle
@@ -217,9 +220,9 @@ func (u *udpFlow) passErrors() bool {
 	return u.g.passErrors(u.fd, unix.IPPROTO_UDP, u.addresses.always)
 }
 
-func (u *udpFlow) expired() {
+func (u *udpFlow) Expired() {
 	if end := u.lastUsed.Add(u.idle()); end.After(u.g.now) {
-		u.g.timers.set(&u.timer, end)
+		u.g.timers.Set(&u.timer, end)
 		return
 	}
 	u.end()

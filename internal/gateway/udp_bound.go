@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/timer"
 )
 
 // boundSocket is a socket of the host that is bound to a port for the guest.
@@ -16,7 +18,7 @@ type boundSocket struct {
 	Forward
 	v6    bool
 	peers map[netip.AddrPort]*boundPeer // by the address that the guest sees
-	timer timer
+	timer timer.Timer
 	pacer pacer
 }
 
@@ -38,8 +40,8 @@ func newBound(g *Gateway, f Forward) (*boundSocket, error) {
 		return nil, err
 	}
 	b := &boundSocket{g: g, Forward: f, v6: family == unix.AF_INET6, peers: map[netip.AddrPort]*boundPeer{}}
-	b.timer.owner = b
-	b.pacer.b, b.pacer.timer.owner = b, &b.pacer
+	b.timer.Owner = b
+	b.pacer.b, b.pacer.timer.Owner = b, &b.pacer
 	level, option := unix.IPPROTO_IP, unix.IP_PKTINFO
 	if b.v6 {
 		level, option = unix.IPPROTO_IPV6, unix.IPV6_RECVPKTINFO
@@ -102,7 +104,7 @@ func (b *boundSocket) event(uint32) {
 				continue
 			}
 			// The source address may be forged, and the guest would answer to it.
-			if o := &b.g.config.Outbound; o.named(remote) && !o.Allowed(unix.IPPROTO_UDP, remote) {
+			if o := &b.g.config.Outbound; o.Named(remote) && !o.Allowed(unix.IPPROTO_UDP, remote) {
 				b.g.count(NotAllowed)
 				continue
 			}
@@ -129,7 +131,7 @@ func (b *boundSocket) remember(remote netip.AddrPort, name, control []byte) *bou
 			}
 		}
 		if len(b.peers) == 0 {
-			b.g.timers.set(&b.timer, b.g.now.Add(udpIdle))
+			b.g.timers.Set(&b.timer, b.g.now.Add(udpIdle))
 		}
 		k = &boundPeer{}
 		b.peers[remote] = k
@@ -139,14 +141,14 @@ func (b *boundSocket) remember(remote netip.AddrPort, name, control []byte) *bou
 	return k
 }
 
-// expired removes idle peers.
-func (b *boundSocket) expired() {
+// Expired removes idle peers.
+func (b *boundSocket) Expired() {
 	for peer, k := range b.peers {
 		if b.g.now.Sub(k.lastSeen) >= udpIdle {
 			delete(b.peers, peer)
 		}
 	}
 	if len(b.peers) > 0 {
-		b.g.timers.set(&b.timer, b.g.now.Add(udpIdle))
+		b.g.timers.Set(&b.timer, b.g.now.Add(udpIdle))
 	}
 }

@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/access"
 )
 
 // Each UDP flow that the guest opens occupies a port of the host, unless the flow shares a socket, and so does each TCP
@@ -153,7 +155,7 @@ func (all *flowLRU) unlink(u *udpFlow) {
 func (l *udpFlows) used(u *udpFlow, now time.Time, lasts bool) {
 	u.lastUsed = now
 	to := u.class
-	if lasts && to == passing && u.addresses.remote.Port() != dnsPort {
+	if lasts && to == passing && u.addresses.remote.Port() != access.DNSPort {
 		to = lasting
 	}
 	all := l.order(u)
@@ -232,7 +234,7 @@ func (g *Gateway) endFlow(u *udpFlow) {
 	if g.gso.flow == u {
 		g.gso.send()
 	}
-	g.timers.stop(&u.timer)
+	g.timers.Stop(&u.timer)
 	u.end()
 	g.count(Evicted)
 }

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/access"
 )
 
 // fewPorts gives the test's host so many ports to choose from, until the test ends.
@@ -103,7 +105,7 @@ func TestTCPConnectionsLeavePorts(t *testing.T) {
 	f, port := forward(t)
 	listener := listenOn(t, host4)
 	fewPorts(t, ports)
-	p := newPuppet(t, Config{Forwards: []Forward{f}, Outbound: Outbound{All: true}})
+	p := newPuppet(t, Config{Forwards: []Forward{f}, Outbound: access.Outbound{All: true}})
 	var list []*link
 	for range most {
 		list = append(list, p.dial(listener))
@@ -142,7 +144,7 @@ func TestUDPEviction(t *testing.T) {
 		}, 39},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			p := newPuppet(t, Config{Outbound: Outbound{All: true, DNS: []NameServer{{alias, server}}}, Outgoing: 40})
+			p := newPuppet(t, Config{Outbound: access.Outbound{All: true, DNS: []access.NameServer{{Alias: alias, Server: server}}}, Outgoing: 40})
 			lasting := flow{netip.AddrPortFrom(guest4, 5000), netip.AddrPortFrom(host4, 9)}
 			for range 2 { // it only sends
 				p.put(datagram(lasting.guest, lasting.remote, []byte("?")))
@@ -169,8 +171,8 @@ func TestUDPEviction(t *testing.T) {
 				t.Error("the last one has no flow")
 			}
 			n := p.g.flows.own.n
-			if n != len(p.g.flows.all) || len(p.g.timers.list) != n {
-				t.Errorf("%d in order, %d by name, %d timers", n, len(p.g.flows.all), len(p.g.timers.list))
+			if n != len(p.g.flows.all) || len(p.g.timers.List) != n {
+				t.Errorf("%d in order, %d by name, %d timers", n, len(p.g.flows.all), len(p.g.timers.List))
 			}
 			p.wait(udpIdle + time.Second)
 			p.wait(udpIdle + time.Second)
@@ -185,7 +187,7 @@ func TestUDPEviction(t *testing.T) {
 // each other's places.
 func TestQuestionsKeepTheirFlows(t *testing.T) {
 	alias, server := netip.MustParseAddr("169.254.53.53"), netip.AddrPortFrom(host4, 53)
-	p := newPuppet(t, Config{Outbound: Outbound{All: true, DNS: []NameServer{{alias, server}}}, Outgoing: 40})
+	p := newPuppet(t, Config{Outbound: access.Outbound{All: true, DNS: []access.NameServer{{Alias: alias, Server: server}}}, Outgoing: 40})
 	lasting := func(i int) {
 		for range 2 {
 			p.put(datagram(netip.AddrPortFrom(guest4, uint16(10000+i)), netip.AddrPortFrom(host4, 9), []byte("x")))
@@ -213,7 +215,7 @@ func TestQuestionsKeepTheirFlows(t *testing.T) {
 // Questions to name servers, and flows that are there, go on.
 func TestFlowsLeaveTime(t *testing.T) {
 	alias, server := netip.MustParseAddr("169.254.53.53"), netip.AddrPortFrom(host4, 53)
-	p := newPuppet(t, Config{Outbound: Outbound{All: true, DNS: []NameServer{{alias, server}}}})
+	p := newPuppet(t, Config{Outbound: access.Outbound{All: true, DNS: []access.NameServer{{Alias: alias, Server: server}}}})
 	// Each look at the clock takes a millisecond, so that opening a flow does.
 	begin, looks := time.Now(), 0
 	p.g.clock = func() time.Time { looks++; return begin.Add(time.Duration(looks) * time.Millisecond) }

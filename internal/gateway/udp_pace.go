@@ -7,6 +7,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/timer"
 )
 
 // pacer delivers datagrams of a bound socket no faster than the program reads them. The free space in the receive buffer of the
@@ -14,13 +16,13 @@ import (
 // is larger as a rule.
 type pacer struct {
 	b         *boundSocket
-	last      flow      // of the last datagram
-	payload   int       // of the largest datagram since the update before the last one, bytes
-	largest   int       // of the largest datagram since the last update, bytes
-	room      int       // free space of the program's socket, at least, in bytes of kernel memory
-	fullSince time.Time // since when the socket is full; zero: it is not
-	stalled   bool      // the program has read nothing for readPatience: datagrams do not wait for it
-	timer     timer     // while the socket is full
+	last      flow        // of the last datagram
+	payload   int         // of the largest datagram since the update before the last one, bytes
+	largest   int         // of the largest datagram since the last update, bytes
+	room      int         // free space of the program's socket, at least, in bytes of kernel memory
+	fullSince time.Time   // since when the socket is full; zero: it is not
+	stalled   bool        // the program has read nothing for readPatience: datagrams do not wait for it
+	timer     timer.Timer // while the socket is full
 }
 
 const (
@@ -56,7 +58,7 @@ func (p *pacer) allowed() int {
 	}
 	p.fullSince = p.b.g.now
 	_ = p.b.g.watch(unix.EPOLL_CTL_MOD, p.b.FD, 0) // it is registered
-	p.b.g.timers.set(&p.timer, p.fullSince)        // at the end of this turn
+	p.b.g.timers.Set(&p.timer, p.fullSince)        // at the end of this turn
 	return 0
 }
 
@@ -85,8 +87,8 @@ func (p *pacer) delivered(f flow, payload int) {
 	p.room -= p.cost()
 }
 
-// expired updates a full socket.
-func (p *pacer) expired() {
+// Expired updates a full socket.
+func (p *pacer) Expired() {
 	if !p.update() {
 		return
 	}
@@ -99,7 +101,7 @@ func (p *pacer) expired() {
 		return
 	}
 	pause := min(max(since, shortestPause), longestPause)
-	g.timers.set(&p.timer, g.now.Add(pause))
+	g.timers.Set(&p.timer, g.now.Add(pause))
 	if pause < time.Millisecond && len(g.outputQueue) == 0 {
 		g.nap(pause)
 	}

@@ -8,6 +8,8 @@ import (
 	"slices"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/access"
 )
 
 // maxOwnSockets is how many flows of one port of the guest have connected sockets. Connected sockets are faster, because the
@@ -60,7 +62,7 @@ func (l *udpFlows) tidy(guest netip.AddrPort) {
 // sharable returns whether the flow may share a socket. Queries to name servers may not: the source port is part of what a forged
 // answer has to guess.
 func (u *udpFlow) sharable() bool {
-	return u.class != naming && u.addresses.remote.Port() != dnsPort
+	return u.class != naming && u.addresses.remote.Port() != access.DNSPort
 }
 
 // sharedFor returns the socket that a flow is to share; nil if the flow is to have its own.

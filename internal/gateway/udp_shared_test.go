@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/gateway/access"
 )
 
 // fewFiles lets the process have so many descriptors, until the test ends.
@@ -270,7 +272,7 @@ func each(t *testing.T, test func(t *testing.T, host netip.Addr)) {
 // the same port does not, nor does a peer that the guest has not sent to for long.
 func TestUDPSharedStranger(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
-		p := newPuppet(t, Config{Outbound: Outbound{All: true}})
+		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
 		from, peers := sharing(p, host)
 		var at [2]netip.AddrPort
 		for i, c := range peers {
@@ -318,7 +320,7 @@ func TestUDPSharedStranger(t *testing.T) {
 // and what it sends to others is not lost.
 func TestUDPSharedErrors(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
-		p := newPuppet(t, Config{Outbound: Outbound{All: true}})
+		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
 		from, peers := sharing(p, host)
 		gone := peers[1].at
 		peers[1].Close()
@@ -372,7 +374,7 @@ func TestUDPSharedErrors(t *testing.T) {
 func TestUDPSharedHops(t *testing.T) {
 	const usual = 64 // net.ipv4.ip_default_ttl and net.ipv6.conf.default.hop_limit
 	each(t, func(t *testing.T, host netip.Addr) {
-		p := newPuppet(t, Config{Outbound: Outbound{All: true}})
+		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
 		from, peers := sharing(p, host)
 		place := 8 // of the hop limit in a header
 		if host.Is6() {
@@ -418,7 +420,7 @@ func TestUDPSharedHops(t *testing.T) {
 // TestUDPSharedForgotten: flows that share a socket end one by one, and the last one closes it.
 func TestUDPSharedForgotten(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
-		p := newPuppet(t, Config{Outbound: Outbound{All: true}})
+		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
 		from, peers := sharing(p, host)
 		empty := descriptors(t) - maxOwnSockets
 		send := func(c *peer) {
@@ -428,8 +430,8 @@ func TestUDPSharedForgotten(t *testing.T) {
 		}
 		expect := func(flows, files int) {
 			t.Helper()
-			if n := descriptors(t) - empty; n != files || len(p.g.flows.all) != flows || len(p.g.timers.list) != flows {
-				t.Errorf("%d flows, %d descriptors, %d timers, want %d flows and %d descriptors", len(p.g.flows.all), n, len(p.g.timers.list), flows, files)
+			if n := descriptors(t) - empty; n != files || len(p.g.flows.all) != flows || len(p.g.timers.List) != flows {
+				t.Errorf("%d flows, %d descriptors, %d timers, want %d flows and %d descriptors", len(p.g.flows.all), n, len(p.g.timers.List), flows, files)
 			}
 		}
 		send(peers[0])
@@ -453,7 +455,7 @@ func TestUDPSharedForgotten(t *testing.T) {
 // again, they are taken.
 func TestUDPSharedFull(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
-		p := newPuppet(t, Config{Outbound: Outbound{All: true}})
+		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
 		from, _ := sharing(p, host)
 		empty := descriptors(t) - maxOwnSockets
 		keep := slices.Collect(maps.Keys(p.g.flows.all)) // in use, so that the next ones share
@@ -505,14 +507,14 @@ func TestUDPSharedNot(t *testing.T) {
 	dns := netip.MustParseAddr("169.254.53.53")
 	loop := netip.MustParseAddr("127.0.0.1")
 	aliases := []netip.Addr{netip.MustParseAddr("169.254.53.1"), netip.MustParseAddr("169.254.53.2")}
-	o := Outbound{All: true, DNS: []NameServer{{dns, netip.AddrPortFrom(host4, dnsPort)}}, Host: aliases}
+	o := access.Outbound{All: true, DNS: []access.NameServer{{Alias: dns, Server: netip.AddrPortFrom(host4, access.DNSPort)}}, Host: aliases}
 	for _, a := range aliases {
-		o.Rules = append(o.Rules, Rule{Prefix: netip.PrefixFrom(a, 32), First: 1, Last: 65535})
+		o.Rules = append(o.Rules, access.Rule{Prefix: netip.PrefixFrom(a, 32), First: 1, Last: 65535})
 	}
 	p := newPuppet(t, Config{Outbound: o})
 	from, peers := sharing(p, host4)
 	server := p.peer(loop)
-	to := []netip.AddrPort{peers[0].at, netip.AddrPortFrom(dns, dnsPort), netip.AddrPortFrom(host4, dnsPort)}
+	to := []netip.AddrPort{peers[0].at, netip.AddrPortFrom(dns, access.DNSPort), netip.AddrPortFrom(host4, access.DNSPort)}
 	for _, a := range aliases {
 		to = append(to, netip.AddrPortFrom(a, server.at.Port()))
 	}
@@ -548,7 +550,7 @@ func TestUDPSharedBounds(t *testing.T) {
 	const outgoing = 40
 	own(t, "10.99.0.0/16")
 	own(t, "10.98.0.0/16")
-	p := newPuppet(t, Config{Outbound: Outbound{All: true}, Outgoing: outgoing})
+	p := newPuppet(t, Config{Outbound: access.Outbound{All: true}, Outgoing: outgoing})
 	p.g.now = time.Now()
 	p.g.clock = func() time.Time { return p.g.now } // opening them takes no time
 	send := func(port, i int) netip.AddrPort {
@@ -592,7 +594,7 @@ func TestUDPSharedBounds(t *testing.T) {
 			t.Fatalf("%d shared sockets and %d of their own, want %d", l.sockets, l.own.n, n-1)
 		}
 	}
-	if n := len(l.all) + l.own.n + l.sharing.n + l.sockets + len(l.sources) + len(p.g.timers.list); n != 0 {
+	if n := len(l.all) + l.own.n + l.sharing.n + l.sockets + len(l.sources) + len(p.g.timers.List); n != 0 {
 		t.Errorf("%d are left", n)
 	}
 }

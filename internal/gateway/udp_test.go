@@ -19,6 +19,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/gateway/access"
 	"sockeye/internal/tun"
 	"sockeye/lab"
 	"sockeye/room"
@@ -285,7 +286,7 @@ func TestUDPInbound(t *testing.T) {
 // comes from the host's port, so that it can be answered.
 func TestUDPFromPublishedPort(t *testing.T) {
 	f, port := forwardUDP(t)
-	j := join(t, 1500, Config{Forwards: []Forward{f}, Outbound: Outbound{All: true}})
+	j := join(t, 1500, Config{Forwards: []Forward{f}, Outbound: access.Outbound{All: true}})
 	server := j.inside(func() (*net.UDPConn, error) { return net.ListenUDP("udp", &net.UDPAddr{Port: innerPort}) })
 	for _, host := range []netip.Addr{host4, host6} {
 		peer := j.listenUDP(netip.AddrPortFrom(host, 0))
@@ -308,7 +309,7 @@ func TestUDPFromPublishedPort(t *testing.T) {
 
 // TestUDPRefused: what the network tells of a datagram, the guest's socket is told.
 func TestUDPRefused(t *testing.T) {
-	j := join(t, 65520, Config{Outbound: Outbound{Rules: []Rule{
+	j := join(t, 65520, Config{Outbound: access.Outbound{Rules: []access.Rule{
 		{Prefix: netip.MustParsePrefix("10.96.0.0/16"), Last: 65535}, {Prefix: netip.MustParsePrefix("fd96::/64"), Last: 65535},
 		{Prefix: netip.MustParsePrefix("203.0.113.0/24"), Last: 65535},
 	}}})
@@ -399,8 +400,8 @@ func TestUDPBurst(t *testing.T) {
 // TestUDPForgotten: flows and peers are forgotten in time.
 func TestUDPForgotten(t *testing.T) {
 	f, port := forwardUDP(t)
-	p := newPuppet(t, Config{Forwards: []Forward{f}, Outbound: Outbound{All: true}})
-	for i, remote := range []netip.AddrPort{netip.AddrPortFrom(host4, 9), netip.AddrPortFrom(host6, 9), netip.AddrPortFrom(host4, dnsPort)} {
+	p := newPuppet(t, Config{Forwards: []Forward{f}, Outbound: access.Outbound{All: true}})
+	for i, remote := range []netip.AddrPort{netip.AddrPortFrom(host4, 9), netip.AddrPortFrom(host6, 9), netip.AddrPortFrom(host4, access.DNSPort)} {
 		from := guest4
 		if remote.Addr().Is6() {
 			from = guest6
@@ -424,8 +425,8 @@ func TestUDPForgotten(t *testing.T) {
 	}
 	p.wait(udpIdle + time.Second)
 	p.wait(udpIdle + time.Second)
-	if len(p.g.flows.all) != 0 || len(b.peers) != 0 || len(p.g.timers.list) != 0 {
-		t.Errorf("at the end: %d flows, %d peers, %d timers", len(p.g.flows.all), len(b.peers), len(p.g.timers.list))
+	if len(p.g.flows.all) != 0 || len(b.peers) != 0 || len(p.g.timers.List) != 0 {
+		t.Errorf("at the end: %d flows, %d peers, %d timers", len(p.g.flows.all), len(b.peers), len(p.g.timers.List))
 	}
 }
 
@@ -464,7 +465,7 @@ func datagram(from, to netip.AddrPort, payload []byte) []byte {
 // TestFragments: what is not in order, too long, or never whole is dropped, and does not
 // stay.
 func TestFragments(t *testing.T) {
-	p := newPuppet(t, Config{Outbound: Outbound{All: true}})
+	p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
 	piece := func(id uint16, at, n int, more bool) []byte {
 		b := make([]byte, ipv4Header+n)
 		writeIP(b, guest4, host4, unix.IPPROTO_UDP, n)

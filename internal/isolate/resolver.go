@@ -8,7 +8,7 @@ import (
 	"strconv"
 	"strings"
 
-	"sockeye/internal/gateway"
+	"sockeye/internal/gateway/access"
 )
 
 // maxNameServers is how many name servers of /etc/resolv.conf are used (MAXNS in resolv.h).
@@ -19,7 +19,7 @@ const dnsPort = 53
 
 // NameServers parses a host's resolv.conf(5) and returns its name servers, and the text for the guest, which has the aliases in
 // their place. Without a name server, 127.0.0.1:53 is one, as for the C library. There must be three aliases.
-func NameServers(conf string, aliases []netip.Addr) (list []gateway.NameServer, text string) {
+func NameServers(conf string, aliases []netip.Addr) (list []access.NameServer, text string) {
 	var rest strings.Builder
 	for line := range strings.Lines(conf) {
 		fields := strings.Fields(line)
@@ -32,13 +32,13 @@ func NameServers(conf string, aliases []netip.Addr) (list []gateway.NameServer, 
 			if err != nil || len(list) == maxNameServers {
 				continue
 			}
-			list = append(list, gateway.NameServer{Alias: aliases[len(list)], Server: netip.AddrPortFrom(numbered(a.Unmap()), dnsPort)})
+			list = append(list, access.NameServer{Alias: aliases[len(list)], Server: netip.AddrPortFrom(numbered(a.Unmap()), dnsPort)})
 		case "search", "domain", "options", "sortlist":
 			rest.WriteString(strings.Join(fields, " ") + "\n")
 		}
 	}
 	if len(list) == 0 {
-		list = []gateway.NameServer{{Alias: aliases[0], Server: netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), dnsPort)}}
+		list = []access.NameServer{{Alias: aliases[0], Server: netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), dnsPort)}}
 	}
 	for _, n := range list {
 		text += "nameserver " + n.Alias.String() + "\n"

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway"
+	"sockeye/internal/gateway/access"
 	"sockeye/internal/sandbox"
 	"sockeye/internal/tun"
 )
@@ -31,7 +32,7 @@ const lingerTime = 5 * time.Second
 type Options struct {
 	MTU            int        // of the TUN interface, bytes
 	Guest4, Guest6 netip.Addr // addresses of the TUN interface
-	Outbound       gateway.Outbound
+	Outbound       access.Outbound
 	// User is the user that the gateway and the program become; nil: they keep the user of this process.
 	User *User
 	// Listen opens the sockets of the host that lead inside. Run calls Listen as User, before the program starts.

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 	"kernel.org/pub/linux/libs/security/libcap/cap"
 
-	"sockeye/internal/gateway"
+	"sockeye/internal/gateway/access"
 )
 
 // Gateway describes what a gateway's process may do after Enter.
@@ -23,7 +23,7 @@ type Gateway struct {
 	Child int
 	// Outbound is where the guest may go. If the guest may go nowhere, the process can open no socket; open sockets and accept(2)
 	// still work.
-	Outbound gateway.Outbound
+	Outbound access.Outbound
 	// Listens allows bind(2) of UDP sockets and listen(2) for sockets that are open already.
 	Listens bool
 }

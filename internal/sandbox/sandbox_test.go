@@ -26,6 +26,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/gateway"
+	"sockeye/internal/gateway/access"
 	"sockeye/internal/testenv"
 	"sockeye/internal/tun"
 	"sockeye/lab"
@@ -41,7 +42,7 @@ var (
 
 // listen opens a listener on a free port of an IPv4 address.
 func listen(a netip.Addr) (fd int, at netip.AddrPort, err error) {
-	list, err := gateway.Listen([]gateway.ForwardSpec{{Address: a, Protocol: unix.IPPROTO_TCP}})
+	list, err := gateway.Listen([]access.ForwardSpec{{Address: a, Protocol: unix.IPPROTO_TCP}})
 	if err != nil {
 		return -1, at, err
 	}
@@ -52,7 +53,7 @@ func listen(a netip.Addr) (fd int, at netip.AddrPort, err error) {
 	return list[0].FD, netip.AddrPortFrom(a, uint16(own.(*unix.SockaddrInet4).Port)), nil
 }
 
-var anywhere = gateway.Outbound{All: true}
+var anywhere = access.Outbound{All: true}
 
 // roleVariable makes the test binary a process that enters a sandbox, for good.
 const roleVariable = "SOCKEYE_TEST_SANDBOX"
@@ -283,7 +284,7 @@ func tryLandlock() {
 			os.Exit(1)
 		}
 	}
-	box := Gateway{Outbound: gateway.Outbound{Rules: []gateway.Rule{{
+	box := Gateway{Outbound: access.Outbound{Rules: []access.Rule{{
 		Prefix: netip.PrefixFrom(at[0].Addr(), 32), Protocol: unix.IPPROTO_TCP, First: at[0].Port(), Last: at[0].Port(),
 	}}}}
 	if err := dropCapabilities(); err != nil {
@@ -353,21 +354,21 @@ func TestHandled(t *testing.T) {
 	}
 	for _, test := range []struct {
 		rules string
-		dns   []gateway.NameServer
+		dns   []access.NameServer
 		net   uint64
 		ports []uint16
 	}{
 		{"", nil, 3, nil},
-		{"", []gateway.NameServer{{}}, 3, []uint16{53}},
+		{"", []access.NameServer{{}}, 3, []uint16{53}},
 		{"10.0.0.0/8:80-81/tcp 10.0.0.0/8:90 10.0.0.0/8/udp 10.0.0.0/8/icmp", nil, 3, []uint16{80, 81, 90}},
 		{"10.0.0.0/8:80/tcp 10.0.0.0/8", nil, 1, nil},
 		{"10.0.0.0/8:1-1024", nil, 3, nil},
 		{"10.0.0.0/8:1-1025", nil, 1, nil},
 		{"10.0.0.0/8:1-1024 10.0.0.0/8:2000", nil, 1, nil},
 	} {
-		out := gateway.Outbound{DNS: test.dns}
+		out := access.Outbound{DNS: test.dns}
 		for _, text := range strings.Fields(test.rules) {
-			r, err := gateway.ParseRule(text)
+			r, err := access.ParseRule(text)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package gateway
+package access
 
 import (
 	"errors"
@@ -29,7 +29,7 @@ func (f ForwardSpec) String() string {
 			address = "[" + f.Address.String() + "]:"
 		}
 	}
-	return fmt.Sprintf("%s%s:%s/%s", address, ports(f.First, f.Last), ports(f.Guest, f.Guest+f.Last-f.First), protocolName(f.Protocol))
+	return fmt.Sprintf("%s%s:%s/%s", address, ports(f.First, f.Last), ports(f.Guest, f.Guest+f.Last-f.First), ProtocolName(f.Protocol))
 }
 
 func ports(first, last uint16) string {
@@ -39,7 +39,7 @@ func ports(first, last uint16) string {
 	return fmt.Sprintf("%d-%d", first, last)
 }
 
-func protocolName(p uint8) string {
+func ProtocolName(p uint8) string {
 	switch p {
 	case unix.IPPROTO_TCP:
 		return "tcp"
@@ -134,7 +134,7 @@ func ParseRule(text string) (r Rule, err error) {
 	rest := text
 	r.Last = 65535
 	for _, protocol := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ICMP} {
-		if before, ok := strings.CutSuffix(rest, "/"+protocolName(protocol)); ok {
+		if before, ok := strings.CutSuffix(rest, "/"+ProtocolName(protocol)); ok {
 			rest, r.Protocol = before, protocol
 			break
 		}
@@ -195,7 +195,7 @@ func (r Rule) String() string {
 		text += ":" + ports(r.First, r.Last)
 	}
 	if r.Protocol != 0 {
-		text += "/" + protocolName(r.Protocol)
+		text += "/" + ProtocolName(r.Protocol)
 	}
 	return text
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package gateway
+// Package access decides what a guest may reach, and which of its ports are reached from outside.
+package access
 
 import (
 	"net/netip"
@@ -38,15 +39,15 @@ type Rule struct {
 }
 
 const (
-	dnsPort    = 53
+	DNSPort    = 53
 	dnsTLSPort = 853 // over TLS (RFC 7858) and QUIC (RFC 9250)
 )
 
 // Allowed returns whether the guest may send to an address. For ICMP the port is 0.
 func (o *Outbound) Allowed(protocol uint8, to netip.AddrPort) bool {
 	a := to.Addr()
-	if n := o.nameServer(a); n != nil {
-		return to.Port() == dnsPort && (protocol == unix.IPPROTO_TCP || protocol == unix.IPPROTO_UDP)
+	if n := o.NameServer(a); n != nil {
+		return to.Port() == DNSPort && (protocol == unix.IPPROTO_TCP || protocol == unix.IPPROTO_UDP)
 	}
 	if forbidden(a) {
 		return false
@@ -55,7 +56,7 @@ func (o *Outbound) Allowed(protocol uint8, to netip.AddrPort) bool {
 	if !echo && to.Port() == 0 {
 		return false
 	}
-	host, named := slices.Contains(o.Host, a), o.named(to)
+	host, named := slices.Contains(o.Host, a), o.Named(to)
 	if o.All && !host && !named {
 		return true
 	}
@@ -70,12 +71,12 @@ func (o *Outbound) Allowed(protocol uint8, to netip.AddrPort) bool {
 	return false
 }
 
-// named returns whether only a rule with the very address allows a destination.
-func (o *Outbound) named(to netip.AddrPort) bool { return Metadata(to.Addr()) || o.resolver(to) }
+// Named returns whether only a rule with the very address allows a destination.
+func (o *Outbound) Named(to netip.AddrPort) bool { return Metadata(to.Addr()) || o.Resolver(to) }
 
-// resolver returns whether a destination is the DNS port of one of Resolvers, in any form of the address.
-func (o *Outbound) resolver(to netip.AddrPort) bool {
-	if len(o.Resolvers) == 0 || to.Port() != dnsPort && to.Port() != dnsTLSPort {
+// Resolver returns whether a destination is the DNS port of one of Resolvers, in any form of the address.
+func (o *Outbound) Resolver(to netip.AddrPort) bool {
+	if len(o.Resolvers) == 0 || to.Port() != DNSPort && to.Port() != dnsTLSPort {
 		return false
 	}
 	return anyForm(to.Addr(), func(a netip.Addr) bool { return slices.Contains(o.Resolvers, a) })
@@ -93,7 +94,7 @@ func (o *Outbound) TCPPorts() (list []uint16, few bool) {
 		return nil, false
 	}
 	if len(o.DNS) > 0 {
-		list = append(list, dnsPort)
+		list = append(list, DNSPort)
 	}
 	for _, r := range o.Rules {
 		if r.Protocol != 0 && r.Protocol != unix.IPPROTO_TCP {
@@ -109,7 +110,7 @@ func (o *Outbound) TCPPorts() (list []uint16, few bool) {
 	return list, true
 }
 
-func (o *Outbound) nameServer(a netip.Addr) *NameServer {
+func (o *Outbound) NameServer(a netip.Addr) *NameServer {
 	for i := range o.DNS {
 		if o.DNS[i].Alias == a {
 			return &o.DNS[i]
@@ -120,7 +121,7 @@ func (o *Outbound) nameServer(a netip.Addr) *NameServer {
 
 // Translate returns the destination on the host's side, which may be of another address family.
 func (o *Outbound) Translate(to netip.AddrPort) netip.AddrPort {
-	if n := o.nameServer(to.Addr()); n != nil {
+	if n := o.NameServer(to.Addr()); n != nil {
 		return n.Server
 	}
 	switch {

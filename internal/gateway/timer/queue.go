@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package timer has the timers of the gateway: a heap of those that are set.
+package timer
+
+import (
+	"container/heap"
+	"time"
+)
+
+// Timer calls its owner at a time. The zero value is not set.
+type Timer struct {
+	due   time.Time
+	wake  time.Time              // key in the heap; not after due
+	Index int                    // in the heap, from 1 on; 0: not set
+	Owner interface{ Expired() } // may set the timer again
+}
+
+// Queue has the timers that are set, in the order of their times.
+type Queue struct{ List timerHeap }
+
+// Next returns the time at which run must be called; false if no timer is set.
+func (t *Queue) Next() (time.Time, bool) {
+	if len(t.List) == 0 {
+		return time.Time{}, false
+	}
+	return t.List[0].wake, true
+}
+
+// Run calls the owners of timers that are due.
+func (t *Queue) Run(now time.Time) {
+	for len(t.List) > 0 && !t.List[0].wake.After(now) {
+		x := t.List[0]
+		if x.due.After(now) {
+			x.wake = x.due
+			heap.Fix(&t.List, 0)
+			continue
+		}
+		heap.Pop(&t.List)
+		x.Owner.Expired()
+	}
+}
+
+// Set sets a timer, or moves it. A timer that is moved to a later time, as by each acknowledgement, stays where it is in the heap
+// and is moved when its turn comes: the usual case costs an assignment.
+func (t *Queue) Set(x *Timer, due time.Time) {
+	x.due = due
+	switch {
+	case x.Index == 0:
+		x.wake = due
+		heap.Push(&t.List, x)
+	case due.Before(x.wake):
+		x.wake = due
+		heap.Fix(&t.List, x.Index-1)
+	}
+}
+
+func (t *Queue) Stop(x *Timer) {
+	if x.Index > 0 {
+		heap.Remove(&t.List, x.Index-1)
+	}
+}
+
+type timerHeap []*Timer
+
+func (h timerHeap) Len() int           { return len(h) }
+func (h timerHeap) Less(i, j int) bool { return h[i].wake.Before(h[j].wake) }
+func (h timerHeap) Swap(i, j int) {
+	h[i], h[j] = h[j], h[i]
+	h[i].Index, h[j].Index = i+1, j+1
+}
+
+// Push adds a timer, for container/heap.
+func (h *timerHeap) Push(x any) {
+	t := x.(*Timer)
+	*h = append(*h, t)
+	t.Index = len(*h)
+}
+
+// Pop takes the last timer off, for container/heap.
+func (h *timerHeap) Pop() any {
+	last := len(*h) - 1
+	t := (*h)[last]
+	(*h)[last] = nil
+	*h = (*h)[:last]
+	t.Index = 0
+	return t
+}
