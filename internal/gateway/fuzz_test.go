@@ -176,7 +176,7 @@ func FuzzGuest(f *testing.F) {
 		if backlog != p.g.backlog {
 			t.Errorf("%d bytes in backlogs, said to be %d", backlog, p.g.backlog)
 		}
-		if n := len(p.g.timers.List); n > len(p.g.conns)+len(p.g.flows.all)+len(p.g.echoes)+len(p.g.bound)+8 {
+		if n := p.g.timers.Len(); n > len(p.g.conns)+len(p.g.flows.all)+len(p.g.echoes)+len(p.g.bound)+8 {
 			t.Errorf("%d timers", n)
 		}
 		if list := watch.strays(may); len(list) > 0 {

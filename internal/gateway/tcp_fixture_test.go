@@ -440,7 +440,7 @@ func (p *puppet) ended() {
 	if n := len(p.g.conns); n != 0 {
 		p.Errorf("%d connections are left", n)
 	}
-	if n := len(p.g.timers.List); n != 0 {
+	if n := p.g.timers.Len(); n != 0 {
 		p.Errorf("%d timers are left", n)
 	}
 	if p.g.backlog != 0 {

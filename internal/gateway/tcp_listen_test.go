@@ -346,8 +346,8 @@ func TestTimers(t *testing.T) {
 		}
 		order = order[:0]
 	}
-	if len(list.List) != 0 {
-		t.Errorf("%d are left", len(list.List))
+	if list.Len() != 0 {
+		t.Errorf("%d are left", list.Len())
 	}
 }
 

@@ -74,7 +74,7 @@ func (m *sendMemory) allow(c *conn, queued, room int) int {
 		if least := max(minHeld-queued, 0); least < room {
 			room = least
 			m.waiting[c] = true
-			if m.timer.Index == 0 {
+			if !m.timer.IsSet() {
 				m.g.timers.Set(&m.timer, m.g.now.Add(memoryInterval))
 			}
 		}

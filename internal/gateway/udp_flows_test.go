@@ -171,8 +171,8 @@ func TestUDPEviction(t *testing.T) {
 				t.Error("the last one has no flow")
 			}
 			n := p.g.flows.own.n
-			if n != len(p.g.flows.all) || len(p.g.timers.List) != n {
-				t.Errorf("%d in order, %d by name, %d timers", n, len(p.g.flows.all), len(p.g.timers.List))
+			if n != len(p.g.flows.all) || p.g.timers.Len() != n {
+				t.Errorf("%d in order, %d by name, %d timers", n, len(p.g.flows.all), p.g.timers.Len())
 			}
 			p.wait(udpIdle + time.Second)
 			p.wait(udpIdle + time.Second)

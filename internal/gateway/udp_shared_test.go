@@ -430,8 +430,8 @@ func TestUDPSharedForgotten(t *testing.T) {
 		}
 		expect := func(flows, files int) {
 			t.Helper()
-			if n := descriptors(t) - empty; n != files || len(p.g.flows.all) != flows || len(p.g.timers.List) != flows {
-				t.Errorf("%d flows, %d descriptors, %d timers, want %d flows and %d descriptors", len(p.g.flows.all), n, len(p.g.timers.List), flows, files)
+			if n := descriptors(t) - empty; n != files || len(p.g.flows.all) != flows || p.g.timers.Len() != flows {
+				t.Errorf("%d flows, %d descriptors, %d timers, want %d flows and %d descriptors", len(p.g.flows.all), n, p.g.timers.Len(), flows, files)
 			}
 		}
 		send(peers[0])
@@ -594,7 +594,7 @@ func TestUDPSharedBounds(t *testing.T) {
 			t.Fatalf("%d shared sockets and %d of their own, want %d", l.sockets, l.own.n, n-1)
 		}
 	}
-	if n := len(l.all) + l.own.n + l.sharing.n + l.sockets + len(l.sources) + len(p.g.timers.List); n != 0 {
+	if n := len(l.all) + l.own.n + l.sharing.n + l.sockets + len(l.sources) + p.g.timers.Len(); n != 0 {
 		t.Errorf("%d are left", n)
 	}
 }

@@ -425,8 +425,8 @@ func TestUDPForgotten(t *testing.T) {
 	}
 	p.wait(udpIdle + time.Second)
 	p.wait(udpIdle + time.Second)
-	if len(p.g.flows.all) != 0 || len(b.peers) != 0 || len(p.g.timers.List) != 0 {
-		t.Errorf("at the end: %d flows, %d peers, %d timers", len(p.g.flows.all), len(b.peers), len(p.g.timers.List))
+	if len(p.g.flows.all) != 0 || len(b.peers) != 0 || p.g.timers.Len() != 0 {
+		t.Errorf("at the end: %d flows, %d peers, %d timers", len(p.g.flows.all), len(b.peers), p.g.timers.Len())
 	}
 }
 

@@ -12,31 +12,37 @@ import (
 type Timer struct {
 	due   time.Time
 	wake  time.Time              // key in the heap; not after due
-	Index int                    // in the heap, from 1 on; 0: not set
+	index int                    // in the heap, from 1 on; 0: not set
 	Owner interface{ Expired() } // may set the timer again
 }
 
+// IsSet tells whether the timer is set.
+func (t *Timer) IsSet() bool { return t.index != 0 }
+
 // Queue has the timers that are set, in the order of their times.
-type Queue struct{ List timerHeap }
+type Queue struct{ list timerHeap }
+
+// Len returns the number of timers that are set.
+func (t *Queue) Len() int { return len(t.list) }
 
 // Next returns the time at which run must be called; false if no timer is set.
 func (t *Queue) Next() (time.Time, bool) {
-	if len(t.List) == 0 {
+	if len(t.list) == 0 {
 		return time.Time{}, false
 	}
-	return t.List[0].wake, true
+	return t.list[0].wake, true
 }
 
 // Run calls the owners of timers that are due.
 func (t *Queue) Run(now time.Time) {
-	for len(t.List) > 0 && !t.List[0].wake.After(now) {
-		x := t.List[0]
+	for len(t.list) > 0 && !t.list[0].wake.After(now) {
+		x := t.list[0]
 		if x.due.After(now) {
 			x.wake = x.due
-			heap.Fix(&t.List, 0)
+			heap.Fix(&t.list, 0)
 			continue
 		}
-		heap.Pop(&t.List)
+		heap.Pop(&t.list)
 		x.Owner.Expired()
 	}
 }
@@ -46,18 +52,18 @@ func (t *Queue) Run(now time.Time) {
 func (t *Queue) Set(x *Timer, due time.Time) {
 	x.due = due
 	switch {
-	case x.Index == 0:
+	case x.index == 0:
 		x.wake = due
-		heap.Push(&t.List, x)
+		heap.Push(&t.list, x)
 	case due.Before(x.wake):
 		x.wake = due
-		heap.Fix(&t.List, x.Index-1)
+		heap.Fix(&t.list, x.index-1)
 	}
 }
 
 func (t *Queue) Stop(x *Timer) {
-	if x.Index > 0 {
-		heap.Remove(&t.List, x.Index-1)
+	if x.index > 0 {
+		heap.Remove(&t.list, x.index-1)
 	}
 }
 
@@ -67,14 +73,14 @@ func (h timerHeap) Len() int           { return len(h) }
 func (h timerHeap) Less(i, j int) bool { return h[i].wake.Before(h[j].wake) }
 func (h timerHeap) Swap(i, j int) {
 	h[i], h[j] = h[j], h[i]
-	h[i].Index, h[j].Index = i+1, j+1
+	h[i].index, h[j].index = i+1, j+1
 }
 
 // Push adds a timer, for container/heap.
 func (h *timerHeap) Push(x any) {
 	t := x.(*Timer)
 	*h = append(*h, t)
-	t.Index = len(*h)
+	t.index = len(*h)
 }
 
 // Pop takes the last timer off, for container/heap.
@@ -83,6 +89,6 @@ func (h *timerHeap) Pop() any {
 	t := (*h)[last]
 	(*h)[last] = nil
 	*h = (*h)[:last]
-	t.Index = 0
+	t.index = 0
 	return t
 }
