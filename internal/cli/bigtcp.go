@@ -59,7 +59,10 @@ const (
 	wantedUnset   = "unset"
 )
 
-func (c *command) bigtcpCommand() *cobra.Command {
+// bigtcpCommands are the commands of one invocation.
+type bigtcpCommands struct{ *command }
+
+func (c *bigtcpCommands) bigtcpCommand() *cobra.Command {
 	var (
 		all    bool
 		policy string

@@ -754,7 +754,7 @@ func TestBigTCPCompletion(t *testing.T) {
 			t.Errorf("%s: %q", args, r.out)
 		}
 	}
-	root := (&command{Environment: Host()}).bigtcpCommand()
+	root := (&bigtcpCommands{&command{Environment: Host()}}).bigtcpCommand()
 	for _, cmd := range append(root.Commands(), root) {
 		for line := range strings.Lines(cmd.Long) {
 			if len(line) > 81 {

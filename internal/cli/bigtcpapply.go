@@ -11,7 +11,7 @@ import (
 	"sockeye/internal/bigtcp/sizing"
 )
 
-func (c *command) bigtcpApplyCommand() *cobra.Command {
+func (c *bigtcpCommands) bigtcpApplyCommand() *cobra.Command {
 	var request bigtcpRequest
 	cmd := &cobra.Command{
 		Use:   "apply [INTERFACE...]",

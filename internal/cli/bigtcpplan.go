@@ -54,7 +54,7 @@ func (r *bigtcpRequest) flags(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&r.force, "force", false, "take over sizes of the agent, and overwrite sizes that somebody else has changed")
 }
 
-func (c *command) bigtcpPlanCommand() *cobra.Command {
+func (c *bigtcpCommands) bigtcpPlanCommand() *cobra.Command {
 	var request bigtcpRequest
 	cmd := &cobra.Command{
 		Use:   "plan [INTERFACE...]",
@@ -83,7 +83,7 @@ it plans the bigtcp section of the policy file.`,
 }
 
 // bigtcpChanged prints changes.
-func (c *command) bigtcpChanged(answer bigtcpChanges, verb string) error {
+func (c *bigtcpCommands) bigtcpChanged(answer bigtcpChanges, verb string) error {
 	return c.print(answer, func(t *text) { changesText(t, &answer, verb) })
 }
 

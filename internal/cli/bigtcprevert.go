@@ -25,7 +25,7 @@ type bigtcpReverted struct {
 	Code  int    `json:"code,omitempty"`
 }
 
-func (c *command) bigtcpRevertCommand() *cobra.Command {
+func (c *bigtcpCommands) bigtcpRevertCommand() *cobra.Command {
 	var (
 		where bigtcpPlace
 		force bool

@@ -7,7 +7,6 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"unicode/utf8"
 
 	"sockeye/internal/bigtcp/compat"
 	"sockeye/internal/bigtcp/netif"
@@ -25,37 +24,6 @@ const (
 )
 
 const bigtcpEffect = "only new connections use the new sizes; open ones keep theirs until their route is looked up again"
-
-// paragraph adds text in lines of at most bigtcpWidth. Lines after the first have a
-// deeper indent.
-func (t *text) paragraph(indent, format string, args ...any) {
-	line := indent
-	for i, word := range strings.Fields(printable(fmt.Sprintf(format, args...))) {
-		switch {
-		case i == 0:
-			line += word
-		case utf8.RuneCountInString(line+" "+word) > bigtcpWidth:
-			t.WriteString(line + "\n")
-			line = indent + "  " + word
-		default:
-			line += " " + word
-		}
-	}
-	t.WriteString(line + "\n")
-}
-
-// incompatibility adds an incompatibility with its hint. names are its interfaces, if
-// these are not evident from the context.
-func (t *text) incompatibility(indent string, of compat.Incompatibility, names ...string) {
-	where := ""
-	if len(names) > 0 {
-		where = " on " + firstNames(names)
-	}
-	t.paragraph(indent, "%s%s: %s", strings.ReplaceAll(of.Name, "_", " "), where, of.Detail)
-	if of.Hint != "" {
-		t.paragraph(indent+"  ", "hint: %s", of.Hint)
-	}
-}
 
 // bothWays formats the sizes of a family, to send and to receive; 0 means that the
 // kernel has no such size.
@@ -130,10 +98,10 @@ func bigtcpText(t *text, s *bigtcpShown, all bool) {
 		t.line("")
 	}
 	for _, trouble := range shared.order {
-		t.incompatibility("", trouble, shared.names[trouble]...)
+		writeIncompatibility(t, "", trouble, shared.names[trouble]...)
 	}
 	for _, trouble := range s.Incompatibilities {
-		t.incompatibility("", trouble)
+		writeIncompatibility(t, "", trouble)
 	}
 	if len(s.Problems) > 0 {
 		t.line("")
@@ -270,7 +238,7 @@ func writeNotes(t *text, row similar, shared shared) {
 	}
 	for _, trouble := range i.Incompatibilities {
 		if len(shared.names[trouble]) == 1 {
-			t.incompatibility("  ", trouble)
+			writeIncompatibility(t, "  ", trouble)
 		}
 	}
 	if len(row) > 1 {
@@ -518,5 +486,18 @@ func revertedText(t *text, answer *bigtcpReverted) {
 	if len(back) > 0 {
 		t.line("%s reverted", count(len(back), "interface", "interfaces"))
 		t.line(bigtcpEffect)
+	}
+}
+
+// incompatibility adds an incompatibility with its hint. names are its interfaces, if
+// these are not evident from the context.
+func writeIncompatibility(t *text, indent string, of compat.Incompatibility, names ...string) {
+	where := ""
+	if len(names) > 0 {
+		where = " on " + firstNames(names)
+	}
+	t.paragraph(indent, "%s%s: %s", strings.ReplaceAll(of.Name, "_", " "), where, of.Detail)
+	if of.Hint != "" {
+		t.paragraph(indent+"  ", "hint: %s", of.Hint)
 	}
 }

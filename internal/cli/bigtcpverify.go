@@ -19,7 +19,7 @@ import (
 
 const verifyFor = 10 * time.Second
 
-func (c *command) bigtcpVerifyCommand() *cobra.Command {
+func (c *bigtcpCommands) bigtcpVerifyCommand() *cobra.Command {
 	var where bigtcpPlace
 	cmd := &cobra.Command{
 		Use:   "verify INTERFACE",

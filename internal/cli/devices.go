@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/api"
 )
 
-func (c *command) devicesCommand() *cobra.Command {
+func (c *steerCommands) devicesCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "devices",
 		Short: "Show the devices seen, and where they go",

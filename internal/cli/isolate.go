@@ -55,7 +55,10 @@ type isolation struct {
 	requireSandbox bool
 }
 
-func (c *command) isolateCommand() *cobra.Command {
+// isolateCommands are the commands of one invocation.
+type isolateCommands struct{ *command }
+
+func (c *isolateCommands) isolateCommand() *cobra.Command {
 	var i isolation
 	cmd := &cobra.Command{
 		Use:   "isolate [-p [ADDRESS:]PORT[:PORT][/udp]] ... [-- PROGRAM [ARGUMENT...]]",
@@ -177,7 +180,7 @@ func (i *isolation) flags(cmd *cobra.Command) {
 	cmd.Flags().BoolVar(&i.verbose, "verbose", false, "tell where the program may not go and what was counted, on standard error")
 }
 
-func (c *command) insideCommand() *cobra.Command {
+func (c *isolateCommands) insideCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:    isolate.InsideCommand,
 		Short:  "Prepare the network of an isolated program, and become it",
@@ -198,7 +201,7 @@ func (c *command) insideCommand() *cobra.Command {
 	}
 }
 
-func (c *command) isolate(ctx context.Context, i *isolation, args []string) error {
+func (c *isolateCommands) isolate(ctx context.Context, i *isolation, args []string) error {
 	specs, err := i.forwards()
 	if err != nil {
 		return err
@@ -389,7 +392,7 @@ func refuseDirectories() error {
 
 // join validates the options, runs the guest's program, or joins the existing namespace, and returns when that ends. A
 // program's exit code is an error without a message. The sockets that listen opens lead inside.
-func (c *command) join(ctx context.Context, i *isolation, guest *isolate.Guest, who *account, listen func() ([]gateway.Forward, error)) error {
+func (c *isolateCommands) join(ctx context.Context, i *isolation, guest *isolate.Guest, who *account, listen func() ([]gateway.Forward, error)) error {
 	o := &isolate.Options{MTU: i.mtu, Listen: listen, RequireSandbox: i.requireSandbox}
 	if err := i.complete(guest, o); err != nil {
 		return err

@@ -181,7 +181,7 @@ func TestMemberOfAnotherUser(t *testing.T) {
 	i := isolation{user: "nobody"}
 	slot := 0
 	place := api.Place{Membership: api.Membership{Slot: &slot}, User: "daemon", Listeners: []api.MemberListener{{Protocol: "tcp"}}}
-	if err := (&command{}).runIsolated(t.Context(), &i, &place, isolate.Setup{}); fault.Code(err) != fault.CodeConflict {
+	if err := (&steerCommands{&command{}}).runIsolated(t.Context(), &i, &place, isolate.Setup{}); fault.Code(err) != fault.CodeConflict {
 		t.Errorf("run --isolated --user nobody: %v", err)
 	}
 }

@@ -11,7 +11,10 @@ import (
 	"sockeye/internal/api"
 )
 
-func (c *command) registerCommand() *cobra.Command {
+// steerCommands are the commands of one invocation.
+type steerCommands struct{ *command }
+
+func (c *steerCommands) registerCommand() *cobra.Command {
 	var m api.Membership
 	var slot int
 	cmd := &cobra.Command{

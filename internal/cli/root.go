@@ -4,16 +4,12 @@
 package cli
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/signal"
 	"slices"
-	"text/tabwriter"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -25,15 +21,6 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/journal"
 )
-
-// Environment is what commands touch of the world.
-type Environment struct {
-	Out, Err io.Writer
-	In       io.Reader
-	Now      func() time.Time
-	// Exec replaces the process by a program, as execve(2) does.
-	Exec func(path string, args, env []string) error
-}
 
 // Host is the environment of a real process.
 func Host() Environment {
@@ -83,29 +70,10 @@ func wantedOutput(args []string) string {
 	return "table"
 }
 
-// silent is an error that the command has told itself.
-type silent struct{ error }
-
-func (s *silent) Unwrap() error { return s.error }
-
 // Root is the command line as a tree, for those who describe it.
 func Root(env Environment) *cobra.Command {
 	return (&command{Environment: env}).root()
 }
-
-// command is one invocation.
-type command struct {
-	Environment
-	runDir string
-	output string
-}
-
-const (
-	defaultRunDir   = "/run/sockeye"
-	defaultStateDir = "/var/lib/sockeye"
-	defaultPins     = "/sys/fs/bpf/sockeye"
-	defaultPolicy   = "/etc/sockeye/policy.yaml"
-)
 
 func (c *command) root() *cobra.Command {
 	var version bool
@@ -145,10 +113,10 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	root.SetFlagErrorFunc(badFlag)
 	root.AddCommand(
 		c.agentCommand(), c.holdCommand(), c.resetCommand(),
-		c.runCommand(), c.registerCommand(), c.unregisterCommand(),
-		c.statusCommand(), c.slotsCommand(), c.devicesCommand(), c.whereCommand(),
+		(&steerCommands{c}).runCommand(), (&steerCommands{c}).registerCommand(), (&steerCommands{c}).unregisterCommand(),
+		c.statusCommand(), (&steerCommands{c}).slotsCommand(), (&steerCommands{c}).devicesCommand(), (&steerCommands{c}).whereCommand(),
 		c.checkCommand(), c.planCommand(), c.applyCommand(),
-		c.tuneCommand(), c.traceCommand(), c.bigtcpCommand(), c.socketsCommand(), c.isolateCommand(), c.insideCommand(),
+		(&tuneCommands{c}).tuneCommand(), (&traceCommands{c}).traceCommand(), (&bigtcpCommands{c}).bigtcpCommand(), (&socketsCommands{c}).socketsCommand(), (&isolateCommands{c}).isolateCommand(), (&isolateCommands{c}).insideCommand(),
 		c.doctorCommand(), c.versionCommand(),
 	)
 	root.SetHelpCommand(&cobra.Command{
@@ -218,38 +186,6 @@ func badFlag(cmd *cobra.Command, err error) error {
 	return fault.Usage(err, hint)
 }
 
-// arguments bounds the number of a command's arguments, which are called
-// name; most is -1 for no bound.
-func arguments(least, most int, name string) cobra.PositionalArgs {
-	return func(cmd *cobra.Command, args []string) error {
-		switch {
-		case len(args) < least:
-			return fault.Usage(fmt.Errorf("%s is missing", name), "usage: "+cmd.UseLine())
-		case most >= 0 && len(args) > most:
-			return fault.Usage(fmt.Errorf("there is one argument too many: %q", args[most]), "usage: "+cmd.UseLine())
-		}
-		return nil
-	}
-}
-
-// noCommand refuses words that are not commands, with the nearest one.
-func noCommand(cmd *cobra.Command, args []string) error {
-	if len(args) == 0 {
-		return nil
-	}
-	hint := cmd.CommandPath() + " --help lists the commands"
-	var known []string
-	for _, sub := range cmd.Commands() {
-		if sub.IsAvailableCommand() {
-			known = append(known, sub.Name())
-		}
-	}
-	if near := config.Nearest(args[0], known); near != "" {
-		hint = fmt.Sprintf("did you mean %s %s?", cmd.CommandPath(), near)
-	}
-	return fault.Usage(fmt.Errorf("there is no command %q", args[0]), hint)
-}
-
 // usage gives errors of arguments their exit code.
 func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 	if check == nil {
@@ -286,55 +222,4 @@ func (c *command) report(err error) {
 func (c *command) toJournal() bool {
 	f, ok := behind(c.Err).(*os.File)
 	return ok && journal.Connected(f)
-}
-
-func (c *command) client() *api.Client { return api.NewClient(api.SocketPath(c.runDir)) }
-
-func (c *command) json(v any) error {
-	var text bytes.Buffer
-	e := json.NewEncoder(&text)
-	e.SetIndent("", "  ")
-	if err := e.Encode(v); err != nil {
-		return err
-	}
-	_, err := c.Out.Write(escapeJSON(text.Bytes()))
-	return err
-}
-
-// show prints v, a slice or what a pointer points to, as JSON, or else as the table that rows
-// writes, with tabs between columns. Before that, v has its strings cleaned.
-func (c *command) show(v any, rows func(w io.Writer)) error {
-	if c.output == "json" {
-		return c.json(v)
-	}
-	cleanStrings(v)
-	w := tabwriter.NewWriter(c.Out, 0, 0, 2, ' ', 0)
-	rows(w)
-	return w.Flush()
-}
-
-// count is a number of things, as in 1 service and 2 services.
-func count[N int | uint64](n N, one, many string) string {
-	if n == 1 {
-		return "1 " + one
-	}
-	return fmt.Sprintf("%d %s", n, many)
-}
-
-func orDash(s string) string {
-	if s == "" {
-		return "-"
-	}
-	return s
-}
-
-// shorten cuts a command line to what fits a table: in the middle, as what
-// tells members apart is at its end.
-func shorten(s string, width int) string {
-	r := []rune(s)
-	if len(r) <= width {
-		return s
-	}
-	head := width / 3
-	return string(r[:head]) + "…" + string(r[len(r)-(width-head-1):])
 }

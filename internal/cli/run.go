@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/isolate"
 )
 
-func (c *command) runCommand() *cobra.Command {
+func (c *steerCommands) runCommand() *cobra.Command {
 	var service string
 	var slot int
 	var isolated bool
@@ -91,7 +91,7 @@ sockeye isolate.`,
 // patienceForAgent is how long a program waits for an agent that was started beside it, as by one script.
 const patienceForAgent = 5 * time.Second
 
-func (c *command) postToNewAgent(ctx context.Context, path string, body, into any) error {
+func (c *steerCommands) postToNewAgent(ctx context.Context, path string, body, into any) error {
 	for end := time.Now().Add(patienceForAgent); ; {
 		err := c.client().Post(ctx, path, body, into)
 		if !errors.Is(err, api.ErrNoAgent) || time.Now().After(end) {
@@ -106,7 +106,7 @@ func (c *command) postToNewAgent(ctx context.Context, path string, body, into an
 }
 
 // runIsolated is the member itself, and the gateway of the program.
-func (c *command) runIsolated(ctx context.Context, i *isolation, m *api.Place, program isolate.Setup) error {
+func (c *steerCommands) runIsolated(ctx context.Context, i *isolation, m *api.Place, program isolate.Setup) error {
 	protocols := map[string]uint8{"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP}
 	var sockets []gateway.MemberSocket
 	for _, l := range m.Listeners {
@@ -126,5 +126,5 @@ func (c *command) runIsolated(ctx context.Context, i *isolation, m *api.Place, p
 	}
 	i.noOutbound = len(i.allow) == 0
 	listen := func() ([]gateway.Forward, error) { return gateway.ListenAsMember(sockets, *m.Slot) }
-	return c.join(ctx, i, &isolate.Guest{Setup: program}, who, listen)
+	return (&isolateCommands{c.command}).join(ctx, i, &isolate.Guest{Setup: program}, who, listen)
 }

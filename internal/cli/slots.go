@@ -24,7 +24,7 @@ func serviceFlag(cmd *cobra.Command) func() url.Values {
 	}
 }
 
-func (c *command) slotsCommand() *cobra.Command {
+func (c *steerCommands) slotsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "slots",
 		Short: "Show who is in which slot, and what each got",

@@ -155,7 +155,10 @@ func readEnd(flag, text string) (f endFilter, err error) {
 	return f, nil
 }
 
-func (c *command) socketsCommand() *cobra.Command {
+// socketsCommands are the commands of one invocation.
+type socketsCommands struct{ *command }
+
+func (c *socketsCommands) socketsCommand() *cobra.Command {
 	var (
 		v                             socketsView
 		states, limits                []string
@@ -328,7 +331,7 @@ func (v *socketsView) findCgroup(name string, given bool) (err error) {
 }
 
 // sockets looks once, or each second.
-func (c *command) sockets(cmd *cobra.Command, v *socketsView, watch bool) error {
+func (c *socketsCommands) sockets(cmd *cobra.Command, v *socketsView, watch bool) error {
 	network, err := netif.OpenNamespace(v.netns)
 	if err != nil {
 		return err

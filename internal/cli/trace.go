@@ -7,13 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"net/url"
-	"os"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
 	"sockeye/internal/config"
@@ -34,7 +32,10 @@ type traceView struct {
 	stages           []config.Stage
 }
 
-func (c *command) traceCommand() *cobra.Command {
+// traceCommands are the commands of one invocation.
+type traceCommands struct{ *command }
+
+func (c *traceCommands) traceCommand() *cobra.Command {
 	var v traceView
 	var names []string
 	var watch bool
@@ -103,7 +104,7 @@ of the last time only; the agent remembers an hour.`,
 }
 
 // tracedCgroups completes names of cgroups.
-func (c *command) tracedCgroups(cmd *cobra.Command, _ []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
+func (c *traceCommands) tracedCgroups(cmd *cobra.Command, _ []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
 	var s api.TraceStatus
 	if err := c.client().Get(cmd.Context(), "/v1/trace", nil, &s); err != nil {
 		return nil, cobra.ShellCompDirectiveError
@@ -117,7 +118,7 @@ func (c *command) tracedCgroups(cmd *cobra.Command, _ []string, _ string) ([]cob
 
 // traceStatus asks what is traced. The error has code 3 where this kernel can
 // trace nothing of what the rules ask for.
-func (c *command) traceStatus(ctx context.Context, cgroup string) (*api.TraceStatus, error) {
+func (c *traceCommands) traceStatus(ctx context.Context, cgroup string) (*api.TraceStatus, error) {
 	var s api.TraceStatus
 	if err := c.client().Get(ctx, "/v1/trace", given("cgroup", cgroup), &s); err != nil {
 		return nil, err
@@ -144,7 +145,7 @@ func untimed(s *api.TraceStatus) string {
 	return "this kernel cannot trace what is sent over TCP: it needs " + s.Needs
 }
 
-func (c *command) traced(ctx context.Context, v traceView) (*traced, error) {
+func (c *traceCommands) traced(ctx context.Context, v traceView) (*traced, error) {
 	status, err := c.traceStatus(ctx, v.cgroup)
 	if err != nil {
 		return nil, err
@@ -164,7 +165,7 @@ func noRules(l *text) {
 }
 
 // tracing shows what is traced, and what was measured.
-func (c *command) tracing(l *text, t *traced, v traceView) {
+func (c *traceCommands) tracing(l *text, t *traced, v traceView) {
 	if !t.Timestamps {
 		l.line("%s", untimed(&t.TraceStatus))
 	}
@@ -214,7 +215,7 @@ func stageRow(s config.Stage, h *measure.Histogram) []string {
 }
 
 // period says what time the figures are of.
-func (c *command) period(t *traced, v traceView, groups int) string {
+func (c *traceCommands) period(t *traced, v traceView, groups int) string {
 	var words string
 	switch {
 	case v.since > 0:
@@ -237,7 +238,7 @@ func (c *command) period(t *traced, v traceView, groups int) string {
 }
 
 // tracedCgroup shows a cgroup and its rules.
-func (c *command) tracedCgroup(l *text, g *api.TracedCgroup) {
+func (c *traceCommands) tracedCgroup(l *text, g *api.TracedCgroup) {
 	words := g.Cgroup
 	if g.Path != "" && g.Path != g.Cgroup {
 		words += " (" + g.Path + ")"
@@ -303,76 +304,6 @@ func accounts(r *measure.Result) []string {
 		notes = append(notes, fmt.Sprintf("rx_stack is not known of %d, which the host did not stamp", r.RXUnstamped))
 	}
 	return notes
-}
-
-// What a terminal is told, see console_codes(4): to begin at its first line, to
-// clear a line's or the screen's rest, and whether lines that are too long go on in
-// the next one.
-const (
-	atHome     = "\x1b[H"
-	clearLine  = "\x1b[K"
-	clearBelow = "\x1b[J"
-	cutLines   = "\x1b[?7l"
-	wrapLines  = "\x1b[?7h"
-)
-
-// watch shows a screen each second until ctx ends.
-func (c *command) watch(ctx context.Context, screen func() (*text, error)) error {
-	tick := time.NewTicker(time.Second)
-	defer tick.Stop()
-	begun := false
-	defer func() {
-		if begun {
-			// Without a terminal there is nothing to set back.
-			_ = toTerminal(c.Out, wrapLines)
-		}
-	}()
-	for {
-		l, err := screen()
-		if ctx.Err() != nil {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		begun = true
-		if err := toTerminal(c.Out, cutLines+atHome+c.fit(l)+clearBelow); err != nil {
-			return err
-		}
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-tick.C:
-		}
-	}
-}
-
-// fit gives the lines of a screen, as many as the terminal has.
-func (c *command) fit(l *text) string {
-	lines := strings.SplitAfter(l.String(), "\n")
-	lines = lines[:len(lines)-1]
-	if height := c.height(); len(lines) > height {
-		left := len(lines) - height + 1
-		lines = append(lines[:height-1], fmt.Sprintf("… %s, for which the terminal is too small\n", count(left, "more line", "more lines")))
-	}
-	for i, line := range lines {
-		lines[i] = printable(strings.TrimSuffix(line, "\n")) + clearLine + "\n"
-	}
-	return strings.Join(lines, "")
-}
-
-// height is how many lines can be shown.
-func (c *command) height() int {
-	const endless = 1 << 20
-	file, ok := behind(c.Out).(*os.File)
-	if !ok {
-		return endless
-	}
-	size, err := unix.IoctlGetWinsize(int(file.Fd()), unix.TIOCGWINSZ)
-	if err != nil || size.Row < 3 {
-		return endless
-	}
-	return int(size.Row) - 1 // the cursor is in the last one
 }
 
 // query asks about a time and groups.

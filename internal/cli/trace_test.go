@@ -298,7 +298,7 @@ func TestTraceWatch(t *testing.T) {
 
 // A screen is not longer than the terminal, which would scroll.
 func TestTraceScreen(t *testing.T) {
-	c := &command{}
+	c := &traceCommands{&command{}}
 	terminal, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)

@@ -33,7 +33,7 @@ type comparedSide struct {
 	slices []measure.Period
 }
 
-func (c *command) traceCompareCommand() *cobra.Command {
+func (c *traceCommands) traceCompareCommand() *cobra.Command {
 	var trial, selector, periodA, periodB string
 	cmd := &cobra.Command{
 		Use:   "compare SELECT-A SELECT-B",
@@ -128,7 +128,7 @@ type noGroup struct{ selector, hint string }
 func (e *noGroup) Error() string { return fmt.Sprintf("no group that was measured is %q", e.selector) }
 
 // compareGroups compares two selections of groups in one time.
-func (c *command) compareGroups(ctx context.Context, since time.Duration, a, b string) (*compared, error) {
+func (c *traceCommands) compareGroups(ctx context.Context, since time.Duration, a, b string) (*compared, error) {
 	if a == b {
 		return nil, fault.Usage(errors.New("both sides are the same"), "name two different groups, or two times by --period-a and --period-b")
 	}
@@ -155,7 +155,7 @@ func (c *command) compareGroups(ctx context.Context, since time.Duration, a, b s
 }
 
 // comparePeriods compares the same groups in two times.
-func (c *command) comparePeriods(ctx context.Context, selector, periodA, periodB string) (*compared, error) {
+func (c *traceCommands) comparePeriods(ctx context.Context, selector, periodA, periodB string) (*compared, error) {
 	if err := selection("--select", selector); err != nil {
 		return nil, err
 	}
@@ -196,7 +196,7 @@ func (c *command) comparePeriods(ctx context.Context, selector, periodA, periodB
 
 // history asks for what was measured, in slices. The error has code 3 where this
 // kernel measures nothing.
-func (c *command) history(ctx context.Context, q map[string][]string) (*api.TraceHistory, error) {
+func (c *traceCommands) history(ctx context.Context, q map[string][]string) (*api.TraceHistory, error) {
 	if _, err := c.traceStatus(ctx, ""); err != nil {
 		return nil, err
 	}
@@ -233,7 +233,7 @@ func (s *comparedSide) find() ([]*measure.Result, error) {
 const timesHint = "FROM..TO, each as 14:05, 2026-01-31T14:05:00Z or -10m; without TO it is until now"
 
 // times reads a time from one moment to another.
-func (c *command) times(flag, text string) (from, to time.Time, err error) {
+func (c *traceCommands) times(flag, text string) (from, to time.Time, err error) {
 	refuse := func(why string) error {
 		return fault.Usage(fmt.Errorf("--%s is %q%s", flag, text, why), timesHint)
 	}
@@ -256,7 +256,7 @@ func (c *command) times(flag, text string) (from, to time.Time, err error) {
 }
 
 // readMoment reads a moment: of the last 24 hours where it has no date.
-func (c *command) readMoment(text string) (time.Time, bool) {
+func (c *traceCommands) readMoment(text string) (time.Time, bool) {
 	now := c.Now()
 	if ago, ok := strings.CutPrefix(text, "-"); ok {
 		d, err := time.ParseDuration(ago)
@@ -278,7 +278,7 @@ func (c *command) readMoment(text string) (time.Time, bool) {
 	return at, err == nil
 }
 
-func (c *command) comparison(l *text, r *compared) {
+func (c *traceCommands) comparison(l *text, r *compared) {
 	for _, side := range []struct {
 		name string
 		of   *comparedSide

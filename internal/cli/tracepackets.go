@@ -34,7 +34,7 @@ const (
 	mostEvents     = 10_000_000
 )
 
-func (c *command) tracePacketsCommand() *cobra.Command {
+func (c *traceCommands) tracePacketsCommand() *cobra.Command {
 	var pid, fd, limit int
 	var local, remote, buffer, path string
 	var force bool
@@ -132,7 +132,7 @@ func connectionQuery(cmd *cobra.Command, pid, fd int, local, remote string) (url
 }
 
 // packets follows a connection until the agent ends it, or ctx does.
-func (c *command) packets(ctx context.Context, q url.Values, path string, force bool) error {
+func (c *traceCommands) packets(ctx context.Context, q url.Values, path string, force bool) error {
 	var file *newFile
 	var err error
 	if path != "" {
@@ -153,7 +153,7 @@ func (c *command) packets(ctx context.Context, q url.Values, path string, force 
 	if line.Connection == nil {
 		return brokeOff(errors.New("it does not begin with a connection"))
 	}
-	v := &packetView{command: c, answer: tracedPackets{Connection: *line.Connection, Packets: []packets.Packet{}, File: path}}
+	v := &packetView{command: c.command, answer: tracedPackets{Connection: *line.Connection, Packets: []packets.Packet{}, File: path}}
 	if file != nil {
 		about := fmt.Sprintf("%s to %s", v.answer.Connection.Local, v.answer.Connection.Remote)
 		if v.file, err = packets.NewWriter(file, about, "sockeye "+Version); err != nil {

@@ -31,7 +31,7 @@ type written struct {
 	Partial  bool      `json:"partial"`
 }
 
-func (c *command) traceReportCommand() *cobra.Command {
+func (c *traceCommands) traceReportCommand() *cobra.Command {
 	var selector string
 	var force bool
 	cmd := &cobra.Command{
@@ -81,7 +81,7 @@ hour, in slices of 10 s; --since takes only the last of it.`,
 const reportSlow = 200
 
 // traceReport asks for all that a report shows, and writes it.
-func (c *command) traceReport(ctx context.Context, file *newFile, since time.Duration, selector string) (*written, error) {
+func (c *traceCommands) traceReport(ctx context.Context, file *newFile, since time.Duration, selector string) (*written, error) {
 	status, err := c.traceStatus(ctx, "")
 	if err != nil {
 		return nil, err
@@ -124,7 +124,7 @@ func (c *command) traceReport(ctx context.Context, file *newFile, since time.Dur
 }
 
 // reportNotes say what a reader of the report should know.
-func (c *command) reportNotes(status *api.TraceStatus, history *api.TraceHistory, since time.Duration, selector string) []string {
+func (c *traceCommands) reportNotes(status *api.TraceStatus, history *api.TraceHistory, since time.Duration, selector string) []string {
 	var notes []string
 	note := func(format string, args ...any) { notes = append(notes, fmt.Sprintf(format, args...)) }
 	if history.Partial && len(history.Slices) > 0 {
@@ -155,7 +155,7 @@ func (c *command) reportNotes(status *api.TraceStatus, history *api.TraceHistory
 // everyMessage is the share of a rule that chooses all.
 var everyMessage = config.TraceSampling{OneIn: 1}.String()
 
-func (c *command) reported(l *text, w *written) {
+func (c *traceCommands) reported(l *text, w *written) {
 	if w.Slices == 0 {
 		l.line("%s: nothing was measured; %s", w.File, volume(w.Bytes))
 		return

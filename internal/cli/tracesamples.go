@@ -24,7 +24,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-func (c *command) traceSamplesCommand() *cobra.Command {
+func (c *traceCommands) traceSamplesCommand() *cobra.Command {
 	var selector, cgroup, buffer string
 	var number int
 	cmd := &cobra.Command{
@@ -135,7 +135,7 @@ type sampleLine struct {
 
 // samples writes messages until ctx ends, there were as many as number, or nobody
 // reads what it writes.
-func (c *command) samples(ctx context.Context, q map[string][]string, number int) error {
+func (c *traceCommands) samples(ctx context.Context, q map[string][]string, number int) error {
 	if _, err := c.sendStatus(ctx, strings.Join(q["cgroup"], "")); err != nil {
 		return unlessDone(ctx, err)
 	}
@@ -202,7 +202,7 @@ func unlessDone(ctx context.Context, err error) error {
 }
 
 // sample writes one message.
-func (c *command) sample(out *bufio.Writer, raw json.RawMessage) error {
+func (c *traceCommands) sample(out *bufio.Writer, raw json.RawMessage) error {
 	if c.output != "table" {
 		_, err := fmt.Fprintf(out, "%s\n", escapeJSON(raw))
 		return err

@@ -161,7 +161,7 @@ func TestTraceSamplesPipe(t *testing.T) {
 // Sizes become those that the kernel takes.
 func TestBufferSize(t *testing.T) {
 	for text, want := range map[string]int{"4KB": 4096, "4096B": 4096, "4097B": 8192, "1MB": 1 << 20, "1MiB": 1 << 20, "64KiB": 65536, "256MB": 256 << 20} {
-		cmd := (&command{}).traceSamplesCommand()
+		cmd := (&traceCommands{&command{}}).traceSamplesCommand()
 		if err := cmd.ParseFlags([]string{"--buffer", text}); err != nil {
 			t.Fatal(err)
 		}

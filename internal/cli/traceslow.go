@@ -22,7 +22,7 @@ import (
 // maxSlow is how many messages the agent gives at most.
 const maxSlow = 1000
 
-func (c *command) traceSlowCommand() *cobra.Command {
+func (c *traceCommands) traceSlowCommand() *cobra.Command {
 	var number int
 	var selector string
 	cmd := &cobra.Command{
@@ -62,7 +62,7 @@ for 6 minutes.`,
 
 // slowest asks for the slowest messages. If there are none, the status tells why;
 // else it is nil.
-func (c *command) slowest(ctx context.Context, q url.Values, number int) ([]api.TraceSlow, *api.TraceStatus, error) {
+func (c *traceCommands) slowest(ctx context.Context, q url.Values, number int) ([]api.TraceSlow, *api.TraceStatus, error) {
 	q.Set("n", strconv.Itoa(number))
 	var list []api.TraceSlow
 	if err := c.client().Get(ctx, "/v1/trace/slow", q, &list); err != nil || len(list) > 0 {
@@ -74,7 +74,7 @@ func (c *command) slowest(ctx context.Context, q url.Values, number int) ([]api.
 
 // sendStatus asks what is traced. The error has code 3 where nothing that is sent
 // over TCP is.
-func (c *command) sendStatus(ctx context.Context, cgroup string) (*api.TraceStatus, error) {
+func (c *traceCommands) sendStatus(ctx context.Context, cgroup string) (*api.TraceStatus, error) {
 	s, err := c.traceStatus(ctx, cgroup)
 	if err == nil && !s.Timestamps {
 		err = lacksTimestamps(s, "sockeye trace shows what is traced here")
@@ -82,7 +82,7 @@ func (c *command) sendStatus(ctx context.Context, cgroup string) (*api.TraceStat
 	return s, err
 }
 
-func (c *command) slow(l *text, list []api.TraceSlow, status *api.TraceStatus) {
+func (c *traceCommands) slow(l *text, list []api.TraceSlow, status *api.TraceStatus) {
 	switch {
 	case len(list) > 0:
 	case len(status.Cgroups) == 0:
@@ -108,7 +108,7 @@ func (c *command) slow(l *text, list []api.TraceSlow, status *api.TraceStatus) {
 }
 
 // moment writes when something was, to the millisecond.
-func (c *command) moment(t time.Time) string {
+func (c *traceCommands) moment(t time.Time) string {
 	return c.clock(t) + t.Format(".000")
 }
 

@@ -3,14 +3,12 @@
 package cli
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"maps"
 	"slices"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 
@@ -19,82 +17,12 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// text is made of lines that a terminal shows as they are: what comes from outside
-// cannot end a line, nor be a command to the terminal.
-type text struct{ bytes.Buffer }
-
-// line adds a line.
-func (t *text) line(format string, args ...any) {
-	t.WriteString(strings.TrimRight(printable(fmt.Sprintf(format, args...)), " ") + "\n")
-}
-
-// hint adds what to do about the line before, if there is something.
-func (t *text) hint(text string) {
-	if text != "" {
-		t.line("hint: %s", text)
-	}
-}
-
-// table adds rows with their columns aligned: to the right where alignment has an
-// r. A row of one cell is as long as it is.
-func (t *text) table(alignment string, rows [][]string) {
-	widths := make([]int, len(alignment))
-	for _, row := range rows {
-		for i, cell := range row {
-			row[i] = printable(cell)
-			if len(row) > 1 {
-				widths[i] = max(widths[i], utf8.RuneCountInString(row[i]))
-			}
-		}
-	}
-	for _, row := range rows {
-		var line strings.Builder
-		for i, cell := range row {
-			if i > 0 {
-				line.WriteString("  ")
-			}
-			pad := strings.Repeat(" ", max(0, widths[i]-utf8.RuneCountInString(cell)))
-			if alignment[i] == 'r' && len(row) > 1 {
-				line.WriteString(pad + cell)
-			} else {
-				line.WriteString(cell + pad)
-			}
-		}
-		t.WriteString(strings.TrimRight(line.String(), " ") + "\n")
-	}
-}
-
-// print prints v as JSON, or else the text that write makes.
-func (c *command) print(v any, write func(*text)) error {
-	if c.output == "json" {
-		return c.json(v)
-	}
-	var t text
-	write(&t)
-	_, err := t.WriteTo(c.Out)
-	return err
-}
-
 // took writes how long something took.
 func took(d time.Duration) string {
 	if d < 0 {
 		return "-" + took(-max(d, -1<<63+1))
 	}
 	return inUnits(float64(d), "ns", "µs", "ms", "s")
-}
-
-// volume writes a number of bytes.
-func volume[N int | int64 | uint32 | uint64](n N) string {
-	return inUnits(float64(n), "B", "KB", "MB", "GB", "TB", "PB")
-}
-
-// clock writes when something was, to the second, on this host's clock.
-func (c *command) clock(t time.Time) string {
-	at, now := t.In(c.Now().Location()), c.Now()
-	if at.Format(time.DateOnly) != now.Format(time.DateOnly) {
-		return at.Format(time.DateTime)
-	}
-	return at.Format(time.TimeOnly)
 }
 
 const spanHint = "a length of time, as in 90s, 5m or 1h"

@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"fmt"
 	"io"
-	"net/url"
 	"strconv"
 	"strings"
 	"text/tabwriter"
@@ -17,7 +16,10 @@ import (
 	"sockeye/internal/config"
 )
 
-func (c *command) tuneCommand() *cobra.Command {
+// tuneCommands are the commands of one invocation.
+type tuneCommands struct{ *command }
+
+func (c *tuneCommands) tuneCommand() *cobra.Command {
 	var cgroup string
 	cmd := &cobra.Command{
 		Use:   "tune",
@@ -53,41 +55,6 @@ kernel, and those that are skipped because the kernel lacks them.`,
 	cmd.Flags().StringVar(&cgroup, "cgroup", "", "only this cgroup, named as in the policy")
 	cmd.AddCommand(c.tuneExplainCommand(), c.tuneTrialCommand(), c.tuneLearnedCommand(), c.tuneRevertCommand())
 	return cmd
-}
-
-// given makes a query of pairs of keys and values, without those that are "".
-func given(pairs ...string) url.Values {
-	q := url.Values{}
-	for i := 0; i < len(pairs); i += 2 {
-		if pairs[i+1] != "" {
-			q.Set(pairs[i], pairs[i+1])
-		}
-	}
-	return q
-}
-
-// ruleNames completes names of rules that are not there yet, up to most of them;
-// -1 is no bound.
-func (c *command) ruleNames(most int) cobra.CompletionFunc {
-	return func(cmd *cobra.Command, args []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
-		var list []api.TuneStatus
-		if err := c.client().Get(cmd.Context(), "/v1/tune", nil, &list); err != nil {
-			return nil, cobra.ShellCompDirectiveError
-		}
-		taken := make(map[string]bool)
-		for _, name := range args {
-			taken[name] = true
-		}
-		var names []cobra.Completion
-		for _, s := range list {
-			for _, r := range s.Rules {
-				if !taken[r.Name] && (most < 0 || len(args) < most) {
-					names = append(names, cobra.CompletionWithDesc(r.Name, s.Cgroup))
-				}
-			}
-		}
-		return names, cobra.ShellCompDirectiveNoFileComp
-	}
 }
 
 // tuning shows a cgroup and its rules.

@@ -20,7 +20,7 @@ import (
 	"sockeye/internal/match"
 )
 
-func (c *command) tuneExplainCommand() *cobra.Command {
+func (c *tuneCommands) tuneExplainCommand() *cobra.Command {
 	var role, tag, cgroup, socket string
 	cmd := &cobra.Command{
 		Use:   "explain LOCAL REMOTE",
@@ -194,7 +194,7 @@ func socketQuery(text string) (url.Values, error) {
 	return given("local", local.String(), "remote", remote.String()), nil
 }
 
-func (c *command) explainSocket(cmd *cobra.Command, text string) error {
+func (c *tuneCommands) explainSocket(cmd *cobra.Command, text string) error {
 	q, err := socketQuery(text)
 	if err != nil {
 		return err

@@ -13,7 +13,7 @@ import (
 	"sockeye/internal/api"
 )
 
-func (c *command) tuneLearnedCommand() *cobra.Command {
+func (c *tuneCommands) tuneLearnedCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "learned [RULE]",
 		Short: "Show the initial windows that rules learned, prefix by prefix",
@@ -45,7 +45,7 @@ candidates. Evidence is forgotten in time, so these counts also fall.`,
 	}
 }
 
-func (c *command) learned(w io.Writer, list []api.TuneLearned) {
+func (c *tuneCommands) learned(w io.Writer, list []api.TuneLearned) {
 	if len(list) == 0 {
 		fmt.Fprintln(w, "nothing learned yet; only rules with explore learn")
 		return

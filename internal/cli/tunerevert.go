@@ -14,7 +14,7 @@ import (
 	"sockeye/internal/api"
 )
 
-func (c *command) tuneRevertCommand() *cobra.Command {
+func (c *tuneCommands) tuneRevertCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "revert [RULE...]",
 		Short: "Take back what apply --live set on open connections",

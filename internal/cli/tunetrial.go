@@ -15,7 +15,7 @@ import (
 	"sockeye/internal/tune/trial"
 )
 
-func (c *command) tuneTrialCommand() *cobra.Command {
+func (c *tuneCommands) tuneTrialCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "trial RULE",
 		Short: "Compare the connections that a rule tunes with those it left alone",

@@ -11,7 +11,7 @@ import (
 	"sockeye/internal/api"
 )
 
-func (c *command) unregisterCommand() *cobra.Command {
+func (c *steerCommands) unregisterCommand() *cobra.Command {
 	var m api.Membership
 	var slot int
 	cmd := &cobra.Command{

@@ -21,7 +21,7 @@ import (
 	"sockeye/internal/steer/placement"
 )
 
-func (c *command) whereCommand() *cobra.Command {
+func (c *steerCommands) whereCommand() *cobra.Command {
 	var (
 		slots                      int
 		nonce, plan, devices, pins string
@@ -118,7 +118,7 @@ func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]api.Wh
 
 // wherePlan uses the nonces of the running services, which a new policy does
 // not change.
-func (c *command) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service, file string) ([]api.WhereStatus, error) {
+func (c *steerCommands) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service, file string) ([]api.WhereStatus, error) {
 	policy, err := loadPolicy(file)
 	if err != nil {
 		return nil, err

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"net/url"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+)
+
+// ruleNames completes names of rules that are not there yet, up to most of them;
+// -1 is no bound.
+func (c *command) ruleNames(most int) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, args []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
+		var list []api.TuneStatus
+		if err := c.client().Get(cmd.Context(), "/v1/tune", nil, &list); err != nil {
+			return nil, cobra.ShellCompDirectiveError
+		}
+		taken := make(map[string]bool)
+		for _, name := range args {
+			taken[name] = true
+		}
+		var names []cobra.Completion
+		for _, s := range list {
+			for _, r := range s.Rules {
+				if !taken[r.Name] && (most < 0 || len(args) < most) {
+					names = append(names, cobra.CompletionWithDesc(r.Name, s.Cgroup))
+				}
+			}
+		}
+		return names, cobra.ShellCompDirectiveNoFileComp
+	}
+}
+
+// given makes a query of pairs of keys and values, without those that are "".
+func given(pairs ...string) url.Values {
+	q := url.Values{}
+	for i := 0; i < len(pairs); i += 2 {
+		if pairs[i+1] != "" {
+			q.Set(pairs[i], pairs[i+1])
+		}
+	}
+	return q
+}
