@@ -62,6 +62,9 @@ const (
 // bigtcpCommands are the commands of one invocation.
 type bigtcpCommands struct{ *command }
 
+// newBigtcpCommand returns `sockeye bigtcp`.
+func newBigtcpCommand(c *command) *cobra.Command { return (&bigtcpCommands{c}).bigtcpCommand() }
+
 func (c *bigtcpCommands) bigtcpCommand() *cobra.Command {
 	var (
 		all    bool

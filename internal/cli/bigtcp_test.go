@@ -241,7 +241,7 @@ cli0  veth  524280  192000/192000  192000/192000  192000/192000
 	i := shown.Interfaces[at]
 	want := bigtcpWanted{Want: sizing.Want{IPv6: 192000, IPv4: 192000}, By: "command", State: "set"}
 	if !reflect.DeepEqual(i.Wanted, &want) ||
-		i.Bound != (bigtcpBound{524280, "cli0"}) || i.Verdict.State != netif.On || i.Sizes != sameSizes(192000) || len(i.Related) != 1 {
+		i.Bound != (bigtcpBound{524280, "cli0"}) || i.Verdict.State != netif.On || i.Sizes != allSizes(192000) || len(i.Related) != 1 {
 		t.Errorf("%+v, wanted %+v", i, i.Wanted)
 	}
 	h.prints(`
@@ -472,7 +472,7 @@ func TestBigTCPNetns(t *testing.T) {
 	})
 	inside := func(want uint32) {
 		t.Helper()
-		if got := asJSON[bigtcpShown](h, "cli0 --netns "+path).Interfaces[0].Sizes; got != sameSizes(want) {
+		if got := asJSON[bigtcpShown](h, "cli0 --netns "+path).Interfaces[0].Sizes; got != allSizes(want) {
 			t.Errorf("inside cli0 has %+v, want %d", got, want)
 		}
 	}
@@ -735,35 +735,6 @@ func TestBigTCPInterrupted(t *testing.T) {
 	h.has("cli1", 65536)
 }
 
-func TestBigTCPCompletion(t *testing.T) {
-	h := newBigTCPHost(t)
-	h.veth("cli0")
-	for args, want := range map[string][]string{
-		"plan":                           {"cli0\tveth\n", "cli0p\tveth\n", "lo\t-\n"},
-		"plan cli0p":                     {"cli0\tveth\n", "lo\t-\n"},
-		"revert --netns /run/netns/none": {},
-		"plan --ipv4":                    {"192KB\n", "off\n"},
-	} {
-		r := h.sockeye(append(append([]string{"__complete", "bigtcp"}, strings.Fields(args)...), "")...)
-		for _, line := range want {
-			if !strings.Contains("\n"+r.out, "\n"+line) {
-				t.Errorf("%s: %q is not in %q", args, line, r.out)
-			}
-		}
-		if strings.Contains(args, "cli0p") && strings.Contains(r.out, "cli0p") || len(want) == 0 && !strings.HasPrefix(r.out, ":") {
-			t.Errorf("%s: %q", args, r.out)
-		}
-	}
-	root := (&bigtcpCommands{&command{Environment: Host()}}).bigtcpCommand()
-	for _, cmd := range append(root.Commands(), root) {
-		for line := range strings.Lines(cmd.Long) {
-			if len(line) > 81 {
-				t.Errorf("%s: a line of %d characters: %s", cmd.Name(), len(line), line)
-			}
-		}
-	}
-}
-
 // A damaged record is reported, and everything else works.
 func TestBigTCPDamagedRecord(t *testing.T) {
 	h := newBigTCPHost(t)
@@ -793,3 +764,27 @@ func TestBigTCPDamagedRecord(t *testing.T) {
 		t.Errorf("%v %v", info.Mode(), err)
 	}
 }
+
+func TestBigTCPCompletion(t *testing.T) {
+	h := newBigTCPHost(t)
+	h.veth("cli0")
+	for args, want := range map[string][]string{
+		"plan":                           {"cli0\tveth\n", "cli0p\tveth\n", "lo\t-\n"},
+		"plan cli0p":                     {"cli0\tveth\n", "lo\t-\n"},
+		"revert --netns /run/netns/none": {},
+		"plan --ipv4":                    {"192KB\n", "off\n"},
+	} {
+		r := h.sockeye(append(append([]string{"__complete", "bigtcp"}, strings.Fields(args)...), "")...)
+		for _, line := range want {
+			if !strings.Contains("\n"+r.out, "\n"+line) {
+				t.Errorf("%s: %q is not in %q", args, line, r.out)
+			}
+		}
+		if strings.Contains(args, "cli0p") && strings.Contains(r.out, "cli0p") || len(want) == 0 && !strings.HasPrefix(r.out, ":") {
+			t.Errorf("%s: %q", args, r.out)
+		}
+	}
+}
+
+// allSizes returns sizes that are all n bytes.
+func allSizes(n uint32) netif.Sizes { return netif.Sizes{GSO: n, GRO: n, GSOIPv4: n, GROIPv4: n} }

@@ -14,8 +14,6 @@ import (
 )
 
 const (
-	// bigtcpWidth is the maximum length of a line, unless a word is longer.
-	bigtcpWidth = 100
 	// bigtcpRows is the number of interfaces up to which each has its own row; similar
 	// interfaces of a longer list share one, and there are at most as many rows.
 	bigtcpRows = 24

@@ -4,9 +4,9 @@ package cli
 
 import (
 	"fmt"
+	"sockeye/internal/cli/clitest"
 	"strings"
 	"testing"
-	"unicode/utf8"
 
 	"sockeye/internal/bigtcp/compat"
 	"sockeye/internal/bigtcp/netif"
@@ -22,21 +22,6 @@ func judged(i netif.Interface, support netif.Support) bigtcpInterface {
 	one := bigtcpInterface{Interface: i, Verdict: i.Verdict(support)}
 	one.Bound.Size, one.Bound.By = i.Bound()
 	return one
-}
-
-// textGolden compares what is written with a file, and keeps it to what a terminal
-// shows in 100 columns, but for words that are longer.
-func textGolden(t *testing.T, name string, write func(*text)) {
-	t.Helper()
-	var got text
-	write(&got)
-	golden(t, name, got.String())
-	printableOnly(t, got.String())
-	for line := range strings.Lines(got.String()) {
-		if n := utf8.RuneCountInString(strings.TrimSuffix(line, "\n")); n > 100 {
-			t.Errorf("%d columns: %s", n, line)
-		}
-	}
 }
 
 // shownHost has interfaces of all sorts.
@@ -86,8 +71,8 @@ func shownHost() *bigtcpShown {
 }
 
 func TestBigTCPText(t *testing.T) {
-	textGolden(t, "bigtcp", func(t *text) { bigtcpText(t, shownHost(), false) })
-	textGolden(t, "bigtcp-all", func(t *text) {
+	clitest.GoldenText(t, "bigtcp", func(t *text) { bigtcpText(t, shownHost(), false) })
+	clitest.GoldenText(t, "bigtcp-all", func(t *text) {
 		s := shownHost()
 		s.Netns = "/run/netns/blue"
 		bigtcpText(t, s, true)
@@ -95,17 +80,17 @@ func TestBigTCPText(t *testing.T) {
 
 	old := netif.Support{IPv6: true}
 	sizes := netif.Sizes{GSO: 192000, GRO: 192000}
-	textGolden(t, "bigtcp-6.1", func(t *text) {
+	clitest.GoldenText(t, "bigtcp-6.1", func(t *text) {
 		bigtcpText(t, &bigtcpShown{Support: old, Interfaces: []bigtcpInterface{
 			judged(netif.Interface{Index: 2, Name: "eth0", Driver: "ice", MTU: 1500, Up: true, TSOMaxSize: 185000, Sizes: sizes}, old)}}, false)
 	})
 	older := netif.Support{}
 	sizes = netif.Sizes{GSO: 65536}
-	textGolden(t, "bigtcp-5.10", func(t *text) {
+	clitest.GoldenText(t, "bigtcp-5.10", func(t *text) {
 		bigtcpText(t, &bigtcpShown{Support: older, Interfaces: []bigtcpInterface{
 			judged(netif.Interface{Index: 2, Name: "eth0", Driver: "ice", MTU: 1500, Up: true, Sizes: sizes}, older)}}, false)
 	})
-	textGolden(t, "bigtcp-none", func(t *text) {
+	clitest.GoldenText(t, "bigtcp-none", func(t *text) {
 		bigtcpText(t, &bigtcpShown{Support: old, Interfaces: []bigtcpInterface{judged(netif.Interface{Index: 1, Name: "lo", TSOMaxSize: 524280, Sizes: sameSizes(65536)}, old)}}, false)
 	})
 }
@@ -136,7 +121,7 @@ func TestBigTCPManyInterfaces(t *testing.T) {
 		}
 		s.Interfaces = append(s.Interfaces, one)
 	}
-	textGolden(t, "bigtcp-many", func(t *text) { bigtcpText(t, s, false) })
+	clitest.GoldenText(t, "bigtcp-many", func(t *text) { bigtcpText(t, s, false) })
 
 	for n := range 40 {
 		i := netif.Interface{Index: 2000 + n, Name: fmt.Sprintf("port%d", n), Driver: "ice", MTU: 1500, Up: true, TSOMaxSize: uint32(100000 + n), Sizes: sameSizes(65536)}
@@ -168,14 +153,14 @@ func TestBigTCPManyChanges(t *testing.T) {
 		all = append(all, c)
 	}
 	all = append(all, sizing.Change{Interface: "br0", From: sameSizes(65536), To: sameSizes(192000)})
-	textGolden(t, "bigtcp-plan-many", func(t *text) { changesText(t, &bigtcpChanges{Changes: all}, "would change") })
+	clitest.GoldenText(t, "bigtcp-plan-many", func(t *text) { changesText(t, &bigtcpChanges{Changes: all}, "would change") })
 
 	var done []sizing.Reverted
 	for n, c := range all {
 		c.Notes, c.Because = nil, ""
 		done = append(done, sizing.Reverted{Change: c, Result: []string{"reverted", "gone", "already", "changed"}[n%4]})
 	}
-	textGolden(t, "bigtcp-revert-many", func(t *text) { revertedText(t, &bigtcpReverted{Reverted: done}) })
+	clitest.GoldenText(t, "bigtcp-revert-many", func(t *text) { revertedText(t, &bigtcpReverted{Reverted: done}) })
 }
 
 func TestBigTCPChangesText(t *testing.T) {
@@ -197,14 +182,14 @@ func TestBigTCPChangesText(t *testing.T) {
 		Skipped:  []bigtcpSkipped{{Interface: "eth0", Reason: "impossible: eth0 (virtio_net) supports packets of at most 65536 bytes"}, {Netns: "/run/netns/red", Interface: "eth*", Reason: "there is no such network namespace"}},
 		Problems: []string{"owners of the sizes: open /var/lib/sockeye/bigtcp: permission denied"},
 	}
-	textGolden(t, "bigtcp-plan", func(t *text) { changesText(t, answer, "would change") })
+	clitest.GoldenText(t, "bigtcp-plan", func(t *text) { changesText(t, answer, "would change") })
 	answer.Changes = answer.Changes[1:2]
 	answer.Skipped, answer.Problems = nil, nil
-	textGolden(t, "bigtcp-apply-nothing", func(t *text) { changesText(t, answer, "changed") })
+	clitest.GoldenText(t, "bigtcp-apply-nothing", func(t *text) { changesText(t, answer, "changed") })
 
 	gone := sizing.Reverted{Change: change("veth7", "", netif.Sizes{}, off), Result: sizing.ResultGone}
 	gone.Netns = "/run/netns/blue"
-	textGolden(t, "bigtcp-revert", func(t *text) {
+	clitest.GoldenText(t, "bigtcp-revert", func(t *text) {
 		revertedText(t, &bigtcpReverted{Reverted: []sizing.Reverted{
 			{Change: change("bond0", "", on, off), Result: sizing.ResultReverted},
 			{Change: change("enp129s0f0np0", "", netif.Sizes{GSO: 192000, GRO: 192000}, netif.Sizes{GSO: 65536, GRO: 65536}), Result: sizing.ResultReverted},

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -156,15 +155,6 @@ func contents(policy *config.Policy) string {
 		return "and does nothing"
 	}
 	return strings.Join(parts, ", ")
-}
-
-// loadPolicy reads a policy file that the caller named.
-func loadPolicy(file string) (*config.Policy, error) {
-	policy, err := config.Load(file)
-	if _, ok := errors.AsType[*os.PathError](err); ok {
-		err = fault.Unreadable(err, "name a policy file")
-	}
-	return policy, err
 }
 
 // checkNamed reads what the policy names.

@@ -10,11 +10,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/spf13/cobra"
-
 	"sockeye/internal/api"
-	"sockeye/internal/config"
-	"sockeye/internal/fault"
 )
 
 // Environment is what commands touch of the world.
@@ -70,38 +66,6 @@ type silent struct{ error }
 
 func (s *silent) Unwrap() error { return s.error }
 
-// arguments bounds the number of a command's arguments, which are called
-// name; most is -1 for no bound.
-func arguments(least, most int, name string) cobra.PositionalArgs {
-	return func(cmd *cobra.Command, args []string) error {
-		switch {
-		case len(args) < least:
-			return fault.Usage(fmt.Errorf("%s is missing", name), "usage: "+cmd.UseLine())
-		case most >= 0 && len(args) > most:
-			return fault.Usage(fmt.Errorf("there is one argument too many: %q", args[most]), "usage: "+cmd.UseLine())
-		}
-		return nil
-	}
-}
-
-// noCommand refuses words that are not commands, with the nearest one.
-func noCommand(cmd *cobra.Command, args []string) error {
-	if len(args) == 0 {
-		return nil
-	}
-	hint := cmd.CommandPath() + " --help lists the commands"
-	var known []string
-	for _, sub := range cmd.Commands() {
-		if sub.IsAvailableCommand() {
-			known = append(known, sub.Name())
-		}
-	}
-	if near := config.Nearest(args[0], known); near != "" {
-		hint = fmt.Sprintf("did you mean %s %s?", cmd.CommandPath(), near)
-	}
-	return fault.Usage(fmt.Errorf("there is no command %q", args[0]), hint)
-}
-
 // count is a number of things, as in 1 service and 2 services.
 func count[N int | uint64](n N, one, many string) string {
 	if n == 1 {
@@ -127,3 +91,19 @@ func shorten(s string, width int) string {
 	head := width / 3
 	return string(r[:head]) + "…" + string(r[len(r)-(width-head-1):])
 }
+
+func hint(w io.Writer, text string) {
+	if text != "" {
+		fmt.Fprintln(w, "hint:", text)
+	}
+}
+
+func yesNo(b bool) string {
+	if b {
+		return "yes"
+	}
+	return "no"
+}
+
+// Version is set by the build.
+var Version = "devel"

@@ -44,3 +44,9 @@ func given(pairs ...string) url.Values {
 	}
 	return q
 }
+
+// completeFlag has the shell complete a flag by these words, not by files.
+func completeFlag(cmd *cobra.Command, flag string, words ...cobra.Completion) {
+	// It fails only for a flag that the command lacks.
+	_ = cmd.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(words, cobra.ShellCompDirectiveNoFileComp))
+}

@@ -58,6 +58,12 @@ type isolation struct {
 // isolateCommands are the commands of one invocation.
 type isolateCommands struct{ *command }
 
+// newIsolateCommands returns `sockeye isolate` and the hidden command that runs inside.
+func newIsolateCommands(c *command) []*cobra.Command {
+	i := &isolateCommands{c}
+	return []*cobra.Command{i.isolateCommand(), i.insideCommand()}
+}
+
 func (c *isolateCommands) isolateCommand() *cobra.Command {
 	var i isolation
 	cmd := &cobra.Command{

@@ -14,6 +14,14 @@ import (
 // steerCommands are the commands of one invocation.
 type steerCommands struct{ *command }
 
+// newSteerCommands returns the commands that change and show members, slots and devices.
+func newSteerCommands(c *command) []*cobra.Command {
+	s := &steerCommands{c}
+	return []*cobra.Command{
+		s.runCommand(), s.registerCommand(), s.unregisterCommand(), s.slotsCommand(), s.devicesCommand(), s.whereCommand(),
+	}
+}
+
 func (c *steerCommands) registerCommand() *cobra.Command {
 	var m api.Membership
 	var slot int

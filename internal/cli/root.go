@@ -112,13 +112,12 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	root.Flags().BoolVar(&version, "version", false, "show the version")
 	root.SetFlagErrorFunc(badFlag)
 	root.AddCommand(
-		c.agentCommand(), c.holdCommand(), c.resetCommand(),
-		(&steerCommands{c}).runCommand(), (&steerCommands{c}).registerCommand(), (&steerCommands{c}).unregisterCommand(),
-		c.statusCommand(), (&steerCommands{c}).slotsCommand(), (&steerCommands{c}).devicesCommand(), (&steerCommands{c}).whereCommand(),
-		c.checkCommand(), c.planCommand(), c.applyCommand(),
-		(&tuneCommands{c}).tuneCommand(), (&traceCommands{c}).traceCommand(), (&bigtcpCommands{c}).bigtcpCommand(), (&socketsCommands{c}).socketsCommand(), (&isolateCommands{c}).isolateCommand(), (&isolateCommands{c}).insideCommand(),
+		c.agentCommand(), c.holdCommand(), c.resetCommand(), c.statusCommand(), c.checkCommand(), c.planCommand(), c.applyCommand(),
 		c.doctorCommand(), c.versionCommand(),
+		newTuneCommand(c), newTraceCommand(c), newBigtcpCommand(c), newSocketsCommand(c),
 	)
+	root.AddCommand(newSteerCommands(c)...)
+	root.AddCommand(newIsolateCommands(c)...)
 	root.SetHelpCommand(&cobra.Command{
 		Use:   "help [COMMAND]",
 		Short: "Show what a command does and its flags",

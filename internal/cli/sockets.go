@@ -158,6 +158,9 @@ func readEnd(flag, text string) (f endFilter, err error) {
 // socketsCommands are the commands of one invocation.
 type socketsCommands struct{ *command }
 
+// newSocketsCommand returns `sockeye sockets`.
+func newSocketsCommand(c *command) *cobra.Command { return (&socketsCommands{c}).socketsCommand() }
+
 func (c *socketsCommands) socketsCommand() *cobra.Command {
 	var (
 		v                             socketsView

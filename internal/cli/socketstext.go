@@ -130,7 +130,7 @@ func (s *socketShown) names() []string {
 		words = append(words, fmt.Sprintf("%d retransmitted", s.Path.Retransmitted))
 	}
 	if s.Cgroup != "" {
-		words = append(words, shorten(s.Cgroup, bigtcpWidth-2))
+		words = append(words, shorten(s.Cgroup, lineWidth-2))
 	}
 	for i, p := range s.Processes {
 		const most = 3
@@ -143,7 +143,7 @@ func (s *socketShown) names() []string {
 	lines := []string{words[0]}
 	for _, word := range words[1:] {
 		last := &lines[len(lines)-1]
-		if joined := *last + " " + word; len([]rune(joined)) <= bigtcpWidth {
+		if joined := *last + " " + word; len([]rune(joined)) <= lineWidth {
 			*last = joined
 		} else {
 			lines = append(lines, "  "+word)

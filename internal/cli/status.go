@@ -139,16 +139,3 @@ func some(list []string, most int) string {
 	}
 	return fmt.Sprintf("%s and %d more", strings.Join(list[:most-1], ", "), len(list)-most+1)
 }
-
-func hint(w io.Writer, text string) {
-	if text != "" {
-		fmt.Fprintln(w, "hint:", text)
-	}
-}
-
-func yesNo(b bool) string {
-	if b {
-		return "yes"
-	}
-	return "no"
-}

@@ -5,9 +5,13 @@ package cli
 import (
 	"bytes"
 	"fmt"
+	"sockeye/internal/fault"
+	"strconv"
 	"strings"
 	"time"
 	"unicode/utf8"
+
+	"github.com/spf13/cobra"
 )
 
 // text is made of lines that a terminal shows as they are: what comes from outside
@@ -80,7 +84,7 @@ func (c *command) clock(t time.Time) string {
 	return at.Format(time.TimeOnly)
 }
 
-// paragraph adds text in lines of at most bigtcpWidth. Lines after the first have a
+// paragraph adds text in lines of at most lineWidth. Lines after the first have a
 // deeper indent.
 func (t *text) paragraph(indent, format string, args ...any) {
 	line := indent
@@ -88,7 +92,7 @@ func (t *text) paragraph(indent, format string, args ...any) {
 		switch {
 		case i == 0:
 			line += word
-		case utf8.RuneCountInString(line+" "+word) > bigtcpWidth:
+		case utf8.RuneCountInString(line+" "+word) > lineWidth:
 			t.WriteString(line + "\n")
 			line = indent + "  " + word
 		default:
@@ -97,3 +101,65 @@ func (t *text) paragraph(indent, format string, args ...any) {
 	}
 	t.WriteString(line + "\n")
 }
+
+// digits writes a measured value, of which three digits count.
+func digits(v float64) string {
+	decimals := 0
+	switch {
+	case v < 9.995:
+		decimals = 2
+	case v < 99.95:
+		decimals = 1
+	}
+	text := strconv.FormatFloat(v, 'f', decimals, 64)
+	if decimals > 0 {
+		text = strings.TrimRight(strings.TrimRight(text, "0"), ".")
+	}
+	return text
+}
+
+// inUnits writes a measured value in the largest of units, each 1000 times the
+// one before, of which it has at least one.
+func inUnits(v float64, units ...string) string {
+	for len(units) > 1 && v >= 999.5 {
+		v /= 1000
+		units = units[1:]
+	}
+	return digits(v) + " " + units[0]
+}
+
+func microseconds(v float64) string { return inUnits(v, "µs", "ms", "s") }
+
+// percentage writes a share of 1.
+func percentage(share float64) string {
+	if share > 0 && share < 0.00005 {
+		return "< 0.01 %"
+	}
+	return digits(100*share) + " %"
+}
+
+// took writes how long something took.
+func took(d time.Duration) string {
+	if d < 0 {
+		return "-" + took(-max(d, -1<<63+1))
+	}
+	return inUnits(float64(d), "ns", "µs", "ms", "s")
+}
+
+const spanHint = "a length of time, as in 90s, 5m or 1h"
+
+// span reads a flag that is a length of time; it is 0 if it was not given.
+func span(cmd *cobra.Command, flag string) (time.Duration, error) {
+	if !cmd.Flags().Changed(flag) {
+		return 0, nil
+	}
+	value := cmd.Flag(flag).Value.String()
+	d, err := time.ParseDuration(value)
+	if err != nil || d <= 0 {
+		return 0, fault.Usage(fmt.Errorf("--%s is %q", flag, value), spanHint)
+	}
+	return d, nil
+}
+
+// lineWidth is the maximum length of a line of text in columns, unless a word is longer.
+const lineWidth = 100

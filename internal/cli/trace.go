@@ -35,6 +35,9 @@ type traceView struct {
 // traceCommands are the commands of one invocation.
 type traceCommands struct{ *command }
 
+// newTraceCommand returns `sockeye trace`.
+func newTraceCommand(c *command) *cobra.Command { return (&traceCommands{c}).traceCommand() }
+
 func (c *traceCommands) traceCommand() *cobra.Command {
 	var v traceView
 	var names []string

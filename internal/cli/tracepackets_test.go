@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"net/http"
 	"os"
+	"sockeye/internal/cli/clitest"
 	"strings"
 	"testing"
 	"time"
@@ -49,7 +50,7 @@ func header(seq, ack, length uint32) []byte {
 // connection is the first line of an answer. Its clock begins at noon.
 func connection() api.TracePacketLine {
 	return api.TracePacketLine{Connection: &api.TraceConnection{
-		Local: "10.0.0.1:1790", Remote: "192.0.2.7:40000", PID: 812, FD: 7, Command: "nfacctd -f " + hostile, Cookie: 17, Clock: noon.UnixNano(), Missing: []string{},
+		Local: "10.0.0.1:1790", Remote: "192.0.2.7:40000", PID: 812, FD: 7, Command: "nfacctd -f " + clitest.Hostile, Cookie: 17, Clock: noon.UnixNano(), Missing: []string{},
 	}}
 }
 

@@ -5,6 +5,7 @@ package cli
 import (
 	"net/http"
 	"os"
+	"sockeye/internal/cli/clitest"
 	"strings"
 	"testing"
 	"time"
@@ -134,7 +135,7 @@ func TestTraceReportLittle(t *testing.T) {
 	h.Partial = true
 	f.answers["GET /v1/trace/history"] = h
 	gone := telemetry()
-	gone.Problem = "attach: " + hostile
+	gone.Problem = "attach: " + clitest.Hostile
 	f.answers["GET /v1/trace"] = oldKernel(gone)
 	r = f.at("trace", "report", file, "--since", "1h", "--force")
 	if !strings.HasSuffix(r.out, "\nwhat was before is not remembered\n") || !strings.Contains(r.out, ": 3000 messages of 1 group, ") || r.code != 0 || r.err != "" {

@@ -17,29 +17,6 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// took writes how long something took.
-func took(d time.Duration) string {
-	if d < 0 {
-		return "-" + took(-max(d, -1<<63+1))
-	}
-	return inUnits(float64(d), "ns", "µs", "ms", "s")
-}
-
-const spanHint = "a length of time, as in 90s, 5m or 1h"
-
-// span reads a flag that is a length of time; it is 0 if it was not given.
-func span(cmd *cobra.Command, flag string) (time.Duration, error) {
-	if !cmd.Flags().Changed(flag) {
-		return 0, nil
-	}
-	value := cmd.Flag(flag).Value.String()
-	d, err := time.ParseDuration(value)
-	if err != nil || d <= 0 {
-		return 0, fault.Usage(fmt.Errorf("--%s is %q", flag, value), spanHint)
-	}
-	return d, nil
-}
-
 // spanText is a length of time as a request has it; "" for 0.
 func spanText(d time.Duration) string {
 	if d == 0 {

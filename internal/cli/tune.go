@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"fmt"
 	"io"
-	"strconv"
 	"strings"
 	"text/tabwriter"
 
@@ -18,6 +17,9 @@ import (
 
 // tuneCommands are the commands of one invocation.
 type tuneCommands struct{ *command }
+
+// newTuneCommand returns `sockeye tune`.
+func newTuneCommand(c *command) *cobra.Command { return (&tuneCommands{c}).tuneCommand() }
 
 func (c *tuneCommands) tuneCommand() *cobra.Command {
 	var cgroup string
@@ -184,40 +186,4 @@ func annotated(w io.Writer, rows []string, notes [][]string) {
 			fmt.Fprintln(w, "  "+note)
 		}
 	}
-}
-
-// digits writes a measured value, of which three digits count.
-func digits(v float64) string {
-	decimals := 0
-	switch {
-	case v < 9.995:
-		decimals = 2
-	case v < 99.95:
-		decimals = 1
-	}
-	text := strconv.FormatFloat(v, 'f', decimals, 64)
-	if decimals > 0 {
-		text = strings.TrimRight(strings.TrimRight(text, "0"), ".")
-	}
-	return text
-}
-
-// inUnits writes a measured value in the largest of units, each 1000 times the
-// one before, of which it has at least one.
-func inUnits(v float64, units ...string) string {
-	for len(units) > 1 && v >= 999.5 {
-		v /= 1000
-		units = units[1:]
-	}
-	return digits(v) + " " + units[0]
-}
-
-func microseconds(v float64) string { return inUnits(v, "µs", "ms", "s") }
-
-// percentage writes a share of 1.
-func percentage(share float64) string {
-	if share > 0 && share < 0.00005 {
-		return "< 0.01 %"
-	}
-	return digits(100*share) + " %"
 }

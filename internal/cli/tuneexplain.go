@@ -88,41 +88,6 @@ this of each subflow; the addresses of any subflow name it.`,
 	return cmd
 }
 
-// completeFlag has the shell complete a flag by these words, not by files.
-func completeFlag(cmd *cobra.Command, flag string, words ...cobra.Completion) {
-	// It fails only for a flag that the command lacks.
-	_ = cmd.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(words, cobra.ShellCompDirectiveNoFileComp))
-}
-
-// end reads an address of a connection; a port that is not given is 0.
-func end(text string) (netip.AddrPort, error) {
-	at, err := netip.ParseAddrPort(text)
-	if err != nil {
-		addr, err := netip.ParseAddr(text)
-		if err != nil {
-			return netip.AddrPort{}, fault.Usage(fmt.Errorf("%q is not an IP address or IP:port", text),
-				"as in 192.0.2.1, 192.0.2.1:1790 or [2001:db8::1]:1790")
-		}
-		at = netip.AddrPortFrom(addr, 0)
-	}
-	return netip.AddrPortFrom(at.Addr().Unmap().WithZone(""), at.Port()), nil
-}
-
-// ends reads both addresses of a connection.
-func ends(localText, remoteText string) (local, remote netip.AddrPort, err error) {
-	if local, err = end(localText); err != nil {
-		return local, remote, err
-	}
-	if remote, err = end(remoteText); err != nil {
-		return local, remote, err
-	}
-	if local.Addr().Is4() != remote.Addr().Is4() {
-		return local, remote, fault.Usage(fmt.Errorf("%s and %s are of different families", local.Addr(), remote.Addr()),
-			"a connection has two IPv4 or two IPv6 addresses")
-	}
-	return local, remote, nil
-}
-
 func explanations(w io.Writer, list []api.TuneExplanation, local, remote netip.AddrPort) {
 	if len(list) == 0 {
 		fmt.Fprintln(w, "there are no tune rules")

@@ -13,9 +13,6 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// Version is set by the build.
-var Version = "devel"
-
 // version is the answer of version -o json.
 type version struct {
 	Version string `json:"version"`
