@@ -9,7 +9,7 @@ export CGO_ENABLED := 0
 export OUT ?= $(CURDIR)/out
 
 VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
-GOBUILD := go build -trimpath -ldflags "-X sockeye/internal/cli.Version=$(VERSION)"
+GOBUILD := go build -trimpath -ldflags "-X sockeye/internal/cli/command.Version=$(VERSION)"
 PREFIX ?= /usr/local
 
 CLANG := clang-19

@@ -17,6 +17,7 @@ import (
 	"github.com/vishvananda/netlink"
 
 	"sockeye/internal/bigtcp/verify"
+	"sockeye/internal/cli/command"
 	"sockeye/internal/testenv"
 )
 
@@ -76,7 +77,7 @@ func TestBigTCPVerify(t *testing.T) {
 	var out, errs bytes.Buffer
 	code := make(chan int, 1)
 	go func() {
-		code <- Run(ctx, []string{"bigtcp", "verify", "lo", "--for", "10m", "-o", "json"}, Environment{Out: &out, Err: &errs, Now: time.Now})
+		code <- Run(ctx, []string{"bigtcp", "verify", "lo", "--for", "10m", "-o", "json"}, command.Environment{Out: &out, Err: &errs, Now: time.Now})
 	}()
 	h.eventually("it counts", func() bool { return loHasProgram(t) })
 	interrupt()
@@ -111,8 +112,8 @@ func TestBigTCPVerifyRefuses(t *testing.T) {
 	}{
 		{2, "INTERFACE is missing", "usage: sockeye bigtcp verify INTERFACE [flags]", ""},
 		{2, `there is one argument too many: "b"`, "usage: sockeye bigtcp verify INTERFACE [flags]", "lo b"},
-		{2, `--for is "soon"`, spanHint, "lo --for soon"},
-		{2, `--for is "-1s"`, spanHint, "lo --for -1s"},
+		{2, `--for is "soon"`, command.IntervalHint, "lo --for soon"},
+		{2, `--for is "-1s"`, command.IntervalHint, "lo --for -1s"},
 		{2, `--for is "11m"`, "at most 10m0s", "lo --for 11m"},
 	} {
 		h.refused(test.code, test.message, test.hint, nil, append([]string{"bigtcp", "verify"}, strings.Fields(test.args)...)...)

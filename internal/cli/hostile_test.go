@@ -10,13 +10,15 @@ import (
 	"os"
 	"os/exec"
 	"slices"
-	"sockeye/internal/api"
-	"sockeye/internal/cli/clitest"
-	"sockeye/internal/fault"
 	"strings"
 	"testing"
 	"time"
 	"unicode/utf8"
+
+	"sockeye/internal/api"
+	"sockeye/internal/cli/clitest"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/fault"
 )
 
 // TestHostileCommandLines: a member and a process that would be one are called like
@@ -97,7 +99,7 @@ func TestScreenLeavesOurOwn(t *testing.T) {
 		{"completion", "bash"}, {"completion", "zsh"}, {"completion", "fish"}, {"completion", "powershell"}, {"check", "--schema"}, {"help", "isolate"},
 	} {
 		var out bytes.Buffer
-		code := Run(t.Context(), args, Environment{Out: &out, Err: io.Discard, Now: time.Now})
+		code := Run(t.Context(), args, command.Environment{Out: &out, Err: io.Discard, Now: time.Now})
 		if code != 0 || out.Len() == 0 || strings.ContainsRune(out.String(), utf8.RuneError) {
 			t.Errorf("%q: code %d, %d bytes, something is replaced: %v", args, code, out.Len(), strings.ContainsRune(out.String(), utf8.RuneError))
 		}

@@ -19,6 +19,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/cli/command"
+	"sockeye/internal/cli/socketscmd"
 	"sockeye/internal/scope"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/testenv"
@@ -29,7 +31,7 @@ func ptr[T any](v T) *T { return &v }
 
 func TestSocketsRefusals(t *testing.T) {
 	h := newHost(t, "services: {}\n")
-	limits, states := strings.Join(limitNames(), ", "), strings.Join(sockdiag.StateNames(), ", ")
+	limits, states := strings.Join(socketscmd.Limits(), ", "), strings.Join(sockdiag.StateNames(), ", ")
 	mount, err := scope.Mount()
 	if err != nil {
 		t.Fatal(err)
@@ -43,17 +45,17 @@ func TestSocketsRefusals(t *testing.T) {
 		{"sockets --state zzzzzzzzzzzz", `there is no state "zzzzzzzzzzzz"`, "one of " + states},
 		{"sockets --state listening,", `there is no state ""`, "one of " + states},
 		{"sockets --state listening --all", "--all and --state do not go together", "--all is all states"},
-		{"sockets --local here", `--local is "here"`, endHint},
-		{"sockets --local=", `--local is ""`, endHint},
-		{"sockets --remote 192.0.2.0/33", `--remote is "192.0.2.0/33"`, endHint},
-		{"sockets --remote 192.0.2.1:0", `--remote is "192.0.2.1:0"`, endHint},
-		{"sockets --remote 192.0.2.1:65536", `--remote is "192.0.2.1:65536"`, endHint},
-		{"sockets --remote 192.0.2.1:", `--remote is "192.0.2.1:"`, endHint},
-		{"sockets --remote [::1", `--remote is "[::1"`, endHint},
-		{"sockets --remote [::1]x", `--remote is "[::1]x"`, endHint},
-		{"sockets --remote [::1]:", `--remote is "[::1]:"`, endHint},
-		{"sockets --remote fe80::1%lo", `--remote is "fe80::1%lo"`, endHint},
-		{"sockets --remote :", `--remote is ":"`, endHint},
+		{"sockets --local here", `--local is "here"`, socketscmd.EndpointHint},
+		{"sockets --local=", `--local is ""`, socketscmd.EndpointHint},
+		{"sockets --remote 192.0.2.0/33", `--remote is "192.0.2.0/33"`, socketscmd.EndpointHint},
+		{"sockets --remote 192.0.2.1:0", `--remote is "192.0.2.1:0"`, socketscmd.EndpointHint},
+		{"sockets --remote 192.0.2.1:65536", `--remote is "192.0.2.1:65536"`, socketscmd.EndpointHint},
+		{"sockets --remote 192.0.2.1:", `--remote is "192.0.2.1:"`, socketscmd.EndpointHint},
+		{"sockets --remote [::1", `--remote is "[::1"`, socketscmd.EndpointHint},
+		{"sockets --remote [::1]x", `--remote is "[::1]x"`, socketscmd.EndpointHint},
+		{"sockets --remote [::1]:", `--remote is "[::1]:"`, socketscmd.EndpointHint},
+		{"sockets --remote fe80::1%lo", `--remote is "fe80::1%lo"`, socketscmd.EndpointHint},
+		{"sockets --remote :", `--remote is ":"`, socketscmd.EndpointHint},
 		{"sockets --port 0", "--port is 0", "1 to 65535"},
 		{"sockets --port 65536", "--port is 65536", "1 to 65535"},
 		{"sockets --port bmp", `--port is "bmp"`, "a whole number"},
@@ -62,7 +64,7 @@ func TestSocketsRefusals(t *testing.T) {
 		{"sockets --limit-by send_bufer", `there is no limit "send_bufer"`, "did you mean send_buffer?"},
 		{"sockets --limit-by zzzzzzzzzzzzzz", `there is no limit "zzzzzzzzzzzzzz"`, "one of " + limits},
 		{"sockets --sort queud", `there is no order "queud"`, "did you mean queued?"},
-		{"sockets --sort=", `there is no order ""`, "one of " + strings.Join(sortNames(), ", ")},
+		{"sockets --sort=", `there is no order ""`, "one of " + strings.Join(socketscmd.Orders(), ", ")},
 		{"sockets --cgroup nosuch.slice", `there is no cgroup "nosuch.slice"`, "name it by its path below " + mount + ", as in telemetry.slice"},
 		{"sockets --cgroup=", `there is no cgroup ""`, "name it by its path below " + mount + ", as in telemetry.slice"},
 		{"sockets --netns /run/netns/nosuch", "open network namespace: open /run/netns/nosuch: no such file or directory", netns},
@@ -113,7 +115,7 @@ func stuck(t *testing.T, address string) (from, to *net.TCPConn) {
 	}
 }
 
-func names(shown socketsShown) (list []string) {
+func names(shown socketscmd.Shown) (list []string) {
 	for _, s := range shown.Sockets {
 		list = append(list, s.State+" "+s.Local+" "+s.Remote)
 	}
@@ -152,7 +154,7 @@ func TestSockets(t *testing.T) {
 		{"--port 21790 -n 1", []string{mine}},
 		{"--port 21790 -n 1 --sort room", []string{mine}},
 	} {
-		got := must[socketsShown](h, append([]string{"sockets"}, strings.Fields(c.args)...)...)
+		got := must[socketscmd.Shown](h, append([]string{"sockets"}, strings.Fields(c.args)...)...)
 		list := names(got)
 		slices.Sort(list)
 		slices.Sort(c.want)
@@ -167,7 +169,7 @@ func TestSockets(t *testing.T) {
 		}
 	}
 
-	shown := must[socketsShown](h, "sockets", "--remote", ":21790", "--processes")
+	shown := must[socketscmd.Shown](h, "sockets", "--remote", ":21790", "--processes")
 	s := shown.Sockets[0]
 	if s.Cgroup != testenv.CgroupPath() || len(s.Processes) != 1 || s.Processes[0].PID != os.Getpid() || *s.Queued < int(*s.Payload) || *s.Overhead < 1 ||
 		*s.Unsent == 0 || s.Room == nil || s.LimitedBy != sockdiag.ReceiveWindow || s.Times.ReceiveWindow == 0 || s.Path.MSS == 0 || shown.ByLimit["receive_window"] != 1 {
@@ -178,10 +180,10 @@ func TestSockets(t *testing.T) {
 		t.Errorf("%+v", text)
 	}
 	text = h.sockeye("sockets", "--local", ":21790")
-	if unread := *must[socketsShown](h, "sockets", "--local", ":21790").Sockets[0].Unread; unread == 0 || !strings.Contains(text.out, fmt.Sprintf("%s %d unread", from4, unread)) {
+	if unread := *must[socketscmd.Shown](h, "sockets", "--local", ":21790").Sockets[0].Unread; unread == 0 || !strings.Contains(text.out, fmt.Sprintf("%s %d unread", from4, unread)) {
 		t.Errorf("%d unread: %s", unread, text.out)
 	}
-	for _, name := range sortNames() {
+	for _, name := range socketscmd.Orders() {
 		if r := h.sockeye("sockets", "--sort", name); r.code != 0 {
 			t.Errorf("--sort %s: %+v", name, r)
 		}
@@ -256,7 +258,7 @@ func TestSocketsMany(t *testing.T) {
 		}
 	}
 	start := time.Now()
-	shown := must[socketsShown](h, "sockets", "--port", "21795", "-n", "3", "--sort", "unread")
+	shown := must[socketscmd.Shown](h, "sockets", "--port", "21795", "-n", "3", "--sort", "unread")
 	if took := time.Since(start); took > 5*time.Second {
 		t.Errorf("it took %v", took)
 	}
@@ -334,7 +336,7 @@ func TestSocketsAdvice(t *testing.T) {
 
 	within := time.Now().Add(20 * time.Second)
 	for {
-		shown := must[socketsShown](h, "sockets", "--netns", a.Path(), "--limit-by", "send_buffer", "--processes")
+		shown := must[socketscmd.Shown](h, "sockets", "--netns", a.Path(), "--limit-by", "send_buffer", "--processes")
 		if len(shown.Sockets) == 1 {
 			s := shown.Sockets[0]
 			if s.Advice == nil || s.Advice.Cause != sockdiag.FixedBuffer || !strings.Contains(s.Advice.Detail, "the application set SO_SNDBUF, which made a buffer of 100000 bytes, at most ") {
@@ -343,7 +345,7 @@ func TestSocketsAdvice(t *testing.T) {
 			break
 		}
 		if time.Now().After(within) {
-			t.Fatalf("no moment in which the buffer limits: %+v", must[socketsShown](h, "sockets", "--netns", a.Path()))
+			t.Fatalf("no moment in which the buffer limits: %+v", must[socketscmd.Shown](h, "sockets", "--netns", a.Path()))
 		}
 	}
 	var r result
@@ -362,7 +364,7 @@ func TestSocketsWatch(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	screens := make(chan string, 10)
-	env := Environment{Out: writerFunc(func(b []byte) (int, error) {
+	env := command.Environment{Out: writerFunc(func(b []byte) (int, error) {
 		if s := string(b); strings.Contains(s, "socket") {
 			screens <- s
 		}

@@ -11,7 +11,6 @@ import (
 	"net/netip"
 	"os"
 	"slices"
-	"sockeye/internal/cli/clitest"
 	"strings"
 	"testing"
 	"time"
@@ -20,6 +19,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cli/clitest"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/cli/tracecmd"
 	"sockeye/internal/config"
 	"sockeye/internal/trace/measure"
 )
@@ -37,7 +39,7 @@ func (f *fake) at(args ...string) result {
 // during runs a command at noon, until ctx ends.
 func (f *fake) during(ctx context.Context, args ...string) result {
 	var out, err bytes.Buffer
-	code := Run(ctx, append([]string{"--run-dir", f.run}, args...), Environment{
+	code := Run(ctx, append([]string{"--run-dir", f.run}, args...), command.Environment{
 		Out: &out, Err: &err, In: strings.NewReader(""), Now: func() time.Time { return noon },
 		Exec: func(string, []string, []string) error { return unix.ENOEXEC },
 	})
@@ -141,7 +143,7 @@ func TestTrace(t *testing.T) {
 	f := tracing(t)
 	f.printsGolden("trace", "trace")
 	f.wasAsked("GET /v1/trace", "GET /v1/trace/results")
-	got := must[traced](f.host, "trace", "--since", "5m", "--select", "rule=replies,remote=192.0.2.0/24")
+	got := must[tracecmd.Traced](f.host, "trace", "--since", "5m", "--select", "rule=replies,remote=192.0.2.0/24")
 	f.wasAsked("GET /v1/trace", "GET /v1/trace/results select=rule=replies,remote=192.0.2.0/24 since=5m0s")
 	if len(got.Results) != 5 || !got.Timestamps || got.Cgroups[0].Rules[1].Messages != "100/s" || got.Results[0].Stages[config.StageQdisc].Count != 12374 {
 		t.Errorf("%+v", got)

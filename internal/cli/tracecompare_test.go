@@ -3,12 +3,14 @@
 package cli
 
 import (
-	"sockeye/internal/cli/clitest"
 	"strings"
 	"testing"
 	"time"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cli/clitest"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/cli/tracecmd"
 	"sockeye/internal/config"
 	"sockeye/internal/trace/measure"
 )
@@ -57,7 +59,7 @@ func TestTraceCompare(t *testing.T) {
 	}
 
 	// Two arms.
-	c := must[compared](f.host, "trace", "compare", "--trial", "bulk")
+	c := must[tracecmd.Compared](f.host, "trace", "compare", "--trial", "bulk")
 	if c.A.Select != "tune_rule=bulk,arm=control" || c.B.Select != "tune_rule=bulk,arm=treated" || !c.A.From.Equal(noon.Add(-10*time.Minute)) || !c.B.To.Equal(noon) || c.Comparison.A != (measure.Side{Slices: 60, Messages: 60000}) {
 		t.Errorf("%+v", c)
 	}
@@ -66,7 +68,7 @@ func TestTraceCompare(t *testing.T) {
 	real := 0
 	for _, row := range c.Comparison.Rows {
 		if row.Stage == config.StageStack && row.Figure == "p50" {
-			check("--trial bulk --since 15m", "since=15m0s", strings.Join([]string{"stack", "p50", took(row.A), took(row.B), times(row.Ratio), ratioInterval(row.Low, row.High), "real"}, "  ")+"\n")
+			check("--trial bulk --since 15m", "since=15m0s", strings.Join([]string{"stack", "p50", command.Duration(row.A), command.Duration(row.B), tracecmd.Times(row.Ratio), tracecmd.RatioInterval(row.Low, row.High), "real"}, "  ")+"\n")
 			real++
 		}
 	}
