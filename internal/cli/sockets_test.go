@@ -19,8 +19,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/cgroup"
 	"sockeye/internal/fault"
-	"sockeye/internal/scope"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/testenv"
 	"sockeye/lab"
@@ -67,7 +67,7 @@ func TestSocketsText(t *testing.T) {
 func TestSocketsRefusals(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	limits, states := strings.Join(limitNames(), ", "), strings.Join(sockdiag.StateNames(), ", ")
-	mount, err := scope.Mount()
+	mount, err := cgroup.Mount()
 	if err != nil {
 		t.Fatal(err)
 	}
