@@ -25,6 +25,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
 	"sockeye/internal/domain"
@@ -91,7 +92,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := rlimit.RemoveMemlock(); err != nil {
 		return fmt.Errorf("raise RLIMIT_MEMLOCK: %w", err)
 	}
-	cgroups, err := scope.Mount()
+	cgroups, err := cgroup.Mount()
 	if err != nil {
 		return err
 	}

@@ -26,9 +26,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/isolate"
-	"sockeye/internal/scope"
 	"sockeye/internal/steer"
 	"sockeye/internal/testenv"
 )
@@ -235,10 +235,10 @@ func becomeFew(args []string) {
 
 // becomeCgroupless runs a command where no cgroup v2 is mounted.
 func becomeCgroupless(args []string) {
-	mount, err := scope.Mount()
+	mount, err := cgroup.Mount()
 	for err == nil {
 		if err = unix.Unmount(mount, unix.MNT_DETACH); err == nil {
-			mount, err = scope.Mount()
+			mount, err = cgroup.Mount()
 		}
 	}
 	os.Exit(Main(args, Host()))

@@ -19,20 +19,18 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/cgroup"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/cli/socketscmd"
-	"sockeye/internal/scope"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/testenv"
 	"sockeye/lab"
 )
 
-func ptr[T any](v T) *T { return &v }
-
 func TestSocketsRefusals(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	limits, states := strings.Join(socketscmd.Limits(), ", "), strings.Join(sockdiag.StateNames(), ", ")
-	mount, err := scope.Mount()
+	mount, err := cgroup.Mount()
 	if err != nil {
 		t.Fatal(err)
 	}

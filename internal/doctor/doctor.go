@@ -16,9 +16,9 @@ import (
 	"github.com/cilium/ebpf/rlimit"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
-	"sockeye/internal/scope"
 	"sockeye/internal/sockdiag"
 )
 
@@ -104,7 +104,7 @@ func (d *Report) destroy() {
 }
 
 func (d *Report) mounts(pins string) {
-	if mount, err := scope.Mount(); err != nil {
+	if mount, err := cgroup.Mount(); err != nil {
 		d.Fail("mounts", "cgroup v2", fault.Code(err), err.Error(), fault.Hint(err))
 	} else {
 		d.Add("mounts", "cgroup v2", OK, mount, "")

@@ -17,6 +17,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/cgroup"
 )
 
 // Process is what the kernel says of a process.
@@ -190,10 +192,8 @@ func Read(pid int) (*Process, error) {
 	if err != nil {
 		return nil, gone(pid, err)
 	}
-	for line := range strings.Lines(string(groups)) {
-		if path, ok := strings.CutPrefix(line, "0::"); ok {
-			p.Cgroup = strings.TrimSuffix(path, "\n")
-		}
+	if path, ok := cgroup.Parse(string(groups)); ok {
+		p.Cgroup = path
 	}
 	// Kernel threads have none, and some files need more rights than others.
 	if p.Exe, err = dir.link("exe"); err == nil {

@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/cgroup"
 	"sockeye/internal/testenv"
 )
 
@@ -79,7 +80,7 @@ func TestReadOther(t *testing.T) {
 	defer os.Remove(group)
 	defer c.Wait()
 	defer c.Process.Kill()
-	check(t, os.WriteFile(filepath.Join(group, "cgroup.procs"), []byte(strconv.Itoa(c.pid())), 0))
+	check(t, cgroup.Move(group, c.pid()))
 	p, err := Read(c.pid())
 	check(t, err)
 	self, err := Read(os.Getpid())

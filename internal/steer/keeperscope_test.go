@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/member"
 	"sockeye/internal/testenv"
@@ -58,7 +59,7 @@ func (u *units) StartTransientUnit(name, mode string, properties []unitProperty,
 	dir := filepath.Join(testenv.Cgroup(), name)
 	err := os.Mkdir(dir, 0o755)
 	if err == nil && len(pids) == 1 && mode == "fail" {
-		err = os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte(fmt.Sprint(pids[0])), 0)
+		err = cgroup.Move(dir, int(pids[0]))
 	}
 	if err != nil {
 		return "", dbus.MakeFailedError(err)

@@ -18,10 +18,10 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
-	"sockeye/internal/scope"
 	"sockeye/internal/sockdiag"
 	"sockeye/room"
 )
@@ -317,7 +317,7 @@ func readLimits(names []string) (limits []sockdiag.Limit, err error) {
 
 // findCgroup finds where cgroups are, and the folder of the one that is named.
 func (v *socketsView) findCgroup(name string, given bool) (err error) {
-	v.mount, err = scope.Mount()
+	v.mount, err = cgroup.Mount()
 	if !given {
 		if err != nil {
 			v.problems = append(v.problems, "the cgroups of sockets: "+err.Error())
