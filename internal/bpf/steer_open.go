@@ -100,7 +100,7 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 // takeSockets takes all sockets out of the array that another layout has pinned:
 // a program of a group may hold it for as long as the group lasts.
 func takeSockets(dir string) error {
-	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, "sockets"), nil)
+	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinSockets), nil)
 	if err != nil {
 		return nil // none, or none that can be used
 	}
@@ -153,7 +153,7 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 		{steering.Maps["pending"], &s.pending},
 		{steering.Maps["admission"], &s.admission},
 		{steering.Maps["unlisted"], &s.unlisted},
-		{steering.Maps["sockets"], &s.sockets},
+		{steering.Maps[pinSockets], &s.sockets},
 		{members.Maps["cookies"], &s.cookies},
 		{members.Maps["events"], &s.events},
 		{members.Maps["lost_events"], &s.lost},
@@ -239,7 +239,7 @@ func (s *Steer) makeKeys() error {
 func (s *Steer) replacements() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
 		"tables": s.tables, "device_maps": s.deviceMaps, "next_devices": s.nextDevices, "slots": s.slots,
-		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, "sockets": s.sockets,
+		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, pinSockets: s.sockets,
 		"admission": s.admission, "unlisted": s.unlisted,
 	}
 }

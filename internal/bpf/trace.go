@@ -189,7 +189,7 @@ func (t *Trace) openMaps(c TraceConfig, spec *ebpf.CollectionSpec) (err error) {
 		spec.Maps[name].MaxEntries = indexes
 	}
 	if c.Tuning != "" {
-		if t.maps["tuned"], err = tunedConnections(c.Tuning); err != nil {
+		if t.maps[tunedMap], err = openTuneConnections(c.Tuning); err != nil {
 			return err
 		}
 	}
@@ -200,7 +200,7 @@ func (t *Trace) openMaps(c TraceConfig, spec *ebpf.CollectionSpec) (err error) {
 		if isVariables(name) || t.maps[name] != nil {
 			continue
 		}
-		if name == "tuned" {
+		if name == tunedMap {
 			// Nobody's: with the cgroup's tuning it is another.
 			t.maps[name], err = ebpf.NewMap(m)
 		} else {
@@ -320,7 +320,7 @@ func (t *Trace) Close() error {
 func RemoveTrace(dir string) error { return eachLayout(dir, removeTrace) }
 
 func removeTrace(dir string) error {
-	pins, err := filepath.Glob(filepath.Join(dir, "link_*"))
+	pins, err := filepath.Glob(filepath.Join(dir, linkPin+"*"))
 	if err != nil {
 		return err
 	}
@@ -410,7 +410,7 @@ func (t *Trace) ProgramID() (uint32, error) {
 func (t *Trace) Programs() []string {
 	var names []string
 	for pin := range t.links {
-		names = append(names, "trace_"+strings.TrimPrefix(pin, "link_"))
+		names = append(names, "trace_"+strings.TrimPrefix(pin, linkPin))
 	}
 	slices.Sort(names)
 	return names

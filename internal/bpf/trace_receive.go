@@ -18,7 +18,7 @@ type hook struct {
 }
 
 // pin is the name of its link's pin.
-func (h hook) pin() string { return "link_" + h.program[len("trace_"):] }
+func (h hook) pin() string { return linkPin + h.program[len("trace_"):] }
 
 // The hooks by which it is seen that what was received is read. What begins a
 // sample comes after what ends it, in all of these lists.

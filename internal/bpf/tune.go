@@ -210,7 +210,7 @@ func (t *Tune) SetScope(s Scope) error { return setScope(t.dir, s) }
 // TuningID tells the tuning that is pinned in dir from one that was there before:
 // it is the id of its map of connections.
 func TuningID(dir string) (ebpf.MapID, error) {
-	m, err := tunedConnections(dir)
+	m, err := openTuneConnections(dir)
 	if err != nil {
 		return 0, err
 	}
@@ -239,7 +239,7 @@ func (t *Tune) Attached() bool {
 // has matched it.
 func (t *Tune) Connection(fd int) (*TuneConnection, error) {
 	var c TuneConnection
-	err := t.maps["connections"].Lookup(int32(fd), &c)
+	err := t.maps[pinTuneConnections].Lookup(int32(fd), &c)
 	if errors.Is(err, ebpf.ErrKeyNotExist) {
 		return nil, nil
 	}
@@ -251,7 +251,7 @@ func (t *Tune) Connection(fd int) (*TuneConnection, error) {
 
 // Storage is the descriptor of the sk_storage map that Connection reads. sock_diag(7)
 // reads it of sockets without a descriptor; see DecodeConnection.
-func (t *Tune) Storage() int { return t.maps["connections"].FD() }
+func (t *Tune) Storage() int { return t.maps[pinTuneConnections].FD() }
 
 // DecodeConnection reads a value of the map of Storage; nil for none.
 func DecodeConnection(value []byte) (*TuneConnection, error) {
