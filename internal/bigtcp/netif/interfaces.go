@@ -12,8 +12,8 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp/nlattr"
 	"sockeye/internal/config"
+	"sockeye/internal/nlattr"
 )
 
 // Support is the support of the kernel for BIG TCP.
