@@ -304,8 +304,8 @@ func checkMaySet() error {
 
 // flagHint adds the dashes of the flag to a hint about force.
 func flagHint(err error) error {
-	if known, ok := errors.AsType[*netif.Error](err); ok && strings.HasPrefix(known.Hint, "force ") {
-		return &netif.Error{Kind: known.Kind, Err: err, Hint: "--" + known.Hint}
+	if hint := fault.Hint(err); strings.HasPrefix(hint, "force ") {
+		return fault.WithHint(err, "--"+hint)
 	}
 	return err
 }
