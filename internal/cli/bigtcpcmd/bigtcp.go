@@ -30,6 +30,7 @@ type Shown struct {
 	Problems          []string                 `json:"problems"` // what could not be read, and why
 }
 
+// Interface is a network interface with its verdict and its known incompatibilities.
 type Interface struct {
 	netif.Interface
 	Bound             Bound                    `json:"bound"`
