@@ -35,7 +35,7 @@ BPF_PACKAGES := clang-19 llvm-19 libbpf-dev linux-libc-dev
 CHECK_KERNELS := 5.10,newest
 VM_KERNELS := 5.10,6.1,6.12,newest
 CHECK_VM_TESTS := ./internal/bpf ./internal/member ./internal/steer/placement ./lab/vm/selftest
-VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/sockets ./internal/tune ./internal/trace ./internal/trace/packets ./internal/bigtcp/linux ./internal/bigtcp/netif ./internal/bigtcp/sizing ./internal/bigtcp/compat ./internal/bigtcp/verify ./room
+VM_TESTS := $(CHECK_VM_TESTS) ./internal/match ./internal/procsock ./internal/tune ./internal/trace ./internal/trace/packets ./internal/bigtcp/linux ./internal/bigtcp/netif ./internal/bigtcp/sizing ./internal/bigtcp/compat ./internal/bigtcp/verify ./room
 
 .PHONY: help
 help: ## List the targets

@@ -30,6 +30,7 @@ type Shown struct {
 	Problems          []string                 `json:"problems"` // what could not be read, and why
 }
 
+// Interface is a network interface with its verdict and its known incompatibilities.
 type Interface struct {
 	netif.Interface
 	Bound             Bound                    `json:"bound"`
@@ -304,8 +305,8 @@ func checkMaySet() error {
 
 // flagHint adds the dashes of the flag to a hint about force.
 func flagHint(err error) error {
-	if known, ok := errors.AsType[*netif.Error](err); ok && strings.HasPrefix(known.Hint, "force ") {
-		return &netif.Error{Kind: known.Kind, Err: err, Hint: "--" + known.Hint}
+	if hint := fault.Hint(err); strings.HasPrefix(hint, "force ") {
+		return fault.WithHint(err, "--"+hint)
 	}
 	return err
 }

@@ -141,8 +141,8 @@ func chooseRecords(records []sizing.Record, names []string, netns string, force 
 			continue
 		}
 		if r.Owner == sizing.ByPolicy {
-			return nil, &netif.Error{Kind: netif.KindConflict, Err: fmt.Errorf("%s was set by the agent for its policy", r.Interface),
-				Hint: "remove its rule from the policy file and run sockeye apply, or use --force"}
+			return nil, fault.Conflict(fmt.Errorf("%s was set by the agent for its policy", r.Interface),
+				"remove its rule from the policy file and run sockeye apply, or use --force")
 		}
 		if network == nil || slices.Contains(r.For, r.Index) || slices.ContainsFunc(r.For, func(index int) bool { return slices.Contains(present, index) }) {
 			continue
@@ -152,8 +152,8 @@ func chooseRecords(records []sizing.Record, names []string, netns string, force 
 			return nil, err
 		}
 		if above := namesOf(list, r.For); len(above) > 0 {
-			return nil, &netif.Error{Kind: netif.KindConflict, Err: fmt.Errorf("%s was set as a lower interface of %s", r.Interface, strings.Join(above, ", ")),
-				Hint: "revert that one, or use --force"}
+			return nil, fault.Conflict(fmt.Errorf("%s was set as a lower interface of %s", r.Interface, strings.Join(above, ", ")),
+				"revert that one, or use --force")
 		}
 	}
 	return chosen, nil

@@ -110,6 +110,7 @@ func (f endFilter) matches(a netip.AddrPort) bool {
 	return (f.port == 0 || a.Port() == f.port) && (!f.prefix.IsValid() || f.prefix.Contains(a.Addr().WithZone("")))
 }
 
+// EndpointHint is the hint for an address filter that cannot be parsed.
 const EndpointHint = "as in 192.0.2.1, 192.0.2.0/24:1790, [2001:db8::]/32:1790 or :1790"
 
 // readEnd reads an address or a prefix, a port, or both.
@@ -298,6 +299,7 @@ func readStates(names []string, all bool) (sockdiag.States, error) {
 	return states, nil
 }
 
+// Limits returns the words of --limit-by.
 func Limits() (names []string) {
 	for _, limit := range sockdiag.Limits {
 		names = append(names, string(limit))

@@ -34,6 +34,7 @@ var socketOrders = map[string]func(a, b *found) int{
 	"remote": func(a, b *found) int { return cmp.Or(a.socket.Remote.Compare(b.socket.Remote), byEnds(a, b)) },
 }
 
+// Orders returns the words of --sort.
 func Orders() []string { return slices.Sorted(maps.Keys(socketOrders)) }
 
 // A listener has connections where others have bytes.

@@ -321,6 +321,7 @@ func Times(ratio *float64) string {
 	return command.Digits(*ratio)
 }
 
+// RatioInterval formats the confidence interval of a ratio. A bound of nil is unknown.
 func RatioInterval(low, high *float64) string {
 	switch {
 	case low == nil && high == nil:

@@ -106,14 +106,17 @@ func tuning(w io.Writer, s *api.TuneStatus) {
 	}
 }
 
+// ForeignText describes a sock_ops program of another owner.
 func ForeignText(f api.TuneForeign) string {
 	return fmt.Sprintf("program %d of somebody else, in %s, runs %s the rules: %s", f.ID, f.Cgroup, f.Order, f.Effect)
 }
 
+// FailureText describes a failed setsockopt.
 func FailureText(f api.TuneFailure) string {
 	return fmt.Sprintf("%s failed %s: %s", f.Option, command.Count(f.Count, "time", "times"), f.Error)
 }
 
+// SkippedText describes an option that the kernel lacks.
 func SkippedText(s api.TuneSkipped) string {
 	return fmt.Sprintf("%s is skipped: it needs %s", s.Option, s.Needs)
 }

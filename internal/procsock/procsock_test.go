@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package sockets_test
+package procsock_test
 
 import (
 	"errors"
@@ -18,15 +18,15 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
-	"sockeye/internal/sockets"
+	"sockeye/internal/procsock"
 	"sockeye/internal/testenv"
 )
 
 // visited are the sockets of the tests' cgroup, by cookie.
-func visited(t testing.TB) map[uint64]sockets.Socket {
+func visited(t testing.TB) map[uint64]procsock.Socket {
 	t.Helper()
-	all := make(map[uint64]sockets.Socket)
-	problems, err := sockets.Walk(testenv.Cgroup(), func(s *sockets.Socket) error {
+	all := make(map[uint64]procsock.Socket)
+	problems, err := procsock.Walk(testenv.Cgroup(), func(s *procsock.Socket) error {
 		if got := cookie(t, s.FD); got != s.Cookie {
 			t.Errorf("the descriptor of %v is of socket %#x, want %#x", s, got, s.Cookie)
 		}
@@ -100,7 +100,7 @@ func TestWalk(t *testing.T) {
 
 	open := descriptors(t)
 	// The server accepts when it comes to it.
-	var accepted *sockets.Socket
+	var accepted *procsock.Socket
 	within(t, "the child accepts", func() bool {
 		for _, s := range visited(t) {
 			if s.PID == child.Process.Pid && !s.Listening {
@@ -133,7 +133,7 @@ func TestWalk(t *testing.T) {
 		if s.PID != self && s.PID != shared.Process.Pid {
 			t.Errorf("%v is of pid %d", &s, s.PID)
 		}
-		taken, err := sockets.Take(s.PID, s.Number)
+		taken, err := procsock.Take(s.PID, s.Number)
 		if err != nil {
 			t.Error(err)
 			continue
@@ -180,9 +180,9 @@ func testMPTCP(t *testing.T) {
 			t.Errorf("%s: visited %v, %+v", name, ok, s)
 		}
 	}
-	find := func(local, remote net.Addr) (list []sockets.Subflow, fellBack bool) {
+	find := func(local, remote net.Addr) (list []procsock.Subflow, fellBack bool) {
 		t.Helper()
-		s, err := sockets.Find(testenv.Cgroup(), addrPort(local), addrPort(remote))
+		s, err := procsock.Find(testenv.Cgroup(), addrPort(local), addrPort(remote))
 		check(t, err)
 		defer s.Close()
 		list, fellBack, err = s.Subflows()
@@ -190,16 +190,16 @@ func testMPTCP(t *testing.T) {
 		return list, fellBack
 	}
 	for _, end := range []net.Conn{c, a} {
-		want := sockets.Subflow{Local: addrPort(end.LocalAddr()), Remote: addrPort(end.RemoteAddr())}
-		if list, fellBack := find(end.LocalAddr(), end.RemoteAddr()); fellBack || !slices.Equal(list, []sockets.Subflow{want}) {
+		want := procsock.Subflow{Local: addrPort(end.LocalAddr()), Remote: addrPort(end.RemoteAddr())}
+		if list, fellBack := find(end.LocalAddr(), end.RemoteAddr()); fellBack || !slices.Equal(list, []procsock.Subflow{want}) {
 			t.Errorf("subflows %v, fell back %v, want %v", list, fellBack, want)
 		}
 	}
 	plain, err := d.DialContext(t.Context(), "tcp", listen(t, "[::]:0").Addr().String())
 	check(t, err)
 	defer plain.Close()
-	want := sockets.Subflow{Local: addrPort(plain.LocalAddr()), Remote: addrPort(plain.RemoteAddr())}
-	if list, fellBack := find(plain.LocalAddr(), plain.RemoteAddr()); !fellBack || !slices.Equal(list, []sockets.Subflow{want}) {
+	want := procsock.Subflow{Local: addrPort(plain.LocalAddr()), Remote: addrPort(plain.RemoteAddr())}
+	if list, fellBack := find(plain.LocalAddr(), plain.RemoteAddr()); !fellBack || !slices.Equal(list, []procsock.Subflow{want}) {
 		t.Errorf("after a fallback: subflows %v, fell back %v, want %v", list, fellBack, want)
 	}
 }
@@ -279,14 +279,14 @@ func TestWalkEndsWithAnError(t *testing.T) {
 	l := listen(t, "127.0.0.1:0")
 	connect(t, l)
 	had, stop, visits := descriptors(t), errors.New("stop"), 0
-	_, err := sockets.Walk(testenv.Cgroup(), func(*sockets.Socket) error {
+	_, err := procsock.Walk(testenv.Cgroup(), func(*procsock.Socket) error {
 		visits++
 		return stop
 	})
 	if !errors.Is(err, stop) || visits != 1 {
 		t.Errorf("%v after %d visits, want %v after 1", err, visits, stop)
 	}
-	if _, err := sockets.Walk(filepath.Join(testenv.Cgroup(), "none"), nil); !errors.Is(err, fs.ErrNotExist) {
+	if _, err := procsock.Walk(filepath.Join(testenv.Cgroup(), "none"), nil); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("of a cgroup that is not there: %v, want %v", err, fs.ErrNotExist)
 	}
 	if got := descriptors(t); got != had {
@@ -303,7 +303,7 @@ func TestFind(t *testing.T) {
 		local, remote := addrPort(c.LocalAddr()), addrPort(c.RemoteAddr())
 		mapped := netip.AddrPortFrom(netip.AddrFrom16(local.Addr().As16()), local.Port())
 		for _, local := range []netip.AddrPort{local, mapped} {
-			s, err := sockets.Find(testenv.Cgroup(), local, remote)
+			s, err := procsock.Find(testenv.Cgroup(), local, remote)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -314,11 +314,11 @@ func TestFind(t *testing.T) {
 		}
 	}
 	local := addrPort(l.Addr())
-	if s, err := sockets.Find(testenv.Cgroup(), local, netip.AddrPort{}); !errors.Is(err, fs.ErrNotExist) {
+	if s, err := procsock.Find(testenv.Cgroup(), local, netip.AddrPort{}); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("a listener is the connection %v, %v", s, err)
 	}
 	nobody := netip.MustParseAddrPort("192.0.2.1:80")
-	if s, err := sockets.Find(testenv.Cgroup(), local, nobody); !errors.Is(err, fs.ErrNotExist) || strings.Contains(err.Error(), "\n") {
+	if s, err := procsock.Find(testenv.Cgroup(), local, nobody); !errors.Is(err, fs.ErrNotExist) || strings.Contains(err.Error(), "\n") {
 		t.Errorf("%v, %v, want %v in one line", s, err, fs.ErrNotExist)
 	}
 	if got := descriptors(t); got != had {
@@ -334,14 +334,14 @@ func TestTakeRefuses(t *testing.T) {
 	check(t, err)
 	had := descriptors(t)
 	check(t, raw.Control(func(fd uintptr) {
-		if s, err := sockets.Take(os.Getpid(), int(fd)); !errors.Is(err, fs.ErrNotExist) {
+		if s, err := procsock.Take(os.Getpid(), int(fd)); !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("a UDP socket is %v, %v", s, err)
 		}
 	}))
-	if s, err := sockets.Take(os.Getpid(), 9999); !errors.Is(err, fs.ErrNotExist) {
+	if s, err := procsock.Take(os.Getpid(), 9999); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("no descriptor is %v, %v", s, err)
 	}
-	if s, err := sockets.Take(1<<22, 0); err == nil {
+	if s, err := procsock.Take(1<<22, 0); err == nil {
 		t.Errorf("no process has %v", s)
 	}
 	if got := descriptors(t); got != had {
@@ -356,7 +356,7 @@ func TestWalkWithoutRights(t *testing.T) {
 	had, mine := descriptors(t), cookieOf(t, l)
 	testenv.WithoutRights(t, func() {
 		found := false
-		problems, err := sockets.Walk(testenv.Cgroup(), func(s *sockets.Socket) error {
+		problems, err := procsock.Walk(testenv.Cgroup(), func(s *procsock.Socket) error {
 			found = found || s.Cookie == mine
 			return nil
 		})
@@ -366,7 +366,7 @@ func TestWalkWithoutRights(t *testing.T) {
 		if len(problems) != 1 || !errors.Is(problems[0], fs.ErrPermission) || !strings.Contains(problems[0].Error(), fmt.Sprintf("pid %d", child.Process.Pid)) {
 			t.Errorf("problems %v, want one of pid %d", problems, child.Process.Pid)
 		}
-		_, err = sockets.Find(testenv.Cgroup(), addrPort(l.Addr()), addrPort(l.Addr()))
+		_, err = procsock.Find(testenv.Cgroup(), addrPort(l.Addr()), addrPort(l.Addr()))
 		if !errors.Is(err, fs.ErrPermission) || !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("a connection that may be the child's: %v", err)
 		}
@@ -399,7 +399,7 @@ func TestWalkOfProcessesThatEnd(t *testing.T) {
 					ended = true
 				default:
 				}
-				problems, err := sockets.Walk(testenv.Cgroup(), func(s *sockets.Socket) error {
+				problems, err := procsock.Walk(testenv.Cgroup(), func(s *procsock.Socket) error {
 					if first && s.PID == servers[0].Process.Pid {
 						first = false
 						go func() {

@@ -3,14 +3,11 @@
 package bpf
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
-	"slices"
-	"strings"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -20,7 +17,6 @@ import (
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/fault"
 	"sockeye/internal/netns"
 )
 
@@ -104,7 +100,7 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 // takeSockets takes all sockets out of the array that another layout has pinned:
 // a program of a group may hold it for as long as the group lasts.
 func takeSockets(dir string) error {
-	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, "sockets"), nil)
+	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinSockets), nil)
 	if err != nil {
 		return nil // none, or none that can be used
 	}
@@ -157,7 +153,7 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 		{steering.Maps["pending"], &s.pending},
 		{steering.Maps["admission"], &s.admission},
 		{steering.Maps["unlisted"], &s.unlisted},
-		{steering.Maps["sockets"], &s.sockets},
+		{steering.Maps[pinSockets], &s.sockets},
 		{members.Maps["cookies"], &s.cookies},
 		{members.Maps["events"], &s.events},
 		{members.Maps["lost_events"], &s.lost},
@@ -177,38 +173,6 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 		*m.to = pinned
 	}
 	return staleDevices, nil
-}
-
-// openMap adopts the map that is pinned under its name in dir, or makes and
-// pins it.
-func openMap(dir string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
-	return openMapAs(dir, spec.Name, spec)
-}
-
-// openMapAs is openMap for a pin of another name.
-func openMapAs(dir, pin string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
-	path := filepath.Join(dir, pin)
-	pinned, err := ebpf.LoadPinnedMap(path, nil)
-	if errors.Is(err, os.ErrNotExist) {
-		fresh, err := ebpf.NewMap(spec)
-		if err != nil {
-			return nil, fmt.Errorf("create map %s: %w", spec.Name, err)
-		}
-		if err := fresh.Pin(path); err != nil {
-			fresh.Close()
-			return nil, fmt.Errorf("pin map %s: %w", spec.Name, err)
-		}
-		return fresh, nil
-	}
-	if err != nil {
-		return nil, &IncompatibleError{Path: path, Err: err}
-	}
-	if err := spec.Compatible(pinned); err != nil {
-		kind := pinned.Type()
-		pinned.Close()
-		return nil, &IncompatibleError{Path: path, Err: err, kind: kind}
-	}
-	return pinned, nil
 }
 
 // checkPins looks at the pinned programs and links before any is replaced, so
@@ -275,7 +239,7 @@ func (s *Steer) makeKeys() error {
 func (s *Steer) replacements() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
 		"tables": s.tables, "device_maps": s.deviceMaps, "next_devices": s.nextDevices, "slots": s.slots,
-		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, "sockets": s.sockets,
+		"counters": s.counters, pinDevices: s.devices, "pending": s.pending, pinSockets: s.sockets,
 		"admission": s.admission, "unlisted": s.unlisted,
 	}
 }
@@ -386,165 +350,6 @@ func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (*e
 	return fresh, nil
 }
 
-// RefusedError says that the kernel's verifier refuses a program: it is Sockeye's
-// or the kernel's fault, whatever rights the caller has.
-type RefusedError struct {
-	What string // that was loaded
-	Err  *ebpf.VerifierError
-}
-
-// Error has the verifier's reason instead of its errno: EACCES is its answer to code
-// that it cannot follow. The reason is the last line that names something invalid, or
-// else the last line that is not empty: newer kernels explain it in lines that follow.
-func (e *RefusedError) Error() string {
-	reason := ""
-	for _, line := range slices.Backward(e.Err.Log) {
-		line = strings.TrimSpace(line)
-		if strings.Contains(line, "invalid") {
-			reason = line
-			break
-		}
-		if reason == "" && !strings.HasPrefix(line, "processed ") {
-			reason = line
-		}
-	}
-	return fmt.Sprintf("load %s: refused by the kernel's verifier: %s", e.What, reason)
-}
-
-func (e *RefusedError) Unwrap() error { return e.Err }
-
-// Explain returns the hint and the exit code of the error.
-func (e *RefusedError) Explain() (hint string, code int) {
-	return "this kernel and this version of Sockeye do not fit together: report the message with what uname -r and sockeye version print", fault.CodeUnsupported
-}
-
-// loadError makes an error of what the kernel answers to programs.
-func loadError(what string, err error) error {
-	// Without a log the verifier has not looked at the program.
-	if refused, ok := errors.AsType[*ebpf.VerifierError](err); ok && len(refused.Log) > 0 {
-		return &RefusedError{what, refused}
-	}
-	return fmt.Errorf("load %s: %w", what, err)
-}
-
-// kernelTypes are decoded once: reading them takes longer than loading a program.
-var kernelTypes = btf.NewCache()
-
-// loadCollection loads programs and maps, with the given maps in place of theirs.
-func loadCollection(spec *ebpf.CollectionSpec, maps map[string]*ebpf.Map) (*ebpf.Collection, error) {
-	return ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: maps, Cache: kernelTypes})
-}
-
-func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.Map) (*ebpf.Program, error) {
-	used := make(map[string]*ebpf.Map)
-	for name, m := range maps {
-		if spec.Maps[name] != nil {
-			used[name] = m
-		}
-	}
-	collection, err := loadCollection(spec, used)
-	if err != nil {
-		return nil, loadError("program "+name, err)
-	}
-	defer collection.Close()
-	return collection.DetachProgram(name), nil
-}
-
-// sameProgram compares instructions, maps and the contents of constants.
-func sameProgram(a, b *ebpf.Program) bool {
-	ia, errA := a.Info()
-	ib, errB := b.Info()
-	if errA != nil || errB != nil || ia.Tag != ib.Tag || ia.Type != ib.Type {
-		return false
-	}
-	ma, okA := ia.MapIDs()
-	mb, okB := ib.MapIDs()
-	if !okA || !okB || len(ma) != len(mb) {
-		return false
-	}
-	for i := range ma {
-		if ma[i] != mb[i] && !sameConstants(ma[i], mb[i]) {
-			return false
-		}
-	}
-	return true
-}
-
-func sameConstants(a, b ebpf.MapID) bool {
-	read := func(id ebpf.MapID) ([]byte, bool) {
-		m, err := ebpf.NewMapFromID(id)
-		if err != nil {
-			return nil, false
-		}
-		defer m.Close()
-		info, err := m.Info()
-		if err != nil || !info.Frozen() || m.Type() != ebpf.Array {
-			return nil, false
-		}
-		value, err := m.LookupBytes(uint32(0))
-		return value, err == nil
-	}
-	va, okA := read(a)
-	vb, okB := read(b)
-	return okA && okB && bytes.Equal(va, vb)
-}
-
-// replacePin pins beside path and renames over it, so that there is no
-// instant without a pin.
-func replacePin(pin func(string) error, path string) error {
-	beside := path + "_new"
-	if err := removePin(beside); err != nil {
-		return err
-	}
-	if err := pin(beside); err != nil {
-		return err
-	}
-	return os.Rename(beside, path)
-}
-
-func removePin(path string) error {
-	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("remove pin: %w", err)
-	}
-	return nil
-}
-
-// ensureLink adopts the link that is pinned under a name in dir, if it is
-// attached to the file target, a cgroup or a network namespace, with p in the
-// place of its program. Otherwise it attaches p, and pins that link instead.
-func ensureLink(dir, name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) (link.Link, error) {
-	path := filepath.Join(dir, name)
-	pinned, err := link.LoadPinnedLink(path, nil)
-	if err != nil && !errors.Is(err, os.ErrNotExist) {
-		return nil, &IncompatibleError{Path: path, Err: err}
-	}
-	if err == nil {
-		same, err := attachedTo(pinned, target)
-		if err != nil {
-			pinned.Close()
-			return nil, &IncompatibleError{Path: path, Err: err}
-		}
-		if same {
-			if err := pinned.Update(p); err != nil {
-				pinned.Close()
-				return nil, fmt.Errorf("update %s: %w", name, err)
-			}
-			return pinned, nil
-		}
-		// What it is attached to is given up once the new one is pinned.
-		defer pinned.Close()
-	}
-	fresh, err := attach()
-	if err != nil {
-		return nil, fmt.Errorf("attach %s: %w", name, err)
-	}
-	if err := replacePin(fresh.Pin, path); err != nil {
-		fresh.Close()
-		return nil, fmt.Errorf("pin %s: %w", name, err)
-	}
-	return fresh, nil
-}
-
 // keepLink is ensureLink for a link of the service.
 func (s *Steer) keepLink(name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) error {
 	l, err := ensureLink(s.dir, name, p, target, attach)
@@ -552,24 +357,6 @@ func (s *Steer) keepLink(name string, p *ebpf.Program, target *os.File, attach f
 		s.links = append(s.links, l)
 	}
 	return err
-}
-
-func attachedTo(l link.Link, target *os.File) (bool, error) {
-	var stat unix.Stat_t
-	if err := unix.Fstat(int(target.Fd()), &stat); err != nil {
-		return false, err
-	}
-	info, err := l.Info()
-	if err != nil {
-		return false, err
-	}
-	if netns := info.NetNs(); netns != nil {
-		return uint64(netns.NetnsInode) == stat.Ino, nil
-	}
-	if cgroup := info.Cgroup(); cgroup != nil {
-		return cgroup.CgroupId == stat.Ino, nil
-	}
-	return false, fmt.Errorf("link of type %v", info.Type)
 }
 
 // netnsCookie is the number of a network namespace as programs see it. It is 0

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//go:build !vm
+//go:build vm
 
-package sockets_test
+package procsock_test
 
 // killings is how often processes are killed whose sockets are visited.
-const killings = 5
+const killings = 1

@@ -19,6 +19,22 @@ import (
 	"github.com/cilium/ebpf/btf"
 )
 
+// newestPin finds a pin of a service: in a layout with a hash, which is newer,
+// or in the one without. It fails with os.ErrNotExist if there is none.
+func newestPin(base, name string) (string, error) {
+	dirs, err := layouts(base)
+	if err != nil {
+		return "", err
+	}
+	for _, dir := range slices.Backward(dirs) {
+		path := filepath.Join(dir, name)
+		if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
+			return path, err
+		}
+	}
+	return "", fmt.Errorf("open pinned map %s: %w", filepath.Join(base, name), os.ErrNotExist)
+}
+
 // A layout is what a version of Sockeye takes for granted of pinned maps: their
 // types, sizes and flags, what is in maps of maps, and each field of keys and
 // values. Its hash ends the name of what is pinned, after layoutMark, so that a

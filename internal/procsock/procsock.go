@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sockets finds the TCP sockets of running processes, and takes copies of
-// their descriptors.
-package sockets
+// Package procsock enumerates the TCP and MPTCP sockets that the processes of a
+// cgroup hold, and duplicates their descriptors (pidfd_getfd(2)), so that options
+// of the sockets can be read and set. It needs the right to trace each process.
+//
+// Package sockdiag lists the sockets of a network namespace without rights over
+// processes, and without descriptors.
+package procsock
 
 import (
 	"errors"
@@ -84,7 +88,7 @@ func Walk(cgroup string, visit func(*Socket) error) (problems []error, err error
 	})
 }
 
-// Find finds a connection by its addresses, an MPTCP connection by those of any of its
+// Find finds a connection of the processes in a cgroup by its addresses, an MPTCP connection by those of any of its
 // subflows. The caller closes it. It fails with fs.ErrNotExist if there is none.
 func Find(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
 	local, remote = plain(local), plain(remote)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package sockets_test
+package procsock_test
 
 import (
 	"testing"
