@@ -13,11 +13,8 @@
  */
 #include "bigtcp.bpf.h"
 
-#define TC_ACT_UNSPEC -1
-#define ETH_P_8021Q 0x8100
-#define ETH_P_8021AD 0x88a8
+#include <linux/pkt_cls.h>
 
-#define ETH_HEADER 14
 
 /* VLAN tags that are followed. */
 #define TAGS 2
@@ -122,7 +119,7 @@ static __always_inline int bigtcp_see(struct __sk_buff *skb, __u32 point)
 	int i;
 
 	if (ethernet) {
-		network = ETH_HEADER;
+		network = ETH_HLEN;
 #pragma unroll
 		for (i = 0; i < TAGS; i++) {
 			if (bpf_skb_load_bytes(skb, network - 2, &protocol,

@@ -13,35 +13,6 @@
 
 char _license[] SEC("license") = "Dual BSD/GPL";
 
-struct ns_common {
-	unsigned int inum;
-} __attribute__((preserve_access_index));
-
-struct net {
-	struct ns_common ns;
-} __attribute__((preserve_access_index));
-
-typedef struct {
-	struct net *net;
-} __attribute__((preserve_access_index)) possible_net_t;
-
-struct net_device {
-	int ifindex;
-	possible_net_t nd_net;
-} __attribute__((preserve_access_index));
-
-struct skb_shared_info {
-	unsigned short gso_segs;
-} __attribute__((preserve_access_index));
-
-struct sk_buff {
-	unsigned int len;
-	__u16 network_header;
-	unsigned int end;
-	unsigned char *head;
-	unsigned char *data;
-} __attribute__((preserve_access_index));
-
 /* The interface; its index is that of its network namespace alone. */
 const volatile __u32 ifindex = 0;
 const volatile __u32 netns = 0;

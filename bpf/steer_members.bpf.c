@@ -5,10 +5,6 @@
  * listeners alike and with or without an agent. Attached to the cgroup in
  * which members live; runs at bind, listen and close, never for a packet.
  */
-#include <linux/bpf.h>
-#include <linux/in.h>
-#include <bpf/bpf_helpers.h>
-
 #include "steer.bpf.h"
 
 char _license[] SEC("license") = "Dual BSD/GPL";

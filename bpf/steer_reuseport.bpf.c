@@ -14,10 +14,8 @@
  */
 #include "steer.bpf.h"
 
-#include <linux/if_ether.h>
 #include <linux/ip.h>
 #include <linux/ipv6.h>
-#include <linux/tcp.h>
 
 char _license[] SEC("license") = "Dual BSD/GPL";
 

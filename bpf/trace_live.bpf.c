@@ -9,11 +9,6 @@
  */
 #include "trace.bpf.h"
 
-#define SOL_TCP 6
-#ifndef TCP_BPF_SOCK_OPS_CB_FLAGS
-#define TCP_BPF_SOCK_OPS_CB_FLAGS 1008
-#endif
-
 const volatile __u64 nonce = 0;
 
 TRACE_EXPORT(enum, trace_live_name);

@@ -10,30 +10,16 @@
  *
  * Raw tracepoints, so that neither fentry nor a cgroup is needed.
  */
-#include <stdbool.h>
-#include <linux/bpf.h>
+#include "kernel.h"
+
 #include <bpf/bpf_core_read.h>
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
 #include "packets.h"
 
-#define AF_INET6 10
-#define IPPROTO_HOPOPTS 0
-#define IPPROTO_TCP 6
-#define IPPROTO_ROUTING 43
-#define IPPROTO_DSTOPTS 60
-#define TCP_ESTABLISHED 1
-#define TCP_TIME_WAIT 6
-#define TCP_NEW_SYN_RECV 12
-#define TCPHDR_SYN 0x02
-#define IP_OFFSET 0x1fff
-
 /* Bits of a device's address that are 0: NETDEV_ALIGN. */
 #define DEVICE_ALIGN 5
-
-/* Extension headers of IPv6 that are followed. */
-#define EXTENSIONS 4
 
 char _license[] SEC("license") = "Dual BSD/GPL";
 
@@ -42,84 +28,6 @@ PACKETS_EXPORT(enum, packets_kind);
 PACKETS_EXPORT(enum, packets_flag);
 PACKETS_EXPORT(struct, packets_event);
 PACKETS_EXPORT(struct, packets_packet);
-
-struct net {
-	int ifindex; /* the type alone is of use */
-} __attribute__((preserve_access_index));
-
-typedef struct {
-	struct net *net;
-} __attribute__((preserve_access_index)) possible_net_t;
-
-struct in6_addr {
-	__u64 word[2];
-};
-
-typedef struct {
-	long long counter;
-} __attribute__((preserve_access_index)) atomic64_t;
-
-struct sock_common {
-	__be32 skc_daddr;
-	__be32 skc_rcv_saddr;
-	__be16 skc_dport;
-	__u16 skc_num;
-	unsigned short skc_family;
-	volatile unsigned char skc_state;
-	possible_net_t skc_net;
-	struct in6_addr skc_v6_daddr;
-	struct in6_addr skc_v6_rcv_saddr;
-	atomic64_t skc_cookie;
-} __attribute__((preserve_access_index));
-
-struct sock {
-	struct sock_common __sk_common;
-} __attribute__((preserve_access_index));
-
-struct inet_connection_sock {
-	__u8 icsk_ca_state : 5;
-} __attribute__((preserve_access_index));
-
-struct tcp_options_received {
-	__u16 snd_wscale : 4;
-	__u16 rcv_wscale : 4;
-} __attribute__((preserve_access_index));
-
-struct tcp_sock {
-	__u32 snd_una;
-	struct tcp_options_received rx_opt;
-} __attribute__((preserve_access_index));
-
-struct net_device {
-	char name[PACKETS_NAME];
-	int ifindex;
-	possible_net_t nd_net;
-} __attribute__((preserve_access_index));
-
-struct skb_shared_info {
-	unsigned short gso_size;
-	unsigned short gso_segs;
-} __attribute__((preserve_access_index));
-
-struct sk_buff {
-	struct net_device *dev;
-	struct sock *sk;
-	char cb[48];
-	unsigned int len;
-	unsigned int data_len;
-	int skb_iif;
-	__u16 inner_network_header;
-	__u16 network_header;
-	unsigned int end;
-	unsigned char *head;
-	unsigned char *data;
-} __attribute__((preserve_access_index));
-
-struct tcp_skb_cb {
-	__u32 seq;
-	__u32 end_seq;
-	__u32 ack_seq;
-} __attribute__((preserve_access_index));
 
 /* SO_COOKIE of the connection. */
 const volatile __u64 cookie = 0;
@@ -216,7 +124,7 @@ static __always_inline bool packets_tcp(const void *network,
 	if (place->total)
 		place->total += 40;
 #pragma unroll
-	for (i = 0; i < EXTENSIONS; i++) {
+	for (i = 0; i < IPV6_EXTENSIONS; i++) {
 		if (next != IPPROTO_HOPOPTS && next != IPPROTO_ROUTING &&
 		    next != IPPROTO_DSTOPTS)
 			break;
@@ -237,7 +145,7 @@ static __always_inline bool packets_ours(const struct sock *sk)
 /* Others have no struct tcp_sock. */
 static __always_inline bool packets_full(__u8 state)
 {
-	return state != TCP_TIME_WAIT && state != TCP_NEW_SYN_RECV;
+	return state != BPF_TCP_TIME_WAIT && state != BPF_TCP_NEW_SYN_RECV;
 }
 
 /*
@@ -247,7 +155,7 @@ static __always_inline bool packets_full(__u8 state)
  */
 static __always_inline void packets_listen(const struct sock *sk, __u8 state)
 {
-	if (state == TCP_ESTABLISHED) {
+	if (state == BPF_TCP_ESTABLISHED) {
 		early.wanted = 0;
 		return;
 	}

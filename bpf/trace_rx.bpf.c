@@ -21,11 +21,6 @@
  */
 #include "trace_skb.bpf.h"
 
-#define EEXIST 17
-#define MSG_PEEK 0x2
-#define MSG_ERRQUEUE 0x2000
-#define SOCK_DEAD 1 /* bit 0 of sk_flags */
-#define TCP_CLOSE 7
 #define TCP_WINDOW (1U << 30) /* none is larger */
 #define AT_ONCE 4 /* datagrams that are looked at after a read */
 #define STAMP_AGE 3600000000000ULL /* no packet takes an hour */
@@ -61,13 +56,6 @@ struct {
 	__type(key, __u64);
 	__type(value, struct trace_reader);
 } readers SEC(".maps");
-
-struct udp_sock {
-	struct sk_buff_head reader_queue;
-} __attribute__((preserve_access_index));
-struct tcp_sock___rx {
-	__u32 copied_seq;
-} __attribute__((preserve_access_index));
 
 const struct trace_reader nobody = {};
 
@@ -325,7 +313,7 @@ static __always_inline void rx_segment(struct __sk_buff *ctx, struct bpf_sock *s
 	if (!w.socket || !rx_wait(&key, &w))
 		return;
 	/* The socket's end may have passed by meanwhile. */
-	if (sk->state == TCP_CLOSE)
+	if (sk->state == BPF_TCP_CLOSE)
 		rx_late(key.of, key.end, w.socket);
 }
 
@@ -371,7 +359,7 @@ int trace_rx(struct __sk_buff *ctx)
 
 static __always_inline __u64 rx_cookie(struct sock *sk)
 {
-	return BPF_CORE_READ((struct sock___skb *)sk, __sk_common.skc_cookie.counter);
+	return BPF_CORE_READ(sk, __sk_common.skc_cookie.counter);
 }
 
 /* All samples of a connection that end before what the application has taken;
@@ -411,7 +399,7 @@ int trace_segment(struct bpf_raw_tracepoint_args *ctx)
 		return 0;
 	cookie = rx_cookie(sk);
 	if (rx_reader(cookie))
-		rx_taken(cookie, BPF_CORE_READ((struct tcp_sock___rx *)sk, copied_seq),
+		rx_taken(cookie, BPF_CORE_READ((struct tcp_sock *)sk, copied_seq),
 			 bpf_ktime_get_ns(), 0);
 	return 0;
 }
@@ -425,7 +413,7 @@ int trace_closed(struct bpf_raw_tracepoint_args *ctx)
 
 	if (!rx_reader(cookie))
 		return 0;
-	rx_taken(cookie, BPF_CORE_READ((struct tcp_sock___rx *)sk, copied_seq), 0, 1);
+	rx_taken(cookie, BPF_CORE_READ((struct tcp_sock *)sk, copied_seq), 0, 1);
 	bpf_map_delete_elem(&readers, &cookie);
 	return 0;
 }
@@ -440,7 +428,7 @@ static __always_inline struct sk_buff *rx_first(struct sock *sk)
 	first = BPF_CORE_READ(queue, next);
 	if (first != (void *)queue)
 		return first;
-	queue = __builtin_preserve_access_index(&((struct sock___skb *)sk)->sk_receive_queue);
+	queue = __builtin_preserve_access_index(&sk->sk_receive_queue);
 	first = BPF_CORE_READ(queue, next);
 	return first != (void *)queue ? first : NULL;
 }
@@ -535,7 +523,7 @@ int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
 	cookie = rx_cookie(sk);
 	r = rx_reader(cookie);
 	/* It fires for connections, too. */
-	if (!r || BPF_CORE_READ((struct sock___skb *)sk, sk_protocol) != IPPROTO_UDP)
+	if (!r || BPF_CORE_READ(sk, sk_protocol) != IPPROTO_UDP)
 		return 0;
 	if (!rx_first(sk)) {
 		for (i = 0; i < TRACE_BEHIND; i++)
@@ -584,14 +572,14 @@ int trace_dropped(struct bpf_raw_tracepoint_args *ctx)
 	struct sk_buff *skb = (void *)ctx->args[0];
 	struct trace_waiting *w = rx_freed(skb);
 	__u32 outcome = TRACE_RX_DROPPED;
-	struct sock___skb *sk;
+	struct sock *sk;
 
 	if (!w)
 		return 0;
 	sk = (void *)w->sk;
 	if (!rx_same(skb, w))
 		outcome = TRACE_RX_READ; /* before, unseen */
-	else if (BPF_CORE_READ(sk, __sk_common.skc_flags) & SOCK_DEAD)
+	else if (BPF_CORE_READ(sk, __sk_common.skc_flags) & (1UL << SOCK_DEAD))
 		outcome = TRACE_RX_UNREAD;
 	rx_gone((__u64)skb, w, 0, outcome);
 	return 0;

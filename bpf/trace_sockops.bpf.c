@@ -12,24 +12,9 @@
  */
 #include "trace.bpf.h"
 
-#define TCP_CLOSE 7
-#define BPF_SOCK_OPS_TSTAMP_SCHED_CB 16
-#define BPF_SOCK_OPS_TSTAMP_SND_SW_CB 17
-#define BPF_SOCK_OPS_TSTAMP_SND_HW_CB 18
-#define BPF_SOCK_OPS_TSTAMP_ACK_CB 19
-#define BPF_SOCK_OPS_TSTAMP_SENDMSG_CB 20
-#define SKBTX_HW_TSTAMP (1 << 0)
-#define SKBTX_SW_TSTAMP (1 << 1)
-#define SKBTX_COMPLETION_TSTAMP (1 << 3)
-#define SKBTX_SCHED_TSTAMP (1 << 6)
 #define SKBTX_APPLICATION                                        \
 	(SKBTX_HW_TSTAMP | SKBTX_SW_TSTAMP | SKBTX_COMPLETION_TSTAMP | \
 	 SKBTX_SCHED_TSTAMP)
-#define TSTAMP_ACK_SK 1
-#define TCP_NAGLE_OFF 1
-#define TCP_NAGLE_CORK 2
-#define TCP_CHRONO_RWND_LIMITED 2
-#define TCP_CHRONO_SNDBUF_LIMITED 3
 
 TRACE_EXPORT(struct, trace_rule);
 TRACE_EXPORT(struct, trace_group);
@@ -72,34 +57,6 @@ struct {
 	});
 } rings SEC(".maps");
 
-struct tcp_skb_cb {
-	__u32 seq;
-	__u8 txstamp_ack : 2;
-} __attribute__((preserve_access_index));
-struct sk_buff {
-	__u64 skb_mstamp_ns;
-	unsigned char *head;
-	__u32 end;
-	__u32 len;
-	__u16 transport_header;
-	char cb[48];
-} __attribute__((preserve_access_index));
-struct tcphdr {
-	__u32 seq; /* big endian */
-} __attribute__((preserve_access_index));
-struct skb_shared_hwtstamps {
-	__s64 hwtstamp;
-} __attribute__((preserve_access_index));
-struct skb_shared_info {
-	__u8 tx_flags;
-	struct skb_shared_hwtstamps hwtstamps;
-	__u32 tskey;
-} __attribute__((preserve_access_index));
-struct bpf_sock_ops_kern___skb {
-	struct sock *sk;
-	struct sk_buff *skb;
-} __attribute__((preserve_access_index));
-
 int bpf_sock_ops_enable_tx_tstamp(struct bpf_sock_ops_kern *skops,
 				  __u64 flags) __ksym;
 
@@ -115,7 +72,7 @@ trace_connection(struct bpf_sock_ops *ctx)
  * decided by then. */
 __noinline int trace_grouped(struct bpf_sock_ops *ctx)
 {
-	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
 	struct bpf_sock *sk = ctx->sk;
 	struct trace_connection *c;
 	struct match_tuple t = {};
@@ -289,7 +246,7 @@ __noinline int trace_end(struct bpf_sock_ops *ctx, struct trace_message *m,
 /* The key of the skb that a call is about. */
 static __always_inline struct skb_shared_info *trace_shared(struct bpf_sock_ops *ctx)
 {
-	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
 	struct sk_buff *skb = kern->skb;
 
 	return trace_cast(skb->head + skb->end, struct skb_shared_info);
@@ -321,7 +278,7 @@ static __always_inline bool trace_theirs(struct trace_connection *c,
  */
 __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 {
-	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
 	struct trace_connection *c = trace_connection(ctx);
 	bool turn, within = false, marked;
 	struct skb_shared_info *shared;
@@ -492,7 +449,7 @@ trace_under_way(struct trace_connection *c, __u32 key, __u32 expected,
 __noinline int trace_left(struct bpf_sock_ops *ctx, struct trace_message *m,
 			  __u64 now)
 {
-	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
 	struct tcp_sock *tp = trace_cast(kern->sk, struct tcp_sock);
 
 	if (!m)
@@ -565,7 +522,7 @@ static __always_inline __u32 trace_begins(struct sk_buff *skb,
  */
 __noinline int trace_queued(struct bpf_sock_ops *ctx)
 {
-	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
 	struct trace_connection *c = trace_connection(ctx);
 	struct trace_message *m;
 	__u32 i, n, found = 0;
@@ -722,7 +679,7 @@ __noinline int trace_answered(struct bpf_sock_ops *ctx,
 			      const struct trace_connection *c,
 			      struct trace_message *m, __u32 key, __u64 now)
 {
-	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
 	struct trace_stats *s = c ? trace_stats(c->group) : NULL;
 	__u32 outcome;
 
@@ -770,7 +727,7 @@ __noinline int trace_lost(struct bpf_sock_ops *ctx,
 			  const struct trace_connection *c,
 			  struct trace_message *m, __u64 now)
 {
-	struct bpf_sock_ops_kern___skb *kern = bpf_cast_to_kern_ctx(ctx);
+	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
 	struct tcp_sock *tp = trace_cast(kern->sk, struct tcp_sock);
 
 	if (!c || !m)
@@ -822,7 +779,7 @@ int trace_sockops(struct bpf_sock_ops *ctx)
 		trace_acked(ctx);
 		break;
 	case BPF_SOCK_OPS_STATE_CB:
-		if (ctx->args[1] == TCP_CLOSE)
+		if (ctx->args[1] == BPF_TCP_CLOSE)
 			trace_closed(ctx);
 		break;
 	}

@@ -13,11 +13,6 @@
 
 #include <linux/pkt_cls.h>
 
-#define TCP_SAVE_SYN 27
-#ifndef TCP_BPF_SOCK_OPS_CB_FLAGS
-#define TCP_BPF_SOCK_OPS_CB_FLAGS 1008
-#endif
-
 const volatile __u64 nonce = 0;
 
 MATCH_EXPORT(enum, tune_live_name);

@@ -9,15 +9,6 @@
  */
 #include "tune.bpf.h"
 
-#define TCP_SYN_SENT 2
-#define TCP_FIN_WAIT2 5
-#define TCP_CLOSE 7
-#define TCP_SAVE_SYN 27
-#define TCPHDR_SYN 0x02
-#define TCPHDR_ACK 0x10
-#define TCPOPT_EXP 254
-#define ENOENT 2
-
 /* Ticks of the kernel in a second. */
 const volatile __u32 hz = 250;
 
@@ -45,10 +36,6 @@ MATCH_EXPORT(enum, tune_flag);
 MATCH_EXPORT(enum, tune_level);
 MATCH_EXPORT(enum, tune_arm);
 MATCH_EXPORT(enum, tune_connection_flag);
-
-struct tcp_sock {
-	__u64 delivered_mstamp;
-} __attribute__((preserve_access_index));
 
 struct tune_option_header {
 	__u8 kind;
@@ -777,9 +764,9 @@ static __always_inline void tune_state_changed(struct bpf_sock_ops *ctx)
 	 * acknowledged: what comes later is not of the flight.
 	 */
 	if ((c->flags & TUNE_CONNECTION_LEARNING) &&
-	    (state == TCP_CLOSE || state == TCP_FIN_WAIT2 || !ctx->packets_out))
+	    (state == BPF_TCP_CLOSE || state == BPF_TCP_FIN_WAIT2 || !ctx->packets_out))
 		tune_sample(ctx, c, true);
-	if (state == TCP_CLOSE)
+	if (state == BPF_TCP_CLOSE)
 		tune_count(ctx, true);
 }
 
@@ -848,7 +835,7 @@ static __always_inline void tune_rto(struct bpf_sock_ops *ctx)
 	if (!c)
 		return;
 	/* Something on the way may have dropped the segment for its tag. */
-	if (ctx->state == TCP_SYN_SENT) {
+	if (ctx->state == BPF_TCP_SYN_SENT) {
 		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
 		return;
 	}

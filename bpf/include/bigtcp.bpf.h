@@ -6,21 +6,12 @@
 #ifndef SOCKEYE_BIGTCP_BPF_H
 #define SOCKEYE_BIGTCP_BPF_H
 
-#include <stdbool.h>
-#include <linux/bpf.h>
+#include "kernel.h"
+
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
 #include "bigtcp.h"
-
-#define IPPROTO_HOPOPTS 0
-#define IPPROTO_TCP 6
-#define IPPROTO_ROUTING 43
-#define IPPROTO_DSTOPTS 60
-#define IP_OFFSET 0x1fff
-
-/* Extension headers of IPv6 that are followed; a jumbogram has one. */
-#define EXTENSIONS 4
 
 /* The largest of each class but the last: bytes, and segments. */
 const volatile __u32 size_edges[BIGTCP_SIZES] = {};
@@ -69,7 +60,7 @@ bigtcp_classify(struct bigtcp_packet *p, const void *from, __u32 offset,
 	next = p->header[6];
 	p->tcp = 40;
 #pragma unroll
-	for (i = 0; i < EXTENSIONS; i++) {
+	for (i = 0; i < IPV6_EXTENSIONS; i++) {
 		if (next != IPPROTO_HOPOPTS && next != IPPROTO_ROUTING &&
 		    next != IPPROTO_DSTOPTS)
 			break;

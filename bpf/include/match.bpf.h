@@ -7,16 +7,13 @@
 #ifndef SOCKEYE_MATCH_BPF_H
 #define SOCKEYE_MATCH_BPF_H
 
-#include <stdbool.h>
-#include <linux/bpf.h>
+#include "kernel.h"
+
 #include <bpf/bpf_core_read.h>
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
 #include "match.h"
-
-#define AF_INET 2
-#define AF_INET6 10
 
 MATCH_EXPORT(struct, match_address);
 MATCH_EXPORT(struct, match_prefix);
@@ -295,20 +292,7 @@ static __noinline __u32 match_find(const struct match_question *q)
 	return 0;
 }
 
-/* The kernel's view of the context, for what the context does not show. */
-struct request_sock_ops {
-	int family;
-} __attribute__((preserve_access_index));
-struct request_sock {
-	const struct request_sock_ops *rsk_ops;
-} __attribute__((preserve_access_index));
-struct sock;
-struct sk_buff;
-struct bpf_sock_ops_kern {
-	struct sock *sk;
-	struct sk_buff *syn_skb;
-} __attribute__((preserve_access_index));
-
+/* The kernel's struct behind a context, for what the context does not show. */
 void *bpf_cast_to_kern_ctx(void *obj) __ksym __weak;
 void *bpf_rdonly_cast(const void *obj, __u32 btf_id) __ksym __weak;
 

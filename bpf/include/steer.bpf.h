@@ -8,16 +8,12 @@
 #ifndef SOCKEYE_STEER_BPF_H
 #define SOCKEYE_STEER_BPF_H
 
-#include <linux/bpf.h>
-#include <linux/in.h>
+#include "kernel.h"
+
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
 #include "steer.h"
-
-#define AF_UNSPEC 0
-#define AF_INET 2
-#define AF_INET6 10
 
 STEER_EXPORT(struct, steer_table);
 STEER_EXPORT(struct, steer_prefix);

@@ -11,12 +11,6 @@
 #include "trace.h"
 #include "tune.h"
 
-#define IPPROTO_TCP 6
-#define IPPROTO_UDP 17
-#define SOL_SOCKET 1
-#define SK_BPF_CB_FLAGS 1009
-#define SK_BPF_CB_TX_TIMESTAMPING 1
-
 /* False on kernels without BPF timestamping: connections are only chosen. */
 const volatile bool timestamps = true;
 
@@ -92,48 +86,6 @@ struct {
 	__type(value, struct trace_lock);
 } locks SEC(".maps");
 
-struct kernfs_node {
-	__u64 id;
-} __attribute__((preserve_access_index));
-struct cgroup {
-	struct kernfs_node *kn;
-} __attribute__((preserve_access_index));
-struct sock_cgroup_data {
-	struct cgroup *cgroup;
-} __attribute__((preserve_access_index));
-struct sock {
-	__u32 sk_tsflags;
-	__u32 sk_pacing_status;
-	unsigned long sk_pacing_rate;
-	struct sock_cgroup_data sk_cgrp_data;
-} __attribute__((preserve_access_index));
-struct minmax_sample {
-	__u32 t;
-	__u32 v;
-} __attribute__((preserve_access_index));
-struct minmax {
-	struct minmax_sample s[3];
-} __attribute__((preserve_access_index));
-struct tcp_sock {
-	__u32 write_seq;
-	__u32 snd_una;
-	__u32 snd_nxt;
-	__u32 snd_wnd;
-	__u32 snd_cwnd;
-	__u32 packets_out;
-	__u32 sacked_out;
-	__u32 lost_out;
-	__u32 retrans_out;
-	__u32 total_retrans;
-	__u32 data_segs_out;
-	__u32 srtt_us;
-	__u32 mss_cache;
-	__u32 chrono_start;
-	__u32 chrono_stat[3];
-	__u8 chrono_type : 2;
-	__u8 nonagle : 4;
-	struct minmax rtt_min;
-} __attribute__((preserve_access_index));
 #define trace_cast(pointer, type) \
 	((type *)bpf_rdonly_cast(pointer, bpf_core_type_id_kernel(type)))
 

@@ -8,37 +8,7 @@
 
 #include "trace.bpf.h"
 
-#define ETH_P_IP 0x0800
-#define ETH_P_IPV6 0x86dd
-#define NEXTHDR_HOP 0
-#define NEXTHDR_ROUTING 43
-#define NEXTHDR_DEST 60
-#define IPV6_EXTENSIONS 4 /* that are passed over */
-
 TRACE_EXPORT(struct, trace_turns);
-
-struct sk_buff {
-	struct sk_buff *next;
-	struct sk_buff *prev;
-	void *dev;
-	struct sock *sk;
-	__s64 tstamp;
-} __attribute__((preserve_access_index));
-struct sk_buff_head {
-	struct sk_buff *next;
-} __attribute__((preserve_access_index));
-struct sock_cookie {
-	__s64 counter;
-} __attribute__((preserve_access_index));
-struct sock_common___skb {
-	struct sock_cookie skc_cookie;
-	unsigned long skc_flags;
-} __attribute__((preserve_access_index));
-struct sock___skb {
-	struct sock_common___skb __sk_common;
-	struct sk_buff_head sk_receive_queue;
-	__u16 sk_protocol;
-} __attribute__((preserve_access_index));
 
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
@@ -105,8 +75,8 @@ static __always_inline void *trace_transport(struct __sk_buff *ctx, __u8 protoco
 	} else if (ip[6] != protocol) {
 		next = ip[6];
 		for (i = 0; i < IPV6_EXTENSIONS && next != protocol; i++) {
-			if (next != NEXTHDR_HOP && next != NEXTHDR_ROUTING &&
-			    next != NEXTHDR_DEST)
+			if (next != IPPROTO_HOPOPTS && next != IPPROTO_ROUTING &&
+			    next != IPPROTO_DSTOPTS)
 				return NULL;
 			if (bpf_skb_load_bytes(ctx, offset, &extension, sizeof(extension)))
 				return NULL;

@@ -6,9 +6,6 @@
 #include "match.bpf.h"
 #include "tune.h"
 
-#define SOL_TCP 6
-#define TCP_CONGESTION 13
-
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, 4096);

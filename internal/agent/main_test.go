@@ -13,15 +13,12 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/scope"
 	"sockeye/internal/steer"
 	"sockeye/internal/testenv"
-	"sockeye/internal/trace"
-	"sockeye/internal/tune"
 )
 
 // TestMain also plays the keeper, which an agent starts as itself.
@@ -87,17 +84,4 @@ func (a *Agent) begin(t testing.TB, text string) {
 	if err := a.start(policy, []byte(text)); err != nil {
 		t.Fatal(err)
 	}
-}
-
-func (a *Agent) steering() *steer.Domain { return a.domains[0].(*steer.Domain) }
-
-func (a *Agent) tuning() *tune.Domain { return a.domains[1].(*tune.Domain) }
-
-func (a *Agent) tracing() *trace.Domain { return a.domains[2].(*trace.Domain) }
-
-func (a *Agent) sizing() *bigtcp.Domain { return a.domains[3].(*bigtcp.Domain) }
-
-// moveTo has an agent that has not begun find cgroups below another folder.
-func (a *Agent) moveTo(root string) {
-	a.host.Cgroups, a.host.Watch.Tree = scope.Tree{Mount: root}, scope.Tree{Mount: root}
 }

@@ -9,5 +9,5 @@
 //   - compat: what on a host is incompatible with large packets
 //   - verify: proof by BPF counters of how large the packets of an interface are
 //   - bench: a benchmark between two network namespaces
-//   - linux and nlattr: kernel versions and netlink attributes
+//   - linux: kernel versions
 package bigtcp

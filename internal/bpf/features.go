@@ -8,10 +8,55 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
+	"github.com/cilium/ebpf/btf"
 	"github.com/cilium/ebpf/features"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 )
+
+// HaveTimestamps fails, with an error that wraps ebpf.ErrNotSupported, if the
+// kernel has no BPF timestamping (Linux 6.15).
+func HaveTimestamps() error {
+	kernel, err := kernelTypes.Kernel()
+	if err != nil {
+		return fmt.Errorf("read types of the kernel: %w", err)
+	}
+	var f *btf.Func
+	err = kernel.TypeByName("bpf_sock_ops_enable_tx_tstamp", &f)
+	if errors.Is(err, btf.ErrNotFound) {
+		return fmt.Errorf("BPF timestamping: %w before Linux 6.15", ebpf.ErrNotSupported)
+	}
+	return err
+}
+
+// HaveSend fails, with an error that wraps ebpf.ErrNotSupported, if the kernel
+// does not let the start of sendmsg be noted: it has no fentry programs, or
+// allows them to nobody.
+func HaveSend() error {
+	spec, err := loadTraceSend()
+	if err != nil {
+		return err
+	}
+	// Who may load those may load all that read the kernel.
+	if err := probeProgram(ebpf.RawTracepoint, ebpf.AttachNone); err != nil {
+		return fmt.Errorf("load program that reads the kernel: %w", err)
+	}
+	collection, err := loadCollection(spec, nil)
+	switch {
+	case errors.Is(err, unix.EPERM):
+		return fmt.Errorf("fentry: %w: this kernel lets nobody load such programs: %w", ebpf.ErrNotSupported, err)
+	case lacksHelper(err):
+		return fmt.Errorf("storage of sockets for fentry: %w before Linux 5.11: %w", ebpf.ErrNotSupported, err)
+	case err != nil:
+		return fmt.Errorf("load program trace_send: %w", err)
+	}
+	defer collection.Close()
+	l, err := link.AttachTracing(link.TracingOptions{Program: collection.Programs["trace_send"]})
+	if err != nil {
+		return fmt.Errorf("attach trace_send: %w", err)
+	}
+	return l.Close()
+}
 
 // Feature is something that Sockeye asks of the kernel.
 type Feature struct {

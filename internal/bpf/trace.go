@@ -11,14 +11,9 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"time"
-	"unsafe"
 
 	"github.com/cilium/ebpf"
-	"github.com/cilium/ebpf/btf"
 	"github.com/cilium/ebpf/link"
-	"github.com/cilium/ebpf/ringbuf"
-	"golang.org/x/sys/unix"
 )
 
 // TraceConfig says what the tracing of one cgroup consists of.
@@ -67,11 +62,6 @@ type attachedHook struct {
 	at      ebpf.AttachType
 	program *ebpf.Program
 }
-
-const (
-	pinTraceLink = "link_sockops"
-	pinSendLink  = "link_send"
-)
 
 // OpenTrace makes the tracing of a cgroup, or adopts what is pinned in c.Dir in
 // this version's layout. Without BPF timestamping in the kernel (see
@@ -193,28 +183,13 @@ func (t *Trace) load(spec *ebpf.CollectionSpec, program string) (*ebpf.Program, 
 	return loadProgram(spec, program, t.maps)
 }
 
-// HaveTimestamps fails, with an error that wraps ebpf.ErrNotSupported, if the
-// kernel has no BPF timestamping (Linux 6.15).
-func HaveTimestamps() error {
-	kernel, err := kernelTypes.Kernel()
-	if err != nil {
-		return fmt.Errorf("read types of the kernel: %w", err)
-	}
-	var f *btf.Func
-	err = kernel.TypeByName("bpf_sock_ops_enable_tx_tstamp", &f)
-	if errors.Is(err, btf.ErrNotFound) {
-		return fmt.Errorf("BPF timestamping: %w before Linux 6.15", ebpf.ErrNotSupported)
-	}
-	return err
-}
-
 func (t *Trace) openMaps(c TraceConfig, spec *ebpf.CollectionSpec) (err error) {
 	indexes := uint32(max(c.Rules.Groups, 1))
 	for _, name := range []string{"groups", "stats", "slowest"} {
 		spec.Maps[name].MaxEntries = indexes
 	}
 	if c.Tuning != "" {
-		if t.maps["tuned"], err = tunedConnections(c.Tuning); err != nil {
+		if t.maps[tunedMap], err = openTuneConnections(c.Tuning); err != nil {
 			return err
 		}
 	}
@@ -225,7 +200,7 @@ func (t *Trace) openMaps(c TraceConfig, spec *ebpf.CollectionSpec) (err error) {
 		if isVariables(name) || t.maps[name] != nil {
 			continue
 		}
-		if name == "tuned" {
+		if name == tunedMap {
 			// Nobody's: with the cgroup's tuning it is another.
 			t.maps[name], err = ebpf.NewMap(m)
 		} else {
@@ -345,7 +320,7 @@ func (t *Trace) Close() error {
 func RemoveTrace(dir string) error { return eachLayout(dir, removeTrace) }
 
 func removeTrace(dir string) error {
-	pins, err := filepath.Glob(filepath.Join(dir, "link_*"))
+	pins, err := filepath.Glob(filepath.Join(dir, linkPin+"*"))
 	if err != nil {
 		return err
 	}
@@ -383,170 +358,6 @@ func (t *Trace) Attached() bool {
 	return err == nil && same
 }
 
-// Groups are the groups that were met, by index. "Other" of each rule, at
-// TraceRule.First, is not among them.
-func (t *Trace) Groups() (map[uint32]TraceGroup, error) {
-	groups := make(map[uint32]TraceGroup)
-	var (
-		key   TraceGroup
-		index uint32
-	)
-	entries := t.maps["groups"].Iterate()
-	for entries.Next(&key, &index) {
-		groups[index] = key
-	}
-	if err := entries.Err(); err != nil {
-		return nil, fmt.Errorf("read groups: %w", err)
-	}
-	return groups, nil
-}
-
-// Stats are the counts of a group, of all CPUs.
-func (t *Trace) Stats(group uint32) (*TraceStats, error) {
-	var each []TraceStats
-	if err := t.maps["stats"].Lookup(group, &each); err != nil {
-		return nil, fmt.Errorf("read counts of group %d: %w", group, err)
-	}
-	sum := &each[0]
-	for i := range each[1:] {
-		s := &each[i+1]
-		sum.Chosen += s.Chosen
-		sum.Bytes += s.Bytes
-		sum.Undriven += s.Undriven
-		sum.Unqueued += s.Unqueued
-		for k := range s.Outcome {
-			sum.Outcome[k] += s.Outcome[k]
-		}
-		for k := range s.Stage {
-			addHistogram(&sum.Stage[k], &s.Stage[k])
-		}
-	}
-	return sum, nil
-}
-
-func addHistogram(to, from *TraceHistogram) {
-	to.Sum += from.Sum
-	to.Max = max(to.Max, from.Max)
-	for i, n := range from.Bucket {
-		to.Bucket[i] += n
-	}
-}
-
-// Slowest are the slowest messages of a group in each of the last TraceMinutes
-// minutes, in no order.
-func (t *Trace) Slowest(group uint32) ([]TraceSample, error) {
-	var kept TraceSlowest
-	if err := t.maps["slowest"].LookupWithFlags(group, &kept, ebpf.LookupLock); err != nil {
-		return nil, fmt.Errorf("read slowest messages of group %d: %w", group, err)
-	}
-	now := monotonic()
-	var samples []TraceSample
-	for i := range kept.Minute {
-		m := &kept.Minute[i]
-		// A minute is overwritten only when something ends in its place.
-		if m.Minute+uint64(TraceMinutes) <= uint64(now)>>TraceMinuteShift {
-			continue
-		}
-		samples = append(samples, m.Sample[:min(int(m.Count), len(m.Sample))]...)
-	}
-	return samples, nil
-}
-
-// TraceReader reads samples as they come.
-type TraceReader struct {
-	trace *Trace
-	ring  *ringbuf.Reader
-	lost  uint64 // when it began
-}
-
-// Samples has the program give a sample for each message that ends, through a
-// ring buffer of so many bytes: a power of two, at least a page. A *BufferError
-// says what is wrong with it. There is one reader at a time: an earlier one gets
-// nothing more.
-func (t *Trace) Samples(bytes int) (_ *TraceReader, err error) {
-	m, err := newRing(t.inner["rings"], bytes)
-	if err != nil {
-		return nil, err
-	}
-	defer m.Close()
-	ring, err := ringbuf.NewReader(m)
-	if err != nil {
-		return nil, fmt.Errorf("open ring buffer: %w", err)
-	}
-	r := &TraceReader{trace: t, ring: ring}
-	counts, err := t.counts()
-	if err == nil {
-		r.lost = counts.Lost
-		err = t.maps["rings"].Put(uint32(0), uint32(m.FD()))
-	}
-	if err == nil {
-		err = t.setState(func(s *TraceState) { s.Samples = 1 })
-	}
-	if err != nil {
-		ring.Close()
-		return nil, fmt.Errorf("install ring buffer: %w", err)
-	}
-	return r, nil
-}
-
-// samplesEvery is when samples are looked for: the program wakes their reader
-// only when the buffer fills up.
-const samplesEvery = 50 * time.Millisecond
-
-// Read waits for a sample until the deadline. It fails with
-// os.ErrDeadlineExceeded then, and with os.ErrClosed after Close.
-func (r *TraceReader) Read(deadline time.Time) (*TraceSample, error) {
-	var (
-		record ringbuf.Record
-		err    error
-	)
-	for {
-		look := time.Now().Add(samplesEvery)
-		last := !deadline.IsZero() && deadline.Before(look)
-		if last {
-			look = deadline
-		}
-		r.ring.SetDeadline(look)
-		record, err = r.ring.Read()
-		if last || !errors.Is(err, os.ErrDeadlineExceeded) {
-			break
-		}
-	}
-	if err != nil {
-		return nil, err
-	}
-	var s TraceSample
-	const size = int(unsafe.Sizeof(s))
-	if len(record.RawSample) < size {
-		return nil, fmt.Errorf("read sample: %d bytes, want %d", len(record.RawSample), size)
-	}
-	copy(unsafe.Slice((*byte)(unsafe.Pointer(&s)), size), record.RawSample)
-	return &s, nil
-}
-
-// Lost is the number of samples that found no room.
-func (r *TraceReader) Lost() (uint64, error) {
-	counts, err := r.trace.counts()
-	if err != nil {
-		return 0, err
-	}
-	return counts.Lost - r.lost, nil
-}
-
-// Close ends the samples.
-func (r *TraceReader) Close() error {
-	return errors.Join(r.trace.endSamples(), r.ring.Close())
-}
-
-// endSamples has the program give no samples.
-func (t *Trace) endSamples() error {
-	err := t.maps["rings"].Delete(uint32(0))
-	if errors.Is(err, ebpf.ErrKeyNotExist) {
-		err = nil
-	}
-	return errors.Join(err, t.setState(func(s *TraceState) { s.Samples = 0 }))
-}
-
 func (t *Trace) counts() (TraceCounts, error) {
 	var c TraceCounts
 	if err := t.maps["counts"].Lookup(uint32(0), &c); err != nil {
@@ -565,58 +376,6 @@ func (t *Trace) setState(change func(*TraceState)) error {
 		return fmt.Errorf("write state: %w", err)
 	}
 	return nil
-}
-
-// TraceLive chooses connections that are open already.
-type TraceLive struct {
-	nonce uint64
-	link  link.Link
-}
-
-// Live attaches the hook by which the agent reaches open connections. Its error
-// wraps ebpf.ErrNotSupported before Linux 5.15.
-func (t *Trace) Live() (*TraceLive, error) {
-	l := &TraceLive{nonce: newNonce()}
-	spec, err := loadTraceLive()
-	if err != nil {
-		return nil, err
-	}
-	if err := spec.Variables["nonce"].Set(l.nonce); err != nil {
-		return nil, err
-	}
-	hook, err := t.load(spec, "trace_live")
-	if lacksHelper(err) {
-		return nil, fmt.Errorf("trace open connections: %w before Linux 5.15: %w", ebpf.ErrNotSupported, err)
-	}
-	if err != nil {
-		return nil, err
-	}
-	defer hook.Close()
-	l.link, err = link.AttachCgroup(link.CgroupOptions{Path: t.cgroup, Attach: ebpf.AttachCGroupSetsockopt, Program: hook})
-	if err != nil {
-		return nil, fmt.Errorf("attach trace_live to cgroup %s: %w", t.cgroup, err)
-	}
-	return l, nil
-}
-
-// Close detaches the hook.
-func (l *TraceLive) Close() error { return l.link.Close() }
-
-// Adopt has the rules decide on a connection that they have not chosen.
-func (l *TraceLive) Adopt(fd int, role uint32) error {
-	return l.call(fd, traceLiveAdopt, traceLiveTraceLiveRequest{Role: role})
-}
-
-// Forget lets go of a connection.
-func (l *TraceLive) Forget(fd int) error {
-	return l.call(fd, traceLiveForget, traceLiveTraceLiveRequest{})
-}
-
-func (l *TraceLive) call(fd int, name uint32, r traceLiveTraceLiveRequest) error {
-	r.Nonce = l.nonce
-	value := unsafe.String((*byte)(unsafe.Pointer(&r)), unsafe.Sizeof(r))
-	// A socket outside of the hook's cgroup gives ENOPROTOOPT.
-	return os.NewSyscallError("setsockopt", unix.SetsockoptString(fd, traceLiveLevel, int(name), value))
 }
 
 // Connection is what is known of a chosen connection, nil of another.
@@ -651,54 +410,8 @@ func (t *Trace) ProgramID() (uint32, error) {
 func (t *Trace) Programs() []string {
 	var names []string
 	for pin := range t.links {
-		names = append(names, "trace_"+strings.TrimPrefix(pin, "link_"))
+		names = append(names, "trace_"+strings.TrimPrefix(pin, linkPin))
 	}
 	slices.Sort(names)
 	return names
-}
-
-// Memory is about how many bytes the kernel keeps for the maps that have a fixed
-// size. A connection that is chosen takes 7 KiB more.
-func (t *Trace) Memory() int64 {
-	var sum int64
-	for _, m := range t.maps {
-		info, err := m.Info()
-		if err != nil {
-			continue
-		}
-		// Without the right to know it is not counted.
-		if bytes, ok := info.Memlock(); ok {
-			sum += int64(bytes)
-		}
-	}
-	return sum
-}
-
-// HaveSend fails, with an error that wraps ebpf.ErrNotSupported, if the kernel
-// does not let the start of sendmsg be noted: it has no fentry programs, or
-// allows them to nobody.
-func HaveSend() error {
-	spec, err := loadTraceSend()
-	if err != nil {
-		return err
-	}
-	// Who may load those may load all that read the kernel.
-	if err := probeProgram(ebpf.RawTracepoint, ebpf.AttachNone); err != nil {
-		return fmt.Errorf("load program that reads the kernel: %w", err)
-	}
-	collection, err := loadCollection(spec, nil)
-	switch {
-	case errors.Is(err, unix.EPERM):
-		return fmt.Errorf("fentry: %w: this kernel lets nobody load such programs: %w", ebpf.ErrNotSupported, err)
-	case lacksHelper(err):
-		return fmt.Errorf("storage of sockets for fentry: %w before Linux 5.11: %w", ebpf.ErrNotSupported, err)
-	case err != nil:
-		return fmt.Errorf("load program trace_send: %w", err)
-	}
-	defer collection.Close()
-	l, err := link.AttachTracing(link.TracingOptions{Program: collection.Programs["trace_send"]})
-	if err != nil {
-		return fmt.Errorf("attach trace_send: %w", err)
-	}
-	return l.Close()
 }

@@ -3,21 +3,14 @@
 package bpf
 
 import (
-	"crypto/rand"
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"maps"
 	"os"
 	"path/filepath"
-	"slices"
-	"strings"
-	"time"
-	"unsafe"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
-	"golang.org/x/sys/unix"
 )
 
 // TuneConfig says what the tuning of one cgroup consists of.
@@ -46,23 +39,6 @@ type Tune struct {
 	banks
 	link    link.Link
 	program *ebpf.Program
-}
-
-const pinTuneLink = "link_sockops"
-
-// Hz is the number of the kernel's ticks in a second. The coarse clocks move
-// once a tick (hrtimer_get_res in kernel/time/hrtimer.c, Linux 6.18), so that
-// no kernel configuration needs to be found.
-func Hz() (uint32, error) {
-	var resolution unix.Timespec
-	if err := unix.ClockGetres(unix.CLOCK_MONOTONIC_COARSE, &resolution); err != nil {
-		return 0, fmt.Errorf("read resolution of coarse clock: %w", err)
-	}
-	ns := resolution.Nano()
-	if ns <= 0 {
-		return 0, errors.New("read resolution of coarse clock: it is 0")
-	}
-	return uint32((int64(time.Second) + ns/2) / ns), nil
 }
 
 // OpenTune makes the tuning of a cgroup, or adopts what is pinned in c.Dir in
@@ -144,34 +120,6 @@ func OpenTune(c TuneConfig) (_ *Tune, err error) {
 	return t, err
 }
 
-// sharePin pins a map in dir that is pinned under the same name in another
-// directory, unless there is one already.
-func sharePin(name, dir string, others []string) error {
-	path := filepath.Join(dir, name)
-	if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	for _, other := range others {
-		m, err := ebpf.LoadPinnedMap(filepath.Join(other, name), nil)
-		if err != nil {
-			continue // none, or none that can be used
-		}
-		// Cloned: a map that knows its pin would move it.
-		clone, err := m.Clone()
-		m.Close()
-		if err != nil {
-			return fmt.Errorf("adopt map %s: %w", name, err)
-		}
-		err = clone.Pin(path)
-		clone.Close()
-		if err != nil {
-			return fmt.Errorf("pin map %s: %w", name, err)
-		}
-		return nil
-	}
-	return nil
-}
-
 // replace gives the program to the link that another layout has pinned, takes the
 // link's pin, and removes what remains of that layout.
 func (t *Tune) replace(other string, cgroup *os.File) error {
@@ -213,9 +161,6 @@ func (t *Tune) Move(path string) error {
 	t.link, t.cgroup = l, path
 	return old.Close()
 }
-
-// isVariables tells the maps that hold a program's variables from others.
-func isVariables(name string) bool { return name[0] == '.' }
 
 // Close releases this process' hold. Pinned maps and the link stay.
 func (t *Tune) Close() error {
@@ -265,7 +210,7 @@ func (t *Tune) SetScope(s Scope) error { return setScope(t.dir, s) }
 // TuningID tells the tuning that is pinned in dir from one that was there before:
 // it is the id of its map of connections.
 func TuningID(dir string) (ebpf.MapID, error) {
-	m, err := tunedConnections(dir)
+	m, err := openTuneConnections(dir)
 	if err != nil {
 		return 0, err
 	}
@@ -276,20 +221,6 @@ func TuningID(dir string) (ebpf.MapID, error) {
 	}
 	id, _ := info.ID() // known since Linux 4.13
 	return id, nil
-}
-
-// tunedConnections opens the map of the connections of a pinned tuning.
-func tunedConnections(dir string) (*ebpf.Map, error) {
-	dir, err := inLayout(dir, tuneLayout)
-	if err != nil {
-		return nil, err
-	}
-	path := filepath.Join(dir, "connections")
-	m, err := ebpf.LoadPinnedMap(path, nil)
-	if err != nil {
-		return nil, fmt.Errorf("open pinned map %s: %w", path, err)
-	}
-	return m, nil
 }
 
 // Attached tells whether the cgroup that stands where it did is the one that is
@@ -304,238 +235,11 @@ func (t *Tune) Attached() bool {
 	return err == nil && same
 }
 
-// Install makes rules take effect, in one step: a connection is decided by
-// the rules before or by these. Connections that have a rule keep it. A rule
-// whose content was there before keeps its number, and so its counts.
-func (t *Tune) Install(r *TuneRules) error {
-	ids, err := t.installRules(r.Rules)
-	if err != nil {
-		return err
-	}
-	if err := t.install(&r.MatchRules, ids); err != nil {
-		return err
-	}
-	return t.retireRules(ids)
-}
-
-// Rules are all rules that are remembered, by number: those in force, and
-// those that connections still have.
-func (t *Tune) Rules() (map[uint32]*TuneRule, error) {
-	rules := make(map[uint32]*TuneRule)
-	var (
-		id   uint32
-		rule TuneRule
-	)
-	entries := t.maps["rules"].Iterate()
-	for entries.Next(&id, &rule) {
-		copied := rule
-		rules[id] = &copied
-	}
-	if err := entries.Err(); err != nil {
-		return nil, fmt.Errorf("read rules: %w", err)
-	}
-	return rules, nil
-}
-
-// installRules finds or makes the numbers of rules.
-func (t *Tune) installRules(wanted []TuneRule) ([]uint32, error) {
-	known, err := t.Rules()
-	if err != nil {
-		return nil, err
-	}
-	last := uint32(0)
-	for id := range known {
-		last = max(last, id)
-	}
-	ids := make([]uint32, len(wanted))
-	for i, rule := range wanted {
-		for _, id := range slices.Sorted(maps.Keys(known)) {
-			if !slices.Contains(ids[:i], id) && sameRule(known[id], &rule) {
-				ids[i] = id
-			}
-		}
-		if ids[i] != 0 {
-			if old := known[ids[i]]; old.Retired != 0 {
-				old.Retired = 0
-				if err := t.maps["rules"].Put(ids[i], old); err != nil {
-					return nil, fmt.Errorf("write rule: %w", err)
-				}
-			}
-			continue
-		}
-		last++
-		ids[i] = last
-		rule.Seed = randomSeed()
-		// Counts first: a rule is counted from its first connection on.
-		for arm := range TuneArms {
-			if err := t.maps["stats"].Put(TuneStatsKey{Rule: last, Arm: uint32(arm)}, &TuneStats{}); err != nil {
-				return nil, fmt.Errorf("make counts of rule: %w", err)
-			}
-		}
-		if err := t.maps["rules"].Put(last, &rule); err != nil {
-			return nil, fmt.Errorf("write rule: %w", err)
-		}
-	}
-	return ids, nil
-}
-
-func randomSeed() uint32 {
-	var b [4]byte
-	rand.Read(b[:])
-	return binary.LittleEndian.Uint32(b[:])
-}
-
-// sameRule compares what rules do.
-func sameRule(a, b *TuneRule) bool {
-	x, y := *a, *b
-	x.Seed, x.Retired, y.Seed, y.Retired = 0, 0, 0, 0
-	return x == y
-}
-
-// A handshake that began with a rule that is dropped still gets all of it: a
-// SYN is repeated for less than this (tcp_syn_retries of 6).
-const handshakes = 150 * time.Second
-
-// maxRetired bounds the rules kept for connections that still have them.
-const maxRetired = 1024
-
-// retireRules marks the rules that are not in force, and forgets those that no
-// connection can have any more.
-func (t *Tune) retireRules(inForce []uint32) error {
-	rules, err := t.Rules()
-	if err != nil {
-		return err
-	}
-	now := bootTime()
-	var retired []uint32
-	for _, id := range slices.Sorted(maps.Keys(rules)) {
-		rule := rules[id]
-		switch {
-		case slices.Contains(inForce, id):
-		case rule.Retired == 0:
-			rule.Retired = uint64(now)
-			if err := t.maps["rules"].Put(id, rule); err != nil {
-				return fmt.Errorf("write rule: %w", err)
-			}
-			retired = append(retired, id)
-		default:
-			retired = append(retired, id)
-		}
-	}
-	for i, id := range retired {
-		used, err := t.used(id, rules[id])
-		if err != nil {
-			return err
-		}
-		age := now - time.Duration(rules[id].Retired)
-		if used && len(retired)-i <= maxRetired || age < handshakes && len(retired)-i <= maxRetired {
-			continue
-		}
-		if err := t.forgetRule(id); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// used tells whether a connection may still have the rule.
-func (t *Tune) used(id uint32, rule *TuneRule) (bool, error) {
-	if rule.Flags&(TuneFlagLive|TuneFlagClose) == 0 {
-		return false, nil
-	}
-	for arm := range TuneArms {
-		s, err := t.Stats(id, arm)
-		if err != nil {
-			return false, err
-		}
-		if s.Connections > s.Closed {
-			return true, nil
-		}
-	}
-	return false, nil
-}
-
-func (t *Tune) forgetRule(id uint32) error {
-	errs := []error{t.maps["rules"].Delete(id)}
-	for arm := range TuneArms {
-		errs = append(errs, t.maps["stats"].Delete(TuneStatsKey{Rule: id, Arm: uint32(arm)}))
-	}
-	failures, err := t.Failures()
-	errs = append(errs, err)
-	for f := range failures {
-		if f.Rule == id {
-			errs = append(errs, t.maps["failures"].Delete(f))
-		}
-	}
-	for i, err := range errs {
-		if errors.Is(err, ebpf.ErrKeyNotExist) {
-			errs[i] = nil
-		}
-	}
-	if err := errors.Join(errs...); err != nil {
-		return fmt.Errorf("forget rule %d: %w", id, err)
-	}
-	return nil
-}
-
-// bootTime is CLOCK_BOOTTIME, as bpf_ktime_get_boot_ns reads it.
-func bootTime() time.Duration {
-	var now unix.Timespec
-	// It cannot fail for a clock that every kernel has.
-	_ = unix.ClockGettime(unix.CLOCK_BOOTTIME, &now)
-	return time.Duration(now.Nano())
-}
-
-// Stats are the counts of a rule's arm, 0 to TuneArms-1. A rule that is not
-// known has none.
-func (t *Tune) Stats(rule uint32, arm int) (*TuneStats, error) {
-	var s TuneStats
-	err := t.maps["stats"].Lookup(TuneStatsKey{Rule: rule, Arm: uint32(arm)}, &s)
-	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-		return nil, fmt.Errorf("read counts of rule %d: %w", rule, err)
-	}
-	return &s, nil
-}
-
-// Failures counts the options that could not be set, by rule, option and errno.
-func (t *Tune) Failures() (map[TuneFailure]uint64, error) {
-	failures := make(map[TuneFailure]uint64)
-	var (
-		key   TuneFailure
-		count uint64
-	)
-	entries := t.maps["failures"].Iterate()
-	for entries.Next(&key, &count) {
-		failures[key] = count
-	}
-	if err := entries.Err(); err != nil {
-		return nil, fmt.Errorf("read failures: %w", err)
-	}
-	return failures, nil
-}
-
-// Learned is what is known of prefixes.
-func (t *Tune) Learned() (map[TuneLearnedKey]TuneLearned, error) {
-	learned := make(map[TuneLearnedKey]TuneLearned)
-	var (
-		key   TuneLearnedKey
-		value TuneLearned
-	)
-	entries := t.maps["learned"].Iterate()
-	for entries.Next(&key, &value) {
-		learned[key] = value
-	}
-	if err := entries.Err(); err != nil {
-		return nil, fmt.Errorf("read what is learned: %w", err)
-	}
-	return learned, nil
-}
-
 // Connection is what is known of the connection of a socket; nil if no rule
 // has matched it.
 func (t *Tune) Connection(fd int) (*TuneConnection, error) {
 	var c TuneConnection
-	err := t.maps["connections"].Lookup(int32(fd), &c)
+	err := t.maps[pinTuneConnections].Lookup(int32(fd), &c)
 	if errors.Is(err, ebpf.ErrKeyNotExist) {
 		return nil, nil
 	}
@@ -547,7 +251,7 @@ func (t *Tune) Connection(fd int) (*TuneConnection, error) {
 
 // Storage is the descriptor of the sk_storage map that Connection reads. sock_diag(7)
 // reads it of sockets without a descriptor; see DecodeConnection.
-func (t *Tune) Storage() int { return t.maps["connections"].FD() }
+func (t *Tune) Storage() int { return t.maps[pinTuneConnections].FD() }
 
 // DecodeConnection reads a value of the map of Storage; nil for none.
 func DecodeConnection(value []byte) (*TuneConnection, error) {
@@ -563,124 +267,6 @@ func DecodeConnection(value []byte) (*TuneConnection, error) {
 		return nil, fmt.Errorf("read rule of socket: %w", err)
 	}
 	return &c, nil
-}
-
-// Live gives rules to sockets that are open already. It is attached to the
-// cgroup until it is closed.
-type Live struct {
-	link  link.Link
-	nonce uint64
-}
-
-// Live attaches the hook. If the kernel does not let it set options, the error
-// wraps ebpf.ErrNotSupported.
-func (t *Tune) Live() (_ *Live, err error) {
-	l := &Live{}
-	defer func() {
-		if err != nil {
-			l.Close()
-		}
-	}()
-	var b [8]byte
-	rand.Read(b[:])
-	l.nonce = binary.LittleEndian.Uint64(b[:])
-	hook, err := t.loadLive("tune_live", l.nonce)
-	if lacksHelper(err) {
-		return nil, fmt.Errorf("set options of open connections: %w before Linux 5.15: %w", ebpf.ErrNotSupported, err)
-	}
-	if err != nil {
-		return nil, err
-	}
-	defer hook.Close()
-	l.link, err = link.AttachCgroup(link.CgroupOptions{Path: t.cgroup, Attach: ebpf.AttachCGroupSetsockopt, Program: hook})
-	if err != nil {
-		return nil, fmt.Errorf("attach tune_live to cgroup %s: %w", t.cgroup, err)
-	}
-	return l, nil
-}
-
-// lacksHelper tells whether the verifier refused a function of the kernel.
-func lacksHelper(err error) bool {
-	var refused *ebpf.VerifierError
-	return errors.As(err, &refused) && slices.ContainsFunc(refused.Log, func(line string) bool {
-		return strings.Contains(line, "unknown func") || strings.Contains(line, "cannot use helper")
-	})
-}
-
-func (t *Tune) loadLive(name string, nonce uint64) (*ebpf.Program, error) {
-	spec, err := loadTuneLive()
-	if err != nil {
-		return nil, err
-	}
-	if err := spec.Variables["nonce"].Set(nonce); err != nil {
-		return nil, err
-	}
-	for other := range spec.Programs {
-		if other != name {
-			delete(spec.Programs, other)
-		}
-	}
-	return loadProgram(spec, name, t.maps)
-}
-
-// Close detaches the hook.
-func (l *Live) Close() error {
-	if l.link == nil {
-		return nil
-	}
-	return l.link.Close()
-}
-
-// Adopt gives the connection of a socket the rule that it would have had, and
-// what of the rule can be set on an open connection. Tune.Connection tells
-// which it was.
-func (l *Live) Adopt(fd int, role uint32) error {
-	return l.call(fd, TuneLiveAdopt, TuneLiveRequest{Role: role})
-}
-
-// Set sets an option as bpf_setsockopt does.
-func (l *Live) Set(fd int, level, name uint32, value int32) error {
-	return l.call(fd, TuneLiveSet, TuneLiveRequest{Level: level, Name: name, Value: value})
-}
-
-// Forget takes the rule off a connection. What was set stays set.
-func (l *Live) Forget(fd int) error { return l.call(fd, TuneLiveForget, TuneLiveRequest{}) }
-
-// Listen prepares a listener for tags. Its error wraps ebpf.ErrNotSupported if
-// the kernel lets it read tags only.
-func (l *Live) Listen(fd int) error {
-	err := l.call(fd, TuneLiveListen, TuneLiveRequest{})
-	if errors.Is(err, unix.EPERM) {
-		// The hook's answer when callbacks cannot be switched on.
-		return fmt.Errorf("write tags into SYN-ACKs of an open listener: %w before Linux 6.12: %w", ebpf.ErrNotSupported, err)
-	}
-	return err
-}
-
-func (l *Live) call(fd int, name uint32, r TuneLiveRequest) error {
-	r.Nonce = l.nonce
-	value := unsafe.String((*byte)(unsafe.Pointer(&r)), unsafe.Sizeof(r))
-	// A socket outside of the hook's cgroup gives ENOPROTOOPT.
-	return os.NewSyscallError("setsockopt", unix.SetsockoptString(fd, TuneLiveLevel, int(name), value))
-}
-
-// Decide asks the rules in force which rule a connection would have, by the
-// program's own code. 0 is none.
-func (t *Tune) Decide(questions ...MatchQuestion) ([]uint32, error) {
-	p, err := t.loadLive("tune_decide", 0)
-	if err != nil {
-		return nil, err
-	}
-	defer p.Close()
-	answers := make([]uint32, len(questions))
-	for i := range questions {
-		packet := make([]byte, 14, 14+unsafe.Sizeof(questions[i]))
-		packet = append(packet, unsafe.Slice((*byte)(unsafe.Pointer(&questions[i])), unsafe.Sizeof(questions[i]))...)
-		if answers[i], _, err = p.Test(packet); err != nil {
-			return nil, fmt.Errorf("ask tune_decide: %w", err)
-		}
-	}
-	return answers, nil
 }
 
 // ProgramID is the number of the program that is attached.

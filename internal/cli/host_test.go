@@ -27,6 +27,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/cgroup"
+	"sockeye/internal/cli/command"
 	"sockeye/internal/isolate"
 	"sockeye/internal/steer"
 	"sockeye/internal/testenv"
@@ -404,7 +405,7 @@ func (h *host) sockeye(args ...string) result {
 	var out, err bytes.Buffer
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	code := Run(ctx, append([]string{"--run-dir", h.run}, args...), Environment{
+	code := Run(ctx, append([]string{"--run-dir", h.run}, args...), command.Environment{
 		Out: &out, Err: &err, In: strings.NewReader(""), Now: time.Now,
 		Exec: func(string, []string, []string) error { return unix.ENOEXEC },
 	})

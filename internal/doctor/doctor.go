@@ -62,6 +62,7 @@ func InOwnPIDs() bool {
 	return err == nil && link != "pid:[4026531836]"
 }
 
+// OwnPIDs describes the effect of a PID namespace on the search for members.
 const OwnPIDs = "a PID namespace of its own: new members are found when the agent starts, when a policy is applied, and when a process that waits is looked at by sockeye status"
 
 func (d *Report) pidNamespace() {

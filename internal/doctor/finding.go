@@ -34,10 +34,12 @@ type Known struct {
 	Processes map[int]bool
 }
 
+// Add adds a finding.
 func (d *Report) Add(area, check, result, detail, hint string) {
 	d.Findings = append(d.Findings, Finding{Area: area, Check: check, Result: result, Detail: detail, Hint: hint})
 }
 
+// Fail adds a finding that is a failure. code is its exit code.
 func (d *Report) Fail(area, check string, code int, detail, hint string) {
 	d.Findings = append(d.Findings, Finding{area, check, Failure, detail, hint, code})
 }

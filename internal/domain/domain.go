@@ -86,7 +86,7 @@ type Host struct {
 	programs []func() ([]uint32, error)
 }
 
-// OwnPrograms adds a source of the ids of sock_ops programs that are Sockeye's.
+// AddPrograms adds a source of the ids of sock_ops programs that are Sockeye's.
 func (h *Host) AddPrograms(ids func() ([]uint32, error)) { h.programs = append(h.programs, ids) }
 
 // OwnPrograms returns the ids of all sock_ops programs that are Sockeye's.

@@ -46,6 +46,12 @@ func Usage(err error, hint string) error {
 	return &Error{Err: err, Hint: hint, Code: CodeUsage}
 }
 
+// Unsupported returns an error with CodeUnsupported, for a request that the kernel or a device does not
+// support.
+func Unsupported(err error, hint string) error {
+	return &Error{Err: err, Hint: hint, Code: CodeUnsupported}
+}
+
 // Conflict returns an error with CodeConflict, for what somebody else has or does.
 func Conflict(err error, hint string) error {
 	return &Error{Err: err, Hint: hint, Code: CodeConflict}

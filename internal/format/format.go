@@ -5,6 +5,7 @@ package format
 
 import "fmt"
 
+// Count returns a number with its noun, as in "1 service" and "2 services".
 func Count(n int, one, many string) string {
 	if n == 1 {
 		return "1 " + one
@@ -12,6 +13,7 @@ func Count(n int, one, many string) string {
 	return fmt.Sprintf("%d %s", n, many)
 }
 
+// OrNone returns s, or "none" if s is empty.
 func OrNone(s string) string {
 	if s == "" {
 		return "none"
@@ -19,6 +21,7 @@ func OrNone(s string) string {
 	return s
 }
 
+// Bool returns the value of a gauge that is 1 for true.
 func Bool(b bool) float64 {
 	if b {
 		return 1

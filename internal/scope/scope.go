@@ -187,7 +187,7 @@ func (t Tree) MayCreate(name string) error {
 
 func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
 
-// findCgroup finds the folder of a cgroup of the policy: a path, or the name
+// Find finds the folder of a cgroup of the policy: a path, or the name
 // of a systemd unit. It fails with fs.ErrNotExist if there is none.
 //
 // A unit's cgroup is where the system's service manager makes it, and nowhere else:

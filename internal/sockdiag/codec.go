@@ -8,6 +8,8 @@ import (
 	"net/netip"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/nlattr"
 )
 
 // Lengths of what is sent and received.
@@ -110,15 +112,13 @@ func (m *Message) ReceiveMemory() (allocated, limit int, ok bool) {
 	if m.Type != unix.SOCK_DIAG_BY_FAMILY || len(m.Body) < sizeofMessage {
 		return 0, 0, false
 	}
-	// What is behind a broken attribute is not read.
-	_ = attributes(m.Body[sizeofMessage:], func(kind uint16, value []byte) {
-		if kind == attrMemory && len(value) >= 4*(unix.SK_MEMINFO_RCVBUF+1) {
-			allocated = int(binary.NativeEndian.Uint32(value[4*unix.SK_MEMINFO_RMEM_ALLOC:]))
-			limit = int(binary.NativeEndian.Uint32(value[4*unix.SK_MEMINFO_RCVBUF:]))
-			ok = true
-		}
-	})
-	return allocated, limit, ok
+	value := nlattr.Find(m.Body[sizeofMessage:], attrMemory)
+	if len(value) < 4*(unix.SK_MEMINFO_RCVBUF+1) {
+		return 0, 0, false
+	}
+	allocated = int(binary.NativeEndian.Uint32(value[4*unix.SK_MEMINFO_RMEM_ALLOC:]))
+	limit = int(binary.NativeEndian.Uint32(value[4*unix.SK_MEMINFO_RCVBUF:]))
+	return allocated, limit, true
 }
 
 // OpenSocket opens a socket of sock_diag in the network namespace of the calling thread, for a caller that sends Requests and

@@ -15,6 +15,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/nlattr"
 )
 
 // Conn asks the kernel of the sockets of one network namespace. It is for one
@@ -182,12 +184,7 @@ func dumpRequest(seq uint32, family uint8, q Query) []byte {
 	if q.Storage == 0 {
 		return b
 	}
-	const mapLength = unix.SizeofNlAttr + 4
-	b = binary.NativeEndian.AppendUint16(b, unix.SizeofNlAttr+mapLength)
-	b = binary.NativeEndian.AppendUint16(b, requestStorages)
-	b = binary.NativeEndian.AppendUint16(b, mapLength)
-	b = binary.NativeEndian.AppendUint16(b, requestStorageMap)
-	b = binary.NativeEndian.AppendUint32(b, uint32(q.Storage))
+	b = nlattr.Append(b, requestStorages, nlattr.Append(nil, requestStorageMap, binary.NativeEndian.AppendUint32(nil, uint32(q.Storage))))
 	binary.NativeEndian.PutUint32(b, uint32(len(b)))
 	return b
 }

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/nlattr"
 	"sockeye/room"
 )
 
@@ -120,7 +121,10 @@ func (c *Conn) parse(b []byte, s *Socket) error {
 	s.Payload = binary.NativeEndian.Uint32(b[60:])
 	s.UID = binary.NativeEndian.Uint32(b[64:])
 	s.Inode = binary.NativeEndian.Uint32(b[68:])
-	return attributes(b[sizeofMessage:], func(kind uint16, value []byte) { c.attribute(s, kind, value) })
+	if err := nlattr.Visit(b[sizeofMessage:], func(kind uint16, value []byte) { c.attribute(s, kind, value) }); err != nil {
+		return fmt.Errorf("an answer about a socket is malformed: %w", err)
+	}
+	return nil
 }
 
 func end(family uint8, address, port []byte, device uint32) netip.AddrPort {
@@ -133,23 +137,6 @@ func end(family uint8, address, port []byte, device uint32) netip.AddrPort {
 		a = a.WithZone(strconv.FormatUint(uint64(device), 10))
 	}
 	return netip.AddrPortFrom(a, p)
-}
-
-// typeMask is NLA_TYPE_MASK: the highest two bits are flags.
-const typeMask = 1<<14 - 1
-
-// attributes visits the attributes of a netlink message. Padding may be missing at the
-// end.
-func attributes(b []byte, visit func(kind uint16, value []byte)) error {
-	for len(b) >= unix.SizeofNlAttr {
-		length := int(binary.NativeEndian.Uint16(b))
-		if length < unix.SizeofNlAttr || length > len(b) {
-			return fmt.Errorf("an answer about a socket has an attribute of %d bytes in %d", length, len(b))
-		}
-		visit(binary.NativeEndian.Uint16(b[2:])&typeMask, b[unix.SizeofNlAttr:length])
-		b = b[min((length+3)&^3, len(b)):]
-	}
-	return nil
 }
 
 // attribute reads one attribute; what is too short or not known is left out.
@@ -196,16 +183,11 @@ func (c *Conn) attribute(s *Socket, kind uint16, value []byte) {
 		s.Options.Priority = option(value)
 	case attrStorages:
 		// The socket counts as one without a value if what is nested is broken.
-		_ = attributes(value, func(kind uint16, of []byte) {
-			if kind != storageOfMap {
-				return
+		for kind, of := range nlattr.Attributes(value).All {
+			if kind == storageOfMap {
+				s.Storage = nlattr.Find(of, storageValue)
 			}
-			_ = attributes(of, func(kind uint16, value []byte) {
-				if kind == storageValue {
-					s.Storage = value
-				}
-			})
-		})
+		}
 	case attrCgroup:
 		if len(value) >= 8 {
 			s.Cgroup = binary.NativeEndian.Uint64(value)

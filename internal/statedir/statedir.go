@@ -37,6 +37,7 @@ func Write(path string, data []byte) (err error) {
 	return nil
 }
 
+// BootID returns the id of this boot, or "" if /proc does not have the id.
 func BootID() string {
 	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {

@@ -7,7 +7,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
-	"sockeye/internal/sockets"
+	"sockeye/internal/procsock"
 )
 
 // Adopted is what Adopt did.
@@ -25,7 +25,7 @@ func Adopt(t *bpf.Trace, cgroup string) (Adopted, error) {
 	}
 	defer live.Close()
 	a := Adopted{Problems: []string{}}
-	problems, err := sockets.Walk(cgroup, func(s *sockets.Socket) error {
+	problems, err := procsock.Walk(cgroup, func(s *procsock.Socket) error {
 		if !s.Connected() || s.MPTCP {
 			return nil
 		}
@@ -61,7 +61,7 @@ func Release(t *bpf.Trace, cgroup string) error {
 	}
 	defer live.Close()
 	// A socket that cannot be had costs a call that does nothing.
-	_, err = sockets.Walk(cgroup, func(s *sockets.Socket) error {
+	_, err = procsock.Walk(cgroup, func(s *procsock.Socket) error {
 		if !s.Listening && !s.MPTCP {
 			_ = live.Forget(s.FD)
 		}

@@ -21,7 +21,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/fault"
-	"sockeye/internal/sockets"
+	"sockeye/internal/procsock"
 	"sockeye/internal/trace/measure"
 )
 
@@ -409,9 +409,9 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 }
 
 // connectionOf takes the connection that a request names, of any process.
-func (d *Domain) connectionOf(q url.Values) (*sockets.Socket, error) {
+func (d *Domain) connectionOf(q url.Values) (*procsock.Socket, error) {
 	var (
-		socket *sockets.Socket
+		socket *procsock.Socket
 		err    error
 	)
 	if q.Get("pid") != "" || q.Get("fd") != "" {
@@ -420,7 +420,7 @@ func (d *Domain) connectionOf(q url.Values) (*sockets.Socket, error) {
 		if errPID != nil || errFD != nil || pid <= 0 || fd < 0 {
 			return nil, fault.Usage(fmt.Errorf("%q is no socket", q.Get("pid")+":"+q.Get("fd")), packetsHint)
 		}
-		socket, err = sockets.Take(pid, fd)
+		socket, err = procsock.Take(pid, fd)
 	} else {
 		local, failed := api.ParseEndpoint("local", q.Get("local"))
 		if failed != nil {
@@ -430,7 +430,7 @@ func (d *Domain) connectionOf(q url.Values) (*sockets.Socket, error) {
 		if failed != nil {
 			return nil, failed
 		}
-		socket, err = sockets.Find(d.host.Cgroups.Mount, local, remote)
+		socket, err = procsock.Find(d.host.Cgroups.Mount, local, remote)
 	}
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fault.Usage(err, packetsHint)

@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
-	"sockeye/internal/sockets"
+	"sockeye/internal/procsock"
 )
 
 // Reading is what a socket reports of an option.
@@ -133,7 +133,7 @@ func (o Option) isFor(family int) bool {
 
 // Effective compares what a rule asks of a connection with what the kernel
 // reports. c is what Tune.Connection knows of it, nil if no rule has matched it.
-func Effective(s *sockets.Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
+func Effective(s *procsock.Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
 	if s.MPTCP || s.Listening {
 		return nil, fmt.Errorf("read values of %s: it is no TCP connection", s)
 	}

@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
-	"sockeye/internal/sockets"
+	"sockeye/internal/procsock"
 	"sockeye/internal/tune"
 )
 
@@ -27,7 +27,7 @@ func (k *tuning) effective(c *net.TCPConn, f func(*bpf.TuneConnection)) map[stri
 	k.t.Helper()
 	values := make(map[string]api.TuneValue)
 	control(k.t, c, func(fd int) {
-		s, err := sockets.Take(os.Getpid(), fd)
+		s, err := procsock.Take(os.Getpid(), fd)
 		check(k.t, err)
 		defer s.Close()
 		has, err := k.Connection(s.FD)
@@ -383,7 +383,7 @@ func TestEffectiveRefuses(t *testing.T) {
 	raw, err := l.SyscallConn()
 	check(t, err)
 	check(t, raw.Control(func(fd uintptr) {
-		s, err := sockets.Take(os.Getpid(), int(fd))
+		s, err := procsock.Take(os.Getpid(), int(fd))
 		check(t, err)
 		defer s.Close()
 		if v, err := tune.Effective(s, config.TuneRule{}, nil); err == nil {

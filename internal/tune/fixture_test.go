@@ -24,7 +24,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
-	"sockeye/internal/sockets"
+	"sockeye/internal/procsock"
 	"sockeye/internal/testenv"
 	"sockeye/internal/tune"
 )
@@ -743,7 +743,7 @@ func protocolOf(t testing.TB, c syscall.Conn) (protocol int) {
 // openSockets counts the TCP sockets of the tests' cgroup.
 func openSockets(t testing.TB) (n int) {
 	t.Helper()
-	problems, err := sockets.WalkOnce(testenv.Cgroup(), func(*sockets.Socket) error {
+	problems, err := procsock.WalkOnce(testenv.Cgroup(), func(*procsock.Socket) error {
 		n++
 		return nil
 	})

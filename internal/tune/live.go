@@ -18,7 +18,7 @@ import (
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/match"
-	"sockeye/internal/sockets"
+	"sockeye/internal/procsock"
 )
 
 // Report is what Apply did.
@@ -144,7 +144,7 @@ func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool) (Report, err
 	if a.live, err = t.Live(); err != nil {
 		return a.made, err
 	}
-	problems, err := sockets.WalkOnce(cgroup, a.visit)
+	problems, err := procsock.WalkOnce(cgroup, a.visit)
 	for _, p := range problems {
 		a.made.Problems = append(a.made.Problems, p.Error())
 	}
@@ -157,13 +157,13 @@ func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool) (Report, err
 
 // decide asks the program which rules the connections would have.
 func (a *adoption) decide(cgroup string) error {
-	heard := make(sockets.Listeners)
+	heard := make(procsock.Listeners)
 	type candidate struct {
-		socket *sockets.Socket
+		socket *procsock.Socket
 		has    *bpf.TuneConnection
 	}
 	var candidates []candidate
-	_, err := sockets.WalkOnce(cgroup, func(s *sockets.Socket) error {
+	_, err := procsock.WalkOnce(cgroup, func(s *procsock.Socket) error {
 		heard.Add(s)
 		if s.MPTCP || !s.Connected() {
 			return nil
@@ -193,7 +193,7 @@ func (a *adoption) decide(cgroup string) error {
 	return nil
 }
 
-func (a *adoption) visit(s *sockets.Socket) error {
+func (a *adoption) visit(s *procsock.Socket) error {
 	switch {
 	case s.MPTCP && !s.Remote.IsValid():
 		// What a listener accepts without MPTCP is TCP like any other.
@@ -232,7 +232,7 @@ func (a *adoption) visit(s *sockets.Socket) error {
 	return a.adopt(s, plan.role, has)
 }
 
-func (a *adoption) adopt(s *sockets.Socket, role uint32, had *bpf.TuneConnection) error {
+func (a *adoption) adopt(s *procsock.Socket, role uint32, had *bpf.TuneConnection) error {
 	before, err := readings(s)
 	if err != nil {
 		a.problem(s, err)
@@ -301,12 +301,12 @@ func (a *adoption) adopt(s *sockets.Socket, role uint32, had *bpf.TuneConnection
 	return nil
 }
 
-func (a *adoption) problem(s *sockets.Socket, err error) {
+func (a *adoption) problem(s *procsock.Socket, err error) {
 	a.made.Problems = append(a.made.Problems, problem(s, err))
 }
 
 // problem says why a socket could not be dealt with.
-func problem(s *sockets.Socket, err error) string {
+func problem(s *procsock.Socket, err error) string {
 	if errors.Is(err, unix.ENOPROTOOPT) {
 		err = errors.New("it was opened in another cgroup, whose it stays")
 	}
@@ -327,7 +327,7 @@ func liveOptions(rule *bpf.TuneRule, family int) map[string]bool {
 
 // readings are the values of all options that can be set on open connections,
 // as far as they can be read.
-func readings(s *sockets.Socket) (map[string]*Reading, error) {
+func readings(s *procsock.Socket) (map[string]*Reading, error) {
 	values := make(map[string]*Reading)
 	for _, o := range AllOptions() {
 		if o.Phases&bpf.TunePhaseLive == 0 || !o.isFor(s.Family) {
@@ -425,7 +425,7 @@ func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 		return r.made, err
 	}
 	r.live = live
-	problems, err := sockets.WalkOnce(cgroup, r.visit)
+	problems, err := procsock.WalkOnce(cgroup, r.visit)
 	for _, p := range problems {
 		r.made.Problems = append(r.made.Problems, p.Error())
 	}
@@ -444,7 +444,7 @@ func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 	return r.made, errors.Join(err, live.Close())
 }
 
-func (r *reversion) visit(s *sockets.Socket) error {
+func (r *reversion) visit(s *procsock.Socket) error {
 	saved, ok := r.saved[s.Cookie]
 	if !ok {
 		return nil
@@ -489,7 +489,7 @@ func (r *reversion) leave(rule, option, reason string) {
 // unchanged tells whether an option is still as Apply left it. The bound of the
 // window, which the kernel computes from the receive buffer, goes with the
 // buffer: it would stay at what the smaller buffer has made of it.
-func (r *reversion) unchanged(s *sockets.Socket, rule string, v SavedValue, buffer bool) bool {
+func (r *reversion) unchanged(s *procsock.Socket, rule string, v SavedValue, buffer bool) bool {
 	o, ok := FindOption(v.Option)
 	if !ok {
 		return false
@@ -510,7 +510,7 @@ func (r *reversion) unchanged(s *sockets.Socket, rule string, v SavedValue, buff
 }
 
 // restore sets an option back.
-func (r *reversion) restore(s *sockets.Socket, rule string, v SavedValue) error {
+func (r *reversion) restore(s *procsock.Socket, rule string, v SavedValue) error {
 	o, _ := FindOption(v.Option)
 	if v.Before == nil {
 		back := defaults[o.Name]
@@ -525,7 +525,7 @@ func (r *reversion) restore(s *sockets.Socket, rule string, v SavedValue) error 
 
 // leavePacing tells if a connection paces what it sends, as it did not before:
 // once begun, for a bound of the rate or by bbr, the kernel never ends it.
-func (r *reversion) leavePacing(s *sockets.Socket, rule string, restored []SavedValue) error {
+func (r *reversion) leavePacing(s *procsock.Socket, rule string, restored []SavedValue) error {
 	congestion, _ := FindOption("congestion")
 	now, _, err := congestion.read(s.FD)
 	if err != nil || now.Text == "bbr" {

@@ -17,16 +17,16 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/match"
 	"sockeye/internal/netns"
+	"sockeye/internal/procsock"
 	"sockeye/internal/sockdiag"
-	"sockeye/internal/sockets"
 )
 
 // showSubflows fills in what is known of an MPTCP socket. The rules' programs run for its
 // subflows, to which no descriptor leads: sock_diag(7) reads the rule of each, and the
 // options that it knows.
-func (t *tuner) showSubflows(s *sockets.Socket, view *api.TuneSocket) error {
+func (t *tuner) showSubflows(s *procsock.Socket, view *api.TuneSocket) error {
 	ends, fellBack, err := s.Subflows()
-	if errors.Is(err, sockets.ErrNoSubflows) {
+	if errors.Is(err, procsock.ErrNoSubflows) {
 		return &fault.Error{Err: err, Hint: "it needs Linux 5.16 or later", Code: fault.CodeUnsupported}
 	}
 	if err != nil {
@@ -64,7 +64,7 @@ func (t *tuner) showSubflows(s *sockets.Socket, view *api.TuneSocket) error {
 
 // findSubflow reads a subflow, and what the program knows of it: nil if no rule has
 // matched it. It fails with fs.ErrNotExist if there is no such subflow.
-func (t *tuner) findSubflow(diag *sockdiag.Conn, end sockets.Subflow) (subflow *sockdiag.Socket, c *bpf.TuneConnection, err error) {
+func (t *tuner) findSubflow(diag *sockdiag.Conn, end procsock.Subflow) (subflow *sockdiag.Socket, c *bpf.TuneConnection, err error) {
 	var value []byte
 	q := sockdiag.Query{States: sockdiag.Connected, LocalPort: end.Local.Port(), RemotePort: end.Remote.Port(), Options: true, Storage: t.tune.Storage()}
 	begin := func() { subflow, value = nil, nil }
@@ -86,7 +86,7 @@ func (t *tuner) findSubflow(diag *sockdiag.Conn, end sockets.Subflow) (subflow *
 
 // diagOf opens sock_diag in the network namespace of a socket. Another one than the
 // agent's needs CAP_SYS_ADMIN.
-func diagOf(s *sockets.Socket) (conn *sockdiag.Conn, err error) {
+func diagOf(s *procsock.Socket) (conn *sockdiag.Conn, err error) {
 	fd, err := unix.IoctlRetInt(s.FD, unix.SIOCGSKNS)
 	if err != nil {
 		return nil, fmt.Errorf("find its network namespace: %w", err)

@@ -20,8 +20,8 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/match"
+	"sockeye/internal/procsock"
 	"sockeye/internal/scope"
-	"sockeye/internal/sockets"
 	"sockeye/internal/statedir"
 )
 
@@ -45,7 +45,7 @@ func (d *Domain) Socket(r *http.Request) (*api.TuneSocket, error) {
 const socketHint = "name an open TCP connection of a process in a cgroup that is tuned, as ss -tnp shows them"
 
 // takeSocket takes the socket that a request names.
-func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *sockets.Socket, error) {
+func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *procsock.Socket, error) {
 	q := r.URL.Query()
 	if q.Get("pid") != "" || q.Get("fd") != "" {
 		pid, errPID := strconv.Atoi(q.Get("pid"))
@@ -64,7 +64,7 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *sockets.Socket, erro
 		if i < 0 {
 			return nil, nil, fault.Usage(fmt.Errorf("process %d is in cgroup %s, which is not tuned", pid, path), socketHint)
 		}
-		socket, err := sockets.Take(pid, fd)
+		socket, err := procsock.Take(pid, fd)
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil, nil, fault.Usage(err, socketHint)
 		}
@@ -82,7 +82,7 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *sockets.Socket, erro
 		if t.path() == "" {
 			continue
 		}
-		socket, err := sockets.Find(t.path(), local, remote)
+		socket, err := procsock.Find(t.path(), local, remote)
 		if err == nil {
 			return t, socket, nil
 		}
@@ -111,7 +111,7 @@ func (t *tuner) holds(cgroup string) bool {
 	return path != "" && err == nil && below != ".." && !strings.HasPrefix(below, "../")
 }
 
-func (t *tuner) show(s *sockets.Socket) (*api.TuneSocket, error) {
+func (t *tuner) show(s *procsock.Socket) (*api.TuneSocket, error) {
 	view := &api.TuneSocket{
 		PID: s.PID, FD: s.Number, Command: s.Command, Local: s.Local.String(), Remote: s.Remote.String(),
 		Role: string(s.Role), Cgroup: t.name, Tuned: api.Tuned{Values: []api.TuneValue{}, Steps: []match.Step{}},

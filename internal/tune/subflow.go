@@ -10,8 +10,8 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
+	"sockeye/internal/procsock"
 	"sockeye/internal/sockdiag"
-	"sockeye/internal/sockets"
 )
 
 // lowWaterMPTCP says what SO_RCVLOWAT of a subflow does, which nothing shows. The kernel
@@ -24,7 +24,7 @@ const lowWaterMPTCP = "the value shown is that of the application's MPTCP socket
 // EffectiveSubflow is Effective of a subflow of an MPTCP connection. s is the
 // application's socket, and subflow what sock_diag tells, with its options. fellBack is
 // of Socket.Subflows: the kernel then passes options of TCP and IP on to the subflow.
-func EffectiveSubflow(s *sockets.Socket, subflow *sockdiag.Socket, fellBack bool, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
+func EffectiveSubflow(s *procsock.Socket, subflow *sockdiag.Socket, fellBack bool, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
 	l := &look{family: int(subflow.Family), found: s.Role, c: c, info: &subflow.Info, settings: rule.Set, mptcp: true,
 		lacks:  "of a subflow, which has no descriptor",
 		others: "MPTCP gives subflows what the application sets on its socket; or set by another program, or refused by the kernel"}

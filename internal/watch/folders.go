@@ -51,6 +51,7 @@ func (w *Folders) Add(dir string) error {
 	return nil
 }
 
+// Close closes the inotify descriptor.
 func (w *Folders) Close() { w.inotify.Close() }
 
 // AddWay watches the folders on the way to a file, from the top, so that none of them

@@ -21,8 +21,8 @@ import (
 	"sockeye/internal/bigtcp/linux"
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
-	"sockeye/internal/bigtcp/nlattr"
 	"sockeye/internal/netns"
+	"sockeye/internal/nlattr"
 )
 
 // newNamespace makes a network namespace, with lo up.

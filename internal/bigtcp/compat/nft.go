@@ -13,7 +13,7 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp/nlattr"
+	"sockeye/internal/nlattr"
 )
 
 // inspected is a set of properties that a rule of a packet filter inspects and that

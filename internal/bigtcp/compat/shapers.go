@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp/netif"
-	"sockeye/internal/bigtcp/nlattr"
+	"sockeye/internal/nlattr"
 )
 
 // shaper is a qdisc that segments packets before it queues them.

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp/linux"
-	"sockeye/internal/bigtcp/nlattr"
+	"sockeye/internal/nlattr"
 )
 
 // unknownNamespace is Related.Netns if the namespace cannot be found or entered.

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/btf"
+
+	"sockeye/internal/fault"
+)
+
+// RefusedError says that the kernel's verifier refuses a program: it is Sockeye's
+// or the kernel's fault, whatever rights the caller has.
+type RefusedError struct {
+	What string // that was loaded
+	Err  *ebpf.VerifierError
+}
+
+// Error has the verifier's reason instead of its errno: EACCES is its answer to code
+// that it cannot follow. The reason is the last line that names something invalid, or
+// else the last line that is not empty: newer kernels explain it in lines that follow.
+func (e *RefusedError) Error() string {
+	reason := ""
+	for _, line := range slices.Backward(e.Err.Log) {
+		line = strings.TrimSpace(line)
+		if strings.Contains(line, "invalid") {
+			reason = line
+			break
+		}
+		if reason == "" && !strings.HasPrefix(line, "processed ") {
+			reason = line
+		}
+	}
+	return fmt.Sprintf("load %s: refused by the kernel's verifier: %s", e.What, reason)
+}
+
+func (e *RefusedError) Unwrap() error { return e.Err }
+
+// Explain returns the hint and the exit code of the error.
+func (e *RefusedError) Explain() (hint string, code int) {
+	return "this kernel and this version of Sockeye do not fit together: report the message with what uname -r and sockeye version print", fault.CodeUnsupported
+}
+
+// loadError makes an error of what the kernel answers to programs.
+func loadError(what string, err error) error {
+	// Without a log the verifier has not looked at the program.
+	if refused, ok := errors.AsType[*ebpf.VerifierError](err); ok && len(refused.Log) > 0 {
+		return &RefusedError{what, refused}
+	}
+	return fmt.Errorf("load %s: %w", what, err)
+}
+
+// kernelTypes are decoded once: reading them takes longer than loading a program.
+var kernelTypes = btf.NewCache()
+
+// loadCollection loads programs and maps, with the given maps in place of theirs.
+func loadCollection(spec *ebpf.CollectionSpec, maps map[string]*ebpf.Map) (*ebpf.Collection, error) {
+	return ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: maps, Cache: kernelTypes})
+}
+
+func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.Map) (*ebpf.Program, error) {
+	used := make(map[string]*ebpf.Map)
+	for name, m := range maps {
+		if spec.Maps[name] != nil {
+			used[name] = m
+		}
+	}
+	collection, err := loadCollection(spec, used)
+	if err != nil {
+		return nil, loadError("program "+name, err)
+	}
+	defer collection.Close()
+	return collection.DetachProgram(name), nil
+}
+
+// sameProgram compares instructions, maps and the contents of constants.
+func sameProgram(a, b *ebpf.Program) bool {
+	ia, errA := a.Info()
+	ib, errB := b.Info()
+	if errA != nil || errB != nil || ia.Tag != ib.Tag || ia.Type != ib.Type {
+		return false
+	}
+	ma, okA := ia.MapIDs()
+	mb, okB := ib.MapIDs()
+	if !okA || !okB || len(ma) != len(mb) {
+		return false
+	}
+	for i := range ma {
+		if ma[i] != mb[i] && !sameConstants(ma[i], mb[i]) {
+			return false
+		}
+	}
+	return true
+}
+
+func sameConstants(a, b ebpf.MapID) bool {
+	read := func(id ebpf.MapID) ([]byte, bool) {
+		m, err := ebpf.NewMapFromID(id)
+		if err != nil {
+			return nil, false
+		}
+		defer m.Close()
+		info, err := m.Info()
+		if err != nil || !info.Frozen() || m.Type() != ebpf.Array {
+			return nil, false
+		}
+		value, err := m.LookupBytes(uint32(0))
+		return value, err == nil
+	}
+	va, okA := read(a)
+	vb, okB := read(b)
+	return okA && okB && bytes.Equal(va, vb)
+}
+
+// isVariables tells the maps that hold a program's variables from others.
+func isVariables(name string) bool { return name[0] == '.' }
+
+// lacksHelper tells whether the verifier refused a function of the kernel.
+func lacksHelper(err error) bool {
+	var refused *ebpf.VerifierError
+	return errors.As(err, &refused) && slices.ContainsFunc(refused.Log, func(line string) bool {
+		return strings.Contains(line, "unknown func") || strings.Contains(line, "cannot use helper")
+	})
+}
+
+// haveTracepoint tells whether the kernel has a tracepoint.
+func haveTracepoint(name string) (bool, error) {
+	kernel, err := kernelTypes.Kernel()
+	if err != nil {
+		return false, fmt.Errorf("read types of the kernel: %w", err)
+	}
+	var of *btf.Typedef
+	err = kernel.TypeByName("btf_trace_"+name, &of)
+	if errors.Is(err, btf.ErrNotFound) {
+		return false, nil
+	}
+	return err == nil, err
+}

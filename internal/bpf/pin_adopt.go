@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fault"
+)
+
+// openMap adopts the map that is pinned under its name in dir, or makes and
+// pins it.
+func openMap(dir string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
+	return openMapAs(dir, spec.Name, spec)
+}
+
+// openMapAs is openMap for a pin of another name.
+func openMapAs(dir, pin string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
+	path := filepath.Join(dir, pin)
+	pinned, err := ebpf.LoadPinnedMap(path, nil)
+	if errors.Is(err, os.ErrNotExist) {
+		fresh, err := ebpf.NewMap(spec)
+		if err != nil {
+			return nil, fmt.Errorf("create map %s: %w", spec.Name, err)
+		}
+		if err := fresh.Pin(path); err != nil {
+			fresh.Close()
+			return nil, fmt.Errorf("pin map %s: %w", spec.Name, err)
+		}
+		return fresh, nil
+	}
+	if err != nil {
+		return nil, &IncompatibleError{Path: path, Err: err}
+	}
+	if err := spec.Compatible(pinned); err != nil {
+		kind := pinned.Type()
+		pinned.Close()
+		return nil, &IncompatibleError{Path: path, Err: err, kind: kind}
+	}
+	return pinned, nil
+}
+
+// replacePin pins beside path and renames over it, so that there is no
+// instant without a pin.
+func replacePin(pin func(string) error, path string) error {
+	beside := path + "_new"
+	if err := removePin(beside); err != nil {
+		return err
+	}
+	if err := pin(beside); err != nil {
+		return err
+	}
+	return os.Rename(beside, path)
+}
+
+func removePin(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("remove pin: %w", err)
+	}
+	return nil
+}
+
+// ensureLink adopts the link that is pinned under a name in dir, if it is
+// attached to the file target, a cgroup or a network namespace, with p in the
+// place of its program. Otherwise it attaches p, and pins that link instead.
+func ensureLink(dir, name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) (link.Link, error) {
+	path := filepath.Join(dir, name)
+	pinned, err := link.LoadPinnedLink(path, nil)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, &IncompatibleError{Path: path, Err: err}
+	}
+	if err == nil {
+		same, err := attachedTo(pinned, target)
+		if err != nil {
+			pinned.Close()
+			return nil, &IncompatibleError{Path: path, Err: err}
+		}
+		if same {
+			if err := pinned.Update(p); err != nil {
+				pinned.Close()
+				return nil, fmt.Errorf("update %s: %w", name, err)
+			}
+			return pinned, nil
+		}
+		// What it is attached to is given up once the new one is pinned.
+		defer pinned.Close()
+	}
+	fresh, err := attach()
+	if err != nil {
+		return nil, fmt.Errorf("attach %s: %w", name, err)
+	}
+	if err := replacePin(fresh.Pin, path); err != nil {
+		fresh.Close()
+		return nil, fmt.Errorf("pin %s: %w", name, err)
+	}
+	return fresh, nil
+}
+
+func attachedTo(l link.Link, target *os.File) (bool, error) {
+	var stat unix.Stat_t
+	if err := unix.Fstat(int(target.Fd()), &stat); err != nil {
+		return false, err
+	}
+	info, err := l.Info()
+	if err != nil {
+		return false, err
+	}
+	if netns := info.NetNs(); netns != nil {
+		return uint64(netns.NetnsInode) == stat.Ino, nil
+	}
+	if cgroup := info.Cgroup(); cgroup != nil {
+		return cgroup.CgroupId == stat.Ino, nil
+	}
+	return false, fmt.Errorf("link of type %v", info.Type)
+}
+
+// sharePin pins a map in dir that is pinned under the same name in another
+// directory, unless there is one already.
+func sharePin(name, dir string, others []string) error {
+	path := filepath.Join(dir, name)
+	if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	for _, other := range others {
+		m, err := ebpf.LoadPinnedMap(filepath.Join(other, name), nil)
+		if err != nil {
+			continue // none, or none that can be used
+		}
+		// Cloned: a map that knows its pin would move it.
+		clone, err := m.Clone()
+		m.Close()
+		if err != nil {
+			return fmt.Errorf("adopt map %s: %w", name, err)
+		}
+		err = clone.Pin(path)
+		clone.Close()
+		if err != nil {
+			return fmt.Errorf("pin map %s: %w", name, err)
+		}
+		return nil
+	}
+	return nil
+}
+
+// IncompatibleError says that a pin cannot be adopted: another version made
+// it, or somebody else.
+type IncompatibleError struct {
+	Path string
+	Err  error
+	kind ebpf.MapType // of the pin, if it is a map
+}
+
+func (e *IncompatibleError) Error() string {
+	return fmt.Sprintf("adopt pin %s: %v", e.Path, e.Err)
+}
+
+func (e *IncompatibleError) Unwrap() error { return e.Err }
+
+// Explain returns the hint and the exit code of the error.
+func (e *IncompatibleError) Explain() (hint string, code int) {
+	return "sockeye reset removes the pins of another version; steering stops until the agent starts again", fault.CodeConflict
+}

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fault"
+	"sockeye/internal/owned"
+)
+
+// Root is Sockeye's directory in a bpffs.
+type Root struct {
+	Dir  string
+	lock *os.File
+}
+
+// ErrLocked means that another agent works with the pin directory.
+var ErrLocked error = &fault.Error{Err: errors.New("another agent holds the pin directory"), Code: fault.CodeConflict,
+	Hint: "one agent works with a pin directory; see sockeye status, or give this one its own --pins"}
+
+const pinSchema = "schema"
+
+// OpenRoot takes the pin directory for this process: it mounts a bpffs at the
+// parent, if that is an empty folder or none, creates dir with mode 0700, locks
+// it, and checks the schema version pinned in it. It fails with ErrLocked, with
+// an *IncompatibleError for a directory of another version, or with an
+// *owned.UntrustedError if others than root decide what is in dir: a bpffs may
+// be writable for all, and an agent must adopt no pin that root did not make.
+func OpenRoot(dir string) (_ *Root, err error) {
+	if err := ensureBPFFS(filepath.Dir(dir)); err != nil {
+		return nil, err
+	}
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+		return nil, fmt.Errorf("create pin directory: %w", err)
+	}
+	lock, err := owned.Open(dir)
+	if err != nil {
+		return nil, fmt.Errorf("open pin directory: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			lock.Close()
+		}
+	}()
+	// Readable for others it may be, as one that a person made.
+	if err := lock.Chmod(0o700); err != nil {
+		return nil, fmt.Errorf("set mode of pin directory: %w", err)
+	}
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, fmt.Errorf("lock %s: %w", dir, ErrLocked)
+		}
+		return nil, fmt.Errorf("lock %s: %w", dir, err)
+	}
+	if err := checkSchema(filepath.Join(dir, pinSchema)); err != nil {
+		return nil, err
+	}
+	return &Root{Dir: dir, lock: lock}, nil
+}
+
+// ServicePrefix begins the name of a service's pin directory.
+const ServicePrefix = "steer_"
+
+// Service is the pin directory of a service.
+func (r *Root) Service(name string) string { return filepath.Join(r.Dir, ServicePrefix+name) }
+
+// TunePins begins the name of the pin directory of a cgroup's tuning.
+const TunePins = "tune_"
+
+// Tuning is the pin directory of a cgroup's tuning, without the layout that ends
+// its name.
+func (r *Root) Tuning(name string) string { return filepath.Join(r.Dir, TunePins+name) }
+
+// TracePins begins the name of the pin directory of a cgroup's tracing.
+const TracePins = "trace_"
+
+// Tracing is the pin directory of a cgroup's tracing, without the layout.
+func (r *Root) Tracing(name string) string { return filepath.Join(r.Dir, TracePins+name) }
+
+// Services lists the services that have pins, in no particular order.
+func (r *Root) Services() ([]string, error) { return PinnedNames(r.Dir, ServicePrefix) }
+
+// Tunings lists the tunings that have pins, in no particular order.
+func (r *Root) Tunings() ([]string, error) { return PinnedNames(r.Dir, TunePins) }
+
+// PinnedNames lists what has pins in a directory, by the prefix of its kind, in no
+// particular order.
+func PinnedNames(dir, prefix string) ([]string, error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, fmt.Errorf("read pin directory: %w", err)
+	}
+	var names []string
+	for _, e := range entries {
+		name, _, _ := strings.Cut(e.Name(), layoutMark)
+		if name, ok := strings.CutPrefix(name, prefix); ok && e.IsDir() && !slices.Contains(names, name) {
+			names = append(names, name)
+		}
+	}
+	return names, nil
+}
+
+// Tracings lists the tracings that have pins, in no particular order.
+func (r *Root) Tracings() ([]string, error) { return PinnedNames(r.Dir, TracePins) }
+
+// Close gives the directory up. What is pinned stays.
+func (r *Root) Close() error { return r.lock.Close() }
+
+func ensureBPFFS(dir string) error {
+	var fs unix.Statfs_t
+	err := unix.Statfs(dir, &fs)
+	if err == nil && fs.Type == unix.BPF_FS_MAGIC {
+		return nil
+	}
+	if err := owned.Make(dir, 0o755); err != nil {
+		return fmt.Errorf("create mount point of bpffs: %w", err)
+	}
+	if entries, err := os.ReadDir(dir); err != nil {
+		return fmt.Errorf("mount bpffs at %s: %w", dir, err)
+	} else if len(entries) > 0 {
+		return fmt.Errorf("mount bpffs at %s: the folder is not empty", dir)
+	}
+	if err := unix.Mount("bpffs", dir, "bpf", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "mode=0700"); err != nil {
+		return fmt.Errorf("mount bpffs at %s: %w", dir, err)
+	}
+	return nil
+}
+
+func checkSchema(path string) error {
+	m, err := ebpf.LoadPinnedMap(path, nil)
+	if errors.Is(err, os.ErrNotExist) {
+		m, err = ebpf.NewMap(&ebpf.MapSpec{
+			Name: "sockeye_schema", Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: 1,
+			Contents: []ebpf.MapKV{{Key: uint32(0), Value: Schema}},
+		})
+		if err != nil {
+			return fmt.Errorf("create schema version: %w", err)
+		}
+		defer m.Close()
+		if err := m.Pin(path); err != nil {
+			return fmt.Errorf("pin schema version: %w", err)
+		}
+		return nil
+	}
+	if err != nil {
+		return &IncompatibleError{Path: path, Err: err}
+	}
+	defer m.Close()
+	var version uint32
+	if err := m.Lookup(uint32(0), &version); err != nil {
+		return &IncompatibleError{Path: path, Err: err}
+	}
+	if version != Schema {
+		return &IncompatibleError{Path: path, Err: fmt.Errorf("schema version %d, this sockeye reads %d", version, Schema)}
+	}
+	return nil
+}
+
+// RemoveRoot removes a pin directory with all that it holds, whatever version
+// made it, after it called before. It fails with ErrLocked while an agent
+// works with the directory, and with an *owned.UntrustedError as OpenRoot does.
+func RemoveRoot(dir string, before func() error) error {
+	lock, err := owned.Open(dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("open pin directory: %w", err)
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return fmt.Errorf("lock %s: %w", dir, ErrLocked)
+	}
+	if err := before(); err != nil {
+		return err
+	}
+	for prefix, remove := range map[string]func(string) error{ServicePrefix: Remove, TunePins: RemoveTune, TracePins: RemoveTrace} {
+		names, err := PinnedNames(dir, prefix)
+		if err != nil {
+			return err
+		}
+		for _, name := range names {
+			if err := remove(filepath.Join(dir, prefix+name)); err != nil {
+				return err
+			}
+		}
+	}
+	return os.RemoveAll(dir)
+}
+
+// IsBPFFS reports whether dir is in a bpffs.
+func IsBPFFS(dir string) bool {
+	var fs unix.Statfs_t
+	return unix.Statfs(dir, &fs) == nil && fs.Type == unix.BPF_FS_MAGIC
+}

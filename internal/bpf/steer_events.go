@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/cilium/ebpf/ringbuf"
+)
+
+// Events reads what the member hooks report.
+type Events struct {
+	reader *ringbuf.Reader
+}
+
+// Events opens the ring. There is one reader at a time.
+func (s *Steer) Events() (*Events, error) {
+	reader, err := ringbuf.NewReader(s.events)
+	if err != nil {
+		return nil, fmt.Errorf("open event ring: %w", err)
+	}
+	return &Events{reader}, nil
+}
+
+// Next waits for an event. It fails with os.ErrClosed after Close.
+func (e *Events) Next() (Event, error) {
+	var record ringbuf.Record
+	err := os.ErrDeadlineExceeded
+	for errors.Is(err, os.ErrDeadlineExceeded) {
+		// Go 1.26 (seen with 1.26.8) at times misses a thread that enters a
+		// system call just when it stops the world, for AllThreadsSyscall or
+		// the garbage collector, and waits for the call to end.
+		e.reader.SetDeadline(time.Now().Add(time.Second))
+		record, err = e.reader.Read()
+	}
+	if err != nil {
+		return Event{}, err
+	}
+	if len(record.RawSample) < 16 {
+		return Event{}, fmt.Errorf("read event: %d bytes, want 16", len(record.RawSample))
+	}
+	return Event{
+		Cookie: binary.LittleEndian.Uint64(record.RawSample),
+		Kind:   binary.LittleEndian.Uint32(record.RawSample[8:]),
+		Pid:    binary.LittleEndian.Uint32(record.RawSample[12:]),
+	}, nil
+}
+
+// Close ends Next.
+func (e *Events) Close() error { return e.reader.Close() }
+
+// LostEvents counts the events that found the ring full since it was made.
+func (s *Steer) LostEvents() (uint64, error) {
+	var lost uint64
+	if err := s.lost.Lookup(uint32(0), &lost); err != nil {
+		return 0, fmt.Errorf("read lost events: %w", err)
+	}
+	return lost, nil
+}

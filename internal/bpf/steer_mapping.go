@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"cmp"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"iter"
+	"os"
+	"path/filepath"
+
+	"github.com/cilium/ebpf"
+)
+
+// DeviceTrie is a device map as the kernel looks it up, not yet in force.
+type DeviceTrie struct{ m *ebpf.Map }
+
+// NewDeviceTrie makes a device map that SetMapping can put in force. size bounds the
+// number of prefixes.
+func NewDeviceTrie(size int, prefixes iter.Seq2[Prefix, DeviceID]) (_ *DeviceTrie, err error) {
+	steering, err := loadSteerReuseport()
+	if err != nil {
+		return nil, err
+	}
+	spec := namedSpec(steering.Maps["device_maps"].InnerMap, pinDeviceMap)
+	spec.MaxEntries = uint32(size)
+	m, err := ebpf.NewMap(spec)
+	if err != nil {
+		return nil, fmt.Errorf("create device map of %d prefixes: %w", size, err)
+	}
+	for prefix, id := range prefixes {
+		if err := m.Put(&prefix, &id); err != nil {
+			m.Close()
+			return nil, fmt.Errorf("write device map: %w", err)
+		}
+	}
+	return &DeviceTrie{m}, nil
+}
+
+// Close ends this process' hold. What is in force stays.
+func (d *DeviceTrie) Close() error { return d.m.Close() }
+
+// SetMapping replaces the bucket table and the device map in one step: every
+// packet sees the old ones or the new ones. Without devices there is no device
+// map.
+func (s *Steer) SetMapping(t *Table, devices *DeviceTrie) error {
+	path := filepath.Join(s.dir, pinDeviceMap)
+	if devices == nil {
+		err := s.setTable(t, 0)
+		// The kernel has waited for programs that work with the table before (maybe_wait_bpf_programs).
+		if err == nil {
+			err = errors.Join(emptyMap(s.deviceMaps), emptyMap(s.nextDevices))
+		}
+		return errors.Join(err, removePin(path))
+	}
+	if s.named != 0 {
+		if err := s.nextDevices.Put(uint32(0), devices.m); err != nil {
+			return fmt.Errorf("install device map: %w", err)
+		}
+		if err := s.setTable(t, nextDevices); err != nil {
+			return err
+		}
+	}
+	if err := s.deviceMaps.Put(uint32(0), devices.m); err != nil {
+		return fmt.Errorf("install device map: %w", err)
+	}
+	err := s.setTable(t, 1)
+	if err == nil {
+		err = emptyMap(s.nextDevices)
+	}
+	if err != nil {
+		return err
+	}
+	if err := replacePin(devices.m.Pin, path); err != nil {
+		return fmt.Errorf("pin device map: %w", err)
+	}
+	return nil
+}
+
+// emptyMap takes the one entry out of a map of maps.
+func emptyMap(m *ebpf.Map) error {
+	if err := m.Delete(uint32(0)); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return fmt.Errorf("remove device map: %w", err)
+	}
+	return nil
+}
+
+// SetTable replaces the bucket table in one step; the device map stays.
+func (s *Steer) SetTable(t *Table) error { return s.setTable(t, s.named) }
+
+func (s *Steer) setTable(t *Table, named uint32) error {
+	table := *t
+	table.Named = named
+	inner, err := ebpf.NewMap(namedSpec(s.tableFor, pinTable))
+	if err != nil {
+		return fmt.Errorf("create bucket table: %w", err)
+	}
+	defer inner.Close()
+	if err := inner.Put(uint32(0), &table); err != nil {
+		return fmt.Errorf("write bucket table: %w", err)
+	}
+	if err := s.tables.Put(uint32(0), inner); err != nil {
+		return fmt.Errorf("install bucket table: %w", err)
+	}
+	s.named = named
+	if err := replacePin(inner.Pin, filepath.Join(s.dir, pinTable)); err != nil {
+		return fmt.Errorf("pin bucket table: %w", err)
+	}
+	return nil
+}
+
+// readNamed finds which device map is in force. Where an agent was killed as it changed
+// that, the next change takes two steps.
+func (s *Steer) readNamed() error {
+	table, err := ReadTable(s.dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err == nil {
+		s.named = table.Named
+	}
+	return err
+}
+
+// ReadNonce returns the nonce of a pinned service's bucket table, in any layout:
+// it comes first in each. It fails with os.ErrNotExist if there is none.
+func ReadNonce(dir string) (uint64, error) {
+	path, err := newestPin(dir, pinTable)
+	if err != nil {
+		return 0, err
+	}
+	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
+	if err != nil {
+		return 0, fmt.Errorf("open pinned map %s: %w", path, err)
+	}
+	defer m.Close()
+	value, err := m.LookupBytes(uint32(0))
+	if err != nil || len(value) < 8 {
+		return 0, &IncompatibleError{Path: path, Err: cmp.Or(err, errors.New("no nonce"))}
+	}
+	return binary.NativeEndian.Uint64(value), nil
+}
+
+// ReadTable returns the bucket table of a pinned service. It fails with
+// os.ErrNotExist if there is none.
+func ReadTable(dir string) (*Table, error) {
+	path, err := newestPin(dir, pinTable)
+	if err != nil {
+		return nil, err
+	}
+	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
+	if err != nil {
+		return nil, fmt.Errorf("open pinned map %s: %w", path, err)
+	}
+	defer m.Close()
+	t := new(Table)
+	if err := m.Lookup(uint32(0), t); err != nil {
+		return nil, &IncompatibleError{Path: path, Err: err}
+	}
+	return t, nil
+}
+
+// ReadDeviceHash looks an address up in the device map of a pinned service.
+// Without a device map, or outside it, found is false.
+func ReadDeviceHash(dir string, address Address) (hash uint32, found bool, err error) {
+	path, err := newestPin(dir, pinDeviceMap)
+	if errors.Is(err, os.ErrNotExist) {
+		return 0, false, nil
+	}
+	if err != nil {
+		return 0, false, err
+	}
+	m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: true})
+	if err != nil {
+		return 0, false, fmt.Errorf("open pinned map %s: %w", path, err)
+	}
+	defer m.Close()
+	var id DeviceID
+	err = m.Lookup(&Prefix{Prefixlen: 128, Address: address}, &id)
+	if errors.Is(err, ebpf.ErrKeyNotExist) {
+		return 0, false, nil
+	}
+	return id.Hash, err == nil && id.Device != NoDevice, err
+}
+
+func namedSpec(spec *ebpf.MapSpec, name string) *ebpf.MapSpec {
+	spec = spec.Copy()
+	spec.Name = name
+	return spec
+}

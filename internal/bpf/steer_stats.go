@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"fmt"
+	"iter"
+)
+
+// Counters returns the sums over all CPUs, by slot; the last entry counts
+// what belongs to no slot.
+func (s *Steer) Counters(slots int) ([]Counters, error) {
+	sums := make([]Counters, slots+1)
+	for i := range sums {
+		key := uint32(i)
+		if i == slots {
+			key = uint32(MaxSlots)
+		}
+		var perCPU []Counters
+		if err := s.counters.Lookup(key, &perCPU); err != nil {
+			return nil, fmt.Errorf("read counters of slot %d: %w", i, err)
+		}
+		for _, c := range perCPU {
+			sums[i].Connections += c.Connections
+			sums[i].Datagrams += c.Datagrams
+			sums[i].Diverted += c.Diverted
+			for r := range Reasons {
+				sums[i].RefusedConnections[r] += c.RefusedConnections[r]
+				sums[i].RefusedDatagrams[r] += c.RefusedDatagrams[r]
+			}
+		}
+	}
+	return sums, nil
+}
+
+// Devices walks the table of devices seen. Entries that the kernel evicts
+// meanwhile may be missing.
+func (s *Steer) Devices() iter.Seq2[Address, Seen] {
+	return func(yield func(Address, Seen) bool) {
+		pending := s.pendingDatagrams()
+		var (
+			address Address
+			seen    Seen
+		)
+		entries := s.devices.Iterate()
+		for entries.Next(&address, &seen) {
+			seen.Datagrams += pending[address]
+			if !yield(address, seen) {
+				return
+			}
+		}
+	}
+}
+
+// Unlisted counts the datagrams and SYNs from sources that the table of devices
+// had no place for.
+func (s *Steer) Unlisted() (sum uint64, err error) {
+	var perCPU []uint64
+	if err := s.unlisted.Lookup(uint32(0), &perCPU); err != nil {
+		return 0, fmt.Errorf("read unlisted packets: %w", err)
+	}
+	for _, n := range perCPU {
+		sum += n
+	}
+	return sum, nil
+}
+
+// pendingDatagrams are those that CPUs have not added to the table yet.
+func (s *Steer) pendingDatagrams() map[Address]uint64 {
+	sum := make(map[Address]uint64)
+	for i := range pendingSize {
+		var perCPU []Pending
+		if err := s.pending.Lookup(uint32(i), &perCPU); err != nil {
+			continue
+		}
+		for _, p := range perCPU {
+			sum[p.Address] += uint64(p.Datagrams)
+		}
+	}
+	return sum
+}
+
+// RunStats are the kernel's figures of the steering programs of a service.
+type RunStats struct {
+	Runs        uint64
+	Nanoseconds uint64
+}
+
+// RunStats sums over the service's programs. The kernel counts only while
+// kernel.bpf_stats_enabled is set.
+func (s *Steer) RunStats() (RunStats, error) {
+	var sum RunStats
+	for row, p := range s.programs {
+		stats, err := p.Stats()
+		if err != nil {
+			return sum, fmt.Errorf("read statistics of %s: %w", programPin(s.lookup, row), err)
+		}
+		sum.Runs += stats.RunCount
+		sum.Nanoseconds += uint64(stats.Runtime)
+	}
+	return sum, nil
+}
+
+// ProgramIDs are the numbers of the programs that links attach.
+func (s *Steer) ProgramIDs() ([]uint32, error) {
+	var ids []uint32
+	for _, l := range s.links {
+		info, err := l.Info()
+		if err != nil {
+			return nil, fmt.Errorf("read link: %w", err)
+		}
+		ids = append(ids, uint32(info.Program))
+	}
+	return ids, nil
+}

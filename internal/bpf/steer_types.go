@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+// Limits of the steering programs; see bpf/include/steer.h.
+const (
+	MaxSlots     = int(steerMembersSteerLimitSTEER_MAX_SLOTS)
+	MaxListeners = int(steerMembersSteerLimitSTEER_MAX_LISTENERS)
+	Buckets      = int(steerMembersSteerLimitSTEER_BUCKETS)
+	pendingSize  = int(steerMembersSteerLimitSTEER_PENDING)
+	NoSlot       = int(steerMembersSteerLimitSTEER_NO_SLOT)
+	nextDevices  = uint32(steerMembersSteerLimitSTEER_NEXT_DEVICES)
+	NoDevice     = uint32(steerMembersSteerLimitSTEER_NO_DEVICE)
+	Schema       = uint32(steerMembersSteerLimitSTEER_SCHEMA)
+)
+
+// Reasons names the refusals in the order of the counters' arrays.
+var Reasons = [...]string{
+	steerMembersSteerReasonSTEER_REASON_EMPTY:   "empty_slot",
+	steerMembersSteerReasonSTEER_REASON_SOCKET:  "unusable_socket",
+	steerMembersSteerReasonSTEER_REASON_ADDRESS: "unknown_address",
+	steerMembersSteerReasonSTEER_REASON_TABLE:   "no_table",
+}
+
+// ReasonOfSlot tells whether a refusal for a reason is counted with a slot.
+func ReasonOfSlot(reason int) bool {
+	return reason == int(steerMembersSteerReasonSTEER_REASON_EMPTY) || reason == int(steerMembersSteerReasonSTEER_REASON_SOCKET)
+}
+
+// EventKind says what happened to a socket.
+type EventKind = steerMembersSteerEventKind
+
+// The kinds of Event.
+const (
+	EventBind    = steerMembersSteerEventKindSTEER_EVENT_BIND
+	EventListen  = steerMembersSteerEventKindSTEER_EVENT_LISTEN
+	EventRelease = steerMembersSteerEventKindSTEER_EVENT_RELEASE
+)
+
+// The types that the programs and user space share; see bpf/include/steer.h.
+//
+//revive:disable:exported
+type (
+	Address  = steerReuseportSteerAddress
+	Table    = steerReuseportSteerTable
+	Prefix   = steerReuseportSteerPrefix
+	DeviceID = steerReuseportSteerDeviceId
+	Slot     = steerReuseportSteerSlot
+	Counters = steerReuseportSteerCounters
+	Seen     = steerReuseportSteerSeen
+	Pending  = steerReuseportSteerPending
+	Event    = steerMembersSteerEvent
+)
+
+//revive:enable:exported

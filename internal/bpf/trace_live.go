@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"fmt"
+	"os"
+	"unsafe"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
+)
+
+// TraceLive chooses connections that are open already.
+type TraceLive struct {
+	nonce uint64
+	link  link.Link
+}
+
+// Live attaches the hook by which the agent reaches open connections. Its error
+// wraps ebpf.ErrNotSupported before Linux 5.15.
+func (t *Trace) Live() (*TraceLive, error) {
+	l := &TraceLive{nonce: newNonce()}
+	spec, err := loadTraceLive()
+	if err != nil {
+		return nil, err
+	}
+	if err := spec.Variables["nonce"].Set(l.nonce); err != nil {
+		return nil, err
+	}
+	hook, err := t.load(spec, "trace_live")
+	if lacksHelper(err) {
+		return nil, fmt.Errorf("trace open connections: %w before Linux 5.15: %w", ebpf.ErrNotSupported, err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer hook.Close()
+	l.link, err = link.AttachCgroup(link.CgroupOptions{Path: t.cgroup, Attach: ebpf.AttachCGroupSetsockopt, Program: hook})
+	if err != nil {
+		return nil, fmt.Errorf("attach trace_live to cgroup %s: %w", t.cgroup, err)
+	}
+	return l, nil
+}
+
+// Close detaches the hook.
+func (l *TraceLive) Close() error { return l.link.Close() }
+
+// Adopt has the rules decide on a connection that they have not chosen.
+func (l *TraceLive) Adopt(fd int, role uint32) error {
+	return l.call(fd, traceLiveAdopt, traceLiveTraceLiveRequest{Role: role})
+}
+
+// Forget lets go of a connection.
+func (l *TraceLive) Forget(fd int) error {
+	return l.call(fd, traceLiveForget, traceLiveTraceLiveRequest{})
+}
+
+func (l *TraceLive) call(fd int, name uint32, r traceLiveTraceLiveRequest) error {
+	r.Nonce = l.nonce
+	value := unsafe.String((*byte)(unsafe.Pointer(&r)), unsafe.Sizeof(r))
+	// A socket outside of the hook's cgroup gives ENOPROTOOPT.
+	return os.NewSyscallError("setsockopt", unix.SetsockoptString(fd, traceLiveLevel, int(name), value))
+}

@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
+	"github.com/cilium/ebpf/ringbuf"
+	"golang.org/x/sys/unix"
+)
+
+// What a PacketEvent tells of, and what is known of it; see bpf/include/packets.h.
+//
+//revive:disable:exported
+const (
+	PacketQueue      = uint8(tracePacketsPacketsKindPACKETS_QUEUE)
+	PacketDriver     = uint8(tracePacketsPacketsKindPACKETS_DRIVER)
+	PacketRetransmit = uint8(tracePacketsPacketsKindPACKETS_RETRANSMIT)
+	PacketReceive    = uint8(tracePacketsPacketsKindPACKETS_RECEIVE)
+	PacketState      = uint8(tracePacketsPacketsKindPACKETS_STATE)
+
+	PacketTCP   = uint8(tracePacketsPacketsFlagPACKETS_TCP)
+	PacketInner = uint8(tracePacketsPacketsFlagPACKETS_INNER)
+	PacketEarly = uint8(tracePacketsPacketsFlagPACKETS_EARLY)
+
+	PacketBytes = int(tracePacketsPacketsLimitPACKETS_BYTES)
+)
+
+//revive:enable:exported
+
+// PacketHeader is the part that all events have.
+type PacketHeader = tracePacketsPacketsEvent
+
+// PacketEvent is something that happened to a packet of a connection, or to the
+// connection. Bytes are the packet's first, from its network header on; they
+// are of PacketQueue and PacketReceive only.
+type PacketEvent struct {
+	PacketHeader
+	Bytes []byte
+}
+
+// Packets follows the packets of one TCP connection. Nothing of it is pinned: it
+// ends with this process.
+type Packets struct {
+	missing []string
+	stopped atomic.Bool
+	wake    *os.File // the ring, to wait for
+
+	reading sync.Mutex
+	reader  *ringbuf.Reader
+	record  ringbuf.Record
+
+	mu         sync.Mutex
+	collection *ebpf.Collection
+	links      []link.Link
+	lost       uint64 // once the collection is closed
+}
+
+// Where the programs are attached, in this order: what begins a packet's way
+// comes last, so that nothing of it is missed.
+var packetTracepoints = []struct {
+	program, tracepoint string
+	needed              bool
+}{
+	{"packets_state", "inet_sock_set_state", false},
+	{"packets_state_2", "inet_sock_set_state", false},
+	{"packets_early", "netif_receive_skb", false},
+	{"packets_receive", "tcp_probe", false},
+	{"packets_receive_2", "tcp_probe", false},
+	{"packets_resend", "tcp_retransmit_skb", false},
+	{"packets_resend_2", "tcp_retransmit_skb", false},
+	{"packets_driver", "net_dev_start_xmit", true},
+	{"packets_queue", "net_dev_queue", true},
+}
+
+// OpenPackets follows the connection whose SO_COOKIE is given, from here on,
+// through a ring buffer of that many bytes: a power of two, and at least a page.
+// It needs CAP_BPF and CAP_PERFMON.
+//
+// A *BufferError says what is wrong with the buffer. The error wraps
+// ebpf.ErrNotSupported if the kernel has no such tracepoints, or no BTF, or
+// keeps its memory from programs.
+func OpenPackets(cookie uint64, buffer int) (_ *Packets, err error) {
+	if cookie == 0 {
+		return nil, errors.New("follow packets: a socket has no cookie 0")
+	}
+	p := &Packets{}
+	defer func() {
+		if err != nil {
+			p.Close()
+		}
+	}()
+	spec, err := loadTracePackets()
+	if err != nil {
+		return nil, err
+	}
+	events, err := newRing(spec.Maps["events"], buffer)
+	if err != nil {
+		return nil, err
+	}
+	defer events.Close()
+	if err := spec.Variables["cookie"].Set(cookie); err != nil {
+		return nil, err
+	}
+	p.collection, err = loadCollection(spec, map[string]*ebpf.Map{"events": events})
+	if lacksHelper(err) {
+		return nil, fmt.Errorf("load programs for packets: %w: lockdown keeps the kernel's memory from programs: %w", ebpf.ErrNotSupported, err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("load programs for packets: %w", err)
+	}
+	if err := p.openRing(events); err != nil {
+		return nil, fmt.Errorf("open ring of packets: %w", err)
+	}
+	for _, t := range packetTracepoints {
+		l, err := link.AttachRawTracepoint(link.RawTracepointOptions{
+			Name: t.tracepoint, Program: p.collection.Programs[t.program],
+		})
+		switch {
+		case err == nil:
+			p.links = append(p.links, l)
+		case !errors.Is(err, unix.ENOENT):
+			return nil, fmt.Errorf("attach %s to tracepoint %s: %w", t.program, t.tracepoint, err)
+		case t.needed:
+			return nil, fmt.Errorf("attach %s: %w: the kernel has no tracepoint %s", t.program, ebpf.ErrNotSupported, t.tracepoint)
+		default:
+			p.missing = append(p.missing, t.tracepoint)
+		}
+	}
+	return p, nil
+}
+
+// openRing prepares to wait for events without a thread in a system call: see
+// Events.Next for what that can do. The reader itself never waits.
+func (p *Packets) openRing(events *ebpf.Map) (err error) {
+	if p.reader, err = ringbuf.NewReader(events); err != nil {
+		return err
+	}
+	p.reader.SetDeadline(time.Unix(1, 0))
+	fd, err := unix.FcntlInt(uintptr(events.FD()), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	if err := unix.SetNonblock(fd, true); err != nil {
+		unix.Close(fd)
+		return err
+	}
+	p.wake = os.NewFile(uintptr(fd), "events")
+	return nil
+}
+
+// Missing names the tracepoints that the kernel does not have: without tcp_probe
+// nothing is known of what an established connection receives, without
+// netif_receive_skb of what it receives when one side has closed it, without
+// tcp_retransmit_skb of why packets are sent again, without inet_sock_set_state
+// of its end.
+func (p *Packets) Missing() []string { return slices.Clone(p.missing) }
+
+// Read waits for the next event. At the deadline it calls Stop. Once that is
+// done, by whom ever, it returns what is left, and then io.EOF. After Close it
+// fails with os.ErrClosed. e.Bytes are overwritten by the next Read.
+func (p *Packets) Read(deadline time.Time, e *PacketEvent) error {
+	p.reading.Lock()
+	defer p.reading.Unlock()
+	if err := p.next(deadline); err != nil {
+		return err
+	}
+	raw := p.record.RawSample
+	const size = int(unsafe.Sizeof(PacketHeader{}))
+	if len(raw) < size {
+		return fmt.Errorf("read packet: %d bytes, want %d", len(raw), size)
+	}
+	copy(unsafe.Slice((*byte)(unsafe.Pointer(&e.PacketHeader)), size), raw)
+	e.Bytes = raw[size:min(len(raw), size+int(e.Captured))]
+	return nil
+}
+
+func (p *Packets) next(deadline time.Time) error {
+	for {
+		if !time.Now().Before(deadline) {
+			if err := p.Stop(); err != nil {
+				return err
+			}
+		}
+		stopped := p.stopped.Load()
+		err := p.reader.ReadInto(&p.record)
+		switch {
+		case !errors.Is(err, os.ErrDeadlineExceeded):
+			return err
+		case stopped:
+			return io.EOF
+		}
+		if err := p.wait(deadline); err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
+			return err
+		}
+	}
+}
+
+// wait waits for an event, the deadline or Stop.
+func (p *Packets) wait(deadline time.Time) error {
+	if err := p.wake.SetReadDeadline(deadline); err != nil {
+		return fmt.Errorf("wait for packets: %w", err)
+	}
+	// Stop sets this first, and then a deadline of its own.
+	if p.stopped.Load() {
+		return nil
+	}
+	conn, err := p.wake.SyscallConn()
+	if err != nil {
+		return err
+	}
+	return conn.Read(func(uintptr) bool { return p.reader.AvailableBytes() > 0 })
+}
+
+// Stop detaches the programs. It may be called from any goroutine, and more
+// than once.
+func (p *Packets) Stop() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var errs []error
+	for _, l := range slices.Backward(p.links) {
+		errs = append(errs, l.Close())
+	}
+	p.links = nil
+	p.stopped.Store(true)
+	if p.wake != nil {
+		if err := p.wake.SetReadDeadline(time.Unix(1, 0)); !errors.Is(err, os.ErrClosed) {
+			errs = append(errs, err)
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("stop following packets: %w", err)
+	}
+	return nil
+}
+
+// Lost counts the events that found the ring buffer full.
+func (p *Packets) Lost() (uint64, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.lostSoFar()
+}
+
+func (p *Packets) lostSoFar() (uint64, error) {
+	if p.collection == nil {
+		return p.lost, nil
+	}
+	if err := p.collection.Variables["lost"].Get(&p.lost); err != nil {
+		return 0, fmt.Errorf("read lost events: %w", err)
+	}
+	return p.lost, nil
+}
+
+// Close ends it, and Read. Lost still tells.
+func (p *Packets) Close() error {
+	errs := []error{p.Stop()}
+	p.reading.Lock()
+	defer p.reading.Unlock()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.reader != nil {
+		errs = append(errs, p.reader.Close())
+	}
+	if p.wake != nil {
+		errs = append(errs, p.wake.Close())
+		p.wake = nil
+	}
+	if p.collection != nil {
+		_, err := p.lostSoFar()
+		errs = append(errs, err)
+		p.collection.Close()
+		p.collection = nil
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+// Limits of the trace programs; see bpf/include/trace.h.
+const (
+	TraceRulesMax  = int(traceSockopsTraceLimitTRACE_RULES)
+	TraceInFlight  = int(traceSockopsTraceLimitTRACE_IN_FLIGHT)
+	TraceBuckets   = int(traceSockopsTraceLimitTRACE_BUCKETS)
+	TraceSlowestOf = int(traceSockopsTraceLimitTRACE_SLOWEST)
+	TraceMinutes   = int(traceSockopsTraceLimitTRACE_MINUTES)
+	// TraceMinuteShift makes minutes, of 2^36 ns, of nanoseconds.
+	TraceMinuteShift = int(traceSockopsTraceLimitTRACE_MINUTE_SHIFT)
+	TraceGroupsMax   = int(traceSockopsTraceLimitTRACE_GROUPS)
+	TraceServices    = int(traceSockopsTraceLimitTRACE_SERVICES)
+	traceLiveLevel   = int(traceSockopsTraceLimitTRACE_LIVE_LEVEL)
+)
+
+// What trace rules choose and group by, and the order of counters; see
+// bpf/include/trace.h.
+//
+//revive:disable:exported
+const (
+	TraceRuleTX     = uint32(traceSockopsTraceRuleFlagTRACE_RULE_TX)
+	TraceRuleRX     = uint32(traceSockopsTraceRuleFlagTRACE_RULE_RX)
+	TraceRuleReader = uint32(traceSockopsTraceRuleFlagTRACE_RULE_READER)
+	TraceRuleTCP    = uint32(traceSockopsTraceRuleFlagTRACE_RULE_TCP)
+	TraceRuleUDP    = uint32(traceSockopsTraceRuleFlagTRACE_RULE_UDP)
+	TraceRuleUDPTX  = uint32(traceSockopsTraceRuleFlagTRACE_RULE_UDP_TX)
+
+	TraceByRemote  = uint32(traceSockopsTraceGroupByTRACE_BY_REMOTE)
+	TraceByPort    = uint32(traceSockopsTraceGroupByTRACE_BY_PORT)
+	TraceByService = uint32(traceSockopsTraceGroupByTRACE_BY_SERVICE)
+	TraceByCgroup  = uint32(traceSockopsTraceGroupByTRACE_BY_CGROUP)
+	TraceByRule    = uint32(traceSockopsTraceGroupByTRACE_BY_RULE)
+	TraceByArm     = uint32(traceSockopsTraceGroupByTRACE_BY_ARM)
+
+	TraceStageSend    = int(traceSockopsTraceStageTRACE_SEND)
+	TraceStageStack   = int(traceSockopsTraceStageTRACE_STACK)
+	TraceStageQdisc   = int(traceSockopsTraceStageTRACE_QDISC)
+	TraceStageNIC     = int(traceSockopsTraceStageTRACE_NIC)
+	TraceStageNetwork = int(traceSockopsTraceStageTRACE_NETWORK)
+	TraceStageTotal   = int(traceSockopsTraceStageTRACE_TOTAL)
+
+	TraceMessagePaced = uint8(traceSockopsTraceMessageFlagTRACE_MESSAGE_PACED)
+	TraceMessageNagle = uint8(traceSockopsTraceMessageFlagTRACE_MESSAGE_NAGLE)
+	TraceMessageCork  = uint8(traceSockopsTraceMessageFlagTRACE_MESSAGE_CORK)
+
+	traceLiveAdopt  = uint32(traceLiveTraceLiveNameTRACE_LIVE_ADOPT)
+	traceLiveForget = uint32(traceLiveTraceLiveNameTRACE_LIVE_FORGET)
+)
+
+type (
+	TraceRule       = traceSockopsTraceRule
+	TraceGroup      = traceSockopsTraceGroup
+	TraceListener   = traceSockopsTraceListener
+	TraceMessage    = traceSockopsTraceMessage
+	TraceConnection = traceSockopsTraceConnection
+	TraceHistogram  = traceSockopsTraceHistogram
+	TraceStats      = traceSockopsTraceStats
+	TraceSample     = traceSockopsTraceSample
+	TraceSlowest    = traceSockopsTraceSlowest
+	TraceState      = traceSockopsTraceState
+	TraceCounts     = traceSockopsTraceCounts
+)
+
+//revive:enable:exported
+
+// What became of what is received, its stages, and the outcomes of datagrams
+// sent; see bpf/include/trace.h.
+//
+//revive:disable:exported
+const (
+	TraceBehind = int(traceSockopsTraceLimitTRACE_BEHIND)
+
+	TraceRXStack  = int(traceRXTraceRxStageTRACE_RX_STACK)
+	TraceRXReader = int(traceRXTraceRxStageTRACE_RX_READER)
+
+	TraceRXRead    = int(traceRXTraceRxOutcomeTRACE_RX_READ)
+	TraceRXDropped = int(traceRXTraceRxOutcomeTRACE_RX_DROPPED)
+	TraceRXUnread  = int(traceRXTraceRxOutcomeTRACE_RX_UNREAD)
+	TraceRXFull    = int(traceRXTraceRxOutcomeTRACE_RX_FULL)
+
+	TraceMissed  = int(traceSockopsTraceOutcomeTRACE_MISSED)
+	TraceSent    = int(traceSockopsTraceOutcomeTRACE_SENT)
+	TraceDropped = int(traceSockopsTraceOutcomeTRACE_DROPPED)
+	TraceSplit   = int(traceSockopsTraceOutcomeTRACE_SPLIT)
+)
+
+type TraceRXStats = traceRXTraceRxStats
+
+//revive:enable:exported

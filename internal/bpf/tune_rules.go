@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bpf
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/cilium/ebpf"
+)
+
+// Install makes rules take effect, in one step: a connection is decided by
+// the rules before or by these. Connections that have a rule keep it. A rule
+// whose content was there before keeps its number, and so its counts.
+func (t *Tune) Install(r *TuneRules) error {
+	ids, err := t.installRules(r.Rules)
+	if err != nil {
+		return err
+	}
+	if err := t.install(&r.MatchRules, ids); err != nil {
+		return err
+	}
+	return t.retireRules(ids)
+}
+
+// Rules are all rules that are remembered, by number: those in force, and
+// those that connections still have.
+func (t *Tune) Rules() (map[uint32]*TuneRule, error) {
+	rules := make(map[uint32]*TuneRule)
+	var (
+		id   uint32
+		rule TuneRule
+	)
+	entries := t.maps["rules"].Iterate()
+	for entries.Next(&id, &rule) {
+		copied := rule
+		rules[id] = &copied
+	}
+	if err := entries.Err(); err != nil {
+		return nil, fmt.Errorf("read rules: %w", err)
+	}
+	return rules, nil
+}
+
+// installRules finds or makes the numbers of rules.
+func (t *Tune) installRules(wanted []TuneRule) ([]uint32, error) {
+	known, err := t.Rules()
+	if err != nil {
+		return nil, err
+	}
+	last := uint32(0)
+	for id := range known {
+		last = max(last, id)
+	}
+	ids := make([]uint32, len(wanted))
+	for i, rule := range wanted {
+		for _, id := range slices.Sorted(maps.Keys(known)) {
+			if !slices.Contains(ids[:i], id) && sameRule(known[id], &rule) {
+				ids[i] = id
+			}
+		}
+		if ids[i] != 0 {
+			if old := known[ids[i]]; old.Retired != 0 {
+				old.Retired = 0
+				if err := t.maps["rules"].Put(ids[i], old); err != nil {
+					return nil, fmt.Errorf("write rule: %w", err)
+				}
+			}
+			continue
+		}
+		last++
+		ids[i] = last
+		rule.Seed = randomSeed()
+		// Counts first: a rule is counted from its first connection on.
+		for arm := range TuneArms {
+			if err := t.maps["stats"].Put(TuneStatsKey{Rule: last, Arm: uint32(arm)}, &TuneStats{}); err != nil {
+				return nil, fmt.Errorf("make counts of rule: %w", err)
+			}
+		}
+		if err := t.maps["rules"].Put(last, &rule); err != nil {
+			return nil, fmt.Errorf("write rule: %w", err)
+		}
+	}
+	return ids, nil
+}
+
+func randomSeed() uint32 {
+	var b [4]byte
+	rand.Read(b[:])
+	return binary.LittleEndian.Uint32(b[:])
+}
+
+// sameRule compares what rules do.
+func sameRule(a, b *TuneRule) bool {
+	x, y := *a, *b
+	x.Seed, x.Retired, y.Seed, y.Retired = 0, 0, 0, 0
+	return x == y
+}
+
+// A handshake that began with a rule that is dropped still gets all of it: a
+// SYN is repeated for less than this (tcp_syn_retries of 6).
+const handshakes = 150 * time.Second
+
+// maxRetired bounds the rules kept for connections that still have them.
+const maxRetired = 1024
+
+// retireRules marks the rules that are not in force, and forgets those that no
+// connection can have any more.
+func (t *Tune) retireRules(inForce []uint32) error {
+	rules, err := t.Rules()
+	if err != nil {
+		return err
+	}
+	now := bootTime()
+	var retired []uint32
+	for _, id := range slices.Sorted(maps.Keys(rules)) {
+		rule := rules[id]
+		switch {
+		case slices.Contains(inForce, id):
+		case rule.Retired == 0:
+			rule.Retired = uint64(now)
+			if err := t.maps["rules"].Put(id, rule); err != nil {
+				return fmt.Errorf("write rule: %w", err)
+			}
+			retired = append(retired, id)
+		default:
+			retired = append(retired, id)
+		}
+	}
+	for i, id := range retired {
+		used, err := t.used(id, rules[id])
+		if err != nil {
+			return err
+		}
+		age := now - time.Duration(rules[id].Retired)
+		if used && len(retired)-i <= maxRetired || age < handshakes && len(retired)-i <= maxRetired {
+			continue
+		}
+		if err := t.forgetRule(id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// used tells whether a connection may still have the rule.
+func (t *Tune) used(id uint32, rule *TuneRule) (bool, error) {
+	if rule.Flags&(TuneFlagLive|TuneFlagClose) == 0 {
+		return false, nil
+	}
+	for arm := range TuneArms {
+		s, err := t.Stats(id, arm)
+		if err != nil {
+			return false, err
+		}
+		if s.Connections > s.Closed {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+func (t *Tune) forgetRule(id uint32) error {
+	errs := []error{t.maps["rules"].Delete(id)}
+	for arm := range TuneArms {
+		errs = append(errs, t.maps["stats"].Delete(TuneStatsKey{Rule: id, Arm: uint32(arm)}))
+	}
+	failures, err := t.Failures()
+	errs = append(errs, err)
+	for f := range failures {
+		if f.Rule == id {
+			errs = append(errs, t.maps["failures"].Delete(f))
+		}
+	}
+	for i, err := range errs {
+		if errors.Is(err, ebpf.ErrKeyNotExist) {
+			errs[i] = nil
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("forget rule %d: %w", id, err)
+	}
+	return nil
+}

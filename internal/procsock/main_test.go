@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package procsock_test
+
+import (
+	"testing"
+
+	"sockeye/internal/testenv"
+)
+
+func TestMain(m *testing.M) { testenv.Main(m) }
+
+// TestServer is the process of servers that tests start.
+func TestServer(t *testing.T) { testenv.Serve(t) }

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package procsock enumerates the TCP and MPTCP sockets that the processes of a
+// cgroup hold, and duplicates their descriptors (pidfd_getfd(2)), so that options
+// of the sockets can be read and set. It needs the right to trace each process.
+//
+// Package sockdiag lists the sockets of a network namespace without rights over
+// processes, and without descriptors.
+package procsock
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/cgroup"
+	"sockeye/internal/config"
+	"sockeye/internal/member"
+)
+
+// Socket is an open TCP socket of a process.
+type Socket struct {
+	// FD is a copy of the descriptor. It keeps the socket open. Never make an
+	// os.File of it: that would change flags that the copy shares with the
+	// process.
+	FD      int
+	PID     int
+	Number  int    // of the descriptor in the process
+	Command string // the process' command line
+	Cookie  uint64
+	// Local and Remote have IPv4-mapped addresses as IPv4. Remote is the zero
+	// value without a peer.
+	Local, Remote netip.AddrPort
+	State         uint8 // TCP_ESTABLISHED, 1, and so on; 0 if it is not known
+	Listening     bool
+	// Role is accept if one of the listeners that were seen has the local
+	// address, else connect: the kernel does not keep it. "" of a listener.
+	Role   config.Role
+	Family int // unix.AF_INET or AF_INET6
+	// MPTCP sockets are no TCP sockets of their own: options of TCP can be
+	// neither read nor set. Their connections are those of Subflows.
+	MPTCP bool
+
+	netns  uint64 // cookie of the network namespace
+	v6only bool
+}
+
+// String names the connection or the listener, and whose it is.
+func (s *Socket) String() string {
+	name := s.Local.String()
+	if s.Remote.IsValid() {
+		name += " -> " + s.Remote.String()
+	}
+	return fmt.Sprintf("%s (descriptor %d of pid %d)", name, s.Number, s.PID)
+}
+
+// Close closes the copy. Only what Find and Take return needs it.
+func (s *Socket) Close() error { return unix.Close(s.FD) }
+
+// Connected tells whether the socket is a connection that can still send.
+func (s *Socket) Connected() bool {
+	return s.State == unix.BPF_TCP_ESTABLISHED || s.State == unix.BPF_TCP_CLOSE_WAIT
+}
+
+// Walk visits the TCP sockets of all processes in a cgroup, given by its
+// folder, and below. A socket that several processes share is visited once. Its
+// descriptor is closed after the visit. Connections that nobody has accepted
+// yet have none, and are not visited.
+//
+// Processes that end meanwhile are passed over; those whose sockets may not be
+// taken are problems. An error of visit ends it, and is returned.
+func Walk(cgroup string, visit func(*Socket) error) (problems []error, err error) {
+	heard := make(Listeners)
+	_, err = WalkOnce(cgroup, func(s *Socket) error {
+		heard.Add(s)
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	return WalkOnce(cgroup, func(s *Socket) error {
+		s.Role = heard.Role(s)
+		return visit(s)
+	})
+}
+
+// Find finds a connection of the processes in a cgroup by its addresses, an MPTCP connection by those of any of its
+// subflows. The caller closes it. It fails with fs.ErrNotExist if there is none.
+func Find(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
+	local, remote = plain(local), plain(remote)
+	found := errors.New("found")
+	var socket *Socket
+	problems, err := Walk(cgroup, func(s *Socket) error {
+		if s.Listening || !s.has(local, remote) {
+			return nil
+		}
+		fd, err := unix.FcntlInt(uintptr(s.FD), unix.F_DUPFD_CLOEXEC, 0)
+		if err != nil {
+			return os.NewSyscallError("fcntl", err)
+		}
+		socket = s
+		socket.FD = fd
+		return found
+	})
+	switch {
+	case errors.Is(err, found):
+		return socket, nil
+	case err != nil:
+		return nil, fmt.Errorf("find connection %s -> %s: %w", local, remote, err)
+	}
+	err = fmt.Errorf("find connection %s -> %s in cgroup %s: %w", local, remote, cgroup, fs.ErrNotExist)
+	if len(problems) > 0 {
+		err = fmt.Errorf("%w; %d of its processes could not be read: %w", err, len(problems), problems[0])
+	}
+	return nil, err
+}
+
+// Take takes a TCP socket by its descriptor in a process. The caller
+// closes it. Its role is judged by the listeners of that process alone. It
+// fails with fs.ErrNotExist if there is no such socket.
+func Take(pid, number int) (*Socket, error) {
+	h, err := member.Open(pid)
+	if err != nil {
+		return nil, err
+	}
+	defer h.Close()
+	m, err := h.Take(number)
+	if err != nil {
+		return nil, err
+	}
+	if m.Protocol == unix.IPPROTO_UDP {
+		m.Close()
+		return nil, fmt.Errorf("take descriptor %d of process %d: %s is no TCP socket: %w", number, pid, m, fs.ErrNotExist)
+	}
+	s := describe(m, pid)
+	s.Command = command(pid)
+	heard := make(Listeners)
+	if err := walkProcess(pid, make(map[uint64]bool), heard.Add); err != nil {
+		s.Close()
+		return nil, fmt.Errorf("take sockets of pid %d: %w", pid, err)
+	}
+	s.Role = heard.Role(s)
+	return s, nil
+}
+
+// WalkOnce is Walk at half the cost, without Role: where a listener is seen after
+// its connections, this is not known yet. See Listeners.
+func WalkOnce(dir string, visit func(*Socket) error) (problems []error, err error) {
+	pids, err := cgroup.Processes(dir)
+	if err != nil {
+		return nil, err
+	}
+	seen := make(map[uint64]bool)
+	for _, pid := range pids {
+		var failed error
+		err := walkProcess(pid, seen, func(s *Socket) {
+			if failed == nil {
+				failed = visit(s)
+			}
+		})
+		switch {
+		case failed != nil:
+			return problems, failed
+		case err != nil && !errors.Is(err, fs.ErrNotExist):
+			problems = append(problems, fmt.Errorf("take sockets of pid %d: %w", pid, err))
+		}
+	}
+	return problems, nil
+}
+
+// walkProcess visits the TCP sockets of a process that were not seen before.
+func walkProcess(pid int, seen map[uint64]bool, visit func(*Socket)) error {
+	h, err := member.Open(pid)
+	if err != nil {
+		return err
+	}
+	defer h.Close()
+	line := ""
+	_, err = h.Sockets(func(m *member.Socket) bool {
+		if m.Protocol == unix.IPPROTO_UDP || seen[m.Cookie] {
+			return false
+		}
+		seen[m.Cookie] = true
+		if line == "" {
+			line = command(pid)
+		}
+		s := describe(m, pid)
+		s.Command = line
+		visit(s)
+		return false
+	})
+	return err
+}
+
+func command(pid int) string {
+	p, err := member.Read(pid)
+	if err != nil {
+		return ""
+	}
+	return p.Command()
+}
+
+func describe(m *member.Socket, pid int) *Socket {
+	s := &Socket{FD: m.FD(), PID: pid, Number: m.Number, Cookie: m.Cookie,
+		Local: plain(m.Local), Listening: m.Listening, Family: unix.AF_INET,
+		MPTCP: m.Protocol == unix.IPPROTO_MPTCP, v6only: m.V6Only}
+	if m.Local.Addr().Is6() {
+		s.Family = unix.AF_INET6
+	}
+	switch a, _ := unix.Getpeername(s.FD); a := a.(type) {
+	case *unix.SockaddrInet4:
+		s.Remote = netip.AddrPortFrom(netip.AddrFrom4(a.Addr), uint16(a.Port))
+	case *unix.SockaddrInet6:
+		s.Remote = plain(netip.AddrPortFrom(netip.AddrFrom16(a.Addr), uint16(a.Port)))
+	}
+	if info, err := unix.GetsockoptTCPInfo(s.FD, unix.SOL_TCP, unix.TCP_INFO); err == nil {
+		s.State = info.State
+	}
+	// Before 5.14 all sockets count as of one namespace.
+	s.netns, _ = unix.GetsockoptUint64(s.FD, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
+	return s
+}
+
+func plain(a netip.AddrPort) netip.AddrPort {
+	return netip.AddrPortFrom(a.Addr().Unmap().WithZone(""), a.Port())
+}
+
+// Listeners are the listening sockets seen, by namespace and port.
+type Listeners map[listenerKey][]*Socket
+
+type listenerKey struct {
+	netns uint64
+	port  uint16
+}
+
+// Add notes a socket, if it is a listener.
+func (l Listeners) Add(s *Socket) {
+	if s.Listening {
+		key := listenerKey{s.netns, s.Local.Port()}
+		l[key] = append(l[key], s)
+	}
+}
+
+// Role tells which side of its connection a socket is, by the listeners noted so
+// far; "" of a listener.
+func (l Listeners) Role(s *Socket) config.Role {
+	if s.Listening {
+		return ""
+	}
+	local := s.Local.Addr()
+	for _, at := range l[listenerKey{s.netns, s.Local.Port()}] {
+		addr := at.Local.Addr()
+		if addr == local || addr.IsUnspecified() && (addr.Is4() == local.Is4() || addr.Is6() && !at.v6only) {
+			return config.RoleAccept
+		}
+	}
+	return config.RoleConnect
+}

@@ -1,8 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-
-//go:build vm
-
-package sockets_test
-
-// killings is how often processes are killed whose sockets are visited.
-const killings = 1
