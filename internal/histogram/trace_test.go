@@ -2,7 +2,7 @@
 
 //go:build !vm
 
-package measure
+package histogram
 
 import (
 	"encoding/json"
@@ -17,27 +17,30 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
+// timing is the histogram of trace.
+type timing = Histogram[time.Duration, Times]
+
 // counted counts times.
-func counted(times ...uint64) *Histogram {
-	h := &Histogram{}
+func counted(times ...uint64) *timing {
+	h := &timing{}
 	for _, v := range times {
 		h.Observe(v)
 	}
 	return h
 }
 
-func TestBuckets(t *testing.T) {
+func TestTimes(t *testing.T) {
 	for v, want := range map[uint64]int{
 		0: 0, 15: 0, 16: 1, 255: 15, 256: 16, 271: 16, 272: 17, 511: 31, 512: 32, 543: 32, 544: 33,
 		1000: 47, 1 << 20: 208, 31<<34 - 1: 510, 31 << 34: 511, 1<<39 - 1: 511, 1 << 39: 511, math.MaxUint64: 511,
 	} {
-		if got := Bucket(v); got != want {
+		if got := Bucket[Times](v); got != want {
 			t.Errorf("bucket of %d: got %d, want %d", v, got, want)
 		}
 	}
 	var end uint64
-	for i := range (Histogram{}).Buckets {
-		lo, hi := Bounds(i)
+	for i := range (timing{}).Buckets {
+		lo, hi := Bounds[Times](i)
 		if lo != end || hi <= lo {
 			t.Errorf("bucket %d: %d to %d, want one that starts at %d", i, lo, hi, end)
 		}
@@ -52,8 +55,8 @@ func TestBuckets(t *testing.T) {
 // from the middle.
 func TestRelativeError(t *testing.T) {
 	var worst float64
-	for i := Bucket(256); i <= Bucket(500e9); i++ {
-		lo, hi := Bounds(i)
+	for i := Bucket[Times](256); i <= Bucket[Times](500e9); i++ {
+		lo, hi := Bounds[Times](i)
 		for _, v := range []uint64{lo, hi - 1} {
 			worst = max(worst, math.Abs(float64(lo+hi)/2/float64(v)-1))
 		}
@@ -64,18 +67,18 @@ func TestRelativeError(t *testing.T) {
 	}
 }
 
-func FuzzBucket(f *testing.F) {
+func FuzzTimes(f *testing.F) {
 	for _, v := range []uint64{0, 15, 16, 255, 256, 511, 512, 1<<39 - 1, 1 << 39, math.MaxUint64} {
 		f.Add(v)
 	}
 	f.Fuzz(func(t *testing.T, v uint64) {
-		i := Bucket(v)
-		lo, hi := Bounds(i)
+		i := Bucket[Times](v)
+		lo, hi := Bounds[Times](i)
 		if v < lo || v >= hi && i < 511 {
 			t.Errorf("%d is in bucket %d, %d to %d", v, i, lo, hi)
 		}
-		if Bucket(lo) != i || Bucket(hi-1) != i {
-			t.Errorf("bounds of bucket %d, %d to %d, are in buckets %d and %d", i, lo, hi, Bucket(lo), Bucket(hi-1))
+		if Bucket[Times](lo) != i || Bucket[Times](hi-1) != i {
+			t.Errorf("bounds of bucket %d, %d to %d, are in buckets %d and %d", i, lo, hi, Bucket[Times](lo), Bucket[Times](hi-1))
 		}
 	})
 }
@@ -96,7 +99,7 @@ func TestQuantiles(t *testing.T) {
 			return 50e3 * math.Exp(0.1*r.NormFloat64())
 		},
 	} {
-		h := &Histogram{}
+		h := &timing{}
 		var values []uint64
 		var sum float64
 		for range n {
@@ -124,7 +127,7 @@ func TestQuantiles(t *testing.T) {
 }
 
 func TestQuantileEnds(t *testing.T) {
-	var empty Histogram
+	var empty timing
 	if empty.Quantile(0.5) != 0 || empty.Mean() != 0 || empty.CDF() != nil {
 		t.Errorf("empty: median %d, mean %d, CDF %v", empty.Quantile(0.5), empty.Mean(), empty.CDF())
 	}
@@ -141,8 +144,8 @@ func TestQuantileEnds(t *testing.T) {
 	if got := counted(math.MaxUint64).Quantile(1); got != math.MaxInt64 {
 		t.Errorf("above all durations: got %d", got)
 	}
-	unread := &Histogram{Count: 1} // the bucket was read after the maximum
-	unread.Buckets[Bucket(5000)] = 1
+	unread := &timing{Count: 1} // the bucket was read after the maximum
+	unread.Buckets[Bucket[Times](5000)] = 1
 	if got := unread.Quantile(0.99); got < 4800 || got > 5120 {
 		t.Errorf("maximum not known yet: got %d", got)
 	}
@@ -152,7 +155,7 @@ func TestAddAndSub(t *testing.T) {
 	r := rand.New(rand.NewPCG(2, 3))
 	rose, stayed := 0, 0
 	for range 2000 {
-		var before, since Histogram
+		var before, since timing
 		for range r.IntN(20) {
 			before.Observe(uint64(1e5 * math.Exp(2*r.NormFloat64())))
 		}
@@ -177,7 +180,7 @@ func TestAddAndSub(t *testing.T) {
 			}
 		default:
 			stayed++
-			if got.Max < since.Max || got.Max > later.Max || Bucket(got.Max) != Bucket(since.Max) {
+			if got.Max < since.Max || got.Max > later.Max || Bucket[Times](got.Max) != Bucket[Times](since.Max) {
 				t.Fatalf("maximum is %d, want a little more than %d, of %d", got.Max, since.Max, later.Max)
 			}
 		}
@@ -194,7 +197,7 @@ func TestAddAndSub(t *testing.T) {
 
 func TestCumulative(t *testing.T) {
 	r := rand.New(rand.NewPCG(4, 5))
-	var h Histogram
+	var h timing
 	var values, bounds, want []uint64
 	for range 20000 {
 		v := uint64(1e4 * math.Exp(3*r.NormFloat64()))
@@ -230,7 +233,7 @@ func TestNative(t *testing.T) {
 		base := math.Exp2(math.Exp2(-float64(schema)))
 		want := map[int]int64{}
 		for i, count := range h.Buckets {
-			lo, hi := Bounds(i)
+			lo, hi := Bounds[Times](i)
 			if count == 0 || i == 0 {
 				continue
 			}
@@ -256,7 +259,7 @@ func TestNative(t *testing.T) {
 
 func TestCDF(t *testing.T) {
 	r := rand.New(rand.NewPCG(8, 9))
-	var h Histogram
+	var h timing
 	for range 1000 {
 		v := 1e5 * math.Exp(r.NormFloat64())
 		if r.Float64() < 0.1 {
@@ -281,7 +284,7 @@ func TestCDF(t *testing.T) {
 }
 
 func TestHistogramJSON(t *testing.T) {
-	b, err := json.Marshal(map[string]*Histogram{"stack": counted(3, 1000, 1001, 700e9)})
+	b, err := json.Marshal(map[string]*timing{"stack": counted(3, 1000, 1001, 700e9)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -289,14 +292,14 @@ func TestHistogramJSON(t *testing.T) {
 	if string(b) != want {
 		t.Errorf("got %s, want %s", b, want)
 	}
-	var back map[string]*Histogram
+	var back map[string]*timing
 	if err := json.Unmarshal(b, &back); err != nil {
 		t.Fatal(err)
 	}
 	if *back["stack"] != *counted(3, 1000, 1001, 700e9) {
 		t.Errorf("came back as %+v", back["stack"])
 	}
-	if b, err = json.Marshal(Histogram{}); err != nil || string(b) != `{"count":0,"sum_ns":0,"max_ns":0,"buckets":[]}` {
+	if b, err = json.Marshal(timing{}); err != nil || string(b) != `{"count":0,"sum_ns":0,"max_ns":0,"buckets":[]}` {
 		t.Errorf("empty: %s, %v", b, err)
 	}
 }
@@ -346,7 +349,7 @@ func FuzzHistogramJSON(f *testing.F) {
 		f.Add([]byte(text))
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
-		var h Histogram
+		var h timing
 		if h.UnmarshalJSON(b) != nil {
 			return
 		}
@@ -354,7 +357,7 @@ func FuzzHistogramJSON(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var back Histogram
+		var back timing
 		if err := json.Unmarshal(out, &back); err != nil || back != h {
 			t.Errorf("%s came back as %+v, %v", out, back, err)
 		}

@@ -2,7 +2,7 @@
 
 //go:build !vm
 
-package trial
+package histogram
 
 import (
 	"math"
@@ -11,18 +11,18 @@ import (
 	"testing"
 )
 
-func TestBuckets(t *testing.T) {
+func TestQuarters(t *testing.T) {
 	for v, want := range map[uint64]int{
 		0: 0, 1: 1, 3: 3, 4: 4, 7: 7, 8: 8, 9: 8, 10: 9, 15: 11, 16: 12, 19: 12, 20: 13, 1000: 35, 1023: 35, 1024: 36,
 		1 << 32: 124, 7<<30 - 1: 126, 7 << 30: 127, 1<<33 - 1: 127, 1 << 33: 127, math.MaxUint64: 127,
 	} {
-		if got := Bucket(v); got != want {
+		if got := Bucket[Quarters](v); got != want {
 			t.Errorf("bucket of %d: got %d, want %d", v, got, want)
 		}
 	}
 	var end uint64
-	for i := range (Histogram{}) {
-		lo, hi := Bounds(i)
+	for i := range (Quarters{}) {
+		lo, hi := Bounds[Quarters](i)
 		if lo != end || hi <= lo {
 			t.Errorf("bucket %d: %d to %d, want one that starts at %d", i, lo, hi, end)
 		}
@@ -33,50 +33,52 @@ func TestBuckets(t *testing.T) {
 	}
 }
 
-func FuzzBucket(f *testing.F) {
+func FuzzQuarters(f *testing.F) {
 	for _, v := range []uint64{0, 3, 4, 5, 1023, 1024, 7<<30 - 1, 7 << 30, 1 << 33, math.MaxUint64} {
 		f.Add(v)
 	}
 	f.Fuzz(func(t *testing.T, v uint64) {
-		i := Bucket(v)
-		lo, hi := Bounds(i)
+		i := Bucket[Quarters](v)
+		lo, hi := Bounds[Quarters](i)
 		if v < lo || v >= hi && v < 1<<33 {
 			t.Errorf("%d is in bucket %d, %d to %d", v, i, lo, hi)
 		}
-		if v >= 1<<33 && i != len(Histogram{})-1 {
+		if v >= 1<<33 && i != len(Quarters{})-1 {
 			t.Errorf("%d is in bucket %d, want the last", v, i)
 		}
-		if Bucket(lo) != i || Bucket(hi-1) != i {
-			t.Errorf("bounds of bucket %d, %d to %d, are in buckets %d and %d", i, lo, hi, Bucket(lo), Bucket(hi-1))
+		if Bucket[Quarters](lo) != i || Bucket[Quarters](hi-1) != i {
+			t.Errorf("bounds of bucket %d, %d to %d, are in buckets %d and %d", i, lo, hi, Bucket[Quarters](lo), Bucket[Quarters](hi-1))
 		}
 	})
 }
 
 func TestHistogram(t *testing.T) {
-	var h Histogram
-	if h.Count() != 0 || h.Mean() != 0 || h.Sum() != 0 || h.Quantile(0.5) != 0 {
-		t.Errorf("empty: count %d, mean %g, sum %g, median %g", h.Count(), h.Mean(), h.Sum(), h.Quantile(0.5))
+	h := Of[float64](Quarters{})
+	if h.Count != 0 || h.Mean() != 0 || h.Sum != 0 || h.Quantile(0.5) != 0 {
+		t.Errorf("empty: count %d, mean %g, sum %d, median %g", h.Count, h.Mean(), h.Sum, h.Quantile(0.5))
 	}
+	var counts Quarters
 	r := rand.New(rand.NewPCG(1, 1))
 	var values []float64
 	var sum float64
 	for range 20000 {
 		v := uint64(20000 * math.Exp(r.NormFloat64()))
-		h[Bucket(v)]++
+		counts[Bucket[Quarters](v)]++
 		values = append(values, float64(v))
 		sum += float64(v)
 	}
 	slices.Sort(values)
-	if h.Count() != 20000 {
-		t.Errorf("count %d", h.Count())
+	h = Of[float64](counts)
+	if h.Count != 20000 {
+		t.Errorf("count %d", h.Count)
 	}
 	for _, q := range []float64{0.01, 0.25, 0.5, 0.9, 0.99} {
 		if got, want := h.Quantile(q), values[int(q*20000)]; math.Abs(got/want-1) > 0.03 {
 			t.Errorf("quantile %g: got %g, want %g", q, got, want)
 		}
 	}
-	if math.Abs(h.Sum()/sum-1) > 0.02 || math.Abs(h.Mean()*20000/sum-1) > 0.02 {
-		t.Errorf("sum %g, mean %g, want about %g and %g", h.Sum(), h.Mean(), sum, sum/20000)
+	if math.Abs(float64(h.Sum)/sum-1) > 0.02 || math.Abs(h.Mean()*20000/sum-1) > 0.02 {
+		t.Errorf("sum %d, mean %g, want about %g and %g", h.Sum, h.Mean(), sum, sum/20000)
 	}
 	var bounds, want []uint64
 	for e := range 33 {
@@ -90,9 +92,10 @@ func TestHistogram(t *testing.T) {
 }
 
 func TestHistogramEnds(t *testing.T) {
-	var h Histogram
-	h[Bucket(8)] = 2
-	h[Bucket(1<<40)] = 2
+	var counts Quarters
+	counts[Bucket[Quarters](8)] = 2
+	counts[Bucket[Quarters](1<<40)] = 2
+	h := Of[float64](counts)
 	for q, want := range map[float64]float64{0: 8, 0.25: 9, 0.5: 10, 0.75: 7.5 * (1 << 30), 1: 1 << 33} {
 		if got := h.Quantile(q); got != want {
 			t.Errorf("quantile %g: got %g, want %g", q, got, want)
@@ -101,9 +104,9 @@ func TestHistogramEnds(t *testing.T) {
 	if got := h.Cumulative(8, 9, 10, 1<<32, math.MaxUint64); !slices.Equal(got, []uint64{0, 0, 2, 2, 2}) {
 		t.Errorf("cumulative counts: got %v", got)
 	}
-	var small Histogram
-	small[1], small[3], small[Bucket(6)] = 1, 1, 1
-	if small.Sum() != 10 {
-		t.Errorf("sum of 1, 3 and 6: got %g", small.Sum())
+	var small Quarters
+	small[1], small[3], small[Bucket[Quarters](6)] = 1, 1, 1
+	if got := Of[float64](small).Sum; got != 10 {
+		t.Errorf("sum of 1, 3 and 6: got %d", got)
 	}
 }
