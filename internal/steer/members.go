@@ -126,8 +126,8 @@ func (s *service) recognize(p *member.Process) *member.Process {
 	first := s.known[self]
 	switch {
 	case first == nil:
-	case first.Runs(p.File):
-		p.Remember(first)
+	case first.MayRun(p.File):
+		p.RecallFirstSeen(first)
 	default:
 		// It was seen between fork(2) and execve(2), as what started it.
 		delete(s.known, self)
@@ -177,7 +177,7 @@ func (s *service) writeMembers() {
 			delete(s.known, self)
 			continue
 		}
-		exe, file := p.Proven()
+		exe, file := p.VerifiedExecutable()
 		s.state.Members = append(s.state.Members, seen{self, p.Args, p.SlotVariable(), exe, file})
 	}
 	cookies := make(map[member.ID][]uint64)
@@ -212,7 +212,7 @@ func (s *service) memberBy(p *member.Process, seat *seat) (slot int, err error) 
 			return c.Slot, s.admitClaim(p)
 		}
 	}
-	if !p.Below(s.config.Cgroup) {
+	if !p.InCgroup(s.config.Cgroup) {
 		return 0, errNotMember
 	}
 	err = errNotMember
@@ -510,7 +510,7 @@ func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.
 				continue
 			}
 			if chosen[row] != nil {
-				if socket.Listening && socket.Twin(chosen[row]) {
+				if socket.Listening && socket.SharesTraffic(chosen[row]) {
 					return nil, fault.Conflict(fmt.Errorf("it has more than one socket %s: a slot has one for a listener, the others would get nothing", socket), twinHint)
 				}
 				continue
@@ -556,7 +556,7 @@ func (s *service) findTwin(seat *seat) {
 			continue
 		}
 		for _, socket := range sockets {
-			if socket.Cookie != registered.Cookie && socket.Listening && socket.Twin(registered) {
+			if socket.Cookie != registered.Cookie && socket.Listening && socket.SharesTraffic(registered) {
 				seat.twin = fault.Conflict(fmt.Errorf("process %d in slot %d has another socket %s, which gets nothing: a slot has one for a listener",
 					seat.process.PID, seat.slot, socket), twinHint)
 			}

@@ -60,7 +60,7 @@ func (s *service) hasPorts(pid int) bool {
 		return false
 	}
 	defer handle.Close()
-	return handle.Has(s.wants)
+	return handle.HasSocket(s.wants)
 }
 
 // prune forgets those that have ended.

@@ -137,7 +137,7 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 	s.state.Nonce = nonce
 	dir := h.Root.Service(c.Name)
 	for _, m := range s.state.Members {
-		s.known[m.ID] = member.Remembered(m.PID, m.StartTime, m.Args, m.SlotVariable, m.Exe, m.File)
+		s.known[m.ID] = member.FromRecord(m.PID, m.StartTime, m.Args, m.SlotVariable, m.Exe, m.File)
 	}
 	for _, o := range s.state.Sockets {
 		s.own(o.ID, o.Cookies...)
