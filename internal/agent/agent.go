@@ -326,7 +326,7 @@ func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := domain.CarryOut(steps); err != nil {
+	if err := domain.ApplySteps(steps); err != nil {
 		metrics.close()
 		return nil, err
 	}

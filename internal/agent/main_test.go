@@ -61,7 +61,7 @@ func retire(t testing.TB, a *Agent) {
 	t.Helper()
 	steps, err := a.steps(&config.Policy{})
 	if err == nil {
-		err = domain.CarryOut(steps)
+		err = domain.ApplySteps(steps)
 	}
 	if err != nil {
 		t.Error(err)

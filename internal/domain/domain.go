@@ -58,7 +58,7 @@ type Step struct {
 }
 
 // CarryOut carries out steps. If one fails, those before it are rolled back, the last one first.
-func CarryOut(steps []Step) error {
+func ApplySteps(steps []Step) error {
 	var rollbacks []func() error
 	for _, step := range steps {
 		rollback, err := step.Apply()

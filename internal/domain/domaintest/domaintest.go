@@ -108,7 +108,7 @@ func (r *Runner) Apply(text string) ([]api.Change, error) {
 func (r *Runner) apply(policy *config.Policy) ([]api.Change, error) {
 	steps, changes, err := r.steps(policy)
 	if err == nil {
-		err = domain.CarryOut(steps)
+		err = domain.ApplySteps(steps)
 	}
 	if err != nil {
 		return nil, err
