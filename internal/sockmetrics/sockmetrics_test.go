@@ -92,7 +92,7 @@ func TestSocketMetrics(t *testing.T) {
 	}
 	before := value(text, other)
 	sockets.mu.Lock()
-	sockets.at = time.Now().Add(-socketsHold - time.Second)
+	sockets.at = time.Now().Add(-cacheTime - time.Second)
 	sockets.mu.Unlock()
 	text = domaintest.Scrape(t, address)
 	if n := value(text, accepted); n != 1 {
