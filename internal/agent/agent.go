@@ -111,7 +111,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	a := newAgent(o, root, scope.Tree{Mount: cgroups})
 	defer a.close()
-	if err := a.countStart(); err != nil {
+	if err := a.recordStart(); err != nil {
 		return err
 	}
 	first, err := a.choosePolicy()
@@ -122,7 +122,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if first.refused != nil {
 		a.log.Error("policy file not in force, the policy that was applied last is", "policy", o.Policy, "error", firstLine(first.refused), "hint", "sockeye check "+o.Policy)
 	}
-	a.warnOfRights(policy)
+	a.warnOfMissingCapabilities(policy)
 	if doctor.InOwnPIDs() && len(policy.Services) > 0 {
 		a.log.Warn("the agent is in " + doctor.OwnPIDs)
 	}
@@ -131,14 +131,14 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer server.close()
-	if err := a.start(policy, first.text); err != nil {
+	if err := a.startDomains(policy, first.text); err != nil {
 		return err
 	}
 	a.mu.Lock()
 	a.inForce.refused, a.inForce.refusedText = first.refused, first.refusedText
 	a.mu.Unlock()
 	var extra []uintptr
-	for _, n := range a.needs(policy) {
+	for _, n := range a.neededCapabilities(policy) {
 		extra = append(extra, n.Capability)
 	}
 	if err := rights.Drop(extra...); err != nil {
@@ -203,7 +203,7 @@ func checkMountPoint(dir string) error {
 
 // countStart keeps the number of the agent's starts, and what was measured of the kernel,
 // for metrics.
-func (a *Agent) countStart() error {
+func (a *Agent) recordStart() error {
 	path := filepath.Join(a.options.StateDir, statedir.AgentFile)
 	var record struct {
 		Starts int                     `json:"starts"`
@@ -224,10 +224,10 @@ func (a *Agent) countStart() error {
 }
 
 // read returns the policy of a candidate, and its text.
-func (a *Agent) read(c api.Candidate) (*config.Policy, []byte, error) {
+func (a *Agent) readCandidate(c api.Candidate) (*config.Policy, []byte, error) {
 	switch {
 	case c.Previous:
-		policy, text, err := a.saved(previousFile)
+		policy, text, err := a.readSaved(previousFile)
 		if errors.Is(err, os.ErrNotExist) && text == nil {
 			return nil, nil, fault.Usage(errors.New("there is no previous policy"), "apply keeps the policy that it replaces")
 		}
@@ -240,7 +240,7 @@ func (a *Agent) read(c api.Candidate) (*config.Policy, []byte, error) {
 }
 
 // start carries out the first policy of this agent's life.
-func (a *Agent) start(policy *config.Policy, text []byte) error {
+func (a *Agent) startDomains(policy *config.Policy, text []byte) error {
 	for _, d := range a.domains {
 		if err := d.Start(policy); err != nil {
 			return err
@@ -255,7 +255,7 @@ func (a *Agent) start(policy *config.Policy, text []byte) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.policy, a.metrics, a.metricsProblem = policy, metrics, err
-	return a.remember(policy, text, a.options.Policy)
+	return a.savePolicy(policy, text, a.options.Policy)
 }
 
 func (a *Agent) close() {
@@ -271,7 +271,7 @@ func (a *Agent) close() {
 }
 
 // steps returns the way from the policy in force to another one.
-func (a *Agent) steps(policy *config.Policy) ([]domain.Step, error) {
+func (a *Agent) planSteps(policy *config.Policy) ([]domain.Step, error) {
 	var steps []domain.Step
 	for _, d := range a.domains {
 		part, err := d.Plan(policy)
@@ -287,11 +287,11 @@ func (a *Agent) steps(policy *config.Policy) ([]domain.Step, error) {
 func (a *Agent) Plan(c api.Candidate) (*api.Plan, error) {
 	a.applying.Lock()
 	defer a.applying.Unlock()
-	policy, _, err := a.read(c)
+	policy, _, err := a.readCandidate(c)
 	if err != nil {
 		return nil, err
 	}
-	steps, err := a.steps(policy)
+	steps, err := a.planSteps(policy)
 	if err != nil {
 		return nil, err
 	}
@@ -314,15 +314,15 @@ func (a *Agent) describe(policy *config.Policy, steps []domain.Step) *api.Plan {
 func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
 	a.applying.Lock()
 	defer a.applying.Unlock()
-	policy, text, err := a.read(c)
+	policy, text, err := a.readCandidate(c)
 	if err != nil {
 		return nil, err
 	}
-	steps, err := a.steps(policy)
+	steps, err := a.planSteps(policy)
 	if err != nil {
 		return nil, err
 	}
-	metrics, err := a.openMetrics(policy)
+	metrics, err := a.openChangedMetrics(policy)
 	if err != nil {
 		return nil, err
 	}
@@ -336,9 +336,9 @@ func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
 	}
 	from := cmp.Or(c.Path, a.options.Policy)
 	if c.Previous {
-		from = a.from(previousFile)
+		from = a.savedPath(previousFile)
 	}
-	if err := a.keep(policy, text, from, metrics); err != nil {
+	if err := a.putInForce(policy, text, from, metrics); err != nil {
 		return nil, err
 	}
 	for _, d := range a.domains {
@@ -350,7 +350,7 @@ func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
 }
 
 // openMetrics serves the metrics where a policy has them served; nil if they are served there already.
-func (a *Agent) openMetrics(policy *config.Policy) (*metricsServer, error) {
+func (a *Agent) openChangedMetrics(policy *config.Policy) (*metricsServer, error) {
 	if a.policy.Metrics == policy.Metrics && a.metricsProblem == nil {
 		return nil, nil
 	}
@@ -358,7 +358,7 @@ func (a *Agent) openMetrics(policy *config.Policy) (*metricsServer, error) {
 }
 
 // keep makes a policy the one in force, with another server of metrics unless that is nil.
-func (a *Agent) keep(policy *config.Policy, text []byte, from string, metrics *metricsServer) error {
+func (a *Agent) putInForce(policy *config.Policy, text []byte, from string, metrics *metricsServer) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if metrics != nil {
@@ -366,7 +366,7 @@ func (a *Agent) keep(policy *config.Policy, text []byte, from string, metrics *m
 		a.metrics, a.metricsProblem = metrics, nil
 	}
 	a.policy = policy
-	return a.remember(policy, text, from)
+	return a.savePolicy(policy, text, from)
 }
 
 // Status is the agent and its domains.
@@ -384,7 +384,7 @@ func (a *Agent) Status() (*api.Status, error) {
 }
 
 // needs lists the capabilities that a policy needs beyond those of the unit, each once.
-func (a *Agent) needs(policy *config.Policy) []rights.Need {
+func (a *Agent) neededCapabilities(policy *config.Policy) []rights.Need {
 	var all []rights.Need
 	for _, d := range a.domains {
 		all = append(all, d.Needs(policy)...)
@@ -393,8 +393,8 @@ func (a *Agent) needs(policy *config.Policy) []rights.Need {
 }
 
 // warnOfRights logs the capabilities that the policy needs and this process lacks.
-func (a *Agent) warnOfRights(policy *config.Policy) {
-	for _, n := range a.needs(policy) {
+func (a *Agent) warnOfMissingCapabilities(policy *config.Policy) {
+	for _, n := range a.neededCapabilities(policy) {
 		if !rights.Has(n.Capability) {
 			a.log.Warn("right missing", "capability", n.Name, "needed_for", n.For, "hint", n.DropInHint())
 		}

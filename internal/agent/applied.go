@@ -22,7 +22,7 @@ import (
 type inForce struct {
 	text []byte
 	// named are the files that the policy names, as they were.
-	named map[string]fileMark
+	referenced map[string]fileMark
 	// refused is why the agent did not start with the policy file, and refusedText
 	// what was in that file.
 	refused     error
@@ -36,7 +36,7 @@ type fileMark struct {
 	modified unix.Timespec
 }
 
-func markOf(path string) (m fileMark) {
+func statMark(path string) (m fileMark) {
 	var stat unix.Stat_t
 	if unix.Stat(path, &stat) == nil {
 		m = fileMark{stat.Dev, stat.Ino, stat.Size, stat.Mtim}
@@ -45,11 +45,11 @@ func markOf(path string) (m fileMark) {
 }
 
 // namedFiles are the files that a policy has the agent read.
-func namedFiles(policy *config.Policy) map[string]fileMark {
+func referencedFiles(policy *config.Policy) map[string]fileMark {
 	named := make(map[string]fileMark)
 	add := func(path string) {
 		if path != "" {
-			named[path] = markOf(path)
+			named[path] = statMark(path)
 		}
 	}
 	for _, s := range policy.Services {
@@ -65,7 +65,7 @@ func namedFiles(policy *config.Policy) map[string]fileMark {
 }
 
 // chosen is the policy that an agent starts with.
-type chosen struct {
+type startPolicy struct {
 	policy *config.Policy
 	text   []byte
 	// refused is why it is not that of the file, nil if it is; refusedText is what
@@ -77,17 +77,17 @@ type chosen struct {
 // choosePolicy reads the policy file. If that is broken, as it is or by what it
 // names, the policy is the one that was applied last: the host is not left without
 // an agent for a typing error.
-func (a *Agent) choosePolicy() (*chosen, error) {
+func (a *Agent) choosePolicy() (*startPolicy, error) {
 	policy, text, err := readPolicy(a.options.Policy)
 	if err == nil {
-		err = a.check(policy)
+		err = a.checkHost(policy)
 	}
 	if err == nil {
-		return &chosen{policy: policy, text: text}, nil
+		return &startPolicy{policy: policy, text: text}, nil
 	}
-	c := &chosen{refused: err, refusedText: text}
+	c := &startPolicy{refused: err, refusedText: text}
 	var failed error
-	c.policy, c.text, failed = a.saved(appliedFile)
+	c.policy, c.text, failed = a.readSaved(appliedFile)
 	if errors.Is(failed, os.ErrNotExist) {
 		return nil, err
 	}
@@ -95,7 +95,7 @@ func (a *Agent) choosePolicy() (*chosen, error) {
 		return nil, fmt.Errorf("the policy that was applied last is the same as the file, and refused, too: %w", err)
 	}
 	if failed == nil {
-		failed = a.check(c.policy)
+		failed = a.checkHost(c.policy)
 	}
 	if failed != nil {
 		return nil, fmt.Errorf("the policy that was applied last (%s) was tried, and refused, too: %s; the policy file: %w",
@@ -113,13 +113,13 @@ const (
 )
 
 // saved reads a policy that is kept. The text is returned with an error in it, too.
-func (a *Agent) saved(name string) (*config.Policy, []byte, error) {
+func (a *Agent) readSaved(name string) (*config.Policy, []byte, error) {
 	path := filepath.Join(a.options.StateDir, name)
 	text, err := os.ReadFile(path)
 	if err != nil {
 		return nil, nil, err
 	}
-	from := a.from(name)
+	from := a.savedPath(name)
 	policy, err := config.Parse(text, from)
 	var flaws config.Errors
 	if errors.As(err, &flaws) {
@@ -133,7 +133,7 @@ func (a *Agent) saved(name string) (*config.Policy, []byte, error) {
 }
 
 // from is the path that a policy that is kept had.
-func (a *Agent) from(name string) string {
+func (a *Agent) savedPath(name string) string {
 	data, err := os.ReadFile(filepath.Join(a.options.StateDir, name+fromSuffix))
 	if err != nil {
 		return a.options.Policy // as of an agent that did not keep it
@@ -143,9 +143,9 @@ func (a *Agent) from(name string) string {
 
 // remember keeps the policy in force, and the one before if it differs. From is the
 // path of its file.
-func (a *Agent) remember(policy *config.Policy, text []byte, from string) error {
+func (a *Agent) savePolicy(policy *config.Policy, text []byte, from string) error {
 	applied, previous := filepath.Join(a.options.StateDir, appliedFile), filepath.Join(a.options.StateDir, previousFile)
-	a.inForce = inForce{text: text, named: namedFiles(policy)}
+	a.inForce = inForce{text: text, referenced: referencedFiles(policy)}
 	last, err := os.ReadFile(applied)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("read applied policy: %w", err)
@@ -154,7 +154,7 @@ func (a *Agent) remember(policy *config.Policy, text []byte, from string) error 
 		return statedir.Write(applied+fromSuffix, []byte(from+"\n"))
 	}
 	if err == nil {
-		before := []byte(a.from(appliedFile) + "\n")
+		before := []byte(a.savedPath(appliedFile) + "\n")
 		if err := fault.Join(statedir.Write(previous, last), statedir.Write(previous+fromSuffix, before)); err != nil {
 			return err
 		}
@@ -163,7 +163,7 @@ func (a *Agent) remember(policy *config.Policy, text []byte, from string) error 
 }
 
 // check fails if a policy names something that the host does not have.
-func (a *Agent) check(policy *config.Policy) error {
+func (a *Agent) checkHost(policy *config.Policy) error {
 	for _, d := range a.domains {
 		if err := d.Check(policy); err != nil {
 			return err
@@ -189,8 +189,8 @@ func (a *Agent) policyProblem() (problem, hint string) {
 	case string(text) != string(now.text):
 		return "the policy file differs from the policy in force", show
 	}
-	for path, mark := range namedFiles(policy) {
-		if before, ok := now.named[path]; ok && before != mark {
+	for path, mark := range referencedFiles(policy) {
+		if before, ok := now.referenced[path]; ok && before != mark {
 			return path + ", which the policy names, has changed since it was applied", show
 		}
 	}

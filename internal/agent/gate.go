@@ -24,7 +24,7 @@ const (
 	apiShare, leastAPI, mostAPI             = 16, 8, 128 // each has a handle of its caller, too
 	metricsShare, leastMetrics, mostMetrics = 16, 4, 64
 	// warnEvery bounds how often the log tells that callers are turned away.
-	warnEvery = time.Minute
+	warnInterval = time.Minute
 	// idleTime is how long a connection stays open without a request.
 	idleTime = 30 * time.Second
 )
@@ -33,38 +33,38 @@ const (
 // waits for a request, or else a new one is refused.
 type gate struct {
 	net.Listener
-	name string
-	log  *slog.Logger
-	most int
+	name  string
+	log   *slog.Logger
+	limit int
 	// user tells whose connection it is; nil: nobody's in particular. Users but root have a half
 	// of the connections, each of them a quarter.
-	user func(net.Conn) uint32
+	userOf func(net.Conn) uint32
 	// pushes: a new connection is never refused, and pushes out the oldest of all.
-	pushes bool
+	evictsOldest bool
 	// refusal is sent before a connection is refused.
 	refusal []byte
 
 	mu     sync.Mutex
-	conns  []*entrant // the oldest first
+	conns  []*gateConn // the oldest first
 	warned time.Time
 }
 
-type entrant struct {
+type gateConn struct {
 	net.Conn
 	uid     uint32
 	serving int // requests: 0 or 1
 }
 
-type entrantKey struct{}
+type gateConnKey struct{}
 
 // guard has a server's connections come through a gate. It is to be called before the
 // server serves, and after all else of it is set.
-func (g *gate) guard(server *http.Server) {
+func (g *gate) wrap(server *http.Server) {
 	handler, with, told := server.Handler, server.ConnContext, server.ConnState
 	server.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if e, ok := r.Context().Value(entrantKey{}).(*entrant); ok {
-			g.serving(e, 1)
-			defer g.serving(e, -1)
+		if e, ok := r.Context().Value(gateConnKey{}).(*gateConn); ok {
+			g.addServing(e, 1)
+			defer g.addServing(e, -1)
 		}
 		handler.ServeHTTP(w, r)
 	})
@@ -72,14 +72,14 @@ func (g *gate) guard(server *http.Server) {
 		if with != nil {
 			ctx = with(ctx, c)
 		}
-		return context.WithValue(ctx, entrantKey{}, g.find(c))
+		return context.WithValue(ctx, gateConnKey{}, g.find(c))
 	}
 	server.ConnState = func(c net.Conn, s http.ConnState) {
 		if told != nil {
 			told(c, s)
 		}
 		if s == http.StateClosed || s == http.StateHijacked {
-			g.leave(c)
+			g.remove(c)
 		}
 	}
 	server.IdleTimeout = idleTime
@@ -92,9 +92,9 @@ func (g *gate) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		e := &entrant{Conn: c}
-		if g.user != nil {
-			e.uid = g.user(c)
+		e := &gateConn{Conn: c}
+		if g.userOf != nil {
+			e.uid = g.userOf(c)
 		}
 		if g.admit(e) {
 			return c, nil
@@ -106,17 +106,17 @@ func (g *gate) Accept() (net.Conn, error) {
 	}
 }
 
-func (g *gate) admit(e *entrant) bool {
+func (g *gate) admit(e *gateConn) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.user != nil && e.uid != 0 {
-		own := func(o *entrant) bool { return o.uid == e.uid }
-		others := func(o *entrant) bool { return o.uid != 0 }
-		if !g.room(own, max(g.most/4, 1)) || !g.room(others, max(g.most/2, 1)) {
+	if g.userOf != nil && e.uid != 0 {
+		own := func(o *gateConn) bool { return o.uid == e.uid }
+		others := func(o *gateConn) bool { return o.uid != 0 }
+		if !g.makeRoom(own, max(g.limit/4, 1)) || !g.makeRoom(others, max(g.limit/2, 1)) {
 			return false
 		}
 	}
-	if !g.room(func(*entrant) bool { return true }, g.most) {
+	if !g.makeRoom(func(*gateConn) bool { return true }, g.limit) {
 		return false
 	}
 	g.conns = append(g.conns, e)
@@ -125,7 +125,7 @@ func (g *gate) admit(e *entrant) bool {
 
 // room closes a connection if one more of its kind would be too many. It is false if none
 // may be closed.
-func (g *gate) room(kind func(*entrant) bool, most int) bool {
+func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
 	n, oldest, waits := 0, -1, -1
 	for i, e := range g.conns {
 		if !kind(e) {
@@ -141,11 +141,11 @@ func (g *gate) room(kind func(*entrant) bool, most int) bool {
 	if n < most {
 		return true
 	}
-	if now := time.Now(); now.Sub(g.warned) >= warnEvery {
+	if now := time.Now(); now.Sub(g.warned) >= warnInterval {
 		g.warned = now
 		g.log.Warn("too many connections, some are closed", "to", g.name, "most", most)
 	}
-	if waits < 0 && g.pushes {
+	if waits < 0 && g.evictsOldest {
 		waits = oldest
 	}
 	if waits < 0 {
@@ -156,13 +156,13 @@ func (g *gate) room(kind func(*entrant) bool, most int) bool {
 	return true
 }
 
-func (g *gate) serving(e *entrant, by int) {
+func (g *gate) addServing(e *gateConn, by int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	e.serving += by
 }
 
-func (g *gate) find(c net.Conn) *entrant {
+func (g *gate) find(c net.Conn) *gateConn {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for _, e := range g.conns {
@@ -170,10 +170,10 @@ func (g *gate) find(c net.Conn) *entrant {
 			return e
 		}
 	}
-	return &entrant{Conn: c} // closed meanwhile
+	return &gateConn{Conn: c} // closed meanwhile
 }
 
-func (g *gate) leave(c net.Conn) {
+func (g *gate) remove(c net.Conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for i, e := range g.conns {
@@ -187,10 +187,10 @@ func (g *gate) leave(c net.Conn) {
 // guardAPI bounds the connections to the agent's socket.
 func (a *Agent) guardAPI(s *server) *server {
 	g := &gate{
-		Listener: s.listener, name: "API", log: a.log, most: domain.ShareOfDescriptors(apiShare, leastAPI, mostAPI), user: userOf,
+		Listener: s.listener, name: "API", log: a.log, limit: domain.ShareOfDescriptors(apiShare, leastAPI, mostAPI), userOf: userOf,
 		refusal: refusalOf(api.Failure{Error: "the agent has too many connections", Hint: "try again; who has them: ss -xp", Code: fault.CodeFailed}),
 	}
-	g.guard(s.http)
+	g.wrap(s.http)
 	// No answer takes so long but those that go on, which lift it.
 	s.http.WriteTimeout = 2 * time.Minute
 	s.listener = g

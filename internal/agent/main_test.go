@@ -59,7 +59,7 @@ func (a *Agent) stop() {
 // retire takes everything off the host that an agent has set up.
 func retire(t testing.TB, a *Agent) {
 	t.Helper()
-	steps, err := a.steps(&config.Policy{})
+	steps, err := a.planSteps(&config.Policy{})
 	if err == nil {
 		err = domain.ApplySteps(steps)
 	}
@@ -84,7 +84,7 @@ func (a *Agent) begin(t testing.TB, text string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := a.start(policy, []byte(text)); err != nil {
+	if err := a.startDomains(policy, []byte(text)); err != nil {
 		t.Fatal(err)
 	}
 }

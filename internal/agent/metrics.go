@@ -62,11 +62,11 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(a, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", oneAtATime(promhttp.HandlerFor(registry, promhttp.HandlerOpts{})))
+	mux.Handle("GET /metrics", serialize(promhttp.HandlerFor(registry, promhttp.HandlerOpts{})))
 	m := &metricsServer{&http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second, MaxHeaderBytes: 16 << 10,
 		ErrorLog: slog.NewLogLogger(a.log.Handler(), slog.LevelWarn)}}
-	g := &gate{Listener: listener, name: "metrics", log: a.log, most: domain.ShareOfDescriptors(metricsShare, leastMetrics, mostMetrics), pushes: true}
-	g.guard(m.http)
+	g := &gate{Listener: listener, name: "metrics", log: a.log, limit: domain.ShareOfDescriptors(metricsShare, leastMetrics, mostMetrics), evictsOldest: true}
+	g.wrap(m.http)
 	go func() {
 		if err := m.http.Serve(g); !errors.Is(err, http.ErrServerClosed) {
 			a.log.Error("metrics failed", "error", err)
@@ -77,14 +77,14 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 }
 
 // scrapeTime bounds how long a scrape waits for the one before.
-const scrapeTime = 10 * time.Second
+const scrapeTimeout = 10 * time.Second
 
 // oneAtATime has one request answered at a time: scrapes read the kernel's maps. Their answers
 // are written afterwards, so that a slow reader keeps nobody waiting.
-func oneAtATime(next http.Handler) http.Handler {
+func serialize(next http.Handler) http.Handler {
 	turn := make(chan struct{}, 1)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		late := time.NewTimer(scrapeTime)
+		late := time.NewTimer(scrapeTimeout)
 		defer late.Stop()
 		select {
 		case turn <- struct{}{}:
@@ -94,7 +94,7 @@ func oneAtATime(next http.Handler) http.Handler {
 			http.Error(w, "too many scrapes", http.StatusServiceUnavailable)
 			return
 		}
-		answer := &heldAnswer{ResponseWriter: w, status: http.StatusOK}
+		answer := &bufferedResponse{ResponseWriter: w, status: http.StatusOK}
 		func() {
 			defer func() { <-turn }()
 			next.ServeHTTP(answer, r)
@@ -106,17 +106,17 @@ func oneAtATime(next http.Handler) http.Handler {
 }
 
 // heldAnswer is an answer that is not written yet.
-type heldAnswer struct {
+type bufferedResponse struct {
 	http.ResponseWriter
 	status int
 	body   bytes.Buffer
 }
 
 // WriteHeader keeps the status.
-func (k *heldAnswer) WriteHeader(status int) { k.status = status }
+func (k *bufferedResponse) WriteHeader(status int) { k.status = status }
 
 // Write keeps a part of the answer.
-func (k *heldAnswer) Write(p []byte) (int, error) { return k.body.Write(p) }
+func (k *bufferedResponse) Write(p []byte) (int, error) { return k.body.Write(p) }
 
 func (m *metricsServer) close() {
 	if m != nil && m.http != nil {

@@ -65,7 +65,7 @@ func (a *Agent) listen() (*server, error) {
 		}
 	}
 	return a.guardAPI(&server{listener: peer.Listener{Listener: listener}, http: &http.Server{
-		Handler:           known(a.handler()),
+		Handler:           requireLocalCaller(a.handler()),
 		ReadHeaderTimeout: 5 * time.Second,
 		ReadTimeout:       30 * time.Second,
 		ErrorLog:          slog.NewLogLogger(a.log.Handler(), slog.LevelWarn),
@@ -149,7 +149,7 @@ func reply(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (a
 // agent's user namespace: a program that is isolated keeps its user, whose the
 // socket may be, or even root's. It asks anew for each request, because a
 // connection can outlive the process that made it.
-func known(next http.Handler) http.Handler {
+func requireLocalCaller(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		refuse := func(err error) {
 			reply(w, r, func(*http.Request) (any, error) { return nil, err })
