@@ -127,7 +127,7 @@ func (d *Domain) removeLeftover(name string) error {
 				d.log.Warn("program not detached", "service", name, "error", err)
 			}
 		}
-		if err := k.end(); err != nil {
+		if err := k.kill(); err != nil {
 			return err
 		}
 	}

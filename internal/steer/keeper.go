@@ -42,7 +42,7 @@ func keeperArgs(pins, service string) []string {
 
 // keeperOf is the service whose keeper a process calls itself, of a pin
 // directory. Any process can: genuine tells.
-func keeperOf(pins string, args []string) (service string, ok bool) {
+func keeperService(pins string, args []string) (service string, ok bool) {
 	if len(args) != 6 || !slices.Equal(args[1:4], []string{KeeperCommand, "--pins", pins}) || args[4] != "--service" {
 		return "", false
 	}
@@ -51,7 +51,7 @@ func keeperOf(pins string, args []string) (service string, ok bool) {
 
 // isKeeper tells a keeper from members: it holds sockets on their ports too.
 func isKeeper(p *member.Process) bool {
-	return len(p.Args) > 1 && p.Args[1] == KeeperCommand && genuine(member.ID{PID: p.PID, StartTime: p.StartTime})
+	return len(p.Args) > 1 && p.Args[1] == KeeperCommand && isTrustedKeeper(member.ID{PID: p.PID, StartTime: p.StartTime})
 }
 
 // genuine tells whether a process can be a keeper that an agent started, of this
@@ -59,7 +59,7 @@ func isKeeper(p *member.Process) bool {
 // user namespace, and its program is one that only root can have written. What
 // sudo(8) runs for a user, while it waits for a password, has that user's real
 // id.
-func genuine(self member.ID) bool {
+func isTrustedKeeper(self member.ID) bool {
 	if !ownIDs(self.PID) || !sameFile(procFile(self.PID, "ns/user"), "/proc/self/ns/user") {
 		return false
 	}
@@ -156,7 +156,7 @@ func findKeepers(pins, service string, record *member.ID, rows func(service stri
 	}
 	var keepers []*keeper
 	for _, p := range processes {
-		name, ok := keeperOf(pins, p.Args)
+		name, ok := keeperService(pins, p.Args)
 		if !ok || service != "" && name != service {
 			continue
 		}
@@ -180,7 +180,7 @@ func openKeeper(p *member.Process, service string, record *member.ID, rows []bpf
 	}
 	recorded := record != nil && *record == k.self
 	// The handle is of the process that was read only if that lives now.
-	if !genuine(k.self) || handle.Ended() || !recorded && !holdsOnly(k.sockets, rows) {
+	if !isTrustedKeeper(k.self) || handle.Ended() || !recorded && !hasOnlyKeeperSockets(k.sockets, rows) {
 		k.close()
 		return nil
 	}
@@ -189,18 +189,18 @@ func openKeeper(p *member.Process, service string, record *member.ID, rows []bpf
 
 // holdsOnly tells whether sockets are anchors of listeners. Without listeners,
 // as of pins that another version made, they need not be.
-func holdsOnly(sockets []*member.Socket, rows []bpf.Listener) bool {
+func hasOnlyKeeperSockets(sockets []*member.Socket, rows []bpf.Listener) bool {
 	if len(rows) == 0 {
 		return true
 	}
 	foreign := func(s *member.Socket) bool {
-		return !slices.ContainsFunc(rows, func(l bpf.Listener) bool { return anchors(s, l) })
+		return !slices.ContainsFunc(rows, func(l bpf.Listener) bool { return isKeeperSocket(s, l) })
 	}
 	return len(sockets) > 0 && !slices.ContainsFunc(sockets, foreign)
 }
 
 // anchors tells whether a socket is an anchor of a listener.
-func anchors(s *member.Socket, l bpf.Listener) bool {
+func isKeeperSocket(s *member.Socket, l bpf.Listener) bool {
 	return s.Protocol == int(l.Protocol) && s.Local == l.Address && s.V6Only == l.V6Only && s.Listening && s.ReusePort
 }
 
@@ -222,7 +222,7 @@ func pinnedRows(pins string) func(service string) []bpf.Listener {
 }
 
 // end kills a keeper; when it returns, the keeper's sockets are closed.
-func (k *keeper) end() error {
+func (k *keeper) kill() error {
 	defer k.close()
 	if err := k.handle.Kill(); err != nil && !errors.Is(err, unix.ESRCH) {
 		return fmt.Errorf("end keeper %d: %w", k.pid, err)
@@ -238,7 +238,7 @@ func (k *keeper) close() {
 // Hold is the keeper's whole life: it gives up all rights and waits until ctx
 // ends, at SIGTERM: systemd would wait 90 s at shutdown for one that ignores it. The
 // sockets that it inherited need nothing done.
-func Hold(ctx context.Context) error {
+func RunKeeper(ctx context.Context) error {
 	if err := rights.DropAll(); err != nil {
 		return err
 	}
@@ -248,7 +248,7 @@ func Hold(ctx context.Context) error {
 
 // EndKeepers ends the keepers of a service whose sockets are in a pin directory, and takes the programs off the
 // sockets, which go back to the kernel's hash. An empty service means all.
-func EndKeepers(pins, service string) error {
+func RetireKeepers(pins, service string) error {
 	keepers, err := findKeepers(pins, service, nil, pinnedRows(pins))
 	if err != nil {
 		return err
@@ -258,7 +258,7 @@ func EndKeepers(pins, service string) error {
 		for _, socket := range k.sockets {
 			errs = append(errs, bpf.Detach(socket.FD()))
 		}
-		errs = append(errs, k.end())
+		errs = append(errs, k.kill())
 	}
 	return fault.Join(errs...)
 }

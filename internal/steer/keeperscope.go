@@ -116,7 +116,7 @@ func (m *serviceManager) moveOut(ctx context.Context, k *keeper) (string, error)
 }
 
 // moveKeeper moves a keeper out of the agent's unit. Nothing waits for it.
-func (s *service) moveKeeper(k *keeper) {
+func (s *service) moveKeeperToScope(k *keeper) {
 	m := s.host.systemd
 	if m == nil {
 		return

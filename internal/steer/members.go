@@ -753,7 +753,7 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 	}
 	s.log.Info("member registered", "slot", seat.slot, "pid", seat.process.PID, "source", seat.source)
 	if !held && !s.lookup() {
-		if err := s.hold(); err != nil {
+		if err := s.reconcileKeeper(); err != nil {
 			s.log.Error("ports not held", "error", err)
 		}
 	}

@@ -315,7 +315,7 @@ func (s *service) become(t *target) error {
 	if err := s.scan(); err != nil {
 		return err
 	}
-	return s.hold()
+	return s.reconcileKeeper()
 }
 
 // begin starts over, for changes that no pinned map outlives. The old data
@@ -369,7 +369,7 @@ func (s *service) restart(t *target, groups []int) error {
 	for _, fd := range groups {
 		errs = append(errs, bpf.Detach(fd))
 	}
-	if err := fault.Join(append(errs, s.letGo())...); err != nil {
+	if err := fault.Join(append(errs, s.retireKeeper())...); err != nil {
 		return err
 	}
 	return s.adopt()
@@ -399,9 +399,9 @@ func (s *service) dropRows(old [bpf.MaxListeners]bpf.Listener) error {
 		if l == (bpf.Listener{}) || l == s.rows[row] {
 			continue
 		}
-		if fd, ok := s.anchors[row]; ok {
+		if fd, ok := s.keeperSockets[row]; ok {
 			dropped = append(dropped, fd)
-			delete(s.anchors, row)
+			delete(s.keeperSockets, row)
 		}
 		for slot, seat := range s.seats {
 			errs = append(errs, s.path.Delete(row, slot))

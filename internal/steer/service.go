@@ -47,20 +47,20 @@ type service struct {
 	rows      [bpf.MaxListeners]bpf.Listener // zero: free
 	source    map[int]config.Listener        // by row
 
-	known   map[member.ID]*member.Process // as first seen: nfacctd writes over its arguments
-	seats   map[int]*seat                 // by slot
-	waiting map[int]*waiting              // by process id
-	refused refusals                      // processes that only look like members
-	probes  int                           // how many more processes may be looked into for a refusal
-	warned  time.Time                     // when one was logged last
-	crowded bool                          // others wait, too
-	owners  map[uint64]member.ID          // whose a registered socket is, or was
-	bound   map[uint64]int                // process id by cookie, of sockets not yet listening
-	looking map[int]*looks                // by process id, of processes that bound sockets lately
-	anchors map[int]int                   // descriptor by row
-	keeper  *keeper
-	before  [bpf.MaxListeners]bpf.Listener // the rows of the agent before
-	lost    uint64
+	known         map[member.ID]*member.Process // as first seen: nfacctd writes over its arguments
+	seats         map[int]*seat                 // by slot
+	waiting       map[int]*waiting              // by process id
+	refused       refusals                      // processes that only look like members
+	probes        int                           // how many more processes may be looked into for a refusal
+	warned        time.Time                     // when one was logged last
+	crowded       bool                          // others wait, too
+	owners        map[uint64]member.ID          // whose a registered socket is, or was
+	bound         map[uint64]int                // process id by cookie, of sockets not yet listening
+	looking       map[int]*looks                // by process id, of processes that bound sockets lately
+	keeperSockets map[int]int                   // descriptor by row
+	keeper        *keeper
+	before        [bpf.MaxListeners]bpf.Listener // the rows of the agent before
+	lost          uint64
 	// A scan was less than a period ago, and another one is due after it.
 	scanning, scanMore bool
 	checks             checks
@@ -72,9 +72,9 @@ type service struct {
 	saved  time.Time   // when the members were
 	saving *time.Timer // they are to be
 
-	registrations uint64
-	problem       error // what keeps the service from being held
-	retrying      bool  // hold is to be tried again
+	registrations      uint64
+	keeperProblem      error // what keeps the service from being held
+	keeperRetryPending bool  // hold is to be tried again
 }
 
 // seat is a member in its slot.
@@ -112,7 +112,7 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 		seats: make(map[int]*seat), waiting: make(map[int]*waiting),
 		owners: make(map[uint64]member.ID), bound: make(map[uint64]int), looking: make(map[int]*looks),
 		opened: make(map[int]bool), checks: checks{fresh: make(map[int]bool)}, hosts: make(map[*member.Handle]bool),
-		anchors: make(map[int]int), refused: make(refusals),
+		keeperSockets: make(map[int]int), refused: make(refusals),
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -396,7 +396,7 @@ func (s *service) installMapping() error {
 // adopt takes over what an earlier agent left, then finds new members. At the
 // end all programs decide.
 func (s *service) adopt() error {
-	if err := s.adoptKeeper(); err != nil {
+	if err := s.restoreKeeper(); err != nil {
 		return err
 	}
 	for slot := range bpf.MaxSlots {
@@ -407,7 +407,7 @@ func (s *service) adopt() error {
 	if err := s.scan(); err != nil {
 		return err
 	}
-	return s.hold()
+	return s.reconcileKeeper()
 }
 
 // adoptSlot keeps a member that is still what the pins say of it, and clears
@@ -528,10 +528,10 @@ func (s *service) release() {
 	for pid := range s.waiting {
 		s.forget(pid)
 	}
-	for _, fd := range s.anchors {
+	for _, fd := range s.keeperSockets {
 		unix.Close(fd)
 	}
-	clear(s.anchors)
+	clear(s.keeperSockets)
 	if s.keeper != nil {
 		s.keeper.close()
 	}

@@ -27,7 +27,7 @@ func (s *service) status() api.ServiceStatus {
 	status := api.ServiceStatus{
 		Name: s.config.Name, Steering: string(s.config.Steering), WhenEmpty: "reject",
 		Slots: s.config.Slots, SlotsAs: s.config.SlotsAs, Ready: len(s.seats), Nonce: fmt.Sprintf("%#x", s.state.Nonce),
-		Held:    s.lookup() || (s.problem == nil && len(s.anchors) == len(s.source) && s.keeper != nil),
+		Held:    s.lookup() || (s.keeperProblem == nil && len(s.keeperSockets) == len(s.source) && s.keeper != nil),
 		Waiting: []api.WaitingStatus{},
 	}
 	if s.config.Standby != nil {
@@ -47,8 +47,8 @@ func (s *service) status() api.ServiceStatus {
 	status.SplitDevices, status.AdoptedDevices = len(s.checks.split), len(s.state.Adopted)
 	split, twin := s.splitProblem(), s.twinProblem()
 	switch {
-	case s.problem != nil:
-		status.Problem, status.Hint = s.problem.Error(), fault.Hint(s.problem)
+	case s.keeperProblem != nil:
+		status.Problem, status.Hint = s.keeperProblem.Error(), fault.Hint(s.keeperProblem)
 	case !status.Held:
 		status.Problem = "the members' user is not known before the first member; until then the ports are not held"
 		status.Hint = "set user of the service"

@@ -22,18 +22,18 @@ import (
 
 // openAnchor makes the anchor of a listener and attaches the program before a
 // packet can reach it. All sockets of a group belong to one user.
-func openAnchor(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error) (int, error) {
+func openKeeperSocket(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error) (int, error) {
 	// With a program a socket is the first of its group or is refused
 	// (inet_csk_bind_conflict). Then there are others, and their program
 	// decides already.
-	fd, err := tryAnchor(l, uid, network, attach, true)
+	fd, err := tryKeeperSocket(l, uid, network, attach, true)
 	if errors.Is(err, unix.EADDRINUSE) {
-		return tryAnchor(l, uid, network, attach, false)
+		return tryKeeperSocket(l, uid, network, attach, false)
 	}
 	return fd, err
 }
 
-func tryAnchor(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error, attachFirst bool) (fd int, err error) {
+func tryKeeperSocket(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error, attachFirst bool) (fd int, err error) {
 	domain, kind := unix.AF_INET6, unix.SOCK_DGRAM
 	if l.Address.Addr().Is4() {
 		domain = unix.AF_INET

@@ -22,74 +22,74 @@ import (
 // of another user would keep them from binding.
 //
 // What fails is logged, and tried again: who has a port may give it up.
-func (s *service) hold() error {
-	before := s.problem
-	defer func() { s.holdAgain(before) }()
-	s.problem = nil
+func (s *service) reconcileKeeper() error {
+	before := s.keeperProblem
+	defer func() { s.scheduleKeeperRetry(before) }()
+	s.keeperProblem = nil
 	if s.lookup() {
-		return s.letGo()
+		return s.retireKeeper()
 	}
 	owner, known := s.owner()
 	if !known {
 		return nil
 	}
 	changed := s.keeper == nil
-	for row, fd := range s.anchors {
+	for row, fd := range s.keeperSockets {
 		if s.rows[row] == (bpf.Listener{}) || ownerOf(fd) != owner {
 			unix.Close(fd)
-			delete(s.anchors, row)
+			delete(s.keeperSockets, row)
 			changed = true
 		}
 	}
 	var errs []error
 	for row, l := range s.source {
 		attach := func(fd int) error { return s.path.Attach(row, fd) }
-		if fd, ok := s.anchors[row]; ok {
+		if fd, ok := s.keeperSockets[row]; ok {
 			errs = append(errs, attach(fd))
 			continue
 		}
-		fd, err := openAnchor(s.rows[row], owner, s.enter(), attach)
+		fd, err := openKeeperSocket(s.rows[row], owner, s.enter(), attach)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("hold %s for user %s: %w", l, member.UserName(owner), err))
 			continue
 		}
-		s.anchors[row] = fd
+		s.keeperSockets[row] = fd
 		changed = true
 	}
 	if changed {
 		errs = append(errs, s.replaceKeeper())
 	}
-	if s.problem = fault.Join(errs...); errors.Is(s.problem, unix.EADDRINUSE) {
-		s.problem = fault.Conflict(s.problem, "a socket of another user, or without SO_REUSEPORT, has the port: end its process, or set user to the members' user; the agent tries again")
-	} else if errors.Is(s.problem, unix.EACCES) {
-		s.problem = fault.WithHint(s.problem, rights.MissingHint(unix.CAP_NET_BIND_SERVICE, "restart the agent with CAP_NET_BIND_SERVICE"))
+	if s.keeperProblem = fault.Join(errs...); errors.Is(s.keeperProblem, unix.EADDRINUSE) {
+		s.keeperProblem = fault.Conflict(s.keeperProblem, "a socket of another user, or without SO_REUSEPORT, has the port: end its process, or set user to the members' user; the agent tries again")
+	} else if errors.Is(s.keeperProblem, unix.EACCES) {
+		s.keeperProblem = fault.WithHint(s.keeperProblem, rights.MissingHint(unix.CAP_NET_BIND_SERVICE, "restart the agent with CAP_NET_BIND_SERVICE"))
 	}
 	return nil
 }
 
 // holdInterval is how long after a failure hold is tried again.
-const holdInterval = 2 * time.Second
+const keeperRetryInterval = 2 * time.Second
 
 // holdAgain tells of a problem of hold that is new, or solved, and has hold tried again while there is one.
-func (s *service) holdAgain(before error) {
+func (s *service) scheduleKeeperRetry(before error) {
 	switch {
-	case s.problem == nil && before != nil:
+	case s.keeperProblem == nil && before != nil:
 		s.log.Info("ports held")
-	case s.problem != nil && (before == nil || before.Error() != s.problem.Error()):
-		s.log.Warn("ports not held", "error", s.problem)
+	case s.keeperProblem != nil && (before == nil || before.Error() != s.keeperProblem.Error()):
+		s.log.Warn("ports not held", "error", s.keeperProblem)
 	}
-	if s.problem == nil || s.retrying {
+	if s.keeperProblem == nil || s.keeperRetryPending {
 		return
 	}
-	s.retrying = true
-	time.AfterFunc(holdInterval, func() {
+	s.keeperRetryPending = true
+	time.AfterFunc(keeperRetryInterval, func() {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		s.retrying = false
-		if s.events == nil || s.problem == nil {
+		s.keeperRetryPending = false
+		if s.events == nil || s.keeperProblem == nil {
 			return // given up, or solved meanwhile
 		}
-		if err := s.hold(); err != nil {
+		if err := s.reconcileKeeper(); err != nil {
 			s.log.Error("ports not held", "error", err)
 		}
 	})
@@ -107,19 +107,19 @@ func ownerOf(fd int) uint32 {
 func (s *service) replaceKeeper() error {
 	old := s.keeper
 	s.keeper = nil
-	if len(s.anchors) > 0 {
-		fresh, err := startKeeper(s.log, s.host.Root.Dir, s.config.Name, slices.Collect(maps.Values(s.anchors)))
+	if len(s.keeperSockets) > 0 {
+		fresh, err := startKeeper(s.log, s.host.Root.Dir, s.config.Name, slices.Collect(maps.Values(s.keeperSockets)))
 		if err != nil {
 			s.keeper = old
 			return err
 		}
 		s.keeper = fresh
 		s.recordKeeper()
-		s.moveKeeper(fresh)
+		s.moveKeeperToScope(fresh)
 		go s.watchKeeper(fresh, time.Now())
 	}
 	if old != nil {
-		return old.end()
+		return old.kill()
 	}
 	return nil
 }
@@ -147,25 +147,25 @@ func (s *service) watchKeeper(k *keeper, started time.Time) {
 	k.close()
 	s.keeper = nil
 	if time.Since(started) < time.Second {
-		s.problem = errors.New("its keeper ends at once; while there is none and the agent ends too, the ports are not held")
-		time.AfterFunc(time.Second, s.restoreKeeper)
+		s.keeperProblem = errors.New("its keeper ends at once; while there is none and the agent ends too, the ports are not held")
+		time.AfterFunc(time.Second, s.restartKeeper)
 		return
 	}
 	if err := s.replaceKeeper(); err != nil {
-		s.problem = err
+		s.keeperProblem = err
 	}
 }
 
-func (s *service) restoreKeeper() {
+func (s *service) restartKeeper() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.keeper == nil && len(s.anchors) > 0 {
-		s.problem = s.replaceKeeper()
+	if s.keeper == nil && len(s.keeperSockets) > 0 {
+		s.keeperProblem = s.replaceKeeper()
 	}
 }
 
 // adoptKeeper takes the anchors over from an earlier agent's keeper.
-func (s *service) adoptKeeper() error {
+func (s *service) restoreKeeper() error {
 	// Those of the policy in force before are no longer in the pins.
 	rows := slices.DeleteFunc(slices.Concat(s.rows[:], s.before[:]), func(l bpf.Listener) bool { return l == (bpf.Listener{}) })
 	keepers, err := findKeepers(s.host.Root.Dir, s.config.Name, s.state.Keeper, func(string) []bpf.Listener { return rows })
@@ -174,14 +174,14 @@ func (s *service) adoptKeeper() error {
 	}
 	for _, k := range keepers {
 		if s.keeper != nil || s.lookup() {
-			if err := k.end(); err != nil {
+			if err := k.kill(); err != nil {
 				return err
 			}
 			continue
 		}
 		for row := range s.source {
 			i := slices.IndexFunc(k.sockets, func(socket *member.Socket) bool {
-				return anchors(socket, s.rows[row])
+				return isKeeperSocket(socket, s.rows[row])
 			})
 			if i < 0 {
 				continue
@@ -191,24 +191,24 @@ func (s *service) adoptKeeper() error {
 				k.close()
 				return fmt.Errorf("copy anchor: %w", err)
 			}
-			s.anchors[row] = fd
+			s.keeperSockets[row] = fd
 		}
 		member.CloseAll(k.sockets)
 		k.sockets = nil
 		s.keeper = k
 		s.recordKeeper()
-		s.moveKeeper(k)
+		s.moveKeeperToScope(k)
 		go s.watchKeeper(k, time.Now())
-		s.log.Info("keeper adopted", "pid", k.pid, "sockets", len(s.anchors))
+		s.log.Info("keeper adopted", "pid", k.pid, "sockets", len(s.keeperSockets))
 	}
 	return nil
 }
 
 // letGo ends the keeper and closes the anchors.
-func (s *service) letGo() error {
-	for row, fd := range s.anchors {
+func (s *service) retireKeeper() error {
+	for row, fd := range s.keeperSockets {
 		unix.Close(fd)
-		delete(s.anchors, row)
+		delete(s.keeperSockets, row)
 	}
 	return s.replaceKeeper()
 }
@@ -230,7 +230,7 @@ func (s *service) retire() error {
 // a program they would get a share of what is meant for members.
 func (s *service) detach() error {
 	groups := s.groups()
-	errs := []error{s.letGo()}
+	errs := []error{s.retireKeeper()}
 	for _, fd := range groups {
 		errs = append(errs, bpf.Detach(fd))
 		unix.Close(fd)
@@ -250,7 +250,7 @@ func (s *service) groups() (fds []int) {
 			fds, done[row] = append(fds, copied), true
 		}
 	}
-	for row, fd := range s.anchors {
+	for row, fd := range s.keeperSockets {
 		add(row, fd)
 	}
 	for _, seat := range s.seats {
