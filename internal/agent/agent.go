@@ -176,7 +176,7 @@ func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 	return &Agent{
 		options: o, log: o.Log, started: time.Now(), host: h, policy: &config.Policy{},
 		domains: []domain.Domain{services, tuning, tracing, bigtcp.New(h)},
-		sockets: sockmetrics.New(h, services.Listening, tuning.Paths, tracing.Paths),
+		sockets: sockmetrics.New(h, services.EachService, tuning.Paths, tracing.Paths),
 	}
 }
 

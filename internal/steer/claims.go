@@ -18,17 +18,17 @@ import (
 // claim makes a process a member by command. Its sockets must be there already,
 // unless it asks itself: then it is registered when they are. by is the process
 // that asks for itself, or nil.
-func (s *service) claim(pid int, slot *int, source string, by *peer.Caller) (int, error) {
+func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Caller) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	defer s.host.reserve.lend()()
+	defer s.host.descriptors.borrow()()
 	p, err := member.Read(pid)
 	if err != nil {
-		return 0, absent(pid, err)
+		return 0, explainMissing(pid, err)
 	}
-	if by != nil {
+	if caller != nil {
 		// What was read is of the caller only if that lives now.
-		if err := by.Alive(); err != nil || p.StartTime != by.ID.StartTime {
+		if err := caller.Alive(); err != nil || p.StartTime != caller.ID.StartTime {
 			return 0, peer.ErrGone
 		}
 	}
@@ -48,29 +48,29 @@ func (s *service) claim(pid int, slot *int, source string, by *peer.Caller) (int
 			return 0, explainRefusal(fmt.Errorf("make process %d a member: %w", pid, err))
 		}
 	}
-	want, err := s.reserve(self, slot)
+	assigned, err := s.assignSlot(self, slot)
 	if err != nil {
 		return 0, err
 	}
 	before := s.state
 	s.state.Released = slices.DeleteFunc(slices.Clone(s.state.Released), func(r member.ID) bool { return r == self })
-	s.state.Claims = append(s.liveClaims(self), claim{self, want, source})
-	if by == nil {
-		if err := s.register(p, &seat{slot: want, source: source}); err != nil {
+	s.state.Claims = append(s.liveClaims(self), claim{self, assigned, source})
+	if caller == nil {
+		if err := s.register(p, &seat{slot: assigned, source: source}); err != nil {
 			s.state = before
 			if errors.Is(err, fs.ErrNotExist) {
-				return 0, absent(pid, err)
+				return 0, explainMissing(pid, err)
 			}
 			if fault.Hint(err) == "" {
 				err = fault.WithHint(err, "register it once it listens, or start it with sockeye run, which waits for that")
 			}
-			return 0, fmt.Errorf("register process %d in slot %d: %w", pid, want, err)
+			return 0, fmt.Errorf("register process %d in slot %d: %w", pid, assigned, err)
 		}
-		s.forget(pid)
+		s.forgetWaiting(pid)
 	} else {
-		s.consider(p)
+		s.evaluate(p)
 	}
-	return want, s.state.save(s.statePath())
+	return assigned, s.state.save(s.statePath())
 }
 
 // soleUser is the user of the members, as the policy names it, or "" where it names none or several.
@@ -99,7 +99,7 @@ func (s *service) memberListeners() []api.MemberListener {
 }
 
 // absent says that a process has ended, if that is what the error means.
-func absent(pid int, err error) error {
+func explainMissing(pid int, err error) error {
 	if errors.Is(err, fs.ErrNotExist) {
 		return fault.Usage(fmt.Errorf("there is no process %d", pid), "it may have ended; name another with --pid")
 	}
@@ -107,7 +107,7 @@ func absent(pid int, err error) error {
 }
 
 // reserve finds a slot for a process that has none yet.
-func (s *service) reserve(self member.ID, slot *int) (int, error) {
+func (s *service) assignSlot(self member.ID, slot *int) (int, error) {
 	if slot == nil {
 		return s.findSlot(member.AnySlot)
 	}
@@ -152,6 +152,6 @@ func (s *service) unregister(slot int) error {
 	if err := s.state.save(s.statePath()); err != nil {
 		return err
 	}
-	s.clear(slot, "unregistered")
+	s.vacateSlot(slot, "unregistered")
 	return nil
 }

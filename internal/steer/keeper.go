@@ -60,7 +60,7 @@ func isKeeper(p *member.Process) bool {
 // sudo(8) runs for a user, while it waits for a password, has that user's real
 // id.
 func isTrustedKeeper(self member.ID) bool {
-	if !ownIDs(self.PID) || !sameFile(procFile(self.PID, "ns/user"), "/proc/self/ns/user") {
+	if !hasAgentUIDs(self.PID) || !sameFile(procFile(self.PID, "ns/user"), "/proc/self/ns/user") {
 		return false
 	}
 	// Also of a program whose file was replaced since. DAC_READ_SEARCH and
@@ -84,7 +84,7 @@ func sameFile(a, b string) bool {
 
 // ownIDs tells whether the real, effective, saved and file system user ids of a
 // process are the agent's.
-func ownIDs(pid int) bool {
+func hasAgentUIDs(pid int) bool {
 	status, err := os.ReadFile(procFile(pid, "status"))
 	if err != nil {
 		return false

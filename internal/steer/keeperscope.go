@@ -80,7 +80,7 @@ type auxiliaryUnit struct {
 
 // moveOut gives a keeper a scope unit of its own, if it is in the unit of the
 // agent. It returns the unit's name, or "".
-func (m *serviceManager) moveOut(ctx context.Context, k *keeper) (string, error) {
+func (m *serviceManager) startScope(ctx context.Context, k *keeper) (string, error) {
 	p, err := member.Read(k.pid)
 	if err != nil || p.StartTime != k.self.StartTime {
 		return "", nil // ended
@@ -122,7 +122,7 @@ func (s *service) moveKeeperToScope(k *keeper) {
 		return
 	}
 	go func() {
-		unit, err := m.moveOut(context.Background(), k)
+		unit, err := m.startScope(context.Background(), k)
 		switch {
 		case err != nil:
 			s.log.Info("keeper stays in the agent's unit", "pid", k.pid, "error", err)

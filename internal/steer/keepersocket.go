@@ -89,12 +89,12 @@ func tryKeeperSocket(l bpf.Listener, uid uint32, network *os.File, attach func(f
 	if err := attach(fd); err != nil {
 		return fd, err
 	}
-	return fd, drain(fd)
+	return fd, rejectQueued(fd)
 }
 
 // drain refuses what came to an anchor before the program was attached. That
 // can only be where the others of its group had none.
-func drain(fd int) error {
+func rejectQueued(fd int) error {
 	if err := unix.SetNonblock(fd, true); err != nil {
 		return fmt.Errorf("drain anchor: %w", err)
 	}

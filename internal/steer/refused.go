@@ -31,36 +31,36 @@ const (
 )
 
 // refuse notes a process that only looks like a member.
-func (s *service) refuse(p *member.Process, source string, why *member.Refusal) {
-	if s.related(p) || s.isolated(p) {
+func (s *service) addRefusal(p *member.Process, source string, why *member.Refusal) {
+	if s.isRelated(p) || s.isIsolatedProgram(p) {
 		return
 	}
 	self := member.ID{PID: p.PID, StartTime: p.StartTime}
-	if _, known := s.refused[self]; !known {
-		if len(s.refused) >= maxRefusals {
-			s.refused.prune()
+	if _, known := s.refusals[self]; !known {
+		if len(s.refusals) >= maxRefusals {
+			s.refusals.prune()
 		}
-		if len(s.refused) >= maxRefusals || s.probes == 0 || !s.hasPorts(p.PID) {
+		if len(s.refusals) >= maxRefusals || s.probesLeft == 0 || !s.hasPorts(p.PID) {
 			return
 		}
-		if now := time.Now(); now.Sub(s.warned) >= warnInterval {
-			s.warned = now
+		if now := time.Now(); now.Sub(s.lastRefusalLog) >= warnInterval {
+			s.lastRefusalLog = now
 			s.log.Warn("process refused, it only looks like a member", "pid", p.PID, "source", source, "problem", why.Reason)
 		}
 	}
-	s.refused[self] = refused{p, source, why}
+	s.refusals[self] = refused{p, source, why}
 }
 
 // hasPorts tells whether a process has a socket on one of the ports of members, as far as a bounded look at
 // its descriptors shows.
 func (s *service) hasPorts(pid int) bool {
-	s.probes--
+	s.probesLeft--
 	handle, err := member.Open(pid)
 	if err != nil {
 		return false
 	}
 	defer handle.Close()
-	return handle.HasSocket(s.wants)
+	return handle.HasSocket(s.matchesListener)
 }
 
 // prune forgets those that have ended.

@@ -26,29 +26,29 @@ func (s *service) reconcileKeeper() error {
 	before := s.keeperProblem
 	defer func() { s.scheduleKeeperRetry(before) }()
 	s.keeperProblem = nil
-	if s.lookup() {
+	if s.usesLookup() {
 		return s.retireKeeper()
 	}
-	owner, known := s.owner()
+	owner, known := s.groupOwner()
 	if !known {
 		return nil
 	}
 	changed := s.keeper == nil
 	for row, fd := range s.keeperSockets {
-		if s.rows[row] == (bpf.Listener{}) || ownerOf(fd) != owner {
+		if s.rows[row] == (bpf.Listener{}) || socketOwner(fd) != owner {
 			unix.Close(fd)
 			delete(s.keeperSockets, row)
 			changed = true
 		}
 	}
 	var errs []error
-	for row, l := range s.source {
+	for row, l := range s.listeners {
 		attach := func(fd int) error { return s.path.Attach(row, fd) }
 		if fd, ok := s.keeperSockets[row]; ok {
 			errs = append(errs, attach(fd))
 			continue
 		}
-		fd, err := openKeeperSocket(s.rows[row], owner, s.enter(), attach)
+		fd, err := openKeeperSocket(s.rows[row], owner, s.socketNetns(), attach)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("hold %s for user %s: %w", l, member.UserName(owner), err))
 			continue
@@ -95,7 +95,7 @@ func (s *service) scheduleKeeperRetry(before error) {
 	})
 }
 
-func ownerOf(fd int) uint32 {
+func socketOwner(fd int) uint32 {
 	var stat unix.Stat_t
 	if err := unix.Fstat(fd, &stat); err != nil {
 		return ^uint32(0)
@@ -167,19 +167,19 @@ func (s *service) restartKeeper() {
 // adoptKeeper takes the anchors over from an earlier agent's keeper.
 func (s *service) restoreKeeper() error {
 	// Those of the policy in force before are no longer in the pins.
-	rows := slices.DeleteFunc(slices.Concat(s.rows[:], s.before[:]), func(l bpf.Listener) bool { return l == (bpf.Listener{}) })
+	rows := slices.DeleteFunc(slices.Concat(s.rows[:], s.previousRows[:]), func(l bpf.Listener) bool { return l == (bpf.Listener{}) })
 	keepers, err := findKeepers(s.host.Root.Dir, s.config.Name, s.state.Keeper, func(string) []bpf.Listener { return rows })
 	if err != nil {
 		return err
 	}
 	for _, k := range keepers {
-		if s.keeper != nil || s.lookup() {
+		if s.keeper != nil || s.usesLookup() {
 			if err := k.kill(); err != nil {
 				return err
 			}
 			continue
 		}
-		for row := range s.source {
+		for row := range s.listeners {
 			i := slices.IndexFunc(k.sockets, func(socket *member.Socket) bool {
 				return isKeeperSocket(socket, s.rows[row])
 			})
@@ -217,19 +217,19 @@ func (s *service) retireKeeper() error {
 func (s *service) retire() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	errs := []error{s.detach()}
+	errs := []error{s.detachPrograms()}
 	for slot := range s.seats {
-		s.clear(slot, "service removed")
+		s.vacateSlot(slot, "service removed")
 	}
 	errs = append(errs, bpf.Remove(s.host.Root.Service(s.config.Name)))
-	s.release()
+	s.closeLocked()
 	return fault.Join(errs...)
 }
 
 // detach takes the programs off the groups, the keeper's sockets first: without
 // a program they would get a share of what is meant for members.
-func (s *service) detach() error {
-	groups := s.groups()
+func (s *service) detachPrograms() error {
+	groups := s.groupSockets()
 	errs := []error{s.retireKeeper()}
 	for _, fd := range groups {
 		errs = append(errs, bpf.Detach(fd))
@@ -240,8 +240,8 @@ func (s *service) detach() error {
 
 // groups returns a descriptor of each SO_REUSEPORT group that has a program,
 // by whatever socket is at hand. The caller closes them.
-func (s *service) groups() (fds []int) {
-	if s.lookup() {
+func (s *service) groupSockets() (fds []int) {
+	if s.usesLookup() {
 		return nil
 	}
 	done := make(map[int]bool)
@@ -254,10 +254,10 @@ func (s *service) groups() (fds []int) {
 		add(row, fd)
 	}
 	for _, seat := range s.seats {
-		if len(done) == len(s.source) {
+		if len(done) == len(s.listeners) {
 			break
 		}
-		sockets, err := seat.handle.Sockets(s.wants)
+		sockets, err := seat.handle.Sockets(s.matchesListener)
 		if err != nil {
 			continue
 		}

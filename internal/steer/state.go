@@ -27,7 +27,7 @@ type state struct {
 	// BootID tells whether what follows is about processes of now.
 	BootID string `json:"boot_id"`
 	// Members are processes that rules named, as they were then.
-	Members []seen `json:"members,omitempty"`
+	Members []firstSight `json:"members,omitempty"`
 	// Sockets are those of members, and of members that have ended: a process that such a member forked may
 	// hold them on, and is none.
 	Sockets []openedSockets `json:"sockets,omitempty"`
@@ -38,12 +38,12 @@ type state struct {
 	// Keeper is the process that holds the anchors.
 	Keeper *member.ID `json:"keeper,omitempty"`
 	// Adopted are devices that stay with a member by on_start.
-	Adopted []adopted `json:"adopted,omitempty"`
+	Adopted []adoptedDevice `json:"adopted,omitempty"`
 }
 
 // seen is what a process was when it was first seen. Some programs write over
 // their arguments and their environment, and upgrades replace executables.
-type seen struct {
+type firstSight struct {
 	member.ID
 	Args         []string `json:"args"`
 	SlotVariable string   `json:"slot_variable,omitempty"`

@@ -11,46 +11,46 @@ import (
 const (
 	// reserved is how many descriptors are kept for members: to look at a process takes some
 	// at a time, and a member keeps one.
-	reserved = 32
+	reserveSize = 32
 	// spare is how many others are to be free, or the reserve is used.
-	spare = 8
+	spareDescriptors = 8
 )
 
 // reserve keeps descriptors for members, whatever takes all the others. The zero value has
 // none yet.
-type reserve struct {
-	mu   sync.Mutex
-	held []int
+type fdReserve struct {
+	mu  sync.Mutex
+	fds []int
 }
 
 // fill takes what is missing, and leaves some to others.
-func (r *reserve) fill() {
+func (r *fdReserve) fill() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	others := openSome(spare)
-	if len(others) == spare {
-		r.held = append(r.held, openSome(reserved-len(r.held))...)
+	others := openDescriptors(spareDescriptors)
+	if len(others) == spareDescriptors {
+		r.fds = append(r.fds, openDescriptors(reserveSize-len(r.fds))...)
 	}
-	closeAll(others)
+	closeDescriptors(others)
 }
 
 // lend frees the reserve if the agent has hardly any descriptors left, until the result is
 // called.
-func (r *reserve) lend() (back func()) {
+func (r *fdReserve) borrow() (back func()) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	others := openSome(spare)
-	closeAll(others)
-	if len(others) == spare {
+	others := openDescriptors(spareDescriptors)
+	closeDescriptors(others)
+	if len(others) == spareDescriptors {
 		return func() {}
 	}
-	closeAll(r.held)
-	r.held = nil
+	closeDescriptors(r.fds)
+	r.fds = nil
 	return r.fill
 }
 
 // openSome opens so many descriptors, or as many as there are.
-func openSome(n int) (list []int) {
+func openDescriptors(n int) (list []int) {
 	for range n {
 		fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
 		if err != nil {
@@ -61,7 +61,7 @@ func openSome(n int) (list []int) {
 	return list
 }
 
-func closeAll(list []int) {
+func closeDescriptors(list []int) {
 	for _, fd := range list {
 		unix.Close(fd)
 	}
