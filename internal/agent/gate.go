@@ -18,49 +18,48 @@ import (
 	"sockeye/internal/peer"
 )
 
-// Bounds of connections, by the descriptors that the agent may have. All together are a
-// fraction of those, so that no number of callers keeps members out.
+// Connection limits, as fractions of the descriptor limit of the agent. The sum of the limits leaves descriptors for
+// members, whatever the number of callers.
 const (
-	apiShare, leastAPI, mostAPI             = 16, 8, 128 // each has a handle of its caller, too
+	apiShare, leastAPI, mostAPI             = 16, 8, 128 // each connection has a pidfd of its caller, too
 	metricsShare, leastMetrics, mostMetrics = 16, 4, 64
-	// warnEvery bounds how often the log tells that callers are turned away.
+	// warnInterval is the minimum time between two warnings about closed connections.
 	warnInterval = time.Minute
-	// idleTime is how long a connection stays open without a request.
-	idleTime = 30 * time.Second
+	// idleTimeout is the time after which the server closes a connection without a request.
+	idleTimeout = 30 * time.Second
 )
 
-// gate bounds the connections of a server. At the bound, the oldest connection goes that
-// waits for a request, or else a new one is refused.
+// gate limits the connections of a server. At the limit, the gate closes the oldest idle connection; if no connection
+// is idle, the gate refuses the new one.
 type gate struct {
 	net.Listener
 	name  string
 	log   *slog.Logger
 	limit int
-	// user tells whose connection it is; nil: nobody's in particular. Users but root have a half
-	// of the connections, each of them a quarter.
+	// userOf returns the user of a connection; nil if the gate does not distinguish users. All users other than root
+	// together have half of the connections, and each of them a quarter.
 	userOf func(net.Conn) uint32
-	// pushes: a new connection is never refused, and pushes out the oldest of all.
+	// evictsOldest makes the gate close the oldest connection where none is idle, instead of refusing the new one.
 	evictsOldest bool
-	// refusal is sent before a connection is refused.
+	// refusal is written to a connection before the gate closes it.
 	refusal []byte
 
 	mu     sync.Mutex
-	conns  []*gateConn // the oldest first
+	conns  []*gateConn // oldest first
 	warned time.Time
 }
 
 type gateConn struct {
 	net.Conn
 	uid     uint32
-	serving int // requests: 0 or 1
+	serving int // requests in progress: 0 or 1
 }
 
 type gateConnKey struct{}
 
-// guard has a server's connections come through a gate. It is to be called before the
-// server serves, and after all else of it is set.
+// wrap installs the gate in a server. Call wrap after all other settings of the server and before Serve.
 func (g *gate) wrap(server *http.Server) {
-	handler, with, told := server.Handler, server.ConnContext, server.ConnState
+	handler, connContext, connState := server.Handler, server.ConnContext, server.ConnState
 	server.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if e, ok := r.Context().Value(gateConnKey{}).(*gateConn); ok {
 			g.addServing(e, 1)
@@ -69,23 +68,23 @@ func (g *gate) wrap(server *http.Server) {
 		handler.ServeHTTP(w, r)
 	})
 	server.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
-		if with != nil {
-			ctx = with(ctx, c)
+		if connContext != nil {
+			ctx = connContext(ctx, c)
 		}
 		return context.WithValue(ctx, gateConnKey{}, g.find(c))
 	}
 	server.ConnState = func(c net.Conn, s http.ConnState) {
-		if told != nil {
-			told(c, s)
+		if connState != nil {
+			connState(c, s)
 		}
 		if s == http.StateClosed || s == http.StateHijacked {
 			g.remove(c)
 		}
 	}
-	server.IdleTimeout = idleTime
+	server.IdleTimeout = idleTimeout
 }
 
-// Accept waits for the next connection that may come in.
+// Accept returns the next connection that the limits admit.
 func (g *gate) Accept() (net.Conn, error) {
 	for {
 		c, err := g.Listener.Accept()
@@ -99,7 +98,7 @@ func (g *gate) Accept() (net.Conn, error) {
 		if g.admit(e) {
 			return c, nil
 		}
-		// It is small enough for any socket's buffer.
+		// The refusal is smaller than any socket buffer, so the write does not block.
 		_ = c.SetWriteDeadline(time.Now().Add(10 * time.Millisecond))
 		_, _ = c.Write(g.refusal)
 		c.Close()
@@ -123,8 +122,8 @@ func (g *gate) admit(e *gateConn) bool {
 	return true
 }
 
-// room closes a connection if one more of its kind would be too many. It is false if none
-// may be closed.
+// makeRoom reports whether one more connection of a kind is within the limit. At the limit, makeRoom closes an idle
+// connection of that kind, or the oldest one with evictsOldest.
 func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
 	n, oldest, waits := 0, -1, -1
 	for i, e := range g.conns {
@@ -170,7 +169,7 @@ func (g *gate) find(c net.Conn) *gateConn {
 			return e
 		}
 	}
-	return &gateConn{Conn: c} // closed meanwhile
+	return &gateConn{Conn: c} // already removed
 }
 
 func (g *gate) remove(c net.Conn) {
@@ -184,20 +183,20 @@ func (g *gate) remove(c net.Conn) {
 	}
 }
 
-// guardAPI bounds the connections to the agent's socket.
+// guardAPI limits the connections to the agent's socket.
 func (a *Agent) guardAPI(s *server) *server {
 	g := &gate{
 		Listener: s.listener, name: "API", log: a.log, limit: domain.ShareOfDescriptors(apiShare, leastAPI, mostAPI), userOf: userOf,
 		refusal: refusalOf(api.Failure{Error: "the agent has too many connections", Hint: "try again; who has them: ss -xp", Code: fault.CodeFailed}),
 	}
 	g.wrap(s.http)
-	// No answer takes so long but those that go on, which lift it.
+	// Streams remove this deadline; all other answers are shorter.
 	s.http.WriteTimeout = 2 * time.Minute
 	s.listener = g
 	return s
 }
 
-// userOf is who connected to the agent's socket.
+// userOf returns the user that connected to the agent's socket, or 2^32-1 for an unknown one.
 func userOf(c net.Conn) uint32 {
 	if k := c.(*peer.Conn).Caller; k != nil {
 		return k.Cred.Uid
@@ -205,7 +204,7 @@ func userOf(c net.Conn) uint32 {
 	return ^uint32(0)
 }
 
-// refusalOf is an answer of the API to whoever cannot come in.
+// refusalOf returns the HTTP answer to a connection that the gate refuses.
 func refusalOf(f api.Failure) []byte {
 	body, err := json.Marshal(f)
 	if err != nil {
