@@ -4,8 +4,7 @@ package domain
 
 import "golang.org/x/sys/unix"
 
-// descriptors is how many the agent may have. Go has raised the soft limit to the hard
-// one when it started.
+// descriptorLimit returns RLIMIT_NOFILE. The Go runtime has raised the soft limit to the hard limit at start.
 func descriptorLimit() int {
 	var limit unix.Rlimit
 	if unix.Getrlimit(unix.RLIMIT_NOFILE, &limit) != nil {
@@ -14,7 +13,7 @@ func descriptorLimit() int {
 	return int(min(limit.Cur, 1<<20))
 }
 
-// ShareOfDescriptors is a part of the descriptors that the agent may have: 1 of so many, within bounds.
+// ShareOfDescriptors returns 1/part of the descriptor limit of the agent, at least least and at most most.
 func ShareOfDescriptors(part, least, most int) int {
 	return min(max(descriptorLimit()/part, least), most)
 }
