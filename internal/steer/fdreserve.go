@@ -9,21 +9,20 @@ import (
 )
 
 const (
-	// reserved is how many descriptors are kept for members: to look at a process takes some
-	// at a time, and a member keeps one.
+	// reserveSize is the number of descriptors reserved for members: an inspection opens some for a moment, and a
+	// member keeps one.
 	reserveSize = 32
-	// spare is how many others are to be free, or the reserve is used.
+	// spareDescriptors is the number of free descriptors below which the reserve is used.
 	spareDescriptors = 8
 )
 
-// reserve keeps descriptors for members, whatever takes all the others. The zero value has
-// none yet.
+// fdReserve keeps descriptors open that members may use when the agent has no others left. The zero value is empty.
 type fdReserve struct {
 	mu  sync.Mutex
 	fds []int
 }
 
-// fill takes what is missing, and leaves some to others.
+// fill opens the missing descriptors of the reserve if spareDescriptors others are free.
 func (r *fdReserve) fill() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -34,8 +33,8 @@ func (r *fdReserve) fill() {
 	closeDescriptors(others)
 }
 
-// lend frees the reserve if the agent has hardly any descriptors left, until the result is
-// called.
+// borrow closes the descriptors of the reserve if fewer than spareDescriptors are free. The caller calls the result to
+// fill the reserve again.
 func (r *fdReserve) borrow() (back func()) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -49,7 +48,7 @@ func (r *fdReserve) borrow() (back func()) {
 	return r.fill
 }
 
-// openSome opens so many descriptors, or as many as there are.
+// openDescriptors opens n descriptors, or fewer at the limit.
 func openDescriptors(n int) (list []int) {
 	for range n {
 		fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC)

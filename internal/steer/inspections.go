@@ -8,33 +8,30 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// What a process reports by binding sockets is looked at at once, as members
-// must be found within milliseconds. But any user may bind in a loop, so each
-// process has a bounded number of looks a second, and so have scans.
+// A process that binds a socket is inspected immediately, because members must be registered within milliseconds. Any
+// user may bind sockets in a loop, so the inspections per process and the scans per second are limited.
 
 const (
-	// lookPeriod is the time that a bound is for, and how long after a bind a
-	// process is looked at once more.
+	// inspectionPeriod is the period of the limits, and the delay of the last inspection after a bind.
 	inspectionPeriod = time.Second
-	// maxLooks bounds the looks at a process in a period at its binds. A member
-	// binds each listener once or twice.
+	// maxInspections limits the inspections of a process at its binds in a period. A member binds each listener
+	// once or twice.
 	maxInspections = 2 * bpf.MaxListeners
-	// maxLooking bounds the processes, and so the timers. Beyond them there is a
-	// scan.
+	// maxInspected limits the processes with a period, and so the timers. Beyond the limit, a scan replaces the
+	// inspection.
 	maxInspected = 1024
 )
 
-// looks are those at one process in the period that runs.
+// inspections counts the inspections of one process in its current period.
 type inspections struct {
 	count     int  // at binds
 	again     bool // there was a bind after the first of the period
 	wasMember bool // it was a member when it bound
 }
 
-// look considers a process that bound a socket or listens on one, and once more
-// when its period has ended, unless it is a member by then: nfacctd takes the
-// name by which a rule may know it only after its last bind, and before Linux
-// 5.16 the hook runs before the socket has its port.
+// inspect evaluates a process that has bound a socket or listens on one. A second inspection follows at the end of the
+// period, unless the process is a member by then: nfacctd sets the process title, which a rule may match, after its last
+// bind, and before Linux 5.16 the hook runs before the socket has its port.
 func (s *service) inspect(pid int) {
 	l := s.inspected[pid]
 	if l == nil && len(s.inspected) >= maxInspected {
@@ -55,8 +52,8 @@ func (s *service) inspect(pid int) {
 	}
 }
 
-// lookAgain ends a period. Binds in it after the first have another one: the
-// last look comes at least a period after the last bind.
+// inspectAgain ends a period. If the process has bound more than once, another period follows, so that the last
+// inspection is at least one period after the last bind.
 func (s *service) inspectAgain(pid int, l *inspections) {
 	if s.inspected[pid] != l {
 		return
@@ -74,8 +71,7 @@ func (s *service) inspectAgain(pid int, l *inspections) {
 	s.afterInspectionPeriod(func() { s.inspectAgain(pid, l) })
 }
 
-// scanOnce scans now, or when a period has passed since the last scan of this
-// kind.
+// scanRateLimited scans all processes now, or one period after the last rate-limited scan.
 func (s *service) scanRateLimited() {
 	switch {
 	case s.scannedRecently:
@@ -96,7 +92,7 @@ func (s *service) scanRateLimited() {
 	})
 }
 
-// afterPeriod calls f with the lock held, unless the service is closed by then.
+// afterInspectionPeriod calls f with the lock held after one period, unless the service is closed.
 func (s *service) afterInspectionPeriod(f func()) {
 	time.AfterFunc(inspectionPeriod, func() {
 		s.mu.Lock()

@@ -17,11 +17,11 @@ import (
 	"sockeye/internal/rights"
 )
 
-// hold keeps the groups of all listeners alive, with the program of now, by
-// anchors and a keeper. Until the members' user is known it cannot: a socket
-// of another user would keep them from binding.
+// reconcileKeeper opens the missing keeper sockets, attaches the current program to all of them, and replaces the
+// keeper process if its set of sockets has changed. Without a known user of the members, reconcileKeeper opens none:
+// a socket of another user would make the members' bind fail.
 //
-// What fails is logged, and tried again: who has a port may give it up.
+// Errors are logged, and the agent tries again: the process that has a port may close it.
 func (s *service) reconcileKeeper() error {
 	before := s.keeperProblem
 	defer func() { s.scheduleKeeperRetry(before) }()
@@ -67,10 +67,10 @@ func (s *service) reconcileKeeper() error {
 	return nil
 }
 
-// holdInterval is how long after a failure hold is tried again.
+// keeperRetryInterval is the time between two attempts of reconcileKeeper after a failure.
 const keeperRetryInterval = 2 * time.Second
 
-// holdAgain tells of a problem of hold that is new, or solved, and has hold tried again while there is one.
+// scheduleKeeperRetry logs a change of the keeper problem, and schedules the next attempt while there is a problem.
 func (s *service) scheduleKeeperRetry(before error) {
 	switch {
 	case s.keeperProblem == nil && before != nil:
@@ -87,7 +87,7 @@ func (s *service) scheduleKeeperRetry(before error) {
 		defer s.mu.Unlock()
 		s.keeperRetryPending = false
 		if s.events == nil || s.keeperProblem == nil {
-			return // given up, or solved meanwhile
+			return // the service is closed, or the problem is solved
 		}
 		if err := s.reconcileKeeper(); err != nil {
 			s.log.Error("ports not held", "error", err)
@@ -103,7 +103,7 @@ func socketOwner(fd int) uint32 {
 	return stat.Uid
 }
 
-// replaceKeeper starts a keeper of the anchors of now, then ends the old one.
+// replaceKeeper starts a keeper with the current keeper sockets, then kills the old keeper.
 func (s *service) replaceKeeper() error {
 	old := s.keeper
 	s.keeper = nil
@@ -124,7 +124,7 @@ func (s *service) replaceKeeper() error {
 	return nil
 }
 
-// recordKeeper writes down which process the keeper is, for the next agent.
+// recordKeeper saves the process id and the start time of the keeper for the next agent.
 func (s *service) recordKeeper() {
 	s.state.Keeper = &s.keeper.self
 	if err := s.state.save(s.statePath()); err != nil {
@@ -132,8 +132,7 @@ func (s *service) recordKeeper() {
 	}
 }
 
-// watchKeeper replaces a keeper that somebody ended; after a second, if it
-// did not live longer than that.
+// watchKeeper waits for the exit of a keeper and replaces the keeper, after 1 s if the keeper ran for less than 1 s.
 func (s *service) watchKeeper(k *keeper, started time.Time) {
 	if k.handle.Wait() != nil {
 		return
@@ -143,11 +142,11 @@ func (s *service) watchKeeper(k *keeper, started time.Time) {
 	if s.keeper != k {
 		return
 	}
-	s.log.Warn("keeper ended", "pid", k.pid)
+	s.log.Warn("keeper exited", "pid", k.pid)
 	k.close()
 	s.keeper = nil
 	if time.Since(started) < time.Second {
-		s.keeperProblem = errors.New("its keeper ends at once; while there is none and the agent ends too, the ports are not held")
+		s.keeperProblem = errors.New("its keeper exits immediately; if the agent exits while there is no keeper, the ports are not held")
 		time.AfterFunc(time.Second, s.restartKeeper)
 		return
 	}
@@ -164,9 +163,9 @@ func (s *service) restartKeeper() {
 	}
 }
 
-// adoptKeeper takes the anchors over from an earlier agent's keeper.
+// restoreKeeper takes over the keeper of an earlier agent and copies its sockets.
 func (s *service) restoreKeeper() error {
-	// Those of the policy in force before are no longer in the pins.
+	// A keeper may have the listeners of the previous policy, which are no longer pinned.
 	rows := slices.DeleteFunc(slices.Concat(s.rows[:], s.previousRows[:]), func(l bpf.Listener) bool { return l == (bpf.Listener{}) })
 	keepers, err := findKeepers(s.host.Root.Dir, s.config.Name, s.state.Keeper, func(string) []bpf.Listener { return rows })
 	if err != nil {
@@ -189,7 +188,7 @@ func (s *service) restoreKeeper() error {
 			fd, err := unix.FcntlInt(uintptr(k.sockets[i].FD()), unix.F_DUPFD_CLOEXEC, 0)
 			if err != nil {
 				k.close()
-				return fmt.Errorf("copy anchor: %w", err)
+				return fmt.Errorf("copy keeper socket: %w", err)
 			}
 			s.keeperSockets[row] = fd
 		}
@@ -199,12 +198,12 @@ func (s *service) restoreKeeper() error {
 		s.recordKeeper()
 		s.moveKeeperToScope(k)
 		go s.watchKeeper(k, time.Now())
-		s.log.Info("keeper adopted", "pid", k.pid, "sockets", len(s.keeperSockets))
+		s.log.Info("keeper restored", "pid", k.pid, "sockets", len(s.keeperSockets))
 	}
 	return nil
 }
 
-// letGo ends the keeper and closes the anchors.
+// retireKeeper closes the keeper sockets and kills the keeper.
 func (s *service) retireKeeper() error {
 	for row, fd := range s.keeperSockets {
 		unix.Close(fd)
@@ -213,7 +212,8 @@ func (s *service) retireKeeper() error {
 	return s.replaceKeeper()
 }
 
-// retire gives the service's ports back to the kernel and removes its pins.
+// retire detaches the programs of the service, clears its slots, and removes its pins. The kernel's hash selects
+// afterwards.
 func (s *service) retire() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -226,8 +226,8 @@ func (s *service) retire() error {
 	return fault.Join(errs...)
 }
 
-// detach takes the programs off the groups, the keeper's sockets first: without
-// a program they would get a share of what is meant for members.
+// detachPrograms detaches the program of each group. The keeper sockets are closed first: without a program, the kernel
+// would give them a share of the members' traffic.
 func (s *service) detachPrograms() error {
 	groups := s.groupSockets()
 	errs := []error{s.retireKeeper()}
@@ -238,8 +238,8 @@ func (s *service) detachPrograms() error {
 	return fault.Join(errs...)
 }
 
-// groups returns a descriptor of each SO_REUSEPORT group that has a program,
-// by whatever socket is at hand. The caller closes them.
+// groupSockets returns a descriptor of one socket of each SO_REUSEPORT group with a program: a keeper socket or a
+// member's socket. The caller closes the descriptors.
 func (s *service) groupSockets() (fds []int) {
 	if s.usesLookup() {
 		return nil
