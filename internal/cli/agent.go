@@ -64,7 +64,7 @@ func (c *commands) holdCommand() *cobra.Command {
 		Use:    steer.KeeperCommand,
 		Short:  "Hold the sockets that the agent hands over, while it is away",
 		Hidden: true,
-		RunE:   func(cmd *cobra.Command, _ []string) error { return steer.Hold(cmd.Context()) },
+		RunE:   func(cmd *cobra.Command, _ []string) error { return steer.RunKeeper(cmd.Context()) },
 	}
 	// Read by the next agent in /proc, not here.
 	cmd.Flags().String("pins", "", "")

@@ -123,7 +123,7 @@ func LookupUser(name string) (uint32, error) {
 }
 
 // Below tells whether a process lives in the cgroup or in one below it.
-func (p *Process) Below(cgroup string) bool {
+func (p *Process) InCgroup(cgroup string) bool {
 	return cgroup == "/" || p.Cgroup == cgroup || strings.HasPrefix(p.Cgroup, cgroup+"/")
 }
 

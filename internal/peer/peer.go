@@ -55,7 +55,7 @@ func of(c net.Conn) (*Caller, error) {
 	if byNumber {
 		k.handle, err = member.Open(int(cred.Pid))
 	} else {
-		k.handle, err = member.Adopt(handle, int(cred.Pid))
+		k.handle, err = member.FromPidfd(handle, int(cred.Pid))
 	}
 	if err != nil {
 		return nil, err

@@ -128,7 +128,7 @@ func Take(pid, number int) (*Socket, error) {
 		return nil, err
 	}
 	defer h.Close()
-	m, err := h.Take(number)
+	m, err := h.OpenSocket(number)
 	if err != nil {
 		return nil, err
 	}

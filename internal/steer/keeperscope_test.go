@@ -218,11 +218,11 @@ func TestKeeperScopeRefused(t *testing.T) {
 	m := &serviceManager{func(ctx context.Context) (*dbus.Conn, error) {
 		return dbus.Connect("unix:path=/nonexistent", dbus.WithContext(ctx))
 	}, self.Cgroup}
-	if unit, err := m.moveOut(t.Context(), k); err == nil || unit != "" {
+	if unit, err := m.startScope(t.Context(), k); err == nil || unit != "" {
 		t.Errorf("%q, %v", unit, err)
 	}
 	m.unit = "/system.slice/sockeye.service"
-	if unit, err := m.moveOut(t.Context(), k); err != nil || unit != "" {
+	if unit, err := m.startScope(t.Context(), k); err != nil || unit != "" {
 		t.Errorf("a keeper elsewhere: %q, %v", unit, err)
 	}
 	if m := findServiceManager(); m != nil && !strings.HasSuffix(self.Cgroup, ".service") {

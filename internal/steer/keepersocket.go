@@ -14,26 +14,24 @@ import (
 	"sockeye/internal/netns"
 )
 
-// An anchor is a socket in the SO_REUSEPORT group of a listener that the
-// program never selects. It keeps the group, and with it the program, alive
-// while no member is: the next member finds it in place, and nothing is ever
-// given out by the kernel's hash. The agent holds the anchors, and so does a
-// keeper, a process that does nothing else and survives the agent.
+// A keeper socket is a socket in the SO_REUSEPORT group of a listener that the program never selects. The keeper socket
+// keeps the group and its program alive while the service has no member, so that the kernel's hash never selects a
+// socket. Both the agent and the keeper have the keeper sockets open; the keeper is a process that does nothing else
+// and outlives the agent.
 
-// openAnchor makes the anchor of a listener and attaches the program before a
-// packet can reach it. All sockets of a group belong to one user.
-func openAnchor(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error) (int, error) {
-	// With a program a socket is the first of its group or is refused
-	// (inet_csk_bind_conflict). Then there are others, and their program
-	// decides already.
-	fd, err := tryAnchor(l, uid, network, attach, true)
+// openKeeperSocket opens the keeper socket of a listener and attaches the program before a packet can reach the socket.
+// All sockets of a SO_REUSEPORT group belong to one user, uid.
+func openKeeperSocket(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error) (int, error) {
+	// A socket that has a program can only be the first of its group; otherwise bind fails
+	// (inet_csk_bind_conflict). In that case the program of the existing group already selects.
+	fd, err := tryKeeperSocket(l, uid, network, attach, true)
 	if errors.Is(err, unix.EADDRINUSE) {
-		return tryAnchor(l, uid, network, attach, false)
+		return tryKeeperSocket(l, uid, network, attach, false)
 	}
 	return fd, err
 }
 
-func tryAnchor(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error, attachFirst bool) (fd int, err error) {
+func tryKeeperSocket(l bpf.Listener, uid uint32, network *os.File, attach func(fd int) error, attachFirst bool) (fd int, err error) {
 	domain, kind := unix.AF_INET6, unix.SOCK_DGRAM
 	if l.Address.Addr().Is4() {
 		domain = unix.AF_INET
@@ -54,7 +52,7 @@ func tryAnchor(l bpf.Listener, uid uint32, network *os.File, attach func(fd int)
 			fd = -1
 		}
 	}()
-	// sockfs_setattr (net/socket.c) carries the owner over to sk_uid.
+	// sockfs_setattr (net/socket.c) copies the owner to sk_uid.
 	if err := unix.Fchown(fd, int(uid), -1); err != nil {
 		return fd, fmt.Errorf("give socket to user %d: %w", uid, err)
 	}
@@ -89,12 +87,12 @@ func tryAnchor(l bpf.Listener, uid uint32, network *os.File, attach func(fd int)
 	if err := attach(fd); err != nil {
 		return fd, err
 	}
-	return fd, drain(fd)
+	return fd, rejectQueued(fd)
 }
 
-// drain refuses what came to an anchor before the program was attached. That
-// can only be where the others of its group had none.
-func drain(fd int) error {
+// rejectQueued resets the connections and discards the datagrams that a keeper socket received before the program was
+// attached. The queue is empty unless the group had no program.
+func rejectQueued(fd int) error {
 	if err := unix.SetNonblock(fd, true); err != nil {
 		return fmt.Errorf("drain anchor: %w", err)
 	}
@@ -102,7 +100,7 @@ func drain(fd int) error {
 	for range most {
 		conn, _, err := unix.Accept4(fd, unix.SOCK_CLOEXEC)
 		if err == nil {
-			// Reset, so that the device tries again.
+			// A reset makes the device connect again.
 			err = unix.SetsockoptLinger(conn, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
 			unix.Close(conn)
 		} else if errors.Is(err, unix.EOPNOTSUPP) {
