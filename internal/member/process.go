@@ -57,13 +57,13 @@ type FileID struct {
 
 func fileID(s *unix.Stat_t) FileID { return FileID{uint64(s.Dev), s.Ino} }
 
-// Remembered is what an earlier look at a process saw of it that the process may have written over
+// FromRecord is what an earlier look at a process saw of it that the process may have written over
 // since, and the executable that was found to be the host's, or "".
 func FromRecord(pid int, startTime uint64, args []string, slotVariable, exe string, file FileID) *Process {
 	return &Process{PID: pid, StartTime: startTime, Args: args, slotVariable: &slotVariable, Exe: exe, File: file, exeVerified: exe != ""}
 }
 
-// Remember takes over from an earlier look what a process may write over, and where its executable
+// RecallFirstSeen takes over from an earlier look what a process may write over, and where its executable
 // was on the host, which may have been replaced since.
 func (p *Process) RecallFirstSeen(first *Process) {
 	p.Args, p.slotVariable = first.Args, first.slotVariable
@@ -72,13 +72,13 @@ func (p *Process) RecallFirstSeen(first *Process) {
 	}
 }
 
-// Runs tells whether the process, as it was seen, may run that executable: it is false once execve(2)
+// MayRun tells whether the process, as it was seen, may run that executable: it is false once execve(2)
 // has replaced the one that is known.
 func (p *Process) MayRun(file FileID) bool {
 	return p.File == file || p.File == FileID{} || file == FileID{}
 }
 
-// Proven is the executable if it was found to be the host's file of that path.
+// VerifiedExecutable is the executable if it was found to be the host's file of that path.
 func (p *Process) VerifiedExecutable() (exe string, file FileID) {
 	if !p.exeVerified {
 		return "", FileID{}

@@ -122,7 +122,7 @@ func LookupUser(name string) (uint32, error) {
 	return uint32(uid), nil
 }
 
-// Below tells whether a process lives in the cgroup or in one below it.
+// InCgroup tells whether a process lives in the cgroup or in one below it.
 func (p *Process) InCgroup(cgroup string) bool {
 	return cgroup == "/" || p.Cgroup == cgroup || strings.HasPrefix(p.Cgroup, cgroup+"/")
 }

@@ -33,7 +33,7 @@ func Open(pid int) (*Handle, error) {
 	return &Handle{file: os.NewFile(uintptr(fd), "pidfd:"+strconv.Itoa(pid)), fd: fd, pid: pid}, nil
 }
 
-// Adopt takes over a pidfd of the process with an id.
+// FromPidfd takes over a pidfd of the process with an id.
 func FromPidfd(pidfd, pid int) (*Handle, error) {
 	if err := unix.SetNonblock(pidfd, true); err != nil {
 		unix.Close(pidfd)
@@ -100,7 +100,7 @@ func (s *Socket) String() string {
 	return protocols[s.Protocol] + " " + s.Local.String()
 }
 
-// Twin tells whether the kernel would share what arrives among two sockets.
+// SharesTraffic tells whether the kernel would share what arrives among two sockets.
 func (s *Socket) SharesTraffic(other *Socket) bool {
 	return s.Protocol == other.Protocol && s.Local == other.Local && s.V6Only == other.V6Only && !s.Connected && !other.Connected
 }
@@ -128,7 +128,7 @@ func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 	return sockets, nil
 }
 
-// Has tells whether one of the first descriptors of a process, of which it looks at 1024 and at no more, is
+// HasSocket tells whether one of the first descriptors of a process, of which it looks at 1024 and at no more, is
 // a socket that want says yes to.
 func (h *Handle) HasSocket(want func(*Socket) bool) bool {
 	const most = 1024
@@ -202,7 +202,7 @@ func (h *Handle) scanDescriptors(seen map[uint64]bool, want func(*Socket) bool) 
 	return sockets, moved, nil
 }
 
-// Take returns the socket behind one descriptor of a process. The caller closes
+// OpenSocket returns the socket behind one descriptor of a process. The caller closes
 // it. Where there is none, or no bound TCP or UDP socket, it fails with
 // fs.ErrNotExist. It needs the same rights as Sockets.
 func (h *Handle) OpenSocket(number int) (*Socket, error) {
@@ -239,7 +239,7 @@ func CloseAll(sockets []*Socket) {
 	}
 }
 
-// Inspect takes over a descriptor. It says no, and closes it, unless it is a
+// InspectSocket takes over a descriptor. It says no, and closes it, unless it is a
 // bound TCP or UDP socket.
 func InspectSocket(fd int) (*Socket, bool) {
 	s := &Socket{fd: fd}

@@ -332,7 +332,7 @@ func (d *Domain) programIDs() ([]uint32, error) {
 	return ids, nil
 }
 
-// Listening calls f for each service, in the order of the policy, with the network namespace that it is
+// EachService calls f for each service, in the order of the policy, with the network namespace that it is
 // in: its inode, and what to enter it by; nil is that of the agent.
 func (d *Domain) EachService(f func(c config.Service, inode uint64, enter *os.File)) {
 	services, _ := d.selectServices("") // all: no name can be wrong
