@@ -9,13 +9,9 @@ import (
 	"math"
 	"os"
 	"path/filepath"
-	"slices"
 	"text/tabwriter"
 	"time"
 
-	"golang.org/x/sys/unix"
-
-	"sockeye/internal/stats"
 	"sockeye/lab/plot"
 )
 
@@ -31,26 +27,6 @@ type report struct {
 	arms                            []armTitle
 	placement, rate, plain, nfacctd *part
 	programs                        map[string]programTime
-}
-
-func kernelRelease() string {
-	var u unix.Utsname
-	_ = unix.Uname(&u)
-	return unix.ByteSliceToString(u.Release[:])
-}
-
-// A spread is what the rounds gave.
-type spread struct {
-	Median float64 `json:"median"`
-	Min    float64 `json:"min"`
-	Max    float64 `json:"max"`
-}
-
-func spreadOf(v []float64) spread {
-	if len(v) == 0 {
-		return spread{math.NaN(), math.NaN(), math.NaN()}
-	}
-	return spread{stats.Median(v), slices.Min(v), slices.Max(v)}
 }
 
 // by gives a figure of an arm, round by round.
@@ -101,13 +77,6 @@ func perSent(m *measurement) float64 {
 
 func collectorsCPU(m, plain *measurement) float64 {
 	return membersCPU(m, plain) + balancingCPU(m, plain)
-}
-
-func (s spread) format(verb string) string {
-	if math.IsNaN(s.Median) {
-		return "-"
-	}
-	return fmt.Sprintf(verb+" ["+verb+" .. "+verb+"]", s.Median, s.Min, s.Max)
 }
 
 func (r *report) print(to io.Writer) {
@@ -178,15 +147,6 @@ func (r *report) others() float64 {
 		}
 	}
 	return max(0, 1-ours.Seconds()/all.Seconds())
-}
-
-// number is nil, JSON's null, for what was not measured.
-func number(v float64) *float64 {
-	if math.IsNaN(v) || math.IsInf(v, 0) {
-		return nil
-	}
-	v = math.Round(v*1e4) / 1e4
-	return &v
 }
 
 func (r *report) json() ([]byte, error) {

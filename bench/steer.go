@@ -14,7 +14,6 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 )
@@ -177,19 +176,6 @@ func together(members []received, routers int) (float64, error) {
 		}
 	}
 	return float64(n) / float64(routers), nil
-}
-
-// machineCPU is what all CPUs have worked since the start, in ticks of 10 ms.
-func machineCPU() time.Duration {
-	b, _ := os.ReadFile("/proc/stat")
-	line, _, _ := strings.Cut(string(b), "\n")
-	var ticks int64
-	for i, f := range strings.Fields(line) { // cpu user nice system idle iowait irq softirq
-		if n, err := strconv.ParseInt(f, 10, 64); err == nil && slices.Contains([]int{1, 2, 3, 6, 7}, i) {
-			ticks += n
-		}
-	}
-	return time.Duration(ticks) * 10 * time.Millisecond
 }
 
 func collector(port uint16) string {

@@ -123,7 +123,7 @@ type traceRound map[string]map[string]traceSample
 
 type traceBench struct {
 	traceOptions
-	tuneBench // its lab, cgroups and workers
+	labBench
 
 	cpu            int // where loads run, and nothing else of the benchmark
 	client, server *worker

@@ -13,7 +13,6 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"sockeye/internal/stats"
 	"sockeye/lab/plot"
 )
 
@@ -74,39 +73,6 @@ func (r *traceReport) ratios(arm string, m traceMeasure) (v []float64) {
 		}
 	}
 	return v
-}
-
-// A distribution is of the rounds' ratios. The median of ever more rounds would
-// lie between Low and High, with a confidence of 95 %.
-type distribution struct {
-	Median figure `json:"median"`
-	P25    figure `json:"p25"`
-	P75    figure `json:"p75"`
-	Low    figure `json:"low"`
-	High   figure `json:"high"`
-}
-
-func distributionOf(v []float64) distribution {
-	low, high := stats.MedianInterval(v)
-	return distribution{figure(stats.Median(v)), quantile(v, 0.25), quantile(v, 0.75), figure(low), figure(high)}
-}
-
-func (d distribution) String() string {
-	return fmt.Sprintf("%.3f [%.3f .. %.3f]", d.Median, d.P25, d.P75)
-}
-
-// verdict holds a distribution against an aim, which is a least value.
-func (d distribution) verdict(aim float64) string {
-	switch a := figure(aim); {
-	case d.Low >= a:
-		return "met"
-	case d.High < a:
-		return "missed"
-	case d.Median >= a:
-		return "met, within the noise"
-	default:
-		return "missed, within the noise"
-	}
 }
 
 // arms are those that were run.

@@ -8,8 +8,6 @@ import (
 	"flag"
 	"fmt"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
@@ -40,7 +38,7 @@ type tuneOptions struct {
 
 type tuneBench struct {
 	tuneOptions
-	lab *lab.Lab
+	labBench
 }
 
 func insideTune(args []string) (err error) {
@@ -89,7 +87,7 @@ func insideTune(args []string) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, l.Close()) }()
-	t := &tuneBench{tuneOptions: o, lab: l}
+	t := &tuneBench{tuneOptions: o, labBench: labBench{l}}
 	err = t.run(ctx)
 	if ctx.Err() != nil { // then everything fails, somehow
 		return context.Cause(ctx)
@@ -102,15 +100,6 @@ var tuneParts = []string{"incast", "iw", "syn_rto", "learning", "cost"}
 // wants says whether a part is to run.
 func (t *tuneBench) wants(part string) bool {
 	return t.Only == "" || slices.Contains(strings.Split(t.Only, ","), part)
-}
-
-// group makes a cgroup below the lab's, for a rule to name, and returns its name.
-func (t *tuneBench) group(name string) (string, error) {
-	err := os.Mkdir(filepath.Join(t.lab.Cgroup(), name), 0o755)
-	if err != nil && !errors.Is(err, os.ErrExist) {
-		return "", fmt.Errorf("make cgroup: %w", err)
-	}
-	return name, nil
 }
 
 func (t *tuneBench) run(ctx context.Context) error {
@@ -147,14 +136,4 @@ func (t *tuneBench) run(ctx context.Context) error {
 	}
 	r.Took = time.Since(started).Round(time.Second).String()
 	return r.write(os.Getenv("OUT"))
-}
-
-func buildSockeye(ctx context.Context, dir string) (string, error) {
-	binary := filepath.Join(dir, "sockeye")
-	build := exec.CommandContext(ctx, "go", "build", "-o", binary, "./cmd/sockeye")
-	build.Env = append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := build.CombinedOutput(); err != nil {
-		return "", fmt.Errorf("build sockeye: %w (run this in the repository, or give -sockeye)\n%s", err, out)
-	}
-	return binary, nil
 }

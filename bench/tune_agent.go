@@ -117,13 +117,6 @@ func (t *tuneBench) startAgent(ctx context.Context) error {
 	})
 }
 
-func (t *tuneBench) runDir() string { return filepath.Join(t.lab.Dir(), "run") }
-
-// ask asks the agent.
-func (t *tuneBench) ask(ctx context.Context, path string, into any) error {
-	return api.NewClient(api.SocketPath(t.runDir())).Get(ctx, path, nil, into)
-}
-
 // rules is what the agent says that its rules have done.
 func (t *tuneBench) rules(ctx context.Context) (rules []api.TuneRuleStatus, err error) {
 	var groups []api.TuneStatus

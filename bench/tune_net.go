@@ -7,8 +7,6 @@ import (
 	"net/netip"
 	"os"
 	"runtime"
-	"strconv"
-	"strings"
 	"unsafe"
 
 	"github.com/vishvananda/netlink"
@@ -160,29 +158,6 @@ func (n *incastNet) counts() (c netCounts, err error) {
 		}
 	}
 	return c, nil
-}
-
-// snmp is a counter of /proc/net/snmp, 0 if it is not there: a line of names,
-// then one of values, for each protocol.
-func snmp(text, protocol, name string) uint64 {
-	var names []string
-	for line := range strings.Lines(text) {
-		f := strings.Fields(line)
-		if len(f) == 0 || f[0] != protocol+":" {
-			continue
-		}
-		if names == nil {
-			names = f
-			continue
-		}
-		for i := range min(len(f), len(names)) {
-			if names[i] == name {
-				v, _ := strconv.ParseUint(f[i], 10, 64)
-				return v
-			}
-		}
-	}
-	return 0
 }
 
 // offloadOff has a link carry packets of at most its MTU.

@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"sockeye/internal/api"
-	"sockeye/internal/stats"
 	"sockeye/lab/plot"
 )
 
@@ -34,15 +33,6 @@ type tuneReport struct {
 
 	rules []api.TuneRuleStatus
 }
-
-// A figure is NaN if it was not measured, and then null in JSON.
-type figure float64
-
-// MarshalJSON writes a number of at most four decimals, or null.
-func (f figure) MarshalJSON() ([]byte, error) { return json.Marshal(number(float64(f))) }
-
-// quantile of v, 0 to 1, by the nearest rank; NaN if there is none.
-func quantile(v []float64, q float64) figure { return figure(stats.Quantile(v, q)) }
 
 // An incastPoint is all rounds of one arm with X flows of large RPCs: sums of
 // what is counted, means of rates, and quantiles of all latencies together.
@@ -104,11 +94,6 @@ func (r *tuneReport) point(arm string, x int) (p incastPoint) {
 	p.SmallRPCs, p.LargeRPCs = len(smalls), len(larges)
 	return p
 }
-
-// rounded keeps four decimals.
-func rounded(v float64) float64 { return math.Round(v*1e4) / 1e4 }
-
-func (s spread) rounded() spread { return spread{rounded(s.Median), rounded(s.Min), rounded(s.Max)} }
 
 func (r *tuneReport) print(to io.Writer) {
 	w := tabwriter.NewWriter(to, 0, 0, 2, ' ', 0)

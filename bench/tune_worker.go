@@ -3,7 +3,6 @@
 package main
 
 import (
-	"bufio"
 	"context"
 	"encoding/binary"
 	"encoding/json"
@@ -34,36 +33,6 @@ const (
 	rpcGrace = 30 * time.Second // for RPCs that are under way when a load ends
 )
 
-// A worker is such a process.
-type worker struct {
-	*lab.Process
-	in  io.WriteCloser
-	out *bufio.Reader
-}
-
-// worker starts a process of this program in a cgroup below the lab's; several
-// may share one.
-func (t *tuneBench) worker(ctx context.Context, n *lab.Namespace, group string, argv ...string) (*worker, error) {
-	return startWorker(ctx, t.lab, n, group, append([]string{"/proc/self/exe"}, argv...)...)
-}
-
-func startWorker(ctx context.Context, l *lab.Lab, n *lab.Namespace, group string, argv ...string) (*worker, error) {
-	w := &worker{Process: n.Command(ctx, argv...)}
-	w.Name = group
-	var err error
-	if w.in, err = w.Cmd.StdinPipe(); err != nil {
-		return nil, fmt.Errorf("start %s: %w", group, err)
-	}
-	r, stdout, err := os.Pipe()
-	if err != nil {
-		return nil, fmt.Errorf("start %s: %w", group, err)
-	}
-	defer stdout.Close()
-	l.AtClose(r.Close)
-	w.Cmd.Stdout, w.out = stdout, bufio.NewReader(r)
-	return w, w.Start()
-}
-
 // server starts a server and returns when it listens.
 func (t *tuneBench) server(ctx context.Context, n *lab.Namespace, group, address string) error {
 	w, err := t.worker(ctx, n, group, serverRole, "-listen", address)
@@ -71,40 +40,6 @@ func (t *tuneBench) server(ctx context.Context, n *lab.Namespace, group, address
 		return err
 	}
 	return w.answer(&struct{}{})
-}
-
-func (w *worker) tell(question any) error {
-	b, err := json.Marshal(question)
-	if err == nil {
-		_, err = w.in.Write(append(b, '\n'))
-	}
-	if err != nil {
-		return w.fail(err)
-	}
-	return nil
-}
-
-func (w *worker) answer(to any) error {
-	line, err := w.out.ReadBytes('\n')
-	if err == nil {
-		err = json.Unmarshal(line, to)
-	}
-	if err != nil {
-		return w.fail(err)
-	}
-	return nil
-}
-
-func (w *worker) ask(question, answer any) error {
-	if err := w.tell(question); err != nil {
-		return err
-	}
-	return w.answer(answer)
-}
-
-func (w *worker) fail(err error) error {
-	_ = w.Kill()
-	return fmt.Errorf("ask %s: %w: %w", w.Name, err, w.Err())
 }
 
 // A header opens a connection: what the server does with it.
