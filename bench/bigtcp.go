@@ -5,7 +5,6 @@ package main
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -22,7 +21,7 @@ import (
 	"sockeye/lab/plot"
 )
 
-const bigtcpCommand = "bigtcp"
+var bigtcpBenchmark = benchmark{name: "bigtcp", run: benchBigTCP}
 
 // A bigtcpSetup is a path between two namespaces of this host.
 type bigtcpSetup struct {
@@ -83,17 +82,10 @@ type bigtcpReport struct {
 }
 
 func benchBigTCP(args []string) error {
-	fs := flag.NewFlagSet(bigtcpCommand, flag.ContinueOnError)
+	fs := flag.NewFlagSet("bigtcp", flag.ContinueOnError)
 	quick := fs.Bool("quick", false, "a minute instead of seven, less certain figures")
-	if err := fs.Parse(args); err != nil { // which says so itself
-		if errors.Is(err, flag.ErrHelp) {
-			return nil
-		}
-		return exitCode(2)
-	}
-	if fs.NArg() > 0 {
-		fs.Usage()
-		return exitCode(2)
+	if ok, err := parseFlags(fs, args); !ok {
+		return err
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
 	defer stop()

@@ -17,10 +17,18 @@ import (
 	"strings"
 	"time"
 
+	"sockeye/internal/isolate"
 	"sockeye/lab"
 )
 
-const gatewayCommand = "gateway"
+var gatewayBenchmark = benchmark{
+	name: "gateway", run: insideGateway, sandboxed: true,
+	workers: map[string]func([]string) error{
+		gatewayServerRole: gatewayServer, gatewayClientRole: gatewayClient, gatewayRole: gatewayWorker, gatewayDatagramRole: gatewayDatagramWorker,
+		isolateCommand:        isolateAsUser,
+		isolate.InsideCommand: isolateAsItself, // of isolateCommand
+	},
+}
 
 type gatewayOptions struct {
 	Quick       bool     `json:"quick"`
@@ -79,7 +87,7 @@ func insideGateway(args []string) (err error) {
 		Links: []string{linkVeth, linkLimited}, RTTs: []int{0, 1, 15, 100, 285}, MTUs: []int{1500, 65520}, CCs: []string{"cubic", "bbr"},
 		Directions: []string{upload, download}, Connections: []int{1, 16}, Only: []string{partPoints, partRequests, partIperf, partUDP},
 	}
-	fs := flag.NewFlagSet(gatewayCommand, flag.ContinueOnError)
+	fs := flag.NewFlagSet("gateway", flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "two minutes instead of twenty: fewer points, less certain figures")
 	fs.IntVar(&o.Rounds, "rounds", 1, "of each point, of which the medians count")
 	list(fs, &o.Links, "links", "veth, 1gbit", oneOf(linkVeth, linkLimited))
@@ -90,15 +98,11 @@ func insideGateway(args []string) (err error) {
 	list(fs, &o.Connections, "connections", "numbers", strconv.Atoi)
 	list(fs, &o.Only, "only", "parts to run: points, requests, iperf3, udp", oneOf(o.Only...))
 	given := map[string]bool{}
-	if err := fs.Parse(args); err != nil { // which says so itself
-		if errors.Is(err, flag.ErrHelp) {
-			return nil
-		}
-		return exitCode(2)
+	if ok, err := parseFlags(fs, args); !ok {
+		return err
 	}
-	if fs.NArg() > 0 || o.Rounds < 1 {
-		fs.Usage()
-		return exitCode(2)
+	if o.Rounds < 1 {
+		return misused(fs)
 	}
 	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
 	if o.Quick && !given["rtts"] {

@@ -126,7 +126,7 @@ func gatewayDatagramWorker(args []string) error {
 
 // isolateAsUser is sockeye isolate, without the capability to give sockets larger buffers
 // than net.core.rmem_max, which an ordinary user has not. It does not return unless that fails.
-func isolateAsUser() error {
+func isolateAsUser([]string) error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var caps [2]unix.CapUserData
 	if err := unix.Capget(&header, &caps[0]); err != nil {
@@ -137,6 +137,11 @@ func isolateAsUser() error {
 	if _, _, errno := syscall.AllThreadsSyscall(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&caps[0])), 0); errno != 0 {
 		return fmt.Errorf("drop CAP_NET_ADMIN: %w", errno)
 	}
+	return isolateAsItself(nil)
+}
+
+// isolateAsItself is a command of sockeye, which does not return.
+func isolateAsItself([]string) error {
 	os.Exit(cli.Main(os.Args[1:], cli.Host()))
 	return nil
 }

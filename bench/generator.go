@@ -84,7 +84,7 @@ func (l load) messages(router int) [][]traffic.Flow {
 	return messages
 }
 
-func generator() error {
+func generator([]string) error {
 	debug.SetGCPercent(400)
 	lines, answers := bufio.NewReader(os.Stdin), json.NewEncoder(os.Stdout)
 	line, err := lines.ReadBytes('\n')

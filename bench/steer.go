@@ -5,7 +5,6 @@ package main
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"flag"
 	"fmt"
 	"net/netip"
@@ -17,6 +16,11 @@ import (
 	"strings"
 	"time"
 )
+
+var steerBenchmark = benchmark{
+	name: "steer", run: inside, sandboxed: true,
+	workers: map[string]func([]string) error{"receiver": receiver, "generator": generator},
+}
 
 type options struct {
 	Quick   bool    `json:"quick"`
@@ -272,15 +276,11 @@ func inside(args []string) error {
 	fs.Float64Var(&o.Plain.Updates, "plain-updates", o.Plain.Updates, "BMP route updates per second to receivers that only read")
 	fs.StringVar(&o.Without, "without", "", "arms to leave out, by comma: reuseport, lookup, reuseport_device_map, proxy, proxy-buffered")
 	fs.StringVar(&o.Binary, "sockeye", "", "the binary to measure (default: build ./cmd/sockeye)")
-	if err := fs.Parse(args); err != nil { // which says so itself
-		if errors.Is(err, flag.ErrHelp) {
-			return nil
-		}
-		return exitCode(2)
+	if ok, err := parseFlags(fs, args); !ok {
+		return err
 	}
-	if o.Routers < 1 || o.Routers > 4096 || o.Records < 1 || o.Records > 25 || fs.NArg() > 0 {
-		fs.Usage()
-		return exitCode(2)
+	if o.Routers < 1 || o.Routers > 4096 || o.Records < 1 || o.Records > 25 {
+		return misused(fs)
 	}
 	defaults := [2]options{{Rounds: 5, Seconds: 2}, {Rounds: 2, Seconds: 0.5, Without: "proxy-buffered"}}
 	d := defaults[0]

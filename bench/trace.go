@@ -23,7 +23,10 @@ import (
 	"sockeye/lab"
 )
 
-const traceCommand = "trace"
+var traceBenchmark = benchmark{
+	name: "trace", run: insideTrace, sandboxed: true,
+	workers: map[string]func([]string) error{traceRole: traceWorker},
+}
 
 type traceOptions struct {
 	Quick  bool          `json:"quick"`
@@ -135,7 +138,7 @@ type traceBench struct {
 
 func insideTrace(args []string) (err error) {
 	var o traceOptions
-	fs := flag.NewFlagSet(traceCommand, flag.ContinueOnError)
+	fs := flag.NewFlagSet("trace", flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "a minute instead of six, less certain figures")
 	fs.DurationVar(&o.For, "for", 0, "how long rounds are begun (default 5m, quick 40s)")
 	fs.DurationVar(&o.Slice, "slice", 200*time.Millisecond, "measured of an arm and a load in a round")
@@ -143,19 +146,15 @@ func insideTrace(args []string) (err error) {
 	fs.Uint64Var(&o.Seed, "seed", uint64(time.Now().UnixNano()), "of the order of what a round does")
 	fs.StringVar(&o.Arms, "arms", "", "arms to run, by comma, off and off_again besides (default: all)")
 	fs.StringVar(&o.Binary, "sockeye", "", "the binary to measure (default: build ./cmd/sockeye)")
-	if err := fs.Parse(args); err != nil { // which says so itself
-		if errors.Is(err, flag.ErrHelp) {
-			return nil
-		}
-		return exitCode(2)
+	if ok, err := parseFlags(fs, args); !ok {
+		return err
 	}
 	unknown := false
 	for arm := range strings.SplitSeq(o.Arms, ",") {
 		unknown = unknown || arm != "" && !slices.ContainsFunc(traceArms, func(a traceArm) bool { return a.name == arm })
 	}
-	if unknown || fs.NArg() > 0 || o.Slice < tracePieces*time.Millisecond || o.Warmup < 0 || o.For < 0 {
-		fs.Usage()
-		return exitCode(2)
+	if unknown || o.Slice < tracePieces*time.Millisecond || o.Warmup < 0 || o.For < 0 {
+		return misused(fs)
 	}
 	if o.For == 0 {
 		o.For = 5 * time.Minute

@@ -53,7 +53,7 @@ const tracePieces = 5
 // traceWorker runs tasks from stdin, one JSON a line. System calls hold the
 // runtime's processor: to hand it over, as the runtime does, costs more than what
 // is to be measured.
-func traceWorker() error {
+func traceWorker([]string) error {
 	runtime.LockOSThread()
 	lines, answers := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
 	for {

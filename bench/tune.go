@@ -17,10 +17,14 @@ import (
 )
 
 const (
-	tuneCommand = "tune"
-	baseline    = "baseline"
-	tuned       = "tuned"
+	baseline = "baseline"
+	tuned    = "tuned"
 )
+
+var tuneBenchmark = benchmark{
+	name: "tune", run: insideTune, sandboxed: true,
+	workers: map[string]func([]string) error{serverRole: tuneServer, clientRole: tuneClient, costRole: tuneCost},
+}
 
 type tuneOptions struct {
 	Quick     bool    `json:"quick"`
@@ -43,7 +47,7 @@ type tuneBench struct {
 
 func insideTune(args []string) (err error) {
 	var o tuneOptions
-	fs := flag.NewFlagSet(tuneCommand, flag.ContinueOnError)
+	fs := flag.NewFlagSet("tune", flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "a minute instead of six: fewer and shorter rounds, less certain figures")
 	fs.IntVar(&o.Rounds, "rounds", 0, "rounds of both arms (default 5, quick 1)")
 	fs.Float64Var(&o.Seconds, "seconds", 0, "measured in a run of incast (default 4, quick 2)")
@@ -53,16 +57,12 @@ func insideTune(args []string) (err error) {
 	fs.IntVar(&o.Clamp, "clamp", 16, "cwnd_clamp of the tuned incast arm")
 	fs.StringVar(&o.Only, "only", "", "parts to run, by comma: "+strings.Join(tuneParts, ", "))
 	fs.StringVar(&o.Binary, "sockeye", "", "the binary to measure (default: build ./cmd/sockeye)")
-	if err := fs.Parse(args); err != nil { // which says so itself
-		if errors.Is(err, flag.ErrHelp) {
-			return nil
-		}
-		return exitCode(2)
+	if ok, err := parseFlags(fs, args); !ok {
+		return err
 	}
 	for part := range strings.SplitSeq(o.Only, ",") {
-		if fs.NArg() > 0 || o.Only != "" && !slices.Contains(tuneParts, part) {
-			fs.Usage()
-			return exitCode(2)
+		if o.Only != "" && !slices.Contains(tuneParts, part) {
+			return misused(fs)
 		}
 	}
 	o.Transfers, o.Batches = 7, 200

@@ -89,7 +89,7 @@ func (t *tuneBench) cost(ctx context.Context) (cost, error) {
 
 // tuneCost answers each line on stdin with the nanoseconds of CPU that a batch of
 // connections took. One thread does all of it, so that nothing has to wake up.
-func tuneCost() error {
+func tuneCost([]string) error {
 	runtime.LockOSThread()
 	listener, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -136,7 +136,7 @@ type rpcResult struct {
 	Took  []int64 `json:"microseconds"` // of requests begun within the duration
 }
 
-func tuneClient() error {
+func tuneClient([]string) error {
 	lines, answers := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
 	for {
 		var t task
