@@ -11,8 +11,17 @@
 //	go run ./bench gateway [-quick]
 package main
 
-import "os"
+import (
+	"os"
+
+	"sockeye/bench/bigtcp"
+	"sockeye/bench/gateway"
+	"sockeye/bench/harness"
+	"sockeye/bench/steer"
+	"sockeye/bench/trace"
+	"sockeye/bench/tune"
+)
 
 func main() {
-	os.Exit(runCommand(os.Args[1:], steerBenchmark, tuneBenchmark, traceBenchmark, bigtcpBenchmark, gatewayBenchmark))
+	os.Exit(harness.RunCommand(os.Args[1:], steer.Benchmark, tune.Benchmark, trace.Benchmark, bigtcp.Benchmark, gateway.Benchmark))
 }
