@@ -6,14 +6,10 @@ package bigtcp
 
 import (
 	"context"
-	"encoding/json"
 	"flag"
 	"fmt"
-	"io"
 	"os"
 	"os/signal"
-	"path/filepath"
-	"runtime"
 	"strings"
 	"time"
 
@@ -25,8 +21,10 @@ import (
 	"sockeye/lab/plot"
 )
 
+const command = "bigtcp"
+
 // Benchmark is the command bench bigtcp.
-var Benchmark = harness.Benchmark{Name: "bigtcp", Run: benchBigTCP}
+var Benchmark = harness.Benchmark{Name: command, Run: benchBigTCP}
 
 // A setup is a path between two namespaces of this host.
 type setup struct {
@@ -79,23 +77,19 @@ func verdict(r bigtcp.Row, aim float64, most bool) string {
 }
 
 type report struct {
-	Kernel  string           `json:"kernel"`
-	CPUs    int              `json:"cpus"`
-	Started time.Time        `json:"started"`
-	Took    string           `json:"took"`
-	Setups  []*bigtcp.Result `json:"setups"` // as in bigtcpSetups
+	harness.Run
+	Setups []*bigtcp.Result `json:"setups"` // as in bigtcpSetups
 }
 
 func benchBigTCP(args []string) error {
-	fs := flag.NewFlagSet("bigtcp", flag.ContinueOnError)
+	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	quick := fs.Bool("quick", false, "a minute instead of seven, less certain figures")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
 		return err
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGHUP)
 	defer stop()
-	started := time.Now()
-	r := &report{Kernel: harness.KernelRelease(), CPUs: runtime.NumCPU(), Started: started.UTC().Truncate(time.Second)}
+	r := &report{Run: harness.Begin()}
 	for i, s := range setups {
 		o := bigtcp.Defaults()
 		o.Path, o.TwoCPUs = s.path, s.twoCPUs
@@ -117,12 +111,12 @@ func benchBigTCP(args []string) error {
 		}
 		r.Setups = append(r.Setups, result)
 	}
-	r.Took = time.Since(started).Round(time.Second).String()
-	return r.write(os.Getenv("OUT"))
+	r.End()
+	return harness.Publish(command, r)
 }
 
-func (r *report) print(to io.Writer) {
-	p := func(format string, args ...any) { fmt.Fprintf(to, format, args...) }
+// Print implements harness.Report.
+func (r *report) Print(p harness.Printf) {
 	reported := r.Setups[0]
 	p("\n")
 	for _, line := range reported.Text() {
@@ -161,7 +155,8 @@ func ratioText(r bigtcp.Row) string {
 	return fmt.Sprintf("%.2f [%.2f .. %.2f]", r.Ratio, r.Low, r.High)
 }
 
-func (r *report) json() ([]byte, error) {
+// Figures implements harness.Report.
+func (r *report) Figures() any {
 	ratio := func(family, row string) harness.Figure {
 		found, _ := r.Setups[0].Row(family, row)
 		return harness.Figure(found.Ratio)
@@ -189,30 +184,16 @@ func (r *report) json() ([]byte, error) {
 			}
 		}
 	}
-	return json.MarshalIndent(struct {
+	return struct {
 		RR     map[string]rr                `json:"rr"`
 		Stream map[string]stream            `json:"stream"`
 		Aims   map[string]map[string]string `json:"aims"`
 		Run    *report                      `json:"run"`
-	}{rrs, streams, aims, r}, "", "  ")
-}
-
-func (r *report) write(dir string) error {
-	r.print(os.Stdout)
-	b, err := r.json()
-	if err != nil {
-		return fmt.Errorf("write figures: %w", err)
-	}
-	for name, content := range map[string][]byte{"bench-bigtcp.json": append(b, '\n'), "bench-bigtcp.svg": r.svg()} {
-		if err := os.WriteFile(filepath.Join(dir, name), content, 0o644); err != nil {
-			return fmt.Errorf("write figures: %w", err)
-		}
-	}
-	return nil
+	}{rrs, streams, aims, r}
 }
 
 // svg draws what is reported, off and on, and the other set-ups' ratios.
-func (r *report) svg() []byte {
+func (r *report) chart() plot.Chart {
 	chart := plot.Chart{Title: "BIG TCP off and on, between two namespaces at a bridge, both on one CPU", Legend: []string{"off", "on"}}
 	for _, m := range []struct{ row, title, verb string }{
 		{"rr_rate", "Transactions a second, 80000 bytes there and back", "%.0f"},
@@ -249,5 +230,8 @@ func (r *report) svg() []byte {
 		}
 		chart.Panels = append(chart.Panels, p)
 	}
-	return chart.SVG()
+	return chart
 }
+
+// Charts implements harness.Report.
+func (r *report) Charts() map[string]plot.Chart { return map[string]plot.Chart{"": r.chart()} }

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"sockeye/bench/harness"
 	bigtcp "sockeye/internal/bigtcp/bench"
 )
 
@@ -28,11 +29,11 @@ func bigtcpResult(factor float64) *bigtcp.Result {
 }
 
 func TestBigTCPReport(t *testing.T) {
-	r := &report{Kernel: "6.18", CPUs: 2, Took: "1m0s"}
+	r := &report{Run: harness.Run{Kernel: "6.18", CPUs: 2, Took: "1m0s"}}
 	for i := range setups {
 		r.Setups = append(r.Setups, bigtcpResult(1.6-0.1*float64(i)))
 	}
-	b, err := r.json()
+	b, err := harness.JSON(r)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -54,17 +55,16 @@ func TestBigTCPReport(t *testing.T) {
 			t.Errorf("%s: %+v, %+v", family, rr, got.Stream[family])
 		}
 	}
-	var text strings.Builder
-	r.print(&text)
+	text := harness.Text(r)
 	for _, want := range []string{
 		"Two namespaces at a bridge", "IPv6  transactions  1.50: 1.60, met\n", "IPv4  latency, P90  0.70: 0.62, met\n",
 		"veth pair, two CPUs  IPv6  1.20 [1.19 .. 1.21]   0.83 [0.75 .. 0.92]   0.83 [0.75 .. 0.92]   1.20 [1.08 .. 1.32]\n",
 	} {
-		if !strings.Contains(text.String(), want) {
-			t.Errorf("no %q in\n%s", want, text.String())
+		if !strings.Contains(text, want) {
+			t.Errorf("no %q in\n%s", want, text)
 		}
 	}
-	for d := xml.NewDecoder(strings.NewReader(string(r.svg()))); ; {
+	for d := xml.NewDecoder(strings.NewReader(string(r.chart().SVG()))); ; {
 		if _, err := d.Token(); errors.Is(err, io.EOF) {
 			break
 		} else if err != nil {

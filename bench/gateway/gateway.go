@@ -12,7 +12,6 @@ import (
 	"math"
 	"os"
 	"os/exec"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -24,9 +23,11 @@ import (
 	"sockeye/lab"
 )
 
+const command = "gateway"
+
 // Benchmark is the command bench gateway.
 var Benchmark = harness.Benchmark{
-	Name: "gateway", Run: insideGateway, Sandboxed: true,
+	Name: command, Run: insideGateway, Sandboxed: true,
 	Workers: map[string]func([]string) error{
 		ServerRole: gatewayServer, ClientRole: gatewayClient, Role: worker, DatagramRole: datagramWorker,
 		IsolateCommand:        isolateAsUser,
@@ -91,7 +92,7 @@ func insideGateway(args []string) (err error) {
 		Links: []string{linkVeth, linkLimited}, RTTs: []int{0, 1, 15, 100, 285}, MTUs: []int{1500, 65520}, CCs: []string{"cubic", "bbr"},
 		Directions: []string{upload, download}, Connections: []int{1, 16}, Only: []string{partPoints, partRequests, partIperf, partUDP},
 	}
-	fs := flag.NewFlagSet("gateway", flag.ContinueOnError)
+	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "two minutes instead of twenty: fewer points, less certain figures")
 	fs.IntVar(&o.Rounds, "rounds", 1, "of each point, of which the medians count")
 	list(fs, &o.Links, "links", "veth, 1gbit", oneOf(linkVeth, linkLimited))
@@ -123,27 +124,14 @@ func insideGateway(args []string) (err error) {
 			return fmt.Errorf("find %s: %w (Debian's packages are passt and iperf3)", program, err)
 		}
 	}
-	s, ctx, cleanup, err := harness.OpenSandbox()
-	if err != nil {
-		return err
-	}
-	defer cleanup()
-	l, err := lab.New(ctx, lab.Options{Dir: s.Dir})
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, l.Close()) }()
-	b := &bench{options: o, lab: l}
-	err = b.all(ctx)
-	if ctx.Err() != nil { // then everything fails, somehow
-		return context.Cause(ctx)
-	}
-	return err
+	return harness.InLab(func(ctx context.Context, l *lab.Lab) error {
+		b := &bench{options: o, lab: l}
+		return b.all(ctx)
+	})
 }
 
 func (b *bench) all(ctx context.Context) error {
-	started := time.Now()
-	b.report = &gatewayReport{Options: b.options, Kernel: harness.KernelRelease(), CPUs: runtime.NumCPU(), Started: started.UTC().Truncate(time.Second)}
+	b.report = &gatewayReport{Options: b.options, Run: harness.Begin()}
 	links := b.Links
 	if !slices.Contains(b.Only, partPoints) && !slices.Contains(b.Only, partRequests) {
 		links = nil
@@ -173,8 +161,8 @@ func (b *bench) all(ctx context.Context) error {
 			return err
 		}
 	}
-	b.report.Took = time.Since(started).Round(time.Second).String()
-	return b.report.write(os.Getenv("OUT"))
+	b.report.End()
+	return harness.Publish(command, b.report)
 }
 
 // path measures all points of a path and an MTU.
@@ -230,17 +218,6 @@ func choose(p *gatewayPath, sides map[string]*gatewaySide, cc string) error {
 	return p.choose(cc)
 }
 
-// order turns the sides round by round, and back, so that each is as often the first, and
-// behind each other one.
-func order(round int) []string {
-	n := round % len(gatewaySides)
-	o := append(slices.Clone(gatewaySides[n:]), gatewaySides[:n]...)
-	if round/len(gatewaySides)%2 == 1 {
-		slices.Reverse(o)
-	}
-	return o
-}
-
 // duration is how long a load runs: until it has its rate, and as long again.
 func (b *bench) duration(rtt int) (all, warmup time.Duration) {
 	if b.Quick {
@@ -254,7 +231,7 @@ func (b *bench) duration(rtt int) (all, warmup time.Duration) {
 func (b *bench) point(p *gatewayPath, sides map[string]*gatewaySide, point *gatewayPoint) error {
 	all, warmup := b.duration(point.RTT)
 	for range b.Rounds {
-		for _, name := range order(b.round) {
+		for _, name := range harness.Turn(gatewaySides, b.round) {
 			r, err := b.load(p, sides[name], task{
 				Kind: point.Direction, CC: point.CC, Connections: point.Connections, Duration: all,
 			}, warmup)
@@ -365,7 +342,7 @@ func (b *bench) requests(p *gatewayPath, sides map[string]*gatewaySide, mtu, rtt
 	}
 	rates := map[string][]float64{}
 	for range b.Rounds {
-		for _, name := range order(b.round) {
+		for _, name := range harness.Turn(gatewaySides, b.round) {
 			var result gatewayResult
 			t := task{
 				Kind: requests, CC: "cubic", Connections: 1, Target: p.target(),

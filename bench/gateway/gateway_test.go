@@ -98,30 +98,6 @@ func TestProcessTime(t *testing.T) {
 	}
 }
 
-func TestOrder(t *testing.T) {
-	first, behind := map[string]int{}, map[[2]string]int{}
-	for round := range 2 * len(gatewaySides) {
-		o := order(round)
-		first[o[0]]++
-		for i := range o[1:] {
-			behind[[2]string(o[i:i+2])]++
-		}
-		if !slices.Equal(slices.Sorted(slices.Values(o)), slices.Sorted(slices.Values(gatewaySides))) {
-			t.Errorf("round %d has %v", round, o)
-		}
-	}
-	for _, a := range gatewaySides {
-		if first[a] != 2 {
-			t.Errorf("%s begins %d rounds, not 2", a, first[a])
-		}
-		for _, b := range gatewaySides {
-			if n := behind[[2]string{a, b}]; a != b && n != 2 {
-				t.Errorf("%s comes %d times behind %s, not twice", b, n, a)
-			}
-		}
-	}
-}
-
 func testPoint(rtt int, native, sockeye, pasta, cpu float64, partial uint64) *gatewayPoint {
 	run := func(mbit, cpu float64) []gatewayRun {
 		return []gatewayRun{{Mbit: mbit, CPU: cpu, First: 0.5, Gap: 0.1}}
@@ -137,7 +113,7 @@ func testPoint(rtt int, native, sockeye, pasta, cpu float64, partial uint64) *ga
 func TestGatewayReport(t *testing.T) {
 	r := &gatewayReport{
 		Options: options{Rounds: 1, Links: []string{linkLimited}, MTUs: []int{1500}, CCs: []string{"cubic"}, Directions: []string{upload}},
-		Kernel:  "6.18", CPUs: 2, Took: "1m0s",
+		Run:     harness.Run{Kernel: "6.18", CPUs: 2, Took: "1m0s"},
 		Points: []*gatewayPoint{
 			testPoint(15, 960, 950, 13, 0.5, 0),
 			testPoint(285, 490, 400, 13, 1.5, 2),
@@ -153,7 +129,7 @@ func TestGatewayReport(t *testing.T) {
 	}
 	stalled.sides[sideSockeye][0].Gap = 1.5
 	r.Points = append(r.Points, stalled)
-	b, err := r.json()
+	b, err := harness.JSON(r)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -186,8 +162,7 @@ func TestGatewayReport(t *testing.T) {
 		p.Native != 490 || p.Sockeye != 400 || p.Pasta != 13 || p.Partial != 2 || p.Resent != 7 || p.CPU.Sockeye != 1.5 || p.CPU.Pasta != 1 {
 		t.Errorf("point = %+v", p)
 	}
-	var text strings.Builder
-	r.print(&text)
+	text := harness.Text(r)
 	for _, want := range []string{
 		"with delay, at least 0.95 of native: at 2 of 3 points\n  missed: 1gbit 285 ms, MTU 1500, cubic, upload, 1 connection: 0.82\n",
 		"without delay, at least 1.5 times pasta: at 0 of 1 points\n  missed: 1gbit 0 ms, MTU 1500, cubic, upload, 1 connection: 1.29, and 0.94 of native\n",
@@ -195,11 +170,11 @@ func TestGatewayReport(t *testing.T) {
 		"no partial send: at 3 of 4 points\n", "no stall: at 3 of 4 points\n", "less CPU per GB than pasta: at 3 of 4 points\n",
 		"66      65       -\n", "900 950\n",
 	} {
-		if !strings.Contains(text.String(), want) {
-			t.Errorf("the table lacks %q:\n%s", want, text.String())
+		if !strings.Contains(text, want) {
+			t.Errorf("the table lacks %q:\n%s", want, text)
 		}
 	}
-	d := xml.NewDecoder(strings.NewReader(string(r.svg())))
+	d := xml.NewDecoder(strings.NewReader(string(r.chart().SVG())))
 	for err == nil {
 		_, err = d.Token()
 	}
@@ -250,8 +225,7 @@ func TestDatagramReport(t *testing.T) {
 		}
 	}
 	r := &gatewayReport{Options: options{Rounds: 1}, Datagrams: []*gatewayDatagrams{d}, DatagramBuffers: datagramBuffers{8192, 4096, 2048}}
-	var text strings.Builder
-	r.print(&text)
+	text := harness.Text(r)
 	for _, want := range []string{
 		"medians of 3", "in bytes: 8192 of the programs' sockets on all sides, 4096 of the socket of Sockeye's gateway, 2048 of pasta's",
 		"inbound, 200 bytes  1000     900      800    1000      700      600    50000+    50000    0      3.0",
@@ -259,14 +233,14 @@ func TestDatagramReport(t *testing.T) {
 		"  inbound, 200 bytes, 100000 a second, sockeye: 10 at the gateway's socket, of 1000\n",
 		"  inbound, 200 bytes, 20000 a second, pasta: 2 at the gateway's socket, of 1000\n",
 	} {
-		if !strings.Contains(text.String(), want) {
-			t.Errorf("the table lacks %q:\n%s", want, text.String())
+		if !strings.Contains(text, want) {
+			t.Errorf("the table lacks %q:\n%s", want, text)
 		}
 	}
-	if strings.Contains(text.String(), "native:") || strings.Contains(text.String(), "Aims") {
-		t.Errorf("native lost, or there are aims without points:\n%s", text.String())
+	if strings.Contains(text, "native:") || strings.Contains(text, "Aims") {
+		t.Errorf("native lost, or there are aims without points:\n%s", text)
 	}
-	b, err := r.json()
+	b, err := harness.JSON(r)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -82,7 +82,7 @@ func (b *bench) seeds(ctx context.Context) error {
 			return err
 		}
 		seed := gatewaySeed{RTT: rtt, Seconds: map[string][]float64{}, Mean: map[string]harness.Figure{}}
-		for _, name := range order(i) {
+		for _, name := range harness.Turn(gatewaySides, i) {
 			in, command := p.host, []string{"iperf3", "--client", p.addresses[1].String(), "--port", strconv.Itoa(iperfPort), "--time", strconv.Itoa(seconds), "--json"}
 			switch name {
 			case sideSockeye:

@@ -3,16 +3,10 @@
 package gateway
 
 import (
-	"encoding/json"
 	"fmt"
-	"io"
 	"math"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
-	"text/tabwriter"
-	"time"
 
 	"sockeye/bench/harness"
 
@@ -20,11 +14,8 @@ import (
 )
 
 type gatewayReport struct {
-	Options  options           `json:"options"`
-	Kernel   string            `json:"kernel"`
-	CPUs     int               `json:"cpus"`
-	Started  time.Time         `json:"started"`
-	Took     string            `json:"took"`
+	Options options `json:"options"`
+	harness.Run
 	Points   []*gatewayPoint   `json:"-"`
 	Requests []gatewayRequests `json:"-"`
 	Seeds    []gatewaySeed     `json:"-"`
@@ -208,10 +199,8 @@ func (r *gatewayReport) held(a gatewayAim) (all int, missed []*gatewayPoint) {
 	return all, missed
 }
 
-func (r *gatewayReport) print(to io.Writer) {
-	var text strings.Builder
-	w := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
-	p := func(format string, args ...any) { fmt.Fprintf(w, format, args...) }
+// Print implements harness.Report.
+func (r *gatewayReport) Print(p harness.Printf) {
 	p("\nIn a guest of Sockeye, in one of pasta, and natively; %d CPUs, Linux %s; rounds: %d, of which medians; the sides in turn\n", r.CPUs, r.Kernel, r.Options.Rounds)
 	if len(r.Points) > 0 {
 		p("\tMbit/s\t\t\tof native\tfirst 10 MB, s\t\t\tCPU, s/GB\t\tpartial\tsegments sent again\t\t\n")
@@ -268,16 +257,9 @@ func (r *gatewayReport) print(to io.Writer) {
 		}
 	}
 	p("\nTook %s.\n", r.Took)
-	_ = w.Flush() // a builder takes all
-	for line := range strings.Lines(text.String()) {
-		if _, err := fmt.Fprintln(to, strings.TrimRight(line, " \n")); err != nil {
-			fmt.Fprintln(os.Stderr, "bench:", err)
-			return
-		}
-	}
 }
 
-func (r *gatewayReport) printDatagrams(p func(format string, args ...any)) {
+func (r *gatewayReport) printDatagrams(p harness.Printf) {
 	if len(r.Datagrams) == 0 {
 		return
 	}
@@ -326,7 +308,8 @@ func orDash(format string, v float64) string {
 	return fmt.Sprintf(format, v)
 }
 
-func (r *gatewayReport) json() ([]byte, error) {
+// Figures implements harness.Report.
+func (r *gatewayReport) Figures() any {
 	type gateways struct {
 		Sockeye harness.Figure `json:"sockeye"`
 		Pasta   harness.Figure `json:"pasta"`
@@ -394,32 +377,18 @@ func (r *gatewayReport) json() ([]byte, error) {
 			gateways{harness.Figure(d.cpu(sideSockeye)), harness.Figure(d.cpu(sidePasta))},
 		})
 	}
-	return json.MarshalIndent(struct {
+	return struct {
 		Points   []point           `json:"points"`
 		Requests []gatewayRequests `json:"requests"`
 		Seeds    []gatewaySeed     `json:"iperf3"`
 		UDP      []datagrams       `json:"udp"`
 		Aims     []aim             `json:"aims"`
 		Run      *gatewayReport    `json:"run"`
-	}{points, r.Requests, r.Seeds, udp, aims, r}, "", "  ")
-}
-
-func (r *gatewayReport) write(dir string) error {
-	r.print(os.Stdout)
-	b, err := r.json()
-	if err != nil {
-		return fmt.Errorf("write figures: %w", err)
-	}
-	for name, content := range map[string][]byte{"bench-gateway.json": append(b, '\n'), "bench-gateway.svg": r.svg()} {
-		if err := os.WriteFile(filepath.Join(dir, name), content, 0o644); err != nil {
-			return fmt.Errorf("write figures: %w", err)
-		}
-	}
-	return nil
+	}{points, r.Requests, r.Seeds, udp, aims, r}
 }
 
 // svg draws the throughput of one connection with cubic, RTT by RTT.
-func (r *gatewayReport) svg() []byte {
+func (r *gatewayReport) chart() plot.Chart {
 	chart := plot.Chart{
 		Title: "One connection, cubic: natively, in a guest of Sockeye and of pasta, Mbit/s", Legend: gatewaySides,
 	}
@@ -444,5 +413,8 @@ func (r *gatewayReport) svg() []byte {
 			}
 		}
 	}
-	return chart.SVG()
+	return chart
 }
+
+// Charts implements harness.Report.
+func (r *gatewayReport) Charts() map[string]plot.Chart { return map[string]plot.Chart{"": r.chart()} }

@@ -304,7 +304,7 @@ func (b *bench) datagramLoads(p *gatewayPath, far *harness.Worker, sides map[str
 	for _, n := range datagramBursts {
 		l := &datagramLoad{Burst: n, Runs: map[string][]datagramRun{}}
 		for range b.datagramRounds() {
-			for _, name := range order(b.round) {
+			for _, name := range harness.Turn(gatewaySides, b.round) {
 				if err := measure(l, name); err != nil {
 					return err
 				}
@@ -317,7 +317,7 @@ func (b *bench) datagramLoads(p *gatewayPath, far *harness.Worker, sides map[str
 	for _, rate := range datagramRates {
 		l := &datagramLoad{Rate: rate, Runs: map[string][]datagramRun{}}
 		for range datagramTries {
-			for _, name := range order(b.round) {
+			for _, name := range harness.Turn(gatewaySides, b.round) {
 				if !slices.Contains(left, name) || l.carried(name) {
 					continue
 				}

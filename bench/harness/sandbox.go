@@ -24,6 +24,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/cgroup"
+	"sockeye/lab"
 )
 
 // The benchmark runs in two processes: a supervisor, which only cleans up, and
@@ -101,7 +102,7 @@ type Sandbox struct {
 	groups map[string]int
 }
 
-func OpenSandbox() (*Sandbox, context.Context, func(), error) {
+func openSandbox() (*Sandbox, context.Context, func(), error) {
 	s := &Sandbox{Dir: os.Getenv(envSandbox), Cgroup: os.Getenv(envCgroup), groups: map[string]int{}}
 	if s.Dir == "" || s.Cgroup == "" {
 		return nil, nil, nil, errors.New("inside: only for bench itself")
@@ -121,6 +122,32 @@ func OpenSandbox() (*Sandbox, context.Context, func(), error) {
 	}
 	context.AfterFunc(ctx, func() { _ = cgroup.Kill(s.Cgroup) })
 	return s, ctx, cleanup, nil
+}
+
+// InSandbox runs a benchmark in the sandbox that supervise has prepared, and cleans up.
+func InSandbox(run func(ctx context.Context, s *Sandbox) error) error {
+	s, ctx, cleanup, err := openSandbox()
+	if err != nil {
+		return err
+	}
+	defer cleanup()
+	err = run(ctx, s)
+	if ctx.Err() != nil { // then everything fails, somehow
+		return context.Cause(ctx)
+	}
+	return err
+}
+
+// InLab runs a benchmark in a lab in the sandbox, and closes the lab.
+func InLab(run func(ctx context.Context, l *lab.Lab) error) error {
+	return InSandbox(func(ctx context.Context, s *Sandbox) (err error) {
+		l, err := lab.New(ctx, lab.Options{Dir: s.Dir})
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, l.Close()) }()
+		return run(ctx, l)
+	})
 }
 
 // A Space is a network namespace. The main goroutine, bound to its thread, does

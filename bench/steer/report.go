@@ -3,13 +3,8 @@
 package steer
 
 import (
-	"encoding/json"
 	"fmt"
-	"io"
 	"math"
-	"os"
-	"path/filepath"
-	"text/tabwriter"
 	"time"
 
 	"sockeye/bench/harness"
@@ -20,11 +15,8 @@ import (
 type armTitle struct{ name, title string }
 
 type report struct {
-	Options options   `json:"options"`
-	Kernel  string    `json:"kernel"`
-	CPUs    int       `json:"cpus"`
-	Started time.Time `json:"started"`
-	Took    string    `json:"took"`
+	Options options `json:"options"`
+	harness.Run
 
 	arms                            []armTitle
 	placement, rate, plain, nfacctd *part
@@ -81,9 +73,8 @@ func collectorsCPU(m, plain *measurement) float64 {
 	return membersCPU(m, plain) + balancingCPU(m, plain)
 }
 
-func (r *report) print(to io.Writer) {
-	w := tabwriter.NewWriter(to, 0, 0, 2, ' ', 0)
-	p := func(format string, args ...any) { fmt.Fprintf(w, format, args...) }
+// Print implements harness.Report.
+func (r *report) Print(p harness.Printf) {
 	p("\n%d routers, four members, %d rounds of all arms in turn; medians [min .. max], ratios within each round.\n", r.Options.Routers, r.Options.Rounds)
 	p("Linux %s, %d CPUs for routers, balancing and members together.\n", r.Kernel, r.CPUs)
 
@@ -133,9 +124,6 @@ func (r *report) print(to io.Writer) {
 		}
 	}
 	p("\nTook %s. Of the CPU time meanwhile, %.0f %% went to others than the measured: more than a few make the figures uncertain.\n", r.Took, 100*r.others())
-	if err := w.Flush(); err != nil {
-		fmt.Fprintln(os.Stderr, "bench:", err)
-	}
 }
 
 // others is the share of the machine's work, while measuring, that was not the
@@ -151,7 +139,8 @@ func (r *report) others() float64 {
 	return max(0, 1-ours.Seconds()/all.Seconds())
 }
 
-func (r *report) json() ([]byte, error) {
+// Figures implements harness.Report.
+func (r *report) Figures() any {
 	figures := func(p *part) map[string]any {
 		out := map[string]any{}
 		for _, a := range r.arms {
@@ -197,7 +186,7 @@ func (r *report) json() ([]byte, error) {
 			"plain":   harness.Number(r.plain.ratio("reuseport", to, collectorsCPU).Median),
 		}
 	}
-	return json.MarshalIndent(map[string]any{
+	return map[string]any{
 		"ns_per_datagram": ns,
 		"rate_vs_plain": map[string]*float64{
 			"reuseport": harness.Number(r.rate.ratio("reuseport", "plain", receivedRate).Median),
@@ -209,26 +198,12 @@ func (r *report) json() ([]byte, error) {
 			"run": r, "share_of_cpu_of_others": harness.Number(r.others()), "programs_ns": r.programs, "both_streams_in_one_member": r.placement.together,
 			"rate": figures(r.rate), "cpu_nfacctd": figures(r.nfacctd), "cpu_plain": figures(r.plain),
 		},
-	}, "", "  ")
-}
-
-func (r *report) write(dir string) error {
-	r.print(os.Stdout)
-	b, err := r.json()
-	if err != nil {
-		return fmt.Errorf("write figures: %w", err)
 	}
-	for name, content := range map[string][]byte{"bench-steer.json": append(b, '\n'), "bench-steer.svg": r.svg()} {
-		if err := os.WriteFile(filepath.Join(dir, name), content, 0o644); err != nil {
-			return fmt.Errorf("write figures: %w", err)
-		}
-	}
-	return nil
 }
 
 // svg draws the CPU comparison: a panel for each kind of members, a bar for each
 // arm.
-func (r *report) svg() []byte {
+func (r *report) chart() plot.Chart {
 	chart := plot.Chart{
 		Title:  "CPU seconds per million records",
 		Legend: []string{"members", "balancing: processes, and delivery by the kernel"},
@@ -249,5 +224,8 @@ func (r *report) svg() []byte {
 		}
 		chart.Panels = append(chart.Panels, p)
 	}
-	return chart.SVG()
+	return chart
 }
+
+// Charts implements harness.Report.
+func (r *report) Charts() map[string]plot.Chart { return map[string]plot.Chart{"": r.chart()} }

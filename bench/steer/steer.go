@@ -11,7 +11,6 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
@@ -20,9 +19,11 @@ import (
 	"sockeye/bench/harness"
 )
 
+const command = "steer"
+
 // Benchmark is the command bench steer.
 var Benchmark = harness.Benchmark{
-	Name: "steer", Run: inside, Sandboxed: true,
+	Name: command, Run: inside, Sandboxed: true,
 	Workers: map[string]func([]string) error{"receiver": receiver, "generator": generator},
 }
 
@@ -268,7 +269,7 @@ func (b *bench) compare(ctx context.Context, title string, arms []arm, kind stri
 
 func inside(args []string) error {
 	o := options{Nfacctd: rates{4000, 4000}, Plain: rates{30000, 30000}}
-	fs := flag.NewFlagSet("steer", flag.ContinueOnError)
+	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "one minute instead of six: fewer and shorter rounds, less certain figures")
 	fs.IntVar(&o.Rounds, "rounds", 0, "rounds of all arms (default 5, quick 2)")
 	fs.Float64Var(&o.Seconds, "seconds", 0, "of sending in a run (default 2, quick 0.5)")
@@ -299,17 +300,10 @@ func inside(args []string) error {
 		o.Seconds = d.Seconds
 	}
 	runtime.LockOSThread() // children die with the thread that started them
-	s, ctx, cleanup, err := harness.OpenSandbox()
-	if err != nil {
-		return err
-	}
-	defer cleanup()
-	b := &bench{Sandbox: s, options: o}
-	err = b.steer(ctx)
-	if ctx.Err() != nil { // then everything fails, somehow
-		return context.Cause(ctx)
-	}
-	return err
+	return harness.InSandbox(func(ctx context.Context, s *harness.Sandbox) error {
+		b := &bench{Sandbox: s, options: o}
+		return b.steer(ctx)
+	})
 }
 
 func (b *bench) arms(names ...string) (arms []arm) {
@@ -335,11 +329,9 @@ func (b *bench) arms(names ...string) (arms []arm) {
 
 func (b *bench) steer(ctx context.Context) error {
 	if b.Binary == "" && len(b.arms("reuseport", "lookup", "reuseport_device_map")) > 0 {
-		b.Binary = filepath.Join(b.Dir, "sockeye")
-		build := exec.CommandContext(ctx, "go", "build", "-o", b.Binary, "./cmd/sockeye")
-		build.Env = append(os.Environ(), "CGO_ENABLED=0")
-		if out, err := build.CombinedOutput(); err != nil {
-			return fmt.Errorf("build sockeye: %w (run this in the repository, or give -sockeye)\n%s", err, out)
+		var err error
+		if b.Binary, err = harness.BuildSockeye(ctx, b.Dir); err != nil {
+			return err
 		}
 	}
 	for _, program := range []string{"haproxy", "nfacctd"} {
@@ -347,8 +339,7 @@ func (b *bench) steer(ctx context.Context) error {
 			return fmt.Errorf("find %s: %w (Debian's packages: haproxy, pmacct)", program, err)
 		}
 	}
-	started := time.Now()
-	r := &report{Options: b.options, Kernel: harness.KernelRelease(), CPUs: runtime.NumCPU(), Started: started.UTC().Truncate(time.Second)}
+	r := &report{Options: b.options, Run: harness.Begin()}
 	window := time.Duration(b.Seconds * float64(time.Second))
 	mixed := load{
 		Routers: b.Routers, Records: b.Records, Prefixes: 16, Duration: window,
@@ -382,6 +373,6 @@ func (b *bench) steer(ctx context.Context) error {
 	if r.programs, err = b.programTimes(ctx, b.arms("reuseport", "lookup", "reuseport_device_map")); err != nil {
 		return err
 	}
-	r.Took = time.Since(started).Round(time.Second).String()
-	return r.write(os.Getenv("OUT"))
+	r.End()
+	return harness.Publish(command, r)
 }

@@ -73,14 +73,14 @@ func TestReport(t *testing.T) {
 		t.Errorf("an arm that did not run: %v", got)
 	}
 	r := &report{arms: []armTitle{{"plain", "plain"}, {"proxy", "proxy"}}, placement: p, rate: p, plain: p, nfacctd: p}
-	b, err := r.json()
+	b, err := harness.JSON(r)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if !strings.Contains(string(b), `"reuseport": null`) {
 		t.Error("what was not measured is not null in the JSON")
 	}
-	for d := xml.NewDecoder(strings.NewReader(string(r.svg()))); ; {
+	for d := xml.NewDecoder(strings.NewReader(string(r.chart().SVG()))); ; {
 		if _, err := d.Token(); errors.Is(err, io.EOF) {
 			break
 		} else if err != nil {

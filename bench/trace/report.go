@@ -3,15 +3,8 @@
 package trace
 
 import (
-	"encoding/json"
 	"fmt"
-	"io"
-	"os"
-	"path/filepath"
 	"slices"
-	"strings"
-	"text/tabwriter"
-	"time"
 
 	"sockeye/bench/harness"
 
@@ -19,11 +12,8 @@ import (
 )
 
 type report struct {
-	Options options   `json:"options"`
-	Kernel  string    `json:"kernel"`
-	CPUs    int       `json:"cpus"`
-	Started time.Time `json:"started"`
-	Took    string    `json:"took"`
+	Options options `json:"options"`
+	harness.Run
 
 	rounds []traceRound
 	// Of one run of each load before the rounds.
@@ -87,10 +77,8 @@ func (r *report) measures() []traceMeasure {
 	return slices.DeleteFunc(slices.Clone(measures), func(m traceMeasure) bool { return len(r.figures(armOff, m)) == 0 })
 }
 
-func (r *report) print(to io.Writer) {
-	var text strings.Builder
-	w := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
-	p := func(format string, args ...any) { fmt.Fprintf(w, format, args...) }
+// Print implements harness.Report.
+func (r *report) Print(p harness.Printf) {
 	p("\nBoth ends on one CPU; %d rounds of all arms in random order, %v of each load on a connection of its own; Linux %s, %d CPUs.\n",
 		len(r.rounds), r.Options.Slice, r.Kernel, r.CPUs)
 	p("Medians; ratios to off within each round, [p25 .. p75], and between what their median lies with a confidence of 95 %%.\n")
@@ -121,20 +109,13 @@ func (r *report) print(to io.Writer) {
 		p(" The agent took %.2f %% of another.", 100*r.agentShare())
 	}
 	p("\n")
-	_ = w.Flush() // a builder takes all
-	for line := range strings.Lines(text.String()) {
-		if _, err := fmt.Fprintln(to, strings.TrimRight(line, " \n")); err != nil {
-			fmt.Fprintln(os.Stderr, "bench:", err)
-			return
-		}
-	}
 }
 
 // leastRuns of a program a message are shown: fewer are of connections.
 const leastRuns = 0.005
 
 // printPrograms is of one run of each load.
-func (r *report) printPrograms(p func(format string, args ...any)) {
+func (r *report) printPrograms(p harness.Printf) {
 	p("\nPrograms that ran, with the kernel's BPF statistics on, whose own cost is in the figures\n")
 	p("\tload\tprogram\truns a message\tns each\tns a message\n")
 	for _, a := range r.arms() {
@@ -210,7 +191,8 @@ func (r *report) medians(measure string) tracedRatios {
 	return tracedRatios{of(armOthers), of(armSampled), of(armEvery), of(armRX)}
 }
 
-func (r *report) json() ([]byte, error) {
+// Figures implements harness.Report.
+func (r *report) Figures() any {
 	ratios := map[string]map[string]harness.Distribution{}
 	medians := map[string]map[string]harness.Figure{}
 	aims := map[string]string{}
@@ -228,7 +210,7 @@ func (r *report) json() ([]byte, error) {
 			}
 		}
 	}
-	return json.MarshalIndent(struct {
+	return struct {
 		Throughput tracedRatios                               `json:"throughput_ratio"`
 		RR         tracedRatios                               `json:"rr_ratio"`
 		CPU        tracedRatios                               `json:"cpu_ratio"`
@@ -245,7 +227,7 @@ func (r *report) json() ([]byte, error) {
 	}{
 		r.medians("throughput"), r.medians("rr"), r.medians("cpu"), aims, ratios, medians, traceUnits(),
 		r.programs, r.rules, harness.Figure(r.agentShare()), harness.Figure(r.share()), r, r.rounds,
-	}, "", "  ")
+	}
 }
 
 func traceUnits() map[string]string {
@@ -256,22 +238,8 @@ func traceUnits() map[string]string {
 	return units
 }
 
-func (r *report) write(dir string) error {
-	r.print(os.Stdout)
-	b, err := r.json()
-	if err != nil {
-		return fmt.Errorf("write figures: %w", err)
-	}
-	for name, content := range map[string][]byte{"bench-trace.json": append(b, '\n'), "bench-trace.svg": r.svg()} {
-		if err := os.WriteFile(filepath.Join(dir, name), content, 0o644); err != nil {
-			return fmt.Errorf("write figures: %w", err)
-		}
-	}
-	return nil
-}
-
 // svg draws the medians.
-func (r *report) svg() []byte {
+func (r *report) chart() plot.Chart {
 	chart := plot.Chart{Title: "Tracing on, of off: medians of the rounds' ratios"}
 	for _, m := range r.measures() {
 		p := plot.Panel{Title: m.title}
@@ -284,5 +252,8 @@ func (r *report) svg() []byte {
 		}
 		chart.Panels = append(chart.Panels, p)
 	}
-	return chart.SVG()
+	return chart
 }
+
+// Charts implements harness.Report.
+func (r *report) Charts() map[string]plot.Chart { return map[string]plot.Chart{"": r.chart()} }

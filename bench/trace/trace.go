@@ -12,7 +12,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -26,9 +25,11 @@ import (
 	"sockeye/lab"
 )
 
+const command = "trace"
+
 // Benchmark is the command bench trace.
 var Benchmark = harness.Benchmark{
-	Name: "trace", Run: insideTrace, Sandboxed: true,
+	Name: command, Run: insideTrace, Sandboxed: true,
 	Workers: map[string]func([]string) error{role: worker},
 }
 
@@ -142,7 +143,7 @@ type bench struct {
 
 func insideTrace(args []string) (err error) {
 	var o options
-	fs := flag.NewFlagSet("trace", flag.ContinueOnError)
+	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "a minute instead of six, less certain figures")
 	fs.DurationVar(&o.For, "for", 0, "how long rounds are begun (default 5m, quick 40s)")
 	fs.DurationVar(&o.Slice, "slice", 200*time.Millisecond, "measured of an arm and a load in a round")
@@ -166,24 +167,14 @@ func insideTrace(args []string) (err error) {
 			o.For = 40 * time.Second
 		}
 	}
-	s, ctx, cleanup, err := harness.OpenSandbox()
-	if err != nil {
-		return err
-	}
-	defer cleanup()
 	t := &bench{options: o, state: traceOff}
 	if err := t.share(); err != nil {
 		return err
 	}
-	if t.Lab, err = lab.New(ctx, lab.Options{Dir: s.Dir}); err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, t.Lab.Close()) }()
-	err = t.run(ctx)
-	if ctx.Err() != nil { // then everything fails, somehow
-		return context.Cause(ctx)
-	}
-	return err
+	return harness.InLab(func(ctx context.Context, l *lab.Lab) error {
+		t.Lab = l
+		return t.run(ctx)
+	})
 }
 
 // share keeps a CPU for the loads: this process and its children, but for those
@@ -218,8 +209,7 @@ func (t *bench) share() error {
 }
 
 func (t *bench) run(ctx context.Context) error {
-	started := time.Now()
-	r := &report{Options: t.options, Kernel: harness.KernelRelease(), CPUs: runtime.NumCPU(), Started: started.UTC().Truncate(time.Second)}
+	r := &report{Options: t.options, Run: harness.Begin()}
 	var err error
 	if t.Binary == "" {
 		if t.Binary, err = harness.BuildSockeye(ctx, t.Lab.Dir()); err != nil {
@@ -253,8 +243,8 @@ func (t *bench) run(ctx context.Context) error {
 	if err := t.attach(ctx, traceOff); err != nil {
 		return err
 	}
-	r.Took = time.Since(started).Round(time.Second).String()
-	return r.write(os.Getenv("OUT"))
+	r.End()
+	return harness.Publish(command, r)
 }
 
 // prepare makes cgroups, namespaces and workers.

@@ -193,33 +193,6 @@ func TestTracePolicies(t *testing.T) {
 	}
 }
 
-func TestDistribution(t *testing.T) {
-	var v []float64
-	for i := range 100 {
-		v = append(v, float64(100-i))
-	}
-	// Of 100 tosses, 40 to 60 are heads with 95 %.
-	if got, want := harness.DistributionOf(v), (harness.Distribution{Median: 50.5, P25: 25, P75: 75, Low: 40, High: 61}); got != want {
-		t.Errorf("%+v, want %+v", got, want)
-	}
-	if got, want := harness.DistributionOf([]float64{2, 1, 3}), (harness.Distribution{Median: 2, P25: 1, P75: 3, Low: 1, High: 3}); got != want {
-		t.Errorf("%+v, want %+v", got, want)
-	}
-	for _, x := range []struct {
-		d    harness.Distribution
-		want string
-	}{
-		{harness.Distribution{Low: 0.99, Median: 1, High: 1.01}, "met"},
-		{harness.Distribution{Low: 0.98, Median: 0.99, High: 1}, "met, within the noise"},
-		{harness.Distribution{Low: 0.97, Median: 0.98, High: 0.99}, "missed, within the noise"},
-		{harness.Distribution{Low: 0.96, Median: 0.97, High: 0.98}, "missed"},
-	} {
-		if got := x.d.Verdict(0.99); got != x.want {
-			t.Errorf("%+v: %s, want %s", x.d, got, x.want)
-		}
-	}
-}
-
 func traceRounds(rates ...map[string]float64) (rounds []traceRound) {
 	for _, arms := range rates {
 		round := traceRound{}
@@ -244,7 +217,7 @@ func TestTraceReport(t *testing.T) {
 	if got := r.ratios(armOffAgain, measures[0]); got[0] <= 1.2 || got[1] != 1 {
 		t.Errorf("off, again, of off: %v", got)
 	}
-	b, err := r.json()
+	b, err := harness.JSON(r)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -262,14 +235,13 @@ func TestTraceReport(t *testing.T) {
 			t.Fatalf("%s in place of %s in %s", got, want, b)
 		}
 	}
-	var text bytes.Buffer
-	r.print(&text)
+	text := harness.Text(r)
 	for _, want := range []string{"0.950 [0.950 .. 0.950]", "0.97: missed", "0.99: met", "trace_sockops  5.000", "none"} {
-		if !strings.Contains(text.String(), want) {
-			t.Errorf("no %q in\n%s", want, &text)
+		if !strings.Contains(text, want) {
+			t.Errorf("no %q in\n%s", want, text)
 		}
 	}
-	for d := xml.NewDecoder(bytes.NewReader(r.svg())); ; {
+	for d := xml.NewDecoder(bytes.NewReader(r.chart().SVG())); ; {
 		if _, err := d.Token(); errors.Is(err, io.EOF) {
 			break
 		} else if err != nil {

@@ -3,15 +3,9 @@
 package tune
 
 import (
-	"encoding/json"
 	"fmt"
-	"io"
 	"math"
-	"os"
-	"path/filepath"
 	"strings"
-	"text/tabwriter"
-	"time"
 
 	"sockeye/bench/harness"
 
@@ -20,11 +14,8 @@ import (
 )
 
 type report struct {
-	Options options   `json:"options"`
-	Kernel  string    `json:"kernel"`
-	CPUs    int       `json:"cpus"`
-	Started time.Time `json:"started"`
-	Took    string    `json:"took"`
+	Options options `json:"options"`
+	harness.Run
 
 	// Nil are the parts that were not run.
 	incast    []incastRun
@@ -97,9 +88,8 @@ func (r *report) point(arm string, x int) (p incastPoint) {
 	return p
 }
 
-func (r *report) print(to io.Writer) {
-	w := tabwriter.NewWriter(to, 0, 0, 2, ' ', 0)
-	p := func(format string, args ...any) { fmt.Fprintf(w, format, args...) }
+// Print implements harness.Report.
+func (r *report) Print(p harness.Printf) {
 	p("\nBoth arms in turn, cubic in both; Linux %s, %d CPUs for all of it.\n", r.Kernel, r.CPUs)
 	if pairs := r.pairs(); pairs != nil {
 		o := r.Options
@@ -174,9 +164,6 @@ func (r *report) print(to io.Writer) {
 		p("%s\t%d\t%d\t%s\n", rule.Name, rule.Connections, rule.OptionsSet, strings.Join(failed, "; "))
 	}
 	p("\nTook %s.\n", r.Took)
-	if err := w.Flush(); err != nil {
-		fmt.Fprintln(os.Stderr, "bench:", err)
-	}
 }
 
 // saturation is the share of the CPUs above which a run of incast measures these,
@@ -208,7 +195,8 @@ func sizeText(bytes int) string {
 	return fmt.Sprintf("%g KB", float64(bytes)/1e3)
 }
 
-func (r *report) json() ([]byte, error) {
+// Figures implements harness.Report.
+func (r *report) Figures() any {
 	out := map[string]any{"incast": r.pairs(), "iw": r.iw, "syn_rto": r.handshake, "learning": r.learned, "cost_us": nil}
 	if r.cost != nil {
 		us, detail := map[string]any{}, map[string]any{}
@@ -224,28 +212,7 @@ func (r *report) json() ([]byte, error) {
 		out["cost_us"] = us
 	}
 	out["detail"] = map[string]any{"run": r, "incast_runs": r.incast, "incast_runs_saturated": r.saturated(), "rules": r.rules}
-	return json.MarshalIndent(out, "", "  ")
-}
-
-func (r *report) write(dir string) error {
-	r.print(os.Stdout)
-	b, err := r.json()
-	if err != nil {
-		return fmt.Errorf("write figures: %w", err)
-	}
-	files := map[string][]byte{"bench-tune.json": append(b, '\n')}
-	if r.incast != nil {
-		files["bench-tune-incast.svg"] = r.incastSVG()
-	}
-	if r.iw != nil {
-		files["bench-tune-iw.svg"] = r.iwSVG()
-	}
-	for name, content := range files {
-		if err := os.WriteFile(filepath.Join(dir, name), content, 0o644); err != nil {
-			return fmt.Errorf("write figures: %w", err)
-		}
-	}
-	return nil
+	return out
 }
 
 // bars are those of the two arms, one under the other; none unless both were
@@ -260,7 +227,7 @@ func bars(label, verb string, b, t harness.Figure) []plot.Bar {
 	}
 }
 
-func (r *report) incastSVG() []byte {
+func (r *report) incastChart() plot.Chart {
 	chart := plot.Chart{
 		Title:  fmt.Sprintf("Incast: three senders, one receiver, a queue of %d packets", r.Options.Queue),
 		Legend: []string{"baseline", "tuned"},
@@ -281,10 +248,10 @@ func (r *report) incastSVG() []byte {
 		}
 		chart.Panels = append(chart.Panels, p)
 	}
-	return chart.SVG()
+	return chart
 }
 
-func (r *report) iwSVG() []byte {
+func (r *report) iwChart() plot.Chart {
 	chart := plot.Chart{Title: "Milliseconds of a transfer on a new connection", Legend: []string{"initial window 10", "40"}}
 	for _, rtt := range iwRTTs {
 		p := plot.Panel{Title: fmt.Sprintf("RTT %v", rtt)}
@@ -295,5 +262,17 @@ func (r *report) iwSVG() []byte {
 		}
 		chart.Panels = append(chart.Panels, p)
 	}
-	return chart.SVG()
+	return chart
+}
+
+// Charts implements harness.Report.
+func (r *report) Charts() map[string]plot.Chart {
+	charts := map[string]plot.Chart{}
+	if r.incast != nil {
+		charts["-incast"] = r.incastChart()
+	}
+	if r.iw != nil {
+		charts["-iw"] = r.iwChart()
+	}
+	return charts
 }

@@ -5,14 +5,10 @@ package tune
 
 import (
 	"context"
-	"errors"
 	"flag"
 	"fmt"
-	"os"
-	"runtime"
 	"slices"
 	"strings"
-	"time"
 
 	"sockeye/bench/harness"
 
@@ -24,9 +20,11 @@ const (
 	tuned    = "tuned"
 )
 
+const command = "tune"
+
 // Benchmark is the command bench tune.
 var Benchmark = harness.Benchmark{
-	Name: "tune", Run: insideTune, Sandboxed: true,
+	Name: command, Run: insideTune, Sandboxed: true,
 	Workers: map[string]func([]string) error{serverRole: tuneServer, clientRole: tuneClient, costRole: tuneCost},
 }
 
@@ -51,7 +49,7 @@ type bench struct {
 
 func insideTune(args []string) (err error) {
 	var o options
-	fs := flag.NewFlagSet("tune", flag.ContinueOnError)
+	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "a minute instead of six: fewer and shorter rounds, less certain figures")
 	fs.IntVar(&o.Rounds, "rounds", 0, "rounds of both arms (default 5, quick 1)")
 	fs.Float64Var(&o.Seconds, "seconds", 0, "measured in a run of incast (default 4, quick 2)")
@@ -81,22 +79,10 @@ func insideTune(args []string) (err error) {
 	if o.Seconds == 0 {
 		o.Seconds = seconds
 	}
-	s, ctx, cleanup, err := harness.OpenSandbox()
-	if err != nil {
-		return err
-	}
-	defer cleanup()
-	l, err := lab.New(ctx, lab.Options{Dir: s.Dir})
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, l.Close()) }()
-	t := &bench{options: o, LabBench: harness.LabBench{Lab: l}}
-	err = t.run(ctx)
-	if ctx.Err() != nil { // then everything fails, somehow
-		return context.Cause(ctx)
-	}
-	return err
+	return harness.InLab(func(ctx context.Context, l *lab.Lab) error {
+		t := &bench{options: o, LabBench: harness.LabBench{Lab: l}}
+		return t.run(ctx)
+	})
 }
 
 var parts = []string{"incast", "iw", "syn_rto", "learning", "cost"}
@@ -107,8 +93,7 @@ func (t *bench) wants(part string) bool {
 }
 
 func (t *bench) run(ctx context.Context) error {
-	started := time.Now()
-	r := &report{Options: t.options, Kernel: harness.KernelRelease(), CPUs: runtime.NumCPU(), Started: started.UTC().Truncate(time.Second)}
+	r := &report{Options: t.options, Run: harness.Begin()}
 	var err error
 	if t.Binary == "" {
 		if t.Binary, err = harness.BuildSockeye(ctx, t.Lab.Dir()); err != nil {
@@ -138,6 +123,6 @@ func (t *bench) run(ctx context.Context) error {
 	if r.rules, err = t.rules(ctx); err != nil {
 		return err
 	}
-	r.Took = time.Since(started).Round(time.Second).String()
-	return r.write(os.Getenv("OUT"))
+	r.End()
+	return harness.Publish(command, r)
 }

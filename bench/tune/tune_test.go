@@ -147,7 +147,7 @@ func TestTuneReport(t *testing.T) {
 	if n := r.saturated(); n != 1 {
 		t.Errorf("%d saturated runs, want 1", n)
 	}
-	b, err := r.json()
+	b, err := harness.JSON(r)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -182,7 +182,7 @@ func TestTuneReport(t *testing.T) {
 			t.Errorf("cost_us.%s: %s, want %s", key, got.Cost[key], want)
 		}
 	}
-	for name, svg := range map[string][]byte{"incast": r.incastSVG(), "iw": r.iwSVG()} {
+	for name, svg := range map[string][]byte{"incast": r.incastChart().SVG(), "iw": r.iwChart().SVG()} {
 		for d := xml.NewDecoder(bytes.NewReader(svg)); ; {
 			if _, err := d.Token(); errors.Is(err, io.EOF) {
 				break
