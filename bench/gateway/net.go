@@ -157,7 +157,7 @@ func (p *gatewayPath) resent() (n uint64, err error) {
 	for _, h := range []*lab.Namespace{p.host, p.far} {
 		err := h.Do(func() error {
 			b, err := os.ReadFile("/proc/thread-self/net/snmp")
-			n += harness.Snmp(string(b), "Tcp", "RetransSegs")
+			n += harness.SNMP(string(b), "Tcp", "RetransSegs")
 			return err
 		})
 		if err != nil {

@@ -414,7 +414,7 @@ func (p *gatewayPath) lost(s *gatewaySide, direction string) (l datagramLost, er
 		err = n.Do(func() error {
 			b, err := os.ReadFile("/proc/thread-self/net/snmp")
 			for _, name := range names {
-				sum += int(harness.Snmp(string(b), "Udp", name))
+				sum += int(harness.SNMP(string(b), "Udp", name))
 			}
 			return err
 		})
@@ -448,7 +448,7 @@ func (p *gatewayPath) lost(s *gatewaySide, direction string) (l datagramLost, er
 		if err != nil {
 			return l, fmt.Errorf("count drops of %s: %w", s.name, err)
 		}
-		l.Program = int(harness.Snmp(string(text), "Udp", "RcvbufErrors"))
+		l.Program = int(harness.SNMP(string(text), "Udp", "RcvbufErrors"))
 	}
 	return l, nil
 }

@@ -352,7 +352,7 @@ func (t *task) load(end time.Time, r *gatewayResult) error {
 // ownSNMP is a counter of the process's own network namespace.
 func ownSNMP(protocol, name string) uint64 {
 	b, _ := os.ReadFile("/proc/self/net/snmp") // 0 if it cannot be read
-	return harness.Snmp(string(b), protocol, name)
+	return harness.SNMP(string(b), protocol, name)
 }
 
 // gatewayCounts are what a gateway has counted since its start.

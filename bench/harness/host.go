@@ -16,13 +16,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// KernelRelease returns the release of the running kernel, as uname -r.
 func KernelRelease() string {
 	var u unix.Utsname
 	_ = unix.Uname(&u)
 	return unix.ByteSliceToString(u.Release[:])
 }
 
-// MachineCPU is what all CPUs have worked since the start, in ticks of 10 ms.
+// MachineCPU returns the CPU time of all CPUs since boot without idle time, in steps of 10 ms.
 func MachineCPU() time.Duration {
 	b, _ := os.ReadFile("/proc/stat")
 	line, _, _ := strings.Cut(string(b), "\n")
@@ -35,9 +36,9 @@ func MachineCPU() time.Duration {
 	return time.Duration(ticks) * 10 * time.Millisecond
 }
 
-// Snmp is a counter of /proc/net/snmp, 0 if it is not there: a line of names,
-// then one of values, for each protocol.
-func Snmp(text, protocol, name string) uint64 {
+// SNMP returns a counter of the text of /proc/net/snmp, and 0 if the counter is missing. The file has a line of names and
+// a line of values for each protocol.
+func SNMP(text, protocol, name string) uint64 {
 	var names []string
 	for line := range strings.Lines(text) {
 		f := strings.Fields(line)
@@ -58,6 +59,7 @@ func Snmp(text, protocol, name string) uint64 {
 	return 0
 }
 
+// BuildSockeye builds the binary from the repository that is the current directory, and returns its path.
 func BuildSockeye(ctx context.Context, dir string) (string, error) {
 	binary := filepath.Join(dir, "sockeye")
 	build := exec.CommandContext(ctx, "go", "build", "-o", binary, "./cmd/sockeye")

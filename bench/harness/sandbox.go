@@ -27,11 +27,9 @@ import (
 	"sockeye/lab"
 )
 
-// The benchmark runs in two processes: a supervisor, which only cleans up, and
-// inside, in a mount namespace of its own and network namespaces that it makes,
-// which does the work.
-// Each sees the other's end by a pipe, so that whichever is killed, the other
-// ends everything below the benchmark's cgroup and removes what was made.
+// A sandboxed benchmark runs in two processes. The supervisor starts the inside process, which measures, in a mount
+// namespace of its own, and cleans up after it. A pipe tells each of them when the other has ended: if one is killed, the
+// other kills all processes in the benchmark's cgroup and removes the cgroup and the scratch directory.
 
 const (
 	insideRole  = "inside"
@@ -39,6 +37,8 @@ const (
 	envSandbox  = "SOCKEYE_BENCH_SANDBOX"
 	envCgroup   = "SOCKEYE_BENCH_CGROUP"
 	lifelineFD  = 3
+
+	// KillTimeout is how long a process has to end before it is killed.
 	KillTimeout = 10 * time.Second
 )
 
@@ -46,6 +46,7 @@ type exitCode int
 
 func (e exitCode) Error() string { return "exit status " + strconv.Itoa(int(e)) }
 
+// supervise runs a benchmark in a sandbox: this program again, with insideRole before its arguments.
 func supervise(args []string) error {
 	if os.Geteuid() != 0 {
 		return errors.New("needs root: it makes namespaces and cgroups, and loads BPF programs")
@@ -95,11 +96,11 @@ func supervise(args []string) error {
 	return err
 }
 
-// Sandbox is what inside has to work with.
+// Sandbox is what the inside process works with.
 type Sandbox struct {
-	Dir    string // scratch
+	Dir    string // scratch directory
 	Cgroup string // absolute path of the benchmark's cgroup
-	groups map[string]int
+	groups map[string]int // open cgroups by name
 }
 
 func openSandbox() (*Sandbox, context.Context, func(), error) {
@@ -132,7 +133,7 @@ func InSandbox(run func(ctx context.Context, s *Sandbox) error) error {
 	}
 	defer cleanup()
 	err = run(ctx, s)
-	if ctx.Err() != nil { // then everything fails, somehow
+	if ctx.Err() != nil { // the processes were killed, so err only says which of them failed first
 		return context.Cause(ctx)
 	}
 	return err
@@ -150,10 +151,10 @@ func InLab(run func(ctx context.Context, l *lab.Lab) error) error {
 	})
 }
 
-// A Space is a network namespace. The main goroutine, bound to its thread, does
-// all work and is in one space at a time.
+// Space is a network namespace. The goroutine that measures is bound to its thread, and enters one space after the other.
 type Space int
 
+// NewSpace makes a network namespace with lo up, and enters it.
 func NewSpace() (Space, error) {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return -1, fmt.Errorf("make network namespace: %w", err)
@@ -168,6 +169,7 @@ func NewSpace() (Space, error) {
 	return Space(fd), nil
 }
 
+// Enter moves this thread into the namespace.
 func (s Space) Enter() error {
 	if err := unix.Setns(int(s), unix.CLONE_NEWNET); err != nil {
 		return fmt.Errorf("enter network namespace: %w", err)
@@ -175,6 +177,7 @@ func (s Space) Enter() error {
 	return nil
 }
 
+// Close closes the namespace, which ends with its last process.
 func (s Space) Close() { unix.Close(int(s)) }
 
 func loopbackUp() error {
@@ -194,8 +197,7 @@ func loopbackUp() error {
 	return nil
 }
 
-// removeStale removes what benchmarks left of which both processes were killed
-// at once.
+// removeStale removes what benchmarks left behind whose two processes were killed at once.
 func removeStale(root string) {
 	for _, dir := range cgroup.Stale(root, cgroupName, "") {
 		removeCgroup(dir)
@@ -215,7 +217,7 @@ func removeCgroup(dir string) {
 	}
 }
 
-// Group opens the cgroup name below the benchmark's, and makes it if needed.
+// Group returns a descriptor of a cgroup below that of the benchmark, and makes the cgroup if needed.
 func (s *Sandbox) Group(name string) (int, error) {
 	if fd, ok := s.groups[name]; ok {
 		return fd, nil
@@ -232,10 +234,9 @@ func (s *Sandbox) Group(name string) (int, error) {
 	return fd, nil
 }
 
-// Cpu is what the processes of a group have used so far, the dead ones
-// included. The kernel counts what it did in softirq on a process's back as
-// this process's (unless built with CONFIG_IRQ_TIME_ACCOUNTING).
-func (s *Sandbox) Cpu(group string) time.Duration {
+// CPU returns the CPU time of all processes that a cgroup has or had. Unless the kernel was built with
+// CONFIG_IRQ_TIME_ACCOUNTING, softirqs that interrupt a process count as this process' time.
+func (s *Sandbox) CPU(group string) time.Duration {
 	b, err := os.ReadFile(filepath.Join(s.Cgroup, group, "cpu.stat"))
 	if err != nil {
 		return 0
@@ -245,13 +246,13 @@ func (s *Sandbox) Cpu(group string) time.Duration {
 	return time.Duration(us) * time.Microsecond
 }
 
-// Quiesce waits until the groups have stopped working: nothing else tells from
-// outside when a collector has read, or forwarded, all that it was sent.
+// Quiesce waits up to 20 seconds until the cgroups use almost no CPU. Nothing else tells from outside when a collector has
+// read, or forwarded, all that it was sent.
 func (s *Sandbox) Quiesce(ctx context.Context, groups ...string) error {
 	const window, idle = 200 * time.Millisecond, 6 * time.Millisecond
 	sum := func() (d time.Duration) {
 		for _, g := range groups {
-			d += s.Cpu(g)
+			d += s.CPU(g)
 		}
 		return d
 	}
@@ -271,6 +272,7 @@ func (s *Sandbox) Quiesce(ctx context.Context, groups ...string) error {
 	return nil
 }
 
+// Pause waits, and returns the cause if ctx ends before.
 func Pause(ctx context.Context, d time.Duration) error {
 	select {
 	case <-ctx.Done():
@@ -280,19 +282,19 @@ func Pause(ctx context.Context, d time.Duration) error {
 	}
 }
 
-// A Process is a child in one of the benchmark's cgroups.
+// Process is a child in one of the benchmark's cgroups.
 type Process struct {
 	name   string
 	cmd    *exec.Cmd
 	In     io.WriteCloser
 	out    *bufio.Reader
 	stderr string // a file: a pipe would stay open in plugins that outlive their core
-	Done   chan struct{}
+	Done   chan struct{} // closed when the process has ended
 	err    error
 }
 
-// Start runs a program in a group. It is killed with the benchmark. Call it
-// from the main goroutine, whose thread lives as long as the process does.
+// Start starts a program in a cgroup. The kernel kills it when the thread that started it ends: call Start from the main
+// goroutine, bound to its thread.
 func (s *Sandbox) Start(group, name string, argv ...string) (*Process, error) {
 	fd, err := s.Group(group)
 	if err != nil {
@@ -329,7 +331,7 @@ func (s *Sandbox) Start(group, name string, argv ...string) (*Process, error) {
 	return p, nil
 }
 
-// Ask sends one line (unless it is empty) and decodes the one that answers.
+// Ask sends a line, unless the question is empty, and decodes the line that answers.
 func (p *Process) Ask(question string, answer any) error {
 	if question != "" {
 		if _, err := io.WriteString(p.In, question+"\n"); err != nil {
@@ -360,11 +362,13 @@ func (p *Process) ended() bool {
 	}
 }
 
+// Interrupt is the signal that ends an nfacctd in peace.
 const Interrupt = unix.SIGINT
 
+// Signal sends a signal, and ignores that the process may have ended.
 func (p *Process) Signal(sig syscall.Signal) { _ = p.cmd.Process.Signal(sig) }
 
-// Stop ends the process by a signal, and by SIGKILL if that takes too long.
+// Stop sends a signal, waits until the process has ended, and kills it after KillTimeout.
 func (p *Process) Stop(sig syscall.Signal) {
 	if !p.ended() {
 		p.Signal(sig)
@@ -378,15 +382,14 @@ func (p *Process) Stop(sig syscall.Signal) {
 	p.In.Close()
 }
 
-// LastWords is the end of what the process wrote to stderr.
+// LastWords returns the last five lines that the process wrote to stderr.
 func (p *Process) LastWords() []byte {
 	b, _ := os.ReadFile(p.stderr)
 	lines := bytes.SplitAfter(bytes.TrimSpace(b), []byte("\n"))
 	return bytes.Join(lines[max(0, len(lines)-5):], nil)
 }
 
-// KillGroups ends what is left in groups, such as plugins without a core, and
-// removes these.
+// KillGroups kills what is left in cgroups, such as plugins without a core, and removes the cgroups.
 func (s *Sandbox) KillGroups(names ...string) {
 	for _, name := range names {
 		if fd, ok := s.groups[name]; ok {
@@ -397,14 +400,14 @@ func (s *Sandbox) KillGroups(names ...string) {
 	}
 }
 
-// Empty says whether no process is left in a group.
+// Empty returns whether a cgroup has no process.
 func (s *Sandbox) Empty(group string) bool {
 	pids, err := cgroup.Processes(filepath.Join(s.Cgroup, group))
 	return err == nil && len(pids) == 0
 }
 
-// Sockets counts the sockets of the namespace that wait at a port: listening
-// TCP, or UDP without a peer.
+// Sockets counts the sockets of this network namespace that listen on a port: TCP listeners, or UDP sockets without a
+// peer.
 func Sockets(protocol string, port uint16) int {
 	n := 0
 	for _, f := range []string{protocol, protocol + "6"} {
@@ -420,7 +423,7 @@ func Sockets(protocol string, port uint16) int {
 	return n
 }
 
-// Drops sums up the datagrams that found a socket of the namespace full.
+// Drops counts the datagrams that were dropped because the receive buffer of a UDP socket of this namespace was full.
 func Drops() (n uint64) {
 	for _, f := range []string{"udp", "udp6"} {
 		b, _ := os.ReadFile("/proc/thread-self/net/" + f)
@@ -433,8 +436,7 @@ func Drops() (n uint64) {
 	return n
 }
 
-// Await polls until done, for at most 20 seconds; it fails at once when one of
-// the processes has ended.
+// Await polls done for up to 20 seconds. It fails at once when one of the processes has ended.
 func Await(ctx context.Context, what string, procs []*Process, done func() bool) error {
 	for end := time.Now().Add(20 * time.Second); !done(); {
 		if i := slices.IndexFunc(procs, (*Process).ended); i >= 0 {

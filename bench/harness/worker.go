@@ -16,12 +16,12 @@ import (
 	"sockeye/lab"
 )
 
-// A LabBench is a benchmark in a lab.
+// LabBench is a benchmark in a lab.
 type LabBench struct {
 	Lab *lab.Lab
 }
 
-// Group makes a cgroup below the lab's, for a rule to name, and returns its name.
+// Group makes a cgroup below that of the lab, and returns its name. It is no error if the cgroup exists.
 func (b *LabBench) Group(name string) (string, error) {
 	err := os.Mkdir(filepath.Join(b.Lab.Cgroup(), name), 0o755)
 	if err != nil && !errors.Is(err, os.ErrExist) {
@@ -30,26 +30,27 @@ func (b *LabBench) Group(name string) (string, error) {
 	return name, nil
 }
 
+// RunDir returns the run directory of the agent.
 func (b *LabBench) RunDir() string { return filepath.Join(b.Lab.Dir(), "run") }
 
-// Ask asks the agent.
+// Ask sends a request to the agent and decodes its answer.
 func (b *LabBench) Ask(ctx context.Context, path string, into any) error {
 	return api.NewClient(api.SocketPath(b.RunDir())).Get(ctx, path, nil, into)
 }
 
-// Worker starts a process of this program in a cgroup below the lab's; several
-// may share one.
+// Worker starts this program as a worker in a cgroup below that of the lab. Several workers may share a cgroup.
 func (b *LabBench) Worker(ctx context.Context, n *lab.Namespace, group string, argv ...string) (*Worker, error) {
 	return StartWorker(ctx, b.Lab, n, group, append([]string{"/proc/self/exe"}, argv...)...)
 }
 
-// A Worker is such a process.
+// Worker is a process that reads questions from stdin and writes answers to stdout, each a line of JSON.
 type Worker struct {
 	*lab.Process
 	In  io.WriteCloser
 	out *bufio.Reader
 }
 
+// StartWorker starts a program as a worker in a cgroup below that of the lab.
 func StartWorker(ctx context.Context, l *lab.Lab, n *lab.Namespace, group string, argv ...string) (*Worker, error) {
 	w := &Worker{Process: n.Command(ctx, argv...)}
 	w.Name = group
@@ -67,6 +68,7 @@ func StartWorker(ctx context.Context, l *lab.Lab, n *lab.Namespace, group string
 	return w, w.Start()
 }
 
+// Tell sends a question that has no answer, or whose answer is read later.
 func (w *Worker) Tell(question any) error {
 	b, err := json.Marshal(question)
 	if err == nil {
@@ -78,6 +80,7 @@ func (w *Worker) Tell(question any) error {
 	return nil
 }
 
+// Answer reads an answer. It kills a worker that does not give one.
 func (w *Worker) Answer(to any) error {
 	line, err := w.out.ReadBytes('\n')
 	if err == nil {
@@ -89,6 +92,7 @@ func (w *Worker) Answer(to any) error {
 	return nil
 }
 
+// Ask sends a question and reads the answer.
 func (w *Worker) Ask(question, answer any) error {
 	if err := w.Tell(question); err != nil {
 		return err

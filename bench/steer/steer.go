@@ -110,7 +110,7 @@ func (f *fleet) measure(ctx context.Context, l load) (m measurement, err error) 
 		cpu  *time.Duration
 	}{{membersGroup, &m.Members}, {balanceGroup, &m.Balance}, {generatorGroup, &m.Generator}}
 	for _, u := range used {
-		*u.cpu = -f.b.Cpu(f.group(u.role))
+		*u.cpu = -f.b.CPU(f.group(u.role))
 	}
 	if err := gen.Ask("go", &m.Sent); err != nil {
 		return m, err
@@ -119,7 +119,7 @@ func (f *fleet) measure(ctx context.Context, l load) (m measurement, err error) 
 		return m, err
 	}
 	for _, u := range used {
-		*u.cpu += f.b.Cpu(f.group(u.role))
+		*u.cpu += f.b.CPU(f.group(u.role))
 	}
 	m.Machine, m.Dropped = harness.MachineCPU()-machine, harness.Drops()-dropped
 

@@ -138,8 +138,8 @@ func (n *incastNet) counts() (c netCounts, err error) {
 			if err != nil {
 				return err
 			}
-			c.retransmits += harness.Snmp(string(b), "Tcp", "RetransSegs")
-			c.segments += harness.Snmp(string(b), "Tcp", "OutSegs") + harness.Snmp(string(b), "Tcp", "RetransSegs")
+			c.retransmits += harness.SNMP(string(b), "Tcp", "RetransSegs")
+			c.segments += harness.SNMP(string(b), "Tcp", "OutSegs") + harness.SNMP(string(b), "Tcp", "RetransSegs")
 			return nil
 		})
 		if err != nil {

@@ -94,7 +94,7 @@ func TestRequestMeasuresWithinTheWindow(t *testing.T) {
 func TestSnmp(t *testing.T) {
 	text := "Ip: Forwarding RetransSegs\nIp: 1 7\nTcp: RtoAlgorithm MaxConn OutSegs RetransSegs\nTcp: 1 -1 345 12\n"
 	for name, want := range map[string]uint64{"RetransSegs": 12, "OutSegs": 345, "Other": 0} {
-		if got := harness.Snmp(text, "Tcp", name); got != want {
+		if got := harness.SNMP(text, "Tcp", name); got != want {
 			t.Errorf("%s = %d, want %d", name, got, want)
 		}
 	}
