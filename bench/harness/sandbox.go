@@ -32,11 +32,11 @@ import (
 // other kills all processes in the benchmark's cgroup and removes the cgroup and the scratch directory.
 
 const (
-	insideRole  = "inside"
-	cgroupName  = "sockeye-bench-"
-	envSandbox  = "SOCKEYE_BENCH_SANDBOX"
-	envCgroup   = "SOCKEYE_BENCH_CGROUP"
-	lifelineFD  = 3
+	insideRole = "inside"
+	cgroupName = "sockeye-bench-"
+	envSandbox = "SOCKEYE_BENCH_SANDBOX"
+	envCgroup  = "SOCKEYE_BENCH_CGROUP"
+	lifelineFD = 3
 
 	// KillTimeout is how long a process has to end before it is killed.
 	KillTimeout = 10 * time.Second
@@ -98,8 +98,8 @@ func supervise(args []string) error {
 
 // Sandbox is what the inside process works with.
 type Sandbox struct {
-	Dir    string // scratch directory
-	Cgroup string // absolute path of the benchmark's cgroup
+	Dir    string         // scratch directory
+	Cgroup string         // absolute path of the benchmark's cgroup
 	groups map[string]int // open cgroups by name
 }
 
@@ -288,7 +288,7 @@ type Process struct {
 	cmd    *exec.Cmd
 	In     io.WriteCloser
 	out    *bufio.Reader
-	stderr string // a file: a pipe would stay open in plugins that outlive their core
+	stderr string        // a file: a pipe would stay open in plugins that outlive their core
 	Done   chan struct{} // closed when the process has ended
 	err    error
 }
