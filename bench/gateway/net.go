@@ -323,14 +323,18 @@ func processTime(pid int) (time.Duration, error) {
 	return time.Duration(t.Nano()), nil
 }
 
-// isGateway tells a process of the gateway from that of its program: it is the one that was
-// started, the first one inside, or one of pasta's.
+// isGateway returns whether a process belongs to the gateway and not to its program. It does if it is the one that was
+// started, one of pasta's, or the first process of the PID namespace that sockeye isolate makes. The first one of pasta's
+// PID namespace is the program.
 func (s *gatewaySide) isGateway(pid int) bool {
 	if s.around == nil || pid == s.around.Pid() {
 		return s.around != nil
 	}
+	if s.name != sidePasta {
+		return isInit(pid)
+	}
 	name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // it may have ended
-	return strings.HasPrefix(string(name), "pas") || isInit(pid)
+	return strings.HasPrefix(string(name), "pas")
 }
 
 // isInit tells whether a process is the first of a PID namespace below this one.
