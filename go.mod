@@ -15,6 +15,7 @@ require (
 	github.com/vishvananda/netns v0.0.5
 	go.yaml.in/yaml/v4 v4.0.0
 	golang.org/x/sys v0.49.0
+	gonum.org/v1/gonum v0.17.0
 	kernel.org/pub/linux/libs/security/libcap/cap v1.2.78
 )
 

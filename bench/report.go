@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/stats"
 	"sockeye/lab/plot"
 )
 
@@ -49,9 +50,7 @@ func spreadOf(v []float64) spread {
 	if len(v) == 0 {
 		return spread{math.NaN(), math.NaN(), math.NaN()}
 	}
-	v = slices.Sorted(slices.Values(v))
-	n := len(v)
-	return spread{(v[(n-1)/2] + v[n/2]) / 2, v[0], v[n-1]}
+	return spread{stats.Median(v), slices.Min(v), slices.Max(v)}
 }
 
 // by gives a figure of an arm, round by round.

@@ -22,6 +22,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/cgroup"
 )
 
 // The benchmark runs in two processes: a supervisor, which only cleans up, and
@@ -47,20 +49,20 @@ func supervise(args []string) error {
 	if os.Geteuid() != 0 {
 		return errors.New("needs root: it makes namespaces and cgroups, and loads BPF programs")
 	}
-	root, err := cgroupRoot()
+	root, err := cgroup.Mount()
 	if err != nil {
 		return err
 	}
 	removeStale(root)
 	name := cgroupName + strconv.Itoa(os.Getpid())
-	cg := filepath.Join(root, name)
 	dir, err := os.MkdirTemp("", name+"-")
 	if err != nil {
 		return fmt.Errorf("make scratch directory: %w", err)
 	}
 	defer os.RemoveAll(dir)
-	if err := os.Mkdir(cg, 0o755); err != nil {
-		return fmt.Errorf("make cgroup: %w", err)
+	cg, err := cgroup.Make(root, cgroupName, "")
+	if err != nil {
+		return err
 	}
 	defer removeCgroup(cg)
 
@@ -117,7 +119,7 @@ func openSandbox() (*sandbox, context.Context, func(), error) {
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return nil, nil, nil, fmt.Errorf("make mounts private: %w", err)
 	}
-	context.AfterFunc(ctx, func() { _ = os.WriteFile(filepath.Join(s.cgroup, "cgroup.kill"), []byte("1"), 0) })
+	context.AfterFunc(ctx, func() { _ = cgroup.Kill(s.cgroup) })
 	return s, ctx, cleanup, nil
 }
 
@@ -165,50 +167,25 @@ func loopbackUp() error {
 	return nil
 }
 
-func cgroupRoot() (string, error) {
-	b, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil {
-		return "", fmt.Errorf("find cgroup2 mount: %w", err)
-	}
-	for line := range strings.Lines(string(b)) {
-		before, after, _ := strings.Cut(line, " - ")
-		if f := strings.Fields(before); strings.HasPrefix(after, "cgroup2 ") && len(f) > 4 {
-			return f[4], nil
-		}
-	}
-	return "", errors.New("find cgroup2 mount: there is none")
-}
-
 // removeStale removes what benchmarks left of which both processes were killed
 // at once.
 func removeStale(root string) {
-	cgroups, _ := filepath.Glob(filepath.Join(root, cgroupName+"*"))
+	for _, dir := range cgroup.Stale(root, cgroupName, "") {
+		removeCgroup(dir)
+	}
 	dirs, _ := filepath.Glob(filepath.Join(os.TempDir(), cgroupName+"*-*"))
-	for _, path := range append(cgroups, dirs...) {
+	for _, path := range dirs {
 		number, _, _ := strings.Cut(strings.TrimPrefix(filepath.Base(path), cgroupName), "-")
-		if pid, err := strconv.Atoi(number); err != nil || unix.Kill(pid, 0) != unix.ESRCH {
-			continue
-		}
-		if filepath.Dir(path) == root {
-			removeCgroup(path)
-		} else {
+		if pid, err := strconv.Atoi(number); err == nil && unix.Kill(pid, 0) == unix.ESRCH {
 			os.RemoveAll(path)
 		}
 	}
 }
 
-func removeCgroup(cg string) {
-	_ = os.WriteFile(filepath.Join(cg, "cgroup.kill"), []byte("1"), 0)
-	for end := time.Now().Add(killTimeout); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
-		subs, _ := filepath.Glob(filepath.Join(cg, "*", "cgroup.procs"))
-		for _, f := range subs {
-			_ = os.Remove(filepath.Dir(f))
-		}
-		if err := os.Remove(cg); err == nil || errors.Is(err, os.ErrNotExist) {
-			return
-		}
+func removeCgroup(dir string) {
+	if err := cgroup.Destroy(dir); err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
 	}
-	fmt.Fprintln(os.Stderr, "bench: could not remove", cg)
 }
 
 // group opens the cgroup name below the benchmark's, and makes it if needed.
@@ -382,8 +359,7 @@ func (p *process) lastWords() []byte {
 }
 
 // killGroups ends what is left in groups, such as plugins without a core, and
-// removes these: Linux kills at birth what is cloned into a group that was
-// killed once (6.18 compares the kill counts of two groups).
+// removes these.
 func (s *sandbox) killGroups(names ...string) {
 	for _, name := range names {
 		if fd, ok := s.groups[name]; ok {
@@ -396,8 +372,8 @@ func (s *sandbox) killGroups(names ...string) {
 
 // empty says whether no process is left in a group.
 func (s *sandbox) empty(group string) bool {
-	b, err := os.ReadFile(filepath.Join(s.cgroup, group, "cgroup.procs"))
-	return err == nil && len(b) == 0
+	pids, err := cgroup.Processes(filepath.Join(s.cgroup, group))
+	return err == nil && len(pids) == 0
 }
 
 // sockets counts the sockets of the namespace that wait at a port: listening

@@ -19,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/cgroup"
 	"sockeye/lab"
 )
 
@@ -365,7 +366,7 @@ func (t *traceBench) drive(ctx context.Context, a traceArm, l traceLoad, warmup 
 		group = tracedGroup
 	}
 	for _, w := range []*worker{t.client, t.server} {
-		if err := os.WriteFile(filepath.Join(t.lab.Cgroup(), group, "cgroup.procs"), []byte(strconv.Itoa(w.Pid())), 0); err != nil {
+		if err := cgroup.Move(filepath.Join(t.lab.Cgroup(), group), w.Pid()); err != nil {
 			return nil, fmt.Errorf("move an end to cgroup %s: %w", group, err)
 		}
 	}

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -14,6 +13,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"sockeye/internal/stats"
 	"sockeye/lab/plot"
 )
 
@@ -87,28 +87,8 @@ type distribution struct {
 }
 
 func distributionOf(v []float64) distribution {
-	if len(v) == 0 {
-		nan := figure(math.NaN())
-		return distribution{nan, nan, nan, nan, nan}
-	}
-	v = slices.Sorted(slices.Values(v))
-	rank := medianRank(len(v))
-	return distribution{figure(spreadOf(v).Median), quantile(v, 0.25), quantile(v, 0.75), figure(v[rank-1]), figure(v[len(v)-rank])}
-}
-
-// medianRank is the greatest rank so that the median lies between the value of
-// this rank, from below, and that from above, with 95 % at least: each value is
-// on either side of it as heads or tails (the sign test). Of fewer than six values
-// it is 1, and the confidence is less.
-func medianRank(n int) int {
-	rank := 1
-	term := math.Pow(0.5, float64(n)) // of rank-1 heads
-	for fewer := term; ; rank++ {
-		term *= float64(n-rank+1) / float64(rank)
-		if fewer += term; 2*fewer > 0.05 {
-			return rank
-		}
-	}
+	low, high := stats.MedianInterval(v)
+	return distribution{figure(stats.Median(v)), quantile(v, 0.25), quantile(v, 0.75), figure(low), figure(high)}
 }
 
 func (d distribution) String() string {

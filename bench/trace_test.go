@@ -205,11 +205,6 @@ func TestDistribution(t *testing.T) {
 	if got, want := distributionOf([]float64{2, 1, 3}), (distribution{2, 1, 3, 1, 3}); got != want {
 		t.Errorf("%+v, want %+v", got, want)
 	}
-	for n, want := range map[int]int{1: 1, 5: 1, 6: 1, 8: 1, 9: 2, 12: 3, 50: 18, 100: 40} { // tables of the sign test
-		if got := medianRank(n); got != want {
-			t.Errorf("rank of %d values: %d, want %d", n, got, want)
-		}
-	}
 	for _, x := range []struct {
 		d    distribution
 		want string

@@ -9,12 +9,12 @@ import (
 	"math"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
 
 	"sockeye/internal/api"
+	"sockeye/internal/stats"
 	"sockeye/lab/plot"
 )
 
@@ -42,13 +42,7 @@ type figure float64
 func (f figure) MarshalJSON() ([]byte, error) { return json.Marshal(number(float64(f))) }
 
 // quantile of v, 0 to 1, by the nearest rank; NaN if there is none.
-func quantile(v []float64, q float64) figure {
-	if len(v) == 0 {
-		return figure(math.NaN())
-	}
-	v = slices.Sorted(slices.Values(v))
-	return figure(v[max(0, int(math.Ceil(q*float64(len(v))))-1)])
-}
+func quantile(v []float64, q float64) figure { return figure(stats.Quantile(v, q)) }
 
 // An incastPoint is all rounds of one arm with X flows of large RPCs: sums of
 // what is counted, means of rates, and quantiles of all latencies together.

@@ -36,6 +36,7 @@ import (
 	"syscall"
 	"time"
 
+	"sockeye/internal/cgroup"
 	"sockeye/internal/netns"
 )
 
@@ -104,7 +105,7 @@ func New(ctx context.Context, o Options) (_ *Lab, err error) {
 	if err = os.Chmod(l.dir, 0o755); err != nil { // programs of other users read their configuration below it
 		return nil, err
 	}
-	if l.mount, err = cgroup2Mount(); err != nil {
+	if l.mount, err = cgroup.Mount(); err != nil {
 		return nil, err
 	}
 	removeStaleCgroups(l.mount)
@@ -152,7 +153,7 @@ func (l *Lab) Close() error {
 		errs = append(errs, f())
 	}
 	if l.cgroup != "" {
-		errs = append(errs, killCgroup(l.cgroup))
+		errs = append(errs, cgroup.Kill(l.cgroup))
 	}
 	for _, p := range processes {
 		<-p.done
@@ -163,7 +164,7 @@ func (l *Lab) Close() error {
 		errs = append(errs, n.close())
 	}
 	if l.cgroup != "" {
-		errs = append(errs, removeCgroup(l.cgroup))
+		errs = append(errs, cgroup.Remove(l.cgroup))
 	}
 	if l.dir != "" && !l.keep {
 		errs = append(errs, os.RemoveAll(l.dir))

@@ -22,6 +22,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/cgroup"
 )
 
 // helperEnv has the test binary hold a lab until it is killed.
@@ -443,7 +445,7 @@ func TestFailedNewLeavesNothing(t *testing.T) {
 			t.Fatalf("namespaces left behind: %v, before %v", left, before)
 		}
 	}
-	mount, err := cgroup2Mount()
+	mount, err := cgroup.Mount()
 	must(t, err)
 	left, _ := filepath.Glob(filepath.Join(mount, cgroupPrefix+strconv.Itoa(os.Getpid())+"*"))
 	if len(left) != 0 {
@@ -462,7 +464,7 @@ func TestStaleCgroupsAreRemoved(t *testing.T) {
 	must(t, dead.Run())
 	stale := filepath.Join(l.mount, cgroupPrefix+strconv.Itoa(dead.Process.Pid)+cgroupSuffix)
 	must(t, os.MkdirAll(filepath.Join(stale, "nfacctd-0"), 0o755))
-	t.Cleanup(func() { _ = removeCgroup(stale) })
+	t.Cleanup(func() { _ = cgroup.Remove(stale) })
 	second, err := New(ctx, Options{})
 	must(t, err)
 	must(t, second.Close())

@@ -17,6 +17,7 @@ import (
 	"syscall"
 	"time"
 
+	"sockeye/internal/cgroup"
 	"sockeye/internal/netns"
 )
 
@@ -183,7 +184,7 @@ func (p *Process) Stop(grace time.Duration) error {
 	case <-p.done:
 	case <-time.After(grace):
 	}
-	err := killCgroup(p.CgroupDir())
+	err := cgroup.Kill(p.CgroupDir())
 	<-p.done
 	return err
 }

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package agent is the one long-lived process of Sockeye. It keeps the host
-// as the policy says, and answers those who ask. Packets do not need it.
+// Package agent is the long-lived process of Sockeye. The agent applies the policy to the host, serves the API on a
+// Unix socket and the metrics over HTTP. No packet passes through the agent: the pinned programs work without it.
+//
+// An apply goes from [Agent.Apply] through readCandidate, planSteps (Plan of each domain), [domain.ApplySteps] (Apply of
+// each step) and putInForce to Applied of each domain.
 package agent
 
 import (
@@ -25,6 +28,7 @@ import (
 	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
 	"sockeye/internal/domain"
@@ -42,11 +46,11 @@ import (
 
 // Options are the agent's flags.
 type Options struct {
-	Policy   string // file
-	StateDir string // kept over reboots
-	RunDir   string // holds the socket
-	Pins     string // directory in a bpffs
-	Group    string // group that may use the socket besides root, or ""
+	Policy   string // path of the policy file
+	StateDir string // directory of the files that outlive a reboot
+	RunDir   string // directory of the API socket
+	Pins     string // pin directory, in a bpffs
+	Group    string // group that may connect to the API socket besides root; "" for none
 	Version  string
 	Log      *slog.Logger
 }
@@ -60,17 +64,17 @@ type Agent struct {
 	started time.Time
 	starts  int
 
-	applying sync.Mutex // one Plan or Apply at a time; taken before mu
-	mu       sync.Mutex // of what follows
+	applying sync.Mutex // serializes Plan and Apply; locked before mu
+	mu       sync.Mutex // guards the fields below
 	policy   *config.Policy
-	// metricsProblem is why there is no endpoint although the policy names one.
+	// metricsProblem is the error of the metrics listener that the policy in force names.
 	metricsProblem error
 	inForce        inForce
 	metrics        *metricsServer
 	sockets        *sockmetrics.Collector
 }
 
-// Run is an agent's life: it returns when ctx ends. Steering goes on.
+// Run runs an agent until ctx is canceled or the API server fails. Pinned programs stay attached.
 func Run(ctx context.Context, o Options) (err error) {
 	if missing, err := rights.Missing(); err != nil {
 		return err
@@ -78,7 +82,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		return &fault.Error{Err: fmt.Errorf("start agent: missing %s", strings.Join(missing, ", ")),
 			Hint: "run as root, or give these capabilities to the service", Code: fault.CodeNotPermitted}
 	}
-	// What is told to others, a keeper or a person, holds in any directory.
+	// A keeper process and the hints of errors use these paths in other working directories.
 	for _, path := range []*string{&o.Policy, &o.StateDir, &o.RunDir, &o.Pins} {
 		if *path, err = filepath.Abs(*path); err != nil {
 			return err
@@ -91,7 +95,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := rlimit.RemoveMemlock(); err != nil {
 		return fmt.Errorf("raise RLIMIT_MEMLOCK: %w", err)
 	}
-	cgroups, err := scope.Mount()
+	cgroups, err := cgroup.Mount()
 	if err != nil {
 		return err
 	}
@@ -110,19 +114,18 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	a := newAgent(o, root, scope.Tree{Mount: cgroups})
 	defer a.close()
-	if err := a.countStart(); err != nil {
+	if err := a.recordStart(); err != nil {
 		return err
 	}
 	first, err := a.choosePolicy()
 	if err != nil {
 		return err
 	}
-	policy := first.policy
 	if first.refused != nil {
-		a.log.Error("policy file not in force, the policy that was applied last is", "policy", o.Policy, "error", firstLine(first.refused), "hint", "sockeye check "+o.Policy)
+		a.log.Error("policy file refused; the last applied policy is in force", "policy", o.Policy, "error", firstLine(first.refused), "hint", "sockeye check "+o.Policy)
 	}
-	a.warnOfRights(policy)
-	if doctor.InOwnPIDs() && len(policy.Services) > 0 {
+	a.warnOfMissingCapabilities(first.policy)
+	if doctor.InOwnPIDs() && len(first.policy.Services) > 0 {
 		a.log.Warn("the agent is in " + doctor.OwnPIDs)
 	}
 	server, err := a.listen()
@@ -130,14 +133,11 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer server.close()
-	if err := a.start(policy, first.text); err != nil {
+	if err := a.startDomains(first); err != nil {
 		return err
 	}
-	a.mu.Lock()
-	a.inForce.refused, a.inForce.refusedText = first.refused, first.refusedText
-	a.mu.Unlock()
 	var extra []uintptr
-	for _, n := range a.needs(policy) {
+	for _, n := range a.neededCapabilities(first.policy) {
 		extra = append(extra, n.Capability)
 	}
 	if err := rights.Drop(extra...); err != nil {
@@ -150,11 +150,11 @@ func Run(ctx context.Context, o Options) (err error) {
 	if _, err := daemon.SdNotify(false, daemon.SdNotifyReady); err != nil {
 		a.log.Warn("service manager not notified", "error", err)
 	}
-	a.log.Info("agent started", "version", o.Version, "policy", o.Policy, "services", len(policy.Services), "tune", len(policy.Tune), "trace", len(policy.Trace), "bigtcp", len(policy.BigTCP))
+	a.log.Info("agent started", "version", o.Version, "policy", o.Policy, "services", len(first.policy.Services), "tune", len(first.policy.Tune), "trace", len(first.policy.Trace), "bigtcp", len(first.policy.BigTCP))
 	for {
 		select {
 		case <-ctx.Done():
-			a.log.Info("agent stops, what it has set up goes on")
+			a.log.Info("agent stops; pinned programs stay attached")
 			return nil
 		case err := <-failed:
 			return err
@@ -166,7 +166,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 }
 
-// newAgent returns an agent that has not started.
+// newAgent returns an agent without a policy. The caller calls startDomains.
 func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 	h := &domain.Host{Log: o.Log, Root: root, StateDir: o.StateDir, Cgroups: cgroups, Watch: &scope.Watch{Tree: cgroups, Log: o.Log}}
 	services := steer.New(h)
@@ -175,41 +175,32 @@ func newAgent(o Options, root *bpf.Root, cgroups scope.Tree) *Agent {
 	return &Agent{
 		options: o, log: o.Log, started: time.Now(), host: h, policy: &config.Policy{},
 		domains: []domain.Domain{services, tuning, tracing, bigtcp.New(h)},
-		sockets: sockmetrics.New(h, services.Listening, tuning.Paths, tracing.Paths),
+		sockets: sockmetrics.New(h, services.EachService, tuning.Paths, tracing.Paths),
 	}
 }
 
-func readPolicy(path string) (*config.Policy, []byte, error) {
-	text, err := os.ReadFile(path)
-	if err != nil {
-		return nil, nil, fault.Unreadable(fmt.Errorf("read policy file: %w", err), "write one (sockeye check FILE tells whether it is right), or name it with --policy of the agent")
-	}
-	policy, err := config.Parse(text, path)
-	return policy, text, err
-}
-
-// checkMountPoint refuses to hide files under a bpffs.
+// checkMountPoint returns an error if dir is not in a bpffs and contains files, which a mount would hide.
 func checkMountPoint(dir string) error {
 	if bpf.IsBPFFS(dir) {
 		return nil
 	}
 	if entries, err := os.ReadDir(dir); err == nil && len(entries) > 0 {
-		return fault.Usage(fmt.Errorf("%s is not in a bpffs and not empty, so none can be mounted there", dir),
+		return fault.Usage(fmt.Errorf("%s is not in a bpffs and not empty, so the agent cannot mount a bpffs there", dir),
 			"give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye")
 	}
 	return nil
 }
 
-// countStart keeps the number of the agent's starts, and what was measured of the kernel,
-// for metrics.
-func (a *Agent) countStart() error {
+// recordStart increments the agent's start counter in the state directory, and calibrates the room estimator unless
+// the directory has the calibration of the running kernel.
+func (a *Agent) recordStart() error {
 	path := filepath.Join(a.options.StateDir, statedir.AgentFile)
 	var record struct {
 		Starts int                     `json:"starts"`
 		Room   sockmetrics.Calibration `json:"room"`
 	}
 	if data, err := os.ReadFile(path); err == nil {
-		// A damaged count starts again: it is no reason not to run.
+		// A damaged file resets the counter and does not stop the agent.
 		_ = json.Unmarshal(data, &record)
 	}
 	record.Starts++
@@ -222,39 +213,25 @@ func (a *Agent) countStart() error {
 	return statedir.Write(path, append(data, '\n'))
 }
 
-// read returns the policy of a candidate, and its text.
-func (a *Agent) read(c api.Candidate) (*config.Policy, []byte, error) {
-	switch {
-	case c.Previous:
-		policy, text, err := a.saved(previousFile)
-		if errors.Is(err, os.ErrNotExist) && text == nil {
-			return nil, nil, fault.Usage(errors.New("there is no previous policy"), "apply keeps the policy that it replaces")
-		}
-		return policy, text, err
-	case c.Text != "" || c.Path != "":
-		policy, err := config.Parse([]byte(c.Text), c.Path)
-		return policy, []byte(c.Text), err
-	}
-	return readPolicy(a.options.Policy)
-}
-
-// start carries out the first policy of this agent's life.
-func (a *Agent) start(policy *config.Policy, text []byte) error {
+// startDomains applies the first policy of this process. A metrics listener that fails is logged: steering works
+// without metrics.
+func (a *Agent) startDomains(first *startPolicy) error {
 	for _, d := range a.domains {
-		if err := d.Start(policy); err != nil {
+		if err := d.Start(first.policy); err != nil {
 			return err
 		}
 	}
-	metrics, err := a.serveMetrics(policy.Metrics.Listen)
+	metrics, err := a.serveMetrics(first.policy.Metrics.Listen)
 	if err != nil {
-		// Steering is worth more than figures of it.
 		a.log.Error("metrics are not served", "error", err, "hint", fault.Hint(err))
 		metrics = &metricsServer{}
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.policy, a.metrics, a.metricsProblem = policy, metrics, err
-	return a.remember(policy, text, a.options.Policy)
+	a.metrics, a.metricsProblem = metrics, err
+	err = a.setPolicy(loadedPolicy{first.policy, first.text, a.options.Policy})
+	a.inForce.refused, a.inForce.refusedText = first.refused, first.refusedText
+	return err
 }
 
 func (a *Agent) close() {
@@ -269,8 +246,74 @@ func (a *Agent) close() {
 	}
 }
 
-// steps returns the way from the policy in force to another one.
-func (a *Agent) steps(policy *config.Policy) ([]domain.Step, error) {
+// Plan returns what Apply would change. Plan changes nothing.
+func (a *Agent) Plan(c api.Candidate) (*api.Plan, error) {
+	a.applying.Lock()
+	defer a.applying.Unlock()
+	candidate, err := a.readCandidate(c)
+	if err != nil {
+		return nil, err
+	}
+	steps, err := a.planSteps(candidate.policy)
+	if err != nil {
+		return nil, err
+	}
+	return a.describe(candidate.policy, steps), nil
+}
+
+// Apply applies a policy to all domains and saves the policy as the one in force. If a step fails, the steps before it
+// are rolled back, and the previous policy stays in force.
+func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
+	a.applying.Lock()
+	defer a.applying.Unlock()
+	candidate, err := a.readCandidate(c)
+	if err != nil {
+		return nil, err
+	}
+	steps, err := a.planSteps(candidate.policy)
+	if err != nil {
+		return nil, err
+	}
+	metrics, err := a.openChangedMetrics(candidate.policy)
+	if err != nil {
+		return nil, err
+	}
+	if err := domain.ApplySteps(steps); err != nil {
+		metrics.close()
+		return nil, err
+	}
+	plan := a.describe(candidate.policy, steps)
+	a.logChanges(plan)
+	if err := a.putInForce(candidate, metrics); err != nil {
+		return nil, err
+	}
+	for _, d := range a.domains {
+		if err := d.Applied(candidate.policy, c, plan); err != nil {
+			return nil, err
+		}
+	}
+	return plan, nil
+}
+
+// readCandidate reads and parses the policy that a request names: the previous policy, the text of the request, or the
+// policy file.
+func (a *Agent) readCandidate(c api.Candidate) (loadedPolicy, error) {
+	switch {
+	case c.Previous:
+		previous, err := a.readSaved(previousFile)
+		if errors.Is(err, os.ErrNotExist) && previous.text == nil {
+			err = fault.Usage(errors.New("there is no previous policy"), "apply keeps the policy that it replaces")
+		}
+		return previous, err
+	case c.Text != "" || c.Path != "":
+		policy, err := config.Parse([]byte(c.Text), c.Path)
+		return loadedPolicy{policy, []byte(c.Text), cmp.Or(c.Path, a.options.Policy)}, err
+	}
+	return readPolicy(a.options.Policy)
+}
+
+// planSteps returns the steps of all domains from the policy in force to another policy.
+func (a *Agent) planSteps(policy *config.Policy) ([]domain.Step, error) {
 	var steps []domain.Step
 	for _, d := range a.domains {
 		part, err := d.Plan(policy)
@@ -282,21 +325,7 @@ func (a *Agent) steps(policy *config.Policy) ([]domain.Step, error) {
 	return steps, nil
 }
 
-// Plan returns what Apply would change.
-func (a *Agent) Plan(c api.Candidate) (*api.Plan, error) {
-	a.applying.Lock()
-	defer a.applying.Unlock()
-	policy, _, err := a.read(c)
-	if err != nil {
-		return nil, err
-	}
-	steps, err := a.steps(policy)
-	if err != nil {
-		return nil, err
-	}
-	return a.describe(policy, steps), nil
-}
-
+// describe lists the changes of steps, and the change of the metrics address.
 func (a *Agent) describe(policy *config.Policy, steps []domain.Step) *api.Plan {
 	plan := &api.Plan{Policy: a.options.Policy, Changes: []api.Change{}}
 	for _, s := range steps {
@@ -309,66 +338,40 @@ func (a *Agent) describe(policy *config.Policy, steps []domain.Step) *api.Plan {
 	return plan
 }
 
-// Apply carries out a policy. If a step fails, those before it are rolled back.
-func (a *Agent) Apply(c api.Candidate) (*api.Plan, error) {
-	a.applying.Lock()
-	defer a.applying.Unlock()
-	policy, text, err := a.read(c)
-	if err != nil {
-		return nil, err
-	}
-	steps, err := a.steps(policy)
-	if err != nil {
-		return nil, err
-	}
-	metrics, err := a.openMetrics(policy)
-	if err != nil {
-		return nil, err
-	}
-	if err := domain.CarryOut(steps); err != nil {
-		metrics.close()
-		return nil, err
-	}
-	plan := a.describe(policy, steps)
-	for _, change := range plan.Changes {
-		a.log.Info("policy applied", "service", change.Service, "cgroup", change.Cgroup, "netns", change.Netns, "interface", change.Interface, "action", change.Action, "what", change.What, "effect", change.Effect)
-	}
-	from := cmp.Or(c.Path, a.options.Policy)
-	if c.Previous {
-		from = a.from(previousFile)
-	}
-	if err := a.keep(policy, text, from, metrics); err != nil {
-		return nil, err
-	}
-	for _, d := range a.domains {
-		if err := d.Applied(policy, c, plan); err != nil {
-			return nil, err
-		}
-	}
-	return plan, nil
-}
-
-// openMetrics serves the metrics where a policy has them served; nil if they are served there already.
-func (a *Agent) openMetrics(policy *config.Policy) (*metricsServer, error) {
+// openChangedMetrics opens the metrics listener of a policy. The result is nil if the agent serves that address
+// already.
+func (a *Agent) openChangedMetrics(policy *config.Policy) (*metricsServer, error) {
 	if a.policy.Metrics == policy.Metrics && a.metricsProblem == nil {
 		return nil, nil
 	}
 	return a.serveMetrics(policy.Metrics.Listen)
 }
 
-// keep makes a policy the one in force, with another server of metrics unless that is nil.
-func (a *Agent) keep(policy *config.Policy, text []byte, from string, metrics *metricsServer) error {
+func (a *Agent) logChanges(plan *api.Plan) {
+	for _, change := range plan.Changes {
+		a.log.Info("policy applied", "service", change.Service, "cgroup", change.Cgroup, "netns", change.Netns, "interface", change.Interface, "action", change.Action, "what", change.What, "effect", change.Effect)
+	}
+}
+
+// putInForce records an applied policy as the one in force. A non-nil metrics server replaces the current one.
+func (a *Agent) putInForce(p loadedPolicy, metrics *metricsServer) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if metrics != nil {
 		a.metrics.close()
 		a.metrics, a.metricsProblem = metrics, nil
 	}
-	a.policy = policy
-	return a.remember(policy, text, from)
+	return a.setPolicy(p)
 }
 
-// Status is the agent and its domains.
+// setPolicy sets the policy in force and saves the policy. The caller holds a.mu.
+func (a *Agent) setPolicy(p loadedPolicy) error {
+	a.policy = p.policy
+	a.inForce = inForce{text: p.text, referenced: referencedFiles(p.policy)}
+	return a.savePolicy(p)
+}
+
+// Status returns the state of the agent and of its domains.
 func (a *Agent) Status() (*api.Status, error) {
 	status := &api.Status{
 		Version: a.options.Version, PID: os.Getpid(), Started: a.started, Starts: a.starts, Policy: a.options.Policy,
@@ -382,8 +385,8 @@ func (a *Agent) Status() (*api.Status, error) {
 	return status, nil
 }
 
-// needs lists the capabilities that a policy needs beyond those of the unit, each once.
-func (a *Agent) needs(policy *config.Policy) []rights.Need {
+// neededCapabilities lists the capabilities that a policy needs beyond those of the systemd unit, without duplicates.
+func (a *Agent) neededCapabilities(policy *config.Policy) []rights.Need {
 	var all []rights.Need
 	for _, d := range a.domains {
 		all = append(all, d.Needs(policy)...)
@@ -391,11 +394,11 @@ func (a *Agent) needs(policy *config.Policy) []rights.Need {
 	return rights.FirstNeeds(append(all, rights.MetricsNeeds(policy)...))
 }
 
-// warnOfRights logs the capabilities that the policy needs and this process lacks.
-func (a *Agent) warnOfRights(policy *config.Policy) {
-	for _, n := range a.needs(policy) {
+// warnOfMissingCapabilities logs the capabilities that the policy needs and this process lacks.
+func (a *Agent) warnOfMissingCapabilities(policy *config.Policy) {
+	for _, n := range a.neededCapabilities(policy) {
 		if !rights.Has(n.Capability) {
-			a.log.Warn("right missing", "capability", n.Name, "needed_for", n.For, "hint", n.DropInHint())
+			a.log.Warn("capability missing", "capability", n.Name, "needed_for", n.For, "hint", n.DropInHint())
 		}
 	}
 }

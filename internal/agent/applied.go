@@ -17,39 +17,177 @@ import (
 	"sockeye/internal/statedir"
 )
 
-// inForce is the policy that the agent works by, and what is known of how it
-// differs from the file.
-type inForce struct {
-	text []byte
-	// named are the files that the policy names, as they were.
-	named map[string]fileMark
-	// refused is why the agent did not start with the policy file, and refusedText
-	// what was in that file.
+// Files of the state directory. Each policy has a second file, with the suffix fromSuffix, that contains the original
+// path: relative paths in the policy are relative to the directory of that path.
+const (
+	appliedFile  = ".applied.yaml"
+	previousFile = ".previous.yaml"
+	fromSuffix   = ".from"
+)
+
+// loadedPolicy is a parsed policy with its text and its path.
+type loadedPolicy struct {
+	policy *config.Policy
+	text   []byte
+	path   string
+}
+
+// startPolicy is the policy that an agent starts with.
+type startPolicy struct {
+	loadedPolicy
+	// refused is the error of the policy file if the agent starts with the last applied policy instead; refusedText
+	// is the text of the file.
 	refused     error
 	refusedText []byte
 }
 
-// fileMark tells a file from one that was written later.
+// inForce describes the policy in force, for the comparison with the policy file.
+type inForce struct {
+	text []byte
+	// referenced has the state of the files that the policy names, when the policy was applied.
+	referenced map[string]fileMark
+	// refused is the error of the policy file at the start of the agent, and refusedText the text of the file then.
+	refused     error
+	refusedText []byte
+}
+
+// fileMark identifies the contents of a file by its metadata.
 type fileMark struct {
 	dev, ino uint64
 	size     int64
 	modified unix.Timespec
 }
 
-func markOf(path string) (m fileMark) {
-	var stat unix.Stat_t
-	if unix.Stat(path, &stat) == nil {
-		m = fileMark{stat.Dev, stat.Ino, stat.Size, stat.Mtim}
+// choosePolicy reads the policy file. If the file is invalid, or names something that the host does not have, the
+// result is the last applied policy: a typing error must not keep the agent from starting.
+func (a *Agent) choosePolicy() (*startPolicy, error) {
+	file, err := readPolicy(a.options.Policy)
+	if err == nil {
+		err = a.checkHost(file.policy)
 	}
-	return m
+	if err == nil {
+		return &startPolicy{loadedPolicy: file}, nil
+	}
+	applied, failed := a.readSaved(appliedFile)
+	if errors.Is(failed, os.ErrNotExist) {
+		return nil, err
+	}
+	if string(applied.text) == string(file.text) {
+		return nil, fmt.Errorf("the policy that was applied last is the same as the file, and refused, too: %w", err)
+	}
+	if failed == nil {
+		failed = a.checkHost(applied.policy)
+	}
+	if failed != nil {
+		return nil, fmt.Errorf("the policy that was applied last (%s) was tried, and refused, too: %s; the policy file: %w",
+			filepath.Join(a.options.StateDir, appliedFile), firstLine(failed), err)
+	}
+	return &startPolicy{loadedPolicy: applied, refused: err, refusedText: file.text}, nil
 }
 
-// namedFiles are the files that a policy has the agent read.
-func namedFiles(policy *config.Policy) map[string]fileMark {
-	named := make(map[string]fileMark)
+// readPolicy reads and parses a policy file. After a parse error the result has the text.
+func readPolicy(path string) (loadedPolicy, error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return loadedPolicy{}, fault.Unreadable(fmt.Errorf("read policy file: %w", err), "write one (sockeye check FILE tells whether it is right), or name it with --policy of the agent")
+	}
+	policy, err := config.Parse(text, path)
+	return loadedPolicy{policy, text, path}, err
+}
+
+// readSaved reads and parses a policy of the state directory. After a parse error the result has the text.
+func (a *Agent) readSaved(name string) (loadedPolicy, error) {
+	path := filepath.Join(a.options.StateDir, name)
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return loadedPolicy{}, err
+	}
+	from := a.savedPath(name)
+	policy, err := config.Parse(text, from)
+	var flaws config.Errors
+	if errors.As(err, &flaws) {
+		for _, f := range flaws {
+			if f.File == from {
+				f.File = path // line numbers refer to the saved file
+			}
+		}
+	}
+	return loadedPolicy{policy, text, from}, err
+}
+
+// savedPath returns the original path of a policy in the state directory.
+func (a *Agent) savedPath(name string) string {
+	data, err := os.ReadFile(filepath.Join(a.options.StateDir, name+fromSuffix))
+	if err != nil {
+		return a.options.Policy // saved by a version without fromSuffix
+	}
+	return strings.TrimSpace(string(data))
+}
+
+// savePolicy saves the policy in force, and the policy that it replaces if the texts differ.
+func (a *Agent) savePolicy(p loadedPolicy) error {
+	applied, previous := filepath.Join(a.options.StateDir, appliedFile), filepath.Join(a.options.StateDir, previousFile)
+	last, err := os.ReadFile(applied)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("read applied policy: %w", err)
+	}
+	from := []byte(p.path + "\n")
+	if err == nil && string(last) == string(p.text) {
+		return statedir.Write(applied+fromSuffix, from)
+	}
+	if err == nil {
+		before := []byte(a.savedPath(appliedFile) + "\n")
+		if err := fault.Join(statedir.Write(previous, last), statedir.Write(previous+fromSuffix, before)); err != nil {
+			return err
+		}
+	}
+	return fault.Join(statedir.Write(applied, p.text), statedir.Write(applied+fromSuffix, from))
+}
+
+// checkHost returns an error if a policy names something that the host does not have.
+func (a *Agent) checkHost(policy *config.Policy) error {
+	for _, d := range a.domains {
+		if err := d.Check(policy); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// policyProblem describes the difference between the policy file and the policy in force, or the error of the metrics
+// listener. Both results are "" if there is neither.
+func (a *Agent) policyProblem() (problem, hint string) {
+	a.mu.Lock()
+	now, metrics := a.inForce, a.metricsProblem
+	a.mu.Unlock()
+	const show = "sockeye plan shows what sockeye apply would change"
+	path := a.options.Policy
+	file, err := readPolicy(path)
+	switch {
+	case now.refused != nil && string(file.text) == string(now.refusedText):
+		return "the policy file is not in force, the agent started with the policy that was applied last: " + firstLine(now.refused), "correct it (sockeye check " + path + "), then sockeye apply"
+	case err != nil:
+		return "the policy file is not in force, it is broken: " + firstLine(err), "correct it (sockeye check " + path + "), then sockeye apply"
+	case string(file.text) != string(now.text):
+		return "the policy file differs from the policy in force", show
+	}
+	for name, mark := range referencedFiles(file.policy) {
+		if before, ok := now.referenced[name]; ok && before != mark {
+			return name + ", which the policy names, has changed since it was applied", show
+		}
+	}
+	if metrics != nil {
+		return fault.Message(metrics), fault.Hint(metrics) + ", then sockeye apply"
+	}
+	return "", ""
+}
+
+// referencedFiles returns the state of the files that a policy names, by path.
+func referencedFiles(policy *config.Policy) map[string]fileMark {
+	files := make(map[string]fileMark)
 	add := func(path string) {
 		if path != "" {
-			named[path] = markOf(path)
+			files[path] = statMark(path)
 		}
 	}
 	for _, s := range policy.Services {
@@ -61,146 +199,18 @@ func namedFiles(policy *config.Policy) map[string]fileMark {
 	for _, r := range policy.Trace {
 		add(r.Match.RemoteFile)
 	}
-	return named
+	return files
 }
 
-// chosen is the policy that an agent starts with.
-type chosen struct {
-	policy *config.Policy
-	text   []byte
-	// refused is why it is not that of the file, nil if it is; refusedText is what
-	// the file has.
-	refused     error
-	refusedText []byte
+func statMark(path string) (m fileMark) {
+	var stat unix.Stat_t
+	if unix.Stat(path, &stat) == nil {
+		m = fileMark{stat.Dev, stat.Ino, stat.Size, stat.Mtim}
+	}
+	return m
 }
 
-// choosePolicy reads the policy file. If that is broken, as it is or by what it
-// names, the policy is the one that was applied last: the host is not left without
-// an agent for a typing error.
-func (a *Agent) choosePolicy() (*chosen, error) {
-	policy, text, err := readPolicy(a.options.Policy)
-	if err == nil {
-		err = a.check(policy)
-	}
-	if err == nil {
-		return &chosen{policy: policy, text: text}, nil
-	}
-	c := &chosen{refused: err, refusedText: text}
-	var failed error
-	c.policy, c.text, failed = a.saved(appliedFile)
-	if errors.Is(failed, os.ErrNotExist) {
-		return nil, err
-	}
-	if string(c.text) == string(text) {
-		return nil, fmt.Errorf("the policy that was applied last is the same as the file, and refused, too: %w", err)
-	}
-	if failed == nil {
-		failed = a.check(c.policy)
-	}
-	if failed != nil {
-		return nil, fmt.Errorf("the policy that was applied last (%s) was tried, and refused, too: %s; the policy file: %w",
-			filepath.Join(a.options.StateDir, appliedFile), firstLine(failed), err)
-	}
-	return c, nil
-}
-
-const (
-	appliedFile  = ".applied.yaml"
-	previousFile = ".previous.yaml"
-	// fromSuffix is of the file that has the path of a policy that is kept: relative
-	// paths in it are relative to that.
-	fromSuffix = ".from"
-)
-
-// saved reads a policy that is kept. The text is returned with an error in it, too.
-func (a *Agent) saved(name string) (*config.Policy, []byte, error) {
-	path := filepath.Join(a.options.StateDir, name)
-	text, err := os.ReadFile(path)
-	if err != nil {
-		return nil, nil, err
-	}
-	from := a.from(name)
-	policy, err := config.Parse(text, from)
-	var flaws config.Errors
-	if errors.As(err, &flaws) {
-		for _, f := range flaws {
-			if f.File == from {
-				f.File = path // the lines are of what was kept
-			}
-		}
-	}
-	return policy, text, err
-}
-
-// from is the path that a policy that is kept had.
-func (a *Agent) from(name string) string {
-	data, err := os.ReadFile(filepath.Join(a.options.StateDir, name+fromSuffix))
-	if err != nil {
-		return a.options.Policy // as of an agent that did not keep it
-	}
-	return strings.TrimSpace(string(data))
-}
-
-// remember keeps the policy in force, and the one before if it differs. From is the
-// path of its file.
-func (a *Agent) remember(policy *config.Policy, text []byte, from string) error {
-	applied, previous := filepath.Join(a.options.StateDir, appliedFile), filepath.Join(a.options.StateDir, previousFile)
-	a.inForce = inForce{text: text, named: namedFiles(policy)}
-	last, err := os.ReadFile(applied)
-	if err != nil && !errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("read applied policy: %w", err)
-	}
-	if err == nil && string(last) == string(text) {
-		return statedir.Write(applied+fromSuffix, []byte(from+"\n"))
-	}
-	if err == nil {
-		before := []byte(a.from(appliedFile) + "\n")
-		if err := fault.Join(statedir.Write(previous, last), statedir.Write(previous+fromSuffix, before)); err != nil {
-			return err
-		}
-	}
-	return fault.Join(statedir.Write(applied, text), statedir.Write(applied+fromSuffix, []byte(from+"\n")))
-}
-
-// check fails if a policy names something that the host does not have.
-func (a *Agent) check(policy *config.Policy) error {
-	for _, d := range a.domains {
-		if err := d.Check(policy); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// policyProblem tells how the policy file differs from what is in force, "" if it
-// does not.
-func (a *Agent) policyProblem() (problem, hint string) {
-	a.mu.Lock()
-	now, metrics := a.inForce, a.metricsProblem
-	a.mu.Unlock()
-	const show = "sockeye plan shows what sockeye apply would change"
-	file := a.options.Policy
-	policy, text, err := readPolicy(file)
-	switch {
-	case now.refused != nil && string(text) == string(now.refusedText):
-		return "the policy file is not in force, the agent started with the policy that was applied last: " + firstLine(now.refused), "correct it (sockeye check " + file + "), then sockeye apply"
-	case err != nil:
-		return "the policy file is not in force, it is broken: " + firstLine(err), "correct it (sockeye check " + file + "), then sockeye apply"
-	case string(text) != string(now.text):
-		return "the policy file differs from the policy in force", show
-	}
-	for path, mark := range namedFiles(policy) {
-		if before, ok := now.named[path]; ok && before != mark {
-			return path + ", which the policy names, has changed since it was applied", show
-		}
-	}
-	if metrics != nil {
-		return fault.Message(metrics), fault.Hint(metrics) + ", then sockeye apply"
-	}
-	return "", ""
-}
-
-// firstLine is an error in one line: of a policy file with many errors, the first.
+// firstLine returns an error in one line: the first error of a policy file, and the number of the others.
 func firstLine(err error) string {
 	var flaws config.Errors
 	if !errors.As(err, &flaws) {

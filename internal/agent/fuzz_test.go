@@ -23,8 +23,7 @@ import (
 	"sockeye/internal/scope"
 )
 
-// Whatever comes, the agent answers with JSON and a code of its own, and does
-// nothing.
+// The agent answers every request with JSON and one of its exit codes, and changes nothing.
 func FuzzAPI(f *testing.F) {
 	for _, path := range []string{"/v1/status", "/v1/slots?service=a", "/v1/devices", "/v1/where?address=192.0.2.1&address=x",
 		"/v1/tune", "/v1/tune?cgroup=x", "/v1/tune/explain?local=192.0.2.1:1&remote=192.0.2.2&role=accept&tag=0x5e", "/v1/tune/socket?pid=1&fd=0",
@@ -41,7 +40,7 @@ func FuzzAPI(f *testing.F) {
 		if err != nil || target.Host != "" || !strings.HasPrefix(path, "/") || strings.ContainsAny(method, " \r\n") || method == "CONNECT" {
 			return
 		}
-		// A policy would be applied: this agent has no kernel to do it with.
+		// The agent would apply a policy, which needs BPF.
 		var c api.Candidate
 		if json.Unmarshal([]byte(body), &c) == nil {
 			if _, err := config.Parse([]byte(c.Text), "p"); err == nil {
@@ -75,8 +74,7 @@ func FuzzAPI(f *testing.F) {
 	})
 }
 
-// An address that is read is one that can be looked up, and is read again from
-// what it prints.
+// A parsed address is valid, and its text parses to the same address.
 func FuzzParseAddresses(f *testing.F) {
 	for _, text := range []string{"192.0.2.1", "::", "::ffff:192.0.2.1", "fe80::1%eth0", "2001:db8::1", "", " 1.2.3.4", "1.2.3.4/8", "01.2.3.4", "1.2.3", "[::1]", "router"} {
 		f.Add(text)

@@ -18,114 +18,113 @@ import (
 	"sockeye/internal/peer"
 )
 
-// Bounds of connections, by the descriptors that the agent may have. All together are a
-// fraction of those, so that no number of callers keeps members out.
+// Connection limits, as fractions of the descriptor limit of the agent. The sum of the limits leaves descriptors for
+// members, whatever the number of callers.
 const (
-	apiShare, leastAPI, mostAPI             = 16, 8, 128 // each has a handle of its caller, too
+	apiShare, leastAPI, mostAPI             = 16, 8, 128 // each connection has a pidfd of its caller, too
 	metricsShare, leastMetrics, mostMetrics = 16, 4, 64
-	// warnEvery bounds how often the log tells that callers are turned away.
-	warnEvery = time.Minute
-	// idleTime is how long a connection stays open without a request.
-	idleTime = 30 * time.Second
+	// warnInterval is the minimum time between two warnings about closed connections.
+	warnInterval = time.Minute
+	// idleTimeout is the time after which the server closes a connection without a request.
+	idleTimeout = 30 * time.Second
 )
 
-// gate bounds the connections of a server. At the bound, the oldest connection goes that
-// waits for a request, or else a new one is refused.
+// gate limits the connections of a server. At the limit, the gate closes the oldest idle connection; if no connection
+// is idle, the gate refuses the new one.
 type gate struct {
 	net.Listener
-	name string
-	log  *slog.Logger
-	most int
-	// user tells whose connection it is; nil: nobody's in particular. Users but root have a half
-	// of the connections, each of them a quarter.
-	user func(net.Conn) uint32
-	// pushes: a new connection is never refused, and pushes out the oldest of all.
-	pushes bool
-	// refusal is sent before a connection is refused.
+	name  string
+	log   *slog.Logger
+	limit int
+	// userOf returns the user of a connection; nil if the gate does not distinguish users. All users other than root
+	// together have half of the connections, and each of them a quarter.
+	userOf func(net.Conn) uint32
+	// evictsOldest makes the gate close the oldest connection where none is idle, instead of refusing the new one.
+	evictsOldest bool
+	// refusal is written to a connection before the gate closes it.
 	refusal []byte
 
 	mu     sync.Mutex
-	conns  []*entrant // the oldest first
+	conns  []*gateConn // oldest first
 	warned time.Time
 }
 
-type entrant struct {
+type gateConn struct {
 	net.Conn
 	uid     uint32
-	serving int // requests: 0 or 1
+	serving int // requests in progress: 0 or 1
 }
 
-type entrantKey struct{}
+type gateConnKey struct{}
 
-// guard has a server's connections come through a gate. It is to be called before the
-// server serves, and after all else of it is set.
-func (g *gate) guard(server *http.Server) {
-	handler, with, told := server.Handler, server.ConnContext, server.ConnState
+// wrap installs the gate in a server. Call wrap after all other settings of the server and before Serve.
+func (g *gate) wrap(server *http.Server) {
+	handler, connContext, connState := server.Handler, server.ConnContext, server.ConnState
 	server.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if e, ok := r.Context().Value(entrantKey{}).(*entrant); ok {
-			g.serving(e, 1)
-			defer g.serving(e, -1)
+		if e, ok := r.Context().Value(gateConnKey{}).(*gateConn); ok {
+			g.addServing(e, 1)
+			defer g.addServing(e, -1)
 		}
 		handler.ServeHTTP(w, r)
 	})
 	server.ConnContext = func(ctx context.Context, c net.Conn) context.Context {
-		if with != nil {
-			ctx = with(ctx, c)
+		if connContext != nil {
+			ctx = connContext(ctx, c)
 		}
-		return context.WithValue(ctx, entrantKey{}, g.find(c))
+		return context.WithValue(ctx, gateConnKey{}, g.find(c))
 	}
 	server.ConnState = func(c net.Conn, s http.ConnState) {
-		if told != nil {
-			told(c, s)
+		if connState != nil {
+			connState(c, s)
 		}
 		if s == http.StateClosed || s == http.StateHijacked {
-			g.leave(c)
+			g.remove(c)
 		}
 	}
-	server.IdleTimeout = idleTime
+	server.IdleTimeout = idleTimeout
 }
 
-// Accept waits for the next connection that may come in.
+// Accept returns the next connection that the limits admit.
 func (g *gate) Accept() (net.Conn, error) {
 	for {
 		c, err := g.Listener.Accept()
 		if err != nil {
 			return nil, err
 		}
-		e := &entrant{Conn: c}
-		if g.user != nil {
-			e.uid = g.user(c)
+		e := &gateConn{Conn: c}
+		if g.userOf != nil {
+			e.uid = g.userOf(c)
 		}
 		if g.admit(e) {
 			return c, nil
 		}
-		// It is small enough for any socket's buffer.
+		// The refusal is smaller than any socket buffer, so the write does not block.
 		_ = c.SetWriteDeadline(time.Now().Add(10 * time.Millisecond))
 		_, _ = c.Write(g.refusal)
 		c.Close()
 	}
 }
 
-func (g *gate) admit(e *entrant) bool {
+func (g *gate) admit(e *gateConn) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.user != nil && e.uid != 0 {
-		own := func(o *entrant) bool { return o.uid == e.uid }
-		others := func(o *entrant) bool { return o.uid != 0 }
-		if !g.room(own, max(g.most/4, 1)) || !g.room(others, max(g.most/2, 1)) {
+	if g.userOf != nil && e.uid != 0 {
+		own := func(o *gateConn) bool { return o.uid == e.uid }
+		others := func(o *gateConn) bool { return o.uid != 0 }
+		if !g.makeRoom(own, max(g.limit/4, 1)) || !g.makeRoom(others, max(g.limit/2, 1)) {
 			return false
 		}
 	}
-	if !g.room(func(*entrant) bool { return true }, g.most) {
+	if !g.makeRoom(func(*gateConn) bool { return true }, g.limit) {
 		return false
 	}
 	g.conns = append(g.conns, e)
 	return true
 }
 
-// room closes a connection if one more of its kind would be too many. It is false if none
-// may be closed.
-func (g *gate) room(kind func(*entrant) bool, most int) bool {
+// makeRoom reports whether one more connection of a kind is within the limit. At the limit, makeRoom closes an idle
+// connection of that kind, or the oldest one with evictsOldest.
+func (g *gate) makeRoom(kind func(*gateConn) bool, most int) bool {
 	n, oldest, waits := 0, -1, -1
 	for i, e := range g.conns {
 		if !kind(e) {
@@ -141,11 +140,11 @@ func (g *gate) room(kind func(*entrant) bool, most int) bool {
 	if n < most {
 		return true
 	}
-	if now := time.Now(); now.Sub(g.warned) >= warnEvery {
+	if now := time.Now(); now.Sub(g.warned) >= warnInterval {
 		g.warned = now
 		g.log.Warn("too many connections, some are closed", "to", g.name, "most", most)
 	}
-	if waits < 0 && g.pushes {
+	if waits < 0 && g.evictsOldest {
 		waits = oldest
 	}
 	if waits < 0 {
@@ -156,13 +155,13 @@ func (g *gate) room(kind func(*entrant) bool, most int) bool {
 	return true
 }
 
-func (g *gate) serving(e *entrant, by int) {
+func (g *gate) addServing(e *gateConn, by int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	e.serving += by
 }
 
-func (g *gate) find(c net.Conn) *entrant {
+func (g *gate) find(c net.Conn) *gateConn {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for _, e := range g.conns {
@@ -170,10 +169,10 @@ func (g *gate) find(c net.Conn) *entrant {
 			return e
 		}
 	}
-	return &entrant{Conn: c} // closed meanwhile
+	return &gateConn{Conn: c} // already removed
 }
 
-func (g *gate) leave(c net.Conn) {
+func (g *gate) remove(c net.Conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for i, e := range g.conns {
@@ -184,20 +183,20 @@ func (g *gate) leave(c net.Conn) {
 	}
 }
 
-// guardAPI bounds the connections to the agent's socket.
+// guardAPI limits the connections to the agent's socket.
 func (a *Agent) guardAPI(s *server) *server {
 	g := &gate{
-		Listener: s.listener, name: "API", log: a.log, most: domain.ShareOfDescriptors(apiShare, leastAPI, mostAPI), user: userOf,
+		Listener: s.listener, name: "API", log: a.log, limit: domain.ShareOfDescriptors(apiShare, leastAPI, mostAPI), userOf: userOf,
 		refusal: refusalOf(api.Failure{Error: "the agent has too many connections", Hint: "try again; who has them: ss -xp", Code: fault.CodeFailed}),
 	}
-	g.guard(s.http)
-	// No answer takes so long but those that go on, which lift it.
+	g.wrap(s.http)
+	// Streams remove this deadline; all other answers are shorter.
 	s.http.WriteTimeout = 2 * time.Minute
 	s.listener = g
 	return s
 }
 
-// userOf is who connected to the agent's socket.
+// userOf returns the user that connected to the agent's socket, or 2^32-1 for an unknown one.
 func userOf(c net.Conn) uint32 {
 	if k := c.(*peer.Conn).Caller; k != nil {
 		return k.Cred.Uid
@@ -205,7 +204,7 @@ func userOf(c net.Conn) uint32 {
 	return ^uint32(0)
 }
 
-// refusalOf is an answer of the API to whoever cannot come in.
+// refusalOf returns the HTTP answer to a connection that the gate refuses.
 func refusalOf(f api.Failure) []byte {
 	body, err := json.Marshal(f)
 	if err != nil {

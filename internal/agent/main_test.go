@@ -13,22 +13,19 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/bigtcp"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/scope"
 	"sockeye/internal/steer"
 	"sockeye/internal/testenv"
-	"sockeye/internal/trace"
-	"sockeye/internal/tune"
 )
 
-// TestMain also plays the keeper, which an agent starts as itself.
+// TestMain also runs the keeper process, which an agent starts from its own executable.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == steer.KeeperCommand {
 		ctx, _ := signal.NotifyContext(context.Background(), unix.SIGTERM)
-		if steer.Hold(ctx) != nil {
+		if steer.RunKeeper(ctx) != nil {
 			os.Exit(1)
 		}
 		os.Exit(0)
@@ -36,8 +33,7 @@ func TestMain(m *testing.M) {
 	testenv.Main(m)
 }
 
-// testAgent makes an agent in this process, without its socket, that keeps its
-// capabilities.
+// testAgent returns an agent in this process that has no socket and keeps its capabilities.
 func testAgent(t testing.TB, dir, pins string) *Agent {
 	t.Helper()
 	root, err := bpf.OpenRoot(pins)
@@ -50,18 +46,18 @@ func testAgent(t testing.TB, dir, pins string) *Agent {
 	return a
 }
 
-// stop ends an agent as a crash would: the data path goes on.
+// stop closes an agent as a crash would: pinned programs stay attached.
 func (a *Agent) stop() {
 	a.close()
 	a.host.Root.Close()
 }
 
-// retire takes everything off the host that an agent has set up.
+// retire removes everything that an agent has set up in the kernel.
 func retire(t testing.TB, a *Agent) {
 	t.Helper()
-	steps, err := a.steps(&config.Policy{})
+	steps, err := a.planSteps(&config.Policy{})
 	if err == nil {
-		err = domain.CarryOut(steps)
+		err = domain.ApplySteps(steps)
 	}
 	if err != nil {
 		t.Error(err)
@@ -77,27 +73,14 @@ func servicesOf(t testing.TB, a *Agent) []api.ServiceStatus {
 	return status.Services
 }
 
-// begin starts an agent with the policy of the text.
+// begin starts an agent with the policy in text.
 func (a *Agent) begin(t testing.TB, text string) {
 	t.Helper()
 	policy, err := config.Parse([]byte(text), a.options.Policy)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := a.start(policy, []byte(text)); err != nil {
+	if err := a.startDomains(&startPolicy{loadedPolicy: loadedPolicy{policy, []byte(text), a.options.Policy}}); err != nil {
 		t.Fatal(err)
 	}
-}
-
-func (a *Agent) steering() *steer.Domain { return a.domains[0].(*steer.Domain) }
-
-func (a *Agent) tuning() *tune.Domain { return a.domains[1].(*tune.Domain) }
-
-func (a *Agent) tracing() *trace.Domain { return a.domains[2].(*trace.Domain) }
-
-func (a *Agent) sizing() *bigtcp.Domain { return a.domains[3].(*bigtcp.Domain) }
-
-// moveTo has an agent that has not begun find cgroups below another folder.
-func (a *Agent) moveTo(root string) {
-	a.host.Cgroups, a.host.Watch.Tree = scope.Tree{Mount: root}, scope.Tree{Mount: root}
 }

@@ -29,10 +29,10 @@ var (
 		"1, with the agent's version.", []string{"version"}, nil)
 )
 
-// Describe leaves the descriptions to Collect, as services come and go.
+// Describe sends no descriptions: the metrics depend on the policy in force.
 func (a *Agent) Describe(chan<- *prometheus.Desc) {}
 
-// Collect gives the metrics of the agent, of its domains, and of sockets.
+// Collect sends the metrics of the agent, of its domains, and of sockets.
 func (a *Agent) Collect(out chan<- prometheus.Metric) {
 	out <- prometheus.MustNewConstMetric(descBuild, prometheus.GaugeValue, 1, a.options.Version)
 	problem, _ := a.policyProblem()
@@ -50,7 +50,7 @@ type metricsServer struct {
 	http *http.Server
 }
 
-// serveMetrics opens the endpoint; "" means none.
+// serveMetrics starts the metrics server on an address. The result for "" is an empty server.
 func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	if address == "" {
 		return &metricsServer{}, nil
@@ -62,11 +62,11 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(a, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", oneAtATime(promhttp.HandlerFor(registry, promhttp.HandlerOpts{})))
+	mux.Handle("GET /metrics", serialize(promhttp.HandlerFor(registry, promhttp.HandlerOpts{})))
 	m := &metricsServer{&http.Server{Handler: mux, ReadTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second, MaxHeaderBytes: 16 << 10,
 		ErrorLog: slog.NewLogLogger(a.log.Handler(), slog.LevelWarn)}}
-	g := &gate{Listener: listener, name: "metrics", log: a.log, most: domain.ShareOfDescriptors(metricsShare, leastMetrics, mostMetrics), pushes: true}
-	g.guard(m.http)
+	g := &gate{Listener: listener, name: "metrics", log: a.log, limit: domain.ShareOfDescriptors(metricsShare, leastMetrics, mostMetrics), evictsOldest: true}
+	g.wrap(m.http)
 	go func() {
 		if err := m.http.Serve(g); !errors.Is(err, http.ErrServerClosed) {
 			a.log.Error("metrics failed", "error", err)
@@ -76,47 +76,47 @@ func (a *Agent) serveMetrics(address string) (*metricsServer, error) {
 	return m, nil
 }
 
-// scrapeTime bounds how long a scrape waits for the one before.
-const scrapeTime = 10 * time.Second
+// scrapeTimeout is the longest time that a scrape waits for the previous one.
+const scrapeTimeout = 10 * time.Second
 
-// oneAtATime has one request answered at a time: scrapes read the kernel's maps. Their answers
-// are written afterwards, so that a slow reader keeps nobody waiting.
-func oneAtATime(next http.Handler) http.Handler {
-	turn := make(chan struct{}, 1)
+// serialize runs one request at a time, because a scrape reads many kernel maps. Each answer is buffered and written
+// after the next request may start, so that a slow client does not block others.
+func serialize(next http.Handler) http.Handler {
+	semaphore := make(chan struct{}, 1)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		late := time.NewTimer(scrapeTime)
-		defer late.Stop()
+		timeout := time.NewTimer(scrapeTimeout)
+		defer timeout.Stop()
 		select {
-		case turn <- struct{}{}:
+		case semaphore <- struct{}{}:
 		case <-r.Context().Done():
 			return
-		case <-late.C:
+		case <-timeout.C:
 			http.Error(w, "too many scrapes", http.StatusServiceUnavailable)
 			return
 		}
-		answer := &heldAnswer{ResponseWriter: w, status: http.StatusOK}
+		answer := &bufferedResponse{ResponseWriter: w, status: http.StatusOK}
 		func() {
-			defer func() { <-turn }()
+			defer func() { <-semaphore }()
 			next.ServeHTTP(answer, r)
 		}()
 		w.WriteHeader(answer.status)
-		// The caller may be gone; nothing is to be done about that.
+		// The client may have disconnected.
 		_, _ = w.Write(answer.body.Bytes())
 	})
 }
 
-// heldAnswer is an answer that is not written yet.
-type heldAnswer struct {
+// bufferedResponse keeps an answer in memory.
+type bufferedResponse struct {
 	http.ResponseWriter
 	status int
 	body   bytes.Buffer
 }
 
-// WriteHeader keeps the status.
-func (k *heldAnswer) WriteHeader(status int) { k.status = status }
+// WriteHeader stores the status.
+func (k *bufferedResponse) WriteHeader(status int) { k.status = status }
 
-// Write keeps a part of the answer.
-func (k *heldAnswer) Write(p []byte) (int, error) { return k.body.Write(p) }
+// Write appends to the body.
+func (k *bufferedResponse) Write(p []byte) (int, error) { return k.body.Write(p) }
 
 func (m *metricsServer) close() {
 	if m != nil && m.http != nil {

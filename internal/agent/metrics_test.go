@@ -22,8 +22,7 @@ import (
 // scrape reads the metrics over HTTP.
 const metricsPolicy = onePolicy + "metrics: {listen: \"127.0.0.1:9732\"}\n"
 
-// The names and labels of the metrics are an interface; the counters go on
-// over a restart of the agent.
+// Metric names and labels are stable, and counters continue after a restart of the agent.
 func TestMetrics(t *testing.T) {
 	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
 	a := testAgent(t, dir, pins)
@@ -104,7 +103,7 @@ func TestMetrics(t *testing.T) {
 	}
 }
 
-// Every metric of the golden files is in the documentation, and no other.
+// The documentation lists the metrics of the golden files and no others.
 func TestMetricsDocumented(t *testing.T) {
 	files, err := filepath.Glob("../*/testdata/metrics*.golden")
 	if err != nil || len(files) != 5 {
@@ -122,7 +121,7 @@ func TestMetricsDocumented(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The golden file has none, as nothing fails there.
+	// Nothing fails in the test, so the golden file has no failure counters.
 	names := map[string]bool{"sockeye_tune_options_failed_total": true}
 	for _, m := range regexp.MustCompile(`(?m)^# TYPE (\S+)`).FindAllStringSubmatch(string(golden), -1) {
 		names[m[1]] = true

@@ -28,7 +28,7 @@ func policyText(text string, replace ...string) string {
 	return strings.NewReplacer(append(replace, "CGROUP", testenv.CgroupPath())...).Replace(text)
 }
 
-// The texts of plans, key by key.
+// The text of a plan for each policy key.
 func TestPlanTexts(t *testing.T) {
 	dir := t.TempDir()
 	a := testAgent(t, dir, testenv.BPFFS(t)+"/sockeye")
@@ -76,8 +76,7 @@ func TestPlanTexts(t *testing.T) {
 	}
 }
 
-// A policy that is applied and taken back leaves the policy before as the
-// previous one, and the other way round.
+// Apply and apply --previous swap the applied and the previous policy.
 func TestPreviousPolicy(t *testing.T) {
 	dir := t.TempDir()
 	a := testAgent(t, dir, testenv.BPFFS(t)+"/sockeye")

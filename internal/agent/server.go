@@ -27,8 +27,7 @@ type server struct {
 	http     *http.Server
 }
 
-// listen opens the agent's socket. A socket that is left from an agent that
-// was killed is replaced.
+// listen opens the agent's socket. The socket file of an agent that was killed is replaced.
 func (a *Agent) listen() (*server, error) {
 	path := api.SocketPath(a.options.RunDir)
 	gid := -1
@@ -65,7 +64,7 @@ func (a *Agent) listen() (*server, error) {
 		}
 	}
 	return a.guardAPI(&server{listener: peer.Listener{Listener: listener}, http: &http.Server{
-		Handler:           known(a.handler()),
+		Handler:           requireLocalCaller(a.handler()),
 		ReadHeaderTimeout: 5 * time.Second,
 		ReadTimeout:       30 * time.Second,
 		ErrorLog:          slog.NewLogLogger(a.log.Handler(), slog.LevelWarn),
@@ -100,7 +99,7 @@ func (a *Agent) handler() http.Handler {
 		if err := domain.Decode(r, &c); err != nil {
 			return nil, err
 		}
-		// A policy names files, and errors quote them.
+		// A policy names files, and errors quote their contents.
 		if c.Text != "" || c.Path != "" {
 			if err := peer.MustBeRoot(r); err != nil {
 				return nil, err
@@ -141,15 +140,14 @@ func reply(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (a
 		w.WriteHeader(httpStatus[fault.Code(err)])
 		body = api.Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)}
 	}
-	// The caller may be gone; nothing is to be done about that.
+	// The client may have disconnected.
 	_ = json.NewEncoder(w).Encode(body)
 }
 
-// known lets only requests through whose caller still lives and is in the
-// agent's user namespace: a program that is isolated keeps its user, whose the
-// socket may be, or even root's. It asks anew for each request, because a
-// connection can outlive the process that made it.
-func known(next http.Handler) http.Handler {
+// requireLocalCaller refuses requests of callers that have exited or that are in another user namespace. An isolated
+// program keeps its user, who may have access to the socket. The check is per request, because a connection can
+// outlive the process that opened it.
+func requireLocalCaller(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		refuse := func(err error) {
 			reply(w, r, func(*http.Request) (any, error) { return nil, err })

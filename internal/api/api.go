@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package api has everything that travels over the agent's socket: the requests, the answers, and the
-// client. The API is HTTP with JSON on a Unix socket. Names of fields are stable.
+// Package api defines the API of the agent: the requests, the answers, and the client. The API is HTTP with JSON over
+// a Unix socket. Field names are stable.
 package api
 
 import (
@@ -17,9 +17,9 @@ type Status struct {
 	Version string    `json:"version"`
 	PID     int       `json:"pid"`
 	Started time.Time `json:"started"`
-	Starts  int       `json:"starts"` // of the agent, since its state directory was made
+	Starts  int       `json:"starts"` // starts of the agent since the creation of its state directory
 	Policy  string    `json:"policy"`
-	// PolicyProblem tells how the policy in force differs from the policy file.
+	// PolicyProblem describes the difference between the policy in force and the policy file; "" for none.
 	PolicyProblem string          `json:"policy_problem,omitempty"`
 	PolicyHint    string          `json:"policy_hint,omitempty"`
 	Services      []ServiceStatus `json:"services"`
@@ -28,7 +28,7 @@ type Status struct {
 	BigTCP        []BigTCPNetwork `json:"bigtcp"`
 }
 
-// TunedCgroup is one cgroup of a Status that is tuned.
+// TunedCgroup is one tuned cgroup of a Status.
 type TunedCgroup struct {
 	Cgroup   string `json:"cgroup"`
 	Attached bool   `json:"attached"`
@@ -46,13 +46,13 @@ type ServiceStatus struct {
 	Slots     int              `json:"slots"`
 	SlotsAs   string           `json:"slots_as,omitempty"` // another service with the same slots
 	Ready     int              `json:"ready"`
-	Nonce     string           `json:"nonce"` // hexadecimal, with 0x
-	Held      bool             `json:"held"`  // the ports are held when no member lives
-	Keeper    int              `json:"keeper,omitempty"`
+	Nonce     string           `json:"nonce"`            // hexadecimal, with 0x
+	Held      bool             `json:"held"`             // the ports stay steered without members: by the keeper, or by lookup
+	Keeper    int              `json:"keeper,omitempty"` // process id
 	DeviceMap *DeviceMapStatus `json:"device_map,omitempty"`
-	// SplitDevices have TCP connections at another member than their slot's.
+	// SplitDevices counts devices that have TCP connections with another member than that of their slot.
 	SplitDevices int `json:"split_devices"`
-	// AdoptedDevices are with the member that had their connections, by on_start.
+	// AdoptedDevices counts devices that on_start: adopt assigned to the member that had their connections.
 	AdoptedDevices int             `json:"adopted_devices"`
 	Problem        string          `json:"problem,omitempty"`
 	Hint           string          `json:"hint,omitempty"`
@@ -67,9 +67,9 @@ type DeviceMapStatus struct {
 	Devices  int    `json:"devices"`
 }
 
-// WaitingStatus is a process that would be a member, and what it lacks.
+// WaitingStatus is a process that matches a rule and cannot be registered yet.
 type WaitingStatus struct {
-	Slot    *int   `json:"slot"` // null: the first free one
+	Slot    *int   `json:"slot"` // null: first free slot
 	PID     int    `json:"pid"`
 	Command string `json:"command"`
 	Source  string `json:"source"`
@@ -77,8 +77,8 @@ type WaitingStatus struct {
 	Hint    string `json:"hint,omitempty"`
 }
 
-// RefusedStatus is a process that a rule describes, that has ports of members, and that is none: it
-// is of another user, or in namespaces of its own.
+// RefusedStatus is a process that matches a rule and listens on members' ports, but is not admitted: it runs as
+// another user, or in its own namespaces.
 type RefusedStatus struct {
 	PID     int    `json:"pid"`
 	Command string `json:"command"`
@@ -107,11 +107,11 @@ type SocketStatus struct {
 	Cookie   uint64 `json:"cookie"`
 }
 
-// Counts are totals since the pins were made.
+// Counts are totals since the creation of the pins.
 type Counts struct {
-	Connections uint64            `json:"connections"` // SYNs steered here
+	Connections uint64            `json:"connections"` // SYNs steered to the slot
 	Datagrams   uint64            `json:"datagrams"`
-	Diverted    uint64            `json:"diverted"` // meant for here, sent to the standby slot
+	Diverted    uint64            `json:"diverted"` // SYNs and datagrams for the slot, sent to the standby slot
 	Refused     map[string]uint64 `json:"refused"`  // SYNs and datagrams, by reason
 }
 
@@ -119,9 +119,9 @@ type Counts struct {
 type DeviceStatus struct {
 	Service     string     `json:"service"`
 	Address     netip.Addr `json:"address"`
-	Device      string     `json:"device,omitempty"` // its name in the device map
-	Slot        int        `json:"slot"`             // by the table in force
-	Served      *int       `json:"served_by"`        // the slot of the last packet; null: refused
+	Device      string     `json:"device,omitempty"` // name in the device map
+	Slot        int        `json:"slot"`             // in the table in force
+	Served      *int       `json:"served_by"`        // slot of the last packet; null: refused
 	Datagrams   uint64     `json:"datagrams"`
 	Connections uint64     `json:"connections"`
 	Refused     uint64     `json:"refused"`
@@ -135,7 +135,7 @@ type WhereStatus struct {
 	Device  string     `json:"device,omitempty"`
 	Bucket  int        `json:"bucket"`
 	Slot    int        `json:"slot"`
-	Ready   *bool      `json:"ready,omitempty"` // not known offline
+	Ready   *bool      `json:"ready,omitempty"` // absent if unknown, as with --offline
 }
 
 // Membership is the body of POST /v1/register, /v1/unregister and /v1/run.
@@ -149,54 +149,53 @@ type Membership struct {
 type Place struct {
 	Membership
 	Listeners []MemberListener `json:"listeners"`
-	User      string           `json:"user,omitempty"` // of the members, if the policy names one
+	User      string           `json:"user,omitempty"` // user of the members, if the policy names exactly one
 }
 
-// MemberListener is what a member is to listen on for a listener of its service.
+// MemberListener is the address and the ports that a member listens on for a listener of its service.
 type MemberListener struct {
 	Protocol string         `json:"protocol"` // tcp or udp
-	Address  netip.AddrPort `json:"address"`  // of the service
+	Address  netip.AddrPort `json:"address"`  // address of the service
 	V6Only   bool           `json:"v6only"`
-	// First and Last are the ports of members; with reuseport that of the address.
+	// First and Last are the range of ports of members; with reuseport, both are the port of Address.
 	First uint16 `json:"first"`
 	Last  uint16 `json:"last"`
 }
 
-// Plan is the answer to POST /v1/plan and /v1/apply: what changes.
+// Plan is the answer to POST /v1/plan and /v1/apply.
 type Plan struct {
 	Policy  string    `json:"policy"`
 	Changes []Change  `json:"changes"`
-	Live    *TuneLive `json:"live,omitempty"` // of an apply that asked for it
+	Live    *TuneLive `json:"live,omitempty"` // result of an apply with Candidate.Live
 }
 
-// Change is a step of a plan.
+// Change is one change of a plan.
 type Change struct {
 	Service   string `json:"service,omitempty"`
-	Cgroup    string `json:"cgroup,omitempty"`    // whose tuning changes
-	Netns     string `json:"netns,omitempty"`     // of Interface; "" for the agent's own
-	Interface string `json:"interface,omitempty"` // whose sizes change, or of which a rule does
+	Cgroup    string `json:"cgroup,omitempty"`    // cgroup of a change of tune or trace
+	Netns     string `json:"netns,omitempty"`     // network namespace of Interface; "" for the agent's own
+	Interface string `json:"interface,omitempty"` // network interface whose sizes or rule change
 	Action    string `json:"action"`              // add, remove, change
 	What      string `json:"what"`
-	Effect    string `json:"effect,omitempty"` // on what runs
+	Effect    string `json:"effect,omitempty"` // effect on members and devices
 }
 
-// Candidate is the body of POST /v1/plan and /v1/apply. Without a text the
-// agent reads its policy file.
+// Candidate is the body of POST /v1/plan and /v1/apply. If Text and Path are empty, the agent reads its policy file.
 type Candidate struct {
 	Text     string `json:"text,omitempty"`
 	Path     string `json:"path,omitempty"`
-	Previous bool   `json:"previous,omitempty"` // the policy before the last apply
-	Live     bool   `json:"live,omitempty"`     // also tune connections that are open; with apply only
+	Previous bool   `json:"previous,omitempty"` // use the policy before the last apply
+	Live     bool   `json:"live,omitempty"`     // also tune open connections; apply only
 }
 
-// Failure is the body of every answer that is not a success.
+// Failure is the body of every answer with an HTTP status other than 200.
 type Failure struct {
 	Error string `json:"error"`
 	Hint  string `json:"hint,omitempty"`
 	Code  int    `json:"code"`
 }
 
-// ParseAddresses reads IP addresses.
+// ParseAddresses parses IP addresses.
 func ParseAddresses(texts []string) ([]netip.Addr, error) {
 	addresses := make([]netip.Addr, len(texts))
 	for i, text := range texts {

@@ -9,51 +9,50 @@ import (
 	"sockeye/internal/bigtcp/sizing"
 )
 
-// BigTCPStatus is the answer to GET /v1/bigtcp. The query's netns and interface
-// choose.
+// BigTCPStatus is the answer to GET /v1/bigtcp. The query parameters netns and interface select interfaces.
 type BigTCPStatus struct {
-	Interfaces []BigTCPInterface `json:"interfaces"` // by namespace and index
+	Interfaces []BigTCPInterface `json:"interfaces"` // sorted by namespace and index
 }
 
-// BigTCPInterface is an interface that a rule of the policy is for, or that is below
-// one; or a rule that no interface matches.
+// BigTCPInterface is a network interface that a rule matches, or a lower device of such an interface; or a rule that
+// matches no interface.
 type BigTCPInterface struct {
-	Netns     string `json:"netns,omitempty"` // path; "" for that of the agent
-	Interface string `json:"interface"`       // or what the rule says, if there is none
-	Index     int    `json:"index,omitempty"` // 0 if there is none
-	Rule      string `json:"rule,omitempty"`  // "" if none is for it any more
-	// Because names the interface for whose sake this one, which is below it, is set.
+	Netns     string `json:"netns,omitempty"` // path; "" for the network namespace of the agent
+	Interface string `json:"interface"`       // name, or the pattern of a rule that matches no interface
+	Index     int    `json:"index,omitempty"` // 0 for a rule that matches no interface
+	Rule      string `json:"rule,omitempty"`  // "" if no rule matches the interface any more
+	// Because names the upper interface whose rule requires the sizes of this lower device.
 	Because string      `json:"because,omitempty"`
 	Want    sizing.Want `json:"want"`
-	Sizes   netif.Sizes `json:"sizes,omitzero"` // that it has
+	Sizes   netif.Sizes `json:"sizes,omitzero"` // current sizes
 	// State is applied, changed, impossible, conflict or waiting.
 	State   string    `json:"state"`
-	Notes   []string  `json:"notes,omitempty"` // what is not as was asked for
+	Notes   []string  `json:"notes,omitempty"` // differences from Want
 	Problem string    `json:"problem,omitempty"`
 	Hint    string    `json:"hint,omitempty"`
-	Since   time.Time `json:"since"` // of the state
+	Since   time.Time `json:"since"` // time of the last change of State
 }
 
 // The states of interfaces.
 const (
 	SizesApplied    = "applied"
-	SizesChanged    = "changed"    // by somebody else, and left alone
-	SizesImpossible = "impossible" // for the kernel or a device
-	SizesConflict   = "conflict"   // held by a command
-	SizesWaiting    = "waiting"    // for an interface or a namespace, or for another try
+	SizesChanged    = "changed"    // changed by another program, and not set again
+	SizesImpossible = "impossible" // not supported by the kernel or by the interface
+	SizesConflict   = "conflict"   // held by a sockeye bigtcp command
+	SizesWaiting    = "waiting"    // waiting for an interface, a namespace or the next attempt
 )
 
 // BigTCPNetwork is one network namespace of a Status that has rules.
 type BigTCPNetwork struct {
-	Netns      string `json:"netns,omitempty"` // path; "" for that of the agent
+	Netns      string `json:"netns,omitempty"` // path; "" for the network namespace of the agent
 	Rules      int    `json:"rules"`
-	Applied    int    `json:"applied"` // interfaces of each state
+	Applied    int    `json:"applied"` // number of interfaces in this state, as the fields below
 	Changed    int    `json:"changed"`
 	Impossible int    `json:"impossible"`
 	Conflict   int    `json:"conflict"`
 	Waiting    int    `json:"waiting"`
-	// Problems are the first of the interfaces that are not applied.
+	// Problems has the first interfaces whose state is not applied.
 	Problems []BigTCPInterface `json:"problems"`
-	Problem  string            `json:"problem,omitempty"` // of the namespace
+	Problem  string            `json:"problem,omitempty"` // problem of the namespace itself
 	Hint     string            `json:"hint,omitempty"`
 }

@@ -22,16 +22,16 @@ import (
 	"sockeye/internal/fault"
 )
 
-// SocketPath is where the agent of a run directory listens.
+// SocketPath returns the path of the agent's socket in a run directory.
 func SocketPath(runDir string) string { return filepath.Join(runDir, "agent.sock") }
 
-// Client talks to an agent.
+// Client sends requests to an agent.
 type Client struct {
 	path string
 	http *http.Client
 }
 
-// NewClient makes a client of the agent that listens on a Unix socket.
+// NewClient returns a client of the agent that listens on the Unix socket at path.
 func NewClient(path string) *Client {
 	return &Client{path: path, http: &http.Client{
 		Timeout: time.Minute,
@@ -39,16 +39,16 @@ func NewClient(path string) *Client {
 			DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 				return new(net.Dialer).DialContext(ctx, "unix", path)
 			},
-			// The agent bounds the connections of each user.
+			// The agent limits the connections of each user.
 			DisableKeepAlives: true,
 		},
 	}}
 }
 
-// ErrNoAgent means that no agent answers.
+// ErrNoAgent is the error of a request when no agent listens on the socket.
 var ErrNoAgent = errors.New("no agent answers")
 
-// Get asks for something.
+// Get sends a GET request and decodes the answer.
 func (c *Client) Get(ctx context.Context, path string, query url.Values, into any) error {
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://agent"+path+"?"+query.Encode(), nil)
 	if err != nil {
@@ -57,7 +57,7 @@ func (c *Client) Get(ctx context.Context, path string, query url.Values, into an
 	return c.do(r, into)
 }
 
-// Post asks for a change.
+// Post sends a POST request with a JSON body and decodes the answer.
 func (c *Client) Post(ctx context.Context, path string, body, into any) error {
 	data, err := json.Marshal(body)
 	if err != nil {
@@ -70,30 +70,30 @@ func (c *Client) Post(ctx context.Context, path string, body, into any) error {
 	return c.do(r, into)
 }
 
-// Stream asks for something that goes on, until the agent or ctx ends it. The
-// caller closes it.
+// Stream sends a GET request and returns the stream of the answer, which ends with the agent or with ctx. The caller
+// closes the stream.
 func (c *Client) Stream(ctx context.Context, path string, query url.Values) (*Stream, error) {
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://agent"+path+"?"+query.Encode(), nil)
 	if err != nil {
 		return nil, err
 	}
-	endless := *c.http
-	endless.Timeout = 0
-	response, err := c.send(&endless, r)
+	withoutTimeout := *c.http
+	withoutTimeout.Timeout = 0
+	response, err := c.send(&withoutTimeout, r)
 	if err != nil {
 		return nil, err
 	}
 	return &Stream{body: response.Body, buffer: bufio.NewReaderSize(response.Body, 64<<10)}, nil
 }
 
-// Stream is an answer of many JSON values, a line each.
+// Stream is an answer that consists of JSON values, one per line.
 type Stream struct {
 	body   io.ReadCloser
 	buffer *bufio.Reader
 }
 
-// Next waits for the next value. Its error is io.EOF where the agent has ended
-// the answer as a whole, and wraps that of the context where this has ended.
+// Next reads the next value. Next returns io.EOF after the last value, and an error that wraps that of the context
+// after its end.
 func (s *Stream) Next(into any) error {
 	line, err := s.buffer.ReadBytes('\n')
 	switch {
@@ -110,10 +110,10 @@ func (s *Stream) Next(into any) error {
 	return nil
 }
 
-// Waiting tells whether some of the next value is here already.
+// Waiting reports whether data of the next value has arrived.
 func (s *Stream) Waiting() bool { return s.buffer.Buffered() > 0 }
 
-// Close ends the answer.
+// Close closes the connection.
 func (s *Stream) Close() error { return s.body.Close() }
 
 func (c *Client) do(r *http.Request, into any) error {
@@ -128,13 +128,12 @@ func (c *Client) do(r *http.Request, into any) error {
 	return nil
 }
 
-// send gives the answer to a request that the agent grants. The caller closes its
-// body.
+// send returns the answer to a request that succeeds; any other answer is an error. The caller closes the body.
 func (c *Client) send(by *http.Client, r *http.Request) (*http.Response, error) {
 	response, err := by.Do(r)
 	var wrapped *url.Error
 	if errors.As(err, &wrapped) {
-		err = wrapped.Err // without the URL, which nobody asked for
+		err = wrapped.Err // without the URL, which is internal
 	}
 	switch {
 	case errors.Is(err, os.ErrNotExist), errors.Is(err, unix.ECONNREFUSED):

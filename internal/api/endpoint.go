@@ -9,7 +9,7 @@ import (
 	"sockeye/internal/fault"
 )
 
-// ParseEndpoint reads an end of a connection: IP:port, or an IP alone.
+// ParseEndpoint parses an endpoint of a connection: IP:port, or an IP address without a port (0).
 func ParseEndpoint(what, text string) (netip.AddrPort, error) {
 	if a, err := netip.ParseAddrPort(text); err == nil {
 		return netip.AddrPortFrom(a.Addr().Unmap().WithZone(""), a.Port()), nil

@@ -11,29 +11,28 @@ import (
 
 // TraceStatus is the answer to GET /v1/trace.
 type TraceStatus struct {
-	// Timestamps tells whether the kernel has BPF timestamping, without which
-	// nothing that is sent over TCP is measured; Needs says what it would take.
+	// Timestamps reports whether the kernel has BPF timestamping. Without it, nothing sent over TCP is measured,
+	// and Needs names what is missing.
 	Timestamps bool           `json:"timestamps"`
 	Needs      string         `json:"needs,omitempty"`
 	Cgroups    []TracedCgroup `json:"cgroups"`
 }
 
-// TracedCgroup is one cgroup that is traced.
+// TracedCgroup is one traced cgroup.
 type TracedCgroup struct {
 	Cgroup   string            `json:"cgroup"` // as in the policy
-	Path     string            `json:"path"`   // below the cgroup v2 mount; "" while there is none
+	Path     string            `json:"path"`   // below the cgroup v2 mount; "" while the cgroup does not exist
 	Attached bool              `json:"attached"`
-	Created  bool              `json:"created"` // by the agent, which removes it again
+	Created  bool              `json:"created"` // created by the agent, which also removes it
 	Problem  string            `json:"problem,omitempty"`
 	Hint     string            `json:"hint,omitempty"`
-	Since    time.Time         `json:"since,omitzero"` // when the counts began
-	Programs []string          `json:"programs"`       // that are attached
-	Memory   int64             `json:"memory_bytes"`   // of its maps, about
+	Since    time.Time         `json:"since,omitzero"` // start of the counts
+	Programs []string          `json:"programs"`       // attached programs
+	Memory   int64             `json:"memory_bytes"`   // approximate memory of the maps
 	Rules    []TraceRuleStatus `json:"rules"`
 }
 
-// TraceRuleStatus is a rule, as the policy has it, and what the kernel lacks
-// for it.
+// TraceRuleStatus is a rule of the policy and the stages that the kernel cannot measure.
 type TraceRuleStatus struct {
 	Name        string         `json:"name"`
 	Match       string         `json:"match"`
@@ -41,44 +40,42 @@ type TraceRuleStatus struct {
 	Messages    string         `json:"messages"`    // 1/100 or 100/s
 	GroupBy     []string       `json:"group_by"`
 	Groups      int            `json:"groups"` // in use
-	Limit       int            `json:"limit"`  // of groups
-	Stages      []string       `json:"stages"` // that are measured
+	Limit       int            `json:"limit"`  // maximum number of groups
+	Stages      []string       `json:"stages"` // measured stages
 	Protocols   []string       `json:"protocols"`
 	Skipped     []TraceSkipped `json:"skipped"`
 }
 
-// TraceSkipped is a stage that cannot be measured on this kernel.
+// TraceSkipped is a stage that this kernel cannot measure.
 type TraceSkipped struct {
 	Stage string `json:"stage"`
 	Needs string `json:"needs"`
 }
 
-// TraceResults is the answer to GET /v1/trace/results: one period, from when
-// the counts began or as the query asks. The query's since is a duration, or
-// from and to are times (RFC 3339); select is as trace.MatchGroup reads it.
+// TraceResults is the answer to GET /v1/trace/results: one period, from the start of the counts or as the query
+// requests. The query has since, a duration, or from and to, times in RFC 3339; select has the syntax of
+// trace.MatchGroup.
 type TraceResults struct {
 	measure.Period
-	// Partial: the history does not go back as far as was asked for.
+	// Partial reports that the history starts after the requested time.
 	Partial bool `json:"partial"`
 }
 
-// TraceHistory is the answer to GET /v1/trace/history, with the same query:
-// slices of 10 s, the oldest first.
+// TraceHistory is the answer to GET /v1/trace/history, with the query of TraceResults: periods of 10 s, oldest first.
 type TraceHistory struct {
 	Slices  []measure.Period `json:"slices"`
 	Partial bool             `json:"partial"`
 }
 
-// TraceSlow is one message of the answer to GET /v1/trace/slow?n=..&since=..&select=..,
-// the slowest first.
+// TraceSlow is one message of the answer to GET /v1/trace/slow?n=..&since=..&select=.., slowest first.
 type TraceSlow struct {
 	measure.Sample
 	Explanation measure.Explanation `json:"explanation"`
 }
 
 // TraceSampleLine is one line of the answer to GET /v1/trace/samples?buffer=..&select=..,
-// which goes on until the caller leaves. Lost counts the samples that found no
-// room since the answer began; it comes at least once a second.
+// which ends when the client disconnects. Lost counts the samples that did not fit into the buffer since the start of
+// the answer; a line with Lost follows at least once a second.
 type TraceSampleLine struct {
 	Sample *measure.Sample `json:"sample,omitempty"`
 	Lost   uint64          `json:"lost,omitempty"`
@@ -86,15 +83,14 @@ type TraceSampleLine struct {
 
 // TracePacketLine is one line of the answer to
 // GET /v1/trace/packets?local=..&remote=..|pid=..&fd=..&for=..&buffer=..&limit=..:
-// first the connection, then what happens, as packets.Assembler takes it, last
-// how much was lost.
+// first the connection, then the events for packets.Assembler, last the number of lost events.
 type TracePacketLine struct {
 	Connection *TraceConnection `json:"connection,omitempty"`
 	Event      *bpf.PacketEvent `json:"event,omitempty"`
 	End        *TracePacketsEnd `json:"end,omitempty"`
 }
 
-// TraceConnection is a connection whose packets are traced.
+// TraceConnection is a connection with a packet trace.
 type TraceConnection struct {
 	Local   string `json:"local"`
 	Remote  string `json:"remote"`
@@ -102,14 +98,14 @@ type TraceConnection struct {
 	FD      int    `json:"fd"`
 	Command string `json:"command"`
 	Cookie  uint64 `json:"cookie"`
-	// Clock is CLOCK_REALTIME - CLOCK_MONOTONIC, nanoseconds.
+	// Clock is CLOCK_REALTIME - CLOCK_MONOTONIC in nanoseconds.
 	Clock int64 `json:"clock_ns"`
-	// Missing are tracepoints that the kernel does not have.
+	// Missing names the tracepoints that the kernel does not have.
 	Missing []string `json:"missing"`
 }
 
-// TracePacketsEnd is how a trace of packets ended.
+// TracePacketsEnd is the end of a packet trace.
 type TracePacketsEnd struct {
-	Lost   uint64 `json:"lost"`   // events that found no room
+	Lost   uint64 `json:"lost"`   // events that did not fit into the buffer
 	Reason string `json:"reason"` // time, limit, closed
 }

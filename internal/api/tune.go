@@ -12,28 +12,27 @@ import (
 // TuneStatus is one cgroup of the answer to GET /v1/tune.
 type TuneStatus struct {
 	Cgroup   string           `json:"cgroup"` // as in the policy
-	Path     string           `json:"path"`   // below the cgroup v2 mount; "" while there is none
+	Path     string           `json:"path"`   // below the cgroup v2 mount; "" while the cgroup does not exist
 	Attached bool             `json:"attached"`
-	Created  bool             `json:"created"` // by the agent, which removes it again
+	Created  bool             `json:"created"` // created by the agent, which also removes it
 	Problem  string           `json:"problem,omitempty"`
 	Hint     string           `json:"hint,omitempty"`
 	Foreign  []TuneForeign    `json:"foreign"`
 	Rules    []TuneRuleStatus `json:"rules"`
 }
 
-// TuneForeign is a sock_ops program of somebody else that runs for the same
-// connections.
+// TuneForeign is a sock_ops program of another owner that runs for the same connections.
 type TuneForeign struct {
 	ID     uint32 `json:"id"`
 	Cgroup string `json:"cgroup"`
-	// Order is "after" for a program that may override what the rules set, and
-	// "before" for one that the rules override.
+	// Order is "after" for a program that may override the rules, and "before" for a program that the rules
+	// override.
 	Order  string `json:"order"`
 	Effect string `json:"effect"`
 }
 
-// TuneRuleStatus is a rule and what it has done. Counts are since the rule has
-// this content; control is the trial's arm that is left alone.
+// TuneRuleStatus is a rule and its counters. A changed rule starts again at 0. The control arm of a trial has the
+// connections without the settings.
 type TuneRuleStatus struct {
 	Name        string        `json:"name"`
 	Match       string        `json:"match"`
@@ -42,25 +41,25 @@ type TuneRuleStatus struct {
 	Trial       string        `json:"trial,omitempty"`
 	Skipped     []TuneSkipped `json:"skipped"`
 	Connections uint64        `json:"connections"`
-	Control     uint64        `json:"control"` // of the connections
-	Adopted     uint64        `json:"adopted"` // of the connections, by apply --live
+	Control     uint64        `json:"control"` // connections in the control arm
+	Adopted     uint64        `json:"adopted"` // connections tuned by apply --live
 	Established uint64        `json:"established"`
 	Closed      uint64        `json:"closed"`
 	OptionsSet  uint64        `json:"options_set"`
 	Failures    []TuneFailure `json:"failures"`
 	Bytes       uint64        `json:"bytes"`    // acknowledged
-	Segments    uint64        `json:"segments"` // sent with data
+	Segments    uint64        `json:"segments"` // sent data segments
 	Retransmits uint64        `json:"retransmits"`
 	RTOs        uint64        `json:"rtos"`
 	Reactions   uint64        `json:"reactions"`
-	Tags        uint64        `json:"tags"`                 // peers whose tag led to the rule
-	Older       int           `json:"older,omitempty"`      // versions of the rule that connections may still have
+	Tags        uint64        `json:"tags"`                 // connections whose rule was selected by the tag of the peer
+	Older       int           `json:"older,omitempty"`      // earlier versions of the rule that open connections may have
 	Observe     string        `json:"observe"`              // live, close, off
 	RTT         *TuneSpread   `json:"rtt_us,omitempty"`     // smoothed, microseconds
 	Connect     *TuneSpread   `json:"connect_us,omitempty"` // from SYN to established, microseconds
 }
 
-// TuneSpread are quantiles.
+// TuneSpread has quantiles of a distribution.
 type TuneSpread struct {
 	P50 float64 `json:"p50"`
 	P90 float64 `json:"p90"`
@@ -73,7 +72,7 @@ type TuneSkipped struct {
 	Needs  string `json:"needs"`
 }
 
-// TuneFailure counts an option that could not be set.
+// TuneFailure counts the failed attempts to set an option.
 type TuneFailure struct {
 	Option string `json:"option"`
 	Error  string `json:"error"` // name of the errno
@@ -98,19 +97,19 @@ type TuneSocket struct {
 	Remote  string `json:"remote"`
 	Role    string `json:"role"`
 	Cgroup  string `json:"cgroup"`
-	// Tuned says nothing of an MPTCP socket itself: see Subflows.
+	// Tuned is empty for an MPTCP socket, whose Subflows have it.
 	Tuned
-	MPTCP    string        `json:"mptcp,omitempty"`    // MPTCPMultipath or MPTCPFallback of an MPTCP socket
-	Subflows []TuneSubflow `json:"subflows,omitempty"` // of an MPTCP socket
+	MPTCP    string        `json:"mptcp,omitempty"`    // MPTCPMultipath or MPTCPFallback; "" for a TCP socket
+	Subflows []TuneSubflow `json:"subflows,omitempty"` // subflows of an MPTCP socket
 }
 
-// What has become of an MPTCP socket's connection.
+// States of the connection of an MPTCP socket.
 const (
-	MPTCPMultipath = "multipath" // it is MPTCP, of one subflow or more
-	MPTCPFallback  = "fallback"  // it is TCP: the peer, or something on the path, has no MPTCP
+	MPTCPMultipath = "multipath" // MPTCP with one or more subflows
+	MPTCPFallback  = "fallback"  // TCP: the peer or a middlebox does not support MPTCP
 )
 
-// TuneSubflow is a TCP connection that an MPTCP connection consists of.
+// TuneSubflow is one TCP subflow of an MPTCP connection.
 type TuneSubflow struct {
 	Local  string `json:"local"`
 	Remote string `json:"remote"`
@@ -118,23 +117,23 @@ type TuneSubflow struct {
 	Tuned
 }
 
-// Tuned is what a TCP connection has got from the rules.
+// Tuned is the rule and the settings of a TCP connection.
 type Tuned struct {
 	Rule      string       `json:"rule"`    // "" for none
 	Current   bool         `json:"current"` // the rule is still in force
 	Arm       string       `json:"arm,omitempty"`
 	Adopted   bool         `json:"adopted"`
 	Reacted   bool         `json:"reacted"`
-	Candidate *int         `json:"candidate,omitempty"` // initial window that was tried
+	Candidate *int         `json:"candidate,omitempty"` // initial window under trial, segments
 	Values    []TuneValue  `json:"values"`
-	Steps     []match.Step `json:"steps"` // what the rules of now say
+	Steps     []match.Step `json:"steps"` // evaluation of the rules in force
 }
 
 // TuneTrial is the answer to GET /v1/tune/trial.
 type TuneTrial struct {
 	Cgroup     string           `json:"cgroup"`
 	Rule       string           `json:"rule"`
-	Share      float64          `json:"share"` // of the connections that are left alone
+	Share      float64          `json:"share"` // share of connections in the control arm
 	Comparison trial.Comparison `json:"comparison"`
 	Summary    string           `json:"summary"`
 }
@@ -145,58 +144,56 @@ type TuneLearned struct {
 	Rule       string          `json:"rule"`
 	Prefix     string          `json:"prefix"`
 	Settled    bool            `json:"settled"`
-	Window     int             `json:"window"` // in use, segments; 0: the kernel's own, until it has settled
+	Window     int             `json:"window"` // initial window in use, segments; 0: the kernel's default, until settled
 	Candidates []TuneCandidate `json:"candidates"`
-	Last       time.Time       `json:"last"` // evidence
+	Last       time.Time       `json:"last"` // time of the last measurement
 }
 
-// TuneCandidate is an initial window, and what is known of it.
+// TuneCandidate is an initial window and its measurements. Old measurements decay with the half-life forget.
 type TuneCandidate struct {
-	Window      int     `json:"window"`
-	Tries       uint32  `json:"tries"`       // connections that began with it, as far as they are not forgotten
-	Connections uint32  `json:"connections"` // of them, that sent the first bytes without a pause
-	Lossy       uint32  `json:"lossy"`       // of these, that lost a segment of the first flight
-	Time        float64 `json:"time_ms"`     // mean, until the first bytes were acknowledged
+	Window      int     `json:"window"`      // segments
+	Tries       uint32  `json:"tries"`       // connections that started with this window
+	Connections uint32  `json:"connections"` // tries that sent the first flight without a pause
+	Lossy       uint32  `json:"lossy"`       // Connections that lost a segment of the first flight
+	Time        float64 `json:"time_ms"`     // mean time until the acknowledgement of the first flight
 }
 
-// TuneLive is the answer to POST /v1/tune/revert, and part of the answer to an
-// apply that asks for it: what happened to connections that were open.
+// TuneLive is the answer to POST /v1/tune/revert, and part of the answer to an apply with live: the changes to open
+// connections.
 type TuneLive struct {
 	Rules    map[string]int    `json:"rules"`    // connections that got a rule
-	Options  int               `json:"options"`  // set, or set back
-	Already  int               `json:"already"`  // connections that had their rule
-	NoRule   int               `json:"no_rule"`  // connections that no rule matches
-	Reverted int               `json:"reverted"` // connections that lost what they had got
+	Options  int               `json:"options"`  // options set or reverted
+	Already  int               `json:"already"`  // connections that already had their rule
+	NoRule   int               `json:"no_rule"`  // connections without a matching rule
+	Reverted int               `json:"reverted"` // connections with reverted options
 	Gone     int               `json:"gone"`     // connections that have closed since
 	Failures []TuneLiveFailure `json:"failures"` // options that the kernel refused
-	Left     []TuneLeft        `json:"left"`     // options that were not taken back
+	Left     []TuneLeft        `json:"left"`     // options that were not reverted
 	Problems []string          `json:"problems"` // processes and sockets that could not be read
 }
 
-// TuneRevert is the body of POST /v1/tune/revert: which rules; none are all.
+// TuneRevert is the body of POST /v1/tune/revert. An empty list selects all rules.
 type TuneRevert struct {
 	Rules []string `json:"rules,omitempty"`
 }
 
-// TuneValue is a setting of a rule on one connection: what was asked for beside
-// what the kernel reports.
+// TuneValue is a setting of a rule on one connection: the requested value and the value that the kernel reports.
 type TuneValue struct {
 	Option    string `json:"option"`
 	Requested string `json:"requested"`
-	// Effective is "" if nothing shows it.
+	// Effective is "" if the value cannot be read.
 	Effective string `json:"effective"`
-	// Source is what the kernel was asked: an option of getsockopt(2) or a field
-	// of TCP_INFO; "not readable" if nothing shows the value, "" if the option is
-	// not for this connection.
+	// Source is the source of Effective: an option of getsockopt(2) or a field of TCP_INFO; "not readable" if the
+	// kernel does not report the value, "" if the option does not apply to this connection.
 	Source string `json:"source"`
-	// Note names what the kernel makes of the value, and why it is not set.
+	// Note explains how the kernel changes the value, or why the value is not set.
 	Note string `json:"note,omitempty"`
-	// Differs says that the connection does not run with what was asked for. The
-	// kernel's units alone are no difference, its bounds are.
+	// Differs reports that the effective value differs from the requested one. Rounding to the kernel's units is
+	// not a difference; its limits are.
 	Differs bool `json:"differs"`
 }
 
-// TuneLiveFailure counts connections on which an option could not be set.
+// TuneLiveFailure counts connections for which the kernel refused an option.
 type TuneLiveFailure struct {
 	Rule   string `json:"rule"`
 	Option string `json:"option"`
@@ -204,7 +201,7 @@ type TuneLiveFailure struct {
 	Count  uint64 `json:"count"`
 }
 
-// TuneLeft counts connections on which an option was not taken back.
+// TuneLeft counts connections whose option was not reverted.
 type TuneLeft struct {
 	Rule        string `json:"rule"`
 	Option      string `json:"option"`

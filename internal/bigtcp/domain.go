@@ -316,8 +316,7 @@ func (s *sizer) giveBack(only func(sizing.Record) bool) error {
 			s.log.Info("sizes taken back", "netns", r.Netns, "interface", r.Interface)
 		}
 	}
-	var refused *netif.Error
-	if errors.As(err, &refused) && refused.Kind == netif.KindConflict {
+	if fault.Code(err) == fault.CodeConflict {
 		s.log.Warn("sizes not taken back", "netns", s.netns, "reason", err)
 		return nil
 	}
@@ -365,8 +364,7 @@ func (s *sizer) setPaths(o *outlook, paths []*sizedPath) error {
 	if s.tried == nil {
 		s.tried = make(map[int]attempt)
 	}
-	var refused *netif.Error
-	again := errors.As(err, &refused) && refused.Kind == netif.KindConflict
+	again := fault.Code(err) == fault.CodeConflict
 	for _, p := range paths {
 		for _, index := range p.members {
 			i := o.interfaces[index]
@@ -653,8 +651,7 @@ func Revert(stateDir string) ([]string, error) {
 		}
 		reverted = append(reverted, name)
 	}
-	var refused *netif.Error
-	if errors.As(err, &refused) && refused.Kind == netif.KindConflict {
+	if fault.Code(err) == fault.CodeConflict {
 		err = fault.Conflict(err, "sockeye bigtcp revert --force gives back all the same what was there before")
 	}
 	return reverted, err

@@ -161,14 +161,14 @@ func (s *sizer) plan(o *outlook, n *netif.Namespace, all []netif.Interface) erro
 		}
 		if i.want.IPv6 > netif.Legacy || i.want.IPv4 > netif.Legacy {
 			if verdict := all[index].Verdict(support); verdict.State == netif.Impossible {
-				i.err = &netif.Error{Kind: netif.KindUnsupported, Err: errors.New(strings.TrimPrefix(verdict.Text, "impossible: "))}
+				i.err = fault.Unsupported(errors.New(strings.TrimPrefix(verdict.Text, "impossible: ")), "")
 				continue
 			}
 		}
 		targets = append(targets, sizing.Target{Interface: i.name, Want: i.want})
 	}
 	changes, err := s.store.Plan(n, sizing.ByPolicy, targets, true)
-	var refused *netif.Error
+	var refused *fault.Error
 	if err != nil && !errors.As(err, &refused) {
 		return err
 	}
@@ -216,9 +216,8 @@ func (s *sizer) decide(i *sized, r sizing.Record, explicit bool) {
 		// It had what the rule asks for, or its record was taken away.
 		changed = before.state == api.SizesChanged || before.state == api.SizesApplied && i.from != before.from
 	}
-	var unable *netif.Error
 	switch {
-	case errors.As(i.err, &unable) && unable.Kind == netif.KindUsage:
+	case fault.Code(i.err) == fault.CodeUsage:
 		i.state, i.err = api.SizesWaiting, errors.New("it has vanished")
 	case i.err != nil:
 		i.state = api.SizesImpossible

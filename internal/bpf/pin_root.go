@@ -197,6 +197,7 @@ func RemoveRoot(dir string, before func() error) error {
 	return os.RemoveAll(dir)
 }
 
+// IsBPFFS reports whether dir is in a bpffs.
 func IsBPFFS(dir string) bool {
 	var fs unix.Statfs_t
 	return unix.Statfs(dir, &fs) == nil && fs.Type == unix.BPF_FS_MAGIC

@@ -9,13 +9,14 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/agent"
+	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
 	"sockeye/internal/journal"
 	"sockeye/internal/steer"
 )
 
-func (c *command) agentCommand() *cobra.Command {
-	o := agent.Options{Version: Version}
+func (c *commands) agentCommand() *cobra.Command {
+	o := agent.Options{Version: command.Version}
 	var level, format string
 	cmd := &cobra.Command{
 		Use:   "agent",
@@ -45,25 +46,25 @@ What goes to systemd's journal has a priority before each line, and no time.`,
 			default:
 				o.Log = slog.New(slog.NewTextHandler(c.Err, options))
 			}
-			o.RunDir = c.runDir
+			o.RunDir = c.RunDir
 			return agent.Run(cmd.Context(), o)
 		},
 	}
-	cmd.Flags().StringVar(&o.Policy, "policy", defaultPolicy, "policy file")
-	cmd.Flags().StringVar(&o.StateDir, "state-dir", defaultStateDir, "directory of what is kept over reboots")
-	cmd.Flags().StringVar(&o.Pins, "pins", defaultPins, "directory of the pins, in a bpffs")
+	cmd.Flags().StringVar(&o.Policy, "policy", command.DefaultPolicy, "policy file")
+	cmd.Flags().StringVar(&o.StateDir, "state-dir", command.DefaultStateDir, "directory of what is kept over reboots")
+	cmd.Flags().StringVar(&o.Pins, "pins", command.DefaultPins, "directory of the pins, in a bpffs")
 	cmd.Flags().StringVar(&o.Group, "group", "", "group that may use the agent's socket: show all, and run members")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	cmd.Flags().StringVar(&format, "log-format", "text", "text or json")
 	return cmd
 }
 
-func (c *command) holdCommand() *cobra.Command {
+func (c *commands) holdCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:    steer.KeeperCommand,
 		Short:  "Hold the sockets that the agent hands over, while it is away",
 		Hidden: true,
-		RunE:   func(cmd *cobra.Command, _ []string) error { return steer.Hold(cmd.Context()) },
+		RunE:   func(cmd *cobra.Command, _ []string) error { return steer.RunKeeper(cmd.Context()) },
 	}
 	// Read by the next agent in /proc, not here.
 	cmd.Flags().String("pins", "", "")

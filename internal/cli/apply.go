@@ -9,10 +9,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/cli/tunecmd"
 	"sockeye/internal/fault"
 )
 
-func (c *command) applyCommand() *cobra.Command {
+func (c *commands) applyCommand() *cobra.Command {
 	var candidate api.Candidate
 	cmd := &cobra.Command{
 		Use:   "apply [FILE]",
@@ -27,7 +29,7 @@ it differs from what is in force.
 
 Rules of tune are for new connections. With --live the open ones get them too,
 as far as an open connection can be changed; sockeye tune revert takes it back.`,
-		Args: arguments(0, 1, ""),
+		Args: command.Arguments(0, 1, ""),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if candidate.Previous && len(args) > 0 {
 				return fault.Usage(errors.New("--previous and FILE do not go together"), "usage: "+cmd.UseLine())
@@ -41,13 +43,13 @@ as far as an open connection can be changed; sockeye tune revert takes it back.`
 				candidate.Live = live
 			}
 			var plan api.Plan
-			if err := c.client().Post(cmd.Context(), "/v1/apply", candidate, &plan); err != nil {
+			if err := c.Client().Post(cmd.Context(), "/v1/apply", candidate, &plan); err != nil {
 				return err
 			}
-			return c.show(&plan, func(w io.Writer) {
+			return c.Show(&plan, func(w io.Writer) {
 				changes(w, plan.Changes, "nothing changed")
 				if plan.Live != nil {
-					adopted(w, plan.Live)
+					tunecmd.WriteLive(w, plan.Live)
 				}
 			})
 		},

@@ -21,6 +21,8 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/sizing"
+	"sockeye/internal/cli/bigtcpcmd"
+	"sockeye/internal/cli/command"
 	"sockeye/internal/netns"
 )
 
@@ -233,15 +235,15 @@ cli0  veth  524280  192000/192000  192000/192000  192000/192000
   wanted by sockeye bigtcp apply
   peer cli0p: veth, TSO max 524280, sizes 65536
 `, "cli0")
-	shown := asJSON[bigtcpShown](h, "")
-	at := slices.IndexFunc(shown.Interfaces, func(i bigtcpInterface) bool { return i.Name == "cli0" })
+	shown := asJSON[bigtcpcmd.Shown](h, "")
+	at := slices.IndexFunc(shown.Interfaces, func(i bigtcpcmd.Interface) bool { return i.Name == "cli0" })
 	if at < 0 || shown.Interfaces[0].Name != "lo" || !shown.Support.IPv6 || !shown.Support.IPv4 || len(shown.Problems) > 0 {
 		t.Fatalf("%+v", shown)
 	}
 	i := shown.Interfaces[at]
-	want := bigtcpWanted{Want: sizing.Want{IPv6: 192000, IPv4: 192000}, By: "command", State: "set"}
+	want := bigtcpcmd.Wanted{Want: sizing.Want{IPv6: 192000, IPv4: 192000}, By: "command", State: "set"}
 	if !reflect.DeepEqual(i.Wanted, &want) ||
-		i.Bound != (bigtcpBound{524280, "cli0"}) || i.Verdict.State != netif.On || i.Sizes != sameSizes(192000) || len(i.Related) != 1 {
+		i.Bound != (bigtcpcmd.Bound{Size: 524280, By: "cli0"}) || i.Verdict.State != netif.On || i.Sizes != allSizes(192000) || len(i.Related) != 1 {
 		t.Errorf("%+v, wanted %+v", i, i.Wanted)
 	}
 	h.prints(`
@@ -305,7 +307,7 @@ clibr  IPv6  65536 -> 300000  65536 -> 300000
 	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  wanted by sockeye bigtcp apply, as a lower interface of clibr\n") {
 		t.Errorf("%+v", r)
 	}
-	if w := asJSON[bigtcpShown](h, "cli1").Interfaces[0].Wanted; w == nil || !slices.Equal(w.For, []string{"clibr"}) {
+	if w := asJSON[bigtcpcmd.Shown](h, "cli1").Interfaces[0].Wanted; w == nil || !slices.Equal(w.For, []string{"clibr"}) {
 		t.Errorf("%+v", w)
 	}
 	h.refuses(5, "cli0 was set as a lower interface of clibr", "revert that one, or use --force", "revert cli0")
@@ -337,7 +339,7 @@ func TestBigTCPChangedSince(t *testing.T) {
 	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  wanted by sockeye bigtcp apply; somebody else has changed it since\n") {
 		t.Errorf("%+v", r)
 	}
-	if w := asJSON[bigtcpShown](h, "cli0").Interfaces[0].Wanted; w == nil || w.State != "changed" {
+	if w := asJSON[bigtcpcmd.Shown](h, "cli0").Interfaces[0].Wanted; w == nil || w.State != "changed" {
 		t.Errorf("%+v", w)
 	}
 	for name, noted := range map[string]bool{"cli0": true, "cli1": false} {
@@ -360,7 +362,7 @@ func TestBigTCPChangedSince(t *testing.T) {
 	h.has("cli0", 100000, 192000, 192000, 192000)
 	h.has("cli1", 65536)
 	r = h.bigtcp("revert -o json")
-	var answer bigtcpReverted
+	var answer bigtcpcmd.Reverted
 	if err := json.Unmarshal([]byte(r.out), &answer); err != nil || r.code != 5 || r.err != "" || len(answer.Reverted) != 1 || answer.Reverted[0].Result != "changed" ||
 		answer.Error != message || answer.Hint != hint || answer.Code != 5 {
 		t.Errorf("%v in %+v", err, r)
@@ -472,7 +474,7 @@ func TestBigTCPNetns(t *testing.T) {
 	})
 	inside := func(want uint32) {
 		t.Helper()
-		if got := asJSON[bigtcpShown](h, "cli0 --netns "+path).Interfaces[0].Sizes; got != sameSizes(want) {
+		if got := asJSON[bigtcpcmd.Shown](h, "cli0 --netns "+path).Interfaces[0].Sizes; got != allSizes(want) {
 			t.Errorf("inside cli0 has %+v, want %d", got, want)
 		}
 	}
@@ -531,7 +533,7 @@ func TestBigTCPByFile(t *testing.T) {
 	if r := h.bigtcp("cli0 --policy DIR/policy.yaml"); !strings.Contains(r.out, "192000/192000\n") || !strings.Contains(r.out, "\n  wanted by the policy file; not applied\n") {
 		t.Errorf("%+v", r)
 	}
-	if w := asJSON[bigtcpShown](h, "inner0 --policy DIR/policy.yaml --netns "+path).Interfaces[0].Wanted; w == nil || w.IPv4 != 65536 || w.By != "file" || w.State != "unset" {
+	if w := asJSON[bigtcpcmd.Shown](h, "inner0 --policy DIR/policy.yaml --netns "+path).Interfaces[0].Wanted; w == nil || w.IPv4 != 65536 || w.By != "file" || w.State != "unset" {
 		t.Errorf("%+v", w)
 	}
 	changes := `
@@ -559,7 +561,7 @@ skipped * in DIR/red: there is no such network namespace
 		"none.yaml": "read policy file: open DIR/none.yaml: no such file or directory",
 	} {
 		h.write("bad.yaml", "bigtcp:\n  - {interface: cli0, ipv6: 1KB}\n  - {interface: cli1, ipv6: 1KB}\n")
-		shown := asJSON[bigtcpShown](h, "cli0 --policy DIR/"+file)
+		shown := asJSON[bigtcpcmd.Shown](h, "cli0 --policy DIR/"+file)
 		if len(shown.Problems) != 1 || h.plain(shown.Problems[0]) != "rules of the policy: "+want {
 			t.Errorf("%s: %q", file, shown.Problems)
 		}
@@ -691,7 +693,7 @@ func TestBigTCPInterrupted(t *testing.T) {
 	cancel()
 	for _, args := range []string{"apply cli0", "revert"} {
 		var out, err bytes.Buffer
-		if code := Run(done, h.bigtcpArgs(args), Environment{Out: &out, Err: &err, Now: time.Now}); code != 1 || !strings.Contains(err.String(), "context canceled") {
+		if code := Run(done, h.bigtcpArgs(args), command.Environment{Out: &out, Err: &err, Now: time.Now}); code != 1 || !strings.Contains(err.String(), "context canceled") {
 			t.Errorf("%s: %d %s%s", args, code, out.String(), err.String())
 		}
 	}
@@ -735,35 +737,6 @@ func TestBigTCPInterrupted(t *testing.T) {
 	h.has("cli1", 65536)
 }
 
-func TestBigTCPCompletion(t *testing.T) {
-	h := newBigTCPHost(t)
-	h.veth("cli0")
-	for args, want := range map[string][]string{
-		"plan":                           {"cli0\tveth\n", "cli0p\tveth\n", "lo\t-\n"},
-		"plan cli0p":                     {"cli0\tveth\n", "lo\t-\n"},
-		"revert --netns /run/netns/none": {},
-		"plan --ipv4":                    {"192KB\n", "off\n"},
-	} {
-		r := h.sockeye(append(append([]string{"__complete", "bigtcp"}, strings.Fields(args)...), "")...)
-		for _, line := range want {
-			if !strings.Contains("\n"+r.out, "\n"+line) {
-				t.Errorf("%s: %q is not in %q", args, line, r.out)
-			}
-		}
-		if strings.Contains(args, "cli0p") && strings.Contains(r.out, "cli0p") || len(want) == 0 && !strings.HasPrefix(r.out, ":") {
-			t.Errorf("%s: %q", args, r.out)
-		}
-	}
-	root := (&bigtcpCommands{&command{Environment: Host()}}).bigtcpCommand()
-	for _, cmd := range append(root.Commands(), root) {
-		for line := range strings.Lines(cmd.Long) {
-			if len(line) > 81 {
-				t.Errorf("%s: a line of %d characters: %s", cmd.Name(), len(line), line)
-			}
-		}
-	}
-}
-
 // A damaged record is reported, and everything else works.
 func TestBigTCPDamagedRecord(t *testing.T) {
 	h := newBigTCPHost(t)
@@ -793,3 +766,27 @@ func TestBigTCPDamagedRecord(t *testing.T) {
 		t.Errorf("%v %v", info.Mode(), err)
 	}
 }
+
+func TestBigTCPCompletion(t *testing.T) {
+	h := newBigTCPHost(t)
+	h.veth("cli0")
+	for args, want := range map[string][]string{
+		"plan":                           {"cli0\tveth\n", "cli0p\tveth\n", "lo\t-\n"},
+		"plan cli0p":                     {"cli0\tveth\n", "lo\t-\n"},
+		"revert --netns /run/netns/none": {},
+		"plan --ipv4":                    {"192KB\n", "off\n"},
+	} {
+		r := h.sockeye(append(append([]string{"__complete", "bigtcp"}, strings.Fields(args)...), "")...)
+		for _, line := range want {
+			if !strings.Contains("\n"+r.out, "\n"+line) {
+				t.Errorf("%s: %q is not in %q", args, line, r.out)
+			}
+		}
+		if strings.Contains(args, "cli0p") && strings.Contains(r.out, "cli0p") || len(want) == 0 && !strings.HasPrefix(r.out, ":") {
+			t.Errorf("%s: %q", args, r.out)
+		}
+	}
+}
+
+// allSizes returns sizes that are all n bytes.
+func allSizes(n uint32) netif.Sizes { return netif.Sizes{GSO: n, GRO: n, GSOIPv4: n, GROIPv4: n} }

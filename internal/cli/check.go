@@ -6,12 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"strings"
 
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/member"
@@ -39,7 +39,7 @@ type checkedFlaw struct {
 	Hint    string `json:"hint,omitempty"`
 }
 
-func (c *command) checkCommand() *cobra.Command {
+func (c *commands) checkCommand() *cobra.Command {
 	var schema bool
 	cmd := &cobra.Command{
 		Use:   "check FILE",
@@ -49,9 +49,9 @@ and changes nothing. It needs no rights and no agent; with one of them it also
 tries whether this kernel can do what tune and trace rules ask for.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if schema {
-				return arguments(0, 0, "")(cmd, args)
+				return command.Arguments(0, 0, "")(cmd, args)
 			}
-			return arguments(1, 1, "FILE")(cmd, args)
+			return command.Arguments(1, 1, "FILE")(cmd, args)
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if schema {
@@ -68,8 +68,8 @@ tries whether this kernel can do what tune and trace rules ask for.`,
 	return cmd
 }
 
-func (c *command) check(cmd *cobra.Command, file string) error {
-	policy, err := loadPolicy(file)
+func (c *commands) check(cmd *cobra.Command, file string) error {
+	policy, err := command.LoadPolicy(file)
 	if err == nil {
 		err = checkNamed(policy)
 	}
@@ -96,16 +96,16 @@ func (c *command) check(cmd *cobra.Command, file string) error {
 		}
 	}
 	switch {
-	case err != nil && c.output == "json" && flaws != nil:
-		if err := c.json(result); err != nil {
+	case err != nil && c.Output == "json" && flaws != nil:
+		if err := c.JSON(result); err != nil {
 			return err
 		}
-		return &silent{err}
+		return &command.Reported{Err: err}
 	case err != nil:
 		return err
 	}
 	result.Services, result.TuneRules, result.TraceRules, result.BigTCP = len(policy.Services), len(policy.Tune), len(policy.Trace), len(policy.BigTCP)
-	return c.show(&result, func(w io.Writer) {
+	return c.Show(&result, func(w io.Writer) {
 		fmt.Fprintf(w, "%s is valid, %s\n", file, contents(policy))
 		for _, rule := range policy.Tune {
 			for _, s := range skipped[rule.Name] {
@@ -125,8 +125,8 @@ func (c *command) check(cmd *cobra.Command, file string) error {
 
 // kernelLacks asks the agent which options the kernel lacks, or without an
 // agent tries them itself. Who can do neither is told so in untried.
-func (c *command) kernelLacks(cmd *cobra.Command) (lacks []api.TuneSkipped, untried string, err error) {
-	err = c.client().Get(cmd.Context(), "/v1/tune/options", nil, &lacks)
+func (c *commands) kernelLacks(cmd *cobra.Command) (lacks []api.TuneSkipped, untried string, err error) {
+	err = c.Client().Get(cmd.Context(), "/v1/tune/options", nil, &lacks)
 	if err == nil {
 		return lacks, "", nil
 	}
@@ -149,22 +149,13 @@ func contents(policy *config.Policy) string {
 		{len(policy.BigTCP), "bigtcp rule", "bigtcp rules"},
 	} {
 		if part.n > 0 {
-			parts = append(parts, count(part.n, part.one, part.many))
+			parts = append(parts, command.Count(part.n, part.one, part.many))
 		}
 	}
 	if parts == nil {
 		return "and does nothing"
 	}
 	return strings.Join(parts, ", ")
-}
-
-// loadPolicy reads a policy file that the caller named.
-func loadPolicy(file string) (*config.Policy, error) {
-	policy, err := config.Load(file)
-	if _, ok := errors.AsType[*os.PathError](err); ok {
-		err = fault.Unreadable(err, "name a policy file")
-	}
-	return policy, err
 }
 
 // checkNamed reads what the policy names.

@@ -213,7 +213,7 @@ func TestHelpAndCompletion(t *testing.T) {
 	if a, b := h.sockeye("help", "where").out, h.sockeye("where", "--help").out; a != b {
 		t.Errorf("help where is\n%s\nwhere --help is\n%s", a, b)
 	}
-	root := (&command{Environment: Host()}).root()
+	root := Root(Host())
 	for _, cmd := range root.Commands() {
 		if cmd.Short == "" || !cmd.Hidden && cmd.Name() != "completion" && strings.HasSuffix(cmd.Short, ".") {
 			t.Errorf("%s: %q", cmd.Name(), cmd.Short)

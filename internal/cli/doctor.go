@@ -12,6 +12,8 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bigtcp"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/cli/tunecmd"
 	"sockeye/internal/config"
 	"sockeye/internal/doctor"
 	"sockeye/internal/fault"
@@ -21,7 +23,7 @@ import (
 	"sockeye/internal/tune"
 )
 
-func (c *command) doctorCommand() *cobra.Command {
+func (c *commands) doctorCommand() *cobra.Command {
 	var file, pins string
 	cmd := &cobra.Command{
 		Use:   "doctor",
@@ -42,13 +44,13 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 				broken = append(broken, doctor.Finding{Area: "policy", Check: file, Result: doctor.Note, Detail: "there is none", Hint: "name one with --policy"})
 			case errors.As(err, &flaws):
 				broken = append(broken, doctor.Finding{Area: "policy", Check: file, Result: doctor.Failure, Code: fault.CodeUsage,
-					Detail: count(len(flaws), "error", "errors") + "; its services are not looked at", Hint: "sockeye check " + file})
+					Detail: command.Count(len(flaws), "error", "errors") + "; its services are not looked at", Hint: "sockeye check " + file})
 			default:
 				return fault.Unreadable(err, "name a policy file with --policy")
 			}
 			findings := append(broken, examine(policy, pins, c.known(cmd))...)
 			findings = append(findings, c.askAgent(cmd, policy)...)
-			if err := c.show(findings, func(w io.Writer) { diagnosis(w, findings) }); err != nil {
+			if err := c.Show(findings, func(w io.Writer) { diagnosis(w, findings) }); err != nil {
 				return err
 			}
 			worst := 0
@@ -58,21 +60,21 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 				}
 			}
 			if worst > 0 {
-				return &silent{&fault.Error{Err: errors.New("the host is not ready"), Code: worst}}
+				return &command.Reported{Err: &fault.Error{Err: errors.New("the host is not ready"), Code: worst}}
 			}
 			return nil
 		},
 	}
-	cmd.Flags().StringVar(&file, "policy", defaultPolicy, "policy file")
-	cmd.Flags().StringVar(&pins, "pins", defaultPins, "directory of the pins, in a bpffs")
+	cmd.Flags().StringVar(&file, "policy", command.DefaultPolicy, "policy file")
+	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "directory of the pins, in a bpffs")
 	return cmd
 }
 
 // known is what a running agent knows of processes on its services' ports; nil without one.
-func (c *command) known(cmd *cobra.Command) *doctor.Known {
+func (c *commands) known(cmd *cobra.Command) *doctor.Known {
 	var status api.Status
 	var slots []api.SlotStatus
-	if c.client().Get(cmd.Context(), "/v1/status", nil, &status) != nil || c.client().Get(cmd.Context(), "/v1/slots", nil, &slots) != nil {
+	if c.Client().Get(cmd.Context(), "/v1/status", nil, &status) != nil || c.Client().Get(cmd.Context(), "/v1/slots", nil, &slots) != nil {
 		return nil
 	}
 	known := &doctor.Known{Sockets: make(map[uint64]bool), Processes: map[int]bool{status.PID: true}} // it has the anchors
@@ -124,9 +126,9 @@ func needsOf(policy *config.Policy) []rights.Need {
 	return rights.FirstNeeds(all)
 }
 
-func (c *command) askAgent(cmd *cobra.Command, policy *config.Policy) []doctor.Finding {
+func (c *commands) askAgent(cmd *cobra.Command, policy *config.Policy) []doctor.Finding {
 	var status api.Status
-	err := c.client().Get(cmd.Context(), "/v1/status", nil, &status)
+	err := c.Client().Get(cmd.Context(), "/v1/status", nil, &status)
 	if err != nil {
 		findings := []doctor.Finding{{Area: "agent", Check: "running", Result: doctor.Note, Detail: err.Error(), Hint: fault.Hint(err)}}
 		if policy != nil {
@@ -159,9 +161,9 @@ func (c *command) askAgent(cmd *cobra.Command, policy *config.Policy) []doctor.F
 }
 
 // askTune adds what a running agent knows of the cgroups that it tunes.
-func (c *command) askTune(cmd *cobra.Command) []doctor.Finding {
+func (c *commands) askTune(cmd *cobra.Command) []doctor.Finding {
 	var list []api.TuneStatus
-	if err := c.client().Get(cmd.Context(), "/v1/tune", nil, &list); err != nil {
+	if err := c.Client().Get(cmd.Context(), "/v1/tune", nil, &list); err != nil {
 		return []doctor.Finding{{Area: "tune", Check: "rules", Result: doctor.Warning, Detail: "not known: " + err.Error(), Hint: fault.Hint(err)}}
 	}
 	var findings []doctor.Finding
@@ -175,21 +177,21 @@ func (c *command) askTune(cmd *cobra.Command) []doctor.Finding {
 		case !s.Attached:
 			add("attached", doctor.Warning, "no", "")
 		default:
-			add("attached", doctor.OK, count(len(s.Rules), "rule", "rules"), "")
+			add("attached", doctor.OK, command.Count(len(s.Rules), "rule", "rules"), "")
 		}
 		for _, f := range s.Foreign {
 			result := doctor.Note
 			if f.Order == "after" {
 				result = doctor.Warning
 			}
-			add("foreign programs", result, foreign(f), "")
+			add("foreign programs", result, tunecmd.ForeignText(f), "")
 		}
 		for _, r := range s.Rules {
 			for _, f := range r.Failures {
-				add("rule "+r.Name, doctor.Warning, failed(f), "")
+				add("rule "+r.Name, doctor.Warning, tunecmd.FailureText(f), "")
 			}
 			for _, k := range r.Skipped {
-				add("rule "+r.Name, doctor.Note, skipped(k), "")
+				add("rule "+r.Name, doctor.Note, tunecmd.SkippedText(k), "")
 			}
 		}
 	}
@@ -199,7 +201,7 @@ func (c *command) askTune(cmd *cobra.Command) []doctor.Finding {
 func diagnosis(w io.Writer, findings []doctor.Finding) {
 	fmt.Fprintln(w, "RESULT\tAREA\tCHECK\tDETAIL")
 	for _, f := range findings {
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", f.Result, f.Area, f.Check, orDash(f.Detail))
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", f.Result, f.Area, f.Check, command.OrDash(f.Detail))
 		if f.Hint != "" && f.Result != doctor.OK {
 			fmt.Fprintf(w, "\t\t\thint: %s\n", f.Hint)
 		}

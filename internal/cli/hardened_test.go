@@ -19,6 +19,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/cli/command"
 )
 
 // unitSandbox is what systemd makes of the agent's unit before it starts the
@@ -71,7 +73,7 @@ func (h *host) sandboxOf(dropIns ...string) *unitSandbox {
 			switch key {
 			case "ExecStart", "ExecStartPre", "ExecReload":
 			case "ReadWritePaths":
-				if strings.TrimPrefix(value, "-") != defaultPins {
+				if strings.TrimPrefix(value, "-") != command.DefaultPins {
 					h.t.Fatalf("ReadWritePaths=%s", value)
 				}
 			case "ReadOnlyPaths":

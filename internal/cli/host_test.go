@@ -26,8 +26,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cgroup"
+	"sockeye/internal/cli/command"
 	"sockeye/internal/isolate"
-	"sockeye/internal/scope"
 	"sockeye/internal/steer"
 	"sockeye/internal/testenv"
 )
@@ -234,10 +235,10 @@ func becomeFew(args []string) {
 
 // becomeCgroupless runs a command where no cgroup v2 is mounted.
 func becomeCgroupless(args []string) {
-	mount, err := scope.Mount()
+	mount, err := cgroup.Mount()
 	for err == nil {
 		if err = unix.Unmount(mount, unix.MNT_DETACH); err == nil {
-			mount, err = scope.Mount()
+			mount, err = cgroup.Mount()
 		}
 	}
 	os.Exit(Main(args, Host()))
@@ -404,7 +405,7 @@ func (h *host) sockeye(args ...string) result {
 	var out, err bytes.Buffer
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	code := Run(ctx, append([]string{"--run-dir", h.run}, args...), Environment{
+	code := Run(ctx, append([]string{"--run-dir", h.run}, args...), command.Environment{
 		Out: &out, Err: &err, In: strings.NewReader(""), Now: time.Now,
 		Exec: func(string, []string, []string) error { return unix.ENOEXEC },
 	})

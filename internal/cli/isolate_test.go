@@ -27,8 +27,6 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/fault"
-	"sockeye/internal/gateway"
 	"sockeye/internal/isolate"
 	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
@@ -1086,52 +1084,6 @@ func TestIsolateRefusals(t *testing.T) {
 	}
 }
 
-// A host that forbids user namespaces is told which setting it is.
-func TestIsolateWithoutUserNamespaces(t *testing.T) {
-	addAddresses(t)
-	cmd := prepared(t, "", "unshare -Ur sh -c 'echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"' sh", "isolate", "--as-root", "--", "true")
-	_, stderr, code := resultOf(t, cmd)
-	const want = "sockeye: make namespaces: no space left on device\nhint: raise sysctl user.max_user_namespaces, which is 0; or, inside an isolated program, start that one with --allow-userns\n"
-	if stderr != want || code != 4 {
-		t.Errorf("code %d\n%s", code, stderr)
-	}
-	for _, test := range []struct {
-		err  error
-		code int
-	}{
-		{unix.EPERM, 4}, {unix.EACCES, 4}, {unix.EUSERS, 4}, {unix.ENOSPC, 4}, {unix.EINVAL, 3}, {unix.ENOSYS, 3}, {unix.ENOMEM, 1},
-	} {
-		err := guestError(&isolate.StepError{Step: isolate.StepNamespaces, Err: test.err}, &isolate.Guest{})
-		if code := fault.Code(err); code != test.code {
-			t.Errorf("%v: code %d, want %d", test.err, code, test.code)
-		}
-	}
-}
-
-// Who cannot have a file mounted over can do without.
-func TestIsolateResolverError(t *testing.T) {
-	err := guestError(&isolate.StepError{Step: isolate.StepResolver, Err: unix.EACCES}, &isolate.Guest{})
-	if fault.Code(err) != 1 || fault.Hint(err) != "--no-dns leaves it as it is" {
-		t.Errorf("code %d, hint %q", fault.Code(err), fault.Hint(err))
-	}
-}
-
-// Of a member's ports others are said: it publishes none.
-func TestMemberListenError(t *testing.T) {
-	for errno, want := range map[error]struct {
-		code int
-		hint string
-	}{
-		unix.EADDRINUSE: {5, "the members of a service are of one user, and no other program may have the port"},
-		unix.EACCES:     {4, "ports below 1024 are for root (sysctl net.ipv4.ip_unprivileged_port_start)"},
-	} {
-		err := listenError(&gateway.ListenError{At: netip.MustParseAddrPort("[::]:179"), Protocol: unix.IPPROTO_TCP, Err: errno}, true)
-		if fault.Code(err) != want.code || fault.Hint(err) != want.hint {
-			t.Errorf("%v: code %d, hint %q", errno, fault.Code(err), fault.Hint(err))
-		}
-	}
-}
-
 // A process that may open few files has all that it may have at most.
 func TestIsolateFewFiles(t *testing.T) {
 	addAddresses(t)
@@ -1472,5 +1424,16 @@ func TestIsolateMetadata(t *testing.T) {
 		if out, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--verbose", flag, "--", itself, "inside", "ping", "169.254.169.254")); code != want {
 			t.Errorf("ping with %s: %q, code %d\n%s", flag, out, code, stderr)
 		}
+	}
+}
+
+// A host that forbids user namespaces is told which setting it is.
+func TestIsolateWithoutUserNamespaces(t *testing.T) {
+	addAddresses(t)
+	cmd := prepared(t, "", "unshare -Ur sh -c 'echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"' sh", "isolate", "--as-root", "--", "true")
+	_, stderr, code := resultOf(t, cmd)
+	const want = "sockeye: make namespaces: no space left on device\nhint: raise sysctl user.max_user_namespaces, which is 0; or, inside an isolated program, start that one with --allow-userns\n"
+	if stderr != want || code != 4 {
+		t.Errorf("code %d\n%s", code, stderr)
 	}
 }

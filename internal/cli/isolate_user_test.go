@@ -14,9 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/api"
 	"sockeye/internal/fault"
-	"sockeye/internal/isolate"
 )
 
 // openTUN is the part of a script that opens the TUN device to all, as it is on most hosts.
@@ -149,41 +147,6 @@ func becomeWithoutLandlock(args []string) {
 	}
 	fmt.Fprintln(os.Stderr, "without landlock:", err)
 	os.Exit(97)
-}
-
-// Of a service whose policy names a user, no other one starts a member.
-func TestMemberOfAnotherUser(t *testing.T) {
-	nobody := &account{User: isolate.User{UID: 65534, GID: 65534}}
-	for _, test := range []struct {
-		service    string
-		who        *account // nil: root, as the tests are
-		want, hint string   // "": nothing is refused
-	}{
-		{"", nobody, "", ""},
-		{"nobody", nobody, "", ""},
-		{"65534", nobody, "", ""},
-		{"root", nil, "", ""},
-		{"daemon", nobody, "user nobody is not the members' user daemon", "leave --user and --as-root out: the program becomes daemon"},
-		{"4242", nil, "user root is not the members' user 4242", "leave --user and --as-root out: the program becomes 4242"},
-		{"root", nobody, "user nobody is not the members' user root", "say --as-root"},
-	} {
-		err := test.who.isMember(test.service)
-		if test.want == "" {
-			if err != nil {
-				t.Errorf("%v of %q: %v", test.who, test.service, err)
-			}
-			continue
-		}
-		if err == nil || err.Error() != test.want || fault.Hint(err) != test.hint || fault.Code(err) != fault.CodeConflict {
-			t.Errorf("%v of %q: %v, hint %q, code %d", test.who, test.service, err, fault.Hint(err), fault.Code(err))
-		}
-	}
-	i := isolation{user: "nobody"}
-	slot := 0
-	place := api.Place{Membership: api.Membership{Slot: &slot}, User: "daemon", Listeners: []api.MemberListener{{Protocol: "tcp"}}}
-	if err := (&steerCommands{&command{}}).runIsolated(t.Context(), &i, &place, isolate.Setup{}); fault.Code(err) != fault.CodeConflict {
-		t.Errorf("run --isolated --user nobody: %v", err)
-	}
 }
 
 // By what the kernel does not confine the program is said, or refused.

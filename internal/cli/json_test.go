@@ -17,13 +17,16 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bigtcp/verify"
+	"sockeye/internal/cli/bigtcpcmd"
+	"sockeye/internal/cli/socketscmd"
+	"sockeye/internal/cli/tracecmd"
 	"sockeye/internal/doctor"
 	"sockeye/internal/trace/measure"
 )
 
 // answers are the types that commands print with -o json.
 var answers = []struct {
-	command string
+	Command string
 	value   any
 }{
 	{"status", api.Status{}},
@@ -38,17 +41,17 @@ var answers = []struct {
 	{"tune trial", api.TuneTrial{}},
 	{"tune learned", []api.TuneLearned{}},
 	{"tune revert", api.TuneLive{}},
-	{"trace", traced{}},
+	{"trace", tracecmd.Traced{}},
 	{"trace slow", []api.TraceSlow{}},
 	{"trace samples", measure.Sample{}},
-	{"trace report", written{}},
-	{"trace compare", compared{}},
-	{"trace packets", tracedPackets{}},
-	{"bigtcp", bigtcpShown{}},
-	{"bigtcp plan, bigtcp apply", bigtcpChanges{}},
-	{"bigtcp revert", bigtcpReverted{}},
+	{"trace report", tracecmd.Report{}},
+	{"trace compare", tracecmd.Compared{}},
+	{"trace packets", tracecmd.Packets{}},
+	{"bigtcp", bigtcpcmd.Shown{}},
+	{"bigtcp plan, bigtcp apply", bigtcpcmd.Changes{}},
+	{"bigtcp revert", bigtcpcmd.Reverted{}},
 	{"bigtcp verify", verify.Report{}},
-	{"sockets", socketsShown{}},
+	{"sockets", socketscmd.Shown{}},
 	{"register, unregister", api.Membership{}},
 	{"doctor", []doctor.Finding{}},
 	{"version", version{}},
@@ -119,7 +122,7 @@ func fieldsOf(path string, t reflect.Type, optional bool) []string {
 func TestJSONFields(t *testing.T) {
 	var all bytes.Buffer
 	for _, a := range answers {
-		fmt.Fprintln(&all, a.command)
+		fmt.Fprintln(&all, a.Command)
 		for _, field := range fieldsOf("", reflect.TypeOf(a.value), false) {
 			fmt.Fprintln(&all, "\t"+field)
 		}
@@ -160,10 +163,10 @@ func TestJSONDocumented(t *testing.T) {
 		}
 	}
 	for _, a := range answers {
-		if got, want := documented[a.command], fieldsOf("", reflect.TypeOf(a.value), false); !slices.Equal(got, want) {
-			t.Errorf("%s: documented are\n%s\nwant\n%s", a.command, strings.Join(got, "\n"), strings.Join(want, "\n"))
+		if got, want := documented[a.Command], fieldsOf("", reflect.TypeOf(a.value), false); !slices.Equal(got, want) {
+			t.Errorf("%s: documented are\n%s\nwant\n%s", a.Command, strings.Join(got, "\n"), strings.Join(want, "\n"))
 		}
-		delete(documented, a.command)
+		delete(documented, a.Command)
 	}
 	for section := range documented {
 		t.Errorf("%s is documented and no command has it", section)
@@ -176,9 +179,9 @@ func TestJSONAnswers(t *testing.T) {
 	ask("tcp", "127.0.0.3")
 	for _, a := range answers {
 		var args [][]string
-		switch a.command {
+		switch a.Command {
 		case "status", "slots", "devices", "version":
-			args = [][]string{{a.command}}
+			args = [][]string{{a.Command}}
 		case "where":
 			args = [][]string{{"where", "127.0.0.1", "::1"}, {"where", "--offline", "--pins", h.pins, "127.0.0.1"}, {"where", "--slots", "3", "--nonce", "7", "127.0.0.1"}}
 		case "plan, apply":
@@ -190,7 +193,7 @@ func TestJSONAnswers(t *testing.T) {
 		case "doctor":
 			args = [][]string{{"doctor", "--policy", h.policy, "--pins", h.pins}}
 		case "tune", "tune learned":
-			args = [][]string{strings.Fields(a.command)}
+			args = [][]string{strings.Fields(a.Command)}
 		case "bigtcp":
 			args = [][]string{h.bigtcpArgs(""), h.bigtcpArgs("lo")}
 		case "bigtcp plan, bigtcp apply":
@@ -213,7 +216,7 @@ func TestJSONAnswers(t *testing.T) {
 			if d.More() {
 				t.Errorf("%q: more than one value in %s", arg, r.out)
 			}
-			if strings.Contains(r.out, ": null") && a.command != "slots" && a.command != "devices" {
+			if strings.Contains(r.out, ": null") && a.Command != "slots" && a.Command != "devices" {
 				t.Errorf("%q: a null in %s", arg, r.out)
 			}
 		}

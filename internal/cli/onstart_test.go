@@ -167,15 +167,15 @@ func addresses(t *testing.T, ipv6 bool) (list []string) {
 				t.Error(err)
 			}
 		})
-		// The address is usable once a worker of the kernel has been at it.
+		// The kernel adds the route of the prefix at once, but the local route, without which packets do
+		// not arrive, in a worker (addrconf_dad_work, Linux 6.18).
 		for deadline := time.Now().Add(patience); ; {
-			conn, err := net.Dial("udp", target(text, "9"))
-			if err == nil {
-				conn.Close()
+			routes, err := netlink.RouteGet(addr.IP)
+			if err == nil && len(routes) == 1 && routes[0].Type == unix.RTN_LOCAL {
 				break
 			}
 			if time.Now().After(deadline) {
-				t.Fatal(err)
+				t.Fatalf("%s has no local route: %v, %v", text, routes, err)
 			}
 			_ = unix.Nanosleep(&unix.Timespec{Nsec: 1e6}, nil)
 		}

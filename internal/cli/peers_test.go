@@ -177,7 +177,7 @@ func TestFakeKeeper(t *testing.T) {
 		t.Errorf("keeper %d, the fake is %d, held %v", keeper, fake, status.Services[0].Held)
 	}
 	log, err := os.ReadFile(h.log)
-	if err != nil || strings.Contains(string(log), "keeper adopted") {
+	if err != nil || strings.Contains(string(log), "keeper restored") {
 		t.Errorf("%v: %s", err, log)
 	}
 

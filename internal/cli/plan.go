@@ -12,17 +12,18 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
 )
 
-func (c *command) planCommand() *cobra.Command {
+func (c *commands) planCommand() *cobra.Command {
 	var previous bool
 	cmd := &cobra.Command{
 		Use:   "plan [FILE]",
 		Short: "Show what apply would change",
 		Long: `Plan compares a policy file, the agent's own by default, with what runs, and
 tells what would change and what that does to devices, members and connections.`,
-		Args: arguments(0, 1, ""),
+		Args: command.Arguments(0, 1, ""),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			candidate := api.Candidate{Previous: previous}
 			if previous && len(args) > 0 {
@@ -35,10 +36,10 @@ tells what would change and what that does to devices, members and connections.`
 				}
 			}
 			var plan api.Plan
-			if err := c.client().Post(cmd.Context(), "/v1/plan", candidate, &plan); err != nil {
+			if err := c.Client().Post(cmd.Context(), "/v1/plan", candidate, &plan); err != nil {
 				return err
 			}
-			return c.show(&plan, func(w io.Writer) { changes(w, plan.Changes, "nothing would change") })
+			return c.Show(&plan, func(w io.Writer) { changes(w, plan.Changes, "nothing would change") })
 		},
 	}
 	cmd.Flags().BoolVar(&previous, "previous", false, "compare the policy before the last apply")
@@ -73,6 +74,6 @@ func changes(w io.Writer, list []api.Change, none string) {
 		if change.Netns != "" {
 			of += " of " + change.Netns
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", orDash(of), change.Action, change.What, orDash(change.Effect))
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", command.OrDash(of), change.Action, change.What, command.OrDash(change.Effect))
 	}
 }

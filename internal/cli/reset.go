@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"sockeye/internal/bigtcp"
+	"sockeye/internal/cli/command"
 	"sockeye/internal/statedir"
 )
 
@@ -24,7 +25,7 @@ type removal struct {
 	StateRemoved bool   `json:"state_removed"`
 }
 
-func (c *command) resetCommand() *cobra.Command {
+func (c *commands) resetCommand() *cobra.Command {
 	var pins, stateDir string
 	var state bool
 	cmd := &cobra.Command{
@@ -60,7 +61,7 @@ every device in the slot where it was.`,
 				}
 				r.StateRemoved = true
 			}
-			return c.show(&r, func(w io.Writer) {
+			return c.Show(&r, func(w io.Writer) {
 				if removed {
 					fmt.Fprintln(w, "removed", pins)
 				}
@@ -79,8 +80,8 @@ every device in the slot where it was.`,
 			})
 		},
 	}
-	cmd.Flags().StringVar(&pins, "pins", defaultPins, "directory of the pins, in a bpffs")
+	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "directory of the pins, in a bpffs")
 	cmd.Flags().BoolVar(&state, "state", false, "remove the state directory, too")
-	cmd.Flags().StringVar(&stateDir, "state-dir", defaultStateDir, "directory of what is kept over reboots")
+	cmd.Flags().StringVar(&stateDir, "state-dir", command.DefaultStateDir, "directory of what is kept over reboots")
 	return cmd
 }

@@ -28,7 +28,7 @@ func resetPins(pins string) (removed bool, err error) {
 	}
 	var scopes []scope.Scope
 	err = bpf.RemoveRoot(pins, func() error {
-		if err := steer.EndKeepers(pins, ""); err != nil {
+		if err := steer.RetireKeepers(pins, ""); err != nil {
 			return err
 		}
 		scopes = scope.Scopes(pins)

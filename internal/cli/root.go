@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package cli is Sockeye's command line: one file a command.
+// Package cli is the command line of Sockeye. The commands of the agent and of the whole policy are
+// here, one file for each; the commands of a domain are in a folder of their own.
 package cli
 
 import (
@@ -17,38 +18,48 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cli/bigtcpcmd"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/cli/isolatecmd"
+	"sockeye/internal/cli/socketscmd"
+	"sockeye/internal/cli/steercmd"
+	"sockeye/internal/cli/tracecmd"
+	"sockeye/internal/cli/tunecmd"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/journal"
 )
 
+// commands are the commands of the agent and of the whole policy.
+type commands struct{ *command.Command }
+
 // Host is the environment of a real process.
-func Host() Environment {
-	return Environment{Out: os.Stdout, Err: os.Stderr, In: os.Stdin, Now: time.Now, Exec: unix.Exec}
+func Host() command.Environment {
+	return command.Environment{Out: os.Stdout, Err: os.Stderr, In: os.Stdin, Now: time.Now, Exec: unix.Exec}
 }
 
 // Main runs a command and returns its exit code.
-func Main(args []string, env Environment) int {
+func Main(args []string, env command.Environment) int {
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM)
 	defer stop()
 	return Run(ctx, args, env)
 }
 
 // Run runs a command until it is done or ctx ends, and returns its exit code.
-func Run(ctx context.Context, args []string, env Environment) int {
-	out, errs := &screen{to: env.Out}, &screen{to: env.Err}
-	defer out.end()
-	defer errs.end()
+func Run(ctx context.Context, args []string, env command.Environment) int {
+	out, errs := &command.Screen{To: env.Out}, &command.Screen{To: env.Err}
+	defer out.End()
+	defer errs.End()
 	env.Out, env.Err = out, errs
-	c := &command{Environment: env}
+	c := &commands{&command.Command{Environment: env}}
 	root := c.root()
-	c.output = wantedOutput(args)
+	c.Output = wantedOutput(args)
 	root.SetArgs(args)
 	err := root.ExecuteContext(ctx)
 	if err == nil {
 		return 0
 	}
-	var reported *silent
+	var reported *command.Reported
 	if !errors.As(err, &reported) {
 		c.report(err)
 	}
@@ -71,11 +82,11 @@ func wantedOutput(args []string) string {
 }
 
 // Root is the command line as a tree, for those who describe it.
-func Root(env Environment) *cobra.Command {
-	return (&command{Environment: env}).root()
+func Root(env command.Environment) *cobra.Command {
+	return (&commands{&command.Command{Environment: env}}).root()
 }
 
-func (c *command) root() *cobra.Command {
+func (c *commands) root() *cobra.Command {
 	var version bool
 	root := &cobra.Command{
 		Use:   "sockeye",
@@ -90,7 +101,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 4 not permitted, 5 in conflict with what is there.`,
 		SilenceErrors: true,
 		SilenceUsage:  true,
-		Args:          noCommand,
+		Args:          command.NoCommand,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if version {
 				return c.showVersion()
@@ -98,8 +109,8 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 			return cmd.Help()
 		},
 		PersistentPreRunE: func(*cobra.Command, []string) error {
-			if c.output != "table" && c.output != "json" {
-				return fault.Usage(fmt.Errorf("--output is %q", c.output), "table or json")
+			if c.Output != "table" && c.Output != "json" {
+				return fault.Usage(fmt.Errorf("--output is %q", c.Output), "table or json")
 			}
 			return nil
 		},
@@ -107,18 +118,17 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	root.SetOut(c.Out)
 	root.SetErr(c.Err)
 	root.SetIn(c.In)
-	root.PersistentFlags().StringVar(&c.runDir, "run-dir", defaultRunDir, "directory of the agent's socket")
-	root.PersistentFlags().StringVarP(&c.output, "output", "o", "table", "table or json")
+	root.PersistentFlags().StringVar(&c.RunDir, "run-dir", command.DefaultRunDir, "directory of the agent's socket")
+	root.PersistentFlags().StringVarP(&c.Output, "output", "o", "table", "table or json")
 	root.Flags().BoolVar(&version, "version", false, "show the version")
 	root.SetFlagErrorFunc(badFlag)
 	root.AddCommand(
-		c.agentCommand(), c.holdCommand(), c.resetCommand(),
-		(&steerCommands{c}).runCommand(), (&steerCommands{c}).registerCommand(), (&steerCommands{c}).unregisterCommand(),
-		c.statusCommand(), (&steerCommands{c}).slotsCommand(), (&steerCommands{c}).devicesCommand(), (&steerCommands{c}).whereCommand(),
-		c.checkCommand(), c.planCommand(), c.applyCommand(),
-		(&tuneCommands{c}).tuneCommand(), (&traceCommands{c}).traceCommand(), (&bigtcpCommands{c}).bigtcpCommand(), (&socketsCommands{c}).socketsCommand(), (&isolateCommands{c}).isolateCommand(), (&isolateCommands{c}).insideCommand(),
+		c.agentCommand(), c.holdCommand(), c.resetCommand(), c.statusCommand(), c.checkCommand(), c.planCommand(), c.applyCommand(),
 		c.doctorCommand(), c.versionCommand(),
+		tunecmd.New(c.Command), tracecmd.New(c.Command), bigtcpcmd.New(c.Command), socketscmd.New(c.Command),
 	)
+	root.AddCommand(steercmd.New(c.Command)...)
+	root.AddCommand(isolatecmd.New(c.Command)...)
 	root.SetHelpCommand(&cobra.Command{
 		Use:   "help [COMMAND]",
 		Short: "Show what a command does and its flags",
@@ -126,7 +136,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 		RunE: func(_ *cobra.Command, args []string) error {
 			sub, rest, err := root.Find(args)
 			if err != nil || len(rest) > 0 {
-				return noCommand(sub, rest)
+				return command.NoCommand(sub, rest)
 			}
 			sub.InitDefaultHelpFlag()
 			return sub.Help()
@@ -155,7 +165,7 @@ func finish(cmd *cobra.Command) {
 		return
 	}
 	if cmd.Args == nil {
-		cmd.Args = noCommand
+		cmd.Args = command.NoCommand
 	}
 	if !cmd.Runnable() {
 		cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
@@ -189,7 +199,7 @@ func badFlag(cmd *cobra.Command, err error) error {
 // usage gives errors of arguments their exit code.
 func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 	if check == nil {
-		check = arguments(0, 0, "")
+		check = command.Arguments(0, 0, "")
 	}
 	return func(cmd *cobra.Command, args []string) error {
 		err := check(cmd, args)
@@ -202,10 +212,10 @@ func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 }
 
 // report tells a person, or with -o json a program, what went wrong.
-func (c *command) report(err error) {
-	if c.output == "json" {
+func (c *commands) report(err error) {
+	if c.Output == "json" {
 		// With no output there is nobody to tell.
-		_ = c.json(api.Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)})
+		_ = c.JSON(api.Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)})
 		return
 	}
 	text := fmt.Sprintf("sockeye: %s\n", fault.Message(err))
@@ -219,7 +229,7 @@ func (c *command) report(err error) {
 }
 
 // toJournal tells whether errors and logs go to systemd's journal.
-func (c *command) toJournal() bool {
-	f, ok := behind(c.Err).(*os.File)
+func (c *commands) toJournal() bool {
+	f, ok := command.Underlying(c.Err).(*os.File)
 	return ok && journal.Connected(f)
 }

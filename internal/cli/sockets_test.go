@@ -19,55 +19,18 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/fault"
-	"sockeye/internal/scope"
+	"sockeye/internal/cgroup"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/cli/socketscmd"
 	"sockeye/internal/sockdiag"
 	"sockeye/internal/testenv"
 	"sockeye/lab"
 )
 
-// ptr is where a value is.
-func ptr[T any](v T) *T { return &v }
-
-// shownSockets are sockets of all sorts.
-func shownSockets() *socketsShown {
-	one := func(local, remote string, by sockdiag.Limit, queued, payload int, unsent uint32) socketShown {
-		ratio := float64(queued) / float64(max(payload, 1))
-		return socketShown{
-			Local: local, Remote: remote, State: "established", Cgroup: "/telemetry.slice/nfacctd@0.service", Congestion: "cubic",
-			Payload: ptr(uint32(payload)), Unsent: &unsent, Unread: ptr(uint32(0)), Queued: &queued, Buffer: ptr(4194304), Overhead: &ratio,
-			Room: &socketRoom{1448000, 1520400}, Path: &socketPath{RTT: 285 * time.Millisecond, MSS: 1448}, LimitedBy: by,
-		}
-	}
-	held := one("192.0.2.1:1790", "198.51.100.7:40000", sockdiag.SendBuffer, 4194304, 4100000, 0)
-	held.Share = ptr(0.87)
-	held.Room = &socketRoom{}
-	held.Processes = []sockdiag.Process{{PID: 812, FD: 7, Command: "nfacctd"}, {PID: 813, FD: 7, Command: hostile}, {PID: 814, FD: 7, Command: "c"}, {PID: 815, FD: 7, Command: "d"}}
-	held.Advice = &sockdiag.Advice{Cause: sockdiag.WriteMemory, Detail: "the buffer is as large as net.ipv4.tcp_wmem lets it become, 4194304 bytes, at most 118 Mbit/s with an RTT of 285ms",
-		Hint: "sysctl -w net.ipv4.tcp_wmem='4096 16384 8388608' allows twice of that"}
-	long := one("[2001:db8:1234:5678:9abc:def0:1234:5678]:40000", "[2001:db8:aaaa:bbbb:cccc:dddd:eeee:ffff]:50000", sockdiag.ReceiveWindow, 67108864, 67000000, 66000000)
-	long.State, long.Unread, long.Path.Retransmitted = "close-wait", ptr(uint32(6291456)), 12
-	long.Buffer, long.Room, long.Share = ptr(67108864), &socketRoom{12345678, 12345678}, ptr(1.0)
-	long.Cgroup = "/" + strings.Repeat("deep.slice/", 20) + "last.service"
-	idle := one("192.0.2.1:1790", "198.51.100.8:40000", sockdiag.Application, 0, 0, 0)
-	idle.Overhead, idle.Cgroup = nil, ""
-	listener := socketShown{Local: "[::]:1790", State: "listening", Waiting: ptr(uint32(1)), MostWaiting: ptr(uint32(128)), Cgroup: "/telemetry.slice"}
-	over := socketShown{Local: "192.0.2.1:1790", Remote: "198.51.100.9:40000", State: "time-wait"}
-	return &socketsShown{Matched: 7, ByLimit: map[string]int{"send_buffer": 1, "receive_window": 1, "application": 3}, Sockets: []socketShown{held, long, idle, listener, over},
-		Problems: []string{"the room of sockets: calibrate: network is unreachable; is lo up?"}}
-}
-
-func TestSocketsText(t *testing.T) {
-	textGolden(t, "sockets", func(t *text) { socketsText(t, shownSockets()) })
-	textGolden(t, "sockets-none", func(t *text) {
-		socketsText(t, &socketsShown{Netns: "/run/netns/blue", Sockets: []socketShown{}, Problems: []string{}})
-	})
-}
-
 func TestSocketsRefusals(t *testing.T) {
 	h := newHost(t, "services: {}\n")
-	limits, states := strings.Join(limitNames(), ", "), strings.Join(sockdiag.StateNames(), ", ")
-	mount, err := scope.Mount()
+	limits, states := strings.Join(socketscmd.Limits(), ", "), strings.Join(sockdiag.StateNames(), ", ")
+	mount, err := cgroup.Mount()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -80,17 +43,17 @@ func TestSocketsRefusals(t *testing.T) {
 		{"sockets --state zzzzzzzzzzzz", `there is no state "zzzzzzzzzzzz"`, "one of " + states},
 		{"sockets --state listening,", `there is no state ""`, "one of " + states},
 		{"sockets --state listening --all", "--all and --state do not go together", "--all is all states"},
-		{"sockets --local here", `--local is "here"`, endHint},
-		{"sockets --local=", `--local is ""`, endHint},
-		{"sockets --remote 192.0.2.0/33", `--remote is "192.0.2.0/33"`, endHint},
-		{"sockets --remote 192.0.2.1:0", `--remote is "192.0.2.1:0"`, endHint},
-		{"sockets --remote 192.0.2.1:65536", `--remote is "192.0.2.1:65536"`, endHint},
-		{"sockets --remote 192.0.2.1:", `--remote is "192.0.2.1:"`, endHint},
-		{"sockets --remote [::1", `--remote is "[::1"`, endHint},
-		{"sockets --remote [::1]x", `--remote is "[::1]x"`, endHint},
-		{"sockets --remote [::1]:", `--remote is "[::1]:"`, endHint},
-		{"sockets --remote fe80::1%lo", `--remote is "fe80::1%lo"`, endHint},
-		{"sockets --remote :", `--remote is ":"`, endHint},
+		{"sockets --local here", `--local is "here"`, socketscmd.EndpointHint},
+		{"sockets --local=", `--local is ""`, socketscmd.EndpointHint},
+		{"sockets --remote 192.0.2.0/33", `--remote is "192.0.2.0/33"`, socketscmd.EndpointHint},
+		{"sockets --remote 192.0.2.1:0", `--remote is "192.0.2.1:0"`, socketscmd.EndpointHint},
+		{"sockets --remote 192.0.2.1:65536", `--remote is "192.0.2.1:65536"`, socketscmd.EndpointHint},
+		{"sockets --remote 192.0.2.1:", `--remote is "192.0.2.1:"`, socketscmd.EndpointHint},
+		{"sockets --remote [::1", `--remote is "[::1"`, socketscmd.EndpointHint},
+		{"sockets --remote [::1]x", `--remote is "[::1]x"`, socketscmd.EndpointHint},
+		{"sockets --remote [::1]:", `--remote is "[::1]:"`, socketscmd.EndpointHint},
+		{"sockets --remote fe80::1%lo", `--remote is "fe80::1%lo"`, socketscmd.EndpointHint},
+		{"sockets --remote :", `--remote is ":"`, socketscmd.EndpointHint},
 		{"sockets --port 0", "--port is 0", "1 to 65535"},
 		{"sockets --port 65536", "--port is 65536", "1 to 65535"},
 		{"sockets --port bmp", `--port is "bmp"`, "a whole number"},
@@ -99,7 +62,7 @@ func TestSocketsRefusals(t *testing.T) {
 		{"sockets --limit-by send_bufer", `there is no limit "send_bufer"`, "did you mean send_buffer?"},
 		{"sockets --limit-by zzzzzzzzzzzzzz", `there is no limit "zzzzzzzzzzzzzz"`, "one of " + limits},
 		{"sockets --sort queud", `there is no order "queud"`, "did you mean queued?"},
-		{"sockets --sort=", `there is no order ""`, "one of " + strings.Join(sortNames(), ", ")},
+		{"sockets --sort=", `there is no order ""`, "one of " + strings.Join(socketscmd.Orders(), ", ")},
 		{"sockets --cgroup nosuch.slice", `there is no cgroup "nosuch.slice"`, "name it by its path below " + mount + ", as in telemetry.slice"},
 		{"sockets --cgroup=", `there is no cgroup ""`, "name it by its path below " + mount + ", as in telemetry.slice"},
 		{"sockets --netns /run/netns/nosuch", "open network namespace: open /run/netns/nosuch: no such file or directory", netns},
@@ -112,63 +75,6 @@ func TestSocketsRefusals(t *testing.T) {
 		})
 	}
 	h.isFailure(h.sockeye("sockets", "--watch", "-o", "json"), 2, "--watch and --output json do not go together", "without --watch there is one answer")
-}
-
-// A kernel without sock_diag has its own exit code.
-func TestSocketsUnsupported(t *testing.T) {
-	err := socketsFailure(fmt.Errorf("read TCP sockets: %w", sockdiag.ErrUnsupported))
-	if fault.Code(err) != fault.CodeUnsupported || fault.Hint(err) == "" {
-		t.Errorf("%v: code %d, hint %q", err, fault.Code(err), fault.Hint(err))
-	}
-}
-
-func TestReadEnd(t *testing.T) {
-	for _, c := range []struct {
-		text     string
-		yes, not []string
-	}{
-		{"192.0.2.1", []string{"192.0.2.1:1", "192.0.2.1:2"}, []string{"192.0.2.2:1", "[::1]:1"}},
-		{"192.0.2.1:7", []string{"192.0.2.1:7"}, []string{"192.0.2.1:8", "192.0.2.2:7"}},
-		{"192.0.2.77/24", []string{"192.0.2.1:1"}, []string{"192.0.3.1:1"}},
-		{"192.0.2.0/24:7", []string{"192.0.2.1:7"}, []string{"192.0.2.1:8"}},
-		{":7", []string{"192.0.2.1:7", "[::1]:7"}, []string{"192.0.2.1:8"}},
-		{"*:7", []string{"[::1]:7"}, []string{"[::1]:8"}},
-		{"::1", []string{"[::1]:7"}, []string{"[::2]:7"}},
-		{"[::1]", []string{"[::1]:7"}, []string{"[::2]:7"}},
-		{"[::1]:7", []string{"[::1]:7"}, []string{"[::1]:8"}},
-		{"2001:db8::/32", []string{"[2001:db8::1]:7"}, []string{"[2001:db9::1]:7"}},
-		{"[2001:db8::]/32:7", []string{"[2001:db8::1]:7"}, []string{"[2001:db8::1]:8", "[2001:db9::1]:7"}},
-		{"[2001:db8::/32]:7", []string{"[2001:db8::1]:7"}, []string{"[2001:db8::1]:8"}},
-		{"::ffff:192.0.2.1", []string{"192.0.2.1:7"}, []string{"192.0.2.2:7"}},
-		{"fe80::1", []string{"[fe80::1%2]:7"}, []string{"[fe80::2%2]:7"}},
-	} {
-		f, err := readEnd("local", c.text)
-		if err != nil {
-			t.Errorf("%s: %v", c.text, err)
-			continue
-		}
-		for _, a := range c.yes {
-			if !f.matches(netip.MustParseAddrPort(a)) {
-				t.Errorf("%s does not match %s", c.text, a)
-			}
-		}
-		for _, a := range c.not {
-			if f.matches(netip.MustParseAddrPort(a)) {
-				t.Errorf("%s matches %s", c.text, a)
-			}
-		}
-	}
-}
-
-func FuzzReadEnd(f *testing.F) {
-	for _, text := range []string{"192.0.2.1", "[2001:db8::]/32:7", ":7", "[]", "/", "[::1]/:", "::/0"} {
-		f.Add(text)
-	}
-	f.Fuzz(func(t *testing.T, text string) {
-		if end, err := readEnd("local", text); err == nil && end == (endFilter{}) {
-			t.Fatalf("%q selects nothing", text)
-		}
-	})
 }
 
 // stuck is a connection over loopback that nobody reads from, full of what was
@@ -207,7 +113,7 @@ func stuck(t *testing.T, address string) (from, to *net.TCPConn) {
 	}
 }
 
-func names(shown socketsShown) (list []string) {
+func names(shown socketscmd.Shown) (list []string) {
 	for _, s := range shown.Sockets {
 		list = append(list, s.State+" "+s.Local+" "+s.Remote)
 	}
@@ -246,7 +152,7 @@ func TestSockets(t *testing.T) {
 		{"--port 21790 -n 1", []string{mine}},
 		{"--port 21790 -n 1 --sort room", []string{mine}},
 	} {
-		got := must[socketsShown](h, append([]string{"sockets"}, strings.Fields(c.args)...)...)
+		got := must[socketscmd.Shown](h, append([]string{"sockets"}, strings.Fields(c.args)...)...)
 		list := names(got)
 		slices.Sort(list)
 		slices.Sort(c.want)
@@ -261,7 +167,7 @@ func TestSockets(t *testing.T) {
 		}
 	}
 
-	shown := must[socketsShown](h, "sockets", "--remote", ":21790", "--processes")
+	shown := must[socketscmd.Shown](h, "sockets", "--remote", ":21790", "--processes")
 	s := shown.Sockets[0]
 	if s.Cgroup != testenv.CgroupPath() || len(s.Processes) != 1 || s.Processes[0].PID != os.Getpid() || *s.Queued < int(*s.Payload) || *s.Overhead < 1 ||
 		*s.Unsent == 0 || s.Room == nil || s.LimitedBy != sockdiag.ReceiveWindow || s.Times.ReceiveWindow == 0 || s.Path.MSS == 0 || shown.ByLimit["receive_window"] != 1 {
@@ -272,10 +178,10 @@ func TestSockets(t *testing.T) {
 		t.Errorf("%+v", text)
 	}
 	text = h.sockeye("sockets", "--local", ":21790")
-	if unread := *must[socketsShown](h, "sockets", "--local", ":21790").Sockets[0].Unread; unread == 0 || !strings.Contains(text.out, fmt.Sprintf("%s %d unread", from4, unread)) {
+	if unread := *must[socketscmd.Shown](h, "sockets", "--local", ":21790").Sockets[0].Unread; unread == 0 || !strings.Contains(text.out, fmt.Sprintf("%s %d unread", from4, unread)) {
 		t.Errorf("%d unread: %s", unread, text.out)
 	}
-	for _, name := range sortNames() {
+	for _, name := range socketscmd.Orders() {
 		if r := h.sockeye("sockets", "--sort", name); r.code != 0 {
 			t.Errorf("--sort %s: %+v", name, r)
 		}
@@ -350,7 +256,7 @@ func TestSocketsMany(t *testing.T) {
 		}
 	}
 	start := time.Now()
-	shown := must[socketsShown](h, "sockets", "--port", "21795", "-n", "3", "--sort", "unread")
+	shown := must[socketscmd.Shown](h, "sockets", "--port", "21795", "-n", "3", "--sort", "unread")
 	if took := time.Since(start); took > 5*time.Second {
 		t.Errorf("it took %v", took)
 	}
@@ -428,7 +334,7 @@ func TestSocketsAdvice(t *testing.T) {
 
 	within := time.Now().Add(20 * time.Second)
 	for {
-		shown := must[socketsShown](h, "sockets", "--netns", a.Path(), "--limit-by", "send_buffer", "--processes")
+		shown := must[socketscmd.Shown](h, "sockets", "--netns", a.Path(), "--limit-by", "send_buffer", "--processes")
 		if len(shown.Sockets) == 1 {
 			s := shown.Sockets[0]
 			if s.Advice == nil || s.Advice.Cause != sockdiag.FixedBuffer || !strings.Contains(s.Advice.Detail, "the application set SO_SNDBUF, which made a buffer of 100000 bytes, at most ") {
@@ -437,7 +343,7 @@ func TestSocketsAdvice(t *testing.T) {
 			break
 		}
 		if time.Now().After(within) {
-			t.Fatalf("no moment in which the buffer limits: %+v", must[socketsShown](h, "sockets", "--netns", a.Path()))
+			t.Fatalf("no moment in which the buffer limits: %+v", must[socketscmd.Shown](h, "sockets", "--netns", a.Path()))
 		}
 	}
 	var r result
@@ -456,7 +362,7 @@ func TestSocketsWatch(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	screens := make(chan string, 10)
-	env := Environment{Out: writerFunc(func(b []byte) (int, error) {
+	env := command.Environment{Out: writerFunc(func(b []byte) (int, error) {
 		if s := string(b); strings.Contains(s, "socket") {
 			screens <- s
 		}

@@ -20,7 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
-	"sockeye/internal/scope"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/testenv"
 )
 
@@ -109,7 +109,7 @@ func takeSockets(from int, specs []string) error {
 
 // becomeRooted is an agent for which its own cgroup is the root of all, as in a container.
 func becomeRooted(args []string) {
-	mount, err := scope.Mount()
+	mount, err := cgroup.Mount()
 	if err == nil {
 		err = unix.Unmount(mount, unix.MNT_DETACH)
 	}

@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"net/netip"
 	"os"
-	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -20,6 +19,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cli/clitest"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/cli/tracecmd"
 	"sockeye/internal/config"
 	"sockeye/internal/trace/measure"
 )
@@ -37,29 +39,11 @@ func (f *fake) at(args ...string) result {
 // during runs a command at noon, until ctx ends.
 func (f *fake) during(ctx context.Context, args ...string) result {
 	var out, err bytes.Buffer
-	code := Run(ctx, append([]string{"--run-dir", f.run}, args...), Environment{
+	code := Run(ctx, append([]string{"--run-dir", f.run}, args...), command.Environment{
 		Out: &out, Err: &err, In: strings.NewReader(""), Now: func() time.Time { return noon },
 		Exec: func(string, []string, []string) error { return unix.ENOEXEC },
 	})
 	return result{code, out.String(), err.String()}
-}
-
-// golden compares with a file of testdata.
-func golden(t testing.TB, name, got string) {
-	t.Helper()
-	file := "testdata/" + name + ".golden"
-	if os.Getenv("UPDATE") != "" {
-		if err := os.WriteFile(file, []byte(got), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	want, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if got != string(want) {
-		t.Errorf("%s: got\n%s\nwant\n%s", name, got, want)
-	}
 }
 
 // printsGolden runs a command that prints what a file has.
@@ -69,22 +53,9 @@ func (f *fake) printsGolden(name string, args ...string) {
 	if r.code != 0 || r.err != "" {
 		f.t.Errorf("sockeye %q: %d %s", args, r.code, r.err)
 	}
-	golden(f.t, name, r.out)
-	printableOnly(f.t, r.out)
+	clitest.Golden(f.t, name, r.out)
+	clitest.PrintableOnly(f.t, r.out)
 }
-
-var control = regexp.MustCompile(`[\x00-\x09\x0b-\x1f\x7f\x{80}-\x9f\x{202a}-\x{202e}\x{2066}-\x{2069}]`)
-
-// printableOnly fails the test for what a terminal would take as a command.
-func printableOnly(t testing.TB, out string) {
-	t.Helper()
-	if bad := control.FindString(out); bad != "" {
-		t.Errorf("%q is in the output:\n%q", bad, out)
-	}
-}
-
-// hostile is a name that somebody made to take over a terminal.
-const hostile = "a\x1b[2J\x07\nb\u202ec\u009b31m\xff"
 
 // times are counted in a histogram: each n times.
 func counted(n int, times ...time.Duration) *measure.Histogram {
@@ -143,7 +114,7 @@ func measurements() measure.Period {
 		Group: measure.Group{Rule: "replies", Other: true}, Chosen: math.MaxUint64, Outcomes: map[measure.Outcome]uint64{measure.Acked: math.MaxUint64 - 1, "vanished_at_sea": 1}, Undriven: 7,
 		Stages: map[config.Stage]*measure.Histogram{config.StageStack: {Count: math.MaxUint64, Sum: math.MaxUint64, Max: math.MaxUint64, Buckets: [512]uint64{511: math.MaxUint64}}},
 	}, {
-		Group:    measure.Group{Rule: "flows", Protocol: config.UDP, Service: hostile, Cgroup: "/x\x1b]0;y\x07"},
+		Group:    measure.Group{Rule: "flows", Protocol: config.UDP, Service: clitest.Hostile, Cgroup: "/x\x1b]0;y\x07"},
 		RXChosen: 500, RXOutcomes: map[measure.Outcome]uint64{measure.Read: 490, measure.Dropped: 3}, RXWaiting: 7, RXOldest: 1234 * ms, RXUnstamped: 1,
 		Stages: map[config.Stage]*measure.Histogram{config.StageRXStack: counted(500, 4*us), config.StageReader: counted(245, 20*us, 900*ms)},
 	}, {
@@ -172,7 +143,7 @@ func TestTrace(t *testing.T) {
 	f := tracing(t)
 	f.printsGolden("trace", "trace")
 	f.wasAsked("GET /v1/trace", "GET /v1/trace/results")
-	got := must[traced](f.host, "trace", "--since", "5m", "--select", "rule=replies,remote=192.0.2.0/24")
+	got := must[tracecmd.Traced](f.host, "trace", "--since", "5m", "--select", "rule=replies,remote=192.0.2.0/24")
 	f.wasAsked("GET /v1/trace", "GET /v1/trace/results select=rule=replies,remote=192.0.2.0/24 since=5m0s")
 	if len(got.Results) != 5 || !got.Timestamps || got.Cgroups[0].Rules[1].Messages != "100/s" || got.Results[0].Stages[config.StageQdisc].Count != 12374 {
 		t.Errorf("%+v", got)
@@ -185,7 +156,7 @@ func TestTrace(t *testing.T) {
 	// Of one cgroup.
 	other := telemetry()
 	other.Cgroup, other.Path, other.Created, other.Attached = "/lab", "/lab", true, false
-	other.Problem, other.Hint = "attach: "+hostile, "try\x1b[A"
+	other.Problem, other.Hint = "attach: "+clitest.Hostile, "try\x1b[A"
 	other.Rules = other.Rules[1:]
 	f.answers["GET /v1/trace"] = tracedStatus(other)
 	some := measurements()
@@ -293,43 +264,6 @@ func TestTraceWatch(t *testing.T) {
 	})
 	if r := f.at("trace", "--watch"); r.out != screen+"\x1b[?7h" || r.code != 1 || r.err != "sockeye: no more\n" {
 		t.Errorf("%+v", r)
-	}
-}
-
-// A screen is not longer than the terminal, which would scroll.
-func TestTraceScreen(t *testing.T) {
-	c := &traceCommands{&command{}}
-	terminal, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer terminal.Close()
-	if err := unix.IoctlSetWinsize(int(terminal.Fd()), unix.TIOCSWINSZ, &unix.Winsize{Row: 5, Col: 80}); err != nil {
-		t.Fatal(err)
-	}
-	c.Out = terminal
-	for n, want := range map[int]string{
-		4: "1\x1b[K\n2\x1b[K\n3\x1b[K\n4\x1b[K\n",
-		5: "1\x1b[K\n2\x1b[K\n3\x1b[K\n… 2 more lines, for which the terminal is too small\x1b[K\n",
-	} {
-		var l text
-		for i := range n {
-			l.line("%d", i+1)
-		}
-		if got := c.fit(&l); got != want {
-			t.Errorf("%d lines become %q, want %q", n, got, want)
-		}
-	}
-}
-
-func TestTook(t *testing.T) {
-	for want, d := range map[string]time.Duration{
-		"0 ns": 0, "850 ns": 850, "999 ns": 999, "1 µs": 1000, "12.3 µs": 12_345, "1.24 ms": 1_244_000, "1 ms": 999_600, "2.1 s": 2_100_000_000, "-12 µs": -12_000,
-		"9223372037 s": math.MaxInt64, "-9223372037 s": math.MinInt64, "3600 s": time.Hour,
-	} {
-		if got := took(d); got != want {
-			t.Errorf("%d is %q, want %q", d, got, want)
-		}
 	}
 }
 

@@ -8,6 +8,9 @@ import (
 	"time"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cli/clitest"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/cli/tracecmd"
 	"sockeye/internal/config"
 	"sockeye/internal/trace/measure"
 )
@@ -52,11 +55,11 @@ func TestTraceCompare(t *testing.T) {
 				t.Errorf("%s: %q is not in\n%s", args, line, r.out)
 			}
 		}
-		printableOnly(t, r.out)
+		clitest.PrintableOnly(t, r.out)
 	}
 
 	// Two arms.
-	c := must[compared](f.host, "trace", "compare", "--trial", "bulk")
+	c := must[tracecmd.Compared](f.host, "trace", "compare", "--trial", "bulk")
 	if c.A.Select != "tune_rule=bulk,arm=control" || c.B.Select != "tune_rule=bulk,arm=treated" || !c.A.From.Equal(noon.Add(-10*time.Minute)) || !c.B.To.Equal(noon) || c.Comparison.A != (measure.Side{Slices: 60, Messages: 60000}) {
 		t.Errorf("%+v", c)
 	}
@@ -65,7 +68,7 @@ func TestTraceCompare(t *testing.T) {
 	real := 0
 	for _, row := range c.Comparison.Rows {
 		if row.Stage == config.StageStack && row.Figure == "p50" {
-			check("--trial bulk --since 15m", "since=15m0s", strings.Join([]string{"stack", "p50", took(row.A), took(row.B), times(row.Ratio), ratioInterval(row.Low, row.High), "real"}, "  ")+"\n")
+			check("--trial bulk --since 15m", "since=15m0s", strings.Join([]string{"stack", "p50", command.Duration(row.A), command.Duration(row.B), tracecmd.Times(row.Ratio), tracecmd.RatioInterval(row.Low, row.High), "real"}, "  ")+"\n")
 			real++
 		}
 	}
@@ -96,7 +99,7 @@ func TestTraceCompareRefusals(t *testing.T) {
 	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
 	groups := `groups: replies service="a\x1b[2J\a\nb\u202ec\u009b31m�" tune_rule=bulk arm=control; replies tune_rule=bulk arm=control; replies tune_rule=bulk arm=treated`
 	h := twoArms(12)
-	h.Slices[3].Results[0].Group.Service = hostile
+	h.Slices[3].Results[0].Group.Service = clitest.Hostile
 	f.answers["GET /v1/trace/history"] = h
 	for _, c := range []struct{ args, message, hint string }{
 		{"rule=replies arm=treated", "both sides mean the group replies tune_rule=bulk arm=treated", "name groups of which none is in both"},
@@ -129,18 +132,5 @@ func TestTraceCompareRefusals(t *testing.T) {
 	f.answers["GET /v1/trace/history"] = little
 	if r := f.at("trace", "compare", "arm=control", "arm=treated"); r.code != 0 || !strings.Contains(r.out, "\n\nnot enough data: ") || strings.Contains(r.out, "STAGE") {
 		t.Errorf("%+v", r)
-	}
-}
-
-func TestTimes(t *testing.T) {
-	for want, v := range map[string]*float64{"-": nil, "0": new(0.0), "< 0.01": new(0.004), "0.01": new(0.005), "1.5": new(1.5), "12346": new(12345.6)} {
-		if got := times(v); got != want {
-			t.Errorf("%q, want %q", got, want)
-		}
-	}
-	for want, v := range map[string][2]*float64{"-": {}, "0.5 to 2": {new(0.5), new(2.0)}, "0.5 and more": {new(0.5), nil}, "2 and less": {nil, new(2.0)}} {
-		if got := ratioInterval(v[0], v[1]); got != want {
-			t.Errorf("%q, want %q", got, want)
-		}
 	}
 }

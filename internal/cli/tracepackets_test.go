@@ -14,6 +14,9 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/cli/clitest"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/cli/tracecmd"
 	"sockeye/internal/fault"
 	"sockeye/internal/trace/packets"
 )
@@ -49,7 +52,7 @@ func header(seq, ack, length uint32) []byte {
 // connection is the first line of an answer. Its clock begins at noon.
 func connection() api.TracePacketLine {
 	return api.TracePacketLine{Connection: &api.TraceConnection{
-		Local: "10.0.0.1:1790", Remote: "192.0.2.7:40000", PID: 812, FD: 7, Command: "nfacctd -f " + hostile, Cookie: 17, Clock: noon.UnixNano(), Missing: []string{},
+		Local: "10.0.0.1:1790", Remote: "192.0.2.7:40000", PID: 812, FD: 7, Command: "nfacctd -f " + clitest.Hostile, Cookie: 17, Clock: noon.UnixNano(), Missing: []string{},
 	}}
 }
 
@@ -84,7 +87,7 @@ func TestTracePackets(t *testing.T) {
 	f.wasAsked("GET /v1/trace/packets fd=7 pid=812")
 
 	file := f.dir + "/x.pcapng"
-	got := must[tracedPackets](f.host, "trace", "packets", "--local", "10.0.0.1:1790", "--remote", "192.0.2.7:40000", "--for", "30s", "--limit", "1000", "--buffer", "8MiB", "-w", file)
+	got := must[tracecmd.Packets](f.host, "trace", "packets", "--local", "10.0.0.1:1790", "--remote", "192.0.2.7:40000", "--for", "30s", "--limit", "1000", "--buffer", "8MiB", "-w", file)
 	f.wasAsked("GET /v1/trace/packets buffer=8388608 for=30s limit=1000 local=10.0.0.1:1790 remote=192.0.2.7:40000")
 	if len(got.Packets) != 5 || got.Packets[1].Sent.Again != 4 || got.Packets[3].Sent.Retransmission.Ordinal != 1 || got.Packets[0].Sent.Qdisc != 12*time.Microsecond ||
 		got.Packets[4].Received.Acked != 1000 || !got.Packets[0].Time.Equal(noon.Add(time.Millisecond)) || got.Summary.Stopped != packets.StoppedDeadline ||
@@ -130,7 +133,7 @@ func TestTracePackets(t *testing.T) {
 	defer stop()
 	var out, errs bytes.Buffer
 	code := Run(ctx, []string{"--run-dir", f.run, "trace", "packets", "--pid", "812", "--fd", "7", "-w", f.dir + "/y.pcapng"},
-		Environment{Out: writer(func(b []byte) { stop(); out.Write(b) }), Err: &errs, Now: time.Now})
+		command.Environment{Out: writer(func(b []byte) { stop(); out.Write(b) }), Err: &errs, Now: time.Now})
 	if code != 0 || errs.Len() > 0 || !strings.Contains(out.String(), "\n     1     0.000000  >") || !strings.HasSuffix(out.String(), "\nwritten: "+f.dir+"/y.pcapng\n") {
 		t.Errorf("%d %s\n%s", code, errs.String(), out.String())
 	}

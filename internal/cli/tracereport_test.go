@@ -10,6 +10,9 @@ import (
 	"time"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cli/clitest"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/cli/tracecmd"
 	"sockeye/internal/fault"
 	"sockeye/internal/trace/measure"
 )
@@ -39,7 +42,7 @@ func TestTraceReport(t *testing.T) {
 	r := f.at("trace", "report", file, "--since", "15m", "--select", "rule=replies")
 	f.wasAsked("GET /v1/trace", "GET /v1/trace/history select=rule=replies since=15m0s", "GET /v1/trace/slow n=200 select=rule=replies since=15m0s")
 	size, page := f.page(file)
-	if want := file + ": 74418 messages of 2 groups, from 11:59:00 to 12:00:00; " + volume(size) + "\n"; r.out != want || r.code != 0 || r.err != "" {
+	if want := file + ": 74418 messages of 2 groups, from 11:59:00 to 12:00:00; " + command.Bytes(size) + "\n"; r.out != want || r.code != 0 || r.err != "" {
 		t.Errorf("got %+v, want %s", r, want)
 	}
 	for _, want := range []string{
@@ -64,10 +67,10 @@ func TestTraceReport(t *testing.T) {
 	if _, page := f.page(file); page != "old" {
 		t.Errorf("the file has become %q", page)
 	}
-	got := must[written](f.host, "trace", "report", file, "--force")
+	got := must[tracecmd.Report](f.host, "trace", "report", file, "--force")
 	f.wasAsked("GET /v1/trace", "GET /v1/trace/history", "GET /v1/trace/slow n=200")
 	size, page = f.page(file)
-	if want := (written{File: file, Bytes: size, From: noon.Add(-time.Minute), To: noon, Slices: 6, Groups: 2, Messages: 74418, Slow: 3}); got != want || strings.Contains(page, "Only groups") {
+	if want := (tracecmd.Report{File: file, Bytes: size, From: noon.Add(-time.Minute), To: noon, Slices: 6, Groups: 2, Messages: 74418, Slow: 3}); got != want || strings.Contains(page, "Only groups") {
 		t.Errorf("got %+v, want %+v", got, want)
 	}
 
@@ -126,7 +129,7 @@ func TestTraceReportLittle(t *testing.T) {
 	file := f.dir + "/trace.html"
 	r := f.at("trace", "report", file)
 	size, _ := f.page(file)
-	if want := file + ": nothing was measured; " + volume(size) + "\n"; r.out != want || r.code != 0 || r.err != "" {
+	if want := file + ": nothing was measured; " + command.Bytes(size) + "\n"; r.out != want || r.code != 0 || r.err != "" {
 		t.Errorf("got %+v, want %s", r, want)
 	}
 
@@ -134,7 +137,7 @@ func TestTraceReportLittle(t *testing.T) {
 	h.Partial = true
 	f.answers["GET /v1/trace/history"] = h
 	gone := telemetry()
-	gone.Problem = "attach: " + hostile
+	gone.Problem = "attach: " + clitest.Hostile
 	f.answers["GET /v1/trace"] = oldKernel(gone)
 	r = f.at("trace", "report", file, "--since", "1h", "--force")
 	if !strings.HasSuffix(r.out, "\nwhat was before is not remembered\n") || !strings.Contains(r.out, ": 3000 messages of 1 group, ") || r.code != 0 || r.err != "" {

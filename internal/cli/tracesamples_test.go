@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"sockeye/internal/cli/clitest"
 	"strings"
 	"testing"
 	"time"
@@ -81,7 +82,7 @@ func TestTraceSamples(t *testing.T) {
 
 	// For a person.
 	odd := message()
-	odd.Outcome, odd.Group.Rule, odd.Stages = measure.Unacknowledged, hostile, nil
+	odd.Outcome, odd.Group.Rule, odd.Stages = measure.Unacknowledged, clitest.Hostile, nil
 	samples(untilGone, numbered(1), api.TraceSampleLine{Sample: &odd})
 	f.printsGolden("trace-samples", "trace", "samples", "--count", "2")
 	f.wasAsked("GET /v1/trace", "GET /v1/trace/samples")
@@ -155,18 +156,5 @@ func TestTraceSamplesPipe(t *testing.T) {
 	out.Close()
 	if err := cmd.Wait(); err != nil || errs.Len() > 0 {
 		t.Errorf("%v, %s", err, errs.String())
-	}
-}
-
-// Sizes become those that the kernel takes.
-func TestBufferSize(t *testing.T) {
-	for text, want := range map[string]int{"4KB": 4096, "4096B": 4096, "4097B": 8192, "1MB": 1 << 20, "1MiB": 1 << 20, "64KiB": 65536, "256MB": 256 << 20} {
-		cmd := (&traceCommands{&command{}}).traceSamplesCommand()
-		if err := cmd.ParseFlags([]string{"--buffer", text}); err != nil {
-			t.Fatal(err)
-		}
-		if got, err := bufferSize(cmd, text); err != nil || got != want {
-			t.Errorf("%s: %d, %v, want %d", text, got, err, want)
-		}
 	}
 }

@@ -5,6 +5,7 @@ package cli
 import (
 	"net/netip"
 	"reflect"
+	"sockeye/internal/cli/clitest"
 	"strings"
 	"testing"
 	"time"
@@ -28,8 +29,8 @@ func message() measure.Sample {
 func slowMessages() []api.TraceSlow {
 	lost := message()
 	lost.Ended = noon.Add(-26 * time.Hour)
-	lost.Group = measure.Group{Rule: hostile, Other: true}
-	lost.Outcome = "rx_odd" + hostile
+	lost.Group = measure.Group{Rule: clitest.Hostile, Other: true}
+	lost.Outcome = "rx_odd" + clitest.Hostile
 	lost.Stages = map[config.Stage]time.Duration{config.StageQdisc: 10 * time.Millisecond, measure.Total: 100 * time.Millisecond}
 	lost.Requeued = 30 * time.Millisecond
 	bare := message()
@@ -62,24 +63,6 @@ func TestTraceSlow(t *testing.T) {
 	for _, want := range append([]string{e.Text}, e.Details...) {
 		if !strings.Contains(r.out, " "+want+"\n") {
 			t.Errorf("%q is not in\n%s", want, r.out)
-		}
-	}
-}
-
-// The bar has room for each stage, whatever their times.
-func TestWayBar(t *testing.T) {
-	for _, c := range []struct {
-		stages map[config.Stage]time.Duration
-		want   string
-	}{
-		{map[config.Stage]time.Duration{config.StageStack: 50, config.StageNetwork: 50, measure.Total: 100}, "stack " + strings.Repeat("█", 20) + " network " + strings.Repeat("█", 20)},
-		{map[config.Stage]time.Duration{config.StageStack: 1, measure.Total: 1 << 62}, "stack not known " + strings.Repeat("█", 40)},
-		{map[config.Stage]time.Duration{config.StageStack: 1 << 62, measure.Total: 1}, "stack " + strings.Repeat("█", 40)},
-		{map[config.Stage]time.Duration{config.StageStack: -5, measure.Total: 100}, "stack not known " + strings.Repeat("█", 40)},
-		{nil, ""},
-	} {
-		if got := wayBar(&measure.Sample{Stages: c.stages}); got != c.want {
-			t.Errorf("%v: %q, want %q", c.stages, got, c.want)
 		}
 	}
 }

@@ -11,10 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/cli/command"
 )
-
-// Version is set by the build.
-var Version = "devel"
 
 // version is the answer of version -o json.
 type version struct {
@@ -25,7 +23,7 @@ type version struct {
 	Kernel  string `json:"kernel"`
 }
 
-func (c *command) versionCommand() *cobra.Command {
+func (c *commands) versionCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "version",
 		Short: "Show the version",
@@ -33,9 +31,9 @@ func (c *command) versionCommand() *cobra.Command {
 	}
 }
 
-func (c *command) showVersion() error {
-	v := version{Version, runtime.Version(), runtime.GOARCH, bpf.Schema, kernelRelease()}
-	return c.show(&v, func(w io.Writer) {
+func (c *commands) showVersion() error {
+	v := version{command.Version, runtime.Version(), runtime.GOARCH, bpf.Schema, kernelRelease()}
+	return c.Show(&v, func(w io.Writer) {
 		fmt.Fprintf(w, "sockeye %s, %s %s, pin schema %d, Linux %s\n", v.Version, v.Go, v.Arch, v.Schema, v.Kernel)
 	})
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package doctor looks for what keeps Sockeye from working on a host.
+// Package doctor checks whether a host can run Sockeye.
 package doctor
 
 import (
@@ -16,19 +16,19 @@ import (
 	"github.com/cilium/ebpf/rlimit"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
-	"sockeye/internal/scope"
 	"sockeye/internal/sockdiag"
 )
 
-// NewReport returns a report without findings. Known is nil without an agent.
+// NewReport returns an empty report. known is nil if no agent runs.
 func NewReport(known *Known) *Report { return &Report{Known: known} }
 
-// Kernel looks at the rights of the caller and at the kernel.
+// Kernel checks the capabilities of the caller and the features of the kernel.
 func (d *Report) Kernel() {
-	// Probes load programs, which kernels before 5.11 charge to RLIMIT_MEMLOCK.
-	// Where it cannot be raised, they say so.
+	// Probes load programs, which kernels before 5.11 charge to RLIMIT_MEMLOCK. If the limit cannot be raised, the
+	// probes fail with an error that says so.
 	_ = rlimit.RemoveMemlock()
 	d.capabilities()
 	d.pidNamespace()
@@ -36,7 +36,7 @@ func (d *Report) Kernel() {
 	d.destroy()
 }
 
-// Host looks at the mounts and the sysctls.
+// Host checks the mounts and the sysctls.
 func (d *Report) Host(pins string) {
 	d.mounts(pins)
 	d.sysctls()
@@ -55,13 +55,14 @@ func (d *Report) capabilities() {
 	}
 }
 
-// InOwnPIDs tells whether this process is in a PID namespace that is not the host's (PROC_PID_INIT_INO of
-// include/linux/proc_ns.h). BPF programs report processes by the numbers that the host knows them by.
+// InOwnPIDs reports whether this process is in another PID namespace than the initial one (PROC_PID_INIT_INO of
+// include/linux/proc_ns.h). BPF programs report process ids of the initial namespace.
 func InOwnPIDs() bool {
 	link, err := os.Readlink("/proc/self/ns/pid")
 	return err == nil && link != "pid:[4026531836]"
 }
 
+// OwnPIDs describes an agent in a PID namespace of its own, and the consequences.
 const OwnPIDs = "a PID namespace of its own: new members are found when the agent starts, when a policy is applied, and when a process that waits is looked at by sockeye status"
 
 func (d *Report) pidNamespace() {
@@ -85,7 +86,7 @@ func (d *Report) kernel() {
 	}
 }
 
-// destroy tells whether connections of other processes can be closed.
+// destroy checks whether the kernel can close connections of other processes.
 func (d *Report) destroy() {
 	const check, needed = "SOCK_DESTROY", "without it on_start: reset closes no connections"
 	conn, err := sockdiag.Open()
@@ -104,7 +105,7 @@ func (d *Report) destroy() {
 }
 
 func (d *Report) mounts(pins string) {
-	if mount, err := scope.Mount(); err != nil {
+	if mount, err := cgroup.Mount(); err != nil {
 		d.Fail("mounts", "cgroup v2", fault.Code(err), err.Error(), fault.Hint(err))
 	} else {
 		d.Add("mounts", "cgroup v2", OK, mount, "")
@@ -152,8 +153,8 @@ func probe(name string) error {
 	return bpf.Features[i].Probe()
 }
 
-// Rights tells whether the agent, by its process id, has the capabilities beyond those of the unit
-// that a policy needs; 0: no agent runs.
+// Rights checks whether the agent with a process id has the capabilities that a policy needs beyond those of the
+// systemd unit. A pid of 0 means that no agent runs.
 func (d *Report) Rights(needs []rights.Need, pid int) {
 	permitted, bounding, err := rights.Of(pid)
 	for _, n := range needs {

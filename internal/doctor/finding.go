@@ -2,14 +2,14 @@
 
 package doctor
 
-// Finding is one thing that the doctor looked at.
+// Finding is the result of one check.
 type Finding struct {
 	Area   string `json:"area"`
 	Check  string `json:"check"`
 	Result string `json:"result"` // ok, note, warning, failure
 	Detail string `json:"detail,omitempty"`
 	Hint   string `json:"hint,omitempty"`
-	// Code is the exit code that a failure stands for.
+	// Code is the exit code of a failure; 0 for other results.
 	Code int `json:"code,omitempty"`
 }
 
@@ -27,17 +27,18 @@ type Report struct {
 	Known    *Known
 }
 
-// Known is what an agent knows of processes on its services' ports: sockets of members by cookie, and processes
-// that status tells of.
+// Known has what the running agent reports: the sockets of members by cookie, and the process ids that status lists.
 type Known struct {
 	Sockets   map[uint64]bool
 	Processes map[int]bool
 }
 
+// Add adds a finding.
 func (d *Report) Add(area, check, result, detail, hint string) {
 	d.Findings = append(d.Findings, Finding{Area: area, Check: check, Result: result, Detail: detail, Hint: hint})
 }
 
+// Fail adds a failure with its exit code.
 func (d *Report) Fail(area, check string, code int, detail, hint string) {
 	d.Findings = append(d.Findings, Finding{area, check, Failure, detail, hint, code})
 }

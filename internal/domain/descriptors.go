@@ -4,9 +4,8 @@ package domain
 
 import "golang.org/x/sys/unix"
 
-// descriptors is how many the agent may have. Go has raised the soft limit to the hard
-// one when it started.
-func descriptors() int {
+// descriptorLimit returns RLIMIT_NOFILE. The Go runtime has raised the soft limit to the hard limit at start.
+func descriptorLimit() int {
 	var limit unix.Rlimit
 	if unix.Getrlimit(unix.RLIMIT_NOFILE, &limit) != nil {
 		return 1024
@@ -14,7 +13,7 @@ func descriptors() int {
 	return int(min(limit.Cur, 1<<20))
 }
 
-// ShareOfDescriptors is a part of the descriptors that the agent may have: 1 of so many, within bounds.
+// ShareOfDescriptors returns 1/part of the descriptor limit of the agent, at least least and at most most.
 func ShareOfDescriptors(part, least, most int) int {
-	return min(max(descriptors()/part, least), most)
+	return min(max(descriptorLimit()/part, least), most)
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package domain has what the agent and its domains share: the interface of a domain, the steps of a plan, and
-// the host.
+// Package domain defines the interface between the agent and its domains: the domain, the steps of a plan, the routes
+// of the API, and the host.
 package domain
 
 import (
@@ -23,42 +23,41 @@ import (
 	"sockeye/internal/scope"
 )
 
-// Domain carries out one part of the policy: steer, tune, trace, or bigtcp. A domain looks after its own
-// locking: its methods are called from several goroutines, but never two of Start, Plan, the functions of
-// a Step, Applied and Close at a time.
+// Domain applies one part of the policy: steer, tune, trace, or bigtcp. The agent calls the methods from several
+// goroutines, and a domain does its own locking. The agent serializes Start, Plan, the functions of a Step, Applied and
+// Close.
 type Domain interface {
-	// Needs lists the capabilities beyond those of the unit that a policy needs.
+	// Needs lists the capabilities that a policy needs beyond those of the agent's systemd unit.
 	Needs(policy *config.Policy) []rights.Need
-	// Check fails if the policy names something that the host does not have. It is called before Start:
-	// a policy that fails here is not in force.
+	// Check returns an error if the policy names something that the host does not have. The agent calls Check
+	// before Start and does not start with a policy that fails.
 	Check(policy *config.Policy) error
-	// Start carries out the first policy of this process. It adopts what an earlier agent has left on the
-	// Host, and removes the parts of it that are not in the policy.
+	// Start applies the first policy of this process. Start takes over what an earlier agent left in the kernel,
+	// and removes what is not in the policy.
 	Start(policy *config.Policy) error
-	// Plan returns the steps from the policy in force to another one, in order. It changes nothing.
+	// Plan returns the steps from the policy in force to another one, in order. Plan changes nothing.
 	Plan(policy *config.Policy) ([]Step, error)
-	// Applied is called when all steps of all domains were carried out, and the policy is in force. It may
-	// add to the plan.
+	// Applied runs after all steps of all domains, when the policy is in force. Applied may add to the plan.
 	Applied(policy *config.Policy, c api.Candidate, plan *api.Plan) error
-	// Status adds the state of the domain to the answer.
+	// Status adds the state of the domain to status.
 	Status(status *api.Status) error
-	// Collect sends the metrics of the domain. A part that fails is logged; the others are sent.
+	// Collect sends the metrics of the domain. Errors are logged, and the remaining metrics are sent.
 	Collect(out chan<- prometheus.Metric)
-	// Routes adds the requests that the domain answers.
+	// Routes adds the API routes of the domain.
 	Routes(r *Router)
-	// Close ends what the domain does in this process. Everything that is attached stays attached.
+	// Close stops the goroutines of the domain and closes its descriptors. Pinned programs stay attached.
 	Close()
 }
 
-// Step is a part of a plan. Apply carries it out and returns how to roll it back; a step that fails has
-// rolled itself back.
+// Step is a part of a plan. Apply makes the changes and returns a function that rolls them back. An Apply that fails
+// has rolled back its own changes.
 type Step struct {
 	Changes []api.Change
 	Apply   func() (rollback func() error, err error)
 }
 
-// CarryOut carries out steps. If one fails, those before it are rolled back, the last one first.
-func CarryOut(steps []Step) error {
+// ApplySteps applies steps in order. If a step fails, the steps before it are rolled back in reverse order.
+func ApplySteps(steps []Step) error {
 	var rollbacks []func() error
 	for _, step := range steps {
 		rollback, err := step.Apply()
@@ -76,20 +75,20 @@ func CarryOut(steps []Step) error {
 	return nil
 }
 
-// Host is what the domains share.
+// Host has the resources that the domains share.
 type Host struct {
 	Log      *slog.Logger
-	Root     *bpf.Root // of the pins
-	StateDir string    // kept over reboots
+	Root     *bpf.Root // pin directory
+	StateDir string    // directory of the files that outlive a reboot
 	Cgroups  scope.Tree
 	Watch    *scope.Watch
 	programs []func() ([]uint32, error)
 }
 
-// OwnPrograms adds a source of the ids of sock_ops programs that are Sockeye's.
+// AddPrograms adds a function that lists the ids of sock_ops programs of Sockeye.
 func (h *Host) AddPrograms(ids func() ([]uint32, error)) { h.programs = append(h.programs, ids) }
 
-// OwnPrograms returns the ids of all sock_ops programs that are Sockeye's.
+// OwnPrograms returns the ids of all sock_ops programs of Sockeye.
 func (h *Host) OwnPrograms() ([]uint32, error) {
 	var own []uint32
 	for _, ids := range h.programs {
@@ -102,13 +101,13 @@ func (h *Host) OwnPrograms() ([]uint32, error) {
 	return own, nil
 }
 
-// Router collects the requests that the agent answers.
+// Router adds routes to the API of the agent.
 type Router struct {
 	mux   *http.ServeMux
 	reply func(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (any, error))
 }
 
-// NewRouter returns a router that adds requests to mux, and answers them by reply.
+// NewRouter returns a router that adds routes to mux. reply runs the handler of a request and writes the answer.
 func NewRouter(mux *http.ServeMux, reply func(w http.ResponseWriter, r *http.Request, answer func(*http.Request) (any, error))) *Router {
 	return &Router{mux, reply}
 }
@@ -126,8 +125,8 @@ func (r *Router) Post(path string, answer func(*http.Request) (any, error)) {
 	})
 }
 
-// Stream answers GET requests to a path with an answer that goes on. An error before the first line is
-// answered like any other.
+// Stream answers GET requests to a path with a stream. An error before the first line gets the answer of any other
+// error.
 func (r *Router) Stream(path string, answer func(http.ResponseWriter, *http.Request) error) {
 	r.mux.HandleFunc("GET "+path, func(w http.ResponseWriter, request *http.Request) {
 		if err := answer(w, request); err != nil && request.Context().Err() == nil {
@@ -136,18 +135,17 @@ func (r *Router) Stream(path string, answer func(http.ResponseWriter, *http.Requ
 	})
 }
 
-// MaxBody bounds a request: a policy file has at most 1 MiB, and its text
-// grows when it is written as JSON.
+// MaxBody is the largest request body in bytes. A policy file has at most 1 MiB, and JSON escapes enlarge the text.
 const MaxBody = 8 << 20
 
 const requestHint = "send one JSON object of at most 8 MiB"
 
-// Decode reads the JSON object that is the body of a request. A request without a body leaves into as it is.
+// Decode reads the JSON object in the body of a request. A request without a body does not change into.
 func Decode(r *http.Request, into any) error {
 	d := json.NewDecoder(r.Body)
 	d.DisallowUnknownFields()
 	if err := d.Decode(into); errors.Is(err, io.EOF) {
-		return nil // no body: all by default
+		return nil // no body: default values
 	} else if err != nil {
 		return fault.Usage(fmt.Errorf("read request: %w", err), requestHint)
 	}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package fault has the error that a person reads: a message of one line, a hint, and the exit code of
-// the command. Errors of other packages tell their hint and their code by a method Explain.
+// Package fault defines the error that the CLI prints: a message of one line, a hint, and the exit code of the
+// command. Errors of other packages have a method Explain that returns their hint and code.
 package fault
 
 import (
@@ -46,7 +46,13 @@ func Usage(err error, hint string) error {
 	return &Error{Err: err, Hint: hint, Code: CodeUsage}
 }
 
-// Conflict returns an error with CodeConflict, for what somebody else has or does.
+// Unsupported returns an error with CodeUnsupported, for a request that the kernel or a device does not
+// support.
+func Unsupported(err error, hint string) error {
+	return &Error{Err: err, Hint: hint, Code: CodeUnsupported}
+}
+
+// Conflict returns an error with CodeConflict, for a resource that another process or program has.
 func Conflict(err error, hint string) error {
 	return &Error{Err: err, Hint: hint, Code: CodeConflict}
 }
@@ -63,8 +69,8 @@ func Unreadable(err error, hint string) error {
 // maxFlaws bounds the errors of one policy file that Message shows.
 const maxFlaws = 20
 
-// Message returns the text of an error. Of a policy file with more than 20 errors, it has the first 20
-// and the number of the others.
+// Message returns the text of an error. For a policy file with more than 20 errors, the text has the first 20 and the
+// number of the others.
 func Message(err error) string {
 	text := err.Error()
 	var flaws config.Errors
@@ -75,7 +81,7 @@ func Message(err error) string {
 	return text
 }
 
-// Join returns an error with the texts of all errs in one line, nil if all are nil.
+// Join returns an error with the texts of all non-nil errs in one line, or nil if all are nil.
 func Join(errs ...error) error {
 	errs = slices.DeleteFunc(errs, func(err error) bool { return err == nil })
 	switch len(errs) {
@@ -99,15 +105,15 @@ func (l *list) Error() string {
 
 func (l *list) Unwrap() []error { return l.errs }
 
-// explained is an error of a package that knows the exit code and the hint of its errors.
+// explained is an error that has an exit code and a hint of its own.
 type explained interface {
 	error
 	// Explain returns the hint, "" for none, and the exit code.
 	Explain() (hint string, code int)
 }
 
-// Code returns the exit code of an error: that of the first Error in its tree, or else what the
-// kind of the error says. It is 0 for nil.
+// Code returns the exit code of an error: the code of the first Error in its tree, or else the code for the kind of
+// the error. The code for nil is 0.
 func Code(err error) int {
 	var (
 		own    *Error
@@ -137,7 +143,7 @@ func Code(err error) int {
 	return CodeFailed
 }
 
-// Hint returns what to advise about an error, or "".
+// Hint returns the hint of an error, or "".
 func Hint(err error) string {
 	var (
 		own   *Error

@@ -12,7 +12,6 @@ import (
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
@@ -56,9 +55,9 @@ func TestCodeAndHint(t *testing.T) {
 		{"an own error without a hint", fault.Usage(unix.EPERM, ""), 2, asRoot},
 		{"unreadable", fault.Unreadable(fs.ErrNotExist, "y"), 2, "y"},
 		{"unreadable for rights", fault.Unreadable(fs.ErrPermission, "y"), 4, asRoot},
-		{"no such interface", wrap(&netif.Error{Kind: netif.KindUsage, Err: errors.New("x"), Hint: "y"}), 2, "y"},
-		{"device cannot", wrap(&netif.Error{Kind: netif.KindUnsupported, Err: errors.New("x")}), 3, ""},
-		{"sizes held by another", wrap(&netif.Error{Kind: netif.KindConflict, Err: unix.EPERM, Hint: "y"}), 5, "y"},
+		{"wrapped usage", wrap(fault.Usage(errors.New("x"), "y")), 2, "y"},
+		{"unsupported", wrap(fault.Unsupported(errors.New("x"), "")), 3, ""},
+		{"conflict that wraps EPERM", wrap(fault.Conflict(unix.EPERM, "y")), 5, "y"},
 	} {
 		if code, hint := fault.Code(c.err), fault.Hint(c.err); code != c.code || hint != c.hint {
 			t.Errorf("%s: code %d, hint %q; want %d, %q", c.name, code, hint, c.code, c.hint)

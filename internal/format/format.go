@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package format has the words and numbers that many messages share.
+// Package format formats counts and values for messages and metrics.
 package format
 
 import "fmt"
 
+// Count returns a number with its noun: 1 slot, 2 slots.
 func Count(n int, one, many string) string {
 	if n == 1 {
 		return "1 " + one
@@ -12,6 +13,7 @@ func Count(n int, one, many string) string {
 	return fmt.Sprintf("%d %s", n, many)
 }
 
+// OrNone returns s, or none for the empty string.
 func OrNone(s string) string {
 	if s == "" {
 		return "none"
@@ -19,6 +21,7 @@ func OrNone(s string) string {
 	return s
 }
 
+// Bool returns the value of a boolean gauge: 1 or 0.
 func Bool(b bool) float64 {
 	if b {
 		return 1

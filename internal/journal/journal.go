@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package journal writes log lines as systemd's journal wants them from a service:
-// with the priority before each line (sd-daemon(3)), and without a time, which the
-// journal has itself.
+// Package journal writes log lines in the format of systemd's journal: with a priority prefix (sd-daemon(3)) and
+// without a time stamp, which the journal adds.
 package journal
 
 import (
@@ -26,8 +25,8 @@ const (
 	Debug   = 7
 )
 
-// Connected tells whether what is written to a file goes to the journal:
-// JOURNAL_STREAM has its device and inode (systemd.exec(5)).
+// Connected reports whether a file is connected to the journal. JOURNAL_STREAM has the device and the inode of the
+// connected file (systemd.exec(5)).
 func Connected(f *os.File) bool {
 	var stat unix.Stat_t
 	if err := unix.Fstat(int(f.Fd()), &stat); err != nil {
@@ -36,7 +35,7 @@ func Connected(f *os.File) bool {
 	return os.Getenv("JOURNAL_STREAM") == fmt.Sprintf("%d:%d", stat.Dev, stat.Ino)
 }
 
-// Handler is a slog.Handler. One record is one line.
+// Handler is a slog.Handler that writes one line for each record.
 type Handler struct {
 	out  *output
 	next slog.Handler
@@ -48,7 +47,7 @@ type output struct {
 	line bytes.Buffer
 }
 
-// NewHandler writes text, or JSON, to w.
+// NewHandler returns a handler that writes text or JSON to w.
 func NewHandler(w io.Writer, level slog.Leveler, json bool) *Handler {
 	out := &output{w: w}
 	options := &slog.HandlerOptions{Level: level, ReplaceAttr: func(groups []string, a slog.Attr) slog.Attr {
@@ -103,7 +102,7 @@ func priority(level slog.Level) int {
 	return Debug
 }
 
-// Lines gives each line of a text a priority.
+// Lines returns a text with a priority prefix before each line.
 func Lines(priority int, text string) string {
 	var b strings.Builder
 	for line := range strings.Lines(text) {

@@ -53,7 +53,7 @@ func terms(index int, m config.Match, protocols []config.Protocol, services []co
 			}
 			for _, l := range s.Listeners {
 				if slices.Contains(protocols, l.Protocol) {
-					split = append(split, base.at(l))
+					split = append(split, base.narrowTo(l))
 				}
 			}
 		}
@@ -68,7 +68,7 @@ func terms(index int, m config.Match, protocols []config.Protocol, services []co
 			if side == bpf.MatchAccept {
 				ports = &t.localPorts
 			}
-			if *ports = common(*ports, m.Ports); len(*ports) > 0 && t.roles != [bpf.MatchRoles]bool{} {
+			if *ports = intersectPorts(*ports, m.Ports); len(*ports) > 0 && t.roles != [bpf.MatchRoles]bool{} {
 				split = append(split, t)
 			}
 		}
@@ -79,7 +79,7 @@ func terms(index int, m config.Match, protocols []config.Protocol, services []co
 }
 
 // at narrows a term to what a listener accepts.
-func (t term) at(l config.Listener) term {
+func (t term) narrowTo(l config.Listener) term {
 	t.roles = [bpf.MatchRoles]bool{}
 	t.roles[roleOf(bpf.MatchAccept, l.Protocol)] = true
 	t.localPorts = []config.PortRange{{First: l.Address.Port(), Last: l.Address.Port()}}
@@ -94,7 +94,7 @@ func (t term) at(l config.Listener) term {
 }
 
 // common is what two lists of ranges share; an empty a is all ports.
-func common(a, b []config.PortRange) []config.PortRange {
+func intersectPorts(a, b []config.PortRange) []config.PortRange {
 	if len(a) == 0 {
 		return b
 	}

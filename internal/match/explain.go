@@ -33,7 +33,7 @@ type Step struct {
 
 // BPF is the question as Decide takes it.
 func (q Question) BPF() bpf.MatchQuestion {
-	q = q.plain()
+	q = q.normalized()
 	b := bpf.MatchQuestion{Role: bpf.MatchAccept, Tag: TagOf(q.Tag)}
 	if q.Role == config.RoleConnect {
 		b.Role = bpf.MatchConnect
@@ -44,7 +44,7 @@ func (q Question) BPF() bpf.MatchQuestion {
 }
 
 // plain strips what does not count of the addresses.
-func (q Question) plain() Question {
+func (q Question) normalized() Question {
 	for _, end := range []*netip.AddrPort{&q.Local, &q.Remote} {
 		*end = netip.AddrPortFrom(end.Addr().Unmap().WithZone(""), end.Port())
 	}
@@ -58,7 +58,7 @@ type condition struct {
 }
 
 // given is the condition of a key that was given: why it holds, or does not.
-func given(holds bool, yes, no string) condition {
+func conditionOf(holds bool, yes, no string) condition {
 	if holds {
 		return condition{true, yes}
 	}
@@ -68,7 +68,7 @@ func given(holds bool, yes, no string) condition {
 // Judge tells what a rule, given by its name and what it matches on, says to a
 // connection: the programs' twin in user space. Services are those of the policy.
 func Judge(q Question, rule string, m config.Match, services []config.Service) Step {
-	q = q.plain()
+	q = q.normalized()
 	port := q.Local.Port()
 	if q.Role == config.RoleConnect {
 		port = q.Remote.Port()
@@ -106,7 +106,7 @@ func (q Question) role(want config.Role) condition {
 	if q.Role == config.RoleConnect {
 		is = "it connects"
 	}
-	return given(q.Role == want, is, fmt.Sprintf("%s, the rule is for %s", is, want))
+	return conditionOf(q.Role == want, is, fmt.Sprintf("%s, the rule is for %s", is, want))
 }
 
 // service looks for the listener that accepted the connection.
@@ -199,7 +199,7 @@ func (q Question) samePrefix(want *config.SamePrefix) condition {
 	}
 	shared := sharedBits(q.Local.Addr(), q.Remote.Addr())
 	is := fmt.Sprintf("addresses share %d bits", shared)
-	return given(shared >= least, is, fmt.Sprintf("%s, not %d", is, least))
+	return conditionOf(shared >= least, is, fmt.Sprintf("%s, not %d", is, least))
 }
 
 // sharedBits is the number of leading bits that two addresses of one family
@@ -222,5 +222,5 @@ func (q Question) tag(want []byte) condition {
 		return condition{false, "the peer sent no tag"}
 	}
 	is := "the peer's tag is " + config.FormatTag(q.Tag)
-	return given(bytes.Equal(q.Tag, want), is, is+", not "+config.FormatTag(want))
+	return conditionOf(bytes.Equal(q.Tag, want), is, is+", not "+config.FormatTag(want))
 }

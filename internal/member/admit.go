@@ -69,15 +69,15 @@ func (r *Rule) Admit(p *Process, service []uint32, h *Host) error {
 		// The service manager gives the units of the system mount namespaces of their own, and nobody
 		// else can start a process there.
 		unit, _ := p.Unit()
-		sandboxed := r.Match.SystemdUnit != "" && unit != "" && !isUsers(p.Cgroup)
+		sandboxed := r.Match.SystemdUnit != "" && unit != "" && !isUserControlled(p.Cgroup)
 		if !sandboxed && !slices.Contains(h.mounts, p.MountNS) {
 			return &Refusal{"it is in a mount namespace of its own", hint}
 		}
 	}
-	if r.Match.Executable != "" && !p.proven {
-		p.proven = h.has(p.Exe, p.File)
+	if r.Match.Executable != "" && !p.exeVerified {
+		p.exeVerified = h.hasFile(p.Exe, p.File)
 	}
-	if r.Match.Executable != "" && !p.proven {
+	if r.Match.Executable != "" && !p.exeVerified {
 		return &Refusal{fmt.Sprintf("its executable is not the host's %s", p.Exe),
 			"restart it if the file was replaced; a program of another file system is named by systemd_unit or cgroup"}
 	}
@@ -123,7 +123,7 @@ func UserNames(uids []uint32) string {
 }
 
 // has tells whether the host has this very file at a path.
-func (h *Host) has(path string, file FileID) bool {
+func (h *Host) hasFile(path string, file FileID) bool {
 	return slices.ContainsFunc(h.roots, func(root string) bool {
 		dir, err := unix.Open(root, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 		if err != nil {

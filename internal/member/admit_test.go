@@ -170,13 +170,13 @@ func TestHostFile(t *testing.T) {
 		t.Errorf("it runs %s", p.Exe)
 	}
 	for path, want := range map[string]bool{program: true, link: true, other: false, dir: false, dir + "/none": false, "": false, "/": false} {
-		if got := host.has(path, p.File); got != want {
+		if got := host.hasFile(path, p.File); got != want {
 			t.Errorf("%q: %v, want %v", path, got, want)
 		}
 	}
 	r := rule(t, config.Member{Match: config.MemberMatch{Executable: program}, Namespaces: config.HostNamespaces})
 	check(t, r.Admit(p, []uint32{0}, host))
-	exe, file := p.Proven()
+	exe, file := p.VerifiedExecutable()
 	if exe != program || file != p.File {
 		t.Errorf("proven: %s %v", exe, file)
 	}
@@ -186,11 +186,11 @@ func TestHostFile(t *testing.T) {
 	if !r.Matches(now) || r.Admit(now, []uint32{0}, host) == nil {
 		t.Errorf("a process whose file was replaced: %+v", now)
 	}
-	now.Remember(Remembered(p.PID, p.StartTime, p.Args, "", exe, file))
+	now.RecallFirstSeen(FromRecord(p.PID, p.StartTime, p.Args, "", exe, file))
 	check(t, r.Admit(now, []uint32{0}, host))
 	// Another program in the same process was not seen before.
-	now.File, now.proven = FileID{1, 2}, false
-	now.Remember(Remembered(p.PID, p.StartTime, p.Args, "", exe, file))
+	now.File, now.exeVerified = FileID{1, 2}, false
+	now.RecallFirstSeen(FromRecord(p.PID, p.StartTime, p.Args, "", exe, file))
 	if r.Admit(now, []uint32{0}, host) == nil {
 		t.Error("another file is taken for the one that was seen")
 	}
@@ -208,11 +208,11 @@ func TestHostRoots(t *testing.T) {
 	check(t, unix.Stat("/etc/passwd", &outside))
 	host := &Host{roots: []string{blind, blind + "/none", seeing}}
 	for _, path := range []string{"/program", "program", "/absolute", "/above"} {
-		if !host.has(path, fileID(&stat)) {
+		if !host.hasFile(path, fileID(&stat)) {
 			t.Errorf("%s is not found", path)
 		}
 	}
-	if host.has("/outside", fileID(&outside)) || host.has("/program", fileID(&outside)) {
+	if host.hasFile("/outside", fileID(&outside)) || host.hasFile("/program", fileID(&outside)) {
 		t.Error("a file of another root is found")
 	}
 }

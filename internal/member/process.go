@@ -17,6 +17,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/cgroup"
 )
 
 // Process is what the kernel says of a process.
@@ -34,7 +36,7 @@ type Process struct {
 	MountNS   FileID
 
 	slotVariable *string // of Environment, once it was read
-	proven       bool    // the host had File at Exe
+	exeVerified  bool    // the host had File at Exe
 }
 
 // UIDs are the users of a process: real, effective, saved, and that of the file system.
@@ -55,30 +57,30 @@ type FileID struct {
 
 func fileID(s *unix.Stat_t) FileID { return FileID{uint64(s.Dev), s.Ino} }
 
-// Remembered is what an earlier look at a process saw of it that the process may have written over
+// FromRecord is what an earlier look at a process saw of it that the process may have written over
 // since, and the executable that was found to be the host's, or "".
-func Remembered(pid int, startTime uint64, args []string, slotVariable, exe string, file FileID) *Process {
-	return &Process{PID: pid, StartTime: startTime, Args: args, slotVariable: &slotVariable, Exe: exe, File: file, proven: exe != ""}
+func FromRecord(pid int, startTime uint64, args []string, slotVariable, exe string, file FileID) *Process {
+	return &Process{PID: pid, StartTime: startTime, Args: args, slotVariable: &slotVariable, Exe: exe, File: file, exeVerified: exe != ""}
 }
 
-// Remember takes over from an earlier look what a process may write over, and where its executable
+// RecallFirstSeen takes over from an earlier look what a process may write over, and where its executable
 // was on the host, which may have been replaced since.
-func (p *Process) Remember(first *Process) {
+func (p *Process) RecallFirstSeen(first *Process) {
 	p.Args, p.slotVariable = first.Args, first.slotVariable
-	if exe, file := first.Proven(); exe != "" && file == p.File {
-		p.Exe, p.proven = exe, true
+	if exe, file := first.VerifiedExecutable(); exe != "" && file == p.File {
+		p.Exe, p.exeVerified = exe, true
 	}
 }
 
-// Runs tells whether the process, as it was seen, may run that executable: it is false once execve(2)
+// MayRun tells whether the process, as it was seen, may run that executable: it is false once execve(2)
 // has replaced the one that is known.
-func (p *Process) Runs(file FileID) bool {
+func (p *Process) MayRun(file FileID) bool {
 	return p.File == file || p.File == FileID{} || file == FileID{}
 }
 
-// Proven is the executable if it was found to be the host's file of that path.
-func (p *Process) Proven() (exe string, file FileID) {
-	if !p.proven {
+// VerifiedExecutable is the executable if it was found to be the host's file of that path.
+func (p *Process) VerifiedExecutable() (exe string, file FileID) {
+	if !p.exeVerified {
 		return "", FileID{}
 	}
 	return p.Exe, p.File
@@ -121,7 +123,7 @@ func environment(pid int, name string) string {
 
 // folder is /proc/PID of one process. What is read through it is of this process, or fails: it never
 // is of a later one with the same id.
-type folder int
+type procDir int
 
 // Bounds of what is kept of a process: its arguments and its environment are where, and as large as, it
 // says (PR_SET_MM_MAP), gigabytes that cost it nothing.
@@ -132,7 +134,7 @@ const (
 )
 
 // read reads the first maxText bytes of a file.
-func (f folder) read(name string) ([]byte, error) {
+func (f procDir) read(name string) ([]byte, error) {
 	fd, err := unix.Openat(int(f), name, unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, err
@@ -143,7 +145,7 @@ func (f folder) read(name string) ([]byte, error) {
 }
 
 // id follows a link to a file or a namespace.
-func (f folder) id(name string) (FileID, error) {
+func (f procDir) id(name string) (FileID, error) {
 	var stat unix.Stat_t
 	if err := unix.Fstatat(int(f), name, &stat, 0); err != nil {
 		return FileID{}, err
@@ -151,7 +153,7 @@ func (f folder) id(name string) (FileID, error) {
 	return fileID(&stat), nil
 }
 
-func (f folder) link(name string) (string, error) {
+func (f procDir) link(name string) (string, error) {
 	var path [unix.PathMax]byte
 	n, err := unix.Readlinkat(int(f), name, path[:])
 	if err != nil {
@@ -174,26 +176,24 @@ func Read(pid int) (*Process, error) {
 	}
 	status, err := dir.read("status")
 	if err != nil {
-		return nil, gone(pid, err)
+		return nil, readError(pid, err)
 	}
 	if p.UIDs, err = parseUIDs(status); err != nil {
 		return nil, fmt.Errorf("read process %d: %w", pid, err)
 	}
 	args, err := dir.read("cmdline")
 	if err != nil {
-		return nil, gone(pid, err)
+		return nil, readError(pid, err)
 	}
 	if args = bytes.TrimRight(args, "\x00"); len(args) > 0 {
 		p.Args = strings.SplitN(string(args), "\x00", maxArgs)
 	}
 	groups, err := dir.read("cgroup")
 	if err != nil {
-		return nil, gone(pid, err)
+		return nil, readError(pid, err)
 	}
-	for line := range strings.Lines(string(groups)) {
-		if path, ok := strings.CutPrefix(line, "0::"); ok {
-			p.Cgroup = strings.TrimSuffix(path, "\n")
-		}
+	if path, ok := cgroup.Parse(string(groups)); ok {
+		p.Cgroup = path
 	}
 	// Kernel threads have none, and some files need more rights than others.
 	if p.Exe, err = dir.link("exe"); err == nil {
@@ -202,14 +202,14 @@ func Read(pid int) (*Process, error) {
 	}
 	netns, err := dir.id("ns/net")
 	if err != nil {
-		return nil, gone(pid, err)
+		return nil, readError(pid, err)
 	}
 	p.Netns = netns.Inode
 	if p.UserNS, err = dir.id("ns/user"); err != nil {
-		return nil, gone(pid, err)
+		return nil, readError(pid, err)
 	}
 	if p.MountNS, err = dir.id("ns/mnt"); err != nil {
-		return nil, gone(pid, err)
+		return nil, readError(pid, err)
 	}
 	return p, nil
 }
@@ -260,19 +260,19 @@ func Parent(pid int) (int, error) {
 	return parent, err
 }
 
-func openProcess(pid int) (folder, error) {
+func openProcess(pid int) (procDir, error) {
 	fd, err := unix.Open("/proc/"+strconv.Itoa(pid), unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return 0, gone(pid, err)
+		return 0, readError(pid, err)
 	}
-	return folder(fd), nil
+	return procDir(fd), nil
 }
 
 // stat reads proc_pid_stat(5). A process that has ended and is not waited for is gone.
-func (f folder) stat(pid int) (parent int, startTime uint64, err error) {
+func (f procDir) stat(pid int) (parent int, startTime uint64, err error) {
 	stat, err := f.read("stat")
 	if err != nil {
-		return 0, 0, gone(pid, err)
+		return 0, 0, readError(pid, err)
 	}
 	// The name in parentheses may hold anything, parentheses too.
 	_, rest, ok := cutLast(string(stat), ") ")
@@ -281,7 +281,7 @@ func (f folder) stat(pid int) (parent int, startTime uint64, err error) {
 		return 0, 0, fmt.Errorf("read process %d: unexpected format of stat", pid)
 	}
 	if fields[0] == "Z" || fields[0] == "X" {
-		return 0, 0, gone(pid, fs.ErrNotExist)
+		return 0, 0, readError(pid, fs.ErrNotExist)
 	}
 	if parent, err = strconv.Atoi(fields[1]); err != nil {
 		return 0, 0, fmt.Errorf("read process %d: parent: %w", pid, err)
@@ -301,7 +301,7 @@ func cutLast(s, sep string) (before, after string, found bool) {
 
 // gone makes one error of the many ways in which /proc says that a process
 // has ended.
-func gone(pid int, err error) error {
+func readError(pid int, err error) error {
 	if errors.Is(err, unix.ESRCH) {
 		err = fs.ErrNotExist
 	}

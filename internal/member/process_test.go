@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/cgroup"
 	"sockeye/internal/testenv"
 )
 
@@ -79,7 +80,7 @@ func TestReadOther(t *testing.T) {
 	defer os.Remove(group)
 	defer c.Wait()
 	defer c.Process.Kill()
-	check(t, os.WriteFile(filepath.Join(group, "cgroup.procs"), []byte(strconv.Itoa(c.pid())), 0))
+	check(t, cgroup.Move(group, c.pid()))
 	p, err := Read(c.pid())
 	check(t, err)
 	self, err := Read(os.Getpid())
@@ -171,7 +172,7 @@ func TestBelow(t *testing.T) {
 		{"/", "/", true}, {"/a", "/", true}, {"/a", "/a", true}, {"/a/b", "/a", true},
 		{"/ab", "/a", false}, {"/a", "/a/b", false}, {"/", "/a", false}, {"/b/a", "/a", false},
 	} {
-		if got := (&Process{Cgroup: test.process}).Below(test.cgroup); got != test.want {
+		if got := (&Process{Cgroup: test.process}).InCgroup(test.cgroup); got != test.want {
 			t.Errorf("%s below %s: %v", test.process, test.cgroup, got)
 		}
 	}
@@ -199,15 +200,15 @@ func TestSlotVariable(t *testing.T) {
 
 // TestRemember keeps what a process has written over since.
 func TestRemember(t *testing.T) {
-	first := Remembered(12, 34, []string{"nfacctd", "-f", "x-3.conf"}, "3", "", FileID{})
+	first := FromRecord(12, 34, []string{"nfacctd", "-f", "x-3.conf"}, "3", "", FileID{})
 	p := &Process{PID: 12, StartTime: 34, Args: []string{"nfacctd: Core Process [default]"}}
-	p.Remember(first)
+	p.RecallFirstSeen(first)
 	if p.Command() != "nfacctd -f x-3.conf" || p.SlotVariable() != "3" {
 		t.Errorf("%q, slot %q", p.Command(), p.SlotVariable())
 	}
 	self, err := Read(os.Getpid())
 	check(t, err)
-	self.Remember(Remembered(os.Getpid(), self.StartTime, self.Args, "", "", FileID{}))
+	self.RecallFirstSeen(FromRecord(os.Getpid(), self.StartTime, self.Args, "", "", FileID{}))
 	t.Setenv("SOCKEYE_SLOT", "4")
 	if got := self.SlotVariable(); got != "" {
 		t.Errorf("slot %q, want none", got)

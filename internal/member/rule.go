@@ -122,8 +122,8 @@ func LookupUser(name string) (uint32, error) {
 	return uint32(uid), nil
 }
 
-// Below tells whether a process lives in the cgroup or in one below it.
-func (p *Process) Below(cgroup string) bool {
+// InCgroup tells whether a process lives in the cgroup or in one below it.
+func (p *Process) InCgroup(cgroup string) bool {
 	return cgroup == "/" || p.Cgroup == cgroup || strings.HasPrefix(p.Cgroup, cgroup+"/")
 }
 

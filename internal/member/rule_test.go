@@ -99,9 +99,9 @@ func TestSlot(t *testing.T) {
 		"group too long":        {config.Member{Match: command, Slot: config.SlotRule{Kind: config.SlotGroup}}, func(p *Process) { p.Args[2] = "x-99999999999999999999.conf" }, 0, "99999999999999999999"},
 		"group empty":           {config.Member{Match: command, Slot: config.SlotRule{Kind: config.SlotGroup}}, func(p *Process) { p.Args[2] = "x-.conf" }, 0, `""`},
 		"group without a match": {config.Member{Match: command, Slot: config.SlotRule{Kind: config.SlotGroup}}, func(p *Process) { p.Args = nil }, 0, "no slot number"},
-		"environment":           {config.Member{Slot: config.SlotRule{Kind: config.SlotEnvironment}}, func(p *Process) { p.Remember(Remembered(1, 1, nil, "1", "", FileID{})) }, 1, ""},
-		"environment, bad":      {config.Member{Slot: config.SlotRule{Kind: config.SlotEnvironment}}, func(p *Process) { p.Remember(Remembered(1, 1, nil, "one", "", FileID{})) }, 0, `SOCKEYE_SLOT is "one"`},
-		"environment, none":     {config.Member{Slot: config.SlotRule{Kind: config.SlotEnvironment}}, func(p *Process) { p.Remember(Remembered(1, 1, nil, "", "", FileID{})) }, 0, "no SOCKEYE_SLOT"},
+		"environment":           {config.Member{Slot: config.SlotRule{Kind: config.SlotEnvironment}}, func(p *Process) { p.RecallFirstSeen(FromRecord(1, 1, nil, "1", "", FileID{})) }, 1, ""},
+		"environment, bad":      {config.Member{Slot: config.SlotRule{Kind: config.SlotEnvironment}}, func(p *Process) { p.RecallFirstSeen(FromRecord(1, 1, nil, "one", "", FileID{})) }, 0, `SOCKEYE_SLOT is "one"`},
+		"environment, none":     {config.Member{Slot: config.SlotRule{Kind: config.SlotEnvironment}}, func(p *Process) { p.RecallFirstSeen(FromRecord(1, 1, nil, "", "", FileID{})) }, 0, "no SOCKEYE_SLOT"},
 	} {
 		p := nfacctd()
 		if test.change != nil {

@@ -33,8 +33,8 @@ func Open(pid int) (*Handle, error) {
 	return &Handle{file: os.NewFile(uintptr(fd), "pidfd:"+strconv.Itoa(pid)), fd: fd, pid: pid}, nil
 }
 
-// Adopt takes over a pidfd of the process with an id.
-func Adopt(pidfd, pid int) (*Handle, error) {
+// FromPidfd takes over a pidfd of the process with an id.
+func FromPidfd(pidfd, pid int) (*Handle, error) {
 	if err := unix.SetNonblock(pidfd, true); err != nil {
 		unix.Close(pidfd)
 		return nil, fmt.Errorf("open process %d: %w", pid, err)
@@ -100,8 +100,8 @@ func (s *Socket) String() string {
 	return protocols[s.Protocol] + " " + s.Local.String()
 }
 
-// Twin tells whether the kernel would share what arrives among two sockets.
-func (s *Socket) Twin(other *Socket) bool {
+// SharesTraffic tells whether the kernel would share what arrives among two sockets.
+func (s *Socket) SharesTraffic(other *Socket) bool {
 	return s.Protocol == other.Protocol && s.Local == other.Local && s.V6Only == other.V6Only && !s.Connected && !other.Connected
 }
 
@@ -115,7 +115,7 @@ func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 	// number, as programs do that hand sockets over from library to library.
 	const looks = 4
 	for range looks {
-		more, moved, err := h.look(seen, want)
+		more, moved, err := h.scanDescriptors(seen, want)
 		sockets = append(sockets, more...)
 		if err != nil {
 			CloseAll(sockets)
@@ -128,9 +128,9 @@ func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 	return sockets, nil
 }
 
-// Has tells whether one of the first descriptors of a process, of which it looks at 1024 and at no more, is
+// HasSocket tells whether one of the first descriptors of a process, of which it looks at 1024 and at no more, is
 // a socket that want says yes to.
-func (h *Handle) Has(want func(*Socket) bool) bool {
+func (h *Handle) HasSocket(want func(*Socket) bool) bool {
 	const most = 1024
 	dir, err := os.Open(fmt.Sprintf("/proc/%d/fd", h.pid))
 	if err != nil {
@@ -144,11 +144,11 @@ func (h *Handle) Has(want func(*Socket) bool) bool {
 		if err != nil || notNumber != nil || !strings.HasPrefix(target, "socket:") {
 			continue
 		}
-		fd, err := h.getfd(number)
+		fd, err := h.copyDescriptor(number)
 		if err != nil {
 			continue
 		}
-		if s, ok := Inspect(fd); ok {
+		if s, ok := InspectSocket(fd); ok {
 			wanted := want(s)
 			s.Close()
 			if wanted {
@@ -160,11 +160,11 @@ func (h *Handle) Has(want func(*Socket) bool) bool {
 }
 
 // look goes through the descriptors once, leaving out the sockets seen.
-func (h *Handle) look(seen map[uint64]bool, want func(*Socket) bool) (sockets []*Socket, moved bool, err error) {
+func (h *Handle) scanDescriptors(seen map[uint64]bool, want func(*Socket) bool) (sockets []*Socket, moved bool, err error) {
 	dir := fmt.Sprintf("/proc/%d/fd", h.pid)
 	entries, err := os.ReadDir(dir)
 	if err != nil {
-		return nil, false, fmt.Errorf("list descriptors: %w", gone(h.pid, err))
+		return nil, false, fmt.Errorf("list descriptors: %w", readError(h.pid, err))
 	}
 	for _, e := range entries {
 		target, err := os.Readlink(dir + "/" + e.Name())
@@ -179,7 +179,7 @@ func (h *Handle) look(seen map[uint64]bool, want func(*Socket) bool) (sockets []
 		if err != nil || !strings.HasPrefix(target, "socket:") {
 			continue
 		}
-		fd, err := h.getfd(number)
+		fd, err := h.copyDescriptor(number)
 		switch {
 		case errors.Is(err, unix.EBADF):
 			moved = true
@@ -187,7 +187,7 @@ func (h *Handle) look(seen map[uint64]bool, want func(*Socket) bool) (sockets []
 		case err != nil:
 			return sockets, false, err
 		}
-		s, ok := Inspect(fd)
+		s, ok := InspectSocket(fd)
 		if !ok {
 			continue
 		}
@@ -202,18 +202,18 @@ func (h *Handle) look(seen map[uint64]bool, want func(*Socket) bool) (sockets []
 	return sockets, moved, nil
 }
 
-// Take returns the socket behind one descriptor of a process. The caller closes
+// OpenSocket returns the socket behind one descriptor of a process. The caller closes
 // it. Where there is none, or no bound TCP or UDP socket, it fails with
 // fs.ErrNotExist. It needs the same rights as Sockets.
-func (h *Handle) Take(number int) (*Socket, error) {
-	fd, err := h.getfd(number)
+func (h *Handle) OpenSocket(number int) (*Socket, error) {
+	fd, err := h.copyDescriptor(number)
 	if errors.Is(err, unix.EBADF) {
 		return nil, fmt.Errorf("take descriptor %d of process %d: %w", number, h.pid, fs.ErrNotExist)
 	}
 	if err != nil {
 		return nil, err
 	}
-	s, ok := Inspect(fd)
+	s, ok := InspectSocket(fd)
 	if !ok {
 		return nil, fmt.Errorf("take descriptor %d of process %d: no bound TCP or UDP socket: %w", number, h.pid, fs.ErrNotExist)
 	}
@@ -221,7 +221,7 @@ func (h *Handle) Take(number int) (*Socket, error) {
 	return s, nil
 }
 
-func (h *Handle) getfd(number int) (int, error) {
+func (h *Handle) copyDescriptor(number int) (int, error) {
 	fd, err := unix.PidfdGetfd(h.fd, number, 0)
 	if err == nil {
 		return fd, nil
@@ -239,9 +239,9 @@ func CloseAll(sockets []*Socket) {
 	}
 }
 
-// Inspect takes over a descriptor. It says no, and closes it, unless it is a
+// InspectSocket takes over a descriptor. It says no, and closes it, unless it is a
 // bound TCP or UDP socket.
-func Inspect(fd int) (*Socket, bool) {
+func InspectSocket(fd int) (*Socket, bool) {
 	s := &Socket{fd: fd}
 	if s.inspect() {
 		return s, true

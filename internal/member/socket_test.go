@@ -247,19 +247,19 @@ func TestTake(t *testing.T) {
 	check(t, err)
 	defer h.Close()
 	had := descriptors(t)
-	s, err := h.Take(there["tcp"].FD)
+	s, err := h.OpenSocket(there["tcp"].FD)
 	check(t, err)
 	if s.Cookie != there["tcp"].Cookie || s.Number != there["tcp"].FD || s.String() != "tcp [::1]:1790" {
 		t.Errorf("descriptor %d is %+v, want the socket %#x", there["tcp"].FD, s, there["tcp"].Cookie)
 	}
 	check(t, s.Close())
 	for name, number := range map[string]int{"none": 999, "a pipe": 0, "a UNIX socket": there["unix"].FD, "unbound": there["tcp unbound"].FD} {
-		if _, err := h.Take(number); !errors.Is(err, fs.ErrNotExist) {
+		if _, err := h.OpenSocket(number); !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("%s: %v, want %v", name, err, fs.ErrNotExist)
 		}
 	}
 	testenv.WithoutRights(t, func() {
-		if _, err := h.Take(there["tcp"].FD); !errors.Is(err, fs.ErrPermission) {
+		if _, err := h.OpenSocket(there["tcp"].FD); !errors.Is(err, fs.ErrPermission) {
 			t.Errorf("without rights: %v, want %v", err, fs.ErrPermission)
 		}
 	})
@@ -268,7 +268,7 @@ func TestTake(t *testing.T) {
 	}
 	check(t, h.Kill())
 	c.Wait()
-	if _, err := h.Take(there["tcp"].FD); !errors.Is(err, fs.ErrNotExist) {
+	if _, err := h.OpenSocket(there["tcp"].FD); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("of a process that has ended: %v, want %v", err, fs.ErrNotExist)
 	}
 }
@@ -346,13 +346,13 @@ func TestInspectTakesOver(t *testing.T) {
 	for _, kind := range []int{unix.SOCK_DGRAM, unix.SOCK_STREAM} {
 		fd, err := unix.Socket(unix.AF_INET, kind|unix.SOCK_CLOEXEC, 0)
 		check(t, err)
-		if s, ok := Inspect(fd); ok {
+		if s, ok := InspectSocket(fd); ok {
 			t.Errorf("an unbound socket is %s", s)
 		}
 	}
 	fd, err := unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	check(t, err)
-	if s, ok := Inspect(fd); ok {
+	if s, ok := InspectSocket(fd); ok {
 		t.Errorf("a file is %s", s)
 	}
 	if got := descriptors(t); got != had {

@@ -32,7 +32,7 @@ func UnitOf(cgroup string) (unit, instance string) {
 
 // isUsers tells whether a cgroup is that of a login session or of a user's own service manager, in
 // which this user decides what runs in which group.
-func isUsers(cgroup string) bool {
+func isUserControlled(cgroup string) bool {
 	return strings.HasPrefix(cgroup+"/", "/user.slice/")
 }
 

@@ -71,7 +71,7 @@ func TestUsersOwn(t *testing.T) {
 		"/user.slice": true, "/user.slice/user-1.slice/session-1.scope": true, "/user.slice/user-1.slice/user@1.service/a.service": true,
 		"/": false, "/system.slice/user.slice": false, "/user.slices/a.service": false, "/system.slice/a.service": false,
 	} {
-		if got := isUsers(cgroup); got != want {
+		if got := isUserControlled(cgroup); got != want {
 			t.Errorf("%s: %v, want %v", cgroup, got, want)
 		}
 	}

@@ -66,7 +66,7 @@ func TestDo(t *testing.T) {
 		}
 		return failure
 	})
-	if err != failure {
+	if !errors.Is(err, failure) {
 		t.Errorf("got %v, want the error of f", err)
 	}
 	if got := inode(t); got != home {

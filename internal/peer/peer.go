@@ -55,7 +55,7 @@ func of(c net.Conn) (*Caller, error) {
 	if byNumber {
 		k.handle, err = member.Open(int(cred.Pid))
 	} else {
-		k.handle, err = member.Adopt(handle, int(cred.Pid))
+		k.handle, err = member.FromPidfd(handle, int(cred.Pid))
 	}
 	if err != nil {
 		return nil, err
@@ -83,6 +83,7 @@ func (k *Caller) identify(byNumber bool) error {
 	return k.Alive() // so all of this was about the one that connected
 }
 
+// ErrGone is the error for a caller whose process has exited.
 var ErrGone = &fault.Error{
 	Err:  errors.New("the process that connected to the agent has ended"),
 	Hint: "send a request over a connection of one's own", Code: fault.CodeNotPermitted,
@@ -97,6 +98,7 @@ func (k *Caller) Alive() error {
 	return nil
 }
 
+// Close closes the pidfd of the caller.
 func (k *Caller) Close() {
 	if k.handle != nil {
 		k.handle.Close()
@@ -109,6 +111,7 @@ type Conn struct {
 	Caller *Caller // nil: it had ended
 }
 
+// Close closes the connection and the pidfd of the caller.
 func (c *Conn) Close() error {
 	if c.Caller != nil {
 		c.Caller.Close()
@@ -119,6 +122,7 @@ func (c *Conn) Close() error {
 // Listener finds out who connects, at once.
 type Listener struct{ net.Listener }
 
+// Accept accepts a connection and identifies the process that connected.
 func (l Listener) Accept() (net.Conn, error) {
 	conn, err := l.Listener.Accept()
 	if err != nil {
@@ -132,8 +136,10 @@ func (l Listener) Accept() (net.Conn, error) {
 	return &Conn{conn, k}, nil
 }
 
+// Key is the key of the caller in the context of a request.
 type Key struct{}
 
+// WithCaller adds the caller of a connection to the context of its requests, see http.Server.ConnContext.
 func WithCaller(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, Key{}, c.(*Conn).Caller)
 }

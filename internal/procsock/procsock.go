@@ -14,12 +14,10 @@ import (
 	"io/fs"
 	"net/netip"
 	"os"
-	"path/filepath"
-	"strconv"
-	"strings"
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/member"
 )
@@ -130,7 +128,7 @@ func Take(pid, number int) (*Socket, error) {
 		return nil, err
 	}
 	defer h.Close()
-	m, err := h.Take(number)
+	m, err := h.OpenSocket(number)
 	if err != nil {
 		return nil, err
 	}
@@ -151,8 +149,8 @@ func Take(pid, number int) (*Socket, error) {
 
 // WalkOnce is Walk at half the cost, without Role: where a listener is seen after
 // its connections, this is not known yet. See Listeners.
-func WalkOnce(cgroup string, visit func(*Socket) error) (problems []error, err error) {
-	pids, err := processes(cgroup)
+func WalkOnce(dir string, visit func(*Socket) error) (problems []error, err error) {
+	pids, err := cgroup.Processes(dir)
 	if err != nil {
 		return nil, err
 	}
@@ -229,43 +227,6 @@ func describe(m *member.Socket, pid int) *Socket {
 
 func plain(a netip.AddrPort) netip.AddrPort {
 	return netip.AddrPortFrom(a.Addr().Unmap().WithZone(""), a.Port())
-}
-
-// processes lists those in a cgroup and below.
-func processes(cgroup string) ([]int, error) {
-	var pids []int
-	err := filepath.WalkDir(cgroup, func(path string, d fs.DirEntry, err error) error {
-		if err != nil {
-			if path != cgroup && errors.Is(err, fs.ErrNotExist) {
-				return nil
-			}
-			return err
-		}
-		if d.Name() != "cgroup.procs" {
-			return nil
-		}
-		list, err := os.ReadFile(path)
-		switch {
-		case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENODEV):
-			return nil
-		case errors.Is(err, unix.EOPNOTSUPP):
-			// A threaded group: its processes are listed above it.
-			return nil
-		case err != nil:
-			return err
-		}
-		for field := range strings.FieldsSeq(string(list)) {
-			// 0 is one that this process' namespace of pids does not show.
-			if pid, err := strconv.Atoi(field); err == nil && pid > 0 {
-				pids = append(pids, pid)
-			}
-		}
-		return nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("list processes of cgroup: %w", err)
-	}
-	return pids, nil
 }
 
 // Listeners are the listening sockets seen, by namespace and port.

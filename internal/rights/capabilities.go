@@ -38,6 +38,7 @@ func Drop(extra ...uintptr) error {
 	return limitCapabilities(mask)
 }
 
+// DropAll drops all capabilities of all threads.
 func DropAll() error { return limitCapabilities(0) }
 
 // limitCapabilities leaves the bounding set alone: with no_new_privs set, no
@@ -91,6 +92,7 @@ func effectiveCapabilities() (uint64, error) {
 	return uint64(has[1].Effective)<<32 | uint64(has[0].Effective), nil
 }
 
+// Has reports whether this thread has a capability in its effective set.
 func Has(c uintptr) bool {
 	effective, err := effectiveCapabilities()
 	return err == nil && effective&(1<<c) != 0

@@ -5,7 +5,6 @@
 package scope
 
 import (
-	"bufio"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
@@ -22,6 +21,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/fault"
 	"sockeye/internal/rights"
 )
@@ -187,7 +187,7 @@ func (t Tree) MayCreate(name string) error {
 
 func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
 
-// findCgroup finds the folder of a cgroup of the policy: a path, or the name
+// Find finds the folder of a cgroup of the policy: a path, or the name
 // of a systemd unit. It fails with fs.ErrNotExist if there is none.
 //
 // A unit's cgroup is where the system's service manager makes it, and nowhere else:
@@ -351,51 +351,15 @@ func (t Tree) Names(dir string) map[uint64]string {
 	return names
 }
 
-// Of is the cgroup v2 path of a process.
-func Of(pid int) (string, error) {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
-	if err != nil {
-		return "", fmt.Errorf("read cgroup of process: %w", err)
-	}
-	for line := range strings.Lines(string(data)) {
-		if path, ok := strings.CutPrefix(line, "0::"); ok {
-			return strings.TrimSuffix(strings.TrimSpace(path), " (deleted)"), nil
-		}
-	}
-	return "", fmt.Errorf("read cgroup of process %d: it is in no cgroup v2: %w", pid, fs.ErrNotExist)
-}
-
 // Within tells whether a folder is at or below another.
 func Within(path, dir string) bool {
 	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
 }
 
-// Mount finds where cgroup v2 is mounted.
-func Mount() (string, error) {
-	f, err := os.Open("/proc/self/mountinfo")
-	if err != nil {
-		return "", fmt.Errorf("find cgroup v2: %w", err)
-	}
-	defer f.Close()
-	lines := bufio.NewScanner(f)
-	for lines.Scan() {
-		// ... root mountpoint options ... - type source options (proc(5))
-		fields := strings.Fields(lines.Text())
-		if i := slices.Index(fields, "-"); i > 5 && i+1 < len(fields) && fields[i+1] == "cgroup2" {
-			return fields[4], nil
-		}
-	}
-	if err := lines.Err(); err != nil {
-		return "", fmt.Errorf("find cgroup v2: %w", err)
-	}
-	return "", &fault.Error{Err: errors.New("find cgroup v2: it is not mounted"),
-		Hint: "mount -t cgroup2 none /sys/fs/cgroup/unified", Code: fault.CodeUnsupported}
-}
-
 // Creates tells whether the agent may have to create a cgroup of a policy, with a right to write
 // at the root: a reboot removes one that is at the root.
 func Creates(name string) bool {
-	mount, err := Mount()
+	mount, err := cgroup.Mount()
 	if err != nil || isUnit(name) {
 		return false
 	}

@@ -18,7 +18,7 @@ import (
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == steer.KeeperCommand {
 		ctx, _ := signal.NotifyContext(context.Background(), unix.SIGTERM)
-		if steer.Hold(ctx) != nil {
+		if steer.RunKeeper(ctx) != nil {
 			os.Exit(1)
 		}
 		os.Exit(0)

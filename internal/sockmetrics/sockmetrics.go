@@ -37,7 +37,7 @@ var (
 )
 
 // socketsHold is how long a look at the sockets is good for.
-const socketsHold = 5 * time.Second
+const cacheTime = 5 * time.Second
 
 // Collector looks at the sockets of services and cgroups, for whoever scrapes.
 type Collector struct {
@@ -79,7 +79,7 @@ type socketNetwork struct {
 }
 
 // of finds whose an accepted connection is; "" for no service.
-func (n *socketNetwork) of(local netip.AddrPort) string {
+func (n *socketNetwork) serviceOf(local netip.AddrPort) string {
 	for _, s := range n.services {
 		for _, l := range s.Listeners {
 			at := l.Address.Addr()
@@ -126,7 +126,7 @@ func (m *Collector) Calibrate(known *Calibration) {
 func (m *Collector) Collect(out chan<- prometheus.Metric) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if now := time.Now(); m.at.IsZero() || now.Sub(m.at) > socketsHold {
+	if now := time.Now(); m.at.IsZero() || now.Sub(m.at) > cacheTime {
 		m.sums, m.err = m.sumSockets()
 		m.at = time.Now()
 	}
@@ -171,7 +171,7 @@ func (m *Collector) sumSockets() (map[socketKey]*socketSum, error) {
 		// An interrupted look does not count.
 		var here map[socketKey]*socketSum
 		err := n.diag.Dump(sockdiag.Query{States: sockdiag.Sending}, func() { here = make(map[socketKey]*socketSum) }, func(s *sockdiag.Socket) {
-			key := socketKey{n.of(s.Local), cgroups[s.Cgroup]}
+			key := socketKey{n.serviceOf(s.Local), cgroups[s.Cgroup]}
 			if key == (socketKey{}) {
 				return
 			}
@@ -187,7 +187,7 @@ func (m *Collector) sumSockets() (map[socketKey]*socketSum, error) {
 			if sums[key] == nil {
 				sums[key] = newSocketSum()
 			}
-			sums[key].join(sum)
+			sums[key].addSum(sum)
 		}
 	}
 	return sums, nil
@@ -208,7 +208,7 @@ func (t *socketSum) add(s *sockdiag.Socket, settings sockdiag.Settings, kernel *
 	}
 }
 
-func (t *socketSum) join(o *socketSum) {
+func (t *socketSum) addSum(o *socketSum) {
 	for limit, n := range o.byLimit {
 		t.byLimit[limit] += n
 	}

@@ -40,7 +40,7 @@ func TestSocketMetrics(t *testing.T) {
 	const address = "127.0.0.1:9734"
 	h := domaintest.Host(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye", slog.DiscardHandler)
 	services, tuning := steer.New(h), tune.New(h)
-	sockets := New(h, services.Listening, tuning.Paths)
+	sockets := New(h, services.EachService, tuning.Paths)
 	sockets.Calibrate(&Calibration{})
 	a := domaintest.New(h, services, tuning)
 	a.Extra = func(out chan<- prometheus.Metric) {
@@ -92,7 +92,7 @@ func TestSocketMetrics(t *testing.T) {
 	}
 	before := value(text, other)
 	sockets.mu.Lock()
-	sockets.at = time.Now().Add(-socketsHold - time.Second)
+	sockets.at = time.Now().Add(-cacheTime - time.Second)
 	sockets.mu.Unlock()
 	text = domaintest.Scrape(t, address)
 	if n := value(text, accepted); n != 1 {

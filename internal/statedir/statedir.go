@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package statedir reads and writes files of the state directory, which is kept over reboots.
+// Package statedir reads and writes files of the agent's state directory, which outlives a reboot.
 package statedir
 
 import (
@@ -12,8 +12,7 @@ import (
 	"sockeye/internal/fault"
 )
 
-// Write replaces a file in one step, so that a crash leaves the old
-// contents or the new.
+// Write replaces a file atomically: after a crash, the file has either the old or the new contents.
 func Write(path string, data []byte) (err error) {
 	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*")
 	if err != nil {
@@ -37,6 +36,7 @@ func Write(path string, data []byte) (err error) {
 	return nil
 }
 
+// BootID returns the kernel's random id of the current boot, or "" if it cannot be read.
 func BootID() string {
 	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -45,10 +45,10 @@ func BootID() string {
 	return strings.TrimSpace(string(id))
 }
 
-// AgentFile is in every agent's state directory.
+// AgentFile is the name of the file that marks a directory as an agent's state directory.
 const AgentFile = ".agent.json"
 
-// Is fails if a directory is not an agent's state directory.
+// Is returns an error if a directory is not an agent's state directory.
 func Is(dir string) error {
 	_, err := os.Lstat(filepath.Join(dir, AgentFile))
 	return err

@@ -15,20 +15,19 @@ import (
 	"sockeye/internal/peer"
 )
 
-// claim makes a process a member by command. Its sockets must be there already,
-// unless it asks itself: then it is registered when they are. by is the process
-// that asks for itself, or nil.
-func (s *service) claim(pid int, slot *int, source string, by *peer.Caller) (int, error) {
+// addClaim assigns a slot to a process by command, and returns the slot. With register, caller is nil and the sockets
+// must exist already. With run, caller is the process itself, which is registered as soon as its sockets exist.
+func (s *service) addClaim(pid int, slot *int, source string, caller *peer.Caller) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	defer s.host.reserve.lend()()
+	defer s.host.descriptors.borrow()()
 	p, err := member.Read(pid)
 	if err != nil {
-		return 0, absent(pid, err)
+		return 0, explainMissing(pid, err)
 	}
-	if by != nil {
-		// What was read is of the caller only if that lives now.
-		if err := by.Alive(); err != nil || p.StartTime != by.ID.StartTime {
+	if caller != nil {
+		// The attributes in p belong to the caller only if the caller still runs.
+		if err := caller.Alive(); err != nil || p.StartTime != caller.ID.StartTime {
 			return 0, peer.ErrGone
 		}
 	}
@@ -42,38 +41,38 @@ func (s *service) claim(pid int, slot *int, source string, by *peer.Caller) (int
 				fmt.Sprintf("sockeye unregister --service %s --slot %d first", s.config.Name, seat.slot))
 		}
 	}
-	// Root may become anybody before it opens sockets, and does as isolated members start.
+	// Root may change its user before it opens sockets, as run --isolated does.
 	if users := s.users; len(users) > 0 && !p.UIDs.Within([]uint32{0}) {
 		if err := member.AdmitUser(p, users); err != nil {
 			return 0, explainRefusal(fmt.Errorf("make process %d a member: %w", pid, err))
 		}
 	}
-	want, err := s.reserve(self, slot)
+	assigned, err := s.assignSlot(self, slot)
 	if err != nil {
 		return 0, err
 	}
 	before := s.state
 	s.state.Released = slices.DeleteFunc(slices.Clone(s.state.Released), func(r member.ID) bool { return r == self })
-	s.state.Claims = append(s.liveClaims(self), claim{self, want, source})
-	if by == nil {
-		if err := s.register(p, &seat{slot: want, source: source}); err != nil {
+	s.state.Claims = append(s.liveClaims(self), claim{self, assigned, source})
+	if caller == nil {
+		if err := s.register(p, &seat{slot: assigned, source: source}); err != nil {
 			s.state = before
 			if errors.Is(err, fs.ErrNotExist) {
-				return 0, absent(pid, err)
+				return 0, explainMissing(pid, err)
 			}
 			if fault.Hint(err) == "" {
 				err = fault.WithHint(err, "register it once it listens, or start it with sockeye run, which waits for that")
 			}
-			return 0, fmt.Errorf("register process %d in slot %d: %w", pid, want, err)
+			return 0, fmt.Errorf("register process %d in slot %d: %w", pid, assigned, err)
 		}
-		s.forget(pid)
+		s.forgetWaiting(pid)
 	} else {
-		s.consider(p)
+		s.evaluate(p)
 	}
-	return want, s.state.save(s.statePath())
+	return assigned, s.state.save(s.statePath())
 }
 
-// soleUser is the user of the members, as the policy names it, or "" where it names none or several.
+// soleUser returns the user of the members if the policy names exactly one, or "".
 func (s *service) soleUser() string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -83,7 +82,7 @@ func (s *service) soleUser() string {
 	return s.config.Users[0]
 }
 
-// memberListeners are what members listen on.
+// memberListeners returns the addresses and ports that members listen on.
 func (s *service) memberListeners() []api.MemberListener {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -98,16 +97,16 @@ func (s *service) memberListeners() []api.MemberListener {
 	return list
 }
 
-// absent says that a process has ended, if that is what the error means.
-func absent(pid int, err error) error {
+// explainMissing turns an error that wraps fs.ErrNotExist into one about a missing process.
+func explainMissing(pid int, err error) error {
 	if errors.Is(err, fs.ErrNotExist) {
 		return fault.Usage(fmt.Errorf("there is no process %d", pid), "it may have ended; name another with --pid")
 	}
 	return err
 }
 
-// reserve finds a slot for a process that has none yet.
-func (s *service) reserve(self member.ID, slot *int) (int, error) {
+// assignSlot returns the requested slot, or the first free slot for nil. The process has no slot yet.
+func (s *service) assignSlot(self member.ID, slot *int) (int, error) {
 	if slot == nil {
 		return s.findSlot(member.AnySlot)
 	}
@@ -124,15 +123,15 @@ func (s *service) reserve(self member.ID, slot *int) (int, error) {
 	return s.findSlot(*slot)
 }
 
-// liveClaims are the claims of processes that still run, without except.
+// liveClaims returns the claims of running processes other than except.
 func (s *service) liveClaims(except member.ID) []claim {
 	return slices.DeleteFunc(slices.Clone(s.state.Claims), func(c claim) bool {
 		return c.ID == except || !member.Alive(c.PID, c.StartTime)
 	})
 }
 
-// unregister empties a slot and keeps its process out until it is registered
-// by command or started again.
+// unregister removes a member from its slot. The process is not registered again until a command does so or the
+// program is restarted.
 func (s *service) unregister(slot int) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -152,6 +151,6 @@ func (s *service) unregister(slot int) error {
 	if err := s.state.save(s.statePath()); err != nil {
 		return err
 	}
-	s.clear(slot, "unregistered")
+	s.vacateSlot(slot, "unregistered")
 	return nil
 }

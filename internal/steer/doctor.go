@@ -33,7 +33,7 @@ func Examine(report *doctor.Report, policy *config.Policy) {
 type checkup struct{ *doctor.Report }
 
 // holder is a socket on one of a service's ports, and whose it is.
-type holder struct {
+type portSocket struct {
 	process *member.Process
 	socket  *member.Socket
 	backlog uint32 // of a listening TCP socket
@@ -48,8 +48,8 @@ func (d checkup) service(c config.Service) {
 		return
 	}
 	defer s.netns.Close()
-	d.foreign(area, int(s.netns.Fd()))
-	holders, err := s.holders()
+	d.foreignPrograms(area, int(s.netns.Fd()))
+	holders, err := s.findSockets()
 	if err != nil {
 		d.Add(area, "sockets", doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
 		return
@@ -73,7 +73,7 @@ func (d checkup) service(c config.Service) {
 	}
 }
 
-func (d checkup) foreign(area string, netns int) {
+func (d checkup) foreignPrograms(area string, netns int) {
 	programs, err := bpf.ForeignPrograms(netns)
 	if err != nil {
 		d.Add(area, "foreign programs", doctor.Warning, "not known: "+err.Error(), fault.Hint(err))
@@ -90,22 +90,22 @@ func (d checkup) foreign(area string, netns int) {
 
 // holders finds the sockets on the service's ports, keepers' included. The
 // copies are closed, only what they tell is returned.
-func (s *service) holders() ([]holder, error) {
+func (s *service) findSockets() ([]portSocket, error) {
 	processes, err := member.All()
 	if err != nil {
 		return nil, err
 	}
-	var holders []holder
+	var holders []portSocket
 	seen := make(map[uint64]bool)
 	for _, p := range processes {
-		if p.Netns != s.inode {
+		if p.Netns != s.netnsInode {
 			continue
 		}
 		handle, err := member.Open(p.PID)
 		if err != nil {
 			continue
 		}
-		sockets, err := handle.Sockets(s.onPort)
+		sockets, err := handle.Sockets(s.isOnServicePort)
 		handle.Close()
 		if err != nil {
 			if errors.Is(err, os.ErrPermission) {
@@ -116,7 +116,7 @@ func (s *service) holders() ([]holder, error) {
 		for _, socket := range sockets {
 			if !seen[socket.Cookie] {
 				seen[socket.Cookie] = true
-				h := holder{process: p, socket: socket}
+				h := portSocket{process: p, socket: socket}
 				// Of a listening socket, tcpi_sacked is the backlog (tcp_get_info).
 				if info, err := unix.GetsockoptTCPInfo(socket.FD(), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
 					h.backlog = info.Sacked
@@ -131,11 +131,11 @@ func (s *service) holders() ([]holder, error) {
 
 // onPort tells whether a socket is on a listener's port or where its members
 // should be.
-func (s *service) onPort(socket *member.Socket) bool {
+func (s *service) isOnServicePort(socket *member.Socket) bool {
 	if socket.Connected {
 		return false
 	}
-	if s.wants(socket) {
+	if s.matchesListener(socket) {
 		return true
 	}
 	return slices.ContainsFunc(s.config.Listeners, func(l config.Listener) bool {
@@ -145,14 +145,14 @@ func (s *service) onPort(socket *member.Socket) bool {
 }
 
 // inNoSlot tells whether a process that could be a member is none, and nobody has told of that.
-func (d checkup) inNoSlot(h holder, users []uint32) bool {
+func (d checkup) isUnregistered(h portSocket, users []uint32) bool {
 	return d.Known != nil && !isKeeper(h.process) && h.socket.Listening && slices.Contains(users, h.socket.UID) &&
 		!d.Known.Sockets[h.socket.Cookie] && !d.Known.Processes[h.process.PID]
 }
 
-func (d checkup) listener(area string, c config.Service, l config.Listener, users []uint32, all []holder) {
+func (d checkup) listener(area string, c config.Service, l config.Listener, users []uint32, all []portSocket) {
 	first, last := memberPorts(l)
-	var here []holder
+	var here []portSocket
 	for _, h := range all {
 		port := h.socket.Local.Port()
 		if (h.socket.Protocol == unix.IPPROTO_UDP) == (l.Protocol == config.UDP) && port >= first && port <= last {
@@ -173,7 +173,7 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 			d.Add(area, check, doctor.Warning, fmt.Sprintf("%s belongs to user %s, members to %s", who, member.UserName(h.socket.UID), member.UserNames(users)),
 				"start the program as that user, or name the owner in user of the service")
 		}
-		if d.inNoSlot(h, users) {
+		if d.isUnregistered(h, users) {
 			d.Add(area, check, doctor.Warning, who+" is in no slot, and gets nothing of the service",
 				fmt.Sprintf("sockeye register --service %s --pid %d, or add a rule to members", c.Name, h.process.PID))
 		}

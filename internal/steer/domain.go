@@ -29,8 +29,8 @@ import (
 // steerHost is what the services share.
 type steerHost struct {
 	*domain.Host
-	reserve reserve
-	systemd *serviceManager
+	descriptors fdReserve
+	systemd     *serviceManager
 }
 
 // Domain carries out the services of the policy.
@@ -46,7 +46,7 @@ type Domain struct {
 // New returns the domain without any services.
 func New(h *domain.Host) *Domain {
 	d := &Domain{host: &steerHost{Host: h, systemd: findServiceManager()}, log: h.Log, services: make(map[string]*service)}
-	h.AddPrograms(d.programs)
+	h.AddPrograms(d.programIDs)
 	return d
 }
 
@@ -61,7 +61,7 @@ func (d *Domain) Check(policy *config.Policy) error {
 		return err
 	}
 	for _, c := range policy.Services {
-		if _, err := (&service{host: d.host}).prepare(c, devices[c.Name]); err != nil {
+		if _, err := (&service{host: d.host}).resolveTarget(c, devices[c.Name]); err != nil {
 			return ofService(c.Name, err)
 		}
 	}
@@ -73,7 +73,7 @@ func (d *Domain) Check(policy *config.Policy) error {
 func (d *Domain) Start(policy *config.Policy) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.host.reserve.fill()
+	d.host.descriptors.fill()
 	pinned, err := d.host.Root.Services()
 	if err != nil {
 		return err
@@ -90,7 +90,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 		if err != nil {
 			return ofService(c.Name, err)
 		}
-		if err := d.open(c, devices); err != nil {
+		if err := d.addService(c, devices); err != nil {
 			return err
 		}
 	}
@@ -106,7 +106,7 @@ func namesOf(policy *config.Policy) []string {
 	return names
 }
 
-func (d *Domain) open(c config.Service, devices *placement.DeviceMap) error {
+func (d *Domain) addService(c config.Service, devices *placement.DeviceMap) error {
 	s, err := openService(d.host, d.log, c, devices)
 	if err != nil {
 		return ofService(c.Name, err)
@@ -127,7 +127,7 @@ func (d *Domain) removeLeftover(name string) error {
 				d.log.Warn("program not detached", "service", name, "error", err)
 			}
 		}
-		if err := k.end(); err != nil {
+		if err := k.kill(); err != nil {
 			return err
 		}
 	}
@@ -171,7 +171,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	defer d.mu.Unlock()
 	var steps []domain.Step
 	var changes []serviceChange
-	prepare := sync.OnceValues(func() (map[string]*target, error) { return d.targets(policy, changes) })
+	prepare := sync.OnceValues(func() (map[string]*target, error) { return d.resolveTargets(policy, changes) })
 	add := func(c serviceChange, what ...api.Change) {
 		changes = append(changes, c)
 		steps = append(steps, domain.Step{Changes: what, Apply: func() (func() error, error) {
@@ -179,7 +179,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 			if err != nil {
 				return nil, err
 			}
-			rollback, err := d.apply(c, targets[c.name])
+			rollback, err := d.applyChange(c, targets[c.name])
 			if err != nil {
 				closeTargets(targets)
 			}
@@ -195,13 +195,13 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		change := serviceChange{c.Name, &c, devices[c.Name]}
 		s := d.services[c.Name]
 		if s == nil {
-			if _, err := (&service{host: d.host}).prepare(c, devices[c.Name]); err != nil {
+			if _, err := (&service{host: d.host}).resolveTarget(c, devices[c.Name]); err != nil {
 				return nil, ofService(c.Name, err)
 			}
 			add(change, api.Change{Service: c.Name, Action: "add", What: "service"})
 			continue
 		}
-		t, err := s.prepare(c, devices[c.Name])
+		t, err := s.resolveTarget(c, devices[c.Name])
 		if err != nil {
 			return nil, ofService(c.Name, err)
 		}
@@ -215,7 +215,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 // targets prepares the services that change, before the first of them does: a large device map takes
 // seconds to be made for the kernel, and services that share slots are to differ for as short a time as
 // possible. The nonce of a service that others share slots with is made here.
-func (d *Domain) targets(policy *config.Policy, changes []serviceChange) (targets map[string]*target, err error) {
+func (d *Domain) resolveTargets(policy *config.Policy, changes []serviceChange) (targets map[string]*target, err error) {
 	targets = make(map[string]*target)
 	defer func() {
 		if err != nil {
@@ -226,7 +226,7 @@ func (d *Domain) targets(policy *config.Policy, changes []serviceChange) (target
 		if c.SlotsAs == "" {
 			continue
 		}
-		if _, err := d.host.nonce(c.SlotsAs); err != nil {
+		if _, err := d.host.ensureNonce(c.SlotsAs); err != nil {
 			return nil, ofService(c.SlotsAs, err)
 		}
 	}
@@ -237,9 +237,9 @@ func (d *Domain) targets(policy *config.Policy, changes []serviceChange) (target
 		if s == nil || c.config == nil {
 			continue
 		}
-		t, err := s.prepare(*c.config, c.devices)
+		t, err := s.resolveTarget(*c.config, c.devices)
 		if err == nil {
-			t.built, err = s.build(*c.config, c.devices)
+			t.pendingDevices, err = s.buildDeviceMap(*c.config, c.devices)
 		}
 		if err != nil {
 			return nil, ofService(c.name, err)
@@ -252,20 +252,20 @@ func (d *Domain) targets(policy *config.Policy, changes []serviceChange) (target
 // closeTargets closes the device maps that no service has taken.
 func closeTargets(targets map[string]*target) {
 	for _, t := range targets {
-		t.built.close()
+		t.pendingDevices.close()
 	}
 }
 
 // apply carries a change out, and returns how to roll it back. A change that fails leaves its service as
 // it was.
-func (d *Domain) apply(c serviceChange, t *target) (rollback func() error, err error) {
+func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var undo func() error
 	switch s := d.services[c.name]; {
 	case c.config == nil:
-		before := s.now()
-		undo = func() error { return d.open(before.config, before.mapping.Devices) }
+		before := s.currentTarget()
+		undo = func() error { return d.addService(before.config, before.mapping.Devices) }
 		delete(d.services, c.name)
 		if err := s.retire(); err != nil {
 			return nil, ofService(c.name, fault.Join(err, undo()))
@@ -276,13 +276,13 @@ func (d *Domain) apply(c serviceChange, t *target) (rollback func() error, err e
 			delete(d.services, c.name)
 			return s.retire()
 		}
-		if err := d.open(*c.config, c.devices); err != nil {
+		if err := d.addService(*c.config, c.devices); err != nil {
 			return nil, err
 		}
 	default:
-		before := s.now()
-		undo = func() error { return s.apply(before) }
-		if err := s.apply(t); err != nil {
+		before := s.currentTarget()
+		undo = func() error { return s.applyTarget(before) }
+		if err := s.applyTarget(t); err != nil {
 			return nil, ofService(c.name, err)
 		}
 	}
@@ -300,7 +300,7 @@ func (d *Domain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Plan) er
 	d.order = namesOf(policy)
 	for _, s := range d.services {
 		s.mu.Lock()
-		s.scanOnce()
+		s.scanRateLimited()
 		s.mu.Unlock()
 	}
 	return nil
@@ -316,7 +316,7 @@ func (d *Domain) Close() {
 }
 
 // programs are the ids of the sock_ops programs of the services.
-func (d *Domain) programs() ([]uint32, error) {
+func (d *Domain) programIDs() ([]uint32, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var ids []uint32
@@ -332,20 +332,20 @@ func (d *Domain) programs() ([]uint32, error) {
 	return ids, nil
 }
 
-// Listening calls f for each service, in the order of the policy, with the network namespace that it is
+// EachService calls f for each service, in the order of the policy, with the network namespace that it is
 // in: its inode, and what to enter it by; nil is that of the agent.
-func (d *Domain) Listening(f func(c config.Service, inode uint64, enter *os.File)) {
-	services, _ := d.selected("") // all: no name can be wrong
+func (d *Domain) EachService(f func(c config.Service, inode uint64, enter *os.File)) {
+	services, _ := d.selectServices("") // all: no name can be wrong
 	for _, s := range services {
 		s.mu.Lock()
-		f(s.config, s.inode, s.enter())
+		f(s.config, s.netnsInode, s.socketNetns())
 		s.mu.Unlock()
 	}
 }
 
 // service finds a service by name; where there is only one the name may be
 // left out.
-func (d *Domain) service(name string) (*service, error) {
+func (d *Domain) findService(name string) (*service, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if name == "" && len(d.services) == 1 {
@@ -372,9 +372,9 @@ func (d *Domain) service(name string) (*service, error) {
 }
 
 // selected returns the named service, or all, by name.
-func (d *Domain) selected(name string) ([]*service, error) {
+func (d *Domain) selectServices(name string) ([]*service, error) {
 	if name != "" {
-		s, err := d.service(name)
+		s, err := d.findService(name)
 		return []*service{s}, err
 	}
 	d.mu.Lock()
@@ -395,31 +395,31 @@ func ofService(name string, err error) error {
 // Routes adds the requests about services, slots and devices.
 func (d *Domain) Routes(r *domain.Router) {
 	r.Get("/v1/slots", func(r *http.Request) (any, error) {
-		return collect(d, r, (*service).slots)
+		return collectFrom(d, r, (*service).slots)
 	})
 	r.Get("/v1/devices", func(r *http.Request) (any, error) {
-		return collect(d, r, func(s *service) ([]api.DeviceStatus, error) { return s.devices(), nil })
+		return collectFrom(d, r, func(s *service) ([]api.DeviceStatus, error) { return s.devices(), nil })
 	})
 	r.Get("/v1/where", func(r *http.Request) (any, error) {
 		addresses, err := api.ParseAddresses(r.URL.Query()["address"])
 		if err != nil {
 			return nil, err
 		}
-		return collect(d, r, func(s *service) ([]api.WhereStatus, error) { return s.where(addresses), nil })
+		return collectFrom(d, r, func(s *service) ([]api.WhereStatus, error) { return s.where(addresses), nil })
 	})
 	r.Post("/v1/register", func(r *http.Request) (any, error) {
-		m, s, err := d.membership(r, true)
+		m, s, err := d.decodeMembership(r, true)
 		if err != nil {
 			return nil, err
 		}
 		if m.PID == 0 {
 			return nil, fault.Usage(errors.New("which process?"), "name one with --pid")
 		}
-		slot, err := s.claim(m.PID, m.Slot, "register", nil)
+		slot, err := s.addClaim(m.PID, m.Slot, "register", nil)
 		return api.Membership{Service: s.config.Name, Slot: &slot, PID: m.PID}, err
 	})
 	r.Post("/v1/unregister", func(r *http.Request) (any, error) {
-		m, s, err := d.membership(r, true)
+		m, s, err := d.decodeMembership(r, true)
 		if err != nil {
 			return nil, err
 		}
@@ -429,18 +429,18 @@ func (d *Domain) Routes(r *domain.Router) {
 		return api.Membership{Service: s.config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
 	})
 	r.Post("/v1/run", func(r *http.Request) (any, error) {
-		m, s, err := d.membership(r, false)
+		m, s, err := d.decodeMembership(r, false)
 		if err != nil {
 			return nil, err
 		}
 		// A caller makes itself a member, nobody else.
 		k := peer.From(r)
-		slot, err := s.claim(k.ID.PID, m.Slot, "run", k)
+		slot, err := s.addClaim(k.ID.PID, m.Slot, "run", k)
 		return api.Place{Membership: api.Membership{Service: s.config.Name, Slot: &slot, PID: k.ID.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
 	})
 }
 
-func (d *Domain) membership(r *http.Request, root bool) (m api.Membership, s *service, err error) {
+func (d *Domain) decodeMembership(r *http.Request, root bool) (m api.Membership, s *service, err error) {
 	if peer.From(r) == nil {
 		return m, nil, &fault.Error{Err: errors.New("the caller is not known"), Code: fault.CodeNotPermitted}
 	}
@@ -452,13 +452,13 @@ func (d *Domain) membership(r *http.Request, root bool) (m api.Membership, s *se
 	if err := domain.Decode(r, &m); err != nil {
 		return m, nil, err
 	}
-	s, err = d.service(m.Service)
+	s, err = d.findService(m.Service)
 	return m, s, err
 }
 
 // collect asks the services that a request names, or all.
-func collect[T any](d *Domain, r *http.Request, ask func(*service) ([]T, error)) ([]T, error) {
-	services, err := d.selected(r.URL.Query().Get("service"))
+func collectFrom[T any](d *Domain, r *http.Request, ask func(*service) ([]T, error)) ([]T, error) {
+	services, err := d.selectServices(r.URL.Query().Get("service"))
 	if err != nil {
 		return nil, err
 	}
@@ -475,7 +475,7 @@ func collect[T any](d *Domain, r *http.Request, ask func(*service) ([]T, error))
 
 // Status adds the services.
 func (d *Domain) Status(status *api.Status) error {
-	services, err := d.selected("")
+	services, err := d.selectServices("")
 	if err != nil {
 		return err
 	}

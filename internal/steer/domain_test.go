@@ -11,15 +11,15 @@ import (
 
 func TestSelected(t *testing.T) {
 	d := &Domain{services: make(map[string]*service)}
-	if _, err := d.service(""); err == nil || err.Error() != "which service?" {
+	if _, err := d.findService(""); err == nil || err.Error() != "which service?" {
 		t.Error(err)
 	}
 	one := &service{config: config.Service{Name: "one"}}
 	d.services["one"] = one
-	if s, err := d.service(""); err != nil || s != one {
+	if s, err := d.findService(""); err != nil || s != one {
 		t.Error(err)
 	}
-	if _, err := d.service("onee"); fault.Code(err) != fault.CodeUsage || fault.Hint(err) != "did you mean one?" {
+	if _, err := d.findService("onee"); fault.Code(err) != fault.CodeUsage || fault.Hint(err) != "did you mean one?" {
 		t.Error(err, fault.Hint(err))
 	}
 }

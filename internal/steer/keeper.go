@@ -23,11 +23,11 @@ import (
 	"sockeye/internal/rights"
 )
 
-// KeeperCommand is the hidden command that a keeper runs. Its arguments tell
-// the next agent whose sockets it holds.
+// KeeperCommand is the hidden command of the keeper process. Its arguments name the pin directory and the service, so
+// that the next agent finds the keeper.
 const KeeperCommand = "hold"
 
-// keeper is a running keeper, started by this agent or an earlier one.
+// keeper is a running keeper process, started by this agent or an earlier one.
 type keeper struct {
 	handle  *member.Handle
 	pid     int
@@ -40,31 +40,29 @@ func keeperArgs(pins, service string) []string {
 	return []string{KeeperCommand, "--pins", pins, "--service", service}
 }
 
-// keeperOf is the service whose keeper a process calls itself, of a pin
-// directory. Any process can: genuine tells.
-func keeperOf(pins string, args []string) (service string, ok bool) {
+// keeperService returns the service in the arguments of a keeper of a pin directory. Any process can have these
+// arguments; isTrustedKeeper checks the process itself.
+func keeperService(pins string, args []string) (service string, ok bool) {
 	if len(args) != 6 || !slices.Equal(args[1:4], []string{KeeperCommand, "--pins", pins}) || args[4] != "--service" {
 		return "", false
 	}
 	return args[5], true
 }
 
-// isKeeper tells a keeper from members: it holds sockets on their ports too.
+// isKeeper reports whether a process is a keeper, which has sockets on the members' ports and is not a member.
 func isKeeper(p *member.Process) bool {
-	return len(p.Args) > 1 && p.Args[1] == KeeperCommand && genuine(member.ID{PID: p.PID, StartTime: p.StartTime})
+	return len(p.Args) > 1 && p.Args[1] == KeeperCommand && isTrustedKeeper(member.ID{PID: p.PID, StartTime: p.StartTime})
 }
 
-// genuine tells whether a process can be a keeper that an agent started, of this
-// version or another one: all its user ids are the agent's, it is in the agent's
-// user namespace, and its program is one that only root can have written. What
-// sudo(8) runs for a user, while it waits for a password, has that user's real
-// id.
-func genuine(self member.ID) bool {
-	if !ownIDs(self.PID) || !sameFile(procFile(self.PID, "ns/user"), "/proc/self/ns/user") {
+// isTrustedKeeper reports whether an agent of any version can have started a process: all user ids of the process are
+// those of the agent, the process is in the agent's user namespace, and only root can have written its executable. A
+// process that a user starts by sudo(8) has the real id of that user until sudo has the password.
+func isTrustedKeeper(self member.ID) bool {
+	if !hasAgentUIDs(self.PID) || !sameFile(procFile(self.PID, "ns/user"), "/proc/self/ns/user") {
 		return false
 	}
-	// Also of a program whose file was replaced since. DAC_READ_SEARCH and
-	// SYS_PTRACE let the agent ask.
+	// The link also works for an executable that was replaced since. The agent needs CAP_DAC_READ_SEARCH and
+	// CAP_SYS_PTRACE.
 	var exe unix.Stat_t
 	if err := unix.Stat(procFile(self.PID, "exe"), &exe); err != nil {
 		return false
@@ -82,9 +80,8 @@ func sameFile(a, b string) bool {
 	return unix.Stat(a, &sa) == nil && unix.Stat(b, &sb) == nil && sa.Dev == sb.Dev && sa.Ino == sb.Ino
 }
 
-// ownIDs tells whether the real, effective, saved and file system user ids of a
-// process are the agent's.
-func ownIDs(pid int) bool {
+// hasAgentUIDs reports whether the real, effective, saved and file system user ids of a process are those of the agent.
+func hasAgentUIDs(pid int) bool {
 	status, err := os.ReadFile(procFile(pid, "status"))
 	if err != nil {
 		return false
@@ -99,7 +96,7 @@ func ownIDs(pid int) bool {
 	return false
 }
 
-// startKeeper starts a keeper that inherits the sockets.
+// startKeeper starts a keeper process that inherits the sockets.
 func startKeeper(log *slog.Logger, pins, service string, fds []int) (*keeper, error) {
 	cmd := exec.Command("/proc/self/exe", keeperArgs(pins, service)...)
 	cmd.Args[0] = "sockeye"
@@ -109,9 +106,9 @@ func startKeeper(log *slog.Logger, pins, service string, fds []int) (*keeper, er
 	for _, fd := range fds {
 		copied, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 		if err != nil {
-			return nil, fmt.Errorf("copy anchor: %w", err)
+			return nil, fmt.Errorf("copy keeper socket: %w", err)
 		}
-		f := os.NewFile(uintptr(copied), "anchor")
+		f := os.NewFile(uintptr(copied), "keeper socket")
 		defer f.Close()
 		cmd.ExtraFiles = append(cmd.ExtraFiles, f)
 	}
@@ -134,21 +131,20 @@ func startKeeper(log *slog.Logger, pins, service string, fds []int) (*keeper, er
 	}
 	go func() {
 		defer child.Close()
-		// Not by waitid(2) alone, in which a thread would stay; see Events.Next.
+		// cmd.Wait alone would block a thread in waitid(2); see Events.Next.
 		if child.Wait() != nil {
 			return
 		}
 		if err := cmd.Wait(); err != nil {
-			log.Debug("keeper ended", "pid", pid, "error", err)
+			log.Debug("keeper exited", "pid", pid, "error", err)
 		}
 	}()
 	return &keeper{handle: handle, pid: pid, self: member.ID{PID: pid, StartTime: p.StartTime}, service: service}, nil
 }
 
-// findKeepers returns the keepers of a service that run, with copies of their
-// sockets. An empty service means all. record is the keeper that the state
-// directory names, if any. Any other process must hold sockets of the service's
-// listeners and no more; rows has these.
+// findKeepers returns the running keepers of a service, or of all services for "", with copies of their sockets. record
+// is the keeper in the state file, or nil. A process that is not recorded must have sockets of the service's listeners,
+// which rows returns, and no other sockets.
 func findKeepers(pins, service string, record *member.ID, rows func(service string) []bpf.Listener) ([]*keeper, error) {
 	processes, err := member.All()
 	if err != nil {
@@ -156,7 +152,7 @@ func findKeepers(pins, service string, record *member.ID, rows func(service stri
 	}
 	var keepers []*keeper
 	for _, p := range processes {
-		name, ok := keeperOf(pins, p.Args)
+		name, ok := keeperService(pins, p.Args)
 		if !ok || service != "" && name != service {
 			continue
 		}
@@ -167,7 +163,7 @@ func findKeepers(pins, service string, record *member.ID, rows func(service stri
 	return keepers, nil
 }
 
-// openKeeper returns nil for a process that is no keeper, or has ended.
+// openKeeper returns nil if the process is not a keeper or has exited.
 func openKeeper(p *member.Process, service string, record *member.ID, rows []bpf.Listener) *keeper {
 	handle, err := member.Open(p.PID)
 	if err != nil {
@@ -179,33 +175,33 @@ func openKeeper(p *member.Process, service string, record *member.ID, rows []bpf
 		return nil
 	}
 	recorded := record != nil && *record == k.self
-	// The handle is of the process that was read only if that lives now.
-	if !genuine(k.self) || handle.Ended() || !recorded && !holdsOnly(k.sockets, rows) {
+	// The handle belongs to the process in p only if that process still runs.
+	if !isTrustedKeeper(k.self) || handle.Ended() || !recorded && !hasOnlyKeeperSockets(k.sockets, rows) {
 		k.close()
 		return nil
 	}
 	return k
 }
 
-// holdsOnly tells whether sockets are anchors of listeners. Without listeners,
-// as of pins that another version made, they need not be.
-func holdsOnly(sockets []*member.Socket, rows []bpf.Listener) bool {
+// hasOnlyKeeperSockets reports whether all sockets are keeper sockets of listeners. If the listeners are unknown, as
+// with the pins of another version, any sockets are accepted.
+func hasOnlyKeeperSockets(sockets []*member.Socket, rows []bpf.Listener) bool {
 	if len(rows) == 0 {
 		return true
 	}
 	foreign := func(s *member.Socket) bool {
-		return !slices.ContainsFunc(rows, func(l bpf.Listener) bool { return anchors(s, l) })
+		return !slices.ContainsFunc(rows, func(l bpf.Listener) bool { return isKeeperSocket(s, l) })
 	}
 	return len(sockets) > 0 && !slices.ContainsFunc(sockets, foreign)
 }
 
-// anchors tells whether a socket is an anchor of a listener.
-func anchors(s *member.Socket, l bpf.Listener) bool {
+// isKeeperSocket reports whether a socket can be a keeper socket of a listener.
+func isKeeperSocket(s *member.Socket, l bpf.Listener) bool {
 	return s.Protocol == int(l.Protocol) && s.Local == l.Address && s.V6Only == l.V6Only && s.Listening && s.ReusePort
 }
 
-// pinnedRows reads the listeners of a service from its pins; none, if that
-// cannot be done.
+// pinnedRows returns a function that reads the listeners of a service from its pins. The function returns nil if the
+// pins cannot be read.
 func pinnedRows(pins string) func(service string) []bpf.Listener {
 	return func(service string) (rows []bpf.Listener) {
 		listeners, err := bpf.ReadListeners(filepath.Join(pins, bpf.ServicePrefix+service))
@@ -221,11 +217,11 @@ func pinnedRows(pins string) func(service string) []bpf.Listener {
 	}
 }
 
-// end kills a keeper; when it returns, the keeper's sockets are closed.
-func (k *keeper) end() error {
+// kill kills a keeper and waits for its exit, which closes its sockets.
+func (k *keeper) kill() error {
 	defer k.close()
 	if err := k.handle.Kill(); err != nil && !errors.Is(err, unix.ESRCH) {
-		return fmt.Errorf("end keeper %d: %w", k.pid, err)
+		return fmt.Errorf("kill keeper %d: %w", k.pid, err)
 	}
 	return k.handle.Wait()
 }
@@ -235,10 +231,10 @@ func (k *keeper) close() {
 	k.handle.Close()
 }
 
-// Hold is the keeper's whole life: it gives up all rights and waits until ctx
-// ends, at SIGTERM: systemd would wait 90 s at shutdown for one that ignores it. The
-// sockets that it inherited need nothing done.
-func Hold(ctx context.Context) error {
+// RunKeeper is the main function of the keeper process: RunKeeper drops all capabilities and waits for the end of ctx.
+// The command ends ctx at SIGTERM: systemd would wait 90 s at shutdown for a process that ignores SIGTERM. The inherited
+// sockets stay open until the process exits.
+func RunKeeper(ctx context.Context) error {
 	if err := rights.DropAll(); err != nil {
 		return err
 	}
@@ -246,9 +242,9 @@ func Hold(ctx context.Context) error {
 	return nil
 }
 
-// EndKeepers ends the keepers of a service whose sockets are in a pin directory, and takes the programs off the
-// sockets, which go back to the kernel's hash. An empty service means all.
-func EndKeepers(pins, service string) error {
+// RetireKeepers detaches the programs from the sockets of the keepers of a service, or of all services of the pin
+// directory for "", and kills these keepers. The kernel's hash selects afterwards.
+func RetireKeepers(pins, service string) error {
 	keepers, err := findKeepers(pins, service, nil, pinnedRows(pins))
 	if err != nil {
 		return err
@@ -258,7 +254,7 @@ func EndKeepers(pins, service string) error {
 		for _, socket := range k.sockets {
 			errs = append(errs, bpf.Detach(socket.FD()))
 		}
-		errs = append(errs, k.end())
+		errs = append(errs, k.kill())
 	}
 	return fault.Join(errs...)
 }

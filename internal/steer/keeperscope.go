@@ -16,31 +16,30 @@ import (
 	"sockeye/internal/member"
 )
 
-// A keeper outlives the agent. Started in the cgroup of the agent's unit it
-// would be a left-over process there whenever systemd starts that unit again, so
-// that the agent asks systemd for a scope unit of its own for it. Where that
-// fails the keeper stays where it is, and works as well.
+// A keeper outlives the agent. In the cgroup of the agent's unit, systemd would report the keeper as a left-over process
+// at each start of the unit. Therefore the agent requests a scope unit for the keeper from systemd. If the request fails,
+// the keeper stays in the agent's unit and works there, too.
 
 const (
-	// scopeTimeout bounds the whole conversation with systemd.
+	// scopeTimeout limits the exchange with systemd.
 	scopeTimeout = 10 * time.Second
-	// stopTimeout is how long systemd waits for a keeper that it ends.
+	// stopTimeout is the time between SIGTERM and SIGKILL when systemd stops a keeper.
 	stopTimeout = 5 * time.Second
 
 	systemdName    = "org.freedesktop.systemd1"
 	systemdPath    = dbus.ObjectPath("/org/freedesktop/systemd1")
 	systemdManager = systemdName + ".Manager"
-	// systemdSocket is systemd's own, for root, which needs no message bus.
+	// systemdSocket is the private socket of systemd for root, which works without a message bus.
 	systemdSocket = "/run/systemd/private"
 )
 
-// serviceManager is how systemd is reached; nil where the agent is no unit's.
+// serviceManager is a connection to systemd for an agent that is a systemd service.
 type serviceManager struct {
 	dial func(context.Context) (*dbus.Conn, error)
 	unit string // cgroup of the agent's unit
 }
 
-// findServiceManager tells whether this process is one of a systemd service.
+// findServiceManager returns nil if this process is not part of a systemd service.
 func findServiceManager() *serviceManager {
 	self, err := member.Read(os.Getpid())
 	if err != nil || os.Getenv("INVOCATION_ID") == "" || !strings.HasSuffix(path.Base(self.Cgroup), ".service") {
@@ -52,7 +51,7 @@ func findServiceManager() *serviceManager {
 	return &serviceManager{dialSystemd, self.Cgroup}
 }
 
-// dialSystemd connects to systemd itself, or by the system's message bus.
+// dialSystemd connects to the private socket of systemd, or to the system message bus.
 func dialSystemd(ctx context.Context) (*dbus.Conn, error) {
 	conn, err := dbus.Dial("unix:path="+systemdSocket, dbus.WithContext(ctx))
 	if err == nil {
@@ -78,12 +77,12 @@ type auxiliaryUnit struct {
 	Properties []unitProperty
 }
 
-// moveOut gives a keeper a scope unit of its own, if it is in the unit of the
-// agent. It returns the unit's name, or "".
-func (m *serviceManager) moveOut(ctx context.Context, k *keeper) (string, error) {
+// startScope moves a keeper from the agent's unit to a new scope unit, and returns the name of the scope. The name is ""
+// if the keeper has exited or is not in the agent's unit.
+func (m *serviceManager) startScope(ctx context.Context, k *keeper) (string, error) {
 	p, err := member.Read(k.pid)
 	if err != nil || p.StartTime != k.self.StartTime {
-		return "", nil // ended
+		return "", nil // exited
 	}
 	if p.Cgroup != m.unit {
 		return "", nil
@@ -95,16 +94,16 @@ func (m *serviceManager) moveOut(ctx context.Context, k *keeper) (string, error)
 		return "", fmt.Errorf("connect to systemd: %w", err)
 	}
 	defer conn.Close()
-	// A keeper is replaced by one that starts before it ends: each has a unit.
+	// A new keeper starts before the old one is killed, so the name has the process id.
 	unit := fmt.Sprintf("sockeye-keeper-%s-%d.scope", k.service, k.pid)
 	properties := []unitProperty{
 		{"Description", dbus.MakeVariant("Sockeye keeper of service " + k.service)},
 		{"PIDs", dbus.MakeVariant([]uint32{uint32(k.pid)})},
-		// At shutdown the keeper ends after the agent, which would replace it.
+		// At shutdown the agent stops first; a running agent would replace the keeper.
 		{"Before", dbus.MakeVariant([]string{path.Base(m.unit)})},
-		// The keeper of an earlier version, which this agent took over, ignores SIGTERM.
+		// The keepers of earlier versions ignore SIGTERM.
 		{"TimeoutStopUSec", dbus.MakeVariant(uint64(stopTimeout / time.Microsecond))},
-		// Not kept when the keeper is killed, which is how each one ends.
+		// The unit of a killed keeper fails; systemd removes it then, too.
 		{"CollectMode", dbus.MakeVariant("inactive-or-failed")},
 	}
 	call := conn.Object(systemdName, systemdPath).CallWithContext(ctx, systemdManager+".StartTransientUnit", 0,
@@ -115,14 +114,14 @@ func (m *serviceManager) moveOut(ctx context.Context, k *keeper) (string, error)
 	return unit, nil
 }
 
-// moveKeeper moves a keeper out of the agent's unit. Nothing waits for it.
-func (s *service) moveKeeper(k *keeper) {
+// moveKeeperToScope moves a keeper from the agent's unit to a scope unit, in the background.
+func (s *service) moveKeeperToScope(k *keeper) {
 	m := s.host.systemd
 	if m == nil {
 		return
 	}
 	go func() {
-		unit, err := m.moveOut(context.Background(), k)
+		unit, err := m.startScope(context.Background(), k)
 		switch {
 		case err != nil:
 			s.log.Info("keeper stays in the agent's unit", "pid", k.pid, "error", err)

@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/member"
 	"sockeye/internal/testenv"
@@ -58,7 +59,7 @@ func (u *units) StartTransientUnit(name, mode string, properties []unitProperty,
 	dir := filepath.Join(testenv.Cgroup(), name)
 	err := os.Mkdir(dir, 0o755)
 	if err == nil && len(pids) == 1 && mode == "fail" {
-		err = os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte(fmt.Sprint(pids[0])), 0)
+		err = cgroup.Move(dir, int(pids[0]))
 	}
 	if err != nil {
 		return "", dbus.MakeFailedError(err)
@@ -217,11 +218,11 @@ func TestKeeperScopeRefused(t *testing.T) {
 	m := &serviceManager{func(ctx context.Context) (*dbus.Conn, error) {
 		return dbus.Connect("unix:path=/nonexistent", dbus.WithContext(ctx))
 	}, self.Cgroup}
-	if unit, err := m.moveOut(t.Context(), k); err == nil || unit != "" {
+	if unit, err := m.startScope(t.Context(), k); err == nil || unit != "" {
 		t.Errorf("%q, %v", unit, err)
 	}
 	m.unit = "/system.slice/sockeye.service"
-	if unit, err := m.moveOut(t.Context(), k); err != nil || unit != "" {
+	if unit, err := m.startScope(t.Context(), k); err != nil || unit != "" {
 		t.Errorf("a keeper elsewhere: %q, %v", unit, err)
 	}
 	if m := findServiceManager(); m != nil && !strings.HasSuffix(self.Cgroup, ".service") {

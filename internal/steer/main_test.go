@@ -17,7 +17,7 @@ import (
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == KeeperCommand {
 		ctx, _ := signal.NotifyContext(context.Background(), unix.SIGTERM)
-		if Hold(ctx) != nil {
+		if RunKeeper(ctx) != nil {
 			os.Exit(1)
 		}
 		os.Exit(0)

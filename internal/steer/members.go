@@ -23,18 +23,18 @@ import (
 
 // scan looks at all processes.
 func (s *service) scan() error {
-	defer s.host.reserve.lend()()
+	defer s.host.descriptors.borrow()()
 	processes, err := member.All()
 	if err != nil {
 		return err
 	}
-	s.probes = maxProbes
+	s.probesLeft = maxProbes
 	alive := make(map[member.ID]bool)
 	for _, p := range processes {
 		alive[member.ID{PID: p.PID, StartTime: p.StartTime}] = true
-		s.consider(s.recognize(p))
+		s.evaluate(s.recallFirstSeen(p))
 	}
-	maps.DeleteFunc(s.known, func(self member.ID, _ *member.Process) bool { return !alive[self] })
+	maps.DeleteFunc(s.firstSeen, func(self member.ID, _ *member.Process) bool { return !alive[self] })
 	return nil
 }
 
@@ -58,33 +58,33 @@ func (s *service) watch(events *bpf.Events) {
 }
 
 func (s *service) handle(event bpf.Event) {
-	if lost, err := s.path.LostEvents(); err == nil && lost != s.lost {
-		s.log.Warn("events lost, scanning", "lost", lost-s.lost)
-		s.lost = lost
-		s.scanOnce()
+	if lost, err := s.path.LostEvents(); err == nil && lost != s.lostEvents {
+		s.log.Warn("events lost, scanning", "lost", lost-s.lostEvents)
+		s.lostEvents = lost
+		s.scanRateLimited()
 	}
 	switch bpf.EventKind(event.Kind) {
 	case bpf.EventBind:
-		if len(s.bound) > 4*bpf.MaxSlots {
-			clear(s.bound)
+		if len(s.boundBy) > 4*bpf.MaxSlots {
+			clear(s.boundBy)
 		}
-		s.bound[event.Cookie] = int(event.Pid)
-		s.look(int(event.Pid))
+		s.boundBy[event.Cookie] = int(event.Pid)
+		s.inspect(int(event.Pid))
 	case bpf.EventListen:
-		pid, ok := s.bound[event.Cookie]
-		delete(s.bound, event.Cookie)
+		pid, ok := s.boundBy[event.Cookie]
+		delete(s.boundBy, event.Cookie)
 		if ok {
-			s.look(pid)
+			s.inspect(pid)
 		} else {
-			s.scanOnce()
+			s.scanRateLimited()
 		}
 	case bpf.EventRelease:
-		delete(s.owners, event.Cookie)
+		delete(s.socketOwners, event.Cookie)
 		for slot, seat := range s.seats {
 			for _, socket := range seat.sockets {
 				if socket.cookie == event.Cookie {
-					s.clear(slot, "socket closed")
-					s.considerPID(seat.process.PID)
+					s.vacateSlot(slot, "socket closed")
+					s.evaluatePID(seat.process.PID)
 					return
 				}
 			}
@@ -101,14 +101,14 @@ func (s *service) seatOf(pid int) *seat {
 	return nil
 }
 
-func (s *service) considerPID(pid int) {
-	defer s.host.reserve.lend()()
+func (s *service) evaluatePID(pid int) {
+	defer s.host.descriptors.borrow()()
 	p, err := s.read(pid)
 	if err != nil {
 		return // ended meanwhile
 	}
-	s.probes = max(s.probes, 1)
-	s.consider(p)
+	s.probesLeft = max(s.probesLeft, 1)
+	s.evaluate(p)
 }
 
 // read returns a process with the arguments that it had when it was first
@@ -118,70 +118,70 @@ func (s *service) read(pid int) (*member.Process, error) {
 	if err != nil {
 		return nil, err
 	}
-	return s.recognize(p), nil
+	return s.recallFirstSeen(p), nil
 }
 
-func (s *service) recognize(p *member.Process) *member.Process {
+func (s *service) recallFirstSeen(p *member.Process) *member.Process {
 	self := member.ID{PID: p.PID, StartTime: p.StartTime}
-	first := s.known[self]
+	first := s.firstSeen[self]
 	switch {
 	case first == nil:
-	case first.Runs(p.File):
-		p.Remember(first)
+	case first.MayRun(p.File):
+		p.RecallFirstSeen(first)
 	default:
 		// It was seen between fork(2) and execve(2), as what started it.
-		delete(s.known, self)
+		delete(s.firstSeen, self)
 	}
 	return p
 }
 
 // saveEvery bounds how often the members are saved: where many register, each would
 // cost a look at all.
-const saveEvery = 100 * time.Millisecond
+const saveInterval = 100 * time.Millisecond
 
 // saveMembers keeps what was seen of members for the next agent, now or soon.
-func (s *service) saveMembers() {
-	if s.saving != nil {
+func (s *service) scheduleSave() {
+	if s.saveTimer != nil {
 		return
 	}
-	if wait := saveEvery - time.Since(s.saved); wait > 0 {
-		s.saving = time.AfterFunc(wait, func() {
+	if wait := saveInterval - time.Since(s.lastSave); wait > 0 {
+		s.saveTimer = time.AfterFunc(wait, func() {
 			s.mu.Lock()
 			defer s.mu.Unlock()
-			s.finishSaving()
+			s.flushMembers()
 		})
 		return
 	}
-	s.writeMembers()
+	s.saveMembers()
 }
 
 // finishSaving saves what is not saved yet.
-func (s *service) finishSaving() {
-	if s.saving != nil {
-		s.saving.Stop()
-		s.saving = nil
-		s.writeMembers()
+func (s *service) flushMembers() {
+	if s.saveTimer != nil {
+		s.saveTimer.Stop()
+		s.saveTimer = nil
+		s.saveMembers()
 	}
 }
 
 // writeMembers saves the members and forgets processes that are gone.
-func (s *service) writeMembers() {
-	s.saved = time.Now()
+func (s *service) saveMembers() {
+	s.lastSave = time.Now()
 	s.state.Members = nil
 	seated := make(map[member.ID]bool) // the end of these is noticed
 	for _, seat := range s.seats {
 		seated[member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}] = true
 	}
-	for self, p := range s.known {
+	for self, p := range s.firstSeen {
 		if !seated[self] && !member.Alive(self.PID, self.StartTime) {
-			delete(s.known, self)
+			delete(s.firstSeen, self)
 			continue
 		}
-		exe, file := p.Proven()
-		s.state.Members = append(s.state.Members, seen{self, p.Args, p.SlotVariable(), exe, file})
+		exe, file := p.VerifiedExecutable()
+		s.state.Members = append(s.state.Members, firstSight{self, p.Args, p.SlotVariable(), exe, file})
 	}
 	cookies := make(map[member.ID][]uint64)
-	for cookie, self := range s.owners {
+	for cookie, self := range s.socketOwners {
 		cookies[self] = append(cookies[self], cookie)
 	}
 	s.state.Sockets = nil
@@ -201,18 +201,18 @@ var errNotMember = errors.New("not a member")
 
 // memberBy tells what makes a process a member, and of which slot. It notes in the seat the source,
 // and to whom the sockets must belong. A process that only looks like a member gives a member.Refusal.
-func (s *service) memberBy(p *member.Process, seat *seat) (slot int, err error) {
+func (s *service) membership(p *member.Process, seat *seat) (slot int, err error) {
 	self := member.ID{PID: p.PID, StartTime: p.StartTime}
 	if p.PID == os.Getpid() || isKeeper(p) || slices.Contains(s.state.Released, self) {
 		return 0, errNotMember
 	}
 	for _, c := range s.state.Claims {
 		if c.ID == self {
-			seat.source, seat.claimed, seat.owners = c.Source, true, s.ownersOf(p, s.users)
+			seat.source, seat.claimed, seat.allowedOwners = c.Source, true, s.allowedSocketOwners(p, s.users)
 			return c.Slot, s.admitClaim(p)
 		}
 	}
-	if !p.Below(s.config.Cgroup) {
+	if !p.InCgroup(s.config.Cgroup) {
 		return 0, errNotMember
 	}
 	err = errNotMember
@@ -222,16 +222,16 @@ func (s *service) memberBy(p *member.Process, seat *seat) (slot int, err error) 
 			continue
 		}
 		source := fmt.Sprintf("members[%d]", i)
-		if refusal := rule.Admit(p, s.users, s.self); refusal != nil {
+		if refusal := rule.Admit(p, s.users, s.memberHost); refusal != nil {
 			if errors.Is(err, errNotMember) {
 				seat.source, err = source, refusal
 			}
 			continue
 		}
 		if len(p.Args) > 0 { // within execve(2) it has the executable, and no arguments yet
-			s.known[self] = p
+			s.firstSeen[self] = p
 		}
-		seat.source, seat.owners = source, s.ownersOf(p, rule.Users(s.users))
+		seat.source, seat.allowedOwners = source, s.allowedSocketOwners(p, rule.Users(s.users))
 		return rule.Slot(p, s.config.Slots)
 	}
 	return 0, err
@@ -248,8 +248,8 @@ func (s *service) admitClaim(p *member.Process) error {
 
 // ownersOf are the users to whom the sockets of a process must belong, which itself is of one of
 // these users.
-func (s *service) ownersOf(p *member.Process, users []uint32) []uint32 {
-	if owner, known := s.owner(); known {
+func (s *service) allowedSocketOwners(p *member.Process, users []uint32) []uint32 {
+	if owner, known := s.groupOwner(); known {
 		return []uint32{owner}
 	}
 	if len(s.users) == 0 {
@@ -259,9 +259,9 @@ func (s *service) ownersOf(p *member.Process, users []uint32) []uint32 {
 }
 
 // owner is the one user to whom all sockets of a SO_REUSEPORT group belong, if it is known.
-func (s *service) owner() (uid uint32, known bool) {
+func (s *service) groupOwner() (uid uint32, known bool) {
 	switch {
-	case s.lookup():
+	case s.usesLookup():
 		return 0, false
 	case len(s.users) > 0:
 		return s.users[0], true
@@ -273,8 +273,8 @@ func (s *service) owner() (uid uint32, known bool) {
 
 // learnOwner takes the owner over from a member where no policy names it. Such a member was made one
 // by command.
-func (s *service) learnOwner(seat *seat) {
-	if _, known := s.owner(); !known && !s.lookup() {
+func (s *service) learnGroupOwner(seat *seat) {
+	if _, known := s.groupOwner(); !known && !s.usesLookup() {
 		uid := seat.process.UIDs[0]
 		s.state.ClaimedUID = &uid
 	}
@@ -290,12 +290,12 @@ func explainRefusal(err error) error {
 
 // consider makes a process a member if it is one and all its sockets are
 // there; otherwise it says what is missing.
-func (s *service) consider(p *member.Process) {
+func (s *service) evaluate(p *member.Process) {
 	candidate := &seat{}
-	slot, err := s.memberBy(p, candidate)
+	slot, err := s.membership(p, candidate)
 	if errors.Is(err, errNotMember) {
-		s.forget(p.PID)
-		delete(s.refused, member.ID{PID: p.PID, StartTime: p.StartTime})
+		s.forgetWaiting(p.PID)
+		delete(s.refusals, member.ID{PID: p.PID, StartTime: p.StartTime})
 		return
 	}
 	for _, seat := range s.seats {
@@ -303,35 +303,35 @@ func (s *service) consider(p *member.Process) {
 			return
 		}
 	}
-	if refusal, ok := errors.AsType[*member.Refusal](err); ok && !s.claimed(p) {
-		s.forget(p.PID)
-		s.refuse(p, candidate.source, refusal)
+	if refusal, ok := errors.AsType[*member.Refusal](err); ok && !s.hasClaim(p) {
+		s.forgetWaiting(p.PID)
+		s.addRefusal(p, candidate.source, refusal)
 		return
 	}
 	candidate.slot = slot
 	if err == nil {
 		err = s.register(p, candidate)
 	}
-	if err == nil || errors.Is(err, errInherited) || errors.Is(err, fs.ErrNotExist) || s.related(p) || s.isolated(p) {
-		s.forget(p.PID)
+	if err == nil || errors.Is(err, errInherited) || errors.Is(err, fs.ErrNotExist) || s.isRelated(p) || s.isIsolatedProgram(p) {
+		s.forgetWaiting(p.PID)
 		return
 	}
-	s.wait(p, candidate.source, slot, err)
+	s.addWaiting(p, candidate.source, slot, err)
 }
 
-func (s *service) claimed(p *member.Process) bool {
+func (s *service) hasClaim(p *member.Process) bool {
 	return slices.ContainsFunc(s.state.Claims, func(c claim) bool { return c.ID == member.ID{PID: p.PID, StartTime: p.StartTime} })
 }
 
 // related tells whether a process is the parent or a child, however far, of a
 // member: a shell that started it, or a plugin that it forked.
-func (s *service) related(p *member.Process) bool {
+func (s *service) isRelated(p *member.Process) bool {
 	if len(s.seats) == 0 {
 		return false
 	}
 	up := ancestors(p)
 	for _, seat := range s.seats {
-		if seat.related(p, up) {
+		if seat.isRelated(p, up) {
 			return true
 		}
 	}
@@ -340,14 +340,14 @@ func (s *service) related(p *member.Process) bool {
 
 // related tells whether a process, of which the ancestors are given, is the parent or a
 // child of the member. An ancestor's id may be another process' by now.
-func (s *seat) related(p *member.Process, up []int) bool {
-	return slices.Contains(up, s.process.PID) || slices.Contains(s.up, p.PID) && slices.Contains(ancestors(s.process), p.PID)
+func (s *seat) isRelated(p *member.Process, up []int) bool {
+	return slices.Contains(up, s.process.PID) || slices.Contains(s.ancestors, p.PID) && slices.Contains(ancestors(s.process), p.PID)
 }
 
 // isolated tells whether a process runs in a network of its own behind a member that was
 // started by command, or that is to be one: its gateway.
-func (s *service) isolated(p *member.Process) bool {
-	if p.Netns == s.inode || len(s.state.Claims) == 0 {
+func (s *service) isIsolatedProgram(p *member.Process) bool {
+	if p.Netns == s.netnsInode || len(s.state.Claims) == 0 {
 		return false
 	}
 	up := ancestors(p)
@@ -374,7 +374,7 @@ func ancestors(p *member.Process) (list []int) {
 const waitingShare, leastWaiting, mostWaiting = 8, 16, 256
 
 // wait notes a process that is not a member yet, until it ends.
-func (s *service) wait(p *member.Process, source string, slot int, problem error) {
+func (s *service) addWaiting(p *member.Process, source string, slot int, problem error) {
 	w := s.waiting[p.PID]
 	if w != nil && w.process.StartTime == p.StartTime {
 		if w.problem.Error() != problem.Error() {
@@ -383,12 +383,12 @@ func (s *service) wait(p *member.Process, source string, slot int, problem error
 		w.process, w.problem, w.slot, w.source = p, problem, slot, source
 		return
 	}
-	s.forget(p.PID)
+	s.forgetWaiting(p.PID)
 	if len(s.waiting) >= domain.ShareOfDescriptors(waitingShare, leastWaiting, mostWaiting) {
-		if !s.crowded {
+		if !s.waitingFull {
 			s.log.Warn("too many processes wait to be members: others are not noted", "noted", len(s.waiting))
 		}
-		s.crowded = true
+		s.waitingFull = true
 		return
 	}
 	handle, err := member.Open(p.PID)
@@ -396,7 +396,7 @@ func (s *service) wait(p *member.Process, source string, slot int, problem error
 		return
 	}
 	s.log.Info("member not ready", "slot", slot, "pid", p.PID, "problem", problem)
-	w = &waiting{process: p, handle: handle, source: source, slot: slot, problem: problem}
+	w = &waitingProcess{process: p, handle: handle, source: source, slot: slot, problem: problem}
 	s.waiting[p.PID] = w
 	go func() {
 		if handle.Wait() != nil {
@@ -405,28 +405,28 @@ func (s *service) wait(p *member.Process, source string, slot int, problem error
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		if s.waiting[p.PID] == w {
-			s.forget(p.PID)
+			s.forgetWaiting(p.PID)
 		}
 	}()
 }
 
 // reconsider looks at those that wait, at most once a second: not every change of a process is reported, as that of
 // its user before execve(2).
-func (s *service) reconsider() {
-	if s.events == nil || time.Since(s.reconsidered) < lookPeriod {
+func (s *service) reevaluateWaiting() {
+	if s.events == nil || time.Since(s.lastReevaluation) < inspectionPeriod {
 		return
 	}
-	s.reconsidered = time.Now()
+	s.lastReevaluation = time.Now()
 	for _, pid := range slices.Sorted(maps.Keys(s.waiting)) {
-		s.considerPID(pid)
+		s.evaluatePID(pid)
 	}
 }
 
-func (s *service) forget(pid int) {
+func (s *service) forgetWaiting(pid int) {
 	if w := s.waiting[pid]; w != nil {
 		w.handle.Close()
 		delete(s.waiting, pid)
-		s.crowded = false
+		s.waitingFull = false
 	}
 }
 
@@ -441,7 +441,7 @@ func (s *service) register(p *member.Process, seat *seat) error {
 		return fault.Usage(fmt.Errorf("slot %d is out of range, the service has %d", seat.slot, s.config.Slots),
 			fmt.Sprintf("slots are numbered 0 to %d", s.config.Slots-1))
 	}
-	if p.Netns != s.inode {
+	if p.Netns != s.netnsInode {
 		return fault.Conflict(errors.New("it is in another network namespace than the service"),
 			"set netns of the service to the members' namespace")
 	}
@@ -449,7 +449,7 @@ func (s *service) register(p *member.Process, seat *seat) error {
 	if err != nil {
 		return err
 	}
-	sockets, err := handle.Sockets(s.wants)
+	sockets, err := handle.Sockets(s.matchesListener)
 	if err != nil {
 		handle.Close()
 		return err
@@ -463,10 +463,10 @@ func (s *service) register(p *member.Process, seat *seat) error {
 		return fs.ErrNotExist
 	}
 	slot := seat.slot
-	if _, err = s.memberBy(now, seat); err == nil {
+	if _, err = s.membership(now, seat); err == nil {
 		seat.process, seat.handle = now, handle
 		var chosen map[int]*member.Socket
-		if chosen, err = s.choose(seat, sockets); err == nil {
+		if chosen, err = s.chooseSockets(seat, sockets); err == nil {
 			seat.slot, err = s.findSlot(slot)
 		}
 		if err == nil {
@@ -481,8 +481,8 @@ func (s *service) register(p *member.Process, seat *seat) error {
 }
 
 // wants tells whether a socket could serve one of the listeners.
-func (s *service) wants(socket *member.Socket) bool {
-	for _, l := range s.source {
+func (s *service) matchesListener(socket *member.Socket) bool {
+	for _, l := range s.listeners {
 		first, last := memberPorts(l)
 		tcp := socket.Protocol == unix.IPPROTO_TCP || socket.Protocol == unix.IPPROTO_MPTCP
 		if tcp == (l.Protocol == config.TCP) && (!tcp || !socket.Connected) &&
@@ -493,14 +493,14 @@ func (s *service) wants(socket *member.Socket) bool {
 	return false
 }
 
-const twinHint = "make the program open one, as nginx without reuseport, or start one member for each"
+const duplicateHint = "make the program open one, as nginx without reuseport, or start one member for each"
 
 // choose finds the socket for each row, or says what is in the way.
-func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.Socket, error) {
+func (s *service) chooseSockets(seat *seat, sockets []*member.Socket) (map[int]*member.Socket, error) {
 	self := member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}
 	chosen := make(map[int]*member.Socket)
-	for _, row := range slices.Sorted(maps.Keys(s.source)) {
-		l := s.source[row]
+	for _, row := range slices.Sorted(maps.Keys(s.listeners)) {
+		l := s.listeners[row]
 		var problem error
 		for _, socket := range sockets {
 			if (socket.Protocol == unix.IPPROTO_UDP) != (l.Protocol == config.UDP) {
@@ -510,18 +510,18 @@ func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.
 				continue
 			}
 			if chosen[row] != nil {
-				if socket.Listening && socket.Twin(chosen[row]) {
-					return nil, fault.Conflict(fmt.Errorf("it has more than one socket %s: a slot has one for a listener, the others would get nothing", socket), twinHint)
+				if socket.Listening && socket.SharesTraffic(chosen[row]) {
+					return nil, fault.Conflict(fmt.Errorf("it has more than one socket %s: a slot has one for a listener, the others would get nothing", socket), duplicateHint)
 				}
 				continue
 			}
-			owner, owned := s.owners[socket.Cookie]
+			owner, owned := s.socketOwners[socket.Cookie]
 			if owned && owner != self && (!seat.claimed || member.Alive(owner.PID, owner.StartTime)) {
 				return nil, errInherited
 			}
-			err := s.foreign(seat, socket)
+			err := s.checkOrigin(seat, socket)
 			if err == nil {
-				err = s.unfit(l, socket)
+				err = s.checkFit(l, socket)
 			}
 			if err != nil {
 				problem = cmp.Or(problem, err)
@@ -533,44 +533,44 @@ func (s *service) choose(seat *seat, sockets []*member.Socket) (map[int]*member.
 			continue
 		}
 		if problem == nil {
-			problem = fmt.Errorf("it has %w %s yet", errNotOpen, memberPlace(l))
+			problem = fmt.Errorf("it has %w %s yet", errNotOpen, memberAddress(l))
 		}
 		return nil, problem
 	}
-	if s.lookup() {
-		return chosen, s.parted(chosen)
+	if s.usesLookup() {
+		return chosen, s.checkSameFamily(chosen)
 	}
 	return chosen, nil
 }
 
 // findTwin notes a socket that a member opened beside a registered one: the kernel would have given it a share.
-func (s *service) findTwin(seat *seat) {
-	sockets, err := seat.handle.Sockets(s.wants)
+func (s *service) findDuplicate(seat *seat) {
+	sockets, err := seat.handle.Sockets(s.matchesListener)
 	if err != nil {
 		return // it is ending
 	}
 	defer member.CloseAll(sockets)
-	seat.twin = nil
+	seat.duplicate = nil
 	for _, registered := range sockets {
 		if !slices.ContainsFunc(slices.Collect(maps.Values(seat.sockets)), func(i socketInfo) bool { return i.cookie == registered.Cookie }) {
 			continue
 		}
 		for _, socket := range sockets {
-			if socket.Cookie != registered.Cookie && socket.Listening && socket.Twin(registered) {
-				seat.twin = fault.Conflict(fmt.Errorf("process %d in slot %d has another socket %s, which gets nothing: a slot has one for a listener",
-					seat.process.PID, seat.slot, socket), twinHint)
+			if socket.Cookie != registered.Cookie && socket.Listening && socket.SharesTraffic(registered) {
+				seat.duplicate = fault.Conflict(fmt.Errorf("process %d in slot %d has another socket %s, which gets nothing: a slot has one for a listener",
+					seat.process.PID, seat.slot, socket), duplicateHint)
 			}
 		}
 	}
-	if seat.twin != nil {
-		s.log.Warn("socket without traffic", "slot", seat.slot, "pid", seat.process.PID, "problem", seat.twin)
+	if seat.duplicate != nil {
+		s.log.Warn("socket without traffic", "slot", seat.slot, "pid", seat.process.PID, "problem", seat.duplicate)
 	}
 }
 
 // twinProblem is that of the first slot.
-func (s *service) twinProblem() error {
+func (s *service) duplicateProblem() error {
 	for _, slot := range slices.Sorted(maps.Keys(s.seats)) {
-		if twin := s.seats[slot].twin; twin != nil {
+		if twin := s.seats[slot].duplicate; twin != nil {
 			return twin
 		}
 	}
@@ -579,15 +579,15 @@ func (s *service) twinProblem() error {
 
 // foreign says why a socket is not the member's own: it may have been opened by another user, or in
 // another network namespace, and handed to the process.
-func (s *service) foreign(seat *seat, socket *member.Socket) error {
-	if !slices.Contains(seat.owners, socket.UID) {
-		return fault.Conflict(fmt.Errorf("its socket %s belongs to user %s, not to %s", socket, member.UserName(socket.UID), member.UserNames(seat.owners)),
+func (s *service) checkOrigin(seat *seat, socket *member.Socket) error {
+	if !slices.Contains(seat.allowedOwners, socket.UID) {
+		return fault.Conflict(fmt.Errorf("its socket %s belongs to user %s, not to %s", socket, member.UserName(socket.UID), member.UserNames(seat.allowedOwners)),
 			"start the program as that user, or name the owner in user of the service")
 	}
 	switch netns, err := socket.Netns(); {
 	case err != nil:
 		return err
-	case netns != s.inode:
+	case netns != s.netnsInode:
 		return fault.Conflict(fmt.Errorf("its socket %s was opened in another network namespace than the service's", socket),
 			"have the program open it in the service's namespace")
 	}
@@ -596,8 +596,8 @@ func (s *service) foreign(seat *seat, socket *member.Socket) error {
 
 // verify tells whether the sockets by which a member has its slot are its own: an agent of an earlier
 // version did not ask.
-func (s *service) verify(seat *seat) error {
-	sockets, err := seat.handle.Sockets(s.wants)
+func (s *service) checkSeatSockets(seat *seat) error {
+	sockets, err := seat.handle.Sockets(s.matchesListener)
 	if err != nil {
 		return err
 	}
@@ -607,7 +607,7 @@ func (s *service) verify(seat *seat) error {
 			if registered.cookie != socket.Cookie {
 				continue
 			}
-			if err := s.foreign(seat, socket); err != nil {
+			if err := s.checkOrigin(seat, socket); err != nil {
 				return err
 			}
 		}
@@ -616,7 +616,7 @@ func (s *service) verify(seat *seat) error {
 }
 
 // unfit says why a socket cannot serve a listener.
-func (s *service) unfit(l config.Listener, socket *member.Socket) error {
+func (s *service) checkFit(l config.Listener, socket *member.Socket) error {
 	switch {
 	case socket.Protocol == unix.IPPROTO_MPTCP:
 		return fault.Conflict(fmt.Errorf("its socket %s is MPTCP, which the kernel does not steer", socket),
@@ -626,8 +626,8 @@ func (s *service) unfit(l config.Listener, socket *member.Socket) error {
 			"make the program receive on a socket that is not connected")
 	case !socket.Listening:
 		return fmt.Errorf("its socket %s does not listen yet", socket)
-	case s.lookup():
-		return unfitFamily(l, socket)
+	case s.usesLookup():
+		return checkFamily(l, socket)
 	case socket.Local.Addr() != l.Address.Addr():
 		return fault.Conflict(fmt.Errorf("its socket %s is not bound to the listener's address %s", socket, l.Address.Addr()),
 			"make the listener's address what the member binds, or use steering: lookup")
@@ -643,7 +643,7 @@ func (s *service) unfit(l config.Listener, socket *member.Socket) error {
 
 // unfitFamily says why a socket cannot serve IPv4 that its listener has: the kernel refuses the packets
 // (bpf_sk_lookup_assign).
-func unfitFamily(l config.Listener, socket *member.Socket) error {
+func checkFamily(l config.Listener, socket *member.Socket) error {
 	address := l.Address.Addr()
 	if socket.IPv6Alone && (address.Is4() || address.IsUnspecified() && !l.V6Only) {
 		return fault.Conflict(fmt.Errorf("its socket %s takes IPv6 alone, the listener %s IPv4, too", socket, l),
@@ -653,10 +653,10 @@ func unfitFamily(l config.Listener, socket *member.Socket) error {
 }
 
 // parted says which sockets of a member would part a device with IPv6 addresses: one takes it, and another does not.
-func (s *service) parted(chosen map[int]*member.Socket) error {
+func (s *service) checkSameFamily(chosen map[int]*member.Socket) error {
 	var alone, both *member.Socket
 	for row, socket := range chosen {
-		switch address := s.source[row].Address.Addr(); {
+		switch address := s.listeners[row].Address.Addr(); {
 		case address.Is4():
 		case socket.Local.Addr().Is4():
 			alone = socket
@@ -697,10 +697,10 @@ func (s *service) findSlot(slot int) (int, error) {
 func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err error) {
 	defer func() {
 		if err != nil {
-			err = fault.Join(err, s.clearSlot(seat.slot))
+			err = fault.Join(err, s.closeSlot(seat.slot))
 		}
 	}()
-	if err := s.clearSlot(seat.slot); err != nil {
+	if err := s.closeSlot(seat.slot); err != nil {
 		return err
 	}
 	seat.sockets = make(map[int]socketInfo)
@@ -729,7 +729,7 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 			return fmt.Errorf("its socket %s was closed", seat.sockets[row].local)
 		}
 	}
-	if !s.lookup() {
+	if !s.usesLookup() {
 		for row, socket := range sockets {
 			if err := s.path.Attach(row, socket.FD()); err != nil {
 				return err
@@ -737,23 +737,23 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 		}
 	}
 	s.registrations++
-	delete(s.refused, member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime})
-	s.seat(seat)
-	_, held := s.owner()
-	s.learnOwner(seat)
-	if !s.opened[seat.slot] {
-		s.opened[seat.slot] = true
+	delete(s.refusals, member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime})
+	s.occupySlot(seat)
+	_, held := s.groupOwner()
+	s.learnGroupOwner(seat)
+	if !s.everOpened[seat.slot] {
+		s.everOpened[seat.slot] = true
 		s.suspectSlot(seat.slot)
 	}
-	s.saveMembers()
+	s.scheduleSave()
 	for pid, w := range s.waiting {
-		if seat.related(w.process, ancestors(w.process)) {
-			s.forget(pid)
+		if seat.isRelated(w.process, ancestors(w.process)) {
+			s.forgetWaiting(pid)
 		}
 	}
 	s.log.Info("member registered", "slot", seat.slot, "pid", seat.process.PID, "source", seat.source)
-	if !held && !s.lookup() {
-		if err := s.hold(); err != nil {
+	if !held && !s.usesLookup() {
+		if err := s.reconcileKeeper(); err != nil {
 			s.log.Error("ports not held", "error", err)
 		}
 	}
@@ -780,8 +780,8 @@ func explainInsert(socket *member.Socket, err error) error {
 }
 
 // clear empties a slot in every view.
-func (s *service) clear(slot int, reason string) {
-	if err := s.clearSlot(slot); err != nil {
+func (s *service) vacateSlot(slot int, reason string) {
+	if err := s.closeSlot(slot); err != nil {
 		s.log.Error("slot not cleared", "slot", slot, "error", err)
 	}
 	seat := s.seats[slot]
@@ -789,31 +789,31 @@ func (s *service) clear(slot int, reason string) {
 		return
 	}
 	delete(s.seats, slot)
-	if s.hasGuests(seat) {
-		s.hosts[seat.handle] = true // the end of the process is still waited for
+	if s.hasAdoptedDevices(seat) {
+		s.adopters[seat.handle] = true // the end of the process is still waited for
 	} else {
 		seat.handle.Close()
 	}
 	s.log.Info("slot cleared", "slot", slot, "pid", seat.process.PID, "reason", reason)
-	s.dropOwners()
+	s.pruneSocketOwners()
 	// Somebody may have waited for the slot.
-	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waiting) int {
+	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waitingProcess) int {
 		return cmp.Compare(a.process.StartTime, b.process.StartTime)
 	}) {
-		s.considerPID(w.process.PID)
+		s.evaluatePID(w.process.PID)
 	}
 }
 
 // own notes whose registered sockets are.
-func (s *service) own(self member.ID, cookies ...uint64) {
+func (s *service) recordSocketOwner(self member.ID, cookies ...uint64) {
 	for _, cookie := range cookies {
-		s.owners[cookie] = self
+		s.socketOwners[cookie] = self
 	}
 }
 
 // dropOwners bounds what is remembered of sockets of members that are gone.
-func (s *service) dropOwners() {
-	if len(s.owners) <= 8*bpf.MaxSlots {
+func (s *service) pruneSocketOwners() {
+	if len(s.socketOwners) <= 8*bpf.MaxSlots {
 		return
 	}
 	live := make(map[uint64]member.ID)
@@ -822,12 +822,12 @@ func (s *service) dropOwners() {
 			live[socket.cookie] = member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}
 		}
 	}
-	s.owners = live
+	s.socketOwners = live
 }
 
 // clearSlot closes a slot in the data path: first for all listeners at once,
 // then its sockets are taken out.
-func (s *service) clearSlot(slot int) error {
+func (s *service) closeSlot(slot int) error {
 	errs := []error{s.path.SetSlot(slot, bpf.Slot{})}
 	for row := range bpf.MaxListeners {
 		errs = append(errs, s.path.Delete(row, slot))

@@ -31,8 +31,8 @@ func TestSeenBeforeExecve(t *testing.T) {
 	}
 	before := read()
 	self := member.ID{PID: before.PID, StartTime: before.StartTime}
-	s := &service{known: map[member.ID]*member.Process{self: before}}
-	if got := s.recognize(read()).Command(); got != before.Command() {
+	s := &service{firstSeen: map[member.ID]*member.Process{self: before}}
+	if got := s.recallFirstSeen(read()).Command(); got != before.Command() {
 		t.Errorf("%q, want %q as long as it runs the same program", got, before.Command())
 	}
 	if _, err := in.Write([]byte("\n")); err != nil {
@@ -49,10 +49,10 @@ func TestSeenBeforeExecve(t *testing.T) {
 		}
 		time.Sleep(time.Millisecond)
 	}
-	if got := s.recognize(read()).Command(); got != "/bin/sleep 60" {
+	if got := s.recallFirstSeen(read()).Command(); got != "/bin/sleep 60" {
 		t.Errorf("%q after execve", got)
 	}
-	if s.known[self] != nil {
+	if s.firstSeen[self] != nil {
 		t.Error("what it was is still known")
 	}
 }

@@ -46,7 +46,7 @@ var (
 
 // Collect sends the metrics of all services.
 func (d *Domain) Collect(out chan<- prometheus.Metric) {
-	services, err := d.selected("")
+	services, err := d.selectServices("")
 	if err != nil {
 		d.log.Error("metrics failed", "error", err)
 		return

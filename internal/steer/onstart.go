@@ -44,18 +44,18 @@ const (
 	checkDelay = 200 * time.Millisecond
 	// checkAgain is between checks that act, while there is something left that
 	// cannot be judged yet, as a connection that no process has accepted.
-	checkAgain = time.Second
+	repairInterval = time.Second
 	// maxChecks bounds the checks that act, from what makes one due.
 	maxChecks = 10
 	// watchSplit is between checks that only count, while a device is split.
-	watchSplit = 10 * time.Second
+	countInterval = 10 * time.Second
 	// maxNamed bounds the devices that a problem names.
 	maxNamed = 3
 )
 
 // adopted is a device that stays with a member that is not that of its slot by
 // the hash, until this process ends.
-type adopted struct {
+type adoptedDevice struct {
 	member.ID
 	Device  string     `json:"device,omitempty"` // its name in the device map
 	Address netip.Addr `json:"address"`          // if it has no name
@@ -79,7 +79,7 @@ type splitDevice struct {
 	name        string     // in the device map, or ""
 	address     netip.Addr // of one of its connections
 	slot        int
-	at          map[int]bool // slots whose members have its connections; -1: no member
+	memberSlots map[int]bool // slots whose members have its connections; -1: no member
 	connections []sockdiag.Socket
 }
 
@@ -94,7 +94,7 @@ func (d *splitDevice) String() string {
 func (s *service) suspectAll() {
 	s.checks.all = true
 	s.checks.left = maxChecks
-	s.checkAfter(checkDelay)
+	s.scheduleCheck(checkDelay)
 }
 
 // suspectSlot makes checks due that act on connections of a slot's member, and on
@@ -102,42 +102,42 @@ func (s *service) suspectAll() {
 func (s *service) suspectSlot(slot int) {
 	s.checks.fresh[slot] = true
 	s.checks.left = maxChecks
-	s.checkAfter(checkDelay)
+	s.scheduleCheck(checkDelay)
 }
 
 // trust ends the suspicion of connections: where a policy moves their devices, they were where they belonged
 // until then.
-func (s *service) trust() {
+func (s *service) clearSuspects() {
 	s.checks.all, s.checks.suspects = false, nil
 	clear(s.checks.fresh)
 }
 
-func (s *service) checkAfter(delay time.Duration) {
+func (s *service) scheduleCheck(delay time.Duration) {
 	if s.checks.timer != nil {
 		s.checks.timer.Stop()
 	}
 	// Not with the lock held: it takes a second where there are many processes.
-	s.checks.timer = time.AfterFunc(delay, s.check)
+	s.checks.timer = time.AfterFunc(delay, s.checkConnections)
 }
 
 // placed is where a check sees connections to the service.
-type placed struct {
+type connectionScan struct {
 	connections []sockdiag.Socket
 	slots       map[uint32][]int // of the owners of each by inode; -1: no member that is known
 	unaccepted  bool             // there is one that no process has yet
 }
 
-func (s *service) check() {
+func (s *service) checkConnections() {
 	s.mu.Lock()
 	if s.events == nil {
 		s.mu.Unlock()
 		return
 	}
 	s.checks.timer = nil
-	s.dropAdopted()
+	s.pruneAdopted()
 	conn, err := s.openDiag()
-	seats, registrations, mapping := s.pids(), s.registrations, s.mapping
-	source := slices.Collect(maps.Values(s.source))
+	seats, registrations, mapping := s.seatPIDs(), s.registrations, s.mapping
+	source := slices.Collect(maps.Values(s.listeners))
 	s.mu.Unlock()
 	if err != nil {
 		s.log.Warn("connections not checked", "error", err)
@@ -154,16 +154,16 @@ func (s *service) check() {
 	case err != nil:
 		s.log.Warn("connections not checked", "error", err)
 		return
-	case registrations != s.registrations || mapping != s.mapping || !maps.Equal(seats, s.pids()):
-		s.checkAfter(checkDelay) // it is out of date
+	case registrations != s.registrations || mapping != s.mapping || !maps.Equal(seats, s.seatPIDs()):
+		s.scheduleCheck(checkDelay) // it is out of date
 		return
 	}
-	s.suspect(found)
-	devices := s.judge(found)
+	s.updateSuspects(found)
+	devices := s.findSplitDevices(found)
 	again := found.unaccepted
-	if suspects := s.suspects(devices); s.checks.left > 0 && len(suspects) > 0 {
+	if suspects := s.suspectDevices(devices); s.checks.left > 0 && len(suspects) > 0 {
 		var mended bool
-		mended, s.checks.err = s.mend(conn, suspects)
+		mended, s.checks.err = s.repair(conn, suspects)
 		again = again || mended
 	}
 	s.checks.split = devices
@@ -174,14 +174,14 @@ func (s *service) check() {
 	}
 	switch {
 	case again && s.checks.left > 0:
-		s.checkAfter(checkAgain)
+		s.scheduleCheck(repairInterval)
 	case len(devices) > 0:
-		s.checkAfter(watchSplit)
+		s.scheduleCheck(countInterval)
 	}
 }
 
 // suspect adds what is new to the suspects, and forgets those that are gone.
-func (s *service) suspect(found *placed) {
+func (s *service) updateSuspects(found *connectionScan) {
 	before := s.checks.suspects
 	s.checks.suspects = make(map[uint64]bool)
 	for _, c := range found.connections {
@@ -194,7 +194,7 @@ func (s *service) suspect(found *placed) {
 
 // suspects are the devices of which connections are to be mended, with these
 // alone.
-func (s *service) suspects(devices []splitDevice) (list []splitDevice) {
+func (s *service) suspectDevices(devices []splitDevice) (list []splitDevice) {
 	for _, d := range devices {
 		d.connections = slices.DeleteFunc(slices.Clone(d.connections), func(c sockdiag.Socket) bool { return !s.checks.suspects[c.Cookie] })
 		if len(d.connections) > 0 {
@@ -206,7 +206,7 @@ func (s *service) suspects(devices []splitDevice) (list []splitDevice) {
 
 // openDiag opens sock_diag in the service's network namespace.
 func (s *service) openDiag() (conn *sockdiag.Conn, err error) {
-	err = netns.Do(s.enter(), func() error {
+	err = netns.Do(s.socketNetns(), func() error {
 		conn, err = sockdiag.Open()
 		return err
 	})
@@ -214,7 +214,7 @@ func (s *service) openDiag() (conn *sockdiag.Conn, err error) {
 }
 
 // pids are the members' process ids, and their slots.
-func (s *service) pids() map[int]int {
+func (s *service) seatPIDs() map[int]int {
 	pids := make(map[int]int)
 	for slot, seat := range s.seats {
 		pids[seat.process.PID] = slot
@@ -224,8 +224,8 @@ func (s *service) pids() map[int]int {
 
 // findConnections reads the established connections to listeners, and whose they
 // are.
-func findConnections(conn *sockdiag.Conn, source []config.Listener, seats map[int]int) (*placed, error) {
-	var found placed
+func findConnections(conn *sockdiag.Conn, source []config.Listener, seats map[int]int) (*connectionScan, error) {
+	var found connectionScan
 	listening := make(map[uint32]bool)
 	wanted := make(map[uint32]bool)
 	states := sockdiag.States(0).With(sockdiag.Established).With(sockdiag.Listening)
@@ -237,7 +237,7 @@ func findConnections(conn *sockdiag.Conn, source []config.Listener, seats map[in
 		begin := func() { found.connections = slices.Clone(before) }
 		err := conn.Dump(sockdiag.Query{States: states, LocalPort: l.Address.Port()}, begin, func(socket *sockdiag.Socket) {
 			switch {
-			case !serves(l, socket):
+			case !acceptedBy(l, socket):
 			case socket.State == sockdiag.Listening:
 				listening[socket.Inode] = true
 			case socket.Inode == 0:
@@ -265,7 +265,7 @@ func findConnections(conn *sockdiag.Conn, source []config.Listener, seats map[in
 			listeners[p.PID] = true
 		}
 	}
-	family := family{seats: seats, listeners: listeners, parents: make(map[int]int)}
+	family := processTree{seats: seats, listeners: listeners, parents: make(map[int]int)}
 	found.slots = make(map[uint32][]int)
 	for inode := range wanted {
 		for _, p := range owners[inode] {
@@ -278,7 +278,7 @@ func findConnections(conn *sockdiag.Conn, source []config.Listener, seats map[in
 }
 
 // serves tells whether a TCP socket is of a listener.
-func serves(l config.Listener, socket *sockdiag.Socket) bool {
+func acceptedBy(l config.Listener, socket *sockdiag.Socket) bool {
 	addr := socket.Local.Addr()
 	switch {
 	case l.Address.Addr() == netip.IPv4Unspecified():
@@ -290,7 +290,7 @@ func serves(l config.Listener, socket *sockdiag.Socket) bool {
 }
 
 // family finds the member that a process belongs to.
-type family struct {
+type processTree struct {
 	seats     map[int]int
 	listeners map[int]bool
 	parents   map[int]int
@@ -299,7 +299,7 @@ type family struct {
 // slot is that of the nearest ancestor that is a member; -1 if there is none but
 // one that listens. ok is false for a process that has nothing to do with the
 // service.
-func (f *family) slot(pid int) (slot int, ok bool) {
+func (f *processTree) slot(pid int) (slot int, ok bool) {
 	const generations = 32
 	for range generations {
 		if slot, seated := f.seats[pid]; seated {
@@ -323,7 +323,7 @@ func (f *family) slot(pid int) (slot int, ok bool) {
 
 // serving is the slot whose member serves an address now; ok is false if there
 // is none.
-func (s *service) serving(addr netip.Addr) (slot int, device string, ok bool) {
+func (s *service) servingSlot(addr netip.Addr) (slot int, device string, ok bool) {
 	slot, device = s.mapping.Slot(addr)
 	if s.seats[slot] == nil && s.config.Standby != nil {
 		slot = *s.config.Standby
@@ -332,13 +332,13 @@ func (s *service) serving(addr netip.Addr) (slot int, device string, ok bool) {
 }
 
 // judge returns the devices that are split, with all their connections.
-func (s *service) judge(found *placed) []splitDevice {
+func (s *service) findSplitDevices(found *connectionScan) []splitDevice {
 	devices := make(map[string]*splitDevice)
 	split := make(map[string]bool)
 	for _, c := range found.connections {
 		slots := found.slots[c.Inode]
 		addr := c.Remote.Addr().WithZone("")
-		slot, name, ok := s.serving(addr)
+		slot, name, ok := s.servingSlot(addr)
 		if len(slots) == 0 || !ok {
 			continue
 		}
@@ -348,16 +348,16 @@ func (s *service) judge(found *placed) []splitDevice {
 		}
 		d := devices[key]
 		if d == nil {
-			d = &splitDevice{name: name, address: addr, slot: slot, at: make(map[int]bool)}
+			d = &splitDevice{name: name, address: addr, slot: slot, memberSlots: make(map[int]bool)}
 			devices[key] = d
 		}
 		if slices.Contains(slots, slot) {
-			d.at[slot] = true
+			d.memberSlots[slot] = true
 			delete(s.checks.suspects, c.Cookie)
 			continue
 		}
 		split[key] = true
-		d.at[slots[0]] = true
+		d.memberSlots[slots[0]] = true
 		d.connections = append(d.connections, c)
 	}
 	var list []splitDevice
@@ -370,7 +370,7 @@ func (s *service) judge(found *placed) []splitDevice {
 
 // mend does what the policy says about split devices. It tells whether it changed
 // anything.
-func (s *service) mend(conn *sockdiag.Conn, devices []splitDevice) (bool, error) {
+func (s *service) repair(conn *sockdiag.Conn, devices []splitDevice) (bool, error) {
 	if s.config.OnStart == config.Report {
 		if len(devices) != len(s.checks.split) {
 			s.log.Warn("devices have connections at another member than their slot's", "devices", len(devices), "first", devices[0].String())
@@ -401,13 +401,13 @@ func (s *service) mend(conn *sockdiag.Conn, devices []splitDevice) (bool, error)
 func (s *service) adoptDevices(devices []splitDevice) (others []splitDevice) {
 	before := slices.Clone(s.state.Adopted)
 	for _, d := range devices {
-		at := slices.Collect(maps.Keys(d.at))
+		at := slices.Collect(maps.Keys(d.memberSlots))
 		if len(at) != 1 || s.seats[at[0]] == nil {
 			others = append(others, d)
 			continue
 		}
 		p := s.seats[at[0]].process
-		a := adopted{ID: member.ID{PID: p.PID, StartTime: p.StartTime}, Device: d.name, Slot: at[0]}
+		a := adoptedDevice{ID: member.ID{PID: p.PID, StartTime: p.StartTime}, Device: d.name, Slot: at[0]}
 		if d.name == "" {
 			a.Address = d.address
 		}
@@ -433,8 +433,8 @@ func (s *service) adoptDevices(devices []splitDevice) (others []splitDevice) {
 
 // dropAdopted gives devices their own slot again once the member that they were
 // with has ended: all their connections there have, too.
-func (s *service) dropAdopted() {
-	kept := slices.DeleteFunc(slices.Clone(s.state.Adopted), func(a adopted) bool {
+func (s *service) pruneAdopted() {
+	kept := slices.DeleteFunc(slices.Clone(s.state.Adopted), func(a adoptedDevice) bool {
 		if seat := s.seats[a.Slot]; seat != nil {
 			return seat.process.PID != a.PID || seat.process.StartTime != a.StartTime
 		}
@@ -454,19 +454,19 @@ func (s *service) dropAdopted() {
 }
 
 // hasGuests tells whether devices were adopted for a member.
-func (s *service) hasGuests(seat *seat) bool {
-	return slices.ContainsFunc(s.state.Adopted, func(a adopted) bool {
+func (s *service) hasAdoptedDevices(seat *seat) bool {
+	return slices.ContainsFunc(s.state.Adopted, func(a adoptedDevice) bool {
 		return a.PID == seat.process.PID && a.StartTime == seat.process.StartTime
 	})
 }
 
 // guestsLeave is for the end of a process that was a member.
-func (s *service) guestsLeave(handle *member.Handle) {
-	if s.hosts[handle] {
-		delete(s.hosts, handle)
+func (s *service) forgetAdopter(handle *member.Handle) {
+	if s.adopters[handle] {
+		delete(s.adopters, handle)
 		handle.Close()
 	}
-	s.dropAdopted()
+	s.pruneAdopted()
 }
 
 // exceptions are the adopted devices, for the mapping.
@@ -502,7 +502,7 @@ func (s *service) splitProblem() error {
 	switch {
 	case s.config.OnStart == config.Report:
 		hint = "set on_start: reset, which closes such connections, or adopt, which leaves the device with that member, and restart the agent; or restart the member"
-	case s.checks.left > 0 && len(s.suspects(devices)) > 0:
+	case s.checks.left > 0 && len(s.suspectDevices(devices)) > 0:
 		hint = fmt.Sprintf("on_start: %s acts on them within seconds", s.config.OnStart)
 	}
 	if s.checks.err != nil {

@@ -29,11 +29,11 @@ import (
 // target is what a service is to become: a policy with all that it names
 // found and read, so that applying it can hardly fail.
 type target struct {
-	config  config.Service
-	rules   []member.Rule
-	users   []uint32
-	mapping *placement.Mapping
-	built   builtDevices // of a mapping that is to be applied, where it is another one
+	config         config.Service
+	rules          []member.Rule
+	users          []uint32
+	mapping        *placement.Mapping
+	pendingDevices builtDeviceMap // of a mapping that is to be applied, where it is another one
 }
 
 // resolveMembers finds the users that a service and its rules name.
@@ -50,7 +50,7 @@ func resolveMembers(c config.Service) ([]member.Rule, []uint32, error) {
 }
 
 // prepare reads what the new policy of a service names, but its device map. It changes nothing.
-func (s *service) prepare(c config.Service, devices *placement.DeviceMap) (*target, error) {
+func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) (*target, error) {
 	t := &target{config: c}
 	var err error
 	if t.rules, t.users, err = resolveMembers(c); err != nil {
@@ -97,8 +97,8 @@ func (s *service) plan(t *target) []api.Change {
 			"everything is refused until the members are registered again, at once")
 	}
 	if from.Slots != to.Slots {
-		effect := s.moves(t)
-		if lost := s.seatsFrom(to.Slots); lost > 0 {
+		effect := s.movedDevicesEffect(t)
+		if lost := s.countSeatsFrom(to.Slots); lost > 0 {
 			effect += "; " + format.Count(lost, "member loses its slot", "members lose their slots")
 		}
 		add(fmt.Sprintf("slots: %d -> %d", from.Slots, to.Slots), effect)
@@ -106,7 +106,7 @@ func (s *service) plan(t *target) []api.Change {
 	if from.SlotsAs != to.SlotsAs {
 		effect := ""
 		if from.Slots == to.Slots {
-			effect = s.moves(t)
+			effect = s.movedDevicesEffect(t)
 		}
 		add(fmt.Sprintf("slots_as: %s -> %s", cmp.Or(from.SlotsAs, "unset"), cmp.Or(to.SlotsAs, "unset")), effect)
 	}
@@ -129,9 +129,9 @@ func (s *service) plan(t *target) []api.Change {
 	if !s.mapping.Devices.Equal(t.mapping.Devices) {
 		effect := ""
 		if from.Slots == to.Slots {
-			effect = s.moves(t)
+			effect = s.movedDevicesEffect(t)
 		}
-		add(fmt.Sprintf("device_map: %s -> %s", extent(s.mapping.Devices), extent(t.mapping.Devices)), effect)
+		add(fmt.Sprintf("device_map: %s -> %s", deviceMapSummary(s.mapping.Devices), deviceMapSummary(t.mapping.Devices)), effect)
 	}
 	if from.Backlog != to.Backlog {
 		add(fmt.Sprintf("backlog: %d -> %d", from.Backlog, to.Backlog), "")
@@ -140,9 +140,9 @@ func (s *service) plan(t *target) []api.Change {
 		name, from, to string
 		effect         func(*target) string
 	}{
-		{"user", strings.Join(from.Users, ", "), strings.Join(to.Users, ", "), s.effectOfUser},
+		{"user", strings.Join(from.Users, ", "), strings.Join(to.Users, ", "), s.userEffect},
 		{"netns", from.Netns, to.Netns, func(*target) string { return "members in the old namespace lose their slots" }},
-		{"cgroup", from.Cgroup, to.Cgroup, s.leaving},
+		{"cgroup", from.Cgroup, to.Cgroup, s.lostSlotsEffect},
 	} {
 		if field.from != field.to {
 			add(fmt.Sprintf("%s: %s -> %s", field.name, cmp.Or(field.from, "unset"), cmp.Or(field.to, "unset")), field.effect(t))
@@ -152,24 +152,24 @@ func (s *service) plan(t *target) []api.Change {
 		add(fmt.Sprintf("track_devices: %d -> %d", from.TrackDevices, to.TrackDevices), "the devices seen so far are forgotten")
 	}
 	if !reflect.DeepEqual(from.Members, to.Members) {
-		add("members", s.leaving(t))
+		add("members", s.lostSlotsEffect(t))
 	}
 	return changes
 }
 
-func (s *service) effectOfUser(t *target) string {
-	if s.lookup() {
-		return s.leaving(t)
+func (s *service) userEffect(t *target) string {
+	if s.usesLookup() {
+		return s.lostSlotsEffect(t)
 	}
-	return s.leaving(t) + "; the ports are held for that user"
+	return s.lostSlotsEffect(t) + "; the ports are held for that user"
 }
 
 // leaving counts the members that are none by the target, or of another slot.
-func (s *service) leaving(t *target) string {
-	then := &service{config: t.config, rules: t.rules, users: t.users, state: s.state, self: s.self, known: maps.Clone(s.known)}
+func (s *service) lostSlotsEffect(t *target) string {
+	then := &service{config: t.config, rules: t.rules, users: t.users, state: s.state, memberHost: s.memberHost, firstSeen: maps.Clone(s.firstSeen)}
 	lost := 0
 	for slot, now := range s.seats {
-		want, err := then.memberBy(now.process, &seat{})
+		want, err := then.membership(now.process, &seat{})
 		if err != nil || want != member.AnySlot && want != slot {
 			lost++
 		}
@@ -187,7 +187,7 @@ func whenEmpty(c config.Service) string {
 	return fmt.Sprintf("standby %d", *c.Standby)
 }
 
-func (s *service) seatsFrom(slots int) (n int) {
+func (s *service) countSeatsFrom(slots int) (n int) {
 	for slot := range s.seats {
 		if slot >= slots {
 			n++
@@ -197,7 +197,7 @@ func (s *service) seatsFrom(slots int) (n int) {
 }
 
 // moves counts the devices seen whose slot the target changes.
-func (s *service) moves(t *target) string {
+func (s *service) movedDevicesEffect(t *target) string {
 	if s.config.TrackDevices == 0 {
 		return "devices are not tracked, so it is not known how many move"
 	}
@@ -223,7 +223,7 @@ func (s *service) moves(t *target) string {
 	return fmt.Sprintf("%d of %s seen move", moved, format.Count(len(moves), "device", "devices"))
 }
 
-func extent(m *placement.DeviceMap) string {
+func deviceMapSummary(m *placement.DeviceMap) string {
 	if m == nil {
 		return "none"
 	}
@@ -232,82 +232,82 @@ func extent(m *placement.DeviceMap) string {
 
 // build makes the device map of a policy for the kernel, if it is another one than that in force. It
 // holds no lock meanwhile.
-func (s *service) build(c config.Service, devices *placement.DeviceMap) (builtDevices, error) {
+func (s *service) buildDeviceMap(c config.Service, devices *placement.DeviceMap) (builtDeviceMap, error) {
 	nonce, err := s.nonceFor(c)
 	if err != nil {
-		return builtDevices{}, err
+		return builtDeviceMap{}, err
 	}
 	m, err := newMapping(c, nonce, devices)
 	if err != nil {
-		return builtDevices{}, err
+		return builtDeviceMap{}, err
 	}
 	s.mu.Lock()
 	m.Except(s.exceptions())
-	installed := s.installed
+	installed := s.installedEntries
 	s.mu.Unlock()
 	if entries := m.Entries(); installed == nil || !installed.Equal(entries) {
-		return buildDevices(entries)
+		return buildDeviceMap(entries)
 	}
-	return builtDevices{}, nil
+	return builtDeviceMap{}, nil
 }
 
 // now is the target that the service is.
-func (s *service) now() *target {
+func (s *service) currentTarget() *target {
 	return &target{config: s.config, rules: s.rules, users: s.users, mapping: s.mapping}
 }
 
 // apply makes the service what the target says. If that fails it goes back to
 // what it was.
-func (s *service) apply(t *target) error {
+func (s *service) applyTarget(t *target) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	before := s.now()
-	s.built, t.built = t.built, builtDevices{}
-	defer s.built.close()
-	err := s.become(t)
+	before := s.currentTarget()
+	s.pendingDevices, t.pendingDevices = t.pendingDevices, builtDeviceMap{}
+	defer s.pendingDevices.close()
+	err := s.switchTo(t)
 	if err == nil {
 		return nil
 	}
-	if back := s.become(before); back != nil {
+	if back := s.switchTo(before); back != nil {
 		return fault.Join(err, fmt.Errorf("go back to the policy before: %w", back))
 	}
 	return err
 }
 
-func (s *service) become(t *target) error {
+func (s *service) switchTo(t *target) error {
 	if s.config.Netns != t.config.Netns || s.config.Steering != t.config.Steering {
-		return s.begin(t)
+		return s.recreate(t)
 	}
 	old := s.rows
-	s.take(t)
+	s.setTarget(t)
 	s.assignRows(old)
-	if err := s.dropRows(old); err != nil {
+	if err := s.removeListeners(old); err != nil {
 		return err
 	}
-	if err := s.saveOwner(); err != nil {
+	if err := s.saveGroupOwner(); err != nil {
 		return err
 	}
-	if err := s.open(); err != nil {
+	if err := s.openPath(); err != nil {
 		return err
 	}
 	// Their devices have other slots from here on.
 	for slot := range s.seats {
 		if slot >= s.config.Slots {
-			s.clear(slot, "slot removed")
+			s.vacateSlot(slot, "slot removed")
 		}
 	}
 	for slot, seat := range s.seats {
-		want, err := s.memberBy(seat.process, seat)
+		want, err := s.membership(seat.process, seat)
 		if err == nil {
-			err = s.verify(seat)
+			err = s.checkSeatSockets(seat)
 		}
 		switch {
 		case err != nil:
-			s.clear(slot, err.Error())
+			s.vacateSlot(slot, err.Error())
 		case want != member.AnySlot && want != slot:
-			s.clear(slot, "another slot by the policy")
-		case !s.complete(seat):
-			s.clear(slot, "another listener by the policy")
+			s.vacateSlot(slot, "another slot by the policy")
+		case !s.loadSeatSockets(seat):
+			s.vacateSlot(slot, "another listener by the policy")
 		default:
 			s.raiseBacklog(seat)
 		}
@@ -315,31 +315,31 @@ func (s *service) become(t *target) error {
 	if err := s.scan(); err != nil {
 		return err
 	}
-	return s.hold()
+	return s.reconcileKeeper()
 }
 
 // begin starts over, for changes that no pinned map outlives. The old data
 // path, with all slots closed, refuses everything until the new one decides.
-func (s *service) begin(t *target) error {
-	s.installed = nil
+func (s *service) recreate(t *target) error {
+	s.installedEntries = nil
 	for pid := range s.waiting {
-		s.forget(pid)
+		s.forgetWaiting(pid)
 	}
 	if s.path == nil {
 		if err := bpf.Remove(s.host.Root.Service(s.config.Name)); err != nil {
 			return err
 		}
-		return s.restart(t, nil)
+		return s.reopen(t, nil)
 	}
-	old, groups := s.path, s.groups()
+	old, groups := s.path, s.groupSockets()
 	for slot := range s.seats {
-		s.clear(slot, "service restarted")
+		s.vacateSlot(slot, "service restarted")
 	}
 	s.events.Close()
 	s.events, s.path = nil, nil
 	err := bpf.Unpin(s.host.Root.Service(s.config.Name))
 	if err == nil {
-		err = s.restart(t, groups)
+		err = s.reopen(t, groups)
 	}
 	for _, fd := range groups {
 		unix.Close(fd)
@@ -349,9 +349,9 @@ func (s *service) begin(t *target) error {
 
 // restart opens the new data path, takes the programs off the groups of the
 // old one, and finds the members.
-func (s *service) restart(t *target, groups []int) error {
-	s.take(t)
-	if err := s.saveOwner(); err != nil {
+func (s *service) reopen(t *target, groups []int) error {
+	s.setTarget(t)
+	if err := s.saveGroupOwner(); err != nil {
 		return err
 	}
 	if s.netns != nil {
@@ -362,28 +362,28 @@ func (s *service) restart(t *target, groups []int) error {
 		return err
 	}
 	s.assignRows([bpf.MaxListeners]bpf.Listener{})
-	if err := s.open(); err != nil {
+	if err := s.openPath(); err != nil {
 		return err
 	}
 	var errs []error
 	for _, fd := range groups {
 		errs = append(errs, bpf.Detach(fd))
 	}
-	if err := fault.Join(append(errs, s.letGo())...); err != nil {
+	if err := fault.Join(append(errs, s.retireKeeper())...); err != nil {
 		return err
 	}
-	return s.adopt()
+	return s.restore()
 }
 
-func (s *service) take(t *target) {
+func (s *service) setTarget(t *target) {
 	s.config, s.rules, s.users, s.mapping = t.config, t.rules, t.users, t.mapping
 	s.state.Nonce = t.mapping.Table.Nonce
-	s.trust()
+	s.clearSuspects()
 }
 
 // saveOwner keeps the state. The owner that was learned from a claim is kept only while the policy
 // names none.
-func (s *service) saveOwner() error {
+func (s *service) saveGroupOwner() error {
 	if len(s.users) > 0 {
 		s.state.ClaimedUID = nil
 	}
@@ -392,16 +392,16 @@ func (s *service) saveOwner() error {
 
 // dropRows gives the ports of listeners that are gone back to the kernel, and
 // takes the keeper's sockets off them first.
-func (s *service) dropRows(old [bpf.MaxListeners]bpf.Listener) error {
+func (s *service) removeListeners(old [bpf.MaxListeners]bpf.Listener) error {
 	var errs []error
 	var dropped []int
 	for row, l := range old {
 		if l == (bpf.Listener{}) || l == s.rows[row] {
 			continue
 		}
-		if fd, ok := s.anchors[row]; ok {
+		if fd, ok := s.keeperSockets[row]; ok {
 			dropped = append(dropped, fd)
-			delete(s.anchors, row)
+			delete(s.keeperSockets, row)
 		}
 		for slot, seat := range s.seats {
 			errs = append(errs, s.path.Delete(row, slot))
@@ -419,7 +419,7 @@ func (s *service) dropRows(old [bpf.MaxListeners]bpf.Listener) error {
 }
 
 func (s *service) raiseBacklog(seat *seat) {
-	sockets, err := seat.handle.Sockets(s.wants)
+	sockets, err := seat.handle.Sockets(s.matchesListener)
 	if err != nil {
 		return
 	}

@@ -11,9 +11,9 @@ import (
 	"sockeye/internal/member"
 )
 
-// refusals are processes that a rule describes, that have the service's ports, and that are no members:
-// of another user, or in namespaces of their own. They are kept to be shown, no handle of them is
-// held, and there are few: any user can start as many as he likes.
+// refusals has the processes that match a rule and have the service's ports, but are not admitted: they run as another
+// user, or in their own namespaces. Status shows them. The table is small and has no handles, because any user can start
+// any number of such processes.
 type refusals map[member.ID]refused
 
 type refused struct {
@@ -24,53 +24,53 @@ type refused struct {
 
 const (
 	maxRefusals = 16
-	// maxProbes bounds how many processes a scan looks into for a refusal.
+	// maxProbes limits the processes per scan whose descriptors are read for a refusal.
 	maxProbes = 64
-	// warnInterval is how often refusals are logged.
+	// warnInterval is the minimum time between two warnings about refusals.
 	warnInterval = time.Minute
 )
 
-// refuse notes a process that only looks like a member.
-func (s *service) refuse(p *member.Process, source string, why *member.Refusal) {
-	if s.related(p) || s.isolated(p) {
+// addRefusal records a process that matches a rule and is not admitted.
+func (s *service) addRefusal(p *member.Process, source string, why *member.Refusal) {
+	if s.isRelated(p) || s.isIsolatedProgram(p) {
 		return
 	}
 	self := member.ID{PID: p.PID, StartTime: p.StartTime}
-	if _, known := s.refused[self]; !known {
-		if len(s.refused) >= maxRefusals {
-			s.refused.prune()
+	if _, known := s.refusals[self]; !known {
+		if len(s.refusals) >= maxRefusals {
+			s.refusals.prune()
 		}
-		if len(s.refused) >= maxRefusals || s.probes == 0 || !s.hasPorts(p.PID) {
+		if len(s.refusals) >= maxRefusals || s.probesLeft == 0 || !s.hasPorts(p.PID) {
 			return
 		}
-		if now := time.Now(); now.Sub(s.warned) >= warnInterval {
-			s.warned = now
+		if now := time.Now(); now.Sub(s.lastRefusalLog) >= warnInterval {
+			s.lastRefusalLog = now
 			s.log.Warn("process refused, it only looks like a member", "pid", p.PID, "source", source, "problem", why.Reason)
 		}
 	}
-	s.refused[self] = refused{p, source, why}
+	s.refusals[self] = refused{p, source, why}
 }
 
-// hasPorts tells whether a process has a socket on one of the ports of members, as far as a bounded look at
-// its descriptors shows.
+// hasPorts reports whether a process has a socket on one of the members' ports among its first descriptors
+// ([member.Handle.HasSocket]).
 func (s *service) hasPorts(pid int) bool {
-	s.probes--
+	s.probesLeft--
 	handle, err := member.Open(pid)
 	if err != nil {
 		return false
 	}
 	defer handle.Close()
-	return handle.Has(s.wants)
+	return handle.HasSocket(s.matchesListener)
 }
 
-// prune forgets those that have ended.
+// prune deletes the processes that have exited.
 func (r refusals) prune() {
 	maps.DeleteFunc(r, func(self member.ID, _ refused) bool {
 		return !member.Alive(self.PID, self.StartTime)
 	})
 }
 
-// list gives them by process id.
+// list returns the running processes, sorted by process id.
 func (r refusals) list() []api.RefusedStatus {
 	r.prune()
 	list := []api.RefusedStatus{}

@@ -30,64 +30,64 @@ type service struct {
 	host *steerHost
 	log  *slog.Logger
 
-	mu      sync.Mutex
-	config  config.Service
-	rules   []member.Rule
-	users   []uint32 // to whom members and their sockets belong; none: those of claims decide
-	self    *member.Host
-	mapping *placement.Mapping
+	mu         sync.Mutex
+	config     config.Service
+	rules      []member.Rule
+	users      []uint32 // to whom members and their sockets belong; none: those of claims decide
+	memberHost *member.Host
+	mapping    *placement.Mapping
 	// The contents of the device map in force; nil: not known. And the one to come.
-	installed *placement.Entries
-	built     builtDevices
-	state     state
-	path      *bpf.Steer
-	events    *bpf.Events
-	netns     *os.File
-	inode     uint64                         // of netns
-	rows      [bpf.MaxListeners]bpf.Listener // zero: free
-	source    map[int]config.Listener        // by row
+	installedEntries *placement.Entries
+	pendingDevices   builtDeviceMap
+	state            state
+	path             *bpf.Steer
+	events           *bpf.Events
+	netns            *os.File
+	netnsInode       uint64                         // of netns
+	rows             [bpf.MaxListeners]bpf.Listener // zero: free
+	listeners        map[int]config.Listener        // by row
 
-	known   map[member.ID]*member.Process // as first seen: nfacctd writes over its arguments
-	seats   map[int]*seat                 // by slot
-	waiting map[int]*waiting              // by process id
-	refused refusals                      // processes that only look like members
-	probes  int                           // how many more processes may be looked into for a refusal
-	warned  time.Time                     // when one was logged last
-	crowded bool                          // others wait, too
-	owners  map[uint64]member.ID          // whose a registered socket is, or was
-	bound   map[uint64]int                // process id by cookie, of sockets not yet listening
-	looking map[int]*looks                // by process id, of processes that bound sockets lately
-	anchors map[int]int                   // descriptor by row
-	keeper  *keeper
-	before  [bpf.MaxListeners]bpf.Listener // the rows of the agent before
-	lost    uint64
+	firstSeen      map[member.ID]*member.Process // as first seen: nfacctd writes over its arguments
+	seats          map[int]*seat                 // by slot
+	waiting        map[int]*waitingProcess       // by process id
+	refusals       refusals                      // processes that only look like members
+	probesLeft     int                           // how many more processes may be looked into for a refusal
+	lastRefusalLog time.Time                     // when one was logged last
+	waitingFull    bool                          // others wait, too
+	socketOwners   map[uint64]member.ID          // whose a registered socket is, or was
+	boundBy        map[uint64]int                // process id by cookie, of sockets not yet listening
+	inspected      map[int]*inspections          // by process id, of processes that bound sockets lately
+	keeperSockets  map[int]int                   // descriptor by row
+	keeper         *keeper
+	previousRows   [bpf.MaxListeners]bpf.Listener // the rows of the agent before
+	lostEvents     uint64
 	// A scan was less than a period ago, and another one is due after it.
-	scanning, scanMore bool
-	checks             checks
-	opened             map[int]bool            // slots that have been open in this agent's life
-	hosts              map[*member.Handle]bool // of members without a slot that have adopted devices
+	scannedRecently, scanPending bool
+	checks                       checks
+	everOpened                   map[int]bool            // slots that have been open in this agent's life
+	adopters                     map[*member.Handle]bool // of members without a slot that have adopted devices
 
-	reconsidered time.Time // when those that wait were looked at for who asked
+	lastReevaluation time.Time // when those that wait were looked at for who asked
 
-	saved  time.Time   // when the members were
-	saving *time.Timer // they are to be
+	lastSave  time.Time   // when the members were
+	saveTimer *time.Timer // they are to be
 
-	registrations uint64
-	problem       error // what keeps the service from being held
-	retrying      bool  // hold is to be tried again
+	registrations      uint64
+	keeperProblem      error // what keeps the service from being held
+	keeperRetryPending bool  // hold is to be tried again
 }
 
 // seat is a member in its slot.
 type seat struct {
-	slot    int
-	process *member.Process
-	handle  *member.Handle
-	source  string             // which rule or command made it a member
-	claimed bool               // a command did
-	owners  []uint32           // to whom its sockets may belong
-	sockets map[int]socketInfo // by row
-	twin    error              // a socket beside those, which gets nothing
-	up      []int              // its ancestors when it was seated; later it has no others
+	slot          int
+	process       *member.Process
+	handle        *member.Handle
+	source        string             // which rule or command made it a member
+	claimed       bool               // a command did
+	allowedOwners []uint32           // to whom its sockets may belong
+	sockets       map[int]socketInfo // by row
+	duplicate     error              // a socket beside those, which gets nothing
+	ancestors     []int              // its ancestors when it was seated; later it has no others
 }
 
 type socketInfo struct {
@@ -96,7 +96,7 @@ type socketInfo struct {
 }
 
 // waiting is a process that would be a member, and what it lacks.
-type waiting struct {
+type waitingProcess struct {
 	process *member.Process
 	handle  *member.Handle
 	source  string
@@ -108,26 +108,26 @@ type waiting struct {
 func openService(h *steerHost, log *slog.Logger, c config.Service, devices *placement.DeviceMap) (_ *service, err error) {
 	s := &service{
 		host: h, log: log.With("service", c.Name), config: c,
-		known: make(map[member.ID]*member.Process),
-		seats: make(map[int]*seat), waiting: make(map[int]*waiting),
-		owners: make(map[uint64]member.ID), bound: make(map[uint64]int), looking: make(map[int]*looks),
-		opened: make(map[int]bool), checks: checks{fresh: make(map[int]bool)}, hosts: make(map[*member.Handle]bool),
-		anchors: make(map[int]int), refused: make(refusals),
+		firstSeen: make(map[member.ID]*member.Process),
+		seats:     make(map[int]*seat), waiting: make(map[int]*waitingProcess),
+		socketOwners: make(map[uint64]member.ID), boundBy: make(map[uint64]int), inspected: make(map[int]*inspections),
+		everOpened: make(map[int]bool), checks: checks{fresh: make(map[int]bool)}, adopters: make(map[*member.Handle]bool),
+		keeperSockets: make(map[int]int), refusals: make(refusals),
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer func() {
 		if err != nil {
-			s.release()
+			s.closeLocked()
 		}
 	}()
 	if s.rules, s.users, err = resolveMembers(c); err != nil {
 		return nil, err
 	}
-	if s.self, err = member.ReadHost(); err != nil {
+	if s.memberHost, err = member.ReadHost(); err != nil {
 		return nil, err
 	}
-	nonce, err := h.nonce(cmp.Or(c.SlotsAs, c.Name))
+	nonce, err := h.ensureNonce(cmp.Or(c.SlotsAs, c.Name))
 	if err != nil {
 		return nil, err
 	}
@@ -137,12 +137,12 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 	s.state.Nonce = nonce
 	dir := h.Root.Service(c.Name)
 	for _, m := range s.state.Members {
-		s.known[m.ID] = member.Remembered(m.PID, m.StartTime, m.Args, m.SlotVariable, m.Exe, m.File)
+		s.firstSeen[m.ID] = member.FromRecord(m.PID, m.StartTime, m.Args, m.SlotVariable, m.Exe, m.File)
 	}
 	for _, o := range s.state.Sockets {
-		s.own(o.ID, o.Cookies...)
+		s.recordSocketOwner(o.ID, o.Cookies...)
 	}
-	if err := s.saveOwner(); err != nil {
+	if err := s.saveGroupOwner(); err != nil {
 		return nil, err
 	}
 	if err := s.openNetns(); err != nil {
@@ -151,17 +151,17 @@ func openService(h *steerHost, log *slog.Logger, c config.Service, devices *plac
 	if s.mapping, err = newMapping(c, s.state.Nonce, devices); err != nil {
 		return nil, err
 	}
-	s.dropAdopted()
+	s.pruneAdopted()
 	old, err := bpf.ReadListeners(dir)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
-	s.before = old
+	s.previousRows = old
 	s.assignRows(old)
-	if err := s.open(); err != nil {
+	if err := s.openPath(); err != nil {
 		return nil, err
 	}
-	if err := s.adopt(); err != nil {
+	if err := s.restore(); err != nil {
 		return nil, err
 	}
 	s.suspectAll()
@@ -175,7 +175,7 @@ func (h *steerHost) statePath(service string) string {
 }
 
 // findNonce is that of a service of this host, running or not: what is pinned counts.
-func (h *steerHost) findNonce(name string) (nonce uint64, known bool, err error) {
+func (h *steerHost) lookupNonce(name string) (nonce uint64, known bool, err error) {
 	switch nonce, err := bpf.ReadNonce(h.Root.Service(name)); {
 	case err == nil:
 		return nonce, true, nil
@@ -187,8 +187,8 @@ func (h *steerHost) findNonce(name string) (nonce uint64, known bool, err error)
 }
 
 // nonce is that of a service, which is made and kept where there is none.
-func (h *steerHost) nonce(name string) (uint64, error) {
-	nonce, known, err := h.findNonce(name)
+func (h *steerHost) ensureNonce(name string) (uint64, error) {
+	nonce, known, err := h.lookupNonce(name)
 	if err != nil || known {
 		return nonce, err
 	}
@@ -205,7 +205,7 @@ func (s *service) nonceFor(c config.Service) (uint64, error) {
 	if c.SlotsAs == "" {
 		return s.state.Nonce, nil
 	}
-	nonce, known, err := s.host.findNonce(c.SlotsAs)
+	nonce, known, err := s.host.lookupNonce(c.SlotsAs)
 	if !known {
 		nonce = s.state.Nonce // the other is to be added
 	}
@@ -214,7 +214,7 @@ func (s *service) nonceFor(c config.Service) (uint64, error) {
 
 // enter is the network namespace in which sockets are made; nil is the
 // agent's own, which needs no right to enter.
-func (s *service) enter() *os.File {
+func (s *service) socketNetns() *os.File {
 	if s.config.Netns == "" {
 		return nil
 	}
@@ -237,7 +237,7 @@ func (s *service) openNetns() error {
 		netns.Close()
 		return fault.Usage(fmt.Errorf("open network namespace: %s is none", name), "correct netns, as in /run/netns/NAME")
 	}
-	s.netns, s.inode = netns, stat.Ino
+	s.netns, s.netnsInode = netns, stat.Ino
 	return nil
 }
 
@@ -273,7 +273,7 @@ func bpfListener(l config.Listener) bpf.Listener {
 // free one.
 func (s *service) assignRows(old [bpf.MaxListeners]bpf.Listener) {
 	s.rows = [bpf.MaxListeners]bpf.Listener{}
-	s.source = make(map[int]config.Listener)
+	s.listeners = make(map[int]config.Listener)
 	var fresh []config.Listener
 	for _, l := range s.config.Listeners {
 		row := slices.Index(old[:], bpfListener(l))
@@ -281,11 +281,11 @@ func (s *service) assignRows(old [bpf.MaxListeners]bpf.Listener) {
 			fresh = append(fresh, l)
 			continue
 		}
-		s.rows[row], s.source[row] = old[row], l
+		s.rows[row], s.listeners[row] = old[row], l
 	}
 	for _, l := range fresh {
 		row := slices.Index(s.rows[:], bpf.Listener{})
-		s.rows[row], s.source[row] = bpfListener(l), l
+		s.rows[row], s.listeners[row] = bpfListener(l), l
 	}
 }
 
@@ -298,27 +298,27 @@ func memberPorts(l config.Listener) (first, last uint16) {
 }
 
 // memberPlace is what a member has to open for a listener.
-func memberPlace(l config.Listener) string {
+func memberAddress(l config.Listener) string {
 	if l.MemberPorts.First == 0 {
 		return l.String()
 	}
 	return fmt.Sprintf("%s port %s", l.Protocol, l.MemberPorts)
 }
 
-func (s *service) lookup() bool { return s.config.Steering == config.Lookup }
+func (s *service) usesLookup() bool { return s.config.Steering == config.Lookup }
 
 // open makes the data path what the policy says, and the mapping with it.
-func (s *service) open() error {
+func (s *service) openPath() error {
 	c := bpf.SteerConfig{
 		Dir:       s.host.Root.Service(s.config.Name),
-		Lookup:    s.lookup(),
+		Lookup:    s.usesLookup(),
 		Listeners: s.rows,
 		Devices:   s.config.TrackDevices,
 		Netns:     s.netns,
 		Cgroup:    filepath.Join(s.host.Cgroups.Mount, s.config.Cgroup),
 	}
-	for _, row := range slices.Sorted(maps.Keys(s.source)) {
-		first, last := memberPorts(s.source[row])
+	for _, row := range slices.Sorted(maps.Keys(s.listeners)) {
+		first, last := memberPorts(s.listeners[row])
 		c.Ports = append(c.Ports, bpf.Ports{First: first, Last: last, Protocol: s.rows[row].Protocol})
 	}
 	path, err := bpf.OpenSteer(c)
@@ -335,7 +335,7 @@ func (s *service) open() error {
 	if err := s.installMapping(); err != nil {
 		return err
 	}
-	if s.lost, err = path.LostEvents(); err != nil {
+	if s.lostEvents, err = path.LostEvents(); err != nil {
 		return err
 	}
 	if s.events, err = path.Events(); err != nil {
@@ -346,13 +346,13 @@ func (s *service) open() error {
 }
 
 // builtDevices is a device map for the kernel, and its contents.
-type builtDevices struct {
+type builtDeviceMap struct {
 	entries *placement.Entries
 	trie    *bpf.DeviceTrie // nil if it is empty
 }
 
 // buildDevices takes seconds for a million prefixes.
-func buildDevices(entries *placement.Entries) (b builtDevices, err error) {
+func buildDeviceMap(entries *placement.Entries) (b builtDeviceMap, err error) {
 	b.entries = entries
 	if size := entries.Size(); size > 0 {
 		b.trie, err = bpf.NewDeviceTrie(size, entries.All())
@@ -360,11 +360,11 @@ func buildDevices(entries *placement.Entries) (b builtDevices, err error) {
 	return b, err
 }
 
-func (b *builtDevices) close() {
+func (b *builtDeviceMap) close() {
 	if b.trie != nil {
 		b.trie.Close()
 	}
-	*b = builtDevices{}
+	*b = builtDeviceMap{}
 }
 
 // installMapping gives the mapping to the data path, in one step. The device map that is
@@ -372,67 +372,67 @@ func (b *builtDevices) close() {
 func (s *service) installMapping() error {
 	s.mapping.Except(s.exceptions())
 	entries := s.mapping.Entries()
-	if s.installed != nil && s.installed.Equal(entries) {
-		s.installed = entries
+	if s.installedEntries != nil && s.installedEntries.Equal(entries) {
+		s.installedEntries = entries
 		return s.path.SetTable(&s.mapping.Table)
 	}
-	if s.built.entries == nil || !s.built.entries.Equal(entries) {
-		s.built.close()
-		built, err := buildDevices(entries)
+	if s.pendingDevices.entries == nil || !s.pendingDevices.entries.Equal(entries) {
+		s.pendingDevices.close()
+		built, err := buildDeviceMap(entries)
 		if err != nil {
 			return err
 		}
-		s.built = built
+		s.pendingDevices = built
 	}
-	defer s.built.close()
-	s.installed = nil
-	if err := s.path.SetMapping(&s.mapping.Table, s.built.trie); err != nil {
+	defer s.pendingDevices.close()
+	s.installedEntries = nil
+	if err := s.path.SetMapping(&s.mapping.Table, s.pendingDevices.trie); err != nil {
 		return err
 	}
-	s.installed = entries
+	s.installedEntries = entries
 	return nil
 }
 
 // adopt takes over what an earlier agent left, then finds new members. At the
 // end all programs decide.
-func (s *service) adopt() error {
-	if err := s.adoptKeeper(); err != nil {
+func (s *service) restore() error {
+	if err := s.restoreKeeper(); err != nil {
 		return err
 	}
 	for slot := range bpf.MaxSlots {
-		if err := s.adoptSlot(slot); err != nil {
+		if err := s.restoreSlot(slot); err != nil {
 			return err
 		}
 	}
 	if err := s.scan(); err != nil {
 		return err
 	}
-	return s.hold()
+	return s.reconcileKeeper()
 }
 
 // adoptSlot keeps a member that is still what the pins say of it, and clears
 // the slot otherwise.
-func (s *service) adoptSlot(slot int) error {
+func (s *service) restoreSlot(slot int) error {
 	value, err := s.path.Slot(slot)
 	if err != nil {
 		return err
 	}
 	if value == (bpf.Slot{}) {
-		return s.clearHalfOpen(slot)
+		return s.closeIncompleteSlot(slot)
 	}
 	p, err := s.read(int(value.Pid))
 	if err == nil && p.StartTime == value.StartTime && value.Ready == 1 && slot < s.config.Slots {
 		var handle *member.Handle
 		if handle, err = member.Open(p.PID); err == nil {
 			seat := &seat{slot: slot, process: p, handle: handle, sockets: make(map[int]socketInfo)}
-			if _, err = s.memberBy(p, seat); err == nil && s.complete(seat) {
-				err = s.verify(seat)
+			if _, err = s.membership(p, seat); err == nil && s.loadSeatSockets(seat) {
+				err = s.checkSeatSockets(seat)
 			} else if err == nil {
 				err = fs.ErrNotExist
 			}
 			if err == nil {
-				s.seat(seat)
-				s.learnOwner(seat)
+				s.occupySlot(seat)
+				s.learnGroupOwner(seat)
 				s.log.Info("member adopted", "slot", slot, "pid", p.PID)
 				return nil
 			}
@@ -440,9 +440,9 @@ func (s *service) adoptSlot(slot int) error {
 		}
 	}
 	// A process that it forked may hold its sockets on.
-	for row := range s.source {
+	for row := range s.listeners {
 		if cookie, err := s.path.Cookie(row, slot); err == nil && cookie != 0 {
-			s.own(member.ID{PID: int(value.Pid), StartTime: value.StartTime}, cookie)
+			s.recordSocketOwner(member.ID{PID: int(value.Pid), StartTime: value.StartTime}, cookie)
 		}
 	}
 	switch {
@@ -453,19 +453,19 @@ func (s *service) adoptSlot(slot int) error {
 	default:
 		s.log.Warn("member not adopted", "slot", slot, "pid", value.Pid, "error", err)
 	}
-	return s.clearSlot(slot)
+	return s.closeSlot(slot)
 }
 
 // clearHalfOpen takes out what an agent registered that ended before it opened
 // the slot.
-func (s *service) clearHalfOpen(slot int) error {
-	for row := range s.source {
+func (s *service) closeIncompleteSlot(slot int) error {
+	for row := range s.listeners {
 		cookie, err := s.path.Cookie(row, slot)
 		if err != nil {
 			return err
 		}
 		if cookie != 0 {
-			return s.clearSlot(slot)
+			return s.closeSlot(slot)
 		}
 	}
 	return nil
@@ -473,8 +473,8 @@ func (s *service) clearHalfOpen(slot int) error {
 
 // complete fills in the sockets of a seat from the pins, and tells whether
 // there is one for each listener.
-func (s *service) complete(seat *seat) bool {
-	for row, l := range s.source {
+func (s *service) loadSeatSockets(seat *seat) bool {
+	for row, l := range s.listeners {
 		cookie, err := s.path.Cookie(row, seat.slot)
 		if err != nil || cookie == 0 {
 			return false
@@ -486,11 +486,11 @@ func (s *service) complete(seat *seat) bool {
 
 // seat puts a member into its slot, in this process' view, and waits for its
 // end.
-func (s *service) seat(seat *seat) {
+func (s *service) occupySlot(seat *seat) {
 	s.seats[seat.slot] = seat
-	seat.up = ancestors(seat.process)
+	seat.ancestors = ancestors(seat.process)
 	for _, socket := range seat.sockets {
-		s.own(member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}, socket.cookie)
+		s.recordSocketOwner(member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}, socket.cookie)
 	}
 	handle := seat.handle
 	go func() {
@@ -500,15 +500,15 @@ func (s *service) seat(seat *seat) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		if s.seats[seat.slot] == seat {
-			s.clear(seat.slot, "process ended")
+			s.vacateSlot(seat.slot, "process ended")
 		}
-		s.guestsLeave(handle)
+		s.forgetAdopter(handle)
 	}()
 }
 
 // release gives up what this process holds. The data path goes on.
-func (s *service) release() {
-	s.finishSaving()
+func (s *service) closeLocked() {
+	s.flushMembers()
 	if s.checks.timer != nil {
 		s.checks.timer.Stop()
 	}
@@ -522,16 +522,16 @@ func (s *service) release() {
 	for _, seat := range s.seats {
 		seat.handle.Close()
 	}
-	for handle := range s.hosts {
+	for handle := range s.adopters {
 		handle.Close()
 	}
 	for pid := range s.waiting {
-		s.forget(pid)
+		s.forgetWaiting(pid)
 	}
-	for _, fd := range s.anchors {
+	for _, fd := range s.keeperSockets {
 		unix.Close(fd)
 	}
-	clear(s.anchors)
+	clear(s.keeperSockets)
 	if s.keeper != nil {
 		s.keeper.close()
 	}
@@ -543,5 +543,5 @@ func (s *service) release() {
 func (s *service) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.release()
+	s.closeLocked()
 }

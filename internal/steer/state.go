@@ -16,55 +16,57 @@ import (
 	"sockeye/internal/statedir"
 )
 
-// state is what a service keeps over restarts and reboots, in a file of the
-// state directory. All else is in the pins or found on the host.
+// state is the contents of a service's file in the state directory, which outlives restarts and reboots. Everything
+// else is pinned, or read from the host.
 type state struct {
-	// Nonce keys the hash, so that a reboot moves no device.
+	// Nonce is the key of the hash. Devices keep their slots over a reboot because the nonce is saved.
 	Nonce uint64 `json:"nonce,string"`
-	// ClaimedUID owns the members' sockets where the policy names no user and has no rules: whose the
-	// first member by run or register was. Agents that learned it from any process wrote it as uid.
+	// ClaimedUID is the owner of the members' sockets if the policy names no user and has no rules: the user of the
+	// first member that run or register added. Earlier versions wrote uid, which could come from any process.
 	ClaimedUID *uint32 `json:"claimed_uid,omitempty"`
-	// BootID tells whether what follows is about processes of now.
+	// BootID is the boot that the process ids below belong to.
 	BootID string `json:"boot_id"`
-	// Members are processes that rules named, as they were then.
-	Members []seen `json:"members,omitempty"`
-	// Sockets are those of members, and of members that have ended: a process that such a member forked may
-	// hold them on, and is none.
+	// Members has the processes that match rules, with the attributes of their first inspection.
+	Members []firstSight `json:"members,omitempty"`
+	// Sockets has the registered sockets of members, also of members that have exited: a child of such a member may
+	// still have them open and is not a member.
 	Sockets []openedSockets `json:"sockets,omitempty"`
-	// Claims are processes that were made members by run or register.
+	// Claims has the processes that run or register added.
 	Claims []claim `json:"claims,omitempty"`
-	// Released are processes that unregister took out of their slot.
+	// Released has the processes that unregister removed from their slot.
 	Released []member.ID `json:"released,omitempty"`
-	// Keeper is the process that holds the anchors.
+	// Keeper is the keeper process.
 	Keeper *member.ID `json:"keeper,omitempty"`
-	// Adopted are devices that stay with a member by on_start.
-	Adopted []adopted `json:"adopted,omitempty"`
+	// Adopted has the devices that on_start: adopt assigned to a member.
+	Adopted []adoptedDevice `json:"adopted,omitempty"`
 }
 
-// seen is what a process was when it was first seen. Some programs write over
-// their arguments and their environment, and upgrades replace executables.
-type seen struct {
+// firstSight has the attributes of a process at its first inspection. Some programs overwrite their arguments and
+// their environment, and upgrades replace executables.
+type firstSight struct {
 	member.ID
 	Args         []string `json:"args"`
 	SlotVariable string   `json:"slot_variable,omitempty"`
-	// Exe is the path at which the host had the executable, which is File; "" where no rule asked.
+	// Exe is the verified path of the executable File on the host; "" if no rule matches on the executable.
 	Exe  string        `json:"exe,omitempty"`
 	File member.FileID `json:"file,omitzero"`
 }
 
-// openedSockets are the registered sockets of a member, by cookie.
+// openedSockets has the cookies of the registered sockets of a member.
 type openedSockets struct {
 	member.ID
 	Cookies []uint64 `json:"cookies"`
 }
 
+// claim is a process that run or register added.
 type claim struct {
 	member.ID
 	Slot   int    `json:"slot"`
 	Source string `json:"source"` // run or register
 }
 
-// loadState reads the state of a service. known says whether there was one.
+// loadState reads the state of a service. known is false if there is no state file. The processes of an earlier boot
+// are discarded.
 func loadState(path string) (s state, known bool, err error) {
 	data, err := os.ReadFile(path)
 	if errors.Is(err, os.ErrNotExist) {
@@ -98,7 +100,7 @@ func newNonce() uint64 {
 	return binary.LittleEndian.Uint64(b[:])
 }
 
-// startedAt converts a start time, in USER_HZ, which is 100 everywhere.
+// startedAt converts a start time in clock ticks since boot. USER_HZ is 100 on all architectures.
 func startedAt(startTime uint64, boot time.Time) time.Time {
 	return boot.Add(time.Duration(startTime) * 10 * time.Millisecond)
 }

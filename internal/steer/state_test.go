@@ -24,7 +24,7 @@ func TestStateRoundTrip(t *testing.T) {
 	uid := uint32(0)
 	s := state{
 		Nonce: 1<<64 - 1, ClaimedUID: &uid, BootID: statedir.BootID(),
-		Members:  []seen{{member.ID{PID: 1, StartTime: 2}, []string{"a", "b c"}, "3", "/usr/sbin/a", member.FileID{Device: 4, Inode: 5}}, {member.ID{PID: 1, StartTime: 3}, nil, "", "", member.FileID{}}},
+		Members:  []firstSight{{member.ID{PID: 1, StartTime: 2}, []string{"a", "b c"}, "3", "/usr/sbin/a", member.FileID{Device: 4, Inode: 5}}, {member.ID{PID: 1, StartTime: 3}, nil, "", "", member.FileID{}}},
 		Claims:   []claim{{member.ID{PID: 4, StartTime: 5}, 6, "run"}},
 		Released: []member.ID{{PID: 7, StartTime: 8}},
 	}

@@ -23,11 +23,11 @@ import (
 func (s *service) status() api.ServiceStatus {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.reconsider()
+	s.reevaluateWaiting()
 	status := api.ServiceStatus{
 		Name: s.config.Name, Steering: string(s.config.Steering), WhenEmpty: "reject",
 		Slots: s.config.Slots, SlotsAs: s.config.SlotsAs, Ready: len(s.seats), Nonce: fmt.Sprintf("%#x", s.state.Nonce),
-		Held:    s.lookup() || (s.problem == nil && len(s.anchors) == len(s.source) && s.keeper != nil),
+		Held:    s.usesLookup() || (s.keeperProblem == nil && len(s.keeperSockets) == len(s.listeners) && s.keeper != nil),
 		Waiting: []api.WaitingStatus{},
 	}
 	if s.config.Standby != nil {
@@ -45,10 +45,10 @@ func (s *service) status() api.ServiceStatus {
 		}
 	}
 	status.SplitDevices, status.AdoptedDevices = len(s.checks.split), len(s.state.Adopted)
-	split, twin := s.splitProblem(), s.twinProblem()
+	split, twin := s.splitProblem(), s.duplicateProblem()
 	switch {
-	case s.problem != nil:
-		status.Problem, status.Hint = s.problem.Error(), fault.Hint(s.problem)
+	case s.keeperProblem != nil:
+		status.Problem, status.Hint = s.keeperProblem.Error(), fault.Hint(s.keeperProblem)
 	case !status.Held:
 		status.Problem = "the members' user is not known before the first member; until then the ports are not held"
 		status.Hint = "set user of the service"
@@ -57,7 +57,7 @@ func (s *service) status() api.ServiceStatus {
 	case twin != nil:
 		status.Problem, status.Hint = twin.Error(), fault.Hint(twin)
 	}
-	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waiting) int {
+	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waitingProcess) int {
 		return cmp.Compare(a.process.PID, b.process.PID)
 	}) {
 		status.Waiting = append(status.Waiting, api.WaitingStatus{
@@ -65,7 +65,7 @@ func (s *service) status() api.ServiceStatus {
 			Source: w.source, Problem: w.problem.Error(), Hint: cmp.Or(fault.Hint(w.problem), waitingHint(w.problem)),
 		})
 	}
-	status.Refused = s.refused.list()
+	status.Refused = s.refusals.list()
 	return status
 }
 
@@ -101,7 +101,7 @@ func (s *service) slots() ([]api.SlotStatus, error) {
 			status.Command, status.Since = seat.process.Command(), &since
 			for _, row := range slices.Sorted(maps.Keys(seat.sockets)) {
 				socket := seat.sockets[row]
-				status.Sockets = append(status.Sockets, api.SocketStatus{Listener: s.source[row].String(), Local: socket.local, Cookie: socket.cookie})
+				status.Sockets = append(status.Sockets, api.SocketStatus{Listener: s.listeners[row].String(), Local: socket.local, Cookie: socket.cookie})
 			}
 		}
 		list[slot] = status

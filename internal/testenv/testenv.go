@@ -6,22 +6,19 @@
 package testenv
 
 import (
-	"bufio"
 	"fmt"
 	"os"
 	"os/exec"
 	"os/signal"
 	"path/filepath"
-	"slices"
-	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/cgroup"
 	"sockeye/internal/netns"
 )
 
@@ -42,15 +39,20 @@ func Main(m *testing.M) {
 
 // isolate runs this program again, in new namespaces and a new cgroup.
 func isolate() int {
-	cgroup, err := newCgroup()
+	dir, err := newCgroup()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "testenv:", err)
 		return 1
 	}
-	defer removeCgroup(cgroup)
+	// Keepers and other processes that the tests left running end with the cgroup.
+	defer func() {
+		if err := cgroup.Destroy(dir); err != nil {
+			fmt.Fprintln(os.Stderr, "testenv:", err)
+		}
+	}()
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Args[0] = os.Args[0]
-	cmd.Env = append(os.Environ(), marker+"="+cgroup)
+	cmd.Env = append(os.Environ(), marker+"="+dir)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Cloneflags: unix.CLONE_NEWNET | unix.CLONE_NEWNS,
@@ -90,10 +92,7 @@ func enter() error {
 		return fmt.Errorf("set lo up: %w", err)
 	}
 	// Moved here, not by the parent, so that all threads are in it.
-	if err := os.WriteFile(filepath.Join(Cgroup(), "cgroup.procs"), []byte("0"), 0); err != nil {
-		return fmt.Errorf("enter cgroup: %w", err)
-	}
-	return nil
+	return cgroup.Move(Cgroup(), 0)
 }
 
 // Cgroup is the folder of the tests' own cgroup.
@@ -102,66 +101,18 @@ func Cgroup() string { return os.Getenv(marker) }
 // CgroupPath is the tests' own cgroup as /proc/PID/cgroup names it.
 func CgroupPath() string { return "/" + filepath.Base(Cgroup()) }
 
+const cgroupPrefix = "sockeye-test-"
+
+// newCgroup makes the tests' cgroup, and removes those of test programs that were killed.
 func newCgroup() (string, error) {
-	f, err := os.Open("/proc/self/mountinfo")
+	mount, err := cgroup.Mount()
 	if err != nil {
 		return "", err
 	}
-	defer f.Close()
-	lines := bufio.NewScanner(f)
-	for lines.Scan() {
-		fields := strings.Fields(lines.Text())
-		if i := slices.Index(fields, "-"); i > 5 && fields[i+1] == "cgroup2" {
-			removeStale(fields[4])
-			dir := filepath.Join(fields[4], fmt.Sprintf("%s%d", cgroupPrefix, os.Getpid()))
-			return dir, os.Mkdir(dir, 0o755)
-		}
+	for _, dir := range cgroup.Stale(mount, cgroupPrefix, "") {
+		_ = cgroup.Destroy(dir) // another test program may do the same
 	}
-	return "", fmt.Errorf("cgroup v2 is not mounted")
-}
-
-const cgroupPrefix = "sockeye-test-"
-
-// removeStale removes what tests that were killed left behind.
-func removeStale(mount string) {
-	left, err := filepath.Glob(filepath.Join(mount, cgroupPrefix+"*"))
-	if err != nil {
-		return
-	}
-	for _, dir := range left {
-		owner := strings.TrimPrefix(filepath.Base(dir), cgroupPrefix)
-		if _, err := os.Stat("/proc/" + owner); os.IsNotExist(err) {
-			removeCgroup(dir)
-		}
-	}
-}
-
-// removeCgroup ends what the tests left running, keepers too, and removes the
-// groups that they made.
-func removeCgroup(dir string) {
-	below, err := filepath.Glob(filepath.Join(dir, "*/cgroup.procs"))
-	if err != nil {
-		return
-	}
-	for _, procs := range below {
-		removeCgroup(filepath.Dir(procs))
-	}
-	for range 100 {
-		if os.Remove(dir) == nil {
-			return
-		}
-		procs, err := os.ReadFile(filepath.Join(dir, "cgroup.procs"))
-		if err != nil {
-			return
-		}
-		for _, pid := range strings.Fields(string(procs)) {
-			var n int
-			if _, err := fmt.Sscan(pid, &n); err == nil {
-				unix.Kill(n, unix.SIGKILL)
-			}
-		}
-		time.Sleep(10 * time.Millisecond)
-	}
+	return cgroup.Make(mount, cgroupPrefix, "")
 }
 
 // BPFFS mounts a bpffs for a test and returns where.

@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/testenv"
 	"sockeye/internal/trace"
@@ -510,7 +511,7 @@ func tcpInfo(t testing.TB, fd int) *unix.TCPInfo {
 // that.
 func inCgroup(t testing.TB, dir string, f func()) {
 	t.Helper()
-	move := func(dir string) { check(t, os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte("0"), 0)) }
+	move := func(dir string) { check(t, cgroup.Move(dir, 0)) }
 	move(dir)
 	defer move(testenv.Cgroup())
 	f()

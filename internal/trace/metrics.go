@@ -13,6 +13,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 
 	"sockeye/internal/format"
+	"sockeye/internal/histogram"
 	"sockeye/internal/trace/measure"
 )
 
@@ -69,7 +70,7 @@ func (m stageMetric) Write(out *dto.Metric) error {
 		native.Bucket = append(native.Bucket, &dto.Bucket{UpperBound: &bound, CumulativeCount: &n})
 	}
 	positive, zero := h.Native(traceSchema)
-	schema, threshold := int32(traceSchema), measure.NativeZero
+	schema, threshold := int32(traceSchema), histogram.NativeZero
 	native.Schema, native.ZeroThreshold, native.ZeroCount = &schema, &threshold, &zero
 	next, last := 0, int64(0)
 	for _, index := range slices.Sorted(maps.Keys(positive)) {

@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
@@ -99,7 +100,7 @@ func (p *optionProbe) probe() (map[string]error, error) {
 // probeOptions probes in the agent's own cgroup, which it needs no right to
 // write to.
 func (p *optionProbe) probeOptions() (map[string]error, error) {
-	own, err := scope.Of(os.Getpid())
+	own, err := cgroup.Of(os.Getpid())
 	if err != nil {
 		return nil, err
 	}
@@ -137,7 +138,7 @@ func ProbeOptions() (_ []api.TuneSkipped, err error) {
 	if err := rlimit.RemoveMemlock(); err != nil {
 		return nil, fmt.Errorf("raise RLIMIT_MEMLOCK: %w", err)
 	}
-	cgroups, err := scope.Mount()
+	cgroups, err := cgroup.Mount()
 	if err != nil {
 		return nil, err
 	}

@@ -12,7 +12,6 @@ import (
 	"maps"
 	"math/rand/v2"
 	"net"
-	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -26,6 +25,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/testenv"
 	"sockeye/internal/tune"
@@ -443,7 +443,7 @@ func TestApplyToOthers(t *testing.T) {
 	check(t, err)
 	defer c.Close()
 	within(t, "the child accepts", func() bool { return openSockets(t) == 3 })
-	check(t, os.WriteFile(filepath.Join(here, "cgroup.procs"), []byte(strconv.Itoa(child.Process.Pid)), 0))
+	check(t, cgroup.Move(here, child.Process.Pid))
 
 	dir := filepath.Join(testenv.BPFFS(t), "tune_here")
 	b, err := bpf.OpenTune(bpf.TuneConfig{Dir: dir, Cgroup: here})

@@ -7,7 +7,7 @@ import (
 
 	"sockeye/internal/bpf"
 	"sockeye/internal/format"
-	"sockeye/internal/tune/trial"
+	"sockeye/internal/histogram"
 )
 
 // Counters are since the rule has its content: a rule that is changed begins
@@ -104,8 +104,8 @@ func (t *tuner) collect(out chan<- prometheus.Metric) error {
 			counter(descTuneSegments, s.Segments, rule.Name, name)
 			counter(descTuneRetransmits, s.Retransmits, rule.Name, name)
 			counter(descTuneRTOs, s.Rtos, rule.Name, name)
-			histogram(out, descTuneRTT, s.Rtt, t.name, rule.Name, name)
-			histogram(out, descTuneConnect, s.Connect, t.name, rule.Name, name)
+			distribution(out, descTuneRTT, s.Rtt, t.name, rule.Name, name)
+			distribution(out, descTuneConnect, s.Connect, t.name, rule.Name, name)
 			if arm == bpf.TuneArmTreated {
 				counter(descTuneOptions, s.Options, rule.Name)
 				counter(descTuneReactions, s.Reactions, rule.Name)
@@ -115,10 +115,11 @@ func (t *tuner) collect(out chan<- prometheus.Metric) error {
 	return nil
 }
 
-func histogram(out chan<- prometheus.Metric, desc *prometheus.Desc, h trial.Histogram, labels ...string) {
+func distribution(out chan<- prometheus.Metric, desc *prometheus.Desc, counts histogram.Quarters, labels ...string) {
+	h := histogram.Of[float64](counts)
 	buckets := make(map[float64]uint64, len(tuneBounds))
 	for i, below := range h.Cumulative(tuneBounds...) {
 		buckets[float64(tuneBounds[i])/1e6] = below
 	}
-	out <- prometheus.MustNewConstHistogram(desc, h.Count(), h.Sum()/1e6, buckets, labels...)
+	out <- prometheus.MustNewConstHistogram(desc, h.Count, float64(h.Sum)/1e6, buckets, labels...)
 }

@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"sockeye/internal/api"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/format"
@@ -200,7 +201,7 @@ func textOf[T any](v *T) string {
 // CheckNested refuses a policy that tunes cgroups of which one holds another, as far
 // as that is known: by their paths, and of units by where they are on this host.
 func CheckNested(policy *config.Policy) error {
-	mount, err := scope.Mount()
+	mount, err := cgroup.Mount()
 	if err != nil {
 		mount = "/nonexistent" // paths and slices are known without a host
 	}

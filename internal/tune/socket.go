@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/match"
@@ -52,7 +53,7 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *procsock.Socket, err
 		if errPID != nil || errFD != nil || pid <= 0 || fd < 0 {
 			return nil, nil, fault.Usage(fmt.Errorf("%q is no socket", q.Get("pid")+":"+q.Get("fd")), "as in 812:7, process and descriptor")
 		}
-		path, err := scope.Of(pid)
+		path, err := cgroup.Of(pid)
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil, nil, fault.Usage(fmt.Errorf("there is no process %d", pid), socketHint)
 		}

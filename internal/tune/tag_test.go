@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/cgroup"
 	"sockeye/internal/testenv"
 )
 
@@ -423,7 +424,7 @@ func TestTagOfTrial(t *testing.T) {
 func inCgroup(t testing.TB, dir string, f func()) {
 	t.Helper()
 	move := func(dir string) {
-		if err := os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte("0"), 0); err != nil {
+		if err := cgroup.Move(dir, 0); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -22,6 +22,7 @@ import (
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
+	"sockeye/internal/histogram"
 	"sockeye/internal/match"
 	"sockeye/internal/peer"
 	"sockeye/internal/scope"
@@ -210,8 +211,9 @@ func (t *tuner) ruleStatus(rule config.TuneRule, id uint32, failures map[bpf.Tun
 	return r, nil
 }
 
-func spreadOf(h trial.Histogram) *api.TuneSpread {
-	if h.Count() == 0 {
+func spreadOf(counts histogram.Quarters) *api.TuneSpread {
+	h := histogram.Of[float64](counts)
+	if h.Count == 0 {
 		return nil
 	}
 	return &api.TuneSpread{P50: h.Quantile(0.5), P90: h.Quantile(0.9), P99: h.Quantile(0.99)}
@@ -404,7 +406,7 @@ func sampleOf(s *bpf.TuneStats) trial.Sample {
 		Connections: s.Connections, Established: s.Established, Closed: s.Closed,
 		Bytes: s.Bytes, Segments: s.Segments, Retransmits: s.Retransmits, RTOs: s.Rtos,
 		Segments2: s.Segments2, Retransmits2: s.Retransmits2, SegmentsRetransmits: s.SegmentsRetransmits,
-		RTT: s.Rtt, Connect: s.Connect, Rate: s.Rate,
+		RTT: histogram.Of[float64](histogram.Quarters(s.Rtt)), Connect: histogram.Of[float64](histogram.Quarters(s.Connect)), Rate: histogram.Of[float64](histogram.Quarters(s.Rate)),
 	}
 }
 

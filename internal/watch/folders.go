@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package watch tells when files and folders, such as cgroups, appear and vanish.
+// Package watch reports the creation and removal of files and folders, such as cgroups, by inotify(7).
 package watch
 
 import (
@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Folders tells when files and folders, such as cgroups, come and go.
+// Folders watches a set of folders.
 type Folders struct {
 	inotify *os.File
 	fd      int
@@ -21,8 +21,8 @@ type Folders struct {
 
 const folderEvents = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO | unix.IN_ONLYDIR
 
-// NewFolders calls changed after every change in the folders that are
-// added, from one goroutine, until it is closed.
+// NewFolders returns an empty set of folders. A goroutine calls changed after every change in an added folder, until
+// Close.
 func NewFolders(changed func()) (*Folders, error) {
 	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
 	if err != nil {
@@ -32,7 +32,7 @@ func NewFolders(changed func()) (*Folders, error) {
 	go func() {
 		events := make([]byte, 64<<10)
 		for {
-			// Which change it was is found by looking.
+			// changed reads the folders, so the content of the event does not matter.
 			if _, err := w.inotify.Read(events); err != nil {
 				return
 			}
@@ -42,7 +42,7 @@ func NewFolders(changed func()) (*Folders, error) {
 	return w, nil
 }
 
-// Add watches a folder; again is once. A folder that is gone is no error.
+// Add watches a folder. A second Add of a folder has no effect, and a folder that does not exist is not an error.
 func (w *Folders) Add(dir string) error {
 	_, err := unix.InotifyAddWatch(w.fd, dir, folderEvents)
 	if err != nil && !errors.Is(err, unix.ENOENT) {
@@ -51,10 +51,10 @@ func (w *Folders) Add(dir string) error {
 	return nil
 }
 
+// Close closes the inotify descriptor and ends the goroutine.
 func (w *Folders) Close() { w.inotify.Close() }
 
-// AddWay watches the folders on the way to a file, from the top, so that none of them
-// appears unseen.
+// AddWay watches all parent folders of a path, starting at /, so that no parent can appear unnoticed.
 func (w *Folders) AddWay(path string) error {
 	dir := "/"
 	for part := range strings.SplitSeq(strings.Trim(filepath.Dir(path), "/"), "/") {

@@ -98,7 +98,7 @@ func buildEarlier(ctx context.Context, cache, source, commit string, static func
 	if err := errors.Join(os.Mkdir(tree, 0o755), os.Mkdir(done, 0o755)); err != nil {
 		return "", err
 	}
-	build := static("build", "-trimpath", "-ldflags=-s -w -X sockeye/internal/cli.Version="+commit, "-o", filepath.Join(done, "sockeye"), "./cmd/sockeye")
+	build := static("build", "-trimpath", "-ldflags=-s -w -X sockeye/internal/cli/command.Version="+commit, "-o", filepath.Join(done, "sockeye"), "./cmd/sockeye")
 	build.Dir = tree
 	for _, c := range []*exec.Cmd{
 		qemu.Command(ctx, "git", "-C", source, "archive", "-o", tar, commit),

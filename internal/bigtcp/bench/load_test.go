@@ -130,11 +130,6 @@ func TestRows(t *testing.T) {
 			t.Errorf("%+v, want %+v", got[want.Name], want)
 		}
 	}
-	for n, want := range map[int]int{1: 1, 5: 1, 6: 1, 8: 1, 9: 2, 10: 2, 12: 3, 50: 18, 100: 40} { // tables of the sign test
-		if got := medianRank(n); got != want {
-			t.Errorf("rank of %d values: %d, want %d", n, got, want)
-		}
-	}
 }
 
 func rounded(r Row) Row {

@@ -4,6 +4,7 @@ package bench
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -17,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/fault"
 )
 
 // Local measures between two network namespaces that it creates. It changes nothing
@@ -75,9 +77,9 @@ func Local(ctx context.Context, o Options) (result *Result, err error) {
 func unsupported(s netif.Support, family string) error {
 	switch {
 	case family == IPv6 && !s.IPv6:
-		return netif.NewError(netif.KindUnsupported, "", "this kernel has no BIG TCP for IPv6, which needs Linux 5.19")
+		return fault.Unsupported(errors.New("this kernel has no BIG TCP for IPv6, which needs Linux 5.19"), "")
 	case family == IPv4 && !s.IPv4:
-		return netif.NewError(netif.KindUnsupported, "", "this kernel has no BIG TCP for IPv4, which needs Linux 6.3")
+		return fault.Unsupported(errors.New("this kernel has no BIG TCP for IPv4, which needs Linux 6.3"), "")
 	}
 	return nil
 }

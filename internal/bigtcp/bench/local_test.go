@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/fault"
 )
 
 func TestLocal(t *testing.T) {
@@ -124,7 +125,7 @@ func TestOptions(t *testing.T) {
 		o := quick()
 		change(&o)
 		_, err := Local(t.Context(), o)
-		if kind, ok := kindOf(err); !ok || kind != netif.KindUsage {
+		if code, ok := codeOf(err); !ok || code != fault.CodeUsage {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/fault"
 	"sockeye/internal/testenv"
 )
 
@@ -25,12 +25,12 @@ func quick() Options {
 	return o
 }
 
-func kindOf(err error) (netif.Kind, bool) {
-	known, ok := errors.AsType[*netif.Error](err)
+func codeOf(err error) (int, bool) {
+	known, ok := errors.AsType[*fault.Error](err)
 	if !ok {
 		return 0, false
 	}
-	return known.Kind, true
+	return known.Code, true
 }
 
 // descriptors are what this process has open.

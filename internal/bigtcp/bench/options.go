@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/fault"
 )
 
 // Families are the IP families in the order of the measurement.
@@ -71,7 +72,7 @@ func Defaults() Options {
 	}
 }
 
-// Check returns a [netif.Error] if an option is out of bounds.
+// Check returns a [fault.Error] if an option is out of bounds.
 func (o *Options) Check() error {
 	switch {
 	case o.Size <= netif.Legacy || o.Size > netif.MaxSize:
@@ -89,7 +90,7 @@ func (o *Options) Check() error {
 }
 
 func usage(hint, format string, args ...any) error {
-	return netif.NewError(netif.KindUsage, hint, format, args...)
+	return fault.Usage(fmt.Errorf(format, args...), hint)
 }
 
 // joined joins errors in one line; any may be nil.

@@ -6,11 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"iter"
-	"math"
 	"slices"
 	"strings"
 	"time"
 	"unicode/utf8"
+
+	"sockeye/internal/stats"
 )
 
 // Result is the result of a benchmark.
@@ -80,7 +81,7 @@ func sample(kind string, own, peer *measured) (*Sample, error) {
 		if own.Bytes == 0 || peer.Bytes == 0 || peer.Elapsed == 0 {
 			return nil, errors.New("nothing got through")
 		}
-		s.Rate = 8 * median(own.rates)
+		s.Rate = 8 * stats.Median(own.rates)
 		s.CPU = own.CPU.Seconds()/float64(own.Bytes) + peer.CPU.Seconds()/float64(peer.Bytes)
 		s.Share = s.CPU * float64(own.Bytes) / own.Elapsed.Seconds()
 		return s, nil
@@ -95,7 +96,7 @@ func sample(kind string, own, peer *measured) (*Sample, error) {
 			p50, p90, p99 = append(p50, piece.at(0.5)), append(p90, piece.at(0.9)), append(p99, piece.at(0.99))
 		}
 	}
-	s.Rate, s.P50, s.P90, s.P99 = median(rates), median(p50), median(p90), median(p99)
+	s.Rate, s.P50, s.P90, s.P99 = stats.Median(rates), stats.Median(p50), stats.Median(p90), stats.Median(p99)
 	all := piece{took: own.took} // each of its pieces is sorted
 	slices.Sort(all.took)
 	s.Min, s.Max = all.at(0), all.at(1)
@@ -183,36 +184,11 @@ func rows(runs []Sample, message int) []Row {
 		if len(ratios) == 0 {
 			continue
 		}
-		r := Row{Name: m.name, Title: m.title, Unit: m.unit, Off: median(off), On: median(on), Ratio: median(ratios)}
-		rank := medianRank(len(ratios))
-		r.Low, r.High = ratios[rank-1], ratios[len(ratios)-rank]
+		r := Row{Name: m.name, Title: m.title, Unit: m.unit, Off: stats.Median(off), On: stats.Median(on), Ratio: stats.Median(ratios)}
+		r.Low, r.High = stats.MedianInterval(ratios)
 		rows = append(rows, r)
 	}
 	return rows
-}
-
-// median sorts the values and returns their median.
-func median(v []float64) float64 {
-	slices.Sort(v)
-	if n := len(v); n%2 == 0 {
-		return (v[n/2-1] + v[n/2]) / 2
-	}
-	return v[len(v)/2]
-}
-
-// medianRank returns the greatest rank such that the interval from the value of this
-// rank to the value of the same rank from above contains the median with a confidence
-// of at least 95 % (sign test). For fewer than six values the rank is 1 and the
-// confidence is lower.
-func medianRank(n int) int {
-	rank := 1
-	term := math.Pow(0.5, float64(n)) // of rank-1 heads
-	for fewer := term; ; rank++ {
-		term *= float64(n-rank+1) / float64(rank)
-		if fewer += term; 2*fewer > 0.05 {
-			return rank
-		}
-	}
 }
 
 func familyName(family string) string { return map[string]string{IPv6: "IPv6", IPv4: "IPv4"}[family] }
@@ -320,5 +296,5 @@ func (r *Result) share() (share float64, ok bool) {
 	if len(shares) == 0 {
 		return 0, false
 	}
-	return min(1, median(shares)), true
+	return min(1, stats.Median(shares)), true
 }

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/fault"
 	"sockeye/internal/nlattr"
 )
 
@@ -50,7 +51,7 @@ func (n *Namespace) Interfaces() ([]Interface, error) {
 }
 
 // Interface returns the interface with a name or an alternative name. An unknown name
-// is an [Error] of KindUsage.
+// is a [fault.Error] with CodeUsage.
 func (n *Namespace) Interface(name string) (*Interface, error) {
 	here, err := n.snapshot()
 	if err != nil {
@@ -73,7 +74,7 @@ func (n *Namespace) Interface(name string) (*Interface, error) {
 	if near := config.Nearest(name, names); near != "" {
 		hint = fmt.Sprintf("did you mean %s?", near)
 	}
-	return nil, NewError(KindUsage, hint, "there is no interface %q%s", name, where)
+	return nil, fault.Usage(fmt.Errorf("there is no interface %q%s", name, where), hint)
 }
 
 // link is an interface with the netlink attributes that describe its relations.

@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
+	"sockeye/internal/fault"
 	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 )
@@ -189,8 +190,8 @@ func TestInterface(t *testing.T) {
 		"enp101s0f": "sockeye bigtcp --all --netns " + path + " lists them",
 	} {
 		i, err := n.Interface(name)
-		var e *netif.Error
-		if !errors.As(err, &e) || e.Kind != netif.KindUsage || e.Hint != hint || !strings.Contains(err.Error(), path) {
+		var e *fault.Error
+		if !errors.As(err, &e) || e.Code != fault.CodeUsage || e.Hint != hint || !strings.Contains(err.Error(), path) {
 			t.Errorf("%q gives %v, %v", name, i, err)
 		}
 	}

@@ -13,6 +13,8 @@ import (
 
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fault"
 )
 
 // Namespace is an open network namespace. Its methods are safe for concurrent use.
@@ -26,7 +28,7 @@ type Namespace struct {
 
 // OpenNamespace opens the network namespace at a path, as in /run/netns/NAME; "" is
 // the namespace of the caller. Another namespace needs CAP_SYS_ADMIN. A path without a
-// network namespace is an [Error] of KindUsage.
+// network namespace is a [fault.Error] with CodeUsage.
 func OpenNamespace(path string) (*Namespace, error) {
 	if path == "" {
 		return openNamespace("", nil)
@@ -37,12 +39,12 @@ func OpenNamespace(path string) (*Namespace, error) {
 		return nil, fmt.Errorf("open network namespace: %w", err)
 	}
 	if err != nil {
-		return nil, NewError(KindUsage, namedHint, "open network namespace: %w", err)
+		return nil, fault.Usage(fmt.Errorf("open network namespace: %w", err), namedHint)
 	}
 	kind, err := unix.IoctlRetInt(int(netns.Fd()), unix.NS_GET_NSTYPE)
 	if err != nil || kind != unix.CLONE_NEWNET {
 		netns.Close()
-		return nil, NewError(KindUsage, namedHint, "open network namespace: %s is not a network namespace", path)
+		return nil, fault.Usage(fmt.Errorf("open network namespace: %s is not a network namespace", path), namedHint)
 	}
 	return openNamespace(path, netns)
 }

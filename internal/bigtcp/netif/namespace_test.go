@@ -18,6 +18,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
+	"sockeye/internal/fault"
 	"sockeye/internal/testenv"
 )
 
@@ -78,8 +79,8 @@ func TestOpenNamespaceRefuses(t *testing.T) {
 	}
 	for _, path := range []string{"/no/such", dir, fifo, "/dev/null", "/proc/self/ns/mnt", "/etc/passwd", "\x00"} {
 		n, err := netif.OpenNamespace(path)
-		var e *netif.Error
-		if !errors.As(err, &e) || e.Kind != netif.KindUsage || e.Hint == "" {
+		var e *fault.Error
+		if !errors.As(err, &e) || e.Code != fault.CodeUsage || e.Hint == "" {
 			t.Errorf("%q gives %v, %v", path, n, err)
 		}
 	}

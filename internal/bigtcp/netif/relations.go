@@ -75,13 +75,22 @@ func (n *Namespace) readEthtool(l *link) (err error) {
 	return err
 }
 
-// retryEthtool repeats readEthtool after ENODEV: the interface has vanished (ENODEV),
-// was renamed, or its driver resets it and does not reply.
+// maxRenames bounds the renames of an interface during which readEthtool is repeated.
+const maxRenames = 1000
+
+// retryEthtool repeats readEthtool after ENODEV: the interface has vanished (ENODEV), was renamed,
+// or its driver resets it and does not reply. In the last case, which retryEthtool assumes if the
+// name stays the same for maxRetries, the driver and the offloads remain unknown.
 func (n *Namespace) retryEthtool(l *link) error {
-	for range maxRetries {
+	for same, renamed := 0, 0; same < maxRetries && renamed < maxRenames; {
 		now, err := n.link(l.Index)
 		if err != nil {
 			return err
+		}
+		if now.Name == l.Name {
+			same++
+		} else {
+			renamed++
 		}
 		*l = now
 		if err := n.readEthtool(l); !errors.Is(err, unix.ENODEV) {

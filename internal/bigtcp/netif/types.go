@@ -5,12 +5,6 @@
 // upper interfaces. It sets the sizes of a single interface.
 package netif
 
-import (
-	"fmt"
-
-	"sockeye/internal/fault"
-)
-
 const (
 	// Legacy is the default GSO and GRO maximum size of every interface, and the
 	// largest without BIG TCP, in bytes (GSO_LEGACY_MAX_SIZE in the kernel).
@@ -108,43 +102,4 @@ type Verdict struct {
 	// too.
 	UpTo uint32 `json:"up_to,omitempty"`
 	Text string `json:"text"` // as in "off, possible up to 524280 bytes"
-}
-
-// Kind is the kind of an Error.
-type Kind int
-
-// The kinds of Error.
-const (
-	KindUsage       Kind = iota // the request is invalid or names what does not exist
-	KindUnsupported             // the kernel or an interface does not support the request
-	KindConflict                // another owner holds or has changed the object
-)
-
-// Error is an error of a known kind, with a hint for the user.
-type Error struct {
-	Kind Kind
-	Err  error
-	Hint string // "" if there is none
-}
-
-func (e *Error) Error() string { return e.Err.Error() }
-
-func (e *Error) Unwrap() error { return e.Err }
-
-// Explain returns the hint and the exit code of the error.
-func (e *Error) Explain() (hint string, code int) {
-	switch e.Kind {
-	case KindUsage:
-		code = fault.CodeUsage
-	case KindUnsupported:
-		code = fault.CodeUnsupported
-	case KindConflict:
-		code = fault.CodeConflict
-	}
-	return e.Hint, code
-}
-
-// NewError returns an *Error with a formatted message.
-func NewError(kind Kind, hint, format string, args ...any) error {
-	return &Error{kind, fmt.Errorf(format, args...), hint}
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/fault"
 )
 
 // job is a step and the record of its interface.
@@ -42,11 +43,11 @@ func (s *Store) Plan(n *netif.Namespace, owner Owner, targets []Target, force bo
 // were made, with the interfaces that had their sizes already; these have no record,
 // because there is nothing to revert.
 //
-// Returns KindConflict if the sizes of an interface are not those of its record any
-// more, or if the record has another owner, unless force is set, and if another
-// process holds the lock of the store for too long. KindUsage and KindUnsupported are
-// those of [Plan]. A family that a policy does not request any more is reverted; for
-// other owners it does not change.
+// Returns a [fault.Error] with CodeConflict if another process holds the lock of the
+// store for more than ten seconds, and, unless force is set, if the sizes of an
+// interface differ from its record or the record has another owner. Errors with
+// CodeUsage and CodeUnsupported are those of [Plan]. A family that a policy does not
+// request any more is reverted; for other owners it does not change.
 func (s *Store) Apply(n *netif.Namespace, owner Owner, targets []Target, force bool) ([]Change, error) {
 	d, err := s.create()
 	if err != nil {
@@ -180,11 +181,11 @@ func (j *job) checkOwner(owner Owner, force bool) error {
 	case j.old == nil || force || !changed && !j.requested:
 		return nil
 	case j.old.Owner != owner:
-		return netif.NewError(netif.KindConflict, "force takes it over; its previous sizes stay recorded",
-			"sizes of %s were set by %s", j.Interface, j.old.Owner.words())
+		return fault.Conflict(fmt.Errorf("sizes of %s were set by %s", j.Interface, j.old.Owner.words()),
+			"force takes it over; its previous sizes stay recorded")
 	case changed && !j.old.isOurs(j.From):
-		return netif.NewError(netif.KindConflict, "force overwrites them; its previous sizes stay recorded",
-			"the sizes of %s were changed by somebody else: %s", j.Interface, difference(j.old.Applied, j.From))
+		return fault.Conflict(fmt.Errorf("the sizes of %s were changed by somebody else: %s", j.Interface, difference(j.old.Applied, j.From)),
+			"force overwrites them; its previous sizes stay recorded")
 	}
 	return nil
 }

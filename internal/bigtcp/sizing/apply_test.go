@@ -12,6 +12,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
+	"sockeye/internal/fault"
 )
 
 // steps of the sizes that tests go through, in bytes.
@@ -310,12 +311,12 @@ func TestRefusesWhole(t *testing.T) {
 	h.veth("big0")
 	h.add(&netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "bigtun"}, Mode: netlink.TUNTAP_MODE_TUN})
 	_, err := h.Apply(h.network, ByCommand, []Target{{"big0", wantOn}, {"bigtun", wantOn}}, false)
-	failsAs(t, err, netif.KindUnsupported)
+	failsAs(t, err, fault.CodeUnsupported)
 	if want := "bigtun (tun) supports packets of at most 65536 bytes"; err.Error() != want {
 		t.Errorf("error is %q, not %q", err, want)
 	}
 	_, err = h.Apply(h.network, ByCommand, []Target{{"big0", wantOn}, {"bigtum", wantOn}}, false)
-	if hint := failsAs(t, err, netif.KindUsage); hint != "did you mean bigtun?" {
+	if hint := failsAs(t, err, fault.CodeUsage); hint != "did you mean bigtun?" {
 		t.Errorf("hint is %q", hint)
 	}
 	h.is(sizesOff, "big0", "bigtun")
@@ -355,10 +356,10 @@ func TestBridgeBounds(t *testing.T) {
 		t.Fatalf("the kernel leaves a bridge over a tap %v", now)
 	}
 	_, err = h.Apply(h.network, ByCommand, []Target{{"bigbr", wantOn}}, false)
-	failsAs(t, err, netif.KindUnsupported)
+	failsAs(t, err, fault.CodeUnsupported)
 	// The kernel has changed it. What was before is above what it takes now.
 	_, err = h.Revert(named("bigbr"), false)
-	failsAs(t, err, netif.KindConflict)
+	failsAs(t, err, fault.CodeConflict)
 	h.is(now, "bigbr")
 	done, err := h.Revert(named("bigbr"), true)
 	if err != nil || results(done)["bigbr"] != ResultReverted {
@@ -391,7 +392,7 @@ func TestMeanwhile(t *testing.T) {
 		}
 
 		_, err = h.Apply(h.network, ByCommand, []Target{{"big0", Want{IPv6: netif.MaxSize}}, {"big1", Want{IPv6: netif.MaxSize}}}, false)
-		failsAs(t, err, netif.KindConflict)
+		failsAs(t, err, fault.CodeConflict)
 		if err.Error() != what {
 			t.Errorf("error is %q, not %q", err, what)
 		}
@@ -402,7 +403,7 @@ func TestMeanwhile(t *testing.T) {
 		h.is(sizesOn, "big1")
 
 		done, err := h.Revert(nil, false)
-		failsAs(t, err, netif.KindConflict)
+		failsAs(t, err, fault.CodeConflict)
 		if want := fmt.Sprintf("sizes changed by somebody else: big0 (%s 70000 instead of 196608)", name); err.Error() != want {
 			t.Errorf("error is %q, not %q", err, want)
 		}
@@ -464,7 +465,7 @@ func TestOwners(t *testing.T) {
 			}
 			// Not even for the same.
 			_, err := h.Apply(h.network, second, []Target{{"big0", wantOn}}, false)
-			failsAs(t, err, netif.KindConflict)
+			failsAs(t, err, fault.CodeConflict)
 			if want := "sizes of big0 were set by " + first.words(); err.Error() != want {
 				t.Errorf("error is %q, not %q", err, want)
 			}

@@ -13,6 +13,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
+	"sockeye/internal/fault"
 )
 
 // large is what tests ask for, in bytes.
@@ -211,11 +212,11 @@ func (h *changeHost) recorded() []string {
 }
 
 // failsAs asserts the kind of an error, and returns its hint.
-func failsAs(t *testing.T, err error, kind netif.Kind) string {
+func failsAs(t *testing.T, err error, code int) string {
 	t.Helper()
-	var e *netif.Error
-	if !errors.As(err, &e) || e.Kind != kind {
-		t.Fatalf("error %v is not of kind %d", err, kind)
+	var e *fault.Error
+	if !errors.As(err, &e) || e.Code != code {
+		t.Fatalf("error %v does not have code %d", err, code)
 	}
 	return e.Hint
 }

@@ -20,6 +20,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
+	"sockeye/internal/fault"
 )
 
 // childVariable makes the test binary a process that has locked a store.
@@ -259,12 +260,12 @@ func TestTwoProcesses(t *testing.T) {
 	}
 	who := fmt.Sprintf("process %d (%s) has locked %s", cmd.Process.Pid, strings.TrimSpace(string(name)), h.dir)
 	_, err = h.Apply(h.network, ByCommand, []Target{{"big0", Want{IPv6: netif.MaxSize}}}, false)
-	failsAs(t, err, netif.KindConflict)
+	failsAs(t, err, fault.CodeConflict)
 	if err.Error() != who {
 		t.Errorf("error is %q, not %q", err, who)
 	}
 	_, err = h.Revert(nil, true)
-	failsAs(t, err, netif.KindConflict)
+	failsAs(t, err, fault.CodeConflict)
 	h.is(sizesOn, "big0")
 	// To look is possible.
 	if got := fmt.Sprint(h.recorded()); got != "[big0]" {

@@ -13,6 +13,7 @@ import (
 	"slices"
 
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/fault"
 )
 
 // Target is an interface and the sizes that it is to get.
@@ -23,8 +24,9 @@ type Target struct {
 
 // Plan returns the changes that give the targets their sizes: the targets and their
 // lower interfaces, in the order of the changes. Interfaces that have their sizes
-// already are included. Returns KindUsage for unknown interfaces and invalid sizes,
-// and KindUnsupported for what the kernel or an interface does not support.
+// already are included. Returns a [fault.Error], with CodeUsage for unknown interfaces
+// and invalid sizes, and with CodeUnsupported for sizes that the kernel or an interface
+// does not support.
 func Plan(n *netif.Namespace, targets []Target) ([]Change, error) {
 	ifaces, err := n.Interfaces()
 	if err != nil {
@@ -40,8 +42,8 @@ func Plan(n *netif.Namespace, targets []Target) ([]Change, error) {
 	return changes(n, steps), nil
 }
 
-// canonical replaces alternative names of interfaces. Returns KindUsage for an unknown
-// name.
+// canonical replaces alternative names of interfaces. Returns a [fault.Error] with
+// CodeUsage for an unknown name.
 func canonical(n *netif.Namespace, ifaces []netif.Interface, targets []Target) ([]Target, error) {
 	targets = slices.Clone(targets)
 	for i, t := range targets {
@@ -88,7 +90,7 @@ func plan(ifaces []netif.Interface, s netif.Support, targets []Target, held map[
 		}
 		i := byName(ifaces, t.Interface)
 		if i == nil {
-			return nil, netif.NewError(netif.KindUsage, "", "there is no interface %q", t.Interface)
+			return nil, fault.Usage(fmt.Errorf("there is no interface %q", t.Interface), "")
 		}
 		if err := checkPossible(i, t.Want, s); err != nil {
 			return nil, err
@@ -100,7 +102,7 @@ func plan(ifaces []netif.Interface, s netif.Support, targets []Target, held map[
 			steps[i.Index] = p
 		}
 		if p.requested && p.want != t.Want {
-			return nil, netif.NewError(netif.KindUsage, "", "two different sizes are requested for %s", t.Interface)
+			return nil, fault.Usage(fmt.Errorf("two different sizes are requested for %s", t.Interface), "")
 		}
 		p.requested, p.want = true, t.Want
 	}
@@ -265,15 +267,15 @@ func missingSupport(s netif.Support) string {
 // checkSizes rejects invalid sizes.
 func checkSizes(t Target) error {
 	if t.Want == (Want{}) {
-		return netif.NewError(netif.KindUsage, "", "no size is requested for %s", t.Interface)
+		return fault.Usage(fmt.Errorf("no size is requested for %s", t.Interface), "")
 	}
 	for _, f := range []struct {
 		family string
 		size   uint32
 	}{{"IPv6", t.Want.IPv6}, {"IPv4", t.Want.IPv4}} {
 		if f.size != 0 && (f.size < netif.Legacy || f.size > netif.MaxSize) {
-			return netif.NewError(netif.KindUsage, fmt.Sprintf("%d turns BIG TCP off", netif.Legacy),
-				"%s size of %s: %d is not from %d to %d bytes", f.family, t.Interface, f.size, netif.Legacy, netif.MaxSize)
+			return fault.Usage(fmt.Errorf("%s size of %s: %d is not from %d to %d bytes", f.family, t.Interface, f.size, netif.Legacy, netif.MaxSize),
+				fmt.Sprintf("%d turns BIG TCP off", netif.Legacy))
 		}
 	}
 	return nil
@@ -291,14 +293,14 @@ func checkPossible(i *netif.Interface, w Want, s netif.Support) error {
 		if s.IPv6 {
 			hint = "this kernel supports BIG TCP for IPv6"
 		}
-		return netif.NewError(netif.KindUnsupported, hint, "%s: %s", i.Name, missingSupport(s))
+		return fault.Unsupported(fmt.Errorf("%s: %s", i.Name, missingSupport(s)), hint)
 	}
 	if least := i.LimitedBy(); least.TSOMaxSize != 0 && least.TSOMaxSize <= netif.Legacy {
 		hint := ""
 		if least.Place() != i.Name {
 			hint = fmt.Sprintf("%s is a lower interface of %s", least.Place(), i.Name)
 		}
-		return netif.NewError(netif.KindUnsupported, hint, "%s supports packets of at most %d bytes", described(&least), least.TSOMaxSize)
+		return fault.Unsupported(fmt.Errorf("%s supports packets of at most %d bytes", described(&least), least.TSOMaxSize), hint)
 	}
 	return nil
 }

@@ -10,6 +10,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
+	"sockeye/internal/fault"
 )
 
 // tree are interfaces by the names of those right below them, in the order of their
@@ -276,23 +277,23 @@ func TestPlanRefuses(t *testing.T) {
 		interfaces []netif.Interface
 		support    netif.Support
 		targets    []Target
-		kind       netif.Kind
+		code       int
 		want       string
 	}{
-		"none":         {tree("eth0"), supportBoth, []Target{{"eth1", wantOn}}, netif.KindUsage, `there is no interface "eth1"`},
-		"nothing":      {tree("eth0"), supportBoth, []Target{{"eth0", Want{}}}, netif.KindUsage, "no size is requested for eth0"},
-		"small":        {tree("eth0"), supportBoth, []Target{{"eth0", Want{IPv4: 65535}}}, netif.KindUsage, "IPv4 size of eth0: 65535 is not from 65536 to 524280 bytes"},
-		"large":        {tree("eth0"), supportBoth, []Target{{"eth0", Want{IPv6: 524281}}}, netif.KindUsage, "IPv6 size of eth0: 524281 is not from 65536 to 524280 bytes"},
-		"twice":        {tree("eth0"), supportBoth, []Target{{"eth0", wantOn}, {"eth0", Want{IPv6: netif.MaxSize}}}, netif.KindUsage, "two different sizes are requested for eth0"},
-		"virtio":       {virtio, supportBoth, []Target{{"eth0", wantOn}}, netif.KindUnsupported, "eth0 (virtio_net) supports packets of at most 65536 bytes"},
-		"above virtio": {virtio, supportBoth, []Target{{"vlan1", Want{IPv4: large}}}, netif.KindUnsupported, "eth0 (virtio_net) supports packets of at most 65536 bytes"},
-		"no IPv4":      {tree("eth0"), netif.Support{IPv6: true}, []Target{{"eth0", Want{IPv4: large}}}, netif.KindUnsupported, "eth0: IPv4 packets above 65536 bytes need Linux 6.3"},
-		"neither":      {tree("eth0(0)"), netif.Support{}, []Target{{"eth0", wantOn}}, netif.KindUnsupported, "eth0: packets above 65536 bytes need Linux 5.19"},
+		"none":         {tree("eth0"), supportBoth, []Target{{"eth1", wantOn}}, fault.CodeUsage, `there is no interface "eth1"`},
+		"nothing":      {tree("eth0"), supportBoth, []Target{{"eth0", Want{}}}, fault.CodeUsage, "no size is requested for eth0"},
+		"small":        {tree("eth0"), supportBoth, []Target{{"eth0", Want{IPv4: 65535}}}, fault.CodeUsage, "IPv4 size of eth0: 65535 is not from 65536 to 524280 bytes"},
+		"large":        {tree("eth0"), supportBoth, []Target{{"eth0", Want{IPv6: 524281}}}, fault.CodeUsage, "IPv6 size of eth0: 524281 is not from 65536 to 524280 bytes"},
+		"twice":        {tree("eth0"), supportBoth, []Target{{"eth0", wantOn}, {"eth0", Want{IPv6: netif.MaxSize}}}, fault.CodeUsage, "two different sizes are requested for eth0"},
+		"virtio":       {virtio, supportBoth, []Target{{"eth0", wantOn}}, fault.CodeUnsupported, "eth0 (virtio_net) supports packets of at most 65536 bytes"},
+		"above virtio": {virtio, supportBoth, []Target{{"vlan1", Want{IPv4: large}}}, fault.CodeUnsupported, "eth0 (virtio_net) supports packets of at most 65536 bytes"},
+		"no IPv4":      {tree("eth0"), netif.Support{IPv6: true}, []Target{{"eth0", Want{IPv4: large}}}, fault.CodeUnsupported, "eth0: IPv4 packets above 65536 bytes need Linux 6.3"},
+		"neither":      {tree("eth0(0)"), netif.Support{}, []Target{{"eth0", wantOn}}, fault.CodeUnsupported, "eth0: packets above 65536 bytes need Linux 5.19"},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			steps, err := plan(test.interfaces, test.support, test.targets, nil)
-			failsAs(t, err, test.kind)
+			failsAs(t, err, test.code)
 			if err.Error() != test.want {
 				t.Errorf("error is %q, not %q", err, test.want)
 			}

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/fault"
 )
 
 // The results of reverting.
@@ -35,7 +36,7 @@ type Reverted struct {
 // set.
 //
 // Sizes that somebody else has changed are not reverted, and their record is kept,
-// unless force is set; the error is then of KindConflict. A failure does not keep
+// unless force is set; the error then has CodeConflict. A failure does not keep
 // other interfaces from being reverted. Revert may be repeated at any time, also after
 // an interrupted call.
 func (s *Store) Revert(only func(Record) bool, force bool) ([]Reverted, error) {
@@ -145,9 +146,8 @@ func findAmong(paths []string, id uint64) (*netif.Namespace, error) {
 	var failed error
 	for _, path := range paths {
 		n, err := netif.OpenNamespace(path)
-		var none *netif.Error
 		switch {
-		case errors.As(err, &none): // it has vanished
+		case fault.Code(err) == fault.CodeUsage: // the namespace has vanished
 		case err != nil:
 			failed = err
 		case n.ID() == id:
@@ -234,8 +234,8 @@ func (d *folder) revert(items []*item, force bool) ([]Reverted, error) {
 		done = append(done, Reverted{p.Change, result})
 	}
 	if len(changed) > 0 {
-		failed = joined(failed, netif.NewError(netif.KindConflict, "force restores the previous sizes",
-			"sizes changed by somebody else: %s", strings.Join(changed, ", ")))
+		failed = joined(failed, fault.Conflict(fmt.Errorf("sizes changed by somebody else: %s", strings.Join(changed, ", ")),
+			"force restores the previous sizes"))
 	}
 	return done, failed
 }

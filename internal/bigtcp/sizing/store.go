@@ -20,7 +20,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/fault"
 )
 
 const (
@@ -49,10 +49,11 @@ type Store struct {
 }
 
 // OpenStore returns the store of a state directory. The subdirectory is created with
-// the first record. Returns KindUsage if its name is not that of a directory.
+// the first record. Returns a [fault.Error] with CodeUsage if a file with its name is
+// not a directory.
 func OpenStore(stateDir string) (*Store, error) {
 	if stateDir == "" {
-		return nil, netif.NewError(netif.KindUsage, "", "no state directory")
+		return nil, fault.Usage(errors.New("no state directory"), "")
 	}
 	dir, err := filepath.Abs(stateDir)
 	if err != nil {
@@ -61,9 +62,9 @@ func OpenStore(stateDir string) (*Store, error) {
 	s := &Store{filepath.Join(dir, recordsDir), lockWait, func() {}}
 	switch info, err := os.Lstat(s.dir); {
 	case errors.Is(err, unix.ENOTDIR):
-		return nil, netif.NewError(netif.KindUsage, "", "state directory %s is not a directory", dir)
+		return nil, fault.Usage(fmt.Errorf("state directory %s is not a directory", dir), "")
 	case err == nil && !info.IsDir():
-		return nil, netif.NewError(netif.KindUsage, "remove it, or name another state directory", "%s is not a directory", s.dir)
+		return nil, fault.Usage(fmt.Errorf("%s is not a directory", s.dir), "remove it, or name another state directory")
 	}
 	return s, nil
 }
@@ -88,7 +89,7 @@ func (s *Store) open() (*folder, error) {
 	}
 	if euid := os.Geteuid(); st.Uid != 0 && int(st.Uid) != euid {
 		d.Close()
-		return nil, netif.NewError(netif.KindUsage, "", "open %s: it belongs to user %d, who could forge records", s.dir, st.Uid)
+		return nil, fault.Usage(fmt.Errorf("open %s: it belongs to user %d, who could forge records", s.dir, st.Uid), "")
 	}
 	return d, nil
 }
@@ -112,8 +113,8 @@ func (s *Store) create() (*folder, error) {
 	return d, nil
 }
 
-// lock locks the directory until d is closed. Returns KindConflict if another process
-// holds the lock for too long.
+// lock locks the directory until d is closed. Returns a [fault.Error] with CodeConflict
+// if another process holds the lock for longer than s.wait.
 func (s *Store) lock(d *folder) error {
 	err := flock(d, unix.LOCK_EX|unix.LOCK_NB)
 	if err == nil || !errors.Is(err, unix.EWOULDBLOCK) {
@@ -137,7 +138,7 @@ func (s *Store) lock(d *folder) error {
 	case err := <-locked:
 		return err
 	case <-timeout.C:
-		return netif.NewError(netif.KindConflict, "try again later", "%s has locked %s", holder(d), s.dir)
+		return fault.Conflict(fmt.Errorf("%s has locked %s", holder(d), s.dir), "try again later")
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/fault"
 )
 
 func TestStoreIsPrivate(t *testing.T) {
@@ -79,7 +80,7 @@ func TestStoreRefuses(t *testing.T) {
 			t.Errorf("%s is opened", name)
 			continue
 		}
-		failsAs(t, err, netif.KindUsage)
+		failsAs(t, err, fault.CodeUsage)
 	}
 
 	h := newChangeHost(t)
@@ -93,11 +94,11 @@ func TestStoreRefuses(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err = h.Apply(h.network, ByCommand, []Target{{"big0", wantOn}}, false)
-	failsAs(t, err, netif.KindUsage)
+	failsAs(t, err, fault.CodeUsage)
 	_, err = h.Revert(nil, true)
-	failsAs(t, err, netif.KindUsage)
+	failsAs(t, err, fault.CodeUsage)
 	_, err = h.Records()
-	failsAs(t, err, netif.KindUsage)
+	failsAs(t, err, fault.CodeUsage)
 	h.is(sizesOff, "big0")
 
 	// It may become one after it was opened.

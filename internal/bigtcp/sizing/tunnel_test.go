@@ -8,6 +8,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
+	"sockeye/internal/fault"
 )
 
 // TestLegacyTunnel never has a tunnel that damages large packets send them, itself or
@@ -22,7 +23,7 @@ func TestLegacyTunnel(t *testing.T) {
 	ifaces := []netif.Interface{tunnel, bridge}
 	for _, name := range []string{"vx0", "br0"} {
 		_, err := plan(ifaces, both, []Target{{name, Want{IPv6: 192000}}}, nil)
-		if e, ok := errors.AsType[*netif.Error](err); !ok || e.Kind != netif.KindUnsupported {
+		if e, ok := errors.AsType[*fault.Error](err); !ok || e.Code != fault.CodeUnsupported {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

@@ -13,7 +13,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp/netif"
+	"sockeye/internal/fault"
 )
 
 // filterPrefix begins the names of our filters. The PID follows, the descriptor of a
@@ -114,8 +114,8 @@ func (c *clsact) addQdisc() error {
 	}
 	for _, q := range qdiscs {
 		if q.Type() == "ingress" {
-			return netif.NewError(netif.KindConflict, "replace it by clsact, which has an ingress hook too; Linux 6.6 needs neither",
-				"count packets: the interface has an ingress qdisc, which excludes clsact")
+			return fault.Conflict(errors.New("count packets: the interface has an ingress qdisc, which excludes clsact"),
+				"replace it by clsact, which has an ingress hook too; Linux 6.6 needs neither")
 		}
 	}
 	return nil

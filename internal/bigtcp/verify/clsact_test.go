@@ -17,8 +17,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/verify"
+	"sockeye/internal/fault"
 )
 
 // next is TCX_NEXT, and TC_ACT_UNSPEC.
@@ -263,8 +263,8 @@ func TestVerifyClsactConflict(t *testing.T) {
 		LinkIndex: a.link("va").Attrs().Index, Handle: netlink.MakeHandle(0xffff, 0), Parent: netlink.HANDLE_INGRESS,
 	}}))
 	_, err := verify.RunWith(t.Context(), a.Namespace, "va", time.Second, verify.Options{Clsact: true})
-	var refused *netif.Error
-	if !errors.As(err, &refused) || refused.Kind != netif.KindConflict || refused.Hint == "" {
+	var refused *fault.Error
+	if !errors.As(err, &refused) || refused.Code != fault.CodeConflict || refused.Hint == "" {
 		t.Errorf("error %v", err)
 	}
 	qdiscs, err := a.kernel.QdiscList(a.link("va"))

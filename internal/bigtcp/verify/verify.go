@@ -18,6 +18,7 @@ import (
 
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
 )
 
 // MaxDuration bounds the duration of Run.
@@ -107,14 +108,14 @@ type options struct {
 // Run counts the packets of an interface for a duration of at most MaxDuration, or
 // until ctx ends, and finds out why those of TCP are not larger. Needs CAP_BPF and
 // CAP_NET_ADMIN, and CAP_PERFMON for counting at the driver. An interface that
-// vanishes meanwhile is a [netif.Error] of KindConflict.
+// vanishes meanwhile is a [fault.Error] with CodeConflict.
 func Run(ctx context.Context, n *netif.Namespace, name string, during time.Duration) (*Report, error) {
 	return run(ctx, n, name, during, options{})
 }
 
 func run(ctx context.Context, n *netif.Namespace, name string, during time.Duration, o options) (_ *Report, err error) {
 	if during <= 0 || during > MaxDuration {
-		return nil, netif.NewError(netif.KindUsage, "at most "+MaxDuration.String(), "count packets for %v", during)
+		return nil, fault.Usage(fmt.Errorf("count packets for %v", during), "at most "+MaxDuration.String())
 	}
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
@@ -235,7 +236,7 @@ func groSize(s netif.Sizes, f Family) uint32 {
 }
 
 func (v *verifier) vanished() error {
-	return netif.NewError(netif.KindConflict, "", "interface %s has vanished from its network namespace while its packets were counted", v.before.Name)
+	return fault.Conflict(fmt.Errorf("interface %s has vanished from its network namespace while its packets were counted", v.before.Name), "")
 }
 
 // sampleInterval is the time between two samples of the connections.

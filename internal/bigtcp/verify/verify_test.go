@@ -30,6 +30,7 @@ import (
 	"sockeye/internal/bigtcp/netif"
 	"sockeye/internal/bigtcp/netif/netiftest"
 	"sockeye/internal/bigtcp/verify"
+	"sockeye/internal/fault"
 	"sockeye/internal/testenv"
 )
 
@@ -578,8 +579,8 @@ func TestVerifyVanishes(t *testing.T) {
 			t.Run(fmt.Sprintf("%s, clsact %v", name, clsact), func(t *testing.T) {
 				a, _ := pair(t)
 				_, err := verify.RunWith(t.Context(), a.Namespace, "va", time.Minute, verify.Options{Clsact: clsact, Attached: func() { must(t, vanish(t, a)) }})
-				var refused *netif.Error
-				if !errors.As(err, &refused) || refused.Kind != netif.KindConflict || !strings.Contains(err.Error(), "va has vanished") {
+				var refused *fault.Error
+				if !errors.As(err, &refused) || refused.Code != fault.CodeConflict || !strings.Contains(err.Error(), "va has vanished") {
 					t.Errorf("error %v", err)
 				}
 			})
@@ -604,13 +605,13 @@ func TestVerifyRefuses(t *testing.T) {
 	n := netiftest.Open(t, "")
 	for _, during := range []time.Duration{0, -1, verify.MaxDuration + 1} {
 		_, err := verify.Run(t.Context(), n, "lo", during)
-		var refused *netif.Error
-		if !errors.As(err, &refused) || refused.Kind != netif.KindUsage {
+		var refused *fault.Error
+		if !errors.As(err, &refused) || refused.Code != fault.CodeUsage {
 			t.Errorf("for %v: %v", during, err)
 		}
 	}
-	var refused *netif.Error
-	if _, err := verify.Run(t.Context(), n, "loo", time.Second); !errors.As(err, &refused) || refused.Kind != netif.KindUsage {
+	var refused *fault.Error
+	if _, err := verify.Run(t.Context(), n, "loo", time.Second); !errors.As(err, &refused) || refused.Code != fault.CodeUsage {
 		t.Errorf("no such interface: %v", err)
 	}
 	testenv.WithoutRights(t, func() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package domaintest drives domains in tests as the agent does: with the text of a policy.
+// Package domaintest runs domains in tests as the agent runs them, from the text of a policy.
 package domaintest
 
 import (
@@ -24,24 +24,24 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// Policy returns the text of a policy, with CGROUP replaced by the cgroup of the test, and pairs of texts by
-// each other.
+// Policy returns the text of a policy with CGROUP replaced by the cgroup of the test. replace has pairs of old and new
+// texts.
 func Policy(text string, replace ...string) string {
 	return strings.NewReplacer(append(replace, "CGROUP", testenv.CgroupPath())...).Replace(text)
 }
 
-// Runner has domains that are driven together.
+// Runner runs a list of domains.
 type Runner struct {
 	Host    *domain.Host
 	Domains []domain.Domain
-	// Path is where policies are said to be: relative paths in them are relative to its directory.
+	// Path is the path of the policies: relative paths in a policy are relative to its directory.
 	Path string
-	// Extra sends metrics besides those of the domains; nil for none.
+	// Extra sends additional metrics; nil for none.
 	Extra func(chan<- prometheus.Metric)
 }
 
-// Host returns what domains share, with a state directory, a pin directory, and the cgroups of the host.
-// The pin directory is locked until the test calls Runner.Stop.
+// Host returns a host with a state directory, a pin directory, and the cgroups of this machine. The pin directory is
+// locked until the test calls Runner.Stop.
 func Host(t testing.TB, stateDir, pins string, log slog.Handler) *domain.Host {
 	t.Helper()
 	root, err := bpf.OpenRoot(pins)
@@ -53,12 +53,12 @@ func Host(t testing.TB, stateDir, pins string, log slog.Handler) *domain.Host {
 	return &domain.Host{Log: l, Root: root, StateDir: stateDir, Cgroups: tree, Watch: &scope.Watch{Tree: tree, Log: l}}
 }
 
-// New returns a runner of domains that share a host.
+// New returns a runner of domains on a host.
 func New(h *domain.Host, domains ...domain.Domain) *Runner {
 	return &Runner{Host: h, Domains: domains, Path: filepath.Join(h.StateDir, "policy.yaml")}
 }
 
-// Start carries out the first policy.
+// Start applies the first policy.
 func (r *Runner) Start(t testing.TB, text string) {
 	t.Helper()
 	policy, err := config.Parse([]byte(text), r.Path)
@@ -86,7 +86,7 @@ func (r *Runner) steps(policy *config.Policy) (steps []domain.Step, changes []ap
 	return steps, changes, nil
 }
 
-// Plan returns what a policy changes.
+// Plan returns the changes of a policy.
 func (r *Runner) Plan(text string) ([]api.Change, error) {
 	policy, err := config.Parse([]byte(text), r.Path)
 	if err != nil {
@@ -96,7 +96,7 @@ func (r *Runner) Plan(text string) ([]api.Change, error) {
 	return changes, err
 }
 
-// Apply carries out a policy.
+// Apply applies a policy.
 func (r *Runner) Apply(text string) ([]api.Change, error) {
 	policy, err := config.Parse([]byte(text), r.Path)
 	if err != nil {
@@ -108,7 +108,7 @@ func (r *Runner) Apply(text string) ([]api.Change, error) {
 func (r *Runner) apply(policy *config.Policy) ([]api.Change, error) {
 	steps, changes, err := r.steps(policy)
 	if err == nil {
-		err = domain.CarryOut(steps)
+		err = domain.ApplySteps(steps)
 	}
 	if err != nil {
 		return nil, err
@@ -133,7 +133,7 @@ func (r *Runner) Status(t testing.TB) *api.Status {
 	return status
 }
 
-// Retire takes everything off the host that the domains have set up.
+// Retire removes everything that the domains have set up in the kernel.
 func (r *Runner) Retire(t testing.TB) {
 	t.Helper()
 	if _, err := r.apply(&config.Policy{}); err != nil {
@@ -141,7 +141,7 @@ func (r *Runner) Retire(t testing.TB) {
 	}
 }
 
-// Stop ends the domains as a crash of the agent would: what they have set up goes on.
+// Stop closes the domains as a crash of the agent would: pinned programs stay attached.
 func (r *Runner) Stop() {
 	r.Host.Watch.Close()
 	for _, d := range r.Domains {
@@ -171,7 +171,7 @@ func (r *Runner) metrics() http.Handler {
 	return promhttp.HandlerFor(registry, promhttp.HandlerOpts{})
 }
 
-// Serve answers scrapes at an address, until the result is called.
+// Serve serves the metrics on an address until the test calls stop.
 func (r *Runner) Serve(t testing.TB, address string) (stop func()) {
 	t.Helper()
 	l, err := net.Listen("tcp", address)
@@ -183,7 +183,7 @@ func (r *Runner) Serve(t testing.TB, address string) (stop func()) {
 	return func() { server.Close() }
 }
 
-// Scrape reads the metrics that are served at an address.
+// Scrape reads the metrics from an address.
 func Scrape(t testing.TB, address string) string {
 	t.Helper()
 	client := &http.Client{Timeout: time.Minute, Transport: &http.Transport{DisableKeepAlives: true}}

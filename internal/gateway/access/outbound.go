@@ -38,6 +38,7 @@ type Rule struct {
 	First, Last uint16
 }
 
+// Ports of name servers.
 const (
 	DNSPort    = 53
 	dnsTLSPort = 853 // over TLS (RFC 7858) and QUIC (RFC 9250)
@@ -110,6 +111,7 @@ func (o *Outbound) TCPPorts() (list []uint16, few bool) {
 	return list, true
 }
 
+// NameServer returns the name server that the guest reaches at an address; nil for none.
 func (o *Outbound) NameServer(a netip.Addr) *NameServer {
 	for i := range o.DNS {
 		if o.DNS[i].Alias == a {

@@ -39,6 +39,7 @@ func ports(first, last uint16) string {
 	return fmt.Sprintf("%d-%d", first, last)
 }
 
+// ProtocolName returns the name of an IP protocol in a rule.
 func ProtocolName(p uint8) string {
 	switch p {
 	case unix.IPPROTO_TCP:

@@ -61,6 +61,7 @@ func (t *Queue) Set(x *Timer, due time.Time) {
 	}
 }
 
+// Stop removes a timer from the queue. A timer that is not in the queue is left alone.
 func (t *Queue) Stop(x *Timer) {
 	if x.index > 0 {
 		heap.Remove(&t.list, x.index-1)

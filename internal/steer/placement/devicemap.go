@@ -63,10 +63,10 @@ type DeviceMapError struct {
 	Hint    string // often empty
 }
 
-// Error is one line, followed by a line "  hint: ..." where there is a hint.
 // Explain returns the exit code of the error, which has its hint in its text.
 func (e *DeviceMapError) Explain() (hint string, code int) { return "", fault.CodeUsage }
 
+// Error returns one line, followed by a line "  hint: ..." if there is a hint.
 func (e *DeviceMapError) Error() string {
 	s := e.File + ": " + e.Message
 	if e.Line > 0 {

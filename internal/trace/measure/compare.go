@@ -3,7 +3,6 @@
 package measure
 
 import (
-	"cmp"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -13,6 +12,8 @@ import (
 	"time"
 
 	"sockeye/internal/config"
+	"sockeye/internal/histogram"
+	"sockeye/internal/stats"
 )
 
 // Verdict says whether a difference is real.
@@ -61,9 +62,6 @@ type Comparison struct {
 }
 
 const (
-	errorLevel = 0.05
-	draws      = 2000 // of a row
-
 	// minSlices is the least number of parts of a side of which a variance is
 	// worth something.
 	minSlices = 6
@@ -74,11 +72,6 @@ const (
 
 	// minMessages is the least number of messages of a side.
 	minMessages = 30
-
-	// minAbove is how many independent messages must be expected above a quantile.
-	// Where that is less than 6, a side has none there, and so no idea of the
-	// quantile, more often (e^-6) than one of several verdicts may err.
-	minAbove = 6
 )
 
 var compared = []struct {
@@ -98,8 +91,8 @@ func Compare(a, b []*Result) Comparison {
 	var c Comparison
 	c.A, c.B = side(a), side(b)
 	c.Independent = min(c.A.Slices, c.B.Slices) < minSlices
-	var p []float64
-	var enough []int
+	var enough []int // rows with enough data
+	var p []float64  // of these
 	for _, stage := range Stages {
 		sa, sb := newPopulation(a, stage), newPopulation(b, stage)
 		if sa.Count == 0 || sb.Count == 0 {
@@ -114,23 +107,19 @@ func Compare(a, b []*Result) Comparison {
 				ea, eb = sa.mean(c.Independent), sb.mean(c.Independent)
 			}
 			row.A, row.B = ea.value, eb.value
-			row.Ratio = knownRatio(float64(row.B) / float64(row.A))
-			judged := 1.0
+			row.Ratio = stats.Known(float64(row.B) / float64(row.A))
 			if ea.draw != nil && eb.draw != nil {
-				var low, high float64
-				low, high, judged = ratio(rand.New(rand.NewPCG(1, uint64(len(c.Rows)))), ea, eb)
-				row.Low, row.High, row.Verdict = knownRatio(low), knownRatio(high), NotShown
-				enough = append(enough, len(c.Rows))
+				low, high, judged := stats.Ratio(rand.New(rand.NewPCG(1, uint64(len(c.Rows)))), ea.draw, eb.draw)
+				row.Low, row.High, row.Verdict = stats.Known(low), stats.Known(high), NotShown
+				enough, p = append(enough, len(c.Rows)), append(p, judged)
 			}
-			c.Rows, p = append(c.Rows, row), append(p, judged)
+			c.Rows = append(c.Rows, row)
 		}
 	}
-	slices.SortStableFunc(enough, func(i, j int) int { return cmp.Compare(p[i], p[j]) })
-	for done, i := range enough {
-		if p[i] > errorLevel/float64(len(enough)-done) {
-			break
+	for k, real := range stats.Holm(p) {
+		if real {
+			c.Rows[enough[k]].Verdict = Real
 		}
-		c.Rows[i].Verdict = Real
 	}
 	return c
 }
@@ -149,14 +138,6 @@ func side(results []*Result) Side {
 	return s
 }
 
-// knownRatio is nil for what JSON has no number for.
-func knownRatio(v float64) *float64 {
-	if math.IsNaN(v) || math.IsInf(v, 0) {
-		return nil
-	}
-	return &v
-}
-
 // estimate is a figure of one side, and what else it might be.
 type estimate struct {
 	value time.Duration
@@ -164,31 +145,10 @@ type estimate struct {
 	draw func(*rand.Rand) float64
 }
 
-// ratio gives the interval of b/a, and p of no difference, two-sided.
-func ratio(r *rand.Rand, a, b estimate) (low, high, p float64) {
-	ratios := make([]float64, draws)
-	var below, above int
-	for i := range ratios {
-		va, vb := a.draw(r), b.draw(r)
-		ratios[i] = vb / va
-		if vb <= va {
-			below++
-		}
-		if vb >= va {
-			above++
-		}
-	}
-	slices.Sort(ratios)
-	tail := int(draws * errorLevel / 2)
-	return ratios[tail], ratios[draws-1-tail], min(1, 2*float64(min(below, above)+1)/(draws+1))
-}
-
 // population is a stage of one side.
 type population struct {
 	Histogram
-	slices  []*Histogram // that are not empty
-	buckets []int        // that are not empty
-	below   []float64    // of each of them, how many times are below it
+	slices []*Histogram // that are not empty
 }
 
 func newPopulation(results []*Result, stage config.Stage) *population {
@@ -197,13 +157,6 @@ func newPopulation(results []*Result, stage config.Stage) *population {
 		if h := r.Stages[stage]; h != nil && h.Count > 0 {
 			p.Add(h)
 			p.slices = append(p.slices, h)
-		}
-	}
-	var below uint64
-	for i, count := range p.Buckets {
-		if count > 0 {
-			p.buckets, p.below = append(p.buckets, i), append(p.below, float64(below))
-			below += count
 		}
 	}
 	return p
@@ -253,29 +206,15 @@ func (p *population) evidence(x, y func(*Histogram) float64) (variance, freedom 
 			return 0, 0
 		}
 		v *= (n - 1) / n
-		if width := math.Sqrt(v) * studentWidth(df); width >= widest {
+		if width := math.Sqrt(v) * stats.StudentWidth(df); width >= widest {
 			widest, variance, freedom = width, v, df
 		}
 	}
 	return variance, freedom
 }
 
-// studentWidth is about the 97.5 % quantile of Student's t: 1 % too small at 5
-// degrees of freedom, 10 % at 2 (Abramowitz and Stegun, 26.7.5).
-func studentWidth(df float64) float64 {
-	const z = 1.959964
-	return z + (z*z*z+z)/(4*df) + (5*z*z*z*z*z+16*z*z*z+3*z)/(96*df*df)
-}
-
-// quantile gives the quantile q. Its distribution is not assumed: as many times as
-// the side has independent evidence are drawn from its histogram. Where the q-th
-// of n such times falls in the histogram is distributed as Beta(q(n+1),
-// (1-q)(n+1)), so one number stands for all of them (Woodruff's interval, 1952,
-// drawn). The evidence is the number n whose share of times up to the quantile
-// varies as that of the slices does; n itself is as uncertain as their variance.
-//
-// Where in its bucket a time lies is not known, so each draw also chooses that, the
-// more freely the larger the bucket's share.
+// quantile gives the quantile q, see stats.DrawQuantile. The evidence is the number n of independent times whose share up
+// to the quantile varies as that of the slices does; n itself is as uncertain as their variance.
 func (p *population) quantile(q float64, independent bool) estimate {
 	e := estimate{value: p.Quantile(q)}
 	n, df := float64(p.Count), math.Inf(1)
@@ -283,51 +222,17 @@ func (p *population) quantile(q float64, independent bool) estimate {
 		var variance float64
 		at := uint64(e.value)
 		count := func(h *Histogram) float64 { return float64(h.Count) }
-		if variance, df = p.evidence(func(h *Histogram) float64 { return h.upTo(at) }, count); df == 0 {
+		if variance, df = p.evidence(func(h *Histogram) float64 { return h.UpTo(at) }, count); df == 0 {
 			return e
 		}
 		n = min(n, q*(1-q)/variance)
 	}
-	if p.Count < minMessages || n*min(q, 1-q) < minAbove {
+	if p.Count < minMessages || n*min(q, 1-q) < stats.MinBeyond {
 		return e
 	}
-	e.draw = func(r *rand.Rand) float64 {
-		n := n * drawScale(r, df)
-		return p.at(drawBeta(r, q*(n+1), (1-q)*(n+1)), r.Float64())
-	}
+	d := p.Distribution()
+	e.draw = func(r *rand.Rand) float64 { return stats.DrawQuantile(r, d, q, n, df) }
 	return e
-}
-
-// upTo is about how many times are below v.
-func (h *Histogram) upTo(v uint64) float64 {
-	at := Bucket(v)
-	var below uint64
-	for _, count := range h.Buckets[:at] {
-		below += count
-	}
-	lo, _ := Bounds(at)
-	part := 1.0
-	if end := h.end(at); v < end {
-		part = float64(v-lo) / float64(end-lo)
-	}
-	return float64(below) + part*float64(h.Buckets[at])
-}
-
-// at gives a time below which the share q is, with spot, 0 to 1, as its place in
-// the bucket as far as that is not known.
-func (p *population) at(q, spot float64) float64 {
-	rank := q * float64(p.Count)
-	i, found := slices.BinarySearch(p.below, rank)
-	if !found {
-		i--
-	}
-	i = max(i, 0)
-	bucket := p.buckets[i]
-	count := float64(p.Buckets[bucket])
-	share := count / float64(p.Count)
-	position := min(max((rank-p.below[i])/count, 0), 1)
-	lo, _ := Bounds(bucket)
-	return float64(lo) + float64(p.end(bucket)-lo)*(position*(1-share)+spot*share)
 }
 
 // mean gives the mean. Its logarithm counts as distributed by Student's t.
@@ -338,8 +243,8 @@ func (p *population) mean(independent bool) estimate {
 	df := math.Inf(1)
 	if independent {
 		for i, count := range p.Buckets {
-			lo, _ := Bounds(i)
-			d := float64(lo+p.end(i))/2 - mean
+			lo, _ := histogram.Bounds[histogram.Times](i)
+			d := float64(lo+p.End(i))/2 - mean
 			variance += float64(count) * d * d
 		}
 		variance /= float64(p.Count) * float64(p.Count)
@@ -351,48 +256,9 @@ func (p *population) mean(independent bool) estimate {
 	}
 	deviation := math.Sqrt(variance) / max(mean, 1)
 	e.draw = func(r *rand.Rand) float64 {
-		return mean * math.Exp(deviation*r.NormFloat64()/math.Sqrt(drawScale(r, df)))
+		return mean * math.Exp(deviation*r.NormFloat64()/math.Sqrt(stats.Scale(r, df)))
 	}
 	return e
-}
-
-// drawScale draws chi-squared of df degrees of freedom, divided by df: what makes
-// a normal deviate one of Student's t.
-func drawScale(r *rand.Rand, df float64) float64 {
-	if math.IsInf(df, 1) {
-		return 1
-	}
-	return drawGamma(r, df/2) * 2 / df
-}
-
-func drawBeta(r *rand.Rand, a, b float64) float64 {
-	x, y := drawGamma(r, a), drawGamma(r, b)
-	if x+y == 0 {
-		return 0.5
-	}
-	return x / (x + y)
-}
-
-// drawGamma draws from Gamma(shape, 1) (Marsaglia and Tsang, A simple method for
-// generating gamma variables, 2000; below shape 1 by their boost).
-func drawGamma(r *rand.Rand, shape float64) float64 {
-	boost := 1.0
-	if shape < 1 {
-		boost = math.Pow(1-r.Float64(), 1/shape)
-		shape++
-	}
-	d := shape - 1.0/3
-	for {
-		x := r.NormFloat64()
-		v := 1 + x/math.Sqrt(9*d)
-		if v <= 0 {
-			continue
-		}
-		v = v * v * v
-		if math.Log(1-r.Float64()) < x*x/2+d-d*v+d*math.Log(v) {
-			return boost * d * v
-		}
-	}
 }
 
 // Most gives the row of a figure (p50, p90, p99, mean) whose difference is real

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"sockeye/internal/config"
+	"sockeye/internal/histogram"
 )
 
 // traffic makes slices of a side. What a slice shares is slow to change: alike is
@@ -224,7 +225,7 @@ func TestComparisonOfTheSame(t *testing.T) {
 // nobody counted: all at its end, or around there.
 func TestWithinABucket(t *testing.T) {
 	r := rand.New(rand.NewPCG(17, 18))
-	_, hi := Bounds(Bucket(1e6))
+	_, hi := histogram.Bounds[histogram.Times](histogram.Bucket[histogram.Times](1e6))
 	side := func(spread float64) []*Result {
 		h := &Histogram{}
 		for range 20000 {

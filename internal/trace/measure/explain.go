@@ -565,3 +565,11 @@ func plural(n uint64, one, many string) string {
 	}
 	return many
 }
+
+// duration returns nanoseconds as a duration, at most 292 years.
+func duration(ns float64) time.Duration {
+	if ns >= math.MaxInt64 {
+		return math.MaxInt64
+	}
+	return time.Duration(ns)
+}

@@ -299,3 +299,6 @@ func groupsHint(groups map[Group]bool) string {
 	}
 	return hint
 }
+
+// less returns what a counter rose by.
+func less(later, earlier uint64) uint64 { return later - min(earlier, later) }

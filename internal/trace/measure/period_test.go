@@ -268,3 +268,12 @@ func TestFind(t *testing.T) {
 		t.Errorf("a wrong key: %v", err)
 	}
 }
+
+// counted counts times.
+func counted(times ...uint64) *Histogram {
+	h := &Histogram{}
+	for _, v := range times {
+		h.Observe(v)
+	}
+	return h
+}

@@ -9,11 +9,15 @@ import (
 	"time"
 
 	"sockeye/internal/config"
+	"sockeye/internal/histogram"
 )
 
 // Total is the stage that is the whole of a message's way out: from its first
 // known time to the peer's acknowledgement.
 const Total config.Stage = "total"
+
+// Histogram counts times of a stage, in nanoseconds.
+type Histogram = histogram.Histogram[time.Duration, histogram.Times]
 
 // Stages are all stages in the order of a message's way, total after those that
 // it is made of.

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"sockeye/internal/config"
+	"sockeye/internal/histogram"
 	"sockeye/internal/trace/measure"
 )
 
@@ -42,8 +43,8 @@ type tick struct {
 // place gives where a time lies on the log axis: the index of its bucket and how
 // far into it, so that what was counted in buckets is drawn as it was counted.
 func place(ns uint64) float64 {
-	i := measure.Bucket(ns)
-	lo, hi := measure.Bounds(i)
+	i := histogram.Bucket[histogram.Times](ns)
+	lo, hi := histogram.Bounds[histogram.Times](i)
 	return float64(i) + min(float64(ns-lo)/float64(hi-lo), 1)
 }
 

@@ -20,6 +20,7 @@ import (
 	"unicode"
 
 	"sockeye/internal/config"
+	"sockeye/internal/histogram"
 	"sockeye/internal/trace/measure"
 )
 
@@ -664,7 +665,7 @@ func (p *peak) split(columns []*measure.Histogram) (within, outside *measure.His
 
 func countAbove(h *measure.Histogram, d time.Duration) uint64 {
 	var n uint64
-	for _, count := range h.Buckets[measure.Bucket(uint64(d))+1:] {
+	for _, count := range h.Buckets[histogram.Bucket[histogram.Times](uint64(d))+1:] {
 		n += count
 	}
 	return n

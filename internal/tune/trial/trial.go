@@ -5,14 +5,18 @@
 package trial
 
 import (
-	"cmp"
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"slices"
 	"strconv"
 	"strings"
+
+	"sockeye/internal/histogram"
+	"sockeye/internal/stats"
 )
+
+// Histogram counts values as the tune program does.
+type Histogram = histogram.Histogram[float64, histogram.Quarters]
 
 // Sample is what is known of one arm of a trial: sums over its connections, see
 // struct tune_stats in bpf/include/tune.h. RTT and Connect are microseconds,
@@ -71,18 +75,11 @@ type Comparison struct {
 }
 
 const (
-	level     = 0.05 // of error
-	rows      = 8    // of a comparison
-	resamples = 2000
+	rows = 8 // of a comparison
 
 	// minDraws is the least number of connections in an arm: of fewer, neither a
 	// median nor a variance is worth much.
 	minDraws = 30
-
-	// minBeyond is how many draws must be expected above a quantile. Where that
-	// is less than 6, an arm has none there, and so no idea of the quantile, more
-	// often (e^-6) than one of several verdicts may err.
-	minBeyond = 6
 )
 
 // figure is a row before its verdict.
@@ -119,7 +116,8 @@ func Compare(treated, control Sample, o Options) Comparison {
 	nt, nc := float64(max(treated.Connections, 1)), float64(max(control.Connections, 1))
 	few := minDraws / min(nt, nc)
 	var judged [rows]figure
-	var enough []int
+	var enough []int // rows with enough data
+	var p []float64  // of these
 	for i := range figures {
 		f := figures[i].compare(&treated, &control, o)
 		if few > 1 && (math.IsInf(f.lack, 1) || f.lack < few) {
@@ -127,12 +125,12 @@ func Compare(treated, control Sample, o Options) Comparison {
 		}
 		row := Row{
 			Name: figures[i].name, Unit: figures[i].unit, Verdict: NoDifference,
-			Treated: known(f.treated), Control: known(f.control), Difference: known(percent(f.treated / f.control)),
+			Treated: stats.Known(f.treated), Control: stats.Known(f.control), Difference: stats.Known(percent(f.treated / f.control)),
 		}
 		switch {
 		case f.lack <= 1:
-			row.Low, row.High = known(percent(f.low)), known(percent(f.high))
-			enough = append(enough, i)
+			row.Low, row.High = stats.Known(percent(f.low)), stats.Known(percent(f.high))
+			enough, p = append(enough, i), append(p, f.p)
 		case math.IsInf(f.lack, 1):
 			row.Verdict = NotEnough
 		default:
@@ -141,28 +139,20 @@ func Compare(treated, control Sample, o Options) Comparison {
 		result.Rows = append(result.Rows, row)
 		judged[i] = f
 	}
-	slices.SortStableFunc(enough, func(a, b int) int { return cmp.Compare(judged[a].p, judged[b].p) })
-	for done, i := range enough {
-		if judged[i].p > level/float64(len(enough)-done) {
-			break
-		}
-		result.Rows[i].Verdict = Higher
-		if judged[i].treated < judged[i].control {
+	for k, real := range stats.Holm(p) {
+		i := enough[k]
+		switch {
+		case !real:
+		case judged[i].treated < judged[i].control:
 			result.Rows[i].Verdict = Lower
+		default:
+			result.Rows[i].Verdict = Higher
 		}
 	}
 	return result
 }
 
 func percent(ratio float64) float64 { return 100 * (ratio - 1) }
-
-// known is nil for what JSON has no number for.
-func known(v float64) *float64 {
-	if math.IsNaN(v) || math.IsInf(v, 0) {
-		return nil
-	}
-	return &v
-}
 
 func lacking(need, have float64) float64 {
 	if have == 0 {
@@ -184,7 +174,7 @@ func (s *Sample) equals() float64 {
 }
 
 func connectTimes(s *Sample) (*Histogram, float64) {
-	return &s.Connect, float64(min(s.Connect.Count(), s.Connections))
+	return &s.Connect, float64(min(s.Connect.Count, s.Connections))
 }
 
 func roundTrips(s *Sample) (*Histogram, float64)    { return &s.RTT, s.draws(&s.RTT) }
@@ -195,56 +185,36 @@ func deliveryRates(s *Sample) (*Histogram, float64) { return &s.Rate, s.draws(&s
 // of connections; and a connection that sent more has more of them, so where
 // sizes are known it is at most equals.
 func (s *Sample) draws(h *Histogram) float64 {
-	n := float64(min(h.Count(), s.Connections))
+	n := float64(min(h.Count, s.Connections))
 	if s.Segments2 > 0 {
 		n = min(n, s.equals())
 	}
 	return n
 }
 
-// quantiles compares the quantile q of histograms by a bootstrap that assumes no
-// distribution: each arm is drawn anew from its own histogram, as many times as it
-// is worth. Where the q-th of n such draws falls in the histogram is distributed
-// as Beta(q(n+1), (1-q)(n+1)), so one number stands for the whole resample. The
-// interval is that of the ratios' percentiles.
-//
-// Where in its bucket a value lies is not known, so each resample also draws that,
-// the more freely the larger the bucket's share: an interval does not get narrower
-// than the histogram is fine, however many the connections.
+// quantiles compares the quantile q of histograms by a bootstrap that assumes no distribution: each arm is drawn anew
+// from its own histogram, as many times as it is worth, see stats.DrawQuantile. The interval is that of the ratios'
+// percentiles.
 func quantiles(pick func(*Sample) (*Histogram, float64), q float64) func(t, c *Sample, o Options) figure {
-	need := max(minDraws, math.Round(minBeyond/(1-q)))
+	need := max(minDraws, math.Round(stats.MinBeyond/(1-q)))
 	return func(t, c *Sample, o Options) figure {
 		th, nt := pick(t)
 		ch, nc := pick(c)
-		tn, cn := th.Count(), ch.Count()
 		f := figure{treated: math.NaN(), control: math.NaN(), lack: lacking(need, min(nt, nc))}
-		if tn > 0 {
+		if th.Count > 0 {
 			f.treated = th.Quantile(q)
 		}
-		if cn > 0 {
+		if ch.Count > 0 {
 			f.control = ch.Quantile(q)
 		}
 		if f.lack > 1 {
 			return f
 		}
-		r := rand.New(rand.NewPCG(o.Seed, 0))
-		ratios := make([]float64, resamples)
-		var below, above int
-		for i := range ratios {
-			_, tv := quantile(th, drawBeta(r, q*(nt+1), (1-q)*(nt+1)), tn, 1-r.Float64())
-			_, cv := quantile(ch, drawBeta(r, q*(nc+1), (1-q)*(nc+1)), cn, 1-r.Float64())
-			ratios[i] = tv / cv
-			if tv <= cv {
-				below++
-			}
-			if tv >= cv {
-				above++
-			}
+		draw := func(h *Histogram, n float64) func(*rand.Rand) float64 {
+			d := h.Distribution()
+			return func(r *rand.Rand) float64 { return stats.DrawQuantile(r, d, q, n, math.Inf(1)) }
 		}
-		slices.Sort(ratios)
-		const tail = resamples * level / 2
-		f.low, f.high = ratios[int(tail)], ratios[resamples-1-int(tail)]
-		f.p = min(1, 2*float64(min(below, above)+1)/(resamples+1))
+		f.low, f.high, f.p = stats.Ratio(rand.New(rand.NewPCG(o.Seed, 0)), draw(ch, nc), draw(th, nt))
 		return f
 	}
 }
@@ -334,7 +304,7 @@ func volume(t, c *Sample, _ Options) figure {
 		variance += (2*(n/s.equals()-1) + 1) / n
 	}
 	log, deviation := math.Log(f.treated/f.control), math.Sqrt(variance)
-	half := deviation * math.Sqrt2 * math.Erfinv(1-level)
+	half := deviation * stats.NormalWidth
 	f.low, f.high = math.Exp(log-half), math.Exp(log+half)
 	f.p = math.Erfc(math.Abs(log) / deviation / math.Sqrt2)
 	return f
@@ -344,107 +314,15 @@ func volume(t, c *Sample, _ Options) figure {
 // independent. Exposure is what they are a rate of.
 type count struct{ events, exposure, together float64 }
 
-// compareCounts sets the interval, p and lack of two rates. Of the independent
-// events of both arms, those of treated are binomial, so the interval is Clopper
-// and Pearson's, which is exact and rather too wide than too narrow. There is
-// enough data where all events in one arm would be a difference after Holm.
+// compareCounts sets the interval, p and lack of two rates. There is enough data where all events in one arm would be a
+// difference after Holm.
 func (f *figure) compareCounts(t, c count) {
 	kt, kc := t.events/t.together, c.events/c.together
 	et, ec := t.exposure/t.together, c.exposure/c.together
 	share := et / (et + ec)
-	need := math.Log(level/(2*rows)) / math.Log(min(share, 1-share))
+	need := math.Log(stats.Level/(2*rows)) / math.Log(min(share, 1-share))
 	f.lack = need / (max(t.events+c.events, 1) / max(t.together, c.together))
-	f.low, f.high = 0, math.Inf(1)
-	atMost, atLeast := 1.0, 1.0
-	if kt > 0 {
-		b := betaQuantile(level/2, kt, kc+1)
-		f.low = b / (1 - b) * ec / et
-		atLeast = betaCDF(share, kt, kc+1)
-	}
-	if kc > 0 {
-		b := betaQuantile(level/2, kc, kt+1)
-		f.high = (1 - b) / b * ec / et
-		atMost = betaCDF(1-share, kc, kt+1)
-	}
-	f.p = min(1, 2*min(atMost, atLeast))
-}
-
-// betaQuantile is the inverse of betaCDF, by bisection.
-func betaQuantile(p, a, b float64) float64 {
-	low, high := 0.0, 1.0
-	for range 80 {
-		if x := (low + high) / 2; betaCDF(x, a, b) < p {
-			low = x
-		} else {
-			high = x
-		}
-	}
-	return (low + high) / 2
-}
-
-// betaCDF is the distribution function of Beta(a, b), the regularized incomplete
-// beta function, by its continued fraction: https://dlmf.nist.gov/8.17.E22.
-func betaCDF(x, a, b float64) float64 {
-	if x <= 0 || x >= 1 {
-		return min(max(x, 0), 1)
-	}
-	mirrored := x > (a+1)/(a+b+2) // where it converges slowly
-	if mirrored {
-		x, a, b = 1-x, b, a
-	}
-	la, _ := math.Lgamma(a)
-	lb, _ := math.Lgamma(b)
-	lab, _ := math.Lgamma(a + b)
-	const tiny, steps = 1e-300, 100000
-	nonzero := func(v float64) float64 {
-		if math.Abs(v) < tiny {
-			return tiny
-		}
-		return v
-	}
-	up, down := 1.0, 1/nonzero(1-(a+b)*x/(a+1))
-	fraction := down
-	for m := 1.0; m < steps; m++ {
-		var change float64
-		for _, term := range [2]float64{
-			m * (b - m) * x / ((a + 2*m - 1) * (a + 2*m)),
-			-(a + m) * (a + b + m) * x / ((a + 2*m) * (a + 2*m + 1)),
-		} {
-			down, up = 1/nonzero(1+term*down), nonzero(1+term/up)
-			change = down * up
-			fraction *= change
-		}
-		if math.Abs(change-1) < 1e-14 {
-			break
-		}
-	}
-	value := math.Exp(a*math.Log(x)+b*math.Log1p(-x)+lab-la-lb) / a * fraction
-	if mirrored {
-		return 1 - value
-	}
-	return value
-}
-
-func drawBeta(r *rand.Rand, a, b float64) float64 {
-	x, y := drawGamma(r, a), drawGamma(r, b)
-	return x / (x + y)
-}
-
-// drawGamma draws from Gamma(shape, 1), shape 1 or more (Marsaglia and Tsang, A
-// simple method for generating gamma variables, 2000).
-func drawGamma(r *rand.Rand, shape float64) float64 {
-	d := shape - 1.0/3
-	for {
-		x := r.NormFloat64()
-		v := 1 + x/math.Sqrt(9*d)
-		if v <= 0 {
-			continue
-		}
-		v = v * v * v
-		if math.Log(1-r.Float64()) < x*x/2+d-d*v+d*math.Log(v) {
-			return d * v
-		}
-	}
+	f.low, f.high, f.p = stats.RateRatio(kt, et, kc, ec)
 }
 
 // Summary says in one sentence which differences are real, which were not shown,

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package steercmd has the commands for members, slots and devices: run, register, unregister,
+// slots, devices and where.
+package steercmd
+
+import (
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
+)
+
+// steerCommands are the commands of one invocation.
+type commands struct{ *command.Command }
+
+// New returns the commands that change and show members, slots and devices.
+func New(c *command.Command) []*cobra.Command {
+	s := &commands{c}
+	return []*cobra.Command{
+		s.runCommand(), s.registerCommand(), s.unregisterCommand(), s.slotsCommand(), s.devicesCommand(), s.whereCommand(),
+	}
+}
+
+func (c *commands) registerCommand() *cobra.Command {
+	var m api.Membership
+	var slot int
+	cmd := &cobra.Command{
+		Use:   "register --pid PID [--service S] [--slot N]",
+		Short: "Make a running process a member of a service",
+		Long: `Register takes the sockets of a process that listens already, and gives it a
+slot. The process and its sockets must belong to a user of the service.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if cmd.Flags().Changed("slot") {
+				m.Slot = &slot
+			}
+			var got api.Membership
+			if err := c.Client().Post(cmd.Context(), "/v1/register", m, &got); err != nil {
+				return err
+			}
+			return c.Show(&got, func(w io.Writer) {
+				fmt.Fprintf(w, "process %d registered in slot %d of %s\n", got.PID, *got.Slot, got.Service)
+			})
+		},
+	}
+	cmd.Flags().StringVar(&m.Service, "service", "", "service; may be left out where there is only one")
+	cmd.Flags().IntVar(&slot, "slot", 0, "slot; the first free one by default")
+	cmd.Flags().IntVar(&m.PID, "pid", 0, "process id")
+	return cmd
+}

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steercmd
+
+import (
+	"fmt"
+	"io"
+	"net/url"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
+)
+
+// serviceFlag adds --service to a command that shows, and returns the query
+// that it makes.
+func serviceFlag(cmd *cobra.Command) func() url.Values {
+	service := cmd.Flags().String("service", "", "only this service")
+	return func() url.Values {
+		if *service == "" {
+			return url.Values{}
+		}
+		return url.Values{"service": {*service}}
+	}
+}
+
+func (c *commands) slotsCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "slots",
+		Short: "Show who is in which slot, and what each got",
+	}
+	query := serviceFlag(cmd)
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		var slots []api.SlotStatus
+		if err := c.Client().Get(cmd.Context(), "/v1/slots", query(), &slots); err != nil {
+			return err
+		}
+		return c.Show(slots, func(w io.Writer) {
+			if len(slots) == 0 {
+				fmt.Fprintln(w, "there are no services")
+				return
+			}
+			fmt.Fprintln(w, "SERVICE\tSLOT\tREADY\tPID\tCONNECTIONS\tDATAGRAMS\tREFUSED\tDIVERTED\tCOMMAND")
+			for _, s := range slots {
+				var refused uint64
+				for _, n := range s.Refused {
+					refused += n
+				}
+				pid := "-"
+				if s.PID != 0 {
+					pid = fmt.Sprint(s.PID)
+				}
+				fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%d\t%d\t%d\t%d\t%s\n", s.Service, s.Slot, command.YesNo(s.Ready), pid,
+					s.Connections, s.Datagrams, refused, s.Diverted, command.OrDash(command.Shorten(s.Command, 50)))
+			}
+		})
+	}
+	return cmd
+}

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steercmd
+
+import (
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+)
+
+func (c *commands) unregisterCommand() *cobra.Command {
+	var m api.Membership
+	var slot int
+	cmd := &cobra.Command{
+		Use:   "unregister --slot N [--service S]",
+		Short: "Take a member out of its slot",
+		Long: `The slot is empty afterwards, and its devices are refused or sent to the
+standby slot. Connections that the member has go on. It stays out until it is
+registered by command, or started again.`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if cmd.Flags().Changed("slot") {
+				m.Slot = &slot
+			}
+			var got api.Membership
+			if err := c.Client().Post(cmd.Context(), "/v1/unregister", m, &got); err != nil {
+				return err
+			}
+			return c.Show(&got, func(w io.Writer) { fmt.Fprintf(w, "slot %d of %s is empty\n", slot, got.Service) })
+		},
+	}
+	cmd.Flags().StringVar(&m.Service, "service", "", "service; may be left out where there is only one")
+	cmd.Flags().IntVar(&slot, "slot", 0, "slot")
+	return cmd
+}

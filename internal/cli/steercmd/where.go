@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steercmd
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/bpf"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/fault"
+	"sockeye/internal/steer"
+	"sockeye/internal/steer/placement"
+)
+
+func (c *commands) whereCommand() *cobra.Command {
+	var (
+		slots                      int
+		nonce, plan, devices, pins string
+		offline                    bool
+	)
+	cmd := &cobra.Command{
+		Use:   "where ADDRESS...",
+		Short: "Show the slot that an address has, or would have",
+		Long: `Where asks the agent which slot addresses have by the table in force. With
+--offline it reads the pinned table itself, without an agent. With --plan it
+tells what they would have under another policy file, and with --slots and
+--nonce under any table, on any machine.`,
+		Example: `  sockeye where 192.0.2.1 2001:db8::1
+  sockeye where --plan new-policy.yaml 192.0.2.1
+  sockeye where --slots 8 --nonce 0x5eed 192.0.2.1`,
+		Args: command.Arguments(1, -1, "ADDRESS"),
+	}
+	query := serviceFlag(cmd)
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		addresses, err := api.ParseAddresses(args)
+		if err != nil {
+			return err
+		}
+		service := query().Get("service")
+		changed := cmd.Flags().Changed
+		var list []api.WhereStatus
+		switch {
+		case changed("slots") && (plan != "" || offline) || plan != "" && offline:
+			return fault.Usage(errors.New("--slots, --plan and --offline do not go together"), "each names another table")
+		case changed("device-map") && !changed("slots"):
+			return fault.Usage(errors.New("--device-map goes with --slots"), "without --slots the service's own device map counts")
+		case changed("slots") && service != "":
+			return fault.Usage(errors.New("--slots and --service do not go together"), "a table given by --slots belongs to no service")
+		case changed("slots") != changed("nonce"):
+			return fault.Usage(fmt.Errorf("--slots and --nonce go together"), "sockeye status -o json shows a service's nonce")
+		case changed("slots"):
+			list, err = whereTable(addresses, slots, nonce, devices)
+		case plan != "":
+			list, err = c.wherePlan(cmd, addresses, service, plan)
+		case offline:
+			list, err = whereOffline(addresses, service, pins)
+		default:
+			q := query()
+			q["address"] = args
+			err = c.Client().Get(cmd.Context(), "/v1/where", q, &list)
+		}
+		if err != nil {
+			return err
+		}
+		return c.Show(list, func(w io.Writer) {
+			if len(list) == 0 {
+				fmt.Fprintln(w, "there are no services")
+				return
+			}
+			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tBUCKET\tSLOT\tREADY")
+			for _, l := range list {
+				ready := "-"
+				if l.Ready != nil {
+					ready = command.YesNo(*l.Ready)
+				}
+				fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%d\t%s\n", command.OrDash(l.Service), l.Address, command.OrDash(l.Device), l.Bucket, l.Slot, ready)
+			}
+		})
+	}
+	cmd.Flags().IntVar(&slots, "slots", 0, "number of slots of a table that is not in force")
+	cmd.Flags().StringVar(&nonce, "nonce", "", "nonce of a table that is not in force")
+	cmd.Flags().StringVar(&devices, "device-map", "", "device map file, with --slots")
+	cmd.Flags().StringVar(&plan, "plan", "", "policy file that is not in force")
+	cmd.Flags().BoolVar(&offline, "offline", false, "read the pins instead of asking the agent")
+	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "directory of the pins, with --offline")
+	return cmd
+}
+
+func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]api.WhereStatus, error) {
+	seed, err := strconv.ParseUint(nonce, 0, 64)
+	if err != nil {
+		return nil, fault.Usage(fmt.Errorf("--nonce is %q", nonce), "a number of 64 bits, as in 0x5eed")
+	}
+	if slots < 1 || slots > bpf.MaxSlots {
+		return nil, fault.Usage(fmt.Errorf("--slots is %d", slots), fmt.Sprintf("1 to %d", bpf.MaxSlots))
+	}
+	var devices *placement.DeviceMap
+	if file != "" {
+		if devices, err = placement.LoadDeviceMap(file); err != nil {
+			return nil, fault.Unreadable(err, "")
+		}
+	}
+	mapping, err := placement.NewMapping(slots, bpf.NoSlot, seed, devices)
+	if err != nil {
+		return nil, err
+	}
+	return steer.Where("", mapping, addresses), nil
+}
+
+// wherePlan uses the nonces of the running services, which a new policy does
+// not change.
+func (c *commands) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service, file string) ([]api.WhereStatus, error) {
+	policy, err := command.LoadPolicy(file)
+	if err != nil {
+		return nil, err
+	}
+	var status api.Status
+	if err := c.Client().Get(cmd.Context(), "/v1/status", nil, &status); err != nil {
+		return nil, err
+	}
+	nonces := make(map[string]string)
+	for _, s := range status.Services {
+		nonces[s.Name] = s.Nonce
+	}
+	list := []api.WhereStatus{}
+	for _, s := range policy.Services {
+		if service != "" && s.Name != service {
+			continue
+		}
+		name := cmp.Or(s.SlotsAs, s.Name)
+		nonce, ok := nonces[name]
+		if !ok {
+			return nil, fault.Usage(fmt.Errorf("service %s does not run, so its nonce is not known", name), "use --slots and --nonce, or --service for one that runs")
+		}
+		part, err := whereTable(addresses, s.Slots, nonce, s.DeviceMap)
+		if err != nil {
+			return nil, err
+		}
+		for i := range part {
+			part[i].Service = s.Name
+		}
+		list = append(list, part...)
+	}
+	if service != "" && len(list) == 0 {
+		return nil, fault.Usage(fmt.Errorf("%s has no service %q", file, service), "name one of its services, or leave --service out")
+	}
+	return list, nil
+}
+
+func whereOffline(addresses []netip.Addr, service, pins string) ([]api.WhereStatus, error) {
+	pattern := service
+	if pattern == "" {
+		pattern = "*"
+	}
+	dirs, err := bpf.FindServices(filepath.Join(pins, bpf.ServicePrefix+pattern))
+	if err != nil || len(dirs) == 0 {
+		if _, err := os.ReadDir(pins); err != nil && !os.IsNotExist(err) {
+			return nil, fmt.Errorf("read pins: %w", err)
+		}
+		what := "a service"
+		if service != "" {
+			what = "service " + service
+		}
+		return nil, fault.Usage(fmt.Errorf("%s has no pins of %s", pins, what), "name the agent's directory with --pins")
+	}
+	list := []api.WhereStatus{}
+	for _, dir := range dirs {
+		table, err := bpf.ReadTable(dir)
+		if err != nil {
+			return nil, err
+		}
+		for _, addr := range addresses {
+			address := placement.Address(addr)
+			hash, found, err := bpf.ReadDeviceHash(dir, address)
+			if err != nil {
+				return nil, err
+			}
+			if !found {
+				hash = placement.Hash(address, table.Nonce)
+			}
+			bucket := int(hash % uint32(bpf.Buckets))
+			list = append(list, api.WhereStatus{
+				Service: filepath.Base(dir)[len(bpf.ServicePrefix):], Address: addr.Unmap().WithZone(""),
+				Bucket: bucket, Slot: int(table.Bucket[bucket]),
+			})
+		}
+	}
+	return list, nil
+}

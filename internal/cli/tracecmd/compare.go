@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tracecmd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
+)
+
+// Compared is the answer of trace compare -o json.
+type Compared struct {
+	A          comparedSide       `json:"a"`
+	B          comparedSide       `json:"b"`
+	Partial    bool               `json:"partial"` // the agent does not remember all of the time
+	Comparison measure.Comparison `json:"comparison"`
+	Summary    string             `json:"summary"`
+}
+
+// comparedSide is what is compared.
+type comparedSide struct {
+	Select string    `json:"select"`
+	From   time.Time `json:"from"` // of what the agent remembers
+	To     time.Time `json:"to"`
+	slices []measure.Period
+}
+
+func (c *commands) traceCompareCommand() *cobra.Command {
+	var trial, selector, periodA, periodB string
+	cmd := &cobra.Command{
+		Use:   "compare SELECT-A SELECT-B",
+		Short: "Tell in which stage two groups, arms of a trial or times differ",
+		Long: `Compare tells which stage differs between A and B, by how much, and whether the
+difference is real. A and B are groups, written as for --select; or, with
+--trial, those that a rule of tune left alone and those that it tuned; or two
+times: FROM..TO, each as 14:05, as in RFC 3339, or as -10m, which is 10 minutes
+ago. Without TO it is until now.
+
+RATIO is B by A, with the interval that holds the true one 95 times of 100. The
+verdicts look at all rows together, so that chance alone gives a "real" anywhere
+in one comparison of 20. p90 and mean are shown where they differ. The agent
+remembers an hour.`,
+		Example: `  sockeye trace compare remote=192.0.2.0/24 remote=198.51.100.0/24 --since 15m
+  sockeye trace compare --trial same-datacentre
+  sockeye trace compare --period-a 13:50..14:05 --period-b 14:05..
+  sockeye trace compare --period-a -9m..-5m --period-b -5m.. --select rule=bulk`,
+		Args: func(cmd *cobra.Command, args []string) error {
+			for _, flag := range []string{"trial", "period-a", "period-b"} {
+				if cmd.Flags().Changed(flag) {
+					return command.Arguments(0, 0, "")(cmd, args)
+				}
+			}
+			if len(args) == 1 {
+				return command.Arguments(2, 2, "SELECT-B")(cmd, args)
+			}
+			return command.Arguments(2, 2, "SELECT-A")(cmd, args)
+		},
+		ValidArgsFunction: completeSelector,
+	}
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		since, err := command.Interval(cmd, "since")
+		if err != nil {
+			return err
+		}
+		changed := cmd.Flags().Changed
+		var r *Compared
+		switch {
+		case changed("period-a") || changed("period-b"):
+			if !changed("period-a") || !changed("period-b") {
+				return fault.Usage(errors.New("--period-a and --period-b go together"), "usage: "+cmd.UseLine())
+			}
+			for _, other := range []string{"trial", "since"} {
+				if changed(other) {
+					return fault.Usage(fmt.Errorf("--period-a and --%s do not go together", other), "--select names the groups")
+				}
+			}
+			r, err = c.comparePeriods(cmd.Context(), selector, periodA, periodB)
+		case changed("select"):
+			return fault.Usage(errors.New("--select goes with --period-a and --period-b"), "without them, A and B name the groups")
+		case changed("trial"):
+			if trial == "" || strings.Contains(trial, ",") {
+				return fault.Usage(fmt.Errorf("--trial is %q", trial), "sockeye tune lists the rules")
+			}
+			r, err = c.compareGroups(cmd.Context(), since, "tune_rule="+trial+",arm=control", "tune_rule="+trial+",arm=treated")
+			if failed, ok := errors.AsType[*noGroup](err); ok {
+				return fault.Usage(fmt.Errorf("no message of the trial of %s was measured: no group is %s", trial, failed.selector),
+					"a trace rule tells the arms apart with group_by: [rule, arm]; "+failed.hint)
+			}
+		default:
+			for i, name := range []string{"SELECT-A", "SELECT-B"} {
+				if err := selection(name, args[i]); err != nil {
+					return err
+				}
+			}
+			r, err = c.compareGroups(cmd.Context(), since, args[0], args[1])
+		}
+		if failed, ok := errors.AsType[*noGroup](err); ok {
+			return fault.Usage(err, failed.hint)
+		}
+		if err != nil {
+			return err
+		}
+		return c.Print(r, func(l *command.Text) { c.comparison(l, r) })
+	}
+	cmd.Flags().String("since", "", "only the last time, as in 15m")
+	cmd.Flags().StringVar(&trial, "trial", "", "compare the arms of the trial of this rule of tune")
+	cmd.Flags().StringVar(&periodA, "period-a", "", "the time of A, FROM..TO")
+	cmd.Flags().StringVar(&periodB, "period-b", "", "the time of B, FROM..TO")
+	selectFlag(cmd, &selector)
+	_ = cmd.RegisterFlagCompletionFunc("trial", c.RuleNames(-1))
+	for _, free := range []string{"since", "period-a", "period-b"} {
+		command.CompleteFlag(cmd, free)
+	}
+	return cmd
+}
+
+// noGroup says that nothing was measured of what a selector means.
+type noGroup struct{ selector, hint string }
+
+func (e *noGroup) Error() string { return fmt.Sprintf("no group that was measured is %q", e.selector) }
+
+// compareGroups compares two selections of groups in one time.
+func (c *commands) compareGroups(ctx context.Context, since time.Duration, a, b string) (*Compared, error) {
+	if a == b {
+		return nil, fault.Usage(errors.New("both sides are the same"), "name two different groups, or two times by --period-a and --period-b")
+	}
+	history, err := c.history(ctx, command.Query("since", spanText(since)))
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range history.Slices {
+		for _, r := range p.Results {
+			inA, err := measure.MatchGroup(a, r.Group)
+			if err != nil {
+				return nil, err
+			}
+			inB, err := measure.MatchGroup(b, r.Group)
+			if err != nil {
+				return nil, err
+			}
+			if inA && inB {
+				return nil, fault.Usage(fmt.Errorf("both sides mean the group %s", command.Printable(r.Group.Label())), "name groups of which none is in both")
+			}
+		}
+	}
+	return compare(history.Partial, comparedSide{Select: a, slices: history.Slices}, comparedSide{Select: b, slices: history.Slices})
+}
+
+// comparePeriods compares the same groups in two times.
+func (c *commands) comparePeriods(ctx context.Context, selector, periodA, periodB string) (*Compared, error) {
+	if err := selection("--select", selector); err != nil {
+		return nil, err
+	}
+	fromA, toA, err := c.times("period-a", periodA)
+	if err != nil {
+		return nil, err
+	}
+	fromB, toB, err := c.times("period-b", periodB)
+	if err != nil {
+		return nil, err
+	}
+	if fromA.Before(toB) && fromB.Before(toA) {
+		return nil, fault.Usage(errors.New("--period-a and --period-b overlap"), "messages of both times would be compared with themselves")
+	}
+	from, to := fromA, toA
+	if fromB.Before(from) {
+		from, to = fromB, toA
+	}
+	if toB.After(to) {
+		to = toB
+	}
+	history, err := c.history(ctx, command.Query("from", from.Format(time.RFC3339Nano), "to", to.Format(time.RFC3339Nano), "select", selector))
+	if err != nil {
+		return nil, err
+	}
+	a := comparedSide{Select: selector, slices: measure.Trim(history.Slices, fromA, toA)}
+	b := comparedSide{Select: selector, slices: measure.Trim(history.Slices, fromB, toB)}
+	for _, side := range []struct {
+		flag   string
+		slices []measure.Period
+	}{{"period-a", a.slices}, {"period-b", b.slices}} {
+		if len(side.slices) == 0 {
+			return nil, fault.Usage(fmt.Errorf("the agent has no slice of time of --%s", side.flag), "it remembers an hour, in slices of 10 s: take a later or a longer time")
+		}
+	}
+	return compare(history.Partial, a, b)
+}
+
+// history asks for what was measured, in slices. The error has code 3 where this
+// kernel measures nothing.
+func (c *commands) history(ctx context.Context, q map[string][]string) (*api.TraceHistory, error) {
+	if _, err := c.traceStatus(ctx, ""); err != nil {
+		return nil, err
+	}
+	var h api.TraceHistory
+	return &h, c.Client().Get(ctx, "/v1/trace/history", q, &h)
+}
+
+func compare(partial bool, a, b comparedSide) (*Compared, error) {
+	resultsA, err := a.find()
+	if err != nil {
+		return nil, err
+	}
+	resultsB, err := b.find()
+	if err != nil {
+		return nil, err
+	}
+	r := &Compared{A: a, B: b, Partial: partial, Comparison: measure.Compare(resultsA, resultsB)}
+	r.Summary = r.Comparison.Summary()
+	return r, nil
+}
+
+// find gives what a side means.
+func (s *comparedSide) find() ([]*measure.Result, error) {
+	if n := len(s.slices); n > 0 {
+		s.From, s.To = s.slices[0].From, s.slices[n-1].To
+	}
+	found, err := measure.Find(s.slices, s.Select)
+	if bad, ok := errors.AsType[*measure.SelectorError](err); ok {
+		return nil, &noGroup{s.Select, command.Printable(bad.Hint)}
+	}
+	return found, err
+}
+
+const timesHint = "FROM..TO, each as 14:05, 2026-01-31T14:05:00Z or -10m; without TO it is until now"
+
+// times reads a time from one moment to another.
+func (c *commands) times(flag, text string) (from, to time.Time, err error) {
+	refuse := func(why string) error {
+		return fault.Usage(fmt.Errorf("--%s is %q%s", flag, text, why), timesHint)
+	}
+	first, last, ok := strings.Cut(text, "..")
+	if !ok {
+		return from, to, refuse("")
+	}
+	if from, ok = c.readMoment(first); !ok {
+		return from, to, refuse("")
+	}
+	if to = c.Now(); last != "" {
+		if to, ok = c.readMoment(last); !ok {
+			return from, to, refuse("")
+		}
+	}
+	if !from.Before(to) {
+		return from, to, refuse(", which ends before it begins")
+	}
+	return from, to, nil
+}
+
+// readMoment reads a moment: of the last 24 hours where it has no date.
+func (c *commands) readMoment(text string) (time.Time, bool) {
+	now := c.Now()
+	if ago, ok := strings.CutPrefix(text, "-"); ok {
+		d, err := time.ParseDuration(ago)
+		return now.Add(-d), err == nil && d > 0
+	}
+	for _, layout := range []string{"15:04", time.TimeOnly} {
+		at, err := time.Parse(layout, text)
+		if err != nil {
+			continue
+		}
+		y, m, d := now.Date()
+		moment := time.Date(y, m, d, at.Hour(), at.Minute(), at.Second(), 0, now.Location())
+		if moment.After(now) {
+			moment = time.Date(y, m, d-1, at.Hour(), at.Minute(), at.Second(), 0, now.Location())
+		}
+		return moment, true
+	}
+	at, err := time.Parse(time.RFC3339, text)
+	return at, err == nil
+}
+
+func (c *commands) comparison(l *command.Text, r *Compared) {
+	for _, side := range []struct {
+		name string
+		of   *comparedSide
+		has  measure.Side
+	}{{"A", &r.A, r.Comparison.A}, {"B", &r.B, r.Comparison.B}} {
+		words := side.of.Select
+		if words == "" {
+			words = "all groups"
+		}
+		l.Line("%s: %s, %s to %s: %s in %s of 10 s", side.name, words, c.Clock(side.of.From), c.Clock(side.of.To),
+			command.Count(side.has.Messages, "message", "messages"), command.Count(side.has.Slices, "slice", "slices"))
+	}
+	if r.Partial {
+		l.Line("what was before is not remembered")
+	}
+	rows := [][]string{{"STAGE", "FIGURE", "A", "B", "RATIO", "95 % INTERVAL", "VERDICT"}}
+	for _, row := range r.Comparison.Rows {
+		if row.Figure != "p50" && row.Figure != "p99" && row.Verdict != measure.Real {
+			continue
+		}
+		rows = append(rows, []string{string(row.Stage), row.Figure, command.Duration(row.A), command.Duration(row.B), Times(row.Ratio), RatioInterval(row.Low, row.High), string(row.Verdict)})
+	}
+	if len(rows) > 1 {
+		l.Line("")
+		l.Table("llrrrll", rows)
+	}
+	l.Line("")
+	l.Line("%s", r.Summary)
+}
+
+// Times writes a ratio.
+func Times(ratio *float64) string {
+	switch {
+	case ratio == nil:
+		return "-"
+	case *ratio > 0 && *ratio < 0.005:
+		return "< 0.01"
+	}
+	return command.Digits(*ratio)
+}
+
+// RatioInterval formats the confidence interval of a ratio. A bound of nil is unknown.
+func RatioInterval(low, high *float64) string {
+	switch {
+	case low == nil && high == nil:
+		return "-"
+	case high == nil:
+		return Times(low) + " and more"
+	case low == nil:
+		return Times(high) + " and less"
+	}
+	return Times(low) + " to " + Times(high)
+}

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tracecmd
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/fault"
+)
+
+// newFile is a file that gets its name when it is whole. Until then it has another
+// one in the same directory.
+type newFile struct {
+	*os.File
+	path string
+	flag uint // of renameat2
+}
+
+// createFile begins a file. One that is there is replaced only by force, and only if
+// it is a regular file.
+func createFile(path string, force bool) (*newFile, error) {
+	f := &newFile{path: path, flag: unix.RENAME_NOREPLACE}
+	info, err := os.Lstat(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+	case err != nil:
+		return nil, f.failed(err)
+	case !info.Mode().IsRegular():
+		return nil, fault.Usage(fmt.Errorf("%s is there, and is not a regular file", path), "name another file")
+	case !force:
+		return nil, f.taken()
+	}
+	if force {
+		f.flag = 0
+	}
+	f.File, err = os.OpenFile(filepath.Join(filepath.Dir(path), fmt.Sprintf(".%s.%d", filepath.Base(path), os.Getpid())), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+	if err != nil {
+		return nil, f.failed(err)
+	}
+	return f, nil
+}
+
+func (f *newFile) taken() error {
+	return fault.Usage(fmt.Errorf("%s is there already", f.path), "name another file, or give --force to replace it")
+}
+
+// failed names the file that was meant, not the one that is being written.
+func (f *newFile) failed(err error) error {
+	if wrapped, ok := errors.AsType[*fs.PathError](err); ok {
+		err = wrapped.Err
+	}
+	return fault.Unreadable(fmt.Errorf("write %s: %w", f.path, err), "name a file in a directory that is there")
+}
+
+// finish gives the file its name.
+func (f *newFile) finish() error {
+	if err := f.Close(); err != nil {
+		return fmt.Errorf("write %s: %w", f.path, err)
+	}
+	err := unix.Renameat2(unix.AT_FDCWD, f.Name(), unix.AT_FDCWD, f.path, f.flag)
+	if errors.Is(err, unix.EINVAL) && f.flag != 0 {
+		// The file system cannot refuse to replace (renameat2(2)): it was looked
+		// for when the file was begun.
+		err = unix.Rename(f.Name(), f.path)
+	}
+	if errors.Is(err, unix.EEXIST) {
+		return f.taken()
+	}
+	if err != nil {
+		return fmt.Errorf("write %s: %w", f.path, err)
+	}
+	return nil
+}
+
+// drop removes a file, unless it was finished.
+func (f *newFile) drop() {
+	// Finished, it is closed, and has another name.
+	_ = f.Close()
+	_ = os.Remove(f.Name())
+}

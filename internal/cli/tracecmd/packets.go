@@ -1,0 +1,344 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tracecmd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
+	"sockeye/internal/trace/packets"
+)
+
+// Packets is the answer of trace packets -o json.
+type Packets struct {
+	Connection api.TraceConnection `json:"connection"`
+	Packets    []packets.Packet    `json:"packets"`
+	Summary    packets.Summary     `json:"summary"`
+	File       string              `json:"file,omitempty"`
+}
+
+// Bounds of the agent.
+const (
+	mostPacketsFor = 10 * time.Minute
+	mostEvents     = 10_000_000
+)
+
+func (c *commands) tracePacketsCommand() *cobra.Command {
+	var pid, fd, limit int
+	var local, remote, buffer, path string
+	var force bool
+	cmd := &cobra.Command{
+		Use:   "packets (--pid N --fd N | --local A:P --remote A:P)",
+		Short: "Follow each packet of one TCP connection",
+		Long: `Packets follows all packets of an open TCP connection, for a bounded time: those
+that it sends through the queueing discipline and the driver to their
+acknowledgement, with what was sent again and what was split into segments, and
+those that it receives with what they acknowledge. It needs no trace rule, and
+no BPF timestamping. Sequence numbers count from the first packet seen.
+
+With --write it also writes them as pcapng, for Wireshark: their headers, with
+the times as comments.`,
+		Example: `  sockeye trace packets --pid 812 --fd 7
+  sockeye trace packets --local 10.0.0.1:1790 --remote 192.0.2.1:40000
+  sockeye trace packets --pid 812 --fd 7 --for 30s -w connection.pcapng`,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			q, err := connectionQuery(cmd, pid, fd, local, remote)
+			if err != nil {
+				return err
+			}
+			during, err := command.Interval(cmd, "for")
+			if err != nil {
+				return err
+			}
+			if during > mostPacketsFor {
+				return fault.Usage(fmt.Errorf("--for is %q", cmd.Flag("for").Value), "at most "+mostPacketsFor.String())
+			}
+			if during > 0 {
+				q.Set("for", during.String())
+			}
+			size, err := bufferSize(cmd, buffer)
+			if err != nil {
+				return err
+			}
+			if size > 0 {
+				q.Set("buffer", strconv.Itoa(size))
+			}
+			if cmd.Flags().Changed("limit") {
+				if limit < 1 || limit > mostEvents {
+					return fault.Usage(fmt.Errorf("--limit is %d", limit), fmt.Sprintf("1 to %d", mostEvents))
+				}
+				q.Set("limit", strconv.Itoa(limit))
+			}
+			if force && !cmd.Flags().Changed("write") {
+				return fault.Usage(errors.New("--force goes with --write"), "it replaces a file that is there")
+			}
+			if cmd.Flags().Changed("write") && path == "" {
+				return fault.Usage(errors.New(`--write is ""`), "name a file")
+			}
+			return c.packets(cmd.Context(), q, path, force)
+		},
+	}
+	cmd.Flags().IntVar(&pid, "pid", 0, "a process that has the connection")
+	cmd.Flags().IntVar(&fd, "fd", 0, "its descriptor there")
+	cmd.Flags().StringVar(&local, "local", "", "address and port of this host")
+	cmd.Flags().StringVar(&remote, "remote", "", "address and port of the peer")
+	cmd.Flags().String("for", "10s", "how long, at most 10m")
+	cmd.Flags().IntVar(&limit, "limit", mostEvents, "end after so many events; a packet that is sent makes two or more")
+	bufferFlag(cmd, &buffer, "4MB")
+	cmd.Flags().StringVarP(&path, "write", "w", "", "file to write as pcapng")
+	cmd.Flags().BoolVar(&force, "force", false, "replace a file that is there")
+	for _, free := range []string{"pid", "fd", "local", "remote", "for", "limit"} {
+		command.CompleteFlag(cmd, free)
+	}
+	return cmd
+}
+
+// connectionQuery asks for a connection by a descriptor, or by its addresses.
+func connectionQuery(cmd *cobra.Command, pid, fd int, local, remote string) (url.Values, error) {
+	const usage = "name it as ss -tnp shows it: --pid and --fd, or --local and --remote"
+	given := cmd.Flags().Changed
+	byDescriptor, byAddress := given("pid") || given("fd"), given("local") || given("remote")
+	switch {
+	case byDescriptor && byAddress:
+		return nil, fault.Usage(errors.New("a descriptor and addresses do not go together"), usage)
+	case byDescriptor && (!given("pid") || !given("fd")), byAddress && (!given("local") || !given("remote")), !byDescriptor && !byAddress:
+		return nil, fault.Usage(errors.New("which connection?"), usage)
+	case byDescriptor && pid < 1:
+		return nil, fault.Usage(fmt.Errorf("--pid is %d", pid), "the id of a process, 1 or more")
+	case byDescriptor && fd < 0:
+		return nil, fault.Usage(fmt.Errorf("--fd is %d", fd), "the number of a descriptor, 0 or more")
+	case byDescriptor:
+		return url.Values{"pid": {strconv.Itoa(pid)}, "fd": {strconv.Itoa(fd)}}, nil
+	}
+	l, r, err := command.Endpoints(local, remote)
+	if err != nil {
+		return nil, err
+	}
+	if l.Port() == 0 || r.Port() == 0 {
+		return nil, fault.Usage(errors.New("a port is missing"), "both ports are needed to find a connection, as in --local 10.0.0.1:1790 --remote 192.0.2.1:40000")
+	}
+	return url.Values{"local": {l.String()}, "remote": {r.String()}}, nil
+}
+
+// packets follows a connection until the agent ends it, or ctx does.
+func (c *commands) packets(ctx context.Context, q url.Values, path string, force bool) error {
+	var file *newFile
+	var err error
+	if path != "" {
+		if file, err = createFile(path, force); err != nil {
+			return err
+		}
+		defer file.drop()
+	}
+	s, err := c.Client().Stream(ctx, "/v1/trace/packets", q)
+	if err != nil {
+		return unlessDone(ctx, err)
+	}
+	defer s.Close()
+	var line api.TracePacketLine
+	if err := s.Next(&line); err != nil {
+		return unlessDone(ctx, brokeOff(err))
+	}
+	if line.Connection == nil {
+		return brokeOff(errors.New("it does not begin with a connection"))
+	}
+	v := &packetView{Command: c.Command, answer: Packets{Connection: *line.Connection, Packets: []packets.Packet{}, File: path}}
+	if file != nil {
+		about := fmt.Sprintf("%s to %s", v.answer.Connection.Local, v.answer.Connection.Remote)
+		if v.file, err = packets.NewWriter(file, about, "sockeye "+command.Version); err != nil {
+			return err
+		}
+	}
+	if err := v.follow(ctx, s); err != nil {
+		return err
+	}
+	if file != nil {
+		if err := v.file.Close(&v.answer.Summary); err != nil {
+			return err
+		}
+		if err := file.finish(); err != nil {
+			return err
+		}
+	}
+	return v.end()
+}
+
+// packetView shows packets as all becomes known of them.
+type packetView struct {
+	*command.Command
+	answer         Packets
+	file           *packets.Writer // nil: none
+	begun          bool
+	first          time.Time
+	qdisc, network measure.Histogram
+}
+
+// follow reads what happens until its end.
+func (v *packetView) follow(ctx context.Context, s *api.Stream) error {
+	a := packets.NewAssembler(packets.Clock(v.answer.Connection.Clock), 0, v.packet)
+	var end *api.TracePacketsEnd
+	for end == nil && ctx.Err() == nil {
+		var line api.TracePacketLine
+		err := s.Next(&line)
+		switch {
+		case ctx.Err() != nil:
+		case err != nil:
+			return brokeOff(err)
+		case line.Event != nil:
+			if err := a.Add(line.Event); err != nil {
+				return err
+			}
+		default:
+			end = line.End
+		}
+	}
+	summary, err := a.Close()
+	if err != nil {
+		return err
+	}
+	v.answer.Summary = *summary
+	v.answer.Summary.Missing = v.answer.Connection.Missing
+	v.answer.Summary.Stopped = packets.StoppedInterrupted
+	if end != nil {
+		v.answer.Summary.LostEvents = end.Lost
+		v.answer.Summary.Stopped = stopped[end.Reason]
+	}
+	return nil
+}
+
+// stopped are the agent's reasons to end.
+var stopped = map[string]packets.Reason{"time": packets.StoppedDeadline, "limit": packets.StoppedEvents, "closed": packets.StoppedClosed}
+
+// packetRow has a packet's number, time, direction, sequence number, length, flags,
+// times and what else is to be said.
+const packetRow = "%6v  %11s  %s  %11v  %8v  %-11s  %8s  %9s  %s"
+
+// packet takes a packet of which all is known.
+func (v *packetView) packet(p *packets.Packet) error {
+	if v.file != nil {
+		if err := v.file.Write(p); err != nil {
+			return err
+		}
+	}
+	qdisc, network, direction, note := "-", "-", "<", p.Comment()
+	if p.Sent != nil {
+		direction = ">"
+		_, note, _ = strings.Cut(note, "; ") // which begins with the times
+		if !p.Sent.Driver.IsZero() {
+			qdisc = command.Duration(p.Sent.Qdisc)
+			v.qdisc.Observe(uint64(max(p.Sent.Qdisc, 0)))
+		}
+		if !p.Sent.Acked.IsZero() {
+			network = command.Duration(p.Sent.Network)
+			v.network.Observe(uint64(max(p.Sent.Network, 0)))
+		}
+	}
+	if v.Output == "json" {
+		v.answer.Packets = append(v.answer.Packets, *p)
+		return nil
+	}
+	var l command.Text
+	v.begin(&l)
+	if v.first.IsZero() {
+		v.first = p.Time
+	}
+	at := strconv.FormatFloat(p.Time.Sub(v.first).Seconds(), 'f', 6, 64)
+	l.Line(packetRow, p.Number, at, direction, p.Seq, p.Length, p.Flags, qdisc, network, note)
+	_, err := l.WriteTo(v.Out)
+	return err
+}
+
+// begin says what is followed, once.
+func (v *packetView) begin(l *command.Text) {
+	if v.begun {
+		return
+	}
+	v.begun = true
+	connection := &v.answer.Connection
+	l.Line("%s to %s: descriptor %d of process %d (%s)", connection.Local, connection.Remote, connection.FD, connection.PID, command.Shorten(connection.Command, 50))
+	for _, m := range connection.Missing {
+		l.Line("this kernel has no tracepoint %s: %s", m, without[m])
+	}
+	l.Line("")
+	l.Line(packetRow, "PACKET", "SECONDS", " ", "SEQ", "LENGTH", "FLAGS", "QDISC", "TO ACK", "NOTE")
+}
+
+// without is what is not known without a tracepoint.
+var without = map[string]string{
+	"tcp_probe":           "what the connection receives is not seen",
+	"netif_receive_skb":   "what it receives once one side has closed it is not seen",
+	"tcp_retransmit_skb":  "why packets are sent again is not known",
+	"inet_sock_set_state": "its end is not seen",
+}
+
+// end shows the totals.
+func (v *packetView) end() error {
+	if v.Output == "json" {
+		return v.JSON(v.answer)
+	}
+	var l command.Text
+	v.begin(&l)
+	s := &v.answer.Summary
+	l.Line("")
+	l.Line("%s sent (%s in %s), %s received (%s), in %s", command.Count(s.Sent, "packet", "packets"), command.Bytes(s.SentBytes), command.Count(s.Segments, "segment", "segments"),
+		command.Count(s.Received, "packet", "packets"), command.Bytes(s.ReceivedBytes), command.Duration(s.To.Sub(s.From)))
+	var fates []string
+	for _, f := range []packets.Fate{packets.Acknowledged, packets.PartlyLost, packets.Lost, packets.Dropped, packets.Needless, packets.Unacknowledged} {
+		if n := s.Fates[f]; n > 0 {
+			fates = append(fates, fmt.Sprintf("%d %s", n, strings.ReplaceAll(string(f), "_", " ")))
+		}
+	}
+	if s.Retransmissions > 0 {
+		fates = append(fates, command.Count(s.Retransmissions, "retransmission", "retransmissions"))
+	}
+	if len(fates) > 0 {
+		l.Line("of those sent: %s", strings.Join(fates, ", "))
+	}
+	for _, of := range []struct {
+		name config.Stage
+		*measure.Histogram
+	}{{"qdisc", &v.qdisc}, {"driver to ACK", &v.network}} {
+		if of.Count > 0 {
+			l.Line("%s: p50 %s, p99 %s, max %s", of.name, command.Duration(of.Quantile(0.5)), command.Duration(of.Quantile(0.99)), command.Duration(time.Duration(of.Max)))
+		}
+	}
+	for _, lack := range []struct {
+		n               uint64
+		one, many, Text string
+	}{
+		{s.LostEvents, "event", "events", "found no room in the buffer: packets or times are missing; take a larger --buffer"},
+		{uint64(s.Strays), "part of a packet", "parts of packets", "whose beginning was not seen"},
+		{uint64(s.Unreadable), "packet", "packets", "without a TCP header that could be read"},
+		{uint64(s.Unfinished), "packet", "packets", "forgotten for lack of room, before all was known"},
+	} {
+		if lack.n > 0 {
+			l.Line("%s %s", command.Count(lack.n, lack.one, lack.many), lack.Text)
+		}
+	}
+	if s.Unseen > 0 {
+		l.Line("%s sent in packets that were not seen", command.Bytes(s.Unseen))
+	}
+	switch s.Stopped {
+	case packets.StoppedEvents:
+		l.Line("ended by --limit")
+	case packets.StoppedClosed:
+		l.Line("the connection has closed")
+	}
+	if v.answer.File != "" {
+		l.Line("written: %s", v.answer.File)
+	}
+	_, err := l.WriteTo(v.Out)
+	return err
+}

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tracecmd
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
+	"sockeye/internal/trace/report"
+)
+
+// Report is the answer of trace report -o json.
+type Report struct {
+	File     string    `json:"file"`
+	Bytes    int64     `json:"bytes"`
+	From     time.Time `json:"from"`
+	To       time.Time `json:"to"`
+	Slices   int       `json:"slices"`
+	Groups   int       `json:"groups"`
+	Messages uint64    `json:"messages"`
+	Slow     int       `json:"slow"`
+	Partial  bool      `json:"partial"`
+}
+
+func (c *commands) traceReportCommand() *cobra.Command {
+	var selector string
+	var force bool
+	cmd := &cobra.Command{
+		Use:   "report FILE",
+		Short: "Write what was measured as one page of HTML",
+		Long: `Report writes a page that needs nothing else, no network and no other file: the
+distributions of all stages, group by group and over time, the slowest messages
+with their explanations, and how far readers are behind. The agent remembers an
+hour, in slices of 10 s; --since takes only the last of it.`,
+		Example: `  sockeye trace report trace.html
+  sockeye trace report trace.html --since 15m --select rule=replies --force`,
+		Args: command.Arguments(1, 1, "FILE"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			since, err := command.Interval(cmd, "since")
+			if err != nil {
+				return err
+			}
+			if err := selection("--select", selector); err != nil {
+				return err
+			}
+			if args[0] == "" {
+				return fault.Usage(fmt.Errorf("FILE is %q", args[0]), "usage: "+cmd.UseLine())
+			}
+			file, err := createFile(args[0], force)
+			if err != nil {
+				return err
+			}
+			defer file.drop()
+			w, err := c.traceReport(cmd.Context(), file, since, selector)
+			if err != nil {
+				return err
+			}
+			if err := file.finish(); err != nil {
+				return err
+			}
+			return c.Print(w, func(l *command.Text) { c.reported(l, w) })
+		},
+	}
+	cmd.Flags().String("since", "", "only the last time, as in 15m")
+	cmd.Flags().BoolVar(&force, "force", false, "replace a file that is there")
+	selectFlag(cmd, &selector)
+	command.CompleteFlag(cmd, "since")
+	return cmd
+}
+
+// reportSlow is how many of the slowest messages a report is given.
+const reportSlow = 200
+
+// traceReport asks for all that a report shows, and writes it.
+func (c *commands) traceReport(ctx context.Context, file *newFile, since time.Duration, selector string) (*Report, error) {
+	status, err := c.traceStatus(ctx, "")
+	if err != nil {
+		return nil, err
+	}
+	var history api.TraceHistory
+	if err := c.Client().Get(ctx, "/v1/trace/history", query(since, selector), &history); err != nil {
+		return nil, err
+	}
+	r := report.Report{Version: command.Version, Periods: history.Slices, Notes: c.reportNotes(status, &history, since, selector)}
+	if r.Host, err = os.Hostname(); err != nil {
+		return nil, fmt.Errorf("write %s: %w", file.path, err)
+	}
+	var list []api.TraceSlow
+	q := query(since, selector)
+	q.Set("n", fmt.Sprint(reportSlow))
+	if err := c.Client().Get(ctx, "/v1/trace/slow", q, &list); err != nil {
+		return nil, err
+	}
+	for _, m := range list {
+		r.Slow = append(r.Slow, m.Sample)
+	}
+	out := bufio.NewWriter(file)
+	if err := report.WriteReport(out, r); err != nil {
+		return nil, fmt.Errorf("write %s: %w", file.path, err)
+	}
+	if err := out.Flush(); err != nil {
+		return nil, fmt.Errorf("write %s: %w", file.path, err)
+	}
+	info, err := file.Stat()
+	if err != nil {
+		return nil, fmt.Errorf("write %s: %w", file.path, err)
+	}
+	whole := measure.Merge(history.Slices)
+	w := &Report{File: file.path, Bytes: info.Size(), From: whole.From, To: whole.To, Slices: len(history.Slices),
+		Groups: len(whole.Results), Slow: len(list), Partial: history.Partial}
+	for _, result := range whole.Results {
+		w.Messages += result.Chosen + result.RXChosen
+	}
+	return w, nil
+}
+
+// reportNotes say what a reader of the report should know.
+func (c *commands) reportNotes(status *api.TraceStatus, history *api.TraceHistory, since time.Duration, selector string) []string {
+	var notes []string
+	note := func(format string, args ...any) { notes = append(notes, fmt.Sprintf(format, args...)) }
+	if history.Partial && len(history.Slices) > 0 {
+		note("The last %s were asked for. What was before %s is not remembered.", since, c.Clock(history.Slices[0].From))
+	}
+	if selector != "" {
+		note("Only groups with %s are shown.", selector)
+	}
+	if !status.Timestamps {
+		note("Nothing that was sent over TCP was measured: it needs %s.", status.Needs)
+	}
+	for _, g := range status.Cgroups {
+		if g.Problem != "" {
+			note("Cgroup %s: %s.", g.Cgroup, g.Problem)
+		}
+		for _, r := range g.Rules {
+			for _, s := range r.Skipped {
+				note("Rule %s does not measure %s: it needs %s.", r.Name, s.Stage, s.Needs)
+			}
+			if r.Messages != everyMessage || r.Connections != everyMessage {
+				note("Rule %s chooses %s of the connections and %s of their messages.", r.Name, r.Connections, r.Messages)
+			}
+		}
+	}
+	return notes
+}
+
+// everyMessage is the share of a rule that chooses all.
+var everyMessage = config.TraceSampling{OneIn: 1}.String()
+
+func (c *commands) reported(l *command.Text, w *Report) {
+	if w.Slices == 0 {
+		l.Line("%s: nothing was measured; %s", w.File, command.Bytes(w.Bytes))
+		return
+	}
+	l.Line("%s: %s of %s, from %s to %s; %s", w.File, command.Count(w.Messages, "message", "messages"), command.Count(w.Groups, "group", "groups"),
+		c.Clock(w.From), c.Clock(w.To), command.Bytes(w.Bytes))
+	if w.Partial {
+		l.Line("what was before is not remembered")
+	}
+}

@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tracecmd
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/bits"
+	"os"
+	"os/signal"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/cli/command"
+	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/trace/measure"
+)
+
+func (c *commands) traceSamplesCommand() *cobra.Command {
+	var selector, cgroup, buffer string
+	var number int
+	cmd := &cobra.Command{
+		Use:   "samples",
+		Short: "Show each message that was chosen, as it ends",
+		Long: `Samples writes a line for each message that was chosen when it has ended, until
+Ctrl-C or as told by --count and --for: for a person, or with -o jsonl as JSON,
+with the connection as it was when the message was sent.
+
+The kernel keeps messages in a buffer until they are read. If it is full, those
+that come are lost: how many is told in the end, and then the exit code is 1.
+While nobody reads, nothing is kept. Each cgroup has one reader at a time.`,
+		Example: `  sockeye trace samples --count 20
+  sockeye trace samples -o jsonl --for 10s --buffer 4MB > messages.jsonl
+  sockeye trace samples -o jsonl --select rule=replies | jq .stages_ns.network`,
+		PersistentPreRunE: func(*cobra.Command, []string) error {
+			if c.Output != "table" && c.Output != "json" && c.Output != "jsonl" {
+				return fault.Usage(fmt.Errorf("--output is %q", c.Output), "table or jsonl")
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if cmd.Flags().Changed("count") && number < 1 {
+				return fault.Usage(fmt.Errorf("--count is %d", number), "1 or more")
+			}
+			during, err := command.Interval(cmd, "for")
+			if err != nil {
+				return err
+			}
+			size, err := bufferSize(cmd, buffer)
+			if err != nil {
+				return err
+			}
+			if err := selection("--select", selector); err != nil {
+				return err
+			}
+			ctx := cmd.Context()
+			if during > 0 {
+				var stop context.CancelFunc
+				ctx, stop = context.WithTimeout(ctx, during)
+				defer stop()
+			}
+			q := query(0, selector)
+			if cgroup != "" {
+				q.Set("cgroup", cgroup)
+			}
+			if size > 0 {
+				q.Set("buffer", strconv.Itoa(size))
+			}
+			return c.samples(ctx, q, number)
+		},
+	}
+	cmd.Flags().IntVar(&number, "count", 0, "end after so many messages")
+	cmd.Flags().String("for", "", "end after this time, as in 10s")
+	bufferFlag(cmd, &buffer, "1MB")
+	cmd.Flags().StringVar(&cgroup, "cgroup", "", "only this cgroup, named as in the policy")
+	selectFlag(cmd, &selector)
+	_ = cmd.RegisterFlagCompletionFunc("cgroup", c.tracedCgroups)
+	command.CompleteFlag(cmd, "count")
+	command.CompleteFlag(cmd, "for")
+	return cmd
+}
+
+// bufferFlag adds --buffer.
+func bufferFlag(cmd *cobra.Command, size *string, otherwise string) {
+	cmd.Flags().StringVar(size, "buffer", otherwise, "size of the kernel's buffer, 4KB to 256MB, made a power of two")
+	command.CompleteFlag(cmd, "buffer")
+}
+
+const (
+	leastBuffer = 4 << 10
+	mostBuffer  = 256 << 20 // as the agent allows
+)
+
+var (
+	sizeText  = regexp.MustCompile(`^([0-9]{1,9})(B|KB|MB|KiB|MiB)$`)
+	sizeUnits = map[string]int{"B": 1, "KB": 1e3, "MB": 1e6, "KiB": 1 << 10, "MiB": 1 << 20}
+)
+
+// bufferSize reads --buffer, and rounds it up to a power of two, as the kernel has
+// no others; 0: it was not given.
+func bufferSize(cmd *cobra.Command, text string) (int, error) {
+	if !cmd.Flags().Changed("buffer") {
+		return 0, nil
+	}
+	parts := sizeText.FindStringSubmatch(text)
+	if parts == nil {
+		return 0, fault.Usage(fmt.Errorf("--buffer is %q", text), "a size, as in 256KB or 4MB")
+	}
+	n, err := strconv.Atoi(parts[1])
+	if err != nil {
+		return 0, err
+	}
+	if n *= sizeUnits[parts[2]]; n > 0 {
+		n = 1 << bits.Len(uint(n-1))
+	}
+	if n < leastBuffer || n > mostBuffer {
+		return 0, fault.Usage(fmt.Errorf("--buffer is %q", text), "4KB to 256MB")
+	}
+	return max(n, os.Getpagesize()), nil
+}
+
+// sampleLine is api.TraceSampleLine, with the message as it came.
+type sampleLine struct {
+	Sample json.RawMessage `json:"sample"`
+	Lost   uint64          `json:"lost"`
+}
+
+// samples writes messages until ctx ends, there were as many as number, or nobody
+// reads what it writes.
+func (c *commands) samples(ctx context.Context, q map[string][]string, number int) error {
+	if _, err := c.sendStatus(ctx, strings.Join(q["cgroup"], "")); err != nil {
+		return unlessDone(ctx, err)
+	}
+	s, err := c.Client().Stream(ctx, "/v1/trace/samples", q)
+	if err != nil {
+		return unlessDone(ctx, err)
+	}
+	defer s.Close()
+	// With somebody to take the signal, a write to a pipe without a reader fails
+	// instead of ending the process.
+	gone := make(chan os.Signal, 1)
+	signal.Notify(gone, unix.SIGPIPE)
+	defer signal.Stop(gone)
+
+	out := bufio.NewWriterSize(c.Out, 64<<10)
+	var lost uint64
+	var line sampleLine
+	for n := 0; number == 0 || n < number; {
+		line = sampleLine{}
+		if err = s.Next(&line); err != nil {
+			break
+		}
+		lost = max(lost, line.Lost)
+		if line.Sample != nil {
+			if err = c.sample(out, line.Sample); err != nil {
+				break
+			}
+			n++
+		}
+		if !s.Waiting() {
+			if err = out.Flush(); err != nil {
+				break
+			}
+		}
+	}
+	if flushed := out.Flush(); err == nil || ctx.Err() != nil {
+		err = flushed
+	}
+	switch {
+	case errors.Is(err, unix.EPIPE), err == nil:
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+		return brokeOff(err)
+	default:
+		return err
+	}
+	if lost > 0 {
+		return &fault.Error{Err: fmt.Errorf("%s lost: the buffer was full", command.Count(lost, "message was", "messages were")),
+			Hint: "take a larger --buffer, or have the policy choose fewer messages", Code: fault.CodeFailed}
+	}
+	return nil
+}
+
+// brokeOff says that the agent ended an answer before it was complete.
+func brokeOff(err error) error {
+	return &fault.Error{Err: fmt.Errorf("the agent broke off its answer: %w", err), Hint: "it may have ended; see sockeye status", Code: fault.CodeFailed}
+}
+
+// unlessDone is the error, unless it is that ctx has ended.
+func unlessDone(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return nil
+	}
+	return err
+}
+
+// sample writes one message.
+func (c *commands) sample(out *bufio.Writer, raw json.RawMessage) error {
+	if c.Output != "table" {
+		_, err := fmt.Fprintf(out, "%s\n", command.EscapeJSON(raw))
+		return err
+	}
+	var s measure.Sample
+	if err := json.Unmarshal(raw, &s); err != nil {
+		return fmt.Errorf("read agent's answer: %w", err)
+	}
+	var stages []string
+	for _, stage := range []config.Stage{config.StageSend, config.StageStack, config.StageQdisc, config.StageNIC, config.StageNetwork} {
+		if d, ok := s.Stages[stage]; ok {
+			stages = append(stages, string(stage)+" "+command.Duration(d))
+		}
+	}
+	if s.Outcome != measure.Acked {
+		stages = append(stages, outcome(s.Outcome))
+	}
+	var l command.Text
+	l.Line("%s  %8s  %8s  %s  %s to %s  %s", c.moment(s.Ended), command.Duration(s.Stages[measure.Total]), command.Bytes(s.Length),
+		s.Group.Label(), s.Local, s.Remote, strings.Join(stages, ", "))
+	_, err := l.WriteTo(out)
+	return err
+}

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tunecmd
+
+import (
+	"fmt"
+	"io"
+	"strconv"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
+)
+
+func (c *commands) tuneLearnedCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "learned [RULE]",
+		Short: "Show the initial windows that rules learned, prefix by prefix",
+		Long: `Learned shows, for each prefix of remote addresses that a rule with explore has
+seen, the initial window in use and the evidence for it: of each candidate how
+many connections began with it, how many of them could be timed, as they sent
+the bytes of the first flight without a pause, how many of these lost a segment,
+and the mean time until the bytes were acknowledged. Until a prefix has settled,
+its connections have the kernel's own window, but for the share that tries the
+candidates. Evidence is forgotten in time, so these counts also fall.`,
+		Example: `  sockeye tune learned
+  sockeye tune learned same-datacentre`,
+		Args:              command.Arguments(0, 1, ""),
+		ValidArgsFunction: c.RuleNames(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			rule := ""
+			if len(args) == 1 {
+				var err error
+				if rule, err = ruleName(args[0]); err != nil {
+					return err
+				}
+			}
+			var list []api.TuneLearned
+			if err := c.Client().Get(cmd.Context(), "/v1/tune/learned", command.Query("rule", rule), &list); err != nil {
+				return err
+			}
+			return c.Show(list, func(w io.Writer) { c.learned(w, list) })
+		},
+	}
+}
+
+func (c *commands) learned(w io.Writer, list []api.TuneLearned) {
+	if len(list) == 0 {
+		fmt.Fprintln(w, "nothing learned yet; only rules with explore learn")
+		return
+	}
+	fmt.Fprintln(w, "CGROUP\tRULE\tPREFIX\tWINDOW\tSETTLED\tLAST\tEVIDENCE")
+	for _, l := range list {
+		window := "kernel's"
+		if l.Settled {
+			window = strconv.Itoa(l.Window)
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s ago\t", l.Cgroup, l.Rule, l.Prefix, window, command.YesNo(l.Settled),
+			max(0, c.Now().Sub(l.Last)).Round(time.Second))
+		for i, e := range l.Candidates {
+			if i > 0 {
+				fmt.Fprint(w, "\t\t\t\t\t\t")
+			}
+			fmt.Fprintln(w, evidence(e))
+		}
+		if len(l.Candidates) == 0 {
+			fmt.Fprintln(w, "-")
+		}
+	}
+}
+
+// evidence is what is known of an initial window.
+func evidence(c api.TuneCandidate) string {
+	switch {
+	case c.Tries == 0:
+		return fmt.Sprintf("%d: not tried", c.Window)
+	case c.Connections == 0:
+		return fmt.Sprintf("%d: %s, none timed", c.Window, command.Count(int(c.Tries), "try", "tries"))
+	}
+	return fmt.Sprintf("%d: %s, %d timed, %s lossy, %s", c.Window, command.Count(int(c.Tries), "try", "tries"), c.Connections,
+		command.Percentage(float64(c.Lossy)/float64(c.Connections)), command.Microseconds(1000*c.Time))
+}

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tunecmd
+
+import (
+	"fmt"
+	"io"
+	"math"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"sockeye/internal/api"
+	"sockeye/internal/cli/command"
+	"sockeye/internal/fault"
+	"sockeye/internal/tune/trial"
+)
+
+func (c *commands) tuneTrialCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "trial RULE",
+		Short: "Compare the connections that a rule tunes with those it left alone",
+		Long: `Trial compares both arms of a rule with trial: the connections that it tuned
+and the random share that it left alone. A difference is in percent of those
+left alone, with the interval that holds the true one 95 times of 100. The
+verdict looks at all figures together, so that chance alone gives a "lower" or
+"higher" anywhere in one trial of 20; where there is not enough data, it says
+about how many more connections are needed.`,
+		Example:           "  sockeye tune trial same-datacentre",
+		Args:              command.Arguments(1, 1, "RULE"),
+		ValidArgsFunction: c.RuleNames(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			rule, err := ruleName(args[0])
+			if err != nil {
+				return err
+			}
+			var t api.TuneTrial
+			if err := c.Client().Get(cmd.Context(), "/v1/tune/trial", command.Query("rule", rule), &t); err != nil {
+				return err
+			}
+			return c.Show(&t, func(w io.Writer) { trialTable(w, &t) })
+		},
+	}
+}
+
+// ruleName refuses a name that is empty, which a request takes as none.
+func ruleName(name string) (string, error) {
+	if name == "" {
+		return "", fault.Usage(fmt.Errorf("RULE is %q", name), "sockeye tune lists the rules")
+	}
+	return name, nil
+}
+
+func trialTable(w io.Writer, t *api.TuneTrial) {
+	fmt.Fprintf(w, "rule %s of %s: %s tuned, %d left alone (%s)\n\n", t.Rule, t.Cgroup,
+		command.Count(t.Comparison.Treated, "connection", "connections"), t.Comparison.Control, command.Percentage(t.Share))
+	fmt.Fprintln(w, "FIGURE\tTUNED\tLEFT ALONE\tDIFFERENCE\t95 % INTERVAL\tVERDICT")
+	for _, r := range t.Comparison.Rows {
+		verdict := string(r.Verdict)
+		if r.More > 0 {
+			verdict += fmt.Sprintf(": about %s needed", command.Count(r.More, "more connection", "more connections"))
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", figure(r), measured(r.Treated, r.Unit), measured(r.Control, r.Unit),
+			change(r.Difference), interval(r.Low, r.High), verdict)
+	}
+	if t.Summary != "" {
+		fmt.Fprintf(w, "\n%s\n", t.Summary)
+	}
+}
+
+// figure is what a row is about, as "connect median" or "retransmits per million
+// segments".
+func figure(r trial.Row) string {
+	name := strings.NewReplacer("_", " ", "rtt", "RTT", "rtos", "RTOs").Replace(r.Name)
+	if _, per, ok := strings.Cut(r.Unit, "per "); ok {
+		name += " per " + per
+	}
+	return name
+}
+
+// measured writes a figure in the unit of its row.
+func measured(v *float64, unit string) string {
+	switch {
+	case v == nil:
+		return "-"
+	case unit == "us":
+		return command.Microseconds(*v)
+	case unit == "kB/s":
+		return command.InUnits(*v, "KB/s", "MB/s", "GB/s", "TB/s")
+	case strings.HasPrefix(unit, "bytes"):
+		return command.InUnits(*v, "B", "KB", "MB", "GB", "TB")
+	}
+	return command.Digits(*v)
+}
+
+// change writes a difference in percent, with its sign.
+func change(percent *float64) string {
+	if percent == nil {
+		return "-"
+	}
+	size := command.Digits(math.Abs(*percent))
+	switch {
+	case size == "0":
+		return "0 %"
+	case *percent < 0:
+		return "-" + size + " %"
+	}
+	return "+" + size + " %"
+}
+
+func interval(low, high *float64) string {
+	switch {
+	case low == nil && high == nil:
+		return "-"
+	case high == nil:
+		return change(low) + " and more"
+	case low == nil:
+		return change(high) + " and less"
+	}
+	return change(low) + " to " + change(high)
+}

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/bpf"
+	"sockeye/internal/fault"
+	"sockeye/internal/member"
+	"sockeye/internal/rights"
+)
+
+// reconcileKeeper opens the missing keeper sockets, attaches the current program to all of them, and replaces the
+// keeper process if its set of sockets has changed. Without a known user of the members, reconcileKeeper opens none:
+// a socket of another user would make the members' bind fail.
+//
+// Errors are logged, and the agent tries again: the process that has a port may close it.
+func (s *service) reconcileKeeper() error {
+	before := s.keeperProblem
+	defer func() { s.scheduleKeeperRetry(before) }()
+	s.keeperProblem = nil
+	if s.usesLookup() {
+		return s.retireKeeper()
+	}
+	owner, known := s.groupOwner()
+	if !known {
+		return nil
+	}
+	changed := s.keeper == nil
+	for row, fd := range s.keeperSockets {
+		if s.rows[row] == (bpf.Listener{}) || socketOwner(fd) != owner {
+			unix.Close(fd)
+			delete(s.keeperSockets, row)
+			changed = true
+		}
+	}
+	var errs []error
+	for row, l := range s.listeners {
+		attach := func(fd int) error { return s.path.Attach(row, fd) }
+		if fd, ok := s.keeperSockets[row]; ok {
+			errs = append(errs, attach(fd))
+			continue
+		}
+		fd, err := openKeeperSocket(s.rows[row], owner, s.socketNetns(), attach)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("hold %s for user %s: %w", l, member.UserName(owner), err))
+			continue
+		}
+		s.keeperSockets[row] = fd
+		changed = true
+	}
+	if changed {
+		errs = append(errs, s.replaceKeeper())
+	}
+	if s.keeperProblem = fault.Join(errs...); errors.Is(s.keeperProblem, unix.EADDRINUSE) {
+		s.keeperProblem = fault.Conflict(s.keeperProblem, "a socket of another user, or without SO_REUSEPORT, has the port: end its process, or set user to the members' user; the agent tries again")
+	} else if errors.Is(s.keeperProblem, unix.EACCES) {
+		s.keeperProblem = fault.WithHint(s.keeperProblem, rights.MissingHint(unix.CAP_NET_BIND_SERVICE, "restart the agent with CAP_NET_BIND_SERVICE"))
+	}
+	return nil
+}
+
+// keeperRetryInterval is the time between two attempts of reconcileKeeper after a failure.
+const keeperRetryInterval = 2 * time.Second
+
+// scheduleKeeperRetry logs a change of the keeper problem, and schedules the next attempt while there is a problem.
+func (s *service) scheduleKeeperRetry(before error) {
+	switch {
+	case s.keeperProblem == nil && before != nil:
+		s.log.Info("ports held")
+	case s.keeperProblem != nil && (before == nil || before.Error() != s.keeperProblem.Error()):
+		s.log.Warn("ports not held", "error", s.keeperProblem)
+	}
+	if s.keeperProblem == nil || s.keeperRetryPending {
+		return
+	}
+	s.keeperRetryPending = true
+	time.AfterFunc(keeperRetryInterval, func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.keeperRetryPending = false
+		if s.events == nil || s.keeperProblem == nil {
+			return // the service is closed, or the problem is solved
+		}
+		if err := s.reconcileKeeper(); err != nil {
+			s.log.Error("ports not held", "error", err)
+		}
+	})
+}
+
+func socketOwner(fd int) uint32 {
+	var stat unix.Stat_t
+	if err := unix.Fstat(fd, &stat); err != nil {
+		return ^uint32(0)
+	}
+	return stat.Uid
+}
+
+// replaceKeeper starts a keeper with the current keeper sockets, then kills the old keeper.
+func (s *service) replaceKeeper() error {
+	old := s.keeper
+	s.keeper = nil
+	if len(s.keeperSockets) > 0 {
+		fresh, err := startKeeper(s.log, s.host.Root.Dir, s.config.Name, slices.Collect(maps.Values(s.keeperSockets)))
+		if err != nil {
+			s.keeper = old
+			return err
+		}
+		s.keeper = fresh
+		s.recordKeeper()
+		s.moveKeeperToScope(fresh)
+		go s.watchKeeper(fresh, time.Now())
+	}
+	if old != nil {
+		return old.kill()
+	}
+	return nil
+}
+
+// recordKeeper saves the process id and the start time of the keeper for the next agent.
+func (s *service) recordKeeper() {
+	s.state.Keeper = &s.keeper.self
+	if err := s.state.save(s.statePath()); err != nil {
+		s.log.Error("state not saved", "error", err)
+	}
+}
+
+// watchKeeper waits for the exit of a keeper and replaces the keeper, after 1 s if the keeper ran for less than 1 s.
+func (s *service) watchKeeper(k *keeper, started time.Time) {
+	if k.handle.Wait() != nil {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.keeper != k {
+		return
+	}
+	s.log.Warn("keeper exited", "pid", k.pid)
+	k.close()
+	s.keeper = nil
+	if time.Since(started) < time.Second {
+		s.keeperProblem = errors.New("its keeper exits immediately; if the agent exits while there is no keeper, the ports are not held")
+		time.AfterFunc(time.Second, s.restartKeeper)
+		return
+	}
+	if err := s.replaceKeeper(); err != nil {
+		s.keeperProblem = err
+	}
+}
+
+func (s *service) restartKeeper() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.keeper == nil && len(s.keeperSockets) > 0 {
+		s.keeperProblem = s.replaceKeeper()
+	}
+}
+
+// restoreKeeper takes over the keeper of an earlier agent and copies its sockets.
+func (s *service) restoreKeeper() error {
+	// A keeper may have the listeners of the previous policy, which are no longer pinned.
+	rows := slices.DeleteFunc(slices.Concat(s.rows[:], s.previousRows[:]), func(l bpf.Listener) bool { return l == (bpf.Listener{}) })
+	keepers, err := findKeepers(s.host.Root.Dir, s.config.Name, s.state.Keeper, func(string) []bpf.Listener { return rows })
+	if err != nil {
+		return err
+	}
+	for _, k := range keepers {
+		if s.keeper != nil || s.usesLookup() {
+			if err := k.kill(); err != nil {
+				return err
+			}
+			continue
+		}
+		for row := range s.listeners {
+			i := slices.IndexFunc(k.sockets, func(socket *member.Socket) bool {
+				return isKeeperSocket(socket, s.rows[row])
+			})
+			if i < 0 {
+				continue
+			}
+			fd, err := unix.FcntlInt(uintptr(k.sockets[i].FD()), unix.F_DUPFD_CLOEXEC, 0)
+			if err != nil {
+				k.close()
+				return fmt.Errorf("copy keeper socket: %w", err)
+			}
+			s.keeperSockets[row] = fd
+		}
+		member.CloseAll(k.sockets)
+		k.sockets = nil
+		s.keeper = k
+		s.recordKeeper()
+		s.moveKeeperToScope(k)
+		go s.watchKeeper(k, time.Now())
+		s.log.Info("keeper restored", "pid", k.pid, "sockets", len(s.keeperSockets))
+	}
+	return nil
+}
+
+// retireKeeper closes the keeper sockets and kills the keeper.
+func (s *service) retireKeeper() error {
+	for row, fd := range s.keeperSockets {
+		unix.Close(fd)
+		delete(s.keeperSockets, row)
+	}
+	return s.replaceKeeper()
+}
+
+// retire detaches the programs of the service, clears its slots, and removes its pins. The kernel's hash selects
+// afterwards.
+func (s *service) retire() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	errs := []error{s.detachPrograms()}
+	for slot := range s.seats {
+		s.vacateSlot(slot, "service removed")
+	}
+	errs = append(errs, bpf.Remove(s.host.Root.Service(s.config.Name)))
+	s.closeLocked()
+	return fault.Join(errs...)
+}
+
+// detachPrograms detaches the program of each group. The keeper sockets are closed first: without a program, the kernel
+// would give them a share of the members' traffic.
+func (s *service) detachPrograms() error {
+	groups := s.groupSockets()
+	errs := []error{s.retireKeeper()}
+	for _, fd := range groups {
+		errs = append(errs, bpf.Detach(fd))
+		unix.Close(fd)
+	}
+	return fault.Join(errs...)
+}
+
+// groupSockets returns a descriptor of one socket of each SO_REUSEPORT group with a program: a keeper socket or a
+// member's socket. The caller closes the descriptors.
+func (s *service) groupSockets() (fds []int) {
+	if s.usesLookup() {
+		return nil
+	}
+	done := make(map[int]bool)
+	add := func(row, fd int) {
+		if copied, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0); err == nil {
+			fds, done[row] = append(fds, copied), true
+		}
+	}
+	for row, fd := range s.keeperSockets {
+		add(row, fd)
+	}
+	for _, seat := range s.seats {
+		if len(done) == len(s.listeners) {
+			break
+		}
+		sockets, err := seat.handle.Sockets(s.matchesListener)
+		if err != nil {
+			continue
+		}
+		for _, socket := range sockets {
+			for row, info := range seat.sockets {
+				if info.cookie == socket.Cookie && !done[row] {
+					add(row, socket.FD())
+				}
+			}
+		}
+		member.CloseAll(sockets)
+	}
+	return fds
+}
