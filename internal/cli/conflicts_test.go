@@ -66,7 +66,7 @@ func TestAgentRefusals(t *testing.T) {
 	h.isFailure(r, 2, "look up group nosuch: group: unknown group nosuch", "create the group, or leave --group out")
 
 	r = h.child(nil, "sockeye", "agent", "--pins", h.dir+"/pins", "--run-dir", h.run, "--state-dir", h.state, "--policy", h.policy, "-o", "json")
-	h.isFailure(r, 2, "DIR is not in a bpffs and not empty, so none can be mounted there", "give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye")
+	h.isFailure(r, 2, "DIR is not in a bpffs and not empty, so the agent cannot mount a bpffs there", "give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye")
 
 	r = h.child(nil, "sockeye", "agent", "--pins", h.pins, "--run-dir", h.run, "--state-dir", h.state, "--policy", h.dir+"/none.yaml", "-o", "json")
 	h.isFailure(r, 2, "read policy file: open DIR/none.yaml: no such file or directory", "write one (sockeye check FILE tells whether it is right), or name it with --policy of the agent")

@@ -52,7 +52,7 @@ func TestBrokenPolicyAtStart(t *testing.T) {
 			t.Errorf("%s: status shows %s", name, r.out)
 		}
 		log, err := os.ReadFile(h.log)
-		if err != nil || !strings.Contains(string(log), "level=ERROR") || strings.Count(string(log), "applied last") != 1 {
+		if err != nil || !strings.Contains(string(log), "level=ERROR") || strings.Count(string(log), "the last applied policy is in force") != 1 {
 			t.Errorf("%s: log %s, %v", name, log, err)
 		}
 		// What ExecReload= runs.

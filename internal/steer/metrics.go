@@ -12,8 +12,7 @@ import (
 	"sockeye/internal/format"
 )
 
-// Counters are totals since the pins were made: an agent's restart does not
-// reset them.
+// Counters are totals since the creation of the pins. A restart of the agent does not reset them.
 var (
 	descReady = prometheus.NewDesc("sockeye_slot_ready",
 		"1 while the slot has a member that listens on all listeners.", []string{"service", "slot"}, nil)
