@@ -74,11 +74,12 @@ fuzz: ## Fuzz each parser for a while (FUZZTIME=30s)
 	@tools/fuzz $(or $(FUZZTIME),30s)
 
 .PHONY: bench
-bench: ## Measure against plain SO_REUSEPORT, HAProxy and a replicator
+bench: ## Measure against plain SO_REUSEPORT, HAProxy and a replicator (QUICK=1: a minute)
 	@tools/setup $(BENCH_PACKAGES)
 	@$(GOBUILD) -o bin/sockeye ./cmd/sockeye
 	@go build -o bin/bench ./bench
-	@unshare --mount --propagation private bin/bench steer -sockeye $(CURDIR)/bin/sockeye
+	@mkdir -p "$(OUT)"
+	@unshare --mount --propagation private bin/bench steer -sockeye $(CURDIR)/bin/sockeye $(if $(QUICK),-quick)
 
 .PHONY: bench-tune
 bench-tune: ## Measure tune against the kernel's defaults, in the lab (QUICK=1: a minute)

@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package gateway is the benchmark of isolate: loads in a guest of Sockeye, in one of pasta, and natively.
+package gateway
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"math"
+	"os"
+	"os/exec"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"sockeye/bench/harness"
+
+	"sockeye/internal/isolate"
+	"sockeye/lab"
+)
+
+const command = "gateway"
+
+// Benchmark is the command bench gateway.
+var Benchmark = harness.Benchmark{
+	Name: command, Run: insideGateway, Sandboxed: true,
+	Workers: map[string]func([]string) error{
+		ServerRole: gatewayServer, ClientRole: gatewayClient, Role: worker, DatagramRole: datagramWorker,
+		IsolateCommand:        isolateAsUser,
+		isolate.InsideCommand: isolateAsItself, // of isolateCommand
+	},
+}
+
+type options struct {
+	Quick       bool     `json:"quick"`
+	Rounds      int      `json:"rounds"`
+	Links       []string `json:"links"`
+	RTTs        []int    `json:"rtt_ms"` // of the limited link
+	MTUs        []int    `json:"mtus"`
+	CCs         []string `json:"cc"`
+	Directions  []string `json:"directions"`
+	Connections []int    `json:"connections"`
+	Only        []string `json:"only"` // parts
+}
+
+const (
+	partPoints   = "points"
+	partRequests = "requests"
+	partIperf    = "iperf3"
+	partUDP      = "udp"
+)
+
+type bench struct {
+	options
+	lab    *lab.Lab
+	round  int    // of all points
+	loads  uint32 // so far, which names them
+	report *gatewayReport
+}
+
+// A list is a flag of values with commas between them.
+func list[T any](fs *flag.FlagSet, to *[]T, name, usage string, parse func(string) (T, error)) {
+	fs.Func(name, usage, func(text string) error {
+		*to = nil
+		for f := range strings.SplitSeq(text, ",") {
+			v, err := parse(f)
+			if err != nil {
+				return err
+			}
+			*to = append(*to, v)
+		}
+		return nil
+	})
+}
+
+// oneOf parses what is one of some names.
+func oneOf(names ...string) func(string) (string, error) {
+	return func(text string) (string, error) {
+		if !slices.Contains(names, text) {
+			return "", fmt.Errorf("%q is none of %s", text, strings.Join(names, ", "))
+		}
+		return text, nil
+	}
+}
+
+func insideGateway(args []string) (err error) {
+	o := options{
+		Links: []string{linkVeth, linkLimited}, RTTs: []int{0, 1, 15, 100, 285}, MTUs: []int{1500, 65520}, CCs: []string{"cubic", "bbr"},
+		Directions: []string{upload, download}, Connections: []int{1, 16}, Only: []string{partPoints, partRequests, partIperf, partUDP},
+	}
+	fs := flag.NewFlagSet(command, flag.ContinueOnError)
+	fs.BoolVar(&o.Quick, "quick", false, "two minutes instead of twenty: fewer points, less certain figures")
+	fs.IntVar(&o.Rounds, "rounds", 1, "of each point, of which the medians count")
+	list(fs, &o.Links, "links", "veth, 1gbit", oneOf(linkVeth, linkLimited))
+	list(fs, &o.RTTs, "rtts", "milliseconds", strconv.Atoi)
+	list(fs, &o.MTUs, "mtus", "bytes", strconv.Atoi)
+	list(fs, &o.CCs, "ccs", "cubic, bbr", oneOf("cubic", "bbr"))
+	list(fs, &o.Directions, "directions", "upload, download", oneOf(upload, download))
+	list(fs, &o.Connections, "connections", "numbers", strconv.Atoi)
+	list(fs, &o.Only, "only", "parts to run: points, requests, iperf3, udp", oneOf(o.Only...))
+	given := map[string]bool{}
+	if ok, err := harness.ParseFlags(fs, args); !ok {
+		return err
+	}
+	if o.Rounds < 1 {
+		return harness.Misused(fs)
+	}
+	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	if o.Quick && !given["rtts"] {
+		o.RTTs = []int{0, 15, 100}
+	}
+	if o.Quick && !given["ccs"] {
+		o.CCs = []string{"cubic"}
+	}
+	if o.Quick && !given["connections"] {
+		o.Connections = []int{1}
+	}
+	for _, program := range []string{"pasta", "iperf3"} {
+		if _, err := exec.LookPath(program); err != nil {
+			return fmt.Errorf("find %s: %w (Debian's packages are passt and iperf3)", program, err)
+		}
+	}
+	return harness.InLab(func(ctx context.Context, l *lab.Lab) error {
+		b := &bench{options: o, lab: l}
+		return b.all(ctx)
+	})
+}
+
+func (b *bench) all(ctx context.Context) error {
+	b.report = &gatewayReport{Options: b.options, Run: harness.Begin()}
+	links := b.Links
+	if !slices.Contains(b.Only, partPoints) && !slices.Contains(b.Only, partRequests) {
+		links = nil
+	}
+	for _, link := range links {
+		p, err := newGatewayPath(ctx, b.lab, link)
+		if err != nil {
+			return err
+		}
+		rtts := b.RTTs
+		if link == linkVeth {
+			rtts = []int{0}
+		}
+		for _, mtu := range b.MTUs {
+			if err := b.path(ctx, p, mtu, rtts); err != nil {
+				return fmt.Errorf("%s, MTU %d: %w", link, mtu, err)
+			}
+		}
+	}
+	if slices.Contains(b.Only, partIperf) {
+		if err := b.seeds(ctx); err != nil {
+			return err
+		}
+	}
+	if slices.Contains(b.Only, partUDP) {
+		if err := b.datagrams(ctx); err != nil {
+			return err
+		}
+	}
+	b.report.End()
+	return harness.Publish(command, b.report)
+}
+
+// path measures all points of a path and an MTU.
+func (b *bench) path(ctx context.Context, p *gatewayPath, mtu int, rtts []int) (err error) {
+	sides := map[string]*gatewaySide{}
+	defer func() {
+		for _, s := range sides {
+			err = errors.Join(err, s.stop())
+		}
+	}()
+	for _, name := range gatewaySides {
+		if sides[name], err = p.newSide(ctx, name, mtu); err != nil {
+			return err
+		}
+	}
+	for _, rtt := range rtts {
+		if err := p.delay(time.Duration(rtt) * time.Millisecond); err != nil {
+			return err
+		}
+		if slices.Contains(b.Only, partRequests) {
+			if err := b.requests(p, sides, mtu, rtt); err != nil {
+				return err
+			}
+		}
+		if !slices.Contains(b.Only, partPoints) {
+			continue
+		}
+		for _, cc := range b.CCs {
+			if err := choose(p, sides, cc); err != nil {
+				return err
+			}
+			for _, direction := range b.Directions {
+				for _, n := range b.Connections {
+					point := &gatewayPoint{Link: p.name, RTT: rtt, MTU: mtu, CC: cc, Direction: direction, Connections: n, sides: map[string][]gatewayRun{}}
+					if err := b.point(p, sides, point); err != nil {
+						return err
+					}
+					b.report.Points = append(b.report.Points, point)
+					fmt.Fprintln(os.Stderr, point)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+func choose(p *gatewayPath, sides map[string]*gatewaySide, cc string) error {
+	for _, s := range sides {
+		if err := s.choose(p.addresses[1], cc); err != nil {
+			return err
+		}
+	}
+	return p.choose(cc)
+}
+
+// duration is how long a load runs: until it has its rate, and as long again.
+func (b *bench) duration(rtt int) (all, warmup time.Duration) {
+	if b.Quick {
+		all = time.Second + 10*time.Duration(rtt)*time.Millisecond
+	} else {
+		all = 1500*time.Millisecond + 15*time.Duration(rtt)*time.Millisecond
+	}
+	return all, all / 2
+}
+
+func (b *bench) point(p *gatewayPath, sides map[string]*gatewaySide, point *gatewayPoint) error {
+	all, warmup := b.duration(point.RTT)
+	for range b.Rounds {
+		for _, name := range harness.Turn(gatewaySides, b.round) {
+			r, err := b.load(p, sides[name], task{
+				Kind: point.Direction, CC: point.CC, Connections: point.Connections, Duration: all,
+			}, warmup)
+			if err != nil {
+				return err
+			}
+			point.sides[name] = append(point.sides[name], *r)
+			// What was under way is gone before the next one.
+			time.Sleep(2*time.Duration(point.RTT)*time.Millisecond + 100*time.Millisecond)
+		}
+		b.round++
+	}
+	return nil
+}
+
+// A gatewayRun is what one side did in a load.
+type gatewayRun struct {
+	Mbit    float64 `json:"mbit"`          // after the warm-up, of payload, where it arrives
+	First   float64 `json:"first_10mb_s"`  // from before connect(2); NaN: they did not arrive
+	Gap     float64 `json:"longest_gap_s"` // without a byte on any connection
+	CPU     float64 `json:"cpu_s_per_gb"`
+	Partial uint64  `json:"partial_sends"`
+	Resent  uint64  `json:"retransmits"`       // segments, by host and server
+	Inside  uint64  `json:"retransmits_guest"` // between guest and gateway, in both directions; of pasta those of the guest only
+	Seconds []int   `json:"seconds_mbit"`
+	Error   string  `json:"error,omitempty"`
+}
+
+// MarshalJSON writes what was not measured as null.
+func (r gatewayRun) MarshalJSON() ([]byte, error) {
+	type plain gatewayRun
+	return json.Marshal(struct {
+		plain
+		Mbit  harness.Figure `json:"mbit"`
+		First harness.Figure `json:"first_10mb_s"`
+		Gap   harness.Figure `json:"longest_gap_s"`
+		CPU   harness.Figure `json:"cpu_s_per_gb"`
+	}{plain(r), harness.Figure(r.Mbit), harness.Figure(r.First), harness.Figure(r.Gap), harness.Figure(r.CPU)})
+}
+
+func (b *bench) load(p *gatewayPath, s *gatewaySide, t task, warmup time.Duration) (*gatewayRun, error) {
+	b.loads++
+	t.Run, t.Target = b.loads, p.target()
+	resent, err := p.resent()
+	if err != nil {
+		return nil, err
+	}
+	counts, err := s.counts()
+	if err != nil {
+		return nil, err
+	}
+	cpu, err := s.cpu()
+	if err != nil {
+		return nil, err
+	}
+	var result gatewayResult
+	if err := s.client.Ask(t, &result); err != nil {
+		return nil, err
+	}
+	cpuAfter, err := s.cpu()
+	if err != nil {
+		return nil, err
+	}
+	countsAfter, err := s.counts()
+	if err != nil {
+		return nil, err
+	}
+	resentAfter, err := p.resent()
+	if err != nil {
+		return nil, err
+	}
+	arrived := result.Arrived
+	if t.Kind == upload {
+		arrived = &arrivals{}
+		if err := p.server.Ask(t.Run, arrived); err != nil {
+			return nil, err
+		}
+	}
+	end := result.Start + int64(t.Duration)
+	r := &gatewayRun{
+		Mbit: arrived.rate(result.Start+int64(warmup), end) / 1e6, First: math.NaN(), Gap: float64(arrived.gap(result.Start, end)) / 1e9,
+		CPU: math.NaN(), Error: result.Error,
+		Partial: countsAfter.Partial - counts.Partial, Resent: resentAfter - resent,
+		Inside: countsAfter.Retransmitted - counts.Retransmitted,
+	}
+	if s.name != sideNative {
+		r.Inside += result.Resent
+	}
+	if arrived.First > 0 {
+		r.First = float64(arrived.First-result.Start) / 1e9
+	}
+	if bytes := arrived.at(end); bytes > 0 && s.around != nil {
+		r.CPU = (cpuAfter - cpu).Seconds() / (bytes / 1e9)
+	}
+	for at := result.Start; at+1e9 <= end; at += 1e9 {
+		r.Seconds = append(r.Seconds, int(arrived.rate(at, at+1e9)/1e6))
+	}
+	return r, nil
+}
+
+// requestsTime is how long requests are sent, without the round trips of a few.
+const requestsTime = time.Second
+
+// requests measures how many a connection has answered in a second.
+func (b *bench) requests(p *gatewayPath, sides map[string]*gatewaySide, mtu, rtt int) error {
+	if err := choose(p, sides, "cubic"); err != nil {
+		return err
+	}
+	rates := map[string][]float64{}
+	for range b.Rounds {
+		for _, name := range harness.Turn(gatewaySides, b.round) {
+			var result gatewayResult
+			t := task{
+				Kind: requests, CC: "cubic", Connections: 1, Target: p.target(),
+				Duration: requestsTime + 5*time.Duration(rtt)*time.Millisecond,
+			}
+			if err := sides[name].client.Ask(t, &result); err != nil {
+				return err
+			}
+			rate := math.NaN()
+			if result.Elapsed > 0 {
+				rate = float64(result.Requests) / (float64(result.Elapsed) / 1e9)
+			}
+			rates[name] = append(rates[name], rate)
+		}
+		b.round++
+	}
+	r := gatewayRequests{Link: p.name, RTT: rtt, MTU: mtu, PerSecond: map[string]harness.Figure{}}
+	for name, v := range rates {
+		r.PerSecond[name] = harness.Figure(harness.SpreadOf(v).Median)
+	}
+	b.report.Requests = append(b.report.Requests, r)
+	fmt.Fprintln(os.Stderr, r)
+	return nil
+}

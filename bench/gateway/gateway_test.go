@@ -1,0 +1,424 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"context"
+	"encoding/json"
+	"encoding/xml"
+	"errors"
+	"io"
+	"math"
+	"net/netip"
+	"os"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"sockeye/bench/harness"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/lab"
+)
+
+// TestMain is also the benchmark's workers.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && Benchmark.Workers[os.Args[1]] != nil {
+		os.Exit(harness.RunCommand(os.Args[1:], Benchmark))
+	}
+	os.Exit(m.Run())
+}
+
+func TestArrivals(t *testing.T) {
+	a := &arrivals{Samples: [][2]int64{{1e9, 1000}, {2e9, 2000}, {4e9, 2000}}}
+	for moment, want := range map[int64]float64{1: 0, 1e9: 0, 15e8: 1500, 2e9: 2000, 3e9: 2000, 9e9: 2000} {
+		if got := a.at(moment); got != want {
+			t.Errorf("at(%d) = %v, want %v", moment, got, want)
+		}
+	}
+	if got := a.rate(1.5e9, 2.5e9); got != 4000 {
+		t.Errorf("rate = %v, want 4000", got)
+	}
+	b := &arrivals{}
+	b.add(startOfLoad - 1)
+	if b.First != 0 {
+		t.Error("the first 10 MB came before they did")
+	}
+	b.add(1)
+	if b.First == 0 || b.First != b.last {
+		t.Errorf("the first 10 MB came at %d, want %d", b.First, b.last)
+	}
+	for range 100 {
+		b.add(1)
+	}
+	if got := b.at(b.last); got != startOfLoad+100 {
+		t.Errorf("at the end %v bytes had come, want %d", got, startOfLoad+100)
+	}
+	if n := len(b.Samples); n > 20 {
+		t.Errorf("%d samples of a moment", n)
+	}
+}
+
+func TestGapIsBeforeAndBehindToo(t *testing.T) {
+	a := &arrivals{Samples: [][2]int64{{3e9, 1}, {4e9, 2}, {5e9, 3}}, Longest: 1e9}
+	for _, c := range []struct{ start, end, want int64 }{{25e8, 55e8, 1e9}, {1e9, 55e8, 2e9}, {25e8, 8e9, 3e9}, {25e8, 45e8, 1e9}} {
+		if got := a.gap(c.start, c.end); got != c.want {
+			t.Errorf("gap(%d, %d) = %d, want %d", c.start, c.end, got, c.want)
+		}
+	}
+	if got := (&arrivals{}).gap(1e9, 3e9); got != 2e9 {
+		t.Errorf("gap without a byte = %d, want %d", got, int64(2e9))
+	}
+}
+
+// TestProcessTime has a thread work and end.
+func TestProcessTime(t *testing.T) {
+	before, err := processTime(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	const work = 30 * time.Millisecond
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		runtime.LockOSThread() // and never unlocked: the thread ends
+		var now unix.Timespec
+		_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &now)
+		for end := now.Nano() + int64(work); now.Nano() < end; {
+			_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &now)
+		}
+	}()
+	<-done
+	after, err := processTime(os.Getpid())
+	if err != nil || after-before < work {
+		t.Errorf("%v were counted of %v (%v)", after-before, work, err)
+	}
+}
+
+func testPoint(rtt int, native, sockeye, pasta, cpu float64, partial uint64) *gatewayPoint {
+	run := func(mbit, cpu float64) []gatewayRun {
+		return []gatewayRun{{Mbit: mbit, CPU: cpu, First: 0.5, Gap: 0.1}}
+	}
+	p := &gatewayPoint{
+		Link: linkLimited, RTT: rtt, MTU: 1500, CC: "cubic", Direction: upload, Connections: 1,
+		sides: map[string][]gatewayRun{sideNative: run(native, math.NaN()), sideSockeye: run(sockeye, cpu), sidePasta: run(pasta, 1)},
+	}
+	p.sides[sideSockeye][0].Partial, p.sides[sideSockeye][0].Resent, p.sides[sideSockeye][0].Inside = partial, 3, 4
+	return p
+}
+
+func TestGatewayReport(t *testing.T) {
+	r := &gatewayReport{
+		Options: options{Rounds: 1, Links: []string{linkLimited}, MTUs: []int{1500}, CCs: []string{"cubic"}, Directions: []string{upload}},
+		Run:     harness.Run{Kernel: "6.18", CPUs: 2, Took: "1m0s"},
+		Points: []*gatewayPoint{
+			testPoint(15, 960, 950, 13, 0.5, 0),
+			testPoint(285, 490, 400, 13, 1.5, 2),
+			testPoint(0, 960, 900, 700, 0.5, 0),
+		},
+		Requests: []gatewayRequests{{Link: linkLimited, RTT: 15, MTU: 1500, PerSecond: map[string]harness.Figure{sideNative: 66, sideSockeye: 65, sidePasta: harness.Figure(math.NaN())}}},
+		Seeds:    []gatewaySeed{{RTT: 15, Seconds: map[string][]float64{sideNative: {900, 950}}, Mean: map[string]harness.Figure{sideNative: 925}}},
+	}
+	// In one round of three, of which the median does not tell.
+	stalled := testPoint(1, 960, 960, 13, 0.5, 0)
+	for name, runs := range stalled.sides {
+		stalled.sides[name] = append(runs, runs[0], runs[0])
+	}
+	stalled.sides[sideSockeye][0].Gap = 1.5
+	r.Points = append(r.Points, stalled)
+	b, err := harness.JSON(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got struct {
+		Points []struct {
+			RTT         int     `json:"rtt_ms"`
+			MTU         int     `json:"mtu"`
+			CC          string  `json:"cc"`
+			Direction   string  `json:"direction"`
+			Connections int     `json:"connections"`
+			Native      float64 `json:"native_mbit"`
+			Sockeye     float64 `json:"sockeye_mbit"`
+			Pasta       float64 `json:"pasta_mbit"`
+			Partial     int     `json:"partial_sends"`
+			Resent      int     `json:"retransmits"`
+			CPU         struct {
+				Sockeye float64 `json:"sockeye"`
+				Pasta   float64 `json:"pasta"`
+			} `json:"cpu_s_per_gb"`
+		} `json:"points"`
+	}
+	if err := json.Unmarshal(b, &got); err != nil {
+		t.Fatal(err)
+	}
+	if len(got.Points) != 4 {
+		t.Fatalf("%d points, want 4", len(got.Points))
+	}
+	p := got.Points[1]
+	if p.RTT != 285 || p.MTU != 1500 || p.CC != "cubic" || p.Direction != "upload" || p.Connections != 1 ||
+		p.Native != 490 || p.Sockeye != 400 || p.Pasta != 13 || p.Partial != 2 || p.Resent != 7 || p.CPU.Sockeye != 1.5 || p.CPU.Pasta != 1 {
+		t.Errorf("point = %+v", p)
+	}
+	text := harness.Text(r)
+	for _, want := range []string{
+		"with delay, at least 0.95 of native: at 2 of 3 points\n  missed: 1gbit 285 ms, MTU 1500, cubic, upload, 1 connection: 0.82\n",
+		"without delay, at least 1.5 times pasta: at 0 of 1 points\n  missed: 1gbit 0 ms, MTU 1500, cubic, upload, 1 connection: 1.29, and 0.94 of native\n",
+		"without delay, at least 1.5 times pasta, or 0.95 of native: at 0 of 1 points\n",
+		"no partial send: at 3 of 4 points\n", "no stall: at 3 of 4 points\n", "less CPU per GB than pasta: at 3 of 4 points\n",
+		"66      65       -\n", "900 950\n",
+	} {
+		if !strings.Contains(text, want) {
+			t.Errorf("the table lacks %q:\n%s", want, text)
+		}
+	}
+	d := xml.NewDecoder(strings.NewReader(string(r.chart().SVG())))
+	for err == nil {
+		_, err = d.Token()
+	}
+	if !errors.Is(err, io.EOF) {
+		t.Errorf("the plot is no XML: %v", err)
+	}
+}
+
+func TestMedianOfWhatDidNotArrive(t *testing.T) {
+	p := testPoint(0, 1, 1, 1, 1, 0)
+	p.sides[sideSockeye] = []gatewayRun{{First: math.NaN()}, {First: 0.5}, {First: 0.7}}
+	if got := p.median(sideSockeye, runFirst); got != 0.7 {
+		t.Errorf("median = %v, want the slower of two that arrived", got)
+	}
+	p.sides[sideSockeye][1].First = math.NaN()
+	if got := p.median(sideSockeye, runFirst); !math.IsNaN(got) {
+		t.Errorf("median = %v, of three of which one arrived", got)
+	}
+}
+
+// datagramTestLoad has the sides' programs get so many of 1000 datagrams.
+func datagramTestLoad(burst, rate int, arrived ...int) *datagramLoad {
+	l := &datagramLoad{Burst: burst, Rate: rate, Runs: map[string][]datagramRun{}}
+	for i, n := range arrived {
+		l.Runs[gatewaySides[i]] = []datagramRun{{
+			Sent: 1000, Arrived: n, Elapsed: 1000 / float64(max(rate, 1)), CPU: harness.Figure(2 + i), Lost: datagramLost{Socket: 1000 - n},
+		}}
+	}
+	return l
+}
+
+func TestDatagramReport(t *testing.T) {
+	d := &gatewayDatagrams{
+		Direction: inbound, Bytes: 200,
+		Bursts: []*datagramLoad{datagramTestLoad(2000, 0, 1000, 900, 800), datagramTestLoad(20000, 0, 1000, 700, 600)},
+		Rates: []*datagramLoad{
+			datagramTestLoad(0, 20000, 1000, 1000, 998), datagramTestLoad(0, 50000, 1000, 1000), datagramTestLoad(0, 100000, 1000, 990),
+		},
+	}
+	slow := &d.Rates[2].Runs[sideNative][0]
+	slow.Elapsed *= 2
+	again := d.Rates[1].Runs[sideSockeye][0]
+	again.Arrived, again.Lost.Socket = 500, 500
+	d.Rates[1].Runs[sideSockeye] = []datagramRun{again, d.Rates[1].Runs[sideSockeye][0]}
+	for side, want := range map[string]string{sideNative: "50000+", sideSockeye: "50000", sidePasta: "0"} {
+		if got := d.saidHighest(side); got != want {
+			t.Errorf("the highest rate of %s is %s, want %s", side, got, want)
+		}
+	}
+	r := &gatewayReport{Options: options{Rounds: 1}, Datagrams: []*gatewayDatagrams{d}, DatagramBuffers: datagramBuffers{8192, 4096, 2048}}
+	text := harness.Text(r)
+	for _, want := range []string{
+		"medians of 3", "in bytes: 8192 of the programs' sockets on all sides, 4096 of the socket of Sockeye's gateway, 2048 of pasta's",
+		"inbound, 200 bytes  1000     900      800    1000      700      600    50000+    50000    0      3.0",
+		"  inbound, 200 bytes, 2000 at once, sockeye: 100 at the gateway's socket, of 1000\n",
+		"  inbound, 200 bytes, 100000 a second, sockeye: 10 at the gateway's socket, of 1000\n",
+		"  inbound, 200 bytes, 20000 a second, pasta: 2 at the gateway's socket, of 1000\n",
+	} {
+		if !strings.Contains(text, want) {
+			t.Errorf("the table lacks %q:\n%s", want, text)
+		}
+	}
+	if strings.Contains(text, "native:") || strings.Contains(text, "Aims") {
+		t.Errorf("native lost, or there are aims without points:\n%s", text)
+	}
+	b, err := harness.JSON(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got struct {
+		UDP []struct {
+			Direction string         `json:"direction"`
+			Bytes     int            `json:"bytes"`
+			Highest   map[string]int `json:"highest_per_second"`
+			Bursts    []struct {
+				Datagrams int                      `json:"datagrams"`
+				Runs      map[string][]datagramRun `json:"runs"`
+			} `json:"bursts"`
+			CPU map[string]float64 `json:"cpu_us_per_datagram"`
+		} `json:"udp"`
+	}
+	if err := json.Unmarshal(b, &got); err != nil {
+		t.Fatal(err)
+	}
+	if len(got.UDP) != 1 || len(got.UDP[0].Bursts) != 2 {
+		t.Fatalf("udp = %+v", got.UDP)
+	}
+	if u := got.UDP[0]; u.Direction != inbound || u.Bytes != 200 || u.Highest[sideSockeye] != 50000 || u.CPU[sidePasta] != 4 ||
+		u.Bursts[1].Datagrams != 20000 || u.Bursts[1].Runs[sidePasta][0].Arrived != 600 {
+		t.Errorf("udp = %+v", u)
+	}
+}
+
+func TestDeviceDrops(t *testing.T) {
+	const text = "Inter-|   Receive                                                |  Transmit\n" +
+		" face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed\n" +
+		"    lo: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16\n eth0: 9 9 9 20 9 9 9 9 9 9 9 3 9 9 9 9\n"
+	if got := deviceDrops(text, "eth0"); got != 23 {
+		t.Errorf("%d drops, want 23", got)
+	}
+}
+
+func TestParseIperf(t *testing.T) {
+	rates, mean, err := parseIperf([]byte(`{"intervals":[{"sum":{"bits_per_second":9e8}},{"sum":{"bits_per_second":1e8}}],"end":{"sum_received":{"bits_per_second":5e8}}}`))
+	if err != nil || !slices.Equal(rates, []float64{900, 100}) || mean != 500 {
+		t.Errorf("%v, %v, %v", rates, mean, err)
+	}
+	if _, _, err := parseIperf([]byte(`{"error":"unable to connect"}`)); err == nil || !strings.Contains(err.Error(), "unable to connect") {
+		t.Errorf("error = %v", err)
+	}
+	if _, _, err := parseIperf([]byte(`iperf3: no`)); err == nil {
+		t.Error("text that is no report was taken")
+	}
+}
+
+// TestGatewayLoad has a load go natively and through a gateway, over a link with a delay,
+// in both directions.
+func TestGatewayLoad(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	l, err := lab.New(ctx, lab.Options{Dir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	p, err := newGatewayPath(ctx, l, linkLimited)
+	if err != nil {
+		t.Fatal(err)
+	}
+	broken, err := p.newSide(ctx, sideSockeye, 1)
+	if err == nil {
+		t.Error("a guest has an MTU of a byte")
+	}
+	if err := broken.stop(); err != nil {
+		t.Errorf("stop what did not start: %v", err)
+	}
+	sides := map[string]*gatewaySide{}
+	for _, name := range []string{sideNative, sideSockeye} {
+		if sides[name], err = p.newSide(ctx, name, 1500); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := choose(p, sides, "cubic"); err != nil {
+		t.Fatal(err)
+	}
+	const rtt = 10 * time.Millisecond
+	if err := p.delay(rtt); err != nil {
+		t.Fatal(err)
+	}
+	b := &bench{lab: l, report: &gatewayReport{}}
+	for name, side := range sides {
+		for _, direction := range []string{upload, download} {
+			r, err := b.load(p, side, task{Kind: direction, CC: "cubic", Connections: 2, Duration: time.Second}, time.Second/2)
+			switch {
+			case err != nil:
+				t.Fatal(err)
+			case r.Error != "":
+				t.Errorf("%s %s: %s", name, direction, r.Error)
+			case r.Mbit <= 0 || r.Mbit > 1.1*gatewayRate/1e6:
+				t.Errorf("%s %s: %v Mbit/s over a link of 1000", name, direction, r.Mbit)
+			case !math.IsNaN(r.First) && r.First < (2*rtt).Seconds():
+				t.Errorf("%s %s: the first 10 MB took %v s", name, direction, r.First)
+			case (name == sideSockeye) != (r.CPU > 0):
+				t.Errorf("%s %s: CPU of the gateway %v s/GB", name, direction, r.CPU)
+			}
+		}
+	}
+}
+
+// TestGatewayDatagrams has datagrams go natively and through sockeye isolate, in both
+// directions, few enough for all to arrive; and some that find no room in the program's socket.
+func TestGatewayDatagrams(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	l, err := lab.New(ctx, lab.Options{Dir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	b := &bench{lab: l, report: &gatewayReport{}}
+	p, far, sides, err := b.datagramSides(ctx, []string{sideNative, sideSockeye})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		for _, s := range sides {
+			if err := s.stop(); err != nil {
+				t.Error(err)
+			}
+		}
+	}()
+	if s := b.report.DatagramBuffers; s.Program == 0 || s.Sockeye < s.Program {
+		t.Errorf("receive buffers: %+v, want that of the gateway to be no smaller than the programs'", s)
+	}
+	for name, side := range sides {
+		for _, direction := range []string{inbound, outbound} {
+			for _, load := range []*datagramLoad{{Burst: 50}, {Rate: 1000}} {
+				d := &gatewayDatagrams{Direction: direction, Bytes: 1400}
+				r, err := b.datagramLoad(p, far, side, d, load)
+				want := max(load.Burst, int(float64(load.Rate)*b.datagramSteady().Seconds()))
+				switch {
+				case err != nil:
+					t.Fatal(err)
+				case r.Sent != want || r.Arrived != want || r.Lost != (datagramLost{}):
+					t.Errorf("%s %s, %s: %+v, want %d", name, direction, load.name(), r, want)
+				case (name == sideSockeye) != (r.CPU > 0):
+					t.Errorf("%s %s, %s: CPU of the gateway %v us each", name, direction, load.name(), r.CPU)
+				case load.Rate > 0 && !r.sentAt(load.Rate):
+					t.Errorf("%s %s: %d sent in %v s, not %s", name, direction, r.Sent, r.Elapsed, load.name())
+				}
+			}
+		}
+		// A stopped program reads nothing.
+		pid, err := side.program()
+		if err != nil {
+			t.Fatal(err)
+		}
+		before, err := p.lost(side, inbound)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := unix.Kill(pid, unix.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		var sent datagramSent
+		if err := far.Ask(datagramTask{
+			Run: 1, Bytes: 1400, Count: 20000, Target: netip.AddrPortFrom(p.addresses[0], datagramPort(name)),
+		}, &sent); err != nil {
+			t.Fatal(err)
+		}
+		err = l.WaitFor(ctx, "losses of "+name, func() (bool, error) {
+			after, err := p.lost(side, inbound)
+			return after.Program > before.Program || side.around != nil && after.Socket > before.Socket, err
+		})
+		if err := errors.Join(err, unix.Kill(pid, unix.SIGCONT)); err != nil {
+			t.Fatal(err)
+		}
+	}
+}

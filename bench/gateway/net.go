@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gateway
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"sockeye/bench/harness"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/netns"
+	"sockeye/lab"
+)
+
+// The sides that are compared: the client of a load in the host's namespace itself, and
+// in a guest of each gateway.
+const (
+	sideNative  = "native"
+	sideSockeye = "sockeye"
+	sidePasta   = "pasta"
+)
+
+var gatewaySides = []string{sideNative, sideSockeye, sidePasta}
+
+// What is between the host and the server.
+const (
+	linkVeth    = "veth"
+	linkLimited = "1gbit"
+	linkSeed    = "seed" // limited likewise, with larger buffers
+	// linkDatagrams is a veth pair.
+	linkDatagrams = "udp"
+)
+
+// A gatewayPath is a host with gateways, and a server far from it.
+type gatewayPath struct {
+	lab       *lab.Lab
+	name      string
+	host, far *lab.Namespace
+	addresses [2]netip.Addr // of host and far
+	device    string        // of the host
+	link      *lab.Link     // nil: a veth pair
+	server    *harness.Worker
+}
+
+const gatewayRate = 1e9 // bits/s of the link
+
+// newGatewayPath makes one of links, with a server.
+func newGatewayPath(ctx context.Context, l *lab.Lab, link string) (p *gatewayPath, err error) {
+	p = &gatewayPath{lab: l, name: link, device: "eth0"}
+	subnet := byte(slices.Index([]string{linkVeth, linkLimited, linkSeed, linkDatagrams}, link))
+	for i := range p.addresses {
+		p.addresses[i] = netip.AddrFrom4([4]byte{10, 84, subnet, byte(1 + i)})
+	}
+	var hosts [2]*lab.Namespace
+	for i, role := range []string{"host-", "far-"} {
+		if hosts[i], err = l.Namespace(role + link); err != nil {
+			return nil, err
+		}
+		if err := hosts[i].Sysctl("ipv4.tcp_no_metrics_save", "1"); err != nil {
+			return nil, err
+		}
+	}
+	p.host, p.far = hosts[0], hosts[1]
+	prefixes := [2]netip.Prefix{netip.PrefixFrom(p.addresses[0], 24), netip.PrefixFrom(p.addresses[1], 24)}
+	if link == linkVeth || link == linkDatagrams {
+		err = joinByVeth(hosts, p.device, prefixes)
+	} else {
+		p.device = "link0"
+		p.link, err = l.Connect(hosts[0], hosts[1], lab.LinkOptions{Name: p.device, Rate: gatewayRate, Offload: true}, prefixes[:1], prefixes[1:])
+	}
+	if err != nil {
+		return nil, err
+	}
+	// pasta wants one.
+	if err := p.host.AddRoute(netip.MustParsePrefix("0.0.0.0/0"), p.addresses[1]); err != nil {
+		return nil, err
+	}
+	p.server, err = harness.StartWorker(ctx, l, p.far, ServerRole+"-"+link, "/proc/self/exe", ServerRole, "-listen", p.target().String())
+	if err != nil {
+		return nil, err
+	}
+	return p, p.server.Answer(&struct{}{})
+}
+
+func joinByVeth(hosts [2]*lab.Namespace, name string, prefixes [2]netip.Prefix) error {
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = name
+	fd, err := unix.Open(hosts[1].Path(), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("connect hosts: %w", err)
+	}
+	defer unix.Close(fd)
+	if err := hosts[0].Netlink().LinkAdd(&netlink.Veth{LinkAttrs: attrs, PeerName: name, PeerNamespace: netlink.NsFd(fd)}); err != nil {
+		return fmt.Errorf("connect hosts: make veth: %w", err)
+	}
+	for i, host := range hosts {
+		dev, err := host.Netlink().LinkByName(name)
+		if err == nil {
+			err = host.Netlink().LinkSetUp(dev)
+		}
+		if err != nil {
+			return fmt.Errorf("connect hosts: set link up: %w", err)
+		}
+		if err := host.AddAddress(name, prefixes[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (p *gatewayPath) target() netip.AddrPort { return netip.AddrPortFrom(p.addresses[1], gatewayPort) }
+
+// choose has the sockets of the host use a congestion control, see chooseByRoute.
+func (p *gatewayPath) choose(cc string) error {
+	return chooseByRoute(p.host.Netlink(), p.device, p.addresses[1], cc)
+}
+
+// chooseByRoute has sockets that connect to an address use a congestion control: the
+// sysctl of a namespace takes none that the host does not offer to ordinary users, and a
+// program in pasta may not choose it.
+func chooseByRoute(nl *netlink.Handle, device string, to netip.Addr, cc string) error {
+	dev, err := nl.LinkByName(device)
+	if err == nil {
+		err = nl.RouteReplace(&netlink.Route{
+			LinkIndex: dev.Attrs().Index, Scope: unix.RT_SCOPE_LINK, Congctl: cc,
+			Dst: &net.IPNet{IP: to.AsSlice(), Mask: net.CIDRMask(32, 32)},
+		})
+	}
+	if err != nil {
+		return fmt.Errorf("choose %s on %s: %w", cc, device, err)
+	}
+	return nil
+}
+
+func (p *gatewayPath) delay(rtt time.Duration) error {
+	if p.link == nil {
+		return nil
+	}
+	o := p.link.Options()
+	o.Delay = rtt / 2
+	return p.link.Set(o)
+}
+
+// resent is how many segments host and server have sent again.
+func (p *gatewayPath) resent() (n uint64, err error) {
+	for _, h := range []*lab.Namespace{p.host, p.far} {
+		err := h.Do(func() error {
+			b, err := os.ReadFile("/proc/thread-self/net/snmp")
+			n += harness.SNMP(string(b), "Tcp", "RetransSegs")
+			return err
+		})
+		if err != nil {
+			return 0, fmt.Errorf("count retransmissions of %s: %w", h.Name(), err)
+		}
+	}
+	return n, nil
+}
+
+// A gatewaySide is a client, and the gateway between it and the host.
+type gatewaySide struct {
+	name    string
+	client  *harness.Worker
+	gateway *harness.Worker // that answers with its counts; nil: there is none that does
+	around  *lab.Process    // whose cgroup has the gateway; nil: there is none
+	in      *lab.Namespace  // where its command was started
+	device  string          // of the client's namespace
+}
+
+// newSide starts a side with a client of loads, with a guest of its own. What it returns is
+// to be stopped, with an error too.
+func (p *gatewayPath) newSide(ctx context.Context, side string, mtu int) (s *gatewaySide, err error) {
+	if s, err = p.startSide(ctx, side, mtu, 0, ClientRole); err != nil {
+		return s, err
+	}
+	return s, s.client.Answer(&struct{}{})
+}
+
+// startSide starts a side with a role of this program as its client. A port of UDP leads to
+// it, unless it is 0: then Sockeye's gateway is one that has counts. What it returns is to be
+// stopped, with an error too.
+func (p *gatewayPath) startSide(ctx context.Context, side string, mtu int, port uint16, role ...string) (s *gatewaySide, err error) {
+	s = &gatewaySide{name: side, device: p.device, in: p.host}
+	group := fmt.Sprintf("%s-%s-%d", side, p.name, mtu)
+	exe, err := os.Executable()
+	if err != nil {
+		return s, err
+	}
+	client := append([]string{exe}, role...)
+	switch {
+	case side == sideSockeye && port != 0:
+		s.device = guestDevice
+		client = append([]string{exe, IsolateCommand, "--as-root", "--mtu", strconv.Itoa(mtu), "-p", fmt.Sprintf("%d/udp", port), "--"}, client...)
+	case side == sideSockeye:
+		if s.in, err = p.lab.Namespace("guest-" + group); err != nil {
+			return s, err
+		}
+		s.device = guestDevice
+		s.gateway, err = harness.StartWorker(ctx, p.lab, p.host, group+"-gateway", exe, Role,
+			"-guest", s.in.Path(), "-address", p.addresses[0].String(), "-mtu", strconv.Itoa(mtu))
+		if err == nil {
+			err = s.gateway.Answer(&struct{}{})
+		}
+		if err != nil {
+			return s, err
+		}
+		s.around = s.gateway.Process
+	case side == sidePasta:
+		client = append(pasta(mtu, port), client...)
+	}
+	if s.client, err = harness.StartWorker(ctx, p.lab, s.in, group, client...); err != nil {
+		return s, err
+	}
+	if side != sideNative && s.around == nil {
+		s.around = s.client.Process
+	}
+	return s, nil
+}
+
+// program is the process of a side that is not the gateway.
+func (s *gatewaySide) program() (int, error) {
+	pids, err := s.client.PIDs()
+	if err != nil {
+		return 0, err
+	}
+	for _, pid := range pids {
+		if !s.isGateway(pid) {
+			return pid, nil
+		}
+	}
+	return 0, fmt.Errorf("find the program of %s: there is none", s.name)
+}
+
+// choose has the client's sockets use a congestion control. All sides have the same.
+func (s *gatewaySide) choose(to netip.Addr, cc string) error {
+	pid, err := s.program()
+	if err != nil {
+		return err
+	}
+	inside, err := netns.Open(fmt.Sprintf("/proc/%d/ns/net", pid))
+	if err != nil {
+		return fmt.Errorf("of %s: %w", s.name, err)
+	}
+	defer inside.Close()
+	return netns.Do(inside, func() error {
+		nl, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+		if err != nil {
+			return fmt.Errorf("open route socket of %s: %w", s.name, err)
+		}
+		defer nl.Close()
+		return chooseByRoute(nl, s.device, to, cc)
+	})
+}
+
+// pasta is the command before that of a program. Root's needs are written there: it would
+// become nobody. It forwards no port but one of UDP, and none if that is 0.
+func pasta(mtu int, port uint16) []string {
+	inside := "none"
+	if port != 0 {
+		inside = strconv.Itoa(int(port))
+	}
+	return []string{
+		"pasta", "--config-net", "--no-map-gw", "--runas", "0", "--mtu", strconv.Itoa(mtu), "--mac-addr", "02:00:00:00:00:01",
+		"-t", "none", "-u", inside, "-T", "none", "-U", "none", "--",
+	}
+}
+
+// stop ends the side's processes.
+func (s *gatewaySide) stop() error {
+	var errs []error
+	for _, w := range []*harness.Worker{s.client, s.gateway} {
+		if w != nil && w.Cmd.Process != nil {
+			if err := w.In.Close(); !errors.Is(err, os.ErrClosed) { // when it has ended
+				errs = append(errs, err)
+			}
+			errs = append(errs, w.Stop(time.Second))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// cpu is the time that the gateway's processes have had, with what they did in the
+// kernel; 0 where there is none.
+func (s *gatewaySide) cpu() (sum time.Duration, err error) {
+	if s.around == nil {
+		return 0, nil
+	}
+	pids, err := s.around.PIDs()
+	if err != nil {
+		return 0, err
+	}
+	for _, pid := range pids {
+		if !s.isGateway(pid) {
+			continue
+		}
+		t, err := processTime(pid)
+		if err != nil {
+			return 0, fmt.Errorf("read CPU time of %s: %w", s.name, err)
+		}
+		sum += t
+	}
+	return sum, nil
+}
+
+// processTime is the CPU time of a process, with that of its threads that have ended.
+func processTime(pid int) (time.Duration, error) {
+	// The number of a process's clock (clock_getcpuclockid(3)): CPUCLOCK_SCHED is 2.
+	const sched = 2
+	var t unix.Timespec
+	if err := unix.ClockGettime(^int32(pid)<<3|sched, &t); err != nil {
+		return 0, err
+	}
+	return time.Duration(t.Nano()), nil
+}
+
+// isGateway tells a process of the gateway from that of its program: it is the one that was
+// started, the first one inside, or one of pasta's.
+func (s *gatewaySide) isGateway(pid int) bool {
+	if s.around == nil || pid == s.around.Pid() {
+		return s.around != nil
+	}
+	name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // it may have ended
+	return strings.HasPrefix(string(name), "pas") || isInit(pid)
+}
+
+// isInit tells whether a process is the first of a PID namespace below this one.
+func isInit(pid int) bool {
+	status, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid)) // it may have ended
+	for line := range strings.Lines(string(status)) {
+		if numbers, ok := strings.CutPrefix(line, "NSpid:"); ok {
+			fields := strings.Fields(numbers)
+			return len(fields) > 1 && fields[len(fields)-1] == "1"
+		}
+	}
+	return false
+}
+
+func (s *gatewaySide) counts() (c gatewayCounts, err error) {
+	if s.gateway != nil {
+		err = s.gateway.Ask(struct{}{}, &c)
+	}
+	return c, err
+}

@@ -1,0 +1,401 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"sockeye/bench/harness"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	slots          = 4
+	bmpPort        = 1790
+	ipfixPort      = 4739
+	ownTCP         = 20000 // + slot: the members' ports where they are not the shared ones
+	ownUDP         = 21000
+	furtherDevices = 10_000  // in the device map, besides the routers
+	receiveBuffer  = 4 << 20 // bytes, of every UDP socket that collects
+)
+
+// An arm is one way of getting what routers send into four members.
+type arm interface {
+	name() string
+	title() string
+	// ports is where the member of a slot listens.
+	ports(slot int) (tcp, udp uint16)
+	// start starts all but the members, before these.
+	start(ctx context.Context, f *fleet) error
+	// ready returns when traffic to bmpPort and ipfixPort reaches the members,
+	// which are up.
+	ready(ctx context.Context, f *fleet) error
+}
+
+// plainArm is the kernel's own hash over an SO_REUSEPORT group.
+type plainArm struct{}
+
+func (plainArm) name() string                        { return "plain" }
+func (plainArm) title() string                       { return "plain SO_REUSEPORT" }
+func (plainArm) ports(int) (tcp, udp uint16)         { return bmpPort, ipfixPort }
+func (plainArm) start(context.Context, *fleet) error { return nil }
+func (plainArm) ready(context.Context, *fleet) error { return nil }
+
+// proxyArm is HAProxy for TCP and nfacctd as a replicator for UDP, with a map of
+// all routers for each: nothing else makes the two agree.
+type proxyArm struct {
+	// buffer is plugin_buffer_size. 0 is pmacct's default, and what its
+	// documentation shows; more saves CPU, and keeps datagrams back until a
+	// buffer is full.
+	buffer int
+	procs  []*harness.Process
+}
+
+func (p *proxyArm) name() string {
+	if p.buffer > 0 {
+		return "proxy-buffered"
+	}
+	return "proxy"
+}
+
+func (p *proxyArm) title() string {
+	if p.buffer > 0 {
+		return fmt.Sprintf("the same, %d KB buffers", p.buffer>>10)
+	}
+	return "HAProxy + nfacctd replicator"
+}
+
+func (*proxyArm) ports(slot int) (tcp, udp uint16) {
+	return ownTCP + uint16(slot), ownUDP + uint16(slot)
+}
+
+func (p *proxyArm) start(_ context.Context, f *fleet) error {
+	var byRouter, tags, receivers, backends strings.Builder
+	for i := range f.b.Routers {
+		fmt.Fprintf(&byRouter, "%s slot%d\n", routerAddr(i), i%slots)
+		fmt.Fprintf(&tags, "set_tag=%d ip=%s\n", i%slots+1, routerAddr(i))
+	}
+	// nfacctd needs the router's address to join its two streams; a receiver
+	// that only reads does without.
+	header := ""
+	if f.kind == kindNfacctd {
+		header = " send-proxy-v2"
+	}
+	for i := range slots {
+		tcp, udp := p.ports(i)
+		fmt.Fprintf(&receivers, "id=%d ip=127.0.0.1:%d tag=%d\n", i+1, udp, i+1)
+		fmt.Fprintf(&backends, "backend slot%d\n  server member 127.0.0.1:%d%s\n", i, tcp, header)
+	}
+	for name, text := range map[string]string{
+		"routers.map": byRouter.String(), "tags.map": tags.String(), "receivers.lst": receivers.String(),
+		"haproxy.cfg": fmt.Sprintf(`global
+  maxconn %d
+defaults
+  mode tcp
+  timeout connect 5s
+  timeout client 1h
+  timeout server 1h
+frontend bmp
+  bind :%d
+  use_backend %%[src,map_ip(%s)]
+%s`, f.b.Routers+100, bmpPort, f.path("routers.map"), backends.String()),
+		"tee.conf": fmt.Sprintf(`daemonize: false
+logfile: %[1]s/tee.log
+nfacctd_port: %[2]d
+nfacctd_pipe_size: %[4]d
+pre_tag_map: %[1]s/tags.map
+maps_index: true
+maps_entries: %[3]d
+plugins: tee[a]
+plugin_pipe_size[a]: 67108864
+plugin_buffer_size[a]: %[5]d
+tee_receivers[a]: %[1]s/receivers.lst
+tee_transparent[a]: true
+`, f.dir, ipfixPort, f.b.Routers+slots, receiveBuffer, p.buffer),
+	} {
+		if err := os.WriteFile(f.path(name), []byte(text), 0o600); err != nil {
+			return fmt.Errorf("write configuration of the proxy: %w", err)
+		}
+	}
+	p.procs = nil
+	for _, argv := range [][]string{
+		{"haproxy", "-db", "-f", f.path("haproxy.cfg")},
+		{"nfacctd", "-f", f.path("tee.conf")},
+	} {
+		proc, err := f.b.Start(f.group(balanceGroup), argv[0], argv...)
+		if err != nil {
+			return err
+		}
+		p.procs = append(p.procs, proc)
+	}
+	return nil
+}
+
+func (p *proxyArm) ready(ctx context.Context, _ *fleet) error {
+	return harness.Await(ctx, "the proxy", p.procs, func() bool {
+		return harness.Sockets("tcp", bmpPort) > 0 && harness.Sockets("udp", ipfixPort) > 0
+	})
+}
+
+// sockeyeArm is Sockeye in one of its modes. In lookup the members listen on
+// ports of their own.
+type sockeyeArm struct {
+	binary    string
+	steering  string
+	deviceMap int // further devices in a device map that has all routers; 0: no device map
+	agent     *harness.Process
+}
+
+func (s *sockeyeArm) name() string {
+	if s.deviceMap > 0 {
+		return s.steering + "_device_map"
+	}
+	return s.steering
+}
+
+func (s *sockeyeArm) title() string {
+	if s.deviceMap > 0 {
+		return "Sockeye " + s.steering + ", device map"
+	}
+	return "Sockeye " + s.steering
+}
+
+func (s *sockeyeArm) ports(slot int) (tcp, udp uint16) {
+	if s.steering == "lookup" {
+		return ownTCP + uint16(slot), ownUDP + uint16(slot)
+	}
+	return bmpPort, ipfixPort
+}
+
+func (s *sockeyeArm) start(_ context.Context, f *fleet) error {
+	var more, tcpPorts, udpPorts string
+	if s.steering == "lookup" {
+		tcpPorts = fmt.Sprintf(`, member_ports: "%d-%d"`, ownTCP, ownTCP+slots-1)
+		udpPorts = fmt.Sprintf(`, member_ports: "%d-%d"`, ownUDP, ownUDP+slots-1)
+	}
+	if s.deviceMap > 0 {
+		var csv strings.Builder
+		for i := range f.b.Routers {
+			fmt.Fprintf(&csv, "%s/32,router-%d\n", routerAddr(i), i)
+		}
+		for i := range s.deviceMap {
+			fmt.Fprintf(&csv, "%s/32,other-%d\n", netip.AddrFrom4([4]byte{172, 16 + byte(i>>16), byte(i >> 8), byte(i)}), i)
+		}
+		if err := os.WriteFile(f.path("devices.csv"), []byte(csv.String()), 0o600); err != nil {
+			return fmt.Errorf("write device map: %w", err)
+		}
+		more = "\n    device_map: devices.csv"
+	}
+	policy := fmt.Sprintf(`services:
+  bench:
+    slots: %d
+    listeners:
+      - {protocol: tcp, address: "[::]:%d"%s}
+      - {protocol: udp, address: "[::]:%d"%s}
+    steering: %s%s
+    user: root
+    cgroup: %s
+    members:
+      - {match: {command_line: 'member-(\d+)'}, slot: group}
+`, slots, bmpPort, tcpPorts, ipfixPort, udpPorts, s.steering, more, filepath.Join(filepath.Base(f.b.Cgroup), f.group(membersGroup)))
+	if err := os.WriteFile(f.path("policy.yaml"), []byte(policy), 0o600); err != nil {
+		return fmt.Errorf("write policy: %w", err)
+	}
+	if _, err := f.b.Group(f.group(membersGroup)); err != nil { // the agent attaches to it
+		return err
+	}
+	var err error
+	s.agent, err = f.b.Start(f.group(balanceGroup), "sockeye agent", s.binary, "agent",
+		"--policy", f.path("policy.yaml"), "--state-dir", f.path("state"), "--run-dir", f.path("run"), "--pins", f.pins())
+	return err
+}
+
+func (s *sockeyeArm) ready(ctx context.Context, f *fleet) error {
+	var last []byte
+	err := harness.Await(ctx, "Sockeye's slots", []*harness.Process{s.agent}, func() bool {
+		var status struct {
+			Services []struct {
+				Ready int `json:"ready"`
+			} `json:"services"`
+		}
+		cmd := exec.CommandContext(ctx, s.binary, "status", "-o", "json", "--run-dir", f.path("run"))
+		last, _ = cmd.CombinedOutput()
+		return json.Unmarshal(last, &status) == nil && len(status.Services) == 1 && status.Services[0].Ready == slots
+	})
+	if err != nil {
+		return fmt.Errorf("%w\nsockeye status: %s\n%s", err, last, s.agent.LastWords())
+	}
+	return nil
+}
+
+const (
+	kindPlain   = "plain"   // receivers that only read
+	kindSources = "sources" // the same, counting by router
+	kindNfacctd = "nfacctd" // Debian's
+
+	membersGroup   = "members"
+	balanceGroup   = "balance"
+	generatorGroup = "generator"
+)
+
+// A fleet is an arm with its members, in a network namespace of its own.
+type fleet struct {
+	b       *bench
+	arm     arm
+	kind    string
+	net     harness.Space
+	dir     string
+	members []*harness.Process
+}
+
+func (f *fleet) path(name string) string  { return filepath.Join(f.dir, name) }
+func (f *fleet) group(role string) string { return f.arm.name() + "-" + role }
+func (f *fleet) pins() string             { return f.path("bpf/sockeye") }
+
+// launch starts everything and does not wait for it: nfacctd takes five seconds,
+// which several fleets may take together.
+func (b *bench) launch(ctx context.Context, a arm, kind string) (*fleet, error) {
+	f := &fleet{b: b, arm: a, kind: kind, dir: filepath.Join(b.Dir, a.name())}
+	var err error
+	if f.net, err = harness.NewSpace(); err != nil {
+		return nil, err
+	}
+	if err := os.MkdirAll(f.dir, 0o755); err != nil {
+		return f, fmt.Errorf("make scratch directory: %w", err)
+	}
+	if err := a.start(ctx, f); err != nil {
+		return f, err
+	}
+	for slot := range slots {
+		tcp, udp := a.ports(slot)
+		name := fmt.Sprintf("member-%d", slot)
+		argv := []string{
+			"/proc/self/exe", "receiver", "-name=" + name, fmt.Sprintf("-tcp=%d", tcp), fmt.Sprintf("-udp=%d", udp),
+			fmt.Sprintf("-sources=%t", kind == kindSources),
+		}
+		if kind == kindNfacctd {
+			if err := f.configure(slot); err != nil {
+				return f, err
+			}
+			argv = []string{"nfacctd", "-f", f.path(name + ".conf")}
+		}
+		p, err := b.Start(f.group(membersGroup), name, argv...)
+		if err != nil {
+			return f, err
+		}
+		f.members = append(f.members, p)
+	}
+	return f, nil
+}
+
+// ready waits for the members' sockets and for the arm.
+func (f *fleet) ready(ctx context.Context) error {
+	if err := f.net.Enter(); err != nil {
+		return err
+	}
+	waiting := map[string]map[uint16]int{"tcp": {}, "udp": {}}
+	for slot := range slots {
+		tcp, udp := f.arm.ports(slot)
+		waiting["tcp"][tcp]++
+		waiting["udp"][udp]++
+	}
+	if err := harness.Await(ctx, "the members' sockets", f.members, func() bool {
+		for protocol, ports := range waiting {
+			for port, n := range ports {
+				if harness.Sockets(protocol, port) < n {
+					return false
+				}
+			}
+		}
+		return true
+	}); err != nil {
+		return err
+	}
+	return f.arm.ready(ctx, f)
+}
+
+// configure writes the configuration of a collector that does what operators use
+// nfacctd for, joining flows with the routes of BMP, but writes only at its end.
+func (f *fleet) configure(slot int) error {
+	tcp, udp := f.arm.ports(slot)
+	_, proxied := f.arm.(*proxyArm)
+	text := fmt.Sprintf(`daemonize: false
+core_proc_name: member-%[2]d
+logfile: %[1]s/member-%[2]d.log
+nfacctd_port: %[4]d
+nfacctd_pipe_size: %[6]d
+nfacctd_as: bmp
+nfacctd_net: bmp
+bmp_daemon: true
+bmp_daemon_port: %[3]d
+bmp_daemon_max_peers: %[5]d
+bmp_daemon_parse_proxy_header: %[7]t
+aggregate: peer_src_ip, dst_net, dst_mask, dst_as, std_comm, as_path
+plugins: print
+plugin_pipe_size: 67108864
+plugin_buffer_size: 65536
+print_output: json
+print_output_file: %[1]s/records-%[2]d.json
+print_refresh_time: 86400
+`, f.dir, slot, tcp, udp, f.b.Routers+1, receiveBuffer, proxied)
+	if err := os.WriteFile(f.path(fmt.Sprintf("member-%d.conf", slot)), []byte(text), 0o600); err != nil {
+		return fmt.Errorf("write configuration of nfacctd: %w", err)
+	}
+	return nil
+}
+
+// finish ends an nfacctd fleet in peace and reads what its members then write:
+// flow records, counted by packets, of which each record has one.
+func (f *fleet) finish(ctx context.Context) (records, withRoutes uint64, err error) {
+	for _, p := range f.members {
+		p.Signal(harness.Interrupt)
+	}
+	for _, p := range f.members {
+		p.Stop(harness.Interrupt)
+	}
+	for end := time.Now().Add(harness.KillTimeout); !f.b.Empty(f.group(membersGroup)) && time.Now().Before(end); { // its writers outlive it
+		if err := harness.Pause(ctx, 20*time.Millisecond); err != nil {
+			return 0, 0, err
+		}
+	}
+	for slot := range slots {
+		file, err := os.Open(f.path(fmt.Sprintf("records-%d.json", slot)))
+		if os.IsNotExist(err) {
+			continue // it had none
+		}
+		if err != nil {
+			return 0, 0, fmt.Errorf("read nfacctd's records: %w", err)
+		}
+		for dec := json.NewDecoder(file); dec.More(); {
+			var r struct {
+				Packets uint64 `json:"packets"`
+				Comms   string `json:"comms"`
+			}
+			if err := dec.Decode(&r); err != nil {
+				file.Close()
+				return 0, 0, fmt.Errorf("read nfacctd's records: %w", err)
+			}
+			records += r.Packets
+			if r.Comms != "" {
+				withRoutes += r.Packets
+			}
+		}
+		file.Close()
+	}
+	return records, withRoutes, nil
+}
+
+func (f *fleet) close() {
+	f.b.KillGroups(f.group(membersGroup), f.group(balanceGroup), f.group(generatorGroup))
+	_ = unix.Unmount(filepath.Dir(f.pins()), unix.MNT_DETACH) // the agent's bpffs, if there is one
+	f.net.Close()
+}

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"fmt"
+	"math"
+	"time"
+
+	"sockeye/bench/harness"
+
+	"sockeye/lab/plot"
+)
+
+type armTitle struct{ name, title string }
+
+type report struct {
+	Options options `json:"options"`
+	harness.Run
+
+	arms                            []armTitle
+	placement, rate, plain, nfacctd *part
+	programs                        map[string]programTime
+}
+
+// by gives a figure of an arm, round by round.
+func (p *part) by(arm string, figure func(m, plain *measurement) float64) (out []float64) {
+	for i := range p.runs {
+		m := &p.runs[i]
+		if m.Arm != arm {
+			continue
+		}
+		for j := range p.runs {
+			if plain := &p.runs[j]; plain.Arm == "plain" && plain.Round == m.Round {
+				out = append(out, figure(m, plain))
+			}
+		}
+	}
+	return out
+}
+
+// ratio is of two arms within each round.
+func (p *part) ratio(arm, to string, figure func(m, plain *measurement) float64) harness.Spread {
+	a, b := p.by(arm, figure), p.by(to, figure)
+	var out []float64
+	for i := range min(len(a), len(b)) {
+		out = append(out, a[i]/b[i])
+	}
+	return harness.SpreadOf(out)
+}
+
+func receivedRate(m, _ *measurement) float64 { return float64(m.Datagrams) / m.Sent.Elapsed.Seconds() }
+
+func membersCPU(m, _ *measurement) float64 { return m.Members.Seconds() / m.million() }
+
+// balancingCPU is that of processes between routers and members, and what the
+// kernel does more, or less, to deliver a packet than in the plain arm. On
+// loopback it does that on the sender's back, BPF programs included: so it is
+// the difference between what the same sending took in the two arms.
+func balancingCPU(m, plain *measurement) float64 {
+	return m.Balance.Seconds()/m.million() + deliveryCPU(m, plain)
+}
+
+func deliveryCPU(m, plain *measurement) float64 {
+	return perSent(m) - perSent(plain)
+}
+
+func perSent(m *measurement) float64 {
+	return m.Generator.Seconds() / (float64(m.Sent.Records+m.Sent.Updates) / 1e6)
+}
+
+func collectorsCPU(m, plain *measurement) float64 {
+	return membersCPU(m, plain) + balancingCPU(m, plain)
+}
+
+// Print implements harness.Report.
+func (r *report) Print(p harness.Printf) {
+	p("\n%d routers, four members, %d rounds of all arms in turn; medians [min .. max], ratios within each round.\n", r.Options.Routers, r.Options.Rounds)
+	p("Linux %s, %d CPUs for routers, balancing and members together.\n", r.Kernel, r.CPUs)
+
+	p("\nDatagrams per second into four sockets, one flow record each, as fast as one sender goes\n")
+	p("\treceived\tof plain\tof the sent lost\trouters with both streams in one member\n")
+	for _, a := range r.arms {
+		if len(r.rate.by(a.name, receivedRate)) == 0 {
+			continue
+		}
+		p("%s\t%s\t%s\t%.2f %%\t%.0f %%\n", a.title, harness.SpreadOf(r.rate.by(a.name, receivedRate)).Format("%.0f"),
+			r.rate.ratio(a.name, "plain", receivedRate).Format("%.3f"), 100*r.rate.lost[a.name], 100*r.placement.together[a.name])
+	}
+	for _, c := range []struct {
+		title string
+		part  *part
+		rates rates
+	}{
+		{"four nfacctd", r.nfacctd, r.Options.Nfacctd},
+		{"four receivers that only read", r.plain, r.Options.Plain},
+	} {
+		p("\nCPU seconds per million records, %s: %.0f datagrams of %d flow records and %.0f BMP route updates a second\n", c.title, c.rates.Datagrams, r.Options.Records, c.rates.Updates)
+		p("\tmembers\tbalancing\ttogether\tof plain\tof the proxy\tlost")
+		if c.part == r.nfacctd {
+			p("\tflow records with BMP's routes")
+		}
+		p("\n")
+		for _, a := range r.arms {
+			p("%s\t%.3f\t%.3f\t%s\t%s\t%s\t%.2f %%", a.title,
+				harness.SpreadOf(c.part.by(a.name, membersCPU)).Median, harness.SpreadOf(c.part.by(a.name, balancingCPU)).Median,
+				harness.SpreadOf(c.part.by(a.name, collectorsCPU)).Format("%.3f"),
+				c.part.ratio(a.name, "plain", collectorsCPU).Format("%.2f"), c.part.ratio(a.name, "proxy", collectorsCPU).Format("%.2f"), 100*c.part.lost[a.name])
+			if c.part == r.nfacctd {
+				p("\t%.0f %%", 100*c.part.routed[a.name])
+			}
+			p("\n")
+		}
+	}
+	p("\nBalancing is the CPU of the processes between routers and members, and what delivery took the kernel beyond the plain arm\n")
+	p("(on the sender's back, where BPF programs run too; it can be less). CPU is by cgroup, softirq on a process's back included.\n")
+	if len(r.programs) > 0 {
+		p("\nNanoseconds a run of the BPF program, by the kernel's statistics, whose own cost the empty program shows\n")
+		p("\tdatagram\tSYN\n")
+		for _, a := range []arm{emptyArm{}, &sockeyeArm{steering: "reuseport"}, &sockeyeArm{steering: "lookup"}, &sockeyeArm{steering: "reuseport", deviceMap: furtherDevices}} {
+			if t, ok := r.programs[a.name()]; ok {
+				p("%s\t%.0f\t%.0f\n", a.title(), t.Datagram, t.SYN)
+			}
+		}
+	}
+	p("\nTook %s. Of the CPU time meanwhile, %.0f %% went to others than the measured: more than a few make the figures uncertain.\n", r.Took, 100*r.others())
+}
+
+// others is the share of the machine's work, while measuring, that was not the
+// measured processes'.
+func (r *report) others() float64 {
+	var all, ours time.Duration
+	for _, p := range []*part{r.rate, r.plain, r.nfacctd} {
+		for _, m := range p.runs {
+			all += m.Machine
+			ours += m.Members + m.Balance + m.Generator
+		}
+	}
+	return max(0, 1-ours.Seconds()/all.Seconds())
+}
+
+// Figures implements harness.Report.
+func (r *report) Figures() any {
+	figures := func(p *part) map[string]any {
+		out := map[string]any{}
+		for _, a := range r.arms {
+			if len(p.by(a.name, receivedRate)) == 0 {
+				continue
+			}
+			m := map[string]any{"lost": harness.Number(p.lost[a.name])}
+			add := func(key string, s harness.Spread) {
+				if !math.IsNaN(s.Median) {
+					m[key] = s
+				}
+			}
+			if p == r.rate {
+				add("received_per_second", harness.SpreadOf(p.by(a.name, receivedRate)))
+				add("received_of_plain", p.ratio(a.name, "plain", receivedRate))
+			} else {
+				for key, f := range map[string]func(m, plain *measurement) float64{
+					"members": membersCPU, "balancing": balancingCPU, "delivery": deliveryCPU, "together": collectorsCPU,
+				} {
+					add(key+"_cpu_s_per_million", harness.SpreadOf(p.by(a.name, f)))
+				}
+				add("of_plain", p.ratio(a.name, "plain", collectorsCPU))
+				add("of_proxy", p.ratio(a.name, "proxy", collectorsCPU))
+				add("of_proxy_buffered", p.ratio(a.name, "proxy-buffered", collectorsCPU))
+			}
+			if p == r.nfacctd {
+				m["share_with_routes"] = harness.Number(p.routed[a.name])
+			}
+			out[a.name] = m
+		}
+		return map[string]any{"arms": out, "runs": p.runs}
+	}
+	ns := map[string]*float64{}
+	for _, name := range []string{"reuseport", "lookup", "reuseport_device_map"} {
+		ns[name] = nil
+		if t, ok := r.programs[name]; ok {
+			ns[name] = harness.Number(math.Round(t.Datagram*10) / 10)
+		}
+	}
+	against := func(to string) map[string]*float64 {
+		return map[string]*float64{
+			"nfacctd": harness.Number(r.nfacctd.ratio("reuseport", to, collectorsCPU).Median),
+			"plain":   harness.Number(r.plain.ratio("reuseport", to, collectorsCPU).Median),
+		}
+	}
+	return map[string]any{
+		"ns_per_datagram": ns,
+		"rate_vs_plain": map[string]*float64{
+			"reuseport": harness.Number(r.rate.ratio("reuseport", "plain", receivedRate).Median),
+			"lookup":    harness.Number(r.rate.ratio("lookup", "plain", receivedRate).Median),
+		},
+		"cpu_vs_proxy": against("proxy"),
+		"cpu_vs_plain": against("plain"),
+		"detail": map[string]any{
+			"run": r, "share_of_cpu_of_others": harness.Number(r.others()), "programs_ns": r.programs, "both_streams_in_one_member": r.placement.together,
+			"rate": figures(r.rate), "cpu_nfacctd": figures(r.nfacctd), "cpu_plain": figures(r.plain),
+		},
+	}
+}
+
+// svg draws the CPU comparison: a panel for each kind of members, a bar for each
+// arm.
+func (r *report) chart() plot.Chart {
+	chart := plot.Chart{
+		Title:  "CPU seconds per million records",
+		Legend: []string{"members", "balancing: processes, and delivery by the kernel"},
+	}
+	for _, panel := range []struct {
+		title string
+		part  *part
+	}{{"four nfacctd", r.nfacctd}, {"four receivers that only read", r.plain}} {
+		p := plot.Panel{Title: panel.title}
+		for _, a := range r.arms {
+			total := harness.SpreadOf(panel.part.by(a.name, collectorsCPU)).Median
+			members := min(total, harness.SpreadOf(panel.part.by(a.name, membersCPU)).Median)
+			note := fmt.Sprintf("%.3f", total)
+			if of := panel.part.ratio(a.name, "proxy", collectorsCPU).Median; !math.IsNaN(of) && a.name != "proxy" {
+				note += fmt.Sprintf(" (%.2f of the proxy)", of)
+			}
+			p.Bars = append(p.Bars, plot.Bar{Label: a.title, Note: note, Parts: []float64{members, total - members}})
+		}
+		chart.Panels = append(chart.Panels, p)
+	}
+	return chart
+}
+
+// Charts implements harness.Report.
+func (r *report) Charts() map[string]plot.Chart { return map[string]plot.Chart{"": r.chart()} }

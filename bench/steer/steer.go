@@ -1,0 +1,378 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package steer is the benchmark of steering: Sockeye against plain SO_REUSEPORT, and against HAProxy with a replicator.
+package steer
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"strings"
+	"time"
+
+	"sockeye/bench/harness"
+)
+
+const command = "steer"
+
+// Benchmark is the command bench steer.
+var Benchmark = harness.Benchmark{
+	Name: command, Run: inside, Sandboxed: true,
+	Workers: map[string]func([]string) error{"receiver": receiver, "generator": generator},
+}
+
+type options struct {
+	Quick   bool    `json:"quick"`
+	Rounds  int     `json:"rounds"`
+	Seconds float64 `json:"seconds_per_run"`
+	Routers int     `json:"routers"`
+	Records int     `json:"records_per_datagram"`
+	Nfacctd rates   `json:"nfacctd"`
+	Plain   rates   `json:"plain"`
+	Without string  `json:"without"`
+	Binary  string  `json:"-"`
+}
+
+// rates are over all routers.
+type rates struct {
+	Datagrams float64 `json:"datagrams_per_second"`
+	Updates   float64 `json:"updates_per_second"`
+}
+
+type bench struct {
+	*harness.Sandbox
+	options
+}
+
+// A measurement is one run of one arm.
+type measurement struct {
+	Arm         string `json:"arm"`
+	Round       int    `json:"round"`
+	Sent        sent   `json:"sent"`
+	Datagrams   uint64 `json:"datagrams"` // received; with nfacctd, sent and not dropped
+	FlowRecords uint64 `json:"flow_records"`
+	StreamBytes uint64 `json:"stream_bytes,omitempty"`
+	Dropped     uint64 `json:"dropped"` // datagrams that found a socket full
+
+	// By cgroup, see sandbox.cpu.
+	Members   time.Duration `json:"members_cpu_ns"`
+	Balance   time.Duration `json:"balance_cpu_ns"`
+	Generator time.Duration `json:"generator_cpu_ns"`
+	// Machine is by /proc/stat, all but idle: others' work is in it.
+	Machine time.Duration `json:"machine_cpu_ns"`
+
+	sources []received
+}
+
+// million is how many million records, flow records and route updates, the
+// members have got.
+func (m *measurement) million() float64 { return float64(m.FlowRecords+m.Sent.Updates) / 1e6 }
+
+func (f *fleet) measure(ctx context.Context, l load) (m measurement, err error) {
+	m.Arm = f.arm.name()
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("%s with members %s: %w", f.arm.name(), f.kind, err)
+		}
+	}()
+	if err := f.net.Enter(); err != nil {
+		return m, err
+	}
+	before, err := f.counters()
+	if err != nil {
+		return m, err
+	}
+	gen, err := f.b.Start(f.group(generatorGroup), "generator", "/proc/self/exe", "generator")
+	if err != nil {
+		return m, err
+	}
+	spec, err := json.Marshal(l)
+	if err != nil {
+		return m, err
+	}
+	if err := gen.Ask(string(spec), &struct{}{}); err != nil {
+		return m, err
+	}
+	busy := []string{f.group(membersGroup), f.group(balanceGroup)}
+	if err := f.b.Quiesce(ctx, busy...); err != nil {
+		return m, err
+	}
+
+	machine, dropped := harness.MachineCPU(), harness.Drops()
+	used := []struct {
+		role string
+		cpu  *time.Duration
+	}{{membersGroup, &m.Members}, {balanceGroup, &m.Balance}, {generatorGroup, &m.Generator}}
+	for _, u := range used {
+		*u.cpu = -f.b.CPU(f.group(u.role))
+	}
+	if err := gen.Ask("go", &m.Sent); err != nil {
+		return m, err
+	}
+	if err := f.b.Quiesce(ctx, busy...); err != nil {
+		return m, err
+	}
+	for _, u := range used {
+		*u.cpu += f.b.CPU(f.group(u.role))
+	}
+	m.Machine, m.Dropped = harness.MachineCPU()-machine, harness.Drops()-dropped
+
+	after, err := f.counters()
+	if err != nil {
+		return m, err
+	}
+	m.Datagrams = m.Sent.Datagrams - m.Dropped
+	if f.kind != kindNfacctd {
+		m.Datagrams = 0
+		for i := range after {
+			m.Datagrams += after[i].Datagrams - before[i].Datagrams
+			m.StreamBytes += after[i].StreamBytes - before[i].StreamBytes
+		}
+		if m.StreamBytes != m.Sent.Bytes {
+			return m, fmt.Errorf("the members have got %d bytes of BMP, of %d", m.StreamBytes, m.Sent.Bytes)
+		}
+	}
+	m.FlowRecords = m.Datagrams * uint64(l.Records)
+	m.sources = after
+	gen.In.Close()
+	<-gen.Done
+	return m, nil
+}
+
+// counters are those of receivers; nfacctd tells nothing before its end.
+func (f *fleet) counters() (all []received, err error) {
+	if f.kind == kindNfacctd {
+		return nil, nil
+	}
+	for _, p := range f.members {
+		var r received
+		if err := p.Ask("?", &r); err != nil {
+			return nil, err
+		}
+		all = append(all, r)
+	}
+	return all, nil
+}
+
+// together is the share of the routers whose session and whose datagrams are in
+// one member. It fails if a router's stream is missing or in two members.
+func together(members []received, routers int) (float64, error) {
+	n := 0
+	for i := range routers {
+		at := map[string]int{}
+		for slot, r := range members {
+			for protocol, seen := range map[string]map[string]uint64{"tcp": r.TCP, "udp": r.UDP} {
+				if seen[routerAddr(i).String()] == 0 {
+					continue
+				}
+				if other, ok := at[protocol]; ok {
+					return 0, fmt.Errorf("%s of router %s is in slots %d and %d", protocol, routerAddr(i), other, slot)
+				}
+				at[protocol] = slot
+			}
+		}
+		if len(at) != 2 {
+			return 0, fmt.Errorf("of router %s only this arrived, in slot: %v", routerAddr(i), at)
+		}
+		if at["tcp"] == at["udp"] {
+			n++
+		}
+	}
+	return float64(n) / float64(routers), nil
+}
+
+func collector(port uint16) string {
+	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), port).String()
+}
+
+// A part is one comparison: the same load for all arms in turn, again and again.
+type part struct {
+	runs []measurement
+	// Over all rounds, by arm.
+	together map[string]float64 // routers with both streams in one member
+	records  map[string]uint64  // flow records that nfacctd wrote
+	routed   map[string]float64 // share of them with BMP's communities
+	lost     map[string]float64 // share of the flow records that no member got
+}
+
+func (b *bench) compare(ctx context.Context, title string, arms []arm, kind string, rounds int, l load) (_ *part, err error) {
+	p := &part{together: map[string]float64{}, records: map[string]uint64{}, routed: map[string]float64{}, lost: map[string]float64{}}
+	var fleets []*fleet
+	defer func() {
+		for _, f := range fleets {
+			f.close()
+		}
+	}()
+	fmt.Fprintf(os.Stderr, "%s: ", title)
+	defer fmt.Fprintln(os.Stderr)
+	for _, a := range arms {
+		f, err := b.launch(ctx, a, kind)
+		if f != nil {
+			fleets = append(fleets, f)
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	for _, f := range fleets {
+		if err := f.ready(ctx); err != nil {
+			return nil, fmt.Errorf("start %s: %w", f.arm.name(), err)
+		}
+	}
+	sent, got := map[string]uint64{}, map[string]uint64{}
+	for round := range rounds {
+		for _, f := range fleets {
+			m, err := f.measure(ctx, l)
+			if err != nil {
+				return nil, err
+			}
+			m.Round = round
+			sent[m.Arm] += m.Sent.Records
+			got[m.Arm] += m.FlowRecords
+			if kind == kindSources {
+				if p.together[m.Arm], err = together(m.sources, l.Routers); err != nil {
+					return nil, fmt.Errorf("%s: %w", m.Arm, err)
+				}
+			}
+			p.runs = append(p.runs, m)
+			fmt.Fprint(os.Stderr, ".")
+		}
+	}
+	for _, f := range fleets {
+		name := f.arm.name()
+		if kind == kindNfacctd {
+			for _, m := range f.members { // all fleets at once: each takes two seconds
+				m.Signal(harness.Interrupt)
+			}
+		}
+		p.lost[name] = 1 - float64(got[name])/float64(max(1, sent[name]))
+	}
+	if kind == kindNfacctd {
+		for _, f := range fleets {
+			name := f.arm.name()
+			records, routed, err := f.finish(ctx)
+			if err != nil {
+				return nil, err
+			}
+			p.records[name], p.routed[name] = records, float64(routed)/float64(max(1, records))
+			p.lost[name] = 1 - float64(records)/float64(max(1, sent[name]))
+		}
+	}
+	return p, nil
+}
+
+func inside(args []string) error {
+	o := options{Nfacctd: rates{4000, 4000}, Plain: rates{30000, 30000}}
+	fs := flag.NewFlagSet(command, flag.ContinueOnError)
+	fs.BoolVar(&o.Quick, "quick", false, "one minute instead of six: fewer and shorter rounds, less certain figures")
+	fs.IntVar(&o.Rounds, "rounds", 0, "rounds of all arms (default 5, quick 2)")
+	fs.Float64Var(&o.Seconds, "seconds", 0, "of sending in a run (default 2, quick 0.5)")
+	fs.IntVar(&o.Routers, "routers", 64, "routers, 1 to 4096")
+	fs.IntVar(&o.Records, "records", 24, "flow records in a datagram, 1 to 25")
+	fs.Float64Var(&o.Nfacctd.Datagrams, "nfacctd-datagrams", o.Nfacctd.Datagrams, "datagrams per second to nfacctd, over all routers")
+	fs.Float64Var(&o.Nfacctd.Updates, "nfacctd-updates", o.Nfacctd.Updates, "BMP route updates per second to nfacctd")
+	fs.Float64Var(&o.Plain.Datagrams, "plain-datagrams", o.Plain.Datagrams, "datagrams per second to receivers that only read")
+	fs.Float64Var(&o.Plain.Updates, "plain-updates", o.Plain.Updates, "BMP route updates per second to receivers that only read")
+	fs.StringVar(&o.Without, "without", "", "arms to leave out, by comma: reuseport, lookup, reuseport_device_map, proxy, proxy-buffered")
+	fs.StringVar(&o.Binary, "sockeye", "", "the binary to measure (default: build ./cmd/sockeye)")
+	if ok, err := harness.ParseFlags(fs, args); !ok {
+		return err
+	}
+	if o.Routers < 1 || o.Routers > 4096 || o.Records < 1 || o.Records > 25 {
+		return harness.Misused(fs)
+	}
+	defaults := [2]options{{Rounds: 5, Seconds: 2}, {Rounds: 2, Seconds: 0.5, Without: "proxy-buffered"}}
+	d := defaults[0]
+	if o.Quick {
+		d = defaults[1]
+		o.Without += "," + d.Without
+	}
+	if o.Rounds == 0 {
+		o.Rounds = d.Rounds
+	}
+	if o.Seconds == 0 {
+		o.Seconds = d.Seconds
+	}
+	runtime.LockOSThread() // children die with the thread that started them
+	return harness.InSandbox(func(ctx context.Context, s *harness.Sandbox) error {
+		b := &bench{Sandbox: s, options: o}
+		return b.steer(ctx)
+	})
+}
+
+func (b *bench) arms(names ...string) (arms []arm) {
+	for _, name := range names {
+		if slices.Contains(strings.Split(b.Without, ","), name) {
+			continue
+		}
+		switch name {
+		case "plain":
+			arms = append(arms, plainArm{})
+		case "proxy":
+			arms = append(arms, &proxyArm{})
+		case "proxy-buffered":
+			arms = append(arms, &proxyArm{buffer: 64 << 10})
+		case "reuseport_device_map":
+			arms = append(arms, &sockeyeArm{binary: b.Binary, steering: "reuseport", deviceMap: furtherDevices})
+		default:
+			arms = append(arms, &sockeyeArm{binary: b.Binary, steering: name})
+		}
+	}
+	return arms
+}
+
+func (b *bench) steer(ctx context.Context) error {
+	if b.Binary == "" && len(b.arms("reuseport", "lookup", "reuseport_device_map")) > 0 {
+		var err error
+		if b.Binary, err = harness.BuildSockeye(ctx, b.Dir); err != nil {
+			return err
+		}
+	}
+	for _, program := range []string{"haproxy", "nfacctd"} {
+		if _, err := exec.LookPath(program); err != nil {
+			return fmt.Errorf("find %s: %w (Debian's packages: haproxy, pmacct)", program, err)
+		}
+	}
+	r := &report{Options: b.options, Run: harness.Begin()}
+	window := time.Duration(b.Seconds * float64(time.Second))
+	mixed := load{
+		Routers: b.Routers, Records: b.Records, Prefixes: 16, Duration: window,
+		BMP: collector(bmpPort), IPFIX: collector(ipfixPort),
+		Datagrams: b.Plain.Datagrams, Updates: b.Plain.Updates,
+	}
+	all := b.arms("plain", "reuseport", "lookup", "proxy", "proxy-buffered")
+	for _, a := range all {
+		r.arms = append(r.arms, armTitle{a.name(), a.title()})
+	}
+	var err error
+
+	l := mixed
+	l.Datagrams, l.Updates, l.Duration = 10000, 100, 300*time.Millisecond
+	if r.placement, err = b.compare(ctx, "placement", all, kindSources, 1, l); err != nil {
+		return err
+	}
+	l = mixed
+	l.Records, l.BMP, l.Datagrams, l.Updates, l.Duration = 1, "", 0, 0, window/2
+	if r.rate, err = b.compare(ctx, "rate", b.arms("plain", "reuseport", "lookup", "proxy"), kindPlain, 2*b.Rounds, l); err != nil {
+		return err
+	}
+	if r.plain, err = b.compare(ctx, "cpu, receivers that only read", all, kindPlain, b.Rounds, mixed); err != nil {
+		return err
+	}
+	l = mixed
+	l.Datagrams, l.Updates, l.Spacing = b.Nfacctd.Datagrams, b.Nfacctd.Updates, 10*time.Millisecond
+	if r.nfacctd, err = b.compare(ctx, "cpu, nfacctd", all, kindNfacctd, b.Rounds, l); err != nil {
+		return err
+	}
+	if r.programs, err = b.programTimes(ctx, b.arms("reuseport", "lookup", "reuseport_device_map")); err != nil {
+		return err
+	}
+	r.End()
+	return harness.Publish(command, r)
+}

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package steer
+
+import (
+	"encoding/xml"
+	"errors"
+	"io"
+	"math"
+	"strings"
+	"testing"
+	"time"
+
+	"sockeye/bench/harness"
+
+	"sockeye/lab/traffic"
+)
+
+func TestInitiationName(t *testing.T) {
+	m := traffic.AppendInitiation(nil, "description", "127.10.0.9")
+	proxied := append([]byte("\r\n\r\n\x00\r\nQUIT\n\x21\x11\x00\x0c"), make([]byte, 12)...)
+	for name, b := range map[string][]byte{"plain": m, "behind a proxy": append(proxied, m...)} {
+		if got := initiationName(b); got != "127.10.0.9" {
+			t.Errorf("%s: %q", name, got)
+		}
+	}
+	for i := range m {
+		initiationName(m[:i]) // must not panic
+	}
+}
+
+func TestTogether(t *testing.T) {
+	seen := func(routers ...int) map[string]uint64 {
+		m := map[string]uint64{}
+		for _, i := range routers {
+			m[routerAddr(i).String()] = 1
+		}
+		return m
+	}
+	share, err := together([]received{{TCP: seen(0, 1), UDP: seen(0)}, {UDP: seen(1)}}, 2)
+	if err != nil || share != 0.5 {
+		t.Errorf("together = %v, %v; want 0.5", share, err)
+	}
+	for name, members := range map[string][]received{
+		"missing": {{TCP: seen(0)}},
+		"twice":   {{TCP: seen(0), UDP: seen(0)}, {UDP: seen(0)}},
+	} {
+		if _, err := together(members, 1); err == nil {
+			t.Errorf("%s: no error", name)
+		}
+	}
+}
+
+func TestReport(t *testing.T) {
+	run := func(arm string, round int, members, balance, generator float64) measurement {
+		s := func(v float64) time.Duration { return time.Duration(v * float64(time.Second)) }
+		return measurement{
+			Arm: arm, Round: round, Sent: sent{Records: 900_000, Updates: 100_000, Elapsed: time.Second},
+			Datagrams: 1000, FlowRecords: 900_000, Members: s(members), Balance: s(balance), Generator: s(generator),
+		}
+	}
+	p := &part{runs: []measurement{
+		run("plain", 0, 2, 0, 1), run("proxy", 0, 2, 1, 2), // the proxy: 2 + 1 + 1 more to deliver
+		run("plain", 1, 1, 0, 1), run("proxy", 1, 1, 1, 1),
+	}}
+	if got, want := p.ratio("proxy", "plain", collectorsCPU), (harness.Spread{Median: 2, Min: 2, Max: 2}); got != want {
+		t.Errorf("proxy of plain: %+v, want %+v", got, want)
+	}
+	if got, want := harness.SpreadOf(p.by("proxy", balancingCPU)), (harness.Spread{Median: 1.5, Min: 1, Max: 2}); got != want {
+		t.Errorf("balancing: %+v, want %+v", got, want)
+	}
+	if got := harness.SpreadOf(p.by("reuseport", collectorsCPU)).Median; !math.IsNaN(got) {
+		t.Errorf("an arm that did not run: %v", got)
+	}
+	r := &report{arms: []armTitle{{"plain", "plain"}, {"proxy", "proxy"}}, placement: p, rate: p, plain: p, nfacctd: p}
+	b, err := harness.JSON(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(string(b), `"reuseport": null`) {
+		t.Error("what was not measured is not null in the JSON")
+	}
+	for d := xml.NewDecoder(strings.NewReader(string(r.chart().SVG()))); ; {
+		if _, err := d.Token(); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			t.Fatalf("svg: %v", err)
+		}
+	}
+}

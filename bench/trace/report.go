@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package trace
+
+import (
+	"fmt"
+	"slices"
+
+	"sockeye/bench/harness"
+
+	"sockeye/lab/plot"
+)
+
+type report struct {
+	Options options `json:"options"`
+	harness.Run
+
+	rounds []traceRound
+	// Of one run of each load before the rounds.
+	programs []program
+	rules    []tracedRule
+}
+
+// A traceMeasure is a figure of a load by which arms are compared.
+type traceMeasure struct {
+	name, load  string
+	title, unit string
+	verb        string
+	aims        bool // those of the arms are of this measure
+	figure      func(sample) float64
+}
+
+func sampleRate(s sample) float64 { return s.Rate }
+func sampleCPU(s sample) float64  { return s.CPU }
+
+// sampleGbit is of messages of 64 KB.
+func sampleGbit(s sample) float64 { return s.Rate * (64 << 10) * 8 / 1e9 }
+
+var measures = []traceMeasure{
+	{name: "throughput", load: loadStream, title: "A stream of 64 KB messages", unit: "Gbit/s", verb: "%.1f", aims: true, figure: sampleGbit},
+	{name: "rr", load: loadRR, title: "Request and response of 1 KB each", unit: "a second", verb: "%.0f", figure: sampleRate},
+	{name: "cpu", load: loadStream, title: "CPU of the stream, both ends", unit: "µs a message", verb: "%.2f", figure: sampleCPU},
+	{name: "rr_cpu", load: loadRR, title: "CPU of request and response, both ends", unit: "µs for both", verb: "%.2f", figure: sampleCPU},
+}
+
+// figures are those of an arm, round by round.
+func (r *report) figures(arm string, m traceMeasure) (v []float64) {
+	for _, round := range r.rounds {
+		if s, ok := round[arm][m.load]; ok {
+			v = append(v, m.figure(s))
+		}
+	}
+	return v
+}
+
+// ratios are of an arm to both arms without a program, round by round; the second
+// of these is compared with the first.
+func (r *report) ratios(arm string, m traceMeasure) (v []float64) {
+	off, again := r.figures(armOff, m), r.figures(armOffAgain, m)
+	for i, f := range r.figures(arm, m) {
+		if arm == armOffAgain {
+			v = append(v, f/off[i])
+		} else {
+			v = append(v, 2*f/(off[i]+again[i]))
+		}
+	}
+	return v
+}
+
+// arms are those that were run.
+func (r *report) arms() []traceArm {
+	return slices.DeleteFunc(slices.Clone(traceArms), func(a traceArm) bool { return !r.Options.includes(a) })
+}
+
+// measures are those of the loads that were run.
+func (r *report) measures() []traceMeasure {
+	return slices.DeleteFunc(slices.Clone(measures), func(m traceMeasure) bool { return len(r.figures(armOff, m)) == 0 })
+}
+
+// Print implements harness.Report.
+func (r *report) Print(p harness.Printf) {
+	p("\nBoth ends on one CPU; %d rounds of all arms in random order, %v of each load on a connection of its own; Linux %s, %d CPUs.\n",
+		len(r.rounds), r.Options.Slice, r.Kernel, r.CPUs)
+	p("Medians; ratios to off within each round, [p25 .. p75], and between what their median lies with a confidence of 95 %%.\n")
+	for _, m := range r.measures() {
+		p("\n%s\n", m.title)
+		p("\t%s\tof off\tmedian lies in\taim\n", m.unit)
+		for _, a := range r.arms() {
+			p("%s\t"+m.verb, a.title, harness.SpreadOf(r.figures(a.name, m)).Median)
+			if a.name == armOff {
+				p("\t\t\t\n")
+				continue
+			}
+			d := harness.DistributionOf(r.ratios(a.name, m))
+			p("\t%v\t%.3f .. %.3f\t", d, d.Low, d.High)
+			if m.aims && a.aim > 0 {
+				p("%.2f: %s", a.aim, d.Verdict(a.aim))
+			}
+			p("\n")
+		}
+	}
+	p("\nOff, again: nothing is attached either; it shows what the machine alone makes of a ratio. On for others: every message of another cgroup\n")
+	p("is traced. SO_TIMESTAMPING: nothing is attached, the application has each message stamped, and reads the stamps.\n")
+	if len(r.programs) > 0 {
+		r.printPrograms(p)
+	}
+	p("\nTook %s. The ends had %.0f %% of their CPU, by the median; less than 95 %% makes throughput uncertain, not CPU.", r.Took, 100*r.share())
+	if len(r.rules) > 0 {
+		p(" The agent took %.2f %% of another.", 100*r.agentShare())
+	}
+	p("\n")
+}
+
+// leastRuns of a program a message are shown: fewer are of connections.
+const leastRuns = 0.005
+
+// printPrograms is of one run of each load.
+func (r *report) printPrograms(p harness.Printf) {
+	p("\nPrograms that ran, with the kernel's BPF statistics on, whose own cost is in the figures\n")
+	p("\tload\tprogram\truns a message\tns each\tns a message\n")
+	for _, a := range r.arms() {
+		if a.state == traceOff {
+			continue
+		}
+		for _, l := range traceLoads {
+			ran := r.ran(a.name, l.name)
+			if len(ran) == 0 {
+				p("%s\t%s\tnone\t\t\t\n", a.title, l.name)
+			}
+			for _, x := range ran {
+				p("%s\t%s\t%s\t%.3f\t%.0f\t%.0f\n", a.title, l.name, x.Program, x.Runs, x.NS, x.Runs*x.NS)
+			}
+		}
+	}
+	p("Of rr a message is a request and its response.\n")
+	p("\nWhat the agent says of these runs\n")
+	p("rule\tmessages chosen\taccounted for\tacknowledged, all stages known\treceived, chosen\n")
+	for _, x := range r.rules {
+		p("%s\t%d\t%d\t%d\t%d\n", x.Rule, x.Sent, x.Accounted, x.Acked, x.Received)
+	}
+}
+
+func (r *report) ran(arm, load string) (ran []program) {
+	for _, x := range r.programs {
+		if x.Arm == arm && x.Load == load && x.Runs >= leastRuns {
+			ran = append(ran, x)
+		}
+	}
+	return ran
+}
+
+// agentShare is the mean of what the agent took of a CPU.
+func (r *report) agentShare() float64 {
+	sum, n := 0.0, 0
+	for _, a := range r.arms() {
+		for _, m := range r.measures() {
+			if a.state == traceOff {
+				continue
+			}
+			for _, round := range r.rounds {
+				sum += round[a.name][m.load].Agent
+				n++
+			}
+		}
+	}
+	return sum / float64(n)
+}
+
+// share is the median of what the ends had of their CPU.
+func (r *report) share() float64 {
+	var v []float64
+	for _, round := range r.rounds {
+		for _, loads := range round {
+			v = append(v, loads[loadStream].Share, loads[loadRR].Share)
+		}
+	}
+	return min(1, harness.SpreadOf(v).Median) // the runtime works a little elsewhere
+}
+
+// tracedRatios are the medians of the arms that are asked for.
+type tracedRatios struct {
+	Others  harness.Figure `json:"others"`
+	Sampled harness.Figure `json:"sampled_100"`
+	Every   harness.Figure `json:"every"`
+	RX      harness.Figure `json:"rx"`
+}
+
+func (r *report) medians(measure string) tracedRatios {
+	m := measures[slices.IndexFunc(measures, func(m traceMeasure) bool { return m.name == measure })]
+	of := func(arm string) harness.Figure { return harness.DistributionOf(r.ratios(arm, m)).Median }
+	return tracedRatios{of(armOthers), of(armSampled), of(armEvery), of(armRX)}
+}
+
+// Figures implements harness.Report.
+func (r *report) Figures() any {
+	ratios := map[string]map[string]harness.Distribution{}
+	medians := map[string]map[string]harness.Figure{}
+	aims := map[string]string{}
+	for _, m := range r.measures() {
+		ratios[m.name], medians[m.name] = map[string]harness.Distribution{}, map[string]harness.Figure{}
+		for _, a := range r.arms() {
+			medians[m.name][a.name] = harness.Figure(harness.SpreadOf(r.figures(a.name, m)).Median)
+			if a.name == armOff {
+				continue
+			}
+			d := harness.DistributionOf(r.ratios(a.name, m))
+			ratios[m.name][a.name] = d
+			if m.name == "throughput" && a.aim > 0 {
+				aims[a.name] = fmt.Sprintf("%.2f: %s", a.aim, d.Verdict(a.aim))
+			}
+		}
+	}
+	return struct {
+		Throughput tracedRatios                               `json:"throughput_ratio"`
+		RR         tracedRatios                               `json:"rr_ratio"`
+		CPU        tracedRatios                               `json:"cpu_ratio"`
+		Aims       map[string]string                          `json:"throughput_aims"`
+		Ratios     map[string]map[string]harness.Distribution `json:"ratios"`
+		Medians    map[string]map[string]harness.Figure       `json:"medians"`
+		Units      map[string]string                          `json:"units"`
+		Programs   []program                                  `json:"programs"`
+		Rules      []tracedRule                               `json:"rules"`
+		Agent      harness.Figure                             `json:"agent_cpu_share"`
+		Share      harness.Figure                             `json:"load_cpu_share"`
+		Run        *report                                    `json:"run"`
+		Rounds     []traceRound                               `json:"rounds"`
+	}{
+		r.medians("throughput"), r.medians("rr"), r.medians("cpu"), aims, ratios, medians, traceUnits(),
+		r.programs, r.rules, harness.Figure(r.agentShare()), harness.Figure(r.share()), r, r.rounds,
+	}
+}
+
+func traceUnits() map[string]string {
+	units := map[string]string{}
+	for _, m := range measures {
+		units[m.name] = m.unit
+	}
+	return units
+}
+
+// svg draws the medians.
+func (r *report) chart() plot.Chart {
+	chart := plot.Chart{Title: "Tracing on, of off: medians of the rounds' ratios"}
+	for _, m := range r.measures() {
+		p := plot.Panel{Title: m.title}
+		for _, a := range r.arms() {
+			if a.name == armOff {
+				continue
+			}
+			d := harness.DistributionOf(r.ratios(a.name, m))
+			p.Bars = append(p.Bars, plot.Bar{Label: a.title, Note: d.String(), Parts: []float64{float64(d.Median)}})
+		}
+		chart.Panels = append(chart.Panels, p)
+	}
+	return chart
+}
+
+// Charts implements harness.Report.
+func (r *report) Charts() map[string]plot.Chart { return map[string]plot.Chart{"": r.chart()} }

@@ -1,0 +1,382 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package trace is the benchmark of tracing: what it costs a load, against the same load without tracing.
+package trace
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"sockeye/bench/harness"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/internal/cgroup"
+	"sockeye/lab"
+)
+
+const command = "trace"
+
+// Benchmark is the command bench trace.
+var Benchmark = harness.Benchmark{
+	Name: command, Run: insideTrace, Sandboxed: true,
+	Workers: map[string]func([]string) error{role: worker},
+}
+
+type options struct {
+	Quick  bool          `json:"quick"`
+	For    time.Duration `json:"for_ns"`    // as long as rounds are begun
+	Slice  time.Duration `json:"slice_ns"`  // measured of an arm and a load in a round
+	Warmup time.Duration `json:"warmup_ns"` // of its connection, before
+	Seed   uint64        `json:"seed"`      // of the order
+	Arms   string        `json:"arms,omitempty"`
+	Binary string        `json:"-"`
+}
+
+// leastRounds are made however long they take.
+const leastRounds = 3
+
+// What is attached while arms run.
+const (
+	traceOff = "off" // no program, and no agent
+	tX       = "tx"  // what is sent is traced
+	rX       = "rx"  // and what is received
+)
+
+const (
+	armOff      = "off"
+	armOffAgain = "off_again"
+	armOthers   = "others"
+	armSampled  = "sampled_100"
+	armEvery    = "every"
+	armRX       = "rx"
+	armOthersRX = "others_rx"
+	armStamping = "so_timestamping"
+
+	tracedGroup  = "traced"  // the cgroup that has rules
+	outsideGroup = "outside" // one that has none
+
+	plainPort   = 5100
+	sampledPort = 5101 // of the load of which one message of a hundred is traced
+)
+
+// A traceArm is the loads in one of the two cgroups, while something is attached.
+type traceArm struct {
+	name, title string
+	state       string
+	traced      bool
+	port        int     // of the server
+	stamped     bool    // by the application itself
+	aim         float64 // least ratio of the throughput; 0: none
+}
+
+var traceArms = []traceArm{
+	{name: armOff, title: "off", state: traceOff, port: plainPort},
+	{name: armOffAgain, title: "off, again", state: traceOff, port: plainPort},
+	{name: armOthers, title: "on for others", state: tX, port: plainPort, aim: 1},
+	{name: armSampled, title: "1/100 messages", state: tX, traced: true, port: sampledPort, aim: 0.99},
+	{name: armEvery, title: "every message", state: tX, traced: true, port: plainPort, aim: 0.97},
+	{name: armRX, title: "1/100, and received", state: rX, traced: true, port: plainPort},
+	{name: armOthersRX, title: "on for others, and received", state: rX, port: plainPort},
+	{name: armStamping, title: "SO_TIMESTAMPING", state: traceOff, port: plainPort, stamped: true},
+}
+
+// visits are what a round attaches, and the arms that run meanwhile. The
+// arms without a program are apart, so that their ratio has in it all that a
+// round changes.
+var visits = [][]string{
+	{armOff},
+	{armOffAgain, armStamping},
+	{armOthers, armSampled, armEvery},
+	{armRX, armOthersRX},
+}
+
+const (
+	loadStream = "stream"
+	loadRR     = "rr"
+)
+
+// A traceLoad is one connection between two namespaces.
+type traceLoad struct {
+	name    string
+	message int // bytes
+	answers bool
+}
+
+var traceLoads = []traceLoad{
+	{name: loadStream, message: 64 << 10},
+	{name: loadRR, message: 1 << 10, answers: true},
+}
+
+// A sample is one slice.
+type sample struct {
+	Rate  float64 `json:"per_second"` // messages, or requests
+	CPU   float64 `json:"cpu_us"`     // for each of them, at both ends together
+	Share float64 `json:"share"`      // of the elapsed time, that CPU
+	Agent float64 `json:"agent"`      // CPU of the agent, of the elapsed time
+}
+
+// A traceRound has a sample of each arm and load.
+type traceRound map[string]map[string]sample
+
+type bench struct {
+	options
+	harness.LabBench
+
+	cpu            int // where loads run, and nothing else of the benchmark
+	client, server *harness.Worker
+	workers        []int // pids of what works for a load, the kernel's thread for softirq included
+
+	state string
+	agent *lab.Process
+}
+
+func insideTrace(args []string) (err error) {
+	var o options
+	fs := flag.NewFlagSet(command, flag.ContinueOnError)
+	fs.BoolVar(&o.Quick, "quick", false, "a minute instead of six, less certain figures")
+	fs.DurationVar(&o.For, "for", 0, "how long rounds are begun (default 5m, quick 40s)")
+	fs.DurationVar(&o.Slice, "slice", 200*time.Millisecond, "measured of an arm and a load in a round")
+	fs.DurationVar(&o.Warmup, "warmup", 40*time.Millisecond, "of its connection, before")
+	fs.Uint64Var(&o.Seed, "seed", uint64(time.Now().UnixNano()), "of the order of what a round does")
+	fs.StringVar(&o.Arms, "arms", "", "arms to run, by comma, off and off_again besides (default: all)")
+	fs.StringVar(&o.Binary, "sockeye", "", "the binary to measure (default: build ./cmd/sockeye)")
+	if ok, err := harness.ParseFlags(fs, args); !ok {
+		return err
+	}
+	unknown := false
+	for arm := range strings.SplitSeq(o.Arms, ",") {
+		unknown = unknown || arm != "" && !slices.ContainsFunc(traceArms, func(a traceArm) bool { return a.name == arm })
+	}
+	if unknown || o.Slice < tracePieces*time.Millisecond || o.Warmup < 0 || o.For < 0 {
+		return harness.Misused(fs)
+	}
+	if o.For == 0 {
+		o.For = 5 * time.Minute
+		if o.Quick {
+			o.For = 40 * time.Second
+		}
+	}
+	t := &bench{options: o, state: traceOff}
+	if err := t.share(); err != nil {
+		return err
+	}
+	return harness.InLab(func(ctx context.Context, l *lab.Lab) error {
+		t.Lab = l
+		return t.run(ctx)
+	})
+}
+
+// share keeps a CPU for the loads: this process and its children, but for those
+// that bind themselves to it, leave it.
+func (t *bench) share() error {
+	var all unix.CPUSet
+	if err := unix.SchedGetaffinity(0, &all); err != nil {
+		return fmt.Errorf("find own CPUs: %w", err)
+	}
+	var cpus []int
+	for cpu := range len(all) * 64 {
+		if all.IsSet(cpu) {
+			cpus = append(cpus, cpu)
+		}
+	}
+	t.cpu = cpus[len(cpus)-1]
+	if len(cpus) == 1 {
+		return nil
+	}
+	all.Clear(t.cpu)
+	threads, err := os.ReadDir("/proc/self/task")
+	if err != nil {
+		return fmt.Errorf("leave CPU %d: %w", t.cpu, err)
+	}
+	for _, thread := range threads {
+		id, _ := strconv.Atoi(thread.Name())
+		if err := unix.SchedSetaffinity(id, &all); err != nil && !errors.Is(err, unix.ESRCH) {
+			return fmt.Errorf("leave CPU %d: %w", t.cpu, err)
+		}
+	}
+	return nil
+}
+
+func (t *bench) run(ctx context.Context) error {
+	r := &report{Options: t.options, Run: harness.Begin()}
+	var err error
+	if t.Binary == "" {
+		if t.Binary, err = harness.BuildSockeye(ctx, t.Lab.Dir()); err != nil {
+			return err
+		}
+	}
+	if err := t.prepare(ctx); err != nil {
+		return err
+	}
+	for _, state := range []string{tX, rX} {
+		if !slices.ContainsFunc(traceArms, func(a traceArm) bool { return a.state == state && t.includes(a) }) {
+			continue
+		}
+		programs, rules, err := t.tracing(ctx, state)
+		if err != nil {
+			return err
+		}
+		r.programs, r.rules = append(r.programs, programs...), append(r.rules, rules...)
+	}
+	random := rand.New(rand.NewPCG(t.Seed, 0))
+	fmt.Fprint(os.Stderr, "rounds: ")
+	for begun := time.Now(); len(r.rounds) < leastRounds || time.Since(begun) < t.For; {
+		round, err := t.round(ctx, random)
+		if err != nil {
+			return err
+		}
+		r.rounds = append(r.rounds, round)
+		fmt.Fprint(os.Stderr, ".")
+	}
+	fmt.Fprintln(os.Stderr)
+	if err := t.attach(ctx, traceOff); err != nil {
+		return err
+	}
+	r.End()
+	return harness.Publish(command, r)
+}
+
+// prepare makes cgroups, namespaces and workers.
+func (t *bench) prepare(ctx context.Context) error {
+	for _, cgroup := range []string{tracedGroup, outsideGroup} {
+		if _, err := t.Group(cgroup); err != nil {
+			return err
+		}
+	}
+	t.Lab.AtClose(func() error {
+		if err := unix.Unmount(t.bpffs(), unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
+			return fmt.Errorf("unmount %s: %w", t.bpffs(), err)
+		}
+		return nil
+	})
+	hosts, err := connectedHosts(t.Lab)
+	if err != nil {
+		return err
+	}
+	if t.client, err = t.Worker(ctx, hosts[0], outsideGroup, role); err != nil {
+		return err
+	}
+	if t.server, err = t.Worker(ctx, hosts[1], outsideGroup, role); err != nil {
+		return err
+	}
+	t.workers = append(softirqThread(t.cpu), t.client.Pid(), t.server.Pid())
+	return nil
+}
+
+// softirqThread finds the thread that takes over when a CPU has more work in
+// softirq than it can do on the back of others.
+func softirqThread(cpu int) []int {
+	names, _ := filepath.Glob("/proc/[0-9]*/comm")
+	for _, name := range names {
+		b, _ := os.ReadFile(name)
+		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(name)))
+		if err == nil && string(b) == fmt.Sprintf("ksoftirqd/%d\n", cpu) {
+			return []int{pid}
+		}
+	}
+	return nil
+}
+
+// round runs all arms with all loads, in random order.
+func (t *bench) round(ctx context.Context, random *rand.Rand) (traceRound, error) {
+	round := traceRound{}
+	for _, v := range random.Perm(len(visits)) {
+		var arms []traceArm
+		for _, a := range traceArms {
+			if slices.Contains(visits[v], a.name) && t.includes(a) {
+				arms = append(arms, a)
+			}
+		}
+		if len(arms) == 0 {
+			continue
+		}
+		if err := t.attach(ctx, arms[0].state); err != nil {
+			return nil, err
+		}
+		for _, i := range random.Perm(len(arms) * len(traceLoads)) {
+			a, l := arms[i%len(arms)], traceLoads[i/len(arms)]
+			s, err := t.slice(ctx, a, l)
+			if err != nil {
+				return nil, fmt.Errorf("%s, %s: %w", l.name, a.name, err)
+			}
+			if round[a.name] == nil {
+				round[a.name] = map[string]sample{}
+			}
+			round[a.name][l.name] = s
+		}
+	}
+	return round, nil
+}
+
+// includes says whether an arm is to run.
+func (o *options) includes(a traceArm) bool {
+	return o.Arms == "" || a.name == armOff || a.name == armOffAgain || slices.Contains(strings.Split(o.Arms, ","), a.name)
+}
+
+// slice runs a load once. Its figures are medians of the pieces.
+func (t *bench) slice(ctx context.Context, a traceArm, l traceLoad) (s sample, err error) {
+	agent, start := t.agentCPU(), time.Now()
+	pieces, err := t.drive(ctx, a, l, t.Warmup)
+	if err != nil {
+		return s, err
+	}
+	s.Agent = (t.agentCPU() - agent).Seconds() / time.Since(start).Seconds()
+	var rates, cpus, shares []float64
+	var messages, stamps int64
+	for _, p := range pieces {
+		elapsed := p.Elapsed.Seconds()
+		rates = append(rates, float64(p.Messages)/elapsed)
+		cpus = append(cpus, p.CPU.Seconds()*1e6/float64(p.Messages))
+		shares = append(shares, p.CPU.Seconds()/elapsed)
+		messages += p.Messages
+		stamps += p.Stamps
+	}
+	if a.stamped && stamps < messages {
+		return s, fmt.Errorf("the application got %d stamps of %d messages", stamps, messages)
+	}
+	s.Rate, s.CPU, s.Share = harness.SpreadOf(rates).Median, harness.SpreadOf(cpus).Median, harness.SpreadOf(shares).Median
+	return s, nil
+}
+
+// drive moves the ends to the cgroup of an arm and runs a load.
+func (t *bench) drive(ctx context.Context, a traceArm, l traceLoad, warmup time.Duration) (pieces []piece, err error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	group := outsideGroup
+	if a.traced {
+		group = tracedGroup
+	}
+	for _, w := range []*harness.Worker{t.client, t.server} {
+		if err := cgroup.Move(filepath.Join(t.Lab.Cgroup(), group), w.Pid()); err != nil {
+			return nil, fmt.Errorf("move an end to cgroup %s: %w", group, err)
+		}
+	}
+	address := netip.AddrPortFrom(traceHost(1), uint16(a.port))
+	task := traceTask{CPU: t.cpu, Listen: address, Message: l.message, Answers: l.answers, Stamped: a.stamped}
+	if err := t.server.Ask(task, &struct{}{}); err != nil {
+		return nil, err
+	}
+	task.Listen, task.Target = netip.AddrPort{}, address
+	task.Warmup, task.Duration, task.PIDs = warmup, t.Slice, t.workers
+	if err := t.client.Ask(task, &pieces); err != nil {
+		return nil, err
+	}
+	for _, p := range pieces {
+		if p.Messages == 0 {
+			return nil, fmt.Errorf("no message got through in %v", p.Elapsed)
+		}
+	}
+	return pieces, t.server.Answer(&struct{}{})
+}

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"sync"
+	"time"
+
+	"sockeye/bench/harness"
+
+	"sockeye/lab"
+)
+
+// A linkNet is a client and a server with a link of their own.
+type linkNet struct {
+	link           *lab.Link
+	client, server *lab.Namespace
+	address        netip.Addr // of the server
+}
+
+func (t *bench) linkNet(name string, subnet byte, o lab.LinkOptions) (*linkNet, error) {
+	server, err := plainHost(t.Lab, name+"-server")
+	if err != nil {
+		return nil, err
+	}
+	return t.linkTo(server, name, subnet, o)
+}
+
+// linkTo gives a server one more client.
+func (t *bench) linkTo(server *lab.Namespace, name string, subnet byte, o lab.LinkOptions) (*linkNet, error) {
+	n := &linkNet{server: server, address: netip.AddrFrom4([4]byte{10, 81, subnet, 1})}
+	var err error
+	if n.client, err = plainHost(t.Lab, name+"-client"); err != nil {
+		return nil, err
+	}
+	o.Name = name
+	n.link, err = t.Lab.Connect(n.client, n.server, o,
+		[]netip.Prefix{netip.PrefixFrom(n.address.Next(), 24)}, []netip.Prefix{netip.PrefixFrom(n.address, 24)})
+	return n, err
+}
+
+// An endpoint is what a client of an arm asks, and a server of the same arm
+// answers.
+type endpoint struct {
+	client *harness.Worker
+	target string
+}
+
+// endpoints starts both sides of an arm, both in its cgroup.
+func (t *bench) endpoints(ctx context.Context, n *linkNet, group string, port uint16) (e endpoint, err error) {
+	if _, err := t.Group(group); err != nil {
+		return e, err
+	}
+	e.target = netip.AddrPortFrom(n.address, port).String()
+	if err := t.server(ctx, n.server, group, e.target); err != nil {
+		return e, err
+	}
+	e.client, err = t.Worker(ctx, n.client, group, clientRole)
+	return e, err
+}
+
+// arms starts both arms of a comparison over a link.
+func (t *bench) arms(ctx context.Context, n *linkNet, part string) (map[string]endpoint, error) {
+	out := map[string]endpoint{}
+	for i, arm := range []string{baseline, tuned} {
+		var err error
+		if out[arm], err = t.endpoints(ctx, n, part+"-"+arm, tunePort+uint16(i)); err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+var (
+	iwRTTs  = []time.Duration{15 * time.Millisecond, 50 * time.Millisecond, 150 * time.Millisecond}
+	iwSizes = []int{10_000, 30_000, 100_000, 300_000, 1_000_000} // bytes
+)
+
+const (
+	iwGroup = "window"
+	iwRate  = 100e6 // bits a second
+)
+
+// An iwPoint is the completion times of transfers of one size at one RTT, in
+// milliseconds, from connect(2) to the last byte.
+type iwPoint struct {
+	RTT      float64        `json:"rtt_ms"`
+	Bytes    int            `json:"bytes"`
+	Baseline harness.Spread `json:"baseline_ms"`
+	Tuned    harness.Spread `json:"tuned_ms"`
+}
+
+// initialWindows measures the links at the same time, and on each one transfer
+// after the other.
+func (t *bench) initialWindows(ctx context.Context) ([]iwPoint, error) {
+	fmt.Fprint(os.Stderr, "initial window: ")
+	defer fmt.Fprintln(os.Stderr)
+	points, errs := make([][]iwPoint, len(iwRTTs)), make([]error, len(iwRTTs))
+	var wg sync.WaitGroup
+	for i, rtt := range iwRTTs {
+		n, err := t.linkNet(fmt.Sprintf("iw%d", rtt.Milliseconds()), byte(i), lab.LinkOptions{Delay: rtt / 2, Rate: iwRate, Limit: 1 << 20})
+		if err != nil {
+			return nil, err
+		}
+		arms, err := t.arms(ctx, n, iwGroup)
+		if err != nil {
+			return nil, err
+		}
+		wg.Go(func() { points[i], errs[i] = t.initialWindow(rtt, arms) })
+	}
+	wg.Wait()
+	var all []iwPoint
+	for i := range iwRTTs {
+		if errs[i] != nil {
+			return nil, fmt.Errorf("initial window at %v: %w", iwRTTs[i], errs[i])
+		}
+		all = append(all, points[i]...)
+	}
+	return all, nil
+}
+
+func (t *bench) initialWindow(rtt time.Duration, arms map[string]endpoint) (points []iwPoint, err error) {
+	for _, size := range iwSizes {
+		took := map[string][]float64{}
+		for range t.Transfers {
+			for _, arm := range []string{baseline, tuned} {
+				var us int64
+				if err := arms[arm].client.Ask(task{Target: arms[arm].target, Fetch: size}, &us); err != nil {
+					return nil, err
+				}
+				took[arm] = append(took[arm], float64(us)/1000)
+			}
+			fmt.Fprint(os.Stderr, ".")
+		}
+		points = append(points, iwPoint{float64(rtt.Milliseconds()), size, harness.SpreadOf(took[baseline]), harness.SpreadOf(took[tuned])})
+	}
+	return points, nil
+}
+
+const handshakeGroup = "handshake"
+
+// handshakeTimes is how long connect(2) takes when a packet of the handshake is
+// lost, in milliseconds.
+type handshakeTimes struct {
+	Baseline harness.Spread `json:"baseline_ms"`
+	Tuned    harness.Spread `json:"tuned_ms"`
+}
+
+type handshakeLosses struct {
+	RTT    float64        `json:"rtt_ms"`
+	SYN    handshakeTimes `json:"syn_lost"`
+	SYNACK handshakeTimes `json:"synack_lost"`
+}
+
+func (t *bench) handshakes(ctx context.Context) (*handshakeLosses, error) {
+	fmt.Fprint(os.Stderr, "handshake: ")
+	defer fmt.Fprintln(os.Stderr)
+	const delay = time.Millisecond
+	n, err := t.linkNet("syn", 10, lab.LinkOptions{Delay: delay})
+	if err != nil {
+		return nil, err
+	}
+	arms, err := t.arms(ctx, n, handshakeGroup)
+	if err != nil {
+		return nil, err
+	}
+	r := &handshakeLosses{RTT: float64(2*delay) / float64(time.Millisecond)}
+	for _, loss := range []struct {
+		to        *handshakeTimes
+		direction lab.Direction
+		flags     byte
+	}{{&r.SYN, lab.AToB, tcpSYN}, {&r.SYNACK, lab.BToA, tcpSYN | tcpACK}} {
+		took := map[string][]float64{}
+		for range t.Rounds {
+			for _, arm := range []string{baseline, tuned} {
+				o := n.link.Options()
+				o.Drop = dropFirst(loss.direction, loss.flags)
+				if err := n.link.Set(o); err != nil {
+					return nil, err
+				}
+				var us []int64
+				if err := arms[arm].client.Ask(task{Target: arms[arm].target, Connect: handshakesAtOnce}, &us); err != nil {
+					return nil, fmt.Errorf("connect, %s: %w", arm, err)
+				}
+				took[arm] = appendMilliseconds(took[arm], us)
+				fmt.Fprint(os.Stderr, ".")
+			}
+		}
+		*loss.to = handshakeTimes{harness.SpreadOf(took[baseline]), harness.SpreadOf(took[tuned])}
+	}
+	// More are late ones of connections before.
+	c := n.link.Counts()
+	if want := uint64(2 * t.Rounds * handshakesAtOnce); c.AToB.Dropped < want || c.BToA.Dropped < want {
+		return nil, fmt.Errorf("the link lost %d SYNs and %d SYN-ACKs, not %d of each", c.AToB.Dropped, c.BToA.Dropped, want)
+	}
+	return r, nil
+}
+
+const (
+	handshakesAtOnce = 10
+	tcpSYN           = 2
+	tcpACK           = 16
+)
+
+// dropFirst loses the first packet of each TCP connection that has these of the
+// flags SYN and ACK. It takes IPv4 packets.
+func dropFirst(direction lab.Direction, flags byte) func(lab.Direction, []byte) bool {
+	seen := map[[12]byte]bool{}
+	return func(d lab.Direction, packet []byte) bool {
+		if d != direction || len(packet) < 20 || packet[0]>>4 != 4 || packet[9] != 6 {
+			return false
+		}
+		tcp := packet[int(packet[0]&15)*4:]
+		if len(tcp) < 20 || tcp[13]&(tcpSYN|tcpACK) != flags {
+			return false
+		}
+		var connection [12]byte
+		copy(connection[:], packet[12:20])
+		copy(connection[8:], tcp[:4])
+		first := !seen[connection]
+		seen[connection] = true
+		return first
+	}
+}

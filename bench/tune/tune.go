@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package tune is the benchmark of tuning: Sockeye's rules against the kernel's defaults, in the lab.
+package tune
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"slices"
+	"strings"
+
+	"sockeye/bench/harness"
+
+	"sockeye/lab"
+)
+
+const (
+	baseline = "baseline"
+	tuned    = "tuned"
+)
+
+const command = "tune"
+
+// Benchmark is the command bench tune.
+var Benchmark = harness.Benchmark{
+	Name: command, Run: insideTune, Sandboxed: true,
+	Workers: map[string]func([]string) error{serverRole: tuneServer, clientRole: tuneClient, costRole: tuneCost},
+}
+
+type options struct {
+	Quick     bool    `json:"quick"`
+	Rounds    int     `json:"rounds"`
+	Seconds   float64 `json:"seconds_per_run"`
+	Rate      int64   `json:"bottleneck_bits_per_second"`
+	Queue     int     `json:"bottleneck_packets"`
+	Buffers   int     `json:"tuned_buffer_bytes"`
+	Clamp     int     `json:"tuned_cwnd_clamp"`
+	Transfers int     `json:"transfers"` // of each size at each RTT, for each arm
+	Batches   int     `json:"cost_batches"`
+	Only      string  `json:"only,omitempty"`
+	Binary    string  `json:"-"`
+}
+
+type bench struct {
+	options
+	harness.LabBench
+}
+
+func insideTune(args []string) (err error) {
+	var o options
+	fs := flag.NewFlagSet(command, flag.ContinueOnError)
+	fs.BoolVar(&o.Quick, "quick", false, "a minute instead of six: fewer and shorter rounds, less certain figures")
+	fs.IntVar(&o.Rounds, "rounds", 0, "rounds of both arms (default 5, quick 1)")
+	fs.Float64Var(&o.Seconds, "seconds", 0, "measured in a run of incast (default 4, quick 2)")
+	fs.Int64Var(&o.Rate, "rate", 300e6, "bits a second of the incast bottleneck")
+	fs.IntVar(&o.Queue, "queue", 300, "full packets that its queue holds")
+	fs.IntVar(&o.Buffers, "buffers", 150_000, "sndbuf and rcvbuf of the tuned incast arm, in bytes")
+	fs.IntVar(&o.Clamp, "clamp", 16, "cwnd_clamp of the tuned incast arm")
+	fs.StringVar(&o.Only, "only", "", "parts to run, by comma: "+strings.Join(parts, ", "))
+	fs.StringVar(&o.Binary, "sockeye", "", "the binary to measure (default: build ./cmd/sockeye)")
+	if ok, err := harness.ParseFlags(fs, args); !ok {
+		return err
+	}
+	for part := range strings.SplitSeq(o.Only, ",") {
+		if o.Only != "" && !slices.Contains(parts, part) {
+			return harness.Misused(fs)
+		}
+	}
+	o.Transfers, o.Batches = 7, 200
+	rounds, seconds := 5, 4.0
+	if o.Quick {
+		o.Transfers, o.Batches = 3, 40
+		rounds, seconds = 1, 2
+	}
+	if o.Rounds == 0 {
+		o.Rounds = rounds
+	}
+	if o.Seconds == 0 {
+		o.Seconds = seconds
+	}
+	return harness.InLab(func(ctx context.Context, l *lab.Lab) error {
+		t := &bench{options: o, LabBench: harness.LabBench{Lab: l}}
+		return t.run(ctx)
+	})
+}
+
+var parts = []string{"incast", "iw", "syn_rto", "learning", "cost"}
+
+// wants says whether a part is to run.
+func (t *bench) wants(part string) bool {
+	return t.Only == "" || slices.Contains(strings.Split(t.Only, ","), part)
+}
+
+func (t *bench) run(ctx context.Context) error {
+	r := &report{Options: t.options, Run: harness.Begin()}
+	var err error
+	if t.Binary == "" {
+		if t.Binary, err = harness.BuildSockeye(ctx, t.Lab.Dir()); err != nil {
+			return err
+		}
+	}
+	if err := t.startAgent(ctx); err != nil {
+		return err
+	}
+	for _, part := range []struct {
+		name string
+		run  func() error
+	}{
+		{"incast", func() (err error) { r.incast, err = t.incast(ctx); return err }},
+		{"iw", func() (err error) { r.iw, err = t.initialWindows(ctx); return err }},
+		{"syn_rto", func() (err error) { r.handshake, err = t.handshakes(ctx); return err }},
+		{"learning", func() (err error) { r.learned, err = t.learning(ctx); return err }},
+		{"cost", func() (err error) { r.cost, err = t.cost(ctx); return err }},
+	} {
+		if !t.wants(part.name) {
+			continue
+		}
+		if err := part.run(); err != nil {
+			return fmt.Errorf("%s: %w", part.name, err)
+		}
+	}
+	if r.rules, err = t.rules(ctx); err != nil {
+		return err
+	}
+	r.End()
+	return harness.Publish(command, r)
+}

@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"sockeye/lab"
+)
+
+// Clients and servers are processes of their own, so that a cgroup holds one side
+// of an arm. A client reads tasks from stdin, one JSON a line, and answers each
+// with a line; both end with stdin.
+
+const (
+	serverRole = "tune-server"
+	clientRole = "tune-client"
+	tunePort   = 1790
+
+	rpcGrace = 30 * time.Second // for RPCs that are under way when a load ends
+)
+
+// server starts a server and returns when it listens.
+func (t *bench) server(ctx context.Context, n *lab.Namespace, group, address string) error {
+	w, err := t.Worker(ctx, n, group, serverRole, "-listen", address)
+	if err != nil {
+		return err
+	}
+	return w.Answer(&struct{}{})
+}
+
+// A header opens a connection: what the server does with it.
+type header struct {
+	Request  uint32 // bytes to be answered by one byte, again and again; 0: none is ever answered
+	Response uint32 // bytes to send before it closes; 0: it reads instead
+}
+
+func tuneServer(args []string) error {
+	fs := flag.NewFlagSet(serverRole, flag.ContinueOnError)
+	address := fs.String("listen", "", "address and port")
+	if err := fs.Parse(args); err != nil {
+		return err
+	}
+	lc := net.ListenConfig{Control: cubic}
+	lc.SetMultipathTCP(false)
+	l, err := lc.Listen(context.Background(), "tcp", *address)
+	if err != nil {
+		return err
+	}
+	go func() {
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				fmt.Fprintln(os.Stderr, "accept:", err)
+				os.Exit(1)
+			}
+			go serve(conn)
+		}
+	}()
+	fmt.Println("{}")
+	_, _ = io.Copy(io.Discard, os.Stdin)
+	return nil
+}
+
+// serve handles a connection. Its end, in whatever way, is the client's business.
+func serve(conn net.Conn) {
+	defer conn.Close()
+	var h header
+	if err := binary.Read(conn, binary.BigEndian, &h); err != nil {
+		return
+	}
+	if h.Response > 0 {
+		_, _ = conn.Write(make([]byte, h.Response))
+		return
+	}
+	buf := make([]byte, 64<<10)
+	for missing := h.Request; ; {
+		n, err := conn.Read(buf)
+		if err != nil {
+			return
+		}
+		for got := uint32(n); got > 0 && h.Request > 0; {
+			part := min(got, missing)
+			got -= part
+			missing -= part
+			if missing > 0 {
+				continue
+			}
+			if _, err := conn.Write([]byte{1}); err != nil {
+				return
+			}
+			missing = h.Request
+		}
+	}
+}
+
+// A task is one of its parts.
+type task struct {
+	Target  string   `json:"target"`
+	Load    *rpcLoad `json:"load,omitempty"`
+	Fetch   int      `json:"fetch,omitempty"`   // bytes, on a new connection
+	Connect int      `json:"connect,omitempty"` // connections, all at once
+}
+
+// An rpcLoad is flows that run side by side.
+type rpcLoad struct {
+	Flows    []rpcFlows    `json:"flows"`
+	Warmup   time.Duration `json:"warmup_ns"`
+	Duration time.Duration `json:"duration_ns"`
+}
+
+// rpcFlows are connections that send back-to-back requests of so many bytes, each
+// answered by one byte. Size 0 is a stream without answers.
+type rpcFlows struct {
+	Size  int `json:"size"`
+	Count int `json:"count"`
+}
+
+// rpcResult is what all flows of one size did after the warm-up.
+type rpcResult struct {
+	Size  int     `json:"size"`
+	Bytes int64   `json:"bytes"`        // of requests completed within the duration
+	Took  []int64 `json:"microseconds"` // of requests begun within the duration
+}
+
+func tuneClient([]string) error {
+	lines, answers := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
+	for {
+		var t task
+		if err := lines.Decode(&t); errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
+			return fmt.Errorf("read task: %w", err)
+		}
+		var answer any
+		var err error
+		switch {
+		case t.Load != nil:
+			answer, err = t.Load.run(t.Target, func() error {
+				if err := answers.Encode(struct{}{}); err != nil {
+					return err
+				}
+				return lines.Decode(&struct{}{})
+			})
+		case t.Fetch > 0:
+			answer, err = fetch(t.Target, t.Fetch)
+		default:
+			answer, err = connect(t.Target, t.Connect)
+		}
+		if err != nil {
+			return err
+		}
+		if err := answers.Encode(answer); err != nil {
+			return err
+		}
+	}
+}
+
+// cubic chooses the congestion control of a socket. The sysctl of a namespace
+// takes none that the host does not offer to ordinary users.
+func cubic(_, _ string, c syscall.RawConn) error {
+	var err error
+	if cerr := c.Control(func(fd uintptr) {
+		err = unix.SetsockoptString(int(fd), unix.IPPROTO_TCP, unix.TCP_CONGESTION, "cubic")
+	}); cerr != nil {
+		return cerr
+	}
+	if err != nil {
+		return fmt.Errorf("choose cubic: %w", err)
+	}
+	return nil
+}
+
+func dialer() *net.Dialer {
+	d := &net.Dialer{Timeout: rpcGrace, Control: cubic}
+	d.SetMultipathTCP(false)
+	return d
+}
+
+func dial(target string, h header) (net.Conn, error) {
+	conn, err := dialer().Dial("tcp", target)
+	if err != nil {
+		return nil, err
+	}
+	if err := binary.Write(conn, binary.BigEndian, h); err != nil {
+		conn.Close()
+		return nil, fmt.Errorf("send header: %w", err)
+	}
+	return conn, nil
+}
+
+// run opens all connections, calls ready, and then loads them.
+func (l *rpcLoad) run(target string, ready func() error) ([]rpcResult, error) {
+	type flow struct {
+		size int
+		conn net.Conn
+	}
+	var flows []flow
+	for _, f := range l.Flows {
+		for range f.Count {
+			conn, err := dial(target, header{Request: uint32(f.Size)})
+			if err != nil {
+				return nil, err
+			}
+			defer conn.Close()
+			flows = append(flows, flow{f.Size, conn})
+		}
+	}
+	if err := ready(); err != nil {
+		return nil, err
+	}
+	begin := time.Now().Add(l.Warmup)
+	end := begin.Add(l.Duration)
+	results, errs := make([]rpcResult, len(flows)), make([]error, len(flows))
+	var wg sync.WaitGroup
+	for i, f := range flows {
+		wg.Go(func() {
+			if f.size > 0 {
+				results[i], errs[i] = request(f.conn, f.size, begin, end)
+			} else {
+				results[i], errs[i] = stream(f.conn, begin, end)
+			}
+		})
+	}
+	wg.Wait()
+	return results, errors.Join(errs...)
+}
+
+func request(conn net.Conn, size int, begin, end time.Time) (r rpcResult, err error) {
+	r.Size = size
+	payload, reply := make([]byte, size), make([]byte, 1)
+	if err := conn.SetDeadline(end.Add(rpcGrace)); err != nil {
+		return r, err
+	}
+	for start := time.Now(); start.Before(end); {
+		if _, err := conn.Write(payload); err != nil {
+			return r, fmt.Errorf("request of %d bytes: %w", size, err)
+		}
+		if _, err := conn.Read(reply); err != nil {
+			return r, fmt.Errorf("request of %d bytes: %w", size, err)
+		}
+		done := time.Now()
+		if !start.Before(begin) {
+			r.Took = append(r.Took, done.Sub(start).Microseconds())
+		}
+		if !done.Before(begin) && done.Before(end) {
+			r.Bytes += int64(size)
+		}
+		start = done
+	}
+	return r, nil
+}
+
+func stream(conn net.Conn, begin, end time.Time) (r rpcResult, err error) {
+	if err := conn.SetDeadline(end); err != nil {
+		return r, err
+	}
+	payload := make([]byte, 64<<10)
+	for {
+		n, err := conn.Write(payload)
+		if !time.Now().Before(begin) {
+			r.Bytes += int64(n)
+		}
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			return r, nil
+		}
+		if err != nil {
+			return r, fmt.Errorf("stream: %w", err)
+		}
+	}
+}
+
+// fetch returns how many microseconds size bytes took on a new connection,
+// from connect(2) to the last byte.
+func fetch(target string, size int) (int64, error) {
+	start := time.Now()
+	conn, err := dial(target, header{Response: uint32(size)})
+	if err != nil {
+		return 0, err
+	}
+	defer conn.Close()
+	if err := conn.SetDeadline(start.Add(rpcGrace)); err != nil {
+		return 0, err
+	}
+	n, err := io.Copy(io.Discard, conn)
+	if err == nil && n != int64(size) {
+		err = io.ErrUnexpectedEOF
+	}
+	if err != nil {
+		return 0, fmt.Errorf("fetch %d bytes, got %d: %w", size, n, err)
+	}
+	return time.Since(start).Microseconds(), nil
+}
+
+// connect returns how many microseconds connect(2) took for each of n connections.
+func connect(target string, n int) ([]int64, error) {
+	took, errs := make([]int64, n), make([]error, n)
+	var wg sync.WaitGroup
+	for i := range n {
+		wg.Go(func() {
+			start := time.Now()
+			conn, err := dialer().Dial("tcp", target)
+			if err != nil {
+				errs[i] = err
+				return
+			}
+			took[i] = time.Since(start).Microseconds()
+			conn.Close()
+		})
+	}
+	wg.Wait()
+	return took, errors.Join(errs...)
+}
