@@ -279,7 +279,7 @@ func TestGarbage(t *testing.T) {
 		{"POST", "/v1/register", `[]`, 400, "read request: json: cannot unmarshal array into Go value of type api.Membership", hint},
 		{"POST", "/v1/register", `{"service": "spare", "pid": 99999999999999999999}`, 400, "read request: json: cannot unmarshal number 99999999999999999999 into Go struct field Membership.pid of type int", hint},
 		{"POST", "/v1/unregister", `{"service": "telemetry", "slot": -1}`, 400, "slot -1 is out of range", "service telemetry has slots 0 to 3"},
-		{"POST", "/v1/unregister", "", 400, "which service?", "name one with --service; the policy has spare, telemetry"},
+		{"POST", "/v1/unregister", "", 400, "no service given", "name one with --service; the policy has spare, telemetry"},
 		{"POST", "/v1/apply", `{"text": "services: ["}`, 400, "", ""},
 		{"POST", "/v1/apply", `{"text": "` + strings.Repeat("x", 9<<20) + `"}`, 400, "read request: http: request body too large", hint},
 		{"POST", "/v1/plan", `{"path": "/etc/shadow"}`, 400, "/etc/shadow: is empty", ""},

@@ -42,7 +42,7 @@ func (d *decoder) checkBigTCP(p *Policy) {
 	for i, r := range p.BigTCP {
 		path := fmt.Sprintf("bigtcp[%d]", i)
 		if !d.given(path+".ipv6") && !d.given(path+".ipv4") && d.given(path+".interface") {
-			d.refuseAt(path, "must have ipv6, ipv4 or both", "ipv6: 192KB; a family that is left out stays as it is")
+			d.refuseAt(path, "must have ipv6, ipv4 or both", "ipv6: 192KB; an omitted family is unchanged")
 		}
 		if r.Interface == "" || d.bad[path+".netns"] {
 			continue

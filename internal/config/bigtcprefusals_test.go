@@ -15,12 +15,12 @@ p.yaml:2:5: bigtcp[0].interface: is missing`},
   - {interface: eth0}
 `, `
 p.yaml:2:5: bigtcp[0]: must have ipv6, ipv4 or both
-  hint: ipv6: 192KB; a family that is left out stays as it is`},
+  hint: ipv6: 192KB; an omitted family is unchanged`},
 	{"bigtcp: unknown key", `bigtcp:
   - {interface: eth0, ip6: 192KB}
 `, `
 p.yaml:2:5: bigtcp[0]: must have ipv6, ipv4 or both
-  hint: ipv6: 192KB; a family that is left out stays as it is
+  hint: ipv6: 192KB; an omitted family is unchanged
 p.yaml:2:23: bigtcp[0].ip6: unknown key
   hint: did you mean ipv6?`},
 	{"bigtcp: too small", `bigtcp: [{interface: eth0, ipv6: 65535}]

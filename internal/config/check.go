@@ -165,7 +165,7 @@ func (d *decoder) checkMembers(path string, s Service) {
 		case SlotNumber:
 			d.checkSlot(sub+".slot", m.Slot.Number, s.Slots)
 			if first, ok := fixed[m.Slot.Number]; ok {
-				d.refuseAt(sub+".slot", fmt.Sprintf("slot %d is already that of members[%d]", m.Slot.Number, first), "one slot takes one member")
+				d.refuseAt(sub+".slot", fmt.Sprintf("slot %d is already that of members[%d]", m.Slot.Number, first), "a slot has one member")
 				continue
 			}
 			fixed[m.Slot.Number] = i
@@ -178,7 +178,7 @@ func (d *decoder) checkMembers(path string, s Service) {
 func (d *decoder) checkUsers(path string, s Service) {
 	if len(s.Users) > 1 && s.Steering == Reuseport {
 		d.refuseAt(path+".user", "must be one user with steering: reuseport, is a list",
-			"the kernel lets sockets share a port that are of one user; steering: lookup takes several")
+			"sockets that share a port must belong to one user; steering: lookup supports several")
 	}
 	if d.given(path+".user") || d.misspelt[path+".user"] {
 		return
@@ -189,13 +189,13 @@ func (d *decoder) checkUsers(path string, s Service) {
 		switch user := m.Match.User; {
 		case !d.given(sub) || d.bad[sub]:
 		case user == "":
-			d.refuseAt(sub, "any user could start a process that this describes, and take a slot",
-				"add user to the service: whom the members run as, as in user: pmacct")
+			d.refuseAt(sub, "any user could start a matching process and take a slot",
+				"add the user of the members to the service, as in user: pmacct")
 		case first == "":
 			first = user
 		case first != user && s.Steering == Reuseport:
 			d.refuseAt(sub+".user", fmt.Sprintf("must be %s, as in the rules before it", first),
-				"the kernel lets sockets share a port that are of one user; steering: lookup takes several")
+				"sockets that share a port must belong to one user; steering: lookup supports several")
 		}
 	}
 }

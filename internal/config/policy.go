@@ -46,7 +46,7 @@ type Metrics struct {
 // Service is a set of listeners that share slots.
 type Service struct {
 	Name  string `yaml:"-"`
-	Slots int    `yaml:"slots" required:"true" min:"1" max:"1024" doc:"The number of slots; each takes one member."`
+	Slots int    `yaml:"slots" required:"true" min:"1" max:"1024" doc:"The number of slots; each has one member."`
 	// SlotsAs is another service of the policy, with the same slots and device map, or "".
 	SlotsAs   string     `yaml:"slots_as" form:"service" doc:"Another service to share slots with: each device has the same slot number in both services, for example for a BMP daemon and an IPFIX collector. Both services need the same slots and device_map, when_empty: reject, and no on_start: adopt."`
 	Listeners []Listener `yaml:"listeners" required:"true" min:"1" max:"16" doc:"The listeners of the service. A slot is ready only while its member listens on all of them."`

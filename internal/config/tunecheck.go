@@ -212,7 +212,7 @@ func (d *decoder) checkReach(path string, before []TuneRule, sound []bool, r *Tu
 		if name == "" {
 			name = fmt.Sprintf("tune[%d]", i)
 		}
-		d.refuseAt(path, "can never match, rule "+name+" before it takes all its connections", hint)
+		d.refuseAt(path, "can never match, rule "+name+" before it matches all its connections", hint)
 		return
 	}
 }

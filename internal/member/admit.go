@@ -88,7 +88,7 @@ func AdmitUser(p *Process, users []uint32) error {
 	if p.UIDs.Within(users) {
 		return nil
 	}
-	return &Refusal{fmt.Sprintf("it is of user %s, not of %s", describeUIDs(p.UIDs), UserNames(users)),
+	return &Refusal{fmt.Sprintf("it runs as user %s, not as %s", describeUIDs(p.UIDs), UserNames(users)),
 		"run it as that user, or name its user in the policy"}
 }
 

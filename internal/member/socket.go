@@ -206,14 +206,14 @@ func (h *Handle) scanDescriptors(seen map[uint64]bool, want func(*Socket) bool) 
 func (h *Handle) OpenSocket(number int) (*Socket, error) {
 	fd, err := h.copyDescriptor(number)
 	if errors.Is(err, unix.EBADF) {
-		return nil, fmt.Errorf("take descriptor %d of process %d: %w", number, h.pid, fs.ErrNotExist)
+		return nil, fmt.Errorf("copy descriptor %d of process %d: %w", number, h.pid, fs.ErrNotExist)
 	}
 	if err != nil {
 		return nil, err
 	}
 	s, ok := InspectSocket(fd)
 	if !ok {
-		return nil, fmt.Errorf("take descriptor %d of process %d: no bound TCP or UDP socket: %w", number, h.pid, fs.ErrNotExist)
+		return nil, fmt.Errorf("copy descriptor %d of process %d: no bound TCP or UDP socket: %w", number, h.pid, fs.ErrNotExist)
 	}
 	s.Number = number
 	return s, nil
@@ -227,7 +227,7 @@ func (h *Handle) copyDescriptor(number int) (int, error) {
 	if errors.Is(err, unix.ESRCH) {
 		err = fs.ErrNotExist
 	}
-	return -1, fmt.Errorf("take descriptor %d of process %d: %w", number, h.pid, err)
+	return -1, fmt.Errorf("copy descriptor %d of process %d: %w", number, h.pid, err)
 }
 
 // CloseAll closes sockets.

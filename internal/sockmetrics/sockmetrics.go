@@ -29,12 +29,12 @@ import (
 
 var (
 	socketLabels       = []string{"service", "cgroup"}
-	descSockets        = prometheus.NewDesc("sockeye_sockets", "TCP connections, by what limits them at this moment.", append(socketLabels, "limit"), nil)
-	descSocketsQueued  = prometheus.NewDesc("sockeye_sockets_queued_bytes", "Memory of what the connections have queued to send.", socketLabels, nil)
-	descSocketsPayload = prometheus.NewDesc("sockeye_sockets_payload_bytes", "Payload of what the connections have queued to send.", socketLabels, nil)
-	descSocketsUnsent  = prometheus.NewDesc("sockeye_sockets_unsent_bytes", "Of the payload: what is not sent yet.", socketLabels, nil)
-	descSocketsUnread  = prometheus.NewDesc("sockeye_sockets_unread_bytes", "What the connections have received, and their application has not read.", socketLabels, nil)
-	descSocketsRoom    = prometheus.NewDesc("sockeye_sockets_room_bytes", "What the connections take now, together, without a partial send.", socketLabels, nil)
+	descSockets        = prometheus.NewDesc("sockeye_sockets", "TCP connections, by their current bottleneck.", append(socketLabels, "limit"), nil)
+	descSocketsQueued  = prometheus.NewDesc("sockeye_sockets_queued_bytes", "Memory of the send queues of the connections.", socketLabels, nil)
+	descSocketsPayload = prometheus.NewDesc("sockeye_sockets_payload_bytes", "Payload bytes in the send queues of the connections.", socketLabels, nil)
+	descSocketsUnsent  = prometheus.NewDesc("sockeye_sockets_unsent_bytes", "Payload bytes that are not sent yet.", socketLabels, nil)
+	descSocketsUnread  = prometheus.NewDesc("sockeye_sockets_unread_bytes", "Received bytes that the applications have not read.", socketLabels, nil)
+	descSocketsRoom    = prometheus.NewDesc("sockeye_sockets_room_bytes", "Bytes that the connections together accept now without a partial send.", socketLabels, nil)
 )
 
 // cacheTime is the time for which scrapes reuse one dump of the sockets.

@@ -80,7 +80,7 @@ func (d checkup) foreignPrograms(area string, netns int) {
 		return
 	}
 	for _, p := range programs {
-		d.Add(area, "foreign programs", doctor.Warning, fmt.Sprintf("%s program %d (%s) of somebody else", p.Kind, p.ID, p.Name),
+		d.Add(area, "foreign programs", doctor.Warning, fmt.Sprintf("%s program %d (%s) of another owner", p.Kind, p.ID, p.Name),
 			"if it decides about the same ports, the last one attached wins")
 	}
 	if len(programs) == 0 {
@@ -173,7 +173,7 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 				"start the program as that user, or name the owner in user of the service")
 		}
 		if d.isUnregistered(h, users) {
-			d.Add(area, check, doctor.Warning, who+" is in no slot, and gets nothing of the service",
+			d.Add(area, check, doctor.Warning, who+" is in no slot, and receives nothing from the service",
 				fmt.Sprintf("sockeye register --service %s --pid %d, or add a rule to members", c.Name, h.process.PID))
 		}
 		if c.Steering == config.Lookup {

@@ -367,7 +367,7 @@ func (d *Domain) findService(name string) (*service, error) {
 		hint = "did you mean " + near + "?"
 	}
 	if name == "" {
-		return nil, fault.Usage(errors.New("which service?"), "name one with --service; "+hint)
+		return nil, fault.Usage(errors.New("no service given"), "name one with --service; "+hint)
 	}
 	return nil, fault.Usage(fmt.Errorf("there is no service %q", name), hint)
 }
@@ -414,7 +414,7 @@ func (d *Domain) Routes(r *domain.Router) {
 			return nil, err
 		}
 		if m.PID == 0 {
-			return nil, fault.Usage(errors.New("which process?"), "name one with --pid")
+			return nil, fault.Usage(errors.New("no process given"), "name one with --pid")
 		}
 		slot, err := s.addClaim(m.PID, m.Slot, "register", nil)
 		return api.Membership{Service: s.config.Name, Slot: &slot, PID: m.PID}, err
@@ -425,7 +425,7 @@ func (d *Domain) Routes(r *domain.Router) {
 			return nil, err
 		}
 		if m.Slot == nil {
-			return nil, fault.Usage(errors.New("which slot?"), "name one with --slot")
+			return nil, fault.Usage(errors.New("no slot given"), "name one with --slot")
 		}
 		return api.Membership{Service: s.config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
 	})

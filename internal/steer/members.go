@@ -494,7 +494,7 @@ func (s *service) matchesListener(socket *member.Socket) bool {
 	return false
 }
 
-const duplicateHint = "make the program open one, as nginx without reuseport, or start one member for each"
+const duplicateHint = "make the program open one socket (nginx: without reuseport), or start one member per socket"
 
 // chooseSockets returns the socket for each row, or the reason why a listener has none.
 func (s *service) chooseSockets(seat *seat, sockets []*member.Socket) (map[int]*member.Socket, error) {
@@ -512,7 +512,7 @@ func (s *service) chooseSockets(seat *seat, sockets []*member.Socket) (map[int]*
 			}
 			if chosen[row] != nil {
 				if socket.Listening && socket.SharesTraffic(chosen[row]) {
-					return nil, fault.Conflict(fmt.Errorf("it has more than one socket %s: a slot has one for a listener, the others would get nothing", socket), duplicateHint)
+					return nil, fault.Conflict(fmt.Errorf("it has more than one socket %s: a slot has one socket per listener, the others would get no traffic", socket), duplicateHint)
 				}
 				continue
 			}
@@ -559,7 +559,7 @@ func (s *service) findDuplicate(seat *seat) {
 		}
 		for _, socket := range sockets {
 			if socket.Cookie != registered.Cookie && socket.Listening && socket.SharesTraffic(registered) {
-				seat.duplicate = fault.Conflict(fmt.Errorf("process %d in slot %d has another socket %s, which gets nothing: a slot has one for a listener",
+				seat.duplicate = fault.Conflict(fmt.Errorf("process %d in slot %d has another socket %s, which gets no traffic: a slot has one socket per listener",
 					seat.process.PID, seat.slot, socket), duplicateHint)
 			}
 		}
@@ -591,7 +591,7 @@ func (s *service) checkOrigin(seat *seat, socket *member.Socket) error {
 		return err
 	case netns != s.netnsInode:
 		return fault.Conflict(fmt.Errorf("its socket %s was opened in another network namespace than the service's", socket),
-			"have the program open it in the service's namespace")
+			"make the program open it in the service's namespace")
 	}
 	return nil
 }
@@ -623,7 +623,7 @@ func (s *service) checkFit(l config.Listener, socket *member.Socket) error {
 		return fault.Conflict(fmt.Errorf("its socket %s is MPTCP, which the kernel does not steer", socket),
 			"programs in Go: GODEBUG=multipathtcp=0, or ListenConfig.SetMultipathTCP(false)")
 	case socket.Connected:
-		return fault.Conflict(fmt.Errorf("its socket %s is connected to one peer, and gets nothing from others", socket),
+		return fault.Conflict(fmt.Errorf("its socket %s is connected to one peer, and receives nothing from others", socket),
 			"make the program receive on a socket that is not connected")
 	case !socket.Listening:
 		return fmt.Errorf("its socket %s does not listen yet", socket)
@@ -647,7 +647,7 @@ func (s *service) checkFit(l config.Listener, socket *member.Socket) error {
 func checkFamily(l config.Listener, socket *member.Socket) error {
 	address := l.Address.Addr()
 	if socket.IPv6Alone && (address.Is4() || address.IsUnspecified() && !l.V6Only) {
-		return fault.Conflict(fmt.Errorf("its socket %s takes IPv6 alone, the listener %s IPv4, too", socket, l),
+		return fault.Conflict(fmt.Errorf("its socket %s receives only IPv6, the listener %s also IPv4", socket, l),
 			"make the program clear IPV6_V6ONLY, or set v6only of the listener and give the service another one for IPv4")
 	}
 	return nil
@@ -669,7 +669,7 @@ func (s *service) checkSameFamily(chosen map[int]*member.Socket) error {
 	if alone == nil || both == nil {
 		return nil
 	}
-	return fault.Conflict(fmt.Errorf("its socket %s takes IPv4 alone, its socket %s IPv6, too", alone, both),
+	return fault.Conflict(fmt.Errorf("its socket %s receives only IPv4, its socket %s also IPv6", alone, both),
 		"make the program listen on addresses of the same family with all sockets")
 }
 

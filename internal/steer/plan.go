@@ -94,7 +94,7 @@ func (s *service) plan(t *target) []api.Change {
 	from, to := s.config, t.config
 	if from.Steering != to.Steering {
 		add(fmt.Sprintf("steering: %s -> %s", from.Steering, to.Steering),
-			"everything is refused until the members are registered again, at once")
+			"all traffic is refused until the members are registered again, immediately")
 	}
 	if from.Slots != to.Slots {
 		effect := s.movedDevicesEffect(t)

@@ -72,7 +72,7 @@ func (s *service) status() api.ServiceStatus {
 // waitingHint returns the hint for a process that may wait forever.
 func waitingHint(problem error) string {
 	if errors.Is(problem, errNotOpen) {
-		return "if it stays so, compare the ports of its configuration with the listeners of the policy"
+		return "if this persists, compare the ports of its configuration with the listeners of the policy"
 	}
 	return ""
 }
