@@ -17,7 +17,7 @@
 
 
 /* VLAN tags that are followed. */
-#define TAGS 2
+#define VLAN_TAGS 2
 
 char _license[] SEC("license") = "Dual BSD/GPL";
 
@@ -64,7 +64,7 @@ static __always_inline void bigtcp_addresses(struct bigtcp_flow_key *key,
 }
 
 /* Bytes of a packet as its own header tells: a short one may be padded. */
-static __always_inline __u32 bigtcp_total(const struct bigtcp_packet *p)
+static __always_inline __u32 bigtcp_ip_length(const struct bigtcp_packet *p)
 {
 	__u32 total;
 
@@ -86,7 +86,7 @@ static __always_inline void bigtcp_flow(const struct __sk_buff *skb,
 	__u8 tcp[13];
 
 	if (bpf_skb_load_bytes(skb, network + p->tcp, tcp, sizeof(tcp)) ||
-	    bigtcp_total(p) <= p->tcp + (tcp[12] >> 4) * 4)
+	    bigtcp_ip_length(p) <= p->tcp + (tcp[12] >> 4) * 4)
 		return;
 	bigtcp_addresses(&key, p);
 	__builtin_memcpy(&key.source_port, tcp, 2);
@@ -110,7 +110,7 @@ static __always_inline void bigtcp_flow(const struct __sk_buff *skb,
 		f->mss = skb->gso_size;
 }
 
-static __always_inline int bigtcp_see(struct __sk_buff *skb, __u32 point)
+static __always_inline int bigtcp_count_packet(struct __sk_buff *skb, __u32 point)
 {
 	struct bigtcp_packet p = {};
 	struct bigtcp_counts *c;
@@ -121,7 +121,7 @@ static __always_inline int bigtcp_see(struct __sk_buff *skb, __u32 point)
 	if (ethernet) {
 		network = ETH_HLEN;
 #pragma unroll
-		for (i = 0; i < TAGS; i++) {
+		for (i = 0; i < VLAN_TAGS; i++) {
 			if (bpf_skb_load_bytes(skb, network - 2, &protocol,
 					       sizeof(protocol)) ||
 			    (protocol != bpf_htons(ETH_P_8021Q) &&
@@ -147,11 +147,11 @@ static __always_inline int bigtcp_see(struct __sk_buff *skb, __u32 point)
 SEC("tc")
 int bigtcp_ingress(struct __sk_buff *skb)
 {
-	return bigtcp_see(skb, BIGTCP_INGRESS);
+	return bigtcp_count_packet(skb, BIGTCP_INGRESS);
 }
 
 SEC("tc")
 int bigtcp_egress(struct __sk_buff *skb)
 {
-	return bigtcp_see(skb, BIGTCP_EGRESS);
+	return bigtcp_count_packet(skb, BIGTCP_EGRESS);
 }

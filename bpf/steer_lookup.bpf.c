@@ -21,14 +21,14 @@ struct {
 	__type(value, __u64);
 } sockets SEC(".maps");
 
-static __always_inline bool same(const volatile struct steer_address *a,
+static __always_inline bool same_address(const volatile struct steer_address *a,
 				 const struct steer_address *b)
 {
 	return a->word[0] == b->word[0] && a->word[1] == b->word[1] &&
 	       a->word[2] == b->word[2] && a->word[3] == b->word[3];
 }
 
-static __always_inline bool any(const volatile struct steer_address *a)
+static __always_inline bool any_address(const volatile struct steer_address *a)
 {
 	return !(a->word[0] | a->word[1] | a->word[2] | a->word[3]);
 }
@@ -48,9 +48,9 @@ static __always_inline __u32 find_listener(struct bpf_sk_lookup *ctx,
 			continue;
 		if (l->family && l->family != ctx->family)
 			continue;
-		if (same(&l->address, local))
+		if (same_address(&l->address, local))
 			return i;
-		if (any(&l->address))
+		if (any_address(&l->address))
 			found = i;
 	}
 	return found;
@@ -65,17 +65,17 @@ int steer_lookup(struct bpf_sk_lookup *ctx)
 	__u32 row, index;
 
 	if (ctx->family == AF_INET) {
-		steer_mapped(&s.address, ctx->remote_ip4);
-		steer_mapped(&local, ctx->local_ip4);
+		steer_map_ipv4(&s.address, ctx->remote_ip4);
+		steer_map_ipv4(&local, ctx->local_ip4);
 	} else {
-		s.address.word[0] = steer_field(ctx->remote_ip6[0]);
-		s.address.word[1] = steer_field(ctx->remote_ip6[1]);
-		s.address.word[2] = steer_field(ctx->remote_ip6[2]);
-		s.address.word[3] = steer_field(ctx->remote_ip6[3]);
-		local.word[0] = steer_field(ctx->local_ip6[0]);
-		local.word[1] = steer_field(ctx->local_ip6[1]);
-		local.word[2] = steer_field(ctx->local_ip6[2]);
-		local.word[3] = steer_field(ctx->local_ip6[3]);
+		s.address.word[0] = steer_load(ctx->remote_ip6[0]);
+		s.address.word[1] = steer_load(ctx->remote_ip6[1]);
+		s.address.word[2] = steer_load(ctx->remote_ip6[2]);
+		s.address.word[3] = steer_load(ctx->remote_ip6[3]);
+		local.word[0] = steer_load(ctx->local_ip6[0]);
+		local.word[1] = steer_load(ctx->local_ip6[1]);
+		local.word[2] = steer_load(ctx->local_ip6[2]);
+		local.word[3] = steer_load(ctx->local_ip6[3]);
 	}
 	row = find_listener(ctx, &local);
 	if (row >= STEER_MAX_LISTENERS)

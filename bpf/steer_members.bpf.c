@@ -55,7 +55,7 @@ struct {
 	__type(value, __u64);
 } lost_events SEC(".maps");
 
-static __always_inline void emit(__u32 kind, __u64 cookie, __u32 pid)
+static __always_inline void emit_event(__u32 kind, __u64 cookie, __u32 pid)
 {
 	struct steer_event *event;
 	__u32 zero = 0;
@@ -74,7 +74,7 @@ static __always_inline void emit(__u32 kind, __u64 cookie, __u32 pid)
 	bpf_ringbuf_submit(event, 0);
 }
 
-static __always_inline bool ours(__u32 protocol, __u32 port)
+static __always_inline bool is_watched(__u32 protocol, __u32 port)
 {
 	__u32 i;
 
@@ -88,11 +88,11 @@ static __always_inline bool ours(__u32 protocol, __u32 port)
 	return false;
 }
 
-static __always_inline int bound(struct bpf_sock *sk)
+static __always_inline int report_bind(struct bpf_sock *sk)
 {
-	if (ours(sk->protocol, sk->src_port) &&
+	if (is_watched(sk->protocol, sk->src_port) &&
 	    (!netns_cookie || bpf_get_netns_cookie(sk) == netns_cookie))
-		emit(STEER_EVENT_BIND, bpf_get_socket_cookie(sk),
+		emit_event(STEER_EVENT_BIND, bpf_get_socket_cookie(sk),
 		     bpf_get_current_pid_tgid() >> 32);
 	return 1;
 }
@@ -100,20 +100,20 @@ static __always_inline int bound(struct bpf_sock *sk)
 SEC("cgroup/post_bind4")
 int steer_bind4(struct bpf_sock *sk)
 {
-	return bound(sk);
+	return report_bind(sk);
 }
 
 SEC("cgroup/post_bind6")
 int steer_bind6(struct bpf_sock *sk)
 {
-	return bound(sk);
+	return report_bind(sk);
 }
 
 /*
  * Who completes a handshake has its address, and a place among the devices,
  * whatever others forge. Its SYN has been counted only if it had one before.
  */
-static __always_inline void established(struct bpf_sock_ops *ctx)
+static __always_inline void add_established(struct bpf_sock_ops *ctx)
 {
 	struct steer s = {};
 	struct steer_seen *seen;
@@ -129,17 +129,17 @@ static __always_inline void established(struct bpf_sock_ops *ctx)
 	if (i == STEER_MAX_LISTENERS)
 		return;
 	if (ctx->family == AF_INET) {
-		steer_mapped(&s.address, ctx->remote_ip4);
+		steer_map_ipv4(&s.address, ctx->remote_ip4);
 	} else {
-		s.address.word[0] = steer_field(ctx->remote_ip6[0]);
-		s.address.word[1] = steer_field(ctx->remote_ip6[1]);
-		s.address.word[2] = steer_field(ctx->remote_ip6[2]);
-		s.address.word[3] = steer_field(ctx->remote_ip6[3]);
+		s.address.word[0] = steer_load(ctx->remote_ip6[0]);
+		s.address.word[1] = steer_load(ctx->remote_ip6[1]);
+		s.address.word[2] = steer_load(ctx->remote_ip6[2]);
+		s.address.word[3] = steer_load(ctx->remote_ip6[3]);
 	}
 	if (bpf_map_lookup_elem(&devices, &s.address))
 		return;
 	steer_decide(&s);
-	seen = steer_list(&s.address);
+	seen = steer_add_device(&s.address);
 	if (!seen)
 		return;
 	__sync_fetch_and_add(&seen->connections, 1);
@@ -153,7 +153,7 @@ int steer_listen(struct bpf_sock_ops *ctx)
 	bool listens, connected;
 
 	listens = ctx->op == BPF_SOCK_OPS_TCP_LISTEN_CB &&
-		  ours(IPPROTO_TCP, ctx->local_port);
+		  is_watched(IPPROTO_TCP, ctx->local_port);
 	connected = ctx->op == BPF_SOCK_OPS_PASSIVE_ESTABLISHED_CB &&
 		    track_devices;
 	if (!listens && !connected)
@@ -162,9 +162,9 @@ int steer_listen(struct bpf_sock_ops *ctx)
 	    bpf_get_netns_cookie(ctx) != netns_cookie)
 		return 1;
 	if (listens)
-		emit(STEER_EVENT_LISTEN, bpf_get_socket_cookie(ctx), 0);
+		emit_event(STEER_EVENT_LISTEN, bpf_get_socket_cookie(ctx), 0);
 	else
-		established(ctx);
+		add_established(ctx);
 	return 1;
 }
 
@@ -182,6 +182,6 @@ int steer_release(struct bpf_sock *sk)
 	if (state)
 		state->ready = 0;
 	bpf_map_delete_elem(&cookies, &cookie);
-	emit(STEER_EVENT_RELEASE, cookie, 0);
+	emit_event(STEER_EVENT_RELEASE, cookie, 0);
 	return 1;
 }

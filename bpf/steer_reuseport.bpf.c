@@ -41,7 +41,7 @@ static __always_inline bool read_source(struct sk_reuseport_md *ctx,
 						&ipv4, sizeof(ipv4),
 						BPF_HDR_START_NET))
 			return false;
-		steer_mapped(address, ipv4);
+		steer_map_ipv4(address, ipv4);
 		return true;
 	case bpf_htons(ETH_P_IPV6):
 		return !bpf_skb_load_bytes_relative(
@@ -68,7 +68,7 @@ static __always_inline void select(struct sk_reuseport_md *ctx,
  * Tells a SYN from the acknowledgement of a SYN cookie, and from segments of no
  * connection.
  */
-static __always_inline bool begins(struct sk_reuseport_md *ctx)
+static __always_inline bool is_syn(struct sk_reuseport_md *ctx)
 {
 	const struct tcphdr *tcp = (void *)(long)ctx->data;
 
@@ -80,7 +80,7 @@ static __always_inline int steer(struct sk_reuseport_md *ctx)
 	struct steer s = { .home = STEER_NO_SLOT, .slot = STEER_NO_SLOT };
 
 	s.connection = ctx->ip_protocol == IPPROTO_TCP;
-	s.uncounted = s.connection && !begins(ctx);
+	s.uncounted = s.connection && !is_syn(ctx);
 	if (read_source(ctx, &s.address))
 		select(ctx, &s);
 	else
@@ -106,12 +106,12 @@ int steer_migrate(struct sk_reuseport_md *ctx)
 
 	/* No packet here: the device is the connection's other end. */
 	if (sk->family == AF_INET) {
-		steer_mapped(&s.address, sk->dst_ip4);
+		steer_map_ipv4(&s.address, sk->dst_ip4);
 	} else {
-		s.address.word[0] = steer_field(sk->dst_ip6[0]);
-		s.address.word[1] = steer_field(sk->dst_ip6[1]);
-		s.address.word[2] = steer_field(sk->dst_ip6[2]);
-		s.address.word[3] = steer_field(sk->dst_ip6[3]);
+		s.address.word[0] = steer_load(sk->dst_ip6[0]);
+		s.address.word[1] = steer_load(sk->dst_ip6[1]);
+		s.address.word[2] = steer_load(sk->dst_ip6[2]);
+		s.address.word[3] = steer_load(sk->dst_ip6[3]);
 	}
 	select(ctx, &s);
 	return s.slot == STEER_NO_SLOT ? SK_DROP : SK_PASS;

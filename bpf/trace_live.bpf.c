@@ -14,7 +14,7 @@ const volatile __u64 nonce = 0;
 TRACE_EXPORT(enum, trace_live_name);
 TRACE_EXPORT(struct, trace_live_request);
 
-static __always_inline void trace_switch(struct bpf_sock *sk, int on)
+static __always_inline void trace_set_timestamping(struct bpf_sock *sk, int on)
 {
 	__u32 flags = 0;
 
@@ -46,7 +46,7 @@ static __always_inline void trace_forget(struct bpf_sock *sk)
 				     c->head - c->tail);
 	rule = trace_rule(c->rule);
 	if (rule && (rule->flags & TRACE_RULE_TX))
-		trace_switch(sk, 0);
+		trace_set_timestamping(sk, 0);
 	bpf_sk_storage_delete(&connections, sk);
 }
 
@@ -63,18 +63,18 @@ static __always_inline void trace_adopt(struct bpf_sock *sk, __u32 role)
 		/* Another may have switched it off. */
 		rule = trace_rule(c->rule);
 		if (rule && (rule->flags & TRACE_RULE_TX))
-			trace_switch(sk, SK_BPF_CB_TX_TIMESTAMPING);
+			trace_set_timestamping(sk, SK_BPF_CB_TX_TIMESTAMPING);
 		return;
 	}
 	if (!match_sock_tuple(sk, &q.tuple))
 		return;
-	id = trace_choice(&q);
+	id = trace_choose_rule(&q);
 	rule = id ? trace_rule(id) : NULL;
 	tp = rule ? bpf_tcp_sock(sk) : NULL;
 	c = tp ? bpf_sk_storage_get(&connections, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE) : NULL;
 	if (!c)
 		return;
-	trace_begin(c, id, rule, role);
+	trace_init_connection(c, id, rule, role);
 	c->write_seq = tp->snd_nxt;
 	if (timestamps && bpf_rdonly_cast) {
 		c->write_seq = trace_cast(sk, struct tcp_sock)->write_seq;
@@ -83,7 +83,7 @@ static __always_inline void trace_adopt(struct bpf_sock *sk, __u32 role)
 		c->application = c->write_seq;
 	}
 	if (rule->flags & TRACE_RULE_TX)
-		trace_switch(sk, SK_BPF_CB_TX_TIMESTAMPING);
+		trace_set_timestamping(sk, SK_BPF_CB_TX_TIMESTAMPING);
 }
 
 SEC("cgroup/setsockopt")

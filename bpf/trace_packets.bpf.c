@@ -55,24 +55,24 @@ struct {
 	__be32 remote4;
 	__be16 local_port;
 	__be16 remote_port;
-	__u32 wanted; /* TCP does not tell of them in this state */
-} early;
+	__u32 active; /* TCP does not tell of them in this state */
+} watched;
 
 /*
  * The kernel does not let a program interrupt itself (__bpf_trace_run, Linux
  * 6.18). A tracepoint that a process reaches with softirqs on, as when it works
  * off the backlog of its socket, is left out for what a softirq does meanwhile,
  * for other sockets. So such a tracepoint has two programs, which are never both
- * left out; the second is silent where the first has told. The socket is locked.
+ * left out; the second is silent where the first has reported. The socket is locked.
  */
 struct {
 	__u64 receive;
 	__u64 resend;
 	__u64 state;
-} told;
+} reported;
 
 /* Tells a packet of TCP from others whose memory was the same. */
-static __always_inline __u64 packets_number(const struct sk_buff *skb)
+static __always_inline __u64 packets_segment_id(const struct sk_buff *skb)
 {
 	const struct tcp_skb_cb *cb = (const void *)skb +
 				      bpf_core_field_offset(struct sk_buff, cb);
@@ -81,7 +81,7 @@ static __always_inline __u64 packets_number(const struct sk_buff *skb)
 	       BPF_CORE_READ(cb, ack_seq);
 }
 
-static __always_inline bool packets_told(__u64 *last, __u64 what)
+static __always_inline bool packets_reported(__u64 *last, __u64 what)
 {
 	if (*last == what) {
 		*last = 0;
@@ -137,48 +137,48 @@ static __always_inline bool packets_tcp(const void *network,
 	return next == IPPROTO_TCP;
 }
 
-static __always_inline bool packets_ours(const struct sock *sk)
+static __always_inline bool packets_is_followed(const struct sock *sk)
 {
 	return sk && BPF_CORE_READ(sk, __sk_common.skc_cookie.counter) == cookie;
 }
 
 /* Others have no struct tcp_sock. */
-static __always_inline bool packets_full(__u8 state)
+static __always_inline bool packets_is_full_socket(__u8 state)
 {
 	return state != BPF_TCP_TIME_WAIT && state != BPF_TCP_NEW_SYN_RECV;
 }
 
 /*
  * The tracepoint of what TCP receives is on the path of an established
- * connection alone. In other states packets are told by their addresses, when
+ * connection alone. In other states packets are reported by their addresses, when
  * the host receives them.
  */
-static __always_inline void packets_listen(const struct sock *sk, __u8 state)
+static __always_inline void packets_watch_addresses(const struct sock *sk, __u8 state)
 {
 	if (state == BPF_TCP_ESTABLISHED) {
-		early.wanted = 0;
+		watched.active = 0;
 		return;
 	}
-	if (early.wanted || !packets_full(state))
+	if (watched.active || !packets_is_full_socket(state))
 		return;
-	early.net = BPF_CORE_READ(sk, __sk_common.skc_net.net);
-	early.local4 = BPF_CORE_READ(sk, __sk_common.skc_rcv_saddr);
-	early.remote4 = BPF_CORE_READ(sk, __sk_common.skc_daddr);
-	early.local_port = bpf_htons(BPF_CORE_READ(sk, __sk_common.skc_num));
-	early.remote_port = BPF_CORE_READ(sk, __sk_common.skc_dport);
+	watched.net = BPF_CORE_READ(sk, __sk_common.skc_net.net);
+	watched.local4 = BPF_CORE_READ(sk, __sk_common.skc_rcv_saddr);
+	watched.remote4 = BPF_CORE_READ(sk, __sk_common.skc_daddr);
+	watched.local_port = bpf_htons(BPF_CORE_READ(sk, __sk_common.skc_num));
+	watched.remote_port = BPF_CORE_READ(sk, __sk_common.skc_dport);
 	if (bpf_core_field_exists(sk->__sk_common.skc_v6_daddr) &&
 	    BPF_CORE_READ(sk, __sk_common.skc_family) == AF_INET6) {
-		BPF_CORE_READ_INTO(&early.local6, sk, __sk_common.skc_v6_rcv_saddr);
-		BPF_CORE_READ_INTO(&early.remote6, sk, __sk_common.skc_v6_daddr);
+		BPF_CORE_READ_INTO(&watched.local6, sk, __sk_common.skc_v6_rcv_saddr);
+		BPF_CORE_READ_INTO(&watched.remote6, sk, __sk_common.skc_v6_daddr);
 	}
-	early.wanted = 1;
+	watched.active = 1;
 }
 
 static __always_inline void packets_scale(const struct sock *sk, __u8 state)
 {
 	const struct tcp_sock *tp = (const void *)sk;
 
-	if (!packets_full(state))
+	if (!packets_is_full_socket(state))
 		return;
 	scale.out = BPF_CORE_READ_BITFIELD_PROBED(tp, rx_opt.rcv_wscale);
 	scale.in = BPF_CORE_READ_BITFIELD_PROBED(tp, rx_opt.snd_wscale);
@@ -306,10 +306,10 @@ int packets_queue(struct bpf_raw_tracepoint_args *ctx)
 	__u32 network;
 	__u8 state;
 
-	if (!packets_ours(sk))
+	if (!packets_is_followed(sk))
 		return 0;
 	state = BPF_CORE_READ(sk, __sk_common.skc_state);
-	packets_listen(sk, state);
+	packets_watch_addresses(sk, state);
 	packets_scale(sk, state);
 	p = packets_packet(PACKETS_QUEUE, skb, state);
 	if (!p)
@@ -329,7 +329,7 @@ int packets_driver(struct bpf_raw_tracepoint_args *ctx)
 	const struct sock *sk = BPF_CORE_READ(skb, sk);
 	struct packets_event *e;
 
-	if (!packets_ours(sk))
+	if (!packets_is_followed(sk))
 		return 0;
 	e = packets_event(PACKETS_DRIVER, skb,
 			  BPF_CORE_READ(sk, __sk_common.skc_state));
@@ -349,7 +349,7 @@ static __always_inline int packets_resent(struct bpf_raw_tracepoint_args *ctx)
 	const struct tcp_skb_cb *cb;
 	struct packets_event *e;
 
-	if (!packets_ours(sk) || packets_told(&told.resend, packets_number(skb)))
+	if (!packets_is_followed(sk) || packets_reported(&reported.resend, packets_segment_id(skb)))
 		return 0;
 	e = packets_event(PACKETS_RETRANSMIT, skb,
 			  BPF_CORE_READ(sk, __sk_common.skc_state));
@@ -384,7 +384,7 @@ static __always_inline int packets_received(struct bpf_raw_tracepoint_args *ctx)
 	__u32 network;
 	__u8 state;
 
-	if (!packets_ours(sk) || packets_told(&told.receive, packets_number(skb)))
+	if (!packets_is_followed(sk) || packets_reported(&reported.receive, packets_segment_id(skb)))
 		return 0;
 	state = BPF_CORE_READ(sk, __sk_common.skc_state);
 	packets_scale(sk, state);
@@ -412,7 +412,7 @@ int packets_receive_2(struct bpf_raw_tracepoint_args *ctx)
 }
 
 /* Tells whether a packet that the host receives is for the connection. */
-static __always_inline bool packets_expected(const struct sk_buff *skb)
+static __always_inline bool packets_for_connection(const struct sk_buff *skb)
 {
 	const struct net_device *dev = BPF_CORE_READ(skb, dev);
 	const void *network = BPF_CORE_READ(skb, data);
@@ -422,21 +422,21 @@ static __always_inline bool packets_expected(const struct sk_buff *skb)
 	__be16 port[2];
 	__u32 linear;
 
-	if (!dev || BPF_CORE_READ(dev, nd_net.net) != early.net ||
+	if (!dev || BPF_CORE_READ(dev, nd_net.net) != watched.net ||
 	    !packets_tcp(network, &place))
 		return false;
 	linear = BPF_CORE_READ(skb, len) - BPF_CORE_READ(skb, data_len);
 	if (linear < place.tcp + 20)
 		return false;
 	if (bpf_probe_read_kernel(port, sizeof(port), network + place.tcp) ||
-	    port[0] != early.remote_port || port[1] != early.local_port)
+	    port[0] != watched.remote_port || port[1] != watched.local_port)
 		return false;
 	if (place.ipv4)
 		return !bpf_probe_read_kernel(address4, sizeof(address4), network + 12) &&
-		       address4[0] == early.remote4 && address4[1] == early.local4;
+		       address4[0] == watched.remote4 && address4[1] == watched.local4;
 	return !bpf_probe_read_kernel(address, sizeof(address), network + 8) &&
-	       address[0] == early.remote6[0] && address[1] == early.remote6[1] &&
-	       address[2] == early.local6[0] && address[3] == early.local6[1];
+	       address[0] == watched.remote6[0] && address[1] == watched.remote6[1] &&
+	       address[2] == watched.local6[0] && address[3] == watched.local6[1];
 }
 
 SEC("raw_tracepoint/netif_receive_skb")
@@ -446,7 +446,7 @@ int packets_early(struct bpf_raw_tracepoint_args *ctx)
 	struct packets_packet *p;
 	__u32 network;
 
-	if (!early.wanted || !packets_expected(skb))
+	if (!watched.active || !packets_for_connection(skb))
 		return 0;
 	p = packets_packet(PACKETS_RECEIVE, skb, 0);
 	if (!p)
@@ -467,13 +467,13 @@ static __always_inline int packets_changed(struct bpf_raw_tracepoint_args *ctx)
 	__u8 before = ctx->args[1], state = ctx->args[2];
 	struct packets_event *e;
 
-	if (!packets_ours(sk) || packets_told(&told.state, 1 + state))
+	if (!packets_is_followed(sk) || packets_reported(&reported.state, 1 + state))
 		return 0;
-	packets_listen(sk, state);
+	packets_watch_addresses(sk, state);
 	e = packets_event(PACKETS_STATE, NULL, state);
 	if (!e)
 		return 0;
-	if (packets_full(before)) {
+	if (packets_is_full_socket(before)) {
 		packets_scale(sk, before);
 		e->flags = PACKETS_TCP;
 		e->ack = BPF_CORE_READ(tp, snd_una);

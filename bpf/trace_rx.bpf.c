@@ -22,7 +22,7 @@
 #include "trace_skb.bpf.h"
 
 #define TCP_WINDOW (1U << 30) /* none is larger */
-#define AT_ONCE 4 /* datagrams that are looked at after a read */
+#define READ_CHECKS 4 /* datagrams that are looked at after a read */
 #define STAMP_AGE 3600000000000ULL /* no packet takes an hour */
 
 /* Datagrams are followed by what is read from their sockets. */
@@ -57,9 +57,9 @@ struct {
 	__type(value, struct trace_reader);
 } readers SEC(".maps");
 
-const struct trace_reader nobody = {};
+const struct trace_reader empty_reader = {};
 
-static __always_inline struct trace_rx_stats *rx_stats_of(__u32 group)
+static __always_inline struct trace_rx_stats *rx_group_stats(__u32 group)
 {
 	return bpf_map_lookup_elem(&rx_stats, &group);
 }
@@ -69,7 +69,7 @@ static __always_inline struct trace_rx_stats *rx_stats_of(__u32 group)
  * another with the same key; now is 0 if the time is not known. Returns whether
  * it did.
  */
-__noinline int rx_end(__u64 of, __u64 end, __u64 since, __u64 now,
+__noinline int rx_end_sample(__u64 of, __u64 end, __u64 since, __u64 now,
 		      __u32 outcome)
 {
 	struct trace_waiting_key key = { .of = of, .end = end };
@@ -88,11 +88,11 @@ __noinline int rx_end(__u64 of, __u64 end, __u64 since, __u64 now,
 		__sync_fetch_and_add(&c->segments, -1);
 	else
 		__sync_fetch_and_add(&c->datagrams, -1);
-	s = rx_stats_of(group);
+	s = rx_group_stats(group);
 	if (!s)
 		return 1;
 	if (outcome == TRACE_RX_READ && now)
-		trace_measure(&s->stage[TRACE_RX_READER], now > since ? now - since : 0);
+		trace_histogram_count(&s->stage[TRACE_RX_READER], now > since ? now - since : 0);
 	barrier_var(outcome);
 	if (outcome < TRACE_RX_OUTCOMES)
 		__sync_fetch_and_add(&s->outcome[outcome], 1);
@@ -101,7 +101,7 @@ __noinline int rx_end(__u64 of, __u64 end, __u64 since, __u64 now,
 
 /* Puts a sample among those of a socket. Returns its slot, or -1 if there is no
  * room. */
-__noinline int rx_push(__u64 cookie, __u64 of, __u64 since)
+__noinline int rx_store(__u64 cookie, __u64 of, __u64 since)
 {
 	__u32 index = cookie & (TRACE_LOCKS - 1), slot;
 	struct trace_reader *r;
@@ -109,22 +109,22 @@ __noinline int rx_push(__u64 cookie, __u64 of, __u64 since)
 
 	r = bpf_map_lookup_elem(&readers, &cookie);
 	if (!r) {
-		bpf_map_update_elem(&readers, &cookie, &nobody, BPF_NOEXIST);
+		bpf_map_update_elem(&readers, &cookie, &empty_reader, BPF_NOEXIST);
 		r = bpf_map_lookup_elem(&readers, &cookie);
 	}
 	lock = bpf_map_lookup_elem(&locks, &index);
 	if (!r || !lock)
 		return -1;
 	bpf_spin_lock(&lock->lock);
-	for (slot = 0; slot < TRACE_BEHIND; slot++) {
+	for (slot = 0; slot < TRACE_READER_SAMPLES; slot++) {
 		if (r->since[slot])
 			continue;
-		r->since[slot] = TRACE_TAKEN;
+		r->since[slot] = TRACE_RESERVED;
 		r->of[slot] = of;
 		break;
 	}
 	bpf_spin_unlock(&lock->lock);
-	if (slot >= TRACE_BEHIND)
+	if (slot >= TRACE_READER_SAMPLES)
 		return -1;
 	/* Nobody sees this before the other: the lock orders them. */
 	bpf_spin_lock(&lock->lock);
@@ -140,7 +140,7 @@ static __always_inline struct trace_reader *rx_reader(__u64 cookie)
 }
 
 /* Ends the wait of a datagram that is no longer among those of its socket. */
-static __always_inline void rx_gone(__u64 skb, const struct trace_waiting *w,
+static __always_inline void rx_end_datagram(__u64 skb, const struct trace_waiting *w,
 				    __u64 now, __u32 outcome)
 {
 	struct trace_reader *r = by_socket ? rx_reader(w->cookie) : NULL;
@@ -148,13 +148,13 @@ static __always_inline void rx_gone(__u64 skb, const struct trace_waiting *w,
 	__u32 slot = w->slot;
 
 	barrier_var(slot);
-	if (r && slot < TRACE_BEHIND && r->since[slot] == since)
+	if (r && slot < TRACE_READER_SAMPLES && r->since[slot] == since)
 		r->since[slot] = 0;
-	rx_end(skb, 0, since, now, outcome);
+	rx_end_sample(skb, 0, since, now, outcome);
 }
 
 /* Begins the wait of a sample that was counted. */
-static __noinline int rx_wait(const struct trace_waiting_key *key,
+static __noinline int rx_track(const struct trace_waiting_key *key,
 			      const struct trace_waiting *w)
 {
 	struct trace_counts *c = trace_counts();
@@ -169,10 +169,10 @@ static __noinline int rx_wait(const struct trace_waiting_key *key,
 		/* An earlier datagram was read, and nothing has told it yet. */
 		placed = bpf_map_lookup_elem(&waiting, key);
 		if (placed)
-			rx_gone(key->of, placed, 0, TRACE_RX_READ);
+			rx_end_datagram(key->of, placed, 0, TRACE_RX_READ);
 		err = bpf_map_update_elem(&waiting, key, w, BPF_NOEXIST);
 	}
-	s = rx_stats_of(w->group);
+	s = rx_group_stats(w->group);
 	if (err) {
 		if (s)
 			__sync_fetch_and_add(&s->outcome[TRACE_RX_FULL], 1);
@@ -183,9 +183,9 @@ static __noinline int rx_wait(const struct trace_waiting_key *key,
 	else
 		__sync_fetch_and_add(&c->datagrams, 1);
 	if (key->end || by_socket) {
-		slot = rx_push(w->cookie, key->end ? key->end : key->of, w->socket);
+		slot = rx_store(w->cookie, key->end ? key->end : key->of, w->socket);
 		if (slot < 0) {
-			rx_end(key->of, key->end, w->socket, 0, TRACE_RX_FULL);
+			rx_end_sample(key->of, key->end, w->socket, 0, TRACE_RX_FULL);
 			return 0;
 		}
 	}
@@ -197,10 +197,10 @@ static __noinline int rx_wait(const struct trace_waiting_key *key,
 
 /* Counts what was chosen, and measures its way to the socket. Returns the
  * time. */
-static __always_inline __u64 rx_chosen(struct __sk_buff *ctx, __u32 group,
+static __always_inline __u64 rx_account(struct __sk_buff *ctx, __u32 group,
 				       bool followed)
 {
-	struct trace_rx_stats *s = rx_stats_of(group);
+	struct trace_rx_stats *s = rx_group_stats(group);
 	struct trace_state *st = trace_state();
 	__u64 now = bpf_ktime_get_ns(), age;
 
@@ -209,7 +209,7 @@ static __always_inline __u64 rx_chosen(struct __sk_buff *ctx, __u32 group,
 	__sync_fetch_and_add(&s->chosen, 1);
 	age = now + st->clock - ctx->tstamp;
 	if (ctx->tstamp && st->clock && age <= STAMP_AGE)
-		trace_measure(&s->stage[TRACE_RX_STACK], age);
+		trace_histogram_count(&s->stage[TRACE_RX_STACK], age);
 	else
 		__sync_fetch_and_add(&s->unstamped, 1);
 	if (!followed)
@@ -225,7 +225,7 @@ struct rx_tcp {
 	__u8 offset; /* in the upper half, words */
 };
 
-/* The sequence number after a segment's data plus TRACE_END; 0: it has none. */
+/* The sequence number after a segment's data plus TRACE_END_BIAS; 0: it has none. */
 static __always_inline __u64 rx_segment_end(struct __sk_buff *ctx)
 {
 	struct rx_tcp *tcp;
@@ -235,7 +235,7 @@ static __always_inline __u64 rx_segment_end(struct __sk_buff *ctx)
 	if (!tcp)
 		return 0;
 	length = ctx->len - at - (tcp->offset >> 4) * 4;
-	return length ? TRACE_END + (__u32)(bpf_ntohl(tcp->seq) + length) : 0;
+	return length ? TRACE_END_BIAS + (__u32)(bpf_ntohl(tcp->seq) + length) : 0;
 }
 
 /* The group of a connection, found when it is first asked for. */
@@ -260,16 +260,16 @@ static __always_inline __u32 rx_group(struct bpf_sock *sk,
 
 /* Ends the wait of a sample that came as its connection ended. What else waits
  * is for trace_closed. */
-__noinline int rx_late(__u64 cookie, __u64 end, __u64 since)
+__noinline int rx_end_closed(__u64 cookie, __u64 end, __u64 since)
 {
 	struct trace_reader *r = rx_reader(cookie);
 	bool others = false;
 	__u32 i;
 
-	rx_end(cookie, end, since, 0, TRACE_RX_UNREAD);
+	rx_end_sample(cookie, end, since, 0, TRACE_RX_UNREAD);
 	if (!r)
 		return 0;
-	for (i = 0; i < TRACE_BEHIND; i++) {
+	for (i = 0; i < TRACE_READER_SAMPLES; i++) {
 		if (r->since[i] == since)
 			r->since[i] = 0;
 		else if (r->since[i])
@@ -287,34 +287,34 @@ static __always_inline void rx_segment(struct __sk_buff *ctx, struct bpf_sock *s
 	struct trace_connection *c;
 	struct trace_rule *rule;
 	struct bpf_tcp_sock *tp;
-	__u32 fresh;
+	__u32 ahead;
 
 	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
 	rule = c ? trace_rule(c->rule) : NULL;
 	if (!rule || !(rule->flags & TRACE_RULE_RX))
 		return;
 	key.end = rx_segment_end(ctx);
-	if (!key.end || !trace_turn(rule, &c->rx_skip, &c->rx_next,
+	if (!key.end || !trace_sampled(rule, &c->rx_skip, &c->rx_next,
 				    rule->interval ? bpf_ktime_get_ns() : 0))
 		return;
 	tp = bpf_tcp_sock(sk);
 	if (!tp)
 		return;
 	/* Nothing that the socket has not, or that no window allows. */
-	fresh = (__u32)key.end - tp->rcv_nxt;
-	if (!fresh || fresh > TCP_WINDOW)
+	ahead = (__u32)key.end - tp->rcv_nxt;
+	if (!ahead || ahead > TCP_WINDOW)
 		return;
 	key.of = bpf_get_socket_cookie(ctx);
 	if (bpf_map_lookup_elem(&waiting, &key))
 		return; /* it came before */
 	w.group = rx_group(sk, c, rule);
 	w.cookie = key.of;
-	w.socket = rx_chosen(ctx, w.group, rule->flags & TRACE_RULE_READER);
-	if (!w.socket || !rx_wait(&key, &w))
+	w.socket = rx_account(ctx, w.group, rule->flags & TRACE_RULE_READER);
+	if (!w.socket || !rx_track(&key, &w))
 		return;
 	/* The socket's end may have passed by meanwhile. */
 	if (sk->state == BPF_TCP_CLOSE)
-		rx_late(key.of, key.end, w.socket);
+		rx_end_closed(key.of, key.end, w.socket);
 }
 
 static __always_inline void rx_datagram(struct __sk_buff *ctx, struct bpf_sock *sk)
@@ -327,19 +327,19 @@ static __always_inline void rx_datagram(struct __sk_buff *ctx, struct bpf_sock *
 
 	if (!trace_datagram(ctx, &q.tuple, true))
 		return;
-	id = trace_choose(ctx, sk, &q, TRACE_RULE_RX | TRACE_RULE_UDP, true, &w.group);
+	id = trace_choose_datagram(ctx, sk, &q, TRACE_RULE_RX | TRACE_RULE_UDP, true, &w.group);
 	rule = id ? trace_rule(id) : NULL;
 	if (!rule)
 		return;
 	/* Without a stamp it could not be told from others. */
 	w.arrival = ctx->tstamp;
-	w.socket = rx_chosen(ctx, w.group, w.arrival && (rule->flags & TRACE_RULE_READER));
+	w.socket = rx_account(ctx, w.group, w.arrival && (rule->flags & TRACE_RULE_READER));
 	if (!w.socket)
 		return;
 	w.cookie = bpf_get_socket_cookie(ctx);
-	w.sk = trace_number(sk);
-	key.of = trace_number(ctx);
-	rx_wait(&key, &w);
+	w.sk = trace_pointer_value(sk);
+	key.of = trace_pointer_value(ctx);
+	rx_track(&key, &w);
 }
 
 SEC("cgroup_skb/ingress")
@@ -364,7 +364,7 @@ static __always_inline __u64 rx_cookie(struct sock *sk)
 
 /* All samples of a connection that end before what the application has taken;
  * at its end, the others too. */
-__noinline int rx_taken(__u64 cookie, __u32 copied, __u64 now, __u32 ends)
+__noinline int rx_end_read(__u64 cookie, __u32 copied, __u64 now, __u32 ends)
 {
 	struct trace_reader *r = rx_reader(cookie);
 	__u64 since, end;
@@ -372,16 +372,16 @@ __noinline int rx_taken(__u64 cookie, __u32 copied, __u64 now, __u32 ends)
 
 	if (!r)
 		return 0;
-	for (i = 0; i < TRACE_BEHIND; i++) {
+	for (i = 0; i < TRACE_READER_SAMPLES; i++) {
 		since = r->since[i];
-		if (since <= TRACE_TAKEN)
+		if (since <= TRACE_RESERVED)
 			continue;
 		end = r->of[i];
 		if ((__s32)(copied - (__u32)end) >= 0) {
-			if (rx_end(cookie, end, since, now, TRACE_RX_READ))
+			if (rx_end_sample(cookie, end, since, now, TRACE_RX_READ))
 				r->since[i] = 0;
 		} else if (ends) {
-			rx_end(cookie, end, since, 0, TRACE_RX_UNREAD);
+			rx_end_sample(cookie, end, since, 0, TRACE_RX_UNREAD);
 		}
 	}
 	return 0;
@@ -399,7 +399,7 @@ int trace_segment(struct bpf_raw_tracepoint_args *ctx)
 		return 0;
 	cookie = rx_cookie(sk);
 	if (rx_reader(cookie))
-		rx_taken(cookie, BPF_CORE_READ((struct tcp_sock *)sk, copied_seq),
+		rx_end_read(cookie, BPF_CORE_READ((struct tcp_sock *)sk, copied_seq),
 			 bpf_ktime_get_ns(), 0);
 	return 0;
 }
@@ -413,13 +413,13 @@ int trace_closed(struct bpf_raw_tracepoint_args *ctx)
 
 	if (!rx_reader(cookie))
 		return 0;
-	rx_taken(cookie, BPF_CORE_READ((struct tcp_sock *)sk, copied_seq), 0, 1);
+	rx_end_read(cookie, BPF_CORE_READ((struct tcp_sock *)sk, copied_seq), 0, 1);
 	bpf_map_delete_elem(&readers, &cookie);
 	return 0;
 }
 
 /* The oldest datagram that waits in a socket; NULL: none. */
-static __always_inline struct sk_buff *rx_first(struct sock *sk)
+static __always_inline struct sk_buff *rx_queue_head(struct sock *sk)
 {
 	struct sk_buff_head *queue;
 	struct sk_buff *first;
@@ -439,7 +439,7 @@ static __always_inline struct sk_buff *rx_first(struct sock *sk)
  * the socket has written its notes there (udp_set_dev_scratch), that what waits
  * is older.
  */
-static __always_inline bool rx_left(struct sock *sk, struct sk_buff *skb,
+static __always_inline bool rx_dequeued(struct sock *sk, struct sk_buff *skb,
 				    __u64 arrival)
 {
 	struct sk_buff *other;
@@ -451,20 +451,20 @@ static __always_inline bool rx_left(struct sock *sk, struct sk_buff *skb,
 		return false;
 	if ((__s64)BPF_CORE_READ(skb, dev) < 0)
 		return false;
-	other = rx_first(sk);
+	other = rx_queue_head(sk);
 	return !other || BPF_CORE_READ(other, tstamp) >= arrival;
 }
 
-/* The slot of the oldest sample of a socket after one; TRACE_BEHIND: none. */
+/* The slot of the oldest sample of a socket after one; TRACE_READER_SAMPLES: none. */
 __noinline int rx_oldest(__u64 cookie, __u64 after)
 {
 	struct trace_reader *r = rx_reader(cookie);
-	__u32 i, slot = TRACE_BEHIND;
+	__u32 i, slot = TRACE_READER_SAMPLES;
 	__u64 oldest = ~0ULL;
 
 	if (!r)
-		return TRACE_BEHIND;
-	for (i = 0; i < TRACE_BEHIND; i++) {
+		return TRACE_READER_SAMPLES;
+	for (i = 0; i < TRACE_READER_SAMPLES; i++) {
 		if (r->since[i] > after && r->since[i] < oldest) {
 			oldest = r->since[i];
 			slot = i;
@@ -478,26 +478,26 @@ __noinline int rx_oldest(__u64 cookie, __u64 after)
  * is a pointer as a number; since gets the time at which the datagram reached it.
  * Returns 0 if the slot is free.
  */
-__noinline int rx_look(__u64 socket, __u64 cookie, __u32 slot, __u64 *since)
+__noinline int rx_check(__u64 socket, __u64 cookie, __u32 slot, __u64 *since)
 {
 	struct trace_reader *r = rx_reader(cookie);
 	struct sock *sk = (struct sock *)socket;
 	struct trace_waiting_key key = {};
 	struct trace_waiting *w;
 
-	if (!since || !r || slot >= TRACE_BEHIND)
+	if (!since || !r || slot >= TRACE_READER_SAMPLES)
 		return 0;
 	*since = __sync_fetch_and_add(&r->since[slot], 0);
-	if (*since <= TRACE_TAKEN)
+	if (*since <= TRACE_RESERVED)
 		return 0;
 	key.of = r->of[slot];
 	w = bpf_map_lookup_elem(&waiting, &key);
 	if (w && w->socket != *since)
 		w = NULL;
-	if (w && !rx_left(sk, (void *)key.of, w->arrival))
+	if (w && !rx_dequeued(sk, (void *)key.of, w->arrival))
 		return 1;
 	if (__sync_val_compare_and_swap(&r->since[slot], *since, 0) == *since)
-		rx_end(key.of, 0, *since, bpf_ktime_get_ns(), TRACE_RX_READ);
+		rx_end_sample(key.of, 0, *since, bpf_ktime_get_ns(), TRACE_RX_READ);
 	return 1;
 }
 
@@ -512,7 +512,7 @@ int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct sock *sk = (void *)ctx->args[0];
 	struct trace_counts *c = trace_counts();
-	__u64 cookie, since = TRACE_TAKEN;
+	__u64 cookie, since = TRACE_RESERVED;
 	struct trace_reader *r;
 	__u32 i;
 
@@ -525,20 +525,20 @@ int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
 	/* It fires for connections, too. */
 	if (!r || BPF_CORE_READ(sk, sk_protocol) != IPPROTO_UDP)
 		return 0;
-	if (!rx_first(sk)) {
-		for (i = 0; i < TRACE_BEHIND; i++)
-			if (r->since[i] > TRACE_TAKEN)
-				rx_look((__u64)sk, cookie, i, &since);
+	if (!rx_queue_head(sk)) {
+		for (i = 0; i < TRACE_READER_SAMPLES; i++)
+			if (r->since[i] > TRACE_RESERVED)
+				rx_check((__u64)sk, cookie, i, &since);
 		return 0;
 	}
-	for (i = 0; i < AT_ONCE; i++)
-		if (!rx_look((__u64)sk, cookie, rx_oldest(cookie, since), &since))
+	for (i = 0; i < READ_CHECKS; i++)
+		if (!rx_check((__u64)sk, cookie, rx_oldest(cookie, since), &since))
 			return 0;
 	return 0;
 }
 
 /* The sample of a datagram that is freed; NULL for others. */
-static __always_inline struct trace_waiting *rx_freed(struct sk_buff *skb)
+static __always_inline struct trace_waiting *rx_find_by_skb(struct sk_buff *skb)
 {
 	struct trace_waiting_key key = { .of = (__u64)skb };
 	struct trace_counts *c = trace_counts();
@@ -547,7 +547,7 @@ static __always_inline struct trace_waiting *rx_freed(struct sk_buff *skb)
 }
 
 /* Whether the skb is that datagram's still. */
-static __always_inline bool rx_same(struct sk_buff *skb, const struct trace_waiting *w)
+static __always_inline bool rx_same_datagram(struct sk_buff *skb, const struct trace_waiting *w)
 {
 	return BPF_CORE_READ(skb, tstamp) == w->arrival;
 }
@@ -557,10 +557,10 @@ SEC("raw_tp/consume_skb")
 int trace_consumed(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct sk_buff *skb = (void *)ctx->args[0];
-	struct trace_waiting *w = rx_freed(skb);
+	struct trace_waiting *w = rx_find_by_skb(skb);
 
 	if (w)
-		rx_gone((__u64)skb, w, rx_same(skb, w) ? bpf_ktime_get_ns() : 0,
+		rx_end_datagram((__u64)skb, w, rx_same_datagram(skb, w) ? bpf_ktime_get_ns() : 0,
 			TRACE_RX_READ);
 	return 0;
 }
@@ -570,18 +570,18 @@ SEC("raw_tp/kfree_skb")
 int trace_dropped(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct sk_buff *skb = (void *)ctx->args[0];
-	struct trace_waiting *w = rx_freed(skb);
+	struct trace_waiting *w = rx_find_by_skb(skb);
 	__u32 outcome = TRACE_RX_DROPPED;
 	struct sock *sk;
 
 	if (!w)
 		return 0;
 	sk = (void *)w->sk;
-	if (!rx_same(skb, w))
+	if (!rx_same_datagram(skb, w))
 		outcome = TRACE_RX_READ; /* before, unseen */
 	else if (BPF_CORE_READ(sk, __sk_common.skc_flags) & (1UL << SOCK_DEAD))
 		outcome = TRACE_RX_UNREAD;
-	rx_gone((__u64)skb, w, 0, outcome);
+	rx_end_datagram((__u64)skb, w, 0, outcome);
 	return 0;
 }
 

@@ -70,7 +70,7 @@ trace_connection(struct bpf_sock_ops *ctx)
 
 /* The group of a connection, found when it is first asked for: tune has
  * decided by then. */
-__noinline int trace_grouped(struct bpf_sock_ops *ctx)
+__noinline int trace_assign_group(struct bpf_sock_ops *ctx)
 {
 	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
 	struct bpf_sock *sk = ctx->sk;
@@ -107,7 +107,7 @@ trace_message(struct trace_connection *c, __u32 i)
 
 /* How long the connection was limited in this way until now, in jiffies
  * (tcp_get_info_chrono_stats in net/ipv4/tcp.c, Linux 6.18). */
-static __always_inline __u32 trace_limited(const struct tcp_sock *tp,
+static __always_inline __u32 trace_chrono(const struct tcp_sock *tp,
 					   __u32 chrono)
 {
 	__u32 sum = tp->chrono_stat[chrono - 1];
@@ -137,7 +137,7 @@ static __always_inline bool trace_is_slow(__u32 group, __u64 now, __u64 total)
 }
 
 /* Keeps a message if it is one of the slowest of its group and minute. */
-__noinline int trace_keep(struct trace_sample *s)
+__noinline int trace_keep_slowest(struct trace_sample *s)
 {
 	struct trace_slowest *slow;
 	__u64 minute, least = ~0ULL;
@@ -181,7 +181,7 @@ __noinline int trace_keep(struct trace_sample *s)
 }
 
 /* Tells user space of a message. */
-__noinline int trace_tell(struct bpf_sock_ops *ctx, struct trace_message *m,
+__noinline int trace_emit_sample(struct bpf_sock_ops *ctx, struct trace_message *m,
 			  __u64 now, __u32 outcome, bool slow)
 {
 	struct trace_connection *c = trace_connection(ctx);
@@ -203,7 +203,7 @@ __noinline int trace_tell(struct bpf_sock_ops *ctx, struct trace_message *m,
 	s.role = c->role;
 	s.message = *m;
 	if (slow)
-		trace_keep(&s);
+		trace_keep_slowest(&s);
 	if (!st->samples)
 		return 0;
 	ring = bpf_map_lookup_elem(&rings, &zero);
@@ -222,7 +222,7 @@ __noinline int trace_tell(struct bpf_sock_ops *ctx, struct trace_message *m,
 }
 
 /* Counts what became of a message. Returns 0. */
-__noinline int trace_end(struct bpf_sock_ops *ctx, struct trace_message *m,
+__noinline int trace_end_message(struct bpf_sock_ops *ctx, struct trace_message *m,
 			 __u64 now, __u32 outcome)
 {
 	struct trace_connection *c = trace_connection(ctx);
@@ -239,7 +239,7 @@ __noinline int trace_end(struct bpf_sock_ops *ctx, struct trace_message *m,
 	       outcome != TRACE_PARTED &&
 	       trace_is_slow(c->group, now, now - (m->started ? m->started : m->sent));
 	if (slow || (st && st->samples))
-		trace_tell(ctx, m, now, outcome, slow);
+		trace_emit_sample(ctx, m, now, outcome, slow);
 	return 0;
 }
 
@@ -258,7 +258,7 @@ static __always_inline struct skb_shared_info *trace_shared(struct bpf_sock_ops 
  * has not marked itself, it would get a stamp for what it did not ask for, now
  * or once packets are joined.
  */
-static __always_inline bool trace_theirs(struct trace_connection *c,
+static __always_inline bool trace_left_to_application(struct trace_connection *c,
 					 const struct tcp_sock *tp, bool marked,
 					 bool own)
 {
@@ -280,7 +280,7 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 {
 	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
 	struct trace_connection *c = trace_connection(ctx);
-	bool turn, within = false, marked;
+	bool chosen, within = false, marked;
 	struct skb_shared_info *shared;
 	struct trace_message *m, *last;
 	struct trace_rule *rule;
@@ -305,8 +305,8 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	length = seq - c->write_seq;
 	c->write_seq = seq;
 	now = rule->interval ? bpf_ktime_get_ns() : 0;
-	turn = trace_turn(rule, &c->skip, &c->next, now);
-	if (!turn && c->head == c->tail && !sk->sk_tsflags)
+	chosen = trace_sampled(rule, &c->skip, &c->next, now);
+	if (!chosen && c->head == c->tail && !sk->sk_tsflags)
 		return 0;
 	if (!now)
 		now = bpf_ktime_get_ns();
@@ -328,18 +328,18 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 		within = true;
 	if (within && shared->tskey != last->key) {
 		c->head--;
-		trace_end(ctx, last, now, TRACE_OVERWRITTEN);
+		trace_end_message(ctx, last, now, TRACE_OVERWRITTEN);
 		within = false;
 	}
-	if (!turn)
+	if (!chosen)
 		return 0;
 	if (!c->grouped)
-		trace_grouped(ctx);
+		trace_assign_group(ctx);
 	s = trace_stats(c->group);
 	if (!s)
 		return 0;
 	__sync_fetch_and_add(&s->chosen, 1);
-	if (trace_theirs(c, tp, marked, shared->tskey == key)) {
+	if (trace_left_to_application(c, tp, marked, shared->tskey == key)) {
 		__sync_fetch_and_add(&s->outcome[TRACE_APPLICATION], 1);
 		return 0;
 	}
@@ -353,7 +353,7 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	}
 	if (within) {
 		c->head--;
-		trace_end(ctx, last, now, TRACE_OVERWRITTEN);
+		trace_end_message(ctx, last, now, TRACE_OVERWRITTEN);
 	}
 	m = trace_message(c, c->head);
 	if (!m)
@@ -363,7 +363,7 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	m->started = started;
 	m->sent = now;
 	m->queued = 0;
-	m->again = 0;
+	m->requeued = 0;
 	m->driver = 0;
 	m->hardware = 0;
 	m->cwnd = tp->snd_cwnd;
@@ -376,8 +376,8 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	m->srtt = tp->srtt_us >> 3;
 	m->min_rtt = tp->rtt_min.s[0].v;
 	m->retransmits = tp->total_retrans;
-	m->window_limited = trace_limited(tp, TCP_CHRONO_RWND_LIMITED);
-	m->buffer_limited = trace_limited(tp, TCP_CHRONO_SNDBUF_LIMITED);
+	m->window_limited = trace_chrono(tp, TCP_CHRONO_RWND_LIMITED);
+	m->buffer_limited = trace_chrono(tp, TCP_CHRONO_SNDBUF_LIMITED);
 	m->pacing = sk->sk_pacing_rate;
 	m->repeats = 0;
 	m->flags = 0;
@@ -392,7 +392,7 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	if (!m->unsent) {
 		/* TCP's own time of sending it, unless the pacer's is to come. */
 		m->queued = skb->skb_mstamp_ns < now ? skb->skb_mstamp_ns : now;
-		m->flags |= TRACE_MESSAGE_LATE;
+		m->flags |= TRACE_MESSAGE_UNMARKED;
 		m->window_limited = 0;
 		m->buffer_limited = 0;
 	}
@@ -428,7 +428,7 @@ __noinline int trace_search(struct trace_connection *c, __u32 key)
  * before it. First it is looked for where it is expected.
  */
 static __always_inline struct trace_message *
-trace_under_way(struct trace_connection *c, __u32 key, __u32 expected,
+trace_find(struct trace_connection *c, __u32 key, __u32 expected,
 		__u32 *found)
 {
 	struct trace_message *m = trace_message(c, expected);
@@ -446,7 +446,7 @@ trace_under_way(struct trace_connection *c, __u32 key, __u32 expected,
 }
 
 /* A message leaves for the first time. */
-__noinline int trace_left(struct bpf_sock_ops *ctx, struct trace_message *m,
+__noinline int trace_leave(struct bpf_sock_ops *ctx, struct trace_message *m,
 			  __u64 now)
 {
 	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
@@ -454,35 +454,35 @@ __noinline int trace_left(struct bpf_sock_ops *ctx, struct trace_message *m,
 
 	if (!m)
 		return 0;
-	m->window_limited = trace_limited(tp, TCP_CHRONO_RWND_LIMITED) - m->window_limited;
-	m->buffer_limited = trace_limited(tp, TCP_CHRONO_SNDBUF_LIMITED) - m->buffer_limited;
+	m->window_limited = trace_chrono(tp, TCP_CHRONO_RWND_LIMITED) - m->window_limited;
+	m->buffer_limited = trace_chrono(tp, TCP_CHRONO_SNDBUF_LIMITED) - m->buffer_limited;
 	m->seen = tp->total_retrans;
 	m->queued = now;
 	return 0;
 }
 
-static __always_inline void trace_repeated(struct trace_message *m,
+static __always_inline void trace_count_repeat(struct trace_message *m,
 					   bool retransmitted, __u64 now)
 {
 	if (retransmitted)
 		m->repeats++;
-	if (!m->driver && !(m->flags & TRACE_MESSAGE_LATE))
-		m->again = now;
+	if (!m->driver && !(m->flags & TRACE_MESSAGE_UNMARKED))
+		m->requeued = now;
 }
 
 /* A message leaves again, if it is in the packet of a later one. Returns whether
  * it is. */
-__noinline int trace_again(struct trace_message *m, bool retransmitted, __u64 now)
+__noinline int trace_repeat_coalesced(struct trace_message *m, bool retransmitted, __u64 now)
 {
 	if (!m || !(m->flags & TRACE_MESSAGE_JOINED))
 		return 0;
-	trace_repeated(m, retransmitted, now);
+	trace_count_repeat(m, retransmitted, now);
 	return 1;
 }
 
 /* A message leaves for the first time, in the packet of a later one, which begins
  * with a sequence number. Returns 0 if it has left before. */
-__noinline int trace_joined(struct bpf_sock_ops *ctx, struct trace_message *m,
+__noinline int trace_leave_coalesced(struct bpf_sock_ops *ctx, struct trace_message *m,
 			    __u32 begins, __u64 now)
 {
 	if (!m || m->queued)
@@ -491,7 +491,7 @@ __noinline int trace_joined(struct bpf_sock_ops *ctx, struct trace_message *m,
 		m->flags |= TRACE_MESSAGE_PARTED;
 	} else {
 		m->flags |= TRACE_MESSAGE_JOINED;
-		trace_left(ctx, m, now);
+		trace_leave(ctx, m, now);
 	}
 	return 1;
 }
@@ -501,7 +501,7 @@ __noinline int trace_joined(struct bpf_sock_ops *ctx, struct trace_message *m,
  * What is not a plain TCP segment of the connection, as in a tunnel, counts as
  * one that begins with what is not acknowledged.
  */
-static __always_inline __u32 trace_begins(struct sk_buff *skb,
+static __always_inline __u32 trace_packet_seq(struct sk_buff *skb,
 					  const struct tcp_sock *tp, __u32 key)
 {
 	__u32 seq = bpf_ntohl(trace_cast(skb->head + skb->transport_header,
@@ -534,17 +534,17 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 	if (!c)
 		return 0;
 	key = trace_shared(ctx)->tskey;
-	m = trace_under_way(c, key, c->queue, &found);
+	m = trace_find(c, key, c->queue, &found);
 	if (!m)
 		return 0;
 	now = bpf_ktime_get_ns();
 	tp = trace_cast(kern->sk, struct tcp_sock);
-	begins = trace_begins(kern->skb, tp, key);
+	begins = trace_packet_seq(kern->skb, tp, key);
 	first = !m->queued;
 	if (first && (__s32)(m->key - begins) < 0) {
 		m->flags |= TRACE_MESSAGE_PARTED;
 	} else if (first) {
-		trace_left(ctx, m, now);
+		trace_leave(ctx, m, now);
 		if (m->key != key)
 			m->flags |= TRACE_MESSAGE_JOINED;
 		c->queue = found + 1;
@@ -559,7 +559,7 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 		if (!retransmitted && !refused)
 			return 0;
 		m->seen = tp->total_retrans;
-		trace_repeated(m, retransmitted, now);
+		trace_count_repeat(m, retransmitted, now);
 	}
 	c->segments = tp->data_segs_out;
 	for (i = 1; i < TRACE_IN_FLIGHT; i++) {
@@ -567,8 +567,8 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 		m = trace_message(c, n);
 		if (!m || (__s32)(n - c->tail) < 0)
 			break;
-		if (first ? !trace_joined(ctx, m, begins, now) :
-			    !trace_again(m, retransmitted, now))
+		if (first ? !trace_leave_coalesced(ctx, m, begins, now) :
+			    !trace_repeat_coalesced(m, retransmitted, now))
 			break;
 	}
 	return 0;
@@ -584,13 +584,13 @@ __noinline int trace_driver(struct bpf_sock_ops *ctx)
 	if (!c)
 		return 0;
 	key = trace_shared(ctx)->tskey;
-	m = trace_under_way(c, key, c->driver, &found);
+	m = trace_find(c, key, c->driver, &found);
 	if (!m || !m->queued || m->driver)
 		return 0;
 	if (m->key != key && !(m->flags & TRACE_MESSAGE_JOINED))
 		return 0;
 	/* The driver may have had it before it was marked. */
-	if ((m->flags & TRACE_MESSAGE_LATE) && m->repeats)
+	if ((m->flags & TRACE_MESSAGE_UNMARKED) && m->repeats)
 		return 0;
 	now = bpf_ktime_get_ns();
 	m->driver = now;
@@ -622,7 +622,7 @@ __noinline int trace_hardware(struct bpf_sock_ops *ctx)
 	if (!c || !st)
 		return 0;
 	shared = trace_shared(ctx);
-	m = trace_under_way(c, shared->tskey, c->tail, &found);
+	m = trace_find(c, shared->tskey, c->tail, &found);
 	if (!m || m->key != shared->tskey || !m->driver || m->hardware)
 		return 0;
 	now = bpf_ktime_get_ns();
@@ -634,7 +634,7 @@ __noinline int trace_hardware(struct bpf_sock_ops *ctx)
 }
 
 /* Adds up the stages of a message that is acknowledged. */
-__noinline int trace_measure(struct trace_stats *s,
+__noinline int trace_add_stages(struct trace_stats *s,
 			     const struct trace_message *m, __u64 now)
 {
 	__u64 queued;
@@ -642,14 +642,14 @@ __noinline int trace_measure(struct trace_stats *s,
 	if (!s || !m)
 		return 0;
 	/* What the host dropped waited in the queue that it left. */
-	queued = m->again ? m->again : m->queued;
-	trace_leg(&s->stage[TRACE_SEND], m->started, m->sent);
-	trace_leg(&s->stage[TRACE_STACK], m->sent, m->queued);
-	trace_leg(&s->stage[TRACE_QDISC], queued, m->driver);
+	queued = m->requeued ? m->requeued : m->queued;
+	trace_add_interval(&s->stage[TRACE_SEND], m->started, m->sent);
+	trace_add_interval(&s->stage[TRACE_STACK], m->sent, m->queued);
+	trace_add_interval(&s->stage[TRACE_QDISC], queued, m->driver);
 	if (m->hardware)
-		trace_add(&s->stage[TRACE_NIC], m->hardware - 1);
-	trace_leg(&s->stage[TRACE_NETWORK], m->driver, now);
-	trace_leg(&s->stage[TRACE_TOTAL], m->started ? m->started : m->sent, now);
+		trace_histogram_add(&s->stage[TRACE_NIC], m->hardware - 1);
+	trace_add_interval(&s->stage[TRACE_NETWORK], m->driver, now);
+	trace_add_interval(&s->stage[TRACE_TOTAL], m->started ? m->started : m->sent, now);
 	__sync_fetch_and_add(&s->bytes, m->length);
 	if (!m->queued)
 		__sync_fetch_and_add(&s->unqueued, 1);
@@ -662,7 +662,7 @@ __noinline int trace_measure(struct trace_stats *s,
  * At the end of one that was sent before it could be marked: if the driver had
  * had it later, it would have told. So it had it soon after TCP sent it.
  */
-static __always_inline void trace_late(const struct trace_connection *c,
+static __always_inline void trace_end_unmarked(const struct trace_connection *c,
 				       struct trace_message *m)
 {
 	if (!m->driver && c->driver)
@@ -675,7 +675,7 @@ static __always_inline void trace_late(const struct trace_connection *c,
  * own function to the verifier, which would follow all ways through all of them
  * otherwise.
  */
-__noinline int trace_answered(struct bpf_sock_ops *ctx,
+__noinline int trace_acknowledge(struct bpf_sock_ops *ctx,
 			      const struct trace_connection *c,
 			      struct trace_message *m, __u32 key, __u64 now)
 {
@@ -691,11 +691,11 @@ __noinline int trace_answered(struct bpf_sock_ops *ctx,
 		outcome = m->queued ? TRACE_COALESCED :
 			  m->flags & TRACE_MESSAGE_PARTED ? TRACE_PARTED :
 							    TRACE_MISSED;
-	if (m->flags & TRACE_MESSAGE_LATE)
-		trace_late(c, m);
+	if (m->flags & TRACE_MESSAGE_UNMARKED)
+		trace_end_unmarked(c, m);
 	if (outcome != TRACE_MISSED && outcome != TRACE_PARTED)
-		trace_measure(s, m, now);
-	return trace_end(ctx, m, now, outcome);
+		trace_add_stages(s, m, now);
+	return trace_end_message(ctx, m, now, outcome);
 }
 
 /* Acknowledgements come in the order of keys. */
@@ -716,14 +716,14 @@ __noinline int trace_acked(struct bpf_sock_ops *ctx)
 		m = trace_message(c, c->tail);
 		if (!m || (__s32)(m->key - key) > 0)
 			return 0;
-		trace_answered(ctx, c, m, key, now);
+		trace_acknowledge(ctx, c, m, key, now);
 		c->tail++;
 	}
 	return 0;
 }
 
 /* The connection of a message ends before its acknowledgement. */
-__noinline int trace_lost(struct bpf_sock_ops *ctx,
+__noinline int trace_abandon(struct bpf_sock_ops *ctx,
 			  const struct trace_connection *c,
 			  struct trace_message *m, __u64 now)
 {
@@ -733,9 +733,9 @@ __noinline int trace_lost(struct bpf_sock_ops *ctx,
 	if (!c || !m)
 		return 0;
 	m->retransmits = tp->total_retrans - m->retransmits;
-	if (m->flags & TRACE_MESSAGE_LATE)
-		trace_late(c, m);
-	return trace_end(ctx, m, now, (__s32)(m->key - tp->snd_una) < 0 ?
+	if (m->flags & TRACE_MESSAGE_UNMARKED)
+		trace_end_unmarked(c, m);
+	return trace_end_message(ctx, m, now, (__s32)(m->key - tp->snd_una) < 0 ?
 					      TRACE_MISSED :
 					      TRACE_UNACKNOWLEDGED);
 }
@@ -747,7 +747,7 @@ __noinline int trace_closed(struct bpf_sock_ops *ctx)
 	__u32 i;
 
 	for (i = 0; c && i < TRACE_IN_FLIGHT && c->head != c->tail; i++) {
-		trace_lost(ctx, c, trace_message(c, c->tail), now);
+		trace_abandon(ctx, c, trace_message(c, c->tail), now);
 		c->tail++;
 	}
 	return 0;

@@ -27,7 +27,7 @@ struct {
 } sending SEC(".maps");
 
 /* Ends the way of a datagram, unless somebody else does. */
-__noinline int udp_end(__u64 skb, __u64 now, __u32 outcome)
+__noinline int udp_end_datagram(__u64 skb, __u64 now, __u32 outcome)
 {
 	struct trace_counts *c = trace_counts();
 	struct trace_sending *d, copy;
@@ -51,12 +51,12 @@ __noinline int udp_end(__u64 skb, __u64 now, __u32 outcome)
 		__sync_fetch_and_add(&s->unqueued, 1);
 		return 0;
 	}
-	trace_measure(&s->stage[TRACE_STACK], copy.queued > copy.sent ? copy.queued - copy.sent : 0);
-	trace_measure(&s->stage[TRACE_QDISC], now > copy.queued ? now - copy.queued : 0);
+	trace_histogram_count(&s->stage[TRACE_STACK], copy.queued > copy.sent ? copy.queued - copy.sent : 0);
+	trace_histogram_count(&s->stage[TRACE_QDISC], now > copy.queued ? now - copy.queued : 0);
 	return 0;
 }
 
-static __always_inline void udp_begin(__u64 skb, const struct trace_sending *d)
+static __always_inline void udp_track(__u64 skb, const struct trace_sending *d)
 {
 	struct trace_sending *other = bpf_map_lookup_elem(&sending, &skb);
 	struct trace_counts *c = trace_counts();
@@ -66,7 +66,7 @@ static __always_inline void udp_begin(__u64 skb, const struct trace_sending *d)
 	if (!d || !c)
 		return;
 	if (other)
-		udp_end(skb, 0, TRACE_MISSED);
+		udp_end_datagram(skb, 0, TRACE_MISSED);
 	group = d->group;
 	s = trace_stats(group);
 	if (!s)
@@ -90,18 +90,18 @@ int trace_udp(struct __sk_buff *ctx)
 		return 1;
 	q.role = sk->dst_port ? MATCH_UDP_CONNECT : MATCH_UDP_ACCEPT;
 	d.length = trace_datagram(ctx, &q.tuple, false);
-	if (d.length < 8 || !trace_choose(ctx, sk, &q, TRACE_RULE_UDP_TX, false, &d.group))
+	if (d.length < 8 || !trace_choose_datagram(ctx, sk, &q, TRACE_RULE_UDP_TX, false, &d.group))
 		return 1;
 	d.length -= 8;
 	d.segments = ctx->gso_segs;
-	d.sk = trace_number(sk);
+	d.sk = trace_pointer_value(sk);
 	d.sent = bpf_ktime_get_ns();
-	udp_begin(trace_number(ctx), &d);
+	udp_track(trace_pointer_value(ctx), &d);
 	return 1;
 }
 
 /* A datagram that is under way, by its packet; NULL for others. */
-static __always_inline struct trace_sending *udp_under_way(struct sk_buff *skb)
+static __always_inline struct trace_sending *udp_find(struct sk_buff *skb)
 {
 	struct trace_counts *c = trace_counts();
 	__u64 key = (__u64)skb;
@@ -110,7 +110,7 @@ static __always_inline struct trace_sending *udp_under_way(struct sk_buff *skb)
 }
 
 /* Whether the packet is that datagram's still. */
-static __always_inline bool udp_same(struct sk_buff *skb, const struct trace_sending *d)
+static __always_inline bool udp_same_datagram(struct sk_buff *skb, const struct trace_sending *d)
 {
 	return (__u64)BPF_CORE_READ(skb, sk) == d->sk;
 }
@@ -119,13 +119,13 @@ SEC("raw_tp/net_dev_queue")
 int trace_udp_queue(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct sk_buff *skb = (void *)ctx->args[0];
-	struct trace_sending *d = udp_under_way(skb);
+	struct trace_sending *d = udp_find(skb);
 
 	if (!d)
 		return 0;
 	/* Twice: the end of the first was missed, this is another. */
-	if (d->queued || !udp_same(skb, d))
-		udp_end((__u64)skb, 0, TRACE_MISSED);
+	if (d->queued || !udp_same_datagram(skb, d))
+		udp_end_datagram((__u64)skb, 0, TRACE_MISSED);
 	else
 		d->queued = bpf_ktime_get_ns();
 	return 0;
@@ -135,11 +135,11 @@ SEC("raw_tp/net_dev_start_xmit")
 int trace_udp_xmit(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct sk_buff *skb = (void *)ctx->args[0];
-	struct trace_sending *d = udp_under_way(skb);
+	struct trace_sending *d = udp_find(skb);
 
 	if (d)
-		udp_end((__u64)skb, bpf_ktime_get_ns(),
-			udp_same(skb, d) ? TRACE_SENT : TRACE_MISSED);
+		udp_end_datagram((__u64)skb, bpf_ktime_get_ns(),
+			udp_same_datagram(skb, d) ? TRACE_SENT : TRACE_MISSED);
 	return 0;
 }
 
@@ -147,10 +147,10 @@ SEC("raw_tp/kfree_skb")
 int trace_udp_drop(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct sk_buff *skb = (void *)ctx->args[0];
-	struct trace_sending *d = udp_under_way(skb);
+	struct trace_sending *d = udp_find(skb);
 
 	if (d)
-		udp_end((__u64)skb, 0, udp_same(skb, d) ? TRACE_DROPPED : TRACE_MISSED);
+		udp_end_datagram((__u64)skb, 0, udp_same_datagram(skb, d) ? TRACE_DISCARDED : TRACE_MISSED);
 	return 0;
 }
 
@@ -163,16 +163,16 @@ SEC("raw_tp/consume_skb")
 int trace_udp_split(struct bpf_raw_tracepoint_args *ctx)
 {
 	struct sk_buff *skb = (void *)ctx->args[0];
-	struct trace_sending *d = udp_under_way(skb);
+	struct trace_sending *d = udp_find(skb);
 	__u32 outcome = TRACE_MISSED;
 
 	if (!d)
 		return 0;
 	if (d->segments && !BPF_CORE_READ(skb, sk))
 		outcome = d->queued ? TRACE_SENT : TRACE_SPLIT;
-	else if (udp_same(skb, d))
+	else if (udp_same_datagram(skb, d))
 		outcome = TRACE_SPLIT;
-	udp_end((__u64)skb, bpf_ktime_get_ns(), outcome);
+	udp_end_datagram((__u64)skb, bpf_ktime_get_ns(), outcome);
 	return 0;
 }
 

@@ -19,7 +19,7 @@ MATCH_EXPORT(enum, tune_live_name);
 MATCH_EXPORT(struct, tune_live_request);
 
 /* Fails before Linux 6.12, which brought the option. */
-static __always_inline long tune_callbacks(struct bpf_sock *sk, __u32 set,
+static __always_inline long tune_change_callbacks(struct bpf_sock *sk, __u32 set,
 					   __u32 clear)
 {
 	__u32 flags = 0;
@@ -35,7 +35,7 @@ static __always_inline long tune_callbacks(struct bpf_sock *sk, __u32 set,
 }
 
 /* Tells whether a rule is in force and asks for the peer's tag. */
-static __noinline bool tune_asks_tag(__u32 id)
+static __noinline bool tune_rule_needs_tag(__u32 id)
 {
 	const struct match_ruleset *r;
 	__u32 bank = 0;
@@ -54,7 +54,7 @@ static __noinline bool tune_asks_tag(__u32 id)
 }
 
 /* Ends what the rule of a connection does; to the rule it is closed. */
-static __always_inline void tune_leave(struct bpf_sock *sk,
+static __always_inline void tune_detach_rule(struct bpf_sock *sk,
 				       const struct tune_connection *c)
 {
 	__u32 id = c->rule, clear;
@@ -66,7 +66,7 @@ static __always_inline void tune_leave(struct bpf_sock *sk,
 		BPF_SOCK_OPS_RETRANS_CB_FLAG;
 	if (c->flags & TUNE_CONNECTION_TAGGING)
 		clear |= BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG;
-	tune_callbacks(sk, 0, clear);
+	tune_change_callbacks(sk, 0, clear);
 	if (!rule || !(rule->flags & (TUNE_FLAG_LIVE | TUNE_FLAG_CLOSE)) ||
 	    (c->flags & TUNE_CONNECTION_UNSEEN))
 		return;
@@ -90,7 +90,7 @@ __noinline int tune_set(struct bpf_sockopt *ctx, __u32 id, __u32 index)
 		return 0;
 	o = &rule->option[index];
 	if (!(o->phases & TUNE_PHASE_LIVE) ||
-	    (o->phases & tune_not_for(sk->family)))
+	    (o->phases & tune_other_family(sk->family)))
 		return 0;
 	if (o->level == TUNE_LEVEL_CONGESTION)
 		err = bpf_setsockopt(sk, SOL_TCP, TCP_CONGESTION,
@@ -100,7 +100,7 @@ __noinline int tune_set(struct bpf_sockopt *ctx, __u32 id, __u32 index)
 		err = bpf_setsockopt(sk, o->level, o->name, &o->value,
 				     sizeof(o->value));
 	if (err) {
-		tune_failed(id, o->id, err);
+		tune_count_failure(id, o->id, err);
 		return 0;
 	}
 	return 1;
@@ -130,9 +130,9 @@ static __always_inline void tune_adopt(struct bpf_sockopt *ctx,
 	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
 	if (c) {
 		/* The tag that led to its rule is not known any more. */
-		if (c->rule == id || tune_asks_tag(c->rule))
+		if (c->rule == id || tune_rule_needs_tag(c->rule))
 			return;
-		tune_leave(sk, c);
+		tune_detach_rule(sk, c);
 	}
 	fresh.rule = id;
 	fresh.counted = bpf_jiffies64();
@@ -143,10 +143,10 @@ static __always_inline void tune_adopt(struct bpf_sockopt *ctx,
 		fresh.retransmits = tp->total_retrans;
 		fresh.bytes = tp->bytes_acked;
 	}
-	if (rule->control && match_draw(&q.tuple, rule->seed) < rule->control)
+	if (rule->control && match_hash(&q.tuple, rule->seed) < rule->control)
 		fresh.arm = TUNE_ARM_CONTROL;
 	else if ((rule->flags & TUNE_FLAG_REACT) &&
-		 match_draw(&q.tuple, ~rule->seed) <= rule->react_sample)
+		 match_hash(&q.tuple, ~rule->seed) <= rule->react_sample)
 		fresh.flags |= TUNE_CONNECTION_SAMPLED;
 	c = bpf_sk_storage_get(&connections, sk, &fresh, BPF_SK_STORAGE_GET_F_CREATE);
 	if (!c)
@@ -158,7 +158,7 @@ static __always_inline void tune_adopt(struct bpf_sockopt *ctx,
 		want |= BPF_SOCK_OPS_RTT_CB_FLAG;
 	if (c->flags & TUNE_CONNECTION_SAMPLED)
 		want |= BPF_SOCK_OPS_RTO_CB_FLAG | BPF_SOCK_OPS_RETRANS_CB_FLAG;
-	if (want && tune_callbacks(sk, want, 0))
+	if (want && tune_change_callbacks(sk, want, 0))
 		c->flags |= TUNE_CONNECTION_UNSEEN;
 	s = tune_counts(id, fresh.arm);
 	if (s) {
@@ -187,7 +187,7 @@ static __always_inline void tune_forget(struct bpf_sock *sk)
 	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
 	if (!c)
 		return;
-	tune_leave(sk, c);
+	tune_detach_rule(sk, c);
 	bpf_sk_storage_delete(&connections, sk);
 }
 
@@ -201,7 +201,7 @@ static __always_inline long tune_listener(struct bpf_sock *sk)
 	if (state->used & MATCH_USE_TAG)
 		bpf_setsockopt(sk, SOL_TCP, TCP_SAVE_SYN, &one, sizeof(one));
 	if (state->used & TUNE_USE_WRITE)
-		return tune_callbacks(sk, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG, 0);
+		return tune_change_callbacks(sk, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG, 0);
 	return 0;
 }
 

@@ -27,7 +27,7 @@ struct {
 } learned SEC(".maps");
 
 /* Of a new prefix; larger than what the stack has left. */
-const struct tune_learned tune_nothing = {};
+const struct tune_learned tune_learned_empty = {};
 
 MATCH_EXPORT(enum, tune_limit);
 MATCH_EXPORT(enum, tune_use);
@@ -57,13 +57,13 @@ static __always_inline struct tune_rule *tune_rule(__u32 id)
 	return bpf_map_lookup_elem(&rules, &id);
 }
 
-static __always_inline bool tune_control(const struct tune_rule *rule,
+static __always_inline bool tune_is_control(const struct tune_rule *rule,
 					 const struct match_tuple *t)
 {
-	return rule->control && match_draw(t, rule->seed) < rule->control;
+	return rule->control && match_hash(t, rule->seed) < rule->control;
 }
 
-static __always_inline void tune_flags(struct bpf_sock_ops *ctx, __u32 set,
+static __always_inline void tune_set_callbacks(struct bpf_sock_ops *ctx, __u32 set,
 				       __u32 clear)
 {
 	__u32 now = ctx->bpf_sock_ops_cb_flags, then = (now | set) & ~clear;
@@ -93,7 +93,7 @@ __noinline int tune_set(struct bpf_sock_ops *ctx, __u32 id, __u32 phase,
 	if (!rule || index >= TUNE_OPTIONS)
 		return 0;
 	o = &rule->option[index];
-	if (!(o->phases & phase) || (o->phases & tune_not_for(ctx->family)))
+	if (!(o->phases & phase) || (o->phases & tune_other_family(ctx->family)))
 		return 0;
 	if (o->level == TUNE_LEVEL_TXHASH) {
 		value = o->value;
@@ -108,7 +108,7 @@ __noinline int tune_set(struct bpf_sock_ops *ctx, __u32 id, __u32 phase,
 				     sizeof(o->value));
 	}
 	if (err) {
-		tune_failed(id, o->id, err);
+		tune_count_failure(id, o->id, err);
 		return 0;
 	}
 	/* Else it would take effect with the first acknowledgement. */
@@ -136,7 +136,7 @@ __noinline int tune_apply(struct bpf_sock_ops *ctx, __u32 id, __u32 phase)
 	return done;
 }
 
-static __always_inline void tune_done(__u32 rule, __u32 arm, __u32 options)
+static __always_inline void tune_count_options(__u32 rule, __u32 arm, __u32 options)
 {
 	struct tune_stats *s;
 
@@ -172,7 +172,7 @@ static __always_inline void tune_learned_key(const struct tune_rule *rule,
  * Tries are counted, not what came of them: else one whose connections are too
  * short to be timed would be tried for ever.
  */
-__noinline int tune_choose(struct bpf_sock_ops *ctx)
+__noinline int tune_choose_window(struct bpf_sock_ops *ctx)
 {
 	struct tune_connection *c = tune_connection(ctx);
 	struct match_tuple t = {};
@@ -190,7 +190,7 @@ __noinline int tune_choose(struct bpf_sock_ops *ctx)
 	tune_learned_key(rule, &t.remote, &key);
 	l = bpf_map_lookup_elem(&learned, &key);
 	if (!l) {
-		bpf_map_update_elem(&learned, &key, (void *)&tune_nothing, BPF_NOEXIST);
+		bpf_map_update_elem(&learned, &key, (void *)&tune_learned_empty, BPF_NOEXIST);
 		l = bpf_map_lookup_elem(&learned, &key);
 		if (!l)
 			return 0;
@@ -221,10 +221,10 @@ __noinline int tune_choose(struct bpf_sock_ops *ctx)
 	if (explore || l->settled) {
 		err = bpf_setsockopt(ctx, SOL_TCP, TCP_BPF_IW, &window, sizeof(window));
 		if (err) {
-			tune_failed(c->rule, rule->learn_option, err);
+			tune_count_failure(c->rule, rule->learn_option, err);
 			return 0;
 		}
-		tune_done(c->rule, c->arm, 1);
+		tune_count_options(c->rule, c->arm, 1);
 	}
 	__sync_fetch_and_add(&l->candidate[index].tries, 1);
 	c->candidate = index;
@@ -313,7 +313,7 @@ static __always_inline __u32 tune_retransmits(struct bpf_sock_ops *ctx,
 }
 
 /* When data was last acknowledged, or sent with nothing under way. */
-static __always_inline __u64 tune_delivered(struct bpf_sock_ops *ctx)
+static __always_inline __u64 tune_last_delivery(struct bpf_sock_ops *ctx)
 {
 	struct bpf_sock *sk = ctx->sk;
 	struct tcp_sock *tp = sk ? bpf_skc_to_tcp_sock(sk) : NULL;
@@ -335,7 +335,7 @@ static __always_inline __u64 tune_delivered(struct bpf_sock_ops *ctx)
  * often come through with the last one of the round trip before, and are
  * interpolated. One that paused has no first flight that could be timed.
  */
-__noinline int tune_progress(struct bpf_sock_ops *ctx, bool last)
+__noinline int tune_flight_time(struct bpf_sock_ops *ctx, bool last)
 {
 	struct tune_connection *c = tune_connection(ctx);
 	__u64 acked = ctx->bytes_acked, now, delivered, end, span;
@@ -368,7 +368,7 @@ __noinline int tune_progress(struct bpf_sock_ops *ctx, bool last)
 		c->reached_at = now;
 		return 0;
 	}
-	delivered = tune_delivered(ctx);
+	delivered = tune_last_delivery(ctx);
 	end = now;
 	at = bytes;
 	if (delivered > c->reached_at && delivered < now) {
@@ -385,17 +385,17 @@ __noinline int tune_progress(struct bpf_sock_ops *ctx, bool last)
 	return span > TUNE_FLIGHT_US ? TUNE_FLIGHT_US : span ? span : 1;
 }
 
-static __always_inline void tune_sample(struct bpf_sock_ops *ctx,
+static __always_inline void tune_time_flight(struct bpf_sock_ops *ctx,
 					struct tune_connection *c, bool last)
 {
-	__u32 us = tune_progress(ctx, last);
+	__u32 us = tune_flight_time(ctx, last);
 
 	if (us)
 		tune_learn(ctx, tune_retransmits(ctx, c) > 0, us);
 }
 
 /* Adds what is new of a connection to its rule's sums. */
-__noinline int tune_count(struct bpf_sock_ops *ctx, bool last)
+__noinline int tune_account(struct bpf_sock_ops *ctx, bool last)
 {
 	struct tune_connection *c = tune_connection(ctx);
 	__u64 bytes, n, x, n0, x0;
@@ -439,7 +439,7 @@ __noinline int tune_count(struct bpf_sock_ops *ctx, bool last)
 }
 
 /* The callbacks that a rule needs from an open connection. */
-static __always_inline __u32 tune_wanted(const struct tune_rule *rule,
+static __always_inline __u32 tune_callbacks_of(const struct tune_rule *rule,
 					 const struct tune_connection *c)
 {
 	__u32 want = 0;
@@ -458,13 +458,13 @@ static __always_inline __u32 tune_wanted(const struct tune_rule *rule,
 
 /* Gives a connection its rule, and remembers it with the socket. */
 static __always_inline struct tune_connection *
-tune_begin(struct bpf_sock_ops *ctx, const struct match_tuple *t,
+tune_init_connection(struct bpf_sock_ops *ctx, const struct match_tuple *t,
 	   __u32 id, struct tune_rule *rule, __u32 role)
 {
 	struct tune_connection fresh = {
 		.rule = id,
 		.role = role,
-		.arm = tune_control(rule, t) ? TUNE_ARM_CONTROL : TUNE_ARM_TREATED,
+		.arm = tune_is_control(rule, t) ? TUNE_ARM_CONTROL : TUNE_ARM_TREATED,
 		.candidate = TUNE_CANDIDATES,
 		.counted = bpf_jiffies64(),
 	}, *c;
@@ -475,7 +475,7 @@ tune_begin(struct bpf_sock_ops *ctx, const struct match_tuple *t,
 		return NULL;
 	if (fresh.arm == TUNE_ARM_TREATED) {
 		if ((rule->flags & TUNE_FLAG_REACT) &&
-		    match_draw(t, ~rule->seed) <= rule->react_sample)
+		    match_hash(t, ~rule->seed) <= rule->react_sample)
 			fresh.flags |= TUNE_CONNECTION_SAMPLED;
 		if (rule->tag.length)
 			fresh.flags |= TUNE_CONNECTION_TAGGING;
@@ -489,7 +489,7 @@ tune_begin(struct bpf_sock_ops *ctx, const struct match_tuple *t,
 		if (s)
 			__sync_fetch_and_add(&s->closed, 1);
 		if (c->flags & TUNE_CONNECTION_TAGGING)
-			tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
+			tune_set_callbacks(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
 	}
 	*c = fresh;
 	s = tune_counts(id, fresh.arm);
@@ -557,13 +557,13 @@ static __always_inline void tune_connect(struct bpf_sock_ops *ctx)
 	rule = id ? tune_rule(id) : NULL;
 	if (!rule || !match_sock_ops_tuple(ctx, &t))
 		return;
-	c = tune_begin(ctx, &t, id, rule, MATCH_CONNECT);
+	c = tune_init_connection(ctx, &t, id, rule, MATCH_CONNECT);
 	if (!c)
 		return;
 	c->started = bpf_ktime_get_ns();
-	tune_flags(ctx, tune_wanted(rule, c), 0);
+	tune_set_callbacks(ctx, tune_callbacks_of(rule, c), 0);
 	if (c->arm == TUNE_ARM_TREATED)
-		tune_done(id, c->arm, tune_apply(ctx, id, TUNE_PHASE_CONNECT));
+		tune_count_options(id, c->arm, tune_apply(ctx, id, TUNE_PHASE_CONNECT));
 }
 
 /* Sets what belongs to an established connection. */
@@ -586,11 +586,11 @@ __noinline int tune_established(struct bpf_sock_ops *ctx, __u32 phase)
 				       (bpf_ktime_get_ns() - c->started) / 1000);
 	}
 	if (c->arm == TUNE_ARM_TREATED) {
-		tune_done(c->rule, c->arm, tune_apply(ctx, c->rule, phase));
+		tune_count_options(c->rule, c->arm, tune_apply(ctx, c->rule, phase));
 		if (rule->flags & TUNE_FLAG_LEARN)
-			tune_choose(ctx);
+			tune_choose_window(ctx);
 	}
-	tune_flags(ctx, tune_wanted(rule, c), 0);
+	tune_set_callbacks(ctx, tune_callbacks_of(rule, c), 0);
 	return 0;
 }
 
@@ -615,14 +615,14 @@ static __always_inline void tune_active_established(struct bpf_sock_ops *ctx)
 			return;
 		if (c)
 			started = c->started;
-		c = tune_begin(ctx, &t, MATCH_RULE(found), rule, MATCH_CONNECT);
+		c = tune_init_connection(ctx, &t, MATCH_RULE(found), rule, MATCH_CONNECT);
 		if (!c)
 			return;
 		c->started = started;
 		tune_established(ctx, TUNE_PHASE_ACTIVE | TUNE_PHASE_LIVE);
 	} else if (c) {
 		if (state && (state->used & MATCH_USE_TAG) && !(found & MATCH_TAG_READ))
-			tune_flags(ctx, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG, 0);
+			tune_set_callbacks(ctx, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG, 0);
 		tune_established(ctx, TUNE_PHASE_ACTIVE);
 	}
 }
@@ -644,7 +644,7 @@ static __always_inline void tune_passive_established(struct bpf_sock_ops *ctx)
 		if (!(found & MATCH_TAG_READ))
 			found = tune_lookup(ctx, MATCH_ACCEPT, TUNE_TAG_HERE);
 		if (!(found & MATCH_TAG_READ))
-			tune_flags(ctx, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG, 0);
+			tune_set_callbacks(ctx, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG, 0);
 	}
 	if (state->used & (TUNE_USE_SYNACK_RTO | TUNE_USE_RWND | TUNE_USE_ECN)) {
 		request = bpf_map_lookup_elem(&requests, &t);
@@ -658,10 +658,10 @@ static __always_inline void tune_passive_established(struct bpf_sock_ops *ctx)
 	if (!found)
 		found = tune_lookup(ctx, MATCH_ACCEPT, TUNE_NO_TAG);
 	rule = MATCH_RULE(found) ? tune_rule(MATCH_RULE(found)) : NULL;
-	c = rule ? tune_begin(ctx, &t, MATCH_RULE(found), rule, MATCH_ACCEPT) : NULL;
+	c = rule ? tune_init_connection(ctx, &t, MATCH_RULE(found), rule, MATCH_ACCEPT) : NULL;
 	if (!c || !(c->flags & TUNE_CONNECTION_TAGGING))
 		/* What the listener's flags gave. */
-		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
+		tune_set_callbacks(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
 	if (!c)
 		return;
 	c->started = started;
@@ -689,7 +689,7 @@ tune_request_rule(struct bpf_sock_ops *ctx, struct match_tuple *t)
 	return tune_rule(fresh.rule);
 }
 
-static __always_inline __u32 tune_answer(const struct tune_rule *rule, __u32 op,
+static __always_inline __u32 tune_reply_value(const struct tune_rule *rule, __u32 op,
 					 bool request)
 {
 	switch (op) {
@@ -737,7 +737,7 @@ static __always_inline void tune_reply(struct bpf_sock_ops *ctx)
 		return;
 	if (request) {
 		rule = tune_request_rule(ctx, &t);
-		if (!rule || tune_control(rule, &t))
+		if (!rule || tune_is_control(rule, &t))
 			return;
 	} else {
 		c = tune_connection(ctx);
@@ -747,7 +747,7 @@ static __always_inline void tune_reply(struct bpf_sock_ops *ctx)
 		if (!rule)
 			return;
 	}
-	answer = tune_answer(rule, op, request);
+	answer = tune_reply_value(rule, op, request);
 	if (answer)
 		ctx->reply = answer;
 }
@@ -765,9 +765,9 @@ static __always_inline void tune_state_changed(struct bpf_sock_ops *ctx)
 	 */
 	if ((c->flags & TUNE_CONNECTION_LEARNING) &&
 	    (state == BPF_TCP_CLOSE || state == BPF_TCP_FIN_WAIT2 || !ctx->packets_out))
-		tune_sample(ctx, c, true);
+		tune_time_flight(ctx, c, true);
 	if (state == BPF_TCP_CLOSE)
-		tune_count(ctx, true);
+		tune_account(ctx, true);
 }
 
 static __always_inline void tune_rtt(struct bpf_sock_ops *ctx)
@@ -778,14 +778,14 @@ static __always_inline void tune_rtt(struct bpf_sock_ops *ctx)
 	if (!c)
 		return;
 	if (c->flags & TUNE_CONNECTION_LEARNING) {
-		tune_sample(ctx, c, false);
+		tune_time_flight(ctx, c, false);
 		rule = tune_rule(c->rule);
 		if (rule && !(c->flags & TUNE_CONNECTION_LEARNING) &&
 		    !(rule->flags & TUNE_FLAG_LIVE))
-			tune_flags(ctx, 0, BPF_SOCK_OPS_RTT_CB_FLAG);
+			tune_set_callbacks(ctx, 0, BPF_SOCK_OPS_RTT_CB_FLAG);
 	}
 	if ((__u32)bpf_jiffies64() - c->counted >= hz)
-		tune_count(ctx, false);
+		tune_account(ctx, false);
 }
 
 static __always_inline void tune_react(struct bpf_sock_ops *ctx,
@@ -810,20 +810,20 @@ static __always_inline void tune_react(struct bpf_sock_ops *ctx,
 	if (!bad)
 		return;
 	c->flags |= TUNE_CONNECTION_REACTED;
-	tune_done(c->rule, c->arm, tune_apply(ctx, c->rule, TUNE_PHASE_REACT));
+	tune_count_options(c->rule, c->arm, tune_apply(ctx, c->rule, TUNE_PHASE_REACT));
 	s = tune_counts(c->rule, c->arm);
 	if (s)
 		__sync_fetch_and_add(&s->reactions, 1);
 }
 
 /* The tag has come through, or cannot. */
-static __always_inline void tune_untag(struct bpf_sock_ops *ctx,
+static __always_inline void tune_end_tag(struct bpf_sock_ops *ctx,
 				       struct tune_connection *c,
 				       const struct tune_rule *rule)
 {
 	c->flags &= ~TUNE_CONNECTION_TAGGING;
-	tune_flags(ctx, 0, (BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG |
-			    BPF_SOCK_OPS_RTO_CB_FLAG) & ~tune_wanted(rule, c));
+	tune_set_callbacks(ctx, 0, (BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG |
+			    BPF_SOCK_OPS_RTO_CB_FLAG) & ~tune_callbacks_of(rule, c));
 }
 
 static __always_inline void tune_rto(struct bpf_sock_ops *ctx)
@@ -836,7 +836,7 @@ static __always_inline void tune_rto(struct bpf_sock_ops *ctx)
 		return;
 	/* Something on the way may have dropped the segment for its tag. */
 	if (ctx->state == BPF_TCP_SYN_SENT) {
-		tune_flags(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
+		tune_set_callbacks(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
 		return;
 	}
 	c->rtos++;
@@ -846,7 +846,7 @@ static __always_inline void tune_rto(struct bpf_sock_ops *ctx)
 	if (c->flags & TUNE_CONNECTION_TAGGING) {
 		rule = tune_rule(c->rule);
 		if (rule)
-			tune_untag(ctx, c, rule);
+			tune_end_tag(ctx, c, rule);
 	}
 	tune_react(ctx, c);
 }
@@ -870,7 +870,7 @@ static __always_inline void tune_listen(struct bpf_sock_ops *ctx)
 	if (state->used & MATCH_USE_TAG)
 		bpf_setsockopt(ctx, SOL_TCP, TCP_SAVE_SYN, &one, sizeof(one));
 	if (state->used & TUNE_USE_WRITE)
-		tune_flags(ctx, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG, 0);
+		tune_set_callbacks(ctx, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG, 0);
 }
 
 /*
@@ -910,7 +910,7 @@ tune_synack_tag(struct bpf_sock_ops *ctx)
 				tune_lookup(ctx, MATCH_ACCEPT, TUNE_NO_TAG);
 	}
 	rule = MATCH_RULE(found) ? tune_rule(MATCH_RULE(found)) : NULL;
-	if (!rule || tune_control(rule, &t))
+	if (!rule || tune_is_control(rule, &t))
 		return NULL;
 	return rule->tag.length ? &rule->tag : NULL;
 }
@@ -940,7 +940,7 @@ tune_packet_tag(struct bpf_sock_ops *ctx)
 		return &rule->tag;
 	/* The side that connected has its SYN counted. */
 	if (ctx->bytes_acked > (c->role == MATCH_CONNECT)) {
-		tune_untag(ctx, c, rule);
+		tune_end_tag(ctx, c, rule);
 		return NULL;
 	}
 	/* When space is reserved the header is not there yet. */
@@ -1000,14 +1000,14 @@ static __always_inline void tune_parse(struct bpf_sock_ops *ctx)
 	found = tune_lookup(ctx, role, TUNE_TAG_HERE);
 	if (!(found & MATCH_TAG_READ))
 		return;
-	tune_flags(ctx, 0, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG);
+	tune_set_callbacks(ctx, 0, BPF_SOCK_OPS_PARSE_UNKNOWN_HDR_OPT_CB_FLAG);
 	id = MATCH_RULE(found);
 	if (!(found & MATCH_BY_TAG) || (c && c->rule == id))
 		return;
 	rule = tune_rule(id);
 	if (!rule || !match_sock_ops_tuple(ctx, &t))
 		return;
-	c = tune_begin(ctx, &t, id, rule, role);
+	c = tune_init_connection(ctx, &t, id, rule, role);
 	if (c)
 		tune_established(ctx, role == MATCH_CONNECT ?
 				      TUNE_PHASE_ACTIVE | TUNE_PHASE_LIVE :

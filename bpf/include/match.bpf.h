@@ -72,7 +72,7 @@ static __always_inline bool match_ipv4(const struct match_address *a)
 	return !a->word[0] && !a->word[1] && a->word[2] == bpf_htonl(0xffff);
 }
 
-static __always_inline void match_mapped(struct match_address *a, __u32 ipv4)
+static __always_inline void match_map_ipv4(struct match_address *a, __u32 ipv4)
 {
 	a->word[0] = 0;
 	a->word[1] = 0;
@@ -84,7 +84,7 @@ static __always_inline void match_mapped(struct match_address *a, __u32 ipv4)
  * A field of a context. clang would merge the loads of two branches into one
  * at a computed offset, which the verifier refuses.
  */
-static __always_inline __u32 match_field(__u32 value)
+static __always_inline __u32 match_load(__u32 value)
 {
 	barrier_var(value);
 	return value;
@@ -110,7 +110,7 @@ static __always_inline __u32 match_clz(__u32 x)
 }
 
 /* Number of leading bits that both addresses share, 0 to 128. */
-static __always_inline __u32 match_shared_bits(const struct match_address *a,
+static __always_inline __u32 match_common_bits(const struct match_address *a,
 					       const struct match_address *b)
 {
 	__u32 x, bits = 0;
@@ -127,7 +127,7 @@ static __always_inline __u32 match_shared_bits(const struct match_address *a,
 }
 
 /* murmur3's finalizer over a tuple: which of a rule's shares it falls into. */
-static __always_inline __u32 match_draw(const struct match_tuple *t, __u32 seed)
+static __always_inline __u32 match_hash(const struct match_tuple *t, __u32 seed)
 {
 	__u32 h = seed;
 	int i;
@@ -192,7 +192,7 @@ static __always_inline const struct match_ruleset *match_current(__u32 *bank)
 }
 
 /* Keeps of a set what is in another; false if nothing is left. */
-static __always_inline bool match_narrow(struct match_set *set,
+static __always_inline bool match_intersect(struct match_set *set,
 					 const struct match_set *to)
 {
 	__u64 any = 0;
@@ -235,36 +235,36 @@ static __noinline __u32 match_find(const struct match_question *q)
 	set = r->role[q->role & (MATCH_ROLES - 1)];
 	if (r->uses & MATCH_USE_REMOTE_PORT) {
 		inner = bpf_map_lookup_elem(&remote_ports, &bank);
-		if (!inner || !match_narrow(&set, match_port_set(inner, q->tuple.remote_port)))
+		if (!inner || !match_intersect(&set, match_port_set(inner, q->tuple.remote_port)))
 			return 0;
 	}
 	if (r->uses & MATCH_USE_LOCAL_PORT) {
 		inner = bpf_map_lookup_elem(&local_ports, &bank);
-		if (!inner || !match_narrow(&set, match_port_set(inner, q->tuple.local_port)))
+		if (!inner || !match_intersect(&set, match_port_set(inner, q->tuple.local_port)))
 			return 0;
 	}
 	if (r->uses & MATCH_USE_SAME) {
-		bits = match_shared_bits(&q->tuple.remote, &q->tuple.local);
+		bits = match_common_bits(&q->tuple.remote, &q->tuple.local);
 		/* clang knows its bounds, the verifier must see them checked. */
 		barrier_var(bits);
 		if (match_ipv4(&q->tuple.remote)) {
 			bits -= 96;
 			barrier_var(bits);
-			if (bits > 32 || !match_narrow(&set, &r->same4[bits]))
+			if (bits > 32 || !match_intersect(&set, &r->same4[bits]))
 				return 0;
 		} else {
-			if (bits > 128 || !match_narrow(&set, &r->same6[bits]))
+			if (bits > 128 || !match_intersect(&set, &r->same6[bits]))
 				return 0;
 		}
 	}
 	if (r->uses & MATCH_USE_REMOTE) {
 		inner = bpf_map_lookup_elem(&remotes, &bank);
-		if (!inner || !match_narrow(&set, match_address_set(inner, &q->tuple.remote)))
+		if (!inner || !match_intersect(&set, match_address_set(inner, &q->tuple.remote)))
 			return 0;
 	}
 	if (r->uses & MATCH_USE_LOCAL) {
 		inner = bpf_map_lookup_elem(&locals, &bank);
-		if (!inner || !match_narrow(&set, match_address_set(inner, &q->tuple.local)))
+		if (!inner || !match_intersect(&set, match_address_set(inner, &q->tuple.local)))
 			return 0;
 	}
 	if ((r->uses & MATCH_USE_TAG) && q->tag.length) {
@@ -309,10 +309,10 @@ static __always_inline bool match_request_ipv4(struct bpf_sock_ops *ctx)
 
 	if (!bpf_cast_to_kern_ctx || !bpf_rdonly_cast) {
 		/* Before 6.2 the addresses must do. Nobody's is 0.0.0.0. */
-		__u32 high = match_field(ctx->remote_ip6[0]);
+		__u32 high = match_load(ctx->remote_ip6[0]);
 
-		return match_field(ctx->remote_ip4) && !high &&
-		       !match_field(ctx->remote_ip6[1]);
+		return match_load(ctx->remote_ip4) && !high &&
+		       !match_load(ctx->remote_ip6[1]);
 	}
 	kern = bpf_cast_to_kern_ctx(ctx);
 	req = bpf_rdonly_cast(kern->sk, bpf_core_type_id_kernel(struct request_sock));
@@ -326,17 +326,17 @@ static __always_inline bool match_sock_ops_tuple(struct bpf_sock_ops *ctx,
 	if (ctx->family == AF_INET ||
 	    (ctx->family == AF_INET6 && !ctx->is_fullsock &&
 	     match_request_ipv4(ctx))) {
-		match_mapped(&t->remote, match_field(ctx->remote_ip4));
-		match_mapped(&t->local, match_field(ctx->local_ip4));
+		match_map_ipv4(&t->remote, match_load(ctx->remote_ip4));
+		match_map_ipv4(&t->local, match_load(ctx->local_ip4));
 	} else if (ctx->family == AF_INET6) {
-		t->remote.word[0] = match_field(ctx->remote_ip6[0]);
-		t->remote.word[1] = match_field(ctx->remote_ip6[1]);
-		t->remote.word[2] = match_field(ctx->remote_ip6[2]);
-		t->remote.word[3] = match_field(ctx->remote_ip6[3]);
-		t->local.word[0] = match_field(ctx->local_ip6[0]);
-		t->local.word[1] = match_field(ctx->local_ip6[1]);
-		t->local.word[2] = match_field(ctx->local_ip6[2]);
-		t->local.word[3] = match_field(ctx->local_ip6[3]);
+		t->remote.word[0] = match_load(ctx->remote_ip6[0]);
+		t->remote.word[1] = match_load(ctx->remote_ip6[1]);
+		t->remote.word[2] = match_load(ctx->remote_ip6[2]);
+		t->remote.word[3] = match_load(ctx->remote_ip6[3]);
+		t->local.word[0] = match_load(ctx->local_ip6[0]);
+		t->local.word[1] = match_load(ctx->local_ip6[1]);
+		t->local.word[2] = match_load(ctx->local_ip6[2]);
+		t->local.word[3] = match_load(ctx->local_ip6[3]);
 	} else {
 		return false;
 	}
@@ -350,17 +350,17 @@ static __always_inline bool match_sock_tuple(struct bpf_sock *sk,
 					     struct match_tuple *t)
 {
 	if (sk->family == AF_INET) {
-		match_mapped(&t->remote, match_field(sk->dst_ip4));
-		match_mapped(&t->local, match_field(sk->src_ip4));
+		match_map_ipv4(&t->remote, match_load(sk->dst_ip4));
+		match_map_ipv4(&t->local, match_load(sk->src_ip4));
 	} else if (sk->family == AF_INET6) {
-		t->remote.word[0] = match_field(sk->dst_ip6[0]);
-		t->remote.word[1] = match_field(sk->dst_ip6[1]);
-		t->remote.word[2] = match_field(sk->dst_ip6[2]);
-		t->remote.word[3] = match_field(sk->dst_ip6[3]);
-		t->local.word[0] = match_field(sk->src_ip6[0]);
-		t->local.word[1] = match_field(sk->src_ip6[1]);
-		t->local.word[2] = match_field(sk->src_ip6[2]);
-		t->local.word[3] = match_field(sk->src_ip6[3]);
+		t->remote.word[0] = match_load(sk->dst_ip6[0]);
+		t->remote.word[1] = match_load(sk->dst_ip6[1]);
+		t->remote.word[2] = match_load(sk->dst_ip6[2]);
+		t->remote.word[3] = match_load(sk->dst_ip6[3]);
+		t->local.word[0] = match_load(sk->src_ip6[0]);
+		t->local.word[1] = match_load(sk->src_ip6[1]);
+		t->local.word[2] = match_load(sk->src_ip6[2]);
+		t->local.word[3] = match_load(sk->src_ip6[3]);
 	} else {
 		return false;
 	}

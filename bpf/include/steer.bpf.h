@@ -158,7 +158,7 @@ static __always_inline bool steer_ready(__u32 slot)
 }
 
 /* Finds the hash of the device to which the table's device map gives an address. */
-static __always_inline bool steer_named(const struct steer_address *address,
+static __always_inline bool steer_device_hash(const struct steer_address *address,
 					__u32 named, __u32 *hash)
 {
 	struct steer_prefix prefix = { .prefixlen = 128, .address = *address };
@@ -195,7 +195,7 @@ static __always_inline void steer_decide(struct steer *s)
 	table = bpf_map_lookup_elem(inner, &zero);
 	if (!table)
 		return;
-	if (!table->named || !steer_named(&s->address, table->named, &hash))
+	if (!table->named || !steer_device_hash(&s->address, table->named, &hash))
 		hash = steer_hash(&s->address, table->nonce);
 	s->home = table->bucket[hash & (STEER_BUCKETS - 1)];
 	if (steer_ready(s->home)) {
@@ -209,7 +209,7 @@ static __always_inline void steer_decide(struct steer *s)
 
 /* Adds an address to the devices map. */
 static __always_inline struct steer_seen *
-steer_list(const struct steer_address *address)
+steer_add_device(const struct steer_address *address)
 {
 	struct steer_seen fresh = {};
 
@@ -243,18 +243,18 @@ static __always_inline bool steer_admit(void)
 }
 
 static __always_inline struct steer_seen *
-steer_device(const struct steer_address *address)
+steer_find_device(const struct steer_address *address)
 {
 	struct steer_seen *seen = bpf_map_lookup_elem(&devices, address);
 
 	if (seen)
 		return seen;
-	return steer_admit() ? steer_list(address) : NULL;
+	return steer_admit() ? steer_add_device(address) : NULL;
 }
 
-static __always_inline void steer_note_other(const struct steer *s)
+static __always_inline void steer_count_connection(const struct steer *s)
 {
-	struct steer_seen *seen = steer_device(&s->address);
+	struct steer_seen *seen = steer_find_device(&s->address);
 
 	if (!seen)
 		return;
@@ -273,7 +273,7 @@ static __always_inline void steer_note_other(const struct steer *s)
  * CPU's own table. User space adds both. Of addresses that share an entry, the
  * first in a tick has it; the others go to the LRU map, without evicting it.
  */
-static __always_inline void steer_note_datagram(const struct steer *s)
+static __always_inline void steer_count_datagram(const struct steer *s)
 {
 	__u32 tick = bpf_jiffies64() >> 6, index, before = 0, zero = 0;
 	struct steer_seen *seen, *others;
@@ -299,7 +299,7 @@ static __always_inline void steer_note_datagram(const struct steer *s)
 		p->datagrams++;
 		return;
 	}
-	seen = steer_device(&s->address);
+	seen = steer_find_device(&s->address);
 	if (!seen)
 		return;
 	if (same) {
@@ -352,9 +352,9 @@ static __always_inline void steer_account(const struct steer *s)
 	    (served && s->uncounted))
 		return;
 	if (served && !s->connection)
-		steer_note_datagram(s);
+		steer_count_datagram(s);
 	else
-		steer_note_other(s);
+		steer_count_connection(s);
 }
 
 static __always_inline void steer_refuse(struct steer *s, __u32 reason)
@@ -367,19 +367,19 @@ static __always_inline void steer_refuse(struct steer *s, __u32 reason)
  * A field of a context or a socket. clang would merge the loads of two
  * branches into one at a computed offset, which the verifier refuses.
  */
-static __always_inline __u32 steer_field(__u32 value)
+static __always_inline __u32 steer_load(__u32 value)
 {
 	barrier_var(value);
 	return value;
 }
 
-static __always_inline void steer_mapped(struct steer_address *address,
+static __always_inline void steer_map_ipv4(struct steer_address *address,
 					 __u32 ipv4)
 {
 	address->word[0] = 0;
 	address->word[1] = 0;
 	address->word[2] = bpf_htonl(0xffff);
-	address->word[3] = steer_field(ipv4);
+	address->word[3] = steer_load(ipv4);
 }
 
 #endif

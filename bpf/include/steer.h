@@ -102,7 +102,7 @@ struct steer_pending {
 	struct steer_address address;
 	__u32 datagrams;
 	__u32 slot;
-	__u32 tick; /* of the last addition; see steer_note_datagram */
+	__u32 tick; /* of the last addition; see steer_count_datagram */
 	__u32 padding;
 };
 

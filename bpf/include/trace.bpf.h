@@ -130,7 +130,7 @@ static __always_inline __u32 trace_bucket(__u64 v)
 /*
  * Process and interrupt may be at the same histogram of a CPU: hence atomic.
  */
-__noinline int trace_add(struct trace_histogram *h, __u64 ns)
+__noinline int trace_histogram_add(struct trace_histogram *h, __u64 ns)
 {
 	__u64 max;
 	__u32 i;
@@ -151,15 +151,15 @@ __noinline int trace_add(struct trace_histogram *h, __u64 ns)
 }
 
 /* From one time to another; not if either is not known. */
-static __always_inline void trace_leg(struct trace_histogram *h, __u64 from,
+static __always_inline void trace_add_interval(struct trace_histogram *h, __u64 from,
 				      __u64 to)
 {
 	if (from && to)
-		trace_add(h, to > from ? to - from : 0);
+		trace_histogram_add(h, to > from ? to - from : 0);
 }
 
 /* Whether one of a share is chosen; skip is how many are not, before. */
-static __always_inline bool trace_turn(const struct trace_rule *rule,
+static __always_inline bool trace_sampled(const struct trace_rule *rule,
 				       __u32 *skip, __u64 *next, __u64 now)
 {
 	if (rule->interval) {
@@ -182,7 +182,7 @@ static __always_inline bool trace_turn(const struct trace_rule *rule,
  * How many are not chosen before the first: as if choosing had gone on forever,
  * or short connections would be chosen more often. Of 0 to n the lower of two.
  */
-static __always_inline __u32 trace_first(const struct trace_rule *rule)
+static __always_inline __u32 trace_first_gap(const struct trace_rule *rule)
 {
 	__u32 n = 2 * rule->messages - 1, a, b;
 
@@ -277,7 +277,7 @@ static __always_inline __u32 trace_write_seq(struct bpf_sock_ops *ctx)
 }
 
 /* The rule of a connection that is chosen, 0 of another: always the same. */
-static __always_inline __u32 trace_choice(const struct match_question *q)
+static __always_inline __u32 trace_choose_rule(const struct match_question *q)
 {
 	__u32 id = MATCH_RULE(match_find(q));
 	struct trace_state *st = trace_state();
@@ -287,13 +287,13 @@ static __always_inline __u32 trace_choice(const struct match_question *q)
 	if (!rule || !st || !(rule->flags & TRACE_RULE_TCP))
 		return 0;
 	if (rule->connections > 1 &&
-	    match_draw(&q->tuple, st->seed) % rule->connections)
+	    match_hash(&q->tuple, st->seed) % rule->connections)
 		return 0;
 	return id;
 }
 
 /* A socket can be connected once more. */
-static __always_inline void trace_begin(struct trace_connection *c, __u32 id,
+static __always_inline void trace_init_connection(struct trace_connection *c, __u32 id,
 					const struct trace_rule *rule,
 					__u32 role)
 {
@@ -301,8 +301,8 @@ static __always_inline void trace_begin(struct trace_connection *c, __u32 id,
 	c->role = role;
 	c->grouped = 0;
 	c->stamping = 0;
-	c->skip = trace_first(rule);
-	c->rx_skip = trace_first(rule);
+	c->skip = trace_first_gap(rule);
+	c->rx_skip = trace_first_gap(rule);
 }
 
 /* Chooses a connection that is established, or does not. */
@@ -318,7 +318,7 @@ static __always_inline void trace_established(struct bpf_sock_ops *ctx,
 
 	if (!match_sock_ops_tuple(ctx, &q.tuple))
 		return;
-	id = trace_choice(&q);
+	id = trace_choose_rule(&q);
 	rule = id ? trace_rule(id) : NULL;
 	sk = ctx->sk;
 	if (!rule || !sk)
@@ -326,7 +326,7 @@ static __always_inline void trace_established(struct bpf_sock_ops *ctx,
 	c = bpf_sk_storage_get(&connections, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
 	if (!c)
 		return;
-	trace_begin(c, id, rule, role);
+	trace_init_connection(c, id, rule, role);
 	if (!timestamps || !(rule->flags & TRACE_RULE_TX))
 		return;
 	/* What it has sent with the SYN, or may not yet, is no message. */

@@ -21,7 +21,7 @@ enum trace_limit {
 	TRACE_GROUPS = 4096, /* of a cgroup, all rules together */
 	TRACE_WAITING = 16384, /* received samples that no reader has taken */
 	TRACE_READERS = 4096, /* sockets with such samples */
-	TRACE_BEHIND = 32, /* such samples of a socket */
+	TRACE_READER_SAMPLES = 32, /* such samples of a socket */
 	TRACE_SENDING = 16384, /* datagrams between socket and driver */
 	TRACE_LOCKS = 64, /* a power of two */
 	TRACE_SERVICES = 512, /* listeners of all services */
@@ -61,7 +61,7 @@ enum trace_outcome {
 	TRACE_APPLICATION, /* left to the application's own timestamps */
 	TRACE_REFUSED, /* the kernel did not take the request */
 	TRACE_SENT, /* a datagram that a driver had */
-	TRACE_DROPPED, /* a datagram that the host dropped before */
+	TRACE_DISCARDED, /* a datagram that the host dropped before */
 	TRACE_SPLIT, /* a datagram that was cut into fragments before */
 	TRACE_PARTED, /* acknowledged; its packet was joined to that of a later
 		       * one, and split again before its end */
@@ -73,7 +73,7 @@ enum trace_rx_outcome {
 	TRACE_RX_READ, /* or only its way to the socket was asked for */
 	TRACE_RX_DROPPED, /* a datagram: no room in the socket */
 	TRACE_RX_UNREAD, /* the socket was closed first */
-	TRACE_RX_FULL, /* TRACE_WAITING others were waiting, or TRACE_BEHIND
+	TRACE_RX_FULL, /* TRACE_WAITING others were waiting, or TRACE_READER_SAMPLES
 			* of the socket */
 	TRACE_RX_OUTCOMES,
 };
@@ -140,7 +140,7 @@ struct trace_message {
 	__u64 started; /* sendmsg began */
 	__u64 sent; /* sendmsg ended */
 	__u64 queued; /* reached the queueing discipline */
-	__u64 again; /* did so last before a driver had it: the host dropped it */
+	__u64 requeued; /* did so last before a driver had it: the host dropped it */
 	__u64 driver;
 	__u64 hardware; /* from driver to the NIC's stamp, plus 1 */
 	__u64 pacing; /* bytes a second; all ones: not paced */
@@ -164,7 +164,7 @@ enum trace_message_flag {
 	TRACE_MESSAGE_PACED = 1 << 0, /* the kernel paces the connection */
 	TRACE_MESSAGE_NAGLE = 1 << 1, /* no TCP_NODELAY */
 	TRACE_MESSAGE_CORK = 1 << 2, /* TCP_CORK */
-	TRACE_MESSAGE_LATE = 1 << 3, /* was sent before it could be marked */
+	TRACE_MESSAGE_UNMARKED = 1 << 3, /* was sent before it could be marked */
 	TRACE_MESSAGE_JOINED = 1 << 4, /* left in the packet of the next one */
 	TRACE_MESSAGE_PARTED = 1 << 5, /* left before that, unseen */
 };
@@ -260,7 +260,7 @@ struct trace_counts {
 /* A sample that was received, and waits for its reader. */
 struct trace_waiting_key {
 	__u64 of; /* cookie of the connection; of a datagram, its skb */
-	__u64 end; /* sequence number after it plus TRACE_END; of a datagram, 0 */
+	__u64 end; /* sequence number after it plus TRACE_END_BIAS; of a datagram, 0 */
 };
 
 struct trace_waiting {
@@ -274,13 +274,13 @@ struct trace_waiting {
 
 /* The samples of a socket that wait, in no order. */
 struct trace_reader {
-	__u64 since[TRACE_BEHIND]; /* when it reached the socket; 0: no sample,
-				    * TRACE_TAKEN: about to be one */
-	__u64 of[TRACE_BEHIND]; /* end of trace_waiting_key, or a datagram's skb */
+	__u64 since[TRACE_READER_SAMPLES]; /* when it reached the socket; 0: no sample,
+				    * TRACE_RESERVED: about to be one */
+	__u64 of[TRACE_READER_SAMPLES]; /* end of trace_waiting_key, or a datagram's skb */
 };
 
-#define TRACE_TAKEN 1ULL
-#define TRACE_END (1ULL << 32) /* added, so that no end is 0 */
+#define TRACE_RESERVED 1ULL
+#define TRACE_END_BIAS (1ULL << 32) /* added, so that no end is 0 */
 
 /* A datagram on its way out, by its skb. */
 struct trace_sending {
@@ -294,15 +294,15 @@ struct trace_sending {
 };
 
 /* Whose turn it is among the datagrams of a socket, by rule. */
-struct trace_turn {
+struct trace_sampler {
 	__u64 next; /* when one may be chosen again */
 	__u32 skip; /* how many are not, before */
-	__u32 begun;
+	__u32 initialized;
 };
 
-struct trace_turns {
-	struct trace_turn received[TRACE_RULES];
-	struct trace_turn sent[TRACE_RULES];
+struct trace_samplers {
+	struct trace_sampler received[TRACE_RULES];
+	struct trace_sampler sent[TRACE_RULES];
 };
 
 enum trace_live_name {

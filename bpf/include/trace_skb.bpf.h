@@ -8,20 +8,20 @@
 
 #include "trace.bpf.h"
 
-TRACE_EXPORT(struct, trace_turns);
+TRACE_EXPORT(struct, trace_samplers);
 
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, int);
-	__type(value, struct trace_turns);
-} turns SEC(".maps");
+	__type(value, struct trace_samplers);
+} samplers SEC(".maps");
 
 /*
  * A pointer as a number, which the verifier of older kernels lets nothing else
  * become: it lets a pointer be added to what is on the stack, though.
  */
-static __always_inline __u64 trace_number(const void *pointer)
+static __always_inline __u64 trace_pointer_value(const void *pointer)
 {
 	__u64 number = 0;
 
@@ -33,10 +33,10 @@ static __always_inline __u64 trace_number(const void *pointer)
 }
 
 /*
- * As trace_add, for old kernels. A maximum is lost if an interrupt measures a
+ * As trace_histogram_add, for old kernels. A maximum is lost if an interrupt measures a
  * larger one within a few instructions.
  */
-static __always_inline void trace_measure(struct trace_histogram *h, __u64 ns)
+static __always_inline void trace_histogram_count(struct trace_histogram *h, __u64 ns)
 {
 	__u32 i = trace_bucket(ns);
 
@@ -119,8 +119,8 @@ static __always_inline __u32 trace_datagram(struct __sk_buff *ctx,
 		if (data + 20 > end)
 			return 0;
 		word = data + 12;
-		match_mapped(from, word[0]);
-		match_mapped(to, word[1]);
+		match_map_ipv4(from, word[0]);
+		match_map_ipv4(to, word[1]);
 	} else {
 		if (data + 40 > end)
 			return 0;
@@ -138,15 +138,15 @@ static __always_inline __u32 trace_datagram(struct __sk_buff *ctx,
  * The number of the rule of a datagram, if it is chosen; the flags are what the
  * rule must have. The group is found only for one that is chosen.
  */
-static __always_inline __u32 trace_choose(struct __sk_buff *ctx,
+static __always_inline __u32 trace_choose_datagram(struct __sk_buff *ctx,
 					  struct bpf_sock *sk,
 					  struct match_question *q,
 					  __u32 flags, bool received,
 					  __u32 *group)
 {
 	struct trace_state *st = trace_state();
-	struct trace_turns *turns_of;
-	struct trace_turn *turn;
+	struct trace_samplers *all;
+	struct trace_sampler *sampler;
 	struct trace_rule *rule;
 	__u64 cgroup = 0;
 	__u32 id, index;
@@ -157,22 +157,22 @@ static __always_inline __u32 trace_choose(struct __sk_buff *ctx,
 		return 0;
 	/* A datagram has no connection: its two ends are one. */
 	if (rule->connections > 1 &&
-	    match_draw(&q->tuple, st->seed) % rule->connections)
+	    match_hash(&q->tuple, st->seed) % rule->connections)
 		return 0;
-	turns_of = bpf_sk_storage_get(&turns, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
+	all = bpf_sk_storage_get(&samplers, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
 	/* Another CPU may just have made it. */
-	if (!turns_of)
-		turns_of = bpf_sk_storage_get(&turns, sk, NULL, 0);
+	if (!all)
+		all = bpf_sk_storage_get(&samplers, sk, NULL, 0);
 	index = id - 1;
 	barrier_var(index);
-	if (!turns_of || index >= TRACE_RULES)
+	if (!all || index >= TRACE_RULES)
 		return 0;
-	turn = received ? &turns_of->received[index] : &turns_of->sent[index];
-	if (!turn->begun) {
-		turn->begun = 1;
-		turn->skip = trace_first(rule);
+	sampler = received ? &all->received[index] : &all->sent[index];
+	if (!sampler->initialized) {
+		sampler->initialized = 1;
+		sampler->skip = trace_first_gap(rule);
 	}
-	if (!trace_turn(rule, &turn->skip, &turn->next,
+	if (!trace_sampled(rule, &sampler->skip, &sampler->next,
 			rule->interval ? bpf_ktime_get_ns() : 0))
 		return 0;
 	if (rule->group_by & TRACE_BY_CGROUP)

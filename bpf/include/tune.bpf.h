@@ -44,7 +44,7 @@ static __always_inline struct tune_stats *tune_counts(__u32 rule, __u32 arm)
 	return bpf_map_lookup_elem(&stats, &key);
 }
 
-static __always_inline void tune_failed(__u32 rule, __u16 option, long error)
+static __always_inline void tune_count_failure(__u32 rule, __u16 option, long error)
 {
 	struct tune_failure key = { .rule = rule, .option = option,
 				    .error = (__u16)-error };
@@ -71,7 +71,7 @@ static __always_inline void tune_histogram(__u64 *buckets, __u64 value)
 }
 
 /* The phase bits of options that are for another family. */
-static __always_inline __u16 tune_not_for(__u32 family)
+static __always_inline __u16 tune_other_family(__u32 family)
 {
 	return family == AF_INET ? TUNE_PHASE_IPV6 : TUNE_PHASE_IPV4;
 }

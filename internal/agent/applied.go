@@ -73,13 +73,13 @@ func (a *Agent) choosePolicy() (*startPolicy, error) {
 		return nil, err
 	}
 	if string(applied.text) == string(file.text) {
-		return nil, fmt.Errorf("the policy that was applied last is the same as the file, and refused, too: %w", err)
+		return nil, fmt.Errorf("the last applied policy has the text of the policy file, and is refused, too: %w", err)
 	}
 	if failed == nil {
 		failed = a.checkHost(applied.policy)
 	}
 	if failed != nil {
-		return nil, fmt.Errorf("the policy that was applied last (%s) was tried, and refused, too: %s; the policy file: %w",
+		return nil, fmt.Errorf("the last applied policy (%s) is refused, too: %s; the policy file: %w",
 			filepath.Join(a.options.StateDir, appliedFile), firstLine(failed), err)
 	}
 	return &startPolicy{loadedPolicy: applied, refused: err, refusedText: file.text}, nil
@@ -165,9 +165,9 @@ func (a *Agent) policyProblem() (problem, hint string) {
 	file, err := readPolicy(path)
 	switch {
 	case now.refused != nil && string(file.text) == string(now.refusedText):
-		return "the policy file is not in force, the agent started with the policy that was applied last: " + firstLine(now.refused), "correct it (sockeye check " + path + "), then sockeye apply"
+		return "the policy file is not in force, the agent started with the last applied policy: " + firstLine(now.refused), "correct it (sockeye check " + path + "), then sockeye apply"
 	case err != nil:
-		return "the policy file is not in force, it is broken: " + firstLine(err), "correct it (sockeye check " + path + "), then sockeye apply"
+		return "the policy file is invalid and not in force: " + firstLine(err), "correct it (sockeye check " + path + "), then sockeye apply"
 	case string(file.text) != string(now.text):
 		return "the policy file differs from the policy in force", show
 	}

@@ -22,9 +22,9 @@ import (
 
 var (
 	descInForce = prometheus.NewDesc("sockeye_policy_in_force",
-		"1 while the policy file is the policy that the agent works by.", nil, nil)
+		"1 while the policy file is the policy in force.", nil, nil)
 	descStarts = prometheus.NewDesc("sockeye_agent_starts_total",
-		"Starts of the agent since its state directory was made.", nil, nil)
+		"Starts of the agent since the creation of its state directory.", nil, nil)
 	descBuild = prometheus.NewDesc("sockeye_build_info",
 		"1, with the agent's version.", []string{"version"}, nil)
 )

@@ -47,7 +47,7 @@ func TestPlanTexts(t *testing.T) {
 		{"slots", []string{"slots: 4", "slots: 5"}, []string{"telemetry change slots: 4 -> 5 (0 of 0 devices seen move)"}},
 		{"standby", []string{"slots: 4", "slots: 4\n    when_empty: {standby: 2}"}, []string{"telemetry change when_empty: reject -> standby 2 ()"}},
 		{"on start", []string{"slots: 4", "slots: 4\n    on_start: adopt"}, []string{"telemetry change on_start: reset -> adopt ()"}},
-		{"steering", []string{"slots: 4", "slots: 4\n    steering: lookup"}, []string{"telemetry change steering: reuseport -> lookup (everything is refused until the members are registered again, at once)"}},
+		{"steering", []string{"slots: 4", "slots: 4\n    steering: lookup"}, []string{"telemetry change steering: reuseport -> lookup (all traffic is refused until the members are registered again, immediately)"}},
 		{"listeners", []string{"4739", "2055"}, []string{
 			"telemetry add listener udp [::]:2055 (slots are not ready until their members listen on it)",
 			"telemetry remove listener udp [::]:4739 (the kernel's hash decides there from then on)"}},

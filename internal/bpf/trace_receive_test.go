@@ -380,12 +380,12 @@ func TestRXUnread(t *testing.T) {
 func TestRXFull(t *testing.T) {
 	tr := trace(t, rxRules(allRX, 1))
 	families(t, tr, func(t *testing.T, protocol int, v6 bool) {
-		e, room := tr.ends(protocol, v6), bpf.TraceBehind
+		e, room := tr.ends(protocol, v6), bpf.TraceReaderSamples
 		if bySocket, err := bpf.HaveTracepoint("sock_recv_length"); err != nil || !bySocket && protocol == unix.IPPROTO_UDP {
 			check(t, err)
 			room += 8 // datagrams wait by themselves
 		}
-		over := bpf.TraceBehind + 8 - room
+		over := bpf.TraceReaderSamples + 8 - room
 		for round := range 3 {
 			for range room + over {
 				// While an acknowledgement is delayed, TCP might join them.

@@ -71,7 +71,7 @@ type (
 //
 //revive:disable:exported
 const (
-	TraceBehind = int(traceSockopsTraceLimitTRACE_BEHIND)
+	TraceReaderSamples = int(traceSockopsTraceLimitTRACE_READER_SAMPLES)
 
 	TraceRXStack  = int(traceRXTraceRxStageTRACE_RX_STACK)
 	TraceRXReader = int(traceRXTraceRxStageTRACE_RX_READER)
@@ -81,10 +81,10 @@ const (
 	TraceRXUnread  = int(traceRXTraceRxOutcomeTRACE_RX_UNREAD)
 	TraceRXFull    = int(traceRXTraceRxOutcomeTRACE_RX_FULL)
 
-	TraceMissed  = int(traceSockopsTraceOutcomeTRACE_MISSED)
-	TraceSent    = int(traceSockopsTraceOutcomeTRACE_SENT)
-	TraceDropped = int(traceSockopsTraceOutcomeTRACE_DROPPED)
-	TraceSplit   = int(traceSockopsTraceOutcomeTRACE_SPLIT)
+	TraceMissed    = int(traceSockopsTraceOutcomeTRACE_MISSED)
+	TraceSent      = int(traceSockopsTraceOutcomeTRACE_SENT)
+	TraceDiscarded = int(traceSockopsTraceOutcomeTRACE_DISCARDED)
+	TraceSplit     = int(traceSockopsTraceOutcomeTRACE_SPLIT)
 )
 
 type TraceRXStats = traceRXTraceRxStats

@@ -121,7 +121,7 @@ func (tr *traced) expectSent(chosen, sent, dropped, split, underWay int, bytes u
 	s, under := tr.sent()
 	var want bpf.TraceStats
 	want.Outcome[bpf.TraceSent] = uint64(sent)
-	want.Outcome[bpf.TraceDropped] = uint64(dropped)
+	want.Outcome[bpf.TraceDiscarded] = uint64(dropped)
 	want.Outcome[bpf.TraceSplit] = uint64(split)
 	if s.Chosen != uint64(chosen) || s.Outcome != want.Outcome || under.Count != uint64(underWay) || s.Bytes != bytes {
 		tr.t.Errorf("chosen %d, outcomes %v, under way %+v, %d bytes; want %d, %v, %d, %d bytes",
@@ -227,7 +227,7 @@ func TestUDPExact(t *testing.T) {
 	// use.
 	missed := s.Outcome[bpf.TraceMissed] + under.Count
 	if missed > datagrams/100 || s.Outcome[bpf.TraceSent] > sent || s.Outcome[bpf.TraceSent]+missed < sent ||
-		s.Outcome[bpf.TraceDropped] > datagrams-sent || s.Outcome[bpf.TraceDropped]+missed < datagrams-sent {
+		s.Outcome[bpf.TraceDiscarded] > datagrams-sent || s.Outcome[bpf.TraceDiscarded]+missed < datagrams-sent {
 		t.Errorf("%d missed", missed)
 	}
 }

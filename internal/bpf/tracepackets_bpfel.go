@@ -82,15 +82,15 @@ const (
 	tracePacketsProgPacketsState       = "packets_state"
 	tracePacketsProgPacketsState2      = "packets_state_2"
 	tracePacketsVarCookie              = "cookie"
-	tracePacketsVarEarly               = "early"
 	tracePacketsVarLost                = "lost"
+	tracePacketsVarReported            = "reported"
 	tracePacketsVarScale               = "scale"
-	tracePacketsVarTold                = "told"
 	tracePacketsVarUnusedPacketsEvent  = "unused_packets_event"
 	tracePacketsVarUnusedPacketsFlag   = "unused_packets_flag"
 	tracePacketsVarUnusedPacketsKind   = "unused_packets_kind"
 	tracePacketsVarUnusedPacketsLimit  = "unused_packets_limit"
 	tracePacketsVarUnusedPacketsPacket = "unused_packets_packet"
+	tracePacketsVarWatched             = "watched"
 )
 
 // loadTracePackets returns the embedded CollectionSpec for tracePackets.
@@ -158,15 +158,15 @@ type tracePacketsMapSpecs struct {
 // It can be passed ebpf.CollectionSpec.Assign.
 type tracePacketsVariableSpecs struct {
 	Cookie              *ebpf.VariableSpec `ebpf:"cookie"`
-	Early               *ebpf.VariableSpec `ebpf:"early"`
 	Lost                *ebpf.VariableSpec `ebpf:"lost"`
+	Reported            *ebpf.VariableSpec `ebpf:"reported"`
 	Scale               *ebpf.VariableSpec `ebpf:"scale"`
-	Told                *ebpf.VariableSpec `ebpf:"told"`
 	UnusedPacketsEvent  *ebpf.VariableSpec `ebpf:"unused_packets_event"`
 	UnusedPacketsFlag   *ebpf.VariableSpec `ebpf:"unused_packets_flag"`
 	UnusedPacketsKind   *ebpf.VariableSpec `ebpf:"unused_packets_kind"`
 	UnusedPacketsLimit  *ebpf.VariableSpec `ebpf:"unused_packets_limit"`
 	UnusedPacketsPacket *ebpf.VariableSpec `ebpf:"unused_packets_packet"`
+	Watched             *ebpf.VariableSpec `ebpf:"watched"`
 }
 
 // tracePacketsObjects contains all objects after they have been loaded into the kernel.
@@ -203,15 +203,15 @@ func (m *tracePacketsMaps) Close() error {
 // It can be passed to loadTracePacketsObjects or ebpf.CollectionSpec.LoadAndAssign.
 type tracePacketsVariables struct {
 	Cookie              *ebpf.Variable `ebpf:"cookie"`
-	Early               *ebpf.Variable `ebpf:"early"`
 	Lost                *ebpf.Variable `ebpf:"lost"`
+	Reported            *ebpf.Variable `ebpf:"reported"`
 	Scale               *ebpf.Variable `ebpf:"scale"`
-	Told                *ebpf.Variable `ebpf:"told"`
 	UnusedPacketsEvent  *ebpf.Variable `ebpf:"unused_packets_event"`
 	UnusedPacketsFlag   *ebpf.Variable `ebpf:"unused_packets_flag"`
 	UnusedPacketsKind   *ebpf.Variable `ebpf:"unused_packets_kind"`
 	UnusedPacketsLimit  *ebpf.Variable `ebpf:"unused_packets_limit"`
 	UnusedPacketsPacket *ebpf.Variable `ebpf:"unused_packets_packet"`
+	Watched             *ebpf.Variable `ebpf:"watched"`
 }
 
 // tracePacketsPrograms contains all programs after they have been loaded into the kernel.

@@ -78,11 +78,11 @@ const (
 	traceRXMapRules                 = "rules"
 	traceRXMapRulesets              = "rulesets"
 	traceRXMapRxStats               = "rx_stats"
+	traceRXMapSamplers              = "samplers"
 	traceRXMapServices              = "services"
 	traceRXMapState                 = "state"
 	traceRXMapStats                 = "stats"
 	traceRXMapTuned                 = "tuned"
-	traceRXMapTurns                 = "turns"
 	traceRXMapWaiting               = "waiting"
 	traceRXProgTraceClosed          = "trace_closed"
 	traceRXProgTraceConsumed        = "trace_consumed"
@@ -92,7 +92,7 @@ const (
 	traceRXProgTraceRx              = "trace_rx"
 	traceRXProgTraceSegment         = "trace_segment"
 	traceRXVarBySocket              = "by_socket"
-	traceRXVarNobody                = "nobody"
+	traceRXVarEmptyReader           = "empty_reader"
 	traceRXVarTimestamps            = "timestamps"
 	traceRXVarUnusedMatchAddress    = "unused_match_address"
 	traceRXVarUnusedMatchLimit      = "unused_match_limit"
@@ -108,7 +108,7 @@ const (
 	traceRXVarUnusedTraceRxOutcome  = "unused_trace_rx_outcome"
 	traceRXVarUnusedTraceRxStage    = "unused_trace_rx_stage"
 	traceRXVarUnusedTraceRxStats    = "unused_trace_rx_stats"
-	traceRXVarUnusedTraceTurns      = "unused_trace_turns"
+	traceRXVarUnusedTraceSamplers   = "unused_trace_samplers"
 	traceRXVarUnusedTraceWaiting    = "unused_trace_waiting"
 	traceRXVarUnusedTraceWaitingKey = "unused_trace_waiting_key"
 )
@@ -182,11 +182,11 @@ type traceRXMapSpecs struct {
 	Rules       *ebpf.MapSpec `ebpf:"rules"`
 	Rulesets    *ebpf.MapSpec `ebpf:"rulesets"`
 	RxStats     *ebpf.MapSpec `ebpf:"rx_stats"`
+	Samplers    *ebpf.MapSpec `ebpf:"samplers"`
 	Services    *ebpf.MapSpec `ebpf:"services"`
 	State       *ebpf.MapSpec `ebpf:"state"`
 	Stats       *ebpf.MapSpec `ebpf:"stats"`
 	Tuned       *ebpf.MapSpec `ebpf:"tuned"`
-	Turns       *ebpf.MapSpec `ebpf:"turns"`
 	Waiting     *ebpf.MapSpec `ebpf:"waiting"`
 }
 
@@ -195,7 +195,7 @@ type traceRXMapSpecs struct {
 // It can be passed ebpf.CollectionSpec.Assign.
 type traceRXVariableSpecs struct {
 	BySocket              *ebpf.VariableSpec `ebpf:"by_socket"`
-	Nobody                *ebpf.VariableSpec `ebpf:"nobody"`
+	EmptyReader           *ebpf.VariableSpec `ebpf:"empty_reader"`
 	Timestamps            *ebpf.VariableSpec `ebpf:"timestamps"`
 	UnusedMatchAddress    *ebpf.VariableSpec `ebpf:"unused_match_address"`
 	UnusedMatchLimit      *ebpf.VariableSpec `ebpf:"unused_match_limit"`
@@ -211,7 +211,7 @@ type traceRXVariableSpecs struct {
 	UnusedTraceRxOutcome  *ebpf.VariableSpec `ebpf:"unused_trace_rx_outcome"`
 	UnusedTraceRxStage    *ebpf.VariableSpec `ebpf:"unused_trace_rx_stage"`
 	UnusedTraceRxStats    *ebpf.VariableSpec `ebpf:"unused_trace_rx_stats"`
-	UnusedTraceTurns      *ebpf.VariableSpec `ebpf:"unused_trace_turns"`
+	UnusedTraceSamplers   *ebpf.VariableSpec `ebpf:"unused_trace_samplers"`
 	UnusedTraceWaiting    *ebpf.VariableSpec `ebpf:"unused_trace_waiting"`
 	UnusedTraceWaitingKey *ebpf.VariableSpec `ebpf:"unused_trace_waiting_key"`
 }
@@ -250,11 +250,11 @@ type traceRXMaps struct {
 	Rules       *ebpf.Map `ebpf:"rules"`
 	Rulesets    *ebpf.Map `ebpf:"rulesets"`
 	RxStats     *ebpf.Map `ebpf:"rx_stats"`
+	Samplers    *ebpf.Map `ebpf:"samplers"`
 	Services    *ebpf.Map `ebpf:"services"`
 	State       *ebpf.Map `ebpf:"state"`
 	Stats       *ebpf.Map `ebpf:"stats"`
 	Tuned       *ebpf.Map `ebpf:"tuned"`
-	Turns       *ebpf.Map `ebpf:"turns"`
 	Waiting     *ebpf.Map `ebpf:"waiting"`
 }
 
@@ -274,11 +274,11 @@ func (m *traceRXMaps) Close() error {
 		m.Rules,
 		m.Rulesets,
 		m.RxStats,
+		m.Samplers,
 		m.Services,
 		m.State,
 		m.Stats,
 		m.Tuned,
-		m.Turns,
 		m.Waiting,
 	)
 }
@@ -288,7 +288,7 @@ func (m *traceRXMaps) Close() error {
 // It can be passed to loadTraceRXObjects or ebpf.CollectionSpec.LoadAndAssign.
 type traceRXVariables struct {
 	BySocket              *ebpf.Variable `ebpf:"by_socket"`
-	Nobody                *ebpf.Variable `ebpf:"nobody"`
+	EmptyReader           *ebpf.Variable `ebpf:"empty_reader"`
 	Timestamps            *ebpf.Variable `ebpf:"timestamps"`
 	UnusedMatchAddress    *ebpf.Variable `ebpf:"unused_match_address"`
 	UnusedMatchLimit      *ebpf.Variable `ebpf:"unused_match_limit"`
@@ -304,7 +304,7 @@ type traceRXVariables struct {
 	UnusedTraceRxOutcome  *ebpf.Variable `ebpf:"unused_trace_rx_outcome"`
 	UnusedTraceRxStage    *ebpf.Variable `ebpf:"unused_trace_rx_stage"`
 	UnusedTraceRxStats    *ebpf.Variable `ebpf:"unused_trace_rx_stats"`
-	UnusedTraceTurns      *ebpf.Variable `ebpf:"unused_trace_turns"`
+	UnusedTraceSamplers   *ebpf.Variable `ebpf:"unused_trace_samplers"`
 	UnusedTraceWaiting    *ebpf.Variable `ebpf:"unused_trace_waiting"`
 	UnusedTraceWaitingKey *ebpf.Variable `ebpf:"unused_trace_waiting_key"`
 }

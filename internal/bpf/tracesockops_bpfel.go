@@ -82,20 +82,20 @@ type traceSockopsTraceHistogram struct {
 type traceSockopsTraceLimit uint32
 
 const (
-	traceSockopsTraceLimitTRACE_RULES        traceSockopsTraceLimit = 32
-	traceSockopsTraceLimitTRACE_IN_FLIGHT    traceSockopsTraceLimit = 64
-	traceSockopsTraceLimitTRACE_BUCKETS      traceSockopsTraceLimit = 512
-	traceSockopsTraceLimitTRACE_SLOWEST      traceSockopsTraceLimit = 8
-	traceSockopsTraceLimitTRACE_MINUTES      traceSockopsTraceLimit = 8
-	traceSockopsTraceLimitTRACE_MINUTE_SHIFT traceSockopsTraceLimit = 36
-	traceSockopsTraceLimitTRACE_GROUPS       traceSockopsTraceLimit = 4096
-	traceSockopsTraceLimitTRACE_WAITING      traceSockopsTraceLimit = 16384
-	traceSockopsTraceLimitTRACE_READERS      traceSockopsTraceLimit = 4096
-	traceSockopsTraceLimitTRACE_BEHIND       traceSockopsTraceLimit = 32
-	traceSockopsTraceLimitTRACE_SENDING      traceSockopsTraceLimit = 16384
-	traceSockopsTraceLimitTRACE_LOCKS        traceSockopsTraceLimit = 64
-	traceSockopsTraceLimitTRACE_SERVICES     traceSockopsTraceLimit = 512
-	traceSockopsTraceLimitTRACE_LIVE_LEVEL   traceSockopsTraceLimit = 20684
+	traceSockopsTraceLimitTRACE_RULES          traceSockopsTraceLimit = 32
+	traceSockopsTraceLimitTRACE_IN_FLIGHT      traceSockopsTraceLimit = 64
+	traceSockopsTraceLimitTRACE_BUCKETS        traceSockopsTraceLimit = 512
+	traceSockopsTraceLimitTRACE_SLOWEST        traceSockopsTraceLimit = 8
+	traceSockopsTraceLimitTRACE_MINUTES        traceSockopsTraceLimit = 8
+	traceSockopsTraceLimitTRACE_MINUTE_SHIFT   traceSockopsTraceLimit = 36
+	traceSockopsTraceLimitTRACE_GROUPS         traceSockopsTraceLimit = 4096
+	traceSockopsTraceLimitTRACE_WAITING        traceSockopsTraceLimit = 16384
+	traceSockopsTraceLimitTRACE_READERS        traceSockopsTraceLimit = 4096
+	traceSockopsTraceLimitTRACE_READER_SAMPLES traceSockopsTraceLimit = 32
+	traceSockopsTraceLimitTRACE_SENDING        traceSockopsTraceLimit = 16384
+	traceSockopsTraceLimitTRACE_LOCKS          traceSockopsTraceLimit = 64
+	traceSockopsTraceLimitTRACE_SERVICES       traceSockopsTraceLimit = 512
+	traceSockopsTraceLimitTRACE_LIVE_LEVEL     traceSockopsTraceLimit = 20684
 )
 
 type traceSockopsTraceListener struct {
@@ -116,7 +116,7 @@ type traceSockopsTraceMessage struct {
 	Started       uint64
 	Sent          uint64
 	Queued        uint64
-	Again         uint64
+	Requeued      uint64
 	Driver        uint64
 	Hardware      uint64
 	Pacing        uint64
@@ -139,12 +139,12 @@ type traceSockopsTraceMessage struct {
 type traceSockopsTraceMessageFlag uint32
 
 const (
-	traceSockopsTraceMessageFlagTRACE_MESSAGE_PACED  traceSockopsTraceMessageFlag = 1
-	traceSockopsTraceMessageFlagTRACE_MESSAGE_NAGLE  traceSockopsTraceMessageFlag = 2
-	traceSockopsTraceMessageFlagTRACE_MESSAGE_CORK   traceSockopsTraceMessageFlag = 4
-	traceSockopsTraceMessageFlagTRACE_MESSAGE_LATE   traceSockopsTraceMessageFlag = 8
-	traceSockopsTraceMessageFlagTRACE_MESSAGE_JOINED traceSockopsTraceMessageFlag = 16
-	traceSockopsTraceMessageFlagTRACE_MESSAGE_PARTED traceSockopsTraceMessageFlag = 32
+	traceSockopsTraceMessageFlagTRACE_MESSAGE_PACED    traceSockopsTraceMessageFlag = 1
+	traceSockopsTraceMessageFlagTRACE_MESSAGE_NAGLE    traceSockopsTraceMessageFlag = 2
+	traceSockopsTraceMessageFlagTRACE_MESSAGE_CORK     traceSockopsTraceMessageFlag = 4
+	traceSockopsTraceMessageFlagTRACE_MESSAGE_UNMARKED traceSockopsTraceMessageFlag = 8
+	traceSockopsTraceMessageFlagTRACE_MESSAGE_JOINED   traceSockopsTraceMessageFlag = 16
+	traceSockopsTraceMessageFlagTRACE_MESSAGE_PARTED   traceSockopsTraceMessageFlag = 32
 )
 
 type traceSockopsTraceMinute struct {
@@ -169,7 +169,7 @@ const (
 	traceSockopsTraceOutcomeTRACE_APPLICATION    traceSockopsTraceOutcome = 7
 	traceSockopsTraceOutcomeTRACE_REFUSED        traceSockopsTraceOutcome = 8
 	traceSockopsTraceOutcomeTRACE_SENT           traceSockopsTraceOutcome = 9
-	traceSockopsTraceOutcomeTRACE_DROPPED        traceSockopsTraceOutcome = 10
+	traceSockopsTraceOutcomeTRACE_DISCARDED      traceSockopsTraceOutcome = 10
 	traceSockopsTraceOutcomeTRACE_SPLIT          traceSockopsTraceOutcome = 11
 	traceSockopsTraceOutcomeTRACE_PARTED         traceSockopsTraceOutcome = 12
 	traceSockopsTraceOutcomeTRACE_OUTCOMES       traceSockopsTraceOutcome = 13

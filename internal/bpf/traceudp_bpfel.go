@@ -40,12 +40,12 @@ const (
 	traceUDPMapRemotes             = "remotes"
 	traceUDPMapRules               = "rules"
 	traceUDPMapRulesets            = "rulesets"
+	traceUDPMapSamplers            = "samplers"
 	traceUDPMapSending             = "sending"
 	traceUDPMapServices            = "services"
 	traceUDPMapState               = "state"
 	traceUDPMapStats               = "stats"
 	traceUDPMapTuned               = "tuned"
-	traceUDPMapTurns               = "turns"
 	traceUDPProgTraceUdp           = "trace_udp"
 	traceUDPProgTraceUdpDrop       = "trace_udp_drop"
 	traceUDPProgTraceUdpQueue      = "trace_udp_queue"
@@ -63,8 +63,8 @@ const (
 	traceUDPVarUnusedMatchTag      = "unused_match_tag"
 	traceUDPVarUnusedMatchUse      = "unused_match_use"
 	traceUDPVarUnusedTraceLimit    = "unused_trace_limit"
+	traceUDPVarUnusedTraceSamplers = "unused_trace_samplers"
 	traceUDPVarUnusedTraceSending  = "unused_trace_sending"
-	traceUDPVarUnusedTraceTurns    = "unused_trace_turns"
 )
 
 // loadTraceUDP returns the embedded CollectionSpec for traceUDP.
@@ -132,12 +132,12 @@ type traceUDPMapSpecs struct {
 	Remotes     *ebpf.MapSpec `ebpf:"remotes"`
 	Rules       *ebpf.MapSpec `ebpf:"rules"`
 	Rulesets    *ebpf.MapSpec `ebpf:"rulesets"`
+	Samplers    *ebpf.MapSpec `ebpf:"samplers"`
 	Sending     *ebpf.MapSpec `ebpf:"sending"`
 	Services    *ebpf.MapSpec `ebpf:"services"`
 	State       *ebpf.MapSpec `ebpf:"state"`
 	Stats       *ebpf.MapSpec `ebpf:"stats"`
 	Tuned       *ebpf.MapSpec `ebpf:"tuned"`
-	Turns       *ebpf.MapSpec `ebpf:"turns"`
 }
 
 // traceUDPVariableSpecs contains global variables before they are loaded into the kernel.
@@ -156,8 +156,8 @@ type traceUDPVariableSpecs struct {
 	UnusedMatchTag      *ebpf.VariableSpec `ebpf:"unused_match_tag"`
 	UnusedMatchUse      *ebpf.VariableSpec `ebpf:"unused_match_use"`
 	UnusedTraceLimit    *ebpf.VariableSpec `ebpf:"unused_trace_limit"`
+	UnusedTraceSamplers *ebpf.VariableSpec `ebpf:"unused_trace_samplers"`
 	UnusedTraceSending  *ebpf.VariableSpec `ebpf:"unused_trace_sending"`
-	UnusedTraceTurns    *ebpf.VariableSpec `ebpf:"unused_trace_turns"`
 }
 
 // traceUDPObjects contains all objects after they have been loaded into the kernel.
@@ -192,12 +192,12 @@ type traceUDPMaps struct {
 	Remotes     *ebpf.Map `ebpf:"remotes"`
 	Rules       *ebpf.Map `ebpf:"rules"`
 	Rulesets    *ebpf.Map `ebpf:"rulesets"`
+	Samplers    *ebpf.Map `ebpf:"samplers"`
 	Sending     *ebpf.Map `ebpf:"sending"`
 	Services    *ebpf.Map `ebpf:"services"`
 	State       *ebpf.Map `ebpf:"state"`
 	Stats       *ebpf.Map `ebpf:"stats"`
 	Tuned       *ebpf.Map `ebpf:"tuned"`
-	Turns       *ebpf.Map `ebpf:"turns"`
 }
 
 func (m *traceUDPMaps) Close() error {
@@ -214,12 +214,12 @@ func (m *traceUDPMaps) Close() error {
 		m.Remotes,
 		m.Rules,
 		m.Rulesets,
+		m.Samplers,
 		m.Sending,
 		m.Services,
 		m.State,
 		m.Stats,
 		m.Tuned,
-		m.Turns,
 	)
 }
 
@@ -239,8 +239,8 @@ type traceUDPVariables struct {
 	UnusedMatchTag      *ebpf.Variable `ebpf:"unused_match_tag"`
 	UnusedMatchUse      *ebpf.Variable `ebpf:"unused_match_use"`
 	UnusedTraceLimit    *ebpf.Variable `ebpf:"unused_trace_limit"`
+	UnusedTraceSamplers *ebpf.Variable `ebpf:"unused_trace_samplers"`
 	UnusedTraceSending  *ebpf.Variable `ebpf:"unused_trace_sending"`
-	UnusedTraceTurns    *ebpf.Variable `ebpf:"unused_trace_turns"`
 }
 
 // traceUDPPrograms contains all programs after they have been loaded into the kernel.

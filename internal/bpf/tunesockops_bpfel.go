@@ -318,7 +318,7 @@ const (
 	tuneSockopsMapStats                    = "stats"
 	tuneSockopsProgTuneSockops             = "tune_sockops"
 	tuneSockopsVarHz                       = "hz"
-	tuneSockopsVarTuneNothing              = "tune_nothing"
+	tuneSockopsVarTuneLearnedEmpty         = "tune_learned_empty"
 	tuneSockopsVarUnusedMatchAddress       = "unused_match_address"
 	tuneSockopsVarUnusedMatchLimit         = "unused_match_limit"
 	tuneSockopsVarUnusedMatchPort          = "unused_match_port"
@@ -407,7 +407,7 @@ type tuneSockopsMapSpecs struct {
 // It can be passed ebpf.CollectionSpec.Assign.
 type tuneSockopsVariableSpecs struct {
 	Hz                       *ebpf.VariableSpec `ebpf:"hz"`
-	TuneNothing              *ebpf.VariableSpec `ebpf:"tune_nothing"`
+	TuneLearnedEmpty         *ebpf.VariableSpec `ebpf:"tune_learned_empty"`
 	UnusedMatchAddress       *ebpf.VariableSpec `ebpf:"unused_match_address"`
 	UnusedMatchLimit         *ebpf.VariableSpec `ebpf:"unused_match_limit"`
 	UnusedMatchPort          *ebpf.VariableSpec `ebpf:"unused_match_port"`
@@ -485,7 +485,7 @@ func (m *tuneSockopsMaps) Close() error {
 // It can be passed to loadTuneSockopsObjects or ebpf.CollectionSpec.LoadAndAssign.
 type tuneSockopsVariables struct {
 	Hz                       *ebpf.Variable `ebpf:"hz"`
-	TuneNothing              *ebpf.Variable `ebpf:"tune_nothing"`
+	TuneLearnedEmpty         *ebpf.Variable `ebpf:"tune_learned_empty"`
 	UnusedMatchAddress       *ebpf.Variable `ebpf:"unused_match_address"`
 	UnusedMatchLimit         *ebpf.Variable `ebpf:"unused_match_limit"`
 	UnusedMatchPort          *ebpf.Variable `ebpf:"unused_match_port"`

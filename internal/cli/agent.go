@@ -59,14 +59,14 @@ What goes to systemd's journal has a priority before each line, and no time.`,
 	return cmd
 }
 
-func (c *commands) holdCommand() *cobra.Command {
+func (c *commands) keeperCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:    steer.KeeperCommand,
-		Short:  "Hold the sockets that the agent hands over, while it is away",
+		Short:  "Keep the keeper sockets of a service open; started by the agent",
 		Hidden: true,
 		RunE:   func(cmd *cobra.Command, _ []string) error { return steer.RunKeeper(cmd.Context()) },
 	}
-	// Read by the next agent in /proc, not here.
+	// The next agent reads these flags in /proc.
 	cmd.Flags().String("pins", "", "")
 	cmd.Flags().String("service", "", "")
 	return cmd

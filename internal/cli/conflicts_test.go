@@ -66,7 +66,7 @@ func TestAgentRefusals(t *testing.T) {
 	h.isFailure(r, 2, "look up group nosuch: group: unknown group nosuch", "create the group, or leave --group out")
 
 	r = h.child(nil, "sockeye", "agent", "--pins", h.dir+"/pins", "--run-dir", h.run, "--state-dir", h.state, "--policy", h.policy, "-o", "json")
-	h.isFailure(r, 2, "DIR is not in a bpffs and not empty, so none can be mounted there", "give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye")
+	h.isFailure(r, 2, "DIR is not in a bpffs and not empty, so the agent cannot mount a bpffs there", "give --pins a directory in a bpffs, as in /sys/fs/bpf/sockeye")
 
 	r = h.child(nil, "sockeye", "agent", "--pins", h.pins, "--run-dir", h.run, "--state-dir", h.state, "--policy", h.dir+"/none.yaml", "-o", "json")
 	h.isFailure(r, 2, "read policy file: open DIR/none.yaml: no such file or directory", "write one (sockeye check FILE tells whether it is right), or name it with --policy of the agent")
@@ -279,7 +279,7 @@ func TestGarbage(t *testing.T) {
 		{"POST", "/v1/register", `[]`, 400, "read request: json: cannot unmarshal array into Go value of type api.Membership", hint},
 		{"POST", "/v1/register", `{"service": "spare", "pid": 99999999999999999999}`, 400, "read request: json: cannot unmarshal number 99999999999999999999 into Go struct field Membership.pid of type int", hint},
 		{"POST", "/v1/unregister", `{"service": "telemetry", "slot": -1}`, 400, "slot -1 is out of range", "service telemetry has slots 0 to 3"},
-		{"POST", "/v1/unregister", "", 400, "which service?", "name one with --service; the policy has spare, telemetry"},
+		{"POST", "/v1/unregister", "", 400, "no service given", "name one with --service; the policy has spare, telemetry"},
 		{"POST", "/v1/apply", `{"text": "services: ["}`, 400, "", ""},
 		{"POST", "/v1/apply", `{"text": "` + strings.Repeat("x", 9<<20) + `"}`, 400, "read request: http: request body too large", hint},
 		{"POST", "/v1/plan", `{"path": "/etc/shadow"}`, 400, "/etc/shadow: is empty", ""},

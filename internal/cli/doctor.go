@@ -77,7 +77,7 @@ func (c *commands) known(cmd *cobra.Command) *doctor.Known {
 	if c.Client().Get(cmd.Context(), "/v1/status", nil, &status) != nil || c.Client().Get(cmd.Context(), "/v1/slots", nil, &slots) != nil {
 		return nil
 	}
-	known := &doctor.Known{Sockets: make(map[uint64]bool), Processes: map[int]bool{status.PID: true}} // it has the anchors
+	known := &doctor.Known{Sockets: make(map[uint64]bool), Processes: map[int]bool{status.PID: true}} // the agent has keeper sockets
 	for _, s := range slots {
 		for _, socket := range s.Sockets {
 			known.Sockets[socket.Cookie] = true

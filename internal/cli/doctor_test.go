@@ -74,12 +74,12 @@ func TestDoctorFindings(t *testing.T) {
 			id := load(t, ebpf.SkLookup, true)
 			t.Setenv("FOREIGN", id)
 		},
-			doctor.Finding{Area: "service telemetry", Check: "foreign programs", Result: "warning", Detail: "SkLookup program FOREIGN (stranger) of somebody else", Hint: "if it decides about the same ports, the last one attached wins"}},
+			doctor.Finding{Area: "service telemetry", Check: "foreign programs", Result: "warning", Detail: "SkLookup program FOREIGN (stranger) of another owner", Hint: "if it decides about the same ports, the last one attached wins"}},
 		{"foreign sk_reuseport", func(t *testing.T, _ *host) {
 			id := load(t, ebpf.SkReuseport, false)
 			t.Setenv("FOREIGN", id)
 		},
-			doctor.Finding{Area: "service telemetry", Check: "foreign programs", Result: "warning", Detail: "SkReuseport program FOREIGN (stranger) of somebody else", Hint: "if it decides about the same ports, the last one attached wins"}},
+			doctor.Finding{Area: "service telemetry", Check: "foreign programs", Result: "warning", Detail: "SkReuseport program FOREIGN (stranger) of another owner", Hint: "if it decides about the same ports, the last one attached wins"}},
 		{"small somaxconn", func(t *testing.T, _ *host) { sysctl(t, "net/core/somaxconn", "128") },
 			doctor.Finding{Area: "sysctl", Check: "net.core.somaxconn", Result: "warning", Detail: "128; it bounds the members' backlogs", Hint: "sysctl -w net.core.somaxconn=4096, or more than devices that may connect at once"}},
 		{"tcp_migrate_req", func(t *testing.T, _ *host) { sysctl(t, "net/ipv4/tcp_migrate_req", "1") },

@@ -74,7 +74,7 @@ func TestExamplesAreSafe(t *testing.T) {
 			if strings.Contains(policy, "members:") {
 				services++
 				without := regexp.MustCompile(`(?m)^ *user: .*\n`).ReplaceAllString(policy, "")
-				if r := h.sockeye("check", h.write("without.yaml", without)); r.code != 2 || !strings.Contains(r.err, "any user could start a process") {
+				if r := h.sockeye("check", h.write("without.yaml", without)); r.code != 2 || !strings.Contains(r.err, "any user could start a matching process") {
 					t.Errorf("%s: without a user, check says %d %s of\n%s", document, r.code, r.err, without)
 				}
 			}

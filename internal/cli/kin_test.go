@@ -117,7 +117,7 @@ func TestTwinSockets(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
 	h.start()
 	pid, end := h.member(nil, append([]string{sharedSpecs[0]}, sharedSpecs...)...)
-	want := "it has more than one socket tcp [::]:1790: a slot has one for a listener, the others would get nothing"
+	want := "it has more than one socket tcp [::]:1790: a slot has one socket per listener, the others would get no traffic"
 	if got := h.problemOf(pid); got != want {
 		t.Errorf("the member is told %q, want %q", got, want)
 	}
@@ -127,7 +127,7 @@ func TestTwinSockets(t *testing.T) {
 	if err := unix.Kill(pid, unix.SIGUSR1); err != nil {
 		t.Fatal(err)
 	}
-	want = fmt.Sprintf("process %d in slot 0 has another socket tcp [::]:1790, which gets nothing: a slot has one for a listener", pid)
+	want = fmt.Sprintf("process %d in slot 0 has another socket tcp [::]:1790, which gets no traffic: a slot has one socket per listener", pid)
 	h.eventually("status names the socket", func() bool { return h.service().Problem == want })
 	if s := must[[]api.SlotStatus](h, "slots")[0]; !s.Ready || s.PID != pid {
 		t.Errorf("the member lost its slot: %+v", s)
@@ -180,7 +180,7 @@ func TestDoctorNamesStrangers(t *testing.T) {
 	stranger, _ := h.member(func(cmd *exec.Cmd) { cmd.Args[0] = "other" }, sharedSpecs...)
 	r := h.sockeye("doctor", "--policy", h.policy, "--pins", h.pins)
 	for _, socket := range sharedSpecs {
-		if want := fmt.Sprintf("%s of process %d (other) is in no slot, and gets nothing of the service", socket, stranger); !strings.Contains(r.out, want) {
+		if want := fmt.Sprintf("%s of process %d (other) is in no slot, and receives nothing from the service", socket, stranger); !strings.Contains(r.out, want) {
 			t.Errorf("doctor does not say that %s", want)
 		}
 	}

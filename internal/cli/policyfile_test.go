@@ -45,14 +45,14 @@ func TestBrokenPolicyAtStart(t *testing.T) {
 		if len(status.Services) != 1 || status.Services[0].Slots != 4 {
 			t.Errorf("%s: services %+v", name, status.Services)
 		}
-		if !strings.Contains(status.PolicyProblem, "applied last") || !strings.Contains(status.PolicyHint, "sockeye check") || strings.Contains(status.PolicyProblem, "\n") {
+		if !strings.Contains(status.PolicyProblem, "the agent started with the last applied policy") || !strings.Contains(status.PolicyHint, "sockeye check") || strings.Contains(status.PolicyProblem, "\n") {
 			t.Errorf("%s: problem %q, hint %q", name, status.PolicyProblem, status.PolicyHint)
 		}
 		if r := h.sockeye("status"); !strings.Contains(r.out, status.PolicyProblem+"\nhint: ") {
 			t.Errorf("%s: status shows %s", name, r.out)
 		}
 		log, err := os.ReadFile(h.log)
-		if err != nil || !strings.Contains(string(log), "level=ERROR") || strings.Count(string(log), "applied last") != 1 {
+		if err != nil || !strings.Contains(string(log), "level=ERROR") || strings.Count(string(log), "the last applied policy is in force") != 1 {
 			t.Errorf("%s: log %s, %v", name, log, err)
 		}
 		// What ExecReload= runs.
@@ -80,9 +80,9 @@ func TestBothPoliciesBroken(t *testing.T) {
 	refused := strings.Replace(mappedService, "user: root", "members: [{match: {command_line: x}, slot: free}]", 1)
 	h.write("state/.applied.yaml", refused)
 	for file, want := range map[string]string{
-		refused: "sockeye: the policy that was applied last is the same as the file, and refused, too: DIR/policy.yaml:7:23: services.telemetry.members[0].match: any user could",
-		strings.Replace(mappedService, "slots: 4", "slots: none", 1): "sockeye: the policy that was applied last (DIR/state/.applied.yaml) was tried, and refused, too: " +
-			"DIR/state/.applied.yaml:7:23: services.telemetry.members[0].match: any user could start a process that this describes, and take a slot; " +
+		refused: "sockeye: the last applied policy has the text of the policy file, and is refused, too: DIR/policy.yaml:7:23: services.telemetry.members[0].match: any user could",
+		strings.Replace(mappedService, "slots: 4", "slots: none", 1): "sockeye: the last applied policy (DIR/state/.applied.yaml) is refused, too: " +
+			"DIR/state/.applied.yaml:7:23: services.telemetry.members[0].match: any user could start a matching process and take a slot; " +
 			"the policy file: DIR/policy.yaml:3:12: services.telemetry.slots: ",
 	} {
 		h.write("policy.yaml", file)
@@ -132,7 +132,7 @@ func TestStatusTellsOfPolicyFile(t *testing.T) {
 	must[api.Plan](h, "apply")
 	expect("")
 	h.write("policy.yaml", strings.Replace(mappedService, "slots: 4", "slots: none", 1))
-	expect("the policy file is not in force, it is broken: DIR/policy.yaml:3:12")
+	expect("the policy file is invalid and not in force: DIR/policy.yaml:3:12")
 	if r := h.sockeye("apply"); r.code != 2 {
 		t.Errorf("apply: %+v", r)
 	}

@@ -123,7 +123,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	root.Flags().BoolVar(&version, "version", false, "show the version")
 	root.SetFlagErrorFunc(badFlag)
 	root.AddCommand(
-		c.agentCommand(), c.holdCommand(), c.resetCommand(), c.statusCommand(), c.checkCommand(), c.planCommand(), c.applyCommand(),
+		c.agentCommand(), c.keeperCommand(), c.resetCommand(), c.statusCommand(), c.checkCommand(), c.planCommand(), c.applyCommand(),
 		c.doctorCommand(), c.versionCommand(),
 		tunecmd.New(c.Command), tracecmd.New(c.Command), bigtcpcmd.New(c.Command), socketscmd.New(c.Command),
 	)

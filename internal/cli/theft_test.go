@@ -259,7 +259,7 @@ func TestThiefOfAnotherUser(t *testing.T) {
 	h := newHost(t, policy)
 	thief, _ := h.member(asNobody, firstSpecs...) // before the agent
 	h.start()
-	const want = "it is of user nobody, not of root"
+	const want = "it runs as user nobody, not as root"
 	if got := h.problemOf(thief); got != want {
 		t.Errorf("the thief is told %q, want %q", got, want)
 	}
@@ -289,7 +289,7 @@ func TestThiefBySetUID(t *testing.T) {
 	program := h.program("program", 0o4755)
 	h.start()
 	thief, _ := h.member(both(asNobody, func(cmd *exec.Cmd) { cmd.Path = program }), firstSpecs...)
-	if got, want := h.problemOf(thief), "it is of user nobody (effective root, saved root), not of root"; got != want {
+	if got, want := h.problemOf(thief), "it runs as user nobody (effective root, saved root), not as root"; got != want {
 		t.Errorf("the thief is told %q, want %q", got, want)
 	}
 	member, _ := h.member(func(cmd *exec.Cmd) { cmd.Path = program }, secondSpecs...)
@@ -344,7 +344,7 @@ func TestThiefWithSocketsOfANamespace(t *testing.T) {
 		member, creator func(*exec.Cmd)
 		want            string
 	}{
-		{"nobody's", asNobody, both(asRootInside, inOwnNetwork), "it is of user nobody, not of root"},
+		{"nobody's", asNobody, both(asRootInside, inOwnNetwork), "it runs as user nobody, not as root"},
 		{"root's", both(), inOwnNetwork, "its socket tcp [::]:1790 was opened in another network namespace than the service's"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -423,7 +423,7 @@ func TestThiefByMount(t *testing.T) {
 		thief      func(*exec.Cmd)
 		want       string
 	}{
-		{"nobody's", "slot: 0", both(asRootInside, inOwnMounts), "it is of user nobody, not of root"},
+		{"nobody's", "slot: 0", both(asRootInside, inOwnMounts), "it runs as user nobody, not as root"},
 		{"nobody's in lookup of all users", "slot: 0, user: nobody", both(asRootInside, inOwnMounts), "it is in a user namespace of its own"},
 		{"root's", "slot: 0", inOwnMounts, own},
 		{"any namespaces", "slot: 0, namespaces: any", inOwnMounts, "its executable is not the host's DIR/program"},
@@ -506,7 +506,7 @@ func TestClaimOfAnotherUser(t *testing.T) {
 	h := newHost(t, theft("steering: lookup", ownPorts, "user: root", "cgroup: CGROUP"))
 	h.start()
 	pid, _ := h.member(asNobody, firstSpecs...)
-	h.refused(5, "make process PID a member: it is of user nobody, not of root", "run it as that user, or name its user in the policy",
+	h.refused(5, "make process PID a member: it runs as user nobody, not as root", "run it as that user, or name its user in the policy",
 		[]int{pid}, "register", "--pid", fmt.Sprint(pid))
 	handed := h.handed(both(), asNobody, "tcp 127.0.0.1:20002", "udp 127.0.0.1:21002")
 	h.refused(5, "register process PID in slot 0: its socket tcp 127.0.0.1:20002 belongs to user nobody, not to root",

@@ -9,39 +9,37 @@ import (
 	"strings"
 )
 
-// BigTCPRule is one rule of bigtcp: how large the packets may be that the kernel
-// builds for some interfaces. Of the rules of one network namespace the first that
-// matches an interface decides.
+// BigTCPRule is one rule of bigtcp: the maximum packet sizes of matching network interfaces (GSO and GRO). The first
+// matching rule of a network namespace applies.
 type BigTCPRule struct {
 	// Interface is a name, or a glob as of [path.Match].
-	Interface string `yaml:"interface" required:"true" form:"interface" doc:"The interface, by name; or a glob on names, which is for interfaces that appear later too."`
+	Interface string `yaml:"interface" required:"true" form:"interface" doc:"The name of the interface, or a glob on names, which also matches interfaces that appear later."`
 	// Netns is an absolute path, or "" for the agent's own network namespace.
-	Netns string `yaml:"netns" form:"netns" doc:"The network namespace, as a path, which may appear later; the agent's own by default."`
-	// IPv6 and IPv4 are in bytes, 65536 to 524280; 0 leaves a family as it is.
-	IPv6 uint32 `yaml:"ipv6" form:"bigtcp_size" doc:"The largest packet of TCP over IPv6, 65536 to 524280 bytes (KB is 1000, KiB 1024); off is 65536. Linux 5.19 or later. Left as it is where it is not given."`
+	Netns string `yaml:"netns" form:"netns" doc:"The path of the network namespace, which may appear later; the agent's own by default."`
+	// IPv6 and IPv4 are in bytes, 65536 to 524280; 0 does not change the family.
+	IPv6 uint32 `yaml:"ipv6" form:"bigtcp_size" doc:"The largest packet of TCP over IPv6, 65536 to 524280 bytes (KB is 1000, KiB 1024); off is 65536. Linux 5.19 or later. Unchanged if omitted."`
 	IPv4 uint32 `yaml:"ipv4" form:"bigtcp_size" doc:"The same over IPv4. Linux 6.3 or later."`
 }
 
 // The sizes of a packet, in bytes.
 const (
-	bigTCPOff  = 65536     // the largest without BIG TCP
-	bigTCPMost = 8 * 65535 // that the kernel takes
+	bigTCPOff  = 65536     // maximum without BIG TCP
+	bigTCPMost = 8 * 65535 // maximum of the kernel
 )
 
-// Named tells whether the rule is for one interface by its name.
+// Named reports whether the rule names one interface, without a glob.
 func (r BigTCPRule) Named() bool { return !strings.ContainsAny(r.Interface, `*?[\`) }
 
-// Matches tells whether the rule is for an interface of its network namespace.
+// Matches reports whether the rule matches an interface name of its network namespace.
 func (r BigTCPRule) Matches(name string) bool {
 	if r.Named() {
 		return name == r.Interface
 	}
-	matches, _ := path.Match(r.Interface, name) // a glob that was checked
+	matches, _ := path.Match(r.Interface, name) // the glob is valid
 	return matches
 }
 
-// String gives the rule as in eth*: ipv6 192KB, ipv4 off; with its network
-// namespace, if it has one.
+// String returns the rule in the form eth*: ipv6 192KB, ipv4 off, with its network namespace if it has one.
 func (r BigTCPRule) String() string {
 	text := r.Interface
 	if r.Netns != "" {
@@ -64,8 +62,8 @@ func formatBigTCPSize(size uint32) string {
 	return notations[KindSize].format(int64(size))
 }
 
-// ParseBigTCPSize reads a size as the policy file has it: 192KB, 192KiB, 192000 or
-// off. It gives bytes, from 65536 to 524280.
+// ParseBigTCPSize parses a size in the notation of the policy file: 192KB, 192KiB, 192000 or off. The result is 65536 to
+// 524280 bytes.
 func ParseBigTCPSize(s string) (uint32, error) {
 	size, message, hint := parseBigTCPSize(s)
 	if message == "" {
@@ -77,7 +75,7 @@ func ParseBigTCPSize(s string) (uint32, error) {
 	return 0, fmt.Errorf("size %s %s", quoteShort(s), message)
 }
 
-// parseBigTCPSize returns a message where s is no such size.
+// parseBigTCPSize returns a message if s is not a valid size.
 func parseBigTCPSize(s string) (size uint32, message, hint string) {
 	if s == "off" {
 		return bigTCPOff, "", ""
@@ -100,18 +98,17 @@ func parseBigTCPSize(s string) (size uint32, message, hint string) {
 	return uint32(value.Num().Int64()), "", ""
 }
 
-// maxInterfaceName is the length of the longest name, in bytes (IFNAMSIZ of the
-// kernel, with its zero).
+// maxInterfaceName is the maximum length of an interface name in bytes (IFNAMSIZ without the terminating zero).
 const maxInterfaceName = 15
 
-// parseInterface reads a name or a glob of names.
+// parseInterface parses an interface name or a glob on names.
 func parseInterface(s string) (any, string, string) {
 	const hint = `one name, or a glob with *, ? or [a-z]`
 	switch {
 	case strings.ContainsAny(s, "/: ") || s == "." || s == "..":
-		return nil, "is no name of an interface: " + strconv.Quote(s), hint
+		return nil, "is not an interface name: " + strconv.Quote(s), hint
 	case (BigTCPRule{Interface: s}).Named() && len(s) > maxInterfaceName:
-		return nil, fmt.Sprintf("is longer than names of interfaces are, %d bytes: %s", maxInterfaceName, quoteShort(s)), hint
+		return nil, fmt.Sprintf("is longer than an interface name, %d bytes: %s", maxInterfaceName, quoteShort(s)), hint
 	}
 	return parseGlob(s)
 }

@@ -47,7 +47,7 @@ func TestParseBigTCP(t *testing.T) {
 	}
 }
 
-// TestAcceptBigTCP has what comes near to a refusal.
+// TestAcceptBigTCP tests valid policies that are almost refused.
 func TestAcceptBigTCP(t *testing.T) {
 	for name, doc := range map[string]string{
 		"no rules":                       "bigtcp: []",
@@ -69,7 +69,7 @@ func TestAcceptBigTCP(t *testing.T) {
 	}
 }
 
-// numbered makes n rules, a line each.
+// numbered returns n rules, one per line.
 func numbered(n int) string {
 	rules := ""
 	for i := range n {
@@ -171,7 +171,7 @@ func TestBigTCPSchema(t *testing.T) {
 	}
 }
 
-// The table of docs/policy.md's section BIG TCP has every key.
+// The table in section BIG TCP of docs/policy.md lists every key.
 func TestBigTCPDocs(t *testing.T) {
 	data, err := os.ReadFile(filepath.Join("..", "..", "docs", "policy.md"))
 	if err != nil {

@@ -28,8 +28,7 @@ func decodeBigTCPSize(d *decoder, path string, n *yaml.Node, _ reflect.StructTag
 	return size
 }
 
-// bigTCPSizeSchema has no bounds of values with a unit, as a schema can bound
-// numbers only.
+// bigTCPSizeSchema has no range for values with a unit, because a schema can restrict only numbers.
 func bigTCPSizeSchema() schema {
 	return schema{OneOf: []schema{
 		{Type: "integer", Minimum: new(bigTCPOff), Maximum: new(bigTCPMost)},
@@ -38,12 +37,12 @@ func bigTCPSizeSchema() schema {
 	}}
 }
 
-// checkBigTCP refuses rules that set nothing, and those that can never decide.
+// checkBigTCP refuses rules that set nothing or can never apply.
 func (d *decoder) checkBigTCP(p *Policy) {
 	for i, r := range p.BigTCP {
 		path := fmt.Sprintf("bigtcp[%d]", i)
 		if !d.given(path+".ipv6") && !d.given(path+".ipv4") && d.given(path+".interface") {
-			d.refuseAt(path, "must have ipv6, ipv4 or both", "ipv6: 192KB; a family that is left out stays as it is")
+			d.refuseAt(path, "must have ipv6, ipv4 or both", "ipv6: 192KB; an omitted family is unchanged")
 		}
 		if r.Interface == "" || d.bad[path+".netns"] {
 			continue

@@ -15,12 +15,12 @@ p.yaml:2:5: bigtcp[0].interface: is missing`},
   - {interface: eth0}
 `, `
 p.yaml:2:5: bigtcp[0]: must have ipv6, ipv4 or both
-  hint: ipv6: 192KB; a family that is left out stays as it is`},
+  hint: ipv6: 192KB; an omitted family is unchanged`},
 	{"bigtcp: unknown key", `bigtcp:
   - {interface: eth0, ip6: 192KB}
 `, `
 p.yaml:2:5: bigtcp[0]: must have ipv6, ipv4 or both
-  hint: ipv6: 192KB; a family that is left out stays as it is
+  hint: ipv6: 192KB; an omitted family is unchanged
 p.yaml:2:23: bigtcp[0].ip6: unknown key
   hint: did you mean ipv6?`},
 	{"bigtcp: too small", `bigtcp: [{interface: eth0, ipv6: 65535}]
@@ -56,11 +56,11 @@ p.yaml:1:34: bigtcp[0].ipv6: must be off or a size such as 192KB, is empty
   hint: units: GB, MB, KB, B, GiB, MiB, KiB`},
 	{"bigtcp: several interfaces", `bigtcp: [{interface: "eth0, eth1", ipv6: 192KB}]
 `, `
-p.yaml:1:22: bigtcp[0].interface: is no name of an interface: "eth0, eth1"
+p.yaml:1:22: bigtcp[0].interface: is not an interface name: "eth0, eth1"
   hint: one name, or a glob with *, ? or [a-z]`},
 	{"bigtcp: interface a path", `bigtcp: [{interface: /sys/class/net/*, ipv6: 192KB}]
 `, `
-p.yaml:1:22: bigtcp[0].interface: is no name of an interface: "/sys/class/net/*"
+p.yaml:1:22: bigtcp[0].interface: is not an interface name: "/sys/class/net/*"
   hint: one name, or a glob with *, ? or [a-z]`},
 	{"bigtcp: interface a number", `bigtcp: [{interface: 2, ipv6: 192KB}]
 `, `
@@ -68,7 +68,7 @@ p.yaml:1:22: bigtcp[0].interface: must be a string, is 2
   hint: write "2", with the quotes`},
 	{"bigtcp: interface too long", `bigtcp: [{interface: interface-number, ipv6: 192KB}]
 `, `
-p.yaml:1:22: bigtcp[0].interface: is longer than names of interfaces are, 15 bytes: "interface-number"
+p.yaml:1:22: bigtcp[0].interface: is longer than an interface name, 15 bytes: "interface-number"
   hint: one name, or a glob with *, ? or [a-z]`},
 	{"bigtcp: glob", `bigtcp: [{interface: "eth[0", ipv6: 192KB}]
 `, `

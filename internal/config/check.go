@@ -9,8 +9,7 @@ import (
 	"strings"
 )
 
-// check refuses what only values together make wrong. Values that are zero were
-// refused before or not given; they are passed over.
+// check refuses invalid combinations of values. Zero values are skipped: they were refused before, or are not given.
 func (d *decoder) check(p *Policy) {
 	seen, v6only := map[place]string{}, map[string]bool{}
 	for _, s := range p.Services {
@@ -29,7 +28,7 @@ func (d *decoder) check(p *Policy) {
 	d.checkBigTCP(p)
 }
 
-// checkSlotsAs sees to it that two services with the same slots agree on every device, whatever member is away.
+// checkSlotsAs checks that two services with shared slots place each device in the same slot at all times.
 func (d *decoder) checkSlotsAs(path string, s Service, services []Service) {
 	if s.SlotsAs == "" {
 		return
@@ -70,19 +69,18 @@ func (d *decoder) checkSlotsAs(path string, s Service, services []Service) {
 	}
 }
 
-// place is what only one listener of a host can have.
+// place identifies an address that only one listener of a host can have.
 type place struct {
 	netns    string
 	protocol Protocol
 	address  netip.AddrPort
 }
 
-// checkPlaces holds the listeners of a service against one another and those of
-// the services before it.
+// checkPlaces checks that the listeners of a service do not conflict with each other or with those of earlier services.
 func (d *decoder) checkPlaces(path string, s Service, seen map[place]string, v6only map[string]bool) {
 	netns := s.Netns
 	if netns == "" && d.given(path+".netns") {
-		netns = path // unknown: nobody else's
+		netns = path // invalid, so treated as a namespace of its own
 	}
 	for i, l := range s.Listeners {
 		if l.Protocol == "" || !l.Address.IsValid() {
@@ -115,8 +113,7 @@ func (d *decoder) checkPlaces(path string, s Service, seen map[place]string, v6o
 	}
 }
 
-// checkMemberPorts sees to it that a member's socket tells by protocol and port
-// which listener it stands for.
+// checkMemberPorts checks that protocol and port of a member's socket identify its listener.
 func (d *decoder) checkMemberPorts(path string, s Service) {
 	for i, l := range s.Listeners {
 		sub := fmt.Sprintf("%s.listeners[%d]", path, i)
@@ -143,7 +140,7 @@ func (d *decoder) checkMemberPorts(path string, s Service) {
 	}
 }
 
-// memberPorts gives the ports on which members listen.
+// memberPorts returns the range of ports that members listen on.
 func memberPorts(l Listener) PortRange {
 	if l.MemberPorts == (PortRange{}) {
 		return PortRange{l.Address.Port(), l.Address.Port()}
@@ -168,7 +165,7 @@ func (d *decoder) checkMembers(path string, s Service) {
 		case SlotNumber:
 			d.checkSlot(sub+".slot", m.Slot.Number, s.Slots)
 			if first, ok := fixed[m.Slot.Number]; ok {
-				d.refuseAt(sub+".slot", fmt.Sprintf("slot %d is already that of members[%d]", m.Slot.Number, first), "one slot takes one member")
+				d.refuseAt(sub+".slot", fmt.Sprintf("slot %d is already that of members[%d]", m.Slot.Number, first), "a slot has one member")
 				continue
 			}
 			fixed[m.Slot.Number] = i
@@ -176,12 +173,12 @@ func (d *decoder) checkMembers(path string, s Service) {
 	}
 }
 
-// checkUsers refuses rules that any user of the host could satisfy: he starts the same program with
-// the same arguments. Where there are no rules, only those who may use the agent's socket make members.
+// checkUsers refuses rules without a user: any user of the host could start a matching program. Without rules, only
+// users of the agent's socket can add members.
 func (d *decoder) checkUsers(path string, s Service) {
 	if len(s.Users) > 1 && s.Steering == Reuseport {
 		d.refuseAt(path+".user", "must be one user with steering: reuseport, is a list",
-			"the kernel lets sockets share a port that are of one user; steering: lookup takes several")
+			"sockets that share a port must belong to one user; steering: lookup supports several")
 	}
 	if d.given(path+".user") || d.misspelt[path+".user"] {
 		return
@@ -192,13 +189,13 @@ func (d *decoder) checkUsers(path string, s Service) {
 		switch user := m.Match.User; {
 		case !d.given(sub) || d.bad[sub]:
 		case user == "":
-			d.refuseAt(sub, "any user could start a process that this describes, and take a slot",
-				"add user to the service: whom the members run as, as in user: pmacct")
+			d.refuseAt(sub, "any user could start a matching process and take a slot",
+				"add the user of the members to the service, as in user: pmacct")
 		case first == "":
 			first = user
 		case first != user && s.Steering == Reuseport:
 			d.refuseAt(sub+".user", fmt.Sprintf("must be %s, as in the rules before it", first),
-				"the kernel lets sockets share a port that are of one user; steering: lookup takes several")
+				"sockets that share a port must belong to one user; steering: lookup supports several")
 		}
 	}
 }

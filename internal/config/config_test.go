@@ -104,7 +104,7 @@ func TestParse(t *testing.T) {
 	}
 }
 
-// TestAccept has what comes near to a refusal.
+// TestAccept tests valid policies that are almost refused.
 func TestAccept(t *testing.T) {
 	for name, doc := range map[string]string{
 		"no services":                      "services: {}",
@@ -190,8 +190,8 @@ func TestLoad(t *testing.T) {
 	}
 }
 
-// TestHostile has files of the largest size that would take very long, or give
-// errors without end, if everything were compared with everything.
+// TestHostile tests files of the maximum size that would take very long, or return very many errors, with a quadratic
+// algorithm.
 func TestHostile(t *testing.T) {
 	for _, test := range []struct {
 		head, repeat, tail string

@@ -25,16 +25,16 @@ type position struct{ line, column int }
 
 func positionOf(n *yaml.Node) position { return position{n.Line, n.Column} }
 
-// decoder turns nodes into values and collects errors. What it refuses it leaves
-// zero, so that later checks can pass it over and no fault is reported twice.
+// decoder decodes nodes into values and collects errors. Refused values stay zero, so that later checks skip them and no
+// error is reported twice.
 type decoder struct {
 	file string
-	at   map[string]position // where the value of each path that was given is
+	at   map[string]position // position of each given value, by path
 	errs Errors
-	bad  map[string]bool // paths at or below which something was refused
-	// misspelt are paths that an unknown key was probably meant to be.
+	bad  map[string]bool // paths at or below which a value was refused
+	// misspelt has the paths that unknown keys probably mean.
 	misspelt map[string]bool
-	// files has the prefixes of the files that were read, nil for those refused.
+	// files has the prefixes of each file; nil for a refused file.
 	files map[string][]PrefixTerm
 }
 
@@ -46,7 +46,7 @@ func (d *decoder) refuse(path string, at position, message, hint string) {
 	}
 }
 
-// refuseAt is refuse at the position of a path that was given.
+// refuseAt refuses the value at a path that is given.
 func (d *decoder) refuseAt(path, message, hint string) { d.refuse(path, d.at[path], message, hint) }
 
 func (d *decoder) given(path string) bool {
@@ -54,12 +54,12 @@ func (d *decoder) given(path string) bool {
 	return ok
 }
 
-// decode fills the struct that out points to from a mapping.
+// decode decodes a mapping into the struct that out points to.
 func (d *decoder) decode(path string, n *yaml.Node, out any) {
 	d.value(path, n, n, reflect.ValueOf(out).Elem(), "")
 }
 
-// value decodes n into v. What is missing in n is reported at key.
+// value decodes n into v. A missing key of n is reported at the position of key.
 func (d *decoder) value(path string, key, n *yaml.Node, v reflect.Value, tag reflect.StructTag) {
 	d.at[path] = positionOf(n)
 	if !d.plain(path, n) {
@@ -154,7 +154,7 @@ func (d *decoder) keyed(path string, n *yaml.Node, v reflect.Value) {
 	})
 }
 
-// mapping calls each for every key but the second of its name. It reports whether n is a mapping.
+// mapping calls each for every distinct key, and reports whether n is a mapping.
 func (d *decoder) mapping(path string, n *yaml.Node, each func(name string, key, value *yaml.Node)) bool {
 	if n.Kind != yaml.MappingNode {
 		d.refuse(path, positionOf(n), "must be a mapping, is "+describe(n), "")
@@ -192,7 +192,7 @@ func (d *decoder) list(path string, n *yaml.Node, v reflect.Value, tag reflect.S
 	items := n.Content
 	if lo, hi, ok := limits(tag); ok && (len(items) < lo || len(items) > hi) {
 		d.refuse(path, positionOf(n), fmt.Sprintf("must have %d to %d items, has %d", lo, hi, len(items)), "")
-		items = items[:min(len(items), hi)] // pairs of items are compared later
+		items = items[:min(len(items), hi)] // later checks compare items in pairs
 	}
 	v.Set(reflect.MakeSlice(v.Type(), len(items), len(items)))
 	for i, item := range items {
@@ -223,7 +223,7 @@ func (d *decoder) boolean(path string, n *yaml.Node) (value, ok bool) {
 	return strings.EqualFold(n.Value, "true"), true
 }
 
-// text decodes a string that is neither empty nor holds control characters.
+// text decodes a non-empty string without control characters.
 func (d *decoder) text(path string, n *yaml.Node) (string, bool) {
 	if n.Kind != yaml.ScalarNode {
 		d.refuse(path, positionOf(n), "must be a string, is "+describe(n), "")
@@ -242,7 +242,7 @@ func (d *decoder) text(path string, n *yaml.Node) (string, bool) {
 	return "", false
 }
 
-// plain refuses the parts of YAML that let one place of a file change another.
+// plain refuses aliases, anchors and tags, with which one place of a file affects another.
 func (d *decoder) plain(path string, n *yaml.Node) bool {
 	switch {
 	case n.Kind == yaml.AliasNode:
@@ -261,7 +261,7 @@ func (d *decoder) plain(path string, n *yaml.Node) bool {
 	return false
 }
 
-// describe names a value in a message, shortened.
+// describe returns a shortened description of a value for a message.
 func describe(n *yaml.Node) string {
 	switch {
 	case n.Kind == yaml.MappingNode:
@@ -281,7 +281,7 @@ func describe(n *yaml.Node) string {
 	return string(value)
 }
 
-// unquote is the hint for a number that quotes made a string.
+// unquote returns the hint for a number in quotes, or "".
 func unquote(n *yaml.Node) string {
 	if n.ShortTag() == "!!str" && decimal.MatchString(n.Value) {
 		return "write " + describe(&yaml.Node{Kind: yaml.ScalarNode, Tag: "!!int", Value: n.Value}) + ", without the quotes"
@@ -296,8 +296,8 @@ func didYouMean(word string, known []string) string {
 	return ""
 }
 
-// join appends a key to a path. Keys that no policy has are quoted, so that a dot
-// in them is not taken for a level.
+// join appends a key to a path. Keys with other characters than names are quoted, so that a dot in a key does not look
+// like a level of the path.
 func join(path, key string) string {
 	if !serviceName.MatchString(key) {
 		if runes := []rune(key); len(runes) > 64 {
@@ -311,7 +311,7 @@ func join(path, key string) string {
 	return path + "." + key
 }
 
-// fieldsOf lists the fields of a struct that have a key in the file.
+// fieldsOf returns the fields of a struct that have a key in the file.
 func fieldsOf(t reflect.Type) []reflect.StructField {
 	return slices.DeleteFunc(reflect.VisibleFields(t), func(f reflect.StructField) bool { return f.Tag.Get("yaml") == "-" })
 }
@@ -329,7 +329,7 @@ func (d *decoder) setDefault(path string, v reflect.Value, value string, tag ref
 		if decimal.MatchString(value) {
 			n.Tag = "!!int"
 		}
-		if x := formOf(name).decode(d, path, n, tag); x != nil { // every policy would meet a wrong tag
+		if x := formOf(name).decode(d, path, n, tag); x != nil { // an invalid tag fails for every policy
 			v.Set(reflect.ValueOf(x).Convert(v.Type()))
 		}
 		return
@@ -338,7 +338,7 @@ func (d *decoder) setDefault(path string, v reflect.Value, value string, tag ref
 	case reflect.Int:
 		i, err := strconv.ParseInt(value, 10, 64)
 		if err != nil {
-			panic(err) // a wrong tag, which every test would meet
+			panic(err) // an invalid tag fails in every test
 		}
 		v.SetInt(i)
 	case reflect.Bool:

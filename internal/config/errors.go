@@ -9,21 +9,20 @@ import (
 	"strings"
 )
 
-// Error is one thing wrong with a policy file.
+// Error is one error in a policy file.
 type Error struct {
 	File string
-	// Line and Column count from 1, Column in characters. Both are 0 when the
-	// file is empty, so that there is no place to point at.
+	// Line and Column count from 1, Column in characters. Both are 0 for an empty file.
 	Line, Column int
-	// Path names the value, as in services.telemetry.listeners[0].address. It is
-	// empty for errors of the YAML syntax.
+	// Path names the value, as in services.telemetry.listeners[0].address. Path is "" for errors of the YAML
+	// syntax.
 	Path    string
 	Message string
-	// Hint says what to write instead. Often empty.
+	// Hint suggests a correction; often "".
 	Hint string
 }
 
-// Error is one line, followed by a line "  hint: ..." where there is a hint.
+// Error returns one line, followed by a line "  hint: ..." if there is a hint.
 func (e *Error) Error() string {
 	var b strings.Builder
 	b.WriteString(e.File)
@@ -40,7 +39,7 @@ func (e *Error) Error() string {
 	return b.String()
 }
 
-// Errors is everything wrong with a policy file, in the order of the file.
+// Errors has all errors in a policy file, in the order of the file.
 type Errors []*Error
 
 func (e Errors) Error() string {
@@ -51,14 +50,14 @@ func (e Errors) Error() string {
 	return strings.Join(lines, "\n")
 }
 
-// Sort puts them in the order of the file.
+// Sort sorts the errors by line and column.
 func (e Errors) Sort() {
 	slices.SortStableFunc(e, func(a, b *Error) int {
 		return cmp.Or(a.Line-b.Line, a.Column-b.Column)
 	})
 }
 
-// Unwrap lets errors.As find the first [*Error].
+// Unwrap makes errors.As find the first [*Error].
 func (e Errors) Unwrap() []error {
 	errs := make([]error, len(e))
 	for i, err := range e {
@@ -67,8 +66,8 @@ func (e Errors) Unwrap() []error {
 	return errs
 }
 
-// Nearest returns the word of known that word most likely stands for, or ""
-// if none is near. Case does not count; of equally near words the first wins.
+// Nearest returns the known word with the smallest edit distance to word, or "" if the distance of all is too large.
+// Case is ignored; the first of equally near words is returned.
 func Nearest(word string, known []string) string {
 	word = strings.ToLower(word)
 	nearest, least := "", -1
@@ -84,8 +83,8 @@ func Nearest(word string, known []string) string {
 	return nearest
 }
 
-// distance counts the insertions, deletions, substitutions and swaps of
-// neighbours that turn a into b (optimal string alignment).
+// distance returns the number of insertions, deletions, substitutions and transpositions of adjacent characters that
+// turn a into b (optimal string alignment).
 func distance(a, b string) int {
 	var before []int
 	row := make([]int, len(b)+1)

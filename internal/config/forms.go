@@ -17,19 +17,19 @@ import (
 	"go.yaml.in/yaml/v4"
 )
 
-// form is a notation of its own: how it is decoded and what its schema is.
+// form is a notation of a value: its schema and its decoder.
 type form struct {
 	schema schema
-	// decode returns nil after an error, and where the zero value is meant.
+	// decode returns nil after an error, and for the zero value.
 	decode func(d *decoder, path string, n *yaml.Node, tag reflect.StructTag) any
 }
 
-// standby is the mapping that when_empty may be.
+// standby is the mapping form of when_empty.
 type standby struct {
 	Standby int `yaml:"standby" required:"true" min:"0" max:"1023" doc:"The slot that serves the devices of empty slots."`
 }
 
-// formOf is a function, not a map, because when_empty leads back to it.
+// formOf returns the form with a name. A map would have an initialization cycle: when_empty needs formOf.
 func formOf(name string) form {
 	text := schema{Type: "string", MinLength: 1}
 	switch name {
@@ -110,8 +110,7 @@ func formOf(name string) form {
 	return tuneFormOf(name)
 }
 
-// textForm makes a decoder of a function that parses a string and returns its
-// value, or a message and a hint.
+// textForm returns a decoder for strings. parse returns the value, or a message and a hint.
 func textForm(parse func(string) (x any, message, hint string)) func(*decoder, string, *yaml.Node, reflect.StructTag) any {
 	return func(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any {
 		s, ok := d.text(path, n)
@@ -127,10 +126,10 @@ func textForm(parse func(string) (x any, message, hint string)) func(*decoder, s
 	}
 }
 
-// badPort finds a number too large, where netip.ParseAddrPort has failed.
+// badPort matches an address with a port of 5 or more digits, for the message when netip.ParseAddrPort fails.
 var badPort = regexp.MustCompile(`^([0-9.]+|\[[0-9a-fA-F:.]+\]):[0-9]{5,}$`)
 
-// parseAddress accepts what a server can bind to in any network namespace.
+// parseAddress parses an address that a server can bind to in any network namespace.
 func parseAddress(s string) (a netip.AddrPort, message, hint string) {
 	a, err := netip.ParseAddrPort(s)
 	addr := a.Addr()
@@ -155,7 +154,7 @@ func parseAddress(s string) (a netip.AddrPort, message, hint string) {
 
 func parseCgroup(s string) (any, string, string) {
 	if rest, ok := strings.CutPrefix(s, "/sys/fs/cgroup"); ok && (rest == "" || rest[0] == '/') {
-		// Beside cgroup v1, systemd mounts v2 there.
+		// With cgroup v1, systemd mounts v2 at this path.
 		if below, ok := strings.CutPrefix(rest, "/unified"); ok && (below == "" || below[0] == '/') {
 			rest = below
 		}
@@ -230,7 +229,7 @@ func decodeSlot(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any 
 	return nil
 }
 
-// maxUsers is how many users the members of a service have.
+// maxUsers is the maximum number of users of a service.
 const maxUsers = 16
 
 func userSchema() schema {
@@ -240,7 +239,7 @@ func userSchema() schema {
 	}}
 }
 
-// decodeUsers reads one user or a list.
+// decodeUsers decodes one user or a list of users.
 func decodeUsers(d *decoder, path string, n *yaml.Node, tag reflect.StructTag) any {
 	if n.Kind != yaml.SequenceNode {
 		if user := decodeUser(d, path, n, tag); user != nil {
@@ -267,7 +266,7 @@ func decodeUsers(d *decoder, path string, n *yaml.Node, tag reflect.StructTag) a
 	return users
 }
 
-const maxUID = 1<<32 - 2 // 1<<32 - 1 is no user: chown(2), setreuid(2)
+const maxUID = 1<<32 - 2 // 1<<32 - 1 means no user in chown(2) and setreuid(2)
 
 func decodeUser(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any {
 	if n.Kind == yaml.ScalarNode && decimal.MatchString(n.Value) {
@@ -288,7 +287,7 @@ func decodeUser(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any 
 	return s
 }
 
-// decodeFile makes a path relative to the policy file absolute.
+// decodeFile decodes a path, relative to the directory of the policy file, into an absolute one.
 func decodeFile(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any {
 	s, ok := d.text(path, n)
 	if !ok {

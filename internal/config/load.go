@@ -21,8 +21,8 @@ const (
 	maxDepth = 32      // nesting; the deepest valid policy has 6 levels
 )
 
-// Load reads and validates the policy file at path. A file that cannot be read
-// gives an error that wraps [*os.PathError]; one that is wrong gives [Errors].
+// Load reads and validates the policy file at path. The error of an unreadable file wraps [*os.PathError]; the error of
+// an invalid file is of type [Errors].
 func Load(path string) (*Policy, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -36,10 +36,8 @@ func Load(path string) (*Policy, error) {
 	return Parse(data, path)
 }
 
-// Parse validates a policy file of at most 1 MiB. The path stands in the
-// messages, and paths in the policy are relative to its directory; the files of
-// match.remote_file are read. The error, if any, is of type [Errors] and has all
-// that is wrong, not only the first.
+// Parse validates a policy file of at most 1 MiB. Messages name path, and paths in the policy are relative to its
+// directory. Parse reads the files of match.remote_file. A non-nil error is of type [Errors] and has all errors.
 func Parse(data []byte, path string) (*Policy, error) {
 	d := &decoder{file: path, at: map[string]position{}, bad: map[string]bool{}, misspelt: map[string]bool{}, files: map[string][]PrefixTerm{}}
 	root := d.document(data)
@@ -60,7 +58,7 @@ func Parse(data []byte, path string) (*Policy, error) {
 	return &p, nil
 }
 
-// document returns the root of the only document, or nil after an error.
+// document returns the root of the single document, or nil after an error.
 func (d *decoder) document(data []byte) *yaml.Node {
 	if len(data) > maxSize {
 		d.refuse("", position{1, 1}, fmt.Sprintf("is larger than %d bytes", maxSize), "")
@@ -107,7 +105,7 @@ func (d *decoder) syntax(data []byte, err error) {
 			hint = "put a value that begins with > in quotes"
 		}
 		if at = (position{le.Mark.Line, le.Mark.Column}); at.line == 0 {
-			// Errors of the character encoding come with a byte offset only.
+			// Errors of the character encoding have only a byte offset.
 			before := data[:min(le.Mark.Index, len(data))]
 			at.line = 1 + bytes.Count(before, []byte("\n"))
 			at.column = 1 + utf8.RuneCount(before[bytes.LastIndexByte(before, '\n')+1:])

@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// Role is a connection's side.
+// Role is a side of a connection.
 type Role string
 
 // The roles.
@@ -19,44 +19,40 @@ const (
 	RoleAccept  Role = "accept"
 )
 
-// Match is what a connection must be; all that is given must hold. Nil, "" and
-// zero match everything.
+// Match has the conditions for a connection; all given conditions must hold. Nil, "" and zero match everything.
 type Match struct {
-	// Remote and Local are sets of prefixes: the longest that holds the address
-	// decides whether the address is in the set. Remote ends with the prefixes of
-	// RemoteFile.
-	Remote []PrefixTerm `yaml:"remote" form:"prefixes" doc:"Prefixes of the remote address. Those with ! are taken out; the longest that holds the address decides."`
+	// Remote and Local are sets of prefixes: the longest prefix that contains an address decides whether the
+	// address is in the set. The prefixes of RemoteFile are appended to Remote.
+	Remote []PrefixTerm `yaml:"remote" form:"prefixes" doc:"Prefixes of the remote address. A prefix with ! is excluded; the longest matching prefix decides."`
 	// RemoteFile is an absolute path, or "" for none.
 	RemoteFile string       `yaml:"remote_file" form:"file" doc:"File of more prefixes for remote, one a line, with # comments; relative to the policy file."`
 	Local      []PrefixTerm `yaml:"local" form:"prefixes" doc:"Prefixes of the local address, as in remote."`
-	// Ports are the service's: the remote port of a connection made by
-	// connect(2), the local port of one made by accept(2).
+	// Ports are the ports of the accepting side: the remote port of a connection by connect(2), the local port of
+	// one by accept(2).
 	Ports       []PortRange `yaml:"port" form:"port_list" doc:"The port that was connected to: the remote port with role connect, the local port with role accept."`
 	RemotePorts []PortRange `yaml:"remote_port" form:"port_list" doc:"The remote port."`
 	LocalPorts  []PortRange `yaml:"local_port" form:"port_list" doc:"The local port."`
-	Role        Role        `yaml:"role" enum:"connect,accept" doc:"The side of the connection that this host is; both by default."`
-	SamePrefix  *SamePrefix `yaml:"same_prefix" form:"same_prefix" doc:"How many leading bits the local and the remote address share, at least: N for both families (no IPv4 connection where it is above 32), or {ipv4: N, ipv6: N}, in which a family left out does not match."`
-	// Service names one of the policy's services: the connections that its TCP
-	// listeners accept.
+	Role        Role        `yaml:"role" enum:"connect,accept" doc:"The side of this host: connect for connections that it opens, accept for those that it accepts; both by default."`
+	SamePrefix  *SamePrefix `yaml:"same_prefix" form:"same_prefix" doc:"Minimum length of the common prefix of the local and the remote address: N for both families (above 32, no IPv4 connection matches), or {ipv4: N, ipv6: N}, where an omitted family does not match."`
+	// Service names a service of the policy, and matches the connections that its TCP listeners accept.
 	Service string `yaml:"service" form:"service" doc:"A service of this policy: the connections that its TCP listeners accept."`
-	// Tag is what the peer sent, 1 to 16 bytes.
-	Tag []byte `yaml:"tag" form:"tag" doc:"The tag that the peer sent, written as the tag of a rule."`
+	// Tag is the tag that the peer sent, 1 to 16 bytes.
+	Tag []byte `yaml:"tag" form:"tag" doc:"The tag that the peer sent, in the notation of the tag of a rule."`
 }
 
-// PrefixTerm is a prefix, masked, of a set, or one that is taken out of it.
+// PrefixTerm is a masked prefix that is included in a set, or excluded with Not.
 type PrefixTerm struct {
 	Prefix netip.Prefix
 	Not    bool
 }
 
-// SamePrefix says how many leading bits both addresses must share; -1: no
-// connection of that family matches.
+// SamePrefix is the minimum length of the common prefix of both addresses; -1: no connection of that family matches.
 type SamePrefix struct {
 	IPv4 int `yaml:"ipv4" min:"0" max:"32" doc:"Leading bits of IPv4 addresses."`
 	IPv6 int `yaml:"ipv6" min:"0" max:"128" doc:"Leading bits of IPv6 addresses."`
 }
 
-// String gives the prefix, with a ! before it where it is taken out.
+// String returns the prefix, after a ! if it is excluded.
 func (t PrefixTerm) String() string {
 	if t.Not {
 		return "!" + t.Prefix.String()
@@ -64,9 +60,8 @@ func (t PrefixTerm) String() string {
 	return t.Prefix.String()
 }
 
-// String gives the match in one line, of lists the first item and how many more
-// there are: remote 10.0.0.0/8, 2 more; port 1790; role accept. It is all where
-// everything matches.
+// String returns the match in one line, with the first item of each list and the number of the others: remote
+// 10.0.0.0/8, 2 more; port 1790; role accept. A match without conditions is all.
 func (m Match) String() string {
 	var parts []string
 	add := func(key, value string) {
@@ -91,7 +86,7 @@ func (m Match) String() string {
 	return strings.Join(parts, "; ")
 }
 
-// firstOf gives the first of a list and how many more there are.
+// firstOf returns the first item of a list and the number of the others.
 func firstOf[T fmt.Stringer](items []T) string {
 	switch len(items) {
 	case 0:
@@ -102,7 +97,7 @@ func firstOf[T fmt.Stringer](items []T) string {
 	return fmt.Sprintf("%s, %d more", items[0], len(items)-1)
 }
 
-// String gives the number of bits where one is enough, or ipv4 24, ipv6 44.
+// String returns one number of bits if that is sufficient, or the form ipv4 24, ipv6 44.
 func (s SamePrefix) String() string {
 	switch {
 	case s.IPv4 == s.IPv6 || s.IPv4 < 0 && s.IPv6 > 32:
@@ -115,9 +110,8 @@ func (s SamePrefix) String() string {
 	return fmt.Sprintf("ipv4 %d, ipv6 %d", s.IPv4, s.IPv6)
 }
 
-// FormatTag writes a tag as the policy file does: in quotes, or as 0x and
-// hexadecimal digits where it has other bytes than printable ASCII. It is "" for
-// no tag.
+// FormatTag returns a tag in the notation of the policy file: in quotes, or as 0x and hexadecimal digits if the tag has
+// other bytes than printable ASCII. The result for no tag is "".
 func FormatTag(tag []byte) string {
 	switch text := string(tag); {
 	case text == "":

@@ -22,8 +22,8 @@ const (
 	maxPrefixErrors = 20       // listed; the rest are counted
 )
 
-// prefixFile reads a file, once for all rules that name it. What is wrong is
-// reported at path with the file's name and the line, and gives nil.
+// prefixFile returns the prefixes of a file, which is read once for all rules. Errors are reported at path with the name
+// of the file and the line, and the result is nil.
 func (d *decoder) prefixFile(path, name string) []PrefixTerm {
 	if terms, ok := d.files[name]; ok {
 		return terms
@@ -49,14 +49,14 @@ func (d *decoder) prefixFile(path, name string) []PrefixTerm {
 	return terms
 }
 
-// prefixFlaw is what is wrong with a line.
+// prefixFlaw is an error in a line.
 type prefixFlaw struct {
 	line          int
 	message, hint string
 }
 
 func readPrefixes(name string) ([]PrefixTerm, []prefixFlaw, error) {
-	// A pipe must not block the reader, whoever it is.
+	// O_NONBLOCK: opening a FIFO must not block.
 	f, err := os.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, nil, err
@@ -72,8 +72,8 @@ func readPrefixes(name string) ([]PrefixTerm, []prefixFlaw, error) {
 	return terms, flaws, err
 }
 
-// parsePrefixes reads lines that are empty, or a prefix, or an address, with or
-// without a ! before it. What follows a # is a comment.
+// parsePrefixes reads a file with one prefix or address per line, after an optional !. Lines may be empty, and a # starts
+// a comment.
 func parsePrefixes(r io.Reader) (terms []PrefixTerm, flaws []prefixFlaw, err error) {
 	limited := &io.LimitedReader{R: r, N: maxPrefixFile + 1}
 	lines := bufio.NewReaderSize(limited, maxPrefixLine)

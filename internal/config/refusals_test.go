@@ -438,7 +438,7 @@ p.yaml:6:34: services.t.members[0].slot: must be 0 to 1023, is -1`},
       - {match: {user: a}, slot: 1}
 `, `
 p.yaml:7:34: services.t.members[1].slot: slot 1 is already that of members[0]
-  hint: one slot takes one member`},
+  hint: a slot has one member`},
 	{"members: instance without unit", minimal + `    members:
       - {match: {user: a}, slot: instance}
 `, `
@@ -465,12 +465,12 @@ p.yaml:6:58: services.t.members[0].slot: group needs a match.command_line with a
       - {match: {executable: /usr/sbin/nfacctd, cgroup: /telemetry.slice}, slot: 1}
       - {match: {systemd_unit: "nfacctd@*.service"}, slot: instance}
 `, `
-p.yaml:6:17: services.t.members[0].match: any user could start a process that this describes, and take a slot
-  hint: add user to the service: whom the members run as, as in user: pmacct
-p.yaml:8:17: services.t.members[2].match: any user could start a process that this describes, and take a slot
-  hint: add user to the service: whom the members run as, as in user: pmacct
-p.yaml:9:17: services.t.members[3].match: any user could start a process that this describes, and take a slot
-  hint: add user to the service: whom the members run as, as in user: pmacct`},
+p.yaml:6:17: services.t.members[0].match: any user could start a matching process and take a slot
+  hint: add the user of the members to the service, as in user: pmacct
+p.yaml:8:17: services.t.members[2].match: any user could start a matching process and take a slot
+  hint: add the user of the members to the service, as in user: pmacct
+p.yaml:9:17: services.t.members[3].match: any user could start a matching process and take a slot
+  hint: add the user of the members to the service, as in user: pmacct`},
 	{"members: user misspelt", minimal + `    users: pmacct
     members: [{match: {command_line: nfacctd}, slot: free}]
 `, `
@@ -479,17 +479,17 @@ p.yaml:5:5: services.t.users: unknown key
 	{"members: no user, lookup", minimal + `    steering: lookup
     members: [{match: {command_line: nfacctd}, slot: free}]
 `, `
-p.yaml:6:23: services.t.members[0].match: any user could start a process that this describes, and take a slot
-  hint: add user to the service: whom the members run as, as in user: pmacct`},
+p.yaml:6:23: services.t.members[0].match: any user could start a matching process and take a slot
+  hint: add the user of the members to the service, as in user: pmacct`},
 	{"members: several users", minimal + `    members:
       - {match: {user: a}, slot: free}
       - {match: {user: b}, slot: free}
 `, `
 p.yaml:7:24: services.t.members[1].match.user: must be a, as in the rules before it
-  hint: the kernel lets sockets share a port that are of one user; steering: lookup takes several`},
+  hint: sockets that share a port must belong to one user; steering: lookup supports several`},
 	{"several users", minimal + "    user: [a, b]\n", `
 p.yaml:5:11: services.t.user: must be one user with steering: reuseport, is a list
-  hint: the kernel lets sockets share a port that are of one user; steering: lookup takes several`},
+  hint: sockets that share a port must belong to one user; steering: lookup supports several`},
 	{"no users", minimal + "    user: []\n", `
 p.yaml:5:11: services.t.user: must have 1 to 16 items, has 0`},
 	{"17 users", minimal + "    steering: lookup\n    user: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]\n", `
@@ -551,7 +551,7 @@ p.yaml:11:34: services.t.members[1].slot: instance needs a match.systemd_unit wi
   hint: as in nfacctd@*.service`},
 }
 
-// sharing is a policy of two services, of which b has these lines.
+// sharing returns a policy of two services; service b has these lines.
 func sharing(slots, more string) string {
 	return "services:\n  a:\n    slots: 4\n    listeners: [{protocol: tcp, address: \"[::]:1\"}]\n    # and\n  b:\n    " + slots + "\n    " + more +
 		"\n    listeners: [{protocol: udp, address: \"[::]:2\"}]\n"

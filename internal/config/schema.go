@@ -9,7 +9,7 @@ import (
 	"strings"
 )
 
-// schema is the part of JSON Schema 2020-12 that the policy file needs.
+// schema is the subset of JSON Schema 2020-12 that the policy file needs.
 type schema struct {
 	Schema        string            `json:"$schema,omitempty"`
 	Title         string            `json:"title,omitempty"`
@@ -34,9 +34,8 @@ type schema struct {
 	AnyOf                []schema `json:"anyOf,omitempty"`
 }
 
-// Schema returns the JSON Schema (2020-12) of the policy file, for editors. It
-// accepts every valid policy; what only values together make wrong, and whether
-// an address or a pattern is well formed, only [Parse] finds.
+// Schema returns the JSON Schema (2020-12) of the policy file, for editors. The schema accepts every valid policy. Only
+// [Parse] finds invalid combinations of values, and invalid addresses and patterns.
 func Schema() ([]byte, error) {
 	s := schemaOf(reflect.TypeFor[Policy](), `doc:"Policy file of Sockeye."`)
 	s.Schema = "https://json-schema.org/draft/2020-12/schema"
@@ -46,7 +45,7 @@ func Schema() ([]byte, error) {
 	return append(data, '\n'), err
 }
 
-// schemaOf describes a value of type t with the given tag, as decoder.value reads it.
+// schemaOf returns the schema of a value of type t with a tag, as decoder.value decodes it.
 func schemaOf(t reflect.Type, tag reflect.StructTag) schema {
 	var s schema
 	lo, hi, _ := limits(tag)

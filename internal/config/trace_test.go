@@ -101,7 +101,7 @@ func TestParseTrace(t *testing.T) {
 	}
 }
 
-// tracing makes n rules of a cgroup, in lines of their own.
+// tracing returns n rules of a cgroup, one per line.
 func tracing(cgroup string, n, groups int) string {
 	rules := ""
 	for i := range n {
@@ -110,7 +110,7 @@ func tracing(cgroup string, n, groups int) string {
 	return rules
 }
 
-// TestAcceptTrace has what comes near to a refusal.
+// TestAcceptTrace tests valid policies that are almost refused.
 func TestAcceptTrace(t *testing.T) {
 	for name, doc := range map[string]string{
 		"no rules":                        "trace: []",
@@ -151,8 +151,7 @@ func TestTooManyTraceRules(t *testing.T) {
 	}
 }
 
-// TestTraceLimits has what the rules of one cgroup have together; those of another
-// come between them.
+// TestTraceLimits tests the limits of the rules of one cgroup, with rules of another cgroup between them.
 func TestTraceLimits(t *testing.T) {
 	for _, test := range []struct{ name, doc, want string }{
 		{"33 rules", "trace:\n" + tracing("a.slice", 34, 1) + "  - {cgroup: b.slice}\n", `
@@ -175,8 +174,7 @@ p.yaml:6:5: trace[4]: makes 4141 groups of "a.slice" with the rules before it, a
 	}
 }
 
-// TestTraceTexts has the texts of views; those that the file can have, under key, are
-// read again.
+// TestTraceTexts tests the texts of values; a text that is valid in the file, under key, is parsed again.
 func TestTraceTexts(t *testing.T) {
 	for _, test := range []struct {
 		key  string
@@ -265,8 +263,7 @@ func TestTraceSchema(t *testing.T) {
 	}
 }
 
-// docsTable finds the table of docs/policy.md's section Trace that begins with head,
-// and returns the columns of its rows.
+// docsTable returns the rows of the table in section Trace of docs/policy.md that begins with head.
 func docsTable(t *testing.T, head string) [][]string {
 	t.Helper()
 	data, err := os.ReadFile(filepath.Join("..", "..", "docs", "policy.md"))

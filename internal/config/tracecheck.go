@@ -10,11 +10,11 @@ import (
 // Limits of the rules of one cgroup.
 const (
 	maxTraceRules  = 32
-	maxTraceGroups = 4096 // one of each rule is other
+	maxTraceGroups = 4096 // including the group other of each rule
 )
 
-// checkTrace fills in the defaults that depend on other values, reads the files that
-// rules name, and refuses what only values together make wrong.
+// checkTrace sets the defaults that depend on other values, reads the files that rules name, and refuses invalid
+// combinations of values.
 func (d *decoder) checkTrace(p *Policy) {
 	names := map[string]string{}
 	cgroups := map[string]*tracedCgroup{}
@@ -36,7 +36,7 @@ func (d *decoder) checkTrace(p *Policy) {
 	}
 }
 
-// completeTrace fills in what the file leaves out.
+// completeTrace sets the defaults of omitted values.
 func (d *decoder) completeTrace(path string, r *TraceRule) {
 	if !d.given(path + ".name") {
 		r.Name = r.Cgroup
@@ -49,8 +49,7 @@ func (d *decoder) completeTrace(path string, r *TraceRule) {
 	}
 }
 
-// checkTraceName keeps names unique. Those of cgroups are never also given, as they
-// have a slash or a dot.
+// checkTraceName checks that names are unique. A given name cannot equal that of a cgroup, which has a slash or a dot.
 func (d *decoder) checkTraceName(path string, r *TraceRule, names map[string]string) {
 	if r.Name == "" {
 		return
@@ -67,7 +66,7 @@ func (d *decoder) checkTraceName(path string, r *TraceRule, names map[string]str
 	}
 }
 
-// checkTraceMatch refuses matches that no connection of the rule's protocols meets.
+// checkTraceMatch refuses matches that no connection of the rule's protocols satisfies.
 func (d *decoder) checkTraceMatch(path string, r *TraceRule, services []Service) {
 	if r.Match.Tag != nil {
 		d.refuseAt(path+".match.tag", "does not go with trace", "match on addresses, ports or a service")
@@ -75,7 +74,7 @@ func (d *decoder) checkTraceMatch(path string, r *TraceRule, services []Service)
 	d.checkMatch(path+".match", r.Match, r.Protocols, services)
 }
 
-// checkTraceStages sees to it that a rule for datagrams has a stage of theirs.
+// checkTraceStages checks that a rule for UDP only has a stage that exists for UDP.
 func (d *decoder) checkTraceStages(path string, r *TraceRule) {
 	var tcp, both []Stage
 	for _, s := range traceStages {
@@ -95,11 +94,10 @@ func (d *decoder) udpOnly(path string, r *TraceRule) bool {
 	return slices.Equal(r.Protocols, []Protocol{UDP}) && !d.bad[path+".protocols"]
 }
 
-// tracedCgroup has what the rules of one cgroup have together.
+// tracedCgroup has the totals of the rules of one cgroup.
 type tracedCgroup struct{ rules, groups int }
 
-// checkTraceLimits adds the rule to those of its cgroup before it, and reports the
-// first of them that is too much.
+// checkTraceLimits adds a rule to the totals of its cgroup, and refuses the first rule beyond a limit.
 func (d *decoder) checkTraceLimits(path string, r *TraceRule, c *tracedCgroup) {
 	if c.rules++; c.rules == maxTraceRules+1 {
 		d.refuseAt(path, fmt.Sprintf("is rule %d of %s, at most %d", c.rules, quoteShort(r.Cgroup), maxTraceRules), "a match may have lists of prefixes and ports")

@@ -13,11 +13,11 @@ import (
 	"go.yaml.in/yaml/v4"
 )
 
-// traceStages are all stages, in the order of a message's way.
+// traceStages has all stages, in the order of the path of a message.
 var traceStages = []struct {
 	stage    Stage
-	udp      bool // measured of datagrams too
-	standard bool // measured unless the file says otherwise
+	udp      bool // also measured for datagrams
+	standard bool // measured by default
 	doc      string
 }{
 	{StageSend, false, false, "sendmsg(2) itself, long where it waits for room in the send buffer; only where the kernel allows fentry programs"},
@@ -29,10 +29,10 @@ var traceStages = []struct {
 	{StageReader, true, false, "of what is received: lying in the socket until the application takes it"},
 }
 
-// groupKinds are the kinds of groups as the file has them, remote apart.
+// groupKinds has all kinds except remote, which has a notation of its own.
 var groupKinds = []GroupKind{GroupPort, GroupService, GroupCgroup, GroupRule, GroupArm}
 
-// groupRemote is the mapping that an item of group_by may be.
+// groupRemote is the mapping form of an item of group_by.
 type groupRemote struct {
 	Remote groupBits `yaml:"remote" required:"true" min:"1" doc:"Prefixes of the remote address; 24 and 48 bits where a family is left out."`
 }
@@ -42,7 +42,7 @@ type groupBits struct {
 	IPv6 int `yaml:"ipv6" min:"1" max:"128" default:"48" doc:"Leading bits of IPv6 addresses."`
 }
 
-// Limits of sampling, in messages of a connection.
+// Limits of the sampling of messages.
 const (
 	maxOneIn     = 1000 * 1000
 	maxPerSecond = 100 * 1000
@@ -53,7 +53,7 @@ var (
 	noneText      = regexp.MustCompile(`^(0+(/.*)?|[0-9]+/0+)$`)
 )
 
-// traceFormOf has the forms of trace.
+// traceFormOf returns the form of trace with a name.
 func traceFormOf(name string) form {
 	switch name {
 	case "trace_sampling":
@@ -83,7 +83,7 @@ func traceFormOf(name string) form {
 	panic("config: unknown form " + name)
 }
 
-// standardStages are those that a rule measures which names none.
+// standardStages returns the stages that a rule measures by default.
 func standardStages() []Stage {
 	var stages []Stage
 	for _, s := range traceStages {
@@ -94,7 +94,7 @@ func standardStages() []Stage {
 	return stages
 }
 
-// joinWords lists words as in tcp or udp.
+// joinWords returns a list of words in the form a, b or c.
 func joinWords[T ~string](words []T, last string) string {
 	var b strings.Builder
 	for i, w := range words {
@@ -110,9 +110,8 @@ func joinWords[T ~string](words []T, last string) string {
 	return b.String()
 }
 
-// wordsForm is the form of one or more of the known words, each once, in any order.
-// They come out in the order of known. Hint says what to write instead of an empty
-// list.
+// wordsForm returns the form of one or more distinct known words, in any order. The result has the order of known. hint
+// is the hint for an empty list.
 func wordsForm[T ~string](known []T, hint string) form {
 	names := make([]string, len(known))
 	for i, k := range known {
@@ -146,8 +145,7 @@ func (d *decoder) emptyList(path string, n *yaml.Node, hint string) bool {
 	return empty
 }
 
-// once notes in seen where a word is given, and refuses it the second time. It
-// reports whether it was the first.
+// once records the path of a word in seen, and refuses a second occurrence. once returns true for the first.
 func once[T ~string](d *decoder, path string, n *yaml.Node, word T, seen map[T]string) bool {
 	if first, twice := seen[word]; twice {
 		d.refuse(path, positionOf(n), fmt.Sprintf("%s is already %s, line %d", word, first, d.at[first].line), "")
@@ -157,7 +155,7 @@ func once[T ~string](d *decoder, path string, n *yaml.Node, word T, seen map[T]s
 	return true
 }
 
-// nearWord is the hint for a word that is not known.
+// nearWord returns the hint for an unknown word.
 func nearWord(word string, known []string) string {
 	if strings.Contains(word, ",") {
 		return "write a list as in [" + strings.Join(known[:2], ", ") + "]"
@@ -182,7 +180,7 @@ func decodeTraceSampling(d *decoder, path string, n *yaml.Node, _ reflect.Struct
 	return nil
 }
 
-// samplingHint says what to write instead of s.
+// samplingHint returns the hint for an invalid sampling s.
 func samplingHint(s string) string {
 	switch {
 	case noneText.MatchString(s):

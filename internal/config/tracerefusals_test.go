@@ -2,8 +2,7 @@
 
 package config
 
-// traced begins a policy with one rule; what a test appends to it is a key of the
-// rule in line 3 and after it.
+// traced is the start of a policy with one rule. A test appends keys of the rule, from line 3.
 const traced = `trace:
   - cgroup: a.slice
 `

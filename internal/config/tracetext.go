@@ -4,7 +4,7 @@ package config
 
 import "fmt"
 
-// String gives the sampling as the policy file does: 1/100, or 100/s.
+// String returns the sampling in the notation of the policy file: 1/100 or 100/s.
 func (s TraceSampling) String() string {
 	if s.PerSecond > 0 {
 		return fmt.Sprintf("%d/s", s.PerSecond)
@@ -12,8 +12,8 @@ func (s TraceSampling) String() string {
 	return fmt.Sprintf("1/%d", s.OneIn)
 }
 
-// String gives the kind, of remote with its bits: remote/24 where IPv6 has twice
-// as many, or remote ipv4/24 ipv6/56.
+// String returns the kind, for remote with the prefix lengths: remote/24 if that of IPv6 is twice as long, or remote
+// ipv4/24 ipv6/56.
 func (g TraceGroupBy) String() string {
 	switch {
 	case g.Kind != GroupRemote:

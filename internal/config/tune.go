@@ -2,28 +2,28 @@
 
 package config
 
-// TuneRule is one rule of tune: to which connections it applies, and what it
-// sets on them. Of the rules of one cgroup the first that matches decides.
+// TuneRule is one rule of tune: the matching connections, and the options to set. The first matching rule of a cgroup
+// applies.
 type TuneRule struct {
 	Name string `yaml:"name" required:"true" form:"name" doc:"The rule's name, unique in the policy."`
 	// Cgroup is a clean path below the cgroup v2 mount, starting with "/", or
 	// the name of a systemd unit: one that ends with .slice, .service or .scope
 	// and has no slash.
 	Cgroup string `yaml:"cgroup" required:"true" form:"tune_cgroup" doc:"The cgroup whose connections the rule is for: a path below the cgroup v2 mount, / for all, or the name of a systemd unit that ends with .slice, .service or .scope."`
-	Match  Match  `yaml:"match" doc:"What a connection must be; all that is given must hold. All connections of the cgroup by default."`
+	Match  Match  `yaml:"match" doc:"The conditions for a connection; all given conditions must hold. All connections of the cgroup by default."`
 	// Set is in the order of TuneOptions.
 	Set   []Setting `yaml:"set" form:"settings" doc:"The options to set, and their values."`
-	React *React    `yaml:"react" form:"react" doc:"Changes connections that do badly."`
-	Trial *Trial    `yaml:"trial" doc:"Leaves a random share of the connections alone, for comparison."`
+	React *React    `yaml:"react" form:"react" doc:"Changes connections with many retransmissions or timeouts."`
+	Trial *Trial    `yaml:"trial" doc:"Excludes a random share of the connections as a control group."`
 	// Tag is written into the SYN and the first data, 1 to 16 bytes; nil for none.
 	Tag []byte `yaml:"tag" form:"tag" doc:"The tag that this host writes into the SYN and the first data: 1 to 16 printable ASCII characters, or 0x and 1 to 16 bytes in hexadecimal."`
-	// Observe says how long connections are counted.
-	Observe Observe `yaml:"observe" enum:"live,close,off" default:"live" doc:"What is counted of a connection. live: while it is open. close: once, when it closes. off: only that it was there."`
-	// Optional: what the kernel lacks is skipped, not refused.
-	Optional bool `yaml:"optional" default:"false" doc:"Skip what the kernel lacks, instead of refusing the rule."`
+	// Observe selects the measurements of connections.
+	Observe Observe `yaml:"observe" enum:"live,close,off" default:"live" doc:"The measurements of a connection. live: while it is open. close: once, when it closes. off: only the number of connections."`
+	// Optional skips options that the kernel does not support, instead of refusing the rule.
+	Optional bool `yaml:"optional" default:"false" doc:"Skip options that the kernel does not support, instead of refusing the rule."`
 }
 
-// Observe says how much the program counts of a rule's connections.
+// Observe selects the measurements of a rule's connections.
 type Observe string
 
 // The values of Observe. Live is the default.
@@ -37,37 +37,37 @@ const (
 type Setting struct {
 	Option  string
 	Value   int64
-	Text    string   // of options of kind text
-	Explore *Explore // with initial_cwnd only: no Value then
+	Text    string   // for options of kind text
+	Explore *Explore // for initial_cwnd only, instead of Value
 }
 
-// Explore has an initial window learned for each prefix of remote addresses.
+// Explore has the parameters for learning the initial window of each prefix of remote addresses.
 type Explore struct {
 	Candidates []int // ascending, 2 to 8
-	IPv4, IPv6 int   // bits of the prefixes
-	// Share of a prefix' connections that try a value before it has settled,
-	// Probe after; of 1.
+	IPv4, IPv6 int   // prefix lengths
+	// Share is the share of a prefix' connections that try a candidate before the prefix has settled, Probe the
+	// share afterwards; 0 to 1.
 	Share, Probe float64
-	Bytes        int64 // of the first flight, which is timed
-	Evidence     int   // connections that a value needs to be judged
-	Forget       int64 // half-life of evidence, microseconds
+	Bytes        int64 // bytes of the first flight, which is timed
+	Evidence     int   // number of connections that a candidate needs for a decision
+	Forget       int64 // half-life of the measurements, microseconds
 }
 
-// React changes connections that do badly.
+// React changes the options of connections with many retransmissions or timeouts.
 type React struct {
-	// Retransmits is the share of segments, of 1, above which it reacts; 0: no condition.
+	// Retransmits is the threshold of the share of retransmitted segments, 0 to 1; 0: no condition.
 	Retransmits float64 `yaml:"retransmits" form:"above_percentage" doc:"React when more of the data segments are retransmitted: > 0.1% to > 50%."`
-	// RTOs is the number above which it reacts; -1: no condition.
+	// RTOs is the threshold of the number of retransmission timeouts; -1: no condition.
 	RTOs int `yaml:"rtos" form:"above_number" min:"0" max:"100" doc:"React after more retransmission timeouts: > 0 to > 100."`
-	// Sample: one of so many connections is watched; 1: all.
+	// Sample is N of the share 1/N of connections that are watched; 1: all.
 	Sample int       `yaml:"sample" form:"sample" min:"1" max:"1000000" default:"1/1" doc:"The share of connections that are watched, 1/1 to 1/1000000."`
-	Set    []Setting `yaml:"set" required:"true" form:"reactions" doc:"The options to set then, and their values."`
+	Set    []Setting `yaml:"set" required:"true" form:"reactions" doc:"The options to set in a reaction, and their values."`
 }
 
-// Trial leaves a random share of a rule's connections alone, for comparison.
+// Trial excludes a random share of a rule's connections as a control group.
 type Trial struct {
-	// Control is the share, of 1, that is left alone.
-	Control float64 `yaml:"control" required:"true" form:"percentage" min:"0.1%" max:"90%" doc:"The share of connections that is left alone, 0.1% to 90%."`
+	// Control is the share of the control group, 0 to 1.
+	Control float64 `yaml:"control" required:"true" form:"percentage" min:"0.1%" max:"90%" doc:"The share of connections in the control group, 0.1% to 90%."`
 }
 
 // TuneKind is the notation of an option's value.
@@ -83,14 +83,14 @@ const (
 	KindText     TuneKind = "text"
 )
 
-// TuneOption is something that a rule can set.
+// TuneOption is an option that a rule can set.
 type TuneOption struct {
 	Name     string
 	Kind     TuneKind
 	Min, Max int64 // in the unit of the kind
-	// React: can also be set by a reaction.
+	// React reports whether a reaction can set the option.
 	React bool
-	// Handshake: only has an effect before the connection is established.
+	// Handshake reports that the option has an effect only before the connection is established.
 	Handshake bool
 	Doc       string
 }
@@ -101,7 +101,7 @@ const (
 	maxPacing = 34 * 1000 * 1000 * 1000 / 8 // bytes a second; bpf_setsockopt takes 32 bits, and all ones is no bound
 )
 
-// TuneOptions lists what a rule can set, in the order in which it is set.
+// TuneOptions lists the options of rules, in the order in which they are set.
 var TuneOptions = []TuneOption{
 	{"syn_rto", KindDuration, 1000, 2 * minute, false, true, "First retransmission timeout of a SYN that connect(2) sends; in whole jiffies of the kernel."},
 	{"synack_rto", KindDuration, 1000, 2 * minute, false, true, "First retransmission timeout of a SYN-ACK; in whole jiffies of the kernel."},
@@ -141,7 +141,7 @@ var TuneOptions = []TuneOption{
 	{"flow_label", KindNumber, 0, 1<<20 - 1, true, false, "IPv6 flow label; 0 draws a new one. It is the socket's hash, which also chooses among paths and queues, and IPv4 has that too."},
 }
 
-// FindTuneOption finds an option by its name.
+// FindTuneOption returns the option with a name.
 func FindTuneOption(name string) (TuneOption, bool) {
 	for _, o := range TuneOptions {
 		if o.Name == name {

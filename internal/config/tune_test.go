@@ -55,8 +55,7 @@ tune:
     react: {rtos: ">0", set: {mark: 4294967295}}
 `
 
-// writePrefixes writes the file that fullTune names, and returns the path of a
-// policy beside it.
+// writePrefixes writes the file that fullTune names, and returns the path of a policy in the same directory.
 func writePrefixes(t *testing.T, text string) (policy string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -139,7 +138,7 @@ func TestParseTune(t *testing.T) {
 	}
 }
 
-// TestAcceptTune has what comes near to a refusal.
+// TestAcceptTune tests valid policies that are almost refused.
 func TestAcceptTune(t *testing.T) {
 	rules := func(n int) string {
 		doc := "tune:\n"
@@ -212,13 +211,13 @@ func TestTooManyRules(t *testing.T) {
 	}
 }
 
-// one makes a policy of one rule that sets one option.
+// one returns a policy of one rule with one option.
 func one(option, value string) []byte {
 	return []byte(tuned + "    set: {" + option + ": " + value + "}\n")
 }
 
-// TestOptionBounds holds each option to its least and largest value, and has the
-// message of what lies beyond name them as people write them.
+// TestOptionBounds tests the minimum and the maximum of each option, and their notation in the message about other
+// values.
 func TestOptionBounds(t *testing.T) {
 	for _, o := range TuneOptions {
 		if o.Kind == KindText {
@@ -265,7 +264,7 @@ func TestOptionTable(t *testing.T) {
 	}
 }
 
-// TestSetOrder gives every option, in the opposite order.
+// TestSetOrder tests a rule with all options in reverse order.
 func TestSetOrder(t *testing.T) {
 	doc, want := tuned+"    set:\n", []string{}
 	for _, o := range slices.Backward(TuneOptions) {
@@ -327,7 +326,7 @@ func TestFormatValue(t *testing.T) {
 	}
 }
 
-// FuzzFormatValue writes values and reads them again.
+// FuzzFormatValue formats values and parses the texts.
 func FuzzFormatValue(f *testing.F) {
 	for _, v := range []int64{0, 1, 999, 1000, 1023, 1024, 1<<30 - 1, 86400000001, 1<<45 + 1} {
 		f.Add(v)
@@ -471,8 +470,7 @@ FILE:4: must be an address or a prefix, is "x"
 	}
 }
 
-// TestLargePrefixFile has as many prefixes as a file may have, and more rules that
-// name it than a policy may have prefixes for.
+// TestLargePrefixFile tests a file with the maximum number of prefixes, and too many rules that name it.
 func TestLargePrefixFile(t *testing.T) {
 	policy := writePrefixes(t, "")
 	f, err := os.Create(filepath.Join(filepath.Dir(policy), "sub/prefixes.txt"))
@@ -600,7 +598,7 @@ func TestTuneSchema(t *testing.T) {
 	}
 }
 
-// optionRow is the line of an option in the table of docs/policy.md.
+// optionRow returns the row of an option in the table of docs/policy.md.
 func optionRow(o TuneOption) string {
 	values := FormatValue(o, o.Min) + " to " + FormatValue(o, o.Max)
 	switch o.Kind {
@@ -637,7 +635,7 @@ func TestTuneDocs(t *testing.T) {
 	}
 }
 
-// TestDocsExamples has the policies that the documentation shows.
+// TestDocsExamples tests the policies in the documentation.
 func TestDocsExamples(t *testing.T) {
 	data, err := os.ReadFile(filepath.Join("..", "..", "docs", "policy.md"))
 	if err != nil {

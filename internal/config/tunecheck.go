@@ -11,15 +11,14 @@ import (
 	"strings"
 )
 
-// maxPolicyPrefixes bounds the prefixes of all rules together.
+// maxPolicyPrefixes is the maximum number of prefixes of all rules together.
 const maxPolicyPrefixes = 4 * 1000 * 1000
 
-// checkTune reads the files that rules name, and refuses what only values together
-// make wrong.
+// checkTune reads the files that rules name, and refuses invalid combinations of values.
 func (d *decoder) checkTune(p *Policy) {
 	names := map[string]string{}
-	total := 0                         // prefixes
-	sound := make([]bool, len(p.Tune)) // nothing was refused in the match
+	total := 0                         // number of prefixes
+	sound := make([]bool, len(p.Tune)) // rules with a valid match
 	for i := range p.Tune {
 		r, path := &p.Tune[i], fmt.Sprintf("tune[%d]", i)
 		if first, ok := names[r.Name]; ok && r.Name != "" {
@@ -38,8 +37,8 @@ func (d *decoder) checkTune(p *Policy) {
 	}
 }
 
-// checkPrefixes adds the prefixes of the file to those of the rule, and counts all
-// in total, over the rules. It reports whether the rule has all its prefixes.
+// checkPrefixes adds the prefixes of the file to those of the rule, and adds their number to total. checkPrefixes
+// reports whether the rule has all its prefixes.
 func (d *decoder) checkPrefixes(path string, m *Match, total *int) bool {
 	remote, file := path+".remote", path+".remote_file"
 	var terms []PrefixTerm
@@ -67,7 +66,7 @@ func (d *decoder) checkPrefixes(path string, m *Match, total *int) bool {
 	return m.RemoteFile == "" || terms != nil
 }
 
-// mergeFile appends the terms of the file, which rules that name it may share.
+// mergeFile appends the terms of the file. Several rules may share the slice of the terms.
 func (d *decoder) mergeFile(path string, m *Match, terms []PrefixTerm) {
 	if len(m.Remote) == 0 {
 		m.Remote = terms
@@ -85,7 +84,7 @@ func (d *decoder) mergeFile(path string, m *Match, terms []PrefixTerm) {
 	m.Remote = slices.Concat(m.Remote, terms)
 }
 
-// checkSet sees to it that a set has something from which to take out.
+// checkSet checks that a set includes at least one prefix.
 func (d *decoder) checkSet(path string, terms []PrefixTerm) {
 	if len(terms) > 0 && !slices.ContainsFunc(terms, func(t PrefixTerm) bool { return !t.Not }) {
 		d.refuseAt(path, "must have a prefix without !", "add 0.0.0.0/0 or ::/0 for all other addresses")
@@ -121,7 +120,7 @@ func (d *decoder) checkMatch(path string, m Match, protocols []Protocol, service
 	}
 }
 
-// checkEffects refuses rules, or parts of them, that do nothing.
+// checkEffects refuses rules and keys without an effect.
 func (d *decoder) checkEffects(path string, r *TuneRule) {
 	set, tag, react := d.given(path+".set"), d.given(path+".tag"), d.given(path+".react")
 	if !set && !tag && !react && (r.Name != "" || r.Cgroup != "") {
@@ -141,7 +140,7 @@ func (d *decoder) checkEffects(path string, r *TuneRule) {
 	}
 }
 
-// setting finds an option that the rule sets; nil if it does not.
+// setting returns the setting of an option, or nil if the rule does not set it.
 func (r *TuneRule) setting(option string) *Setting {
 	for i := range r.Set {
 		if r.Set[i].Option == option {
@@ -151,7 +150,7 @@ func (r *TuneRule) setting(option string) *Setting {
 	return nil
 }
 
-// checkSettings refuses options without an effect on the connections of the rule.
+// checkSettings refuses options that have no effect on the connections of the rule.
 func (d *decoder) checkSettings(path string, r *TuneRule) {
 	accepts := r.Match.Role == RoleAccept || r.Match.Service != ""
 	for _, s := range r.Set {
@@ -193,8 +192,7 @@ func (d *decoder) checkClamp(path string, window, clamp int64) {
 	}
 }
 
-// checkReach refuses a rule all of whose connections a rule before it takes, in the
-// clear cases: that one matches everything, or the same.
+// checkReach refuses a rule that can never apply because an earlier rule matches everything, or has the same match.
 func (d *decoder) checkReach(path string, before []TuneRule, sound []bool, r *TuneRule) {
 	for i := range before {
 		first := &before[i]
@@ -214,12 +212,12 @@ func (d *decoder) checkReach(path string, before []TuneRule, sound []bool, r *Tu
 		if name == "" {
 			name = fmt.Sprintf("tune[%d]", i)
 		}
-		d.refuseAt(path, "can never match, rule "+name+" before it takes all its connections", hint)
+		d.refuseAt(path, "can never match, rule "+name+" before it matches all its connections", hint)
 		return
 	}
 }
 
-// equal compares what is cheap to compare first.
+// equal reports whether two matches are the same. The cheap comparisons are first.
 func (m *Match) equal(o *Match) bool {
 	same := m.SamePrefix == o.SamePrefix || m.SamePrefix != nil && o.SamePrefix != nil && *m.SamePrefix == *o.SamePrefix
 	return same && m.Role == o.Role && m.Service == o.Service && bytes.Equal(m.Tag, o.Tag) &&
@@ -227,7 +225,7 @@ func (m *Match) equal(o *Match) bool {
 		slices.Equal(m.Local, o.Local) && slices.Equal(m.Remote, o.Remote)
 }
 
-// upper gives protocols as they are written in sentences.
+// upper returns the names of protocols in upper case.
 func upper(protocols []Protocol) []string {
 	names := make([]string, len(protocols))
 	for i, p := range protocols {

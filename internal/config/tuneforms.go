@@ -17,7 +17,7 @@ import (
 	"go.yaml.in/yaml/v4"
 )
 
-// exploring is the mapping that initial_cwnd may be.
+// exploring is the mapping form of initial_cwnd.
 type exploring struct {
 	Candidates []int      `yaml:"explore" required:"true" form:"candidates" doc:"The initial windows to try, ascending: 2 to 8 of 1 to 32768."`
 	By         SamePrefix `yaml:"by" form:"by" default:"remote/24" doc:"What a window is learned for: prefixes of the remote address. remote/N: N bits of IPv4 addresses, 48 of IPv6. {ipv4: N, ipv6: N}: 24 and 48 where they are left out."`
@@ -28,14 +28,14 @@ type exploring struct {
 	Forget     int64      `yaml:"forget" form:"forget" default:"1h" doc:"The half-life of evidence, 1s to 365d."`
 }
 
-// Values of explore that are written as options are.
+// Values of explore in the notation of options.
 var (
 	flight = TuneOption{Kind: KindSize, Min: 1000, Max: 16 * 1000 * 1000}
 	forget = TuneOption{Kind: KindDuration, Min: 1000 * 1000, Max: 365 * 24 * 60 * minute}
 )
 
 const (
-	exploreIPv4 = 24 // bits, unless by says otherwise
+	exploreIPv4 = 24 // default prefix lengths
 	exploreIPv6 = 48
 )
 
@@ -47,7 +47,7 @@ var (
 	tagText        = regexp.MustCompile(`^[ -~]{1,16}$`)
 )
 
-// tuneFormOf has the forms of tune.
+// tuneFormOf returns the form of tune with a name.
 func tuneFormOf(name string) form {
 	text := schema{Type: "string", MinLength: 1}
 	percentage := schema{Type: "string", Pattern: percentageText.String()}
@@ -73,7 +73,7 @@ func tuneFormOf(name string) form {
 			schemaOf(reflect.TypeFor[SamePrefix](), `min:"1"`),
 		}}, decodeSamePrefix}
 	case "tag":
-		// YAML takes 0x5eed00 for a number.
+		// 0x5eed00 is a number in YAML.
 		return form{schema{OneOf: []schema{{Type: "string", Pattern: `^([ -~]{1,16}|0x([0-9a-fA-F]{2}){1,16})$`}, {Type: "integer"}}}, decodeTag}
 	case "settings", "reactions":
 		return form{settingsSchema(name == "reactions"), decodeSettings(name == "reactions")}
@@ -103,12 +103,12 @@ func tuneFormOf(name string) form {
 	panic("config: unknown form " + name)
 }
 
-// oneOrMore describes a value, or a list of such values.
+// oneOrMore returns the schema of a value or a list of such values.
 func oneOrMore(one schema) schema {
 	return schema{OneOf: []schema{one, {Type: "array", Items: &one, MinItems: 1}}}
 }
 
-// each calls f for the items of a list, or for a value that stands alone.
+// each calls f for the items of a list, or for a single value.
 func (d *decoder) each(path string, n *yaml.Node, f func(path string, n *yaml.Node)) {
 	if n.Kind != yaml.SequenceNode {
 		f(path, n)
@@ -126,7 +126,7 @@ func (d *decoder) each(path string, n *yaml.Node, f func(path string, n *yaml.No
 	}
 }
 
-// parseTuneCgroup leaves the name of a unit as it is.
+// parseTuneCgroup parses the path of a cgroup or the name of a systemd unit.
 func parseTuneCgroup(s string) (any, string, string) {
 	if !strings.Contains(s, "/") {
 		switch suffix := path.Ext(s); suffix {
@@ -162,7 +162,7 @@ func decodePrefixes(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) 
 	return terms
 }
 
-// parsePrefixTerm parses an address or a prefix, with or without a ! before it.
+// parsePrefixTerm parses an address or a prefix after an optional !.
 func parsePrefixTerm(s string) (t PrefixTerm, message, hint string) {
 	text, not := strings.CutPrefix(s, "!")
 	var p netip.Prefix
@@ -189,7 +189,7 @@ func parsePrefixTerm(s string) (t PrefixTerm, message, hint string) {
 	return t, "", ""
 }
 
-// writeTerm is the hint to write a term; YAML needs quotes around a !.
+// writeTerm returns the hint to write a term. A term with ! needs quotes in YAML.
 func writeTerm(t PrefixTerm) string {
 	if t.Not {
 		return "write " + strconv.Quote(t.String())
@@ -228,7 +228,7 @@ func decodeSamePrefix(d *decoder, path string, n *yaml.Node, _ reflect.StructTag
 	return &SamePrefix{bits, bits}
 }
 
-// families decodes {ipv4: N, ipv6: N}; what is left out stays as it is.
+// families decodes {ipv4: N, ipv6: N}. An omitted family is unchanged.
 func (d *decoder) families(path string, n *yaml.Node, bits *SamePrefix) {
 	d.decode(path, n, bits)
 	if len(n.Content) == 0 {
@@ -237,7 +237,7 @@ func (d *decoder) families(path string, n *yaml.Node, bits *SamePrefix) {
 }
 
 func decodeTag(d *decoder, path string, n *yaml.Node, _ reflect.StructTag) any {
-	if !strings.HasPrefix(n.Value, "0x") { // which YAML takes for a number
+	if !strings.HasPrefix(n.Value, "0x") { // a number in YAML
 		if _, ok := d.text(path, n); !ok {
 			return nil
 		}
@@ -264,8 +264,8 @@ func parseTag(s string) (tag []byte, message, hint string) {
 	return []byte(s), "", ""
 }
 
-// ParseTag reads a tag as the policy file has it: 1 to 16 printable ASCII
-// characters, or 0x and 1 to 16 bytes in hexadecimal.
+// ParseTag parses a tag in the notation of the policy file: 1 to 16 printable ASCII characters, or 0x and 1 to 16 bytes
+// in hexadecimal.
 func ParseTag(s string) ([]byte, error) {
 	tag, message, _ := parseTag(s)
 	if message != "" {
@@ -274,8 +274,8 @@ func ParseTag(s string) ([]byte, error) {
 	return tag, nil
 }
 
-// valueSchema describes the values of an option. The bounds of values with a unit
-// are in its description, as a schema can bound numbers only.
+// valueSchema returns the schema of the values of an option. The description has the range of values with a unit,
+// because a schema can restrict only numbers.
 func valueSchema(o TuneOption) schema {
 	s := schema{Description: strings.TrimSpace(o.Doc + " " + bounds(o) + ".")}
 	number := schema{Type: "integer", Minimum: new(int(o.Min)), Maximum: new(int(o.Max))}
@@ -437,7 +437,7 @@ func quantityForm(o TuneOption) func(*decoder, string, *yaml.Node, reflect.Struc
 	}
 }
 
-// decodePercentage takes its bounds from the tag.
+// decodePercentage decodes a percentage in the range of the tag.
 func decodePercentage(d *decoder, path string, n *yaml.Node, tag reflect.StructTag) any {
 	share, ok := parsePercentage(n.Value)
 	if n.Kind != yaml.ScalarNode || !ok {
@@ -457,7 +457,7 @@ func decodePercentage(d *decoder, path string, n *yaml.Node, tag reflect.StructT
 	return share
 }
 
-// above returns what follows the > of a condition.
+// above returns the value of a condition after its >.
 func (d *decoder) above(path string, n *yaml.Node, example string, valid func(string) bool) (string, bool) {
 	parts := aboveText.FindStringSubmatch(n.Value)
 	if n.Kind == yaml.ScalarNode && parts != nil && valid(parts[1]) {

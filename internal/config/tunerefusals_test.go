@@ -2,8 +2,7 @@
 
 package config
 
-// tuned begins a policy with one rule; what a test appends to it is a key of the
-// rule in line 4 and after it.
+// tuned is the start of a policy with one rule. A test appends keys of the rule, from line 4.
 const tuned = `tune:
   - name: r
     cgroup: a.slice
@@ -716,14 +715,14 @@ p.yaml:4:64: tune[0].set.initial_cwnd.explore[3]: must not be above cwnd_clamp: 
   - {name: all, cgroup: a, match: {}, tag: x}
   - {name: some, cgroup: /a/, match: {port: 5}, tag: x}
 `, `
-p.yaml:3:5: tune[1]: can never match, rule all before it takes all its connections
+p.yaml:3:5: tune[1]: can never match, rule all before it matches all its connections
   hint: put it first`},
 	{"tune: after the same match", `tune:
   - {name: first, cgroup: a.slice, match: {remote: [10.0.0.0/8], port: 5, tag: a, same_prefix: 24}, tag: x}
   - {name: other, cgroup: b.slice, match: {remote: 10.0.0.0/8, port: [5], tag: 0x61, same_prefix: 24}, tag: x}
   - {name: second, cgroup: a.slice, match: {remote: 10.0.0.0/8, port: [5], tag: 0x61, same_prefix: {ipv4: 24, ipv6: 24}}, tag: y}
 `, `
-p.yaml:4:5: tune[2]: can never match, rule first before it takes all its connections
+p.yaml:4:5: tune[2]: can never match, rule first before it matches all its connections
   hint: both match the same: make them one`},
 	{"tune: same bad file, no second error", `tune:
   - {name: a, cgroup: a, tag: x, match: {remote_file: /nonexistent/file}}
@@ -736,7 +735,7 @@ p.yaml:2:55: tune[0].match.remote_file: open /nonexistent/file: no such file or 
   - {name: b, cgroup: /, tag: x, match: {role: accept}}
 `, `
 p.yaml:2:12: tune[0].name: must not be empty
-p.yaml:3:5: tune[1]: can never match, rule tune[0] before it takes all its connections
+p.yaml:3:5: tune[1]: can never match, rule tune[0] before it matches all its connections
   hint: put it first`},
 	{"tune: nothing twice", `tune:
   - {name: '', cgroup: a, match: {port: 0}, tag: x}

@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// String gives the setting as sndbuf 150KB.
+// String returns the setting in the form sndbuf 150KB.
 func (s Setting) String() string {
 	if s.Explore != nil {
 		return s.Option + " " + s.Explore.String()
@@ -20,8 +20,8 @@ func (s Setting) String() string {
 	return s.Option + " " + FormatValue(o, s.Value)
 }
 
-// String gives all parameters in one line: explore 10, 16, 24 by remote/24, share
-// 10%, probe 2%, bytes 64KB, evidence 8, forget 1h.
+// String returns all parameters in one line: explore 10, 16, 24 by remote/24, share 10%, probe 2%, bytes 64KB,
+// evidence 8, forget 1h.
 func (e Explore) String() string {
 	candidates := make([]string, len(e.Candidates))
 	for i, c := range e.Candidates {
@@ -35,7 +35,7 @@ func (e Explore) String() string {
 		formatPercentage(e.Share), formatPercentage(e.Probe), FormatValue(flight, e.Bytes), e.Evidence, FormatValue(forget, e.Forget))
 }
 
-// String gives the reaction as retransmits > 2%, rtos > 2, sample 1/100: congestion reno.
+// String returns the reaction in the form retransmits > 2%, rtos > 2, sample 1/100: congestion reno.
 func (r React) String() string {
 	var parts []string
 	if r.Retransmits > 0 {
@@ -54,5 +54,5 @@ func (r React) String() string {
 	return strings.Join(parts, ", ") + ": " + strings.Join(settings, ", ")
 }
 
-// String gives the trial as control 10%.
+// String returns the trial in the form control 10%.
 func (t Trial) String() string { return "control " + formatPercentage(t.Control) }

@@ -13,21 +13,21 @@ import (
 	"go.yaml.in/yaml/v4"
 )
 
-// unit is a unit of a notation, and how many of the smallest one it is.
+// unit is a unit of a notation, and its size in the smallest unit.
 type unit struct {
 	name string
 	size int64
 }
 
-// notation is how values of a kind are written.
+// notation is the notation of a kind of values.
 type notation struct {
-	noun  string // with an example
-	whole string // what a value must be a whole number of
-	scale int64  // of the smallest unit, that make 1 in Setting.Value
-	units []unit // of two that give equally short texts, the first is written
+	noun  string // name of the kind, with an example
+	whole string // unit of Setting.Value, for messages
+	scale int64  // number of smallest units per unit of Setting.Value
+	units []unit // format prefers the first of two units with equally short texts
 }
 
-// notations has the kinds of values that are written with a unit.
+// notations has the kinds of values that have a unit.
 var notations = map[TuneKind]notation{
 	KindSize: {"a size such as 150KB", "whole bytes", 1, []unit{
 		{"GB", 1e9}, {"MB", 1e6}, {"KB", 1e3}, {"B", 1}, {"GiB", 1 << 30}, {"MiB", 1 << 20}, {"KiB", 1 << 10},
@@ -40,7 +40,7 @@ var notations = map[TuneKind]notation{
 	}},
 }
 
-// maxDecimals bounds the digits after the point of a value.
+// maxDecimals is the maximum number of decimals of a value.
 const maxDecimals = 9
 
 var (
@@ -49,7 +49,7 @@ var (
 	wholeNumber    = regexp.MustCompile(`^(-?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+)$`)
 )
 
-// names lists the units.
+// names returns the list of the units.
 func (n notation) names() string {
 	names := make([]string, len(n.units))
 	for i, u := range n.units {
@@ -58,13 +58,12 @@ func (n notation) names() string {
 	return strings.Join(names, ", ")
 }
 
-// pattern is the regular expression of values with a unit.
+// pattern returns the regular expression of values with a unit.
 func (n notation) pattern() string {
 	return `^[0-9]{1,18}(\.[0-9]{1,9})?(` + strings.ReplaceAll(n.names(), ", ", "|") + `)$`
 }
 
-// parse reads a number with or without a unit, which need not be whole. Without
-// one it counts the smallest.
+// parse parses a number, which may have decimals, with or without a unit. A bare number is in the smallest unit.
 func (n notation) parse(s string) (value *big.Rat, bare, ok bool) {
 	parts := quantityText.FindStringSubmatch(s)
 	if parts == nil {
@@ -83,7 +82,7 @@ func (n notation) parse(s string) (value *big.Rat, bare, ok bool) {
 	return nil, false, false
 }
 
-// nearest corrects the case of a value's unit; "" where that is not what is wrong.
+// nearest returns the value with the correct case of its unit, or "" if the unit is unknown.
 func (n notation) nearest(s string) string {
 	if parts := quantityText.FindStringSubmatch(s); parts != nil {
 		for _, u := range n.units {
@@ -95,7 +94,7 @@ func (n notation) nearest(s string) string {
 	return ""
 }
 
-// format writes a value as exactly and as shortly as the units allow.
+// format returns the shortest exact text of a value.
 func (n notation) format(value int64) string {
 	shortest := ""
 	value *= n.scale
@@ -119,9 +118,8 @@ func (n notation) format(value int64) string {
 	return shortest
 }
 
-// FormatValue writes a value of an option, in the unit of [Setting], as the policy
-// file does: 150KB, 10ms, 2Gbit/s, 100, true. It is exact. An option of kind text
-// has no such value.
+// FormatValue returns the exact text of an option's value in the notation of the policy file: 150KB, 10ms, 2Gbit/s, 100,
+// true. value is in the unit of [Setting]. Options of kind text have no such value.
 func FormatValue(o TuneOption, value int64) string {
 	if o.Kind == KindSwitch {
 		return strconv.FormatBool(value != 0)
@@ -132,18 +130,18 @@ func FormatValue(o TuneOption, value int64) string {
 	return strconv.FormatInt(value, 10)
 }
 
-// formatPercentage writes a share of 1, to as many decimals as are read.
+// formatPercentage returns a share of 0 to 1 as a percentage with at most maxDecimals decimals.
 func formatPercentage(share float64) string {
 	const precision = 1e9 // maxDecimals
 	return strconv.FormatFloat(math.Round(share*100*precision)/precision, 'f', -1, 64) + "%"
 }
 
-// bounds names the range of an option's values.
+// bounds returns the range of an option's values as a text.
 func bounds(o TuneOption) string {
 	return FormatValue(o, o.Min) + " to " + FormatValue(o, o.Max)
 }
 
-// quantity decodes a value with a unit, within the bounds of the option.
+// quantity decodes a value with a unit in the range of the option.
 func (d *decoder) quantity(path string, n *yaml.Node, o TuneOption) (int64, bool) {
 	notation := notations[o.Kind]
 	value, bare, ok := notation.parse(n.Value)
@@ -172,7 +170,7 @@ func (d *decoder) quantity(path string, n *yaml.Node, o TuneOption) (int64, bool
 	return value.Num().Int64(), true
 }
 
-// number decodes a decimal or hexadecimal number, within the bounds of the option.
+// number decodes a decimal or hexadecimal number in the range of the option.
 func (d *decoder) number(path string, n *yaml.Node, o TuneOption) (int64, bool) {
 	isNumber := n.Kind == yaml.ScalarNode && wholeNumber.MatchString(n.Value)
 	if !isNumber || n.Style&(yaml.SingleQuotedStyle|yaml.DoubleQuotedStyle) != 0 {
@@ -191,7 +189,7 @@ func (d *decoder) number(path string, n *yaml.Node, o TuneOption) (int64, bool) 
 	return i, true
 }
 
-// parsePercentage reads 0.1% as 0.001.
+// parsePercentage parses 0.1% as 0.001.
 func parsePercentage(s string) (share float64, ok bool) {
 	parts := percentageText.FindStringSubmatch(s)
 	if parts == nil {

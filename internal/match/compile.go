@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package match says which rules of a policy apply to which connections: it
-// compiles what they match on for the programs, and explains what these decide.
+// Package match compiles the matches of policy rules for the BPF programs, and explains which rule applies to a
+// connection.
 package match
 
 import (
@@ -15,20 +15,19 @@ import (
 	"sockeye/internal/config"
 )
 
-// term is a conjunction of what a connection must be. A rule is one or more of
-// them: it matches if one does.
+// term is a conjunction of conditions. A rule is a disjunction of one or more terms.
 type term struct {
 	rule        int // index into the rules
 	remote      []config.PrefixTerm
 	local       []config.PrefixTerm
-	remotePorts []config.PortRange // none: all
+	remotePorts []config.PortRange // empty: all ports
 	localPorts  []config.PortRange
 	roles       [bpf.MatchRoles]bool
 	same        *config.SamePrefix
 	tag         []byte
 }
 
-// roleOf is the number of a side, MatchConnect or MatchAccept, of a protocol.
+// roleOf returns the role number of a side, MatchConnect or MatchAccept, of a protocol.
 func roleOf(side uint32, p config.Protocol) uint32 {
 	if p == config.UDP {
 		return bpf.MatchUDPConnect + side
@@ -36,7 +35,7 @@ func roleOf(side uint32, p config.Protocol) uint32 {
 	return side
 }
 
-// terms splits a rule; index is its own. Services are those of the policy.
+// terms splits the rule with an index into terms. services has the services of the policy.
 func terms(index int, m config.Match, protocols []config.Protocol, services []config.Service) []term {
 	base := term{rule: index, remote: m.Remote, local: m.Local, same: m.SamePrefix, tag: m.Tag,
 		remotePorts: m.RemotePorts, localPorts: m.LocalPorts}
@@ -78,7 +77,7 @@ func terms(index int, m config.Match, protocols []config.Protocol, services []co
 	return split
 }
 
-// at narrows a term to what a listener accepts.
+// narrowTo returns the term restricted to the connections that a listener accepts.
 func (t term) narrowTo(l config.Listener) term {
 	t.roles = [bpf.MatchRoles]bool{}
 	t.roles[roleOf(bpf.MatchAccept, l.Protocol)] = true
@@ -93,7 +92,7 @@ func (t term) narrowTo(l config.Listener) term {
 	return t
 }
 
-// common is what two lists of ranges share; an empty a is all ports.
+// intersectPorts returns the intersection of two lists of ranges. An empty a means all ports.
 func intersectPorts(a, b []config.PortRange) []config.PortRange {
 	if len(a) == 0 {
 		return b
@@ -109,10 +108,9 @@ func intersectPorts(a, b []config.PortRange) []config.PortRange {
 	return shared
 }
 
-// Compile makes what the programs read of the rules of one cgroup, of which
-// matches are what they match on, in their order. Services are those of the
-// policy. Protocols has those of each rule; nil: all are of TCP. It fails if they
-// have more than bpf.MatchTerms terms.
+// Compile compiles the matches of the rules of one cgroup, in their order, into the format of the programs. protocols
+// has the protocols of each rule; nil means TCP for all rules. services has the services of the policy. Compile returns
+// an error if the rules have more than bpf.MatchTerms terms.
 func Compile(matches []config.Match, protocols [][]config.Protocol, services []config.Service) (*bpf.MatchRules, error) {
 	compiled := &bpf.MatchRules{}
 	set := &compiled.Ruleset
@@ -190,17 +188,15 @@ func usesOf(t term) uint32 {
 	return uses
 }
 
-// TagOf is a tag as the programs have it. Of one that is longer than 16 bytes it
-// is the beginning.
+// TagOf returns a tag in the format of the programs, truncated to 16 bytes.
 func TagOf(tag []byte) bpf.MatchTag {
 	var t bpf.MatchTag
 	t.Length = uint8(copy(t.Byte[:], tag))
 	return t
 }
 
-// prefixEntries lists, for every prefix of any term, the terms that allow an
-// address of it. For each family there is one of length 0, so that a lookup
-// always finds an entry. In a term, the longest prefix decides.
+// prefixEntries lists, for each prefix of any term, the terms that allow an address whose longest prefix that is. Each
+// family has an entry of length 0, so that a lookup always finds an entry.
 func prefixEntries(all []term, of func(*term) []config.PrefixTerm) []bpf.MatchPrefixEntry {
 	type use struct {
 		term int
@@ -210,7 +206,7 @@ func prefixEntries(all []term, of func(*term) []config.PrefixTerm) []bpf.MatchPr
 		netip.PrefixFrom(netip.IPv4Unspecified(), 0): nil,
 		netip.PrefixFrom(netip.IPv6Unspecified(), 0): nil,
 	}
-	var free bpf.MatchSet // terms that take any address
+	var free bpf.MatchSet // terms without prefixes
 	used := false
 	for i := range all {
 		prefixes := of(&all[i])
@@ -230,7 +226,7 @@ func prefixEntries(all []term, of func(*term) []config.PrefixTerm) []bpf.MatchPr
 	for p := range uses {
 		ordered = append(ordered, p)
 	}
-	// A prefix comes before those that it holds.
+	// A prefix comes before the prefixes that it contains.
 	slices.SortFunc(ordered, func(a, b netip.Prefix) int {
 		return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
 	})
@@ -267,8 +263,7 @@ func prefixEntries(all []term, of func(*term) []config.PrefixTerm) []bpf.MatchPr
 	return entries
 }
 
-// portEntries lists prefixes of port numbers that cover all ports, with the
-// terms that allow them.
+// portEntries lists prefixes of port numbers that cover all ports, with the terms that allow each.
 func portEntries(all []term, of func(*term) []config.PortRange) []bpf.MatchPortEntry {
 	type change struct{ at, term, by int }
 	var changes []change
@@ -287,7 +282,7 @@ func portEntries(all []term, of func(*term) []config.PortRange) []bpf.MatchPortE
 	}
 	slices.SortFunc(changes, func(a, b change) int { return cmp.Compare(a.at, b.at) })
 	var entries []bpf.MatchPortEntry
-	holding := make([]int, len(all)) // ranges of a term that hold the port at hand
+	holding := make([]int, len(all)) // number of ranges of each term that contain the current port
 	for first, next := 0, 0; first < 1<<16; {
 		for ; next < len(changes) && changes[next].at == first; next++ {
 			c := changes[next]
@@ -307,8 +302,7 @@ func portEntries(all []term, of func(*term) []config.PortRange) []bpf.MatchPortE
 	return entries
 }
 
-// appendPorts appends the prefixes that cover the ports from first to before
-// end.
+// appendPorts appends the prefixes that cover the ports first to end-1.
 func appendPorts(entries []bpf.MatchPortEntry, first, end int, set bpf.MatchSet) []bpf.MatchPortEntry {
 	for first < end {
 		size := 1 << 16

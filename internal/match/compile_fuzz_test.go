@@ -14,7 +14,7 @@ import (
 	"sockeye/internal/match"
 )
 
-// bytesDrawn is a fuzzer's input; it draws 0 when it has come to its end.
+// bytesDrawn draws from the input of a fuzzer, and 0 after its end.
 type bytesDrawn struct{ rest []byte }
 
 func (b *bytesDrawn) IntN(n int) int {
@@ -23,7 +23,7 @@ func (b *bytesDrawn) IntN(n int) int {
 	return int(binary.LittleEndian.Uint32(word[:]) % uint32(n))
 }
 
-// wild makes matches that the policy file would refuse, too.
+// wild returns matches that the policy file may not contain.
 func (m *maker) wild() config.Match {
 	r := m.match()
 	if m.chance(20) {

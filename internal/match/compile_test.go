@@ -21,11 +21,11 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// draws is where a maker's choices come from: random, or a fuzzer's bytes.
+// draws is the source of a maker's choices: random numbers or a fuzzer's bytes.
 type draws interface{ IntN(n int) int }
 
-// maker makes matches and questions out of few addresses, ports and tags, so that
-// prefixes nest and questions hit what these ask for, or just miss it.
+// maker generates matches and questions from few addresses, ports and tags, so that prefixes nest, and questions match or
+// narrowly miss them.
 type maker struct {
 	draws
 	prefixes []netip.Prefix
@@ -149,7 +149,7 @@ func (m *maker) matches(n int) []config.Match {
 	return matches
 }
 
-// near is an address at an end of a prefix of a rule, or next to one.
+// near returns the first or last address of a prefix of a rule, or an address next to one of them.
 func (m *maker) near() netip.Addr {
 	if len(m.prefixes) == 0 || m.chance(10) {
 		return m.address()
@@ -172,8 +172,7 @@ func lastOf(p netip.Prefix) netip.Addr {
 	return a
 }
 
-// sharing is an address of which the first bits are another's, and often no
-// more.
+// sharing returns an address with the first bits of another, and often with no other common bits.
 func (m *maker) sharing(a netip.Addr) netip.Addr {
 	b := a.AsSlice()
 	from := m.IntN(8*len(b) + 1)
@@ -209,7 +208,7 @@ func (m *maker) question() match.Question {
 	return q
 }
 
-// finder is a program that finds rules, by the maps that it is given.
+// finder is a program that finds rules in given maps.
 type finder struct {
 	*bpf.Tune
 	t       testing.TB
@@ -235,8 +234,7 @@ func newFinder(t testing.TB) *finder {
 	return &finder{Tune: b, t: t, dir: dir}
 }
 
-// installed compiles and installs rules that match. They do nothing, and bear
-// their index as what they learn by.
+// installed compiles and installs rules without settings. Their learning parameter is their index.
 func (f *finder) installed(matches []config.Match, services []config.Service) {
 	f.t.Helper()
 	compiled, err := match.Compile(matches, nil, services)
@@ -253,11 +251,10 @@ func (f *finder) installed(matches []config.Match, services []config.Service) {
 	f.matches = matches
 }
 
-// none is the index of the rule of a connection that has none.
+// none is the rule index of a connection without a rule.
 const none = -1
 
-// judged is the index of the first of the rules that match, by what Judge says,
-// and all that it says on the way.
+// judged returns the index of the first rule that matches according to Judge, and all evaluated steps.
 func judged(matches []config.Match, services []config.Service, q match.Question) (rule int, steps []match.Step) {
 	for i, m := range matches {
 		step := match.Judge(q, fmt.Sprint(i), m, services)
@@ -269,8 +266,7 @@ func judged(matches []config.Match, services []config.Service, q match.Question)
 	return none, steps
 }
 
-// agree compares the program's answers with those of Judge, and returns how many
-// questions each rule got, by index.
+// agree compares the program with Judge, and returns the number of questions per rule index.
 func (f *finder) agree(services []config.Service, questions []match.Question) map[int]int {
 	f.t.Helper()
 	asked := make([]bpf.MatchQuestion, len(questions))
@@ -300,8 +296,7 @@ func (f *finder) agree(services []config.Service, questions []match.Question) ma
 	return hits
 }
 
-// TestTwin asks the program and its twin about random connections under random
-// rules.
+// TestTwin compares the program with the reference model for random connections and rules.
 func TestTwin(t *testing.T) {
 	f := newFinder(t)
 	hits, missed, late := 0, 0, 0
@@ -331,8 +326,7 @@ func TestTwin(t *testing.T) {
 	}
 }
 
-// TestTwinFewDimensions has rulesets that use one dimension each: the program
-// passes over those that no rule asks about.
+// TestTwinFewDimensions tests rulesets with one dimension each: the program skips the dimensions that no rule uses.
 func TestTwinFewDimensions(t *testing.T) {
 	f := newFinder(t)
 	keep := []func(to, from *config.Match){
@@ -369,8 +363,7 @@ func TestTwinFewDimensions(t *testing.T) {
 	}
 }
 
-// prefixesOf makes many prefixes, of which shorter ones hold longer ones, both
-// families in turn.
+// prefixesOf returns many nested prefixes, of both families in turn.
 func prefixesOf(r *rand.Rand, n int) []config.PrefixTerm {
 	set := make([]config.PrefixTerm, n)
 	for i := range set {
@@ -386,7 +379,7 @@ func prefixesOf(r *rand.Rand, n int) []config.PrefixTerm {
 	return set
 }
 
-// TestManyPrefixes has manyPrefixes prefixes in two rules.
+// TestManyPrefixes tests manyPrefixes prefixes in two rules.
 func TestManyPrefixes(t *testing.T) {
 	f := newFinder(t)
 	r := rand.New(rand.NewPCG(1, 3))
@@ -409,8 +402,7 @@ func TestManyPrefixes(t *testing.T) {
 	}
 }
 
-// TestMostTerms fills a ruleset up: every rule with a port and both roles is two
-// terms.
+// TestMostTerms tests a full ruleset: each rule with a port and both roles has two terms.
 func TestMostTerms(t *testing.T) {
 	f := newFinder(t)
 	var matches []config.Match
@@ -436,8 +428,7 @@ func TestMostTerms(t *testing.T) {
 	}
 }
 
-// TestNoRules expects no answer of an empty ruleset, and of a bank that was
-// never filled.
+// TestNoRules tests an empty ruleset and an empty bank.
 func TestNoRules(t *testing.T) {
 	f := newFinder(t)
 	q := match.Question{Local: netip.MustParseAddrPort("10.0.0.1:1"), Remote: netip.MustParseAddrPort("10.0.0.2:1"), Role: config.RoleAccept}
@@ -450,10 +441,9 @@ func TestNoRules(t *testing.T) {
 	f.agree(nil, []match.Question{q})
 }
 
-// BenchmarkDecide gives the time that the program takes to find a rule: the
-// kernel repeats it for one connection after the other (BPF_PROG_TEST_RUN). The
-// time must not grow with the number of rules, and with that of prefixes only as
-// an LPM trie becomes deeper.
+// BenchmarkDecide measures the time of the program to find a rule, by BPF_PROG_TEST_RUN with repetitions for one
+// connection after another. The time must not depend on the number of rules, and on the number of prefixes only through
+// the depth of the LPM trie.
 func BenchmarkDecide(b *testing.B) {
 	r := rand.New(rand.NewPCG(1, 5))
 	remotes := func(n int) []config.PrefixTerm {
@@ -503,7 +493,7 @@ func BenchmarkDecide(b *testing.B) {
 	}
 }
 
-// decider loads the program that only decides onto the maps pinned in dir.
+// decider loads the program that only finds rules, with the maps pinned in dir.
 func decider(t testing.TB, dir string) *ebpf.Program {
 	t.Helper()
 	spec, err := ebpf.LoadCollectionSpec("../bpf/tunelive_bpfel.o")

@@ -13,25 +13,24 @@ import (
 	"sockeye/internal/config"
 )
 
-// Question is a connection that is or might be. Local and Remote are of one
-// family; an IPv4-mapped address is IPv4, and zones do not count. Role is never
-// "". Tag is what the peer sent, 1 to 16 bytes; nil for nothing, or as long as
-// it is not known.
+// Question describes an existing or hypothetical connection. Local and Remote have the same family; an IPv4-mapped
+// address is IPv4, and zones are ignored. Role is never "". Tag is the tag that the peer sent, 1 to 16 bytes; nil for
+// none or an unknown tag.
 type Question struct {
 	Local, Remote netip.AddrPort
 	Role          config.Role
 	Tag           []byte
 }
 
-// Step is what one rule says to a connection.
+// Step is the evaluation of one rule for a connection.
 type Step struct {
 	Rule    string `json:"rule"`
 	Matches bool   `json:"matches"`
-	// Why names the first condition that does not hold, or all that do.
+	// Why names the first condition that does not hold, or all conditions if all hold.
 	Why string `json:"why"`
 }
 
-// BPF is the question as Decide takes it.
+// BPF returns the question in the format of the programs.
 func (q Question) BPF() bpf.MatchQuestion {
 	q = q.normalized()
 	b := bpf.MatchQuestion{Role: bpf.MatchAccept, Tag: TagOf(q.Tag)}
@@ -43,7 +42,7 @@ func (q Question) BPF() bpf.MatchQuestion {
 	return b
 }
 
-// plain strips what does not count of the addresses.
+// normalized returns the question with unmapped addresses without zones.
 func (q Question) normalized() Question {
 	for _, end := range []*netip.AddrPort{&q.Local, &q.Remote} {
 		*end = netip.AddrPortFrom(end.Addr().Unmap().WithZone(""), end.Port())
@@ -51,13 +50,13 @@ func (q Question) normalized() Question {
 	return q
 }
 
-// condition is what one key of a match says.
+// condition is the evaluation of one key of a match.
 type condition struct {
 	holds bool
 	why   string // "": the key was not given
 }
 
-// given is the condition of a key that was given: why it holds, or does not.
+// conditionOf returns the condition of a key, with the text yes if the condition holds and no otherwise.
 func conditionOf(holds bool, yes, no string) condition {
 	if holds {
 		return condition{true, yes}
@@ -65,8 +64,8 @@ func conditionOf(holds bool, yes, no string) condition {
 	return condition{false, no}
 }
 
-// Judge tells what a rule, given by its name and what it matches on, says to a
-// connection: the programs' twin in user space. Services are those of the policy.
+// Judge evaluates a rule, given by its name and its match, for a connection. Judge is the reference model of the
+// programs in user space. services has the services of the policy.
 func Judge(q Question, rule string, m config.Match, services []config.Service) Step {
 	q = q.normalized()
 	port := q.Local.Port()
@@ -127,8 +126,8 @@ func (q Question) service(name string, services []config.Service) condition {
 	return condition{false, fmt.Sprintf("local %v is not a listener of service %s", q.Local, name)}
 }
 
-// accepts tells whether a connection to an address reaches a listener; [::]
-// takes IPv4 too, unless it is told not to.
+// accepts reports whether a connection to an address reaches a listener. A listener on [::] also accepts IPv4 unless
+// V6Only is set.
 func accepts(l config.Listener, local netip.AddrPort) bool {
 	addr := l.Address.Addr()
 	if l.Address.Port() != local.Port() {
@@ -164,8 +163,8 @@ func inPorts(name string, port uint16, ranges []config.PortRange) condition {
 	}
 }
 
-// inPrefixes has the longest prefix decide that holds the address. A set that
-// is not nil and empty holds no address.
+// inPrefixes evaluates a set of prefixes: the longest prefix that contains the address decides. An empty non-nil set
+// contains no address.
 func inPrefixes(name string, addr netip.Addr, set []config.PrefixTerm) condition {
 	if set == nil {
 		return condition{holds: true}
@@ -202,8 +201,7 @@ func (q Question) samePrefix(want *config.SamePrefix) condition {
 	return conditionOf(shared >= least, is, fmt.Sprintf("%s, not %d", is, least))
 }
 
-// sharedBits is the number of leading bits that two addresses of one family
-// share.
+// sharedBits returns the length of the common prefix of two addresses of one family.
 func sharedBits(a, b netip.Addr) int {
 	x, y := a.AsSlice(), b.AsSlice()
 	for i := range min(len(x), len(y)) {

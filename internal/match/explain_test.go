@@ -23,7 +23,7 @@ services:
 tune:
 `
 
-// TestJudge asks about one rule at a time.
+// TestJudge evaluates single rules.
 func TestJudge(t *testing.T) {
 	const accept, connect = config.RoleAccept, config.RoleConnect
 	for _, test := range []struct {

@@ -4,7 +4,7 @@
 
 package match_test
 
-// How much the tests do.
+// Sizes of the tests.
 const (
 	twinRulesets  = 60
 	twinQuestions = 250

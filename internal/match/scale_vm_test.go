@@ -4,7 +4,7 @@
 
 package match_test
 
-// How much the tests do under software emulation.
+// Sizes of the tests under software emulation.
 const (
 	twinRulesets  = 24
 	twinQuestions = 60

@@ -16,15 +16,15 @@ import (
 	"sockeye/internal/config"
 )
 
-// Host is what tells a process of the host from one in namespaces of its own, where names and paths
-// are what its owner made them.
+// Host has the namespaces of the host. The owner of a process in other namespaces controls the names and paths that
+// the process shows.
 type Host struct {
 	user   FileID
-	mounts []FileID // of PID 1, and of this process, which may be hardened
-	roots  []string // where these see their files
+	mounts []FileID // mount namespaces of this process, which a hardened unit may have, and of process 1
+	roots  []string // paths to the root directories of these namespaces
 }
 
-// ReadHost looks at PID 1, as far as it may, and at this process.
+// ReadHost reads the namespaces of this process, and of process 1 if that is permitted.
 func ReadHost() (*Host, error) {
 	h := &Host{}
 	var stat unix.Stat_t
@@ -47,7 +47,7 @@ func ReadHost() (*Host, error) {
 	return h, nil
 }
 
-// A Refusal is why a process is no member that looks like one.
+// A Refusal is the reason why a process that matches a rule is not admitted as a member.
 type Refusal struct {
 	Reason string
 	Hint   string
@@ -55,8 +55,8 @@ type Refusal struct {
 
 func (r *Refusal) Error() string { return r.Reason }
 
-// Admit tells whether a process that the rule describes, of a service with these users, is what it
-// looks like. If it is not, the error is a Refusal.
+// Admit checks the user, the namespaces and the executable of a process that matches the rule. service has the users of
+// the service. The error is a Refusal.
 func (r *Rule) Admit(p *Process, service []uint32, h *Host) error {
 	if err := AdmitUser(p, r.Users(service)); err != nil {
 		return err
@@ -66,8 +66,7 @@ func (r *Rule) Admit(p *Process, service []uint32, h *Host) error {
 		if p.UserNS != h.user {
 			return &Refusal{"it is in a user namespace of its own", hint}
 		}
-		// The service manager gives the units of the system mount namespaces of their own, and nobody
-		// else can start a process there.
+		// systemd gives sandboxed system units mount namespaces, in which no other user can start a process.
 		unit, _ := p.Unit()
 		sandboxed := r.Match.SystemdUnit != "" && unit != "" && !isUserControlled(p.Cgroup)
 		if !sandboxed && !slices.Contains(h.mounts, p.MountNS) {
@@ -84,16 +83,16 @@ func (r *Rule) Admit(p *Process, service []uint32, h *Host) error {
 	return nil
 }
 
-// AdmitUser tells whether a process belongs to these users alone. If not, the error is a Refusal.
+// AdmitUser checks that all user ids of a process are in users. The error is a Refusal.
 func AdmitUser(p *Process, users []uint32) error {
 	if p.UIDs.Within(users) {
 		return nil
 	}
-	return &Refusal{fmt.Sprintf("it is of user %s, not of %s", describeUIDs(p.UIDs), UserNames(users)),
+	return &Refusal{fmt.Sprintf("it runs as user %s, not as %s", describeUIDs(p.UIDs), UserNames(users)),
 		"run it as that user, or name its user in the policy"}
 }
 
-// describeUIDs gives one user, or real, effective and saved user of a process that changed it.
+// describeUIDs returns one user name, or the real, effective and saved user if they differ.
 func describeUIDs(u UIDs) string {
 	if u.Within(u[:1]) {
 		return UserName(u[0])
@@ -101,7 +100,7 @@ func describeUIDs(u UIDs) string {
 	return fmt.Sprintf("%s (effective %s, saved %s)", UserName(u[0]), UserName(u[1]), UserName(u[2]))
 }
 
-// UserName is the name of a user, or the number of one that has none.
+// UserName returns the name of a user, or its number if it has no name.
 func UserName(uid uint32) string {
 	number := strconv.FormatUint(uint64(uid), 10)
 	if u, err := user.LookupId(number); err == nil {
@@ -110,7 +109,7 @@ func UserName(uid uint32) string {
 	return number
 }
 
-// UserNames gives users as a, b or c.
+// UserNames returns the names of users in the form a, b or c.
 func UserNames(uids []uint32) string {
 	names := make([]string, len(uids))
 	for i, uid := range uids {
@@ -122,7 +121,7 @@ func UserNames(uids []uint32) string {
 	return strings.Join(names[:len(names)-1], ", ") + " or " + names[len(names)-1]
 }
 
-// has tells whether the host has this very file at a path.
+// hasFile reports whether a path refers to a file on the host.
 func (h *Host) hasFile(path string, file FileID) bool {
 	return slices.ContainsFunc(h.roots, func(root string) bool {
 		dir, err := unix.Open(root, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
@@ -130,7 +129,7 @@ func (h *Host) hasFile(path string, file FileID) bool {
 			return false
 		}
 		defer unix.Close(dir)
-		// In this root: an absolute link leads to its files, not to those of this process.
+		// RESOLVE_IN_ROOT resolves absolute links in that root, not in the root of this process.
 		fd, err := unix.Openat2(dir, path, &unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT})
 		if err != nil {
 			return false

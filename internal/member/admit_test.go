@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/config"
 )
 
-// Whose a process is, by each of its users.
+// Admission depends on all user ids of a process.
 func TestAdmitUser(t *testing.T) {
 	for _, test := range []struct {
 		uids  UIDs
@@ -27,12 +27,12 @@ func TestAdmitUser(t *testing.T) {
 		{UIDs{0, 0, 0, 0}, []uint32{0}, ""},
 		{UIDs{7001, 7001, 7001, 7001}, []uint32{0, 7001}, ""},
 		{UIDs{0, 7001, 0, 7001}, []uint32{0, 7001}, ""},
-		{UIDs{7001, 7001, 7001, 7001}, []uint32{0}, "it is of user 7001, not of root"},
-		{UIDs{7001, 0, 0, 0}, []uint32{0}, "it is of user 7001 (effective root, saved root), not of root"},
-		{UIDs{0, 0, 7001, 0}, []uint32{0}, "it is of user root (effective root, saved 7001), not of root"},
-		{UIDs{0, 7001, 0, 7001}, []uint32{0}, "it is of user root (effective 7001, saved root), not of root"},
-		{UIDs{0, 0, 0, 7001}, []uint32{0}, "it is of user root (effective root, saved root), not of root"},
-		{UIDs{1, 1, 1, 1}, []uint32{0, 7001, 7002}, "it is of user " + UserName(1) + ", not of root, 7001 or 7002"},
+		{UIDs{7001, 7001, 7001, 7001}, []uint32{0}, "it runs as user 7001, not as root"},
+		{UIDs{7001, 0, 0, 0}, []uint32{0}, "it runs as user 7001 (effective root, saved root), not as root"},
+		{UIDs{0, 0, 7001, 0}, []uint32{0}, "it runs as user root (effective root, saved 7001), not as root"},
+		{UIDs{0, 7001, 0, 7001}, []uint32{0}, "it runs as user root (effective 7001, saved root), not as root"},
+		{UIDs{0, 0, 0, 7001}, []uint32{0}, "it runs as user root (effective root, saved root), not as root"},
+		{UIDs{1, 1, 1, 1}, []uint32{0, 7001, 7002}, "it runs as user " + UserName(1) + ", not as root, 7001 or 7002"},
 	} {
 		err := AdmitUser(&Process{UIDs: test.uids}, test.users)
 		if got := text(err); got != test.want {
@@ -64,7 +64,7 @@ func TestParseUIDs(t *testing.T) {
 	}
 }
 
-// Whom rules and services name.
+// The users of rules and of services.
 func TestUsers(t *testing.T) {
 	rules, err := Rules([]config.Member{{Match: config.MemberMatch{User: "7001"}}, {Match: config.MemberMatch{User: "root"}}, {Match: config.MemberMatch{User: "0"}}})
 	check(t, err)
@@ -96,7 +96,7 @@ func TestUsers(t *testing.T) {
 	}
 }
 
-// Real processes in real namespaces, held against rules.
+// Admission of real processes in real namespaces.
 func TestAdmit(t *testing.T) {
 	host, err := ReadHost()
 	check(t, err)
@@ -151,7 +151,7 @@ func TestAdmit(t *testing.T) {
 	}
 }
 
-// What the host has at a path: through links, and after the file was replaced.
+// hasFile follows links, and fails for a replaced file.
 func TestHostFile(t *testing.T) {
 	host, err := ReadHost()
 	check(t, err)
@@ -188,7 +188,7 @@ func TestHostFile(t *testing.T) {
 	}
 	now.RecallFirstSeen(FromRecord(p.PID, p.StartTime, p.Args, "", exe, file))
 	check(t, r.Admit(now, []uint32{0}, host))
-	// Another program in the same process was not seen before.
+	// After execve, the process runs an executable that is not recorded.
 	now.File, now.exeVerified = FileID{1, 2}, false
 	now.RecallFirstSeen(FromRecord(p.PID, p.StartTime, p.Args, "", exe, file))
 	if r.Admit(now, []uint32{0}, host) == nil {
@@ -196,7 +196,7 @@ func TestHostFile(t *testing.T) {
 	}
 }
 
-// An agent whose unit is hardened does not see all files. PID 1 does, and its links are its own.
+// An agent in a hardened unit does not see all files, but the root of process 1 has them. Links are resolved in that root.
 func TestHostRoots(t *testing.T) {
 	blind, seeing := t.TempDir(), t.TempDir()
 	check(t, os.WriteFile(filepath.Join(seeing, "program"), nil, 0o755))
@@ -217,7 +217,7 @@ func TestHostRoots(t *testing.T) {
 	}
 }
 
-// The kernel's owner and namespace of a socket, whoever has it.
+// The owner and the network namespace of a socket do not depend on the process that has it.
 func TestSocketOwner(t *testing.T) {
 	for _, test := range []struct {
 		name  string

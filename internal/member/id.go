@@ -2,8 +2,8 @@
 
 package member
 
-// ID names a process for as long as the host is up.
+// ID identifies a process until the next boot.
 type ID struct {
 	PID       int    `json:"pid"`
-	StartTime uint64 `json:"start_time"`
+	StartTime uint64 `json:"start_time"` // clock ticks since boot
 }

@@ -19,11 +19,11 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// childVariable makes the test binary a child: it does what the variable
-// names, says so in a line of JSON, and ends with its standard input.
+// childVariable makes the test binary a child process: the child runs the named function, prints its result as a line of
+// JSON, and exits when its standard input is closed.
 const childVariable = "SOCKEYE_TEST_CHILD"
 
-// children are what children do; what they return they print.
+// children has the functions of child processes.
 var children = map[string]func() (any, error){
 	"sleep": func() (any, error) { return nil, nil },
 	"rename": func() (any, error) {
@@ -77,7 +77,7 @@ func runChild(f func() (any, error)) error {
 	return err
 }
 
-// child is a running child.
+// child is a running child process.
 type child struct {
 	*exec.Cmd
 	stop io.Closer
@@ -85,7 +85,7 @@ type child struct {
 
 func (c *child) pid() int { return c.Process.Pid }
 
-// start starts a child, with changes, and decodes what it prints.
+// start starts a child process after applying changes to its command, and decodes its output.
 func start(t testing.TB, does string, result any, change func(cmd *exec.Cmd)) *child {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe")
@@ -121,7 +121,7 @@ func check(t testing.TB, err error) {
 	}
 }
 
-// within fails unless f returns soon.
+// within fails the test unless f returns before a deadline.
 func within(t testing.TB, what string, f func() error) error {
 	t.Helper()
 	done := make(chan error, 1)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package member finds the processes that serve a service, without their
-// help: what they are by /proc, their sockets by pidfd_getfd(2).
+// Package member finds the processes that serve a service and copies their sockets, without their cooperation. The
+// attributes of a process come from /proc, and the sockets from pidfd_getfd(2).
 package member
 
 import (
@@ -21,35 +21,34 @@ import (
 	"sockeye/internal/cgroup"
 )
 
-// Process is what the kernel says of a process.
+// Process has the attributes of a process in /proc.
 type Process struct {
 	PID       int
 	Parent    int
 	StartTime uint64 // clock ticks since boot
 	UIDs      UIDs
-	Exe       string // path of the executable where it runs, "" for one that may not be read
-	File      FileID // the executable itself
+	Exe       string // path of the executable in the mount namespace of the process; "" if unreadable
+	File      FileID // executable file
 	Args      []string
-	Cgroup    string // path in cgroup v2, "/" where there is none
+	Cgroup    string // path in cgroup v2; "/" without cgroup v2
 	Netns     uint64 // inode of the network namespace
 	UserNS    FileID
 	MountNS   FileID
 
-	slotVariable *string // of Environment, once it was read
-	exeVerified  bool    // the host had File at Exe
+	slotVariable *string // cached result of SlotVariable
+	exeVerified  bool    // Exe on the host refers to File
 }
 
-// UIDs are the users of a process: real, effective, saved, and that of the file system.
+// UIDs are the user ids of a process: real, effective, saved, and file system.
 type UIDs [4]uint32
 
-// Within tells whether all of them are among some users. They are not where a program that somebody
-// else started became a user by its set-user-ID bit: who started it controls its arguments, its
-// environment and its descriptors, and may send it signals.
+// Within reports whether all ids are in users. The real id of a set-user-ID program is that of the user who started the
+// program, and who controls its arguments, environment and descriptors, and may send it signals.
 func (u UIDs) Within(users []uint32) bool {
 	return !slices.ContainsFunc(u[:], func(uid uint32) bool { return !slices.Contains(users, uid) })
 }
 
-// FileID names a file or a namespace for as long as it is in use.
+// FileID identifies a file or a namespace while it exists.
 type FileID struct {
 	Device uint64 `json:"device"`
 	Inode  uint64 `json:"inode"`
@@ -57,14 +56,14 @@ type FileID struct {
 
 func fileID(s *unix.Stat_t) FileID { return FileID{uint64(s.Dev), s.Ino} }
 
-// FromRecord is what an earlier look at a process saw of it that the process may have written over
-// since, and the executable that was found to be the host's, or "".
+// FromRecord returns a process with the recorded attributes that the process may have overwritten since. exe is the
+// verified path of the executable, or "".
 func FromRecord(pid int, startTime uint64, args []string, slotVariable, exe string, file FileID) *Process {
 	return &Process{PID: pid, StartTime: startTime, Args: args, slotVariable: &slotVariable, Exe: exe, File: file, exeVerified: exe != ""}
 }
 
-// RecallFirstSeen takes over from an earlier look what a process may write over, and where its executable
-// was on the host, which may have been replaced since.
+// RecallFirstSeen copies the attributes that a process can overwrite from its first inspection, and the verified path of
+// the executable, which an upgrade may have replaced since.
 func (p *Process) RecallFirstSeen(first *Process) {
 	p.Args, p.slotVariable = first.Args, first.slotVariable
 	if exe, file := first.VerifiedExecutable(); exe != "" && file == p.File {
@@ -72,13 +71,13 @@ func (p *Process) RecallFirstSeen(first *Process) {
 	}
 }
 
-// MayRun tells whether the process, as it was seen, may run that executable: it is false once execve(2)
-// has replaced the one that is known.
+// MayRun reports whether the process may have run an executable: false if both executables are known and differ, as
+// after execve(2).
 func (p *Process) MayRun(file FileID) bool {
 	return p.File == file || p.File == FileID{} || file == FileID{}
 }
 
-// VerifiedExecutable is the executable if it was found to be the host's file of that path.
+// VerifiedExecutable returns the path and the file of the executable if the path refers to that file on the host, or "".
 func (p *Process) VerifiedExecutable() (exe string, file FileID) {
 	if !p.exeVerified {
 		return "", FileID{}
@@ -86,8 +85,7 @@ func (p *Process) VerifiedExecutable() (exe string, file FileID) {
 	return p.Exe, p.File
 }
 
-// SlotVariable is SOCKEYE_SLOT of the environment with which the process
-// started, or "".
+// SlotVariable returns SOCKEYE_SLOT of the initial environment of the process, or "".
 func (p *Process) SlotVariable() string {
 	if p.slotVariable == nil {
 		value := environment(p.PID, "SOCKEYE_SLOT")
@@ -96,11 +94,10 @@ func (p *Process) SlotVariable() string {
 	return *p.slotVariable
 }
 
-// Command is the command line, as a person would type it.
+// Command returns the arguments joined by spaces.
 func (p *Process) Command() string { return strings.Join(p.Args, " ") }
 
-// Unit returns the unit of the system's service manager that a process belongs to, by its cgroup, and
-// the instance of a template's unit.
+// Unit returns the system unit of a process by its cgroup, and the instance name of a template unit.
 func (p *Process) Unit() (unit, instance string) { return UnitOf(p.Cgroup) }
 
 func environment(pid int, name string) string {
@@ -121,16 +118,16 @@ func environment(pid int, name string) string {
 	return ""
 }
 
-// folder is /proc/PID of one process. What is read through it is of this process, or fails: it never
-// is of a later one with the same id.
+// procDir is a descriptor of /proc/PID. Reads through the descriptor return data of this process or fail; they never
+// return data of a later process with the same id.
 type procDir int
 
-// Bounds of what is kept of a process: its arguments and its environment are where, and as large as, it
-// says (PR_SET_MM_MAP), gigabytes that cost it nothing.
+// Limits of the data per process. A process sets the location and the size of its arguments and its environment
+// (PR_SET_MM_MAP), up to gigabytes without a cost.
 const (
 	maxText        = 32 << 10 // bytes of a file
 	maxArgs        = 512
-	maxEnvironment = 1 << 20 // bytes in which SOCKEYE_SLOT is looked for
+	maxEnvironment = 1 << 20 // bytes that are searched for SOCKEYE_SLOT
 )
 
 // read reads the first maxText bytes of a file.
@@ -144,7 +141,7 @@ func (f procDir) read(name string) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(file, maxText))
 }
 
-// id follows a link to a file or a namespace.
+// id returns the file or the namespace that a link refers to.
 func (f procDir) id(name string) (FileID, error) {
 	var stat unix.Stat_t
 	if err := unix.Fstatat(int(f), name, &stat, 0); err != nil {
@@ -162,8 +159,7 @@ func (f procDir) link(name string) (string, error) {
 	return string(path[:n]), nil
 }
 
-// Read returns the process with the given id. It fails with fs.ErrNotExist if
-// there is none.
+// Read returns the process with a process id. The error wraps fs.ErrNotExist if there is no such process.
 func Read(pid int) (*Process, error) {
 	dir, err := openProcess(pid)
 	if err != nil {
@@ -195,9 +191,9 @@ func Read(pid int) (*Process, error) {
 	if path, ok := cgroup.Parse(string(groups)); ok {
 		p.Cgroup = path
 	}
-	// Kernel threads have none, and some files need more rights than others.
+	// Kernel threads have no executable, and the link may be unreadable.
 	if p.Exe, err = dir.link("exe"); err == nil {
-		p.Exe = strings.TrimSuffix(p.Exe, " (deleted)") // then the host has another file there, or none
+		p.Exe = strings.TrimSuffix(p.Exe, " (deleted)") // the path now refers to another file or to none
 		p.File, _ = dir.id("exe")
 	}
 	netns, err := dir.id("ns/net")
@@ -214,7 +210,7 @@ func Read(pid int) (*Process, error) {
 	return p, nil
 }
 
-// parseUIDs finds the users in /proc/PID/status. The owner of /proc/PID is the effective one alone.
+// parseUIDs parses the user ids in /proc/PID/status. The owner of /proc/PID is only the effective user.
 func parseUIDs(status []byte) (uids UIDs, err error) {
 	for line := range bytes.Lines(status) {
 		text, ok := bytes.CutPrefix(line, []byte("Uid:"))
@@ -237,8 +233,7 @@ func parseUIDs(status []byte) (uids UIDs, err error) {
 	return uids, errors.New("unexpected format of status")
 }
 
-// Alive tells whether a process that had this id and start time still runs. That costs a
-// fraction of Read.
+// Alive reports whether the process with this id and start time still runs. Alive costs a fraction of Read.
 func Alive(pid int, startTime uint64) bool {
 	dir, err := openProcess(pid)
 	if err != nil {
@@ -249,7 +244,7 @@ func Alive(pid int, startTime uint64) bool {
 	return err == nil && now == startTime
 }
 
-// Parent is the process that a process is a child of.
+// Parent returns the process id of the parent of a process.
 func Parent(pid int) (int, error) {
 	dir, err := openProcess(pid)
 	if err != nil {
@@ -268,13 +263,13 @@ func openProcess(pid int) (procDir, error) {
 	return procDir(fd), nil
 }
 
-// stat reads proc_pid_stat(5). A process that has ended and is not waited for is gone.
+// stat reads /proc/PID/stat (proc_pid_stat(5)). A zombie counts as exited.
 func (f procDir) stat(pid int) (parent int, startTime uint64, err error) {
 	stat, err := f.read("stat")
 	if err != nil {
 		return 0, 0, readError(pid, err)
 	}
-	// The name in parentheses may hold anything, parentheses too.
+	// The name in parentheses may contain any characters, also parentheses.
 	_, rest, ok := cutLast(string(stat), ") ")
 	fields := strings.Fields(rest)
 	if !ok || len(fields) < 20 {
@@ -299,8 +294,7 @@ func cutLast(s, sep string) (before, after string, found bool) {
 	return s, "", false
 }
 
-// gone makes one error of the many ways in which /proc says that a process
-// has ended.
+// readError wraps an error of /proc, and maps ESRCH to fs.ErrNotExist.
 func readError(pid int, err error) error {
 	if errors.Is(err, unix.ESRCH) {
 		err = fs.ErrNotExist
@@ -308,8 +302,8 @@ func readError(pid int, err error) error {
 	return fmt.Errorf("read process %d: %w", pid, err)
 }
 
-// All returns the processes of the host, oldest first, except kernel threads
-// and those that end meanwhile or may not be read.
+// All returns the processes of the host, oldest first, without kernel threads, unreadable processes, and processes that
+// exit during the call.
 func All() ([]*Process, error) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {

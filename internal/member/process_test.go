@@ -37,7 +37,7 @@ func TestReadSelf(t *testing.T) {
 	}
 }
 
-// TestReadOddNames reads processes whose names try to look like fields.
+// TestReadOddNames reads processes whose names look like fields of /proc/PID/stat.
 func TestReadOddNames(t *testing.T) {
 	for _, name := range []string{"plain", "a b", "(a)", ") S 1 2 (", ") Z 1 1 1 1 1", "a\nb", ")\n(", "\\", "\xff"} {
 		args := []string{"prog " + name, "", "two words", "a\nline", "--x=(" + name + ")", "\xff"}
@@ -88,7 +88,7 @@ func TestReadOther(t *testing.T) {
 	if p.Cgroup != testenv.CgroupPath()+"/nfacctd@3.service" {
 		t.Errorf("cgroup %s", p.Cgroup)
 	}
-	// Where the tests' group is the root, the group is a unit of the system's service manager.
+	// If the cgroup of the tests is the root, the child's cgroup is a system unit.
 	var seen Process
 	start(t, "read", &seen, func(cmd *exec.Cmd) {
 		cmd.SysProcAttr.Cloneflags = unix.CLONE_NEWCGROUP
@@ -150,7 +150,7 @@ func TestAll(t *testing.T) {
 			t.Errorf("%d is not there", pid)
 		}
 	}
-	// Numbers begin again when they are used up.
+	// Process ids wrap around.
 	if !slices.IsSortedFunc(all, func(a, b *Process) int { return cmp.Compare(a.StartTime, b.StartTime) }) {
 		t.Error("those that started first do not come first")
 	}
@@ -198,7 +198,7 @@ func TestSlotVariable(t *testing.T) {
 	}
 }
 
-// TestRemember keeps what a process has written over since.
+// TestRemember recalls attributes that the process has overwritten.
 func TestRemember(t *testing.T) {
 	first := FromRecord(12, 34, []string{"nfacctd", "-f", "x-3.conf"}, "3", "", FileID{})
 	p := &Process{PID: 12, StartTime: 34, Args: []string{"nfacctd: Core Process [default]"}}
@@ -215,8 +215,8 @@ func TestRemember(t *testing.T) {
 	}
 }
 
-// TestHugeCommandLine reads a process whose arguments are larger than all that is kept of it. Where a process says
-// that its arguments are (PR_SET_MM_MAP), there may be gigabytes that cost it nothing.
+// TestHugeCommandLine reads a process whose arguments exceed the limit. A process can set the range of its arguments
+// (PR_SET_MM_MAP) to gigabytes without a cost.
 func TestHugeCommandLine(t *testing.T) {
 	c := start(t, "sleep", nil, func(cmd *exec.Cmd) {
 		cmd.Args = append(cmd.Args, slices.Repeat([]string{"a"}, 3*maxArgs)...)

@@ -14,16 +14,16 @@ import (
 	"sockeye/internal/config"
 )
 
-// AnySlot is the slot of a member that takes the first one that is free.
+// AnySlot is the slot of a member that gets the first free slot.
 const AnySlot = -1
 
-// Rule is a rule of the policy, its user resolved.
+// Rule is a member rule of the policy with a resolved user.
 type Rule struct {
 	config.Member
-	uid *uint32 // nil: those of the service
+	uid *uint32 // nil: the users of the service
 }
 
-// Rules resolves the users that rules name. An unknown user is an error.
+// Rules resolves the users of member rules. An unknown user is an error.
 func Rules(members []config.Member) ([]Rule, error) {
 	rules := make([]Rule, len(members))
 	for i, m := range members {
@@ -40,8 +40,8 @@ func Rules(members []config.Member) ([]Rule, error) {
 	return rules, nil
 }
 
-// Users returns who owns the members of a service and their sockets: the users of the service or,
-// where it names none, those of its rules. There is none where the service has no rules either.
+// Users returns the users of the members of a service: the named users, or else the users of the rules. The result is
+// empty if there are neither.
 func Users(names []string, rules []Rule) ([]uint32, error) {
 	var uids []uint32
 	for _, name := range names {
@@ -49,7 +49,7 @@ func Users(names []string, rules []Rule) ([]uint32, error) {
 		if err != nil {
 			return nil, err
 		}
-		if !slices.Contains(uids, uid) { // named twice, as by name and number
+		if !slices.Contains(uids, uid) { // one user may be given by name and by number
 			uids = append(uids, uid)
 		}
 	}
@@ -63,8 +63,7 @@ func Users(names []string, rules []Rule) ([]uint32, error) {
 	return uids, nil
 }
 
-// CheckUsers refuses a policy that names users whom the host does not have. The error, if any, is of type
-// [config.Errors] and has all of them.
+// CheckUsers returns an error of type [config.Errors] that lists all unknown users of a policy, or nil.
 func CheckUsers(policy *config.Policy) error {
 	var flaws config.Errors
 	check := func(path, name string) {
@@ -98,7 +97,7 @@ func CheckUsers(policy *config.Policy) error {
 	return flaws
 }
 
-// Users are those whose processes the rule makes members, of a service with these users.
+// Users returns the users whose processes the rule admits: the user of the rule, or else the users of the service.
 func (r *Rule) Users(service []uint32) []uint32 {
 	if r.uid != nil {
 		return []uint32{*r.uid}
@@ -122,13 +121,13 @@ func LookupUser(name string) (uint32, error) {
 	return uint32(uid), nil
 }
 
-// InCgroup tells whether a process lives in the cgroup or in one below it.
+// InCgroup reports whether a process is in a cgroup or in a descendant of it.
 func (p *Process) InCgroup(cgroup string) bool {
 	return cgroup == "/" || p.Cgroup == cgroup || strings.HasPrefix(p.Cgroup, cgroup+"/")
 }
 
-// Matches tells whether the rule describes the process. Whether the process may be what it
-// looks like, Admit tells.
+// Matches reports whether the process has the attributes that the rule gives. Admit then checks that the process may be
+// a member.
 func (r *Rule) Matches(p *Process) bool {
 	m := r.Match
 	unit, _ := p.Unit()
@@ -144,8 +143,7 @@ func glob(pattern, name string) bool {
 	return ok && err == nil
 }
 
-// Slot returns the slot that the rule gives a process that it matches, below
-// slots, or AnySlot.
+// Slot returns the slot of a matching process, 0 to slots-1, or AnySlot.
 func (r *Rule) Slot(p *Process, slots int) (int, error) {
 	var text, source string
 	switch r.SlotRule().Kind {
@@ -178,5 +176,5 @@ func (r *Rule) Slot(p *Process, slots int) (int, error) {
 	return slot, nil
 }
 
-// SlotRule says where the slot comes from.
+// SlotRule returns the source of the slot number.
 func (r *Rule) SlotRule() config.SlotRule { return r.Member.Slot }

@@ -54,7 +54,7 @@ func TestMatches(t *testing.T) {
 			t.Errorf("%s: %v, want %v", name, got, test.want)
 		}
 	}
-	// A process of no unit, whose executable cannot be read.
+	// A process without a unit, with an unreadable executable.
 	bare := &Process{Cgroup: "/"}
 	for _, m := range []config.MemberMatch{{SystemdUnit: "?*"}, {Executable: "/*"}} {
 		r := rule(t, config.Member{Match: m})

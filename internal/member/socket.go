@@ -14,14 +14,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Handle is a process that cannot be mistaken for a later one with its id.
+// Handle is a pidfd of a process. A handle never refers to a later process with the same id.
 type Handle struct {
-	file *os.File // polled by the runtime
+	file *os.File // registered with the runtime poller
 	fd   int
 	pid  int
 }
 
-// Open returns a handle of a process, by pidfd_open(2).
+// Open returns a handle of a process, by pidfd_open(2). The error wraps fs.ErrNotExist if there is no such process.
 func Open(pid int) (*Handle, error) {
 	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
 	if err != nil {
@@ -33,7 +33,7 @@ func Open(pid int) (*Handle, error) {
 	return &Handle{file: os.NewFile(uintptr(fd), "pidfd:"+strconv.Itoa(pid)), fd: fd, pid: pid}, nil
 }
 
-// FromPidfd takes over a pidfd of the process with an id.
+// FromPidfd returns a handle that owns a pidfd. pid is the process id. After an error, the pidfd is closed.
 func FromPidfd(pidfd, pid int) (*Handle, error) {
 	if err := unix.SetNonblock(pidfd, true); err != nil {
 		unix.Close(pidfd)
@@ -42,7 +42,7 @@ func FromPidfd(pidfd, pid int) (*Handle, error) {
 	return &Handle{file: os.NewFile(uintptr(pidfd), "pidfd:"+strconv.Itoa(pid)), fd: pidfd, pid: pid}, nil
 }
 
-// Wait returns when the process has ended, or with an error after Close.
+// Wait blocks until the process exits. After Close, Wait returns an error.
 func (h *Handle) Wait() error {
 	conn, err := h.file.SyscallConn()
 	if err != nil {
@@ -51,7 +51,7 @@ func (h *Handle) Wait() error {
 	return conn.Read(func(fd uintptr) bool { return ended(int(fd)) })
 }
 
-// Ended tells whether the process has ended.
+// Ended reports whether the process has exited.
 func (h *Handle) Ended() bool { return ended(h.fd) }
 
 func ended(pidfd int) bool {
@@ -60,33 +60,32 @@ func ended(pidfd int) bool {
 	return err == nil && n == 1
 }
 
-// Kill ends the process.
+// Kill sends SIGKILL to the process.
 func (h *Handle) Kill() error {
 	return unix.PidfdSendSignal(h.fd, unix.SIGKILL, nil, 0)
 }
 
-// Close releases the handle and ends Wait.
+// Close closes the pidfd and makes Wait return.
 func (h *Handle) Close() error { return h.file.Close() }
 
-// Socket is a copy of a descriptor of another process' TCP or UDP socket. It
-// keeps the socket open: close it as soon as possible.
+// Socket is a copied descriptor of a TCP or UDP socket of another process. The copy keeps the socket open, so close it
+// as soon as possible.
 type Socket struct {
-	// Never an os.File: that would change the file status flags, which the
-	// copy shares with the member's own descriptor.
+	// Not an os.File: that would change the file status flags, which the copy shares with the original.
 	fd        int
-	Number    int // of the descriptor in the process that it was taken from
+	Number    int // number of the descriptor in the other process
 	Cookie    uint64
-	UID       uint32 // who owns it
+	UID       uint32 // owner
 	Protocol  int    // unix.IPPROTO_TCP, _UDP, or _MPTCP
 	Local     netip.AddrPort
-	V6Only    bool // an address [::] leaves IPv4 to others
-	IPv6Alone bool // takes no IPv4: by V6Only, or bound to an IPv6 address
+	V6Only    bool // bound to [::] with IPV6_V6ONLY
+	IPv6Alone bool // receives no IPv4: V6Only, or bound to a specific IPv6 address
 	ReusePort bool
-	Listening bool // always true of UDP
+	Listening bool // always true for UDP
 	Connected bool
 }
 
-// FD is the descriptor, valid until Close.
+// FD returns the descriptor, which is valid until Close.
 func (s *Socket) FD() int { return s.fd }
 
 // Close closes the copy.
@@ -100,21 +99,20 @@ func (s *Socket) String() string {
 	return protocols[s.Protocol] + " " + s.Local.String()
 }
 
-// SharesTraffic tells whether the kernel would share what arrives among two sockets.
+// SharesTraffic reports whether the kernel, without a program, would distribute traffic over two sockets.
 func (s *Socket) SharesTraffic(other *Socket) bool {
 	return s.Protocol == other.Protocol && s.Local == other.Local && s.V6Only == other.V6Only && !s.Connected && !other.Connected
 }
 
-// Sockets returns the bound TCP and UDP sockets of a process that want says
-// yes to. The caller closes them. It needs CAP_SYS_PTRACE over the process;
-// without it the error is fs.ErrPermission.
+// Sockets returns copies of the bound TCP and UDP sockets of a process for which want returns true. The caller closes
+// them. Sockets needs CAP_SYS_PTRACE over the process; otherwise the error wraps fs.ErrPermission.
 func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 	var sockets []*Socket
 	seen := make(map[uint64]bool)
-	// A descriptor that is gone when its turn comes may have moved to another
-	// number, as programs do that hand sockets over from library to library.
-	const looks = 4
-	for range looks {
+	// A descriptor that disappears during the scan may have been duplicated to another number, as in programs whose
+	// libraries pass sockets on.
+	const maxScans = 4
+	for range maxScans {
 		more, moved, err := h.scanDescriptors(seen, want)
 		sockets = append(sockets, more...)
 		if err != nil {
@@ -128,8 +126,8 @@ func (h *Handle) Sockets(want func(*Socket) bool) ([]*Socket, error) {
 	return sockets, nil
 }
 
-// HasSocket tells whether one of the first descriptors of a process, of which it looks at 1024 and at no more, is
-// a socket that want says yes to.
+// HasSocket reports whether one of the first 1024 descriptors of a process is a bound TCP or UDP socket for which want
+// returns true.
 func (h *Handle) HasSocket(want func(*Socket) bool) bool {
 	const most = 1024
 	dir, err := os.Open(fmt.Sprintf("/proc/%d/fd", h.pid))
@@ -159,7 +157,8 @@ func (h *Handle) HasSocket(want func(*Socket) bool) bool {
 	return false
 }
 
-// look goes through the descriptors once, leaving out the sockets seen.
+// scanDescriptors scans the descriptors once and skips the sockets in seen. moved is true if a descriptor disappeared
+// during the scan.
 func (h *Handle) scanDescriptors(seen map[uint64]bool, want func(*Socket) bool) (sockets []*Socket, moved bool, err error) {
 	dir := fmt.Sprintf("/proc/%d/fd", h.pid)
 	entries, err := os.ReadDir(dir)
@@ -202,20 +201,19 @@ func (h *Handle) scanDescriptors(seen map[uint64]bool, want func(*Socket) bool) 
 	return sockets, moved, nil
 }
 
-// OpenSocket returns the socket behind one descriptor of a process. The caller closes
-// it. Where there is none, or no bound TCP or UDP socket, it fails with
-// fs.ErrNotExist. It needs the same rights as Sockets.
+// OpenSocket returns a copy of one descriptor of a process. The caller closes the copy. The error wraps fs.ErrNotExist
+// if the descriptor does not exist or is not a bound TCP or UDP socket. OpenSocket needs the same capability as Sockets.
 func (h *Handle) OpenSocket(number int) (*Socket, error) {
 	fd, err := h.copyDescriptor(number)
 	if errors.Is(err, unix.EBADF) {
-		return nil, fmt.Errorf("take descriptor %d of process %d: %w", number, h.pid, fs.ErrNotExist)
+		return nil, fmt.Errorf("copy descriptor %d of process %d: %w", number, h.pid, fs.ErrNotExist)
 	}
 	if err != nil {
 		return nil, err
 	}
 	s, ok := InspectSocket(fd)
 	if !ok {
-		return nil, fmt.Errorf("take descriptor %d of process %d: no bound TCP or UDP socket: %w", number, h.pid, fs.ErrNotExist)
+		return nil, fmt.Errorf("copy descriptor %d of process %d: no bound TCP or UDP socket: %w", number, h.pid, fs.ErrNotExist)
 	}
 	s.Number = number
 	return s, nil
@@ -229,7 +227,7 @@ func (h *Handle) copyDescriptor(number int) (int, error) {
 	if errors.Is(err, unix.ESRCH) {
 		err = fs.ErrNotExist
 	}
-	return -1, fmt.Errorf("take descriptor %d of process %d: %w", number, h.pid, err)
+	return -1, fmt.Errorf("copy descriptor %d of process %d: %w", number, h.pid, err)
 }
 
 // CloseAll closes sockets.
@@ -239,8 +237,8 @@ func CloseAll(sockets []*Socket) {
 	}
 }
 
-// InspectSocket takes over a descriptor. It says no, and closes it, unless it is a
-// bound TCP or UDP socket.
+// InspectSocket returns a socket that owns a descriptor. If the descriptor is not a bound TCP or UDP socket,
+// InspectSocket closes the descriptor and returns false.
 func InspectSocket(fd int) (*Socket, bool) {
 	s := &Socket{fd: fd}
 	if s.inspect() {
@@ -282,8 +280,8 @@ func (s *Socket) inspect() bool {
 		return false
 	}
 	s.Cookie = cookie
-	// The owner of the inode is sk_uid, by which the kernel groups sockets: whoever opened it, or whom
-	// fchown(2) gave it to, which takes CAP_CHOWN in a user namespace that has both users.
+	// The owner of the inode is sk_uid, which the kernel compares in a SO_REUSEPORT group: the user that opened the
+	// socket, or a user set by fchown(2), which needs CAP_CHOWN in a user namespace that maps both users.
 	var stat unix.Stat_t
 	if err := unix.Fstat(fd, &stat); err != nil {
 		return false
@@ -299,7 +297,7 @@ func (s *Socket) inspect() bool {
 	case *unix.SockaddrInet6:
 		s.Local = netip.AddrPortFrom(netip.AddrFrom16(a.Addr), uint16(a.Port))
 		only, err := unix.GetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_V6ONLY)
-		// The kernel sets it for any other IPv6 address, too.
+		// The kernel also sets IPV6_V6ONLY for all specific IPv6 addresses.
 		s.IPv6Alone = err == nil && only == 1
 		s.V6Only = s.IPv6Alone && a.Addr == [16]byte{}
 	}
@@ -309,8 +307,8 @@ func (s *Socket) inspect() bool {
 	return s.Local.Port() != 0
 }
 
-// Netns returns the inode of the network namespace that the socket was opened in, which need not be
-// that of the process that has it. It needs CAP_NET_ADMIN over the namespace.
+// Netns returns the inode of the network namespace of the socket, which may differ from that of the process. Netns needs
+// CAP_NET_ADMIN over the namespace.
 func (s *Socket) Netns() (uint64, error) {
 	ns, err := unix.IoctlRetInt(s.fd, unix.SIOCGSKNS)
 	if err != nil {
@@ -324,8 +322,8 @@ func (s *Socket) Netns() (uint64, error) {
 	return stat.Ino, nil
 }
 
-// Listen raises the backlog of a listening TCP socket. The kernel cuts it to
-// net.core.somaxconn of the socket's network namespace.
+// Listen sets the backlog of a listening TCP socket. The kernel limits the backlog to net.core.somaxconn of the socket's
+// network namespace.
 func (s *Socket) Listen(backlog int) error {
 	if err := unix.Listen(s.FD(), backlog); err != nil {
 		return fmt.Errorf("set backlog of %s: %w", s, err)

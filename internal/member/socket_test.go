@@ -33,7 +33,7 @@ func TestHandle(t *testing.T) {
 		t.Error("a killed process has not ended")
 	}
 	c.Wait()
-	// The process is gone, and its number may be another's.
+	// The process has exited, and its id may be reused.
 	if !h.Ended() {
 		t.Error("a process that was waited for has not ended")
 	}
@@ -57,14 +57,14 @@ func TestHandle(t *testing.T) {
 
 func all(*Socket) bool { return true }
 
-// opened is a socket of the child, or the reason why there is none.
+// opened is a socket of the child, or the error.
 type opened struct {
 	FD     int
 	Cookie uint64
 	Error  string
 }
 
-// openSockets opens what sockets of a member may be like, and what are none.
+// openSockets opens the kinds of sockets that members have, and others.
 func openSockets() (any, error) {
 	result := make(map[string]opened)
 	for _, s := range []struct {
@@ -129,7 +129,7 @@ func openSockets() (any, error) {
 	return result, nil
 }
 
-// flags are the status flags of all descriptors of a process.
+// flags returns the status flags of all descriptors of a process.
 func flags(t testing.TB, pid int) map[string]string {
 	t.Helper()
 	dir := fmt.Sprintf("/proc/%d/fdinfo", pid)
@@ -273,7 +273,7 @@ func TestTake(t *testing.T) {
 	}
 }
 
-// testBacklog raises the backlog of a listener: TCP_INFO tells of it.
+// testBacklog raises the backlog of a listener and reads it from TCP_INFO.
 func testBacklog(t *testing.T, s *Socket) {
 	t.Helper()
 	backlog := func() uint32 {
@@ -295,8 +295,7 @@ func testBacklog(t *testing.T, s *Socket) {
 	}
 }
 
-// TestSocketsWithoutRights says that rights are lacking, not that there are no
-// sockets.
+// TestSocketsWithoutRights checks that missing capabilities give an error, not an empty list.
 func TestSocketsWithoutRights(t *testing.T) {
 	c := start(t, "sockets", nil, nil)
 	h, err := Open(c.pid())
@@ -313,7 +312,7 @@ func TestSocketsWithoutRights(t *testing.T) {
 	}
 }
 
-// TestSocketsOfAProcessThatEnds takes sockets while the process is killed.
+// TestSocketsOfAProcessThatEnds copies sockets while the process is killed.
 func TestSocketsOfAProcessThatEnds(t *testing.T) {
 	had := descriptors(t)
 	for range 10 {

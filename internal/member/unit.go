@@ -4,18 +4,16 @@ package member
 
 import "strings"
 
-// UnitOf returns the unit of the system's service manager that the processes of a cgroup belong to, and
-// the instance of a template's unit: what systemd itself makes of the path (cg_path_get_unit in
-// systemd's src/basic/cgroup-util.c). Slices at the beginning are passed over; the first component
-// after them is the unit if it is a valid unit's name, whatever is below it. So the units of a
-// user's own service manager, which anybody may name as he likes, are all user@UID.service. Both are
-// "" where there is no unit.
+// UnitOf returns the system unit of a cgroup, and the instance name of a template unit, with the algorithm of systemd
+// (cg_path_get_unit in src/basic/cgroup-util.c): the unit is the first path component that is not a slice, if it is a
+// valid unit name, regardless of the components below. All units of a user's service manager, which the user may name
+// freely, are therefore user@UID.service. Both results are "" if there is no unit.
 func UnitOf(cgroup string) (unit, instance string) {
 	for part := range strings.SplitSeq(cgroup, "/") {
 		if part == "" {
 			continue
 		}
-		// A component that would look like a file of the kernel's begins with _ (cg_escape).
+		// systemd prefixes _ to names that could be files of the kernel (cg_escape).
 		name := strings.TrimPrefix(part, "_")
 		base, kind, ok := cutUnit(name)
 		if ok && kind == "slice" && !strings.Contains(base, "@") {
@@ -30,23 +28,23 @@ func UnitOf(cgroup string) (unit, instance string) {
 	return "", ""
 }
 
-// isUsers tells whether a cgroup is that of a login session or of a user's own service manager, in
-// which this user decides what runs in which group.
+// isUserControlled reports whether a cgroup belongs to a login session or to a user's service manager. The user decides
+// which processes run in such a cgroup.
 func isUserControlled(cgroup string) bool {
 	return strings.HasPrefix(cgroup+"/", "/user.slice/")
 }
 
-// unitKinds are the types of units (systemd.unit(5)).
+// unitKinds has the unit types of systemd.unit(5).
 var unitKinds = map[string]bool{
 	"service": true, "socket": true, "target": true, "device": true, "mount": true, "automount": true,
 	"swap": true, "timer": true, "path": true, "slice": true, "scope": true,
 }
 
-// maxUnitName is UNIT_NAME_MAX, which no name reaches.
+// maxUnitName is UNIT_NAME_MAX; valid names are shorter.
 const maxUnitName = 256
 
-// cutUnit splits the name of a unit at its last dot. It says no to what is no name of a unit: those
-// of templates, as a@.service, have no processes (unit_name_is_valid in src/basic/unit-name.c).
+// cutUnit splits a unit name at its last dot. ok is false for an invalid name (unit_name_is_valid in
+// src/basic/unit-name.c), and for a template such as a@.service, which has no processes.
 func cutUnit(name string) (base, kind string, ok bool) {
 	dot := strings.LastIndexByte(name, '.')
 	if dot <= 0 || len(name) >= maxUnitName {

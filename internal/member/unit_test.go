@@ -27,8 +27,8 @@ func TestUnit(t *testing.T) {
 		{"/user.slice/user-1000.slice/session-2.scope", "session-2.scope", ""},
 		{"/system.slice/docker.service/a.slice", "docker.service", ""},
 
-		// A user names the units of his own service manager as he likes, and makes groups below
-		// what is delegated to him. These were taken for system units of that name.
+		// Users choose the names of their own units, and create cgroups below delegated ones. An earlier version
+		// took these for system units.
 		{"/user.slice/user-1000.slice/user@1000.service/app.slice/nfacctd@0.service", "user@1000.service", "1000"},
 		{"/user.slice/user-1000.slice/user@1000.service/nfacctd@0.service", "user@1000.service", "1000"},
 		{"/user.slice/user-1000.slice/user@1000.service/app.slice/app-x.service", "user@1000.service", "1000"},
@@ -39,7 +39,7 @@ func TestUnit(t *testing.T) {
 		{"/../nfacctd@0.service", "", ""},
 		{"/machine/nfacctd@0.service", "", ""},
 
-		// Names that are none.
+		// Invalid names.
 		{"/system.slice/a@.service", "", ""}, // a template
 		{"/system.slice/@3.service", "", ""},
 		{"/system.slice/.service", "", ""},
@@ -54,7 +54,7 @@ func TestUnit(t *testing.T) {
 		{"/system.slice/" + long + ".service", "", ""},
 		{"/system.slice/" + long[1:] + ".service", long[1:] + ".service", ""},
 
-		// What systemd escapes.
+		// Names that systemd escapes.
 		{"/system.slice/_cgroup.service", "cgroup.service", ""},
 		{"/_system.slice/_a@1.service/x", "a@1.service", "1"},
 		{"//system.slice//a.service/", "a.service", ""},
@@ -77,8 +77,7 @@ func TestUsersOwn(t *testing.T) {
 	}
 }
 
-// What is found is a valid name, is in the path after nothing but slices, and what a user does below
-// a unit changes nothing.
+// A unit has a valid name and follows only slices in the path, and cgroups below a unit do not change the result.
 func FuzzUnit(f *testing.F) {
 	for _, seed := range []string{
 		"/", "/system.slice/nfacctd@3.service/x", "/user.slice/user-1000.slice/user@1000.service/app.slice/nfacctd@0.service",

@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Capabilities that the agent keeps, and what for.
+// kept lists the capabilities that the agent keeps, and their purpose.
 var kept = []struct {
 	Number uintptr
 	Name   string
@@ -21,12 +21,11 @@ var kept = []struct {
 	{unix.CAP_PERFMON, "CAP_PERFMON", "let the verifier follow pointers in programs"},
 	{unix.CAP_SYS_PTRACE, "CAP_SYS_PTRACE", "take members' sockets by pidfd_getfd"},
 	{unix.CAP_DAC_READ_SEARCH, "CAP_DAC_READ_SEARCH", "read /proc/PID/fd of members"},
-	{unix.CAP_CHOWN, "CAP_CHOWN", "give anchors to the members' user"},
+	{unix.CAP_CHOWN, "CAP_CHOWN", "give keeper sockets to the members' user"},
 }
 
-// Drop gives up, for all threads and all programs started from
-// here on, every capability but those kept, the extra ones, and that to bind low
-// ports, which a later policy may ask for.
+// Drop drops all capabilities except those in kept, the extra ones, and CAP_NET_BIND_SERVICE, which a later policy may
+// need. Drop applies to all threads and to programs started afterwards.
 func Drop(extra ...uintptr) error {
 	mask := uint64(1) << unix.CAP_NET_BIND_SERVICE
 	for _, c := range kept {
@@ -38,11 +37,11 @@ func Drop(extra ...uintptr) error {
 	return limitCapabilities(mask)
 }
 
-// DropAll drops all capabilities of all threads.
+// DropAll drops all capabilities.
 func DropAll() error { return limitCapabilities(0) }
 
-// limitCapabilities leaves the bounding set alone: with no_new_privs set, no
-// program started from here gains a capability, root's included
+// limitCapabilities restricts the permitted, effective and inheritable sets to a mask, and sets no_new_privs. The
+// bounding set stays: with no_new_privs, no program that this process starts gains a capability, not even as root
 // (cap_bprm_creds_from_file in security/commoncap.c).
 func limitCapabilities(mask uint64) error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
@@ -68,7 +67,7 @@ func limitCapabilities(mask uint64) error {
 	return nil
 }
 
-// Missing names the capabilities that the agent needs and lacks.
+// Missing returns the names of the capabilities that the agent needs and lacks.
 func Missing() ([]string, error) {
 	effective, err := effectiveCapabilities()
 	if err != nil {
@@ -92,7 +91,7 @@ func effectiveCapabilities() (uint64, error) {
 	return uint64(has[1].Effective)<<32 | uint64(has[0].Effective), nil
 }
 
-// Has reports whether this thread has a capability in its effective set.
+// Has reports whether this process has a capability in its effective set.
 func Has(c uintptr) bool {
 	effective, err := effectiveCapabilities()
 	return err == nil && effective&(1<<c) != 0

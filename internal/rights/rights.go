@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package rights knows the capabilities that the agent needs: which it always keeps, which only some policies
-// need, and how to give up the others.
+// Package rights lists the capabilities that the agent needs, always or for some policies, and drops all others.
 package rights
 
 import (
@@ -19,8 +18,7 @@ import (
 	"sockeye/internal/config"
 )
 
-// Right is a capability that only some policies need. The unit of the agent has the capability in a
-// drop-in alone.
+// Right is a capability that only some policies need. A drop-in adds the capability to the agent's systemd unit.
 type Right struct {
 	Capability uintptr
 	Name       string
@@ -36,7 +34,7 @@ var (
 	optional = []Right{SysAdmin, DACOverride, NetBindService}
 )
 
-// DropInHint is how to give the capability to the unit.
+// DropInHint returns the commands that add the capability to the unit.
 func (r Right) DropInHint() string {
 	from := r.DropIn
 	if exe, err := os.Executable(); err == nil {
@@ -51,7 +49,7 @@ type Need struct {
 	For string // the part of the policy that needs the capability
 }
 
-// FirstNeeds keeps the first need of each capability, in the order in which they are declared.
+// FirstNeeds returns the first need of each capability, in the order of the declaration of the capabilities.
 func FirstNeeds(all []Need) []Need {
 	var first []Need
 	for _, r := range optional {
@@ -62,8 +60,8 @@ func FirstNeeds(all []Need) []Need {
 	return first
 }
 
-// FirstUnprivilegedPort is the first port that everybody may bind in this network
-// namespace; in others of the host it may differ.
+// FirstUnprivilegedPort returns the first port that needs no capability to bind in this network namespace. Other network
+// namespaces may have other values.
 func FirstUnprivilegedPort() uint16 {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start")
 	if err == nil {
@@ -74,8 +72,8 @@ func FirstUnprivilegedPort() uint16 {
 	return 1024
 }
 
-// MissingHint says how a running agent is given a right that it has not: one that
-// it gave up comes back with a restart.
+// MissingHint returns the hint for a capability that the running agent lacks: restart if the agent has dropped the
+// capability, or else the commands that add it to the unit.
 func MissingHint(capability uintptr, restart string) string {
 	if _, bounding, err := Of(os.Getpid()); err != nil || bounding&(1<<capability) != 0 {
 		return restart
@@ -88,7 +86,7 @@ func MissingHint(capability uintptr, restart string) string {
 	return restart
 }
 
-// Of reads the permitted and the bounding set of a process.
+// Of returns the permitted and the bounding set of a process.
 func Of(pid int) (permitted, bounding uint64, err error) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {

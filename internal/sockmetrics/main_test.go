@@ -14,7 +14,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// TestMain also plays the keeper, which a service starts as itself.
+// TestMain also runs the keeper process, which a service starts from its own executable.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == steer.KeeperCommand {
 		ctx, _ := signal.NotifyContext(context.Background(), unix.SIGTERM)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sockmetrics has the metrics of TCP connections: what limits them, and how much they accept.
+// Package sockmetrics exports metrics of TCP connections: their bottlenecks, their queues, and their free send-buffer
+// space.
 package sockmetrics
 
 import (
@@ -28,37 +29,36 @@ import (
 
 var (
 	socketLabels       = []string{"service", "cgroup"}
-	descSockets        = prometheus.NewDesc("sockeye_sockets", "TCP connections, by what limits them at this moment.", append(socketLabels, "limit"), nil)
-	descSocketsQueued  = prometheus.NewDesc("sockeye_sockets_queued_bytes", "Memory of what the connections have queued to send.", socketLabels, nil)
-	descSocketsPayload = prometheus.NewDesc("sockeye_sockets_payload_bytes", "Payload of what the connections have queued to send.", socketLabels, nil)
-	descSocketsUnsent  = prometheus.NewDesc("sockeye_sockets_unsent_bytes", "Of the payload: what is not sent yet.", socketLabels, nil)
-	descSocketsUnread  = prometheus.NewDesc("sockeye_sockets_unread_bytes", "What the connections have received, and their application has not read.", socketLabels, nil)
-	descSocketsRoom    = prometheus.NewDesc("sockeye_sockets_room_bytes", "What the connections take now, together, without a partial send.", socketLabels, nil)
+	descSockets        = prometheus.NewDesc("sockeye_sockets", "TCP connections, by their current bottleneck.", append(socketLabels, "limit"), nil)
+	descSocketsQueued  = prometheus.NewDesc("sockeye_sockets_queued_bytes", "Memory of the send queues of the connections.", socketLabels, nil)
+	descSocketsPayload = prometheus.NewDesc("sockeye_sockets_payload_bytes", "Payload bytes in the send queues of the connections.", socketLabels, nil)
+	descSocketsUnsent  = prometheus.NewDesc("sockeye_sockets_unsent_bytes", "Payload bytes that are not sent yet.", socketLabels, nil)
+	descSocketsUnread  = prometheus.NewDesc("sockeye_sockets_unread_bytes", "Received bytes that the applications have not read.", socketLabels, nil)
+	descSocketsRoom    = prometheus.NewDesc("sockeye_sockets_room_bytes", "Bytes that the connections together accept now without a partial send.", socketLabels, nil)
 )
 
-// socketsHold is how long a look at the sockets is good for.
+// cacheTime is the time for which scrapes reuse one dump of the sockets.
 const cacheTime = 5 * time.Second
 
-// Collector looks at the sockets of services and cgroups, for whoever scrapes.
+// Collector collects metrics of the sockets of services and cgroups.
 type Collector struct {
 	log     *slog.Logger
 	cgroups scope.Tree
-	// services calls a function for each service, with the network namespace that the service is in.
+	// services calls a function for each service, with the network namespace of the service.
 	services func(func(c config.Service, inode uint64, enter *os.File))
-	// paths are folders of cgroups, with their names in the policy.
+	// paths return the names of cgroups in the policy by their folders.
 	paths []func() map[string]string
 
 	mu     sync.Mutex
 	at     time.Time
 	sums   map[socketKey]*socketSum
 	err    error
-	kernel *room.Kernel // nil while it is not known
+	kernel *room.Kernel // calibration; nil if unknown
 }
 
-// New returns metrics of the sockets of services and of cgroups of the policy. Services calls a
-// function for each service, with the network namespace that the service is in: its inode, and what to enter
-// it by, nil for that of the agent. Each of paths returns the folders of cgroups with their names in the
-// policy.
+// New returns a collector for the sockets of services and of cgroups of the policy. services calls a function for each
+// service, with the inode of its network namespace and a file to enter the namespace with (nil for the agent's own).
+// Each function of paths returns names of cgroups in the policy by their folders.
 func New(h *domain.Host, services func(func(c config.Service, inode uint64, enter *os.File)), paths ...func() map[string]string) *Collector {
 	return &Collector{log: h.Log, cgroups: h.Cgroups, services: services, paths: paths}
 }
@@ -66,7 +66,7 @@ func New(h *domain.Host, services func(func(c config.Service, inode uint64, ente
 // socketKey is a service and a cgroup of the policy; one of the two may be empty.
 type socketKey struct{ service, cgroup string }
 
-// socketSum is of all sockets of a key.
+// socketSum is the sum over all sockets of a key.
 type socketSum struct {
 	byLimit                               map[sockdiag.Limit]int
 	queued, payload, unsent, unread, room int
@@ -78,7 +78,7 @@ type socketNetwork struct {
 	services []config.Service
 }
 
-// of finds whose an accepted connection is; "" for no service.
+// serviceOf returns the service of an accepted connection by its local address, or "".
 func (n *socketNetwork) serviceOf(local netip.AddrPort) string {
 	for _, s := range n.services {
 		for _, l := range s.Listeners {
@@ -92,14 +92,14 @@ func (n *socketNetwork) serviceOf(local netip.AddrPort) string {
 	return ""
 }
 
-// Calibration is what was measured of a kernel.
+// Calibration is the calibration of the room estimator for one kernel.
 type Calibration struct {
-	Kernel string      `json:"kernel"` // its release and version, as uname(2) gives them
+	Kernel string      `json:"kernel"` // release and version of uname(2)
 	Room   room.Kernel `json:"room"`
 }
 
-// Calibrate finds out what room has to know, once a kernel. It makes a connection, which
-// programs of an earlier agent may count that tunes or traces the agent's own cgroup.
+// Calibrate calibrates the room estimator unless known is for the running kernel, and stores the result in known. The
+// calibration opens a connection, which pinned programs of tune and trace may count.
 func (m *Collector) Calibrate(known *Calibration) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -121,8 +121,7 @@ func (m *Collector) Calibrate(known *Calibration) {
 	m.kernel = &kernel
 }
 
-// Collect gives the metrics of connections of services and of cgroups that are tuned
-// or traced. A connection counts once.
+// Collect sends the metrics of the connections of services and of tuned or traced cgroups. Each connection counts once.
 func (m *Collector) Collect(out chan<- prometheus.Metric) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -151,7 +150,7 @@ func (m *Collector) Collect(out chan<- prometheus.Metric) error {
 	return nil
 }
 
-// sumSockets reads the sockets of all namespaces that have services, once each.
+// sumSockets dumps the sockets of each network namespace that has services, and of the agent's own if there are cgroups.
 func (m *Collector) sumSockets() (map[socketKey]*socketSum, error) {
 	sums := make(map[socketKey]*socketSum)
 	cgroups, err := m.policyCgroups(sums)
@@ -168,7 +167,7 @@ func (m *Collector) sumSockets() (map[socketKey]*socketSum, error) {
 		return sums, err
 	}
 	for _, n := range networks {
-		// An interrupted look does not count.
+		// A restarted dump discards the results of the interrupted one.
 		var here map[socketKey]*socketSum
 		err := n.diag.Dump(sockdiag.Query{States: sockdiag.Sending}, func() { here = make(map[socketKey]*socketSum) }, func(s *sockdiag.Socket) {
 			key := socketKey{n.serviceOf(s.Local), cgroups[s.Cgroup]}
@@ -219,15 +218,15 @@ func (t *socketSum) addSum(o *socketSum) {
 	t.room += o.room
 }
 
-// policyCgroups finds the cgroups that are tuned or traced, and those below, by their ids: each
-// has the name of the nearest one above it that the policy names. These are added to the sums.
+// policyCgroups returns the names of the tuned or traced cgroups and their descendants by cgroup id. A descendant has the
+// name of its nearest ancestor in the policy. Each name gets an entry in sums.
 func (m *Collector) policyCgroups(sums map[socketKey]*socketSum) (map[uint64]string, error) {
 	names := make(map[string]string) // by folder
 	for _, paths := range m.paths {
 		maps.Copy(names, paths())
 	}
 	byID := make(map[uint64]string)
-	for _, folder := range slices.Sorted(maps.Keys(names)) { // those below come later
+	for _, folder := range slices.Sorted(maps.Keys(names)) { // descendants come later
 		name := names[folder]
 		sums[socketKey{cgroup: name}] = newSocketSum()
 		below, err := sockdiag.ReadCgroups(m.cgroups.Mount, folder)
@@ -244,9 +243,9 @@ func (m *Collector) policyCgroups(sums map[socketKey]*socketSum) (map[uint64]str
 	return byID, nil
 }
 
-// socketNetworks opens the namespaces that have services over TCP, and the agent's own if that
-// is wanted, each once. The services are added to the sums; one that fails gives no metrics, the
-// others theirs. The caller closes what is returned, also with an error.
+// socketNetworks opens sock_diag in each network namespace that has services over TCP, and in the agent's own if own is
+// true. Each service gets an entry in sums; errors of a service are logged, and the service is skipped. The caller closes
+// the networks, also after an error.
 func (m *Collector) socketNetworks(own bool, sums map[socketKey]*socketSum) (networks []*socketNetwork, err error) {
 	byInode := make(map[uint64]*socketNetwork)
 	m.services(func(c config.Service, inode uint64, enter *os.File) {

@@ -35,7 +35,7 @@ const socketsPolicy = `services:
 tune: [{name: rest, cgroup: CGROUP, set: {congestion: reno}}]
 `
 
-// Connections are counted by service and by cgroup, and what limits them.
+// Connections are counted by service, cgroup and bottleneck.
 func TestSocketMetrics(t *testing.T) {
 	const address = "127.0.0.1:9734"
 	h := domaintest.Host(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye", slog.DiscardHandler)
@@ -83,7 +83,7 @@ func TestSocketMetrics(t *testing.T) {
 	}
 	accepted := `sockeye_sockets{cgroup="` + testenv.CgroupPath() + `",limit="application",service="telemetry"}`
 	other := `sockeye_sockets{cgroup="` + testenv.CgroupPath() + `",limit="application",service=""}`
-	// Within the time that a look holds nobody looks again.
+	// Within cacheTime, a scrape does not dump the sockets again.
 	for range 2 {
 		if strings.Contains(text, accepted) {
 			t.Errorf("connections before there is one:\n%s", text)

@@ -141,7 +141,7 @@ func (s *service) unregister(slot int) error {
 	}
 	seat := s.seats[slot]
 	if seat == nil {
-		return fault.Conflict(fmt.Errorf("slot %d is empty", slot), "sockeye slots shows who is where")
+		return fault.Conflict(fmt.Errorf("slot %d is empty", slot), "sockeye slots lists the members")
 	}
 	self := member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}
 	s.state.Claims = s.liveClaims(self)

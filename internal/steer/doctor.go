@@ -22,7 +22,7 @@ import (
 	"sockeye/internal/member"
 )
 
-// Examine looks at the sockets on the ports of a policy's services.
+// Examine checks the sockets on the ports of the services of a policy.
 func Examine(report *doctor.Report, policy *config.Policy) {
 	for _, c := range policy.Services {
 		checkup{report}.service(c)
@@ -32,11 +32,11 @@ func Examine(report *doctor.Report, policy *config.Policy) {
 // checkup adds findings about services.
 type checkup struct{ *doctor.Report }
 
-// holder is a socket on one of a service's ports, and whose it is.
+// portSocket is a socket on one of the ports of a service, with its process.
 type portSocket struct {
 	process *member.Process
 	socket  *member.Socket
-	backlog uint32 // of a listening TCP socket
+	backlog uint32 // listening TCP sockets only
 }
 
 func (d checkup) service(c config.Service) {
@@ -61,7 +61,7 @@ func (d checkup) service(c config.Service) {
 	}
 	if c.Steering == config.Lookup {
 		for _, rule := range rules {
-			for _, uid := range rule.Users(nil) { // those of the service are there already
+			for _, uid := range rule.Users(nil) { // users has those of the service already
 				if !slices.Contains(users, uid) {
 					users = append(users, uid)
 				}
@@ -80,7 +80,7 @@ func (d checkup) foreignPrograms(area string, netns int) {
 		return
 	}
 	for _, p := range programs {
-		d.Add(area, "foreign programs", doctor.Warning, fmt.Sprintf("%s program %d (%s) of somebody else", p.Kind, p.ID, p.Name),
+		d.Add(area, "foreign programs", doctor.Warning, fmt.Sprintf("%s program %d (%s) of another owner", p.Kind, p.ID, p.Name),
 			"if it decides about the same ports, the last one attached wins")
 	}
 	if len(programs) == 0 {
@@ -88,8 +88,8 @@ func (d checkup) foreignPrograms(area string, netns int) {
 	}
 }
 
-// holders finds the sockets on the service's ports, keepers' included. The
-// copies are closed, only what they tell is returned.
+// findSockets returns the sockets on the ports of the service, including those of keepers. The copied descriptors are
+// closed; only the attributes are returned.
 func (s *service) findSockets() ([]portSocket, error) {
 	processes, err := member.All()
 	if err != nil {
@@ -117,7 +117,7 @@ func (s *service) findSockets() ([]portSocket, error) {
 			if !seen[socket.Cookie] {
 				seen[socket.Cookie] = true
 				h := portSocket{process: p, socket: socket}
-				// Of a listening socket, tcpi_sacked is the backlog (tcp_get_info).
+				// tcpi_sacked of a listening socket is its backlog (tcp_get_info).
 				if info, err := unix.GetsockoptTCPInfo(socket.FD(), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
 					h.backlog = info.Sacked
 				}
@@ -129,8 +129,7 @@ func (s *service) findSockets() ([]portSocket, error) {
 	return holders, nil
 }
 
-// onPort tells whether a socket is on a listener's port or where its members
-// should be.
+// isOnServicePort reports whether a socket is on the port of a listener or on one of the members' ports.
 func (s *service) isOnServicePort(socket *member.Socket) bool {
 	if socket.Connected {
 		return false
@@ -144,7 +143,7 @@ func (s *service) isOnServicePort(socket *member.Socket) bool {
 	})
 }
 
-// inNoSlot tells whether a process that could be a member is none, and nobody has told of that.
+// isUnregistered reports whether a socket could serve the service, is not registered, and is not listed by status.
 func (d checkup) isUnregistered(h portSocket, users []uint32) bool {
 	return d.Known != nil && !isKeeper(h.process) && h.socket.Listening && slices.Contains(users, h.socket.UID) &&
 		!d.Known.Sockets[h.socket.Cookie] && !d.Known.Processes[h.process.PID]
@@ -174,7 +173,7 @@ func (d checkup) listener(area string, c config.Service, l config.Listener, user
 				"start the program as that user, or name the owner in user of the service")
 		}
 		if d.isUnregistered(h, users) {
-			d.Add(area, check, doctor.Warning, who+" is in no slot, and gets nothing of the service",
+			d.Add(area, check, doctor.Warning, who+" is in no slot, and receives nothing from the service",
 				fmt.Sprintf("sockeye register --service %s --pid %d, or add a rule to members", c.Name, h.process.PID))
 		}
 		if c.Steering == config.Lookup {

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package steer carries out the services of the policy: it finds the processes that serve a service,
-// registers their sockets in slots, and holds the ports when no process runs. Packets never wait for it.
+// Package steer applies the services of the policy. For each service, the package finds the member processes, registers
+// their sockets in slots, and keeps the ports steered while no member runs. No packet passes through this package.
+//
+// A policy change goes from Domain.Plan (which lists the changes) through Domain.applyChange to service.applyTarget,
+// which switches to the new target or back.
 package steer
 
 import (
@@ -26,21 +29,21 @@ import (
 	"sockeye/internal/steer/placement"
 )
 
-// steerHost is what the services share.
+// steerHost has the resources that the services share.
 type steerHost struct {
 	*domain.Host
 	descriptors fdReserve
 	systemd     *serviceManager
 }
 
-// Domain carries out the services of the policy.
+// Domain implements [domain.Domain] for the services of the policy.
 type Domain struct {
 	host *steerHost
 	log  *slog.Logger
 
 	mu       sync.Mutex
 	services map[string]*service
-	order    []string // of the services in the policy
+	order    []string // names of the services in the order of the policy
 }
 
 // New returns the domain without any services.
@@ -50,8 +53,8 @@ func New(h *domain.Host) *Domain {
 	return d
 }
 
-// Check fails if a service names a user, a device map, a cgroup or a network namespace that the host
-// does not have.
+// Check returns an error if a service names a user, a device map, a cgroup or a network namespace that the host does
+// not have.
 func (d *Domain) Check(policy *config.Policy) error {
 	if err := member.CheckUsers(policy); err != nil {
 		return err
@@ -68,8 +71,8 @@ func (d *Domain) Check(policy *config.Policy) error {
 	return nil
 }
 
-// Start removes what an earlier agent left of services that are not in the policy, and adopts or makes
-// those that are.
+// Start removes the services of an earlier agent that are not in the policy, and restores or creates the services of
+// the policy.
 func (d *Domain) Start(policy *config.Policy) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -115,7 +118,7 @@ func (d *Domain) addService(c config.Service, devices *placement.DeviceMap) erro
 	return nil
 }
 
-// removeLeftover ends a service that only its pins remember.
+// removeLeftover retires a service that is pinned and not in the policy.
 func (d *Domain) removeLeftover(name string) error {
 	keepers, err := findKeepers(d.host.Root.Dir, name, nil, pinnedRows(d.host.Root.Dir))
 	if err != nil {
@@ -135,8 +138,8 @@ func (d *Domain) removeLeftover(name string) error {
 	return bpf.Remove(d.host.Root.Service(name))
 }
 
-// readDeviceMaps reads the device maps of a policy, by service. The agent's lock is not held: a large one
-// takes seconds.
+// readDeviceMaps reads the device maps of a policy, by service. A large map takes seconds, so the caller does not hold
+// the lock.
 func readDeviceMaps(policy *config.Policy) (map[string]*placement.DeviceMap, error) {
 	all := make(map[string]*placement.DeviceMap)
 	for _, c := range policy.Services {
@@ -149,20 +152,19 @@ func readDeviceMaps(policy *config.Policy) (map[string]*placement.DeviceMap, err
 	return all, nil
 }
 
-// serviceChange is what a new policy makes of one service.
+// serviceChange is the change of one service by a new policy.
 type serviceChange struct {
 	name    string
-	config  *config.Service      // nil where there is none any more
-	devices *placement.DeviceMap // of the policy
+	config  *config.Service      // nil if the policy removes the service
+	devices *placement.DeviceMap // device map of the new policy
 }
 
-// Plan compares the services of a policy with those in force, and checks that the host has what they
-// name.
+// Plan compares the services of a policy with those in force, and checks that the host has what the policy names.
 func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	if err := member.CheckUsers(policy); err != nil {
 		return nil, err
 	}
-	// Without the lock: a large device map takes seconds.
+	// The lock is not held: a large device map takes seconds.
 	devices, err := readDeviceMaps(policy)
 	if err != nil {
 		return nil, err
@@ -212,9 +214,9 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	return steps, nil
 }
 
-// targets prepares the services that change, before the first of them does: a large device map takes
-// seconds to be made for the kernel, and services that share slots are to differ for as short a time as
-// possible. The nonce of a service that others share slots with is made here.
+// resolveTargets resolves the targets of all changed services before the first change is applied. Building a large
+// device map for the kernel takes seconds, and services that share slots (slots_as) must change at nearly the same
+// time. resolveTargets also creates the missing nonces of services that others share slots with.
 func (d *Domain) resolveTargets(policy *config.Policy, changes []serviceChange) (targets map[string]*target, err error) {
 	targets = make(map[string]*target)
 	defer func() {
@@ -249,15 +251,15 @@ func (d *Domain) resolveTargets(policy *config.Policy, changes []serviceChange) 
 	return targets, nil
 }
 
-// closeTargets closes the device maps that no service has taken.
+// closeTargets closes the device maps of targets that were not applied.
 func closeTargets(targets map[string]*target) {
 	for _, t := range targets {
 		t.pendingDevices.close()
 	}
 }
 
-// apply carries a change out, and returns how to roll it back. A change that fails leaves its service as
-// it was.
+// applyChange applies the change of one service and returns a function that rolls the change back. If applyChange
+// fails, the service is unchanged.
 func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -293,7 +295,7 @@ func (d *Domain) applyChange(c serviceChange, t *target) (rollback func() error,
 	}, nil
 }
 
-// Applied looks for members that no event has told of.
+// Applied scans for members that no event has reported.
 func (d *Domain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Plan) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -306,7 +308,7 @@ func (d *Domain) Applied(policy *config.Policy, _ api.Candidate, _ *api.Plan) er
 	return nil
 }
 
-// Close ends what this process does for the services. Steering goes on.
+// Close closes the descriptors of all services. Pinned programs stay attached.
 func (d *Domain) Close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -315,7 +317,7 @@ func (d *Domain) Close() {
 	}
 }
 
-// programs are the ids of the sock_ops programs of the services.
+// programIDs returns the ids of the sock_ops programs of the services.
 func (d *Domain) programIDs() ([]uint32, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -332,10 +334,10 @@ func (d *Domain) programIDs() ([]uint32, error) {
 	return ids, nil
 }
 
-// EachService calls f for each service, in the order of the policy, with the network namespace that it is
-// in: its inode, and what to enter it by; nil is that of the agent.
+// EachService calls f for each service, in the order of the policy, with the network namespace of the service: its
+// inode, and a file to enter the namespace with (nil for the agent's own).
 func (d *Domain) EachService(f func(c config.Service, inode uint64, enter *os.File)) {
-	services, _ := d.selectServices("") // all: no name can be wrong
+	services, _ := d.selectServices("") // cannot fail for all services
 	for _, s := range services {
 		s.mu.Lock()
 		f(s.config, s.netnsInode, s.socketNetns())
@@ -343,8 +345,7 @@ func (d *Domain) EachService(f func(c config.Service, inode uint64, enter *os.Fi
 	}
 }
 
-// service finds a service by name; where there is only one the name may be
-// left out.
+// findService returns the service with a name. The name may be "" if there is only one service.
 func (d *Domain) findService(name string) (*service, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -366,12 +367,12 @@ func (d *Domain) findService(name string) (*service, error) {
 		hint = "did you mean " + near + "?"
 	}
 	if name == "" {
-		return nil, fault.Usage(errors.New("which service?"), "name one with --service; "+hint)
+		return nil, fault.Usage(errors.New("no service given"), "name one with --service; "+hint)
 	}
 	return nil, fault.Usage(fmt.Errorf("there is no service %q", name), hint)
 }
 
-// selected returns the named service, or all, by name.
+// selectServices returns the named service, or all services in the order of the policy for "".
 func (d *Domain) selectServices(name string) ([]*service, error) {
 	if name != "" {
 		s, err := d.findService(name)
@@ -392,7 +393,7 @@ func ofService(name string, err error) error {
 	return &fault.Error{Err: fmt.Errorf("service %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }
 
-// Routes adds the requests about services, slots and devices.
+// Routes adds the routes for services, slots and devices.
 func (d *Domain) Routes(r *domain.Router) {
 	r.Get("/v1/slots", func(r *http.Request) (any, error) {
 		return collectFrom(d, r, (*service).slots)
@@ -413,7 +414,7 @@ func (d *Domain) Routes(r *domain.Router) {
 			return nil, err
 		}
 		if m.PID == 0 {
-			return nil, fault.Usage(errors.New("which process?"), "name one with --pid")
+			return nil, fault.Usage(errors.New("no process given"), "name one with --pid")
 		}
 		slot, err := s.addClaim(m.PID, m.Slot, "register", nil)
 		return api.Membership{Service: s.config.Name, Slot: &slot, PID: m.PID}, err
@@ -424,7 +425,7 @@ func (d *Domain) Routes(r *domain.Router) {
 			return nil, err
 		}
 		if m.Slot == nil {
-			return nil, fault.Usage(errors.New("which slot?"), "name one with --slot")
+			return nil, fault.Usage(errors.New("no slot given"), "name one with --slot")
 		}
 		return api.Membership{Service: s.config.Name, Slot: m.Slot}, s.unregister(*m.Slot)
 	})
@@ -433,13 +434,14 @@ func (d *Domain) Routes(r *domain.Router) {
 		if err != nil {
 			return nil, err
 		}
-		// A caller makes itself a member, nobody else.
+		// The request adds the calling process and no other.
 		k := peer.From(r)
 		slot, err := s.addClaim(k.ID.PID, m.Slot, "run", k)
 		return api.Place{Membership: api.Membership{Service: s.config.Name, Slot: &slot, PID: k.ID.PID}, Listeners: s.memberListeners(), User: s.soleUser()}, err
 	})
 }
 
+// decodeMembership decodes the body of a request and finds the service. root restricts the request to root.
 func (d *Domain) decodeMembership(r *http.Request, root bool) (m api.Membership, s *service, err error) {
 	if peer.From(r) == nil {
 		return m, nil, &fault.Error{Err: errors.New("the caller is not known"), Code: fault.CodeNotPermitted}
@@ -456,7 +458,7 @@ func (d *Domain) decodeMembership(r *http.Request, root bool) (m api.Membership,
 	return m, s, err
 }
 
-// collect asks the services that a request names, or all.
+// collectFrom concatenates the results of ask for the service that a request names, or for all services.
 func collectFrom[T any](d *Domain, r *http.Request, ask func(*service) ([]T, error)) ([]T, error) {
 	services, err := d.selectServices(r.URL.Query().Get("service"))
 	if err != nil {
@@ -473,7 +475,7 @@ func collectFrom[T any](d *Domain, r *http.Request, ask func(*service) ([]T, err
 	return all, nil
 }
 
-// Status adds the services.
+// Status adds the state of the services.
 func (d *Domain) Status(status *api.Status) error {
 	services, err := d.selectServices("")
 	if err != nil {
@@ -498,7 +500,7 @@ func Needs(policy *config.Policy) []rights.Need {
 			needs = append(needs, rights.Need{Right: rights.SysAdmin, For: "netns of service " + s.Name})
 		}
 		if s.Steering == config.Lookup {
-			continue // no socket of the agent's is bound
+			continue // lookup has no keeper sockets
 		}
 		for _, l := range s.Listeners {
 			if l.Address.Port() < first {

@@ -11,7 +11,7 @@ import (
 
 func TestSelected(t *testing.T) {
 	d := &Domain{services: make(map[string]*service)}
-	if _, err := d.findService(""); err == nil || err.Error() != "which service?" {
+	if _, err := d.findService(""); err == nil || err.Error() != "no service given" {
 		t.Error(err)
 	}
 	one := &service{config: config.Service{Name: "one"}}

@@ -27,6 +27,34 @@ import (
 // that the next agent finds the keeper.
 const KeeperCommand = "hold"
 
+// RunKeeper is the main function of the keeper process: RunKeeper drops all capabilities and waits for the end of ctx.
+// The command ends ctx at SIGTERM: systemd would wait 90 s at shutdown for a process that ignores SIGTERM. The inherited
+// sockets stay open until the process exits.
+func RunKeeper(ctx context.Context) error {
+	if err := rights.DropAll(); err != nil {
+		return err
+	}
+	<-ctx.Done()
+	return nil
+}
+
+// RetireKeepers detaches the programs from the sockets of the keepers of a service, or of all services of the pin
+// directory for "", and kills these keepers. The kernel's hash selects afterwards.
+func RetireKeepers(pins, service string) error {
+	keepers, err := findKeepers(pins, service, nil, pinnedRows(pins))
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, k := range keepers {
+		for _, socket := range k.sockets {
+			errs = append(errs, bpf.Detach(socket.FD()))
+		}
+		errs = append(errs, k.kill())
+	}
+	return fault.Join(errs...)
+}
+
 // keeper is a running keeper process, started by this agent or an earlier one.
 type keeper struct {
 	handle  *member.Handle
@@ -229,32 +257,4 @@ func (k *keeper) kill() error {
 func (k *keeper) close() {
 	member.CloseAll(k.sockets)
 	k.handle.Close()
-}
-
-// RunKeeper is the main function of the keeper process: RunKeeper drops all capabilities and waits for the end of ctx.
-// The command ends ctx at SIGTERM: systemd would wait 90 s at shutdown for a process that ignores SIGTERM. The inherited
-// sockets stay open until the process exits.
-func RunKeeper(ctx context.Context) error {
-	if err := rights.DropAll(); err != nil {
-		return err
-	}
-	<-ctx.Done()
-	return nil
-}
-
-// RetireKeepers detaches the programs from the sockets of the keepers of a service, or of all services of the pin
-// directory for "", and kills these keepers. The kernel's hash selects afterwards.
-func RetireKeepers(pins, service string) error {
-	keepers, err := findKeepers(pins, service, nil, pinnedRows(pins))
-	if err != nil {
-		return err
-	}
-	var errs []error
-	for _, k := range keepers {
-		for _, socket := range k.sockets {
-			errs = append(errs, bpf.Detach(socket.FD()))
-		}
-		errs = append(errs, k.kill())
-	}
-	return fault.Join(errs...)
 }

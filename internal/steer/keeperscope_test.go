@@ -27,9 +27,8 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// units plays systemd on a message bus of the test's own: it moves processes
-// into cgroups, as systemd does for scope units. That systemd accepts the same
-// call is for tests in a machine that it runs.
+// units is a fake systemd on a private message bus: it moves processes into cgroups, as systemd does for scope units.
+// The tests in a virtual machine make the same call to the real systemd.
 type units struct {
 	mu      sync.Mutex
 	started []string
@@ -76,7 +75,7 @@ func (u *units) count() int {
 	return len(u.started)
 }
 
-// startBus starts a message bus on which units is systemd.
+// startBus starts a message bus with units as systemd.
 func startBus(t *testing.T, u *units) *serviceManager {
 	t.Helper()
 	cmd := exec.Command("dbus-daemon", "--session", "--nofork", "--nopidfile", "--print-address", "--address=unix:path="+filepath.Join(t.TempDir(), "bus"))
@@ -140,8 +139,8 @@ const keptPolicy = `services:
     cgroup: CGROUP
 `
 
-// A keeper gets a unit of its own, once; so does the one that replaces it. It is
-// no member by that, and an agent on which systemd does not answer works as well.
+// A keeper gets one scope unit, and so does its replacement. The keeper does not become a member by that. An agent
+// without an answer of systemd works, too.
 func TestKeeperScope(t *testing.T) {
 	dir, pins := t.TempDir(), testenv.BPFFS(t)+"/sockeye"
 	policy := domaintest.Policy(keptPolicy, "cgroup: CGROUP", "cgroup: CGROUP\n    members: [{match: {user: root, systemd_unit: \"sockeye-keeper-*.scope\"}, slot: free}]")
@@ -188,7 +187,7 @@ func TestKeeperScope(t *testing.T) {
 	a.Retire(t)
 	a.Stop()
 
-	// systemd does not answer: nothing waits for it.
+	// systemd does not answer, and nothing blocks.
 	block := make(chan struct{})
 	u.mu.Lock()
 	u.block = block
@@ -208,7 +207,7 @@ func TestKeeperScope(t *testing.T) {
 	a.Stop()
 }
 
-// There is no bus: an error, at once. A keeper elsewhere is left where it is.
+// Without a bus, startScope fails immediately. A keeper in another cgroup stays there.
 func TestKeeperScopeRefused(t *testing.T) {
 	self, err := member.Read(os.Getpid())
 	if err != nil {

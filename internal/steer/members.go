@@ -21,7 +21,7 @@ import (
 	"sockeye/internal/member"
 )
 
-// scan looks at all processes.
+// scan evaluates all processes of the host.
 func (s *service) scan() error {
 	defer s.host.descriptors.borrow()()
 	processes, err := member.All()
@@ -38,7 +38,7 @@ func (s *service) scan() error {
 	return nil
 }
 
-// watch handles what the hooks report until the ring is closed.
+// watch handles the events of the BPF hooks until the ring buffer is closed.
 func (s *service) watch(events *bpf.Events) {
 	for {
 		event, err := events.Next()
@@ -105,14 +105,13 @@ func (s *service) evaluatePID(pid int) {
 	defer s.host.descriptors.borrow()()
 	p, err := s.read(pid)
 	if err != nil {
-		return // ended meanwhile
+		return // the process has exited
 	}
 	s.probesLeft = max(s.probesLeft, 1)
 	s.evaluate(p)
 }
 
-// read returns a process with the arguments that it had when it was first
-// seen.
+// read returns a process with the arguments of its first inspection.
 func (s *service) read(pid int) (*member.Process, error) {
 	p, err := member.Read(pid)
 	if err != nil {
@@ -121,6 +120,7 @@ func (s *service) read(pid int) (*member.Process, error) {
 	return s.recallFirstSeen(p), nil
 }
 
+// recallFirstSeen replaces the attributes that p may have overwritten by those of the first inspection.
 func (s *service) recallFirstSeen(p *member.Process) *member.Process {
 	self := member.ID{PID: p.PID, StartTime: p.StartTime}
 	first := s.firstSeen[self]
@@ -129,17 +129,17 @@ func (s *service) recallFirstSeen(p *member.Process) *member.Process {
 	case first.MayRun(p.File):
 		p.RecallFirstSeen(first)
 	default:
-		// It was seen between fork(2) and execve(2), as what started it.
+		// The first inspection was between fork(2) and execve(2), and saw the parent's executable.
 		delete(s.firstSeen, self)
 	}
 	return p
 }
 
-// saveEvery bounds how often the members are saved: where many register, each would
-// cost a look at all.
+// saveInterval is the minimum time between two saves of the members. A save reads all processes of the state, so one
+// save per registration would be quadratic.
 const saveInterval = 100 * time.Millisecond
 
-// saveMembers keeps what was seen of members for the next agent, now or soon.
+// scheduleSave saves the members for the next agent, now or at the end of saveInterval.
 func (s *service) scheduleSave() {
 	if s.saveTimer != nil {
 		return
@@ -155,7 +155,7 @@ func (s *service) scheduleSave() {
 	s.saveMembers()
 }
 
-// finishSaving saves what is not saved yet.
+// flushMembers saves the members now if a save is due.
 func (s *service) flushMembers() {
 	if s.saveTimer != nil {
 		s.saveTimer.Stop()
@@ -164,11 +164,11 @@ func (s *service) flushMembers() {
 	}
 }
 
-// writeMembers saves the members and forgets processes that are gone.
+// saveMembers saves the members, and deletes processes that have exited.
 func (s *service) saveMembers() {
 	s.lastSave = time.Now()
 	s.state.Members = nil
-	seated := make(map[member.ID]bool) // the end of these is noticed
+	seated := make(map[member.ID]bool) // a goroutine waits for the exit of each of these
 	for _, seat := range s.seats {
 		seated[member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}] = true
 	}
@@ -193,14 +193,15 @@ func (s *service) saveMembers() {
 	}
 }
 
-// errNotOpen means that a process lacks a socket, most often because it has only just started.
+// errNotOpen is the error of a process that lacks a socket, typically because it has just started.
 var errNotOpen = errors.New("not opened")
 
-// errNotMember means that no rule and no command makes a process a member.
+// errNotMember is the error of a process that matches no rule and has no claim.
 var errNotMember = errors.New("not a member")
 
-// memberBy tells what makes a process a member, and of which slot. It notes in the seat the source,
-// and to whom the sockets must belong. A process that only looks like a member gives a member.Refusal.
+// membership returns the slot of a process by its claim or by the first rule that admits it, and sets the source and
+// the permitted socket owners of the seat. The error is errNotMember, or a member.Refusal for a process that matches a
+// rule and is not admitted.
 func (s *service) membership(p *member.Process, seat *seat) (slot int, err error) {
 	self := member.ID{PID: p.PID, StartTime: p.StartTime}
 	if p.PID == os.Getpid() || isKeeper(p) || slices.Contains(s.state.Released, self) {
@@ -228,7 +229,7 @@ func (s *service) membership(p *member.Process, seat *seat) (slot int, err error
 			}
 			continue
 		}
-		if len(p.Args) > 0 { // within execve(2) it has the executable, and no arguments yet
+		if len(p.Args) > 0 { // empty during execve(2), when the executable is already the new one
 			s.firstSeen[self] = p
 		}
 		seat.source, seat.allowedOwners = source, s.allowedSocketOwners(p, rule.Users(s.users))
@@ -237,7 +238,7 @@ func (s *service) membership(p *member.Process, seat *seat) (slot int, err error
 	return 0, err
 }
 
-// admitClaim tells whether a process that was made a member by command is of the service's users.
+// admitClaim returns an error if a process with a claim does not run as a user of the service.
 func (s *service) admitClaim(p *member.Process) error {
 	users := s.users
 	if len(users) == 0 {
@@ -246,8 +247,7 @@ func (s *service) admitClaim(p *member.Process) error {
 	return explainRefusal(member.AdmitUser(p, users))
 }
 
-// ownersOf are the users to whom the sockets of a process must belong, which itself is of one of
-// these users.
+// allowedSocketOwners returns the permitted owners of the sockets of a process, which itself runs as one of users.
 func (s *service) allowedSocketOwners(p *member.Process, users []uint32) []uint32 {
 	if owner, known := s.groupOwner(); known {
 		return []uint32{owner}
@@ -258,7 +258,8 @@ func (s *service) allowedSocketOwners(p *member.Process, users []uint32) []uint3
 	return slices.Compact(slices.Sorted(slices.Values(slices.Concat(s.users, users))))
 }
 
-// owner is the one user to whom all sockets of a SO_REUSEPORT group belong, if it is known.
+// groupOwner returns the user that owns all sockets of a SO_REUSEPORT group. known is false with lookup, and until the
+// policy or the first claim determines the user.
 func (s *service) groupOwner() (uid uint32, known bool) {
 	switch {
 	case s.usesLookup():
@@ -271,8 +272,8 @@ func (s *service) groupOwner() (uid uint32, known bool) {
 	return 0, false
 }
 
-// learnOwner takes the owner over from a member where no policy names it. Such a member was made one
-// by command.
+// learnGroupOwner sets the group owner from a member if the policy does not determine the owner. Such a member has a
+// claim.
 func (s *service) learnGroupOwner(seat *seat) {
 	if _, known := s.groupOwner(); !known && !s.usesLookup() {
 		uid := seat.process.UIDs[0]
@@ -280,7 +281,7 @@ func (s *service) learnGroupOwner(seat *seat) {
 	}
 }
 
-// explainRefusal makes an error for a person of a member.Refusal.
+// explainRefusal turns a member.Refusal into an error with a hint.
 func explainRefusal(err error) error {
 	if refusal, ok := errors.AsType[*member.Refusal](err); ok {
 		return fault.Conflict(err, refusal.Hint)
@@ -288,8 +289,8 @@ func explainRefusal(err error) error {
 	return err
 }
 
-// consider makes a process a member if it is one and all its sockets are
-// there; otherwise it says what is missing.
+// evaluate registers a process if a rule or a claim makes it a member and all its sockets exist. A process that is not
+// ready yet is added to the waiting processes.
 func (s *service) evaluate(p *member.Process) {
 	candidate := &seat{}
 	slot, err := s.membership(p, candidate)
@@ -323,8 +324,8 @@ func (s *service) hasClaim(p *member.Process) bool {
 	return slices.ContainsFunc(s.state.Claims, func(c claim) bool { return c.ID == member.ID{PID: p.PID, StartTime: p.StartTime} })
 }
 
-// related tells whether a process is the parent or a child, however far, of a
-// member: a shell that started it, or a plugin that it forked.
+// isRelated reports whether a process is an ancestor or a descendant of a member, as a shell that started the member or
+// a plugin that the member forked.
 func (s *service) isRelated(p *member.Process) bool {
 	if len(s.seats) == 0 {
 		return false
@@ -338,14 +339,14 @@ func (s *service) isRelated(p *member.Process) bool {
 	return false
 }
 
-// related tells whether a process, of which the ancestors are given, is the parent or a
-// child of the member. An ancestor's id may be another process' by now.
+// isRelated reports whether a process with the ancestors up is an ancestor or a descendant of the member. The recorded
+// ancestors of the member are read again, because their ids may have been reused.
 func (s *seat) isRelated(p *member.Process, up []int) bool {
 	return slices.Contains(up, s.process.PID) || slices.Contains(s.ancestors, p.PID) && slices.Contains(ancestors(s.process), p.PID)
 }
 
-// isolated tells whether a process runs in a network of its own behind a member that was
-// started by command, or that is to be one: its gateway.
+// isIsolatedProgram reports whether a process runs in its own network namespace as a descendant of a process with a
+// claim: the gateway of run --isolated.
 func (s *service) isIsolatedProgram(p *member.Process) bool {
 	if p.Netns == s.netnsInode || len(s.state.Claims) == 0 {
 		return false
@@ -356,7 +357,7 @@ func (s *service) isIsolatedProgram(p *member.Process) bool {
 	})
 }
 
-// ancestors are the parent of a process, its parent and so on, below process 1.
+// ancestors returns the process ids of the ancestors of a process up to, and without, process 1.
 func ancestors(p *member.Process) (list []int) {
 	const generations = 32
 	for pid := p.Parent; pid > 1 && len(list) < generations; {
@@ -370,10 +371,10 @@ func ancestors(p *member.Process) (list []int) {
 	return list
 }
 
-// Bounds of the processes that wait: each takes a descriptor.
+// Limits of the waiting processes, each of which needs a descriptor.
 const waitingShare, leastWaiting, mostWaiting = 8, 16, 256
 
-// wait notes a process that is not a member yet, until it ends.
+// addWaiting records p as a waiting process until p exits or becomes a member.
 func (s *service) addWaiting(p *member.Process, source string, slot int, problem error) {
 	w := s.waiting[p.PID]
 	if w != nil && w.process.StartTime == p.StartTime {
@@ -386,7 +387,7 @@ func (s *service) addWaiting(p *member.Process, source string, slot int, problem
 	s.forgetWaiting(p.PID)
 	if len(s.waiting) >= domain.ShareOfDescriptors(waitingShare, leastWaiting, mostWaiting) {
 		if !s.waitingFull {
-			s.log.Warn("too many processes wait to be members: others are not noted", "noted", len(s.waiting))
+			s.log.Warn("too many waiting processes, further ones are not recorded", "recorded", len(s.waiting))
 		}
 		s.waitingFull = true
 		return
@@ -410,8 +411,8 @@ func (s *service) addWaiting(p *member.Process, source string, slot int, problem
 	}()
 }
 
-// reconsider looks at those that wait, at most once a second: not every change of a process is reported, as that of
-// its user before execve(2).
+// reevaluateWaiting evaluates the waiting processes, at most once per period: no hook reports some changes of a process,
+// such as a change of its user before execve(2).
 func (s *service) reevaluateWaiting() {
 	if s.events == nil || time.Since(s.lastReevaluation) < inspectionPeriod {
 		return
@@ -422,6 +423,7 @@ func (s *service) reevaluateWaiting() {
 	}
 }
 
+// forgetWaiting deletes a waiting process.
 func (s *service) forgetWaiting(pid int) {
 	if w := s.waiting[pid]; w != nil {
 		w.handle.Close()
@@ -430,12 +432,11 @@ func (s *service) forgetWaiting(pid int) {
 	}
 }
 
-// errInherited means that a process holds sockets of another member, as the
-// plugins do that nfacctd forks.
+// errInherited is the error of a process whose sockets another member opened, as a plugin that nfacctd forked.
 var errInherited = fault.Conflict(errors.New("its sockets are another member's"), "name the process that opened them")
 
-// register takes a process' sockets and opens the slot of the seat, which has the source and the
-// slot, or member.AnySlot.
+// register copies the sockets of a process and opens the slot of the seat. seat has the source and the slot, or
+// member.AnySlot.
 func (s *service) register(p *member.Process, seat *seat) error {
 	if seat.slot >= s.config.Slots {
 		return fault.Usage(fmt.Errorf("slot %d is out of range, the service has %d", seat.slot, s.config.Slots),
@@ -455,8 +456,8 @@ func (s *service) register(p *member.Process, seat *seat) error {
 		return err
 	}
 	defer member.CloseAll(sockets)
-	// Between Read and Open the number could have changed hands, and the process its user. While
-	// the process of the handle lives, what is read now is of it.
+	// Between Read and Open, the process id may have been reused, and the process may have changed its user. The
+	// attributes that are read now belong to the process of the handle as long as that process runs.
 	now, err := s.read(p.PID)
 	if err != nil || handle.Ended() || now.StartTime != p.StartTime {
 		handle.Close()
@@ -480,7 +481,7 @@ func (s *service) register(p *member.Process, seat *seat) error {
 	return nil
 }
 
-// wants tells whether a socket could serve one of the listeners.
+// matchesListener reports whether a socket has the protocol and a member's port of one of the listeners.
 func (s *service) matchesListener(socket *member.Socket) bool {
 	for _, l := range s.listeners {
 		first, last := memberPorts(l)
@@ -493,9 +494,9 @@ func (s *service) matchesListener(socket *member.Socket) bool {
 	return false
 }
 
-const duplicateHint = "make the program open one, as nginx without reuseport, or start one member for each"
+const duplicateHint = "make the program open one socket (nginx: without reuseport), or start one member per socket"
 
-// choose finds the socket for each row, or says what is in the way.
+// chooseSockets returns the socket for each row, or the reason why a listener has none.
 func (s *service) chooseSockets(seat *seat, sockets []*member.Socket) (map[int]*member.Socket, error) {
 	self := member.ID{PID: seat.process.PID, StartTime: seat.process.StartTime}
 	chosen := make(map[int]*member.Socket)
@@ -511,7 +512,7 @@ func (s *service) chooseSockets(seat *seat, sockets []*member.Socket) (map[int]*
 			}
 			if chosen[row] != nil {
 				if socket.Listening && socket.SharesTraffic(chosen[row]) {
-					return nil, fault.Conflict(fmt.Errorf("it has more than one socket %s: a slot has one for a listener, the others would get nothing", socket), duplicateHint)
+					return nil, fault.Conflict(fmt.Errorf("it has more than one socket %s: a slot has one socket per listener, the others would get no traffic", socket), duplicateHint)
 				}
 				continue
 			}
@@ -543,11 +544,12 @@ func (s *service) chooseSockets(seat *seat, sockets []*member.Socket) (map[int]*
 	return chosen, nil
 }
 
-// findTwin notes a socket that a member opened beside a registered one: the kernel would have given it a share.
+// findDuplicate sets seat.duplicate if the member has a second socket with the address of a registered one. Without a
+// program, the kernel would distribute the traffic over both.
 func (s *service) findDuplicate(seat *seat) {
 	sockets, err := seat.handle.Sockets(s.matchesListener)
 	if err != nil {
-		return // it is ending
+		return // the process is exiting
 	}
 	defer member.CloseAll(sockets)
 	seat.duplicate = nil
@@ -557,7 +559,7 @@ func (s *service) findDuplicate(seat *seat) {
 		}
 		for _, socket := range sockets {
 			if socket.Cookie != registered.Cookie && socket.Listening && socket.SharesTraffic(registered) {
-				seat.duplicate = fault.Conflict(fmt.Errorf("process %d in slot %d has another socket %s, which gets nothing: a slot has one for a listener",
+				seat.duplicate = fault.Conflict(fmt.Errorf("process %d in slot %d has another socket %s, which gets no traffic: a slot has one socket per listener",
 					seat.process.PID, seat.slot, socket), duplicateHint)
 			}
 		}
@@ -567,7 +569,7 @@ func (s *service) findDuplicate(seat *seat) {
 	}
 }
 
-// twinProblem is that of the first slot.
+// duplicateProblem returns the duplicate error of the lowest slot that has one.
 func (s *service) duplicateProblem() error {
 	for _, slot := range slices.Sorted(maps.Keys(s.seats)) {
 		if twin := s.seats[slot].duplicate; twin != nil {
@@ -577,8 +579,8 @@ func (s *service) duplicateProblem() error {
 	return nil
 }
 
-// foreign says why a socket is not the member's own: it may have been opened by another user, or in
-// another network namespace, and handed to the process.
+// checkOrigin returns an error if another user opened a socket, or if it was opened in another network namespace. Such a
+// socket was passed to the process.
 func (s *service) checkOrigin(seat *seat, socket *member.Socket) error {
 	if !slices.Contains(seat.allowedOwners, socket.UID) {
 		return fault.Conflict(fmt.Errorf("its socket %s belongs to user %s, not to %s", socket, member.UserName(socket.UID), member.UserNames(seat.allowedOwners)),
@@ -589,13 +591,12 @@ func (s *service) checkOrigin(seat *seat, socket *member.Socket) error {
 		return err
 	case netns != s.netnsInode:
 		return fault.Conflict(fmt.Errorf("its socket %s was opened in another network namespace than the service's", socket),
-			"have the program open it in the service's namespace")
+			"make the program open it in the service's namespace")
 	}
 	return nil
 }
 
-// verify tells whether the sockets by which a member has its slot are its own: an agent of an earlier
-// version did not ask.
+// checkSeatSockets checks the origin of the registered sockets of a seat. Earlier versions of the agent did not.
 func (s *service) checkSeatSockets(seat *seat) error {
 	sockets, err := seat.handle.Sockets(s.matchesListener)
 	if err != nil {
@@ -615,14 +616,14 @@ func (s *service) checkSeatSockets(seat *seat) error {
 	return nil
 }
 
-// unfit says why a socket cannot serve a listener.
+// checkFit returns the reason why a socket cannot serve a listener, or nil.
 func (s *service) checkFit(l config.Listener, socket *member.Socket) error {
 	switch {
 	case socket.Protocol == unix.IPPROTO_MPTCP:
 		return fault.Conflict(fmt.Errorf("its socket %s is MPTCP, which the kernel does not steer", socket),
 			"programs in Go: GODEBUG=multipathtcp=0, or ListenConfig.SetMultipathTCP(false)")
 	case socket.Connected:
-		return fault.Conflict(fmt.Errorf("its socket %s is connected to one peer, and gets nothing from others", socket),
+		return fault.Conflict(fmt.Errorf("its socket %s is connected to one peer, and receives nothing from others", socket),
 			"make the program receive on a socket that is not connected")
 	case !socket.Listening:
 		return fmt.Errorf("its socket %s does not listen yet", socket)
@@ -641,18 +642,19 @@ func (s *service) checkFit(l config.Listener, socket *member.Socket) error {
 	return nil
 }
 
-// unfitFamily says why a socket cannot serve IPv4 that its listener has: the kernel refuses the packets
-// (bpf_sk_lookup_assign).
+// checkFamily returns an error if a listener receives IPv4 and the socket is for IPv6 only: the kernel refuses such an
+// assignment (bpf_sk_lookup_assign).
 func checkFamily(l config.Listener, socket *member.Socket) error {
 	address := l.Address.Addr()
 	if socket.IPv6Alone && (address.Is4() || address.IsUnspecified() && !l.V6Only) {
-		return fault.Conflict(fmt.Errorf("its socket %s takes IPv6 alone, the listener %s IPv4, too", socket, l),
+		return fault.Conflict(fmt.Errorf("its socket %s receives only IPv6, the listener %s also IPv4", socket, l),
 			"make the program clear IPV6_V6ONLY, or set v6only of the listener and give the service another one for IPv4")
 	}
 	return nil
 }
 
-// parted says which sockets of a member would part a device with IPv6 addresses: one takes it, and another does not.
+// checkSameFamily returns an error if some sockets of a member receive IPv6 and others only IPv4. A device with IPv6
+// addresses would reach only some of the listeners.
 func (s *service) checkSameFamily(chosen map[int]*member.Socket) error {
 	var alone, both *member.Socket
 	for row, socket := range chosen {
@@ -667,11 +669,11 @@ func (s *service) checkSameFamily(chosen map[int]*member.Socket) error {
 	if alone == nil || both == nil {
 		return nil
 	}
-	return fault.Conflict(fmt.Errorf("its socket %s takes IPv4 alone, its socket %s IPv6, too", alone, both),
+	return fault.Conflict(fmt.Errorf("its socket %s receives only IPv4, its socket %s also IPv6", alone, both),
 		"make the program listen on addresses of the same family with all sockets")
 }
 
-// findSlot checks that a slot is free, or finds the first that is.
+// findSlot checks that a slot is free, or returns the first free slot without a claim for member.AnySlot.
 func (s *service) findSlot(slot int) (int, error) {
 	if slot != member.AnySlot {
 		if seat := s.seats[slot]; seat != nil {
@@ -692,8 +694,7 @@ func (s *service) findSlot(slot int) (int, error) {
 	return 0, fault.Conflict(fmt.Errorf("all %d slots are taken", s.config.Slots), "raise slots in the policy")
 }
 
-// openSlot registers a member's sockets and, when all are in, opens its slot
-// for all listeners at once.
+// openSlot inserts a member's sockets into the data path and then opens the slot for all listeners at once.
 func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err error) {
 	defer func() {
 		if err != nil {
@@ -719,7 +720,7 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 	if err := s.path.SetSlot(seat.slot, value); err != nil {
 		return err
 	}
-	// A socket that was closed before the slot opened had nothing to close.
+	// The close of a socket before SetSlot found no open slot to close.
 	for row := range sockets {
 		cookie, err := s.path.Cookie(row, seat.slot)
 		if err != nil {
@@ -760,11 +761,12 @@ func (s *service) openSlot(seat *seat, sockets map[int]*member.Socket) (err erro
 	return nil
 }
 
+// backlog returns the backlog for listen(2).
 func (s *service) backlog() int {
 	if s.config.Backlog > 0 {
 		return s.config.Backlog
 	}
-	// The kernel cuts it to its own limit.
+	// The kernel limits the value to net.core.somaxconn.
 	return 1<<31 - 1
 }
 
@@ -779,7 +781,7 @@ func explainInsert(socket *member.Socket, err error) error {
 	return where
 }
 
-// clear empties a slot in every view.
+// vacateSlot closes a slot in the data path and removes its member, then evaluates the waiting processes.
 func (s *service) vacateSlot(slot int, reason string) {
 	if err := s.closeSlot(slot); err != nil {
 		s.log.Error("slot not cleared", "slot", slot, "error", err)
@@ -790,13 +792,13 @@ func (s *service) vacateSlot(slot int, reason string) {
 	}
 	delete(s.seats, slot)
 	if s.hasAdoptedDevices(seat) {
-		s.adopters[seat.handle] = true // the end of the process is still waited for
+		s.adopters[seat.handle] = true // the goroutine of occupySlot still waits for the exit
 	} else {
 		seat.handle.Close()
 	}
 	s.log.Info("slot cleared", "slot", slot, "pid", seat.process.PID, "reason", reason)
 	s.pruneSocketOwners()
-	// Somebody may have waited for the slot.
+	// A waiting process may get the slot.
 	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waitingProcess) int {
 		return cmp.Compare(a.process.StartTime, b.process.StartTime)
 	}) {
@@ -804,14 +806,14 @@ func (s *service) vacateSlot(slot int, reason string) {
 	}
 }
 
-// own notes whose registered sockets are.
+// recordSocketOwner records the member that registered sockets.
 func (s *service) recordSocketOwner(self member.ID, cookies ...uint64) {
 	for _, cookie := range cookies {
 		s.socketOwners[cookie] = self
 	}
 }
 
-// dropOwners bounds what is remembered of sockets of members that are gone.
+// pruneSocketOwners deletes the sockets of former members when the table is large.
 func (s *service) pruneSocketOwners() {
 	if len(s.socketOwners) <= 8*bpf.MaxSlots {
 		return
@@ -825,8 +827,7 @@ func (s *service) pruneSocketOwners() {
 	s.socketOwners = live
 }
 
-// clearSlot closes a slot in the data path: first for all listeners at once,
-// then its sockets are taken out.
+// closeSlot closes a slot in the data path, first for all listeners at once, and then deletes its sockets.
 func (s *service) closeSlot(slot int) error {
 	errs := []error{s.path.SetSlot(slot, bpf.Slot{})}
 	for row := range bpf.MaxListeners {

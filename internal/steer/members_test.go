@@ -10,8 +10,8 @@ import (
 	"sockeye/internal/member"
 )
 
-// TestSeenBeforeExecve looks at a process between fork(2) and execve(2), as a scan may while
-// a service manager starts a unit: what is known of it must be of the program that it became.
+// TestSeenBeforeExecve inspects a process between fork(2) and execve(2), as a scan may while systemd starts a unit. After
+// execve(2), the recorded attributes must be those of the new program.
 func TestSeenBeforeExecve(t *testing.T) {
 	cmd := exec.Command("/bin/sh", "-c", "read line; exec /bin/sleep 60")
 	in, err := cmd.StdinPipe()
@@ -38,14 +38,14 @@ func TestSeenBeforeExecve(t *testing.T) {
 	if _, err := in.Write([]byte("\n")); err != nil {
 		t.Fatal(err)
 	}
-	// The kernel gives it the executable first, and then the arguments.
+	// The kernel replaces the executable before the arguments.
 	executed := func() bool {
 		p := read()
 		return p.File != before.File && len(p.Args) > 0
 	}
 	for deadline := time.Now().Add(10 * time.Second); !executed(); {
 		if time.Now().After(deadline) {
-			t.Fatal("it does not execve")
+			t.Fatal("the process does not call execve")
 		}
 		time.Sleep(time.Millisecond)
 	}
@@ -53,6 +53,6 @@ func TestSeenBeforeExecve(t *testing.T) {
 		t.Errorf("%q after execve", got)
 	}
 	if s.firstSeen[self] != nil {
-		t.Error("what it was is still known")
+		t.Error("the attributes before execve are still recorded")
 	}
 }

@@ -12,8 +12,7 @@ import (
 	"sockeye/internal/format"
 )
 
-// Counters are totals since the pins were made: an agent's restart does not
-// reset them.
+// Counters are totals since the creation of the pins. A restart of the agent does not reset them.
 var (
 	descReady = prometheus.NewDesc("sockeye_slot_ready",
 		"1 while the slot has a member that listens on all listeners.", []string{"service", "slot"}, nil)
@@ -22,26 +21,26 @@ var (
 	descDatagrams = prometheus.NewDesc("sockeye_datagrams_total",
 		"UDP datagrams steered to the slot.", []string{"service", "slot"}, nil)
 	descDiverted = prometheus.NewDesc("sockeye_diverted_total",
-		"Connection requests and datagrams meant for the slot that the standby slot got.", []string{"service", "slot"}, nil)
+		"Connection requests and datagrams for the slot that were sent to the standby slot.", []string{"service", "slot"}, nil)
 	descRefused = prometheus.NewDesc("sockeye_refused_total",
-		"Connection requests (tcp) and datagrams (udp) refused, by the slot that they were meant for, which has no name where none was found.",
+		"Refused connection requests (tcp) and datagrams (udp), by their slot; the label is empty if no slot was found.",
 		[]string{"service", "slot", "protocol", "reason"}, nil)
 	descRegistrations = prometheus.NewDesc("sockeye_registrations_total",
 		"Members registered since the agent started.", []string{"service"}, nil)
 	descWaiting = prometheus.NewDesc("sockeye_members_waiting",
-		"Processes that would be members and lack something.", []string{"service"}, nil)
+		"Processes that match a rule and cannot be registered yet.", []string{"service"}, nil)
 	descHeld = prometheus.NewDesc("sockeye_service_held",
-		"1 while the service's ports stay steered even if all members end.", []string{"service"}, nil)
+		"1 while the service's ports stay steered even if all members exit.", []string{"service"}, nil)
 	descUnlisted = prometheus.NewDesc("sockeye_unlisted_total",
-		"Connection requests and datagrams from sources for which the table of devices had no place.", []string{"service"}, nil)
+		"Connection requests and datagrams from sources that did not fit into the table of devices.", []string{"service"}, nil)
 	descRuns = prometheus.NewDesc("sockeye_program_runs_total",
 		"Runs of the steering programs; counted while kernel.bpf_stats_enabled is 1.", []string{"service"}, nil)
 	descRunSeconds = prometheus.NewDesc("sockeye_program_run_seconds_total",
 		"Time spent in the steering programs; counted while kernel.bpf_stats_enabled is 1.", []string{"service"}, nil)
 	descSplit = prometheus.NewDesc("sockeye_devices_split",
-		"Devices whose TCP connections are at another member than that of their slot.", []string{"service"}, nil)
+		"Devices that have TCP connections with another member than that of their slot.", []string{"service"}, nil)
 	descAdopted = prometheus.NewDesc("sockeye_devices_adopted",
-		"Devices that stay with a member that is not that of their slot by the hash.", []string{"service"}, nil)
+		"Devices that on_start: adopt assigned to another member than that of their slot by the hash.", []string{"service"}, nil)
 )
 
 // Collect sends the metrics of all services.

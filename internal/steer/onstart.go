@@ -22,62 +22,57 @@ import (
 	"sockeye/internal/steer/placement"
 )
 
-// A device is split if its TCP connections are at another process than the
-// member to which its datagrams go. That is so for most devices when the agent
-// starts after members and senders: the kernel's hash has placed the
-// connections. A check finds them by sock_diag, once members are registered, and
-// does what on_start of the policy says.
+// A device is split if its TCP connections are with another process than the member of its slot, which receives its
+// datagrams. Most devices are split if the agent starts after members and devices, because the kernel's hash has
+// distributed the connections. A check finds split devices by sock_diag once members are registered, and acts as
+// on_start of the policy requires.
 //
-// A connection is judged if the owner of its socket is known, and that is a
-// member, what a member forked, or another process that listens on the service's
-// port, or what that forked. Other processes have connections with the same
-// local port for reasons of their own. While no member serves a device's slot
-// its connections stay: closed, the device would only be refused.
+// A check considers a connection if its socket belongs to a member, to another process that listens on the port of the
+// service, or to a descendant of either. Other processes may use the same local port for other purposes. The connections
+// of a device whose slot has no member stay open: if they were closed, the device would be refused.
 //
-// Only suspects are mended: connections that were there when the agent started
-// or when their owner's slot opened for the first time. What a policy moves later
-// is counted.
+// Only suspects are repaired: connections that were open when the agent started, or when the slot of their process
+// opened for the first time. Connections that a later policy splits are only counted.
 
 const (
-	// checkDelay is between what makes a check due and the check: many slots
-	// open at once.
+	// checkDelay is the delay of a check after its trigger, because many slots open at the same time.
 	checkDelay = 200 * time.Millisecond
-	// checkAgain is between checks that act, while there is something left that
-	// cannot be judged yet, as a connection that no process has accepted.
+	// repairInterval is the time between two repairing checks, while some connections cannot be assigned yet, for
+	// example because no process has accepted them.
 	repairInterval = time.Second
-	// maxChecks bounds the checks that act, from what makes one due.
+	// maxChecks is the maximum number of repairing checks after a trigger.
 	maxChecks = 10
-	// watchSplit is between checks that only count, while a device is split.
+	// countInterval is the time between two counting checks, while a device is split.
 	countInterval = 10 * time.Second
-	// maxNamed bounds the devices that a problem names.
+	// maxNamed is the maximum number of devices in a problem message.
 	maxNamed = 3
 )
 
-// adopted is a device that stays with a member that is not that of its slot by
-// the hash, until this process ends.
+// adoptedDevice is a device that is assigned to another member than that of its slot by the hash, until that member
+// exits.
 type adoptedDevice struct {
 	member.ID
-	Device  string     `json:"device,omitempty"` // its name in the device map
-	Address netip.Addr `json:"address"`          // if it has no name
+	Device  string     `json:"device,omitempty"` // name in the device map
+	Address netip.Addr `json:"address"`          // address of a device without a name
 	Slot    int        `json:"slot"`
 }
 
-// checks are those of one service.
+// checks is the state of the connection checks of one service.
 type checks struct {
-	timer *time.Timer // of the next one; nil while none is due
-	left  int         // that may act
-	// all connections are suspects, or those of slots that have just opened.
+	timer *time.Timer // timer of the next check; nil if none is due
+	left  int         // remaining repairing checks
+	// all makes all connections suspects; fresh makes those of slots that have just opened suspects.
 	all      bool
 	fresh    map[int]bool
 	suspects map[uint64]bool // by cookie
 	split    []splitDevice
-	err      error // why split devices stay that
+	err      error // error of the last repair
 }
 
-// splitDevice is one device and its connections.
+// splitDevice is a split device and its connections with other processes than the member of its slot.
 type splitDevice struct {
-	name        string     // in the device map, or ""
-	address     netip.Addr // of one of its connections
+	name        string     // name in the device map, or ""
+	address     netip.Addr // remote address of one connection
 	slot        int
 	memberSlots map[int]bool // slots whose members have its connections; -1: no member
 	connections []sockdiag.Socket
@@ -90,23 +85,23 @@ func (d *splitDevice) String() string {
 	return d.address.String()
 }
 
-// suspectAll makes checks due that act on all connections there are.
+// suspectAll schedules checks that repair all open connections.
 func (s *service) suspectAll() {
 	s.checks.all = true
 	s.checks.left = maxChecks
 	s.scheduleCheck(checkDelay)
 }
 
-// suspectSlot makes checks due that act on connections of a slot's member, and on
-// earlier suspects of devices of that slot.
+// suspectSlot schedules checks that repair the connections of a slot's member, and earlier suspects whose devices have
+// that slot.
 func (s *service) suspectSlot(slot int) {
 	s.checks.fresh[slot] = true
 	s.checks.left = maxChecks
 	s.scheduleCheck(checkDelay)
 }
 
-// trust ends the suspicion of connections: where a policy moves their devices, they were where they belonged
-// until then.
+// clearSuspects clears the suspects before a policy change, which may move devices: until then the connections were
+// with the right member.
 func (s *service) clearSuspects() {
 	s.checks.all, s.checks.suspects = false, nil
 	clear(s.checks.fresh)
@@ -116,15 +111,15 @@ func (s *service) scheduleCheck(delay time.Duration) {
 	if s.checks.timer != nil {
 		s.checks.timer.Stop()
 	}
-	// Not with the lock held: it takes a second where there are many processes.
+	// The check runs without the lock, because it takes about 1 s on a host with many processes.
 	s.checks.timer = time.AfterFunc(delay, s.checkConnections)
 }
 
-// placed is where a check sees connections to the service.
+// connectionScan has the established connections to the service and the slots of their processes.
 type connectionScan struct {
 	connections []sockdiag.Socket
 	slots       map[uint32][]int // of the owners of each by inode; -1: no member that is known
-	unaccepted  bool             // there is one that no process has yet
+	unaccepted  bool             // some connections are not accepted yet
 }
 
 func (s *service) checkConnections() {
@@ -155,7 +150,7 @@ func (s *service) checkConnections() {
 		s.log.Warn("connections not checked", "error", err)
 		return
 	case registrations != s.registrations || mapping != s.mapping || !maps.Equal(seats, s.seatPIDs()):
-		s.scheduleCheck(checkDelay) // it is out of date
+		s.scheduleCheck(checkDelay) // the members have changed during the scan
 		return
 	}
 	s.updateSuspects(found)
@@ -180,7 +175,7 @@ func (s *service) checkConnections() {
 	}
 }
 
-// suspect adds what is new to the suspects, and forgets those that are gone.
+// updateSuspects adds new suspects, and deletes closed connections.
 func (s *service) updateSuspects(found *connectionScan) {
 	before := s.checks.suspects
 	s.checks.suspects = make(map[uint64]bool)
@@ -192,8 +187,7 @@ func (s *service) updateSuspects(found *connectionScan) {
 	}
 }
 
-// suspects are the devices of which connections are to be mended, with these
-// alone.
+// suspectDevices returns the devices that have suspect connections, with these connections only.
 func (s *service) suspectDevices(devices []splitDevice) (list []splitDevice) {
 	for _, d := range devices {
 		d.connections = slices.DeleteFunc(slices.Clone(d.connections), func(c sockdiag.Socket) bool { return !s.checks.suspects[c.Cookie] })
@@ -213,7 +207,7 @@ func (s *service) openDiag() (conn *sockdiag.Conn, err error) {
 	return conn, err
 }
 
-// pids are the members' process ids, and their slots.
+// seatPIDs returns the slots of the members by process id.
 func (s *service) seatPIDs() map[int]int {
 	pids := make(map[int]int)
 	for slot, seat := range s.seats {
@@ -222,8 +216,7 @@ func (s *service) seatPIDs() map[int]int {
 	return pids
 }
 
-// findConnections reads the established connections to listeners, and whose they
-// are.
+// findConnections reads the established connections to listeners, and finds the slots of their processes.
 func findConnections(conn *sockdiag.Conn, source []config.Listener, seats map[int]int) (*connectionScan, error) {
 	var found connectionScan
 	listening := make(map[uint32]bool)
@@ -277,7 +270,7 @@ func findConnections(conn *sockdiag.Conn, source []config.Listener, seats map[in
 	return &found, nil
 }
 
-// serves tells whether a TCP socket is of a listener.
+// acceptedBy reports whether the local address of a TCP socket belongs to a listener.
 func acceptedBy(l config.Listener, socket *sockdiag.Socket) bool {
 	addr := socket.Local.Addr()
 	switch {
@@ -289,16 +282,15 @@ func acceptedBy(l config.Listener, socket *sockdiag.Socket) bool {
 	return addr.WithZone("") == l.Address.Addr()
 }
 
-// family finds the member that a process belongs to.
+// processTree finds the member that is an ancestor of a process.
 type processTree struct {
 	seats     map[int]int
 	listeners map[int]bool
 	parents   map[int]int
 }
 
-// slot is that of the nearest ancestor that is a member; -1 if there is none but
-// one that listens. ok is false for a process that has nothing to do with the
-// service.
+// slot returns the slot of a process: that of the process itself or of its nearest ancestor that is a member, or -1 if
+// no ancestor is a member and one listens on the port of the service. ok is false if neither is the case.
 func (f *processTree) slot(pid int) (slot int, ok bool) {
 	const generations = 32
 	for range generations {
@@ -321,8 +313,8 @@ func (f *processTree) slot(pid int) (slot int, ok bool) {
 	return -1, ok
 }
 
-// serving is the slot whose member serves an address now; ok is false if there
-// is none.
+// servingSlot returns the slot that serves an address at present: its slot, or the standby slot. ok is false if no
+// member serves the address.
 func (s *service) servingSlot(addr netip.Addr) (slot int, device string, ok bool) {
 	slot, device = s.mapping.Slot(addr)
 	if s.seats[slot] == nil && s.config.Standby != nil {
@@ -331,7 +323,8 @@ func (s *service) servingSlot(addr netip.Addr) (slot int, device string, ok bool
 	return slot, device, s.seats[slot] != nil
 }
 
-// judge returns the devices that are split, with all their connections.
+// findSplitDevices returns the split devices with all their misplaced connections, and deletes the others from the
+// suspects.
 func (s *service) findSplitDevices(found *connectionScan) []splitDevice {
 	devices := make(map[string]*splitDevice)
 	split := make(map[string]bool)
@@ -344,7 +337,7 @@ func (s *service) findSplitDevices(found *connectionScan) []splitDevice {
 		}
 		key := addr.String()
 		if name != "" {
-			key = name + "/" // no address
+			key = name + "/" // differs from all addresses
 		}
 		d := devices[key]
 		if d == nil {
@@ -368,8 +361,7 @@ func (s *service) findSplitDevices(found *connectionScan) []splitDevice {
 	return list
 }
 
-// mend does what the policy says about split devices. It tells whether it changed
-// anything.
+// repair acts on split devices as on_start requires, and reports whether it changed anything.
 func (s *service) repair(conn *sockdiag.Conn, devices []splitDevice) (bool, error) {
 	if s.config.OnStart == config.Report {
 		if len(devices) != len(s.checks.split) {
@@ -396,8 +388,8 @@ func (s *service) repair(conn *sockdiag.Conn, devices []splitDevice) (bool, erro
 	return true, nil
 }
 
-// adoptDevices gives devices whose connections are all at one member that
-// member's slot, and returns the others.
+// adoptDevices assigns each device whose connections are all with one member to the slot of that member, and returns
+// the other devices.
 func (s *service) adoptDevices(devices []splitDevice) (others []splitDevice) {
 	before := slices.Clone(s.state.Adopted)
 	for _, d := range devices {
@@ -417,7 +409,7 @@ func (s *service) adoptDevices(devices []splitDevice) (others []splitDevice) {
 	if count == 0 {
 		return others
 	}
-	// Written down first: an agent that ends in between adopts them again.
+	// The state is saved first: after a crash before installMapping, the next agent installs the same mapping.
 	err := s.state.save(s.statePath())
 	if err == nil {
 		err = s.installMapping()
@@ -431,8 +423,8 @@ func (s *service) adoptDevices(devices []splitDevice) (others []splitDevice) {
 	return others
 }
 
-// dropAdopted gives devices their own slot again once the member that they were
-// with has ended: all their connections there have, too.
+// pruneAdopted returns adopted devices to their own slots after the exit of their member, which has closed all their
+// connections.
 func (s *service) pruneAdopted() {
 	kept := slices.DeleteFunc(slices.Clone(s.state.Adopted), func(a adoptedDevice) bool {
 		if seat := s.seats[a.Slot]; seat != nil {
@@ -453,14 +445,14 @@ func (s *service) pruneAdopted() {
 	}
 }
 
-// hasGuests tells whether devices were adopted for a member.
+// hasAdoptedDevices reports whether devices are adopted for a member.
 func (s *service) hasAdoptedDevices(seat *seat) bool {
 	return slices.ContainsFunc(s.state.Adopted, func(a adoptedDevice) bool {
 		return a.PID == seat.process.PID && a.StartTime == seat.process.StartTime
 	})
 }
 
-// guestsLeave is for the end of a process that was a member.
+// forgetAdopter releases the adopted devices of a member that has exited.
 func (s *service) forgetAdopter(handle *member.Handle) {
 	if s.adopters[handle] {
 		delete(s.adopters, handle)
@@ -469,7 +461,7 @@ func (s *service) forgetAdopter(handle *member.Handle) {
 	s.pruneAdopted()
 }
 
-// exceptions are the adopted devices, for the mapping.
+// exceptions returns the adopted devices for the mapping.
 func (s *service) exceptions() placement.Exceptions {
 	e := placement.Exceptions{Names: make(map[string]int), Addresses: make(map[netip.Addr]int)}
 	for _, a := range s.state.Adopted {
@@ -482,7 +474,7 @@ func (s *service) exceptions() placement.Exceptions {
 	return e
 }
 
-// splitProblem says which devices are split; nil if none is.
+// splitProblem returns an error that names the split devices, or nil.
 func (s *service) splitProblem() error {
 	devices := s.checks.split
 	if len(devices) == 0 {

@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/sockdiag"
 )
 
-// What to do about split devices depends on what the agent is about to do itself.
+// The hint about split devices depends on the next action of the agent.
 func TestSplitHint(t *testing.T) {
 	split := []splitDevice{{address: netip.MustParseAddr("192.0.2.1"), connections: []sockdiag.Socket{{Cookie: 7}}}}
 	for _, test := range []struct {

@@ -26,17 +26,17 @@ import (
 	"sockeye/internal/steer/placement"
 )
 
-// target is what a service is to become: a policy with all that it names
-// found and read, so that applying it can hardly fail.
+// target is the desired state of a service: its configuration with all users, rules and device maps resolved, so that
+// only the kernel can make applyTarget fail.
 type target struct {
 	config         config.Service
 	rules          []member.Rule
 	users          []uint32
 	mapping        *placement.Mapping
-	pendingDevices builtDeviceMap // of a mapping that is to be applied, where it is another one
+	pendingDevices builtDeviceMap // the built device map, if it differs from the installed one
 }
 
-// resolveMembers finds the users that a service and its rules name.
+// resolveMembers looks up the users that a service and its rules name.
 func resolveMembers(c config.Service) ([]member.Rule, []uint32, error) {
 	rules, err := member.Rules(c.Members)
 	var users []uint32
@@ -49,7 +49,8 @@ func resolveMembers(c config.Service) ([]member.Rule, []uint32, error) {
 	return rules, users, nil
 }
 
-// prepare reads what the new policy of a service names, but its device map. It changes nothing.
+// resolveTarget resolves the names in a configuration, and checks the cgroup and the network namespace. resolveTarget
+// changes nothing.
 func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) (*target, error) {
 	t := &target{config: c}
 	var err error
@@ -75,15 +76,14 @@ func (s *service) resolveTarget(c config.Service, devices *placement.DeviceMap) 
 		return nil, err
 	}
 	if t.mapping, err = newMapping(c, nonce, devices); err == nil {
-		s.mu.Lock() // a check may adopt devices meanwhile
+		s.mu.Lock() // a connection check may adopt devices concurrently
 		t.mapping.Except(s.exceptions())
 		s.mu.Unlock()
 	}
 	return t, err
 }
 
-// plan says what applying the target changes, in the order of the policy's
-// keys.
+// plan lists the changes that a target makes, in the order of the policy keys.
 func (s *service) plan(t *target) []api.Change {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -94,7 +94,7 @@ func (s *service) plan(t *target) []api.Change {
 	from, to := s.config, t.config
 	if from.Steering != to.Steering {
 		add(fmt.Sprintf("steering: %s -> %s", from.Steering, to.Steering),
-			"everything is refused until the members are registered again, at once")
+			"all traffic is refused until the members are registered again, immediately")
 	}
 	if from.Slots != to.Slots {
 		effect := s.movedDevicesEffect(t)
@@ -164,7 +164,7 @@ func (s *service) userEffect(t *target) string {
 	return s.lostSlotsEffect(t) + "; the ports are held for that user"
 }
 
-// leaving counts the members that are none by the target, or of another slot.
+// lostSlotsEffect describes how many members lose their slot under the target.
 func (s *service) lostSlotsEffect(t *target) string {
 	then := &service{config: t.config, rules: t.rules, users: t.users, state: s.state, memberHost: s.memberHost, firstSeen: maps.Clone(s.firstSeen)}
 	lost := 0
@@ -196,12 +196,12 @@ func (s *service) countSeatsFrom(slots int) (n int) {
 	return n
 }
 
-// moves counts the devices seen whose slot the target changes.
+// movedDevicesEffect describes how many tracked devices get another slot under the target.
 func (s *service) movedDevicesEffect(t *target) string {
 	if s.config.TrackDevices == 0 {
 		return "devices are not tracked, so it is not known how many move"
 	}
-	// A device has one address, or those that the device map in force gives it.
+	// A device is one address, or all addresses of one name in the device map in force.
 	type device struct {
 		id   uint32
 		addr netip.Addr
@@ -230,8 +230,8 @@ func deviceMapSummary(m *placement.DeviceMap) string {
 	return fmt.Sprintf("%s of %s", format.Count(m.Len(), "prefix", "prefixes"), format.Count(len(m.Devices()), "device", "devices"))
 }
 
-// build makes the device map of a policy for the kernel, if it is another one than that in force. It
-// holds no lock meanwhile.
+// buildDeviceMap builds the device map of a configuration for the kernel if it differs from the installed one.
+// The lock is not held during the build.
 func (s *service) buildDeviceMap(c config.Service, devices *placement.DeviceMap) (builtDeviceMap, error) {
 	nonce, err := s.nonceFor(c)
 	if err != nil {
@@ -251,13 +251,12 @@ func (s *service) buildDeviceMap(c config.Service, devices *placement.DeviceMap)
 	return builtDeviceMap{}, nil
 }
 
-// now is the target that the service is.
+// currentTarget returns the current state of the service as a target.
 func (s *service) currentTarget() *target {
 	return &target{config: s.config, rules: s.rules, users: s.users, mapping: s.mapping}
 }
 
-// apply makes the service what the target says. If that fails it goes back to
-// what it was.
+// applyTarget switches the service to a target. If that fails, applyTarget switches back to the previous target.
 func (s *service) applyTarget(t *target) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -274,6 +273,8 @@ func (s *service) applyTarget(t *target) error {
 	return err
 }
 
+// switchTo switches the service to a target. Pinned maps are reused unless the network namespace or the kind of steering
+// changes.
 func (s *service) switchTo(t *target) error {
 	if s.config.Netns != t.config.Netns || s.config.Steering != t.config.Steering {
 		return s.recreate(t)
@@ -290,7 +291,7 @@ func (s *service) switchTo(t *target) error {
 	if err := s.openPath(); err != nil {
 		return err
 	}
-	// Their devices have other slots from here on.
+	// The new mapping has no devices in these slots.
 	for slot := range s.seats {
 		if slot >= s.config.Slots {
 			s.vacateSlot(slot, "slot removed")
@@ -318,8 +319,8 @@ func (s *service) switchTo(t *target) error {
 	return s.reconcileKeeper()
 }
 
-// begin starts over, for changes that no pinned map outlives. The old data
-// path, with all slots closed, refuses everything until the new one decides.
+// recreate replaces the data path, for changes that the pinned maps cannot represent. The old data path refuses all
+// traffic, with all slots closed, until the new one is attached.
 func (s *service) recreate(t *target) error {
 	s.installedEntries = nil
 	for pid := range s.waiting {
@@ -347,8 +348,7 @@ func (s *service) recreate(t *target) error {
 	return fault.Join(err, old.Retire())
 }
 
-// restart opens the new data path, takes the programs off the groups of the
-// old one, and finds the members.
+// reopen opens the new data path, detaches the programs from the groups of the old one, and registers the members again.
 func (s *service) reopen(t *target, groups []int) error {
 	s.setTarget(t)
 	if err := s.saveGroupOwner(); err != nil {
@@ -375,14 +375,14 @@ func (s *service) reopen(t *target, groups []int) error {
 	return s.restore()
 }
 
+// setTarget makes a target the configuration of the service.
 func (s *service) setTarget(t *target) {
 	s.config, s.rules, s.users, s.mapping = t.config, t.rules, t.users, t.mapping
 	s.state.Nonce = t.mapping.Table.Nonce
 	s.clearSuspects()
 }
 
-// saveOwner keeps the state. The owner that was learned from a claim is kept only while the policy
-// names none.
+// saveGroupOwner saves the state. A policy that names users overrides the user of the first claim.
 func (s *service) saveGroupOwner() error {
 	if len(s.users) > 0 {
 		s.state.ClaimedUID = nil
@@ -390,8 +390,8 @@ func (s *service) saveGroupOwner() error {
 	return s.state.save(s.statePath())
 }
 
-// dropRows gives the ports of listeners that are gone back to the kernel, and
-// takes the keeper's sockets off them first.
+// removeListeners removes the listeners of old that the policy no longer has. The keeper sockets of a listener are
+// closed before its program is detached.
 func (s *service) removeListeners(old [bpf.MaxListeners]bpf.Listener) error {
 	var errs []error
 	var dropped []int

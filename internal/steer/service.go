@@ -24,8 +24,7 @@ import (
 	"sockeye/internal/steer/placement"
 )
 
-// service keeps one service of the policy in step with the host: its data
-// path, and who sits in which slot. Packets never wait for it.
+// service reconciles one service of the policy with the host: the data path, and the member of each slot.
 type service struct {
 	host *steerHost
 	log  *slog.Logger
@@ -33,48 +32,49 @@ type service struct {
 	mu         sync.Mutex
 	config     config.Service
 	rules      []member.Rule
-	users      []uint32 // to whom members and their sockets belong; none: those of claims decide
+	users      []uint32 // owners of the members and their sockets; empty: the first claim decides
 	memberHost *member.Host
 	mapping    *placement.Mapping
-	// The contents of the device map in force; nil: not known. And the one to come.
+	// installedEntries are the contents of the device map in the kernel, nil if unknown; pendingDevices is the next
+	// device map, already built.
 	installedEntries *placement.Entries
 	pendingDevices   builtDeviceMap
 	state            state
 	path             *bpf.Steer
 	events           *bpf.Events
 	netns            *os.File
-	netnsInode       uint64                         // of netns
-	rows             [bpf.MaxListeners]bpf.Listener // zero: free
+	netnsInode       uint64                         // inode of netns
+	rows             [bpf.MaxListeners]bpf.Listener // listeners by row; zero: free row
 	listeners        map[int]config.Listener        // by row
 
-	firstSeen      map[member.ID]*member.Process // as first seen: nfacctd writes over its arguments
+	firstSeen      map[member.ID]*member.Process // attributes of the first inspection: nfacctd overwrites its arguments
 	seats          map[int]*seat                 // by slot
 	waiting        map[int]*waitingProcess       // by process id
-	refusals       refusals                      // processes that only look like members
-	probesLeft     int                           // how many more processes may be looked into for a refusal
-	lastRefusalLog time.Time                     // when one was logged last
-	waitingFull    bool                          // others wait, too
-	socketOwners   map[uint64]member.ID          // whose a registered socket is, or was
-	boundBy        map[uint64]int                // process id by cookie, of sockets not yet listening
-	inspected      map[int]*inspections          // by process id, of processes that bound sockets lately
-	keeperSockets  map[int]int                   // descriptor by row
+	refusals       refusals                      // processes that match a rule and are not admitted
+	probesLeft     int                           // remaining number of processes whose descriptors may be read for a refusal
+	lastRefusalLog time.Time                     // time of the last warning about a refusal
+	waitingFull    bool                          // waiting is full, and this was logged
+	socketOwners   map[uint64]member.ID          // member that registered a socket, by cookie
+	boundBy        map[uint64]int                // process id of sockets that do not listen yet, by cookie
+	inspected      map[int]*inspections          // by process id, for processes that bound a socket in this period
+	keeperSockets  map[int]int                   // descriptors by row
 	keeper         *keeper
-	previousRows   [bpf.MaxListeners]bpf.Listener // the rows of the agent before
+	previousRows   [bpf.MaxListeners]bpf.Listener // rows that the previous agent pinned
 	lostEvents     uint64
-	// A scan was less than a period ago, and another one is due after it.
+	// scannedRecently: the last rate-limited scan was less than a period ago. scanPending: another scan follows.
 	scannedRecently, scanPending bool
 	checks                       checks
-	everOpened                   map[int]bool            // slots that have been open in this agent's life
-	adopters                     map[*member.Handle]bool // of members without a slot that have adopted devices
+	everOpened                   map[int]bool            // slots that this process has opened at least once
+	adopters                     map[*member.Handle]bool // handles of former members that have adopted devices
 
-	lastReevaluation time.Time // when those that wait were looked at for who asked
+	lastReevaluation time.Time // time of the last evaluation of waiting processes for a status request
 
-	lastSave  time.Time   // when the members were
-	saveTimer *time.Timer // they are to be
+	lastSave  time.Time   // time of the last save of the members
+	saveTimer *time.Timer // timer of the next save; nil: none is due
 
 	registrations      uint64
-	keeperProblem      error // what keeps the service from being held
-	keeperRetryPending bool  // hold is to be tried again
+	keeperProblem      error // error of reconcileKeeper; nil: the ports are held
+	keeperRetryPending bool  // the next attempt of reconcileKeeper is scheduled
 }
 
 // seat is a member in its slot.
@@ -82,12 +82,12 @@ type seat struct {
 	slot          int
 	process       *member.Process
 	handle        *member.Handle
-	source        string             // which rule or command made it a member
-	claimed       bool               // a command did
-	allowedOwners []uint32           // to whom its sockets may belong
+	source        string             // rule or command that made the process a member
+	claimed       bool               // true for run and register
+	allowedOwners []uint32           // permitted owners of the sockets
 	sockets       map[int]socketInfo // by row
-	duplicate     error              // a socket beside those, which gets nothing
-	ancestors     []int              // its ancestors when it was seated; later it has no others
+	duplicate     error              // error about another socket with the same address, which gets no traffic; nil for none
+	ancestors     []int              // process ids of its ancestors at registration; reparenting can only remove some of them
 }
 
 type socketInfo struct {
@@ -95,16 +95,16 @@ type socketInfo struct {
 	local  string
 }
 
-// waiting is a process that would be a member, and what it lacks.
+// waitingProcess is a process that matches a rule or has a claim and cannot be registered yet.
 type waitingProcess struct {
 	process *member.Process
 	handle  *member.Handle
 	source  string
-	slot    int // or member.AnySlot
-	problem error
+	slot    int   // or member.AnySlot
+	problem error // reason
 }
 
-// openService makes or adopts a service and finds its members.
+// openService creates or restores a service and registers its members.
 func openService(h *steerHost, log *slog.Logger, c config.Service, devices *placement.DeviceMap) (_ *service, err error) {
 	s := &service{
 		host: h, log: log.With("service", c.Name), config: c,
@@ -174,7 +174,8 @@ func (h *steerHost) statePath(service string) string {
 	return filepath.Join(h.StateDir, service+".json")
 }
 
-// findNonce is that of a service of this host, running or not: what is pinned counts.
+// lookupNonce returns the nonce of a service of this host: the pinned nonce, or else the one in the state file. known
+// is false if there is neither.
 func (h *steerHost) lookupNonce(name string) (nonce uint64, known bool, err error) {
 	switch nonce, err := bpf.ReadNonce(h.Root.Service(name)); {
 	case err == nil:
@@ -186,7 +187,7 @@ func (h *steerHost) lookupNonce(name string) (nonce uint64, known bool, err erro
 	return s.Nonce, known, err
 }
 
-// nonce is that of a service, which is made and kept where there is none.
+// ensureNonce returns the nonce of a service. A missing nonce is created and saved.
 func (h *steerHost) ensureNonce(name string) (uint64, error) {
 	nonce, known, err := h.lookupNonce(name)
 	if err != nil || known {
@@ -200,20 +201,20 @@ func (h *steerHost) ensureNonce(name string) (uint64, error) {
 	return s.Nonce, s.save(h.statePath(name))
 }
 
-// nonceFor is the nonce that the service has by a policy: that of the service whose slots it has, or its own.
+// nonceFor returns the nonce of the service under a configuration: the nonce of the slots_as service, or its own.
 func (s *service) nonceFor(c config.Service) (uint64, error) {
 	if c.SlotsAs == "" {
 		return s.state.Nonce, nil
 	}
 	nonce, known, err := s.host.lookupNonce(c.SlotsAs)
 	if !known {
-		nonce = s.state.Nonce // the other is to be added
+		nonce = s.state.Nonce // the same policy adds the other service
 	}
 	return nonce, err
 }
 
-// enter is the network namespace in which sockets are made; nil is the
-// agent's own, which needs no right to enter.
+// socketNetns returns the network namespace for new sockets; nil is the agent's own, which needs no capability to
+// enter.
 func (s *service) socketNetns() *os.File {
 	if s.config.Netns == "" {
 		return nil
@@ -223,7 +224,7 @@ func (s *service) socketNetns() *os.File {
 
 func (s *service) openNetns() error {
 	name := cmp.Or(s.config.Netns, "/proc/thread-self/ns/net")
-	// A FIFO that is named by mistake must not be waited for.
+	// O_NONBLOCK: opening a FIFO must not block.
 	netns, err := os.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return fault.Unreadable(fmt.Errorf("open network namespace: %w", err), "create it, or correct netns")
@@ -241,7 +242,7 @@ func (s *service) openNetns() error {
 	return nil
 }
 
-// readDevices reads the device map of a service, if it has one. That takes a second for a million lines.
+// readDevices reads the device map of a service, or returns nil without one. A million lines take about 1 s.
 func readDevices(c config.Service) (*placement.DeviceMap, error) {
 	if c.DeviceMap == "" {
 		return nil, nil
@@ -269,8 +270,7 @@ func bpfListener(l config.Listener) bpf.Listener {
 	return bpf.Listener{Protocol: protocol, Address: l.Address, V6Only: l.V6Only}
 }
 
-// assignRows gives every listener of the policy the row that it had, or a
-// free one.
+// assignRows assigns each listener of the policy to its previous row, or to a free one.
 func (s *service) assignRows(old [bpf.MaxListeners]bpf.Listener) {
 	s.rows = [bpf.MaxListeners]bpf.Listener{}
 	s.listeners = make(map[int]config.Listener)
@@ -289,7 +289,7 @@ func (s *service) assignRows(old [bpf.MaxListeners]bpf.Listener) {
 	}
 }
 
-// memberPorts is where members bind in a listener's place.
+// memberPorts returns the range of ports that members bind for a listener.
 func memberPorts(l config.Listener) (first, last uint16) {
 	if l.MemberPorts.First == 0 {
 		return l.Address.Port(), l.Address.Port()
@@ -297,7 +297,7 @@ func memberPorts(l config.Listener) (first, last uint16) {
 	return l.MemberPorts.First, l.MemberPorts.Last
 }
 
-// memberPlace is what a member has to open for a listener.
+// memberAddress describes the socket that a member must open for a listener.
 func memberAddress(l config.Listener) string {
 	if l.MemberPorts.First == 0 {
 		return l.String()
@@ -307,7 +307,7 @@ func memberAddress(l config.Listener) string {
 
 func (s *service) usesLookup() bool { return s.config.Steering == config.Lookup }
 
-// open makes the data path what the policy says, and the mapping with it.
+// openPath opens or creates the data path of the configuration, installs the mapping, and watches the events.
 func (s *service) openPath() error {
 	c := bpf.SteerConfig{
 		Dir:       s.host.Root.Service(s.config.Name),
@@ -345,13 +345,13 @@ func (s *service) openPath() error {
 	return nil
 }
 
-// builtDevices is a device map for the kernel, and its contents.
+// builtDeviceMap is a device map for the kernel, and its contents.
 type builtDeviceMap struct {
 	entries *placement.Entries
-	trie    *bpf.DeviceTrie // nil if it is empty
+	trie    *bpf.DeviceTrie // nil if there are no entries
 }
 
-// buildDevices takes seconds for a million prefixes.
+// buildDeviceMap creates the LPM trie of entries. A million prefixes take seconds.
 func buildDeviceMap(entries *placement.Entries) (b builtDeviceMap, err error) {
 	b.entries = entries
 	if size := entries.Size(); size > 0 {
@@ -367,8 +367,7 @@ func (b *builtDeviceMap) close() {
 	*b = builtDeviceMap{}
 }
 
-// installMapping gives the mapping to the data path, in one step. The device map that is
-// in force stays if it is the same.
+// installMapping replaces the mapping of the data path atomically. An unchanged device map stays in place.
 func (s *service) installMapping() error {
 	s.mapping.Except(s.exceptions())
 	entries := s.mapping.Entries()
@@ -393,8 +392,8 @@ func (s *service) installMapping() error {
 	return nil
 }
 
-// adopt takes over what an earlier agent left, then finds new members. At the
-// end all programs decide.
+// restore takes over the keeper and the members of an earlier agent, then scans for new members. Afterwards the
+// program is attached to all groups.
 func (s *service) restore() error {
 	if err := s.restoreKeeper(); err != nil {
 		return err
@@ -410,8 +409,8 @@ func (s *service) restore() error {
 	return s.reconcileKeeper()
 }
 
-// adoptSlot keeps a member that is still what the pins say of it, and clears
-// the slot otherwise.
+// restoreSlot takes over the member of a pinned slot if the process and its sockets are unchanged, and closes the slot
+// otherwise.
 func (s *service) restoreSlot(slot int) error {
 	value, err := s.path.Slot(slot)
 	if err != nil {
@@ -433,13 +432,13 @@ func (s *service) restoreSlot(slot int) error {
 			if err == nil {
 				s.occupySlot(seat)
 				s.learnGroupOwner(seat)
-				s.log.Info("member adopted", "slot", slot, "pid", p.PID)
+				s.log.Info("member restored", "slot", slot, "pid", p.PID)
 				return nil
 			}
 			handle.Close()
 		}
 	}
-	// A process that it forked may hold its sockets on.
+	// A child of the former member may still have its sockets open.
 	for row := range s.listeners {
 		if cookie, err := s.path.Cookie(row, slot); err == nil && cookie != 0 {
 			s.recordSocketOwner(member.ID{PID: int(value.Pid), StartTime: value.StartTime}, cookie)
@@ -449,15 +448,14 @@ func (s *service) restoreSlot(slot int) error {
 	case slot >= s.config.Slots:
 		s.log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "slot removed")
 	case err == nil, errors.Is(err, fs.ErrNotExist):
-		s.log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "process ended, or lacks a socket")
+		s.log.Info("slot cleared", "slot", slot, "pid", value.Pid, "reason", "process exited, or lacks a socket")
 	default:
-		s.log.Warn("member not adopted", "slot", slot, "pid", value.Pid, "error", err)
+		s.log.Warn("member not restored", "slot", slot, "pid", value.Pid, "error", err)
 	}
 	return s.closeSlot(slot)
 }
 
-// clearHalfOpen takes out what an agent registered that ended before it opened
-// the slot.
+// closeIncompleteSlot removes the sockets of a slot that an earlier agent began to register.
 func (s *service) closeIncompleteSlot(slot int) error {
 	for row := range s.listeners {
 		cookie, err := s.path.Cookie(row, slot)
@@ -471,8 +469,7 @@ func (s *service) closeIncompleteSlot(slot int) error {
 	return nil
 }
 
-// complete fills in the sockets of a seat from the pins, and tells whether
-// there is one for each listener.
+// loadSeatSockets reads the sockets of a seat from the pins, and reports whether each listener has one.
 func (s *service) loadSeatSockets(seat *seat) bool {
 	for row, l := range s.listeners {
 		cookie, err := s.path.Cookie(row, seat.slot)
@@ -484,8 +481,7 @@ func (s *service) loadSeatSockets(seat *seat) bool {
 	return true
 }
 
-// seat puts a member into its slot, in this process' view, and waits for its
-// end.
+// occupySlot records the member of a slot and starts a goroutine that waits for the exit of the process.
 func (s *service) occupySlot(seat *seat) {
 	s.seats[seat.slot] = seat
 	seat.ancestors = ancestors(seat.process)
@@ -495,18 +491,19 @@ func (s *service) occupySlot(seat *seat) {
 	handle := seat.handle
 	go func() {
 		if handle.Wait() != nil {
-			return // closed: the seat was cleared for another reason
+			return // the handle is closed: the slot was vacated before
 		}
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		if s.seats[seat.slot] == seat {
-			s.vacateSlot(seat.slot, "process ended")
+			s.vacateSlot(seat.slot, "process exited")
 		}
 		s.forgetAdopter(handle)
 	}()
 }
 
-// release gives up what this process holds. The data path goes on.
+// closeLocked closes the descriptors of this process and saves pending state. Pinned programs stay attached. The caller
+// holds the lock.
 func (s *service) closeLocked() {
 	s.flushMembers()
 	if s.checks.timer != nil {

@@ -36,7 +36,7 @@ func TestStateRoundTrip(t *testing.T) {
 		t.Errorf("got %+v %v %v, want %+v", back, known, err, s)
 	}
 
-	// Process ids of another boot mean nothing; the nonce and the user stay.
+	// Process ids of another boot are discarded; the nonce and the user stay.
 	s.BootID = "another"
 	if err := s.save(path); err != nil {
 		t.Fatal(err)
@@ -70,8 +70,7 @@ func TestDamagedState(t *testing.T) {
 	}
 }
 
-// Whoever reads the file while it is replaced, however often, gets one of the
-// contents as a whole.
+// A reader of a file that is replaced repeatedly reads one complete version.
 func TestWriteFileIsAtomic(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "f")
@@ -111,7 +110,7 @@ func TestWriteFileIsAtomic(t *testing.T) {
 	}
 }
 
-// A write that fails leaves the old file and nothing else.
+// A failed write leaves the old file and no temporary file.
 func TestWriteFileFails(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "d")

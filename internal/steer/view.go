@@ -69,10 +69,10 @@ func (s *service) status() api.ServiceStatus {
 	return status
 }
 
-// waitingHint is for who waits in vain.
+// waitingHint returns the hint for a process that may wait forever.
 func waitingHint(problem error) string {
 	if errors.Is(problem, errNotOpen) {
-		return "if it stays so, compare the ports of its configuration with the listeners of the policy"
+		return "if this persists, compare the ports of its configuration with the listeners of the policy"
 	}
 	return ""
 }
@@ -95,7 +95,7 @@ func (s *service) slots() ([]api.SlotStatus, error) {
 	for slot := range list {
 		status := api.SlotStatus{Service: s.config.Name, Slot: slot, Counts: counts(counters[slot]), Sockets: []api.SocketStatus{}}
 		if seat := s.seats[slot]; seat != nil {
-			// The boot's time is a difference of two clocks, read one after the other.
+			// The boot time is the difference of two clocks that are not read at the same time.
 			since := startedAt(seat.process.StartTime, bootTime()).Round(time.Second)
 			status.Ready, status.PID, status.Source = true, seat.process.PID, seat.source
 			status.Command, status.Since = seat.process.Command(), &since
@@ -161,7 +161,7 @@ func (s *service) where(addresses []netip.Addr) []api.WhereStatus {
 	return list
 }
 
-// Where says which slots addresses have by a mapping.
+// Where returns the slots of addresses in a mapping.
 func Where(service string, mapping *placement.Mapping, addresses []netip.Addr) []api.WhereStatus {
 	list := make([]api.WhereStatus, len(addresses))
 	for i, addr := range addresses {

@@ -30,7 +30,7 @@ func checkSamples(t testing.TB, k *tracing, samples []bpf.TraceSample) {
 	check(t, err)
 	for _, raw := range samples {
 		m := raw.Message
-		times := []uint64{m.Started, m.Sent, m.Queued, m.Again, m.Driver, raw.Ended}
+		times := []uint64{m.Started, m.Sent, m.Queued, m.Requeued, m.Driver, raw.Ended}
 		known := slices.DeleteFunc(times, func(at uint64) bool { return at == 0 })
 		if !slices.IsSorted(known) {
 			t.Errorf("times %v are not in their order", known)

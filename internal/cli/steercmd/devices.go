@@ -16,10 +16,10 @@ import (
 func (c *commands) devicesCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "devices",
-		Short: "Show the devices seen, and where they go",
-		Long: `Devices lists the source addresses that were seen, with the slot that each has
-and what it sent. The kernel keeps the latest of them, as many as the policy's
-track_devices says.`,
+		Short: "List devices with their slots and counters",
+		Long: `Devices lists the source addresses of received traffic with the slot and the
+counters of each. The kernel keeps the most recent addresses, at most
+track_devices of the policy.`,
 	}
 	query := serviceFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package steercmd has the commands for members, slots and devices: run, register, unregister,
-// slots, devices and where.
+// Package steercmd implements the commands for members, slots and devices: run, register, unregister, slots, devices
+// and where.
 package steercmd
 
 import (
@@ -14,10 +14,10 @@ import (
 	"sockeye/internal/cli/command"
 )
 
-// steerCommands are the commands of one invocation.
+// commands has the state of one invocation.
 type commands struct{ *command.Command }
 
-// New returns the commands that change and show members, slots and devices.
+// New returns the commands for members, slots and devices.
 func New(c *command.Command) []*cobra.Command {
 	s := &commands{c}
 	return []*cobra.Command{
@@ -31,8 +31,9 @@ func (c *commands) registerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "register --pid PID [--service S] [--slot N]",
 		Short: "Make a running process a member of a service",
-		Long: `Register takes the sockets of a process that listens already, and gives it a
-slot. The process and its sockets must belong to a user of the service.`,
+		Long: `Register registers the sockets of a running process in a slot. The process must
+listen on all listeners of the service. The process and its sockets must belong
+to a user of the service.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("slot") {
 				m.Slot = &slot
@@ -46,8 +47,8 @@ slot. The process and its sockets must belong to a user of the service.`,
 			})
 		},
 	}
-	cmd.Flags().StringVar(&m.Service, "service", "", "service; may be left out where there is only one")
-	cmd.Flags().IntVar(&slot, "slot", 0, "slot; the first free one by default")
+	cmd.Flags().StringVar(&m.Service, "service", "", "service; optional if there is only one")
+	cmd.Flags().IntVar(&slot, "slot", 0, "slot; default: first free slot")
 	cmd.Flags().IntVar(&m.PID, "pid", 0, "process id")
 	return cmd
 }

@@ -27,25 +27,26 @@ func (c *commands) runCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "run [--service S] [--slot N] [--isolated] -- PROGRAM [ARGUMENT...]",
 		Short: "Start a program as a member of a service",
-		Long: `Run reserves a slot for this process and becomes the program, which is
-registered when it listens on all of the service's listeners. It and its sockets
-must belong to a user of the service. The program has no rights that it would
-not have otherwise; SOCKEYE_SERVICE and SOCKEYE_SLOT in its environment say
-where it is.
+		Long: `Run reserves a slot for this process and executes the program. The agent
+registers the program when it listens on all listeners of the service. The
+program and its sockets must belong to a user of the service. The program gets
+no additional privileges. Its environment has SOCKEYE_SERVICE and SOCKEYE_SLOT.
 
-With --isolated the program runs in a network of its own, as by sockeye isolate,
-without any privilege: this process takes the slot with sockets of its own, and
-is the gateway. Connections and datagrams reach the ports of the service inside,
-with the peers' addresses. The program listens on the service's own ports, best
-on all addresses, also where members have ports of their own; the slot opens
-when it listens on all of them. It may go nowhere by itself, but to where
---allow lets it, and then to the host's name servers unless --no-dns is given:
-questions to them can carry data out; sockeye isolate --help says what --no-dns
-leaves. The slot closes for good
-when the program closes one of them or ends, and the program ends with this
-process. Started by root, both become the user of the service, or --user; with a
-service that has no user, or root, say --as-root. The program is confined as by
-sockeye isolate.`,
+With --isolated the program runs in its own network namespace, as with sockeye
+isolate, without any privilege. This process is the gateway, and its own sockets
+take the slot. Connections and datagrams reach the ports of the service inside
+the namespace with the addresses of the peers. The program must listen on the
+ports of the service, preferably on all addresses, even if the policy gives
+members other ports. The slot opens when the program listens on all of these
+ports, and closes permanently when the program closes one of them or exits. The
+program is terminated when this process exits.
+
+The program can open outbound connections only to the destinations of --allow,
+and then also to the name servers of the host unless --no-dns is given: DNS
+queries can carry data out. See --no-dns in sockeye isolate --help for the
+remaining ways. If root starts the command, gateway and program run as the user
+of the service, or as --user; if the service has no user, or its user is root,
+--as-root is required. The program is confined as with sockeye isolate.`,
 		Example: `  sockeye run --service telemetry --slot 2 -- nfacctd -f /etc/pmacct/nfacctd-2.conf
   sockeye run --slot 2 --isolated --allow 10.0.0.7:9092/tcp -- nfacctd -f /etc/pmacct/nfacctd-2.conf`,
 		Args: command.Arguments(1, -1, "PROGRAM"),
@@ -70,7 +71,7 @@ sockeye isolate.`,
 				return err
 			}
 			if got.Slot == nil {
-				return errors.New("run member: the agent named no slot")
+				return errors.New("run member: the agent returned no slot")
 			}
 			env := append(isolatecmd.OwnEnvironment(), "SOCKEYE_SERVICE="+got.Service, fmt.Sprintf("SOCKEYE_SLOT=%d", *got.Slot))
 			if isolated {
@@ -83,20 +84,21 @@ sockeye isolate.`,
 		},
 	}
 	cmd.Flags().SetInterspersed(false)
-	cmd.Flags().StringVar(&service, "service", "", "service; may be left out where there is only one")
-	cmd.Flags().IntVar(&slot, "slot", 0, "slot; the first free one by default")
-	cmd.Flags().BoolVar(&isolated, "isolated", false, "in a network of its own, without any privilege")
+	cmd.Flags().StringVar(&service, "service", "", "service; optional if there is only one")
+	cmd.Flags().IntVar(&slot, "slot", 0, "slot; default: first free slot")
+	cmd.Flags().BoolVar(&isolated, "isolated", false, "run the program in its own network namespace, without any privilege")
 	i.Flags(cmd)
 	return cmd
 }
 
-// patienceForAgent is how long a program waits for an agent that was started beside it, as by one script.
-const patienceForAgent = 5 * time.Second
+// agentTimeout is the time that run waits for an agent that is starting, as in a script that starts both.
+const agentTimeout = 5 * time.Second
 
+// postToNewAgent sends a POST request, and tries again for agentTimeout while no agent listens.
 func (c *commands) postToNewAgent(ctx context.Context, path string, body, into any) error {
-	for end := time.Now().Add(patienceForAgent); ; {
+	for deadline := time.Now().Add(agentTimeout); ; {
 		err := c.Client().Post(ctx, path, body, into)
-		if !errors.Is(err, api.ErrNoAgent) || time.Now().After(end) {
+		if !errors.Is(err, api.ErrNoAgent) || time.Now().After(deadline) {
 			return err
 		}
 		select {
@@ -107,7 +109,7 @@ func (c *commands) postToNewAgent(ctx context.Context, path string, body, into a
 	}
 }
 
-// runIsolated is the member itself, and the gateway of the program.
+// runIsolated runs the gateway of the program in this process, which is the member.
 func (c *commands) runIsolated(ctx context.Context, i *isolatecmd.Options, m *api.Place, program isolate.Setup) error {
 	protocols := map[string]uint8{"tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP}
 	var sockets []gateway.MemberSocket
@@ -117,7 +119,7 @@ func (c *commands) runIsolated(ctx context.Context, i *isolatecmd.Options, m *ap
 		})
 	}
 	if len(sockets) == 0 {
-		return fault.Usage(errors.New("run member: the agent does not say what it listens on"), "the agent may be older than this command: restart it")
+		return fault.Usage(errors.New("run member: the agent returned no listeners"), "the agent may be older than this command: restart it")
 	}
 	who, err := i.Account(m.User)
 	if err != nil {

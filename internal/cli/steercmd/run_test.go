@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/isolate"
 )
 
-// A program that becomes another user than the members is no member.
+// run --isolated refuses a --user that is not the user of the members.
 func TestRunIsolatedAsAnotherUser(t *testing.T) {
 	i := isolatecmd.Options{User: "nobody"}
 	slot := 0

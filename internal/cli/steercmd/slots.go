@@ -13,10 +13,10 @@ import (
 	"sockeye/internal/cli/command"
 )
 
-// serviceFlag adds --service to a command that shows, and returns the query
-// that it makes.
+// serviceFlag adds --service to a read-only command, and returns a function that returns the query parameters of the
+// flag.
 func serviceFlag(cmd *cobra.Command) func() url.Values {
-	service := cmd.Flags().String("service", "", "only this service")
+	service := cmd.Flags().String("service", "", "show only this service")
 	return func() url.Values {
 		if *service == "" {
 			return url.Values{}
@@ -28,7 +28,7 @@ func serviceFlag(cmd *cobra.Command) func() url.Values {
 func (c *commands) slotsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "slots",
-		Short: "Show who is in which slot, and what each got",
+		Short: "List slots with their members and counters",
 	}
 	query := serviceFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {

@@ -16,10 +16,11 @@ func (c *commands) unregisterCommand() *cobra.Command {
 	var slot int
 	cmd := &cobra.Command{
 		Use:   "unregister --slot N [--service S]",
-		Short: "Take a member out of its slot",
-		Long: `The slot is empty afterwards, and its devices are refused or sent to the
-standby slot. Connections that the member has go on. It stays out until it is
-registered by command, or started again.`,
+		Short: "Remove a member from its slot",
+		Long: `Unregister removes the member of a slot. Afterwards the slot is empty, and its
+devices are refused or sent to the standby slot. Open connections of the member
+continue. The agent does not register the process again until a command does so
+or the program is restarted.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cmd.Flags().Changed("slot") {
 				m.Slot = &slot
@@ -31,7 +32,7 @@ registered by command, or started again.`,
 			return c.Show(&got, func(w io.Writer) { fmt.Fprintf(w, "slot %d of %s is empty\n", slot, got.Service) })
 		},
 	}
-	cmd.Flags().StringVar(&m.Service, "service", "", "service; may be left out where there is only one")
+	cmd.Flags().StringVar(&m.Service, "service", "", "service; optional if there is only one")
 	cmd.Flags().IntVar(&slot, "slot", 0, "slot")
 	return cmd
 }

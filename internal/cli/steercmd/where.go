@@ -30,11 +30,11 @@ func (c *commands) whereCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "where ADDRESS...",
-		Short: "Show the slot that an address has, or would have",
-		Long: `Where asks the agent which slot addresses have by the table in force. With
---offline it reads the pinned table itself, without an agent. With --plan it
-tells what they would have under another policy file, and with --slots and
---nonce under any table, on any machine.`,
+		Short: "Show the slot of an address, now or under another policy",
+		Long: `Where shows the slots of addresses in the table of the running agent. With
+--offline, the command reads the pinned table and needs no agent. With --plan,
+the command shows the slots under another policy file. With --slots and --nonce,
+the command computes the slots of any table, on any machine.`,
 		Example: `  sockeye where 192.0.2.1 2001:db8::1
   sockeye where --plan new-policy.yaml 192.0.2.1
   sockeye where --slots 8 --nonce 0x5eed 192.0.2.1`,
@@ -87,10 +87,10 @@ tells what they would have under another policy file, and with --slots and
 			}
 		})
 	}
-	cmd.Flags().IntVar(&slots, "slots", 0, "number of slots of a table that is not in force")
-	cmd.Flags().StringVar(&nonce, "nonce", "", "nonce of a table that is not in force")
+	cmd.Flags().IntVar(&slots, "slots", 0, "number of slots of the table to compute")
+	cmd.Flags().StringVar(&nonce, "nonce", "", "nonce of the table to compute")
 	cmd.Flags().StringVar(&devices, "device-map", "", "device map file, with --slots")
-	cmd.Flags().StringVar(&plan, "plan", "", "policy file that is not in force")
+	cmd.Flags().StringVar(&plan, "plan", "", "policy file to compute the slots for")
 	cmd.Flags().BoolVar(&offline, "offline", false, "read the pins instead of asking the agent")
 	cmd.Flags().StringVar(&pins, "pins", command.DefaultPins, "directory of the pins, with --offline")
 	return cmd
@@ -117,8 +117,8 @@ func whereTable(addresses []netip.Addr, slots int, nonce, file string) ([]api.Wh
 	return steer.Where("", mapping, addresses), nil
 }
 
-// wherePlan uses the nonces of the running services, which a new policy does
-// not change.
+// wherePlan computes slots under another policy file, with the nonces of the running services: a new policy does not
+// change them.
 func (c *commands) wherePlan(cmd *cobra.Command, addresses []netip.Addr, service, file string) ([]api.WhereStatus, error) {
 	policy, err := command.LoadPolicy(file)
 	if err != nil {

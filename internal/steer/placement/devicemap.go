@@ -35,35 +35,33 @@ const (
 	maxDeviceMapErrors = 20       // listed; the rest are counted
 )
 
-// DeviceMap gives addresses the name of the device that they belong to. It is
-// immutable; a nil *DeviceMap is valid and empty.
+// DeviceMap maps addresses to names of devices. A DeviceMap is immutable; a nil *DeviceMap is valid and empty.
 type DeviceMap struct {
 	devices  []string
 	prefixes []devicePrefix // sorted by compare
 }
 
-// devicePrefix is a prefix as 128 bits, IPv4 mapped to ::ffff:0:0/96. IPv6
-// prefixes of 96 bits and more in there were turned into IPv4, so that the bits
-// tell the family.
+// devicePrefix is a prefix of 128 bits, with IPv4 mapped to ::ffff:0:0/96. An IPv6 prefix of 96 or more bits in that
+// range is converted to IPv4, so that the bits determine the family.
 type devicePrefix struct {
 	hi, lo uint64
 	bits   uint8
 	device uint32
-	line   uint32 // of the file
-	parent uint32 // index of the longest prefix that holds this one, or noParent
+	line   uint32 // line number in the file
+	parent uint32 // index of the longest prefix that contains this one, or noParent
 }
 
 const noParent = 1<<32 - 1
 
-// DeviceMapError is one thing wrong with a device map.
+// DeviceMapError is one error in a device map.
 type DeviceMapError struct {
 	File    string
-	Line    int // counts from 1; 0 for the file as a whole
+	Line    int // counts from 1; 0 for the whole file
 	Message string
 	Hint    string // often empty
 }
 
-// Explain returns the exit code of the error, which has its hint in its text.
+// Explain returns the exit code, and no hint: the text of the error has the hint.
 func (e *DeviceMapError) Explain() (hint string, code int) { return "", fault.CodeUsage }
 
 // Error returns one line, followed by a line "  hint: ..." if there is a hint.
@@ -78,8 +76,7 @@ func (e *DeviceMapError) Error() string {
 	return s
 }
 
-// DeviceMapErrors is what is wrong with a device map: up to 20 errors, in the order
-// of the file, and how many more there are.
+// DeviceMapErrors has up to 20 errors in a device map, in the order of the file, and the number of the others.
 type DeviceMapErrors struct {
 	Errors []*DeviceMapError
 	More   int
@@ -99,7 +96,7 @@ func (e *DeviceMapErrors) Error() string {
 	return b.String()
 }
 
-// Unwrap lets errors.As find the first [*DeviceMapError].
+// Unwrap makes errors.As find the first [*DeviceMapError].
 func (e *DeviceMapErrors) Unwrap() []error {
 	errs := make([]error, len(e.Errors))
 	for i, err := range e.Errors {
@@ -110,7 +107,7 @@ func (e *DeviceMapErrors) Unwrap() []error {
 
 // LoadDeviceMap reads the device map at path; see [ParseDeviceMap].
 func LoadDeviceMap(path string) (*DeviceMap, error) {
-	// A pipe must not block the reader, whoever it is.
+	// O_NONBLOCK: opening a FIFO must not block.
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, fmt.Errorf("read device map: %w", err)
@@ -122,15 +119,13 @@ func LoadDeviceMap(path string) (*DeviceMap, error) {
 	return ParseDeviceMap(f, path)
 }
 
-// ParseDeviceMap reads lines of the form prefix,device. A prefix is IPv4 or IPv6,
-// an address without a length stands for itself, and IPv4-mapped IPv6 is IPv4. A
-// device is 1 to 128 bytes of printable UTF-8 without commas. Spaces around both
-// do not count, and both may stand in double quotes, as in encoding/csv. What
-// follows a # is a comment if the # begins the line or follows a space. Empty
-// lines and a first line prefix,device are passed over. The order has no meaning.
+// ParseDeviceMap reads lines of the form prefix,device. A prefix is an IPv4 or IPv6 prefix or a single address;
+// IPv4-mapped IPv6 is IPv4. A device is 1 to 128 bytes of printable UTF-8 without commas. Spaces around both fields are
+// ignored, and both fields may be in double quotes, as in encoding/csv. A # at the start of a line or after a space
+// starts a comment. Empty lines and a first line prefix,device are ignored. The order of the lines has no meaning.
 //
-// A prefix may be there twice for one device, not for two. The error is a
-// [*DeviceMapErrors], in which name stands for the file, or wraps that of r.
+// A prefix may occur several times with one device, but not with two devices. The error is a [*DeviceMapErrors] that
+// calls the file name, or wraps the error of r.
 func ParseDeviceMap(r io.Reader, name string) (*DeviceMap, error) {
 	p := &deviceMapParser{name: name, ids: map[string]uint32{}, maxSize: MaxDeviceMapSize, maxPrefixes: MaxDevicePrefixes}
 	return p.parse(r)
@@ -144,8 +139,8 @@ func (m *DeviceMap) Len() int {
 	return len(m.prefixes)
 }
 
-// Devices returns the different names in the order of their first line. The index
-// of a name is the device's id. The caller must not change the slice.
+// Devices returns the distinct names in the order of their first line. The index of a name is the id of the device. The
+// caller must not change the slice.
 func (m *DeviceMap) Devices() []string {
 	if m == nil {
 		return nil
@@ -153,7 +148,7 @@ func (m *DeviceMap) Devices() []string {
 	return m.devices
 }
 
-// Equal tells whether two device maps give each address the same device, under the same id.
+// Equal reports whether two device maps have the same prefixes with the same devices and ids.
 func (m *DeviceMap) Equal(o *DeviceMap) bool {
 	if m == o {
 		return true
@@ -164,9 +159,8 @@ func (m *DeviceMap) Equal(o *DeviceMap) bool {
 		}))
 }
 
-// All yields every prefix once, with the id of its device, ordered by address (IPv4
-// as if it were IPv4-mapped), the shorter of two prefixes at one address first.
-// No prefix is IPv4-mapped, and none has bits set after its length.
+// All yields every prefix once with the id of its device, sorted by address (IPv4 as IPv4-mapped) and then by length.
+// No prefix is IPv4-mapped or has bits set after its length.
 func (m *DeviceMap) All() iter.Seq2[netip.Prefix, uint32] {
 	return func(yield func(netip.Prefix, uint32) bool) {
 		if m == nil {
@@ -180,16 +174,16 @@ func (m *DeviceMap) All() iter.Seq2[netip.Prefix, uint32] {
 	}
 }
 
-// Lookup returns the id of the device with the longest prefix that holds addr. An
-// IPv4-mapped IPv6 address is its IPv4 address, which no IPv6 prefix holds.
+// Lookup returns the id of the device with the longest prefix that contains addr. An IPv4-mapped IPv6 address is its
+// IPv4 address, which no IPv6 prefix contains.
 func (m *DeviceMap) Lookup(addr netip.Addr) (id uint32, ok bool) {
 	if m == nil || !addr.IsValid() {
 		return 0, false
 	}
 	addr = addr.Unmap() // PrefixFrom drops the zone
 	host := newDevicePrefix(netip.PrefixFrom(addr, addr.BitLen()))
-	// The last prefix that does not begin after addr holds addr, or else the
-	// longest prefix that does is among those that hold that prefix.
+	// Consider the last prefix that does not start after addr. Either that prefix contains addr, or the longest
+	// prefix that contains addr is one of its parents.
 	after := sort.Search(len(m.prefixes), func(i int) bool {
 		p := &m.prefixes[i]
 		return p.hi > host.hi || p.hi == host.hi && p.lo > host.lo
@@ -228,7 +222,7 @@ func (p devicePrefix) prefix() netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom16(a), int(p.bits))
 }
 
-// compare orders by address, then by length.
+// compare compares addresses, then lengths.
 func (p devicePrefix) compare(q devicePrefix) int {
 	switch {
 	case p.hi != q.hi:
@@ -239,7 +233,7 @@ func (p devicePrefix) compare(q devicePrefix) int {
 	return cmp.Compare(p.bits, q.bits)
 }
 
-// holds reports whether the 128 bits of q lie in p, whatever the families.
+// holds reports whether p contains q as prefixes of 128 bits, regardless of the families.
 func (p devicePrefix) holds(q devicePrefix) bool {
 	hi := ^uint64(0) << (64 - min(p.bits, 64)) // << 64 gives 0
 	lo := ^uint64(0) << (128 - max(p.bits, 64))
@@ -254,7 +248,7 @@ type deviceMapParser struct {
 	m      DeviceMap
 	ids    map[string]uint32
 	errs   DeviceMapErrors
-	header bool // the header may still come
+	header bool // no line with fields was read yet, so the next may be the header
 }
 
 // problem is a message and a hint.
@@ -311,7 +305,7 @@ func (p *deviceMapParser) parse(r io.Reader) (*DeviceMap, error) {
 	return &m, nil
 }
 
-// line takes in one line of the file.
+// line parses one line of the file.
 func (p *deviceMapParser) line(n int, line []byte) problem {
 	var fields [2]string
 	count, what := splitDeviceLine(line, &fields)
@@ -345,7 +339,7 @@ func (p *deviceMapParser) line(n int, line []byte) problem {
 	return problem{}
 }
 
-// finish sorts the prefixes, drops those that are there twice, and finds parents.
+// finish sorts the prefixes, deletes duplicates, and finds the parents.
 func (p *deviceMapParser) finish() {
 	all := p.m.prefixes
 	slices.SortFunc(all, func(a, b devicePrefix) int { return cmp.Or(a.compare(b), cmp.Compare(a.line, b.line)) })
@@ -358,7 +352,7 @@ func (p *deviceMapParser) finish() {
 			}
 			continue
 		}
-		// What was kept last may hold e; if not, one of those that hold it may.
+		// The parent of e is the last prefix before e, or one of the parents of that prefix.
 		for at := uint32(len(kept)) - 1; at != noParent; at = kept[at].parent {
 			if kept[at].holds(e) {
 				e.parent = at
@@ -377,9 +371,8 @@ func (p *deviceMapParser) finish() {
 	}
 }
 
-// splitDeviceLine splits a line into fields without the spaces, quotes and
-// comment, and returns how many there are; 0 for an empty line. It keeps the
-// first two.
+// splitDeviceLine splits a line into fields without spaces, quotes and the comment. It stores the first two fields, and
+// returns the number of fields: 0 for an empty line.
 func splitDeviceLine(line []byte, fields *[2]string) (count int, what problem) {
 	rest := bytes.TrimSpace(line)
 	if len(rest) == 0 || rest[0] == '#' {
@@ -410,8 +403,7 @@ func splitDeviceLine(line []byte, fields *[2]string) (count int, what problem) {
 	return count, problem{}
 }
 
-// endOfField returns where a field without quotes ends: at a comma, at a comment
-// or at the end of the line.
+// endOfField returns the index of the end of a field without quotes: a comma, a comment or the end of the line.
 func endOfField(s []byte) int {
 	for i, c := range s {
 		if c == ',' || c == '#' && (i == 0 || s[i-1] == ' ' || s[i-1] == '\t') {
@@ -421,7 +413,7 @@ func endOfField(s []byte) int {
 	return len(s)
 }
 
-// unquoteDeviceField returns a field in quotes, and what follows it.
+// unquoteDeviceField returns a field in quotes and the rest of the line.
 func unquoteDeviceField(s []byte) (field, rest []byte, what problem) {
 	for s = s[1:]; ; s = s[1:] {
 		end := bytes.IndexByte(s, '"')
@@ -442,7 +434,7 @@ func unquoteDeviceField(s []byte) (field, rest []byte, what problem) {
 	return field, after, problem{}
 }
 
-// parseDevicePrefix parses a prefix or an address, and makes IPv4-mapped IPv6 IPv4.
+// parseDevicePrefix parses a prefix or an address, and converts IPv4-mapped IPv6 to IPv4.
 func parseDevicePrefix(s string) (netip.Prefix, problem) {
 	var p netip.Prefix
 	var err error

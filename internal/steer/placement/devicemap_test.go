@@ -29,7 +29,7 @@ func parseMap(t testing.TB, text string) *DeviceMap {
 	return m
 }
 
-// lines gives the entries of m as prefix,device.
+// lines returns the entries of m in the form prefix,device.
 func lines(m *DeviceMap) []string {
 	var all []string
 	for p, id := range m.All() {
@@ -211,8 +211,8 @@ func TestDeviceMapNil(t *testing.T) {
 	}
 }
 
-// TestDeviceMapAgainstScan compares Lookup with a scan of all prefixes, on maps so
-// dense that prefixes nest deeply, some of them around IPv4-mapped space.
+// TestDeviceMapAgainstScan compares Lookup with a scan of all prefixes, on dense maps with deeply nested prefixes, some
+// near the IPv4-mapped range.
 func TestDeviceMapAgainstScan(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(1, 2))
 	bases := []string{"::ffff:10.0.0.0", "::ffff:10.128.0.0", "::ffff:0.0.0.0", "::ffff:255.255.255.255", "::", "::fffe:ffff:fff0", "::1:0:0:0", "2001:db8::", "2001:db8::ffff:ffff", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"}
@@ -299,8 +299,8 @@ func FuzzDeviceMap(f *testing.F) {
 	})
 }
 
-// millionLines is a device map of a million lines in random order: half IPv4
-// addresses, half IPv6 prefixes, two of each to a device.
+// millionLines returns a device map of a million lines in random order: half IPv4 addresses, half IPv6 prefixes, two of
+// each per device.
 func millionLines() []byte {
 	var b bytes.Buffer
 	for _, i := range rand.New(rand.NewPCG(1, 2)).Perm(1_000_000) {

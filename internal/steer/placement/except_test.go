@@ -10,8 +10,7 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// Devices and addresses that are exceptions have the slots given, in user space
-// and by the entries for the kernel; others keep theirs.
+// Exceptions have the given slots, in user space and in the entries for the kernel; other devices keep their slots.
 func TestExcept(t *testing.T) {
 	addr := netip.MustParseAddr
 	for name, devices := range map[string]*DeviceMap{

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package placement computes in user space, bit by bit as the steering programs do in the kernel, which slot
-// a source address has. It makes the tables that the programs read.
+// Package placement is the reference model of the steering programs in user space: the package computes the slot of a
+// source address with the same bits as the programs, and creates the tables that the programs read.
 package placement
 
 import (
@@ -13,13 +13,13 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// Address returns addr as the programs see it: IPv6 in network byte order, an
-// IPv4 address as ::ffff:a.b.c.d. A zone is ignored.
+// Address returns addr in the format of the programs: IPv6 in network byte order, and IPv4 as ::ffff:a.b.c.d. A zone is
+// ignored.
 func Address(addr netip.Addr) bpf.Address {
 	return fromBytes(addr.As16())
 }
 
-// Addr is the inverse of Address: an IPv4-mapped address comes back as IPv4.
+// Addr is the inverse of Address. The result for an IPv4-mapped address is an IPv4 address.
 func Addr(address bpf.Address) netip.Addr {
 	var b [16]byte
 	for i, word := range address.Word {
@@ -81,8 +81,8 @@ func Hash(address bpf.Address, nonce uint64) uint32 {
 	return c
 }
 
-// DeviceHash is the hash of a named device. It depends on the name alone, so
-// that a device keeps its slot when its addresses change.
+// DeviceHash returns the hash of a named device. The hash depends on the name and the nonce only, so that a device keeps
+// its slot when its addresses change.
 func DeviceHash(name string, nonce uint64) uint32 {
 	sum := sha256.Sum256([]byte(name))
 	return Hash(fromBytes([16]byte(sum[:16])), nonce)

@@ -11,27 +11,25 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// Mapping says which slot an address has: the nonce, the bucket table and the
-// device map that a service works with.
+// Mapping maps addresses to slots. A mapping consists of the nonce, the bucket table and the device map of a service.
 type Mapping struct {
 	Table   bpf.Table
 	Devices *DeviceMap
 
-	// Buckets of devices that have another slot than their hash gives them.
+	// Buckets of the exceptions.
 	names     map[string]uint32
 	addresses map[netip.Addr]uint32
 }
 
-// Exceptions are devices that have another slot than their hash gives them: by
-// name, if the device map has one, or by address, IPv4 never as IPv4-mapped.
+// Exceptions are devices with another slot than that of their hash: by name if the device map has a name, otherwise by
+// address. An IPv4 address is never IPv4-mapped.
 type Exceptions struct {
 	Names     map[string]int
 	Addresses map[netip.Addr]int
 }
 
-// Except gives devices slots, in place of those of an earlier call. Slots that
-// have no bucket are left out. An address comes before what the device map has
-// for it.
+// Except replaces the exceptions of the mapping. Exceptions with a slot that has no bucket are ignored. An exception for
+// an address overrides the device map.
 func (m *Mapping) Except(e Exceptions) {
 	first := make(map[int]uint32)
 	if len(e.Names)+len(e.Addresses) > 0 {
@@ -54,9 +52,8 @@ func (m *Mapping) Except(e Exceptions) {
 	}
 }
 
-// NewMapping makes the mapping of a service with the given number of slots, 1
-// to bpf.MaxSlots. standby is the slot that serves in place of an empty one,
-// or bpf.NoSlot.
+// NewMapping returns the mapping of a service with 1 to bpf.MaxSlots slots. standby is the slot that serves the devices
+// of empty slots, or bpf.NoSlot.
 func NewMapping(slots, standby int, nonce uint64, devices *DeviceMap) (*Mapping, error) {
 	if slots < 1 || slots > bpf.MaxSlots {
 		return nil, fmt.Errorf("make bucket table: %d slots, want 1 to %d", slots, bpf.MaxSlots)
@@ -73,10 +70,9 @@ func NewMapping(slots, standby int, nonce uint64, devices *DeviceMap) (*Mapping,
 	return m, nil
 }
 
-// buckets spreads the buckets evenly: every slot has as many as any other, or
-// one more. The result depends on the number of slots alone, and a slot more
-// or less moves only the buckets that must move: the table for n slots is the
-// one for n-1, from which the new slot takes its share.
+// buckets distributes the buckets evenly: the numbers of buckets of two slots differ by at most 1. The result depends on
+// the number of slots only. A change by one slot moves the minimum number of buckets: the table for n slots is the table
+// for n-1 slots, from which the new slot gets its share.
 func buckets(slots int) [bpf.Buckets]uint16 {
 	var table [bpf.Buckets]uint16
 	var count [bpf.MaxSlots]int
@@ -99,8 +95,8 @@ func buckets(slots int) [bpf.Buckets]uint16 {
 	return table
 }
 
-// Entries are the contents of the LPM trie that stands for the device map and
-// the exceptions in the kernel. They are immutable.
+// Entries are the contents of the LPM trie that represents the device map and the exceptions in the kernel. Entries are
+// immutable.
 type Entries struct {
 	devices   *DeviceMap
 	nonce     uint64
@@ -108,13 +104,12 @@ type Entries struct {
 	addresses map[netip.Addr]uint32
 }
 
-// Entries are those of the mapping as it is.
+// Entries returns the current trie entries of the mapping.
 func (m *Mapping) Entries() *Entries {
 	return &Entries{m.Devices, m.Table.Nonce, m.names, m.addresses} // Except makes new maps
 }
 
-// Size is how many there are at most; 0: there is neither a device map nor an
-// exception that has an address.
+// Size returns the maximum number of entries; 0 without a device map and without exceptions for addresses.
 func (e *Entries) Size() int {
 	if n := e.devices.Len() + len(e.addresses); n > 0 {
 		return n + 1
@@ -122,18 +117,18 @@ func (e *Entries) Size() int {
 	return 0
 }
 
-// Equal tells whether two tries would be the same.
+// Equal reports whether the tries of both entries are the same.
 func (e *Entries) Equal(o *Entries) bool {
 	return e.nonce == o.nonce && maps.Equal(e.names, o.names) && maps.Equal(e.addresses, o.addresses) && e.devices.Equal(o.devices)
 }
 
-// All yields them.
+// All yields the entries.
 func (e *Entries) All() iter.Seq2[bpf.Prefix, bpf.DeviceID] {
 	return func(yield func(bpf.Prefix, bpf.DeviceID) bool) {
 		if e.Size() == 0 {
 			return
 		}
-		// The trie is one for both families; ::/0 must not cover IPv4.
+		// One trie has both families; ::/0 must not match IPv4.
 		if !yield(trieKey(netip.PrefixFrom(netip.IPv4Unspecified(), 0)), bpf.DeviceID{Device: bpf.NoDevice}) {
 			return
 		}
@@ -154,11 +149,10 @@ func (e *Entries) All() iter.Seq2[bpf.Prefix, bpf.DeviceID] {
 	}
 }
 
-// unnamed is the device of an address that is an exception: it has no name in
-// the device map's list.
+// unnamed is the device id of an exception for an address, which has no name in the device map.
 const unnamed = bpf.NoDevice - 1
 
-// deviceHash is a hash that falls into the device's bucket.
+// deviceHash returns a hash in the bucket of a device: that of the exception, or the hash of the name.
 func deviceHash(exceptions map[string]uint32, name string, nonce uint64) uint32 {
 	if bucket, ok := exceptions[name]; ok {
 		return bucket
@@ -174,8 +168,7 @@ func trieKey(prefix netip.Prefix) bpf.Prefix {
 	return bpf.Prefix{Prefixlen: uint32(bits), Address: Address(prefix.Addr())}
 }
 
-// Slot returns the slot of an address, and the device's name if the device
-// map has one.
+// Slot returns the slot of an address, and the name of the device, or "" if the device map has none.
 func (m *Mapping) Slot(addr netip.Addr) (slot int, device string) {
 	bucket, device := m.locate(addr)
 	return int(m.Table.Bucket[bucket]), device

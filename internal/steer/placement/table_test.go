@@ -16,8 +16,7 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// hashword is the function of that name in Bob Jenkins' lookup3.c, for any
-// number of words; jhash2 of the kernel is the same.
+// hashword implements hashword of Bob Jenkins' lookup3.c for any number of words, as does jhash2 of the kernel.
 func hashword(k []uint32, initval uint32) uint32 {
 	mix := func(x, y, z *uint32, n int) {
 		*x -= *z
@@ -136,8 +135,8 @@ func TestNewMapping(t *testing.T) {
 	}
 }
 
-// TestBuckets asserts of every number of slots that the table is even, and
-// that one slot more takes its share of the buckets and moves no other.
+// TestBuckets checks for every number of slots that the table is even, and that an additional slot gets its share of the
+// buckets without moving others.
 func TestBuckets(t *testing.T) {
 	before := buckets(1)
 	for n := 1; n <= bpf.MaxSlots; n++ {
@@ -177,8 +176,8 @@ func TestBuckets(t *testing.T) {
 	}
 }
 
-// TestBucketsStay compares tables with those of earlier versions: another one
-// would move devices when the agent is upgraded.
+// TestBucketsStay compares tables with those of earlier versions: a different table would move devices at an upgrade of
+// the agent.
 func TestBucketsStay(t *testing.T) {
 	for n, want := range map[int]string{
 		1: "c35020473aed1b46", 2: "eff398a48ebfa2aa", 5: "9bd558152cd1257e", 100: "d6a341fe09b731a7",
@@ -194,7 +193,7 @@ func TestBucketsStay(t *testing.T) {
 	}
 }
 
-// TestSlotsAreEven spreads random addresses: no slot has far more than others.
+// TestSlotsAreEven checks that random addresses are distributed evenly over the slots.
 func TestSlotsAreEven(t *testing.T) {
 	const slots, addresses = 8, 80_000
 	m := testMapping(t, slots, 0xfeed, nil)
@@ -233,8 +232,8 @@ func TestMappedAddressIsIPv4(t *testing.T) {
 	}
 }
 
-// TestDevicesOfAMapping gives every address of a device its one slot, which
-// comes from the name alone, and other addresses the slot that they had.
+// TestDevicesOfAMapping checks that all addresses of a device have the slot of its name, and that other addresses keep
+// theirs.
 func TestDevicesOfAMapping(t *testing.T) {
 	devices := parseMap(t, "192.0.2.1,r1\n198.51.100.0/24,r1\n2001:db8::/64,r1\n10.0.0.0/8,r2\n::/0,six\n")
 	const slots = 1024
@@ -270,8 +269,7 @@ func TestDevicesOfAMapping(t *testing.T) {
 	}
 }
 
-// TestEntries looks addresses up in the entries as an LPM trie does, and finds
-// the hash that the twin has.
+// TestEntries looks up addresses in the entries like an LPM trie, and compares the hash with that of the mapping.
 func TestEntries(t *testing.T) {
 	none := testMapping(t, 4, 7, nil).Entries()
 	if n := len(maps.Collect(none.All())); n != 0 || none.Size() != 0 {
@@ -320,13 +318,13 @@ func TestEntries(t *testing.T) {
 			}
 		})
 	}
-	// The caller may stop.
+	// The loop over the entries may break.
 	for range testMapping(t, 4, 7, parseMap(t, "10.0.0.0/8,a\n11.0.0.0/8,b")).Entries().All() {
 		break
 	}
 }
 
-// TestEntriesEqual: what makes another trie makes other entries, and nothing else does.
+// TestEntriesEqual checks that entries differ exactly if their tries differ.
 func TestEntriesEqual(t *testing.T) {
 	const text = "10.0.0.0/8,a\n11.0.0.0/8,b\n"
 	m := testMapping(t, 4, 7, parseMap(t, text))
@@ -350,7 +348,7 @@ func TestEntriesEqual(t *testing.T) {
 	}
 }
 
-// longest is the lookup of an LPM trie.
+// longest looks up an address like an LPM trie.
 func longest(trie map[bpf.Prefix]bpf.DeviceID, addr netip.Addr) (id bpf.DeviceID, found bool) {
 	text := func(a bpf.Address) string {
 		var b strings.Builder

@@ -226,9 +226,9 @@ func (n Names) sample(s *bpf.TraceSample, group Group, clock time.Duration, tick
 	out.Stages = stagesOf(m, s.Ended)
 	out.Stages[Total] = time.Duration(s.Total)
 	queued := m.Queued
-	if m.Again != 0 {
-		out.Requeued = time.Duration(m.Again - m.Queued)
-		queued = m.Again
+	if m.Requeued != 0 {
+		out.Requeued = time.Duration(m.Requeued - m.Queued)
+		queued = m.Requeued
 	}
 	if m.Driver != 0 && queued != 0 {
 		out.Stages[config.StageQdisc] = time.Duration(m.Driver - queued)
