@@ -58,18 +58,6 @@ func (b *bench) seeds(ctx context.Context) error {
 	if err := enlarge(guest.in); err != nil {
 		return err
 	}
-	server := p.far.Command(ctx, "iperf3", "--server", "--port", strconv.Itoa(iperfPort))
-	if err := server.Start(); err != nil {
-		return err
-	}
-	if err := b.lab.WaitFor(ctx, "iperf3", func() (bool, error) {
-		if err := server.Err(); err != nil {
-			return false, err
-		}
-		return listens(p.far, iperfPort)
-	}); err != nil {
-		return err
-	}
 	if err := choose(p, map[string]*gatewaySide{sideSockeye: guest}, "cubic"); err != nil {
 		return err
 	}
@@ -92,7 +80,12 @@ func (b *bench) seeds(ctx context.Context) error {
 				script := `echo "$0" >/proc/sys/net/ipv4/tcp_wmem; echo "$0" >/proc/sys/net/ipv4/tcp_rmem; exec "$@"`
 				command = append(append(pasta(seedMTU, 0), "sh", "-c", script, seedBuffers), command...)
 			}
-			if err := seed.measure(ctx, name, in, command, time.Duration(seconds)*time.Second); err != nil {
+			server, err := b.iperfServer(ctx, p)
+			if err != nil {
+				return err
+			}
+			err = seed.measure(ctx, name, in, command, time.Duration(seconds)*time.Second)
+			if err := errors.Join(err, server.Stop(time.Second)); err != nil {
 				return err
 			}
 		}
@@ -100,6 +93,21 @@ func (b *bench) seeds(ctx context.Context) error {
 		fmt.Fprintln(os.Stderr, seed)
 	}
 	return nil
+}
+
+// iperfServer starts an iperf3 that serves one client, and returns when it listens. Between two clients a server closes its
+// listener for a moment, and the next client's connection with it.
+func (b *bench) iperfServer(ctx context.Context, p *gatewayPath) (*lab.Process, error) {
+	server := p.far.Command(ctx, "iperf3", "--server", "--one-off", "--port", strconv.Itoa(iperfPort))
+	if err := server.Start(); err != nil {
+		return nil, err
+	}
+	return server, b.lab.WaitFor(ctx, "iperf3", func() (bool, error) {
+		if err := server.Err(); err != nil {
+			return false, err
+		}
+		return listens(p.far, iperfPort)
+	})
 }
 
 // listens tells whether a socket for IPv6, and with it for IPv4, does in a namespace.
