@@ -94,13 +94,13 @@ func insideGateway(args []string) (err error) {
 	}
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "two minutes instead of twenty: fewer points, less certain figures")
-	fs.IntVar(&o.Rounds, "rounds", 1, "of each point, of which the medians count")
-	list(fs, &o.Links, "links", "veth, 1gbit", oneOf(linkVeth, linkLimited))
-	list(fs, &o.RTTs, "rtts", "milliseconds", strconv.Atoi)
-	list(fs, &o.MTUs, "mtus", "bytes", strconv.Atoi)
-	list(fs, &o.CCs, "ccs", "cubic, bbr", oneOf("cubic", "bbr"))
-	list(fs, &o.Directions, "directions", "upload, download", oneOf(upload, download))
-	list(fs, &o.Connections, "connections", "numbers", strconv.Atoi)
+	fs.IntVar(&o.Rounds, "rounds", 1, "number of runs of each point; the figures are their medians")
+	list(fs, &o.Links, "links", "links to measure: veth, 1gbit", oneOf(linkVeth, linkLimited))
+	list(fs, &o.RTTs, "rtts", "round-trip times of the 1gbit link, in milliseconds", strconv.Atoi)
+	list(fs, &o.MTUs, "mtus", "MTUs of the guest, in bytes", strconv.Atoi)
+	list(fs, &o.CCs, "ccs", "congestion controls: cubic, bbr", oneOf("cubic", "bbr"))
+	list(fs, &o.Directions, "directions", "directions: upload, download", oneOf(upload, download))
+	list(fs, &o.Connections, "connections", "numbers of connections", strconv.Atoi)
 	list(fs, &o.Only, "only", "parts to run: points, requests, iperf3, udp", oneOf(o.Only...))
 	given := map[string]bool{}
 	if ok, err := harness.ParseFlags(fs, args); !ok {
@@ -247,7 +247,7 @@ func (b *bench) point(p *gatewayPath, sides map[string]*gatewaySide, point *gate
 	return nil
 }
 
-// A gatewayRun is what one side did in a load.
+// gatewayRun has the figures of one side under a load.
 type gatewayRun struct {
 	Mbit    float64 `json:"mbit"`          // after the warm-up, of payload, where it arrives
 	First   float64 `json:"first_10mb_s"`  // from before connect(2); NaN: they did not arrive

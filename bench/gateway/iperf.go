@@ -110,7 +110,7 @@ func (b *bench) iperfServer(ctx context.Context, p *gatewayPath) (*lab.Process, 
 	})
 }
 
-// listens tells whether a socket for IPv6, and with it for IPv4, does in a namespace.
+// listens returns whether an IPv6 socket, which also takes IPv4, listens on a port in a namespace.
 func listens(n *lab.Namespace, port uint16) (found bool, err error) {
 	const listening = 10 // TCP_LISTEN
 	err = n.Do(func() error {

@@ -177,8 +177,7 @@ type gatewaySide struct {
 	device  string          // of the client's namespace
 }
 
-// newSide starts a side with a client of loads, with a guest of its own. What it returns is
-// to be stopped, with an error too.
+// newSide starts a side with a guest of its own and a client in it. Stop what newSide returns, also with an error.
 func (p *gatewayPath) newSide(ctx context.Context, side string, mtu int) (s *gatewaySide, err error) {
 	if s, err = p.startSide(ctx, side, mtu, 0, ClientRole); err != nil {
 		return s, err
@@ -186,9 +185,9 @@ func (p *gatewayPath) newSide(ctx context.Context, side string, mtu int) (s *gat
 	return s, s.client.Answer(&struct{}{})
 }
 
-// startSide starts a side with a role of this program as its client. A port of UDP leads to
-// it, unless it is 0: then Sockeye's gateway is one that has counts. What it returns is to be
-// stopped, with an error too.
+// startSide starts a side with a role of this program as its client. The gateway forwards a UDP port to the client. With
+// port 0 it forwards none, and Sockeye's gateway is a worker that answers with its counts. Stop what startSide returns,
+// also with an error.
 func (p *gatewayPath) startSide(ctx context.Context, side string, mtu int, port uint16, role ...string) (s *gatewaySide, err error) {
 	s = &gatewaySide{name: side, device: p.device, in: p.host}
 	group := fmt.Sprintf("%s-%s-%d", side, p.name, mtu)
@@ -262,8 +261,8 @@ func (s *gatewaySide) choose(to netip.Addr, cc string) error {
 	})
 }
 
-// pasta is the command before that of a program. Root's needs are written there: it would
-// become nobody. It forwards no port but one of UDP, and none if that is 0.
+// pasta returns the start of a command that runs a program in pasta, as root: otherwise pasta becomes the user nobody. It
+// forwards one UDP port, or none for 0.
 func pasta(mtu int, port uint16) []string {
 	inside := "none"
 	if port != 0 {
@@ -312,7 +311,7 @@ func (s *gatewaySide) cpu() (sum time.Duration, err error) {
 	return sum, nil
 }
 
-// processTime is the CPU time of a process, with that of its threads that have ended.
+// processTime returns the CPU time of a process, including that of its ended threads.
 func processTime(pid int) (time.Duration, error) {
 	// The number of a process's clock (clock_getcpuclockid(3)): CPUCLOCK_SCHED is 2.
 	const sched = 2
@@ -337,7 +336,7 @@ func (s *gatewaySide) isGateway(pid int) bool {
 	return strings.HasPrefix(string(name), "pas")
 }
 
-// isInit tells whether a process is the first of a PID namespace below this one.
+// isInit returns whether a process is the first process of a PID namespace below this one.
 func isInit(pid int) bool {
 	status, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid)) // it may have ended
 	for line := range strings.Lines(string(status)) {

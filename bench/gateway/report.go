@@ -24,7 +24,7 @@ type gatewayReport struct {
 	DatagramBuffers datagramBuffers     `json:"udp_receive_buffers"`
 }
 
-// A gatewayPoint is a load on all sides.
+// gatewayPoint is a load, with the runs of all sides under it.
 type gatewayPoint struct {
 	Link        string
 	RTT         int // milliseconds
@@ -36,7 +36,7 @@ type gatewayPoint struct {
 	sides map[string][]gatewayRun // round by round
 }
 
-// gatewayRequests are those of one byte each, one after the other, by side.
+// gatewayRequests has the rates of requests of one byte each, sent one after the other, by side.
 type gatewayRequests struct {
 	Link      string                    `json:"link"`
 	RTT       int                       `json:"rtt_ms"`
@@ -57,8 +57,8 @@ func runPartial(r *gatewayRun) float64 { return float64(r.Partial) }
 func runResent(r *gatewayRun) float64  { return float64(r.Resent) }
 func runInside(r *gatewayRun) float64  { return float64(r.Inside) }
 
-// median is that of a side's rounds. What did not come to be measured, NaN, is worse than
-// all that did.
+// median returns the median of a figure over a side's rounds. NaN, a figure that could not be measured, ranks above all
+// others.
 func (p *gatewayPoint) median(side string, of func(*gatewayRun) float64) float64 {
 	var v []float64
 	for i := range p.sides[side] {
@@ -75,7 +75,7 @@ func (p *gatewayPoint) median(side string, of func(*gatewayRun) float64) float64
 	return m
 }
 
-// sum is that of a side's rounds.
+// sum returns the sum of a figure over a side's rounds.
 func (p *gatewayPoint) sum(side string, of func(*gatewayRun) float64) (sum int) {
 	for i := range p.sides[side] {
 		sum += int(of(&p.sides[side][i]))
@@ -83,7 +83,7 @@ func (p *gatewayPoint) sum(side string, of func(*gatewayRun) float64) (sum int) 
 	return sum
 }
 
-// ratio is of the medians of two sides.
+// ratio returns the ratio of the medians of two sides.
 func (p *gatewayPoint) ratio(side, to string, of func(*gatewayRun) float64) float64 {
 	return p.median(side, of) / p.median(to, of)
 }
@@ -109,7 +109,7 @@ func (p *gatewayPoint) String() string {
 	return s + fmt.Sprintf("; s/GB sockeye %.2f pasta %.2f", p.median(sideSockeye, runCPU), p.median(sidePasta, runCPU))
 }
 
-// longestGap is that of all rounds.
+// longestGap returns the longest gap of all rounds, in seconds.
 func (p *gatewayPoint) longestGap(side string) (gap float64) {
 	for _, r := range p.sides[side] {
 		gap = max(gap, r.Gap)
@@ -117,8 +117,8 @@ func (p *gatewayPoint) longestGap(side string) (gap float64) {
 	return gap
 }
 
-// stalled tells whether a side's load stood still in any round: for longer than a second,
-// and than three round trips. What stands still natively, too, is the machine.
+// stalled returns whether no byte of a side's load arrived for more than a second and more than three round-trip times, in
+// any round. A native load that stalls too shows that the machine was busy.
 func (p *gatewayPoint) stalled(side string) bool {
 	limit := max(1, 3*float64(p.RTT)/1000)
 	return p.longestGap(side) > limit && p.longestGap(sideNative) < limit

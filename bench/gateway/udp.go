@@ -31,7 +31,7 @@ const (
 // farDatagramPort is where the other end takes datagrams.
 const farDatagramPort = 7100
 
-// datagramPort is that of a side's program. All sides are on the same host.
+// datagramPort returns the port of a side's program. Each side has its own, because all are on the same host.
 func datagramPort(side string) uint16 {
 	return farDatagramPort + 1 + uint16(slices.Index(gatewaySides, side))
 }
@@ -59,7 +59,7 @@ func (o *options) datagramSteady() time.Duration {
 	return 400 * time.Millisecond
 }
 
-// datagramRounds are of each burst.
+// datagramRounds returns how often each burst is sent.
 func (o *options) datagramRounds() int {
 	if o.Quick {
 		return o.Rounds
@@ -162,13 +162,12 @@ func (l *datagramLoad) best(side string) *datagramRun {
 
 func (r *datagramRun) loss() float64 { return 1 - float64(r.Arrived)/float64(r.Sent) }
 
-// carried tells whether a side brought nearly all datagrams of a rate through.
+// carried returns whether nearly all datagrams of a rate arrived on a side.
 func (l *datagramLoad) carried(side string) bool {
 	return slices.ContainsFunc(l.Runs[side], func(r datagramRun) bool { return r.loss() < datagramLoss && r.sentAt(l.Rate) })
 }
 
-// slow tells whether the sender could not send at a rate, and nearly all that it did send
-// came through.
+// slow returns whether the sender did not reach a rate, although nearly all that it sent arrived.
 func (l *datagramLoad) slow(side string) bool {
 	return !l.carried(side) && slices.ContainsFunc(l.Runs[side], func(r datagramRun) bool { return r.loss() < datagramLoss })
 }
@@ -196,7 +195,7 @@ func (d *gatewayDatagrams) saidHighest(side string) string {
 	return text
 }
 
-// cpu is that of a side's gateway for a datagram, in microseconds, at the lowest rate.
+// cpu returns the CPU time of a side's gateway for each datagram at the lowest rate, in microseconds.
 func (d *gatewayDatagrams) cpu(side string) float64 {
 	if len(d.Rates) > 0 {
 		if r := d.Rates[0].best(side); r != nil {

@@ -140,14 +140,13 @@ func isolateAsUser([]string) error {
 	return isolateAsItself(nil)
 }
 
-// isolateAsItself is a command of sockeye, which does not return.
+// isolateAsItself runs this program as sockeye. It does not return.
 func isolateAsItself([]string) error {
 	os.Exit(cli.Main(os.Args[1:], cli.Host()))
 	return nil
 }
 
-// receiveBufferOf is that of the socket of UDP that a process has at a port, bytes as the kernel
-// counts them.
+// receiveBufferOf returns the receive buffer of the UDP socket of a process at a port, in bytes of SO_RCVBUF.
 func receiveBufferOf(pid int, port uint16) (int, error) {
 	process, err := unix.PidfdOpen(pid, 0)
 	if err != nil {

@@ -210,7 +210,7 @@ func gatewayServer(args []string) error {
 	}
 }
 
-// serveLoad handles a connection. Its end, in whatever way, is the client's business.
+// serveLoad serves a connection until it ends. Errors of the connection are the client's to report.
 func serveLoad(conn net.Conn, arrived func(run uint32) *arrivals) {
 	defer conn.Close()
 	var h gatewayHeader

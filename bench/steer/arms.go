@@ -28,7 +28,7 @@ const (
 	receiveBuffer  = 4 << 20 // bytes, of every UDP socket that collects
 )
 
-// An arm is one way of getting what routers send into four members.
+// arm is one way to distribute what routers send over four members.
 type arm interface {
 	name() string
 	title() string
@@ -261,8 +261,8 @@ func (f *fleet) path(name string) string  { return filepath.Join(f.dir, name) }
 func (f *fleet) group(role string) string { return f.arm.name() + "-" + role }
 func (f *fleet) pins() string             { return f.path("bpf/sockeye") }
 
-// launch starts everything and does not wait for it: nfacctd takes five seconds,
-// which several fleets may take together.
+// launch starts a fleet and does not wait until it is ready: nfacctd takes five seconds, in which several fleets start at
+// once.
 func (b *bench) launch(ctx context.Context, a arm, kind string) (*fleet, error) {
 	f := &fleet{b: b, arm: a, kind: kind, dir: filepath.Join(b.Dir, a.name())}
 	var err error

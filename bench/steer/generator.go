@@ -35,7 +35,7 @@ type load struct {
 	Spacing time.Duration `json:"spacing_ns"`
 }
 
-// sent is what left within the duration, and what it took.
+// sent counts what was sent within the duration, and the time that this took.
 type sent struct {
 	Datagrams uint64        `json:"datagrams"`
 	Records   uint64        `json:"flow_records"`

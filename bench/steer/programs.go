@@ -16,8 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// programTime is nanoseconds a run, by the kernel's BPF statistics. These take
-// two readings of the clock themselves, which are in it: see emptyProgram.
+// programTime has the mean run time of a program in nanoseconds, by the kernel's BPF statistics. It includes the two clock
+// readings of the statistics, which emptyProgram shows.
 type programTime struct {
 	Datagram float64 `json:"datagram"`
 	SYN      float64 `json:"syn"`

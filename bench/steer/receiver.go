@@ -41,7 +41,7 @@ func receiver(args []string) error {
 	fs := flag.NewFlagSet("receiver", flag.ContinueOnError)
 	tcp := fs.Uint("tcp", 0, "TCP port")
 	udp := fs.Uint("udp", 0, "UDP port")
-	_ = fs.String("name", "", "for whoever reads the command line")
+	_ = fs.String("name", "", "name of the member in the command line, by which the agent matches it")
 	sources := fs.Bool("sources", false, "count by source")
 	if err := fs.Parse(args); err != nil {
 		return err

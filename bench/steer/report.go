@@ -23,7 +23,7 @@ type report struct {
 	programs                        map[string]programTime
 }
 
-// by gives a figure of an arm, round by round.
+// by returns a figure of an arm for each round.
 func (p *part) by(arm string, figure func(m, plain *measurement) float64) (out []float64) {
 	for i := range p.runs {
 		m := &p.runs[i]
@@ -39,7 +39,7 @@ func (p *part) by(arm string, figure func(m, plain *measurement) float64) (out [
 	return out
 }
 
-// ratio is of two arms within each round.
+// ratio returns the spread of the ratios of two arms within each round.
 func (p *part) ratio(arm, to string, figure func(m, plain *measurement) float64) harness.Spread {
 	a, b := p.by(arm, figure), p.by(to, figure)
 	var out []float64
@@ -53,10 +53,9 @@ func receivedRate(m, _ *measurement) float64 { return float64(m.Datagrams) / m.S
 
 func membersCPU(m, _ *measurement) float64 { return m.Members.Seconds() / m.million() }
 
-// balancingCPU is that of processes between routers and members, and what the
-// kernel does more, or less, to deliver a packet than in the plain arm. On
-// loopback it does that on the sender's back, BPF programs included: so it is
-// the difference between what the same sending took in the two arms.
+// balancingCPU is the CPU time of the processes between routers and members, plus what delivery costs the kernel beyond
+// the plain arm, which may be negative. On loopback the kernel delivers, and runs BPF programs, in the sender's CPU time:
+// the cost of delivery is the difference of the senders' CPU times in the two arms.
 func balancingCPU(m, plain *measurement) float64 {
 	return m.Balance.Seconds()/m.million() + deliveryCPU(m, plain)
 }
@@ -126,8 +125,7 @@ func (r *report) Print(p harness.Printf) {
 	p("\nTook %s. Of the CPU time meanwhile, %.0f %% went to others than the measured: more than a few make the figures uncertain.\n", r.Took, 100*r.others())
 }
 
-// others is the share of the machine's work, while measuring, that was not the
-// measured processes'.
+// others returns the share of the machine's CPU time, while measuring, that other processes used.
 func (r *report) others() float64 {
 	var all, ours time.Duration
 	for _, p := range []*part{r.rate, r.plain, r.nfacctd} {

@@ -145,7 +145,7 @@ func (f *fleet) measure(ctx context.Context, l load) (m measurement, err error) 
 	return m, nil
 }
 
-// counters are those of receivers; nfacctd tells nothing before its end.
+// counters asks the receivers what they have received. nfacctd reports nothing before it ends.
 func (f *fleet) counters() (all []received, err error) {
 	if f.kind == kindNfacctd {
 		return nil, nil
@@ -160,8 +160,8 @@ func (f *fleet) counters() (all []received, err error) {
 	return all, nil
 }
 
-// together is the share of the routers whose session and whose datagrams are in
-// one member. It fails if a router's stream is missing or in two members.
+// together returns the share of routers whose BMP session and datagrams reach the same member. It fails if a stream of a
+// router is missing or reaches two members.
 func together(members []received, routers int) (float64, error) {
 	n := 0
 	for i := range routers {
@@ -191,7 +191,7 @@ func collector(port uint16) string {
 	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), port).String()
 }
 
-// A part is one comparison: the same load for all arms in turn, again and again.
+// part is one comparison: the same load for all arms in turn, for several rounds.
 type part struct {
 	runs []measurement
 	// Over all rounds, by arm.
@@ -272,7 +272,7 @@ func inside(args []string) error {
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "one minute instead of six: fewer and shorter rounds, less certain figures")
 	fs.IntVar(&o.Rounds, "rounds", 0, "rounds of all arms (default 5, quick 2)")
-	fs.Float64Var(&o.Seconds, "seconds", 0, "of sending in a run (default 2, quick 0.5)")
+	fs.Float64Var(&o.Seconds, "seconds", 0, "seconds of sending in each run (default 2, quick 0.5)")
 	fs.IntVar(&o.Routers, "routers", 64, "routers, 1 to 4096")
 	fs.IntVar(&o.Records, "records", 24, "flow records in a datagram, 1 to 25")
 	fs.Float64Var(&o.Nfacctd.Datagrams, "nfacctd-datagrams", o.Nfacctd.Datagrams, "datagrams per second to nfacctd, over all routers")

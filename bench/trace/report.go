@@ -33,7 +33,7 @@ type traceMeasure struct {
 func sampleRate(s sample) float64 { return s.Rate }
 func sampleCPU(s sample) float64  { return s.CPU }
 
-// sampleGbit is of messages of 64 KB.
+// sampleGbit returns the throughput in Gbit/s of a load whose messages have 64 KB.
 func sampleGbit(s sample) float64 { return s.Rate * (64 << 10) * 8 / 1e9 }
 
 var measures = []traceMeasure{
@@ -43,7 +43,7 @@ var measures = []traceMeasure{
 	{name: "rr_cpu", load: loadRR, title: "CPU of request and response, both ends", unit: "µs for both", verb: "%.2f", figure: sampleCPU},
 }
 
-// figures are those of an arm, round by round.
+// figures returns a measure of an arm for each round.
 func (r *report) figures(arm string, m traceMeasure) (v []float64) {
 	for _, round := range r.rounds {
 		if s, ok := round[arm][m.load]; ok {
@@ -53,8 +53,8 @@ func (r *report) figures(arm string, m traceMeasure) (v []float64) {
 	return v
 }
 
-// ratios are of an arm to both arms without a program, round by round; the second
-// of these is compared with the first.
+// ratios returns, for each round, the ratio of an arm to the mean of both arms without a program. The second of these is
+// compared with the first.
 func (r *report) ratios(arm string, m traceMeasure) (v []float64) {
 	off, again := r.figures(armOff, m), r.figures(armOffAgain, m)
 	for i, f := range r.figures(arm, m) {
@@ -111,10 +111,10 @@ func (r *report) Print(p harness.Printf) {
 	p("\n")
 }
 
-// leastRuns of a program a message are shown: fewer are of connections.
+// leastRuns is the least number of runs per message for which a program is shown. Programs below run for connections.
 const leastRuns = 0.005
 
-// printPrograms is of one run of each load.
+// printPrograms prints what ran in the one run of each load before the rounds.
 func (r *report) printPrograms(p harness.Printf) {
 	p("\nPrograms that ran, with the kernel's BPF statistics on, whose own cost is in the figures\n")
 	p("\tload\tprogram\truns a message\tns each\tns a message\n")
@@ -177,7 +177,7 @@ func (r *report) share() float64 {
 	return min(1, harness.SpreadOf(v).Median) // the runtime works a little elsewhere
 }
 
-// tracedRatios are the medians of the arms that are asked for.
+// tracedRatios has the median ratios of the arms that most readers look for.
 type tracedRatios struct {
 	Others  harness.Figure `json:"others"`
 	Sampled harness.Figure `json:"sampled_100"`

@@ -70,7 +70,7 @@ const (
 	sampledPort = 5101 // of the load of which one message of a hundred is traced
 )
 
-// A traceArm is the loads in one of the two cgroups, while something is attached.
+// traceArm runs the loads in one of the two cgroups, with the programs of its state attached.
 type traceArm struct {
 	name, title string
 	state       string
@@ -145,10 +145,10 @@ func insideTrace(args []string) (err error) {
 	var o options
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "a minute instead of six, less certain figures")
-	fs.DurationVar(&o.For, "for", 0, "how long rounds are begun (default 5m, quick 40s)")
-	fs.DurationVar(&o.Slice, "slice", 200*time.Millisecond, "measured of an arm and a load in a round")
-	fs.DurationVar(&o.Warmup, "warmup", 40*time.Millisecond, "of its connection, before")
-	fs.Uint64Var(&o.Seed, "seed", uint64(time.Now().UnixNano()), "of the order of what a round does")
+	fs.DurationVar(&o.For, "for", 0, "how long to begin new rounds (default 5m, quick 40s)")
+	fs.DurationVar(&o.Slice, "slice", 200*time.Millisecond, "measured time of each arm and load in a round")
+	fs.DurationVar(&o.Warmup, "warmup", 40*time.Millisecond, "warm-up of each connection before it is measured")
+	fs.Uint64Var(&o.Seed, "seed", uint64(time.Now().UnixNano()), "seed of the random order in which a round runs the arms")
 	fs.StringVar(&o.Arms, "arms", "", "arms to run, by comma, off and off_again besides (default: all)")
 	fs.StringVar(&o.Binary, "sockeye", "", "the binary to measure (default: build ./cmd/sockeye)")
 	if ok, err := harness.ParseFlags(fs, args); !ok {
@@ -177,8 +177,7 @@ func insideTrace(args []string) (err error) {
 	})
 }
 
-// share keeps a CPU for the loads: this process and its children, but for those
-// that bind themselves to it, leave it.
+// share reserves a CPU for the loads: this process and its children leave it, except those that bind themselves to it.
 func (t *bench) share() error {
 	var all unix.CPUSet
 	if err := unix.SchedGetaffinity(0, &all); err != nil {
@@ -319,7 +318,7 @@ func (t *bench) round(ctx context.Context, random *rand.Rand) (traceRound, error
 	return round, nil
 }
 
-// includes says whether an arm is to run.
+// includes returns whether an arm is to run.
 func (o *options) includes(a traceArm) bool {
 	return o.Arms == "" || a.name == armOff || a.name == armOffAgain || slices.Contains(strings.Split(o.Arms, ","), a.name)
 }

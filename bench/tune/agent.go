@@ -16,8 +16,7 @@ import (
 	"sockeye/internal/api"
 )
 
-// tuneRules is the policy. The cgroups are those of the tuned arms; what the
-// baseline has is in other ones, which no program is attached to.
+// tuneRules is the policy. It names the cgroups of the tuned arms. No program is attached to the cgroups of the baseline.
 const tuneRules = `tune:
   - name: incast
     cgroup: %[1]s/incast-tuned

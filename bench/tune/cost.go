@@ -36,8 +36,7 @@ var (
 	}
 )
 
-// A cost is microseconds of CPU for a connection, both of whose ends are in the
-// cgroup: to connect, accept and close it.
+// cost has the CPU time, in microseconds, to connect, accept and close a connection with both ends in the cgroup, by arm.
 type cost map[string][]float64
 
 // more is what an arm took more than the one without a program, round by round.

@@ -110,10 +110,9 @@ func (n *incastNet) attach(l *lab.Lab, name string, i int) (*lab.Namespace, int,
 	return host, index, host.AddRoute(netip.MustParsePrefix("10.79.0.0/16"), incastRouter(i))
 }
 
-// plainHost makes a namespace whose TCP remembers nothing of the connections
-// before, and whose links keep the order of a flow's packets: without receive
-// packet steering a veth hands them to whichever CPU sent them, two of them to
-// two queues, and TCP takes the disorder for losses.
+// plainHost makes a namespace whose TCP keeps no metrics of earlier connections and whose links keep the order of a
+// flow's packets. Without receive packet steering, a veth queues packets on the CPU that sent them: two CPUs reorder a
+// flow, and TCP takes the reordering for losses.
 func plainHost(l *lab.Lab, name string) (*lab.Namespace, error) {
 	n, err := l.Namespace(name)
 	if err != nil {

@@ -166,8 +166,7 @@ func (r *report) Print(p harness.Printf) {
 	p("\nTook %s.\n", r.Took)
 }
 
-// saturation is the share of the CPUs above which a run of incast measures these,
-// and not the bottleneck.
+// saturation is the share of CPU time above which a run of incast measures the CPUs and not the bottleneck.
 const saturation = 0.9
 
 // saturated counts such runs.
@@ -215,8 +214,7 @@ func (r *report) Figures() any {
 	return out
 }
 
-// bars are those of the two arms, one under the other; none unless both were
-// measured.
+// bars returns the bars of the two arms, one below the other, and nil unless both were measured.
 func bars(label, verb string, b, t harness.Figure) []plot.Bar {
 	if math.IsNaN(float64(b + t)) {
 		return nil

@@ -52,9 +52,9 @@ func insideTune(args []string) (err error) {
 	fs := flag.NewFlagSet(command, flag.ContinueOnError)
 	fs.BoolVar(&o.Quick, "quick", false, "a minute instead of six: fewer and shorter rounds, less certain figures")
 	fs.IntVar(&o.Rounds, "rounds", 0, "rounds of both arms (default 5, quick 1)")
-	fs.Float64Var(&o.Seconds, "seconds", 0, "measured in a run of incast (default 4, quick 2)")
-	fs.Int64Var(&o.Rate, "rate", 300e6, "bits a second of the incast bottleneck")
-	fs.IntVar(&o.Queue, "queue", 300, "full packets that its queue holds")
+	fs.Float64Var(&o.Seconds, "seconds", 0, "seconds measured in each run of incast (default 4, quick 2)")
+	fs.Int64Var(&o.Rate, "rate", 300e6, "rate of the incast bottleneck, in bits per second")
+	fs.IntVar(&o.Queue, "queue", 300, "length of the bottleneck's queue, in full packets")
 	fs.IntVar(&o.Buffers, "buffers", 150_000, "sndbuf and rcvbuf of the tuned incast arm, in bytes")
 	fs.IntVar(&o.Clamp, "clamp", 16, "cwnd_clamp of the tuned incast arm")
 	fs.StringVar(&o.Only, "only", "", "parts to run, by comma: "+strings.Join(parts, ", "))
@@ -87,7 +87,7 @@ func insideTune(args []string) (err error) {
 
 var parts = []string{"incast", "iw", "syn_rto", "learning", "cost"}
 
-// wants says whether a part is to run.
+// wants returns whether a part is to run.
 func (t *bench) wants(part string) bool {
 	return t.Only == "" || slices.Contains(strings.Split(t.Only, ","), part)
 }

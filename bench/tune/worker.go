@@ -75,7 +75,7 @@ func tuneServer(args []string) error {
 	return nil
 }
 
-// serve handles a connection. Its end, in whatever way, is the client's business.
+// serve serves a connection until it ends. Errors of the connection are the client's to report.
 func serve(conn net.Conn) {
 	defer conn.Close()
 	var h header
