@@ -29,8 +29,8 @@ const command = "gateway"
 var Benchmark = harness.Benchmark{
 	Name: command, Run: insideGateway, Sandboxed: true,
 	Workers: map[string]func([]string) error{
-		ServerRole: gatewayServer, ClientRole: gatewayClient, Role: worker, DatagramRole: datagramWorker,
-		IsolateCommand:        isolateAsUser,
+		serverRole: gatewayServer, clientRole: gatewayClient, gatewayRole: worker, datagramRole: datagramWorker,
+		isolateCommand:        isolateAsUser,
 		isolate.InsideCommand: isolateAsItself, // of isolateCommand
 	},
 }

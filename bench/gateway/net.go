@@ -86,7 +86,7 @@ func newGatewayPath(ctx context.Context, l *lab.Lab, link string) (p *gatewayPat
 	if err := p.host.AddRoute(netip.MustParsePrefix("0.0.0.0/0"), p.addresses[1]); err != nil {
 		return nil, err
 	}
-	p.server, err = harness.StartWorker(ctx, l, p.far, ServerRole+"-"+link, "/proc/self/exe", ServerRole, "-listen", p.target().String())
+	p.server, err = harness.StartWorker(ctx, l, p.far, serverRole+"-"+link, "/proc/self/exe", serverRole, "-listen", p.target().String())
 	if err != nil {
 		return nil, err
 	}
@@ -179,7 +179,7 @@ type gatewaySide struct {
 
 // newSide starts a side with a guest of its own and a client in it. Stop what newSide returns, also with an error.
 func (p *gatewayPath) newSide(ctx context.Context, side string, mtu int) (s *gatewaySide, err error) {
-	if s, err = p.startSide(ctx, side, mtu, 0, ClientRole); err != nil {
+	if s, err = p.startSide(ctx, side, mtu, 0, clientRole); err != nil {
 		return s, err
 	}
 	return s, s.client.Answer(&struct{}{})
@@ -199,13 +199,13 @@ func (p *gatewayPath) startSide(ctx context.Context, side string, mtu int, port 
 	switch {
 	case side == sideSockeye && port != 0:
 		s.device = guestDevice
-		client = append([]string{exe, IsolateCommand, "--as-root", "--mtu", strconv.Itoa(mtu), "-p", fmt.Sprintf("%d/udp", port), "--"}, client...)
+		client = append([]string{exe, isolateCommand, "--as-root", "--mtu", strconv.Itoa(mtu), "-p", fmt.Sprintf("%d/udp", port), "--"}, client...)
 	case side == sideSockeye:
 		if s.in, err = p.lab.Namespace("guest-" + group); err != nil {
 			return s, err
 		}
 		s.device = guestDevice
-		s.gateway, err = harness.StartWorker(ctx, p.lab, p.host, group+"-gateway", exe, Role,
+		s.gateway, err = harness.StartWorker(ctx, p.lab, p.host, group+"-gateway", exe, gatewayRole,
 			"-guest", s.in.Path(), "-address", p.addresses[0].String(), "-mtu", strconv.Itoa(mtu))
 		if err == nil {
 			err = s.gateway.Answer(&struct{}{})

@@ -238,7 +238,7 @@ func (b *bench) datagramSides(ctx context.Context, names []string) (p *gatewayPa
 		buffers.Program = r.Buffer
 		return nil
 	}
-	far, err = harness.StartWorker(ctx, b.lab, p.far, DatagramRole+"-far", "/proc/self/exe", DatagramRole, "-port", strconv.Itoa(farDatagramPort))
+	far, err = harness.StartWorker(ctx, b.lab, p.far, datagramRole+"-far", "/proc/self/exe", datagramRole, "-port", strconv.Itoa(farDatagramPort))
 	if err == nil {
 		err = ready(far)
 	}
@@ -247,7 +247,7 @@ func (b *bench) datagramSides(ctx context.Context, names []string) (p *gatewayPa
 			break
 		}
 		port := datagramPort(name)
-		if sides[name], err = p.startSide(ctx, name, datagramMTU, port, DatagramRole, "-port", strconv.Itoa(int(port))); err == nil {
+		if sides[name], err = p.startSide(ctx, name, datagramMTU, port, datagramRole, "-port", strconv.Itoa(int(port))); err == nil {
 			err = ready(sides[name].client)
 		}
 		if s := sides[name]; err == nil && s.around != nil {

@@ -24,8 +24,8 @@ import (
 	"sockeye/internal/cli"
 )
 
-// DatagramRole is a process that takes datagrams at a port, and sends them.
-const DatagramRole = "gateway-datagrams"
+// datagramRole is a process that takes datagrams at a port, and sends them.
+const datagramRole = "gateway-datagrams"
 
 // datagramBuffer is what receivers ask for, in bytes, without any right to have more than
 // net.core.rmem_max.
@@ -65,7 +65,7 @@ type datagramReceiver struct {
 
 // datagramWorker does tasks until its stdin ends.
 func datagramWorker(args []string) error {
-	fs := flag.NewFlagSet(DatagramRole, flag.ContinueOnError)
+	fs := flag.NewFlagSet(datagramRole, flag.ContinueOnError)
 	port := fs.Uint("port", 0, "to receive at")
 	if err := fs.Parse(args); err != nil {
 		return err

@@ -34,10 +34,10 @@ import (
 // Each reads questions from stdin, one JSON a line, and answers with a line.
 
 const (
-	ServerRole     = "gateway-server"
-	ClientRole     = "gateway-client"
-	Role           = "gateway-gateway"
-	IsolateCommand = "isolate" // of sockeye, which this program has too
+	serverRole     = "gateway-server"
+	clientRole     = "gateway-client"
+	gatewayRole    = "gateway-gateway"
+	isolateCommand = "isolate" // of sockeye, which this program has too
 
 	gatewayPort  = 7000
 	startOfLoad  = 10_000_000 // bytes: how long the first ones take is a figure of its own
@@ -158,7 +158,7 @@ const chunk = 256 << 10
 // gatewayServer serves loads until its stdin ends. A question is the number of a run,
 // the answer its arrivals.
 func gatewayServer(args []string) error {
-	fs := flag.NewFlagSet(ServerRole, flag.ContinueOnError)
+	fs := flag.NewFlagSet(serverRole, flag.ContinueOnError)
 	address := fs.String("listen", "", "address and port")
 	if err := fs.Parse(args); err != nil {
 		return err
@@ -363,7 +363,7 @@ type gatewayCounts struct {
 // worker is the gateway of a guest, in a process as sockeye isolate is one, until
 // its stdin ends. To each line it answers with its counts.
 func worker(args []string) error {
-	fs := flag.NewFlagSet(Role, flag.ContinueOnError)
+	fs := flag.NewFlagSet(gatewayRole, flag.ContinueOnError)
 	guest := fs.String("guest", "", "path of the guest's network namespace")
 	address := fs.String("address", "", "of the guest")
 	mtu := fs.Int("mtu", 0, "of the guest, bytes")
