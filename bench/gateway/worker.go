@@ -33,6 +33,7 @@ import (
 // The ends of a load, and the gateway between them, are processes of their own.
 // Each reads questions from stdin, one JSON a line, and answers with a line.
 
+// Hidden commands of the processes of this benchmark.
 const (
 	serverRole     = "gateway-server"
 	clientRole     = "gateway-client"
