@@ -60,8 +60,8 @@ func (l *link) mostAcked() bool {
 	return l.seq-l.acked < 1<<max(l.scale, 0)
 }
 
-// fill is pour until the host's end takes no more either.
-func (l *link) fill(data []byte, size int) (n int) {
+// top is pour until the host's end takes no more at once.
+func (l *link) top(data []byte, size int) (n int) {
 	l.Helper()
 	for more := 1; more > 0; {
 		for range 10 {
@@ -74,6 +74,33 @@ func (l *link) fill(data []byte, size int) (n int) {
 		n += more
 	}
 	return n
+}
+
+// fill is top until the host's end takes no more at all, however late its kernel is.
+func (l *link) fill(data []byte, size int) (n int) {
+	l.Helper()
+	for more := 1; more > 0; {
+		l.until("the host's kernel", l.settled)
+		more = l.top(data[n:], size)
+		n += more
+	}
+	return n
+}
+
+// settled tells whether nothing moves between the gateway's socket and the host's end: all is
+// delivered, or the rest waits for a window that is closed. With a window that is not quite
+// closed, the host's kernel sends what fits only after a timeout.
+func (l *link) settled() bool {
+	l.Helper()
+	c := l.g.conns[flow{l.local, l.remote}]
+	if c == nil {
+		l.Fatal("the gateway has forgotten the connection")
+	}
+	info, err := unix.GetsockoptTCPInfo(c.fd, unix.IPPROTO_TCP, unix.TCP_INFO)
+	if err != nil {
+		l.Fatal(err)
+	}
+	return info.Unacked == 0 && (info.Notsent_bytes == 0 || info.Snd_wnd == 0)
 }
 
 // allAcked tells whether the gateway has acknowledged all, after all that it has said.
