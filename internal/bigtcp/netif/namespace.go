@@ -7,9 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"runtime"
-	"slices"
 
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
@@ -151,40 +149,4 @@ func (n *Namespace) request(kind, flags int) *nl.NetlinkRequest {
 	r := nl.NewNetlinkRequest(kind, flags)
 	r.Sockets = map[int]*nl.SocketHandle{unix.NETLINK_ROUTE: n.rtnl}
 	return r
-}
-
-// namedDirs are the directories of ip-netns(8). Usually one is a link to the other.
-var namedDirs = []string{"/run/netns", "/var/run/netns"}
-
-// NamedNamespaces returns the sorted paths of the network namespaces with a name of
-// ip-netns(8), each namespace once.
-func NamedNamespaces() ([]string, error) {
-	var paths []string
-	seen := map[uint64]bool{}
-	for _, dir := range namedDirs {
-		entries, err := os.ReadDir(dir)
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return nil, fmt.Errorf("list network namespaces: %w", err)
-		}
-		for _, e := range entries {
-			path := filepath.Join(dir, e.Name())
-			if inode, ok := namespaceInode(path); ok && !seen[inode] {
-				seen[inode] = true
-				paths = append(paths, path)
-			}
-		}
-	}
-	slices.Sort(paths)
-	return paths, nil
-}
-
-// namespaceInode returns the inode of the namespace at a path, or false if there is
-// none.
-func namespaceInode(path string) (uint64, bool) {
-	var fs unix.Statfs_t
-	var stat unix.Stat_t
-	if unix.Statfs(path, &fs) != nil || fs.Type != unix.NSFS_MAGIC || unix.Stat(path, &stat) != nil {
-		return 0, false
-	}
-	return stat.Ino, true
 }

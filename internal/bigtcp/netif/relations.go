@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"slices"
-	"strconv"
 
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
@@ -258,64 +257,4 @@ func (n *Namespace) nsid(netns *os.File) (int32, error) {
 		}
 	}
 	return -1, nil
-}
-
-// maxNamespaces bounds the namespaces of a search.
-const maxNamespaces = 1 << 14
-
-// namespaces yields all network namespaces that have a name or a process, each once:
-// by name, otherwise by the process with the lowest PID. The namespaces are open,
-// because a process may change to another one meanwhile.
-func namespaces(yield func(path string, netns *os.File) bool) {
-	seen := map[uint64]bool{}
-	// If the names cannot be read, the processes remain.
-	paths, _ := NamedNamespaces()
-	for _, path := range append(paths, processPaths()...) {
-		var stat unix.Stat_t
-		if unix.Stat(path, &stat) != nil || seen[stat.Ino] {
-			continue
-		}
-		netns, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
-		if err != nil {
-			continue
-		}
-		seen[stat.Ino] = true
-		if !yield(path, netns) || len(seen) == maxNamespaces {
-			return
-		}
-	}
-}
-
-// AllNamespaces returns the paths of all network namespaces that have a name or a
-// process.
-func AllNamespaces() []string {
-	var paths []string
-	for path, netns := range namespaces {
-		netns.Close()
-		paths = append(paths, path)
-	}
-	return paths
-}
-
-// processPaths returns the network namespaces of all processes, sorted by PID.
-func processPaths() []string {
-	proc, err := os.Open("/proc")
-	if err != nil {
-		return nil
-	}
-	defer proc.Close()
-	// An incomplete list is used as it is.
-	names, _ := proc.Readdirnames(-1)
-	var pids []int
-	for _, name := range names {
-		if pid, err := strconv.Atoi(name); err == nil {
-			pids = append(pids, pid)
-		}
-	}
-	slices.Sort(pids)
-	paths := make([]string, len(pids))
-	for i, pid := range pids {
-		paths[i] = fmt.Sprintf("/proc/%d/ns/net", pid)
-	}
-	return paths
 }

@@ -74,19 +74,6 @@ func (s *sizer) outlook(n *netif.Namespace, rules []config.BigTCPRule, explicit 
 	return o, nil
 }
 
-// needs tells whether a record of a device is for the sake of an interface above it
-// that a rule is for.
-func (o *outlook) needs(r sizing.Record) bool {
-	return slices.ContainsFunc(r.For, func(index int) bool { return o.interfaces[index] != nil && o.interfaces[index].target })
-}
-
-// touched tells whether somebody else has set sizes since the policy's record was
-// made. An agent that was killed may have left one of what it had not set yet.
-func touched(r sizing.Record, now netif.Sizes) bool {
-	unfinished := r.From != (netif.Sizes{}) && (now == r.From || now == r.Before)
-	return now != r.Applied && !unfinished
-}
-
 // records are those of a namespace, by index, whoever had them made.
 func (s *sizer) records(n *netif.Namespace) (map[int]sizing.Record, error) {
 	all, err := s.store.Records()
@@ -280,4 +267,17 @@ func (o *outlook) gather(members []int) {
 			i.err = &fault.Error{Err: fmt.Errorf("%s is on its path: %w", obstacle.name, obstacle.err), Hint: fault.Hint(obstacle.err), Code: fault.CodeConflict}
 		}
 	}
+}
+
+// needs tells whether a record of a device is for the sake of an interface above it
+// that a rule is for.
+func (o *outlook) needs(r sizing.Record) bool {
+	return slices.ContainsFunc(r.For, func(index int) bool { return o.interfaces[index] != nil && o.interfaces[index].target })
+}
+
+// touched tells whether somebody else has set sizes since the policy's record was
+// made. An agent that was killed may have left one of what it had not set yet.
+func touched(r sizing.Record, now netif.Sizes) bool {
+	unfinished := r.From != (netif.Sizes{}) && (now == r.From || now == r.Before)
+	return now != r.Applied && !unfinished
 }

@@ -17,18 +17,11 @@ import (
 	"sockeye/internal/fault"
 )
 
-// maxProblems bounds the interfaces of a status that are not applied.
-const maxProblems = 20
-
-// allSizers are those of all network namespaces that have rules, by path.
-func (d *Domain) allSizers() []*sizer {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	var all []*sizer
-	for _, netns := range slices.Sorted(maps.Keys(d.sizers)) {
-		all = append(all, d.sizers[netns])
-	}
-	return all
+// Routes adds the requests about sizes.
+func (d *Domain) Routes(r *domain.Router) {
+	r.Get("/v1/bigtcp", func(r *http.Request) (any, error) {
+		return d.Interfaces(r.URL.Query().Get("netns"), r.URL.Query().Get("interface"))
+	})
 }
 
 // Interfaces is all interfaces that rules are for, or those of a namespace or with a
@@ -52,6 +45,51 @@ func (d *Domain) Interfaces(netns, name string) (*api.BigTCPStatus, error) {
 		return nil, fault.Usage(fmt.Errorf("the policy sets no interface %q", name), hint)
 	}
 	return status, nil
+}
+
+// maxProblems bounds the interfaces of a status that are not applied.
+const maxProblems = 20
+
+// Status adds the network namespaces that have rules.
+func (d *Domain) Status(status *api.Status) error {
+	status.BigTCP = []api.BigTCPNetwork{}
+	for _, s := range d.allSizers() {
+		status.BigTCP = append(status.BigTCP, s.summary())
+	}
+	return nil
+}
+
+func (s *sizer) summary() api.BigTCPNetwork {
+	all := s.status()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n := api.BigTCPNetwork{Netns: s.netns, Rules: len(s.rules), Problems: []api.BigTCPInterface{}}
+	if s.problem != nil {
+		n.Problem, n.Hint = fault.Message(s.problem), fault.Hint(s.problem)
+	}
+	for _, i := range all {
+		if i.Index == 0 {
+			n.Waiting++
+			continue
+		}
+		switch i.State {
+		case api.SizesApplied:
+			n.Applied++
+			continue
+		case api.SizesChanged:
+			n.Changed++
+		case api.SizesImpossible:
+			n.Impossible++
+		case api.SizesConflict:
+			n.Conflict++
+		case api.SizesWaiting:
+			n.Waiting++
+		}
+		if len(n.Problems) < maxProblems {
+			n.Problems = append(n.Problems, i)
+		}
+	}
+	return n
 }
 
 // status is the interfaces, by index, and then the rules that wait for one.
@@ -94,51 +132,13 @@ func wanted(rule config.BigTCPRule) sizing.Want {
 	return sizing.Want{IPv6: rule.IPv6, IPv4: rule.IPv4}
 }
 
-func (s *sizer) summary() api.BigTCPNetwork {
-	all := s.status()
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	n := api.BigTCPNetwork{Netns: s.netns, Rules: len(s.rules), Problems: []api.BigTCPInterface{}}
-	if s.problem != nil {
-		n.Problem, n.Hint = fault.Message(s.problem), fault.Hint(s.problem)
+// allSizers are those of all network namespaces that have rules, by path.
+func (d *Domain) allSizers() []*sizer {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var all []*sizer
+	for _, netns := range slices.Sorted(maps.Keys(d.sizers)) {
+		all = append(all, d.sizers[netns])
 	}
-	for _, i := range all {
-		if i.Index == 0 {
-			n.Waiting++
-			continue
-		}
-		switch i.State {
-		case api.SizesApplied:
-			n.Applied++
-			continue
-		case api.SizesChanged:
-			n.Changed++
-		case api.SizesImpossible:
-			n.Impossible++
-		case api.SizesConflict:
-			n.Conflict++
-		case api.SizesWaiting:
-			n.Waiting++
-		}
-		if len(n.Problems) < maxProblems {
-			n.Problems = append(n.Problems, i)
-		}
-	}
-	return n
-}
-
-// Status adds the network namespaces that have rules.
-func (d *Domain) Status(status *api.Status) error {
-	status.BigTCP = []api.BigTCPNetwork{}
-	for _, s := range d.allSizers() {
-		status.BigTCP = append(status.BigTCP, s.summary())
-	}
-	return nil
-}
-
-// Routes adds the requests about sizes.
-func (d *Domain) Routes(r *domain.Router) {
-	r.Get("/v1/bigtcp", func(r *http.Request) (any, error) {
-		return d.Interfaces(r.URL.Query().Get("netns"), r.URL.Query().Get("interface"))
-	})
+	return all
 }
