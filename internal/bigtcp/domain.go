@@ -18,68 +18,69 @@ import (
 	"sockeye/internal/rights"
 )
 
-// Domain carries out the bigtcp rules of the policy.
+// Domain applies the bigtcp rules of the policy.
 type Domain struct {
 	host *domain.Host
 	log  *slog.Logger
 
-	mu      sync.Mutex
-	sizers  map[string]*sizer // by network namespace
-	records *sizing.Store     // of sizes that were set
-	watch   *networkWatch     // nil while no sizes are set
-	closed  bool
+	mu          sync.Mutex
+	reconcilers map[string]*reconciler // by network namespace
+	records     *sizing.Store          // previous sizes of the interfaces
+	watch       *namespaceWatch        // nil until there is a rule
+	closed      bool
 }
 
-// New returns the domain without any rules.
+// New returns a domain without rules.
 func New(h *domain.Host) *Domain {
-	return &Domain{host: h, log: h.Log, sizers: make(map[string]*sizer)}
+	return &Domain{host: h, log: h.Log, reconcilers: make(map[string]*reconciler)}
 }
 
-// Check finds nothing: what a rule names is waited for, or refused by Plan.
+// Check returns nil: a rule may name interfaces and namespaces that do not exist yet. Plan
+// rejects sizes that are not supported.
 func (d *Domain) Check(*config.Policy) error { return nil }
 
-// Start takes back what an earlier agent has set in network namespaces that are not in the policy, and
-// sets the sizes in those that are.
+// Start reverts the sizes that an earlier agent has set in network namespaces without
+// rules, and applies the rules of the policy.
 func (d *Domain) Start(policy *config.Policy) error {
-	defer d.look()
+	defer d.updateNamespaces()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var err error
 	if d.records, err = sizing.OpenStore(d.host.StateDir); err != nil {
 		return err
 	}
-	wanted := sizings(policy)
-	leftover := &sizer{store: d.records, log: d.log}
-	err = leftover.giveBack(func(r sizing.Record) bool {
-		return !slices.ContainsFunc(wanted, func(c bigTCPChange) bool { return c.netns == r.Netns })
+	requested := rulesByNamespace(policy)
+	leftover := &reconciler{store: d.records, log: d.log}
+	err = leftover.revertRecords(func(r sizing.Record) bool {
+		return !slices.ContainsFunc(requested, func(c namespaceRules) bool { return c.netns == r.Netns })
 	})
 	if err != nil {
-		d.log.Warn("sizes not taken back", "error", err)
+		d.log.Warn("sizes not reverted", "error", err)
 	}
 	damaged, err := d.records.Damaged()
 	if err != nil {
-		d.log.Warn("damaged records of sizes not looked for", "error", err)
+		d.log.Warn("damaged records of sizes not listed", "error", err)
 	}
 	for _, path := range damaged {
-		d.log.Warn("record of sizes is damaged, what it was about is not taken back", "path", path)
+		d.log.Warn("record of sizes is damaged, and its interface is not reverted", "path", path)
 	}
-	for _, c := range wanted {
-		// What cannot be set today is no reason not to do the rest.
-		if err := d.open(c, false); err != nil {
+	for _, c := range requested {
+		// A failure does not keep the other namespaces from being configured.
+		if err := d.addNamespace(c, false); err != nil {
 			d.log.Warn("sizes not set", "netns", c.netns, "error", err)
-			s := d.sizers[c.netns]
+			s := d.reconcilers[c.netns]
 			s.mu.Lock()
-			s.fail(err)
+			s.setProblem(err)
 			s.mu.Unlock()
 		}
 	}
 	return nil
 }
 
-// Applied has nothing to do.
+// Applied does nothing.
 func (d *Domain) Applied(*config.Policy, api.Candidate, *api.Plan) error { return nil }
 
-// Close ends the watch of the interfaces. Their sizes stay.
+// Close stops watching interfaces and namespaces. The sizes stay.
 func (d *Domain) Close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -88,13 +89,13 @@ func (d *Domain) Close() {
 		d.watch.close()
 		d.watch = nil
 	}
-	for _, s := range d.sizers {
+	for _, s := range d.reconcilers {
 		s.close()
 	}
 }
 
-// Revert gives interfaces the sizes that they had before, whoever had them set,
-// and names them.
+// Revert reverts the sizes of all interfaces, whoever has set them, and returns the names
+// of the interfaces.
 func Revert(stateDir string) ([]string, error) {
 	store, err := sizing.OpenStore(stateDir)
 	if err != nil {
@@ -113,12 +114,13 @@ func Revert(stateDir string) ([]string, error) {
 		reverted = append(reverted, name)
 	}
 	if fault.Code(err) == fault.CodeConflict {
-		err = fault.Conflict(err, "sockeye bigtcp revert --force gives back all the same what was there before")
+		err = fault.Conflict(err, "sockeye bigtcp revert --force restores the previous sizes anyway")
 	}
 	return reverted, err
 }
 
-// Needs lists the capabilities that the bigtcp rules of a policy need beyond those of the unit.
+// Needs lists the capabilities that the bigtcp rules of a policy need beyond those of the
+// systemd unit.
 func Needs(policy *config.Policy) []rights.Need {
 	var needs []rights.Need
 	for _, r := range policy.BigTCP {
@@ -129,86 +131,88 @@ func Needs(policy *config.Policy) []rights.Need {
 	return needs
 }
 
-// Needs lists the capabilities that the bigtcp rules of a policy need beyond those of the unit.
+// Needs lists the capabilities that the bigtcp rules of a policy need beyond those of the
+// systemd unit.
 func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }
 
-// bigTCPChange is what a new policy makes of the sizes in one network namespace. Rules
-// is nil where there are none any more.
-type bigTCPChange struct {
+// namespaceRules has the rules of a policy for one network namespace; nil if the policy has
+// no rules for it any more.
+type namespaceRules struct {
 	netns string
 	rules []config.BigTCPRule
 }
 
-// sizings splits the rules of a policy by network namespace.
-func sizings(policy *config.Policy) []bigTCPChange {
-	var all []bigTCPChange
+// rulesByNamespace groups the rules of a policy by network namespace.
+func rulesByNamespace(policy *config.Policy) []namespaceRules {
+	var all []namespaceRules
 	for _, rule := range policy.BigTCP {
-		i := slices.IndexFunc(all, func(c bigTCPChange) bool { return c.netns == rule.Netns })
+		i := slices.IndexFunc(all, func(c namespaceRules) bool { return c.netns == rule.Netns })
 		if i < 0 {
 			i = len(all)
-			all = append(all, bigTCPChange{netns: rule.Netns})
+			all = append(all, namespaceRules{netns: rule.Netns})
 		}
 		all[i].rules = append(all[i].rules, rule)
 	}
 	return all
 }
 
-// apply carries a change out, and returns how to roll it back.
-func (d *Domain) apply(c bigTCPChange) (rollback func() error, err error) {
-	defer d.look()
+// apply applies the rules of a namespace. rollback restores the previous rules.
+func (d *Domain) apply(c namespaceRules) (rollback func() error, err error) {
+	defer d.updateNamespaces()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	undo, err := d.become(c)
+	undo, err := d.changeRules(c)
 	if err != nil {
-		return nil, ofNetwork(c.netns, err)
+		return nil, inNamespace(c.netns, err)
 	}
 	return func() error {
-		defer d.look()
+		defer d.updateNamespaces()
 		d.mu.Lock()
 		defer d.mu.Unlock()
 		return undo()
 	}, nil
 }
 
-// become gives a network namespace the rules of a change. The caller holds the lock, also when it calls
-// what is returned.
-func (d *Domain) become(c bigTCPChange) (rollback func() error, err error) {
-	switch s := d.sizers[c.netns]; {
+// changeRules applies the rules of a namespace. The caller holds mu, also when it calls
+// rollback.
+func (d *Domain) changeRules(c namespaceRules) (rollback func() error, err error) {
+	switch s := d.reconcilers[c.netns]; {
 	case c.rules == nil:
-		before := bigTCPChange{c.netns, s.rules}
-		rollback = func() error { return d.open(before, true) }
-		delete(d.sizers, c.netns)
+		before := namespaceRules{c.netns, s.rules}
+		rollback = func() error { return d.addNamespace(before, true) }
+		delete(d.reconcilers, c.netns)
 		if err := s.retire(); err != nil {
 			return nil, fault.Join(err, rollback())
 		}
 	case s == nil:
 		rollback = func() error {
-			s := d.sizers[c.netns]
-			delete(d.sizers, c.netns)
+			s := d.reconcilers[c.netns]
+			delete(d.reconcilers, c.netns)
 			return s.retire()
 		}
-		if err := d.open(c, true); err != nil {
+		if err := d.addNamespace(c, true); err != nil {
 			return nil, fault.Join(err, rollback())
 		}
 	default:
-		return s.change(c.rules)
+		return s.replaceRules(c.rules)
 	}
 	return rollback, nil
 }
 
-// open begins with a network namespace.
-func (d *Domain) open(c bigTCPChange, explicit bool) error {
-	s := &sizer{store: d.records, log: d.log, netns: c.netns}
-	d.sizers[c.netns] = s
-	return s.begin(c.rules, explicit)
+// addNamespace adds a namespace with its first rules.
+func (d *Domain) addNamespace(c namespaceRules, explicit bool) error {
+	s := &reconciler{store: d.records, log: d.log, netns: c.netns}
+	d.reconcilers[c.netns] = s
+	return s.start(c.rules, explicit)
 }
 
-func ofNetwork(netns string, err error) error {
+// inNamespace adds the network namespace to an error.
+func inNamespace(netns string, err error) error {
 	return &fault.Error{Err: fmt.Errorf("bigtcp in %s: %w", where(netns), err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }
 
-// where names a network namespace in a message.
+// where returns the name of a network namespace for messages.
 func where(netns string) string { return cmp.Or(netns, "the agent's network namespace") }
 
-// recordsDir is where the records of sizes are, those of commands too.
+// recordsDir returns the directory of the records of the agent and of commands.
 func (d *Domain) recordsDir() string { return filepath.Join(d.host.StateDir, "bigtcp") }

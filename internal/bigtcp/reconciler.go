@@ -23,68 +23,69 @@ import (
 	"sockeye/internal/rights"
 )
 
-// sizer keeps the sizes of the interfaces of one network namespace in step with the
+// reconciler sets the sizes of the interfaces of one network namespace to those of the
 // policy.
-type sizer struct {
+type reconciler struct {
 	store *sizing.Store
 	log   *slog.Logger
 	netns string // path; "" for the agent's own
 
 	mu         sync.Mutex
 	rules      []config.BigTCPRule
-	network    *netif.Namespace // nil while there is none
-	leave      func()           // ends the watch of it
-	place      placeID
-	problem    error                           // of the namespace
-	since      time.Time                       // of the problem
-	interfaces map[int]*sized                  // by index
-	unmatched  map[config.BigTCPRule]time.Time // since when no interface matches
+	network    *netif.Namespace                // nil while the namespace is not open
+	stopWatch  func()                          // stops the watch of network
+	file       fileID                          // of network
+	problem    error                           // why the namespace is not reconciled
+	since      time.Time                       // time of problem
+	interfaces map[int]*interfaceState         // by interface index
+	unmatched  map[config.BigTCPRule]time.Time // time since which no interface matches
 	recheck    *time.Timer
-	tried      map[int]attempt
-	changes    uint64 // by somebody else, that were seen
+	attempts   map[int]attempt // by interface index
+	changes    uint64          // observed changes by other programs
 }
 
-// sized is an interface that a rule is for, or that is below one.
-type sized struct {
+// interfaceState is an interface that a rule matches, or a lower interface of such an
+// interface.
+type interfaceState struct {
 	name     string
 	index    int
-	rule     *config.BigTCPRule // nil: none is for it any more
-	target   bool               // the rule is for itself
-	because  string             // the interface above it, of one that is no target
+	rule     *config.BigTCPRule // nil if no rule matches the interface any more
+	target   bool               // the rule matches the interface itself
+	upper    string             // the upper interface that the rule matches; "" for a target
 	want     sizing.Want
-	from, to netif.Sizes // that it has, and is to have
+	from, to netif.Sizes // current and requested
 	notes    []string
-	planned  bool
-	todo     bool // it is to be set
-	force    bool // it has somebody else's sizes
+	planned  bool // from, to and notes are those of a plan
+	pending  bool // the sizes are to be set
+	override bool // another program has set the current sizes
 	state    string
 	err      error
 	since    time.Time
 }
 
-// attempt is what was tried to set.
+// attempt is the last attempt to set the sizes of an interface.
 type attempt struct {
 	from, to netif.Sizes
 	err      error
 }
 
-// placeID tells what is at a path: another namespace has another one.
-type placeID struct{ device, inode uint64 }
+// fileID identifies the file at a path. A path with another namespace has another fileID.
+type fileID struct{ device, inode uint64 }
 
-// begin makes rules true in a namespace that had none.
-func (s *sizer) begin(rules []config.BigTCPRule, explicit bool) error {
+// start applies the first rules of a namespace.
+func (s *reconciler) start(rules []config.BigTCPRule, explicit bool) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.rules = rules
-	if err := s.enter(); err != nil || s.network == nil {
+	if err := s.openNamespace(); err != nil || s.network == nil {
 		return err
 	}
 	return s.reconcile(explicit)
 }
 
-// change makes other rules true. It returns what takes that back, with the sizes that
-// somebody else had set.
-func (s *sizer) change(rules []config.BigTCPRule) (back func() error, err error) {
+// replaceRules applies other rules. rollback restores the previous rules, and the sizes
+// that other programs had set.
+func (s *reconciler) replaceRules(rules []config.BigTCPRule) (rollback func() error, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	before := s.rules
@@ -94,22 +95,23 @@ func (s *sizer) change(rules []config.BigTCPRule) (back func() error, err error)
 			foreign[index] = i.from
 		}
 	}
-	back = func() error {
+	rollback = func() error {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		return s.become(before, foreign)
+		return s.setRules(before, foreign)
 	}
-	if err := s.become(rules, nil); err != nil {
-		return nil, fault.Join(err, s.become(before, foreign))
+	if err := s.setRules(rules, nil); err != nil {
+		return nil, fault.Join(err, s.setRules(before, foreign))
 	}
-	return back, nil
+	return rollback, nil
 }
 
-// become makes rules true, and gives interfaces the sizes of somebody else.
-func (s *sizer) become(rules []config.BigTCPRule, foreign map[int]netif.Sizes) error {
+// setRules applies rules, and then sets the sizes in foreign, by interface index, which
+// other programs had set.
+func (s *reconciler) setRules(rules []config.BigTCPRule, foreign map[int]netif.Sizes) error {
 	s.rules = rules
 	if s.network == nil {
-		if err := s.enter(); err != nil || s.network == nil {
+		if err := s.openNamespace(); err != nil || s.network == nil {
 			return err
 		}
 	}
@@ -126,30 +128,31 @@ func (s *sizer) become(rules []config.BigTCPRule, foreign map[int]netif.Sizes) e
 	return fault.Join(errs...)
 }
 
-// retire gives back what the rules have set.
-func (s *sizer) retire() error {
+// retire reverts the sizes that the rules have set, and closes the namespace.
+func (s *reconciler) retire() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.rules = nil
-	defer s.exit()
+	defer s.closeNamespace()
 	if s.network == nil {
-		return s.giveBack(func(r sizing.Record) bool { return r.Netns == s.netns })
+		return s.revertRecords(func(r sizing.Record) bool { return r.Netns == s.netns })
 	}
 	return s.reconcile(true)
 }
 
-// close lets go of the namespace. What is set stays.
-func (s *sizer) close() {
+// close closes the namespace. The sizes stay.
+func (s *reconciler) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.exit()
+	s.closeNamespace()
 }
 
-// enter opens the namespace and watches it. One that is not there is waited for.
-func (s *sizer) enter() error {
-	place, err := placeOf(s.netns)
+// openNamespace opens the namespace and watches its interfaces. A namespace that does not
+// exist yet is not an error: network stays nil.
+func (s *reconciler) openNamespace() error {
+	file, err := statFile(s.netns)
 	if errors.Is(err, fs.ErrNotExist) {
-		s.fail(fault.WithHint(fmt.Errorf("there is no network namespace %s", s.netns), "its interfaces are set when it appears"))
+		s.setProblem(fault.WithHint(fmt.Errorf("there is no network namespace %s", s.netns), "its interfaces are set when the namespace appears"))
 		return nil
 	}
 	if err != nil {
@@ -157,7 +160,7 @@ func (s *sizer) enter() error {
 	}
 	network, err := netif.OpenNamespace(s.netns)
 	if errors.Is(err, fs.ErrPermission) && !rights.Has(unix.CAP_SYS_ADMIN) {
-		return noEntry()
+		return errMayNotEnter()
 	}
 	if err != nil {
 		return err
@@ -169,38 +172,39 @@ func (s *sizer) enter() error {
 		network.Close()
 		return err
 	}
-	s.network, s.leave, s.place, s.problem = network, cancel, place, nil
+	s.network, s.stopWatch, s.file, s.problem = network, cancel, file, nil
 	s.recheck = time.NewTimer(recheckAfter)
-	go s.follow(ctx, network, changes, s.recheck.C)
-	// Another namespace may have been here before.
-	return s.giveBack(func(r sizing.Record) bool { return r.Netns == s.netns && r.NetnsID != network.ID() })
+	go s.handleChanges(ctx, network, changes, s.recheck.C)
+	// An earlier namespace may have had the same path.
+	return s.revertRecords(func(r sizing.Record) bool { return r.Netns == s.netns && r.NetnsID != network.ID() })
 }
 
-// recheckAfter is when to look again after sizes were set: later than the watch has
-// read them. Were they set back before that, it would see nothing.
+// recheckAfter is the time until sizes are read again after they were set. It exceeds the
+// poll interval of netif.Watch, which does not notice sizes that are reset between two
+// polls.
 const recheckAfter = 6 * time.Second
 
-// noEntry is the error of an agent without CAP_SYS_ADMIN.
-func noEntry() error {
-	return &fault.Error{Err: errors.New("the agent has no right to enter network namespaces"), Code: fault.CodeNotPermitted,
-		Hint: rights.MissingHint(unix.CAP_SYS_ADMIN, "restart the agent; it keeps that right if the policy names a netns then")}
+// errMayNotEnter returns the error of an agent without CAP_SYS_ADMIN.
+func errMayNotEnter() error {
+	return &fault.Error{Err: errors.New("the agent is not permitted to enter network namespaces"), Code: fault.CodeNotPermitted,
+		Hint: rights.MissingHint(unix.CAP_SYS_ADMIN, "restart the agent: it keeps the capability if a bigtcp rule has a netns at startup")}
 }
 
-func placeOf(path string) (placeID, error) {
+func statFile(path string) (fileID, error) {
 	if path == "" {
-		return placeID{}, nil
+		return fileID{}, nil
 	}
 	info, err := os.Stat(path)
 	if err != nil {
-		return placeID{}, err
+		return fileID{}, err
 	}
 	stat := info.Sys().(*syscall.Stat_t)
-	return placeID{stat.Dev, stat.Ino}, nil
+	return fileID{stat.Dev, stat.Ino}, nil
 }
 
-// follow looks again whenever an interface has changed, until ctx ends, and closes
-// the network.
-func (s *sizer) follow(ctx context.Context, network *netif.Namespace, changes <-chan struct{}, recheck <-chan time.Time) {
+// handleChanges reconciles after each change of an interface until ctx ends, and then
+// closes network.
+func (s *reconciler) handleChanges(ctx context.Context, network *netif.Namespace, changes <-chan struct{}, recheck <-chan time.Time) {
 	defer network.Close()
 	for {
 		more := true
@@ -212,11 +216,11 @@ func (s *sizer) follow(ctx context.Context, network *netif.Namespace, changes <-
 		switch {
 		case ctx.Err() != nil:
 		case more:
-			clear(s.tried)
-			s.settle()
+			clear(s.attempts)
+			s.reconcileAndLog()
 		default:
-			s.exit()
-			s.fail(errors.New("its interfaces can not be watched any more"))
+			s.closeNamespace()
+			s.setProblem(errors.New("the watch of its interfaces has ended"))
 			s.log.Warn("interfaces not watched", "netns", s.netns)
 		}
 		s.mu.Unlock()
@@ -226,48 +230,48 @@ func (s *sizer) follow(ctx context.Context, network *netif.Namespace, changes <-
 	}
 }
 
-// exit lets go of the namespace, which nothing keeps alive then.
-func (s *sizer) exit() {
+// closeNamespace closes the namespace, so that the agent does not keep it alive.
+func (s *reconciler) closeNamespace() {
 	if s.network == nil {
 		return
 	}
-	s.leave()
+	s.stopWatch()
 	s.recheck.Stop()
-	s.network, s.interfaces, s.unmatched, s.tried = nil, nil, nil, nil
+	s.network, s.interfaces, s.unmatched, s.attempts = nil, nil, nil, nil
 }
 
-// fail notes what is wrong with the namespace.
-func (s *sizer) fail(err error) {
+// setProblem records why the namespace is not reconciled.
+func (s *reconciler) setProblem(err error) {
 	if s.problem == nil || s.problem.Error() != err.Error() {
 		s.since = time.Now()
 	}
 	s.problem = err
 }
 
-// renew enters the namespace that is at the path now, if it is another one or has
-// appeared, and leaves one that has vanished.
-func (s *sizer) renew() {
+// updateNamespace opens the namespace at the path if it has appeared or is another one, and
+// closes a namespace that has vanished.
+func (s *reconciler) updateNamespace() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.netns == "" {
 		return
 	}
-	place, err := placeOf(s.netns)
-	if s.network != nil && err == nil && place == s.place {
+	file, err := statFile(s.netns)
+	if s.network != nil && err == nil && file == s.file {
 		return
 	}
 	if s.network != nil {
 		id := s.network.ID()
-		s.exit()
+		s.closeNamespace()
 		s.log.Info("network namespace has vanished", "netns", s.netns)
-		// Nobody can give back what was in there.
-		if err := s.giveBack(func(r sizing.Record) bool { return r.NetnsID == id }); err != nil {
+		// The sizes vanished with the namespace. Only the records are removed.
+		if err := s.revertRecords(func(r sizing.Record) bool { return r.NetnsID == id }); err != nil {
 			s.log.Debug("records of a network namespace not removed", "netns", s.netns, "error", err)
 		}
 	}
 	before := s.problem
-	if err := s.enter(); err != nil {
-		s.fail(err)
+	if err := s.openNamespace(); err != nil {
+		s.setProblem(err)
 		if before == nil || before.Error() != err.Error() {
 			s.log.Info("network namespace not entered", "netns", s.netns, "error", err)
 		}
@@ -275,48 +279,50 @@ func (s *sizer) renew() {
 	}
 	if s.network != nil {
 		s.log.Info("network namespace entered", "netns", s.netns)
-		s.settle()
+		s.reconcileAndLog()
 	}
 }
 
-// entered tells whether the network namespace is looked after.
-func (s *sizer) entered() bool {
+// isOpen reports whether the namespace is open.
+func (s *reconciler) isOpen() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.network != nil
 }
 
-// again looks again, as records have changed.
-func (s *sizer) again() {
+// update reconciles after a change of the records.
+func (s *reconciler) update() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.network != nil {
-		s.settle()
+		s.reconcileAndLog()
 	}
 }
 
-// settle sets what is to be set by the rules, and nothing that somebody else has set.
-func (s *sizer) settle() {
+// reconcileAndLog applies the rules, except to interfaces whose sizes other programs have
+// set.
+func (s *reconciler) reconcileAndLog() {
 	if err := s.reconcile(false); err != nil {
 		if s.problem == nil || s.problem.Error() != err.Error() {
 			s.log.Warn("sizes not set", "netns", s.netns, "error", err)
 		}
-		s.fail(err)
+		s.setProblem(err)
 	}
 }
 
-// maxRounds bounds how often is looked whether all is done.
-const maxRounds = 3
+// maxPasses bounds the passes of one reconcile.
+const maxPasses = 3
 
-// reconcile makes the rules true. If that is explicit, what somebody else has set is
-// set again, and what cannot be done is an error.
-func (s *sizer) reconcile(explicit bool) error {
-	o, err := s.outlook(s.network, s.rules, explicit)
+// reconcile applies the rules until no changes are left. explicit is set for a change that
+// a user requested: sizes that other programs have set are then set again, and the first
+// failure is returned.
+func (s *reconciler) reconcile(explicit bool) error {
+	a, err := s.assess(s.network, s.rules, explicit)
 	if err != nil {
 		return err
 	}
-	for range maxRounds {
-		acted, err := s.act(o, explicit)
+	for range maxPasses {
+		acted, err := s.execute(a, explicit)
 		if err != nil {
 			return err
 		}
@@ -325,149 +331,151 @@ func (s *sizer) reconcile(explicit bool) error {
 		}
 		s.recheck.Reset(recheckAfter)
 		explicit = false
-		if o, err = s.outlook(s.network, s.rules, false); err != nil {
+		if a, err = s.assess(s.network, s.rules, false); err != nil {
 			return err
 		}
 	}
-	s.note(o)
+	s.recordStates(a)
 	s.problem = nil
 	return nil
 }
 
-// act does what is to be done, and tells whether there was anything.
-func (s *sizer) act(o *outlook, explicit bool) (bool, error) {
-	lost := len(o.gone)+len(o.unwanted) > 0
-	if lost {
-		err := s.giveBack(func(r sizing.Record) bool {
-			return r.NetnsID == s.network.ID() && o.interfaces[r.Index] == nil && !o.needs(r)
+// execute makes the changes of an assessment. It reports whether there were any.
+func (s *reconciler) execute(a *assessment, explicit bool) (bool, error) {
+	reverting := len(a.gone)+len(a.unwanted) > 0
+	if reverting {
+		err := s.revertRecords(func(r sizing.Record) bool {
+			return r.NetnsID == s.network.ID() && a.interfaces[r.Index] == nil && !a.isNeeded(r)
 		})
 		if err != nil && explicit {
 			return false, err
 		}
 		if err != nil {
-			s.log.Warn("sizes not taken back", "netns", s.netns, "error", err)
+			s.log.Warn("sizes not reverted", "netns", s.netns, "error", err)
 		}
 	}
-	var paths []*sizedPath
-	for _, p := range o.paths {
-		if explicit || !s.failed(o, p) {
-			paths = append(paths, p)
+	var groups []*interfaceGroup
+	for _, p := range a.groups {
+		if explicit || !s.failedBefore(a, p) {
+			groups = append(groups, p)
 		}
 	}
-	return lost || len(paths) > 0, s.set(o, paths, explicit)
+	return reverting || len(groups) > 0, s.applyGroups(a, groups, explicit)
 }
 
-// giveBack takes the policy's records back that are chosen. What somebody else has
-// set since is left.
-func (s *sizer) giveBack(only func(sizing.Record) bool) error {
+// revertRecords reverts the policy's records for which only returns true. Sizes that other
+// programs have changed are kept.
+func (s *reconciler) revertRecords(only func(sizing.Record) bool) error {
 	done, err := s.store.Revert(func(r sizing.Record) bool { return r.Owner == sizing.ByPolicy && only(r) }, false)
 	for _, r := range done {
 		if r.Result == sizing.ResultReverted {
-			s.log.Info("sizes taken back", "netns", r.Netns, "interface", r.Interface)
+			s.log.Info("sizes reverted", "netns", r.Netns, "interface", r.Interface)
 		}
 	}
 	if fault.Code(err) == fault.CodeConflict {
-		s.log.Warn("sizes not taken back", "netns", s.netns, "reason", err)
+		s.log.Warn("sizes not reverted", "netns", s.netns, "reason", err)
 		return nil
 	}
 	return err
 }
 
-// set sets the interfaces of each path, or none of it.
-func (s *sizer) set(o *outlook, paths []*sizedPath, explicit bool) error {
-	if len(paths) == 0 {
+// applyGroups sets the sizes of each group, all of them or none.
+func (s *reconciler) applyGroups(a *assessment, groups []*interfaceGroup, explicit bool) error {
+	if len(groups) == 0 {
 		return nil
 	}
-	// All at once is cheapest, and mostly goes well.
-	if explicit || len(paths) > 1 {
-		if err := s.setPaths(o, paths); err == nil || explicit {
+	// One call for all groups is cheapest and usually succeeds.
+	if explicit || len(groups) > 1 {
+		if err := s.applyTogether(a, groups); err == nil || explicit {
 			return err
 		}
 	}
-	for _, p := range paths {
-		if err := s.setPaths(o, []*sizedPath{p}); err != nil {
+	for _, p := range groups {
+		if err := s.applyTogether(a, []*interfaceGroup{p}); err != nil {
 			s.log.Warn("sizes not set", "netns", s.netns, "interface", p.targets[0].Interface, "error", err)
 		}
 	}
 	return nil
 }
 
-// failed tells whether the same was tried before, and nothing has changed since.
-func (s *sizer) failed(o *outlook, p *sizedPath) bool {
+// failedBefore reports whether the same changes of a group were attempted before.
+func (s *reconciler) failedBefore(a *assessment, p *interfaceGroup) bool {
 	for _, index := range p.members {
-		i := o.interfaces[index]
-		if last, ok := s.tried[index]; i.todo && (!ok || last.from != i.from || last.to != i.to) {
+		i := a.interfaces[index]
+		if last, ok := s.attempts[index]; i.pending && (!ok || last.from != i.from || last.to != i.to) {
 			return false
 		}
 	}
 	return true
 }
 
-func (s *sizer) setPaths(o *outlook, paths []*sizedPath) error {
+// applyTogether sets the sizes of several groups, all of them or none.
+func (s *reconciler) applyTogether(a *assessment, groups []*interfaceGroup) error {
 	var targets []sizing.Target
 	force := false
-	for _, p := range paths {
+	for _, p := range groups {
 		targets = append(targets, p.targets...)
-		force = force || p.force
+		force = force || p.override
 	}
 	_, err := s.store.Apply(s.network, sizing.ByPolicy, targets, force)
-	if s.tried == nil {
-		s.tried = make(map[int]attempt)
+	if s.attempts == nil {
+		s.attempts = make(map[int]attempt)
 	}
-	again := fault.Code(err) == fault.CodeConflict
-	for _, p := range paths {
+	conflict := fault.Code(err) == fault.CodeConflict
+	for _, p := range groups {
 		for _, index := range p.members {
-			i := o.interfaces[index]
-			if again {
-				delete(s.tried, index)
-			} else if i.todo {
-				s.tried[index] = attempt{i.from, i.to, err}
+			i := a.interfaces[index]
+			if conflict {
+				delete(s.attempts, index)
+			} else if i.pending {
+				s.attempts[index] = attempt{i.from, i.to, err}
 			}
 		}
 	}
 	return err
 }
 
-// note keeps what was found, and tells of what has become different.
-func (s *sizer) note(o *outlook) {
+// recordStates stores the states of an assessment, and logs those that differ from the
+// previous ones.
+func (s *reconciler) recordStates(a *assessment) {
 	now := time.Now()
-	for index, i := range o.interfaces {
-		before := s.interfaces[index]
+	for index, i := range a.interfaces {
+		previous := s.interfaces[index]
 		i.since = now
-		if i.todo {
-			i.err = errors.New("it is not set yet")
-			if last, ok := s.tried[index]; ok && last.err != nil {
+		if i.pending {
+			i.err = errors.New("its sizes are not set yet")
+			if last, ok := s.attempts[index]; ok && last.err != nil {
 				i.err = last.err
 			}
 		}
-		told := before != nil && before.state == i.state
-		if told {
-			i.since = before.since
+		reported := previous != nil && previous.state == i.state
+		if reported {
+			i.since = previous.since
 		}
-		if i.state == api.SizesChanged && (!told || before.from != i.from) {
+		if i.state == api.SizesChanged && (!reported || previous.from != i.from) {
 			s.changes++
-			told = false
+			reported = false
 		}
-		if told {
+		if reported {
 			continue
 		}
 		log := s.log.With("netns", s.netns, "interface", i.name)
 		switch i.state {
 		case api.SizesApplied:
-			log.Info("sizes as the policy says", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
+			log.Info("sizes applied", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
 				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4)
 		case api.SizesChanged:
-			log.Warn("sizes changed by somebody else, and left", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
+			log.Warn("sizes changed by somebody else and kept", "gso_max_size", i.from.GSO, "gro_max_size", i.from.GRO,
 				"gso_ipv4_max_size", i.from.GSOIPv4, "gro_ipv4_max_size", i.from.GROIPv4, "hint", fault.Hint(i.err))
 		default:
 			log.Warn("sizes not set", "state", i.state, "error", i.err)
 		}
 	}
 	unmatched := make(map[config.BigTCPRule]time.Time)
-	for _, rule := range o.unmatched {
+	for _, rule := range a.unmatched {
 		if unmatched[rule] = s.unmatched[rule]; unmatched[rule].IsZero() {
 			unmatched[rule] = now
 		}
 	}
-	s.interfaces, s.unmatched = o.interfaces, unmatched
+	s.interfaces, s.unmatched = a.interfaces, unmatched
 }

@@ -17,19 +17,19 @@ import (
 	"sockeye/internal/fault"
 )
 
-// Routes adds the requests about sizes.
+// Routes adds GET /v1/bigtcp.
 func (d *Domain) Routes(r *domain.Router) {
 	r.Get("/v1/bigtcp", func(r *http.Request) (any, error) {
 		return d.Interfaces(r.URL.Query().Get("netns"), r.URL.Query().Get("interface"))
 	})
 }
 
-// Interfaces is all interfaces that rules are for, or those of a namespace or with a
-// name.
+// Interfaces returns the status of the interfaces that rules match, optionally only those
+// of a namespace or with a name.
 func (d *Domain) Interfaces(netns, name string) (*api.BigTCPStatus, error) {
 	status := &api.BigTCPStatus{Interfaces: []api.BigTCPInterface{}}
 	var known []string
-	for _, s := range d.allSizers() {
+	for _, s := range d.allReconcilers() {
 		for _, i := range s.status() {
 			if (netns == "" || netns == i.Netns) && (name == "" || name == i.Interface) {
 				status.Interfaces = append(status.Interfaces, i)
@@ -42,24 +42,24 @@ func (d *Domain) Interfaces(netns, name string) (*api.BigTCPStatus, error) {
 		if near := config.Nearest(name, known); near != "" {
 			hint = "did you mean " + near + "?"
 		}
-		return nil, fault.Usage(fmt.Errorf("the policy sets no interface %q", name), hint)
+		return nil, fault.Usage(fmt.Errorf("no bigtcp rule matches interface %q", name), hint)
 	}
 	return status, nil
 }
 
-// maxProblems bounds the interfaces of a status that are not applied.
+// maxProblems bounds the interfaces in BigTCPNetwork.Problems.
 const maxProblems = 20
 
 // Status adds the network namespaces that have rules.
 func (d *Domain) Status(status *api.Status) error {
 	status.BigTCP = []api.BigTCPNetwork{}
-	for _, s := range d.allSizers() {
+	for _, s := range d.allReconcilers() {
 		status.BigTCP = append(status.BigTCP, s.summary())
 	}
 	return nil
 }
 
-func (s *sizer) summary() api.BigTCPNetwork {
+func (s *reconciler) summary() api.BigTCPNetwork {
 	all := s.status()
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -92,13 +92,14 @@ func (s *sizer) summary() api.BigTCPNetwork {
 	return n
 }
 
-// status is the interfaces, by index, and then the rules that wait for one.
-func (s *sizer) status() []api.BigTCPInterface {
+// status returns the interfaces sorted by index, and then the rules that match no
+// interface.
+func (s *reconciler) status() []api.BigTCPInterface {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	list := []api.BigTCPInterface{}
 	waiting := func(rule config.BigTCPRule, err error, since time.Time) {
-		list = append(list, api.BigTCPInterface{Netns: s.netns, Interface: rule.Interface, Rule: rule.String(), Want: wanted(rule),
+		list = append(list, api.BigTCPInterface{Netns: s.netns, Interface: rule.Interface, Rule: rule.String(), Want: wantOf(rule),
 			State: api.SizesWaiting, Problem: fault.Message(err), Hint: fault.Hint(err), Since: since})
 	}
 	if s.problem != nil && len(s.interfaces) == 0 {
@@ -107,8 +108,8 @@ func (s *sizer) status() []api.BigTCPInterface {
 		}
 		return list
 	}
-	for _, i := range inOrder(s.interfaces) {
-		status := api.BigTCPInterface{Netns: s.netns, Interface: i.name, Index: i.index, Because: i.because, Want: i.want, Sizes: i.from,
+	for _, i := range sortedByIndex(s.interfaces) {
+		status := api.BigTCPInterface{Netns: s.netns, Interface: i.name, Index: i.index, Because: i.upper, Want: i.want, Sizes: i.from,
 			State: i.state, Notes: i.notes, Since: i.since}
 		if i.rule != nil {
 			status.Rule = i.rule.String()
@@ -120,25 +121,26 @@ func (s *sizer) status() []api.BigTCPInterface {
 	}
 	for _, rule := range s.rules {
 		if since, ok := s.unmatched[rule]; ok {
-			waiting(rule, errNoneYet, since)
+			waiting(rule, errNoInterface, since)
 		}
 	}
 	return list
 }
 
-var errNoneYet = fault.WithHint(errors.New("there is no such interface"), "one that appears is set")
+var errNoInterface = fault.WithHint(errors.New("there is no such interface"), "its sizes are set when it appears")
 
-func wanted(rule config.BigTCPRule) sizing.Want {
+func wantOf(rule config.BigTCPRule) sizing.Want {
 	return sizing.Want{IPv6: rule.IPv6, IPv4: rule.IPv4}
 }
 
-// allSizers are those of all network namespaces that have rules, by path.
-func (d *Domain) allSizers() []*sizer {
+// allReconcilers returns the reconcilers of all network namespaces that have rules, sorted
+// by path.
+func (d *Domain) allReconcilers() []*reconciler {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	var all []*sizer
-	for _, netns := range slices.Sorted(maps.Keys(d.sizers)) {
-		all = append(all, d.sizers[netns])
+	var all []*reconciler
+	for _, netns := range slices.Sorted(maps.Keys(d.reconcilers)) {
+		all = append(all, d.reconcilers[netns])
 	}
 	return all
 }
