@@ -23,7 +23,7 @@ func checkCaptures(processes []string, kernel linux.Version) []Incompatibility {
 	if len(processes) == 0 {
 		return nil
 	}
-	detail := "packet sockets are open in " + listed(processes, ", ") + ": in captures, packets above 65535 bytes have " +
+	detail := "packet sockets are open in " + joinFirst(processes, ", ") + ": in captures, packets above 65535 bytes have " +
 		"a length of 0 in their headers, which tcpdump 4.99.3 prints as \"IP bad-len 0\""
 	if kernel.Before(linux.Version{7, 0, 0}) {
 		detail += "; capture filters such as \"tcp\" and \"port 443\" do not match those of IPv6, which have hop-by-hop options before TCP"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package compat finds what on a host is incompatible with packets above 64 KB:
-// packet filters, shapers, captures, tunnels, drivers and faults of kernel versions.
+// Package compat finds known incompatibilities of a host with packets above 64 KB:
+// packet filters, shapers, captures, tunnels, drivers and defects of kernel versions.
 package compat
 
 import (
@@ -14,8 +14,8 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// Incompatibility is something on the host that does not work with large packets, or
-// that reports them wrongly.
+// Incompatibility is a setting or a program of the host that fails with large packets,
+// degrades them, or reports them wrongly.
 type Incompatibility struct {
 	// Name is a fixed identifier: length_filter, header_filter, queue, shaper, ipsec,
 	// capture, ipv4_alone, ipv6_forwarding, small_frags, driver, tunnel, offload_off,
@@ -38,7 +38,7 @@ const (
 	driver         = "driver"
 	offloadOff     = "offload_off"
 	tunnel         = "tunnel"
-	shaperCuts     = "shaper"
+	shaperQdisc    = "shaper"
 	iptablesLegacy = "iptables_legacy"
 )
 
@@ -46,11 +46,10 @@ const (
 const maxListed = 5
 
 // Find returns the known incompatibilities of a namespace and of its interfaces, the
-// latter by name. It changes nothing, and loads no kernel module where that can be
-// avoided. ifaces must be all interfaces of the namespace, because tunnels are
-// reported for their lower interfaces. Missing permission is reported as an
-// incompatibility. Other failures are returned as an error beside the results of the
-// remaining checks.
+// latter by name. Find changes nothing. It avoids requests that load kernel modules.
+// ifaces must be all interfaces of the namespace, because tunnels are reported for
+// their lower interfaces. A missing permission is reported as an incompatibility. Other
+// failures are returned as an error together with the results of the remaining checks.
 func Find(n *netif.Namespace, ifaces []netif.Interface, s netif.Support) (host []Incompatibility, byInterface map[string][]Incompatibility, err error) {
 	kernel, err := linux.Running()
 	if err != nil {
@@ -70,7 +69,7 @@ func Find(n *netif.Namespace, ifaces []netif.Interface, s netif.Support) (host [
 	found(checkFragments(ifaces))
 	found(checkForwarding(n, ifaces, kernel))
 	byInterface = map[string][]Incompatibility{}
-	over := tunnelsByLower(ifaces, kernel)
+	tunnels := tunnelsByLower(ifaces, kernel)
 	for k := range ifaces {
 		i := &ifaces[k]
 		ofInterface := slices.Concat(
@@ -78,7 +77,7 @@ func Find(n *netif.Namespace, ifaces []netif.Interface, s netif.Support) (host [
 			checkIPv4Alone(i, s, kernel, n.Path()),
 			checkDriver(i),
 			checkOffloads(i),
-			checkTunnels(i, over[i.Index], kernel),
+			checkTunnels(i, tunnels[i.Index], kernel),
 			checkShapers(i, shapers[i.Index]),
 		)
 		if len(ofInterface) > 0 {
@@ -89,7 +88,7 @@ func Find(n *netif.Namespace, ifaces []netif.Interface, s netif.Support) (host [
 }
 
 // listed joins the first maxListed words and counts the others.
-func listed(words []string, separator string) string {
+func joinFirst(words []string, separator string) string {
 	if len(words) <= maxListed {
 		return strings.Join(words, separator)
 	}

@@ -18,16 +18,17 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// jumbogramsUntil is the first kernel that does not insert a hop-by-hop option into
+// firstWithoutJumbograms is the first kernel that does not insert a hop-by-hop option into
 // IPv6 packets above 65535 bytes.
-var jumbogramsUntil = linux.Version{7, 0, 0}
+var firstWithoutJumbograms = linux.Version{7, 0, 0}
 
-// checkForwarding reports routers whose kernel counts the option: packets with
-// segments that fill the MTU are 8 bytes too large (ip6_forward, ip6_pkt_too_big).
+// checkForwarding reports IPv6 routers whose kernel counts the hop-by-hop option for
+// each segment: forwarded packets whose segments fill the MTU are then 8 bytes too large
+// and are dropped (ip6_forward, ip6_pkt_too_big).
 // TestVerifyRefusedByRouter reproduces it.
 func checkForwarding(n *netif.Namespace, ifaces []netif.Interface, kernel linux.Version) ([]Incompatibility, error) {
-	joined := slices.ContainsFunc(ifaces, func(i netif.Interface) bool { return i.Name != "lo" && max(i.Sizes.GSO, i.Sizes.GRO) > netif.Legacy })
-	if !joined || !kernel.Before(jumbogramsUntil) {
+	enabled := slices.ContainsFunc(ifaces, func(i netif.Interface) bool { return i.Name != "lo" && max(i.Sizes.GSO, i.Sizes.GRO) > netif.Legacy })
+	if !enabled || !kernel.Before(firstWithoutJumbograms) {
 		return nil, nil
 	}
 	var text []byte
@@ -49,38 +50,38 @@ func checkForwarding(n *netif.Namespace, ifaces []netif.Interface, kernel linux.
 	}}, nil
 }
 
-// checkIPsec reports transformations: sk_setup_caps of net/core/sock.c turns GSO off
-// for their sockets.
+// checkIPsec reports outbound IPsec policies: sk_setup_caps of net/core/sock.c turns GSO
+// off for the sockets to which they apply.
 func checkIPsec(n *netif.Namespace) ([]Incompatibility, error) {
 	var policies []netlink.XfrmPolicy
 	err := n.Do(func() error {
-		there, err := moduleLoaded("xfrm_user")
-		if err != nil || !there {
+		loaded, err := moduleLoaded("xfrm_user")
+		if err != nil || !loaded {
 			return err
 		}
 		policies, err = netlink.XfrmPolicyList(netlink.FAMILY_ALL)
 		return err
 	})
 	switch {
-	// The kernel has no IPsec, or permission is missing.
+	// The kernel has no IPsec, or the caller has no permission.
 	case errors.Is(err, unix.EPROTONOSUPPORT), errors.Is(err, unix.EINVAL), errors.Is(err, fs.ErrPermission):
 		return nil, nil
 	case err != nil && !errors.Is(err, netlink.ErrDumpInterrupted):
 		return nil, fmt.Errorf("list IPsec policies: %w", err)
 	}
-	out := 0
+	count := 0
 	for _, p := range policies {
 		if p.Dir == netlink.XFRM_DIR_OUT && len(p.Tmpls) > 0 {
-			out++
+			count++
 		}
 	}
-	if out == 0 {
+	if count == 0 {
 		return nil, nil
 	}
 	return []Incompatibility{{
 		Name: ipsec,
 		Detail: fmt.Sprintf("%d outbound IPsec policies: the connections that match send packets of one segment each, "+
-			"unless the interface offloads the encryption", out),
+			"unless the interface offloads the encryption", count),
 		Hint: "only connections without IPsec have large packets",
 	}}, nil
 }
@@ -108,13 +109,13 @@ func checkFragments(ifaces []netif.Interface) ([]Incompatibility, error) {
 // compareFragments compares the capacity of a packet's fragments with the largest GSO
 // size of all interfaces, or with 192 KB if BIG TCP is off.
 func compareFragments(frags, page uint64, ifaces []netif.Interface) []Incompatibility {
-	const usual = 192000
+	const defaultSize = 192000
 	var largest uint32
 	for _, i := range ifaces {
 		largest = max(largest, i.Sizes.GSO, i.Sizes.GSOIPv4)
 	}
 	if largest <= netif.Legacy {
-		largest = usual
+		largest = defaultSize
 	}
 	if frags*page >= uint64(largest) {
 		return nil

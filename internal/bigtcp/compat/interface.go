@@ -11,10 +11,10 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// checkIPv4Alone reports kernels that compare packets of both families with the GSO
-// size of IPv6.
+// checkIPv4Alone reports an IPv4 size above the IPv6 size on kernels that compare packets
+// of both families with the GSO size of IPv6.
 func checkIPv4Alone(i *netif.Interface, s netif.Support, kernel linux.Version, netns string) []Incompatibility {
-	if !s.IPv4 || i.Sizes.GSOIPv4 <= netif.Legacy || i.Sizes.GSOIPv4 <= i.Sizes.GSO || !cutsIPv4Alone(kernel) {
+	if !s.IPv4 || i.Sizes.GSOIPv4 <= netif.Legacy || i.Sizes.GSOIPv4 <= i.Sizes.GSO || !comparesIPv4WithIPv6Size(kernel) {
 		return nil
 	}
 	command := fmt.Sprintf("sockeye bigtcp apply %s --ipv6 %d --ipv4 %[2]d", i.Name, i.Sizes.GSOIPv4)
@@ -29,10 +29,10 @@ func checkIPv4Alone(i *netif.Interface, s netif.Support, kernel linux.Version, n
 	}}
 }
 
-// cutsIPv4Alone tells whether gso_features_check compares IPv4 packets with
+// comparesIPv4WithIPv6Size reports whether gso_features_check compares IPv4 packets with
 // gso_max_size: since commit 24ab059d2ebd (6.7, 6.6.9) and until e609c959a939 (6.12,
 // 6.11.3, 6.10.14, 6.6.55).
-func cutsIPv4Alone(v linux.Version) bool {
+func comparesIPv4WithIPv6Size(v linux.Version) bool {
 	for _, r := range []struct{ from, until linux.Version }{
 		{linux.Version{6, 6, 9}, linux.Version{6, 6, 55}},
 		{linux.Version{6, 7, 0}, linux.Version{6, 10, 14}},
@@ -45,15 +45,15 @@ func cutsIPv4Alone(v linux.Version) bool {
 	return false
 }
 
-// checkDriver reports an interface that does not support large packets itself;
-// interfaces that inherit the limit are not reported.
+// checkDriver reports an interface whose driver does not support large packets.
+// Interfaces that inherit the limit from a lower interface are not reported.
 func checkDriver(i *netif.Interface) []Incompatibility {
 	if netif.IsTunnel(i.Kind) || i.TSOMaxSize == 0 {
 		return nil
 	}
-	named := i.Driver
-	if named == "" {
-		named = i.Kind
+	device := i.Driver
+	if device == "" {
+		device = i.Kind
 	}
 	if i.TSOMaxSize <= netif.Legacy {
 		if slices.ContainsFunc(i.Related, func(r netif.Related) bool { return r.Relation == netif.Lower && r.TSOMaxSize == i.TSOMaxSize }) {
@@ -62,25 +62,25 @@ func checkDriver(i *netif.Interface) []Incompatibility {
 		return []Incompatibility{{
 			Name: driver,
 			Detail: strings.TrimSpace(fmt.Sprintf("%s supports packets of at most %d bytes (tso_max_size): larger packets cannot be sent; "+
-				"received packets may be merged to larger ones", named, i.TSOMaxSize)),
+				"received packets may be merged to larger ones", device, i.TSOMaxSize)),
 			Hint: "drivers with larger packets are mlx5, mlx4, bnxt, ice, gve and mana, and lo, veth and netkit; later kernels may have others",
 		}}
 	}
 	// IPv4 and TCP with timestamps.
 	const headers = 52
-	if most := uint64(i.TSOMaxSegs) * uint64(max(i.MTU-headers, 0)); i.TSOMaxSegs > 0 && most <= netif.Legacy {
+	if maxSize := uint64(i.TSOMaxSegs) * uint64(max(i.MTU-headers, 0)); i.TSOMaxSegs > 0 && maxSize <= netif.Legacy {
 		return []Incompatibility{{
 			Name:   driver,
-			Detail: fmt.Sprintf("%s supports at most %d segments per packet (tso_max_segs), %d bytes at an MTU of %d", named, i.TSOMaxSegs, most, i.MTU),
+			Detail: fmt.Sprintf("%s supports at most %d segments per packet (tso_max_segs), %d bytes at an MTU of %d", device, i.TSOMaxSegs, maxSize, i.MTU),
 			Hint:   "a larger MTU allows larger packets",
 		}}
 	}
 	return nil
 }
 
-// checkOffloads reports features that are off. GSO is not among them: TCP builds large
-// packets without it (sk_setup_caps in net/core/sock.c), which an interface with TSO
-// gets.
+// checkOffloads reports offloads that are off. GSO is not checked: TCP builds large
+// packets without GSO (sk_setup_caps in net/core/sock.c) and passes them to an interface
+// with TSO.
 func checkOffloads(i *netif.Interface) []Incompatibility {
 	var found []Incompatibility
 	if !i.Offloads.TSO {

@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// moduleLoaded returns false for a part of the kernel that is a module and not loaded.
-// A request to it would load the module.
+// moduleLoaded returns false for a kernel module that is not loaded, which a request
+// would load. It returns true if the code is built into the kernel.
 func moduleLoaded(module string) (bool, error) {
 	if _, err := os.Stat("/sys/module/" + module); err == nil {
 		return true, nil

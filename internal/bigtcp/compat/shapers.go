@@ -17,7 +17,7 @@ import (
 // shaper is a qdisc that segments packets before it queues them.
 type shaper struct {
 	kind  string
-	burst uint64 // larger packets are segmented, in bytes; 0: all are
+	burst uint64 // bytes: larger packets are segmented; 0 if all packets are
 }
 
 // checkShapers reports shapers of an interface with large packets (tbf_enqueue and
@@ -30,23 +30,23 @@ func checkShapers(i *netif.Interface, shapers []shaper) []Incompatibility {
 		case size <= netif.Legacy:
 		case s.burst == 0:
 			found = append(found, Incompatibility{
-				Name:   shaperCuts,
+				Name:   shaperQdisc,
 				Detail: fmt.Sprintf("%s segments all packets to the MTU before it queues them (split-gso)", s.kind),
 				Hint:   fmt.Sprintf("tc qdisc change dev %s root cake no-split-gso; other packets then wait longer behind large ones", i.Name),
 			})
 		case s.burst < size:
 			found = append(found, Incompatibility{
-				Name:   shaperCuts,
+				Name:   shaperQdisc,
 				Detail: fmt.Sprintf("%s segments packets larger than its burst, about %d bytes, to the MTU before it queues them", s.kind, s.burst),
-				Hint:   fmt.Sprintf("a burst of %d bytes or more passes all packets", size+maxHeaders),
+				Hint:   fmt.Sprintf("a burst of %d bytes or more passes all packets", size+maxHeaderSize),
 			})
 		}
 	}
 	return found
 }
 
-// maxHeaders is more than the bytes of all headers before the TCP payload.
-const maxHeaders = 1000
+// maxHeaderSize is more than the bytes of all headers before the TCP payload.
+const maxHeaderSize = 1000
 
 // shapers returns the shapers of the namespace, by the index of the interface.
 func shapers(n *netif.Namespace) (map[int][]shaper, error) {

@@ -10,25 +10,25 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// tunnelsByLower returns the names of tunnels without large packets, by the index of
-// their lower interfaces.
+// tunnelsByLower returns the names of the tunnels that do not encapsulate large packets,
+// by the index of their lower interfaces.
 func tunnelsByLower(ifaces []netif.Interface, kernel linux.Version) map[int][]string {
-	over := map[int][]string{}
+	tunnels := map[int][]string{}
 	for _, i := range ifaces {
 		if !netif.LegacyTunnel(&i, kernel) {
 			continue
 		}
 		for _, r := range i.Related {
-			if r.Relation == netif.Lower && r.Netns == "" && !slices.Contains(over[r.Index], i.Name) {
-				over[r.Index] = append(over[r.Index], i.Name)
+			if r.Relation == netif.Lower && r.Netns == "" && !slices.Contains(tunnels[r.Index], i.Name) {
+				tunnels[r.Index] = append(tunnels[r.Index], i.Name)
 			}
 		}
 	}
-	return over
+	return tunnels
 }
 
-// checkTunnels reports a tunnel, and the lower interface of tunnels.
-func checkTunnels(i *netif.Interface, over []string, kernel linux.Version) []Incompatibility {
+// checkTunnels reports tunnels, and lower interfaces of tunnels.
+func checkTunnels(i *netif.Interface, tunnels []string, kernel linux.Version) []Incompatibility {
 	var found []Incompatibility
 	switch {
 	case !netif.LegacyTunnel(i, kernel):
@@ -51,10 +51,10 @@ func checkTunnels(i *netif.Interface, over []string, kernel linux.Version) []Inc
 			Hint:   "do not raise its sizes, even where the kernel accepts larger ones, as for VXLAN before Linux 7.3",
 		})
 	}
-	if len(over) > 0 {
+	if len(tunnels) > 0 {
 		found = append(found, Incompatibility{
 			Name:   tunnel,
-			Detail: fmt.Sprintf("it is the lower interface of tunnels (%s), which encapsulate packets of at most %d bytes", listed(over, ", "), netif.Legacy),
+			Detail: fmt.Sprintf("it is the lower interface of tunnels (%s), which encapsulate packets of at most %d bytes", joinFirst(tunnels, ", "), netif.Legacy),
 			Hint:   "connections outside the tunnels have large packets",
 		})
 	}
