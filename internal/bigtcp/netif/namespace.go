@@ -17,11 +17,11 @@ import (
 
 // Namespace is an open network namespace. Its methods are safe for concurrent use.
 type Namespace struct {
-	path  string
-	netns *os.File // nil for the namespace of the caller
-	id    uint64
-	has   Support
-	rtnl  *nl.SocketHandle
+	path    string
+	netns   *os.File // nil for the namespace of the caller
+	id      uint64
+	support Support
+	rtnl    *nl.SocketHandle
 }
 
 // OpenNamespace opens the network namespace at a path, as in /run/netns/NAME; "" is
@@ -59,7 +59,7 @@ func openNamespace(path string, netns *os.File) (*Namespace, error) {
 		return nil, err
 	}
 	var err error
-	if n.has, err = n.readSupport(); err != nil {
+	if n.support, err = n.readSupport(); err != nil {
 		n.Close()
 		return nil, err
 	}
@@ -106,7 +106,7 @@ func (n *Namespace) Path() string { return n.path }
 // before Linux 5.14 its inode.
 func (n *Namespace) ID() uint64 { return n.id }
 
-// Close releases the sockets and the namespace.
+// Close closes the socket and the namespace.
 func (n *Namespace) Close() error {
 	n.rtnl.Close()
 	if n.netns == nil {

@@ -18,7 +18,7 @@ import (
 // unknownNamespace is Related.Netns if the namespace cannot be found or entered.
 const unknownNamespace = "unknown"
 
-// snapshot is the interfaces of a namespace at one moment.
+// snapshot has the interfaces of a namespace at one point in time.
 type snapshot struct {
 	path    string
 	links   []link
@@ -37,7 +37,7 @@ func (n *Namespace) snapshot() (*snapshot, error) {
 	if err != nil {
 		return nil, err
 	}
-	kept := links[:0]
+	read := links[:0]
 	for _, l := range links {
 		err := n.readEthtool(&l)
 		if errors.Is(err, unix.ENODEV) {
@@ -50,9 +50,9 @@ func (n *Namespace) snapshot() (*snapshot, error) {
 			return nil, fmt.Errorf("read interface %s: %w", l.Name, err)
 		}
 		l.LegacyTunnel = LegacyTunnel(&l.Interface, kernel)
-		kept = append(kept, l)
+		read = append(read, l)
 	}
-	links = kept
+	links = read
 	s := &snapshot{path: n.path, links: links, byIndex: map[int]*link{}, ports: map[int][]*link{}}
 	for i := range links {
 		l := &links[i]
@@ -99,7 +99,7 @@ func (n *Namespace) retryEthtool(l *link) error {
 	return nil
 }
 
-// isPeer tells whether IFLA_LINK is the other end of a pair.
+// isPeer reports whether IFLA_LINK is the other end of a pair.
 func (l *link) isPeer() bool { return l.Kind == "veth" || l.Kind == "netkit" || l.Kind == "vxcan" }
 
 // lower returns the direct lower interfaces in the same namespace.
@@ -193,8 +193,9 @@ func (l *link) related(r Relation, netns string) Related {
 	}
 }
 
-// foreignSnapshots reads the namespaces to which links lead, by their nsid in this
-// namespace. Namespaces that cannot be found or entered are left out.
+// foreignSnapshots reads the other namespaces in which links have lower interfaces or
+// peers, by the nsid in this namespace. Namespaces that cannot be found or entered are
+// omitted.
 func (n *Namespace) foreignSnapshots(links []link) map[int32]*snapshot {
 	wanted := map[int32]bool{}
 	for _, l := range links {
