@@ -293,7 +293,7 @@ func (s *evidence) receivedCause(f *flow) Cause {
 	}
 }
 
-// isVirtual tells whether the received packets are those that another interface of
+// isVirtual reports whether the received packets are those that another interface of
 // this host sent.
 func (s *evidence) isVirtual() bool { return s.Kind != "" || s.Name == "lo" }
 

@@ -141,7 +141,7 @@ func (v *verifier) localAddresses() (map[netip.Addr]bool, error) {
 	return locals, err
 }
 
-// hasQueues tells whether a program receives packets from NFQUEUE. It must run in the
+// hasQueues reports whether a program receives packets from NFQUEUE. It must run in the
 // namespace.
 func hasQueues() bool {
 	queues, err := os.ReadFile("/proc/thread-self/net/netfilter/nfnetlink_queue")
