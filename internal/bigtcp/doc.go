@@ -6,8 +6,8 @@
 //
 //   - netif: the interfaces of a network namespace, their sizes and relations
 //   - sizing: changes of sizes, planned, applied as a whole, recorded and reverted
-//   - compat: what on a host is incompatible with large packets
-//   - verify: proof by BPF counters of how large the packets of an interface are
+//   - compat: known incompatibilities of a host with large packets
+//   - verify: packet sizes of an interface, measured by BPF counters
 //   - bench: a benchmark between two network namespaces
 //   - linux: kernel versions
 package bigtcp

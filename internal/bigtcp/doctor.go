@@ -8,7 +8,7 @@ import (
 	"sockeye/internal/fault"
 )
 
-// Examine tells which families may have packets above 64 KiB.
+// Examine reports the IP families for which the kernel supports BIG TCP.
 func Examine(d *doctor.Report) {
 	const ipv6, ipv4 = "BIG TCP for IPv6", "BIG TCP for IPv4"
 	n, err := netif.OpenNamespace("")

@@ -40,7 +40,7 @@ var (
 	sizesOn  = netif.Sizes{GSO: 192000, GRO: 192000, GSOIPv4: 160000, GROIPv4: 160000}
 )
 
-// runner drives the domain.
+// runner runs the domain without an agent.
 type runner struct{ *domaintest.Runner }
 
 func newRunner(t *testing.T, stateDir, pins string, log slog.Handler) runner {
@@ -53,7 +53,8 @@ func newRunner(t *testing.T, stateDir, pins string, log slog.Handler) runner {
 
 func (a runner) sizing() *Domain { return a.Domains[0].(*Domain) }
 
-// newSizing drives the domain, without a policy yet, on a kernel that has BIG TCP.
+// newSizing returns a runner without a policy. It skips the test on kernels without BIG
+// TCP for both families.
 func newSizing(t *testing.T) runner { return newSizingWithLog(t, slog.DiscardHandler) }
 
 func newSizingWithLog(t *testing.T, log slog.Handler) runner {
@@ -69,13 +70,13 @@ func newSizingWithLog(t *testing.T, log slog.Handler) runner {
 	return newRunner(t, t.TempDir(), testenv.BPFFS(t)+"/sockeye", log)
 }
 
-// again drives the domain of the next agent, after this one was stopped.
+// again returns a runner of the next agent, after a was stopped.
 func (a runner) again(t *testing.T) runner {
 	t.Helper()
 	return newRunner(t, a.Host.StateDir, a.Host.Root.Dir, slog.DiscardHandler)
 }
 
-// addLink makes an interface that goes with the test.
+// addLink adds an interface for the duration of the test.
 func addLink(t *testing.T, l netlink.Link) {
 	t.Helper()
 	name := l.Attrs().Name
@@ -85,7 +86,7 @@ func addLink(t *testing.T, l netlink.Link) {
 	t.Cleanup(func() { removeLink(t, name) })
 }
 
-// removeLink removes an interface, if it is there.
+// removeLink removes an interface, if it exists.
 func removeLink(t *testing.T, name string) {
 	t.Helper()
 	if l, err := netlink.LinkByName(name); err == nil {
@@ -95,7 +96,7 @@ func removeLink(t *testing.T, name string) {
 	}
 }
 
-// addVeth makes a pair, NAME and peer-NAME.
+// addVeth adds a veth pair, NAME and peer-NAME.
 func addVeth(t *testing.T, name string) {
 	t.Helper()
 	addLink(t, &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: "peer-" + name})
@@ -118,8 +119,8 @@ func wantSizes(t *testing.T, name string, want netif.Sizes) {
 	}
 }
 
-// meddle sets sizes as somebody else would.
-func meddle(t *testing.T, name string, s netif.Sizes) {
+// setAsOther sets sizes as another program does.
+func setAsOther(t *testing.T, name string, s netif.Sizes) {
 	t.Helper()
 	n, err := netif.OpenNamespace("")
 	if err != nil {
@@ -135,12 +136,12 @@ func meddle(t *testing.T, name string, s netif.Sizes) {
 	}
 }
 
-// until waits for what an agent does in its own time.
-func until(t *testing.T, what string, so func() bool) {
+// waitFor waits up to a minute until condition holds.
+func waitFor(t *testing.T, what string, condition func() bool) {
 	t.Helper()
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
-	for late := time.After(time.Minute); !so(); {
+	for late := time.After(time.Minute); !condition(); {
 		select {
 		case <-tick.C:
 		case <-late:
@@ -149,8 +150,8 @@ func until(t *testing.T, what string, so func() bool) {
 	}
 }
 
-// sized is the status of the interface or the rule with a name.
-func (a runner) sized(t *testing.T, name string) api.BigTCPInterface {
+// interfaceStatus returns the status of the interface, or of the rule, with a name.
+func (a runner) interfaceStatus(t *testing.T, name string) api.BigTCPInterface {
 	t.Helper()
 	status, err := a.sizing().Interfaces("", name)
 	if err != nil || len(status.Interfaces) != 1 {
@@ -161,13 +162,13 @@ func (a runner) sized(t *testing.T, name string) api.BigTCPInterface {
 
 func wantState(t *testing.T, a runner, name, state, problem string) {
 	t.Helper()
-	got := a.sized(t, name)
+	got := a.interfaceStatus(t, name)
 	if got.State != state || !strings.Contains(got.Problem, problem) || (problem == "") != (got.Problem == "") || got.Since.IsZero() {
 		t.Errorf("%s is %+v, want %s %q", name, got, state, problem)
 	}
 }
 
-// apply makes a policy true, and returns the changes as texts.
+// apply applies a policy and returns the changes as texts.
 func (a runner) apply(t *testing.T, text string) []string {
 	t.Helper()
 	planned, err := a.Plan(text)
@@ -202,23 +203,23 @@ func TestBigTCPApply(t *testing.T) {
 	a.Start(t, noSizes)
 	const on = "sizes ipv6 65536 -> 192000, ipv4 65536 -> 160000"
 	wantChanges(t, "on", a.apply(t, bigTCPPolicy),
-		"big* add rule big*: ipv6 192KB, ipv4 160KB (for 1 interface now, and those that appear)",
+		"big* add rule big*: ipv6 192KB, ipv4 160KB (for 1 existing interface, and for those that appear)",
 		"big0 change "+on+" (for new connections)")
 	wantSizes(t, "big0", sizesOn)
 	wantSizes(t, "other0", sizesOff)
 	wantSizes(t, "peer-big0", sizesOff)
 	wantState(t, a, "big0", api.SizesApplied, "")
-	if got := a.sized(t, "big0"); got.Rule != "big*: ipv6 192KB, ipv4 160KB" || got.Want != (sizing.Want{IPv6: 192000, IPv4: 160000}) || got.Sizes != sizesOn {
+	if got := a.interfaceStatus(t, "big0"); got.Rule != "big*: ipv6 192KB, ipv4 160KB" || got.Want != (sizing.Want{IPv6: 192000, IPv4: 160000}) || got.Sizes != sizesOn {
 		t.Errorf("%+v", got)
 	}
 	wantChanges(t, "nothing", a.apply(t, bigTCPPolicy))
 	wantChanges(t, "larger", a.apply(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "200KB")),
-		"big* change rule big*: ipv6 192KB, ipv4 160KB -> big*: ipv6 200KB, ipv4 160KB (for 1 interface now, and those that appear)",
+		"big* change rule big*: ipv6 192KB, ipv4 160KB -> big*: ipv6 200KB, ipv4 160KB (for 1 existing interface, and for those that appear)",
 		"big0 change sizes ipv6 192000 -> 200000 (for new connections)")
 	wantSizes(t, "big0", netif.Sizes{GSO: 200000, GRO: 200000, GSOIPv4: 160000, GROIPv4: 160000})
 	wantChanges(t, "a name before a glob", a.apply(t, "bigtcp:\n  - {interface: big0, ipv6: off}\n  - {interface: \"big*\", ipv6: 192KB, ipv4: 160KB}\n"),
 		"big0 add rule big0: ipv6 off (for new connections)",
-		"big* change rule big*: ipv6 200KB, ipv4 160KB -> big*: ipv6 192KB, ipv4 160KB (there is none now: one that appears is set)",
+		"big* change rule big*: ipv6 200KB, ipv4 160KB -> big*: ipv6 192KB, ipv4 160KB (when such an interface appears)",
 		"big0 change sizes ipv6 200000 -> 65536, ipv4 160000 -> 65536 (for new connections)")
 	wantSizes(t, "big0", sizesOff)
 	wantState(t, a, "big*", api.SizesWaiting, "there is no such interface")
@@ -227,15 +228,15 @@ func TestBigTCPApply(t *testing.T) {
 	}
 	wantSizes(t, "big0", netif.Sizes{GSO: 200000, GRO: 200000, GSOIPv4: 160000, GROIPv4: 160000})
 	wantChanges(t, "off", a.apply(t, noSizes),
-		"big* remove rule big*: ipv6 200KB, ipv4 160KB (its interfaces get the sizes that they had before)",
-		"big0 change sizes ipv6 200000 -> 65536, ipv4 160000 -> 65536 (as they were before)")
+		"big* remove rule big*: ipv6 200KB, ipv4 160KB (its interfaces get their previous sizes)",
+		"big0 change sizes ipv6 200000 -> 65536, ipv4 160000 -> 65536 (previous sizes)")
 	wantSizes(t, "big0", sizesOff)
 	if left, err := a.sizing().records.Records(); err != nil || len(left) > 0 {
 		t.Errorf("records are left: %+v, %v", left, err)
 	}
 }
 
-// The devices below an interface are set with it, and shown.
+// Lower interfaces are set together with their upper interface, and reported.
 func TestBigTCPPath(t *testing.T) {
 	a := newSizing(t)
 	addLink(t, &netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bigbr"}})
@@ -254,26 +255,26 @@ func TestBigTCPPath(t *testing.T) {
 	a.Start(t, noSizes)
 	const on = "sizes ipv6 65536 -> 192000, ipv4 65536 -> 160000"
 	wantChanges(t, "on", a.apply(t, bigTCPPolicy),
-		"big* add rule big*: ipv6 192KB, ipv4 160KB (for 1 interface now, and those that appear)",
+		"big* add rule big*: ipv6 192KB, ipv4 160KB (for 1 existing interface, and for those that appear)",
 		"bigbr change "+on+" (for new connections)",
-		"port0 change "+on+" (for new connections; it is below bigbr)")
+		"port0 change "+on+" (for new connections; lower interface of bigbr)")
 	wantSizes(t, "bigbr", sizesOn)
 	wantSizes(t, "port0", sizesOn)
-	if got := a.sized(t, "port0"); got.Because != "bigbr" || got.State != api.SizesApplied {
+	if got := a.interfaceStatus(t, "port0"); got.Because != "bigbr" || got.State != api.SizesApplied {
 		t.Errorf("%+v", got)
 	}
 
-	// What is on a path that somebody else has changed is left as it is.
+	// A group with an interface that another program has changed is not set.
 	other := netif.Sizes{GSO: 100000, GRO: 100000, GSOIPv4: 100000, GROIPv4: 100000}
-	meddle(t, "port0", other)
-	until(t, "the port is seen to be changed", func() bool { return a.sized(t, "port0").State == api.SizesChanged })
+	setAsOther(t, "port0", other)
+	waitFor(t, "the port is seen to be changed", func() bool { return a.interfaceStatus(t, "port0").State == api.SizesChanged })
 	wantState(t, a, "bigbr", api.SizesApplied, "")
 	a.Stop()
 	a = a.again(t)
 	a.Start(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "180KB"))
 	wantSizes(t, "port0", other)
 	wantSizes(t, "bigbr", sizesOn)
-	wantState(t, a, "bigbr", api.SizesConflict, "port0 is on its path: somebody else has set its sizes since")
+	wantState(t, a, "bigbr", api.SizesConflict, "not set, because of interface port0: its sizes were changed by somebody else and are kept")
 	a.apply(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "180KB"))
 	sizes := netif.Sizes{GSO: 180000, GRO: 180000, GSOIPv4: 160000, GROIPv4: 160000}
 	wantSizes(t, "port0", sizes)
@@ -288,20 +289,20 @@ func TestBigTCPAppearsAndVanishes(t *testing.T) {
 	a.Start(t, bigTCPPolicy)
 	wantState(t, a, "big*", api.SizesWaiting, "there is no such interface")
 	addVeth(t, "big0")
-	until(t, "big0 is set", func() bool { return a.sized(t, "big0").State == api.SizesApplied })
+	waitFor(t, "big0 is set", func() bool { return a.interfaceStatus(t, "big0").State == api.SizesApplied })
 	wantSizes(t, "big0", sizesOn)
 	addVeth(t, "big1")
-	until(t, "big1 is set", func() bool { return a.sized(t, "big1").State == api.SizesApplied })
+	waitFor(t, "big1 is set", func() bool { return a.interfaceStatus(t, "big1").State == api.SizesApplied })
 	wantSizes(t, "big1", sizesOn)
 	removeLink(t, "big0")
-	until(t, "big0 is forgotten", func() bool {
+	waitFor(t, "big0 is forgotten", func() bool {
 		records, err := a.sizing().records.Records()
 		return err == nil && len(records) == 1 && records[0].Interface == "big1"
 	})
 	if _, err := a.sizing().Interfaces("", "big0"); fault.Code(err) != fault.CodeUsage || fault.Hint(err) != "did you mean big1?" {
 		t.Errorf("an interface that has vanished: %v, hint %q", err, fault.Hint(err))
 	}
-	// An interface that is named otherwise now is no longer meant.
+	// A renamed interface does not match the rule any more.
 	l, err := netlink.LinkByName("big1")
 	if err != nil {
 		t.Fatal(err)
@@ -310,49 +311,49 @@ func TestBigTCPAppearsAndVanishes(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer removeLink(t, "small1")
-	until(t, "small1 has what it had before", func() bool { return sizesOf(t, "small1") == sizesOff })
-	until(t, "the rule waits", func() bool { return a.sized(t, "big*").State == api.SizesWaiting })
+	waitFor(t, "small1 has what it had before", func() bool { return sizesOf(t, "small1") == sizesOff })
+	waitFor(t, "the rule waits", func() bool { return a.interfaceStatus(t, "big*").State == api.SizesWaiting })
 }
 
-// record is a log that is read while it is written.
-type record struct {
+// logBuffer is a log that can be read while it is written.
+type logBuffer struct {
 	mu   sync.Mutex
 	text strings.Builder
 }
 
-func (r *record) Write(p []byte) (int, error) {
+func (r *logBuffer) Write(p []byte) (int, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.text.Write(p)
 }
 
-func (r *record) count(part string) int {
+func (r *logBuffer) count(part string) int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return strings.Count(r.text.String(), part)
 }
 
-// What somebody else has set is seen, told once, and left until it is set again
-// explicitly.
+// Sizes that another program sets are detected, logged once, and kept until the policy
+// is applied again.
 func TestBigTCPChangedByOthers(t *testing.T) {
-	var log record
+	var log logBuffer
 	a := newSizingWithLog(t, slog.NewTextHandler(&log, nil))
 	addVeth(t, "big0")
 	addVeth(t, "big1")
 	a.Start(t, bigTCPPolicy)
 	other := netif.Sizes{GSO: 100000, GRO: 192000, GSOIPv4: 160000, GROIPv4: 160000}
-	meddle(t, "big0", other)
-	meddle(t, "big1", sizesOff) // as it was before: somebody else's act all the same
-	until(t, "changes are seen", func() bool {
-		return a.sized(t, "big0").State == api.SizesChanged && a.sized(t, "big1").State == api.SizesChanged
+	setAsOther(t, "big0", other)
+	setAsOther(t, "big1", sizesOff) // the previous sizes, but set by another program
+	waitFor(t, "changes are seen", func() bool {
+		return a.interfaceStatus(t, "big0").State == api.SizesChanged && a.interfaceStatus(t, "big1").State == api.SizesChanged
 	})
-	wantState(t, a, "big0", api.SizesChanged, "somebody else has set its sizes since")
-	addVeth(t, "big2") // another look leaves them alone, too
-	until(t, "big2 is set", func() bool { return a.sized(t, "big2").State == api.SizesApplied })
+	wantState(t, a, "big0", api.SizesChanged, "its sizes were changed by somebody else and are kept")
+	addVeth(t, "big2") // the next reconcile keeps them, too
+	waitFor(t, "big2 is set", func() bool { return a.interfaceStatus(t, "big2").State == api.SizesApplied })
 	wantSizes(t, "big0", other)
 	wantSizes(t, "big1", sizesOff)
 	for _, name := range []string{"big0", "big1"} {
-		if n := log.count(`level=WARN msg="sizes changed by somebody else, and left" netns="" interface=` + name); n != 1 {
+		if n := log.count(`level=WARN msg="sizes changed by somebody else and kept" netns="" interface=` + name); n != 1 {
 			t.Errorf("%s: %d warnings", name, n)
 		}
 	}
@@ -362,59 +363,60 @@ func TestBigTCPChangedByOthers(t *testing.T) {
 		t.Errorf("%+v", status)
 	}
 
-	// A change that is taken back leaves what somebody else had set.
-	s := a.sizing().sizers[""]
-	back, err := a.sizing().apply(bigTCPChange{rules: s.rules})
+	// Rolling back a change restores the sizes that another program had set.
+	s := a.sizing().reconcilers[""]
+	rollback, err := a.sizing().apply(namespaceRules{rules: s.rules})
 	if err != nil {
 		t.Fatal(err)
 	}
 	wantSizes(t, "big0", sizesOn)
-	if err := back(); err != nil {
+	if err := rollback(); err != nil {
 		t.Fatal(err)
 	}
 	wantSizes(t, "big0", other)
-	wantState(t, a, "big0", api.SizesChanged, "somebody else has set its sizes since")
-	wantState(t, a, "big1", api.SizesChanged, "somebody else has set its sizes since")
+	wantState(t, a, "big0", api.SizesChanged, "its sizes were changed by somebody else and are kept")
+	wantState(t, a, "big1", api.SizesChanged, "its sizes were changed by somebody else and are kept")
 
-	// So does the next agent.
+	// The next agent keeps them, too.
 	a.Stop()
 	a = a.again(t)
 	a.Start(t, bigTCPPolicy)
 	wantSizes(t, "big0", other)
 	wantSizes(t, "big1", sizesOff)
-	wantState(t, a, "big0", api.SizesChanged, "somebody else has set its sizes since")
-	wantState(t, a, "big1", api.SizesChanged, "somebody else has set its sizes since")
+	wantState(t, a, "big0", api.SizesChanged, "its sizes were changed by somebody else and are kept")
+	wantState(t, a, "big1", api.SizesChanged, "its sizes were changed by somebody else and are kept")
 	wantChanges(t, "set again", a.apply(t, bigTCPPolicy),
-		"big0 change sizes ipv6 sent 100000 -> 192000 (somebody else has set them since, which is lost)",
-		"big1 change sizes ipv6 65536 -> 192000, ipv4 65536 -> 160000 (somebody else has set them since, which is lost)")
+		"big0 change sizes ipv6 send 100000 -> 192000 (overwrites sizes that somebody else has set)",
+		"big1 change sizes ipv6 65536 -> 192000, ipv4 65536 -> 160000 (overwrites sizes that somebody else has set)")
 	for _, name := range []string{"big0", "big1", "big2"} {
 		wantSizes(t, name, sizesOn)
 		wantState(t, a, name, api.SizesApplied, "")
 	}
 
-	// What a command takes back by force stays so.
+	// An interface that a command reverts by force stays reverted.
 	if _, err := a.sizing().records.Revert(func(r sizing.Record) bool { return r.Interface == "big1" }, true); err != nil {
 		t.Fatal(err)
 	}
-	until(t, "the revert is seen", func() bool { return a.sized(t, "big1").State == api.SizesChanged })
+	waitFor(t, "the revert is seen", func() bool { return a.interfaceStatus(t, "big1").State == api.SizesChanged })
 	wantSizes(t, "big1", sizesOff)
 
-	// What somebody else has set when the rule ends stays, and is shown for as long as there are rules.
-	meddle(t, "big0", other)
-	until(t, "the change is seen", func() bool { return a.sized(t, "big0").State == api.SizesChanged })
+	// Sizes of another program stay when the rule is removed, and are reported while the
+	// namespace has rules.
+	setAsOther(t, "big0", other)
+	waitFor(t, "the change is seen", func() bool { return a.interfaceStatus(t, "big0").State == api.SizesChanged })
 	wantChanges(t, "another rule", a.apply(t, "bigtcp: [{interface: big1, ipv6: 192KB}]\n"),
-		"big* remove rule big*: ipv6 192KB, ipv4 160KB (its interfaces get the sizes that they had before; not big0, big1, which somebody else has set since)",
+		"big* remove rule big*: ipv6 192KB, ipv4 160KB (its interfaces get their previous sizes; except big0, big1, changed by somebody else)",
 		"big1 add rule big1: ipv6 192KB (for new connections)",
-		"big1 change sizes ipv6 65536 -> 192000 (somebody else has set them since, which is lost)",
-		"big2 change sizes ipv6 192000 -> 65536, ipv4 160000 -> 65536 (as they were before)")
+		"big1 change sizes ipv6 65536 -> 192000 (overwrites sizes that somebody else has set)",
+		"big2 change sizes ipv6 192000 -> 65536, ipv4 160000 -> 65536 (previous sizes)")
 	wantSizes(t, "big0", other)
 	wantSizes(t, "big1", netif.Sizes{GSO: 192000, GRO: 192000, GSOIPv4: 65536, GROIPv4: 65536})
 	wantSizes(t, "big2", sizesOff)
-	wantState(t, a, "big0", api.SizesChanged, "no rule is for it any more")
+	wantState(t, a, "big0", api.SizesChanged, "no rule matches the interface any more; its sizes were changed by somebody else and are kept")
 	wantChanges(t, "nothing more", a.apply(t, "bigtcp: [{interface: big1, ipv6: 192KB}]\n"))
 }
 
-// What an agent has set stays when it ends, and the next one goes on from there.
+// The sizes stay when the agent exits, and the next agent takes them over.
 func TestBigTCPRestart(t *testing.T) {
 	a := newSizing(t)
 	addVeth(t, "big0")
@@ -432,7 +434,7 @@ func TestBigTCPRestart(t *testing.T) {
 	wantState(t, a, "big0", api.SizesApplied, "")
 	a.Stop()
 
-	// As if it had been killed between the record and the change.
+	// Simulate an agent that was killed after it wrote the records.
 	files, err := filepath.Glob(filepath.Join(a.sizing().recordsDir(), "*.json"))
 	if err != nil || len(files) != 2 {
 		t.Fatalf("%v, %v", files, err)
@@ -454,13 +456,13 @@ func TestBigTCPRestart(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	meddle(t, "big0", sizesOff)
+	setAsOther(t, "big0", sizesOff)
 	a = a.again(t)
 	a.Start(t, bigTCPPolicy)
 	wantSizes(t, "big0", sizesOn)
 	wantSizes(t, "big2", sizesOn)
-	meddle(t, "big2", sizesOff) // its record is finished by now
-	until(t, "the change is seen", func() bool { return a.sized(t, "big2").State == api.SizesChanged })
+	setAsOther(t, "big2", sizesOff) // its record is complete by now
+	waitFor(t, "the change is seen", func() bool { return a.interfaceStatus(t, "big2").State == api.SizesChanged })
 	a.Stop()
 
 	a = a.again(t)
@@ -472,7 +474,7 @@ func TestBigTCPRestart(t *testing.T) {
 	}
 }
 
-// What a command holds is left to it, until it takes that back.
+// The agent does not change interfaces of a command until the command is reverted.
 func TestBigTCPConflict(t *testing.T) {
 	a := newSizing(t)
 	addVeth(t, "big0")
@@ -491,39 +493,39 @@ func TestBigTCPConflict(t *testing.T) {
 	held := netif.Sizes{GSO: 100000, GRO: 100000, GSOIPv4: 65536, GROIPv4: 65536}
 	a.Start(t, bigTCPPolicy)
 	wantSizes(t, "big0", held)
-	wantState(t, a, "big0", api.SizesConflict, "sockeye bigtcp apply has set its sizes")
-	if got := a.sized(t, "big0").Hint; got != "sockeye bigtcp revert big0 leaves it to the policy" {
+	wantState(t, a, "big0", api.SizesConflict, "its sizes were set by sockeye bigtcp apply")
+	if got := a.interfaceStatus(t, "big0").Hint; got != "sockeye bigtcp revert big0 hands it over to the policy" {
 		t.Errorf("hint %q", got)
 	}
 	addVeth(t, "big1")
-	until(t, "another is set", func() bool { return a.sized(t, "big1").State == api.SizesApplied })
+	waitFor(t, "another is set", func() bool { return a.interfaceStatus(t, "big1").State == api.SizesApplied })
 	wantChanges(t, "nothing to take", a.apply(t, bigTCPPolicy))
 	wantSizes(t, "big0", held)
 	wantChanges(t, "larger", a.apply(t, strings.ReplaceAll(bigTCPPolicy, "192KB", "180KB")),
-		"big* change rule big*: ipv6 192KB, ipv4 160KB -> big*: ipv6 180KB, ipv4 160KB (for 2 interfaces now, and those that appear; not for big0 (sockeye bigtcp apply has set its sizes))",
+		"big* change rule big*: ipv6 192KB, ipv4 160KB -> big*: ipv6 180KB, ipv4 160KB (for 2 existing interfaces, and for those that appear; not for big0 (its sizes were set by sockeye bigtcp apply))",
 		"big1 change sizes ipv6 192000 -> 180000 (for new connections)")
 	a.apply(t, bigTCPPolicy)
 	if _, err := store.Revert(func(r sizing.Record) bool { return r.Owner == sizing.ByCommand }, false); err != nil {
 		t.Fatal(err)
 	}
-	until(t, "the policy has it", func() bool { return a.sized(t, "big0").State == api.SizesApplied })
+	waitFor(t, "the policy has it", func() bool { return a.interfaceStatus(t, "big0").State == api.SizesApplied })
 	wantSizes(t, "big0", sizesOn)
 
-	// It may be borrowed by force.
+	// A command may take the interface over by force.
 	if _, err := store.Apply(n, sizing.ByCommand, []sizing.Target{{Interface: "big0", Want: sizing.Want{IPv6: 100000, IPv4: 100000}}}, true); err != nil {
 		t.Fatal(err)
 	}
-	until(t, "that is seen", func() bool {
-		return strings.HasPrefix(a.sized(t, "big0").Problem, "sockeye bigtcp apply has set its sizes")
+	waitFor(t, "that is seen", func() bool {
+		return strings.HasPrefix(a.interfaceStatus(t, "big0").Problem, "its sizes were set by sockeye bigtcp apply")
 	})
 	if _, err := store.Revert(func(r sizing.Record) bool { return r.Owner == sizing.ByCommand }, false); err != nil {
 		t.Fatal(err)
 	}
-	until(t, "the policy has it again", func() bool { return a.sized(t, "big0").State == api.SizesApplied })
+	waitFor(t, "the policy has it again", func() bool { return a.interfaceStatus(t, "big0").State == api.SizesApplied })
 	wantSizes(t, "big0", sizesOn)
 }
 
-// addTun makes a device that takes packets of 64 KiB, for as long as the test runs.
+// addTun adds a TUN device, whose tso_max_size is 64 KiB, for the duration of the test.
 func addTun(t *testing.T, name string) {
 	t.Helper()
 	if err := os.MkdirAll("/dev/net", 0o755); err != nil {
@@ -548,19 +550,19 @@ func TestBigTCPImpossible(t *testing.T) {
 		}
 	}
 	wantSizes(t, "big0", sizesOn)
-	// Off is possible.
+	// The rule "off" is possible.
 	a.apply(t, strings.Replace(text, "192KB", "off", 1))
 	wantState(t, a, "bigtun", api.SizesApplied, "")
 	a.Stop()
 
-	// At a start it is no reason not to do the rest.
+	// When the agent starts, the other interfaces are set.
 	a = a.again(t)
 	a.Start(t, text)
 	wantState(t, a, "bigtun", api.SizesImpossible, "65536 bytes")
 	wantSizes(t, "big0", netif.Sizes{GSO: 180000, GRO: 180000, GSOIPv4: 65536, GROIPv4: 65536})
 }
 
-// newNetns mounts a network namespace of its own at a path, as ip netns does.
+// newNetns creates a network namespace and mounts it at a path, as ip netns does.
 func newNetns(t *testing.T, path string) {
 	t.Helper()
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -583,7 +585,7 @@ func newNetns(t *testing.T, path string) {
 	t.Cleanup(func() { removeNetns(t, path) })
 }
 
-// removeNetns removes a network namespace as ip netns does, if it is there.
+// removeNetns removes a network namespace as ip netns does, if it exists.
 func removeNetns(t *testing.T, path string) {
 	t.Helper()
 	if err := unix.Unmount(path, unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
@@ -594,7 +596,7 @@ func removeNetns(t *testing.T, path string) {
 	}
 }
 
-// vethInto makes a pair of which one end, NAME, is in the namespace at a path.
+// vethInto adds a veth pair with the end NAME in the namespace at a path.
 func vethInto(t *testing.T, path, name, peer string) {
 	t.Helper()
 	f, err := os.Open(path)
@@ -605,7 +607,7 @@ func vethInto(t *testing.T, path, name, peer string) {
 	addLink(t, &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: peer}, PeerName: name, PeerNamespace: netlink.NsFd(f.Fd())})
 }
 
-// sizesIn reads the sizes of an interface of another namespace.
+// sizesIn returns the sizes of an interface in another namespace.
 func sizesIn(t *testing.T, path, name string) netif.Sizes {
 	t.Helper()
 	n, err := netif.OpenNamespace(path)
@@ -627,27 +629,27 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 	addVeth(t, "big0")
 	a.Start(t, bigTCPPolicy)
 	wantChanges(t, "a namespace that is not there", a.apply(t, text),
-		path+"inner add rule inner of "+path+": ipv6 192KB, ipv4 160KB (there is no such network namespace now: when it appears)")
+		path+"inner add rule inner of "+path+": ipv6 192KB, ipv4 160KB (when the network namespace appears)")
 	wantSizes(t, "big0", sizesOn)
 	wantState(t, a, "inner", api.SizesWaiting, "there is no network namespace "+path)
 	wantChanges(t, "nor any more", a.apply(t, bigTCPPolicy), path+"inner remove rule inner of "+path+": ipv6 192KB, ipv4 160KB ()")
 	wantChanges(t, "and again", a.apply(t, text),
-		path+"inner add rule inner of "+path+": ipv6 192KB, ipv4 160KB (there is no such network namespace now: when it appears)")
+		path+"inner add rule inner of "+path+": ipv6 192KB, ipv4 160KB (when the network namespace appears)")
 
-	// It appears, with its folder.
+	// The namespace appears, with its directory.
 	newNetns(t, path)
-	until(t, "the namespace is entered", func() bool {
-		got := a.sized(t, "inner")
+	waitFor(t, "the namespace is entered", func() bool {
+		got := a.interfaceStatus(t, "inner")
 		return got.State == api.SizesWaiting && got.Problem == "there is no such interface"
 	})
 	vethInto(t, path, "inner", "outer")
-	until(t, "inner is set", func() bool { return a.sized(t, "inner").State == api.SizesApplied })
+	waitFor(t, "inner is set", func() bool { return a.interfaceStatus(t, "inner").State == api.SizesApplied })
 	if got := sizesIn(t, path, "inner"); got != sizesOn {
 		t.Errorf("inner has %+v", got)
 	}
 	wantSizes(t, "outer", sizesOff)
 
-	// A policy without it takes it back, the one before sets it again.
+	// A policy without the rule reverts the interface, and the previous policy sets it again.
 	a.apply(t, bigTCPPolicy)
 	if got := sizesIn(t, path, "inner"); got != sizesOff {
 		t.Errorf("inner has %+v", got)
@@ -659,14 +661,14 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 		t.Errorf("inner has %+v", got)
 	}
 
-	// It vanishes: the agent does not keep it alive, so the pair goes with it.
+	// The namespace vanishes: the agent does not keep it alive, so the veth pair vanishes, too.
 	removeNetns(t, path)
-	until(t, "the namespace is gone", func() bool {
+	waitFor(t, "the namespace is gone", func() bool {
 		_, err := netlink.LinkByName("outer")
 		return errors.As(err, new(netlink.LinkNotFoundError))
 	})
-	until(t, "that is shown", func() bool {
-		return strings.HasPrefix(a.sized(t, "inner").Problem, "there is no network namespace")
+	waitFor(t, "that is shown", func() bool {
+		return strings.HasPrefix(a.interfaceStatus(t, "inner").Problem, "there is no network namespace")
 	})
 	wantSizes(t, "big0", sizesOn)
 	records, err := a.sizing().records.Records()
@@ -674,10 +676,10 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 		t.Errorf("records %+v, %v", records, err)
 	}
 
-	// Another one at its place.
+	// Another namespace appears at the path.
 	newNetns(t, path)
 	vethInto(t, path, "inner", "outer")
-	until(t, "inner is set again", func() bool { return a.sized(t, "inner").State == api.SizesApplied })
+	waitFor(t, "inner is set again", func() bool { return a.interfaceStatus(t, "inner").State == api.SizesApplied })
 	a.Stop()
 
 	a = a.again(t)
@@ -687,7 +689,7 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 	}
 	wantSizes(t, "big0", sizesOff)
 
-	// What is there and is no namespace is the policy's mistake.
+	// A path with another file is an error in the policy.
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
@@ -698,32 +700,32 @@ func TestBigTCPNetworkNamespaces(t *testing.T) {
 	wantSizes(t, "big0", sizesOff)
 }
 
-// All or nothing: where a later step fails, sizes are as they were.
-func TestBigTCPUndone(t *testing.T) {
+// A rolled-back change restores the sizes.
+func TestBigTCPRollback(t *testing.T) {
 	a := newSizing(t)
 	addVeth(t, "big0")
 	a.Start(t, noSizes)
-	back, err := a.sizing().apply(sizings(parsed(t, bigTCPPolicy))[0])
+	rollback, err := a.sizing().apply(rulesByNamespace(parsed(t, bigTCPPolicy))[0])
 	if err != nil {
 		t.Fatal(err)
 	}
 	wantSizes(t, "big0", sizesOn)
-	if err := back(); err != nil {
+	if err := rollback(); err != nil {
 		t.Fatal(err)
 	}
 	wantSizes(t, "big0", sizesOff)
 	a.apply(t, bigTCPPolicy)
 	for name, text := range map[string]string{"changed": strings.ReplaceAll(bigTCPPolicy, "192KB", "180KB"), "removed": noSizes} {
-		c := bigTCPChange{}
-		for _, c = range sizings(parsed(t, text)) {
+		c := namespaceRules{}
+		for _, c = range rulesByNamespace(parsed(t, text)) {
 		}
-		if back, err = a.sizing().apply(c); err != nil {
+		if rollback, err = a.sizing().apply(c); err != nil {
 			t.Fatal(err)
 		}
 		if got := sizesOf(t, "big0"); got == sizesOn {
 			t.Errorf("%s: nothing is done", name)
 		}
-		if err := back(); err != nil {
+		if err := rollback(); err != nil {
 			t.Fatal(err)
 		}
 		wantSizes(t, "big0", sizesOn)
@@ -731,32 +733,32 @@ func TestBigTCPUndone(t *testing.T) {
 	}
 }
 
-// Many interfaces that change alike are one row of a plan, and one that cannot is no
-// obstacle to them.
-func TestBigTCPCrowd(t *testing.T) {
+// Many interfaces with the same change are one row of a plan, and an interface that does
+// not support the sizes does not keep the others from being set.
+func TestBigTCPManyInterfaces(t *testing.T) {
 	a := newSizing(t)
-	const crowd = 30
-	for i := range crowd {
+	const count = 30
+	for i := range count {
 		addVeth(t, fmt.Sprintf("big%d", i))
 	}
 	addTun(t, "bigtun")
 	a.Start(t, noSizes)
 	changes := a.apply(t, bigTCPPolicy)
 	wantChanges(t, "on", []string{changes[len(changes)-1]}, "big0 and 29 more change sizes ipv6 65536 -> 192000, ipv4 65536 -> 160000 (for new connections)")
-	if len(changes) != 2 || !strings.Contains(changes[0], "(for 31 interfaces now, and those that appear; not for bigtun (") {
+	if len(changes) != 2 || !strings.Contains(changes[0], "(for 31 existing interfaces, and for those that appear; not for bigtun (") {
 		t.Errorf("%q", changes)
 	}
-	for i := range crowd {
+	for i := range count {
 		wantSizes(t, fmt.Sprintf("big%d", i), sizesOn)
 	}
 	status := a.Status(t)
-	if status.BigTCP[0].Applied != crowd || status.BigTCP[0].Impossible != 1 || len(status.BigTCP[0].Problems) != 1 {
+	if status.BigTCP[0].Applied != count || status.BigTCP[0].Impossible != 1 || len(status.BigTCP[0].Problems) != 1 {
 		t.Errorf("%+v", status)
 	}
 	wantChanges(t, "off", a.apply(t, noSizes),
-		"big* remove rule big*: ipv6 192KB, ipv4 160KB (its interfaces get the sizes that they had before)",
-		"big0 and 29 more change sizes ipv6 192000 -> 65536, ipv4 160000 -> 65536 (as they were before)")
-	for i := range crowd {
+		"big* remove rule big*: ipv6 192KB, ipv4 160KB (its interfaces get their previous sizes)",
+		"big0 and 29 more change sizes ipv6 192000 -> 65536, ipv4 160000 -> 65536 (previous sizes)")
+	for i := range count {
 		wantSizes(t, fmt.Sprintf("big%d", i), sizesOff)
 	}
 }
@@ -784,15 +786,15 @@ func TestBigTCPMetrics(t *testing.T) {
 		t.Fatal(err)
 	}
 	if text != string(want) {
-		t.Errorf("the metrics changed; run with UPDATE=1 if they should, and mend docs/metrics.md.\ngot\n%s\nwant\n%s", text, want)
+		t.Errorf("the metrics changed; run with UPDATE=1 if that is intended, and update docs/metrics.md.\ngot\n%s\nwant\n%s", text, want)
 	}
-	meddle(t, "big0", sizesOff)
+	setAsOther(t, "big0", sizesOff)
 	for _, line := range []string{
 		`sockeye_bigtcp_changes_seen_total{netns=""} 1`,
 		`sockeye_bigtcp_state{interface="big0",netns="",state="changed"} 1`,
 		`sockeye_bigtcp_max_size_bytes{direction="send",family="ipv4",interface="big0",netns=""} 65536`,
 	} {
-		until(t, line, func() bool { return strings.Contains(domaintest.Scrape(t, address), line+"\n") })
+		waitFor(t, line, func() bool { return strings.Contains(domaintest.Scrape(t, address), line+"\n") })
 	}
 }
 

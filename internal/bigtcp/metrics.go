@@ -10,21 +10,21 @@ import (
 
 var (
 	bigTCPLabels    = []string{"netns", "interface"}
-	descBigTCPSize  = prometheus.NewDesc("sockeye_bigtcp_max_size_bytes", "The largest packet of an interface that a rule is for.", append(bigTCPLabels, "family", "direction"), nil)
-	descBigTCPState = prometheus.NewDesc("sockeye_bigtcp_state", "1, with the state of an interface that a rule is for.", append(bigTCPLabels, "state"), nil)
+	descBigTCPSize  = prometheus.NewDesc("sockeye_bigtcp_max_size_bytes", "GSO (send) or GRO (receive) maximum size of an interface that a rule matches, or of its lower interface.", append(bigTCPLabels, "family", "direction"), nil)
+	descBigTCPState = prometheus.NewDesc("sockeye_bigtcp_state", "1, labelled with the state of an interface that a rule matches, or of its lower interface.", append(bigTCPLabels, "state"), nil)
 	descBigTCPSeen  = prometheus.NewDesc("sockeye_bigtcp_changes_seen_total",
-		"Changes of sizes by somebody else that were seen since the agent started.", []string{"netns"}, nil)
-	descBigTCPEntered = prometheus.NewDesc("sockeye_bigtcp_network_entered", "1 while the network namespace is there and looked after.", []string{"netns"}, nil)
+		"Changes of sizes by other programs that the agent has observed since it started.", []string{"netns"}, nil)
+	descBigTCPOpen = prometheus.NewDesc("sockeye_bigtcp_network_entered", "1 while the network namespace exists and the agent applies its rules.", []string{"netns"}, nil)
 )
 
 // Collect sends the metrics of all network namespaces that have rules.
 func (d *Domain) Collect(out chan<- prometheus.Metric) {
-	for _, s := range d.allSizers() {
+	for _, s := range d.allReconcilers() {
 		s.collect(out)
 	}
 }
 
-func (s *sizer) collect(out chan<- prometheus.Metric) {
+func (s *reconciler) collect(out chan<- prometheus.Metric) {
 	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value, append([]string{s.netns}, labels...)...)
 	}
@@ -49,6 +49,6 @@ func (s *sizer) collect(out chan<- prometheus.Metric) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	gauge(descBigTCPEntered, format.Bool(s.network != nil && s.problem == nil))
+	gauge(descBigTCPOpen, format.Bool(s.network != nil && s.problem == nil))
 	out <- prometheus.MustNewConstMetric(descBigTCPSeen, prometheus.CounterValue, float64(s.changes), s.netns)
 }

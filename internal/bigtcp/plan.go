@@ -22,25 +22,25 @@ import (
 	"sockeye/internal/rights"
 )
 
-// maxRows bounds the rows of a plan that differ in the interface only.
+// maxRows bounds the interfaces with the same change that have rows of their own.
 const maxRows = 8
 
-// Plan compares the rules of a policy with those in force, and checks that the kernel and the interfaces
-// can have the sizes.
+// Plan compares the rules of a policy with the current ones, and rejects sizes that the
+// kernel or a named interface does not support.
 func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	wanted := sizings(policy)
-	for _, netns := range slices.Sorted(maps.Keys(d.sizers)) {
-		if !slices.ContainsFunc(wanted, func(c bigTCPChange) bool { return c.netns == netns }) {
-			wanted = append(wanted, bigTCPChange{netns: netns})
+	requested := rulesByNamespace(policy)
+	for _, netns := range slices.Sorted(maps.Keys(d.reconcilers)) {
+		if !slices.ContainsFunc(requested, func(c namespaceRules) bool { return c.netns == netns }) {
+			requested = append(requested, namespaceRules{netns: netns})
 		}
 	}
 	var steps []domain.Step
-	for _, c := range wanted {
-		changes, err := d.planSizes(c)
+	for _, c := range requested {
+		changes, err := d.planNamespace(c)
 		if err != nil {
-			return nil, ofNetwork(c.netns, err)
+			return nil, inNamespace(c.netns, err)
 		}
 		if len(changes) > 0 {
 			steps = append(steps, domain.Step{Changes: changes, Apply: func() (func() error, error) { return d.apply(c) }})
@@ -49,26 +49,26 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	return steps, nil
 }
 
-// planSizes says what a change does in one network namespace.
-func (d *Domain) planSizes(c bigTCPChange) ([]api.Change, error) {
-	s := d.sizers[c.netns]
+// planNamespace returns the changes in one network namespace.
+func (d *Domain) planNamespace(c namespaceRules) ([]api.Change, error) {
+	s := d.reconcilers[c.netns]
 	if s == nil {
-		s = &sizer{store: d.records, log: d.log, netns: c.netns}
+		s = &reconciler{store: d.records, log: d.log, netns: c.netns}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	rules := changedSizes(c.netns, s.rules, c.rules)
+	rules := compareRules(c.netns, s.rules, c.rules)
 	network := s.network
 	if network == nil {
 		if c.rules == nil {
 			return rules, nil
 		}
 		if c.netns != "" && !rights.Has(unix.CAP_SYS_ADMIN) {
-			return nil, noEntry()
+			return nil, errMayNotEnter()
 		}
-		if _, err := placeOf(c.netns); errors.Is(err, fs.ErrNotExist) {
+		if _, err := statFile(c.netns); errors.Is(err, fs.ErrNotExist) {
 			for i := range rules {
-				rules[i].Effect = "there is no such network namespace now: when it appears"
+				rules[i].Effect = "when the network namespace appears"
 			}
 			return rules, nil
 		}
@@ -78,25 +78,26 @@ func (d *Domain) planSizes(c bigTCPChange) ([]api.Change, error) {
 		}
 		defer network.Close()
 	}
-	o, err := s.outlook(network, c.rules, true)
+	a, err := s.assess(network, c.rules, true)
 	if err != nil {
 		return nil, err
 	}
-	if err := o.possible(); err != nil {
+	if err := a.checkPossible(); err != nil {
 		return nil, err
 	}
 	for i, row := range rules {
-		rules[i].Effect = o.effect(c.rules, row)
+		rules[i].Effect = a.effect(c.rules, row)
 		if row.Action == "remove" {
-			rules[i].Effect += s.except(row.Interface)
+			rules[i].Effect += s.exceptions(row.Interface)
 		}
 	}
-	return append(rules, o.rows(c.netns)...), nil
+	return append(rules, a.rows(c.netns)...), nil
 }
 
-// possible refuses a rule that names an interface which cannot have what it says.
-func (o *outlook) possible() error {
-	for _, i := range inOrder(o.interfaces) {
+// checkPossible returns an error if a rule names an interface that does not support its
+// sizes.
+func (a *assessment) checkPossible() error {
+	for _, i := range sortedByIndex(a.interfaces) {
 		if i.state == api.SizesImpossible && i.target && i.rule.Named() {
 			return fmt.Errorf("interface %s: %w", i.name, i.err)
 		}
@@ -104,12 +105,13 @@ func (o *outlook) possible() error {
 	return nil
 }
 
-func inOrder(interfaces map[int]*sized) []*sized {
-	return slices.SortedFunc(maps.Values(interfaces), func(a, b *sized) int { return cmp.Compare(a.index, b.index) })
+func sortedByIndex(interfaces map[int]*interfaceState) []*interfaceState {
+	return slices.SortedFunc(maps.Values(interfaces), func(a, b *interfaceState) int { return cmp.Compare(a.index, b.index) })
 }
 
-// changedSizes compares lists of rules, by what they are for.
-func changedSizes(netns string, from, to []config.BigTCPRule) []api.Change {
+// compareRules returns the differences of two lists of rules, which it matches by their
+// interface pattern.
+func compareRules(netns string, from, to []config.BigTCPRule) []api.Change {
 	var changes []api.Change
 	add := func(action string, rule config.BigTCPRule, what string) {
 		changes = append(changes, api.Change{Netns: netns, Interface: rule.Interface, Action: action, What: what})
@@ -136,43 +138,43 @@ func changedSizes(netns string, from, to []config.BigTCPRule) []api.Change {
 	return changes
 }
 
-// effect says what a rule does now.
-func (o *outlook) effect(rules []config.BigTCPRule, row api.Change) string {
+// effect describes the effect of a change of a rule.
+func (a *assessment) effect(rules []config.BigTCPRule, row api.Change) string {
 	at := slices.IndexFunc(rules, func(r config.BigTCPRule) bool { return r.Interface == row.Interface })
 	if at < 0 {
-		return "its interfaces get the sizes that they had before"
+		return "its interfaces get their previous sizes"
 	}
 	matched := 0
-	var not []string
-	for _, i := range inOrder(o.interfaces) {
+	var excluded []string
+	for _, i := range sortedByIndex(a.interfaces) {
 		if !i.target || i.rule.Interface != row.Interface {
 			continue
 		}
 		matched++
 		if i.state == api.SizesImpossible || i.state == api.SizesConflict {
-			not = append(not, fmt.Sprintf("%s (%s)", i.name, fault.Message(i.err)))
+			excluded = append(excluded, fmt.Sprintf("%s (%s)", i.name, fault.Message(i.err)))
 		}
 	}
-	effect := "for " + format.Count(matched, "interface", "interfaces") + " now, and those that appear"
+	effect := "for " + format.Count(matched, "existing interface", "existing interfaces") + ", and for those that appear"
 	if rules[at].Named() {
 		effect = "for new connections"
 	}
 	if matched == 0 {
-		effect = "there is none now: one that appears is set"
+		effect = "when such an interface appears"
 	}
-	if len(not) > maxRows {
-		not = append(not[:maxRows-1], fmt.Sprintf("%d more", len(not)-maxRows+1))
+	if len(excluded) > maxRows {
+		excluded = append(excluded[:maxRows-1], fmt.Sprintf("%d more", len(excluded)-maxRows+1))
 	}
-	if len(not) > 0 {
-		effect += "; not for " + strings.Join(not, ", ")
+	if len(excluded) > 0 {
+		effect += "; not for " + strings.Join(excluded, ", ")
 	}
 	return effect
 }
 
-// except names the interfaces that the end of a rule leaves as they are.
-func (s *sizer) except(rule string) string {
+// exceptions lists the interfaces that keep their sizes when a rule is removed.
+func (s *reconciler) exceptions(rule string) string {
 	var names []string
-	for _, i := range inOrder(s.interfaces) {
+	for _, i := range sortedByIndex(s.interfaces) {
 		if i.rule != nil && i.rule.Interface == rule && i.state == api.SizesChanged {
 			names = append(names, i.name)
 		}
@@ -183,39 +185,39 @@ func (s *sizer) except(rule string) string {
 	if len(names) == 0 {
 		return ""
 	}
-	return "; not " + strings.Join(names, ", ") + ", which somebody else has set since"
+	return "; except " + strings.Join(names, ", ") + ", changed by somebody else"
 }
 
-// rows say which interfaces change. Many that change alike are one row.
-func (o *outlook) rows(netns string) []api.Change {
+// rows returns the changes of interfaces.
+func (a *assessment) rows(netns string) []api.Change {
 	var rows []api.Change
-	for _, i := range inOrder(o.interfaces) {
-		if !i.todo || i.from == i.to {
+	for _, i := range sortedByIndex(a.interfaces) {
+		if !i.pending || i.from == i.to {
 			continue
 		}
 		effect := "for new connections"
-		if i.force {
-			effect = "somebody else has set them since, which is lost"
+		if i.override {
+			effect = "overwrites sizes that somebody else has set"
 		}
-		if i.because != "" {
-			effect += "; it is below " + i.because
+		if i.upper != "" {
+			effect += "; lower interface of " + i.upper
 		}
 		for _, note := range i.notes {
 			effect += "; " + note
 		}
 		rows = append(rows, api.Change{Netns: netns, Interface: i.name, Action: "change", What: "sizes " + describeSizes(i.from, i.to), Effect: effect})
 	}
-	for _, r := range o.unwanted {
+	for _, r := range a.unwanted {
 		if r.Applied != r.Before {
 			rows = append(rows, api.Change{Netns: netns, Interface: r.Interface, Action: "change", What: "sizes " + describeSizes(r.Applied, r.Before),
-				Effect: "as they were before"})
+				Effect: "previous sizes"})
 		}
 	}
-	return shortened(rows)
+	return mergeSimilar(rows)
 }
 
-// shortened makes one row of many that differ in the interface only.
-func shortened(rows []api.Change) []api.Change {
+// mergeSimilar merges more than maxRows changes that differ only in the interface.
+func mergeSimilar(rows []api.Change) []api.Change {
 	alike := make(map[api.Change][]string)
 	same := func(row api.Change) api.Change {
 		row.Interface = ""
@@ -238,8 +240,8 @@ func shortened(rows []api.Change) []api.Change {
 	return short
 }
 
-// describeSizes says what becomes of sizes, in bytes: those of sending and receiving
-// together where they are the same.
+// describeSizes describes a change of sizes, in bytes. Send and receive sizes that are
+// equal are one figure.
 func describeSizes(from, to netif.Sizes) string {
 	var parts []string
 	family := func(name string, sendFrom, sendTo, receiveFrom, receiveTo uint32) {
@@ -249,10 +251,10 @@ func describeSizes(from, to netif.Sizes) string {
 			parts = append(parts, fmt.Sprintf("%s %d -> %d", name, sendFrom, sendTo))
 		default:
 			if sendFrom != sendTo {
-				parts = append(parts, fmt.Sprintf("%s sent %d -> %d", name, sendFrom, sendTo))
+				parts = append(parts, fmt.Sprintf("%s send %d -> %d", name, sendFrom, sendTo))
 			}
 			if receiveFrom != receiveTo {
-				parts = append(parts, fmt.Sprintf("%s received %d -> %d", name, receiveFrom, receiveTo))
+				parts = append(parts, fmt.Sprintf("%s receive %d -> %d", name, receiveFrom, receiveTo))
 			}
 		}
 	}

@@ -82,7 +82,7 @@ func TestSizesByAgent(t *testing.T) {
 	table := func() string { return regexp.MustCompile(` +`).ReplaceAllString(h.plain(h.sockeye("status").out), " ") }
 	const head = "BIG TCP IN RULES APPLIED CHANGED IMPOSSIBLE CONFLICT WAITING\n"
 	if got := table(); !strings.Contains(got, head+"this network namespace 1 2 0 0 0 0\nDIR/netns/blue 1 0 0 0 0 1\n\n"+
-		"DIR/netns/blue: there is no network namespace DIR/netns/blue\nhint: its interfaces are set when it appears\n") {
+		"DIR/netns/blue: there is no network namespace DIR/netns/blue\nhint: its interfaces are set when the namespace appears\n") {
 		t.Errorf("status:\n%s", got)
 	}
 
@@ -131,13 +131,13 @@ func TestSizesByAgent(t *testing.T) {
 		t.Fatal(err)
 	}
 	h.eventually("the change is seen", func() bool {
-		return strings.Contains(table(), "\nbig1: changed: somebody else has set its sizes since, which are left alone\nhint: sockeye apply sets them as the policy says\n")
+		return strings.Contains(table(), "\nbig1: changed: its sizes were changed by somebody else and are kept\nhint: sockeye apply sets the sizes of the policy again\n")
 	})
 	status := must[api.Status](h, "status")
 	if n := status.BigTCP[0]; n.Applied != 1 || n.Changed != 1 || len(n.Problems) != 1 || n.Problems[0].Sizes.GSO != 100000 {
 		t.Errorf("%+v", status.BigTCP)
 	}
-	const row = "interface big1 change sizes ipv6 sent 100000 -> 192000 somebody else has set them since, which is lost\n"
+	const row = "interface big1 change sizes ipv6 send 100000 -> 192000 overwrites sizes that somebody else has set\n"
 	for _, command := range []string{"plan", "apply"} {
 		if got := regexp.MustCompile(` +`).ReplaceAllString(h.sockeye(command).out, " "); got != "WHERE ACTION WHAT EFFECT\n"+row {
 			t.Errorf("%s:\n%s", command, got)
@@ -163,8 +163,8 @@ func TestSizesByAgent(t *testing.T) {
 
 	// This one has no right to enter namespaces any more.
 	h.write("policy.yaml", "bigtcp:\n  - {interface: inner, netns: DIR/netns/blue, ipv6: 192KB}\n")
-	h.refused(4, "bigtcp in DIR/netns/blue: the agent has no right to enter network namespaces",
-		"restart the agent; it keeps that right if the policy names a netns then", nil, "apply")
+	h.refused(4, "bigtcp in DIR/netns/blue: the agent is not permitted to enter network namespaces",
+		"restart the agent: it keeps the capability if a bigtcp rule has a netns at startup", nil, "apply")
 	h.wantSize("big1", 192000)
 
 	h.write("policy.yaml", "bigtcp:\n  - {interface: bigtun, ipv6: 192KB}\n")

@@ -14,8 +14,27 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/bigtcp/linux"
 	"sockeye/internal/bigtcp/netif"
 )
+
+// checkCaptures reports packet sockets, by the names of their processes.
+func checkCaptures(processes []string, kernel linux.Version) []Incompatibility {
+	if len(processes) == 0 {
+		return nil
+	}
+	detail := "packet sockets are open in " + joinFirst(processes, ", ") + ": in captures, packets above 65535 bytes have " +
+		"a length of 0 in their headers, which tcpdump 4.99.3 prints as \"IP bad-len 0\""
+	if kernel.Before(linux.Version{7, 0, 0}) {
+		detail += "; capture filters such as \"tcp\" and \"port 443\" do not match those of IPv6, which have hop-by-hop options before TCP"
+	}
+	return []Incompatibility{{
+		Name:   capture,
+		Detail: detail,
+		Hint: "the length of the captured packet is correct up to the snapshot length (262144 bytes for tcpdump); " +
+			"set the sizes to 65536 while captures need correct headers",
+	}}
+}
 
 // captures returns the processes with packet sockets in the namespace that receive IP
 // packets, by the index of the interface; 0 means all interfaces.

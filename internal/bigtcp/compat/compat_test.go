@@ -182,12 +182,12 @@ garbage
 	}
 }
 
-// TestNothingWrong looks at a pair that has all that is to be had.
+// TestNothingWrong checks a veth pair without incompatibilities.
 func TestNothingWrong(t *testing.T) {
 	a, _ := newPair(t)
 	host, byInterface := findAll(t, a)
 	for _, x := range host {
-		// They are of the whole host.
+		// These concern the whole host.
 		if x.Name != smallFrags {
 			t.Errorf("incompatibility %+v", x)
 		}
@@ -282,8 +282,8 @@ func TestIPsec(t *testing.T) {
 	wantFound(t, host, ipsec, "1 outbound IPsec policies")
 }
 
-// TestVXLAN sends through a tunnel, with sizes that the kernel takes and with those
-// that a tunnel can have.
+// TestVXLAN sends through a tunnel, with sizes that the kernel accepts and with sizes that
+// the tunnel supports.
 func TestVXLAN(t *testing.T) {
 	kernel := mustKernel(t)
 	if kernel.Before(linux.Version{6, 3, 0}) {
@@ -307,7 +307,7 @@ func TestVXLAN(t *testing.T) {
 	largeOf := func(protocol byte) []*nl.RtAttr {
 		return slices.Concat([]*nl.RtAttr{payload(network, 9, 1), compare(unix.NFT_CMP_EQ, protocol)}, longer(65535), []*nl.RtAttr{counter()})
 	}
-	// What wraps is UDP, what is wrapped TCP.
+	// The outer packets are UDP, the inner ones TCP.
 	nftTable(t, b, unix.NFPROTO_IPV4, unix.NF_INET_LOCAL_IN, largeOf(unix.IPPROTO_UDP), largeOf(unix.IPPROTO_TCP))
 	small := kernel.Before(linux.Version{7, 3, 0})
 	_, byInterface := findAll(t, a)
@@ -367,9 +367,9 @@ func TestShaper(t *testing.T) {
 		})
 		_, byInterface := findAll(t, a)
 		if c.cut {
-			wantFound(t, byInterface["va"], shaperCuts, "tbf segments packets")
+			wantFound(t, byInterface["va"], shaperQdisc, "tbf segments packets")
 		} else {
-			wantNotFound(t, byInterface["va"], shaperCuts)
+			wantNotFound(t, byInterface["va"], shaperQdisc)
 		}
 		shapers, err := shapers(a)
 		must(t, err)
@@ -385,7 +385,7 @@ func TestShaper(t *testing.T) {
 		before := nftCounters(t, b, unix.NFPROTO_IPV4)[2]
 		stream(t, a, b, "10.9.0.2", 500*time.Millisecond)
 		passed := nftCounters(t, b, unix.NFPROTO_IPV4)[2] - before
-		// A burst between 65536 bytes and the size lets some pass.
+		// A burst between 65536 bytes and the GSO size passes some large packets.
 		if c.burst < netif.Legacy && passed > 0 || !c.cut && passed == 0 {
 			t.Errorf("with a burst of %d, %d packets above 65535 bytes pass", c.burst, passed)
 		}
@@ -425,9 +425,9 @@ func TestCheckShapers(t *testing.T) {
 		}
 		found := checkShapers(&netif.Interface{Name: "eth0", Sizes: netif.Sizes{GSO: c.size}}, shapers)
 		if c.want == "" {
-			wantNotFound(t, found, shaperCuts)
+			wantNotFound(t, found, shaperQdisc)
 		} else {
-			wantFound(t, found, shaperCuts, c.want)
+			wantFound(t, found, shaperQdisc, c.want)
 		}
 	}
 }
@@ -447,7 +447,7 @@ func FuzzParseShaper(f *testing.F) {
 	})
 }
 
-// TestWithoutRights sees what may be seen.
+// TestWithoutRights runs the checks that need no privileges.
 func TestWithoutRights(t *testing.T) {
 	socket, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
 	if errors.Is(err, unix.EPROTONOSUPPORT) {
@@ -490,7 +490,7 @@ func TestLeavesNothingOpen(t *testing.T) {
 func TestListed(t *testing.T) {
 	words := strings.Fields("a b c d e f g")
 	for n, want := range map[int]string{1: "a", 5: "a; b; c; d; e", 6: "a; b; c; d; e and 1 more", 7: "a; b; c; d; e and 2 more"} {
-		if got := listed(slices.Clone(words[:n]), "; "); got != want {
+		if got := joinFirst(slices.Clone(words[:n]), "; "); got != want {
 			t.Errorf("%d: %q, not %q", n, got, want)
 		}
 	}

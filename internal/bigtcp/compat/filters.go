@@ -15,10 +15,10 @@ import (
 func checkFilters(n *netif.Namespace, kernel linux.Version) ([]Incompatibility, error) {
 	var rules []filterRule
 	var tables []string
-	var unseen, failed []error
+	var denied, failed []error
 	note := func(err error) {
 		if errors.Is(err, fs.ErrPermission) {
-			unseen = append(unseen, err)
+			denied = append(denied, err)
 		} else if err != nil {
 			failed = append(failed, err)
 		}
@@ -32,17 +32,17 @@ func checkFilters(n *netif.Namespace, kernel linux.Version) ([]Incompatibility, 
 	})
 	note(err)
 	found := append(checkRules(rules, kernel), checkLegacyTables(tables)...)
-	if len(unseen) > 0 {
+	if len(denied) > 0 {
 		found = append(found, Incompatibility{
 			Name:   lengthFilter,
-			Detail: fmt.Sprintf("packet filters cannot be inspected: %v", unseen[0]),
+			Detail: fmt.Sprintf("packet filters cannot be inspected: %v", denied[0]),
 			Hint:   "the inspection needs CAP_NET_ADMIN",
 		})
 	}
 	return found, errors.Join(failed...)
 }
 
-// filterKinds describes the consequence of what a rule inspects, from the kernel's
+// filterKinds describes the consequences of inspected properties, from the kernel's
 // nft_meta.c, nft_payload.c, nft_exthdr.c, xt_length.c and nfnetlink_queue.c.
 // TestFiltersMatchAsDescribed verifies all but the last.
 var filterKinds = []struct {
@@ -88,7 +88,7 @@ var filterKinds = []struct {
 	},
 }
 
-// checkRules makes one incompatibility of all rules of a kind.
+// checkRules returns one incompatibility for all rules of a kind.
 func checkRules(rules []filterRule, kernel linux.Version) []Incompatibility {
 	var found []Incompatibility
 	for _, k := range filterKinds {
@@ -102,7 +102,7 @@ func checkRules(rules []filterRule, kernel linux.Version) []Incompatibility {
 			}
 		}
 		if len(where) > 0 {
-			found = append(found, Incompatibility{k.name, listed(where, "; ") + ": " + k.detail, k.hint})
+			found = append(found, Incompatibility{k.name, joinFirst(where, "; ") + ": " + k.detail, k.hint})
 		}
 	}
 	return found

@@ -25,7 +25,7 @@ import (
 	"sockeye/internal/nlattr"
 )
 
-// newNamespace makes a network namespace, with lo up.
+// newNamespace creates a network namespace, with lo up.
 func newNamespace(t testing.TB) *netif.Namespace {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "netns")
@@ -62,8 +62,8 @@ func inside(t testing.TB, n *netif.Namespace, f func() error) {
 	must(t, n.Do(f))
 }
 
-// newPair is two namespaces with a veth pair between them, each end of which
-// has sizes of 196608 bytes: a with 10.9.0.1 and fd09::1, b with 10.9.0.2 and fd09::2.
+// newPair creates two namespaces with a veth pair between them, whose ends have sizes of
+// 196608 bytes: a with 10.9.0.1 and fd09::1, b with 10.9.0.2 and fd09::2.
 func newPair(t testing.TB) (a, b *netif.Namespace) {
 	t.Helper()
 	if mustKernel(t).Before(linux.Version{5, 19, 0}) {
@@ -122,8 +122,8 @@ func setSizes(t testing.TB, n *netif.Namespace, name string, size uint32) {
 	})
 }
 
-// stream sends as much as it can for a time to an address of b, and returns
-// how many bytes arrived.
+// stream sends to an address of b for a time, as fast as possible, and returns the number
+// of received bytes.
 func stream(t testing.TB, a, b *netif.Namespace, address string, d time.Duration) int64 {
 	t.Helper()
 	var listener net.Listener
@@ -170,7 +170,7 @@ func stream(t testing.TB, a, b *netif.Namespace, address string, d time.Duration
 			break
 		}
 	}
-	// What is not sent yet does not count.
+	// Data that is not sent yet does not count.
 	must(t, conn.SetLinger(0))
 	must(t, conn.Close())
 	return <-arrived
@@ -233,8 +233,8 @@ func nftMessage(kind int, family uint8, flags int, attributes ...*nl.RtAttr) *nl
 	return r
 }
 
-// nftTable makes a table t with a chain c, in the hook, and its rules. The handles
-// of the rules count from 2.
+// nftTable creates a table t with a chain c, in the hook, and its rules. The handles of
+// the rules start at 2.
 func nftTable(t testing.TB, n *netif.Namespace, family uint8, hook uint32, rules ...[]*nl.RtAttr) {
 	t.Helper()
 	table := nl.ZeroTerminated("t")
@@ -313,8 +313,7 @@ func nftCommit(messages []*nl.NetlinkRequest) error {
 	return nil
 }
 
-// nftCounters are the packets that each rule of a family with a counter has seen, by
-// handle.
+// nftCounters returns the packet counters of the rules of a family, by handle.
 func nftCounters(t testing.TB, n *netif.Namespace, family uint8) map[uint64]uint64 {
 	t.Helper()
 	counters := map[uint64]uint64{}
@@ -344,7 +343,7 @@ func findAll(t testing.TB, n *netif.Namespace) (host []Incompatibility, byInterf
 	return host, byInterface
 }
 
-// find returns the one of a name of which the detail has all the words.
+// find returns the incompatibility with a name whose detail contains all words.
 func find(all []Incompatibility, name string, words ...string) (Incompatibility, bool) {
 	for _, x := range all {
 		if x.Name == name && !slices.ContainsFunc(words, func(w string) bool { return !strings.Contains(x.Detail, w) }) {

@@ -10,8 +10,8 @@ import (
 	"sockeye/internal/bigtcp/netif"
 )
 
-// TestForwarding looks at routers with large IPv6 packets, of kernels that
-// mark them.
+// TestForwarding checks routers for large IPv6 packets, with kernels that insert the
+// hop-by-hop option and kernels that do not.
 func TestForwarding(t *testing.T) {
 	n, err := netif.OpenNamespace("")
 	if err != nil {
@@ -20,7 +20,7 @@ func TestForwarding(t *testing.T) {
 	defer n.Close()
 	large := []netif.Interface{{Name: "eth0", Sizes: netif.Sizes{GSO: netif.Legacy, GRO: 192000}}}
 	small := []netif.Interface{{Name: "eth0", Sizes: netif.Sizes{GSO: netif.Legacy, GRO: netif.Legacy}}, {Name: "lo", Sizes: netif.Sizes{GSO: netif.MaxSize}}}
-	old, fixed := linux.Version{6, 18, 0}, jumbogramsUntil
+	old, fixed := linux.Version{6, 18, 0}, firstWithoutJumbograms
 	for _, test := range []struct {
 		name       string
 		forwarding string

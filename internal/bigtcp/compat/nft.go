@@ -3,12 +3,9 @@
 package compat
 
 import (
-	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
 
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
@@ -24,20 +21,19 @@ const (
 	ipv4TotalLength   inspected = 1 << iota // total length in the IPv4 header
 	ipv6PayloadLength                       // payload length in the IPv6 header
 	packetLength                            // length of the packet in memory
-	xtLength                                // the same, with a range that ends at 65535
+	xtLength                                // packetLength, with a range that ends at 65535
 	nextHeader                              // next header in the IPv6 header, or hop-by-hop options
 	queued                                  // the rule queues packets to a program
 )
 
-// filterRule is a rule that inspects such a property.
+// filterRule is a rule of a packet filter that inspects such properties.
 type filterRule struct {
 	inspects inspected
 	where    string // as in "nft inet filter input, handle 7"
 }
 
-// inspectedByMatch returns what a match of xtables inspects, and inspectedByTarget the
-// same of a target: iptables-nft has such expressions in rules of nftables
-// (nft_compat).
+// inspectedByMatch returns the properties that a match of xtables inspects. Rules of
+// iptables-nft have such expressions (nft_compat).
 func inspectedByMatch(name string) inspected {
 	switch name {
 	case "length":
@@ -48,6 +44,7 @@ func inspectedByMatch(name string) inspected {
 	return 0
 }
 
+// inspectedByTarget returns the properties that a target of xtables inspects.
 func inspectedByTarget(name string) inspected {
 	if name == "NFQUEUE" {
 		return queued
@@ -65,12 +62,11 @@ var nftFamilies = map[uint8]string{
 	unix.NFPROTO_IPV6:   "ip6",
 }
 
-// nftRules returns the rules of nftables in the thread's network namespace that
-// inspect what differs in large packets. Needs CAP_NET_ADMIN. The rules of all tables
-// come in one dump, of which each message is parsed as it arrives: an unknown
-// expression is skipped, and an interrupted dump repeated.
+// nftRules returns the rules of nftables in the thread's network namespace that inspect
+// properties which differ in large packets. Needs CAP_NET_ADMIN. All tables are read in
+// one dump, whose messages are parsed as they arrive. An interrupted dump is repeated.
 func nftRules() ([]filterRule, error) {
-	if there, err := moduleLoaded("nf_tables"); err != nil || !there {
+	if loaded, err := moduleLoaded("nf_tables"); err != nil || !loaded {
 		return nil, err
 	}
 	var rules []filterRule
@@ -99,26 +95,8 @@ func nftRules() ([]filterRule, error) {
 	return rules, nil
 }
 
-// moduleLoaded returns false for a part of the kernel that is a module and not loaded.
-// A request to it would load the module.
-func moduleLoaded(module string) (bool, error) {
-	if _, err := os.Stat("/sys/module/" + module); err == nil {
-		return true, nil
-	}
-	var name unix.Utsname
-	if err := unix.Uname(&name); err != nil {
-		return false, fmt.Errorf("read kernel version: %w", err)
-	}
-	modules, err := os.ReadFile(filepath.Join("/lib/modules", unix.ByteSliceToString(name.Release[:]), "modules.dep"))
-	if err != nil {
-		// The list of modules may be invisible, as in a container.
-		return true, nil
-	}
-	return !bytes.Contains(modules, []byte("/"+module+".ko")), nil
-}
-
-// parseNftRule parses a message NFT_MSG_NEWRULE, from struct nfgenmsg on. What it does
-// not know it skips.
+// parseNftRule parses a message NFT_MSG_NEWRULE, from struct nfgenmsg on. Unknown
+// attributes and expressions are skipped.
 func parseNftRule(message []byte) filterRule {
 	if len(message) < nl.SizeofNfgenmsg {
 		return filterRule{}
@@ -160,8 +138,8 @@ func parseNftRule(message []byte) filterRule {
 type nftParser struct {
 	family uint8
 	// protocol is NFPROTO_IPV4 or NFPROTO_IPV6 if the preceding expressions match only
-	// one of them; loaded says that the previous expression loaded a field that tells
-	// the protocol.
+	// one of them. loaded is set if the previous expression loaded a field that
+	// identifies the protocol.
 	protocol uint8
 	loaded   bool
 	inspects inspected
@@ -262,7 +240,7 @@ func (p *nftParser) payload(data []byte) {
 			p.inspects |= nextHeader
 		}
 	default:
-		// The protocol is unknown: a load of exactly the field is taken for it.
+		// The protocol is unknown: a load of exactly the field is assumed to be the field.
 		if offset == 2 && size == 2 {
 			p.inspects |= ipv4TotalLength
 		}

@@ -17,7 +17,7 @@ import (
 
 const network = unix.NFT_PAYLOAD_NETWORK_HEADER
 
-// ruleCases are expressions of a rule and what it sees by them.
+// ruleCases are expressions of a rule, and the properties that they inspect.
 var ruleCases = []struct {
 	name        string
 	family      uint8
@@ -66,7 +66,7 @@ var ruleCases = []struct {
 	{"nothing", unix.NFPROTO_INET, nil, 0},
 }
 
-// nftMessageOf is the message with which the kernel reports a rule.
+// nftMessageOf returns the message with which the kernel reports a rule.
 func nftMessageOf(family uint8, expressions []*nl.RtAttr) []byte {
 	list := nl.NewRtAttr(unix.NFTA_RULE_EXPRESSIONS|unix.NLA_F_NESTED, nil)
 	for _, e := range expressions {
@@ -107,7 +107,7 @@ func FuzzParseNftRule(f *testing.F) {
 	})
 }
 
-// TestNftRulesAreFound makes rules in a namespace and looks for them there.
+// TestNftRulesAreFound creates rules in a namespace and finds them.
 func TestNftRulesAreFound(t *testing.T) {
 	kernel := mustKernel(t)
 	for family, name := range nftFamilies {
@@ -120,7 +120,7 @@ func TestNftRulesAreFound(t *testing.T) {
 			var cases []inspected
 			var rules [][]*nl.RtAttr
 			for _, c := range ruleCases {
-				// Kernels may lack queue; -j NFQUEUE they mostly have.
+				// Kernels may lack the expression queue; most have -j NFQUEUE.
 				if c.family == family && c.name != "queue" {
 					cases, rules = append(cases, c.inspects), append(rules, c.expressions)
 				}
@@ -131,7 +131,7 @@ func TestNftRulesAreFound(t *testing.T) {
 				where := fmt.Sprintf("nft %s t c, handle %d", name, k+2)
 				for _, kind := range filterKinds {
 					there := kind.until == linux.Version{} || kernel.Before(kind.until)
-					// The kinds of one name tell themselves apart by their details.
+					// Kinds with the same name differ in their details.
 					found := mentions(host, kind.name, kind.detail, where+";", where+":")
 					if want := there && s&kind.inspects != 0; found != want {
 						t.Errorf("%s is in an incompatibility %s: %v, not %v: %+v", where, kind.name, found, want, host)
@@ -142,7 +142,7 @@ func TestNftRulesAreFound(t *testing.T) {
 	}
 }
 
-// mentions says whether an incompatibility has this name, the detail and one of the words.
+// mentions reports whether an incompatibility has this name, the detail and one of the words.
 func mentions(all []Incompatibility, name, detail string, words ...string) bool {
 	return slices.ContainsFunc(words, func(w string) bool {
 		_, found := find(all, name, detail, w)
@@ -157,8 +157,8 @@ func mustKernel(t testing.TB) linux.Version {
 	return v
 }
 
-// TestFiltersSeeWhatIsSaid sends large packets through rules that count, and
-// compares with what is said of such rules.
+// TestFiltersMatchAsDescribed sends large packets through rules with counters, and compares
+// the counters with the descriptions in filterKinds.
 func TestFiltersMatchAsDescribed(t *testing.T) {
 	kernel := mustKernel(t)
 	if kernel.Before(linux.Version{6, 3, 0}) {
@@ -178,10 +178,10 @@ func TestFiltersMatchAsDescribed(t *testing.T) {
 		counted(notLength()),
 		counted(payload(network, 6, 1), compare(unix.NFT_CMP_EQ, 0)),
 		counted(extension(unix.IPPROTO_HOPOPTS), compare(unix.NFT_CMP_EQ, 1)),
-		// Not so large ones are counted here, which must not be counted above.
+		// These rules count smaller packets, which the rules above must not count.
 		counted(payload(network, 6, 1), compare(unix.NFT_CMP_EQ, unix.IPPROTO_TCP)),
 	)
-	// Handles are of a table, so that the two are read one after the other.
+	// Handles are unique in a table only, so that the two tables are read one after the other.
 	for _, c := range []struct {
 		address string
 		family  uint8
@@ -200,7 +200,7 @@ func TestFiltersMatchAsDescribed(t *testing.T) {
 		}
 		for _, handle := range c.same {
 			got := after[handle] - before[handle]
-			// Those of the next header are gone from 7.0 on.
+			// The rules on the next header are compatible from 7.0 on.
 			if handle >= 5 && !kernel.Before(linux.Version{7, 0, 0}) {
 				if got != 0 {
 					t.Errorf("%s: rule %d sees %d packets, not none", c.address, handle, got)
@@ -217,7 +217,7 @@ func TestFiltersMatchAsDescribed(t *testing.T) {
 	}
 }
 
-// longer is what nft(8) makes of meta length > size.
+// longer returns the expressions of nft(8) for meta length > size.
 func longer(size uint32) []*nl.RtAttr {
 	return []*nl.RtAttr{
 		meta(unix.NFT_META_LEN),

@@ -17,8 +17,36 @@ import (
 // shaper is a qdisc that segments packets before it queues them.
 type shaper struct {
 	kind  string
-	burst uint64 // larger packets are segmented, in bytes; 0: all are
+	burst uint64 // bytes: larger packets are segmented; 0 if all packets are
 }
+
+// checkShapers reports shapers of an interface with large packets (tbf_enqueue and
+// cake_enqueue of the kernel).
+func checkShapers(i *netif.Interface, shapers []shaper) []Incompatibility {
+	var found []Incompatibility
+	size := uint64(max(i.Sizes.GSO, i.Sizes.GSOIPv4))
+	for _, s := range shapers {
+		switch {
+		case size <= netif.Legacy:
+		case s.burst == 0:
+			found = append(found, Incompatibility{
+				Name:   shaperQdisc,
+				Detail: fmt.Sprintf("%s segments all packets to the MTU before it queues them (split-gso)", s.kind),
+				Hint:   fmt.Sprintf("tc qdisc change dev %s root cake no-split-gso; other packets then wait longer behind large ones", i.Name),
+			})
+		case s.burst < size:
+			found = append(found, Incompatibility{
+				Name:   shaperQdisc,
+				Detail: fmt.Sprintf("%s segments packets larger than its burst, about %d bytes, to the MTU before it queues them", s.kind, s.burst),
+				Hint:   fmt.Sprintf("a burst of %d bytes or more passes all packets", size+maxHeaderSize),
+			})
+		}
+	}
+	return found
+}
+
+// maxHeaderSize is more than the bytes of all headers before the TCP payload.
+const maxHeaderSize = 1000
 
 // shapers returns the shapers of the namespace, by the index of the interface.
 func shapers(n *netif.Namespace) (map[int][]shaper, error) {
@@ -95,31 +123,3 @@ func tbfBurst(options []byte) (uint64, bool) {
 	ticks := binary.NativeEndian.Uint32(parameters[bufferAt:])
 	return uint64(float64(rate) * float64(ticks) * nanosecondsATick / 1e9), true
 }
-
-// checkShapers reports shapers of an interface with large packets (tbf_enqueue and
-// cake_enqueue of the kernel).
-func checkShapers(i *netif.Interface, shapers []shaper) []Incompatibility {
-	var found []Incompatibility
-	size := uint64(max(i.Sizes.GSO, i.Sizes.GSOIPv4))
-	for _, s := range shapers {
-		switch {
-		case size <= netif.Legacy:
-		case s.burst == 0:
-			found = append(found, Incompatibility{
-				Name:   shaperCuts,
-				Detail: fmt.Sprintf("%s segments all packets to the MTU before it queues them (split-gso)", s.kind),
-				Hint:   fmt.Sprintf("tc qdisc change dev %s root cake no-split-gso; other packets then wait longer behind large ones", i.Name),
-			})
-		case s.burst < size:
-			found = append(found, Incompatibility{
-				Name:   shaperCuts,
-				Detail: fmt.Sprintf("%s segments packets larger than its burst, about %d bytes, to the MTU before it queues them", s.kind, s.burst),
-				Hint:   fmt.Sprintf("a burst of %d bytes or more passes all packets", size+maxHeaders),
-			})
-		}
-	}
-	return found
-}
-
-// maxHeaders is more than the bytes of all headers before the TCP payload.
-const maxHeaders = 1000

@@ -23,12 +23,12 @@ func (v Version) String() string {
 	return fmt.Sprintf("%d.%d.%d", v[0], v[1], v[2])
 }
 
-// Before tells whether v is older than w.
+// Before reports whether v is older than w.
 func (v Version) Before(w Version) bool {
 	return slices.Compare(v[:], w[:]) < 0
 }
 
-// Running returns the version of the running kernel, which it reads once.
+// Running returns the version of the running kernel. The version is read once.
 var Running = sync.OnceValues(readKernel)
 
 func readKernel() (Version, error) {
@@ -49,15 +49,15 @@ func readKernel() (Version, error) {
 	return v, nil
 }
 
-// kernelOf returns the upstream version of a kernel, by the release and version of
-// uname(2) and by Ubuntu's /proc/version_signature.
+// kernelOf returns the upstream version of a kernel, from the release and version of
+// uname(2) and from Ubuntu's /proc/version_signature.
 func kernelOf(release, version, signature string) (Version, bool) {
 	if fields := strings.Fields(signature); len(fields) == 3 {
 		if v, ok := parseVersion(fields[2]); ok {
 			return v, true
 		}
 	}
-	// Debian has the version there, as in "#1 SMP Debian 6.1.158-1 (2025-11-09)".
+	// Debian writes the upstream version into the version of uname(2), as in "#1 SMP Debian 6.1.158-1 (2025-11-09)".
 	if _, after, found := strings.Cut(version, " Debian "); found {
 		if v, ok := parseVersion(after); ok {
 			return v, true

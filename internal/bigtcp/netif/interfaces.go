@@ -24,7 +24,7 @@ type Support struct {
 }
 
 // Support returns the support of the kernel, as the netlink attributes of lo show it.
-func (n *Namespace) Support() Support { return n.has }
+func (n *Namespace) Support() Support { return n.support }
 
 func (n *Namespace) readSupport() (Support, error) {
 	lo, err := n.link(1) // in every namespace
@@ -89,7 +89,7 @@ type link struct {
 	master  int   // index; 0 for none
 }
 
-// maxRetries bounds repeated reads of a list that changes meanwhile.
+// maxRetries bounds repeated reads of interfaces that change during a read.
 const maxRetries = 10
 
 // links returns all interfaces without driver and offloads, sorted by index.

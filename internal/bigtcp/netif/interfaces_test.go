@@ -23,7 +23,7 @@ import (
 
 var legacy = netif.Sizes{GSO: netif.Legacy, GRO: netif.Legacy, GSOIPv4: netif.Legacy, GROIPv4: netif.Legacy}
 
-// interfaces reads all of a namespace, by name.
+// interfaces reads all interfaces of a namespace, by name.
 func interfaces(t testing.TB, n *netif.Namespace) map[string]netif.Interface {
 	t.Helper()
 	list, err := n.Interfaces()
@@ -43,7 +43,7 @@ func interfaces(t testing.TB, n *netif.Namespace) map[string]netif.Interface {
 	return byName
 }
 
-// relations are those of an interface in words.
+// relations describes the relations of an interface.
 func relations(i netif.Interface) string {
 	var list []string
 	for _, r := range i.Related {
@@ -143,7 +143,7 @@ func TestInterfaces(t *testing.T) {
 	}
 }
 
-// addTun makes a tun interface without offloads.
+// addTun adds a TUN interface without offloads.
 func addTun(t testing.TB, n *netif.Namespace, name string) {
 	t.Helper()
 	err := n.Do(func() error {
@@ -197,7 +197,7 @@ func TestInterface(t *testing.T) {
 	}
 }
 
-// Where the tests run, the kernel has both, or IPv6 if it is older.
+// The kernels of the tests support both families; older ones only IPv6.
 func TestSupport(t *testing.T) {
 	if s := netiftest.Open(t, "").Support(); s != (netif.Support{IPv6: true, IPv4: !olderThan(t, 6, 3)}) {
 		t.Errorf("got %+v", s)
@@ -241,7 +241,7 @@ func TestPeerElsewhere(t *testing.T) {
 	checkRelations(t, interfaces(t, netiftest.Open(t, there)), map[string]string{"end0": "peer named0 in " + here})
 }
 
-// The ends of a pair may have one index, each in its own namespace.
+// The ends of a pair in two namespaces may have the same index.
 func TestPeerOfSameIndex(t *testing.T) {
 	here, there := netiftest.NamedNetns(t, "here"), netiftest.NamedNetns(t, "there")
 	netiftest.AddVeth(t, netiftest.Kernel(t, here), "end0", "end1", netiftest.OpenFile(t, there))
@@ -288,7 +288,7 @@ func TestLowerElsewhere(t *testing.T) {
 	}
 }
 
-// Without rights peers elsewhere are there, but nothing is known of them.
+// Without privileges, peers in other namespaces are reported without details.
 func TestPeerWithoutRights(t *testing.T) {
 	there := netiftest.NamedNetns(t, "there")
 	h := netiftest.Kernel(t, "")
@@ -309,7 +309,7 @@ func TestNamespaceVanishes(t *testing.T) {
 	netiftest.AddVeth(t, netiftest.Kernel(t, here), "here0", "there0", netiftest.OpenFile(t, there))
 	n, gone := netiftest.Open(t, here), netiftest.Open(t, there)
 	checkRelations(t, interfaces(t, n), map[string]string{"here0": "peer there0 in " + there})
-	// An open network keeps its namespace, without its name.
+	// An open Namespace keeps its network namespace alive, also after the name is removed.
 	netiftest.RemoveNetns(there)
 	checkRelations(t, interfaces(t, gone), map[string]string{"there0": "peer here0 in " + here})
 	if _, err := netif.OpenNamespace(there); err == nil {
@@ -403,8 +403,8 @@ func rename(h *netlink.Handle, i int) error {
 	return h.LinkSetName(l, fmt.Sprintf("renamed%d", i+1))
 }
 
-// comeAndGoElsewhere makes a pair with a namespace that goes at once, and takes it
-// along.
+// comeAndGoElsewhere adds a veth pair into a namespace that is removed at once, together
+// with the pair.
 func comeAndGoElsewhere(h *netlink.Handle, i int) error {
 	return netns.Thread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {

@@ -10,12 +10,12 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// waitEnv has the process do nothing until its input ends.
+// waitEnv makes the test binary wait until its standard input is closed.
 const waitEnv = "BIGTCP_TEST_WAIT"
 
 func TestMain(m *testing.M) {
 	if os.Getenv(waitEnv) != "" {
-		// Whatever ends it.
+		// Any end of the input is expected.
 		_, _ = io.Copy(io.Discard, os.Stdin)
 		return
 	}

@@ -7,9 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 	"runtime"
-	"slices"
 
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
@@ -19,11 +17,11 @@ import (
 
 // Namespace is an open network namespace. Its methods are safe for concurrent use.
 type Namespace struct {
-	path  string
-	netns *os.File // nil for the namespace of the caller
-	id    uint64
-	has   Support
-	rtnl  *nl.SocketHandle
+	path    string
+	netns   *os.File // nil for the namespace of the caller
+	id      uint64
+	support Support
+	rtnl    *nl.SocketHandle
 }
 
 // OpenNamespace opens the network namespace at a path, as in /run/netns/NAME; "" is
@@ -61,7 +59,7 @@ func openNamespace(path string, netns *os.File) (*Namespace, error) {
 		return nil, err
 	}
 	var err error
-	if n.has, err = n.readSupport(); err != nil {
+	if n.support, err = n.readSupport(); err != nil {
 		n.Close()
 		return nil, err
 	}
@@ -108,7 +106,7 @@ func (n *Namespace) Path() string { return n.path }
 // before Linux 5.14 its inode.
 func (n *Namespace) ID() uint64 { return n.id }
 
-// Close releases the sockets and the namespace.
+// Close closes the socket and the namespace.
 func (n *Namespace) Close() error {
 	n.rtnl.Close()
 	if n.netns == nil {
@@ -151,40 +149,4 @@ func (n *Namespace) request(kind, flags int) *nl.NetlinkRequest {
 	r := nl.NewNetlinkRequest(kind, flags)
 	r.Sockets = map[int]*nl.SocketHandle{unix.NETLINK_ROUTE: n.rtnl}
 	return r
-}
-
-// namedDirs are the directories of ip-netns(8). Usually one is a link to the other.
-var namedDirs = []string{"/run/netns", "/var/run/netns"}
-
-// NamedNamespaces returns the sorted paths of the network namespaces with a name of
-// ip-netns(8), each namespace once.
-func NamedNamespaces() ([]string, error) {
-	var paths []string
-	seen := map[uint64]bool{}
-	for _, dir := range namedDirs {
-		entries, err := os.ReadDir(dir)
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return nil, fmt.Errorf("list network namespaces: %w", err)
-		}
-		for _, e := range entries {
-			path := filepath.Join(dir, e.Name())
-			if inode, ok := namespaceInode(path); ok && !seen[inode] {
-				seen[inode] = true
-				paths = append(paths, path)
-			}
-		}
-	}
-	slices.Sort(paths)
-	return paths, nil
-}
-
-// namespaceInode returns the inode of the namespace at a path, or false if there is
-// none.
-func namespaceInode(path string) (uint64, bool) {
-	var fs unix.Statfs_t
-	var stat unix.Stat_t
-	if unix.Statfs(path, &fs) != nil || fs.Type != unix.NSFS_MAGIC || unix.Stat(path, &stat) != nil {
-		return 0, false
-	}
-	return stat.Ino, true
 }

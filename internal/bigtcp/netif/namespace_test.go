@@ -22,7 +22,7 @@ import (
 	"sockeye/internal/testenv"
 )
 
-// olderThan tells whether the kernel is older than a version.
+// olderThan reports whether the kernel is older than a version.
 func olderThan(t testing.TB, major, minor int) bool {
 	t.Helper()
 	var u unix.Utsname
@@ -36,14 +36,14 @@ func olderThan(t testing.TB, major, minor int) bool {
 	return running[0] < major || running[0] == major && running[1] < minor
 }
 
-// processNetns starts a process in a network namespace of its own, and returns the
-// path of that.
+// processNetns starts a process in a new network namespace, and returns the path of the
+// namespace.
 func processNetns(t testing.TB) string {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe")
 	cmd.Env = append(os.Environ(), waitEnv+"=1")
-	// It ends with its input: a signal for its parent's death would come when the
-	// thread ends that started it.
+	// The process exits when its input is closed. PR_SET_PDEATHSIG would kill it when the
+	// thread that started it exits.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNET}
 	in, err := cmd.StdinPipe()
 	if err != nil {

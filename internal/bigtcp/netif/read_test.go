@@ -25,7 +25,7 @@ func openOwn(t testing.TB) *Namespace {
 	return n
 }
 
-// addPair makes a pair of veth in the tests' own namespace.
+// addPair adds a veth pair in the namespace of the tests.
 func addPair(t testing.TB, name, peer string) *netlink.Veth {
 	t.Helper()
 	attrs := netlink.NewLinkAttrs()
@@ -63,7 +63,7 @@ func expectChange(t *testing.T, changes <-chan struct{}) {
 	}
 }
 
-// The kernel has no message for it.
+// The kernel sends no notification for a change of sizes.
 func TestWatchSeesSizes(t *testing.T) {
 	v := addPair(t, "sized0", "sized1")
 	for name, set := range map[string]func(netlink.Link, int) error{
@@ -93,7 +93,7 @@ func TestWatchSeesSizes(t *testing.T) {
 	}
 }
 
-// Messages that the kernel had to drop are a change too.
+// Notifications that the kernel dropped count as a change.
 func TestWatchOverrun(t *testing.T) {
 	events := openEvents(t)
 	raw, err := events.SyscallConn()
@@ -121,7 +121,7 @@ func TestWatchOverrun(t *testing.T) {
 	expectChange(t, changes)
 }
 
-// linkMessage is a message of RTM_NEWLINK from its second header on.
+// linkMessage returns the payload of a message RTM_NEWLINK.
 func linkMessage(attrs ...*nl.RtAttr) []byte {
 	header := nl.NewIfInfomsg(unix.AF_UNSPEC)
 	header.Index, header.Flags = 7, unix.IFF_UP

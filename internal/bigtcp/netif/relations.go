@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"slices"
-	"strconv"
 
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
@@ -19,7 +18,7 @@ import (
 // unknownNamespace is Related.Netns if the namespace cannot be found or entered.
 const unknownNamespace = "unknown"
 
-// snapshot is the interfaces of a namespace at one moment.
+// snapshot has the interfaces of a namespace at one point in time.
 type snapshot struct {
 	path    string
 	links   []link
@@ -38,7 +37,7 @@ func (n *Namespace) snapshot() (*snapshot, error) {
 	if err != nil {
 		return nil, err
 	}
-	kept := links[:0]
+	read := links[:0]
 	for _, l := range links {
 		err := n.readEthtool(&l)
 		if errors.Is(err, unix.ENODEV) {
@@ -51,9 +50,9 @@ func (n *Namespace) snapshot() (*snapshot, error) {
 			return nil, fmt.Errorf("read interface %s: %w", l.Name, err)
 		}
 		l.LegacyTunnel = LegacyTunnel(&l.Interface, kernel)
-		kept = append(kept, l)
+		read = append(read, l)
 	}
-	links = kept
+	links = read
 	s := &snapshot{path: n.path, links: links, byIndex: map[int]*link{}, ports: map[int][]*link{}}
 	for i := range links {
 		l := &links[i]
@@ -100,7 +99,7 @@ func (n *Namespace) retryEthtool(l *link) error {
 	return nil
 }
 
-// isPeer tells whether IFLA_LINK is the other end of a pair.
+// isPeer reports whether IFLA_LINK is the other end of a pair.
 func (l *link) isPeer() bool { return l.Kind == "veth" || l.Kind == "netkit" || l.Kind == "vxcan" }
 
 // lower returns the direct lower interfaces in the same namespace.
@@ -194,8 +193,9 @@ func (l *link) related(r Relation, netns string) Related {
 	}
 }
 
-// foreignSnapshots reads the namespaces to which links lead, by their nsid in this
-// namespace. Namespaces that cannot be found or entered are left out.
+// foreignSnapshots reads the other namespaces in which links have lower interfaces or
+// peers, by the nsid in this namespace. Namespaces that cannot be found or entered are
+// omitted.
 func (n *Namespace) foreignSnapshots(links []link) map[int32]*snapshot {
 	wanted := map[int32]bool{}
 	for _, l := range links {
@@ -258,64 +258,4 @@ func (n *Namespace) nsid(netns *os.File) (int32, error) {
 		}
 	}
 	return -1, nil
-}
-
-// maxNamespaces bounds the namespaces of a search.
-const maxNamespaces = 1 << 14
-
-// namespaces yields all network namespaces that have a name or a process, each once:
-// by name, otherwise by the process with the lowest PID. The namespaces are open,
-// because a process may change to another one meanwhile.
-func namespaces(yield func(path string, netns *os.File) bool) {
-	seen := map[uint64]bool{}
-	// If the names cannot be read, the processes remain.
-	paths, _ := NamedNamespaces()
-	for _, path := range append(paths, processPaths()...) {
-		var stat unix.Stat_t
-		if unix.Stat(path, &stat) != nil || seen[stat.Ino] {
-			continue
-		}
-		netns, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
-		if err != nil {
-			continue
-		}
-		seen[stat.Ino] = true
-		if !yield(path, netns) || len(seen) == maxNamespaces {
-			return
-		}
-	}
-}
-
-// AllNamespaces returns the paths of all network namespaces that have a name or a
-// process.
-func AllNamespaces() []string {
-	var paths []string
-	for path, netns := range namespaces {
-		netns.Close()
-		paths = append(paths, path)
-	}
-	return paths
-}
-
-// processPaths returns the network namespaces of all processes, sorted by PID.
-func processPaths() []string {
-	proc, err := os.Open("/proc")
-	if err != nil {
-		return nil
-	}
-	defer proc.Close()
-	// An incomplete list is used as it is.
-	names, _ := proc.Readdirnames(-1)
-	var pids []int
-	for _, name := range names {
-		if pid, err := strconv.Atoi(name); err == nil {
-			pids = append(pids, pid)
-		}
-	}
-	slices.Sort(pids)
-	paths := make([]string, len(pids))
-	for i, pid := range pids {
-		paths[i] = fmt.Sprintf("/proc/%d/ns/net", pid)
-	}
-	return paths
 }

@@ -13,7 +13,7 @@ import (
 	"sockeye/internal/bigtcp/netif/netiftest"
 )
 
-// large is what tests ask for, in bytes.
+// large is the size that the tests set, in bytes.
 const large = 196608
 
 var (

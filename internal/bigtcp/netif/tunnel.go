@@ -4,8 +4,8 @@ package netif
 
 import "sockeye/internal/bigtcp/linux"
 
-// tunnelKinds are the kinds of interfaces that encapsulate packets. It is true for
-// those that encapsulate packets above Legacy from Linux 7.3 on.
+// tunnelKinds has the kinds of interfaces that encapsulate packets. The value is true for
+// kinds that encapsulate packets above Legacy since Linux 7.3.
 var tunnelKinds = map[string]bool{
 	"vxlan": true, "geneve": true,
 	"gre": false, "gretap": false, "erspan": false, "ip6gre": false, "ip6gretap": false, "ip6erspan": false,
@@ -13,13 +13,13 @@ var tunnelKinds = map[string]bool{
 	"wireguard": false, "ovpn": false, "bareudp": false, "gtp": false, "amt": false, "l2tpeth": false,
 }
 
-// IsTunnel tells whether interfaces of a kind (IFLA_INFO_KIND) are tunnels.
+// IsTunnel reports whether interfaces of a kind (IFLA_INFO_KIND) are tunnels.
 func IsTunnel(kind string) bool {
 	_, tunnel := tunnelKinds[kind]
 	return tunnel
 }
 
-// LegacyTunnel tells whether an interface is a tunnel that does not encapsulate packets
+// LegacyTunnel reports whether an interface is a tunnel that does not encapsulate packets
 // above Legacy on a kernel. The kernel lets such a tunnel have the tso_max_size of its
 // lower interface, but writes lengths of 16 bits into the outer headers.
 func LegacyTunnel(i *Interface, running linux.Version) bool {

@@ -73,15 +73,15 @@ type Related struct {
 	Relation Relation `json:"relation"`
 	Index    int      `json:"index"`
 	Name     string   `json:"name,omitempty"` // "" if its namespace is unknown
-	// Netns is the path of the network namespace of the related interface if that is
-	// another one, or "unknown" if no path to it is known.
+	// Netns is the path of the network namespace of the related interface if it is in
+	// another namespace, or "unknown" if no path to that namespace is known.
 	Netns      string `json:"netns,omitempty"`
 	Kind       string `json:"kind,omitempty"`
 	Driver     string `json:"driver,omitempty"`
 	TSOMaxSize uint32 `json:"tso_max_size,omitempty"`
 	Sizes      Sizes  `json:"sizes,omitzero"`
 
-	LegacyTunnel bool `json:"-"` // as of Interface
+	LegacyTunnel bool `json:"-"` // as Interface.LegacyTunnel
 }
 
 // State is the state of BIG TCP on an interface.
@@ -98,8 +98,7 @@ const (
 // Verdict is the state of BIG TCP on an interface, and the reason.
 type Verdict struct {
 	State State `json:"state"`
-	// UpTo is the largest possible GSO size, in bytes, which lower interfaces bound
-	// too.
+	// UpTo is the largest possible GSO size, in bytes; lower interfaces may bound it.
 	UpTo uint32 `json:"up_to,omitempty"`
 	Text string `json:"text"` // as in "off, possible up to 524280 bytes"
 }

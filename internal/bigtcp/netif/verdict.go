@@ -31,7 +31,7 @@ func (i *Interface) LimitedBy() Related {
 	return least
 }
 
-// maxEncapsulated is tso_max_size, but Legacy for a tunnel that damages larger
+// maxEncapsulated returns tso_max_size, or Legacy for a tunnel that damages larger
 // packets: the kernel gives such a tunnel the tso_max_size of its lower interface, and
 // then writes truncated lengths into the outer headers.
 func (r *Related) maxEncapsulated() uint32 {
@@ -41,7 +41,7 @@ func (r *Related) maxEncapsulated() uint32 {
 	return r.TSOMaxSize
 }
 
-// Place returns the name of the interface, with its namespace if that is another one.
+// Place returns the name of the interface, with its namespace if it is in another one.
 func (r *Related) Place() string {
 	if r.Netns == "" {
 		return r.Name
@@ -49,8 +49,8 @@ func (r *Related) Place() string {
 	return r.Name + " in " + r.Netns
 }
 
-// Verdict says whether BIG TCP is on for an interface, could be, or why not. Support is
-// that of the kernel.
+// Verdict returns the state of BIG TCP on an interface, with the reason. s is the support
+// of the kernel.
 func (i *Interface) Verdict(s Support) Verdict {
 	if !s.IPv6 && !s.IPv4 {
 		return Verdict{State: Impossible, Text: "impossible: needs Linux 5.19 for IPv6, 6.3 for IPv4"}
@@ -73,16 +73,16 @@ func (i *Interface) Verdict(s Support) Verdict {
 		return v
 	}
 	v.State = Partly
-	flaws := i.flaws(least)
-	if on == 2*len(families) && len(flaws) == 0 {
+	obstacles := i.obstacles(least)
+	if on == 2*len(families) && len(obstacles) == 0 {
 		v.State = On
 	}
 	v.Text = string(v.State) + ": " + sizesText(families)
 	if !s.IPv4 {
 		v.Text += lacksIPv4
 	}
-	if len(flaws) > 0 {
-		v.Text += "; but " + strings.Join(flaws, "; ")
+	if len(obstacles) > 0 {
+		v.Text += "; but " + strings.Join(obstacles, "; ")
 	}
 	return v
 }
@@ -92,7 +92,7 @@ const (
 	withoutTSO = "TSO is off: the kernel segments packets to the MTU before the driver"
 )
 
-// offVerdict is the verdict on an interface whose sizes are all Legacy or less.
+// offVerdict returns the verdict on an interface whose sizes are all Legacy or less.
 func (i *Interface) offVerdict(least Related) (State, string) {
 	switch {
 	case least.TSOMaxSize == 0:
@@ -125,11 +125,11 @@ func (i *Interface) limitText(least Related) string {
 	return fmt.Sprintf("%s supports packets of at most %d bytes", name, least.TSOMaxSize)
 }
 
-// flaws are the reasons why packets are not large although the sizes are set.
-func (i *Interface) flaws(least Related) []string {
-	var flaws []string
+// obstacles returns the reasons why packets are not large although the sizes are set.
+func (i *Interface) obstacles(least Related) []string {
+	var obstacles []string
 	if least.TSOMaxSize != 0 && least.TSOMaxSize <= Legacy {
-		flaws = append(flaws, i.limitText(least))
+		obstacles = append(obstacles, i.limitText(least))
 	}
 	sends := max(i.Sizes.GSO, i.Sizes.GSOIPv4) > Legacy
 	var smaller []Related
@@ -139,31 +139,31 @@ func (i *Interface) flaws(least Related) []string {
 		}
 	}
 	if len(smaller) > 0 {
-		flaws = append(flaws, lowerSizesText(smaller))
+		obstacles = append(obstacles, lowerSizesText(smaller))
 	}
 	if sends {
-		flaws = append(flaws, i.offloadFlaws()...)
+		obstacles = append(obstacles, i.sendObstacles()...)
 	}
 	if hardware := i.Kind == "" && i.Driver != ""; hardware && !i.Offloads.GRO && max(i.Sizes.GRO, i.Sizes.GROIPv4) > Legacy {
-		flaws = append(flaws, "GRO is off: received packets are not merged")
+		obstacles = append(obstacles, "GRO is off: received packets are not merged")
 	}
-	return flaws
+	return obstacles
 }
 
-// offloadFlaws are reasons in the interface itself, for sent packets.
-func (i *Interface) offloadFlaws() []string {
-	var flaws []string
+// sendObstacles returns the obstacles of sent packets in the interface itself.
+func (i *Interface) sendObstacles() []string {
+	var obstacles []string
 	if most := uint64(i.TSOMaxSegs) * uint64(i.MTU); most != 0 && most < uint64(max(i.Sizes.GSO, i.Sizes.GSOIPv4)) {
-		flaws = append(flaws, fmt.Sprintf("it supports at most %d segments per packet, %d bytes at an MTU of %d", i.TSOMaxSegs, most, i.MTU))
+		obstacles = append(obstacles, fmt.Sprintf("it supports at most %d segments per packet, %d bytes at an MTU of %d", i.TSOMaxSegs, most, i.MTU))
 	}
 	if !i.Offloads.TSO {
-		flaws = append(flaws, withoutTSO)
+		obstacles = append(obstacles, withoutTSO)
 	}
-	return flaws
+	return obstacles
 }
 
-// exceeds tells whether a lower interface has GSO sizes at which the kernel segments
-// packets of these sizes.
+// exceeds reports whether the kernel segments packets of GSO size s at a lower interface
+// with the sizes below.
 func (s Sizes) exceeds(below Sizes) bool {
 	return s.GSO > Legacy && s.GSO > below.GSO ||
 		s.GSOIPv4 > Legacy && s.GSOIPv4 > below.GSOIPv4

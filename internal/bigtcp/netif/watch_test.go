@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/bigtcp/netif/netiftest"
 )
 
-// await waits until what was watched for is so; it fails if no change is signalled.
+// await waits for changes until the condition holds, and fails if no change is signalled.
 func await(t *testing.T, changes <-chan struct{}, what string, so func() bool) {
 	t.Helper()
 	late := time.After(20 * time.Second)

@@ -200,7 +200,7 @@ func (o Owner) words() string {
 	return string(o)
 }
 
-// isOurs tells whether sizes are of this record: applied, from before, or those of an
+// isOurs reports whether sizes are of this record: applied, from before, or those of an
 // interrupted change.
 func (r *Record) isOurs(now netif.Sizes) bool {
 	return now == r.Applied || now == r.Before || r.From != (netif.Sizes{}) && now == r.From

@@ -190,7 +190,7 @@ func (p *step) keepForOthers(ifaces []netif.Interface, i *netif.Interface, steps
 	}
 }
 
-// sendsThrough tells whether other is a lower interface of i in the same namespace.
+// sendsThrough reports whether other is a lower interface of i in the same namespace.
 func sendsThrough(i, other *netif.Interface) bool {
 	return slices.ContainsFunc(i.Related, func(r netif.Related) bool {
 		return r.Relation == netif.Lower && r.Netns == "" && r.Index == other.Index
@@ -323,7 +323,7 @@ func sortSteps(steps []step) {
 	})
 }
 
-// shrinks tells whether some sizes decrease and none increases.
+// shrinks reports whether some sizes decrease and none increases.
 func shrinks(from, to netif.Sizes) bool {
 	larger := to.GSO > from.GSO || to.GRO > from.GRO || to.GSOIPv4 > from.GSOIPv4 || to.GROIPv4 > from.GROIPv4
 	return from != to && !larger

@@ -199,7 +199,7 @@ func selectItems(items []*item, only func(Record) bool, force bool) []*item {
 	})
 }
 
-// requested tells whether the sizes were requested for the interface itself.
+// requested reports whether the sizes were requested for the interface itself.
 func (r *Record) requested() bool { return len(r.For) == 0 || slices.Contains(r.For, r.Index) }
 
 // revert reverts items and removes their records.
@@ -289,5 +289,5 @@ func (d *folder) dropReferences(items []*item) error {
 	return nil
 }
 
-// isGone tells whether an interface has vanished.
+// isGone reports whether an interface has vanished.
 func isGone(err error) bool { return errors.Is(err, unix.ENODEV) }

@@ -3,23 +3,14 @@
 package verify
 
 import (
-	"bytes"
 	"cmp"
-	"errors"
 	"fmt"
 	"math"
 	"net/netip"
-	"os"
 	"slices"
-	"strconv"
 	"strings"
-	"time"
-
-	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bigtcp/netif"
-	"sockeye/internal/bpf"
 )
 
 // Cause is a reason why bytes did not travel in large packets.
@@ -47,148 +38,6 @@ const (
 	// pacingShift is the default of sk_pacing_shift: packets of about a millisecond.
 	pacingShift = 10
 )
-
-// flow is one direction of a connection.
-type flow struct {
-	bpf.BigTCPFlow
-	source, destination netip.AddrPort
-	sent                bool // otherwise received
-	family              Family
-	socket              *socketHistory // nil if none was found
-}
-
-// socketHistory has the maxima of all samples of a socket, in bytes; 0 if unknown.
-type socketHistory struct {
-	window     uint64 // receive window that the peer advertised
-	ownWindow  uint64 // receive window that this end advertised
-	congestion uint64 // congestion window
-	pacing     uint64 // packet size that pacing permits; math.MaxUint64 if unbounded
-	unsent     uint64
-	resent     bool
-	first      *unix.TCPInfo
-	// Since the first sample: the time with data in flight, and the part of it that
-	// was limited by the receive window.
-	busy, byWindow time.Duration
-}
-
-// add adds a sample. gso is the GSO size of the interface in bytes, rttLog the sysctl
-// tcp_tso_rtt_log.
-func (s *socketHistory) add(i *unix.TCPInfo, gso uint32, rttLog uint) {
-	if s.first == nil {
-		s.first = i
-	}
-	s.window = max(s.window, uint64(i.Snd_wnd))
-	s.ownWindow = max(s.ownWindow, uint64(i.Rcv_wnd))
-	s.congestion = max(s.congestion, uint64(i.Snd_cwnd)*uint64(i.Snd_mss))
-	s.unsent = max(s.unsent, uint64(i.Notsent_bytes))
-	s.resent = s.resent || i.Total_retrans > s.first.Total_retrans
-	s.pacing = max(s.pacing, pacedSize(i.Pacing_rate, i.Min_rtt, gso, rttLog))
-	since := func(now, then uint64) time.Duration {
-		return time.Duration(now-min(then, now)) * time.Microsecond
-	}
-	s.busy = since(i.Busy_time, s.first.Busy_time)
-	s.byWindow = since(i.Rwnd_limited, s.first.Rwnd_limited)
-}
-
-// pacedSize returns the packet size of tcp_tso_autosize in bytes, for a rate in bytes
-// per second and a round trip in microseconds.
-func pacedSize(rate uint64, minRTT, gso uint32, rttLog uint) uint64 {
-	if rate == math.MaxUint64 {
-		return rate
-	}
-	size := rate >> pacingShift
-	if shift := minRTT >> min(rttLog, 31); shift < 32 {
-		size += uint64(gso) >> shift
-	}
-	return size
-}
-
-// sampleFlows reads the flows, and the sockets of those with most bytes in small
-// packets.
-func (v *verifier) sampleFlows() error {
-	err := v.counting.Flows(func(k *bpf.BigTCPFlowKey, f *bpf.BigTCPFlow) {
-		known := v.flows[*k]
-		if known == nil {
-			if len(v.flows) >= maxFlows {
-				return
-			}
-			known = &flow{sent: int(k.Point) == bpf.BigTCPEgress, family: familyNames[k.Family]}
-			known.source, known.destination = k.Ends()
-			v.flows[*k] = known
-		}
-		known.BigTCPFlow = *f
-	})
-	if err != nil {
-		return err
-	}
-	all := make([]*flow, 0, len(v.flows))
-	for _, f := range v.flows {
-		all = append(all, f)
-	}
-	slices.SortFunc(all, func(a, b *flow) int { return cmp.Compare(b.small(), a.small()) })
-	for _, f := range all[:min(len(all), maxSampled)] {
-		local, remote := f.source, f.destination
-		if !f.sent {
-			local, remote = remote, local
-		}
-		i, err := v.diag.find(local, remote, v.before.Index)
-		if err != nil {
-			return err
-		}
-		if i == nil {
-			continue
-		}
-		if f.socket == nil {
-			f.socket = &socketHistory{}
-		}
-		f.socket.add(i, gsoSize(v.before.Sizes, f.family), v.rttLog)
-	}
-	return nil
-}
-
-// small returns the bytes in packets that are not large.
-func (f *flow) small() uint64 { return f.Bytes - min(f.LargeBytes, f.Bytes) }
-
-func (f *flow) String() string { return f.source.String() + " to " + f.destination.String() }
-
-// localAddresses returns the addresses of the namespace's interfaces.
-func (v *verifier) localAddresses() (map[netip.Addr]bool, error) {
-	locals := make(map[netip.Addr]bool)
-	err := v.network.Do(func() error {
-		all, err := netlink.AddrList(nil, netlink.FAMILY_ALL)
-		if err != nil {
-			return fmt.Errorf("list addresses: %w", err)
-		}
-		for _, a := range all {
-			if ip, ok := netip.AddrFromSlice(a.IP); ok {
-				locals[ip.Unmap()] = true
-			}
-		}
-		return nil
-	})
-	return locals, err
-}
-
-// hasQueues tells whether a program receives packets from NFQUEUE. It must run in the
-// namespace.
-func hasQueues() bool {
-	queues, err := os.ReadFile("/proc/thread-self/net/netfilter/nfnetlink_queue")
-	return err == nil && len(bytes.TrimSpace(queues)) > 0
-}
-
-// tsoRTTLog returns the sysctl tcp_tso_rtt_log (Linux 5.18). It must run in the
-// namespace.
-func tsoRTTLog() uint {
-	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_tso_rtt_log")
-	if err != nil {
-		return 0
-	}
-	n, err := strconv.ParseUint(strings.TrimSpace(string(text)), 10, 8)
-	if err != nil {
-		return 0
-	}
-	return uint(n)
-}
 
 // evidence is what causes are derived from.
 type evidence struct {
@@ -264,13 +113,6 @@ func (s *evidence) cut() Cause {
 		c.Hint = "turn TSO on: ethtool -K " + s.Name + " tso on"
 	}
 	return c
-}
-
-func sizesOf(s netif.Sizes) string {
-	if s.GSOIPv4 == 0 {
-		return fmt.Sprintf("%d bytes", s.GSO)
-	}
-	return fmt.Sprintf("%d bytes of IPv6, %d of IPv4", s.GSO, s.GSOIPv4)
 }
 
 // limit is a bound of the packet size of a flow, in bytes.
@@ -451,77 +293,15 @@ func (s *evidence) receivedCause(f *flow) Cause {
 	}
 }
 
-// isVirtual tells whether the received packets are those that another interface of
+// isVirtual reports whether the received packets are those that another interface of
 // this host sent.
 func (s *evidence) isVirtual() bool { return s.Kind != "" || s.Name == "lo" }
 
-// notes are what the reader of a report must know besides.
-func (p *Report) notes(before *netif.Interface, refused tooBigCounters) []string {
-	notes := []string{}
-	var other, all uint64
-	for _, c := range p.Counts {
-		if c.Point == Driver {
-			continue
-		}
-		all += c.Bytes
-		if c.Family == Other {
-			other += c.Bytes
-		}
+func sizesOf(s netif.Sizes) string {
+	if s.GSOIPv4 == 0 {
+		return fmt.Sprintf("%d bytes", s.GSO)
 	}
-	switch {
-	case all == 0:
-		notes = append(notes, "no packets were counted: nothing is proven")
-	case other == all:
-		notes = append(notes, "no TCP packets were counted, and other protocols have no large packets: nothing is proven")
-	case other*2 > all:
-		notes = append(notes, fmt.Sprintf("%.0f %% of all bytes are not TCP (UDP, or encapsulated): BIG TCP does not apply to them", 100*share(other, all)))
-	}
-	if p.Sizes != before.Sizes {
-		notes = append(notes, fmt.Sprintf("the sizes changed during the run; they were %s", sizesOf(before.Sizes)))
-	}
-	if refused.byUs > 0 {
-		notes = append(notes, fmt.Sprintf("this host dropped %d forwarded IPv6 packets as too big (Ip6InTooBigErrors): %s", refused.byUs, jumbogramText))
-	}
-	if refused.byOthers > 0 {
-		notes = append(notes, fmt.Sprintf("routers on the path rejected %d IPv6 packets as too big (Icmp6InPktTooBigs): if they run Linux, %s", refused.byOthers, jumbogramText))
-	}
-	if p.NoDriver != "" {
-		notes = append(notes, "packets were not counted at the driver: which packets the kernel segments is derived from the sizes of the interface")
-	}
-	return notes
+	return fmt.Sprintf("%d bytes of IPv6, %d of IPv4", s.GSO, s.GSOIPv4)
 }
 
 const lossHint = "look for loss on the path (nstat TcpRetransSegs)"
-
-const jumbogramText = "kernels before 7.0 insert an option of 8 bytes into large IPv6 packets and count it for each segment when they forward the packet, so that packets with segments that fill the MTU are lost; turn BIG TCP for IPv6 off where these packets are sent or merged, or raise the MTU of the outgoing interface by 8"
-
-// tooBigCounters count IPv6 packets of a namespace that were rejected for their size.
-type tooBigCounters struct{ byUs, byOthers uint64 }
-
-// readTooBig reads the counters. It must run in the namespace.
-func readTooBig() (n tooBigCounters, err error) {
-	text, err := os.ReadFile("/proc/thread-self/net/snmp6")
-	if errors.Is(err, os.ErrNotExist) {
-		return n, nil // the kernel has no IPv6
-	}
-	if err != nil {
-		return n, fmt.Errorf("read counters of IPv6: %w", err)
-	}
-	for line := range strings.Lines(string(text)) {
-		fields := strings.Fields(line)
-		if len(fields) != 2 {
-			continue
-		}
-		value, err := strconv.ParseUint(fields[1], 10, 64)
-		if err != nil {
-			continue
-		}
-		switch fields[0] {
-		case "Ip6InTooBigErrors":
-			n.byUs = value
-		case "Icmp6InPktTooBigs":
-			n.byOthers = value
-		}
-	}
-	return n, nil
-}

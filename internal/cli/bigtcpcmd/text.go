@@ -129,7 +129,7 @@ func sharedIncompatibilities(rows []similar) shared {
 	return s
 }
 
-// isIdle tells whether an interface is omitted without --all.
+// isIdle reports whether an interface is omitted without --all.
 func (i *Interface) isIdle() bool {
 	if i.Wanted != nil || i.Verdict.State == netif.On || i.Verdict.State == netif.Partly {
 		return false

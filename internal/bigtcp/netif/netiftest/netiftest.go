@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package netiftest makes network namespaces and interfaces for tests.
+// Package netiftest creates network namespaces and interfaces for tests.
 package netiftest
 
 import (
@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/netns"
 )
 
-// Sizes are sizes in the order of their fields: GSO and GRO, then those of IPv4.
+// Sizes returns sizes in bytes.
 func Sizes(gso, gro, gsoIPv4, groIPv4 uint32) netif.Sizes {
 	return netif.Sizes{GSO: gso, GRO: gro, GSOIPv4: gsoIPv4, GROIPv4: groIPv4}
 }
@@ -25,7 +25,7 @@ func Sizes(gso, gro, gsoIPv4, groIPv4 uint32) netif.Sizes {
 // NamedDir is the directory of named network namespaces.
 const NamedDir = "/run/netns"
 
-// hideNamed puts a folder of our own over that of the host's named namespaces.
+// hideNamed mounts an empty directory over the host's named namespaces.
 var hideNamed = sync.OnceValue(func() error {
 	if err := os.MkdirAll(NamedDir, 0o755); err != nil {
 		return err
@@ -33,7 +33,7 @@ var hideNamed = sync.OnceValue(func() error {
 	return unix.Mount("tmpfs", NamedDir, "tmpfs", 0, "mode=0755")
 })
 
-// NamedNetns makes a network namespace with a name, as ip netns add does, and returns
+// NamedNetns creates a network namespace with a name, as ip netns add does, and returns
 // its path.
 func NamedNetns(t testing.TB, name string) string {
 	t.Helper()
@@ -55,8 +55,8 @@ func RemoveNetns(path string) {
 	os.Remove(path)
 }
 
-// HeldNetns makes a network namespace that only a descriptor keeps: no name and no
-// process leads to it.
+// HeldNetns creates a network namespace that only a descriptor refers to: the namespace
+// has no name and no process.
 func HeldNetns(t testing.TB) *os.File {
 	t.Helper()
 	var held *os.File
@@ -82,7 +82,7 @@ func InNewNetns(t testing.TB, f func() error) {
 	}
 }
 
-// Open opens a namespace, "" for that of the tests.
+// Open opens a namespace, or with "" the namespace of the test.
 func Open(t testing.TB, path string) *netif.Namespace {
 	t.Helper()
 	n, err := netif.OpenNamespace(path)
@@ -93,7 +93,7 @@ func Open(t testing.TB, path string) *netif.Namespace {
 	return n
 }
 
-// Kernel returns a netlink handle of a namespace, independent of the tested code.
+// Kernel returns a netlink handle of a namespace, which is independent of the tested code.
 func Kernel(t testing.TB, path string) *netlink.Handle {
 	t.Helper()
 	at := vnetns.None()
@@ -118,19 +118,19 @@ func Add(t testing.TB, h *netlink.Handle, l netlink.Link) {
 	if err := h.LinkAdd(l); err != nil {
 		t.Fatalf("add %s %s: %v", l.Type(), l.Attrs().Name, err)
 	}
-	// It may have gone with its namespace.
+	// The interface may have vanished with its namespace.
 	t.Cleanup(func() { _ = h.LinkDel(l) })
 }
 
-// Named returns attributes with a name.
+// Named returns the attributes of a new interface with a name.
 func Named(name string) netlink.LinkAttrs {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name = name
 	return attrs
 }
 
-// AddVeth adds a veth pair, one end in the namespace of h and the other in that of a
-// file, nil for the same.
+// AddVeth adds a veth pair for the duration of the test: name in the namespace of h, and
+// peer in the namespace other, or also in that of h if other is nil.
 func AddVeth(t testing.TB, h *netlink.Handle, name, peer string, other *os.File) {
 	t.Helper()
 	v := &netlink.Veth{LinkAttrs: Named(name), PeerName: peer}

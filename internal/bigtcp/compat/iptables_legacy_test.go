@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestLegacyTables has the kernel make the tables filter in a namespace, as
-// iptables-legacy does, and looks for them there.
+// TestLegacyTables creates the tables filter in a namespace, as iptables-legacy does, and
+// finds them.
 func TestLegacyTables(t *testing.T) {
 	n := newNamespace(t)
 	host, _ := findAll(t, n)
@@ -30,7 +30,7 @@ func TestLegacyTables(t *testing.T) {
 	}
 }
 
-// makeLegacyTable asks for the table filter, which makes it.
+// makeLegacyTable requests the table filter, which creates the table.
 func makeLegacyTable(domain, level int) error {
 	socket, err := unix.Socket(domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -34,7 +34,7 @@ func legacyTables() ([]string, error) {
 	return tables, nil
 }
 
-// checkLegacyTables reports tables of iptables-legacy: what their rules match is not known.
+// checkLegacyTables reports tables of iptables-legacy, whose matches are unknown.
 func checkLegacyTables(tables []string) []Incompatibility {
 	if len(tables) == 0 {
 		return nil
@@ -42,7 +42,7 @@ func checkLegacyTables(tables []string) []Incompatibility {
 	return []Incompatibility{{
 		Name: iptablesLegacy,
 		Detail: fmt.Sprintf("tables of iptables-legacy exist (%s), whose rules are not inspected: those that match -m length, -m hbh "+
-			"or -m ipv6header, and those that queue to NFQUEUE, are incompatible with packets above 65535 bytes", listed(tables, ", ")),
+			"or -m ipv6header, and those that queue to NFQUEUE, are incompatible with packets above 65535 bytes", joinFirst(tables, ", ")),
 		Hint: "look for such rules with iptables-legacy-save and ip6tables-legacy-save; rules of iptables-nft are inspected",
 	}}
 }

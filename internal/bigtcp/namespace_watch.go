@@ -15,19 +15,19 @@ import (
 	"sockeye/internal/watch"
 )
 
-// networkWatch tells when network namespaces come and go, and when records of sizes
-// do.
-type networkWatch struct {
+// namespaceWatch watches for network namespaces that appear or vanish, and for changes of
+// the records of sizes.
+type namespaceWatch struct {
 	folders, records *watch.Folders
 	mounts           *mountWatch
-	retry            *time.Timer // nil until it is needed
+	retry            *time.Timer // nil until the first retry
 }
 
-// retryAfter is when the agent looks again at a file that is no network namespace: it
-// may just be about to become one.
-const retryAfter = time.Second
+// retryDelay is the time until a file that is not a network namespace is checked again. ip
+// netns creates the file before it mounts the namespace.
+const retryDelay = time.Second
 
-func (w *networkWatch) close() {
+func (w *namespaceWatch) close() {
 	for _, folders := range []*watch.Folders{w.folders, w.records} {
 		if folders != nil {
 			folders.Close()
@@ -41,18 +41,19 @@ func (w *networkWatch) close() {
 	}
 }
 
-// look watches where the network namespaces of the policy may come and go, and looks whether they did.
-// ip netns makes a file and then mounts the namespace there, of which only the list of mounts tells.
-func (d *Domain) look() {
+// updateNamespaces watches the paths of the network namespaces with rules, and opens or
+// closes namespaces that have appeared or vanished. ip netns creates a file and then mounts
+// the namespace on it; only the list of mounts shows the mount.
+func (d *Domain) updateNamespaces() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.closed || len(d.sizers) == 0 {
+	if d.closed || len(d.reconcilers) == 0 {
 		return
 	}
 	if d.watch == nil {
-		w, err := d.newNetworkWatch()
+		w, err := d.newNamespaceWatch()
 		if err != nil {
-			d.log.Warn("network namespaces not watched: one that appears is left as it is", "error", err)
+			d.log.Warn("network namespaces not watched: those that appear later are not configured", "error", err)
 			return
 		}
 		d.watch = w
@@ -60,64 +61,63 @@ func (d *Domain) look() {
 	if err := d.watch.records.Add(d.recordsDir()); err != nil {
 		d.log.Warn("records of sizes not watched", "error", err)
 	}
-	for netns, s := range d.sizers {
+	for netns, s := range d.reconcilers {
 		if netns != "" {
 			if err := d.watch.folders.AddWay(netns); err != nil {
 				d.log.Warn("network namespace not watched", "netns", netns, "error", err)
 			}
 		}
-		s.renew()
-		if _, err := os.Stat(netns); netns != "" && err == nil && !s.entered() {
-			d.watch.again(d.look)
+		s.updateNamespace()
+		if _, err := os.Stat(netns); netns != "" && err == nil && !s.isOpen() {
+			d.watch.retryAfterDelay(d.updateNamespaces)
 		}
 	}
 }
 
-// again calls look in a while.
-func (w *networkWatch) again(look func()) {
+// retryAfterDelay calls retry after retryDelay.
+func (w *namespaceWatch) retryAfterDelay(retry func()) {
 	if w.retry == nil {
-		w.retry = time.AfterFunc(retryAfter, look)
+		w.retry = time.AfterFunc(retryDelay, retry)
 		return
 	}
-	w.retry.Reset(retryAfter)
+	w.retry.Reset(retryDelay)
 }
 
-func (d *Domain) newNetworkWatch() (w *networkWatch, err error) {
-	w = &networkWatch{}
+func (d *Domain) newNamespaceWatch() (w *namespaceWatch, err error) {
+	w = &namespaceWatch{}
 	defer func() {
 		if err != nil {
 			w.close()
 		}
 	}()
 	if err := os.Mkdir(d.recordsDir(), 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return nil, fmt.Errorf("create folder of records: %w", err)
+		return nil, fmt.Errorf("create directory of records: %w", err)
 	}
 	if w.records, err = watch.NewFolders(d.recordsChanged); err != nil {
 		return nil, err
 	}
-	if w.folders, err = watch.NewFolders(d.look); err != nil {
+	if w.folders, err = watch.NewFolders(d.updateNamespaces); err != nil {
 		return nil, err
 	}
-	w.mounts, err = newMountWatch(d.look)
+	w.mounts, err = newMountWatch(d.updateNamespaces)
 	return w, err
 }
 
-// recordsChanged looks whether a command has left interfaces to the policy, or taken
-// some.
+// recordsChanged reconciles all namespaces after a command has written or removed records.
 func (d *Domain) recordsChanged() {
-	for _, s := range d.allSizers() {
-		s.again()
+	for _, s := range d.allReconcilers() {
+		s.update()
 	}
 }
 
-// mountWatch tells when something is mounted or unmounted.
+// mountWatch watches the list of mounts.
 type mountWatch struct {
 	mounts *os.File
 	wake   int // eventfd(2)
 }
 
-// newMountWatch calls changed after every change of the list of mounts, from one
-// goroutine, until it is closed.
+// newMountWatch calls changed, from one goroutine, after each change of the list of mounts,
+// until the watch is closed.
 func newMountWatch(changed func()) (*mountWatch, error) {
 	mounts, err := os.Open("/proc/self/mountinfo")
 	if err != nil {
@@ -149,7 +149,7 @@ func newMountWatch(changed func()) (*mountWatch, error) {
 }
 
 func (w *mountWatch) close() {
-	// Its goroutine closes the descriptors.
+	// The goroutine of newMountWatch closes the descriptors.
 	one := slices.Repeat([]byte{1}, 8)
 	_, _ = unix.Write(w.wake, one)
 }

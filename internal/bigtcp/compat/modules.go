@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package compat
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+)
+
+// moduleLoaded returns false for a kernel module that is not loaded, which a request
+// would load. It returns true if the code is built into the kernel.
+func moduleLoaded(module string) (bool, error) {
+	if _, err := os.Stat("/sys/module/" + module); err == nil {
+		return true, nil
+	}
+	var name unix.Utsname
+	if err := unix.Uname(&name); err != nil {
+		return false, fmt.Errorf("read kernel version: %w", err)
+	}
+	modules, err := os.ReadFile(filepath.Join("/lib/modules", unix.ByteSliceToString(name.Release[:]), "modules.dep"))
+	if err != nil {
+		// The list of modules may be invisible, as in a container.
+		return true, nil
+	}
+	return !bytes.Contains(modules, []byte("/"+module+".ko")), nil
+}
