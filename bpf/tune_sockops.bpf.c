@@ -513,7 +513,7 @@ tune_init_connection(struct bpf_sock_ops *ctx, const struct match_tuple *t,
 	return c;
 }
 
-/* Reads the peer's tag from its SYN or from the packet at hand. */
+/* Reads the peer's tag from its SYN or from the packet of the callback. */
 static __always_inline bool tune_read_tag(struct bpf_sock_ops *ctx,
 					  struct match_tag *tag, __u64 from)
 {
@@ -528,7 +528,7 @@ static __always_inline bool tune_read_tag(struct bpf_sock_ops *ctx,
 	if (h.length <= 4 || h.length > sizeof(h))
 		return false;
 	tag->length = h.length - 4;
-	/* The kernel copies what the option has: zeros follow. */
+	/* The kernel copies only the bytes of the option: the rest is 0. */
 	__builtin_memcpy(tag->byte, h.byte, MATCH_TAG);
 	return true;
 }
