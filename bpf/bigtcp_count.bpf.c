@@ -1,22 +1,25 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
  * Counts the packets that an interface receives and sends, by size and by
- * segments, and the bytes of each TCP connection. Decides nothing: whatever
- * else is attached goes on. Attached only while somebody asks.
- * Cost: about 70 ns for a packet, to read its headers and add to counters of this
- * CPU; 20 ns more for one of TCP, and 30 more if that carries data, to find its
- * connection, whose counters all CPUs add to atomically. No lock, but inside
- * the table when a connection is seen for the first time.
+ * number of segments, and the bytes of each TCP connection.
  *
- * What is sent is seen before the kernel cuts what is too large for the device:
- * bigtcp_driver.bpf.c has what comes after that.
+ * Hooks: ingress and egress of an interface (TCX, or clsact before Linux 6.6),
+ * attached only during a measurement.
+ * Decision: none. TC_ACT_UNSPEC lets the next program run.
+ * Cost: about 70 ns for a packet, to read its headers and add to counters of
+ * this CPU; 20 ns more for a TCP packet, and 30 ns more for one with data, to
+ * find its connection, whose counters all CPUs increment atomically. There is
+ * no lock, except in the table when a connection is inserted.
+ *
+ * Egress runs before the kernel segments packets that are too large for the
+ * device. bigtcp_driver.bpf.c counts the packets after segmentation.
  */
 #include "bigtcp.bpf.h"
 
 #include <linux/pkt_cls.h>
 
 
-/* VLAN tags that are followed. */
+/* VLAN tags that the programs skip. */
 #define VLAN_TAGS 2
 
 char _license[] SEC("license") = "Dual BSD/GPL";
@@ -28,14 +31,16 @@ BIGTCP_EXPORT(struct, bigtcp_counts);
 BIGTCP_EXPORT(struct, bigtcp_flow_key);
 BIGTCP_EXPORT(struct, bigtcp_flow);
 
-/* False on interfaces whose packets begin with the IP header. */
+/* Packets begin with an Ethernet header; false: with the IP header. */
 const volatile bool ethernet = true;
 
-/* Packets of several segments that have so many bytes or more, with the header
- * of the link, are cut before the driver. 0: none is. By family. */
+/*
+ * The kernel segments GSO packets of at least so many bytes, with the link
+ * header, before the driver; by family. 0: it segments none.
+ */
 const volatile __u32 limits[BIGTCP_FAMILIES] = {};
 
-/* The busiest of late; those that are pushed out are still in counts. */
+/* Recently used connections. Evicted ones are still part of counts. */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 8192);
@@ -63,7 +68,10 @@ static __always_inline void bigtcp_addresses(struct bigtcp_flow_key *key,
 	__builtin_memcpy(key->destination + 12, p->header + 16, 4);
 }
 
-/* Bytes of a packet as its own header tells: a short one may be padded. */
+/*
+ * Returns the bytes of an IP packet by its header, as Ethernet pads short
+ * packets; 0 in the header stands for a BIG TCP packet.
+ */
 static __always_inline __u32 bigtcp_ip_length(const struct bigtcp_packet *p)
 {
 	__u32 total;

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Which socket of the network namespace gets this SYN or datagram, if it is
- * for a listener of this service: the one in the slot of its source address,
- * whatever port, address or user that socket has. Attached to the namespace;
- * the kernel runs it for every lookup that no connected socket answers, so
- * packets for other ports leave after one pass over the listeners. What is
- * for the service and finds no ready member is dropped, never passed on.
+ * Selects the socket that receives a SYN or a datagram for a listener of the
+ * service: the socket in the slot of the source address, whatever port,
+ * address or user that socket has.
+ *
+ * Hook: sk_lookup of the network namespace. The kernel runs the program for
+ * each SYN and each datagram that no connected socket receives.
+ * Decision: SK_PASS with a socket, SK_DROP if the service has no ready member,
+ * SK_PASS without a socket for packets of other ports.
+ * Cost: one pass over at most STEER_MAX_LISTENERS listeners; for packets of
+ * the service, see steer.bpf.h, and one lookup of the socket.
  */
 #include "steer.bpf.h"
 
@@ -33,7 +37,10 @@ static __always_inline bool any_address(const volatile struct steer_address *a)
 	return !(a->word[0] | a->word[1] | a->word[2] | a->word[3]);
 }
 
-/* The most specific listener wins, as in the kernel's own lookup. */
+/*
+ * Returns the row of the listener, or STEER_MAX_LISTENERS. As in the kernel's
+ * own lookup, the most specific listener wins.
+ */
 static __always_inline __u32 find_listener(struct bpf_sk_lookup *ctx,
 					   const struct steer_address *local)
 {
@@ -89,7 +96,10 @@ int steer_lookup(struct bpf_sk_lookup *ctx)
 		if (!sk) {
 			steer_refuse(&s, STEER_REASON_SOCKET);
 		} else {
-			/* A SYN for a listener that was shut down hears nothing. */
+			/*
+			 * A SYN for a listener that was shut down would get no
+			 * answer.
+			 */
 			if ((s.connection && sk->state != BPF_TCP_LISTEN) ||
 			    bpf_sk_assign(ctx, sk, BPF_SK_LOOKUP_F_NO_REUSEPORT))
 				steer_refuse(&s, STEER_REASON_SOCKET);

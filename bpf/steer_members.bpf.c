@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Tells the agent which process binds or listens on a service's ports, and
- * closes a slot the moment one of its registered sockets is released, for all
- * listeners alike and with or without an agent. Attached to the cgroup in
- * which members live; runs at bind, listen and close, never for a packet.
+ * Reports to the agent which process binds or listens on a port of the
+ * service, and closes a slot when one of the slot's registered sockets is
+ * released: at that moment, for all listeners, with or without an agent.
+ *
+ * Hooks: post_bind, sockops (LISTEN and PASSIVE_ESTABLISHED) and sock_release of the
+ * cgroup in which members run.
+ * Decision: none, all calls are allowed.
+ * Cost: at bind, listen, accept and close one comparison with each of at most
+ * STEER_MAX_LISTENERS port ranges, or one lookup; nothing for a packet.
  */
 #include "steer.bpf.h"
 
@@ -18,18 +23,18 @@ const volatile struct steer_ports ports[STEER_MAX_LISTENERS] = {};
 const volatile __u32 port_count = 0;
 
 /*
- * The network namespace of the service, as SO_NETNS_COOKIE gives it; 0 where
- * the kernel does not (before 5.14): then a socket of any namespace is
- * reported. Any user can make a namespace and bind to any port there.
+ * SO_NETNS_COOKIE of the service's network namespace, as any user can create a
+ * namespace and bind to any port there. 0 before Linux 5.14: sockets of all
+ * namespaces are reported then.
  */
 const volatile __u64 netns_cookie = 0;
 /*
- * Whether sockops programs have bpf_get_netns_cookie (5.15). Where they have
- * not, the verifier does not see the call: the branch is dead.
+ * Whether sockops programs have bpf_get_netns_cookie (Linux 5.15). If they have
+ * not, the verifier removes the call as dead code.
  */
 const volatile bool listen_has_netns = false;
 
-/* The ports of the listeners: members may bind to others. */
+/* Ports of the listeners. Members may bind to other ports: see ports. */
 const volatile struct steer_ports served[STEER_MAX_LISTENERS] = {};
 const volatile __u32 served_count = 0;
 
@@ -47,7 +52,7 @@ struct {
 	__uint(max_entries, 256 * 1024);
 } events SEC(".maps");
 
-/* Events that found the ring full; the agent scans when this grows. */
+/* Events lost because the ring was full. The agent rescans when this grows. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
@@ -110,8 +115,9 @@ int steer_bind6(struct bpf_sock *sk)
 }
 
 /*
- * Who completes a handshake has its address, and a place among the devices,
- * whatever others forge. Its SYN has been counted only if it had one before.
+ * A peer that completes a handshake owns its source address, and gets an entry
+ * in the devices map without an allowance. The SYN was counted only if the peer
+ * had an entry before.
  */
 static __always_inline void add_established(struct bpf_sock_ops *ctx)
 {

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Which member of a SO_REUSEPORT group gets this SYN or datagram: the one in
- * the slot of its source address. Attached to the group of one listener; the
- * kernel runs it for every SYN and for every UDP datagram, never for segments
- * of an established connection. Without a ready member the verdict is SK_DROP
- * (RST, or ICMP port unreachable): SK_PASS without a selection would hand the
- * packet to the kernel's own hash.
+ * Selects the member of a SO_REUSEPORT group that receives a SYN or a datagram:
+ * the socket in the slot of the source address.
  *
- * steer_migrate is the same for kernels from 5.14 on. It is also asked when a
- * listener closes with connections in its queue (d4f2c86b2b7e), and lets them
- * move only where a new connection of their device would go, whatever
- * tcp_migrate_req is.
+ * Hook: sk_reuseport of one listener's group. The kernel runs the program for
+ * each SYN and each UDP datagram, not for segments of established connections.
+ * Decision: SK_PASS with a socket, or SK_DROP (RST, or ICMP port unreachable)
+ * if there is no ready member. SK_PASS without a socket would let the kernel's
+ * own hash select one.
+ * Cost: see steer.bpf.h, and one lookup of the socket.
+ *
+ * steer_migrate is the same program for Linux 5.14 and newer. The kernel also
+ * runs it when a listener closes with connections in its queue
+ * (d4f2c86b2b7e): they migrate only to the member that a new connection of
+ * their device would reach, whatever net.ipv4.tcp_migrate_req is.
  */
 #include "steer.bpf.h"
 
@@ -65,8 +68,8 @@ static __always_inline void select(struct sk_reuseport_md *ctx,
 }
 
 /*
- * Tells a SYN from the acknowledgement of a SYN cookie, and from segments of no
- * connection.
+ * Reports whether a segment is a SYN. The kernel also runs the program for
+ * acknowledgements of SYN cookies, and for segments of unknown connections.
  */
 static __always_inline bool is_syn(struct sk_reuseport_md *ctx)
 {
@@ -104,7 +107,7 @@ int steer_migrate(struct sk_reuseport_md *ctx)
 	if (!sk)
 		return steer(ctx);
 
-	/* No packet here: the device is the connection's other end. */
+	/* There is no packet: the device is the peer of the connection. */
 	if (sk->family == AF_INET) {
 		steer_map_ipv4(&s.address, sk->dst_ip4);
 	} else {

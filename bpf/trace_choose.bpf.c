@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Chooses the connections of which what is received is traced, on kernels
- * that cannot trace what is sent. A connection pays for one search, when it is
- * established.
+ * Chooses the connections whose received data is traced, on kernels without BPF
+ * timestamping (before Linux 6.15). trace_sockops.bpf.c does so on newer ones.
+ *
+ * Hook: sockops of the cgroup.
+ * Decision: which connections are sampled; the kernel's behaviour stays.
+ * Cost: one search for each connection, see match.bpf.h.
  */
 #include "trace.bpf.h"
 

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Chooses connections that were open before, and lets go of those that are not
- * traced any more. The agent takes such a socket's descriptor and calls
- * setsockopt(2) with a level of Sockeye's own; this program, attached to the
- * socket's cgroup for that time only, does what is asked on the socket itself
- * and keeps the call from the kernel. All other calls pass, at the cost of one
- * comparison.
+ * Chooses among connections that are open already, and stops tracing others.
+ *
+ * Hook: cgroup/setsockopt of the sockets' cgroup, attached only while the agent
+ * visits the open connections. The agent duplicates the socket's descriptor and
+ * calls setsockopt(2) with the level TRACE_LIVE_LEVEL.
+ * Decision: the program executes such a request on the socket, and the kernel
+ * ignores the call. All other calls reach the kernel.
+ * Cost: one comparison for each other setsockopt(2) in the cgroup.
  */
 #include "trace.bpf.h"
 
@@ -21,7 +23,7 @@ static __always_inline void trace_set_timestamping(struct bpf_sock *sk, int on)
 	if (!timestamps)
 		return;
 	bpf_setsockopt(sk, SOL_SOCKET, SK_BPF_CB_FLAGS, &on, sizeof(on));
-	/* The callback itself is left on: others may ask for it, too. */
+	/* The callback stays enabled: other programs may use it. */
 	if (!on || bpf_getsockopt(sk, SOL_TCP, TCP_BPF_SOCK_OPS_CB_FLAGS,
 				  &flags, sizeof(flags)))
 		return;
@@ -30,7 +32,10 @@ static __always_inline void trace_set_timestamping(struct bpf_sock *sk, int on)
 		       sizeof(flags));
 }
 
-/* Whoever else has switched timestamps on for a connection keeps them. */
+/*
+ * Stops tracing a connection. Timestamps stay enabled on connections that are not
+ * in the map, as another program enabled them.
+ */
 static __always_inline void trace_forget(struct bpf_sock *sk)
 {
 	struct trace_connection *c;
@@ -60,7 +65,7 @@ static __always_inline void trace_adopt(struct bpf_sock *sk, __u32 role)
 
 	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
 	if (c) {
-		/* Another may have switched it off. */
+		/* Another program may have disabled the timestamps. */
 		rule = trace_rule(c->rule);
 		if (rule && (rule->flags & TRACE_RULE_TX))
 			trace_set_timestamping(sk, SK_BPF_CB_TX_TIMESTAMPING);
@@ -78,7 +83,7 @@ static __always_inline void trace_adopt(struct bpf_sock *sk, __u32 role)
 	c->write_seq = tp->snd_nxt;
 	if (timestamps && bpf_rdonly_cast) {
 		c->write_seq = trace_cast(sk, struct tcp_sock)->write_seq;
-		/* Any packet may have a stamp of the application's. */
+		/* Any unacknowledged packet may carry the application's request. */
 		c->stamping = trace_cast(sk, struct sock)->sk_tsflags != 0;
 		c->application = c->write_seq;
 	}
@@ -109,7 +114,7 @@ int trace_live(struct bpf_sockopt *ctx)
 	default:
 		return 1;
 	}
-	/* The kernel is not to see the call. */
+	/* Makes the kernel ignore the call. */
 	ctx->optlen = -1;
 	return 1;
 }

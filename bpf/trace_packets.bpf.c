@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Tells user space of every packet of one TCP connection: when it reaches a
- * queueing discipline and a driver, when TCP sends it again, and what the
- * connection receives. Decides nothing. Attached only while somebody asks.
- * Cost for others: two reads for each packet to a queueing discipline or to a
- * driver, two for each that an established connection receives or sends again,
- * and a comparison for each that the host receives. For the connection: an event
- * for each of these.
+ * Reports every packet of one TCP connection to user space: when the packet
+ * reaches a queueing discipline and a driver, when TCP retransmits a segment, and
+ * what the connection receives.
  *
- * Raw tracepoints, so that neither fentry nor a cgroup is needed.
+ * Hooks: raw tracepoints, which need neither fentry nor a cgroup, attached only
+ * during "trace packets".
+ * Decision: none.
+ * Cost for other connections: two reads for each packet that reaches a queueing
+ * discipline or a driver, and for each that an established connection receives
+ * or retransmits; one comparison for each packet that the host receives.
+ * Cost for the connection: an event of 72 or 264 bytes for each of these.
  */
 #include "kernel.h"
 
@@ -18,7 +20,7 @@
 
 #include "packets.h"
 
-/* Bits of a device's address that are 0: NETDEV_ALIGN. */
+/* Low bits of a net_device's address that are 0 (NETDEV_ALIGN). */
 #define DEVICE_ALIGN 5
 
 char _license[] SEC("license") = "Dual BSD/GPL";
@@ -37,16 +39,16 @@ struct {
 	__uint(max_entries, 1024 * 1024);
 } events SEC(".maps");
 
-/* Events that found the ring full. */
+/* Events that were lost because the ring was full. */
 __u64 lost = 0;
 
-/* What the window fields of the connection's packets are shifted by. */
+/* Window scale of the packets that the connection sends and receives, bits. */
 struct {
 	__u8 out;
 	__u8 in;
 } scale;
 
-/* The peer's packets, as the host receives them. */
+/* Addresses of the peer's packets, to recognize them when the host receives them. */
 struct {
 	struct net *net;
 	__u64 local6[2];
@@ -55,15 +57,16 @@ struct {
 	__be32 remote4;
 	__be16 local_port;
 	__be16 remote_port;
-	__u32 active; /* TCP does not tell of them in this state */
+	__u32 active; /* tcp_probe does not report packets in this state */
 } watched;
 
 /*
- * The kernel does not let a program interrupt itself (__bpf_trace_run, Linux
- * 6.18). A tracepoint that a process reaches with softirqs on, as when it works
- * off the backlog of its socket, is left out for what a softirq does meanwhile,
- * for other sockets. So such a tracepoint has two programs, which are never both
- * left out; the second is silent where the first has reported. The socket is locked.
+ * The kernel does not run a program that is already running on the same CPU
+ * (__bpf_trace_run, Linux 6.18). If a process reaches a tracepoint with softirqs
+ * enabled, as when it processes the backlog of its socket, a softirq on that CPU
+ * reaches the tracepoint for another socket without running the program. So each
+ * such tracepoint has two programs, one of which always runs; the second one does
+ * not report what the first has reported. The socket is locked meanwhile.
  */
 struct {
 	__u64 receive;
@@ -71,7 +74,7 @@ struct {
 	__u64 state;
 } reported;
 
-/* Tells a packet of TCP from others whose memory was the same. */
+/* Identifies a segment, also if the memory of its skb is reused. */
 static __always_inline __u64 packets_segment_id(const struct sk_buff *skb)
 {
 	const struct tcp_skb_cb *cb = (const void *)skb +
@@ -93,11 +96,11 @@ static __always_inline bool packets_reported(__u64 *last, __u64 what)
 
 struct packets_place {
 	__u32 tcp; /* offset of the TCP header from the network header */
-	__u32 total; /* length of the IP packet; 0: it does not say */
+	__u32 total; /* length in the IP header; 0: a jumbogram or BIG TCP packet */
 	bool ipv4;
 };
 
-/* Finds the TCP header behind a network header, if it is the next protocol. */
+/* Finds the TCP header after a network header. Returns false for other protocols. */
 static __always_inline bool packets_tcp(const void *network,
 					struct packets_place *place)
 {
@@ -142,16 +145,16 @@ static __always_inline bool packets_is_followed(const struct sock *sk)
 	return sk && BPF_CORE_READ(sk, __sk_common.skc_cookie.counter) == cookie;
 }
 
-/* Others have no struct tcp_sock. */
+/* Reports whether a socket in a state is a struct tcp_sock. */
 static __always_inline bool packets_is_full_socket(__u8 state)
 {
 	return state != BPF_TCP_TIME_WAIT && state != BPF_TCP_NEW_SYN_RECV;
 }
 
 /*
- * The tracepoint of what TCP receives is on the path of an established
- * connection alone. In other states packets are reported by their addresses, when
- * the host receives them.
+ * Only established connections reach the tracepoint tcp_probe. In other states
+ * the program recognizes the peer's packets by their addresses, when the host
+ * receives them.
  */
 static __always_inline void packets_watch_addresses(const struct sock *sk, __u8 state)
 {
@@ -194,7 +197,7 @@ static __always_inline void packets_device(struct packets_event *e,
 	BPF_CORE_READ_STR_INTO(&e->name, dev, name);
 }
 
-/* An event without bytes. */
+/* Reserves an event without bytes. NULL: the ring is full. */
 static __always_inline struct packets_event *
 packets_event(__u32 kind, const void *skb, __u8 state)
 {
@@ -232,8 +235,9 @@ packets_packet(__u32 kind, const void *skb, __u8 state)
 }
 
 /*
- * Fills in what the headers of a packet tell. network is the offset of the
- * network header; the returned one is that of the IP packet described.
+ * Sets the fields that are in the headers of a packet. network is the offset of
+ * the network header. Returns the offset of the IP packet that has the TCP
+ * header, which is another one for tunnels.
  */
 static __always_inline __u32 packets_describe(struct packets_event *e,
 					      const struct sk_buff *skb,
@@ -278,7 +282,7 @@ static __always_inline __u32 packets_describe(struct packets_event *e,
 	return network;
 }
 
-/* Copies what is in the linear part. */
+/* Copies the first bytes of the linear part. */
 static __always_inline void packets_copy(struct packets_packet *p,
 					 const struct sk_buff *skb,
 					 __u32 network)
@@ -289,7 +293,7 @@ static __always_inline void packets_copy(struct packets_packet *p,
 	n = data + BPF_CORE_READ(skb, len) - BPF_CORE_READ(skb, data_len) - network;
 	if (n > p->event.size)
 		n = p->event.size;
-	/* The verifier is to see the bound. */
+	/* Keeps the bound visible to the verifier. */
 	barrier_var(n);
 	if (n > PACKETS_BYTES)
 		n = PACKETS_BYTES;
@@ -411,7 +415,7 @@ int packets_receive_2(struct bpf_raw_tracepoint_args *ctx)
 	return packets_received(ctx);
 }
 
-/* Tells whether a packet that the host receives is for the connection. */
+/* Reports whether a packet that the host receives is for the connection. */
 static __always_inline bool packets_for_connection(const struct sk_buff *skb)
 {
 	const struct net_device *dev = BPF_CORE_READ(skb, dev);

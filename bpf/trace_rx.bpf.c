@@ -1,31 +1,32 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Measures how long what is received takes from reaching the host to reaching
- * its socket, and there until the application takes it.
+ * Measures how long received data takes from the host's entry to its socket, and
+ * from there until the application reads it.
  *
- * trace_rx runs for each packet that reaches a socket of the cgroup, before the
- * socket has it. Cost: for TCP a lookup of the socket's storage, which only
- * chosen connections have; for UDP a search for the datagram's rule; for what is
- * chosen, the additions of trace_skb.bpf.h.
+ * Hooks: cgroup_skb/ingress of the cgroup runs for each packet before the socket
+ * receives the packet, and chooses samples: segments with data of chosen
+ * connections, and datagrams. Raw tracepoints and sock_release follow samples
+ * until they are read; they are attached only if a rule measures that.
+ * Decision: none, all packets pass.
+ * Cost: for each TCP packet of the cgroup one lookup in the socket's storage,
+ * which only chosen connections have; for each datagram a search of the rule,
+ * see match.bpf.h; for a sample, the additions of trace_skb.bpf.h. The
+ * tracepoints run for all sockets of the host: one load, and one lookup by the
+ * socket or the packet while samples wait.
  *
- * The other programs follow samples until they are read. They are attached only
- * where a rule asks for that, and run for all sockets of the host. Cost for the
- * others: one load while no sample waits; while some do, a lookup by the socket
- * or the packet.
- *
- * Of a connection, a sample was read once all bytes to its end were. A datagram
- * was read when it has left the socket's queue: Linux before 6.3 tells when it
- * is freed (consume_skb), which is then, later ones only that something was read
- * (sock_recv_length), and no more always when it is freed (since 6.18, commit
- * 6471658dc66c).
+ * A segment counts as read once the application has read all bytes up to its
+ * end. A datagram counts as read when it has left the socket's queue. Before
+ * Linux 6.3, consume_skb runs at that moment. Newer kernels have
+ * sock_recv_length, which does not say what was read; since 6.18 (commit
+ * 6471658dc66c) datagrams that were read are not always freed by consume_skb.
  */
 #include "trace_skb.bpf.h"
 
-#define TCP_WINDOW (1U << 30) /* none is larger */
-#define READ_CHECKS 4 /* datagrams that are looked at after a read */
-#define STAMP_AGE 3600000000000ULL /* no packet takes an hour */
+#define TCP_WINDOW (1U << 30) /* largest window, bytes */
+#define READ_CHECKS 4 /* datagrams that are checked after a read */
+#define STAMP_AGE 3600000000000ULL /* an older time stamp is wrong; nanoseconds */
 
-/* Datagrams are followed by what is read from their sockets. */
+/* Reads of datagrams are noticed by sock_recv_length; false: by consume_skb. */
 const volatile bool by_socket = true;
 
 TRACE_EXPORT(struct, trace_rx_stats);
@@ -41,7 +42,7 @@ struct {
 	__type(value, struct trace_rx_stats);
 } rx_stats SEC(".maps");
 
-/* Who deletes a sample counts what became of it. */
+/* Samples that wait to be read. Whoever deletes a sample counts its outcome. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, TRACE_WAITING);
@@ -49,7 +50,7 @@ struct {
 	__type(value, struct trace_waiting);
 } waiting SEC(".maps");
 
-/* By socket cookie. */
+/* The waiting samples of a socket, by socket cookie. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, TRACE_READERS);
@@ -65,9 +66,9 @@ static __always_inline struct trace_rx_stats *rx_group_stats(__u32 group)
 }
 
 /*
- * Ends the wait of a sample, unless somebody else does. Since tells it from
- * another with the same key; now is 0 if the time is not known. Returns whether
- * it did.
+ * Ends the wait of a sample, and counts the outcome. since distinguishes samples
+ * with the same key; now is 0 if the time of the end is not known. Returns 1, or
+ * 0 if the sample was ended elsewhere.
  */
 __noinline int rx_end_sample(__u64 of, __u64 end, __u64 since, __u64 now,
 		      __u32 outcome)
@@ -99,8 +100,7 @@ __noinline int rx_end_sample(__u64 of, __u64 end, __u64 since, __u64 now,
 	return 1;
 }
 
-/* Puts a sample among those of a socket. Returns its slot, or -1 if there is no
- * room. */
+/* Adds a sample to those of a socket. Returns the slot; -1: all are in use. */
 __noinline int rx_store(__u64 cookie, __u64 of, __u64 since)
 {
 	__u32 index = cookie & (TRACE_LOCKS - 1), slot;
@@ -126,7 +126,7 @@ __noinline int rx_store(__u64 cookie, __u64 of, __u64 since)
 	bpf_spin_unlock(&lock->lock);
 	if (slot >= TRACE_READER_SAMPLES)
 		return -1;
-	/* Nobody sees this before the other: the lock orders them. */
+	/* The lock orders the two writes of since for all readers. */
 	bpf_spin_lock(&lock->lock);
 	r->since[slot] = since;
 	bpf_spin_unlock(&lock->lock);
@@ -135,11 +135,11 @@ __noinline int rx_store(__u64 cookie, __u64 of, __u64 since)
 
 static __always_inline struct trace_reader *rx_reader(__u64 cookie)
 {
-	/* Most sockets were never asked for theirs. */
+	/* Most sockets have no cookie, because nobody has asked for it. */
 	return cookie ? bpf_map_lookup_elem(&readers, &cookie) : NULL;
 }
 
-/* Ends the wait of a datagram that is no longer among those of its socket. */
+/* Ends the wait of a datagram, and frees its slot. */
 static __always_inline void rx_end_datagram(__u64 skb, const struct trace_waiting *w,
 				    __u64 now, __u32 outcome)
 {
@@ -153,7 +153,7 @@ static __always_inline void rx_end_datagram(__u64 skb, const struct trace_waitin
 	rx_end_sample(skb, 0, since, now, outcome);
 }
 
-/* Begins the wait of a sample that was counted. */
+/* Starts the wait of a sample. Returns 0 if there is no space. */
 static __noinline int rx_track(const struct trace_waiting_key *key,
 			      const struct trace_waiting *w)
 {
@@ -166,7 +166,7 @@ static __noinline int rx_track(const struct trace_waiting_key *key,
 		return 0;
 	err = bpf_map_update_elem(&waiting, key, w, BPF_NOEXIST);
 	if (err == -EEXIST && !key->end) {
-		/* An earlier datagram was read, and nothing has told it yet. */
+		/* The skb of an earlier datagram was reused: that one was read. */
 		placed = bpf_map_lookup_elem(&waiting, key);
 		if (placed)
 			rx_end_datagram(key->of, placed, 0, TRACE_RX_READ);
@@ -195,8 +195,10 @@ static __noinline int rx_track(const struct trace_waiting_key *key,
 	return 1;
 }
 
-/* Counts what was chosen, and measures its way to the socket. Returns the
- * time. */
+/*
+ * Counts a sample, and measures its time to the socket. Returns the time now, or
+ * 0 if nothing follows the sample.
+ */
 static __always_inline __u64 rx_account(struct __sk_buff *ctx, __u32 group,
 				       bool followed)
 {
@@ -222,10 +224,10 @@ struct rx_tcp {
 	__be16 destination;
 	__be32 seq;
 	__be32 ack_seq;
-	__u8 offset; /* in the upper half, words */
+	__u8 offset; /* upper 4 bits: length of the header in 32-bit words */
 };
 
-/* The sequence number after a segment's data plus TRACE_END_BIAS; 0: it has none. */
+/* Returns the sequence number after a segment's data plus TRACE_END_BIAS; 0: no data. */
 static __always_inline __u64 rx_segment_end(struct __sk_buff *ctx)
 {
 	struct rx_tcp *tcp;
@@ -238,7 +240,7 @@ static __always_inline __u64 rx_segment_end(struct __sk_buff *ctx)
 	return length ? TRACE_END_BIAS + (__u32)(bpf_ntohl(tcp->seq) + length) : 0;
 }
 
-/* The group of a connection, found when it is first asked for. */
+/* Returns the group of a connection, which is assigned at the first call. */
 static __always_inline __u32 rx_group(struct bpf_sock *sk,
 				      struct trace_connection *c,
 				      struct trace_rule *rule)
@@ -258,8 +260,10 @@ static __always_inline __u32 rx_group(struct bpf_sock *sk,
 	return c->group;
 }
 
-/* Ends the wait of a sample that came as its connection ended. What else waits
- * is for trace_closed. */
+/*
+ * Ends the wait of a sample that arrived while its connection was closed.
+ * trace_closed ends the others.
+ */
 __noinline int rx_end_closed(__u64 cookie, __u64 end, __u64 since)
 {
 	struct trace_reader *r = rx_reader(cookie);
@@ -300,19 +304,19 @@ static __always_inline void rx_segment(struct __sk_buff *ctx, struct bpf_sock *s
 	tp = bpf_tcp_sock(sk);
 	if (!tp)
 		return;
-	/* Nothing that the socket has not, or that no window allows. */
+	/* Skips retransmissions of received data, and invalid segments. */
 	ahead = (__u32)key.end - tp->rcv_nxt;
 	if (!ahead || ahead > TCP_WINDOW)
 		return;
 	key.of = bpf_get_socket_cookie(ctx);
 	if (bpf_map_lookup_elem(&waiting, &key))
-		return; /* it came before */
+		return; /* a retransmission */
 	w.group = rx_group(sk, c, rule);
 	w.cookie = key.of;
 	w.socket = rx_account(ctx, w.group, rule->flags & TRACE_RULE_READER);
 	if (!w.socket || !rx_track(&key, &w))
 		return;
-	/* The socket's end may have passed by meanwhile. */
+	/* The socket may have been closed meanwhile. */
 	if (sk->state == BPF_TCP_CLOSE)
 		rx_end_closed(key.of, key.end, w.socket);
 }
@@ -331,7 +335,7 @@ static __always_inline void rx_datagram(struct __sk_buff *ctx, struct bpf_sock *
 	rule = id ? trace_rule(id) : NULL;
 	if (!rule)
 		return;
-	/* Without a stamp it could not be told from others. */
+	/* Without a time stamp a reused skb could not be recognized. */
 	w.arrival = ctx->tstamp;
 	w.socket = rx_account(ctx, w.group, w.arrival && (rule->flags & TRACE_RULE_READER));
 	if (!w.socket)
@@ -362,8 +366,10 @@ static __always_inline __u64 rx_cookie(struct sock *sk)
 	return BPF_CORE_READ(sk, __sk_common.skc_cookie.counter);
 }
 
-/* All samples of a connection that end before what the application has taken;
- * at its end, the others too. */
+/*
+ * Ends the wait of the samples of a connection that were read, i.e. end before
+ * copied; if the connection ends, also of the others.
+ */
 __noinline int rx_end_read(__u64 cookie, __u32 copied, __u64 now, __u32 ends)
 {
 	struct trace_reader *r = rx_reader(cookie);
@@ -387,7 +393,7 @@ __noinline int rx_end_read(__u64 cookie, __u32 copied, __u64 now, __u32 ends)
 	return 0;
 }
 
-/* The application has taken bytes of a connection, which is locked. */
+/* The application has read from a connection. The socket is locked. */
 SEC("raw_tp/tcp_rcv_space_adjust")
 int trace_segment(struct bpf_raw_tracepoint_args *ctx)
 {
@@ -404,7 +410,7 @@ int trace_segment(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
-/* A connection ends. What was taken unseen, by the kernel, was taken. */
+/* A connection ends. Data that the kernel itself has read counts as read. */
 SEC("raw_tp/tcp_destroy_sock")
 int trace_closed(struct bpf_raw_tracepoint_args *ctx)
 {
@@ -418,7 +424,7 @@ int trace_closed(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
-/* The oldest datagram that waits in a socket; NULL: none. */
+/* Returns the oldest datagram in the queues of a socket; NULL: none. */
 static __always_inline struct sk_buff *rx_queue_head(struct sock *sk)
 {
 	struct sk_buff_head *queue;
@@ -434,10 +440,10 @@ static __always_inline struct sk_buff *rx_queue_head(struct sock *sk)
 }
 
 /*
- * Whether a datagram has left the queue of its socket. It is in a list before it
- * is read. Before it is in one, its device tells that it is on its way or, once
- * the socket has written its notes there (udp_set_dev_scratch), that what waits
- * is older.
+ * Reports whether a datagram has left the queue of its socket. Until it is read,
+ * the skb is linked in a list. Before the skb is in a list, dev is a kernel
+ * address, which is negative as a number, or the scratch value of the socket
+ * (udp_set_dev_scratch): then all queued datagrams are older.
  */
 static __always_inline bool rx_dequeued(struct sock *sk, struct sk_buff *skb,
 				    __u64 arrival)
@@ -445,7 +451,7 @@ static __always_inline bool rx_dequeued(struct sock *sk, struct sk_buff *skb,
 	struct sk_buff *other;
 
 	if (BPF_CORE_READ(skb, tstamp) != arrival)
-		return true; /* its memory has another use */
+		return true; /* the skb was reused */
 	other = BPF_CORE_READ(skb, prev);
 	if (other && BPF_CORE_READ(other, next) == skb)
 		return false;
@@ -455,7 +461,10 @@ static __always_inline bool rx_dequeued(struct sock *sk, struct sk_buff *skb,
 	return !other || BPF_CORE_READ(other, tstamp) >= arrival;
 }
 
-/* The slot of the oldest sample of a socket after one; TRACE_READER_SAMPLES: none. */
+/*
+ * Returns the slot of the oldest sample of a socket that is newer than after;
+ * TRACE_READER_SAMPLES: none.
+ */
 __noinline int rx_oldest(__u64 cookie, __u64 after)
 {
 	struct trace_reader *r = rx_reader(cookie);
@@ -474,9 +483,9 @@ __noinline int rx_oldest(__u64 cookie, __u64 after)
 }
 
 /*
- * Ends the wait of the datagram in a slot, if it has left the socket. The socket
- * is a pointer as a number; since gets the time at which the datagram reached it.
- * Returns 0 if the slot is free.
+ * Ends the wait of the datagram in a slot if the datagram has left the socket,
+ * which is a pointer as a number. Sets *since to the time at which the datagram
+ * reached the socket. Returns 0 if the slot is free.
  */
 __noinline int rx_check(__u64 socket, __u64 cookie, __u32 slot, __u64 *since)
 {
@@ -502,10 +511,11 @@ __noinline int rx_check(__u64 socket, __u64 cookie, __u32 slot, __u64 *since)
 }
 
 /*
- * The application has read something: its oldest datagram, one or more readers
- * of the socket at a time. Datagrams of several CPUs are not queued in the order
- * in which they came: one that was read may be behind one that was not. Once
- * nothing waits, no other read may follow, so all are looked at.
+ * The application has read the oldest datagram of a socket; several threads may
+ * do so at once. Datagrams that were received by several CPUs are not queued in
+ * the order of their arrival, so that a datagram that was read may be newer than
+ * one that was not. If the queue is empty, no other read may follow: then all
+ * samples are checked.
  */
 SEC("raw_tp/sock_recv_length")
 int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
@@ -522,7 +532,7 @@ int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
 		return 0;
 	cookie = rx_cookie(sk);
 	r = rx_reader(cookie);
-	/* It fires for connections, too. */
+	/* The tracepoint also runs for TCP. */
 	if (!r || BPF_CORE_READ(sk, sk_protocol) != IPPROTO_UDP)
 		return 0;
 	if (!rx_queue_head(sk)) {
@@ -537,7 +547,7 @@ int trace_datagrams(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
-/* The sample of a datagram that is freed; NULL for others. */
+/* Returns the sample of a datagram by its skb, or NULL. */
 static __always_inline struct trace_waiting *rx_find_by_skb(struct sk_buff *skb)
 {
 	struct trace_waiting_key key = { .of = (__u64)skb };
@@ -546,13 +556,13 @@ static __always_inline struct trace_waiting *rx_find_by_skb(struct sk_buff *skb)
 	return c && c->datagrams ? bpf_map_lookup_elem(&waiting, &key) : NULL;
 }
 
-/* Whether the skb is that datagram's still. */
+/* Reports whether the skb is still that datagram's, and was not reused. */
 static __always_inline bool rx_same_datagram(struct sk_buff *skb, const struct trace_waiting *w)
 {
 	return BPF_CORE_READ(skb, tstamp) == w->arrival;
 }
 
-/* A datagram that was read is freed. */
+/* A datagram is freed without an error: it was read. */
 SEC("raw_tp/consume_skb")
 int trace_consumed(struct bpf_raw_tracepoint_args *ctx)
 {
@@ -565,7 +575,7 @@ int trace_consumed(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
-/* A datagram is dropped: before it is in the socket, or with the socket. */
+/* A datagram is dropped: before it is queued, or when the socket is closed. */
 SEC("raw_tp/kfree_skb")
 int trace_dropped(struct bpf_raw_tracepoint_args *ctx)
 {
@@ -578,14 +588,14 @@ int trace_dropped(struct bpf_raw_tracepoint_args *ctx)
 		return 0;
 	sk = (void *)w->sk;
 	if (!rx_same_datagram(skb, w))
-		outcome = TRACE_RX_READ; /* before, unseen */
+		outcome = TRACE_RX_READ; /* it was read before, unnoticed */
 	else if (BPF_CORE_READ(sk, __sk_common.skc_flags) & (1UL << SOCK_DEAD))
 		outcome = TRACE_RX_UNREAD;
 	rx_end_datagram((__u64)skb, w, 0, outcome);
 	return 0;
 }
 
-/* A socket is closed. The kernel frees what waits in it later. */
+/* A UDP socket is closed. The kernel drops its datagrams later. */
 SEC("cgroup/sock_release")
 int trace_release(struct bpf_sock *ctx)
 {

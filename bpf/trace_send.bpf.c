@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Notes when sendmsg(2) begins on a chosen connection; its end is seen by
- * trace_sockops. A trampoline on tcp_sendmsg is the only way to know, and all
- * connections of the host pay for it, each call: hence only where a policy asks
- * for the stage "send".
+ * Records when sendmsg(2) starts on a chosen connection. trace_sockops runs at
+ * the end of the call.
+ *
+ * Hook: fentry of tcp_sendmsg, as no other hook runs at that point. It is attached
+ * only if a rule measures the stage "send".
+ * Decision: none.
+ * Cost: a trampoline and a lookup in the socket's storage, for each sendmsg(2) of
+ * all TCP connections of the host.
  */
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>

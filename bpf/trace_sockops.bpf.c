@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Measures where messages of chosen connections of a cgroup spend their time
- * on their way out. The kernel calls it for a chosen connection at the end of
- * each sendmsg(2); only for messages that it then chooses, it is called again
- * as they reach the queueing discipline and the driver, and as they are
- * acknowledged. Cost: a lookup of the socket's storage for each call; at the
- * acknowledgement, the additions of trace.bpf.h. Other connections of the
- * cgroup pay for one search when they are established.
+ * Measures how long messages of chosen connections take in each stage from
+ * sendmsg(2) to the acknowledgement.
  *
- * Needs BPF timestamping (Linux 6.15, merged by net-next commit 8cd8ed0bd8e7).
+ * Hook: sockops of the cgroup, with BPF timestamping (Linux 6.15, net-next commit
+ * 8cd8ed0bd8e7). The kernel runs the program at the end of each sendmsg(2) on a
+ * chosen connection; for messages that the program then marks, also when they
+ * reach the queueing discipline, the driver and the NIC, and when they are
+ * acknowledged.
+ * Decision: which connections and messages are sampled; packets are not changed.
+ * Cost: one lookup in the socket's storage for each callback; at the
+ * acknowledgement the additions of trace.bpf.h. Other connections of the cgroup
+ * cost one search when they are established, see match.bpf.h.
  */
 #include "trace.bpf.h"
 
@@ -31,7 +34,7 @@ TRACE_EXPORT(enum, trace_rule_flag);
 TRACE_EXPORT(enum, trace_group_by);
 TRACE_EXPORT(enum, trace_message_flag);
 
-/* The lock is held only to write a message that belongs among the slowest. */
+/* The lock is taken only to write one of the slowest messages. */
 struct trace_slowest {
 	struct bpf_spin_lock lock;
 	__u32 padding;
@@ -46,7 +49,7 @@ struct {
 	__type(value, struct trace_slowest);
 } slowest SEC(".maps");
 
-/* Empty unless somebody reads samples. */
+/* The ring buffer of the reader of samples; empty without a reader. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);
 	__uint(max_entries, 1);
@@ -68,8 +71,10 @@ trace_connection(struct bpf_sock_ops *ctx)
 	return sk ? bpf_sk_storage_get(&connections, sk, NULL, 0) : NULL;
 }
 
-/* The group of a connection, found when it is first asked for: tune has
- * decided by then. */
+/*
+ * Assigns the group of a connection at its first chosen message: tune has
+ * assigned the connection's rule by then.
+ */
 __noinline int trace_assign_group(struct bpf_sock_ops *ctx)
 {
 	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
@@ -105,8 +110,10 @@ trace_message(struct trace_connection *c, __u32 i)
 	return &c->message[i];
 }
 
-/* How long the connection was limited in this way until now, in jiffies
- * (tcp_get_info_chrono_stats in net/ipv4/tcp.c, Linux 6.18). */
+/*
+ * Returns how long the connection has been in a state of enum tcp_chrono until
+ * now, in jiffies (tcp_get_info_chrono_stats in net/ipv4/tcp.c, Linux 6.18).
+ */
 static __always_inline __u32 trace_chrono(const struct tcp_sock *tp,
 					   __u32 chrono)
 {
@@ -117,7 +124,7 @@ static __always_inline __u32 trace_chrono(const struct tcp_sock *tp,
 	return sum;
 }
 
-/* The minute of a time, among those of a group's slowest messages. */
+/* Returns the entry of a time's minute in a group's slowest messages. */
 static __always_inline struct trace_minute *trace_minute(struct trace_slowest *slow,
 							 __u64 now)
 {
@@ -127,7 +134,7 @@ static __always_inline struct trace_minute *trace_minute(struct trace_slowest *s
 	return slow && slot < TRACE_MINUTES ? &slow->minute[slot] : NULL;
 }
 
-/* Whether a message is one of the slowest of its group and minute, now. */
+/* Reports whether a message is now among the slowest of its group and minute. */
 static __always_inline bool trace_is_slow(__u32 group, __u64 now, __u64 total)
 {
 	struct trace_minute *m = trace_minute(bpf_map_lookup_elem(&slowest, &group), now);
@@ -136,7 +143,7 @@ static __always_inline bool trace_is_slow(__u32 group, __u64 now, __u64 total)
 		     m->count < TRACE_SLOWEST || m->least < total);
 }
 
-/* Keeps a message if it is one of the slowest of its group and minute. */
+/* Stores a message if it is among the slowest of its group and minute. */
 __noinline int trace_keep_slowest(struct trace_sample *s)
 {
 	struct trace_slowest *slow;
@@ -180,7 +187,7 @@ __noinline int trace_keep_slowest(struct trace_sample *s)
 	return 0;
 }
 
-/* Tells user space of a message. */
+/* Writes a sample to the slowest messages and to the ring buffer. */
 __noinline int trace_emit_sample(struct bpf_sock_ops *ctx, struct trace_message *m,
 			  __u64 now, __u32 outcome, bool slow)
 {
@@ -209,7 +216,10 @@ __noinline int trace_emit_sample(struct bpf_sock_ops *ctx, struct trace_message 
 	ring = bpf_map_lookup_elem(&rings, &zero);
 	if (!ring)
 		return 0;
-	/* To wake the reader takes longer than all else: it looks by itself. */
+	/*
+	 * To wake the reader takes longer than the rest of the program. The
+	 * reader polls, and is woken only if a quarter of the ring is full.
+	 */
 	if (bpf_ringbuf_query(ring, BPF_RB_AVAIL_DATA) >=
 	    bpf_ringbuf_query(ring, BPF_RB_RING_SIZE) / 4)
 		flags = BPF_RB_FORCE_WAKEUP;
@@ -221,7 +231,7 @@ __noinline int trace_emit_sample(struct bpf_sock_ops *ctx, struct trace_message 
 	return 0;
 }
 
-/* Counts what became of a message. Returns 0. */
+/* Counts the outcome of a message. */
 __noinline int trace_end_message(struct bpf_sock_ops *ctx, struct trace_message *m,
 			 __u64 now, __u32 outcome)
 {
@@ -243,7 +253,7 @@ __noinline int trace_end_message(struct bpf_sock_ops *ctx, struct trace_message 
 	return 0;
 }
 
-/* The key of the skb that a call is about. */
+/* Returns the shared info of the callback's skb, which has the key. */
 static __always_inline struct skb_shared_info *trace_shared(struct bpf_sock_ops *ctx)
 {
 	struct bpf_sock_ops_kern *kern = bpf_cast_to_kern_ctx(ctx);
@@ -253,10 +263,10 @@ static __always_inline struct skb_shared_info *trace_shared(struct bpf_sock_ops 
 }
 
 /*
- * Whether the application's own stamps (SO_TIMESTAMPING) keep the packet at
- * hand from being marked. A packet has one key: with that of a message that it
- * has not marked itself, it would get a stamp for what it did not ask for, now
- * or once packets are joined.
+ * Reports whether a packet must not be marked, because the application uses
+ * timestamps of its own (SO_TIMESTAMPING). A packet has one key. With the key of
+ * a message that the application did not mark, the application would get a
+ * timestamp that it did not request, at once or after packets are merged.
  */
 static __always_inline bool trace_left_to_application(struct trace_connection *c,
 					 const struct tcp_sock *tp, bool marked,
@@ -272,9 +282,9 @@ static __always_inline bool trace_left_to_application(struct trace_connection *c
 }
 
 /*
- * At the end of each sendmsg of a chosen connection: the socket is locked, and
- * the last byte of the message is in the last skb that waits to be sent or, if
- * none does, in the last that waits to be acknowledged.
+ * Handles the end of a sendmsg(2) on a chosen connection. The socket is locked.
+ * The last byte of the message is in the last unsent skb or, if there is none,
+ * in the last unacknowledged skb: the kernel passes that skb.
  */
 __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 {
@@ -294,7 +304,7 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	__u8 nonagle;
 
 	rule = c ? trace_rule(c->rule) : NULL;
-	/* The flag may be another's. */
+	/* Another program may have enabled the callback. */
 	if (!rule || !(rule->flags & TRACE_RULE_TX))
 		return 0;
 	started = c->started;
@@ -323,7 +333,7 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	last = trace_message(c, c->head - 1);
 	if (!last)
 		return 0;
-	/* Is the last byte of the message before in this skb, too? */
+	/* Whether the last byte of the previous message is in this skb, too. */
 	if (c->head != c->tail && (__s32)(last->key - cb->seq) >= 0 && !last->queued)
 		within = true;
 	if (within && shared->tskey != last->key) {
@@ -390,7 +400,7 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 	if (nonagle & TCP_NAGLE_CORK)
 		m->flags |= TRACE_MESSAGE_CORK;
 	if (!m->unsent) {
-		/* TCP's own time of sending it, unless the pacer's is to come. */
+		/* TCP's own send time, unless the pacer has set a future one. */
 		m->queued = skb->skb_mstamp_ns < now ? skb->skb_mstamp_ns : now;
 		m->flags |= TRACE_MESSAGE_UNMARKED;
 		m->window_limited = 0;
@@ -401,8 +411,8 @@ __noinline int trace_sendmsg(struct bpf_sock_ops *ctx)
 }
 
 /*
- * How far from the tail the last message is whose key is not after one,
- * TRACE_IN_FLIGHT if there is none. Keys of messages under way ascend.
+ * Returns the distance from the tail to the last message whose key is not after
+ * the given one; TRACE_IN_FLIGHT: none. Keys of messages in flight ascend.
  */
 __noinline int trace_search(struct trace_connection *c, __u32 key)
 {
@@ -424,8 +434,9 @@ __noinline int trace_search(struct trace_connection *c, __u32 key)
 }
 
 /*
- * The message under way that has a key or, if the key is another's, the last
- * before it. First it is looked for where it is expected.
+ * Returns the message in flight that has a key or, if the key belongs to no
+ * message, the last message before the key; NULL: none. The expected message is
+ * checked before the others.
  */
 static __always_inline struct trace_message *
 trace_find(struct trace_connection *c, __u32 key, __u32 expected,
@@ -470,8 +481,10 @@ static __always_inline void trace_count_repeat(struct trace_message *m,
 		m->requeued = now;
 }
 
-/* A message leaves again, if it is in the packet of a later one. Returns whether
- * it is. */
+/*
+ * Counts the repetition of a message that is in the packet of a later one.
+ * Returns 0 if the message is not.
+ */
 __noinline int trace_repeat_coalesced(struct trace_message *m, bool retransmitted, __u64 now)
 {
 	if (!m || !(m->flags & TRACE_MESSAGE_JOINED))
@@ -480,14 +493,17 @@ __noinline int trace_repeat_coalesced(struct trace_message *m, bool retransmitte
 	return 1;
 }
 
-/* A message leaves for the first time, in the packet of a later one, which begins
- * with a sequence number. Returns 0 if it has left before. */
+/*
+ * Records that a message reaches the queueing discipline in the packet of a later
+ * one, which starts at the sequence number start. Returns 0 if the message has
+ * reached the queueing discipline before.
+ */
 __noinline int trace_leave_coalesced(struct bpf_sock_ops *ctx, struct trace_message *m,
-			    __u32 begins, __u64 now)
+			    __u32 start, __u64 now)
 {
 	if (!m || m->queued)
 		return 0;
-	if ((__s32)(m->key - begins) < 0) {
+	if ((__s32)(m->key - start) < 0) {
 		m->flags |= TRACE_MESSAGE_PARTED;
 	} else {
 		m->flags |= TRACE_MESSAGE_JOINED;
@@ -497,9 +513,9 @@ __noinline int trace_leave_coalesced(struct bpf_sock_ops *ctx, struct trace_mess
 }
 
 /*
- * The sequence number that the packet at hand begins with, which has the key.
- * What is not a plain TCP segment of the connection, as in a tunnel, counts as
- * one that begins with what is not acknowledged.
+ * Returns the first sequence number of the packet that has a key. If the packet
+ * is no plain TCP segment of the connection, as in a tunnel, the result is the
+ * first unacknowledged sequence number.
  */
 static __always_inline __u32 trace_packet_seq(struct sk_buff *skb,
 					  const struct tcp_sock *tp, __u32 key)
@@ -514,11 +530,13 @@ static __always_inline __u32 trace_packet_seq(struct sk_buff *skb,
 }
 
 /*
- * Packets go out in the order of keys: a message before, which was not stamped,
- * has lost its key to this one, as their packets were joined (tcp_grow_skb and
- * tcp_skb_collapse_tstamp, Linux 6.18). It may be the key of the application's
- * or of another program's. But a packet may be split again, and the part without
- * a key leaves first, unseen: of a message that ends there no time is known.
+ * A marked packet reaches the queueing discipline. Packets are sent in the order
+ * of their keys. So an earlier message without a time stamp has lost its key to
+ * this packet, because both packets were merged (tcp_grow_skb and
+ * tcp_skb_collapse_tstamp, Linux 6.18). The key may also be one of the
+ * application, or of another program. TCP may split a packet again; the part
+ * without a key is sent first, without a callback: no time is known of a message
+ * that ends in that part.
  */
 __noinline int trace_queued(struct bpf_sock_ops *ctx)
 {
@@ -528,7 +546,7 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 	__u32 i, n, found = 0;
 	bool first, retransmitted = false, refused = false;
 	struct tcp_sock *tp;
-	__u32 key, begins;
+	__u32 key, start;
 	__u64 now;
 
 	if (!c)
@@ -539,9 +557,9 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 		return 0;
 	now = bpf_ktime_get_ns();
 	tp = trace_cast(kern->sk, struct tcp_sock);
-	begins = trace_packet_seq(kern->skb, tp, key);
+	start = trace_packet_seq(kern->skb, tp, key);
 	first = !m->queued;
-	if (first && (__s32)(m->key - begins) < 0) {
+	if (first && (__s32)(m->key - start) < 0) {
 		m->flags |= TRACE_MESSAGE_PARTED;
 	} else if (first) {
 		trace_leave(ctx, m, now);
@@ -552,10 +570,10 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 		return 0;
 	} else {
 		retransmitted = m->seen != (__u8)tp->total_retrans;
-		/* TCP tries again to send what the host has refused. */
+		/* TCP sends a packet again that the host has dropped. */
 		refused = (__s32)(tp->snd_nxt - m->key) <= 0 &&
 			  c->segments != tp->data_segs_out;
-		/* Else it is a device on top of another, with its own queue. */
+		/* Otherwise a stacked device has a queue of its own. */
 		if (!retransmitted && !refused)
 			return 0;
 		m->seen = tp->total_retrans;
@@ -567,7 +585,7 @@ __noinline int trace_queued(struct bpf_sock_ops *ctx)
 		m = trace_message(c, n);
 		if (!m || (__s32)(n - c->tail) < 0)
 			break;
-		if (first ? !trace_leave_coalesced(ctx, m, begins, now) :
+		if (first ? !trace_leave_coalesced(ctx, m, start, now) :
 			    !trace_repeat_coalesced(m, retransmitted, now))
 			break;
 	}
@@ -589,7 +607,7 @@ __noinline int trace_driver(struct bpf_sock_ops *ctx)
 		return 0;
 	if (m->key != key && !(m->flags & TRACE_MESSAGE_JOINED))
 		return 0;
-	/* The driver may have had it before it was marked. */
+	/* The driver may have received the packet before it was marked. */
 	if ((m->flags & TRACE_MESSAGE_UNMARKED) && m->repeats)
 		return 0;
 	now = bpf_ktime_get_ns();
@@ -607,8 +625,9 @@ __noinline int trace_driver(struct bpf_sock_ops *ctx)
 }
 
 /*
- * The NIC's clock may be the host's, if something keeps it so (phc2sys(8)).
- * Else the time of the NIC's report bounds the stage from above.
+ * The NIC reports a time stamp. The time stamp is used if the NIC's clock is
+ * synchronized to the host's, as by phc2sys(8). Otherwise the time of the report
+ * is an upper bound.
  */
 __noinline int trace_hardware(struct bpf_sock_ops *ctx)
 {
@@ -633,7 +652,7 @@ __noinline int trace_hardware(struct bpf_sock_ops *ctx)
 	return 0;
 }
 
-/* Adds up the stages of a message that is acknowledged. */
+/* Adds the stages of an acknowledged message to the histograms. */
 __noinline int trace_add_stages(struct trace_stats *s,
 			     const struct trace_message *m, __u64 now)
 {
@@ -641,7 +660,7 @@ __noinline int trace_add_stages(struct trace_stats *s,
 
 	if (!s || !m)
 		return 0;
-	/* What the host dropped waited in the queue that it left. */
+	/* A dropped packet waited only in the queue that it left. */
 	queued = m->requeued ? m->requeued : m->queued;
 	trace_add_interval(&s->stage[TRACE_SEND], m->started, m->sent);
 	trace_add_interval(&s->stage[TRACE_STACK], m->sent, m->queued);
@@ -659,8 +678,9 @@ __noinline int trace_add_stages(struct trace_stats *s,
 }
 
 /*
- * At the end of one that was sent before it could be marked: if the driver had
- * had it later, it would have told. So it had it soon after TCP sent it.
+ * Completes the times of a message that TCP sent before the message was marked. If
+ * the driver had received the packet after the mark, there would have been a
+ * callback. So the driver received the packet soon after TCP sent it.
  */
 static __always_inline void trace_end_unmarked(const struct trace_connection *c,
 				       struct trace_message *m)
@@ -671,9 +691,9 @@ static __always_inline void trace_end_unmarked(const struct trace_connection *c,
 }
 
 /*
- * A message is acknowledged, with the packet that has a key. Each message is its
- * own function to the verifier, which would follow all ways through all of them
- * otherwise.
+ * Handles one message that is acknowledged with the packet that has a key. This is
+ * a global function: otherwise the verifier would follow all paths through all
+ * messages.
  */
 __noinline int trace_acknowledge(struct bpf_sock_ops *ctx,
 			      const struct trace_connection *c,
@@ -698,7 +718,7 @@ __noinline int trace_acknowledge(struct bpf_sock_ops *ctx,
 	return trace_end_message(ctx, m, now, outcome);
 }
 
-/* Acknowledgements come in the order of keys. */
+/* Handles an acknowledgement. They come in the order of keys. */
 __noinline int trace_acked(struct bpf_sock_ops *ctx)
 {
 	struct trace_connection *c = trace_connection(ctx);
@@ -722,7 +742,7 @@ __noinline int trace_acked(struct bpf_sock_ops *ctx)
 	return 0;
 }
 
-/* The connection of a message ends before its acknowledgement. */
+/* Handles a message that is unacknowledged at the end of its connection. */
 __noinline int trace_abandon(struct bpf_sock_ops *ctx,
 			  const struct trace_connection *c,
 			  struct trace_message *m, __u64 now)

@@ -1,24 +1,26 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Measures how long datagrams take from leaving their socket to the queueing
- * discipline, and from there to the driver, of the first device on their way.
+ * Measures how long datagrams take from their socket to the queueing discipline,
+ * and from there to the driver, of the first device on their path.
  *
- * trace_udp runs for each packet that a socket of the cgroup sends, once it is
- * routed; for datagrams it searches their rule. The other programs follow what
- * is chosen by its packet, and run for all packets of the host. Cost for the
- * others: one load while no datagram is under way; while some are, which is for
- * microseconds, one lookup.
+ * Hooks: cgroup_skb/egress of the cgroup, after routing, chooses datagrams; raw
+ * tracepoints of the host follow the chosen ones by the address of their skb.
+ * Decision: none, all packets pass.
+ * Cost: for each packet of the cgroup a check of the protocol, and for datagrams
+ * a search of the rule, see match.bpf.h; for all packets of the host one load,
+ * and one lookup while chosen datagrams are between socket and driver, which
+ * takes microseconds.
  *
- * What one sendmsg(2) gave is one datagram, if it is cut into many behind the
- * queueing discipline (UDP_SEGMENT), too. One that is longer than the route lets
- * packets be is followed by its first fragment or, where the kernel copies it
- * into fragments, not.
+ * The data of one sendmsg(2) is one datagram, even if the kernel segments it
+ * after the queueing discipline (UDP_SEGMENT). A datagram that exceeds the MTU is
+ * followed by its first fragment or, if the kernel copies it into fragments, not
+ * at all.
  */
 #include "trace_skb.bpf.h"
 
 TRACE_EXPORT(struct, trace_sending);
 
-/* By skb. Who deletes a datagram counts what became of it. */
+/* Datagrams in progress, by skb. Whoever deletes an entry counts its outcome. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, TRACE_SENDING);
@@ -26,7 +28,7 @@ struct {
 	__type(value, struct trace_sending);
 } sending SEC(".maps");
 
-/* Ends the way of a datagram, unless somebody else does. */
+/* Counts the outcome of a datagram, unless another CPU does. */
 __noinline int udp_end_datagram(__u64 skb, __u64 now, __u32 outcome)
 {
 	struct trace_counts *c = trace_counts();
@@ -100,7 +102,7 @@ int trace_udp(struct __sk_buff *ctx)
 	return 1;
 }
 
-/* A datagram that is under way, by its packet; NULL for others. */
+/* Returns the chosen datagram of a packet, or NULL. */
 static __always_inline struct trace_sending *udp_find(struct sk_buff *skb)
 {
 	struct trace_counts *c = trace_counts();
@@ -109,7 +111,7 @@ static __always_inline struct trace_sending *udp_find(struct sk_buff *skb)
 	return c && c->sending ? bpf_map_lookup_elem(&sending, &key) : NULL;
 }
 
-/* Whether the packet is that datagram's still. */
+/* Reports whether the skb is still that datagram's, and was not reused. */
 static __always_inline bool udp_same_datagram(struct sk_buff *skb, const struct trace_sending *d)
 {
 	return (__u64)BPF_CORE_READ(skb, sk) == d->sk;
@@ -123,7 +125,7 @@ int trace_udp_queue(struct bpf_raw_tracepoint_args *ctx)
 
 	if (!d)
 		return 0;
-	/* Twice: the end of the first was missed, this is another. */
+	/* A second time: the end of the first was missed, and the skb reused. */
 	if (d->queued || !udp_same_datagram(skb, d))
 		udp_end_datagram((__u64)skb, 0, TRACE_MISSED);
 	else
@@ -155,9 +157,10 @@ int trace_udp_drop(struct bpf_raw_tracepoint_args *ctx)
 }
 
 /*
- * A datagram of many leaves the queueing discipline as those for a driver that
- * does not cut it itself (validate_xmit_skb in net/core/dev.c), and they have
- * its socket (__udp_gso_segment in net/ipv4/udp_offload.c).
+ * Ends datagrams whose skb is freed without an error. A driver without UDP
+ * segmentation gets segments instead of the datagram (validate_xmit_skb in
+ * net/core/dev.c), and the segments take the socket from the skb
+ * (__udp_gso_segment in net/ipv4/udp_offload.c).
  */
 SEC("raw_tp/consume_skb")
 int trace_udp_split(struct bpf_raw_tracepoint_args *ctx)

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Gives rules to connections that were open before. The agent takes such a
- * socket's descriptor and calls setsockopt(2) with a level of Sockeye's own;
- * this program, attached to the socket's cgroup for that time only, does what
- * is asked on the socket itself and keeps the call from the kernel. All other
- * calls pass, at the cost of one comparison.
+ * Applies rules to connections that are open already.
  *
- * The second program only decides: it answers which rule a connection would
- * have, by the code and the maps that decide for real ones.
+ * Hook of tune_live: cgroup/setsockopt of the sockets' cgroup, attached only
+ * during "apply --live" and similar commands. The agent duplicates the socket's
+ * descriptor and calls setsockopt(2) with the level TUNE_LIVE_LEVEL.
+ * Decision: the program executes such a request on the socket, and the kernel
+ * ignores the call. All other calls reach the kernel.
+ * Cost: one comparison for each other setsockopt(2) in the cgroup.
+ *
+ * tune_decide is never attached. The agent runs it with BPF_PROG_TEST_RUN to find
+ * the rule of a connection by the code and the maps of the other programs.
  */
 #include "tune.bpf.h"
 
@@ -18,7 +21,7 @@ const volatile __u64 nonce = 0;
 MATCH_EXPORT(enum, tune_live_name);
 MATCH_EXPORT(struct, tune_live_request);
 
-/* Fails before Linux 6.12, which brought the option. */
+/* Changes the enabled callbacks. Fails before Linux 6.12, which has no such option. */
 static __always_inline long tune_change_callbacks(struct bpf_sock *sk, __u32 set,
 					   __u32 clear)
 {
@@ -34,7 +37,7 @@ static __always_inline long tune_change_callbacks(struct bpf_sock *sk, __u32 set
 			      sizeof(flags));
 }
 
-/* Tells whether a rule is in force and asks for the peer's tag. */
+/* Reports whether a rule is in force and matches on the peer's tag. */
 static __noinline bool tune_rule_needs_tag(__u32 id)
 {
 	const struct match_ruleset *r;
@@ -53,7 +56,7 @@ static __noinline bool tune_rule_needs_tag(__u32 id)
 	return false;
 }
 
-/* Ends what the rule of a connection does; to the rule it is closed. */
+/* Disables the callbacks of a connection, and counts it as closed. */
 static __always_inline void tune_detach_rule(struct bpf_sock *sk,
 				       const struct tune_connection *c)
 {
@@ -61,7 +64,7 @@ static __always_inline void tune_detach_rule(struct bpf_sock *sk,
 	struct tune_rule *rule = bpf_map_lookup_elem(&rules, &id);
 	struct tune_stats *s;
 
-	/* The state's is trace's, too, and comes a few times only. */
+	/* Trace also uses the state callback, which comes a few times only. */
 	clear = BPF_SOCK_OPS_RTO_CB_FLAG | BPF_SOCK_OPS_RTT_CB_FLAG |
 		BPF_SOCK_OPS_RETRANS_CB_FLAG;
 	if (c->flags & TUNE_CONNECTION_TAGGING)
@@ -76,8 +79,9 @@ static __always_inline void tune_detach_rule(struct bpf_sock *sk,
 }
 
 /*
- * Sets an option of a rule, and says how many that makes. Global: the verifier
- * looks at it once, not for each option.
+ * Sets an option of a rule. Returns the number of options that were set, 0 or 1.
+ * This is a global function, so that the verifier checks it once and not for
+ * each option.
  */
 __noinline int tune_set(struct bpf_sockopt *ctx, __u32 id, __u32 index)
 {
@@ -129,14 +133,14 @@ static __always_inline void tune_adopt(struct bpf_sockopt *ctx,
 		return;
 	c = bpf_sk_storage_get(&connections, sk, NULL, 0);
 	if (c) {
-		/* The tag that led to its rule is not known any more. */
+		/* The tag that led to the rule is not known any more. */
 		if (c->rule == id || tune_rule_needs_tag(c->rule))
 			return;
 		tune_detach_rule(sk, c);
 	}
 	fresh.rule = id;
 	fresh.counted = bpf_jiffies64();
-	/* What came before is not the rule's. */
+	/* What the connection sent before does not count for the rule. */
 	tp = bpf_tcp_sock(sk);
 	if (tp) {
 		fresh.segments = tp->data_segs_out;
@@ -165,7 +169,7 @@ static __always_inline void tune_adopt(struct bpf_sockopt *ctx,
 		__sync_fetch_and_add(&s->connections, 1);
 		__sync_fetch_and_add(&s->established, 1);
 		__sync_fetch_and_add(&s->adopted, 1);
-		/* Else the rule would be kept for it forever. */
+		/* Otherwise the rule would never be forgotten. */
 		if (c->flags & TUNE_CONNECTION_UNSEEN)
 			__sync_fetch_and_add(&s->closed, 1);
 	}
@@ -239,7 +243,7 @@ int tune_live(struct bpf_sockopt *ctx)
 	default:
 		return 1;
 	}
-	/* The kernel is not to see the call. */
+	/* Makes the kernel ignore the call. */
 	ctx->optlen = -1;
 	return 1;
 }
@@ -249,7 +253,7 @@ int tune_decide(struct __sk_buff *skb)
 {
 	struct match_question q;
 
-	/* 14 bytes of an Ethernet header, which test runs ask for. */
+	/* BPF_PROG_TEST_RUN requires an Ethernet header of 14 bytes. */
 	if (bpf_skb_load_bytes(skb, 14, &q, sizeof(q)))
 		return 0;
 	return MATCH_RULE(match_find(&q));

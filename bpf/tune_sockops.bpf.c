@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
- * Decides with which TCP parameters a connection of a cgroup runs. The kernel
- * calls it at points of a connection's life; the first of them finds the rule
- * and remembers it with the socket, so that all that follows fits together,
- * whatever happens to the policy in between. Cost: see match.bpf.h, once a
- * connection; then a lookup of the socket's storage at each call that a rule
- * has switched on. A connection without a rule pays for the search alone.
+ * Sets TCP parameters of the connections of a cgroup by the rules of a policy.
+ *
+ * Hook: sockops of the cgroup. The first callback of a connection finds the rule
+ * and stores it with the socket, so that all later callbacks use the same rule,
+ * even if the policy changes meanwhile.
+ * Decision: options, replies to the kernel's questions (initial RTO, receive
+ * window, ECN, base RTT), and TCP header options with tags.
+ * Cost: one search for each connection, see match.bpf.h; for a connection with
+ * a rule, one lookup in the socket's storage for each callback that the rule
+ * enabled.
  */
 #include "tune.bpf.h"
 
-/* Ticks of the kernel in a second. */
+/* Jiffies per second. */
 const volatile __u32 hz = 250;
 
 struct {
@@ -26,7 +30,7 @@ struct {
 	__type(value, struct tune_learned);
 } learned SEC(".maps");
 
-/* Of a new prefix; larger than what the stack has left. */
+/* Initial value for a prefix, which is too large for the stack. */
 const struct tune_learned tune_learned_empty = {};
 
 MATCH_EXPORT(enum, tune_limit);
@@ -78,9 +82,9 @@ static __always_inline __u32 tune_jiffies(__u32 us)
 }
 
 /*
- * Sets an option of a rule, if it belongs to a phase, and returns how many that
- * makes. Global, as others below: the verifier looks at it once, not at every
- * call and for each option.
+ * Sets an option of a rule if the option belongs to the phase. Returns the number
+ * of options that were set, 0 or 1. This is a global function, as others below,
+ * so that the verifier checks it once and not for each call.
  */
 __noinline int tune_set(struct bpf_sock_ops *ctx, __u32 id, __u32 phase,
 			__u32 index)
@@ -111,7 +115,7 @@ __noinline int tune_set(struct bpf_sock_ops *ctx, __u32 id, __u32 phase,
 		tune_count_failure(id, o->id, err);
 		return 0;
 	}
-	/* Else it would take effect with the first acknowledgement. */
+	/* Otherwise the clamp takes effect at the first acknowledgement. */
 	if (o->level == SOL_TCP && o->name == TCP_BPF_SNDCWND_CLAMP &&
 	    ctx->snd_cwnd > o->value)
 		bpf_setsockopt(ctx, SOL_TCP, TCP_BPF_IW, &o->value,
@@ -119,7 +123,7 @@ __noinline int tune_set(struct bpf_sock_ops *ctx, __u32 id, __u32 phase,
 	return 1;
 }
 
-/* Sets the options of a rule that belong to a phase, and returns how many. */
+/* Sets the options of a rule that belong to the phase. Returns their number. */
 __noinline int tune_apply(struct bpf_sock_ops *ctx, __u32 id, __u32 phase)
 {
 	struct tune_rule *rule = tune_rule(id);
@@ -166,11 +170,11 @@ static __always_inline void tune_learned_key(const struct tune_rule *rule,
 }
 
 /*
- * Chooses the initial window of a connection: the one its prefix has settled
- * on, or for a share of connections the candidate that was tried least. Others
- * keep the kernel's own window; where that is a candidate, they are evidence.
- * Tries are counted, not what came of them: else one whose connections are too
- * short to be timed would be tried for ever.
+ * Sets the initial window of a connection: the window on which the prefix has
+ * settled or, for a share of the connections, the candidate with the fewest
+ * tries. The other connections keep the kernel's window, and count as evidence
+ * if that window is a candidate. Tries count, not timed connections: otherwise a
+ * candidate whose connections are too short to be timed would be tried forever.
  */
 __noinline int tune_choose_window(struct bpf_sock_ops *ctx)
 {
@@ -211,7 +215,7 @@ __noinline int tune_choose_window(struct bpf_sock_ops *ctx)
 			index = i;
 		}
 	}
-	/* As all such: clang checks one copy, the verifier wants this one. */
+	/* Keeps clang from checking another copy of the index. */
 	barrier_var(index);
 	if (index >= TUNE_CANDIDATES)
 		return 0;
@@ -233,8 +237,9 @@ __noinline int tune_choose_window(struct bpf_sock_ops *ctx)
 }
 
 /*
- * The time that a candidate's first flight takes, made longer by its losses:
- * a quarter of lossy connections counts as twice the time.
+ * Returns the mean time of a candidate's first flight, in microseconds, with a
+ * penalty for losses: if a quarter of the connections lost segments, the time
+ * doubles.
  */
 static __always_inline __u64 tune_score(const struct tune_evidence *e)
 {
@@ -244,7 +249,10 @@ static __always_inline __u64 tune_score(const struct tune_evidence *e)
 	       e->connections;
 }
 
-/* Notes how the first flight went, and settles when enough is known. */
+/*
+ * Adds a timed first flight to the evidence of its candidate, and chooses the
+ * best candidate once each has enough evidence.
+ */
 __noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u32 us)
 {
 	struct tune_connection *c = tune_connection(ctx);
@@ -290,7 +298,7 @@ __noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u32 us)
 		e = &l->candidate[i];
 		settled &= e->connections >= rule->evidence;
 		score = tune_score(e);
-		/* A larger window must be worth it: by a sixteenth. */
+		/* A larger window must be better by more than a sixteenth. */
 		if (score < lowest - lowest / 16) {
 			lowest = score;
 			best = i;
@@ -303,7 +311,10 @@ __noinline int tune_learn(struct bpf_sock_ops *ctx, bool lossy, __u32 us)
 	return 0;
 }
 
-/* Retransmissions of data: the kernel counts those of the handshake, too. */
+/*
+ * Returns the retransmissions of data. The kernel's counter includes those of the
+ * handshake.
+ */
 static __always_inline __u32 tune_retransmits(struct bpf_sock_ops *ctx,
 					      const struct tune_connection *c)
 {
@@ -312,7 +323,10 @@ static __always_inline __u32 tune_retransmits(struct bpf_sock_ops *ctx,
 	return ctx->total_retrans - c->handshake;
 }
 
-/* When data was last acknowledged, or sent with nothing under way. */
+/*
+ * Returns the time at which data was acknowledged last, or sent with nothing in
+ * flight; CLOCK_MONOTONIC, nanoseconds.
+ */
 static __always_inline __u64 tune_last_delivery(struct bpf_sock_ops *ctx)
 {
 	struct bpf_sock *sk = ctx->sk;
@@ -321,19 +335,20 @@ static __always_inline __u64 tune_last_delivery(struct bpf_sock_ops *ctx)
 	return tp ? tp->delivered_mstamp * 1000 : 0;
 }
 
-/* A gap that is longer than so many round trips, and this: no flight's. */
+/* A pause of more than TUNE_GAP round trips plus TUNE_GAP_US ends the flight. */
 #define TUNE_GAP 4
 #define TUNE_GAP_US 50000
-/* What takes longer counts as this. */
+/* Upper bound of a flight's time, microseconds. */
 #define TUNE_FLIGHT_US 60000000
 
 /*
- * Looks how far a connection that is learned from has come, once in a round
- * trip and when it ends: last. Returns the microseconds that its first flight
- * took, 0 while that is not known. The kernel calls at the first
- * acknowledgement of a round trip, so that the bytes which end the flight have
- * often come through with the last one of the round trip before, and are
- * interpolated. One that paused has no first flight that could be timed.
+ * Returns the time of a connection's first flight in microseconds, 0 while the
+ * time is not known. The program calls the function once per round trip, and
+ * with last at the end of the connection. The kernel's callback comes with the
+ * first acknowledgement of a round trip; the bytes that end the flight were
+ * often acknowledged before, by the last acknowledgement of the previous round
+ * trip, so that their time is interpolated. A connection that pauses has no
+ * first flight that could be timed.
  */
 __noinline int tune_flight_time(struct bpf_sock_ops *ctx, bool last)
 {
@@ -352,7 +367,7 @@ __noinline int tune_flight_time(struct bpf_sock_ops *ctx, bool last)
 	if (!c->sent) {
 		if (last)
 			return 0;
-		/* The sample is of the first data. */
+		/* The RTT sample is of the first data. */
 		sample = ctx->args[0];
 		if (!sample)
 			sample = srtt;
@@ -394,7 +409,7 @@ static __always_inline void tune_time_flight(struct bpf_sock_ops *ctx,
 		tune_learn(ctx, tune_retransmits(ctx, c) > 0, us);
 }
 
-/* Adds what is new of a connection to its rule's sums. */
+/* Adds the changes of a connection since its last count to the rule's sums. */
 __noinline int tune_account(struct bpf_sock_ops *ctx, bool last)
 {
 	struct tune_connection *c = tune_connection(ctx);
@@ -438,7 +453,7 @@ __noinline int tune_account(struct bpf_sock_ops *ctx, bool last)
 	return 0;
 }
 
-/* The callbacks that a rule needs from an open connection. */
+/* Returns the callbacks that a rule needs for an open connection. */
 static __always_inline __u32 tune_callbacks_of(const struct tune_rule *rule,
 					 const struct tune_connection *c)
 {
@@ -456,7 +471,7 @@ static __always_inline __u32 tune_callbacks_of(const struct tune_rule *rule,
 	return want;
 }
 
-/* Gives a connection its rule, and remembers it with the socket. */
+/* Stores the rule of a connection with the socket. Returns NULL on failure. */
 static __always_inline struct tune_connection *
 tune_init_connection(struct bpf_sock_ops *ctx, const struct match_tuple *t,
 	   __u32 id, struct tune_rule *rule, __u32 role)
@@ -483,7 +498,7 @@ tune_init_connection(struct bpf_sock_ops *ctx, const struct match_tuple *t,
 	c = bpf_sk_storage_get(&connections, sk, &fresh, BPF_SK_STORAGE_GET_F_CREATE);
 	if (!c)
 		return NULL;
-	/* A rule that takes over from another begins anew. */
+	/* A rule that replaces another one starts with new state. */
 	if (c->rule != id) {
 		s = tune_counts(c->rule, c->arm);
 		if (s)
@@ -498,7 +513,7 @@ tune_init_connection(struct bpf_sock_ops *ctx, const struct match_tuple *t,
 	return c;
 }
 
-/* Reads the peer's tag from its SYN or from the packet at hand. */
+/* Reads the peer's tag from its SYN or from the packet of the callback. */
 static __always_inline bool tune_read_tag(struct bpf_sock_ops *ctx,
 					  struct match_tag *tag, __u64 from)
 {
@@ -513,7 +528,7 @@ static __always_inline bool tune_read_tag(struct bpf_sock_ops *ctx,
 	if (h.length <= 4 || h.length > sizeof(h))
 		return false;
 	tag->length = h.length - 4;
-	/* The kernel copies what the option has: zeros follow. */
+	/* The kernel copies only the bytes of the option: the rest is 0. */
 	__builtin_memcpy(tag->byte, h.byte, MATCH_TAG);
 	return true;
 }
@@ -566,7 +581,7 @@ static __always_inline void tune_connect(struct bpf_sock_ops *ctx)
 		tune_count_options(id, c->arm, tune_apply(ctx, id, TUNE_PHASE_CONNECT));
 }
 
-/* Sets what belongs to an established connection. */
+/* Applies the rule of a connection that is established now. */
 __noinline int tune_established(struct bpf_sock_ops *ctx, __u32 phase)
 {
 	struct tune_connection *c = tune_connection(ctx);
@@ -595,8 +610,8 @@ __noinline int tune_established(struct bpf_sock_ops *ctx, __u32 phase)
 }
 
 /*
- * A rule that the peer's tag leads to takes over from the one that was found
- * without it; what that one has set stays set.
+ * A rule that matches the peer's tag replaces the rule that was found without
+ * the tag. Options that the latter set stay set.
  */
 static __always_inline void tune_active_established(struct bpf_sock_ops *ctx)
 {
@@ -660,7 +675,7 @@ static __always_inline void tune_passive_established(struct bpf_sock_ops *ctx)
 	rule = MATCH_RULE(found) ? tune_rule(MATCH_RULE(found)) : NULL;
 	c = rule ? tune_init_connection(ctx, &t, MATCH_RULE(found), rule, MATCH_ACCEPT) : NULL;
 	if (!c || !(c->flags & TUNE_CONNECTION_TAGGING))
-		/* What the listener's flags gave. */
+		/* The flag was inherited from the listener. */
 		tune_set_callbacks(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
 	if (!c)
 		return;
@@ -668,7 +683,7 @@ static __always_inline void tune_passive_established(struct bpf_sock_ops *ctx)
 	tune_established(ctx, TUNE_PHASE_PASSIVE);
 }
 
-/* The rule of a handshake that has no socket yet. */
+/* Returns the rule of a handshake that has no full socket yet. */
 static __always_inline struct tune_rule *
 tune_request_rule(struct bpf_sock_ops *ctx, struct match_tuple *t)
 {
@@ -678,7 +693,7 @@ tune_request_rule(struct bpf_sock_ops *ctx, struct match_tuple *t)
 	if (!match_sock_ops_tuple(ctx, t))
 		return NULL;
 	known = bpf_map_lookup_elem(&requests, t);
-	/* Longer than any handshake lasts: another connection's. */
+	/* No handshake takes that long: an older entry is another connection's. */
 	if (known && now - known->started < 130000000000ULL)
 		return tune_rule(known->rule);
 	fresh.rule = MATCH_RULE(tune_lookup(ctx, MATCH_ACCEPT, TUNE_NO_TAG));
@@ -721,8 +736,8 @@ static __always_inline __u32 tune_use_of(__u32 op, bool request)
 }
 
 /*
- * Answers a question of the kernel. Without an answer of its own it leaves
- * what another program may have replied.
+ * Answers a question of the kernel. Without an answer the program keeps the
+ * reply of another program.
  */
 static __always_inline void tune_reply(struct bpf_sock_ops *ctx)
 {
@@ -760,8 +775,8 @@ static __always_inline void tune_state_changed(struct bpf_sock_ops *ctx)
 	if (!c)
 		return;
 	/*
-	 * Its end, also as the application closes it after all was
-	 * acknowledged: what comes later is not of the flight.
+	 * The flight ends with the connection, or when the application closes
+	 * the connection after all data was acknowledged.
 	 */
 	if ((c->flags & TUNE_CONNECTION_LEARNING) &&
 	    (state == BPF_TCP_CLOSE || state == BPF_TCP_FIN_WAIT2 || !ctx->packets_out))
@@ -816,7 +831,7 @@ static __always_inline void tune_react(struct bpf_sock_ops *ctx,
 		__sync_fetch_and_add(&s->reactions, 1);
 }
 
-/* The tag has come through, or cannot. */
+/* Stops writing tags: the peer has the tag, or the path drops it. */
 static __always_inline void tune_end_tag(struct bpf_sock_ops *ctx,
 				       struct tune_connection *c,
 				       const struct tune_rule *rule)
@@ -834,7 +849,7 @@ static __always_inline void tune_rto(struct bpf_sock_ops *ctx)
 
 	if (!c)
 		return;
-	/* Something on the way may have dropped the segment for its tag. */
+	/* A middlebox may have dropped the segment because of the tag. */
 	if (ctx->state == BPF_TCP_SYN_SENT) {
 		tune_set_callbacks(ctx, 0, BPF_SOCK_OPS_WRITE_HDR_OPT_CB_FLAG);
 		return;
@@ -859,7 +874,7 @@ static __always_inline void tune_retransmit(struct bpf_sock_ops *ctx)
 		tune_react(ctx, c);
 }
 
-/* New listeners keep the SYN, and write tags into their SYN-ACKs. */
+/* Makes a new listener keep SYNs, and write tags into SYN-ACKs. */
 static __always_inline void tune_listen(struct bpf_sock_ops *ctx)
 {
 	const struct match_active *state = match_state();
@@ -874,10 +889,11 @@ static __always_inline void tune_listen(struct bpf_sock_ops *ctx)
 }
 
 /*
- * The tag that belongs into the SYN-ACK of a handshake, or NULL. The SYN is at
- * hand for the first SYN-ACK alone; another one is sent because something on
- * the way may have dropped the first for its tag. Before 6.2 the SYN's MAC
- * header tells, which TCP_SAVE_SYN of 1 does not keep.
+ * Returns the tag for the SYN-ACK of a handshake, or NULL. Only the first SYN-ACK
+ * gets a tag, as a middlebox may have dropped the first because of the tag. The
+ * kernel has the SYN for the first SYN-ACK only: syn_skb shows that. Before Linux
+ * 6.2 TCP_BPF_SYN_MAC fails with another errno than ENOENT while there is a SYN,
+ * because TCP_SAVE_SYN of 1 does not keep the MAC header.
  */
 static __always_inline const struct match_tag *
 tune_synack_tag(struct bpf_sock_ops *ctx)
@@ -916,10 +932,10 @@ tune_synack_tag(struct bpf_sock_ops *ctx)
 }
 
 /*
- * The tag that belongs into a segment, or NULL. After the handshake it goes
- * with what is sent until data is acknowledged, and of segments without data
- * with the first acknowledgement alone: a path that drops it lets the next
- * one through.
+ * Returns the tag for a segment, or NULL. After the handshake, segments with data
+ * carry the tag until data is acknowledged. Of segments without data, only the
+ * first acknowledgement of the connecting side does: if the path drops it, the
+ * next one passes.
  */
 static __always_inline const struct match_tag *
 tune_packet_tag(struct bpf_sock_ops *ctx)
@@ -938,12 +954,12 @@ tune_packet_tag(struct bpf_sock_ops *ctx)
 		return NULL;
 	if (flags & TCPHDR_SYN)
 		return &rule->tag;
-	/* The side that connected has its SYN counted. */
+	/* bytes_acked includes the SYN of the connecting side. */
 	if (ctx->bytes_acked > (c->role == MATCH_CONNECT)) {
 		tune_end_tag(ctx, c, rule);
 		return NULL;
 	}
-	/* When space is reserved the header is not there yet. */
+	/* The flags are 0 while space is reserved: there is no header yet. */
 	if (flags && !ctx->skb_len) {
 		if (c->role != MATCH_CONNECT ||
 		    (c->flags & TUNE_CONNECTION_CONFIRMED))
@@ -984,7 +1000,7 @@ static __always_inline void tune_write(struct bpf_sock_ops *ctx)
 	bpf_store_hdr_opt(ctx, &h, sizeof(h), 0);
 }
 
-/* The peer's first data may bring the tag that its SYN did not. */
+/* Reads a tag from the peer's first data, if the SYN had none. */
 static __always_inline void tune_parse(struct bpf_sock_ops *ctx)
 {
 	struct tune_connection *c;
@@ -995,7 +1011,7 @@ static __always_inline void tune_parse(struct bpf_sock_ops *ctx)
 	if (!ctx->is_fullsock)
 		return;
 	c = tune_connection(ctx);
-	/* Those that connect wait for it only with a rule. */
+	/* The connecting side parses options only if it has a rule. */
 	role = c ? c->role : MATCH_ACCEPT;
 	found = tune_lookup(ctx, role, TUNE_TAG_HERE);
 	if (!(found & MATCH_TAG_READ))

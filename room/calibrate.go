@@ -10,9 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Calibrate measures what a packet costs on this kernel, by a connection to itself
-// over loopback. It needs a network namespace with lo up; the result is of the kernel, and
-// holds in every namespace.
+// Calibrate measures the overhead of a packet on this kernel, by a TCP connection over
+// loopback with both ends in this process. It needs a network namespace in which lo is up;
+// the result is the same in every namespace. Without SO_MEMINFO (before Linux 4.12) the
+// result is an upper bound.
 func Calibrate() (k Kernel, err error) {
 	defer func() {
 		if err != nil {
@@ -31,7 +32,7 @@ func Calibrate() (k Kernel, err error) {
 	return k, err
 }
 
-// pair is a TCP connection to this process itself.
+// pair has the descriptors of both ends of a TCP connection.
 type pair struct{ from, to int }
 
 func (p *pair) close() {
@@ -83,12 +84,12 @@ func connect(family int, at unix.Sockaddr) (_ *pair, err error) {
 	return p, nil
 }
 
-// measure queues a byte, which the cork holds back.
+// measure queues one byte, which TCP_CORK keeps from being sent.
 func (p *pair) measure() (k Kernel, err error) {
 	if _, err := unix.Write(p.from, []byte{0}); err != nil {
 		return k, err
 	}
-	s, err := Take(p.from)
+	s, err := ReadSnapshot(p.from)
 	if err != nil {
 		return k, err
 	}
@@ -96,7 +97,7 @@ func (p *pair) measure() (k Kernel, err error) {
 		return Kernel{Overhead: mostOverhead}, nil
 	}
 	if s.Unsent != 1 || s.Queued <= 1 || s.Queued-1 > mostOverhead {
-		return k, fmt.Errorf("a packet of 1 byte takes %d bytes, with %d not sent", s.Queued, s.Unsent)
+		return k, fmt.Errorf("a packet of 1 byte has %d bytes of memory, and %d bytes are unsent", s.Queued, s.Unsent)
 	}
 	return Kernel{Overhead: s.Queued - 1}, nil
 }

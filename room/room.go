@@ -1,92 +1,105 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package room tells how many bytes a TCP socket takes right now without a partial
-// send.
+// Package room computes how many bytes the kernel accepts on a TCP socket right now
+// without a partial send.
 //
-// The kernel takes data as long as the memory of what is queued, sk_wmem_queued,
-// is below the send buffer, sk_sndbuf. Memory is not payload: each packet that
-// is queued (an skb) costs a fixed overhead besides its bytes, and is filled up to
-// a goal of many segments before the next is begun (tcp_sendmsg_locked in
-// net/ipv4/tcp.c, Linux 6.18). So the room is a number of whole packets, not a
-// share of the buffer:
+// The kernel accepts data as long as the memory of the send queue, sk_wmem_queued, is
+// below the send buffer, sk_sndbuf. Memory is not payload: each queued packet (skb)
+// costs a fixed overhead in addition to its bytes, and the kernel fills a packet up to
+// a goal of many segments before it allocates the next one (tcp_sendmsg_locked in
+// net/ipv4/tcp.c, Linux 6.18). So the room is a number of whole packets, not a share of
+// the buffer:
 //
-//	kernel, err := room.Calibrate()          // once
-//	s, err := room.Take(fd)                  // a moment
-//	e := kernel.Estimate(s, len(next), nil)  // arithmetic only
-//	if s.Arming() { _, err = room.Arm(fd) }  // have the kernel grow the buffer
+//	kernel, err := room.Calibrate()              // once: the overhead of a packet
+//	s, err := room.ReadSnapshot(fd)              // the state of the socket
+//	e := kernel.Estimate(s, len(next), &tracker) // arithmetic only
+//	n, err := unix.Write(fd, next[:min(e.Safe, len(next))])
+//	if s.Arming() {
+//		_, err = room.Arm(fd) // makes the kernel grow the buffer
+//	}
 //
-// Nothing here changes a socket's settings: setting SO_SNDBUF would end the
-// kernel's own tuning of the buffer.
+// The package changes no setting of a socket: to set SO_SNDBUF would end the kernel's
+// own tuning of the buffer. It needs Linux and no privilege.
+//
+// The module has no import path that "go get" can fetch. Another module replaces it by a
+// checkout,
+//
+//	go mod edit -require=sockeye@v0.0.0 -replace=sockeye=../sockeye
+//
+// or copies room.go, socket.go and calibrate.go, which import nothing but the standard
+// library and golang.org/x/sys/unix.
 package room
 
 import "math"
 
-// Snapshot is what the kernel said of a TCP socket, all in bytes. SendBuffer and
-// Queued are of one moment; Payload was read just after that, the rest just before. So an
-// acknowledgement between them makes the estimate smaller, not larger.
+// Snapshot is the state of a TCP socket as the kernel reported it. All sizes are bytes.
+// SendBuffer and Queued come from one system call; Payload was read after that call, the
+// other fields before it. An acknowledgement in between makes the estimate smaller, not
+// larger.
 type Snapshot struct {
 	SendBuffer int // sk_sndbuf
-	Queued     int // sk_wmem_queued: what is queued, sent or not, with its overhead
-	Payload    int // of what is queued: SIOCOUTQ
-	Unsent     int // of the payload: SIOCOUTQNSD
+	Queued     int // sk_wmem_queued: memory of the send queue, sent and unsent packets with their overhead
+	Payload    int // SIOCOUTQ: payload of the send queue
+	Unsent     int // SIOCOUTQNSD: payload that was never sent
 	MSS        int // tcpi_snd_mss
 	SendWindow int // tcpi_snd_wnd; 0 before Linux 5.4
-	// Sendable is what the windows let out now, Burst how large the packets are that
-	// leave at once: by the pacing rate (tcp_tso_autosize), and at most half of the
-	// congestion window.
+	// Sendable is how much both windows allow TCP to send now.
 	Sendable int
-	Burst    int
-	// Quota is how many segments more the congestion window lets out now, Flying how many
-	// are on the way.
+	// Burst is the size of the packets that TCP sends: given by the pacing rate
+	// (tcp_tso_autosize), at most half of the congestion window.
+	Burst int
+	// Quota is the number of segments that the congestion window allows TCP to send now,
+	// Flying the number of segments in flight.
 	Quota, Flying int
-	// Recovering: the peer acknowledges selectively, or packets were lost. What it has then
-	// lets others leave before its memory is free.
+	// Recovering: the peer acknowledged selectively, or packets were lost. A selectively
+	// acknowledged segment lets TCP send another one before its own memory is free.
 	Recovering bool
-	// NotSentLowat is TCP_NOTSENT_LOWAT, or the sysctl's value where the socket has
-	// none of its own. 0: not known.
+	// NotSentLowat is TCP_NOTSENT_LOWAT, or the value of net.ipv4.tcp_notsent_lowat if the
+	// socket does not set the option. 0: not known.
 	NotSentLowat int
-	// Closed: the socket is not connected, or takes no data any more.
+	// Closed: the socket is not connected, or was shut down for writing.
 	Closed bool
-	// Guessed: the kernel has no SO_MEMINFO (before 4.12), and Queued is the most that
-	// it can be.
+	// Guessed: the kernel has no SO_MEMINFO (before Linux 4.12), and Queued is an upper
+	// bound.
 	Guessed bool
 }
 
-// Estimate is how much a socket takes, and what that was computed from. All are
-// bytes.
+// Estimate is how much the kernel accepts on a socket, and intermediate results of the
+// computation. All values are bytes.
 type Estimate struct {
-	// Safe is what can be promised to somebody: the kernel takes so much, if the
-	// writes that follow are as large as was said to Estimate, or larger. It is a
-	// multiple of the MSS.
+	// Safe is a lower bound, a multiple of the MSS: the kernel accepts at least this much,
+	// provided that each of the next writes has at least the size that was passed to
+	// Kernel.Estimate.
 	Safe int
-	// Exact predicts what one large write takes now. The kernel takes more if
-	// acknowledgements come while it does, and less if what leaves is paced, unless a
-	// Tracker was told.
+	// Exact predicts how much of one large write the kernel accepts now. The kernel
+	// accepts more if acknowledgements arrive during the write, and less if TCP paces the
+	// socket and no Tracker knows: see Tracker.Paced.
 	Exact int
 
-	Overhead int // of a packet that is queued
+	Overhead int // memory of a queued packet in addition to its payload
 	Goal     int // payload of a full packet: size_goal of the kernel
-	Tail     int // room in the last packet that is not sent yet
+	Tail     int // free space in the last unsent packet
 	Free     int // SendBuffer less Queued, at least 0
 }
 
-// Kernel is what has to be known of the running kernel; see Calibrate.
+// Kernel has the properties of the running kernel that Estimate needs; see Calibrate.
 type Kernel struct {
-	// Overhead is the memory that a packet costs besides its payload, in bytes: the
-	// truesize of an skb with room for headers, SKB_TRUESIZE(MAX_TCP_HEADER).
+	// Overhead is the memory of a packet in addition to its payload, in bytes: the truesize
+	// of an skb with space for headers, SKB_TRUESIZE(MAX_TCP_HEADER).
 	Overhead int
 }
 
-// mostHeader is what the kernel keeps free for headers in the largest packet, in
-// bytes: MAX_TCP_HEADER, where it is largest (include/net/tcp.h).
+// mostHeader is the largest value of MAX_TCP_HEADER (include/net/tcp.h), in bytes: the
+// space that the kernel reserves for headers in the largest packet.
 const mostHeader = 320
 
-// packetStructs is what sk_buff and skb_shared_info take of a packet's overhead on
-// 64-bit kernels, in bytes.
+// packetStructs is the size of sk_buff and skb_shared_info on 64-bit kernels, in bytes.
+// Both are part of a packet's overhead.
 const packetStructs = 256 + 320
 
-// header is MAX_TCP_HEADER in bytes, which depends on what the kernel was built with:
-// the rest of the overhead, where that is one of the values that it can have.
+// header returns MAX_TCP_HEADER in bytes, which depends on the kernel's configuration: the
+// overhead less packetStructs, if that is a value that MAX_TCP_HEADER can have, otherwise
+// mostHeader.
 func (k Kernel) header() int {
 	switch h := k.Overhead - packetStructs; h {
 	case 192, 256:
@@ -103,37 +116,37 @@ const legacyGSO = 65536
 // halved (tcp_bound_to_half_wnd).
 const smallWindow = 536
 
-// A Tracker knows what a snapshot does not show: how full the last packet is that
-// is not sent yet, the largest window that the peer has had, and whether TCP paces the
-// socket. It is for one socket and one writer; the zero value is ready. Without one,
-// Estimate takes what is certain, and no pacing: of the largest window, that it is no smaller than the
-// present one, than what is on the way, or than the packets that are not sent.
+// A Tracker holds what a snapshot does not show: how full the last unsent packet is, the
+// largest window that the peer has announced, and whether TCP paces the socket. A Tracker
+// is for one socket with one writer; the zero value is ready to use. Without a Tracker,
+// Estimate assumes no pacing, and takes a lower bound of the largest window: the present
+// window, the bytes in flight, or the size of the unsent packets.
 type Tracker struct {
-	tail   int // payload of the last packet not sent
-	goal   int // of the last Estimate
-	window int // the largest seen
-	gso    int
+	tail   int // payload of the last unsent packet, bytes
+	goal   int // Goal of the last Estimate
+	window int // largest window seen, bytes
+	gso    int // see LargestPacket; 0: legacyGSO
 	paced  bool
 }
 
-// LargestPacket tells of the interface's largest packet for the socket's family, in
-// bytes with headers: gso_max_size or gso_ipv4_max_size. By default 65536.
+// LargestPacket sets the largest packet of the interface for the socket's address family,
+// in bytes with headers: gso_max_size or gso_ipv4_max_size. The default is 65536.
 func (t *Tracker) LargestPacket(bytes int) { t.gso = bytes }
 
-// Paced tells that TCP itself spaces out what it sends, one burst at a time
-// (tcp_pacing_check); see the function of this name. Exact may be megabytes too large
-// where that is so and was not told. By default false.
+// Paced sets whether TCP itself paces the socket, one burst at a time
+// (tcp_pacing_check); the function Paced finds out. The default is false. If TCP paces the
+// socket and the Tracker does not know, Exact may be megabytes too large.
 func (t *Tracker) Paced(paced bool) { t.paced = paced }
 
-// Wrote tells of a write that took n bytes of those that were offered, after an
-// Estimate by this tracker.
+// Wrote records that a write of offered bytes was accepted up to n bytes. Call Wrote for
+// each write after an Estimate with this Tracker.
 func (t *Tracker) Wrote(n, offered int) {
 	if t.goal == 0 || n <= 0 {
 		return
 	}
 	if n < offered {
-		// The kernel fills the last packet before it ends, to a goal that may have grown
-		// since; the next Estimate knows.
+		// The kernel fills the last packet before a partial write returns, up to a goal
+		// that may have grown since: the next Estimate has the goal.
 		t.tail = math.MaxInt
 		return
 	}
@@ -148,13 +161,14 @@ func (t *Tracker) Wrote(n, offered int) {
 	}
 }
 
-// Estimate computes the room from a snapshot. The next writes are of at least next
-// bytes each; 0 stands for full packets. The tracker may be nil.
+// Estimate computes from a snapshot how much the kernel accepts. Each of the next writes
+// has at least next bytes; 0 stands for full packets. The tracker may be nil. The result
+// is zero for a closed socket.
 func (k Kernel) Estimate(s Snapshot, next int, t *Tracker) Estimate {
 	if s.Closed || s.MSS <= 0 {
 		return Estimate{}
 	}
-	// The peer's largest window was at least what is on the way now.
+	// The peer's largest window was at least as large as the bytes in flight.
 	window, largest := max(s.SendWindow, s.Payload-s.Unsent), legacyGSO
 	if t != nil {
 		t.window = max(t.window, window)
@@ -174,7 +188,7 @@ func (k Kernel) Estimate(s Snapshot, next int, t *Tracker) Estimate {
 	if next > 0 && next < e.Goal {
 		packet := next
 		if next > s.MSS {
-			// With Nagle's algorithm, what exceeds whole segments leaves with the next write.
+			// Nagle's algorithm delays the part that exceeds whole segments until the next write.
 			packet -= next % s.MSS
 		}
 		n := min(s.alone(packet), free/(packet+k.Overhead))
@@ -189,8 +203,8 @@ func (k Kernel) Estimate(s Snapshot, next int, t *Tracker) Estimate {
 	return e
 }
 
-// splits is the memory that queued packets may take in addition when they are sent:
-// the kernel cuts them to what may leave at once.
+// splits returns the additional memory of queued packets, in bytes, if the kernel splits
+// them to the size of a burst when it sends them.
 func (k Kernel) splits(s Snapshot) int {
 	leaves := min(s.leaving(), s.Unsent+max(s.SendBuffer-s.Queued, 0))
 	if leaves <= 0 {
@@ -199,7 +213,7 @@ func (k Kernel) splits(s Snapshot) int {
 	return (leaves/max(s.Burst, 2*s.MSS) + 1) * k.Overhead
 }
 
-// leaving is how much may leave before the memory of anything is free.
+// leaving returns how many bytes TCP may send before the memory of any packet is free.
 func (s *Snapshot) leaving() int {
 	if !s.Recovering {
 		return s.Sendable
@@ -212,10 +226,11 @@ func (s *Snapshot) leaving() int {
 	return most
 }
 
-// alone is how many packets of so many bytes the writes to come may leave in, each with its
-// overhead: as many as the windows let out behind what is not sent yet. Later writes share a packet.
-// An acknowledgement lets another one out, and frees the memory of one packet at least.
-// The congestion window counts packets, the peer's window bytes.
+// alone returns how many of the next writes may leave in a packet of their own, with its
+// overhead, if each write has so many bytes: as many as the windows allow after the unsent
+// data. Later writes share a packet. An acknowledgement allows one more, but frees the
+// memory of at least one packet. The congestion window counts packets, the peer's window
+// bytes.
 func (s *Snapshot) alone(packet int) int {
 	quota := s.Quota - s.segments(s.Unsent)
 	if s.Recovering {
@@ -230,8 +245,8 @@ func (s *Snapshot) alone(packet int) int {
 
 func (s *Snapshot) segments(bytes int) int { return (bytes + s.MSS - 1) / s.MSS }
 
-// goal is the payload of a full packet by the peer's largest window (tcp_xmit_size_goal), or less where
-// only a smaller window was seen.
+// goal returns the payload of a full packet, in bytes, given by the peer's largest window
+// (tcp_xmit_size_goal). The result is too small if a larger window was not seen.
 func goal(mss, window int) int {
 	if window > smallWindow {
 		window /= 2
@@ -239,9 +254,10 @@ func goal(mss, window int) int {
 	return max(window-window%mss, mss)
 }
 
-// filled is how full the packets are that are not sent, on average, in whole segments: the kernel fills
-// them so far. The first of them does not count: it grows up to the largest packet while it waits for
-// the window (tcp_grow_skb, Linux 6.18). What is sent has at least one packet, too.
+// filled returns the average payload of the unsent packets, in whole segments and bytes:
+// a lower bound of the goal. The first unsent packet does not count, as it grows up to the
+// largest packet while it waits for the window (tcp_grow_skb, Linux 6.18). Data in flight
+// has at least one packet too.
 func (k Kernel) filled(s Snapshot, largest int) int {
 	packets := (s.Queued-s.Payload+k.Overhead-1)/k.Overhead - 1
 	if s.Payload > s.Unsent {
@@ -253,7 +269,7 @@ func (k Kernel) filled(s Snapshot, largest int) int {
 	return (s.Unsent - largest) / packets / s.MSS * s.MSS
 }
 
-// tail is the room in the last packet not sent.
+// tail returns the free space in the last unsent packet, in bytes.
 func (s *Snapshot) tail(t *Tracker, goal int) int {
 	switch {
 	case s.Unsent == 0:
@@ -262,33 +278,33 @@ func (s *Snapshot) tail(t *Tracker, goal int) int {
 		}
 		return 0
 	case t == nil || t.goal == 0:
-		// It has at most all that is not sent.
+		// The last packet has at most all unsent bytes.
 		return max(goal-s.Unsent, 0)
 	}
 	t.tail, t.goal = min(t.tail, s.Unsent, goal), goal
 	return goal - t.tail
 }
 
-// exact goes the way of tcp_sendmsg_locked: the last packet not sent is filled
-// without a look at the buffer, a new one is begun only while the buffer has room. What
-// becomes full and is the first to be sent leaves at once, as far as it may, and what it
-// leaves behind is filled again. When a write has filled more than half of the peer's largest
-// window since it began, all that may leave does (forced_push), and there is nothing to fill.
+// exact simulates tcp_sendmsg_locked. The kernel fills the last unsent packet without
+// checking the buffer, and allocates a new packet only while the buffer has room. A packet
+// that becomes full and is first in the queue is sent at once, as far as the windows
+// allow; its unsent rest becomes the last packet, and is filled again. After a write has
+// filled more than half of the peer's largest window, the kernel sends all that the
+// windows allow (forced_push), and no packet is left to be filled.
 func (k Kernel) exact(s Snapshot, goal, tail, half int, paced bool) (taken int) {
 	queued, unsent, sendable := s.Queued, s.Unsent, s.Sendable
 	burst := max(s.Burst, 2*s.MSS)
 	if paced {
-		// A whole segment that the windows let out, and that is not sent, waits for the
-		// timer of the burst before.
+		// An unsent segment that the windows allow waits for the pacing timer.
 		if sendable = min(sendable, burst, goal); unsent >= s.MSS {
 			sendable = 0
 		}
 	}
-	last := 0 // payload of the last packet not sent
+	last := 0 // payload of the last unsent packet
 	if unsent > 0 {
 		last = goal - tail
 	}
-	pushed := 0 // of what is taken, at the last forced push
+	pushed := 0 // value of taken at the last forced push
 	filled := false
 	fill := func() {
 		n := goal - last
@@ -304,8 +320,8 @@ func (k Kernel) exact(s Snapshot, goal, tail, half int, paced bool) (taken int) 
 		case burst >= goal && sendable >= goal:
 			sendable, unsent = sendable-goal, 0
 		default:
-			// Each burst leaves a packet behind, which is filled again. A part of a segment
-			// does not leave alone (tcp_snd_wnd_test).
+			// Each burst leaves a rest, which is filled again. TCP does not send a part of a
+			// segment (tcp_snd_wnd_test).
 			b := min(burst, goal)
 			bursts, rest := sendable/b, sendable%b
 			if rest >= s.MSS {
@@ -314,7 +330,7 @@ func (k Kernel) exact(s Snapshot, goal, tail, half int, paced bool) (taken int) 
 				sendable -= rest
 			}
 			if n := max(half-taken+pushed+b, 0) / b; half > 0 && n*b+goal <= sendable {
-				// A forced push comes first, after n bursts.
+				// The forced push comes after n bursts, before the windows are full.
 				queued, taken, sendable = queued+n*(b+k.Overhead), taken+n*b, sendable-n*b
 				queued, sendable, unsent, pushed = queued+(goal-1)/b*k.Overhead, sendable-goal, 0, taken
 				break
@@ -329,7 +345,7 @@ func (k Kernel) exact(s Snapshot, goal, tail, half int, paced bool) (taken int) 
 	}
 }
 
-// Arming tells whether the buffer is so full that Arm has an effect: the kernel
-// calls a socket writable as long as at most two thirds are queued
+// Arming reports whether the buffer is so full that Arm has an effect: the kernel reports
+// a socket as writable while at most two thirds of the buffer are in use
 // (sk_stream_is_writeable).
 func (s *Snapshot) Arming() bool { return !s.Closed && s.Queued > s.SendBuffer/3*2 }

@@ -235,7 +235,7 @@ func TestZeroWindow(t *testing.T) {
 					var s room.Snapshot
 					for end := time.Now().Add(200 * time.Millisecond); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
 						var err error
-						s, err = room.Take(int(fd))
+						s, err = room.ReadSnapshot(int(fd))
 						check(t, err)
 						if s.SendWindow == 0 && s.Payload == s.Unsent {
 							break
@@ -243,7 +243,7 @@ func TestZeroWindow(t *testing.T) {
 					}
 					e := kernel.Estimate(s, 0, nil)
 					took := write(max(e.Exact, e.Safe) + 1<<20)
-					if after, err := room.Take(int(fd)); err != nil || after.Payload != s.Payload+took {
+					if after, err := room.ReadSnapshot(int(fd)); err != nil || after.Payload != s.Payload+took {
 						return // something was acknowledged meanwhile
 					}
 					states++
@@ -324,7 +324,7 @@ func TestCalibrate(t *testing.T) {
 		if _, err := from.Write(make([]byte, 1+rng.IntN(100000))); err != nil {
 			break
 		}
-		s, err := room.TakeConn(from)
+		s, err := room.ReadSnapshotConn(from)
 		check(t, err)
 		if rest := (s.Queued - s.Payload) % k.Overhead; rest != 0 {
 			t.Fatalf("%d bytes queued with a payload of %d: no multiple of %d in between", s.Queued, s.Payload, k.Overhead)
@@ -347,7 +347,7 @@ func TestArmWritable(t *testing.T) {
 		}
 		return true
 	}))
-	s, err := room.TakeRaw(raw)
+	s, err := room.ReadSnapshotRaw(raw)
 	check(t, err)
 	if writable, err := room.ArmRaw(raw); err != nil || writable || !s.Arming() {
 		t.Errorf("a full one: %v, %v, %+v", writable, err, s)
@@ -365,7 +365,7 @@ func TestArm(t *testing.T) {
 		data := make([]byte, 1<<20)
 		var largest int
 		for end := time.Now().Add(200 * time.Millisecond); time.Now().Before(end) && largest < 1<<20; {
-			snapshot, err := room.Take(fd)
+			snapshot, err := room.ReadSnapshot(fd)
 			check(t, err)
 			largest = max(largest, snapshot.SendBuffer)
 			if arm && snapshot.Arming() {
@@ -405,7 +405,7 @@ func TestPaced(t *testing.T) {
 	end := time.Now().Add(20 * time.Second)
 	until := func(what string, ready func(s room.Snapshot) bool) {
 		for {
-			now, err := room.Take(fd)
+			now, err := room.ReadSnapshot(fd)
 			check(t, err)
 			if ready(now) {
 				return
@@ -431,7 +431,7 @@ func TestPaced(t *testing.T) {
 	if !paced {
 		t.Error("not paced, with SO_MAX_PACING_RATE")
 	}
-	now, err := room.Take(fd)
+	now, err := room.ReadSnapshot(fd)
 	check(t, err)
 	var tracker room.Tracker
 	tracker.Paced(paced)
@@ -455,7 +455,7 @@ func TestForcedPush(t *testing.T) {
 	var tracker room.Tracker
 	end, grown := time.Now().Add(20*time.Second), false
 	for {
-		now, err := room.Take(fd)
+		now, err := room.ReadSnapshot(fd)
 		check(t, err)
 		k.Estimate(now, 0, &tracker)
 		if grown = grown || now.Sendable+now.Payload-now.Unsent > 3<<19; grown && now.Payload == 0 {
@@ -474,7 +474,7 @@ func TestForcedPush(t *testing.T) {
 		time.Sleep(100 * time.Microsecond)
 	}
 	check(t, unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 100_000))
-	now, err := room.Take(fd)
+	now, err := room.ReadSnapshot(fd)
 	check(t, err)
 	e := k.Estimate(now, 0, &tracker)
 	took, err := unix.Write(fd, data)
@@ -519,12 +519,12 @@ func TestNoConnection(t *testing.T) {
 	} {
 		fd, err := unix.Socket(test.domain, test.kind|unix.SOCK_CLOEXEC, 0)
 		check(t, err)
-		if _, err := room.Take(fd); !errors.Is(err, test.want) && !errors.Is(err, unix.ENOPROTOOPT) {
+		if _, err := room.ReadSnapshot(fd); !errors.Is(err, test.want) && !errors.Is(err, unix.ENOPROTOOPT) {
 			t.Errorf("%s: %v, want %v", test.name, err, test.want)
 		}
 		unix.Close(fd)
 	}
-	if _, err := room.Take(-1); !errors.Is(err, unix.EBADF) {
+	if _, err := room.ReadSnapshot(-1); !errors.Is(err, unix.EBADF) {
 		t.Errorf("no descriptor: %v", err)
 	}
 	if _, err := room.Paced(-1); !errors.Is(err, unix.EBADF) {
@@ -536,18 +536,18 @@ func TestNoConnection(t *testing.T) {
 	l, err := net.ListenTCP("tcp4", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	check(t, err)
 	defer l.Close()
-	if s, err := room.TakeConn(l); err != nil || !s.Closed {
+	if s, err := room.ReadSnapshotConn(l); err != nil || !s.Closed {
 		t.Errorf("a listener: %+v, %v", s, err)
 	}
 	from, _ := pair(t)
 	check(t, from.CloseWrite())
-	s, err := room.TakeConn(from)
+	s, err := room.ReadSnapshotConn(from)
 	check(t, err)
 	if e := kernel.Estimate(s, 0, nil); !s.Closed || e.Safe != 0 || e.Exact != 0 {
 		t.Errorf("after shutdown: %+v, %+v", s, e)
 	}
 	from.Close()
-	if _, err := room.TakeConn(from); err == nil {
+	if _, err := room.ReadSnapshotConn(from); err == nil {
 		t.Error("a closed connection has a state")
 	}
 }

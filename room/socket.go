@@ -33,10 +33,11 @@ const (
 	meminfoVars       = 9
 )
 
-// Take reads the state of a TCP socket; of one that is closed or listens, no more than
-// that. An error wraps the errno: ENOTSOCK, EOPNOTSUPP or ENOPROTOOPT for what is no TCP
-// socket, MPTCP included.
-func Take(fd int) (Snapshot, error) {
+// ReadSnapshot reads the state of a TCP socket by four to six system calls. For a socket
+// that is closed or listens, only Closed and fields from TCP_INFO are set. The error wraps
+// the errno: ENOTSOCK, EOPNOTSUPP or ENOPROTOOPT if the descriptor is not a TCP socket;
+// an MPTCP socket is not one.
+func ReadSnapshot(fd int) (Snapshot, error) {
 	var s Snapshot
 	info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
 	if err != nil {
@@ -56,14 +57,14 @@ func Take(fd int) (Snapshot, error) {
 		return s, fmt.Errorf("read SIOCOUTQ: %w", err)
 	}
 	if s.Guessed {
-		s.guess()
+		s.boundQueued()
 	}
 	return s, nil
 }
 
-// FromInfo is what Take reads, from what others have read already: from TCP_INFO,
-// and from SO_MEMINFO or sock_diag(7) the buffer, what is queued, and the payload of that
-// (SIOCOUTQ), in bytes. It lacks NotSentLowat.
+// FromInfo makes a Snapshot of what the caller has read: TCP_INFO and, from SO_MEMINFO or
+// sock_diag(7), the send buffer, the memory of the send queue and its payload (SIOCOUTQ),
+// in bytes. NotSentLowat is not set.
 func FromInfo(info *unix.TCPInfo, sendBuffer, queued, payload int) Snapshot {
 	s := Snapshot{
 		SendBuffer: sendBuffer, Queued: queued, Payload: payload,
@@ -80,8 +81,8 @@ func FromInfo(info *unix.TCPInfo, sendBuffer, queued, payload int) Snapshot {
 	return s
 }
 
-// burst is what tcp_tso_autosize and tcp_cwnd_test compute, with the defaults of the shift
-// of the pacing rate (10) and of tcp_tso_rtt_log (9).
+// burst computes the size of a burst in bytes as tcp_tso_autosize and tcp_cwnd_test do,
+// with the default shift of the pacing rate (10) and of net.ipv4.tcp_tso_rtt_log (9).
 func burst(info *unix.TCPInfo) int {
 	bytes := info.Pacing_rate >> 10
 	if r := info.Min_rtt >> 9; r < 32 {
@@ -92,7 +93,8 @@ func burst(info *unix.TCPInfo) int {
 	return int(bytes - bytes%max(mss, 1))
 }
 
-// memory reads the buffer and what is queued. SO_SNDBUF is read as it is, already doubled.
+// memory reads the send buffer and the memory of the send queue. The kernel reports
+// sk_sndbuf, which is twice the value that was set by SO_SNDBUF.
 func (s *Snapshot) memory(fd int) error {
 	var values [meminfoVars]uint32
 	size := uint32(unsafe.Sizeof(values))
@@ -113,17 +115,17 @@ func (s *Snapshot) memory(fd int) error {
 	return nil
 }
 
-// guess is for kernels without SO_MEMINFO: at worst each segment is a packet of
-// its own.
-func (s *Snapshot) guess() {
+// boundQueued sets Queued on kernels without SO_MEMINFO: in the worst case each segment is a
+// packet of its own.
+func (s *Snapshot) boundQueued() {
 	mss := max(s.MSS, 1)
 	s.Queued = s.Payload + (s.Payload+mss-1)/mss*mostOverhead
 }
 
-// mostOverhead is more than a packet costs on any kernel, in bytes.
+// mostOverhead is an upper bound of Kernel.Overhead on any kernel, in bytes.
 const mostOverhead = 1280
 
-// lowat is TCP_NOTSENT_LOWAT as it is in force.
+// lowat returns the TCP_NOTSENT_LOWAT in force, in bytes.
 func lowat(fd int) (int, error) {
 	v, err := unix.GetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT)
 	if err != nil {
@@ -135,8 +137,8 @@ func lowat(fd int) (int, error) {
 	return int(uint32(v)), nil
 }
 
-// defaultLowat is the sysctl of the namespace that the first caller was in; 0 if it
-// cannot be read.
+// defaultLowat is net.ipv4.tcp_notsent_lowat of the network namespace of the first caller,
+// in bytes; 0 if the file cannot be read.
 var defaultLowat = sync.OnceValue(func() int {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_notsent_lowat")
 	if err != nil {
@@ -149,9 +151,9 @@ var defaultLowat = sync.OnceValue(func() int {
 	return int(v)
 })
 
-// Paced tells whether TCP itself spaces out what a socket sends (SK_PACING_NEEDED): with
-// bbr of any version, and where SO_MAX_PACING_RATE is set. Ask again when one of them is
-// changed. An error wraps the errno.
+// Paced reports whether TCP itself paces a socket (SK_PACING_NEEDED): with bbr of any
+// version, and if SO_MAX_PACING_RATE is set. The result is valid until the congestion
+// control or the rate is changed. The error wraps the errno.
 func Paced(fd int) (bool, error) {
 	rate, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE)
 	if err != nil {
@@ -170,12 +172,13 @@ func Paced(fd int) (bool, error) {
 	return bytes.HasPrefix(name[:], []byte("bbr")), nil
 }
 
-// Arm has the kernel grow the send buffer, if the connection could use more
-// (tcp_new_space): it does so only for a writer that waits, which poll(2) makes
-// of the caller. It takes some 150 ns, and no send has to fail for it.
+// Arm makes the kernel grow the send buffer if the connection could use more
+// (tcp_new_space). The kernel does so only for a writer that waits for space; poll(2) with
+// a timeout of 0 makes the caller such a writer, for about 150 ns and without a failed
+// send. Arm reports whether the socket is writable.
 //
-// A socket that is writable is not armed: what has left it since the Snapshot wakes
-// nobody, so take another one.
+// A writable socket is not armed: space that became free after the Snapshot wakes nobody.
+// Read another Snapshot then.
 func Arm(fd int) (writable bool, err error) {
 	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
 	if _, err := unix.Poll(fds, 0); err != nil && !errors.Is(err, unix.EINTR) {
@@ -187,31 +190,31 @@ func Arm(fd int) (writable bool, err error) {
 	return fds[0].Revents&unix.POLLOUT != 0, nil
 }
 
-// TakeConn is Take for a connection of package net, or of another that has a
-// descriptor below.
-func TakeConn(c syscall.Conn) (Snapshot, error) {
+// ReadSnapshotConn is ReadSnapshot for a connection of package net, or for another value
+// that has a descriptor.
+func ReadSnapshotConn(c syscall.Conn) (Snapshot, error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
-		return Snapshot{}, fmt.Errorf("take descriptor: %w", err)
+		return Snapshot{}, fmt.Errorf("get descriptor: %w", err)
 	}
-	return TakeRaw(raw)
+	return ReadSnapshotRaw(raw)
 }
 
-// TakeRaw is Take for a descriptor that the runtime holds.
-func TakeRaw(raw syscall.RawConn) (s Snapshot, err error) {
+// ReadSnapshotRaw is ReadSnapshot for a descriptor of the runtime's poller.
+func ReadSnapshotRaw(raw syscall.RawConn) (s Snapshot, err error) {
 	err = control(raw, func(fd int) error {
-		s, err = Take(fd)
+		s, err = ReadSnapshot(fd)
 		return err
 	})
 	return s, err
 }
 
-// PacedConn is Paced for a connection of package net, or of another that has a
-// descriptor below.
+// PacedConn is Paced for a connection of package net, or for another value that has a
+// descriptor.
 func PacedConn(c syscall.Conn) (paced bool, err error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
-		return false, fmt.Errorf("take descriptor: %w", err)
+		return false, fmt.Errorf("get descriptor: %w", err)
 	}
 	err = control(raw, func(fd int) error {
 		paced, err = Paced(fd)
@@ -220,17 +223,17 @@ func PacedConn(c syscall.Conn) (paced bool, err error) {
 	return paced, err
 }
 
-// ArmConn is Arm for a connection of package net, or of another that has a descriptor
-// below.
+// ArmConn is Arm for a connection of package net, or for another value that has a
+// descriptor.
 func ArmConn(c syscall.Conn) (writable bool, err error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
-		return false, fmt.Errorf("take descriptor: %w", err)
+		return false, fmt.Errorf("get descriptor: %w", err)
 	}
 	return ArmRaw(raw)
 }
 
-// ArmRaw is Arm for a descriptor that the runtime holds.
+// ArmRaw is Arm for a descriptor of the runtime's poller.
 func ArmRaw(raw syscall.RawConn) (writable bool, err error) {
 	err = control(raw, func(fd int) error {
 		writable, err = Arm(fd)

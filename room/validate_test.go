@@ -339,7 +339,7 @@ func (s scene) run(t *testing.T, kernel room.Kernel, states int) []score {
 	data := make([]byte, 16<<20)
 	scores := make([]score, len(formulas))
 	look := func(next int) (room.Snapshot, room.Estimate) {
-		snapshot, err := room.Take(fd)
+		snapshot, err := room.ReadSnapshot(fd)
 		check(t, err)
 		return snapshot, kernel.Estimate(snapshot, next, &tracker)
 	}
@@ -373,7 +373,7 @@ func (s scene) run(t *testing.T, kernel room.Kernel, states int) []score {
 			check(t, err)
 		}
 		same := func(took int) bool {
-			after, err := room.Take(fd)
+			after, err := room.ReadSnapshot(fd)
 			return err == nil && after.Payload == snapshot.Payload+took && delivered() == before
 		}
 		switch kind {

@@ -1,8 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/*
- * What the programs that count packets share: where the counts are, and what
- * the headers of a packet tell.
- */
+/* Classifies packets by their headers, and counts them. */
 #ifndef SOCKEYE_BIGTCP_BPF_H
 #define SOCKEYE_BIGTCP_BPF_H
 
@@ -13,7 +10,7 @@
 
 #include "bigtcp.h"
 
-/* The largest of each class but the last: bytes, and segments. */
+/* Upper bound of each class but the last one: bytes, and segments. */
 const volatile __u32 size_edges[BIGTCP_SIZES] = {};
 const volatile __u32 segment_edges[BIGTCP_SEGMENTS] = {};
 
@@ -28,14 +25,15 @@ struct {
 struct bigtcp_packet {
 	__u8 header[40]; /* of IP */
 	__u32 family;
-	__u32 length; /* bytes, from the IP header on */
+	__u32 length; /* bytes, beginning with the IP header */
 	__u32 segments;
-	__u32 tcp; /* offset of the TCP header from the IP header */
+	__u32 tcp; /* offset of the TCP header from the IP header, bytes */
 };
 
 /*
- * Finds out the family of a packet whose length is known. load copies bytes
- * from an offset behind from to the IP header.
+ * Sets the family, the IP header and the offset of the TCP header. load copies n
+ * bytes at an offset from "from", and returns 0 on success; the IP header is at
+ * offset.
  */
 static __always_inline void
 bigtcp_classify(struct bigtcp_packet *p, const void *from, __u32 offset,

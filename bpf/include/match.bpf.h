@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * From a connection to its rule. Cost: one lookup in an LPM trie or a small
- * table for each dimension that the ruleset uses, whatever the number of rules
- * and prefixes.
+ * Finds the rule of a connection. Cost: one lookup in an LPM trie or a hash table
+ * for each dimension that the ruleset uses, and up to MATCH_WORDS words of
+ * bitmaps for each; independent of the number of rules and prefixes.
  */
 #ifndef SOCKEYE_MATCH_BPF_H
 #define SOCKEYE_MATCH_BPF_H
@@ -26,8 +26,10 @@ MATCH_EXPORT(enum, match_limit);
 MATCH_EXPORT(enum, match_role);
 MATCH_EXPORT(enum, match_use);
 
-/* Two banks: the one that is not in force is built, then the other's role
- * changes in one write. */
+/*
+ * There are two banks of maps. User space builds the bank that is not in force,
+ * and puts it in force by one write of the map active.
+ */
 #define MATCH_BANK(map, kind, key_type, value_type)                        \
 	struct {                                                           \
 		__uint(type, BPF_MAP_TYPE_ARRAY_OF_MAPS);                  \
@@ -81,8 +83,8 @@ static __always_inline void match_map_ipv4(struct match_address *a, __u32 ipv4)
 }
 
 /*
- * A field of a context. clang would merge the loads of two branches into one
- * at a computed offset, which the verifier refuses.
+ * Returns a field of a context. Without the barrier clang merges the loads of
+ * two branches into one load at a computed offset, which the verifier rejects.
  */
 static __always_inline __u32 match_load(__u32 value)
 {
@@ -98,7 +100,7 @@ static __always_inline __u32 match_popcount(__u32 x)
 	return x * 0x01010101 >> 24;
 }
 
-/* Leading zeros, without branches: the verifier would follow each. */
+/* Counts leading zeros without branches, which the verifier would all follow. */
 static __always_inline __u32 match_clz(__u32 x)
 {
 	x |= x >> 1;
@@ -109,7 +111,7 @@ static __always_inline __u32 match_clz(__u32 x)
 	return 32 - match_popcount(x);
 }
 
-/* Number of leading bits that both addresses share, 0 to 128. */
+/* Returns the length of the common prefix of two addresses, 0 to 128 bits. */
 static __always_inline __u32 match_common_bits(const struct match_address *a,
 					       const struct match_address *b)
 {
@@ -126,7 +128,10 @@ static __always_inline __u32 match_common_bits(const struct match_address *a,
 	return bits;
 }
 
-/* murmur3's finalizer over a tuple: which of a rule's shares it falls into. */
+/*
+ * Hashes a tuple by the finalizer of murmur3. The hash selects a share of the
+ * connections: those of a trial's control arm, or those to trace.
+ */
 static __always_inline __u32 match_hash(const struct match_tuple *t, __u32 seed)
 {
 	__u32 h = seed;
@@ -180,7 +185,7 @@ static __always_inline const struct match_ruleset *match_rules(__u32 bank)
 	return inner ? bpf_map_lookup_elem(inner, &zero) : NULL;
 }
 
-/* The rules in force, or NULL. */
+/* Returns the ruleset in force, or NULL, and sets *bank. */
 static __always_inline const struct match_ruleset *match_current(__u32 *bank)
 {
 	const struct match_active *state = match_state();
@@ -191,7 +196,7 @@ static __always_inline const struct match_ruleset *match_current(__u32 *bank)
 	return match_rules(*bank);
 }
 
-/* Keeps of a set what is in another; false if nothing is left. */
+/* Intersects a set with another one. Returns false if the result is empty. */
 static __always_inline bool match_intersect(struct match_set *set,
 					 const struct match_set *to)
 {
@@ -208,14 +213,14 @@ static __always_inline bool match_intersect(struct match_set *set,
 	return any;
 }
 
-/* What goes with the number of a rule that was found. */
-#define MATCH_BY_TAG (1U << 31) /* the rule asks for the peer's tag */
-#define MATCH_TAG_READ (1U << 30) /* the peer has sent one */
+/* Flags in the result of a search, with the number of the rule. */
+#define MATCH_BY_TAG (1U << 31) /* the rule matches on the peer's tag */
+#define MATCH_TAG_READ (1U << 30) /* the peer sent a tag */
 #define MATCH_RULE(found) ((found) & (MATCH_TAG_READ - 1))
 
 /*
- * Finds the first rule that matches, 0 if there is none. A rule that asks for
- * a tag is passed over while q has none.
+ * Returns the number of the first rule that matches, with MATCH_BY_TAG; 0: none.
+ * Rules that match on a tag are skipped if q has no tag.
  */
 static __noinline __u32 match_find(const struct match_question *q)
 {
@@ -245,7 +250,7 @@ static __noinline __u32 match_find(const struct match_question *q)
 	}
 	if (r->uses & MATCH_USE_SAME) {
 		bits = match_common_bits(&q->tuple.remote, &q->tuple.local);
-		/* clang knows its bounds, the verifier must see them checked. */
+		/* The verifier needs the checks that clang would optimize away. */
 		barrier_var(bits);
 		if (match_ipv4(&q->tuple.remote)) {
 			bits -= 96;
@@ -282,7 +287,7 @@ static __noinline __u32 match_find(const struct match_question *q)
 			term += 32;
 			w >>= 32;
 		}
-		/* The lowest bit of the word. */
+		/* Isolates the lowest bit that is set in the word. */
 		term += 31 - match_clz((__u32)w & -(__u32)w);
 		barrier_var(term);
 		if (term >= MATCH_TERMS)
@@ -292,15 +297,14 @@ static __noinline __u32 match_find(const struct match_question *q)
 	return 0;
 }
 
-/* The kernel's struct behind a context, for what the context does not show. */
 void *bpf_cast_to_kern_ctx(void *obj) __ksym __weak;
 void *bpf_rdonly_cast(const void *obj, __u32 btf_id) __ksym __weak;
 
 /*
- * A request of an IPv4 client at an IPv6 listener has the listener's family
- * and no IPv6 address: what stands there is whatever the memory held before
- * (inet_reqsk_alloc and tcp_v4_init_req, Linux 6.18). Only the kind of the
- * request tells.
+ * Reports whether a request is of an IPv4 client. At an IPv6 listener such a
+ * request has the listener's family, and uninitialized memory in the place of
+ * the IPv6 address (inet_reqsk_alloc and tcp_v4_init_req, Linux 6.18). Only the
+ * operations of the request differ, which the context does not show.
  */
 static __always_inline bool match_request_ipv4(struct bpf_sock_ops *ctx)
 {
@@ -308,7 +312,7 @@ static __always_inline bool match_request_ipv4(struct bpf_sock_ops *ctx)
 	struct request_sock *req;
 
 	if (!bpf_cast_to_kern_ctx || !bpf_rdonly_cast) {
-		/* Before 6.2 the addresses must do. Nobody's is 0.0.0.0. */
+		/* Before Linux 6.2: by the addresses. No client has 0.0.0.0. */
 		__u32 high = match_load(ctx->remote_ip6[0]);
 
 		return match_load(ctx->remote_ip4) && !high &&
@@ -319,7 +323,7 @@ static __always_inline bool match_request_ipv4(struct bpf_sock_ops *ctx)
 	return req->rsk_ops->family == AF_INET;
 }
 
-/* Fills in addresses and ports; false if there are none. */
+/* Sets addresses and ports. Returns false for other address families. */
 static __always_inline bool match_sock_ops_tuple(struct bpf_sock_ops *ctx,
 						 struct match_tuple *t)
 {
@@ -345,7 +349,7 @@ static __always_inline bool match_sock_ops_tuple(struct bpf_sock_ops *ctx,
 	return true;
 }
 
-/* The same of a socket. */
+/* As match_sock_ops_tuple, for a socket. */
 static __always_inline bool match_sock_tuple(struct bpf_sock *sk,
 					     struct match_tuple *t)
 {

@@ -1,53 +1,53 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* What the program that follows the packets of a connection tells user space. */
+/* Types and constants that trace_packets shares with user space. */
 #ifndef SOCKEYE_PACKETS_H
 #define SOCKEYE_PACKETS_H
 
 #include <linux/types.h>
 
 enum packets_limit {
-	PACKETS_BYTES = 192, /* kept of a packet, from the network header on */
-	PACKETS_NAME = 16, /* of an interface, with a zero */
+	PACKETS_BYTES = 192, /* bytes captured of a packet, from the network header on */
+	PACKETS_NAME = 16, /* bytes of an interface's name, with the terminating zero */
 };
 
 enum packets_kind {
 	PACKETS_QUEUE = 1, /* a packet reaches a queueing discipline */
-	PACKETS_DRIVER, /* a driver is given it, or a part of it */
-	PACKETS_RETRANSMIT, /* TCP has sent a segment again, after PACKETS_QUEUE */
-	PACKETS_RECEIVE, /* TCP gets a segment */
-	PACKETS_STATE, /* the connection goes to another state */
+	PACKETS_DRIVER, /* a packet, or a part of one, is passed to a driver */
+	PACKETS_RETRANSMIT, /* TCP has retransmitted a segment; comes after PACKETS_QUEUE */
+	PACKETS_RECEIVE, /* TCP receives a segment */
+	PACKETS_STATE, /* the state of the connection changes */
 };
 
 enum packets_flag {
-	PACKETS_TCP = 1 << 0, /* a TCP header was found: what comes from it is valid */
-	PACKETS_INNER = 1 << 1, /* it is inside of a tunnel's packet */
-	PACKETS_EARLY = 1 << 2, /* received: seen before TCP gets it */
+	PACKETS_TCP = 1 << 0, /* a TCP header was found: the fields from it are valid */
+	PACKETS_INNER = 1 << 1, /* the TCP header is inside the packet of a tunnel */
+	PACKETS_EARLY = 1 << 2, /* received packet, captured before TCP receives it */
 };
 
-/* Times are CLOCK_MONOTONIC, nanoseconds; sequence numbers as in packets. */
+/* Times are CLOCK_MONOTONIC in nanoseconds; sequence numbers are those of packets. */
 struct packets_event {
 	__u64 time;
-	__u64 skb; /* tells packets apart that exist at the same time */
+	__u64 skb; /* address: identifies a packet while the packet exists */
 	__u32 seq;
-	__u32 ack; /* of STATE: the first byte that is not acknowledged */
-	__u32 length; /* of the payload; of RETRANSMIT: sequence numbers */
+	__u32 ack; /* STATE: the first byte that is not acknowledged */
+	__u32 length; /* of the payload, bytes; RETRANSMIT: of the sequence range */
 	__u32 size; /* of the IP packet, bytes */
-	__u32 window; /* bytes */
+	__u32 window; /* bytes, scaled */
 	__u32 ifindex; /* 0: not known */
-	__u32 device; /* tells the interfaces of all namespaces apart; 0: not known */
-	__u16 gso_size; /* payload of each segment; 0: the packet is one */
+	__u32 device; /* identifies an interface in all namespaces; 0: not known */
+	__u16 gso_size; /* payload of each segment; 0: the packet is one segment */
 	__u16 gso_segments;
-	__u16 captured; /* bytes that follow */
+	__u16 captured; /* number of bytes that follow */
 	__u8 kind; /* enum packets_kind */
 	__u8 flags; /* enum packets_flag */
-	__u8 tcp; /* flags of the TCP header, FIN lowest */
-	__u8 state; /* TCP_ESTABLISHED and so on; of STATE: the new one */
-	__u8 congestion; /* of RETRANSMIT: TCP_CA_OPEN and so on */
+	__u8 tcp; /* flags of the TCP header, FIN is bit 0 */
+	__u8 state; /* TCP_ESTABLISHED and so on; STATE: the new state */
+	__u8 congestion; /* RETRANSMIT: TCP_CA_Open and so on */
 	__u8 padding;
-	char name[PACKETS_NAME]; /* of the interface, "" if it is not known */
+	char name[PACKETS_NAME]; /* of the interface; "": not known */
 };
 
-/* QUEUE and RECEIVE come with bytes. */
+/* Events of kind QUEUE and RECEIVE have the first bytes of the packet. */
 struct packets_packet {
 	struct packets_event event;
 	__u8 bytes[PACKETS_BYTES];

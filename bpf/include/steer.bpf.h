@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * From a source address to a slot: the part that both steering modes share,
- * so that a device has the same slot in either. Cost: one hash of six words,
- * four array lookups (all inlined by the JIT) and, where they are in use, one
- * LPM trie lookup (device map) and one more array lookup (devices seen).
+ * Maps a source address to a slot. Both steering modes include this file, so
+ * that a device has the same slot in both.
+ *
+ * Cost: one hash of six words and four array lookups (all inlined by the JIT);
+ * with a device map, one lookup in an LPM trie; with a devices map, one more
+ * array lookup.
  */
 #ifndef SOCKEYE_STEER_BPF_H
 #define SOCKEYE_STEER_BPF_H
@@ -19,13 +21,16 @@ STEER_EXPORT(struct, steer_table);
 STEER_EXPORT(struct, steer_prefix);
 STEER_EXPORT(struct, steer_device_id);
 
-/* The size of the devices map is set when it is created; 0 turns it off. */
+/*
+ * Whether sources are recorded in the devices map. The loader sets the size of
+ * that map when it creates the map.
+ */
 const volatile bool track_devices = true;
 
 /*
- * Sources may be forged. A new one takes a place in the devices map only within
- * an allowance: one in admit_every nanoseconds, and what has gathered in
- * admit_gather. A source that has completed a handshake needs none.
+ * Sources may be forged, so a token bucket limits the new entries of the devices
+ * map: one in admit_every nanoseconds, with a burst of those that accumulate in
+ * admit_gather nanoseconds. A source that completed a handshake needs no token.
  */
 const volatile __u64 admit_every = 1;
 const volatile __u64 admit_gather = 0;
@@ -57,8 +62,9 @@ struct {
 	} name SEC(".maps")
 
 /*
- * A new device map is the next one first: the table that names it puts both in
- * force in one step. Then it moves to device_maps, where all versions have it.
+ * A new device map is first stored in next_devices; one write of the table that
+ * refers to next_devices puts both in force. Then the map moves to device_maps,
+ * where every version of Sockeye expects it.
  */
 STEER_DEVICE_MAP(device_maps);
 STEER_DEVICE_MAP(next_devices);
@@ -98,7 +104,7 @@ struct {
 	__type(value, struct steer_admission);
 } admission SEC(".maps");
 
-/* Packets from sources that the devices map has no place for. */
+/* Packets of sources that got no entry in the devices map. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, 1);
@@ -106,14 +112,14 @@ struct {
 	__type(value, __u64);
 } unlisted SEC(".maps");
 
-/* A decision on its way: where from, which table, which slot. */
+/* The steering decision for one packet. */
 struct steer {
 	struct steer_address address;
-	__u32 home;  /* the slot that the table names */
-	__u32 slot;  /* the slot in use: home, or the standby slot */
+	__u32 home;  /* slot of the address in the bucket table */
+	__u32 slot;  /* home, the standby slot, or STEER_NO_SLOT */
 	__u32 refused; /* enum steer_reason, if slot is STEER_NO_SLOT */
-	bool connection;
-	bool uncounted; /* not the first packet of a connection */
+	bool connection; /* TCP */
+	bool uncounted; /* not the SYN of a connection */
 };
 
 #define STEER_ROL(x, n) (((x) << (n)) | ((x) >> (32 - (n))))
@@ -157,16 +163,19 @@ static __always_inline bool steer_ready(__u32 slot)
 	return state && state->ready;
 }
 
-/* Finds the hash of the device to which the table's device map gives an address. */
+/*
+ * Finds the hash of the device to which an address belongs. map is the field
+ * "named" of the bucket table. Returns false if there is no such device.
+ */
 static __always_inline bool steer_device_hash(const struct steer_address *address,
-					__u32 named, __u32 *hash)
+					__u32 map, __u32 *hash)
 {
 	struct steer_prefix prefix = { .prefixlen = 128, .address = *address };
 	struct steer_device_id *id;
 	__u32 zero = 0;
 	void *trie;
 
-	if (named == STEER_NEXT_DEVICES)
+	if (map == STEER_NEXT_DEVICES)
 		trie = bpf_map_lookup_elem(&next_devices, &zero);
 	else
 		trie = bpf_map_lookup_elem(&device_maps, &zero);
@@ -179,7 +188,7 @@ static __always_inline bool steer_device_hash(const struct steer_address *addres
 	return true;
 }
 
-/* Finds the slot of s->address, or says in s->refused why there is none. */
+/* Sets s->slot for s->address, or s->refused if no slot can be used. */
 static __always_inline void steer_decide(struct steer *s)
 {
 	struct steer_table *table;
@@ -207,7 +216,7 @@ static __always_inline void steer_decide(struct steer *s)
 		s->slot = table->standby;
 }
 
-/* Adds an address to the devices map. */
+/* Adds an address to the devices map, without a token. NULL: no memory. */
 static __always_inline struct steer_seen *
 steer_add_device(const struct steer_address *address)
 {
@@ -218,8 +227,8 @@ steer_add_device(const struct steer_address *address)
 }
 
 /*
- * Uses the allowance. CPUs that do so at the same instant may use it once too
- * often each.
+ * Takes a token for a new entry. Each of several CPUs that do so at the same
+ * instant may take one token too many.
  */
 static __always_inline bool steer_admit(void)
 {
@@ -267,11 +276,12 @@ static __always_inline void steer_count_connection(const struct steer *s)
 }
 
 /*
- * Adds a datagram to its device. The LRU map costs as much as all the rest, so
- * that it is asked once in 64 jiffies (a quarter of a second, where there are
- * 250 in one) for each device and CPU; between, a datagram is counted in the
- * CPU's own table. User space adds both. Of addresses that share an entry, the
- * first in a tick has it; the others go to the LRU map, without evicting it.
+ * Counts a datagram of a device. A lookup in the LRU map costs as much as the
+ * rest of the program, so each CPU does one lookup in 64 jiffies (256 ms with
+ * HZ = 250) for each device, and counts the other datagrams in its own table,
+ * pending. User space adds both. If several addresses share an entry of
+ * pending, the first one in 64 jiffies uses the entry; the others use the LRU
+ * map.
  */
 static __always_inline void steer_count_datagram(const struct steer *s)
 {
@@ -284,7 +294,7 @@ static __always_inline void steer_count_datagram(const struct steer *s)
 	a = bpf_map_lookup_elem(&admission, &zero);
 	if (!a)
 		return;
-	/* Multilinear: whatever two addresses are, few keys make them collide. */
+	/* Multilinear hash: any two addresses collide under few keys only. */
 	index = (a->key[0] * s->address.word[0] + a->key[1] * s->address.word[1] +
 		 a->key[2] * s->address.word[2] + a->key[3] * s->address.word[3]) >> 56;
 	index &= STEER_PENDING - 1;
@@ -320,7 +330,7 @@ static __always_inline void steer_count_datagram(const struct steer *s)
 	seen->last_seen = bpf_ktime_get_ns();
 }
 
-/* Counts the outcome. A refusal has s->slot == STEER_NO_SLOT. */
+/* Counts the outcome of a decision. STEER_NO_SLOT stands for a refusal. */
 static __always_inline void steer_account(const struct steer *s)
 {
 	bool served = s->slot != STEER_NO_SLOT;
@@ -364,8 +374,9 @@ static __always_inline void steer_refuse(struct steer *s, __u32 reason)
 }
 
 /*
- * A field of a context or a socket. clang would merge the loads of two
- * branches into one at a computed offset, which the verifier refuses.
+ * Returns a field of a context or a socket. Without the barrier clang merges
+ * the loads of two branches into one load at a computed offset, which the
+ * verifier rejects.
  */
 static __always_inline __u32 steer_load(__u32 value)
 {

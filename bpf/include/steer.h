@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * What the steering programs and user space share. bpf2go turns these types
- * into Go; nothing here is written twice by hand.
+ * Types and constants that the steering programs share with user space. bpf2go
+ * generates the Go declarations from this file.
  */
 #ifndef SOCKEYE_STEER_H
 #define SOCKEYE_STEER_H
@@ -13,18 +13,18 @@ enum steer_limit {
 	STEER_MAX_SLOTS = 1024,
 	STEER_MAX_LISTENERS = 16,
 	STEER_BUCKETS = 16384,
-	STEER_PENDING = 256, /* entries a CPU */
-	STEER_NEXT_DEVICES = 2, /* of steer_table.named: the map next_devices */
+	STEER_PENDING = 256, /* entries of pending, on each CPU */
+	STEER_NEXT_DEVICES = 2, /* value of steer_table.named: the map next_devices */
 	STEER_NO_SLOT = 0xffff,
 	STEER_NO_DEVICE = 0x7fffffff,
-	/* Bumped when a pinned map or a type below changes its meaning. */
+	/* Incremented when a pinned map or a type below changes its meaning. */
 	STEER_SCHEMA = 1,
 };
 
 /* Why a SYN or a datagram was refused. */
 enum steer_reason {
 	STEER_REASON_EMPTY,	/* no ready member in the slot */
-	STEER_REASON_SOCKET,	/* the slot is ready, its socket cannot be used */
+	STEER_REASON_SOCKET,	/* the slot is ready, but its socket cannot be used */
 	STEER_REASON_ADDRESS,	/* the source address could not be read */
 	STEER_REASON_TABLE,	/* no bucket table is installed */
 	STEER_REASONS,
@@ -35,33 +35,33 @@ struct steer_address {
 	__u32 word[4];
 };
 
-/* One version of the mapping: replaced as a whole, never written in place. */
+/* The bucket table. A new one replaces the map as a whole. */
 struct steer_table {
 	__u64 nonce;
 	__u16 slots;
-	__u16 standby; /* STEER_NO_SLOT: an empty slot refuses */
-	__u32 named;   /* the device map: 0 none, 1 device_maps, 2 next_devices */
+	__u16 standby; /* slot; STEER_NO_SLOT: packets of an empty slot are refused */
+	__u32 named;   /* device map: 0 none, 1 device_maps, 2 next_devices */
 	__u16 bucket[STEER_BUCKETS];
 };
 
-/* LPM trie key; prefixlen counts from the top of the mapped address. */
+/* LPM trie key; prefixlen counts the bits of the mapped address. */
 struct steer_prefix {
 	__u32 prefixlen;
 	struct steer_address address;
 };
 
 /*
- * The device of a prefix. STEER_NO_DEVICE stands at the root of the IPv4
- * part, so that a short IPv6 prefix such as ::/0 does not cover IPv4.
+ * The device of a prefix. ::ffff:0:0/96 has STEER_NO_DEVICE, so that a short
+ * IPv6 prefix such as ::/0 does not cover IPv4.
  */
 struct steer_device_id {
 	__u32 hash;   /* of the device's name, with the table's nonce */
-	__u32 device; /* index into the device map's list of names */
+	__u32 device; /* index into the device map's list of names, in user space */
 };
 
 /*
- * A seat and who sits in it. The agent writes it, the release hook clears
- * ready: a slot is served only while ready is 1, for all listeners alike.
+ * A slot and its member. The agent writes the entry, and the release hook clears
+ * ready. Packets are steered to a slot only while ready is 1, on all listeners.
  */
 struct steer_slot {
 	__u32 ready;
@@ -69,44 +69,44 @@ struct steer_slot {
 	__u64 start_time; /* clock ticks since boot, as in /proc/PID/stat */
 };
 
-/* Per slot and CPU; index STEER_MAX_SLOTS counts what has no slot. */
+/* Per slot and CPU. Index STEER_MAX_SLOTS counts packets without a slot. */
 struct steer_counters {
 	__u64 connections;
 	__u64 datagrams;
-	__u64 diverted; /* sent to the standby slot instead */
+	__u64 diverted; /* steered to the standby slot instead */
 	__u64 refused_connections[STEER_REASONS];
 	__u64 refused_datagrams[STEER_REASONS];
 };
 
-/* A source address that was seen. */
+/* The counts of a source address. */
 struct steer_seen {
 	__u64 datagrams;
 	__u64 connections;
 	__u64 refused;
-	__u64 last_seen; /* CLOCK_MONOTONIC, nanoseconds; to 64 jiffies */
+	__u64 last_seen; /* CLOCK_MONOTONIC, nanoseconds; up to 64 jiffies old */
 	__u32 slot;
 	__u32 padding;
 };
 
-/* Who gets a place in the devices map, and in the CPUs' tables of counts. */
+/* State of the token bucket for new devices, and the hash key of pending. */
 struct steer_admission {
-	__u64 until; /* the allowance is used, CLOCK_MONOTONIC, nanoseconds */
-	__u64 key[4]; /* secret, random; of the index into pending */
+	__u64 until; /* tokens are used up to here, CLOCK_MONOTONIC, nanoseconds */
+	__u64 key[4]; /* random and secret: else forged sources could share entries */
 };
 
 /*
- * Datagrams that a CPU has counted and not yet added to the devices map. One
- * entry stands for the addresses that share it, one at a time.
+ * Datagrams that a CPU has counted and not added to the devices map yet. The
+ * addresses that share an entry use it one after the other.
  */
 struct steer_pending {
 	struct steer_address address;
 	__u32 datagrams;
 	__u32 slot;
-	__u32 tick; /* of the last addition; see steer_count_datagram */
+	__u32 tick; /* jiffies / 64 of the last addition; see steer_count_datagram */
 	__u32 padding;
 };
 
-/* Where a service listens: an address of all zeros with family 0 is any. */
+/* An address on which a service listens: zeros with AF_UNSPEC is any address. */
 struct steer_listener {
 	struct steer_address address;
 	__u16 port; /* host byte order */
@@ -114,7 +114,7 @@ struct steer_listener {
 	__u8 family; /* AF_INET, AF_INET6; AF_UNSPEC: both */
 };
 
-/* Ports on which members bind; host byte order, both ends included. */
+/* A range of ports on which members bind: host byte order, last included. */
 struct steer_ports {
 	__u16 first;
 	__u16 last;
@@ -124,7 +124,7 @@ struct steer_ports {
 
 enum steer_event_kind {
 	STEER_EVENT_BIND,    /* a process bound a socket to one of the ports */
-	STEER_EVENT_LISTEN,  /* a bound TCP socket listens now */
+	STEER_EVENT_LISTEN,  /* a TCP socket was switched to listening */
 	STEER_EVENT_RELEASE, /* a registered socket was closed */
 };
 
@@ -134,7 +134,7 @@ struct steer_event {
 	__u32 pid; /* of the binding process; 0 with LISTEN and RELEASE */
 };
 
-/* Keeps a type in the object's BTF, from which bpf2go and the loader read it. */
+/* Keeps a type in the object's BTF, which bpf2go and the loader read. */
 #define STEER_EXPORT(kind, name) \
 	const kind name *unused_##name __attribute__((unused))
 

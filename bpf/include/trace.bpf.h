@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * What the trace programs share: from a connection to its rule and its group,
- * and where times are added up. Cost of a time: finding its bucket, and one
- * atomic addition to memory of this CPU.
+ * Chooses connections, finds their groups and adds times to histograms. Cost of
+ * a time: computing the bucket, and two or three atomic operations on memory of
+ * this CPU.
  */
 #ifndef SOCKEYE_TRACE_BPF_H
 #define SOCKEYE_TRACE_BPF_H
@@ -45,7 +45,10 @@ struct {
 	__type(value, struct trace_connection);
 } connections SEC(".maps");
 
-/* The tuning's, where the cgroup is tuned. */
+/*
+ * The map "connections" of the cgroup's tuning, or an empty map: see pins.go in
+ * internal/bpf.
+ */
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
@@ -78,7 +81,7 @@ struct trace_lock {
 	struct bpf_spin_lock lock;
 };
 
-/* Held for what older kernels have no atomic operations for (Linux 5.12). */
+/* For what needs atomic operations that kernels before Linux 5.12 lack. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, TRACE_LOCKS);
@@ -108,7 +111,7 @@ static __always_inline struct trace_stats *trace_stats(__u32 group)
 	return bpf_map_lookup_elem(&stats, &group);
 }
 
-/* A rule by its number, from 1. */
+/* Returns a rule by its number, which counts from 1. */
 static __always_inline struct trace_rule *trace_rule(__u32 id)
 {
 	__u32 index = id - 1;
@@ -128,7 +131,8 @@ static __always_inline __u32 trace_bucket(__u64 v)
 }
 
 /*
- * Process and interrupt may be at the same histogram of a CPU: hence atomic.
+ * Adds a time in nanoseconds to a histogram. A process and an interrupt of a CPU
+ * may use the same histogram: hence the atomic operations.
  */
 __noinline int trace_histogram_add(struct trace_histogram *h, __u64 ns)
 {
@@ -150,7 +154,7 @@ __noinline int trace_histogram_add(struct trace_histogram *h, __u64 ns)
 	return 0;
 }
 
-/* From one time to another; not if either is not known. */
+/* Adds the interval between two times, if both are known. */
 static __always_inline void trace_add_interval(struct trace_histogram *h, __u64 from,
 				      __u64 to)
 {
@@ -158,7 +162,7 @@ static __always_inline void trace_add_interval(struct trace_histogram *h, __u64 
 		trace_histogram_add(h, to > from ? to - from : 0);
 }
 
-/* Whether one of a share is chosen; skip is how many are not, before. */
+/* Reports whether a message is chosen. *skip counts those to skip before. */
 static __always_inline bool trace_sampled(const struct trace_rule *rule,
 				       __u32 *skip, __u64 *next, __u64 now)
 {
@@ -172,15 +176,16 @@ static __always_inline bool trace_sampled(const struct trace_rule *rule,
 		(*skip)--;
 		return false;
 	}
-	/* Gaps of 1 to 2n - 1: a period of the application's does not matter. */
+	/* Random gaps of 1 to 2n - 1, so that a period of the application does not bias. */
 	if (rule->messages > 1)
 		*skip = bpf_get_prandom_u32() % (2 * rule->messages - 1);
 	return true;
 }
 
 /*
- * How many are not chosen before the first: as if choosing had gone on forever,
- * or short connections would be chosen more often. Of 0 to n the lower of two.
+ * Returns how many messages to skip before the first: the lower of two random
+ * values, as if sampling had started long before. A fixed start would choose
+ * messages of short connections too often.
  */
 static __always_inline __u32 trace_first_gap(const struct trace_rule *rule)
 {
@@ -211,8 +216,9 @@ static __always_inline __u32 trace_service(const struct match_tuple *t,
 }
 
 /*
- * The index of a group, which is made if there is room, else that of "other".
- * Cgroup is an id; t is of a connection or of one datagram.
+ * Returns the index of a group, which is created if necessary, or that of the
+ * group "other" if the rule has no group left. cgroup is the ID of the cgroup; t
+ * is of a connection or of a datagram.
  */
 static __always_inline __u32 trace_group(__u32 id, struct trace_rule *rule,
 					 const struct match_tuple *t,
@@ -276,7 +282,10 @@ static __always_inline __u32 trace_write_seq(struct bpf_sock_ops *ctx)
 	return trace_cast(kern->sk, struct tcp_sock)->write_seq;
 }
 
-/* The rule of a connection that is chosen, 0 of another: always the same. */
+/*
+ * Returns the rule of a connection that is chosen, otherwise 0. The choice is a
+ * hash of the tuple, so that the result is always the same.
+ */
 static __always_inline __u32 trace_choose_rule(const struct match_question *q)
 {
 	__u32 id = MATCH_RULE(match_find(q));
@@ -292,7 +301,7 @@ static __always_inline __u32 trace_choose_rule(const struct match_question *q)
 	return id;
 }
 
-/* A socket can be connected once more. */
+/* Initializes the state of a connection: a socket can be connected again. */
 static __always_inline void trace_init_connection(struct trace_connection *c, __u32 id,
 					const struct trace_rule *rule,
 					__u32 role)
@@ -305,7 +314,7 @@ static __always_inline void trace_init_connection(struct trace_connection *c, __
 	c->rx_skip = trace_first_gap(rule);
 }
 
-/* Chooses a connection that is established, or does not. */
+/* Chooses or skips a connection that is established now. */
 static __always_inline void trace_established(struct bpf_sock_ops *ctx,
 					      __u32 role)
 {
@@ -329,7 +338,7 @@ static __always_inline void trace_established(struct bpf_sock_ops *ctx,
 	trace_init_connection(c, id, rule, role);
 	if (!timestamps || !(rule->flags & TRACE_RULE_TX))
 		return;
-	/* What it has sent with the SYN, or may not yet, is no message. */
+	/* Data that was written before, as with TCP Fast Open, is no message. */
 	if (bpf_cast_to_kern_ctx && bpf_rdonly_cast)
 		c->write_seq = trace_write_seq(ctx);
 	bpf_setsockopt(ctx, SOL_SOCKET, SK_BPF_CB_FLAGS, &on, sizeof(on));

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * What the trace programs and user space share.
+ * Types and constants that the trace programs share with user space.
  *
- * A message is what one sendmsg(2) gave to a connection. Its key is the
- * sequence number of its last byte. Times are CLOCK_MONOTONIC, nanoseconds; 0
- * is a time that is not known.
+ * A message is the data of one sendmsg(2) on a connection. Its key is the
+ * sequence number of its last byte. Times are CLOCK_MONOTONIC in nanoseconds; 0
+ * stands for a time that is not known.
  */
 #ifndef SOCKEYE_TRACE_H
 #define SOCKEYE_TRACE_H
@@ -12,120 +12,120 @@
 #include "match.h"
 
 enum trace_limit {
-	TRACE_RULES = 32, /* of a cgroup */
-	TRACE_IN_FLIGHT = 64, /* messages of a connection, a power of two */
-	TRACE_BUCKETS = 512, /* of a histogram */
-	TRACE_SLOWEST = 8, /* messages kept of a group and a minute */
-	TRACE_MINUTES = 8, /* for which they are kept, a power of two */
-	TRACE_MINUTE_SHIFT = 36, /* one is 2^36 ns, 69 s: without a division */
-	TRACE_GROUPS = 4096, /* of a cgroup, all rules together */
-	TRACE_WAITING = 16384, /* received samples that no reader has taken */
-	TRACE_READERS = 4096, /* sockets with such samples */
-	TRACE_READER_SAMPLES = 32, /* such samples of a socket */
+	TRACE_RULES = 32, /* rules of a cgroup */
+	TRACE_IN_FLIGHT = 64, /* messages in flight of a connection, a power of two */
+	TRACE_BUCKETS = 512, /* buckets of a histogram */
+	TRACE_SLOWEST = 8, /* slowest messages that are kept of a group and a minute */
+	TRACE_MINUTES = 8, /* minutes for which they are kept, a power of two */
+	TRACE_MINUTE_SHIFT = 36, /* a minute is 2^36 ns, 69 s: needs no division */
+	TRACE_GROUPS = 4096, /* groups of a cgroup, of all rules */
+	TRACE_WAITING = 16384, /* received samples that wait to be read */
+	TRACE_READERS = 4096, /* sockets with waiting samples */
+	TRACE_READER_SAMPLES = 32, /* waiting samples of a socket */
 	TRACE_SENDING = 16384, /* datagrams between socket and driver */
 	TRACE_LOCKS = 64, /* a power of two */
 	TRACE_SERVICES = 512, /* listeners of all services */
 	TRACE_LIVE_LEVEL = 0x50cc, /* level of the live hook's own setsockopt */
 };
 
-/* Legs of a message's way out. */
+/* Stages of a message that is sent. */
 enum trace_stage {
-	TRACE_SEND, /* start of sendmsg to its end */
-	TRACE_STACK, /* end of sendmsg to the queueing discipline */
-	TRACE_QDISC, /* to the driver */
-	TRACE_NIC, /* to the hardware's stamp */
-	TRACE_NETWORK, /* driver to the peer's acknowledgement */
-	TRACE_TOTAL, /* from the first time that is known to the acknowledgement */
+	TRACE_SEND, /* start to end of sendmsg(2) */
+	TRACE_STACK, /* end of sendmsg(2) to the queueing discipline */
+	TRACE_QDISC, /* queueing discipline to the driver */
+	TRACE_NIC, /* driver to the time stamp of the NIC */
+	TRACE_NETWORK, /* driver to the acknowledgement */
+	TRACE_TOTAL, /* first known time to the acknowledgement */
 	TRACE_STAGES,
 };
 
-/* Legs of what is received. */
+/* Stages of received data. */
 enum trace_rx_stage {
-	TRACE_RX_STACK, /* reaching the host to reaching the socket */
-	TRACE_RX_READER, /* to the application */
+	TRACE_RX_STACK, /* arrival at the host to the socket */
+	TRACE_RX_READER, /* socket to the application's read */
 	TRACE_RX_STAGES,
 };
 
-/* What became of a message that was chosen: exactly one of these. */
+/* The outcome of a chosen message or datagram that is sent: exactly one of these. */
 enum trace_outcome {
 	TRACE_ACKED,
-	TRACE_RETRANSMITTED, /* acknowledged, its last segment was sent again */
-	TRACE_OVERWRITTEN, /* a later message took its key, before it was sent */
-	TRACE_COALESCED, /* acknowledged; its packet was joined to that of a
-			  * later one, whose stamps are its own */
-	TRACE_MISSED, /* acknowledged, and the kernel gave no stamp; a datagram
-		       * whose end it did not tell */
-	TRACE_UNACKNOWLEDGED, /* the connection ended first, or was let go */
-	TRACE_FULL, /* TRACE_IN_FLIGHT others of the connection were under
-		     * way, or TRACE_SENDING datagrams */
-	TRACE_APPLICATION, /* left to the application's own timestamps */
-	TRACE_REFUSED, /* the kernel did not take the request */
-	TRACE_SENT, /* a datagram that a driver had */
-	TRACE_DISCARDED, /* a datagram that the host dropped before */
-	TRACE_SPLIT, /* a datagram that was cut into fragments before */
-	TRACE_PARTED, /* acknowledged; its packet was joined to that of a later
-		       * one, and split again before its end */
+	TRACE_RETRANSMITTED, /* acknowledged, after its last segment was retransmitted */
+	TRACE_OVERWRITTEN, /* a later message took its key before it was sent */
+	TRACE_COALESCED, /* acknowledged; its packet was merged with that of a later
+			  * message, whose time stamps apply to both */
+	TRACE_MISSED, /* acknowledged, but the kernel reported no time stamps; or a
+		       * datagram whose end was not reported */
+	TRACE_UNACKNOWLEDGED, /* the connection ended, or tracing stopped, before */
+	TRACE_FULL, /* TRACE_IN_FLIGHT messages of the connection, or TRACE_SENDING
+		     * datagrams, were in flight */
+	TRACE_APPLICATION, /* not marked, as the application uses SO_TIMESTAMPING */
+	TRACE_REFUSED, /* the kernel refused to mark the message */
+	TRACE_SENT, /* a datagram that reached a driver */
+	TRACE_DISCARDED, /* a datagram that the host dropped before a driver */
+	TRACE_SPLIT, /* a datagram that was fragmented before a driver */
+	TRACE_PARTED, /* acknowledged; its packet was merged with that of a later
+		       * message, and split again before its end */
 	TRACE_OUTCOMES,
 };
 
-/* What became of something received that was chosen: exactly one of these. */
+/* The outcome of a chosen segment or datagram that was received: exactly one of these. */
 enum trace_rx_outcome {
-	TRACE_RX_READ, /* or only its way to the socket was asked for */
-	TRACE_RX_DROPPED, /* a datagram: no room in the socket */
-	TRACE_RX_UNREAD, /* the socket was closed first */
-	TRACE_RX_FULL, /* TRACE_WAITING others were waiting, or TRACE_READER_SAMPLES
-			* of the socket */
+	TRACE_RX_READ, /* read, or the rule does not measure until the read */
+	TRACE_RX_DROPPED, /* a datagram: the socket's buffer was full */
+	TRACE_RX_UNREAD, /* the socket was closed before */
+	TRACE_RX_FULL, /* TRACE_WAITING samples, or TRACE_READER_SAMPLES of the
+			* socket, were waiting */
 	TRACE_RX_OUTCOMES,
 };
 
 enum trace_rule_flag {
-	TRACE_RULE_TX = 1 << 0, /* of TCP */
-	TRACE_RULE_RX = 1 << 1,
-	TRACE_RULE_READER = 1 << 2, /* with the time in the socket */
+	TRACE_RULE_TX = 1 << 0, /* TCP messages that are sent */
+	TRACE_RULE_RX = 1 << 1, /* received data */
+	TRACE_RULE_READER = 1 << 2, /* received data, until it is read */
 	TRACE_RULE_TCP = 1 << 3,
 	TRACE_RULE_UDP = 1 << 4,
-	TRACE_RULE_UDP_TX = 1 << 5,
+	TRACE_RULE_UDP_TX = 1 << 5, /* datagrams that are sent */
 };
 
-/* By what a rule groups. */
+/* Criteria by which a rule groups connections and datagrams. */
 enum trace_group_by {
 	TRACE_BY_REMOTE = 1 << 0,
 	TRACE_BY_PORT = 1 << 1,
 	TRACE_BY_SERVICE = 1 << 2,
 	TRACE_BY_CGROUP = 1 << 3,
-	TRACE_BY_RULE = 1 << 4, /* of tune */
-	TRACE_BY_ARM = 1 << 5, /* of its trial */
+	TRACE_BY_RULE = 1 << 4, /* rule of tune */
+	TRACE_BY_ARM = 1 << 5, /* arm of that rule's trial */
 };
 
 struct trace_rule {
-	__u64 interval; /* least time between two messages of a connection that
-			 * are chosen; 0: choose by share */
-	__u32 connections; /* one of so many is chosen */
-	__u32 messages; /* of a connection, likewise */
+	__u64 interval; /* minimum time between two chosen messages of a
+			 * connection, nanoseconds; 0: choose by share */
+	__u32 connections; /* choose one of so many connections */
+	__u32 messages; /* choose one of so many messages of a connection */
 	__u32 flags; /* enum trace_rule_flag */
 	__u32 group_by; /* enum trace_group_by */
-	__u32 first; /* index of the group "other"; its own follow */
-	__u32 groups; /* at most */
-	__u32 used; /* groups that it has */
-	__u8 bits4; /* of the remote address, mapped */
+	__u32 first; /* index of the group "other"; the rule's groups follow */
+	__u32 groups; /* maximum number of groups */
+	__u32 used; /* number of groups */
+	__u8 bits4; /* prefix length of TRACE_BY_REMOTE, of the mapped address */
 	__u8 bits6;
 	__u8 padding[2];
 };
 
 struct trace_group {
 	struct match_address remote; /* masked */
-	__u64 cgroup; /* id */
-	__u32 rule; /* of trace, from 1 */
-	__u32 tune_rule; /* 0: none */
-	__u16 port; /* that was connected to */
-	__u16 service; /* from 1; 0: none */
-	__u8 arm; /* of tune */
-	__u8 ipv4; /* the remote address is */
+	__u64 cgroup; /* ID */
+	__u32 rule; /* number of the trace rule, from 1 */
+	__u32 tune_rule; /* number; 0: none */
+	__u16 port; /* port of the accepting side */
+	__u16 service; /* number, from 1; 0: none */
+	__u8 arm; /* enum tune_arm plus 1; 0: none */
+	__u8 ipv4; /* the remote address is IPv4 */
 	__u8 protocol; /* IPPROTO_TCP, IPPROTO_UDP */
 	__u8 padding;
 };
 
-/* A listener of a service; an address of zeros is any. */
+/* A listener of a service; zeros stand for any address. */
 struct trace_listener {
 	struct match_address address;
 	__u16 port;
@@ -133,68 +133,69 @@ struct trace_listener {
 	__u8 padding;
 };
 
-/* One message under way, with the connection as it was when it was sent. */
+/* A message in flight, with the state of the connection at the end of sendmsg(2). */
 struct trace_message {
 	__u32 key;
-	__u32 length; /* bytes since the last message */
-	__u64 started; /* sendmsg began */
-	__u64 sent; /* sendmsg ended */
+	__u32 length; /* bytes */
+	__u64 started; /* start of sendmsg(2) */
+	__u64 sent; /* end of sendmsg(2) */
 	__u64 queued; /* reached the queueing discipline */
-	__u64 requeued; /* did so last before a driver had it: the host dropped it */
-	__u64 driver;
-	__u64 hardware; /* from driver to the NIC's stamp, plus 1 */
-	__u64 pacing; /* bytes a second; all ones: not paced */
+	__u64 requeued; /* reached it again, as the host dropped the packet before a driver */
+	__u64 driver; /* reached the driver */
+	__u64 hardware; /* from driver to the NIC's time stamp, plus 1; 0: not known */
+	__u64 pacing; /* bytes per second; all ones: not paced */
 	__u32 cwnd; /* packets */
 	__u32 in_flight; /* packets */
 	__u32 outstanding; /* bytes sent and not acknowledged */
-	__u32 unsent; /* bytes, those of this message included */
-	__u32 window; /* of the peer, bytes from what it has acknowledged */
+	__u32 unsent; /* bytes, including those of this message */
+	__u32 window; /* of the peer, bytes after the acknowledged ones */
 	__u32 mss;
 	__u32 srtt; /* microseconds */
 	__u32 min_rtt; /* microseconds */
-	__u32 retransmits; /* of the connection; at the end: since then */
-	__u32 window_limited; /* jiffies until queued, bounded by the peer's window */
-	__u32 buffer_limited; /* likewise by the send buffer */
-	__u16 repeats; /* how often the last segment was sent again */
+	__u32 retransmits; /* of the connection; at the end, the increase */
+	__u32 window_limited; /* until queued: limited by the peer's window, jiffies */
+	__u32 buffer_limited; /* until queued: limited by the send buffer, jiffies */
+	__u16 repeats; /* retransmissions of the last segment */
 	__u8 flags; /* enum trace_message_flag */
-	__u8 seen; /* low bits of the connection's retransmits when last queued */
+	__u8 seen; /* low bits of the connection's retransmissions when queued last */
 };
 
 enum trace_message_flag {
 	TRACE_MESSAGE_PACED = 1 << 0, /* the kernel paces the connection */
 	TRACE_MESSAGE_NAGLE = 1 << 1, /* no TCP_NODELAY */
 	TRACE_MESSAGE_CORK = 1 << 2, /* TCP_CORK */
-	TRACE_MESSAGE_UNMARKED = 1 << 3, /* was sent before it could be marked */
-	TRACE_MESSAGE_JOINED = 1 << 4, /* left in the packet of the next one */
-	TRACE_MESSAGE_PARTED = 1 << 5, /* left before that, unseen */
+	TRACE_MESSAGE_UNMARKED = 1 << 3, /* TCP sent the message before it was marked */
+	TRACE_MESSAGE_JOINED = 1 << 4, /* was sent in the packet of a later message */
+	TRACE_MESSAGE_PARTED = 1 << 5, /* was sent before that packet, unnoticed */
 };
 
 struct trace_connection {
-	__u64 started; /* of sendmsg, set by the fentry program */
-	__u64 next; /* when a message may be chosen again */
+	__u64 started; /* start of sendmsg(2), set by trace_send */
+	__u64 next; /* when the next message may be chosen, if the rule has an interval */
 	__u32 rule;
 	__u32 group;
-	__u32 skip; /* messages before the next is chosen */
-	__u32 rx_skip; /* likewise, segments */
-	__u64 rx_next;
-	__u32 write_seq; /* after the last message */
-	__u32 head; /* of the ring of messages; counts on */
+	__u32 skip; /* messages to skip before the next is chosen */
+	__u32 rx_skip; /* received segments to skip */
+	__u64 rx_next; /* when the next segment may be chosen */
+	__u32 write_seq; /* sequence number after the last message */
+	__u32 head; /* of the ring of messages; not reduced modulo its size */
 	__u32 tail;
-	__u32 queue; /* the next that is expected to be queued */
-	__u32 driver; /* the next that is expected at the driver */
-	__u32 application; /* after the packet with its last stamp */
+	__u32 queue; /* message that is expected next at the queueing discipline */
+	__u32 driver; /* message that is expected next at the driver */
+	__u32 application; /* sequence number after the last packet that the
+			    * application marked itself */
 	__u8 grouped; /* group is valid */
 	__u8 role;
-	__u8 stamping; /* that packet may be under way */
+	__u8 stamping; /* that packet may be in flight */
 	__u8 padding;
-	__u32 segments; /* with data, that TCP had tried to send when last queued */
+	__u32 segments; /* data_segs_out when a packet was queued last */
 	struct trace_message message[TRACE_IN_FLIGHT];
 };
 
 /*
- * Log-linear: 16 buckets of 16 ns, then 16 for each power of two from 256 ns
- * on; the last holds all above 549 s. A value lies within 1/32 of the middle
- * of its bucket.
+ * A log-linear histogram of times: 16 buckets of 16 ns, then 16 buckets for each
+ * power of two from 256 ns; the last bucket has all values above 549 s. A value
+ * differs by at most 1/32 from the middle of its bucket.
  */
 struct trace_histogram {
 	__u64 sum; /* nanoseconds */
@@ -202,27 +203,27 @@ struct trace_histogram {
 	__u64 bucket[TRACE_BUCKETS];
 };
 
-/* Of a group, per CPU. */
+/* Counts and times of a group, per CPU. */
 struct trace_stats {
 	__u64 chosen;
 	__u64 outcome[TRACE_OUTCOMES];
-	__u64 bytes; /* of those acknowledged, and of datagrams sent */
-	__u64 undriven; /* acknowledged, and no driver gave a stamp */
-	__u64 unqueued; /* acknowledged, and sent before it could be marked */
+	__u64 bytes; /* of acknowledged messages, and of datagrams that were sent */
+	__u64 undriven; /* acknowledged messages without a time stamp of a driver */
+	__u64 unqueued; /* acknowledged messages that were sent before they were marked */
 	struct trace_histogram stage[TRACE_STAGES];
 };
 
 struct trace_rx_stats {
 	__u64 chosen;
 	__u64 outcome[TRACE_RX_OUTCOMES];
-	__u64 unstamped; /* the host did not stamp its arrival */
+	__u64 unstamped; /* samples without a time stamp of their arrival */
 	struct trace_histogram stage[TRACE_RX_STAGES];
 };
 
-/* A message at its end. */
+/* A message with its outcome. */
 struct trace_sample {
-	__u64 ended; /* acknowledged, or given up */
-	__u64 total; /* nanoseconds from the first time that is known */
+	__u64 ended; /* time of the outcome */
+	__u64 total; /* nanoseconds from the first known time to ended */
 	__u64 cookie; /* of the socket */
 	struct match_tuple tuple;
 	__u32 group;
@@ -236,67 +237,67 @@ struct trace_sample {
 /* The slowest messages of a group in one minute. */
 struct trace_minute {
 	__u64 minute; /* CLOCK_MONOTONIC, in minutes of 2^36 ns */
-	__u64 least; /* total among them */
+	__u64 least; /* minimum of total among the samples */
 	__u32 count;
 	__u32 padding;
 	struct trace_sample sample[TRACE_SLOWEST];
 };
 
-/* What user space asks of the programs; they do not write it. */
+/* Settings of the programs; only user space writes them. */
 struct trace_state {
 	__s64 clock; /* CLOCK_REALTIME - CLOCK_MONOTONIC, nanoseconds; 0: not known */
-	__u32 samples; /* give samples to the ring buffer */
-	__u32 seed; /* of the choice of connections */
+	__u32 samples; /* write samples to the ring buffer */
+	__u32 seed; /* of the hash that chooses connections */
 };
 
-/* What the programs tell user space, which does not write it. */
+/* Counters of the programs; user space only reads them. */
 struct trace_counts {
-	__u64 lost; /* samples that found no room in the ring buffer */
-	__u64 segments; /* samples of connections that wait for their reader */
-	__u64 datagrams; /* likewise, of other sockets */
-	__u64 sending; /* datagrams between socket and driver */
+	__u64 lost; /* samples that were lost because the ring buffer was full */
+	__u64 segments; /* received segments that wait to be read */
+	__u64 datagrams; /* received datagrams that wait to be read */
+	__u64 sending; /* chosen datagrams between socket and driver */
 };
 
-/* A sample that was received, and waits for its reader. */
+/* A received sample that waits to be read. */
 struct trace_waiting_key {
-	__u64 of; /* cookie of the connection; of a datagram, its skb */
-	__u64 end; /* sequence number after it plus TRACE_END_BIAS; of a datagram, 0 */
+	__u64 of; /* segment: cookie of the connection; datagram: skb */
+	__u64 end; /* segment: sequence number after it plus TRACE_END_BIAS; datagram: 0 */
 };
 
 struct trace_waiting {
-	__u64 socket; /* when it reached the socket */
-	__u64 arrival; /* skb->tstamp, which tells a datagram from others */
+	__u64 socket; /* when the sample reached the socket */
+	__u64 arrival; /* skb->tstamp, which shows whether an skb was reused */
 	__u64 cookie; /* of the socket */
-	__u64 sk; /* of a datagram */
+	__u64 sk; /* datagram: address of the socket */
 	__u32 group;
-	__u32 slot; /* in trace_reader */
+	__u32 slot; /* index in trace_reader */
 };
 
-/* The samples of a socket that wait, in no order. */
+/* The waiting samples of a socket, in no particular order. */
 struct trace_reader {
-	__u64 since[TRACE_READER_SAMPLES]; /* when it reached the socket; 0: no sample,
-				    * TRACE_RESERVED: about to be one */
-	__u64 of[TRACE_READER_SAMPLES]; /* end of trace_waiting_key, or a datagram's skb */
+	__u64 since[TRACE_READER_SAMPLES]; /* when the sample reached the socket; 0: the
+					    * slot is free; or TRACE_RESERVED */
+	__u64 of[TRACE_READER_SAMPLES]; /* segment: end of its key; datagram: skb */
 };
 
 #define TRACE_RESERVED 1ULL
-#define TRACE_END_BIAS (1ULL << 32) /* added, so that no end is 0 */
+#define TRACE_END_BIAS (1ULL << 32) /* makes every end different from 0 */
 
-/* A datagram on its way out, by its skb. */
+/* A chosen datagram between socket and driver. */
 struct trace_sending {
 	__u64 sent; /* left the socket */
 	__u64 queued; /* reached the queueing discipline */
-	__u64 sk;
-	__u32 length; /* bytes */
+	__u64 sk; /* address of the socket */
+	__u32 length; /* payload, bytes */
 	__u32 group;
-	__u32 segments; /* of a datagram that is many; else 0 */
+	__u32 segments; /* gso_segs: number of segments with UDP_SEGMENT; otherwise 0 */
 	__u32 padding;
 };
 
-/* Whose turn it is among the datagrams of a socket, by rule. */
+/* State of the sampling of a socket's datagrams for one rule. */
 struct trace_sampler {
-	__u64 next; /* when one may be chosen again */
-	__u32 skip; /* how many are not, before */
+	__u64 next; /* when the next datagram may be chosen, if the rule has an interval */
+	__u32 skip; /* datagrams to skip before the next is chosen */
 	__u32 initialized;
 };
 
@@ -306,12 +307,12 @@ struct trace_samplers {
 };
 
 enum trace_live_name {
-	TRACE_LIVE_ADOPT = 1, /* choose the connection, or let it go */
-	TRACE_LIVE_FORGET, /* let it go */
+	TRACE_LIVE_ADOPT = 1, /* choose or skip the connection */
+	TRACE_LIVE_FORGET, /* stop tracing the connection */
 };
 
 struct trace_live_request {
-	__u64 nonce; /* only the agent's calls are heard */
+	__u64 nonce; /* authenticates the agent; calls without it reach the kernel */
 	__u32 role;
 	__u32 padding;
 };

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * What the trace programs share that look at packets. They load from Linux 5.10
- * on, where no atomic operation gives the value that was there before.
+ * Sampling of datagrams, and parsing of packets. Programs that include this file
+ * load on Linux 5.10, which has no atomic operation that returns the old value.
  */
 #ifndef SOCKEYE_TRACE_SKB_BPF_H
 #define SOCKEYE_TRACE_SKB_BPF_H
@@ -18,8 +18,8 @@ struct {
 } samplers SEC(".maps");
 
 /*
- * A pointer as a number, which the verifier of older kernels lets nothing else
- * become: it lets a pointer be added to what is on the stack, though.
+ * Returns a pointer as a number. The verifier of older kernels rejects a
+ * conversion, but allows an atomic addition of a pointer to the stack.
  */
 static __always_inline __u64 trace_pointer_value(const void *pointer)
 {
@@ -33,8 +33,8 @@ static __always_inline __u64 trace_pointer_value(const void *pointer)
 }
 
 /*
- * As trace_histogram_add, for old kernels. A maximum is lost if an interrupt measures a
- * larger one within a few instructions.
+ * As trace_histogram_add, for old kernels. If an interrupt adds a larger value
+ * between the last two statements, that maximum is lost.
  */
 static __always_inline void trace_histogram_count(struct trace_histogram *h, __u64 ns)
 {
@@ -50,9 +50,9 @@ static __always_inline void trace_histogram_count(struct trace_histogram *h, __u
 }
 
 /*
- * The transport header, if so many bytes of it are in the linear part: the
- * kernel has looked at them, or made them. At is where it begins, from the
- * network header on.
+ * Returns the transport header, or NULL if fewer than size bytes of the header
+ * are in the linear part, which does not happen to packets that the kernel has
+ * parsed or built. *at is the offset of the header from the network header.
  */
 static __always_inline void *trace_transport(struct __sk_buff *ctx, __u8 protocol,
 					     __u32 size, __u32 *at)
@@ -96,8 +96,10 @@ struct trace_ports {
 	__be16 destination;
 };
 
-/* The ends of a datagram, and how many bytes it has with its header; 0: not
- * known. */
+/*
+ * Sets the addresses and ports of a datagram. Returns the length with the UDP
+ * header in bytes; 0: not known.
+ */
 static __always_inline __u32 trace_datagram(struct __sk_buff *ctx,
 					    struct match_tuple *t, bool received)
 {
@@ -135,8 +137,9 @@ static __always_inline __u32 trace_datagram(struct __sk_buff *ctx,
 }
 
 /*
- * The number of the rule of a datagram, if it is chosen; the flags are what the
- * rule must have. The group is found only for one that is chosen.
+ * Returns the number of the rule of a datagram that is chosen, otherwise 0. Only
+ * rules with all of the flags count. The group is set only if the datagram is
+ * chosen.
  */
 static __always_inline __u32 trace_choose_datagram(struct __sk_buff *ctx,
 					  struct bpf_sock *sk,
@@ -155,12 +158,12 @@ static __always_inline __u32 trace_choose_datagram(struct __sk_buff *ctx,
 	rule = id ? trace_rule(id) : NULL;
 	if (!rule || !st || (rule->flags & flags) != flags)
 		return 0;
-	/* A datagram has no connection: its two ends are one. */
+	/* The addresses and ports of a datagram stand for a connection. */
 	if (rule->connections > 1 &&
 	    match_hash(&q->tuple, st->seed) % rule->connections)
 		return 0;
 	all = bpf_sk_storage_get(&samplers, sk, NULL, BPF_SK_STORAGE_GET_F_CREATE);
-	/* Another CPU may just have made it. */
+	/* Another CPU may have created the storage meanwhile. */
 	if (!all)
 		all = bpf_sk_storage_get(&samplers, sk, NULL, 0);
 	index = id - 1;

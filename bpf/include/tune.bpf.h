@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* From a rule to options and counts: the part that the tune programs share. */
+/*
+ * Maps and counters that the tune programs share. The counters of a rule are not
+ * per CPU: each addition is atomic.
+ */
 #ifndef SOCKEYE_TUNE_BPF_H
 #define SOCKEYE_TUNE_BPF_H
 
@@ -56,7 +59,7 @@ static __always_inline void tune_count_failure(__u32 rule, __u16 option, long er
 		bpf_map_update_elem(&failures, &key, &one, BPF_NOEXIST);
 }
 
-/* 4 buckets for each power of two. */
+/* Adds a value to a histogram with 4 buckets for each power of two. */
 static __always_inline void tune_histogram(__u64 *buckets, __u64 value)
 {
 	__u32 v = value > 0xffffffff ? 0xffffffff : (__u32)value;
@@ -70,7 +73,7 @@ static __always_inline void tune_histogram(__u64 *buckets, __u64 value)
 		__sync_fetch_and_add(&buckets[i], 1);
 }
 
-/* The phase bits of options that are for another family. */
+/* Returns the phase bit of options that do not apply to an address family. */
 static __always_inline __u16 tune_other_family(__u32 family)
 {
 	return family == AF_INET ? TUNE_PHASE_IPV6 : TUNE_PHASE_IPV4;

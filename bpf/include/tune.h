@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* What the tune programs and user space share. */
+/* Types and constants that the tune programs share with user space. */
 #ifndef SOCKEYE_TUNE_H
 #define SOCKEYE_TUNE_H
 
@@ -8,22 +8,22 @@
 #include "match.h"
 
 enum tune_limit {
-	TUNE_OPTIONS = 64, /* of a rule, its reaction included */
+	TUNE_OPTIONS = 64, /* options of a rule, including those of its reaction */
 	TUNE_CANDIDATES = 8, /* initial windows that a rule explores */
-	TUNE_BUCKETS = 128, /* of a histogram */
+	TUNE_BUCKETS = 128, /* buckets of a histogram, see tune_histogram */
 	TUNE_TAG_EXID = 0x534b, /* RFC 6994 experiment identifier of the tag */
-	TUNE_REQUESTS = 8192, /* handshakes remembered */
-	TUNE_LEARNED = 4096, /* prefixes remembered */
-	TUNE_FAILURES = 4096, /* rule, option and errno counted */
-	TUNE_SEGMENTS_MAX = 1 << 26, /* of a connection, in sums of squares */
-	TUNE_NAME = 36, /* bytes of a rule's name, with its end */
-	TUNE_REACT_SEGMENTS = 50, /* sent before a share of them is judged */
+	TUNE_REQUESTS = 8192, /* handshakes that are remembered */
+	TUNE_LEARNED = 4096, /* prefixes that are remembered */
+	TUNE_FAILURES = 4096, /* combinations of rule, option and errno that are counted */
+	TUNE_SEGMENTS_MAX = 1 << 26, /* cap of a connection's segments in sums of squares */
+	TUNE_NAME = 36, /* bytes of a rule's name, with the terminating zero */
+	TUNE_REACT_SEGMENTS = 50, /* segments before the share of retransmissions counts */
 	TUNE_LIVE_LEVEL = 0x50cb, /* level of the live hook's own setsockopt */
 };
 
-/* Goes on where enum match_use ends: which calls a ruleset answers. */
+/* Continues enum match_use: callbacks that a ruleset answers. */
 enum tune_use {
-	TUNE_USE_WRITE = 1 << 6, /* an accepting rule writes a tag */
+	TUNE_USE_WRITE = 1 << 6, /* a rule for accepted connections writes a tag */
 	TUNE_USE_SYN_RTO = 1 << 7,
 	TUNE_USE_SYNACK_RTO = 1 << 8,
 	TUNE_USE_RWND = 1 << 9,
@@ -44,20 +44,20 @@ enum tune_phase {
 
 enum tune_flag {
 	TUNE_FLAG_LIVE = 1 << 0, /* count while the connection is open */
-	TUNE_FLAG_CLOSE = 1 << 1, /* count when it closes */
+	TUNE_FLAG_CLOSE = 1 << 1, /* count when the connection closes */
 	TUNE_FLAG_REACT = 1 << 2,
 	TUNE_FLAG_LEARN = 1 << 3,
 };
 
-/* Levels of options that are not setsockopt(2)'s. */
+/* Levels of options that setsockopt(2) does not have. */
 enum tune_level {
 	TUNE_LEVEL_CONGESTION = 0x10000, /* the name is rule.congestion[value] */
-	TUNE_LEVEL_TXHASH = 0x10001, /* sk_txhash; 0: a new random one */
+	TUNE_LEVEL_TXHASH = 0x10001, /* sk_txhash; 0: a random value */
 };
 
 enum tune_arm {
 	TUNE_ARM_TREATED,
-	TUNE_ARM_CONTROL, /* of a trial: counted, left alone */
+	TUNE_ARM_CONTROL, /* of a trial: counted, not changed */
 	TUNE_ARMS,
 };
 
@@ -70,11 +70,12 @@ struct tune_option {
 };
 
 /*
- * A rule is never changed: one with another content has another id, so that a
- * connection keeps what it began with. Times are microseconds.
+ * A rule does not change: a rule with another content gets another number, so
+ * that a connection keeps the rule that it started with. Times are microseconds
+ * unless noted.
  */
 struct tune_rule {
-	__u64 retired; /* CLOCK_BOOTTIME, nanoseconds, when a policy dropped it */
+	__u64 retired; /* CLOCK_BOOTTIME, nanoseconds: removed from the policy; 0: in force */
 	__u64 forget; /* learning: half-life of evidence, nanoseconds */
 	__u32 flags; /* enum tune_flag */
 	__u32 options;
@@ -83,44 +84,44 @@ struct tune_rule {
 	__u32 rwnd; /* in MSS */
 	__u32 ecn;
 	__u32 base_rtt;
-	__u32 seed; /* of the choices that follow */
-	__u32 control; /* share of the connections, of 2^32 */
-	__u32 react_sample; /* share, of 2^32 - 1 */
-	__u32 react_retransmits; /* of 10000 segments; 0: no condition */
-	__u32 react_rtos; /* 0: no condition */
-	__u32 learn; /* key of what is learned; survives a change of the rule */
+	__u32 seed; /* of the hashes that select the shares below */
+	__u32 control; /* share of connections in the control arm, of 2^32 */
+	__u32 react_sample; /* share of connections that may react, of 2^32 - 1 */
+	__u32 react_retransmits; /* retransmissions in 10000 segments; 0: no condition */
+	__u32 react_rtos; /* retransmission timeouts; 0: no condition */
+	__u32 learn; /* key of learned data, which survives a change of the rule */
 	__u32 candidates;
 	__u32 candidate[TUNE_CANDIDATES]; /* initial windows, ascending */
-	__u32 explore; /* share before a prefix has settled, of 2^32 */
-	__u32 probe; /* share after */
-	__u32 first_bytes; /* the first flight: what is timed */
-	__u32 evidence; /* connections that a candidate needs to be judged */
-	__u8 learn_bits4;
-	__u8 learn_bits6; /* of the mapped address, both */
-	__u8 learn_option; /* its number, for failures */
-	struct match_tag tag; /* written; length 0: none */
+	__u32 explore; /* share of explored connections before a prefix has settled, of 2^32 */
+	__u32 probe; /* the same share afterwards */
+	__u32 first_bytes; /* size of the first flight, which is timed */
+	__u32 evidence; /* timed connections that each candidate needs */
+	__u8 learn_bits4; /* prefix length, bits of the mapped address */
+	__u8 learn_bits6; /* bits */
+	__u8 learn_option; /* number of the option, for tune_failure */
+	struct match_tag tag; /* that is written; length 0: none */
 	char name[TUNE_NAME];
-	char congestion[2][16]; /* [0] at the start, [1] the reaction's */
+	char congestion[2][16]; /* [0] at the start, [1] of the reaction */
 	struct tune_option option[TUNE_OPTIONS];
 };
 
-/* What is known of a connection that a rule has matched; socket storage. */
+/* State of a connection that a rule has matched, in socket storage. */
 struct tune_connection {
 	__u32 rule;
 	__u8 arm;
 	__u8 role;
-	__u8 candidate; /* of learning; TUNE_CANDIDATES: none of them */
+	__u8 candidate; /* index of the initial window; TUNE_CANDIDATES: none */
 	__u8 flags; /* enum tune_connection_flag */
 	__u64 started; /* CLOCK_MONOTONIC, nanoseconds; 0: not known */
-	__u64 sent; /* first data sent, as far as the first sample tells */
-	__u64 reached_at; /* learning: when so many bytes were acknowledged */
-	__u64 bytes; /* acknowledged; this and the rest: already counted */
+	__u64 sent; /* learning: first data sent, estimated by the first RTT sample */
+	__u64 reached_at; /* learning: time at which "reached" was acknowledged */
+	__u64 bytes; /* acknowledged and already counted, as the three below */
 	__u32 segments;
 	__u32 retransmits;
 	__u32 rtos;
 	__u32 counted; /* jiffies of the last count */
-	__u32 handshake; /* retransmissions of the SYN, or the SYN-ACK */
-	__u32 reached;
+	__u32 handshake; /* retransmissions of the SYN or the SYN-ACK */
+	__u32 reached; /* learning: acknowledged bytes */
 };
 
 enum tune_connection_flag {
@@ -128,13 +129,13 @@ enum tune_connection_flag {
 	TUNE_CONNECTION_LEARNING = 1 << 1,
 	TUNE_CONNECTION_SAMPLED = 1 << 2, /* may react */
 	TUNE_CONNECTION_REACTED = 1 << 3,
-	TUNE_CONNECTION_TAGGING = 1 << 4, /* the first data still has to go */
+	TUNE_CONNECTION_TAGGING = 1 << 4, /* writes tags, until data is acknowledged */
 	TUNE_CONNECTION_ADOPTED = 1 << 5, /* was open before the rule */
 	TUNE_CONNECTION_CONFIRMED = 1 << 6, /* an acknowledgement carried the tag */
-	TUNE_CONNECTION_UNSEEN = 1 << 7, /* adopted, and the kernel will not call */
+	TUNE_CONNECTION_UNSEEN = 1 << 7, /* adopted, and the kernel makes no callbacks */
 };
 
-/* A handshake, until it is done; its key is a match_tuple. */
+/* A passive handshake in progress; the key is a match_tuple. */
 struct tune_request {
 	__u64 started; /* CLOCK_MONOTONIC, nanoseconds */
 	__u32 rule;
@@ -147,27 +148,28 @@ struct tune_stats_key {
 };
 
 /*
- * Sums over the connections of a rule, live ones included as far as they were
- * counted. The squares are of connections' totals, for intervals.
+ * Sums over the connections of a rule and an arm. Open connections are included
+ * up to their last count. The sums of squares and products are of the totals of
+ * connections, for confidence intervals.
  */
 struct tune_stats {
 	__u64 connections; /* matched */
 	__u64 established;
 	__u64 closed;
-	__u64 adopted; /* were open before the rule, and got it by apply --live */
+	__u64 adopted; /* were open before the rule, which apply --live gave them */
 	__u64 bytes; /* acknowledged */
-	__u64 segments; /* sent with data, retransmissions included */
+	__u64 segments; /* sent with data, including retransmissions */
 	__u64 retransmits;
 	__u64 rtos;
 	__u64 segments2; /* sum of segments^2 */
 	__u64 retransmits2;
 	__u64 segments_retransmits; /* sum of the products */
-	__u64 options; /* set */
+	__u64 options; /* options that were set */
 	__u64 reactions;
-	__u64 tags; /* peers whose tag was read */
-	__u64 rtt[TUNE_BUCKETS]; /* smoothed RTT, microseconds: see TUNE_BUCKETS */
-	__u64 connect[TUNE_BUCKETS]; /* microseconds from SYN to established */
-	__u64 rate[TUNE_BUCKETS]; /* delivery rate, kilobytes a second */
+	__u64 tags; /* tags that were read */
+	__u64 rtt[TUNE_BUCKETS]; /* smoothed RTT, microseconds */
+	__u64 connect[TUNE_BUCKETS]; /* from SYN to established, microseconds */
+	__u64 rate[TUNE_BUCKETS]; /* delivery rate, kilobytes per second */
 };
 
 struct tune_failure {
@@ -183,31 +185,31 @@ struct tune_learned_key {
 };
 
 struct tune_evidence {
-	__u32 tries; /* connections that began with it */
-	__u32 connections; /* of them, that sent the first bytes */
-	__u32 lossy; /* that lost a segment of them */
+	__u32 tries; /* connections that started with the candidate */
+	__u32 connections; /* of these, connections with a timed first flight */
+	__u32 lossy; /* of these, connections that lost a segment of the flight */
 	__u32 padding;
-	__u64 time; /* microseconds, sum over connections */
+	__u64 time; /* sum of the flight times, microseconds */
 };
 
 struct tune_learned {
-	__u64 last; /* CLOCK_BOOTTIME, nanoseconds, of the last evidence */
-	__u64 halved; /* of the last halving */
-	__u32 chosen; /* candidate in use, once settled */
-	__u32 settled;
+	__u64 last; /* time of the last evidence, CLOCK_BOOTTIME, nanoseconds */
+	__u64 halved; /* time at which the evidence was halved last */
+	__u32 chosen; /* index of the candidate in use, if settled */
+	__u32 settled; /* every candidate has enough evidence */
 	struct tune_evidence candidate[TUNE_CANDIDATES];
 };
 
-/* What the live hook is asked for, as the name of its setsockopt. */
+/* Requests to the live hook: the option name of its setsockopt(2). */
 enum tune_live_name {
-	TUNE_LIVE_ADOPT = 1, /* find a rule for the connection, and set it */
+	TUNE_LIVE_ADOPT = 1, /* find the rule of the connection, and apply the rule */
 	TUNE_LIVE_SET, /* set one option */
-	TUNE_LIVE_FORGET, /* end what the rule does from now on */
+	TUNE_LIVE_FORGET, /* detach the rule; options that were set stay set */
 	TUNE_LIVE_LISTEN, /* prepare a listener for tags */
 };
 
 struct tune_live_request {
-	__u64 nonce; /* only the agent's calls are heard */
+	__u64 nonce; /* authenticates the agent; calls without it reach the kernel */
 	__u32 role;
 	__u32 level;
 	__u32 name;

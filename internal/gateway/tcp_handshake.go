@@ -110,7 +110,7 @@ func (g *Gateway) mss(a netip.Addr) uint16 {
 // wait in vain for space for a larger segment. A multiple of the host's MSS leaves no small segment behind each write.
 func (c *conn) chooseMSS() {
 	c.rcv.mss = c.g.mss(c.flow.guest.Addr())
-	if s, err := room.Take(c.fd); err == nil && s.MSS > 0 {
+	if s, err := room.ReadSnapshot(c.fd); err == nil && s.MSS > 0 {
 		mss := min(int(c.rcv.mss), max(s.SendBuffer/8, s.MSS))
 		if mss > s.MSS {
 			mss -= mss % s.MSS

@@ -91,7 +91,7 @@ func (m *sendMemory) Expired() {
 		if c.fd < 0 {
 			continue
 		}
-		if s, err := room.Take(c.fd); err == nil {
+		if s, err := room.ReadSnapshot(c.fd); err == nil {
 			m.update(c, connMemory{s.Queued, c.rcv.memory.promised})
 		}
 	}

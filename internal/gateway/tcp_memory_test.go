@@ -17,7 +17,7 @@ func (p *puppet) queued() (total int) {
 		if c.fd < 0 {
 			continue
 		}
-		s, err := room.Take(c.fd)
+		s, err := room.ReadSnapshot(c.fd)
 		if err != nil {
 			p.Fatal(err)
 		}

@@ -9,7 +9,7 @@ func (c *conn) advanceWindow() {
 	if c.state.finReceived() || c.host != hostOK || len(c.rcv.backlog) > 0 {
 		return
 	}
-	s, err := room.Take(c.fd)
+	s, err := room.ReadSnapshot(c.fd)
 	if err != nil {
 		return
 	}
@@ -17,7 +17,7 @@ func (c *conn) advanceWindow() {
 	if s.Arming() || s.NotSentLowat > 0 && 2*s.Unsent >= s.NotSentLowat {
 		// As room.Arm does. If the socket became writable since the snapshot, no event comes, and a new snapshot is needed.
 		if c.rcv.armed = !isWritable(c.fd); !c.rcv.armed {
-			if s, err = room.Take(c.fd); err != nil {
+			if s, err = room.ReadSnapshot(c.fd); err != nil {
 				return
 			}
 		}

@@ -48,7 +48,7 @@ func bulk(fd int, _ <-chan struct{}) error {
 
 // careful writes what is safe, so that no write ever waits, and does not poll.
 func careful(fd int, _ <-chan struct{}) error {
-	s, err := room.Take(fd)
+	s, err := room.ReadSnapshot(fd)
 	if err != nil {
 		return err
 	}

@@ -99,7 +99,7 @@ func TestDump(t *testing.T) {
 				break
 			}
 		}
-		want, err := room.TakeConn(from)
+		want, err := room.ReadSnapshotConn(from)
 		check(t, err)
 		all := dump(t, c, sockdiag.Query{States: sockdiag.AllStates})
 		s, ok := all[cookie(t, from)]
