@@ -372,7 +372,7 @@ func gatewayWorker(args []string) error {
 	if err != nil {
 		return err
 	}
-	gateway.OwnProcess()
+	gateway.ConfigureRuntime()
 	kernel, err := room.Calibrate()
 	if err != nil {
 		return err

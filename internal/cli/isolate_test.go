@@ -639,7 +639,7 @@ func TestIsolateVerbose(t *testing.T) {
 	addAddresses(t)
 	for _, to := range []string{"192.0.2.10:7109", "[2001:db8::10]:7109"} {
 		_, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--verbose", "--allow", "192.0.2.0/24:80", "--", itself, "inside", "dial", "tcp", to))
-		for _, want := range []string{`msg="the program may not go there" protocol=tcp to=` + to + "\n", "msg=ended not_allowed=1\n"} {
+		for _, want := range []string{`msg="destination not allowed" protocol=tcp to=` + to + "\n", "msg=ended not_allowed=1\n"} {
 			if code != 1 || !strings.Contains(stderr, want) {
 				t.Errorf("code %d, no %q\n%s", code, want, stderr)
 			}
@@ -672,7 +672,7 @@ func TestIsolatePingForbidden(t *testing.T) {
 			t.Fatal(err)
 		}
 		out, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--", itself, "inside", "ping", own4.String()))
-		said := strings.Count(stderr, "the host sends no echo for this user, see sysctl net.ipv4.ping_group_range")
+		said := strings.Count(stderr, "the host denies ping sockets to this user; see sysctl net.ipv4.ping_group_range")
 		if code != want || said != want {
 			t.Errorf("%s: %q, code %d, want %d\n%s", allowed, out, code, want, stderr)
 		}
@@ -820,7 +820,7 @@ func TestIsolateNoDNS(t *testing.T) {
 		etc      = "mount -t tmpfs none /etc || exit 98\n"
 		named    = etc + "echo nameserver " + own + " >/etc/resolv.conf"
 		resolved = etc + "mkdir -p /mnt/run/systemd/resolve; mount --bind /mnt/run /run; echo nameserver 127.0.0.53 >/etc/resolv.conf; echo nameserver " + own + " >/run/systemd/resolve/resolv.conf"
-		refused  = "a name server of the host: with --no-dns an --allow must name the address"
+		refused  = "name server of the host: with --no-dns, only --allow with exactly this address permits it"
 	)
 	for _, test := range []struct {
 		prepare, flags, to string
@@ -1033,12 +1033,12 @@ func TestIsolateRefusals(t *testing.T) {
 		{"-- /mnt/noscript", "printf '#!/nosuch\\n' >/mnt/noscript; chmod 755 /mnt/noscript", 2, "start /mnt/noscript: no such file or directory", ""},
 		{"-- /mnt/noformat", "printf 'x\\n' >/mnt/noformat; chmod 755 /mnt/noformat", 2, "start /mnt/noformat: exec format error", ""},
 
-		{"-p 0 -- true", "", 2, `--publish "0": "0" is no port, 1 to 65535`, "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp"},
-		{"-p 80/sctp -- true", "", 2, `--publish "80/sctp": the protocol is tcp or udp`, "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp"},
+		{"-p 0 -- true", "", 2, `--publish "0": "0" is not a port (1 to 65535)`, "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp"},
+		{"-p 80/sctp -- true", "", 2, `--publish "80/sctp": the protocol must be tcp or udp`, "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp"},
 		{"-p 7000-7005 -p 7005:80 -- true", "", 2, "--publish 7000-7005:7000-7005/tcp and 7005:80/tcp overlap", "a port of the host leads to one port inside"},
-		{"--allow nowhere -- true", "", 2, `--allow "nowhere": "nowhere" is no prefix`, "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443"},
+		{"--allow nowhere -- true", "", 2, `--allow "nowhere": "nowhere" is not a prefix`, "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443"},
 		{"--allow 10.0.0.1/8 -- true", "", 2, `--allow "10.0.0.1/8": 10.0.0.1/8 has bits set after its length: write 10.0.0.0/8, or 10.0.0.1 for that address`, "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443"},
-		{"--allow 127.0.0.1:6379 -- true", "", 2, `--allow "127.0.0.1:6379": leads to nowhere outside`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
+		{"--allow 127.0.0.1:6379 -- true", "", 2, `--allow "127.0.0.1:6379": is not an outside destination`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
 		{"--allow 169.254.53.2:80 -- true", "", 2, `--allow "169.254.53.2:80": the program has that address itself, as the host has`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
 		{"--allow 10.0.0.0/8 --no-outbound -- true", "", 2, "--no-outbound and --allow do not go together", "with --allow the program may go nowhere else"},
 		{"--mtu 1000 -- true", "", 2, "--mtu is 1000", "1280 to 65520 bytes"},
@@ -1410,7 +1410,7 @@ func TestIsolateMetadata(t *testing.T) {
 				{append(everything, "--allow", "["+a+"]:7180"), true},
 			} {
 				out, stderr, code := resultOf(t, ordinary(t, "", append(append([]string{"isolate", "--verbose"}, c.flags...), "--", itself, "inside", "dial", network, at)...))
-				if ok := code == 0; ok != c.ok || !ok && !strings.Contains(stderr, "metadata of clouds") {
+				if ok := code == 0; ok != c.ok || !ok && !strings.Contains(stderr, "cloud metadata address") {
 					t.Errorf("%v %s %s: %q, code %d\n%s", c.flags, network, at, out, code, stderr)
 				}
 			}

@@ -148,7 +148,7 @@ func (o *Options) start(guest *Guest, p *Prepared, forwards []gateway.Forward) (
 		box.Child = p.PID()
 	}
 	t = openTerminal()
-	gateway.OwnProcess()
+	gateway.ConfigureRuntime()
 	missing, err := box.Enter()
 	if err != nil {
 		return nil, t, err
