@@ -375,7 +375,7 @@ func worker(args []string) error {
 	if err != nil {
 		return err
 	}
-	gateway.OwnProcess()
+	gateway.ConfigureRuntime()
 	kernel, err := room.Calibrate()
 	if err != nil {
 		return err

@@ -414,7 +414,7 @@ func TestIsolateHostSockets(t *testing.T) {
 			t.Errorf("%s is reached from %s: %s", path, dir, said)
 		}
 	}
-	if _, said := connect("/run/user/65534", "bus"); !strings.Contains(said, "sockeye: the program starts in /, as /run/user/65534 is hidden inside: --expose it\n") {
+	if _, said := connect("/run/user/65534", "bus"); !strings.Contains(said, "sockeye: the program starts in /: /run/user/65534 is hidden inside; use --expose\n") {
 		t.Errorf("of a folder that is hidden: %s", said)
 	}
 	for _, path := range []string{"/run/mine/socket", "/run/systemd/journal/socket", "/srv/kept/socket"} {
@@ -457,7 +457,7 @@ func TestIsolateHostSockets(t *testing.T) {
 	}
 	for _, path := range []string{"/nosuch/socket", "/run/user/65534/nosuch"} {
 		_, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--expose", path, "--", "true"))
-		want := "sockeye: --expose " + path + ": no such file or directory\nhint: name a path that is there, and that the program's user may reach\n"
+		want := "sockeye: --expose " + path + ": no such file or directory\nhint: name an existing path that the program's user can access\n"
 		if stderr != want || code != 2 {
 			t.Errorf("code %d\n%s", code, stderr)
 		}
@@ -527,7 +527,7 @@ func TestIsolateHostMounts(t *testing.T) {
 func TestIsolateWayAround(t *testing.T) {
 	const prepare = `mkdir /mnt/x && mount -t tmpfs none /mnt/x && echo secret > /mnt/x/secret && cd /mnt/x && umount -l /mnt/x || exit 98`
 	cmd := ordinary(t, prepare, "isolate", "--", "sh", "-c", "pwd -P; cat secret 2>/dev/null")
-	if out, stderr, _ := resultOf(t, cmd); out != "/\n" || !strings.Contains(stderr, "sockeye: the program starts in /, as the working directory has no path here") {
+	if out, stderr, _ := resultOf(t, cmd); out != "/\n" || !strings.Contains(stderr, "sockeye: the program starts in /: the working directory was removed, or is in another mount namespace") {
 		t.Errorf("%q, %q", out, stderr)
 	}
 	directory, err := os.Open("/")

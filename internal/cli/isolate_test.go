@@ -260,7 +260,7 @@ func resultOf(t *testing.T, cmd *exec.Cmd) (stdout, stderr string, code int) {
 }
 
 // lacksScopes is what is said on a kernel before Linux 6.12, always.
-const lacksScopes = "the program may send signals to its process group outside: landlock of Linux 6.12 is needed"
+const lacksScopes = "the program can send signals to its process group outside: this needs landlock of Linux 6.12"
 
 func scopesSignals() bool {
 	abi, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
@@ -639,7 +639,7 @@ func TestIsolateVerbose(t *testing.T) {
 	addAddresses(t)
 	for _, to := range []string{"192.0.2.10:7109", "[2001:db8::10]:7109"} {
 		_, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--verbose", "--allow", "192.0.2.0/24:80", "--", itself, "inside", "dial", "tcp", to))
-		for _, want := range []string{`msg="the program may not go there" protocol=tcp to=` + to + "\n", "msg=ended not_allowed=1\n"} {
+		for _, want := range []string{`msg="destination not allowed" protocol=tcp to=` + to + "\n", "msg=ended not_allowed=1\n"} {
 			if code != 1 || !strings.Contains(stderr, want) {
 				t.Errorf("code %d, no %q\n%s", code, want, stderr)
 			}
@@ -672,7 +672,7 @@ func TestIsolatePingForbidden(t *testing.T) {
 			t.Fatal(err)
 		}
 		out, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--", itself, "inside", "ping", own4.String()))
-		said := strings.Count(stderr, "the host sends no echo for this user, see sysctl net.ipv4.ping_group_range")
+		said := strings.Count(stderr, "the host denies ping sockets to this user; see sysctl net.ipv4.ping_group_range")
 		if code != want || said != want {
 			t.Errorf("%s: %q, code %d, want %d\n%s", allowed, out, code, want, stderr)
 		}
@@ -820,7 +820,7 @@ func TestIsolateNoDNS(t *testing.T) {
 		etc      = "mount -t tmpfs none /etc || exit 98\n"
 		named    = etc + "echo nameserver " + own + " >/etc/resolv.conf"
 		resolved = etc + "mkdir -p /mnt/run/systemd/resolve; mount --bind /mnt/run /run; echo nameserver 127.0.0.53 >/etc/resolv.conf; echo nameserver " + own + " >/run/systemd/resolve/resolv.conf"
-		refused  = "a name server of the host: with --no-dns an --allow must name the address"
+		refused  = "name server of the host: with --no-dns, only --allow with exactly this address permits it"
 	)
 	for _, test := range []struct {
 		prepare, flags, to string
@@ -1026,45 +1026,45 @@ func TestIsolateRefusals(t *testing.T) {
 		code          int
 		message, hint string
 	}{
-		{"", "", 2, "PROGRAM is missing", "name one behind --, or a namespace that is there with --netns or --pid"},
-		{"-- nosuchprogram", "", 2, "find program nosuchprogram: executable file not found in $PATH", "name it as in the shell, or with its path"},
-		{"-- /nosuch/program", "", 2, "find program /nosuch/program: no such file or directory", "name it as in the shell, or with its path"},
-		{"-- /etc/passwd", "", 2, "find program /etc/passwd: permission denied", "name it as in the shell, or with its path"},
+		{"", "", 2, "PROGRAM is missing", "name one after --, or an existing namespace with --netns or --pid"},
+		{"-- nosuchprogram", "", 2, "find program nosuchprogram: executable file not found in $PATH", "name a program in PATH, or a path"},
+		{"-- /nosuch/program", "", 2, "find program /nosuch/program: no such file or directory", "name a program in PATH, or a path"},
+		{"-- /etc/passwd", "", 2, "find program /etc/passwd: permission denied", "name a program in PATH, or a path"},
 		{"-- /mnt/noscript", "printf '#!/nosuch\\n' >/mnt/noscript; chmod 755 /mnt/noscript", 2, "start /mnt/noscript: no such file or directory", ""},
 		{"-- /mnt/noformat", "printf 'x\\n' >/mnt/noformat; chmod 755 /mnt/noformat", 2, "start /mnt/noformat: exec format error", ""},
 
-		{"-p 0 -- true", "", 2, `--publish "0": "0" is no port, 1 to 65535`, "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp"},
-		{"-p 80/sctp -- true", "", 2, `--publish "80/sctp": the protocol is tcp or udp`, "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp"},
-		{"-p 7000-7005 -p 7005:80 -- true", "", 2, "--publish 7000-7005:7000-7005/tcp and 7005:80/tcp overlap", "a port of the host leads to one port inside"},
-		{"--allow nowhere -- true", "", 2, `--allow "nowhere": "nowhere" is no prefix`, "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443"},
+		{"-p 0 -- true", "", 2, `--publish "0": "0" is not a port (1 to 65535)`, "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp"},
+		{"-p 80/sctp -- true", "", 2, `--publish "80/sctp": the protocol must be tcp or udp`, "as in 1790:1790/tcp, 127.0.0.1:8080:80 or 9000-9010/udp"},
+		{"-p 7000-7005 -p 7005:80 -- true", "", 2, "--publish 7000-7005:7000-7005/tcp and 7005:80/tcp overlap", "publish each port of the host once"},
+		{"--allow nowhere -- true", "", 2, `--allow "nowhere": "nowhere" is not a prefix`, "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443"},
 		{"--allow 10.0.0.1/8 -- true", "", 2, `--allow "10.0.0.1/8": 10.0.0.1/8 has bits set after its length: write 10.0.0.0/8, or 10.0.0.1 for that address`, "as in 10.0.0.0/8:9092/tcp, 192.0.2.1 or [2001:db8::/32]:443"},
-		{"--allow 127.0.0.1:6379 -- true", "", 2, `--allow "127.0.0.1:6379": leads to nowhere outside`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
-		{"--allow 169.254.53.2:80 -- true", "", 2, `--allow "169.254.53.2:80": the program has that address itself, as the host has`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
-		{"--allow 10.0.0.0/8 --no-outbound -- true", "", 2, "--no-outbound and --allow do not go together", "with --allow the program may go nowhere else"},
+		{"--allow 127.0.0.1:6379 -- true", "", 2, `--allow "127.0.0.1:6379": is not an outside destination`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
+		{"--allow 169.254.53.2:80 -- true", "", 2, `--allow "169.254.53.2:80": the address belongs to the program itself inside`, "the loopback addresses of the host are 169.254.53.1 and fd53:6f63:6b65:7965::1 inside"},
+		{"--allow 10.0.0.0/8 --no-outbound -- true", "", 2, "--no-outbound and --allow do not go together", "--allow alone denies all other destinations"},
 		{"--mtu 1000 -- true", "", 2, "--mtu is 1000", "1280 to 65520 bytes"},
 		{"--mtu 65521 -- true", "", 2, "--mtu is 65521", "1280 to 65520 bytes"},
 
 		{"--pid 4194304", "", 2, "there is no process 4194304", "it may have ended; name another with --pid"},
 		{"--pid 0", "", 2, "there is no process 0", "it may have ended; name another with --pid"},
-		{"--pid 1", "", 4, "open network namespace of process 1: open /proc/1/ns/net: permission denied", "the process must be your own"},
-		{"--pid 1 --netns /run/netns/x", "", 2, "--netns and --pid do not go together", "each names a namespace"},
+		{"--pid 1", "", 4, "open network namespace of process 1: open /proc/1/ns/net: permission denied", "the process must belong to you"},
+		{"--pid 1 --netns /run/netns/x", "", 2, "--netns and --pid do not go together", "name one namespace"},
 		{"--netns /nosuch/netns", "", 2, "there is no namespace /nosuch/netns", "as in /run/netns/NAME; ip netns lists them"},
-		{"--netns /etc/passwd", "", 2, "/etc/passwd is no network namespace", "as in /run/netns/NAME; ip netns lists them"},
+		{"--netns /etc/passwd", "", 2, "/etc/passwd is not a network namespace", "as in /run/netns/NAME; ip netns lists them"},
 		{"--netns /proc/4194304/ns/net", "", 2, "there is no namespace /proc/4194304/ns/net", "as in /run/netns/NAME; ip netns lists them"},
-		{"--netns /proc/self/ns/net", "", 2, "/proc/self/ns/net is the host's own network", "as in /run/netns/NAME; ip netns lists them"},
-		{"--netns /mnt/net -- true", other, 2, "a namespace that is there and PROGRAM do not go together", "start the program in it by nsenter or ip netns exec"},
+		{"--netns /proc/self/ns/net", "", 2, "/proc/self/ns/net is the network namespace of this process", "as in /run/netns/NAME; ip netns lists them"},
+		{"--netns /mnt/net -- true", other, 2, "PROGRAM and an existing namespace do not go together", "start the program in the namespace with nsenter or ip netns exec"},
 
 		{"--netns /mnt/net", other, 4, "join the namespace: operation not permitted", "you must be root in the namespace's user namespace"},
 
 		{"-p 192.0.2.10:7200 -- true", "", 5, "listen on tcp 192.0.2.10:7200: address already in use", "publish another port of the host, as in -p 15200:7200"},
 		{"-p 7200:80 -- true", "", 5, "listen on tcp port 7200: address already in use", "publish another port of the host, as in -p 15200:7200"},
-		{"-p 80 -- true", "", 4, "listen on tcp port 80: permission denied", "ports below 1024 are for root (sysctl net.ipv4.ip_unprivileged_port_start); publish another port of the host, as in -p 8080:80"},
+		{"-p 80 -- true", "", 4, "listen on tcp port 80: permission denied", "ports below 1024 need root (sysctl net.ipv4.ip_unprivileged_port_start); publish another port of the host, as in -p 8080:80"},
 		{"-p 198.51.100.1:8080 -- true", "", 2, "listen on tcp 198.51.100.1:8080: cannot assign requested address", "the host has no such address"},
 		{"-p 20000-20200 -- true", "ulimit -n 100", 1, "listen on tcp port PORT: too many open files", "publish fewer ports, or raise the limit of open files (ulimit -Hn)"},
 
-		{"-- true", "chmod 600 /dev/net/tun", 4, "open /dev/net/tun: permission denied", "it is open to all on most hosts: chmod 0666 /dev/net/tun"},
-		{"-- true", "mount -t tmpfs none /dev/net || exit 98", 3, "open /dev/net/tun: no such file or directory", "load it by modprobe tun; in a container, give it the device"},
-		{"-- true", "mknod -m 666 /mnt/none c 10 254;" + tun, 3, "open /dev/net/tun: no such device", "load it by modprobe tun; in a container, give it the device"},
+		{"-- true", "chmod 600 /dev/net/tun", 4, "open /dev/net/tun: permission denied", "on most hosts all users may open it: chmod 0666 /dev/net/tun"},
+		{"-- true", "mount -t tmpfs none /dev/net || exit 98", 3, "open /dev/net/tun: no such file or directory", "load the module with modprobe tun; in a container, add the device"},
+		{"-- true", "mknod -m 666 /mnt/none c 10 254;" + tun, 3, "open /dev/net/tun: no such device", "load the module with modprobe tun; in a container, add the device"},
 	} {
 		cmd := ordinary(t, test.prepare, append([]string{"isolate"}, strings.Fields(test.args)...)...)
 		out, stderr, code := resultOf(t, cmd)
@@ -1220,7 +1220,7 @@ func attached(t *testing.T, cmd *exec.Cmd) *guestOf {
 		_ = cmd.Wait()
 	})
 	g.Out = bufio.NewReader(out)
-	if got := g.line(t); got != "joined by sockeye0; interrupt it to end" {
+	if got := g.line(t); got != "joined by sockeye0; interrupt to stop" {
 		t.Fatal(got)
 	}
 	return g
@@ -1246,7 +1246,7 @@ func TestIsolateNetns(t *testing.T) {
 	}()
 	path := newNetns(t)
 	self := exec.Command(pathOfItself(t), "sockeye", "isolate", "--pid", strconv.Itoa(os.Getpid()))
-	want := fmt.Sprintf("sockeye: the network of process %d is the host's own network\nhint: name a process that has a network namespace of its own\n", os.Getpid())
+	want := fmt.Sprintf("sockeye: the network namespace of process %d is the network namespace of this process\nhint: name a process that has a network namespace of its own\n", os.Getpid())
 	if _, stderr, code := resultOf(t, self); stderr != want || code != 2 {
 		t.Errorf("its own network: code %d\n%s", code, stderr)
 	}
@@ -1257,7 +1257,7 @@ func TestIsolateNetns(t *testing.T) {
 	}
 	in("ip", "route", "add", "unreachable", "default")
 	_, stderr, code := resultOf(t, prepared(t, "", "", "isolate", "--netns", path))
-	if want := "sockeye: set up interface sockeye0: add default route: file exists\nhint: it must have no interface sockeye0, as another gateway makes, and no default route\n"; stderr != want || code != 5 {
+	if want := "sockeye: set up interface sockeye0: add default route: file exists\nhint: the namespace must have neither an interface sockeye0, as of another gateway, nor a default route\n"; stderr != want || code != 5 {
 		t.Errorf("with a default route: code %d\n%s", code, stderr)
 	}
 	in("ip", "route", "del", "unreachable", "default")
@@ -1272,7 +1272,7 @@ func TestIsolateNetns(t *testing.T) {
 		t.Errorf("inside it is %q", got)
 	}
 	_, stderr, code = resultOf(t, prepared(t, "", "", "isolate", "--netns", path))
-	if want := "sockeye: make interface sockeye0: device or resource busy\nhint: it must have no interface sockeye0, as another gateway makes, and no default route\n"; stderr != want || code != 5 {
+	if want := "sockeye: make interface sockeye0: device or resource busy\nhint: the namespace must have neither an interface sockeye0, as of another gateway, nor a default route\n"; stderr != want || code != 5 {
 		t.Errorf("a second gateway: code %d\n%s", code, stderr)
 	}
 	c, err := net.Dial("tcp", "192.0.2.10:7301")
@@ -1410,7 +1410,7 @@ func TestIsolateMetadata(t *testing.T) {
 				{append(everything, "--allow", "["+a+"]:7180"), true},
 			} {
 				out, stderr, code := resultOf(t, ordinary(t, "", append(append([]string{"isolate", "--verbose"}, c.flags...), "--", itself, "inside", "dial", network, at)...))
-				if ok := code == 0; ok != c.ok || !ok && !strings.Contains(stderr, "metadata of clouds") {
+				if ok := code == 0; ok != c.ok || !ok && !strings.Contains(stderr, "cloud metadata address") {
 					t.Errorf("%v %s %s: %q, code %d\n%s", c.flags, network, at, out, code, stderr)
 				}
 			}
@@ -1432,7 +1432,7 @@ func TestIsolateWithoutUserNamespaces(t *testing.T) {
 	addAddresses(t)
 	cmd := prepared(t, "", "unshare -Ur sh -c 'echo 0 >/proc/sys/user/max_user_namespaces && exec \"$@\"' sh", "isolate", "--as-root", "--", "true")
 	_, stderr, code := resultOf(t, cmd)
-	const want = "sockeye: make namespaces: no space left on device\nhint: raise sysctl user.max_user_namespaces, which is 0; or, inside an isolated program, start that one with --allow-userns\n"
+	const want = "sockeye: create namespaces: no space left on device\nhint: raise sysctl user.max_user_namespaces, which is 0; or, inside an isolated program, start that program with --allow-userns\n"
 	if stderr != want || code != 4 {
 		t.Errorf("code %d\n%s", code, stderr)
 	}

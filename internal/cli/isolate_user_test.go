@@ -50,7 +50,7 @@ cat %[1]s/root %[1]s/adm 2>/dev/null; grep -E '^(Uid|Gid|Groups|CapEff)' /proc/s
 	status := func(uid, gid int) string {
 		return fmt.Sprintf("Uid:\t%[1]d\t%[1]d\t%[1]d\t%[1]d\nGid:\t%[2]d\t%[2]d\t%[2]d\t%[2]d\nGroups:\t \nCapEff:\t0000000000000000\n", uid, gid)
 	}
-	const missing = "sockeye: the program would be root to the host's files\nhint: name the user to become, as in --user %s, or say --as-root\n"
+	const missing = "sockeye: the program would have root's access to the host's files\nhint: name the user of the program, as in --user %s, or use --as-root\n"
 	for _, test := range []struct {
 		flags, sudo string
 		code        int
@@ -64,19 +64,19 @@ cat %[1]s/root %[1]s/adm 2>/dev/null; grep -E '^(Uid|Gid|Groups|CapEff)' /proc/s
 		{"--user 65534", "", 0, status(65534, 65534) + "/nonexistent nobody\n", ""},
 		{"--user nobody:daemon", "", 0, status(65534, 1) + "/nonexistent nobody\n", ""},
 		{"--user 12345:23456", "", 0, status(12345, 23456) + "\n", ""},
-		{"--user 12345", "", 2, "", "sockeye: user \"12345\": it has no group: name one behind a colon\nhint: as in --user nobody, --user 1000 or --user 1000:1000\n"},
+		{"--user 12345", "", 2, "", "sockeye: user \"12345\": the user has no group: name one after a colon\nhint: as in --user nobody, --user 1000 or --user 1000:1000\n"},
 		{"--user nosuchuser", "", 2, "", "sockeye: user \"nosuchuser\": there is no such user\nhint: as in --user nobody, --user 1000 or --user 1000:1000\n"},
 		{"--user 4294967295:1", "", 2, "", "sockeye: user \"4294967295:1\": there is no such user\nhint: as in --user nobody, --user 1000 or --user 1000:1000\n"},
 		{"--user nobody:nosuchgroup", "", 2, "", "sockeye: user \"nobody:nosuchgroup\": there is no group \"nosuchgroup\"\nhint: as in --user nobody, --user 1000 or --user 1000:1000\n"},
-		{"--user root", "", 2, "", "sockeye: user \"root\" is root, also to the host's files\nhint: name the user to become, as in --user nobody, or say --as-root\n"},
-		{"--user 0:65534", "alice", 2, "", "sockeye: user \"0:65534\" is root, also to the host's files\nhint: name the user to become, as in --user alice, or say --as-root\n"},
-		{"--user nobody:0", "", 2, "", "sockeye: user \"nobody:0\" has root's group, also to the host's files\nhint: name another group behind a colon, as in --user nobody:nogroup, or say --as-root\n"},
-		{"--user 1000:root", "", 2, "", "sockeye: user \"1000:root\" has root's group, also to the host's files\nhint: name another group behind a colon, as in --user nobody:nogroup, or say --as-root\n"},
-		{"--user 65534:", "", 2, "", "sockeye: user \"65534:\": the group behind the colon is missing\nhint: as in --user nobody, --user 1000 or --user 1000:1000\n"},
-		{"--user nobody --expose=", "", 2, "", "sockeye: --expose names no path\nhint: name a path that is there, and that the program's user may reach\n"},
-		{"--user nobody --read /usr --read=", "", 2, "", "sockeye: --read names no path\nhint: name a path that is there, and that the program's user may reach\n"},
-		{"--user nobody --write=", "", 2, "", "sockeye: --write names no path\nhint: name a path that is there, and that the program's user may reach\n"},
-		{"--user nobody --as-root", "", 2, "", "sockeye: --user and --as-root do not go together\nhint: each says who the program is\n"},
+		{"--user root", "", 2, "", "sockeye: user \"root\" is root, with access to the host's files\nhint: name the user of the program, as in --user nobody, or use --as-root\n"},
+		{"--user 0:65534", "alice", 2, "", "sockeye: user \"0:65534\" is root, with access to the host's files\nhint: name the user of the program, as in --user alice, or use --as-root\n"},
+		{"--user nobody:0", "", 2, "", "sockeye: user \"nobody:0\" has root's group, with access to the host's files\nhint: name another group after a colon, as in --user nobody:nogroup, or use --as-root\n"},
+		{"--user 1000:root", "", 2, "", "sockeye: user \"1000:root\" has root's group, with access to the host's files\nhint: name another group after a colon, as in --user nobody:nogroup, or use --as-root\n"},
+		{"--user 65534:", "", 2, "", "sockeye: user \"65534:\": the group is missing after the colon\nhint: as in --user nobody, --user 1000 or --user 1000:1000\n"},
+		{"--user nobody --expose=", "", 2, "", "sockeye: --expose names no path\nhint: name an existing path that the program's user can access\n"},
+		{"--user nobody --read /usr --read=", "", 2, "", "sockeye: --read names no path\nhint: name an existing path that the program's user can access\n"},
+		{"--user nobody --write=", "", 2, "", "sockeye: --write names no path\nhint: name an existing path that the program's user can access\n"},
+		{"--user nobody --as-root", "", 2, "", "sockeye: --user and --as-root do not go together\nhint: each chooses the user of the program\n"},
 	} {
 		args := append(strings.Fields("isolate "+test.flags), "--", "sh", "-c", attack)
 		cmd := byRoot(t, "", args...)
@@ -94,12 +94,12 @@ cat %[1]s/root %[1]s/adm 2>/dev/null; grep -E '^(Uid|Gid|Groups|CapEff)' /proc/s
 	}
 	// Found by root, not for the user.
 	out, stderr, code = resultOf(t, byRoot(t, "cp /bin/true /mnt/mine && chmod 700 /mnt/mine || exit 98\n", "isolate", "--user", "nobody", "--", "/mnt/mine"))
-	if want := "sockeye: start /mnt/mine: permission denied\nhint: the program's user may not execute that path, or the interpreter that it names: see their modes, and those of the folders above\n"; out != "" || stderr != want || code != 4 {
+	if want := "sockeye: start /mnt/mine: permission denied\nhint: the program's user may not execute that path or its interpreter: check the modes of both and of their parent directories\n"; out != "" || stderr != want || code != 4 {
 		t.Errorf("root's program: %q, code %d\n%s---- want\n%s", out, code, stderr, want)
 	}
 	for flags, want := range map[string]string{
-		"--user nobody -- true":         "sockeye: only root may become another user\nhint: leave --user out: the program has your own user\n",
-		"--as-root -- true":             "sockeye: --as-root is for root\nhint: leave it out: the program has your own user\n",
+		"--user nobody -- true":         "sockeye: only root may become another user\nhint: omit --user: the program runs as your user\n",
+		"--as-root -- true":             "sockeye: --as-root is for root\nhint: omit it: the program runs as your user\n",
 		"--netns /mnt/x --user nobody":  "",
 		"--pid 1 --expose /run -- true": "",
 	} {
@@ -187,7 +187,7 @@ func TestIsolateIncomplete(t *testing.T) {
 			}
 			if flag == "--require-sandbox" && len(test.missing) > 0 {
 				want, wantCode = "", fault.CodeUnsupported
-				wantErr = "sockeye: the sandbox is incomplete: " + test.missing[0] + "\nhint: without --require-sandbox the program starts nonetheless\n"
+				wantErr = "sockeye: the sandbox is incomplete: " + test.missing[0] + "\nhint: without --require-sandbox the program starts anyway\n"
 			}
 			if out != want || stderr != wantErr || code != wantCode {
 				t.Errorf("%s, %s: code %d, want %d\n%s%s---- want\n%s%s", test.name, flag, code, wantCode, out, stderr, want, wantErr)
@@ -200,7 +200,7 @@ func TestIsolateIncomplete(t *testing.T) {
 		cmd.Args[n] = strings.Replace(arg, " /proc/self/fd/9 sockeye", " /proc/self/fd/9 without-landlock /proc/self/fd/9 sockeye", 1)
 	}
 	_, stderr, code := resultOf(t, cmd)
-	if want := "sockeye: restrict files (landlock): function not implemented\nhint: --read and --write need landlock, of Linux 5.13\n"; stderr != want || code != fault.CodeUnsupported {
+	if want := "sockeye: restrict files (landlock): function not implemented\nhint: --read and --write need landlock, since Linux 5.13\n"; stderr != want || code != fault.CodeUnsupported {
 		t.Errorf("code %d\n%s", code, stderr)
 	}
 }
@@ -234,7 +234,7 @@ getent passwd nobody >/dev/null && echo names; echo x >/dev/null && echo null; t
 		}
 	}
 	_, stderr, code := resultOf(t, ordinary(t, "", "isolate", "--read", "/nosuch", "--", "true"))
-	if want := "sockeye: --read /nosuch: no such file or directory\nhint: name a path that is there, and that the program's user may reach\n"; stderr != want || code != 2 {
+	if want := "sockeye: --read /nosuch: no such file or directory\nhint: name an existing path that the program's user can access\n"; stderr != want || code != 2 {
 		t.Errorf("code %d\n%s", code, stderr)
 	}
 }

@@ -95,9 +95,9 @@ func TestRefusals(t *testing.T) {
 		{"apply DIR/nosuch.yaml", 2, "read policy file: open DIR/nosuch.yaml: no such file or directory", "name a policy file"},
 
 		{"run", 2, "PROGRAM is missing", "usage: sockeye run [--service S] [--slot N] [--isolated] -- PROGRAM [ARGUMENT...] [flags]"},
-		{"run -- nosuchprogram", 2, "find program nosuchprogram: executable file not found in $PATH", "name it as in the shell, or with its path"},
-		{"run -- /nosuch/program", 2, "find program /nosuch/program: no such file or directory", "name it as in the shell, or with its path"},
-		{"run --service spare -- DIR/policy.yaml", 2, "find program DIR/policy.yaml: permission denied", "name it as in the shell, or with its path"},
+		{"run -- nosuchprogram", 2, "find program nosuchprogram: executable file not found in $PATH", "name a program in PATH, or a path"},
+		{"run -- /nosuch/program", 2, "find program /nosuch/program: no such file or directory", "name a program in PATH, or a path"},
+		{"run --service spare -- DIR/policy.yaml", 2, "find program DIR/policy.yaml: permission denied", "name a program in PATH, or a path"},
 		{"run -- true", 2, "no service given", "name one with --service; the policy has spare, telemetry"},
 		{"run --service nosuch -- true", 2, `there is no service "nosuch"`, "the policy has spare, telemetry"},
 		{"run --service telemetry --slot 4 -- true", 2, "slot 4 is out of range", "service telemetry has slots 0 to 3"},

@@ -4,25 +4,25 @@ package gateway
 
 import "log/slog"
 
-// Reason is what is counted.
+// Reason identifies a counter.
 type Reason int
 
-// The reasons.
+// The counters.
 const (
-	Malformed     Reason = iota // packets of the guest that are broken, or of another protocol
-	NotAllowed                  // packets to where the guest may not go
-	TooMany                     // connections and flows beyond a bound, or without a descriptor or port
-	PartialSend                 // calls of send(2) that accepted less than the window
-	Retransmitted               // segments to the guest
-	OutOfOrder                  // segments of the guest that were dropped because an earlier one is missing
+	Malformed     Reason = iota // packets of the guest that are malformed, or of an unsupported protocol
+	NotAllowed                  // packets to destinations that access.Outbound does not allow
+	TooMany                     // connections and flows beyond a limit, or without a descriptor or port
+	PartialSend                 // calls of send(2) that accepted less than the advertised window
+	Retransmitted               // segments retransmitted to the guest
+	OutOfOrder                  // out-of-order segments of the guest, which are dropped
 	Opened                      // connections
 	Refused                     // connections that the other end refused
-	Reset                       // connections that ended by RST or an error
+	Reset                       // connections closed by RST or an error
 	Closed                      // connections that both ends closed by FIN
-	TUNFull                     // packets that the queue of the guest's interface had no space for
-	UrgentData                  // connections that were reset for urgent data of the guest
-	Evicted                     // flows of UDP that were replaced by others
-	Unsolicited                 // datagrams from where no flow leads to
+	TUNFull                     // packets dropped because the queue of the guest's interface was full
+	UrgentData                  // connections reset because of urgent data of the guest
+	Evicted                     // UDP flows evicted by others
+	Unsolicited                 // datagrams from peers without a flow
 	reasons
 )
 
@@ -33,7 +33,7 @@ var reasonNames = [reasons]string{
 	Evicted: "evicted", Unsolicited: "unsolicited",
 }
 
-// Counts returns the counts by Reason. It may be called while Run runs.
+// Counts returns the counters by Reason. It may be called concurrently with Run.
 func (g *Gateway) Counts() (c [reasons]uint64) {
 	for i := range c {
 		c[i] = g.counts[i].Load()
@@ -43,7 +43,7 @@ func (g *Gateway) Counts() (c [reasons]uint64) {
 
 func (g *Gateway) count(r Reason) { g.counts[r].Add(1) }
 
-// LogCounts logs the counts that are not 0.
+// LogCounts logs the counters that are not 0.
 func (g *Gateway) LogCounts(log *slog.Logger, event string) {
 	var counts []any
 	for reason, n := range g.Counts() {

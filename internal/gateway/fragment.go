@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxPartial bounds the datagrams of which fragments are missing. One more replaces another.
+// maxPartial is the maximum number of incomplete datagrams. Another one replaces any of them.
 const maxPartial = 64
 
 // fragmentKey identifies the fragments of a datagram (RFC 791, section 3.2; RFC 8200, section 4.5).
@@ -22,8 +22,8 @@ type fragmentKey struct {
 // fragmentHeader is the length of the IPv6 fragment header, in bytes.
 const fragmentHeader = 8
 
-// reassemble returns a packet of the guest that is no fragment as it is, and the whole packet with its last fragment; it returns
-// false while fragments are missing. The guest's kernel sends fragments in order, without others between; others are dropped.
+// reassemble returns a packet of the guest unchanged if it is not a fragment, and the reassembled packet for the last fragment. It
+// returns false while fragments are missing. Out-of-order fragments are dropped: the guest's kernel sends fragments in order.
 func (g *Gateway) reassemble(p []byte) ([]byte, bool) {
 	var key fragmentKey
 	var data []byte
@@ -93,7 +93,7 @@ func (g *Gateway) reassemble(p []byte) ([]byte, bool) {
 	return b, true
 }
 
-// fragment sends a transport payload in fragments that fit the MTU of the guest's interface.
+// fragment sends a UDP datagram or ICMP message to the guest in fragments that fit the MTU.
 func (g *Gateway) fragment(f flow, protocol uint8, transport []byte) {
 	g.fragmentID++
 	b := make([]byte, vnetHeader+g.config.MTU)

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package gateway is a packet engine: TCP, UDP and ICMP echo between a TUN interface and ordinary sockets of the host. The network
-// stack behind the TUN interface is called the guest. The package needs no privilege, knows nothing of namespaces, and stores no
-// payload: data that the host's socket has not accepted are not acknowledged to the guest, and data that the guest has not
-// acknowledged stay in the host's socket.
+// Package gateway translates TCP, UDP and ICMP echo between a TUN interface and ordinary sockets of the host. The network stack
+// behind the TUN interface is called the guest. The package needs no privilege, does not depend on namespaces, and does not buffer
+// TCP payload: the gateway acknowledges only data that the host's socket has accepted, and data that the guest has not
+// acknowledged stay in the host's socket. The exception is described in tcp.go.
 //
-// A reader may begin with loop.go, the event loop; tun.go, where packets of the guest arrive; tcp.go, the theory of operation of
-// TCP; and udp.go.
+// Start reading with loop.go, the event loop; tun.go, the input of packets from the guest; tcp.go, the theory of operation of TCP;
+// and udp.go.
 package gateway
 
 import (
@@ -29,31 +29,31 @@ import (
 	"sockeye/room"
 )
 
-// Config describes what a gateway joins.
+// Config configures a gateway.
 type Config struct {
-	TUN int // of an interface with IFF_TUN, IFF_NO_PI and IFF_VNET_HDR; the gateway closes it
+	TUN int // descriptor of an interface with IFF_TUN, IFF_NO_PI and IFF_VNET_HDR; the gateway closes it
 	MTU int // of the TUN interface, bytes
 	// Guest4 and Guest6 are the addresses of the guest; the zero value for none.
 	Guest4, Guest6 netip.Addr
-	// Host4 and Host6 replace source addresses of the host that the guest could not answer: loopback, and the guest's own.
+	// Host4 and Host6 replace source addresses to which the guest cannot reply: loopback addresses, and the guest's own.
 	Host4, Host6 netip.Addr
 	Forwards     []Forward
 	// Diag is a sock_diag socket of the guest's network namespace (sockdiag.OpenSocket), for pacing datagrams by the guest's
-	// receive buffers; 0: no pacing. A Forward with Later requires a socket that watches closed sockets.
+	// receive buffers; 0: no pacing. A Forward with Deferred requires a socket that watches closed sockets.
 	Diag     int
 	Outbound access.Outbound
 	Kernel   room.Kernel
-	// Connections bounds the TCP connections, whichever end opens them. Default: 65536.
+	// Connections is the maximum number of TCP connections in both directions. Default: 65536.
 	Connections int
-	// Outgoing bounds the TCP connections that the guest opens, and separately the UDP sockets: each occupies a port of the host.
-	// A connection beyond the bound is refused; a socket beyond the bound evicts the oldest flow with a socket of its own.
-	// Default: a quarter of the host's port range.
+	// Outgoing is the maximum number of TCP connections that the guest opens, and separately of UDP sockets, each of which
+	// occupies a port of the host. Connections beyond the maximum are refused; a socket beyond the maximum evicts the oldest flow
+	// that has a connected socket. Default: a quarter of the host's port range.
 	Outgoing int
-	// Memory bounds the send buffers of the host's sockets together, in bytes; each may hold 64 KB in any case. Default: a
-	// quarter of the low mark of net.ipv4.tcp_mem.
+	// Memory is the limit of all send buffers of the host's sockets together, in bytes; each may hold 64 KB regardless of the
+	// limit. Default: a quarter of the low mark of net.ipv4.tcp_mem.
 	Memory int
-	// Linger is how long Run continues after its context has ended, to deliver what programs of the guest sent before they
-	// exited. 0: not at all.
+	// Linger is how long Run continues after the end of its context, to deliver data that programs of the guest sent before they
+	// exited.
 	Linger time.Duration
 	Log    *slog.Logger
 }
@@ -63,9 +63,10 @@ type Forward struct {
 	FD       int   // listening for TCP, bound for UDP; not blocking; the gateway closes it
 	Protocol uint8 // unix.IPPROTO_TCP or IPPROTO_UDP
 	Port     uint16
-	// Later delays the forward until the guest listens on the ports of all such forwards: then a UDP socket is bound to the first
-	// of these addresses that is free, and a TCP socket, bound already, listens. Empty: the socket is bound or listens already.
-	Later []netip.AddrPort
+	// Deferred defers the forward until the guest listens on the ports of all deferred forwards: a UDP socket is then bound to
+	// the first free address of the list, and a TCP socket, which is bound already, listens. Empty: the socket is bound or
+	// listens already.
+	Deferred []netip.AddrPort
 }
 
 // Gateway is a running gateway. All fields but the counts belong to the goroutine of Run.
@@ -75,42 +76,42 @@ type Gateway struct {
 	epoll  int
 	wake   int // eventfd that ends the loop
 
-	// Of the event loop.
+	// Event loop.
 	clock         func() time.Time
 	now           time.Time // of this turn
-	yielded       time.Time // when other goroutines last had an occasion to run
+	yielded       time.Time // time of the last runtime.Gosched
 	timers        timer.Queue
 	handlers      []registered // by descriptor
 	registrations int32        // number of descriptors registered so far
 	failed        error        // the error that Run returns
-	ending        bool         // the context of Run has ended
+	stopping      bool         // the context of Run has ended
 
-	// Of packets.
+	// Packets.
 	readBuffer  []byte                 // packets of the guest that were read in this turn
 	writeBuffer []byte                 // for a packet to the guest
-	partial     map[fragmentKey][]byte // datagrams of the guest of which fragments are missing
-	fragmentID  uint32                 // identification of the last datagram to the guest that was fragmented
+	partial     map[fragmentKey][]byte // incomplete datagrams of the guest
+	fragmentID  uint32                 // identification of the last fragmented datagram to the guest
 
-	// Of TCP.
+	// TCP.
 	conns       map[flow]*conn
-	outgoing    int             // connections that the guest opened and that have a socket
+	outgoing    int             // connections opened by the guest that have a socket
 	seed        maphash.Seed    // of initial sequence numbers
 	windShift   uint8           // Rcv.Wind.Shift of every connection with window scaling
 	ackQueue    []*conn         // connections that acknowledge at the end of the turn
-	outputQueue []*conn         // connections with more to send than their budget of a turn
+	outputQueue []*conn         // connections that exceeded their budget of a turn
 	outputTurn  []*conn         // the output queue of the previous turn
-	flushQueue  []*conn         // connections that write to, or consume from, their socket when the TUN's packets are read
+	flushQueue  []*conn         // connections to flush when the TUN's packets of the turn are processed
 	freeBatches []*segmentBatch // for reuse
 	backlog     int             // bytes of all backlogs
 	memory      sendMemory
 
-	// Of UDP and ICMP.
+	// UDP and ICMP.
 	flows        udpFlows
 	bound        boundSockets
-	inbox        *receiveBatch
+	received     *receiveBatch
 	gso          gsoBatch      // datagrams of this turn that are not sent yet
-	guestSockets *guestSockets // nil: the guest's sockets are not known
-	openingTime  timeShare
+	guestSockets *guestSockets // nil: there is no sock_diag socket
+	openBudget   timeBudget
 	echoes       map[flow]*echo
 
 	maxFiles uint64 // RLIMIT_NOFILE
@@ -125,15 +126,15 @@ const (
 	defaultConnections = 65536
 	maxPacket          = 1 << 16
 	readSize           = vnetHeader + maxPacket + maxHeaders
-	tunBudget          = 64 // packets that are read in a turn: what comes together goes to a socket together
+	tunBudget          = 64 // maximum number of packets read in a turn
 )
 
-// New makes a gateway, which owns the descriptors of the configuration from the call on, and closes them if New fails.
+// New returns a gateway. The gateway owns the descriptors of the configuration, and New closes them if it fails.
 func New(c Config) (_ *Gateway, err error) {
 	g := &Gateway{
 		config: c, log: c.Log, epoll: -1, wake: -1, clock: time.Now, now: time.Now(), seed: maphash.MakeSeed(), windShift: chooseWindShift(),
 		conns: map[flow]*conn{}, flows: udpFlows{all: map[flow]*udpFlow{}, sources: map[netip.AddrPort]*source{}}, echoes: map[flow]*echo{},
-		bound: boundSockets{}, inbox: newReceiveBatch(), partial: map[fragmentKey][]byte{},
+		bound: boundSockets{}, received: newReceiveBatch(), partial: map[fragmentKey][]byte{},
 		readBuffer: make([]byte, tunBudget*readSize), writeBuffer: make([]byte, readSize),
 	}
 	g.memory = sendMemory{g: g, limit: cmp.Or(c.Memory, defaultMemory()), waiting: map[*conn]bool{}}
@@ -176,18 +177,18 @@ func New(c Config) (_ *Gateway, err error) {
 		}
 	}
 	for _, f := range c.Forwards {
-		if len(f.Later) > 0 {
+		if len(f.Deferred) > 0 {
 			continue
 		}
-		if err := g.serve(f); err != nil {
+		if err := g.addForward(f); err != nil {
 			return nil, err
 		}
 	}
 	return g, nil
 }
 
-// serve registers a socket of the host whose connections or datagrams go to the guest.
-func (g *Gateway) serve(f Forward) error {
+// addForward registers the socket of a forward with epoll.
+func (g *Gateway) addForward(f Forward) error {
 	var h handler = &listener{g: g, Forward: f}
 	if f.Protocol == unix.IPPROTO_UDP {
 		b, err := newBound(g, f)
@@ -201,13 +202,13 @@ func (g *Gateway) serve(f Forward) error {
 }
 
 const (
-	// minWindShift and maxWindShift bound Rcv.Wind.Shift: the smallest shift with which a whole send buffer can be advertised, as
-	// a larger one makes the rounding coarser.
+	// minWindShift and maxWindShift bound Rcv.Wind.Shift.
 	minWindShift = 6
 	maxWindShift = 14 // RFC 7323, section 2.3
 )
 
-// chooseWindShift is the window scale for the largest send buffer that the host allows (net.ipv4.tcp_wmem).
+// chooseWindShift returns the smallest window scale that can advertise the largest send buffer of the host (net.ipv4.tcp_wmem): a
+// larger scale would make the rounding of windows coarser.
 func chooseWindShift() uint8 {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem")
 	if fields := strings.Fields(string(text)); err == nil && len(fields) == 3 {
@@ -218,16 +219,16 @@ func chooseWindShift() uint8 {
 	return minWindShift
 }
 
-// endConnections resets all TCP connections at the guest. A program that has exited leaves sockets with unsent data in the guest's
-// kernel, which would keep their memory and the network namespace for minutes.
-func (g *Gateway) endConnections() {
+// resetConnections resets all TCP connections of the guest. Otherwise sockets with unsent data of programs that have exited would
+// keep memory of the guest's kernel, and the network namespace, for minutes.
+func (g *Gateway) resetConnections() {
 	for _, c := range g.conns {
 		if c.fd < 0 {
 			continue
 		}
 		c.resetGuest()
 		if !c.state.finReceived() {
-			c.resetHost() // the peer must not take the end for an orderly one
+			c.resetHost() // a FIN would tell the peer that the data are complete
 		}
 		unix.Close(c.fd)
 		c.fd = -1
@@ -235,9 +236,9 @@ func (g *Gateway) endConnections() {
 }
 
 func (g *Gateway) close() {
-	g.endConnections()
+	g.resetConnections()
 	for _, u := range g.flows.all {
-		u.end()
+		u.remove()
 	}
 	for _, e := range g.echoes {
 		unix.Close(e.fd)

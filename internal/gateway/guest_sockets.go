@@ -17,23 +17,23 @@ import (
 	"sockeye/internal/sockdiag"
 )
 
-// guestSockets reads the guest's sockets by sock_diag(7). The forwards with Later listen on the host while the guest listens: from
-// when the guest has a socket on each of their ports, until the guest closes one of these.
+// guestSockets reads the guest's sockets by sock_diag(7). The deferred forwards listen on the host while the guest listens: from
+// the time when the guest has a socket on each of their ports until the guest closes one of these sockets.
 type guestSockets struct {
 	g            *Gateway
-	dump         int // index of the request in dumps that is being answered
+	dump         int // index of the current request in dumps
 	found        map[port]bool
-	waiting      bool // for the answer
-	stale        bool // a socket was closed since the first of the dumps
+	waiting      bool // for the reply to the current request
+	stale        bool // a socket was closed after the first of the dumps
 	listening    bool
-	ended        bool
-	endReason    string       // why the forwards were closed, until that is logged
+	closed       bool
+	closeReason  string       // why the forwards were closed; "" once logged
 	bound        map[int]bool // forwards that listen, by descriptor
-	bindDeadline time.Time    // until when a port of the host may be in use
+	bindDeadline time.Time    // end of bindTimeout
 	timer        timer.Timer
-	buffer       []byte // for answers
+	buffer       []byte // for replies
 	request      [sockdiag.RequestSize]byte
-	reply        receiveMemory // the last answer to memoryFor
+	reply        receiveMemory // last reply to memoryFor
 }
 
 type port struct {
@@ -41,7 +41,7 @@ type port struct {
 	number   uint16
 }
 
-// dumps are the requests that tell on which ports the guest listens. A socket of UDP that is not connected is closed.
+// dumps are the requests for the ports on which the guest listens. The state of an unconnected UDP socket is TCP_CLOSE.
 var dumps = []sockdiag.Request{
 	dumpOf(unix.AF_INET, unix.IPPROTO_TCP, sockdiag.Listening), dumpOf(unix.AF_INET6, unix.IPPROTO_TCP, sockdiag.Listening),
 	dumpOf(unix.AF_INET, unix.IPPROTO_UDP, sockdiag.Closed), dumpOf(unix.AF_INET6, unix.IPPROTO_UDP, sockdiag.Closed),
@@ -53,36 +53,36 @@ func dumpOf(family, protocol uint8, state sockdiag.State) sockdiag.Request {
 	}
 }
 
-// dumpInterval is the time between dumps until the guest listens. The kernel notifies of closed sockets, not of new ones.
+// dumpInterval is the polling interval until the guest listens. The kernel notifies of closed sockets, not of new ones.
 const dumpInterval = 50 * time.Millisecond
 
-// bindPatience is how long a port may be in use when the guest listens: the previous member may not have exited yet.
-const bindPatience = 10 * time.Second
+// bindTimeout is how long a port of the host may be in use when the guest listens: the previous member may not have exited yet.
+const bindTimeout = 10 * time.Second
 
-// exitPatience is how long a program may take to exit after closing a socket, without a warning.
-const exitPatience = 2 * time.Second
+// exitGracePeriod is the time that a program has to exit after closing a socket, without a warning.
+const exitGracePeriod = 2 * time.Second
 
 func newGuestSockets(g *Gateway) *guestSockets {
 	p := &guestSockets{g: g, bound: map[int]bool{}, buffer: make([]byte, 1<<16)}
 	p.timer.Owner = p
-	if slices.ContainsFunc(g.config.Forwards, func(f Forward) bool { return len(f.Later) > 0 }) {
+	if slices.ContainsFunc(g.config.Forwards, func(f Forward) bool { return len(f.Deferred) > 0 }) {
 		g.now = g.clock()
 		g.timers.Set(&p.timer, g.now)
 	}
 	return p
 }
 
-// Expired starts the dumps, or logs why there are none any more.
+// Expired starts the dumps, or logs why the forwards were closed.
 func (p *guestSockets) Expired() {
-	if p.endReason != "" {
+	if p.closeReason != "" {
 		level := slog.LevelWarn
-		if p.g.ending { // every program that exits closes its sockets
+		if p.g.stopping { // an exiting program closes its sockets
 			level = slog.LevelInfo
 		}
-		p.g.log.Log(context.Background(), level, "nothing more goes inside", "reason", p.endReason)
-		p.endReason = ""
+		p.g.log.Log(context.Background(), level, "published ports closed", "reason", p.closeReason)
+		p.closeReason = ""
 	}
-	if p.waiting || p.ended {
+	if p.waiting || p.closed {
 		return
 	}
 	p.found, p.dump, p.stale = map[port]bool{}, 0, false
@@ -98,20 +98,20 @@ func (p *guestSockets) sendDump() {
 	}
 }
 
-// send sends a request, whose answer is read by event.
+// send sends a request. event reads the reply.
 func (p *guestSockets) send(r *sockdiag.Request) error {
 	_, err := unix.Write(p.g.config.Diag, r.Append(p.request[:0]))
 	return err
 }
 
-// retry sends the dumps again after a time.
+// retry repeats the dumps after dumpInterval.
 func (p *guestSockets) retry() { p.g.timers.Set(&p.timer, p.g.now.Add(dumpInterval)) }
 
 func (p *guestSockets) event(uint32) {
 	for range udpBudget {
 		n, from, err := unix.Recvfrom(p.g.config.Diag, p.buffer, unix.MSG_DONTWAIT)
 		if errors.Is(err, unix.ENOBUFS) {
-			p.socketClosed() // perhaps
+			p.socketClosed() // a notification may be missing
 			continue
 		}
 		if err != nil {
@@ -123,7 +123,7 @@ func (p *guestSockets) event(uint32) {
 	}
 }
 
-// read processes messages of the kernel: answers, and sockets that were closed.
+// read processes messages of the kernel: replies, and notifications of closed sockets.
 func (p *guestSockets) read(b []byte) {
 	for len(b) >= sockdiag.HeaderSize {
 		m, rest, err := sockdiag.NextMessage(b)
@@ -152,7 +152,7 @@ func (p *guestSockets) read(b []byte) {
 }
 
 func (p *guestSockets) isWanted(number uint16) bool {
-	return slices.ContainsFunc(p.g.config.Forwards, func(f Forward) bool { return len(f.Later) > 0 && f.Port == number })
+	return slices.ContainsFunc(p.g.config.Forwards, func(f Forward) bool { return len(f.Deferred) > 0 && f.Port == number })
 }
 
 // receiveMemory is the receive buffer of a socket, in bytes of kernel memory.
@@ -161,12 +161,11 @@ type receiveMemory struct {
 	known            bool
 }
 
-// memorySequence is the sequence number of the question for the memory of one socket. Others, and what the
-// kernel tells by itself, have 0.
+// memorySequence is the sequence number of a request of memoryFor. Other requests, and notifications, have 0.
 const memorySequence = 1
 
-// memoryFor asks for the receive buffer of the guest's socket that datagrams of a flow arrive at. The kernel answers before
-// write(2) returns, so that the answer is read at once.
+// memoryFor returns the receive buffer of the guest's socket that receives datagrams of a flow. The kernel replies before write(2)
+// returns, so that the reply can be read without waiting.
 func (p *guestSockets) memoryFor(f flow) receiveMemory {
 	r := sockdiag.Request{
 		Type: unix.SOCK_DIAG_BY_FAMILY, Sequence: memorySequence, Family: unix.AF_INET, Protocol: unix.IPPROTO_UDP,
@@ -182,7 +181,7 @@ func (p *guestSockets) memoryFor(f flow) receiveMemory {
 	return p.reply
 }
 
-// dumpFailed processes the error that answers a dump.
+// dumpFailed processes an error reply to a dump.
 func (p *guestSockets) dumpFailed(m *sockdiag.Message) {
 	errno := m.Errno()
 	if errno == 0 || !p.waiting {
@@ -190,22 +189,22 @@ func (p *guestSockets) dumpFailed(m *sockdiag.Message) {
 	}
 	p.waiting = false
 	if errno == unix.ENOENT { // the kernel has no module for the protocol
-		p.fail(fmt.Errorf("ask the guest for its sockets (tcp_diag, udp_diag): %w", errno))
+		p.fail(fmt.Errorf("list the sockets of the guest (tcp_diag, udp_diag): %w", errno))
 		return
 	}
 	p.retry()
 }
 
-// socketClosed starts the dumps again, because a socket on one of the ports was closed.
+// socketClosed restarts the dumps after a socket on one of the ports was closed.
 func (p *guestSockets) socketClosed() {
-	if p.listening && !p.ended {
+	if p.listening && !p.closed {
 		if p.stale = p.waiting; !p.waiting {
 			p.Expired()
 		}
 	}
 }
 
-// dumpDone processes the end of a dump: the next one follows, or the result of all is known.
+// dumpDone sends the next dump, or evaluates the result after the last.
 func (p *guestSockets) dumpDone() {
 	if !p.waiting {
 		return
@@ -217,13 +216,13 @@ func (p *guestSockets) dumpDone() {
 	}
 	listens := true
 	for _, f := range p.g.config.Forwards {
-		listens = listens && (len(f.Later) == 0 || p.found[port{f.Protocol, f.Port}])
+		listens = listens && (len(f.Deferred) == 0 || p.found[port{f.Protocol, f.Port}])
 	}
 	switch {
 	case p.stale:
 		p.Expired()
 	case listens && !p.listening:
-		p.beginListening()
+		p.startListening()
 	case !listens && p.listening:
 		p.stopListening("a socket of the program was closed")
 	case !listens:
@@ -231,14 +230,15 @@ func (p *guestSockets) dumpDone() {
 	}
 }
 
-// beginListening makes the host's sockets listen, those of UDP first: a peer takes a TCP socket that listens as a sign that all do.
-func (p *guestSockets) beginListening() {
+// startListening binds the UDP sockets and then makes the TCP sockets listen: a peer that can connect may assume that all ports are
+// open.
+func (p *guestSockets) startListening() {
 	if p.bindDeadline.IsZero() {
-		p.bindDeadline = p.g.now.Add(bindPatience)
+		p.bindDeadline = p.g.now.Add(bindTimeout)
 	}
 	for _, protocol := range []uint8{unix.IPPROTO_UDP, unix.IPPROTO_TCP} {
 		for _, f := range p.g.config.Forwards {
-			if len(f.Later) == 0 || f.Protocol != protocol || p.bound[f.FD] {
+			if len(f.Deferred) == 0 || f.Protocol != protocol || p.bound[f.FD] {
 				continue
 			}
 			at, err := p.listen(f)
@@ -257,46 +257,36 @@ func (p *guestSockets) beginListening() {
 }
 
 func (p *guestSockets) listen(f Forward) (at netip.AddrPort, err error) {
-	at = f.Later[0]
+	at = f.Deferred[0]
 	if f.Protocol == unix.IPPROTO_TCP {
 		err = unix.Listen(f.FD, unix.SOMAXCONN)
-	} else if !isBound(f.FD) {
-		at, err = bindFirst(f.FD, f.Later)
+	} else if !hasPort(f.FD) {
+		at, err = bindFirst(f.FD, f.Deferred)
 	}
 	if err == nil {
 		p.bound[f.FD] = true
-		err = p.g.serve(f)
+		err = p.g.addForward(f)
 	}
 	return at, err
 }
 
-// isBound returns whether a socket has a port.
-func isBound(fd int) bool {
-	name, err := unix.Getsockname(fd)
-	if err != nil {
-		return false
-	}
-	at, ok := addrPort(name)
-	return ok && at.Port() != 0
-}
-
-// fail makes Run return an error.
+// fail makes Run return err.
 func (p *guestSockets) fail(err error) {
-	p.ended = true
+	p.closed = true
 	p.g.failed = err
 }
 
-// stopListening closes the host's sockets for good: a program that does not listen on all ports gets nothing.
+// stopListening closes the sockets of all deferred forwards permanently, because the program no longer listens on all ports.
 func (p *guestSockets) stopListening(why string) {
-	p.ended, p.endReason = true, why
-	p.g.timers.Set(&p.timer, p.g.now.Add(exitPatience))
+	p.closed, p.closeReason = true, why
+	p.g.timers.Set(&p.timer, p.g.now.Add(exitGracePeriod))
 	for i := range p.g.config.Forwards {
-		if f := &p.g.config.Forwards[i]; len(f.Later) > 0 {
+		if f := &p.g.config.Forwards[i]; len(f.Deferred) > 0 {
 			p.g.closeFD(f.FD)
 			f.FD = -1
 		}
 	}
 	for number, list := range p.g.bound {
-		p.g.bound[number] = slices.DeleteFunc(list, func(b *boundSocket) bool { return len(b.Later) > 0 })
+		p.g.bound[number] = slices.DeleteFunc(list, func(b *boundSocket) bool { return len(b.Deferred) > 0 })
 	}
 }

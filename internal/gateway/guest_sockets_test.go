@@ -152,7 +152,7 @@ func TestMemberListensWithItsProgram(t *testing.T) {
 			b.until("the gateway to listen", func() bool { return b.g.guestSockets.listening })
 			expect("with both", true)
 			open[closes].Close()
-			b.until("the gateway to close", func() bool { return b.g.guestSockets.ended })
+			b.until("the gateway to close", func() bool { return b.g.guestSockets.closed })
 			expect("without "+access.ProtocolName(closes), false)
 			b.program(closes)
 			b.asked()
@@ -170,15 +170,15 @@ func TestMemberClosesWarns(t *testing.T) {
 		program := b.program(unix.IPPROTO_UDP)
 		b.until("the gateway to listen", func() bool { return b.g.guestSockets.listening })
 		program.Close()
-		b.until("the gateway to close", func() bool { return b.g.guestSockets.ended })
+		b.until("the gateway to close", func() bool { return b.g.guestSockets.closed })
 		if strings.Contains(said.String(), "nothing more") {
 			t.Errorf("said at once: %s", said.String())
 		}
-		b.g.ending = ended
-		b.wait(exitPatience)
+		b.g.stopping = ended
+		b.wait(exitGracePeriod)
 		b.turn(1)
 		b.asked()
-		if n := strings.Count(said.String(), want+` msg="nothing more goes inside" reason="a socket of the program was closed"`); n != 1 {
+		if n := strings.Count(said.String(), want+` msg="published ports closed" reason="a socket of the program was closed"`); n != 1 {
 			t.Errorf("ended %v: %d lines with %s\n%s", ended, n, want, said.String())
 		}
 	}
@@ -230,7 +230,7 @@ func TestMemberPortTaken(t *testing.T) {
 	b = standFor(t, member(unix.IPPROTO_UDP, 23740, 23740))
 	b.program(unix.IPPROTO_UDP)
 	b.asked()
-	b.later += bindPatience
+	b.later += bindTimeout
 	var failed *ListenError
 	for end := time.Now().Add(patience); failed == nil; {
 		if _, err := b.g.poll(b.events, 1); err != nil && !errors.As(err, &failed) {

@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/gateway/timer"
 )
 
-// failure is why a packet of the guest leads nowhere.
+// failure is the reason why a packet of the guest is not delivered.
 type failure int
 
 const (
@@ -28,8 +28,7 @@ const (
 	tooBig
 )
 
-// failures are the types and codes of ICMP (RFC 792, RFC 1812 section 5.2.7.1) and
-// ICMPv6 (RFC 4443).
+// failures are the types and codes of ICMP (RFC 792; RFC 1812, section 5.2.7.1) and ICMPv6 (RFC 4443).
 var failures = [...]struct{ type4, code4, type6, code6 uint8 }{
 	noNetwork:  {3, 0, 1, 0},
 	noHost:     {3, 1, 1, 3},
@@ -38,14 +37,14 @@ var failures = [...]struct{ type4, code4, type6, code6 uint8 }{
 	tooBig:     {icmpUnreachable, icmpTooBig, icmp6TooBig, 0},
 }
 
-// Types of messages, and a code.
+// ICMP types and codes.
 const (
 	icmpUnreachable = 3
 	icmpTooBig      = 4 // code of icmpUnreachable
 	icmp6TooBig     = 2
 )
 
-// failureOf is what an error of a socket without connections means.
+// failureOf returns the failure that corresponds to an error of a UDP or ping socket.
 func failureOf(err error) (failure, bool) {
 	for _, f := range []struct {
 		error
@@ -65,45 +64,42 @@ func failureOf(err error) (failure, bool) {
 
 const (
 	icmpHeader = 8
-	// quoted is how much of a packet an error of ICMPv6 quotes, in bytes; that of IPv4
-	// quotes as much (RFC 1812 section 4.3.2.3 allows it).
-	quoted = 512
-	// leastMTU is that of every path of IPv6, in bytes (RFC 8200, section 5).
-	leastMTU = 1280
+	// maxQuote is the maximum number of bytes of a packet in an ICMP error (RFC 1812, section 4.3.2.3).
+	maxQuote = 512
+	// minMTU is the minimum MTU of IPv6 paths, in bytes (RFC 8200, section 5).
+	minMTU = 1280
 )
 
-// unreachable tells the guest that a packet of its leads nowhere, as the router would.
+// unreachable sends the guest the ICMP error of a router for one of its packets.
 func (g *Gateway) unreachable(s *segment, why failure) {
 	from, to := s.to.Addr(), s.from.Addr()
 	if why == prohibited && g.log.Enabled(context.Background(), slog.LevelInfo) && !g.config.Outbound.Allowed(s.protocol, s.to) {
 		args := []any{"protocol", access.ProtocolName(s.protocol), "to", s.to}
 		switch {
 		case access.Metadata(from):
-			args = append(args, "why", "metadata of clouds: an --allow must name the address")
+			args = append(args, "why", "cloud metadata address: only --allow with exactly this address permits it")
 		case g.config.Outbound.Resolver(s.to):
-			args = append(args, "why", "a name server of the host: with --no-dns an --allow must name the address")
+			args = append(args, "why", "name server of the host: with --no-dns, only --allow with exactly this address permits it")
 		}
-		g.log.Info("the program may not go there", args...)
+		g.log.Info("destination not allowed", args...)
 	}
 	f := failures[why]
 	kind, code := f.type6, f.code6
 	if to.Is4() {
 		kind, code = f.type4, f.code4
 	}
-	// As if from where the packet was to go: the gateway has no address of its own. What
-	// the host knows of the path is not known of the datagram's socket any more.
-	g.icmpError(from, to, kind, code, leastMTU, s.network)
+	// The source is the packet's destination, because the gateway has no address. The path's MTU is not known here.
+	g.icmpError(from, to, kind, code, minMTU, s.network)
 }
 
-// icmpError sends the guest an error about a packet of its. The MTU is for those that tell
-// one.
+// icmpError sends the guest an ICMP error for one of its packets. mtu is for errors with an MTU field.
 func (g *Gateway) icmpError(from, to netip.Addr, kind, code uint8, mtu uint32, packet []byte) {
 	if from.IsMulticast() || from.IsUnspecified() {
 		return
 	}
-	quote := packet[:min(len(packet), quoted)]
+	quote := packet[:min(len(packet), maxQuote)]
 	length := icmpHeader + len(quote)
-	var b [vnetHeader + ipv6Header + icmpHeader + quoted]byte
+	var b [vnetHeader + ipv6Header + icmpHeader + maxQuote]byte
 	ip, protocol := ipv6Header, uint8(unix.IPPROTO_ICMPV6)
 	if to.Is4() {
 		ip, protocol = ipv4Header, unix.IPPROTO_ICMP
@@ -123,29 +119,28 @@ func (g *Gateway) icmpError(from, to netip.Addr, kind, code uint8, mtu uint32, p
 	g.send(b[:vnetHeader+ip+length])
 }
 
-// checksum fills in that of an ICMP message.
+// checksum sets the checksum of an ICMP message.
 func checksum(m []byte, pseudo uint64) {
 	m[2], m[3] = 0, 0
 	binary.BigEndian.PutUint16(m[2:], ^fold(pseudo+sum(m)))
 }
 
-// socketError is struct sock_extended_err, and what follows it.
+// socketError is a struct sock_extended_err and the address that follows it.
 type socketError struct {
 	errno              syscall.Errno
 	origin, kind, code uint8
 	mtu                uint32
-	offender           netip.Addr // who told it; the zero value if that is not known
+	offender           netip.Addr // sender of the ICMP error (SO_EE_OFFENDER); the zero value if unknown
 }
 
 const socketErrorSize = 16 // bytes
 
-// always is the flow of all that a connected socket sent, for passErrors.
-func (f flow) always(netip.AddrPort) (flow, bool) { return f, true }
+// anyDestination is the lookup of forwardErrors for a connected socket, which has one flow.
+func (f flow) anyDestination(netip.AddrPort) (flow, bool) { return f, true }
 
-// passErrors tells the guest what the network told a socket of what it sent; by finds the flow by the destination, and is
-// false if there is none any more. It is false if nothing was told: then an error that the socket returned is of the very
-// datagram that it was given.
-func (g *Gateway) passErrors(fd int, protocol uint8, by func(to netip.AddrPort) (flow, bool)) (any bool) {
+// forwardErrors forwards the ICMP errors in the error queue of a socket to the guest; find returns the flow of a destination. The
+// result is false if the socket had no pending error: an error that a send returned then belongs to the datagram just sent.
+func (g *Gateway) forwardErrors(fd int, protocol uint8, find func(to netip.AddrPort) (flow, bool)) (any bool) {
 	var sent [icmpHeader]byte
 	control := make([]byte, 256)
 	for range udpBudget {
@@ -161,22 +156,22 @@ func (g *Gateway) passErrors(fd int, protocol uint8, by func(to netip.AddrPort) 
 		for _, m := range messages {
 			e, ok := parseSocketError(&m)
 			if !ok || e.origin == unix.SO_EE_ORIGIN_LOCAL {
-				continue // it was returned as well, and does not wait
+				continue // send returned it, too
 			}
 			any = true
-			if f, ok := by(to); ok {
-				g.passError(&e, f, protocol, sent[:n])
+			if f, ok := find(to); ok {
+				g.forwardError(&e, f, protocol, sent[:n])
 			}
 		}
 	}
-	// What the queue had no place for is in the socket still.
+	// An error that did not fit into the queue is still in SO_ERROR.
 	if errno, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ERROR); err == nil && errno != 0 {
 		any = true
 	}
 	return any
 }
 
-// parseSocketError reads a control message of IP_RECVERR or IPV6_RECVERR.
+// parseSocketError parses a control message of IP_RECVERR or IPV6_RECVERR.
 func parseSocketError(m *unix.SocketControlMessage) (e socketError, ok bool) {
 	v4 := m.Header.Level == unix.IPPROTO_IP && m.Header.Type == unix.IP_RECVERR
 	v6 := m.Header.Level == unix.IPPROTO_IPV6 && m.Header.Type == unix.IPV6_RECVERR
@@ -191,19 +186,19 @@ func parseSocketError(m *unix.SocketControlMessage) (e socketError, ok bool) {
 	switch {
 	case len(name) >= unix.SizeofSockaddrInet4 && binary.NativeEndian.Uint16(name) == unix.AF_INET:
 		e.offender = netip.AddrFrom4([4]byte(name[4:]))
-	case len(name) >= 24 && binary.NativeEndian.Uint16(name) == unix.AF_INET6: // with its address
+	case len(name) >= 24 && binary.NativeEndian.Uint16(name) == unix.AF_INET6: // up to the end of sin6_addr
 		e.offender = netip.AddrFrom16([16]byte(name[8:])).Unmap()
 	}
 	return e, true
 }
 
-// passError has the guest's kernel hear an error as if it had sent the datagram itself.
-// What is quoted of that is enough for it to know its socket; of an echo, sent is its header.
-func (g *Gateway) passError(e *socketError, f flow, protocol uint8, sent []byte) {
+// forwardError sends the guest an ICMP error that quotes as much of the guest's datagram as the guest's kernel needs to find its
+// socket. For an echo, sent is the header of the request.
+func (g *Gateway) forwardError(e *socketError, f flow, protocol uint8, sent []byte) {
 	from, to := f.remote.Addr(), f.guest.Addr()
 	kind, code := e.kind, e.code
 	if v4 := e.origin == unix.SO_EE_ORIGIN_ICMP; v4 != to.Is4() {
-		// A name server's address inside may be of another family than its own.
+		// The alias of a name server may be of another family than the server.
 		why, ok := failureOf(e.errno)
 		if !ok {
 			return
@@ -239,7 +234,7 @@ const (
 	echo6       = 128
 	echoReply6  = 129
 	maxEchoes   = 1024
-	echoMessage = 65535 - ipv4Header // bytes, the most that IPv4 carries
+	echoMessage = 65535 - ipv4Header // largest ICMP message over IPv4, bytes
 )
 
 // echo is a ping socket of the host for one identifier and address.
@@ -252,7 +247,7 @@ type echo struct {
 	timer    timer.Timer
 }
 
-// icmpArrives takes an ICMP message of the guest. Only requests for an echo lead anywhere.
+// icmpArrives processes an ICMP message of the guest. Messages other than echo requests are ignored.
 func (g *Gateway) icmpArrives(s *segment) {
 	v6 := s.protocol == unix.IPPROTO_ICMPV6
 	if !v6 && (s.payload[0] != echo4 || s.payload[1] != 0) || v6 && (s.payload[0] != echo6 || s.payload[1] != 0) {
@@ -277,10 +272,10 @@ func (g *Gateway) icmpArrives(s *segment) {
 	}
 	e.lastUsed = g.now
 	e.hops.set(e.fd, s)
-	// The socket puts its own identifier in.
+	// The kernel replaces the identifier.
 	_, err := sendTo(e.fd, s.payload)
-	if err != nil && e.passErrors() {
-		_, err = sendTo(e.fd, s.payload) // that was of one before
+	if err != nil && e.forwardErrors() {
+		_, err = sendTo(e.fd, s.payload) // the error was of an earlier request
 	}
 	if err != nil {
 		g.refuseDatagram(s, err)
@@ -291,13 +286,13 @@ func (g *Gateway) newEcho(f flow, s *segment) *echo {
 	fd, err := g.openSocket(f.remote.Addr(), unix.SOCK_DGRAM, int(s.protocol))
 	if err != nil {
 		if errors.Is(err, unix.EACCES) {
-			g.warn(warnEcho, "ping does not work: the host sends no echo for this user, see sysctl net.ipv4.ping_group_range")
+			g.warn(warnEcho, "ping does not work: the host denies ping sockets to this user; see sysctl net.ipv4.ping_group_range")
 		}
 		g.count(Refused)
 		g.refuseDatagram(s, err)
 		return nil
 	}
-	if err := connectTold(fd, f.remote); err != nil {
+	if err := connectWithErrorQueue(fd, f.remote); err != nil {
 		unix.Close(fd)
 		g.refuseDatagram(s, err)
 		return nil
@@ -313,23 +308,23 @@ func (g *Gateway) newEcho(f flow, s *segment) *echo {
 	return e
 }
 
-func (e *echo) passErrors() bool {
+func (e *echo) forwardErrors() bool {
 	protocol := uint8(unix.IPPROTO_ICMP)
 	if e.flow.remote.Addr().Is6() {
 		protocol = unix.IPPROTO_ICMPV6
 	}
-	return e.g.passErrors(e.fd, protocol, e.flow.always)
+	return e.g.forwardErrors(e.fd, protocol, e.flow.anyDestination)
 }
 
 func (e *echo) event(events uint32) {
 	if events&unix.EPOLLERR != 0 {
-		e.passErrors()
+		e.forwardErrors()
 	}
 	const start = vnetHeader + ipv6Header
 	for range udpBudget {
 		n, err := receive(e.fd, e.g.writeBuffer[start:start+echoMessage], unix.MSG_DONTWAIT)
 		switch {
-		case err != nil && (errors.Is(err, unix.EAGAIN) || !e.passErrors()):
+		case err != nil && (errors.Is(err, unix.EAGAIN) || !e.forwardErrors()):
 			return
 		case err == nil && n >= icmpHeader:
 			e.reply(e.g.writeBuffer[:start+n], n)
@@ -337,7 +332,7 @@ func (e *echo) event(events uint32) {
 	}
 }
 
-// reply gives the guest an answer, with the identifier that it knows.
+// reply sends the guest an echo reply with the guest's identifier.
 func (e *echo) reply(b []byte, n int) {
 	m := b[len(b)-n:]
 	from, to := e.flow.remote.Addr(), e.flow.guest.Addr()

@@ -34,7 +34,7 @@ func (j *joined) pingSocket(to netip.Addr) int {
 	}
 	j.Cleanup(func() { unix.Close(fd) })
 	wait := unix.NsecToTimeval(int64(patience))
-	if err := errors.Join(connectTold(fd, netip.AddrPortFrom(to, 0)), unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &wait)); err != nil {
+	if err := errors.Join(connectWithErrorQueue(fd, netip.AddrPortFrom(to, 0)), unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &wait)); err != nil {
 		j.Fatal(err)
 	}
 	return fd

@@ -15,9 +15,9 @@ import (
 	"sockeye/internal/gateway/access"
 )
 
-// ListenError is the failure to open a port of the host.
+// ListenError is returned if a port of the host cannot be opened.
 type ListenError struct {
-	At       netip.AddrPort // the zero address: all addresses
+	At       netip.AddrPort // zero address: the wildcard address
 	Protocol uint8
 	Err      error
 }
@@ -32,7 +32,7 @@ func (e *ListenError) Error() string {
 
 func (e *ListenError) Unwrap() error { return e.Err }
 
-// Listen opens the host's sockets for published ports, one per port. If one fails, with a ListenError, none stays open.
+// Listen opens one socket of the host per published port. If one fails, Listen closes all and returns a ListenError.
 func Listen(specs []access.ForwardSpec) (list []Forward, err error) {
 	defer func() {
 		if err != nil {
@@ -55,15 +55,16 @@ func Listen(specs []access.ForwardSpec) (list []Forward, err error) {
 	return list, nil
 }
 
-// listen opens one socket. Without an address the socket is bound to all addresses, of both families if the kernel has both.
+// listen opens one socket. Without an address, listen binds it to the wildcard address of both families, or of IPv4 if the kernel
+// does not support IPv6.
 func listen(at netip.AddrPort, protocol uint8) (fd int, err error) {
 	s := hostSocket{family: domain(at.Addr()), protocol: protocol}
-	everywhere := !at.Addr().IsValid()
-	if everywhere {
+	wildcard := !at.Addr().IsValid()
+	if wildcard {
 		at = netip.AddrPortFrom(netip.IPv6Unspecified(), at.Port())
 	}
 	fd, err = s.open()
-	if everywhere && errors.Is(err, unix.EAFNOSUPPORT) {
+	if wildcard && errors.Is(err, unix.EAFNOSUPPORT) {
 		s.family, at = unix.AF_INET, netip.AddrPortFrom(netip.IPv4Unspecified(), at.Port())
 		fd, err = s.open()
 	}
@@ -81,18 +82,18 @@ func listen(at netip.AddrPort, protocol uint8) (fd int, err error) {
 	return fd, nil
 }
 
-// MemberSocket is a listener of a service, which the gateway opens in place of the member inside.
+// MemberSocket is a listener of a service that the gateway opens on behalf of the program inside.
 type MemberSocket struct {
 	Protocol uint8          // unix.IPPROTO_TCP or IPPROTO_UDP
 	Address  netip.AddrPort // the service's listener; the program inside listens on its port
 	V6Only   bool
-	// First and Last are the ports of the host to choose from, often one.
+	// First and Last are the range of host ports to choose from, often a single port.
 	First, Last uint16
 }
 
-// ListenAsMember opens the sockets of a member, which listen when the program inside does. Of a range of ports the one at index
-// place, the slot, is preferred. If one fails, with a ListenError, none stays open.
-func ListenAsMember(sockets []MemberSocket, place int) (list []Forward, err error) {
+// ListenAsMember opens the sockets of a member as deferred forwards. In a range of ports, the port at the index slot is preferred.
+// If one fails, ListenAsMember closes all and returns a ListenError.
+func ListenAsMember(sockets []MemberSocket, slot int) (list []Forward, err error) {
 	defer func() {
 		if err != nil {
 			for _, f := range list {
@@ -102,7 +103,7 @@ func ListenAsMember(sockets []MemberSocket, place int) (list []Forward, err erro
 		}
 	}()
 	for _, s := range sockets {
-		f, err := s.open(place)
+		f, err := s.open(slot)
 		if err != nil {
 			return list, err
 		}
@@ -111,8 +112,8 @@ func ListenAsMember(sockets []MemberSocket, place int) (list []Forward, err erro
 	return list, nil
 }
 
-func (s *MemberSocket) open(place int) (f Forward, err error) {
-	// Members that choose from a range of ports must not share one.
+func (s *MemberSocket) open(slot int) (f Forward, err error) {
+	// Members that choose from a range of ports must not share a port.
 	fd, err := hostSocket{domain(s.Address.Addr()), s.Protocol, s.First == s.Last, s.V6Only}.open()
 	if err != nil {
 		return f, &ListenError{netip.AddrPortFrom(s.Address.Addr(), s.First), s.Protocol, err}
@@ -120,21 +121,21 @@ func (s *MemberSocket) open(place int) (f Forward, err error) {
 	f = Forward{FD: fd, Protocol: s.Protocol, Port: s.Address.Port()}
 	count := int(s.Last-s.First) + 1
 	for n := range count {
-		f.Later = append(f.Later, netip.AddrPortFrom(s.Address.Addr(), s.First+uint16((place+n)%count)))
+		f.Deferred = append(f.Deferred, netip.AddrPortFrom(s.Address.Addr(), s.First+uint16((slot+n)%count)))
 	}
 	if s.Protocol == unix.IPPROTO_UDP && !privileged(s.First) {
 		return f, nil
 	}
-	at, err := bindFirst(fd, f.Later)
+	at, err := bindFirst(fd, f.Deferred)
 	if err != nil {
 		unix.Close(fd)
 		return f, &ListenError{at, s.Protocol, err}
 	}
-	f.Later = []netip.AddrPort{at}
+	f.Deferred = []netip.AddrPort{at}
 	return f, nil
 }
 
-// privileged returns whether a port needs CAP_NET_BIND_SERVICE, which the gateway does not have later.
+// privileged returns whether binding a port needs CAP_NET_BIND_SERVICE, which the gateway drops before it binds deferred forwards.
 func privileged(port uint16) bool {
 	first := 1024
 	if text, err := os.ReadFile("/proc/sys/net/ipv4/ip_unprivileged_port_start"); err == nil {
@@ -145,7 +146,7 @@ func privileged(port uint16) bool {
 	return int(port) < first
 }
 
-// bindFirst binds a socket to the first address that is free, and returns that address, or the last one with its error.
+// bindFirst binds a socket to the first free address of a list and returns the address, or the last address tried with its error.
 func bindFirst(fd int, list []netip.AddrPort) (at netip.AddrPort, err error) {
 	for _, at = range list {
 		if err = unix.Bind(fd, sockaddr(at)); !errors.Is(err, unix.EADDRINUSE) {
@@ -155,7 +156,7 @@ func bindFirst(fd int, list []netip.AddrPort) (at netip.AddrPort, err error) {
 	return at, err
 }
 
-// hostSocket describes a socket of the host that is to be bound for the guest.
+// hostSocket describes a listening or bound socket of the host.
 type hostSocket struct {
 	family    int
 	protocol  uint8 // unix.IPPROTO_TCP or IPPROTO_UDP
@@ -163,7 +164,7 @@ type hostSocket struct {
 	v6Only    bool // IPV6_V6ONLY
 }
 
-// open opens the socket. It does not block, and is closed by execve(2).
+// open opens the socket with SOCK_NONBLOCK and SOCK_CLOEXEC.
 func (s hostSocket) open() (fd int, err error) {
 	kind := unix.SOCK_STREAM
 	if s.protocol == unix.IPPROTO_UDP {

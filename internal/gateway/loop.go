@@ -13,18 +13,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// OwnProcess prepares a process that does little else than run a gateway. With one processor (GOMAXPROCS) the Go runtime does not
-// search work for others, which took a fifth of the CPU time.
-func OwnProcess() { runtime.GOMAXPROCS(1) }
+// ConfigureRuntime sets GOMAXPROCS to 1, for a process that only runs a gateway: with more, the Go runtime spends a fifth of the CPU
+// time on looking for work for idle processors.
+func ConfigureRuntime() { runtime.GOMAXPROCS(1) }
 
-// Run processes packets until ctx ends, or the guest's interface is gone, which is no error. It closes all descriptors.
+// Run processes packets until ctx ends or the guest's interface is removed, which is not an error. Run closes all descriptors.
 func (g *Gateway) Run(ctx context.Context) error {
 	defer g.close()
 	woken := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
 		defer close(woken)
 		var one = [8]byte{1}
-		_, _ = unix.Write(g.wake, one[:]) // it is never full
+		_, _ = unix.Write(g.wake, one[:]) // the counter cannot overflow
 	})
 	defer func() {
 		if !stop() {
@@ -35,7 +35,7 @@ func (g *Gateway) Run(ctx context.Context) error {
 	var end time.Time // of lingering; zero: ctx has not ended
 	for {
 		if ctx.Err() != nil && end.IsZero() {
-			g.ending, end = true, g.clock().Add(g.config.Linger)
+			g.stopping, end = true, g.clock().Add(g.config.Linger)
 			g.ignore(g.wake)
 		}
 		n, err := g.poll(events, g.timeout(end))
@@ -50,11 +50,11 @@ func (g *Gateway) Run(ctx context.Context) error {
 	}
 }
 
-// errInterfaceGone is returned by poll when the guest's interface is gone.
-var errInterfaceGone = errors.New("the interface of the guest is gone")
+// errInterfaceGone is returned by poll when the guest's interface is removed.
+var errInterfaceGone = errors.New("the guest's interface was removed")
 
-// poll runs one turn of the loop: it waits up to timeout milliseconds for events (-1: for any time), handles the events, and then
-// what was deferred to the end of the turn. It returns the number of events.
+// poll runs one turn of the loop: it waits up to timeout milliseconds for events (-1: without limit), handles the events, and
+// completes the turn. It returns the number of events.
 func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error) {
 	n, err = g.wait(events, timeout)
 	if err != nil && !errors.Is(err, unix.EINTR) {
@@ -71,20 +71,19 @@ func (g *Gateway) poll(events []unix.EpollEvent, timeout int) (n int, err error)
 		}
 		h.event(e.Events)
 	}
-	g.turn()
+	g.finishTurn()
 	return n, g.failed
 }
 
 const (
-	// shortWait is how long the loop waits in raw system calls, which keep the processor of the Go runtime. Handing the processor
-	// over, as for a system call that may block, makes the runtime search for work again and again, at a higher cost than that of
-	// the packets.
+	// shortWait is how long the loop waits in raw system calls, which do not release the Go runtime's processor. Each release
+	// makes the runtime look for work for the processor, which costs more than the packets.
 	shortWait = 48 * time.Millisecond
-	// yieldInterval is after which time other goroutines may run. The runtime signals a thread that keeps a processor for 10 ms.
+	// yieldInterval is the time after which other goroutines may run. The runtime preempts a goroutine after 10 ms by a signal.
 	yieldInterval = 8 * time.Millisecond
 )
 
-// wait is epoll_wait(2), and sets the time of the turn.
+// wait calls epoll_wait(2) and sets the time of the turn.
 func (g *Gateway) wait(events []unix.EpollEvent, timeout int) (n int, err error) {
 	for short := 0; short < int(shortWait/time.Millisecond); short += int(yieldInterval / time.Millisecond) {
 		part := int(yieldInterval / time.Millisecond)
@@ -137,8 +136,7 @@ func (g *Gateway) timeout(end time.Time) int {
 	return int(max(next.Sub(g.clock())+time.Millisecond-1, 0) / time.Millisecond)
 }
 
-// unfinished returns whether a connection exists whose FIN the guest has not sent. A connection that is still opening has nothing to
-// deliver.
+// unfinished returns whether the guest has not sent a FIN on some connection. A connection in synPending has no data to deliver.
 func (g *Gateway) unfinished() bool {
 	for _, c := range g.conns {
 		if c.fd >= 0 && !c.state.finReceived() && c.state != synPending {
@@ -148,8 +146,8 @@ func (g *Gateway) unfinished() bool {
 	return false
 }
 
-// turn ends a turn of the loop: acknowledgements, output of connections that exceeded their budget, timers.
-func (g *Gateway) turn() {
+// finishTurn completes a turn of the loop: acknowledgements, output of connections that exceeded their budget, timers.
+func (g *Gateway) finishTurn() {
 	for _, c := range g.ackQueue {
 		c.queued.ack = false
 		if c.fd >= 0 {
@@ -172,8 +170,8 @@ func (g *Gateway) turn() {
 // handler handles the events of a descriptor.
 type handler interface{ event(events uint32) }
 
-// registered is the handler of a descriptor. Events carry the number of the registration: an event of a closed descriptor, whose
-// descriptor number is in use again, belongs to no handler.
+// registered is the handler of a descriptor. Events carry the number of the registration, so that an event of a closed descriptor
+// does not reach the handler of a new descriptor with the same number.
 type registered struct {
 	handler
 	number int32
@@ -183,7 +181,7 @@ type wakeHandler struct{}
 
 func (wakeHandler) event(uint32) {}
 
-// register adds a descriptor to epoll(7). The caller chooses EPOLLET.
+// register adds a descriptor to epoll(7).
 func (g *Gateway) register(fd int, events uint32, h handler) error {
 	for fd >= len(g.handlers) {
 		g.handlers = append(g.handlers, registered{})
@@ -197,7 +195,7 @@ func (g *Gateway) register(fd int, events uint32, h handler) error {
 	return nil
 }
 
-// watch is epoll_ctl(2) for a registered descriptor.
+// watch calls epoll_ctl(2) for a registered descriptor.
 func (g *Gateway) watch(operation, fd int, events uint32) error {
 	return unix.EpollCtl(g.epoll, operation, fd, &unix.EpollEvent{Events: events, Fd: int32(fd), Pad: g.handlers[fd].number})
 }

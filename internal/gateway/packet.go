@@ -19,7 +19,7 @@ const (
 	flagURG
 )
 
-// segment is a TCP segment, UDP datagram or ICMP message of the guest. Payload and network point into the packet's buffer.
+// segment is a TCP segment, UDP datagram or ICMP message of the guest. The slices payload and network point into the packet.
 type segment struct {
 	protocol uint8 // unix.IPPROTO_*
 	from, to netip.AddrPort
@@ -32,7 +32,7 @@ type segment struct {
 	network  []byte // the packet from its IP header on
 }
 
-// synOptions are the options of a SYN; zero values for those that are absent.
+// synOptions are the options of a SYN; absent options are zero.
 type synOptions struct {
 	mss           uint16
 	windShift     uint8
@@ -47,7 +47,7 @@ const (
 	maxHeaders = vnetHeader + ipv6Header + tcpHeader + 8
 )
 
-// parse parses an IP packet. It returns false for a packet that is broken, truncated, a fragment, or of another protocol.
+// parse parses an IP packet. It returns false for a packet that is malformed, truncated, a fragment, or of an unsupported protocol.
 func parse(p []byte) (s segment, ok bool) {
 	if len(p) < 1 {
 		return s, false
@@ -180,7 +180,7 @@ func parseOptions(p []byte) (o synOptions) {
 	return o
 }
 
-// length is SEG.LEN of RFC 9293.
+// length returns SEG.LEN of RFC 9293.
 func (s *segment) length() uint32 {
 	n := uint32(len(s.payload))
 	if s.flags&flagSYN != 0 {
@@ -209,12 +209,12 @@ type outSegment struct {
 	seq, ack      uint32
 	flags         uint8
 	window        uint16
-	mss           uint16 // in a SYN the MSS option; else the size of segments for GSO
+	mss           uint16 // in a SYN the MSS option; otherwise the GSO segment size
 	windShift     uint8  // in a SYN the window scale option
 	windowScaling bool
 }
 
-// headers returns the length of the headers that write writes, including struct virtio_net_hdr, bytes.
+// headers returns the length of the headers, including struct virtio_net_hdr, in bytes.
 func (a *outSegment) headers() int {
 	n := vnetHeader + ipv4Header + tcpHeader
 	if a.to.Addr().Is6() {
@@ -229,8 +229,8 @@ func (a *outSegment) headers() int {
 	return n
 }
 
-// write writes the headers of a segment whose payload of that many bytes is behind them. The TCP checksum is partial
-// (CHECKSUM_PARTIAL): a kernel completes it only if the packet leaves the host, which packets to the guest never do.
+// write writes the headers for a payload of that many bytes. The TCP checksum is partial (CHECKSUM_PARTIAL): kernels complete it
+// only when a packet leaves the host, which packets to the guest never do.
 func (a *outSegment) write(b []byte, payload int) {
 	headers := a.headers()
 	clear(b[:headers])
@@ -317,7 +317,7 @@ func fold(n uint64) uint16 {
 	return uint16(n)
 }
 
-// pseudo is the sum of the pseudo header (RFC 9293, section 3.1; RFC 8200, section 8.1).
+// pseudo returns the sum of the pseudo header (RFC 9293, section 3.1; RFC 8200, section 8.1).
 func pseudo(from, to netip.Addr, protocol uint8, length int) uint64 {
 	f, t := from.As16(), to.As16()
 	n := uint64(protocol) + uint64(length)
@@ -327,7 +327,7 @@ func pseudo(from, to netip.Addr, protocol uint8, length int) uint64 {
 	return n + sum(f[:]) + sum(t[:])
 }
 
-// segmentSum is the initial sum of an ICMP checksum: only ICMPv6 has a pseudo header.
+// segmentSum returns the initial sum of an ICMP checksum: only ICMPv6 has a pseudo header.
 func segmentSum(from, to netip.Addr, protocol uint8, length int) uint64 {
 	if protocol == unix.IPPROTO_ICMP {
 		return 0
@@ -339,7 +339,8 @@ func withPort(a netip.AddrPort, port uint16) netip.AddrPort {
 	return netip.AddrPortFrom(a.Addr(), port)
 }
 
-// syntheticSYN writes what an ICMP error quotes of a SYN that is not stored: its IP header and first eight bytes.
+// syntheticSYN rebuilds the part of a SYN that an ICMP error quotes, the IP header and the first eight bytes, because the gateway
+// does not store the SYN.
 func syntheticSYN(b []byte, s *segment) []byte {
 	clear(b)
 	ip := ipv6Header

@@ -40,36 +40,36 @@ func addrPort(a unix.Sockaddr) (netip.AddrPort, bool) {
 	return netip.AddrPort{}, false
 }
 
-// receiveBuffer is the requested receive buffer of UDP sockets, bytes, since datagrams come in bursts. The kernel doubles it, for
-// 20,000 datagrams of 1400 bytes with 2304 bytes of kernel memory each. Without CAP_NET_ADMIN it is bounded by net.core.rmem_max.
+// receiveBuffer is the requested receive buffer of UDP sockets in bytes, for bursts. The kernel doubles the value, enough for 20,000
+// datagrams of 1400 bytes with a truesize of 2304 bytes each. Without CAP_NET_ADMIN the maximum is net.core.rmem_max.
 const receiveBuffer = 24 << 20
 
-// growReceiveBuffer sets receiveBuffer, or as much of it as the user may have.
+// growReceiveBuffer sets the receive buffer to receiveBuffer, or to the user's maximum.
 func growReceiveBuffer(fd int) {
 	if unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, receiveBuffer) != nil {
 		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, receiveBuffer)
 	}
 }
 
-// behindBuffer receives the bytes that receiveBehind skips.
-var behindBuffer [1 << 16]byte
+// skipped receives the bytes before the offset of peekAt.
+var skipped [1 << 16]byte
 
-// receiveBehind peeks behind the first sent bytes of the receive queue, for kernels without SO_PEEK_OFF for TCP (before 6.9).
-func receiveBehind(fd, sent int, p []byte) (int, error) {
+// peekAt peeks at the receive queue from an offset on, for kernels without SO_PEEK_OFF for TCP (before 6.9).
+func peekAt(fd, offset int, p []byte) (int, error) {
 	var parts [][]byte
-	for left := sent; left > 0; left -= len(behindBuffer) {
-		parts = append(parts, behindBuffer[:min(left, len(behindBuffer))])
+	for left := offset; left > 0; left -= len(skipped) {
+		parts = append(parts, skipped[:min(left, len(skipped))])
 	}
 	n, _, _, _, err := unix.RecvmsgBuffers(fd, append(parts, p), nil, unix.MSG_PEEK|unix.MSG_DONTWAIT)
 	switch {
 	case err != nil:
 		return 0, err
-	case n > sent:
-		return n - sent, nil
-	case sent == 0:
+	case n > offset:
+		return n - offset, nil
+	case offset == 0:
 		return 0, nil
 	}
-	// The queue has nothing behind the sent bytes. poll(2) tells the end of the data or an error.
+	// The queue has no data at the offset. poll(2) reports the end of the data, or an error.
 	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
 	if _, err := unix.Poll(fds, 0); err != nil || fds[0].Revents == 0 {
 		return 0, unix.EAGAIN
@@ -80,8 +80,8 @@ func receiveBehind(fd, sent int, p []byte) (int, error) {
 	return 0, nil
 }
 
-// isWritable returns whether a socket accepts data. If not, EPOLLOUT comes when it does, and the kernel enlarges the send buffer
-// of a connection that can use more.
+// isWritable returns whether a socket is writable. If not, poll(2) makes the kernel report EPOLLOUT later, and lets the kernel grow
+// the send buffer of a connection that can use more.
 func isWritable(fd int) bool {
 	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
 	n, err := unix.Poll(fds, 0)
@@ -92,12 +92,12 @@ func resetOnClose(fd int) {
 	_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
 }
 
-// sendTo is send(2), without blocking and without SIGPIPE.
+// sendTo calls send(2), without blocking and without SIGPIPE.
 func sendTo(fd int, p []byte) (int, error) {
 	return direct(unix.SYS_SENDTO, fd, p, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
 }
 
-// sendNamed is sendto(2), without blocking and without SIGPIPE; an empty name sends to the connected peer.
+// sendNamed calls sendto(2), without blocking and without SIGPIPE; an empty name sends to the connected peer.
 func sendNamed(fd int, p, name []byte) error {
 	for {
 		_, _, errno := unix.RawSyscall6(unix.SYS_SENDTO, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)),
@@ -112,12 +112,12 @@ func sendNamed(fd int, p, name []byte) error {
 	}
 }
 
-// receive is recv(2). The flags must have MSG_DONTWAIT.
+// receive calls recv(2). The flags must include MSG_DONTWAIT.
 func receive(fd int, p []byte, flags int) (int, error) {
 	return direct(unix.SYS_RECVFROM, fd, p, flags)
 }
 
-// direct makes a system call that does not block, without the notice to the Go runtime that a blocking call needs.
+// direct makes a system call that does not block, without releasing the Go runtime's processor.
 func direct(trap uintptr, fd int, p []byte, flags int) (int, error) {
 	for {
 		n, _, errno := unix.RawSyscall6(trap, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)), uintptr(flags), 0, 0)

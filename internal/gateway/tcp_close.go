@@ -4,9 +4,9 @@ package gateway
 
 import "golang.org/x/sys/unix"
 
-// passFIN processes the guest's FIN, once the socket has accepted all payload before it, by shutdown(2) of the socket's
-// write side.
-func (c *conn) passFIN() {
+// forwardFIN shuts down the write side of the host's socket if the guest has sent a FIN and the socket has accepted all
+// payload before the FIN.
+func (c *conn) forwardFIN() {
 	if !c.rcv.finPending || c.rcv.batch != nil || len(c.rcv.backlog) > 0 {
 		return
 	}
@@ -30,7 +30,7 @@ func (c *conn) passFIN() {
 	}
 	c.sendAck()
 	c.g.count(Closed)
-	c.release()
+	c.closeHost()
 	c.g.timers.Set(&c.timer, c.g.now.Add(timeWaitTimeout))
 }
 
@@ -45,7 +45,7 @@ func (c *conn) finAcked() {
 	}
 }
 
-// abort resets both ends, after an error of the host's socket or when the guest does not answer any more.
+// abort resets both ends, after an error of the host's socket or when the guest no longer responds.
 func (c *conn) abort() {
 	c.g.count(Reset)
 	c.resetGuest()
@@ -53,7 +53,7 @@ func (c *conn) abort() {
 	c.remove()
 }
 
-// resetGuest sends the guest a RST, upon which the guest's kernel frees its socket.
+// resetGuest sends a RST to the guest.
 func (c *conn) resetGuest() {
 	if c.state == synPending {
 		return
@@ -78,8 +78,8 @@ func (c *conn) resetByGuest() {
 // resetHost makes the kernel send the host's peer a RST when the socket is closed.
 func (c *conn) resetHost() { resetOnClose(c.fd) }
 
-// release closes the host's socket and frees what belongs to it.
-func (c *conn) release() {
+// closeHost closes the host's socket and frees the batch, the backlog and the share of memory.
+func (c *conn) closeHost() {
 	c.g.memory.forget(c)
 	c.consume() // close(2) of a socket with unread data sends a RST
 	c.g.closeFD(c.fd)
@@ -96,6 +96,6 @@ func (c *conn) remove() {
 	c.g.timers.Stop(&c.timer)
 	delete(c.g.conns, c.flow)
 	if c.fd >= 0 {
-		c.release()
+		c.closeHost()
 	}
 }

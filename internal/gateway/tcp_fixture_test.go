@@ -264,7 +264,7 @@ type link struct {
 	window        uint16 // not scaled
 	scale         int    // of the gateway's windows; -1: none
 	acked         uint32 // by the gateway
-	edge          uint32 // the furthest that the gateway has told
+	adv           uint32 // right edge of the widest window that the gateway has advertised
 	conn          *net.TCPConn
 }
 
@@ -314,8 +314,8 @@ func (l *link) sayAt(seq uint32, flags uint8, payload []byte) {
 	l.put(build(l.local, l.remote, seq, l.ack, flags, l.window, nil, payload))
 }
 
-// hear takes the next segment of the gateway and notes what it says. An edge that is
-// taken back is an error.
+// hear takes the next segment of the gateway and notes what it says. A right edge that has
+// moved left is an error.
 func (l *link) hear() seen {
 	l.Helper()
 	s := l.next()
@@ -336,12 +336,12 @@ func (l *link) note(s seen) {
 		window <<= l.scale
 	}
 	l.acked = s.ack
-	edge := s.ack + window
-	if l.edge != 0 && before(edge, l.edge) && before(s.ack, l.edge) {
-		l.Errorf("edge of the window taken back by %d: %v", l.edge-edge, s)
+	adv := s.ack + window
+	if l.adv != 0 && before(adv, l.adv) && before(s.ack, l.adv) {
+		l.Errorf("right edge of the window moved left by %d: %v", l.adv-adv, s)
 	}
-	if l.edge == 0 || before(l.edge, edge) {
-		l.edge = edge
+	if l.adv == 0 || before(l.adv, adv) {
+		l.adv = adv
 	}
 }
 

@@ -18,8 +18,8 @@ const (
 	defaultMSS6 = 1220
 )
 
-// acceptSYN starts a connection to the destination of the guest's SYN. The guest gets an answer when the host's socket is
-// connected, or has failed.
+// acceptSYN starts a connection to the destination of the guest's SYN. connected replies to the guest when connect(2) has
+// succeeded or failed.
 func (g *Gateway) acceptSYN(f flow, s *segment) {
 	if !g.config.Outbound.Allowed(unix.IPPROTO_TCP, f.remote) {
 		g.count(NotAllowed)
@@ -33,7 +33,7 @@ func (g *Gateway) acceptSYN(f flow, s *segment) {
 	}
 	if g.outgoing >= g.config.Outgoing {
 		g.count(TooMany)
-		g.warn(warnRefused, "too many TCP connections: more are refused", "most", g.config.Outgoing)
+		g.warn(warnRefused, "too many TCP connections: new connections are refused", "limit", g.config.Outgoing)
 		g.sendReset(s)
 		return
 	}
@@ -45,7 +45,7 @@ func (g *Gateway) acceptSYN(f flow, s *segment) {
 		return
 	case err != nil:
 		g.count(TooMany)
-		g.unreachable(s, noNetwork) // no RST, as the destination refused nothing
+		g.unreachable(s, noNetwork) // not a RST: the destination has not refused the connection
 		return
 	}
 	if err := unix.Connect(fd, sockaddr(to)); err != nil && !errors.Is(err, unix.EINPROGRESS) {
@@ -60,7 +60,7 @@ func (g *Gateway) acceptSYN(f flow, s *segment) {
 	}
 }
 
-// refuseSYN answers a SYN with the RST or ICMP error that stands for an error of connect(2).
+// refuseSYN replies to a SYN with the RST or ICMP error that corresponds to an error of connect(2).
 func (g *Gateway) refuseSYN(s *segment, err error) {
 	g.count(Refused)
 	switch {
@@ -71,22 +71,22 @@ func (g *Gateway) refuseSYN(s *segment, err error) {
 	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
 		g.unreachable(s, prohibited)
 	case errors.Is(err, unix.ETIMEDOUT):
-		// No answer, as from the network: the guest's connect(2) has a timeout of its own.
+		// No reply: the guest's connect(2) times out itself.
 	default:
 		g.sendReset(s)
 	}
 }
 
-// acceptSYN takes IRS and the options of the guest's SYN.
+// acceptSYN initializes the receive side and the options from the guest's SYN.
 func (c *conn) acceptSYN(s *segment) {
-	c.takeOptions(s)
+	c.setOptions(s)
 	c.rcv.irs = s.seq
 	c.rcv.nxt = s.seq + 1
-	c.rcv.edge = c.rcv.nxt
+	c.rcv.adv = c.rcv.nxt
 }
 
-// takeOptions takes the options and the window of the guest's SYN or SYN-ACK.
-func (c *conn) takeOptions(s *segment) {
+// setOptions applies the options and the window of the guest's SYN or SYN-ACK.
+func (c *conn) setOptions(s *segment) {
 	if s.options.mss != 0 {
 		c.snd.mss = max(s.options.mss, minMSS)
 	}
@@ -96,7 +96,7 @@ func (c *conn) takeOptions(s *segment) {
 	c.snd.wl1 = s.seq
 }
 
-// mss is the largest payload of a segment that fits the MTU of the guest's interface, bytes.
+// mss returns the largest TCP payload that fits the MTU of the guest's interface, in bytes.
 func (g *Gateway) mss(a netip.Addr) uint16 {
 	headers := ipv4Header + tcpHeader
 	if a.Is6() {
@@ -105,9 +105,9 @@ func (g *Gateway) mss(a netip.Addr) uint16 {
 	return uint16(g.config.MTU - headers)
 }
 
-// chooseMSS chooses the MSS that the guest is sent. The guest's kernel waits for a window of a whole segment, and the free
-// space of the host's socket grows by segments of the host's path, at first to a third of the send buffer: the guest would
-// wait in vain for space for a larger segment. A multiple of the host's MSS leaves no small segment behind each write.
+// chooseMSS chooses the MSS option for the guest. The guest's kernel waits for a window of a whole segment, but the free
+// space of the host's socket grows by segments of the path's MSS, at first to a third of the send buffer: the guest could
+// wait forever for the space of a larger segment. A multiple of the path's MSS avoids a small last segment per write.
 func (c *conn) chooseMSS() {
 	c.rcv.mss = c.g.mss(c.flow.guest.Addr())
 	if s, err := room.ReadSnapshot(c.fd); err == nil && s.MSS > 0 {
@@ -119,7 +119,7 @@ func (c *conn) chooseMSS() {
 	}
 }
 
-// connected answers the guest's SYN when the host's socket is connected or has failed.
+// connected replies to the guest's SYN when connect(2) of the host's socket has succeeded or failed.
 func (c *conn) connected() {
 	if code, err := unix.GetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_ERROR); err != nil || code != 0 {
 		s := segment{from: c.flow.guest, to: c.flow.remote, flags: flagSYN, seq: c.rcv.irs, protocol: unix.IPPROTO_TCP}
@@ -130,7 +130,7 @@ func (c *conn) connected() {
 		return
 	}
 	if _, err := unix.Getpeername(c.fd); err != nil {
-		return // still connecting
+		return // in progress
 	}
 	c.state = synReceived
 	c.snd.nxt = c.snd.iss + 1
@@ -149,7 +149,7 @@ func (c *conn) sendSYN() {
 		a.flags |= flagACK
 		a.ack = c.rcv.nxt
 	}
-	c.rcv.edge = c.rcv.nxt + uint32(a.window)
+	c.rcv.adv = c.rcv.nxt + uint32(a.window)
 	c.transmit(&a, nil)
 	c.startRetransmitTimer()
 }
@@ -158,8 +158,8 @@ func (c *conn) sendSYN() {
 func (c *conn) establish(s *segment) {
 	c.state = established
 	c.snd.una, c.rtx.recover = s.ack, s.ack
-	c.rtx.backoff, c.rtx.unanswered = 0, 0
-	c.alive.lastHeard = c.g.now
+	c.rtx.backoff, c.rtx.timeouts = 0, 0
+	c.keepalive.lastReceived = c.g.now
 	c.startIdleTimer()
 }
 
@@ -178,10 +178,10 @@ func (c *conn) synSentArrives(s *segment) {
 		c.remove()
 	case s.flags&(flagSYN|flagACK|flagRST) == flagSYN|flagACK:
 		advertised := c.rcv.wnd()
-		c.takeOptions(s)
+		c.setOptions(s)
 		c.rcv.irs = s.seq
 		c.rcv.nxt = s.seq + 1
-		c.rcv.edge = c.rcv.nxt + advertised
+		c.rcv.adv = c.rcv.nxt + advertised
 		c.establish(s)
 		c.acknowledge()
 		c.output()

@@ -10,7 +10,7 @@ func (c *conn) segmentArrives(s *segment) {
 		case s.flags&flagRST != 0 && s.seq == c.rcv.nxt:
 			c.resetByGuest()
 		case s.flags&(flagRST|flagSYN|flagACK|flagFIN) == flagSYN && s.seq != c.rcv.irs:
-			c.acceptSYN(s) // the guest has given up the first connection, and reuses its port
+			c.acceptSYN(s) // the guest has aborted the first attempt and reuses the port
 		}
 		return
 	case synSent:
@@ -22,9 +22,9 @@ func (c *conn) segmentArrives(s *segment) {
 	}
 	if s.flags&flagRST != 0 {
 		switch {
-		case s.seq == c.nextExpected() || s.seq == c.rcv.nxt:
+		case s.seq == c.nextSequence() || s.seq == c.rcv.nxt:
 			c.resetByGuest()
-		case before(c.rcv.nxt, s.seq) && before(s.seq, c.rcv.edge):
+		case before(c.rcv.nxt, s.seq) && before(s.seq, c.rcv.adv):
 			c.acknowledge() // challenge ACK (RFC 5961, section 3.2)
 		}
 		return
@@ -56,8 +56,8 @@ func (c *conn) segmentArrives(s *segment) {
 		c.abort()
 		return
 	}
-	if c.rtx.unanswered > 0 {
-		c.rtx.unanswered = 0
+	if c.rtx.timeouts > 0 {
+		c.rtx.timeouts = 0
 		if c.snd.una == c.snd.nxt && !c.snd.blocked {
 			c.rtx.backoff = 0
 			c.startIdleTimer()
@@ -67,14 +67,14 @@ func (c *conn) segmentArrives(s *segment) {
 	if c.fd >= 0 {
 		c.processText(s)
 	}
-	c.alive.lastHeard = c.g.now
+	c.keepalive.lastReceived = c.g.now
 	if c.fd >= 0 {
 		c.output()
 	}
 }
 
-// nextExpected is the sequence number of the guest's next segment: RCV.NXT after all that was received is in the socket.
-func (c *conn) nextExpected() uint32 {
+// nextSequence returns the expected sequence number of the guest's next segment: RCV.NXT plus the batch or the backlog.
+func (c *conn) nextSequence() uint32 {
 	n := c.rcv.nxt + uint32(len(c.rcv.backlog))
 	if c.rcv.batch != nil {
 		n += uint32(c.rcv.batch.bytes)
@@ -111,7 +111,7 @@ func (c *conn) processAck(s *segment) {
 		c.rtx.dupAcks, c.rtx.backoff = 0, 0
 		if c.state.finSent() && c.snd.una == c.snd.nxt {
 			finAcked = true
-			n-- // the FIN is no byte of the socket
+			n-- // the FIN has a sequence number but no byte in the socket
 		}
 		c.snd.unconsumed += int(n)
 		c.scheduleFlush()
@@ -125,7 +125,7 @@ func (c *conn) processAck(s *segment) {
 		} else {
 			c.rtx.recover = c.snd.una
 		}
-	case c.snd.una != c.snd.nxt && wnd == previous && len(s.payload) == 0 && s.flags&flagFIN == 0 && s.seq == c.nextExpected():
+	case c.snd.una != c.snd.nxt && wnd == previous && len(s.payload) == 0 && s.flags&flagFIN == 0 && s.seq == c.nextSequence():
 		// A duplicate acknowledgement (RFC 5681, section 2).
 		if c.rtx.dupAcks = min(c.rtx.dupAcks+1, 4); c.rtx.dupAcks == 3 && !before(c.snd.una, c.rtx.recover) {
 			c.rtx.recover, c.rtx.maybeSpurious = c.snd.nxt, false
@@ -142,7 +142,7 @@ func (c *conn) processText(s *segment) {
 	if s.length() == 0 {
 		// A keepalive or zero-window probe has a sequence number before RCV.NXT.
 		if before(s.seq, c.rcv.nxt) {
-			if c.rcv.edge != c.rcv.nxt {
+			if c.rcv.adv != c.rcv.nxt {
 				c.copyKeepalive()
 			}
 			c.acknowledge()
@@ -155,7 +155,7 @@ func (c *conn) processText(s *segment) {
 		}
 	}
 	payload, fin := s.payload, s.flags&flagFIN != 0
-	expected := c.nextExpected()
+	expected := c.nextSequence()
 	if before(expected, s.seq) {
 		c.g.count(OutOfOrder)
 		c.acknowledge()
@@ -163,14 +163,14 @@ func (c *conn) processText(s *segment) {
 	}
 	if old := expected - s.seq; old > 0 {
 		if old >= s.length() {
-			c.rcv.ackAll = true
+			c.rcv.exactAck = true
 			c.acknowledge()
 			return
 		}
 		payload = payload[min(int(old), len(payload)):]
 	}
 	c.scheduleAck()
-	if c.rcv.finPending || c.state.finReceived() || c.host != hostOK {
+	if c.rcv.finPending || c.state.finReceived() || c.hostError != hostOK {
 		return
 	}
 	c.rcv.moreFollows = s.flags&(flagPSH|flagFIN) == 0
@@ -182,20 +182,20 @@ func (c *conn) processText(s *segment) {
 	}
 	if fin {
 		c.rcv.finPending = true
-		c.passFIN()
+		c.forwardFIN()
 	}
 }
 
-// fitToWindow returns how many of n bytes from a sequence number on are inside the window. Payload beyond the window may be
-// a zero-window probe, so the window is computed again.
+// fitToWindow returns how many of n bytes from a sequence number on are inside the window. Since payload beyond the window
+// may be a zero-window probe, fitToWindow recomputes the window first.
 func (c *conn) fitToWindow(seq uint32, n int) int {
-	if n > int(int32(c.rcv.edge-seq)) {
+	if n > int(int32(c.rcv.adv-seq)) {
 		c.advanceWindow()
 	}
-	return min(n, max(int(int32(c.rcv.edge-seq)), 0))
+	return min(n, max(int(int32(c.rcv.adv-seq)), 0))
 }
 
-// timeWaitArrives processes a segment in TIME-WAIT. A SYN opens a new connection at once (RFC 9293, section 3.6.1).
+// timeWaitArrives processes a segment in TIME-WAIT. A SYN opens a new connection (RFC 9293, section 3.6.1).
 func (c *conn) timeWaitArrives(s *segment) {
 	switch {
 	case s.flags&flagRST != 0:
@@ -208,7 +208,7 @@ func (c *conn) timeWaitArrives(s *segment) {
 	}
 }
 
-// sendReset answers a segment that belongs to no connection (RFC 9293, section 3.10.7.1).
+// sendReset replies with a RST to a segment without a connection (RFC 9293, section 3.10.7.1).
 func (g *Gateway) sendReset(s *segment) {
 	a := outSegment{from: s.to, to: s.from, flags: flagRST}
 	if s.flags&flagACK != 0 {

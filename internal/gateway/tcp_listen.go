@@ -20,9 +20,9 @@ type listener struct {
 }
 
 const (
-	// acceptBudget is how many connections are accepted in a turn.
+	// acceptBudget is the maximum number of connections accepted in a turn.
 	acceptBudget = 64
-	// acceptPause is how long connections wait in the accept queue after the host had no descriptor or no memory for one.
+	// acceptPause is the delay before the next accept(2) after one failed for lack of descriptors or memory.
 	acceptPause = 100 * time.Millisecond
 )
 
@@ -45,11 +45,11 @@ func (l *listener) event(uint32) {
 			l.g.timers.Set(&l.timer, l.g.now.Add(acceptPause))
 			return
 		}
-		// All other errors are of the accepted connection, which is gone (accept(2)).
+		// Other errors belong to the accepted connection, which no longer exists (accept(2)).
 	}
 }
 
-// Expired ends the pause.
+// Expired resumes accepting connections after acceptPause.
 func (l *listener) Expired() { l.watch(unix.EPOLLIN) }
 
 func (l *listener) watch(events uint32) {
@@ -57,17 +57,18 @@ func (l *listener) watch(events uint32) {
 	_ = l.g.watch(unix.EPOLL_CTL_MOD, l.FD, events)
 }
 
-// aliasPorts is how many source ports are tried for a connection of the host itself, whose addresses are one alias inside.
+// aliasPorts is the number of source ports to try for a connection from the host itself: all addresses of the host have one
+// alias inside.
 const aliasPorts = 64
 
-// accepted opens a connection to the guest for an accepted connection of the host.
+// accepted opens a connection to the guest for a connection that the host has accepted.
 func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 	from, ok := addrPort(peer)
 	remote := l.g.remoteAddr(from)
 	guest := l.g.guestAddr(remote.Addr())
 	f := flow{netip.AddrPortFrom(guest, l.Port), remote}
 	if remote != from {
-		// Several addresses of the host are one alias, so that two connections may have the same ends.
+		// Since several addresses of the host have one alias, two connections may have the same address pair.
 		for i := 1; i < aliasPorts && l.g.conns[f] != nil; i++ {
 			f.remote = withPort(remote, max(remote.Port()+uint16(i), 1))
 		}
@@ -86,6 +87,6 @@ func (l *listener) accepted(fd int, peer unix.Sockaddr) {
 		return
 	}
 	c.snd.nxt = c.snd.iss + 1
-	c.windowScaling = true // offered; the SYN-ACK decides
+	c.windowScaling = true // offered; the SYN-ACK accepts or declines
 	c.sendSYN()
 }

@@ -72,7 +72,7 @@ func (l *link) accept(syn seen, scale bool) {
 	if scale {
 		l.scale = int(syn.options.windShift)
 	}
-	l.edge = l.seq + 1 + uint32(syn.window)
+	l.adv = l.seq + 1 + uint32(syn.window)
 	l.put(build(l.local, l.remote, l.seq, l.ack, flagSYN|flagACK, l.window, guestOptions(scale), nil))
 	l.seq++
 	if s := l.hear(); s.flags != flagACK || s.ack != l.seq {
@@ -374,7 +374,7 @@ func TestLinger(t *testing.T) {
 		if !c.state.finReceived() {
 			c.resetHost()
 		}
-		c.release()
+		c.closeHost()
 		delete(p.g.conns, c.flow)
 	}
 	if got, err := io.ReadAll(whole.conn); !bytes.Equal(got, text(50_000)) || err != nil {

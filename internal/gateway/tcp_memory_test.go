@@ -64,22 +64,22 @@ func TestMemoryBound(t *testing.T) {
 				return !slices.ContainsFunc(links, func(l *link) bool { return !l.settled() })
 			})
 			hearAll(p, links)
-			more = slices.ContainsFunc(links, func(l *link) bool { return before(l.seq, l.edge) })
+			more = slices.ContainsFunc(links, func(l *link) bool { return before(l.seq, l.adv) })
 		}
 		p.wait(memoryInterval)
 	}
 	total := 0
 	for i, n := range sent {
-		if n < minHeld/2 {
+		if n < minQueued/2 {
 			t.Errorf("upload %d got %d bytes through", i, n)
 		}
 		total += n
 	}
-	if held, most := p.queued(), c.Memory+uploads*2*minPromised; held > most {
+	if held, most := p.queued(), c.Memory+uploads*2*minWindow; held > most {
 		t.Errorf("the sockets hold %d bytes, want at most %d", held, most)
 	}
-	if alone := p.g.memory; alone.held > c.Memory+uploads*2*minPromised || len(alone.waiting) == 0 {
-		t.Errorf("%d bytes are noted, %d connections wait", alone.held, len(alone.waiting))
+	if alone := p.g.memory; alone.queued > c.Memory+uploads*2*minWindow || len(alone.waiting) == 0 {
+		t.Errorf("%d bytes are noted, %d connections wait", alone.queued, len(alone.waiting))
 	}
 	t.Logf("%d bytes through, %d held", total, p.queued())
 	// One after the other reads, and all go on.
@@ -92,16 +92,16 @@ func TestMemoryBound(t *testing.T) {
 		hearAll(p, links)
 	}
 	for i, l := range links {
-		if l.edge-l.seq < minHeld/2 {
-			t.Errorf("upload %d may go on for %d bytes", i, l.edge-l.seq)
+		if l.adv-l.seq < minQueued/2 {
+			t.Errorf("upload %d may go on for %d bytes", i, l.adv-l.seq)
 		}
 		l.say(flagRST, nil)
 	}
 	p.turn(10)
 	hearAll(p, links)
 	p.ended()
-	if m := p.g.memory; m.held != 0 || m.promised != 0 || len(m.waiting) != 0 {
-		t.Errorf("without connections, %d bytes are held, %d promised, %d wait", m.held, m.promised, len(m.waiting))
+	if m := p.g.memory; m.queued != 0 || m.advertised != 0 || len(m.waiting) != 0 {
+		t.Errorf("without connections, %d bytes are held, %d promised, %d wait", m.queued, m.advertised, len(m.waiting))
 	}
 }
 
@@ -111,7 +111,7 @@ func TestEndResetsGuest(t *testing.T) {
 	l := p.dial(slow(t, host4))
 	l.fill(text(8<<20), 60_000)
 	p.quiet()
-	p.g.endConnections()
+	p.g.resetConnections()
 	s, ok := p.receive()
 	for ok && s.flags&flagRST == 0 {
 		s, ok = p.receive()

@@ -8,10 +8,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// outputBudget is how many packets a connection sends in a turn.
+// outputBudget is the maximum number of packets that a connection sends in a turn.
 const outputBudget = 8
 
-// output sends the guest what the host's socket has received, as far as SND.WND allows, and a FIN at the end of the data.
+// output sends the data of the receive queue to the guest, up to SND.WND and outputBudget, and a FIN at the end of the data.
 func (c *conn) output() {
 	if c.state != established && c.state != closeWait {
 		return
@@ -21,10 +21,10 @@ func (c *conn) output() {
 			return
 		}
 		usable := int(int32(c.snd.una + c.snd.wnd - c.snd.nxt))
-		// While data are in flight, a small window is left to grow (silly-window avoidance, RFC 9293, section 3.8.6.2.1).
+		// Silly-window avoidance (RFC 9293, section 3.8.6.2.1): while data are in flight, a small window is not used.
 		if c.snd.blocked = usable <= 0 || c.snd.una != c.snd.nxt && usable < min(int(c.snd.mss), defaultMSS4); c.snd.blocked {
 			if c.snd.una == c.snd.nxt {
-				c.startRetransmitTimer() // which probes the window
+				c.startRetransmitTimer() // for zero-window probes
 			}
 			return
 		}
@@ -35,7 +35,7 @@ func (c *conn) output() {
 		case errors.Is(err, unix.EAGAIN):
 			c.snd.drained = true
 			return
-		case err != nil, n == 0 && c.host == hostErrorRead:
+		case err != nil, n == 0 && c.hostError == hostErrorRead:
 			c.abort()
 			return
 		case n == 0:
@@ -55,7 +55,7 @@ func (c *conn) output() {
 	}
 }
 
-// sendFIN sends a FIN: the host's socket is at the end of its data. If the socket has an error, a RST follows.
+// sendFIN sends a FIN after the last byte of the host's socket. If the socket has an error, a RST follows.
 func (c *conn) sendFIN(a *outSegment) {
 	if c.state == closeWait {
 		c.state = lastAck
@@ -66,28 +66,27 @@ func (c *conn) sendFIN(a *outSegment) {
 	c.transmit(a, nil)
 	c.snd.nxt++
 	c.startRetransmitTimer()
-	if c.host != hostOK {
+	if c.hostError != hostOK {
 		c.abort()
 	}
 }
 
-// maxPayload is the largest payload of a packet to the guest, bytes: whole segments, which the guest's kernel sees as one
-// packet (GSO).
+// maxPayload returns the largest payload of a packet to the guest, in bytes: a multiple of SMSS in one packet (GSO).
 func (c *conn) maxPayload(headers int) int {
 	most := maxPacket - 1 - (headers - vnetHeader)
 	return most - most%int(c.snd.mss)
 }
 
-// peekUnsent reads what is behind SND.NXT in the receive queue, without removing it. At the end of the data n is 0.
+// peekUnsent copies data of the receive queue from SND.NXT on and leaves them in the queue. At the end of the data n is 0.
 func (c *conn) peekUnsent(p []byte) (n int, err error) {
 	if c.snd.peekOffset {
 		return receive(c.fd, p, unix.MSG_PEEK|unix.MSG_DONTWAIT)
 	}
-	return receiveBehind(c.fd, c.snd.unconsumed+int(c.snd.nxt-c.snd.una), p)
+	return peekAt(c.fd, c.snd.unconsumed+int(c.snd.nxt-c.snd.una), p)
 }
 
-// consume removes what the guest has acknowledged from the receive queue. It returns false if the queue has less, which is an
-// error of the host's socket.
+// consume removes the data that the guest has acknowledged from the receive queue. It returns false if recv(2) fails or the
+// queue has fewer bytes.
 func (c *conn) consume() bool {
 	for c.snd.unconsumed > 0 { // recv(2) stops at an urgent mark
 		n, _, errno := unix.RawSyscall6(unix.SYS_RECVFROM, uintptr(c.fd), 0, uintptr(c.snd.unconsumed), unix.MSG_TRUNC|unix.MSG_DONTWAIT, 0, 0)
@@ -102,7 +101,7 @@ func (c *conn) consume() bool {
 	return true
 }
 
-// acknowledge sends RCV.NXT with the window computed anew.
+// acknowledge recomputes the window and sends an acknowledgement.
 func (c *conn) acknowledge() {
 	c.advanceWindow()
 	c.sendAck()
@@ -111,12 +110,12 @@ func (c *conn) acknowledge() {
 // sendAck sends an acknowledgement without payload.
 func (c *conn) sendAck() { a := c.newSegment(c.snd.nxt, flagACK); c.transmit(&a, nil) }
 
-// newSegment returns a segment to the guest that acknowledges RCV.NXT.
+// newSegment returns a segment to the guest with SEG.ACK = RCV.NXT.
 func (c *conn) newSegment(seq uint32, flags uint8) outSegment {
 	return outSegment{from: c.flow.remote, to: c.flow.guest, seq: seq, ack: c.rcv.nxt, flags: flags, mss: c.snd.mss}
 }
 
-// transmit sends a segment, with the window. The payload, if any, is behind the headers in the gateway's write buffer.
+// transmit sets the window of a segment and sends it. The payload, if any, follows the headers in the gateway's write buffer.
 func (c *conn) transmit(a *outSegment, payload []byte) {
 	headers := a.headers()
 	b := c.g.writeBuffer[:headers+len(payload)]
@@ -131,21 +130,22 @@ func (c *conn) transmit(a *outSegment, payload []byte) {
 	c.g.send(b)
 }
 
-// setWindow sets SEG.WND. The window is rounded up to the unit of its scale, as Linux does (tcp_select_window): rounded down,
-// the right edge would move left. Rounded up, the edge moves right with every segment. While the socket has no space for
-// that, up to a unit less is acknowledged instead; the rest follows with a later segment, or at once if the guest repeats it.
+// setWindow sets SEG.WND. Like Linux (tcp_select_window), setWindow rounds the window up to the unit of the window scale,
+// because rounding down would move the right edge left. Rounding up can move the edge right with every segment. While the
+// socket has no space for that, SEG.ACK is reduced by less than one unit instead. A later segment acknowledges these bytes;
+// if the guest retransmits them, the next segment does.
 func (c *conn) setWindow(a *outSegment) {
 	wnd := c.rcv.wnd()
 	shift := c.rcvWindShift()
 	unit := uint32(1) << shift
-	if (c.rcv.armed || c.rcv.moreFollows) && !c.rcv.ackAll && !c.state.finReceived() {
+	if (c.rcv.armed || c.rcv.moreFollows) && !c.rcv.exactAck && !c.state.finReceived() {
 		excess := -wnd % unit
 		a.ack, wnd = a.ack-excess, wnd+excess
 	}
 	field := min((wnd+unit-1)>>shift, 65535)
 	a.window = uint16(field)
-	if edge := a.ack + field<<shift; before(c.rcv.edge, edge) {
-		c.rcv.edge = edge
+	if adv := a.ack + field<<shift; before(c.rcv.adv, adv) {
+		c.rcv.adv = adv
 	}
-	c.rcv.ackAll = false
+	c.rcv.exactAck = false
 }

@@ -14,8 +14,8 @@ const (
 	maxBacklogs = 16 << 20  // bytes of all backlogs
 )
 
-// segmentBatch is the payload of a connection's segments of one turn, which one system call writes to the host's socket. The
-// payload is not copied: the parts point into the gateway's read buffer, which is overwritten in the next turn.
+// segmentBatch is the payload that a connection received in one turn; one system call writes the batch to the host's socket.
+// The parts point into the gateway's read buffer, which the next turn overwrites.
 type segmentBatch struct {
 	parts []unix.Iovec
 	bytes int
@@ -39,7 +39,7 @@ func (b *segmentBatch) add(payload []byte) {
 	b.bytes += len(payload)
 }
 
-// send writes the batch to a socket, without blocking and without SIGPIPE. It returns how many bytes the socket accepted.
+// send writes the batch to a socket, without blocking and without SIGPIPE, and returns the number of bytes accepted.
 func (b *segmentBatch) send(fd int) (int, error) {
 	if len(b.parts) == 1 {
 		return sendTo(fd, unsafe.Slice(b.parts[0].Base, b.bytes))
@@ -49,8 +49,8 @@ func (b *segmentBatch) send(fd int) (int, error) {
 	return sendMessage(fd, &h)
 }
 
-// addToBatch adds payload to what is written at the end of the turn, or to the backlog if there is one. It returns false if
-// the backlog is full: then the payload is dropped, and the guest sends it again.
+// addToBatch adds payload to the batch, or to the backlog if there is one. It returns false if the backlog is full: the
+// payload is then dropped, and the guest retransmits.
 func (c *conn) addToBatch(payload []byte) bool {
 	if len(c.rcv.backlog) > 0 {
 		return c.addToBacklog(payload)
@@ -64,7 +64,7 @@ func (c *conn) addToBatch(payload []byte) bool {
 	return true
 }
 
-// scheduleAck has an acknowledgement sent at the end of the turn.
+// scheduleAck schedules an acknowledgement for the end of the turn.
 func (c *conn) scheduleAck() {
 	if !c.queued.ack {
 		c.queued.ack = true
@@ -72,7 +72,7 @@ func (c *conn) scheduleAck() {
 	}
 }
 
-// scheduleFlush has flush called at the end of the turn.
+// scheduleFlush schedules flush, which runs when the TUN's packets of the turn are processed.
 func (c *conn) scheduleFlush() {
 	if !c.queued.flush {
 		c.queued.flush = true
@@ -80,7 +80,7 @@ func (c *conn) scheduleFlush() {
 	}
 }
 
-// flush writes the batch to the host's socket, and removes what the guest acknowledged from the receive queue.
+// flush writes the batch to the host's socket and consumes acknowledged data of the receive queue.
 func (c *conn) flush() {
 	c.queued.flush = false
 	c.writeBatch()
@@ -89,7 +89,7 @@ func (c *conn) flush() {
 	}
 }
 
-// writeBatch writes the batch to the host's socket. What the socket does not accept becomes the backlog.
+// writeBatch writes the batch to the host's socket. The payload that the socket does not accept becomes the backlog.
 func (c *conn) writeBatch() {
 	b := c.rcv.batch
 	if b == nil {
@@ -108,16 +108,16 @@ func (c *conn) writeBatch() {
 			payload := unsafe.Slice(part.Base, part.Len)
 			accepted := min(n, len(payload))
 			if n -= accepted; !c.addToBacklog(payload[accepted:]) {
-				c.rcv.finPending = false // the guest sends it again, with the payload before it
+				c.rcv.finPending = false // the guest retransmits the FIN with the payload before it
 				break
 			}
 		}
 	}
 	c.releaseBatch()
-	c.passFIN()
+	c.forwardFIN()
 }
 
-// releaseBatch returns the batch to the free ones.
+// releaseBatch returns the batch to the gateway's free batches.
 func (c *conn) releaseBatch() {
 	if b := c.rcv.batch; b != nil {
 		clear(b.parts)
@@ -126,7 +126,7 @@ func (c *conn) releaseBatch() {
 	}
 }
 
-// addToBacklog copies payload that the socket did not accept. It returns false if the backlog is full.
+// addToBacklog copies payload to the backlog. It returns false if the backlog is full.
 func (c *conn) addToBacklog(payload []byte) bool {
 	if len(c.rcv.backlog)+len(payload) > maxBacklog || c.g.backlog+len(payload) > maxBacklogs {
 		return false
@@ -136,7 +136,7 @@ func (c *conn) addToBacklog(payload []byte) bool {
 	return true
 }
 
-// writeBacklog writes the backlog to the host's socket, as far as the socket accepts it.
+// writeBacklog writes as much of the backlog as the host's socket accepts.
 func (c *conn) writeBacklog() {
 	n, err := sendTo(c.fd, c.rcv.backlog)
 	if err != nil && !errors.Is(err, unix.EAGAIN) {
@@ -148,7 +148,7 @@ func (c *conn) writeBacklog() {
 	c.rcv.tracker.Wrote(n, len(c.rcv.backlog))
 	if c.rcv.backlog = c.rcv.backlog[n:]; len(c.rcv.backlog) == 0 {
 		c.rcv.backlog = nil
-		c.passFIN()
+		c.forwardFIN()
 	}
 }
 
@@ -157,9 +157,9 @@ func (c *conn) dropBacklog() {
 	c.rcv.backlog = nil
 }
 
-// sendFailed processes an error that send(2) returned. What the socket received before the error still goes to the guest.
+// sendFailed processes an error of send(2). The data that the socket received before the error still go to the guest.
 func (c *conn) sendFailed() {
-	c.host, c.snd.drained = hostErrorRead, false
+	c.hostError, c.snd.drained = hostErrorRead, false
 	c.releaseBatch()
 	c.dropBacklog()
 	if c.state.finSent() {

@@ -4,7 +4,7 @@ package gateway
 
 import "golang.org/x/sys/unix"
 
-// retransmit sends the first unacknowledged packet again: SYN, SYN-ACK, payload, or FIN.
+// retransmit retransmits the first unacknowledged packet: SYN, SYN-ACK, payload, or FIN.
 func (c *conn) retransmit() {
 	c.g.count(Retransmitted)
 	if c.state < established {
@@ -17,7 +17,7 @@ func (c *conn) retransmit() {
 	}
 	unacked := int(c.snd.nxt - c.snd.una)
 	if c.state.finSent() {
-		unacked-- // the FIN is no byte of the socket
+		unacked-- // the FIN has a sequence number but no byte in the socket
 	}
 	a := c.newSegment(c.snd.una, flagACK|flagPSH)
 	c.rtx.highRxt = c.snd.nxt
@@ -27,7 +27,7 @@ func (c *conn) retransmit() {
 		return
 	}
 	headers := a.headers()
-	// A guest that shrank its window gets one segment, which probes the window.
+	// If the guest has shrunk its window, one segment probes the window.
 	n := min(unacked, c.maxPayload(headers), int(max(c.snd.wnd, uint32(c.snd.mss))))
 	n, err := c.peekUnacked(c.g.writeBuffer[headers:headers+n], unacked)
 	if err != nil || n == 0 {
@@ -41,7 +41,7 @@ func (c *conn) retransmit() {
 	c.transmit(&a, c.g.writeBuffer[headers:headers+n])
 }
 
-// peekUnacked reads from SND.UNA on, the head of the receive queue, and leaves the kernel's offset of MSG_PEEK at SND.NXT.
+// peekUnacked copies data from SND.UNA on, the head of the receive queue, and restores the peek offset to SND.NXT.
 func (c *conn) peekUnacked(p []byte, unacked int) (n int, err error) {
 	if !c.snd.peekOffset {
 		return receive(c.fd, p, unix.MSG_PEEK|unix.MSG_DONTWAIT)

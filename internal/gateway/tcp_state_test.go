@@ -605,7 +605,7 @@ func TestGuestKeepalive(t *testing.T) {
 	}
 	before := set()
 	l.pour(text(64<<20), 60_000)
-	c.rcv.edge = c.rcv.nxt // closed
+	c.rcv.adv = c.rcv.nxt // closed
 	p.wait(20 * time.Second)
 	l.sayAt(l.seq-1, flagACK, nil)
 	p.turn(0)

@@ -9,37 +9,37 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A connection has one timer. Its meaning follows from the state: retransmission, zero-window probe, idle probe, or the end of
-// TIME-WAIT.
+// A connection has one timer, for retransmissions, zero-window probes, keepalives, or the end of TIME-WAIT.
 const (
 	initialRTO = 200 * time.Millisecond
 	maxRTO     = 60 * time.Second
-	// maxTimeouts is how many timeouts in a row the guest may leave unanswered, after about six minutes (R2 of RFC 9293,
-	// section 3.8.3). maxSynAckTimeouts and maxSynTimeouts are for a SYN-ACK and a SYN, about twelve seconds each.
+	// maxTimeouts is the maximum number of consecutive timeouts without a segment of the guest, about six minutes (R2 of
+	// RFC 9293, section 3.8.3). maxSynAckTimeouts is the maximum for a SYN-ACK, 25 seconds, and maxSynTimeouts for a SYN,
+	// 9 to 18 seconds.
 	maxTimeouts       = 12
 	maxSynAckTimeouts = 6
 	maxSynTimeouts    = 30
-	// initialSynRTO and maxSynRTO are for a SYN. The guest's kernel drops SYNs while the accept queue of the program is full.
+	// initialSynRTO and maxSynRTO are the timeouts of a SYN, which the guest's kernel drops while the accept queue is full.
 	initialSynRTO = 10 * time.Millisecond
 	maxSynRTO     = 320 * time.Millisecond
-	// idleTimeout is after which time of silence the guest is probed (RFC 9293, section 3.8.4).
+	// idleTimeout is the idle time before the first keepalive (RFC 9293, section 3.8.4).
 	idleTimeout = 2 * time.Hour
 	// timeWaitTimeout covers three retransmissions of the guest's FIN.
 	timeWaitTimeout = 2 * time.Second
 
 	maxKeepalive      = 32767 * time.Second // MAX_TCP_KEEPIDLE of Linux
-	keepaliveInterval = 75 * time.Second    // TCP_KEEPALIVE_INTVL, the kernel's default between two probes
+	keepaliveInterval = 75 * time.Second    // TCP_KEEPALIVE_INTVL, the kernel's default interval of keepalives
 )
 
-// startIdleTimer sets the timer of a connection that has nothing in flight.
+// startIdleTimer sets the keepalive timer of a connection without unacknowledged data.
 func (c *conn) startIdleTimer() { c.g.timers.Set(&c.timer, c.g.now.Add(idleTimeout)) }
 
-// startRetransmitTimer sets the timer for what the guest has not acknowledged, or for a zero-window probe.
+// startRetransmitTimer sets the timer for a retransmission, or for a zero-window probe.
 func (c *conn) startRetransmitTimer() {
 	rto := min(initialRTO<<min(c.rtx.backoff, 16), maxRTO)
 	if c.state == synSent {
 		rto = min(initialSynRTO<<min(c.rtx.backoff, 16), maxSynRTO)
-		rto += rand.N(rto) // SYNs that a full queue dropped together do not come again together
+		rto += rand.N(rto) // jitter, so that SYNs dropped by one full queue are not retransmitted together
 	}
 	c.g.timers.Set(&c.timer, c.g.now.Add(rto))
 }
@@ -50,14 +50,14 @@ func (c *conn) Expired() {
 		c.remove()
 		return
 	}
-	// Only silence counts: a guest that answers with a zero window may do so for any time (RFC 9293, section 3.8.6.1).
-	c.rtx.backoff, c.rtx.unanswered = min(c.rtx.backoff+1, maxTimeouts), c.rtx.unanswered+1
-	if c.rtx.unanswered > c.maxUnanswered() {
+	// Any segment resets timeouts: a guest may keep its window closed indefinitely (RFC 9293, section 3.8.6.1).
+	c.rtx.backoff, c.rtx.timeouts = min(c.rtx.backoff+1, maxTimeouts), c.rtx.timeouts+1
+	if c.rtx.timeouts > c.timeoutLimit() {
 		c.abort()
 		return
 	}
 	if c.state >= established && c.snd.una == c.snd.nxt {
-		// The guest answers a segment from before its window, as it does a keepalive.
+		// The guest acknowledges a segment before its window, as a keepalive.
 		a := c.newSegment(c.snd.una-1, flagACK)
 		c.transmit(&a, nil)
 		c.startRetransmitTimer()
@@ -70,8 +70,8 @@ func (c *conn) Expired() {
 	}
 }
 
-// maxUnanswered is after how many timeouts without an answer the connection is aborted.
-func (c *conn) maxUnanswered() uint8 {
+// timeoutLimit returns the maximum number of consecutive timeouts before the connection is aborted.
+func (c *conn) timeoutLimit() uint8 {
 	switch c.state {
 	case synReceived:
 		return maxSynAckTimeouts
@@ -81,16 +81,15 @@ func (c *conn) maxUnanswered() uint8 {
 	return maxTimeouts
 }
 
-// copyKeepalive sets on the host's socket the keepalive time that the guest's probe shows: how long the guest had been silent.
-// The gateway answers the guest's probes itself, so that a guest would never learn that its peer is gone unless the host's
-// kernel probes the peer as well.
+// copyKeepalive sets the keepalive time of the host's socket to the guest's idle time before this keepalive. Since the gateway
+// acknowledges the guest's keepalives itself, the guest learns of a dead peer only if the host's kernel probes the peer, too.
 func (c *conn) copyKeepalive() {
-	idle := uint16(min(max(c.g.now.Sub(c.alive.lastHeard).Round(time.Second), time.Second), maxKeepalive) / time.Second)
-	if idle == c.alive.idle {
+	idle := uint16(min(max(c.g.now.Sub(c.keepalive.lastReceived).Round(time.Second), time.Second), maxKeepalive) / time.Second)
+	if idle == c.keepalive.idle {
 		return
 	}
-	c.alive.idle = idle
-	// The interval precedes the idle time: if that has passed already, the kernel probes at once.
+	c.keepalive.idle = idle
+	// The interval is set first: if the idle time has passed already, TCP_KEEPIDLE starts the probes at once.
 	every := min(int(idle), int(keepaliveInterval/time.Second))
 	_ = unix.SetsockoptInt(c.fd, unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, every)
 	_ = unix.SetsockoptInt(c.fd, unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, int(idle))

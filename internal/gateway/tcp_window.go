@@ -4,9 +4,9 @@ package gateway
 
 import "sockeye/room"
 
-// advanceWindow moves the right edge of the receive window as far as the host's socket has space. The edge never moves left.
+// advanceWindow moves the right edge of the receive window to the right, as far as the host's socket has space.
 func (c *conn) advanceWindow() {
-	if c.state.finReceived() || c.host != hostOK || len(c.rcv.backlog) > 0 {
+	if c.state.finReceived() || c.hostError != hostOK || len(c.rcv.backlog) > 0 {
 		return
 	}
 	s, err := room.ReadSnapshot(c.fd)
@@ -15,7 +15,8 @@ func (c *conn) advanceWindow() {
 	}
 	c.rcv.armed = false
 	if s.Arming() || s.NotSentLowat > 0 && 2*s.Unsent >= s.NotSentLowat {
-		// As room.Arm does. If the socket became writable since the snapshot, no event comes, and a new snapshot is needed.
+		// Like room.Arm. If the socket has become writable since the snapshot, the kernel reports no event, and the snapshot
+		// is stale.
 		if c.rcv.armed = !isWritable(c.fd); !c.rcv.armed {
 			if s, err = room.ReadSnapshot(c.fd); err != nil {
 				return
@@ -24,24 +25,24 @@ func (c *conn) advanceWindow() {
 	}
 	safe := c.g.config.Kernel.Estimate(s, c.rcv.recentWrite, &c.rcv.tracker).Safe
 	if !c.rcv.armed {
-		// A writable socket accepts one segment whole, and no event would tell of more space later.
+		// A writable socket accepts one whole segment, and no later event would report more space.
 		safe = max(safe, int(c.rcv.mss))
 	}
-	safe = c.g.memory.allow(c, s.Queued, safe)
+	safe = c.g.memory.limitWindow(c, s.Queued, safe)
 	shift := c.rcvWindShift()
 	wnd := min(safe, 65535<<shift)
-	// A multiple of the scale's unit, which rounding up in transmit leaves as it is.
+	// Round down to the unit of the window scale, so that setWindow does not round up.
 	if whole := wnd &^ (1<<shift - 1); whole >= int(c.rcv.mss) {
 		wnd = whole
 	}
-	gain := int(int32(c.rcv.nxt + uint32(wnd) - c.rcv.edge))
+	gain := int(int32(c.rcv.nxt + uint32(wnd) - c.rcv.adv))
 	if gain <= 0 || c.rcv.armed && gain < min(s.SendBuffer/8, maxPacket) {
-		return // silly-window avoidance (RFC 9293, section 3.8.6.2.2): EPOLLOUT brings more
+		return // silly-window avoidance (RFC 9293, section 3.8.6.2.2) until EPOLLOUT
 	}
-	c.rcv.edge += uint32(gain)
+	c.rcv.adv += uint32(gain)
 }
 
-// rcvWindShift is Rcv.Wind.Shift (RFC 7323, section 2.2).
+// rcvWindShift returns Rcv.Wind.Shift (RFC 7323, section 2.2).
 func (c *conn) rcvWindShift() uint8 {
 	if !c.windowScaling {
 		return 0
@@ -51,22 +52,22 @@ func (c *conn) rcvWindShift() uint8 {
 
 // hostWritable processes EPOLLOUT: the host's socket has space again.
 func (c *conn) hostWritable() {
-	nxt, edge := c.rcv.nxt, c.rcv.edge
-	if len(c.rcv.backlog) > 0 && c.host == hostOK {
+	nxt, adv := c.rcv.nxt, c.rcv.adv
+	if len(c.rcv.backlog) > 0 && c.hostError == hostOK {
 		if c.writeBacklog(); c.fd < 0 {
 			return
 		}
 	}
 	c.advanceWindow()
-	if c.rcv.nxt != nxt || c.rcv.edge != edge {
+	if c.rcv.nxt != nxt || c.rcv.adv != adv {
 		c.sendAck()
 	}
 }
 
-// offerWindow sends the guest a window update, if the window can grow.
-func (c *conn) offerWindow() {
-	edge := c.rcv.edge
-	if c.advanceWindow(); c.rcv.edge != edge {
+// sendWindowUpdate sends the guest a window update, if the window can grow.
+func (c *conn) sendWindowUpdate() {
+	adv := c.rcv.adv
+	if c.advanceWindow(); c.rcv.adv != adv {
 		c.sendAck()
 	}
 }

@@ -36,10 +36,10 @@ func slow(t *testing.T, a netip.Addr) *net.TCPListener {
 func (l *link) pour(data []byte, size int) (n int) {
 	l.Helper()
 	for n < len(data) {
-		if l.edge == l.seq {
+		if l.adv == l.seq {
 			l.until("an acknowledgement", l.mostAcked)
 		}
-		room := int(int32(l.edge - l.seq))
+		room := int(int32(l.adv - l.seq))
 		if room <= 0 {
 			return n
 		}
@@ -148,7 +148,7 @@ func TestHostStops(t *testing.T) {
 				l.sayAt(l.seq, flagACK|flagPSH, []byte{data[sent]})
 				s := l.hear()
 				switch taken := s.ack - l.seq; {
-				case taken == 0 && l.edge == l.seq:
+				case taken == 0 && l.adv == l.seq:
 				case taken == 1:
 					l.seq, sent, n = l.seq+1, sent+1, n+1
 				default:
@@ -200,8 +200,8 @@ func TestBacklog(t *testing.T) {
 	data := text(64 << 20)
 	sent := l.fill(data, 60_000)
 	c := p.g.conns[flow{l.local, l.remote}]
-	c.rcv.edge = l.seq + maxBacklog // as if more had been promised
-	l.edge = c.rcv.edge
+	c.rcv.adv = l.seq + maxBacklog // as if more had been promised
+	l.adv = c.rcv.adv
 	more := maxBacklog/40_000*40_000 + 40_000
 	for i := 0; i < more; i += 40_000 {
 		l.say(flagACK, data[sent+i:sent+i+40_000])
@@ -300,8 +300,8 @@ func TestTurn(t *testing.T) {
 		}
 		data := text(64 << 20)
 		sent := l.fill(data, 60_000)
-		c.rcv.edge = l.seq + 2*maxBacklog // as if more had been promised
-		l.edge = c.rcv.edge
+		c.rcv.adv = l.seq + 2*maxBacklog // as if more had been promised
+		l.adv = c.rcv.adv
 		more := maxBacklog + 200_000
 		for part := range slices.Chunk(data[sent:sent+more], 50_000) {
 			l.say(flagACK, part)

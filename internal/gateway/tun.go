@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// guestPackets handles the readable TUN descriptor.
+// guestPackets handles events of the TUN descriptor.
 type guestPackets Gateway
 
 func (t *guestPackets) event(uint32) {
@@ -54,7 +54,7 @@ func (g *Gateway) isGuest(a netip.Addr) bool {
 	return a.IsValid() && (a == g.config.Guest4 || a == g.config.Guest6)
 }
 
-// guestAddr is the guest's address of the family of remote.
+// guestAddr returns the guest's address of the same family as remote.
 func (g *Gateway) guestAddr(remote netip.Addr) netip.Addr {
 	if remote.Is4() {
 		return g.config.Guest4
@@ -62,7 +62,7 @@ func (g *Gateway) guestAddr(remote netip.Addr) netip.Addr {
 	return g.config.Guest6
 }
 
-// remoteAddr is the address by which the guest sees a peer: an alias for the host itself, and the address itself otherwise.
+// remoteAddr returns the address by which the guest sees a peer: Host4 or Host6 for the host itself, otherwise the peer's address.
 func (g *Gateway) remoteAddr(peer netip.AddrPort) netip.AddrPort {
 	a := peer.Addr()
 	if !a.IsLoopback() && !g.isGuest(a) {
@@ -74,7 +74,7 @@ func (g *Gateway) remoteAddr(peer netip.AddrPort) netip.AddrPort {
 	return netip.AddrPortFrom(g.config.Host6, peer.Port())
 }
 
-// send writes a packet, with a struct virtio_net_hdr before it, to the TUN. If the interface's queue is full, the packet is dropped.
+// send writes a packet, preceded by a struct virtio_net_hdr, to the TUN. If the interface's queue is full, the packet is dropped.
 func (g *Gateway) send(p []byte) {
 	if _, err := direct(unix.SYS_WRITE, g.config.TUN, p, 0); err != nil {
 		g.count(TUNFull)

@@ -15,21 +15,21 @@ import (
 )
 
 const (
-	// udpIdle is after which idle time a flow is forgotten (RFC 4787, REQ-5: at least two minutes, except for well-known ports).
+	// udpIdle is the idle timeout of a flow (RFC 4787, REQ-5: at least two minutes, except for well-known ports).
 	udpIdle = 3 * time.Minute
-	// dnsIdle is the same for queries to name servers, each of which is a flow.
+	// dnsIdle is the idle timeout of a flow to port 53. Each DNS query is a flow.
 	dnsIdle   = 20 * time.Second
-	udpBudget = 64 // datagrams that are read from a socket in a turn
+	udpBudget = 64 // maximum number of datagrams read from a socket in a turn
 )
 
-// udpFlow is the datagrams between a port of the guest and a destination that the guest sent to first.
+// udpFlow is a UDP flow that the guest opened by sending a datagram to a destination.
 type udpFlow struct {
 	g         *Gateway
 	addresses flow
 	fd        int
-	hops      hopLimit // of a socket of its own
-	// shared is the socket that the flow shares with others; nil: it has one of its own. destination is a struct sockaddr for a
-	// shared socket.
+	hops      hopLimit // of a connected socket
+	// shared is the socket that the flow shares with others; nil: the flow has a connected socket. destination is the struct
+	// sockaddr of the peer, for a shared socket.
 	shared      *sharedSocket
 	destination []byte
 	noGSO       bool // UDP_SEGMENT fails for the flow's datagrams
@@ -42,8 +42,8 @@ type udpFlow struct {
 
 // udpArrives processes a datagram of the guest.
 func (g *Gateway) udpArrives(s *segment) {
-	if b, k := g.bound.forReply(s, g.now); b != nil {
-		// If the guest may not send there by itself, only datagrams of the peer refresh the peer: its address may be forged.
+	if b, k := g.bound.findReply(s, g.now); b != nil {
+		// If the guest may not open flows to the peer, only datagrams of the peer refresh the entry: the address may be forged.
 		if g.now.Sub(k.lastSeen) > udpIdle/2 && g.config.Outbound.Allowed(unix.IPPROTO_UDP, s.to) {
 			k.lastSeen = g.now
 		}
@@ -58,32 +58,32 @@ func (g *Gateway) udpArrives(s *segment) {
 			g.unreachable(s, prohibited)
 			return
 		}
-		if b := g.bound.forSource(s, g.config.Outbound.Translate(s.to)); b != nil {
-			b.send(s, b.remember(s.to, messageTo(b.v6, s.to), nil))
+		if b := g.bound.findSource(s, g.config.Outbound.Translate(s.to)); b != nil {
+			b.send(s, b.addPeer(s.to, messageTo(b.v6, s.to), nil))
 			return
 		}
 		if u = g.newUDP(f, s); u == nil {
 			return
 		}
 	} else {
-		g.flows.used(u, g.now, true)
+		g.flows.touch(u, g.now, true)
 	}
 	g.gso.add(u, s)
 }
 
 func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
-	c := passing
+	c := classTransient
 	if g.config.Outbound.NameServer(f.remote.Addr()) != nil {
-		c = naming
+		c = classDNS
 	}
-	if c == passing {
+	if c == classTransient {
 		begin := g.clock()
-		if !g.openingTime.allows(begin) {
+		if !g.openBudget.available(begin) {
 			g.count(TooMany)
-			g.warn(warnOpening, "too many new UDP flows: datagrams to other places are dropped, so that the rest goes on")
+			g.warn(warnOpening, "too many new UDP flows: datagrams to new destinations are dropped")
 			return nil
 		}
-		defer func() { g.openingTime.spend(g.clock().Sub(begin)) }()
+		defer func() { g.openBudget.charge(g.clock().Sub(begin)) }()
 	}
 	u := &udpFlow{g: g, addresses: f, lastUsed: g.now, class: c}
 	to := g.config.Outbound.Translate(f.remote)
@@ -103,15 +103,15 @@ func (g *Gateway) newUDP(f flow, s *segment) *udpFlow {
 	return u
 }
 
-// connectFlow opens a connected socket for a flow.
+// connectFlow opens a connected socket for a flow. It returns false if that fails.
 func (g *Gateway) connectFlow(u *udpFlow, to netip.AddrPort, s *segment) bool {
-	g.makeRoomForFlow(u.class)
+	g.evictForFlow(u.class)
 	fd, err := g.openSocket(to.Addr(), unix.SOCK_DGRAM, 0)
 	if err != nil {
 		g.count(TooMany)
 		return false
 	}
-	if err := connectTold(fd, to); err != nil {
+	if err := connectWithErrorQueue(fd, to); err != nil {
 		unix.Close(fd)
 		if errors.Is(err, unix.EAGAIN) {
 			g.count(TooMany) // the host has no free port
@@ -135,16 +135,16 @@ func (u *udpFlow) idle() time.Duration {
 	return udpIdle
 }
 
-// connectTold connects a socket whose error queue gets the ICMP errors of the socket's datagrams.
-func connectTold(fd int, to netip.AddrPort) error {
-	if err := askErrors(fd, to.Addr()); err != nil {
+// connectWithErrorQueue connects a socket and enables its error queue.
+func connectWithErrorQueue(fd int, to netip.AddrPort) error {
+	if err := enableErrorQueue(fd, to.Addr()); err != nil {
 		return err
 	}
 	return unix.Connect(fd, sockaddr(to))
 }
 
-// askErrors enables the error queue of a socket that sends to addresses of one family (IP_RECVERR, IPV6_RECVERR).
-func askErrors(fd int, to netip.Addr) error {
+// enableErrorQueue enables the error queue of a socket that sends to addresses of one family (IP_RECVERR, IPV6_RECVERR).
+func enableErrorQueue(fd int, to netip.Addr) error {
 	level, option := unix.IPPROTO_IP, unix.IP_RECVERR
 	if to.Is6() {
 		level, option = unix.IPPROTO_IPV6, unix.IPV6_RECVERR
@@ -155,7 +155,7 @@ func askErrors(fd int, to netip.Addr) error {
 // hopLimit is the TTL or hop limit that was set on a socket; 0: the host's default.
 type hopLimit uint8
 
-// set sets the hop limit of the guest's datagram on the socket, as traceroute(8) needs. The guest's default becomes the host's
+// set copies the hop limit of the guest's datagram to the socket, as traceroute(8) needs. The guest's default becomes the host's
 // default.
 func (h *hopLimit) set(fd int, s *segment) {
 	limit := s.hops()
@@ -174,7 +174,7 @@ func (h *hopLimit) set(fd int, s *segment) {
 	if family, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DOMAIN); err == nil && family == unix.AF_INET6 {
 		level, option = unix.IPPROTO_IPV6, unix.IPV6_UNICAST_HOPS
 	}
-	_ = unix.SetsockoptInt(fd, level, option, value) // an error leaves the datagram with another hop limit
+	_ = unix.SetsockoptInt(fd, level, option, value) // on an error the datagram has another hop limit
 }
 
 // hops returns the TTL or hop limit.
@@ -185,7 +185,7 @@ func (s *segment) hops() uint8 {
 	return s.network[7]
 }
 
-// refuseDatagram answers a datagram that the host's socket did not send with the ICMP error for the socket's errno.
+// refuseDatagram replies to a datagram that could not be sent with the ICMP error that corresponds to the errno.
 func (g *Gateway) refuseDatagram(s *segment, err error) {
 	if why, ok := failureOf(err); ok {
 		g.unreachable(s, why)
@@ -193,18 +193,18 @@ func (g *Gateway) refuseDatagram(s *segment, err error) {
 }
 
 func (u *udpFlow) event(events uint32) {
-	u.g.flows.used(u, u.g.now, false)
+	u.g.flows.touch(u, u.g.now, false)
 	if events&unix.EPOLLERR != 0 {
-		u.passErrors()
+		u.forwardErrors()
 	}
 	for range udpBudget / receiveBatchSize {
-		n, err := u.g.inbox.read(u.fd, receiveBatchSize)
-		if err != nil && (errors.Is(err, unix.EAGAIN) || !u.passErrors()) {
+		n, err := u.g.received.read(u.fd, receiveBatchSize)
+		if err != nil && (errors.Is(err, unix.EAGAIN) || !u.forwardErrors()) {
 			return
 		}
-		u.g.flows.used(u, u.g.now, true)
+		u.g.flows.touch(u, u.g.now, true)
 		for i := range n {
-			u.g.deliver(u.g.inbox.buffers[i], u.addresses, int(u.g.inbox.messages[i].Len))
+			u.g.deliver(u.g.received.buffers[i], u.addresses, int(u.g.received.messages[i].Len))
 		}
 		if n < receiveBatchSize {
 			return
@@ -212,12 +212,12 @@ func (u *udpFlow) event(events uint32) {
 	}
 }
 
-// passErrors forwards the ICMP errors of the flow's socket to the guest. It returns false if there were none.
-func (u *udpFlow) passErrors() bool {
+// forwardErrors forwards the pending ICMP errors of the flow's socket to the guest. It returns false if there were none.
+func (u *udpFlow) forwardErrors() bool {
 	if u.shared != nil {
-		return u.shared.passErrors()
+		return u.shared.forwardErrors()
 	}
-	return u.g.passErrors(u.fd, unix.IPPROTO_UDP, u.addresses.always)
+	return u.g.forwardErrors(u.fd, unix.IPPROTO_UDP, u.addresses.anyDestination)
 }
 
 func (u *udpFlow) Expired() {
@@ -225,11 +225,11 @@ func (u *udpFlow) Expired() {
 		u.g.timers.Set(&u.timer, end)
 		return
 	}
-	u.end()
+	u.remove()
 }
 
-// end removes the flow, and closes the socket that no other flow uses.
-func (u *udpFlow) end() {
+// remove removes the flow, and closes the socket if no other flow uses it.
+func (u *udpFlow) remove() {
 	u.g.flows.remove(u)
 	if u.shared != nil {
 		u.shared.leave(u)
@@ -238,11 +238,10 @@ func (u *udpFlow) end() {
 	u.g.closeFD(u.fd)
 }
 
-// headroom is the space in a buffer before a datagram's payload, for the longest headers, those of IPv6.
+// headroom is the space before a datagram's payload in a buffer, for the IPv6 headers.
 const headroom = vnetHeader + ipv6Header + udpHeader
 
-// deliver sends the guest a datagram whose payload is behind the headroom in buffer. A packet larger than the MTU of the guest's
-// interface is fragmented.
+// deliver sends a datagram to the guest. The payload follows the headroom in buffer. Packets larger than the MTU are fragmented.
 func (g *Gateway) deliver(buffer []byte, f flow, payload int) {
 	ip := ipv6Header
 	if f.guest.Addr().Is4() {
@@ -250,7 +249,7 @@ func (g *Gateway) deliver(buffer []byte, f flow, payload int) {
 	}
 	length := udpHeader + payload
 	if ip == ipv4Header && ip+length > maxPacket-1 {
-		return // too large for IPv4: the datagram came by IPv6 from a name server that has an IPv4 alias
+		return // too large for IPv4: an IPv6 datagram of a name server with an IPv4 alias
 	}
 	p := buffer[ipv6Header-ip : headroom+payload]
 	clear(p[:vnetHeader+ip+udpHeader])

@@ -12,17 +12,17 @@ import (
 	"sockeye/internal/gateway/timer"
 )
 
-// boundSocket is a socket of the host that is bound to a port for the guest.
+// boundSocket is the UDP socket of a Forward.
 type boundSocket struct {
 	g *Gateway
 	Forward
 	v6    bool
-	peers map[netip.AddrPort]*boundPeer // by the address that the guest sees
+	peers map[netip.AddrPort]*boundPeer // by the address inside (remoteAddr)
 	timer timer.Timer
 	pacer pacer
 }
 
-// boundPeer is a peer that sent to a bound socket, and may be answered.
+// boundPeer is a peer to which the guest may reply, because the peer has sent a datagram to the bound socket.
 type boundPeer struct {
 	lastSeen time.Time
 	destination
@@ -31,7 +31,7 @@ type boundPeer struct {
 // boundSockets are the bound sockets by the guest's port.
 type boundSockets map[uint16][]*boundSocket
 
-// maxPeers bounds the peers of a socket. Since source addresses can be forged, a peer beyond the bound replaces another one.
+// maxPeers is the maximum number of peers of a socket. Another peer replaces any of them, since source addresses can be forged.
 const maxPeers = 1 << 16
 
 func newBound(g *Gateway, f Forward) (*boundSocket, error) {
@@ -49,8 +49,8 @@ func newBound(g *Gateway, f Forward) (*boundSocket, error) {
 	return b, unix.SetsockoptInt(f.FD, level, option, 1)
 }
 
-// forReply returns the socket that the destination of the guest's datagram sent to last; nil if the destination is no peer.
-func (all boundSockets) forReply(s *segment, now time.Time) (by *boundSocket, to *boundPeer) {
+// findReply returns the socket on which the destination of the guest's datagram was last seen as a peer; nil if there is none.
+func (all boundSockets) findReply(s *segment, now time.Time) (by *boundSocket, to *boundPeer) {
 	for _, b := range all[s.from.Port()] {
 		if k := b.peers[s.to]; k != nil && now.Sub(k.lastSeen) < udpIdle && (to == nil || k.lastSeen.After(to.lastSeen)) {
 			by, to = b, k
@@ -59,8 +59,8 @@ func (all boundSockets) forReply(s *segment, now time.Time) (by *boundSocket, to
 	return by, to
 }
 
-// forSource returns the socket bound for the source port of a datagram that is no reply; nil: the datagram opens a flow.
-func (all boundSockets) forSource(s *segment, to netip.AddrPort) *boundSocket {
+// findSource returns the socket bound to the source port of a datagram that is not a reply; nil: the datagram opens a flow.
+func (all boundSockets) findSource(s *segment, to netip.AddrPort) *boundSocket {
 	for _, b := range all[s.from.Port()] {
 		if to == s.to && (b.v6 && !b.v6Only() || b.v6 == to.Addr().Is6()) {
 			return b
@@ -86,7 +86,7 @@ func (b *boundSocket) send(s *segment, k *boundPeer) {
 }
 
 func (b *boundSocket) event(uint32) {
-	in := b.g.inbox
+	in := b.g.received
 	for range udpBudget / receiveBatchSize {
 		most := b.pacer.allowed()
 		if most == 0 {
@@ -103,12 +103,12 @@ func (b *boundSocket) event(uint32) {
 			if !peer.IsValid() || !guest.IsValid() {
 				continue
 			}
-			// The source address may be forged, and the guest would answer to it.
+			// The source address may be forged, and the guest would reply to it.
 			if o := &b.g.config.Outbound; o.Named(remote) && !o.Allowed(unix.IPPROTO_UDP, remote) {
 				b.g.count(NotAllowed)
 				continue
 			}
-			b.remember(remote, in.name(i), in.control(i))
+			b.addPeer(remote, in.name(i), in.control(i))
 			f, payload := flow{netip.AddrPortFrom(guest, b.Port), remote}, int(in.messages[i].Len)
 			b.g.deliver(in.buffers[i], f, payload)
 			b.pacer.delivered(f, payload)
@@ -119,9 +119,8 @@ func (b *boundSocket) event(uint32) {
 	}
 }
 
-// remember adds or refreshes a peer, with the address and the control message for a reply from the local address that the peer
-// sent to.
-func (b *boundSocket) remember(remote netip.AddrPort, name, control []byte) *boundPeer {
+// addPeer adds or refreshes a peer. With control, replies have the local address to which the peer has sent.
+func (b *boundSocket) addPeer(remote netip.AddrPort, name, control []byte) *boundPeer {
 	k := b.peers[remote]
 	if k == nil {
 		if len(b.peers) >= maxPeers {

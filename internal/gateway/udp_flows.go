@@ -15,53 +15,51 @@ import (
 	"sockeye/internal/gateway/access"
 )
 
-// Each UDP flow that the guest opens occupies a port of the host, unless the flow shares a socket, and so does each TCP
-// connection.
+// Each TCP connection that the guest opens occupies a port of the host, and so does each UDP flow, unless it shares a socket.
 const (
-	// portShare is the part (one in so many) of the host's port range that a guest may occupy with UDP, and the same again with
-	// TCP, which has its own ports.
-	portShare = 4
-	// aliasShare is the part of the flows that may lead to name servers, as each query is a flow.
-	aliasShare = 4
-	// sharedShare is the part of a guest's UDP ports that shared sockets may occupy.
-	sharedShare = 4
-	// maxSharing bounds the flows on shared sockets. These need no port and no descriptor, but 513 bytes of memory each (measured
-	// on amd64): 34 MB.
+	// A guest may occupy 1/portDivisor of the host's port range with UDP, and as much with TCP, which has separate ports.
+	portDivisor = 4
+	// At most 1/aliasDivisor of the flows may lead to name servers. Each DNS query is a flow.
+	aliasDivisor = 4
+	// Shared sockets may occupy 1/sharedDivisor of a guest's UDP ports.
+	sharedDivisor = 4
+	// maxSharing is the maximum number of flows on shared sockets. Such a flow needs neither a port nor a descriptor, but 513
+	// bytes of memory (measured on amd64), 34 MB in all.
 	maxSharing = 1 << 16
 	// defaultPorts is the size of the kernel's default port range (ip_local_port_range, 32768 to 60999).
 	defaultPorts = 28232
-	// warnEvery is the shortest time between two warnings of a kind.
+	// warnEvery is the minimum time between two warnings of a kind.
 	warnEvery = time.Minute
 )
 
-// defaultOutgoing is how many ports a guest may occupy: a share of the port range of the host's network namespace.
+// defaultOutgoing returns the number of ports that a guest may occupy: a part of net.ipv4.ip_local_port_range.
 func defaultOutgoing() int {
 	text, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
 	if fields := strings.Fields(string(text)); err == nil && len(fields) == 2 {
 		first, err1 := strconv.Atoi(fields[0])
 		last, err2 := strconv.Atoi(fields[1])
 		if err1 == nil && err2 == nil && 0 <= first && first <= last && last <= 65535 {
-			return max((last-first+1)/portShare, 1)
+			return max((last-first+1)/portDivisor, 1)
 		}
 	}
-	return defaultPorts / portShare
+	return defaultPorts / portDivisor
 }
 
-// timeShare bounds the time that the gateway spends on opening flows. Otherwise a guest that sends to ever new destinations would
-// delay its own connections and DNS queries.
-type timeShare struct {
+// timeBudget limits the time that the gateway spends on opening flows. Without the limit, a guest that keeps sending to new
+// destinations would delay its own connections and DNS queries.
+type timeBudget struct {
 	remaining time.Duration
 	at        time.Time
 }
 
 const (
-	// openingPercent is the share of all time, in percent.
+	// openingPercent is the share of elapsed time, in percent.
 	openingPercent = 60
-	// openingBurst is how much time may be spent at once.
+	// openingBurst is the maximum of the budget.
 	openingBurst = 50 * time.Millisecond
 )
 
-func (o *timeShare) allows(now time.Time) bool {
+func (o *timeBudget) available(now time.Time) bool {
 	if o.at.IsZero() {
 		o.remaining = openingBurst
 	}
@@ -70,25 +68,25 @@ func (o *timeShare) allows(now time.Time) bool {
 	return o.remaining > 0
 }
 
-func (o *timeShare) spend(d time.Duration) { o.remaining -= d }
+func (o *timeBudget) charge(d time.Duration) { o.remaining -= d }
 
-// class is the kind of a flow, on which the order of eviction depends.
+// class is the kind of a flow, which decides the order of eviction.
 type class uint8
 
 const (
-	// naming: to the alias of a name server.
-	naming class = iota
-	// passing: to port 53 elsewhere, or the guest sent one datagram and got none.
-	passing
-	// lasting: all other flows.
-	lasting
+	// classDNS: to the alias of a name server.
+	classDNS class = iota
+	// classTransient: to port 53 of another host, or with a single datagram so far.
+	classTransient
+	// classActive: all other flows.
+	classActive
 	classes
 )
 
-// patience is how long an idle flow of the class is preferred to a new one. A flood of queries, or a scan, thereby evicts its own
-// flows before one that is in regular use.
-func (c class) patience() time.Duration {
-	if c == lasting {
+// retention returns how long after its last use a flow of the class is kept in preference to others. A flood of queries, or a scan,
+// thereby evicts its own flows before flows in regular use.
+func (c class) retention() time.Duration {
+	if c == classActive {
 		return udpIdle
 	}
 	return dnsIdle
@@ -96,14 +94,14 @@ func (c class) patience() time.Duration {
 
 // udpFlows are the flows that the guest opened, by address and by last use.
 type udpFlows struct {
-	all     map[flow]*udpFlow
-	own     flowLRU // flows with a socket of their own
-	sharing flowLRU // flows on shared sockets
-	sources map[netip.AddrPort]*source
-	sockets int // number of shared sockets
+	all       map[flow]*udpFlow
+	connected flowLRU // flows with connected sockets
+	shared    flowLRU // flows on shared sockets
+	sources   map[netip.AddrPort]*source
+	sockets   int // number of shared sockets
 }
 
-// flowLRU has a list of flows per class, in the order of their last use.
+// flowLRU is a list of flows per class, in the order of their last use.
 type flowLRU struct {
 	class [classes]struct {
 		oldest, newest *udpFlow
@@ -115,12 +113,12 @@ type flowLRU struct {
 // order returns the lists that a flow is in.
 func (l *udpFlows) order(u *udpFlow) *flowLRU {
 	if u.shared != nil {
-		return &l.sharing
+		return &l.shared
 	}
-	return &l.own
+	return &l.connected
 }
 
-// link adds a flow as the last used of its class.
+// link adds a flow as the most recently used of its class.
 func (all *flowLRU) link(u *udpFlow) {
 	o := &all.class[u.class]
 	u.older, u.newer = o.newest, nil
@@ -151,12 +149,12 @@ func (all *flowLRU) unlink(u *udpFlow) {
 	all.n--
 }
 
-// used marks a flow as used now. With lasts it becomes a flow of the class lasting.
-func (l *udpFlows) used(u *udpFlow, now time.Time, lasts bool) {
+// touch marks a flow as used now. If active, a transient flow becomes classActive, except to port 53.
+func (l *udpFlows) touch(u *udpFlow, now time.Time, active bool) {
 	u.lastUsed = now
 	to := u.class
-	if lasts && to == passing && u.addresses.remote.Port() != access.DNSPort {
-		to = lasting
+	if active && to == classTransient && u.addresses.remote.Port() != access.DNSPort {
+		to = classActive
 	}
 	all := l.order(u)
 	if to == u.class && all.class[to].newest == u {
@@ -170,77 +168,77 @@ func (l *udpFlows) used(u *udpFlow, now time.Time, lasts bool) {
 func (l *udpFlows) add(u *udpFlow) {
 	l.all[u.addresses] = u
 	l.order(u).link(u)
-	l.countOwn(u, 1)
+	l.countConnected(u, 1)
 }
 
 func (l *udpFlows) remove(u *udpFlow) {
 	delete(l.all, u.addresses)
 	l.order(u).unlink(u)
-	l.countOwn(u, -1)
+	l.countConnected(u, -1)
 }
 
-// countOwn adds n to the number of the source's flows with own sockets, if the flow is one of these.
-func (l *udpFlows) countOwn(u *udpFlow, n int) {
+// countConnected adds n to the source's number of sharable flows with connected sockets, if u is one of these.
+func (l *udpFlows) countConnected(u *udpFlow, n int) {
 	if u.shared != nil || !u.sharable() {
 		return
 	}
-	l.source(u.addresses.guest).own += n
-	l.tidy(u.addresses.guest)
+	l.source(u.addresses.guest).connected += n
+	l.removeUnused(u.addresses.guest)
 }
 
-// first returns the flow whose patience ends first; nil if there are none. Queries to name servers have a bound of their own
-// (aliasShare): no other flow evicts a query while there are other flows.
+// first returns the flow to evict, whose retention ends first; nil if there are no flows. Flows of classDNS have a separate limit
+// (aliasDivisor) and are evicted only if there are no others.
 func (all *flowLRU) first() (first *udpFlow) {
 	var end time.Time
-	for c := passing; c < classes; c++ {
+	for c := classTransient; c < classes; c++ {
 		u := all.class[c].oldest
 		if u == nil {
 			continue
 		}
-		if e := u.lastUsed.Add(c.patience()); first == nil || e.Before(end) {
+		if e := u.lastUsed.Add(c.retention()); first == nil || e.Before(end) {
 			first, end = u, e
 		}
 	}
 	if first == nil {
-		return all.class[naming].oldest
+		return all.class[classDNS].oldest
 	}
 	return first
 }
 
-// makeRoomForFlow evicts flows to make room for one of a class with a socket of its own.
-func (g *Gateway) makeRoomForFlow(c class) {
-	names := &g.flows.own.class[naming]
-	if most := max(g.config.Outgoing/aliasShare, 1); c == naming && names.n >= most {
-		g.evict(names.oldest, "flows to name servers", most)
+// evictForFlow evicts flows until the limits allow one more flow of the class with a connected socket.
+func (g *Gateway) evictForFlow(c class) {
+	names := &g.flows.connected.class[classDNS]
+	if most := max(g.config.Outgoing/aliasDivisor, 1); c == classDNS && names.n >= most {
+		g.evictAndWarn(names.oldest, "flows to name servers", most)
 	}
-	g.makeRoomForSocket()
+	g.evictForSocket()
 }
 
-// makeRoomForSocket evicts a flow with an own socket if no further socket is allowed. There is such a flow, because shared
+// evictForSocket evicts a flow with a connected socket if the limit of sockets is reached. Such a flow exists, because shared
 // sockets may occupy only a part of the ports.
-func (g *Gateway) makeRoomForSocket() {
-	if g.flows.own.n+g.flows.sockets >= g.config.Outgoing {
-		g.evict(g.flows.own.first(), "UDP flows", g.config.Outgoing)
+func (g *Gateway) evictForSocket() {
+	if g.flows.connected.n+g.flows.sockets >= g.config.Outgoing {
+		g.evictAndWarn(g.flows.connected.first(), "UDP flows", g.config.Outgoing)
 	}
 }
 
-// evict removes a flow, and warns.
-func (g *Gateway) evict(u *udpFlow, what string, most int) {
-	g.endFlow(u)
-	g.warn(warnEvicted, "too many "+what+": the oldest is forgotten", "most", most)
+// evictAndWarn evicts a flow and logs a warning.
+func (g *Gateway) evictAndWarn(u *udpFlow, what string, limit int) {
+	g.evict(u)
+	g.warn(warnEvicted, "too many "+what+": the oldest is evicted", "limit", limit)
 }
 
-func (g *Gateway) endFlow(u *udpFlow) {
+func (g *Gateway) evict(u *udpFlow) {
 	if g.gso.flow == u {
 		g.gso.send()
 	}
 	g.timers.Stop(&u.timer)
-	u.end()
+	u.remove()
 	g.count(Evicted)
 }
 
-// openSocket opens a socket of the host. If the process has no descriptor left, UDP flows are closed to free one, so that
-// datagrams to many destinations stop neither connections nor DNS queries.
+// openSocket opens a socket of the host. If the process has no descriptor left, openSocket evicts a UDP flow, so that datagrams to
+// many destinations stop neither connections nor DNS queries.
 func (g *Gateway) openSocket(to netip.Addr, kind, protocol int) (fd int, err error) {
 	kind |= unix.SOCK_NONBLOCK | unix.SOCK_CLOEXEC
 	fd, err = unix.Socket(domain(to), kind, protocol)
@@ -250,16 +248,16 @@ func (g *Gateway) openSocket(to netip.Addr, kind, protocol int) (fd int, err err
 	return fd, err
 }
 
-// freeDescriptor warns that no descriptor is left, and returns whether a UDP flow could be closed to free one.
+// freeDescriptor logs a warning that no descriptor is left, and evicts UDP flows to free one. It returns false if there is none.
 func (g *Gateway) freeDescriptor() bool {
-	g.warn(warnFiles, "no file descriptors left: UDP flows end early, and more connections are refused; raise ulimit -n", "most", g.maxFiles)
-	if u := g.flows.own.first(); u != nil {
-		g.endFlow(u)
+	g.warn(warnFiles, "no file descriptors left: UDP flows are evicted, and new connections are refused; raise ulimit -n", "limit", g.maxFiles)
+	if u := g.flows.connected.first(); u != nil {
+		g.evict(u)
 		return true
 	}
-	if u := g.flows.sharing.first(); u != nil {
+	if u := g.flows.shared.first(); u != nil {
 		for _, other := range u.shared.byPeer {
-			g.endFlow(other)
+			g.evict(other)
 		}
 		return true
 	}

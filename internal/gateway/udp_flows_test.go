@@ -66,7 +66,7 @@ func TestUDPFlowsLeavePorts(t *testing.T) {
 	own(t, "10.99.0.0/16") // where nobody listens; its errors end nothing
 	var flood *net.UDPConn
 	for i := range 3 * ports {
-		if i%maxOwnSockets == 0 {
+		if i%maxConnectedFlows == 0 {
 			if flood != nil {
 				flood.Close()
 			}
@@ -140,7 +140,7 @@ func TestUDPEviction(t *testing.T) {
 			return netip.AddrPortFrom(guest4, uint16(10000+i)), netip.AddrPortFrom(alias, 53)
 		}, 10},
 		{"scan", func(i int) (from, to netip.AddrPort) {
-			return netip.AddrPortFrom(guest4, uint16(10000+i/maxOwnSockets)), netip.AddrPortFrom(host4, uint16(10000+i))
+			return netip.AddrPortFrom(guest4, uint16(10000+i/maxConnectedFlows)), netip.AddrPortFrom(host4, uint16(10000+i))
 		}, 39},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -170,7 +170,7 @@ func TestUDPEviction(t *testing.T) {
 			if p.g.flows.all[flow{from, to}] == nil {
 				t.Error("the last one has no flow")
 			}
-			n := p.g.flows.own.n
+			n := p.g.flows.connected.n
 			if n != len(p.g.flows.all) || p.g.timers.Len() != n {
 				t.Errorf("%d in order, %d by name, %d timers", n, len(p.g.flows.all), p.g.timers.Len())
 			}

@@ -10,11 +10,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// gsoBatch collects consecutive datagrams of a flow in a turn. One system call sends them, and the host's kernel splits them
-// (generic segmentation offload, UDP_SEGMENT, from Linux 4.18). All have one size, except that the last may be smaller.
+// gsoBatch collects consecutive datagrams of a flow in a turn. One system call sends the batch, and the host's kernel splits it
+// (generic segmentation offload, UDP_SEGMENT, since Linux 4.18). All datagrams but the last, which may be smaller, have one size.
 type gsoBatch struct {
 	flow     *udpFlow
-	segments []segment // their packets are valid until the end of the turn
+	segments []segment // their payload is valid until the end of the turn
 	vectors  [gsoMaxDatagrams]unix.Iovec
 }
 
@@ -23,7 +23,7 @@ const (
 	gsoMaxBytes     = 65000 // bytes of payload
 )
 
-// add adds a datagram. If the datagram cannot be sent together with the batch, the batch is sent first.
+// add adds a datagram. If the datagram does not fit into the batch, add sends the batch first.
 func (t *gsoBatch) add(u *udpFlow, s *segment) {
 	if n := len(t.segments); n > 0 {
 		first, last := &t.segments[0], &t.segments[n-1]
@@ -37,7 +37,7 @@ func (t *gsoBatch) add(u *udpFlow, s *segment) {
 	t.segments = append(t.segments, *s)
 }
 
-// send sends the batch, and empties it.
+// send sends and empties the batch.
 func (t *gsoBatch) send() {
 	switch {
 	case len(t.segments) == 0:
@@ -74,7 +74,7 @@ func (t *gsoBatch) sendSegmented() bool {
 	t.flow.hopLimit().set(t.flow.fd, &t.segments[0])
 	var err error
 	for range sendTries {
-		if _, err = sendMessage(t.flow.fd, &h); err == nil || !t.flow.passErrors() {
+		if _, err = sendMessage(t.flow.fd, &h); err == nil || !t.flow.forwardErrors() {
 			break
 		}
 	}
@@ -83,8 +83,8 @@ func (t *gsoBatch) sendSegmented() bool {
 	return err == nil
 }
 
-// sendTries bounds the retries of a send that returned the error of an earlier datagram. Each retry needs another error of the
-// network within microseconds.
+// sendTries bounds the retries of a send that returned the ICMP error of an earlier datagram. Each retry needs another ICMP error
+// within microseconds.
 const sendTries = 8
 
 // send sends one datagram.
@@ -95,11 +95,11 @@ func (u *udpFlow) send(s *segment) {
 		if err == nil {
 			return
 		}
-		if u.passErrors() {
+		if u.forwardErrors() {
 			continue // the error was of an earlier datagram, of this or another flow
 		}
 		if u.shared != nil && errors.Is(err, unix.EAGAIN) && !hasPort(u.fd) {
-			u.g.count(TooMany) // the host has no port
+			u.g.count(TooMany) // the host has no free port
 		}
 		u.g.refuseDatagram(s, err)
 		return

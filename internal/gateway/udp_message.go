@@ -10,10 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// receiveBatchSize is how many datagrams one recvmmsg(2) reads.
+// receiveBatchSize is the maximum number of datagrams that one recvmmsg(2) reads.
 const receiveBatchSize = 16
 
-// receiveBatch reads several datagrams by one system call. Payload is behind the headroom of the buffers.
+// receiveBatch reads several datagrams by one system call. The payload follows the headroom of a buffer.
 type receiveBatch struct {
 	messages [receiveBatchSize]unix.Mmsghdr
 	vectors  [receiveBatchSize]unix.Iovec
@@ -22,7 +22,7 @@ type receiveBatch struct {
 	buffers  [receiveBatchSize][]byte
 }
 
-// controlSpace is the size of one control message of IP_PKTINFO or IPV6_PKTINFO, in bytes.
+// controlSpace is the space for one control message of IP_PKTINFO or IPV6_PKTINFO, in bytes.
 const controlSpace = 64
 
 func newReceiveBatch() *receiveBatch {
@@ -41,7 +41,7 @@ func newReceiveBatch() *receiveBatch {
 	return in
 }
 
-// read is recvmmsg(2) of at most so many datagrams, without blocking.
+// read calls recvmmsg(2) for at most that many datagrams, without blocking.
 func (in *receiveBatch) read(fd, most int) (int, error) {
 	for i := range in.messages[:most] {
 		h := &in.messages[i].Hdr
@@ -60,12 +60,12 @@ func (in *receiveBatch) read(fd, most int) (int, error) {
 	}
 }
 
-// name is the source of a datagram as struct sockaddr.
+// name returns the source of a datagram as struct sockaddr.
 func (in *receiveBatch) name(i int) []byte {
 	return unsafe.Slice(in.messages[i].Hdr.Name, in.messages[i].Hdr.Namelen)
 }
 
-// peer is the source of a datagram; an IPv4-mapped address is its IPv4 address.
+// peer returns the source of a datagram; an IPv4-mapped address becomes its IPv4 address.
 func (in *receiveBatch) peer(i int) netip.AddrPort {
 	name := in.name(i)
 	switch {
@@ -77,7 +77,7 @@ func (in *receiveBatch) peer(i int) netip.AddrPort {
 	return netip.AddrPort{}
 }
 
-// control is the control message that sends a reply from the local address that the datagram was sent to; nil if there is none.
+// control returns the control message with which a reply has the datagram's destination as its source; nil if there is none.
 func (in *receiveBatch) control(i int) []byte {
 	b := in.controls[i][:in.messages[i].Hdr.Controllen]
 	if len(b) < unix.SizeofCmsghdr {
@@ -87,7 +87,7 @@ func (in *receiveBatch) control(i int) []byte {
 	data := b[min(unix.CmsgLen(0), len(b)):]
 	switch {
 	case h.Level == unix.IPPROTO_IP && h.Type == unix.IP_PKTINFO && len(data) >= unix.SizeofInet4Pktinfo:
-		// ipi_spec_dst is the host's own address if the packet's destination is not, as a broadcast.
+		// ipi_spec_dst is an address of the host even if the packet's destination is a broadcast address.
 		clear(data[:4]) // any interface
 	case h.Level == unix.IPPROTO_IPV6 && h.Type == unix.IPV6_PKTINFO && len(data) >= unix.SizeofInet6Pktinfo:
 		if a := netip.AddrFrom16([16]byte(data)).Unmap(); a.IsMulticast() || a == netip.AddrFrom4([4]byte{255, 255, 255, 255}) {
@@ -101,13 +101,13 @@ func (in *receiveBatch) control(i int) []byte {
 	return b
 }
 
-// destination is where sendmsg(2) sends a datagram.
+// destination is the destination of sendmsg(2).
 type destination struct {
 	name    []byte // struct sockaddr
 	control []byte // control message with the source address; may be empty
 }
 
-// messageTo is the struct sockaddr of an address, for a socket of the family; for IPv6 an IPv4 address is mapped.
+// messageTo returns the struct sockaddr of an address; with v6, IPv4 addresses are mapped.
 func messageTo(v6 bool, a netip.AddrPort) []byte {
 	if !v6 {
 		name := make([]byte, unix.SizeofSockaddrInet4)
@@ -138,7 +138,7 @@ func (m *destination) send(fd int, p []byte) error {
 	return err
 }
 
-// sendMessage is sendmsg(2), without blocking and without SIGPIPE.
+// sendMessage calls sendmsg(2), without blocking and without SIGPIPE.
 func sendMessage(fd int, h *unix.Msghdr) (int, error) {
 	for {
 		n, _, errno := unix.RawSyscall(unix.SYS_SENDMSG, uintptr(fd), uintptr(unsafe.Pointer(h)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)

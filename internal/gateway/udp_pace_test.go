@@ -185,7 +185,7 @@ func TestPaceStuck(t *testing.T) {
 	}
 	send()
 	r.keeps("a socket that is full", 0)
-	r.wait(readPatience)
+	r.wait(stallTimeout)
 	r.gets("into a socket that nobody reads", 40)
 	send()
 	r.gets("into a socket that nobody reads, without waiting again", 40)
@@ -208,7 +208,7 @@ func TestPaceEnds(t *testing.T) {
 	}
 	r.keeps("a socket that is full", 0)
 	r.c.Close()
-	r.until("the gateway to close", func() bool { return r.g.guestSockets.ended })
-	r.wait(2 * readPatience)
+	r.until("the gateway to close", func() bool { return r.g.guestSockets.closed })
+	r.wait(2 * stallTimeout)
 	r.keeps("a program that is gone", 0)
 }

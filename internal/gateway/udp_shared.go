@@ -12,37 +12,37 @@ import (
 	"sockeye/internal/gateway/access"
 )
 
-// maxOwnSockets is how many flows of one port of the guest have connected sockets. Connected sockets are faster, because the
-// kernel looks up the route once. Clients have few flows per port; pollers and scanners have many.
-const maxOwnSockets = 8
+// maxConnectedFlows is the maximum number of flows with connected sockets per port of the guest. Connected sockets are faster,
+// because the kernel looks up the route once. Clients have few flows per port; pollers and scanners have many.
+const maxConnectedFlows = 8
 
 const (
 	// sharedSendBuffer is the requested send buffer of a shared socket, bytes.
 	sharedSendBuffer = 4 << 20
-	// answerSpace is the kernel memory of a received datagram of 1400 bytes, bytes.
-	answerSpace = 2304
+	// replyTruesize is the kernel memory of a received datagram of 1400 bytes, in bytes.
+	replyTruesize = 2304
 )
 
-// sharedSocket is an unconnected socket of the host that several flows of one port of the guest share. It serves as many
-// destinations as its receive buffer has space for, should all of them answer at once. Datagrams from other addresses are
-// dropped, as a connected socket would (RFC 4787, section 5: address and port-dependent filtering).
+// sharedSocket is an unconnected socket of the host that several flows of one port of the guest share. The number of flows is
+// limited so that the receive buffer has space if all peers reply simultaneously. Datagrams from other addresses are dropped, as by
+// a connected socket (RFC 4787, section 5: address and port-dependent filtering).
 type sharedSocket struct {
 	g      *Gateway
 	guest  netip.AddrPort
 	fd     int
 	hops   hopLimit
-	byPeer map[netip.AddrPort]*udpFlow // by the address that the host sends to, from which replies come
-	limit  int                         // number of flows that the receive buffer has space for
+	byPeer map[netip.AddrPort]*udpFlow // by the destination on the host's side, the source of replies
+	limit  int                         // maximum number of flows
 }
 
-// source is the use of sockets by an address and port of the guest. Flows that must not share a socket are not counted.
+// source counts the sockets of an address and port of the guest. Flows that must not share a socket are not counted.
 type source struct {
-	own    int             // flows with sockets of their own
-	shared int             // shared sockets
-	free   []*sharedSocket // shared sockets with space for one more flow
+	connected int             // flows with connected sockets
+	shared    int             // shared sockets
+	free      []*sharedSocket // shared sockets below their limit of flows
 }
 
-// source returns the entry of an address and port of the guest, and adds it if necessary.
+// source returns the entry of an address and port of the guest, adding it if necessary.
 func (l *udpFlows) source(guest netip.AddrPort) *source {
 	from := l.sources[guest]
 	if from == nil {
@@ -52,44 +52,43 @@ func (l *udpFlows) source(guest netip.AddrPort) *source {
 	return from
 }
 
-// tidy removes a source without sockets.
-func (l *udpFlows) tidy(guest netip.AddrPort) {
-	if from := l.sources[guest]; from.own+from.shared == 0 {
+// removeUnused removes the entry of a source without sockets.
+func (l *udpFlows) removeUnused(guest netip.AddrPort) {
+	if from := l.sources[guest]; from.connected+from.shared == 0 {
 		delete(l.sources, guest)
 	}
 }
 
-// sharable returns whether the flow may share a socket. Queries to name servers may not: the source port is part of what a forged
-// answer has to guess.
+// sharable returns whether the flow may share a socket. DNS queries may not: the source port protects against forged replies.
 func (u *udpFlow) sharable() bool {
-	return u.class != naming && u.addresses.remote.Port() != access.DNSPort
+	return u.class != classDNS && u.addresses.remote.Port() != access.DNSPort
 }
 
-// sharedFor returns the socket that a flow is to share; nil if the flow is to have its own.
+// sharedFor returns the shared socket for a flow; nil if the flow gets a connected socket.
 func (g *Gateway) sharedFor(u *udpFlow, to netip.AddrPort) (*sharedSocket, error) {
 	from := g.flows.sources[u.addresses.guest]
-	if !u.sharable() || from == nil || from.own < maxOwnSockets {
+	if !u.sharable() || from == nil || from.connected < maxConnectedFlows {
 		return nil, nil
 	}
-	if g.flows.sharing.n >= maxSharing {
-		g.evict(g.flows.sharing.first(), "UDP flows that share sockets", maxSharing)
+	if g.flows.shared.n >= maxSharing {
+		g.evictAndWarn(g.flows.shared.first(), "UDP flows that share sockets", maxSharing)
 	}
 	if n := len(from.free); n > 0 {
 		s := from.free[n-1]
 		if s.byPeer[to] != nil {
-			return nil, nil // two destinations of the guest are one for the host, so that replies could not be told apart
+			return nil, nil // two destinations of the guest are one on the host's side: replies would be ambiguous
 		}
 		return s, nil
 	}
-	if g.flows.sockets >= g.config.Outgoing/sharedShare {
+	if g.flows.sockets >= g.config.Outgoing/sharedDivisor {
 		return nil, nil
 	}
 	return g.openShared(u.addresses.guest)
 }
 
-// openShared opens a shared socket for a port of the guest. The socket gets its port with the first datagram.
+// openShared opens a shared socket for a port of the guest. The first datagram binds the socket to a port.
 func (g *Gateway) openShared(guest netip.AddrPort) (*sharedSocket, error) {
-	g.makeRoomForSocket()
+	g.evictForSocket()
 	fd, err := g.openSocket(guest.Addr(), unix.SOCK_DGRAM, 0)
 	if err != nil {
 		return nil, err
@@ -113,7 +112,7 @@ func (s *sharedSocket) prepare() error {
 			return err
 		}
 	}
-	if err := askErrors(s.fd, s.guest.Addr()); err != nil {
+	if err := enableErrorQueue(s.fd, s.guest.Addr()); err != nil {
 		return err
 	}
 	growReceiveBuffer(s.fd)
@@ -122,11 +121,11 @@ func (s *sharedSocket) prepare() error {
 	if err != nil {
 		return err
 	}
-	s.limit = max(buffer/answerSpace, 1)
+	s.limit = max(buffer/replyTruesize, 1)
 	return s.g.register(s.fd, unix.EPOLLIN, s)
 }
 
-// join adds a flow to the socket, which must be the last of its source's free ones.
+// join adds a flow to the socket, which must be the last in its source's free list.
 func (s *sharedSocket) join(u *udpFlow, to netip.AddrPort) {
 	u.shared, u.fd, u.destination = s, s.fd, messageTo(to.Addr().Is6(), to)
 	s.byPeer[to] = u
@@ -136,7 +135,7 @@ func (s *sharedSocket) join(u *udpFlow, to netip.AddrPort) {
 	}
 }
 
-// leave removes a flow from the socket. The last flow closes it.
+// leave removes a flow from the socket, and closes the socket after the last flow.
 func (s *sharedSocket) leave(u *udpFlow) {
 	l := &s.g.flows
 	from := l.sources[s.guest]
@@ -151,18 +150,18 @@ func (s *sharedSocket) leave(u *udpFlow) {
 	from.free = slices.Delete(from.free, i, i+1)
 	from.shared--
 	l.sockets--
-	l.tidy(s.guest)
+	l.removeUnused(s.guest)
 	s.g.closeFD(s.fd)
 }
 
 func (s *sharedSocket) event(events uint32) {
 	if events&unix.EPOLLERR != 0 {
-		s.passErrors()
+		s.forwardErrors()
 	}
-	in := s.g.inbox
+	in := s.g.received
 	for range udpBudget / receiveBatchSize {
 		n, err := in.read(s.fd, receiveBatchSize)
-		if err != nil && (errors.Is(err, unix.EAGAIN) || !s.passErrors()) {
+		if err != nil && (errors.Is(err, unix.EAGAIN) || !s.forwardErrors()) {
 			return
 		}
 		for i := range n {
@@ -171,7 +170,7 @@ func (s *sharedSocket) event(events uint32) {
 				s.g.count(Unsolicited)
 				continue
 			}
-			s.g.flows.used(u, s.g.now, true)
+			s.g.flows.touch(u, s.g.now, true)
 			s.g.deliver(in.buffers[i], u.addresses, int(in.messages[i].Len))
 		}
 		if n < receiveBatchSize {
@@ -180,14 +179,14 @@ func (s *sharedSocket) event(events uint32) {
 	}
 }
 
-// passErrors forwards ICMP errors to all flows of the socket. It returns false if there were none.
-func (s *sharedSocket) passErrors() bool {
-	return s.g.passErrors(s.fd, unix.IPPROTO_UDP, func(to netip.AddrPort) (f flow, ok bool) {
+// forwardErrors forwards the pending ICMP errors of the socket to its flows. It returns false if there were none.
+func (s *sharedSocket) forwardErrors() bool {
+	return s.g.forwardErrors(s.fd, unix.IPPROTO_UDP, func(to netip.AddrPort) (f flow, ok bool) {
 		u := s.byPeer[to]
 		if u == nil {
-			return f, false // the flow has ended
+			return f, false // the flow was removed
 		}
-		s.g.flows.used(u, s.g.now, false)
+		s.g.flows.touch(u, s.g.now, false)
 		return u.addresses, true
 	})
 }

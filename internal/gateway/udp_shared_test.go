@@ -245,15 +245,15 @@ func sharing(p *puppet, host netip.Addr) (from netip.AddrPort, peers [2]*peer) {
 		from = netip.AddrPortFrom(guest6, 5000)
 	}
 	ports := map[netip.AddrPort]bool{}
-	for range maxOwnSockets {
+	for range maxConnectedFlows {
 		c := p.peer(host)
 		p.put(datagram(from, c.at, []byte("own")))
 		p.turn(0)
 		at, _ := c.hear(p, []byte("own"))
 		ports[at] = true
 	}
-	if len(ports) != maxOwnSockets {
-		p.Fatalf("%d flows leave from %d ports", maxOwnSockets, len(ports))
+	if len(ports) != maxConnectedFlows {
+		p.Fatalf("%d flows leave from %d ports", maxConnectedFlows, len(ports))
 	}
 	for i := range peers {
 		peers[i] = p.peer(host)
@@ -422,7 +422,7 @@ func TestUDPSharedForgotten(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
 		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
 		from, peers := sharing(p, host)
-		empty := descriptors(t) - maxOwnSockets
+		empty := descriptors(t) - maxConnectedFlows
 		send := func(c *peer) {
 			p.put(datagram(from, c.at, []byte("?")))
 			p.turn(0)
@@ -436,7 +436,7 @@ func TestUDPSharedForgotten(t *testing.T) {
 		}
 		send(peers[0])
 		send(peers[1])
-		expect(maxOwnSockets+2, maxOwnSockets+1)
+		expect(maxConnectedFlows+2, maxConnectedFlows+1)
 		p.wait(udpIdle / 2)
 		send(peers[0])
 		p.wait(udpIdle/2 + time.Second)
@@ -457,7 +457,7 @@ func TestUDPSharedFull(t *testing.T) {
 	each(t, func(t *testing.T, host netip.Addr) {
 		p := newPuppet(t, Config{Outbound: access.Outbound{All: true}})
 		from, _ := sharing(p, host)
-		empty := descriptors(t) - maxOwnSockets
+		empty := descriptors(t) - maxConnectedFlows
 		keep := slices.Collect(maps.Keys(p.g.flows.all)) // in use, so that the next ones share
 		send := func(port uint16) *sharedSocket {
 			t.Helper()
@@ -490,7 +490,7 @@ func TestUDPSharedFull(t *testing.T) {
 		if send(6) != first || send(7) != second {
 			t.Error("the place of the flow that has ended is not taken")
 		}
-		if n := descriptors(t) - empty - maxOwnSockets; n != 2 {
+		if n := descriptors(t) - empty - maxConnectedFlows; n != 2 {
 			t.Errorf("%d shared sockets", n)
 		}
 		p.wait(udpIdle + time.Second)
@@ -566,35 +566,35 @@ func TestUDPSharedBounds(t *testing.T) {
 	l := &p.g.flows
 	var last netip.AddrPort
 	const more = 100
-	for i := range maxOwnSockets + maxSharing + more {
+	for i := range maxConnectedFlows + maxSharing + more {
 		last = send(1000, i)
 	}
 	p.g.gso.send()
-	if l.sharing.n != maxSharing || l.own.n != maxOwnSockets || p.g.Counts()[Evicted] != more {
-		t.Errorf("%d flows share sockets, %d have their own; %v", l.sharing.n, l.own.n, p.g.Counts())
+	if l.shared.n != maxSharing || l.connected.n != maxConnectedFlows || p.g.Counts()[Evicted] != more {
+		t.Errorf("%d flows share sockets, %d have their own; %v", l.shared.n, l.connected.n, p.g.Counts())
 	}
 	if l.all[flow{netip.AddrPortFrom(guest4, 1000), last}] == nil {
 		t.Error("the last one has no flow")
 	}
 	for port := range 3 * outgoing {
-		for i := range 2 * maxOwnSockets {
+		for i := range 2 * maxConnectedFlows {
 			send(2000+port, i)
 		}
-		if l.sockets > outgoing/sharedShare || l.own.n+l.sockets > outgoing {
-			t.Fatalf("%d shared sockets and %d of their own, of %d", l.sockets, l.own.n, outgoing)
+		if l.sockets > outgoing/sharedDivisor || l.connected.n+l.sockets > outgoing {
+			t.Fatalf("%d shared sockets and %d of their own, of %d", l.sockets, l.connected.n, outgoing)
 		}
 	}
 	p.g.gso.send()
-	if l.sockets != outgoing/sharedShare || l.own.n != outgoing-l.sockets {
-		t.Errorf("%d shared sockets and %d of their own, of %d", l.sockets, l.own.n, outgoing)
+	if l.sockets != outgoing/sharedDivisor || l.connected.n != outgoing-l.sockets {
+		t.Errorf("%d shared sockets and %d of their own, of %d", l.sockets, l.connected.n, outgoing)
 	}
 	// Where there are no descriptors all of them are given up, those with one flow first.
 	for n := outgoing; p.g.freeDescriptor(); n-- {
-		if l.own.n+l.sockets != n-1 || l.own.n > 0 && l.sockets != outgoing/sharedShare {
-			t.Fatalf("%d shared sockets and %d of their own, want %d", l.sockets, l.own.n, n-1)
+		if l.connected.n+l.sockets != n-1 || l.connected.n > 0 && l.sockets != outgoing/sharedDivisor {
+			t.Fatalf("%d shared sockets and %d of their own, want %d", l.sockets, l.connected.n, n-1)
 		}
 	}
-	if n := len(l.all) + l.own.n + l.sharing.n + l.sockets + len(l.sources) + p.g.timers.Len(); n != 0 {
+	if n := len(l.all) + l.connected.n + l.shared.n + l.sockets + len(l.sources) + p.g.timers.Len(); n != 0 {
 		t.Errorf("%d are left", n)
 	}
 }

@@ -436,7 +436,7 @@ func TestUDPPeersBounded(t *testing.T) {
 	p := newPuppet(t, Config{Forwards: []Forward{f}})
 	b := p.g.bound[innerPort][0]
 	for i := range maxPeers + 1000 {
-		b.remember(netip.AddrPortFrom(netip.AddrFrom4([4]byte{11, byte(i >> 16), byte(i >> 8), byte(i)}), 5), nil, nil)
+		b.addPeer(netip.AddrPortFrom(netip.AddrFrom4([4]byte{11, byte(i >> 16), byte(i >> 8), byte(i)}), 5), nil, nil)
 	}
 	if len(b.peers) > maxPeers {
 		t.Errorf("%d peers", len(b.peers))

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package isolate runs a program in user, network, mount, process and IPC namespaces of its own, or joins a network namespace
-// that somebody else made. It creates the namespaces and the TUN interface, confines the program and its gateway, and connects
-// the TUN interface to a gateway (internal/gateway), which knows nothing of namespaces.
+// Package isolate runs a program in new user, network, mount, PID and IPC namespaces, or joins an existing network namespace. It
+// creates the namespaces and the TUN interface, confines the program and its gateway, and connects the TUN interface to a gateway
+// (internal/gateway), which does not depend on namespaces.
 package isolate
 
 import (
@@ -24,10 +24,10 @@ import (
 	"sockeye/room"
 )
 
-// Guest is a program that gets namespaces of its own, or a network namespace that exists already.
+// Guest is a program in new namespaces, or an existing network namespace.
 type Guest struct {
 	Setup
-	// Existing is the namespace to join; nil: new ones are created.
+	// Existing is the namespace to join; nil: new namespaces are created.
 	Existing *Namespace
 }
 
@@ -39,7 +39,7 @@ type Prepared struct {
 	TUN    int
 	Diag   int // for gateway.Config.Diag; 0: none
 	Kernel room.Kernel
-	// Warnings are features that the program may miss, one line each.
+	// Warnings are features that are not available to the program, one line each.
 	Warnings []string
 	// Missing are restrictions that the kernel or a container does not support, one line each.
 	Missing []string
@@ -49,13 +49,13 @@ type Prepared struct {
 	done    chan error // receives the result of the process's exit, once
 }
 
-// prepareTime bounds the preparation by the process inside.
+// prepareTime limits the preparation by the process inside.
 const prepareTime = 20 * time.Second
 
 // Step is a step of the preparation of a guest.
 type Step int
 
-// The steps, for the hints that the command gives.
+// The steps, from which the command derives hints.
 const (
 	StepNamespaces Step = iota + 1 // create the namespaces
 	StepRights                     // set sysctls in them
@@ -81,19 +81,19 @@ type StepError struct {
 func (e *StepError) Error() string { return e.Err.Error() }
 func (e *StepError) Unwrap() error { return e.Err }
 
-// EndedError says that a signal ended the process inside before the program started.
+// EndedError is returned if a signal terminated the process inside before the program started.
 type EndedError struct{ Signal unix.Signal }
 
 func (e *EndedError) Error() string {
-	return fmt.Sprintf("prepare the guest: its process ended: %v", e.Signal)
+	return fmt.Sprintf("prepare the guest: its process was terminated: %v", e.Signal)
 }
 
-// Prepare creates the guest's namespaces and interface, or joins the existing namespace. Most errors are a StepError. The command
-// must call Inside; its process ends with this one.
+// Prepare creates the guest's namespaces and interface, or joins the existing namespace. The command must call Inside; its process is
+// terminated with this process. Most errors are a StepError.
 func (g *Guest) Prepare(command []string) (p *Prepared, err error) {
 	pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("make socket to the guest: %w", err)
+		return nil, fmt.Errorf("create socket pair: %w", err)
 	}
 	ours, theirs := os.NewFile(uintptr(pair[0]), "guest"), os.NewFile(uintptr(pair[1]), "gateway")
 	defer theirs.Close()
@@ -125,7 +125,7 @@ func (g *Guest) Prepare(command []string) (p *Prepared, err error) {
 		if e := new(os.PathError); errors.As(err, &e) {
 			err = e.Err
 		}
-		return nil, &StepError{StepNamespaces, fmt.Errorf("make namespaces: %w", err)}
+		return nil, &StepError{StepNamespaces, fmt.Errorf("create namespaces: %w", err)}
 	}
 	theirs.Close()
 	if err := p.prepare(&g.Setup); err != nil {
@@ -154,8 +154,8 @@ func lastLine(text string) string {
 	return text[strings.LastIndexByte(text, '\n')+1:]
 }
 
-// start starts the process from a thread that lives until the process has exited: PR_SET_PDEATHSIG regards the thread, not the
-// process.
+// start starts the process from a thread that exists until the process has exited, because PR_SET_PDEATHSIG refers to the thread, not
+// to the process.
 func (p *Prepared) start() error {
 	if p.process.SysProcAttr == nil {
 		p.process.SysProcAttr = &syscall.SysProcAttr{}
@@ -174,10 +174,10 @@ func (p *Prepared) start() error {
 	return <-started
 }
 
-// PID is the number of the first process inside, the parent of the program.
+// PID returns the PID of the first process inside, the parent of the program.
 func (p *Prepared) PID() int { return p.process.Process.Pid }
 
-// prepare sends the process inside its Setup, and receives the descriptors of the TUN and of sock_diag.
+// prepare sends the Setup to the process inside, and receives the descriptors of the TUN interface and of sock_diag.
 func (p *Prepared) prepare(s *Setup) error {
 	var text bytes.Buffer
 	if err := gob.NewEncoder(&text).Encode(s); err != nil {
@@ -191,7 +191,7 @@ func (p *Prepared) prepare(s *Setup) error {
 		}
 	}
 	if _, err := p.socket.Write(text.Bytes()); err != nil {
-		return fmt.Errorf("tell the guest: %w", err)
+		return fmt.Errorf("send the setup to the guest: %w", err)
 	}
 	answer, rights := make([]byte, 1<<16), make([]byte, unix.CmsgSpace(2*4))
 	n, oobn, _, _, err := receiveMessage(socket, answer, rights)
@@ -206,13 +206,13 @@ func (p *Prepared) prepare(s *Setup) error {
 	err = json.Unmarshal(answer[:n], &reply)
 	switch {
 	case n == 0:
-		err = errors.New("prepare the guest: its process ended")
+		err = errors.New("prepare the guest: its process exited")
 	case err != nil:
 		err = fmt.Errorf("prepare the guest: %w", err)
 	case reply.Error != "":
 		err = &StepError{reply.Step, &insideError{reply.Error, reply.Errno}}
 	case len(fds) == 0 || len(fds) == 1 && s.Watched:
-		err = errors.New("prepare the guest: it gave no interface")
+		err = errors.New("prepare the guest: descriptors are missing in its reply")
 	}
 	if err != nil {
 		for _, fd := range fds {
@@ -251,18 +251,18 @@ func (e *insideError) Unwrap() error {
 	return e.errno
 }
 
-// Go starts the program, and returns when the program has started or failed to start.
+// Go starts the program, and returns when it has started or failed to start.
 func (p *Prepared) Go() error {
 	if _, err := p.socket.Write([]byte{1}); err != nil {
 		return fmt.Errorf("start the program: %w", err)
 	}
-	// Either the process inside answers, or it exits, which Wait reports.
+	// The process inside replies or exits. Wait reports the exit.
 	_, _ = p.socket.Read(make([]byte, 1))
 	return nil
 }
 
-// Wait waits for the program's exit, passes signals from the channel on, and kills the program when ctx ends. It returns the exit
-// code, or 128 plus the number of the signal that ended the program.
+// Wait waits for the program's exit, forwards signals from the channel, and kills the program when ctx ends. It returns the exit code,
+// or 128 plus the number of the signal that terminated the program.
 func (p *Prepared) Wait(ctx context.Context, signals <-chan os.Signal) (code int, err error) {
 	defer p.socket.Close()
 	done := ctx.Done()
@@ -272,7 +272,7 @@ func (p *Prepared) Wait(ctx context.Context, signals <-chan os.Signal) (code int
 			p.Kill()
 			done = nil
 		case s := <-signals:
-			// The process inside sends the signal: the program's number in the process namespace is not known here.
+			// The process inside sends the signal, because the program's PID in the PID namespace is not known here.
 			if number, ok := s.(syscall.Signal); ok {
 				_, _ = p.socket.Write([]byte{byte(number)})
 			}
@@ -290,5 +290,5 @@ func (p *Prepared) Wait(ctx context.Context, signals <-chan os.Signal) (code int
 	}
 }
 
-// Kill ends the process inside, and thereby all processes of the process namespace.
+// Kill kills the process inside, and thereby all processes of the PID namespace.
 func (p *Prepared) Kill() { _ = p.process.Process.Kill() }

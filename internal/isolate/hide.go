@@ -14,20 +14,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Unix sockets of the host are a way out of the namespaces, since the services behind them act for the caller. The directories
-// where such sockets usually are become empty inside. Other files of the host are not changed.
+// Services behind Unix sockets of the host act for their clients, and would thereby let the program escape from the namespaces. Empty
+// directories cover the usual directories of such sockets. Other files of the host are not changed.
 
-// servicesInRun are the directories of /run with sockets of services. Sockets in /run itself are hidden as well.
+// servicesInRun are directories of /run with sockets of services. Sockets in /run itself are hidden, too.
 var servicesInRun = []string{
 	"user", "dbus", "systemd", "nscd", "docker", "containerd", "podman", "crio", "buildkit", "lxd", "incus", "libvirt",
 	"screen", "tmux", "cups", "avahi-daemon", "pcscd", "pulse", "tailscale", "WSL", "postgresql", "mysqld", "mariadb", "redis",
 }
 
-// keptInRun are paths in these directories that stay: the journal, which records who wrote a line; /run/systemd/system, for which
-// sd_booted(3) looks; and targets of a link /etc/resolv.conf, whose content is replaced if the program may use name servers.
-var keptInRun = []string{"systemd/journal", "systemd/system", "systemd/resolve/resolv.conf", "systemd/resolve/stub-resolv.conf"}
+// visibleInRun are paths in these directories that stay visible: the journal, which records the sender of each line;
+// /run/systemd/system, which sd_booted(3) checks; and targets of a link /etc/resolv.conf, whose content is replaced if the program may
+// use name servers.
+var visibleInRun = []string{"systemd/journal", "systemd/system", "systemd/resolve/resolv.conf", "systemd/resolve/stub-resolv.conf"}
 
-// socketFolders are patterns of such directories elsewhere. HOME stands for the program's home directory.
+// socketFolders are patterns of sockets and their directories elsewhere. HOME stands for the program's home directory.
 var socketFolders = []string{
 	"/tmp/.X11-unix", "/tmp/.ICE-unix", "/tmp/ssh-*", "/tmp/tmux-*", "/tmp/.s.PGSQL.*", "/tmp/mysql.sock", "/var/lib/mysql/mysql.sock",
 	"HOME/.ssh/agent", "HOME/.gnupg/S.*",
@@ -39,22 +40,22 @@ var socketVariables = []string{
 	"DOCKER_HOST", "CONTAINER_HOST", "NOTIFY_SOCKET", "PULSE_SERVER", "GPG_AGENT_INFO", "TMUX", "WAYLAND_DISPLAY", "DISPLAY",
 }
 
-// hidden is the state of the guest's file system during the preparation.
+// hidden is the state of the guest's mount namespace during the preparation.
 type hidden struct {
 	setup   *Setup
 	folders []string // covered directories, which are writable until seal
-	owned   []string // those of the user, which stay writable
+	owned   []string // the user's own folders, which stay writable
 	exposed []exposure
 }
 
-// exposure is a path that stays visible, without symbolic links, and a descriptor of what was there.
+// exposure is a path, without symbolic links, that stays visible, and a descriptor of the original file.
 type exposure struct {
 	path string
 	fd   int
 }
 
-// hide empties the directories of sockets, except for what is exposed, and removes variables that name hidden sockets from the
-// program's environment. It must run in a mount namespace of its own.
+// hide covers the directories of sockets, except for the exposed paths, and removes variables that name hidden sockets from the
+// program's environment. It must run in a separate mount namespace.
 func (s *Setup) hide() (warnings []string, err error) {
 	h := hidden{setup: s}
 	defer func() {
@@ -69,7 +70,7 @@ func (s *Setup) hide() (warnings []string, err error) {
 		}
 		h.exposed = append(h.exposed, e)
 	}
-	home, before := s.variable("HOME"), s.named()
+	home, before := s.variable("HOME"), s.namedSockets()
 	wd, err := unix.Getwd()
 	if err != nil {
 		wd = "" // removed, or in another mount namespace
@@ -89,7 +90,7 @@ func (s *Setup) hide() (warnings []string, err error) {
 			return nil, fmt.Errorf("find sockets: %w", err)
 		}
 		list = slices.DeleteFunc(list, func(path string) bool { return foreign(pattern, path) })
-		for _, path := range list[:min(len(list), mostCovers)] {
+		for _, path := range list[:min(len(list), maxCovers)] {
 			if err := h.cover(path); err != nil {
 				return nil, err
 			}
@@ -106,24 +107,24 @@ func (s *Setup) hide() (warnings []string, err error) {
 	if err := h.seal(); err != nil {
 		return nil, err
 	}
-	s.forget(before)
-	return h.enterAgain(wd), nil
+	s.removeVariables(before)
+	return h.reenter(wd), nil
 }
 
-// enterAgain enters the working directory by its path again, as the old one may be below a cover. If the path is unknown, or
-// leads below a cover where it does not exist, the program starts in /.
-func (h *hidden) enterAgain(wd string) (warnings []string) {
-	why := fmt.Sprintf("%s is hidden inside: --expose it", wd)
+// reenter changes to the working directory by its path, because the current one may be below a cover. If the path is unknown, or does
+// not exist below a cover, the program starts in /.
+func (h *hidden) reenter(wd string) (warnings []string) {
+	why := fmt.Sprintf("%s is hidden inside; use --expose", wd)
 	switch {
 	case wd == "":
-		why = "the working directory has no path here: it was removed, or is in another mount namespace"
+		why = "the working directory was removed, or is in another mount namespace"
 	case unix.Chdir(wd) == nil, !slices.ContainsFunc(h.folders, func(folder string) bool { return below(wd, folder) }):
 		return nil
 	}
 	if err := unix.Chdir("/"); err != nil {
-		return []string{fmt.Sprintf("the program starts in a folder that may be hidden: %v", err)}
+		return []string{fmt.Sprintf("the program starts in a directory that may be hidden: %v", err)}
 	}
-	return []string{"the program starts in /, as " + why}
+	return []string{"the program starts in /: " + why}
 }
 
 // below returns whether a path is the folder or below it.
@@ -136,7 +137,7 @@ func (h *hidden) isExposed(path string) bool {
 	return slices.ContainsFunc(h.exposed, func(e exposure) bool { return below(path, e.path) })
 }
 
-// find opens a path that is to be exposed.
+// find opens a path to expose.
 func find(path string) (e exposure, err error) {
 	if path, err = filepath.Abs(path); err != nil {
 		return e, err
@@ -148,7 +149,7 @@ func find(path string) (e exposure, err error) {
 	return exposure{path, fd}, err
 }
 
-// run rebuilds /run without sockets and directories of services. On old hosts /var/run is a directory of its own.
+// run rebuilds /run without sockets and directories of services. On old hosts /var/run is a separate directory.
 func (h *hidden) run() error {
 	done := ""
 	for _, run := range []string{"/run", "/var/run"} {
@@ -167,14 +168,14 @@ func (h *hidden) run() error {
 				keep = append(keep, e.Name())
 			}
 		}
-		if err := h.rebuild(run, append(keep, keptInRun...)); err != nil {
+		if err := h.rebuild(run, append(keep, visibleInRun...)); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// rebuild covers a directory with an empty one, and restores the entries of keep.
+// rebuild covers a directory with an empty one and restores the entries in keep.
 func (h *hidden) rebuild(folder string, keep []string) error {
 	var kept []exposure
 	defer func() {
@@ -205,7 +206,7 @@ func (h *hidden) rebuild(folder string, keep []string) error {
 		return err
 	}
 	for _, k := range kept {
-		if err := k.put(); err != nil {
+		if err := k.mount(); err != nil {
 			return err
 		}
 	}
@@ -217,7 +218,7 @@ func (h *hidden) rebuild(folder string, keep []string) error {
 	return nil
 }
 
-// empty mounts an empty directory over another, which belongs to the program's user.
+// empty mounts an empty directory, owned by the program's user, over another one.
 func (h *hidden) empty(folder string, mode uint32) error {
 	if err := unix.Mount("tmpfs", folder, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, fmt.Sprintf("size=1m,mode=%o", mode)); err != nil {
 		return fmt.Errorf("hide %s: %w", folder, err)
@@ -226,8 +227,8 @@ func (h *hidden) empty(folder string, mode uint32) error {
 	return nil
 }
 
-// foreign returns whether a path that a pattern found in a world-writable directory, as /tmp, may be of another user. Such a user
-// could plant a link, whose target would be hidden, or any number of directories. A path without wildcards may be root's.
+// foreign returns whether a path matched in a world-writable directory, as /tmp, may belong to another user, who could plant a link
+// to hide its target, or any number of directories. A path without wildcards may belong to root.
 func foreign(pattern, path string) bool {
 	var st, parent unix.Stat_t
 	if unix.Lstat(path, &st) != nil || unix.Stat(filepath.Dir(path), &parent) != nil {
@@ -246,14 +247,14 @@ func foreign(pattern, path string) bool {
 	return true
 }
 
-// mostCovers bounds the mounts for one pattern.
-const mostCovers = 64
+// maxCovers limits the mounts for one pattern.
+const maxCovers = 64
 
 // readable is the mode of a directory that covers one of another user.
 const readable = 0o755
 
-// emptyLike mounts an empty directory over another. The user's own keeps its mode and stays writable, because programs that make
-// sockets there, as tmux and ssh-agent do, refuse a directory that others may enter.
+// emptyLike mounts an empty directory over another one. A directory of the user keeps its mode and stays writable, because programs
+// that create sockets there, as tmux and ssh-agent do, refuse a directory that other users may enter.
 func (h *hidden) emptyLike(folder string) error {
 	mode, own := ownMode(folder)
 	if !own {
@@ -263,8 +264,8 @@ func (h *hidden) emptyLike(folder string) error {
 	return h.empty(folder, mode)
 }
 
-// ownMode returns the mode of a directory of this process' user. The owner that stat(2) tells is nobody for every user that the
-// namespace does not map, and this process' user may be nobody; O_NOATIME works for the owner only.
+// ownMode returns the mode of a directory and whether it belongs to this process' user. stat(2) is not sufficient: it reports nobody
+// for each user that the namespace does not map, and this process' user may be nobody. O_NOATIME works for the owner only.
 func ownMode(folder string) (mode uint32, own bool) {
 	fd, err := unix.Open(folder, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOATIME|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -299,8 +300,8 @@ func (h *hidden) cover(path string) error {
 	return nil
 }
 
-// coverNamed hides what a variable names. A directory that contains nothing but sockets is hidden as a whole, so that the next
-// socket is hidden, too.
+// coverNamed hides the socket or directory that a variable names. A directory that contains only sockets is hidden as a whole, so that
+// later sockets are hidden, too.
 func (h *hidden) coverNamed(n namedSocket, home string) error {
 	st, err := os.Lstat(n.path)
 	if err != nil {
@@ -323,15 +324,15 @@ func (h *hidden) coverNamed(n namedSocket, home string) error {
 // expose restores the exposed paths.
 func (h *hidden) expose() error {
 	for _, e := range h.exposed {
-		if err := e.put(); err != nil {
+		if err := e.mount(); err != nil {
 			return &StepError{StepExpose, err}
 		}
 	}
 	return nil
 }
 
-// put mounts what was there at its path again.
-func (e *exposure) put() error {
+// mount mounts the original file at its path.
+func (e *exposure) mount() error {
 	var st unix.Stat_t
 	if err := unix.Fstat(e.fd, &st); err != nil {
 		return fmt.Errorf("keep %s: %w", e.path, err)
@@ -369,7 +370,7 @@ func (h *hidden) seal() error {
 	return nil
 }
 
-// namedSocket is what a variable named before anything was hidden.
+// namedSocket is a file that a variable named before the sockets were hidden.
 type namedSocket struct {
 	variable, path string
 	was            os.FileInfo
@@ -385,8 +386,8 @@ func (s *Setup) variable(name string) string {
 	return ""
 }
 
-// named returns the existing sockets and directories that the program's environment names.
-func (s *Setup) named() (list []namedSocket) {
+// namedSockets returns the existing sockets and directories that the program's environment names.
+func (s *Setup) namedSockets() (list []namedSocket) {
 	for _, name := range socketVariables {
 		path := socketPath(name, s.variable(name))
 		if name == "WAYLAND_DISPLAY" && path != "" && !filepath.IsAbs(path) {
@@ -433,8 +434,8 @@ func socketPath(name, value string) string {
 	return value
 }
 
-// forget removes the variables whose sockets are hidden from the environment.
-func (s *Setup) forget(before []namedSocket) {
+// removeVariables removes the variables whose sockets are hidden from the environment.
+func (s *Setup) removeVariables(before []namedSocket) {
 	var gone []string
 	for _, n := range before {
 		now, err := os.Lstat(n.path)

@@ -12,13 +12,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// runInit starts the program as a child of this process, which is the first one (init) of the process namespace. The program is not
-// that process itself, because the kernel would discard signals that the program does not handle, and orphans would become the
-// program's children. The program
+// runInit starts the program as a child of this process, the first process (init) of the PID namespace. The program itself cannot be
+// init: the kernel would discard signals for which the program has no handler, and orphans would become the program's children. The
+// program
 //
-//   - stays in the gateway's process group and session, so that keys of the terminal and job control work,
-//   - gets the signals that the gateway sends over the socket, and those that are sent to the process group,
-//   - ends this process with its own exit code, upon which the kernel ends all processes of the namespace.
+//   - stays in the gateway's process group and session, so that terminal keys and job control work,
+//   - receives the signals that the gateway sends over the socket, and signals to the process group,
+//   - determines the exit code of this process, upon whose exit the kernel kills all processes of the namespace.
 //
 // runInit returns only if the program cannot be started.
 func (s *Setup) runInit(socket *os.File) error {
@@ -27,9 +27,9 @@ func (s *Setup) runInit(socket *os.File) error {
 		return fmt.Errorf("start %s: %w", s.Program, err)
 	}
 	if _, err := socket.Write([]byte{1}); err != nil {
-		return fmt.Errorf("answer the gateway: %w", err)
+		return fmt.Errorf("reply to the gateway: %w", err)
 	}
-	go passSignals(socket, program)
+	go forwardSignals(socket, program)
 	for {
 		var status unix.WaitStatus
 		pid, err := unix.Wait4(-1, &status, 0, nil)
@@ -46,9 +46,9 @@ func (s *Setup) runInit(socket *os.File) error {
 	}
 }
 
-// passSignals sends the program the signals that arrive over the socket, one byte each. When the gateway has exited, this process
+// forwardSignals sends the program the signals that arrive over the socket, one byte each. When the gateway has exited, this process
 // exits.
-func passSignals(socket *os.File, program int) {
+func forwardSignals(socket *os.File, program int) {
 	var number [1]byte
 	for {
 		if _, err := socket.Read(number[:]); err != nil {
@@ -58,9 +58,9 @@ func passSignals(socket *os.File, program int) {
 	}
 }
 
-// holdSignals makes signals have no effect on this process. Signals that are ignored already, as by nohup(1), stay ignored, and
-// the program inherits that.
-func holdSignals() {
+// discardSignals makes this process survive PassedSignals. Signals that are ignored already, as by nohup(1), stay ignored, and the
+// program inherits that.
+func discardSignals() {
 	for _, s := range PassedSignals {
 		if !signal.Ignored(s) {
 			signal.Notify(make(chan os.Signal, 1), s)

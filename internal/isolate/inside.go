@@ -21,26 +21,26 @@ import (
 	"sockeye/room"
 )
 
-// Setup is what the process inside is told.
+// Setup configures the process inside.
 type Setup struct {
 	Interface tun.Interface
 	// ResolvConf is the content of /etc/resolv.conf inside; "": the host's file.
 	ResolvConf string
 	// Program is the path of the program; "": the process inside exits after the preparation.
 	Program   string
-	Args, Env []string // of any bytes
-	// Watched has the gateway watch the ports on which the guest listens.
+	Args, Env []string // arbitrary bytes
+	// Watched makes the gateway watch the ports on which the guest listens.
 	Watched bool
 	// AllowUserns allows the program to create user namespaces.
 	AllowUserns bool
 	// Expose are sockets of the host, or directories of sockets, that the program may reach.
 	Expose []string
-	// Read and Write are files and directories that the program may read, and read and write. If any is named, the program can
-	// open no others but those that every program needs.
+	// Read and Write are files and directories that the program may read, and read and write. If either is not empty, the program
+	// can open only these and the files that every program needs.
 	Read, Write []string
 }
 
-// setupReply is the answer of the process inside, sent with the descriptors.
+// setupReply is the reply of the process inside, sent with the descriptors.
 type setupReply struct {
 	Error    string        `json:"error,omitempty"`
 	Errno    syscall.Errno `json:"errno,omitempty"`
@@ -53,23 +53,23 @@ type setupReply struct {
 // InsideFD is the descriptor of the socket to the gateway in the process inside.
 const InsideFD = 3
 
-// maxSetup bounds an encoded Setup, in bytes: environments may be large.
+// maxSetup is the maximum size of an encoded Setup in bytes. Environments may be large.
 const maxSetup = 8 << 20
 
 // InsideCommand is the hidden command of sockeye that calls Inside.
 const InsideCommand = "isolate-inside"
 
-// Inside prepares the guest from within its namespaces, and stays as their first process, which starts the program and exits with
-// it. It returns if there is no program, or if the program cannot be started. Errors of the preparation are sent to the gateway
+// Inside prepares the guest from within its namespaces and remains their first process, which starts the program and exits with it.
+// Inside returns if there is no program, or if the program cannot be started. Errors of the preparation are sent to the gateway
 // instead.
 func Inside() error {
 	runtime.LockOSThread()
-	holdSignals()
+	discardSignals()
 	socket := os.NewFile(InsideFD, "gateway")
 	unix.CloseOnExec(InsideFD)
 	var s Setup
 	if err := gob.NewDecoder(&limited{socket, maxSetup}).Decode(&s); err != nil {
-		return fmt.Errorf("read what to prepare: %w", err)
+		return fmt.Errorf("read the setup: %w", err)
 	}
 	reply, fds := s.reply()
 	text, err := json.Marshal(reply)
@@ -77,7 +77,7 @@ func Inside() error {
 		return err
 	}
 	if err := unix.Sendmsg(InsideFD, text, unix.UnixRights(fds...), nil, 0); err != nil {
-		return fmt.Errorf("answer the gateway: %w", err)
+		return fmt.Errorf("reply to the gateway: %w", err)
 	}
 	for _, fd := range fds {
 		unix.Close(fd)
@@ -85,15 +85,15 @@ func Inside() error {
 	if reply.Error != "" || s.Program == "" {
 		return nil
 	}
-	// The gateway sends a byte when it is at work. If it has exited instead, the program does not start.
+	// The gateway sends a byte when it is running. If it has exited instead, the program does not start.
 	var ready [1]byte
 	if n, _ := socket.Read(ready[:]); n != 1 {
-		return errors.New("the gateway has ended")
+		return errors.New("the gateway has exited")
 	}
 	return s.runInit(socket)
 }
 
-// reply prepares the guest and confines this process, and returns what the gateway is told.
+// reply prepares the guest and confines this process, and returns the reply to the gateway.
 func (s *Setup) reply() (reply setupReply, fds []int) {
 	err := s.prepareAll(&reply, &fds)
 	if err == nil {
@@ -128,9 +128,9 @@ func (s *Setup) prepareAll(reply *setupReply, fds *[]int) error {
 	if err := closeOthers(); err != nil {
 		return err
 	}
-	// After all changes of credentials, which clear the setting.
+	// Changes of credentials clear the setting, so that it must follow them.
 	if err := unix.Prctl(unix.PR_SET_PDEATHSIG, uintptr(unix.SIGKILL), 0, 0, 0); err != nil {
-		return fmt.Errorf("tie the program to the gateway: %w", err)
+		return fmt.Errorf("set the parent-death signal: %w", err)
 	}
 	missing, err := sandbox.Program{Path: s.Program, Read: s.Read, Write: s.Write, AllowUserns: s.AllowUserns}.Enter()
 	reply.Missing = append(reply.Missing, missing...)
@@ -143,10 +143,10 @@ func (s *Setup) prepareAll(reply *setupReply, fds *[]int) error {
 	return err
 }
 
-// PassedSignals are the signals that the gateway passes on to the program.
+// PassedSignals are the signals that the gateway forwards to the program.
 var PassedSignals = []os.Signal{unix.SIGINT, unix.SIGQUIT, unix.SIGTERM, unix.SIGHUP, unix.SIGUSR1, unix.SIGUSR2}
 
-// closeOthers sets close-on-exec on all descriptors but the standard ones: one may be a socket of the host's network.
+// closeOthers sets close-on-exec on all descriptors except the standard ones: others may be sockets of the host's network.
 func closeOthers() error {
 	const first = 3
 	err := unix.CloseRange(first, ^uint(0)>>1, unix.CLOSE_RANGE_CLOEXEC)
@@ -217,27 +217,27 @@ func (s *Setup) prepare(reply *setupReply) (fd int, err error) {
 	return fd, nil
 }
 
-// mostGuestBuffer bounds the send buffer of each connection inside, in bytes. The gateway acknowledges within a millisecond; data
-// in flight to the peer are in the host's socket.
-const mostGuestBuffer = 512 << 10
+// maxGuestBuffer is the maximum send buffer of a connection inside, in bytes. It can be small, because the gateway acknowledges
+// within a millisecond; data in flight to the peer are in the host's socket.
+const maxGuestBuffer = 512 << 10
 
-// smallerWmem is net.ipv4.tcp_wmem with mostGuestBuffer as the bound.
-func smallerWmem() string {
-	values := [3]int{4096, 16384, mostGuestBuffer}
+// guestWmem returns net.ipv4.tcp_wmem, limited to maxGuestBuffer.
+func guestWmem() string {
+	values := [3]int{4096, 16384, maxGuestBuffer}
 	if text, err := os.ReadFile("/proc/sys/net/ipv4/tcp_wmem"); err == nil {
 		_, _ = fmt.Sscan(string(text), &values[0], &values[1], &values[2])
 	}
-	return fmt.Sprintf("%d %d %d", values[0], min(values[1], mostGuestBuffer), min(values[2], mostGuestBuffer))
+	return fmt.Sprintf("%d %d %d", values[0], min(values[1], maxGuestBuffer), min(values[2], maxGuestBuffer))
 }
 
 func (s *Setup) setSysctls(reply *setupReply) error {
 	for c, without := range map[sysctl]string{
 		{"net/ipv4/ip_unprivileged_port_start", "0"}:                                    "ports below 1024 stay closed to the program",
 		{"net/ipv4/ping_group_range", fmt.Sprintf("%d %d", os.Getegid(), os.Getegid())}: "ping does not work inside",
-		// The round trip of a connection inside is that to the gateway.
-		{"net/ipv4/tcp_wmem", smallerWmem()}: "its connections may hold much of the host's memory for TCP",
-		// With SYN cookies the kernel forgets a connection while the program's accept queue is full.
-		{"net/ipv4/tcp_syncookies", "0"}: "of many connections at once some may not get through",
+		// A connection inside has the round-trip time to the gateway.
+		{"net/ipv4/tcp_wmem", guestWmem()}: "its connections may occupy much of the host's TCP memory",
+		// With SYN cookies, the kernel drops a connection if the program's accept queue is full.
+		{"net/ipv4/tcp_syncookies", "0"}: "some of many simultaneous connections may fail",
 	} {
 		if err := c.set(); lacksSysctl(err) {
 			reply.Warnings = append(reply.Warnings, fmt.Sprintf("%s: %v", without, err))
@@ -248,9 +248,9 @@ func (s *Setup) setSysctls(reply *setupReply) error {
 	if s.AllowUserns {
 		return nil
 	}
-	// Of the guest's user namespace: a second barrier besides the filter of system calls.
+	// A second barrier besides the filter of system calls. The sysctl is one of the guest's user namespace.
 	if err := (sysctl{"user/max_user_namespaces", "0"}).set(); lacksSysctl(err) {
-		reply.Missing = append(reply.Missing, fmt.Sprintf("only the filter forbids user namespaces: %v", err))
+		reply.Missing = append(reply.Missing, fmt.Sprintf("only the filter of system calls denies user namespaces: %v", err))
 	} else if err != nil {
 		return err
 	}

@@ -17,7 +17,7 @@ func (s *Setup) mounts(reply *setupReply) error {
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
 		return &StepError{StepMounts, fmt.Errorf("make mounts private: %w", err)}
 	}
-	// /proc of the guest's process namespace. The kernel refuses it in a container whose /proc is covered in part.
+	// /proc of the guest's PID namespace. The kernel denies the mount in a container whose /proc is partly covered.
 	if err := unix.Mount("proc", "/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); errors.Is(err, unix.EPERM) {
 		reply.Missing = append(reply.Missing, fmt.Sprintf("/proc shows the host's processes and their sockets: mount it: %v", err))
 	} else if err != nil {
@@ -73,7 +73,7 @@ func mounted() ([]mount, error) {
 	return list, nil
 }
 
-// outOfReach returns whether the error is of a path that the program cannot reach either.
+// outOfReach returns whether an error means that the program cannot reach the path either.
 func outOfReach(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EACCES)
 }
@@ -113,17 +113,17 @@ func replaceNamespaces(list []mount) error {
 			err = unix.Mount("mqueue", m.point, "mqueue", flags, "")
 		}
 		if err != nil && !outOfReach(err) {
-			errs = append(errs, fmt.Errorf("%s shows what is the host's: mount over it: %w", m.point, err))
+			errs = append(errs, fmt.Errorf("%s shows data of the host: mount over it: %w", m.point, err))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// scratch is a directory that exists on every host, and is covered for a moment in the guest's mount namespace.
+// scratch is a directory that exists on every host; it is temporarily covered in the guest's mount namespace.
 const scratch = "/tmp"
 
-// replaceFile mounts a file with the text over another one, in this mount namespace only. A file that does not exist is left
-// alone.
+// replaceFile mounts a file with the text over another file, in this mount namespace only. If that file does not exist, replaceFile
+// does nothing.
 func replaceFile(path, text string) error {
 	target, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.ENOENT) {

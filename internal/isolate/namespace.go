@@ -20,11 +20,11 @@ import (
 
 // Errors of OpenPID and OpenNetns.
 var (
-	ErrNoNamespace  = errors.New("is no network namespace")
-	ErrOwnNamespace = errors.New("is the host's own network")
+	ErrNoNamespace  = errors.New("is not a network namespace")
+	ErrOwnNamespace = errors.New("is the network namespace of this process")
 )
 
-// Namespace is a network namespace that somebody else made.
+// Namespace is an existing network namespace.
 type Namespace struct {
 	net   *os.File
 	watch *os.File // readable when the process has exited, or the directory has changed
@@ -32,14 +32,14 @@ type Namespace struct {
 	name string
 }
 
-// OpenPID opens the network namespace of a process. For the gateway the namespace ends when the process exits. Returns ESRCH if
-// there is no such process.
+// OpenPID opens the network namespace of a process. Ended returns when the process exits. Returns ESRCH if there is no such process,
+// and ErrOwnNamespace for the namespace of this process.
 func OpenPID(pid int) (_ *Namespace, err error) {
 	if pid <= 0 {
 		return nil, unix.ESRCH
 	}
 	fd, err := unix.PidfdOpen(pid, 0)
-	if errors.Is(err, unix.EINVAL) { // the number of a thread
+	if errors.Is(err, unix.EINVAL) { // the ID of a thread
 		err = unix.ESRCH
 	}
 	if err != nil {
@@ -58,15 +58,15 @@ func OpenPID(pid int) (_ *Namespace, err error) {
 	if err != nil {
 		return nil, err
 	}
-	// The process may have exited, and its number be in use again.
+	// The process may have exited, and its PID may have been reused.
 	if err := unix.PidfdSendSignal(fd, 0, nil, 0); err != nil && !errors.Is(err, unix.EPERM) {
 		return nil, err
 	}
 	return n, n.notOwn()
 }
 
-// OpenNetns opens the network namespace that a path names, as in /run/netns/NAME. For the gateway the namespace ends when the
-// path is removed. Returns ErrNoNamespace for another kind of file.
+// OpenNetns opens the network namespace at a path, as /run/netns/NAME. Ended returns when the path is removed. Returns ErrNoNamespace
+// for another kind of file, and ErrOwnNamespace for the namespace of this process.
 func OpenNetns(path string) (_ *Namespace, err error) {
 	if pid, ok := strings.CutPrefix(filepath.Clean(path), "/proc/"); ok {
 		if pid, ok = strings.CutSuffix(pid, "/ns/net"); ok {
@@ -99,7 +99,7 @@ func OpenNetns(path string) (_ *Namespace, err error) {
 	return n, n.notOwn()
 }
 
-// notOwn refuses the network namespace of this process, whose routes the gateway would take over.
+// notOwn returns ErrOwnNamespace for the network namespace of this process, whose routes the gateway would replace.
 func (n *Namespace) notOwn() error {
 	if same, err := sameFile(n.net, "/proc/self/ns/net"); err != nil {
 		return err
@@ -130,14 +130,14 @@ func (n *Namespace) Close() {
 	}
 }
 
-// enter makes a command run in the namespace, by nsenter(1): only a process with a single thread may enter a user namespace, and
-// a Go process has several. Descriptors from 4 on are the namespaces and the command.
+// enter makes a command run in the namespace by nsenter(1), because only a single-threaded process may enter a user namespace. The
+// descriptors from 4 on are the namespaces and the command.
 func (n *Namespace) enter(cmd *exec.Cmd) error {
 	nsenter, err := exec.LookPath("nsenter")
 	if err != nil {
 		return &StepError{StepJoin, fmt.Errorf("find nsenter: %w", errors.Unwrap(err))}
 	}
-	// In the mount namespace of nsenter the path may be another file, as /proc/self/exe is.
+	// For nsenter the path may be another file, as /proc/self/exe is.
 	itself, err := unix.Open(cmd.Path, unix.O_PATH|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return fmt.Errorf("open %s: %w", cmd.Path, err)
@@ -157,7 +157,7 @@ func (n *Namespace) enter(cmd *exec.Cmd) error {
 	return nil
 }
 
-// owner returns the user namespace that must be entered first; nil if this process has CAP_SYS_ADMIN already.
+// owner returns the user namespace to enter first; nil if this process has CAP_SYS_ADMIN already.
 func (n *Namespace) owner() (*os.File, error) {
 	admin, err := cap.GetProc().GetFlag(cap.Effective, cap.SYS_ADMIN)
 	if err != nil {
@@ -190,7 +190,7 @@ func (n *Namespace) Ended(ctx context.Context) error {
 	}
 	defer unix.Close(wake)
 	stop := context.AfterFunc(ctx, func() {
-		_, _ = unix.Write(wake, []byte{1, 0, 0, 0, 0, 0, 0, 0}) // it is never full
+		_, _ = unix.Write(wake, []byte{1, 0, 0, 0, 0, 0, 0, 0}) // the counter cannot overflow
 	})
 	defer stop()
 	watched := int(n.watch.Fd())
@@ -215,7 +215,7 @@ func (n *Namespace) Ended(ctx context.Context) error {
 	}
 }
 
-// removed returns whether events of inotify(7) tell of the removal of a name, or of its directory.
+// removed returns whether events of inotify(7) report the removal of a name, or of its directory.
 func removed(events []byte, name string) bool {
 	for len(events) >= unix.SizeofInotifyEvent {
 		mask := binary.NativeEndian.Uint32(events[4:])

@@ -11,14 +11,14 @@ import (
 	"sockeye/internal/gateway/access"
 )
 
-// maxNameServers is how many name servers of /etc/resolv.conf are used (MAXNS in resolv.h).
+// maxNameServers is the number of name servers of /etc/resolv.conf that resolvers use (MAXNS in resolv.h).
 const maxNameServers = 3
 
 // dnsPort is the port of DNS.
 const dnsPort = 53
 
-// NameServers parses a host's resolv.conf(5) and returns its name servers, and the text for the guest, which has the aliases in
-// their place. Without a name server, 127.0.0.1:53 is one, as for the C library. There must be three aliases.
+// NameServers parses a host's resolv.conf(5) and returns its name servers, and the guest's resolv.conf with their aliases. Like the C
+// library, NameServers assumes 127.0.0.1:53 if there is none. There must be maxNameServers aliases.
 func NameServers(conf string, aliases []netip.Addr) (list []access.NameServer, text string) {
 	var rest strings.Builder
 	for line := range strings.Lines(conf) {
@@ -60,7 +60,7 @@ func Resolvers(conf string) (list []netip.Addr) {
 	return list
 }
 
-// numbered replaces a zone by the index of the interface, as names cannot be looked up in the sandbox.
+// numbered replaces a zone by the index of the interface, because the sandbox does not allow looking up names.
 func numbered(a netip.Addr) netip.Addr {
 	if a.Zone() == "" {
 		return a

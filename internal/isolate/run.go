@@ -24,24 +24,24 @@ import (
 // InterfaceName is the name of the TUN interface inside.
 const InterfaceName = "sockeye0"
 
-// lingerTime is how long the gateway runs on after the program has exited, to deliver what the program sent and the host's
-// sockets have not taken yet.
+// lingerTime is how long the gateway continues after the program has exited, to deliver data that the host's sockets have not accepted
+// yet.
 const lingerTime = 5 * time.Second
 
-// Options are what Run needs besides the guest.
+// Options configures Run.
 type Options struct {
 	MTU            int        // of the TUN interface, bytes
 	Guest4, Guest6 netip.Addr // addresses of the TUN interface
 	Outbound       access.Outbound
 	// User is the user that the gateway and the program become; nil: they keep the user of this process.
 	User *User
-	// Listen opens the sockets of the host that lead inside. Run calls Listen as User, before the program starts.
+	// Listen opens the sockets of the host that lead inside. Run calls Listen after becoming User and before the program starts.
 	Listen func() ([]gateway.Forward, error)
-	// RequireSandbox makes an incomplete confinement an IncompleteError.
+	// RequireSandbox makes Run fail with an IncompleteError if the confinement is incomplete.
 	RequireSandbox bool
-	// Warn is called with each restriction that the kernel does not support, and with each thing that the program may miss.
+	// Warn is called for each restriction that the kernel does not support, and for each feature that is not available to the program.
 	Warn func(text string)
-	// Joined is called when the gateway of an existing namespace is at work.
+	// Joined is called when the gateway of an existing namespace is running.
 	Joined func()
 	Log    *slog.Logger
 }
@@ -53,10 +53,10 @@ func (e *IncompleteError) Error() string {
 	return "the sandbox is incomplete: " + strings.Join(e.Missing, "; ")
 }
 
-// Run prepares a guest and is its gateway until the guest's program exits or the existing namespace is gone. The code is the
-// exit code of the program, or 128 plus the number of the signal that ended the program; 0 for an existing namespace. Signals
-// in PassedSignals go to the program, except those that are ignored when Run is called. A failure before the program starts is
-// a StepError or an IncompleteError, except for errors that have no remedy.
+// Run prepares a guest and is its gateway until the guest's program exits or the existing namespace is removed. The code is the exit
+// code of the program, or 128 plus the number of the signal that terminated it; 0 for an existing namespace. Run forwards PassedSignals
+// to the program, except signals that are ignored when Run is called. A failure before the program starts is a StepError or an
+// IncompleteError if it has a remedy.
 func Run(ctx context.Context, guest *Guest, o *Options) (code int, err error) {
 	signals := make(chan os.Signal, 8)
 	if guest.Existing == nil {
@@ -93,7 +93,7 @@ func Run(ctx context.Context, guest *Guest, o *Options) (code int, err error) {
 		return 0, serve(ctx, g, guest.Existing.Ended)
 	}
 	if ctx.Err() != nil && len(signals) == 0 {
-		// A signal came before Run passed signals on.
+		// A signal arrived before Run forwarded signals.
 		p.Kill()
 		return 0, errors.New("interrupted before the program started")
 	}
@@ -104,8 +104,8 @@ func Run(ctx context.Context, guest *Guest, o *Options) (code int, err error) {
 	return code, err
 }
 
-// prepareFailed returns the exit code 128 plus the number of the signal if a key of the terminal ended the process inside,
-// which shares the process group of the gateway.
+// prepareFailed returns 128 plus the number of the signal if a terminal key terminated the process inside, which is in the process
+// group of the gateway.
 func prepareFailed(err error, signals <-chan os.Signal) (code int, _ error) {
 	select {
 	case s := <-signals:
@@ -123,7 +123,7 @@ func prepareFailed(err error, signals <-chan os.Signal) (code int, _ error) {
 	return 0, err
 }
 
-// start makes the gateway of a prepared guest and confines this process.
+// start creates the gateway of a prepared guest and confines this process.
 func (o *Options) start(guest *Guest, p *Prepared, forwards []gateway.Forward) (g *gateway.Gateway, t terminal, err error) {
 	if err := o.report(p.Missing); err != nil {
 		return nil, t, err
@@ -133,7 +133,7 @@ func (o *Options) start(guest *Guest, p *Prepared, forwards []gateway.Forward) (
 	}
 	linger := lingerTime
 	if guest.Existing != nil {
-		linger = 0 // the programs in the namespace go on, and so do their connections
+		linger = 0 // the programs in the namespace continue, and so do their connections
 	}
 	g, err = gateway.New(gateway.Config{
 		TUN: p.TUN, MTU: o.MTU, Guest4: o.Guest4, Guest6: o.Guest6, Host4: Host4, Host6: Host6,
@@ -148,7 +148,7 @@ func (o *Options) start(guest *Guest, p *Prepared, forwards []gateway.Forward) (
 		box.Child = p.PID()
 	}
 	t = openTerminal()
-	gateway.OwnProcess()
+	gateway.ConfigureRuntime()
 	missing, err := box.Enter()
 	if err != nil {
 		return nil, t, err
@@ -159,7 +159,7 @@ func (o *Options) start(guest *Guest, p *Prepared, forwards []gateway.Forward) (
 	return g, t, o.report(missing)
 }
 
-// report warns of restrictions that the kernel does not support, or fails if all are required.
+// report calls Warn for restrictions that the kernel does not support, or returns an IncompleteError if RequireSandbox is set.
 func (o *Options) report(missing []string) error {
 	if len(missing) > 0 && o.RequireSandbox {
 		return &IncompleteError{missing}
@@ -170,7 +170,7 @@ func (o *Options) report(missing []string) error {
 	return nil
 }
 
-// serve runs the gateway until work returns, or ctx ends. If the gateway ends first, the context of work ends.
+// serve runs the gateway until work returns or ctx ends. If the gateway returns first, serve cancels the context of work.
 func serve(ctx context.Context, g *gateway.Gateway, work func(context.Context) error) error {
 	running, stop := context.WithCancel(ctx)
 	defer stop()
@@ -187,10 +187,10 @@ func serve(ctx context.Context, g *gateway.Gateway, work func(context.Context) e
 	return err
 }
 
-// runProgram starts the prepared program, passes signals on, and returns the program's exit code.
+// runProgram starts the prepared program, forwards signals, and returns the program's exit code.
 func runProgram(ctx context.Context, p *Prepared, signals <-chan os.Signal, t terminal) (code int, err error) {
-	if t.foreground() { // asked before a shell inside becomes the foreground process group
-		defer t.take()
+	if t.foreground() { // evaluated before a shell inside becomes the foreground process group
+		defer t.setForeground()
 	}
 	if err := p.Go(); err != nil {
 		p.Kill()
@@ -200,7 +200,7 @@ func runProgram(ctx context.Context, p *Prepared, signals <-chan os.Signal, t te
 	pass := make(chan os.Signal, 8)
 	go func() {
 		for s := range signals {
-			// The terminal sends the signal of a key to the whole process group, and so to a program that has started.
+			// The terminal sends the signal of a key to the whole process group, which includes a started program.
 			key := s == unix.SIGINT || s == unix.SIGQUIT
 			if early--; early < 0 && key && t.foreground() {
 				continue

@@ -33,9 +33,9 @@ func (t terminal) foreground() bool {
 	return err == nil && group == t.group
 }
 
-// take makes the process group of this process the foreground process group again. A shell inside made a group of its own
-// and cannot restore the previous one, whose number does not exist in the shell's process namespace.
-func (t terminal) take() {
+// setForeground makes the process group of this process the foreground process group again. A shell inside has changed it to a group
+// of its own and cannot restore the previous one, whose ID does not exist in the shell's PID namespace.
+func (t terminal) setForeground() {
 	signal.Ignore(unix.SIGTTOU)
 	_ = unix.IoctlSetPointerInt(int(t.file.Fd()), unix.TIOCSPGRP, t.group)
 }

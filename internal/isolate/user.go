@@ -9,15 +9,15 @@ import (
 	"kernel.org/pub/linux/libs/security/libcap/cap"
 )
 
-// User is the user and group that root's gateway and program become.
+// User is the user and group to which root's gateway and program change.
 type User struct{ UID, GID int }
 
-// keptToPrepare are the capabilities that root's gateway keeps until the program starts: for ports below 1024, for receive
-// buffers beyond net.core.rmem_max, and for user namespaces on hosts that forbid them to other users.
-var keptToPrepare = []cap.Value{cap.NET_BIND_SERVICE, cap.NET_ADMIN, cap.SYS_ADMIN}
+// setupCaps are the capabilities that root's gateway keeps until the program starts: for ports below 1024, for receive buffers beyond
+// net.core.rmem_max, and for user namespaces on hosts that deny them to other users.
+var setupCaps = []cap.Value{cap.NET_BIND_SERVICE, cap.NET_ADMIN, cap.SYS_ADMIN}
 
 // become changes the user and group of all threads of this process and drops the supplementary groups. Sockets that are opened
-// from then on belong to the user. Of the capabilities, keptToPrepare remain. Without CAP_SETUID and CAP_SETGID the error is a
+// from then on belong to the user. Of the capabilities, setupCaps remain. Without CAP_SETUID and CAP_SETGID the error is a
 // StepError.
 func (u *User) become() error {
 	if err := cap.SetGroups(u.GID); err != nil {
@@ -27,7 +27,7 @@ func (u *User) become() error {
 		return &StepError{StepUser, fmt.Errorf("become user %d: set user: %w", u.UID, err)}
 	}
 	permitted, kept := cap.GetProc(), cap.NewSet()
-	for _, v := range keptToPrepare {
+	for _, v := range setupCaps {
 		has, err := permitted.GetFlag(cap.Permitted, v)
 		if err == nil && has {
 			err = kept.SetFlag(cap.Permitted, true, v)

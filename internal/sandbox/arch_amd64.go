@@ -6,8 +6,8 @@ import "golang.org/x/sys/unix"
 
 const auditArch = unix.AUDIT_ARCH_X86_64
 
-// archCalls and archDeadly are calls that other architectures do not have.
+// archCalls and archFatal are system calls that other architectures do not have.
 var (
-	archCalls  = []uintptr{unix.SYS_EPOLL_WAIT, unix.SYS_POLL}
-	archDeadly = []uintptr{unix.SYS_FORK, unix.SYS_VFORK, unix.SYS_IOPL, unix.SYS_IOPERM, unix.SYS_MODIFY_LDT}
+	archCalls = []uintptr{unix.SYS_EPOLL_WAIT, unix.SYS_POLL}
+	archFatal = []uintptr{unix.SYS_FORK, unix.SYS_VFORK, unix.SYS_IOPL, unix.SYS_IOPERM, unix.SYS_MODIFY_LDT}
 )

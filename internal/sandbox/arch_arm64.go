@@ -6,4 +6,4 @@ import "golang.org/x/sys/unix"
 
 const auditArch = unix.AUDIT_ARCH_AARCH64
 
-var archCalls, archDeadly []uintptr
+var archCalls, archFatal []uintptr

@@ -4,8 +4,7 @@
 
 package sandbox
 
-// auditArch is 0 where the numbers of the system calls were not looked at: there is no
-// filter then.
+// auditArch is 0 for architectures without a list of system calls: there the filter is not supported.
 const auditArch = 0
 
-var archCalls, archDeadly []uintptr
+var archCalls, archFatal []uintptr

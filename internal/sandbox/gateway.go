@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sandbox confines two processes for good: a gateway, which needs little, and a program that nobody knows beforehand.
-// Both give up all capabilities and enter a landlock domain and a filter of system calls (seccomp).
+// Package sandbox irrevocably confines two processes: a gateway, whose needs are known, and an arbitrary program. Both drop all
+// capabilities and enter a landlock domain and a filter of system calls (seccomp).
 package sandbox
 
 import (
@@ -17,25 +17,25 @@ import (
 	"sockeye/internal/gateway/access"
 )
 
-// Gateway describes what a gateway's process may do after Enter.
+// Gateway configures the confinement of a gateway's process.
 type Gateway struct {
-	// Child is the process that may be signalled; 0 for none.
+	// Child is the process that the gateway may signal; 0 for none.
 	Child int
-	// Outbound is where the guest may go. If the guest may go nowhere, the process can open no socket; open sockets and accept(2)
-	// still work.
+	// Outbound is the set of allowed destinations. If no destination is allowed, the process cannot open sockets; open sockets and
+	// accept(2) still work.
 	Outbound access.Outbound
-	// Listens allows bind(2) of UDP sockets and listen(2) for sockets that are open already.
+	// Listens allows bind(2) and listen(2) for sockets that are open already; landlock denies bind(2) of TCP sockets.
 	Listens bool
 }
 
-// Enter confines all threads of this process for good. The process loses every capability, execve(2), the file system, system
+// Enter irrevocably confines all threads of this process. The process loses all capabilities, execve(2), the file system, system
 // calls that are not in the filter, and sockets other than TCP, UDP and ICMP echo. A denied call fails with EPERM; a call that only
-// an intruder would make (execve, ptrace, bpf, mount) ends the process by SIGSYS. Restrictions that the kernel does not support are
-// named in missing; the others are in force.
+// an attacker would make (execve, ptrace, bpf, mount) kills the process with SIGSYS. Enter returns the names of restrictions that the
+// kernel does not support in missing; the others are in force.
 //
 // Before the call, all files must be open and the child started.
 func (s Gateway) Enter() (missing []string, err error) {
-	// Logs have the local time, whose rules are read from a file at the first use.
+	// Logs use local time, and the first use reads the time zone from a file.
 	_ = time.Now().Local().String()
 	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
 		return nil, fmt.Errorf("forbid dumps of memory: %w", err)
@@ -43,12 +43,12 @@ func (s Gateway) Enter() (missing []string, err error) {
 	if err := dropCapabilities(); err != nil {
 		return nil, err
 	}
-	if err := s.landlock(); noSuchSandbox(err) {
+	if err := s.landlock(); isUnsupported(err) {
 		missing = append(missing, "landlock")
 	} else if err != nil {
 		return nil, fmt.Errorf("enter landlock: %w", err)
 	}
-	if err := s.seccomp(); noSuchSandbox(err) {
+	if err := s.seccomp(); isUnsupported(err) {
 		missing = append(missing, "seccomp")
 	} else if err != nil {
 		return nil, fmt.Errorf("enter seccomp filter: %w", err)
@@ -56,9 +56,9 @@ func (s Gateway) Enter() (missing []string, err error) {
 	return missing, nil
 }
 
-// noSuchSandbox returns whether the error is of a kernel without landlock or seccomp, with either disabled, or of a container that
-// denies the system call.
-func noSuchSandbox(err error) bool {
+// isUnsupported returns whether the error is of a kernel without landlock or seccomp, of a kernel that disables it, or of a container
+// that denies the system call.
+func isUnsupported(err error) bool {
 	for _, e := range []error{unix.ENOSYS, unix.EOPNOTSUPP, unix.EINVAL, unix.EPERM, errors.ErrUnsupported} {
 		if errors.Is(err, e) {
 			return true
@@ -77,9 +77,9 @@ func dropCapabilities() error {
 	return nil
 }
 
-// handled returns what a version of landlock is to deny, and the ports of TCP that may be connected to all the same.
-// LANDLOCK_SCOPE_SIGNAL is not included: the child was started outside the domain, and the filter of system calls names the
-// only process that may be signalled.
+// handled returns the rights that a version of landlock denies, and the TCP ports to which connections remain allowed.
+// LANDLOCK_SCOPE_SIGNAL is not included, because the child is outside the domain; the filter of system calls restricts signals to
+// the child.
 func (s Gateway) handled(abi int) (r ruleset, ports []uint16) {
 	r.files = fileRights(abi)
 	if abi >= 4 {
@@ -95,7 +95,7 @@ func (s Gateway) handled(abi int) (r ruleset, ports []uint16) {
 	return r, ports
 }
 
-// landlock denies all threads the file system, and of the network what landlock can deny.
+// landlock denies all threads the file system, abstract Unix sockets, and TCP bind(2) and connect(2), as far as the kernel supports it.
 func (s Gateway) landlock() error {
 	abi, err := landlockABI()
 	if err != nil {
@@ -123,6 +123,6 @@ func (s Gateway) seccomp() error {
 	if auditArch == 0 {
 		return errors.ErrUnsupported
 	}
-	// SPEC_ALLOW: the process runs no foreign code, and kernels before 5.16 would otherwise disable speculative store bypass.
+	// SPEC_ALLOW: the process runs no untrusted code, and kernels before 5.16 would otherwise disable speculative store bypass.
 	return setFilter(s.filter(os.Getpid()), unix.SECCOMP_FILTER_FLAG_TSYNC|unix.SECCOMP_FILTER_FLAG_SPEC_ALLOW)
 }

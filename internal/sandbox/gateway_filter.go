@@ -14,8 +14,8 @@ type allowed struct {
 	ifs    []condition
 }
 
-// condition holds if the lower 32 bits of an argument, masked, are one of the values. The arguments are of type int, or have no
-// meaning above 32 bits.
+// condition holds if the lower 32 bits of an argument, masked, are one of the values. The tested arguments have 32 bits (int), or no
+// meaning above.
 type condition struct {
 	argument int
 	mask     uint32
@@ -24,9 +24,9 @@ type condition struct {
 
 const all = ^uint32(0)
 
-// calls lists the system calls of the gateway's loop, of the Go runtime, and for signals and the child's exit. Calls with conditions
-// are in the order of their frequency. Calls without conditions cost nothing from Linux 5.11 on, which caches that the filter always
-// allows them.
+// calls returns the system calls of the gateway's loop, of the Go runtime, of signals and of waiting for the child. Calls with
+// conditions are in the order of their frequency. Since Linux 5.11 calls without conditions cost nothing, because the kernel caches
+// that the filter always allows them.
 func (s Gateway) calls(own int) []allowed {
 	signalled := []uint32{uint32(own)}
 	if s.Child != 0 {
@@ -80,8 +80,8 @@ var runtimeCalls = []uintptr{
 	unix.SYS_WAITID, unix.SYS_WAIT4, unix.SYS_PIDFD_SEND_SIGNAL, unix.SYS_GETRUSAGE, unix.SYS_EXIT, unix.SYS_EXIT_GROUP,
 }
 
-// deadly are the system calls that end the process.
-var deadly = []uintptr{
+// fatalCalls are the system calls that kill the process.
+var fatalCalls = []uintptr{
 	unix.SYS_EXECVE, unix.SYS_EXECVEAT, unix.SYS_PTRACE, unix.SYS_PROCESS_VM_READV, unix.SYS_PROCESS_VM_WRITEV,
 	unix.SYS_PIDFD_GETFD, unix.SYS_BPF, unix.SYS_PERF_EVENT_OPEN, unix.SYS_USERFAULTFD,
 	unix.SYS_IO_URING_SETUP, unix.SYS_IO_URING_ENTER, unix.SYS_IO_URING_REGISTER,
@@ -98,14 +98,14 @@ const (
 	dataArguments = 16
 )
 
-// filter returns the filter of the process with the number own, in classic BPF.
+// filter returns the filter, in classic BPF, of the process with the PID own.
 func (s Gateway) filter(own int) []unix.SockFilter {
 	p := []unix.SockFilter{
 		load(dataArch),
 		jump(unix.BPF_JEQ, auditArch, 1, 0),
 		verdict(unix.SECCOMP_RET_KILL_PROCESS),
 		load(dataNumber),
-		// On amd64 the numbers of the x32 ABI begin here.
+		// x32 system calls of amd64.
 		jump(unix.BPF_JGE, 0x40000000, 0, 1),
 		verdict(unix.SECCOMP_RET_KILL_PROCESS),
 	}
@@ -114,7 +114,7 @@ func (s Gateway) filter(own int) []unix.SockFilter {
 		p = append(p, jump(unix.BPF_JEQ, uint32(c.number), 0, uint8(len(block))))
 		p = append(p, block...)
 	}
-	for _, number := range slices.Concat(deadly, archDeadly) {
+	for _, number := range slices.Concat(fatalCalls, archFatal) {
 		p = append(p, jump(unix.BPF_JEQ, uint32(number), 0, 1), verdict(unix.SECCOMP_RET_KILL_PROCESS))
 	}
 	// clone3(2) has its flags in memory; C libraries fall back to clone(2).

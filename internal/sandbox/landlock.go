@@ -9,9 +9,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The package makes the system calls of landlock(7) itself. github.com/landlock-lsm/go-landlock does not tell what its BestEffort
-// leaves out on an older kernel, which --require-sandbox has to know; skips optional paths that do not exist, but not those that
-// the user may not open; and rejects the rights of a directory for a file, so that each path would have to be opened here as well.
+// The package calls landlock(7) directly, because github.com/landlock-lsm/go-landlock has three limits: BestEffort does not report
+// the rights that an older kernel lacks, which --require-sandbox needs; optional paths are skipped if they do not exist, but not if
+// the user may not open them; and it rejects rights of directories for files, so that callers have to open each path themselves.
 
 // ruleset is struct landlock_ruleset_attr: the rights that are denied unless a rule allows them.
 type ruleset struct{ files, net, scoped uint64 }
@@ -25,7 +25,7 @@ func landlockABI() (int, error) {
 	return int(abi), nil
 }
 
-// fileRights returns all rights to files that a version of landlock can deny.
+// fileRights returns all file system rights that a version of landlock handles.
 func fileRights(abi int) uint64 {
 	rights := uint64(1<<13 - 1)
 	for version, more := range map[int]uint64{
@@ -40,7 +40,7 @@ func fileRights(abi int) uint64 {
 
 // create returns a descriptor of the ruleset. The rights must be among those of the kernel's version.
 func (r *ruleset) create() (fd int, err error) {
-	// An older kernel accepts a larger structure than it knows if the rest is zero.
+	// Older kernels accept a larger structure if the unknown rest is zero.
 	n, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, uintptr(unsafe.Pointer(r)), unsafe.Sizeof(*r), 0)
 	if errno != 0 {
 		return -1, errno
@@ -48,11 +48,11 @@ func (r *ruleset) create() (fd int, err error) {
 	return int(n), nil
 }
 
-// notDirectoryRights are the rights that a rule for anything but a directory may have.
+// notDirectoryRights are the rights allowed in a rule for a file that is not a directory.
 const notDirectoryRights = unix.LANDLOCK_ACCESS_FS_EXECUTE | unix.LANDLOCK_ACCESS_FS_READ_FILE | unix.LANDLOCK_ACCESS_FS_WRITE_FILE |
 	unix.LANDLOCK_ACCESS_FS_TRUNCATE | unix.LANDLOCK_ACCESS_FS_IOCTL_DEV
 
-// allowFile adds rights to a file, or to a directory and everything below it.
+// allowFile adds a rule for a file, or for a directory and everything below it.
 func allowFile(rules int, path string, rights uint64) error {
 	fd, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -76,7 +76,7 @@ func allowFile(rules int, path string, rights uint64) error {
 	return addRule(rules, pathBeneath, unsafe.Pointer(&rule))
 }
 
-// allowConnect allows connections to a port of TCP.
+// allowConnect allows connections to a TCP port.
 func allowConnect(rules int, port uint16) error {
 	// struct landlock_net_port_attr
 	rule := struct{ access, port uint64 }{unix.LANDLOCK_ACCESS_NET_CONNECT_TCP, uint64(port)}

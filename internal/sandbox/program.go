@@ -10,18 +10,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Program describes a program that this process is to start, and what the program may do.
+// Program configures the confinement of a program that this process starts.
 type Program struct {
 	// Path is the program's file.
 	Path string
-	// Read and Write are files and directories that the program may read, and read and write. If any is named, the program
-	// can open no others but those that every program needs.
+	// Read and Write are files and directories that the program may read, and read and write. If either is not empty, the program
+	// can open only these and the files that every program needs.
 	Read, Write []string
 	// AllowUserns allows the program to create user namespaces.
 	AllowUserns bool
 }
 
-// LandlockError is the error of a kernel without landlock, if files are to be restricted.
+// LandlockError is returned if files are to be restricted and the kernel does not support landlock.
 type LandlockError struct{ Err error }
 
 func (e *LandlockError) Error() string { return fmt.Sprintf("restrict files (landlock): %v", e.Err) }
@@ -29,7 +29,7 @@ func (e *LandlockError) Error() string { return fmt.Sprintf("restrict files (lan
 // Unwrap returns the kernel's error.
 func (e *LandlockError) Unwrap() error { return e.Err }
 
-// FileError is the error of a path in Read or Write that cannot be opened.
+// FileError is returned for a path in Read or Write that cannot be opened.
 type FileError struct {
 	Option, Path string
 	Err          error
@@ -40,9 +40,9 @@ func (e *FileError) Error() string { return fmt.Sprintf("%s %s: %v", e.Option, e
 // Unwrap returns the kernel's error.
 func (e *FileError) Unwrap() error { return e.Err }
 
-// Enter confines this process for good, before the program is started: capabilities and the filter of system calls hold for all
-// threads, landlock for the calling thread, which must fork the program. Restrictions that the kernel does not support are in
-// missing, one line each.
+// Enter irrevocably confines this process, before the program is started: capabilities and the filter of system calls apply to all
+// threads, landlock to the calling thread, which must fork the program. Enter returns the restrictions that the kernel does not
+// support in missing, one line each.
 func (p Program) Enter() (missing []string, err error) {
 	if err := dropCapabilities(); err != nil {
 		return nil, err
@@ -52,19 +52,19 @@ func (p Program) Enter() (missing []string, err error) {
 		return nil, err
 	}
 	missing = append(missing, lacking...)
-	if err := filterProgram(p.AllowUserns); noSuchSandbox(err) {
+	if err := filterProgram(p.AllowUserns); isUnsupported(err) {
 		missing = append(missing, fmt.Sprintf("system calls are not filtered: %v", err))
 	} else if err != nil {
 		return nil, fmt.Errorf("filter system calls: %w", err)
 	}
-	// This process remains the program's parent: the program must not trace it.
+	// This process remains the program's parent; the program must not ptrace it.
 	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
 		return nil, fmt.Errorf("forbid dumps of memory: %w", err)
 	}
 	return missing, nil
 }
 
-// baseReadable are the files that programs need to start and to resolve names. Those that do not exist are skipped.
+// baseReadable are the files that programs need to start and to resolve names. Files that do not exist are skipped.
 var baseReadable = []string{
 	"/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store",
 	"/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/ld.so.preload", "/etc/alternatives",
@@ -85,8 +85,8 @@ const (
 		unix.LANDLOCK_ACCESS_FS_TRUNCATE | unix.LANDLOCK_ACCESS_FS_IOCTL_DEV
 )
 
-// landlock restricts the calling thread: signals and abstract sockets to processes inside (from Linux 6.12), and, if Read or
-// Write name anything, files to these and to what every program needs.
+// landlock restricts the calling thread: signals and abstract Unix sockets to processes of the domain (since Linux 6.12), and files to
+// Read, Write and the base files, if Read or Write is not empty.
 func (p Program) landlock() (missing []string, err error) {
 	named := len(p.Read)+len(p.Write) > 0
 	abi, err := landlockABI()
@@ -94,7 +94,7 @@ func (p Program) landlock() (missing []string, err error) {
 		return nil, &LandlockError{err}
 	}
 	if abi < 6 {
-		missing = append(missing, "the program may send signals to its process group outside: landlock of Linux 6.12 is needed")
+		missing = append(missing, "the program can send signals to its process group outside: this needs landlock of Linux 6.12")
 	}
 	var r ruleset
 	if named {
@@ -127,7 +127,7 @@ func (p Program) allowFiles(rules int, handled uint64) error {
 	for _, list := range []struct {
 		paths  []string
 		rights uint64
-		option string // option that names the paths; "": they are optional
+		option string // option with the paths; "": the paths are optional
 	}{
 		{baseReadable, readRights, ""},
 		{baseWritable, deviceWrite, ""},

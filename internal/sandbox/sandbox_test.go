@@ -291,7 +291,7 @@ func tryLandlock() {
 		fmt.Println(err)
 		os.Exit(1)
 	}
-	if err := box.landlock(); noSuchSandbox(err) {
+	if err := box.landlock(); isUnsupported(err) {
 		fmt.Println("kernel: no landlock:", err)
 		os.Exit(0)
 	} else if err != nil {
@@ -563,7 +563,7 @@ func TestFilter(t *testing.T) {
 				t.Errorf("%+v: instruction %d jumps beyond the end", s, i)
 			}
 		}
-		seen := slices.Concat(deadly, archDeadly)
+		seen := slices.Concat(fatalCalls, archFatal)
 		for _, c := range s.calls(1) {
 			if slices.Contains(seen, c.number) {
 				t.Errorf("%+v: call %d is named twice", s, c.number)

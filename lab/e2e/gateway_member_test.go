@@ -108,7 +108,7 @@ func TestIsolatedMemberIsTheServicesUser(t *testing.T) {
 	}
 	for _, who := range [][]string{{"--as-root"}, {"--user", "daemon"}} {
 		args := append([]string{"run", "--isolated"}, append(who, "--", "true")...)
-		h.refuse(5, []string{"is not the members' user nobody", "the program becomes nobody"}, args...)
+		h.refuse(5, []string{"is not the members' user nobody", "the program runs as nobody"}, args...)
 	}
 	// To end is nothing to warn of.
 	h.must(m.Signal(unix.SIGTERM))

@@ -18,23 +18,23 @@ import (
 	"sockeye/internal/member"
 )
 
-// account is the user that the gateway and the program become, nil for the one that they are.
+// account is the user to which the gateway and the program change; nil: they keep the current user.
 type account struct {
 	isolate.User
-	name, home string // "" where /etc/passwd has none
+	name, home string // "" if /etc/passwd has no entry
 }
 
-// Account decides who the program is. Root has to say it: whoever is root outside is root to the host's files, whatever
-// namespaces there are. The default is the user of a service, "" for none.
+// Account returns the user of the program. Root must choose a user, because root has access to the host's files in any namespace. The
+// default is the user of a service, "" for none.
 func (i *Options) Account(service string) (*account, error) {
 	root := os.Geteuid() == 0
 	switch {
 	case i.User != "" && i.asRoot:
-		return nil, fault.Usage(errors.New("--user and --as-root do not go together"), "each says who the program is")
+		return nil, fault.Usage(errors.New("--user and --as-root do not go together"), "each chooses the user of the program")
 	case !root && i.User != "":
-		return nil, &fault.Error{Err: errors.New("only root may become another user"), Hint: "leave --user out: the program has your own user", Code: fault.CodeNotPermitted}
+		return nil, &fault.Error{Err: errors.New("only root may become another user"), Hint: "omit --user: the program runs as your user", Code: fault.CodeNotPermitted}
 	case !root && i.asRoot:
-		return nil, fault.Usage(errors.New("--as-root is for root"), "leave it out: the program has your own user")
+		return nil, fault.Usage(errors.New("--as-root is for root"), "omit it: the program runs as your user")
 	case !root, i.asRoot:
 		return nil, nil
 	}
@@ -43,41 +43,41 @@ func (i *Options) Account(service string) (*account, error) {
 		name = service
 	}
 	if name == "" {
-		return nil, fault.Usage(errors.New("the program would be root to the host's files"), userHint(""))
+		return nil, fault.Usage(errors.New("the program would have root's access to the host's files"), userHint(""))
 	}
 	a, err := findAccount(name)
 	if err != nil {
 		return nil, fault.Usage(fmt.Errorf("user %q: %w", name, err), "as in --user nobody, --user 1000 or --user 1000:1000")
 	}
 	if a.UID == 0 {
-		return nil, fault.Usage(fmt.Errorf("user %q is root, also to the host's files", name), userHint(service))
+		return nil, fault.Usage(fmt.Errorf("user %q is root, with access to the host's files", name), userHint(service))
 	}
 	if a.GID == 0 {
-		return nil, fault.Usage(fmt.Errorf("user %q has root's group, also to the host's files", name), "name another group behind a colon, as in --user nobody:nogroup, or say --as-root")
+		return nil, fault.Usage(fmt.Errorf("user %q has root's group, with access to the host's files", name), "name another group after a colon, as in --user nobody:nogroup, or use --as-root")
 	}
 	return a, nil
 }
 
-// userHint names what root may say. With sudo(8), that is most often the user who called it.
+// userHint returns the options for root. With sudo(8) the suggested user is the caller.
 func userHint(service string) string {
 	caller := os.Getenv("SUDO_USER")
 	switch {
 	case service != "":
-		return "name another user in the policy, or say --as-root"
+		return "name another user in the policy, or use --as-root"
 	case caller != "root" && regexp.MustCompile(`^[a-z_][a-z0-9_.-]{0,31}$`).MatchString(caller):
-		return fmt.Sprintf("name the user to become, as in --user %s, or say --as-root", caller)
+		return fmt.Sprintf("name the user of the program, as in --user %s, or use --as-root", caller)
 	}
-	return "name the user to become, as in --user nobody, or say --as-root"
+	return "name the user of the program, as in --user nobody, or use --as-root"
 }
 
-// IsMember refuses a user who is not that of a service's members, "" for any: sockets of two users share no port.
+// IsMember returns an error unless the user is that of a service's members, "" for any: sockets of different users cannot share a port.
 func (a *account) IsMember(service string) error {
 	if service == "" {
 		return nil
 	}
 	members, err := uidOf(service)
 	if err != nil {
-		return fault.Usage(fmt.Errorf("the members' user %q: %w", service, err), "the policy names a user whom the agent knows, and this command does not")
+		return fault.Usage(fmt.Errorf("the members' user %q: %w", service, err), "the user exists for the agent but not for this command")
 	}
 	uid := os.Geteuid()
 	if a != nil {
@@ -88,32 +88,32 @@ func (a *account) IsMember(service string) error {
 	}
 	hint := fmt.Sprintf("start it as %s", service)
 	if os.Geteuid() == 0 {
-		hint = fmt.Sprintf("leave --user and --as-root out: the program becomes %s", service)
+		hint = fmt.Sprintf("omit --user and --as-root: the program runs as %s", service)
 		if members == 0 {
-			hint = "say --as-root"
+			hint = "use --as-root"
 		}
 	}
 	return &fault.Error{Err: fmt.Errorf("user %s is not the members' user %s", member.UserName(uint32(uid)), service), Hint: hint, Code: fault.CodeConflict}
 }
 
-// uidOf is the number of a user that is named by name or number.
+// uidOf returns the UID of a user, given by name or UID.
 func uidOf(name string) (int, error) {
 	u, err := user.Lookup(name)
 	if err == nil {
 		name = u.Uid
 	}
-	uid, err := number(name) // a number needs no line in /etc/passwd
+	uid, err := number(name) // a UID needs no entry in /etc/passwd
 	if err != nil {
 		return 0, errors.New("there is no such user")
 	}
 	return uid, nil
 }
 
-// findAccount reads NAME or UID, and behind a colon the group by name or number.
+// findAccount parses NAME or UID, optionally followed by a colon and the group's name or GID.
 func findAccount(text string) (*account, error) {
 	name, group, named := strings.Cut(text, ":")
 	if named && group == "" {
-		return nil, errors.New("the group behind the colon is missing")
+		return nil, errors.New("the group is missing after the colon")
 	}
 	a := &account{}
 	u, err := user.Lookup(name)
@@ -124,12 +124,12 @@ func findAccount(text string) (*account, error) {
 		a.name, a.home = u.Username, u.HomeDir
 		name, group = u.Uid, cmp.Or(group, u.Gid)
 	}
-	// A number needs no line in /etc/passwd.
+	// A UID needs no entry in /etc/passwd.
 	if a.UID, err = number(name); err != nil {
 		return nil, errors.New("there is no such user")
 	}
 	if group == "" {
-		return nil, errors.New("it has no group: name one behind a colon")
+		return nil, errors.New("the user has no group: name one after a colon")
 	}
 	if g, err := user.LookupGroup(group); err == nil {
 		group = g.Gid
@@ -140,7 +140,7 @@ func findAccount(text string) (*account, error) {
 	return a, nil
 }
 
-// number reads the number of a user or a group. The last one stands for none.
+// number parses a UID or GID. The largest one is reserved for "none".
 func number(text string) (int, error) {
 	n, err := strconv.ParseUint(text, 10, 32)
 	if err == nil && n == 1<<32-1 {
@@ -149,7 +149,7 @@ func number(text string) (int, error) {
 	return int(n), err
 }
 
-// environment is that of the program, with what login(1) sets.
+// environment returns the program's environment, with HOME, USER and LOGNAME as set by login(1).
 func (a *account) environment(env []string) []string {
 	for name, value := range map[string]string{"HOME": a.home, "USER": a.name, "LOGNAME": a.name} {
 		env = slices.DeleteFunc(slices.Clone(env), func(v string) bool { return strings.HasPrefix(v, name+"=") })

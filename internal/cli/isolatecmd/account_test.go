@@ -21,9 +21,9 @@ func TestMemberOfAnotherUser(t *testing.T) {
 		{"nobody", nobody, "", ""},
 		{"65534", nobody, "", ""},
 		{"root", nil, "", ""},
-		{"daemon", nobody, "user nobody is not the members' user daemon", "leave --user and --as-root out: the program becomes daemon"},
-		{"4242", nil, "user root is not the members' user 4242", "leave --user and --as-root out: the program becomes 4242"},
-		{"root", nobody, "user nobody is not the members' user root", "say --as-root"},
+		{"daemon", nobody, "user nobody is not the members' user daemon", "omit --user and --as-root: the program runs as daemon"},
+		{"4242", nil, "user root is not the members' user 4242", "omit --user and --as-root: the program runs as 4242"},
+		{"root", nobody, "user nobody is not the members' user root", "use --as-root"},
 	} {
 		err := test.who.IsMember(test.service)
 		if test.want == "" {

@@ -19,12 +19,12 @@ import (
 	"sockeye/internal/isolate"
 )
 
-// exitCode is an error without a message, with the program's exit code.
+// exitCode returns an error without a message that carries the program's exit code.
 func exitCode(code int) error {
 	return &command.Reported{Err: &fault.Error{Err: errors.New("the program failed"), Code: code}}
 }
 
-// listenError adds a hint to the failure to open a port of the host, of a service's member or published.
+// listenError adds a hint to an error of opening a port of the host, either published or of a service's member.
 func listenError(err error, member bool) error {
 	failed, ok := errors.AsType[*gateway.ListenError](err)
 	if !ok {
@@ -35,13 +35,13 @@ func listenError(err error, member bool) error {
 	switch {
 	case errors.Is(err, unix.EADDRINUSE):
 		if member {
-			another = "the members of a service are of one user, and no other program may have the port"
+			another = "members of a service must run as one user, and no other program may use the port"
 		}
 		return &fault.Error{Err: err, Hint: another, Code: fault.CodeConflict}
 	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM):
 		var hints []string
 		if first, ok := readSysctl("net/ipv4/ip_unprivileged_port_start"); ok && port < first {
-			hints = append(hints, fmt.Sprintf("ports below %d are for root (sysctl net.ipv4.ip_unprivileged_port_start)", first))
+			hints = append(hints, fmt.Sprintf("ports below %d need root (sysctl net.ipv4.ip_unprivileged_port_start)", first))
 		}
 		if !member {
 			hints = append(hints, another)
@@ -50,12 +50,12 @@ func listenError(err error, member bool) error {
 	case errors.Is(err, unix.EADDRNOTAVAIL):
 		return fault.Usage(err, "the host has no such address")
 	case errors.Is(err, unix.EAFNOSUPPORT):
-		return &fault.Error{Err: err, Hint: "this kernel has no IPv6", Code: fault.CodeUnsupported}
+		return &fault.Error{Err: err, Hint: "this kernel does not support IPv6", Code: fault.CodeUnsupported}
 	}
 	return tooManyFiles(err)
 }
 
-// freePort is another port that needs no rights, for a hint.
+// freePort returns another, unprivileged port for a hint.
 func freePort(port int) int {
 	if port < 57536 {
 		return port + 8000
@@ -82,7 +82,7 @@ func readSysctl(name string) (int, bool) {
 // guestError adds a hint and an exit code to an error of isolate.Run.
 func guestError(err error, guest *isolate.Guest) error {
 	if incomplete, ok := errors.AsType[*isolate.IncompleteError](err); ok {
-		return &fault.Error{Err: incomplete, Hint: "without --require-sandbox the program starts nonetheless", Code: fault.CodeUnsupported}
+		return &fault.Error{Err: incomplete, Hint: "without --require-sandbox the program starts anyway", Code: fault.CodeUnsupported}
 	}
 	failed, ok := errors.AsType[*isolate.StepError](err)
 	if !ok {
@@ -94,7 +94,7 @@ func guestError(err error, guest *isolate.Guest) error {
 	case isolate.StepPrepare:
 		return tooManyFiles(failed.Err)
 	case isolate.StepUser:
-		return notPermitted(failed.Err, "this process lacks CAP_SETUID or CAP_SETGID: say --as-root")
+		return notPermitted(failed.Err, "this process lacks CAP_SETUID or CAP_SETGID: use --as-root")
 	}
 	hint, code := stepHint(failed, guest.Existing != nil)
 	return &fault.Error{Err: err, Hint: hint, Code: code}
@@ -111,14 +111,14 @@ func stepHint(failed *isolate.StepError, exists bool) (hint string, code int) {
 		case refused, errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EUSERS):
 			hint, code = userNamespaceHint(), fault.CodeNotPermitted
 		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOSYS):
-			hint, code = "the kernel has no user namespaces (CONFIG_USER_NS)", fault.CodeUnsupported
+			hint, code = "the kernel does not support user namespaces (CONFIG_USER_NS)", fault.CodeUnsupported
 		}
 	case isolate.StepDevice:
 		switch {
 		case refused:
-			hint, code = "it is open to all on most hosts: chmod 0666 /dev/net/tun", fault.CodeNotPermitted
+			hint, code = "on most hosts all users may open it: chmod 0666 /dev/net/tun", fault.CodeNotPermitted
 		case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):
-			hint, code = "load it by modprobe tun; in a container, give it the device", fault.CodeUnsupported
+			hint, code = "load the module with modprobe tun; in a container, add the device", fault.CodeUnsupported
 		}
 	case isolate.StepInterface:
 		switch {
@@ -127,14 +127,14 @@ func stepHint(failed *isolate.StepError, exists bool) (hint string, code int) {
 		case refused:
 			hint, code = userNamespaceHint(), fault.CodeNotPermitted
 		case errors.Is(err, unix.EBUSY), errors.Is(err, fs.ErrExist):
-			hint, code = "it must have no interface "+isolate.InterfaceName+", as another gateway makes, and no default route", fault.CodeConflict
+			hint, code = "the namespace must have neither an interface "+isolate.InterfaceName+", as of another gateway, nor a default route", fault.CodeConflict
 		}
 	case isolate.StepExpose, isolate.StepFiles:
 		hint, code = pathHint, fault.CodeUsage
 	case isolate.StepLandlock:
-		hint, code = "--read and --write need landlock, of Linux 5.13", fault.CodeUnsupported
+		hint, code = "--read and --write need landlock, since Linux 5.13", fault.CodeUnsupported
 	case isolate.StepResolver:
-		hint = "--no-dns leaves it as it is"
+		hint = "--no-dns keeps the host's file"
 	case isolate.StepJoin:
 		hint, code = "you must be root in the namespace's user namespace", fault.CodeNotPermitted
 		if errors.Is(err, exec.ErrNotFound) {
@@ -144,7 +144,7 @@ func stepHint(failed *isolate.StepError, exists bool) (hint string, code int) {
 	return hint, code
 }
 
-// userNamespaceHint names the sysctl that forbids user namespaces, or the candidates.
+// userNamespaceHint names the sysctl that denies user namespaces, or the candidates.
 func userNamespaceHint() string {
 	for _, c := range []struct {
 		name   string
@@ -152,16 +152,16 @@ func userNamespaceHint() string {
 		hint   string
 	}{
 		{"kernel/unprivileged_userns_clone", 0, "set sysctl kernel.unprivileged_userns_clone to 1"},
-		{"user/max_user_namespaces", 0, "raise sysctl user.max_user_namespaces, which is 0; or, inside an isolated program, start that one with --allow-userns"},
+		{"user/max_user_namespaces", 0, "raise sysctl user.max_user_namespaces, which is 0; or, inside an isolated program, start that program with --allow-userns"},
 		{"user/max_pid_namespaces", 0, "raise sysctl user.max_pid_namespaces, which is 0"},
 		{"user/max_net_namespaces", 0, "raise sysctl user.max_net_namespaces, which is 0"},
 		{"user/max_mnt_namespaces", 0, "raise sysctl user.max_mnt_namespaces, which is 0"},
 		{"user/max_ipc_namespaces", 0, "raise sysctl user.max_ipc_namespaces, which is 0"},
-		{"kernel/apparmor_restrict_unprivileged_userns", 1, "set sysctl kernel.apparmor_restrict_unprivileged_userns to 0, or allow it to sockeye by an AppArmor profile"},
+		{"kernel/apparmor_restrict_unprivileged_userns", 1, "set sysctl kernel.apparmor_restrict_unprivileged_userns to 0, or allow user namespaces for sockeye in an AppArmor profile"},
 	} {
 		if v, ok := readSysctl(c.name); ok && v == c.forbid {
 			return c.hint
 		}
 	}
-	return "user namespaces may be forbidden: see sysctls kernel.unprivileged_userns_clone, user.max_user_namespaces and kernel.apparmor_restrict_unprivileged_userns"
+	return "user namespaces may be disabled: see sysctls kernel.unprivileged_userns_clone, user.max_user_namespaces and kernel.apparmor_restrict_unprivileged_userns"
 }

@@ -31,7 +31,7 @@ func TestIsolateNamespaceErrors(t *testing.T) {
 // Who cannot have a file mounted over can do without.
 func TestIsolateResolverError(t *testing.T) {
 	err := guestError(&isolate.StepError{Step: isolate.StepResolver, Err: unix.EACCES}, &isolate.Guest{})
-	if fault.Code(err) != 1 || fault.Hint(err) != "--no-dns leaves it as it is" {
+	if fault.Code(err) != 1 || fault.Hint(err) != "--no-dns keeps the host's file" {
 		t.Errorf("code %d, hint %q", fault.Code(err), fault.Hint(err))
 	}
 }
@@ -42,8 +42,8 @@ func TestMemberListenError(t *testing.T) {
 		code int
 		hint string
 	}{
-		unix.EADDRINUSE: {5, "the members of a service are of one user, and no other program may have the port"},
-		unix.EACCES:     {4, "ports below 1024 are for root (sysctl net.ipv4.ip_unprivileged_port_start)"},
+		unix.EADDRINUSE: {5, "members of a service must run as one user, and no other program may use the port"},
+		unix.EACCES:     {4, "ports below 1024 need root (sysctl net.ipv4.ip_unprivileged_port_start)"},
 	} {
 		err := listenError(&gateway.ListenError{At: netip.MustParseAddrPort("[::]:179"), Protocol: unix.IPPROTO_TCP, Err: errno}, true)
 		if fault.Code(err) != want.code || fault.Hint(err) != want.hint {

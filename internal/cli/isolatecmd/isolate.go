@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package isolatecmd has the command sockeye isolate.
+// Package isolatecmd implements the command sockeye isolate.
 package isolatecmd
 
 import (
@@ -31,7 +31,7 @@ const (
 	mostMTU  = 65520
 )
 
-// resolvConf names the host's name servers. behindStub names those that systemd-resolved forwards to.
+// resolvConf has the host's name servers, behindStub those to which systemd-resolved forwards.
 const (
 	resolvConf = "/etc/resolv.conf"
 	behindStub = "/run/systemd/resolve/resolv.conf"
@@ -57,10 +57,10 @@ type Options struct {
 	requireSandbox bool
 }
 
-// commands are the commands of one invocation.
+// commands has the dependencies of one invocation.
 type commands struct{ *command.Command }
 
-// New returns `sockeye isolate` and the hidden command that runs inside.
+// New returns `sockeye isolate` and the hidden command of the process inside.
 func New(c *command.Command) []*cobra.Command {
 	i := &commands{c}
 	return []*cobra.Command{i.isolateCommand(), i.insideCommand()}
@@ -70,88 +70,86 @@ func (c *commands) isolateCommand() *cobra.Command {
 	var i Options
 	cmd := &cobra.Command{
 		Use:   "isolate [-p [ADDRESS:]PORT[:PORT][/udp]] ... [-- PROGRAM [ARGUMENT...]]",
-		Short: "Run a program in a network of its own, joined to the host's sockets",
-		Long: `Isolate runs a program in a user and a network namespace of their own, with one
-interface, sockeye0. This process, outside, is its gateway: what the program
-sends over TCP, UDP and ICMP echo goes through ordinary sockets of the host, and
-what comes to a published port goes inside, with the peer's own address. No
-privilege is needed, and the gateway gives up all that it does not need.
+		Short: "Run a program in network, process and mount namespaces of its own",
+		Long: `Isolate runs a program in new user, network, mount, PID and IPC namespaces with
+one interface, sockeye0. This process remains outside and is the gateway: TCP,
+UDP and ICMP echo of the program use ordinary sockets of the host, and traffic
+to a published port goes inside with the peer's own address. No privilege is
+needed; the gateway drops every privilege that it does not need.
 
-User. An ordinary user's program has that user. Root must say who the program
-is: --user NAME, --user UID or --user UID:GID has both processes become that
-user, without supplementary groups, with ports below 1024 of the host open
-before; the group must not be root's, either. --as-root leaves the program root
-to the host's files, and takes only the network and the capabilities away.
+User. The program of an ordinary user runs as this user. Root must choose:
+--user NAME, --user UID or --user UID:GID changes the user of both processes,
+without supplementary groups; the group must not be root's, and ports below 1024
+of the host can still be published. --as-root gives the program root's access to
+the host's files, and removes only the network and the capabilities.
 
 Inbound. -p [ADDRESS:]PORT[-PORT][:PORT[-PORT]][/tcp|/udp] publishes ports of
-the host, by default on all its addresses, over TCP, and to the same port
-inside. Ports below 1024 of the host need the rights that they always need;
-inside, all are free to use.
+the host; the defaults are all addresses, TCP, and the same port inside. Ports
+below 1024 of the host need the usual privilege; inside, all ports are free.
 
-Outbound. The program may go everywhere by default, except to the host's own
-loopback addresses; an address of the host that the program has too is its own.
-With --allow PREFIX[:PORT[-PORT]][/tcp|/udp|/icmp] it may go only there and to
-the host's name servers; with --no-outbound nowhere, and it only answers. The
-host itself is 169.254.53.1, or fd53:6f63:6b65:7965::1, inside: connections from
-it come from there, and --allow 169.254.53.1:6379 leads to its 127.0.0.1:6379.
-No other rule, and no default, does. The metadata addresses of clouds, such as
-169.254.169.254 and fd00:ec2::254, give away the host's credentials: only an
---allow of the address itself leads there, not one of a larger prefix. UDP flows
-and TCP connections of the program take at most a quarter of the host's port
-range each: then the oldest flow is forgotten, and connections are refused.
+Outbound. By default, all destinations are allowed except the host's loopback
+addresses; addresses that the host and the program share are the program's own.
+--allow PREFIX[:PORT[-PORT]][/tcp|/udp|/icmp] allows only the given destinations
+and the host's name servers; --no-outbound allows replies only. The host itself
+is 169.254.53.1, or fd53:6f63:6b65:7965::1, inside: connections from the host
+have this source address, and only --allow 169.254.53.1:6379 permits connections
+to 127.0.0.1:6379 of the host. The metadata addresses of clouds, such as
+169.254.169.254 and fd00:ec2::254, give out the host's credentials: only --allow
+with exactly the address permits them, not with a larger prefix. UDP flows and
+TCP connections of the program may each occupy a quarter of the host's port
+range; then the oldest flow is evicted, and new connections are refused.
 
-Names. Inside, /etc/resolv.conf names 169.254.53.53 to 169.254.53.55, which
-stand for the host's name servers, over UDP and TCP. So they do with --allow,
-too: a program can send data to anybody in the names that it asks for. With
---no-dns there are none of these, and ports 53 and 853 of the name servers that
-the host's /etc/resolv.conf and systemd-resolved name are closed, unless an
---allow names that very address, not a larger prefix. Other name servers, and
-DNS over HTTPS, are reached where the program may go: give --allow as well. With
---no-dns, --no-outbound, and for a namespace that is there already, the file is
-the host's, as it is.
+DNS. Inside, /etc/resolv.conf names 169.254.53.53 to 169.254.53.55, the aliases
+of the host's name servers, over UDP and TCP, also with --allow: a program can
+exfiltrate data in the names that it queries. --no-dns removes the aliases, and
+closes ports 53 and 853 of the name servers in the host's /etc/resolv.conf and
+of systemd-resolved, unless --allow has exactly the address, not a larger
+prefix. Other name servers, and DNS over HTTPS, remain reachable where outbound
+traffic is allowed: use --allow as well. With --no-dns, --no-outbound, and in an
+existing namespace, /etc/resolv.conf is the host's file.
 
 Confinement. The program keeps the working directory, the environment without
-SOCKEYE_* and without what names a hidden socket, standard input, output and
-error, and the terminal, but no other descriptors. It has no capability, can
-gain none (no_new_privs: sudo and ping with file capabilities do not work, ping
-over datagram sockets does), and cannot change its user or groups; an ordinary
-user's supplementary groups count for files, and show as nogroup. It sees its
-own processes only, in a /proc of its own, and may send signals to no other
-(from Linux 6.12 also not to those of its process group outside). A filter of
-system calls leaves it sockets of the families unix, inet, inet6 and netlink;
-denies io_uring, keyrings, bpf, perf, userfaultfd, kernel modules and mounts;
-ends 32-bit programs; and keeps it from typing into the terminal (TIOCSTI). It
-may make no user namespaces, which browsers and container tools ask for, but
-with --allow-userns.
+SOCKEYE_* and without variables that name hidden sockets, the standard streams
+and the terminal, but no other descriptors. It has no capabilities, cannot gain
+any (no_new_privs: sudo and ping with file capabilities do not work, ping with
+datagram sockets does), and cannot change its user or groups; supplementary
+groups of an ordinary user still apply to files, and appear as nogroup. It sees
+only its own processes, in its own /proc, and cannot send signals to others
+(since Linux 6.12 not to its process group outside, either). A filter of system
+calls allows sockets of the families unix, inet, inet6 and netlink; denies
+io_uring, keyrings, bpf, perf, userfaultfd, kernel modules and mounts; kills
+32-bit programs; and denies input into the terminal (TIOCSTI). Browsers and
+container tools create user namespaces, which need --allow-userns.
 
-Sockets of the host that are files are hidden where they usually are: in /run
-itself, in /run/user, /run/dbus, /run/systemd, /run/docker, /run/containerd,
-/run/podman, /run/nscd, those of databases and a few more, of the X server, tmux
-and ssh-agent in /tmp, and where SSH_AUTH_SOCK, DBUS_SESSION_BUS_ADDRESS,
-DOCKER_HOST and the like lead. The system's log stays. --expose PATH leaves a
-socket, or a folder of them. Other files are the host's, with the rights of the
-user. With --read PATH or --write PATH (from Linux 5.13) the program reaches
-only what these name, itself, /usr and what else programs need to start and to
-find names (libraries, certificates, files of /etc for names, /proc, /dev/null
-and the like).
+Unix sockets of the host are hidden in their usual places: /run itself,
+/run/user, /run/dbus, /run/systemd, /run/docker, /run/containerd, /run/podman,
+/run/nscd, directories of databases and others; those of the X server, tmux and
+ssh-agent in /tmp; and those that SSH_AUTH_SOCK, DBUS_SESSION_BUS_ADDRESS,
+DOCKER_HOST and similar variables name. The system log stays. --expose PATH
+keeps a socket, or a directory of sockets. Other files are the host's, with the
+user's access. With --read PATH or --write PATH (since Linux 5.13) the program
+can open only these paths, its own file, /usr and the files that programs need
+to start and to resolve names (libraries, certificates, some files of /etc,
+/proc, /dev/null and similar devices).
 
-What the kernel cannot do of this is said on standard error, a line each; with
---require-sandbox the program does not start then.
+Restrictions that the kernel does not support are warnings on standard error,
+one per line; with --require-sandbox the program does not start without them.
 
-Signals that this process gets go to the program, as the terminal's do. Either
-ends with the other, however that ends, and all processes that the program has
-left behind end with it: it must stay in the foreground.
+Signals to this process are forwarded to the program, as the terminal's are. If
+either process exits, for any reason, the other is terminated, and with the
+program all processes that it has started: it must stay in the foreground.
 
-With --netns or --pid the gateway joins a network namespace that is there, until
-it is interrupted, the path is removed or the process ends. An ordinary user may
-join a namespace of its own if the user namespace maps the user to root, as
-those of unshare -rn and rootless podman do. It needs nsenter, and no default
-route inside.
+With --netns or --pid the gateway joins an existing network namespace, until it
+is interrupted, the path is removed or the process exits. An ordinary user may
+join a namespace whose user namespace maps the user to root, as those of
+unshare -rn and rootless podman. This needs nsenter, and the namespace must not
+have a default route.
 
-The exit code is that of the program, or 128 and the number of the signal that
-ended it. Before the program starts: 1 failed, 2 wrong usage or no such program,
-user, process or namespace, 3 the kernel cannot, 4 not permitted, 5 a port is in
-use, or the namespace has an interface sockeye0 or a default route.`,
+The exit code is that of the program, or 128 plus the number of the signal that
+terminated it. Before the program starts: 1 failed, 2 wrong usage or no such
+program, user, process or namespace, 3 not supported by the kernel, 4 not
+permitted, 5 a port is in use, or the namespace has an interface sockeye0 or a
+default route.`,
 		Example: `  sockeye isolate -- curl https://example.net/
   sockeye isolate -p 8080:80 -- python3 -m http.server 80
   sockeye isolate --no-outbound -p 1790 -p 127.0.0.1:4739/udp -- nfacctd -f nfacctd.conf
@@ -166,39 +164,39 @@ use, or the namespace has an interface sockeye0 or a default route.`,
 	}
 	cmd.Flags().SetInterspersed(false)
 	i.Flags(cmd)
-	cmd.Flags().StringArrayVarP(&i.publish, "publish", "p", nil, "port of the host that leads inside, as in 1790:1790/tcp; may be repeated")
-	cmd.Flags().BoolVar(&i.NoOutbound, "no-outbound", false, "the program may go nowhere by itself")
-	cmd.Flags().StringVar(&i.netns, "netns", "", "join a network namespace that is there, by its path")
+	cmd.Flags().StringArrayVarP(&i.publish, "publish", "p", nil, "publish a port of the host, as in 1790:1790/tcp; may be repeated")
+	cmd.Flags().BoolVar(&i.NoOutbound, "no-outbound", false, "allow replies only, no connections of the program")
+	cmd.Flags().StringVar(&i.netns, "netns", "", "join the existing network namespace at a path")
 	cmd.Flags().IntVar(&i.pid, "pid", 0, "join the network namespace of a process")
 	return cmd
 }
 
 // Flags defines the options that sockeye isolate and sockeye run --isolated have in common.
 func (i *Options) Flags(cmd *cobra.Command) {
-	cmd.Flags().StringArrayVar(&i.Allow, "allow", nil, "where the program may go, as in 10.0.0.0/8:9092/tcp; may be repeated")
-	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name server inside, nor ports 53 and 853 of the host's: questions to them can carry data out")
-	cmd.Flags().IntVar(&i.mtu, "mtu", mostMTU, "of the interface inside, in bytes")
-	cmd.Flags().StringVar(&i.User, "user", "", "whom the program is started as, as in nobody or 1000:1000; for root only")
-	cmd.Flags().BoolVar(&i.asRoot, "as-root", false, "the program is root to the host's files; for root only")
-	cmd.Flags().StringArrayVar(&i.expose, "expose", nil, "socket of the host, or folder of sockets, that the program may reach; may be repeated")
-	cmd.Flags().StringArrayVar(&i.read, "read", nil, "file or folder that the program may read; it may reach no others; may be repeated")
-	cmd.Flags().StringArrayVar(&i.write, "write", nil, "file or folder that the program may read and write; it may reach no others; may be repeated")
-	cmd.Flags().BoolVar(&i.allowUserns, "allow-userns", false, "the program may make user namespaces")
-	cmd.Flags().BoolVar(&i.requireSandbox, "require-sandbox", false, "do not start the program where the kernel cannot confine it in every way")
-	cmd.Flags().BoolVar(&i.verbose, "verbose", false, "tell where the program may not go and what was counted, on standard error")
+	cmd.Flags().StringArrayVar(&i.Allow, "allow", nil, "allowed destination, as in 10.0.0.0/8:9092/tcp; may be repeated")
+	cmd.Flags().BoolVar(&i.noDNS, "no-dns", false, "no name servers inside, and ports 53 and 853 of the host's name servers closed: DNS queries can exfiltrate data")
+	cmd.Flags().IntVar(&i.mtu, "mtu", mostMTU, "MTU of the interface inside, in bytes")
+	cmd.Flags().StringVar(&i.User, "user", "", "user of the program, as in nobody or 1000:1000; for root only")
+	cmd.Flags().BoolVar(&i.asRoot, "as-root", false, "give the program root's access to the host's files; for root only")
+	cmd.Flags().StringArrayVar(&i.expose, "expose", nil, "socket of the host, or directory of sockets, to keep visible; may be repeated")
+	cmd.Flags().StringArrayVar(&i.read, "read", nil, "file or directory that the program may read, and no others; may be repeated")
+	cmd.Flags().StringArrayVar(&i.write, "write", nil, "file or directory that the program may read and write, and no others; may be repeated")
+	cmd.Flags().BoolVar(&i.allowUserns, "allow-userns", false, "allow the program to create user namespaces")
+	cmd.Flags().BoolVar(&i.requireSandbox, "require-sandbox", false, "do not start the program if the kernel does not support all restrictions")
+	cmd.Flags().BoolVar(&i.verbose, "verbose", false, "log denied destinations and counters to standard error")
 }
 
 func (c *commands) insideCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:    isolate.InsideCommand,
-		Short:  "Prepare the network of an isolated program, and become it",
+		Short:  "Prepare the namespaces of an isolated program and start it",
 		Hidden: true,
 		RunE: func(*cobra.Command, []string) error {
 			err := isolate.Inside()
 			switch {
 			case errors.Is(err, unix.EACCES):
 				return &fault.Error{
-					Err: err, Hint: "the program's user may not execute that path, or the interpreter that it names: see their modes, and those of the folders above",
+					Err: err, Hint: "the program's user may not execute that path or its interpreter: check the modes of both and of their parent directories",
 					Code: fault.CodeNotPermitted,
 				}
 			case err != nil:
@@ -223,9 +221,9 @@ func (c *commands) isolate(ctx context.Context, i *Options, args []string) error
 	}
 	switch {
 	case guest.Existing == nil && len(args) == 0:
-		return fault.Usage(errors.New("PROGRAM is missing"), "name one behind --, or a namespace that is there with --netns or --pid")
+		return fault.Usage(errors.New("PROGRAM is missing"), "name one after --, or an existing namespace with --netns or --pid")
 	case guest.Existing != nil && len(args) > 0:
-		return fault.Usage(errors.New("a namespace that is there and PROGRAM do not go together"), "start the program in it by nsenter or ip netns exec")
+		return fault.Usage(errors.New("PROGRAM and an existing namespace do not go together"), "start the program in the namespace with nsenter or ip netns exec")
 	case guest.Existing == nil:
 		if guest.Program, err = FindProgram(args[0]); err != nil {
 			return err
@@ -253,7 +251,7 @@ func (i *Options) onlyGateway() error {
 		"--read": len(i.read) > 0, "--write": len(i.write) > 0,
 	} {
 		if given {
-			return fault.Usage(fmt.Errorf("%s and a namespace that is there do not go together", name), "it is for a PROGRAM that this command starts")
+			return fault.Usage(fmt.Errorf("%s and an existing namespace do not go together", name), "the option is for a PROGRAM that this command starts")
 		}
 	}
 	return nil
@@ -269,15 +267,15 @@ func (i *Options) forwards() (specs []access.ForwardSpec, err error) {
 		specs = append(specs, f)
 	}
 	if err := access.Overlap(specs); err != nil {
-		return nil, fault.Usage(fmt.Errorf("--publish %w", err), "a port of the host leads to one port inside")
+		return nil, fault.Usage(fmt.Errorf("--publish %w", err), "publish each port of the host once")
 	}
 	return specs, nil
 }
 
-// outbound parses where the program may go, and returns the text of resolv.conf inside.
+// outbound parses the allowed destinations and returns the content of resolv.conf inside; "" for the host's file.
 func (i *Options) outbound() (out access.Outbound, resolver string, err error) {
 	if i.NoOutbound && len(i.Allow) > 0 {
-		return out, "", fault.Usage(errors.New("--no-outbound and --allow do not go together"), "with --allow the program may go nowhere else")
+		return out, "", fault.Usage(errors.New("--no-outbound and --allow do not go together"), "--allow alone denies all other destinations")
 	}
 	out.All = !i.NoOutbound && len(i.Allow) == 0
 	out.Host = []netip.Addr{isolate.Host4, isolate.Host6}
@@ -294,7 +292,7 @@ func (i *Options) outbound() (out access.Outbound, resolver string, err error) {
 	if i.NoOutbound {
 		return out, "", nil
 	}
-	conf, err := readIfThere(resolvConf)
+	conf, err := readOptional(resolvConf)
 	if err != nil {
 		return out, "", err
 	}
@@ -302,7 +300,7 @@ func (i *Options) outbound() (out access.Outbound, resolver string, err error) {
 		out.DNS, resolver = isolate.NameServers(conf, isolate.NameServerAliases)
 		return out, resolver, nil
 	}
-	behind, err := readIfThere(behindStub)
+	behind, err := readOptional(behindStub)
 	if err != nil {
 		return out, "", err
 	}
@@ -310,8 +308,8 @@ func (i *Options) outbound() (out access.Outbound, resolver string, err error) {
 	return out, "", nil
 }
 
-// readIfThere returns the content of a file of name servers; "" if the file does not exist.
-func readIfThere(path string) (string, error) {
+// readOptional returns the content of a file of name servers; "" if the file does not exist.
+func readOptional(path string) (string, error) {
 	text, err := os.ReadFile(path)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return "", fmt.Errorf("read name servers: %w", err)
@@ -319,26 +317,26 @@ func readIfThere(path string) (string, error) {
 	return string(text), nil
 }
 
-// hostHint is the hint for an address that the program has itself.
+// hostHint is the hint for an address that belongs to the program itself inside.
 var hostHint = fmt.Sprintf("the loopback addresses of the host are %v and %v inside", isolate.Host4, isolate.Host6)
 
 // pathHint is the hint for a path that does not exist.
-const pathHint = "name a path that is there, and that the program's user may reach"
+const pathHint = "name an existing path that the program's user can access"
 
 // existing opens the namespace to join; nil for none.
 func (i *Options) existing() (n *isolate.Namespace, err error) {
 	switch {
 	case i.pidGiven && i.netns != "":
-		return nil, fault.Usage(errors.New("--netns and --pid do not go together"), "each names a namespace")
+		return nil, fault.Usage(errors.New("--netns and --pid do not go together"), "name one namespace")
 	case i.pidGiven:
 		n, err = isolate.OpenPID(i.pid)
 		switch {
 		case errors.Is(err, unix.ESRCH):
 			return nil, fault.Usage(fmt.Errorf("there is no process %d", i.pid), "it may have ended; name another with --pid")
 		case errors.Is(err, isolate.ErrOwnNamespace):
-			return nil, fault.Usage(fmt.Errorf("the network of process %d %w", i.pid, err), "name a process that has a network namespace of its own")
+			return nil, fault.Usage(fmt.Errorf("the network namespace of process %d %w", i.pid, err), "name a process that has a network namespace of its own")
 		case err != nil:
-			return nil, notPermitted(fmt.Errorf("open network namespace of process %d: %w", i.pid, err), "the process must be your own")
+			return nil, notPermitted(fmt.Errorf("open network namespace of process %d: %w", i.pid, err), "the process must belong to you")
 		}
 	case i.netns != "":
 		n, err = isolate.OpenNetns(i.netns)
@@ -348,13 +346,13 @@ func (i *Options) existing() (n *isolate.Namespace, err error) {
 		case errors.Is(err, unix.ESRCH), errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):
 			return nil, fault.Usage(fmt.Errorf("there is no namespace %s", i.netns), "as in /run/netns/NAME; ip netns lists them")
 		case err != nil:
-			return nil, notPermitted(fmt.Errorf("open network namespace %s: %w", i.netns, err), "it must be your own")
+			return nil, notPermitted(fmt.Errorf("open network namespace %s: %w", i.netns, err), "the namespace must belong to you")
 		}
 	}
 	return n, nil
 }
 
-// notPermitted adds a hint, and the exit code for missing rights, to an error of permissions.
+// notPermitted adds a hint and the exit code 4 to a permission error.
 func notPermitted(err error, hint string) error {
 	if errors.Is(err, fs.ErrPermission) {
 		return &fault.Error{Err: err, Hint: hint, Code: fault.CodeNotPermitted}
@@ -362,7 +360,7 @@ func notPermitted(err error, hint string) error {
 	return err
 }
 
-// FindProgram looks a program up in PATH.
+// FindProgram returns the path of a program, which it searches in PATH.
 func FindProgram(name string) (string, error) {
 	path, err := exec.LookPath(name)
 	if err == nil {
@@ -374,10 +372,10 @@ func FindProgram(name string) (string, error) {
 	if file, ok := errors.AsType[*fs.PathError](err); ok {
 		err = file.Err
 	}
-	return "", fault.Usage(fmt.Errorf("find program %s: %w", name, err), "name it as in the shell, or with its path")
+	return "", fault.Usage(fmt.Errorf("find program %s: %w", name, err), "name a program in PATH, or a path")
 }
 
-// OwnEnvironment is the environment of this process without variables of an agent.
+// OwnEnvironment returns the environment of this process without SOCKEYE_* variables.
 func OwnEnvironment() (env []string) {
 	for _, v := range os.Environ() {
 		if !strings.HasPrefix(v, "SOCKEYE_") {
@@ -387,19 +385,19 @@ func OwnEnvironment() (env []string) {
 	return env
 }
 
-// refuseDirectories refuses a directory as a standard stream, from which the program could open files that are hidden.
+// refuseDirectories returns an error if a standard stream is a directory, through which the program could open hidden files.
 func refuseDirectories() error {
 	for fd, name := range []string{"input", "output", "error"} {
 		var st unix.Stat_t
 		if unix.Fstat(fd, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR {
-			return fault.Usage(fmt.Errorf("standard %s is a directory, which would lead out of the isolation", name), "redirect it from a file, or from /dev/null")
+			return fault.Usage(fmt.Errorf("standard %s is a directory, which would make hidden files accessible", name), "redirect it from a file, or from /dev/null")
 		}
 	}
 	return nil
 }
 
-// Join validates the options, runs the guest's program, or joins the existing namespace, and returns when that ends. A
-// program's exit code is an error without a message. The sockets that listen opens lead inside.
+// Join validates the options, runs the guest's program or joins the existing namespace, and returns when the program has exited or the
+// namespace is removed. A program's exit code is an error without a message. The sockets that listen opens are published.
 func Join(ctx context.Context, c *command.Command, i *Options, guest *isolate.Guest, who *account, listen func() ([]gateway.Forward, error)) error {
 	o := &isolate.Options{MTU: i.mtu, Listen: listen, RequireSandbox: i.requireSandbox}
 	if err := i.complete(guest, o); err != nil {
@@ -418,7 +416,7 @@ func Join(ctx context.Context, c *command.Command, i *Options, guest *isolate.Gu
 	}
 	o.Log = slog.New(slog.NewTextHandler(c.Err, &slog.HandlerOptions{Level: level}))
 	o.Warn = func(text string) { fmt.Fprintf(c.Err, "sockeye: %s\n", text) }
-	o.Joined = func() { fmt.Fprintf(c.Out, "joined by %s; interrupt it to end\n", isolate.InterfaceName) }
+	o.Joined = func() { fmt.Fprintf(c.Out, "joined by %s; interrupt to stop\n", isolate.InterfaceName) }
 	code, err := isolate.Run(ctx, guest, o)
 	if err != nil {
 		return guestError(err, guest)
@@ -429,7 +427,7 @@ func Join(ctx context.Context, c *command.Command, i *Options, guest *isolate.Gu
 	return nil
 }
 
-// complete checks the options that do not depend on a service, and adds where the program may go and its addresses.
+// complete checks the options that do not depend on a service, and sets the outbound rules and the addresses.
 func (i *Options) complete(guest *isolate.Guest, o *isolate.Options) (err error) {
 	if i.mtu < leastMTU || i.mtu > mostMTU {
 		return fault.Usage(fmt.Errorf("--mtu is %d", i.mtu), fmt.Sprintf("%d to %d bytes", leastMTU, mostMTU))
@@ -457,7 +455,7 @@ func (i *Options) complete(guest *isolate.Guest, o *isolate.Options) (err error)
 	o.Guest4, o.Guest6 = isolate.GuestAddresses()
 	for n, r := range o.Outbound.Rules {
 		if a := r.Prefix.Addr(); r.Prefix.IsSingleIP() && (a == o.Guest4 || a == o.Guest6) {
-			return fault.Usage(fmt.Errorf("--allow %q: the program has that address itself, as the host has", i.Allow[n]), hostHint)
+			return fault.Usage(fmt.Errorf("--allow %q: the address belongs to the program itself inside", i.Allow[n]), hostHint)
 		}
 	}
 	return nil

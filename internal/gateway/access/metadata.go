@@ -4,8 +4,7 @@ package access
 
 import "net/netip"
 
-// metadata are the addresses at which clouds hand a host its credentials and user data,
-// to whoever asks. All of a cloud's hosts have them, so that they are no secret of one.
+// metadata are the addresses at which clouds give credentials and user data to any program of a host. The addresses are public.
 var metadata = map[netip.Addr]bool{
 	netip.MustParseAddr("169.254.169.254"):    true, // AWS, Azure, Google, Oracle, OpenStack and most others
 	netip.MustParseAddr("fd00:ec2::254"):      true, // AWS
@@ -23,12 +22,10 @@ var metadata = map[netip.Addr]bool{
 	netip.MustParseAddr("fd00:a9fe:a9fe::1"):  true, // Akamai (Linode)
 }
 
-// Metadata tells whether an address leads to a cloud's metadata: by itself, or through a
-// translator of the network.
+// Metadata returns whether an address reaches a cloud's metadata service, directly or through an IPv6 transition mechanism.
 func Metadata(a netip.Addr) bool { return anyForm(a, func(a netip.Addr) bool { return metadata[a] }) }
 
-// anyForm tells whether something holds for an address, or for the one of IPv4 in it, to which a
-// translator of the network leads.
+// anyForm returns whether a condition holds for an address, or for the IPv4 address embedded in an IPv6 address.
 func anyForm(a netip.Addr, holds func(netip.Addr) bool) bool {
 	a = a.WithZone("").Unmap()
 	if holds(a) {
@@ -46,15 +43,14 @@ func anyForm(a netip.Addr, holds func(netip.Addr) bool) bool {
 	return false
 }
 
-// translated are the prefixes behind which an IPv6 address has one of IPv4, at four bytes of it.
-// The network's own prefix of NAT64, if it is another one, is not known.
+// translated are the IPv6 prefixes with an embedded IPv4 address, and the positions of its bytes. A network-specific NAT64 prefix is
+// not known.
 var translated = []struct {
 	prefix netip.Prefix
 	at     [4]int
 }{
 	{netip.MustParsePrefix("64:ff9b::/96"), [4]int{12, 13, 14, 15}}, // NAT64 (RFC 6052)
-	// The same for local use (RFC 8215), of a length that the network chooses. Byte 8 is 0
-	// (RFC 6052, section 2.2).
+	// NAT64 for local use (RFC 8215), with a prefix length that the network chooses. Byte 8 is 0 (RFC 6052, section 2.2).
 	{netip.MustParsePrefix("64:ff9b:1::/48"), [4]int{6, 7, 9, 10}},
 	{netip.MustParsePrefix("64:ff9b:1::/48"), [4]int{7, 9, 10, 11}},
 	{netip.MustParsePrefix("64:ff9b:1::/48"), [4]int{9, 10, 11, 12}},

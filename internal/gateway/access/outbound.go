@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package access decides what a guest may reach, and which of its ports are reached from outside.
+// Package access defines which destinations a guest may reach, and which of its ports are published.
 package access
 
 import (
@@ -10,22 +10,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Outbound says where the guest may open connections and send datagrams.
+// Outbound describes the destinations to which the guest may open connections and send datagrams.
 type Outbound struct {
-	// All allows everything but Metadata and Resolvers; otherwise a rule must allow a destination. Metadata and Resolvers need a
-	// rule with the very address (a prefix of full length) in either case.
+	// All allows all destinations except Metadata and Resolvers. Without All, only Rules and DNS allow a destination. Metadata and
+	// Resolvers always need a rule with exactly the address (a prefix of full length).
 	All   bool
 	Rules []Rule
 	// DNS are the host's name servers, which are always allowed.
 	DNS []NameServer
 	// Resolvers are the host's name servers whose DNS ports are closed.
 	Resolvers []netip.Addr
-	// Host are the addresses that stand for the host's loopback address of their family. They need a rule with the very address.
+	// Host are the addresses that stand for the host's loopback address of their family. They need a rule with exactly the address.
 	Host []netip.Addr
 }
 
-// NameServer is a name server of the host, and the alias that stands for it inside: the server's own address may be a loopback
-// address, or the guest's.
+// NameServer is a name server of the host with its alias inside. The guest could not reach the server's own address if that were a
+// loopback address or an address of the guest.
 type NameServer struct {
 	Alias  netip.Addr
 	Server netip.AddrPort
@@ -72,10 +72,10 @@ func (o *Outbound) Allowed(protocol uint8, to netip.AddrPort) bool {
 	return false
 }
 
-// Named returns whether only a rule with the very address allows a destination.
+// Named returns whether only a rule with exactly the address allows a destination.
 func (o *Outbound) Named(to netip.AddrPort) bool { return Metadata(to.Addr()) || o.Resolver(to) }
 
-// Resolver returns whether a destination is the DNS port of one of Resolvers, in any form of the address.
+// Resolver returns whether a destination is a DNS port of one of Resolvers, also embedded in an IPv6 address.
 func (o *Outbound) Resolver(to netip.AddrPort) bool {
 	if len(o.Resolvers) == 0 || to.Port() != DNSPort && to.Port() != dnsTLSPort {
 		return false
@@ -83,13 +83,13 @@ func (o *Outbound) Resolver(to netip.AddrPort) bool {
 	return anyForm(to.Addr(), func(a netip.Addr) bool { return slices.Contains(o.Resolvers, a) })
 }
 
-// None returns whether the guest may go nowhere.
+// None returns whether no destination is allowed.
 func (o *Outbound) None() bool { return !o.All && len(o.Rules) == 0 && len(o.DNS) == 0 }
 
-// maxPorts bounds the ports that landlock rules allow.
+// maxPorts is the maximum number of ports with landlock rules.
 const maxPorts = 1024
 
-// TCPPorts returns the ports of TCP that the guest may connect to; false if they are too many to list.
+// TCPPorts returns the TCP ports to which the guest may connect; false if they are too many to list.
 func (o *Outbound) TCPPorts() (list []uint16, few bool) {
 	if o.All {
 		return nil, false

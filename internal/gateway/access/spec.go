@@ -12,15 +12,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ForwardSpec is what -p names: ports of the host that lead to ports of the guest.
+// ForwardSpec is a published range of ports: ports of the host that lead to ports of the guest.
 type ForwardSpec struct {
-	Address     netip.Addr // of the host; the zero value: all
+	Address     netip.Addr // of the host; the zero value: all addresses
 	First, Last uint16     // of the host
-	Guest       uint16     // the first of the guest; as many as of the host
+	Guest       uint16     // first port of the guest
 	Protocol    uint8      // unix.IPPROTO_TCP or IPPROTO_UDP
 }
 
-// String gives it as ParseForward reads it.
+// String returns the form that ParseForward parses.
 func (f ForwardSpec) String() string {
 	address := ""
 	if f.Address.IsValid() {
@@ -52,8 +52,7 @@ func ProtocolName(p uint8) string {
 	return "any"
 }
 
-// ParseForward reads [ADDRESS:]PORT[-PORT][:PORT[-PORT]][/tcp|/udp], as in 1790:1790/tcp,
-// [::1]:8080:80 and 9000-9010/udp.
+// ParseForward parses [ADDRESS:]PORT[-PORT][:PORT[-PORT]][/tcp|/udp], as in 1790:1790/tcp, [::1]:8080:80 and 9000-9010/udp.
 func ParseForward(text string) (f ForwardSpec, err error) {
 	rest, protocol, given := strings.Cut(text, "/")
 	f.Protocol = unix.IPPROTO_TCP
@@ -63,21 +62,21 @@ func ParseForward(text string) (f ForwardSpec, err error) {
 		case "udp":
 			f.Protocol = unix.IPPROTO_UDP
 		default:
-			return f, fmt.Errorf("%q: the protocol is tcp or udp", text)
+			return f, fmt.Errorf("%q: the protocol must be tcp or udp", text)
 		}
 	}
 	if strings.HasPrefix(rest, "[") {
 		address, after, ok := strings.Cut(rest[1:], "]:")
 		if !ok {
-			return f, fmt.Errorf("%q: no port behind the address", text)
+			return f, fmt.Errorf("%q: the port is missing after the address", text)
 		}
 		if f.Address, err = netip.ParseAddr(address); err != nil || f.Address.Zone() != "" {
-			return f, fmt.Errorf("%q: %q is no address", text, address)
+			return f, fmt.Errorf("%q: %q is not an address", text, address)
 		}
 		rest = after
 	} else if address, after, ok := strings.Cut(rest, ":"); ok && strings.Contains(address, ".") {
 		if f.Address, err = netip.ParseAddr(address); err != nil {
-			return f, fmt.Errorf("%q: %q is no address", text, address)
+			return f, fmt.Errorf("%q: %q is not an address", text, address)
 		}
 		rest = after
 	}
@@ -93,7 +92,7 @@ func ParseForward(text string) (f ForwardSpec, err error) {
 			return f, fmt.Errorf("%q: %w", text, err)
 		}
 		if last-first != f.Last-f.First {
-			return f, fmt.Errorf("%q: %s are not as many ports as %s", text, guest, host)
+			return f, fmt.Errorf("%q: %s and %s have different numbers of ports", text, guest, host)
 		}
 		f.Guest = first
 	}
@@ -112,7 +111,7 @@ func parsePorts(text string) (first, last uint16, err error) {
 		}
 	}
 	if last < first {
-		return 0, 0, fmt.Errorf("ports %s run backwards", text)
+		return 0, 0, fmt.Errorf("port range %s: the last port is below the first", text)
 	}
 	return first, last, nil
 }
@@ -120,17 +119,16 @@ func parsePorts(text string) (first, last uint16, err error) {
 func parsePort(text string) (uint16, error) {
 	n, err := strconv.ParseUint(text, 10, 16)
 	if err != nil || n == 0 {
-		return 0, fmt.Errorf("%q is no port, 1 to 65535", text)
+		return 0, fmt.Errorf("%q is not a port (1 to 65535)", text)
 	}
 	return uint16(n), nil
 }
 
-// ErrNeverOutside is the error of a rule for addresses that lead nowhere outside: of loopback,
-// multicast, and IPv6's link-local ones.
-var ErrNeverOutside = errors.New("leads to nowhere outside")
+// ErrNeverOutside is returned for a rule whose addresses are never outside the guest: loopback, multicast, and IPv6 link-local
+// addresses.
+var ErrNeverOutside = errors.New("is not an outside destination")
 
-// ParseRule reads PREFIX[:PORT[-PORT]][/tcp|/udp|/icmp], as in 10.0.0.0/8:9092/tcp, 192.0.2.1
-// and [2001:db8::/32]:443.
+// ParseRule parses PREFIX[:PORT[-PORT]][/tcp|/udp|/icmp], as in 10.0.0.0/8:9092/tcp, 192.0.2.1 and [2001:db8::/32]:443.
 func ParseRule(text string) (r Rule, err error) {
 	rest := text
 	r.Last = 65535
@@ -144,19 +142,19 @@ func ParseRule(text string) (r Rule, err error) {
 	if strings.HasPrefix(rest, "[") {
 		inside, after, ok := strings.Cut(rest[1:], "]")
 		if !ok || after != "" && !strings.HasPrefix(after, ":") {
-			return r, fmt.Errorf("%q: no ] behind the prefix", text)
+			return r, fmt.Errorf("%q: ] is missing after the prefix", text)
 		}
 		prefix, port, ported = inside, strings.TrimPrefix(after, ":"), after != ""
 	} else if before, after, ok := strings.Cut(rest, ":"); ok && strings.Contains(before, ".") {
 		prefix, port, ported = before, after, true
 	}
 	if r.Prefix, err = parsePrefix(prefix); err != nil {
-		return r, fmt.Errorf("%q: %q is no prefix", text, prefix)
+		return r, fmt.Errorf("%q: %q is not a prefix", text, prefix)
 	}
 	if masked := r.Prefix.Masked(); r.Prefix != masked {
 		return r, fmt.Errorf("%q: %s has bits set after its length: write %s, or %s for that address", text, prefix, masked, r.Prefix.Addr())
 	}
-	// Of 0.0.0.0/0 and ::/0, and what begins like them, other addresses may be reached.
+	// 0.0.0.0/0, ::/0 and similar prefixes begin with the unspecified address but contain valid destinations.
 	if a := r.Prefix.Addr(); forbidden(a) && (!a.IsUnspecified() || r.Prefix.IsSingleIP()) {
 		return r, fmt.Errorf("%q: %w", text, ErrNeverOutside)
 	}
@@ -174,7 +172,7 @@ func ParseRule(text string) (r Rule, err error) {
 	return r, nil
 }
 
-// parsePrefix reads a prefix or an address. Those of IPv4-mapped IPv6 are IPv4's.
+// parsePrefix parses a prefix or an address. IPv4-mapped IPv6 addresses become IPv4 addresses.
 func parsePrefix(text string) (netip.Prefix, error) {
 	if a, err := netip.ParseAddr(text); err == nil && a.Zone() == "" {
 		return netip.PrefixFrom(a.Unmap(), a.Unmap().BitLen()), nil
@@ -186,7 +184,7 @@ func parsePrefix(text string) (netip.Prefix, error) {
 	return p, err
 }
 
-// String gives a rule as ParseRule reads it.
+// String returns the form that ParseRule parses.
 func (r Rule) String() string {
 	text := r.Prefix.String()
 	if r.First > 0 {
@@ -201,7 +199,7 @@ func (r Rule) String() string {
 	return text
 }
 
-// Overlap finds two that would have the same port of the host.
+// Overlap returns an error for two specifications with a common port of the host.
 func Overlap(specs []ForwardSpec) error {
 	for i, a := range specs {
 		for _, b := range specs[:i] {
@@ -213,7 +211,7 @@ func Overlap(specs []ForwardSpec) error {
 	return nil
 }
 
-// meet tells whether sockets of two addresses would be in each other's way.
+// meet returns whether sockets bound to two addresses conflict.
 func meet(a, b netip.Addr) bool {
 	everything := func(a netip.Addr) bool { return !a.IsValid() || a == netip.IPv6Unspecified() }
 	if everything(a) || everything(b) || a == b {

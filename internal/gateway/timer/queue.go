@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package timer has the timers of the gateway: a heap of those that are set.
+// Package timer provides a queue of timers that are cheap to postpone.
 package timer
 
 import (
@@ -8,24 +8,24 @@ import (
 	"time"
 )
 
-// Timer calls its owner at a time. The zero value is not set.
+// Timer calls Expired of its owner at a given time. The zero value is not set.
 type Timer struct {
 	due   time.Time
-	wake  time.Time              // key in the heap; not after due
+	wake  time.Time              // key in the heap, at most due
 	index int                    // in the heap, from 1 on; 0: not set
 	Owner interface{ Expired() } // may set the timer again
 }
 
-// IsSet tells whether the timer is set.
+// IsSet returns whether the timer is set.
 func (t *Timer) IsSet() bool { return t.index != 0 }
 
-// Queue has the timers that are set, in the order of their times.
+// Queue is a priority queue of the timers that are set.
 type Queue struct{ list timerHeap }
 
 // Len returns the number of timers that are set.
 func (t *Queue) Len() int { return len(t.list) }
 
-// Next returns the time at which run must be called; false if no timer is set.
+// Next returns the time at which Run must be called; false if no timer is set.
 func (t *Queue) Next() (time.Time, bool) {
 	if len(t.list) == 0 {
 		return time.Time{}, false
@@ -33,7 +33,7 @@ func (t *Queue) Next() (time.Time, bool) {
 	return t.list[0].wake, true
 }
 
-// Run calls the owners of timers that are due.
+// Run calls Expired of the owners of timers that are due.
 func (t *Queue) Run(now time.Time) {
 	for len(t.list) > 0 && !t.list[0].wake.After(now) {
 		x := t.list[0]
@@ -47,8 +47,8 @@ func (t *Queue) Run(now time.Time) {
 	}
 }
 
-// Set sets a timer, or moves it. A timer that is moved to a later time, as by each acknowledgement, stays where it is in the heap
-// and is moved when its turn comes: the usual case costs an assignment.
+// Set sets or moves a timer. A timer that is postponed, as by each acknowledgement, keeps its position in the heap until the earlier
+// time: the common case costs one assignment.
 func (t *Queue) Set(x *Timer, due time.Time) {
 	x.due = due
 	switch {
@@ -84,7 +84,7 @@ func (h *timerHeap) Push(x any) {
 	t.index = len(*h)
 }
 
-// Pop takes the last timer off, for container/heap.
+// Pop removes the last timer, for container/heap.
 func (h *timerHeap) Pop() any {
 	last := len(*h) - 1
 	t := (*h)[last]
