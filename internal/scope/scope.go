@@ -27,19 +27,6 @@ import (
 	"sockeye/internal/rights"
 )
 
-// PinName returns the name of the directory with a cgroup's pins: up to 40 characters of the cgroup's name
-// and a hash of the whole name. Names in a bpffs cannot contain dots.
-func PinName(cgroup string) string {
-	readable := strings.Trim(strings.Map(func(r rune) rune {
-		if r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '-' {
-			return r
-		}
-		return '_'
-	}, cgroup), "_")
-	sum := sha256.Sum256([]byte(cgroup))
-	return readable[:min(len(readable), 40)] + "_" + hex.EncodeToString(sum[:4])
-}
-
 // Tree is the cgroup v2 hierarchy of the host.
 type Tree struct {
 	Mount string // its mount point
@@ -99,39 +86,8 @@ func (s *Scope) Open(tree Tree, name string) error {
 	return nil
 }
 
-// Absent returns the error for a cgroup that does not exist. The hint says what happens once the cgroup
-// exists; effect is a clause such as "its connections are tuned".
-func Absent(name, effect string) error {
-	if isUnit(name) {
-		return fault.WithHint(fmt.Errorf("there is no unit %s", name), effect+" as soon as the unit starts")
-	}
-	return fault.WithHint(fmt.Errorf("there is no cgroup %s", name), effect+" as soon as the cgroup exists again")
-}
-
 // Below returns the cgroup's path relative to the cgroup v2 mount, with a leading slash.
 func (s *Scope) Below(tree Tree) string { return tree.Below(s.Path) }
-
-// Below returns the path of dir relative to the mount point, with a leading slash.
-func (t Tree) Below(dir string) string {
-	return "/" + strings.TrimPrefix(strings.TrimPrefix(dir, t.Mount), "/")
-}
-
-// RemoveCreated removes the cgroups that Sockeye created. Cgroups that contain processes or other cgroups stay.
-func RemoveCreated(scopes []Scope) error {
-	var errs []error
-	for _, s := range scopes {
-		for _, dir := range slices.Backward(s.Created) {
-			err := unix.Rmdir(dir)
-			if errors.Is(err, unix.EBUSY) || errors.Is(err, unix.ENOTEMPTY) {
-				break
-			}
-			if err != nil && !errors.Is(err, unix.ENOENT) {
-				errs = append(errs, fmt.Errorf("remove cgroup %s: %w", dir, err))
-			}
-		}
-	}
-	return fault.Join(errs...)
-}
 
 // createCgroup creates a cgroup and its missing ancestors, and returns the directories that it created.
 func createCgroup(mount, path string) (created []string, err error) {
@@ -161,37 +117,22 @@ func createCgroup(mount, path string) (created []string, err error) {
 // createHint goes with a denied attempt to create a cgroup. At start, the agent keeps CAP_DAC_OVERRIDE only if the policy needs it.
 const createHint = "create the cgroup, or restart the agent: at start it keeps the capability that the policy needs"
 
-// isTop reports whether a cgroup is a child of the root, where creating one needs CAP_DAC_OVERRIDE or root.
-func isTop(name string) bool { return filepath.Dir(name) == "/" && name != "/" }
-
-// MayCreate returns an error with fault.CodeNotPermitted if the cgroup does not
-// exist and this process may not create it. Units are not checked.
-func (t Tree) MayCreate(name string) error {
-	if isUnit(name) {
-		return nil
-	}
-	dir := filepath.Join(t.Mount, name)
-	for {
-		_, err := os.Stat(dir)
-		if err == nil {
-			break
+// RemoveCreated removes the cgroups that Sockeye created. Cgroups that contain processes or other cgroups stay.
+func RemoveCreated(scopes []Scope) error {
+	var errs []error
+	for _, s := range scopes {
+		for _, dir := range slices.Backward(s.Created) {
+			err := unix.Rmdir(dir)
+			if errors.Is(err, unix.EBUSY) || errors.Is(err, unix.ENOTEMPTY) {
+				break
+			}
+			if err != nil && !errors.Is(err, unix.ENOENT) {
+				errs = append(errs, fmt.Errorf("remove cgroup %s: %w", dir, err))
+			}
 		}
-		if !errors.Is(err, fs.ErrNotExist) || dir == t.Mount {
-			return err
-		}
-		dir = filepath.Dir(dir)
 	}
-	if dir == filepath.Join(t.Mount, name) {
-		return nil
-	}
-	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
-		return &fault.Error{Err: fmt.Errorf("create cgroup %s: %w", name, err), Code: fault.CodeNotPermitted,
-			Hint: rights.MissingHint(unix.CAP_DAC_OVERRIDE, createHint)}
-	}
-	return nil
+	return fault.Join(errs...)
 }
-
-func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
 
 // Find returns the directory of a cgroup that the policy names by a path or by a
 // systemd unit. The error wraps fs.ErrNotExist if there is no such cgroup.
@@ -259,21 +200,6 @@ func (t Tree) eachSlice(f func(dir string) error) error {
 	return visit("/")
 }
 
-// cgroupName returns the name of the directory that systemd creates for a unit. systemd
-// prefixes names that collide with cgroup control files by "_" (cg_escape in
-// src/basic/cgroup-util.c).
-func cgroupName(unit string) string {
-	first, _, _ := strings.Cut(unit, ".")
-	switch first {
-	case "", "cgroup", "cpu", "cpuacct", "cpuset", "io", "blkio", "memory", "devices", "pids":
-		return "_" + unit
-	}
-	if unit[0] == '_' {
-		return "_" + unit
-	}
-	return unit
-}
-
 // slicePath returns a slice's path below the mount: systemd nests a-b.slice in
 // a.slice (systemd.slice(5)).
 func slicePath(name string) string {
@@ -289,6 +215,23 @@ func slicePath(name string) string {
 	}
 	return path.String() + "/" + name
 }
+
+// cgroupName returns the name of the directory that systemd creates for a unit. systemd
+// prefixes names that collide with cgroup control files by "_" (cg_escape in
+// src/basic/cgroup-util.c).
+func cgroupName(unit string) string {
+	first, _, _ := strings.Cut(unit, ".")
+	switch first {
+	case "", "cgroup", "cpu", "cpuacct", "cpuset", "io", "blkio", "memory", "devices", "pids":
+		return "_" + unit
+	}
+	if unit[0] == '_' {
+		return "_" + unit
+	}
+	return unit
+}
+
+func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
 
 // CheckNested returns a conflict if one of the cgroups contains another: the kernel
 // would run the programs of both, and the outer program would override the inner one.
@@ -322,6 +265,33 @@ func (t Tree) CheckNested(names ...string) error {
 	return nil
 }
 
+// MayCreate returns an error with fault.CodeNotPermitted if the cgroup does not
+// exist and this process may not create it. Units are not checked.
+func (t Tree) MayCreate(name string) error {
+	if isUnit(name) {
+		return nil
+	}
+	dir := filepath.Join(t.Mount, name)
+	for {
+		_, err := os.Stat(dir)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, fs.ErrNotExist) || dir == t.Mount {
+			return err
+		}
+		dir = filepath.Dir(dir)
+	}
+	if dir == filepath.Join(t.Mount, name) {
+		return nil
+	}
+	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
+		return &fault.Error{Err: fmt.Errorf("create cgroup %s: %w", name, err), Code: fault.CodeNotPermitted,
+			Hint: rights.MissingHint(unix.CAP_DAC_OVERRIDE, createHint)}
+	}
+	return nil
+}
+
 // Added returns the changes for the plan when a policy names a cgroup for the first
 // time. done is the participle for the effect, such as "tuned".
 func (t Tree) Added(name, done string) []api.Change {
@@ -334,6 +304,29 @@ func (t Tree) Added(name, done string) []api.Change {
 	}
 	return []api.Change{{Cgroup: name, Action: "add", What: "cgroup", Effect: "the cgroup is created, and removed when the policy no longer names it"}}
 }
+
+// Absent returns the error for a cgroup that does not exist. The hint says what happens once the cgroup
+// exists; effect is a clause such as "its connections are tuned".
+func Absent(name, effect string) error {
+	if isUnit(name) {
+		return fault.WithHint(fmt.Errorf("there is no unit %s", name), effect+" as soon as the unit starts")
+	}
+	return fault.WithHint(fmt.Errorf("there is no cgroup %s", name), effect+" as soon as the cgroup exists again")
+}
+
+// Creates reports whether the agent may have to create the cgroup. That is so for a missing cgroup and for
+// any child of the root: after a reboot, it is missing and creating it needs CAP_DAC_OVERRIDE.
+func Creates(name string) bool {
+	mount, err := cgroup.Mount()
+	if err != nil || isUnit(name) {
+		return false
+	}
+	_, err = os.Stat(filepath.Join(mount, name))
+	return err != nil || isTop(name)
+}
+
+// isTop reports whether a cgroup is a child of the root, where creating one needs CAP_DAC_OVERRIDE or root.
+func isTop(name string) bool { return filepath.Dir(name) == "/" && name != "/" }
 
 // MaxBelow limits how many descendants of a cgroup are visited.
 const MaxBelow = 4096
@@ -359,18 +352,25 @@ func (t Tree) Names(dir string) map[uint64]string {
 	return names
 }
 
+// Below returns the path of dir relative to the mount point, with a leading slash.
+func (t Tree) Below(dir string) string {
+	return "/" + strings.TrimPrefix(strings.TrimPrefix(dir, t.Mount), "/")
+}
+
 // Within reports whether path is dir or below it.
 func Within(path, dir string) bool {
 	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
 }
 
-// Creates reports whether the agent may have to create the cgroup. That is so for a missing cgroup and for
-// any child of the root: after a reboot, it is missing and creating it needs CAP_DAC_OVERRIDE.
-func Creates(name string) bool {
-	mount, err := cgroup.Mount()
-	if err != nil || isUnit(name) {
-		return false
-	}
-	_, err = os.Stat(filepath.Join(mount, name))
-	return err != nil || isTop(name)
+// PinName returns the name of the directory with a cgroup's pins: up to 40 characters of the cgroup's name
+// and a hash of the whole name. Names in a bpffs cannot contain dots.
+func PinName(cgroup string) string {
+	readable := strings.Trim(strings.Map(func(r rune) rune {
+		if r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '-' {
+			return r
+		}
+		return '_'
+	}, cgroup), "_")
+	sum := sha256.Sum256([]byte(cgroup))
+	return readable[:min(len(readable), 40)] + "_" + hex.EncodeToString(sum[:4])
 }
