@@ -42,31 +42,6 @@ func Compile(rules []config.TuneRule, services []config.Service, skip Skips) (*b
 	return compiled, nil
 }
 
-// usesOf tells which calls of the kernel a rule answers; accepts: it is for
-// connections that are accepted.
-func usesOf(r *bpf.TuneRule, accepts bool) uint32 {
-	var uses uint32
-	for _, u := range []struct {
-		use  bool
-		flag uint32
-	}{
-		{r.Tag.Length > 0 && accepts, bpf.TuneUseWrite},
-		{r.SynRto > 0, bpf.TuneUseSynRTO},
-		{r.SynackRto > 0, bpf.TuneUseSynackRTO},
-		{r.Rwnd > 0, bpf.TuneUseRwnd},
-		{r.Ecn > 0, bpf.TuneUseECN},
-		{r.BaseRtt > 0, bpf.TuneUseBaseRTT},
-	} {
-		if u.use {
-			uses |= u.flag
-		}
-	}
-	return uses
-}
-
-// share is a probability as the program draws it, of 2^32.
-func share(p float64) uint32 { return uint32(min(math.Round(p*(1<<32)), math.MaxUint32)) }
-
 // ruleOf makes what the program does of a rule.
 func ruleOf(rule config.TuneRule, skip Skips) bpf.TuneRule {
 	r := bpf.TuneRule{}
@@ -156,12 +131,21 @@ func explore(r *bpf.TuneRule, name string, o Option, e *config.Explore) {
 	r.LearnBits6 = uint8(e.IPv6)
 }
 
+// share is a probability as the program draws it, of 2^32.
+func share(p float64) uint32 { return uint32(min(math.Round(p*(1<<32)), math.MaxUint32)) }
+
 func copy32(to []uint32, from []int) int {
 	n := min(len(to), len(from))
 	for i := range n {
 		to[i] = uint32(from[i])
 	}
 	return n
+}
+
+func putText(to []int8, s string) {
+	for i := range min(len(s), len(to)-1) {
+		to[i] = int8(s[i])
+	}
 }
 
 // LearnKey stands for a rule in what is learned, so that it survives a change
@@ -172,8 +156,24 @@ func LearnKey(rule string) uint32 {
 	return h.Sum32()
 }
 
-func putText(to []int8, s string) {
-	for i := range min(len(s), len(to)-1) {
-		to[i] = int8(s[i])
+// usesOf tells which calls of the kernel a rule answers; accepts: it is for
+// connections that are accepted.
+func usesOf(r *bpf.TuneRule, accepts bool) uint32 {
+	var uses uint32
+	for _, u := range []struct {
+		use  bool
+		flag uint32
+	}{
+		{r.Tag.Length > 0 && accepts, bpf.TuneUseWrite},
+		{r.SynRto > 0, bpf.TuneUseSynRTO},
+		{r.SynackRto > 0, bpf.TuneUseSynackRTO},
+		{r.Rwnd > 0, bpf.TuneUseRwnd},
+		{r.Ecn > 0, bpf.TuneUseECN},
+		{r.BaseRtt > 0, bpf.TuneUseBaseRTT},
+	} {
+		if u.use {
+			uses |= u.flag
+		}
 	}
+	return uses
 }

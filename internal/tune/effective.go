@@ -31,106 +31,6 @@ type Reading struct {
 	Locked bool `json:"locked,omitempty"`
 }
 
-const notReadable = "not readable"
-
-// readable has the options that getsockopt(2) reports. The minimum of RTOs and
-// the delay of acknowledgements are there since 6.15, under numbers of their own.
-var readable = map[string]struct {
-	name   string
-	number int
-}{
-	"sndbuf":               {"SO_SNDBUF", unix.SO_SNDBUF},
-	"rcvbuf":               {"SO_RCVBUF", unix.SO_RCVBUF},
-	"rcvlowat":             {"SO_RCVLOWAT", unix.SO_RCVLOWAT},
-	"pacing_rate":          {"SO_MAX_PACING_RATE", unix.SO_MAX_PACING_RATE},
-	"priority":             {"SO_PRIORITY", unix.SO_PRIORITY},
-	"mark":                 {"SO_MARK", unix.SO_MARK},
-	"keepalive":            {"SO_KEEPALIVE", unix.SO_KEEPALIVE},
-	"reuse_address":        {"SO_REUSEADDR", unix.SO_REUSEADDR},
-	"bind_ifindex":         {"SO_BINDTOIFINDEX", unix.SO_BINDTOIFINDEX},
-	"txrehash":             {"SO_TXREHASH", unix.SO_TXREHASH},
-	"congestion":           {"TCP_CONGESTION", unix.TCP_CONGESTION},
-	"delack_max":           {"TCP_DELACK_MAX_US", unix.TCP_DELACK_MAX_US},
-	"rto_min":              {"TCP_RTO_MIN_US", unix.TCP_RTO_MIN_US},
-	"rto_max":              {"TCP_RTO_MAX_MS", unix.TCP_RTO_MAX_MS},
-	"notsent_lowat":        {"TCP_NOTSENT_LOWAT", unix.TCP_NOTSENT_LOWAT},
-	"window_clamp":         {"TCP_WINDOW_CLAMP", unix.TCP_WINDOW_CLAMP},
-	"user_timeout":         {"TCP_USER_TIMEOUT", unix.TCP_USER_TIMEOUT},
-	"keepalive_idle":       {"TCP_KEEPIDLE", unix.TCP_KEEPIDLE},
-	"keepalive_interval":   {"TCP_KEEPINTVL", unix.TCP_KEEPINTVL},
-	"keepalive_probes":     {"TCP_KEEPCNT", unix.TCP_KEEPCNT},
-	"syn_retries":          {"TCP_SYNCNT", unix.TCP_SYNCNT},
-	"nodelay":              {"TCP_NODELAY", unix.TCP_NODELAY},
-	"thin_linear_timeouts": {"TCP_THIN_LINEAR_TIMEOUTS", unix.TCP_THIN_LINEAR_TIMEOUTS},
-	"tos":                  {"IP_TOS", unix.IP_TOS},
-	"traffic_class":        {"IPV6_TCLASS", unix.IPV6_TCLASS},
-	"auto_flow_label":      {"IPV6_AUTOFLOWLABEL", unix.IPV6_AUTOFLOWLABEL},
-}
-
-// read asks a socket for an option. It says no if the kernel cannot tell.
-func (o Option) read(fd int) (r Reading, ok bool, err error) {
-	source, ok := readable[o.Name]
-	if !ok {
-		return r, false, nil
-	}
-	switch o.Name {
-	case "congestion":
-		r.Text, err = unix.GetsockoptString(fd, unix.SOL_TCP, source.number)
-	case "pacing_rate":
-		var rate uint64
-		rate, err = unix.GetsockoptUint64(fd, int(o.Level), source.number)
-		r.Number = int64(rate)
-	default:
-		var value int
-		value, err = unix.GetsockoptInt(fd, int(o.Level), source.number)
-		if o.Name == "mark" {
-			value = int(uint32(value))
-		}
-		r.Number = int64(value) * o.Unit
-	}
-	if errors.Is(err, unix.ENOPROTOOPT) || errors.Is(err, unix.EOPNOTSUPP) {
-		return r, false, nil
-	}
-	if err != nil {
-		return r, false, fmt.Errorf("read %s: %w", source.name, err)
-	}
-	if lock := o.lock(); lock != 0 {
-		locks, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK)
-		r.Locked = err != nil || locks&lock != 0
-	}
-	return r, true, nil
-}
-
-// lock is the bit of SO_BUF_LOCK that keeps the kernel from tuning a buffer.
-func (o Option) lock() int {
-	switch o.Name {
-	case "sndbuf":
-		return unix.SOCK_SNDBUF_LOCK
-	case "rcvbuf":
-		return unix.SOCK_RCVBUF_LOCK
-	}
-	return 0
-}
-
-// format writes what was read.
-func (o Option) format(r Reading) string {
-	switch {
-	case o.Kind == config.KindText:
-		return r.Text
-	case o.Name == "pacing_rate" && r.Number < 0:
-		return "no bound"
-	}
-	return config.FormatValue(o.TuneOption, r.Number)
-}
-
-// isFor tells whether the option exists on sockets of a family.
-func (o Option) isFor(family int) bool {
-	if family == unix.AF_INET {
-		return o.Phases&bpf.TunePhaseIPv6 == 0
-	}
-	return o.Phases&bpf.TunePhaseIPv4 == 0
-}
-
 // Effective compares what a rule asks of a connection with what the kernel
 // reports. c is what Tune.Connection knows of it, nil if no rule has matched it.
 func Effective(s *procsock.Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
@@ -152,6 +52,23 @@ func Effective(s *procsock.Socket, rule config.TuneRule, c *bpf.TuneConnection) 
 		return nil, fmt.Errorf("read values of %s: %w", s, err)
 	}
 	return values, nil
+}
+
+// look is one look at a connection.
+type look struct {
+	family   int         // unix.AF_INET or AF_INET6
+	found    config.Role // as the socket was found
+	c        *bpf.TuneConnection
+	info     *unix.TCPInfo
+	hz       int64
+	settings []config.Setting
+	reacted  []config.Setting
+	// read gives an option and where it was read. It says no if nothing tells it.
+	read func(Option) (r Reading, source string, ok bool, err error)
+	// mptcp: the connection is a subflow.
+	mptcp bool
+	// lacks says where options cannot be read, others who has set what differs.
+	lacks, others string
 }
 
 // values compares all that the rule sets, by its reaction too.
@@ -186,23 +103,6 @@ func (l *look) values(rule config.TuneRule) ([]api.TuneValue, error) {
 		values = append(values, v)
 	}
 	return values, nil
-}
-
-// look is one look at a connection.
-type look struct {
-	family   int         // unix.AF_INET or AF_INET6
-	found    config.Role // as the socket was found
-	c        *bpf.TuneConnection
-	info     *unix.TCPInfo
-	hz       int64
-	settings []config.Setting
-	reacted  []config.Setting
-	// read gives an option and where it was read. It says no if nothing tells it.
-	read func(Option) (r Reading, source string, ok bool, err error)
-	// mptcp: the connection is a subflow.
-	mptcp bool
-	// lacks says where options cannot be read, others who has set what differs.
-	lacks, others string
 }
 
 func (l *look) value(o Option, s config.Setting) (api.TuneValue, error) {
@@ -365,14 +265,6 @@ func (l *look) jiffies(us int64) int64 { return (us*l.hz + 999999) / 1000000 }
 
 func (l *look) jiffiesNote() string {
 	return "rounded up to jiffies of " + duration(1000000/l.hz)
-}
-
-func duration(us int64) string {
-	return config.FormatValue(config.TuneOption{Kind: config.KindDuration}, us)
-}
-
-func bytesText(n int64) string {
-	return config.FormatValue(config.TuneOption{Kind: config.KindSize}, n)
 }
 
 // compareBuffer compares a buffer's size, which the kernel has doubled.
@@ -543,6 +435,106 @@ func (l *look) shown(v *api.TuneValue, o Option, s config.Setting) (notes []stri
 // infiniteThreshold is TCP_INFINITE_SSTHRESH (include/net/tcp.h, Linux 6.18).
 const infiniteThreshold = 0x7fffffff
 
+const notReadable = "not readable"
+
+// readable has the options that getsockopt(2) reports. The minimum of RTOs and
+// the delay of acknowledgements are there since 6.15, under numbers of their own.
+var readable = map[string]struct {
+	name   string
+	number int
+}{
+	"sndbuf":               {"SO_SNDBUF", unix.SO_SNDBUF},
+	"rcvbuf":               {"SO_RCVBUF", unix.SO_RCVBUF},
+	"rcvlowat":             {"SO_RCVLOWAT", unix.SO_RCVLOWAT},
+	"pacing_rate":          {"SO_MAX_PACING_RATE", unix.SO_MAX_PACING_RATE},
+	"priority":             {"SO_PRIORITY", unix.SO_PRIORITY},
+	"mark":                 {"SO_MARK", unix.SO_MARK},
+	"keepalive":            {"SO_KEEPALIVE", unix.SO_KEEPALIVE},
+	"reuse_address":        {"SO_REUSEADDR", unix.SO_REUSEADDR},
+	"bind_ifindex":         {"SO_BINDTOIFINDEX", unix.SO_BINDTOIFINDEX},
+	"txrehash":             {"SO_TXREHASH", unix.SO_TXREHASH},
+	"congestion":           {"TCP_CONGESTION", unix.TCP_CONGESTION},
+	"delack_max":           {"TCP_DELACK_MAX_US", unix.TCP_DELACK_MAX_US},
+	"rto_min":              {"TCP_RTO_MIN_US", unix.TCP_RTO_MIN_US},
+	"rto_max":              {"TCP_RTO_MAX_MS", unix.TCP_RTO_MAX_MS},
+	"notsent_lowat":        {"TCP_NOTSENT_LOWAT", unix.TCP_NOTSENT_LOWAT},
+	"window_clamp":         {"TCP_WINDOW_CLAMP", unix.TCP_WINDOW_CLAMP},
+	"user_timeout":         {"TCP_USER_TIMEOUT", unix.TCP_USER_TIMEOUT},
+	"keepalive_idle":       {"TCP_KEEPIDLE", unix.TCP_KEEPIDLE},
+	"keepalive_interval":   {"TCP_KEEPINTVL", unix.TCP_KEEPINTVL},
+	"keepalive_probes":     {"TCP_KEEPCNT", unix.TCP_KEEPCNT},
+	"syn_retries":          {"TCP_SYNCNT", unix.TCP_SYNCNT},
+	"nodelay":              {"TCP_NODELAY", unix.TCP_NODELAY},
+	"thin_linear_timeouts": {"TCP_THIN_LINEAR_TIMEOUTS", unix.TCP_THIN_LINEAR_TIMEOUTS},
+	"tos":                  {"IP_TOS", unix.IP_TOS},
+	"traffic_class":        {"IPV6_TCLASS", unix.IPV6_TCLASS},
+	"auto_flow_label":      {"IPV6_AUTOFLOWLABEL", unix.IPV6_AUTOFLOWLABEL},
+}
+
+// read asks a socket for an option. It says no if the kernel cannot tell.
+func (o Option) read(fd int) (r Reading, ok bool, err error) {
+	source, ok := readable[o.Name]
+	if !ok {
+		return r, false, nil
+	}
+	switch o.Name {
+	case "congestion":
+		r.Text, err = unix.GetsockoptString(fd, unix.SOL_TCP, source.number)
+	case "pacing_rate":
+		var rate uint64
+		rate, err = unix.GetsockoptUint64(fd, int(o.Level), source.number)
+		r.Number = int64(rate)
+	default:
+		var value int
+		value, err = unix.GetsockoptInt(fd, int(o.Level), source.number)
+		if o.Name == "mark" {
+			value = int(uint32(value))
+		}
+		r.Number = int64(value) * o.Unit
+	}
+	if errors.Is(err, unix.ENOPROTOOPT) || errors.Is(err, unix.EOPNOTSUPP) {
+		return r, false, nil
+	}
+	if err != nil {
+		return r, false, fmt.Errorf("read %s: %w", source.name, err)
+	}
+	if lock := o.lock(); lock != 0 {
+		locks, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK)
+		r.Locked = err != nil || locks&lock != 0
+	}
+	return r, true, nil
+}
+
+// lock is the bit of SO_BUF_LOCK that keeps the kernel from tuning a buffer.
+func (o Option) lock() int {
+	switch o.Name {
+	case "sndbuf":
+		return unix.SOCK_SNDBUF_LOCK
+	case "rcvbuf":
+		return unix.SOCK_RCVBUF_LOCK
+	}
+	return 0
+}
+
+// format writes what was read.
+func (o Option) format(r Reading) string {
+	switch {
+	case o.Kind == config.KindText:
+		return r.Text
+	case o.Name == "pacing_rate" && r.Number < 0:
+		return "no bound"
+	}
+	return config.FormatValue(o.TuneOption, r.Number)
+}
+
+// isFor tells whether the option exists on sockets of a family.
+func (o Option) isFor(family int) bool {
+	if family == unix.AF_INET {
+		return o.Phases&bpf.TunePhaseIPv6 == 0
+	}
+	return o.Phases&bpf.TunePhaseIPv4 == 0
+}
+
 // sysctlNumbers reads a sysctl in this process' network namespace. It is nil if
 // that does not have it, as namespaces but the first have no net.core.wmem_max in
 // older kernels.
@@ -560,4 +552,12 @@ func sysctlNumbers(name string) []int64 {
 		numbers = append(numbers, n)
 	}
 	return numbers
+}
+
+func duration(us int64) string {
+	return config.FormatValue(config.TuneOption{Kind: config.KindDuration}, us)
+}
+
+func bytesText(n int64) string {
+	return config.FormatValue(config.TuneOption{Kind: config.KindSize}, n)
 }

@@ -24,6 +24,49 @@ import (
 	"sockeye/internal/scope"
 )
 
+// Options lists the options that the running kernel cannot set.
+func (d *Domain) Options() ([]api.TuneSkipped, error) { return d.kernel.unsupported() }
+
+// ProbeOptions lists the options that the running kernel cannot set, without an agent. It needs an agent's rights, and
+// leaves nothing behind.
+func ProbeOptions() (_ []api.TuneSkipped, err error) {
+	const bpffs = "/sys/fs/bpf"
+	if missing, err := rights.Missing(); err != nil {
+		return nil, err
+	} else if len(missing) > 0 {
+		return nil, &fault.Error{Err: fmt.Errorf("try options: missing %s", strings.Join(missing, ", ")), Hint: "run as root", Code: fault.CodeNotPermitted}
+	}
+	if !bpf.IsBPFFS(bpffs) {
+		return nil, &fault.Error{Err: fmt.Errorf("try options: %s is no bpffs", bpffs), Hint: "mount -t bpf bpf " + bpffs, Code: fault.CodeFailed}
+	}
+	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
+	if err := rlimit.RemoveMemlock(); err != nil {
+		return nil, fmt.Errorf("raise RLIMIT_MEMLOCK: %w", err)
+	}
+	cgroups, err := cgroup.Mount()
+	if err != nil {
+		return nil, err
+	}
+	dir, err := os.MkdirTemp(bpffs, "sockeye_check_")
+	if err != nil {
+		return nil, fmt.Errorf("try options: %w", err)
+	}
+	defer func() { err = fault.Join(err, os.RemoveAll(dir)) }()
+	p := &optionProbe{host: &domain.Host{Root: &bpf.Root{Dir: dir}, Cgroups: scope.Tree{Mount: cgroups}}}
+	return p.unsupported()
+}
+
+// Check holds rules against what Options or ProbeOptions says that the
+// kernel cannot set, and against its congestion controls. It fails for what a
+// rule without optional needs, and returns what others skip, by rule.
+func Check(rules []config.TuneRule, lacks []api.TuneSkipped) (map[string][]api.TuneSkipped, error) {
+	p := &optionProbe{probed: make(map[string]error)}
+	for _, l := range lacks {
+		p.probed[l.Option] = ebpf.ErrNotSupported
+	}
+	return p.lacking(rules)
+}
+
 // optionProbe finds out, once, what the kernel can set.
 type optionProbe struct {
 	host *domain.Host
@@ -83,6 +126,21 @@ func (p *optionProbe) lacks(s config.Setting) (string, error) {
 	return "", nil
 }
 
+// unsupported lists the options that the running kernel cannot set.
+func (p *optionProbe) unsupported() ([]api.TuneSkipped, error) {
+	probed, err := p.probe()
+	if err != nil {
+		return nil, err
+	}
+	list := []api.TuneSkipped{}
+	for _, o := range AllOptions() {
+		if err := probed[o.Name]; err != nil {
+			list = append(list, api.TuneSkipped{Option: o.Name, Needs: "Linux " + o.Since + " or later"})
+		}
+	}
+	return list, nil
+}
+
 // probe tries, once, what the kernel can set.
 func (p *optionProbe) probe() (map[string]error, error) {
 	p.mu.Lock()
@@ -105,59 +163,4 @@ func (p *optionProbe) probeOptions() (map[string]error, error) {
 		return nil, err
 	}
 	return Probe(filepath.Join(p.host.Cgroups.Mount, own), p.host.Root.Dir)
-}
-
-// unsupported lists the options that the running kernel cannot set.
-func (p *optionProbe) unsupported() ([]api.TuneSkipped, error) {
-	probed, err := p.probe()
-	if err != nil {
-		return nil, err
-	}
-	list := []api.TuneSkipped{}
-	for _, o := range AllOptions() {
-		if err := probed[o.Name]; err != nil {
-			list = append(list, api.TuneSkipped{Option: o.Name, Needs: "Linux " + o.Since + " or later"})
-		}
-	}
-	return list, nil
-}
-
-// ProbeOptions lists the options that the running kernel cannot set, without an agent. It needs an agent's rights, and
-// leaves nothing behind.
-func ProbeOptions() (_ []api.TuneSkipped, err error) {
-	const bpffs = "/sys/fs/bpf"
-	if missing, err := rights.Missing(); err != nil {
-		return nil, err
-	} else if len(missing) > 0 {
-		return nil, &fault.Error{Err: fmt.Errorf("try options: missing %s", strings.Join(missing, ", ")), Hint: "run as root", Code: fault.CodeNotPermitted}
-	}
-	if !bpf.IsBPFFS(bpffs) {
-		return nil, &fault.Error{Err: fmt.Errorf("try options: %s is no bpffs", bpffs), Hint: "mount -t bpf bpf " + bpffs, Code: fault.CodeFailed}
-	}
-	// Kernels before 5.11 charge maps to RLIMIT_MEMLOCK.
-	if err := rlimit.RemoveMemlock(); err != nil {
-		return nil, fmt.Errorf("raise RLIMIT_MEMLOCK: %w", err)
-	}
-	cgroups, err := cgroup.Mount()
-	if err != nil {
-		return nil, err
-	}
-	dir, err := os.MkdirTemp(bpffs, "sockeye_check_")
-	if err != nil {
-		return nil, fmt.Errorf("try options: %w", err)
-	}
-	defer func() { err = fault.Join(err, os.RemoveAll(dir)) }()
-	p := &optionProbe{host: &domain.Host{Root: &bpf.Root{Dir: dir}, Cgroups: scope.Tree{Mount: cgroups}}}
-	return p.unsupported()
-}
-
-// Check holds rules against what Options or ProbeOptions says that the
-// kernel cannot set, and against its congestion controls. It fails for what a
-// rule without optional needs, and returns what others skip, by rule.
-func Check(rules []config.TuneRule, lacks []api.TuneSkipped) (map[string][]api.TuneSkipped, error) {
-	p := &optionProbe{probed: make(map[string]error)}
-	for _, l := range lacks {
-		p.probed[l.Option] = ebpf.ErrNotSupported
-	}
-	return p.lacking(rules)
 }

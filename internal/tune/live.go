@@ -67,58 +67,6 @@ type SavedValue struct {
 	After  *Reading `json:"after,omitempty"`
 }
 
-// Merge adds what a later Apply has saved, so that Revert goes back to what was
-// there before the first.
-func (s Saved) Merge(later Saved) {
-	for cookie, c := range later {
-		earlier, ok := s[cookie]
-		if !ok {
-			s[cookie] = c
-			continue
-		}
-		c.Values = slices.Clone(c.Values)
-		for _, before := range earlier.Values {
-			i := slices.IndexFunc(c.Values, func(v SavedValue) bool { return v.Option == before.Option })
-			switch {
-			case i < 0:
-				c.Values = append(c.Values, before)
-			case before.After == nil, sameReading(before.After, c.Values[i].Before):
-				c.Values[i].Before = before.Before
-			}
-		}
-		slices.SortStableFunc(c.Values, func(a, b SavedValue) int {
-			return cmp.Compare(optionIndex(a.Option), optionIndex(b.Option))
-		})
-		s[cookie] = c
-	}
-}
-
-func sameReading(a, b *Reading) bool {
-	return a == nil && b == nil || a != nil && b != nil && *a == *b
-}
-
-func optionIndex(name string) int {
-	return slices.IndexFunc(config.TuneOptions, func(o config.TuneOption) bool { return o.Name == name })
-}
-
-// adoption is one Apply.
-type adoption struct {
-	tune  *bpf.Tune
-	live  *bpf.Live
-	only  func(rule string) bool
-	rules map[uint32]*bpf.TuneRule
-	plans map[uint64]plan
-	// unseen are connections of which the kernel will not tell the program.
-	unseen int
-	made   Report
-}
-
-// plan is what a connection is to get.
-type plan struct {
-	rule uint32 // 0: none
-	role uint32
-}
-
 // Apply gives the open connections of the processes in a cgroup, given by its
 // folder, and below the rules that they would have had, of those whose name only
 // says yes to; nil says it to all. What a rule does at the start of a connection
@@ -153,6 +101,24 @@ func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool) (Report, err
 	}
 	err = errors.Join(err, a.live.Close(), a.countFailures(failed))
 	return a.made, err
+}
+
+// adoption is one Apply.
+type adoption struct {
+	tune  *bpf.Tune
+	live  *bpf.Live
+	only  func(rule string) bool
+	rules map[uint32]*bpf.TuneRule
+	plans map[uint64]plan
+	// unseen are connections of which the kernel will not tell the program.
+	unseen int
+	made   Report
+}
+
+// plan is what a connection is to get.
+type plan struct {
+	rule uint32 // 0: none
+	role uint32
 }
 
 // decide asks the program which rules the connections would have.
@@ -301,6 +267,31 @@ func (a *adoption) adopt(s *procsock.Socket, role uint32, had *bpf.TuneConnectio
 	return nil
 }
 
+// countFailures adds what the kernel refused since.
+func (a *adoption) countFailures(before map[bpf.TuneFailure]uint64) error {
+	now, err := a.tune.Failures()
+	if err != nil {
+		return err
+	}
+	for f, count := range now {
+		rule := a.rules[f.Rule]
+		if count <= before[f] || rule == nil || a.made.ByRule[bpf.Text(rule.Name[:])] == 0 {
+			continue
+		}
+		count -= before[f]
+		failure := api.TuneLiveFailure{Rule: bpf.Text(rule.Name[:]), Error: unix.Errno(f.Error).Error(), Count: count}
+		if int(f.Option) < len(config.TuneOptions) {
+			failure.Option = config.TuneOptions[f.Option].Name
+		}
+		a.made.Failures = append(a.made.Failures, failure)
+		a.made.Options -= min(int(count), a.made.Options)
+	}
+	slices.SortFunc(a.made.Failures, func(a, b api.TuneLiveFailure) int {
+		return cmp.Or(cmp.Compare(a.Rule, b.Rule), cmp.Compare(a.Option, b.Option), cmp.Compare(a.Error, b.Error))
+	})
+	return nil
+}
+
 func (a *adoption) problem(s *procsock.Socket, err error) {
 	a.made.Problems = append(a.made.Problems, problem(s, err))
 }
@@ -344,31 +335,6 @@ func readings(s *procsock.Socket) (map[string]*Reading, error) {
 	return values, nil
 }
 
-// countFailures adds what the kernel refused since.
-func (a *adoption) countFailures(before map[bpf.TuneFailure]uint64) error {
-	now, err := a.tune.Failures()
-	if err != nil {
-		return err
-	}
-	for f, count := range now {
-		rule := a.rules[f.Rule]
-		if count <= before[f] || rule == nil || a.made.ByRule[bpf.Text(rule.Name[:])] == 0 {
-			continue
-		}
-		count -= before[f]
-		failure := api.TuneLiveFailure{Rule: bpf.Text(rule.Name[:]), Error: unix.Errno(f.Error).Error(), Count: count}
-		if int(f.Option) < len(config.TuneOptions) {
-			failure.Option = config.TuneOptions[f.Option].Name
-		}
-		a.made.Failures = append(a.made.Failures, failure)
-		a.made.Options -= min(int(count), a.made.Options)
-	}
-	slices.SortFunc(a.made.Failures, func(a, b api.TuneLiveFailure) int {
-		return cmp.Or(cmp.Compare(a.Rule, b.Rule), cmp.Compare(a.Option, b.Option), cmp.Compare(a.Error, b.Error))
-	})
-	return nil
-}
-
 // Reverted is what Revert did.
 type Reverted struct {
 	// Connections lost their rule, and had Options set back.
@@ -405,14 +371,6 @@ var defaults = map[string]struct {
 	"rto_min":    {200 * 1000, leftDefault},
 }
 
-// reversion is one Revert.
-type reversion struct {
-	live  *bpf.Live
-	saved Saved
-	left  map[api.TuneLeft]int
-	made  Reverted
-}
-
 // Revert takes back what Apply did to the connections in saved: values that are
 // still as Apply set them become what they were, autotuned buffers are tuned
 // again, and no rule counts the connections any more. Connections that had a
@@ -442,6 +400,14 @@ func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 		return cmp.Or(cmp.Compare(a.Rule, b.Rule), cmp.Compare(optionIndex(a.Option), optionIndex(b.Option)), cmp.Compare(a.Reason, b.Reason))
 	})
 	return r.made, errors.Join(err, live.Close())
+}
+
+// reversion is one Revert.
+type reversion struct {
+	live  *bpf.Live
+	saved Saved
+	left  map[api.TuneLeft]int
+	made  Reverted
 }
 
 func (r *reversion) visit(s *procsock.Socket) error {
@@ -480,10 +446,6 @@ func (r *reversion) visit(s *procsock.Socket) error {
 	}
 	r.made.Connections++
 	return nil
-}
-
-func (r *reversion) leave(rule, option, reason string) {
-	r.left[api.TuneLeft{Rule: rule, Option: option, Reason: reason}]++
 }
 
 // unchanged tells whether an option is still as Apply left it. The bound of the
@@ -542,6 +504,10 @@ func (r *reversion) leavePacing(s *procsock.Socket, rule string, restored []Save
 	return nil
 }
 
+func (r *reversion) leave(rule, option, reason string) {
+	r.left[api.TuneLeft{Rule: rule, Option: option, Reason: reason}]++
+}
+
 // set gives an option the value that was read.
 func (o Option) set(fd int, r Reading) error {
 	number := readable[o.Name].number
@@ -573,4 +539,38 @@ func setBuffer(fd, name, lock int, r Reading) error {
 		return err
 	}
 	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK, locks&^lock)
+}
+
+// Merge adds what a later Apply has saved, so that Revert goes back to what was
+// there before the first.
+func (s Saved) Merge(later Saved) {
+	for cookie, c := range later {
+		earlier, ok := s[cookie]
+		if !ok {
+			s[cookie] = c
+			continue
+		}
+		c.Values = slices.Clone(c.Values)
+		for _, before := range earlier.Values {
+			i := slices.IndexFunc(c.Values, func(v SavedValue) bool { return v.Option == before.Option })
+			switch {
+			case i < 0:
+				c.Values = append(c.Values, before)
+			case before.After == nil, sameReading(before.After, c.Values[i].Before):
+				c.Values[i].Before = before.Before
+			}
+		}
+		slices.SortStableFunc(c.Values, func(a, b SavedValue) int {
+			return cmp.Compare(optionIndex(a.Option), optionIndex(b.Option))
+		})
+		s[cookie] = c
+	}
+}
+
+func sameReading(a, b *Reading) bool {
+	return a == nil && b == nil || a != nil && b != nil && *a == *b
+}
+
+func optionIndex(name string) int {
+	return slices.IndexFunc(config.TuneOptions, func(o config.TuneOption) bool { return o.Name == name })
 }
