@@ -53,7 +53,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 	for _, c := range wanted {
 		err := checkNested(d.host.Cgroups, wanted)
 		if err == nil {
-			err = d.open(c)
+			err = d.startTuner(c)
 		}
 		if err == nil {
 			continue
@@ -161,35 +161,35 @@ func (d *Domain) apply(c tuneChange) (rollback func() error, err error) {
 		defer d.host.Watch.Look()
 		d.mu.Lock()
 		defer d.mu.Unlock()
-		return d.become(before)
+		return d.setRules(before)
 	}
-	return rollback, d.become(c)
+	return rollback, d.setRules(c)
 }
 
 // become gives a cgroup the rules of a change. If that fails, the cgroup has the rules that it had.
-func (d *Domain) become(c tuneChange) error {
+func (d *Domain) setRules(c tuneChange) error {
 	switch t := d.tuners[c.name]; {
 	case c.rules == nil:
 		delete(d.tuners, c.name)
 		if err := t.retire(); err != nil {
-			return ofCgroup(c.name, fault.Join(err, d.open(tuneChange{c.name, t.rules, t.services})))
+			return tuneError(c.name, fault.Join(err, d.startTuner(tuneChange{c.name, t.rules, t.services})))
 		}
 	case t == nil:
-		return d.open(c)
+		return d.startTuner(c)
 	default:
 		t.mu.Lock()
 		defer t.mu.Unlock()
 		if err := t.install(c.rules, c.services); err != nil {
-			return ofCgroup(c.name, err)
+			return tuneError(c.name, err)
 		}
 	}
 	return nil
 }
 
-func (d *Domain) open(c tuneChange) error {
+func (d *Domain) startTuner(c tuneChange) error {
 	t, err := d.openTuner(c)
 	if err != nil {
-		return ofCgroup(c.name, err)
+		return tuneError(c.name, err)
 	}
 	d.tuners[c.name] = t
 	return nil
@@ -232,14 +232,14 @@ func (d *Domain) programs() ([]uint32, error) {
 	return ids, nil
 }
 
-// ofNested adds the domain to the error of cgroups that hold one another.
-func ofNested(err error) error {
+// nestedError adds the domain to the error of cgroups that hold one another.
+func nestedError(err error) error {
 	if err == nil {
 		return nil
 	}
 	return &fault.Error{Err: fmt.Errorf("tune: %w", err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }
 
-func ofCgroup(name string, err error) error {
+func tuneError(name string, err error) error {
 	return &fault.Error{Err: fmt.Errorf("tune %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }

@@ -41,8 +41,8 @@ func Effective(s *procsock.Socket, rule config.TuneRule, c *bpf.TuneConnection) 
 	if err != nil {
 		return nil, fmt.Errorf("read TCP_INFO of %s: %w", s, err)
 	}
-	l := &look{family: s.Family, found: s.Role, c: c, info: info, settings: rule.Set, lacks: "before Linux 6.15",
-		others: "set by the application or by another program, or refused by the kernel"}
+	l := &comparison{family: s.Family, socketRole: s.Role, c: c, info: info, settings: rule.Set, unreadable: "before Linux 6.15",
+		otherCause: "set by the application or by another program, or refused by the kernel"}
 	l.read = func(o Option) (Reading, string, bool, error) {
 		r, ok, err := o.read(s.FD)
 		return r, readable[o.Name].name, ok, err
@@ -55,24 +55,24 @@ func Effective(s *procsock.Socket, rule config.TuneRule, c *bpf.TuneConnection) 
 }
 
 // look is one look at a connection.
-type look struct {
-	family   int         // unix.AF_INET or AF_INET6
-	found    config.Role // as the socket was found
-	c        *bpf.TuneConnection
-	info     *unix.TCPInfo
-	hz       int64
-	settings []config.Setting
-	reacted  []config.Setting
+type comparison struct {
+	family     int         // unix.AF_INET or AF_INET6
+	socketRole config.Role // as the socket was found
+	c          *bpf.TuneConnection
+	info       *unix.TCPInfo
+	hz         int64
+	settings   []config.Setting
+	reacted    []config.Setting
 	// read gives an option and where it was read. It says no if nothing tells it.
 	read func(Option) (r Reading, source string, ok bool, err error)
 	// mptcp: the connection is a subflow.
 	mptcp bool
 	// lacks says where options cannot be read, others who has set what differs.
-	lacks, others string
+	unreadable, otherCause string
 }
 
 // values compares all that the rule sets, by its reaction too.
-func (l *look) values(rule config.TuneRule) ([]api.TuneValue, error) {
+func (l *comparison) values(rule config.TuneRule) ([]api.TuneValue, error) {
 	hz, err := bpf.Hz()
 	if err != nil {
 		return nil, err
@@ -105,9 +105,9 @@ func (l *look) values(rule config.TuneRule) ([]api.TuneValue, error) {
 	return values, nil
 }
 
-func (l *look) value(o Option, s config.Setting) (api.TuneValue, error) {
+func (l *comparison) value(o Option, s config.Setting) (api.TuneValue, error) {
 	v := api.TuneValue{Option: o.Name, Requested: l.requested(o, s)}
-	if v.Note = l.notFor(o); v.Note != "" {
+	if v.Note = l.inapplicable(o); v.Note != "" {
 		return v, nil
 	}
 	r, source, ok, err := l.read(o)
@@ -122,14 +122,14 @@ func (l *look) value(o Option, s config.Setting) (api.TuneValue, error) {
 			return v, err
 		}
 	} else {
-		notes = l.shown(&v, o, s)
+		notes = l.fromTCPInfo(&v, o, s)
 	}
-	unset := l.unset(o, s)
+	unset := l.notSet(o, s)
 	switch {
 	case unset != "":
 		notes = []string{unset}
 	case v.Differs && len(notes) == 0:
-		notes = []string{l.others}
+		notes = []string{l.otherCause}
 	case slices.ContainsFunc(l.reacted, func(r config.Setting) bool { return r.Option == o.Name }):
 		notes = append(notes, "the rule's reaction")
 	}
@@ -138,7 +138,7 @@ func (l *look) value(o Option, s config.Setting) (api.TuneValue, error) {
 }
 
 // requested writes a setting's value.
-func (l *look) requested(o Option, s config.Setting) string {
+func (l *comparison) requested(o Option, s config.Setting) string {
 	switch {
 	case s.Explore != nil:
 		candidates := make([]string, len(s.Explore.Candidates))
@@ -147,7 +147,7 @@ func (l *look) requested(o Option, s config.Setting) string {
 		}
 		all := "one of " + strings.Join(candidates, ", ")
 		switch {
-		case l.unset(o, s) != "":
+		case l.notSet(o, s) != "":
 			return all
 		case int(l.c.Candidate) < len(candidates):
 			return candidates[l.c.Candidate] + ", " + all
@@ -160,10 +160,10 @@ func (l *look) requested(o Option, s config.Setting) string {
 }
 
 // role is the connection's side: what the program knows, else what was found.
-func (l *look) role() config.Role {
+func (l *comparison) role() config.Role {
 	switch {
 	case l.c == nil:
-		return l.found
+		return l.socketRole
 	case uint32(l.c.Role) == bpf.MatchAccept:
 		return config.RoleAccept
 	}
@@ -171,7 +171,7 @@ func (l *look) role() config.Role {
 }
 
 // notFor says why an option is not for this connection, "" if it is.
-func (l *look) notFor(o Option) string {
+func (l *comparison) inapplicable(o Option) string {
 	switch {
 	case !o.isFor(l.family) && l.family == unix.AF_INET6:
 		return "only on IPv4 sockets; an IPv6 socket with an IPv4 peer is none"
@@ -186,7 +186,7 @@ func (l *look) notFor(o Option) string {
 }
 
 // unset says why the rule has not set an option, "" if it has.
-func (l *look) unset(o Option, s config.Setting) string {
+func (l *comparison) notSet(o Option, s config.Setting) string {
 	switch {
 	case l.c == nil:
 		return "not set: the connection does not have the rule"
@@ -201,7 +201,7 @@ func (l *look) unset(o Option, s config.Setting) string {
 
 // compare tells whether what was read is not what was asked for, and what the
 // kernel has made of it. A difference without a note is of somebody else's making.
-func (l *look) compare(o Option, s config.Setting, r Reading) (differs bool, notes []string, err error) {
+func (l *comparison) compare(o Option, s config.Setting, r Reading) (differs bool, notes []string, err error) {
 	switch o.Name {
 	case "congestion":
 		if r.Text == s.Text+"-reno" {
@@ -215,7 +215,7 @@ func (l *look) compare(o Option, s config.Setting, r Reading) (differs bool, not
 			return r.Number != s.Value, []string{lowWaterMPTCP}, nil
 		}
 		if r.Number < s.Value {
-			notes, err = l.lowWater(r.Number)
+			notes, err = l.lowWaterNotes(r.Number)
 		}
 		return r.Number != s.Value, notes, err
 	case "window_clamp":
@@ -244,7 +244,7 @@ func (l *look) compare(o Option, s config.Setting, r Reading) (differs bool, not
 }
 
 // rounded is a value in the kernel's units, and what those are.
-func (l *look) rounded(o Option, value, got int64) (rounded int64, note string) {
+func (l *comparison) rounded(o Option, value, got int64) (rounded int64, note string) {
 	switch o.Name {
 	case "tos", "traffic_class":
 		return value&^ecnBits | got&ecnBits, "the two lowest bits are the kernel's, for ECN"
@@ -261,14 +261,14 @@ func (l *look) rounded(o Option, value, got int64) (rounded int64, note string) 
 }
 
 // jiffies gives microseconds in the kernel's ticks, rounded up.
-func (l *look) jiffies(us int64) int64 { return (us*l.hz + 999999) / 1000000 }
+func (l *comparison) jiffies(us int64) int64 { return (us*l.hz + 999999) / 1000000 }
 
-func (l *look) jiffiesNote() string {
+func (l *comparison) jiffiesNote() string {
 	return "rounded up to jiffies of " + duration(1000000/l.hz)
 }
 
 // compareBuffer compares a buffer's size, which the kernel has doubled.
-func (l *look) compareBuffer(o Option, want int64, r Reading) (differs bool, notes []string, err error) {
+func (l *comparison) compareBuffer(o Option, want int64, r Reading) (differs bool, notes []string, err error) {
 	most := "net.core.wmem_max"
 	if o.Name == "rcvbuf" {
 		most = "net.core.rmem_max"
@@ -312,7 +312,7 @@ const smallestBuffer = 8192
 
 // windowScale is by how many bits the window that this host advertises is
 // shifted. golang.org/x/sys leaves the field out, which follows the options.
-func (l *look) windowScale() uint {
+func (l *comparison) windowScale() uint {
 	scales := *(*uint8)(unsafe.Add(unsafe.Pointer(&l.info.Options), 1))
 	if l.info.Options&tcpiOptWscale == 0 {
 		return 0
@@ -331,7 +331,7 @@ const (
 const timestamps = 12
 
 // lowWater says why SO_RCVLOWAT is less than what was asked for.
-func (l *look) lowWater(got int64) ([]string, error) {
+func (l *comparison) lowWaterNotes(got int64) ([]string, error) {
 	buffer, _ := FindOption("rcvbuf")
 	r, _, ok, err := l.read(buffer)
 	if err != nil {
@@ -347,7 +347,7 @@ func (l *look) lowWater(got int64) ([]string, error) {
 }
 
 // shown fills in what TCP_INFO shows of an option that cannot be read.
-func (l *look) shown(v *api.TuneValue, o Option, s config.Setting) (notes []string) {
+func (l *comparison) fromTCPInfo(v *api.TuneValue, o Option, s config.Setting) (notes []string) {
 	v.Source = notReadable
 	show := func(field string, n int64) {
 		v.Source, v.Effective = "TCP_INFO "+field, o.format(Reading{Number: n})
@@ -409,10 +409,10 @@ func (l *look) shown(v *api.TuneValue, o Option, s config.Setting) (notes []stri
 	case "rto_min":
 		show("rto", int64(info.Rto))
 		v.Differs = int64(info.Rto) < s.Value
-		notes = append(notes, "the timeout is shown, its minimum cannot be read "+l.lacks)
+		notes = append(notes, "the timeout is shown, its minimum cannot be read "+l.unreadable)
 	case "delack_max":
 		show("ato", int64(info.Ato))
-		notes = append(notes, "the present delay is shown, its maximum cannot be read "+l.lacks)
+		notes = append(notes, "the present delay is shown, its maximum cannot be read "+l.unreadable)
 	case "mss":
 		show("advmss", int64(info.Advmss))
 		got := int64(info.Advmss)
@@ -426,7 +426,7 @@ func (l *look) shown(v *api.TuneValue, o Option, s config.Setting) (notes []stri
 		notes = append(notes, fmt.Sprintf("segments carry %d bytes", info.Snd_mss))
 	default:
 		if _, known := readable[o.Name]; known && l.mptcp {
-			notes = append(notes, "it cannot be read "+l.lacks)
+			notes = append(notes, "it cannot be read "+l.unreadable)
 		}
 	}
 	return notes

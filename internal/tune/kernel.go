@@ -64,7 +64,7 @@ func Check(rules []config.TuneRule, lacks []api.TuneSkipped) (map[string][]api.T
 	for _, l := range lacks {
 		p.probed[l.Option] = ebpf.ErrNotSupported
 	}
-	return p.lacking(rules)
+	return p.skippedOptions(rules)
 }
 
 // optionProbe finds out, once, what the kernel can set.
@@ -77,7 +77,7 @@ type optionProbe struct {
 
 // lacking tells which options of rules the kernel cannot set. It fails for a
 // rule that does not say optional.
-func (p *optionProbe) lacking(rules []config.TuneRule) (map[string][]api.TuneSkipped, error) {
+func (p *optionProbe) skippedOptions(rules []config.TuneRule) (map[string][]api.TuneSkipped, error) {
 	skipped := make(map[string][]api.TuneSkipped)
 	for _, rule := range rules {
 		settings := rule.Set
@@ -85,7 +85,7 @@ func (p *optionProbe) lacking(rules []config.TuneRule) (map[string][]api.TuneSki
 			settings = slices.Concat(settings, rule.React.Set)
 		}
 		for _, s := range settings {
-			needs, err := p.lacks(s)
+			needs, err := p.requirement(s)
 			if err != nil {
 				return nil, err
 			}
@@ -103,7 +103,7 @@ func (p *optionProbe) lacking(rules []config.TuneRule) (map[string][]api.TuneSki
 }
 
 // lacks says what the kernel would need for a setting, "" if nothing.
-func (p *optionProbe) lacks(s config.Setting) (string, error) {
+func (p *optionProbe) requirement(s config.Setting) (string, error) {
 	supported, err := p.probe()
 	if err != nil {
 		return "", err

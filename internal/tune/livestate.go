@@ -27,7 +27,7 @@ func (d *Domain) Applied(_ *config.Policy, c api.Candidate, plan *api.Plan) erro
 	all := newTuneLive()
 	for _, t := range d.tuners {
 		if err := t.applyLive(all); err != nil {
-			return ofCgroup(t.name, err)
+			return tuneError(t.name, err)
 		}
 	}
 	plan.Live = all
@@ -63,7 +63,7 @@ func (t *tuner) applyLive(all *api.TuneLive) error {
 // Revert takes back what apply --live did.
 func (d *Domain) Revert(which api.TuneRevert) (*api.TuneLive, error) {
 	for _, name := range which.Rules {
-		if _, _, err := d.ruleOf(name); err != nil {
+		if _, _, err := d.findRule(name); err != nil {
 			return nil, err
 		}
 	}
@@ -72,7 +72,7 @@ func (d *Domain) Revert(which api.TuneRevert) (*api.TuneLive, error) {
 	all := newTuneLive()
 	for _, t := range d.tuners {
 		if err := t.revertLive(which.Rules, all); err != nil {
-			return nil, ofCgroup(t.name, err)
+			return nil, tuneError(t.name, err)
 		}
 	}
 	return all, nil
@@ -114,7 +114,7 @@ func newTuneLive() *api.TuneLive {
 	return &api.TuneLive{Rules: make(map[string]int), Failures: []api.TuneLiveFailure{}, Left: []api.TuneLeft{}, Problems: []string{}}
 }
 
-// liveState is what revert needs, kept over the agent's restarts. A reboot
+// liveState is what revert needs, stored over the agent's restarts. A reboot
 // ends all connections.
 type liveState struct {
 	BootID string `json:"boot_id"`
@@ -133,14 +133,14 @@ func (t *tuner) loadLive() (Saved, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read values before: %w", err)
 	}
-	var kept liveState
-	if err := json.Unmarshal(data, &kept); err != nil {
+	var stored liveState
+	if err := json.Unmarshal(data, &stored); err != nil {
 		return nil, fault.WithHint(fmt.Errorf("read values before, %s: %w", t.livePath(), err), "remove the file; what was applied live stays then")
 	}
-	if kept.BootID != statedir.BootID() || kept.Saved == nil {
+	if stored.BootID != statedir.BootID() || stored.Saved == nil {
 		return make(Saved), nil
 	}
-	return kept.Saved, nil
+	return stored.Saved, nil
 }
 
 func (t *tuner) saveLive(saved Saved) error {

@@ -44,15 +44,15 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		t := d.tuners[c.name]
 		if t == nil {
 			if err := d.host.Cgroups.MayCreate(c.name); err != nil {
-				return nil, ofCgroup(c.name, err)
+				return nil, tuneError(c.name, err)
 			}
 		}
-		skipped, err := d.kernel.lacking(c.rules)
+		skipped, err := d.kernel.skippedOptions(c.rules)
 		if err != nil {
-			return nil, ofCgroup(c.name, err)
+			return nil, tuneError(c.name, err)
 		}
 		if _, err := compileTune(c.rules, c.services, skipped); err != nil {
-			return nil, ofCgroup(c.name, err)
+			return nil, tuneError(c.name, err)
 		}
 		if t == nil {
 			changes := d.host.Cgroups.Added(c.name, "tuned")
@@ -63,7 +63,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 			continue
 		}
 		diff := changedRules(c.name, t.rules, c.rules)
-		if len(diff) > 0 || servicesMatter(c.rules) && !reflect.DeepEqual(listenersOf(t.services), listenersOf(c.services)) {
+		if len(diff) > 0 || matchesService(c.rules) && !reflect.DeepEqual(listenersOf(t.services), listenersOf(c.services)) {
 			add(c, diff)
 		}
 	}
@@ -86,7 +86,7 @@ func checkNested(tree scope.Tree, all []tuneChange) error {
 	for i, c := range all {
 		names[i] = c.name
 	}
-	return ofNested(tree.CheckNested(names...))
+	return nestedError(tree.CheckNested(names...))
 }
 
 // tunings splits the rules of a policy by cgroup.
@@ -111,7 +111,7 @@ func listenersOf(services []config.Service) map[string][]config.Listener {
 	return listeners
 }
 
-func servicesMatter(rules []config.TuneRule) bool {
+func matchesService(rules []config.TuneRule) bool {
 	return slices.ContainsFunc(rules, func(r config.TuneRule) bool { return r.Match.Service != "" })
 }
 

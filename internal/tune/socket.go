@@ -26,20 +26,20 @@ func (d *Domain) Socket(r *http.Request) (*api.TuneSocket, error) {
 	if err != nil {
 		return nil, err
 	}
-	t, socket, err := takeSocket(tuners, r)
+	t, socket, err := findSocket(tuners, r)
 	if err != nil {
 		return nil, err
 	}
 	defer socket.Close()
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.show(socket)
+	return t.describe(socket)
 }
 
 const socketHint = "name an open TCP connection of a process in a cgroup that is tuned, as ss -tnp shows them"
 
-// takeSocket takes the socket that a request names.
-func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *procsock.Socket, error) {
+// findSocket takes the socket that a request names.
+func findSocket(tuners []*tuner, r *http.Request) (*tuner, *procsock.Socket, error) {
 	q := r.URL.Query()
 	if q.Get("pid") != "" || q.Get("fd") != "" {
 		pid, errPID := strconv.Atoi(q.Get("pid"))
@@ -54,7 +54,7 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *procsock.Socket, err
 		if err != nil {
 			return nil, nil, err
 		}
-		i := slices.IndexFunc(tuners, func(t *tuner) bool { return t.holds(path) })
+		i := slices.IndexFunc(tuners, func(t *tuner) bool { return t.contains(path) })
 		if i < 0 {
 			return nil, nil, fault.Usage(fmt.Errorf("process %d is in cgroup %s, which is not tuned", pid, path), socketHint)
 		}
@@ -87,7 +87,7 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *procsock.Socket, err
 	return nil, nil, fault.Usage(fmt.Errorf("no process of a cgroup that is tuned has the connection %s -> %s", local, remote), socketHint)
 }
 
-func (t *tuner) show(s *procsock.Socket) (*api.TuneSocket, error) {
+func (t *tuner) describe(s *procsock.Socket) (*api.TuneSocket, error) {
 	view := &api.TuneSocket{
 		PID: s.PID, FD: s.Number, Command: s.Command, Local: s.Local.String(), Remote: s.Remote.String(),
 		Role: string(s.Role), Cgroup: t.name, Tuned: api.Tuned{Values: []api.TuneValue{}, Steps: []match.Step{}},
@@ -99,26 +99,26 @@ func (t *tuner) show(s *procsock.Socket) (*api.TuneSocket, error) {
 		return nil, fault.Conflict(fmt.Errorf("cgroup %s is not tuned now", t.name), "see sockeye tune")
 	}
 	if s.MPTCP {
-		return view, t.showSubflows(s, view)
+		return view, t.describeSubflows(s, view)
 	}
 	c, err := t.tune.Connection(s.FD)
 	if err != nil {
 		return nil, err
 	}
 	q := match.Question{Local: s.Local, Remote: s.Remote, Role: s.Role}
-	view.Role, view.Tuned, err = t.tuned(q, c, func(rule config.TuneRule) ([]api.TuneValue, error) { return Effective(s, rule, c) })
+	view.Role, view.Tuned, err = t.describeRule(q, c, func(rule config.TuneRule) ([]api.TuneValue, error) { return Effective(s, rule, c) })
 	return view, err
 }
 
 // tuned tells what a connection has got from the rules, and its role. c is what the
 // program knows of it, nil if no rule has matched it; effective reads the values of a
 // rule.
-func (t *tuner) tuned(q match.Question, c *bpf.TuneConnection, effective func(config.TuneRule) ([]api.TuneValue, error)) (role string, view api.Tuned, err error) {
+func (t *tuner) describeRule(q match.Question, c *bpf.TuneConnection, effective func(config.TuneRule) ([]api.TuneValue, error)) (role string, view api.Tuned, err error) {
 	view = api.Tuned{Values: []api.TuneValue{}, Steps: Explain(t.rules, t.services, q)}
 	if c == nil {
 		return string(q.Role), view, nil
 	}
-	_, _, all, err := t.numbers()
+	_, _, all, err := t.ruleIDs()
 	if err != nil {
 		return "", view, err
 	}

@@ -65,7 +65,7 @@ func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
 	}
 	t.rules, t.services = c.rules, c.services
 	if err := t.open(); err != nil {
-		t.release()
+		t.closeLocked()
 		if !pinned {
 			err = fault.Join(err, bpf.RemoveTune(dir), scope.RemoveCreated([]scope.Scope{t.scope}))
 		}
@@ -119,7 +119,7 @@ func (t *tuner) install(rules []config.TuneRule, services []config.Service) erro
 
 // installIn is install for a tuning that may not be attached yet, or nil.
 func (t *tuner) installIn(tuning *bpf.Tune, rules []config.TuneRule, services []config.Service) error {
-	skipped, err := t.kernel.lacking(rules)
+	skipped, err := t.kernel.skippedOptions(rules)
 	if err != nil {
 		return err
 	}
@@ -162,7 +162,7 @@ func (t *tuner) renew(others []tuneChange) {
 		return
 	}
 	before := t.problem
-	t.rest()
+	t.detach()
 	if err := t.reopen(others); err != nil {
 		if before == nil || before.Error() != err.Error() {
 			t.log.Warn("cgroup not tuned", "error", err)
@@ -193,18 +193,18 @@ func (t *tuner) reopen(others []tuneChange) error {
 
 // rest lets go of a cgroup that is not there any more. What has the rules in force is
 // kept for the next: to load it again takes much longer than to attach it.
-func (t *tuner) rest() {
+func (t *tuner) detach() {
 	if t.tune == nil {
 		return
 	}
 	if t.problem != nil {
-		t.release()
+		t.closeLocked()
 		return
 	}
 	t.idle, t.tune = t.tune, nil
 }
 
-func (t *tuner) release() {
+func (t *tuner) closeLocked() {
 	for _, one := range []**bpf.Tune{&t.tune, &t.idle} {
 		if *one != nil {
 			(*one).Close()
@@ -216,7 +216,7 @@ func (t *tuner) release() {
 func (t *tuner) close() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.release()
+	t.closeLocked()
 }
 
 // retire ends the tuning. New connections get the kernel's defaults, open ones
@@ -224,7 +224,7 @@ func (t *tuner) close() {
 func (t *tuner) retire() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.release()
+	t.closeLocked()
 	if err := bpf.RemoveTune(t.host.Root.Tuning(scope.PinName(t.name))); err != nil {
 		return err
 	}
@@ -236,7 +236,7 @@ func (t *tuner) ruleNames() map[uint32]string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	names := make(map[uint32]string)
-	_, _, all, err := t.numbers()
+	_, _, all, err := t.ruleIDs()
 	if err != nil {
 		// They are shown by number then.
 		return names
@@ -259,7 +259,7 @@ func (t *tuner) path() string {
 
 // holds tells whether a cgroup, by its path below the mount, is the tuned one
 // or below it.
-func (t *tuner) holds(cgroup string) bool {
+func (t *tuner) contains(cgroup string) bool {
 	path := t.path()
 	below, err := filepath.Rel(path, filepath.Join(t.host.Cgroups.Mount, cgroup))
 	return path != "" && err == nil && below != ".." && !strings.HasPrefix(below, "../")

@@ -80,22 +80,22 @@ func (d *Domain) Cgroups(cgroup string) ([]api.TuneStatus, error) {
 	if err != nil {
 		return nil, err
 	}
-	own, err := d.host.OwnPrograms()
+	ownPrograms, err := d.host.OwnPrograms()
 	if err != nil {
 		return nil, err
 	}
 	list := []api.TuneStatus{}
 	for _, t := range tuners {
-		status, err := t.status(own)
+		status, err := t.status(ownPrograms)
 		if err != nil {
-			return nil, ofCgroup(t.name, err)
+			return nil, tuneError(t.name, err)
 		}
 		list = append(list, status)
 	}
 	return list, nil
 }
 
-func (t *tuner) status(own []uint32) (api.TuneStatus, error) {
+func (t *tuner) status(ownPrograms []uint32) (api.TuneStatus, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s := api.TuneStatus{Cgroup: t.name, Attached: t.inForce(), Created: len(t.scope.Created) > 0,
@@ -106,11 +106,11 @@ func (t *tuner) status(own []uint32) (api.TuneStatus, error) {
 	if t.tune != nil {
 		s.Path = t.scope.Below(t.host.Cgroups)
 		var err error
-		if s.Foreign, err = t.foreign(own); err != nil {
+		if s.Foreign, err = t.foreign(ownPrograms); err != nil {
 			return s, err
 		}
 	}
-	ids, older, _, err := t.numbers()
+	ids, older, _, err := t.ruleIDs()
 	if err != nil {
 		return s, err
 	}
@@ -214,20 +214,20 @@ func failuresOf(id uint32, all map[bpf.TuneFailure]uint64) []api.TuneFailure {
 // kernel runs those of a socket's own cgroup first, then those of the groups
 // above, and in one group in the order of their coming (compute_effective_progs
 // in kernel/bpf/cgroup.c, Linux 6.18): the last one has the last word.
-func (t *tuner) foreign(own []uint32) ([]api.TuneForeign, error) {
+func (t *tuner) foreign(ownPrograms []uint32) ([]api.TuneForeign, error) {
 	list := []api.TuneForeign{}
-	mine, err := t.tune.ProgramID()
+	program, err := t.tune.ProgramID()
 	if err != nil {
 		return list, nil // the cgroup is gone
 	}
 	add := func(dir, order string, ids []uint32) {
 		for _, id := range ids {
-			if slices.Contains(own, id) {
+			if slices.Contains(ownPrograms, id) {
 				continue
 			}
 			effect := "a rule overrides what it sets"
 			if order == "after" {
-				effect = "may override " + strings.Join(t.exposed(), ", ")
+				effect = "may override " + strings.Join(t.optionsSet(), ", ")
 			}
 			name := t.host.Cgroups.Below(dir)
 			list = append(list, api.TuneForeign{ID: id, Cgroup: name, Order: order, Effect: effect})
@@ -241,7 +241,7 @@ func (t *tuner) foreign(own []uint32) ([]api.TuneForeign, error) {
 		if err != nil {
 			return nil, err
 		}
-		if at := slices.Index(ids, mine); dir == t.scope.Path && at >= 0 {
+		if at := slices.Index(ids, program); dir == t.scope.Path && at >= 0 {
 			add(dir, "before", ids[:at])
 			ids = ids[at+1:]
 		}
@@ -271,8 +271,8 @@ func (t *tuner) foreign(own []uint32) ([]api.TuneForeign, error) {
 	return list, err
 }
 
-// exposed names what the rules set, once each.
-func (t *tuner) exposed() []string {
+// optionsSet names what the rules set, once each.
+func (t *tuner) optionsSet() []string {
 	var names []string
 	for _, o := range config.TuneOptions {
 		if slices.ContainsFunc(t.rules, func(r config.TuneRule) bool {
@@ -351,7 +351,7 @@ func matched(steps []match.Step, rules []config.TuneRule) *config.TuneRule {
 
 // Trial compares the arms of a rule's trial.
 func (d *Domain) Trial(name string) (*api.TuneTrial, error) {
-	t, rule, err := d.ruleOf(name)
+	t, rule, err := d.findRule(name)
 	if err != nil {
 		return nil, err
 	}
@@ -360,7 +360,7 @@ func (d *Domain) Trial(name string) (*api.TuneTrial, error) {
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	ids, _, _, err := t.numbers()
+	ids, _, _, err := t.ruleIDs()
 	if err != nil {
 		return nil, err
 	}
@@ -390,7 +390,7 @@ func sampleOf(s *bpf.TuneStats) trial.Sample {
 // Learned is what is known of prefixes, of one rule or of all.
 func (d *Domain) Learned(name string) ([]api.TuneLearned, error) {
 	if name != "" {
-		_, rule, err := d.ruleOf(name)
+		_, rule, err := d.findRule(name)
 		if err != nil {
 			return nil, err
 		}
@@ -406,7 +406,7 @@ func (d *Domain) Learned(name string) ([]api.TuneLearned, error) {
 	for _, t := range tuners {
 		part, err := t.learned(name)
 		if err != nil {
-			return nil, ofCgroup(t.name, err)
+			return nil, tuneError(t.name, err)
 		}
 		list = append(list, part...)
 	}
@@ -493,7 +493,7 @@ func (d *Domain) tunedHint() string {
 }
 
 // ruleOf finds the rule with a name, which is one of a kind in a policy.
-func (d *Domain) ruleOf(name string) (*tuner, config.TuneRule, error) {
+func (d *Domain) findRule(name string) (*tuner, config.TuneRule, error) {
 	tuners, err := d.tunersOf("")
 	if err != nil {
 		return nil, config.TuneRule{}, err
@@ -521,7 +521,7 @@ func (d *Domain) ruleOf(name string) (*tuner, config.TuneRule, error) {
 
 // numbers maps the names of rules to those in force, and counts their older
 // versions.
-func (t *tuner) numbers() (current map[string]uint32, older map[string]int, all map[uint32]*bpf.TuneRule, err error) {
+func (t *tuner) ruleIDs() (current map[string]uint32, older map[string]int, all map[uint32]*bpf.TuneRule, err error) {
 	current, older = make(map[string]uint32), make(map[string]int)
 	if t.tune == nil {
 		return current, older, nil, nil
