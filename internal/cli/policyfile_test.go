@@ -149,8 +149,8 @@ func TestStatusTellsOfPolicyFile(t *testing.T) {
 // TestCheckRefusesNested has check refuse what plan would.
 func TestCheckRefusesNested(t *testing.T) {
 	h := newHost(t, "tune:\n  - {name: a, cgroup: sockeye-a.slice, set: {sndbuf: 100KB}}\n  - {name: b, cgroup: sockeye-a-b.slice, set: {sndbuf: 100KB}}\n")
-	h.refused(5, "tune: cgroup sockeye-a-b.slice is in cgroup sockeye-a.slice, whose rules would override its own",
-		"write all rules for one of them, or for cgroups beside each other", nil, "check", h.policy)
+	h.refused(5, "tune: cgroup sockeye-a-b.slice is inside cgroup sockeye-a.slice, whose rules would override the rules of the inner cgroup",
+		"use one of the two cgroups for all rules, or use cgroups of which none contains another", nil, "check", h.policy)
 }
 
 // TestApplyFile applies another file than the agent's, from another folder, and goes

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package scope finds the cgroups that a policy names, creates those that do not exist, and records with the
-// pins what is to be removed again. A policy names a cgroup by its path, or a systemd unit.
+// Package scope finds or creates the cgroups that a policy names, and watches for them. A policy names a
+// cgroup by its path or by a systemd unit. A record beside the pins lists the cgroups that Sockeye created
+// and has to remove.
 package scope
 
 import (
@@ -26,34 +27,22 @@ import (
 	"sockeye/internal/rights"
 )
 
-// PinName is a cgroup's name as a folder's. Names in a bpffs have no dots.
-func PinName(cgroup string) string {
-	readable := strings.Trim(strings.Map(func(r rune) rune {
-		if r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '-' {
-			return r
-		}
-		return '_'
-	}, cgroup), "_")
-	sum := sha256.Sum256([]byte(cgroup))
-	return readable[:min(len(readable), 40)] + "_" + hex.EncodeToString(sum[:4])
-}
-
 // Tree is the cgroup v2 hierarchy of the host.
 type Tree struct {
 	Mount string // its mount point
 }
 
-// Scope is kept with the pins: what to undo, whoever does it.
+// Scope is the record of a cgroup that is stored with the pins, so that any later process can undo the setup.
 type Scope struct {
 	Cgroup string `json:"cgroup"` // as in the policy
 	Path   string `json:"path"`   // absolute
-	// Created are the folders that were made for it, outermost first.
+	// Created lists the directories that Sockeye created for the cgroup, outermost first.
 	Created []string `json:"created,omitempty"`
 
-	opened bool // in this agent's life
+	opened bool // by this process
 }
 
-// Scopes reads the records of all that is pinned of cgroups.
+// Scopes returns the records of all pinned tune and trace programs. Missing and damaged records are omitted.
 func Scopes(pins string) []Scope {
 	var scopes []Scope
 	for _, prefix := range []string{bpf.TunePins, bpf.TracePins} {
@@ -71,16 +60,17 @@ func Scopes(pins string) []Scope {
 	return scopes
 }
 
-// Open finds the cgroup of a policy, or makes it. A unit that is not there is
-// fs.ErrNotExist, and so is a cgroup that was there: whoever has removed it may make it
-// again, which fails if it is there already.
+// Open finds the cgroup that a policy names, or creates it. The error wraps
+// fs.ErrNotExist if the name is a unit that does not run. The error also wraps
+// fs.ErrNotExist for a cgroup that was open before and was removed since: Open does
+// not create it again, because mkdir(2) of its owner would fail with EEXIST.
 func (s *Scope) Open(tree Tree, name string) error {
 	path, err := tree.Find(name)
 	if errors.Is(err, fs.ErrNotExist) && !isUnit(name) && !s.opened {
 		path = filepath.Join(tree.Mount, name)
 		var created []string
-		created, err = makeCgroup(tree.Mount, path)
-		// Some may have been made before, and removed by others.
+		created, err = createCgroup(tree.Mount, path)
+		// An earlier call may have created some of them, which others removed since.
 		s.Created = slices.Compact(slices.Sorted(slices.Values(append(s.Created, created...))))
 	}
 	if errors.Is(err, fs.ErrNotExist) {
@@ -96,23 +86,38 @@ func (s *Scope) Open(tree Tree, name string) error {
 	return nil
 }
 
-// Absent is the problem of a cgroup that is not there, with what is done to it once it is.
-func Absent(name, done string) error {
-	if isUnit(name) {
-		return fault.WithHint(fmt.Errorf("there is no unit %s", name), done+" from the moment it starts")
-	}
-	return fault.WithHint(fmt.Errorf("there is no cgroup %s", name), done+" from the moment it is made again")
-}
-
-// Below is the path below the cgroup v2 mount.
+// Below returns the cgroup's path relative to the cgroup v2 mount, with a leading slash.
 func (s *Scope) Below(tree Tree) string { return tree.Below(s.Path) }
 
-// Below is the path of a folder below the mount point.
-func (t Tree) Below(dir string) string {
-	return "/" + strings.TrimPrefix(strings.TrimPrefix(dir, t.Mount), "/")
+// createCgroup creates a cgroup and its missing ancestors, and returns the directories that it created.
+func createCgroup(mount, path string) (created []string, err error) {
+	below, err := filepath.Rel(mount, path)
+	if err != nil {
+		return nil, err
+	}
+	dir := mount
+	for part := range strings.SplitSeq(below, "/") {
+		dir = filepath.Join(dir, part)
+		err := os.Mkdir(dir, 0o755)
+		if errors.Is(err, fs.ErrExist) {
+			continue
+		}
+		if errors.Is(err, unix.EROFS) || errors.Is(err, fs.ErrPermission) {
+			return created, &fault.Error{Err: fmt.Errorf("create cgroup: %w", err), Code: fault.CodeNotPermitted,
+				Hint: rights.MissingHint(unix.CAP_DAC_OVERRIDE, createHint)}
+		}
+		if err != nil {
+			return created, fmt.Errorf("create cgroup: %w", err)
+		}
+		created = append(created, dir)
+	}
+	return created, nil
 }
 
-// RemoveCreated removes the cgroups that were made, unless somebody uses them.
+// createHint goes with a denied attempt to create a cgroup. At start, the agent keeps CAP_DAC_OVERRIDE only if the policy needs it.
+const createHint = "create the cgroup, or restart the agent: at start it keeps the capability that the policy needs"
+
+// RemoveCreated removes the cgroups that Sockeye created. Cgroups that contain processes or other cgroups stay.
 func RemoveCreated(scopes []Scope) error {
 	var errs []error
 	for _, s := range scopes {
@@ -129,71 +134,13 @@ func RemoveCreated(scopes []Scope) error {
 	return fault.Join(errs...)
 }
 
-// makeCgroup makes a cgroup and those above it, and returns what it made.
-func makeCgroup(mount, path string) (created []string, err error) {
-	below, err := filepath.Rel(mount, path)
-	if err != nil {
-		return nil, err
-	}
-	dir := mount
-	for part := range strings.SplitSeq(below, "/") {
-		dir = filepath.Join(dir, part)
-		err := os.Mkdir(dir, 0o755)
-		if errors.Is(err, fs.ErrExist) {
-			continue
-		}
-		if errors.Is(err, unix.EROFS) || errors.Is(err, fs.ErrPermission) {
-			return created, &fault.Error{Err: fmt.Errorf("create cgroup: %w", err), Code: fault.CodeNotPermitted,
-				Hint: rights.MissingHint(unix.CAP_DAC_OVERRIDE, "create it, or restart the agent: it keeps that right if the policy names such a cgroup then")}
-		}
-		if err != nil {
-			return created, fmt.Errorf("create cgroup: %w", err)
-		}
-		created = append(created, dir)
-	}
-	return created, nil
-}
-
-// isTop tells whether a cgroup is right below the root, where only those may
-// make one who may write everywhere.
-func isTop(name string) bool { return filepath.Dir(name) == "/" && name != "/" }
-
-// MayCreate fails if the cgroup of a policy is to be made and this process has
-// no right to.
-func (t Tree) MayCreate(name string) error {
-	if isUnit(name) {
-		return nil
-	}
-	dir := filepath.Join(t.Mount, name)
-	for {
-		_, err := os.Stat(dir)
-		if err == nil {
-			break
-		}
-		if !errors.Is(err, fs.ErrNotExist) || dir == t.Mount {
-			return err
-		}
-		dir = filepath.Dir(dir)
-	}
-	if dir == filepath.Join(t.Mount, name) {
-		return nil
-	}
-	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
-		return &fault.Error{Err: fmt.Errorf("create cgroup %s: %w", name, err), Code: fault.CodeNotPermitted,
-			Hint: rights.MissingHint(unix.CAP_DAC_OVERRIDE, "create it, or restart the agent: it keeps that right if the policy names such a cgroup then")}
-	}
-	return nil
-}
-
-func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
-
-// Find finds the folder of a cgroup of the policy: a path, or the name
-// of a systemd unit. It fails with fs.ErrNotExist if there is none.
+// Find returns the directory of a cgroup that the policy names by a path or by a
+// systemd unit. The error wraps fs.ErrNotExist if there is no such cgroup.
 //
-// A unit's cgroup is where the system's service manager makes it, and nowhere else:
-// a slice at the path that its name gives, any other unit in a slice. What is below
-// a service or a scope is another's, such as all units of a user's own service
-// manager, which may have any name.
+// Find accepts only the places where the system's service manager creates cgroups: the
+// path that a slice's name implies, and the children of slices for all other units.
+// Cgroups below a service or a scope are delegated. For example, a user's service
+// manager can give the units below it any name.
 func (t Tree) Find(name string) (string, error) {
 	if !isUnit(name) {
 		path := filepath.Join(t.Mount, name)
@@ -228,7 +175,7 @@ func (t Tree) Find(name string) (string, error) {
 	return found[0], nil
 }
 
-// eachSlice calls f with the folder of each slice of the system, the root first.
+// eachSlice calls f with the directory of each slice of the system, the root first.
 func (t Tree) eachSlice(f func(dir string) error) error {
 	var visit func(path string) error
 	visit = func(path string) error {
@@ -253,22 +200,8 @@ func (t Tree) eachSlice(f func(dir string) error) error {
 	return visit("/")
 }
 
-// cgroupName is what systemd calls the folder of a unit: one that could be taken for
-// a file of the kernel has a _ before it (cg_escape in src/basic/cgroup-util.c).
-func cgroupName(unit string) string {
-	first, _, _ := strings.Cut(unit, ".")
-	switch first {
-	case "", "cgroup", "cpu", "cpuacct", "cpuset", "io", "blkio", "memory", "devices", "pids":
-		return "_" + unit
-	}
-	if unit[0] == '_' {
-		return "_" + unit
-	}
-	return unit
-}
-
-// slicePath is where systemd puts a slice: a-b.slice is in a.slice
-// (systemd.slice(5)).
+// slicePath returns a slice's path below the mount: systemd nests a-b.slice in
+// a.slice (systemd.slice(5)).
 func slicePath(name string) string {
 	if name == "-.slice" {
 		return "/"
@@ -283,9 +216,26 @@ func slicePath(name string) string {
 	return path.String() + "/" + name
 }
 
-// CheckNested refuses cgroups of which one holds another: the programs of both
-// would run, and the outer one's would have the last word. Where a unit is that has
-// not started is not known, unless it is a slice.
+// cgroupName returns the name of the directory that systemd creates for a unit. systemd
+// prefixes names that collide with cgroup control files by "_" (cg_escape in
+// src/basic/cgroup-util.c).
+func cgroupName(unit string) string {
+	first, _, _ := strings.Cut(unit, ".")
+	switch first {
+	case "", "cgroup", "cpu", "cpuacct", "cpuset", "io", "blkio", "memory", "devices", "pids":
+		return "_" + unit
+	}
+	if unit[0] == '_' {
+		return "_" + unit
+	}
+	return unit
+}
+
+func isUnit(name string) bool { return !strings.HasPrefix(name, "/") }
+
+// CheckNested returns a conflict if one of the cgroups contains another: the kernel
+// would run the programs of both, and the outer program would override the inner one.
+// Units that do not run are not checked, except slices, whose names imply their paths.
 func (t Tree) CheckNested(names ...string) error {
 	paths := make(map[string]string)
 	for _, name := range names {
@@ -308,36 +258,87 @@ func (t Tree) CheckNested(names ...string) error {
 			if outer == inner || !Within(paths[inner], paths[outer]) {
 				continue
 			}
-			return fault.Conflict(fmt.Errorf("cgroup %s is in cgroup %s, whose rules would override its own", inner, outer),
-				"write all rules for one of them, or for cgroups beside each other")
+			return fault.Conflict(fmt.Errorf("cgroup %s is inside cgroup %s, whose rules would override the rules of the inner cgroup", inner, outer),
+				"use one of the two cgroups for all rules, or use cgroups of which none contains another")
 		}
 	}
 	return nil
 }
 
-// Added says what beginning with a cgroup does to it. Done is what it will
-// be.
+// MayCreate returns an error with fault.CodeNotPermitted if the cgroup does not
+// exist and this process may not create it. Units are not checked.
+func (t Tree) MayCreate(name string) error {
+	if isUnit(name) {
+		return nil
+	}
+	dir := filepath.Join(t.Mount, name)
+	for {
+		_, err := os.Stat(dir)
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, fs.ErrNotExist) || dir == t.Mount {
+			return err
+		}
+		dir = filepath.Dir(dir)
+	}
+	if dir == filepath.Join(t.Mount, name) {
+		return nil
+	}
+	if err := unix.Faccessat(unix.AT_FDCWD, dir, unix.W_OK, unix.AT_EACCESS); err != nil {
+		return &fault.Error{Err: fmt.Errorf("create cgroup %s: %w", name, err), Code: fault.CodeNotPermitted,
+			Hint: rights.MissingHint(unix.CAP_DAC_OVERRIDE, createHint)}
+	}
+	return nil
+}
+
+// Added returns the changes for the plan when a policy names a cgroup for the first
+// time. done is the participle for the effect, such as "tuned".
 func (t Tree) Added(name, done string) []api.Change {
 	_, err := t.Find(name)
 	switch {
 	case !errors.Is(err, fs.ErrNotExist):
 		return nil
 	case isUnit(name):
-		return []api.Change{{Cgroup: name, Action: "add", What: "unit", Effect: "there is none now: it is " + done + " from the moment it starts"}}
+		return []api.Change{{Cgroup: name, Action: "add", What: "unit", Effect: "the unit does not run now; it is " + done + " as soon as it starts"}}
 	}
-	return []api.Change{{Cgroup: name, Action: "add", What: "cgroup", Effect: "it is created, and removed when the policy names it no more"}}
+	return []api.Change{{Cgroup: name, Action: "add", What: "cgroup", Effect: "the cgroup is created, and removed when the policy no longer names it"}}
 }
 
-// MaxBelow bounds how many cgroups below one are looked at.
+// Absent returns the error for a cgroup that does not exist. The hint says what happens once the cgroup
+// exists; effect is a clause such as "its connections are tuned".
+func Absent(name, effect string) error {
+	if isUnit(name) {
+		return fault.WithHint(fmt.Errorf("there is no unit %s", name), effect+" as soon as the unit starts")
+	}
+	return fault.WithHint(fmt.Errorf("there is no cgroup %s", name), effect+" as soon as the cgroup exists again")
+}
+
+// Creates reports whether the agent may have to create the cgroup. That is so for a missing cgroup and for
+// any child of the root: after a reboot, it is missing and creating it needs CAP_DAC_OVERRIDE.
+func Creates(name string) bool {
+	mount, err := cgroup.Mount()
+	if err != nil || isUnit(name) {
+		return false
+	}
+	_, err = os.Stat(filepath.Join(mount, name))
+	return err != nil || isTop(name)
+}
+
+// isTop reports whether a cgroup is a child of the root, where creating one needs CAP_DAC_OVERRIDE or root.
+func isTop(name string) bool { return filepath.Dir(name) == "/" && name != "/" }
+
+// MaxBelow limits how many descendants of a cgroup are visited.
 const MaxBelow = 4096
 
-// Names are the cgroups at or below a folder, by their id, which is the
-// inode of their folder (cgroup_id in include/linux/cgroup.h, Linux 6.18).
+// Names maps cgroup ids to paths below the mount, for dir and up to MaxBelow
+// cgroups below it. A cgroup's id is the inode number of its directory (cgroup_id in
+// include/linux/cgroup.h, Linux 6.18).
 func (t Tree) Names(dir string) map[uint64]string {
 	names := make(map[uint64]string)
 	_ = filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
 		if err != nil || !d.IsDir() {
-			return nil // gone meanwhile
+			return nil // removed during the walk
 		}
 		if len(names) == MaxBelow {
 			return filepath.SkipAll
@@ -351,18 +352,25 @@ func (t Tree) Names(dir string) map[uint64]string {
 	return names
 }
 
-// Within tells whether a folder is at or below another.
+// Below returns the path of dir relative to the mount point, with a leading slash.
+func (t Tree) Below(dir string) string {
+	return "/" + strings.TrimPrefix(strings.TrimPrefix(dir, t.Mount), "/")
+}
+
+// Within reports whether path is dir or below it.
 func Within(path, dir string) bool {
 	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
 }
 
-// Creates tells whether the agent may have to create a cgroup of a policy, with a right to write
-// at the root: a reboot removes one that is at the root.
-func Creates(name string) bool {
-	mount, err := cgroup.Mount()
-	if err != nil || isUnit(name) {
-		return false
-	}
-	_, err = os.Stat(filepath.Join(mount, name))
-	return err != nil || isTop(name)
+// PinName returns the name of the directory with a cgroup's pins: up to 40 characters of the cgroup's name
+// and a hash of the whole name. Names in a bpffs cannot contain dots.
+func PinName(cgroup string) string {
+	readable := strings.Trim(strings.Map(func(r rune) rune {
+		if r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || r == '-' {
+			return r
+		}
+		return '_'
+	}, cgroup), "_")
+	sum := sha256.Sum256([]byte(cgroup))
+	return readable[:min(len(readable), 40)] + "_" + hex.EncodeToString(sum[:4])
 }

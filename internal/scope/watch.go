@@ -11,8 +11,8 @@ import (
 	"sockeye/internal/watch"
 )
 
-// Watch notices when cgroups of the policy come and go, and tells those who subscribed, in the
-// order in which they subscribed.
+// Watch notifies its subscribers, in the order of their subscription, when cgroups of the policy are created
+// or removed.
 type Watch struct {
 	Tree Tree
 	Log  *slog.Logger
@@ -23,20 +23,20 @@ type Watch struct {
 	subscribers []subscriber
 }
 
-// subscriber names the cgroups of the policy, and opens those that were made anew.
+// subscriber is a domain: names lists its cgroups, and renew attaches to cgroups that were created again.
 type subscriber struct {
 	names func() []string
 	renew func()
 }
 
-// Subscribe is to be called before the first look. The functions must not call look.
+// Subscribe adds a subscriber. Call Subscribe before the first Look. The functions must not call Look.
 func (w *Watch) Subscribe(names func() []string, renew func()) {
 	w.subscribers = append(w.subscribers, subscriber{names, renew})
 }
 
-// Look watches the folders in which the cgroups of the policy may come and go: those on the way to a
-// path or a slice, and all slices for another unit. Then it calls the subscribers, as no event tells of
-// what came before the watch.
+// Look watches the directories in which cgroups of the policy can be created or removed: the ancestors of a
+// path or a slice, and all slices for any other unit. Then Look calls the subscribers, because inotify
+// reports no changes from before the watch.
 func (w *Watch) Look() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -50,7 +50,7 @@ func (w *Watch) Look() {
 	if w.folders == nil {
 		folders, err := watch.NewFolders(w.Look)
 		if err != nil {
-			w.Log.Warn("cgroups not watched: a unit that is started again is neither tuned nor traced", "error", err)
+			w.Log.Warn("cgroups not watched: units that restart will be neither tuned nor traced", "error", err)
 			return
 		}
 		w.folders = folders
@@ -86,7 +86,7 @@ func (w *Watch) add(name string) error {
 	return nil
 }
 
-// Close ends the watch. It waits for a look that has begun.
+// Close ends the watch. Close waits for a Look in progress.
 func (w *Watch) Close() {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -78,11 +78,11 @@ func TestPlanTrace(t *testing.T) {
 		{"rename", []string{"name: bmp", "name: bgp"}, []string{"remove trace bmp (its counts are gone)",
 			"add trace bgp: 1/1 of connections, 1/10 of their messages (of port 1790)"}},
 		{"elsewhere", []string{"/telemetry\n    messages", "/other\n    messages"}, []string{
-			"add cgroup (it is created, and removed when the policy names it no more)",
+			"add cgroup (the cgroup is created, and removed when the policy no longer names it)",
 			"add trace rest: 1/1 of connections, 100/s of their messages (of all)",
 			"remove trace rest (its counts are gone)"}},
 		{"a unit", []string{"CGROUP/telemetry\n    messages", "sockeye-test-none.service\n    messages"}, []string{
-			"add unit (there is none now: it is traced from the moment it starts)",
+			"add unit (the unit does not run now; it is traced as soon as it starts)",
 			"add trace rest: 1/1 of connections, 100/s of their messages (of all)",
 			"remove trace rest (its counts are gone)"}},
 	} {

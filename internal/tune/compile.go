@@ -23,7 +23,7 @@ func Compile(rules []config.TuneRule, services []config.Service, skip Skips) (*b
 	matches := make([]config.Match, len(rules))
 	for i, rule := range rules {
 		matches[i] = rule.Match
-		r := ruleOf(rule, skip)
+		r := compileRule(rule, skip)
 		if int(r.Options) > bpf.TuneOptionsMax {
 			return nil, fmt.Errorf("compile rule %s: it sets %d options, those of its reaction included, at most %d", rule.Name, r.Options, bpf.TuneOptionsMax)
 		}
@@ -37,40 +37,15 @@ func Compile(rules []config.TuneRule, services []config.Service, skip Skips) (*b
 	set := &compiled.Ruleset
 	for i := range int(set.Terms) {
 		accepts := set.Role[bpf.MatchAccept].Word[i/64]>>(i%64)&1 != 0
-		set.Uses |= usesOf(&compiled.Rules[set.Rule[i]-1], accepts)
+		set.Uses |= callbackFlags(&compiled.Rules[set.Rule[i]-1], accepts)
 	}
 	return compiled, nil
 }
 
-// usesOf tells which calls of the kernel a rule answers; accepts: it is for
-// connections that are accepted.
-func usesOf(r *bpf.TuneRule, accepts bool) uint32 {
-	var uses uint32
-	for _, u := range []struct {
-		use  bool
-		flag uint32
-	}{
-		{r.Tag.Length > 0 && accepts, bpf.TuneUseWrite},
-		{r.SynRto > 0, bpf.TuneUseSynRTO},
-		{r.SynackRto > 0, bpf.TuneUseSynackRTO},
-		{r.Rwnd > 0, bpf.TuneUseRwnd},
-		{r.Ecn > 0, bpf.TuneUseECN},
-		{r.BaseRtt > 0, bpf.TuneUseBaseRTT},
-	} {
-		if u.use {
-			uses |= u.flag
-		}
-	}
-	return uses
-}
-
-// share is a probability as the program draws it, of 2^32.
-func share(p float64) uint32 { return uint32(min(math.Round(p*(1<<32)), math.MaxUint32)) }
-
 // ruleOf makes what the program does of a rule.
-func ruleOf(rule config.TuneRule, skip Skips) bpf.TuneRule {
+func compileRule(rule config.TuneRule, skip Skips) bpf.TuneRule {
 	r := bpf.TuneRule{}
-	putText(r.Name[:], rule.Name)
+	copyText(r.Name[:], rule.Name)
 	switch rule.Observe {
 	case config.ObserveClose:
 		r.Flags |= bpf.TuneFlagClose
@@ -82,16 +57,16 @@ func ruleOf(rule config.TuneRule, skip Skips) bpf.TuneRule {
 		r.Tag = match.TagOf(rule.Tag)
 	}
 	if rule.Trial != nil {
-		r.Control = share(rule.Trial.Control)
+		r.Control = probability32(rule.Trial.Control)
 	}
 	for _, s := range rule.Set {
 		o, ok := FindOption(s.Option)
 		switch {
 		case !ok || skip != nil && skip(rule, s.Option):
 		case s.Explore != nil:
-			explore(&r, rule.Name, o, s.Explore)
+			setExploration(&r, rule.Name, o, s.Explore)
 		case o.Phases == 0:
-			answer(&r, o, s)
+			setReply(&r, o, s)
 		default:
 			addOption(&r, o, s, o.Phases, 0)
 		}
@@ -117,7 +92,7 @@ func ruleOf(rule config.TuneRule, skip Skips) bpf.TuneRule {
 func addOption(r *bpf.TuneRule, o Option, s config.Setting, phases uint16, reaction int) {
 	entry := bpf.TuneOption{Level: o.Level, Name: o.Number, Value: o.value(s), Phases: phases, Id: uint16(o.ID)}
 	if o.Level == bpf.TuneLevelCongestion {
-		putText(r.Congestion[reaction][:], s.Text)
+		copyText(r.Congestion[reaction][:], s.Text)
 		entry.Value = int32(reaction)
 	}
 	if int(r.Options) < len(r.Option) {
@@ -127,7 +102,7 @@ func addOption(r *bpf.TuneRule, o Option, s config.Setting, phases uint16, react
 }
 
 // answer sets what the program replies to a question of the kernel.
-func answer(r *bpf.TuneRule, o Option, s config.Setting) {
+func setReply(r *bpf.TuneRule, o Option, s config.Setting) {
 	v := uint32(s.Value / o.Unit)
 	switch o.Name {
 	case "syn_rto":
@@ -143,12 +118,12 @@ func answer(r *bpf.TuneRule, o Option, s config.Setting) {
 	}
 }
 
-func explore(r *bpf.TuneRule, name string, o Option, e *config.Explore) {
+func setExploration(r *bpf.TuneRule, name string, o Option, e *config.Explore) {
 	r.Flags |= bpf.TuneFlagLearn
 	r.Learn = LearnKey(name)
 	r.LearnOption = uint8(o.ID)
 	r.Candidates = uint32(copy32(r.Candidate[:], e.Candidates))
-	r.Explore, r.Probe = share(e.Share), share(e.Probe)
+	r.Explore, r.Probe = probability32(e.Share), probability32(e.Probe)
 	r.FirstBytes = uint32(e.Bytes)
 	r.Evidence = uint32(e.Evidence)
 	r.Forget = uint64(e.Forget) * 1000
@@ -156,12 +131,21 @@ func explore(r *bpf.TuneRule, name string, o Option, e *config.Explore) {
 	r.LearnBits6 = uint8(e.IPv6)
 }
 
+// share is a probability as the program draws it, of 2^32.
+func probability32(p float64) uint32 { return uint32(min(math.Round(p*(1<<32)), math.MaxUint32)) }
+
 func copy32(to []uint32, from []int) int {
 	n := min(len(to), len(from))
 	for i := range n {
 		to[i] = uint32(from[i])
 	}
 	return n
+}
+
+func copyText(to []int8, s string) {
+	for i := range min(len(s), len(to)-1) {
+		to[i] = int8(s[i])
+	}
 }
 
 // LearnKey stands for a rule in what is learned, so that it survives a change
@@ -172,8 +156,24 @@ func LearnKey(rule string) uint32 {
 	return h.Sum32()
 }
 
-func putText(to []int8, s string) {
-	for i := range min(len(s), len(to)-1) {
-		to[i] = int8(s[i])
+// callbackFlags tells which calls of the kernel a rule answers; accepts: it is for
+// connections that are accepted.
+func callbackFlags(r *bpf.TuneRule, accepts bool) uint32 {
+	var uses uint32
+	for _, u := range []struct {
+		use  bool
+		flag uint32
+	}{
+		{r.Tag.Length > 0 && accepts, bpf.TuneUseWrite},
+		{r.SynRto > 0, bpf.TuneUseSynRTO},
+		{r.SynackRto > 0, bpf.TuneUseSynackRTO},
+		{r.Rwnd > 0, bpf.TuneUseRwnd},
+		{r.Ecn > 0, bpf.TuneUseECN},
+		{r.BaseRtt > 0, bpf.TuneUseBaseRTT},
+	} {
+		if u.use {
+			uses |= u.flag
+		}
 	}
+	return uses
 }

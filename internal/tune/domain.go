@@ -5,15 +5,12 @@ package tune
 import (
 	"cmp"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"io/fs"
 	"log/slog"
 	"maps"
 	"slices"
 	"sync"
 
-	"sockeye/internal/api"
 	"sockeye/internal/bpf"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
@@ -21,24 +18,6 @@ import (
 	"sockeye/internal/rights"
 	"sockeye/internal/scope"
 )
-
-// tuner keeps the tuning of one cgroup in step with the policy. Connections
-// never wait for it.
-type tuner struct {
-	host   *domain.Host
-	log    *slog.Logger
-	kernel *optionProbe
-	name   string // of the cgroup in the policy
-
-	mu       sync.Mutex
-	rules    []config.TuneRule
-	services []config.Service
-	skipped  map[string][]api.TuneSkipped // by rule
-	scope    scope.Scope
-	tune     *bpf.Tune // nil while there is no such cgroup
-	idle     *bpf.Tune // with the rules in force, of the cgroup that was there before; or nil
-	problem  error
-}
 
 // Domain carries out the tune rules of the policy.
 type Domain struct {
@@ -58,247 +37,6 @@ func New(h *domain.Host) *Domain {
 	return d
 }
 
-// tuneChange is what a new policy makes of one cgroup's tuning. Rules is nil
-// where there is none any more.
-type tuneChange struct {
-	name     string
-	rules    []config.TuneRule
-	services []config.Service
-}
-
-// newTuner returns the tuning of a cgroup that is not attached.
-func (d *Domain) newTuner(name string) *tuner {
-	return &tuner{host: d.host, log: d.log.With("cgroup", name), kernel: d.kernel, name: name}
-}
-
-func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
-	t := d.newTuner(c.name)
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	dir := d.host.Root.Tuning(scope.PinName(c.name))
-	pinned, err := bpf.Pinned(dir)
-	if err != nil {
-		return nil, err
-	}
-	if data, err := bpf.ReadScope(dir); err == nil {
-		// A damaged record is made anew.
-		_ = json.Unmarshal(data, &t.scope)
-	}
-	t.rules, t.services = c.rules, c.services
-	if err := t.open(); err != nil {
-		t.release()
-		if !pinned {
-			err = fault.Join(err, bpf.RemoveTune(dir), scope.RemoveCreated([]scope.Scope{t.scope}))
-		}
-		return nil, err
-	}
-	return t, nil
-}
-
-// open attaches to the cgroup, and installs the rules. A unit that is not
-// there is waited for.
-func (t *tuner) open() error {
-	t.problem = nil
-	err := t.scope.Open(t.host.Cgroups, t.name)
-	if errors.Is(err, fs.ErrNotExist) {
-		t.problem = scope.Absent(t.name, "its connections are tuned")
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	if idle := t.idle; idle != nil {
-		t.idle = nil
-		err := idle.Move(t.scope.Path)
-		if err == nil {
-			t.tune = idle
-			return t.record(idle)
-		}
-		t.log.Debug("program loaded again", "reason", err)
-		idle.Close()
-	}
-	t.tune, err = bpf.OpenTune(bpf.TuneConfig{Dir: t.host.Root.Tuning(scope.PinName(t.name)), Cgroup: t.scope.Path,
-		Ready: func(opened *bpf.Tune) error {
-			return fault.Join(t.record(opened), t.installIn(opened, t.rules, t.services))
-		}})
-	return err
-}
-
-// record keeps with the pins what they are of.
-func (t *tuner) record(tuning *bpf.Tune) error {
-	record, err := json.Marshal(t.scope)
-	if err != nil {
-		return err
-	}
-	return tuning.SetScope(record)
-}
-
-// install makes rules take effect; those before stay if it fails.
-func (t *tuner) install(rules []config.TuneRule, services []config.Service) error {
-	return t.installIn(t.tune, rules, services)
-}
-
-// installIn is install for a tuning that may not be attached yet, or nil.
-func (t *tuner) installIn(tuning *bpf.Tune, rules []config.TuneRule, services []config.Service) error {
-	skipped, err := t.kernel.lacking(rules)
-	if err != nil {
-		return err
-	}
-	if tuning != nil {
-		compiled, err := compileTune(rules, services, skipped)
-		if err != nil {
-			return err
-		}
-		if err := tuning.Install(compiled); err != nil {
-			return err
-		}
-	}
-	t.rules, t.services, t.skipped = rules, services, skipped
-	if tuning != nil {
-		t.problem = nil
-	} else if t.idle != nil {
-		t.idle.Close() // it has other rules
-		t.idle = nil
-	}
-	return nil
-}
-
-func compileTune(rules []config.TuneRule, services []config.Service, skipped map[string][]api.TuneSkipped) (*bpf.TuneRules, error) {
-	compiled, err := Compile(rules, services, func(rule config.TuneRule, option string) bool {
-		return slices.ContainsFunc(skipped[rule.Name], func(s api.TuneSkipped) bool { return s.Option == option })
-	})
-	if err != nil {
-		return nil, fault.Usage(err, "join prefixes of rules that set the same")
-	}
-	return compiled, nil
-}
-
-// renew attaches again if the cgroup was made anew, as when a unit starts.
-// Others are the cgroups that the policy names.
-func (t *tuner) renew(others []tuneChange) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	path, err := t.host.Cgroups.Find(t.name)
-	if t.inForce() && err == nil && path == t.scope.Path {
-		return
-	}
-	before := t.problem
-	t.rest()
-	if err := t.reopen(others); err != nil {
-		if before == nil || before.Error() != err.Error() {
-			t.log.Warn("cgroup not tuned", "error", err)
-		}
-		t.problem = err
-		return
-	}
-	if t.tune != nil {
-		t.log.Info("cgroup tuned", "path", t.scope.Path)
-	}
-}
-
-// inForce tells whether the rules are: the program is attached to the cgroup that
-// is there now, and has them all.
-func (t *tuner) inForce() bool {
-	return t.problem == nil && t.tune != nil && t.tune.Attached()
-}
-
-func (t *tuner) reopen(others []tuneChange) error {
-	for _, other := range others {
-		// A unit may start anywhere.
-		if err := checkNested(t.host.Cgroups, []tuneChange{{name: t.name}, other}); err != nil {
-			return err
-		}
-	}
-	return t.open()
-}
-
-// rest lets go of a cgroup that is not there any more. What has the rules in force is
-// kept for the next: to load it again takes much longer than to attach it.
-func (t *tuner) rest() {
-	if t.tune == nil {
-		return
-	}
-	if t.problem != nil {
-		t.release()
-		return
-	}
-	t.idle, t.tune = t.tune, nil
-}
-
-func (t *tuner) release() {
-	for _, one := range []**bpf.Tune{&t.tune, &t.idle} {
-		if *one != nil {
-			(*one).Close()
-			*one = nil
-		}
-	}
-}
-
-func (t *tuner) close() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.release()
-}
-
-// retire ends the tuning. New connections get the kernel's defaults, open ones
-// keep what they have.
-func (t *tuner) retire() error {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.release()
-	if err := bpf.RemoveTune(t.host.Root.Tuning(scope.PinName(t.name))); err != nil {
-		return err
-	}
-	return scope.RemoveCreated([]scope.Scope{t.scope})
-}
-
-// apply carries a change out, and returns how to roll it back.
-func (d *Domain) apply(c tuneChange) (rollback func() error, err error) {
-	defer d.host.Watch.Look()
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	before := tuneChange{name: c.name}
-	if t := d.tuners[c.name]; t != nil {
-		before.rules, before.services = t.rules, t.services
-	}
-	rollback = func() error {
-		defer d.host.Watch.Look()
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		return d.become(before)
-	}
-	return rollback, d.become(c)
-}
-
-// become gives a cgroup the rules of a change. If that fails, the cgroup has the rules that it had.
-func (d *Domain) become(c tuneChange) error {
-	switch t := d.tuners[c.name]; {
-	case c.rules == nil:
-		delete(d.tuners, c.name)
-		if err := t.retire(); err != nil {
-			return ofCgroup(c.name, fault.Join(err, d.open(tuneChange{c.name, t.rules, t.services})))
-		}
-	case t == nil:
-		return d.open(c)
-	default:
-		t.mu.Lock()
-		defer t.mu.Unlock()
-		if err := t.install(c.rules, c.services); err != nil {
-			return ofCgroup(c.name, err)
-		}
-	}
-	return nil
-}
-
-func (d *Domain) open(c tuneChange) error {
-	t, err := d.openTuner(c)
-	if err != nil {
-		return ofCgroup(c.name, err)
-	}
-	d.tuners[c.name] = t
-	return nil
-}
-
 // Check finds nothing: what a rule names is waited for, or refused by Plan.
 func (d *Domain) Check(*config.Policy) error { return nil }
 
@@ -315,7 +53,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 	for _, c := range wanted {
 		err := checkNested(d.host.Cgroups, wanted)
 		if err == nil {
-			err = d.open(c)
+			err = d.startTuner(c)
 		}
 		if err == nil {
 			continue
@@ -362,6 +100,101 @@ func (d *Domain) Close() {
 	}
 }
 
+// Needs lists the capabilities that the tune rules of a policy need beyond those of the unit.
+func Needs(policy *config.Policy) []rights.Need {
+	var needs []rights.Need
+	for _, r := range policy.Tune {
+		if scope.Creates(r.Cgroup) {
+			needs = append(needs, rights.Need{Right: rights.DACOverride, For: "cgroup " + r.Cgroup + " of tune rule " + r.Name + ", which the agent creates where there is none"})
+		}
+	}
+	return needs
+}
+
+// Needs lists the capabilities that the tune rules of a policy need beyond those of the unit.
+func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }
+
+// Paths are the folders of the cgroups that are tuned, with their names in the policy.
+func (d *Domain) Paths() map[string]string {
+	tuners, _ := d.tunersOf("") // all: no name can be wrong
+	paths := make(map[string]string)
+	for _, t := range tuners {
+		if path := t.path(); path != "" {
+			paths[path] = t.name
+		}
+	}
+	return paths
+}
+
+// Pins is the folder of the pins of a cgroup's tuning, "" if the cgroup is not tuned now.
+func (d *Domain) Pins(cgroup string) string {
+	d.mu.Lock()
+	t := d.tuners[cgroup]
+	d.mu.Unlock()
+	if t == nil || t.path() == "" {
+		return ""
+	}
+	return d.host.Root.Tuning(scope.PinName(cgroup))
+}
+
+// RuleNames are the names of all rules that connections of a cgroup may have, by number.
+func (d *Domain) RuleNames(cgroup string) map[uint32]string {
+	d.mu.Lock()
+	t := d.tuners[cgroup]
+	d.mu.Unlock()
+	if t == nil {
+		return map[uint32]string{}
+	}
+	return t.ruleNames()
+}
+
+// apply carries a change out, and returns how to roll it back.
+func (d *Domain) apply(c tuneChange) (rollback func() error, err error) {
+	defer d.host.Watch.Look()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	before := tuneChange{name: c.name}
+	if t := d.tuners[c.name]; t != nil {
+		before.rules, before.services = t.rules, t.services
+	}
+	rollback = func() error {
+		defer d.host.Watch.Look()
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		return d.setRules(before)
+	}
+	return rollback, d.setRules(c)
+}
+
+// become gives a cgroup the rules of a change. If that fails, the cgroup has the rules that it had.
+func (d *Domain) setRules(c tuneChange) error {
+	switch t := d.tuners[c.name]; {
+	case c.rules == nil:
+		delete(d.tuners, c.name)
+		if err := t.retire(); err != nil {
+			return tuneError(c.name, fault.Join(err, d.startTuner(tuneChange{c.name, t.rules, t.services})))
+		}
+	case t == nil:
+		return d.startTuner(c)
+	default:
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		if err := t.install(c.rules, c.services); err != nil {
+			return tuneError(c.name, err)
+		}
+	}
+	return nil
+}
+
+func (d *Domain) startTuner(c tuneChange) error {
+	t, err := d.openTuner(c)
+	if err != nil {
+		return tuneError(c.name, err)
+	}
+	d.tuners[c.name] = t
+	return nil
+}
+
 // cgroups are the names of the cgroups that are tuned.
 func (d *Domain) cgroups() []string {
 	d.mu.Lock()
@@ -399,62 +232,14 @@ func (d *Domain) programs() ([]uint32, error) {
 	return ids, nil
 }
 
-// Paths are the folders of the cgroups that are tuned, with their names in the policy.
-func (d *Domain) Paths() map[string]string {
-	tuners, _ := d.tunersOf("") // all: no name can be wrong
-	paths := make(map[string]string)
-	for _, t := range tuners {
-		if path := t.path(); path != "" {
-			paths[path] = t.name
-		}
-	}
-	return paths
-}
-
-// Pins is the folder of the pins of a cgroup's tuning, "" if the cgroup is not tuned now.
-func (d *Domain) Pins(cgroup string) string {
-	d.mu.Lock()
-	t := d.tuners[cgroup]
-	d.mu.Unlock()
-	if t == nil || t.path() == "" {
-		return ""
-	}
-	return d.host.Root.Tuning(scope.PinName(cgroup))
-}
-
-// RuleNames are the names of all rules that connections of a cgroup may have, by number.
-func (d *Domain) RuleNames(cgroup string) map[uint32]string {
-	d.mu.Lock()
-	t := d.tuners[cgroup]
-	d.mu.Unlock()
-	if t == nil {
-		return map[uint32]string{}
-	}
-	return t.ruleNames()
-}
-
-// ofNested adds the domain to the error of cgroups that hold one another.
-func ofNested(err error) error {
+// nestedError adds the domain to the error of cgroups that hold one another.
+func nestedError(err error) error {
 	if err == nil {
 		return nil
 	}
 	return &fault.Error{Err: fmt.Errorf("tune: %w", err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }
 
-func ofCgroup(name string, err error) error {
+func tuneError(name string, err error) error {
 	return &fault.Error{Err: fmt.Errorf("tune %s: %w", name, err), Hint: fault.Hint(err), Code: fault.Code(err)}
 }
-
-// Needs lists the capabilities that the tune rules of a policy need beyond those of the unit.
-func Needs(policy *config.Policy) []rights.Need {
-	var needs []rights.Need
-	for _, r := range policy.Tune {
-		if scope.Creates(r.Cgroup) {
-			needs = append(needs, rights.Need{Right: rights.DACOverride, For: "cgroup " + r.Cgroup + " of tune rule " + r.Name + ", which the agent creates where there is none"})
-		}
-	}
-	return needs
-}
-
-// Needs lists the capabilities that the tune rules of a policy need beyond those of the unit.
-func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }

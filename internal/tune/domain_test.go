@@ -64,7 +64,7 @@ func TestPlanTune(t *testing.T) {
 		{"tag", []string{"    set: {congestion", "    tag: rack\n    set: {congestion"}, []string{`change rule rest: tag: none -> "rack" (for new connections)`}},
 		{"rename", []string{"name: bmp", "name: bgp"}, []string{"remove rule bmp" + later, "add rule bgp: syn_rto 10ms, sndbuf 150KB (for new connections: port 1790)"}},
 		{"elsewhere", []string{"/telemetry\n    set", "/other\n    set"}, []string{
-			"add cgroup (it is created, and removed when the policy names it no more)",
+			"add cgroup (the cgroup is created, and removed when the policy no longer names it)",
 			"add rule rest: congestion reno (for new connections: all)",
 			"remove rule rest" + later}},
 	} {

@@ -31,6 +31,410 @@ type Reading struct {
 	Locked bool `json:"locked,omitempty"`
 }
 
+// Effective compares what a rule asks of a connection with what the kernel
+// reports. c is what Tune.Connection knows of it, nil if no rule has matched it.
+func Effective(s *procsock.Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
+	if s.MPTCP || s.Listening {
+		return nil, fmt.Errorf("read values of %s: it is no TCP connection", s)
+	}
+	info, err := unix.GetsockoptTCPInfo(s.FD, unix.SOL_TCP, unix.TCP_INFO)
+	if err != nil {
+		return nil, fmt.Errorf("read TCP_INFO of %s: %w", s, err)
+	}
+	l := &comparison{family: s.Family, socketRole: s.Role, c: c, info: info, settings: rule.Set, unreadable: "before Linux 6.15",
+		otherCause: "set by the application or by another program, or refused by the kernel"}
+	l.read = func(o Option) (Reading, string, bool, error) {
+		r, ok, err := o.read(s.FD)
+		return r, readable[o.Name].name, ok, err
+	}
+	values, err := l.values(rule)
+	if err != nil {
+		return nil, fmt.Errorf("read values of %s: %w", s, err)
+	}
+	return values, nil
+}
+
+// look is one look at a connection.
+type comparison struct {
+	family     int         // unix.AF_INET or AF_INET6
+	socketRole config.Role // as the socket was found
+	c          *bpf.TuneConnection
+	info       *unix.TCPInfo
+	hz         int64
+	settings   []config.Setting
+	reacted    []config.Setting
+	// read gives an option and where it was read. It says no if nothing tells it.
+	read func(Option) (r Reading, source string, ok bool, err error)
+	// mptcp: the connection is a subflow.
+	mptcp bool
+	// lacks says where options cannot be read, others who has set what differs.
+	unreadable, otherCause string
+}
+
+// values compares all that the rule sets, by its reaction too.
+func (l *comparison) values(rule config.TuneRule) ([]api.TuneValue, error) {
+	hz, err := bpf.Hz()
+	if err != nil {
+		return nil, err
+	}
+	l.hz = int64(hz)
+	if c := l.c; c != nil && c.Flags&bpf.TuneConnectionReacted != 0 && rule.React != nil {
+		l.reacted = rule.React.Set
+		l.settings = slices.Clone(l.settings)
+		for _, r := range l.reacted {
+			at := slices.IndexFunc(l.settings, func(s config.Setting) bool { return s.Option == r.Option })
+			if at < 0 {
+				l.settings = append(l.settings, r)
+			} else {
+				l.settings[at] = r
+			}
+		}
+	}
+	values := make([]api.TuneValue, 0, len(l.settings))
+	for _, setting := range l.settings {
+		o, ok := FindOption(setting.Option)
+		if !ok {
+			continue
+		}
+		v, err := l.value(o, setting)
+		if err != nil {
+			return nil, err
+		}
+		values = append(values, v)
+	}
+	return values, nil
+}
+
+func (l *comparison) value(o Option, s config.Setting) (api.TuneValue, error) {
+	v := api.TuneValue{Option: o.Name, Requested: l.requested(o, s)}
+	if v.Note = l.inapplicable(o); v.Note != "" {
+		return v, nil
+	}
+	r, source, ok, err := l.read(o)
+	if err != nil {
+		return v, err
+	}
+	var notes []string
+	if ok {
+		v.Source, v.Effective = source, o.format(r)
+		v.Differs, notes, err = l.compare(o, s, r)
+		if err != nil {
+			return v, err
+		}
+	} else {
+		notes = l.fromTCPInfo(&v, o, s)
+	}
+	unset := l.notSet(o, s)
+	switch {
+	case unset != "":
+		notes = []string{unset}
+	case v.Differs && len(notes) == 0:
+		notes = []string{l.otherCause}
+	case slices.ContainsFunc(l.reacted, func(r config.Setting) bool { return r.Option == o.Name }):
+		notes = append(notes, "the rule's reaction")
+	}
+	v.Note = strings.Join(notes, "; ")
+	return v, nil
+}
+
+// requested writes a setting's value.
+func (l *comparison) requested(o Option, s config.Setting) string {
+	switch {
+	case s.Explore != nil:
+		candidates := make([]string, len(s.Explore.Candidates))
+		for i, n := range s.Explore.Candidates {
+			candidates[i] = strconv.Itoa(n)
+		}
+		all := "one of " + strings.Join(candidates, ", ")
+		switch {
+		case l.notSet(o, s) != "":
+			return all
+		case int(l.c.Candidate) < len(candidates):
+			return candidates[l.c.Candidate] + ", " + all
+		}
+		return "the kernel's own, or " + all
+	case o.Kind == config.KindText:
+		return s.Text
+	}
+	return config.FormatValue(o.TuneOption, s.Value)
+}
+
+// role is the connection's side: what the program knows, else what was found.
+func (l *comparison) role() config.Role {
+	switch {
+	case l.c == nil:
+		return l.socketRole
+	case uint32(l.c.Role) == bpf.MatchAccept:
+		return config.RoleAccept
+	}
+	return config.RoleConnect
+}
+
+// notFor says why an option is not for this connection, "" if it is.
+func (l *comparison) inapplicable(o Option) string {
+	switch {
+	case !o.isFor(l.family) && l.family == unix.AF_INET6:
+		return "only on IPv4 sockets; an IPv6 socket with an IPv4 peer is none"
+	case !o.isFor(l.family):
+		return "only on IPv6 sockets"
+	case l.role() == config.RoleConnect && o.Name == "synack_rto":
+		return "only on connections that are accepted"
+	case l.role() == config.RoleAccept && (o.Name == "syn_rto" || o.Phases == bpf.TunePhaseConnect):
+		return "only on connections that this host makes"
+	}
+	return ""
+}
+
+// unset says why the rule has not set an option, "" if it has.
+func (l *comparison) notSet(o Option, s config.Setting) string {
+	switch {
+	case l.c == nil:
+		return "not set: the connection does not have the rule"
+	case int(l.c.Arm) == bpf.TuneArmControl:
+		return "left alone: control arm of the trial"
+	case l.c.Flags&bpf.TuneConnectionAdopted != 0 && o.Phases&bpf.TunePhaseLive == 0 &&
+		!slices.Contains(l.reacted, s):
+		return "not set: the connection was open before it had the rule"
+	}
+	return ""
+}
+
+// compare tells whether what was read is not what was asked for, and what the
+// kernel has made of it. A difference without a note is of somebody else's making.
+func (l *comparison) compare(o Option, s config.Setting, r Reading) (differs bool, notes []string, err error) {
+	switch o.Name {
+	case "congestion":
+		if r.Text == s.Text+"-reno" {
+			notes = []string{"without ECN it is reno: set ecn, on both sides"}
+		}
+		return r.Text != s.Text, notes, nil
+	case "sndbuf", "rcvbuf":
+		return l.compareBuffer(o, s.Value, r)
+	case "rcvlowat":
+		if l.mptcp {
+			return r.Number != s.Value, []string{lowWaterMPTCP}, nil
+		}
+		if r.Number < s.Value {
+			notes, err = l.lowWaterNotes(r.Number)
+		}
+		return r.Number != s.Value, notes, err
+	case "window_clamp":
+		// SOCK_MIN_RCVBUF / 2 is 1152 with the structures of 64-bit kernels.
+		if r.Number != s.Value {
+			notes = []string{"the kernel computes it anew from the receive buffer, and makes it at least half of the smallest one"}
+		}
+		return r.Number != s.Value, notes, nil
+	}
+	want, note := l.rounded(o, s.Value, r.Number)
+	if want != s.Value {
+		notes = append(notes, note)
+	}
+	if want != r.Number {
+		return true, nil, nil
+	}
+	if o.Name == "delack_max" {
+		minimum, _ := FindOption("rto_min")
+		// tcp_delack_max (net/ipv4/tcp_output.c, Linux 6.18).
+		rto, _, ok, err := l.read(minimum)
+		if err == nil && ok && rto.Number <= r.Number {
+			notes = append(notes, "acknowledgements wait for less than the smallest RTO, "+minimum.format(rto))
+		}
+	}
+	return false, notes, nil
+}
+
+// rounded is a value in the kernel's units, and what those are.
+func (l *comparison) rounded(o Option, value, got int64) (rounded int64, note string) {
+	switch o.Name {
+	case "tos", "traffic_class":
+		return value&^ecnBits | got&ecnBits, "the two lowest bits are the kernel's, for ECN"
+	case "syn_rto", "synack_rto", "delack_max", "rto_min":
+		return l.jiffies(value) * 1000000 / l.hz, l.jiffiesNote()
+	case "rto_max":
+		return (l.jiffies(value/o.Unit*o.Unit)*1000 + l.hz - 1) / l.hz * o.Unit, l.jiffiesNote()
+	case "user_timeout":
+		value, note = value/o.Unit*o.Unit, "in whole milliseconds"
+	case "keepalive_idle", "keepalive_interval":
+		value, note = value/o.Unit*o.Unit, "in whole seconds"
+	}
+	return value, note
+}
+
+// jiffies gives microseconds in the kernel's ticks, rounded up.
+func (l *comparison) jiffies(us int64) int64 { return (us*l.hz + 999999) / 1000000 }
+
+func (l *comparison) jiffiesNote() string {
+	return "rounded up to jiffies of " + duration(1000000/l.hz)
+}
+
+// compareBuffer compares a buffer's size, which the kernel has doubled.
+func (l *comparison) compareBuffer(o Option, want int64, r Reading) (differs bool, notes []string, err error) {
+	most := "net.core.wmem_max"
+	if o.Name == "rcvbuf" {
+		most = "net.core.rmem_max"
+	}
+	limit := sysctlNumbers(most)
+	switch {
+	case !r.Locked:
+		differs, notes = true, []string{"the kernel tunes it: it is not set any more, or never was"}
+	case r.Number == 2*want:
+		notes = []string{"the kernel doubles it"}
+	case len(limit) == 1 && limit[0] < want && r.Number == 2*limit[0]:
+		differs, notes = true, []string{"cut to " + most + ", " + bytesText(limit[0]), "the kernel doubles it"}
+	case r.Number > 2*want && r.Number <= smallestBuffer:
+		differs, notes = true, []string{"raised to the kernel's smallest buffer"}
+	default:
+		differs = true
+	}
+	if o.Name != "rcvbuf" || !r.Locked {
+		return differs, notes, nil
+	}
+	clamp, _ := FindOption("window_clamp")
+	window, _, ok, err := l.read(clamp)
+	if err != nil {
+		return differs, notes, err
+	}
+	switch scaled := int64(math.MaxUint16) << l.windowScale(); {
+	case scaled < r.Number/2 && l.role() == config.RoleAccept:
+		notes = append(notes, fmt.Sprintf("the window is at most %s: its scale was fixed at the SYN, by the listener's receive buffer", bytesText(scaled)))
+	case scaled < r.Number/2:
+		notes = append(notes, fmt.Sprintf("the window is at most %s: its scale was fixed at the SYN", bytesText(scaled)))
+	case ok && window.Number < r.Number/4:
+		// Half of the buffer would be what was asked for.
+		notes = append(notes, fmt.Sprintf("the window is at most %s for now: TCP_WINDOW_CLAMP", bytesText(window.Number)))
+	}
+	return differs, notes, nil
+}
+
+// smallestBuffer bounds SOCK_MIN_SNDBUF and SOCK_MIN_RCVBUF (include/net/sock.h,
+// Linux 6.18): 4608 and 2304 with the structures of 64-bit kernels.
+const smallestBuffer = 8192
+
+// windowScale is by how many bits the window that this host advertises is
+// shifted. golang.org/x/sys leaves the field out, which follows the options.
+func (l *comparison) windowScale() uint {
+	scales := *(*uint8)(unsafe.Add(unsafe.Pointer(&l.info.Options), 1))
+	if l.info.Options&tcpiOptWscale == 0 {
+		return 0
+	}
+	return uint(scales >> 4)
+}
+
+// Bits of tcpi_options: include/uapi/linux/tcp.h, Linux 6.18.
+const (
+	tcpiOptTimestamps = 1
+	tcpiOptWscale     = 4
+	tcpiOptECN        = 8
+)
+
+// timestamps is TCPOLEN_TSTAMP_ALIGNED (include/net/tcp.h, Linux 6.18).
+const timestamps = 12
+
+// lowWater says why SO_RCVLOWAT is less than what was asked for.
+func (l *comparison) lowWaterNotes(got int64) ([]string, error) {
+	buffer, _ := FindOption("rcvbuf")
+	r, _, ok, err := l.read(buffer)
+	if err != nil {
+		return nil, err
+	}
+	if ok && r.Locked && got == r.Number/2 {
+		return []string{"cut to half of the receive buffer"}, nil
+	}
+	if most := sysctlNumbers("net.ipv4.tcp_rmem"); len(most) == 3 && got == most[2]/2 {
+		return []string{"cut to half of the largest receive buffer, the third number of net.ipv4.tcp_rmem"}, nil
+	}
+	return nil, nil
+}
+
+// shown fills in what TCP_INFO shows of an option that cannot be read.
+func (l *comparison) fromTCPInfo(v *api.TuneValue, o Option, s config.Setting) (notes []string) {
+	v.Source = notReadable
+	show := func(field string, n int64) {
+		v.Source, v.Effective = "TCP_INFO "+field, o.format(Reading{Number: n})
+	}
+	info := l.info
+	switch o.Name {
+	case "syn_rto", "synack_rto":
+		if want, note := l.rounded(o, s.Value, 0); want != s.Value {
+			notes = append(notes, note+": "+duration(want))
+		}
+		notes = append(notes, "only during the handshake")
+	case "initial_rwnd":
+		if info.Rcv_wnd > 0 && info.Advmss > 0 {
+			show("rcv_wnd", int64(info.Rcv_wnd/info.Advmss))
+		}
+		notes = append(notes, "only at the start; the window moves on with what is received")
+	case "ecn":
+		agreed := info.Options & tcpiOptECN
+		show("options", int64(agreed))
+		switch {
+		case s.Value == 0:
+			notes = append(notes, "left to net.ipv4.tcp_ecn")
+		case agreed == 0:
+			v.Differs = true
+			notes = append(notes, "the peer does not agree")
+		}
+	case "base_rtt":
+		notes = append(notes, "only the congestion control nv asks for it")
+	case "initial_cwnd":
+		show("snd_cwnd", int64(info.Snd_cwnd))
+		want := s.Value
+		if s.Explore != nil {
+			want = 0
+			if l.c != nil && int(l.c.Candidate) < len(s.Explore.Candidates) {
+				want = int64(s.Explore.Candidates[l.c.Candidate])
+			}
+		}
+		switch {
+		case info.Data_segs_out == 0:
+			v.Differs = want != 0 && int64(info.Snd_cwnd) != want
+		case want == 0:
+			notes = append(notes, "only at the start; the congestion control moves it from there")
+		case int64(info.Snd_cwnd) == want:
+			notes = append(notes, "only at the start; the congestion control has not moved it since")
+		default:
+			notes = append(notes, "only at the start; the congestion control has moved it since")
+		}
+	case "cwnd_clamp":
+		show("snd_cwnd", int64(info.Snd_cwnd))
+		v.Differs = int64(info.Snd_cwnd) > s.Value
+		threshold := "none"
+		if info.Snd_ssthresh < infiniteThreshold {
+			threshold = strconv.Itoa(int(info.Snd_ssthresh))
+		}
+		notes = append(notes, "the window is shown, its bound cannot be read; snd_ssthresh "+threshold)
+		if v.Differs {
+			notes = append(notes, "it comes down with the next acknowledgements")
+		}
+	case "rto_min":
+		show("rto", int64(info.Rto))
+		v.Differs = int64(info.Rto) < s.Value
+		notes = append(notes, "the timeout is shown, its minimum cannot be read "+l.unreadable)
+	case "delack_max":
+		show("ato", int64(info.Ato))
+		notes = append(notes, "the present delay is shown, its maximum cannot be read "+l.unreadable)
+	case "mss":
+		show("advmss", int64(info.Advmss))
+		got := int64(info.Advmss)
+		if info.Options&tcpiOptTimestamps != 0 {
+			got += timestamps
+			notes = append(notes, fmt.Sprintf("timestamps take %d bytes of it", timestamps))
+		}
+		if v.Differs = got != s.Value; got < s.Value {
+			notes = append(notes, "bounded by the MTU of the route")
+		}
+		notes = append(notes, fmt.Sprintf("segments carry %d bytes", info.Snd_mss))
+	default:
+		if _, known := readable[o.Name]; known && l.mptcp {
+			notes = append(notes, "it cannot be read "+l.unreadable)
+		}
+	}
+	return notes
+}
+
+// infiniteThreshold is TCP_INFINITE_SSTHRESH (include/net/tcp.h, Linux 6.18).
+const infiniteThreshold = 0x7fffffff
+
 const notReadable = "not readable"
 
 // readable has the options that getsockopt(2) reports. The minimum of RTOs and
@@ -131,418 +535,6 @@ func (o Option) isFor(family int) bool {
 	return o.Phases&bpf.TunePhaseIPv4 == 0
 }
 
-// Effective compares what a rule asks of a connection with what the kernel
-// reports. c is what Tune.Connection knows of it, nil if no rule has matched it.
-func Effective(s *procsock.Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
-	if s.MPTCP || s.Listening {
-		return nil, fmt.Errorf("read values of %s: it is no TCP connection", s)
-	}
-	info, err := unix.GetsockoptTCPInfo(s.FD, unix.SOL_TCP, unix.TCP_INFO)
-	if err != nil {
-		return nil, fmt.Errorf("read TCP_INFO of %s: %w", s, err)
-	}
-	l := &look{family: s.Family, found: s.Role, c: c, info: info, settings: rule.Set, lacks: "before Linux 6.15",
-		others: "set by the application or by another program, or refused by the kernel"}
-	l.read = func(o Option) (Reading, string, bool, error) {
-		r, ok, err := o.read(s.FD)
-		return r, readable[o.Name].name, ok, err
-	}
-	values, err := l.values(rule)
-	if err != nil {
-		return nil, fmt.Errorf("read values of %s: %w", s, err)
-	}
-	return values, nil
-}
-
-// values compares all that the rule sets, by its reaction too.
-func (l *look) values(rule config.TuneRule) ([]api.TuneValue, error) {
-	hz, err := bpf.Hz()
-	if err != nil {
-		return nil, err
-	}
-	l.hz = int64(hz)
-	if c := l.c; c != nil && c.Flags&bpf.TuneConnectionReacted != 0 && rule.React != nil {
-		l.reacted = rule.React.Set
-		l.settings = slices.Clone(l.settings)
-		for _, r := range l.reacted {
-			at := slices.IndexFunc(l.settings, func(s config.Setting) bool { return s.Option == r.Option })
-			if at < 0 {
-				l.settings = append(l.settings, r)
-			} else {
-				l.settings[at] = r
-			}
-		}
-	}
-	values := make([]api.TuneValue, 0, len(l.settings))
-	for _, setting := range l.settings {
-		o, ok := FindOption(setting.Option)
-		if !ok {
-			continue
-		}
-		v, err := l.value(o, setting)
-		if err != nil {
-			return nil, err
-		}
-		values = append(values, v)
-	}
-	return values, nil
-}
-
-// look is one look at a connection.
-type look struct {
-	family   int         // unix.AF_INET or AF_INET6
-	found    config.Role // as the socket was found
-	c        *bpf.TuneConnection
-	info     *unix.TCPInfo
-	hz       int64
-	settings []config.Setting
-	reacted  []config.Setting
-	// read gives an option and where it was read. It says no if nothing tells it.
-	read func(Option) (r Reading, source string, ok bool, err error)
-	// mptcp: the connection is a subflow.
-	mptcp bool
-	// lacks says where options cannot be read, others who has set what differs.
-	lacks, others string
-}
-
-func (l *look) value(o Option, s config.Setting) (api.TuneValue, error) {
-	v := api.TuneValue{Option: o.Name, Requested: l.requested(o, s)}
-	if v.Note = l.notFor(o); v.Note != "" {
-		return v, nil
-	}
-	r, source, ok, err := l.read(o)
-	if err != nil {
-		return v, err
-	}
-	var notes []string
-	if ok {
-		v.Source, v.Effective = source, o.format(r)
-		v.Differs, notes, err = l.compare(o, s, r)
-		if err != nil {
-			return v, err
-		}
-	} else {
-		notes = l.shown(&v, o, s)
-	}
-	unset := l.unset(o, s)
-	switch {
-	case unset != "":
-		notes = []string{unset}
-	case v.Differs && len(notes) == 0:
-		notes = []string{l.others}
-	case slices.ContainsFunc(l.reacted, func(r config.Setting) bool { return r.Option == o.Name }):
-		notes = append(notes, "the rule's reaction")
-	}
-	v.Note = strings.Join(notes, "; ")
-	return v, nil
-}
-
-// requested writes a setting's value.
-func (l *look) requested(o Option, s config.Setting) string {
-	switch {
-	case s.Explore != nil:
-		candidates := make([]string, len(s.Explore.Candidates))
-		for i, n := range s.Explore.Candidates {
-			candidates[i] = strconv.Itoa(n)
-		}
-		all := "one of " + strings.Join(candidates, ", ")
-		switch {
-		case l.unset(o, s) != "":
-			return all
-		case int(l.c.Candidate) < len(candidates):
-			return candidates[l.c.Candidate] + ", " + all
-		}
-		return "the kernel's own, or " + all
-	case o.Kind == config.KindText:
-		return s.Text
-	}
-	return config.FormatValue(o.TuneOption, s.Value)
-}
-
-// role is the connection's side: what the program knows, else what was found.
-func (l *look) role() config.Role {
-	switch {
-	case l.c == nil:
-		return l.found
-	case uint32(l.c.Role) == bpf.MatchAccept:
-		return config.RoleAccept
-	}
-	return config.RoleConnect
-}
-
-// notFor says why an option is not for this connection, "" if it is.
-func (l *look) notFor(o Option) string {
-	switch {
-	case !o.isFor(l.family) && l.family == unix.AF_INET6:
-		return "only on IPv4 sockets; an IPv6 socket with an IPv4 peer is none"
-	case !o.isFor(l.family):
-		return "only on IPv6 sockets"
-	case l.role() == config.RoleConnect && o.Name == "synack_rto":
-		return "only on connections that are accepted"
-	case l.role() == config.RoleAccept && (o.Name == "syn_rto" || o.Phases == bpf.TunePhaseConnect):
-		return "only on connections that this host makes"
-	}
-	return ""
-}
-
-// unset says why the rule has not set an option, "" if it has.
-func (l *look) unset(o Option, s config.Setting) string {
-	switch {
-	case l.c == nil:
-		return "not set: the connection does not have the rule"
-	case int(l.c.Arm) == bpf.TuneArmControl:
-		return "left alone: control arm of the trial"
-	case l.c.Flags&bpf.TuneConnectionAdopted != 0 && o.Phases&bpf.TunePhaseLive == 0 &&
-		!slices.Contains(l.reacted, s):
-		return "not set: the connection was open before it had the rule"
-	}
-	return ""
-}
-
-// compare tells whether what was read is not what was asked for, and what the
-// kernel has made of it. A difference without a note is of somebody else's making.
-func (l *look) compare(o Option, s config.Setting, r Reading) (differs bool, notes []string, err error) {
-	switch o.Name {
-	case "congestion":
-		if r.Text == s.Text+"-reno" {
-			notes = []string{"without ECN it is reno: set ecn, on both sides"}
-		}
-		return r.Text != s.Text, notes, nil
-	case "sndbuf", "rcvbuf":
-		return l.compareBuffer(o, s.Value, r)
-	case "rcvlowat":
-		if l.mptcp {
-			return r.Number != s.Value, []string{lowWaterMPTCP}, nil
-		}
-		if r.Number < s.Value {
-			notes, err = l.lowWater(r.Number)
-		}
-		return r.Number != s.Value, notes, err
-	case "window_clamp":
-		// SOCK_MIN_RCVBUF / 2 is 1152 with the structures of 64-bit kernels.
-		if r.Number != s.Value {
-			notes = []string{"the kernel computes it anew from the receive buffer, and makes it at least half of the smallest one"}
-		}
-		return r.Number != s.Value, notes, nil
-	}
-	want, note := l.rounded(o, s.Value, r.Number)
-	if want != s.Value {
-		notes = append(notes, note)
-	}
-	if want != r.Number {
-		return true, nil, nil
-	}
-	if o.Name == "delack_max" {
-		minimum, _ := FindOption("rto_min")
-		// tcp_delack_max (net/ipv4/tcp_output.c, Linux 6.18).
-		rto, _, ok, err := l.read(minimum)
-		if err == nil && ok && rto.Number <= r.Number {
-			notes = append(notes, "acknowledgements wait for less than the smallest RTO, "+minimum.format(rto))
-		}
-	}
-	return false, notes, nil
-}
-
-// rounded is a value in the kernel's units, and what those are.
-func (l *look) rounded(o Option, value, got int64) (rounded int64, note string) {
-	switch o.Name {
-	case "tos", "traffic_class":
-		return value&^ecnBits | got&ecnBits, "the two lowest bits are the kernel's, for ECN"
-	case "syn_rto", "synack_rto", "delack_max", "rto_min":
-		return l.jiffies(value) * 1000000 / l.hz, l.jiffiesNote()
-	case "rto_max":
-		return (l.jiffies(value/o.Unit*o.Unit)*1000 + l.hz - 1) / l.hz * o.Unit, l.jiffiesNote()
-	case "user_timeout":
-		value, note = value/o.Unit*o.Unit, "in whole milliseconds"
-	case "keepalive_idle", "keepalive_interval":
-		value, note = value/o.Unit*o.Unit, "in whole seconds"
-	}
-	return value, note
-}
-
-// jiffies gives microseconds in the kernel's ticks, rounded up.
-func (l *look) jiffies(us int64) int64 { return (us*l.hz + 999999) / 1000000 }
-
-func (l *look) jiffiesNote() string {
-	return "rounded up to jiffies of " + duration(1000000/l.hz)
-}
-
-func duration(us int64) string {
-	return config.FormatValue(config.TuneOption{Kind: config.KindDuration}, us)
-}
-
-func bytesText(n int64) string {
-	return config.FormatValue(config.TuneOption{Kind: config.KindSize}, n)
-}
-
-// compareBuffer compares a buffer's size, which the kernel has doubled.
-func (l *look) compareBuffer(o Option, want int64, r Reading) (differs bool, notes []string, err error) {
-	most := "net.core.wmem_max"
-	if o.Name == "rcvbuf" {
-		most = "net.core.rmem_max"
-	}
-	limit := sysctlNumbers(most)
-	switch {
-	case !r.Locked:
-		differs, notes = true, []string{"the kernel tunes it: it is not set any more, or never was"}
-	case r.Number == 2*want:
-		notes = []string{"the kernel doubles it"}
-	case len(limit) == 1 && limit[0] < want && r.Number == 2*limit[0]:
-		differs, notes = true, []string{"cut to " + most + ", " + bytesText(limit[0]), "the kernel doubles it"}
-	case r.Number > 2*want && r.Number <= smallestBuffer:
-		differs, notes = true, []string{"raised to the kernel's smallest buffer"}
-	default:
-		differs = true
-	}
-	if o.Name != "rcvbuf" || !r.Locked {
-		return differs, notes, nil
-	}
-	clamp, _ := FindOption("window_clamp")
-	window, _, ok, err := l.read(clamp)
-	if err != nil {
-		return differs, notes, err
-	}
-	switch scaled := int64(math.MaxUint16) << l.windowScale(); {
-	case scaled < r.Number/2 && l.role() == config.RoleAccept:
-		notes = append(notes, fmt.Sprintf("the window is at most %s: its scale was fixed at the SYN, by the listener's receive buffer", bytesText(scaled)))
-	case scaled < r.Number/2:
-		notes = append(notes, fmt.Sprintf("the window is at most %s: its scale was fixed at the SYN", bytesText(scaled)))
-	case ok && window.Number < r.Number/4:
-		// Half of the buffer would be what was asked for.
-		notes = append(notes, fmt.Sprintf("the window is at most %s for now: TCP_WINDOW_CLAMP", bytesText(window.Number)))
-	}
-	return differs, notes, nil
-}
-
-// smallestBuffer bounds SOCK_MIN_SNDBUF and SOCK_MIN_RCVBUF (include/net/sock.h,
-// Linux 6.18): 4608 and 2304 with the structures of 64-bit kernels.
-const smallestBuffer = 8192
-
-// windowScale is by how many bits the window that this host advertises is
-// shifted. golang.org/x/sys leaves the field out, which follows the options.
-func (l *look) windowScale() uint {
-	scales := *(*uint8)(unsafe.Add(unsafe.Pointer(&l.info.Options), 1))
-	if l.info.Options&tcpiOptWscale == 0 {
-		return 0
-	}
-	return uint(scales >> 4)
-}
-
-// Bits of tcpi_options: include/uapi/linux/tcp.h, Linux 6.18.
-const (
-	tcpiOptTimestamps = 1
-	tcpiOptWscale     = 4
-	tcpiOptECN        = 8
-)
-
-// timestamps is TCPOLEN_TSTAMP_ALIGNED (include/net/tcp.h, Linux 6.18).
-const timestamps = 12
-
-// lowWater says why SO_RCVLOWAT is less than what was asked for.
-func (l *look) lowWater(got int64) ([]string, error) {
-	buffer, _ := FindOption("rcvbuf")
-	r, _, ok, err := l.read(buffer)
-	if err != nil {
-		return nil, err
-	}
-	if ok && r.Locked && got == r.Number/2 {
-		return []string{"cut to half of the receive buffer"}, nil
-	}
-	if most := sysctlNumbers("net.ipv4.tcp_rmem"); len(most) == 3 && got == most[2]/2 {
-		return []string{"cut to half of the largest receive buffer, the third number of net.ipv4.tcp_rmem"}, nil
-	}
-	return nil, nil
-}
-
-// shown fills in what TCP_INFO shows of an option that cannot be read.
-func (l *look) shown(v *api.TuneValue, o Option, s config.Setting) (notes []string) {
-	v.Source = notReadable
-	show := func(field string, n int64) {
-		v.Source, v.Effective = "TCP_INFO "+field, o.format(Reading{Number: n})
-	}
-	info := l.info
-	switch o.Name {
-	case "syn_rto", "synack_rto":
-		if want, note := l.rounded(o, s.Value, 0); want != s.Value {
-			notes = append(notes, note+": "+duration(want))
-		}
-		notes = append(notes, "only during the handshake")
-	case "initial_rwnd":
-		if info.Rcv_wnd > 0 && info.Advmss > 0 {
-			show("rcv_wnd", int64(info.Rcv_wnd/info.Advmss))
-		}
-		notes = append(notes, "only at the start; the window moves on with what is received")
-	case "ecn":
-		agreed := info.Options & tcpiOptECN
-		show("options", int64(agreed))
-		switch {
-		case s.Value == 0:
-			notes = append(notes, "left to net.ipv4.tcp_ecn")
-		case agreed == 0:
-			v.Differs = true
-			notes = append(notes, "the peer does not agree")
-		}
-	case "base_rtt":
-		notes = append(notes, "only the congestion control nv asks for it")
-	case "initial_cwnd":
-		show("snd_cwnd", int64(info.Snd_cwnd))
-		want := s.Value
-		if s.Explore != nil {
-			want = 0
-			if l.c != nil && int(l.c.Candidate) < len(s.Explore.Candidates) {
-				want = int64(s.Explore.Candidates[l.c.Candidate])
-			}
-		}
-		switch {
-		case info.Data_segs_out == 0:
-			v.Differs = want != 0 && int64(info.Snd_cwnd) != want
-		case want == 0:
-			notes = append(notes, "only at the start; the congestion control moves it from there")
-		case int64(info.Snd_cwnd) == want:
-			notes = append(notes, "only at the start; the congestion control has not moved it since")
-		default:
-			notes = append(notes, "only at the start; the congestion control has moved it since")
-		}
-	case "cwnd_clamp":
-		show("snd_cwnd", int64(info.Snd_cwnd))
-		v.Differs = int64(info.Snd_cwnd) > s.Value
-		threshold := "none"
-		if info.Snd_ssthresh < infiniteThreshold {
-			threshold = strconv.Itoa(int(info.Snd_ssthresh))
-		}
-		notes = append(notes, "the window is shown, its bound cannot be read; snd_ssthresh "+threshold)
-		if v.Differs {
-			notes = append(notes, "it comes down with the next acknowledgements")
-		}
-	case "rto_min":
-		show("rto", int64(info.Rto))
-		v.Differs = int64(info.Rto) < s.Value
-		notes = append(notes, "the timeout is shown, its minimum cannot be read "+l.lacks)
-	case "delack_max":
-		show("ato", int64(info.Ato))
-		notes = append(notes, "the present delay is shown, its maximum cannot be read "+l.lacks)
-	case "mss":
-		show("advmss", int64(info.Advmss))
-		got := int64(info.Advmss)
-		if info.Options&tcpiOptTimestamps != 0 {
-			got += timestamps
-			notes = append(notes, fmt.Sprintf("timestamps take %d bytes of it", timestamps))
-		}
-		if v.Differs = got != s.Value; got < s.Value {
-			notes = append(notes, "bounded by the MTU of the route")
-		}
-		notes = append(notes, fmt.Sprintf("segments carry %d bytes", info.Snd_mss))
-	default:
-		if _, known := readable[o.Name]; known && l.mptcp {
-			notes = append(notes, "it cannot be read "+l.lacks)
-		}
-	}
-	return notes
-}
-
-// infiniteThreshold is TCP_INFINITE_SSTHRESH (include/net/tcp.h, Linux 6.18).
-const infiniteThreshold = 0x7fffffff
-
 // sysctlNumbers reads a sysctl in this process' network namespace. It is nil if
 // that does not have it, as namespaces but the first have no net.core.wmem_max in
 // older kernels.
@@ -560,4 +552,12 @@ func sysctlNumbers(name string) []int64 {
 		numbers = append(numbers, n)
 	}
 	return numbers
+}
+
+func duration(us int64) string {
+	return config.FormatValue(config.TuneOption{Kind: config.KindDuration}, us)
+}
+
+func bytesText(n int64) string {
+	return config.FormatValue(config.TuneOption{Kind: config.KindSize}, n)
 }

@@ -24,103 +24,8 @@ import (
 	"sockeye/internal/scope"
 )
 
-// optionProbe finds out, once, what the kernel can set.
-type optionProbe struct {
-	host *domain.Host
-
-	mu     sync.Mutex
-	probed map[string]error // by option; nil before the kernel was asked
-}
-
-// lacking tells which options of rules the kernel cannot set. It fails for a
-// rule that does not say optional.
-func (p *optionProbe) lacking(rules []config.TuneRule) (map[string][]api.TuneSkipped, error) {
-	skipped := make(map[string][]api.TuneSkipped)
-	for _, rule := range rules {
-		settings := rule.Set
-		if rule.React != nil {
-			settings = slices.Concat(settings, rule.React.Set)
-		}
-		for _, s := range settings {
-			needs, err := p.lacks(s)
-			if err != nil {
-				return nil, err
-			}
-			if needs == "" {
-				continue
-			}
-			if !rule.Optional {
-				return nil, &fault.Error{Err: fmt.Errorf("rule %s: this kernel cannot set %s: it needs %s", rule.Name, s.Option, needs),
-					Hint: "leave it out, or give the rule optional: true to have it skipped", Code: fault.CodeUnsupported}
-			}
-			skipped[rule.Name] = append(skipped[rule.Name], api.TuneSkipped{Option: s.Option, Needs: needs})
-		}
-	}
-	return skipped, nil
-}
-
-// lacks says what the kernel would need for a setting, "" if nothing.
-func (p *optionProbe) lacks(s config.Setting) (string, error) {
-	supported, err := p.probe()
-	if err != nil {
-		return "", err
-	}
-	o, _ := FindOption(s.Option)
-	if err := supported[s.Option]; errors.Is(err, ebpf.ErrNotSupported) {
-		return "Linux " + o.Since + " or later", nil
-	} else if err != nil {
-		return "", fmt.Errorf("probe %s: %w", s.Option, err)
-	}
-	if s.Option == "congestion" {
-		available, err := os.ReadFile("/proc/sys/net/ipv4/tcp_available_congestion_control")
-		if err != nil {
-			return "", fmt.Errorf("read congestion controls: %w", err)
-		}
-		if !slices.Contains(strings.Fields(string(available)), s.Text) {
-			return fmt.Sprintf("the module tcp_%s, loaded", s.Text), nil
-		}
-	}
-	return "", nil
-}
-
-// probe tries, once, what the kernel can set.
-func (p *optionProbe) probe() (map[string]error, error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.probed == nil {
-		probed, err := p.probeOptions()
-		if err != nil {
-			return nil, fmt.Errorf("probe options: %w", err)
-		}
-		p.probed = probed
-	}
-	return p.probed, nil
-}
-
-// probeOptions probes in the agent's own cgroup, which it needs no right to
-// write to.
-func (p *optionProbe) probeOptions() (map[string]error, error) {
-	own, err := cgroup.Of(os.Getpid())
-	if err != nil {
-		return nil, err
-	}
-	return Probe(filepath.Join(p.host.Cgroups.Mount, own), p.host.Root.Dir)
-}
-
-// unsupported lists the options that the running kernel cannot set.
-func (p *optionProbe) unsupported() ([]api.TuneSkipped, error) {
-	probed, err := p.probe()
-	if err != nil {
-		return nil, err
-	}
-	list := []api.TuneSkipped{}
-	for _, o := range AllOptions() {
-		if err := probed[o.Name]; err != nil {
-			list = append(list, api.TuneSkipped{Option: o.Name, Needs: "Linux " + o.Since + " or later"})
-		}
-	}
-	return list, nil
-}
+// Options lists the options that the running kernel cannot set.
+func (d *Domain) Options() ([]api.TuneSkipped, error) { return d.kernel.unsupported() }
 
 // ProbeOptions lists the options that the running kernel cannot set, without an agent. It needs an agent's rights, and
 // leaves nothing behind.
@@ -159,5 +64,103 @@ func Check(rules []config.TuneRule, lacks []api.TuneSkipped) (map[string][]api.T
 	for _, l := range lacks {
 		p.probed[l.Option] = ebpf.ErrNotSupported
 	}
-	return p.lacking(rules)
+	return p.skippedOptions(rules)
+}
+
+// optionProbe finds out, once, what the kernel can set.
+type optionProbe struct {
+	host *domain.Host
+
+	mu     sync.Mutex
+	probed map[string]error // by option; nil before the kernel was asked
+}
+
+// lacking tells which options of rules the kernel cannot set. It fails for a
+// rule that does not say optional.
+func (p *optionProbe) skippedOptions(rules []config.TuneRule) (map[string][]api.TuneSkipped, error) {
+	skipped := make(map[string][]api.TuneSkipped)
+	for _, rule := range rules {
+		settings := rule.Set
+		if rule.React != nil {
+			settings = slices.Concat(settings, rule.React.Set)
+		}
+		for _, s := range settings {
+			needs, err := p.requirement(s)
+			if err != nil {
+				return nil, err
+			}
+			if needs == "" {
+				continue
+			}
+			if !rule.Optional {
+				return nil, &fault.Error{Err: fmt.Errorf("rule %s: this kernel cannot set %s: it needs %s", rule.Name, s.Option, needs),
+					Hint: "leave it out, or give the rule optional: true to have it skipped", Code: fault.CodeUnsupported}
+			}
+			skipped[rule.Name] = append(skipped[rule.Name], api.TuneSkipped{Option: s.Option, Needs: needs})
+		}
+	}
+	return skipped, nil
+}
+
+// lacks says what the kernel would need for a setting, "" if nothing.
+func (p *optionProbe) requirement(s config.Setting) (string, error) {
+	supported, err := p.probe()
+	if err != nil {
+		return "", err
+	}
+	o, _ := FindOption(s.Option)
+	if err := supported[s.Option]; errors.Is(err, ebpf.ErrNotSupported) {
+		return "Linux " + o.Since + " or later", nil
+	} else if err != nil {
+		return "", fmt.Errorf("probe %s: %w", s.Option, err)
+	}
+	if s.Option == "congestion" {
+		available, err := os.ReadFile("/proc/sys/net/ipv4/tcp_available_congestion_control")
+		if err != nil {
+			return "", fmt.Errorf("read congestion controls: %w", err)
+		}
+		if !slices.Contains(strings.Fields(string(available)), s.Text) {
+			return fmt.Sprintf("the module tcp_%s, loaded", s.Text), nil
+		}
+	}
+	return "", nil
+}
+
+// unsupported lists the options that the running kernel cannot set.
+func (p *optionProbe) unsupported() ([]api.TuneSkipped, error) {
+	probed, err := p.probe()
+	if err != nil {
+		return nil, err
+	}
+	list := []api.TuneSkipped{}
+	for _, o := range AllOptions() {
+		if err := probed[o.Name]; err != nil {
+			list = append(list, api.TuneSkipped{Option: o.Name, Needs: "Linux " + o.Since + " or later"})
+		}
+	}
+	return list, nil
+}
+
+// probe tries, once, what the kernel can set.
+func (p *optionProbe) probe() (map[string]error, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.probed == nil {
+		probed, err := p.probeOptions()
+		if err != nil {
+			return nil, fmt.Errorf("probe options: %w", err)
+		}
+		p.probed = probed
+	}
+	return p.probed, nil
+}
+
+// probeOptions probes in the agent's own cgroup, which it needs no right to
+// write to.
+func (p *optionProbe) probeOptions() (map[string]error, error) {
+	own, err := cgroup.Of(os.Getpid())
+	if err != nil {
+		return nil, err
+	}
+	return Probe(filepath.Join(p.host.Cgroups.Mount, own), p.host.Root.Dir)
 }

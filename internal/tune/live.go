@@ -67,58 +67,6 @@ type SavedValue struct {
 	After  *Reading `json:"after,omitempty"`
 }
 
-// Merge adds what a later Apply has saved, so that Revert goes back to what was
-// there before the first.
-func (s Saved) Merge(later Saved) {
-	for cookie, c := range later {
-		earlier, ok := s[cookie]
-		if !ok {
-			s[cookie] = c
-			continue
-		}
-		c.Values = slices.Clone(c.Values)
-		for _, before := range earlier.Values {
-			i := slices.IndexFunc(c.Values, func(v SavedValue) bool { return v.Option == before.Option })
-			switch {
-			case i < 0:
-				c.Values = append(c.Values, before)
-			case before.After == nil, sameReading(before.After, c.Values[i].Before):
-				c.Values[i].Before = before.Before
-			}
-		}
-		slices.SortStableFunc(c.Values, func(a, b SavedValue) int {
-			return cmp.Compare(optionIndex(a.Option), optionIndex(b.Option))
-		})
-		s[cookie] = c
-	}
-}
-
-func sameReading(a, b *Reading) bool {
-	return a == nil && b == nil || a != nil && b != nil && *a == *b
-}
-
-func optionIndex(name string) int {
-	return slices.IndexFunc(config.TuneOptions, func(o config.TuneOption) bool { return o.Name == name })
-}
-
-// adoption is one Apply.
-type adoption struct {
-	tune  *bpf.Tune
-	live  *bpf.Live
-	only  func(rule string) bool
-	rules map[uint32]*bpf.TuneRule
-	plans map[uint64]plan
-	// unseen are connections of which the kernel will not tell the program.
-	unseen int
-	made   Report
-}
-
-// plan is what a connection is to get.
-type plan struct {
-	rule uint32 // 0: none
-	role uint32
-}
-
 // Apply gives the open connections of the processes in a cgroup, given by its
 // folder, and below the rules that they would have had, of those whose name only
 // says yes to; nil says it to all. What a rule does at the start of a connection
@@ -128,43 +76,61 @@ type plan struct {
 // The caller keeps Report.Saved, of a Report that comes with an error, too. The
 // error wraps ebpf.ErrNotSupported if the kernel cannot do it.
 func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool) (Report, error) {
-	a := &adoption{tune: t, only: only, plans: make(map[uint64]plan),
-		made: Report{ByRule: make(map[string]int), Failures: []api.TuneLiveFailure{}, Problems: []string{}, Saved: make(Saved)}}
+	a := &liveApply{tune: t, only: only, plans: make(map[uint64]plan),
+		report: Report{ByRule: make(map[string]int), Failures: []api.TuneLiveFailure{}, Problems: []string{}, Saved: make(Saved)}}
 	var err error
 	if a.rules, err = t.Rules(); err != nil {
-		return a.made, err
+		return a.report, err
 	}
 	failed, err := t.Failures()
 	if err != nil {
-		return a.made, err
+		return a.report, err
 	}
 	if err := a.decide(cgroup); err != nil {
-		return a.made, err
+		return a.report, err
 	}
 	if a.live, err = t.Live(); err != nil {
-		return a.made, err
+		return a.report, err
 	}
 	problems, err := procsock.WalkOnce(cgroup, a.visit)
 	for _, p := range problems {
-		a.made.Problems = append(a.made.Problems, p.Error())
+		a.report.Problems = append(a.report.Problems, p.Error())
 	}
 	if a.unseen > 0 {
-		a.made.Problems = append(a.made.Problems, fmt.Sprintf("%d connections have their rule, but are not counted and never react: not supported before Linux 6.12", a.unseen))
+		a.report.Problems = append(a.report.Problems, fmt.Sprintf("%d connections have their rule, but are not counted and never react: not supported before Linux 6.12", a.unseen))
 	}
 	err = errors.Join(err, a.live.Close(), a.countFailures(failed))
-	return a.made, err
+	return a.report, err
+}
+
+// liveApply is one Apply.
+type liveApply struct {
+	tune  *bpf.Tune
+	live  *bpf.Live
+	only  func(rule string) bool
+	rules map[uint32]*bpf.TuneRule
+	plans map[uint64]plan
+	// unseen are connections of which the kernel will not tell the program.
+	unseen int
+	report Report
+}
+
+// plan is what a connection is to get.
+type plan struct {
+	rule uint32 // 0: none
+	role uint32
 }
 
 // decide asks the program which rules the connections would have.
-func (a *adoption) decide(cgroup string) error {
-	heard := make(procsock.Listeners)
+func (a *liveApply) decide(cgroup string) error {
+	listeners := make(procsock.Listeners)
 	type candidate struct {
 		socket *procsock.Socket
 		has    *bpf.TuneConnection
 	}
 	var candidates []candidate
 	_, err := procsock.WalkOnce(cgroup, func(s *procsock.Socket) error {
-		heard.Add(s)
+		listeners.Add(s)
 		if s.MPTCP || !s.Connected() {
 			return nil
 		}
@@ -178,7 +144,7 @@ func (a *adoption) decide(cgroup string) error {
 	questions := make([]bpf.MatchQuestion, len(candidates))
 	for i, c := range candidates {
 		s := c.socket
-		questions[i] = match.Question{Local: s.Local, Remote: s.Remote, Role: heard.Role(s)}.BPF()
+		questions[i] = match.Question{Local: s.Local, Remote: s.Remote, Role: listeners.Role(s)}.BPF()
 		if c.has != nil {
 			questions[i].Role = uint32(c.has.Role)
 		}
@@ -193,7 +159,7 @@ func (a *adoption) decide(cgroup string) error {
 	return nil
 }
 
-func (a *adoption) visit(s *procsock.Socket) error {
+func (a *liveApply) visit(s *procsock.Socket) error {
 	switch {
 	case s.MPTCP && !s.Remote.IsValid():
 		// What a listener accepts without MPTCP is TCP like any other.
@@ -214,11 +180,11 @@ func (a *adoption) visit(s *procsock.Socket) error {
 	}
 	rule := a.rules[plan.rule]
 	if rule == nil {
-		a.made.NoRule++
+		a.report.NoRule++
 		return nil
 	}
 	if a.only != nil && !a.only(bpf.Text(rule.Name[:])) {
-		a.made.NotAsked++
+		a.report.NotAsked++
 		return nil
 	}
 	has, err := a.tune.Connection(s.FD)
@@ -226,13 +192,13 @@ func (a *adoption) visit(s *procsock.Socket) error {
 		return err
 	}
 	if has != nil && has.Rule == plan.rule {
-		a.made.AlreadyTuned++
+		a.report.AlreadyTuned++
 		return nil
 	}
-	return a.adopt(s, plan.role, has)
+	return a.applyRule(s, plan.role, has)
 }
 
-func (a *adoption) adopt(s *procsock.Socket, role uint32, had *bpf.TuneConnection) error {
+func (a *liveApply) applyRule(s *procsock.Socket, role uint32, had *bpf.TuneConnection) error {
 	before, err := readings(s)
 	if err != nil {
 		a.problem(s, err)
@@ -249,10 +215,10 @@ func (a *adoption) adopt(s *procsock.Socket, role uint32, had *bpf.TuneConnectio
 	switch {
 	case has == nil:
 		// The rules were replaced in between.
-		a.made.NoRule++
+		a.report.NoRule++
 		return nil
 	case had != nil && had.Rule == has.Rule:
-		a.made.AlreadyTuned++
+		a.report.AlreadyTuned++
 		return nil
 	}
 	rule := a.rules[has.Rule]
@@ -266,18 +232,18 @@ func (a *adoption) adopt(s *procsock.Socket, role uint32, had *bpf.TuneConnectio
 	}
 	name := bpf.Text(rule.Name[:])
 	saved := SavedConnection{Rule: name, Local: s.Local, Remote: s.Remote, Values: []SavedValue{}}
-	a.made.Adopted++
-	a.made.ByRule[name]++
+	a.report.Adopted++
+	a.report.ByRule[name]++
 	if has.Flags&bpf.TuneConnectionUnseen != 0 {
 		a.unseen++
 	}
 	if int(has.Arm) == bpf.TuneArmControl {
-		a.made.Control++
-		a.made.Saved[s.Cookie] = saved
+		a.report.Control++
+		a.report.Saved[s.Cookie] = saved
 		return nil
 	}
 	set := liveOptions(rule, s.Family)
-	a.made.Options += len(set)
+	a.report.Options += len(set)
 	after, err := readings(s)
 	if err != nil {
 		a.problem(s, err)
@@ -297,12 +263,37 @@ func (a *adoption) adopt(s *procsock.Socket, role uint32, had *bpf.TuneConnectio
 		}
 		saved.Values = append(saved.Values, v)
 	}
-	a.made.Saved[s.Cookie] = saved
+	a.report.Saved[s.Cookie] = saved
 	return nil
 }
 
-func (a *adoption) problem(s *procsock.Socket, err error) {
-	a.made.Problems = append(a.made.Problems, problem(s, err))
+// countFailures adds what the kernel refused since.
+func (a *liveApply) countFailures(before map[bpf.TuneFailure]uint64) error {
+	now, err := a.tune.Failures()
+	if err != nil {
+		return err
+	}
+	for f, count := range now {
+		rule := a.rules[f.Rule]
+		if count <= before[f] || rule == nil || a.report.ByRule[bpf.Text(rule.Name[:])] == 0 {
+			continue
+		}
+		count -= before[f]
+		failure := api.TuneLiveFailure{Rule: bpf.Text(rule.Name[:]), Error: unix.Errno(f.Error).Error(), Count: count}
+		if int(f.Option) < len(config.TuneOptions) {
+			failure.Option = config.TuneOptions[f.Option].Name
+		}
+		a.report.Failures = append(a.report.Failures, failure)
+		a.report.Options -= min(int(count), a.report.Options)
+	}
+	slices.SortFunc(a.report.Failures, func(a, b api.TuneLiveFailure) int {
+		return cmp.Or(cmp.Compare(a.Rule, b.Rule), cmp.Compare(a.Option, b.Option), cmp.Compare(a.Error, b.Error))
+	})
+	return nil
+}
+
+func (a *liveApply) problem(s *procsock.Socket, err error) {
+	a.report.Problems = append(a.report.Problems, problem(s, err))
 }
 
 // problem says why a socket could not be dealt with.
@@ -344,31 +335,6 @@ func readings(s *procsock.Socket) (map[string]*Reading, error) {
 	return values, nil
 }
 
-// countFailures adds what the kernel refused since.
-func (a *adoption) countFailures(before map[bpf.TuneFailure]uint64) error {
-	now, err := a.tune.Failures()
-	if err != nil {
-		return err
-	}
-	for f, count := range now {
-		rule := a.rules[f.Rule]
-		if count <= before[f] || rule == nil || a.made.ByRule[bpf.Text(rule.Name[:])] == 0 {
-			continue
-		}
-		count -= before[f]
-		failure := api.TuneLiveFailure{Rule: bpf.Text(rule.Name[:]), Error: unix.Errno(f.Error).Error(), Count: count}
-		if int(f.Option) < len(config.TuneOptions) {
-			failure.Option = config.TuneOptions[f.Option].Name
-		}
-		a.made.Failures = append(a.made.Failures, failure)
-		a.made.Options -= min(int(count), a.made.Options)
-	}
-	slices.SortFunc(a.made.Failures, func(a, b api.TuneLiveFailure) int {
-		return cmp.Or(cmp.Compare(a.Rule, b.Rule), cmp.Compare(a.Option, b.Option), cmp.Compare(a.Error, b.Error))
-	})
-	return nil
-}
-
 // Reverted is what Revert did.
 type Reverted struct {
 	// Connections lost their rule, and had Options set back.
@@ -405,53 +371,53 @@ var defaults = map[string]struct {
 	"rto_min":    {200 * 1000, leftDefault},
 }
 
-// reversion is one Revert.
-type reversion struct {
-	live  *bpf.Live
-	saved Saved
-	left  map[api.TuneLeft]int
-	made  Reverted
-}
-
 // Revert takes back what Apply did to the connections in saved: values that are
 // still as Apply set them become what they were, autotuned buffers are tuned
 // again, and no rule counts the connections any more. Connections that had a
 // rule from their start are not touched.
 func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
-	r := &reversion{saved: maps.Clone(saved), left: make(map[api.TuneLeft]int),
-		made: Reverted{Left: []api.TuneLeft{}, Problems: []string{}, Remaining: make(Saved)}}
+	r := &liveRevert{saved: maps.Clone(saved), left: make(map[api.TuneLeft]int),
+		report: Reverted{Left: []api.TuneLeft{}, Problems: []string{}, Remaining: make(Saved)}}
 	live, err := t.Live()
 	if err != nil {
-		return r.made, err
+		return r.report, err
 	}
 	r.live = live
 	problems, err := procsock.WalkOnce(cgroup, r.visit)
 	for _, p := range problems {
-		r.made.Problems = append(r.made.Problems, p.Error())
+		r.report.Problems = append(r.report.Problems, p.Error())
 	}
 	if err != nil || len(problems) > 0 {
-		r.made.Remaining = r.saved
+		r.report.Remaining = r.saved
 	} else {
-		r.made.Gone += len(r.saved)
+		r.report.Gone += len(r.saved)
 	}
 	for left, n := range r.left {
 		left.Connections = n
-		r.made.Left = append(r.made.Left, left)
+		r.report.Left = append(r.report.Left, left)
 	}
-	slices.SortFunc(r.made.Left, func(a, b api.TuneLeft) int {
+	slices.SortFunc(r.report.Left, func(a, b api.TuneLeft) int {
 		return cmp.Or(cmp.Compare(a.Rule, b.Rule), cmp.Compare(optionIndex(a.Option), optionIndex(b.Option)), cmp.Compare(a.Reason, b.Reason))
 	})
-	return r.made, errors.Join(err, live.Close())
+	return r.report, errors.Join(err, live.Close())
 }
 
-func (r *reversion) visit(s *procsock.Socket) error {
+// liveRevert is one Revert.
+type liveRevert struct {
+	live   *bpf.Live
+	saved  Saved
+	left   map[api.TuneLeft]int
+	report Reverted
+}
+
+func (r *liveRevert) visit(s *procsock.Socket) error {
 	saved, ok := r.saved[s.Cookie]
 	if !ok {
 		return nil
 	}
 	delete(r.saved, s.Cookie)
 	if !s.Connected() {
-		r.made.Gone++
+		r.report.Gone++
 		return nil
 	}
 	// Looked at before anything is set: one may change another.
@@ -466,30 +432,26 @@ func (r *reversion) visit(s *procsock.Socket) error {
 	// In the order of setting them: IP_TOS sets the priority, which comes after.
 	for _, v := range values {
 		if err := r.restore(s, saved.Rule, v); err != nil {
-			r.leave(saved.Rule, v.Option, err.Error())
+			r.recordLeft(saved.Rule, v.Option, err.Error())
 			continue
 		}
-		r.made.Options++
+		r.report.Options++
 	}
-	if err := r.leavePacing(s, saved.Rule, values); err != nil {
-		r.made.Problems = append(r.made.Problems, problem(s, err))
+	if err := r.recordPacing(s, saved.Rule, values); err != nil {
+		r.report.Problems = append(r.report.Problems, problem(s, err))
 	}
 	if err := r.live.Forget(s.FD); err != nil {
-		r.made.Problems = append(r.made.Problems, problem(s, err))
+		r.report.Problems = append(r.report.Problems, problem(s, err))
 		return nil
 	}
-	r.made.Connections++
+	r.report.Connections++
 	return nil
-}
-
-func (r *reversion) leave(rule, option, reason string) {
-	r.left[api.TuneLeft{Rule: rule, Option: option, Reason: reason}]++
 }
 
 // unchanged tells whether an option is still as Apply left it. The bound of the
 // window, which the kernel computes from the receive buffer, goes with the
 // buffer: it would stay at what the smaller buffer has made of it.
-func (r *reversion) unchanged(s *procsock.Socket, rule string, v SavedValue, buffer bool) bool {
+func (r *liveRevert) unchanged(s *procsock.Socket, rule string, v SavedValue, buffer bool) bool {
 	o, ok := FindOption(v.Option)
 	if !ok {
 		return false
@@ -500,32 +462,32 @@ func (r *reversion) unchanged(s *procsock.Socket, rule string, v SavedValue, buf
 	now, ok, err := o.read(s.FD)
 	switch {
 	case err != nil:
-		r.leave(rule, v.Option, err.Error())
+		r.recordLeft(rule, v.Option, err.Error())
 	case ok && (v.After != nil && now == *v.After || o.Name == "window_clamp" && buffer && now.Number < v.Before.Number):
 		return true
 	case v.After != nil:
-		r.leave(rule, v.Option, leftChanged)
+		r.recordLeft(rule, v.Option, leftChanged)
 	}
 	return false
 }
 
 // restore sets an option back.
-func (r *reversion) restore(s *procsock.Socket, rule string, v SavedValue) error {
+func (r *liveRevert) restore(s *procsock.Socket, rule string, v SavedValue) error {
 	o, _ := FindOption(v.Option)
 	if v.Before == nil {
 		back := defaults[o.Name]
 		if err := r.live.Set(s.FD, o.Level, o.Number, back.value); err != nil {
 			return err
 		}
-		r.leave(rule, o.Name, back.reason)
+		r.recordLeft(rule, o.Name, back.reason)
 		return nil
 	}
-	return os.NewSyscallError("setsockopt", o.set(s.FD, *v.Before))
+	return os.NewSyscallError("setsockopt", o.restore(s.FD, *v.Before))
 }
 
-// leavePacing tells if a connection paces what it sends, as it did not before:
+// recordPacing tells if a connection paces what it sends, as it did not before:
 // once begun, for a bound of the rate or by bbr, the kernel never ends it.
-func (r *reversion) leavePacing(s *procsock.Socket, rule string, restored []SavedValue) error {
+func (r *liveRevert) recordPacing(s *procsock.Socket, rule string, restored []SavedValue) error {
 	congestion, _ := FindOption("congestion")
 	now, _, err := congestion.read(s.FD)
 	if err != nil || now.Text == "bbr" {
@@ -534,16 +496,20 @@ func (r *reversion) leavePacing(s *procsock.Socket, rule string, restored []Save
 	for _, v := range restored {
 		switch {
 		case v.Option == "pacing_rate" && v.Before != nil && v.Before.Number < 0:
-			r.leave(rule, v.Option, leftPacing)
+			r.recordLeft(rule, v.Option, leftPacing)
 		case v.Option == "congestion" && v.After != nil && v.After.Text == "bbr":
-			r.leave(rule, v.Option, leftBBR)
+			r.recordLeft(rule, v.Option, leftBBR)
 		}
 	}
 	return nil
 }
 
+func (r *liveRevert) recordLeft(rule, option, reason string) {
+	r.left[api.TuneLeft{Rule: rule, Option: option, Reason: reason}]++
+}
+
 // set gives an option the value that was read.
-func (o Option) set(fd int, r Reading) error {
+func (o Option) restore(fd int, r Reading) error {
 	number := readable[o.Name].number
 	switch o.Name {
 	case "congestion":
@@ -551,16 +517,16 @@ func (o Option) set(fd int, r Reading) error {
 	case "pacing_rate":
 		return unix.SetsockoptUint64(fd, int(o.Level), number, uint64(r.Number))
 	case "sndbuf":
-		return setBuffer(fd, unix.SO_SNDBUFFORCE, o.lock(), r)
+		return restoreBuffer(fd, unix.SO_SNDBUFFORCE, o.lock(), r)
 	case "rcvbuf":
-		return setBuffer(fd, unix.SO_RCVBUFFORCE, o.lock(), r)
+		return restoreBuffer(fd, unix.SO_RCVBUFFORCE, o.lock(), r)
 	}
 	return unix.SetsockoptInt(fd, int(o.Level), number, int(r.Number/o.Unit))
 }
 
-// setBuffer gives a buffer its size, whatever the sysctls say, and lets the
+// restoreBuffer gives a buffer its size, whatever the sysctls say, and lets the
 // kernel tune it again if it did.
-func setBuffer(fd, name, lock int, r Reading) error {
+func restoreBuffer(fd, name, lock int, r Reading) error {
 	// The kernel doubles it.
 	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, name, int(r.Number+1)/2); err != nil {
 		return err
@@ -573,4 +539,38 @@ func setBuffer(fd, name, lock int, r Reading) error {
 		return err
 	}
 	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK, locks&^lock)
+}
+
+// Merge adds what a later Apply has saved, so that Revert goes back to what was
+// there before the first.
+func (s Saved) Merge(later Saved) {
+	for cookie, c := range later {
+		earlier, ok := s[cookie]
+		if !ok {
+			s[cookie] = c
+			continue
+		}
+		c.Values = slices.Clone(c.Values)
+		for _, before := range earlier.Values {
+			i := slices.IndexFunc(c.Values, func(v SavedValue) bool { return v.Option == before.Option })
+			switch {
+			case i < 0:
+				c.Values = append(c.Values, before)
+			case before.After == nil, sameReading(before.After, c.Values[i].Before):
+				c.Values[i].Before = before.Before
+			}
+		}
+		slices.SortStableFunc(c.Values, func(a, b SavedValue) int {
+			return cmp.Compare(optionIndex(a.Option), optionIndex(b.Option))
+		})
+		s[cookie] = c
+	}
+}
+
+func sameReading(a, b *Reading) bool {
+	return a == nil && b == nil || a != nil && b != nil && *a == *b
+}
+
+func optionIndex(name string) int {
+	return slices.IndexFunc(config.TuneOptions, func(o config.TuneOption) bool { return o.Name == name })
 }

@@ -73,7 +73,7 @@ func (t *tuner) collect(out chan<- prometheus.Metric) error {
 	if t.tune == nil {
 		return nil
 	}
-	ids, _, _, err := t.numbers()
+	ids, _, _, err := t.ruleIDs()
 	if err != nil {
 		return err
 	}

@@ -21,10 +21,10 @@ import (
 	"sockeye/internal/sockdiag"
 )
 
-// showSubflows fills in what is known of an MPTCP socket. The rules' programs run for its
+// describeSubflows fills in what is known of an MPTCP socket. The rules' programs run for its
 // subflows, to which no descriptor leads: sock_diag(7) reads the rule of each, and the
 // options that it knows.
-func (t *tuner) showSubflows(s *procsock.Socket, view *api.TuneSocket) error {
+func (t *tuner) describeSubflows(s *procsock.Socket, view *api.TuneSocket) error {
 	ends, fellBack, err := s.Subflows()
 	if errors.Is(err, procsock.ErrNoSubflows) {
 		return &fault.Error{Err: err, Hint: "it needs Linux 5.16 or later", Code: fault.CodeUnsupported}
@@ -51,7 +51,7 @@ func (t *tuner) showSubflows(s *procsock.Socket, view *api.TuneSocket) error {
 		}
 		f := api.TuneSubflow{Local: end.Local.String(), Remote: end.Remote.String()}
 		q := match.Question{Local: end.Local, Remote: end.Remote, Role: s.Role}
-		f.Role, f.Tuned, err = t.tuned(q, c, func(rule config.TuneRule) ([]api.TuneValue, error) {
+		f.Role, f.Tuned, err = t.describeRule(q, c, func(rule config.TuneRule) ([]api.TuneValue, error) {
 			return EffectiveSubflow(s, subflow, fellBack, rule, c)
 		})
 		if err != nil {
@@ -67,8 +67,8 @@ func (t *tuner) showSubflows(s *procsock.Socket, view *api.TuneSocket) error {
 func (t *tuner) findSubflow(diag *sockdiag.Conn, end procsock.Subflow) (subflow *sockdiag.Socket, c *bpf.TuneConnection, err error) {
 	var value []byte
 	q := sockdiag.Query{States: sockdiag.Connected, LocalPort: end.Local.Port(), RemotePort: end.Remote.Port(), Options: true, Storage: t.tune.Storage()}
-	begin := func() { subflow, value = nil, nil }
-	err = diag.Dump(q, begin, func(s *sockdiag.Socket) {
+	reset := func() { subflow, value = nil, nil }
+	err = diag.Dump(q, reset, func(s *sockdiag.Socket) {
 		if s.Local.Addr().WithZone("") == end.Local.Addr() && s.Remote.Addr().WithZone("") == end.Remote.Addr() {
 			found := *s
 			subflow, value = &found, slices.Clone(s.Storage)

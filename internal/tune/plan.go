@@ -18,20 +18,6 @@ import (
 	"sockeye/internal/scope"
 )
 
-// tunings splits the rules of a policy by cgroup.
-func tunings(policy *config.Policy) []tuneChange {
-	var all []tuneChange
-	for _, rule := range policy.Tune {
-		i := slices.IndexFunc(all, func(c tuneChange) bool { return c.name == rule.Cgroup })
-		if i < 0 {
-			i = len(all)
-			all = append(all, tuneChange{name: rule.Cgroup, services: policy.Services})
-		}
-		all[i].rules = append(all[i].rules, rule)
-	}
-	return all
-}
-
 // Plan compares the rules of a policy with those in force, and checks that the kernel can set what they
 // ask for.
 func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
@@ -58,15 +44,15 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		t := d.tuners[c.name]
 		if t == nil {
 			if err := d.host.Cgroups.MayCreate(c.name); err != nil {
-				return nil, ofCgroup(c.name, err)
+				return nil, tuneError(c.name, err)
 			}
 		}
-		skipped, err := d.kernel.lacking(c.rules)
+		skipped, err := d.kernel.skippedOptions(c.rules)
 		if err != nil {
-			return nil, ofCgroup(c.name, err)
+			return nil, tuneError(c.name, err)
 		}
 		if _, err := compileTune(c.rules, c.services, skipped); err != nil {
-			return nil, ofCgroup(c.name, err)
+			return nil, tuneError(c.name, err)
 		}
 		if t == nil {
 			changes := d.host.Cgroups.Added(c.name, "tuned")
@@ -77,11 +63,44 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 			continue
 		}
 		diff := changedRules(c.name, t.rules, c.rules)
-		if len(diff) > 0 || servicesMatter(c.rules) && !reflect.DeepEqual(listenersOf(t.services), listenersOf(c.services)) {
+		if len(diff) > 0 || matchesService(c.rules) && !reflect.DeepEqual(listenersOf(t.services), listenersOf(c.services)) {
 			add(c, diff)
 		}
 	}
 	return steps, nil
+}
+
+// CheckNested refuses a policy that tunes cgroups of which one holds another, as far
+// as that is known: by their paths, and of units by where they are on this host.
+func CheckNested(policy *config.Policy) error {
+	mount, err := cgroup.Mount()
+	if err != nil {
+		mount = "/nonexistent" // paths and slices are known without a host
+	}
+	return checkNested(scope.Tree{Mount: mount}, tunings(policy))
+}
+
+// checkNested refuses cgroups of which one holds another.
+func checkNested(tree scope.Tree, all []tuneChange) error {
+	names := make([]string, len(all))
+	for i, c := range all {
+		names[i] = c.name
+	}
+	return nestedError(tree.CheckNested(names...))
+}
+
+// tunings splits the rules of a policy by cgroup.
+func tunings(policy *config.Policy) []tuneChange {
+	var all []tuneChange
+	for _, rule := range policy.Tune {
+		i := slices.IndexFunc(all, func(c tuneChange) bool { return c.name == rule.Cgroup })
+		if i < 0 {
+			i = len(all)
+			all = append(all, tuneChange{name: rule.Cgroup, services: policy.Services})
+		}
+		all[i].rules = append(all[i].rules, rule)
+	}
+	return all
 }
 
 func listenersOf(services []config.Service) map[string][]config.Listener {
@@ -92,33 +111,8 @@ func listenersOf(services []config.Service) map[string][]config.Listener {
 	return listeners
 }
 
-func servicesMatter(rules []config.TuneRule) bool {
+func matchesService(rules []config.TuneRule) bool {
 	return slices.ContainsFunc(rules, func(r config.TuneRule) bool { return r.Match.Service != "" })
-}
-
-func addedRule(cgroup string, rule config.TuneRule) api.Change {
-	what := "rule " + rule.Name
-	if set := describeSet(rule); set != "" {
-		what += ": " + set
-	}
-	return api.Change{Cgroup: cgroup, Action: "add", What: what, Effect: "for new connections: " + rule.Match.String()}
-}
-
-func removedRule(cgroup string, rule config.TuneRule) api.Change {
-	return api.Change{Cgroup: cgroup, Action: "remove", What: "rule " + rule.Name,
-		Effect: "new connections get a later rule or the kernel's defaults, open ones keep what they have"}
-}
-
-// describeSet says what a rule does.
-func describeSet(rule config.TuneRule) string {
-	var parts []string
-	for _, s := range rule.Set {
-		parts = append(parts, s.String())
-	}
-	if rule.Tag != nil {
-		parts = append(parts, "tag "+config.FormatTag(rule.Tag))
-	}
-	return strings.Join(parts, ", ")
 }
 
 // changedRules compares lists of rules, by name.
@@ -191,28 +185,34 @@ func changedSettings(from, to config.TuneRule) []string {
 	return changed
 }
 
+func addedRule(cgroup string, rule config.TuneRule) api.Change {
+	what := "rule " + rule.Name
+	if set := describeSet(rule); set != "" {
+		what += ": " + set
+	}
+	return api.Change{Cgroup: cgroup, Action: "add", What: what, Effect: "for new connections: " + rule.Match.String()}
+}
+
+func removedRule(cgroup string, rule config.TuneRule) api.Change {
+	return api.Change{Cgroup: cgroup, Action: "remove", What: "rule " + rule.Name,
+		Effect: "new connections get a later rule or the kernel's defaults, open ones keep what they have"}
+}
+
+// describeSet says what a rule does.
+func describeSet(rule config.TuneRule) string {
+	var parts []string
+	for _, s := range rule.Set {
+		parts = append(parts, s.String())
+	}
+	if rule.Tag != nil {
+		parts = append(parts, "tag "+config.FormatTag(rule.Tag))
+	}
+	return strings.Join(parts, ", ")
+}
+
 func textOf[T any](v *T) string {
 	if v == nil {
 		return ""
 	}
 	return fmt.Sprint(any(v))
-}
-
-// CheckNested refuses a policy that tunes cgroups of which one holds another, as far
-// as that is known: by their paths, and of units by where they are on this host.
-func CheckNested(policy *config.Policy) error {
-	mount, err := cgroup.Mount()
-	if err != nil {
-		mount = "/nonexistent" // paths and slices are known without a host
-	}
-	return checkNested(scope.Tree{Mount: mount}, tunings(policy))
-}
-
-// checkNested refuses cgroups of which one holds another.
-func checkNested(tree scope.Tree, all []tuneChange) error {
-	names := make([]string, len(all))
-	for i, c := range all {
-		names[i] = c.name
-	}
-	return ofNested(tree.CheckNested(names...))
 }

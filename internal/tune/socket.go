@@ -3,16 +3,12 @@
 package tune
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
 	"net/http"
-	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
-	"strings"
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
@@ -21,8 +17,6 @@ import (
 	"sockeye/internal/fault"
 	"sockeye/internal/match"
 	"sockeye/internal/procsock"
-	"sockeye/internal/scope"
-	"sockeye/internal/statedir"
 )
 
 // Socket shows a connection that is open: what its rule asked for, and
@@ -32,20 +26,20 @@ func (d *Domain) Socket(r *http.Request) (*api.TuneSocket, error) {
 	if err != nil {
 		return nil, err
 	}
-	t, socket, err := takeSocket(tuners, r)
+	t, socket, err := findSocket(tuners, r)
 	if err != nil {
 		return nil, err
 	}
 	defer socket.Close()
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.show(socket)
+	return t.describe(socket)
 }
 
 const socketHint = "name an open TCP connection of a process in a cgroup that is tuned, as ss -tnp shows them"
 
-// takeSocket takes the socket that a request names.
-func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *procsock.Socket, error) {
+// findSocket takes the socket that a request names.
+func findSocket(tuners []*tuner, r *http.Request) (*tuner, *procsock.Socket, error) {
 	q := r.URL.Query()
 	if q.Get("pid") != "" || q.Get("fd") != "" {
 		pid, errPID := strconv.Atoi(q.Get("pid"))
@@ -60,7 +54,7 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *procsock.Socket, err
 		if err != nil {
 			return nil, nil, err
 		}
-		i := slices.IndexFunc(tuners, func(t *tuner) bool { return t.holds(path) })
+		i := slices.IndexFunc(tuners, func(t *tuner) bool { return t.contains(path) })
 		if i < 0 {
 			return nil, nil, fault.Usage(fmt.Errorf("process %d is in cgroup %s, which is not tuned", pid, path), socketHint)
 		}
@@ -93,25 +87,7 @@ func takeSocket(tuners []*tuner, r *http.Request) (*tuner, *procsock.Socket, err
 	return nil, nil, fault.Usage(fmt.Errorf("no process of a cgroup that is tuned has the connection %s -> %s", local, remote), socketHint)
 }
 
-// path is the folder of the cgroup, "" while there is none.
-func (t *tuner) path() string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.tune == nil {
-		return ""
-	}
-	return t.scope.Path
-}
-
-// holds tells whether a cgroup, by its path below the mount, is the tuned one
-// or below it.
-func (t *tuner) holds(cgroup string) bool {
-	path := t.path()
-	below, err := filepath.Rel(path, filepath.Join(t.host.Cgroups.Mount, cgroup))
-	return path != "" && err == nil && below != ".." && !strings.HasPrefix(below, "../")
-}
-
-func (t *tuner) show(s *procsock.Socket) (*api.TuneSocket, error) {
+func (t *tuner) describe(s *procsock.Socket) (*api.TuneSocket, error) {
 	view := &api.TuneSocket{
 		PID: s.PID, FD: s.Number, Command: s.Command, Local: s.Local.String(), Remote: s.Remote.String(),
 		Role: string(s.Role), Cgroup: t.name, Tuned: api.Tuned{Values: []api.TuneValue{}, Steps: []match.Step{}},
@@ -123,26 +99,26 @@ func (t *tuner) show(s *procsock.Socket) (*api.TuneSocket, error) {
 		return nil, fault.Conflict(fmt.Errorf("cgroup %s is not tuned now", t.name), "see sockeye tune")
 	}
 	if s.MPTCP {
-		return view, t.showSubflows(s, view)
+		return view, t.describeSubflows(s, view)
 	}
 	c, err := t.tune.Connection(s.FD)
 	if err != nil {
 		return nil, err
 	}
 	q := match.Question{Local: s.Local, Remote: s.Remote, Role: s.Role}
-	view.Role, view.Tuned, err = t.tuned(q, c, func(rule config.TuneRule) ([]api.TuneValue, error) { return Effective(s, rule, c) })
+	view.Role, view.Tuned, err = t.describeRule(q, c, func(rule config.TuneRule) ([]api.TuneValue, error) { return Effective(s, rule, c) })
 	return view, err
 }
 
 // tuned tells what a connection has got from the rules, and its role. c is what the
 // program knows of it, nil if no rule has matched it; effective reads the values of a
 // rule.
-func (t *tuner) tuned(q match.Question, c *bpf.TuneConnection, effective func(config.TuneRule) ([]api.TuneValue, error)) (role string, view api.Tuned, err error) {
+func (t *tuner) describeRule(q match.Question, c *bpf.TuneConnection, effective func(config.TuneRule) ([]api.TuneValue, error)) (role string, view api.Tuned, err error) {
 	view = api.Tuned{Values: []api.TuneValue{}, Steps: Explain(t.rules, t.services, q)}
 	if c == nil {
 		return string(q.Role), view, nil
 	}
-	_, _, all, err := t.numbers()
+	_, _, all, err := t.ruleIDs()
 	if err != nil {
 		return "", view, err
 	}
@@ -168,146 +144,3 @@ func (t *tuner) tuned(q match.Question, c *bpf.TuneConnection, effective func(co
 	view.Values, err = effective(t.rules[i])
 	return role, view, err
 }
-
-// liveState is what revert needs, kept over the agent's restarts. A reboot
-// ends all connections.
-type liveState struct {
-	BootID string `json:"boot_id"`
-	Saved  Saved  `json:"saved"`
-}
-
-func (t *tuner) livePath() string {
-	return filepath.Join(t.host.StateDir, "."+filepath.Base(t.host.Root.Tuning(scope.PinName(t.name)))+".live.json")
-}
-
-func (t *tuner) loadLive() (Saved, error) {
-	data, err := os.ReadFile(t.livePath())
-	if errors.Is(err, fs.ErrNotExist) {
-		return make(Saved), nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read values before: %w", err)
-	}
-	var kept liveState
-	if err := json.Unmarshal(data, &kept); err != nil {
-		return nil, fault.WithHint(fmt.Errorf("read values before, %s: %w", t.livePath(), err), "remove the file; what was applied live stays then")
-	}
-	if kept.BootID != statedir.BootID() || kept.Saved == nil {
-		return make(Saved), nil
-	}
-	return kept.Saved, nil
-}
-
-func (t *tuner) saveLive(saved Saved) error {
-	if len(saved) == 0 {
-		if err := os.Remove(t.livePath()); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("remove values before: %w", err)
-		}
-		return nil
-	}
-	data, err := json.Marshal(liveState{statedir.BootID(), saved})
-	if err != nil {
-		return err
-	}
-	return statedir.Write(t.livePath(), append(data, '\n'))
-}
-
-func newTuneLive() *api.TuneLive {
-	return &api.TuneLive{Rules: make(map[string]int), Failures: []api.TuneLiveFailure{}, Left: []api.TuneLeft{}, Problems: []string{}}
-}
-
-// Applied gives the rules to the connections that are open, if the candidate asks for that.
-func (d *Domain) Applied(_ *config.Policy, c api.Candidate, plan *api.Plan) error {
-	if !c.Live {
-		return nil
-	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	all := newTuneLive()
-	for _, t := range d.tuners {
-		if err := t.applyLive(all); err != nil {
-			return ofCgroup(t.name, err)
-		}
-	}
-	plan.Live = all
-	return nil
-}
-
-func (t *tuner) applyLive(all *api.TuneLive) error {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.tune == nil {
-		return nil
-	}
-	saved, err := t.loadLive()
-	if err != nil {
-		return err
-	}
-	report, err := Apply(t.tune, t.scope.Path, nil)
-	saved.Merge(report.Saved)
-	if err := fault.Join(err, t.saveLive(saved)); err != nil {
-		return err
-	}
-	for rule, n := range report.ByRule {
-		all.Rules[rule] += n
-	}
-	all.Options += report.Options
-	all.Already += report.AlreadyTuned
-	all.NoRule += report.NoRule
-	all.Failures = append(all.Failures, report.Failures...)
-	all.Problems = append(all.Problems, report.Problems...)
-	return nil
-}
-
-// Revert takes back what apply --live did.
-func (d *Domain) Revert(which api.TuneRevert) (*api.TuneLive, error) {
-	for _, name := range which.Rules {
-		if _, _, err := d.ruleOf(name); err != nil {
-			return nil, err
-		}
-	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	all := newTuneLive()
-	for _, t := range d.tuners {
-		if err := t.revertLive(which.Rules, all); err != nil {
-			return nil, ofCgroup(t.name, err)
-		}
-	}
-	return all, nil
-}
-
-func (t *tuner) revertLive(rules []string, all *api.TuneLive) error {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	saved, err := t.loadLive()
-	if err != nil || t.tune == nil || len(saved) == 0 {
-		return err
-	}
-	wanted, others := make(Saved), make(Saved)
-	for cookie, c := range saved {
-		if len(rules) == 0 || slices.Contains(rules, c.Rule) {
-			wanted[cookie] = c
-		} else {
-			others[cookie] = c
-		}
-	}
-	reverted, err := Revert(t.tune, t.scope.Path, wanted)
-	if err != nil {
-		if len(reverted.Remaining) == 0 && reverted.Connections == 0 {
-			return err // it did not begin
-		}
-		others.Merge(reverted.Remaining)
-		return fault.Join(err, t.saveLive(others))
-	}
-	all.Reverted += reverted.Connections
-	all.Options += reverted.Options
-	all.Gone += reverted.Gone
-	all.Left = append(all.Left, reverted.Left...)
-	all.Problems = append(all.Problems, reverted.Problems...)
-	others.Merge(reverted.Remaining)
-	return t.saveLive(others)
-}
-
-// Options lists the options that the running kernel cannot set.
-func (d *Domain) Options() ([]api.TuneSkipped, error) { return d.kernel.unsupported() }

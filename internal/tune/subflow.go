@@ -25,9 +25,9 @@ const lowWaterMPTCP = "the value shown is that of the application's MPTCP socket
 // application's socket, and subflow what sock_diag tells, with its options. fellBack is
 // of Socket.Subflows: the kernel then passes options of TCP and IP on to the subflow.
 func EffectiveSubflow(s *procsock.Socket, subflow *sockdiag.Socket, fellBack bool, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
-	l := &look{family: int(subflow.Family), found: s.Role, c: c, info: &subflow.Info, settings: rule.Set, mptcp: true,
-		lacks:  "of a subflow, which has no descriptor",
-		others: "MPTCP gives subflows what the application sets on its socket; or set by another program, or refused by the kernel"}
+	l := &comparison{family: int(subflow.Family), socketRole: s.Role, c: c, info: &subflow.Info, settings: rule.Set, mptcp: true,
+		unreadable: "of a subflow, which has no descriptor",
+		otherCause: "MPTCP gives subflows what the application sets on its socket; or set by another program, or refused by the kernel"}
 	l.read = func(o Option) (Reading, string, bool, error) {
 		switch {
 		case o.Name == "rcvlowat":

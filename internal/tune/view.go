@@ -29,72 +29,49 @@ import (
 	"sockeye/internal/tune/trial"
 )
 
-// tunersOf returns the tuning of the named cgroup, or all by name.
-func (d *Domain) tunersOf(cgroup string) ([]*tuner, error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	var all []*tuner
-	for _, name := range slices.Sorted(maps.Keys(d.tuners)) {
-		if cgroup == "" || cgroup == name || "/"+cgroup == name {
-			all = append(all, d.tuners[name])
+// Routes adds the requests about tuning.
+func (d *Domain) Routes(r *domain.Router) {
+	r.Get("/v1/tune", func(r *http.Request) (any, error) { return d.Cgroups(r.URL.Query().Get("cgroup")) })
+	r.Get("/v1/tune/options", func(*http.Request) (any, error) { return d.Options() })
+	r.Get("/v1/tune/explain", func(r *http.Request) (any, error) {
+		questions, err := tuneQuestion(r)
+		if err != nil {
+			return nil, err
 		}
-	}
-	if cgroup != "" && len(all) == 0 {
-		return nil, fault.Usage(fmt.Errorf("the policy tunes no cgroup %q", cgroup), d.tunedHint())
-	}
-	return all, nil
+		return d.Explain(r.URL.Query().Get("cgroup"), questions)
+	})
+	r.Get("/v1/tune/socket", func(r *http.Request) (any, error) {
+		// What a process has open is nobody's business but root's.
+		if err := peer.MustBeRoot(r); err != nil {
+			return nil, err
+		}
+		return d.Socket(r)
+	})
+	r.Get("/v1/tune/trial", func(r *http.Request) (any, error) { return d.Trial(r.URL.Query().Get("rule")) })
+	r.Get("/v1/tune/learned", func(r *http.Request) (any, error) { return d.Learned(r.URL.Query().Get("rule")) })
+	r.Post("/v1/tune/revert", func(r *http.Request) (any, error) {
+		if err := peer.MustBeRoot(r); err != nil {
+			return nil, err
+		}
+		var which api.TuneRevert
+		if err := domain.Decode(r, &which); err != nil {
+			return nil, err
+		}
+		return d.Revert(which)
+	})
 }
 
-func (d *Domain) tunedHint() string {
-	if len(d.tuners) == 0 {
-		return "it has no tune rules"
-	}
-	return "it tunes " + strings.Join(slices.Sorted(maps.Keys(d.tuners)), ", ")
-}
-
-// ruleOf finds the rule with a name, which is one of a kind in a policy.
-func (d *Domain) ruleOf(name string) (*tuner, config.TuneRule, error) {
+// Status adds the cgroups that are tuned.
+func (d *Domain) Status(status *api.Status) error {
 	tuners, err := d.tunersOf("")
 	if err != nil {
-		return nil, config.TuneRule{}, err
+		return err
 	}
-	var known []string
+	status.Tune = []api.TunedCgroup{}
 	for _, t := range tuners {
-		t.mu.Lock()
-		rules := t.rules
-		t.mu.Unlock()
-		for _, rule := range rules {
-			if rule.Name == name {
-				return t, rule, nil
-			}
-			known = append(known, rule.Name)
-		}
+		status.Tune = append(status.Tune, t.summary())
 	}
-	hint := "the policy has no tune rules"
-	if near := config.Nearest(name, known); near != "" {
-		hint = "did you mean " + near + "?"
-	} else if len(known) > 0 {
-		hint = "the policy has " + strings.Join(known, ", ")
-	}
-	return nil, config.TuneRule{}, fault.Usage(fmt.Errorf("there is no rule %q", name), hint)
-}
-
-// numbers maps the names of rules to those in force, and counts their older
-// versions.
-func (t *tuner) numbers() (current map[string]uint32, older map[string]int, all map[uint32]*bpf.TuneRule, err error) {
-	current, older = make(map[string]uint32), make(map[string]int)
-	if t.tune == nil {
-		return current, older, nil, nil
-	}
-	all, err = t.tune.Rules()
-	for id, rule := range all {
-		if name := bpf.Text(rule.Name[:]); rule.Retired == 0 {
-			current[name] = id
-		} else {
-			older[name]++
-		}
-	}
-	return current, older, all, err
+	return nil
 }
 
 // Cgroups is all cgroups that are tuned, or the one named.
@@ -103,22 +80,22 @@ func (d *Domain) Cgroups(cgroup string) ([]api.TuneStatus, error) {
 	if err != nil {
 		return nil, err
 	}
-	own, err := d.host.OwnPrograms()
+	ownPrograms, err := d.host.OwnPrograms()
 	if err != nil {
 		return nil, err
 	}
 	list := []api.TuneStatus{}
 	for _, t := range tuners {
-		status, err := t.status(own)
+		status, err := t.status(ownPrograms)
 		if err != nil {
-			return nil, ofCgroup(t.name, err)
+			return nil, tuneError(t.name, err)
 		}
 		list = append(list, status)
 	}
 	return list, nil
 }
 
-func (t *tuner) status(own []uint32) (api.TuneStatus, error) {
+func (t *tuner) status(ownPrograms []uint32) (api.TuneStatus, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s := api.TuneStatus{Cgroup: t.name, Attached: t.inForce(), Created: len(t.scope.Created) > 0,
@@ -129,11 +106,11 @@ func (t *tuner) status(own []uint32) (api.TuneStatus, error) {
 	if t.tune != nil {
 		s.Path = t.scope.Below(t.host.Cgroups)
 		var err error
-		if s.Foreign, err = t.foreign(own); err != nil {
+		if s.Foreign, err = t.foreign(ownPrograms); err != nil {
 			return s, err
 		}
 	}
-	ids, older, _, err := t.numbers()
+	ids, older, _, err := t.ruleIDs()
 	if err != nil {
 		return s, err
 	}
@@ -237,20 +214,20 @@ func failuresOf(id uint32, all map[bpf.TuneFailure]uint64) []api.TuneFailure {
 // kernel runs those of a socket's own cgroup first, then those of the groups
 // above, and in one group in the order of their coming (compute_effective_progs
 // in kernel/bpf/cgroup.c, Linux 6.18): the last one has the last word.
-func (t *tuner) foreign(own []uint32) ([]api.TuneForeign, error) {
+func (t *tuner) foreign(ownPrograms []uint32) ([]api.TuneForeign, error) {
 	list := []api.TuneForeign{}
-	mine, err := t.tune.ProgramID()
+	program, err := t.tune.ProgramID()
 	if err != nil {
 		return list, nil // the cgroup is gone
 	}
 	add := func(dir, order string, ids []uint32) {
 		for _, id := range ids {
-			if slices.Contains(own, id) {
+			if slices.Contains(ownPrograms, id) {
 				continue
 			}
 			effect := "a rule overrides what it sets"
 			if order == "after" {
-				effect = "may override " + strings.Join(t.exposed(), ", ")
+				effect = "may override " + strings.Join(t.optionsSet(), ", ")
 			}
 			name := t.host.Cgroups.Below(dir)
 			list = append(list, api.TuneForeign{ID: id, Cgroup: name, Order: order, Effect: effect})
@@ -264,7 +241,7 @@ func (t *tuner) foreign(own []uint32) ([]api.TuneForeign, error) {
 		if err != nil {
 			return nil, err
 		}
-		if at := slices.Index(ids, mine); dir == t.scope.Path && at >= 0 {
+		if at := slices.Index(ids, program); dir == t.scope.Path && at >= 0 {
 			add(dir, "before", ids[:at])
 			ids = ids[at+1:]
 		}
@@ -294,8 +271,8 @@ func (t *tuner) foreign(own []uint32) ([]api.TuneForeign, error) {
 	return list, err
 }
 
-// exposed names what the rules set, once each.
-func (t *tuner) exposed() []string {
+// optionsSet names what the rules set, once each.
+func (t *tuner) optionsSet() []string {
 	var names []string
 	for _, o := range config.TuneOptions {
 		if slices.ContainsFunc(t.rules, func(r config.TuneRule) bool {
@@ -305,6 +282,30 @@ func (t *tuner) exposed() []string {
 		}
 	}
 	return names
+}
+
+// Explain says which rule a connection would have in each cgroup, and why.
+func (d *Domain) Explain(cgroup string, questions []match.Question) ([]api.TuneExplanation, error) {
+	tuners, err := d.tunersOf(cgroup)
+	if err != nil {
+		return nil, err
+	}
+	if len(tuners) == 0 {
+		return nil, fault.Usage(errors.New("nothing is tuned"), "the policy has no tune rules")
+	}
+	list := []api.TuneExplanation{}
+	for _, t := range tuners {
+		t.mu.Lock()
+		for _, q := range questions {
+			e := api.TuneExplanation{Cgroup: t.name, Role: string(q.Role), Set: []string{}, Steps: Explain(t.rules, t.services, q)}
+			if rule := matched(e.Steps, t.rules); rule != nil {
+				e.Rule, e.Set = rule.Name, ruleTexts(*rule)
+			}
+			list = append(list, e)
+		}
+		t.mu.Unlock()
+	}
+	return list, nil
 }
 
 // tuneQuestion reads the connection that a request asks about.
@@ -338,30 +339,6 @@ func tuneQuestion(r *http.Request) (questions []match.Question, err error) {
 	return questions, nil
 }
 
-// Explain says which rule a connection would have in each cgroup, and why.
-func (d *Domain) Explain(cgroup string, questions []match.Question) ([]api.TuneExplanation, error) {
-	tuners, err := d.tunersOf(cgroup)
-	if err != nil {
-		return nil, err
-	}
-	if len(tuners) == 0 {
-		return nil, fault.Usage(errors.New("nothing is tuned"), "the policy has no tune rules")
-	}
-	list := []api.TuneExplanation{}
-	for _, t := range tuners {
-		t.mu.Lock()
-		for _, q := range questions {
-			e := api.TuneExplanation{Cgroup: t.name, Role: string(q.Role), Set: []string{}, Steps: Explain(t.rules, t.services, q)}
-			if rule := matched(e.Steps, t.rules); rule != nil {
-				e.Rule, e.Set = rule.Name, ruleTexts(*rule)
-			}
-			list = append(list, e)
-		}
-		t.mu.Unlock()
-	}
-	return list, nil
-}
-
 func matched(steps []match.Step, rules []config.TuneRule) *config.TuneRule {
 	for _, step := range steps {
 		if step.Matches {
@@ -374,7 +351,7 @@ func matched(steps []match.Step, rules []config.TuneRule) *config.TuneRule {
 
 // Trial compares the arms of a rule's trial.
 func (d *Domain) Trial(name string) (*api.TuneTrial, error) {
-	t, rule, err := d.ruleOf(name)
+	t, rule, err := d.findRule(name)
 	if err != nil {
 		return nil, err
 	}
@@ -383,7 +360,7 @@ func (d *Domain) Trial(name string) (*api.TuneTrial, error) {
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	ids, _, _, err := t.numbers()
+	ids, _, _, err := t.ruleIDs()
 	if err != nil {
 		return nil, err
 	}
@@ -413,7 +390,7 @@ func sampleOf(s *bpf.TuneStats) trial.Sample {
 // Learned is what is known of prefixes, of one rule or of all.
 func (d *Domain) Learned(name string) ([]api.TuneLearned, error) {
 	if name != "" {
-		_, rule, err := d.ruleOf(name)
+		_, rule, err := d.findRule(name)
 		if err != nil {
 			return nil, err
 		}
@@ -429,20 +406,11 @@ func (d *Domain) Learned(name string) ([]api.TuneLearned, error) {
 	for _, t := range tuners {
 		part, err := t.learned(name)
 		if err != nil {
-			return nil, ofCgroup(t.name, err)
+			return nil, tuneError(t.name, err)
 		}
 		list = append(list, part...)
 	}
 	return list, nil
-}
-
-func exploreOf(rule config.TuneRule) *config.Explore {
-	for _, s := range rule.Set {
-		if s.Explore != nil {
-			return s.Explore
-		}
-	}
-	return nil
 }
 
 func (t *tuner) learned(name string) ([]api.TuneLearned, error) {
@@ -492,63 +460,79 @@ func (t *tuner) learned(name string) ([]api.TuneLearned, error) {
 	return list, nil
 }
 
-// Status adds the cgroups that are tuned.
-func (d *Domain) Status(status *api.Status) error {
-	tuners, err := d.tunersOf("")
-	if err != nil {
-		return err
-	}
-	status.Tune = []api.TunedCgroup{}
-	for _, t := range tuners {
-		status.Tune = append(status.Tune, t.summary())
+func exploreOf(rule config.TuneRule) *config.Explore {
+	for _, s := range rule.Set {
+		if s.Explore != nil {
+			return s.Explore
+		}
 	}
 	return nil
 }
 
-// Routes adds the requests about tuning.
-func (d *Domain) Routes(r *domain.Router) {
-	r.Get("/v1/tune", func(r *http.Request) (any, error) { return d.Cgroups(r.URL.Query().Get("cgroup")) })
-	r.Get("/v1/tune/options", func(*http.Request) (any, error) { return d.Options() })
-	r.Get("/v1/tune/explain", func(r *http.Request) (any, error) {
-		questions, err := tuneQuestion(r)
-		if err != nil {
-			return nil, err
+// tunersOf returns the tuning of the named cgroup, or all by name.
+func (d *Domain) tunersOf(cgroup string) ([]*tuner, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var all []*tuner
+	for _, name := range slices.Sorted(maps.Keys(d.tuners)) {
+		if cgroup == "" || cgroup == name || "/"+cgroup == name {
+			all = append(all, d.tuners[name])
 		}
-		return d.Explain(r.URL.Query().Get("cgroup"), questions)
-	})
-	r.Get("/v1/tune/socket", func(r *http.Request) (any, error) {
-		// What a process has open is nobody's business but root's.
-		if err := peer.MustBeRoot(r); err != nil {
-			return nil, err
-		}
-		return d.Socket(r)
-	})
-	r.Get("/v1/tune/trial", func(r *http.Request) (any, error) { return d.Trial(r.URL.Query().Get("rule")) })
-	r.Get("/v1/tune/learned", func(r *http.Request) (any, error) { return d.Learned(r.URL.Query().Get("rule")) })
-	r.Post("/v1/tune/revert", func(r *http.Request) (any, error) {
-		if err := peer.MustBeRoot(r); err != nil {
-			return nil, err
-		}
-		var which api.TuneRevert
-		if err := domain.Decode(r, &which); err != nil {
-			return nil, err
-		}
-		return d.Revert(which)
-	})
+	}
+	if cgroup != "" && len(all) == 0 {
+		return nil, fault.Usage(fmt.Errorf("the policy tunes no cgroup %q", cgroup), d.tunedHint())
+	}
+	return all, nil
 }
 
-// ruleNames are the names of all rules that connections may have, by number.
-func (t *tuner) ruleNames() map[uint32]string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	names := make(map[uint32]string)
-	_, _, all, err := t.numbers()
+func (d *Domain) tunedHint() string {
+	if len(d.tuners) == 0 {
+		return "it has no tune rules"
+	}
+	return "it tunes " + strings.Join(slices.Sorted(maps.Keys(d.tuners)), ", ")
+}
+
+// ruleOf finds the rule with a name, which is one of a kind in a policy.
+func (d *Domain) findRule(name string) (*tuner, config.TuneRule, error) {
+	tuners, err := d.tunersOf("")
 	if err != nil {
-		// They are shown by number then.
-		return names
+		return nil, config.TuneRule{}, err
 	}
+	var known []string
+	for _, t := range tuners {
+		t.mu.Lock()
+		rules := t.rules
+		t.mu.Unlock()
+		for _, rule := range rules {
+			if rule.Name == name {
+				return t, rule, nil
+			}
+			known = append(known, rule.Name)
+		}
+	}
+	hint := "the policy has no tune rules"
+	if near := config.Nearest(name, known); near != "" {
+		hint = "did you mean " + near + "?"
+	} else if len(known) > 0 {
+		hint = "the policy has " + strings.Join(known, ", ")
+	}
+	return nil, config.TuneRule{}, fault.Usage(fmt.Errorf("there is no rule %q", name), hint)
+}
+
+// numbers maps the names of rules to those in force, and counts their older
+// versions.
+func (t *tuner) ruleIDs() (current map[string]uint32, older map[string]int, all map[uint32]*bpf.TuneRule, err error) {
+	current, older = make(map[string]uint32), make(map[string]int)
+	if t.tune == nil {
+		return current, older, nil, nil
+	}
+	all, err = t.tune.Rules()
 	for id, rule := range all {
-		names[id] = bpf.Text(rule.Name[:])
+		if name := bpf.Text(rule.Name[:]); rule.Retired == 0 {
+			current[name] = id
+		} else {
+			older[name]++
+		}
 	}
-	return names
+	return current, older, all, err
 }

@@ -366,7 +366,7 @@ func TestTraceUnit(t *testing.T) {
 	h.setTrace(rule)
 	var plan api.Plan
 	h.show(&plan, "plan")
-	if effect := h.change(plan, unit, "unit"); !strings.Contains(effect, "it is traced from the moment it starts") {
+	if effect := h.change(plan, unit, "unit"); !strings.Contains(effect, "it is traced as soon as it starts") {
 		t.Errorf("plan of a unit that is not there: %q", effect)
 	}
 	h.show(&plan, "apply")

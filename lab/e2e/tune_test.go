@@ -363,7 +363,7 @@ func TestTuneUnit(t *testing.T) {
 	h.setRules(rule, beside)
 	var plan api.Plan
 	h.show(&plan, "plan")
-	if effect := h.change(plan, unit, "unit"); !strings.Contains(effect, "from the moment it starts") {
+	if effect := h.change(plan, unit, "unit"); !strings.Contains(effect, "as soon as it starts") {
 		t.Errorf("plan of a unit that is not there: %q", effect)
 	}
 	h.show(&plan, "apply")
@@ -486,7 +486,7 @@ done`, "sockeye-e2e", dir)
 	})
 }
 
-// Cgroups beside each other have rules of their own; one in another is refused, and so is a unit that starts in one.
+// Sibling cgroups have separate rules. A cgroup inside a tuned cgroup is rejected, and so is a unit that starts in one.
 func TestTuneNested(t *testing.T) {
 	t.Parallel()
 	h := newTuned(t, lab.LinkOptions{})
@@ -500,7 +500,7 @@ func TestTuneNested(t *testing.T) {
 	h.startAgent()
 	for _, nested := range [][]string{{outer, inner}, {inner, outer}, {outer, h.group(in + "not/there")}, {"/" + h.lab.CgroupPath(), beside}, {"/", beside}} {
 		h.setRules(rule("a", nested[0], "50KB"), rule("b", nested[1], "60KB"))
-		h.refuse(5, []string{" is in cgroup ", nested[0], nested[1], "hint:"}, "apply")
+		h.refuse(5, []string{" is inside cgroup ", nested[0], nested[1], "hint:"}, "apply")
 	}
 	far := h.startFar()
 	far.listen(tunePort)

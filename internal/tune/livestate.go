@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"sockeye/internal/api"
+	"sockeye/internal/config"
+	"sockeye/internal/fault"
+	"sockeye/internal/scope"
+	"sockeye/internal/statedir"
+)
+
+// Applied gives the rules to the connections that are open, if the candidate asks for that.
+func (d *Domain) Applied(_ *config.Policy, c api.Candidate, plan *api.Plan) error {
+	if !c.Live {
+		return nil
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	all := newTuneLive()
+	for _, t := range d.tuners {
+		if err := t.applyLive(all); err != nil {
+			return tuneError(t.name, err)
+		}
+	}
+	plan.Live = all
+	return nil
+}
+
+func (t *tuner) applyLive(all *api.TuneLive) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.tune == nil {
+		return nil
+	}
+	saved, err := t.loadLive()
+	if err != nil {
+		return err
+	}
+	report, err := Apply(t.tune, t.scope.Path, nil)
+	saved.Merge(report.Saved)
+	if err := fault.Join(err, t.saveLive(saved)); err != nil {
+		return err
+	}
+	for rule, n := range report.ByRule {
+		all.Rules[rule] += n
+	}
+	all.Options += report.Options
+	all.Already += report.AlreadyTuned
+	all.NoRule += report.NoRule
+	all.Failures = append(all.Failures, report.Failures...)
+	all.Problems = append(all.Problems, report.Problems...)
+	return nil
+}
+
+// Revert takes back what apply --live did.
+func (d *Domain) Revert(which api.TuneRevert) (*api.TuneLive, error) {
+	for _, name := range which.Rules {
+		if _, _, err := d.findRule(name); err != nil {
+			return nil, err
+		}
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	all := newTuneLive()
+	for _, t := range d.tuners {
+		if err := t.revertLive(which.Rules, all); err != nil {
+			return nil, tuneError(t.name, err)
+		}
+	}
+	return all, nil
+}
+
+func (t *tuner) revertLive(rules []string, all *api.TuneLive) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	saved, err := t.loadLive()
+	if err != nil || t.tune == nil || len(saved) == 0 {
+		return err
+	}
+	wanted, others := make(Saved), make(Saved)
+	for cookie, c := range saved {
+		if len(rules) == 0 || slices.Contains(rules, c.Rule) {
+			wanted[cookie] = c
+		} else {
+			others[cookie] = c
+		}
+	}
+	reverted, err := Revert(t.tune, t.scope.Path, wanted)
+	if err != nil {
+		if len(reverted.Remaining) == 0 && reverted.Connections == 0 {
+			return err // it did not begin
+		}
+		others.Merge(reverted.Remaining)
+		return fault.Join(err, t.saveLive(others))
+	}
+	all.Reverted += reverted.Connections
+	all.Options += reverted.Options
+	all.Gone += reverted.Gone
+	all.Left = append(all.Left, reverted.Left...)
+	all.Problems = append(all.Problems, reverted.Problems...)
+	others.Merge(reverted.Remaining)
+	return t.saveLive(others)
+}
+
+func newTuneLive() *api.TuneLive {
+	return &api.TuneLive{Rules: make(map[string]int), Failures: []api.TuneLiveFailure{}, Left: []api.TuneLeft{}, Problems: []string{}}
+}
+
+// liveState is what revert needs, stored over the agent's restarts. A reboot
+// ends all connections.
+type liveState struct {
+	BootID string `json:"boot_id"`
+	Saved  Saved  `json:"saved"`
+}
+
+func (t *tuner) livePath() string {
+	return filepath.Join(t.host.StateDir, "."+filepath.Base(t.host.Root.Tuning(scope.PinName(t.name)))+".live.json")
+}
+
+func (t *tuner) loadLive() (Saved, error) {
+	data, err := os.ReadFile(t.livePath())
+	if errors.Is(err, fs.ErrNotExist) {
+		return make(Saved), nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read values before: %w", err)
+	}
+	var stored liveState
+	if err := json.Unmarshal(data, &stored); err != nil {
+		return nil, fault.WithHint(fmt.Errorf("read values before, %s: %w", t.livePath(), err), "remove the file; what was applied live stays then")
+	}
+	if stored.BootID != statedir.BootID() || stored.Saved == nil {
+		return make(Saved), nil
+	}
+	return stored.Saved, nil
+}
+
+func (t *tuner) saveLive(saved Saved) error {
+	if len(saved) == 0 {
+		if err := os.Remove(t.livePath()); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove values before: %w", err)
+		}
+		return nil
+	}
+	data, err := json.Marshal(liveState{statedir.BootID(), saved})
+	if err != nil {
+		return err
+	}
+	return statedir.Write(t.livePath(), append(data, '\n'))
+}

@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tune
+
+import (
+	"encoding/json"
+	"errors"
+	"io/fs"
+	"log/slog"
+	"path/filepath"
+	"slices"
+	"sockeye/internal/api"
+	"sockeye/internal/bpf"
+	"sockeye/internal/config"
+	"sockeye/internal/domain"
+	"sockeye/internal/fault"
+	"sockeye/internal/scope"
+	"strings"
+	"sync"
+)
+
+// tuner keeps the tuning of one cgroup in step with the policy. Connections
+// never wait for it.
+type tuner struct {
+	host   *domain.Host
+	log    *slog.Logger
+	kernel *optionProbe
+	name   string // of the cgroup in the policy
+
+	mu       sync.Mutex
+	rules    []config.TuneRule
+	services []config.Service
+	skipped  map[string][]api.TuneSkipped // by rule
+	scope    scope.Scope
+	tune     *bpf.Tune // nil while there is no such cgroup
+	idle     *bpf.Tune // with the rules in force, of the cgroup that was there before; or nil
+	problem  error
+}
+
+// tuneChange is what a new policy makes of one cgroup's tuning. Rules is nil
+// where there is none any more.
+type tuneChange struct {
+	name     string
+	rules    []config.TuneRule
+	services []config.Service
+}
+
+// newTuner returns the tuning of a cgroup that is not attached.
+func (d *Domain) newTuner(name string) *tuner {
+	return &tuner{host: d.host, log: d.log.With("cgroup", name), kernel: d.kernel, name: name}
+}
+
+func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
+	t := d.newTuner(c.name)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	dir := d.host.Root.Tuning(scope.PinName(c.name))
+	pinned, err := bpf.Pinned(dir)
+	if err != nil {
+		return nil, err
+	}
+	if data, err := bpf.ReadScope(dir); err == nil {
+		// A damaged record is made anew.
+		_ = json.Unmarshal(data, &t.scope)
+	}
+	t.rules, t.services = c.rules, c.services
+	if err := t.open(); err != nil {
+		t.closeLocked()
+		if !pinned {
+			err = fault.Join(err, bpf.RemoveTune(dir), scope.RemoveCreated([]scope.Scope{t.scope}))
+		}
+		return nil, err
+	}
+	return t, nil
+}
+
+// open attaches to the cgroup, and installs the rules. A unit that is not
+// there is waited for.
+func (t *tuner) open() error {
+	t.problem = nil
+	err := t.scope.Open(t.host.Cgroups, t.name)
+	if errors.Is(err, fs.ErrNotExist) {
+		t.problem = scope.Absent(t.name, "its connections are tuned")
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if idle := t.idle; idle != nil {
+		t.idle = nil
+		err := idle.Move(t.scope.Path)
+		if err == nil {
+			t.tune = idle
+			return t.record(idle)
+		}
+		t.log.Debug("program loaded again", "reason", err)
+		idle.Close()
+	}
+	t.tune, err = bpf.OpenTune(bpf.TuneConfig{Dir: t.host.Root.Tuning(scope.PinName(t.name)), Cgroup: t.scope.Path,
+		Ready: func(opened *bpf.Tune) error {
+			return fault.Join(t.record(opened), t.installIn(opened, t.rules, t.services))
+		}})
+	return err
+}
+
+// record keeps with the pins what they are of.
+func (t *tuner) record(tuning *bpf.Tune) error {
+	record, err := json.Marshal(t.scope)
+	if err != nil {
+		return err
+	}
+	return tuning.SetScope(record)
+}
+
+// install makes rules take effect; those before stay if it fails.
+func (t *tuner) install(rules []config.TuneRule, services []config.Service) error {
+	return t.installIn(t.tune, rules, services)
+}
+
+// installIn is install for a tuning that may not be attached yet, or nil.
+func (t *tuner) installIn(tuning *bpf.Tune, rules []config.TuneRule, services []config.Service) error {
+	skipped, err := t.kernel.skippedOptions(rules)
+	if err != nil {
+		return err
+	}
+	if tuning != nil {
+		compiled, err := compileTune(rules, services, skipped)
+		if err != nil {
+			return err
+		}
+		if err := tuning.Install(compiled); err != nil {
+			return err
+		}
+	}
+	t.rules, t.services, t.skipped = rules, services, skipped
+	if tuning != nil {
+		t.problem = nil
+	} else if t.idle != nil {
+		t.idle.Close() // it has other rules
+		t.idle = nil
+	}
+	return nil
+}
+
+func compileTune(rules []config.TuneRule, services []config.Service, skipped map[string][]api.TuneSkipped) (*bpf.TuneRules, error) {
+	compiled, err := Compile(rules, services, func(rule config.TuneRule, option string) bool {
+		return slices.ContainsFunc(skipped[rule.Name], func(s api.TuneSkipped) bool { return s.Option == option })
+	})
+	if err != nil {
+		return nil, fault.Usage(err, "join prefixes of rules that set the same")
+	}
+	return compiled, nil
+}
+
+// renew attaches again if the cgroup was made anew, as when a unit starts.
+// Others are the cgroups that the policy names.
+func (t *tuner) renew(others []tuneChange) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	path, err := t.host.Cgroups.Find(t.name)
+	if t.inForce() && err == nil && path == t.scope.Path {
+		return
+	}
+	before := t.problem
+	t.detach()
+	if err := t.reopen(others); err != nil {
+		if before == nil || before.Error() != err.Error() {
+			t.log.Warn("cgroup not tuned", "error", err)
+		}
+		t.problem = err
+		return
+	}
+	if t.tune != nil {
+		t.log.Info("cgroup tuned", "path", t.scope.Path)
+	}
+}
+
+// inForce tells whether the rules are: the program is attached to the cgroup that
+// is there now, and has them all.
+func (t *tuner) inForce() bool {
+	return t.problem == nil && t.tune != nil && t.tune.Attached()
+}
+
+func (t *tuner) reopen(others []tuneChange) error {
+	for _, other := range others {
+		// A unit may start anywhere.
+		if err := checkNested(t.host.Cgroups, []tuneChange{{name: t.name}, other}); err != nil {
+			return err
+		}
+	}
+	return t.open()
+}
+
+// rest lets go of a cgroup that is not there any more. What has the rules in force is
+// kept for the next: to load it again takes much longer than to attach it.
+func (t *tuner) detach() {
+	if t.tune == nil {
+		return
+	}
+	if t.problem != nil {
+		t.closeLocked()
+		return
+	}
+	t.idle, t.tune = t.tune, nil
+}
+
+func (t *tuner) closeLocked() {
+	for _, one := range []**bpf.Tune{&t.tune, &t.idle} {
+		if *one != nil {
+			(*one).Close()
+			*one = nil
+		}
+	}
+}
+
+func (t *tuner) close() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.closeLocked()
+}
+
+// retire ends the tuning. New connections get the kernel's defaults, open ones
+// keep what they have.
+func (t *tuner) retire() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.closeLocked()
+	if err := bpf.RemoveTune(t.host.Root.Tuning(scope.PinName(t.name))); err != nil {
+		return err
+	}
+	return scope.RemoveCreated([]scope.Scope{t.scope})
+}
+
+// ruleNames are the names of all rules that connections may have, by number.
+func (t *tuner) ruleNames() map[uint32]string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	names := make(map[uint32]string)
+	_, _, all, err := t.ruleIDs()
+	if err != nil {
+		// They are shown by number then.
+		return names
+	}
+	for id, rule := range all {
+		names[id] = bpf.Text(rule.Name[:])
+	}
+	return names
+}
+
+// path is the folder of the cgroup, "" while there is none.
+func (t *tuner) path() string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.tune == nil {
+		return ""
+	}
+	return t.scope.Path
+}
+
+// holds tells whether a cgroup, by its path below the mount, is the tuned one
+// or below it.
+func (t *tuner) contains(cgroup string) bool {
+	path := t.path()
+	below, err := filepath.Rel(path, filepath.Join(t.host.Cgroups.Mount, cgroup))
+	return path != "" && err == nil && below != ".." && !strings.HasPrefix(below, "../")
+}
