@@ -595,14 +595,46 @@ int trace_dropped(struct bpf_raw_tracepoint_args *ctx)
 	return 0;
 }
 
-/* A UDP socket is closed. The kernel drops its datagrams later. */
+/*
+ * Ends the wait of the datagrams of a socket that is closed. kfree_skb is not
+ * enough: the kernel drops them in an RCU callback, and a raw tracepoint may be
+ * skipped there, e.g. if the callback interrupts a run of the same program
+ * (bpf_prog_get_recursion_context).
+ */
+static __always_inline void rx_end_datagrams(__u64 cookie)
+{
+	struct trace_reader *r = rx_reader(cookie);
+	struct trace_waiting_key key = {};
+	struct trace_waiting *w;
+	__u32 i, outcome;
+	__u64 since;
+
+	if (!r)
+		return;
+	for (i = 0; i < TRACE_READER_SAMPLES; i++) {
+		since = r->since[i];
+		if (since <= TRACE_RESERVED)
+			continue;
+		key.of = r->of[i];
+		w = bpf_map_lookup_elem(&waiting, &key);
+		if (!w || w->socket != since)
+			continue;
+		outcome = rx_dequeued((void *)w->sk, (void *)key.of, w->arrival) ?
+			TRACE_RX_READ : TRACE_RX_UNREAD;
+		rx_end_sample(key.of, 0, since, 0, outcome);
+	}
+	bpf_map_delete_elem(&readers, &cookie);
+}
+
+/*
+ * A UDP socket is closed. The kernel drops its datagrams later: kfree_skb ends
+ * the wait of those that arrive until then, and of all without by_socket.
+ */
 SEC("cgroup/sock_release")
 int trace_release(struct bpf_sock *ctx)
 {
-	__u64 cookie = bpf_get_socket_cookie(ctx);
-
-	if (ctx->protocol == IPPROTO_UDP)
-		bpf_map_delete_elem(&readers, &cookie);
+	if (by_socket && ctx->protocol == IPPROTO_UDP)
+		rx_end_datagrams(bpf_get_socket_cookie(ctx));
 	return 1;
 }
 
