@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -448,24 +449,63 @@ func wait(t testing.TB, fd int, events int16) {
 }
 
 // refused tells what a client hears: nil if its SYN or datagram was taken.
-func refused(t testing.TB, protocol int, from netip.Addr, to netip.AddrPort) error {
+func refused(t testing.TB, protocol int, from netip.Addr, to netip.AddrPort) (err error) {
 	t.Helper()
-	fd, err := client(t, protocol, from, to)
-	if err != nil {
-		return err
+	onCPU(t, 0, func() {
+		var fd int
+		if fd, err = client(t, protocol, from, to); err != nil {
+			return
+		}
+		defer unix.Close(fd)
+		if protocol == unix.IPPROTO_TCP {
+			return
+		}
+		if _, err = unix.Write(fd, []byte(from.String())); err != nil {
+			return
+		}
+		// The packet, then the ICMP error.
+		drainBacklog(t)
+		drainBacklog(t)
+		if _, _, err = unix.Recvfrom(fd, make([]byte, 1), unix.MSG_DONTWAIT); errors.Is(err, unix.EAGAIN) {
+			err = nil
+		}
+	})
+	return err
+}
+
+// onCPU calls f on a thread that stays on the n-th CPU of this process.
+func onCPU(t testing.TB, n int, f func()) {
+	t.Helper()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	var before, one unix.CPUSet
+	check(t, unix.SchedGetaffinity(0, &before))
+	cpu := -1
+	for seen := -1; seen < n; {
+		if cpu++; before.IsSet(cpu) {
+			seen++
+		}
 	}
+	one.Set(cpu)
+	check(t, unix.SchedSetaffinity(0, &one))
+	defer func() { check(t, unix.SchedSetaffinity(0, &before)) }()
+	f()
+}
+
+// drainBacklog waits until the CPU has processed the packets of lo that were sent on
+// it before. On a loaded host ksoftirqd processes them after the sender has returned.
+func drainBacklog(t testing.TB) {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	check(t, err)
 	defer unix.Close(fd)
-	if protocol == unix.IPPROTO_TCP {
-		return nil
-	}
-	if _, err := unix.Write(fd, []byte(from.String())); err != nil {
-		return err
-	}
-	// Over loopback an ICMP error is there once write returns.
-	if _, _, err := unix.Recvfrom(fd, make([]byte, 1), unix.MSG_DONTWAIT); !errors.Is(err, unix.EAGAIN) {
-		return err
-	}
-	return nil
+	check(t, unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}))
+	own, err := unix.Getsockname(fd)
+	check(t, err)
+	check(t, unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: int64(patience / time.Second)}))
+	check(t, unix.Sendto(fd, []byte("."), 0, own))
+	_, err = unix.Read(fd, make([]byte, 1))
+	check(t, err)
 }
 
 func sockaddr(a netip.AddrPort) unix.Sockaddr {

@@ -544,7 +544,7 @@ func TestRXOvertaken(t *testing.T) {
 	l, err := link.AttachCgroup(link.CgroupOptions{Path: testenv.Cgroup(), Attach: ebpf.AttachCGroupInetIngress, Program: p})
 	check(t, err)
 	defer l.Close()
-	for range 100 {
+	for deadline := time.Now().Add(patience); time.Now().Before(deadline); {
 		e := tr.ends(unix.IPPROTO_UDP, false)
 		other := ends{receiver: e.receiver}
 		to, err := unix.Getsockname(e.receiver)
@@ -554,10 +554,12 @@ func TestRXOvertaken(t *testing.T) {
 		check(t, unix.Connect(other.sender, to))
 		tr.forget()
 		var late sync.WaitGroup
-		late.Go(func() { e.send(t, 1, slow) })
-		for tr.received(unix.IPPROTO_UDP).Chosen == 0 {
-		}
-		other.send(t, overtaking, 10)
+		late.Go(func() { onCPU(t, 1, func() { e.send(t, 1, slow) }) })
+		onCPU(t, 0, func() {
+			for tr.received(unix.IPPROTO_UDP).Chosen == 0 {
+			}
+			other.send(t, overtaking, 10)
+		})
 		buf := make([]byte, 2*slow)
 		var last int
 		for range overtaking + 1 {
