@@ -100,7 +100,7 @@ func TestTraceLifecycle(t *testing.T) {
 	h.show(&plan, "plan")
 	for what, want := range map[[2]string]string{
 		{near, "trace base: 1/1 of connections, 1/1 of their messages"}: "add: of all",
-		{made, "cgroup"}: "add: it is created",
+		{made, "cgroup"}: "add: the cgroup is created",
 		{made, "trace fresh: 1/1 of connections, 100/s of their messages"}: "add: of all",
 	} {
 		if effect := h.change(plan, what[0], what[1]); !strings.HasPrefix(effect, want) {
@@ -139,7 +139,7 @@ func TestTraceLifecycle(t *testing.T) {
 	for what, want := range map[[2]string]string{
 		{near, "trace base"}:                     "change: counts begin anew",
 		{made, "trace fresh"}:                    "remove: its counts are gone",
-		{other, "cgroup"}:                        "add: it is created",
+		{other, "cgroup"}:                        "add: the cgroup is created",
 		{other, "trace elsewhere: 1/1 of conne"}: "add: of all",
 	} {
 		if effect := h.change(plan, what[0], what[1]); !strings.HasPrefix(effect, want) {

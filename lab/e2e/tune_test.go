@@ -86,7 +86,7 @@ func TestTuneLifecycle(t *testing.T) {
 	for what, want := range map[[2]string]string{
 		{near, "rule base: sndbuf: 50KB -> 40KB"}: "change: for new connections",
 		{made, "rule fresh"}:                      "remove: ",
-		{other, "cgroup"}:                         "add: it is created",
+		{other, "cgroup"}:                         "add: the cgroup is created",
 		{other, "rule elsewhere: nodelay true"}:   "add: for new connections",
 	} {
 		if effect := h.change(plan, what[0], what[1]); !strings.HasPrefix(effect, want) {

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command testreport reads the output of go test -json and prints what a
-// person wants to know of it: failures with their output, a line a package,
-// and every test that was not run, with its reason. With a file as argument it
-// writes there which tests failed, if they are so few that they may have had bad
-// luck: a line a package, and its tests as a pattern for go test -run.
+// Command testreport reads the output of go test -json and prints a summary:
+// failures with their output and the seed of the random order, a line for each
+// package, and each test that was not run, with its reason.
 package main
 
 import (
@@ -12,9 +10,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"maps"
 	"os"
-	"slices"
 	"strings"
 )
 
@@ -28,27 +24,13 @@ type event struct {
 // running.
 var reasons = []string{"kernel: ", "not supported: "}
 
-func main() {
-	code, unlucky := report(os.Stdin, os.Stdout)
-	if len(os.Args) > 1 {
-		if err := os.WriteFile(os.Args[1], []byte(unlucky), 0o644); err != nil {
-			fmt.Fprintln(os.Stderr, "testreport:", err)
-			code = 1
-		}
-	}
-	os.Exit(code)
-}
-
-// mostUnlucky bounds the failed tests that bad luck may explain.
-const mostUnlucky = 5
+func main() { os.Exit(report(os.Stdin, os.Stdout)) }
 
 type key struct{ pkg, test string }
 
-// report returns the exit code, and which tests to run again.
-func report(in io.Reader, out io.Writer) (code int, unlucky string) {
+// report returns the exit code: 1 if a test failed, or none passed.
+func report(in io.Reader, out io.Writer) int {
 	var (
-		again   = make(map[string][]string) // by package
-		others  bool                        // something failed that is no test
 		output  = make(map[key]*strings.Builder)
 		parents = make(map[key]bool)
 		skipped []key
@@ -79,16 +61,11 @@ func report(in io.Reader, out io.Writer) (code int, unlucky string) {
 		case e.Test == "" && (e.Action == "fail" || e.Action == "build-fail"):
 			fmt.Fprintf(out, "FAIL\t%s\t%.3fs\n%s", e.Package, e.Elapsed, text(output[k]))
 			broken++
-			others = others || len(again[e.Package]) == 0
 		case e.Action == "fail":
 			fmt.Fprintf(out, "--- FAIL: %s %s\n%s", e.Package, e.Test, text(output[k]))
 			if !parents[k] {
 				failed++
 			}
-			if !strings.Contains(e.Test, "/") {
-				again[e.Package] = append(again[e.Package], e.Test)
-			}
-			others = others || strings.Contains(text(output[k]), "panic: ")
 		case e.Action == "skip" && e.Test != "":
 			skipped = append(skipped, k)
 		case e.Action == "pass" && !parents[k]:
@@ -97,7 +74,7 @@ func report(in io.Reader, out io.Writer) (code int, unlucky string) {
 	}
 	if err := lines.Err(); err != nil {
 		fmt.Fprintln(out, "testreport:", err)
-		return 1, ""
+		return 1
 	}
 	unexcused := 0
 	for _, k := range skipped {
@@ -110,17 +87,9 @@ func report(in io.Reader, out io.Writer) (code int, unlucky string) {
 	}
 	fmt.Fprintf(out, "%d passed, %d failed, %d skipped\n", passed, failed+unexcused, len(skipped)-unexcused)
 	if failed+unexcused+broken == 0 && passed > 0 {
-		return 0, ""
+		return 0
 	}
-	n := 0
-	for _, pkg := range slices.Sorted(maps.Keys(again)) {
-		n += len(again[pkg])
-		unlucky += fmt.Sprintf("%s\t^(%s)$\n", pkg, strings.Join(again[pkg], "|"))
-	}
-	if others || unexcused > 0 || n > mostUnlucky {
-		return 1, ""
-	}
-	return 1, unlucky
+	return 1
 }
 
 func text(b *strings.Builder) string {
