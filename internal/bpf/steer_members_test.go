@@ -10,7 +10,6 @@ import (
 	"os"
 	"os/exec"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -49,7 +48,6 @@ func startMember(t testing.TB, reuseport bool, listeners ...string) *exec.Cmd {
 		cmd.Env = append(cmd.Env, memberVariable+"_REUSEPORT=1")
 	}
 	cmd.Stderr = os.Stderr
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	out, err := cmd.StdoutPipe()
 	check(t, err)
 	check(t, cmd.Start())

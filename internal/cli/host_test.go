@@ -200,7 +200,6 @@ func handOver(conn int) {
 	defer file.Close()
 	child := exec.Command("sleep", "300")
 	child.ExtraFiles = []*os.File{file}
-	child.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
 	if err := child.Start(); err != nil {
 		fmt.Println(err)
 	}
@@ -359,7 +358,7 @@ func process(role string, args ...string) *exec.Cmd {
 	if role == "member" {
 		cmd.Args[0] = "collector"
 	}
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{}
 	return cmd
 }
 

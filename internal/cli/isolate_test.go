@@ -231,7 +231,7 @@ func prepared(t *testing.T, script, by string, args ...string) *exec.Cmd {
 	cmd.Dir = "/"
 	cmd.ExtraFiles = []*os.File{file}
 	cmd.WaitDelay = 5 * time.Second
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{}
 	return cmd
 }
 
@@ -380,7 +380,7 @@ func TestIsolateProgram(t *testing.T) {
 	addAddresses(t)
 	// Of the same user, outside.
 	other := exec.Command("sleep", "60")
-	other.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}, Pdeathsig: unix.SIGKILL}
+	other.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 	if err := other.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -1321,7 +1321,7 @@ func pathOfItself(t *testing.T) string {
 func TestIsolatePID(t *testing.T) {
 	addAddresses(t)
 	sleeper := exec.Command("unshare", "-rn", "sh", "-c", "echo ready; exec sleep 60")
-	sleeper.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}, Pdeathsig: unix.SIGKILL}
+	sleeper.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 	out, err := sleeper.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)

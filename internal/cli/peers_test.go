@@ -148,7 +148,6 @@ func TestFakeKeeper(t *testing.T) {
 	cmd := exec.Command(program, "hold", "--pins", h.pins, "--service", "telemetry")
 	cmd.Args[0] = "sockeye"
 	cmd.Dir = "/"
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: unix.SIGKILL}
 	asNobody(cmd)
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)

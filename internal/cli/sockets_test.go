@@ -193,7 +193,7 @@ func TestSocketsUnprivileged(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	stuck(t, "127.0.0.1:21792")
 	asNobody := func(cmd *exec.Cmd) {
-		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 	}
 	r := h.child(asNobody, "sockeye", "sockets", "--remote", ":21792")
 	if r.code != 0 || r.err != "" || !strings.HasPrefix(r.out, "1 socket, limited by: 1 receive window\n") || !strings.Contains(r.out, testenv.CgroupPath()) {
@@ -214,7 +214,7 @@ func TestSocketsWithoutLoopback(t *testing.T) {
 	h := newHost(t, "services: {}\n")
 	stuck(t, "127.0.0.1:21793")
 	alone := func(cmd *exec.Cmd) {
-		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Cloneflags: unix.CLONE_NEWNET}
+		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNET}
 	}
 	r := h.child(alone, "sockeye", "sockets")
 	if r.code != 0 || !strings.HasPrefix(r.out, "0 sockets\nnot seen: the room of sockets: calibrate: ") {

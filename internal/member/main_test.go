@@ -91,7 +91,7 @@ func start(t testing.TB, does string, result any, change func(cmd *exec.Cmd)) *c
 	cmd := exec.Command("/proc/self/exe")
 	cmd.Env = append(os.Environ(), childVariable+"="+does)
 	cmd.Stderr = os.Stderr
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{}
 	if change != nil {
 		change(cmd)
 	}

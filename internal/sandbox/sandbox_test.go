@@ -98,7 +98,6 @@ func inRole(t *testing.T, role string, files ...*os.File) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, "/proc/self/exe", "-test.run=^TestSandboxRole$")
 	cmd.Env = append(os.Environ(), roleVariable+"="+role)
 	cmd.ExtraFiles = files
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	return cmd
 }
 

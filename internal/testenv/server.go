@@ -66,7 +66,7 @@ func StartServer(t testing.TB, cgroup, address string, flags uintptr, files ...*
 	cmd.Env = append(os.Environ(), serverVariable+"="+address, marker+"="+cgroup)
 	cmd.Stderr = os.Stderr
 	cmd.ExtraFiles = files
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Cloneflags: flags}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: flags}
 	in, err := cmd.StdinPipe()
 	if err != nil {
 		t.Fatal(err)

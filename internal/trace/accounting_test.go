@@ -12,7 +12,6 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 	"unsafe"
@@ -448,7 +447,6 @@ func TestKilled(t *testing.T) {
 	for _, read := range []bool{true, false} {
 		cmd := exec.Command("/proc/self/exe", "-test.run=^TestSender$")
 		cmd.Env = append(os.Environ(), senderVariable+"="+at.String())
-		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 		before := k.result().Chosen
 		check(t, cmd.Start())
 		accepted := accept(t, listener)

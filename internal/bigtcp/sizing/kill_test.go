@@ -11,7 +11,6 @@ import (
 	"os/exec"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
@@ -81,7 +80,6 @@ func (h *changeHost) child(w childWork) *exec.Cmd {
 	}
 	cmd := exec.Command("/proc/self/exe", "-test.run=^TestStoreChild$")
 	cmd.Env = append(os.Environ(), childVariable+"="+string(data))
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	return cmd
 }
 
