@@ -214,12 +214,24 @@ type Foreign struct {
 	Kind string
 }
 
+// queryPrograms is link.QueryPrograms, which asks for the number of programs first
+// and fails with ENOSPC if one is attached in between. It asks again then.
+func queryPrograms(opts link.QueryOptions) (*link.QueryResult, error) {
+	const attempts = 10
+	for i := 1; ; i++ {
+		attached, err := link.QueryPrograms(opts)
+		if !errors.Is(err, unix.ENOSPC) || i == attempts {
+			return attached, err
+		}
+	}
+}
+
 // ForeignPrograms lists the sk_reuseport programs of the host, and the
 // sk_lookup programs of a network namespace, that are not Sockeye's. It needs
 // CAP_SYS_ADMIN.
 func ForeignPrograms(netns int) ([]Foreign, error) {
 	var foreign []Foreign
-	attached, err := link.QueryPrograms(link.QueryOptions{Target: netns, Attach: ebpf.AttachSkLookup})
+	attached, err := queryPrograms(link.QueryOptions{Target: netns, Attach: ebpf.AttachSkLookup})
 	if err != nil {
 		return nil, fmt.Errorf("list sk_lookup programs: %w", err)
 	}

@@ -286,7 +286,7 @@ func SockOps(cgroup string) ([]uint32, error) {
 		return nil, fmt.Errorf("open cgroup: %w", err)
 	}
 	defer dir.Close()
-	attached, err := link.QueryPrograms(link.QueryOptions{Target: int(dir.Fd()), Attach: ebpf.AttachCGroupSockOps})
+	attached, err := queryPrograms(link.QueryOptions{Target: int(dir.Fd()), Attach: ebpf.AttachCGroupSockOps})
 	if err != nil {
 		return nil, fmt.Errorf("list sock_ops programs of cgroup %s: %w", cgroup, err)
 	}

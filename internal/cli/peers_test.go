@@ -148,6 +148,7 @@ func TestFakeKeeper(t *testing.T) {
 	cmd := exec.Command(program, "hold", "--pins", h.pins, "--service", "telemetry")
 	cmd.Args[0] = "sockeye"
 	cmd.Dir = "/"
+	cmd.SysProcAttr = &syscall.SysProcAttr{}
 	asNobody(cmd)
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
