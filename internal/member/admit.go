@@ -129,8 +129,7 @@ func (h *Host) hasFile(path string, file FileID) bool {
 			return false
 		}
 		defer unix.Close(dir)
-		// RESOLVE_IN_ROOT resolves absolute links in that root, not in the root of this process.
-		fd, err := unix.Openat2(dir, path, &unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT})
+		fd, err := openInRoot(dir, path)
 		if err != nil {
 			return false
 		}
@@ -138,4 +137,18 @@ func (h *Host) hasFile(path string, file FileID) bool {
 		var stat unix.Stat_t
 		return unix.Fstat(fd, &stat) == nil && fileID(&stat) == file
 	})
+}
+
+// openInRoot opens a path below a directory and resolves absolute links in that directory, not in the
+// root of this process. The kernel answers EAGAIN to a path with ".." if anything on the host was
+// renamed or mounted meanwhile (openat2(2)); the path is resolved again then.
+func openInRoot(dir int, path string) (fd int, err error) {
+	how := unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT}
+	const attempts = 1000
+	for range attempts {
+		if fd, err = unix.Openat2(dir, path, &how); !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EINTR) {
+			break
+		}
+	}
+	return fd, err
 }

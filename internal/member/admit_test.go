@@ -217,6 +217,38 @@ func TestHostRoots(t *testing.T) {
 	}
 }
 
+// TestHostRootsRenames resolves ".." while files are renamed, of which openat2 says EAGAIN.
+func TestHostRootsRenames(t *testing.T) {
+	root := t.TempDir()
+	check(t, os.Mkdir(filepath.Join(root, "dir"), 0o755))
+	check(t, os.WriteFile(filepath.Join(root, "program"), nil, 0o755))
+	var stat unix.Stat_t
+	check(t, unix.Stat(filepath.Join(root, "program"), &stat))
+	a, b := filepath.Join(t.TempDir(), "a"), filepath.Join(t.TempDir(), "b")
+	check(t, os.WriteFile(a, nil, 0o644))
+	stop, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+				_, _ = os.Rename(a, b), os.Rename(b, a)
+			}
+		}
+	}()
+	host := &Host{roots: []string{root}}
+	for range 5000 {
+		if !host.hasFile("/dir/../dir/../dir/../program", fileID(&stat)) {
+			t.Error("the program is not found")
+			break
+		}
+	}
+	close(stop)
+	<-done
+}
+
 // The owner and the network namespace of a socket do not depend on the process that has it.
 func TestSocketOwner(t *testing.T) {
 	for _, test := range []struct {
