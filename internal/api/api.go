@@ -39,17 +39,17 @@ type TunedCgroup struct {
 
 // ServiceStatus is one service of a Status.
 type ServiceStatus struct {
-	Name      string           `json:"name"`
-	Steering  string           `json:"steering"`
-	WhenEmpty string           `json:"when_empty"` // "reject" or "standby N"
-	Listeners []string         `json:"listeners"`
-	Slots     int              `json:"slots"`
-	SlotsAs   string           `json:"slots_as,omitempty"` // another service with the same slots
-	Ready     int              `json:"ready"`
-	Nonce     string           `json:"nonce"`            // hexadecimal, with 0x
-	Held      bool             `json:"held"`             // the ports stay steered without members: by the keeper, or by lookup
-	Keeper    int              `json:"keeper,omitempty"` // process id
-	DeviceMap *DeviceMapStatus `json:"device_map,omitempty"`
+	Name         string           `json:"name"`
+	Steering     string           `json:"steering"`
+	WhenEmpty    string           `json:"when_empty"` // "reject" or "standby N"
+	Listeners    []string         `json:"listeners"`
+	Slots        int              `json:"slots"`
+	SlotsAs      string           `json:"slots_as,omitempty"` // another service with the same slots
+	Ready        int              `json:"ready"`
+	Nonce        string           `json:"nonce"`            // hexadecimal, with 0x
+	PortsSteered bool             `json:"ports_steered"`    // the ports stay steered without members: by the keeper, or by lookup
+	Keeper       int              `json:"keeper,omitempty"` // process id
+	DeviceMap    *DeviceMapStatus `json:"device_map,omitempty"`
 	// SplitDevices counts devices that have TCP connections with another member than that of their slot.
 	SplitDevices int `json:"split_devices"`
 	// AdoptedDevices counts devices that on_start: adopt assigned to the member that had their connections.
@@ -121,7 +121,7 @@ type DeviceStatus struct {
 	Address     netip.Addr `json:"address"`
 	Device      string     `json:"device,omitempty"` // name in the device map
 	Slot        int        `json:"slot"`             // in the table in force
-	Served      *int       `json:"served_by"`        // slot of the last packet; null: refused
+	LastSlot    *int       `json:"last_slot"`        // slot of the last packet; null: refused
 	Datagrams   uint64     `json:"datagrams"`
 	Connections uint64     `json:"connections"`
 	Refused     uint64     `json:"refused"`

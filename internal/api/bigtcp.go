@@ -21,13 +21,13 @@ type BigTCPInterface struct {
 	Interface string `json:"interface"`       // name, or the pattern of a rule that matches no interface
 	Index     int    `json:"index,omitempty"` // 0 for a rule that matches no interface
 	Rule      string `json:"rule,omitempty"`  // "" if no rule matches the interface any more
-	// Because names the upper interface whose rule requires the sizes of this lower device.
-	Because string      `json:"because,omitempty"`
-	Want    sizing.Want `json:"want"`
-	Sizes   netif.Sizes `json:"sizes,omitzero"` // current sizes
+	// UpperInterface names the upper interface whose rule requires the sizes of this lower device.
+	UpperInterface string      `json:"upper_interface,omitempty"`
+	Requested      sizing.Want `json:"requested"`
+	Sizes          netif.Sizes `json:"sizes,omitzero"` // current sizes
 	// State is applied, changed, impossible, conflict or waiting.
 	State   string    `json:"state"`
-	Notes   []string  `json:"notes,omitempty"` // differences from Want
+	Notes   []string  `json:"notes,omitempty"` // differences from Requested
 	Problem string    `json:"problem,omitempty"`
 	Hint    string    `json:"hint,omitempty"`
 	Since   time.Time `json:"since"` // time of the last change of State

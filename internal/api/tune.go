@@ -41,8 +41,8 @@ type TuneRuleStatus struct {
 	Trial       string        `json:"trial,omitempty"`
 	Skipped     []TuneSkipped `json:"skipped"`
 	Connections uint64        `json:"connections"`
-	Control     uint64        `json:"control"` // connections in the control arm
-	Adopted     uint64        `json:"adopted"` // connections tuned by apply --live
+	Control     uint64        `json:"control"`    // connections in the control arm
+	TunedLive   uint64        `json:"tuned_live"` // connections tuned by apply --live
 	Established uint64        `json:"established"`
 	Closed      uint64        `json:"closed"`
 	OptionsSet  uint64        `json:"options_set"`
@@ -122,7 +122,7 @@ type Tuned struct {
 	Rule      string       `json:"rule"`    // "" for none
 	Current   bool         `json:"current"` // the rule is still in force
 	Arm       string       `json:"arm,omitempty"`
-	Adopted   bool         `json:"adopted"`
+	TunedLive bool         `json:"tuned_live"`
 	Reacted   bool         `json:"reacted"`
 	Candidate *int         `json:"candidate,omitempty"` // initial window under trial, segments
 	Values    []TuneValue  `json:"values"`
@@ -161,15 +161,15 @@ type TuneCandidate struct {
 // TuneLive is the answer to POST /v1/tune/revert, and part of the answer to an apply with live: the changes to open
 // connections.
 type TuneLive struct {
-	Rules    map[string]int    `json:"rules"`    // connections that got a rule
-	Options  int               `json:"options"`  // options set or reverted
-	Already  int               `json:"already"`  // connections that already had their rule
-	NoRule   int               `json:"no_rule"`  // connections without a matching rule
-	Reverted int               `json:"reverted"` // connections with reverted options
-	Gone     int               `json:"gone"`     // connections that have closed since
-	Failures []TuneLiveFailure `json:"failures"` // options that the kernel refused
-	Left     []TuneLeft        `json:"left"`     // options that were not reverted
-	Problems []string          `json:"problems"` // processes and sockets that could not be read
+	Rules       map[string]int    `json:"rules"`        // connections that got a rule
+	Options     int               `json:"options"`      // options set or reverted
+	Already     int               `json:"already"`      // connections that already had their rule
+	NoRule      int               `json:"no_rule"`      // connections without a matching rule
+	Reverted    int               `json:"reverted"`     // connections with reverted options
+	Gone        int               `json:"gone"`         // connections that have closed since
+	Failures    []TuneLiveFailure `json:"failures"`     // options that the kernel refused
+	NotReverted []TuneNotReverted `json:"not_reverted"` // options that were not reverted
+	Problems    []string          `json:"problems"`     // processes and sockets that could not be read
 }
 
 // TuneRevert is the body of POST /v1/tune/revert. An empty list selects all rules.
@@ -201,8 +201,8 @@ type TuneLiveFailure struct {
 	Count  uint64 `json:"count"`
 }
 
-// TuneLeft counts connections whose option was not reverted.
-type TuneLeft struct {
+// TuneNotReverted counts connections whose option was not reverted.
+type TuneNotReverted struct {
 	Rule        string `json:"rule"`
 	Option      string `json:"option"`
 	Reason      string `json:"reason"`

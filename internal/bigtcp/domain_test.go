@@ -209,7 +209,7 @@ func TestBigTCPApply(t *testing.T) {
 	wantSizes(t, "other0", sizesOff)
 	wantSizes(t, "peer-big0", sizesOff)
 	wantState(t, a, "big0", api.SizesApplied, "")
-	if got := a.interfaceStatus(t, "big0"); got.Rule != "big*: ipv6 192KB, ipv4 160KB" || got.Want != (sizing.Want{IPv6: 192000, IPv4: 160000}) || got.Sizes != sizesOn {
+	if got := a.interfaceStatus(t, "big0"); got.Rule != "big*: ipv6 192KB, ipv4 160KB" || got.Requested != (sizing.Want{IPv6: 192000, IPv4: 160000}) || got.Sizes != sizesOn {
 		t.Errorf("%+v", got)
 	}
 	wantChanges(t, "nothing", a.apply(t, bigTCPPolicy))
@@ -260,7 +260,7 @@ func TestBigTCPPath(t *testing.T) {
 		"port0 change "+on+" (for new connections; lower interface of bigbr)")
 	wantSizes(t, "bigbr", sizesOn)
 	wantSizes(t, "port0", sizesOn)
-	if got := a.interfaceStatus(t, "port0"); got.Because != "bigbr" || got.State != api.SizesApplied {
+	if got := a.interfaceStatus(t, "port0"); got.UpperInterface != "bigbr" || got.State != api.SizesApplied {
 		t.Errorf("%+v", got)
 	}
 

@@ -14,7 +14,7 @@ var (
 	descBigTCPState = prometheus.NewDesc("sockeye_bigtcp_state", "1, labelled with the state of an interface that a rule matches, or of its lower interface.", append(bigTCPLabels, "state"), nil)
 	descBigTCPSeen  = prometheus.NewDesc("sockeye_bigtcp_changes_seen_total",
 		"Changes of sizes by other programs that the agent has observed since it started.", []string{"netns"}, nil)
-	descBigTCPOpen = prometheus.NewDesc("sockeye_bigtcp_network_entered", "1 while the network namespace exists and the agent applies its rules.", []string{"netns"}, nil)
+	descBigTCPOpen = prometheus.NewDesc("sockeye_bigtcp_namespace_entered", "1 while the network namespace exists and the agent applies its rules.", []string{"netns"}, nil)
 )
 
 // Collect sends the metrics of all network namespaces that have rules.

@@ -99,7 +99,7 @@ func (s *reconciler) status() []api.BigTCPInterface {
 	defer s.mu.Unlock()
 	list := []api.BigTCPInterface{}
 	waiting := func(rule config.BigTCPRule, err error, since time.Time) {
-		list = append(list, api.BigTCPInterface{Netns: s.netns, Interface: rule.Interface, Rule: rule.String(), Want: wantOf(rule),
+		list = append(list, api.BigTCPInterface{Netns: s.netns, Interface: rule.Interface, Rule: rule.String(), Requested: wantOf(rule),
 			State: api.SizesWaiting, Problem: fault.Message(err), Hint: fault.Hint(err), Since: since})
 	}
 	if s.problem != nil && len(s.interfaces) == 0 {
@@ -109,7 +109,7 @@ func (s *reconciler) status() []api.BigTCPInterface {
 		return list
 	}
 	for _, i := range sortedByIndex(s.interfaces) {
-		status := api.BigTCPInterface{Netns: s.netns, Interface: i.name, Index: i.index, Because: i.upper, Want: i.want, Sizes: i.from,
+		status := api.BigTCPInterface{Netns: s.netns, Interface: i.name, Index: i.index, UpperInterface: i.upper, Requested: i.want, Sizes: i.from,
 			State: i.state, Notes: i.notes, Since: i.since}
 		if i.rule != nil {
 			status.Rule = i.rule.String()

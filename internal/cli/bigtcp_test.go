@@ -207,7 +207,7 @@ func TestBigTCP(t *testing.T) {
 	h := newBigTCPHost(t)
 	h.veth("cli0")
 	h.prints(`
-INTERFACE  KIND  TSO MAX  IPV6 SEND/RECEIVE  IPV4 SEND/RECEIVE  WANTED IPV6/IPV4
+INTERFACE  KIND  TSO MAX  IPV6 SEND/RECEIVE  IPV4 SEND/RECEIVE  REQUESTED IPV6/IPV4
 cli0  veth  524280  65536/65536  65536/65536  -
   off, possible up to 524280 bytes
   peer cli0p: veth, TSO max 524280, sizes 65536
@@ -229,10 +229,10 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 	h.prints("unchanged: cli0\nnothing changed\n", "apply cli0")
 	h.prints("unchanged: cli0\nnothing would change\n", "plan cli0")
 	h.prints(`
-INTERFACE  KIND  TSO MAX  IPV6 SEND/RECEIVE  IPV4 SEND/RECEIVE  WANTED IPV6/IPV4
+INTERFACE  KIND  TSO MAX  IPV6 SEND/RECEIVE  IPV4 SEND/RECEIVE  REQUESTED IPV6/IPV4
 cli0  veth  524280  192000/192000  192000/192000  192000/192000
   on: IPv6 192000 bytes, IPv4 192000 bytes
-  wanted by sockeye bigtcp apply
+  requested by sockeye bigtcp apply
   peer cli0p: veth, TSO max 524280, sizes 65536
 `, "cli0")
 	shown := asJSON[bigtcpcmd.Shown](h, "")
@@ -241,10 +241,10 @@ cli0  veth  524280  192000/192000  192000/192000  192000/192000
 		t.Fatalf("%+v", shown)
 	}
 	i := shown.Interfaces[at]
-	want := bigtcpcmd.Wanted{Want: sizing.Want{IPv6: 192000, IPv4: 192000}, By: "command", State: "set"}
-	if !reflect.DeepEqual(i.Wanted, &want) ||
+	want := bigtcpcmd.Requested{Want: sizing.Want{IPv6: 192000, IPv4: 192000}, By: "command", State: "set"}
+	if !reflect.DeepEqual(i.Requested, &want) ||
 		i.Bound != (bigtcpcmd.Bound{Size: 524280, By: "cli0"}) || i.Verdict.State != netif.On || i.Sizes != allSizes(192000) || len(i.Related) != 1 {
-		t.Errorf("%+v, wanted %+v", i, i.Wanted)
+		t.Errorf("%+v, requested %+v", i, i.Requested)
 	}
 	h.prints(`
 INTERFACE  FAMILY  SEND  RECEIVE
@@ -304,10 +304,10 @@ clibr  IPv6  65536 -> 300000  65536 -> 300000
 	for _, name := range []string{"cli0", "cli1", "clibr"} {
 		h.has(name, 300000, 300000, 65536, 65536)
 	}
-	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  wanted by sockeye bigtcp apply, as a lower interface of clibr\n") {
+	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  requested by sockeye bigtcp apply, as a lower interface of clibr\n") {
 		t.Errorf("%+v", r)
 	}
-	if w := asJSON[bigtcpcmd.Shown](h, "cli1").Interfaces[0].Wanted; w == nil || !slices.Equal(w.For, []string{"clibr"}) {
+	if w := asJSON[bigtcpcmd.Shown](h, "cli1").Interfaces[0].Requested; w == nil || !slices.Equal(w.For, []string{"clibr"}) {
 		t.Errorf("%+v", w)
 	}
 	h.refuses(5, "cli0 was set as a lower interface of clibr", "revert that one, or use --force", "revert cli0")
@@ -336,15 +336,15 @@ func TestBigTCPChangedSince(t *testing.T) {
 		t.Fatalf("%+v", r)
 	}
 	h.tamper("cli0", 100000)
-	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  wanted by sockeye bigtcp apply; somebody else has changed it since\n") {
+	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  requested by sockeye bigtcp apply; somebody else has changed it since\n") {
 		t.Errorf("%+v", r)
 	}
-	if w := asJSON[bigtcpcmd.Shown](h, "cli0").Interfaces[0].Wanted; w == nil || w.State != "changed" {
+	if w := asJSON[bigtcpcmd.Shown](h, "cli0").Interfaces[0].Requested; w == nil || w.State != "changed" {
 		t.Errorf("%+v", w)
 	}
 	for name, noted := range map[string]bool{"cli0": true, "cli1": false} {
 		r := h.bigtcp("verify " + name + " --for 100ms")
-		if r.code != 0 || strings.Contains(r.out, "\nsizes: wanted by sockeye bigtcp apply; somebody else has changed it since\n") != noted {
+		if r.code != 0 || strings.Contains(r.out, "\nsizes: requested by sockeye bigtcp apply; somebody else has changed it since\n") != noted {
 			t.Errorf("%s: %+v", name, r)
 		}
 	}
@@ -393,7 +393,7 @@ func TestBigTCPOfThePolicy(t *testing.T) {
 	h.has("cli1", 65536)
 	h.has("cli2", 65536)
 	h.prints("nothing to revert\n", "revert")
-	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  wanted by the agent's policy\n") {
+	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  requested by the agent's policy\n") {
 		t.Errorf("%+v", r)
 	}
 	if r := h.bigtcp("revert cli0 --force"); r.code != 0 || !strings.HasSuffix(r.out, "\n1 interface reverted\n"+forNew) {
@@ -426,7 +426,7 @@ func TestBigTCPBesideAgent(t *testing.T) {
 	if r := h.bigtcp("apply cli1"); r.code != 0 {
 		t.Errorf("%+v", r)
 	}
-	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  wanted by the agent's policy\n") {
+	if r := h.bigtcp("cli0"); !strings.Contains(r.out, "\n  requested by the agent's policy\n") {
 		t.Errorf("%+v", r)
 	}
 
@@ -487,10 +487,10 @@ cli0  IPv6  65536 -> 192000  65536 -> 192000
 `+forNew, "apply cli0 --netns DIR/blue")
 	h.has("cli0", 65536)
 	inside(192000)
-	if r := h.bigtcp("cli0 --netns DIR/blue"); !strings.HasPrefix(h.plain(r.out), "network namespace DIR/blue\n\nINTERFACE") || !strings.Contains(r.out, "\n  wanted by sockeye bigtcp apply\n") {
+	if r := h.bigtcp("cli0 --netns DIR/blue"); !strings.HasPrefix(h.plain(r.out), "network namespace DIR/blue\n\nINTERFACE") || !strings.Contains(r.out, "\n  requested by sockeye bigtcp apply\n") {
 		t.Errorf("%+v", r)
 	}
-	if r := h.bigtcp("cli0"); strings.Contains(r.out, "wanted by") {
+	if r := h.bigtcp("cli0"); strings.Contains(r.out, "requested by") {
 		t.Errorf("the namesake: %+v", r)
 	}
 	h.prints("nothing to revert\n", "revert cli0")
@@ -530,10 +530,10 @@ func TestBigTCPByFile(t *testing.T) {
   - {interface: inner0, ipv6: 192KB, ipv4: off, netns: DIR/blue}
   - {interface: "*", ipv6: 192KB, netns: DIR/red}
 `)
-	if r := h.bigtcp("cli0 --policy DIR/policy.yaml"); !strings.Contains(r.out, "192000/192000\n") || !strings.Contains(r.out, "\n  wanted by the policy file; not applied\n") {
+	if r := h.bigtcp("cli0 --policy DIR/policy.yaml"); !strings.Contains(r.out, "192000/192000\n") || !strings.Contains(r.out, "\n  requested by the policy file; not applied\n") {
 		t.Errorf("%+v", r)
 	}
-	if w := asJSON[bigtcpcmd.Shown](h, "inner0 --policy DIR/policy.yaml --netns "+path).Interfaces[0].Wanted; w == nil || w.IPv4 != 65536 || w.By != "file" || w.State != "unset" {
+	if w := asJSON[bigtcpcmd.Shown](h, "inner0 --policy DIR/policy.yaml --netns "+path).Interfaces[0].Requested; w == nil || w.IPv4 != 65536 || w.By != "file" || w.State != "unset" {
 		t.Errorf("%+v", w)
 	}
 	changes := `

@@ -75,7 +75,7 @@ spare  1  no  -  0  0  0  0  -
 		}
 	}
 	number := strconv.Itoa(slot)
-	h.shows("SERVICE  ADDRESS  DEVICE  SLOT  SERVED BY  CONNECTIONS  DATAGRAMS  REFUSED  LAST SEEN\n"+
+	h.shows("SERVICE  ADDRESS  DEVICE  SLOT  LAST SLOT  CONNECTIONS  DATAGRAMS  REFUSED  LAST SEEN\n"+
 		"telemetry  127.0.0.1  edge  "+number+"  "+number+"  1  1  0  0s ago\n", nil, "devices")
 	row := regexp.MustCompile(`(?m)^telemetry  ` + number + `  yes  PID  1  1  0  0  collector member tcp \[::\]:1790 udp \[::\]:4739$`)
 	if r := h.sockeye("slots"); !row.MatchString(gaps.ReplaceAllString(h.plain(r.out, pids...), "  ")) {

@@ -142,8 +142,8 @@ func (c *commands) askAgent(cmd *cobra.Command, policy *config.Policy) []doctor.
 	}
 	for _, s := range status.Services {
 		if s.Problem != "" {
-			check := "ports held"
-			if s.Held {
+			check := "port steering"
+			if s.PortsSteered {
 				check = "devices" // that are split
 			}
 			findings = append(findings, doctor.Finding{Area: "service " + s.Name, Check: check, Result: doctor.Warning, Detail: s.Problem, Hint: s.Hint})

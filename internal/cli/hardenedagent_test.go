@@ -126,8 +126,8 @@ func TestHardenedUnit(t *testing.T) {
 			t.Errorf("%s: %s", when, status.PolicyProblem)
 		}
 		for _, s := range status.Services {
-			if s.Problem != "" || !s.Held {
-				t.Errorf("%s: service %s: held %v, %s", when, s.Name, s.Held, s.Problem)
+			if s.Problem != "" || !s.PortsSteered {
+				t.Errorf("%s: service %s: held %v, %s", when, s.Name, s.PortsSteered, s.Problem)
 			}
 		}
 		for _, c := range status.Tune {
@@ -368,7 +368,7 @@ func TestHardenedDropIns(t *testing.T) {
 			problems := func() (list []string) {
 				status := must[api.Status](h, "status")
 				for _, s := range status.Services {
-					if !s.Held {
+					if !s.PortsSteered {
 						list = append(list, s.Problem+": "+s.Hint)
 					}
 				}

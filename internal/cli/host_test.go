@@ -48,6 +48,8 @@ func TestMain(m *testing.M) {
 		os.Exit(Main(os.Args[2:], Host()))
 	case steer.KeeperCommand, isolate.InsideCommand:
 		os.Exit(Main(os.Args[1:], Host()))
+	case oldKeeperCommand:
+		os.Exit(Main(append([]string{steer.KeeperCommand}, os.Args[2:]...), Host()))
 	case "inside":
 		becomeInside(os.Args[2:])
 	case "without-landlock":

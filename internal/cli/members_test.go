@@ -30,7 +30,7 @@ func TestServiceInAnotherNamespace(t *testing.T) {
 				t.Errorf("slots: %+v, want process %d in slot 0 alone", slots, pid)
 			}
 			status := must[api.Status](h, "status").Services[0]
-			if !status.Held || len(status.Waiting) != 1 || status.Waiting[0].PID != stranger ||
+			if !status.PortsSteered || len(status.Waiting) != 1 || status.Waiting[0].PID != stranger ||
 				status.Waiting[0].Problem != "it is in another network namespace than the service" {
 				t.Errorf("status: %+v, want the ports held and process %d waiting", status, stranger)
 			}
@@ -92,7 +92,7 @@ func TestListenerRemoved(t *testing.T) {
 	if r := h.sockeye("apply"); r.code != 0 {
 		t.Fatalf("apply: %+v", r)
 	}
-	if !ready() || !must[api.Status](h, "status").Services[0].Held {
+	if !ready() || !must[api.Status](h, "status").Services[0].PortsSteered {
 		t.Error("the member is out, or the other ports are not held")
 	}
 	for i := range 32 {

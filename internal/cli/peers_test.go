@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/api"
+	"sockeye/internal/steer"
 )
 
 // disguised is the environment variable that makes this program a member with
@@ -145,7 +146,7 @@ func TestFakeKeeper(t *testing.T) {
 	if err := os.Chmod(program, 0o755|os.ModeSetuid); err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.Command(program, "hold", "--pins", h.pins, "--service", "telemetry")
+	cmd := exec.Command(program, steer.KeeperCommand, "--pins", h.pins, "--service", "telemetry")
 	cmd.Args[0] = "sockeye"
 	cmd.Dir = "/"
 	cmd.SysProcAttr = &syscall.SysProcAttr{}
@@ -173,8 +174,8 @@ func TestFakeKeeper(t *testing.T) {
 	lives("the agent's start")
 	status := must[api.Status](h, "status")
 	keeper := status.Services[0].Keeper
-	if keeper == fake || keeper == 0 || !status.Services[0].Held {
-		t.Errorf("keeper %d, the fake is %d, held %v", keeper, fake, status.Services[0].Held)
+	if keeper == fake || keeper == 0 || !status.Services[0].PortsSteered {
+		t.Errorf("keeper %d, the fake is %d, held %v", keeper, fake, status.Services[0].PortsSteered)
 	}
 	log, err := os.ReadFile(h.log)
 	if err != nil || strings.Contains(string(log), "keeper restored") {
@@ -217,11 +218,59 @@ func TestFakeKeeper(t *testing.T) {
 	h.eventually("reset ended the keeper", func() bool { return unix.Kill(keeper, 0) == unix.ESRCH || isZombie(keeper) })
 }
 
+// oldKeeperCommand is the keeper's command of versions before 1.0.
+const oldKeeperCommand = "hold"
+
+// A keeper that an agent of a version before 1.0 started has another command. The next agent takes it over.
+func TestKeeperOfAnEarlierVersion(t *testing.T) {
+	h := newHost(t, policyOf("nobody"))
+	h.start()
+	status := must[api.Status](h, "status").Services[0]
+	h.kill()
+	pidfd, err := unix.PidfdOpen(status.Keeper, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(pidfd)
+	cmd := process(oldKeeperCommand, "--pins", h.pins, "--service", "telemetry")
+	cmd.Dir = "/"
+	for i := range status.Listeners {
+		fd, err := unix.PidfdGetfd(pidfd, 3+i, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		file := os.NewFile(uintptr(fd), "keeper socket")
+		defer file.Close()
+		cmd.ExtraFiles = append(cmd.ExtraFiles, file)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	defer cmd.Process.Kill()
+	if err := unix.PidfdSendSignal(pidfd, unix.SIGKILL, nil, 0); err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range cmd.ExtraFiles {
+		file.Close()
+	}
+	h.start()
+	if now := must[api.Status](h, "status").Services[0]; now.Keeper != cmd.Process.Pid || !now.PortsSteered {
+		t.Errorf("%+v, want keeper %d", now, cmd.Process.Pid)
+	}
+	select {
+	case err := <-ended:
+		t.Errorf("the keeper has exited: %v", err)
+	default:
+	}
+}
+
 // A process that calls itself a keeper is a member like any other.
 func TestMemberCalledKeeper(t *testing.T) {
 	h := newHost(t, policyOf("nobody"))
 	h.start()
-	pid, _ := h.as("hold", func(cmd *exec.Cmd) {
+	pid, _ := h.as(steer.KeeperCommand, func(cmd *exec.Cmd) {
 		cmd.Env = append(os.Environ(), disguised+"=tcp [::]:1795,udp [::]:4745")
 		asNobody(cmd)
 	}, "--pins", h.pins, "--service", "telemetry")

@@ -41,7 +41,7 @@ func (c *commands) status(w io.Writer, s *api.Status) {
 	}
 	for _, v := range s.Services {
 		fmt.Fprintf(w, "%s\t%s\t%d of %d\t%s\t%s\t%s\n", v.Name, v.Steering, v.Ready, v.Slots,
-			v.WhenEmpty, command.YesNo(v.Held), some(v.Listeners, 4))
+			v.WhenEmpty, command.YesNo(v.PortsSteered), some(v.Listeners, 4))
 	}
 	for _, v := range s.Services {
 		if v.DeviceMap != nil {

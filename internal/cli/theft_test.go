@@ -529,7 +529,7 @@ func TestLearnedUser(t *testing.T) {
 	member, _ := h.member(nil, sharedSpecs...)
 	must[api.Membership](h, "register", "--pid", fmt.Sprint(member))
 	h.served(0, member)
-	if status := h.service(); !status.Held || status.Problem != "" {
+	if status := h.service(); !status.PortsSteered || status.Problem != "" {
 		t.Errorf("status: %+v", status)
 	}
 }
@@ -561,11 +561,11 @@ func TestPortsHeldLater(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
 	thief, end := h.member(asNobody, sharedSpecs...)
 	h.start()
-	if s := h.service(); s.Held || !strings.Contains(s.Problem, "for user root: ") || !strings.Contains(s.Hint, "the agent tries again") {
+	if s := h.service(); s.PortsSteered || !strings.Contains(s.Problem, "for user root: ") || !strings.Contains(s.Hint, "the agent tries again") {
 		t.Errorf("process %d has the ports: %+v", thief, s)
 	}
 	end()
-	h.eventually("the ports are held", func() bool { s := h.service(); return s.Held && s.Problem == "" })
+	h.eventually("the ports are held", func() bool { s := h.service(); return s.PortsSteered && s.Problem == "" })
 	member, _ := h.member(nil, sharedSpecs...)
 	h.served(0, member)
 	log, err := os.ReadFile(h.log)

@@ -116,7 +116,7 @@ func tuned() []api.TuneStatus {
 			React: "rtos > 2, sample 1/100: congestion reno", Reactions: 1, Trial: "control 10%", Control: 119,
 			Skipped:     []api.TuneSkipped{{Option: "rto_max", Needs: "Linux 6.15 or later"}},
 			Failures:    []api.TuneFailure{{Option: "congestion", Error: "ENOENT", Count: 1}, {Option: "sndbuf", Error: "EPERM", Count: 12}},
-			Connections: 1234, Established: 1200, Closed: 1183, Adopted: 2, OptionsSet: 2230, Bytes: 1 << 40, Segments: 1_000_000,
+			Connections: 1234, Established: 1200, Closed: 1183, TunedLive: 2, OptionsSet: 2230, Bytes: 1 << 40, Segments: 1_000_000,
 			Retransmits: 31, RTOs: 3, Tags: 4, Older: 1, Observe: "live",
 			RTT: &api.TuneSpread{P50: 312.4, P90: 400, P99: 9000}, Connect: &api.TuneSpread{P50: 400, P90: 500, P99: 600},
 		}, {
@@ -272,7 +272,7 @@ nodelay  true  true  TCP_NODELAY  -
 `, "tune", "explain", "--socket", "812:7")
 
 	// Of a rule that is gone it also shows what the rules say now.
-	s.Current, s.Adopted, s.Reacted, s.Arm, s.Candidate, s.Values = false, true, true, "control", nil, []api.TuneValue{}
+	s.Current, s.TunedLive, s.Reacted, s.Arm, s.Candidate, s.Values = false, true, true, "control", nil, []api.TuneValue{}
 	s.Steps = []match.Step{{Rule: "rest", Why: "port 1790 is not 80"}}
 	asks(f, s, "GET /v1/tune/socket local=10.0.0.1:1790 remote=192.0.2.1:40000", `
 10.0.0.1:1790 to 192.0.2.1:40000, accept: descriptor 7 of process 812 (nfacctd -f /etc/pmacct/nfacctd-2.conf)
@@ -347,7 +347,7 @@ CGROUP  RULE  PREFIX  WINDOW  SETTLED  LAST  EVIDENCE
 
 // live is what an answer has where nothing happened.
 func live() api.TuneLive {
-	return api.TuneLive{Rules: map[string]int{}, Failures: []api.TuneLiveFailure{}, Left: []api.TuneLeft{}, Problems: []string{}}
+	return api.TuneLive{Rules: map[string]int{}, Failures: []api.TuneLiveFailure{}, NotReverted: []api.TuneNotReverted{}, Problems: []string{}}
 }
 
 func TestTuneRevert(t *testing.T) {
@@ -357,7 +357,7 @@ func TestTuneRevert(t *testing.T) {
 	l.Reverted, l.Options = 1, 1
 	asks(f, l, `POST /v1/tune/revert {"rules":["rpc","bulk"]}`, "1 open connection taken back, 1 option\n", "tune", "revert", "rpc", "bulk")
 	l.Reverted, l.Options, l.Gone = 12, 34, 5
-	l.Left = []api.TuneLeft{{Rule: "bulk", Option: "pacing_rate", Reason: "pacing goes on", Connections: 2}, {Rule: "rpc", Option: "nodelay", Reason: "changed since", Connections: 1}}
+	l.NotReverted = []api.TuneNotReverted{{Rule: "bulk", Option: "pacing_rate", Reason: "pacing goes on", Connections: 2}, {Rule: "rpc", Option: "nodelay", Reason: "changed since", Connections: 1}}
 	l.Problems = []string{"process 812: permission denied"}
 	asks(f, l, "POST /v1/tune/revert {}", `
 12 open connections taken back, 34 options; 5 closed since

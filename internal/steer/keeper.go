@@ -25,7 +25,11 @@ import (
 
 // KeeperCommand is the hidden command of the keeper process. Its arguments name the pin directory and the service, so
 // that the next agent finds the keeper.
-const KeeperCommand = "hold"
+const KeeperCommand = "keeper"
+
+// isKeeperCommand reports whether a command is that of a keeper of any version. Keepers that agents before the first
+// release started have the command hold, and outlive the upgrade.
+func isKeeperCommand(command string) bool { return command == KeeperCommand || command == "hold" }
 
 // RunKeeper is the main function of the keeper process: RunKeeper drops all capabilities and waits for the end of ctx.
 // The command ends ctx at SIGTERM: systemd would wait 90 s at shutdown for a process that ignores SIGTERM. The inherited
@@ -71,7 +75,7 @@ func keeperArgs(pins, service string) []string {
 // keeperService returns the service in the arguments of a keeper of a pin directory. Any process can have these
 // arguments; isTrustedKeeper checks the process itself.
 func keeperService(pins string, args []string) (service string, ok bool) {
-	if len(args) != 6 || !slices.Equal(args[1:4], []string{KeeperCommand, "--pins", pins}) || args[4] != "--service" {
+	if len(args) != 6 || !isKeeperCommand(args[1]) || args[2] != "--pins" || args[3] != pins || args[4] != "--service" {
 		return "", false
 	}
 	return args[5], true
@@ -79,7 +83,7 @@ func keeperService(pins string, args []string) (service string, ok bool) {
 
 // isKeeper reports whether a process is a keeper, which has sockets on the members' ports and is not a member.
 func isKeeper(p *member.Process) bool {
-	return len(p.Args) > 1 && p.Args[1] == KeeperCommand && isTrustedKeeper(member.ID{PID: p.PID, StartTime: p.StartTime})
+	return len(p.Args) > 1 && isKeeperCommand(p.Args[1]) && isTrustedKeeper(member.ID{PID: p.PID, StartTime: p.StartTime})
 }
 
 // isTrustedKeeper reports whether an agent of any version can have started a process: all user ids of the process are

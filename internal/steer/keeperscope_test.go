@@ -179,7 +179,7 @@ func TestKeeperScope(t *testing.T) {
 	if n := u.count(); n != 2 {
 		t.Errorf("%d units started, want 2: %q", n, u.started)
 	}
-	if s := status(a); s.Ready != 0 || len(s.Waiting) != 0 || !s.Held {
+	if s := status(a); s.Ready != 0 || len(s.Waiting) != 0 || !s.PortsSteered {
 		t.Errorf("%+v", s)
 	}
 	a.Retire(t)
@@ -192,7 +192,7 @@ func TestKeeperScope(t *testing.T) {
 	u.mu.Unlock()
 	began := time.Now()
 	a = begin()
-	if took := time.Since(began); took > scopeTimeout/2 || !status(a).Held {
+	if took := time.Since(began); took > scopeTimeout/2 || !status(a).PortsSteered {
 		t.Errorf("the start took %v: %+v", took, status(a))
 	}
 	third := status(a).Keeper

@@ -29,7 +29,7 @@ var (
 		"Members registered since the agent started.", []string{"service"}, nil)
 	descWaiting = prometheus.NewDesc("sockeye_members_waiting",
 		"Processes that match a rule and cannot be registered yet.", []string{"service"}, nil)
-	descHeld = prometheus.NewDesc("sockeye_service_held",
+	descHeld = prometheus.NewDesc("sockeye_service_ports_steered",
 		"1 while the service's ports stay steered even if all members exit.", []string{"service"}, nil)
 	descUnlisted = prometheus.NewDesc("sockeye_unlisted_total",
 		"Connection requests and datagrams from sources that did not fit into the table of devices.", []string{"service"}, nil)
@@ -82,7 +82,7 @@ func (s *service) collect(out chan<- prometheus.Metric) error {
 	}
 	counter(descRegistrations, float64(s.registrations))
 	gauge(descWaiting, float64(len(status.Waiting)))
-	gauge(descHeld, format.Bool(status.Held))
+	gauge(descHeld, format.Bool(status.PortsSteered))
 	gauge(descSplit, float64(status.SplitDevices))
 	gauge(descAdopted, float64(status.AdoptedDevices))
 	counter(descUnlisted, float64(unlisted))

@@ -27,8 +27,8 @@ func (s *service) status() api.ServiceStatus {
 	status := api.ServiceStatus{
 		Name: s.config.Name, Steering: string(s.config.Steering), WhenEmpty: "reject",
 		Slots: s.config.Slots, SlotsAs: s.config.SlotsAs, Ready: len(s.seats), Nonce: fmt.Sprintf("%#x", s.state.Nonce),
-		Held:    s.usesLookup() || (s.keeperProblem == nil && len(s.keeperSockets) == len(s.listeners) && s.keeper != nil),
-		Waiting: []api.WaitingStatus{},
+		PortsSteered: s.usesLookup() || (s.keeperProblem == nil && len(s.keeperSockets) == len(s.listeners) && s.keeper != nil),
+		Waiting:      []api.WaitingStatus{},
 	}
 	if s.config.Standby != nil {
 		status.WhenEmpty = fmt.Sprintf("standby %d", *s.config.Standby)
@@ -49,7 +49,7 @@ func (s *service) status() api.ServiceStatus {
 	switch {
 	case s.keeperProblem != nil:
 		status.Problem, status.Hint = s.keeperProblem.Error(), fault.Hint(s.keeperProblem)
-	case !status.Held:
+	case !status.PortsSteered:
 		status.Problem = "the members' user is not known before the first member; until then the ports are not held"
 		status.Hint = "set user of the service"
 	case split != nil:
@@ -141,7 +141,7 @@ func (s *service) devices() []api.DeviceStatus {
 		addr := placement.Addr(address)
 		slot, name := s.mapping.Slot(addr)
 		list = append(list, api.DeviceStatus{
-			Service: s.config.Name, Address: addr, Device: name, Slot: slot, Served: slotOrNil(int(seen.Slot)),
+			Service: s.config.Name, Address: addr, Device: name, Slot: slot, LastSlot: slotOrNil(int(seen.Slot)),
 			Datagrams: seen.Datagrams, Connections: seen.Connections, Refused: seen.Refused,
 			LastSeen: monotonic.Add(time.Duration(seen.LastSeen)),
 		})

@@ -343,8 +343,8 @@ type Reverted struct {
 	// Gone are closed, or not among the sockets of the cgroup any more.
 	Gone int `json:"gone"`
 	// Left is what was not taken back, or not wholly, and why.
-	Left     []api.TuneLeft `json:"left"`
-	Problems []string       `json:"problems"`
+	Left     []api.TuneNotReverted `json:"left"`
+	Problems []string              `json:"problems"`
 	// Remaining are connections that were not found while there were problems:
 	// they may be among what could not be read.
 	Remaining Saved `json:"-"`
@@ -376,8 +376,8 @@ var defaults = map[string]struct {
 // again, and no rule counts the connections any more. Connections that had a
 // rule from their start are not touched.
 func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
-	r := &liveRevert{saved: maps.Clone(saved), left: make(map[api.TuneLeft]int),
-		report: Reverted{Left: []api.TuneLeft{}, Problems: []string{}, Remaining: make(Saved)}}
+	r := &liveRevert{saved: maps.Clone(saved), left: make(map[api.TuneNotReverted]int),
+		report: Reverted{Left: []api.TuneNotReverted{}, Problems: []string{}, Remaining: make(Saved)}}
 	live, err := t.Live()
 	if err != nil {
 		return r.report, err
@@ -396,7 +396,7 @@ func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 		left.Connections = n
 		r.report.Left = append(r.report.Left, left)
 	}
-	slices.SortFunc(r.report.Left, func(a, b api.TuneLeft) int {
+	slices.SortFunc(r.report.Left, func(a, b api.TuneNotReverted) int {
 		return cmp.Or(cmp.Compare(a.Rule, b.Rule), cmp.Compare(optionIndex(a.Option), optionIndex(b.Option)), cmp.Compare(a.Reason, b.Reason))
 	})
 	return r.report, errors.Join(err, live.Close())
@@ -406,7 +406,7 @@ func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 type liveRevert struct {
 	live   *bpf.Live
 	saved  Saved
-	left   map[api.TuneLeft]int
+	left   map[api.TuneNotReverted]int
 	report Reverted
 }
 
@@ -505,7 +505,7 @@ func (r *liveRevert) recordPacing(s *procsock.Socket, rule string, restored []Sa
 }
 
 func (r *liveRevert) recordLeft(rule, option, reason string) {
-	r.left[api.TuneLeft{Rule: rule, Option: option, Reason: reason}]++
+	r.left[api.TuneNotReverted{Rule: rule, Option: option, Reason: reason}]++
 }
 
 // set gives an option the value that was read.

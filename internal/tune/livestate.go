@@ -104,14 +104,14 @@ func (t *tuner) revertLive(rules []string, all *api.TuneLive) error {
 	all.Reverted += reverted.Connections
 	all.Options += reverted.Options
 	all.Gone += reverted.Gone
-	all.Left = append(all.Left, reverted.Left...)
+	all.NotReverted = append(all.NotReverted, reverted.Left...)
 	all.Problems = append(all.Problems, reverted.Problems...)
 	others.Merge(reverted.Remaining)
 	return t.saveLive(others)
 }
 
 func newTuneLive() *api.TuneLive {
-	return &api.TuneLive{Rules: make(map[string]int), Failures: []api.TuneLiveFailure{}, Left: []api.TuneLeft{}, Problems: []string{}}
+	return &api.TuneLive{Rules: make(map[string]int), Failures: []api.TuneLiveFailure{}, NotReverted: []api.TuneNotReverted{}, Problems: []string{}}
 }
 
 // liveState is what revert needs, stored over the agent's restarts. A reboot

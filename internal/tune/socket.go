@@ -126,7 +126,7 @@ func (t *tuner) describeRule(q match.Question, c *bpf.TuneConnection, effective 
 	if uint32(c.Role) == bpf.MatchAccept {
 		role = string(config.RoleAccept)
 	}
-	view.Adopted = c.Flags&bpf.TuneConnectionAdopted != 0
+	view.TunedLive = c.Flags&bpf.TuneConnectionAdopted != 0
 	view.Reacted = c.Flags&bpf.TuneConnectionReacted != 0
 	view.Arm = tuneArms[min(int(c.Arm), len(tuneArms)-1)]
 	rule := all[c.Rule]

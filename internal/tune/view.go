@@ -169,7 +169,7 @@ func (t *tuner) ruleStatus(rule config.TuneRule, id uint32, failures map[bpf.Tun
 			return r, err
 		}
 		r.Connections += s.Connections
-		r.Adopted += s.Adopted
+		r.TunedLive += s.Adopted
 		r.Established += s.Established
 		r.Closed += s.Closed
 		r.OptionsSet += s.Options

@@ -126,7 +126,7 @@ func TestMembersByCommand(t *testing.T) {
 var metricNames = []string{
 	"sockeye_agent_starts_total", "sockeye_build_info", "sockeye_connections_total", "sockeye_datagrams_total",
 	"sockeye_devices_adopted", "sockeye_devices_split", "sockeye_diverted_total", "sockeye_members_waiting", "sockeye_policy_in_force", "sockeye_program_run_seconds_total", "sockeye_program_runs_total",
-	"sockeye_refused_total", "sockeye_registrations_total", "sockeye_service_held", "sockeye_slot_ready",
+	"sockeye_refused_total", "sockeye_registrations_total", "sockeye_service_ports_steered", "sockeye_slot_ready",
 	"sockeye_sockets", "sockeye_sockets_payload_bytes", "sockeye_sockets_queued_bytes", "sockeye_sockets_room_bytes",
 	"sockeye_sockets_unread_bytes", "sockeye_sockets_unsent_bytes", "sockeye_unlisted_total",
 }
@@ -158,7 +158,7 @@ func TestShown(t *testing.T) {
 
 		var status api.Status
 		h.show(&status, "status")
-		if s := status.Services[0]; status.PID != h.agent.Pid() || s.Ready != 3 || s.Slots != 4 || !s.Held ||
+		if s := status.Services[0]; status.PID != h.agent.Pid() || s.Ready != 3 || s.Slots != 4 || !s.PortsSteered ||
 			s.Steering != string(mode) || s.Problem != "" || len(s.Waiting) > 0 || s.WhenEmpty != "reject" ||
 			!slices.Equal(s.Listeners, []string{"tcp [::]:1790", "udp [::]:4739"}) {
 			t.Errorf("status: %+v", status)
@@ -219,7 +219,7 @@ func TestShown(t *testing.T) {
 			if home(d.Address) == 1 {
 				want = api.DeviceStatus{Connections: rounds, Datagrams: rounds, Refused: 2}
 			}
-			served := d.Served != nil && *d.Served == home(d.Address)
+			served := d.LastSlot != nil && *d.LastSlot == home(d.Address)
 			if d.Connections != want.Connections || d.Datagrams != want.Datagrams || d.Refused != want.Refused ||
 				d.Slot != home(d.Address) || served == (home(d.Address) == 1) {
 				t.Errorf("device %+v, want %+v", d, want)

@@ -94,7 +94,7 @@ func (h *host) agentKilled() {
 	h.ready(0, 1, 2, 3)
 	h.lands("a new agent", all, home)
 	after := h.service()
-	if after.Nonce != before.Nonce || after.Keeper != before.Keeper || !after.Held {
+	if after.Nonce != before.Nonce || after.Keeper != before.Keeper || !after.PortsSteered {
 		h.Errorf("the new agent did not take over: before %+v, after %+v", before, after)
 	}
 	if s, err := h.askStatus(); err != nil || s.Starts != 2 {
@@ -152,7 +152,7 @@ func TestAgentAndKeeperKilled(t *testing.T) {
 		h.ready(0, 1, 2, 3)
 		h.lands("a new agent", all, home)
 		after := h.service()
-		if after.Nonce != before.Nonce || !after.Held || mode == config.Reuseport && (after.Keeper == 0 || after.Keeper == before.Keeper) {
+		if after.Nonce != before.Nonce || !after.PortsSteered || mode == config.Reuseport && (after.Keeper == 0 || after.Keeper == before.Keeper) {
 			t.Errorf("before %+v, after %+v", before, after)
 		}
 		// The new keeper holds the group.
@@ -170,7 +170,7 @@ func TestAgentAndKeeperKilled(t *testing.T) {
 			keeper := h.service().Keeper
 			h.endKeeper(keeper, unix.SIGTERM)
 			h.eventually("another keeper", func() error {
-				if s := h.service(); s.Keeper == 0 || s.Keeper == keeper || !s.Held {
+				if s := h.service(); s.Keeper == 0 || s.Keeper == keeper || !s.PortsSteered {
 					return fmt.Errorf("%+v", s)
 				}
 				return nil
@@ -297,7 +297,7 @@ func (h *host) agentKilledDuringRegistration() {
 	h.ready(0, 1, 2, 3)
 	h.lands("at the end", all, home)
 	h.nothingMisplaced(home, 2*len(all))
-	if s := h.service(); !s.Held || len(s.Waiting) > 0 {
+	if s := h.service(); !s.PortsSteered || len(s.Waiting) > 0 {
 		h.Errorf("%+v", s)
 	}
 }
@@ -312,7 +312,7 @@ func TestUserUnknown(t *testing.T) {
 	h.must(err)
 	h.must(os.WriteFile(h.policyPath(), []byte(strings.Replace(string(text), "    user: root\n", "", 1)), 0o644))
 	h.startAgent()
-	if s := h.service(); s.Held || s.Keeper != 0 || !strings.Contains(s.Problem, "user") || !strings.Contains(s.Hint, "user") {
+	if s := h.service(); s.PortsSteered || s.Keeper != 0 || !strings.Contains(s.Problem, "user") || !strings.Contains(s.Hint, "user") {
 		t.Errorf("before the first member: %+v", s)
 	}
 	home := h.homes(2)
@@ -329,7 +329,7 @@ func TestUserUnknown(t *testing.T) {
 	h.start(0)
 	register(0)
 	h.ready(0)
-	if s := h.service(); !s.Held || s.Keeper == 0 || s.Problem != "" {
+	if s := h.service(); !s.PortsSteered || s.Keeper == 0 || s.Problem != "" {
 		t.Errorf("after the first member: %+v", s)
 	}
 	h.start(1)
@@ -345,7 +345,7 @@ func TestUserUnknown(t *testing.T) {
 	register(0, 1)
 	h.ready(0, 1)
 	h.lands("a new agent", all, home)
-	if s := h.service(); !s.Held {
+	if s := h.service(); !s.PortsSteered {
 		t.Errorf("with a new agent: %+v", s)
 	}
 	if out, _, code := h.cli("devices"); code != 0 || strings.Contains(out, all[0].String()) {

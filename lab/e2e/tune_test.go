@@ -599,7 +599,7 @@ func TestTuneExplain(t *testing.T) {
 		h.show(&byAddress, "tune", "explain", "--socket", e.Local.String()+","+e.Remote.String())
 		for _, s := range []api.TuneSocket{byNumber, byAddress} {
 			if s.Rule != rule || s.Role != role || s.PID != p.Pid() || s.FD != e.FD || s.Local != e.Local.String() || s.Remote != e.Remote.String() ||
-				s.Cgroup != near || s.Current != (rule != "") || s.Adopted || s.Reacted || (rule == "") != (len(s.Values) == 0) {
+				s.Cgroup != near || s.Current != (rule != "") || s.TunedLive || s.Reacted || (rule == "") != (len(s.Values) == 0) {
 				t.Errorf("explain --socket %+v: %+v, want rule %q", k, s, rule)
 			}
 		}
@@ -1156,11 +1156,11 @@ func TestTuneLive(t *testing.T) {
 		t.Errorf("apply --live: %+v", l)
 	}
 	with("after apply --live", p.look())
-	if r := h.rule("live"); r.Connections != 10 || r.Adopted != 10 || r.Established != 10 {
+	if r := h.rule("live"); r.Connections != 10 || r.TunedLive != 10 || r.Established != 10 {
 		t.Errorf("after apply --live: %+v", r)
 	}
 	for _, e := range []connectionEnd{before[0], before[9]} {
-		if s := h.socket(p, e); s.Rule != "live" || !s.Adopted || !s.Current || s.Role != map[bool]string{true: "accept", false: "connect"}[e.Accepted] {
+		if s := h.socket(p, e); s.Rule != "live" || !s.TunedLive || !s.Current || s.Role != map[bool]string{true: "accept", false: "connect"}[e.Accepted] {
 			t.Errorf("explain of a connection that was open before: %+v", s)
 		}
 	}

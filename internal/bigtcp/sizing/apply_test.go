@@ -42,7 +42,7 @@ func TestTransitions(t *testing.T) {
 					h.is(before, "big0")
 					changes := h.apply(Target{"big0", w})
 					h.is(after, "big0")
-					if len(changes) != 1 || changes[0].From != before || changes[0].To != after || changes[0].Because != "" {
+					if len(changes) != 1 || changes[0].From != before || changes[0].To != after || changes[0].UpperInterface != "" {
 						t.Errorf("from %v by %v: changes are %+v", before, w, changes)
 					}
 					want := "map[]"
@@ -84,8 +84,8 @@ func TestPath(t *testing.T) {
 		t.Errorf("they are changed in the order %s", got)
 	}
 	for _, c := range changes {
-		if want := map[bool]string{false: "bigmac"}[c.Interface == "bigmac"]; c.Because != want {
-			t.Errorf("%s is changed because of %q", c.Interface, c.Because)
+		if want := map[bool]string{false: "bigmac"}[c.Interface == "bigmac"]; c.UpperInterface != want {
+			t.Errorf("%s is changed because of %q", c.Interface, c.UpperInterface)
 		}
 	}
 	done, err := h.Revert(nil, false)

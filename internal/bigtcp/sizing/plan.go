@@ -148,7 +148,7 @@ func addLower(ifaces []netif.Interface, target *netif.Interface, r netif.Related
 	p := steps[i.Index]
 	if p == nil {
 		p = newStep(i)
-		p.Because = target.Name
+		p.UpperInterface = target.Name
 		steps[i.Index] = p
 	}
 	p.upper = append(p.upper, target.Index)

@@ -52,8 +52,8 @@ func list(steps []step) string {
 		if p.From == p.To {
 			line = fmt.Sprintf("%s stays", p.Interface)
 		}
-		if p.Because != "" {
-			line += " for " + p.Because
+		if p.UpperInterface != "" {
+			line += " for " + p.UpperInterface
 		}
 		if len(p.Notes) > 0 {
 			line += " [" + strings.Join(p.Notes, "; ") + "]"

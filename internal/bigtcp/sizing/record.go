@@ -22,9 +22,9 @@ type Change struct {
 	Index     int         `json:"index"`
 	From      netif.Sizes `json:"from"`
 	To        netif.Sizes `json:"to"` // equal to From if nothing changes
-	// Because names the upper interface for which this lower interface is changed; ""
+	// UpperInterface names the upper interface for which this lower interface is changed; ""
 	// if the change was requested for the interface itself.
-	Because string `json:"because,omitempty"`
+	UpperInterface string `json:"upper_interface,omitempty"`
 	// Notes say where the change differs from the request: a size that tso_max_size
 	// bounds, a family that the kernel does not support.
 	Notes []string `json:"notes,omitempty"`

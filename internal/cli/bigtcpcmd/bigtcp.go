@@ -26,7 +26,7 @@ type Shown struct {
 	Netns             string                   `json:"netns,omitempty"`
 	Support           netif.Support            `json:"support"`
 	Interfaces        []Interface              `json:"interfaces"`
-	Incompatibilities []compat.Incompatibility `json:"troubles"`
+	Incompatibilities []compat.Incompatibility `json:"incompatibilities"`
 	Problems          []string                 `json:"problems"` // what could not be read, and why
 }
 
@@ -34,9 +34,9 @@ type Shown struct {
 type Interface struct {
 	netif.Interface
 	Bound             Bound                    `json:"bound"`
-	Wanted            *Wanted                  `json:"wanted,omitempty"`
+	Requested         *Requested               `json:"requested,omitempty"`
 	Verdict           netif.Verdict            `json:"verdict"`
-	Incompatibilities []compat.Incompatibility `json:"troubles"`
+	Incompatibilities []compat.Incompatibility `json:"incompatibilities"`
 }
 
 // Bound is the interface that bounds GSO sizes, and the bound.
@@ -45,21 +45,21 @@ type Bound struct {
 	By   string `json:"by,omitempty"`
 }
 
-// Wanted is the request for an interface.
-type Wanted struct {
+// Requested is the request for an interface.
+type Requested struct {
 	sizing.Want
 	By    string `json:"by"`    // an owner, or byFile
-	State string `json:"state"` // wantedSet, wantedChanged or wantedUnset
+	State string `json:"state"` // requestSet, requestChanged or requestUnset
 	// For names the upper interfaces for which the sizes were requested, if not for
 	// the interface itself.
 	For []string `json:"for,omitempty"`
 }
 
 const (
-	byFile        = "file"    // the policy file; not applied
-	wantedSet     = "set"     // the sizes are those of the record
-	wantedChanged = "changed" // somebody else has changed them since
-	wantedUnset   = "unset"
+	byFile         = "file"    // the policy file; not applied
+	requestSet     = "set"     // the sizes are those of the record
+	requestChanged = "changed" // somebody else has changed them since
+	requestUnset   = "unset"
 )
 
 // bigtcpCommands are the commands of one invocation.
@@ -159,9 +159,9 @@ func inspectBigTCP(cmd *cobra.Command, names []string, where bigtcpPlace, policy
 			shown.Problems = append(shown.Problems, fmt.Sprintf("%s: %v", what, err))
 		}
 	}
-	troubles, ofInterfaces, err := compat.Find(network, list, shown.Support)
+	incompatibilities, ofInterfaces, err := compat.Find(network, list, shown.Support)
 	see("incompatibilities", err)
-	shown.Incompatibilities = append(shown.Incompatibilities, troubles...)
+	shown.Incompatibilities = append(shown.Incompatibilities, incompatibilities...)
 	records, damaged, err := recordsOf(network, where.state)
 	see("records of changed sizes", err)
 	for _, path := range damaged {
@@ -180,7 +180,7 @@ func inspectBigTCP(cmd *cobra.Command, names []string, where bigtcpPlace, policy
 		if len(names) > 0 && !slices.Contains(named, i.Index) {
 			continue
 		}
-		one := Interface{Interface: i, Verdict: i.Verdict(shown.Support), Incompatibilities: ofInterfaces[i.Name], Wanted: wantedOf(&i, list, records, rules)}
+		one := Interface{Interface: i, Verdict: i.Verdict(shown.Support), Incompatibilities: ofInterfaces[i.Name], Requested: requestOf(&i, list, records, rules)}
 		one.Bound.Size, one.Bound.By = i.Bound()
 		if one.Incompatibilities == nil {
 			one.Incompatibilities = []compat.Incompatibility{}
@@ -257,13 +257,13 @@ func rulesOf(network *netif.Namespace, rules []config.BigTCPRule) []config.BigTC
 	})
 }
 
-// wantedOf returns the request for an interface: that of its record, otherwise that of
+// requestOf returns the request for an interface: that of its record, otherwise that of
 // the first matching rule; nil if there is none.
-func wantedOf(i *netif.Interface, list []netif.Interface, records map[int]*sizing.Record, rules []config.BigTCPRule) *Wanted {
+func requestOf(i *netif.Interface, list []netif.Interface, records map[int]*sizing.Record, rules []config.BigTCPRule) *Requested {
 	if r := records[i.Index]; r != nil {
-		w := &Wanted{Want: r.Want, By: string(r.Owner), State: wantedSet}
+		w := &Requested{Want: r.Want, By: string(r.Owner), State: requestSet}
 		if i.Sizes != r.Applied {
-			w.State = wantedChanged
+			w.State = requestChanged
 		}
 		if !slices.Contains(r.For, i.Index) {
 			w.For = namesOf(list, r.For)
@@ -272,7 +272,7 @@ func wantedOf(i *netif.Interface, list []netif.Interface, records map[int]*sizin
 	}
 	for _, r := range rules {
 		if r.Matches(i.Name) {
-			return &Wanted{Want: sizing.Want{IPv6: r.IPv6, IPv4: r.IPv4}, By: byFile, State: wantedUnset}
+			return &Requested{Want: sizing.Want{IPv6: r.IPv6, IPv4: r.IPv4}, By: byFile, State: requestUnset}
 		}
 	}
 	return nil

@@ -36,8 +36,8 @@ func bothWays(send, receive uint32) string {
 	return fmt.Sprintf("%d/%d", send, receive)
 }
 
-// wantedSize formats a requested size.
-func wantedSize(size uint32) string {
+// requestedSize formats a requested size.
+func requestedSize(size uint32) string {
 	switch size {
 	case 0:
 		return "-"
@@ -131,7 +131,7 @@ func sharedIncompatibilities(rows []similar) shared {
 
 // isIdle reports whether an interface is omitted without --all.
 func (i *Interface) isIdle() bool {
-	if i.Wanted != nil || i.Verdict.State == netif.On || i.Verdict.State == netif.Partly {
+	if i.Requested != nil || i.Verdict.State == netif.On || i.Verdict.State == netif.Partly {
 		return false
 	}
 	return i.Name == "lo" || !i.Up && i.Kind != "" && len(i.Related) == 0
@@ -170,11 +170,11 @@ func bigtcpGroups(interfaces []Interface, all bool) (rows []similar, rest int) {
 
 // similarityKey is equal for interfaces that differ in their names and peers only.
 func (i *Interface) similarityKey() string {
-	wanted := Wanted{}
-	if i.Wanted != nil {
-		wanted = *i.Wanted
+	requested := Requested{}
+	if i.Requested != nil {
+		requested = *i.Requested
 	}
-	return fmt.Sprintf("%q %q %d %d %v %v %v %s", i.Kind, i.Driver, i.TSOMaxSize, i.Bound.Size, i.Sizes, wanted, i.neighbours(),
+	return fmt.Sprintf("%q %q %d %d %v %v %v %s", i.Kind, i.Driver, i.TSOMaxSize, i.Bound.Size, i.Sizes, requested, i.neighbours(),
 		withoutName(fmt.Sprint(i.Verdict.Text, i.Incompatibilities), i.Name))
 }
 
@@ -189,25 +189,25 @@ func (i *Interface) neighbours() []netif.Related {
 }
 
 func (a similar) rank() int {
-	if a[0].Wanted != nil {
+	if a[0].Requested != nil {
 		return 0
 	}
 	return 1
 }
 
 func writeInterfaces(t *command.Text, rows []similar, shared shared) {
-	table := [][]string{{"INTERFACE", "KIND", "TSO MAX", "IPV6 SEND/RECEIVE", "IPV4 SEND/RECEIVE", "WANTED IPV6/IPV4"}}
+	table := [][]string{{"INTERFACE", "KIND", "TSO MAX", "IPV6 SEND/RECEIVE", "IPV4 SEND/RECEIVE", "REQUESTED IPV6/IPV4"}}
 	for _, row := range rows {
 		i := row[0]
-		most, wanted := "-", "-"
+		most, requested := "-", "-"
 		if i.TSOMaxSize > 0 {
 			most = fmt.Sprint(i.TSOMaxSize)
 		}
-		if i.Wanted != nil {
-			wanted = wantedSize(i.Wanted.IPv6) + "/" + wantedSize(i.Wanted.IPv4)
+		if i.Requested != nil {
+			requested = requestedSize(i.Requested.IPv6) + "/" + requestedSize(i.Requested.IPv4)
 		}
 		table = append(table, []string{i.Name, interfaceKind(i.Kind, i.Driver), most,
-			bothWays(i.Sizes.GSO, i.Sizes.GRO), bothWays(i.Sizes.GSOIPv4, i.Sizes.GROIPv4), wanted})
+			bothWays(i.Sizes.GSO, i.Sizes.GRO), bothWays(i.Sizes.GSOIPv4, i.Sizes.GROIPv4), requested})
 	}
 	var lines command.Text
 	lines.Table("llrrrl", table)
@@ -224,8 +224,8 @@ func writeInterfaces(t *command.Text, rows []similar, shared shared) {
 func writeNotes(t *command.Text, row similar, shared shared) {
 	i := row[0]
 	t.Paragraph("  ", "%s", i.Verdict.Text)
-	if i.Wanted != nil {
-		t.Paragraph("  ", "%s", i.Wanted.words())
+	if i.Requested != nil {
+		t.Paragraph("  ", "%s", i.Requested.words())
 	}
 	if i.Bound.Size < i.TSOMaxSize && !strings.Contains(i.Verdict.Text, i.Bound.By) {
 		t.Paragraph("  ", "its lower interface %s bounds sent packets to %d bytes", i.Bound.By, i.Bound.Size)
@@ -250,19 +250,19 @@ func writeNotes(t *command.Text, row similar, shared shared) {
 }
 
 // words describe who requested the sizes, and whether they are set.
-func (w *Wanted) words() string {
+func (w *Requested) words() string {
 	text := map[string]string{
-		string(sizing.ByCommand): "wanted by sockeye bigtcp apply",
-		string(sizing.ByPolicy):  "wanted by the agent's policy",
-		byFile:                   "wanted by the policy file",
+		string(sizing.ByCommand): "requested by sockeye bigtcp apply",
+		string(sizing.ByPolicy):  "requested by the agent's policy",
+		byFile:                   "requested by the policy file",
 	}[w.By]
 	if len(w.For) > 0 {
 		text += ", as a lower interface of " + firstNames(w.For)
 	}
 	switch w.State {
-	case wantedChanged:
+	case requestChanged:
 		text += "; somebody else has changed it since"
-	case wantedUnset:
+	case requestUnset:
 		text += "; not applied"
 	}
 	return text
@@ -384,7 +384,7 @@ func changeGroups(changes []sizing.Change) []changeRow {
 	var rows []changeRow
 	places := make(map[string]int)
 	for _, c := range changes {
-		key := fmt.Sprintf("%q %v %v %q %s", c.Netns, c.From, c.To, c.Because, withoutName(fmt.Sprint(c.Notes), c.Interface))
+		key := fmt.Sprintf("%q %v %v %q %s", c.Netns, c.From, c.To, c.UpperInterface, withoutName(fmt.Sprint(c.Notes), c.Interface))
 		if at, ok := places[key]; ok && len(changes) > bigtcpRows {
 			rows[at].others = append(rows[at].others, c.Interface)
 			continue
@@ -448,8 +448,8 @@ func (c *changeRow) notes() []string {
 	if c.Netns != "" {
 		notes = append(notes, "in "+c.Netns)
 	}
-	if c.Because != "" {
-		notes = append(notes, "as a lower interface of "+c.Because)
+	if c.UpperInterface != "" {
+		notes = append(notes, "as a lower interface of "+c.UpperInterface)
 	}
 	notes = append(notes, c.Notes...)
 	if len(c.others) > 0 {

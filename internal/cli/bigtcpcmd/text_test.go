@@ -55,11 +55,11 @@ func shownHost() *Shown {
 		s.Interfaces = append(s.Interfaces, judged(i, both))
 	}
 	large := sizing.Want{IPv6: 192000, IPv4: 192000}
-	s.Interfaces[1].Wanted = &Wanted{Want: large, By: byFile, State: wantedUnset}
-	s.Interfaces[2].Wanted = &Wanted{Want: large, By: "command", State: wantedSet, For: []string{"bond0"}}
-	s.Interfaces[3].Wanted = &Wanted{Want: large, By: "command", State: wantedSet}
-	s.Interfaces[5].Wanted = &Wanted{Want: sizing.Want{IPv6: 192000, IPv4: 65536}, By: "policy", State: wantedSet}
-	s.Interfaces[6].Wanted = &Wanted{Want: sizing.Want{IPv6: 192000}, By: "command", State: wantedChanged}
+	s.Interfaces[1].Requested = &Requested{Want: large, By: byFile, State: requestUnset}
+	s.Interfaces[2].Requested = &Requested{Want: large, By: "command", State: requestSet, For: []string{"bond0"}}
+	s.Interfaces[3].Requested = &Requested{Want: large, By: "command", State: requestSet}
+	s.Interfaces[5].Requested = &Requested{Want: sizing.Want{IPv6: 192000, IPv4: 65536}, By: "policy", State: requestSet}
+	s.Interfaces[6].Requested = &Requested{Want: sizing.Want{IPv6: 192000}, By: "command", State: requestChanged}
 	tunnel := compat.Incompatibility{Name: "tunnel", Detail: "vxlan7 sends through it: packets that are wrapped have at most 65536 bytes before", Hint: "connections that do not go through it have large packets all the same"}
 	for _, n := range []int{2, 3, 4} {
 		s.Interfaces[n].Incompatibilities = []compat.Incompatibility{tunnel}
@@ -113,7 +113,7 @@ func TestBigTCPManyInterfaces(t *testing.T) {
 		}
 		one := judged(i, both)
 		if n%4 == 3 {
-			one.Wanted = &Wanted{Want: sizing.Want{IPv6: 192000, IPv4: 192000}, By: "policy", State: wantedSet}
+			one.Requested = &Requested{Want: sizing.Want{IPv6: 192000, IPv4: 192000}, By: "policy", State: requestSet}
 		}
 		one.Incompatibilities = []compat.Incompatibility{{Name: "capture", Detail: "tcpdump listens on " + i.Name}}
 		if n == 7 {
@@ -128,7 +128,7 @@ func TestBigTCPManyInterfaces(t *testing.T) {
 		i := netif.Interface{Index: 2000 + n, Name: fmt.Sprintf("port%d", n), Driver: "ice", MTU: 1500, Up: true, TSOMaxSize: uint32(100000 + n), Sizes: sameSizes(65536)}
 		s.Interfaces = append(s.Interfaces, judged(i, both))
 	}
-	s.Interfaces[len(s.Interfaces)-1].Wanted = &Wanted{Want: sizing.Want{IPv4: 192000}, By: byFile, State: wantedUnset}
+	s.Interfaces[len(s.Interfaces)-1].Requested = &Requested{Want: sizing.Want{IPv4: 192000}, By: byFile, State: requestUnset}
 	var short, long command.Text
 	bigtcpText(&short, s, false)
 	for _, want := range []string{"\nport39 ", "\nport20 ", "\nveth3 ", "and 18 interfaces more; --all shows all\n1 interface is not shown: "} {
@@ -147,7 +147,7 @@ func TestBigTCPManyInterfaces(t *testing.T) {
 func TestBigTCPManyChanges(t *testing.T) {
 	var all []sizing.Change
 	for n := range 100 {
-		c := sizing.Change{Interface: fmt.Sprintf("veth%d", n), From: sameSizes(65536), To: sameSizes(192000), Because: "br0", Notes: []string{"larger packets are cut at " + fmt.Sprintf("veth%d", n)}}
+		c := sizing.Change{Interface: fmt.Sprintf("veth%d", n), From: sameSizes(65536), To: sameSizes(192000), UpperInterface: "br0", Notes: []string{"larger packets are cut at " + fmt.Sprintf("veth%d", n)}}
 		if n == 50 {
 			c.To.GSO = 185000
 		}
@@ -158,7 +158,7 @@ func TestBigTCPManyChanges(t *testing.T) {
 
 	var done []sizing.Reverted
 	for n, c := range all {
-		c.Notes, c.Because = nil, ""
+		c.Notes, c.UpperInterface = nil, ""
 		done = append(done, sizing.Reverted{Change: c, Result: []string{"reverted", "gone", "already", "changed"}[n%4]})
 	}
 	clitest.GoldenText(t, "bigtcp-revert-many", func(t *command.Text) { revertedText(t, &Reverted{Reverted: done}) })
@@ -166,7 +166,7 @@ func TestBigTCPManyChanges(t *testing.T) {
 
 func TestBigTCPChangesText(t *testing.T) {
 	change := func(name, because string, from, to netif.Sizes, notes ...string) sizing.Change {
-		return sizing.Change{Interface: name, From: from, To: to, Because: because, Notes: notes}
+		return sizing.Change{Interface: name, From: from, To: to, UpperInterface: because, Notes: notes}
 	}
 	off, on := sameSizes(65536), sameSizes(192000)
 	bounded := netif.Sizes{GSO: 185000, GRO: 192000, GSOIPv4: 185000, GROIPv4: 192000}

@@ -82,11 +82,11 @@ func changedNote(network *netif.Namespace, name, stateDir string) string {
 	if i < 0 {
 		return ""
 	}
-	wanted := wantedOf(&list[i], list, records, nil)
-	if wanted == nil || wanted.State == wantedSet {
+	requested := requestOf(&list[i], list, records, nil)
+	if requested == nil || requested.State == requestSet {
 		return ""
 	}
-	return "sizes: " + wanted.words()
+	return "sizes: " + requested.words()
 }
 
 // verifyText prints a report: the answer first, then the figures.

@@ -32,11 +32,11 @@ track_devices of the policy.`,
 				fmt.Fprintln(w, "no devices seen yet; a service with track_devices off lists none")
 				return
 			}
-			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tSLOT\tSERVED BY\tCONNECTIONS\tDATAGRAMS\tREFUSED\tLAST SEEN")
+			fmt.Fprintln(w, "SERVICE\tADDRESS\tDEVICE\tSLOT\tLAST SLOT\tCONNECTIONS\tDATAGRAMS\tREFUSED\tLAST SEEN")
 			for _, d := range devices {
 				served := "-"
-				if d.Served != nil {
-					served = fmt.Sprint(*d.Served)
+				if d.LastSlot != nil {
+					served = fmt.Sprint(*d.LastSlot)
 				}
 				fmt.Fprintf(w, "%s\t%s\t%s\t%d\t%s\t%d\t%d\t%d\t%s ago\n", d.Service, d.Address, command.OrDash(d.Device), d.Slot,
 					served, d.Connections, d.Datagrams, d.Refused, max(0, c.Now().Sub(d.LastSeen)).Round(time.Second))

@@ -204,7 +204,7 @@ func tunedConnection(w io.Writer, s *api.Tuned) {
 	if s.Arm == "control" {
 		fmt.Fprint(w, ", left alone by its trial")
 	}
-	if s.Adopted {
+	if s.TunedLive {
 		fmt.Fprint(w, ", open before it")
 	}
 	if s.Reacted {

@@ -48,7 +48,7 @@ func reverted(w io.Writer, l *api.TuneLive) {
 		fmt.Fprintf(w, "; %d closed since", l.Gone)
 	}
 	fmt.Fprintln(w)
-	for _, k := range l.Left {
+	for _, k := range l.NotReverted {
 		fmt.Fprintf(w, "rule %s: %s on %s: %s\n", k.Rule, k.Option, command.Count(k.Connections, "connection", "connections"), k.Reason)
 	}
 	problems(w, l)

@@ -163,8 +163,8 @@ func ruleNotes(r *api.TuneRuleStatus) []string {
 	if r.Observe != string(config.ObserveLive) {
 		notes = append(notes, "observe "+r.Observe)
 	}
-	if r.Adopted > 0 {
-		notes = append(notes, command.Count(r.Adopted, "connection was", "connections were")+" open before")
+	if r.TunedLive > 0 {
+		notes = append(notes, command.Count(r.TunedLive, "connection was", "connections were")+" open before")
 	}
 	if r.Tags > 0 {
 		notes = append(notes, command.Count(r.Tags, "connection", "connections")+" by the peer's tag")
