@@ -229,7 +229,7 @@ func (a *Agent) startDomains(first *startPolicy) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.metrics, a.metricsProblem = metrics, err
-	err = a.setPolicy(loadedPolicy{first.policy, first.text, a.options.Policy})
+	err = a.setPolicy(first.loadedPolicy)
 	a.inForce.refused, a.inForce.refusedText = first.refused, first.refusedText
 	return err
 }

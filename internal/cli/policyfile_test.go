@@ -4,6 +4,7 @@ package cli
 
 import (
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -67,6 +68,29 @@ func TestBrokenPolicyAtStart(t *testing.T) {
 	must[api.Plan](h, "apply")
 	if status := must[api.Status](h, "status"); status.PolicyProblem != "" || status.Services[0].Slots != 3 {
 		t.Errorf("applied: problem %q, %+v", status.PolicyProblem, status.Services)
+	}
+}
+
+// TestAppliedPolicyOfAnotherDirectory starts twice with a policy that was applied from a file in another directory,
+// which names a device map there.
+func TestAppliedPolicyOfAnotherDirectory(t *testing.T) {
+	h := newHost(t, mappedService)
+	h.write("devices.csv", "127.0.0.1,edge\n")
+	h.start()
+	other := filepath.Join(h.dir, "other")
+	if err := os.Mkdir(other, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	h.write("other/devices.csv", "127.0.0.1,core\n127.0.0.2,core\n")
+	h.write("other/policy.yaml", mappedService)
+	must[api.Plan](h, "apply", filepath.Join(other, "policy.yaml"))
+	h.write("policy.yaml", "broken")
+	for range 2 {
+		h.kill()
+		h.start()
+		if m := must[api.Status](h, "status").Services[0].DeviceMap; m == nil || m.Prefixes != 2 || m.Path != filepath.Join(other, "devices.csv") {
+			t.Errorf("the device map is %+v", m)
+		}
 	}
 }
 
