@@ -25,6 +25,7 @@ LICENCES := Apache-2.0,BSD-2-Clause,BSD-3-Clause,ISC,MIT
 # Debian packages, by what needs them.
 DEMO_PACKAGES := frr pmacct
 TEST_PACKAGES := $(DEMO_PACKAGES) curl dbus-daemon iperf3 openssh-client openssh-server systemd
+RACE_PACKAGES := gcc libc6-dev
 VM_PACKAGES := qemu-system-x86 xz-utils debian-archive-keyring
 DEBIAN_PACKAGES := $(VM_PACKAGES) mmdebstrap e2fsprogs qemu-utils
 BENCH_PACKAGES := $(DEMO_PACKAGES) haproxy
@@ -56,6 +57,11 @@ demo: ## Six routers, four nfacctd, with and without Sockeye (KEEP=1 leaves it u
 test: ## Run all tests that this host can run
 	@tools/setup $(TEST_PACKAGES)
 	@tools/gotest ./...
+
+.PHONY: test-race
+test-race: ## Run the tests of packages with goroutines under the race detector
+	@tools/setup $(TEST_PACKAGES) $(RACE_PACKAGES)
+	@tools/gorace
 
 .PHONY: test-vm
 test-vm: ## Run the kernel tests on other kernels, under qemu
@@ -143,7 +149,7 @@ vulnerabilities: ## Look for known vulnerabilities in what is called; says so if
 	go run ./tools/vulncheck -scanner $(GOVULNCHECK) -o "$(OUT)/vulnerabilities" ./...
 
 .PHONY: check
-check: verify-generated lint licences vulnerabilities security test ## What CI runs
+check: verify-generated lint licences vulnerabilities security test test-race ## What CI runs
 	@tools/setup $(VM_PACKAGES)
 	go run ./lab/vm -kernels $(CHECK_KERNELS) -timeout 10m $(CHECK_VM_TESTS)
 	@cat "$(OUT)/vulnerabilities"

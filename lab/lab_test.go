@@ -24,6 +24,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/cgroup"
+	"sockeye/internal/testenv"
 )
 
 // helperEnv has the test binary hold a lab until it is killed.
@@ -33,7 +34,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv(helperEnv) != "" {
 		hold()
 	}
-	os.Exit(m.Run())
+	os.Exit(testenv.Run(m))
 }
 
 func hold() {

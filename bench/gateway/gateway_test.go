@@ -21,6 +21,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/testenv"
 	"sockeye/lab"
 )
 
@@ -29,7 +30,7 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && Benchmark.Workers[os.Args[1]] != nil {
 		os.Exit(harness.RunCommand(os.Args[1:], Benchmark))
 	}
-	os.Exit(m.Run())
+	os.Exit(testenv.Run(m))
 }
 
 func TestArrivals(t *testing.T) {

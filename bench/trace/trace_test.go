@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/config"
+	"sockeye/internal/testenv"
 )
 
 // TestMain is also the ends of loads, which hold their processor in system calls
@@ -30,7 +31,7 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && Benchmark.Workers[os.Args[1]] != nil {
 		os.Exit(harness.RunCommand(os.Args[1:], Benchmark))
 	}
-	os.Exit(m.Run())
+	os.Exit(testenv.Run(m))
 }
 
 type testEnd struct {

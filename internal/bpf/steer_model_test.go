@@ -35,9 +35,9 @@ type lookupContext struct {
 	_          [4]byte
 }
 
-// TestTwinAgreesWithTheProgram asks the kernel's program and its twin for the
+// TestModelAgreesWithProgram asks the kernel's program and its reference model for the
 // slots of a million random addresses.
-func TestTwinAgreesWithTheProgram(t *testing.T) {
+func TestModelAgreesWithProgram(t *testing.T) {
 	const slots = 1024
 	c := config(t, true, "udp [::]:4739")
 	s := serve(t, c, slots, bpf.NoSlot, nil)

@@ -277,7 +277,7 @@ func TestListenersAreRecorded(t *testing.T) {
 	}
 }
 
-// TestDeviceHash finds in the pinned device map what the twin finds.
+// TestDeviceHash finds in the pinned device map what the reference model finds.
 func TestDeviceHash(t *testing.T) {
 	m := deviceMap(t, "127.1.0.0/16,a", "::/0,b", "0.0.0.0/1,c")
 	s := serve(t, config(t, false, pair[0]), 4, bpf.NoSlot, m)

@@ -62,7 +62,7 @@ func TestMain(m *testing.M) {
 		pause()
 	case "parent":
 		becomeParent(os.Args[2:])
-	case "twin":
+	case "duplicate":
 		becomeTwin(os.Args[2:])
 	case "connector":
 		becomeConnector(os.Args[2:])

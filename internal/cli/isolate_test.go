@@ -84,7 +84,7 @@ func inside(what string, args []string) error {
 		}
 	case "serve": // everybody on networks and ports, until the end of standard input
 		for i := 0; i < len(args); i += 2 {
-			if err := tellPeers(args[i], ":"+args[i+1]); err != nil {
+			if _, err := tellPeers(args[i], ":"+args[i+1]); err != nil {
 				return err
 			}
 		}
@@ -140,11 +140,11 @@ func inside(what string, args []string) error {
 }
 
 // tellPeers tells everybody who says something its address.
-func tellPeers(network, address string) error {
+func tellPeers(network, address string) (io.Closer, error) {
 	if network == "udp" {
 		c, err := net.ListenPacket(network, address)
 		if err != nil {
-			return err
+			return nil, err
 		}
 		go func() {
 			b := make([]byte, 1500)
@@ -156,11 +156,11 @@ func tellPeers(network, address string) error {
 				_, _ = fmt.Fprintln(packetWriter{c, peer}, peer.(*net.UDPAddr).AddrPort().Addr().Unmap())
 			}
 		}()
-		return nil
+		return c, nil
 	}
 	l, err := net.Listen(network, address)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	go func() {
 		for {
@@ -175,7 +175,7 @@ func tellPeers(network, address string) error {
 			}()
 		}
 	}()
-	return nil
+	return l, nil
 }
 
 type packetWriter struct {
@@ -812,9 +812,11 @@ func TestIsolateNoDNS(t *testing.T) {
 		})
 		for _, network := range []string{"tcp", "udp"} {
 			for _, port := range []string{"53", "853", "7180"} {
-				if err := tellPeers(network, net.JoinHostPort(text, port)); err != nil {
+				l, err := tellPeers(network, net.JoinHostPort(text, port))
+				if err != nil {
 					t.Fatal(err)
 				}
+				t.Cleanup(func() { l.Close() })
 			}
 		}
 	}
@@ -1389,9 +1391,11 @@ func TestIsolateMetadata(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, network := range []string{"tcp", "udp"} {
-			if err := tellPeers(network, net.JoinHostPort(text, "7180")); err != nil {
+			l, err := tellPeers(network, net.JoinHostPort(text, "7180"))
+			if err != nil {
 				t.Fatal(err)
 			}
+			t.Cleanup(func() { l.Close() })
 		}
 		t.Cleanup(func() {
 			if err := netlink.AddrDel(lo, address); err != nil {

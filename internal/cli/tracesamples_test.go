@@ -131,6 +131,7 @@ func TestTraceSamples(t *testing.T) {
 // A reader that has enough ends it, as head does.
 func TestTraceSamplesPipe(t *testing.T) {
 	f := newFake(t)
+	f.mu.Lock()
 	f.answers["GET /v1/trace"] = tracedStatus(telemetry())
 	f.answers["GET /v1/trace/samples"] = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		for n := 0; r.Context().Err() == nil; n++ {
@@ -139,6 +140,7 @@ func TestTraceSamplesPipe(t *testing.T) {
 			}
 		}
 	})
+	f.mu.Unlock()
 	cmd := process("sockeye", "--run-dir", f.run, "trace", "samples", "-o", "jsonl")
 	out, err := cmd.StdoutPipe()
 	if err != nil {

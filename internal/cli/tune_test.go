@@ -11,6 +11,7 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -26,6 +27,7 @@ import (
 // fake answers in an agent's place, and keeps what it was asked.
 type fake struct {
 	*host
+	mu      sync.Mutex     // held by tests whose client is another process
 	answers map[string]any // by method and path, as GET /v1/tune
 	asked   []string       // method, path, query and body
 }
@@ -53,8 +55,10 @@ func (f *fake) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if err != nil {
 		f.t.Error(err)
 	}
+	f.mu.Lock()
 	f.asked = append(f.asked, strings.TrimSpace(r.Method+" "+r.URL.Path+" "+queryText(r)+string(body)))
 	answer, ok := f.answers[r.Method+" "+r.URL.Path]
+	f.mu.Unlock()
 	if !ok {
 		answer = api.Failure{Error: "the agent has no " + r.URL.Path, Code: fault.CodeUsage}
 	}

@@ -290,7 +290,7 @@ func (f *finder) agree(services []config.Service, questions []match.Question) ma
 		want, steps := judged(f.matches, services, q)
 		hits[want]++
 		if got != want {
-			f.t.Fatalf("%v from %v, %s, tag %q: the program says rule %d, the twin %d: %+v", q.Local, q.Remote, q.Role, q.Tag, got, want, steps)
+			f.t.Fatalf("%v from %v, %s, tag %q: the program says rule %d, the reference model %d: %+v", q.Local, q.Remote, q.Role, q.Tag, got, want, steps)
 		}
 	}
 	return hits

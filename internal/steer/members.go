@@ -572,8 +572,8 @@ func (s *service) findDuplicate(seat *seat) {
 // duplicateProblem returns the duplicate error of the lowest slot that has one.
 func (s *service) duplicateProblem() error {
 	for _, slot := range slices.Sorted(maps.Keys(s.seats)) {
-		if twin := s.seats[slot].duplicate; twin != nil {
-			return twin
+		if duplicate := s.seats[slot].duplicate; duplicate != nil {
+			return duplicate
 		}
 	}
 	return nil

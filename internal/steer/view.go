@@ -45,7 +45,7 @@ func (s *service) status() api.ServiceStatus {
 		}
 	}
 	status.SplitDevices, status.AdoptedDevices = len(s.checks.split), len(s.state.Adopted)
-	split, twin := s.splitProblem(), s.duplicateProblem()
+	split, duplicate := s.splitProblem(), s.duplicateProblem()
 	switch {
 	case s.keeperProblem != nil:
 		status.Problem, status.Hint = s.keeperProblem.Error(), fault.Hint(s.keeperProblem)
@@ -54,8 +54,8 @@ func (s *service) status() api.ServiceStatus {
 		status.Hint = "set user of the service"
 	case split != nil:
 		status.Problem, status.Hint = split.Error(), fault.Hint(split)
-	case twin != nil:
-		status.Problem, status.Hint = twin.Error(), fault.Hint(twin)
+	case duplicate != nil:
+		status.Problem, status.Hint = duplicate.Error(), fault.Hint(duplicate)
 	}
 	for _, w := range slices.SortedFunc(maps.Values(s.waiting), func(a, b *waitingProcess) int {
 		return cmp.Compare(a.process.PID, b.process.PID)

@@ -32,20 +32,26 @@ func Main(m *testing.M) {
 			fmt.Fprintln(os.Stderr, "testenv:", err)
 			os.Exit(1)
 		}
-		os.Exit(m.Run())
+		os.Exit(Run(m))
 	}
 	os.Exit(isolate())
 }
 
 // isolate runs this program again, in new namespaces and a new cgroup.
-func isolate() int {
+func isolate() (code int) {
 	dir, err := newCgroup()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "testenv:", err)
 		return 1
 	}
-	// Keepers and other processes that the tests left running end with the cgroup.
+	// Processes that the tests left running end with the cgroup.
 	defer func() {
+		pids, _ := cgroup.Processes(dir)
+		for _, pid := range pids {
+			text, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+			fmt.Printf("testenv: process %d is left: %q\n", pid, text)
+			code = max(code, 1)
+		}
 		if err := cgroup.Destroy(dir); err != nil {
 			fmt.Fprintln(os.Stderr, "testenv:", err)
 		}

@@ -8,7 +8,7 @@ import (
 )
 
 // Explain tells which of the rules of one cgroup a connection gets, and why not
-// the earlier ones: the program's twin in user space. The last step is the rule
+// the earlier ones: the reference model of the program. The last step is the rule
 // that matches; if none does, all rules have a step. Services are those of the
 // policy.
 func Explain(rules []config.TuneRule, services []config.Service, q match.Question) []match.Step {

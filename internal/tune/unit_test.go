@@ -140,7 +140,9 @@ func TestUnitStartsAgain(t *testing.T) {
 	defer a.Stop()
 	a.Start(t, "tune:\n  - {name: b, cgroup: collector.service, set: {sndbuf: 100KB}}\ntrace:\n  - {name: c, cgroup: collector.service}\n")
 	defer a.Retire(t)
+	tuningOf(a).mu.Lock()
 	loaded := tuningOf(a).tuners["collector.service"].tune
+	tuningOf(a).mu.Unlock()
 	var took []time.Duration
 	for range 20 {
 		if err := unix.Rmdir(dir); err != nil {

@@ -194,7 +194,7 @@ func TestShown(t *testing.T) {
 				}
 			}
 		}
-		if metric("registrations_total", `{service="telemetry"}`) != 4 || metric("service_held", `{service="telemetry"}`) != 1 ||
+		if metric("registrations_total", `{service="telemetry"}`) != 4 || metric("service_ports_steered", `{service="telemetry"}`) != 1 ||
 			metric("agent_starts_total", "") != 1 || metric("members_waiting", `{service="telemetry"}`) != 0 {
 			t.Errorf("metrics: %v", metrics)
 		}

@@ -25,6 +25,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/testenv"
 	"sockeye/internal/trace/packets"
 	"sockeye/lab"
 )
@@ -35,7 +36,7 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
-	os.Exit(m.Run())
+	os.Exit(testenv.Run(m))
 }
 
 func check(t testing.TB, err error) {

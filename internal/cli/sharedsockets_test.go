@@ -113,16 +113,14 @@ func TestOrphan(t *testing.T) {
 
 // A second socket for a listener gets nothing, as a slot has one: the member is refused, or named where it
 // opens the socket later.
-func TestTwinSockets(t *testing.T) {
+func TestDuplicateSockets(t *testing.T) {
 	h := newHost(t, theft(sharedPorts, "user: root", "cgroup: CGROUP", "members: [{match: {command_line: ^collector}, slot: 0}]"))
 	h.start()
 	pid, end := h.member(nil, append([]string{sharedSpecs[0]}, sharedSpecs...)...)
 	want := "it has more than one socket tcp [::]:1790: a slot has one socket per listener, the others would get no traffic"
-	if got := h.problemOf(pid); got != want {
-		t.Errorf("the member is told %q, want %q", got, want)
-	}
+	h.eventually("the member is told: "+want, func() bool { return h.problemOf(pid) == want })
 	end()
-	pid, _ = h.as("twin", collector, sharedSpecs...)
+	pid, _ = h.as("duplicate", collector, sharedSpecs...)
 	h.served(0, pid)
 	if err := unix.Kill(pid, unix.SIGUSR1); err != nil {
 		t.Fatal(err)

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package testenv
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+// Run runs the tests of a package and returns the exit code. A package whose tests pass fails if they have left
+// goroutines or descriptors.
+func Run(m *testing.M) int {
+	before := openFiles()
+	code := m.Run()
+	if code != 0 {
+		return code
+	}
+	// Find waits for goroutines that are about to end.
+	if err := goleak.Find(goleak.IgnoreTopFunction("os/signal.loop")); err != nil {
+		fmt.Println("testenv: goroutines are left:", err)
+		return 1
+	}
+	leaked := leakedFiles(before)
+	for _, file := range leaked {
+		fmt.Println("testenv: a descriptor is left:", file)
+	}
+	if len(leaked) > 0 {
+		return 1
+	}
+	return 0
+}
+
+// leakedFiles returns the files that are open and were not before. Package net keeps the pipes of splice(2) in a
+// sync.Pool, which the garbage collector empties. Other files are looked for first: the collector would close them, too.
+func leakedFiles(before map[string]string) (leaked []string) {
+	pipes := 0
+	after := openFiles()
+	for _, fd := range slices.Sorted(maps.Keys(after)) {
+		switch file := after[fd]; {
+		case before[fd] == file || ofRuntime(file):
+		case strings.HasPrefix(file, "pipe:"):
+			pipes++
+		default:
+			leaked = append(leaked, fd+" "+file)
+		}
+	}
+	for attempt := 0; pipes > 0; attempt++ {
+		runtime.GC()
+		time.Sleep(10 * time.Millisecond) // cleanups run in a goroutine
+		pipes = 0
+		for fd, file := range openFiles() {
+			if before[fd] != file && strings.HasPrefix(file, "pipe:") {
+				pipes++
+				if attempt == 100 {
+					leaked = append(leaked, fd+" "+file)
+				}
+			}
+		}
+		if attempt == 100 {
+			break
+		}
+	}
+	return leaked
+}
+
+// openFiles returns the open files of this process by descriptor, as /proc/PID/fd names them.
+func openFiles() map[string]string {
+	files := make(map[string]string)
+	const dir = "/proc/self/fd"
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil
+	}
+	for _, e := range entries {
+		// The descriptor of ReadDir is closed by now.
+		if file, err := os.Readlink(filepath.Join(dir, e.Name())); err == nil {
+			files[e.Name()] = file
+		}
+	}
+	return files
+}
+
+// ofRuntime reports whether a file is one that the Go runtime or the test binary opens once and keeps: the network
+// poller, the source of random numbers, and the executable's own data.
+func ofRuntime(file string) bool {
+	return file == "anon_inode:[eventpoll]" || file == "anon_inode:[eventfd]" || file == "/dev/urandom" || strings.HasPrefix(file, "/sys/devices/system/cpu/")
+}
