@@ -6,6 +6,8 @@ import (
 	"testing"
 	"time"
 
+	"sockeye/internal/bpf/pin"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 )
@@ -61,7 +63,7 @@ var (
 )
 
 // LayoutHash is the hash of maps.
-func LayoutHash(specs map[string]*ebpf.MapSpec) string { return layoutHash(specs, nil) }
+func LayoutHash(specs map[string]*ebpf.MapSpec) string { return pin.LayoutHash(specs, nil) }
 
 // Maps are those that a tuning has pinned, by name.
 func (t *Tune) Maps() map[string]*ebpf.Map { return t.maps }

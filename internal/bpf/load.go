@@ -118,9 +118,6 @@ func sameConstants(a, b ebpf.MapID) bool {
 	return okA && okB && bytes.Equal(va, vb)
 }
 
-// isVariables tells the maps that hold a program's variables from others.
-func isVariables(name string) bool { return name[0] == '.' }
-
 // lacksHelper tells whether the verifier refused a function of the kernel.
 func lacksHelper(err error) bool {
 	var refused *ebpf.VerifierError

@@ -16,6 +16,7 @@ import (
 	"github.com/cilium/ebpf/link"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/testenv"
 )
 
@@ -204,7 +205,7 @@ func TestTraceOfAnotherLayout(t *testing.T) {
 			pinOther(t, dir+mark, cgroup, spec)
 			t.Cleanup(func() { check(t, bpf.RemoveTrace(dir)) })
 			c := bpf.TraceConfig{Dir: dir, Cgroup: cgroup, Rules: traceAll(), Adopt: true}
-			if incompatible, ok := errors.AsType[*bpf.IncompatibleError](func() error { _, err := bpf.OpenTrace(c); return err }()); !ok {
+			if incompatible, ok := errors.AsType[*pin.IncompatibleError](func() error { _, err := bpf.OpenTrace(c); return err }()); !ok {
 				t.Fatalf("adopted: %v", incompatible)
 			}
 			if got := attachedSockOps(t, cgroup); len(got) != 1 {

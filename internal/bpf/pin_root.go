@@ -13,6 +13,7 @@ import (
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/fault"
 	"sockeye/internal/owned"
 )
@@ -32,7 +33,7 @@ const pinSchema = "schema"
 // OpenRoot takes the pin directory for this process: it mounts a bpffs at the
 // parent, if that is an empty folder or none, creates dir with mode 0700, locks
 // it, and checks the schema version pinned in it. It fails with ErrLocked, with
-// an *IncompatibleError for a directory of another version, or with an
+// an *pin.IncompatibleError for a directory of another version, or with an
 // *owned.UntrustedError if others than root decide what is in dir: a bpffs may
 // be writable for all, and an agent must adopt no pin that root did not make.
 func OpenRoot(dir string) (_ *Root, err error) {
@@ -101,7 +102,7 @@ func PinnedNames(dir, prefix string) ([]string, error) {
 	}
 	var names []string
 	for _, e := range entries {
-		name, _, _ := strings.Cut(e.Name(), layoutMark)
+		name, _, _ := strings.Cut(e.Name(), pin.LayoutMark)
 		if name, ok := strings.CutPrefix(name, prefix); ok && e.IsDir() && !slices.Contains(names, name) {
 			names = append(names, name)
 		}
@@ -152,15 +153,15 @@ func checkSchema(path string) error {
 		return nil
 	}
 	if err != nil {
-		return &IncompatibleError{Path: path, Err: err}
+		return &pin.IncompatibleError{Path: path, Err: err}
 	}
 	defer m.Close()
 	var version uint32
 	if err := m.Lookup(uint32(0), &version); err != nil {
-		return &IncompatibleError{Path: path, Err: err}
+		return &pin.IncompatibleError{Path: path, Err: err}
 	}
 	if version != Schema {
-		return &IncompatibleError{Path: path, Err: fmt.Errorf("schema version %d, this sockeye reads %d", version, Schema)}
+		return &pin.IncompatibleError{Path: path, Err: fmt.Errorf("schema version %d, this sockeye reads %d", version, Schema)}
 	}
 	return nil
 }

@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"slices"
 
+	"sockeye/internal/bpf/pin"
+
 	"github.com/cilium/ebpf"
 )
 
@@ -27,7 +29,7 @@ func setScope(dir string, s Scope) error {
 	if len(s) > maxScope {
 		return fmt.Errorf("keep scope: %d bytes, at most %d", len(s), maxScope)
 	}
-	m, err := openMap(dir, &ebpf.MapSpec{Name: pinScope, Type: ebpf.Array, KeySize: 4, ValueSize: maxScope, MaxEntries: 1})
+	m, err := pin.OpenMap(dir, &ebpf.MapSpec{Name: pinScope, Type: ebpf.Array, KeySize: 4, ValueSize: maxScope, MaxEntries: 1})
 	if err != nil {
 		return err
 	}
@@ -42,7 +44,7 @@ func setScope(dir string, s Scope) error {
 // or of another that has not been replaced yet. It fails with os.ErrNotExist if
 // there is none.
 func ReadScope(base string) (Scope, error) {
-	dirs, err := layouts(base)
+	dirs, err := pin.Layouts(base)
 	if err != nil {
 		return nil, err
 	}

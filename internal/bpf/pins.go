@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"path/filepath"
 
+	"sockeye/internal/bpf/pin"
+
 	"github.com/cilium/ebpf"
 )
 
@@ -48,7 +50,7 @@ const (
 // openTuneConnections opens the pinned map of the tuning whose folder is base, in this
 // version's layout. The error wraps os.ErrNotExist if there is none.
 func openTuneConnections(base string) (*ebpf.Map, error) {
-	dir, err := inLayout(base, tuneLayout)
+	dir, err := pin.InLayout(base, tuneLayout)
 	if err != nil {
 		return nil, err
 	}

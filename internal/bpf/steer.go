@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"structs"
 
+	"sockeye/internal/bpf/pin"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
@@ -97,7 +99,7 @@ func listenerValue(l Listener) listenerOf {
 // fails with os.ErrNotExist if nothing is pinned in dir.
 func ReadListeners(dir string) ([MaxListeners]Listener, error) {
 	var listeners [MaxListeners]Listener
-	path, err := newestPin(dir, pinListeners)
+	path, err := pin.Newest(dir, pinListeners)
 	if err != nil {
 		return listeners, err
 	}
@@ -109,7 +111,7 @@ func ReadListeners(dir string) ([MaxListeners]Listener, error) {
 	for row := range listeners {
 		var v listenerOf
 		if err := m.Lookup(uint32(row), &v); err != nil {
-			return listeners, &IncompatibleError{Path: path, Err: err}
+			return listeners, &pin.IncompatibleError{Path: path, Err: err}
 		}
 		if v.Port == 0 {
 			continue
@@ -160,11 +162,11 @@ func (s *Steer) Retire() error {
 // Remove ends steering for a service: its links are detached, its pins gone, in
 // any layout. Sockets that carry a reuseport program keep it until their group
 // ends.
-func Remove(dir string) error { return eachLayout(dir, removeSteer) }
+func Remove(dir string) error { return pin.EachLayout(dir, removeSteer) }
 
 // Unpin removes a service's pins. What is attached stays until its last holder is
 // gone.
-func Unpin(dir string) error { return eachLayout(dir, os.RemoveAll) }
+func Unpin(dir string) error { return pin.EachLayout(dir, os.RemoveAll) }
 
 func removeSteer(dir string) error {
 	for _, name := range []string{pinLookupLink, pinReleaseLink} {

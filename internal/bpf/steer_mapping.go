@@ -11,6 +11,8 @@ import (
 	"os"
 	"path/filepath"
 
+	"sockeye/internal/bpf/pin"
+
 	"github.com/cilium/ebpf"
 )
 
@@ -53,7 +55,7 @@ func (s *Steer) SetMapping(t *Table, devices *DeviceTrie) error {
 		if err == nil {
 			err = errors.Join(emptyMap(s.deviceMaps), emptyMap(s.nextDevices))
 		}
-		return errors.Join(err, removePin(path))
+		return errors.Join(err, pin.Remove(path))
 	}
 	if s.named != 0 {
 		if err := s.nextDevices.Put(uint32(0), devices.m); err != nil {
@@ -73,7 +75,7 @@ func (s *Steer) SetMapping(t *Table, devices *DeviceTrie) error {
 	if err != nil {
 		return err
 	}
-	if err := replacePin(devices.m.Pin, path); err != nil {
+	if err := pin.Replace(devices.m.Pin, path); err != nil {
 		return fmt.Errorf("pin device map: %w", err)
 	}
 	return nil
@@ -105,7 +107,7 @@ func (s *Steer) setTable(t *Table, named uint32) error {
 		return fmt.Errorf("install bucket table: %w", err)
 	}
 	s.named = named
-	if err := replacePin(inner.Pin, filepath.Join(s.dir, pinTable)); err != nil {
+	if err := pin.Replace(inner.Pin, filepath.Join(s.dir, pinTable)); err != nil {
 		return fmt.Errorf("pin bucket table: %w", err)
 	}
 	return nil
@@ -127,7 +129,7 @@ func (s *Steer) readNamed() error {
 // ReadNonce returns the nonce of a pinned service's bucket table, in any layout:
 // it comes first in each. It fails with os.ErrNotExist if there is none.
 func ReadNonce(dir string) (uint64, error) {
-	path, err := newestPin(dir, pinTable)
+	path, err := pin.Newest(dir, pinTable)
 	if err != nil {
 		return 0, err
 	}
@@ -138,7 +140,7 @@ func ReadNonce(dir string) (uint64, error) {
 	defer m.Close()
 	value, err := m.LookupBytes(uint32(0))
 	if err != nil || len(value) < 8 {
-		return 0, &IncompatibleError{Path: path, Err: cmp.Or(err, errors.New("no nonce"))}
+		return 0, &pin.IncompatibleError{Path: path, Err: cmp.Or(err, errors.New("no nonce"))}
 	}
 	return binary.NativeEndian.Uint64(value), nil
 }
@@ -146,7 +148,7 @@ func ReadNonce(dir string) (uint64, error) {
 // ReadTable returns the bucket table of a pinned service. It fails with
 // os.ErrNotExist if there is none.
 func ReadTable(dir string) (*Table, error) {
-	path, err := newestPin(dir, pinTable)
+	path, err := pin.Newest(dir, pinTable)
 	if err != nil {
 		return nil, err
 	}
@@ -157,7 +159,7 @@ func ReadTable(dir string) (*Table, error) {
 	defer m.Close()
 	t := new(Table)
 	if err := m.Lookup(uint32(0), t); err != nil {
-		return nil, &IncompatibleError{Path: path, Err: err}
+		return nil, &pin.IncompatibleError{Path: path, Err: err}
 	}
 	return t, nil
 }
@@ -165,7 +167,7 @@ func ReadTable(dir string) (*Table, error) {
 // ReadDeviceHash looks an address up in the device map of a pinned service.
 // Without a device map, or outside it, found is false.
 func ReadDeviceHash(dir string, address Address) (hash uint32, found bool, err error) {
-	path, err := newestPin(dir, pinDeviceMap)
+	path, err := pin.Newest(dir, pinDeviceMap)
 	if errors.Is(err, os.ErrNotExist) {
 		return 0, false, nil
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/netns"
 )
 
@@ -30,13 +31,13 @@ import (
 // can be in one array at a time, and have to be registered anew. Until then their
 // slots refuse. ReadNonce has the nonce before.
 //
-// A pin that cannot be this layout's gives an *IncompatibleError.
+// A pin that cannot be this layout's gives an *pin.IncompatibleError.
 func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 	base := c.Dir
 	if c.Dir, err = steerDir(base, c.Lookup); err != nil {
 		return nil, err
 	}
-	others, err := otherLayouts(base, c.Dir)
+	others, err := pin.OtherLayouts(base, c.Dir)
 	if err != nil {
 		return nil, err
 	}
@@ -85,7 +86,7 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 		return nil, err
 	}
 	if staleDevices {
-		if err := replacePin(s.devices.Pin, filepath.Join(c.Dir, pinDevices)); err != nil {
+		if err := pin.Replace(s.devices.Pin, filepath.Join(c.Dir, pinDevices)); err != nil {
 			return nil, fmt.Errorf("pin map %s: %w", pinDevices, err)
 		}
 	}
@@ -159,9 +160,9 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 		{members.Maps["lost_events"], &s.lost},
 		{listeners, &s.listeners},
 	} {
-		pinned, err := openMap(c.Dir, m.spec)
-		var incompatible *IncompatibleError
-		if errors.As(err, &incompatible) && m.spec.Name == pinDevices && incompatible.kind == m.spec.Type {
+		pinned, err := pin.OpenMap(c.Dir, m.spec)
+		var incompatible *pin.IncompatibleError
+		if errors.As(err, &incompatible) && m.spec.Name == pinDevices && incompatible.Kind == m.spec.Type {
 			staleDevices = true
 			if pinned, err = ebpf.NewMap(m.spec); err != nil {
 				return false, fmt.Errorf("create map %s: %w", m.spec.Name, err)
@@ -185,7 +186,7 @@ func (s *Steer) checkPins(c SteerConfig) error {
 			return nil
 		}
 		if err != nil {
-			return &IncompatibleError{Path: path, Err: err}
+			return &pin.IncompatibleError{Path: path, Err: err}
 		}
 		return pinned.Close()
 	}
@@ -300,7 +301,7 @@ func (s *Steer) openReuseport(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	for row, l := range c.Listeners {
 		if !l.Address.IsValid() {
 			// A row that is given up. Its group keeps the program.
-			if err := removePin(filepath.Join(s.dir, programPin(s.lookup, row))); err != nil {
+			if err := pin.Remove(filepath.Join(s.dir, programPin(s.lookup, row))); err != nil {
 				return err
 			}
 			continue
@@ -333,7 +334,7 @@ func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (*e
 	pinned, err := ebpf.LoadPinnedProgram(path, nil)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		fresh.Close()
-		return nil, &IncompatibleError{Path: path, Err: err}
+		return nil, &pin.IncompatibleError{Path: path, Err: err}
 	}
 	if err == nil && sameProgram(pinned, fresh) {
 		fresh.Close()
@@ -344,7 +345,7 @@ func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (*e
 		pinned.Close()
 	}
 	s.programs[row] = fresh
-	if err := replacePin(fresh.Pin, path); err != nil {
+	if err := pin.Replace(fresh.Pin, path); err != nil {
 		return nil, fmt.Errorf("pin program %s: %w", name, err)
 	}
 	return fresh, nil
@@ -352,7 +353,7 @@ func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (*e
 
 // keepLink is ensureLink for a link of the service.
 func (s *Steer) keepLink(name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) error {
-	l, err := ensureLink(s.dir, name, p, target, attach)
+	l, err := pin.EnsureLink(s.dir, name, p, target, attach)
 	if err == nil {
 		s.links = append(s.links, l)
 	}

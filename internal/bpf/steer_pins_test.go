@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/netns"
 	"sockeye/internal/steer/placement"
 	"sockeye/internal/testenv"
@@ -232,7 +233,7 @@ func TestIncompatiblePins(t *testing.T) {
 				c := c
 				c.Listeners[3] = listen(t, "udp [::]:9999")[0]
 				_, err = bpf.OpenSteer(c)
-				incompatible, ok := errors.AsType[*bpf.IncompatibleError](err)
+				incompatible, ok := errors.AsType[*pin.IncompatibleError](err)
 				if !ok || incompatible.Path != path {
 					t.Fatalf("%v, want an incompatible %s", err, path)
 				}
@@ -433,7 +434,7 @@ func TestRootOfAnotherVersion(t *testing.T) {
 			before, descriptors := pinned(t, dir), openDescriptors(t)
 			for range 2 { // the first leaves no lock
 				_, err = bpf.OpenRoot(dir)
-				incompatible, ok := errors.AsType[*bpf.IncompatibleError](err)
+				incompatible, ok := errors.AsType[*pin.IncompatibleError](err)
 				if !ok || incompatible.Path != path {
 					t.Fatalf("%v, want an incompatible %s", err, path)
 				}

@@ -12,6 +12,9 @@ import (
 	"slices"
 	"strings"
 
+	"sockeye/internal/bpf/pin"
+	"sockeye/internal/clock"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 )
@@ -25,7 +28,7 @@ type TraceConfig struct {
 	// Rules say what is traced, and never change.
 	Rules *TraceRules
 	// Adopt: what is pinned in Dir has these rules, and goes on. Else it is
-	// removed. Pins of another layout cannot go on: an *IncompatibleError.
+	// removed. Pins of another layout cannot go on: an *pin.IncompatibleError.
 	Adopt bool
 	// Tuning is the folder with the pins of the cgroup's tuning, "" for none.
 	Tuning string
@@ -68,10 +71,10 @@ type attachedHook struct {
 // HaveTimestamps) nothing sent is measured. Pins of other layouts are removed once
 // the new ones are attached.
 //
-// A pin that cannot be this layout's gives an *IncompatibleError.
+// A pin that cannot be this layout's gives an *pin.IncompatibleError.
 func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 	base := c.Dir
-	if c.Dir, err = inLayout(base, traceLayout); err != nil {
+	if c.Dir, err = pin.InLayout(base, traceLayout); err != nil {
 		return nil, err
 	}
 	t := &Trace{dir: c.Dir, cgroup: c.Cgroup, links: make(map[string]link.Link),
@@ -89,7 +92,7 @@ func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 	if !c.Adopt {
 		err = removeTrace(c.Dir)
 	} else if _, err = os.Stat(c.Dir); errors.Is(err, os.ErrNotExist) {
-		err = &IncompatibleError{Path: base, Err: errors.New("another layout")}
+		err = &pin.IncompatibleError{Path: base, Err: errors.New("another layout")}
 	}
 	if err != nil {
 		return nil, err
@@ -139,7 +142,7 @@ func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 			return nil, err
 		}
 	}
-	others, err := otherLayouts(base, c.Dir)
+	others, err := pin.OtherLayouts(base, c.Dir)
 	if err != nil {
 		return nil, err
 	}
@@ -154,9 +157,9 @@ func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 // SetScope keeps a record with the pins.
 func (t *Trace) SetScope(s Scope) error { return setScope(t.dir, s) }
 
-// MoveTrace renames the pins in a directory, of all layouts, if there are any.
+// MoveTrace renames the pins in a directory, of all pin.Layouts, if there are any.
 func MoveTrace(from, to string) error {
-	return eachLayout(from, func(dir string) error {
+	return pin.EachLayout(from, func(dir string) error {
 		if err := os.Rename(dir, to+strings.TrimPrefix(dir, from)); err != nil {
 			return fmt.Errorf("move pins: %w", err)
 		}
@@ -197,14 +200,14 @@ func (t *Trace) openMaps(c TraceConfig, spec *ebpf.CollectionSpec) (err error) {
 		if m.Type == ebpf.ArrayOfMaps {
 			t.inner[name] = m.InnerMap
 		}
-		if isVariables(name) || t.maps[name] != nil {
+		if pin.IsVariables(name) || t.maps[name] != nil {
 			continue
 		}
 		if name == tunedMap {
 			// Nobody's: with the cgroup's tuning it is another.
 			t.maps[name], err = ebpf.NewMap(m)
 		} else {
-			t.maps[name], err = openMap(c.Dir, m)
+			t.maps[name], err = pin.OpenMap(c.Dir, m)
 		}
 		if err != nil {
 			return err
@@ -249,7 +252,7 @@ func (t *Trace) attach(pin string, at ebpf.AttachType, p *ebpf.Program, cgroup *
 }
 
 func (t *Trace) linkOf(h attachedHook, cgroup *os.File) (link.Link, error) {
-	return ensureLink(t.dir, h.pin, h.program, cgroup, func() (link.Link, error) {
+	return pin.EnsureLink(t.dir, h.pin, h.program, cgroup, func() (link.Link, error) {
 		return link.AttachCgroup(link.CgroupOptions{Path: cgroup.Name(), Attach: h.at, Program: h.program})
 	})
 }
@@ -291,7 +294,7 @@ func (t *Trace) openSend() error {
 	if err != nil {
 		return fmt.Errorf("attach trace_send: %w", err)
 	}
-	if err := replacePin(l.Pin, filepath.Join(t.dir, pinSendLink)); err != nil {
+	if err := pin.Replace(l.Pin, filepath.Join(t.dir, pinSendLink)); err != nil {
 		l.Close()
 		return fmt.Errorf("pin %s: %w", pinSendLink, err)
 	}
@@ -317,7 +320,7 @@ func (t *Trace) Close() error {
 }
 
 // RemoveTrace ends the tracing whose pins are in dir, in any layout.
-func RemoveTrace(dir string) error { return eachLayout(dir, removeTrace) }
+func RemoveTrace(dir string) error { return pin.EachLayout(dir, removeTrace) }
 
 func removeTrace(dir string) error {
 	pins, err := filepath.Glob(filepath.Join(dir, linkPin+"*"))
@@ -354,7 +357,7 @@ func (t *Trace) Attached() bool {
 		return false
 	}
 	defer cgroup.Close()
-	same, err := attachedTo(t.links[pinTraceLink], cgroup)
+	same, err := pin.AttachedTo(t.links[pinTraceLink], cgroup)
 	return err == nil && same
 }
 
@@ -414,4 +417,10 @@ func (t *Trace) Programs() []string {
 	}
 	slices.Sort(names)
 	return names
+}
+
+// RefreshClock tells the programs how CLOCK_REALTIME, in which arrivals are
+// stamped, relates to CLOCK_MONOTONIC. It changes only when the clock is set.
+func (t *Trace) RefreshClock() error {
+	return t.setState(func(s *TraceState) { s.Clock = int64(clock.Offset()) })
 }

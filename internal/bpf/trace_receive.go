@@ -7,6 +7,8 @@ import (
 	"os"
 	"path/filepath"
 
+	"sockeye/internal/bpf/pin"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 )
@@ -120,12 +122,12 @@ func (t *Trace) openHooks(c TraceConfig, spec *ebpf.CollectionSpec, hooks []hook
 		m.MaxEntries = uint32(max(c.Rules.Groups, 1))
 	}
 	for name, m := range spec.Maps {
-		if isVariables(name) {
+		if pin.IsVariables(name) {
 			continue
 		}
 		if of := t.maps[name]; of != nil {
 			m.MaxEntries = of.MaxEntries()
-		} else if t.maps[name], err = openMap(c.Dir, m); err != nil {
+		} else if t.maps[name], err = pin.OpenMap(c.Dir, m); err != nil {
 			return err
 		}
 	}
@@ -167,7 +169,7 @@ func (t *Trace) openHook(h hook, p *ebpf.Program, cgroup *os.File) (err error) {
 	if err != nil {
 		return fmt.Errorf("attach %s to tracepoint %s: %w", h.program, h.tracepoint, err)
 	}
-	if err := replacePin(l.Pin, filepath.Join(t.dir, h.pin())); err != nil {
+	if err := pin.Replace(l.Pin, filepath.Join(t.dir, h.pin())); err != nil {
 		l.Close()
 		return fmt.Errorf("pin %s: %w", h.pin(), err)
 	}

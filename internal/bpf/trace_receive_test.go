@@ -24,6 +24,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/netns"
 	"sockeye/internal/testenv"
 )
@@ -57,7 +58,7 @@ func trace(t testing.TB, rules *bpf.TraceRules) *traced {
 	t.Helper()
 	// Each write is a segment.
 	check(t, os.WriteFile("/proc/sys/net/ipv4/tcp_autocorking", []byte("0"), 0))
-	stamping, err := bpf.OpenStamping()
+	stamping, err := clock.OpenStamping()
 	check(t, err)
 	t.Cleanup(func() { check(t, stamping.Close()) })
 	tr := &traced{t: t, before: make(map[int]bpf.TraceRXStats), config: bpf.TraceConfig{

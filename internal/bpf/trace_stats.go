@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"time"
 
+	"sockeye/internal/clock"
+
 	"github.com/cilium/ebpf"
 )
 
@@ -66,7 +68,7 @@ func (t *Trace) Slowest(group uint32) ([]TraceSample, error) {
 	if err := t.maps["slowest"].LookupWithFlags(group, &kept, ebpf.LookupLock); err != nil {
 		return nil, fmt.Errorf("read slowest messages of group %d: %w", group, err)
 	}
-	now := monotonic()
+	now := clock.Monotonic()
 	var samples []TraceSample
 	for i := range kept.Minute {
 		m := &kept.Minute[i]
@@ -158,7 +160,7 @@ func readWaiting[K, V any](m *ebpf.Map, of func(*V) (group uint32, since uint64)
 		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 			return nil, fmt.Errorf("read samples that wait: %w", err)
 		}
-		now := monotonic()
+		now := clock.Monotonic()
 		for i := range values[:n] {
 			group, since := of(&values[i])
 			w := waiting[group]

@@ -9,6 +9,9 @@ import (
 	"os"
 	"path/filepath"
 
+	"sockeye/internal/bpf/pin"
+	"sockeye/internal/clock"
+
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 )
@@ -50,9 +53,9 @@ type Tune struct {
 // same. Rules, their counts and the rules of open connections are not: options
 // that were set stay set.
 //
-// A pin that cannot be this layout's gives an *IncompatibleError.
+// A pin that cannot be this layout's gives an *pin.IncompatibleError.
 func OpenTune(c TuneConfig) (_ *Tune, err error) {
-	dir, err := inLayout(c.Dir, tuneLayout)
+	dir, err := pin.InLayout(c.Dir, tuneLayout)
 	if err != nil {
 		return nil, err
 	}
@@ -74,7 +77,7 @@ func OpenTune(c TuneConfig) (_ *Tune, err error) {
 	if err != nil {
 		return nil, err
 	}
-	others, err := otherLayouts(c.Dir, dir)
+	others, err := pin.OtherLayouts(c.Dir, dir)
 	if err != nil {
 		return nil, err
 	}
@@ -82,21 +85,21 @@ func OpenTune(c TuneConfig) (_ *Tune, err error) {
 		if m.Type == ebpf.ArrayOfMaps {
 			t.inner[name] = m.InnerMap
 		}
-		if isVariables(name) {
+		if pin.IsVariables(name) {
 			continue
 		}
-		pin := name
+		pinned := name
 		if name == "learned" {
-			pin += layoutMark + layoutHash(map[string]*ebpf.MapSpec{name: m}, nil)
-			if err := sharePin(pin, dir, others); err != nil {
+			pinned += pin.LayoutMark + pin.LayoutHash(map[string]*ebpf.MapSpec{name: m}, nil)
+			if err := pin.Share(pinned, dir, others); err != nil {
 				return nil, err
 			}
 		}
-		if t.maps[name], err = openMapAs(dir, pin, m); err != nil {
+		if t.maps[name], err = pin.OpenMapAs(dir, pinned, m); err != nil {
 			return nil, err
 		}
 	}
-	hz, err := Hz()
+	hz, err := clock.Hz()
 	if err != nil {
 		return nil, err
 	}
@@ -127,7 +130,7 @@ func (t *Tune) replace(other string, cgroup *os.File) error {
 	_, err := os.Stat(to)
 	if l, linkErr := link.LoadPinnedLink(from, nil); linkErr == nil && errors.Is(err, os.ErrNotExist) {
 		defer l.Close()
-		if same, err := attachedTo(l, cgroup); err == nil && same {
+		if same, err := pin.AttachedTo(l, cgroup); err == nil && same {
 			if err := l.Update(t.program); err != nil {
 				return fmt.Errorf("update %s: %w", pinTuneLink, err)
 			}
@@ -140,7 +143,7 @@ func (t *Tune) replace(other string, cgroup *os.File) error {
 }
 
 func (t *Tune) attach(cgroup *os.File) (link.Link, error) {
-	return ensureLink(t.dir, pinTuneLink, t.program, cgroup, func() (link.Link, error) {
+	return pin.EnsureLink(t.dir, pinTuneLink, t.program, cgroup, func() (link.Link, error) {
 		return link.AttachCgroup(link.CgroupOptions{Path: cgroup.Name(), Attach: ebpf.AttachCGroupSockOps, Program: t.program})
 	})
 }
@@ -181,7 +184,7 @@ func (t *Tune) Close() error {
 
 // RemoveTune ends the tuning whose pins are in dir, in any layout. Open
 // connections keep what was set on them.
-func RemoveTune(dir string) error { return eachLayout(dir, removeTune) }
+func RemoveTune(dir string) error { return pin.EachLayout(dir, removeTune) }
 
 func removeTune(dir string) error {
 	path := filepath.Join(dir, pinTuneLink)
@@ -231,7 +234,7 @@ func (t *Tune) Attached() bool {
 		return false
 	}
 	defer cgroup.Close()
-	same, err := attachedTo(t.link, cgroup)
+	same, err := pin.AttachedTo(t.link, cgroup)
 	return err == nil && same
 }
 

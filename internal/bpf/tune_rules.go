@@ -11,6 +11,8 @@ import (
 	"slices"
 	"time"
 
+	"sockeye/internal/clock"
+
 	"github.com/cilium/ebpf"
 )
 
@@ -116,7 +118,7 @@ func (t *Tune) retireRules(inForce []uint32) error {
 	if err != nil {
 		return err
 	}
-	now := bootTime()
+	now := clock.Boottime()
 	var retired []uint32
 	for _, id := range slices.Sorted(maps.Keys(rules)) {
 		rule := rules[id]

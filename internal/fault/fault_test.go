@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/config"
 	"sockeye/internal/fault"
 	"sockeye/internal/steer/placement"
@@ -49,7 +50,7 @@ func TestCodeAndHint(t *testing.T) {
 		{"verifier, an old kernel", wrap(fmt.Errorf("%w before 5.15: %w", ebpf.ErrNotSupported, &bpf.RefusedError{What: "program p", Err: &ebpf.VerifierError{Cause: unix.EINVAL, Log: []string{"unknown func"}}})), 3, doctor},
 		{"conflict", wrap(fault.Conflict(errors.New("x"), "y")), 5, "y"},
 		{"locked", wrap(bpf.ErrLocked), 5, oneEach},
-		{"pins", wrap(&bpf.IncompatibleError{Path: "p", Err: unix.EPERM}), 5, reset},
+		{"pins", wrap(&pin.IncompatibleError{Path: "p", Err: unix.EPERM}), 5, reset},
 		{"address", wrap(unix.EADDRINUSE), 5, ""},
 		{"hint kept", fault.WithHint(bpf.ErrLocked, "y"), 5, "y"},
 		{"an own error without a hint", fault.Usage(unix.EPERM, ""), 2, asRoot},

@@ -15,6 +15,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/config"
 	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/fault"
@@ -185,7 +186,7 @@ func TestTraceNothingThatThisKernelCan(t *testing.T) {
 		t.Errorf("%+v", c)
 	}
 	checkNothingLeft(t, &fault.Error{Err: errors.New(c.Problem), Hint: c.Hint, Code: fault.CodeUnsupported}, first)
-	if left, err := bpf.Pinned(a.Host.Root.Tracing(scope.PinName(testenv.CgroupPath()))); left || err != nil {
+	if left, err := pin.Pinned(a.Host.Root.Tracing(scope.PinName(testenv.CgroupPath()))); left || err != nil {
 		t.Errorf("pins: %v", err)
 	}
 	// A policy that it can heals it.

@@ -20,6 +20,8 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/pin"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
@@ -78,11 +80,11 @@ type tracing struct {
 	compiled *bpf.TraceRules
 	skipped  map[string][]api.TraceSkipped // by rule
 	scope    traceScope
-	tuning   string         // folder of the pins of the cgroup's tuning, "" for none
-	trace    *bpf.Trace     // nil while there is no such cgroup
-	idle     *bpf.Trace     // of the cgroup that was there before, by the same rules; or nil
-	stamping *bpf.Stamping  // of what arrives, nil if no rule asks for it
-	before   measure.Period // what was counted when this agent began with the rules
+	tuning   string          // folder of the pins of the cgroup's tuning, "" for none
+	trace    *bpf.Trace      // nil while there is no such cgroup
+	idle     *bpf.Trace      // of the cgroup that was there before, by the same rules; or nil
+	stamping *clock.Stamping // of what arrives, nil if no rule asks for it
+	before   measure.Period  // what was counted when this agent began with the rules
 	problem  error
 }
 
@@ -216,7 +218,7 @@ func (t *tracer) open() error {
 	if opened == nil {
 		opened, err = bpf.OpenTrace(c)
 	}
-	var incompatible *bpf.IncompatibleError
+	var incompatible *pin.IncompatibleError
 	if errors.As(err, &incompatible) && c.Adopt {
 		// Of another version: its counts are not worth a tracing that fails.
 		c.Adopt = false
@@ -227,7 +229,7 @@ func (t *tracer) open() error {
 	}
 	t.trace = opened
 	if t.measures(config.StageRXStack) || t.measures(config.StageReader) {
-		if t.stamping, err = bpf.OpenStamping(); err != nil {
+		if t.stamping, err = clock.OpenStamping(); err != nil {
 			return err
 		}
 	}

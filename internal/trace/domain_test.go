@@ -27,6 +27,7 @@ import (
 	"github.com/prometheus/common/expfmt"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/domain/domaintest"
 	"sockeye/internal/scope"
 	"sockeye/internal/testenv"
@@ -147,7 +148,7 @@ func TestTraceKilledBetween(t *testing.T) {
 	defer b.Stop()
 	b.Start(t, domaintest.Policy(tracePolicy))
 	defer b.Retire(t)
-	if left, err := bpf.Pinned(dir + asidePins); left || err != nil {
+	if left, err := pin.Pinned(dir + asidePins); left || err != nil {
 		t.Errorf("pins of the rules before: %v, %v", left, err)
 	}
 	if status, err := tracingOf(b).Cgroups(""); err != nil || !status.Cgroups[0].Attached {

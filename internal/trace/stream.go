@@ -20,6 +20,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/fault"
 	"sockeye/internal/procsock"
 	"sockeye/internal/trace/measure"
@@ -360,7 +361,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	if err := socket.Close(); err != nil {
 		return fmt.Errorf("close copy of descriptor: %w", err)
 	}
-	c.Clock = int64(bpf.ClockOffset())
+	c.Clock = int64(clock.Offset())
 	p, err := bpf.OpenPackets(c.Cookie, buffer)
 	if err != nil {
 		return ofBuffer(err)

@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/procsock"
 )
@@ -73,7 +74,7 @@ type comparison struct {
 
 // values compares all that the rule sets, by its reaction too.
 func (l *comparison) values(rule config.TuneRule) ([]api.TuneValue, error) {
-	hz, err := bpf.Hz()
+	hz, err := clock.Hz()
 	if err != nil {
 		return nil, err
 	}

@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 	"sockeye/internal/procsock"
 	"sockeye/internal/tune"
@@ -230,7 +231,7 @@ func TestEffectiveBounds(t *testing.T) {
 	time, _ := config.FindTuneOption("rto_min")
 	snd, rcv := limit("wmem_max"), limit("rmem_max")
 	readable := tells(t, unix.SOL_TCP, unix.TCP_RTO_MIN_US)
-	hz, err := bpf.Hz()
+	hz, err := clock.Hz()
 	check(t, err)
 	jiffy := int64(1000000 / hz)
 	uneven := config.FormatValue(time, 20*jiffy+1)

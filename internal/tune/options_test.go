@@ -16,7 +16,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 )
 
@@ -97,7 +97,7 @@ func TestOptions(t *testing.T) {
 // hz is the number of the kernel's ticks in a second.
 func hz(t testing.TB) int64 {
 	t.Helper()
-	hz, err := bpf.Hz()
+	hz, err := clock.Hz()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -9,14 +9,16 @@ import (
 	"log/slog"
 	"path/filepath"
 	"slices"
+	"strings"
+	"sync"
+
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/config"
 	"sockeye/internal/domain"
 	"sockeye/internal/fault"
 	"sockeye/internal/scope"
-	"strings"
-	"sync"
 )
 
 // tuner keeps the tuning of one cgroup in step with the policy. Connections
@@ -55,7 +57,7 @@ func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	dir := d.host.Root.Tuning(scope.PinName(c.name))
-	pinned, err := bpf.Pinned(dir)
+	pinned, err := pin.Pinned(dir)
 	if err != nil {
 		return nil, err
 	}

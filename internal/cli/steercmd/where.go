@@ -16,6 +16,7 @@ import (
 
 	"sockeye/internal/api"
 	"sockeye/internal/bpf"
+	"sockeye/internal/bpf/pin"
 	"sockeye/internal/cli/command"
 	"sockeye/internal/fault"
 	"sockeye/internal/steer"
@@ -162,7 +163,7 @@ func whereOffline(addresses []netip.Addr, service, pins string) ([]api.WhereStat
 	if pattern == "" {
 		pattern = "*"
 	}
-	dirs, err := bpf.FindServices(filepath.Join(pins, bpf.ServicePrefix+pattern))
+	dirs, err := pin.Find(filepath.Join(pins, bpf.ServicePrefix+pattern))
 	if err != nil || len(dirs) == 0 {
 		if _, err := os.ReadDir(pins); err != nil && !os.IsNotExist(err) {
 			return nil, fmt.Errorf("read pins: %w", err)

@@ -17,8 +17,8 @@ import (
 	"sockeye/internal/config"
 )
 
-// clock gives a time of a day, in seconds.
-func clock(seconds int) time.Time {
+// at returns a time of day by its seconds since midnight.
+func at(seconds int) time.Time {
 	return time.Date(2026, 1, 2, 3, 0, 0, 0, time.UTC).Add(time.Duration(seconds) * time.Second)
 }
 
@@ -47,13 +47,13 @@ func TestMerge(t *testing.T) {
 	far := Group{Rule: "a", Protocol: config.TCP, Remote: netip.MustParsePrefix("10.0.0.0/24")}
 	other := Group{Rule: "a", Other: true}
 	periods := []Period{
-		{From: clock(0), To: clock(10), Results: []Result{
+		{From: at(0), To: at(10), Results: []Result{
 			{Group: other, Chosen: 1, Outcomes: map[Outcome]uint64{Acked: 1}},
 			{Group: far, Chosen: 10, Outcomes: map[Outcome]uint64{Acked: 6, Coalesced: 1}, InFlight: 3, Bytes: 100, Unqueued: 1, Undriven: 2,
 				RXChosen: 7, RXOutcomes: map[Outcome]uint64{Read: 4}, RXWaiting: 3, RXOldest: time.Second, RXUnstamped: 1,
 				Stages: map[config.Stage]*Histogram{config.StageStack: counted(100, 3000), Total: counted(5000), config.StageNIC: nil}},
 		}},
-		{From: clock(10), To: clock(20), Results: []Result{
+		{From: at(10), To: at(20), Results: []Result{
 			{Group: far, Chosen: 5, Outcomes: map[Outcome]uint64{Acked: 6, Retransmitted: 1}, InFlight: 1, Bytes: 50, Unqueued: 1, Undriven: 1,
 				RXChosen: 2, RXOutcomes: map[Outcome]uint64{Read: 3, Dropped: 1}, RXWaiting: 1, RXOldest: time.Millisecond, RXUnstamped: 1,
 				Stages: map[config.Stage]*Histogram{config.StageStack: counted(200), config.StageQdisc: counted(9)}},
@@ -62,7 +62,7 @@ func TestMerge(t *testing.T) {
 	}
 	before := inJSON(t, periods)
 	m := Merge(periods)
-	if !m.From.Equal(clock(0)) || !m.To.Equal(clock(20)) {
+	if !m.From.Equal(at(0)) || !m.To.Equal(at(20)) {
 		t.Errorf("from %v to %v", m.From, m.To)
 	}
 	var labels []string
@@ -97,7 +97,7 @@ func TestMerge(t *testing.T) {
 func TestMergeOfOneTime(t *testing.T) {
 	g := Group{Rule: "a", Protocol: config.TCP}
 	p := func(inFlight, waiting uint64, oldest time.Duration) Period {
-		return Period{From: clock(0), To: clock(10), Results: []Result{{Group: g, InFlight: inFlight, RXWaiting: waiting, RXOldest: oldest}}}
+		return Period{From: at(0), To: at(10), Results: []Result{{Group: g, InFlight: inFlight, RXWaiting: waiting, RXOldest: oldest}}}
 	}
 	if r := Merge([]Period{p(2, 3, 4), p(5, 6, 1)}).Results[0]; r.InFlight != 7 || r.RXWaiting != 9 || r.RXOldest != 4 {
 		t.Errorf("under way %d, waiting %d, oldest %d", r.InFlight, r.RXWaiting, r.RXOldest)
@@ -108,13 +108,13 @@ func TestMergeOfOneTime(t *testing.T) {
 func TestDiff(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 4))
 	groups := []Group{{Rule: "a", Protocol: config.TCP}, {Rule: "a", Protocol: config.TCP, Port: 80}, {Rule: "b", Other: true}}
-	now := Period{From: clock(0), To: clock(0)}
-	begin := Period{From: clock(0), To: clock(0)}
+	now := Period{From: at(0), To: at(0)}
+	begin := Period{From: at(0), To: at(0)}
 	before := begin
 	var parts []Period
 	for i := range 30 {
 		grown := Merge([]Period{now})
-		grown.To = clock(10 * (i + 1))
+		grown.To = at(10 * (i + 1))
 		for _, g := range groups[:1+i/10] { // groups come later
 			messages := uint64(r.IntN(5))
 			add := Result{Group: g, Chosen: messages, Outcomes: map[Outcome]uint64{}, Stages: map[config.Stage]*Histogram{}}
@@ -124,7 +124,7 @@ func TestDiff(t *testing.T) {
 				h.Observe(uint64(r.IntN(1e9)))
 				add.Stages[config.StageStack] = h
 			}
-			grown = Merge([]Period{grown, {From: clock(0), To: clock(10 * (i + 1)), Results: []Result{add}}})
+			grown = Merge([]Period{grown, {From: at(0), To: at(10 * (i + 1)), Results: []Result{add}}})
 		}
 		text := inJSON(t, grown)
 		part := Diff(before, grown)
@@ -153,9 +153,9 @@ func TestDiff(t *testing.T) {
 
 func TestDiffOfWhatIsSo(t *testing.T) {
 	g := Group{Rule: "a", Protocol: config.TCP}
-	earlier := Period{To: clock(10), Results: []Result{{Group: g, Chosen: 4, InFlight: 3, RXWaiting: 2, RXOldest: 9, Outcomes: map[Outcome]uint64{Acked: 1, Missed: 0},
+	earlier := Period{To: at(10), Results: []Result{{Group: g, Chosen: 4, InFlight: 3, RXWaiting: 2, RXOldest: 9, Outcomes: map[Outcome]uint64{Acked: 1, Missed: 0},
 		Stages: map[config.Stage]*Histogram{config.StageStack: counted(100), config.StageNIC: {}}}}}
-	later := Period{To: clock(20), Results: []Result{{Group: g, Chosen: 4, InFlight: 1, RXWaiting: 1, RXOldest: 5, Outcomes: map[Outcome]uint64{Acked: 3},
+	later := Period{To: at(20), Results: []Result{{Group: g, Chosen: 4, InFlight: 1, RXWaiting: 1, RXOldest: 5, Outcomes: map[Outcome]uint64{Acked: 3},
 		Stages: map[config.Stage]*Histogram{config.StageStack: counted(100), config.StageQdisc: counted(7), Total: nil}}}}
 	got := inJSON(t, Diff(earlier, later).Results)
 	want := inJSON(t, []Result{{Group: g, InFlight: 1, RXWaiting: 1, RXOldest: 5, Outcomes: map[Outcome]uint64{Acked: 2}, Stages: map[config.Stage]*Histogram{config.StageQdisc: counted(7)}}})
@@ -192,20 +192,20 @@ func TestDiffOfANewCount(t *testing.T) {
 func TestTrim(t *testing.T) {
 	var periods []Period
 	for i := range 6 {
-		periods = append(periods, Period{From: clock(10 * i), To: clock(10*i + 10)})
+		periods = append(periods, Period{From: at(10 * i), To: at(10*i + 10)})
 	}
 	for name, test := range map[string]struct {
 		from, to    time.Time
 		first, past int
 	}{
 		"all":          {time.Time{}, time.Time{}, 0, 6},
-		"since":        {clock(30), time.Time{}, 3, 6},
-		"until":        {time.Time{}, clock(30), 0, 3},
-		"between":      {clock(10), clock(40), 1, 4},
-		"most of one":  {clock(12), clock(47), 1, 5},
-		"less of one":  {clock(16), clock(44), 2, 4},
-		"nothing":      {clock(100), clock(200), 0, 0},
-		"from too far": {clock(-100), clock(5), 0, 0},
+		"since":        {at(30), time.Time{}, 3, 6},
+		"until":        {time.Time{}, at(30), 0, 3},
+		"between":      {at(10), at(40), 1, 4},
+		"most of one":  {at(12), at(47), 1, 5},
+		"less of one":  {at(16), at(44), 2, 4},
+		"nothing":      {at(100), at(200), 0, 0},
+		"from too far": {at(-100), at(5), 0, 0},
 	} {
 		var want []Period
 		want = append(want, periods[test.first:test.past]...)
@@ -214,7 +214,7 @@ func TestTrim(t *testing.T) {
 		}
 	}
 	for cut := range 60 {
-		if n := len(Trim(periods, time.Time{}, clock(cut))) + len(Trim(periods, clock(cut), time.Time{})); n != 6 {
+		if n := len(Trim(periods, time.Time{}, at(cut))) + len(Trim(periods, at(cut), time.Time{})); n != 6 {
 			t.Errorf("cut at %d s: both sides have %d periods of 6", cut, n)
 		}
 	}
@@ -226,9 +226,9 @@ func TestFind(t *testing.T) {
 			Stages: map[config.Stage]*Histogram{config.StageStack: counted(v)}}
 	}
 	periods := []Period{
-		{To: clock(10), Results: []Result{result(80, "treated", 1, 100), result(80, "control", 2, 200), result(443, "treated", 4, 300)}},
-		{To: clock(20), Results: []Result{result(80, "control", 8, 400)}},
-		{To: clock(30), Results: []Result{result(443, "treated", 16, 500), result(22, "treated", 32, 600)}},
+		{To: at(10), Results: []Result{result(80, "treated", 1, 100), result(80, "control", 2, 200), result(443, "treated", 4, 300)}},
+		{To: at(20), Results: []Result{result(80, "control", 8, 400)}},
+		{To: at(30), Results: []Result{result(443, "treated", 16, 500), result(22, "treated", 32, 600)}},
 	}
 	before := inJSON(t, periods)
 	found, err := Find(periods, "arm=treated")

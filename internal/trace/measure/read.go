@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 	"sockeye/internal/config"
 )
 
@@ -291,12 +292,12 @@ func (n Names) Translator(t *bpf.Trace, rules []bpf.TraceRule) (func(*bpf.TraceS
 }
 
 func (n Names) translator(groups map[uint32]Group) (func(*bpf.TraceSample) Sample, error) {
-	hz, err := bpf.Hz()
+	hz, err := clock.Hz()
 	if err != nil {
 		return nil, err
 	}
 	tick := time.Second / time.Duration(hz)
-	clock := bpf.ClockOffset()
+	clock := clock.Offset()
 	return func(s *bpf.TraceSample) Sample {
 		group, ok := groups[s.Group]
 		if !ok && s.Rule > 0 && int(s.Rule) <= len(n.Rules) {

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"sockeye/internal/bpf"
+	"sockeye/internal/clock"
 )
 
 // Source is where events come from: a *bpf.Packets.
@@ -34,7 +35,7 @@ const tcpClose = 7 // TCP_CLOSE of linux/tcp_states.h
 // soon as all is known of them and of those before; in the end all are. The
 // source is stopped then, and is for the caller to close.
 func Capture(ctx context.Context, s Source, o Options, emit func(*Packet) error) (_ *Summary, err error) {
-	clock := Clock(bpf.ClockOffset())
+	clock := Clock(clock.Offset())
 	interrupted := make(chan error, 1)
 	cancel := context.AfterFunc(ctx, func() { interrupted <- s.Stop() })
 	defer func() {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bpf
+// Package pin keeps BPF maps and links in a bpffs: it creates and adopts pins, and names directories of pins by the layout
+// of their maps, so that two versions of Sockeye never share maps of different types.
+package pin
 
 import (
 	"errors"
@@ -15,14 +17,14 @@ import (
 	"sockeye/internal/fault"
 )
 
-// openMap adopts the map that is pinned under its name in dir, or makes and
-// pins it.
-func openMap(dir string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
-	return openMapAs(dir, spec.Name, spec)
+// OpenMap opens the map that is pinned in dir under the name of the spec, or creates and pins it. It returns an
+// *IncompatibleError if the pinned map has another type, size or flags.
+func OpenMap(dir string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
+	return OpenMapAs(dir, spec.Name, spec)
 }
 
-// openMapAs is openMap for a pin of another name.
-func openMapAs(dir, pin string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
+// OpenMapAs is OpenMap with another name for the pin.
+func OpenMapAs(dir, pin string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
 	path := filepath.Join(dir, pin)
 	pinned, err := ebpf.LoadPinnedMap(path, nil)
 	if errors.Is(err, os.ErrNotExist) {
@@ -42,16 +44,15 @@ func openMapAs(dir, pin string, spec *ebpf.MapSpec) (*ebpf.Map, error) {
 	if err := spec.Compatible(pinned); err != nil {
 		kind := pinned.Type()
 		pinned.Close()
-		return nil, &IncompatibleError{Path: path, Err: err, kind: kind}
+		return nil, &IncompatibleError{Path: path, Err: err, Kind: kind}
 	}
 	return pinned, nil
 }
 
-// replacePin pins beside path and renames over it, so that there is no
-// instant without a pin.
-func replacePin(pin func(string) error, path string) error {
+// Replace replaces the pin at path atomically: pin creates a pin beside it, which is renamed.
+func Replace(pin func(string) error, path string) error {
 	beside := path + "_new"
-	if err := removePin(beside); err != nil {
+	if err := Remove(beside); err != nil {
 		return err
 	}
 	if err := pin(beside); err != nil {
@@ -60,24 +61,23 @@ func replacePin(pin func(string) error, path string) error {
 	return os.Rename(beside, path)
 }
 
-func removePin(path string) error {
+func Remove(path string) error {
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("remove pin: %w", err)
 	}
 	return nil
 }
 
-// ensureLink adopts the link that is pinned under a name in dir, if it is
-// attached to the file target, a cgroup or a network namespace, with p in the
-// place of its program. Otherwise it attaches p, and pins that link instead.
-func ensureLink(dir, name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) (link.Link, error) {
+// EnsureLink opens the link that is pinned in dir under a name and updates its program to p if the link is attached to
+// target, an open cgroup directory or network namespace. Otherwise EnsureLink attaches p and replaces the pin.
+func EnsureLink(dir, name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) (link.Link, error) {
 	path := filepath.Join(dir, name)
 	pinned, err := link.LoadPinnedLink(path, nil)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, &IncompatibleError{Path: path, Err: err}
 	}
 	if err == nil {
-		same, err := attachedTo(pinned, target)
+		same, err := AttachedTo(pinned, target)
 		if err != nil {
 			pinned.Close()
 			return nil, &IncompatibleError{Path: path, Err: err}
@@ -96,14 +96,14 @@ func ensureLink(dir, name string, p *ebpf.Program, target *os.File, attach func(
 	if err != nil {
 		return nil, fmt.Errorf("attach %s: %w", name, err)
 	}
-	if err := replacePin(fresh.Pin, path); err != nil {
+	if err := Replace(fresh.Pin, path); err != nil {
 		fresh.Close()
 		return nil, fmt.Errorf("pin %s: %w", name, err)
 	}
 	return fresh, nil
 }
 
-func attachedTo(l link.Link, target *os.File) (bool, error) {
+func AttachedTo(l link.Link, target *os.File) (bool, error) {
 	var stat unix.Stat_t
 	if err := unix.Fstat(int(target.Fd()), &stat); err != nil {
 		return false, err
@@ -121,9 +121,9 @@ func attachedTo(l link.Link, target *os.File) (bool, error) {
 	return false, fmt.Errorf("link of type %v", info.Type)
 }
 
-// sharePin pins a map in dir that is pinned under the same name in another
-// directory, unless there is one already.
-func sharePin(name, dir string, others []string) error {
+// Share pins a map in dir that is pinned under the same name in one of the other directories. An existing pin in dir
+// stays.
+func Share(name, dir string, others []string) error {
 	path := filepath.Join(dir, name)
 	if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
 		return err
@@ -149,12 +149,11 @@ func sharePin(name, dir string, others []string) error {
 	return nil
 }
 
-// IncompatibleError says that a pin cannot be adopted: another version made
-// it, or somebody else.
+// IncompatibleError is the error for a pin that another version or another program has created.
 type IncompatibleError struct {
 	Path string
 	Err  error
-	kind ebpf.MapType // of the pin, if it is a map
+	Kind ebpf.MapType // of the pin, if it is a map
 }
 
 func (e *IncompatibleError) Error() string {
