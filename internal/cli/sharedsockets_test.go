@@ -64,9 +64,7 @@ func childOf(h *host, parent int) (child int) {
 		return false
 	})
 	h.t.Cleanup(func() {
-		if p, err := os.FindProcess(child); err == nil {
-			_ = p.Kill()
-		}
+		_ = unix.Kill(child, unix.SIGKILL) // may have exited
 	})
 	return child
 }

@@ -12,12 +12,11 @@ import (
 	"sockeye/internal/match"
 )
 
-// Skips tells which options a rule leaves out because the kernel has not them.
+// Skips reports whether a rule skips an option because the kernel lacks it.
 type Skips func(rule config.TuneRule, option string) bool
 
-// Compile makes what the program reads of the rules of one cgroup, in their
-// order. It fails if they have more than bpf.MatchTerms terms, or one of them
-// more than bpf.TuneOptionsMax options.
+// Compile compiles the rules of one cgroup, in their order, for the BPF program. It returns an error if the rules
+// have more than bpf.MatchTerms terms, or one rule has more than bpf.TuneOptionsMax options.
 func Compile(rules []config.TuneRule, services []config.Service, skip Skips) (*bpf.TuneRules, error) {
 	compiled := &bpf.TuneRules{}
 	matches := make([]config.Match, len(rules))
@@ -42,7 +41,7 @@ func Compile(rules []config.TuneRule, services []config.Service, skip Skips) (*b
 	return compiled, nil
 }
 
-// ruleOf makes what the program does of a rule.
+// compileRule compiles the settings of a rule. The match of the rule is compiled separately.
 func compileRule(rule config.TuneRule, skip Skips) bpf.TuneRule {
 	r := bpf.TuneRule{}
 	copyText(r.Name[:], rule.Name)
@@ -88,7 +87,8 @@ func compileRule(rule config.TuneRule, skip Skips) bpf.TuneRule {
 	return r
 }
 
-// addOption counts an option that finds no place, too.
+// addOption appends an option to a rule. The number of options also counts those beyond bpf.TuneOptionsMax, so that
+// the caller can report them.
 func addOption(r *bpf.TuneRule, o Option, s config.Setting, phases uint16, reaction int) {
 	entry := bpf.TuneOption{Level: o.Level, Name: o.Number, Value: o.value(s), Phases: phases, Id: uint16(o.ID)}
 	if o.Level == bpf.TuneLevelCongestion {
@@ -101,7 +101,7 @@ func addOption(r *bpf.TuneRule, o Option, s config.Setting, phases uint16, react
 	r.Options++
 }
 
-// answer sets what the program replies to a question of the kernel.
+// setReply sets the program's reply to a request of the kernel, such as TIMEOUT_INIT.
 func setReply(r *bpf.TuneRule, o Option, s config.Setting) {
 	v := uint32(s.Value / o.Unit)
 	switch o.Name {
@@ -131,7 +131,7 @@ func setExploration(r *bpf.TuneRule, name string, o Option, e *config.Explore) {
 	r.LearnBits6 = uint8(e.IPv6)
 }
 
-// share is a probability as the program draws it, of 2^32.
+// probability32 converts a probability to the program's unit, 1/2^32.
 func probability32(p float64) uint32 { return uint32(min(math.Round(p*(1<<32)), math.MaxUint32)) }
 
 func copy32(to []uint32, from []int) int {
@@ -148,16 +148,16 @@ func copyText(to []int8, s string) {
 	}
 }
 
-// LearnKey stands for a rule in what is learned, so that it survives a change
-// of the rule, and not one of its name.
+// LearnKey returns the key of a rule in the map of learned windows: a hash of its name, so that learned values
+// survive a change of the rule's content.
 func LearnKey(rule string) uint32 {
 	h := fnv.New32a()
 	h.Write([]byte(rule))
 	return h.Sum32()
 }
 
-// callbackFlags tells which calls of the kernel a rule answers; accepts: it is for
-// connections that are accepted.
+// callbackFlags returns the callbacks (BPF_SOCK_OPS_*_CB_FLAG) that the program needs for a rule. accepts reports
+// that the rule matches accepted connections.
 func callbackFlags(r *bpf.TuneRule, accepts bool) uint32 {
 	var uses uint32
 	for _, u := range []struct {

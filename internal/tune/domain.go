@@ -19,7 +19,7 @@ import (
 	"sockeye/internal/scope"
 )
 
-// Domain carries out the tune rules of the policy.
+// Domain implements [domain.Domain] for the tune rules of the policy.
 type Domain struct {
 	host   *domain.Host
 	log    *slog.Logger
@@ -37,11 +37,11 @@ func New(h *domain.Host) *Domain {
 	return d
 }
 
-// Check finds nothing: what a rule names is waited for, or refused by Plan.
+// Check returns nil: Plan checks the rules, and the domain waits for missing cgroups.
 func (d *Domain) Check(*config.Policy) error { return nil }
 
-// Start removes what an earlier agent left of cgroups that are not in the policy, and tunes those that
-// are.
+// Start removes the tuning of cgroups that are no longer in the policy, and tunes the cgroups of the policy. A rule
+// that this host cannot apply is logged and does not stop the others.
 func (d *Domain) Start(policy *config.Policy) error {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
@@ -58,8 +58,8 @@ func (d *Domain) Start(policy *config.Policy) error {
 		if err == nil {
 			continue
 		}
-		// What a policy that was good cannot do on this host today, such as after a
-		// reboot with another kernel, is no reason not to do the rest.
+		// A policy that was valid can fail after a reboot with another kernel. The other cgroups are tuned
+		// nevertheless.
 		d.log.Warn("cgroup not tuned", "cgroup", c.name, "error", err)
 		t := d.newTuner(c.name)
 		t.rules, t.services, t.problem = c.rules, c.services, err
@@ -80,7 +80,7 @@ func (d *Domain) removeOthers(wanted []tuneChange) error {
 		}
 		var left scope.Scope
 		if data, err := bpf.ReadScope(dir); err == nil {
-			// Without its record there is nothing more to remove.
+			// Without the record, only the pins are removed.
 			_ = json.Unmarshal(data, &left)
 		}
 		if err := fault.Join(bpf.RemoveTune(dir), scope.RemoveCreated([]scope.Scope{left})); err != nil {
@@ -91,7 +91,7 @@ func (d *Domain) removeOthers(wanted []tuneChange) error {
 	return nil
 }
 
-// Close ends the tuning in this process. The programs stay attached.
+// Close closes the descriptors of this process. The programs stay attached.
 func (d *Domain) Close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -114,9 +114,9 @@ func Needs(policy *config.Policy) []rights.Need {
 // Needs lists the capabilities that the tune rules of a policy need beyond those of the unit.
 func (d *Domain) Needs(policy *config.Policy) []rights.Need { return Needs(policy) }
 
-// Paths are the folders of the cgroups that are tuned, with their names in the policy.
+// Paths returns the names in the policy of the tuned cgroups by their directories.
 func (d *Domain) Paths() map[string]string {
-	tuners, _ := d.tunersOf("") // all: no name can be wrong
+	tuners, _ := d.tunersOf("") // cannot fail for ""
 	paths := make(map[string]string)
 	for _, t := range tuners {
 		if path := t.path(); path != "" {
@@ -126,7 +126,7 @@ func (d *Domain) Paths() map[string]string {
 	return paths
 }
 
-// Pins is the folder of the pins of a cgroup's tuning, "" if the cgroup is not tuned now.
+// Pins returns the pin directory of a tuned cgroup, or "" if the cgroup is not tuned at present.
 func (d *Domain) Pins(cgroup string) string {
 	d.mu.Lock()
 	t := d.tuners[cgroup]
@@ -137,7 +137,7 @@ func (d *Domain) Pins(cgroup string) string {
 	return d.host.Root.Tuning(scope.PinName(cgroup))
 }
 
-// RuleNames are the names of all rules that connections of a cgroup may have, by number.
+// RuleNames returns the names of all rules that connections of a cgroup may have, by rule number.
 func (d *Domain) RuleNames(cgroup string) map[uint32]string {
 	d.mu.Lock()
 	t := d.tuners[cgroup]
@@ -148,7 +148,7 @@ func (d *Domain) RuleNames(cgroup string) map[uint32]string {
 	return t.ruleNames()
 }
 
-// apply carries a change out, and returns how to roll it back.
+// apply applies a change and returns the function that rolls it back.
 func (d *Domain) apply(c tuneChange) (rollback func() error, err error) {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
@@ -166,7 +166,7 @@ func (d *Domain) apply(c tuneChange) (rollback func() error, err error) {
 	return rollback, d.setRules(c)
 }
 
-// become gives a cgroup the rules of a change. If that fails, the cgroup has the rules that it had.
+// setRules replaces the rules of a cgroup. If setRules fails, the previous rules stay in force.
 func (d *Domain) setRules(c tuneChange) error {
 	switch t := d.tuners[c.name]; {
 	case c.rules == nil:
@@ -195,14 +195,14 @@ func (d *Domain) startTuner(c tuneChange) error {
 	return nil
 }
 
-// cgroups are the names of the cgroups that are tuned.
+// cgroups returns the names of the tuned cgroups.
 func (d *Domain) cgroups() []string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return slices.Collect(maps.Keys(d.tuners))
 }
 
-// renew attaches to cgroups that were made anew.
+// renew attaches the programs to cgroups that were created again.
 func (d *Domain) renew() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -215,7 +215,7 @@ func (d *Domain) renew() {
 	}
 }
 
-// programs are the ids of the programs that are attached.
+// programs returns the ids of the attached programs.
 func (d *Domain) programs() ([]uint32, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -232,7 +232,7 @@ func (d *Domain) programs() ([]uint32, error) {
 	return ids, nil
 }
 
-// nestedError adds the domain to the error of cgroups that hold one another.
+// nestedError adds the domain to the error about nested cgroups.
 func nestedError(err error) error {
 	if err == nil {
 		return nil

@@ -21,19 +21,19 @@ import (
 	"sockeye/internal/procsock"
 )
 
-// Reading is what a socket reports of an option.
+// Reading is the value of an option that the kernel reports for a socket.
 type Reading struct {
-	// Number is in the unit of the option's kind. Of a pacing rate, -1 is no
-	// bound. Of a buffer it is the kernel's size, twice what was asked for.
+	// Number is in the unit of the option's kind. -1 is no limit of the pacing rate. A buffer size is the
+	// kernel's, twice the requested size.
 	Number int64  `json:"number,omitempty"`
-	Text   string `json:"text,omitempty"` // of options of kind text
-	// Locked: the buffer has a size of somebody's choice; the kernel does not tune
-	// it. So do all as far as is known before Linux 5.14.
+	Text   string `json:"text,omitempty"` // value of an option of kind text
+	// Locked reports that the buffer has a fixed size and is not tuned by the kernel. Before Linux 5.14, which
+	// cannot report this, Locked is true.
 	Locked bool `json:"locked,omitempty"`
 }
 
-// Effective compares what a rule asks of a connection with what the kernel
-// reports. c is what Tune.Connection knows of it, nil if no rule has matched it.
+// Effective compares the settings of a rule with the values that the kernel reports for a connection. c is the state
+// of the connection in the program (Tune.Connection), or nil if no rule matched.
 func Effective(s *procsock.Socket, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
 	if s.MPTCP || s.Listening {
 		return nil, fmt.Errorf("read values of %s: it is no TCP connection", s)
@@ -55,24 +55,25 @@ func Effective(s *procsock.Socket, rule config.TuneRule, c *bpf.TuneConnection) 
 	return values, nil
 }
 
-// look is one look at a connection.
+// comparison compares the settings of a rule with the values of one connection.
 type comparison struct {
 	family     int         // unix.AF_INET or AF_INET6
-	socketRole config.Role // as the socket was found
+	socketRole config.Role // role derived from the socket
 	c          *bpf.TuneConnection
 	info       *unix.TCPInfo
 	hz         int64
 	settings   []config.Setting
 	reacted    []config.Setting
-	// read gives an option and where it was read. It says no if nothing tells it.
+	// read returns the value of an option and its source. ok is false if the kernel does not report the option.
 	read func(Option) (r Reading, source string, ok bool, err error)
-	// mptcp: the connection is a subflow.
+	// mptcp reports that the connection is a subflow.
 	mptcp bool
-	// lacks says where options cannot be read, others who has set what differs.
+	// unreadable is the source of options that cannot be read. otherCause is the explanation of values that
+	// differ for an unknown reason.
 	unreadable, otherCause string
 }
 
-// values compares all that the rule sets, by its reaction too.
+// values compares all settings of the rule, including those of its reaction.
 func (l *comparison) values(rule config.TuneRule) ([]api.TuneValue, error) {
 	hz, err := clock.Hz()
 	if err != nil {
@@ -138,7 +139,7 @@ func (l *comparison) value(o Option, s config.Setting) (api.TuneValue, error) {
 	return v, nil
 }
 
-// requested writes a setting's value.
+// requested formats the value of a setting.
 func (l *comparison) requested(o Option, s config.Setting) string {
 	switch {
 	case s.Explore != nil:
@@ -160,7 +161,8 @@ func (l *comparison) requested(o Option, s config.Setting) string {
 	return config.FormatValue(o.TuneOption, s.Value)
 }
 
-// role is the connection's side: what the program knows, else what was found.
+// role returns the role of the connection: the one that the program recorded, otherwise the one derived from the
+// socket.
 func (l *comparison) role() config.Role {
 	switch {
 	case l.c == nil:
@@ -171,7 +173,7 @@ func (l *comparison) role() config.Role {
 	return config.RoleConnect
 }
 
-// notFor says why an option is not for this connection, "" if it is.
+// inapplicable explains why an option does not apply to this connection, or returns "".
 func (l *comparison) inapplicable(o Option) string {
 	switch {
 	case !o.isFor(l.family) && l.family == unix.AF_INET6:
@@ -186,7 +188,7 @@ func (l *comparison) inapplicable(o Option) string {
 	return ""
 }
 
-// unset says why the rule has not set an option, "" if it has.
+// notSet explains why the rule has not set an option, or returns "".
 func (l *comparison) notSet(o Option, s config.Setting) string {
 	switch {
 	case l.c == nil:
@@ -200,8 +202,8 @@ func (l *comparison) notSet(o Option, s config.Setting) string {
 	return ""
 }
 
-// compare tells whether what was read is not what was asked for, and what the
-// kernel has made of it. A difference without a note is of somebody else's making.
+// compare reports whether the reported value differs from the requested one, and explains what the kernel did with
+// the value. A difference without a note was caused by another program.
 func (l *comparison) compare(o Option, s config.Setting, r Reading) (differs bool, notes []string, err error) {
 	switch o.Name {
 	case "congestion":
@@ -220,7 +222,7 @@ func (l *comparison) compare(o Option, s config.Setting, r Reading) (differs boo
 		}
 		return r.Number != s.Value, notes, err
 	case "window_clamp":
-		// SOCK_MIN_RCVBUF / 2 is 1152 with the structures of 64-bit kernels.
+		// SOCK_MIN_RCVBUF / 2 is 1152 on 64-bit kernels.
 		if r.Number != s.Value {
 			notes = []string{"the kernel computes it anew from the receive buffer, and makes it at least half of the smallest one"}
 		}
@@ -244,7 +246,7 @@ func (l *comparison) compare(o Option, s config.Setting, r Reading) (differs boo
 	return false, notes, nil
 }
 
-// rounded is a value in the kernel's units, and what those are.
+// rounded returns a value in the kernel's units, and a note that names the unit.
 func (l *comparison) rounded(o Option, value, got int64) (rounded int64, note string) {
 	switch o.Name {
 	case "tos", "traffic_class":
@@ -261,14 +263,14 @@ func (l *comparison) rounded(o Option, value, got int64) (rounded int64, note st
 	return value, note
 }
 
-// jiffies gives microseconds in the kernel's ticks, rounded up.
+// jiffies converts microseconds to jiffies and rounds up.
 func (l *comparison) jiffies(us int64) int64 { return (us*l.hz + 999999) / 1000000 }
 
 func (l *comparison) jiffiesNote() string {
 	return "rounded up to jiffies of " + duration(1000000/l.hz)
 }
 
-// compareBuffer compares a buffer's size, which the kernel has doubled.
+// compareBuffer compares the size of a buffer, which the kernel has doubled.
 func (l *comparison) compareBuffer(o Option, want int64, r Reading) (differs bool, notes []string, err error) {
 	most := "net.core.wmem_max"
 	if o.Name == "rcvbuf" {
@@ -301,18 +303,18 @@ func (l *comparison) compareBuffer(o Option, want int64, r Reading) (differs boo
 	case scaled < r.Number/2:
 		notes = append(notes, fmt.Sprintf("the window is at most %s: its scale was fixed at the SYN", bytesText(scaled)))
 	case ok && window.Number < r.Number/4:
-		// Half of the buffer would be what was asked for.
+		// Half of the buffer is the requested size.
 		notes = append(notes, fmt.Sprintf("the window is at most %s for now: TCP_WINDOW_CLAMP", bytesText(window.Number)))
 	}
 	return differs, notes, nil
 }
 
-// smallestBuffer bounds SOCK_MIN_SNDBUF and SOCK_MIN_RCVBUF (include/net/sock.h,
-// Linux 6.18): 4608 and 2304 with the structures of 64-bit kernels.
+// smallestBuffer is an upper bound of SOCK_MIN_SNDBUF and SOCK_MIN_RCVBUF (include/net/sock.h, Linux 6.18), which are
+// 4608 and 2304 on 64-bit kernels.
 const smallestBuffer = 8192
 
-// windowScale is by how many bits the window that this host advertises is
-// shifted. golang.org/x/sys leaves the field out, which follows the options.
+// windowScale returns the window scale that this host advertises. golang.org/x/sys has no field for the bits after
+// tcpi_options.
 func (l *comparison) windowScale() uint {
 	scales := *(*uint8)(unsafe.Add(unsafe.Pointer(&l.info.Options), 1))
 	if l.info.Options&tcpiOptWscale == 0 {
@@ -331,7 +333,7 @@ const (
 // timestamps is TCPOLEN_TSTAMP_ALIGNED (include/net/tcp.h, Linux 6.18).
 const timestamps = 12
 
-// lowWater says why SO_RCVLOWAT is less than what was asked for.
+// lowWaterNotes explains why SO_RCVLOWAT is less than requested.
 func (l *comparison) lowWaterNotes(got int64) ([]string, error) {
 	buffer, _ := FindOption("rcvbuf")
 	r, _, ok, err := l.read(buffer)
@@ -347,7 +349,7 @@ func (l *comparison) lowWaterNotes(got int64) ([]string, error) {
 	return nil, nil
 }
 
-// shown fills in what TCP_INFO shows of an option that cannot be read.
+// fromTCPInfo fills in the value of an option that cannot be read, as far as TCP_INFO reports it.
 func (l *comparison) fromTCPInfo(v *api.TuneValue, o Option, s config.Setting) (notes []string) {
 	v.Source = notReadable
 	show := func(field string, n int64) {
@@ -438,8 +440,8 @@ const infiniteThreshold = 0x7fffffff
 
 const notReadable = "not readable"
 
-// readable has the options that getsockopt(2) reports. The minimum of RTOs and
-// the delay of acknowledgements are there since 6.15, under numbers of their own.
+// readable has the options that getsockopt(2) reports. The minimum RTO and the maximum delay of acknowledgements
+// exist since Linux 6.15 and have option numbers of their own.
 var readable = map[string]struct {
 	name   string
 	number int
@@ -472,7 +474,7 @@ var readable = map[string]struct {
 	"auto_flow_label":      {"IPV6_AUTOFLOWLABEL", unix.IPV6_AUTOFLOWLABEL},
 }
 
-// read asks a socket for an option. It says no if the kernel cannot tell.
+// read reads an option of a socket. ok is false if the kernel does not report the option.
 func (o Option) read(fd int) (r Reading, ok bool, err error) {
 	source, ok := readable[o.Name]
 	if !ok {
@@ -506,7 +508,7 @@ func (o Option) read(fd int) (r Reading, ok bool, err error) {
 	return r, true, nil
 }
 
-// lock is the bit of SO_BUF_LOCK that keeps the kernel from tuning a buffer.
+// lock returns the bit of SO_BUF_LOCK that disables the kernel's tuning of the buffer.
 func (o Option) lock() int {
 	switch o.Name {
 	case "sndbuf":
@@ -517,7 +519,7 @@ func (o Option) lock() int {
 	return 0
 }
 
-// format writes what was read.
+// format formats a reading.
 func (o Option) format(r Reading) string {
 	switch {
 	case o.Kind == config.KindText:
@@ -528,7 +530,7 @@ func (o Option) format(r Reading) string {
 	return config.FormatValue(o.TuneOption, r.Number)
 }
 
-// isFor tells whether the option exists on sockets of a family.
+// isFor reports whether the option exists for sockets of a family.
 func (o Option) isFor(family int) bool {
 	if family == unix.AF_INET {
 		return o.Phases&bpf.TunePhaseIPv6 == 0
@@ -536,9 +538,8 @@ func (o Option) isFor(family int) bool {
 	return o.Phases&bpf.TunePhaseIPv4 == 0
 }
 
-// sysctlNumbers reads a sysctl in this process' network namespace. It is nil if
-// that does not have it, as namespaces but the first have no net.core.wmem_max in
-// older kernels.
+// sysctlNumbers reads a sysctl in the network namespace of this process. The result is nil if the namespace lacks the
+// sysctl: in older kernels, only the initial namespace has net.core.wmem_max.
 func sysctlNumbers(name string) []int64 {
 	text, err := os.ReadFile("/proc/sys/" + strings.ReplaceAll(name, ".", "/"))
 	if err != nil {

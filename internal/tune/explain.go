@@ -7,10 +7,9 @@ import (
 	"sockeye/internal/match"
 )
 
-// Explain tells which of the rules of one cgroup a connection gets, and why not
-// the earlier ones: the reference model of the program. The last step is the rule
-// that matches; if none does, all rules have a step. Services are those of the
-// policy.
+// Explain returns which rule of one cgroup a connection gets, and why the earlier rules do not match. Explain is the
+// reference model of the program. The last step is the matching rule; if no rule matches, there is a step for every
+// rule. services are those of the policy.
 func Explain(rules []config.TuneRule, services []config.Service, q match.Question) []match.Step {
 	var steps []match.Step
 	for _, rule := range rules {

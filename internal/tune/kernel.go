@@ -27,8 +27,8 @@ import (
 // Options lists the options that the running kernel cannot set.
 func (d *Domain) Options() ([]api.TuneSkipped, error) { return d.kernel.unsupported() }
 
-// ProbeOptions lists the options that the running kernel cannot set, without an agent. It needs an agent's rights, and
-// leaves nothing behind.
+// ProbeOptions lists the options that the running kernel cannot set, without an agent. ProbeOptions needs the
+// capabilities of an agent and leaves nothing behind.
 func ProbeOptions() (_ []api.TuneSkipped, err error) {
 	const bpffs = "/sys/fs/bpf"
 	if missing, err := rights.Missing(); err != nil {
@@ -56,9 +56,9 @@ func ProbeOptions() (_ []api.TuneSkipped, err error) {
 	return p.unsupported()
 }
 
-// Check holds rules against what Options or ProbeOptions says that the
-// kernel cannot set, and against its congestion controls. It fails for what a
-// rule without optional needs, and returns what others skip, by rule.
+// Check compares rules with lacks, the options that the kernel cannot set (from Options or ProbeOptions), and with
+// the kernel's congestion controls. Check returns an error for an option that a rule needs, and the options that
+// rules with optional skip, by rule.
 func Check(rules []config.TuneRule, lacks []api.TuneSkipped) (map[string][]api.TuneSkipped, error) {
 	p := &optionProbe{probed: make(map[string]error)}
 	for _, l := range lacks {
@@ -67,16 +67,16 @@ func Check(rules []config.TuneRule, lacks []api.TuneSkipped) (map[string][]api.T
 	return p.skippedOptions(rules)
 }
 
-// optionProbe finds out, once, what the kernel can set.
+// optionProbe caches which options the kernel can set.
 type optionProbe struct {
 	host *domain.Host
 
 	mu     sync.Mutex
-	probed map[string]error // by option; nil before the kernel was asked
+	probed map[string]error // by option; nil before the first probe
 }
 
-// lacking tells which options of rules the kernel cannot set. It fails for a
-// rule that does not say optional.
+// skippedOptions returns the options of rules that the kernel cannot set. It returns an error for a rule without
+// optional.
 func (p *optionProbe) skippedOptions(rules []config.TuneRule) (map[string][]api.TuneSkipped, error) {
 	skipped := make(map[string][]api.TuneSkipped)
 	for _, rule := range rules {
@@ -102,7 +102,7 @@ func (p *optionProbe) skippedOptions(rules []config.TuneRule) (map[string][]api.
 	return skipped, nil
 }
 
-// lacks says what the kernel would need for a setting, "" if nothing.
+// requirement returns what the kernel lacks for a setting, or "".
 func (p *optionProbe) requirement(s config.Setting) (string, error) {
 	supported, err := p.probe()
 	if err != nil {
@@ -141,7 +141,7 @@ func (p *optionProbe) unsupported() ([]api.TuneSkipped, error) {
 	return list, nil
 }
 
-// probe tries, once, what the kernel can set.
+// probe probes the options on the first call and returns the cached result afterwards.
 func (p *optionProbe) probe() (map[string]error, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -155,8 +155,7 @@ func (p *optionProbe) probe() (map[string]error, error) {
 	return p.probed, nil
 }
 
-// probeOptions probes in the agent's own cgroup, which it needs no right to
-// write to.
+// probeOptions probes in the cgroup of the agent, to which the agent needs no write permission.
 func (p *optionProbe) probeOptions() (map[string]error, error) {
 	own, err := cgroup.Of(os.Getpid())
 	if err != nil {

@@ -8,7 +8,7 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// LearnedPrefix is the prefix that something is known of.
+// LearnedPrefix returns the prefix of a key in the map of learned windows.
 func LearnedPrefix(key bpf.TuneLearnedKey) netip.Prefix {
 	addr, length := bpf.UnmappedAddress(key.Prefix), int(key.Bits)
 	if addr.Is4() {

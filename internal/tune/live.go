@@ -21,60 +21,55 @@ import (
 	"sockeye/internal/procsock"
 )
 
-// Report is what Apply did.
+// Report is the result of Apply.
 type Report struct {
-	// Adopted counts the connections that got a rule, ByRule splits it by the
-	// rule's name, and Control are those of them that the rule's trial leaves
-	// alone.
+	// Adopted counts the connections that got a rule. ByRule has the same by the name of the rule, and Control
+	// counts those in the control arm of a trial.
 	Adopted int            `json:"adopted"`
 	ByRule  map[string]int `json:"by_rule"`
 	Control int            `json:"control"`
-	// AlreadyTuned have the rule that they would get, or one that asks for the
-	// peer's tag, which is not known any more.
+	// AlreadyTuned counts connections that have the rule already, or a rule that matches on the tag of the peer,
+	// which is known only during the handshake.
 	AlreadyTuned int `json:"already_tuned"`
 	NoRule       int `json:"no_rule"`
-	// NotAsked would get a rule that the caller did not want.
+	// NotAsked counts connections of rules that the caller did not select.
 	NotAsked int `json:"not_asked"`
-	// Options are the settings made, the Failures left out.
+	// Options counts the options that were set, without Failures.
 	Options int `json:"options"`
-	// Failures are what the kernel refused meanwhile, new connections of the same
-	// rules included.
+	// Failures are the options that the kernel refused meanwhile, also on new connections of the same rules.
 	Failures []api.TuneLiveFailure `json:"failures"`
-	// Problems are sockets and processes that could not be dealt with, wholly or
-	// at all, and why.
+	// Problems lists sockets and processes that could not be read or changed completely, with the reason.
 	Problems []string `json:"problems"`
-	// Saved is what Revert needs.
+	// Saved has the previous values, for Revert.
 	Saved Saved `json:"-"`
 }
 
-// Saved is what connections had before Apply, by the sockets' cookies, which
-// are valid until the host is booted again.
+// Saved has the values of connections before Apply, by socket cookie. Cookies are valid until the next boot.
 type Saved map[uint64]SavedConnection
 
-// SavedConnection is what one connection had.
+// SavedConnection has the previous values of one connection.
 type SavedConnection struct {
 	Rule   string         `json:"rule"`
 	Local  netip.AddrPort `json:"local"`
 	Remote netip.AddrPort `json:"remote"`
-	// Values are those that Apply changed, in the order of config.TuneOptions.
+	// Values are the changed values, in the order of config.TuneOptions.
 	Values []SavedValue `json:"values"`
 }
 
-// SavedValue is an option before and after; nil is what is not known.
+// SavedValue is the value of an option before and after Apply; nil if unknown.
 type SavedValue struct {
 	Option string   `json:"option"`
 	Before *Reading `json:"before,omitempty"`
 	After  *Reading `json:"after,omitempty"`
 }
 
-// Apply gives the open connections of the processes in a cgroup, given by its
-// folder, and below the rules that they would have had, of those whose name only
-// says yes to; nil says it to all. What a rule does at the start of a connection
-// alone is left out, and so are connections that nobody has accepted yet.
+// Apply applies rules to the open connections of the processes in a cgroup directory and below: each connection gets
+// the rule that it would have got at its start, if only reports true for the name of the rule (nil: for all rules).
+// Settings that act only at the start of a connection, and connections that are not accepted yet, are left out.
 // Listeners are prepared for tags.
 //
-// The caller keeps Report.Saved, of a Report that comes with an error, too. The
-// error wraps ebpf.ErrNotSupported if the kernel cannot do it.
+// The caller keeps Report.Saved also if Apply returns an error. The error wraps ebpf.ErrNotSupported if the kernel
+// lacks the hook.
 func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool) (Report, error) {
 	a := &liveApply{tune: t, only: only, plans: make(map[uint64]plan),
 		report: Report{ByRule: make(map[string]int), Failures: []api.TuneLiveFailure{}, Problems: []string{}, Saved: make(Saved)}}
@@ -103,25 +98,25 @@ func Apply(t *bpf.Tune, cgroup string, only func(rule string) bool) (Report, err
 	return a.report, err
 }
 
-// liveApply is one Apply.
+// liveApply is the state of one Apply.
 type liveApply struct {
 	tune  *bpf.Tune
 	live  *bpf.Live
 	only  func(rule string) bool
 	rules map[uint32]*bpf.TuneRule
 	plans map[uint64]plan
-	// unseen are connections of which the kernel will not tell the program.
+	// unseen counts connections for which the kernel does not run the program.
 	unseen int
 	report Report
 }
 
-// plan is what a connection is to get.
+// plan is the planned change of one connection.
 type plan struct {
 	rule uint32 // 0: none
 	role uint32
 }
 
-// decide asks the program which rules the connections would have.
+// decide asks the program for the rule of each connection.
 func (a *liveApply) decide(cgroup string) error {
 	listeners := make(procsock.Listeners)
 	type candidate struct {
@@ -162,7 +157,7 @@ func (a *liveApply) decide(cgroup string) error {
 func (a *liveApply) visit(s *procsock.Socket) error {
 	switch {
 	case s.MPTCP && !s.Remote.IsValid():
-		// What a listener accepts without MPTCP is TCP like any other.
+		// The listener's own connections without MPTCP are plain TCP connections.
 		return nil
 	case s.MPTCP:
 		a.problem(s, errors.New("it is an MPTCP socket, whose connections cannot be tuned"))
@@ -175,7 +170,7 @@ func (a *liveApply) visit(s *procsock.Socket) error {
 	}
 	plan, ok := a.plans[s.Cookie]
 	if !ok || !s.Connected() {
-		// It is closing, or was opened since: then it has its rule.
+		// The connection is closing, or was opened since and has its rule.
 		return nil
 	}
 	rule := a.rules[plan.rule]
@@ -214,7 +209,7 @@ func (a *liveApply) applyRule(s *procsock.Socket, role uint32, had *bpf.TuneConn
 	}
 	switch {
 	case has == nil:
-		// The rules were replaced in between.
+		// The rules were replaced concurrently.
 		a.report.NoRule++
 		return nil
 	case had != nil && had.Rule == has.Rule:
@@ -253,10 +248,10 @@ func (a *liveApply) applyRule(s *procsock.Socket, role uint32, had *bpf.TuneConn
 		_, unreadable := defaults[o.Name]
 		switch {
 		case o.Name == "window_clamp" && !set[o.Name] && set["rcvbuf"]:
-			// The kernel computes it anew from the buffer, when it comes to it.
+			// The kernel computes the value from the buffer when it is needed.
 			v.After = nil
 		case !set[o.Name] && (o.Name != "priority" || !set["tos"]):
-			// IP_TOS sets the priority, too.
+			// IP_TOS also sets the priority.
 			continue
 		case v.Before == nil && !unreadable, v.Before != nil && sameReading(v.Before, v.After):
 			continue
@@ -267,7 +262,7 @@ func (a *liveApply) applyRule(s *procsock.Socket, role uint32, had *bpf.TuneConn
 	return nil
 }
 
-// countFailures adds what the kernel refused since.
+// countFailures adds the options that the kernel has refused since before.
 func (a *liveApply) countFailures(before map[bpf.TuneFailure]uint64) error {
 	now, err := a.tune.Failures()
 	if err != nil {
@@ -296,7 +291,7 @@ func (a *liveApply) problem(s *procsock.Socket, err error) {
 	a.report.Problems = append(a.report.Problems, problem(s, err))
 }
 
-// problem says why a socket could not be dealt with.
+// problem describes why a socket could not be changed.
 func problem(s *procsock.Socket, err error) string {
 	if errors.Is(err, unix.ENOPROTOOPT) {
 		err = errors.New("it was opened in another cgroup, whose it stays")
@@ -304,7 +299,7 @@ func problem(s *procsock.Socket, err error) string {
 	return fmt.Sprintf("%s: %v", s, err)
 }
 
-// liveOptions are the options that a rule sets on open connections.
+// liveOptions returns the options that a rule sets on open connections.
 func liveOptions(rule *bpf.TuneRule, family int) map[string]bool {
 	names := make(map[string]bool)
 	all := AllOptions()
@@ -316,8 +311,7 @@ func liveOptions(rule *bpf.TuneRule, family int) map[string]bool {
 	return names
 }
 
-// readings are the values of all options that can be set on open connections,
-// as far as they can be read.
+// readings reads all options that can be set on open connections and that the kernel reports.
 func readings(s *procsock.Socket) (map[string]*Reading, error) {
 	values := make(map[string]*Reading)
 	for _, o := range AllOptions() {
@@ -335,22 +329,21 @@ func readings(s *procsock.Socket) (map[string]*Reading, error) {
 	return values, nil
 }
 
-// Reverted is what Revert did.
+// Reverted is the result of Revert.
 type Reverted struct {
-	// Connections lost their rule, and had Options set back.
+	// Connections lost their rule; Options were set back.
 	Connections int `json:"connections"`
 	Options     int `json:"options"`
-	// Gone are closed, or not among the sockets of the cgroup any more.
+	// Gone counts connections that are closed, or no longer among the sockets of the cgroup.
 	Gone int `json:"gone"`
-	// Left is what was not taken back, or not wholly, and why.
+	// Left lists the options that were not reverted, or not completely, with the reason.
 	Left     []api.TuneNotReverted `json:"left"`
 	Problems []string              `json:"problems"`
-	// Remaining are connections that were not found while there were problems:
-	// they may be among what could not be read.
+	// Remaining has the connections that were not found while some processes could not be read.
 	Remaining Saved `json:"-"`
 }
 
-// Why options are left.
+// Reasons why options are not reverted.
 const (
 	leftChanged = "changed since, by the application or by another program"
 	leftPacing  = "the rate is not bounded any more; pacing goes on, which the kernel does not end"
@@ -359,9 +352,9 @@ const (
 	leftDefault = "set to 200ms, the kernel's default, as this kernel does not tell what it was"
 )
 
-// defaults are the kernel's, of options that no kernel or older ones cannot
-// read: snd_cwnd_clamp, which takes no larger value by BPF and starts at ^0;
-// TCP_DELACK_MAX and TCP_RTO_MIN (include/net/tcp.h, Linux 6.18).
+// defaults are the kernel's default values of options that older kernels or no kernel can read: snd_cwnd_clamp, which
+// starts at ^0 (BPF can set no larger value than the policy's), TCP_DELACK_MAX and TCP_RTO_MIN (include/net/tcp.h,
+// Linux 6.18).
 var defaults = map[string]struct {
 	value  int32
 	reason string
@@ -371,10 +364,9 @@ var defaults = map[string]struct {
 	"rto_min":    {200 * 1000, leftDefault},
 }
 
-// Revert takes back what Apply did to the connections in saved: values that are
-// still as Apply set them become what they were, autotuned buffers are tuned
-// again, and no rule counts the connections any more. Connections that had a
-// rule from their start are not touched.
+// Revert reverts the changes of Apply to the connections in saved: values that are still those of Apply become the
+// previous ones, buffers that the kernel tuned are tuned again, and no rule counts the connections any more.
+// Connections that had a rule from their start are not changed.
 func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 	r := &liveRevert{saved: maps.Clone(saved), left: make(map[api.TuneNotReverted]int),
 		report: Reverted{Left: []api.TuneNotReverted{}, Problems: []string{}, Remaining: make(Saved)}}
@@ -402,7 +394,7 @@ func Revert(t *bpf.Tune, cgroup string, saved Saved) (Reverted, error) {
 	return r.report, errors.Join(err, live.Close())
 }
 
-// liveRevert is one Revert.
+// liveRevert is the state of one Revert.
 type liveRevert struct {
 	live   *bpf.Live
 	saved  Saved
@@ -420,7 +412,7 @@ func (r *liveRevert) visit(s *procsock.Socket) error {
 		r.report.Gone++
 		return nil
 	}
-	// Looked at before anything is set: one may change another.
+	// All values are compared before any is set, because setting one may change another.
 	var values []SavedValue
 	buffer := false
 	for _, v := range saved.Values {
@@ -429,7 +421,7 @@ func (r *liveRevert) visit(s *procsock.Socket) error {
 			buffer = buffer || v.Option == "rcvbuf"
 		}
 	}
-	// In the order of setting them: IP_TOS sets the priority, which comes after.
+	// In the order of Apply: IP_TOS sets the priority, which follows.
 	for _, v := range values {
 		if err := r.restore(s, saved.Rule, v); err != nil {
 			r.recordLeft(saved.Rule, v.Option, err.Error())
@@ -448,9 +440,8 @@ func (r *liveRevert) visit(s *procsock.Socket) error {
 	return nil
 }
 
-// unchanged tells whether an option is still as Apply left it. The bound of the
-// window, which the kernel computes from the receive buffer, goes with the
-// buffer: it would stay at what the smaller buffer has made of it.
+// unchanged reports whether an option still has the value that Apply set. TCP_WINDOW_CLAMP, which the kernel computes
+// from the receive buffer, is reverted with the buffer.
 func (r *liveRevert) unchanged(s *procsock.Socket, rule string, v SavedValue, buffer bool) bool {
 	o, ok := FindOption(v.Option)
 	if !ok {
@@ -471,7 +462,7 @@ func (r *liveRevert) unchanged(s *procsock.Socket, rule string, v SavedValue, bu
 	return false
 }
 
-// restore sets an option back.
+// restore sets an option to its previous value.
 func (r *liveRevert) restore(s *procsock.Socket, rule string, v SavedValue) error {
 	o, _ := FindOption(v.Option)
 	if v.Before == nil {
@@ -485,8 +476,8 @@ func (r *liveRevert) restore(s *procsock.Socket, rule string, v SavedValue) erro
 	return os.NewSyscallError("setsockopt", o.restore(s.FD, *v.Before))
 }
 
-// recordPacing tells if a connection paces what it sends, as it did not before:
-// once begun, for a bound of the rate or by bbr, the kernel never ends it.
+// recordPacing records that a connection still paces and did not before Apply: the kernel never stops pacing once it
+// has begun, for a maximum rate or with bbr.
 func (r *liveRevert) recordPacing(s *procsock.Socket, rule string, restored []SavedValue) error {
 	congestion, _ := FindOption("congestion")
 	now, _, err := congestion.read(s.FD)
@@ -508,7 +499,7 @@ func (r *liveRevert) recordLeft(rule, option, reason string) {
 	r.left[api.TuneNotReverted{Rule: rule, Option: option, Reason: reason}]++
 }
 
-// set gives an option the value that was read.
+// restore sets an option to the value of a reading.
 func (o Option) restore(fd int, r Reading) error {
 	number := readable[o.Name].number
 	switch o.Name {
@@ -524,10 +515,10 @@ func (o Option) restore(fd int, r Reading) error {
 	return unix.SetsockoptInt(fd, int(o.Level), number, int(r.Number/o.Unit))
 }
 
-// restoreBuffer gives a buffer its size, whatever the sysctls say, and lets the
-// kernel tune it again if it did.
+// restoreBuffer sets the size of a buffer, regardless of the sysctls, and lets the kernel tune the buffer again if it
+// did before.
 func restoreBuffer(fd, name, lock int, r Reading) error {
-	// The kernel doubles it.
+	// The kernel doubles the value.
 	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, name, int(r.Number+1)/2); err != nil {
 		return err
 	}
@@ -541,8 +532,7 @@ func restoreBuffer(fd, name, lock int, r Reading) error {
 	return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_BUF_LOCK, locks&^lock)
 }
 
-// Merge adds what a later Apply has saved, so that Revert goes back to what was
-// there before the first.
+// Merge adds the previous values of a later Apply, so that Revert restores the values before the first.
 func (s Saved) Merge(later Saved) {
 	for cookie, c := range later {
 		earlier, ok := s[cookie]

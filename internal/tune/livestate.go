@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/statedir"
 )
 
-// Applied gives the rules to the connections that are open, if the candidate asks for that.
+// Applied applies the rules to open connections if the candidate requests it.
 func (d *Domain) Applied(_ *config.Policy, c api.Candidate, plan *api.Plan) error {
 	if !c.Live {
 		return nil
@@ -60,7 +60,7 @@ func (t *tuner) applyLive(all *api.TuneLive) error {
 	return nil
 }
 
-// Revert takes back what apply --live did.
+// Revert reverts the changes of apply --live.
 func (d *Domain) Revert(which api.TuneRevert) (*api.TuneLive, error) {
 	for _, name := range which.Rules {
 		if _, _, err := d.findRule(name); err != nil {
@@ -96,7 +96,7 @@ func (t *tuner) revertLive(rules []string, all *api.TuneLive) error {
 	reverted, err := Revert(t.tune, t.scope.Path, wanted)
 	if err != nil {
 		if len(reverted.Remaining) == 0 && reverted.Connections == 0 {
-			return err // it did not begin
+			return err // nothing was changed
 		}
 		others.Merge(reverted.Remaining)
 		return fault.Join(err, t.saveLive(others))
@@ -114,8 +114,7 @@ func newTuneLive() *api.TuneLive {
 	return &api.TuneLive{Rules: make(map[string]int), Failures: []api.TuneLiveFailure{}, NotReverted: []api.TuneNotReverted{}, Problems: []string{}}
 }
 
-// liveState is what revert needs, stored over the agent's restarts. A reboot
-// ends all connections.
+// liveState is the state file for revert, which outlives the agent. A reboot ends all connections.
 type liveState struct {
 	BootID string `json:"boot_id"`
 	Saved  Saved  `json:"saved"`

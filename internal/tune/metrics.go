@@ -10,8 +10,7 @@ import (
 	"sockeye/internal/histogram"
 )
 
-// Counters are since the rule has its content: a rule that is changed begins
-// at 0.
+// Counters start at 0 when the content of a rule changes.
 var (
 	tuneLabels          = []string{"cgroup", "rule", "arm"}
 	descTuneAttached    = prometheus.NewDesc("sockeye_tune_attached", "1 while the cgroup is tuned.", []string{"cgroup"}, nil)
@@ -43,8 +42,8 @@ var (
 
 var tuneArms = [bpf.TuneArms]string{bpf.TuneArmTreated: "treated", bpf.TuneArmControl: "control"}
 
-// tuneBounds are those of the histograms, in microseconds: powers of two, which
-// are bounds of the program's own buckets too.
+// tuneBounds are the bounds of the histograms in microseconds: powers of two, which are also bounds of the program's
+// buckets.
 var tuneBounds = func() (bounds []uint64) {
 	for b := uint64(16); b <= 1<<25; b *= 2 {
 		bounds = append(bounds, b)
@@ -52,7 +51,7 @@ var tuneBounds = func() (bounds []uint64) {
 	return bounds
 }()
 
-// Collect sends the metrics of all cgroups that are tuned.
+// Collect sends the metrics of all tuned cgroups.
 func (d *Domain) Collect(out chan<- prometheus.Metric) {
 	tuners, err := d.tunersOf("")
 	if err != nil {

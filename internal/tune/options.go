@@ -13,25 +13,25 @@ import (
 	"sockeye/internal/config"
 )
 
-// Option is how the kernel knows an option of the policy.
+// Option describes how the kernel sets an option of the policy.
 type Option struct {
 	config.TuneOption
-	// ID stands for the option in counts of failures.
+	// ID identifies the option in counts of failures.
 	ID int
-	// Level and Number are those of setsockopt(2), or of bpf_setsockopt alone.
-	// Both are 0 where the program answers a question of the kernel instead.
+	// Level and Number are those of setsockopt(2), or of bpf_setsockopt only. Both are 0 if the option is a reply
+	// to a request of the kernel.
 	Level, Number uint32
-	// Phases say when it is set; see enum tune_phase. 0: never, it is an answer.
+	// Phases are the phases in which the option is set (enum tune_phase); 0 for a reply.
 	Phases uint16
-	// Unit divides the policy's value into the kernel's.
+	// Unit is the divisor from the unit of the policy to that of the kernel.
 	Unit int64
-	// Since is the kernel version that brought it to bpf_setsockopt, as far as
-	// it is known; only for people, as vendors carry features back.
+	// Since is the kernel version that added the option to bpf_setsockopt, for messages only: vendors backport
+	// features.
 	Since string
 }
 
-// Not in golang.org/x/sys/unix: include/uapi/linux/{bpf,tcp}.h and
-// include/uapi/asm-generic/socket.h of Linux 6.18.
+// Constants of include/uapi/linux/{bpf,tcp}.h and include/uapi/asm-generic/socket.h, Linux 6.18, that
+// golang.org/x/sys/unix lacks.
 const (
 	tcpBPFInitialWindow = 1001
 	tcpBPFCwndClamp     = 1002
@@ -65,7 +65,7 @@ var kernelOptions = map[string]Option{
 	"bind_ifindex":  {Level: unix.SOL_SOCKET, Number: unix.SO_BINDTOIFINDEX, Phases: bpf.TunePhaseConnect, Since: "6.1"},
 	"txrehash":      {Level: unix.SOL_SOCKET, Number: soTxRehash, Phases: always, Since: "6.1"},
 
-	// dctcp looks whether ECN was agreed on when it is set, and is reno without.
+	// dctcp checks for ECN when it is set, and falls back to reno without it.
 	"congestion":           {Level: bpf.TuneLevelCongestion, Phases: opened | bpf.TunePhaseLive, Since: "4.13"},
 	"initial_cwnd":         {Level: unix.SOL_TCP, Number: tcpBPFInitialWindow, Phases: opened, Since: "4.13"},
 	"cwnd_clamp":           {Level: unix.SOL_TCP, Number: tcpBPFCwndClamp, Phases: opened | bpf.TunePhaseLive, Since: "4.13"},
@@ -89,8 +89,7 @@ var kernelOptions = map[string]Option{
 	"flow_label":      {Level: bpf.TuneLevelTxhash, Phases: atStart, Since: "4.15"},
 }
 
-// AllOptions are all options, in the order of config.TuneOptions: an option's ID
-// is its index.
+// AllOptions returns all options in the order of config.TuneOptions. The ID of an option is its index.
 func AllOptions() []Option {
 	options := make([]Option, len(config.TuneOptions))
 	for i, o := range config.TuneOptions {
@@ -102,7 +101,7 @@ func AllOptions() []Option {
 	return options
 }
 
-// FindOption finds an option by its name.
+// FindOption returns the option with a name.
 func FindOption(name string) (Option, bool) {
 	for _, o := range AllOptions() {
 		if o.Name == name {
@@ -112,18 +111,18 @@ func FindOption(name string) (Option, bool) {
 	return Option{}, false
 }
 
-// ecnBits of a type of service or a traffic class are TCP's own (RFC 3168).
+// ecnBits are the ECN bits of the type of service or the traffic class (RFC 3168), which TCP sets.
 const ecnBits = 3
 
-// value is a setting as the kernel takes it.
+// value converts a setting to the kernel's unit.
 func (o Option) value(s config.Setting) int32 {
 	if o.Name == "flow_label" && s.Value != 0 {
-		// ip6_make_flowlabel (include/net/ipv6.h, Linux 6.18) rotates the hash by
-		// 16 bits and takes 20 of it in network order.
+		// ip6_make_flowlabel (include/net/ipv6.h, Linux 6.18) rotates the hash by 16 bits and uses 20 bits in
+		// network byte order.
 		return int32(bits.RotateLeft32(bits.ReverseBytes32(uint32(s.Value)), -16))
 	}
 	if o.Name == "tos" || o.Name == "traffic_class" {
-		// Linux 5.10 would have BPF set the bits of ECN.
+		// On Linux 5.10, bpf_setsockopt also sets the ECN bits.
 		return int32(s.Value &^ ecnBits)
 	}
 	return int32(uint32(s.Value / o.Unit))

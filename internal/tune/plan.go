@@ -18,8 +18,7 @@ import (
 	"sockeye/internal/scope"
 )
 
-// Plan compares the rules of a policy with those in force, and checks that the kernel can set what they
-// ask for.
+// Plan compares the rules of a policy with those in force, and checks that the kernel supports them.
 func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -70,17 +69,17 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	return steps, nil
 }
 
-// CheckNested refuses a policy that tunes cgroups of which one holds another, as far
-// as that is known: by their paths, and of units by where they are on this host.
+// CheckNested returns an error if the policy tunes a cgroup and a cgroup below it, as far as paths and the units of
+// this host show.
 func CheckNested(policy *config.Policy) error {
 	mount, err := cgroup.Mount()
 	if err != nil {
-		mount = "/nonexistent" // paths and slices are known without a host
+		mount = "/nonexistent" // paths and slices need no host
 	}
 	return checkNested(scope.Tree{Mount: mount}, tunings(policy))
 }
 
-// checkNested refuses cgroups of which one holds another.
+// checkNested returns an error if one cgroup is below another.
 func checkNested(tree scope.Tree, all []tuneChange) error {
 	names := make([]string, len(all))
 	for i, c := range all {
@@ -89,7 +88,7 @@ func checkNested(tree scope.Tree, all []tuneChange) error {
 	return nestedError(tree.CheckNested(names...))
 }
 
-// tunings splits the rules of a policy by cgroup.
+// tunings groups the rules of a policy by cgroup.
 func tunings(policy *config.Policy) []tuneChange {
 	var all []tuneChange
 	for _, rule := range policy.Tune {
@@ -115,7 +114,7 @@ func matchesService(rules []config.TuneRule) bool {
 	return slices.ContainsFunc(rules, func(r config.TuneRule) bool { return r.Match.Service != "" })
 }
 
-// changedRules compares lists of rules, by name.
+// changedRules compares two lists of rules by name.
 func changedRules(cgroup string, from, to []config.TuneRule) []api.Change {
 	var changes []api.Change
 	find := func(rules []config.TuneRule, name string) int {
@@ -150,7 +149,7 @@ func changedRules(cgroup string, from, to []config.TuneRule) []api.Change {
 			}
 		}
 		if len(parts) == 0 && !reflect.DeepEqual(old, rule) {
-			parts = append(parts, "match: other prefixes or ports") // which the text shortens
+			parts = append(parts, "match: other prefixes or ports") // the text omits some of them
 		}
 		for _, part := range parts {
 			changes = append(changes, api.Change{Cgroup: cgroup, Action: "change", What: "rule " + rule.Name + ": " + part, Effect: "for new connections"})
@@ -163,7 +162,7 @@ func changedRules(cgroup string, from, to []config.TuneRule) []api.Change {
 	return changes
 }
 
-// changedSettings compares what two versions of a rule set, option by option.
+// changedSettings compares the settings of two versions of a rule, option by option.
 func changedSettings(from, to config.TuneRule) []string {
 	value := func(rule config.TuneRule, option string) string {
 		for _, s := range rule.Set {
@@ -198,7 +197,7 @@ func removedRule(cgroup string, rule config.TuneRule) api.Change {
 		Effect: "new connections get a later rule or the kernel's defaults, open ones keep what they have"}
 }
 
-// describeSet says what a rule does.
+// describeSet describes the settings of a rule.
 func describeSet(rule config.TuneRule) string {
 	var parts []string
 	for _, s := range rule.Set {

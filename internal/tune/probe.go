@@ -16,20 +16,19 @@ import (
 	"sockeye/internal/config"
 )
 
-// enotsupp is no errno of user space; the kernel's bpf_setsockopt returns it.
+// enotsupp is ENOTSUPP, a kernel-internal errno that bpf_setsockopt returns.
 const enotsupp = unix.Errno(524)
 
-// probeWait bounds each call on a probe's sockets.
+// probeWait is the timeout of each call on a probe's sockets.
 const probeWait = 2500 * time.Millisecond
 
-// Probe tries every option on the running kernel, by the program itself, on
-// connections of this process over loopback. cgroup is the folder of the cgroup
-// that this process is in; the program is attached to it meanwhile, and its rule
-// matches the probe's own ports alone. Nothing is written to the cgroup file
-// system. The directory pins is in a bpffs; no two probes may use it at the same
-// time. The error of an option wraps ebpf.ErrNotSupported if the kernel lacks it.
+// Probe tries every option on the running kernel: the program sets the options on loopback connections of this
+// process. cgroup is the directory of the cgroup of this process, to which the program is attached meanwhile with a
+// rule that matches only the ports of the probe. Nothing is written to the cgroup file system. The directory pins is
+// in a bpffs and must not be used by two probes at a time. The error of an option wraps ebpf.ErrNotSupported if the
+// kernel lacks it.
 //
-// A probe that is killed leaves at most its pins, which the next one removes.
+// A probe that is killed leaves only its pins, which the next probe removes.
 func Probe(cgroup, pins string) (_ map[string]error, err error) {
 	t, err := openProbe(filepath.Join(pins, bpf.TunePins+"probe"), cgroup)
 	if err != nil {
@@ -84,7 +83,7 @@ func Probe(cgroup, pins string) (_ map[string]error, err error) {
 	return result, nil
 }
 
-// openProbe opens a tuning that ends with this process: its pins go at once.
+// openProbe opens a tuning whose pins are removed at once, so that it ends with this process.
 func openProbe(dir, cgroup string) (*bpf.Tune, error) {
 	if err := bpf.RemoveTune(dir); err != nil {
 		return nil, err
@@ -99,8 +98,8 @@ func openProbe(dir, cgroup string) (*bpf.Tune, error) {
 	return t, nil
 }
 
-// probeError is why an option could not be set. Its value is one that every
-// kernel takes that knows the option.
+// probeError returns why an option could not be set. The probe uses a value that every kernel with the option
+// accepts.
 func probeError(option string, errno unix.Errno) error {
 	switch errno {
 	case unix.ENOPROTOOPT, unix.EINVAL, unix.EOPNOTSUPP, enotsupp:
@@ -109,8 +108,8 @@ func probeError(option string, errno unix.Errno) error {
 	return fmt.Errorf("set %s: %w", option, errno)
 }
 
-// checkProbed fails unless the program has seen both ends of the connections:
-// nothing fails that is not tried.
+// checkProbed returns an error unless the program has seen both ends of the connections, because untried options
+// report no failure.
 func checkProbed(t *bpf.Tune, connections int) error {
 	rules, err := t.Rules()
 	if err != nil {
@@ -130,9 +129,8 @@ func checkProbed(t *bpf.Tune, connections int) error {
 	return nil
 }
 
-// probeRule sets everything, to the largest values, which bound least. A mark or
-// an interface could lead elsewhere. It matches no connection but the probe's: the
-// cgroup has others.
+// probeRule sets every option to its largest value, which limits least, except for the mark and the interface, which
+// could change the route. The rule matches the connections of the probe only, because the cgroup has others.
 func probeRule(listeners []*probeListener) config.TuneRule {
 	rule := config.TuneRule{Name: "probe", Observe: config.ObserveOff}
 	for _, l := range listeners {
@@ -145,7 +143,7 @@ func probeRule(listeners []*probeListener) config.TuneRule {
 		s := config.Setting{Option: o.Name, Value: o.Max}
 		switch {
 		case o.Name == "congestion":
-			s.Text = "reno" // built into every kernel
+			s.Text = "reno" // always built in
 		case o.Name == "mark", o.Name == "bind_ifindex":
 			s.Value = 0
 		case o.Kind == config.KindSwitch:
@@ -156,15 +154,14 @@ func probeRule(listeners []*probeListener) config.TuneRule {
 	return rule
 }
 
-// probeListener is a TCP socket that listens on loopback.
+// probeListener is a listening TCP socket on loopback.
 type probeListener struct {
 	fd     int
 	domain int
 	at     netip.AddrPort
 }
 
-// probeListeners listens on loopback with each family that the host has. Without
-// IPv4 it fails.
+// probeListeners listens on loopback with each address family of the host. It returns an error without IPv4.
 func probeListeners() ([]*probeListener, error) {
 	loopback := netip.MustParseAddr("127.0.0.1")
 	v4, err := listenProbe(unix.AF_INET, loopback)
@@ -173,7 +170,7 @@ func probeListeners() ([]*probeListener, error) {
 	}
 	v6, err := listenProbe(unix.AF_INET6, netip.IPv6Loopback())
 	if err != nil {
-		// A host may have the sockets, but no address.
+		// The host may support IPv6 sockets and have no IPv6 loopback address.
 		v6, err = listenProbe(unix.AF_INET6, netip.AddrFrom16(loopback.As16()))
 	}
 	if err != nil {
@@ -212,14 +209,14 @@ func listenProbe(domain int, addr netip.Addr) (_ *probeListener, err error) {
 	return &probeListener{fd, domain, netip.AddrPortFrom(addr, uint16(port))}, nil
 }
 
-// connect makes a connection to the listener, and closes both ends.
+// connect connects to the listener and closes both ends.
 func (l *probeListener) connect() error {
 	c, err := probeSocket(l.domain)
 	if err != nil {
 		return err
 	}
 	defer unix.Close(c)
-	// What a signal interrupts goes on, and is accepted when it is done.
+	// An interrupted connect continues and can be accepted.
 	if err := unix.Connect(c, probeAddress(l.at)); err != nil && !errors.Is(err, unix.EINTR) {
 		return fmt.Errorf("connect to %s: %w", l.at, err)
 	}
@@ -233,7 +230,7 @@ func (l *probeListener) connect() error {
 	return unix.Close(a)
 }
 
-// probeSocket makes a TCP socket that waits for a while only.
+// probeSocket returns a TCP socket with timeouts.
 func probeSocket(domain int) (int, error) {
 	fd, err := unix.Socket(domain, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
 	if err != nil {

@@ -19,8 +19,7 @@ import (
 	"sockeye/internal/procsock"
 )
 
-// Socket shows a connection that is open: what its rule asked for, and
-// what it has.
+// Socket returns an open connection with the values that its rule requests and the values that are in effect.
 func (d *Domain) Socket(r *http.Request) (*api.TuneSocket, error) {
 	tuners, err := d.tunersOf(r.URL.Query().Get("cgroup"))
 	if err != nil {
@@ -38,7 +37,7 @@ func (d *Domain) Socket(r *http.Request) (*api.TuneSocket, error) {
 
 const socketHint = "name an open TCP connection of a process in a cgroup that is tuned, as ss -tnp shows them"
 
-// findSocket takes the socket that a request names.
+// findSocket finds the socket that a request names.
 func findSocket(tuners []*tuner, r *http.Request) (*tuner, *procsock.Socket, error) {
 	q := r.URL.Query()
 	if q.Get("pid") != "" || q.Get("fd") != "" {
@@ -110,9 +109,8 @@ func (t *tuner) describe(s *procsock.Socket) (*api.TuneSocket, error) {
 	return view, err
 }
 
-// tuned tells what a connection has got from the rules, and its role. c is what the
-// program knows of it, nil if no rule has matched it; effective reads the values of a
-// rule.
+// describeRule returns the rule of a connection and its role. c is the state of the connection in the program, nil if
+// no rule has matched; effective reads the values of a rule.
 func (t *tuner) describeRule(q match.Question, c *bpf.TuneConnection, effective func(config.TuneRule) ([]api.TuneValue, error)) (role string, view api.Tuned, err error) {
 	view = api.Tuned{Values: []api.TuneValue{}, Steps: Explain(t.rules, t.services, q)}
 	if c == nil {

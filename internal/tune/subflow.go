@@ -14,16 +14,15 @@ import (
 	"sockeye/internal/sockdiag"
 )
 
-// lowWaterMPTCP says what SO_RCVLOWAT of a subflow does, which nothing shows. The kernel
-// wakes the MPTCP socket only once the subflow has as much. After the subflow has become
-// part of the application's socket, it cannot be set (mptcp_set_rcvlowat in
-// net/mptcp/sockopt.c, Linux 6.18).
+// lowWaterMPTCP explains the effect of SO_RCVLOWAT on a subflow, which the kernel does not report: the MPTCP socket
+// is woken only when the subflow has that much data. The option cannot be set after the subflow has become part of
+// the application's socket (mptcp_set_rcvlowat, Linux 6.18).
 const lowWaterMPTCP = "the value shown is that of the application's MPTCP socket; a subflow with the rule's value hands data on late; " +
 	"on some subflows the kernel refuses it with EINVAL"
 
-// EffectiveSubflow is Effective of a subflow of an MPTCP connection. s is the
-// application's socket, and subflow what sock_diag tells, with its options. fellBack is
-// of Socket.Subflows: the kernel then passes options of TCP and IP on to the subflow.
+// EffectiveSubflow is Effective for a subflow of an MPTCP connection. s is the socket of the application, and subflow
+// the entry of sock_diag with its options. fellBack is that of Socket.Subflows: the kernel passes TCP and IP options
+// on to such a subflow.
 func EffectiveSubflow(s *procsock.Socket, subflow *sockdiag.Socket, fellBack bool, rule config.TuneRule, c *bpf.TuneConnection) ([]api.TuneValue, error) {
 	l := &comparison{family: int(subflow.Family), socketRole: s.Role, c: c, info: &subflow.Info, settings: rule.Set, mptcp: true,
 		unreadable: "of a subflow, which has no descriptor",
@@ -47,8 +46,8 @@ func EffectiveSubflow(s *procsock.Socket, subflow *sockdiag.Socket, fellBack boo
 	return values, nil
 }
 
-// diagnosed is an option as sock_diag tells it, and in which field or attribute; "" if
-// it does not.
+// diagnosed returns the value of an option in an entry of sock_diag and the name of its field or attribute, or "" if
+// sock_diag does not report the option.
 func (o Option) diagnosed(s *sockdiag.Socket) (r Reading, source string) {
 	number := func(option sockdiag.Option, attribute string) (Reading, string) {
 		if !option.Known {
@@ -67,7 +66,7 @@ func (o Option) diagnosed(s *sockdiag.Socket) (r Reading, source string) {
 		}
 	case "pacing_rate":
 		if s.HasInfo {
-			// -1 is no bound.
+			// -1 is no limit.
 			return Reading{Number: int64(s.Info.Max_pacing_rate)}, "TCP_INFO max_pacing_rate"
 		}
 	case "congestion":

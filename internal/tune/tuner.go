@@ -21,33 +21,32 @@ import (
 	"sockeye/internal/scope"
 )
 
-// tuner keeps the tuning of one cgroup in step with the policy. Connections
-// never wait for it.
+// tuner keeps the tuning of one cgroup up to date with the policy and the host.
 type tuner struct {
 	host   *domain.Host
 	log    *slog.Logger
 	kernel *optionProbe
-	name   string // of the cgroup in the policy
+	name   string // name of the cgroup in the policy
 
 	mu       sync.Mutex
 	rules    []config.TuneRule
 	services []config.Service
 	skipped  map[string][]api.TuneSkipped // by rule
 	scope    scope.Scope
-	tune     *bpf.Tune // nil while there is no such cgroup
-	idle     *bpf.Tune // with the rules in force, of the cgroup that was there before; or nil
+	tune     *bpf.Tune // nil while the cgroup does not exist
+	idle     *bpf.Tune // loaded program with the rules in force, of a removed cgroup; or nil
 	problem  error
 }
 
-// tuneChange is what a new policy makes of one cgroup's tuning. Rules is nil
-// where there is none any more.
+// tuneChange is the change of one cgroup's tuning by a new policy. rules is nil if the policy has no rules for the
+// cgroup.
 type tuneChange struct {
 	name     string
 	rules    []config.TuneRule
 	services []config.Service
 }
 
-// newTuner returns the tuning of a cgroup that is not attached.
+// newTuner returns a tuner that is not attached.
 func (d *Domain) newTuner(name string) *tuner {
 	return &tuner{host: d.host, log: d.log.With("cgroup", name), kernel: d.kernel, name: name}
 }
@@ -62,7 +61,7 @@ func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
 		return nil, err
 	}
 	if data, err := bpf.ReadScope(dir); err == nil {
-		// A damaged record is made anew.
+		// A damaged record is replaced.
 		_ = json.Unmarshal(data, &t.scope)
 	}
 	t.rules, t.services = c.rules, c.services
@@ -76,8 +75,8 @@ func (d *Domain) openTuner(c tuneChange) (*tuner, error) {
 	return t, nil
 }
 
-// open attaches to the cgroup, and installs the rules. A unit that is not
-// there is waited for.
+// open attaches the program to the cgroup and installs the rules. For a unit that does not run, open sets the problem
+// and returns nil.
 func (t *tuner) open() error {
 	t.problem = nil
 	err := t.scope.Open(t.host.Cgroups, t.name)
@@ -105,7 +104,7 @@ func (t *tuner) open() error {
 	return err
 }
 
-// record keeps with the pins what they are of.
+// record writes the scope to the pins.
 func (t *tuner) record(tuning *bpf.Tune) error {
 	record, err := json.Marshal(t.scope)
 	if err != nil {
@@ -114,12 +113,12 @@ func (t *tuner) record(tuning *bpf.Tune) error {
 	return tuning.SetScope(record)
 }
 
-// install makes rules take effect; those before stay if it fails.
+// install replaces the rules. If install fails, the previous rules stay in force.
 func (t *tuner) install(rules []config.TuneRule, services []config.Service) error {
 	return t.installIn(t.tune, rules, services)
 }
 
-// installIn is install for a tuning that may not be attached yet, or nil.
+// installIn is install for a tuning that may not be attached yet, or that is nil.
 func (t *tuner) installIn(tuning *bpf.Tune, rules []config.TuneRule, services []config.Service) error {
 	skipped, err := t.kernel.skippedOptions(rules)
 	if err != nil {
@@ -138,7 +137,7 @@ func (t *tuner) installIn(tuning *bpf.Tune, rules []config.TuneRule, services []
 	if tuning != nil {
 		t.problem = nil
 	} else if t.idle != nil {
-		t.idle.Close() // it has other rules
+		t.idle.Close() // has other rules
 		t.idle = nil
 	}
 	return nil
@@ -154,8 +153,8 @@ func compileTune(rules []config.TuneRule, services []config.Service, skipped map
 	return compiled, nil
 }
 
-// renew attaches again if the cgroup was made anew, as when a unit starts.
-// Others are the cgroups that the policy names.
+// renew attaches the program again if the cgroup was created again, for example because a unit was started. others
+// are the cgroups of the policy.
 func (t *tuner) renew(others []tuneChange) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -177,15 +176,14 @@ func (t *tuner) renew(others []tuneChange) {
 	}
 }
 
-// inForce tells whether the rules are: the program is attached to the cgroup that
-// is there now, and has them all.
+// inForce reports whether the program is attached to the existing cgroup and has all rules.
 func (t *tuner) inForce() bool {
 	return t.problem == nil && t.tune != nil && t.tune.Attached()
 }
 
 func (t *tuner) reopen(others []tuneChange) error {
 	for _, other := range others {
-		// A unit may start anywhere.
+		// The cgroup of a unit may be below another one.
 		if err := checkNested(t.host.Cgroups, []tuneChange{{name: t.name}, other}); err != nil {
 			return err
 		}
@@ -193,8 +191,8 @@ func (t *tuner) reopen(others []tuneChange) error {
 	return t.open()
 }
 
-// rest lets go of a cgroup that is not there any more. What has the rules in force is
-// kept for the next: to load it again takes much longer than to attach it.
+// detach gives up a cgroup that was removed. The loaded program is kept for the next cgroup, because loading takes
+// much longer than attaching.
 func (t *tuner) detach() {
 	if t.tune == nil {
 		return
@@ -221,8 +219,7 @@ func (t *tuner) close() {
 	t.closeLocked()
 }
 
-// retire ends the tuning. New connections get the kernel's defaults, open ones
-// keep what they have.
+// retire ends the tuning. New connections get the kernel's defaults, and open connections keep their values.
 func (t *tuner) retire() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -233,14 +230,14 @@ func (t *tuner) retire() error {
 	return scope.RemoveCreated([]scope.Scope{t.scope})
 }
 
-// ruleNames are the names of all rules that connections may have, by number.
+// ruleNames returns the names of all rules that connections may have, by number.
 func (t *tuner) ruleNames() map[uint32]string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	names := make(map[uint32]string)
 	_, _, all, err := t.ruleIDs()
 	if err != nil {
-		// They are shown by number then.
+		// Such rules are shown by number.
 		return names
 	}
 	for id, rule := range all {
@@ -249,7 +246,7 @@ func (t *tuner) ruleNames() map[uint32]string {
 	return names
 }
 
-// path is the folder of the cgroup, "" while there is none.
+// path returns the directory of the cgroup, or "" if it does not exist.
 func (t *tuner) path() string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -259,8 +256,7 @@ func (t *tuner) path() string {
 	return t.scope.Path
 }
 
-// holds tells whether a cgroup, by its path below the mount, is the tuned one
-// or below it.
+// contains reports whether a cgroup, given by its path below the mount, is the tuned cgroup or below it.
 func (t *tuner) contains(cgroup string) bool {
 	path := t.path()
 	below, err := filepath.Rel(path, filepath.Join(t.host.Cgroups.Mount, cgroup))

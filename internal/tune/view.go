@@ -29,7 +29,7 @@ import (
 	"sockeye/internal/tune/trial"
 )
 
-// Routes adds the requests about tuning.
+// Routes adds the API routes for tuning.
 func (d *Domain) Routes(r *domain.Router) {
 	r.Get("/v1/tune", func(r *http.Request) (any, error) { return d.Cgroups(r.URL.Query().Get("cgroup")) })
 	r.Get("/v1/tune/options", func(*http.Request) (any, error) { return d.Options() })
@@ -41,7 +41,7 @@ func (d *Domain) Routes(r *domain.Router) {
 		return d.Explain(r.URL.Query().Get("cgroup"), questions)
 	})
 	r.Get("/v1/tune/socket", func(r *http.Request) (any, error) {
-		// What a process has open is nobody's business but root's.
+		// Only root may see the descriptors of processes.
 		if err := peer.MustBeRoot(r); err != nil {
 			return nil, err
 		}
@@ -61,7 +61,7 @@ func (d *Domain) Routes(r *domain.Router) {
 	})
 }
 
-// Status adds the cgroups that are tuned.
+// Status adds the tuned cgroups to status.
 func (d *Domain) Status(status *api.Status) error {
 	tuners, err := d.tunersOf("")
 	if err != nil {
@@ -74,7 +74,7 @@ func (d *Domain) Status(status *api.Status) error {
 	return nil
 }
 
-// Cgroups is all cgroups that are tuned, or the one named.
+// Cgroups returns the state of the named cgroup, or of all tuned cgroups for "".
 func (d *Domain) Cgroups(cgroup string) ([]api.TuneStatus, error) {
 	tuners, err := d.tunersOf(cgroup)
 	if err != nil {
@@ -131,7 +131,7 @@ func (t *tuner) status(ownPrograms []uint32) (api.TuneStatus, error) {
 	return s, nil
 }
 
-// summary is what status shows.
+// summary returns the state for sockeye status.
 func (t *tuner) summary() api.TunedCgroup {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -142,7 +142,7 @@ func (t *tuner) summary() api.TunedCgroup {
 	return s
 }
 
-// ruleTexts says what a rule sets.
+// ruleTexts lists the settings of a rule.
 func ruleTexts(rule config.TuneRule) []string {
 	texts := make([]string, 0, len(rule.Set)+1)
 	for _, s := range rule.Set {
@@ -210,15 +210,14 @@ func failuresOf(id uint32, all map[bpf.TuneFailure]uint64) []api.TuneFailure {
 	return list
 }
 
-// foreign lists the programs of others that run for the same connections. The
-// kernel runs those of a socket's own cgroup first, then those of the groups
-// above, and in one group in the order of their coming (compute_effective_progs
-// in kernel/bpf/cgroup.c, Linux 6.18): the last one has the last word.
+// foreign lists programs of other owners that run for the same connections. The kernel runs the programs of the
+// socket's cgroup first, then those of its ancestors, and those of one cgroup in the order of attachment
+// (compute_effective_progs, Linux 6.18). The last program decides.
 func (t *tuner) foreign(ownPrograms []uint32) ([]api.TuneForeign, error) {
 	list := []api.TuneForeign{}
 	program, err := t.tune.ProgramID()
 	if err != nil {
-		return list, nil // the cgroup is gone
+		return list, nil // the cgroup was removed
 	}
 	add := func(dir, order string, ids []uint32) {
 		for _, id := range ids {
@@ -236,7 +235,7 @@ func (t *tuner) foreign(ownPrograms []uint32) ([]api.TuneForeign, error) {
 	for dir := t.scope.Path; ; dir = filepath.Dir(dir) {
 		ids, err := bpf.SockOps(dir)
 		if errors.Is(err, fs.ErrNotExist) {
-			return []api.TuneForeign{}, nil // it is gone, its programs go a moment later
+			return []api.TuneForeign{}, nil // removed; its programs are freed later
 		}
 		if err != nil {
 			return nil, err
@@ -271,7 +270,7 @@ func (t *tuner) foreign(ownPrograms []uint32) ([]api.TuneForeign, error) {
 	return list, err
 }
 
-// optionsSet names what the rules set, once each.
+// optionsSet lists the options that the rules set, without duplicates.
 func (t *tuner) optionsSet() []string {
 	var names []string
 	for _, o := range config.TuneOptions {
@@ -284,7 +283,7 @@ func (t *tuner) optionsSet() []string {
 	return names
 }
 
-// Explain says which rule a connection would have in each cgroup, and why.
+// Explain returns the rule that a connection would get in each cgroup, and why.
 func (d *Domain) Explain(cgroup string, questions []match.Question) ([]api.TuneExplanation, error) {
 	tuners, err := d.tunersOf(cgroup)
 	if err != nil {
@@ -308,7 +307,7 @@ func (d *Domain) Explain(cgroup string, questions []match.Question) ([]api.TuneE
 	return list, nil
 }
 
-// tuneQuestion reads the connection that a request asks about.
+// tuneQuestion decodes the connection of a request.
 func tuneQuestion(r *http.Request) (questions []match.Question, err error) {
 	q := r.URL.Query()
 	var base match.Question
@@ -387,7 +386,7 @@ func sampleOf(s *bpf.TuneStats) trial.Sample {
 	}
 }
 
-// Learned is what is known of prefixes, of one rule or of all.
+// Learned returns the learned windows of one rule, or of all rules for "".
 func (d *Domain) Learned(name string) ([]api.TuneLearned, error) {
 	if name != "" {
 		_, rule, err := d.findRule(name)
@@ -469,7 +468,7 @@ func exploreOf(rule config.TuneRule) *config.Explore {
 	return nil
 }
 
-// tunersOf returns the tuning of the named cgroup, or all by name.
+// tunersOf returns the tuner of the named cgroup, or all tuners sorted by name for "".
 func (d *Domain) tunersOf(cgroup string) ([]*tuner, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -492,7 +491,7 @@ func (d *Domain) tunedHint() string {
 	return "it tunes " + strings.Join(slices.Sorted(maps.Keys(d.tuners)), ", ")
 }
 
-// ruleOf finds the rule with a name, which is one of a kind in a policy.
+// findRule returns the rule with a name. Names of rules are unique in a policy.
 func (d *Domain) findRule(name string) (*tuner, config.TuneRule, error) {
 	tuners, err := d.tunersOf("")
 	if err != nil {
@@ -519,8 +518,8 @@ func (d *Domain) findRule(name string) (*tuner, config.TuneRule, error) {
 	return nil, config.TuneRule{}, fault.Usage(fmt.Errorf("there is no rule %q", name), hint)
 }
 
-// numbers maps the names of rules to those in force, and counts their older
-// versions.
+// ruleIDs returns the numbers of the rules in force by name, the number of their older versions, and all rules by
+// number.
 func (t *tuner) ruleIDs() (current map[string]uint32, older map[string]int, all map[uint32]*bpf.TuneRule, err error) {
 	current, older = make(map[string]uint32), make(map[string]int)
 	if t.tune == nil {

@@ -303,7 +303,8 @@ func (h *tuned) sink(l *net.TCPListener) {
 			}
 			go func() {
 				defer c.Close()
-				_, _ = io.Copy(io.Discard, c) // until the other side ends
+				defer context.AfterFunc(h.Context(), func() { c.Close() })()
+				_, _ = io.Copy(io.Discard, c) // until the other side or the test ends
 			}()
 		}
 	}()

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package trial compares the two arms of a trial: connections that a rule tuned, and those that it left
-// alone.
+// Package trial compares the two arms of a trial: tuned connections and control connections.
 package trial
 
 import (
@@ -15,12 +14,11 @@ import (
 	"sockeye/internal/stats"
 )
 
-// Histogram counts values as the tune program does.
+// Histogram has the buckets of the tune program.
 type Histogram = histogram.Histogram[float64, histogram.Quarters]
 
-// Sample is what is known of one arm of a trial: sums over its connections, see
-// struct tune_stats in bpf/include/tune.h. RTT and Connect are microseconds,
-// Rate kilobytes a second.
+// Sample has the sums over the connections of one arm (struct tune_stats in bpf/include/tune.h). RTT and Connect are
+// in microseconds, Rate in kilobytes per second.
 type Sample struct {
 	Connections, Established, Closed             uint64
 	Bytes, Segments, Retransmits, RTOs           uint64
@@ -28,17 +26,15 @@ type Sample struct {
 	RTT, Connect, Rate                           Histogram
 }
 
-// Options of Compare. The same samples with the same options give the same
-// comparison.
+// Options are the options of Compare. The same samples and options give the same comparison.
 type Options struct {
-	Seed uint64 // of the bootstrap
+	Seed uint64 // seed of the bootstrap
 }
 
-// Verdict says whether a difference is real.
+// Verdict is the result of a comparison.
 type Verdict string
 
-// The verdicts: treated connections have less or more, the data shows neither,
-// or there is too little data to show anything.
+// The verdicts: treated connections have lower or higher values, no difference is shown, or there is not enough data.
 const (
 	Lower        Verdict = "lower"
 	Higher       Verdict = "higher"
@@ -46,10 +42,9 @@ const (
 	NotEnough    Verdict = "not enough data"
 )
 
-// Row compares one figure of both arms. Difference is of treated against
-// control, in percent of control; Low to High is its 95 % interval. Nil is what
-// is not known: a figure that nothing was counted of, a difference from 0, an
-// interval's upper end where there is none, and the interval without enough data.
+// Row compares one figure of both arms. Difference is that of treated from control, in percent of control, with the
+// 95 % confidence interval Low to High. Nil is unknown: a figure without data, a difference from 0, an unbounded
+// upper end, and an interval without enough data.
 type Row struct {
 	Name       string   `json:"name"`
 	Unit       string   `json:"unit"`
@@ -59,15 +54,14 @@ type Row struct {
 	Low        *float64 `json:"low_percent"`
 	High       *float64 `json:"high_percent"`
 	Verdict    Verdict  `json:"verdict"`
-	// More is about how many connections, of both arms together, are needed
-	// before NotEnough becomes another verdict; 0 where that cannot be told.
+	// More estimates the number of connections, of both arms together, after which NotEnough becomes another
+	// verdict; 0 if unknown.
 	More uint64 `json:"more_connections,omitempty"`
 }
 
-// Comparison is the result of a trial. Each interval stands for itself. The
-// verdicts stand together: by Holm's method over the rows that have enough data,
-// the chance that any "lower" or "higher" is false stays at 5 %. So an interval
-// may leave out 0 and the verdict still be "no difference shown".
+// Comparison is the result of a trial. Each interval is for its row alone. The verdicts hold together: with Holm's
+// method over the rows that have enough data, the probability that any "lower" or "higher" is wrong is at most 5 %.
+// An interval may therefore exclude 0 while the verdict is "no difference shown".
 type Comparison struct {
 	Treated uint64 `json:"treated_connections"`
 	Control uint64 `json:"control_connections"`
@@ -75,24 +69,22 @@ type Comparison struct {
 }
 
 const (
-	rows = 8 // of a comparison
+	rows = 8 // number of rows of a comparison
 
-	// minDraws is the least number of connections in an arm: of fewer, neither a
-	// median nor a variance is worth much.
+	// minDraws is the minimum number of connections per arm. Fewer give no useful median or variance.
 	minDraws = 30
 )
 
 // figure is a row before its verdict.
 type figure struct {
-	treated, control float64 // NaN: not known
+	treated, control float64 // NaN: unknown
 	low, high        float64 // interval of treated/control
-	p                float64 // two-sided, of no difference
-	// lack is the factor by which both arms must grow for a verdict; up to 1:
-	// enough, +Inf: there is nothing to tell it from.
+	p                float64 // two-sided p-value of no difference
+	// lack is the factor by which both arms must grow for a verdict: at most 1 is enough data, +Inf is unknown.
 	lack float64
 }
 
-// figures are the rows, and their words in a summary.
+// figures are the rows, with their words in a summary.
 var figures = [rows]struct {
 	name, unit           string
 	label                string
@@ -109,15 +101,15 @@ var figures = [rows]struct {
 	{"bytes", "bytes per connection", "bytes", "carry %s bytes", "fewer", "more", volume},
 }
 
-// Compare tells which differences between the arms of a trial are real. How each
-// row is judged stands with quantiles, retransmits, timeouts and volume.
+// Compare reports the significant differences between the arms of a trial. The method of each row is described at
+// quantiles, retransmits, timeouts and volume.
 func Compare(treated, control Sample, o Options) Comparison {
 	result := Comparison{Treated: treated.Connections, Control: control.Connections}
 	nt, nc := float64(max(treated.Connections, 1)), float64(max(control.Connections, 1))
 	few := minDraws / min(nt, nc)
 	var judged [rows]figure
-	var enough []int // rows with enough data
-	var p []float64  // of these
+	var enough []int // indices of rows with enough data
+	var p []float64  // their p-values
 	for i := range figures {
 		f := figures[i].compare(&treated, &control, o)
 		if few > 1 && (math.IsInf(f.lack, 1) || f.lack < few) {
@@ -161,10 +153,9 @@ func lacking(need, have float64) float64 {
 	return need / have
 }
 
-// equals gives the number of connections of one size that would be worth as much
-// as those of the sample: their number where all sent as many segments, about 1
-// where one sent nearly all (Kish's effective sample size). Connections of more
-// than TUNE_SEGMENTS_MAX segments weigh less than they should.
+// equals returns Kish's effective sample size: the number of connections if all have sent the same number of
+// segments, about 1 if one connection has sent nearly all. Connections with more than TUNE_SEGMENTS_MAX segments have
+// less than their weight.
 func (s *Sample) equals() float64 {
 	if s.Segments2 == 0 {
 		return 0
@@ -180,10 +171,9 @@ func connectTimes(s *Sample) (*Histogram, float64) {
 func roundTrips(s *Sample) (*Histogram, float64)    { return &s.RTT, s.draws(&s.RTT) }
 func deliveryRates(s *Sample) (*Histogram, float64) { return &s.Rate, s.draws(&s.Rate) }
 
-// draws gives the number of independent draws that a histogram with several
-// values of one connection is worth. These are alike, so it is at most the number
-// of connections; and a connection that sent more has more of them, so where
-// sizes are known it is at most equals.
+// draws returns the number of independent draws of a histogram that has several values per connection. Values of one
+// connection are similar, so the number is at most the number of connections; a connection that sends more has more
+// values, so the number is at most equals if the sizes are known.
 func (s *Sample) draws(h *Histogram) float64 {
 	n := float64(min(h.Count, s.Connections))
 	if s.Segments2 > 0 {
@@ -192,9 +182,9 @@ func (s *Sample) draws(h *Histogram) float64 {
 	return n
 }
 
-// quantiles compares the quantile q of histograms by a bootstrap that assumes no distribution: each arm is drawn anew
-// from its own histogram, as many times as it is worth, see stats.DrawQuantile. The interval is that of the ratios'
-// percentiles.
+// quantiles compares the quantile q of two histograms by a bootstrap without a distribution: each arm is resampled
+// from its own histogram as many times as it has independent draws (stats.DrawQuantile). The interval has the
+// percentiles of the ratios.
 func quantiles(pick func(*Sample) (*Histogram, float64), q float64) func(t, c *Sample, o Options) figure {
 	need := max(minDraws, math.Round(stats.MinBeyond/(1-q)))
 	return func(t, c *Sample, o Options) figure {
@@ -219,13 +209,11 @@ func quantiles(pick func(*Sample) (*Histogram, float64), q float64) func(t, c *S
 	}
 }
 
-// retransmits compares the ratio of retransmits to segments, with connections as
-// clusters. The delta method gives the variance of a ratio of sums; divided by
-// the variance that retransmits independent of each other would have, it says how
-// many of them come together, and so how many independent losses the arm has.
-// These are compared as Poisson counts, see compareCounts, which holds for few and
-// for none. An arm counts as clustered at least as much as both together, as few
-// losses say little about that themselves.
+// retransmits compares the ratio of retransmitted to all segments, with connections as clusters. The delta method
+// gives the variance of a ratio of sums. The variance divided by that of independent retransmits gives the mean size
+// of a cluster, and so the number of independent losses of the arm. These are compared as Poisson counts
+// (compareCounts), which is valid for few counts and for 0. An arm is at least as clustered as both together, because
+// few losses give a poor estimate.
 func retransmits(t, c *Sample, _ Options) figure {
 	ratio := func(s *Sample) (x, y, variance float64) {
 		x, y = float64(s.Retransmits), float64(s.Segments)
@@ -249,13 +237,11 @@ func retransmits(t, c *Sample, _ Options) figure {
 	return f
 }
 
-// timeouts compares RTOs per connection. They come in runs on some connections,
-// and only their sum is known: so as many are taken to come together as possibly
-// can, in the arm where that is more. Each RTO is also a retransmit, so a
-// connection has no more of them, which bounds them in three ways: by all on one
-// connection, by the sum of squares of retransmits, and by the most retransmits
-// that one of n connections can have with that sum (Samuelson's inequality). Where
-// most retransmits are no RTOs, it takes many connections to show a difference.
+// timeouts compares RTOs per connection. RTOs come in runs, and only their sum is known, so the largest possible
+// clusters are assumed, in the arm where these are larger. Each RTO is also a retransmit, so the clusters are bounded
+// by all RTOs on one connection, by the sum of squares of retransmits, and by the most retransmits that one of n
+// connections can have with that sum (Samuelson's inequality). If most retransmits are not RTOs, a difference needs
+// many connections.
 func timeouts(t, c *Sample, _ Options) figure {
 	together := 1.0
 	for _, s := range []*Sample{t, c} {
@@ -265,7 +251,7 @@ func timeouts(t, c *Sample, _ Options) figure {
 		n, events, squares := float64(s.Connections), float64(s.RTOs), float64(s.Retransmits2)
 		mean := float64(s.Retransmits) / n
 		most := mean + math.Sqrt(max(squares/n-mean*mean, 0)*(n-1))
-		if s.RTOs > s.Retransmits { // so retransmits say nothing of RTOs
+		if s.RTOs > s.Retransmits { // retransmits give no bound for RTOs
 			most, squares = events, events*events
 		}
 		together = max(together, min(events, squares/events, most))
@@ -283,9 +269,8 @@ func timeouts(t, c *Sample, _ Options) figure {
 	return f
 }
 
-// volume compares bytes per connection. There is no sum of their squares: their
-// coefficient of variation is taken to be that of segments, made larger by 1 for
-// segments that are not full. The logarithm of the ratio counts as normal.
+// volume compares bytes per connection. There is no sum of squares of bytes: the coefficient of variation is that of
+// segments, increased by 1 for segments that are not full. The logarithm of the ratio is taken as normal.
 func volume(t, c *Sample, _ Options) figure {
 	f := figure{
 		treated: float64(t.Bytes) / float64(t.Connections),
@@ -310,12 +295,11 @@ func volume(t, c *Sample, _ Options) figure {
 	return f
 }
 
-// count is a number of events of which some come together: events/together are
-// independent. Exposure is what they are a rate of.
+// count is a number of events in clusters: events/together are independent. exposure is the denominator of the rate.
 type count struct{ events, exposure, together float64 }
 
-// compareCounts sets the interval, p and lack of two rates. There is enough data where all events in one arm would be a
-// difference after Holm.
+// compareCounts sets the interval, p and lack for two rates. There is enough data if all events in one arm would be a
+// difference after Holm's correction.
 func (f *figure) compareCounts(t, c count) {
 	kt, kc := t.events/t.together, c.events/c.together
 	et, ec := t.exposure/t.together, c.exposure/c.together
@@ -325,8 +309,8 @@ func (f *figure) compareCounts(t, c count) {
 	f.low, f.high, f.p = stats.RateRatio(kt, et, kc, ec)
 }
 
-// Summary says in one sentence which differences are real, which were not shown,
-// and of what there is not enough data.
+// Summary returns one sentence with the significant differences, the figures without one, and the figures without
+// enough data.
 func (c Comparison) Summary() string {
 	var found, none, missing []string
 	var more uint64
@@ -365,8 +349,7 @@ func (c Comparison) Summary() string {
 	return strings.Join(parts, "; ")
 }
 
-// words gives a real difference, such as "lose 91 % fewer segments (95 % interval
-// 84 % to 95 %)".
+// words describes a significant difference, such as "lose 91 % fewer segments (95 % interval 84 % to 95 %)".
 func (r Row) words(sentence, direction string) string {
 	if r.Difference != nil {
 		direction = size(*r.Difference) + " % " + direction
@@ -385,7 +368,7 @@ func (r Row) words(sentence, direction string) string {
 	return text
 }
 
-// size gives a percentage without its sign, with a decimal where it matters.
+// size formats a percentage without its sign, with one decimal below 10.
 func size(percent float64) string {
 	p := math.Abs(percent)
 	decimals := 0
