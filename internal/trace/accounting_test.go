@@ -496,24 +496,24 @@ func TestAdoptedWhileSending(t *testing.T) {
 		t.Errorf("before %s", account(r))
 	}
 	for range 2 {
-		adopted, err := trace.Adopt(k.Trace, k.cgroup)
+		adopted, err := trace.SelectOpen(k.Trace, k.cgroup)
 		check(t, err)
 		if adopted.Chosen != connections || len(adopted.Problems) > 0 {
 			t.Errorf("%d connections adopted, want %d: %v", adopted.Chosen, connections, adopted.Problems)
 		}
 		before := k.result().Chosen
 		within(t, "messages", func() bool { return k.result().Chosen > before+10_000/fewer })
-		check(t, trace.Release(k.Trace, k.cgroup))
+		check(t, trace.DeselectOpen(k.Trace, k.cgroup))
 		// All that were under way have ended, with their connections' time.
 		r := k.settled()
 		if again := k.result(); again.Chosen != r.Chosen {
 			t.Errorf("%d chosen after the connections were let go", again.Chosen-r.Chosen)
 		}
 	}
-	_, err := trace.Adopt(k.Trace, k.cgroup)
+	_, err := trace.SelectOpen(k.Trace, k.cgroup)
 	check(t, err)
 	// Once more: those that are traced go on.
-	again, err := trace.Adopt(k.Trace, k.cgroup)
+	again, err := trace.SelectOpen(k.Trace, k.cgroup)
 	check(t, err)
 	if again.Chosen != connections {
 		t.Errorf("%d connections adopted again, want %d", again.Chosen, connections)

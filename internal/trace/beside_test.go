@@ -98,7 +98,7 @@ func TestNoInterference(t *testing.T) {
 	}
 	// One that has only what is received to trace does not count what is sent.
 	received := openTracing(t, "trace: [{cgroup: CGROUP, messages: 1/1, stages: [rx_stack]}]", inside, filepath.Join(fs, "trace_received"), "")
-	adopted, err := trace.Adopt(received.Trace, testenv.Cgroup()) // where the process is
+	adopted, err := trace.SelectOpen(received.Trace, testenv.Cgroup()) // where the process is
 	check(t, err)
 	if adopted.Chosen != 2 {
 		t.Errorf("%d connections adopted, want both ends of one", adopted.Chosen)
@@ -144,8 +144,8 @@ func TestTwoTracings(t *testing.T) {
 	var c ends
 	inCgroup(t, inner, func() { c = local.connectTo(listener, at) })
 	done := drain(c.accepted)
-	check(t, trace.Release(some.Trace, testenv.Cgroup())) // where the process is
-	adopted, err := trace.Adopt(all.Trace, testenv.Cgroup())
+	check(t, trace.DeselectOpen(some.Trace, testenv.Cgroup())) // where the process is
+	adopted, err := trace.SelectOpen(all.Trace, testenv.Cgroup())
 	check(t, err)
 	if adopted.Chosen != 1 {
 		t.Errorf("%d connections are traced, want 1", adopted.Chosen)

@@ -12,11 +12,11 @@ import (
 	"sockeye/internal/config"
 )
 
-// Check says which stages each rule goes without on this kernel, as far as
-// the caller may know. It fails for a rule that none are left of.
+// Check returns the stages that each rule skips on this kernel, as far as the rights of the caller allow the probes.
+// It returns an error for a rule without any measurable stage.
 func Check(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
-	// Probes load programs, which kernels before 5.11 charge to RLIMIT_MEMLOCK.
-	// Where it cannot be raised, they say so.
+	// Probes load programs, which kernels before 5.11 charge to RLIMIT_MEMLOCK. The probes report a limit that
+	// cannot be raised.
 	_ = rlimit.RemoveMemlock()
 	skipped, err := new(sendProbe).lackingStages(rules)
 	if errors.Is(err, fs.ErrPermission) {
@@ -25,5 +25,5 @@ func Check(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
 	if err != nil {
 		return nil, err
 	}
-	return skipped, nothingLeft(rules, skipped)
+	return skipped, unmeasurable(rules, skipped)
 }

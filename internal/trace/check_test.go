@@ -107,10 +107,10 @@ func TestNothingLeft(t *testing.T) {
 		t.Fatal(err)
 	}
 	stack, network := api.TraceSkipped{Stage: "stack", Needs: needsTimestamps}, api.TraceSkipped{Stage: "network", Needs: needsTimestamps}
-	if err := nothingLeft(policy.Trace, map[string][]api.TraceSkipped{"y": {stack}, "x": {network}}); err != nil {
+	if err := unmeasurable(policy.Trace, map[string][]api.TraceSkipped{"y": {stack}, "x": {network}}); err != nil {
 		t.Error(err)
 	}
-	checkNothingLeft(t, nothingLeft(policy.Trace, map[string][]api.TraceSkipped{"y": {stack}, "x": {stack, network}}), stack)
+	checkNothingLeft(t, unmeasurable(policy.Trace, map[string][]api.TraceSkipped{"y": {stack}, "x": {stack, network}}), stack)
 }
 
 // An agent whose policy asks for what this kernel cannot measure traces the

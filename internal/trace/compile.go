@@ -13,9 +13,8 @@ import (
 	"sockeye/internal/match"
 )
 
-// Compile makes what the programs read of the rules of one cgroup, in their
-// order. Services are those of the policy; a group's number of a service counts
-// them from 1.
+// Compile compiles the rules of one cgroup, in their order, for the BPF programs. services are those of the policy; a
+// group refers to a service by its index, from 1.
 func Compile(rules []config.TraceRule, services []config.Service) (*bpf.TraceRules, error) {
 	matches, protocols := make([]config.Match, len(rules)), make([][]config.Protocol, len(rules))
 	compiled := &bpf.TraceRules{Services: make(map[bpf.TraceListener]uint32)}
@@ -64,7 +63,7 @@ var groupBits = map[config.GroupKind]uint32{
 	config.GroupCgroup: bpf.TraceByCgroup, config.GroupRule: bpf.TraceByRule, config.GroupArm: bpf.TraceByArm,
 }
 
-// IANA's protocol numbers.
+// Protocol numbers of IANA.
 var protocolNumbers = map[config.Protocol]uint8{config.TCP: 6, config.UDP: 17}
 
 func flagsOf(rule config.TraceRule) uint32 {

@@ -30,15 +30,15 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// Tuning tells how connections of a cgroup are tuned, for rules that group messages by that.
+// Tuning provides the tuning of connections, for rules that group messages by tune rule.
 type Tuning interface {
-	// Pins is the folder of the pins of a cgroup's tuning, "" if the cgroup is not tuned now.
+	// Pins returns the pin directory of a tuned cgroup, or "" if the cgroup is not tuned at present.
 	Pins(cgroup string) string
-	// RuleNames are the names of all rules that connections of a cgroup may have, by number.
+	// RuleNames returns the names of all tune rules that connections of a cgroup may have, by rule number.
 	RuleNames(cgroup string) map[uint32]string
 }
 
-// Domain carries out the trace rules of the policy.
+// Domain implements [domain.Domain] for the trace rules of the policy.
 type Domain struct {
 	host   *domain.Host
 	log    *slog.Logger
@@ -47,11 +47,11 @@ type Domain struct {
 
 	mu      sync.Mutex
 	tracers map[string]*tracer // by cgroup
-	history *traceHistory      // nil while nothing is traced
+	history *traceHistory      // nil if no cgroup is traced
 }
 
-// New returns the domain without any rules. Cgroups are to be tuned before they are traced: the
-// domain is to be made after the tuning.
+// New returns the domain without any rules. The agent creates it after the domain of tuning, because cgroups are
+// tuned before they are traced.
 func New(h *domain.Host, tuning Tuning) *Domain {
 	d := &Domain{host: h, log: h.Log, kernel: new(sendProbe), tuning: tuning, tracers: make(map[string]*tracer)}
 	h.AddPrograms(d.programs)
@@ -59,56 +59,53 @@ func New(h *domain.Host, tuning Tuning) *Domain {
 	return d
 }
 
-// tracer keeps the tracing of one cgroup in step with the policy. Messages
-// never wait for it.
+// tracer keeps the tracing of one cgroup up to date with the policy and the host.
 type tracer struct {
 	host    *domain.Host
 	log     *slog.Logger
-	name    string // of the cgroup in the policy
+	name    string // name of the cgroup in the policy
 	kernel  *sendProbe
 	rulesOf Tuning
 
 	mu sync.Mutex
 	tracing
-	sampler *sampler // nil while nobody reads samples
+	sampler *sampler // nil without a reader of samples
 }
 
-// tracing is what a tracer does by one list of rules.
+// tracing is the state of a tracer for one list of rules.
 type tracing struct {
-	rules    []config.TraceRule
-	services []config.Service
-	compiled *bpf.TraceRules
-	skipped  map[string][]api.TraceSkipped // by rule
-	scope    traceScope
-	tuning   string          // folder of the pins of the cgroup's tuning, "" for none
-	trace    *bpf.Trace      // nil while there is no such cgroup
-	idle     *bpf.Trace      // of the cgroup that was there before, by the same rules; or nil
-	stamping *clock.Stamping // of what arrives, nil if no rule asks for it
-	before   measure.Period  // what was counted when this agent began with the rules
-	problem  error
+	rules          []config.TraceRule
+	services       []config.Service
+	compiled       *bpf.TraceRules
+	skipped        map[string][]api.TraceSkipped // by rule
+	scope          traceScope
+	tuning         string          // folder of the pins of the cgroup's tuning, "" for none
+	trace          *bpf.Trace      // nil while the cgroup does not exist
+	idle           *bpf.Trace      // loaded programs with the same rules, of a removed cgroup; or nil
+	stamping       *clock.Stamping // receive timestamps; nil if no rule needs them
+	baselinePeriod measure.Period  // counts before this agent
+	problem        error
 }
 
-// traceScope is kept with the pins. They are adopted by those who want the same
-// rules.
+// traceScope is stored with the pins. Pins with the same hash of rules are adopted.
 type traceScope struct {
 	scope.Scope
 	Rules  string    `json:"rules"`  // hash
 	Groups int       `json:"groups"` // indexes
 	Since  time.Time `json:"since"`
-	// Tuned is the id of the map of the cgroup's tuning by whose numbers of rules
-	// groups are told apart; 0: there was none so far.
+	// Tuned is the id of the map of the cgroup's tuning whose rule numbers the groups use; 0 if there was none.
 	Tuned ebpf.MapID `json:"tuned"`
 }
 
-// traceChange is what a new policy makes of one cgroup's tracing. Rules is nil
-// where there is none any more.
+// traceChange is the change of one cgroup's tracing by a new policy. rules is nil if the policy has no rules for the
+// cgroup.
 type traceChange struct {
 	name     string
 	rules    []config.TraceRule
 	services []config.Service
 }
 
-// tracings splits the rules of a policy by cgroup.
+// tracings groups the rules of a policy by cgroup.
 func tracings(policy *config.Policy) []traceChange {
 	var all []traceChange
 	for _, rule := range policy.Trace {
@@ -122,7 +119,7 @@ func tracings(policy *config.Policy) []traceChange {
 	return all
 }
 
-// listeners are those of the services, by service.
+// listeners returns the listeners of the services by service name.
 func (c traceChange) listeners() map[string][]config.Listener {
 	listeners := make(map[string][]config.Listener)
 	for _, s := range c.services {
@@ -131,7 +128,7 @@ func (c traceChange) listeners() map[string][]config.Listener {
 	return listeners
 }
 
-// hash stands for all that the programs are given.
+// hash returns a hash of everything that the programs depend on.
 func (c traceChange) hash() (string, error) {
 	text, err := json.Marshal(struct {
 		Version   int
@@ -156,29 +153,28 @@ func (d *Domain) openTracer(c traceChange) error {
 	defer t.mu.Unlock()
 	dir := d.host.Root.Tracing(scope.PinName(c.name))
 	if data, err := bpf.ReadScope(dir); err == nil {
-		// A damaged record is made anew.
+		// A damaged record is replaced.
 		_ = json.Unmarshal(data, &t.scope)
 	}
 	if err := t.open(); err != nil {
 		t.release()
 		return ofTraced(c.name, fault.Join(err, bpf.RemoveTrace(dir), scope.RemoveCreated([]scope.Scope{t.scope.Scope})))
 	}
-	t.start()
+	t.resume()
 	d.tracers[c.name] = t
 	return nil
 }
 
-// open attaches to the cgroup. Pins of the same rules go on, with their counts.
-// A unit that is not there is waited for. On a kernel that can measure nothing
-// of what the rules ask for, nothing is attached.
+// open attaches the programs to the cgroup. Pins with the same rules are adopted with their counts. For a unit that
+// does not run, open sets the problem. If the kernel can measure no stage of the rules, nothing is attached.
 func (t *tracer) open() error {
 	t.problem = nil
 	var err error
 	if t.skipped, err = t.kernel.lackingStages(t.rules); err != nil {
 		return err
 	}
-	if !slices.ContainsFunc(t.rules, func(r config.TraceRule) bool { return len(measured(r, t.skipped[r.Name])) > 0 }) {
-		t.problem = nothingLeft(t.rules, t.skipped)
+	if !slices.ContainsFunc(t.rules, func(r config.TraceRule) bool { return len(measurable(r, t.skipped[r.Name])) > 0 }) {
+		t.problem = unmeasurable(t.rules, t.skipped)
 		return bpf.RemoveTrace(t.host.Root.Tracing(scope.PinName(t.name)))
 	}
 	if t.compiled, err = compileTrace(t.rules, t.services, t.skipped); err != nil {
@@ -204,7 +200,7 @@ func (t *tracer) open() error {
 	}
 	c := bpf.TraceConfig{Dir: t.host.Root.Tracing(scope.PinName(t.name)), Cgroup: t.scope.Path, Rules: t.compiled,
 		Tuning: t.tuning, Send: t.measures(config.StageSend)}
-	// In a new tuning, a number is another rule's.
+	// A new tuning assigns the rule numbers anew.
 	c.Adopt = t.scope.Rules == hash && (tuned == 0 || t.scope.Tuned == 0 || tuned == t.scope.Tuned)
 	var opened *bpf.Trace
 	if idle := t.idle; idle != nil {
@@ -220,7 +216,7 @@ func (t *tracer) open() error {
 	}
 	var incompatible *pin.IncompatibleError
 	if errors.As(err, &incompatible) && c.Adopt {
-		// Of another version: its counts are not worth a tracing that fails.
+		// The pins are of another version. Their counts are discarded, so that the tracing starts.
 		c.Adopt = false
 		opened, err = bpf.OpenTrace(c)
 	}
@@ -234,7 +230,7 @@ func (t *tracer) open() error {
 		}
 	}
 	if !c.Adopt {
-		t.scope.Rules, t.scope.Groups, t.scope.Since, t.before = hash, t.compiled.Groups, time.Now(), measure.Period{}
+		t.scope.Rules, t.scope.Groups, t.scope.Since, t.baselinePeriod = hash, t.compiled.Groups, time.Now(), measure.Period{}
 	}
 	if tuned != 0 {
 		t.scope.Tuned = tuned
@@ -246,11 +242,11 @@ func (t *tracer) open() error {
 	if err := t.trace.SetScope(record); err != nil {
 		return err
 	}
-	return t.begin()
+	return t.recordBaseline()
 }
 
-// tuningID tells a tuning, given by the folder of its pins, from one that stood
-// there before; 0: there is none.
+// tuningID returns the id of a tuning, given by its pin directory, which differs from that of an earlier tuning; 0 if
+// there is none.
 func tuningID(dir string) (ebpf.MapID, error) {
 	if dir == "" {
 		return 0, nil
@@ -258,33 +254,32 @@ func tuningID(dir string) (ebpf.MapID, error) {
 	return bpf.TuningID(dir)
 }
 
-// begin notes what was counted before this agent, the first time.
-func (t *tracer) begin() error {
-	if !t.before.To.IsZero() {
+// recordBaseline records the counts before this agent, once.
+func (t *tracer) recordBaseline() error {
+	if !t.baselinePeriod.To.IsZero() {
 		return nil
 	}
 	reading, err := t.readLocked()
 	if err != nil {
 		return err
 	}
-	t.before = reading.period
+	t.baselinePeriod = reading.period
 	return nil
 }
 
-// start has the rules decide on connections that are open already, and whoever
-// reads samples go on with these.
-func (t *tracer) start() {
-	t.adopt()
-	t.follow()
+// resume selects open connections and resumes the readers of samples.
+func (t *tracer) resume() {
+	t.selectOpen()
+	t.resumeSampler()
 }
 
-// adopt has the rules decide on connections that are open already. Those that
-// they have chosen are traced again, if another tracing of theirs has ended.
-func (t *tracer) adopt() {
+// selectOpen applies the rules to open connections. Connections that the rules selected before are traced again if
+// another tracing has released them.
+func (t *tracer) selectOpen() {
 	if t.trace == nil {
 		return
 	}
-	adopted, err := Adopt(t.trace, t.scope.Path)
+	adopted, err := SelectOpen(t.trace, t.scope.Path)
 	switch {
 	case errors.Is(err, ebpf.ErrNotSupported):
 		t.log.Info("connections that were open before are not traced", "reason", err)
@@ -301,7 +296,7 @@ func (t *tracer) adopt() {
 func compileTrace(rules []config.TraceRule, services []config.Service, skipped map[string][]api.TraceSkipped) (*bpf.TraceRules, error) {
 	able := slices.Clone(rules)
 	for i, rule := range able {
-		able[i].Stages = measured(rule, skipped[rule.Name])
+		able[i].Stages = measurable(rule, skipped[rule.Name])
 	}
 	compiled, err := Compile(able, services)
 	if err != nil {
@@ -310,22 +305,22 @@ func compileTrace(rules []config.TraceRule, services []config.Service, skipped m
 	return compiled, nil
 }
 
-// measured are the stages of a rule that the kernel has.
-func measured(rule config.TraceRule, skipped []api.TraceSkipped) []config.Stage {
+// measurable returns the stages of a rule that the kernel can measure.
+func measurable(rule config.TraceRule, skipped []api.TraceSkipped) []config.Stage {
 	return slices.DeleteFunc(slices.Clone(rule.Stages), func(s config.Stage) bool {
 		return slices.ContainsFunc(skipped, func(skip api.TraceSkipped) bool { return skip.Stage == string(s) })
 	})
 }
 
-// measures tells whether any rule has the stage measured.
+// measures reports whether a rule measures the stage.
 func (t *tracer) measures(stage config.Stage) bool {
 	return slices.ContainsFunc(t.rules, func(r config.TraceRule) bool {
-		return slices.Contains(measured(r, t.skipped[r.Name]), stage)
+		return slices.Contains(measurable(r, t.skipped[r.Name]), stage)
 	})
 }
 
-// wantedTuning is the folder with the pins of the cgroup's tuning, if a rule
-// groups by it and there is one.
+// wantedTuning returns the pin directory of the cgroup's tuning, or "" if no rule groups by tune rule or there is no
+// tuning.
 func (t *tracer) wantedTuning() string {
 	asks := slices.ContainsFunc(t.rules, func(r config.TraceRule) bool {
 		return slices.ContainsFunc(r.GroupBy, func(by config.TraceGroupBy) bool {
@@ -338,18 +333,18 @@ func (t *tracer) wantedTuning() string {
 	return t.rulesOf.Pins(t.name)
 }
 
-// sendProbe finds out, once, whether the kernel allows fentry programs.
+// sendProbe caches whether the kernel allows fentry programs.
 type sendProbe struct {
 	once sync.Once
 	err  error
 }
 
-// lackingStages says which stages of each rule the kernel cannot measure.
+// lackingStages returns the stages of each rule that the kernel cannot measure.
 func (p *sendProbe) lackingStages(rules []config.TraceRule) (map[string][]api.TraceSkipped, error) {
 	skipped := make(map[string][]api.TraceSkipped)
 	for _, rule := range rules {
 		for _, stage := range rule.Stages {
-			needs, err := p.lacksStage(rule, stage)
+			needs, err := p.requirement(rule, stage)
 			if err != nil {
 				return nil, err
 			}
@@ -361,8 +356,8 @@ func (p *sendProbe) lackingStages(rules []config.TraceRule) (map[string][]api.Tr
 	return skipped, nil
 }
 
-// lacksStage says what the kernel would need for a stage of TCP, "" if nothing.
-func (p *sendProbe) lacksStage(rule config.TraceRule, stage config.Stage) (string, error) {
+// requirement returns what the kernel lacks for a stage of TCP, or "".
+func (p *sendProbe) requirement(rule config.TraceRule, stage config.Stage) (string, error) {
 	if !slices.Contains(rule.Protocols, config.TCP) {
 		return "", nil
 	}
@@ -389,13 +384,13 @@ func (p *sendProbe) lacksStage(rule config.TraceRule, stage config.Stage) (strin
 	return "", err
 }
 
-// probeSend tries, once, whether the kernel allows what the stage send needs.
+// probeSend probes the stage send on the first call and returns the cached result afterwards.
 func (p *sendProbe) probeSend() error {
 	p.once.Do(func() { p.err = bpf.HaveSend() })
 	return p.err
 }
 
-// renew attaches again if the cgroup was made anew, or what tunes it.
+// renew attaches the programs again if the cgroup or its tuning was created again.
 func (t *tracer) renew() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -405,14 +400,14 @@ func (t *tracer) renew() {
 		return
 	}
 	before := t.problem
-	t.rest()
-	// To load programs again takes much longer than to attach them.
+	t.pauseSampler()
+	// Attaching loaded programs is much faster than loading them.
 	idle := t.idle
 	t.idle = nil
 	if t.trace != nil && t.problem == nil {
 		idle, t.trace = t.trace, nil
 	}
-	t.drop()
+	t.closePrograms()
 	t.idle = idle
 	if err := t.open(); err != nil {
 		t.release()
@@ -421,16 +416,16 @@ func (t *tracer) renew() {
 		}
 		t.problem = err
 	}
-	t.start()
+	t.resume()
 }
 
 func (t *tracer) release() {
-	t.rest()
-	t.drop()
+	t.pauseSampler()
+	t.closePrograms()
 }
 
-// drop lets go of what is attached, which stays, and of what is idle.
-func (t *tracing) drop() {
+// closePrograms closes the attached programs, which stay attached, and the idle ones.
+func (t *tracing) closePrograms() {
 	if t.idle != nil {
 		t.idle.Close()
 		t.idle = nil
@@ -451,20 +446,19 @@ func (t *tracer) close() {
 	t.release()
 }
 
-// end removes the programs, and has the kernel forget that connections were
-// chosen.
-func (t *tracer) end() error {
-	t.letGo(t.log)
+// remove removes the programs, and clears the flag of traced connections in the kernel.
+func (t *tracer) remove() error {
+	t.forgetConnections(t.log)
 	t.release()
 	return bpf.RemoveTrace(t.host.Root.Tracing(scope.PinName(t.name)))
 }
 
-// letGo has the kernel forget that connections were chosen.
-func (t *tracing) letGo(log *slog.Logger) {
+// forgetConnections clears the flag of traced connections in the kernel.
+func (t *tracing) forgetConnections(log *slog.Logger) {
 	if t.trace == nil {
 		return
 	}
-	if err := Release(t.trace, t.scope.Path); err != nil {
+	if err := DeselectOpen(t.trace, t.scope.Path); err != nil {
 		log.Info("connections keep the flag of those that were traced", "reason", err)
 	}
 }
@@ -473,14 +467,13 @@ func (t *tracing) letGo(log *slog.Logger) {
 func (t *tracer) retire() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return fault.Join(t.end(), scope.RemoveCreated([]scope.Scope{t.scope.Scope}))
+	return fault.Join(t.remove(), scope.RemoveCreated([]scope.Scope{t.scope.Scope}))
 }
 
-// asidePins ends the name of the folder of pins that others take the place of.
+// asidePins is the suffix of a pin directory that is being replaced.
 const asidePins = "_before"
 
-// change makes other rules take effect: counts begin anew. Those before stay if
-// that fails.
+// change replaces the rules, and counts start at 0. If change fails, the previous rules stay in force.
 func (t *tracer) change(c traceChange) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -494,20 +487,20 @@ func (t *tracer) change(c traceChange) error {
 		t.release()
 		t.tracing = before
 		err = fault.Join(err, bpf.RemoveTrace(dir), bpf.MoveTrace(aside, dir))
-		t.start()
+		t.resume()
 		return err
 	}
-	before.letGo(t.log)
-	t.rest()
-	before.drop()
-	t.start()
+	before.forgetConnections(t.log)
+	t.pauseSampler()
+	before.closePrograms()
+	t.resume()
 	if err := bpf.RemoveTrace(aside); err != nil {
 		t.log.Warn("programs of the rules before not removed", "error", err)
 	}
 	return nil
 }
 
-// apply carries a change out, and returns how to roll it back.
+// apply applies a change and returns the function that rolls it back.
 func (d *Domain) apply(c traceChange) (rollback func() error, err error) {
 	before := traceChange{name: c.name}
 	d.mu.Lock()
@@ -515,17 +508,17 @@ func (d *Domain) apply(c traceChange) (rollback func() error, err error) {
 		before.rules, before.services = t.rules, t.services
 	}
 	d.mu.Unlock()
-	return func() error { return d.become(before) }, d.become(c)
+	return func() error { return d.setRules(before) }, d.setRules(c)
 }
 
-// become gives a cgroup the rules of a change. If that fails, the cgroup has the rules that it had.
-func (d *Domain) become(c traceChange) error {
+// setRules replaces the rules of a cgroup. If setRules fails, the previous rules stay in force.
+func (d *Domain) setRules(c traceChange) error {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	t := d.tracers[c.name]
 	if t != nil {
-		d.sliceNow() // its counts end
+		d.sliceNow() // before its counts are removed
 	}
 	switch {
 	case c.rules == nil:
@@ -546,21 +539,21 @@ func (d *Domain) become(c traceChange) error {
 	if t != nil {
 		for _, other := range d.tracers {
 			if other != t {
-				other.again(t.scope.Path)
+				other.retrace(t.scope.Path)
 			}
 		}
 	}
 	return nil
 }
 
-// cgroups are the names of the cgroups that are traced.
+// cgroups returns the names of the traced cgroups.
 func (d *Domain) cgroups() []string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return slices.Collect(maps.Keys(d.tracers))
 }
 
-// renew attaches to cgroups that were made anew.
+// renew attaches the programs to cgroups that were created again.
 func (d *Domain) renew() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -569,7 +562,7 @@ func (d *Domain) renew() {
 	}
 }
 
-// programs are the ids of the programs that are attached.
+// programs returns the ids of the attached programs.
 func (d *Domain) programs() ([]uint32, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -586,9 +579,9 @@ func (d *Domain) programs() ([]uint32, error) {
 	return ids, nil
 }
 
-// Paths are the folders of the cgroups that are traced, with their names in the policy.
+// Paths returns the names in the policy of the traced cgroups by their directories.
 func (d *Domain) Paths() map[string]string {
-	tracers, _ := d.tracersOf("") // all: no name can be wrong
+	tracers, _ := d.tracersOf("") // cannot fail for ""
 	paths := make(map[string]string)
 	for _, t := range tracers {
 		t.mu.Lock()
@@ -600,17 +593,17 @@ func (d *Domain) Paths() map[string]string {
 	return paths
 }
 
-// again has connections traced that the tracing of another cgroup has let go, if
-// one of them is in the other.
-func (t *tracer) again(cgroup string) {
+// retrace traces connections again that the tracing of another cgroup has released, if one of the cgroups is below
+// the other.
+func (t *tracer) retrace(cgroup string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if scope.Within(cgroup, t.scope.Path) || scope.Within(t.scope.Path, cgroup) {
-		t.adopt()
+		t.selectOpen()
 	}
 }
 
-// setClock tells the programs of the host's clock, which may have been set.
+// setClock updates the programs' offset of the host's clock, which may have been set.
 func (t *tracer) setClock() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -622,11 +615,10 @@ func (t *tracer) setClock() {
 	}
 }
 
-// Check finds nothing: what a rule names is waited for, or refused by Plan.
+// Check returns nil: Plan checks the rules, and the domain waits for missing cgroups.
 func (d *Domain) Check(*config.Policy) error { return nil }
 
-// Plan compares the rules of a policy with those in force, and checks that the kernel can measure what
-// they ask for.
+// Plan compares the rules of a policy with those in force, and checks that the kernel can measure their stages.
 func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -665,7 +657,7 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 		if _, err := compileTrace(c.rules, c.services, skipped); err != nil {
 			return nil, ofTraced(c.name, err)
 		}
-		if err := nothingLeft(c.rules, skipped); err != nil {
+		if err := unmeasurable(c.rules, skipped); err != nil {
 			return nil, err
 		}
 		if t == nil {
@@ -691,10 +683,10 @@ func (d *Domain) Plan(policy *config.Policy) ([]domain.Step, error) {
 	return steps, nil
 }
 
-// nothingLeft refuses a rule of which the kernel can measure nothing.
-func nothingLeft(rules []config.TraceRule, skipped map[string][]api.TraceSkipped) error {
+// unmeasurable returns an error for a rule without any stage that the kernel can measure.
+func unmeasurable(rules []config.TraceRule, skipped map[string][]api.TraceSkipped) error {
 	for _, rule := range rules {
-		if len(measured(rule, skipped[rule.Name])) == 0 {
+		if len(measurable(rule, skipped[rule.Name])) == 0 {
 			return &fault.Error{Err: fmt.Errorf("trace rule %s: this kernel can measure none of its stages: %s needs %s", rule.Name,
 				skipped[rule.Name][0].Stage, skipped[rule.Name][0].Needs),
 				Hint: "stages rx_stack and reader, and sockeye trace packets, need no such kernel", Code: fault.CodeUnsupported}
@@ -714,12 +706,11 @@ func addedTrace(cgroup string, rule config.TraceRule, skipped []api.TraceSkipped
 
 func oneIn(n int) string { return fmt.Sprintf("1/%d", n) }
 
-// changedTrace compares rules by name. A change of one is a new beginning for
-// all of the cgroup.
+// changedTrace compares two lists of rules by name. A change of one rule restarts the counts of the cgroup.
 func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][]api.TraceSkipped) []api.Change {
 	var changes []api.Change
 	text := func(r config.TraceRule) string {
-		encoded, _ := json.Marshal(r) // plain values
+		encoded, _ := json.Marshal(r) // cannot fail for plain values
 		return string(encoded)
 	}
 	for _, old := range before {
@@ -742,8 +733,8 @@ func changedTrace(c traceChange, before []config.TraceRule, skipped map[string][
 	return changes
 }
 
-// Start removes what an earlier agent left of cgroups that are not in the policy, and traces those that
-// are.
+// Start removes the tracing of cgroups that are no longer in the policy, and traces the cgroups of the policy. A rule
+// that this host cannot apply is logged and does not stop the others.
 func (d *Domain) Start(policy *config.Policy) error {
 	defer d.host.Watch.Look()
 	d.mu.Lock()
@@ -754,7 +745,7 @@ func (d *Domain) Start(policy *config.Policy) error {
 	}
 	for _, c := range wanted {
 		if err := d.openTracer(c); err != nil {
-			// What cannot be traced today is no reason not to do the rest.
+			// A cgroup that cannot be traced does not stop the others.
 			d.log.Warn("cgroup not traced", "cgroup", c.name, "error", err)
 			t := d.newTracer(c)
 			t.problem = err
@@ -777,10 +768,10 @@ func (d *Domain) removeOthers(wanted []traceChange) error {
 		}
 		var left traceScope
 		if data, err := bpf.ReadScope(dir); err == nil {
-			// Without its record there is nothing more to remove.
+			// Without the record, only the pins are removed.
 			_ = json.Unmarshal(data, &left)
 		}
-		if err := fault.Join(d.forget(dir, left), scope.RemoveCreated([]scope.Scope{left.Scope})); err != nil {
+		if err := fault.Join(d.removeLeftover(dir, left), scope.RemoveCreated([]scope.Scope{left.Scope})); err != nil {
 			return err
 		}
 		d.log.Info("tracing removed, it is not in the policy", "cgroup", cmp.Or(left.Cgroup, name))
@@ -788,10 +779,10 @@ func (d *Domain) removeOthers(wanted []traceChange) error {
 	return nil
 }
 
-// Applied has nothing to do.
+// Applied does nothing.
 func (d *Domain) Applied(*config.Policy, api.Candidate, *api.Plan) error { return nil }
 
-// Close ends the tracing in this process. The programs stay attached.
+// Close closes the descriptors of this process. The programs stay attached.
 func (d *Domain) Close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -804,8 +795,8 @@ func (d *Domain) Close() {
 	}
 }
 
-// forget removes what only its pins remember.
-func (d *Domain) forget(dir string, scope traceScope) error {
+// removeLeftover removes the pins of a cgroup that is not in the policy, and the cgroup if an agent created it.
+func (d *Domain) removeLeftover(dir string, scope traceScope) error {
 	old := tracing{scope: scope}
 	var err error
 	old.trace, err = bpf.OpenTrace(bpf.TraceConfig{Dir: dir, Cgroup: scope.Path, Rules: &bpf.TraceRules{Groups: scope.Groups}, Adopt: true})
@@ -813,8 +804,8 @@ func (d *Domain) forget(dir string, scope traceScope) error {
 		d.log.Debug("connections keep the flag of those that were traced", "cgroup", scope.Cgroup, "reason", err)
 		return bpf.RemoveTrace(dir)
 	}
-	old.letGo(d.log)
-	old.drop()
+	old.forgetConnections(d.log)
+	old.closePrograms()
 	return bpf.RemoveTrace(dir)
 }
 

@@ -17,26 +17,26 @@ import (
 
 const (
 	traceSlice  = 10 * time.Second
-	traceSlices = 360 // an hour
+	traceSlices = 360 // 1 hour
 )
 
-// traceHistory keeps what was measured in the last hour, in slices. It begins
-// anew with the agent; the counts since the beginning do not.
+// traceHistory has the measurements of the last hour in slices. The history starts with the agent; the counts in the
+// kernel are older.
 type traceHistory struct {
 	mu     sync.Mutex
-	last   map[*tracer]traceReading // at the end of the last slice
+	last   map[*tracer]traceReading // counts at the end of the last slice
 	slices []packedPeriod
 	stop   chan struct{}
 }
 
-// traceReading are the counts of a tracer, since its rules are in force.
+// traceReading has the counts of a tracer since its rules are in force.
 type traceReading struct {
 	since  time.Time
 	period measure.Period
-	absent bool // there is no cgroup now; its counts go on with the next
+	absent bool // the cgroup does not exist; its counts continue with the next one
 }
 
-// packedPeriod is a period, compressed: histograms are mostly zeros.
+// packedPeriod is a compressed period: histograms are mostly zeros.
 type packedPeriod struct {
 	from, to time.Time
 	data     []byte
@@ -71,7 +71,7 @@ func (p packedPeriod) unpack() (measure.Period, error) {
 	return period, nil
 }
 
-// recordTrace begins the history, or ends it where nothing is traced.
+// recordTrace starts the history, or stops it if no cgroup is traced.
 func (d *Domain) recordTrace() {
 	switch {
 	case len(d.tracers) > 0 && d.history == nil:
@@ -103,7 +103,7 @@ func (d *Domain) keepHistory(h *traceHistory) {
 	}
 }
 
-// sliceNow ends a slice, if there is a history.
+// sliceNow ends the current slice, if there is a history.
 func (d *Domain) sliceNow() {
 	if d.history == nil {
 		return
@@ -113,11 +113,11 @@ func (d *Domain) sliceNow() {
 	}
 }
 
-// close ends the keeping. The caller may hold the agent's lock, which the
-// keeper may wait for: it is not waited for.
+// close stops the goroutine of the history without waiting for it, because the caller may hold the lock that the
+// goroutine waits for.
 func (h *traceHistory) close() { close(h.stop) }
 
-// endSlice ends a slice, and begins the next.
+// endSlice ends the current slice and starts the next.
 func (d *Domain) endSlice(h *traceHistory) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -137,7 +137,7 @@ func (d *Domain) endSlice(h *traceHistory) error {
 	return nil
 }
 
-// sinceLast is what was measured since the last slice ended.
+// sinceLast returns the measurements since the end of the last slice.
 func (d *Domain) sinceLast(h *traceHistory) (measure.Period, map[*tracer]traceReading, error) {
 	now := time.Now()
 	slice := measure.Period{From: now, To: now, Results: []measure.Result{}}
@@ -154,7 +154,7 @@ func (d *Domain) sinceLast(h *traceHistory) (measure.Period, map[*tracer]traceRe
 		case reading.absent:
 			reading.period.Results = before.period.Results
 		case !known || !before.since.Equal(reading.since):
-			before = traceReading{period: t.adopted()}
+			before = traceReading{period: t.baseline()}
 		}
 		last[t] = reading
 		part := measure.Diff(before.period, reading.period)
@@ -166,14 +166,14 @@ func (d *Domain) sinceLast(h *traceHistory) (measure.Period, map[*tracer]traceRe
 	return slice, last, nil
 }
 
-// adopted is what was counted before this agent began with the rules.
-func (t *tracer) adopted() measure.Period {
+// baseline returns the counts before this agent.
+func (t *tracer) baseline() measure.Period {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.before
+	return t.baselinePeriod
 }
 
-// read reads the counts. Without a cgroup there are none.
+// read reads the counts. Without a cgroup, the counts are empty.
 func (t *tracer) read() (traceReading, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -191,15 +191,15 @@ func (t *tracer) readLocked() (traceReading, error) {
 		return r, ofTraced(t.name, err)
 	}
 	r.period.Results = results
-	// Groups that differed by what is gone now have one name.
+	// Groups that differed only by a removed cgroup or rule have the same name now.
 	r.period = measure.Merge([]measure.Period{r.period})
 	return r, nil
 }
 
-// window gives the slices of a time, the one that has not ended included.
-// Partial: they do not go back that far.
+// window returns the slices of a time, with the current one. partial reports that the history is shorter than the
+// time.
 func (d *Domain) window(from, to time.Time) (periods []measure.Period, partial bool, err error) {
-	packed, current, oldest, err := d.remembered()
+	packed, current, oldest, err := d.slices()
 	if err != nil || current == nil {
 		return nil, false, err
 	}
@@ -218,9 +218,8 @@ func (d *Domain) window(from, to time.Time) (periods []measure.Period, partial b
 	return periods, from.Before(oldest), nil
 }
 
-// remembered gives the slices that have ended, the one that has not, and when
-// the first of them began; nil if nothing is traced.
-func (d *Domain) remembered() (ended []packedPeriod, current *measure.Period, oldest time.Time, err error) {
+// slices returns the completed slices, the current one, and the start of the first one; nil if no cgroup is traced.
+func (d *Domain) slices() (ended []packedPeriod, current *measure.Period, oldest time.Time, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	h := d.history

@@ -10,21 +10,21 @@ import (
 	"sockeye/internal/procsock"
 )
 
-// Adopted is what Adopt did.
-type Adopted struct {
-	Chosen   int      `json:"chosen"`   // connections that are traced from now on
+// Selected is the result of SelectOpen.
+type Selected struct {
+	Chosen   int      `json:"chosen"`   // connections that are traced now
 	Problems []string `json:"problems"` // processes and sockets that could not be read
 }
 
-// Adopt has the rules decide on the connections that are open in a cgroup, given
-// by its folder. Those that the rules have chosen before go on.
-func Adopt(t *bpf.Trace, cgroup string) (Adopted, error) {
+// SelectOpen applies the rules to the open connections of a cgroup directory. Connections that the rules selected
+// before stay traced.
+func SelectOpen(t *bpf.Trace, cgroup string) (Selected, error) {
 	live, err := t.Live()
 	if err != nil {
-		return Adopted{}, err
+		return Selected{}, err
 	}
 	defer live.Close()
-	a := Adopted{Problems: []string{}}
+	a := Selected{Problems: []string{}}
 	problems, err := procsock.Walk(cgroup, func(s *procsock.Socket) error {
 		if !s.Connected() || s.MPTCP {
 			return nil
@@ -52,15 +52,15 @@ func Adopt(t *bpf.Trace, cgroup string) (Adopted, error) {
 	return a, err
 }
 
-// Release lets go of the connections that are open in a cgroup, so that the
-// kernel does not call for them any more.
-func Release(t *bpf.Trace, cgroup string) error {
+// DeselectOpen clears the flag of the open connections of a cgroup directory, so that the kernel no longer calls the
+// program for them.
+func DeselectOpen(t *bpf.Trace, cgroup string) error {
 	live, err := t.Live()
 	if err != nil {
 		return err
 	}
 	defer live.Close()
-	// A socket that cannot be had costs a call that does nothing.
+	// A socket that cannot be opened only costs unneeded calls of the program.
 	_, err = procsock.Walk(cgroup, func(s *procsock.Socket) error {
 		if !s.Listening && !s.MPTCP {
 			_ = live.Forget(s.FD)

@@ -17,8 +17,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// Counters are since the cgroup's trace rules have their content: a change of
-// one lets all begin at 0. What a rule does not group by has an empty label.
+// Counters start at 0 when a trace rule of the cgroup changes. Labels that a rule does not group by are empty.
 var (
 	traceLabels       = []string{"cgroup", "rule", "protocol", "remote", "port", "service", "group_cgroup", "tune_rule", "arm"}
 	descTraceAttached = prometheus.NewDesc("sockeye_trace_attached", "1 while the cgroup is traced.", []string{"cgroup"}, nil)
@@ -40,8 +39,8 @@ var (
 		"Time that traced messages spent in a stage.", append(slices.Clone(traceLabels), "stage"), nil)
 )
 
-// traceBounds are those of the classic histograms, in nanoseconds: powers of
-// two, which are bounds of the programs' own buckets too, from 1 us to 69 s.
+// traceBounds are the bounds of the classic histograms in nanoseconds: powers of two from 1 µs to 69 s, which are
+// also bounds of the programs' buckets.
 var traceBounds = func() (bounds []uint64) {
 	for b := uint64(1 << 10); b <= 1<<36; b *= 2 {
 		bounds = append(bounds, b)
@@ -49,10 +48,10 @@ var traceBounds = func() (bounds []uint64) {
 	return bounds
 }()
 
-// traceSchema is that of the native histograms: 8 buckets for each power of two.
+// traceSchema is the schema of the native histograms: 8 buckets per power of two.
 const traceSchema = 3
 
-// stageMetric is one histogram, classic and native at once.
+// stageMetric is a histogram with classic and native buckets.
 type stageMetric struct {
 	labels    []string
 	histogram *measure.Histogram
@@ -86,7 +85,7 @@ func (m stageMetric) Write(out *dto.Metric) error {
 	return nil
 }
 
-// Collect sends the metrics of all cgroups that are traced.
+// Collect sends the metrics of all traced cgroups.
 func (d *Domain) Collect(out chan<- prometheus.Metric) {
 	tracers, err := d.tracersOf("")
 	if err != nil {

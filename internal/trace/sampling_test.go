@@ -96,7 +96,7 @@ func TestShares(t *testing.T) {
 		about(t, "connections", chosen, n/share, n/share)
 		// Those that were not chosen are not when they are looked at again.
 		for range 3 {
-			adopted, err := trace.Adopt(k.Trace, k.cgroup)
+			adopted, err := trace.SelectOpen(k.Trace, k.cgroup)
 			check(t, err)
 			if uint64(adopted.Chosen) != chosen {
 				t.Errorf("%d connections chosen when they were made, and %d later", chosen, adopted.Chosen)

@@ -322,7 +322,7 @@ func TestTimestampingAdopted(t *testing.T) {
 	lost.Store(true)
 	a.send(make([]byte, size), 0)
 	k := newTracing(t, everything)
-	adopted, err := trace.Adopt(k.Trace, k.cgroup)
+	adopted, err := trace.SelectOpen(k.Trace, k.cgroup)
 	check(t, err)
 	if adopted.Chosen != 1 {
 		t.Errorf("%d connections adopted, want 1: %v", adopted.Chosen, adopted.Problems)

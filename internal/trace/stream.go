@@ -33,16 +33,15 @@ const (
 	maxPacketEvents    = 10_000_000
 )
 
-// stream answers with lines of JSON until it ends or the caller leaves.
+// stream writes lines of JSON until it ends or the client disconnects.
 type stream struct {
 	control *http.ResponseController
 	mu      sync.Mutex
 	encoder *json.Encoder
 }
 
-// newStream lifts the deadlines of a request, which would end the answer. Lines
-// reach the caller within a second; stop is to be called before the answer
-// ends.
+// newStream removes the deadlines of a request. Lines are flushed within a second. The caller calls stop before the
+// answer ends.
 func newStream(w http.ResponseWriter) (s *stream, stop func(), err error) {
 	s = &stream{control: http.NewResponseController(w), encoder: json.NewEncoder(w)}
 	if err := errors.Join(s.control.SetReadDeadline(time.Time{}), s.control.SetWriteDeadline(time.Time{})); err != nil {
@@ -64,7 +63,7 @@ func newStream(w http.ResponseWriter) (s *stream, stop func(), err error) {
 			case <-tick.C:
 			}
 			if s.flush() != nil {
-				return // the caller has left, as the next line is told
+				return // the client has disconnected; the next line fails
 			}
 		}
 	})
@@ -83,7 +82,7 @@ func (s *stream) flush() error {
 	return s.control.Flush()
 }
 
-// number reads a number of a query, or takes the default.
+// queryNumber reads a number of a query, or returns the default.
 func queryNumber(q url.Values, key string, otherwise, most int) (int, error) {
 	text := q.Get(key)
 	if text == "" {
@@ -96,7 +95,7 @@ func queryNumber(q url.Values, key string, otherwise, most int) (int, error) {
 	return n, nil
 }
 
-// ofBuffer makes an error of a ring buffer the caller's.
+// ofBuffer converts an error about a ring buffer to an error of the request.
 func ofBuffer(err error) error {
 	var buffer *bpf.BufferError
 	if errors.As(err, &buffer) {
@@ -108,7 +107,7 @@ func ofBuffer(err error) error {
 	return err
 }
 
-// streamSamples gives each message that ends.
+// streamSamples writes each message that ends.
 func (d *Domain) streamSamples(ctx context.Context, w http.ResponseWriter, q url.Values) error {
 	query, tracers, err := d.traceQuery(q)
 	if err != nil {
@@ -125,7 +124,7 @@ func (d *Domain) streamSamples(ctx context.Context, w http.ResponseWriter, q url
 	defer cancel()
 	lines := make(chan api.TraceSampleLine, 256)
 	for _, t := range tracers {
-		r, err := t.sample(buffer)
+		r, err := t.startSampler(buffer)
 		if err != nil {
 			return ofBuffer(err)
 		}
@@ -154,27 +153,26 @@ func (d *Domain) streamSamples(ctx context.Context, w http.ResponseWriter, q url
 				line.Lost = lost
 			}
 			if s.line(line) != nil {
-				return nil // the caller has left
+				return nil // the client has disconnected
 			}
 		}
 	}
 }
 
-// sampler reads the samples of a tracer, whose rules and cgroup may change
-// meanwhile.
+// sampler reads the samples of a tracer. Rules and cgroup of the tracer may change meanwhile.
 type sampler struct {
 	tracer  *tracer
 	buffer  int
-	changed chan struct{} // has one when there is another reader, or none
+	changed chan struct{} // signals that reader has changed
 
-	// By the tracer's lock:
+	// The lock of the tracer protects the fields below.
 	trace  *bpf.Trace
-	reader *bpf.TraceReader // nil while there is no cgroup
-	lost   uint64           // by readers before
+	reader *bpf.TraceReader // nil while the cgroup does not exist
+	lost   uint64           // lost by earlier readers
 }
 
-// sample begins to read samples.
-func (t *tracer) sample(buffer int) (*sampler, error) {
+// startSampler starts to read samples.
+func (t *tracer) startSampler(buffer int) (*sampler, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.sampler != nil {
@@ -190,19 +188,19 @@ func (t *tracer) sample(buffer int) (*sampler, error) {
 	return s, nil
 }
 
-// follow has who reads samples go on with the programs that are attached now.
-func (t *tracer) follow() {
+// resumeSampler switches the sampler to the attached programs.
+func (t *tracer) resumeSampler() {
 	if t.sampler == nil || t.trace == nil {
 		return
 	}
-	t.rest()
+	t.pauseSampler()
 	if err := t.sampler.begin(t.trace); err != nil {
 		t.log.Warn("samples not read", "error", err)
 	}
 }
 
-// rest ends the samples until there is something to follow.
-func (t *tracer) rest() {
+// pauseSampler pauses the sampler until resumeSampler.
+func (t *tracer) pauseSampler() {
 	if t.sampler == nil || t.sampler.reader == nil {
 		return
 	}
@@ -239,11 +237,11 @@ func (s *sampler) tell() {
 func (s *sampler) close() {
 	s.tracer.mu.Lock()
 	defer s.tracer.mu.Unlock()
-	s.tracer.rest()
+	s.tracer.pauseSampler()
 	s.tracer.sampler = nil
 }
 
-// run gives samples, and how many more were lost.
+// run sends samples, and the number of samples lost in between.
 func (s *sampler) run(ctx context.Context, lines chan<- api.TraceSampleLine) {
 	var told uint64
 	for ctx.Err() == nil {
@@ -262,20 +260,20 @@ func (s *sampler) run(ctx context.Context, lines chan<- api.TraceSampleLine) {
 	}
 }
 
-// current is what is read now, and how many samples were lost.
+// current returns the current reader, and the number of lost samples.
 func (s *sampler) current() (*bpf.Trace, *bpf.TraceReader, uint64) {
 	s.tracer.mu.Lock()
 	defer s.tracer.mu.Unlock()
 	lost := s.lost
 	if s.reader != nil {
-		// A count that cannot be read now is told of later.
+		// A count that cannot be read now is reported later.
 		n, _ := s.reader.Lost()
 		lost += n
 	}
 	return s.trace, s.reader, lost
 }
 
-// read gives the samples of one reader until that is closed.
+// read sends the samples of one reader until the reader is closed.
 func (s *sampler) read(ctx context.Context, of *bpf.Trace, reader *bpf.TraceReader, lines chan<- api.TraceSampleLine, told *uint64) error {
 	var (
 		groups    map[uint32]measure.Group
@@ -315,7 +313,7 @@ func (s *sampler) read(ctx context.Context, of *bpf.Trace, reader *bpf.TraceRead
 	return nil
 }
 
-// translator gives what makes samples readable, for the groups that there are.
+// translator returns the groups, and a function that converts samples.
 func (t *tracer) translator(of *bpf.Trace) (map[uint32]measure.Group, func(*bpf.TraceSample) measure.Sample, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -334,7 +332,7 @@ const tcpClose = 7 // TCP_CLOSE of linux/tcp_states.h
 
 const packetsHint = "name an open TCP connection as ss -tnp shows it, by --pid and --fd or by --local and --remote"
 
-// streamPackets gives what happens to the packets of one connection.
+// streamPackets writes the events of the packets of one connection.
 func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url.Values) error {
 	during := 10 * time.Second
 	if text := q.Get("for"); text != "" {
@@ -357,7 +355,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	}
 	c := &api.TraceConnection{Local: socket.Local.String(), Remote: socket.Remote.String(), PID: socket.PID, FD: socket.Number,
 		Command: socket.Command, Cookie: socket.Cookie}
-	// The copy would keep the connection open.
+	// The duplicate descriptor would keep the connection open.
 	if err := socket.Close(); err != nil {
 		return fmt.Errorf("close copy of descriptor: %w", err)
 	}
@@ -399,7 +397,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 			err = p.Stop()
 		}
 		if err != nil {
-			return nil // the caller has left, or the agent ends
+			return nil // the client has disconnected, or the agent stops
 		}
 	}
 	if end.Lost, err = p.Lost(); err != nil {
@@ -409,7 +407,7 @@ func (d *Domain) streamPackets(ctx context.Context, w http.ResponseWriter, q url
 	return nil
 }
 
-// connectionOf takes the connection that a request names, of any process.
+// connectionOf opens the connection that a request names, of any process.
 func (d *Domain) connectionOf(q url.Values) (*procsock.Socket, error) {
 	var (
 		socket *procsock.Socket

@@ -26,7 +26,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// tracersOf returns the tracing of the named cgroup, or all by name.
+// tracersOf returns the tracer of the named cgroup, or all tracers sorted by name for "".
 func (d *Domain) tracersOf(cgroup string) ([]*tracer, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -46,7 +46,7 @@ func (d *Domain) tracersOf(cgroup string) ([]*tracer, error) {
 	return all, nil
 }
 
-// names tell what the numbers of the tracer's programs stand for.
+// names returns the names for the numbers of the tracer's programs.
 func (t *tracer) names() measure.Names {
 	tuned := make(map[uint32]string)
 	if t.tuning != "" {
@@ -60,7 +60,8 @@ func (t *tracer) names() measure.Names {
 	}
 }
 
-// Cgroups is what is traced, and whether the kernel can.
+// Cgroups returns the state of the named cgroup, or of all traced cgroups for "", and whether the kernel supports
+// timestamps.
 func (d *Domain) Cgroups(cgroup string) (*api.TraceStatus, error) {
 	tracers, err := d.tracersOf(cgroup)
 	if err != nil {
@@ -114,7 +115,7 @@ func (t *tracer) status() (api.TracedCgroup, error) {
 		for _, by := range rule.GroupBy {
 			r.GroupBy = append(r.GroupBy, by.String())
 		}
-		for _, stage := range measured(rule, t.skipped[rule.Name]) {
+		for _, stage := range measurable(rule, t.skipped[rule.Name]) {
 			r.Stages = append(r.Stages, string(stage))
 		}
 		for _, p := range rule.Protocols {
@@ -125,9 +126,9 @@ func (t *tracer) status() (api.TracedCgroup, error) {
 	return s, nil
 }
 
-// traceQuery is what a request asks for.
+// traceQuery is a decoded request.
 type traceQuery struct {
-	from, to time.Time // zero from: since the counts began
+	from, to time.Time // zero from: since the counts started
 	selected func(measure.Group) bool
 }
 
@@ -138,7 +139,7 @@ func parseTraceQuery(q url.Values) (traceQuery, error) {
 		return query, ofSelector(err)
 	}
 	query.selected = func(g measure.Group) bool {
-		ok, _ := measure.MatchGroup(selector, g) // parsed above
+		ok, _ := measure.MatchGroup(selector, g) // valid, parsed above
 		return ok
 	}
 	if text := q.Get("since"); text != "" {
@@ -174,8 +175,7 @@ func parseTraceQuery(q url.Values) (traceQuery, error) {
 	return query, nil
 }
 
-// traceQuery reads a query, and finds the tracers that it is about: that of a
-// cgroup, or all.
+// traceQuery decodes a query and finds its tracers: that of a cgroup, or all.
 func (d *Domain) traceQuery(q url.Values) (traceQuery, []*tracer, error) {
 	query, err := parseTraceQuery(q)
 	if err != nil {
@@ -210,7 +210,7 @@ func ofSelector(err error) error {
 	return err
 }
 
-// pick keeps the groups that a query selects.
+// pick returns the groups of a period that the query selects.
 func (q traceQuery) pick(p measure.Period) measure.Period {
 	results := []measure.Result{}
 	for _, r := range p.Results {
@@ -222,7 +222,7 @@ func (q traceQuery) pick(p measure.Period) measure.Period {
 	return p
 }
 
-// Results is what was measured in a time, or since the counts began.
+// Results returns the measurements of a time, or since the counts started.
 func (d *Domain) Results(q url.Values) (*api.TraceResults, error) {
 	query, tracers, err := d.traceQuery(q)
 	if err != nil {
@@ -246,7 +246,7 @@ func (d *Domain) Results(q url.Values) (*api.TraceResults, error) {
 	return &api.TraceResults{Period: query.pick(measure.Merge(periods))}, nil
 }
 
-// History is what was measured in a time, in slices.
+// History returns the measurements of a time in slices.
 func (d *Domain) History(q url.Values) (*api.TraceHistory, error) {
 	query, _, err := d.traceQuery(q)
 	if err != nil {
@@ -263,10 +263,10 @@ func (d *Domain) History(q url.Values) (*api.TraceHistory, error) {
 	return h, nil
 }
 
-// maxSlow bounds the messages of an answer.
+// maxSlow is the maximum number of messages of an answer.
 const maxSlow = 1000
 
-// Slow are the slowest messages of the last minutes, the slowest first.
+// Slow returns the slowest messages of the last minutes, slowest first.
 func (d *Domain) Slow(q url.Values) ([]api.TraceSlow, error) {
 	query, tracers, err := d.traceQuery(q)
 	if err != nil {
@@ -310,13 +310,13 @@ func (t *tracer) slowest() ([]measure.Sample, error) {
 	return samples, nil
 }
 
-// Routes adds the requests about tracing.
+// Routes adds the API routes for tracing.
 func (d *Domain) Routes(r *domain.Router) {
 	r.Get("/v1/trace", func(r *http.Request) (any, error) { return d.Cgroups(r.URL.Query().Get("cgroup")) })
 	r.Get("/v1/trace/results", func(r *http.Request) (any, error) { return d.Results(r.URL.Query()) })
 	r.Get("/v1/trace/history", func(r *http.Request) (any, error) { return d.History(r.URL.Query()) })
 	r.Get("/v1/trace/slow", func(r *http.Request) (any, error) {
-		// Addresses of connections are nobody's business but root's.
+		// Only root may see the addresses of connections.
 		if err := peer.MustBeRoot(r); err != nil {
 			return nil, err
 		}
@@ -335,7 +335,7 @@ func (d *Domain) Routes(r *domain.Router) {
 	}
 }
 
-// Status adds the cgroups that are traced.
+// Status adds the traced cgroups to status.
 func (d *Domain) Status(status *api.Status) error {
 	tracers, err := d.tracersOf("")
 	if err != nil {

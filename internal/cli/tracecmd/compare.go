@@ -91,7 +91,7 @@ remembers an hour.`,
 				return fault.Usage(fmt.Errorf("--trial is %q", trial), "sockeye tune lists the rules")
 			}
 			r, err = c.compareGroups(cmd.Context(), since, "tune_rule="+trial+",arm=control", "tune_rule="+trial+",arm=treated")
-			if failed, ok := errors.AsType[*noGroup](err); ok {
+			if failed, ok := errors.AsType[*unknownGroup](err); ok {
 				return fault.Usage(fmt.Errorf("no message of the trial of %s was measured: no group is %s", trial, failed.selector),
 					"a trace rule tells the arms apart with group_by: [rule, arm]; "+failed.hint)
 			}
@@ -103,7 +103,7 @@ remembers an hour.`,
 			}
 			r, err = c.compareGroups(cmd.Context(), since, args[0], args[1])
 		}
-		if failed, ok := errors.AsType[*noGroup](err); ok {
+		if failed, ok := errors.AsType[*unknownGroup](err); ok {
 			return fault.Usage(err, failed.hint)
 		}
 		if err != nil {
@@ -124,9 +124,9 @@ remembers an hour.`,
 }
 
 // noGroup says that nothing was measured of what a selector means.
-type noGroup struct{ selector, hint string }
+type unknownGroup struct{ selector, hint string }
 
-func (e *noGroup) Error() string { return fmt.Sprintf("no group that was measured is %q", e.selector) }
+func (e *unknownGroup) Error() string { return fmt.Sprintf("no group that was measured is %q", e.selector) }
 
 // compareGroups compares two selections of groups in one time.
 func (c *commands) compareGroups(ctx context.Context, since time.Duration, a, b string) (*Compared, error) {
@@ -226,7 +226,7 @@ func (s *comparedSide) find() ([]*measure.Result, error) {
 	}
 	found, err := measure.Find(s.slices, s.Select)
 	if bad, ok := errors.AsType[*measure.SelectorError](err); ok {
-		return nil, &noGroup{s.Select, command.Printable(bad.Hint)}
+		return nil, &unknownGroup{s.Select, command.Printable(bad.Hint)}
 	}
 	return found, err
 }

@@ -79,7 +79,7 @@ func (f *newFile) finish() error {
 }
 
 // drop removes a file, unless it was finished.
-func (f *newFile) drop() {
+func (f *newFile) discard() {
 	// Finished, it is closed, and has another name.
 	_ = f.Close()
 	_ = os.Remove(f.Name())

@@ -140,7 +140,7 @@ func (c *commands) packets(ctx context.Context, q url.Values, path string, force
 		if file, err = createFile(path, force); err != nil {
 			return err
 		}
-		defer file.drop()
+		defer file.discard()
 	}
 	s, err := c.Client().Stream(ctx, "/v1/trace/packets", q)
 	if err != nil {
@@ -149,10 +149,10 @@ func (c *commands) packets(ctx context.Context, q url.Values, path string, force
 	defer s.Close()
 	var line api.TracePacketLine
 	if err := s.Next(&line); err != nil {
-		return unlessDone(ctx, brokeOff(err))
+		return unlessDone(ctx, truncated(err))
 	}
 	if line.Connection == nil {
-		return brokeOff(errors.New("it does not begin with a connection"))
+		return truncated(errors.New("it does not begin with a connection"))
 	}
 	v := &packetView{Command: c.Command, answer: Packets{Connection: *line.Connection, Packets: []packets.Packet{}, File: path}}
 	if file != nil {
@@ -172,7 +172,7 @@ func (c *commands) packets(ctx context.Context, q url.Values, path string, force
 			return err
 		}
 	}
-	return v.end()
+	return v.writeTotals()
 }
 
 // packetView shows packets as all becomes known of them.
@@ -187,7 +187,7 @@ type packetView struct {
 
 // follow reads what happens until its end.
 func (v *packetView) follow(ctx context.Context, s *api.Stream) error {
-	a := packets.NewAssembler(packets.Clock(v.answer.Connection.Clock), 0, v.packet)
+	a := packets.NewAssembler(packets.Clock(v.answer.Connection.Clock), 0, v.writePacket)
 	var end *api.TracePacketsEnd
 	for end == nil && ctx.Err() == nil {
 		var line api.TracePacketLine
@@ -195,7 +195,7 @@ func (v *packetView) follow(ctx context.Context, s *api.Stream) error {
 		switch {
 		case ctx.Err() != nil:
 		case err != nil:
-			return brokeOff(err)
+			return truncated(err)
 		case line.Event != nil:
 			if err := a.Add(line.Event); err != nil {
 				return err
@@ -226,7 +226,7 @@ var stopped = map[string]packets.Reason{"time": packets.StoppedDeadline, "limit"
 const packetRow = "%6v  %11s  %s  %11v  %8v  %-11s  %8s  %9s  %s"
 
 // packet takes a packet of which all is known.
-func (v *packetView) packet(p *packets.Packet) error {
+func (v *packetView) writePacket(p *packets.Packet) error {
 	if v.file != nil {
 		if err := v.file.Write(p); err != nil {
 			return err
@@ -250,7 +250,7 @@ func (v *packetView) packet(p *packets.Packet) error {
 		return nil
 	}
 	var l command.Text
-	v.begin(&l)
+	v.writeHeader(&l)
 	if v.first.IsZero() {
 		v.first = p.Time
 	}
@@ -261,7 +261,7 @@ func (v *packetView) packet(p *packets.Packet) error {
 }
 
 // begin says what is followed, once.
-func (v *packetView) begin(l *command.Text) {
+func (v *packetView) writeHeader(l *command.Text) {
 	if v.begun {
 		return
 	}
@@ -284,12 +284,12 @@ var without = map[string]string{
 }
 
 // end shows the totals.
-func (v *packetView) end() error {
+func (v *packetView) writeTotals() error {
 	if v.Output == "json" {
 		return v.JSON(v.answer)
 	}
 	var l command.Text
-	v.begin(&l)
+	v.writeHeader(&l)
 	s := &v.answer.Summary
 	l.Line("")
 	l.Line("%s sent (%s in %s), %s received (%s), in %s", command.Count(s.Sent, "packet", "packets"), command.Bytes(s.SentBytes), command.Count(s.Segments, "segment", "segments"),

@@ -60,7 +60,7 @@ hour, in slices of 10 s; --since takes only the last of it.`,
 			if err != nil {
 				return err
 			}
-			defer file.drop()
+			defer file.discard()
 			w, err := c.traceReport(cmd.Context(), file, since, selector)
 			if err != nil {
 				return err

@@ -178,7 +178,7 @@ func (c *commands) samples(ctx context.Context, q map[string][]string, number in
 	switch {
 	case errors.Is(err, unix.EPIPE), err == nil:
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
-		return brokeOff(err)
+		return truncated(err)
 	default:
 		return err
 	}
@@ -190,7 +190,7 @@ func (c *commands) samples(ctx context.Context, q map[string][]string, number in
 }
 
 // brokeOff says that the agent ended an answer before it was complete.
-func brokeOff(err error) error {
+func truncated(err error) error {
 	return &fault.Error{Err: fmt.Errorf("the agent broke off its answer: %w", err), Hint: "it may have ended; see sockeye status", Code: fault.CodeFailed}
 }
 
@@ -219,7 +219,7 @@ func (c *commands) sample(out *bufio.Writer, raw json.RawMessage) error {
 		}
 	}
 	if s.Outcome != measure.Acked {
-		stages = append(stages, outcome(s.Outcome))
+		stages = append(stages, outcomeText(s.Outcome))
 	}
 	var l command.Text
 	l.Line("%s  %8s  %8s  %s  %s to %s  %s", c.moment(s.Ended), command.Duration(s.Stages[measure.Total]), command.Bytes(s.Length),

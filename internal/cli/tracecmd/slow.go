@@ -97,7 +97,7 @@ func (c *commands) slow(l *command.Text, list []api.TraceSlow, status *api.Trace
 		}
 		s := &m.Sample
 		l.Line("%d. %s  %s  %s", i+1, command.Duration(s.Stages[measure.Total]), c.moment(s.Ended), s.Group.Label())
-		l.Line("   %s to %s, %s, %s, %s", s.Local, s.Remote, s.Role, command.Bytes(s.Length), outcome(s.Outcome))
+		l.Line("   %s to %s, %s, %s, %s", s.Local, s.Remote, s.Role, command.Bytes(s.Length), outcomeText(s.Outcome))
 		if bar := wayBar(s); bar != "" {
 			l.Line("   %s", bar)
 		}

@@ -76,11 +76,11 @@ func readStages(names []string) ([]config.Stage, error) {
 }
 
 // outcome writes what became of a message.
-func outcome(o measure.Outcome) string { return strings.ReplaceAll(string(o), "_", " ") }
+func outcomeText(o measure.Outcome) string { return strings.ReplaceAll(string(o), "_", " ") }
 
 // became writes what became of messages, in the order of known, those that none
 // had left out. It has also what this program does not know.
-func became(outcomes map[measure.Outcome]uint64, known []measure.Outcome) (parts []string, sum uint64) {
+func outcomesText(outcomes map[measure.Outcome]uint64, known []measure.Outcome) (parts []string, sum uint64) {
 	order := slices.Clone(known)
 	for _, o := range slices.Sorted(maps.Keys(outcomes)) {
 		if !slices.Contains(known, o) {
@@ -89,7 +89,7 @@ func became(outcomes map[measure.Outcome]uint64, known []measure.Outcome) (parts
 	}
 	for _, o := range order {
 		if n := outcomes[o]; n > 0 {
-			parts = append(parts, fmt.Sprintf("%d %s", n, outcome(o)))
+			parts = append(parts, fmt.Sprintf("%d %s", n, outcomeText(o)))
 			sum += n
 		}
 	}
@@ -98,7 +98,7 @@ func became(outcomes map[measure.Outcome]uint64, known []measure.Outcome) (parts
 
 // balance writes that what was chosen is what became of it, and what is open.
 func balance(chosen uint64, word string, outcomes map[measure.Outcome]uint64, known []measure.Outcome, open uint64, openWord string) string {
-	parts, sum := became(outcomes, known)
+	parts, sum := outcomesText(outcomes, known)
 	left := fmt.Sprintf("%d %s", chosen, word)
 	if open > 0 || len(parts) == 0 {
 		parts = append(parts, fmt.Sprintf("%d %s", open, openWord))

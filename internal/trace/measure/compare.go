@@ -16,20 +16,18 @@ import (
 	"sockeye/internal/stats"
 )
 
-// Verdict says whether a difference is real.
+// Verdict is the result of a comparison.
 type Verdict string
 
-// The verdicts: the sides differ, the data does not show that they do, or there
-// is too little data to show anything.
+// The verdicts: the sides differ, no difference is shown, or there is not enough data.
 const (
 	Real      Verdict = "real"
 	NotShown  Verdict = "no difference shown"
 	NotEnough Verdict = "not enough data"
 )
 
-// Row compares one figure of a stage. Ratio is B/A, and Low to High its 95 %
-// interval. Nil is what is not known: a ratio to 0, and an interval without
-// enough data.
+// Row compares one figure of a stage. Ratio is B/A, with the 95 % confidence interval Low to High. Nil is unknown: a
+// ratio to 0, and an interval without enough data.
 type Row struct {
 	Stage   config.Stage  `json:"stage"`
 	Figure  string        `json:"figure"` // p50, p90, p99, mean
@@ -41,57 +39,50 @@ type Row struct {
 	Verdict Verdict       `json:"verdict"`
 }
 
-// Side is what one side of a comparison has.
+// Side describes the data of one side of a comparison.
 type Side struct {
-	Slices   int    `json:"slices"` // in which something was measured
+	Slices   int    `json:"slices"` // slices with measurements
 	Messages uint64 `json:"messages"`
 }
 
-// Comparison is what Compare finds. Each interval stands for itself. The verdicts
-// stand together: by Holm's method over the rows that have enough data, the chance
-// that any "real" is false stays at 5 %. So an interval may leave out 1 and the
-// verdict still be "no difference shown".
+// Comparison is the result of Compare. Each interval is for its row alone. The verdicts hold together: with Holm's
+// method over the rows that have enough data, the probability that any "real" is wrong is at most 5 %. An interval
+// may therefore exclude 1 while the verdict is "no difference shown".
 type Comparison struct {
 	A Side `json:"a"`
 	B Side `json:"b"`
-	// Independent: a side has less than 6 slices, so each message counted as
-	// evidence of its own. Messages of one connection or moment are alike, so
-	// differences then look more certain than they are.
+	// Independent reports that a side has less than 6 slices, so that each message counts as independent.
+	// Messages of one connection or moment are similar, so differences appear more significant than they are.
 	Independent bool  `json:"independent"`
 	Rows        []Row `json:"rows"`
 }
 
 const (
-	// minSlices is the least number of parts of a side of which a variance is
-	// worth something.
+	// minSlices is the minimum number of parts of a side for an estimate of the variance.
 	minSlices = 6
 
-	// minNeighbours is the least number of parts from which can be told how alike
-	// neighbours are.
+	// minNeighbours is the minimum number of parts for an estimate of the autocorrelation.
 	minNeighbours = 18
 
-	// minMessages is the least number of messages of a side.
+	// minMessages is the minimum number of messages per side.
 	minMessages = 30
 )
 
 var compared = []struct {
 	name     string
-	quantile float64 // 0: the mean
+	quantile float64 // 0 for the mean
 }{{"p50", 0.5}, {"p90", 0.9}, {"p99", 0.99}, {"mean", 0}}
 
-// Compare tells which stages differ between two sides, by how much, and whether
-// it is real. A side is a list of results of the same groups, one for each slice
-// of time, in their order, as [Find] gives it; or one result. It compares the
-// stages that both have.
+// Compare compares the stages of two sides. A side is a list of results of the same groups, one per slice of time in
+// order (see [Find]), or a single result. Compare compares the stages that both sides have.
 //
-// The slices are what is independent, not their messages: see evidence. It says
-// what is so of the messages of these times; of other times or connections only
-// as far as they are alike.
+// The slices, not the messages, are the independent observations (see evidence). The result is valid for the messages
+// their p-values times, and for other times or connections only as far as they are similar.
 func Compare(a, b []*Result) Comparison {
 	var c Comparison
 	c.A, c.B = side(a), side(b)
 	c.Independent = min(c.A.Slices, c.B.Slices) < minSlices
-	var enough []int // rows with enough data
+	var enough []int // indices of rows with enough data
 	var p []float64  // of these
 	for _, stage := range Stages {
 		sa, sb := newPopulation(a, stage), newPopulation(b, stage)
@@ -138,17 +129,17 @@ func side(results []*Result) Side {
 	return s
 }
 
-// estimate is a figure of one side, and what else it might be.
+// estimate is a figure of one side, with its distribution.
 type estimate struct {
 	value time.Duration
-	// draw gives a value that is as likely, nanoseconds; nil: not enough data.
+	// draw returns a random value of the distribution of the estimate, in nanoseconds; nil without enough data.
 	draw func(*rand.Rand) float64
 }
 
 // population is a stage of one side.
 type population struct {
 	Histogram
-	slices []*Histogram // that are not empty
+	slices []*Histogram // not empty
 }
 
 func newPopulation(results []*Result, stage config.Stage) *population {
@@ -162,17 +153,13 @@ func newPopulation(results []*Result, stage config.Stage) *population {
 	return p
 }
 
-// evidence is how far the slices of a side say the same of a share or a mean: its
-// variance, by the jackknife that leaves out one part of the time after the other,
-// and the degrees of freedom that this is worth; 0: too few. Of a slice, x is the
-// part of the sum that y is the number of.
+// evidence returns the variance of a share or a mean by the jackknife over parts of the time, and its degrees of
+// freedom; 0 if there are too few parts. x and y are numerator and denominator of a slice.
 //
-// What is slow stays slow for a while, so that slices which follow each other are
-// alike. So the parts are also made of 2, 4 and more slices, as long as there are
-// 6 of them, and the one counts that makes the interval widest. Where there are
-// enough parts to see how alike neighbours still are, the variance counts that too.
-// In less than 3 minutes it cannot be seen: what is slow for all of them, by
-// chance, may look like a difference.
+// Consecutive slices are similar, because slow periods last. Therefore, the parts are also formed of 2, 4 and more
+// slices, as long as there are at least 6 parts, and the widest interval is used. With enough parts, the variance
+// includes the autocorrelation of neighbours. In less than 3 minutes, a slow period that affects all slices cannot be
+// told from a difference.
 func (p *population) evidence(x, y func(*Histogram) float64) (variance, freedom float64) {
 	var widest float64
 	for size := 1; (len(p.slices)+size-1)/size >= minSlices; size *= 2 {
@@ -187,7 +174,7 @@ func (p *population) evidence(x, y func(*Histogram) float64) (variance, freedom 
 			sumX, sumY, squares = sumX+px, sumY+py, squares+py*py
 		}
 		n := float64(len(xs))
-		worth := sumY * sumY / squares // as many parts of one size (Kish)
+		worth := sumY * sumY / squares // effective number of parts (Kish)
 		var v, lag, before float64
 		for i := range xs {
 			d := (sumX-xs[i])/(sumY-ys[i]) - sumX/sumY
@@ -195,7 +182,7 @@ func (p *population) evidence(x, y func(*Histogram) float64) (variance, freedom 
 			before = d
 		}
 		if v > 0 && n >= minNeighbours {
-			// Of first order, with Kendall's correction (1954) for few parts.
+			// First-order autocorrelation with Kendall's correction (1954) for few parts.
 			alike := lag / v
 			alike = min(max(alike+(1+3*alike)/n, 0), 0.99)
 			v *= (1 + alike) / (1 - alike)
@@ -213,8 +200,8 @@ func (p *population) evidence(x, y func(*Histogram) float64) (variance, freedom 
 	return variance, freedom
 }
 
-// quantile gives the quantile q, see stats.DrawQuantile. The evidence is the number n of independent times whose share up
-// to the quantile varies as that of the slices does; n itself is as uncertain as their variance.
+// quantile estimates the quantile q (stats.DrawQuantile). The number n of independent observations is that for which
+// the share up to the quantile varies as it does between slices; n has the uncertainty of their variance.
 func (p *population) quantile(q float64, independent bool) estimate {
 	e := estimate{value: p.Quantile(q)}
 	n, df := float64(p.Count), math.Inf(1)
@@ -235,7 +222,7 @@ func (p *population) quantile(q float64, independent bool) estimate {
 	return e
 }
 
-// mean gives the mean. Its logarithm counts as distributed by Student's t.
+// mean estimates the mean. Its logarithm is distributed by Student's t.
 func (p *population) mean(independent bool) estimate {
 	e := estimate{value: p.Mean()}
 	mean := float64(p.Sum) / float64(p.Count)
@@ -261,9 +248,8 @@ func (p *population) mean(independent bool) estimate {
 	return e
 }
 
-// Most gives the row of a figure (p50, p90, p99, mean) whose difference is real
-// and the largest, in time, of all stages but the whole. NIC stands for network,
-// of which it is a part, if it has at least half of that difference.
+// Most returns the row with the largest significant difference of a figure (p50, p90, p99, mean) in time, of all
+// stages but total. NIC replaces network, which contains it, if it has at least half of that difference.
 func (c Comparison) Most(figure string) (Row, bool) {
 	var most, nic Row
 	for _, row := range c.Rows {
@@ -273,21 +259,21 @@ func (c Comparison) Most(figure string) (Row, bool) {
 		if row.Stage == config.StageNIC {
 			nic = row
 		}
-		if row.more() > most.more() {
+		if row.difference() > most.difference() {
 			most = row
 		}
 	}
-	if most.Stage == config.StageNetwork && 2*nic.more() >= most.more() {
+	if most.Stage == config.StageNetwork && 2*nic.difference() >= most.difference() {
 		most = nic
 	}
-	return most, most.more() > 0
+	return most, most.difference() > 0
 }
 
-// more is by how much the sides differ.
-func (r Row) more() time.Duration { return max(r.B-r.A, r.A-r.B) }
+// difference returns the absolute difference of the sides.
+func (r Row) difference() time.Duration { return max(r.B-r.A, r.A-r.B) }
 
-// Summary says in one sentence which stage differs most at p50 and p99, by how
-// much, and whether it is real.
+// Summary returns one sentence with the stage that differs most at p50 and p99, the difference, and whether it is
+// significant.
 func (c Comparison) Summary() string {
 	if len(c.Rows) == 0 {
 		return "not enough data: no stage was measured on both sides"
@@ -316,11 +302,11 @@ func (c Comparison) Summary() string {
 	return strings.Join(parts, "; ")
 }
 
-// summary is what it says of one figure.
+// summary returns the part of Summary for one figure.
 func (c Comparison) summary(figure string) string {
 	most, ok := c.Most(figure)
 	var total Row
-	var shown bool // enough data for some stage
+	var shown bool // a stage has enough data
 	for _, row := range c.Rows {
 		if row.Figure == figure {
 			shown = shown || row.Verdict != NotEnough
@@ -344,7 +330,7 @@ func (c Comparison) summary(figure string) string {
 	return text
 }
 
-// direction gives the difference, such as "5 ms slower".
+// direction formats the difference, such as "5 ms slower".
 func (r Row) direction() string {
 	if r.B < r.A {
 		return FormatDuration(r.A-r.B) + " faster"
@@ -352,8 +338,8 @@ func (r Row) direction() string {
 	return FormatDuration(r.B-r.A) + " slower"
 }
 
-// words gives a real difference, such as "5 ms slower (15 ms after 10 ms, 1.5
-// times, 95 % interval 1.4 to 1.6)".
+// words formats a significant difference, such as "5 ms slower (15 ms after 10 ms, 1.5 times, 95 % interval 1.4 to
+// 1.6)".
 func (r Row) words() string {
 	text := fmt.Sprintf("%s (%s, A %s", r.direction(), FormatDuration(r.B), FormatDuration(r.A))
 	if r.Ratio != nil {
@@ -365,7 +351,7 @@ func (r Row) words() string {
 	return text + ")"
 }
 
-// digits3 writes three digits.
+// digits3 formats a number with three digits.
 func digits3(v float64) string {
 	switch {
 	case v >= 100:

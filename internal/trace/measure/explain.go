@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/config"
 )
 
-// Cause is what made a message take its time.
+// Cause is the main cause of a message's latency.
 type Cause string
 
 // The causes.
@@ -25,7 +25,7 @@ const (
 	CauseCork           Cause = "cork"
 	CauseLocalQueue     Cause = "local queue" // queueing discipline, driver or NIC of this host
 	CauseLocalDrop      Cause = "local drop"  // there
-	CauseLoss           Cause = "loss"        // lost and retransmitted: its own segments, or others that it waited for
+	CauseLoss           Cause = "loss"        // loss and retransmission of its own segments, or of earlier ones that delayed its acknowledgement
 	CauseLate           Cause = "late acknowledgement"
 	CauseDistance       Cause = "distance"
 	CauseUnacknowledged Cause = "unacknowledged"
@@ -33,37 +33,34 @@ const (
 	CauseUnknown        Cause = "unknown"
 )
 
-// Explanation tells why a message took its time.
+// Explanation explains the latency of a message.
 type Explanation struct {
-	// Stage is the one that took most, the distance aside: of network counts what
-	// is above the connection's least RTT. If no stage then is a quarter of the
-	// whole, it is the one that took most. Total: it was not stamped where the
-	// time went. NIC, a part of network, stands for it if it has half of that.
+	// Stage is the longest stage. Of the stage network, only the time above the minimum RTT of the connection
+	// counts, unless no stage is then a quarter of the total. Total means that the timestamps of the longest part
+	// are missing. NIC replaces network, which contains it, if it has half of that time.
 	Stage config.Stage `json:"stage"`
 	Cause Cause        `json:"cause"`
-	// Text is one sentence, without its full stop.
+	// Text is one sentence without a full stop.
 	Text string `json:"text"`
-	// Details are more of the kind: all stages, the connection as it was, what
-	// else took long, and what supports or contradicts the cause.
+	// Details are more sentences: all stages, the state of the connection, other long stages, and evidence for or
+	// against the cause.
 	Details []string `json:"details"`
 }
 
 const (
-	// slight is a time that needs no cause on a host that does other things too.
+	// slight is a time below which no cause is given: other work of the host explains it.
 	slight = time.Millisecond
 
-	// coarse is the longest tick of a kernel. What is counted in ticks is no
-	// evidence up to here, as a moment may count as one.
+	// coarse is the longest kernel tick (CONFIG_HZ=100). A time that the kernel counts in ticks is no evidence up
+	// to here, because a moment may count as one tick.
 	coarse = 10 * time.Millisecond
 
-	// ackDelay is what peers wait at most before they acknowledge a lone segment:
-	// 500 ms by RFC 9293, 3.8.6.3.
+	// ackDelay is the maximum delay of an acknowledgement of a single segment: 500 ms (RFC 9293, 3.8.6.3).
 	ackDelay = 500 * time.Millisecond
 )
 
-// Explain tells why a message took its time, from its stages and its connection
-// as it was when it was sent. What held it up later shows in its retransmissions
-// and in the time that the kernel counted limits, or not at all.
+// Explain explains the latency of a message by its stages and by the state of its connection when it was sent. Later
+// events are known only by retransmissions and by the time that the kernel counts for limits.
 func Explain(s *Sample) Explanation {
 	switch s.Outcome {
 	case Unacknowledged:
@@ -112,34 +109,34 @@ var unmeasured = map[Outcome]string{
 	Refused:     "the kernel did not take the request",
 }
 
-// finding is why a leg took its time.
+// finding is the cause of the latency of a leg.
 type finding struct {
 	cause   Cause
 	text    string
 	details []string
-	nic     bool // it was in the NIC
+	nic     bool // the time was in the NIC
 }
 
-// Leg is a part of a message's way.
+// Leg is a part of a message's path.
 type Leg struct {
-	Stage config.Stage
-	Name  string // in a list
-	place string // in a sentence
-	Took  time.Duration
-	away  time.Duration // of it, what distance alone takes
-	why   func(s *Sample, took time.Duration) finding
+	Stage    config.Stage
+	Name     string // name in a list
+	place    string // name in a sentence
+	Took     time.Duration
+	distance time.Duration // propagation time
+	why      func(s *Sample, took time.Duration) finding
 }
 
-func (l Leg) beyond() time.Duration { return l.Took - l.away }
+func (l Leg) beyond() time.Duration { return l.Took - l.distance }
 
-// Legs are the known parts of the way, and the part where stamps are missing. It
-// is never empty.
+// Legs returns the parts of the path with known times, and the part with missing timestamps. The result is never
+// empty.
 func (s *Sample) Legs() []Leg {
 	var legs []Leg
 	rest := s.Stages[Total]
 	add := func(l Leg, took time.Duration) {
 		l.Took = max(took, 0)
-		l.away = min(max(l.away, 0), l.Took)
+		l.distance = min(max(l.distance, 0), l.Took)
 		rest -= l.Took
 		legs = append(legs, l)
 	}
@@ -154,19 +151,19 @@ func (s *Sample) Legs() []Leg {
 		add(Leg{Stage: config.StageStack, Name: "stack", place: "before it was sent", why: (*Sample).whyStack}, stack)
 	}
 	if driven {
-		// Without the driver's stamp, any retransmission looks like a drop.
+		// Without the timestamp of the driver, any retransmission looks like a local drop.
 		if s.Requeued > 0 {
 			add(Leg{Stage: config.StageQdisc, Name: "dropped and sent again", place: "until the host sent it again", why: (*Sample).whyRequeued}, s.Requeued)
 		}
 		add(Leg{Stage: config.StageQdisc, Name: "qdisc", place: "in the queueing discipline", why: (*Sample).whyQdisc}, qdisc)
 	}
 	if acked {
-		add(Leg{Stage: config.StageNetwork, Name: "network", place: "from the driver to the acknowledgement", away: s.MinRTT, why: (*Sample).whyNetwork}, network)
+		add(Leg{Stage: config.StageNetwork, Name: "network", place: "from the driver to the acknowledgement", distance: s.MinRTT, why: (*Sample).whyNetwork}, network)
 	}
-	missing := Leg{Stage: Total, Name: "not stamped", place: "until the acknowledgement", away: s.MinRTT, why: (*Sample).whyNetwork}
+	missing := Leg{Stage: Total, Name: "not stamped", place: "until the acknowledgement", distance: s.MinRTT, why: (*Sample).whyNetwork}
 	switch {
 	case acked:
-		missing.place, missing.away, missing.why = "before the driver had it", 0, (*Sample).whyStack
+		missing.place, missing.distance, missing.why = "before the driver had it", 0, (*Sample).whyStack
 	case queued:
 		missing.place = "from the queueing discipline to the acknowledgement"
 	}
@@ -176,7 +173,7 @@ func (s *Sample) Legs() []Leg {
 	return legs
 }
 
-// total is the whole way, or as much of it as is known.
+// total returns the latency of the message, or the known part of it.
 func (s *Sample) total() time.Duration {
 	if total, ok := s.Stages[Total]; ok {
 		return max(total, 0)
@@ -188,7 +185,7 @@ func (s *Sample) total() time.Duration {
 	return total
 }
 
-// explainGivenUp is Explain of a message without an acknowledgement.
+// explainGivenUp is Explain for a message without an acknowledgement.
 func (s *Sample) explainGivenUp() Explanation {
 	e := Explanation{Cause: CauseUnacknowledged, Details: s.State()}
 	total := s.total()
@@ -218,8 +215,8 @@ func (s *Sample) explainGivenUp() Explanation {
 	return e
 }
 
-// room is how much the congestion window and the peer's window let out at once,
-// in bytes. What is not known has no end.
+// room returns the bytes that the congestion window and the peer's window allowed when the message was sent. An
+// unknown window is unlimited.
 func (s *Sample) room() (cwnd, window uint64) {
 	if s.MSS == 0 || s.Cwnd == 0 {
 		return math.MaxUint64, math.MaxUint64
@@ -227,13 +224,12 @@ func (s *Sample) room() (cwnd, window uint64) {
 	return uint64(s.Cwnd-min(s.InFlight, s.Cwnd)) * uint64(s.MSS), uint64(s.Window - min(s.Outstanding, s.Window))
 }
 
-// others is how often segments other than its last were sent again.
-func (s *Sample) others() uint64 {
+// otherRetransmits returns the number of retransmissions of segments other than the last one of the message.
+func (s *Sample) otherRetransmits() uint64 {
 	return uint64(s.Retransmits - min(uint32(s.Repeats), s.Retransmits))
 }
 
-// rounds is how many round trips the congestion window needs for what it has no
-// room for.
+// rounds returns the number of round trips that the congestion window needs for the data beyond it.
 func (s *Sample) rounds() float64 {
 	cwnd, _ := s.room()
 	if uint64(s.Unsent) <= cwnd {
@@ -242,7 +238,7 @@ func (s *Sample) rounds() float64 {
 	return math.Ceil(float64(uint64(s.Unsent)-cwnd) / (float64(s.Cwnd) * float64(s.MSS)))
 }
 
-// paced is how long pacing takes for so many bytes; 0: the kernel does not pace.
+// paced returns the time that pacing needs for a number of bytes; 0 without pacing.
 func (s *Sample) paced(bytes uint64) time.Duration {
 	if s.PacingRate == 0 {
 		return 0
@@ -250,11 +246,11 @@ func (s *Sample) paced(bytes uint64) time.Duration {
 	return duration(float64(bytes) / float64(s.PacingRate) * 1e9)
 }
 
-// whySend: the time is in sendmsg(2), which waits for nothing but memory, the
-// buffer's or the host's, and the socket's lock.
+// whySend explains time in sendmsg(2), which waits for memory (of the send buffer or of the host) and for the lock of
+// the socket only.
 func (s *Sample) whySend(took time.Duration) finding {
 	const (
-		copyRate = 8 // nanoseconds a byte, of a slow copy
+		copyRate = 8 // nanoseconds per byte of a slow copy
 		least    = 4096
 	)
 	held := uint64(s.Outstanding) + uint64(s.Unsent)
@@ -277,9 +273,8 @@ func (s *Sample) whySend(took time.Duration) finding {
 	return f
 }
 
-// whyStack: the last byte has not reached the queueing discipline. The kernel asks
-// in this order (tcp_write_xmit): pacing, congestion window, the peer's window,
-// Nagle and cork, bytes in the queues below (TCP small queues).
+// whyStack explains the time before the last byte reached the queueing discipline. tcp_write_xmit checks in this
+// order: pacing, congestion window, peer's window, Nagle and cork, bytes in the queues below (TCP small queues).
 func (s *Sample) whyStack(took time.Duration) finding {
 	var details []string
 	unsent := uint64(s.Unsent)
@@ -288,7 +283,7 @@ func (s *Sample) whyStack(took time.Duration) finding {
 	byCwnd, byPacing := duration(rounds*float64(s.SRTT)), s.paced(unsent)
 	counted := s.WindowLimited > coarse || s.WindowLimited > 0 && window < unsent
 	if counted && s.WindowLimited >= took/2 {
-		// Counted only while the congestion window has room.
+		// The kernel counts this time only while the congestion window has room.
 		text := s.windowText()
 		if window >= unsent {
 			text = "the peer's window closed meanwhile"
@@ -300,7 +295,7 @@ func (s *Sample) whyStack(took time.Duration) finding {
 		windowShort = false
 		details = append(details, fmt.Sprintf("the peer's window had room for %s only, but held the connection for %s of the time", formatBytes(window), FormatDuration(s.WindowLimited)))
 	}
-	if n := s.others(); n > 0 {
+	if n := s.otherRetransmits(); n > 0 {
 		expected := byPacing
 		if cwnd < unsent {
 			expected = max(expected, byCwnd)
@@ -331,7 +326,7 @@ func (s *Sample) whyStack(took time.Duration) finding {
 		f.details = append(f.details, details...)
 		return f
 	}
-	if n := s.others(); n > 0 {
+	if n := s.otherRetransmits(); n > 0 {
 		return finding{cause: CauseLoss, text: "segments of the connection were sent again " + times(n) + " meanwhile"}
 	}
 	if took < slight {
@@ -341,7 +336,7 @@ func (s *Sample) whyStack(took time.Duration) finding {
 		"what the kernel does not tell: the next hop's address was being resolved (ARP, neighbour discovery), packet filters queued it, or processors were busy")}
 }
 
-// whyHeld: the windows had room.
+// whyHeld explains time in the stack while the windows had room.
 func (s *Sample) whyHeld(took time.Duration) (finding, bool) {
 	partial := s.MSS > 0 && s.Unsent%s.MSS != 0
 	size := formatBytes(uint64(s.Unsent))
@@ -349,7 +344,7 @@ func (s *Sample) whyHeld(took time.Duration) (finding, bool) {
 		return finding{cause: CauseCork, text: fmt.Sprintf("the application asked to wait for more (TCP_CORK or MSG_MORE), and the last segment of the %s to be sent was not full", size)}, true
 	}
 	if qdisc := s.Stages[config.StageQdisc]; qdisc >= slight && s.MSS > 0 {
-		// Two segments below at least: each of the others waits for room there.
+		// TCP small queues allow at least two segments below; each later segment waits for one of them.
 		if turns := max(1, float64(s.Unsent)/(2*float64(s.MSS))); 2*turns*float64(qdisc) >= float64(took) {
 			return finding{cause: CauseLocalQueue, text: fmt.Sprintf("the kernel lets no more of a connection into a queueing discipline that is behind, as %s in it show", FormatDuration(qdisc))}, true
 		}
@@ -357,7 +352,7 @@ func (s *Sample) whyHeld(took time.Duration) (finding, bool) {
 	if s.BufferLimited > coarse && s.BufferLimited >= took/2 {
 		return finding{cause: CauseSendBuffer, text: fmt.Sprintf("the send buffer was too small to keep the connection busy, for %s", FormatDuration(s.BufferLimited))}, true
 	}
-	if s.Nagle && partial && s.InFlight > 0 && s.others() == 0 && s.WindowLimited <= coarse && took <= 2*s.SRTT+ackDelay {
+	if s.Nagle && partial && s.InFlight > 0 && s.otherRetransmits() == 0 && s.WindowLimited <= coarse && took <= 2*s.SRTT+ackDelay {
 		f := finding{cause: CauseNagle, text: fmt.Sprintf("its last segment was not full (%d B, a full one has %d B), and waited for the acknowledgement of what was on the way", s.Unsent%s.MSS, s.MSS)}
 		f.details = append(f.details, "TCP_NODELAY sends such segments at once")
 		if s.SRTT > 0 && took > 2*s.SRTT {
@@ -397,14 +392,13 @@ func (s *Sample) pacingText(bytes uint64, takes time.Duration) string {
 	return fmt.Sprintf("pacing at %s takes %s for %s", formatRate(s.PacingRate), FormatDuration(takes), formatBytes(bytes))
 }
 
-// whyRequeued: the segment went to the queueing discipline again before a driver
-// had it.
+// whyRequeued explains a segment that was queued again before a driver got it.
 func (s *Sample) whyRequeued(time.Duration) finding {
 	return finding{cause: CauseLocalDrop, text: "this host dropped it before a driver had it, and TCP sent it again", details: []string{
 		"most likely the queueing discipline was full: see the drops of tc -s qdisc"}}
 }
 
-// whyQdisc: with fq, the queueing discipline is also what paces.
+// whyQdisc explains time in the queueing discipline, which also paces if it is fq.
 func (s *Sample) whyQdisc(took time.Duration) finding {
 	if took < slight {
 		return finding{cause: CauseNothing, text: "a device that is not idle takes so long"}
@@ -417,11 +411,11 @@ func (s *Sample) whyQdisc(took time.Duration) finding {
 	return finding{cause: CauseLocalQueue, text: "it queued on this host: a rate limit, or a device that others kept busy or that was stopped"}
 }
 
-// whyNetwork: acknowledgements are cumulative, and of the last byte. So anything
-// lost before it holds them up, even if the peer has this message.
+// whyNetwork explains time until the acknowledgement of the last byte. Acknowledgements are cumulative: any earlier
+// loss delays them, even if the peer has received the message.
 func (s *Sample) whyNetwork(took time.Duration) finding {
 	usual := took <= s.MinRTT+s.MinRTT/2+slight/10
-	switch n := s.others(); {
+	switch n := s.otherRetransmits(); {
 	case usual && s.MinRTT > 0:
 		f := finding{cause: CauseDistance, text: fmt.Sprintf("the connection's least round trip is %s", FormatDuration(s.MinRTT))}
 		if s.Repeats > 0 {
@@ -456,7 +450,7 @@ func (s *Sample) whyNetwork(took time.Duration) finding {
 		factor(float64(took)/float64(s.MinRTT)), FormatDuration(s.MinRTT)), details: s.lateDetails(took)}
 }
 
-// leastText compares with the least round trip, where it is known.
+// leastText compares a time with the minimum RTT, if known.
 func (s *Sample) leastText() string {
 	if s.MinRTT <= 0 {
 		return ""
@@ -464,9 +458,9 @@ func (s *Sample) leastText() string {
 	return "; the least round trip is " + FormatDuration(s.MinRTT)
 }
 
-// lateDetails tell a queue from a peer, as far as that is possible.
+// lateDetails lists what distinguishes a queue in the network from a slow peer.
 func (s *Sample) lateDetails(took time.Duration) []string {
-	const leastDelay = 20 * time.Millisecond // of acknowledgements
+	const leastDelay = 20 * time.Millisecond // typical delay of acknowledgements
 	var details []string
 	extra := took - s.MinRTT
 	if s.MinRTT > 0 && s.SRTT > 2*s.MinRTT {
@@ -481,7 +475,7 @@ func (s *Sample) lateDetails(took time.Duration) []string {
 	return details
 }
 
-// State tells all stages, and the connection as it was.
+// State lists all stages and the state of the connection.
 func (s *Sample) State() []string {
 	var parts []string
 	for _, l := range s.Legs() {
@@ -508,7 +502,7 @@ func (s *Sample) State() []string {
 	return append(details, text)
 }
 
-// FormatDuration writes a duration with three digits and a unit: 12.3 µs, 1.5 s.
+// FormatDuration formats a duration with three digits and a unit: 12.3 µs, 1.5 s.
 func FormatDuration(d time.Duration) string {
 	if d < 0 {
 		return "-" + FormatDuration(max(-d, 0))
@@ -518,13 +512,13 @@ func FormatDuration(d time.Duration) string {
 
 func formatBytes(n uint64) string { return scaled(float64(n), "B", "KB", "MB", "GB") }
 
-// formatRate writes bytes a second as bits.
+// formatRate formats bytes per second as bits per second.
 func formatRate(bytes uint64) string {
 	return scaled(8*float64(bytes), "bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
 }
 
-// scaled writes three digits with the unit of which there are up to 999. Each unit
-// is 1000 times the one before.
+// scaled formats a number with three digits and the unit that keeps it below 1000. Each unit is 1000 times the
+// previous one.
 func scaled(v float64, units ...string) string {
 	i := 0
 	for ; i < len(units)-1 && v >= 999.5; i++ {
@@ -566,7 +560,7 @@ func plural(n uint64, one, many string) string {
 	return many
 }
 
-// duration returns nanoseconds as a duration, at most 292 years.
+// duration converts nanoseconds to a duration of at most 292 years.
 func duration(ns float64) time.Duration {
 	if ns >= math.MaxInt64 {
 		return math.MaxInt64

@@ -13,10 +13,9 @@ import (
 	"sockeye/internal/config"
 )
 
-// Merge makes one period of several, by group. What is so at a time (InFlight,
-// RXWaiting, RXOldest) is that of the latest period that has the group; of periods
-// that end at once, all together. Results are in the order of [Group.Label], those
-// of other last. Nothing is shared with the periods.
+// Merge merges periods into one, by group. Values of a moment (InFlight, RXWaiting, RXOldest) are those of the latest
+// period that has the group, or of all periods that end at that time together. Results are sorted by [Group.Label],
+// and other comes last. The result shares no memory with the periods.
 func Merge(periods []Period) Period {
 	var merged Period
 	groups := map[Group]*Sum{}
@@ -41,12 +40,12 @@ func Merge(periods []Period) Period {
 	for _, s := range groups {
 		merged.Results = append(merged.Results, s.Result)
 	}
-	order(merged.Results)
+	sortResults(merged.Results)
 	return merged
 }
 
-// order sorts by label, with other last of its rule.
-func order(results []Result) {
+// sortResults sorts results by label. other comes last of its rule.
+func sortResults(results []Result) {
 	labels := make(map[Group]string, len(results))
 	for _, r := range results {
 		labels[r.Group] = r.Group.Label()
@@ -64,13 +63,13 @@ func order(results []Result) {
 	})
 }
 
-// Sum is a result that others are added to.
+// Sum is a sum of results.
 type Sum struct {
 	Result
-	latest time.Time // of what is so at a time
+	latest time.Time // time of the values of a moment
 }
 
-// Add adds a result of a period that ended then.
+// Add adds a result of a period that ended at a time.
 func (s *Sum) Add(r *Result, ended time.Time) {
 	s.Chosen += r.Chosen
 	s.Bytes += r.Bytes
@@ -112,10 +111,9 @@ func addOutcomes(to, from map[Outcome]uint64) map[Outcome]uint64 {
 	return to
 }
 
-// Diff gives what was measured from the end of one period to the end of another
-// that began at the same time and ended later. A group that counts less than
-// before has begun anew: all of it counts. What is so at a time is that of later.
-// Stages in which nothing was counted since are absent. Nothing is shared with the
+// Diff returns the measurements between the ends of two periods that began at the same time. If a counter of a group
+// is lower in the later period, the group was restarted, and the result has all of its later counts. Values of a
+// moment are those of the later period. Stages without new counts are absent. The result shares no memory with the
 // periods.
 func Diff(earlier, later Period) Period {
 	before := make(map[Group]*Result, len(earlier.Results))
@@ -126,7 +124,7 @@ func Diff(earlier, later Period) Period {
 	for i := range later.Results {
 		r := &later.Results[i]
 		b := before[r.Group]
-		if b == nil || r.anew(b) {
+		if b == nil || r.restarted(b) {
 			b = &Result{}
 		}
 		d.Results = append(d.Results, r.since(b))
@@ -134,8 +132,8 @@ func Diff(earlier, later Period) Period {
 	return d
 }
 
-// anew tells whether r, the later, counts anything less than before.
-func (r *Result) anew(before *Result) bool {
+// restarted reports whether a counter of r, the later result, is lower than before.
+func (r *Result) restarted(before *Result) bool {
 	if r.Chosen < before.Chosen || r.RXChosen < before.RXChosen || r.Bytes < before.Bytes {
 		return true
 	}
@@ -157,15 +155,15 @@ func (r *Result) anew(before *Result) bool {
 	return false
 }
 
-// since gives r without what was counted before.
+// since returns r without the counts of before.
 func (r *Result) since(before *Result) Result {
 	d := *r
 	d.Chosen -= before.Chosen
 	d.Bytes -= before.Bytes
-	d.Unqueued = less(r.Unqueued, before.Unqueued)
-	d.Undriven = less(r.Undriven, before.Undriven)
+	d.Unqueued = increase(r.Unqueued, before.Unqueued)
+	d.Undriven = increase(r.Undriven, before.Undriven)
 	d.RXChosen -= before.RXChosen
-	d.RXUnstamped = less(r.RXUnstamped, before.RXUnstamped)
+	d.RXUnstamped = increase(r.RXUnstamped, before.RXUnstamped)
 	d.Outcomes = subOutcomes(r.Outcomes, before.Outcomes)
 	d.RXOutcomes = subOutcomes(r.RXOutcomes, before.RXOutcomes)
 	d.Stages = map[config.Stage]*Histogram{}
@@ -198,9 +196,8 @@ func subOutcomes(later, earlier map[Outcome]uint64) map[Outcome]uint64 {
 	return d
 }
 
-// Trim gives the periods whose middle is from one time to another, the latter
-// excluded, so that of times that follow each other none has a period of the
-// other's. A zero time is no bound.
+// Trim returns the periods whose middle is in [from, to), so that adjacent times share no period. A zero time is
+// unbounded.
 func Trim(periods []Period, from, to time.Time) []Period {
 	var kept []Period
 	for _, p := range periods {
@@ -212,11 +209,9 @@ func Trim(periods []Period, from, to time.Time) []Period {
 	return kept
 }
 
-// Find gives, for each period, all groups that the selector means as one result,
-// which has nothing counted where the period has none of them. [MatchGroup] tells
-// how selectors are written. The result's Group is what the groups share. It is
-// what [Compare] takes. If no period has such a group, the error is a
-// [*SelectorError] that names groups there are.
+// Find returns, for each period, the sum of all groups that the selector matches, or an empty result if there are
+// none. [MatchGroup] describes selectors. The Group of a result has the common values of the groups. [Compare] takes
+// the results. If no period has such a group, the error is a [*SelectorError] that names existing groups.
 func Find(periods []Period, selector string) ([]*Result, error) {
 	conditions, err := parseSelector(selector)
 	if err != nil {
@@ -234,7 +229,7 @@ func Find(periods []Period, selector string) ([]*Result, error) {
 				meant = meets(r.Group, conditions)
 				selected[r.Group] = meant
 				if meant {
-					shared = r.Group.shared(shared)
+					shared = r.Group.common(shared)
 				}
 			}
 			if meant {
@@ -252,33 +247,33 @@ func Find(periods []Period, selector string) ([]*Result, error) {
 	return found, nil
 }
 
-// shared gives what g shares with other; nil: there is no other.
-func (g Group) shared(other *Group) *Group {
+// common returns the values that two groups have in common; all of g if other is nil.
+func (g Group) common(other *Group) *Group {
 	if other == nil {
 		return &g
 	}
 	s := *other
-	keep(&s.Rule, g.Rule)
-	keep(&s.Protocol, g.Protocol)
-	keep(&s.Other, g.Other)
-	keep(&s.Remote, g.Remote)
-	keep(&s.Port, g.Port)
-	keep(&s.Service, g.Service)
-	keep(&s.Cgroup, g.Cgroup)
-	keep(&s.TuneRule, g.TuneRule)
-	keep(&s.Arm, g.Arm)
+	keepEqual(&s.Rule, g.Rule)
+	keepEqual(&s.Protocol, g.Protocol)
+	keepEqual(&s.Other, g.Other)
+	keepEqual(&s.Remote, g.Remote)
+	keepEqual(&s.Port, g.Port)
+	keepEqual(&s.Service, g.Service)
+	keepEqual(&s.Cgroup, g.Cgroup)
+	keepEqual(&s.TuneRule, g.TuneRule)
+	keepEqual(&s.Arm, g.Arm)
 	return &s
 }
 
-// keep leaves a value that is also the other's.
-func keep[T comparable](value *T, other T) {
+// keepEqual clears a value that differs from the other one.
+func keepEqual[T comparable](value *T, other T) {
 	if *value != other {
 		var none T
 		*value = none
 	}
 }
 
-// groupsHint names the first of the groups.
+// groupsHint names the first groups.
 func groupsHint(groups map[Group]bool) string {
 	if len(groups) == 0 {
 		return "nothing was measured in this time"
@@ -288,7 +283,7 @@ func groupsHint(groups map[Group]bool) string {
 	for g := range groups {
 		results = append(results, Result{Group: g})
 	}
-	order(results)
+	sortResults(results)
 	var labels []string
 	for _, r := range results[:min(named, len(results))] {
 		labels = append(labels, r.Group.Label())
@@ -300,5 +295,5 @@ func groupsHint(groups map[Group]bool) string {
 	return hint
 }
 
-// less returns what a counter rose by.
-func less(later, earlier uint64) uint64 { return later - min(earlier, later) }
+// increase returns the increase of a counter, or 0 if it was reset.
+func increase(later, earlier uint64) uint64 { return later - min(earlier, later) }

@@ -16,7 +16,7 @@ import (
 	"sockeye/internal/config"
 )
 
-// Names tell what the programs' numbers stand for.
+// Names maps the numbers of the programs to names.
 type Names struct {
 	Rules    []config.TraceRule
 	Services []config.Service
@@ -24,13 +24,13 @@ type Names struct {
 	Cgroup   func(id uint64) string // below the mount; "" if it is gone
 }
 
-// txStages are those of the programs' counters, in their order.
+// txStages are the stages in the order of the programs' counters.
 var txStages = [...]config.Stage{
 	bpf.TraceStageSend: config.StageSend, bpf.TraceStageStack: config.StageStack, bpf.TraceStageQdisc: config.StageQdisc,
 	bpf.TraceStageNIC: config.StageNIC, bpf.TraceStageNetwork: config.StageNetwork, bpf.TraceStageTotal: Total,
 }
 
-// group says whose messages are counted with an index.
+// group returns the group of a key.
 func (n Names) group(key bpf.TraceGroup) Group {
 	g := Group{Protocol: config.TCP, Port: key.Port}
 	if key.Protocol == unix.IPPROTO_UDP {
@@ -72,11 +72,11 @@ func (n Names) group(key bpf.TraceGroup) Group {
 	return g
 }
 
-// arms are those of tune's trials, after what no rule of tune has matched.
+// arms are the arms of tune's trials; none is a connection without a tune rule.
 var arms = [...]string{"none", "treated", "control"}
 
-// Indexes are all groups of a tracing, by index. Those of one number have one
-// name: where cgroups or rules of tune have gone, several may.
+// Indexes returns all groups of a tracing by index. Several indexes have the same name if cgroups or tune rules were
+// removed.
 func (n Names) Indexes(t *bpf.Trace, rules []bpf.TraceRule) (map[uint32]Group, error) {
 	keys, err := t.Groups()
 	if err != nil {
@@ -92,8 +92,7 @@ func (n Names) Indexes(t *bpf.Trace, rules []bpf.TraceRule) (map[uint32]Group, e
 	return groups, nil
 }
 
-// Results reads what was measured since the rules are in force. Groups without
-// messages are left out.
+// Results reads the measurements since the rules are in force. Groups without messages are left out.
 func (n Names) Results(t *bpf.Trace, rules []bpf.TraceRule) ([]Result, error) {
 	groups, err := n.Indexes(t, rules)
 	if err != nil {
@@ -128,8 +127,7 @@ func (n Names) Results(t *bpf.Trace, rules []bpf.TraceRule) ([]Result, error) {
 	return results, nil
 }
 
-// stages are those that a rule asks for; the whole goes with any of what is
-// sent.
+// stages returns the stages of a rule, and total if the rule measures a stage of sent messages.
 func (n Names) stages(rule string) []config.Stage {
 	i := slices.IndexFunc(n.Rules, func(r config.TraceRule) bool { return r.Name == rule })
 	if i < 0 {
@@ -138,7 +136,7 @@ func (n Names) stages(rule string) []config.Stage {
 	return append([]config.Stage{Total}, n.Rules[i].Stages...)
 }
 
-// countEnds reads what became of messages; the rest is under way.
+// countEnds reads the counts of outcomes into a map and returns their sum.
 func countEnds(counts []uint64, names []Outcome, into map[Outcome]uint64) (sum uint64) {
 	for i, outcome := range names {
 		if counts[i] > 0 {
@@ -153,7 +151,6 @@ func (r *Result) addSent(s *bpf.TraceStats, stages []config.Stage) {
 	r.Bytes, r.Unqueued, r.Undriven = s.Bytes, s.Unqueued, s.Undriven
 	ended := countEnds(s.Outcome[:], Outcomes, r.Outcomes)
 	// Both are read while messages come and go: an end may be seen without its
-	// beginning.
 	r.Chosen = max(s.Chosen, ended)
 	r.InFlight = r.Chosen - ended
 	for i, stage := range txStages {
@@ -163,7 +160,7 @@ func (r *Result) addSent(s *bpf.TraceStats, stages []config.Stage) {
 	}
 }
 
-// rxStages are those of the programs' counters, in their order.
+// rxStages are the receive stages in the order of the programs' counters.
 var rxStages = [...]config.Stage{bpf.TraceRXStack: config.StageRXStack, bpf.TraceRXReader: config.StageReader}
 
 func (r *Result) addReceived(s *bpf.TraceRXStats, oldest time.Duration, stages []config.Stage) {
@@ -194,7 +191,7 @@ func histogramOf(from *bpf.TraceHistogram) *Histogram {
 	return h
 }
 
-// sample reads a message at its end. Clock is CLOCK_REALTIME - CLOCK_MONOTONIC.
+// sample converts a message that has ended. clock is CLOCK_REALTIME - CLOCK_MONOTONIC.
 func (n Names) sample(s *bpf.TraceSample, group Group, clock time.Duration, tick time.Duration) Sample {
 	m := &s.Message
 	out := Sample{
@@ -213,7 +210,7 @@ func (n Names) sample(s *bpf.TraceSample, group Group, clock time.Duration, tick
 	if int(s.Outcome) < len(Outcomes) {
 		out.Outcome = Outcomes[s.Outcome]
 	}
-	// Before the first round trip the kernel has none; all ones is none, too.
+	// The kernel has no minimum before the first RTT sample, and ^0 also means none.
 	if m.MinRtt == ^uint32(0) {
 		out.MinRTT = 0
 	}
@@ -257,7 +254,7 @@ func stagesOf(m *bpf.TraceMessage, ended uint64) map[config.Stage]time.Duration 
 	return stages
 }
 
-// Slowest reads the slowest messages of the last minutes, the slowest first.
+// Slowest reads the slowest messages of the last minutes, slowest first.
 func (n Names) Slowest(t *bpf.Trace, rules []bpf.TraceRule) ([]Sample, error) {
 	groups, err := n.Indexes(t, rules)
 	if err != nil {
@@ -281,8 +278,7 @@ func (n Names) Slowest(t *bpf.Trace, rules []bpf.TraceRule) ([]Sample, error) {
 	return slowest, nil
 }
 
-// Translator gives what makes samples readable. A group that is met later has
-// the name of its rule only.
+// Translator returns a function that converts samples. A group that is created later has the name of its rule only.
 func (n Names) Translator(t *bpf.Trace, rules []bpf.TraceRule) (func(*bpf.TraceSample) Sample, error) {
 	groups, err := n.Indexes(t, rules)
 	if err != nil {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package measure reads the figures of the trace programs: where messages spend their time, by group
-// and period, why one message was slow, and whether two groups differ.
+// Package measure reads the measurements of the trace programs: time by stage, group and period, explanations of slow
+// messages, and comparisons of groups.
 package measure
 
 import (
@@ -12,106 +12,103 @@ import (
 	"sockeye/internal/histogram"
 )
 
-// Total is the stage that is the whole of a message's way out: from its first
-// known time to the peer's acknowledgement.
+// Total is the stage of the whole path of a sent message: from its first known time to the acknowledgement of the
+// peer.
 const Total config.Stage = "total"
 
-// Histogram counts times of a stage, in nanoseconds.
+// Histogram counts the times of a stage in nanoseconds.
 type Histogram = histogram.Histogram[time.Duration, histogram.Times]
 
-// Stages are all stages in the order of a message's way, total after those that
-// it is made of.
+// Stages are all stages in the order of a message's path. Total follows the stages that it contains.
 var Stages = []config.Stage{
 	config.StageSend, config.StageStack, config.StageQdisc, config.StageNIC, config.StageNetwork, Total,
 	config.StageRXStack, config.StageReader,
 }
 
-// Outcome is what became of a message that was chosen: exactly one.
+// Outcome is the outcome of a chosen message. Each message has exactly one.
 type Outcome string
 
-// The outcomes of messages sent.
+// The outcomes of sent messages.
 const (
 	Acked          Outcome = "acked"
-	Retransmitted  Outcome = "retransmitted"  // acknowledged, its last segment was sent again
-	Overwritten    Outcome = "overwritten"    // a later message took its key before it was sent
-	Coalesced      Outcome = "coalesced"      // acknowledged; its packet was joined to that of a later one, whose stamps are its own
-	Missed         Outcome = "missed"         // acknowledged, and the kernel gave no stamp
-	Unacknowledged Outcome = "unacknowledged" // the connection ended first
-	Full           Outcome = "full"           // too many of its connection were under way
-	Application    Outcome = "application"    // left to the application's own timestamps
-	Refused        Outcome = "refused"        // the kernel did not take the request
-	Sent           Outcome = "sent"           // a datagram that a driver had
-	Discarded      Outcome = "discarded"      // a datagram that the host dropped before
-	Split          Outcome = "split"          // a datagram that was cut into fragments before
-	Parted         Outcome = "parted"         // acknowledged; its packet was joined to that of a later one, and split again before its end
+	Retransmitted  Outcome = "retransmitted"  // acknowledged after a retransmission of its last segment
+	Overwritten    Outcome = "overwritten"    // replaced in its packet by a later message
+	Coalesced      Outcome = "coalesced"      // acknowledged; joined to the packet of a later message, with the timestamps of that packet
+	Missed         Outcome = "missed"         // acknowledged without timestamps
+	Unacknowledged Outcome = "unacknowledged" // connection closed before
+	Full           Outcome = "full"           // too many messages of the connection in flight
+	Application    Outcome = "application"    // the application uses timestamps itself
+	Refused        Outcome = "refused"        // the kernel refused the timestamp request
+	Sent           Outcome = "sent"           // datagram reached a driver
+	Discarded      Outcome = "discarded"      // datagram dropped by the host before the driver
+	Split          Outcome = "split"          // datagram fragmented before the driver
+	Parted         Outcome = "parted"         // acknowledged; joined to the packet of a later message, and split again before its end
 )
 
-// The outcomes of what was received.
+// The outcomes of received segments and datagrams.
 const (
 	Read    Outcome = "read"
-	Dropped Outcome = "dropped" // no room in the socket
-	Unread  Outcome = "unread"  // the connection ended first
-	RXFull  Outcome = "rx_full" // too many were waiting
+	Dropped Outcome = "dropped" // no space in the socket
+	Unread  Outcome = "unread"  // socket closed before
+	RXFull  Outcome = "rx_full" // too many were waiting to be read
 )
 
-// Outcomes are those of messages sent, in the order of the program's counters.
+// Outcomes are the outcomes of sent messages in the order of the program's counters.
 var Outcomes = []Outcome{Acked, Retransmitted, Overwritten, Coalesced, Missed, Unacknowledged, Full, Application, Refused, Sent, Discarded, Split, Parted}
 
-// Stamped are the outcomes of messages whose stages were measured.
+// Stamped are the outcomes of messages with measured stages.
 var Stamped = []Outcome{Acked, Retransmitted, Coalesced, Sent}
 
-// RXOutcomes are those of what was received, likewise.
+// RXOutcomes are the outcomes of received segments and datagrams in the order of the program's counters.
 var RXOutcomes = []Outcome{Read, Dropped, Unread, RXFull}
 
-// Group is whose messages a result is of. What its rule does not group by is
-// zero.
+// Group identifies the messages of a result. Fields that the rule does not group by are zero.
 type Group struct {
-	Rule     string          `json:"rule"`     // of trace
+	Rule     string          `json:"rule"`     // trace rule
 	Protocol config.Protocol `json:"protocol"` // "" of other
 	Other    bool            `json:"other,omitempty"`
 	Remote   netip.Prefix    `json:"remote,omitzero"`
 	Port     uint16          `json:"port,omitempty"`
 	Service  string          `json:"service,omitempty"` // "" or "none"
-	Cgroup   string          `json:"cgroup,omitempty"`  // below the mount
+	Cgroup   string          `json:"cgroup,omitempty"`  // path below the mount
 	TuneRule string          `json:"tune_rule,omitempty"`
 	Arm      string          `json:"arm,omitempty"` // treated, control
 }
 
-// Result is what was measured of a group.
+// Result has the measurements of a group.
 type Result struct {
 	Group    Group              `json:"group"`
-	Chosen   uint64             `json:"chosen"`   // messages sent
-	Outcomes map[Outcome]uint64 `json:"outcomes"` // of Chosen; those that are 0 may be absent
+	Chosen   uint64             `json:"chosen"`   // sent messages
+	Outcomes map[Outcome]uint64 `json:"outcomes"` // of Chosen; zero values may be absent
 	InFlight uint64             `json:"in_flight"`
-	Bytes    uint64             `json:"bytes"` // of those acknowledged
-	// Unqueued and Undriven are acknowledged messages without the stamp of the
-	// queueing discipline and of the driver: their stages are not known.
+	Bytes    uint64             `json:"bytes"` // bytes of acknowledged messages
+	// Unqueued and Undriven count acknowledged messages without the timestamp of the queueing discipline and of
+	// the driver, whose stages are unknown.
 	Unqueued uint64 `json:"unqueued,omitempty"`
 	Undriven uint64 `json:"undriven,omitempty"`
 
 	RXChosen    uint64             `json:"rx_chosen,omitempty"`
 	RXOutcomes  map[Outcome]uint64 `json:"rx_outcomes,omitempty"`
-	RXWaiting   uint64             `json:"rx_waiting,omitempty"`   // for their reader, now
-	RXOldest    time.Duration      `json:"rx_oldest_ns,omitempty"` // how long the oldest of them has waited
-	RXUnstamped uint64             `json:"rx_unstamped,omitempty"` // arrivals that the host did not stamp
+	RXWaiting   uint64             `json:"rx_waiting,omitempty"`   // waiting to be read now
+	RXOldest    time.Duration      `json:"rx_oldest_ns,omitempty"` // age of the oldest of them
+	RXUnstamped uint64             `json:"rx_unstamped,omitempty"` // received without a timestamp
 
-	// Stages that were not measured are absent.
+	// Stages without measurements are absent.
 	Stages map[config.Stage]*Histogram `json:"stages"`
 }
 
-// Period is what was measured in a time.
+// Period has the measurements of a time.
 type Period struct {
 	From    time.Time `json:"from"`
 	To      time.Time `json:"to"`
 	Results []Result  `json:"results"`
 }
 
-// Sample is one message at its end, with its connection as it was when it was
-// sent.
+// Sample is a message that has ended, with the state of its connection when it was sent.
 type Sample struct {
-	Ended   time.Time      `json:"ended"` // acknowledged, or given up
+	Ended   time.Time      `json:"ended"` // time of the acknowledgement or of giving up
 	Group   Group          `json:"group"`
-	Cookie  uint64         `json:"cookie"` // of the socket
+	Cookie  uint64         `json:"cookie"` // cookie of the socket
 	Local   netip.AddrPort `json:"local"`
 	Remote  netip.AddrPort `json:"remote"`
 	Role    config.Role    `json:"role"`
@@ -120,30 +117,30 @@ type Sample struct {
 	Key    uint32 `json:"key"`    // sequence number of its last byte
 	Length uint32 `json:"length"` // bytes
 
-	// Stages that are not known are absent. Total is always there; of a message
-	// without an acknowledgement it is the time until it was given up.
+	// Unknown stages are absent. Total is always present; for a message without an acknowledgement it is the time
+	// until it was given up.
 	Stages map[config.Stage]time.Duration `json:"stages_ns"`
 
 	Cwnd        uint32        `json:"cwnd"`        // packets
 	InFlight    uint32        `json:"in_flight"`   // packets
-	Outstanding uint32        `json:"outstanding"` // bytes sent and not acknowledged
-	Unsent      uint32        `json:"unsent"`      // bytes, those of this message included
-	Window      uint32        `json:"window"`      // of the peer, bytes from what it had acknowledged
+	Outstanding uint32        `json:"outstanding"` // bytes in flight
+	Unsent      uint32        `json:"unsent"`      // bytes, with this message
+	Window      uint32        `json:"window"`      // peer's window in bytes after the last acknowledged byte
 	MSS         uint32        `json:"mss"`         // bytes
-	SRTT        time.Duration `json:"srtt_ns"`     // smoothed
-	MinRTT      time.Duration `json:"min_rtt_ns"`  // 0: not known
-	PacingRate  uint64        `json:"pacing_rate"` // bytes a second; 0: not paced
-	Nagle       bool          `json:"nagle"`       // no TCP_NODELAY
+	SRTT        time.Duration `json:"srtt_ns"`     // smoothed RTT
+	MinRTT      time.Duration `json:"min_rtt_ns"`  // 0 if unknown
+	PacingRate  uint64        `json:"pacing_rate"` // bytes per second; 0 without pacing
+	Nagle       bool          `json:"nagle"`       // TCP_NODELAY is not set
 	Cork        bool          `json:"cork"`
-	// Retransmits are those of the connection while the message was under way;
-	// Repeats those of its own last segment.
+	// Retransmits counts the retransmissions of the connection while the message was in flight; Repeats those of
+	// the last segment of the message.
 	Retransmits uint32 `json:"retransmits"`
 	Repeats     uint16 `json:"repeats"`
-	// Requeued is the time from the queueing discipline to the last time there,
-	// where a segment was sent again before a driver had it: the host dropped it.
+	// Requeued is the time between the first and the last arrival at the queueing discipline of a segment that
+	// was retransmitted before a driver got it: the host dropped the segment.
 	Requeued time.Duration `json:"requeued_ns,omitempty"`
-	// WindowLimited and BufferLimited are how long, in the stage stack, the peer's
-	// window and the send buffer held the connection, in whole ticks of the kernel.
+	// WindowLimited and BufferLimited are the times in the stage stack during which the peer's window and the
+	// send buffer limited the connection, in whole kernel ticks.
 	WindowLimited time.Duration `json:"window_limited_ns,omitempty"`
 	BufferLimited time.Duration `json:"buffer_limited_ns,omitempty"`
 }

@@ -64,7 +64,7 @@ type Assembler struct {
 	resent     []*packet // those of order that overlap others
 	byPointer  map[uint64]*packet
 	lastSent   *packet
-	heardAt    bpf.PacketHeader // the last packet received
+	lastReceived    bpf.PacketHeader // the last packet received
 	unaSet     bool
 	una        int64 // the first byte that is not acknowledged
 	sentSet    bool
@@ -162,13 +162,13 @@ func (a *Assembler) Add(e *bpf.PacketEvent) error {
 	a.summary.To = a.clock.Time(a.now)
 	switch h.Kind {
 	case bpf.PacketQueue:
-		a.queue(e)
+		a.handleQueue(e)
 	case bpf.PacketDriver:
-		a.drive(h)
+		a.handleDriver(h)
 	case bpf.PacketRetransmit:
-		a.retransmit(h)
+		a.handleRetransmit(h)
 	case bpf.PacketReceive:
-		a.receive(e)
+		a.handleReceive(e)
 	case bpf.PacketState:
 		a.summary.State = stateName(h.State)
 		if h.Flags&bpf.PacketTCP != 0 && a.mine.set {
@@ -236,7 +236,7 @@ func (a *Assembler) add(e *bpf.PacketEvent) *packet {
 }
 
 // queue takes the event of a packet that reaches a queueing discipline.
-func (a *Assembler) queue(e *bpf.PacketEvent) {
+func (a *Assembler) handleQueue(e *bpf.PacketEvent) {
 	h := &e.PacketHeader
 	at := int64(h.Time)
 	if p := a.byPointer[h.Skb]; p != nil && p.continues(h) {
@@ -271,7 +271,7 @@ func (a *Assembler) queue(e *bpf.PacketEvent) {
 	a.widest = max(a.widest, p.span.length())
 	switch {
 	case a.sentSet && p.span.start < a.sent:
-		a.repeat(p)
+		a.markRetransmission(p)
 	case a.sentSet:
 		a.summary.Unseen += p.span.start - a.sent
 	}
@@ -333,7 +333,7 @@ func (a *Assembler) point(p *packet, pointer uint64) {
 }
 
 // repeat notes that a packet sends again what was sent before.
-func (a *Assembler) repeat(p *packet) {
+func (a *Assembler) markRetransmission(p *packet) {
 	p.Sent.Retransmission = &Retransmission{Ordinal: 1}
 	a.summary.Retransmissions++
 	var before *packet
@@ -369,7 +369,7 @@ func (a *Assembler) overlapped(p *packet) {
 // overlapping are the packets remembered that have sent some of a span.
 func (a *Assembler) overlapping(s span) iter.Seq[*packet] {
 	return func(yield func(*packet) bool) {
-		for p := range a.underWay(s) {
+		for p := range a.inFlight(s) {
 			if !yield(p) {
 				return
 			}
@@ -383,7 +383,7 @@ func (a *Assembler) overlapping(s span) iter.Seq[*packet] {
 }
 
 // underWay are those of overlapping that are not below a.una, in order.
-func (a *Assembler) underWay(s span) iter.Seq[*packet] {
+func (a *Assembler) inFlight(s span) iter.Seq[*packet] {
 	return func(yield func(*packet) bool) {
 		first, _ := slices.BinarySearchFunc(a.flight, s.start, func(p *packet, start int64) int {
 			return cmp.Compare(p.span.start+a.widest, start)
@@ -400,7 +400,7 @@ func (a *Assembler) underWay(s span) iter.Seq[*packet] {
 }
 
 // drive takes the event of a driver that gets a packet or a part of it.
-func (a *Assembler) drive(h *bpf.PacketHeader) {
+func (a *Assembler) handleDriver(h *bpf.PacketHeader) {
 	at := int64(h.Time)
 	known := h.Flags&bpf.PacketTCP != 0
 	var s span
@@ -448,7 +448,7 @@ func (a *Assembler) holder(h *bpf.PacketHeader, s span) (found *packet) {
 }
 
 // retransmit takes TCP's word that what it has just sent was sent before.
-func (a *Assembler) retransmit(h *bpf.PacketHeader) {
+func (a *Assembler) handleRetransmit(h *bpf.PacketHeader) {
 	p := a.lastSent
 	if p == nil || p.emitted || int64(h.Time)-p.at > sameCall {
 		return
@@ -476,8 +476,8 @@ func cause(state uint8) Cause {
 }
 
 // receive takes the event of a packet that the connection receives.
-func (a *Assembler) receive(e *bpf.PacketEvent) {
-	h, last := &e.PacketHeader, &a.heardAt
+func (a *Assembler) handleReceive(e *bpf.PacketEvent) {
+	h, last := &e.PacketHeader, &a.lastReceived
 	if h.Flags&bpf.PacketTCP == 0 {
 		a.summary.Unreadable++
 		return
@@ -499,7 +499,7 @@ func (a *Assembler) receive(e *bpf.PacketEvent) {
 		r.Duplicate = a.unaSet && p.Ack == a.una && p.Length == 0 && p.control() == 0 && h.Window == last.Window && len(a.flight) > 0
 		a.acknowledge(p.at, p, p.Ack, p.options, blocks)
 	}
-	a.heardAt = *h
+	a.lastReceived = *h
 }
 
 // selective reads the blocks of a selective acknowledgement, and takes the peer's
@@ -515,7 +515,7 @@ func (a *Assembler) selective(p *packet) (blocks []span) {
 		p.Received.Twice = &Block{blocks[0].start, blocks[0].end}
 		for _, q := range a.resent {
 			if q.span.and(blocks[0]).length() > 0 {
-				q.twice(blocks[0])
+				q.undoLoss(blocks[0])
 			}
 		}
 		blocks = blocks[1:]
@@ -527,7 +527,7 @@ func (a *Assembler) selective(p *packet) (blocks []span) {
 }
 
 // twice takes back that some of a packet was lost.
-func (p *packet) twice(s span) {
+func (p *packet) undoLoss(s span) {
 	p.Sent.Twice = true
 	before := p.lost.length()
 	p.lost = p.lost.without(s)
@@ -537,7 +537,7 @@ func (p *packet) twice(s span) {
 // acknowledge takes an acknowledgement of all before ack, and of blocks. by is
 // nil if the packet that brought it was not seen.
 func (a *Assembler) acknowledge(at int64, by *packet, ack int64, o options, blocks []span) {
-	w := &word{at: at, by: by, options: o, edge: least}
+	w := &ackEvent{at: at, by: by, options: o, edge: least}
 	before := int64(least)
 	if a.unaSet {
 		before = a.una
@@ -551,14 +551,14 @@ func (a *Assembler) acknowledge(at int64, by *packet, ack int64, o options, bloc
 	for _, s := range blocks {
 		a.account(w, s.and(span{a.una, most}))
 	}
-	a.land()
+	a.removeAcked()
 	if by != nil {
 		by.Received.Packets = ranges(w.packets)
 	}
 }
 
 // land takes out of a.flight what is below a.una.
-func (a *Assembler) land() {
+func (a *Assembler) removeAcked() {
 	n, _ := slices.BinarySearchFunc(a.flight, a.una, func(p *packet, una int64) int { return cmp.Compare(p.span.start, una) })
 	kept := a.flight[:0:0]
 	for _, p := range a.flight[:n] {
@@ -574,7 +574,7 @@ func (a *Assembler) land() {
 }
 
 // word is an acknowledgement, and what it was found to be of.
-type word struct {
+type ackEvent struct {
 	at        int64
 	by        *packet
 	options   options
@@ -584,13 +584,13 @@ type word struct {
 }
 
 // account finds out which packets brought what is acknowledged.
-func (a *Assembler) account(w *word, s span) {
+func (a *Assembler) account(w *ackEvent, s span) {
 	if s.length() <= 0 {
 		return
 	}
 	var cluster []*packet
 	end := int64(0)
-	for p := range a.underWay(s) {
+	for p := range a.inFlight(s) {
 		if !p.left.overlap(s) {
 			continue
 		}
@@ -608,7 +608,7 @@ func (a *Assembler) account(w *word, s span) {
 }
 
 // settleCluster accounts for packets of which each overlaps another.
-func (a *Assembler) settleCluster(w *word, s span, cluster []*packet) {
+func (a *Assembler) settleCluster(w *ackEvent, s span, cluster []*packet) {
 	if len(cluster) == 0 {
 		return
 	}
@@ -618,7 +618,7 @@ func (a *Assembler) settleCluster(w *word, s span, cluster []*packet) {
 	if len(cluster) == 1 || len(cluster) > maxCluster {
 		for _, p := range cluster {
 			for _, one := range p.left {
-				p.credit(w, one.and(s))
+				p.acknowledgePart(w, one.and(s))
 			}
 		}
 		return
@@ -657,13 +657,13 @@ func (a *Assembler) settleCluster(w *word, s span, cluster []*packet) {
 			switch {
 			case !p.left.covers(piece):
 			case p == winner:
-				p.credit(w, piece)
+				p.acknowledgePart(w, piece)
 			case p.Number < winner.Number:
 				p.lost = append(p.lost, piece)
-				p.take(w, piece)
+				p.settlePart(w, piece)
 			default:
 				p.needless += piece.length()
-				p.take(w, piece)
+				p.settlePart(w, piece)
 			}
 		}
 	}
@@ -673,7 +673,7 @@ func (a *Assembler) settleCluster(w *word, s span, cluster []*packet) {
 // which an earlier one has sent the same: it comes no sooner than half of the
 // least round trip later, and it does not repeat the timestamp of the earlier
 // one (RFC 3522).
-func (a *Assembler) plausible(w *word, p *packet, s span) bool {
+func (a *Assembler) plausible(w *ackEvent, p *packet, s span) bool {
 	if p.driver == 0 || w.at-p.driver < a.leastRTT/2 {
 		return false
 	}
@@ -691,7 +691,7 @@ func (a *Assembler) measure(rtt int64) {
 }
 
 // credit says that a part of the packet has arrived.
-func (p *packet) credit(w *word, s span) {
+func (p *packet) acknowledgePart(w *ackEvent, s span) {
 	if s.length() <= 0 {
 		return
 	}
@@ -707,14 +707,14 @@ func (p *packet) credit(w *word, s span) {
 		p.Sent.AckedBy = w.by.Number
 		w.by.Received.Acked += p.payload(s)
 	}
-	p.take(w, s)
+	p.settlePart(w, s)
 	if len(p.left) == 0 {
 		w.packets = append(w.packets, p.Number)
 	}
 }
 
 // take says that a part of the packet is accounted for.
-func (p *packet) take(w *word, s span) {
+func (p *packet) settlePart(w *ackEvent, s span) {
 	p.left = p.left.without(s)
 	if len(p.left) == 0 {
 		p.doneAt = w.at

@@ -547,7 +547,7 @@ func newSpark(values []float64, title string) *spark {
 }
 
 // size is about how many bytes of a page the drawings take.
-func (c *groupCard) size() int {
+func (c *groupCard) drawingSize() int {
 	n := 0
 	if c.CDF != nil {
 		for _, v := range c.CDF.Curves {

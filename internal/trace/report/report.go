@@ -585,14 +585,14 @@ func (page *reportPage) addCard(s *series, axis timeAxis) int {
 		card.Heats = append(card.Heats, d)
 	}
 	page.Cards = append(page.Cards, card)
-	return card.size()
+	return card.drawingSize()
 }
 
 // peak is a time in which a stage was slower than it is otherwise.
 type peak struct {
 	first, last int // columns
 	worst       time.Duration
-	usual       time.Duration // median of the columns' 99th percentiles
+	typical       time.Duration // median of the columns' 99th percentiles
 	// cause is the stage whose 99th percentile rose most; "": none.
 	cause           config.Stage
 	within, outside time.Duration
@@ -623,7 +623,7 @@ func findPeak(columns map[config.Stage][]*measure.Histogram, whole config.Stage)
 		if p99[c] == 0 || p99[c] < factor*usual {
 			return nil
 		}
-		found = &peak{first: c, last: c, worst: p99[c], usual: usual}
+		found = &peak{first: c, last: c, worst: p99[c], typical: usual}
 		for found.first > 0 && p99[found.first-1] > above {
 			found.first--
 		}
@@ -683,7 +683,7 @@ func moreThanChance(k, n, other, others uint64) bool {
 func (p *peak) text(axis timeAxis, whole config.Stage) string {
 	layout := "15:04:05"
 	text := fmt.Sprintf("From %s to %s, p99 of %s was up to %s; usually it is %s.", axis.start(p.first).Format(layout),
-		axis.start(p.last+1).Format(layout), stageName(whole), durationText(p.worst), durationText(p.usual))
+		axis.start(p.last+1).Format(layout), stageName(whole), durationText(p.worst), durationText(p.typical))
 	if p.cause != "" {
 		text += fmt.Sprintf(" Of its stages, %s rose most: p99 %s, otherwise %s.", stageName(p.cause), durationText(p.within), durationText(p.outside))
 	}

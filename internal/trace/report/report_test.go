@@ -936,7 +936,7 @@ func TestPeakIsNotChance(t *testing.T) {
 	}
 	for range 20 {
 		if p := findPeak(world(func(int) bool { return false }), measure.Total); p != nil {
-			t.Errorf("columns %d to %d of a steady time are out of the usual: %v, usually %v", p.first, p.last, p.worst, p.usual)
+			t.Errorf("columns %d to %d of a steady time are out of the usual: %v, usually %v", p.first, p.last, p.worst, p.typical)
 		}
 		p := findPeak(world(func(c int) bool { return c >= 70 && c <= 73 }), measure.Total)
 		if p == nil || p.first > 70 || p.last < 73 || p.first < 65 || p.last > 78 || p.cause != config.StageStack {
