@@ -17,19 +17,19 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// Compared is the answer of trace compare -o json.
+// Compared is the JSON output of trace compare.
 type Compared struct {
 	A          comparedSide       `json:"a"`
 	B          comparedSide       `json:"b"`
-	Partial    bool               `json:"partial"` // the agent does not remember all of the time
+	Partial    bool               `json:"partial"` // the history of the agent is shorter than the time
 	Comparison measure.Comparison `json:"comparison"`
 	Summary    string             `json:"summary"`
 }
 
-// comparedSide is what is compared.
+// comparedSide is one side of the comparison.
 type comparedSide struct {
 	Select string    `json:"select"`
-	From   time.Time `json:"from"` // of what the agent remembers
+	From   time.Time `json:"from"` // start of the available history
 	To     time.Time `json:"to"`
 	slices []measure.Period
 }
@@ -123,12 +123,14 @@ remembers an hour.`,
 	return cmd
 }
 
-// noGroup says that nothing was measured of what a selector means.
+// unknownGroup is the error for a selector without measurements.
 type unknownGroup struct{ selector, hint string }
 
-func (e *unknownGroup) Error() string { return fmt.Sprintf("no group that was measured is %q", e.selector) }
+func (e *unknownGroup) Error() string {
+	return fmt.Sprintf("no group that was measured is %q", e.selector)
+}
 
-// compareGroups compares two selections of groups in one time.
+// compareGroups compares two selections of groups in the same time.
 func (c *commands) compareGroups(ctx context.Context, since time.Duration, a, b string) (*Compared, error) {
 	if a == b {
 		return nil, fault.Usage(errors.New("both sides are the same"), "name two different groups, or two times by --period-a and --period-b")
@@ -195,8 +197,7 @@ func (c *commands) comparePeriods(ctx context.Context, selector, periodA, period
 	return compare(history.Partial, a, b)
 }
 
-// history asks for what was measured, in slices. The error has code 3 where this
-// kernel measures nothing.
+// history requests the measurements in slices. The error has exit code 3 if this kernel measures nothing.
 func (c *commands) history(ctx context.Context, q map[string][]string) (*api.TraceHistory, error) {
 	if _, err := c.traceStatus(ctx, ""); err != nil {
 		return nil, err
@@ -219,7 +220,7 @@ func compare(partial bool, a, b comparedSide) (*Compared, error) {
 	return r, nil
 }
 
-// find gives what a side means.
+// find returns the results of a side.
 func (s *comparedSide) find() ([]*measure.Result, error) {
 	if n := len(s.slices); n > 0 {
 		s.From, s.To = s.slices[0].From, s.slices[n-1].To
@@ -233,7 +234,7 @@ func (s *comparedSide) find() ([]*measure.Result, error) {
 
 const timesHint = "FROM..TO, each as 14:05, 2026-01-31T14:05:00Z or -10m; without TO it is until now"
 
-// times reads a time from one moment to another.
+// times parses a time range.
 func (c *commands) times(flag, text string) (from, to time.Time, err error) {
 	refuse := func(why string) error {
 		return fault.Usage(fmt.Errorf("--%s is %q%s", flag, text, why), timesHint)
@@ -256,7 +257,7 @@ func (c *commands) times(flag, text string) (from, to time.Time, err error) {
 	return from, to, nil
 }
 
-// readMoment reads a moment: of the last 24 hours where it has no date.
+// readMoment parses a time; without a date, it is in the last 24 hours.
 func (c *commands) readMoment(text string) (time.Time, bool) {
 	now := c.Now()
 	if ago, ok := strings.CutPrefix(text, "-"); ok {
@@ -310,7 +311,7 @@ func (c *commands) comparison(l *command.Text, r *Compared) {
 	l.Line("%s", r.Summary)
 }
 
-// Times writes a ratio.
+// Times formats a ratio.
 func Times(ratio *float64) string {
 	switch {
 	case ratio == nil:

@@ -14,16 +14,16 @@ import (
 	"sockeye/internal/fault"
 )
 
-// newFile is a file that gets its name when it is whole. Until then it has another
-// one in the same directory.
+// newFile is a file that is renamed to its path when it is complete. Until then it has a temporary name in the same
+// directory.
 type newFile struct {
 	*os.File
 	path string
-	flag uint // of renameat2
+	flag uint // flag of renameat2
 }
 
-// createFile begins a file. One that is there is replaced only by force, and only if
-// it is a regular file.
+// createFile creates a temporary file for a path. An existing file is replaced only with force, and only if it is a
+// regular file.
 func createFile(path string, force bool) (*newFile, error) {
 	f := &newFile{path: path, flag: unix.RENAME_NOREPLACE}
 	info, err := os.Lstat(path)
@@ -50,7 +50,7 @@ func (f *newFile) taken() error {
 	return fault.Usage(fmt.Errorf("%s is there already", f.path), "name another file, or give --force to replace it")
 }
 
-// failed names the file that was meant, not the one that is being written.
+// failed replaces the temporary name in an error by the path.
 func (f *newFile) failed(err error) error {
 	if wrapped, ok := errors.AsType[*fs.PathError](err); ok {
 		err = wrapped.Err
@@ -58,15 +58,15 @@ func (f *newFile) failed(err error) error {
 	return fault.Unreadable(fmt.Errorf("write %s: %w", f.path, err), "name a file in a directory that is there")
 }
 
-// finish gives the file its name.
+// finish renames the file to its path.
 func (f *newFile) finish() error {
 	if err := f.Close(); err != nil {
 		return fmt.Errorf("write %s: %w", f.path, err)
 	}
 	err := unix.Renameat2(unix.AT_FDCWD, f.Name(), unix.AT_FDCWD, f.path, f.flag)
 	if errors.Is(err, unix.EINVAL) && f.flag != 0 {
-		// The file system cannot refuse to replace (renameat2(2)): it was looked
-		// for when the file was begun.
+		// The file system lacks RENAME_NOREPLACE (renameat2(2)); createFile has checked that the path is
+		// free.
 		err = unix.Rename(f.Name(), f.path)
 	}
 	if errors.Is(err, unix.EEXIST) {
@@ -78,9 +78,9 @@ func (f *newFile) finish() error {
 	return nil
 }
 
-// drop removes a file, unless it was finished.
+// discard removes an unfinished file.
 func (f *newFile) discard() {
-	// Finished, it is closed, and has another name.
+	// A finished file is closed and has another name.
 	_ = f.Close()
 	_ = os.Remove(f.Name())
 }

@@ -21,7 +21,7 @@ import (
 	"sockeye/internal/trace/packets"
 )
 
-// Packets is the answer of trace packets -o json.
+// Packets is the JSON output of trace packets.
 type Packets struct {
 	Connection api.TraceConnection `json:"connection"`
 	Packets    []packets.Packet    `json:"packets"`
@@ -29,7 +29,7 @@ type Packets struct {
 	File       string              `json:"file,omitempty"`
 }
 
-// Bounds of the agent.
+// Limits of the agent.
 const (
 	mostPacketsFor = 10 * time.Minute
 	mostEvents     = 10_000_000
@@ -105,7 +105,7 @@ the times as comments.`,
 	return cmd
 }
 
-// connectionQuery asks for a connection by a descriptor, or by its addresses.
+// connectionQuery returns the query for a connection, by descriptor or by addresses.
 func connectionQuery(cmd *cobra.Command, pid, fd int, local, remote string) (url.Values, error) {
 	const usage = "name it as ss -tnp shows it: --pid and --fd, or --local and --remote"
 	given := cmd.Flags().Changed
@@ -132,7 +132,7 @@ func connectionQuery(cmd *cobra.Command, pid, fd int, local, remote string) (url
 	return url.Values{"local": {l.String()}, "remote": {r.String()}}, nil
 }
 
-// packets follows a connection until the agent ends it, or ctx does.
+// packets follows a connection until the agent ends the stream or ctx is done.
 func (c *commands) packets(ctx context.Context, q url.Values, path string, force bool) error {
 	var file *newFile
 	var err error
@@ -175,17 +175,17 @@ func (c *commands) packets(ctx context.Context, q url.Values, path string, force
 	return v.writeTotals()
 }
 
-// packetView shows packets as all becomes known of them.
+// packetView writes packets when they are complete.
 type packetView struct {
 	*command.Command
 	answer         Packets
-	file           *packets.Writer // nil: none
+	file           *packets.Writer // nil without a file
 	begun          bool
 	first          time.Time
 	qdisc, network measure.Histogram
 }
 
-// follow reads what happens until its end.
+// follow reads the stream until its end.
 func (v *packetView) follow(ctx context.Context, s *api.Stream) error {
 	a := packets.NewAssembler(packets.Clock(v.answer.Connection.Clock), 0, v.writePacket)
 	var end *api.TracePacketsEnd
@@ -218,14 +218,13 @@ func (v *packetView) follow(ctx context.Context, s *api.Stream) error {
 	return nil
 }
 
-// stopped are the agent's reasons to end.
+// stopped maps the agent's reasons for the end of the stream.
 var stopped = map[string]packets.Reason{"time": packets.StoppedDeadline, "limit": packets.StoppedEvents, "closed": packets.StoppedClosed}
 
-// packetRow has a packet's number, time, direction, sequence number, length, flags,
-// times and what else is to be said.
+// packetRow has number, time, direction, sequence number, length, flags, times and notes of a packet.
 const packetRow = "%6v  %11s  %s  %11v  %8v  %-11s  %8s  %9s  %s"
 
-// packet takes a packet of which all is known.
+// writePacket writes a complete packet.
 func (v *packetView) writePacket(p *packets.Packet) error {
 	if v.file != nil {
 		if err := v.file.Write(p); err != nil {
@@ -235,7 +234,7 @@ func (v *packetView) writePacket(p *packets.Packet) error {
 	qdisc, network, direction, note := "-", "-", "<", p.Comment()
 	if p.Sent != nil {
 		direction = ">"
-		_, note, _ = strings.Cut(note, "; ") // which begins with the times
+		_, note, _ = strings.Cut(note, "; ") // the comment starts with the times
 		if !p.Sent.Driver.IsZero() {
 			qdisc = command.Duration(p.Sent.Qdisc)
 			v.qdisc.Observe(uint64(max(p.Sent.Qdisc, 0)))
@@ -260,7 +259,7 @@ func (v *packetView) writePacket(p *packets.Packet) error {
 	return err
 }
 
-// begin says what is followed, once.
+// writeHeader writes the connection, once.
 func (v *packetView) writeHeader(l *command.Text) {
 	if v.begun {
 		return
@@ -275,7 +274,7 @@ func (v *packetView) writeHeader(l *command.Text) {
 	l.Line(packetRow, "PACKET", "SECONDS", " ", "SEQ", "LENGTH", "FLAGS", "QDISC", "TO ACK", "NOTE")
 }
 
-// without is what is not known without a tracepoint.
+// without describes what is unknown without a tracepoint.
 var without = map[string]string{
 	"tcp_probe":           "what the connection receives is not seen",
 	"netif_receive_skb":   "what it receives once one side has closed it is not seen",
@@ -283,7 +282,7 @@ var without = map[string]string{
 	"inet_sock_set_state": "its end is not seen",
 }
 
-// end shows the totals.
+// writeTotals writes the totals.
 func (v *packetView) writeTotals() error {
 	if v.Output == "json" {
 		return v.JSON(v.answer)

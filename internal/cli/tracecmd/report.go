@@ -19,7 +19,7 @@ import (
 	"sockeye/internal/trace/report"
 )
 
-// Report is the answer of trace report -o json.
+// Report is the JSON output of trace report.
 type Report struct {
 	File     string    `json:"file"`
 	Bytes    int64     `json:"bytes"`
@@ -78,10 +78,10 @@ hour, in slices of 10 s; --since takes only the last of it.`,
 	return cmd
 }
 
-// reportSlow is how many of the slowest messages a report is given.
+// reportSlow is the number of slowest messages that a report gets.
 const reportSlow = 200
 
-// traceReport asks for all that a report shows, and writes it.
+// traceReport requests the data of a report and writes it.
 func (c *commands) traceReport(ctx context.Context, file *newFile, since time.Duration, selector string) (*Report, error) {
 	status, err := c.traceStatus(ctx, "")
 	if err != nil {
@@ -124,7 +124,7 @@ func (c *commands) traceReport(ctx context.Context, file *newFile, since time.Du
 	return w, nil
 }
 
-// reportNotes say what a reader of the report should know.
+// reportNotes returns the notes for the reader of a report.
 func (c *commands) reportNotes(status *api.TraceStatus, history *api.TraceHistory, since time.Duration, selector string) []string {
 	var notes []string
 	note := func(format string, args ...any) { notes = append(notes, fmt.Sprintf(format, args...)) }
@@ -153,7 +153,7 @@ func (c *commands) reportNotes(status *api.TraceStatus, history *api.TraceHistor
 	return notes
 }
 
-// everyMessage is the share of a rule that chooses all.
+// everyMessage is the sampling of a rule that chooses all messages.
 var everyMessage = config.TraceSampling{OneIn: 1}.String()
 
 func (c *commands) reported(l *command.Text, w *Report) {

@@ -97,7 +97,7 @@ func bufferFlag(cmd *cobra.Command, size *string, otherwise string) {
 
 const (
 	leastBuffer = 4 << 10
-	mostBuffer  = 256 << 20 // as the agent allows
+	mostBuffer  = 256 << 20 // limit of the agent
 )
 
 var (
@@ -105,8 +105,7 @@ var (
 	sizeUnits = map[string]int{"B": 1, "KB": 1e3, "MB": 1e6, "KiB": 1 << 10, "MiB": 1 << 20}
 )
 
-// bufferSize reads --buffer, and rounds it up to a power of two, as the kernel has
-// no others; 0: it was not given.
+// bufferSize parses --buffer and rounds the size up to a power of two, which the kernel requires; 0 if not given.
 func bufferSize(cmd *cobra.Command, text string) (int, error) {
 	if !cmd.Flags().Changed("buffer") {
 		return 0, nil
@@ -128,14 +127,13 @@ func bufferSize(cmd *cobra.Command, text string) (int, error) {
 	return max(n, os.Getpagesize()), nil
 }
 
-// sampleLine is api.TraceSampleLine, with the message as it came.
+// sampleLine is api.TraceSampleLine with the undecoded message.
 type sampleLine struct {
 	Sample json.RawMessage `json:"sample"`
 	Lost   uint64          `json:"lost"`
 }
 
-// samples writes messages until ctx ends, there were as many as number, or nobody
-// reads what it writes.
+// samples writes messages until ctx is done, number messages are written, or the reader of the output closes it.
 func (c *commands) samples(ctx context.Context, q map[string][]string, number int) error {
 	if _, err := c.sendStatus(ctx, strings.Join(q["cgroup"], "")); err != nil {
 		return unlessDone(ctx, err)
@@ -145,8 +143,7 @@ func (c *commands) samples(ctx context.Context, q map[string][]string, number in
 		return unlessDone(ctx, err)
 	}
 	defer s.Close()
-	// With somebody to take the signal, a write to a pipe without a reader fails
-	// instead of ending the process.
+	// With a handler of SIGPIPE, a write to a closed pipe fails instead of ending the process.
 	gone := make(chan os.Signal, 1)
 	signal.Notify(gone, unix.SIGPIPE)
 	defer signal.Stop(gone)
@@ -189,12 +186,12 @@ func (c *commands) samples(ctx context.Context, q map[string][]string, number in
 	return nil
 }
 
-// brokeOff says that the agent ended an answer before it was complete.
+// truncated returns the error for an answer that ended early.
 func truncated(err error) error {
 	return &fault.Error{Err: fmt.Errorf("the agent broke off its answer: %w", err), Hint: "it may have ended; see sockeye status", Code: fault.CodeFailed}
 }
 
-// unlessDone is the error, unless it is that ctx has ended.
+// unlessDone returns err, or nil if ctx is done.
 func unlessDone(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return nil

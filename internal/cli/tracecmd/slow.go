@@ -20,7 +20,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// maxSlow is how many messages the agent gives at most.
+// maxSlow is the agent's maximum number of messages.
 const maxSlow = 1000
 
 func (c *commands) traceSlowCommand() *cobra.Command {
@@ -61,8 +61,7 @@ for 6 minutes.`,
 	return cmd
 }
 
-// slowest asks for the slowest messages. If there are none, the status tells why;
-// else it is nil.
+// slowest requests the slowest messages. If there are none, slowest returns the status, which shows why.
 func (c *commands) slowest(ctx context.Context, q url.Values, number int) ([]api.TraceSlow, *api.TraceStatus, error) {
 	q.Set("n", strconv.Itoa(number))
 	var list []api.TraceSlow
@@ -73,8 +72,7 @@ func (c *commands) slowest(ctx context.Context, q url.Values, number int) ([]api
 	return list, status, err
 }
 
-// sendStatus asks what is traced. The error has code 3 where nothing that is sent
-// over TCP is.
+// sendStatus requests the status. The error has exit code 3 if nothing sent over TCP is traced.
 func (c *commands) sendStatus(ctx context.Context, cgroup string) (*api.TraceStatus, error) {
 	s, err := c.traceStatus(ctx, cgroup)
 	if err == nil && !s.Timestamps {
@@ -108,16 +106,15 @@ func (c *commands) slow(l *command.Text, list []api.TraceSlow, status *api.Trace
 	}
 }
 
-// moment writes when something was, to the millisecond.
+// moment formats a time to the millisecond.
 func (c *commands) moment(t time.Time) string {
 	return c.Clock(t) + t.Format(".000")
 }
 
-// barWidth is the length of a message's bar, without the names.
+// barWidth is the length of a message's bar without the names.
 const barWidth = 40
 
-// wayBar shows how much of the whole each stage is: each as its name and a line as
-// long as its share.
+// wayBar formats the share of each stage as its name and a line of that length.
 func wayBar(s *measure.Sample) string {
 	var parts []string
 	total := s.Stages[measure.Total]

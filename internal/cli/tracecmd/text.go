@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// spanText is a length of time as a request has it; "" for 0.
+// spanText formats a duration for a request; "" for 0.
 func spanText(d time.Duration) string {
 	if d == 0 {
 		return ""
@@ -25,7 +25,7 @@ func spanText(d time.Duration) string {
 	return d.String()
 }
 
-// selection reads what selects groups, called name.
+// selection checks a selector of groups in the flag name.
 func selection(name, selector string) error {
 	_, err := measure.MatchGroup(selector, measure.Group{})
 	if bad, ok := errors.AsType[*measure.SelectorError](err); ok {
@@ -42,7 +42,7 @@ func selectFlag(cmd *cobra.Command, selector *string) {
 	_ = cmd.RegisterFlagCompletionFunc("select", completeSelector)
 }
 
-// completeSelector offers the keys of selectors.
+// completeSelector completes the keys of selectors.
 func completeSelector(_ *cobra.Command, _ []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
 	before := typed[:strings.LastIndex(typed, ",")+1]
 	var offered []cobra.Completion
@@ -52,7 +52,7 @@ func completeSelector(_ *cobra.Command, _ []string, typed string) ([]cobra.Compl
 	return offered, cobra.ShellCompDirectiveNoFileComp | cobra.ShellCompDirectiveNoSpace
 }
 
-// readStages reads the names of stages; none are all.
+// readStages parses names of stages; none means all.
 func readStages(names []string) ([]config.Stage, error) {
 	if len(names) == 0 {
 		return measure.Stages, nil
@@ -75,11 +75,10 @@ func readStages(names []string) ([]config.Stage, error) {
 	return stages, nil
 }
 
-// outcome writes what became of a message.
+// outcomeText formats an outcome.
 func outcomeText(o measure.Outcome) string { return strings.ReplaceAll(string(o), "_", " ") }
 
-// became writes what became of messages, in the order of known, those that none
-// had left out. It has also what this program does not know.
+// outcomesText formats the counts of outcomes in the order of known, without zeros, followed by unknown outcomes.
 func outcomesText(outcomes map[measure.Outcome]uint64, known []measure.Outcome) (parts []string, sum uint64) {
 	order := slices.Clone(known)
 	for _, o := range slices.Sorted(maps.Keys(outcomes)) {
@@ -96,7 +95,7 @@ func outcomesText(outcomes map[measure.Outcome]uint64, known []measure.Outcome) 
 	return parts, sum
 }
 
-// balance writes that what was chosen is what became of it, and what is open.
+// balance formats the sum of outcomes and open messages, which equals the number of chosen messages.
 func balance(chosen uint64, word string, outcomes map[measure.Outcome]uint64, known []measure.Outcome, open uint64, openWord string) string {
 	parts, sum := outcomesText(outcomes, known)
 	left := fmt.Sprintf("%d %s", chosen, word)

@@ -21,20 +21,20 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// Traced is the answer of trace -o json.
+// Traced is the JSON output of trace.
 type Traced struct {
 	api.TraceStatus
 	api.TraceResults
 }
 
-// traceView is what trace shows.
+// traceView selects what trace shows.
 type traceView struct {
 	cgroup, selector string
 	since            time.Duration
 	stages           []config.Stage
 }
 
-// traceCommands are the commands of one invocation.
+// commands are the commands of one invocation.
 type commands struct{ *command.Command }
 
 // New returns `sockeye trace`.
@@ -121,8 +121,7 @@ func (c *commands) tracedCgroups(cmd *cobra.Command, _ []string, _ string) ([]co
 	return names, cobra.ShellCompDirectiveNoFileComp
 }
 
-// traceStatus asks what is traced. The error has code 3 where this kernel can
-// trace nothing of what the rules ask for.
+// traceStatus requests the status. The error has exit code 3 if this kernel can trace nothing of the rules.
 func (c *commands) traceStatus(ctx context.Context, cgroup string) (*api.TraceStatus, error) {
 	var s api.TraceStatus
 	if err := c.Client().Get(ctx, "/v1/trace", command.Query("cgroup", cgroup), &s); err != nil {
@@ -141,7 +140,7 @@ func (c *commands) traceStatus(ctx context.Context, cgroup string) (*api.TraceSt
 	return nil, lacksTimestamps(&s, "rx_stack, reader and datagrams can be traced, and the packets of a connection by sockeye trace packets")
 }
 
-// lacksTimestamps says what this kernel lacks.
+// lacksTimestamps returns the error for a kernel without timestamps.
 func lacksTimestamps(s *api.TraceStatus, hint string) error {
 	return &fault.Error{Err: errors.New(untimed(s)), Hint: hint, Code: fault.CodeUnsupported}
 }
@@ -163,13 +162,13 @@ func (c *commands) traced(ctx context.Context, v traceView) (*Traced, error) {
 	return t, nil
 }
 
-// noRules says how to begin.
+// noRules writes how to add a rule.
 func noRules(l *command.Text) {
 	l.Line("there are no trace rules")
 	l.Hint("add one to the policy, as in trace: [{cgroup: telemetry.slice, group_by: remote/24}], and run sockeye apply")
 }
 
-// tracing shows what is traced, and what was measured.
+// tracing writes the status and the measurements.
 func (c *commands) tracing(l *command.Text, t *Traced, v traceView) {
 	if !t.Timestamps {
 		l.Line("%s", untimed(&t.TraceStatus))
@@ -219,7 +218,7 @@ func stageRow(s config.Stage, h *measure.Histogram) []string {
 	return append(row, command.Duration(time.Duration(min(h.Max, 1<<63-1))))
 }
 
-// period says what time the figures are of.
+// period formats the time of the figures.
 func (c *commands) period(t *Traced, v traceView, groups int) string {
 	var words string
 	switch {
@@ -242,7 +241,7 @@ func (c *commands) period(t *Traced, v traceView, groups int) string {
 	return words + ": no message was chosen"
 }
 
-// tracedCgroup shows a cgroup and its rules.
+// tracedCgroup writes a cgroup and its rules.
 func (c *commands) tracedCgroup(l *command.Text, g *api.TracedCgroup) {
 	words := g.Cgroup
 	if g.Path != "" && g.Path != g.Cgroup {
@@ -276,8 +275,7 @@ func (c *commands) tracedCgroup(l *command.Text, g *api.TracedCgroup) {
 	}
 }
 
-// accounts tells what became of all messages of a group, and what is not known of
-// them.
+// accounts formats the outcomes of a group's messages and what is unknown of them.
 func accounts(r *measure.Result) []string {
 	var notes []string
 	if r.Chosen > 0 || r.InFlight > 0 || len(r.Outcomes) > 0 {
@@ -311,7 +309,7 @@ func accounts(r *measure.Result) []string {
 	return notes
 }
 
-// query asks about a time and groups.
+// query returns the query for a time and groups.
 func query(since time.Duration, selector string) url.Values {
 	return command.Query("since", spanText(since), "select", selector)
 }

@@ -125,7 +125,7 @@ func explanations(w io.Writer, list []api.TuneExplanation, local, remote netip.A
 	}
 }
 
-// sameAnswer tells whether the role makes no difference.
+// sameAnswer reports whether the explanations of both roles are the same.
 func sameAnswer(a, b api.TuneExplanation) bool {
 	return a.Cgroup == b.Cgroup && a.Rule == b.Rule && slices.Equal(a.Steps, b.Steps)
 }
@@ -139,7 +139,7 @@ func steps(w io.Writer, list []match.Step) {
 
 var pidFD = regexp.MustCompile(`^([1-9][0-9]{0,8}):([0-9]{1,9})$`)
 
-// socketQuery asks for an open connection, named as PID:FD or LOCAL,REMOTE.
+// socketQuery returns the query for an open connection PID:FD or LOCAL,REMOTE.
 func socketQuery(text string) (url.Values, error) {
 	localText, remoteText, isPair := strings.Cut(text, ",")
 	if !isPair {
@@ -191,7 +191,7 @@ func openConnection(w io.Writer, s *api.TuneSocket) {
 	}
 }
 
-// tunedConnection ends a line with the rule, and goes on with values and steps.
+// tunedConnection completes a line with the rule, and writes the values and the steps.
 func tunedConnection(w io.Writer, s *api.Tuned) {
 	if s.Rule == "" {
 		fmt.Fprint(w, "no rule")

@@ -71,7 +71,7 @@ func (c *commands) learned(w io.Writer, list []api.TuneLearned) {
 	}
 }
 
-// evidence is what is known of an initial window.
+// evidence formats the measurements of an initial window.
 func evidence(c api.TuneCandidate) string {
 	switch {
 	case c.Tries == 0:

@@ -54,7 +54,7 @@ func reverted(w io.Writer, l *api.TuneLive) {
 	problems(w, l)
 }
 
-// WriteLive tells what an apply did to connections that were open.
+// WriteLive writes the changes to open connections.
 func WriteLive(w io.Writer, l *api.TuneLive) {
 	n := 0
 	for _, connections := range l.Rules {
@@ -65,7 +65,7 @@ func WriteLive(w io.Writer, l *api.TuneLive) {
 	problems(w, l)
 }
 
-// byRule lists how many connections each rule has, as " (bulk 10, rpc 2)".
+// byRule formats the connections of each rule as " (bulk 10, rpc 2)".
 func byRule(l *api.TuneLive) string {
 	if len(l.Rules) == 0 {
 		return ""

@@ -43,7 +43,7 @@ about how many more connections are needed.`,
 	}
 }
 
-// ruleName refuses a name that is empty, which a request takes as none.
+// ruleName returns an error for an empty name, which a request would take as none.
 func ruleName(name string) (string, error) {
 	if name == "" {
 		return "", fault.Usage(fmt.Errorf("RULE is %q", name), "sockeye tune lists the rules")
@@ -68,8 +68,7 @@ func trialTable(w io.Writer, t *api.TuneTrial) {
 	}
 }
 
-// figure is what a row is about, as "connect median" or "retransmits per million
-// segments".
+// figure formats the figure of a row, as "connect median" or "retransmits per million segments".
 func figure(r trial.Row) string {
 	name := strings.NewReplacer("_", " ", "rtt", "RTT", "rtos", "RTOs").Replace(r.Name)
 	if _, per, ok := strings.Cut(r.Unit, "per "); ok {
@@ -78,7 +77,7 @@ func figure(r trial.Row) string {
 	return name
 }
 
-// measured writes a figure in the unit of its row.
+// measured formats a value in the unit of its row.
 func measured(v *float64, unit string) string {
 	switch {
 	case v == nil:
@@ -93,7 +92,7 @@ func measured(v *float64, unit string) string {
 	return command.Digits(*v)
 }
 
-// change writes a difference in percent, with its sign.
+// change formats a difference in percent with its sign.
 func change(percent *float64) string {
 	if percent == nil {
 		return "-"

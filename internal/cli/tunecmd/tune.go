@@ -17,7 +17,7 @@ import (
 	"sockeye/internal/config"
 )
 
-// tuneCommands are the commands of one invocation.
+// commands are the commands of one invocation.
 type commands struct{ *command.Command }
 
 // New returns `sockeye tune`.
@@ -61,7 +61,7 @@ kernel, and those that are skipped because the kernel lacks them.`,
 	return cmd
 }
 
-// tuning shows a cgroup and its rules.
+// tuning writes a cgroup and its rules.
 func tuning(w io.Writer, s *api.TuneStatus) {
 	fmt.Fprint(w, s.Cgroup)
 	if s.Path != "" && s.Path != s.Cgroup {
@@ -128,7 +128,7 @@ func ruleRow(r *api.TuneRuleStatus) string {
 	}
 	open, retransmits, rtos, rtt := "-", "-", "-", "-"
 	if r.Observe != string(config.ObserveOff) {
-		// A connection that never was established closes too.
+		// A connection that was never established is closed too.
 		open = fmt.Sprint(r.Connections - min(r.Closed, r.Connections))
 		retransmits = fmt.Sprint(r.Retransmits)
 		if r.Retransmits > 0 && r.Segments > 0 {
@@ -145,7 +145,7 @@ func ruleRow(r *api.TuneRuleStatus) string {
 
 const matchWidth = 50
 
-// ruleNotes are the lines below a rule: what the table has no room for.
+// ruleNotes returns the notes below a rule: values without a column.
 func ruleNotes(r *api.TuneRuleStatus) []string {
 	var notes []string
 	if len(r.Match) > matchWidth {
@@ -175,14 +175,14 @@ func ruleNotes(r *api.TuneRuleStatus) []string {
 	return notes
 }
 
-// annotated writes a table with notes below each row, indented.
+// annotated writes a table with indented notes below each row.
 func annotated(w io.Writer, rows []string, notes [][]string) {
 	var text bytes.Buffer
 	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
 	for _, row := range rows {
 		fmt.Fprintln(table, row)
 	}
-	// A buffer takes all that is written.
+	// Writing to a buffer cannot fail.
 	_ = table.Flush()
 	for i := range rows {
 		line, _ := text.ReadString('\n')

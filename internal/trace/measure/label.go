@@ -13,10 +13,8 @@ import (
 	"sockeye/internal/config"
 )
 
-// Label names a group in a line: replies 192.0.2.0/24 :1790 udp tune_rule=x
-// arm=control, or replies other. Groups of rules have different labels. What is
-// TCP and what is not known is left out; text that would not read as one word is
-// quoted.
+// Label names a group in one line: replies 192.0.2.0/24 :1790 udp tune_rule=x arm=control, or replies other. Groups
+// of different rules have different labels. TCP and unknown values are omitted, and text with spaces is quoted.
 func (g Group) Label() string {
 	var words []string
 	add := func(key, value string) {
@@ -51,7 +49,7 @@ func (g Group) Label() string {
 	return strings.Join(words, " ")
 }
 
-// word quotes what could be taken for several words, or for none.
+// word quotes text that would read as several words or as none.
 func word(s string) string {
 	if strings.ContainsFunc(s, func(r rune) bool {
 		return r == '"' || r == unicode.ReplacementChar || unicode.IsSpace(r) || !unicode.IsPrint(r)
@@ -61,14 +59,14 @@ func word(s string) string {
 	return s
 }
 
-// SelectorError is what is wrong with a selector of groups.
+// SelectorError is the error about a selector of groups.
 type SelectorError struct {
 	Selector string
 	Message  string
-	Hint     string // often empty
+	Hint     string // may be empty
 }
 
-// Error is one line, followed by a line "  hint: ..." where there is a hint.
+// Error returns one line, followed by a line "  hint: ..." if there is a hint.
 func (e *SelectorError) Error() string {
 	s := fmt.Sprintf("selector %q: %s", e.Selector, e.Message)
 	if e.Hint != "" {
@@ -77,11 +75,11 @@ func (e *SelectorError) Error() string {
 	return s
 }
 
-// condition is what a selector asks of a group.
+// condition is one condition of a selector.
 type condition func(Group) bool
 
-// selectorKeys are the keys of selectors, each with the reader of its value. A
-// reader gives a nil condition for a value that it does not take, and a hint.
+// selectorKeys are the keys of selectors, with the parser of their values. A parser returns nil and a hint for an
+// invalid value.
 var selectorKeys = []struct {
 	key  string
 	read func(value string) (condition, string)
@@ -150,7 +148,7 @@ func readOther(value string) (condition, string) {
 	return func(g Group) bool { return g.Other == (value == "true") }, ""
 }
 
-// parseSelector reads key=value[,key=value]. What it selects meets all conditions.
+// parseSelector parses key=value[,key=value]. A group must meet all conditions.
 func parseSelector(selector string) ([]condition, error) {
 	refuse := func(message, hint string) error {
 		return &SelectorError{Selector: selector, Message: message, Hint: hint}
@@ -200,13 +198,11 @@ func meets(g Group, conditions []condition) bool {
 	return true
 }
 
-// MatchGroup tells whether a group is one that a selector means. Selectors are
-// written key=value[,key=value], with the keys rule, protocol, remote, port,
-// service, cgroup, tune_rule, arm and other; a group must meet all of them. A
-// remote prefix or address means the groups whose prefix overlaps it; other=true
-// what was counted together because there were too many groups. Service,
-// tune_rule and arm may be none. The empty selector means all groups. An error is
-// a [*SelectorError].
+// MatchGroup reports whether a selector matches a group. A selector has the form key=value[,key=value] with the keys
+// rule, protocol, remote, port, service, cgroup, tune_rule, arm and other; a group must meet all conditions. A remote
+// prefix or address matches groups whose prefix overlaps it; other=true matches what was counted together because
+// there were too many groups. service, tune_rule and arm may be none. The empty selector matches all groups. The
+// error is a [*SelectorError].
 func MatchGroup(selector string, g Group) (bool, error) {
 	conditions, err := parseSelector(selector)
 	if err != nil {

@@ -150,7 +150,7 @@ func countEnds(counts []uint64, names []Outcome, into map[Outcome]uint64) (sum u
 func (r *Result) addSent(s *bpf.TraceStats, stages []config.Stage) {
 	r.Bytes, r.Unqueued, r.Undriven = s.Bytes, s.Unqueued, s.Undriven
 	ended := countEnds(s.Outcome[:], Outcomes, r.Outcomes)
-	// Both are read while messages come and go: an end may be seen without its
+	// The counters are read while messages are sent: an outcome may be visible before its choice.
 	r.Chosen = max(s.Chosen, ended)
 	r.InFlight = r.Chosen - ended
 	for i, stage := range txStages {

@@ -12,11 +12,10 @@ import (
 	"sockeye/internal/bpf"
 )
 
-// Clock is what CLOCK_REALTIME is ahead of CLOCK_MONOTONIC.
+// Clock is CLOCK_REALTIME minus CLOCK_MONOTONIC.
 type Clock time.Duration
 
-// Time is the real time at which CLOCK_MONOTONIC was at that many nanoseconds;
-// the zero time for 0.
+// Time converts nanoseconds of CLOCK_MONOTONIC to the real time; 0 is the zero time.
 func (c Clock) Time(monotonic int64) time.Time {
 	if monotonic == 0 {
 		return time.Time{}
@@ -26,118 +25,115 @@ func (c Clock) Time(monotonic int64) time.Time {
 
 // Limits of the assembler.
 const (
-	// DefaultWindow is how many packets are remembered at most.
+	// DefaultWindow is the default maximum number of remembered packets.
 	DefaultWindow = 16384
-	// maxPointers bounds what is remembered of where a packet's segments were.
+	// maxPointers is the maximum number of segment positions per packet.
 	maxPointers = 1024
-	// maxCluster bounds how many packets that overlap are told apart. TCP makes
-	// few.
+	// maxCluster is the maximum number of overlapping packets that are told apart. TCP makes few.
 	maxCluster = 256
 )
 
-// Times within which events belong together, nanoseconds.
+// Maximum times between related events, in nanoseconds.
 const (
-	// nextHop is from a driver to the queueing discipline of the device below.
+	// nextHop is the time from a driver to the queueing discipline of the lower interface.
 	nextHop = int64(50 * time.Millisecond)
-	// sameCall is from the queueing discipline to TCP's word that it was a
-	// retransmission.
+	// sameCall is the time from the queueing discipline to TCP's event of the retransmission.
 	sameCall = int64(time.Millisecond)
-	// settle is how long further hops of a packet that nobody acknowledges may take.
+	// settle is the time for further hops of a packet without acknowledgement.
 	settle = int64(10 * time.Millisecond)
-	// giveUp is how long a driver is waited for, or a word that something has
-	// arrived twice, at most.
+	// giveUp is the maximum time to wait for a driver, or for a D-SACK.
 	giveUp = int64(time.Second)
 )
 
-// Assembler makes packets of events. It remembers those of which more may become
-// known, and emits all in the order of their times.
+// Assembler assembles packets from events. It keeps packets until no further event is expected, and emits them in the
+// order of their times.
 type Assembler struct {
 	clock  Clock
 	window int
 	emit   func(*Packet) error
 
-	mine, peer sequence
-	order      []*packet // not emitted yet; from Number emitted+1 on
-	emitted    int
-	flight     []*packet // sent, with bytes from una on or not accounted for; by start, then number
-	widest     int64     // sequence numbers of a packet
-	resent     []*packet // those of order that overlap others
-	byPointer  map[uint64]*packet
-	lastSent   *packet
-	lastReceived    bpf.PacketHeader // the last packet received
-	unaSet     bool
-	una        int64 // the first byte that is not acknowledged
-	sentSet    bool
-	sent       int64 // after the last byte seen
-	rtt        int64 // smoothed, nanoseconds; 0: not known
-	leastRTT   int64
-	now        int64 // of the last event
-	names      map[uint32]string
-	summary    Summary
+	mine, peer   sequence
+	order        []*packet // not emitted yet; starts with Number emitted+1
+	emitted      int
+	flight       []*packet // sent packets with bytes that are not acknowledged or not assigned; sorted by start and number
+	widest       int64     // length of the longest packet in sequence numbers
+	resent       []*packet // packets of order that overlap others
+	byPointer    map[uint64]*packet
+	lastSent     *packet
+	lastReceived bpf.PacketHeader // last received packet
+	unaSet       bool
+	una          int64 // SND.UNA: first unacknowledged sequence number
+	sentSet      bool
+	sent         int64 // SND.MAX as seen: after the last sequence number
+	rtt          int64 // smoothed RTT in nanoseconds; 0 if unknown
+	leastRTT     int64
+	now          int64 // time of the last event
+	names        map[uint32]string
+	summary      Summary
 }
 
-// packet is one that is remembered.
+// packet is a packet that the assembler remembers.
 type packet struct {
 	Packet
 	at                                int64 // as Time
 	span                              span  // with SYN and FIN
-	left                              spans // not accounted for
+	left                              spans // parts not yet assigned to an acknowledgement
 	lost                              spans
-	credited, needless                int64 // sequence numbers
+	credited, needless                int64 // counts of sequence numbers
 	firstAcked, acked, doneAt, driver int64
 	hops                              []hop
 	pointers                          []uint64
-	last                              bpf.PacketHeader // the last event of a driver
+	last                              bpf.PacketHeader // last event of a driver
 	options                           options
 	gso                               uint16
-	root                              *packet // the first of its first byte, for retransmissions
-	flying                            bool    // it is in Assembler.flight
-	resent                            bool    // it is in Assembler.resent
+	root                              *packet // first packet that sent its first byte, for retransmissions
+	flying                            bool    // in Assembler.flight
+	resent                            bool    // in Assembler.resent
 	emitted                           bool
 	split                             bool
-	device                            bool // somebody below the driver splits it
+	device                            bool // split below the driver
 }
 
 type hop struct {
 	Hop
 	device         uint32
 	queued, driver int64
-	bytes          int64 // sequence numbers that the driver got
-	wire           int   // segments that this makes
+	bytes          int64 // sequence numbers that reached the driver
+	wire           int   // segments on the wire
 }
 
-// Summary counts what an assembler has seen.
+// Summary counts the events and packets of a capture.
 type Summary struct {
-	From            time.Time    `json:"from,omitzero"` // the first event
-	To              time.Time    `json:"to,omitzero"`   // the last one
+	From            time.Time    `json:"from,omitzero"` // time of the first event
+	To              time.Time    `json:"to,omitzero"`   // time of the last event
 	Sent            int          `json:"sent"`          // packets
 	Received        int          `json:"received"`
-	SentBytes       int64        `json:"sent_bytes"` // of payload, retransmissions included
+	SentBytes       int64        `json:"sent_bytes"` // payload, with retransmissions
 	ReceivedBytes   int64        `json:"received_bytes"`
-	Segments        int          `json:"segments"` // that packets sent were split into, as far as drivers got them
+	Segments        int          `json:"segments"` // segments of sent packets that reached drivers
 	Retransmissions int          `json:"retransmissions"`
-	Fates           map[Fate]int `json:"fates"` // of packets sent, but for those without one
-	// Unseen are sequence numbers between those of packets sent that no packet was
-	// seen to send: events were lost, or did not come.
+	Fates           map[Fate]int `json:"fates"` // sent packets by fate, except those without one
+	// Unseen counts sequence numbers between those of sent packets for which no packet was seen: events were lost
+	// or missing.
 	Unseen int64 `json:"unseen,omitempty"`
-	// Strays are parts of packets whose beginning was not seen. Unreadable are
-	// packets without a TCP header that could be found: encrypted ones.
+	// Strays counts parts of packets whose start was not seen. Unreadable counts packets without a readable TCP
+	// header, such as encrypted ones.
 	Strays     int `json:"strays,omitempty"`
 	Unreadable int `json:"unreadable,omitempty"`
-	// Unfinished are packets that had to be forgotten before they were accounted
-	// for; their fate is as far as it was known.
+	// Unfinished counts packets that were dropped from memory before they were complete; their fate is
+	// incomplete.
 	Unfinished int    `json:"unfinished,omitempty"`
 	Events     uint64 `json:"events"`
-	State      string `json:"state,omitempty"` // of the connection, the last one seen
+	State      string `json:"state,omitempty"` // last seen state of the connection
 
-	// Whoever reads the events fills in these.
-	LostEvents uint64   `json:"lost_events"`       // that found no room
-	Missing    []string `json:"missing,omitempty"` // tracepoints that the kernel does not have
+	// The reader of the events sets the following fields.
+	LostEvents uint64   `json:"lost_events"`       // lost because the buffer was full
+	Missing    []string `json:"missing,omitempty"` // tracepoints that the kernel lacks
 	Stopped    Reason   `json:"stopped,omitempty"`
 }
 
-// NewAssembler makes an assembler that remembers at most window packets; 0 means
-// DefaultWindow. An error of emit ends Add or Close, and is returned.
+// NewAssembler returns an assembler that remembers at most window packets; 0 is DefaultWindow. An error of emit ends
+// Add or Close, which return it.
 func NewAssembler(clock Clock, window int, emit func(*Packet) error) *Assembler {
 	if window <= 0 {
 		window = DefaultWindow
@@ -149,8 +145,8 @@ func NewAssembler(clock Clock, window int, emit func(*Packet) error) *Assembler 
 	}
 }
 
-// Add takes an event. Events are expected in the order in which they happened;
-// whatever else comes gives packets that say less.
+// Add processes an event. Events are expected in the order in which they happened; other orders give less complete
+// packets.
 func (a *Assembler) Add(e *bpf.PacketEvent) error {
 	h := &e.PacketHeader
 	a.summary.Events++
@@ -178,7 +174,7 @@ func (a *Assembler) Add(e *bpf.PacketEvent) error {
 	return a.flush(false)
 }
 
-// Close emits what is left, and returns what was seen.
+// Close emits the remaining packets and returns the summary.
 func (a *Assembler) Close() (*Summary, error) {
 	err := a.flush(true)
 	return &a.summary, err
@@ -212,9 +208,9 @@ func stateName(state uint8) string {
 	return strconv.Itoa(int(state))
 }
 
-// add makes a packet of an event with bytes.
+// add creates a packet for an event with sequence numbers.
 func (a *Assembler) add(e *bpf.PacketEvent) *packet {
-	// Here, as other hops may be in another namespace.
+	// The name is taken here, because other hops may be in another namespace.
 	if e.Ifindex != 0 && e.Name[0] != 0 {
 		a.names[e.Ifindex] = name(&e.PacketHeader)
 	}
@@ -235,7 +231,7 @@ func (a *Assembler) add(e *bpf.PacketEvent) *packet {
 	return p
 }
 
-// queue takes the event of a packet that reaches a queueing discipline.
+// handleQueue processes the arrival of a packet at a queueing discipline.
 func (a *Assembler) handleQueue(e *bpf.PacketEvent) {
 	h := &e.PacketHeader
 	at := int64(h.Time)
@@ -277,7 +273,7 @@ func (a *Assembler) handleQueue(e *bpf.PacketEvent) {
 	}
 	a.sentSet, a.sent = true, max(a.sent, p.span.end)
 	if a.unaSet {
-		// What is acknowledged already.
+		// Parts that are already acknowledged.
 		p.left = p.left.without(span{least, a.una})
 		p.needless = p.span.length() - p.left.length()
 		if len(p.left) == 0 {
@@ -294,7 +290,7 @@ func byStart(p, q *packet) int {
 	return cmp.Or(cmp.Compare(p.span.start, q.span.start), cmp.Compare(p.Number, q.Number))
 }
 
-// control is how many sequence numbers a packet's flags take.
+// control returns the number of sequence numbers of SYN and FIN.
 func (p *packet) control() (n int64) {
 	if p.Flags&FlagSYN != 0 {
 		n++
@@ -305,15 +301,15 @@ func (p *packet) control() (n int64) {
 	return n
 }
 
-// continues tells whether an event of a queueing discipline is about what the
-// last driver got: an interface on top of another.
+// continues reports whether an event of a queueing discipline is a further hop of the packet that the last driver
+// got: the interface is on top of another.
 func (p *packet) continues(h *bpf.PacketHeader) bool {
 	last := &p.last
 	return last.Time != 0 && last.Skb == h.Skb && last.Device != h.Device && int64(h.Time-last.Time) <= nextHop &&
 		(h.Flags&bpf.PacketTCP == 0 || last.Flags&bpf.PacketTCP == 0 || last.Seq == h.Seq && last.Length == h.Length)
 }
 
-// hop finds or makes the hop at the interface of an event.
+// hop finds or creates the hop at the interface of an event.
 func (p *packet) hop(h *bpf.PacketHeader) *hop {
 	for i := range p.hops {
 		if p.hops[i].device == h.Device {
@@ -332,7 +328,7 @@ func (a *Assembler) point(p *packet, pointer uint64) {
 	p.pointers = append(p.pointers, pointer)
 }
 
-// repeat notes that a packet sends again what was sent before.
+// markRetransmission records that a packet repeats bytes that were sent before.
 func (a *Assembler) markRetransmission(p *packet) {
 	p.Sent.Retransmission = &Retransmission{Ordinal: 1}
 	a.summary.Retransmissions++
@@ -366,7 +362,7 @@ func (a *Assembler) overlapped(p *packet) {
 	}
 }
 
-// overlapping are the packets remembered that have sent some of a span.
+// overlapping yields the remembered packets that overlap a span.
 func (a *Assembler) overlapping(s span) iter.Seq[*packet] {
 	return func(yield func(*packet) bool) {
 		for p := range a.inFlight(s) {
@@ -382,7 +378,7 @@ func (a *Assembler) overlapping(s span) iter.Seq[*packet] {
 	}
 }
 
-// underWay are those of overlapping that are not below a.una, in order.
+// inFlight yields the overlapping packets that are not below a.una, in order.
 func (a *Assembler) inFlight(s span) iter.Seq[*packet] {
 	return func(yield func(*packet) bool) {
 		first, _ := slices.BinarySearchFunc(a.flight, s.start, func(p *packet, start int64) int {
@@ -399,7 +395,7 @@ func (a *Assembler) inFlight(s span) iter.Seq[*packet] {
 	}
 }
 
-// drive takes the event of a driver that gets a packet or a part of it.
+// handleDriver processes the arrival of a packet, or of a part of it, at a driver.
 func (a *Assembler) handleDriver(h *bpf.PacketHeader) {
 	at := int64(h.Time)
 	known := h.Flags&bpf.PacketTCP != 0
@@ -429,8 +425,7 @@ func (a *Assembler) handleDriver(h *bpf.PacketHeader) {
 
 func (p *packet) contains(s span) bool { return p.span.start <= s.start && s.end <= p.span.end }
 
-// holder finds the packet of which a segment is a part: the first that waits for
-// the driver, else the last.
+// holder finds the packet of a segment: the first one that waits for the driver, otherwise the last one.
 func (a *Assembler) holder(h *bpf.PacketHeader, s span) (found *packet) {
 	waits := false
 	for p := range a.overlapping(s) {
@@ -447,7 +442,7 @@ func (a *Assembler) holder(h *bpf.PacketHeader, s span) (found *packet) {
 	return found
 }
 
-// retransmit takes TCP's word that what it has just sent was sent before.
+// handleRetransmit processes TCP's event that the last packet was a retransmission.
 func (a *Assembler) handleRetransmit(h *bpf.PacketHeader) {
 	p := a.lastSent
 	if p == nil || p.emitted || int64(h.Time)-p.at > sameCall {
@@ -457,14 +452,14 @@ func (a *Assembler) handleRetransmit(h *bpf.PacketHeader) {
 		return
 	}
 	if p.Sent.Retransmission == nil {
-		// It was sent before anything was seen.
+		// The first transmission was before the capture.
 		p.Sent.Retransmission = &Retransmission{Ordinal: 1}
 		a.summary.Retransmissions++
 	}
 	p.Sent.Retransmission.Cause = cause(h.Congestion)
 }
 
-// cause reads enum tcp_ca_state of linux/tcp.h.
+// cause converts enum tcp_ca_state of linux/tcp.h.
 func cause(state uint8) Cause {
 	switch state {
 	case 4: // TCP_CA_Loss
@@ -475,7 +470,7 @@ func cause(state uint8) Cause {
 	return CauseProbe
 }
 
-// receive takes the event of a packet that the connection receives.
+// handleReceive processes a received packet.
 func (a *Assembler) handleReceive(e *bpf.PacketEvent) {
 	h, last := &e.PacketHeader, &a.lastReceived
 	if h.Flags&bpf.PacketTCP == 0 {
@@ -485,7 +480,7 @@ func (a *Assembler) handleReceive(e *bpf.PacketEvent) {
 	early := h.Flags&bpf.PacketEarly != 0
 	if early && h.Skb == last.Skb && h.Device != last.Device && int64(h.Time-last.Time) <= nextHop &&
 		h.Seq == last.Seq && h.Ack == last.Ack && h.Length == last.Length && h.Tcp == last.Tcp {
-		return // the same on a device above
+		return // the same packet on an upper interface
 	}
 	p := a.add(e)
 	r := &Received{Early: early}
@@ -502,8 +497,7 @@ func (a *Assembler) handleReceive(e *bpf.PacketEvent) {
 	a.lastReceived = *h
 }
 
-// selective reads the blocks of a selective acknowledgement, and takes the peer's
-// word of what came twice (RFC 2883).
+// selective returns the SACK blocks of a packet, and processes a D-SACK (RFC 2883).
 func (a *Assembler) selective(p *packet) (blocks []span) {
 	for _, b := range p.options.sack[:p.options.blocks] {
 		s := span{a.mine.at(b[0]), a.mine.at(b[1])}
@@ -526,7 +520,7 @@ func (a *Assembler) selective(p *packet) (blocks []span) {
 	return blocks
 }
 
-// twice takes back that some of a packet was lost.
+// undoLoss records that a part counted as lost has arrived.
 func (p *packet) undoLoss(s span) {
 	p.Sent.Twice = true
 	before := p.lost.length()
@@ -534,8 +528,8 @@ func (p *packet) undoLoss(s span) {
 	p.credited += before - p.lost.length()
 }
 
-// acknowledge takes an acknowledgement of all before ack, and of blocks. by is
-// nil if the packet that brought it was not seen.
+// acknowledge processes an acknowledgement of all sequence numbers before ack, and of SACK blocks. by is nil if the
+// acknowledging packet was not seen.
 func (a *Assembler) acknowledge(at int64, by *packet, ack int64, o options, blocks []span) {
 	w := &ackEvent{at: at, by: by, options: o, edge: least}
 	before := int64(least)
@@ -557,7 +551,7 @@ func (a *Assembler) acknowledge(at int64, by *packet, ack int64, o options, bloc
 	}
 }
 
-// land takes out of a.flight what is below a.una.
+// removeAcked removes packets below a.una from a.flight.
 func (a *Assembler) removeAcked() {
 	n, _ := slices.BinarySearchFunc(a.flight, a.una, func(p *packet, una int64) int { return cmp.Compare(p.span.start, una) })
 	kept := a.flight[:0:0]
@@ -573,17 +567,17 @@ func (a *Assembler) removeAcked() {
 	a.flight = a.flight[n-len(kept):]
 }
 
-// word is an acknowledgement, and what it was found to be of.
+// ackEvent is an acknowledgement, with the packets that it acknowledges.
 type ackEvent struct {
 	at        int64
 	by        *packet
 	options   options
-	edge      int64 // where the peer's timestamp tells which packet it answers
+	edge      int64 // the echoed timestamp identifies the packet
 	selective bool
-	packets   []int // those that are acknowledged to the end
+	packets   []int // completely acknowledged packets
 }
 
-// account finds out which packets brought what is acknowledged.
+// account finds the packets that delivered the acknowledged sequence numbers.
 func (a *Assembler) account(w *ackEvent, s span) {
 	if s.length() <= 0 {
 		return
@@ -607,7 +601,7 @@ func (a *Assembler) account(w *ackEvent, s span) {
 	a.settleCluster(w, s, cluster)
 }
 
-// settleCluster accounts for packets of which each overlaps another.
+// settleCluster assigns an acknowledgement to a group of overlapping packets.
 func (a *Assembler) settleCluster(w *ackEvent, s span, cluster []*packet) {
 	if len(cluster) == 0 {
 		return
@@ -669,10 +663,8 @@ func (a *Assembler) settleCluster(w *ackEvent, s span, cluster []*packet) {
 	}
 }
 
-// plausible tells whether an acknowledgement can be the answer to a packet of
-// which an earlier one has sent the same: it comes no sooner than half of the
-// least round trip later, and it does not repeat the timestamp of the earlier
-// one (RFC 3522).
+// plausible reports whether an acknowledgement can be the answer to a packet that repeats earlier bytes: it arrives
+// at least half of the minimum RTT later, and it does not echo the timestamp of the earlier packet (RFC 3522).
 func (a *Assembler) plausible(w *ackEvent, p *packet, s span) bool {
 	if p.driver == 0 || w.at-p.driver < a.leastRTT/2 {
 		return false
@@ -690,7 +682,7 @@ func (a *Assembler) measure(rtt int64) {
 	a.leastRTT = min(a.leastRTT, rtt)
 }
 
-// credit says that a part of the packet has arrived.
+// acknowledgePart records that a part of the packet has arrived.
 func (p *packet) acknowledgePart(w *ackEvent, s span) {
 	if s.length() <= 0 {
 		return
@@ -713,7 +705,7 @@ func (p *packet) acknowledgePart(w *ackEvent, s span) {
 	}
 }
 
-// take says that a part of the packet is accounted for.
+// settlePart records that a part of the packet is assigned.
 func (p *packet) settlePart(w *ackEvent, s span) {
 	p.left = p.left.without(s)
 	if len(p.left) == 0 {
@@ -721,7 +713,7 @@ func (p *packet) settlePart(w *ackEvent, s span) {
 	}
 }
 
-// payload is how many bytes of a span are neither SYN nor FIN.
+// payload returns the number of bytes of a span without SYN and FIN.
 func (p *packet) payload(s span) int {
 	data := span{p.span.end - int64(p.Length), p.span.end}
 	if p.Flags&FlagFIN != 0 {
@@ -731,7 +723,7 @@ func (p *packet) payload(s span) int {
 	return int(s.and(data).length())
 }
 
-// ranges makes ranges of numbers.
+// ranges converts packet numbers to ranges.
 func ranges(numbers []int) (all []Range) {
 	slices.Sort(numbers)
 	for _, n := range numbers {
@@ -744,7 +736,7 @@ func ranges(numbers []int) (all []Range) {
 	return all
 }
 
-// flush emits packets until one of which more may become known.
+// flush emits packets up to the first one that is not complete.
 func (a *Assembler) flush(all bool) error {
 	for len(a.order) > 0 {
 		p := a.order[0]
@@ -769,7 +761,7 @@ func (a *Assembler) flush(all bool) error {
 	return nil
 }
 
-// finished tells whether all is known of a packet.
+// finished reports whether no further event of a packet is expected.
 func (a *Assembler) finished(p *packet) bool {
 	age := a.now - p.at
 	switch {
@@ -780,7 +772,7 @@ func (a *Assembler) finished(p *packet) bool {
 	case len(p.left) > 0:
 		return false
 	case p.resent:
-		// A word that it arrived twice comes a round trip later.
+		// A D-SACK arrives one round trip later.
 		wait := giveUp
 		if a.rtt > 0 {
 			wait = min(max(2*a.rtt, settle), giveUp)
@@ -790,7 +782,7 @@ func (a *Assembler) finished(p *packet) bool {
 	return true
 }
 
-// conclude fills in what became of a packet, and forgets it.
+// conclude sets the fate of a packet and removes the packet from memory.
 func (a *Assembler) conclude(p *packet) {
 	s := p.Sent
 	s.Driver, s.FirstAcked, s.Acked = a.clock.Time(p.driver), a.clock.Time(p.firstAcked), a.clock.Time(p.acked)

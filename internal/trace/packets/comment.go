@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// Comment says in one line what became of the packet, such as "qdisc 12.3 us,
-// driver to ACK 10.2 ms; retransmission 1 of seq 1001 after 204 ms".
+// Comment describes the packet in one line, such as "qdisc 12.3 us, driver to ACK 10.2 ms; retransmission 1 of seq
+// 1001 after 204 ms".
 func (p *Packet) Comment() string {
 	if p.Sent != nil {
 		return strings.Join(p.sentParts(), "; ")
@@ -118,14 +118,14 @@ func (r *Received) parts() []string {
 
 func (b Block) String() string { return fmt.Sprintf("%d-%d", b.Start, b.End) }
 
-// short gives a time with three digits.
+// short formats a duration with three digits.
 func short(d time.Duration) string {
 	value, unit := float64(d), "ns"
 	for _, larger := range []struct {
 		factor float64
 		unit   string
 	}{{1e3, "µs"}, {1e3, "ms"}, {1e3, "s"}} {
-		// 999.5 would be rounded to four digits.
+		// 999.5 is rounded to four digits.
 		if value < 999.5 && value > -999.5 {
 			break
 		}

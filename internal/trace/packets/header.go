@@ -4,7 +4,7 @@ package packets
 
 import "encoding/binary"
 
-// Options of a TCP header, and kinds of headers on the way to it.
+// TCP options, and header types.
 const (
 	optionEnd       = 0
 	optionNop       = 1
@@ -17,16 +17,15 @@ const (
 	protocolDestination = 60
 )
 
-// options are what the assembler reads of a TCP header's options.
+// options are the TCP options that the assembler uses.
 type options struct {
 	timestamps   bool
-	value, reply uint32 // of the timestamps
+	value, reply uint32 // TSval and TSecr
 	sack         [4][2]uint32
 	blocks       int
 }
 
-// parseOptions reads the options of an IP packet that begins with b, as far as
-// these bytes go.
+// parseOptions parses the TCP options of an IP packet, as far as the captured bytes reach.
 func parseOptions(b []byte) (o options) {
 	b = tcpHeader(b)
 	if len(b) < 20 {
@@ -59,7 +58,7 @@ func parseOptions(b []byte) (o options) {
 	return o
 }
 
-// tcpHeader is the part of an IP packet from its TCP header on; nil without one.
+// tcpHeader returns the part of an IP packet from its TCP header on, or nil.
 func tcpHeader(b []byte) []byte {
 	if len(b) < 20 {
 		return nil

@@ -19,7 +19,7 @@ const (
 	blockPacket     = 6
 
 	byteOrderMagic = 0x1a2b3c4d
-	linkTypeRaw    = 101 // IPv4 or IPv6, by the first four bits
+	linkTypeRaw    = 101 // IPv4 or IPv6, by the version field
 
 	optComment    = 1
 	shbOS         = 3
@@ -28,27 +28,27 @@ const (
 	ifTsresol     = 9
 	epbFlags      = 2
 	isbIfdrop     = 5
-	nanoseconds   = 9 // of ifTsresol
-	directionIn   = 1 // of epbFlags
+	nanoseconds   = 9 // value of ifTsresol
+	directionIn   = 1 // value of epbFlags
 	directionOut  = 2
 	maxPcapOption = 65532
 )
 
-// Writer writes packets as pcapng, for Wireshark: each with its Comment.
+// Writer writes packets in the pcapng format of Wireshark. Each packet has its Comment.
 type Writer struct {
 	w          io.Writer
 	interfaces map[int]uint32
 	block      []byte
 }
 
-// NewWriter begins a file. about says of what it is, and by which program.
+// NewWriter writes the section and interface headers. about describes the capture, and program the writing program.
 func NewWriter(w io.Writer, about, program string) (*Writer, error) {
 	p := &Writer{w: w, interfaces: make(map[int]uint32)}
 	p.begin(blockSection)
 	p.u32(byteOrderMagic)
 	p.block = binary.LittleEndian.AppendUint16(p.block, 1) // version 1.0
 	p.block = binary.LittleEndian.AppendUint16(p.block, 0)
-	p.u64(^uint64(0)) // the length of the section is not said
+	p.u64(^uint64(0)) // unspecified section length
 	p.text(optComment, about)
 	p.text(shbOS, "Linux")
 	p.text(shbUserAppl, program)
@@ -58,7 +58,7 @@ func NewWriter(w io.Writer, about, program string) (*Writer, error) {
 	return p, nil
 }
 
-// Write writes a packet. One of which no header was captured is left out.
+// Write writes a packet. Packets without a captured header are left out.
 func (p *Writer) Write(packet *Packet) error {
 	if len(packet.Header) == 0 {
 		return nil
@@ -92,7 +92,7 @@ func (p *Writer) addInterface(name string) error {
 	p.begin(blockInterface)
 	p.block = binary.LittleEndian.AppendUint16(p.block, linkTypeRaw)
 	p.block = binary.LittleEndian.AppendUint16(p.block, 0)
-	p.u32(uint32(bpf.PacketBytes)) // the snapshot length
+	p.u32(uint32(bpf.PacketBytes)) // snapshot length
 	if name == "" {
 		name = "unknown"
 	}
@@ -101,8 +101,7 @@ func (p *Writer) addInterface(name string) error {
 	return p.end()
 }
 
-// Close ends the file with what the summary says was lost. It does not close the
-// io.Writer.
+// Close writes the interface statistics with the losses of the summary. Close does not close the io.Writer.
 func (p *Writer) Close(s *Summary) error {
 	if len(p.interfaces) == 0 || s.LostEvents == 0 {
 		return nil
@@ -123,9 +122,9 @@ func (p *Writer) begin(kind uint32) {
 	p.u32(0) // the length
 }
 
-// end writes the block, with its length before and behind.
+// end writes the block, with its length before and after.
 func (p *Writer) end() error {
-	p.block = binary.LittleEndian.AppendUint32(p.block, 0) // the end of options
+	p.block = binary.LittleEndian.AppendUint32(p.block, 0) // opt_endofopt
 	length := uint32(len(p.block) + 4)
 	p.u32(length)
 	binary.LittleEndian.PutUint32(p.block[4:], length)
@@ -138,7 +137,7 @@ func (p *Writer) end() error {
 func (p *Writer) u32(v uint32) { p.block = binary.LittleEndian.AppendUint32(p.block, v) }
 func (p *Writer) u64(v uint64) { p.block = binary.LittleEndian.AppendUint64(p.block, v) }
 
-// bytes are padded to 32 bits.
+// bytes appends bytes with padding to 32 bits.
 func (p *Writer) bytes(b []byte) {
 	p.block = append(p.block, b...)
 	for len(p.block)%4 != 0 {

@@ -2,15 +2,14 @@
 
 package packets
 
-// sequence makes relative numbers, which do not wrap, of the sequence numbers of
-// one direction.
+// sequence converts the sequence numbers of one direction to relative numbers, which do not wrap.
 type sequence struct {
 	set  bool
 	base uint32
-	last int64 // the highest that is sure
+	last int64 // highest verified number
 }
 
-// at gives the relative number; the first one ever asked for is 1.
+// at returns the relative number of a sequence number. The first number is 1.
 func (s *sequence) at(raw uint32) int64 {
 	if !s.set {
 		s.set, s.base, s.last = true, raw-1, 1
@@ -18,27 +17,27 @@ func (s *sequence) at(raw uint32) int64 {
 	return s.last + int64(int32(raw-s.base-uint32(s.last)))
 }
 
-// sure is at, of a number that is not the peer's claim.
+// sure is at for a number that was sent, not only acknowledged by the peer.
 func (s *sequence) sure(raw uint32) int64 {
 	n := s.at(raw)
 	s.last = max(s.last, n)
 	return n
 }
 
-// Relative sequence numbers are between these; what spans them has a length.
+// Range of relative sequence numbers.
 const (
 	least = -1 << 61
 	most  = 1 << 61
 )
 
-// span is a range of relative sequence numbers; end is not included.
+// span is a range of relative sequence numbers, without end.
 type span struct{ start, end int64 }
 
 func (s span) and(o span) span { return span{max(s.start, o.start), min(s.end, o.end)} }
 
 func (s span) length() int64 { return max(0, s.end-s.start) }
 
-// spans are spans in order that do not touch.
+// spans are sorted spans that do not touch.
 type spans []span
 
 func (s spans) length() (n int64) {
@@ -57,7 +56,7 @@ func (s spans) overlap(o span) bool {
 	return false
 }
 
-// covers tells whether all of o is in one of them.
+// covers reports whether one span contains all of o.
 func (s spans) covers(o span) bool {
 	for _, one := range s {
 		if one.start <= o.start && o.end <= one.end {
@@ -67,7 +66,7 @@ func (s spans) covers(o span) bool {
 	return false
 }
 
-// without takes a span out.
+// without returns the spans without o.
 func (s spans) without(o span) spans {
 	if !s.overlap(o) {
 		return s

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package packets follows the packets of one TCP connection: it makes of the
-// events of bpf.Packets what became of each packet, from the queueing
-// discipline to the peer's acknowledgement, and writes it as pcapng.
+// Package packets follows the packets of one TCP connection from the queueing discipline to the acknowledgement of
+// the peer, by the events of bpf.Packets, and writes pcapng files.
 package packets
 
 import (
@@ -11,150 +10,145 @@ import (
 	"time"
 )
 
-// Packet is a packet that the connection sent or received: one that is handed
-// through the host in one piece, however many segments are on the wire. Either
-// Sent or Received is set.
+// Packet is a packet that the connection sent or received: one socket buffer, which may be several segments on the
+// wire. Either Sent or Received is set.
 //
-// Sequence numbers are relative: 1 is the first that was seen of its direction.
-// They do not wrap, and are negative of what was sent before.
+// Sequence numbers are relative: 1 is the first one seen in its direction. They do not wrap, and are negative for
+// earlier data.
 type Packet struct {
-	Number    int       `json:"number"` // from 1, in the order of Time
-	Time      time.Time `json:"time"`   // it reached the first queueing discipline; or TCP
+	Number    int       `json:"number"` // starts at 1, in the order of Time
+	Time      time.Time `json:"time"`   // arrival at the first queueing discipline, or at TCP
 	Interface string    `json:"interface"`
-	Index     int       `json:"ifindex"` // of the interface; 0 if it is not known
+	Index     int       `json:"ifindex"` // interface index; 0 if unknown
 	Seq       int64     `json:"seq"`
 	Ack       int64     `json:"ack"` // 0 without FlagACK
 	RawSeq    uint32    `json:"raw_seq"`
 	RawAck    uint32    `json:"raw_ack"`
-	Length    int       `json:"length"` // of the payload, bytes
-	Size      int       `json:"size"`   // of the IP packet, bytes
+	Length    int       `json:"length"` // payload in bytes
+	Size      int       `json:"size"`   // size of the IP packet in bytes
 	Flags     Flags     `json:"flags"`
 	Window    int       `json:"window"` // bytes
-	// Header is how the IP packet begins: its headers, and not much of the payload.
+	// Header is the start of the IP packet: its headers and little payload.
 	Header []byte `json:"header,omitempty"`
 
 	Sent     *Sent     `json:"sent,omitempty"`
 	Received *Received `json:"received,omitempty"`
 }
 
-// Sent is what became of a packet that was sent.
+// Sent describes a sent packet.
 type Sent struct {
 	Fate Fate `json:"fate,omitempty"`
-	// Driver is when the last of it reached the last driver. Zero: it did not.
+	// Driver is the time at which the last part reached the last driver; zero if none did.
 	Driver time.Time `json:"driver,omitzero"`
-	// FirstAcked and Acked are when the first and the last acknowledgement of it
-	// came, of those of its bytes that were not lost.
+	// FirstAcked and Acked are the times of the first and the last acknowledgement of the bytes that were not
+	// lost.
 	FirstAcked time.Time `json:"first_acked,omitzero"`
 	Acked      time.Time `json:"acked,omitzero"`
-	AckedBy    int       `json:"acked_by,omitempty"` // the packet received; 0: it was not seen
-	// Qdisc is from Packet.Time to Driver, Network from there to Acked.
+	AckedBy    int       `json:"acked_by,omitempty"` // number of the acknowledging packet; 0 if not seen
+	// Qdisc is the time from Packet.Time to Driver, Network the time from Driver to Acked.
 	Qdisc   time.Duration `json:"qdisc_ns,omitempty"`
 	Network time.Duration `json:"network_ns,omitempty"`
-	// AckedBytes and LostBytes are of the payload. Lost is a guess: these were sent
-	// again, and what came then acknowledges the later ones.
+	// AckedBytes and LostBytes are bytes of payload. LostBytes is an estimate: the bytes were sent again, and the
+	// acknowledgement is that of the later transmission.
 	AckedBytes int `json:"acked_bytes"`
 	LostBytes  int `json:"lost_bytes,omitempty"`
-	// Sacked tells that a selective acknowledgement of some of it came first.
+	// Sacked reports that a selective acknowledgement of a part came first.
 	Sacked bool `json:"sacked,omitempty"`
-	// Twice tells that the peer got some of it more than once, by its own account.
+	// Twice reports that the peer received a part more than once (D-SACK, RFC 2883).
 	Twice bool `json:"twice,omitempty"`
-	// Again is the first packet that repeats some of it; 0: none.
+	// Again is the number of the first packet that repeats a part; 0 for none.
 	Again          int             `json:"again,omitempty"`
 	Retransmission *Retransmission `json:"retransmission,omitempty"`
 	Split          *Split          `json:"split,omitempty"`
-	// Hops are the interfaces that it went through on this host, from first to last:
-	// more than one with VLANs, bonds, tunnels.
+	// Hops are the interfaces on the path in this host, in order: more than one with VLANs, bonds and tunnels.
 	Hops []Hop `json:"hops,omitempty"`
 }
 
-// Received is what a packet that was received tells.
+// Received describes a received packet.
 type Received struct {
-	// Acked are the bytes that it is the first to acknowledge, of packets that were
-	// seen; Packets are those of which nothing is left to acknowledge then.
+	// Acked counts the bytes of seen packets that this packet acknowledges first; Packets are the packets that it
+	// acknowledges completely.
 	Acked   int     `json:"acked"`
 	Packets []Range `json:"packets,omitempty"`
-	// Selective are the blocks of a selective acknowledgement, Twice the one that
-	// says what came more than once.
+	// Selective are the SACK blocks, and Twice the D-SACK block.
 	Selective []Block `json:"selective,omitempty"`
 	Twice     *Block  `json:"twice,omitempty"`
-	// Duplicate tells that it repeats the last acknowledgement while more is under
-	// way.
+	// Duplicate reports a duplicate acknowledgement (RFC 5681).
 	Duplicate bool `json:"duplicate,omitempty"`
-	// Early tells that it was seen when the host, not when TCP received it: one side
-	// has closed the connection.
+	// Early reports that the packet was seen when the host received it, not when TCP did, because one side has
+	// closed the connection.
 	Early bool `json:"early,omitempty"`
 }
 
-// Range is a range of Packet.Number, both ends included.
+// Range is a range of packet numbers, both ends included.
 type Range struct {
 	First int `json:"first"`
 	Last  int `json:"last"`
 }
 
-// Block is a range of relative sequence numbers; End is not included.
+// Block is a range of relative sequence numbers, without End.
 type Block struct {
 	Start int64 `json:"start"`
 	End   int64 `json:"end"`
 }
 
-// Retransmission is about a packet whose bytes, or some of them, were sent before.
+// Retransmission describes a packet that repeats bytes.
 type Retransmission struct {
-	Ordinal int `json:"ordinal"` // 1: for the first time again, as far as seen
-	// Of is the packet that sent its first byte first; 0: it was not seen. After is
-	// since that byte was sent last, and is not known then.
+	Ordinal int `json:"ordinal"` // 1 for the first retransmission seen
+	// Of is the number of the packet that sent its first byte first; 0 if not seen. After is the time since the
+	// last transmission of that byte; unknown if Of is 0.
 	Of    int           `json:"of,omitempty"`
 	After time.Duration `json:"after_ns,omitempty"`
 	Cause Cause         `json:"cause,omitempty"` // "": not known
 }
 
-// Cause is why TCP sends again.
+// Cause is the reason of a retransmission.
 type Cause string
 
 // The causes.
 const (
-	CauseTimeout Cause = "timeout" // and what is repeated after one
-	CauseFast    Cause = "fast"    // later packets were acknowledged
-	CauseProbe   Cause = "probe"   // of a lost tail
+	CauseTimeout Cause = "timeout" // retransmission timeout, and the retransmissions after it
+	CauseFast    Cause = "fast"    // fast retransmit: later packets were acknowledged
+	CauseProbe   Cause = "probe"   // tail loss probe
 )
 
-// Split is how a packet became segments.
+// Split describes how a packet was split into segments.
 type Split struct {
-	Segments int     `json:"segments"` // as far as drivers have them
-	Size     int     `json:"size"`     // payload of each but the last, bytes
+	Segments int     `json:"segments"` // segments that reached drivers
+	Size     int     `json:"size"`     // payload of each segment but the last, in bytes
 	By       Divider `json:"by"`
 }
 
-// Divider is who divides a packet into segments.
+// Divider is the part of the host that splits a packet.
 type Divider string
 
 // The dividers.
 const (
-	ByHost   Divider = "host"   // the kernel, before the driver
-	ByDevice Divider = "device" // or whoever gets it from the driver
+	ByHost   Divider = "host"   // the kernel (GSO), before the driver
+	ByDevice Divider = "device" // the interface (TSO), or the receiver on a virtual interface
 )
 
-// Hop is an interface on a packet's way out.
+// Hop is an interface on the path of a sent packet.
 type Hop struct {
 	Interface string    `json:"interface"`
 	Index     int       `json:"ifindex"`
-	Queued    time.Time `json:"queued,omitzero"` // the first of it; zero: it has no queueing discipline
-	Driver    time.Time `json:"driver,omitzero"` // the last of it; zero: it did not get there
-	Segments  int       `json:"segments"`        // packets that the driver got
+	Queued    time.Time `json:"queued,omitzero"` // time of the first part; zero without a queueing discipline
+	Driver    time.Time `json:"driver,omitzero"` // time of the last part; zero if none arrived
+	Segments  int       `json:"segments"`        // packets that reached the driver
 }
 
-// Fate is what became of a packet that was sent. Lost and needless are guesses:
-// by the order of events, their times, and the peer's timestamps.
+// Fate is the fate of a sent packet. Lost and needless are estimates by the order and the times of events, and by the
+// peer's timestamps.
 type Fate string
 
-// The fates. A packet that nobody acknowledges, such as an acknowledgement, has
-// none, unless it was dropped.
+// The fates. A packet that is never acknowledged, such as a pure acknowledgement, has no fate unless it was dropped.
 const (
 	Acknowledged   Fate = "acknowledged"
 	PartlyLost     Fate = "partly_lost"
 	Lost           Fate = "lost"
-	Dropped        Fate = "dropped"        // by this host: no driver got it
-	Needless       Fate = "needless"       // a retransmission of what had arrived
-	Unacknowledged Fate = "unacknowledged" // or only in part, until the end
+	Dropped        Fate = "dropped"        // dropped by this host before a driver
+	Needless       Fate = "needless"       // retransmission of bytes that had arrived
+	Unacknowledged Fate = "unacknowledged" // not acknowledged completely until the end
 )
 
 // Flags are the flags of a TCP header.
@@ -174,7 +168,7 @@ const (
 
 var flagNames = [...]string{"FIN", "SYN", "RST", "PSH", "ACK", "URG", "ECE", "CWR"}
 
-// String names the flags, as PSH,ACK.
+// String formats the flags as PSH,ACK.
 func (f Flags) String() string {
 	var names []string
 	for i, name := range flagNames {
@@ -185,10 +179,10 @@ func (f Flags) String() string {
 	return strings.Join(names, ",")
 }
 
-// MarshalText is String.
+// MarshalText implements encoding.TextMarshaler by String.
 func (f Flags) MarshalText() ([]byte, error) { return []byte(f.String()), nil }
 
-// UnmarshalText reads what MarshalText wrote.
+// UnmarshalText parses the result of MarshalText.
 func (f *Flags) UnmarshalText(text []byte) error {
 	*f = 0
 names:
@@ -204,13 +198,13 @@ names:
 	return nil
 }
 
-// Reason is why a capture ended.
+// Reason is the reason of the end of a capture.
 type Reason string
 
 // The reasons.
 const (
 	StoppedDeadline    Reason = "deadline"
-	StoppedEvents      Reason = "events"      // as many as were asked for
-	StoppedClosed      Reason = "closed"      // the connection
-	StoppedInterrupted Reason = "interrupted" // by somebody
+	StoppedEvents      Reason = "events"      // requested number of events
+	StoppedClosed      Reason = "closed"      // connection closed
+	StoppedInterrupted Reason = "interrupted" // interrupted by the user
 )

@@ -16,7 +16,7 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// Sizes of the plots, in the units of their viewBox. All have the same frame.
+// Sizes of the plots in units of their viewBox. All plots have the same frame.
 const (
 	plotWidth, plotHeight = 600, 300
 	plotLeft, plotRight   = 66, 12
@@ -27,35 +27,34 @@ const (
 
 const (
 	heatColumns = 120 // at most
-	heatRows    = 44  // at most, and one more
-	heatLevels  = 8   // of colour
+	heatRows    = 44  // at most, plus one
+	heatLevels  = 8   // levels of colour
 
-	// Below so many values in a slice its 99th percentile is not drawn.
+	// A slice with fewer values has no 99th percentile.
 	minP99 = 20
 )
 
-// tick is a place on an axis. Faint ones have no text.
+// tick is a mark on an axis. A faint mark has no label.
 type tick struct {
 	At   float64
 	Text string
 }
 
-// place gives where a time lies on the log axis: the index of its bucket and how
-// far into it, so that what was counted in buckets is drawn as it was counted.
+// place returns the position of a time on the log axis: the index of its bucket plus the fraction within the bucket.
+// Histograms are drawn with their own buckets.
 func place(ns uint64) float64 {
 	i := histogram.Bucket[histogram.Times](ns)
 	lo, hi := histogram.Bounds[histogram.Times](i)
 	return float64(i) + min(float64(ns-lo)/float64(hi-lo), 1)
 }
 
-// logAxis is an axis of time, from one place to another, see place.
+// logAxis is a logarithmic time axis between two places.
 type logAxis struct {
 	first, last float64
 	length      float64
 }
 
-// newLogAxis makes an axis that has all buckets from first to last, and at least
-// three octaves.
+// newLogAxis returns an axis that contains the buckets first to last and at least three octaves.
 func newLogAxis(first, last int, length float64) logAxis {
 	const octaves = 3 * 16
 	lo, hi := first, last+1
@@ -70,8 +69,7 @@ func (a logAxis) at(place float64) float64 {
 	return (min(max(place, a.first), a.last) - a.first) / (a.last - a.first) * a.length
 }
 
-// ticks are at 1, 2 and 5 of each power of ten, as far as they do not run into
-// each other, and have text where it has so much room.
+// ticks returns marks at 1, 2 and 5 of each power of ten that do not overlap. Marks with at least room have a label.
 func (a logAxis) ticks(room float64) []tick {
 	const apart = 5
 	var ticks []tick
@@ -115,7 +113,7 @@ func (a logAxis) ticks(room float64) []tick {
 	return shown
 }
 
-// buckets gives the first and the last bucket that is not empty.
+// buckets returns the first and the last non-empty bucket.
 func buckets(h *measure.Histogram) (first, last int, ok bool) {
 	first = -1
 	for i, n := range h.Buckets {
@@ -130,24 +128,24 @@ func buckets(h *measure.Histogram) (first, last int, ok bool) {
 	return first, last, first >= 0
 }
 
-// curve is a stage's distribution.
+// curve is the distribution of a stage.
 type curve struct {
 	Stage config.Stage
 	Name  string
-	// Even has the shares on an even scale, Tail on one on which each step is a
-	// tenth of what the last left.
+	// Even is the path on a linear scale, Tail the path on a scale on which each step is a tenth of the remaining
+	// share.
 	Even, Tail string
-	// Data are the buckets, "index count,...", and Count their sum.
+	// Data has the buckets as "index count,...", and Count their sum.
 	Data  string
 	Count uint64
 }
 
-// distribution is the plot of the stages' cumulative distributions.
+// distribution is the plot of the cumulative distributions of all stages.
 type distribution struct {
 	Title       string
 	X           []tick
 	Even, Tail  []tick
-	First, Last float64 // of the axis of time, see place
+	First, Last float64 // ends of the time axis (see place)
 	Curves      []curve
 }
 
@@ -196,7 +194,7 @@ func newCurve(stage config.Stage, h *measure.Histogram, axis logAxis, nines floa
 	for _, p := range h.CDF() {
 		x := coordinate(axis.at(place(uint64(p.Time))))
 		fmt.Fprintf(&even, "%s%s %s", command, x, coordinate(evenHeight(p.Share)))
-		// The last value's share is 100 %, which this scale does not have.
+		// The tail scale has no 100 %.
 		fmt.Fprintf(&tail, "%s%s %s", command, x, coordinate(tailHeight(min(p.Share, 1-1/float64(2*h.Count)), nines)))
 		command = "L"
 	}
@@ -211,22 +209,21 @@ func newCurve(stage config.Stage, h *measure.Histogram, axis logAxis, nines floa
 	return curve{Stage: stage, Name: stageName(stage), Even: even.String(), Tail: tail.String(), Data: data.String(), Count: h.Count}
 }
 
-// coordinate is a number for a path, as short as it is exact enough.
+// coordinate formats a number of a path with the needed precision.
 func coordinate(v float64) string {
 	return strconv.FormatFloat(math.Round(v*10)/10, 'f', -1, 64)
 }
 
-// timeAxis cuts the time of a report into columns of the same width.
+// timeAxis divides the time of a report into columns of equal width.
 type timeAxis struct {
 	from, to time.Time
-	slice    time.Duration // length of the periods, most of them
+	slice    time.Duration // length of most periods
 	width    time.Duration
 	columns  int
-	covered  []bool // something was measured then
+	covered  []bool // columns with measurements
 }
 
-// newTimeAxis makes the columns as wide as a slice, or as several, so that they
-// are at most heatColumns.
+// newTimeAxis returns columns of one or several slices, at most heatColumns.
 func newTimeAxis(periods []measure.Period) timeAxis {
 	if len(periods) == 0 {
 		return timeAxis{}
@@ -269,10 +266,10 @@ func (a timeAxis) column(t time.Time) int {
 	return min(max(int(t.Sub(a.from)/a.width), 0), a.columns-1)
 }
 
-// middle is the column to which a slice's results belong.
+// middle returns the column of the middle of a slice.
 func (a timeAxis) middle(p measure.Period) int { return a.column(p.From.Add(p.To.Sub(p.From) / 2)) }
 
-// start gives when column c begins; that of the column after the last is the end.
+// start returns the start of column c; that of the column after the last is the end.
 func (a timeAxis) start(c int) time.Time {
 	if c >= a.columns {
 		return a.to
@@ -280,7 +277,7 @@ func (a timeAxis) start(c int) time.Time {
 	return a.from.Add(time.Duration(c) * a.width)
 }
 
-// ticks are at whole seconds, minutes or hours of the clock.
+// ticks returns marks at whole seconds, minutes or hours.
 func (a timeAxis) ticks(length float64) []tick {
 	span := a.width * time.Duration(a.columns)
 	step := 7 * 24 * time.Hour
@@ -312,30 +309,29 @@ func (a timeAxis) ticks(length float64) []tick {
 	return ticks
 }
 
-// level is the cells of one colour, as strokes along the rows.
+// level is the path of the cells of one colour.
 type level struct {
-	Number int // from 1
+	Number int // starts at 1
 	Path   string
-	From   string // the least count
+	From   string // minimum count
 }
 
-// heat is a stage's distribution over time: a cell is a slice of time and of
-// latency.
+// heat is a heat map: the distribution of a stage over time. A cell is a slice of time and of latency.
 type heat struct {
 	Stage          config.Stage
 	Name           string
 	Title          string
 	Columns, Rows  int
-	ScaleX, ScaleY float64 // of a cell
+	ScaleX, ScaleY float64 // size of a cell
 	X, Y           []tick
 	Levels         []level
-	Most           string // the highest count of a cell
-	Gaps           string // columns of which nothing is known
+	Most           string // maximum count of a cell
+	Gaps           string // columns without data
 	Median, P99    string
 	Peak           *span
-	// For the reading of values: First and Each tell the buckets of the rows, from
-	// below; Start and Step the columns' times, in milliseconds of the local time;
-	// Cells has for each column "first row,count,count...:p50:p99:max", nanoseconds.
+	// Values for the script: First and Each give the buckets of the rows, from the bottom; Start and Step the
+	// times of the columns in milliseconds of local time; Cells has "first row,count,count...:p50:p99:max" in
+	// nanoseconds for each column.
 	First, Each int
 	Start, Step int64
 	Cells       string
@@ -344,8 +340,8 @@ type heat struct {
 // span is a part of the time axis.
 type span struct{ At, Length float64 }
 
-// newHeat draws the histograms of the columns of a time axis; those that are nil
-// have no values. It is nil where there is no course over time to show.
+// newHeat returns the heat map of the histograms of a time axis's columns; nil histograms have no values. The result
+// is nil if there is only one column.
 func newHeat(stage config.Stage, axis timeAxis, columns []*measure.Histogram, peak *peak) *heat {
 	lo, hi := math.MaxInt, -1
 	for _, h := range columns {
@@ -401,11 +397,10 @@ func newHeat(stage config.Stage, axis timeAxis, columns []*measure.Histogram, pe
 	return d
 }
 
-// newLevels sorts the cells by the logarithm of their count, and joins those of
-// a row.
+// newLevels groups the cells by the logarithm of their count, and joins adjacent cells of a row.
 func newLevels(cells [][]uint64, most uint64) []level {
 	var paths [heatLevels]strings.Builder
-	var at [heatLevels]struct{ column, row int } // where the path's pen is; row 0: nowhere
+	var at [heatLevels]struct{ column, row int } // position of the path's pen; row 0 is unset
 	of := func(count uint64) int {
 		if most < 2 {
 			return heatLevels - 1
@@ -414,7 +409,7 @@ func newLevels(cells [][]uint64, most uint64) []level {
 	}
 	rows := len(cells[0])
 	for row := range rows {
-		y := rows - row // cells are from below; +1 so that 0 is nowhere
+		y := rows - row // rows start at the bottom; 0 is unset
 		for c := 0; c < len(cells); {
 			count := cells[c][row]
 			if count == 0 {
@@ -442,7 +437,7 @@ func newLevels(cells [][]uint64, most uint64) []level {
 	return levels
 }
 
-// gaps draws the columns that are not covered, in a box of height 1.
+// gaps returns the path of the columns without data, in a box of height 1.
 func gaps(covered []bool) string {
 	var b strings.Builder
 	for c := 0; c < len(covered); {
@@ -458,7 +453,7 @@ func gaps(covered []bool) string {
 	return b.String()
 }
 
-// quantileLine draws a quantile of each column that has at least so many values.
+// quantileLine returns the path of a quantile over the columns with at least least values.
 func quantileLine(axis timeAxis, y logAxis, columns []*measure.Histogram, q float64, least uint64) string {
 	wide := float64(plotInnerWidth) / float64(axis.columns)
 	var b strings.Builder
@@ -509,7 +504,7 @@ func cellData(cells [][]uint64, columns []*measure.Histogram) string {
 	return b.String()
 }
 
-// spark is a figure's course over time, in a box of 120 x 24.
+// spark is a sparkline of a figure over time, in a box of 120 x 24.
 type spark struct {
 	Path, Title string
 }
@@ -546,7 +541,7 @@ func newSpark(values []float64, title string) *spark {
 	return &spark{Path: b.String(), Title: title}
 }
 
-// size is about how many bytes of a page the drawings take.
+// drawingSize returns the approximate size of the drawings in bytes.
 func (c *groupCard) drawingSize() int {
 	n := 0
 	if c.CDF != nil {
@@ -563,25 +558,25 @@ func (c *groupCard) drawingSize() int {
 	return n
 }
 
-// part is a piece of a bar, in units of the bar's box.
+// part is a part of a bar, in units of the bar's box.
 type part struct {
 	Stage  config.Stage // "" of what no stage tells
 	At     float64
 	Length float64
 	Title  string
-	Inside bool // of the part before
+	Inside bool // inside the previous part
 }
 
-// bar is one row of a bar chart.
+// bar is a row of a bar chart.
 type bar struct {
 	Name  string
 	Parts []part
-	Mark  float64 // where the whole ends; 0: not known
-	After float64 // where the text is
-	Text  string  // the whole, or what is longest of it
+	Mark  float64 // end of the total; 0 if unknown
+	After float64 // position of the text
+	Text  string  // total, or the longest part
 }
 
-// bars is a chart of where the time goes, on one scale from 0.
+// bars is a chart of the time per stage, on a linear scale from 0.
 type bars struct {
 	Title string
 	X     []tick
@@ -590,8 +585,8 @@ type bars struct {
 
 const barsWidth = 455
 
-// newBars stacks a quantile of each stage. The NIC's time is part of the
-// network's and lies inside it.
+// newBars returns stacked quantiles of the stages. The time of the NIC is a part of the network's and is drawn inside
+// it.
 func newBars(title string, stages map[config.Stage]*measure.Histogram, order []config.Stage, whole config.Stage, quantiles ...quantile) *bars {
 	most := 0.0
 	type length struct{ parts, whole float64 }
@@ -641,13 +636,13 @@ func newBars(title string, stages map[config.Stage]*measure.Histogram, order []c
 	return chart
 }
 
-// quantile is one with its name.
+// quantile is a quantile with its name.
 type quantile struct {
 	name  string
 	share float64
 }
 
-// evenTicks are at most n and 0, at round values.
+// evenTicks returns at most n round marks and 0.
 func evenTicks(most time.Duration, length float64, n int) []tick {
 	step := time.Duration(1)
 	for factors, i := []time.Duration{2, 5, 10}, 0; most/step > time.Duration(n); i++ {
@@ -660,7 +655,7 @@ func evenTicks(most time.Duration, length float64, n int) []tick {
 	return ticks
 }
 
-// durationText gives three digits and a unit.
+// durationText formats a duration with three digits and a unit.
 func durationText(d time.Duration) string {
 	v, unit := float64(d), "ns"
 	switch {
@@ -679,7 +674,7 @@ func durationText(d time.Duration) string {
 	return digits(v) + "\u00a0" + unit
 }
 
-// digits rounds to three of them.
+// digits rounds to three digits.
 func digits(v float64) string {
 	decimals := 0
 	switch {
@@ -692,7 +687,7 @@ func digits(v float64) string {
 	return strconv.FormatFloat(v, 'f', decimals, 64)
 }
 
-// roundText is durationText without zeros that say nothing.
+// roundText is durationText without trailing zeros.
 func roundText(d time.Duration) string {
 	number, unit, _ := strings.Cut(durationText(d), "\u00a0")
 	if strings.Contains(number, ".") {
@@ -724,7 +719,7 @@ func bytesText(n uint64) string {
 	return digits(v) + "\u00a0" + unit
 }
 
-// shareText never rounds what is not all to 100 %, nor what is not nothing to 0.
+// shareText formats a share in percent. A share below 1 is never rounded to 100 %, and one above 0 never to 0.
 func shareText(n, of uint64) string {
 	switch {
 	case of == 0:

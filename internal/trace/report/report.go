@@ -7,7 +7,7 @@ import (
 	"bytes"
 	"cmp"
 	"crypto/sha256"
-	_ "embed" // for the report's files
+	_ "embed" // for the files of the report
 	"encoding/base64"
 	"fmt"
 	"html/template"
@@ -24,26 +24,25 @@ import (
 	"sockeye/internal/trace/measure"
 )
 
-// Report is what WriteReport writes.
+// Report is the input of WriteReport.
 type Report struct {
 	Host    string
-	Version string // of Sockeye
-	// Periods are slices of the time reported, oldest first; those of an agent are
-	// 10 s long. Times are shown in the location of the first. What a slice says is
-	// under way or waiting is so at its end.
+	Version string // version of Sockeye
+	// Periods are the slices of the reported time, oldest first, of 10 s each for an agent. Times are shown in
+	// the location of the first one. Values of a moment (in flight, waiting) are those at the end of a slice.
 	Periods []measure.Period
 	Slow    []measure.Sample // in any order
-	Notes   []string         // what the reader should know, a sentence each
+	Notes   []string         // notes to the reader, one sentence each
 }
 
-// Bounds of a page. What is beyond is summed up or left out, and the page says so.
+// Limits of a page. Data beyond a limit is summed up or left out, and the page says so.
 const (
-	reportRows  = 64        // of the overview
-	reportCards = 16        // groups with plots of their own
-	reportPlots = 3_000_000 // bytes of plots, after which no other group gets its own
+	reportRows  = 64        // rows of the overview
+	reportCards = 16        // groups with plots
+	reportPlots = 3_000_000 // bytes of plots after which no further group has plots
 	reportSlow  = 40        // slowest messages
-	reportAlike = 6         // of them, of one group
-	reportLabel = 120       // characters of a name from outside
+	reportAlike = 6         // slowest messages of one group
+	reportLabel = 120       // characters of an external name
 	reportNotes = 50
 )
 
@@ -56,8 +55,8 @@ var (
 	reportScript string
 )
 
-// WriteReport writes a page that shows all of a report and needs no other file:
-// HTML, with plots that need no script. The same report gives the same page.
+// WriteReport writes one HTML page that needs no other file. Its plots need no script. The same report gives the same
+// page.
 func WriteReport(w io.Writer, r Report) error {
 	page, err := template.New("report").Funcs(plotFunctions).Parse(reportHTML)
 	if err != nil {
@@ -77,13 +76,13 @@ func WriteReport(w io.Writer, r Report) error {
 	return nil
 }
 
-// hashSource names a script or a style for a content security policy.
+// hashSource returns the hash of a script or a style for the content security policy.
 func hashSource(text string) string {
 	sum := sha256.Sum256([]byte(text))
 	return "sha256-" + base64.StdEncoding.EncodeToString(sum[:])
 }
 
-// reportPage is what the template shows. Strings are ready to be read.
+// reportPage is the input of the template. Strings are ready for display.
 type reportPage struct {
 	Style          template.CSS
 	Script         template.JS
@@ -91,14 +90,14 @@ type reportPage struct {
 	Host, Version  string
 	From, To, Span string
 	Slices         string
-	Empty          string // why there is nothing to show
+	Empty          string // why the report is empty
 	Notes          []string
 	Figures        []reportFigure
 	Peaks          []reportPeak
 	Ledgers        []ledger
 	Rows           []overviewRow
-	Sends, Reads   bool // there are columns for them
-	Courses        bool // and for the course over time
+	Sends, Reads   bool // with the columns for them
+	Courses        bool // with the column of sparklines
 	RowsLeft       string
 	Cards          []groupCard
 	CardsLeft      string
@@ -117,17 +116,17 @@ type stageMeaning struct {
 	Name, Meaning string
 }
 
-// ledger shows that what was chosen is what became of it.
+// ledger compares the chosen messages with their outcomes.
 type ledger struct {
 	Title string
 	In    []entry
 	Out   []endings
 	Sum   string
-	None  string // outcomes that none had
-	Off   bool   // something is not accounted for
+	None  string // outcomes without messages
+	Off   bool   // the counts differ
 }
 
-// endings are those of a kind, with their sum. Without a name, they are no kind.
+// endings are the outcomes of one kind with their sum; without a name they are no kind.
 type endings struct {
 	Name, Count, Share string
 	Entries            []entry
@@ -136,17 +135,17 @@ type endings struct {
 type entry struct {
 	Name, Meaning string
 	Count, Share  string
-	Kind          string // stamped, lost, open, off
-	Width         string // of the bar, of 100
+	Kind          string // stamped, lost, open or off
+	Width         string // width of the bar, of 100
 }
 
-// overviewRow is a group in the overview.
+// overviewRow is a group of the overview.
 type overviewRow struct {
 	ID        string // of its card; "": none
 	Label     string
 	Messages  string
 	Share     string
-	Whole     string // the stage that the figures are of, where it is not total
+	Whole     string // stage of the figures if it is not total
 	P50       figure
 	P99       figure
 	Max       figure
@@ -155,19 +154,18 @@ type overviewRow struct {
 	Slow      []part
 	Received  string
 	ReaderP99 figure
-	// Many, Read and Sum are to sort by.
+	// Sort keys: Many, Read and Sum.
 	Many, Read, Sum uint64
 }
 
-// figure is a time, with its number for sorting. Few is set where there are too
-// few values for the quantile to mean much.
+// figure is a time, with its number for sorting. Few reports that the quantile has too few values.
 type figure struct {
 	Text string
 	Sort int64
 	Few  string
 }
 
-// groupCard is a group with all its stages.
+// groupCard shows a group with all its stages.
 type groupCard struct {
 	ID, Label string
 	Facts     []string
@@ -176,9 +174,9 @@ type groupCard struct {
 	Bars      []*bars
 	CDF       *distribution
 	Heats     []*heat
-	Whole     config.Stage // shown first
+	Whole     config.Stage // stage that is shown first
 	Peak      string
-	Ends      []entry // what became of the messages
+	Ends      []entry // outcomes of the messages
 }
 
 type stageRow struct {
@@ -186,7 +184,7 @@ type stageRow struct {
 	Name, Meaning            string
 	Count                    string
 	P50, P90, P99, P999, Max figure
-	Inside                   bool // part of network
+	Inside                   bool // the part is inside the network stage
 }
 
 type slowMessage struct {
@@ -194,7 +192,7 @@ type slowMessage struct {
 	Total, When          string
 	Label, Local, Remote string
 	Role, Length         string
-	Ended                string // what became of it, where it is not just acknowledged
+	Ended                string // outcome, unless acknowledged
 	Cause, Text          string
 	Details              []string
 	X                    []tick
@@ -205,7 +203,7 @@ type readerRow struct {
 	ID, Label       string
 	Waiting, Oldest string
 	Behind          bool
-	// To sort by.
+	// Sort keys.
 	WaitingSort, OldestSort, DroppedSort int64
 	Course                               *spark
 	Stack, Reader                        figure
@@ -267,7 +265,7 @@ func newReportPage(r Report) *reportPage {
 	return page
 }
 
-// series is a group over time, or several together.
+// series has one group, or a sum of groups, over time.
 type series struct {
 	measure.Sum
 	label   string
@@ -275,13 +273,13 @@ type series struct {
 	slices  []slice
 }
 
-// slice is what one period has of a series.
+// slice is one period of a series.
 type slice struct {
 	period *measure.Period
 	result *measure.Result
 }
 
-// newSeries sorts the groups, those with most messages first.
+// newSeries returns the series of all groups, those with most messages first.
 func newSeries(periods []measure.Period) []*series {
 	ordered := make([]*measure.Period, len(periods))
 	for i := range periods {
@@ -313,7 +311,7 @@ func (s *series) append(part slice) {
 	s.Add(part.result, part.period.To)
 }
 
-// together makes one series of several.
+// together returns the sum of several series.
 func together(all []*series) *series {
 	joined := &series{several: true, label: countOf(len(all), "further group", "further groups") + ", together"}
 	for _, s := range all {
@@ -328,8 +326,7 @@ func (s *series) messages() uint64 { return s.Chosen + s.RXChosen }
 
 func (s *series) has(stage config.Stage) bool { h := s.Stages[stage]; return h != nil && h.Count > 0 }
 
-// whole is the stage that stands for a series: the whole way where it is known,
-// else what there is most of.
+// whole returns the main stage of a series: total if it is known, otherwise the stage with most values.
 func (s *series) whole() config.Stage {
 	for _, stage := range []config.Stage{measure.Total, config.StageNetwork, config.StageStack, config.StageQdisc, config.StageSend, config.StageReader, config.StageRXStack} {
 		if s.has(stage) {
@@ -339,7 +336,7 @@ func (s *series) whole() config.Stage {
 	return measure.Total
 }
 
-// columns sums up a stage by the columns of a time axis; nil: no values.
+// first and last column sums up a stage by the columns of a time axis; nil without values.
 func (s *series) columns(stage config.Stage, axis timeAxis) []*measure.Histogram {
 	columns := make([]*measure.Histogram, axis.columns)
 	for _, part := range s.slices {
@@ -356,7 +353,7 @@ func (s *series) columns(stage config.Stage, axis timeAxis) []*measure.Histogram
 	return columns
 }
 
-// course gives a figure of each column; NaN where there is none.
+// course returns a figure of each column; NaN without values.
 func course(columns []*measure.Histogram, of func(*measure.Histogram) float64) []float64 {
 	values := make([]float64, len(columns))
 	for c, h := range columns {
@@ -410,7 +407,7 @@ func (page *reportPage) fillGroups(all []*series, axis timeAxis) {
 	}
 }
 
-// fillFigures has what is true of all groups together.
+// fillFigures sets the figures of all groups together.
 func (page *reportPage) fillFigures(all []*series) {
 	whole := together(all)
 	if n := whole.Chosen; n > 0 {
@@ -463,7 +460,7 @@ func newMaxFigure(h *measure.Histogram) figure {
 	return figure{Text: durationText(time.Duration(h.Max)), Sort: int64(h.Max)}
 }
 
-// Legs of the way out and in. The NIC's time is part of the network's.
+// Stages of the send path and of the receive path. The time of the NIC is part of the network's.
 var (
 	legsOut = []config.Stage{config.StageSend, config.StageStack, config.StageQdisc, config.StageNetwork}
 	legsIn  = []config.Stage{config.StageRXStack, config.StageReader}
@@ -494,7 +491,7 @@ func known(values []float64) []float64 {
 	return slices.DeleteFunc(slices.Clone(values), math.IsNaN)
 }
 
-// composition is the stages' shares of the sum of their quantiles, of 160.
+// composition returns the shares of the stages in the sum of their quantiles, in units of 1/160.
 func composition(stages map[config.Stage]*measure.Histogram, legs []config.Stage, q float64) []part {
 	const width = 160
 	sum := 0.0
@@ -518,7 +515,7 @@ func composition(stages map[config.Stage]*measure.Histogram, legs []config.Stage
 	return parts
 }
 
-// addCard gives how many bytes the drawings take.
+// addCard adds a card and returns the size of its drawings in bytes.
 func (page *reportPage) addCard(s *series, axis timeAxis) int {
 	card := groupCard{ID: fmt.Sprintf("g%d", len(page.Cards)+1), Label: s.label, Whole: s.whole()}
 	if s.Chosen > 0 {
@@ -588,19 +585,18 @@ func (page *reportPage) addCard(s *series, axis timeAxis) int {
 	return card.drawingSize()
 }
 
-// peak is a time in which a stage was slower than it is otherwise.
+// peak is a time in which a stage was slower than usual.
 type peak struct {
 	first, last int // columns
 	worst       time.Duration
-	typical       time.Duration // median of the columns' 99th percentiles
-	// cause is the stage whose 99th percentile rose most; "": none.
+	typical     time.Duration // median of the 99th percentiles of the columns
+	// cause is the stage whose 99th percentile rose most, or "".
 	cause           config.Stage
 	within, outside time.Duration
 }
 
-// findPeak looks for columns whose 99th percentile is at least 3 times the usual,
-// with those beside them that are slow too, and takes the slowest that are not so
-// by chance. It is nil if there are none.
+// findPeak finds columns whose 99th percentile is at least 3 times the typical one, with slow adjacent columns, and
+// returns the slowest peak that is not explained by chance, or nil.
 func findPeak(columns map[config.Stage][]*measure.Histogram, whole config.Stage) *peak {
 	const minColumns, minValues, factor = 8, 50, 3
 	of := columns[whole]
@@ -648,7 +644,7 @@ func findPeak(columns map[config.Stage][]*measure.Histogram, whole config.Stage)
 	return found
 }
 
-// split sums up what is of the peak and what is not.
+// split returns the sums of the columns within the peak and outside of it.
 func (p *peak) split(columns []*measure.Histogram) (within, outside *measure.Histogram) {
 	within, outside = &measure.Histogram{}, &measure.Histogram{}
 	for c, h := range columns {
@@ -671,9 +667,9 @@ func countAbove(h *measure.Histogram, d time.Duration) uint64 {
 	return n
 }
 
-// moreThanChance tells whether k of n are too many where the rest of the time has
-// other of others: by Chernoff's bound of Poisson's distribution, with a chance of
-// error below 2e-9, as many columns of many groups are looked at.
+// moreThanChance reports whether k of n is more than chance explains if the rest of the time has other of others: by
+// Chernoff's bound of the Poisson distribution with an error probability below 2e-9, because many columns of many
+// groups are tested.
 func moreThanChance(k, n, other, others uint64) bool {
 	expected := float64(n) * float64(other+1) / float64(others+1)
 	seen := float64(k)
@@ -690,15 +686,15 @@ func (p *peak) text(axis timeAxis, whole config.Stage) string {
 	return text
 }
 
-// balance is of one series what was under way before its first slice and after
-// its last, and what the slices between do not account for.
+// balance has, for one series, the messages in flight before its first slice and after its last, and the messages
+// that the slices do not account for.
 type balance struct {
 	start, end     uint64
-	missing, extra uint64 // chosen with no end, and the other way round
+	missing, extra uint64 // chosen without an outcome, and outcomes without a choice
 }
 
-// balance checks each slice: what was under way, and what was chosen, ended or is
-// under way. A group that a slice does not have stayed as it was.
+// balance checks each slice: in flight before + chosen = ended + in flight after. A group that is absent from a slice
+// is unchanged.
 func (s *series) balance(of func(*measure.Result) (chosen, ended, open uint64)) balance {
 	var b balance
 	for i, part := range s.slices {
@@ -854,7 +850,7 @@ func newSlowMessage(s *measure.Sample, rank int, location *time.Location) slowMe
 	if s.Outcome != measure.Acked && string(s.Outcome) != string(explanation.Cause) {
 		m.Ended = cmp.Or(outcomeNames[s.Outcome], plainText(string(s.Outcome)))
 	}
-	stages := s.State()[0] // which the bar tells
+	stages := s.State()[0] // shown by the bar
 	for _, detail := range explanation.Details {
 		if detail != stages {
 			m.Details = append(m.Details, sentence(detail))
@@ -867,8 +863,8 @@ func newSlowMessage(s *measure.Sample, rank int, location *time.Location) slowMe
 // wayWidth is the length of a message's bar.
 const wayWidth = 640
 
-// wayOf lays the legs of a message one after the other, on an axis of its own.
-// The NIC's time is part of the network's and lies inside it.
+// wayOf returns the stages of a message as a bar with its own axis. The time of the NIC is part of the network's and
+// is drawn inside it.
 func wayOf(s *measure.Sample) ([]part, []tick) {
 	legs := s.Legs()
 	var sum time.Duration
@@ -900,8 +896,7 @@ func wayOf(s *measure.Sample) ([]part, []tick) {
 	return parts, evenTicks(whole, wayWidth, 8)
 }
 
-// sentence makes one of a text for terminals. Numbers keep their unit on their
-// line.
+// sentence converts a text for terminals to a sentence. A number and its unit stay on one line.
 func sentence(text string) string {
 	text = strings.ReplaceAll(plainText(text), " µs", "\u00a0µs")
 	if text != "" {
@@ -910,8 +905,7 @@ func sentence(text string) string {
 	return text
 }
 
-// plainText makes text from outside fit to be shown: no control characters, none
-// that change the direction of others.
+// plainText removes control characters and characters that change the writing direction from external text.
 func plainText(s string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {
@@ -921,7 +915,7 @@ func plainText(s string) string {
 	}, strings.ToValidUTF8(s, string(unicode.ReplacementChar)))
 }
 
-// labelText is plainText with the middle left out where it is long.
+// labelText is plainText with the middle of long text left out.
 func labelText(s string) string {
 	runes := []rune(plainText(s))
 	if len(runes) > reportLabel {
@@ -931,7 +925,7 @@ func labelText(s string) string {
 	return string(runes)
 }
 
-// labelWord is a word of a group's label: key=value, or a value that needs no key.
+// labelWord is a word of a group's label: key=value, or a value without a key.
 type labelWord struct{ Key, Value string }
 
 func labelWords(label string) []labelWord {
@@ -960,7 +954,7 @@ func countOf(n int, one, several string) string {
 	return countText(uint64(n)) + " " + several
 }
 
-// measured is how long the periods are together.
+// measured returns the sum of the lengths of the periods.
 func measured(periods []measure.Period) time.Duration {
 	var sum time.Duration
 	for _, p := range periods {
@@ -969,7 +963,7 @@ func measured(periods []measure.Period) time.Duration {
 	return sum
 }
 
-// spanText is a length of time in the largest units that it has, two at most.
+// spanText formats a duration with at most two units.
 func spanText(d time.Duration) string {
 	if d < time.Second {
 		return durationText(d)
@@ -987,7 +981,7 @@ func spanText(d time.Duration) string {
 	return strings.Join(parts, " ")
 }
 
-// stageName is a stage as it is written everywhere else.
+// stageName returns the name of a stage.
 func stageName(s config.Stage) string { return string(s) }
 
 var stageMeanings = map[config.Stage]string{
