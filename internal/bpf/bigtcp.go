@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Where BigTCP counts packets, and which it tells apart; see bpf/include/bigtcp.h.
+// Points and families of BigTCP (bpf/include/bigtcp.h).
 //
 //revive:disable:exported
 const (
@@ -36,8 +36,8 @@ const (
 
 //revive:enable:exported
 
-// BigTCPSizes and BigTCPSegments are the largest of each class of sizes, in bytes
-// of IP packets, and of segments. The last class has no bound.
+// BigTCPSizes and BigTCPSegments are the upper bounds of the size classes, in bytes of IP packets and in segments.
+// The last class is unbounded.
 var (
 	BigTCPSizes = [bigtcpSizes - 1]uint32{
 		128, 1500, 4096, 9216, 16384, 32768, BigTCPNearly, BigTCPLegacy,
@@ -46,16 +46,16 @@ var (
 	BigTCPSegments = [bigtcpSegments - 1]uint32{1, 4, 16, 45, 90, 180, 360}
 )
 
-// BigTCPCounts are the packets of a family that were seen at a point.
+// BigTCPCounts are the counts of the packets of a family at a point.
 type BigTCPCounts = bigtcpCountBigtcpCounts
 
-// BigTCPFlowKey is a connection in one direction.
+// BigTCPFlowKey identifies one direction of a connection.
 type BigTCPFlowKey = bigtcpCountBigtcpFlowKey
 
-// BigTCPFlow is what it sent in packets that carry data.
+// BigTCPFlow has the counts of packets with payload of one direction of a connection.
 type BigTCPFlow = bigtcpCountBigtcpFlow
 
-// Ends are the addresses and ports of a flow. An IPv4 address is one.
+// Ends returns the addresses and ports of a flow. IPv4-mapped addresses are unmapped.
 func (k *bigtcpCountBigtcpFlowKey) Ends() (source, destination netip.AddrPort) {
 	end := func(address [16]uint8, port uint16) netip.AddrPort {
 		var order [2]byte
@@ -65,19 +65,18 @@ func (k *bigtcpCountBigtcpFlowKey) Ends() (source, destination netip.AddrPort) {
 	return end(k.Source, k.SourcePort), end(k.Destination, k.DestinationPort)
 }
 
-// BigTCPConfig is what is counted.
+// BigTCPConfig is the configuration of BigTCP.
 type BigTCPConfig struct {
-	Index    int    // of the interface
-	Netns    uint32 // inode of its network namespace
-	Ethernet bool   // its packets begin with a header of Ethernet, not of IP
-	// Limits are for packets of several segments that are sent, with the header of
-	// Ethernet: those of so many bytes or more are counted as over it. 0: none is.
+	Index    int    // interface index
+	Netns    uint32 // inode of the network namespace
+	Ethernet bool   // packets start with an Ethernet header
+	// Limits are sizes of sent packets of several segments, with the Ethernet header; packets of at least this
+	// size are counted as over the limit. 0 is no limit.
 	Limits [BigTCPFamilies]uint32
-	Flows  int // connections, each direction by itself, that are told apart at a time
+	Flows  int // maximum number of flows
 }
 
-// BigTCP counts the packets of an interface by their size. Nothing of it is
-// pinned: it ends with this process.
+// BigTCP counts the packets of an interface by size. Nothing is pinned: the programs end with this process.
 type BigTCP struct {
 	config BigTCPConfig
 	count  *ebpf.Collection
@@ -85,8 +84,7 @@ type BigTCP struct {
 	links  []link.Link
 }
 
-// OpenBigTCP loads the programs, attached nowhere yet. It needs CAP_BPF and
-// CAP_NET_ADMIN.
+// OpenBigTCP loads the programs without attaching them. It needs CAP_BPF and CAP_NET_ADMIN.
 func OpenBigTCP(c BigTCPConfig) (*BigTCP, error) {
 	spec, err := loadBigtcpCount()
 	if err != nil {
@@ -122,14 +120,13 @@ func setBigTCPEdges(spec *ebpf.CollectionSpec) error {
 	return spec.Variables["segment_edges"].Set(segments)
 }
 
-// Programs are those of the sched_cls type. They let every packet go on to what
-// comes next.
+// Programs returns the sched_cls programs, which pass every packet on (TCX_NEXT).
 func (b *BigTCP) Programs() (ingress, egress *ebpf.Program) {
 	return b.count.Programs["bigtcp_ingress"], b.count.Programs["bigtcp_egress"]
 }
 
-// AttachTCX attaches them to the interface, before all others; run it in the
-// interface's namespace. The error wraps ebpf.ErrNotSupported before Linux 6.6.
+// AttachTCX attaches the programs to the interface, before all others. The caller is in the namespace of the
+// interface. The error wraps ebpf.ErrNotSupported before Linux 6.6.
 func (b *BigTCP) AttachTCX() error {
 	ingress, egress := b.Programs()
 	for _, a := range []struct {
@@ -147,9 +144,8 @@ func (b *BigTCP) AttachTCX() error {
 	return nil
 }
 
-// AttachDriver counts what the driver gets, too. It needs CAP_PERFMON. The error
-// wraps ebpf.ErrNotSupported if the kernel has no such tracepoint, or no BTF, or
-// keeps its memory from programs.
+// AttachDriver also counts at the driver. It needs CAP_PERFMON. The error wraps ebpf.ErrNotSupported if the kernel
+// has no such tracepoint, no BTF, or forbids programs to read its memory.
 func (b *BigTCP) AttachDriver() error {
 	spec, err := loadBigtcpDriver()
 	if err != nil {
@@ -186,7 +182,7 @@ func (b *BigTCP) AttachDriver() error {
 	return nil
 }
 
-// Counts sums over all CPUs, by point and family.
+// Counts returns the counts by point and family, summed over all CPUs.
 func (b *BigTCP) Counts() (all [BigTCPPoints][BigTCPFamilies]BigTCPCounts, err error) {
 	for point := range all {
 		for family := range all[point] {
@@ -217,8 +213,7 @@ func addBigTCP(sum, c *BigTCPCounts) {
 	sum.OverBytes += c.OverBytes
 }
 
-// Flows calls f for each connection and direction. One that begins or is
-// forgotten meanwhile may be left out, or come twice.
+// Flows calls f for each flow. Flows that are created or evicted concurrently may be missing or repeated.
 func (b *BigTCP) Flows(f func(*BigTCPFlowKey, *BigTCPFlow)) error {
 	var key BigTCPFlowKey
 	var flow BigTCPFlow
@@ -232,7 +227,7 @@ func (b *BigTCP) Flows(f func(*BigTCPFlowKey, *BigTCPFlow)) error {
 	return nil
 }
 
-// Close detaches and unloads. What was attached by others is theirs to detach.
+// Close detaches and unloads the programs. The caller of Programs detaches its own attachments.
 func (b *BigTCP) Close() error {
 	var errs []error
 	for _, l := range b.links {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bpf holds Sockeye's BPF programs and what loads, pins and adopts
-// them. The programs' sources are in bpf/, their types and constants come
-// from there by generation.
+// Package bpf loads and pins the BPF programs and gives access to their maps. The sources are in bpf/; types and
+// constants are generated from them.
 package bpf

@@ -14,8 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// HaveTimestamps fails, with an error that wraps ebpf.ErrNotSupported, if the
-// kernel has no BPF timestamping (Linux 6.15).
+// HaveTimestamps returns an error that wraps ebpf.ErrNotSupported if the kernel has no BPF timestamping (Linux 6.15).
 func HaveTimestamps() error {
 	kernel, err := kernelTypes.Kernel()
 	if err != nil {
@@ -29,15 +28,14 @@ func HaveTimestamps() error {
 	return err
 }
 
-// HaveSend fails, with an error that wraps ebpf.ErrNotSupported, if the kernel
-// does not let the start of sendmsg be noted: it has no fentry programs, or
-// allows them to nobody.
+// HaveSend returns an error that wraps ebpf.ErrNotSupported if the start of sendmsg(2) cannot be recorded: the kernel
+// has no fentry programs, or allows them to nobody.
 func HaveSend() error {
 	spec, err := loadTraceSend()
 	if err != nil {
 		return err
 	}
-	// Who may load those may load all that read the kernel.
+	// Whoever may load raw tracepoint programs may load fentry programs.
 	if err := probeProgram(ebpf.RawTracepoint, ebpf.AttachNone); err != nil {
 		return fmt.Errorf("load program that reads the kernel: %w", err)
 	}
@@ -58,18 +56,18 @@ func HaveSend() error {
 	return l.Close()
 }
 
-// Feature is something that Sockeye asks of the kernel.
+// Feature is a kernel feature that Sockeye uses.
 type Feature struct {
 	Name  string
-	Since string // kernel version that brought it
-	// Needed tells what does not work without it.
+	Since string // kernel version
+	// Needed describes what needs the feature.
 	Needed string
-	// Optional: without it Sockeye works, as Needed says.
+	// Optional reports that Sockeye works without the feature, with the limit in Needed.
 	Optional bool
 	Probe    func() error
 }
 
-// Hint says why the kernel lacks a feature, by the error of its probe.
+// Hint explains the error of a probe.
 func (f *Feature) Hint(err error) string {
 	if errors.Is(err, unix.EPERM) {
 		return "this kernel, or its lockdown, forbids them"
@@ -77,9 +75,8 @@ func (f *Feature) Hint(err error) string {
 	return "came with Linux " + f.Since
 }
 
-// Features lists what Sockeye asks of the kernel. A probe's error wraps
-// ebpf.ErrNotSupported if the kernel lacks the feature; any other error says
-// that the probe could not tell.
+// Features lists the kernel features that Sockeye uses. The error of a probe wraps ebpf.ErrNotSupported if the kernel
+// lacks the feature; any other error means that the probe failed.
 var Features = []Feature{
 	{"sk_reuseport programs", "4.19", "steering: reuseport", false, func() error {
 		return probeProgram(ebpf.SkReuseport, ebpf.AttachNone)
@@ -128,7 +125,7 @@ var Features = []Feature{
 	}},
 }
 
-// probeProgram loads a program that lets everything pass.
+// probeProgram loads a program that accepts everything.
 func probeProgram(kind ebpf.ProgramType, attach ebpf.AttachType) error {
 	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
 		Type: kind, AttachType: attach, License: "Dual BSD/GPL",
@@ -143,8 +140,7 @@ func probeProgram(kind ebpf.ProgramType, attach ebpf.AttachType) error {
 	return err
 }
 
-// probeMigration reads migrating_sk, which the verifier of older kernels
-// refuses.
+// probeMigration loads a program that reads migrating_sk, which the verifier of older kernels rejects.
 func probeMigration() error {
 	const migratingSk = 48 // offset in struct sk_reuseport_md
 	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
@@ -163,8 +159,8 @@ func probeMigration() error {
 	return err
 }
 
-// probeLive calls bpf_setsockopt without its arguments: a kernel that knows it
-// for such programs refuses them, one that does not refuses the call.
+// probeLive loads a program that calls bpf_setsockopt without arguments. A kernel that allows the helper rejects the
+// arguments, others the helper.
 func probeLive() error {
 	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
 		Type: ebpf.CGroupSockopt, AttachType: ebpf.AttachCGroupSetsockopt, License: "Dual BSD/GPL",
@@ -182,8 +178,7 @@ func probeLive() error {
 	return err
 }
 
-// probeLinks asks for a link of nothing: a kernel that knows links says that
-// the descriptor is bad.
+// probeLinks creates a link with an invalid target. A kernel with links returns EBADF.
 func probeLinks() error {
 	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
 		Type: ebpf.CGroupSock, AttachType: ebpf.AttachCGroupInet4PostBind, License: "Dual BSD/GPL",
@@ -206,16 +201,15 @@ func probeLinks() error {
 	return err
 }
 
-// Foreign is a program of somebody else that may decide about the same
-// packets or sockets.
+// Foreign is a program of another owner that may decide about the same packets or sockets.
 type Foreign struct {
 	ID   uint32
 	Name string
 	Kind string
 }
 
-// queryPrograms is link.QueryPrograms, which asks for the number of programs first
-// and fails with ENOSPC if one is attached in between. It asks again then.
+// queryPrograms is link.QueryPrograms, which first asks for the number of programs and returns ENOSPC if a program is
+// attached in between. queryPrograms then asks again.
 func queryPrograms(opts link.QueryOptions) (*link.QueryResult, error) {
 	const attempts = 10
 	for i := 1; ; i++ {
@@ -226,9 +220,8 @@ func queryPrograms(opts link.QueryOptions) (*link.QueryResult, error) {
 	}
 }
 
-// ForeignPrograms lists the sk_reuseport programs of the host, and the
-// sk_lookup programs of a network namespace, that are not Sockeye's. It needs
-// CAP_SYS_ADMIN.
+// ForeignPrograms lists the sk_reuseport programs of the host and the sk_lookup programs of a network namespace that
+// are not Sockeye's. It needs CAP_SYS_ADMIN.
 func ForeignPrograms(netns int) ([]Foreign, error) {
 	var foreign []Foreign
 	attached, err := queryPrograms(link.QueryOptions{Target: netns, Attach: ebpf.AttachSkLookup})

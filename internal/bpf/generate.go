@@ -2,8 +2,8 @@
 
 package bpf
 
-// The compiler, its flags and the tool that strips the objects come from the
-// Makefile by BPF2GO_CC, BPF2GO_CFLAGS and BPF2GO_STRIP: run "make generate".
+// Run "make generate": BPF2GO_CC, BPF2GO_CFLAGS and BPF2GO_STRIP of the Makefile select the compiler, its flags and
+// the strip tool.
 
 //go:generate go tool bpf2go -target bpfel -type steer_table -type steer_prefix -type steer_device_id steerReuseport ../../bpf/steer_reuseport.bpf.c
 //go:generate go tool bpf2go -target bpfel -no-global-types steerLookup ../../bpf/steer_lookup.bpf.c

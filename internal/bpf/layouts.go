@@ -12,7 +12,7 @@ import (
 	"sockeye/internal/bpf/pin"
 )
 
-// The layouts of this version.
+// Layouts of this version.
 var (
 	tuneLayout = sync.OnceValues(func() (string, error) {
 		return pin.ObjectsLayout([]string{"tune_", "match_"}, loadTuneSockops)
@@ -22,16 +22,14 @@ var (
 	})
 )
 
-// steerUnhashed are the layouts of sk_reuseport and sk_lookup in versions without
-// hashes. Their pins have no mark: sockets can be in one array at a time, so that
-// a change of directory would cost refusals.
+// steerUnhashed has the layouts of sk_reuseport and sk_lookup whose pins have no hash in their name: moving the
+// sockets to another directory would cost refusals.
 var steerUnhashed = map[bool]string{false: "260fd5cd21e0", true: "ed22a42a0fbb"}
 
-// steerFree are maps that can be made anew at any time, of what was seen or is used for
-// an instant: one that changes its layout gets another name.
+// steerFree are the maps that can be created again at any time. Such a map gets another name when its layout changes.
 var steerFree = []string{pinDevices, "pending", "admission", "unlisted", "next_devices"}
 
-// steerLayouts hashes the maps that are one set, and those of steerFree.
+// steerLayouts returns the hashes of the maps of a service, and of the maps of steerFree.
 func steerLayouts(lookup bool) (set, free string, err error) {
 	load := loadSteerReuseport
 	if lookup {
@@ -64,7 +62,7 @@ func steerLayouts(lookup bool) (set, free string, err error) {
 	return pin.LayoutHash(all, nil), pin.LayoutHash(rest, nil), nil
 }
 
-// steerDir is where a service is pinned, in this version's layout.
+// steerDir returns the pin directory of a service in the layout of this version.
 func steerDir(base string, lookup bool) (string, error) {
 	hash, _, err := steerLayouts(lookup)
 	if err != nil || hash == steerUnhashed[lookup] {

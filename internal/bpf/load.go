@@ -15,16 +15,16 @@ import (
 	"sockeye/internal/fault"
 )
 
-// RefusedError says that the kernel's verifier refuses a program: it is Sockeye's
-// or the kernel's fault, whatever rights the caller has.
+// RefusedError is the error for a program that the kernel's verifier rejects: a fault of Sockeye or of the kernel,
+// independent of the caller's rights.
 type RefusedError struct {
-	What string // that was loaded
+	What string // name of the program
 	Err  *ebpf.VerifierError
 }
 
-// Error has the verifier's reason instead of its errno: EACCES is its answer to code
-// that it cannot follow. The reason is the last line that names something invalid, or
-// else the last line that is not empty: newer kernels explain it in lines that follow.
+// Error contains the verifier's reason instead of its errno, which is EACCES for code that it cannot follow. The
+// reason is the last line of the log with "invalid", or else the last non-empty line: newer kernels add explanations
+// after the reason.
 func (e *RefusedError) Error() string {
 	reason := ""
 	for _, line := range slices.Backward(e.Err.Log) {
@@ -47,19 +47,19 @@ func (e *RefusedError) Explain() (hint string, code int) {
 	return "this kernel and this version of Sockeye do not fit together: report the message with what uname -r and sockeye version print", fault.CodeUnsupported
 }
 
-// loadError makes an error of what the kernel answers to programs.
+// loadError wraps an error of loading programs.
 func loadError(what string, err error) error {
-	// Without a log the verifier has not looked at the program.
+	// An error without a log is not from the verifier.
 	if refused, ok := errors.AsType[*ebpf.VerifierError](err); ok && len(refused.Log) > 0 {
 		return &RefusedError{what, refused}
 	}
 	return fmt.Errorf("load %s: %w", what, err)
 }
 
-// kernelTypes are decoded once: reading them takes longer than loading a program.
+// kernelTypes caches the kernel's BTF. Decoding it takes longer than loading a program.
 var kernelTypes = btf.NewCache()
 
-// loadCollection loads programs and maps, with the given maps in place of theirs.
+// loadCollection loads programs and maps. Maps of the given names replace those of the spec.
 func loadCollection(spec *ebpf.CollectionSpec, maps map[string]*ebpf.Map) (*ebpf.Collection, error) {
 	return ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: maps, Cache: kernelTypes})
 }
@@ -79,7 +79,7 @@ func loadProgram(spec *ebpf.CollectionSpec, name string, maps map[string]*ebpf.M
 	return collection.DetachProgram(name), nil
 }
 
-// sameProgram compares instructions, maps and the contents of constants.
+// sameProgram reports whether instructions, maps and constants of two programs are equal.
 func sameProgram(a, b *ebpf.Program) bool {
 	ia, errA := a.Info()
 	ib, errB := b.Info()
@@ -118,7 +118,7 @@ func sameConstants(a, b ebpf.MapID) bool {
 	return okA && okB && bytes.Equal(va, vb)
 }
 
-// lacksHelper tells whether the verifier refused a function of the kernel.
+// lacksHelper reports whether the verifier rejected a helper or kfunc.
 func lacksHelper(err error) bool {
 	var refused *ebpf.VerifierError
 	return errors.As(err, &refused) && slices.ContainsFunc(refused.Log, func(line string) bool {
@@ -126,7 +126,7 @@ func lacksHelper(err error) bool {
 	})
 }
 
-// haveTracepoint tells whether the kernel has a tracepoint.
+// haveTracepoint reports whether the kernel has a tracepoint.
 func haveTracepoint(name string) (bool, error) {
 	kernel, err := kernelTypes.Kernel()
 	if err != nil {

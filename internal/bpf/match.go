@@ -7,11 +7,10 @@ import (
 	"net/netip"
 )
 
-// MatchTerms is the number of terms that a ruleset has at most; see
-// bpf/include/match.h.
+// MatchTerms is the maximum number of terms of a ruleset (bpf/include/match.h).
 const MatchTerms = int(tuneSockopsMatchLimitMATCH_TERMS)
 
-// What rules match on, and the sides of a connection; see bpf/include/match.h.
+// Criteria of rules, and roles of connections (bpf/include/match.h).
 //
 //revive:disable:exported
 const (
@@ -44,9 +43,9 @@ type (
 
 //revive:enable:exported
 
-// MatchRules is what finds the rule of a connection, compiled.
+// MatchRules is the compiled match of a list of rules.
 type MatchRules struct {
-	// Ruleset.Rule holds indexes into the rules, which start at 1.
+	// Ruleset.Rule has indexes of rules, which start at 1.
 	Ruleset     MatchRuleset
 	Remotes     []MatchPrefixEntry
 	Locals      []MatchPrefixEntry
@@ -55,27 +54,25 @@ type MatchRules struct {
 	Tags        []MatchTagEntry
 }
 
-// MatchPrefixEntry gives the terms that allow the addresses of a prefix and of
-// no longer one.
+// MatchPrefixEntry has the terms that match the addresses whose longest prefix it is.
 type MatchPrefixEntry struct {
 	Prefix MatchPrefix
 	Set    MatchSet
 }
 
-// MatchPortEntry is the same for ports.
+// MatchPortEntry has the terms that match a port.
 type MatchPortEntry struct {
 	Port MatchPort
 	Set  MatchSet
 }
 
-// MatchTagEntry gives the terms that ask for a peer's tag.
+// MatchTagEntry has the terms that match a peer's tag.
 type MatchTagEntry struct {
 	Tag MatchTag
 	Set MatchSet
 }
 
-// MappedAddress is an address as the programs have it: IPv6, or IPv4 mapped
-// into it.
+// MappedAddress converts an address to the form of the programs: IPv6, or IPv4-mapped.
 func MappedAddress(a netip.Addr) MatchAddress {
 	var m MatchAddress
 	b := a.As16()
@@ -85,7 +82,7 @@ func MappedAddress(a netip.Addr) MatchAddress {
 	return m
 }
 
-// UnmappedAddress is the reverse of MappedAddress.
+// UnmappedAddress is the inverse of MappedAddress.
 func UnmappedAddress(m MatchAddress) netip.Addr {
 	var b [16]byte
 	for i, word := range m.Word {
@@ -94,7 +91,7 @@ func UnmappedAddress(m MatchAddress) netip.Addr {
 	return netip.AddrFrom16(b).Unmap()
 }
 
-// Text reads a string of a program's.
+// Text converts a C string.
 func Text(from []int8) string {
 	var b []byte
 	for _, c := range from {

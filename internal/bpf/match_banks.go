@@ -10,17 +10,16 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-// banks are the maps by which a program finds rules: two of each, of which one
-// is in force. See bpf/include/match.bpf.h.
+// banks are the maps of the rule search: two of each, one of which is in force (bpf/include/match.bpf.h).
 type banks struct {
-	// maps has all maps of the program by name, more than the banks too.
+	// maps has all maps of the program by name, also those outside of the banks.
 	maps map[string]*ebpf.Map
-	// inner says of the maps of maps what is in them.
+	// inner has the specs of the inner maps.
 	inner map[string]*ebpf.MapSpec
 }
 
-// install makes rules take effect, in one step: a connection is decided by the
-// rules before or by these. ids are the numbers of the rules, by index.
+// install replaces the rules atomically: a connection is decided by the old rules or by the new ones. ids are the
+// numbers of the rules by index.
 func (b *banks) install(r *MatchRules, ids []uint32) error {
 	ruleset := r.Ruleset
 	for term := range ruleset.Terms {
@@ -46,15 +45,13 @@ func (b *banks) install(r *MatchRules, ids []uint32) error {
 	if err := b.maps["active"].Put(uint32(0), state); err != nil {
 		return fmt.Errorf("write active bank: %w", err)
 	}
-	// A write to a map of maps waits until no program runs that may have seen
-	// what was there before (maybe_wait_bpf_programs, kernel/bpf/syscall.c): the
-	// other bank may be built anew from here on.
+	// A write to a map of maps waits for programs that may use the previous map (maybe_wait_bpf_programs,
+	// kernel/bpf/syscall.c). Afterwards, the other bank may be rebuilt.
 	return b.putRuleset(bank, &ruleset)
 }
 
-// build fills a bank that is not in force. Each write to a map of maps waits for
-// a grace period of RCU, 20 ms at rest and seconds on a loaded host: all wait for
-// the same one.
+// build fills the bank that is not in force. Each write to a map of maps waits for an RCU grace period, 20 ms at rest
+// and seconds on a loaded host. The writes run concurrently, so that all wait for the same one.
 func (b *banks) build(bank uint32, r *MatchRules, ruleset *MatchRuleset) error {
 	prefixes := func(entries []MatchPrefixEntry) func(*ebpf.Map) error {
 		return func(m *ebpf.Map) error {
@@ -100,7 +97,7 @@ func (b *banks) putRuleset(bank uint32, ruleset *MatchRuleset) error {
 	return b.putInner("rulesets", bank, 1, func(m *ebpf.Map) error { return m.Put(uint32(0), ruleset) })
 }
 
-// putInner makes a map, has it filled, and puts it into a bank.
+// putInner creates a map, fills it, and puts it into a bank.
 func (b *banks) putInner(name string, bank uint32, entries int, fill func(*ebpf.Map) error) error {
 	spec := b.inner[name].Copy()
 	spec.Name = name[:min(len(name), 12)] + "_in"

@@ -297,7 +297,7 @@ func TestSteerOfAnotherLayout(t *testing.T) {
 			}
 			check(t, s.SetSlot(slot, bpf.Slot{Ready: 1, Pid: uint32(os.Getpid())}))
 		}
-		for row, k := range s.anchors {
+		for row, k := range s.keepers {
 			check(t, s.Attach(row, k.fd))
 		}
 		send()

@@ -18,24 +18,22 @@ import (
 	"sockeye/internal/owned"
 )
 
-// Root is Sockeye's directory in a bpffs.
+// Root is the pin directory of an agent in a bpffs.
 type Root struct {
 	Dir  string
 	lock *os.File
 }
 
-// ErrLocked means that another agent works with the pin directory.
+// ErrLocked is the error for a pin directory that another agent uses.
 var ErrLocked error = &fault.Error{Err: errors.New("another agent holds the pin directory"), Code: fault.CodeConflict,
 	Hint: "one agent works with a pin directory; see sockeye status, or give this one its own --pins"}
 
 const pinSchema = "schema"
 
-// OpenRoot takes the pin directory for this process: it mounts a bpffs at the
-// parent, if that is an empty folder or none, creates dir with mode 0700, locks
-// it, and checks the schema version pinned in it. It fails with ErrLocked, with
-// an *pin.IncompatibleError for a directory of another version, or with an
-// *owned.UntrustedError if others than root decide what is in dir: a bpffs may
-// be writable for all, and an agent must adopt no pin that root did not make.
+// OpenRoot locks the pin directory. It mounts a bpffs on the parent if that is missing or empty, creates dir with
+// mode 0700, locks dir and checks its schema version. The error is ErrLocked, a *pin.IncompatibleError for a
+// directory of another version, or an *owned.UntrustedError if users other than root can change dir: a bpffs may be
+// writable for everybody, and an agent must not adopt the pins of others.
 func OpenRoot(dir string) (_ *Root, err error) {
 	if err := ensureBPFFS(filepath.Dir(dir)); err != nil {
 		return nil, err
@@ -52,7 +50,7 @@ func OpenRoot(dir string) (_ *Root, err error) {
 			lock.Close()
 		}
 	}()
-	// Readable for others it may be, as one that a person made.
+	// A directory that an administrator created may be readable for others.
 	if err := lock.Chmod(0o700); err != nil {
 		return nil, fmt.Errorf("set mode of pin directory: %w", err)
 	}
@@ -68,33 +66,31 @@ func OpenRoot(dir string) (_ *Root, err error) {
 	return &Root{Dir: dir, lock: lock}, nil
 }
 
-// ServicePrefix begins the name of a service's pin directory.
+// ServicePrefix is the prefix of the pin directory of a service.
 const ServicePrefix = "steer_"
 
-// Service is the pin directory of a service.
+// Service returns the pin directory of a service.
 func (r *Root) Service(name string) string { return filepath.Join(r.Dir, ServicePrefix+name) }
 
-// TunePins begins the name of the pin directory of a cgroup's tuning.
+// TunePins is the prefix of the pin directory of a tuning.
 const TunePins = "tune_"
 
-// Tuning is the pin directory of a cgroup's tuning, without the layout that ends
-// its name.
+// Tuning returns the pin directory of a cgroup's tuning without its layout.
 func (r *Root) Tuning(name string) string { return filepath.Join(r.Dir, TunePins+name) }
 
-// TracePins begins the name of the pin directory of a cgroup's tracing.
+// TracePins is the prefix of the pin directory of a tracing.
 const TracePins = "trace_"
 
-// Tracing is the pin directory of a cgroup's tracing, without the layout.
+// Tracing returns the pin directory of a cgroup's tracing without its layout.
 func (r *Root) Tracing(name string) string { return filepath.Join(r.Dir, TracePins+name) }
 
-// Services lists the services that have pins, in no particular order.
+// Services lists the services with pins, unsorted.
 func (r *Root) Services() ([]string, error) { return PinnedNames(r.Dir, ServicePrefix) }
 
-// Tunings lists the tunings that have pins, in no particular order.
+// Tunings lists the tunings with pins, unsorted.
 func (r *Root) Tunings() ([]string, error) { return PinnedNames(r.Dir, TunePins) }
 
-// PinnedNames lists what has pins in a directory, by the prefix of its kind, in no
-// particular order.
+// PinnedNames lists the names with pins in a directory by the prefix of their kind, unsorted.
 func PinnedNames(dir, prefix string) ([]string, error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -110,10 +106,10 @@ func PinnedNames(dir, prefix string) ([]string, error) {
 	return names, nil
 }
 
-// Tracings lists the tracings that have pins, in no particular order.
+// Tracings lists the tracings with pins, unsorted.
 func (r *Root) Tracings() ([]string, error) { return PinnedNames(r.Dir, TracePins) }
 
-// Close gives the directory up. What is pinned stays.
+// Close unlocks the directory. The pins stay.
 func (r *Root) Close() error { return r.lock.Close() }
 
 func ensureBPFFS(dir string) error {
@@ -166,9 +162,8 @@ func checkSchema(path string) error {
 	return nil
 }
 
-// RemoveRoot removes a pin directory with all that it holds, whatever version
-// made it, after it called before. It fails with ErrLocked while an agent
-// works with the directory, and with an *owned.UntrustedError as OpenRoot does.
+// RemoveRoot calls before and removes a pin directory of any version with its contents. The error is ErrLocked while
+// an agent uses the directory, or an *owned.UntrustedError as in OpenRoot.
 func RemoveRoot(dir string, before func() error) error {
 	lock, err := owned.Open(dir)
 	if errors.Is(err, os.ErrNotExist) {

@@ -15,8 +15,7 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-// Scope is a record that goes with the pins of a cgroup: what they are of. It
-// is of the caller's making, at most 4096 bytes.
+// Scope is a record of the caller that is stored with the pins of a cgroup, at most 4096 bytes.
 type Scope []byte
 
 const (
@@ -24,7 +23,7 @@ const (
 	maxScope = 4096
 )
 
-// setScope keeps a record with the pins in dir.
+// setScope stores a record with the pins in dir.
 func setScope(dir string, s Scope) error {
 	if len(s) > maxScope {
 		return fmt.Errorf("keep scope: %d bytes, at most %d", len(s), maxScope)
@@ -40,15 +39,14 @@ func setScope(dir string, s Scope) error {
 	return nil
 }
 
-// ReadScope reads the record of the pins of a cgroup: of this version's layout,
-// or of another that has not been replaced yet. It fails with os.ErrNotExist if
-// there is none.
+// ReadScope reads the record of the pins of a cgroup, in the layout of this version or in an earlier one. The error
+// wraps os.ErrNotExist if there is none.
 func ReadScope(base string) (Scope, error) {
 	dirs, err := pin.Layouts(base)
 	if err != nil {
 		return nil, err
 	}
-	// What has a hash is newer than what has none.
+	// A layout with a hash is newer than one without.
 	for _, dir := range slices.Backward(dirs) {
 		s, err := readScope(dir)
 		if !errors.Is(err, os.ErrNotExist) {

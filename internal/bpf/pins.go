@@ -11,15 +11,14 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-// Names of pins. A map whose name is not here is pinned under its own name, as in
-// bpf/*.c. The directory of a pin belongs to one service, one tuning or one tracing:
-// see Root.
+// Names of pins. Other maps are pinned under their names in bpf/*.c. A pin directory belongs to one service, one
+// tuning or one tracing (see Root).
 const (
-	pinListeners = "listeners"  // the listener of each row, for the next agent and bpftool
-	pinTable     = "table"      // the bucket table in force
-	pinDeviceMap = "device_map" // the device map in force; absent without one
-	pinDevices   = "devices"    // the devices seen
-	pinSockets   = "sockets"    // the registered sockets, by row and slot
+	pinListeners = "listeners"  // listener of each row, for the next agent and bpftool
+	pinTable     = "table"      // bucket table in force
+	pinDeviceMap = "device_map" // device map in force; absent without one
+	pinDevices   = "devices"    // seen devices
+	pinSockets   = "sockets"    // registered sockets by row and slot
 
 	pinLookupLink  = linkPin + "lookup"
 	pinReleaseLink = linkPin + "release"
@@ -27,28 +26,26 @@ const (
 	pinTraceLink   = linkPin + "sockops"
 	pinSendLink    = linkPin + "send"
 
-	// linkPin begins the name of each link's pin. The rest is the hook, or the name of
-	// a trace program without its domain.
+	// linkPin is the prefix of links' pins. The suffix is the hook, or the name of a trace program without its
+	// domain.
 	linkPin = "link_"
 )
 
-// The map in which tune keeps the rule and the arm of each connection (sk_storage of
-// struct tune_connection) is the only one that two domains share: tune writes it, trace
-// reads it to group connections by rule and arm (group_by: rule, arm). In the trace
-// programs the map is called "tuned", as "connections" is the map of trace's own.
+// The sk_storage map with the rule and the arm of each connection (struct tune_connection) is the only map that two
+// domains share: tune writes it, and trace reads it to group connections by rule and arm. The trace programs call the
+// map "tuned", because "connections" is a map of trace.
 //
-// Without a tuning of the cgroup (TraceConfig.Tuning is "") the trace programs get an
-// empty map that is not pinned: connections have no rule and no arm then. The map is
-// part of the layouts of both domains: if the folder has no tuning of this version's
-// layout, OpenTrace fails with os.ErrNotExist. A tuning that ends leaves the map to the trace programs, which
-// hold it; TuningID tells whether a tuning that was made later has another.
+// Without a tuning of the cgroup (TraceConfig.Tuning is ""), the trace programs get an empty unpinned map, and
+// connections have no rule and no arm. The map is part of the layouts of both domains: OpenTrace returns
+// os.ErrNotExist if the tuning has another layout. When a tuning ends, the trace programs keep the map; TuningID
+// distinguishes the map of a later tuning.
 const (
 	pinTuneConnections = "connections"
 	tunedMap           = "tuned"
 )
 
-// openTuneConnections opens the pinned map of the tuning whose folder is base, in this
-// version's layout. The error wraps os.ErrNotExist if there is none.
+// openTuneConnections opens the pinned map of a tuning in the layout of this version. The error wraps os.ErrNotExist
+// if there is none.
 func openTuneConnections(base string) (*ebpf.Map, error) {
 	dir, err := pin.InLayout(base, tuneLayout)
 	if err != nil {
@@ -62,8 +59,8 @@ func openTuneConnections(base string) (*ebpf.Map, error) {
 	return m, nil
 }
 
-// programPin is the pin of the program that selects sockets: one for all rows with
-// sk_lookup, else one for each.
+// programPin returns the name of the pin of the selecting program: one for all rows with sk_lookup, otherwise one per
+// row.
 func programPin(lookup bool, row int) string {
 	if lookup {
 		return "prog_lookup"

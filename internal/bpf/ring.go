@@ -11,11 +11,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// BufferError says that a ring buffer cannot be had in a size.
+// BufferError is the error for an invalid size of a ring buffer, or one that the kernel cannot allocate.
 type BufferError struct {
-	Size   int    // bytes
-	Advice string // what to do
-	Err    error  // of the kernel; nil: it was not asked
+	Size   int    // size in bytes
+	Advice string // hint
+	Err    error  // error of the kernel; nil if the size is invalid
 }
 
 func (e *BufferError) Error() string {
@@ -27,7 +27,7 @@ func (e *BufferError) Error() string {
 
 func (e *BufferError) Unwrap() error { return e.Err }
 
-// maxRing is the largest power of two that a map can have as its size.
+// maxRing is the maximum size of a ring buffer: the largest power of two in the 32 bits of max_entries.
 const maxRing = 1 << 31
 
 func newRing(spec *ebpf.MapSpec, size int) (*ebpf.Map, error) {
@@ -57,7 +57,7 @@ func newRing(spec *ebpf.MapSpec, size int) (*ebpf.Map, error) {
 	return nil, fmt.Errorf("make ring buffer of %d bytes: %w", size, err)
 }
 
-// mapsAllowed tells whether this process may make maps, if they are small.
+// mapsAllowed reports whether this process may create small maps.
 func mapsAllowed() bool {
 	m, err := ebpf.NewMap(&ebpf.MapSpec{Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: 1})
 	if err != nil {

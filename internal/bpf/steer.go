@@ -17,14 +17,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Listener is one place where a service listens, as the programs see it.
+// Listener is a listener of a service in the form of the programs.
 type Listener struct {
 	Protocol uint8 // unix.IPPROTO_TCP or unix.IPPROTO_UDP
 	Address  netip.AddrPort
-	V6Only   bool // an address [::] leaves IPv4 to others
+	V6Only   bool // with address [::], IPv4 is excluded
 }
 
-// Ports is a range of ports on which members bind, both ends included.
+// Ports is a range of ports that members bind, both ends included.
 type Ports struct {
 	_           structs.HostLayout
 	First, Last uint16
@@ -32,26 +32,25 @@ type Ports struct {
 	_           [3]byte
 }
 
-// SteerConfig says what the data path of one service consists of.
+// SteerConfig is the configuration of the data path of one service.
 type SteerConfig struct {
-	// Dir is the service's folder in the bpffs.
+	// Dir is the pin directory of the service.
 	Dir string
-	// Lookup chooses sk_lookup instead of sk_reuseport.
+	// Lookup selects sk_lookup instead of sk_reuseport.
 	Lookup bool
-	// Listeners by row. A zero Listener leaves its row unused.
+	// Listeners has the listeners by row. A zero Listener is an unused row.
 	Listeners [MaxListeners]Listener
-	// Ports are watched for members, at most MaxListeners ranges.
+	// Ports are the ports on which the hooks report members, at most MaxListeners ranges.
 	Ports []Ports
-	// Devices is the size of the table of devices seen; 0 turns it off.
+	// Devices is the size of the table of seen devices; 0 disables the table.
 	Devices int
-	// Netns is the network namespace to which sk_lookup is attached.
+	// Netns is the network namespace of sk_lookup.
 	Netns *os.File
-	// Cgroup is the folder of the cgroup in which members live.
+	// Cgroup is the directory of the members' cgroup.
 	Cgroup string
 }
 
-// Steer is the data path of one service: its pinned maps, programs and links.
-// It goes on without this process.
+// Steer is the data path of one service: pinned maps, programs and links, which stay attached without this process.
 type Steer struct {
 	dir    string
 	lookup bool
@@ -62,11 +61,11 @@ type Steer struct {
 	events, lost, listeners            *ebpf.Map
 	admission, unlisted                *ebpf.Map
 
-	// Programs that select sockets: one a row, or one for all with sk_lookup.
+	// Programs that select sockets: one per row, or one for all rows with sk_lookup.
 	programs map[int]*ebpf.Program
 	links    []link.Link
 	tableFor *ebpf.MapSpec
-	named    uint32 // the device map in force, as Table.Named
+	named    uint32 // device map in force (Table.Named)
 }
 
 // listenerOf is struct steer_listener.
@@ -95,8 +94,7 @@ func listenerValue(l Listener) listenerOf {
 	return v
 }
 
-// ReadListeners returns the listeners of the rows of a pinned service. It
-// fails with os.ErrNotExist if nothing is pinned in dir.
+// ReadListeners returns the listeners of a pinned service by row. The error wraps os.ErrNotExist if dir has no pins.
 func ReadListeners(dir string) ([MaxListeners]Listener, error) {
 	var listeners [MaxListeners]Listener
 	path, err := pin.Newest(dir, pinListeners)
@@ -129,7 +127,7 @@ func ReadListeners(dir string) ([MaxListeners]Listener, error) {
 	return listeners, nil
 }
 
-// Close releases this process' hold. Pinned maps, programs and links stay.
+// Close closes the descriptors of this process. Pinned maps, programs and links stay.
 func (s *Steer) Close() error {
 	var errs []error
 	for _, l := range s.links {
@@ -149,8 +147,8 @@ func (s *Steer) Close() error {
 	return errors.Join(errs...)
 }
 
-// Retire ends a data path whose pins are gone already: its links are detached.
-// Sockets that carry a reuseport program keep it until their group ends.
+// Retire detaches the links of a data path whose pins are removed. A reuseport program stays attached until its group
+// ends.
 func (s *Steer) Retire() error {
 	var errs []error
 	for _, l := range s.links {
@@ -159,13 +157,11 @@ func (s *Steer) Retire() error {
 	return errors.Join(append(errs, s.Close())...)
 }
 
-// Remove ends steering for a service: its links are detached, its pins gone, in
-// any layout. Sockets that carry a reuseport program keep it until their group
-// ends.
+// Remove detaches the links of a service and removes its pins, in any layout. A reuseport program stays attached
+// until its group ends.
 func Remove(dir string) error { return pin.EachLayout(dir, removeSteer) }
 
-// Unpin removes a service's pins. What is attached stays until its last holder is
-// gone.
+// Unpin removes the pins of a service. Programs stay attached until their last reference is closed.
 func Unpin(dir string) error { return pin.EachLayout(dir, os.RemoveAll) }
 
 func removeSteer(dir string) error {
@@ -174,8 +170,8 @@ func removeSteer(dir string) error {
 		if err != nil {
 			continue
 		}
-		// Detached by itself: a link that is only unpinned lives on until its
-		// last holder is gone, and a little longer before Linux 5.15.
+		// A link that is only unpinned stays attached until its last reference is closed, and a little longer
+		// before Linux 5.15.
 		err = errors.Join(l.Detach(), l.Unpin())
 		l.Close()
 		if err != nil {
@@ -185,8 +181,8 @@ func removeSteer(dir string) error {
 	return os.RemoveAll(dir)
 }
 
-// Attach makes the program of a row decide for the SO_REUSEPORT group of a
-// socket. It fails with EINVAL if the socket is not in a group.
+// Attach attaches the program of a row to the SO_REUSEPORT group of a socket. It returns EINVAL if the socket is not
+// in a group.
 func (s *Steer) Attach(row, fd int) error {
 	p := s.programs[row]
 	if p == nil {
@@ -198,7 +194,7 @@ func (s *Steer) Attach(row, fd int) error {
 	return nil
 }
 
-// Detach gives the SO_REUSEPORT group of a socket back to the kernel's hash.
+// Detach detaches the program from the SO_REUSEPORT group of a socket. The kernel's hash selects afterwards.
 func Detach(fd int) error {
 	err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_REUSEPORT_BPF, 0)
 	if err != nil && !errors.Is(err, unix.ENOENT) {
@@ -209,16 +205,15 @@ func Detach(fd int) error {
 
 func index(row, slot int) uint32 { return uint32(row*MaxSlots + slot) }
 
-// Insert registers a socket for a listener and a slot, in place of the one that
-// is there. The slot is not served before SetSlot says that it is ready. EBUSY:
-// the socket is registered already, here or elsewhere; EINVAL: it is not bound,
-// does not listen, or was bound before SO_REUSEPORT was set.
+// Insert registers a socket for a listener and a slot and replaces the previous socket. The slot receives traffic
+// after SetSlot. The error is EBUSY if the socket is registered already, and EINVAL if the socket is not bound, does
+// not listen, or was bound before SO_REUSEPORT was set.
 func (s *Steer) Insert(row, slot, fd int, cookie uint64) error {
 	old, err := s.Cookie(row, slot)
 	if err != nil {
 		return err
 	}
-	// A socket that the map refuses may serve another slot.
+	// A socket that the map refuses may be registered for another slot.
 	var slotBefore uint32
 	registered := s.cookies.Lookup(cookie, &slotBefore) == nil
 	if err := s.cookies.Put(cookie, uint32(slot)); err != nil {
@@ -239,8 +234,7 @@ func (s *Steer) Insert(row, slot, fd int, cookie uint64) error {
 	return nil
 }
 
-// Cookie returns SO_COOKIE of the socket registered for a listener and a
-// slot, or 0.
+// Cookie returns SO_COOKIE of the socket of a listener and a slot, or 0.
 func (s *Steer) Cookie(row, slot int) (uint64, error) {
 	var cookie uint64
 	err := s.sockets.Lookup(index(row, slot), &cookie)
@@ -250,7 +244,7 @@ func (s *Steer) Cookie(row, slot int) (uint64, error) {
 	return cookie, nil
 }
 
-// Delete unregisters the socket of a listener and a slot, if there is one.
+// Delete removes the socket of a listener and a slot, if there is one.
 func (s *Steer) Delete(row, slot int) error {
 	cookie, err := s.Cookie(row, slot)
 	if err != nil || cookie == 0 {
@@ -266,7 +260,7 @@ func (s *Steer) Delete(row, slot int) error {
 	return nil
 }
 
-// SetSlot says who is in a slot, and whether it is served.
+// SetSlot sets the member of a slot and its ready flag.
 func (s *Steer) SetSlot(slot int, value Slot) error {
 	if err := s.slots.Put(uint32(slot), &value); err != nil {
 		return fmt.Errorf("write slot %d: %w", slot, err)
@@ -274,7 +268,7 @@ func (s *Steer) SetSlot(slot int, value Slot) error {
 	return nil
 }
 
-// Slot returns who is in a slot.
+// Slot returns the member of a slot and its ready flag.
 func (s *Steer) Slot(slot int) (Slot, error) {
 	var value Slot
 	if err := s.slots.Lookup(uint32(slot), &value); err != nil {

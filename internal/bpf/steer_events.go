@@ -12,12 +12,12 @@ import (
 	"github.com/cilium/ebpf/ringbuf"
 )
 
-// Events reads what the member hooks report.
+// Events reads the events of the member hooks.
 type Events struct {
 	reader *ringbuf.Reader
 }
 
-// Events opens the ring. There is one reader at a time.
+// Events opens the ring buffer. There is one reader at a time.
 func (s *Steer) Events() (*Events, error) {
 	reader, err := ringbuf.NewReader(s.events)
 	if err != nil {
@@ -26,14 +26,14 @@ func (s *Steer) Events() (*Events, error) {
 	return &Events{reader}, nil
 }
 
-// Next waits for an event. It fails with os.ErrClosed after Close.
+// Next waits for an event. The error is os.ErrClosed after Close.
 func (e *Events) Next() (Event, error) {
 	var record ringbuf.Record
 	err := os.ErrDeadlineExceeded
 	for errors.Is(err, os.ErrDeadlineExceeded) {
-		// Go 1.26 (seen with 1.26.8) at times misses a thread that enters a
-		// system call just when it stops the world, for AllThreadsSyscall or
-		// the garbage collector, and waits for the call to end.
+		// Go 1.26 (seen with 1.26.8) sometimes misses a thread that enters a system call while the world
+		// stops, for AllThreadsSyscall or the garbage collector, and then waits for the end of the system
+		// call.
 		e.reader.SetDeadline(time.Now().Add(time.Second))
 		record, err = e.reader.Read()
 	}
@@ -53,7 +53,7 @@ func (e *Events) Next() (Event, error) {
 // Close ends Next.
 func (e *Events) Close() error { return e.reader.Close() }
 
-// LostEvents counts the events that found the ring full since it was made.
+// LostEvents returns the number of events that were lost because the ring buffer was full.
 func (s *Steer) LostEvents() (uint64, error) {
 	var lost uint64
 	if err := s.lost.Lookup(uint32(0), &lost); err != nil {

@@ -97,25 +97,25 @@ type service struct {
 	config  bpf.SteerConfig
 	mapping *placement.Mapping
 	seats   map[int]map[int]*socket // by slot and row
-	anchors map[int]*socket         // by row; never selected
+	keepers map[int]*socket         // keeper sockets by row; never selected
 }
 
-// serve opens a service, with an anchor in each group.
+// serve opens a service, with a keeper socket in each group.
 func serve(t testing.TB, c bpf.SteerConfig, slots, standby int, devices *placement.DeviceMap) *service {
 	t.Helper()
 	mapping, err := placement.NewMapping(slots, standby, 0x5eed_0f_50c4e7e, devices)
 	check(t, err)
 	s := &service{
 		Steer: open(t, c), t: t, config: c, mapping: mapping,
-		seats: make(map[int]map[int]*socket), anchors: make(map[int]*socket),
+		seats: make(map[int]map[int]*socket), keepers: make(map[int]*socket),
 	}
 	s.install(mapping)
 	for row := range s.rows() {
 		if c.Lookup {
 			continue
 		}
-		s.anchors[row] = s.newSocket(row)
-		check(t, s.Attach(row, s.anchors[row].fd))
+		s.keepers[row] = s.newSocket(row)
+		check(t, s.Attach(row, s.keepers[row].fd))
 	}
 	return s
 }
@@ -294,7 +294,7 @@ func (k *socket) receive() (from netip.Addr, ok bool) {
 type receipts map[int]map[netip.Addr]int
 
 // collect takes what has come to all seats of a row, and fails if something
-// has come to the anchor. It ends once want datagrams or connections are in.
+// has come to the keeper socket. It ends once want datagrams or connections are in.
 func (s *service) collect(row, want int) receipts {
 	s.t.Helper()
 	got, n := make(receipts), 0
@@ -316,9 +316,9 @@ func (s *service) collect(row, want int) receipts {
 	if n > want {
 		s.t.Fatalf("%d arrivals, want %d", n, want)
 	}
-	if a := s.anchors[row]; a != nil {
+	if a := s.keepers[row]; a != nil {
 		if from, ok := a.receive(); ok {
-			s.t.Fatalf("the anchor got something from %s", from)
+			s.t.Fatalf("the keeper socket got something from %s", from)
 		}
 	}
 	return got

@@ -16,11 +16,10 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-// DeviceTrie is a device map as the kernel looks it up, not yet in force.
+// DeviceTrie is a device map in the kernel.
 type DeviceTrie struct{ m *ebpf.Map }
 
-// NewDeviceTrie makes a device map that SetMapping can put in force. size bounds the
-// number of prefixes.
+// NewDeviceTrie creates a device map for SetMapping. size is the maximum number of prefixes.
 func NewDeviceTrie(size int, prefixes iter.Seq2[Prefix, DeviceID]) (_ *DeviceTrie, err error) {
 	steering, err := loadSteerReuseport()
 	if err != nil {
@@ -41,17 +40,16 @@ func NewDeviceTrie(size int, prefixes iter.Seq2[Prefix, DeviceID]) (_ *DeviceTri
 	return &DeviceTrie{m}, nil
 }
 
-// Close ends this process' hold. What is in force stays.
+// Close closes the descriptor. A device map in force stays.
 func (d *DeviceTrie) Close() error { return d.m.Close() }
 
-// SetMapping replaces the bucket table and the device map in one step: every
-// packet sees the old ones or the new ones. Without devices there is no device
-// map.
+// SetMapping replaces the bucket table and the device map atomically: every packet is steered by the old ones or by
+// the new ones. If devices is nil, the service has no device map.
 func (s *Steer) SetMapping(t *Table, devices *DeviceTrie) error {
 	path := filepath.Join(s.dir, pinDeviceMap)
 	if devices == nil {
 		err := s.setTable(t, 0)
-		// The kernel has waited for programs that work with the table before (maybe_wait_bpf_programs).
+		// The kernel has waited for programs that use the previous table (maybe_wait_bpf_programs).
 		if err == nil {
 			err = errors.Join(emptyMap(s.deviceMaps), emptyMap(s.nextDevices))
 		}
@@ -81,7 +79,7 @@ func (s *Steer) SetMapping(t *Table, devices *DeviceTrie) error {
 	return nil
 }
 
-// emptyMap takes the one entry out of a map of maps.
+// emptyMap removes the entry of a map of maps.
 func emptyMap(m *ebpf.Map) error {
 	if err := m.Delete(uint32(0)); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
 		return fmt.Errorf("remove device map: %w", err)
@@ -89,7 +87,7 @@ func emptyMap(m *ebpf.Map) error {
 	return nil
 }
 
-// SetTable replaces the bucket table in one step; the device map stays.
+// SetTable replaces the bucket table atomically. The device map stays.
 func (s *Steer) SetTable(t *Table) error { return s.setTable(t, s.named) }
 
 func (s *Steer) setTable(t *Table, named uint32) error {
@@ -113,8 +111,8 @@ func (s *Steer) setTable(t *Table, named uint32) error {
 	return nil
 }
 
-// readNamed finds which device map is in force. Where an agent was killed as it changed
-// that, the next change takes two steps.
+// readNamed reads which device map is in force. If an agent was killed during a change, the next change takes two
+// steps.
 func (s *Steer) readNamed() error {
 	table, err := ReadTable(s.dir)
 	if errors.Is(err, os.ErrNotExist) {
@@ -126,8 +124,8 @@ func (s *Steer) readNamed() error {
 	return err
 }
 
-// ReadNonce returns the nonce of a pinned service's bucket table, in any layout:
-// it comes first in each. It fails with os.ErrNotExist if there is none.
+// ReadNonce returns the nonce in the bucket table of a pinned service, in any layout. The error wraps os.ErrNotExist
+// if there is none.
 func ReadNonce(dir string) (uint64, error) {
 	path, err := pin.Newest(dir, pinTable)
 	if err != nil {
@@ -145,8 +143,7 @@ func ReadNonce(dir string) (uint64, error) {
 	return binary.NativeEndian.Uint64(value), nil
 }
 
-// ReadTable returns the bucket table of a pinned service. It fails with
-// os.ErrNotExist if there is none.
+// ReadTable returns the bucket table of a pinned service. The error wraps os.ErrNotExist if there is none.
 func ReadTable(dir string) (*Table, error) {
 	path, err := pin.Newest(dir, pinTable)
 	if err != nil {
@@ -164,8 +161,8 @@ func ReadTable(dir string) (*Table, error) {
 	return t, nil
 }
 
-// ReadDeviceHash looks an address up in the device map of a pinned service.
-// Without a device map, or outside it, found is false.
+// ReadDeviceHash looks up an address in the device map of a pinned service. found is false if no prefix matches or
+// there is no device map.
 func ReadDeviceHash(dir string, address Address) (hash uint32, found bool, err error) {
 	path, err := pin.Newest(dir, pinDeviceMap)
 	if errors.Is(err, os.ErrNotExist) {

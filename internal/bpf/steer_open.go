@@ -21,17 +21,15 @@ import (
 	"sockeye/internal/netns"
 )
 
-// OpenSteer makes the data path of a service, or adopts what is pinned in
-// c.Dir: maps keep their contents, programs and links are replaced only if
-// they differ, each in one step. It attaches sk_lookup to the network
-// namespace and the member hooks to the cgroup. A reuseport program reaches
-// its group by Attach.
+// OpenSteer creates the data path of a service, or adopts the pins in c.Dir: maps keep their contents, and programs
+// and links are replaced atomically if they differ. OpenSteer attaches sk_lookup to the network namespace and the
+// member hooks to the cgroup. Attach attaches a reuseport program to its group.
 //
-// Pins of another layout are replaced: their sockets are taken out, as a socket
-// can be in one array at a time, and have to be registered anew. Until then their
-// slots refuse. ReadNonce has the nonce before.
+// Pins of another layout are replaced. Their sockets are removed from the map, because a socket can be in one map at
+// a time, and must be registered again; until then their slots refuse. ReadNonce returns the nonce of the replaced
+// pins.
 //
-// A pin that cannot be this layout's gives an *pin.IncompatibleError.
+// The error is a *pin.IncompatibleError for a pin that this version cannot use.
 func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 	base := c.Dir
 	if c.Dir, err = steerDir(base, c.Lookup); err != nil {
@@ -98,17 +96,16 @@ func OpenSteer(c SteerConfig) (_ *Steer, err error) {
 	return s, nil
 }
 
-// takeSockets takes all sockets out of the array that another layout has pinned:
-// a program of a group may hold it for as long as the group lasts.
+// takeSockets removes all sockets from the array of another layout, because a program of a group may keep the array.
 func takeSockets(dir string) error {
 	m, err := ebpf.LoadPinnedMap(filepath.Join(dir, pinSockets), nil)
 	if err != nil {
-		return nil // none, or none that can be used
+		return nil // no usable array
 	}
 	defer m.Close()
 	for key := range m.MaxEntries() {
 		err := m.Delete(key)
-		// The kernel's words for an empty place, of either type of map.
+		// The errors for an empty entry, by type of map.
 		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) && !errors.Is(err, unix.EINVAL) {
 			return fmt.Errorf("take sockets out of %s: %w", filepath.Base(dir), err)
 		}
@@ -132,8 +129,8 @@ func listenersSpec() (*ebpf.MapSpec, error) {
 	}, nil
 }
 
-// openMaps creates or adopts the maps. A devices map of another size is made
-// anew, and pinned once the programs use it.
+// openMaps creates or adopts the maps. A devices map of another size is created again, and pinned when the programs
+// use it.
 func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) (staleDevices bool, err error) {
 	steering.Maps[pinDevices].MaxEntries = uint32(max(c.Devices, 1))
 	s.tableFor = steering.Maps["tables"].InnerMap
@@ -176,8 +173,8 @@ func (s *Steer) openMaps(c SteerConfig, steering, members *ebpf.CollectionSpec) 
 	return staleDevices, nil
 }
 
-// checkPins looks at the pinned programs and links before any is replaced, so
-// that what cannot be adopted leaves the service as it is.
+// checkPins checks the pinned programs and links before any is replaced, so that a failure leaves the service
+// unchanged.
 func (s *Steer) checkPins(c SteerConfig) error {
 	check := func(name string, load func(path string) (io.Closer, error)) error {
 		path := filepath.Join(s.dir, name)
@@ -209,7 +206,7 @@ func (s *Steer) checkPins(c SteerConfig) error {
 	return nil
 }
 
-// recordListeners writes which row is whose, for the next agent and bpftool.
+// recordListeners writes the listeners by row, for the next agent and bpftool.
 func (s *Steer) recordListeners(c SteerConfig) error {
 	for row, l := range c.Listeners {
 		if err := s.listeners.Put(uint32(row), listenerValue(l)); err != nil {
@@ -219,7 +216,7 @@ func (s *Steer) recordListeners(c SteerConfig) error {
 	return nil
 }
 
-// makeKeys chooses the keys of the places of counts, if there are none yet.
+// makeKeys initializes the secret keys of the hash of pending counts.
 func (s *Steer) makeKeys() error {
 	var a steerReuseportSteerAdmission
 	if err := s.admission.Lookup(uint32(0), &a); err != nil {
@@ -276,10 +273,9 @@ func (s *Steer) openPrograms(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	})
 }
 
-// How new devices are admitted, in a table of so many: half of it at once, and
-// all of it in gather * 2. A flood of forged sources takes half of the table, and
-// replaces the rest so slowly that a device that is heard of meanwhile stays:
-// the kernel evicts what was not looked up.
+// Admission of new devices to a table: half of the table at once, the whole table within 2 * admitGather. A flood of
+// forged sources fills half of the table and replaces the rest so slowly that known devices, which are looked up
+// meanwhile, stay: the kernel evicts entries that were not looked up.
 const admitGather = 1024 * time.Second
 
 func setDevices(spec *ebpf.CollectionSpec, devices int) error {
@@ -300,7 +296,7 @@ func (s *Steer) openReuseport(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	}
 	for row, l := range c.Listeners {
 		if !l.Address.IsValid() {
-			// A row that is given up. Its group keeps the program.
+			// The row is unused now. Its group keeps the program.
 			if err := pin.Remove(filepath.Join(s.dir, programPin(s.lookup, row))); err != nil {
 				return err
 			}
@@ -317,8 +313,7 @@ func (s *Steer) openReuseport(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	return nil
 }
 
-// openProgram loads the named program and pins it, unless its equal is pinned
-// already.
+// openProgram loads and pins the named program, unless the same program is pinned.
 func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (*ebpf.Program, error) {
 	spec = spec.Copy()
 	for other := range spec.Programs {
@@ -351,7 +346,7 @@ func (s *Steer) openProgram(spec *ebpf.CollectionSpec, name string, row int) (*e
 	return fresh, nil
 }
 
-// keepLink is ensureLink for a link of the service.
+// keepLink is pin.EnsureLink for a link of the service.
 func (s *Steer) keepLink(name string, p *ebpf.Program, target *os.File, attach func() (link.Link, error)) error {
 	l, err := pin.EnsureLink(s.dir, name, p, target, attach)
 	if err == nil {
@@ -360,9 +355,8 @@ func (s *Steer) keepLink(name string, p *ebpf.Program, target *os.File, attach f
 	return err
 }
 
-// netnsCookie is the number of a network namespace as programs see it. It is 0
-// where that is not known: before Linux 5.14, without a namespace, or without the
-// right to enter it (CAP_SYS_ADMIN), which the namespace of the thread needs not.
+// netnsCookie returns the cookie of a network namespace, or 0 if it is unknown: before Linux 5.14, without a
+// namespace, or without CAP_SYS_ADMIN, which only other namespaces need.
 func netnsCookie(namespace *os.File) (uint64, error) {
 	if namespace == nil {
 		return 0, nil
@@ -375,8 +369,8 @@ func netnsCookie(namespace *os.File) (uint64, error) {
 	return cookie, err
 }
 
-// openHooks attaches what watches members. Only the release hook is pinned:
-// it closes slots with or without an agent, the others have no use then.
+// openHooks attaches the member hooks. Only the release hook is pinned: it closes slots without an agent. The other
+// hooks report to the agent only.
 func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	var ports [MaxListeners]Ports
 	if copy(ports[:], c.Ports) < len(c.Ports) {
@@ -417,7 +411,7 @@ func (s *Steer) openHooks(c SteerConfig, spec *ebpf.CollectionSpec) error {
 	for name, m := range s.replacements() {
 		if spec.Maps[name] != nil {
 			used[name] = m
-			// Of a size that was chosen.
+			// The map was created with this size.
 			spec.Maps[name].MaxEntries = m.MaxEntries()
 		}
 	}

@@ -156,7 +156,7 @@ func TestAdoption(t *testing.T) {
 						t.Errorf("listeners %v: %v", got, err)
 					}
 					if !lookup {
-						check(t, s.Attach(0, s.anchors[0].fd))
+						check(t, s.Attach(0, s.keepers[0].fd))
 					}
 					send(test.port)
 					if served, refused := s.total(); refused != 0 || served < 4 {
@@ -328,7 +328,7 @@ func TestNothingLeaks(t *testing.T) {
 			check(t, err)
 			again := open(t, c)
 			check(t, again.Close())
-			for _, k := range s.anchors {
+			for _, k := range s.keepers {
 				check(t, bpf.Detach(k.fd))
 				check(t, bpf.Detach(k.fd))
 			}

@@ -94,7 +94,7 @@ func closeAll(s *service) {
 			k.close()
 		}
 	}
-	for _, k := range s.anchors {
+	for _, k := range s.keepers {
 		k.close()
 	}
 	check(s.t, s.Close())

@@ -7,8 +7,7 @@ import (
 	"iter"
 )
 
-// Counters returns the sums over all CPUs, by slot; the last entry counts
-// what belongs to no slot.
+// Counters returns the counters by slot, summed over all CPUs. The last entry has the counts without a slot.
 func (s *Steer) Counters(slots int) ([]Counters, error) {
 	sums := make([]Counters, slots+1)
 	for i := range sums {
@@ -33,8 +32,7 @@ func (s *Steer) Counters(slots int) ([]Counters, error) {
 	return sums, nil
 }
 
-// Devices walks the table of devices seen. Entries that the kernel evicts
-// meanwhile may be missing.
+// Devices yields the table of seen devices. Entries that the kernel evicts concurrently may be missing.
 func (s *Steer) Devices() iter.Seq2[Address, Seen] {
 	return func(yield func(Address, Seen) bool) {
 		pending := s.pendingDatagrams()
@@ -52,8 +50,7 @@ func (s *Steer) Devices() iter.Seq2[Address, Seen] {
 	}
 }
 
-// Unlisted counts the datagrams and SYNs from sources that the table of devices
-// had no place for.
+// Unlisted returns the number of datagrams and SYNs from sources without an entry in the table of devices.
 func (s *Steer) Unlisted() (sum uint64, err error) {
 	var perCPU []uint64
 	if err := s.unlisted.Lookup(uint32(0), &perCPU); err != nil {
@@ -65,7 +62,7 @@ func (s *Steer) Unlisted() (sum uint64, err error) {
 	return sum, nil
 }
 
-// pendingDatagrams are those that CPUs have not added to the table yet.
+// pendingDatagrams returns the datagrams that the CPUs have not added to the table yet.
 func (s *Steer) pendingDatagrams() map[Address]uint64 {
 	sum := make(map[Address]uint64)
 	for i := range pendingSize {
@@ -80,14 +77,14 @@ func (s *Steer) pendingDatagrams() map[Address]uint64 {
 	return sum
 }
 
-// RunStats are the kernel's figures of the steering programs of a service.
+// RunStats has the kernel's run statistics of the steering programs of a service.
 type RunStats struct {
 	Runs        uint64
 	Nanoseconds uint64
 }
 
-// RunStats sums over the service's programs. The kernel counts only while
-// kernel.bpf_stats_enabled is set.
+// RunStats returns the sum over the programs of the service. The kernel counts only while kernel.bpf_stats_enabled is
+// set.
 func (s *Steer) RunStats() (RunStats, error) {
 	var sum RunStats
 	for row, p := range s.programs {
@@ -101,7 +98,7 @@ func (s *Steer) RunStats() (RunStats, error) {
 	return sum, nil
 }
 
-// ProgramIDs are the numbers of the programs that links attach.
+// ProgramIDs returns the ids of the programs that are attached by links.
 func (s *Steer) ProgramIDs() ([]uint32, error) {
 	var ids []uint32
 	for _, l := range s.links {

@@ -2,7 +2,7 @@
 
 package bpf
 
-// Limits of the steering programs; see bpf/include/steer.h.
+// Limits of the steering programs (bpf/include/steer.h).
 const (
 	MaxSlots     = int(steerMembersSteerLimitSTEER_MAX_SLOTS)
 	MaxListeners = int(steerMembersSteerLimitSTEER_MAX_LISTENERS)
@@ -14,7 +14,7 @@ const (
 	Schema       = uint32(steerMembersSteerLimitSTEER_SCHEMA)
 )
 
-// Reasons names the refusals in the order of the counters' arrays.
+// Reasons names the reasons of refusals in the order of the counters.
 var Reasons = [...]string{
 	steerMembersSteerReasonSTEER_REASON_EMPTY:   "empty_slot",
 	steerMembersSteerReasonSTEER_REASON_SOCKET:  "unusable_socket",
@@ -22,22 +22,22 @@ var Reasons = [...]string{
 	steerMembersSteerReasonSTEER_REASON_TABLE:   "no_table",
 }
 
-// ReasonOfSlot tells whether a refusal for a reason is counted with a slot.
+// ReasonOfSlot reports whether refusals for a reason are counted by slot.
 func ReasonOfSlot(reason int) bool {
 	return reason == int(steerMembersSteerReasonSTEER_REASON_EMPTY) || reason == int(steerMembersSteerReasonSTEER_REASON_SOCKET)
 }
 
-// EventKind says what happened to a socket.
+// EventKind is the kind of an event of a socket.
 type EventKind = steerMembersSteerEventKind
 
-// The kinds of Event.
+// The kinds of events.
 const (
 	EventBind    = steerMembersSteerEventKindSTEER_EVENT_BIND
 	EventListen  = steerMembersSteerEventKindSTEER_EVENT_LISTEN
 	EventRelease = steerMembersSteerEventKindSTEER_EVENT_RELEASE
 )
 
-// The types that the programs and user space share; see bpf/include/steer.h.
+// Types of bpf/include/steer.h that the programs and user space share.
 //
 //revive:disable:exported
 type (

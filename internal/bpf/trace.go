@@ -19,37 +19,34 @@ import (
 	"github.com/cilium/ebpf/link"
 )
 
-// TraceConfig says what the tracing of one cgroup consists of.
+// TraceConfig is the configuration of the tracing of one cgroup.
 type TraceConfig struct {
-	// Dir is the cgroup's folder in the bpffs.
+	// Dir is the pin directory.
 	Dir string
-	// Cgroup is the folder of the cgroup whose sockets are traced.
+	// Cgroup is the directory of the traced cgroup.
 	Cgroup string
-	// Rules say what is traced, and never change.
+	// Rules are the trace rules, which never change.
 	Rules *TraceRules
-	// Adopt: what is pinned in Dir has these rules, and goes on. Else it is
-	// removed. Pins of another layout cannot go on: an *pin.IncompatibleError.
+	// Adopt adopts the pins in Dir, which have these rules. Otherwise they are removed. Pins of another layout
+	// give a *pin.IncompatibleError.
 	Adopt bool
-	// Tuning is the folder with the pins of the cgroup's tuning, "" for none.
+	// Tuning is the pin directory of the cgroup's tuning, or "".
 	Tuning string
-	// Send: the start of sendmsg is noted, by a program on every connection of
-	// the host.
+	// Send records the start of sendmsg(2) by a program that runs for every connection of the host.
 	Send bool
 }
 
-// TraceRules is a list of rules, compiled.
+// TraceRules is a compiled list of rules.
 type TraceRules struct {
 	MatchRules
 	Rules []TraceRule
-	// Services are the listeners of services, by a number from 1.
+	// Services maps the listeners of services to the numbers of the services, from 1.
 	Services map[TraceListener]uint32
-	// Groups is the number of indexes that the rules use, the "other" of each
-	// included; at most TraceGroups.
+	// Groups is the number of group indexes of the rules, with one "other" per rule; at most TraceGroups.
 	Groups int
 }
 
-// Trace is the tracing of one cgroup: pinned maps and links. It goes on without
-// this process.
+// Trace is the tracing of one cgroup: pinned maps and links, which stay attached without this process.
 type Trace struct {
 	dir    string
 	cgroup string
@@ -59,19 +56,18 @@ type Trace struct {
 	attached []attachedHook
 }
 
-// attachedHook is a program at a hook of a cgroup.
+// attachedHook is a program and its hook.
 type attachedHook struct {
 	pin     string
 	at      ebpf.AttachType
 	program *ebpf.Program
 }
 
-// OpenTrace makes the tracing of a cgroup, or adopts what is pinned in c.Dir in
-// this version's layout. Without BPF timestamping in the kernel (see
-// HaveTimestamps) nothing sent is measured. Pins of other layouts are removed once
-// the new ones are attached.
+// OpenTrace creates the tracing of a cgroup, or adopts the pins in c.Dir in the layout of this version. Without BPF
+// timestamping (HaveTimestamps), nothing sent is measured. Pins of other layouts are removed after the new programs
+// are attached.
 //
-// A pin that cannot be this layout's gives an *pin.IncompatibleError.
+// The error is a *pin.IncompatibleError for a pin that this version cannot use.
 func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 	base := c.Dir
 	if c.Dir, err = pin.InLayout(base, traceLayout); err != nil {
@@ -108,7 +104,7 @@ func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 		return nil, err
 	}
 	if c.Adopt {
-		// The one who had them given is gone.
+		// The reader of samples has exited.
 		err = t.endSamples()
 	} else {
 		err = t.install(c.Rules)
@@ -154,10 +150,10 @@ func OpenTrace(c TraceConfig) (_ *Trace, err error) {
 	return t, nil
 }
 
-// SetScope keeps a record with the pins.
+// SetScope stores a record with the pins.
 func (t *Trace) SetScope(s Scope) error { return setScope(t.dir, s) }
 
-// MoveTrace renames the pins in a directory, of all pin.Layouts, if there are any.
+// MoveTrace renames the pin directory in all layouts.
 func MoveTrace(from, to string) error {
 	return pin.EachLayout(from, func(dir string) error {
 		if err := os.Rename(dir, to+strings.TrimPrefix(dir, from)); err != nil {
@@ -167,7 +163,7 @@ func MoveTrace(from, to string) error {
 	})
 }
 
-// load loads a program that uses the maps of this tracing.
+// load loads a program with the maps of this tracing.
 func (t *Trace) load(spec *ebpf.CollectionSpec, program string) (*ebpf.Program, error) {
 	for name, m := range spec.Maps {
 		if of := t.maps[name]; of != nil {
@@ -204,7 +200,7 @@ func (t *Trace) openMaps(c TraceConfig, spec *ebpf.CollectionSpec) (err error) {
 			continue
 		}
 		if name == tunedMap {
-			// Nobody's: with the cgroup's tuning it is another.
+			// An empty map replaces that of the cgroup's tuning.
 			t.maps[name], err = ebpf.NewMap(m)
 		} else {
 			t.maps[name], err = pin.OpenMap(c.Dir, m)
@@ -216,7 +212,7 @@ func (t *Trace) openMaps(c TraceConfig, spec *ebpf.CollectionSpec) (err error) {
 	return nil
 }
 
-// install writes the rules into maps that are new.
+// install writes the rules into new maps.
 func (t *Trace) install(r *TraceRules) error {
 	ids := make([]uint32, len(r.Rules))
 	for i := range r.Rules {
@@ -236,7 +232,7 @@ func (t *Trace) install(r *TraceRules) error {
 	return t.banks.install(&r.MatchRules, ids)
 }
 
-// attach attaches a program to the cgroup and keeps its link pinned.
+// attach attaches a program to the cgroup and pins its link.
 func (t *Trace) attach(pin string, at ebpf.AttachType, p *ebpf.Program, cgroup *os.File) error {
 	kept, err := p.Clone()
 	if err != nil {
@@ -257,9 +253,8 @@ func (t *Trace) linkOf(h attachedHook, cgroup *os.File) (link.Link, error) {
 	})
 }
 
-// Move attaches the programs, as they are loaded, to another cgroup, given by its
-// folder: one that was made in the place of the one before. One that fails leaves
-// some of them moved.
+// Move attaches the loaded programs to another cgroup directory, which was created in place of the previous one. If
+// Move fails, some programs may be moved.
 func (t *Trace) Move(path string) error {
 	cgroup, err := os.Open(path)
 	if err != nil {
@@ -302,7 +297,7 @@ func (t *Trace) openSend() error {
 	return nil
 }
 
-// Close releases this process' hold. Pinned maps and links stay.
+// Close closes the descriptors of this process. Pinned maps and links stay.
 func (t *Trace) Close() error {
 	var errs []error
 	for _, l := range t.links {
@@ -319,7 +314,7 @@ func (t *Trace) Close() error {
 	return errors.Join(errs...)
 }
 
-// RemoveTrace ends the tracing whose pins are in dir, in any layout.
+// RemoveTrace detaches the programs and removes the pins of a tracing, in any layout.
 func RemoveTrace(dir string) error { return pin.EachLayout(dir, removeTrace) }
 
 func removeTrace(dir string) error {
@@ -328,7 +323,7 @@ func removeTrace(dir string) error {
 		return err
 	}
 	for _, path := range pins {
-		// What cannot be loaded goes with its pin.
+		// A link that cannot be opened is removed with its pin.
 		if l, err := link.LoadPinnedLink(path, nil); err == nil {
 			err := errors.Join(detach(l), l.Unpin())
 			l.Close()
@@ -340,8 +335,7 @@ func removeTrace(dir string) error {
 	return os.RemoveAll(dir)
 }
 
-// detach ends a link at once, if it is of a type that can: others end with
-// their last reference.
+// detach detaches a link immediately if its type supports it. Other links are detached with their last reference.
 func detach(l link.Link) error {
 	if err := l.Detach(); err != nil && !errors.Is(err, ebpf.ErrNotSupported) {
 		return err
@@ -349,8 +343,8 @@ func detach(l link.Link) error {
 	return nil
 }
 
-// Attached tells whether the cgroup that stands where it did is the one that is
-// traced: it may have been removed, and made anew.
+// Attached reports whether the cgroup directory is still the traced cgroup: it may have been removed and created
+// again.
 func (t *Trace) Attached() bool {
 	cgroup, err := os.Open(t.cgroup)
 	if err != nil {
@@ -381,7 +375,7 @@ func (t *Trace) setState(change func(*TraceState)) error {
 	return nil
 }
 
-// Connection is what is known of a chosen connection, nil of another.
+// Connection returns the state of a chosen connection, or nil.
 func (t *Trace) Connection(fd int) (*TraceConnection, error) {
 	var c TraceConnection
 	err := t.maps["connections"].Lookup(uint32(fd), &c)
@@ -400,7 +394,7 @@ func newNonce() uint64 {
 	return binary.LittleEndian.Uint64(b[:])
 }
 
-// ProgramID is the number of the sock_ops program that is attached.
+// ProgramID returns the id of the attached sock_ops program.
 func (t *Trace) ProgramID() (uint32, error) {
 	info, err := t.links[pinTraceLink].Info()
 	if err != nil {
@@ -409,7 +403,7 @@ func (t *Trace) ProgramID() (uint32, error) {
 	return uint32(info.Program), nil
 }
 
-// Programs names what is attached, in alphabetical order.
+// Programs returns the sorted names of the attached programs.
 func (t *Trace) Programs() []string {
 	var names []string
 	for pin := range t.links {
@@ -419,8 +413,8 @@ func (t *Trace) Programs() []string {
 	return names
 }
 
-// RefreshClock tells the programs how CLOCK_REALTIME, in which arrivals are
-// stamped, relates to CLOCK_MONOTONIC. It changes only when the clock is set.
+// RefreshClock updates the programs' offset of CLOCK_REALTIME, which receive timestamps use, from CLOCK_MONOTONIC.
+// The offset changes only when the clock is set.
 func (t *Trace) RefreshClock() error {
 	return t.setState(func(s *TraceState) { s.Clock = int64(clock.Offset()) })
 }

@@ -12,14 +12,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TraceLive chooses connections that are open already.
+// TraceLive applies the rules to open connections.
 type TraceLive struct {
 	nonce uint64
 	link  link.Link
 }
 
-// Live attaches the hook by which the agent reaches open connections. Its error
-// wraps ebpf.ErrNotSupported before Linux 5.15.
+// Live attaches the hook by which the agent reaches open connections. The error wraps ebpf.ErrNotSupported before
+// Linux 5.15.
 func (t *Trace) Live() (*TraceLive, error) {
 	l := &TraceLive{nonce: newNonce()}
 	spec, err := loadTraceLive()
@@ -47,12 +47,12 @@ func (t *Trace) Live() (*TraceLive, error) {
 // Close detaches the hook.
 func (l *TraceLive) Close() error { return l.link.Close() }
 
-// Adopt has the rules decide on a connection that they have not chosen.
+// Adopt applies the rules to a connection that they have not chosen.
 func (l *TraceLive) Adopt(fd int, role uint32) error {
 	return l.call(fd, traceLiveAdopt, traceLiveTraceLiveRequest{Role: role})
 }
 
-// Forget lets go of a connection.
+// Forget clears the choice of a connection.
 func (l *TraceLive) Forget(fd int) error {
 	return l.call(fd, traceLiveForget, traceLiveTraceLiveRequest{})
 }

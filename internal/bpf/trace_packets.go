@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What a PacketEvent tells of, and what is known of it; see bpf/include/packets.h.
+// Kinds and flags of PacketEvent (bpf/include/packets.h).
 //
 //revive:disable:exported
 const (
@@ -38,23 +38,21 @@ const (
 
 //revive:enable:exported
 
-// PacketHeader is the part that all events have.
+// PacketHeader is the common part of all events.
 type PacketHeader = tracePacketsPacketsEvent
 
-// PacketEvent is something that happened to a packet of a connection, or to the
-// connection. Bytes are the packet's first, from its network header on; they
-// are of PacketQueue and PacketReceive only.
+// PacketEvent is an event of a connection or of one of its packets. Bytes are the first bytes of the packet from the
+// network header; PacketQueue and PacketReceive have them.
 type PacketEvent struct {
 	PacketHeader
 	Bytes []byte
 }
 
-// Packets follows the packets of one TCP connection. Nothing of it is pinned: it
-// ends with this process.
+// Packets follows the packets of one TCP connection. Nothing is pinned: the programs end with this process.
 type Packets struct {
 	missing []string
 	stopped atomic.Bool
-	wake    *os.File // the ring, to wait for
+	wake    *os.File // ring buffer, for poll
 
 	reading sync.Mutex
 	reader  *ringbuf.Reader
@@ -63,11 +61,11 @@ type Packets struct {
 	mu         sync.Mutex
 	collection *ebpf.Collection
 	links      []link.Link
-	lost       uint64 // once the collection is closed
+	lost       uint64 // lost events, when the collection is closed
 }
 
-// Where the programs are attached, in this order: what begins a packet's way
-// comes last, so that nothing of it is missed.
+// Tracepoints in the order of attachment: the start of a packet's path is attached last, so that no later event is
+// missed.
 var packetTracepoints = []struct {
 	program, tracepoint string
 	needed              bool
@@ -83,13 +81,11 @@ var packetTracepoints = []struct {
 	{"packets_queue", "net_dev_queue", true},
 }
 
-// OpenPackets follows the connection whose SO_COOKIE is given, from here on,
-// through a ring buffer of that many bytes: a power of two, and at least a page.
-// It needs CAP_BPF and CAP_PERFMON.
+// OpenPackets follows the connection with a SO_COOKIE, through a ring buffer of buffer bytes: a power of two, at
+// least a page. It needs CAP_BPF and CAP_PERFMON.
 //
-// A *BufferError says what is wrong with the buffer. The error wraps
-// ebpf.ErrNotSupported if the kernel has no such tracepoints, or no BTF, or
-// keeps its memory from programs.
+// The error is a *BufferError for an invalid buffer, or wraps ebpf.ErrNotSupported if the kernel has no such
+// tracepoints, no BTF, or forbids programs to read its memory.
 func OpenPackets(cookie uint64, buffer int) (_ *Packets, err error) {
 	if cookie == 0 {
 		return nil, errors.New("follow packets: a socket has no cookie 0")
@@ -140,8 +136,7 @@ func OpenPackets(cookie uint64, buffer int) (_ *Packets, err error) {
 	return p, nil
 }
 
-// openRing prepares to wait for events without a thread in a system call: see
-// Events.Next for what that can do. The reader itself never waits.
+// openRing prepares to wait for events in the network poller instead of a blocking system call (see Events.Next).
 func (p *Packets) openRing(events *ebpf.Map) (err error) {
 	if p.reader, err = ringbuf.NewReader(events); err != nil {
 		return err
@@ -159,16 +154,13 @@ func (p *Packets) openRing(events *ebpf.Map) (err error) {
 	return nil
 }
 
-// Missing names the tracepoints that the kernel does not have: without tcp_probe
-// nothing is known of what an established connection receives, without
-// netif_receive_skb of what it receives when one side has closed it, without
-// tcp_retransmit_skb of why packets are sent again, without inet_sock_set_state
-// of its end.
+// Missing returns the tracepoints that the kernel lacks. tcp_probe reports received packets of established
+// connections, netif_receive_skb those of closing connections, tcp_retransmit_skb the causes of retransmissions, and
+// inet_sock_set_state the end of the connection.
 func (p *Packets) Missing() []string { return slices.Clone(p.missing) }
 
-// Read waits for the next event. At the deadline it calls Stop. Once that is
-// done, by whom ever, it returns what is left, and then io.EOF. After Close it
-// fails with os.ErrClosed. e.Bytes are overwritten by the next Read.
+// Read waits for the next event. At the deadline, Read calls Stop. After Stop, Read returns the remaining events and
+// then io.EOF. After Close, the error is os.ErrClosed. The next Read overwrites e.Bytes.
 func (p *Packets) Read(deadline time.Time, e *PacketEvent) error {
 	p.reading.Lock()
 	defer p.reading.Unlock()
@@ -211,7 +203,7 @@ func (p *Packets) wait(deadline time.Time) error {
 	if err := p.wake.SetReadDeadline(deadline); err != nil {
 		return fmt.Errorf("wait for packets: %w", err)
 	}
-	// Stop sets this first, and then a deadline of its own.
+	// Stop sets stopped first and the deadline afterwards.
 	if p.stopped.Load() {
 		return nil
 	}
@@ -222,8 +214,7 @@ func (p *Packets) wait(deadline time.Time) error {
 	return conn.Read(func(uintptr) bool { return p.reader.AvailableBytes() > 0 })
 }
 
-// Stop detaches the programs. It may be called from any goroutine, and more
-// than once.
+// Stop detaches the programs. It may be called from any goroutine, and more than once.
 func (p *Packets) Stop() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -244,7 +235,7 @@ func (p *Packets) Stop() error {
 	return nil
 }
 
-// Lost counts the events that found the ring buffer full.
+// Lost returns the number of events that were lost because the ring buffer was full.
 func (p *Packets) Lost() (uint64, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -261,7 +252,7 @@ func (p *Packets) lostSoFar() (uint64, error) {
 	return p.lost, nil
 }
 
-// Close ends it, and Read. Lost still tells.
+// Close stops the capture and ends Read. Lost still works.
 func (p *Packets) Close() error {
 	errs := []error{p.Stop()}
 	p.reading.Lock()

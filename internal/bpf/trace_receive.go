@@ -13,17 +13,16 @@ import (
 	"github.com/cilium/ebpf/link"
 )
 
-// hook is a program and where it is attached: to a tracepoint, or to the cgroup.
+// hook is a program and its tracepoint, or its hook of the cgroup.
 type hook struct {
 	program, tracepoint string
 	cgroup              ebpf.AttachType
 }
 
-// pin is the name of its link's pin.
+// pin returns the name of the link's pin.
 func (h hook) pin() string { return linkPin + h.program[len("trace_"):] }
 
-// The hooks by which it is seen that what was received is read. What begins a
-// sample comes after what ends it, in all of these lists.
+// Hooks of the receive path. In each list, the programs that end a sample precede those that begin it.
 var (
 	segmentHooks = []hook{
 		{program: "trace_closed", tracepoint: "tcp_destroy_sock"},
@@ -49,8 +48,7 @@ var (
 	}
 )
 
-// openRX attaches what measures what is received, and datagrams sent, if a rule
-// asks for it: only what the rules need.
+// openRX attaches the programs for received data and for sent datagrams that the rules need.
 func (t *Trace) openRX(c TraceConfig) error {
 	var rx, segments, datagrams, udp bool
 	for _, r := range c.Rules.Rules {
@@ -102,7 +100,7 @@ func (t *Trace) openReceived(c TraceConfig, segments, datagrams bool) error {
 		}
 	}
 	if !segments && !datagrams {
-		// Nothing waits.
+		// No samples wait.
 		for _, name := range []string{"waiting", "readers"} {
 			spec.Maps[name].MaxEntries = 1
 		}
@@ -110,8 +108,7 @@ func (t *Trace) openReceived(c TraceConfig, segments, datagrams bool) error {
 	return t.openHooks(c, spec, append(hooks, rxHook))
 }
 
-// openHooks loads programs, with the maps that they share, and keeps their links
-// pinned.
+// openHooks loads programs with shared maps, and pins their links.
 func (t *Trace) openHooks(c TraceConfig, spec *ebpf.CollectionSpec, hooks []hook) error {
 	cgroup, err := os.Open(c.Cgroup)
 	if err != nil {
@@ -163,8 +160,8 @@ func (t *Trace) openHook(h hook, p *ebpf.Program, cgroup *os.File) (err error) {
 	if h.tracepoint == "" {
 		return t.attach(h.pin(), h.cgroup, p, cgroup)
 	}
-	// A tracepoint's link cannot be given another program. For a moment both are
-	// attached: who ends a sample first counts it.
+	// The program of a tracepoint's link cannot be replaced. For a moment both programs are attached: the first
+	// one that ends a sample counts it.
 	l, err := link.AttachRawTracepoint(link.RawTracepointOptions{Name: h.tracepoint, Program: p})
 	if err != nil {
 		return fmt.Errorf("attach %s to tracepoint %s: %w", h.program, h.tracepoint, err)
@@ -177,5 +174,5 @@ func (t *Trace) openHook(h hook, p *ebpf.Program, cgroup *os.File) (err error) {
 	return nil
 }
 
-// Receives tells whether a rule asks for what is received.
+// Receives reports whether a rule measures received data.
 func (t *Trace) Receives() bool { return t.maps["rx_stats"] != nil }

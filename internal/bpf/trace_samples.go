@@ -13,17 +13,16 @@ import (
 	"github.com/cilium/ebpf/ringbuf"
 )
 
-// TraceReader reads samples as they come.
+// TraceReader reads samples.
 type TraceReader struct {
 	trace *Trace
 	ring  *ringbuf.Reader
-	lost  uint64 // when it began
+	lost  uint64 // lost samples at the start
 }
 
-// Samples has the program give a sample for each message that ends, through a
-// ring buffer of so many bytes: a power of two, at least a page. A *BufferError
-// says what is wrong with it. There is one reader at a time: an earlier one gets
-// nothing more.
+// Samples makes the program emit a sample for each message that ends, through a ring buffer of a size in bytes: a
+// power of two, at least a page. The error is a *BufferError for an invalid size. There is one reader at a time: a
+// new one replaces it.
 func (t *Trace) Samples(bytes int) (_ *TraceReader, err error) {
 	m, err := newRing(t.inner["rings"], bytes)
 	if err != nil {
@@ -50,12 +49,10 @@ func (t *Trace) Samples(bytes int) (_ *TraceReader, err error) {
 	return r, nil
 }
 
-// samplesEvery is when samples are looked for: the program wakes their reader
-// only when the buffer fills up.
+// samplesEvery is the polling interval: the program wakes the reader only when the buffer fills up.
 const samplesEvery = 50 * time.Millisecond
 
-// Read waits for a sample until the deadline. It fails with
-// os.ErrDeadlineExceeded then, and with os.ErrClosed after Close.
+// Read waits for a sample. The error is os.ErrDeadlineExceeded at the deadline, and os.ErrClosed after Close.
 func (r *TraceReader) Read(deadline time.Time) (*TraceSample, error) {
 	var (
 		record ringbuf.Record
@@ -85,7 +82,7 @@ func (r *TraceReader) Read(deadline time.Time) (*TraceSample, error) {
 	return &s, nil
 }
 
-// Lost is the number of samples that found no room.
+// Lost returns the number of samples that were lost because the buffer was full.
 func (r *TraceReader) Lost() (uint64, error) {
 	counts, err := r.trace.counts()
 	if err != nil {
@@ -94,12 +91,12 @@ func (r *TraceReader) Lost() (uint64, error) {
 	return counts.Lost - r.lost, nil
 }
 
-// Close ends the samples.
+// Close stops the samples.
 func (r *TraceReader) Close() error {
 	return errors.Join(r.trace.endSamples(), r.ring.Close())
 }
 
-// endSamples has the program give no samples.
+// endSamples makes the program emit no more samples.
 func (t *Trace) endSamples() error {
 	err := t.maps["rings"].Delete(uint32(0))
 	if errors.Is(err, ebpf.ErrKeyNotExist) {

@@ -12,8 +12,7 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-// Groups are the groups that were met, by index. "Other" of each rule, at
-// TraceRule.First, is not among them.
+// Groups returns the groups by index, without the "other" group of each rule at TraceRule.First.
 func (t *Trace) Groups() (map[uint32]TraceGroup, error) {
 	groups := make(map[uint32]TraceGroup)
 	var (
@@ -30,7 +29,7 @@ func (t *Trace) Groups() (map[uint32]TraceGroup, error) {
 	return groups, nil
 }
 
-// Stats are the counts of a group, of all CPUs.
+// Stats returns the counts of a group, summed over all CPUs.
 func (t *Trace) Stats(group uint32) (*TraceStats, error) {
 	var each []TraceStats
 	if err := t.maps["stats"].Lookup(group, &each); err != nil {
@@ -61,8 +60,7 @@ func addHistogram(to, from *TraceHistogram) {
 	}
 }
 
-// Slowest are the slowest messages of a group in each of the last TraceMinutes
-// minutes, in no order.
+// Slowest returns the slowest messages of a group in each of the last TraceMinutes minutes, unsorted.
 func (t *Trace) Slowest(group uint32) ([]TraceSample, error) {
 	var kept TraceSlowest
 	if err := t.maps["slowest"].LookupWithFlags(group, &kept, ebpf.LookupLock); err != nil {
@@ -72,7 +70,7 @@ func (t *Trace) Slowest(group uint32) ([]TraceSample, error) {
 	var samples []TraceSample
 	for i := range kept.Minute {
 		m := &kept.Minute[i]
-		// A minute is overwritten only when something ends in its place.
+		// A minute is overwritten only when a message ends in the minute that replaces it.
 		if m.Minute+uint64(TraceMinutes) <= uint64(now)>>TraceMinuteShift {
 			continue
 		}
@@ -81,8 +79,7 @@ func (t *Trace) Slowest(group uint32) ([]TraceSample, error) {
 	return samples, nil
 }
 
-// Memory is about how many bytes the kernel keeps for the maps that have a fixed
-// size. A connection that is chosen takes 7 KiB more.
+// Memory returns the approximate memory of the maps of fixed size in bytes. A chosen connection takes 7 KiB more.
 func (t *Trace) Memory() int64 {
 	var sum int64
 	for _, m := range t.maps {
@@ -90,7 +87,7 @@ func (t *Trace) Memory() int64 {
 		if err != nil {
 			continue
 		}
-		// Without the right to know it is not counted.
+		// Without the right to read it, the map is not counted.
 		if bytes, ok := info.Memlock(); ok {
 			sum += int64(bytes)
 		}
@@ -98,8 +95,8 @@ func (t *Trace) Memory() int64 {
 	return sum
 }
 
-// RXStats are the counts of what a group received, of all CPUs. It is for a
-// tracing that Receives.
+// RXStats returns the receive counts of a group, summed over all CPUs. The tracing must have receive rules
+// (Receives).
 func (t *Trace) RXStats(group uint32) (*TraceRXStats, error) {
 	m := t.maps["rx_stats"]
 	var each []TraceRXStats
@@ -121,29 +118,27 @@ func (t *Trace) RXStats(group uint32) (*TraceRXStats, error) {
 	return sum, nil
 }
 
-// TraceWaiting is what of a group's samples waits: for an application that reads,
-// or for a driver.
+// TraceWaiting describes the samples of a group that wait for the application or for a driver.
 type TraceWaiting struct {
 	Count  uint64
-	Oldest time.Duration // how long the oldest has waited
+	Oldest time.Duration // age of the oldest
 }
 
-// RXWaiting is what was received, is followed, and was not read until now, by
-// group.
+// RXWaiting returns the chosen received data that is not read yet, by group.
 func (t *Trace) RXWaiting() (map[uint32]TraceWaiting, error) {
 	return readWaiting[traceRXTraceWaitingKey](t.maps["waiting"], func(w *traceRXTraceWaiting) (group uint32, since uint64) {
 		return w.Group, w.Socket
 	})
 }
 
-// Sending is what of the datagrams sent no driver had until now, by group.
+// Sending returns the chosen datagrams that no driver has got yet, by group.
 func (t *Trace) Sending() (map[uint32]TraceWaiting, error) {
 	return readWaiting[uint64](t.maps["sending"], func(d *traceUDPTraceSending) (group uint32, since uint64) {
 		return d.Group, d.Sent
 	})
 }
 
-// readWaiting reads a map of samples, which is nil if there are none.
+// readWaiting reads a map of samples; nil is empty.
 func readWaiting[K, V any](m *ebpf.Map, of func(*V) (group uint32, since uint64)) (map[uint32]TraceWaiting, error) {
 	waiting := make(map[uint32]TraceWaiting)
 	if m == nil {

@@ -2,22 +2,21 @@
 
 package bpf
 
-// Limits of the trace programs; see bpf/include/trace.h.
+// Limits of the trace programs (bpf/include/trace.h).
 const (
 	TraceRulesMax  = int(traceSockopsTraceLimitTRACE_RULES)
 	TraceInFlight  = int(traceSockopsTraceLimitTRACE_IN_FLIGHT)
 	TraceBuckets   = int(traceSockopsTraceLimitTRACE_BUCKETS)
 	TraceSlowestOf = int(traceSockopsTraceLimitTRACE_SLOWEST)
 	TraceMinutes   = int(traceSockopsTraceLimitTRACE_MINUTES)
-	// TraceMinuteShift makes minutes, of 2^36 ns, of nanoseconds.
+	// TraceMinuteShift converts nanoseconds to minutes of 2^36 ns.
 	TraceMinuteShift = int(traceSockopsTraceLimitTRACE_MINUTE_SHIFT)
 	TraceGroupsMax   = int(traceSockopsTraceLimitTRACE_GROUPS)
 	TraceServices    = int(traceSockopsTraceLimitTRACE_SERVICES)
 	traceLiveLevel   = int(traceSockopsTraceLimitTRACE_LIVE_LEVEL)
 )
 
-// What trace rules choose and group by, and the order of counters; see
-// bpf/include/trace.h.
+// Selection and grouping of trace rules, and the order of counters (bpf/include/trace.h).
 //
 //revive:disable:exported
 const (
@@ -66,8 +65,7 @@ type (
 
 //revive:enable:exported
 
-// What became of what is received, its stages, and the outcomes of datagrams
-// sent; see bpf/include/trace.h.
+// Outcomes and stages of received data, and outcomes of sent datagrams (bpf/include/trace.h).
 //
 //revive:disable:exported
 const (

@@ -16,26 +16,25 @@ import (
 	"github.com/cilium/ebpf/link"
 )
 
-// TuneConfig says what the tuning of one cgroup consists of.
+// TuneConfig is the configuration of the tuning of one cgroup.
 type TuneConfig struct {
-	// Dir is the cgroup's folder in the bpffs. The layout's hash ends its name.
+	// Dir is the pin directory without its layout.
 	Dir string
-	// Cgroup is the folder of the cgroup whose sockets are tuned.
+	// Cgroup is the directory of the tuned cgroup.
 	Cgroup string
-	// Ready, unless nil, prepares the maps: no program of this layout runs
-	// before it returns. If it fails, nothing is attached or replaced.
+	// Ready prepares the maps, unless nil: no program of this layout runs before Ready returns. If Ready fails,
+	// nothing is attached or replaced.
 	Ready func(*Tune) error
 }
 
-// TuneRules is a list of rules, compiled: what Install makes the program use.
+// TuneRules is a compiled list of rules, for Install.
 type TuneRules struct {
 	MatchRules
-	// Rules have neither Seed nor Retired: Install fills them in.
+	// Rules have no Seed and no Retired: Install sets these fields.
 	Rules []TuneRule
 }
 
-// Tune is the tuning of one cgroup: pinned maps and a pinned link. It goes on
-// without this process.
+// Tune is the tuning of one cgroup: pinned maps and a pinned link, which stay attached without this process.
 type Tune struct {
 	dir    string
 	cgroup string
@@ -44,16 +43,14 @@ type Tune struct {
 	program *ebpf.Program
 }
 
-// OpenTune makes the tuning of a cgroup, or adopts what is pinned in c.Dir in
-// this version's layout: maps keep their contents. New connections get no rule
-// until Install, in a tuning that is new.
+// OpenTune creates the tuning of a cgroup, or adopts the pins in c.Dir in the layout of this version: maps keep their
+// contents. In a new tuning, connections get no rule before Install.
 //
-// Pins of another layout are replaced: their link gets the new program in one
-// step, then they are removed. What was learned is kept if its own layout is the
-// same. Rules, their counts and the rules of open connections are not: options
-// that were set stay set.
+// Pins of another layout are replaced: their link gets the new program atomically, then they are removed. Learned
+// windows are kept if their own layout is the same. Rules, their counts and the rules of open connections are not
+// kept; options that were set stay set.
 //
-// A pin that cannot be this layout's gives an *pin.IncompatibleError.
+// The error is a *pin.IncompatibleError for a pin that this version cannot use.
 func OpenTune(c TuneConfig) (_ *Tune, err error) {
 	dir, err := pin.InLayout(c.Dir, tuneLayout)
 	if err != nil {
@@ -123,8 +120,8 @@ func OpenTune(c TuneConfig) (_ *Tune, err error) {
 	return t, err
 }
 
-// replace gives the program to the link that another layout has pinned, takes the
-// link's pin, and removes what remains of that layout.
+// replace updates the link that another layout has pinned to the program, moves the pin of the link, and removes the
+// other pins of that layout.
 func (t *Tune) replace(other string, cgroup *os.File) error {
 	from, to := filepath.Join(other, pinTuneLink), filepath.Join(t.dir, pinTuneLink)
 	_, err := os.Stat(to)
@@ -148,8 +145,8 @@ func (t *Tune) attach(cgroup *os.File) (link.Link, error) {
 	})
 }
 
-// Move attaches the program, as it is loaded, with the rules that it has, to another
-// cgroup, given by its folder: one that was made in the place of the one before.
+// Move attaches the loaded program with its rules to another cgroup directory, which was created in place of the
+// previous one.
 func (t *Tune) Move(path string) error {
 	cgroup, err := os.Open(path)
 	if err != nil {
@@ -165,7 +162,7 @@ func (t *Tune) Move(path string) error {
 	return old.Close()
 }
 
-// Close releases this process' hold. Pinned maps and the link stay.
+// Close closes the descriptors of this process. Pinned maps and the link stay.
 func (t *Tune) Close() error {
 	var errs []error
 	if t.link != nil {
@@ -182,8 +179,8 @@ func (t *Tune) Close() error {
 	return errors.Join(errs...)
 }
 
-// RemoveTune ends the tuning whose pins are in dir, in any layout. Open
-// connections keep what was set on them.
+// RemoveTune detaches the program and removes the pins of a tuning, in any layout. Open connections keep their
+// options.
 func RemoveTune(dir string) error { return pin.EachLayout(dir, removeTune) }
 
 func removeTune(dir string) error {
@@ -199,7 +196,7 @@ func removeTune(dir string) error {
 	return os.RemoveAll(dir)
 }
 
-// Unpin removes the pins: the tuning ends with this process.
+// Unpin removes the pins, so that the tuning ends with this process.
 func (t *Tune) Unpin() error {
 	if err := os.RemoveAll(t.dir); err != nil {
 		return fmt.Errorf("remove pins: %w", err)
@@ -207,11 +204,10 @@ func (t *Tune) Unpin() error {
 	return nil
 }
 
-// SetScope keeps a record with the pins.
+// SetScope stores a record with the pins.
 func (t *Tune) SetScope(s Scope) error { return setScope(t.dir, s) }
 
-// TuningID tells the tuning that is pinned in dir from one that was there before:
-// it is the id of its map of connections.
+// TuningID returns the id of the map of connections, which identifies the tuning that is pinned in dir.
 func TuningID(dir string) (ebpf.MapID, error) {
 	m, err := openTuneConnections(dir)
 	if err != nil {
@@ -222,12 +218,12 @@ func TuningID(dir string) (ebpf.MapID, error) {
 	if err != nil {
 		return 0, fmt.Errorf("read tuning: %w", err)
 	}
-	id, _ := info.ID() // known since Linux 4.13
+	id, _ := info.ID() // cannot fail since Linux 4.13
 	return id, nil
 }
 
-// Attached tells whether the cgroup that stands where it did is the one that is
-// tuned: it may have been removed, and made anew.
+// Attached reports whether the cgroup directory is still the tuned cgroup: it may have been removed and created
+// again.
 func (t *Tune) Attached() bool {
 	cgroup, err := os.Open(t.cgroup)
 	if err != nil {
@@ -238,8 +234,7 @@ func (t *Tune) Attached() bool {
 	return err == nil && same
 }
 
-// Connection is what is known of the connection of a socket; nil if no rule
-// has matched it.
+// Connection returns the state of a socket's connection, or nil if no rule has matched.
 func (t *Tune) Connection(fd int) (*TuneConnection, error) {
 	var c TuneConnection
 	err := t.maps[pinTuneConnections].Lookup(int32(fd), &c)
@@ -252,11 +247,11 @@ func (t *Tune) Connection(fd int) (*TuneConnection, error) {
 	return &c, nil
 }
 
-// Storage is the descriptor of the sk_storage map that Connection reads. sock_diag(7)
-// reads it of sockets without a descriptor; see DecodeConnection.
+// Storage returns the descriptor of the sk_storage map that Connection reads. sock_diag(7) reads the map for sockets
+// without a descriptor (see DecodeConnection).
 func (t *Tune) Storage() int { return t.maps[pinTuneConnections].FD() }
 
-// DecodeConnection reads a value of the map of Storage; nil for none.
+// DecodeConnection decodes a value of the map of Storage; nil for an empty value.
 func DecodeConnection(value []byte) (*TuneConnection, error) {
 	if len(value) == 0 {
 		return nil, nil
@@ -272,7 +267,7 @@ func DecodeConnection(value []byte) (*TuneConnection, error) {
 	return &c, nil
 }
 
-// ProgramID is the number of the program that is attached.
+// ProgramID returns the id of the attached program.
 func (t *Tune) ProgramID() (uint32, error) {
 	info, err := t.link.Info()
 	if err != nil {
@@ -281,8 +276,8 @@ func (t *Tune) ProgramID() (uint32, error) {
 	return uint32(info.Program), nil
 }
 
-// SockOps lists the sock_ops programs that are attached to a cgroup itself, by
-// number, in the order in which they run. It needs CAP_NET_ADMIN.
+// SockOps returns the ids of the sock_ops programs that are attached to a cgroup itself, in the order in which they
+// run. It needs CAP_NET_ADMIN.
 func SockOps(cgroup string) ([]uint32, error) {
 	dir, err := os.Open(cgroup)
 	if err != nil {

@@ -15,15 +15,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Live gives rules to sockets that are open already. It is attached to the
-// cgroup until it is closed.
+// Live applies rules to open sockets. It is attached to the cgroup until Close.
 type Live struct {
 	link  link.Link
 	nonce uint64
 }
 
-// Live attaches the hook. If the kernel does not let it set options, the error
-// wraps ebpf.ErrNotSupported.
+// Live attaches the hook. The error wraps ebpf.ErrNotSupported if the hook cannot set options on this kernel.
 func (t *Tune) Live() (_ *Live, err error) {
 	l := &Live{}
 	defer func() {
@@ -73,27 +71,26 @@ func (l *Live) Close() error {
 	return l.link.Close()
 }
 
-// Adopt gives the connection of a socket the rule that it would have had, and
-// what of the rule can be set on an open connection. Tune.Connection tells
-// which it was.
+// Adopt assigns to a connection the rule that it would have got at its start, and sets the options that can be set on
+// open connections. Tune.Connection returns the rule.
 func (l *Live) Adopt(fd int, role uint32) error {
 	return l.call(fd, TuneLiveAdopt, TuneLiveRequest{Role: role})
 }
 
-// Set sets an option as bpf_setsockopt does.
+// Set sets an option by bpf_setsockopt.
 func (l *Live) Set(fd int, level, name uint32, value int32) error {
 	return l.call(fd, TuneLiveSet, TuneLiveRequest{Level: level, Name: name, Value: value})
 }
 
-// Forget takes the rule off a connection. What was set stays set.
+// Forget removes the rule from a connection. Options that were set stay set.
 func (l *Live) Forget(fd int) error { return l.call(fd, TuneLiveForget, TuneLiveRequest{}) }
 
-// Listen prepares a listener for tags. Its error wraps ebpf.ErrNotSupported if
-// the kernel lets it read tags only.
+// Listen prepares a listener for tags. The error wraps ebpf.ErrNotSupported if the kernel only lets the listener read
+// tags.
 func (l *Live) Listen(fd int) error {
 	err := l.call(fd, TuneLiveListen, TuneLiveRequest{})
 	if errors.Is(err, unix.EPERM) {
-		// The hook's answer when callbacks cannot be switched on.
+		// The error of the hook if callbacks cannot be enabled.
 		return fmt.Errorf("write tags into SYN-ACKs of an open listener: %w before Linux 6.12: %w", ebpf.ErrNotSupported, err)
 	}
 	return err
@@ -106,8 +103,7 @@ func (l *Live) call(fd int, name uint32, r TuneLiveRequest) error {
 	return os.NewSyscallError("setsockopt", unix.SetsockoptString(fd, TuneLiveLevel, int(name), value))
 }
 
-// Decide asks the rules in force which rule a connection would have, by the
-// program's own code. 0 is none.
+// Decide returns the rules that connections would get, by the code of the program; 0 is none.
 func (t *Tune) Decide(questions ...MatchQuestion) ([]uint32, error) {
 	p, err := t.loadLive("tune_decide", 0)
 	if err != nil {

@@ -16,9 +16,8 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-// Install makes rules take effect, in one step: a connection is decided by
-// the rules before or by these. Connections that have a rule keep it. A rule
-// whose content was there before keeps its number, and so its counts.
+// Install replaces the rules atomically: a connection is decided by the old rules or by the new ones. Open
+// connections keep their rule. A rule with unchanged content keeps its number and its counts.
 func (t *Tune) Install(r *TuneRules) error {
 	ids, err := t.installRules(r.Rules)
 	if err != nil {
@@ -30,8 +29,7 @@ func (t *Tune) Install(r *TuneRules) error {
 	return t.retireRules(ids)
 }
 
-// Rules are all rules that are remembered, by number: those in force, and
-// those that connections still have.
+// Rules returns all rules by number: those in force, and those that connections still have.
 func (t *Tune) Rules() (map[uint32]*TuneRule, error) {
 	rules := make(map[uint32]*TuneRule)
 	var (
@@ -49,7 +47,7 @@ func (t *Tune) Rules() (map[uint32]*TuneRule, error) {
 	return rules, nil
 }
 
-// installRules finds or makes the numbers of rules.
+// installRules finds or assigns the numbers of rules.
 func (t *Tune) installRules(wanted []TuneRule) ([]uint32, error) {
 	known, err := t.Rules()
 	if err != nil {
@@ -78,7 +76,7 @@ func (t *Tune) installRules(wanted []TuneRule) ([]uint32, error) {
 		last++
 		ids[i] = last
 		rule.Seed = randomSeed()
-		// Counts first: a rule is counted from its first connection on.
+		// The counters are created first, because a rule counts from its first connection on.
 		for arm := range TuneArms {
 			if err := t.maps["stats"].Put(TuneStatsKey{Rule: last, Arm: uint32(arm)}, &TuneStats{}); err != nil {
 				return nil, fmt.Errorf("make counts of rule: %w", err)
@@ -97,22 +95,21 @@ func randomSeed() uint32 {
 	return binary.LittleEndian.Uint32(b[:])
 }
 
-// sameRule compares what rules do.
+// sameRule reports whether two rules have the same settings.
 func sameRule(a, b *TuneRule) bool {
 	x, y := *a, *b
 	x.Seed, x.Retired, y.Seed, y.Retired = 0, 0, 0, 0
 	return x == y
 }
 
-// A handshake that began with a rule that is dropped still gets all of it: a
-// SYN is repeated for less than this (tcp_syn_retries of 6).
+// handshakes is the maximum duration of a handshake, which keeps the rule of its start: SYNs are repeated for less
+// than this time (tcp_syn_retries of 6).
 const handshakes = 150 * time.Second
 
-// maxRetired bounds the rules kept for connections that still have them.
+// maxRetired is the maximum number of rules kept for connections that still have them.
 const maxRetired = 1024
 
-// retireRules marks the rules that are not in force, and forgets those that no
-// connection can have any more.
+// retireRules marks the rules that are not in force, and deletes those that no connection can have.
 func (t *Tune) retireRules(inForce []uint32) error {
 	rules, err := t.Rules()
 	if err != nil {
@@ -150,7 +147,7 @@ func (t *Tune) retireRules(inForce []uint32) error {
 	return nil
 }
 
-// used tells whether a connection may still have the rule.
+// used reports whether a connection may still have the rule.
 func (t *Tune) used(id uint32, rule *TuneRule) (bool, error) {
 	if rule.Flags&(TuneFlagLive|TuneFlagClose) == 0 {
 		return false, nil

@@ -9,8 +9,7 @@ import (
 	"github.com/cilium/ebpf"
 )
 
-// Stats are the counts of a rule's arm, 0 to TuneArms-1. A rule that is not
-// known has none.
+// Stats returns the counts of an arm of a rule, 0 to TuneArms-1; zero for an unknown rule.
 func (t *Tune) Stats(rule uint32, arm int) (*TuneStats, error) {
 	var s TuneStats
 	err := t.maps["stats"].Lookup(TuneStatsKey{Rule: rule, Arm: uint32(arm)}, &s)
@@ -37,7 +36,7 @@ func (t *Tune) Failures() (map[TuneFailure]uint64, error) {
 	return failures, nil
 }
 
-// Learned is what is known of prefixes.
+// Learned returns the learned windows by rule and prefix.
 func (t *Tune) Learned() (map[TuneLearnedKey]TuneLearned, error) {
 	learned := make(map[TuneLearnedKey]TuneLearned)
 	var (

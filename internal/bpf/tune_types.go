@@ -2,7 +2,7 @@
 
 package bpf
 
-// Limits of the tune programs; see bpf/include/tune.h.
+// Limits of the tune programs (bpf/include/tune.h).
 const (
 	TuneOptionsMax = int(tuneSockopsTuneLimitTUNE_OPTIONS)
 	TuneTagExID    = int(tuneSockopsTuneLimitTUNE_TAG_EXID)
@@ -10,8 +10,7 @@ const (
 	TuneArms       = int(tuneSockopsTuneArmTUNE_ARMS)
 )
 
-// What tune rules use, when options are set, and what connections are; see
-// bpf/include/tune.h.
+// Settings of tune rules, phases, and states of connections (bpf/include/tune.h).
 //
 //revive:disable:exported
 const (

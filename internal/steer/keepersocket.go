@@ -94,7 +94,7 @@ func tryKeeperSocket(l bpf.Listener, uid uint32, network *os.File, attach func(f
 // attached. The queue is empty unless the group had no program.
 func rejectQueued(fd int) error {
 	if err := unix.SetNonblock(fd, true); err != nil {
-		return fmt.Errorf("drain anchor: %w", err)
+		return fmt.Errorf("drain keeper socket: %w", err)
 	}
 	const most = 1 << 16
 	for range most {
@@ -110,7 +110,7 @@ func rejectQueued(fd int) error {
 			return nil
 		}
 		if err != nil && !errors.Is(err, unix.ECONNABORTED) {
-			return fmt.Errorf("drain anchor: %w", err)
+			return fmt.Errorf("drain keeper socket: %w", err)
 		}
 	}
 	return nil
