@@ -66,7 +66,7 @@ func (c *commands) keeperCommand() *cobra.Command {
 		Hidden: true,
 		RunE:   func(cmd *cobra.Command, _ []string) error { return steer.RunKeeper(cmd.Context()) },
 	}
-	// The next agent reads these flags in /proc.
+	// The next agent reads these flags in /proc/PID/cmdline.
 	cmd.Flags().String("pins", "", "")
 	cmd.Flags().String("service", "", "")
 	return cmd

@@ -20,7 +20,7 @@ import (
 	"sockeye/internal/tune"
 )
 
-// checked is the answer of check -o json.
+// checked is the JSON output of check.
 type checked struct {
 	File       string        `json:"file"`
 	Valid      bool          `json:"valid"`
@@ -123,8 +123,8 @@ func (c *commands) check(cmd *cobra.Command, file string) error {
 	})
 }
 
-// kernelLacks asks the agent which options the kernel lacks, or without an
-// agent tries them itself. Who can do neither is told so in untried.
+// kernelLacks requests the options that the kernel lacks from the agent, or probes them without one. untried explains
+// why neither is possible.
 func (c *commands) kernelLacks(cmd *cobra.Command) (lacks []api.TuneSkipped, untried string, err error) {
 	err = c.Client().Get(cmd.Context(), "/v1/tune/options", nil, &lacks)
 	if err == nil {
@@ -136,7 +136,7 @@ func (c *commands) kernelLacks(cmd *cobra.Command) (lacks []api.TuneSkipped, unt
 	return lacks, "", nil
 }
 
-// contents counts what a policy has, as in 1 service, 3 tune rules.
+// contents counts the parts of a policy, as in "1 service, 3 tune rules".
 func contents(policy *config.Policy) string {
 	var parts []string
 	for _, part := range []struct {
@@ -158,7 +158,7 @@ func contents(policy *config.Policy) string {
 	return strings.Join(parts, ", ")
 }
 
-// checkNamed reads what the policy names.
+// checkNamed reads the files that the policy names.
 func checkNamed(policy *config.Policy) error {
 	if err := member.CheckUsers(policy); err != nil {
 		return err

@@ -70,14 +70,14 @@ tune lack something, and why. The exit code is that of the worst finding.`,
 	return cmd
 }
 
-// known is what a running agent knows of processes on its services' ports; nil without one.
+// known returns the sockets and processes that a running agent knows; nil without an agent.
 func (c *commands) known(cmd *cobra.Command) *doctor.Known {
 	var status api.Status
 	var slots []api.SlotStatus
 	if c.Client().Get(cmd.Context(), "/v1/status", nil, &status) != nil || c.Client().Get(cmd.Context(), "/v1/slots", nil, &slots) != nil {
 		return nil
 	}
-	known := &doctor.Known{Sockets: make(map[uint64]bool), Processes: map[int]bool{status.PID: true}} // the agent has keeper sockets
+	known := &doctor.Known{Sockets: make(map[uint64]bool), Processes: map[int]bool{status.PID: true}} // the agent also has keeper sockets
 	for _, s := range slots {
 		for _, socket := range s.Sockets {
 			known.Sockets[socket.Cookie] = true
@@ -95,9 +95,7 @@ func (c *commands) known(cmd *cobra.Command) *doctor.Known {
 	return known
 }
 
-// askAgent adds what a running agent knows of its members and rules, and the rights
-// that it needs for the policy; nil is none.
-// examine looks at the host and, with a policy, at what the policy names. Known is nil without an agent.
+// examine checks the host and, with a policy, what the policy names. known is nil without an agent.
 func examine(policy *config.Policy, pins string, known *doctor.Known) []doctor.Finding {
 	report := doctor.NewReport(known)
 	report.Kernel()
@@ -109,15 +107,15 @@ func examine(policy *config.Policy, pins string, known *doctor.Known) []doctor.F
 	return report.Findings
 }
 
-// examineRights looks whether the agent, by its process id, has the capabilities beyond those of the unit
-// that a policy needs; 0: no agent runs.
+// examineRights checks whether the agent has the capabilities that a policy needs beyond those of the unit. A pid of
+// 0 means that no agent runs.
 func examineRights(policy *config.Policy, pid int) []doctor.Finding {
 	report := doctor.NewReport(nil)
 	report.Rights(needsOf(policy), pid)
 	return report.Findings
 }
 
-// needsOf lists the capabilities that a policy needs beyond those of the unit, each once.
+// needsOf lists the capabilities that a policy needs beyond those of the unit, without duplicates.
 func needsOf(policy *config.Policy) []rights.Need {
 	var all []rights.Need
 	for _, needs := range []func(*config.Policy) []rights.Need{steer.Needs, tune.Needs, trace.Needs, bigtcp.Needs, rights.MetricsNeeds} {
@@ -144,7 +142,7 @@ func (c *commands) askAgent(cmd *cobra.Command, policy *config.Policy) []doctor.
 		if s.Problem != "" {
 			check := "port steering"
 			if s.PortsSteered {
-				check = "devices" // that are split
+				check = "devices" // split devices
 			}
 			findings = append(findings, doctor.Finding{Area: "service " + s.Name, Check: check, Result: doctor.Warning, Detail: s.Problem, Hint: s.Hint})
 		}
@@ -160,7 +158,7 @@ func (c *commands) askAgent(cmd *cobra.Command, policy *config.Policy) []doctor.
 	return append(findings, c.askTune(cmd)...)
 }
 
-// askTune adds what a running agent knows of the cgroups that it tunes.
+// askTune adds findings of a running agent about its tuned cgroups.
 func (c *commands) askTune(cmd *cobra.Command) []doctor.Finding {
 	var list []api.TuneStatus
 	if err := c.Client().Get(cmd.Context(), "/v1/tune", nil, &list); err != nil {

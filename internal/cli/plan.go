@@ -46,7 +46,7 @@ tells what would change and what that does to devices, members and connections.`
 	return cmd
 }
 
-// candidateOf reads a policy file for the agent, which may not see it where it is.
+// candidateOf reads a policy file for the agent, which may have no access to the file.
 func candidateOf(file string) (candidate api.Candidate, err error) {
 	text, err := os.ReadFile(file)
 	if err != nil {

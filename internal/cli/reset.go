@@ -14,13 +14,12 @@ import (
 	"sockeye/internal/statedir"
 )
 
-// removal is the answer of reset -o json.
+// removal is the JSON output of reset.
 type removal struct {
 	Removed string `json:"removed"`
-	// Reverted are the interfaces that have the sizes from before again.
+	// Reverted are the interfaces with restored sizes.
 	Reverted []string `json:"reverted"`
-	// State is the state directory, if there is one, and StateRemoved whether it was
-	// removed.
+	// State is the existing state directory, and StateRemoved reports whether it was removed.
 	State        string `json:"state,omitempty"`
 	StateRemoved bool   `json:"state_removed"`
 }

@@ -16,9 +16,8 @@ import (
 	"sockeye/internal/steer"
 )
 
-// resetPins removes everything that agents left under a pin directory: pins,
-// programs on groups, keepers. Members' sockets go back to the kernel's hash.
-// It tells whether there was anything, and touches no other directory.
+// resetPins removes everything that agents left under a pin directory: pins, programs on groups, and keepers. Sockets
+// of members are selected by the kernel's hash afterwards. removed is false if there was nothing to remove.
 func resetPins(pins string) (removed bool, err error) {
 	if pins, err = filepath.Abs(pins); err != nil {
 		return false, err
@@ -43,8 +42,7 @@ func resetPins(pins string) (removed bool, err error) {
 	return err == nil, err
 }
 
-// isPinDirectory tells whether there is a directory that is an agent's: what
-// is removed with all its contents must not be anybody else's.
+// isPinDirectory reports whether a directory is the pin directory of an agent. resetPins removes no other directory.
 func isPinDirectory(pins string) (bool, error) {
 	entries, err := os.ReadDir(pins)
 	if errors.Is(err, os.ErrNotExist) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package cli is the command line of Sockeye. The commands of the agent and of the whole policy are
-// here, one file for each; the commands of a domain are in a folder of their own.
+// Package cli is the command line of Sockeye. The commands of the agent and of the whole policy are in this package,
+// one file each; the commands of a domain are in a package of their own.
 package cli
 
 import (
@@ -33,7 +33,7 @@ import (
 // commands are the commands of the agent and of the whole policy.
 type commands struct{ *command.Command }
 
-// Host is the environment of a real process.
+// Host returns the environment of a real process.
 func Host() command.Environment {
 	return command.Environment{Out: os.Stdout, Err: os.Stderr, In: os.Stdin, Now: time.Now, Exec: unix.Exec}
 }
@@ -45,7 +45,7 @@ func Main(args []string, env command.Environment) int {
 	return Run(ctx, args, env)
 }
 
-// Run runs a command until it is done or ctx ends, and returns its exit code.
+// Run runs a command until it is done or ctx is, and returns its exit code.
 func Run(ctx context.Context, args []string, env command.Environment) int {
 	out, errs := &command.Screen{To: env.Out}, &command.Screen{To: env.Err}
 	defer out.End()
@@ -66,8 +66,7 @@ func Run(ctx context.Context, args []string, env command.Environment) int {
 	return fault.Code(err)
 }
 
-// wantedOutput is the output that errors have which come before the flags are
-// read.
+// wantedOutput returns the output format for errors that occur before the flags are parsed.
 func wantedOutput(args []string) string {
 	for i, arg := range args {
 		switch {
@@ -81,7 +80,7 @@ func wantedOutput(args []string) string {
 	return "table"
 }
 
-// Root is the command line as a tree, for those who describe it.
+// Root returns the tree of commands, for generators of documentation.
 func Root(env command.Environment) *cobra.Command {
 	return (&commands{&command.Command{Environment: env}}).root()
 }
@@ -146,7 +145,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	root.InitDefaultCompletionCmd()
 	for _, sub := range root.Commands() {
 		if sub.Name() == "completion" {
-			sub.Args = nil // in our words
+			sub.Args = nil // Sockeye has its own message
 			for _, shell := range sub.Commands() {
 				shell.Args = nil
 			}
@@ -156,9 +155,8 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or policy, 3 the kernel cannot,
 	return root
 }
 
-// finish gives a command, and those below it, what all have in common. One
-// with commands below it takes no arguments unless it says so; it shows its help,
-// unless it does something itself.
+// finish sets the common properties of a command and its subcommands. A command with subcommands takes no arguments
+// unless it defines some, and shows its help unless it runs something.
 func finish(cmd *cobra.Command) {
 	if !cmd.HasSubCommands() {
 		cmd.Args = usage(cmd.Args)
@@ -175,7 +173,7 @@ func finish(cmd *cobra.Command) {
 	}
 }
 
-// badFlag says what is wrong with a flag, without the words of the parser.
+// badFlag replaces the message of the flag parser.
 func badFlag(cmd *cobra.Command, err error) error {
 	hint := cmd.CommandPath() + " --help lists the flags"
 	if unknown, ok := errors.AsType[*pflag.NotExistError](err); ok {
@@ -196,7 +194,7 @@ func badFlag(cmd *cobra.Command, err error) error {
 	return fault.Usage(err, hint)
 }
 
-// usage gives errors of arguments their exit code.
+// usage adds the exit code to errors of arguments.
 func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 	if check == nil {
 		check = command.Arguments(0, 0, "")
@@ -211,10 +209,10 @@ func usage(check cobra.PositionalArgs) cobra.PositionalArgs {
 	}
 }
 
-// report tells a person, or with -o json a program, what went wrong.
+// report prints an error, as JSON with -o json.
 func (c *commands) report(err error) {
 	if c.Output == "json" {
-		// With no output there is nobody to tell.
+		// If the output fails, there is no way to report an error.
 		_ = c.JSON(api.Failure{Error: fault.Message(err), Hint: fault.Hint(err), Code: fault.Code(err)})
 		return
 	}
@@ -228,7 +226,7 @@ func (c *commands) report(err error) {
 	fmt.Fprint(c.Err, text)
 }
 
-// toJournal tells whether errors and logs go to systemd's journal.
+// toJournal reports whether errors and logs go to systemd's journal.
 func (c *commands) toJournal() bool {
 	f, ok := command.Underlying(c.Err).(*os.File)
 	return ok && journal.Connected(f)

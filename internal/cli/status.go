@@ -94,7 +94,7 @@ func (c *commands) status(w io.Writer, s *api.Status) {
 	}
 }
 
-// sized shows what the bigtcp rules have come to, by network namespace.
+// sized prints the state of the bigtcp rules by network namespace.
 func (c *commands) sized(w io.Writer, s *api.Status) {
 	for i, n := range s.BigTCP {
 		if i == 0 && len(s.Services)+len(s.Tune)+len(s.Trace) > 0 {
@@ -125,7 +125,7 @@ func (c *commands) sized(w io.Writer, s *api.Status) {
 	}
 }
 
-// networkName names a network namespace in a table.
+// networkName returns the name of a network namespace in a table.
 func networkName(path string) string {
 	if path == "" {
 		return "this network namespace"
@@ -133,7 +133,7 @@ func networkName(path string) string {
 	return path
 }
 
-// some lists the first of many things, and says how many more there are.
+// some lists the first names and counts the others.
 func some(list []string, most int) string {
 	if len(list) <= most {
 		return strings.Join(list, ", ")

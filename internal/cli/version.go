@@ -14,7 +14,7 @@ import (
 	"sockeye/internal/cli/command"
 )
 
-// version is the answer of version -o json.
+// version is the JSON output of version.
 type version struct {
 	Version string `json:"version"`
 	Go      string `json:"go"`

@@ -252,11 +252,10 @@ func (d *Distribution) At(q, spot float64) float64 {
 // NativeZero is the zero threshold of native histograms, in seconds.
 const NativeZero = 16e-9
 
-// Native gives the buckets of a Prometheus native histogram of seconds: the count
-// by index, where bucket i holds what is above 2^((i-1)/2^schema) and not above
-// 2^(i/2^schema); schema is -4 to 8. All times of a bucket count as its middle;
-// those below NativeZero, the first bucket, are in zero. Schema 3 is about as fine
-// as the histogram is: its buckets are 9 % wide.
+// Native returns the buckets of a Prometheus native histogram of seconds: the counts by index, where bucket i has the
+// values in (2^((i-1)/2^schema), 2^(i/2^schema)]; schema is -4 to 8. All times of a bucket count as its middle; those
+// below NativeZero, the first bucket, are in zero. Schema 3 has the resolution of the histogram: its buckets are 9 %
+// wide.
 func (h *Histogram[V, B]) Native(schema int32) (positive map[int]int64, zero uint64) {
 	positive = make(map[int]int64)
 	for i := 1; i < len(h.Buckets); i++ {
@@ -271,15 +270,14 @@ func (h *Histogram[V, B]) Native(schema int32) (positive map[int]int64, zero uin
 	return positive, h.Buckets[0]
 }
 
-// Point is a point of a distribution function: Share of all are not above Time.
+// Point is a point of a distribution function: a share of all values is at most Time.
 type Point[V Value] struct {
 	Time  V
 	Share float64
 }
 
-// CDF gives the points of the distribution function, from share 0 to share 1,
-// between which it is straight. It is flat over empty buckets. An empty histogram
-// has none.
+// CDF returns the points of the distribution function, from share 0 to share 1, which is linear between them. It is
+// flat over empty buckets. An empty histogram has no points.
 func (h *Histogram[V, B]) CDF() []Point[V] {
 	var points []Point[V]
 	var below uint64
@@ -298,8 +296,7 @@ func (h *Histogram[V, B]) CDF() []Point[V] {
 	return points
 }
 
-// jsonHistogram has the buckets that are not empty, as index and count, in their
-// order.
+// jsonHistogram has the non-empty buckets as index and count, in their order.
 type jsonHistogram struct {
 	Count   *uint64     `json:"count"`
 	Sum     *uint64     `json:"sum_ns"`
@@ -307,8 +304,7 @@ type jsonHistogram struct {
 	Buckets *[][]uint64 `json:"buckets"`
 }
 
-// MarshalJSON writes {"count":..,"sum_ns":..,"max_ns":..,"buckets":[[index,count],..]}
-// with the buckets that are not empty.
+// MarshalJSON writes {"count":..,"sum_ns":..,"max_ns":..,"buckets":[[index,count],..]} with the non-empty buckets.
 func (h Histogram[V, B]) MarshalJSON() ([]byte, error) {
 	b := fmt.Appendf(nil, `{"count":%d,"sum_ns":%d,"max_ns":%d,"buckets":[`, h.Count, h.Sum, h.Max)
 	separator := ""
@@ -322,9 +318,8 @@ func (h Histogram[V, B]) MarshalJSON() ([]byte, error) {
 	return append(b, "]}"...), nil
 }
 
-// UnmarshalJSON reads what MarshalJSON writes, and refuses all else: unknown or
-// missing fields, buckets that do not exist, are empty or out of order, and a
-// count that is not theirs.
+// UnmarshalJSON reads the output of MarshalJSON and returns an error for anything else: unknown or missing fields,
+// invalid, empty or unsorted buckets, and a count that is not the sum of the buckets.
 func (h *Histogram[V, B]) UnmarshalJSON(b []byte) error {
 	var j jsonHistogram
 	d := json.NewDecoder(bytes.NewReader(b))

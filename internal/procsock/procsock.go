@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package procsock enumerates the TCP and MPTCP sockets that the processes of a
-// cgroup hold, and duplicates their descriptors (pidfd_getfd(2)), so that options
-// of the sockets can be read and set. It needs the right to trace each process.
+// Package procsock lists the TCP and MPTCP sockets of the processes of a cgroup, and duplicates their descriptors by
+// pidfd_getfd(2), so that socket options can be read and set. It needs the right to trace each process.
 //
-// Package sockdiag lists the sockets of a network namespace without rights over
-// processes, and without descriptors.
+//
+// Package sockdiag lists the sockets of a network namespace without rights over processes, and without descriptors.
 package procsock
 
 import (
@@ -24,32 +23,30 @@ import (
 
 // Socket is an open TCP socket of a process.
 type Socket struct {
-	// FD is a copy of the descriptor. It keeps the socket open. Never make an
-	// os.File of it: that would change flags that the copy shares with the
-	// process.
+	// FD is a duplicate of the descriptor, which keeps the socket open. It must not become an os.File, which
+	// would change the file status flags that the duplicate shares with the process.
 	FD      int
 	PID     int
-	Number  int    // of the descriptor in the process
-	Command string // the process' command line
+	Number  int    // number of the descriptor in the process
+	Command string // command line of the process
 	Cookie  uint64
-	// Local and Remote have IPv4-mapped addresses as IPv4. Remote is the zero
-	// value without a peer.
+	// Local and Remote have IPv4-mapped addresses as IPv4. Remote is the zero value without a peer.
 	Local, Remote netip.AddrPort
-	State         uint8 // TCP_ESTABLISHED, 1, and so on; 0 if it is not known
+	State         uint8 // TCP_ESTABLISHED is 1; 0 if unknown
 	Listening     bool
-	// Role is accept if one of the listeners that were seen has the local
-	// address, else connect: the kernel does not keep it. "" of a listener.
+	// Role is accept if a listener that was seen has the local address, otherwise connect: the kernel does not
+	// record it. "" for a listener.
 	Role   config.Role
 	Family int // unix.AF_INET or AF_INET6
-	// MPTCP sockets are no TCP sockets of their own: options of TCP can be
-	// neither read nor set. Their connections are those of Subflows.
+	// MPTCP reports an MPTCP socket, whose TCP options can be neither read nor set. Its connections are those of
+	// Subflows.
 	MPTCP bool
 
 	netns  uint64 // cookie of the network namespace
 	v6only bool
 }
 
-// String names the connection or the listener, and whose it is.
+// String names the connection or the listener, and its process.
 func (s *Socket) String() string {
 	name := s.Local.String()
 	if s.Remote.IsValid() {
@@ -58,21 +55,21 @@ func (s *Socket) String() string {
 	return fmt.Sprintf("%s (descriptor %d of pid %d)", name, s.Number, s.PID)
 }
 
-// Close closes the copy. Only what Find and Take return needs it.
+// Close closes the duplicate. Only the results of Find and Take need it.
 func (s *Socket) Close() error { return unix.Close(s.FD) }
 
-// Connected tells whether the socket is a connection that can still send.
+// Connected reports whether the socket is a connection that can send.
 func (s *Socket) Connected() bool {
 	return s.State == unix.BPF_TCP_ESTABLISHED || s.State == unix.BPF_TCP_CLOSE_WAIT
 }
 
-// Walk visits the TCP sockets of all processes in a cgroup, given by its
-// folder, and below. A socket that several processes share is visited once. Its
-// descriptor is closed after the visit. Connections that nobody has accepted
-// yet have none, and are not visited.
+// Walk visits the TCP sockets of all processes in a cgroup directory and below. A socket that several processes share
+// is visited once, and its descriptor is closed after the visit. Connections that are not accepted yet have no
+// descriptor and are not visited.
 //
-// Processes that end meanwhile are passed over; those whose sockets may not be
-// taken are problems. An error of visit ends it, and is returned.
+//
+// Processes that exit concurrently are skipped. problems has the processes whose sockets cannot be duplicated. An
+// error of visit ends Walk, which returns it.
 func Walk(cgroup string, visit func(*Socket) error) (problems []error, err error) {
 	heard := make(Listeners)
 	_, err = WalkOnce(cgroup, func(s *Socket) error {
@@ -88,8 +85,8 @@ func Walk(cgroup string, visit func(*Socket) error) (problems []error, err error
 	})
 }
 
-// Find finds a connection of the processes in a cgroup by its addresses, an MPTCP connection by those of any of its
-// subflows. The caller closes it. It fails with fs.ErrNotExist if there is none.
+// Find returns the connection of a process of a cgroup with these addresses, or an MPTCP connection with such a
+// subflow. The caller closes it. The error wraps fs.ErrNotExist if there is none.
 func Find(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
 	local, remote = plain(local), plain(remote)
 	found := errors.New("found")
@@ -119,9 +116,8 @@ func Find(cgroup string, local, remote netip.AddrPort) (*Socket, error) {
 	return nil, err
 }
 
-// Take takes a TCP socket by its descriptor in a process. The caller
-// closes it. Its role is judged by the listeners of that process alone. It
-// fails with fs.ErrNotExist if there is no such socket.
+// Take returns the TCP socket of a descriptor of a process. The caller closes it. Its role is derived from the
+// listeners of that process only. The error wraps fs.ErrNotExist if there is no such socket.
 func Take(pid, number int) (*Socket, error) {
 	h, err := member.Open(pid)
 	if err != nil {
@@ -147,8 +143,7 @@ func Take(pid, number int) (*Socket, error) {
 	return s, nil
 }
 
-// WalkOnce is Walk at half the cost, without Role: where a listener is seen after
-// its connections, this is not known yet. See Listeners.
+// WalkOnce is Walk at half the cost and without Role, which is unknown before the listener is seen (see Listeners).
 func WalkOnce(dir string, visit func(*Socket) error) (problems []error, err error) {
 	pids, err := cgroup.Processes(dir)
 	if err != nil {
@@ -172,7 +167,7 @@ func WalkOnce(dir string, visit func(*Socket) error) (problems []error, err erro
 	return problems, nil
 }
 
-// walkProcess visits the TCP sockets of a process that were not seen before.
+// walkProcess visits the TCP sockets of a process that are not in seen.
 func walkProcess(pid int, seen map[uint64]bool, visit func(*Socket)) error {
 	h, err := member.Open(pid)
 	if err != nil {
@@ -220,7 +215,7 @@ func describe(m *member.Socket, pid int) *Socket {
 	if info, err := unix.GetsockoptTCPInfo(s.FD, unix.SOL_TCP, unix.TCP_INFO); err == nil {
 		s.State = info.State
 	}
-	// Before 5.14 all sockets count as of one namespace.
+	// Before Linux 5.14, all sockets count as sockets of one namespace.
 	s.netns, _ = unix.GetsockoptUint64(s.FD, unix.SOL_SOCKET, unix.SO_NETNS_COOKIE)
 	return s
 }
@@ -229,7 +224,7 @@ func plain(a netip.AddrPort) netip.AddrPort {
 	return netip.AddrPortFrom(a.Addr().Unmap().WithZone(""), a.Port())
 }
 
-// Listeners are the listening sockets seen, by namespace and port.
+// Listeners are the seen listeners by namespace and port.
 type Listeners map[listenerKey][]*Socket
 
 type listenerKey struct {
@@ -237,7 +232,7 @@ type listenerKey struct {
 	port  uint16
 }
 
-// Add notes a socket, if it is a listener.
+// Add records a socket if it is a listener.
 func (l Listeners) Add(s *Socket) {
 	if s.Listening {
 		key := listenerKey{s.netns, s.Local.Port()}
@@ -245,8 +240,7 @@ func (l Listeners) Add(s *Socket) {
 	}
 }
 
-// Role tells which side of its connection a socket is, by the listeners noted so
-// far; "" of a listener.
+// Role returns the role of a socket by the recorded listeners; "" for a listener.
 func (l Listeners) Role(s *Socket) config.Role {
 	if s.Listening {
 		return ""

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// From include/uapi/linux/mptcp.h and include/linux/socket.h, Linux 6.18.
+// Constants of include/uapi/linux/mptcp.h and include/linux/socket.h, Linux 6.18.
 const (
 	solMPTCP          = 284
 	subflowAddresses  = 3       // MPTCP_SUBFLOW_ADDRS
@@ -23,24 +23,21 @@ const (
 	sizeofSubflow     = 2 * 128 // struct mptcp_subflow_addrs
 )
 
-// usualSubflows is the most that the kernel's path manager makes of a connection
-// (MPTCP_SUBFLOWS_MAX in net/mptcp, Linux 6.18). Others can make more.
+// usualSubflows is the maximum number of subflows of the kernel's path manager (MPTCP_SUBFLOWS_MAX in net/mptcp,
+// Linux 6.18). Other path managers may create more.
 const usualSubflows = 8
 
-// Subflow is a TCP connection that an MPTCP connection consists of. No descriptor
-// leads to it.
+// Subflow is a TCP subflow of an MPTCP connection. It has no descriptor.
 type Subflow struct {
 	// Local and Remote have IPv4-mapped addresses as IPv4.
 	Local, Remote netip.AddrPort
 }
 
-// ErrNoSubflows is of a kernel that does not tell the subflows of an MPTCP connection:
-// before Linux 5.16.
+// ErrNoSubflows is the error of kernels before 5.16, which do not list subflows.
 var ErrNoSubflows = errors.New("this kernel does not tell the subflows of an MPTCP connection")
 
-// Subflows are those of an MPTCP connection at the time of the call. One that has
-// fallen back to TCP, as it does where the peer has no MPTCP, has one, and always will.
-// It fails with ErrNoSubflows if the kernel does not tell them.
+// Subflows returns the current subflows of an MPTCP connection. fellBack reports a permanent fallback to TCP, with
+// one subflow. The error is ErrNoSubflows if the kernel does not list subflows.
 func (s *Socket) Subflows() (list []Subflow, fellBack bool, err error) {
 	list, err = readSubflows(s.FD)
 	if err == nil {
@@ -49,15 +46,15 @@ func (s *Socket) Subflows() (list []Subflow, fellBack bool, err error) {
 	if !errors.Is(err, unix.EOPNOTSUPP) && !errors.Is(err, unix.ENOPROTOOPT) {
 		return nil, false, fmt.Errorf("read subflows of %s: %w", s, os.NewSyscallError("getsockopt", err))
 	}
-	// The kernel passes options of TCP on to the subflow after a fallback, and has none of
-	// MPTCP then (mptcp_getsockopt in net/mptcp/sockopt.c, Linux 6.18).
+	// After a fallback, the kernel passes TCP options on to the subflow, and has no MPTCP options
+	// (mptcp_getsockopt, Linux 6.18).
 	if _, err := unix.GetsockoptInt(s.FD, unix.SOL_TCP, unix.TCP_WINDOW_CLAMP); err != nil {
 		return nil, false, fmt.Errorf("read subflows of %s: %w", s, ErrNoSubflows)
 	}
 	return []Subflow{{s.Local, s.Remote}}, true, nil
 }
 
-// has tells whether a connection has these ends, or one of its subflows.
+// has reports whether a connection or one of its subflows has these addresses.
 func (s *Socket) has(local, remote netip.AddrPort) bool {
 	if s.Local == local && s.Remote == remote {
 		return true
@@ -65,7 +62,7 @@ func (s *Socket) has(local, remote netip.AddrPort) bool {
 	if !s.MPTCP {
 		return false
 	}
-	// One whose subflows cannot be read does not match.
+	// A connection with unreadable subflows does not match.
 	list, _, _ := s.Subflows()
 	return slices.Contains(list, Subflow{local, remote})
 }
@@ -95,7 +92,7 @@ func readSubflows(fd int) ([]Subflow, error) {
 	}
 }
 
-// address reads a struct sockaddr_in or sockaddr_in6.
+// address decodes a struct sockaddr_in or sockaddr_in6.
 func address(b []byte) netip.AddrPort {
 	port := binary.BigEndian.Uint16(b[2:])
 	if binary.NativeEndian.Uint16(b) == unix.AF_INET {

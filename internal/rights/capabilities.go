@@ -50,7 +50,7 @@ func limitCapabilities(keep ...cap.Value) error {
 	}
 	limited := cap.NewSet()
 	for _, v := range keep {
-		// The errors are of capabilities that the kernel does not know, and so nobody has.
+		// The only errors are about capabilities that the kernel does not know.
 		if permitted, _ := has.GetFlag(cap.Permitted, v); permitted {
 			err = errors.Join(err, limited.SetFlag(cap.Permitted, true, v), limited.SetFlag(cap.Effective, true, v))
 		}

@@ -12,11 +12,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Cgroups are the paths of cgroups by their ids: the inodes of their folders.
+// Cgroups maps the ids of cgroups, the inodes of their directories, to their paths.
 type Cgroups map[uint64]string
 
-// ReadCgroups reads a folder and those below it. Paths are as in /proc/PID/cgroup, from
-// mount on. Those that go meanwhile, or may not be read, are left out.
+// ReadCgroups reads a cgroup directory and its descendants. Paths are relative to mount, as in /proc/PID/cgroup.
+// Directories that disappear or are not readable are left out.
 func ReadCgroups(mount, folder string) (Cgroups, error) {
 	found := make(Cgroups)
 	err := filepath.WalkDir(folder, func(path string, d fs.DirEntry, err error) error {

@@ -12,10 +12,10 @@ import (
 	"sockeye/internal/nlattr"
 )
 
-// Lengths of what is sent and received.
+// Message lengths.
 const (
-	HeaderSize  = unix.SizeofNlMsghdr        // length of a message's header, in bytes
-	RequestSize = HeaderSize + sizeofRequest // length of a Request, in bytes
+	HeaderSize  = unix.SizeofNlMsghdr        // length of a message header in bytes
+	RequestSize = HeaderSize + sizeofRequest // length of a Request in bytes
 )
 
 // Request is a request for sockets of AF_INET or AF_INET6: a struct nlmsghdr and a struct inet_diag_req_v2.
@@ -25,28 +25,28 @@ type Request struct {
 	Sequence   uint32
 	Family     uint8 // unix.AF_INET or AF_INET6
 	Protocol   uint8 // unix.IPPROTO_TCP or IPPROTO_UDP
-	Attributes uint8 // idiag_ext: bit n-1 asks for attribute n
+	Attributes uint8 // idiag_ext: bit n-1 requests attribute n
 	States     States
-	// Source and Destination are the ends of the socket. A dump regards only the ports, 0 for any. To find one socket of UDP they
-	// are the ends of a datagram that the socket would receive (udp_dump_one).
+	// Source and Destination are the addresses of the socket. A dump uses the ports only; 0 matches any. To find
+	// one UDP socket, they are those of a datagram that the socket would receive (udp_dump_one).
 	Source, Destination netip.AddrPort
-	Device              uint32 // index of the interface; 0: any
-	Cookie              uint64 // AnyCookie: any
+	Device              uint32 // interface index; 0 matches any
+	Cookie              uint64 // AnyCookie matches any
 }
 
-// AnyCookie stands for a socket of any cookie (INET_DIAG_NOCOOKIE).
+// AnyCookie matches any cookie (INET_DIAG_NOCOOKIE).
 const AnyCookie = ^uint64(0)
 
-// WithReceiveMemory is the attribute that ReceiveMemory reads.
+// WithReceiveMemory requests the attribute that ReceiveMemory reads.
 const WithReceiveMemory = 1 << (attrMemory - 1)
 
-// Append appends the encoded request to b, and allocates nothing if b has RequestSize bytes of capacity left.
+// Append appends the encoded request to b. It does not allocate if b has a spare capacity of RequestSize bytes.
 func (r *Request) Append(b []byte) []byte {
 	b = binary.NativeEndian.AppendUint32(b, RequestSize)
 	b = binary.NativeEndian.AppendUint16(b, r.Type)
 	b = binary.NativeEndian.AppendUint16(b, unix.NLM_F_REQUEST|r.Flags)
 	b = binary.NativeEndian.AppendUint32(b, r.Sequence)
-	b = binary.NativeEndian.AppendUint32(b, 0) // the kernel's port id
+	b = binary.NativeEndian.AppendUint32(b, 0) // port id of the kernel
 	b = append(b, r.Family, r.Protocol, r.Attributes, 0)
 	b = binary.NativeEndian.AppendUint32(b, uint32(r.States))
 	b = binary.BigEndian.AppendUint16(b, r.Source.Port())
@@ -58,7 +58,8 @@ func (r *Request) Append(b []byte) []byte {
 	return binary.NativeEndian.AppendUint32(b, uint32(r.Cookie>>32))
 }
 
-// appendAddress appends 16 bytes: an IPv4 address in a request for AF_INET6 is mapped, and in one for AF_INET takes four bytes.
+// appendAddress appends 16 bytes: an IPv4 address is mapped in a request for AF_INET6, and uses four bytes in one for
+// AF_INET.
 func (r *Request) appendAddress(b []byte, a netip.Addr) []byte {
 	var bytes [16]byte
 	if r.Family == unix.AF_INET && a.Is4() {
@@ -74,10 +75,10 @@ func (r *Request) appendAddress(b []byte, a netip.Addr) []byte {
 type Message struct {
 	Type, Flags uint16
 	Sequence    uint32
-	Body        []byte // part of what NextMessage was given
+	Body        []byte // part of the argument of NextMessage
 }
 
-// NextMessage cuts the first message off b, which has HeaderSize bytes at least.
+// NextMessage splits the first message off b, which has at least HeaderSize bytes.
 func NextMessage(b []byte) (m Message, rest []byte, err error) {
 	length := int(binary.NativeEndian.Uint32(b))
 	if length < HeaderSize || length > len(b) {
@@ -90,7 +91,7 @@ func NextMessage(b []byte) (m Message, rest []byte, err error) {
 	return m, b[min((length+unix.NLMSG_ALIGNTO-1)&^(unix.NLMSG_ALIGNTO-1), len(b)):], nil
 }
 
-// Errno is the error of a message of type NLMSG_ERROR or NLMSG_DONE; 0: none.
+// Errno returns the error of a message of type NLMSG_ERROR or NLMSG_DONE; 0 for none.
 func (m *Message) Errno() unix.Errno {
 	if len(m.Body) < 4 {
 		return 0
@@ -106,8 +107,8 @@ func (m *Message) Ports() (local, remote uint16, ok bool) {
 	return binary.BigEndian.Uint16(m.Body[4:]), binary.BigEndian.Uint16(m.Body[6:]), true
 }
 
-// ReceiveMemory returns how many bytes of the socket's receive buffer are allocated (sk_rmem_alloc), and the buffer's size
-// (sk_rcvbuf). It is false if the message does not tell: it is an error, or was not requested WithReceiveMemory.
+// ReceiveMemory returns the allocated bytes of the receive buffer (sk_rmem_alloc) and its size (sk_rcvbuf). ok is
+// false for an error message, and without WithReceiveMemory in the request.
 func (m *Message) ReceiveMemory() (allocated, limit int, ok bool) {
 	if m.Type != unix.SOCK_DIAG_BY_FAMILY || len(m.Body) < sizeofMessage {
 		return 0, 0, false
@@ -121,9 +122,9 @@ func (m *Message) ReceiveMemory() (allocated, limit int, ok bool) {
 	return allocated, limit, true
 }
 
-// OpenSocket opens a socket of sock_diag in the network namespace of the calling thread, for a caller that sends Requests and
-// reads Messages in an event loop of its own. The socket does not block. With watch the kernel also sends a message of type
-// SOCK_DIAG_BY_FAMILY, without NLM_F_MULTI, for each socket of TCP or UDP that is closed.
+// OpenSocket opens a non-blocking sock_diag socket in the network namespace of the calling thread, for a caller with
+// its own event loop that sends Requests and reads Messages. With watch, the kernel also sends a message of type
+// SOCK_DIAG_BY_FAMILY, without NLM_F_MULTI, for each TCP or UDP socket that is closed.
 func OpenSocket(watch bool) (fd int, err error) {
 	fd, err = unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_SOCK_DIAG)
 	if err != nil {

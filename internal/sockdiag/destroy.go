@@ -13,14 +13,12 @@ import (
 // sockDestroy is SOCK_DESTROY of linux/sock_diag.h.
 const sockDestroy = 21
 
-// ErrCannotDestroy is of a kernel that closes no connection of another process:
-// before Linux 4.9, or without CONFIG_INET_DIAG_DESTROY.
+// ErrCannotDestroy is the error of a kernel before Linux 4.9, or without CONFIG_INET_DIAG_DESTROY.
 var ErrCannotDestroy = errors.New("this kernel closes no connections of other processes (CONFIG_INET_DIAG_DESTROY)")
 
-// Destroy closes a connection, whoever has it: the peer gets a RST, the process
-// ECONNABORTED. One that has ended meanwhile is no error; its cookie tells it from
-// another one with the same ends. It needs CAP_NET_ADMIN, and fails with
-// ErrCannotDestroy if the kernel cannot.
+// Destroy closes a connection of any process (SOCK_DESTROY): the peer gets a RST, and the process ECONNABORTED. A
+// connection that has closed concurrently is no error; its cookie distinguishes it from a later one with the same
+// addresses. Destroy needs CAP_NET_ADMIN. The error is ErrCannotDestroy if the kernel does not support it.
 func (c *Conn) Destroy(s *Socket) error {
 	err := c.destroy(s)
 	switch {
@@ -35,8 +33,8 @@ func (c *Conn) Destroy(s *Socket) error {
 	return nil
 }
 
-// CanDestroy returns nil if the kernel can close connections and the caller may,
-// and ErrCannotDestroy if it cannot. It asks for a connection that there is none of.
+// CanDestroy returns nil if the kernel supports SOCK_DESTROY and the caller may use it, or ErrCannotDestroy. It tries
+// to destroy a connection that does not exist.
 func (c *Conn) CanDestroy() error {
 	nowhere := netip.AddrPortFrom(netip.IPv4Unspecified(), 0)
 	err := c.destroy(&Socket{Family: unix.AF_INET, Local: nowhere, Remote: nowhere, Cookie: 1})

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sockdiag reads the TCP sockets of a network namespace from sock_diag(7),
-// which needs no rights over the processes that have them, and tells what limits each
-// of them.
+// Package sockdiag reads the TCP sockets of a network namespace by sock_diag(7), without rights over their processes,
+// and determines the bottleneck of each connection.
 package sockdiag
 
 import (
@@ -19,38 +18,34 @@ import (
 	"sockeye/internal/nlattr"
 )
 
-// Conn asks the kernel of the sockets of one network namespace. It is for one
-// goroutine.
+// Conn is a sock_diag connection for one network namespace. It must not be used by two goroutines at a time.
 type Conn struct {
 	fd     int
 	seq    uint32
 	buffer []byte
-	names  map[string]string // of congestion controls
-	// Settings are those of the namespace when the Conn was opened.
+	names  map[string]string // names of congestion controls
+	// Settings are those of the namespace when Open was called.
 	Settings Settings
 }
 
-// Settings are what the sockets of a namespace begin with, in bytes. 0 is not
-// known.
+// Settings are the socket defaults of a namespace in bytes; 0 if unknown.
 type Settings struct {
-	// WriteMemory is net.ipv4.tcp_wmem: the least, what a socket begins with, and the
-	// most that the kernel grows the buffer to.
+	// WriteMemory is net.ipv4.tcp_wmem: minimum, default and maximum size of the send buffer.
 	WriteMemory [3]int
 	// NotSentLowat is net.ipv4.tcp_notsent_lowat.
 	NotSentLowat int
 }
 
-// ErrUnsupported is of a kernel that has no sock_diag for TCP.
+// ErrUnsupported is the error of a kernel without sock_diag for TCP.
 var ErrUnsupported = errors.New("this kernel does not show its TCP sockets")
 
-// ErrInterrupted is of a dump that the kernel could not make consistent.
+// ErrInterrupted is the error for a dump that the kernel could not make consistent.
 var ErrInterrupted = errors.New("the sockets changed while they were read")
 
-// receiveTimeout is for an answer that is computed while it is waited for.
+// receiveTimeout is the timeout of an answer, which the kernel computes while the caller waits.
 const receiveTimeout = 30 // seconds
 
-// Open asks about the network namespace of the calling thread, also later from
-// another one.
+// Open opens sock_diag in the network namespace of the calling thread. The Conn stays in that namespace.
 func Open() (*Conn, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_SOCK_DIAG)
 	if errors.Is(err, unix.EPROTONOSUPPORT) || errors.Is(err, unix.EAFNOSUPPORT) {
@@ -67,10 +62,10 @@ func Open() (*Conn, error) {
 	return &Conn{fd: fd, buffer: make([]byte, 64<<10), names: make(map[string]string), Settings: readSettings()}, nil
 }
 
-// Close closes the socket to the kernel.
+// Close closes the socket.
 func (c *Conn) Close() error { return unix.Close(c.fd) }
 
-// readSettings reads what it can.
+// readSettings reads the settings that are readable.
 func readSettings() (s Settings) {
 	for i, n := range readNumbers("/proc/sys/net/ipv4/tcp_wmem") {
 		if i < len(s.WriteMemory) {
@@ -98,25 +93,24 @@ func readNumbers(file string) (numbers []int) {
 	return numbers
 }
 
-// Query is what the kernel is asked for.
+// Query selects sockets.
 type Query struct {
 	States States
-	// The ports of either end; 0 is any.
+	// Ports of both ends; 0 matches any.
 	LocalPort, RemotePort uint16
-	// Options asks for Socket.Options, too.
+	// Options also requests Socket.Options.
 	Options bool
-	// Storage is the descriptor of a BPF map of type sk_storage whose values become
-	// Socket.Storage; 0 for none. It needs CAP_BPF, and Linux 5.7.
+	// Storage is the descriptor of an sk_storage map whose values are returned in Socket.Storage; 0 for none. It
+	// needs CAP_BPF and Linux 5.7.
 	Storage int
 }
 
-// mostTries is how often a dump is begun anew that was interrupted.
+// mostTries is the maximum number of attempts of an interrupted dump.
 const mostTries = 3
 
-// Dump visits the sockets of both families. It calls begin before it begins, and
-// again if it has to begin anew: what was visited before does not count then. The
-// socket is the visitor's only until visit returns. Sockets that come or go
-// meanwhile may be visited or not.
+// Dump visits the sockets of both families. It calls begin before each attempt; a new attempt replaces the results of
+// the previous one. The socket is valid until visit returns. Sockets that are opened or closed concurrently may be
+// visited or not.
 func (c *Conn) Dump(q Query, begin func(), visit func(*Socket)) error {
 	var err error
 	for range mostTries {
@@ -164,7 +158,7 @@ func (c *Conn) dump(family uint8, q Query, visit func(*Socket)) error {
 	}
 }
 
-// tcpRequest asks for sockets of TCP with what Socket has.
+// tcpRequest returns a request for TCP sockets with the attributes of Socket.
 func tcpRequest(seq uint32, family uint8, flags uint16) Request {
 	return Request{
 		Type: unix.SOCK_DIAG_BY_FAMILY, Flags: flags, Sequence: seq, Family: family, Protocol: unix.IPPROTO_TCP,
@@ -172,7 +166,7 @@ func tcpRequest(seq uint32, family uint8, flags uint16) Request {
 	}
 }
 
-// dumpRequest asks for all sockets of a family.
+// dumpRequest encodes a request for all sockets of a family.
 func dumpRequest(seq uint32, family uint8, q Query) []byte {
 	r := tcpRequest(seq, family, unix.NLM_F_DUMP)
 	r.States = q.States
@@ -189,8 +183,8 @@ func dumpRequest(seq uint32, family uint8, q Query) []byte {
 	return b
 }
 
-// Find gives the socket with these two ends, both of one family; nil if there is none.
-// Link-local ends are of the interface with that index.
+// Find returns the socket with two addresses of the same family, or nil. Link-local addresses belong to the interface
+// with the index device.
 func (c *Conn) Find(local, remote netip.AddrPort, device int) (*Socket, error) {
 	c.seq++
 	if err := c.send(exact(c.seq, local, remote, device)); err != nil {
@@ -202,7 +196,7 @@ func (c *Conn) Find(local, remote netip.AddrPort, device int) (*Socket, error) {
 		if err == nil {
 			done, _, err = c.messages(c.buffer[:n], &s, func(*Socket) { seen = true })
 		}
-		if errors.Is(err, ErrUnsupported) || err == nil && done { // it has no other error for either
+		if errors.Is(err, ErrUnsupported) || err == nil && done { // the kernel returns the same error for both
 			return nil, nil
 		}
 		if err != nil {
@@ -212,7 +206,7 @@ func (c *Conn) Find(local, remote netip.AddrPort, device int) (*Socket, error) {
 	return &s, nil
 }
 
-// exact asks for one socket.
+// exact encodes a request for one socket.
 func exact(seq uint32, local, remote netip.AddrPort, device int) []byte {
 	family := uint8(unix.AF_INET)
 	if local.Addr().Is6() {
@@ -228,7 +222,7 @@ func exact(seq uint32, local, remote netip.AddrPort, device int) []byte {
 
 func (c *Conn) send(message []byte) error {
 	for {
-		_, err := unix.Write(c.fd, message) // without an address it is the kernel's
+		_, err := unix.Write(c.fd, message) // to the kernel
 		if !errors.Is(err, unix.EINTR) {
 			return err
 		}
@@ -244,8 +238,7 @@ func (c *Conn) receive() (n, flags int, err error) {
 	}
 }
 
-// messages reads what one receive gave. An answer to an earlier request, which was not
-// read to its end, is passed over.
+// messages parses the messages of one receive. Remaining messages of an earlier request are skipped.
 func (c *Conn) messages(b []byte, s *Socket, visit func(*Socket)) (done, interrupted bool, err error) {
 	for len(b) >= HeaderSize {
 		m, rest, err := NextMessage(b)
@@ -270,7 +263,7 @@ func (c *Conn) messages(b []byte, s *Socket, visit func(*Socket)) (done, interru
 	return false, interrupted, nil
 }
 
-// failure is the error that ends an answer; nil for none.
+// failure returns the error of a message that ends the answer, or nil.
 func failure(m *Message) error {
 	switch errno := m.Errno(); errno {
 	case 0:
@@ -282,10 +275,10 @@ func failure(m *Message) error {
 	}
 }
 
-// States is a set of TCP states: bit 1 is that of TCP_ESTABLISHED, and so on.
+// States is a set of TCP states: bit 1 is TCP_ESTABLISHED, and so on.
 type States uint32
 
-// State is one of TCP's, as TCP_ESTABLISHED, 1.
+// State is a TCP state; TCP_ESTABLISHED is 1.
 type State uint8
 
 // The states of net/tcp_states.h.
@@ -306,10 +299,10 @@ const (
 var stateNames = []string{"", "established", "syn-sent", "syn-recv", "fin-wait-1", "fin-wait-2", "time-wait",
 	"closed", "close-wait", "last-ack", "listening", "closing"}
 
-// StateNames are those of all states, as ss(8) has them.
+// StateNames returns the names of all states, as in ss(8).
 func StateNames() []string { return stateNames[1:] }
 
-// String is the state's name, or its number.
+// String returns the name of the state, or its number.
 func (s State) String() string {
 	if s > 0 && int(s) < len(stateNames) {
 		return stateNames[s]
@@ -317,7 +310,7 @@ func (s State) String() string {
 	return fmt.Sprintf("state %d", uint8(s))
 }
 
-// StateOf finds a state by its name; 0 if there is none.
+// StateOf returns the state with a name, or 0.
 func StateOf(name string) State {
 	for i, known := range stateNames {
 		if i > 0 && known == name {
@@ -327,17 +320,17 @@ func StateOf(name string) State {
 	return 0
 }
 
-// With is the set with a state added.
+// With returns the set with a state added.
 func (s States) With(state State) States { return s | 1<<state }
 
-// Has tells whether a state is in the set.
+// Has reports whether a state is in the set.
 func (s States) Has(state State) bool { return s&(1<<state) != 0 }
 
 const (
-	// AllStates are all that have names.
+	// AllStates has all states with a name.
 	AllStates = States(1<<(Closing+1) - 2)
-	// Connected are the states of a socket with a peer that a process has or had.
+	// Connected has the states of a socket with a peer, without TIME_WAIT and SYN_RECV.
 	Connected = AllStates &^ (1<<Listening | 1<<Closed | 1<<TimeWait | 1<<SynRecv)
-	// Sending are the states in which a process can send.
+	// Sending has the states in which a process can send.
 	Sending = States(1<<Established | 1<<CloseWait)
 )

@@ -11,12 +11,11 @@ import (
 	"sockeye/room"
 )
 
-// Limit is what keeps a connection from sending faster.
+// Limit is the bottleneck of a connection.
 type Limit string
 
-// The limits. Application: it has nothing more to send. CongestionWindow: also the pacing of
-// BBR, which is its own. Transmit: data wait though both windows are open, for pacing, for
-// more data (Nagle's algorithm, TCP_CORK), or for the host's queues.
+// The limits. Application: no more data to send. CongestionWindow includes the pacing of BBR. Transmit: data waits
+// although both windows are open, for pacing, for more data (Nagle's algorithm, TCP_CORK), or for queues of the host.
 const (
 	Application      Limit = "application"
 	ReceiveWindow    Limit = "receive_window"
@@ -25,18 +24,17 @@ const (
 	Transmit         Limit = "transmit"
 )
 
-// Limits are all of them.
+// Limits lists all limits.
 var Limits = []Limit{Application, ReceiveWindow, CongestionWindow, SendBuffer, Transmit}
 
-// Times are how long a connection was in a state, as the kernel accounts for it
-// (tcp_chrono_type).
+// Times are the times that the kernel counts for a connection (tcp_chrono_type).
 type Times struct {
-	Busy          time.Duration `json:"busy_ns"`           // data were queued
-	ReceiveWindow time.Duration `json:"receive_window_ns"` // of it: the peer's window was full
-	SendBuffer    time.Duration `json:"send_buffer_ns"`    // of it: all was sent, and the application waited for room
+	Busy          time.Duration `json:"busy_ns"`           // data was queued
+	ReceiveWindow time.Duration `json:"receive_window_ns"` // part of Busy: the peer's window was full
+	SendBuffer    time.Duration `json:"send_buffer_ns"`    // part of Busy: all data was sent, and the application waited for the send buffer
 }
 
-// Times are those since the connection began.
+// Times returns the times since the start of the connection.
 func (s *Socket) Times() Times {
 	micro := func(n uint64) time.Duration {
 		return time.Duration(min(n, math.MaxInt64/1000)) * time.Microsecond
@@ -44,23 +42,23 @@ func (s *Socket) Times() Times {
 	return Times{micro(s.Info.Busy_time), micro(s.Info.Rwnd_limited), micro(s.Info.Sndbuf_limited)}
 }
 
-// Since are the times from an earlier look on.
+// Since returns the times since an earlier reading.
 func (t Times) Since(earlier Times) Times {
 	return Times{
 		max(t.Busy-earlier.Busy, 0), max(t.ReceiveWindow-earlier.ReceiveWindow, 0), max(t.SendBuffer-earlier.SendBuffer, 0),
 	}
 }
 
-// Verdict is what limits a connection, and how surely.
+// Verdict is the bottleneck of a connection, with its evidence.
 type Verdict struct {
 	By Limit // "" of a socket that cannot send
-	// Share of the time between two looks, or of the time that the connection was busy since it
-	// began, that the kernel accounts to it, 0 to 1; negative where it does not say.
+	// Share is the share of the time between two readings, or of the busy time since the start, that the kernel
+	// attributes to the limit, 0 to 1; negative if unknown.
 	Share float64
 }
 
-// Now is what limits the connection at this moment: "" of one that cannot send. Sure is
-// false where a moment does not tell.
+// Now returns the current bottleneck, or "" for a connection that cannot send. sure is false if one reading is not
+// sufficient.
 func (s *Socket) Now() (by Limit, sure bool) {
 	i := &s.Info
 	switch {
@@ -72,9 +70,9 @@ func (s *Socket) Now() (by Limit, sure bool) {
 	flying := int64(i.Unacked) + int64(i.Retrans) - int64(i.Sacked) - int64(i.Lost)
 	full := flying >= int64(i.Snd_cwnd)
 	sent := int64(s.Payload) - int64(i.Notsent_bytes)
-	// What waits is less than the windows take soon: the buffer would be the next to end it.
+	// The unsent data is less than the windows will take soon: the buffer would be the next limit.
 	dry := s.crowded() && 2*int64(i.Notsent_bytes) < sent
-	// As tcp_snd_wnd_test: the next segment has to fit as a whole.
+	// As in tcp_snd_wnd_test, the next segment must fit completely.
 	next := int64(min(i.Notsent_bytes, i.Snd_mss))
 	closed := i.Snd_wnd > 0 && sent+next > int64(i.Snd_wnd) || i.Snd_wnd == 0 && i.Probes > 0
 	switch {
@@ -91,19 +89,18 @@ func (s *Socket) Now() (by Limit, sure bool) {
 	case dry:
 		return SendBuffer, false
 	case next == int64(i.Snd_mss) && strings.HasPrefix(s.Congestion, "bbr"):
-		return CongestionWindow, false // by its pacing
+		return CongestionWindow, false // by pacing
 	}
 	return Transmit, false
 }
 
-// crowded tells whether the buffer is so full that a writer waits.
+// crowded reports whether the send buffer is so full that a writer waits.
 func (s *Socket) crowded() bool {
 	snapshot := s.Snapshot(Settings{})
 	return snapshot.Arming()
 }
 
-// Judge tells what limits the connection: by the state now, and where that does not
-// tell, by what it was for most of its busy time.
+// Judge returns the bottleneck: the current one, or the one of most of the busy time if the current one is not sure.
 func (s *Socket) Judge() Verdict {
 	now, sure := s.Now()
 	t := s.Times()
@@ -132,20 +129,20 @@ func (s *Socket) Judge() Verdict {
 	return Verdict{now, -1}
 }
 
-// Look is what has to be remembered of a connection to judge it later.
+// Look is a reading of a connection, for a later comparison.
 type Look struct {
 	At    time.Time
 	Times Times
 	now   Limit
 }
 
-// Look remembers what the connection is like at a time.
+// Look returns a reading of the connection.
 func (s *Socket) Look(at time.Time) Look {
 	now, _ := s.Now()
 	return Look{at, s.Times(), now}
 }
 
-// JudgeSince tells what limited the connection from an earlier look to this one.
+// JudgeSince returns the bottleneck between two readings.
 func (s *Socket) JudgeSince(earlier, look Look) Verdict {
 	interval, now := look.At.Sub(earlier.At), look.now
 	if now == "" || interval <= 0 {
@@ -159,8 +156,8 @@ func (s *Socket) JudgeSince(earlier, look Look) Verdict {
 	if by, part := t.mostly(); by != "" {
 		return Verdict{by, share(part)}
 	}
-	// The kernel does not divide the rest of the busy time, and a moment without data to send,
-	// or between the acknowledgement that opens the window and the next packet, says little of it.
+	// The kernel does not divide the rest of the busy time. A reading without data to send, or between an
+	// acknowledgement that opens the window and the next packet, is no evidence.
 	switch {
 	case now == Transmit && earlier.now == CongestionWindow:
 		now = CongestionWindow
@@ -173,13 +170,12 @@ func (s *Socket) JudgeSince(earlier, look Look) Verdict {
 	return Verdict{now, share(t.Busy - t.ReceiveWindow - t.SendBuffer)}
 }
 
-// muchOfBusy is the share of its busy time from which on a connection is limited by
-// what took it: one that congestion control limits never runs dry, and so has next to none,
-// but one that the buffer or the peer's window limits still takes time to send.
+// muchOfBusy is the share of the busy time from which on a limit is the bottleneck. A connection that is limited by
+// congestion control always has data and nearly no such time, while a connection that is limited by its buffer or by
+// the peer's window also needs time to send.
 const muchOfBusy = 0.25
 
-// mostly is what limited the connection for much of its busy time, and how long; "" if
-// nothing did that the kernel accounts for.
+// mostly returns the limit of a large part of the busy time and that part, or "".
 func (t Times) mostly() (by Limit, part time.Duration) {
 	if by, part = SendBuffer, t.SendBuffer; t.ReceiveWindow > part {
 		by, part = ReceiveWindow, t.ReceiveWindow
@@ -190,33 +186,33 @@ func (t Times) mostly() (by Limit, part time.Duration) {
 	return by, part
 }
 
-// Cause is why a send buffer is too small.
+// Cause is the reason for a small send buffer.
 type Cause string
 
 // The causes.
 const (
-	FixedBuffer  Cause = "fixed_buffer"  // the application set SO_SNDBUF
-	WriteMemory  Cause = "tcp_wmem"      // the kernel grows it no further
-	NotArmed     Cause = "not_armed"     // no write waits, so that the kernel does not grow it
-	NotGrown     Cause = "not_grown"     // one of FixedBuffer and NotArmed
-	NotSentLowat Cause = "notsent_lowat" // it is not full: too little may wait in it
+	FixedBuffer  Cause = "fixed_buffer"  // the application has set SO_SNDBUF
+	WriteMemory  Cause = "tcp_wmem"      // maximum of tcp_wmem
+	NotArmed     Cause = "not_armed"     // no write waits, so the kernel does not grow the buffer
+	NotGrown     Cause = "not_grown"     // FixedBuffer or NotArmed
+	NotSentLowat Cause = "notsent_lowat" // the buffer is not full, but unsent data is limited
 )
 
-// Advice is what would help a connection that its send buffer limits.
+// Advice is the remedy for a connection that its send buffer limits.
 type Advice struct {
 	Cause  Cause  `json:"cause"`
 	Detail string `json:"detail"`
 	Hint   string `json:"hint"`
 }
 
-// Asked is what a process' descriptor says that sock_diag does not.
+// Asked has the options of a descriptor that sock_diag does not report.
 type Asked struct {
 	Fixed        bool // SO_BUF_LOCK has SOCK_SNDBUF_LOCK
-	NotSentLowat int  // TCP_NOTSENT_LOWAT, bytes; 0: the namespace's
+	NotSentLowat int  // TCP_NOTSENT_LOWAT in bytes; 0 is that of the namespace
 }
 
-// Advise says why a connection's send buffer limits it, and what would help. The times are
-// those by which it was judged; asked is nil if the process could not be.
+// Advise returns the cause and the remedy for a connection that its send buffer limits. t are the times of the
+// verdict; asked is nil if the descriptor could not be read.
 func (s *Socket) Advise(settings Settings, kernel room.Kernel, t Times, asked *Asked) Advice {
 	most := settings.WriteMemory[2]
 	lowat := settings.NotSentLowat
@@ -231,8 +227,7 @@ func (s *Socket) Advise(settings Settings, kernel room.Kernel, t Times, asked *A
 	case most > 0:
 		fixed.Hint = fmt.Sprintf("without SO_SNDBUF the kernel grows it as needed, up to the %d bytes of net.ipv4.tcp_wmem", most)
 	}
-	// The kernel begins with more, tcp_init_buffer_space, and a little less than this shows that
-	// it was not the kernel.
+	// The kernel starts with more (tcp_init_buffer_space). A smaller buffer was set by the application.
 	const firstSegments = 2 * 10
 	least := firstSegments * (int(s.Info.Snd_mss) + kernel.Overhead)
 	by, _ := t.mostly()
@@ -258,8 +253,7 @@ func (s *Socket) Advise(settings Settings, kernel room.Kernel, t Times, asked *A
 		"have the application wait with poll(2), or write until a write is refused"}
 }
 
-// ceiling is how fast a connection can be with its buffer, in words, with a comma
-// before; "" where it is not known.
+// ceiling describes the maximum rate of the connection with its buffer, with a leading comma, or returns "".
 func (s *Socket) ceiling() string {
 	rtt := time.Duration(s.Info.Rtt) * time.Microsecond
 	if rtt < time.Millisecond {

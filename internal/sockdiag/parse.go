@@ -15,8 +15,7 @@ import (
 	"sockeye/room"
 )
 
-// From linux/inet_diag.h: attributes, and the sizes of struct inet_diag_req_v2 and struct
-// inet_diag_msg.
+// Constants of linux/inet_diag.h: attributes, and the sizes of struct inet_diag_req_v2 and struct inet_diag_msg.
 const (
 	attrInfo         = 2
 	attrCongestion   = 4
@@ -34,66 +33,63 @@ const (
 	sizeofMessage = 72
 )
 
-// From linux/sock_diag.h: what is nested in the attributes about BPF storage.
+// Constants of linux/sock_diag.h: attributes of BPF storage.
 const (
 	requestStorageMap = 1
 	storageOfMap      = 1
 	storageValue      = 3
 )
 
-// Socket is a TCP socket as the kernel describes it. Sizes are bytes.
+// Socket is a TCP socket as sock_diag describes it. Sizes are in bytes.
 type Socket struct {
 	Family uint8 // unix.AF_INET or AF_INET6
 	State  State
-	// Local and Remote have IPv4-mapped addresses as IPv4. A link-local address has the
-	// index of the interface as its zone.
+	// Local and Remote have IPv4-mapped addresses as IPv4. A link-local address has the index of its interface as
+	// its zone.
 	Local, Remote netip.AddrPort
-	Device        uint32 // index of the interface that it is bound to; 0 for none
+	Device        uint32 // index of the bound interface; 0 for none
 	Cookie        uint64
 	UID           uint32
-	Inode         uint32 // 0 of a socket that no process has any more
-	Cgroup        uint64 // id of the socket's cgroup; 0: not known, before Linux 5.8
+	Inode         uint32 // 0 if no process has the socket
+	Cgroup        uint64 // id of the cgroup of the socket; 0 before Linux 5.8
 
 	Congestion string // name of the congestion control
-	// Payload is what the application wrote and the peer has not acknowledged (SIOCOUTQ);
-	// of a listener, how many connections may wait.
+	// Payload is the written and unacknowledged data (SIOCOUTQ); for a listener, the backlog.
 	Payload uint32
-	// Unread is what was received and not read; of a listener, how many connections wait.
+	// Unread is the received and unread data; for a listener, the number of waiting connections.
 	Unread uint32
-	// Buffer is sk_sndbuf and Queued sk_wmem_queued, both 0 unless HasMemory.
+	// Buffer is sk_sndbuf and Queued sk_wmem_queued; both are 0 unless HasMemory.
 	HasMemory      bool
 	Buffer, Queued int
 	ReceiveBuffer  int // sk_rcvbuf; 0 unless HasMemory
-	// Info is TCP_INFO, and zero unless HasInfo: of a connection in TIME_WAIT or a
-	// handshake there is none. Kernels have more or less of it.
+	// Info is TCP_INFO, and zero unless HasInfo: connections in TIME_WAIT and handshakes have none. The length
+	// depends on the kernel.
 	HasInfo bool
 	Info    unix.TCPInfo
-	// AppLimited: the last rate that was measured was the application's.
+	// AppLimited reports that the last measured rate was limited by the application.
 	AppLimited bool
-	// Options are there with Query.Options.
+	// Options are set with Query.Options.
 	Options Options
-	// Storage is the value that the map of Query.Storage has for the socket, nil for
-	// none. It is overwritten after the visit.
+	// Storage is the value of the socket in the map of Query.Storage, or nil. The next socket overwrites it.
 	Storage []byte
 }
 
-// Options are socket options as sock_diag tells them.
+// Options are socket options that sock_diag reports.
 type Options struct {
-	TOS          Option // of sockets of both families
-	TrafficClass Option // of IPv6 sockets
-	Mark         Option // needs CAP_NET_ADMIN over the network namespace
-	// Priority is the class of the controller net_cls of cgroup v1 instead, where the
-	// socket has one.
+	TOS          Option // sockets of both families
+	TrafficClass Option // IPv6 sockets
+	Mark         Option // needs CAP_NET_ADMIN in the network namespace
+	// Priority is the class of the cgroup v1 controller net_cls if the socket has one.
 	Priority Option
 }
 
 // Option is the value of a socket option.
 type Option struct {
 	Value uint32
-	Known bool // sock_diag told it
+	Known bool // reported by sock_diag
 }
 
-// Snapshot is what room has to know of the socket.
+// Snapshot returns the input of the room estimator.
 func (s *Socket) Snapshot(settings Settings) room.Snapshot {
 	if !s.HasInfo || !s.HasMemory {
 		return room.Snapshot{Closed: true}
@@ -103,7 +99,7 @@ func (s *Socket) Snapshot(settings Settings) room.Snapshot {
 	return snapshot
 }
 
-// parse reads a struct inet_diag_msg and the attributes that follow it.
+// parse parses a struct inet_diag_msg and its attributes.
 func (c *Conn) parse(b []byte, s *Socket) error {
 	if len(b) < sizeofMessage {
 		return fmt.Errorf("an answer about a socket has %d bytes", len(b))
@@ -139,11 +135,11 @@ func end(family uint8, address, port []byte, device uint32) netip.AddrPort {
 	return netip.AddrPortFrom(a, p)
 }
 
-// attribute reads one attribute; what is too short or not known is left out.
+// attribute parses one attribute. Short and unknown attributes are ignored.
 func (c *Conn) attribute(s *Socket, kind uint16, value []byte) {
 	switch kind {
 	case attrInfo:
-		const bitfields = 7 // where tcpi_delivery_rate_app_limited is
+		const bitfields = 7 // byte of tcpi_delivery_rate_app_limited
 		if len(value) <= bitfields {
 			return
 		}
@@ -182,7 +178,7 @@ func (c *Conn) attribute(s *Socket, kind uint16, value []byte) {
 	case attrClassID:
 		s.Options.Priority = option(value)
 	case attrStorages:
-		// The socket counts as one without a value if what is nested is broken.
+		// With broken nested attributes, the socket has no value.
 		for kind, of := range nlattr.Attributes(value).All {
 			if kind == storageOfMap {
 				s.Storage = nlattr.Find(of, storageValue)
@@ -195,7 +191,7 @@ func (c *Conn) attribute(s *Socket, kind uint16, value []byte) {
 	}
 }
 
-// option reads a number of one byte or four.
+// option decodes a number of one or four bytes.
 func option(value []byte) Option {
 	switch len(value) {
 	case 1:
@@ -206,10 +202,10 @@ func option(value []byte) Option {
 	return Option{}
 }
 
-// mostNames is more congestion controls than a kernel has.
+// mostNames is more than the number of congestion controls of a kernel.
 const mostNames = 64
 
-// lowestBit is where the compiler puts the first bit field of a byte.
+// lowestBit is the position of the first bit field of a byte with this compiler's ABI.
 var lowestBit = func() byte {
 	if binary.NativeEndian.Uint16([]byte{1, 0}) == 1 {
 		return 1

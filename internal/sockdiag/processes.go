@@ -14,15 +14,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Process is one that has a socket.
+// Process is a process that has a socket.
 type Process struct {
 	PID     int    `json:"pid"`
-	FD      int    `json:"fd"`      // the first descriptor of the socket there
-	Command string `json:"command"` // its name, as in /proc/PID/comm
+	FD      int    `json:"fd"`      // first descriptor of the socket
+	Command string `json:"command"` // name in /proc/PID/comm
 }
 
-// ReadProcesses finds who has sockets, by the inodes of these, of those that are
-// wanted. Hidden is how many processes may not be looked into.
+// ReadProcesses returns the processes of sockets by inode, for wanted inodes. hidden is the number of processes that
+// are not readable.
 func ReadProcesses(wanted func(inode uint32) bool) (byInode map[uint32][]Process, hidden int, err error) {
 	byInode = make(map[uint32][]Process)
 	entries, err := os.ReadDir("/proc")
@@ -34,7 +34,7 @@ func ReadProcesses(wanted func(inode uint32) bool) (byInode map[uint32][]Process
 		if err != nil {
 			continue
 		}
-		// A process that ends meanwhile has none.
+		// A process that exits concurrently has no sockets.
 		if err := readProcess(pid, wanted, byInode); errors.Is(err, fs.ErrPermission) {
 			hidden++
 		}
@@ -84,8 +84,8 @@ func readProcess(pid int, wanted func(uint32) bool, byInode map[uint32][]Process
 // sendBufLock is SOCK_SNDBUF_LOCK of linux/socket.h.
 const sendBufLock = 1
 
-// Ask asks the socket of a process what sock_diag does not tell. It takes the rights to
-// trace the process, and Linux 5.14.
+// Ask reads the options of a socket that sock_diag does not report. It needs the right to trace the process, and
+// Linux 5.14.
 func (p *Process) Ask(cookie uint64) (*Asked, error) {
 	handle, err := unix.PidfdOpen(p.PID, 0)
 	if err != nil {

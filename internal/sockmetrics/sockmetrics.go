@@ -46,7 +46,7 @@ type Collector struct {
 	cgroups scope.Tree
 	// services calls a function for each service, with the network namespace of the service.
 	services func(func(c config.Service, inode uint64, enter *os.File))
-	// paths return the names of cgroups in the policy by their folders.
+	// paths returns the names of cgroups in the policy by their directories.
 	paths []func() map[string]string
 
 	mu     sync.Mutex
@@ -56,9 +56,9 @@ type Collector struct {
 	kernel *room.Kernel // calibration; nil if unknown
 }
 
-// New returns a collector for the sockets of services and of cgroups of the policy. services calls a function for each
-// service, with the inode of its network namespace and a file to enter the namespace with (nil for the agent's own).
-// Each function of paths returns names of cgroups in the policy by their folders.
+// New returns a collector for the sockets of services and of cgroups of the policy. services calls a function for
+// each service, with the inode of its network namespace and a file to enter the namespace with (nil for the agent's
+// own). Each function of paths returns names of cgroups in the policy by their directories.
 func New(h *domain.Host, services func(func(c config.Service, inode uint64, enter *os.File)), paths ...func() map[string]string) *Collector {
 	return &Collector{log: h.Log, cgroups: h.Cgroups, services: services, paths: paths}
 }
@@ -221,7 +221,7 @@ func (t *socketSum) addSum(o *socketSum) {
 // policyCgroups returns the names of the tuned or traced cgroups and their descendants by cgroup id. A descendant has the
 // name of its nearest ancestor in the policy. Each name gets an entry in sums.
 func (m *Collector) policyCgroups(sums map[socketKey]*socketSum) (map[uint64]string, error) {
-	names := make(map[string]string) // by folder
+	names := make(map[string]string) // by directory
 	for _, paths := range m.paths {
 		maps.Copy(names, paths())
 	}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package stats has the statistics with which Sockeye judges whether two samples differ. What a figure is, and how many
-// values make it worth judging, is decided by those who compare.
+// Package stats has the statistics for comparisons of two samples. The caller defines the figures and the sample
+// sizes.
 package stats
 
 import (
@@ -23,7 +23,7 @@ const (
 	MinBeyond = 6
 )
 
-// Known returns a pointer to v, and nil for what JSON has no number for.
+// Known returns a pointer to v, or nil for NaN and infinity, which JSON cannot represent.
 func Known(v float64) *float64 {
 	if math.IsNaN(v) || math.IsInf(v, 0) {
 		return nil

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package tun makes a TUN interface, through which a program reads and writes the IP packets of a network namespace.
+// Package tun creates a TUN interface, through which a program reads and writes the IP packets of a network
+// namespace.
 package tun
 
 import (
@@ -18,11 +19,11 @@ import (
 type Interface struct {
 	Name string
 	MTU  int // 1280 to 65520 bytes
-	// Addresses are the guest's own, one a family at most.
+	// Addresses are those of the guest, at most one per family.
 	Addresses []netip.Addr
 }
 
-// DeviceError is the failure to open /dev/net/tun. All other errors of Open are about the interface.
+// DeviceError is the error of opening /dev/net/tun. All other errors of Open are about the interface.
 type DeviceError struct{ Err error }
 
 func (e *DeviceError) Error() string { return fmt.Sprintf("open /dev/net/tun: %v", e.Err) }
@@ -30,9 +31,10 @@ func (e *DeviceError) Error() string { return fmt.Sprintf("open /dev/net/tun: %v
 // Unwrap returns the error of open(2).
 func (e *DeviceError) Unwrap() error { return e.Err }
 
-// Open creates the interface in the network namespace of the calling thread, brings the interface and lo up, and adds a
-// default route for each address family of Addresses. The descriptor does not block and has IFF_NO_PI and IFF_VNET_HDR set:
-// each packet begins with a struct virtio_net_hdr. Open needs CAP_NET_ADMIN in the user namespace of the network namespace.
+// Open creates the interface in the network namespace of the calling thread, brings the interface and lo up, and adds
+// a default route for each address family of Addresses. The descriptor does not block and has IFF_NO_PI and
+// IFF_VNET_HDR set: each packet starts with a struct virtio_net_hdr. Open needs CAP_NET_ADMIN in the user namespace
+// of the network namespace.
 func Open(i Interface) (_ int, err error) {
 	fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -60,8 +62,8 @@ func Open(i Interface) (_ int, err error) {
 	return fd, nil
 }
 
-// queueLength is how many packets may wait for the gateway: more than the windows of
-// some hundred connections, or the guest's kernel drops what it may send.
+// queueLength is the number of packets that may wait for the gateway: more than the windows of some hundred
+// connections. With a shorter queue, the guest's kernel drops packets that it may send.
 const queueLength = 10000
 
 func (i Interface) configure() error {
@@ -81,7 +83,7 @@ func (i Interface) configure() error {
 	if err != nil {
 		return err
 	}
-	// No link-local address: nothing but the gateway is there.
+	// No link-local address: the link has no other host than the gateway.
 	mode := "/proc/sys/net/ipv6/conf/" + i.Name + "/addr_gen_mode"
 	if err := os.WriteFile(mode, []byte("1"), 0); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
@@ -94,7 +96,7 @@ func (i Interface) configure() error {
 		switch {
 		case err == nil:
 		case a.Is6() && (errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.EAFNOSUPPORT)):
-			// A host without IPv6 has none inside.
+			// Without IPv6 on the host, the guest has none.
 		default:
 			return err
 		}
@@ -102,7 +104,7 @@ func (i Interface) configure() error {
 	return nil
 }
 
-// address gives the interface an address, and a default route that prefers it.
+// address adds an address to the interface, and a default route that prefers it.
 func (i Interface) address(nl *netlink.Handle, dev netlink.Link, a netip.Addr) error {
 	address := &netlink.Addr{IPNet: &net.IPNet{IP: a.AsSlice(), Mask: net.CIDRMask(a.BitLen(), a.BitLen())}}
 	everything := &net.IPNet{IP: make(net.IP, a.BitLen()/8), Mask: net.CIDRMask(0, a.BitLen())}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package socketscmd has the command sockeye sockets.
+// Package socketscmd implements the command sockeye sockets.
 package socketscmd
 
 import (
@@ -26,17 +26,17 @@ import (
 	"sockeye/room"
 )
 
-// Shown is the answer of sockets -o json.
+// Shown is the JSON output of sockets.
 type Shown struct {
 	Netns    string         `json:"netns,omitempty"`
 	Matched  int            `json:"matched"`
 	ByLimit  map[string]int `json:"by_limit"`
 	Sockets  []socketShown  `json:"sockets"`
-	Problems []string       `json:"problems"` // what could not be seen, and why
+	Problems []string       `json:"problems"` // what could not be read, and why
 }
 
-// socketShown is a socket. Pointers are nil where the kernel says nothing, as of a
-// listener or of a connection in TIME_WAIT.
+// socketShown is a socket. Pointers are nil if the kernel reports no value, as for a listener or a connection in
+// TIME_WAIT.
 type socketShown struct {
 	Local      string             `json:"local"`
 	Remote     string             `json:"remote,omitempty"`
@@ -48,21 +48,21 @@ type socketShown struct {
 	Processes  []sockdiag.Process `json:"processes,omitempty"`
 	Congestion string             `json:"congestion,omitempty"`
 
-	Payload     *uint32     `json:"payload,omitempty"` // bytes, as all sizes are
+	Payload     *uint32     `json:"payload,omitempty"` // all sizes are in bytes
 	Unsent      *uint32     `json:"unsent,omitempty"`
 	Unread      *uint32     `json:"unread,omitempty"`
 	Queued      *int        `json:"queued,omitempty"`
 	Buffer      *int        `json:"buffer,omitempty"`
 	Overhead    *float64    `json:"overhead,omitempty"`
 	Room        *socketRoom `json:"room,omitempty"`
-	Waiting     *uint32     `json:"waiting,omitempty"` // of a listener
+	Waiting     *uint32     `json:"waiting,omitempty"` // listeners only
 	MostWaiting *uint32     `json:"most_waiting,omitempty"`
 
 	Path      *socketPath     `json:"path,omitempty"`
 	LimitedBy sockdiag.Limit  `json:"limited_by,omitempty"`
 	Share     *float64        `json:"limited_share,omitempty"`
 	Times     *sockdiag.Times `json:"times,omitempty"`
-	// Advice is there for a socket that its send buffer limits.
+	// Advice is set for a connection that its send buffer limits.
 	Advice *sockdiag.Advice `json:"advice,omitempty"`
 
 	local, remote netip.AddrPort
@@ -78,11 +78,11 @@ type socketPath struct {
 	MSS           uint32        `json:"mss"`
 	Window        uint32        `json:"congestion_window"` // packets
 	SendWindow    uint32        `json:"send_window"`       // bytes; 0 before Linux 5.4
-	DeliveryRate  uint64        `json:"delivery_rate"`     // bytes a second
+	DeliveryRate  uint64        `json:"delivery_rate"`     // bytes per second
 	Retransmitted uint32        `json:"retransmitted"`     // packets
 }
 
-// socketsView is what sockets shows.
+// socketsView selects what sockets shows.
 type socketsView struct {
 	netns      string
 	query      sockdiag.Query
@@ -92,7 +92,7 @@ type socketsView struct {
 	cgroup     string // its path below the mount; "" for any
 	limits     []sockdiag.Limit
 	sort       string
-	number     int // 0: all
+	number     int // 0 for all
 	processes  bool
 	mount      string // of cgroup v2; "" if there is none
 	problems   []string
@@ -100,7 +100,7 @@ type socketsView struct {
 	calibrated bool
 }
 
-// endFilter selects one end of a connection; the zero value is any.
+// endFilter selects one end of a connection; the zero value matches any.
 type endFilter struct {
 	prefix netip.Prefix
 	port   uint16
@@ -113,7 +113,7 @@ func (f endFilter) matches(a netip.AddrPort) bool {
 // EndpointHint is the hint for an address filter that cannot be parsed.
 const EndpointHint = "as in 192.0.2.1, 192.0.2.0/24:1790, [2001:db8::]/32:1790 or :1790"
 
-// readEnd reads an address or a prefix, a port, or both.
+// readEnd parses an address or a prefix, a port, or both.
 func readEnd(flag, text string) (f endFilter, err error) {
 	bad := fault.Usage(fmt.Errorf("--%s is %q", flag, text), EndpointHint)
 	address, port := text, ""
@@ -158,7 +158,7 @@ func readEnd(flag, text string) (f endFilter, err error) {
 	return f, nil
 }
 
-// socketsCommands are the commands of one invocation.
+// commands are the commands of one invocation.
 type commands struct{ *command.Command }
 
 // New returns `sockeye sockets`.
@@ -265,7 +265,7 @@ is what the kernel accounted for between two looks, with its share of that time.
 	return cmd
 }
 
-// unknownWord refuses a word that is none of those known.
+// unknownWord returns an error for an unknown word.
 func unknownWord(what, word string, known []string) error {
 	hint := "one of " + strings.Join(known, ", ")
 	if near := config.Nearest(word, known); near != "" && word != "" {
@@ -274,7 +274,7 @@ func unknownWord(what, word string, known []string) error {
 	return fault.Usage(fmt.Errorf("there is no %s %q", what, word), hint)
 }
 
-// shortStates are what ss(8) prints, where it is not what it reads.
+// shortStates are the abbreviations that ss(8) prints.
 var shortStates = map[string]string{"estab": "established", "listen": "listening", "unconn": "closed"}
 
 func readStates(names []string, all bool) (sockdiag.States, error) {
@@ -299,7 +299,7 @@ func readStates(names []string, all bool) (sockdiag.States, error) {
 	return states, nil
 }
 
-// Limits returns the words of --limit-by.
+// Limits returns the values of --limit-by.
 func Limits() (names []string) {
 	for _, limit := range sockdiag.Limits {
 		names = append(names, string(limit))
@@ -317,7 +317,7 @@ func readLimits(names []string) (limits []sockdiag.Limit, err error) {
 	return limits, nil
 }
 
-// findCgroup finds where cgroups are, and the folder of the one that is named.
+// findCgroup finds the cgroup mount, and the directory of the named cgroup.
 func (v *socketsView) findCgroup(name string, given bool) (err error) {
 	v.mount, err = cgroup.Mount()
 	if !given {
@@ -337,7 +337,7 @@ func (v *socketsView) findCgroup(name string, given bool) (err error) {
 	return nil
 }
 
-// sockets looks once, or each second.
+// sockets prints the sockets once, or every second.
 func (c *commands) sockets(cmd *cobra.Command, v *socketsView, watch bool) error {
 	network, err := netif.OpenNamespace(v.netns)
 	if err != nil {
@@ -376,7 +376,7 @@ func (c *commands) sockets(cmd *cobra.Command, v *socketsView, watch bool) error
 	return c.Print(shown, func(t *command.Text) { socketsText(t, shown) })
 }
 
-// socketsFailure gives an error of the kernel its exit code.
+// socketsFailure adds the exit code to an error of the kernel.
 func socketsFailure(err error) error {
 	if errors.Is(err, sockdiag.ErrUnsupported) {
 		return &fault.Error{Err: err, Hint: "load the modules inet_diag and tcp_diag", Code: fault.CodeUnsupported}
@@ -384,16 +384,16 @@ func socketsFailure(err error) error {
 	return err
 }
 
-// socketsLooker looks at the sockets again and again.
+// socketsLooker reads the sockets repeatedly.
 type socketsLooker struct {
 	*socketsView
 	diag    *sockdiag.Conn
 	cgroups sockdiag.Cgroups
-	now     func() time.Time         // nil: there is no other look
+	now     func() time.Time         // nil for a single reading
 	earlier map[uint64]sockdiag.Look // by cookie
 }
 
-// found is a socket that is shown, and what else is known of it.
+// found is a socket to be shown, with its verdict and processes.
 type found struct {
 	socket  sockdiag.Socket
 	verdict sockdiag.Verdict
@@ -401,11 +401,11 @@ type found struct {
 	room    *room.Estimate
 }
 
-// look reads the sockets. It keeps no more of them than are shown, and as many again.
+// look reads the sockets. It keeps at most twice the number of shown sockets in memory.
 func (l *socketsLooker) look() (*Shown, error) {
 	shown := &Shown{Netns: l.netns, Sockets: []socketShown{}, Problems: append([]string{}, l.problems...)}
 	if l.mount != "" {
-		// What is not found is made meanwhile, or is outside the namespace of cgroups.
+		// A cgroup that is not found was created concurrently, or is outside of the cgroup namespace.
 		var err error
 		if l.cgroups, err = sockdiag.ReadCgroups(l.mount, l.mount+l.cgroup); err != nil {
 			shown.Problems = append(shown.Problems, err.Error())
@@ -469,7 +469,7 @@ func (l *socketsLooker) matches(s *sockdiag.Socket) bool {
 	return l.cgroup == "" || known
 }
 
-// judge tells what limits a socket: since the look before, where there was one.
+// judge returns the bottleneck of a socket, since the previous reading if there was one.
 func (l *socketsLooker) judge(s *sockdiag.Socket, later map[uint64]sockdiag.Look) sockdiag.Verdict {
 	if l.now == nil || !s.HasInfo {
 		return s.Judge()
@@ -482,7 +482,7 @@ func (l *socketsLooker) judge(s *sockdiag.Socket, later map[uint64]sockdiag.Look
 	return s.Judge()
 }
 
-// owners finds the processes that have the sockets, if that was asked.
+// owners finds the processes of the sockets, if requested.
 func (l *socketsLooker) owners(kept []*found, shown *Shown) map[uint32][]sockdiag.Process {
 	if !l.processes {
 		return nil
@@ -540,7 +540,7 @@ func (l *socketsLooker) describe(f *found, processes []sockdiag.Process) socketS
 	if f.verdict.By == sockdiag.SendBuffer {
 		var asked *sockdiag.Asked
 		for _, p := range processes {
-			// Without the rights, what can be seen has to do.
+			// Without the right, the verdict uses what sock_diag reports.
 			if answer, err := p.Ask(s.Cookie); err == nil {
 				asked = answer
 				break

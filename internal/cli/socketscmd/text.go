@@ -14,8 +14,7 @@ import (
 	"sockeye/internal/sockdiag"
 )
 
-// socketOrders are those in which sockets are shown: the most first, of room the
-// least.
+// socketOrders are the sort orders: the largest value first, except for room.
 var socketOrders = map[string]func(a, b *found) int{
 	"queued":        most(func(f *found) int64 { return int64(f.socket.Queued) }),
 	"payload":       most(payload),
@@ -34,10 +33,10 @@ var socketOrders = map[string]func(a, b *found) int{
 	"remote": func(a, b *found) int { return cmp.Or(a.socket.Remote.Compare(b.socket.Remote), byEnds(a, b)) },
 }
 
-// Orders returns the words of --sort.
+// Orders returns the values of --sort.
 func Orders() []string { return slices.Sorted(maps.Keys(socketOrders)) }
 
-// A listener has connections where others have bytes.
+// A listener has connections instead of bytes.
 func payload(f *found) int64 {
 	if f.socket.State == sockdiag.Listening {
 		return 0
@@ -60,15 +59,14 @@ func byEnds(a, b *found) int {
 	return cmp.Or(a.socket.Local.Compare(b.socket.Local), a.socket.Remote.Compare(b.socket.Remote), cmp.Compare(a.socket.Cookie, b.socket.Cookie))
 }
 
-// limitTexts are short enough for a column.
+// limitTexts are short names for a column.
 var limitTexts = map[sockdiag.Limit]string{
 	sockdiag.ReceiveWindow: "receive window", sockdiag.CongestionWindow: "congestion", sockdiag.SendBuffer: "send buffer",
 }
 
 func limitText(l sockdiag.Limit) string { return cmp.Or(limitTexts[l], string(l)) }
 
-// socketsText shows sockets: each with a line that names it, one of figures, and
-// what would help it.
+// socketsText prints each socket: a line with its addresses, a line of figures, and the remedy.
 func socketsText(t *command.Text, shown *Shown) {
 	in := ""
 	if shown.Netns != "" {
@@ -116,7 +114,7 @@ func socketsText(t *command.Text, shown *Shown) {
 	t.Table(alignment, rows)
 }
 
-// names says which socket it is, and what is unusual of it, in as few lines as fit.
+// names returns the addresses of the socket and its unusual properties, in few lines.
 func (s *socketShown) names() []string {
 	words := []string{s.Local}
 	if s.Remote != "" {
@@ -177,7 +175,7 @@ func (s *socketShown) figures() []string {
 	return []string{"  " + by, orNone(s.Queued), orNone(s.Payload), overhead, orNone(s.Unsent), orNone(s.Buffer), safe, exact, rtt}
 }
 
-// orNone writes a number, or that there is none.
+// orNone formats a number, or "-" for nil.
 func orNone[N int | uint32](n *N) string {
 	if n == nil {
 		return "-"
